@@ -1,0 +1,144 @@
+"""Every error miofind raises on purpose.
+
+    MiofindError
+    ├── InvalidProblemError      a problem that no convolution can have
+    ├── InvalidArrayError        an array that does not fit its problem
+    ├── InvalidConfigError       a configuration outside its solver's schema
+    ├── InvalidOptionError       a find option or argument with an impossible value
+    ├── UnknownSolverError       a solver id that is not registered
+    ├── NoSolutionError          nothing usable answers the request
+    ├── WorkspaceError           a workspace that is too small
+    ├── MissingEnvironmentError        something this machine lacks
+    │   ├── NoDeviceError        no usable GPU
+    │   ├── MissingLibraryError  a library that is not installed
+    │   └── ForkedProcessError   CUDA was initialised before a fork
+    ├── CompileError             NVRTC refused a kernel
+    ├── LaunchError              a kernel or library call failed to start or to finish
+    ├── WrongResultError         a solution failed verification
+    ├── MeasurementError         a solution could not be timed
+    ├── DatabaseError            a FindDB that cannot be used as asked
+    │   └── SchemaVersionError   a FindDB of another schema version
+    └── SolutionFileError        a saved solution that cannot be loaded
+
+A message says what, where, the offending value and what to do. `exit_code` is what the command line ends with.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class MiofindError(Exception):
+    """Base class of all errors raised by miofind on purpose."""
+
+    exit_code: ClassVar[int] = 1
+
+
+class InvalidProblemError(MiofindError, ValueError):
+    """A problem description that no convolution can have; the message names the field and the value."""
+
+    exit_code: ClassVar[int] = 2
+
+
+class InvalidArrayError(MiofindError, ValueError):
+    """An array whose shape, strides, dtype, device or alignment does not fit the problem."""
+
+    exit_code: ClassVar[int] = 2
+
+
+class InvalidConfigError(MiofindError, ValueError):
+    """A configuration outside its solver's schema."""
+
+    exit_code: ClassVar[int] = 2
+
+
+class InvalidOptionError(MiofindError, ValueError):
+    """A find option or argument with an impossible value."""
+
+    exit_code: ClassVar[int] = 2
+
+
+class UnknownSolverError(MiofindError, LookupError):
+    """A solver id, algorithm or library that is not registered."""
+
+    exit_code: ClassVar[int] = 2
+
+
+class NoSolutionError(MiofindError):
+    """Nothing usable answers the request; the message lists each solver's reason."""
+
+
+class WorkspaceError(MiofindError, ValueError):
+    """A workspace smaller than the solution declares."""
+
+    exit_code: ClassVar[int] = 2
+
+
+class MissingEnvironmentError(MiofindError):
+    """Something that this machine or environment lacks."""
+
+    exit_code: ClassVar[int] = 3
+
+
+class NoDeviceError(MissingEnvironmentError):
+    """No usable GPU, or no device of the asked index."""
+
+
+class MissingLibraryError(MissingEnvironmentError):
+    """A library that is not installed; the message says how to install it."""
+
+
+class ForkedProcessError(MissingEnvironmentError):
+    """CUDA was initialised before this process was forked; CUDA does not survive a fork."""
+
+
+class CompileError(MiofindError):
+    """NVRTC refused a kernel.
+
+    Attributes:
+        source: name of the source file.
+        options: the options the compiler was given.
+        log: the compiler's log, whole.
+    """
+
+    def __init__(self, message: str, *, source: str, options: tuple[str, ...], log: str) -> None:
+        super().__init__(message)
+        self.source = source
+        self.options = options
+        self.log = log
+
+    def __str__(self) -> str:
+        return f"{self.args[0]}\n  source:  {self.source}\n  options: {' '.join(self.options)}\n{self.log}".rstrip()
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (_compile_error, (self.args[0], self.source, self.options, self.log))
+
+
+def _compile_error(message: str, source: str, options: tuple[str, ...], log: str) -> CompileError:
+    return CompileError(message, source=source, options=options, log=log)
+
+
+class LaunchError(MiofindError):
+    """A kernel or library call failed to start or to finish."""
+
+
+class WrongResultError(MiofindError):
+    """A solution failed verification."""
+
+
+class MeasurementError(MiofindError):
+    """A solution could not be timed."""
+
+
+class DatabaseError(MiofindError):
+    """A FindDB that cannot be read or written as asked."""
+
+    exit_code: ClassVar[int] = 4
+
+
+class SchemaVersionError(DatabaseError):
+    """A FindDB of a schema version that this release does not read."""
+
+
+class SolutionFileError(MiofindError, ValueError):
+    """A saved solution that cannot be loaded: damaged, of another architecture or of other sources."""

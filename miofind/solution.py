@@ -1,0 +1,263 @@
+"""How a problem is computed: inert data that a solver emits and an invoker carries out.
+
+A `ConvSolution` is an ordered tuple of steps over named buffers and a workspace plan. Nothing here holds a pointer, a
+handle or a compiled kernel, so a solution can be hashed, compared, stored and sent to another process.
+
+Buffer names: "x", "w", "y" are the problem's tensors, whichever of them the direction writes; any other name is a
+region of the workspace.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from miofind.device import Library
+from miofind.errors import InvalidConfigError
+from miofind.problem import DataType, MathMode
+
+WORKSPACE_ALIGNMENT = 256
+
+ConfigValue = int | float | bool | str | dict[str, int]
+
+
+class Config(Mapping[str, Any]):
+    """One point of a solver's configuration space: an immutable mapping with a canonical JSON text.
+
+    Values are ints, floats, bools, strings, or a flat mapping of ints (the knobs of a library's engine).
+    Configurations with equal text are equal, and the text is all that names a candidate outside this process.
+    """
+
+    __slots__ = ("_values", "json")
+
+    json: str
+
+    def __init__(self, values: Mapping[str, ConfigValue] | None = None) -> None:
+        self._values = dict(values or {})
+        try:
+            self.json = json.dumps(self._values, sort_keys=True, separators=(",", ":"), allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise InvalidConfigError(f"config={values!r} cannot be written as JSON: {error}") from error
+
+    @staticmethod
+    def of(**values: ConfigValue) -> Config:
+        """A configuration from keyword arguments."""
+        return Config(values)
+
+    @staticmethod
+    def from_json(text: str) -> Config:
+        """The configuration a text names.
+
+        Raises:
+            InvalidConfigError: the text is not a JSON object.
+        """
+        try:
+            values = json.loads(text)
+        except ValueError as error:
+            raise InvalidConfigError(f"config {text!r} is not JSON: {error}") from error
+        if not isinstance(values, dict):
+            raise InvalidConfigError(f"config {text!r} is not a JSON object")
+        return Config(values)
+
+    def __getitem__(self, key: str) -> Any:
+        return self._values[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __hash__(self) -> int:
+        return hash(self.json)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Config) and self.json == other.json
+
+    def __repr__(self) -> str:
+        return f"Config({self.json})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pointer:
+    """An address a step is given: a buffer by name and an offset into it."""
+
+    buffer: str
+    offset_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scalar:
+    """A number passed to a kernel by value.
+
+    Attributes:
+        ctype: "int32", "int64", "uint32", "uint64", "float32" or "float64".
+    """
+
+    ctype: str
+    value: int | float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Region:
+    """A named part of the workspace."""
+
+    name: str
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkspacePlan:
+    """Regions of one workspace, laid one after another at 256-byte boundaries."""
+
+    regions: tuple[Region, ...] = ()
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the whole workspace."""
+        return sum(_aligned(region.bytes) for region in self.regions)
+
+    @property
+    def offsets(self) -> dict[str, int]:
+        """Byte offset of each region."""
+        offsets, end = {}, 0
+        for region in self.regions:
+            offsets[region.name] = end
+            end += _aligned(region.bytes)
+        return offsets
+
+
+def _aligned(size: int) -> int:
+    return -(-size // WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelStep:
+    """One launch of a kernel compiled from kernels_src.
+
+    Attributes:
+        source: file name, relative to `package`.
+        entry: name of the `extern "C"` kernel.
+        defines: compile-time parameters, as -Dname=value, in this order.
+        options: further NVRTC options, such as "--use_fast_math".
+        grid, block: launch geometry.
+        shared_bytes: dynamic shared memory.
+        args: arguments in the kernel's order.
+        package: package that holds the source; another package's solver names its own.
+        spill_bytes: register spills the kernel is known to have; compile tests refuse more.
+    """
+
+    source: str
+    entry: str
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    args: tuple[Pointer | Scalar, ...]
+    defines: tuple[tuple[str, str | int], ...] = ()
+    options: tuple[str, ...] = ()
+    shared_bytes: int = 0
+    package: str = "miofind.kernels_src"
+    spill_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MatmulStep:
+    """One (batched) cuBLASLt product, column-major as cuBLAS has it: C[m, n] = alpha * op(A) op(B) + beta * C.
+
+    Attributes:
+        m, n, k: sizes of the product.
+        transpose_a, transpose_b: whether op is a transposition.
+        lda, ldb, ldc: leading dimensions in elements.
+        batch: number of products.
+        stride_a, stride_b, stride_c: elements between the operands of neighbouring products.
+        dtype_ab, dtype_c: element types; products accumulate in float32 (float64 for float64).
+        math: ieee or tf32, for float32 operands.
+        algorithm: the library's algorithm as recorded (attribute, value) pairs; empty for the heuristics' first.
+        workspace: region given to the library, or None.
+        workspace_bytes: bytes of it; the library takes no algorithm that wants more.
+    """
+
+    m: int
+    n: int
+    k: int
+    transpose_a: bool
+    transpose_b: bool
+    lda: int
+    ldb: int
+    ldc: int
+    a: Pointer
+    b: Pointer
+    c: Pointer
+    dtype_ab: DataType
+    dtype_c: DataType
+    math: MathMode = MathMode.IEEE
+    batch: int = 1
+    stride_a: int = 0
+    stride_b: int = 0
+    stride_c: int = 0
+    alpha: float = 1.0
+    beta: float = 0.0
+    algorithm: tuple[tuple[str, int], ...] = ()
+    workspace: str | None = None
+    workspace_bytes: int = 0
+
+    @property
+    def library(self) -> Library:
+        """The library that carries the step out."""
+        return Library.CUBLAS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CudnnStep:
+    """One cuDNN convolution of the whole problem by a recorded engine and its knobs.
+
+    Attributes:
+        engine: cuDNN's global engine index, stable within a major version.
+        knobs: (knob type, choice) pairs.
+        workspace: region given to the library, or None.
+    """
+
+    engine: int
+    knobs: tuple[tuple[int, int], ...]
+    workspace: str | None = None
+
+    @property
+    def library(self) -> Library:
+        """The library that carries the step out."""
+        return Library.CUDNN
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostStep:
+    """One call of a Python function on the CPU place.
+
+    The function lives in the solver's own module and is called as `function(problem, config, buffers)`, with
+    `buffers` a mapping from buffer names to NumPy arrays (regions of the workspace as uint8).
+    """
+
+    module: str
+    function: str
+
+
+Step = KernelStep | MatmulStep | CudnnStep | HostStep
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConvSolution:
+    """Everything needed to compute one problem, as data.
+
+    Attributes:
+        steps: carried out in order on one stream.
+        workspace: regions that the steps name.
+        deterministic: equal inputs give equal bits on every run.
+    """
+
+    steps: tuple[Step, ...]
+    workspace: WorkspacePlan = field(default_factory=WorkspacePlan)
+    deterministic: bool = True
+
+    @property
+    def kernels(self) -> tuple[KernelStep, ...]:
+        """The steps that launch our own kernels."""
+        return tuple(step for step in self.steps if isinstance(step, KernelStep))

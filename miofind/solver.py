@@ -1,0 +1,243 @@
+"""The contract of a solver and the registry of all solvers.
+
+A solver is stateless: it says which problems it serves, lists configurations, and emits inert `ConvSolution`s.
+"Applicable" means correct. Solvers are found by discovery in `miofind.solvers` (every module's `SOLVERS` tuple) and
+by the entry point group `miofind.solvers` of other packages.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.metadata
+import itertools
+import logging
+import pkgutil
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import ClassVar
+
+from miofind.device import INSTALL_CUDA, Device, Library, Place
+from miofind.errors import InvalidConfigError, UnknownSolverError
+from miofind.problem import DataType, Layout, ProblemDescription
+from miofind.solution import Config, ConfigValue, ConvSolution
+
+logger = logging.getLogger(__name__)
+
+ENTRY_POINT_GROUP = "miofind.solvers"
+
+
+class Algorithm(StrEnum):
+    """Family of a solver."""
+
+    DIRECT = "direct"
+    IM2COL_GEMM = "im2col_gemm"
+    GEMM = "gemm"
+    IMPLICIT_GEMM = "implicit_gemm"
+    WINOGRAD = "winograd"
+    FFT = "fft"
+    LIBRARY = "library"
+
+
+@dataclass(frozen=True, slots=True)
+class Applicability:
+    """Whether a solver serves a problem; false with a reason that a user can read."""
+
+    reason: str = ""
+
+    def __bool__(self) -> bool:
+        return not self.reason
+
+
+APPLICABLE = Applicability()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelKey:
+    """One combination a solver serves: place and architectures, library, data types and layouts.
+
+    Attributes:
+        place: CUDA or CPU.
+        library: who supplies the code.
+        dtypes: element types; every tensor of a problem must have one of them.
+        layouts: memory orders; every tensor of a problem must have one of them.
+        min_sm: least compute capability, as an int; 0 on the CPU place.
+        archs: exact architectures such as ("90a",), or empty for any from `min_sm` on.
+    """
+
+    place: Place
+    library: Library
+    dtypes: frozenset[DataType]
+    layouts: frozenset[Layout]
+    min_sm: int = 0
+    archs: tuple[str, ...] = ()
+
+    def refusal(self, problem: ProblemDescription, device: Device) -> str:
+        """Why the key does not match, "" if it does."""
+        if device.place is not self.place:
+            return f"runs on {self.place}, not on {device.place}"
+        if device.sm < self.min_sm:
+            return f"needs compute capability {self.min_sm / 10:.1f}, {device.name} has {device.sm / 10:.1f}"
+        if self.archs and device.arch not in self.archs:
+            return f"runs on {', '.join(self.archs)} only, {device.name} is {device.arch}"
+        for name in ("x", "w", "y"):
+            tensor = problem.tensor(name)
+            if tensor.dtype not in self.dtypes:
+                return f"{name} is {tensor.dtype}, served are {', '.join(sorted(self.dtypes))}"
+            if tensor.layout not in self.layouts:
+                return f"{name} is {tensor.layout}, served are {', '.join(sorted(self.layouts))}"
+        return ""
+
+
+class Solver(ABC):
+    """One way to compute convolutions.
+
+    Class attributes:
+        id: stable name, stored in databases; solvers of other packages write "vendor/Name".
+        version: raised by hand when results or configurations change; voids stored rows.
+        algorithm: family.
+        keys: what it serves; a problem must match one of them.
+        alignment_bytes: alignment that every tensor's address needs.
+        is_dynamic: sizes are arguments of its kernels, so that a new shape compiles nothing.
+        is_last_resort: timed only where nothing else applies.
+        parameters: allowed values of each configuration parameter; the space is their product, thinned by
+            `is_valid_config`.
+        sources: files in kernels_src that its steps reach, before includes.
+    """
+
+    id: ClassVar[str]
+    version: ClassVar[int] = 1
+    algorithm: ClassVar[Algorithm]
+    keys: ClassVar[tuple[KernelKey, ...]]
+    alignment_bytes: ClassVar[int] = 2
+    is_dynamic: ClassVar[bool] = False
+    is_last_resort: ClassVar[bool] = False
+    parameters: ClassVar[Mapping[str, Sequence[ConfigValue]]] = {}
+    sources: ClassVar[tuple[str, ...]] = ()
+
+    @property
+    def library(self) -> Library:
+        """Who supplies the code: the heaviest library of its keys."""
+        return self.keys[0].library
+
+    @abstractmethod
+    def examples(self) -> tuple[ProblemDescription, ...]:
+        """Problems it must accept, so that the shared contract test never passes on nothing."""
+
+    @abstractmethod
+    def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
+        """Whether it serves a problem that matches its keys; asks no library and compiles nothing."""
+
+    @abstractmethod
+    def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
+        """One to eight configurations that are always valid, the likely best first; constant time."""
+
+    @abstractmethod
+    def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
+        """Analytic time in milliseconds; orders candidates, never recorded as a measurement."""
+
+    @abstractmethod
+    def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
+        """The steps that compute an applicable problem with a valid configuration."""
+
+    def applicability(self, problem: ProblemDescription, device: Device) -> Applicability:
+        """Whether it serves a problem here: its keys, its library's presence, then `is_applicable`."""
+        refusals = [key.refusal(problem, device) for key in self.keys]
+        if all(refusals):
+            return Applicability(refusals[0])
+        key = self.keys[refusals.index("")]
+        if device.library_version(key.library) is None:
+            return Applicability(f"{key.library} is not installed: {INSTALL_CUDA}")
+        return self.is_applicable(problem, device)
+
+    def is_valid_config(self, problem: ProblemDescription, device: Device, config: Config) -> bool:
+        """Whether a point of the parameters' product can run."""
+        return True
+
+    def configs(self, problem: ProblemDescription, device: Device) -> Iterator[Config]:
+        """Every valid configuration."""
+        names = list(self.parameters)
+        for values in itertools.product(*self.parameters.values()):
+            config = Config(dict(zip(names, values, strict=True)))
+            if self.is_valid_config(problem, device, config):
+                yield config
+
+    def check_config(self, problem: ProblemDescription, device: Device, config: Config) -> None:
+        """Do nothing for a configuration of the schema.
+
+        Raises:
+            InvalidConfigError: a parameter is missing, unknown or out of its values, or the point cannot run.
+        """
+        if set(config) != set(self.parameters):
+            names = sorted(self.parameters)
+            raise InvalidConfigError(f"{self.id}: config {config.json} must have the parameters {names}")
+        for name, allowed in self.parameters.items():
+            value = config[name]
+            if not any(type(value) is type(choice) and value == choice for choice in allowed):
+                raise InvalidConfigError(f"{self.id}: {name}={value!r} must be one of {list(allowed)}")
+        if not self.is_valid_config(problem, device, config):
+            raise InvalidConfigError(f"{self.id}: config {config.json} cannot run {problem} on {device.name}")
+
+    def workspace_bytes(self, problem: ProblemDescription, device: Device, config: Config) -> int:
+        """Bytes of workspace the solution needs."""
+        return self.solution(problem, device, config).workspace.bytes
+
+    def error_growth(self, problem: ProblemDescription, config: Config) -> float:
+        """How much wider the error bound is than direct summation's in the problem's math mode; 1 unless documented."""
+        return 1.0
+
+    def is_exact(self, config: Config) -> bool:
+        """Whether small integers give exact results; false for F(4,3) and wider Winograd and for FFT."""
+        return True
+
+    def __repr__(self) -> str:
+        return f"<{self.id} v{self.version}>"
+
+
+@functools.cache
+def solvers() -> Mapping[str, Solver]:
+    """All registered solvers by id, in a stable order."""
+    found: dict[str, Solver] = {}
+    for solver in itertools.chain(_discovered(), _from_entry_points()):
+        if solver.id in found:
+            logger.warning("solver %s is registered twice: the first is kept", solver.id)
+            continue
+        found[solver.id] = solver
+    return found
+
+
+def solver_by_id(solver_id: str) -> Solver:
+    """The solver with that id, case ignored.
+
+    Raises:
+        UnknownSolverError: there is none; the message lists those there are.
+    """
+    known = solvers()
+    if solver_id in known:
+        return known[solver_id]
+    for name, solver in known.items():
+        if name.lower() == solver_id.lower():
+            return solver
+    raise UnknownSolverError(f"solver {solver_id!r} is not registered: known are {', '.join(known)}")
+
+
+def _discovered() -> Iterable[Solver]:
+    package = importlib.import_module("miofind.solvers")
+    for module in sorted(pkgutil.iter_modules(package.__path__), key=lambda m: m.name):
+        yield from importlib.import_module(f"miofind.solvers.{module.name}").SOLVERS
+
+
+def _from_entry_points() -> Iterable[Solver]:
+    for entry in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP):
+        try:
+            solver = entry.load()
+            solver = solver() if isinstance(solver, type) else solver
+        except Exception as error:  # another package's code: report it and go on without it
+            logger.warning("solver entry point %s could not be loaded: %s", entry.name, error)
+            continue
+        if not isinstance(solver, Solver) or "/" not in solver.id:
+            logger.warning("solver entry point %s is no Solver with an id like 'vendor/Name': left out", entry.name)
+            continue
+        yield solver
