@@ -1,0 +1,56 @@
+"""Find, remember and run the fastest correct convolution on the GPU at hand."""
+
+from __future__ import annotations
+
+import logging
+
+from miofind.api import (
+    convolution,
+    convolution_backward_data,
+    convolution_backward_weights,
+    find_solutions,
+    run_solution,
+)
+from miofind.device import Device
+from miofind.errors import MiofindError
+from miofind.found import Solution
+from miofind.handle import Handle, default_handle
+from miofind.options import FindEnforce, FindMode, FindOptions, OnMiss, Order
+from miofind.problem import (
+    ConvolutionDescriptor,
+    DataType,
+    Direction,
+    Layout,
+    MathMode,
+    ProblemDescription,
+    TensorDescriptor,
+)
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ConvolutionDescriptor",
+    "DataType",
+    "Device",
+    "Direction",
+    "FindEnforce",
+    "FindMode",
+    "FindOptions",
+    "Handle",
+    "Layout",
+    "MathMode",
+    "MiofindError",
+    "OnMiss",
+    "Order",
+    "ProblemDescription",
+    "Solution",
+    "TensorDescriptor",
+    "convolution",
+    "convolution_backward_data",
+    "convolution_backward_weights",
+    "default_handle",
+    "find_solutions",
+    "run_solution",
+]
+
+logging.getLogger(__name__).addHandler(logging.NullHandler())

@@ -14,7 +14,7 @@ import re
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from miofind.errors import MissingLibraryError, NoDeviceError
+from miofind.errors import ForkedProcessError, MissingLibraryError, NoDeviceError
 from miofind.problem import DataType, MathMode
 
 INSTALL_CUDA = "pip install 'miofind[cuda12]' or 'miofind[cuda13]', whichever the driver supports"
@@ -113,14 +113,25 @@ class Device:
     @staticmethod
     def default() -> Device:
         """CuPy's current CUDA device, else the CPU place where CuPy or a GPU is missing."""
-        try:
-            if cuda_device_count() == 0:
-                return _cpu()
-        except (MissingLibraryError, NoDeviceError):
+        if not has_cuda():
             return _cpu()
         import cupy
 
         return _probe(int(cupy.cuda.runtime.getDevice()))
+
+    @staticmethod
+    def named(name: str | int) -> Device:
+        """The device called 0, "cuda", "cuda:1" or "cpu".
+
+        Raises:
+            MissingLibraryError, NoDeviceError: no such device here.
+        """
+        if name == "cpu":
+            return _cpu()
+        match = re.fullmatch(r"(?:cuda:?)?(\d+)?", str(name))
+        if match is None or name == "":
+            raise NoDeviceError(f"device={name!r} is unknown: write cpu, cuda or cuda:0")
+        return Device.cuda(int(match[1] or 0))
 
     @staticmethod
     def virtual(arch: str) -> Device:
@@ -178,6 +189,15 @@ def has_cupy() -> bool:
     return importlib.util.find_spec("cupy") is not None
 
 
+@functools.cache
+def has_cuda() -> bool:
+    """Whether this process can use a CUDA device."""
+    try:
+        return cuda_device_count() > 0
+    except (MissingLibraryError, NoDeviceError):
+        return False
+
+
 def cuda_device_count() -> int:
     """Number of CUDA devices.
 
@@ -186,12 +206,32 @@ def cuda_device_count() -> int:
         NoDeviceError: there is no usable driver.
     """
     require_cupy()
+    check_fork()
     import cupy
 
     try:
         return int(cupy.cuda.runtime.getDeviceCount())
     except cupy.cuda.runtime.CUDARuntimeError as error:
         raise NoDeviceError(f"the CUDA driver cannot be used ({error}): check `nvidia-smi`") from error
+
+
+@functools.cache
+def _cuda_process() -> int:
+    """The process that touched CUDA first."""
+    return os.getpid()
+
+
+def check_fork() -> None:
+    """Do nothing in the process that touched CUDA first.
+
+    Raises:
+        ForkedProcessError: this process was forked from one that had used CUDA.
+    """
+    if _cuda_process() != os.getpid():
+        raise ForkedProcessError(
+            f"process {os.getpid()} was forked from {_cuda_process()}, which had used CUDA already, and CUDA does not "
+            "survive a fork: start processes with multiprocessing's 'spawn' or 'forkserver' method"
+        )
 
 
 @functools.cache

@@ -11,267 +11,37 @@ dx, dw and dy are gradients with the shapes of x, w and y.
 from __future__ import annotations
 
 import math as _math
-import operator
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
-from typing import Any, TypeVar
+from typing import Any
 
 from miofind.errors import InvalidProblemError
+from miofind.network_config import parse_network_config, write_network_config
+from miofind.tensor import (
+    MAX_DIMENSION,
+    MAX_TENSOR_BYTES,
+    ConvolutionDescriptor,
+    DataType,
+    Direction,
+    Layout,
+    MathMode,
+    TensorDescriptor,
+    enum_value,
+    sizes,
+)
 
-MAX_DIMENSION = 2**31 - 1
-MAX_TENSOR_BYTES = 2**47
-
-
-class DataType(StrEnum):
-    """Element type of a tensor."""
-
-    FLOAT64 = "float64"
-    FLOAT32 = "float32"
-    FLOAT16 = "float16"
-    BFLOAT16 = "bfloat16"
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes of one element."""
-        return _ITEMSIZE[self]
-
-    @property
-    def mantissa_bits(self) -> int:
-        """Explicit mantissa bits; the unit roundoff is 2 ** -(mantissa_bits + 1)."""
-        return _MANTISSA[self]
-
-
-_ITEMSIZE = {DataType.FLOAT64: 8, DataType.FLOAT32: 4, DataType.FLOAT16: 2, DataType.BFLOAT16: 2}
-_MANTISSA = {DataType.FLOAT64: 52, DataType.FLOAT32: 23, DataType.FLOAT16: 10, DataType.BFLOAT16: 7}
-
-
-class Layout(StrEnum):
-    """Memory order of a tensor, outermost dimension first. For w read K for N: NHWC is (k, y, x, c)."""
-
-    NCW = "NCW"
-    NWC = "NWC"
-    NCHW = "NCHW"
-    NHWC = "NHWC"
-    NCDHW = "NCDHW"
-    NDHWC = "NDHWC"
-
-    @property
-    def spatial_dims(self) -> int:
-        """Number of spatial dimensions, 1 to 3."""
-        return len(self.value) - 2
-
-    @property
-    def channels_last(self) -> bool:
-        """Whether channels are the innermost dimension."""
-        return self.value.endswith("C")
-
-    @staticmethod
-    def of(spatial_dims: int, *, channels_last: bool) -> Layout:
-        """The layout with that many spatial dimensions."""
-        return (_CHANNELS_LAST if channels_last else _CHANNELS_FIRST)[spatial_dims]
-
-
-_CHANNELS_FIRST = {1: Layout.NCW, 2: Layout.NCHW, 3: Layout.NCDHW}
-_CHANNELS_LAST = {1: Layout.NWC, 2: Layout.NHWC, 3: Layout.NDHWC}
-
-
-class Direction(StrEnum):
-    """Which tensor is computed: y from x and w, dx from dy and w, or dw from dy and x."""
-
-    FORWARD = "forward"
-    BACKWARD_DATA = "backward_data"
-    BACKWARD_WEIGHTS = "backward_weights"
-
-    @property
-    def output(self) -> str:
-        """Name of the tensor that is written: "x", "w" or "y"."""
-        return _OUTPUT[self]
-
-    @property
-    def inputs(self) -> tuple[str, str]:
-        """Names of the tensors that are read, in the order of `run_solution`."""
-        return _INPUTS[self]
-
-
-_OUTPUT = {Direction.FORWARD: "y", Direction.BACKWARD_DATA: "x", Direction.BACKWARD_WEIGHTS: "w"}
-_INPUTS = {
-    Direction.FORWARD: ("x", "w"),
-    Direction.BACKWARD_DATA: ("y", "w"),
-    Direction.BACKWARD_WEIGHTS: ("y", "x"),
-}
-
-
-class MathMode(StrEnum):
-    """Arithmetic allowed for float32: full precision, or inputs rounded to TF32 (10 mantissa bits)."""
-
-    IEEE = "ieee"
-    TF32 = "tf32"
-
-
-_E = TypeVar("_E", bound=StrEnum)
-
-
-def enum_value(kind: type[_E], value: object, field_name: str) -> _E:
-    """The member of `kind` named `value`, whatever its case.
-
-    Raises:
-        InvalidProblemError: no such member; the message lists those there are.
-    """
-    if isinstance(value, kind):
-        return value
-    for member in kind:
-        if str(value).lower() == member.value.lower():
-            return member
-    known = ", ".join(member.value for member in kind)
-    raise InvalidProblemError(f"{field_name}={value!r} is unknown: use one of {known}")
-
-
-def _size(value: object, field_name: str, least: int = 1) -> int:
-    """`value` as an int in [least, MAX_DIMENSION]."""
-    if isinstance(value, bool):
-        raise InvalidProblemError(f"{field_name}={value!r} must be an integer, not a bool")
-    try:
-        number = operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        raise InvalidProblemError(f"{field_name}={value!r} must be an integer") from None
-    if not least <= number <= MAX_DIMENSION:
-        raise InvalidProblemError(f"{field_name}={number} must be between {least} and {MAX_DIMENSION}")
-    return number
-
-
-def _sizes(value: object, field_name: str, count: int | None = None, least: int = 1) -> tuple[int, ...]:
-    """`value` as a tuple of sizes; an int stands for `count` equal ones."""
-    if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
-        if count is None:
-            raise InvalidProblemError(f"{field_name}={value!r} must be a sequence of integers")
-        return (_size(value, field_name, least),) * count
-    if count is not None and len(value) != count:
-        raise InvalidProblemError(f"{field_name}={tuple(value)!r} must have {count} entries, one a spatial dimension")
-    return tuple(_size(item, f"{field_name}[{i}]", least) for i, item in enumerate(value))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorDescriptor:
-    """A packed tensor: logical shape, element type and memory order.
-
-    Attributes:
-        shape: (n, c, *spatial) for x and y, (k, c/groups, *filter) for w; logical order whatever the layout.
-        dtype: element type.
-        layout: memory order; its rank is the shape's.
-
-    Raises:
-        InvalidProblemError: a size below 1 or above 2**31 - 1, a tensor above 2**47 bytes, a layout of another rank.
-    """
-
-    shape: tuple[int, ...]
-    dtype: DataType = DataType.FLOAT32
-    layout: Layout = Layout.NCHW
-
-    def __post_init__(self) -> None:
-        shape = _sizes(self.shape, "shape")
-        object.__setattr__(self, "shape", shape)
-        object.__setattr__(self, "dtype", enum_value(DataType, self.dtype, "dtype"))
-        object.__setattr__(self, "layout", enum_value(Layout, self.layout, "layout"))
-        if len(shape) != self.layout.spatial_dims + 2:
-            raise InvalidProblemError(
-                f"shape={shape} has {len(shape)} dimensions, layout={self.layout} wants {self.layout.spatial_dims + 2}"
-            )
-        if self.bytes > MAX_TENSOR_BYTES:
-            raise InvalidProblemError(f"shape={shape} takes {self.bytes} bytes: the limit is {MAX_TENSOR_BYTES}")
-
-    @property
-    def size(self) -> int:
-        """Number of elements."""
-        return _math.prod(self.shape)
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of the packed tensor."""
-        return self.size * self.dtype.itemsize
-
-    @property
-    def strides(self) -> tuple[int, ...]:
-        """Elements between neighbours along each logical dimension."""
-        rank = len(self.shape)
-        order = (0, *range(2, rank), 1) if self.layout.channels_last else tuple(range(rank))
-        strides = [0] * rank
-        step = 1
-        for dimension in reversed(order):
-            strides[dimension] = step
-            step *= self.shape[dimension]
-        return tuple(strides)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ConvolutionDescriptor:
-    """How the filter moves: padding before and after, stride and dilation a spatial dimension, and groups.
-
-    Raises:
-        InvalidProblemError: a negative padding, a stride, dilation or group count below 1, unequal ranks.
-    """
-
-    pad_before: tuple[int, ...]
-    pad_after: tuple[int, ...]
-    stride: tuple[int, ...]
-    dilation: tuple[int, ...]
-    groups: int = 1
-
-    def __post_init__(self) -> None:
-        rank = len(self.stride)
-        for name, least in (("pad_before", 0), ("pad_after", 0), ("stride", 1), ("dilation", 1)):
-            object.__setattr__(self, name, _sizes(getattr(self, name), name, rank, least))
-        object.__setattr__(self, "groups", _size(self.groups, "groups"))
-
-    @staticmethod
-    def of(
-        spatial_dims: int, *, padding: object = 0, stride: object = 1, dilation: object = 1, groups: object = 1
-    ) -> ConvolutionDescriptor:
-        """A descriptor from the forms users write.
-
-        Args:
-            spatial_dims: 1, 2 or 3.
-            padding: one int, one int a dimension, or a (before, after) pair a dimension.
-            stride, dilation: one int or one int a dimension.
-            groups: group count.
-        """
-        before, after = _padding(padding, spatial_dims)
-        return ConvolutionDescriptor(
-            pad_before=before,
-            pad_after=after,
-            stride=_sizes(stride, "stride", spatial_dims),
-            dilation=_sizes(dilation, "dilation", spatial_dims),
-            groups=_size(groups, "groups"),
-        )
-
-    def output_size(self, size: int, filter_size: int, dimension: int) -> int:
-        """Output size along one spatial dimension.
-
-        Raises:
-            InvalidProblemError: the dilated filter is larger than the padded input.
-        """
-        padded = size + self.pad_before[dimension] + self.pad_after[dimension]
-        reach = self.dilation[dimension] * (filter_size - 1) + 1
-        if reach > padded:
-            raise InvalidProblemError(
-                f"filter size {filter_size} with dilation {self.dilation[dimension]} spans {reach} in spatial "
-                f"dimension {dimension}, but the padded input is {padded}: enlarge the input or the padding"
-            )
-        return (padded - reach) // self.stride[dimension] + 1
-
-
-def _padding(value: object, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Padding before and after from an int, a tuple of ints or a tuple of pairs."""
-    paired = isinstance(value, Sequence) and not isinstance(value, str) and any(isinstance(v, Sequence) for v in value)
-    if not paired:
-        both = _sizes(value, "padding", rank, 0)
-        return both, both
-    assert isinstance(value, Sequence)
-    if len(value) != rank:
-        raise InvalidProblemError(f"padding={value!r} must have {rank} (before, after) pairs, one a spatial dimension")
-    pairs = [_sizes(pair, f"padding[{i}]", 2, 0) for i, pair in enumerate(value)]
-    return tuple(p[0] for p in pairs), tuple(p[1] for p in pairs)
+__all__ = [
+    "MAX_DIMENSION",
+    "MAX_TENSOR_BYTES",
+    "ConvolutionDescriptor",
+    "DataType",
+    "Direction",
+    "Layout",
+    "MathMode",
+    "ProblemDescription",
+    "TensorDescriptor",
+    "enum_value",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -299,7 +69,8 @@ class ProblemDescription:
         object.__setattr__(self, "math", enum_value(MathMode, self.math, "math"))
         _check_shapes(self)
         _check_types(self)
-        object.__setattr__(self, "network_config", _network_config(self))
+        text = write_network_config(self.direction, {name: self.tensor(name) for name in "xwy"}, self.conv, self.math)
+        object.__setattr__(self, "network_config", text)
 
     def __hash__(self) -> int:
         return hash(self.network_config)
@@ -342,7 +113,7 @@ class ProblemDescription:
         Raises:
             InvalidProblemError: the message names the field and the value.
         """
-        x_shape, w_shape = _sizes(x, "x"), _sizes(w, "w")
+        x_shape, w_shape = sizes(x, "x"), sizes(w, "w")
         rank = len(x_shape) - 2
         if rank not in (1, 2, 3):
             raise InvalidProblemError(f"x={x_shape} must have 3 to 5 dimensions: (n, c, *spatial)")
@@ -467,13 +238,39 @@ class ProblemDescription:
         )
 
     @staticmethod
+    def from_arrays(
+        *,
+        x: Any = None,
+        w: Any = None,
+        dy: Any = None,
+        out: Any = None,
+        x_shape: Sequence[int] | None = None,
+        w_shape: Sequence[int] | None = None,
+        **arguments: Any,
+    ) -> ProblemDescription:
+        """The problem that two arrays pose: x and w forward, dy and w backward data, dy and x backward weights.
+
+        Args:
+            x, w, dy, out: arrays of any kind that `run_solution` takes; layouts come from their strides.
+            x_shape: (n, c, *spatial), for backward data.
+            w_shape: (k, c/groups, *filter), for backward weights.
+            arguments: padding, stride, dilation, groups and math, as in `convolution`.
+
+        Raises:
+            InvalidArrayError, InvalidProblemError: the message names the array or field.
+        """
+        from miofind.array_problem import problem_from_arrays
+
+        return problem_from_arrays(x=x, w=w, dy=dy, out=out, x_shape=x_shape, w_shape=w_shape, **arguments)
+
+    @staticmethod
     def from_network_config(text: str) -> ProblemDescription:
         """The problem that a `network_config` names.
 
         Raises:
             InvalidProblemError: the text is not a canonical network_config.
         """
-        problem = _parse_network_config(text)
+        problem = ProblemDescription.convolution(**parse_network_config(text))
         if problem.network_config != text:
             canonical = problem.network_config
             raise InvalidProblemError(f"network_config {text!r} is not canonical: it should be {canonical!r}")
@@ -517,81 +314,3 @@ def _check_types(problem: ProblemDescription) -> None:
         raise InvalidProblemError(f"math=tf32 needs float32 tensors, not {', '.join(sorted(dtypes))}")
     if DataType.FLOAT64 in dtypes and len(dtypes) > 1:
         raise InvalidProblemError(f"dtype: float64 does not mix with {', '.join(sorted(dtypes - {DataType.FLOAT64}))}")
-
-
-def _cross(sizes: Sequence[int]) -> str:
-    return "x".join(map(str, sizes))
-
-
-def _network_config(problem: ProblemDescription) -> str:
-    """Canonical text of every field that changes the answer; defaults are left out, so that new fields void nothing."""
-    conv, rank = problem.conv, problem.spatial_dims
-    parts = [
-        f"conv{rank}d",
-        problem.direction.value,
-        f"n{problem.n}",
-        f"c{problem.c}",
-        f"i{_cross(problem.spatial)}",
-        f"k{problem.k}",
-        f"f{_cross(problem.filter)}",
-    ]
-    if any(conv.pad_before) or any(conv.pad_after):
-        same = conv.pad_before == conv.pad_after
-        parts.append(f"p{_cross(conv.pad_before)}" + ("" if same else f"_{_cross(conv.pad_after)}"))
-    if conv.stride != (1,) * rank:
-        parts.append(f"s{_cross(conv.stride)}")
-    if conv.dilation != (1,) * rank:
-        parts.append(f"d{_cross(conv.dilation)}")
-    if conv.groups != 1:
-        parts.append(f"g{conv.groups}")
-    tensors = (problem.x, problem.w, problem.y)
-    for values in ([t.dtype.value for t in tensors], [t.layout.value for t in tensors]):
-        parts.append(values[0] if len(set(values)) == 1 else ".".join(values))
-    if problem.math is not MathMode.IEEE:
-        parts.append(problem.math.value)
-    return "-".join(parts)
-
-
-_SIZES = r"\d{1,10}(?:x\d{1,10}){0,2}"
-_NETWORK_CONFIG = re.compile(
-    rf"conv[123]d-(?P<direction>[a-z_]+)-n(?P<n>\d{{1,10}})-c(?P<c>\d{{1,10}})-i(?P<i>{_SIZES})-k(?P<k>\d{{1,10}})-f(?P<f>{_SIZES})"
-    rf"(?:-p(?P<before>{_SIZES})(?:_(?P<after>{_SIZES}))?)?(?:-s(?P<s>{_SIZES}))?(?:-d(?P<d>{_SIZES}))?(?:-g(?P<g>\d{{1,10}}))?"
-    r"-(?P<dtype>[a-z0-9.]+)-(?P<layout>[A-Z.]+)(?:-(?P<math>[a-z0-9]+))?"
-)
-
-
-def _parse_network_config(text: str) -> ProblemDescription:
-    match = _NETWORK_CONFIG.fullmatch(text)
-    if match is None:
-        raise InvalidProblemError(f"{text!r} is not a network_config")
-
-    def sizes(name: str, default: int) -> tuple[int, ...]:
-        value = match[name]
-        return (default,) * rank if value is None else tuple(map(int, value.split("x")))
-
-    def tensors(name: str) -> dict[str, str]:
-        values = match[name].split(".")
-        if len(values) not in (1, 3):
-            raise InvalidProblemError(f"{text!r} must name one {name} or three")
-        return dict(zip("xwy", values * 3 if len(values) == 1 else values, strict=True))
-
-    rank = int(text[4])
-    spatial, taps, groups = sizes("i", 1), sizes("f", 1), int(match["g"] or 1)
-    before = sizes("before", 0)
-    after = before if match["after"] is None else sizes("after", 0)
-    if not len(spatial) == len(taps) == len(before) == len(after) == rank:
-        raise InvalidProblemError(f"{text!r} must have {rank} sizes a field")
-    if groups < 1:
-        raise InvalidProblemError(f"groups={groups} must be at least 1")
-    return ProblemDescription.convolution(
-        x=(int(match["n"]), int(match["c"]), *spatial),
-        w=(int(match["k"]), max(1, int(match["c"]) // groups), *taps),
-        padding=tuple(zip(before, after, strict=True)),
-        stride=sizes("s", 1),
-        dilation=sizes("d", 1),
-        groups=groups,
-        direction=match["direction"],
-        dtype=tensors("dtype"),
-        layout=tensors("layout"),
-        math=match["math"] or MathMode.IEEE,
-    )

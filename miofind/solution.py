@@ -213,14 +213,18 @@ class CudnnStep:
     """One cuDNN convolution of the whole problem by a recorded engine and its knobs.
 
     Attributes:
-        engine: cuDNN's global engine index, stable within a major version.
+        engine: cuDNN's global engine index; -1 for the first plan of its heuristics that keeps the limits below.
         knobs: (knob type, choice) pairs.
+        notes: names of the numerical notes that the engine may carry; an engine with others is refused.
         workspace: region given to the library, or None.
+        workspace_bytes: bytes of it; a plan that wants more is refused.
     """
 
     engine: int
     knobs: tuple[tuple[int, int], ...]
+    notes: tuple[str, ...] = ()
     workspace: str | None = None
+    workspace_bytes: int = 0
 
     @property
     def library(self) -> Library:

@@ -1,0 +1,66 @@
+# Every target makes its own environment in .venv, once, and again when pyproject.toml changes.
+
+VENV := .venv
+BIN := $(VENV)/bin
+JOBS ?= 2
+KERNELS = $(shell find kernels_src -name '*.cu' -o -name '*.cuh')
+
+# The first Python that is new enough; choose another with `make PYTHON=/path/to/python ...`.
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && command -v $$p && break; done)
+
+GPU_DEMO = --batch 32 --dtype float16 --layout NHWC
+CPU_DEMO = --batch 1
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-compile gpu-test lint format clean
+
+help: ## this list
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
+
+demo: $(VENV)/.run ## tune the layers of ResNet-50 on this machine and print what was found
+	$(BIN)/miofind tune --suite resnet50 --direction forward $$([ -s $(VENV)/.extra ] && echo $(GPU_DEMO) || echo $(CPU_DEMO))
+
+test: lint ## lint, types and the fast tests; needs no GPU
+	$(BIN)/pytest -n $(JOBS)
+
+test-compile: $(VENV)/.dev ## compile every kernel for every architecture; needs no GPU
+	$(BIN)/pytest -n $(JOBS) -m full_matrix
+
+gpu-test: $(VENV)/.dev ## the tests that need an NVIDIA GPU
+	@[ -s $(VENV)/.extra ] || { echo "make gpu-test needs an NVIDIA GPU and a driver for CUDA 12 or newer"; exit 3; }
+	$(BIN)/pytest -m gpu
+
+lint: $(VENV)/.dev ## ruff, clang-format and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run -Werror $(KERNELS)
+	$(BIN)/mypy
+
+format: $(VENV)/.dev ## write the code as lint wants it
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(KERNELS)
+
+clean: ## remove the environment and everything built
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+
+$(BIN)/python:
+	@[ -n "$(PYTHON)" ] || { echo "miofind needs Python 3.11 or newer: install it, or name it with make PYTHON=/path/to/python"; exit 3; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "$(PYTHON) is too old: miofind needs Python 3.11 or newer"; exit 3; }
+	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); echo "$(PYTHON) cannot make environments: on Debian and Ubuntu, install python3-venv"; exit 3; }
+
+$(VENV)/.extra: scripts/pick_extra.py | $(BIN)/python
+	@extra=$$($(BIN)/python scripts/pick_extra.py) && printf %s "$$extra" > $@
+
+# What a user installs.
+$(VENV)/.run: pyproject.toml $(VENV)/.extra
+	@echo "Installing into $(VENV); the first time takes a few minutes with a GPU."
+	@extra=$$(cat $(VENV)/.extra); $(BIN)/python -m pip install -q -e ".$${extra:+[$$extra]}"
+	@touch $@
+
+# With the tools of the tests, and NVRTC where no CUDA extra brings it.
+$(VENV)/.dev: pyproject.toml $(VENV)/.extra
+	@echo "Installing into $(VENV), tools included; the first time takes a few minutes."
+	@extra=$$(cat $(VENV)/.extra); $(BIN)/python -m pip install -q -e ".[dev,$${extra:-compile}]"
+	@touch $@

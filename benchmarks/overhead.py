@@ -1,0 +1,186 @@
+"""Host-side cost of miofind: FindDB hits, repeated finds, launches, and the first result of a new process.
+
+    python benchmarks/overhead.py --json benchmarks/results/overhead_h200.json
+
+Needs a GPU. Prints median and p99 of each figure beside the bound it is held to.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import cupy
+
+import miofind
+from miofind import records
+from miofind.environment import versions
+from miofind.finddb import Row, Scope
+from miofind.records import solver_hash
+from miofind.solver import solvers
+
+PROBLEM = {"x": (1, 8, 16, 16), "w": (8, 8, 3, 3), "padding": 1, "dtype": "float32"}
+BARE_KERNEL = 'extern "C" __global__ void bare(const float* x, const float* w, float* y) {}'
+
+
+def percentiles(samples_us: list[float]) -> dict[str, float]:
+    ordered = sorted(samples_us)
+    return {"median_us": statistics.median(ordered), "p99_us": ordered[int(0.99 * (len(ordered) - 1))]}
+
+
+def timed(function: Callable[[], Any], count: int) -> list[float]:
+    samples = []
+    for _ in range(count):
+        start = time.perf_counter_ns()
+        function()
+        samples.append((time.perf_counter_ns() - start) / 1e3)
+    return samples
+
+
+def finddb_hit(problems: int = 10_000, lookups: int = 10_000) -> dict[str, float]:
+    """A FindDB hit with the process cache bypassed, over random keys, from query to list of solutions."""
+    with tempfile.TemporaryDirectory() as folder:
+        handle = miofind.Handle(database=Path(folder) / "finddb.db", strict=True)
+        described = [
+            miofind.ProblemDescription.convolution(x=(1 + i // 100, 64, 8 + i % 100, 56), w=(64, 64, 3, 3), padding=1)
+            for i in range(problems)
+        ]
+        scope = Scope(solvers={s.id: s.version for s in solvers().values()})
+        for problem in described:
+            handle.database.record(handle.device.identity, problem.network_config, _rows(problem, handle), scope=scope,
+                                   environment=versions(handle.device))  # fmt: skip
+        options = miofind.FindOptions()
+        keys = random.Random(0).choices(described, k=lookups)
+        samples = []
+        for problem in keys:
+            start = time.perf_counter_ns()
+            found = records.look_up(problem, options, handle)
+            samples.append((time.perf_counter_ns() - start) / 1e3)
+            assert found
+        handle.close()
+    return percentiles(samples)
+
+
+def _rows(problem: miofind.ProblemDescription, handle: miofind.Handle) -> list[Row]:
+    """Two rows of each solver that applies, with made-up times: what a find of default configurations leaves behind."""
+    rows = []
+    for solver in solvers().values():
+        if not solver.applicability(problem, handle.device) or solver.library == "cudnn":
+            continue
+        for i, config in enumerate(solver.default_configs(problem, handle.device)[:2]):
+            rows.append(
+                Row(
+                    solver_id=solver.id,
+                    solver_version=solver.version,
+                    config=config.json,
+                    status="ok",
+                    algorithm=solver.algorithm.value,
+                    library=solver.library.value,
+                    source_hash=solver_hash(solver),
+                    time_ms=0.01 * (1 + i),
+                    min_ms=0.01,
+                    p20_ms=0.01,
+                    p80_ms=0.01,
+                    samples=45,
+                    protocol="cuda-1",
+                    max_error=1e-7,
+                )
+            )
+    return rows
+
+
+def repeated_find(handle: miofind.Handle, problem: miofind.ProblemDescription) -> dict[str, float]:
+    """A find of a problem that this process has found before."""
+    miofind.find_solutions(problem, handle=handle)
+    return percentiles(timed(lambda: miofind.find_solutions(problem), 20_000))
+
+
+def launches(handle: miofind.Handle, problem: miofind.ProblemDescription) -> dict[str, Any]:
+    """run_solution with out and workspace against a bare RawKernel launch, interleaved on one stream."""
+    options = miofind.FindOptions(only=("ConvDirectTiled",))
+    solution = miofind.find_solutions(problem, options=options, handle=handle)[0].prepare()
+    arrays = {name: cupy.zeros(problem.tensor(name).shape, cupy.float32) for name in ("x", "w", "y")}
+    bare = cupy.RawKernel(BARE_KERNEL, "bare")
+    x, w, y = arrays["x"], arrays["w"], arrays["y"]
+    workspace = cupy.empty(max(1, solution.workspace_bytes), cupy.uint8)
+    cases: dict[str, Callable[[], Any]] = {
+        "bare_rawkernel": lambda: bare((1,), (32,), (x, w, y)),
+        "run_solution_cupy": lambda: miofind.run_solution(solution, x, w, out=y, workspace=workspace),
+    }
+    try:
+        import torch
+
+        tx, tw, ty = (torch.zeros(problem.tensor(name).shape, device="cuda") for name in ("x", "w", "y"))
+        tworkspace = torch.empty(max(1, solution.workspace_bytes), dtype=torch.uint8, device="cuda")
+        cases["run_solution_torch"] = lambda: miofind.run_solution(solution, tx, tw, out=ty, workspace=tworkspace)
+    except ImportError:
+        pass
+    samples: dict[str, list[float]] = {name: [] for name in cases}
+    for _ in range(60):
+        for name, case in cases.items():
+            case()
+            cupy.cuda.runtime.deviceSynchronize()
+            samples[name] += timed(case, 100)
+            cupy.cuda.runtime.deviceSynchronize()
+    result: dict[str, Any] = {name: percentiles(values) for name, values in samples.items()}
+    reference = result["bare_rawkernel"]["median_us"]
+    for name in samples:
+        result[name]["ratio_to_bare"] = result[name]["median_us"] / reference
+    result["kernels_a_run"] = len(solution.runner.prepare().solution.steps)
+    return result
+
+
+FIRST_RESULT = """
+import time
+import cupy
+cupy.zeros(1)
+cupy.cuda.runtime.deviceSynchronize()
+start = time.perf_counter()
+import miofind
+x, w = cupy.ones((1, 8, 16, 16), "float32"), cupy.ones((8, 8, 3, 3), "float32")
+y = miofind.convolution(x, w, padding=1, options=miofind.FindOptions(only=("ConvDirectTiled",)))
+cupy.cuda.runtime.deviceSynchronize()
+print((time.perf_counter() - start) * 1e3)
+"""
+
+
+def first_result(count: int = 7) -> dict[str, float]:
+    """First result of an own-kernel solution in a new process, FindDB and binary cache filled, after cupy.zeros(1)."""
+    runs = [
+        float(subprocess.run([sys.executable, "-c", FIRST_RESULT], check=True, capture_output=True, text=True).stdout)
+        for _ in range(count + 1)
+    ]
+    return {"median_ms": statistics.median(runs[1:]), "max_ms": max(runs[1:]), "import_included": True}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    arguments = parser.parse_args()
+    handle = miofind.default_handle()
+    problem = miofind.ProblemDescription.convolution(**PROBLEM)
+    figures = {
+        "gpu": handle.device.name,
+        "versions": versions(handle.device),
+        "command": "python benchmarks/overhead.py",
+        "finddb_hit": finddb_hit() | {"bound_us": 100},
+        "repeated_find": repeated_find(handle, problem) | {"bound_us": 5},
+        "launch": launches(handle, problem) | {"bound_ratio": 1.6},
+        "first_result": first_result() | {"bound_ms": 100},
+    }
+    print(json.dumps(figures, indent=1))
+    if arguments.json:
+        arguments.json.write_text(json.dumps(figures, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

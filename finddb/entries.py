@@ -1,0 +1,227 @@
+"""Rows, scopes and answers of problems in and out of an open connection; transactions are the caller's."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from sqlalchemy import Connection, RowMapping, Table, delete, func, select
+from sqlalchemy.dialects.sqlite import insert
+
+from miofind.finddb import ranking, schema
+from miofind.finddb.database import legible
+from miofind.finddb.validation import RefusedEntryError, checked_environment, checked_key, checked_row, checked_scope
+from miofind.finddb.values import ROW_FIELDS, SCOPE_FIELDS, History, ProblemKey, Row, Scope, canonical_json
+
+_TIME_FORM = "%Y-%m-%dT%H:%M:%S.%fZ"
+_ROW_COLUMNS = [schema.measurement.c[name] for name in ROW_FIELDS]
+_SCOPE_COLUMNS = [schema.scope.c[name] for name in SCOPE_FIELDS]
+
+
+def checked(history: History) -> History:
+    """The history as it will be stored: of known form, with the ids of its rows and scopes.
+
+    Raises:
+        RefusedEntryError: something of it cannot be stored.
+    """
+    key = (history.device, history.network_config)
+    checked_key(*key)
+    for name, versions in history.environments.items():
+        if checked_environment(versions) != name:
+            raise RefusedEntryError(f"environment {name!r} is not named by the hash of its versions: it was altered")
+    return replace(
+        history,
+        rows=tuple(checked_row(*key, row) for row in history.rows),
+        scopes=tuple(checked_scope(*key, scope) for scope in history.scopes),
+    )
+
+
+def add(connection: Connection, history: History) -> int:
+    """Store a checked history's rows, scopes and environments that are not there yet, and derive the answer anew.
+
+    Returns:
+        How many rows and scopes were new.
+
+    Raises:
+        RefusedEntryError: a row names an environment that neither the history nor the database knows.
+    """
+    if not history.rows and not history.scopes:
+        return 0
+    problem_id = _problem_id(connection, history.device, history.network_config)
+    versions: list[dict[str, object]] = [
+        {"id": name, "versions": canonical_json(dict(v))} for name, v in history.environments.items()
+    ]
+    _insert(connection, schema.environment, versions)
+    _check_environments(connection, history)
+    added = _insert(connection, schema.measurement, [_row_values(problem_id, row) for row in history.rows])
+    added += _insert(connection, schema.scope, [_scope_values(problem_id, scope) for scope in history.scopes])
+    if added:
+        rebuild(connection, problem_id)
+    return added
+
+
+def rebuild(connection: Connection, problem_id: int) -> str:
+    """Derive a problem's answer anew; returns its text."""
+    with legible():
+        payload = ranking.encode(rows_of(connection, problem_id), scopes_of(connection, problem_id))
+    statement = insert(schema.answer).values(problem_id=problem_id, payload=payload)
+    connection.execute(statement.on_conflict_do_update(index_elements=["problem_id"], set_={"payload": payload}))
+    return payload
+
+
+def next_stamp(connection: Connection, device: str, network_config: str) -> str:
+    """A time for new entries: now, or just past the newest entry if the clock was set back since."""
+    now = datetime.now(UTC).strftime(_TIME_FORM)
+    problem_id = find_problem(connection, device, network_config)
+    newest = [
+        connection.execute(select(func.max(table.c.created_at)).where(table.c.problem_id == problem_id)).scalar()
+        for table in (schema.measurement, schema.scope)
+    ]
+    latest = max((stamp for stamp in newest if stamp), default="")
+    if now > latest:
+        return now
+    return (datetime.fromisoformat(latest) + timedelta(microseconds=1)).strftime(_TIME_FORM)
+
+
+def find_problem(connection: Connection, device: str, network_config: str) -> int | None:
+    """Number of a problem in this file, None if it holds nothing of it."""
+    statement = (
+        select(schema.problem.c.id)
+        .join(schema.device, schema.problem.c.device_id == schema.device.c.id)
+        .where(schema.device.c.identity == device, schema.problem.c.network_config == network_config)
+    )
+    return connection.execute(statement).scalar()
+
+
+def problems(connection: Connection, device: str | None = None) -> dict[int, ProblemKey]:
+    """All problems by number, in the order of their keys."""
+    statement = (
+        select(schema.problem.c.id, schema.device.c.identity, schema.problem.c.network_config)
+        .join(schema.device, schema.problem.c.device_id == schema.device.c.id)
+        .order_by(schema.device.c.identity, schema.problem.c.network_config)
+    )
+    if device is not None:
+        statement = statement.where(schema.device.c.identity == device)
+    return {
+        number: ProblemKey(device=identity, network_config=network_config)
+        for number, identity, network_config in connection.execute(statement)
+    }
+
+
+def history(connection: Connection, problem_id: int, key: ProblemKey) -> History:
+    """All that is stored of a problem, in a stable order."""
+    rows = tuple(rows_of(connection, problem_id))
+    names = sorted({row.environment for row in rows if row.environment})
+    table = schema.environment
+    found = connection.execute(select(table.c.id, table.c.versions).where(table.c.id.in_(names))).all() if names else []
+    return History(
+        device=key.device,
+        network_config=key.network_config,
+        rows=rows,
+        scopes=tuple(scopes_of(connection, problem_id)),
+        environments={name: _object(versions) for name, versions in found},
+    )
+
+
+def rows_of(connection: Connection, problem_id: int) -> list[Row]:
+    """All rows of a problem, by solver, configuration and time."""
+    columns = schema.measurement.c
+    statement = select(*_ROW_COLUMNS).where(columns.problem_id == problem_id)
+    statement = statement.order_by(columns.solver_id, columns.config, columns.created_at, columns.id)
+    return [Row(**values) for values in connection.execute(statement).mappings()]
+
+
+def scopes_of(connection: Connection, problem_id: int) -> list[Scope]:
+    """All scopes of a problem, by time."""
+    columns = schema.scope.c
+    statement = select(*_SCOPE_COLUMNS).where(columns.problem_id == problem_id)
+    return [
+        _scope(values) for values in connection.execute(statement.order_by(columns.created_at, columns.id)).mappings()
+    ]
+
+
+def remove_rows(connection: Connection, problem_id: int, rows: Sequence[Row], scopes: Sequence[Scope] = ()) -> int:
+    """Remove entries of a problem and derive its answer anew; returns how many rows went."""
+    for table, ids in ((schema.measurement, [row.id for row in rows]), (schema.scope, [scope.id for scope in scopes])):
+        for start in range(0, len(ids), 500):
+            chosen = table.c.id.in_(ids[start : start + 500])
+            connection.execute(delete(table).where(table.c.problem_id == problem_id, chosen))
+    if rows or scopes:
+        rebuild(connection, problem_id)
+    return len(rows)
+
+
+def remove_problem(connection: Connection, problem_id: int) -> int:
+    """Remove a problem with its rows, scopes and answer; returns how many rows went."""
+    table = schema.measurement
+    count = connection.execute(select(func.count()).where(table.c.problem_id == problem_id)).scalar_one()
+    connection.execute(delete(schema.problem).where(schema.problem.c.id == problem_id))
+    return count
+
+
+def remove_orphans(connection: Connection) -> None:
+    """Remove environments and devices that nothing names any more."""
+    used = select(schema.measurement.c.environment).distinct()
+    connection.execute(delete(schema.environment).where(schema.environment.c.id.not_in(used)))
+    held = select(schema.problem.c.device_id).distinct()
+    connection.execute(delete(schema.device).where(schema.device.c.id.not_in(held)))
+
+
+def environment(connection: Connection, environment_id: str) -> dict[str, str] | None:
+    """The versions that an environment's id stands for, None if it is unknown."""
+    table = schema.environment
+    text = connection.execute(select(table.c.versions).where(table.c.id == environment_id)).scalar()
+    return None if text is None else _object(text)
+
+
+def _problem_id(connection: Connection, device: str, network_config: str) -> int:
+    found = find_problem(connection, device, network_config)
+    if found is not None:
+        return found
+    connection.execute(insert(schema.device).values(identity=device).on_conflict_do_nothing())
+    device_id = connection.execute(select(schema.device.c.id).where(schema.device.c.identity == device)).scalar_one()
+    values = {"device_id": device_id, "network_config": network_config}
+    connection.execute(insert(schema.problem).values(**values))
+    number = find_problem(connection, device, network_config)
+    assert number is not None
+    return number
+
+
+def _check_environments(connection: Connection, history: History) -> None:
+    for name in {row.environment for row in history.rows if row.environment} - history.environments.keys():
+        if connection.execute(select(schema.environment.c.id).where(schema.environment.c.id == name)).first() is None:
+            raise RefusedEntryError(f"environment {name!r} of a row is unknown: give its versions with the row")
+
+
+def _insert(connection: Connection, table: Table, values: list[dict[str, object]]) -> int:
+    """Insert what is not there yet; returns how many were new."""
+    if not values:
+        return 0
+    return max(connection.execute(insert(table).on_conflict_do_nothing(), values).rowcount, 0)
+
+
+def _row_values(problem_id: int, row: Row) -> dict[str, object]:
+    return {"problem_id": problem_id} | {name: getattr(row, name) for name in ROW_FIELDS}
+
+
+def _scope_values(problem_id: int, scope: Scope) -> dict[str, object]:
+    values = {"problem_id": problem_id} | {name: getattr(scope, name) for name in SCOPE_FIELDS}
+    for name in ("solvers", "filters"):
+        values[name] = canonical_json(dict(getattr(scope, name)))
+    return values
+
+
+def _object(text: str) -> dict[str, Any]:
+    with legible():
+        value = json.loads(text)
+        if not isinstance(value, dict):
+            raise TypeError(f"{text[:60]!r} is not a JSON object")
+    return value
+
+
+def _scope(values: RowMapping) -> Scope:
+    decoded = {name: _object(values[name]) for name in ("solvers", "filters")}
+    return Scope(**dict(values) | decoded)

@@ -1,0 +1,180 @@
+"""The user's FindDB over the shipped ones, and what happens where the user's cannot be used.
+
+In library mode nothing that befalls a database stops a find: it goes on in memory, with one warning. In strict mode,
+the mode of commands about databases, errors reach the caller.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from miofind.errors import DatabaseError
+from miofind.finddb import location
+from miofind.finddb.store import Store
+from miofind.finddb.validation import RefusedEntryError
+from miofind.finddb.values import Answer, Recheck, Row, Scope
+
+logger = logging.getLogger("miofind")
+
+Result = TypeVar("Result")
+
+
+class Layered:
+    """FindDBs in the order they are asked: the user's, which is written to, then the shipped ones.
+
+    Args:
+        user: None for one in memory.
+        shipped: only read.
+        strict: raise where the user's FindDB cannot be used, instead of going on in memory.
+
+    Methods raise DatabaseError or SchemaVersionError in strict mode where a database cannot be used; in either mode
+    where what they are given cannot be stored.
+    """
+
+    def __init__(self, user: Store | None, shipped: Sequence[Store] = (), *, strict: bool = False) -> None:
+        self._layers = (user or Store(location.MEMORY), *shipped)
+        self._opened = list(self._layers)
+        self._strict = strict
+        self._closed = False
+        self._warned: set[Store] = set()
+        self._lock = threading.Lock()
+
+    @property
+    def user(self) -> Store:
+        """The FindDB that is written to: the user's file, or memory where that cannot be used."""
+        return self._layers[0]
+
+    @property
+    def layers(self) -> tuple[Store, ...]:
+        """The FindDBs in force, in the order they are asked."""
+        return self._layers
+
+    @property
+    def strict(self) -> bool:
+        """Whether errors of databases reach the caller."""
+        return self._strict
+
+    def answer(self, device: str, network_config: str) -> Answer | None:
+        """The answer of the first FindDB that has one, None if none has."""
+        for layer in self._layers:
+            found = self._read(layer, lambda store: store.answer(device, network_config))
+            if found is not None:
+                return found
+        return None
+
+    def answers(self, device: str, network_config: str) -> tuple[Answer, ...]:
+        """Every FindDB's answer, the user's first: a shipped one may cover what the user's does not."""
+        found = (self._read(layer, lambda store: store.answer(device, network_config)) for layer in self._layers)
+        return tuple(answer for answer in found if answer is not None)
+
+    def record(
+        self,
+        device: str,
+        network_config: str,
+        rows: Iterable[Row] = (),
+        *,
+        scope: Scope | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> Answer | None:
+        """Store measurements in the user's FindDB, as `Store.record` does.
+
+        What the FindDBs below hold of the problem is copied up first, so that the user's answer alone stands for all.
+        """
+        rows = tuple(rows)
+
+        def write(store: Store) -> Answer | None:
+            below = self._layers[self._layers.index(store) + 1 :]
+            held = [self._read(layer, lambda lower: lower.history(device, network_config)) for layer in below]
+            histories = [history for history in held if history is not None]
+            if histories:
+                store.add(histories)
+            return store.record(device, network_config, rows, scope=scope, environment=environment)
+
+        return self._write(write)
+
+    def queue_recheck(self, device: str, network_config: str, reason: str) -> bool:
+        """Note in the user's FindDB that a problem wants measuring again; returns whether that is news."""
+        return self._write(lambda store: store.queue_recheck(device, network_config, reason))
+
+    def rechecks(self, device: str | None = None) -> tuple[Recheck, ...]:
+        """The notes in the user's FindDB, the oldest first."""
+        return self._read(self.user, lambda store: store.rechecks(device)) or ()
+
+    def drop_rechecks(self, device: str, network_config: str) -> int:
+        """Forget the notes on a problem; returns how many there were."""
+        return self._write(lambda store: store.drop_rechecks(device, network_config))
+
+    def clean(self, device: str, network_config: str) -> int:
+        """Forget a problem in the user's FindDB; returns how many rows went. The shipped ones answer as before."""
+        return self._write(lambda store: store.clean(device, network_config))
+
+    def close(self) -> None:
+        """Close all FindDBs. Harmless when repeated."""
+        with self._lock:
+            self._closed = True
+            for store in self._opened:
+                store.close()
+
+    def __enter__(self) -> Layered:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _read(self, layer: Store, read: Callable[[Store], Result]) -> Result | None:
+        try:
+            return read(layer)
+        except RefusedEntryError:
+            raise
+        except DatabaseError as error:
+            self._do_without(layer, error, is_readable=False)
+            return None
+
+    def _write(self, write: Callable[[Store], Result]) -> Result:
+        layer = self.user
+        try:
+            return write(layer)
+        except RefusedEntryError:
+            raise
+        except DatabaseError as error:
+            self._do_without(layer, error, is_readable=True)
+            return write(self.user)
+
+    def _do_without(self, layer: Store, error: DatabaseError, *, is_readable: bool) -> None:
+        """Take a FindDB out of use, or out of being written to; raise instead in strict mode."""
+        with self._lock:
+            if self._strict or self._closed:
+                raise error
+            layers = self._layers
+            is_user = layer is layers[0]
+            if is_user:
+                layers = (Store(location.MEMORY), *layers)
+                self._opened.append(layers[0])
+            if not is_readable:
+                layers = tuple(store for store in layers if store is not layer)
+            self._layers = layers
+            if layer in self._warned:
+                return
+            self._warned.add(layer)
+        if is_user:
+            logger.warning("%s. Going on in memory: what is found from now on ends with this process.", error)
+        else:
+            logger.warning("%s. Going on without it.", error)
+
+
+def open_layered(database: str | Path | None = None, *, strict: bool = False) -> Layered:
+    """The user's FindDB over the shipped ones; nothing is opened before its first use.
+
+    Args:
+        database: path of the user's FindDB; None for MIOFIND_DB, else the user's data directory.
+        strict: raise where it cannot be used, instead of going on in memory with one warning.
+
+    Raises:
+        DatabaseError: the path is a server's URL, or MIOFIND_SYSTEM_DB names nothing that exists.
+    """
+    user = Store(location.user_path() if database is None else database)
+    return Layered(user, [Store(path, read_only=True) for path in location.shipped_paths()], strict=strict)

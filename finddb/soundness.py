@@ -1,0 +1,111 @@
+"""Counts and checks of one FindDB through an open connection; it changes nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from sqlalchemy import ColumnElement, Connection, Executable, Table, func, select
+
+from miofind.errors import DatabaseError
+from miofind.finddb import entries, ranking, schema
+from miofind.finddb.database import UnreadableEntryError
+from miofind.finddb.validation import checked_environment, checked_key, checked_row, checked_scope
+from miofind.finddb.values import History, ProblemKey, Row, Scope, Stats
+
+
+def stats(connection: Connection, path: Path | None) -> Stats:
+    """Counts of what is stored; `file_bytes` counts the log beside the file too, and is 0 in memory."""
+    names = [] if path is None else [path, path.with_name(path.name + "-wal")]
+    measurement = schema.measurement.c
+    per_device = (
+        select(schema.device.c.identity, func.count())
+        .join(schema.problem, schema.problem.c.device_id == schema.device.c.id)
+        .group_by(schema.device.c.identity)
+        .order_by(schema.device.c.identity)
+    )
+    return Stats(
+        problems=_count(connection, schema.problem),
+        rows=_count(connection, schema.measurement),
+        scopes=_count(connection, schema.scope),
+        environments=_count(connection, schema.environment),
+        rechecks=_count(connection, schema.recheck),
+        file_bytes=sum(name.stat().st_size for name in names if name.exists()),
+        by_device=_counts(connection, per_device),
+        by_solver=_count_by(connection, measurement.solver_id),
+        by_status=_count_by(connection, measurement.status),
+    )
+
+
+def file_findings(connection: Connection) -> list[str]:
+    """What is wrong with the file and its tables."""
+    lines = [str(line) for (line,) in connection.exec_driver_sql("PRAGMA integrity_check(20)") if line != "ok"]
+    findings = [f"damaged: {line}" for line in lines] or schema.column_findings(connection)
+    broken = connection.exec_driver_sql("PRAGMA foreign_key_check").all()
+    return findings + [f"a row of table {line[0]} belongs to no row of table {line[2]}" for line in broken[:20]]
+
+
+def problem_findings(connection: Connection, number: int, key: ProblemKey) -> list[str]:
+    """What is wrong with the rows, scopes and answer of one problem."""
+    where = f"{key.device} {key.network_config}"
+    try:
+        history = entries.history(connection, number, key)
+        checked_key(key.device, key.network_config)
+    except (UnreadableEntryError, DatabaseError) as error:
+        return [f"{where}: an entry cannot be read: {error}"]
+    findings = [row_finding(key, row, finding) for row in history.rows if (finding := _row_fault(history, row))]
+    findings += [f"{where}: scope {scope.id}: {fault}" for scope in history.scopes if (fault := _fault(history, scope))]
+    findings += [f"{where}: {fault}" for fault in _environment_faults(history)]
+    if findings:
+        return findings
+    payload = connection.execute(select(schema.answer.c.payload).where(schema.answer.c.problem_id == number)).scalar()
+    if payload != ranking.encode(history.rows, history.scopes):
+        findings.append(f"{where}: the stored answer is not the one that its rows give: rebuild it")
+    return findings
+
+
+def row_finding(key: ProblemKey, row: Row, finding: str) -> str:
+    """A finding against a row as one line."""
+    return f"{key.device} {key.network_config}: row {row.id} ({row.solver_id}:{row.config}): {finding}"
+
+
+def _row_fault(history: History, row: Row) -> str:
+    if row.environment and row.environment not in history.environments:
+        return f"environment {row.environment!r} is unknown"
+    return _fault(history, row)
+
+
+def _fault(history: History, entry: Row | Scope) -> str:
+    try:
+        if isinstance(entry, Row):
+            same = checked_row(history.device, history.network_config, entry) == entry
+        else:
+            same = checked_scope(history.device, history.network_config, entry) == entry
+    except DatabaseError as error:
+        return str(error)
+    return "" if same else "it holds what a FindDB takes out before it stores"
+
+
+def _environment_faults(history: History) -> list[str]:
+    faults = []
+    for name, versions in history.environments.items():
+        try:
+            altered = checked_environment(versions) != name
+        except DatabaseError as error:
+            faults.append(str(error))
+            continue
+        if altered:
+            faults.append(f"environment {name!r} is not named by the hash of its versions")
+    return faults
+
+
+def _count(connection: Connection, table: Table) -> int:
+    return connection.execute(select(func.count()).select_from(table)).scalar_one()
+
+
+def _count_by(connection: Connection, column: ColumnElement[str]) -> dict[str, int]:
+    statement = select(column, func.count()).group_by(column).order_by(column)
+    return _counts(connection, statement)
+
+
+def _counts(connection: Connection, statement: Executable) -> dict[str, int]:
+    return {line[0]: line[1] for line in connection.execute(statement)}

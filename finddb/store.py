@@ -1,0 +1,313 @@
+"""One FindDB: records measurements, answers look-ups, and hands whole histories in and out.
+
+Every method either does what it says or raises; what to do without a database is decided in `layered`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TextIO
+
+from sqlalchemy import Connection, delete, select
+from sqlalchemy.dialects.sqlite import insert
+
+from miofind.errors import DatabaseError
+from miofind.finddb import entries, exchange, location, ranking, schema, soundness
+from miofind.finddb.database import Database, legible
+from miofind.finddb.validation import checked_environment, checked_key, checked_reason
+from miofind.finddb.values import Answer, History, ProblemKey, Prune, Recheck, Row, Scope, Stats
+
+_BATCH = 100
+"""Problems a transaction in work on a whole database, so that others get their turn between."""
+
+
+class Store:
+    """A FindDB in one SQLite file or in memory. Threads and processes may share it; it is opened on first use.
+
+    Args:
+        path: the file, made with its folder when first used; ":memory:" for one that ends with the process.
+        read_only: only read; the file must exist and can be on read-only media.
+
+    Raises:
+        DatabaseError: the path is a server's URL. Every method raises it where the file cannot be used as asked, and
+            SchemaVersionError where a newer release wrote it; nothing of the call is stored then.
+    """
+
+    def __init__(self, path: str | Path, *, read_only: bool = False) -> None:
+        self._database = Database(location.checked_path(path), read_only=read_only)
+        self._devices: frozenset[str] | None = None
+
+    @property
+    def path(self) -> Path | None:
+        """The file, None in memory."""
+        return self._database.path
+
+    @property
+    def where(self) -> str:
+        """The file in a form fit for logs."""
+        return self._database.where
+
+    @property
+    def read_only(self) -> bool:
+        """Whether it refuses to record."""
+        return self._database.read_only
+
+    def open(self) -> Store:
+        """Open now what would be opened on first use, to learn whether it can be."""
+        with self._database.read():
+            return self
+
+    def answer(self, device: str, network_config: str) -> Answer | None:
+        """What is known of a problem on a device, None if nothing is."""
+        with self._database.read() as connection:
+            if self.read_only and device not in self._known_devices(connection):
+                return None
+            parameters = {"device": device, "network_config": network_config}
+            payload = connection.execute(schema.ANSWER_QUERY, parameters).scalar()
+            return None if payload is None else _decoded(device, network_config, payload)
+
+    def record(
+        self,
+        device: str,
+        network_config: str,
+        rows: Iterable[Row] = (),
+        *,
+        scope: Scope | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> Answer | None:
+        """Store measurements and the scope of their find; they are safe from a killed process once this returns.
+
+        Args:
+            rows: one a configuration; those without environment or time get `environment` and the present.
+            environment: versions the rows were measured with, such as {"driver": "580.65"}.
+
+        Returns:
+            The answer as it is now, None where nothing is known still.
+        """
+        checked_key(device, network_config)
+        versions = {} if environment is None else {checked_environment(environment): dict(environment)}
+        environment_id = next(iter(versions), "")
+        rows = tuple(rows)
+        scopes = () if scope is None else (scope,)
+        with self._database.write() as connection:
+            stamp = entries.next_stamp(connection, device, network_config)
+            history = History(
+                device=device,
+                network_config=network_config,
+                rows=tuple(_stamped_row(row, environment_id, stamp) for row in rows),
+                scopes=tuple(replace(item, created_at=item.created_at or stamp) for item in scopes),
+                environments=versions,
+            )
+            entries.add(connection, entries.checked(history))
+            parameters = {"device": device, "network_config": network_config}
+            payload = connection.execute(schema.ANSWER_QUERY, parameters).scalar()
+            return None if payload is None else _decoded(device, network_config, payload)
+
+    def add(self, histories: Iterable[History]) -> int:
+        """Store histories in one transaction, each entry once however often it comes; returns how many were new."""
+        return self._add_checked([entries.checked(history) for history in histories])
+
+    def merge(self, other: Store) -> int:
+        """Store all that another FindDB holds; returns how many rows and scopes were new.
+
+        The union does not depend on the order of merges, and merging twice changes nothing. A merge that was
+        interrupted can be repeated.
+        """
+        added = 0
+        histories = other.histories()
+        while batch := list(itertools.islice(histories, _BATCH)):
+            added += self.add(batch)
+        return added
+
+    def history(self, device: str, network_config: str) -> History | None:
+        """All that is stored of a problem, failures too; None if nothing is."""
+        with self._database.read() as connection:
+            number = entries.find_problem(connection, device, network_config)
+            if number is None:
+                return None
+            return entries.history(connection, number, ProblemKey(device=device, network_config=network_config))
+
+    def histories(self, device: str | None = None) -> Iterator[History]:
+        """The histories of all problems, in the order of their keys."""
+        with self._database.read() as connection:
+            remaining = iter(entries.problems(connection, device).items())
+        while batch := list(itertools.islice(remaining, _BATCH)):
+            with self._database.read() as connection:
+                found = [entries.history(connection, number, key) for number, key in batch]
+            yield from found
+
+    def rows(self, device: str | None = None) -> Iterator[tuple[ProblemKey, Row]]:
+        """All rows with the problem each belongs to, failures too."""
+        for history in self.histories(device):
+            key = ProblemKey(device=history.device, network_config=history.network_config)
+            for row in history.rows:
+                yield key, row
+
+    def problems(self, device: str | None = None) -> tuple[ProblemKey, ...]:
+        """All problems that something is stored of."""
+        with self._database.read() as connection:
+            return tuple(entries.problems(connection, device).values())
+
+    def clean(self, device: str, network_config: str) -> int:
+        """Forget a problem; returns how many rows went. Another database that is merged in can bring it back."""
+        with self._database.write() as connection:
+            number = entries.find_problem(connection, device, network_config)
+            return 0 if number is None else entries.remove_problem(connection, number)
+
+    def prune(self, what: Prune | str, *, device: str = "") -> int:
+        """Remove rows that no answer needs, and give their room back to the disk; returns how many went.
+
+        Args:
+            what: SUPERSEDED: rows that newer ones of their configuration replaced. FAILED: failures and the rows they
+                displaced. OTHER_DEVICES: every problem of another device than `device`.
+        """
+        what = Prune(what)
+        if what is Prune.OTHER_DEVICES:
+            checked_key(device, "-")
+        with self._database.write() as connection:
+            removed = sum(
+                _prune_problem(connection, number, what, keep=key.device == device)
+                for number, key in entries.problems(connection).items()
+            )
+            entries.remove_orphans(connection)
+        if removed:
+            self._database.execute_alone("VACUUM")
+        return removed
+
+    def rebuild(self) -> int:
+        """Derive every answer anew from the rows; returns how many there are."""
+        with self._database.write() as connection:
+            numbers = entries.problems(connection)
+            for number in numbers:
+                entries.rebuild(connection, number)
+            return len(numbers)
+
+    def queue_recheck(self, device: str, network_config: str, reason: str) -> bool:
+        """Note that a problem wants measuring again; returns whether that is news. Cheap when it is not."""
+        checked_key(device, network_config)
+        checked_reason(reason)
+        key = {"device": device, "network_config": network_config, "reason": reason}
+        table = schema.recheck
+        known = select(table.c.created_at).filter_by(**key)
+        with self._database.read() as connection:
+            if connection.execute(known).first() is not None:
+                return False
+        with self._database.write() as connection:
+            stamp = entries.next_stamp(connection, device, network_config)
+            values = key | {"created_at": stamp}
+            return connection.execute(insert(table).values(**values).on_conflict_do_nothing()).rowcount == 1
+
+    def rechecks(self, device: str | None = None) -> tuple[Recheck, ...]:
+        """The problems that want measuring again, the oldest note first."""
+        table = schema.recheck
+        statement = select(table).order_by(table.c.created_at, table.c.device, table.c.network_config, table.c.reason)
+        if device is not None:
+            statement = statement.where(table.c.device == device)
+        with self._database.read() as connection:
+            return tuple(Recheck(**values) for values in connection.execute(statement).mappings())
+
+    def drop_rechecks(self, device: str, network_config: str) -> int:
+        """Forget the notes on a problem, because it was measured again; returns how many there were."""
+        table = schema.recheck
+        chosen = (table.c.device == device, table.c.network_config == network_config)
+        with self._database.read() as connection:
+            if connection.execute(select(table.c.reason).where(*chosen)).first() is None:
+                return 0
+        with self._database.write() as connection:
+            return connection.execute(delete(table).where(*chosen)).rowcount
+
+    def environment(self, environment_id: str) -> Mapping[str, str] | None:
+        """The versions that an environment's id stands for, None if it is unknown."""
+        with self._database.read() as connection:
+            return entries.environment(connection, environment_id)
+
+    def stats(self) -> Stats:
+        """Counts of what is stored."""
+        with self._database.read() as connection:
+            return soundness.stats(connection, self.path)
+
+    def check(self, validate: Callable[[ProblemKey, Row], str | None] | None = None) -> tuple[str, ...]:
+        """Findings against the file, its schema and its contents, one line each; empty if it is sound.
+
+        Args:
+            validate: a check of one row from outside; returns what is wrong with it, or None.
+        """
+        try:
+            findings = self._own_findings()
+        except DatabaseError as error:
+            return (str(error),)
+        if validate is not None and not findings:
+            found = ((key, row, validate(key, row)) for key, row in self.rows())
+            findings += [soundness.row_finding(key, row, finding) for key, row, finding in found if finding]
+        return tuple(findings)
+
+    def export_jsonl(self, file: TextIO) -> int:
+        """Write all environments, rows and scopes as JSON lines in a stable order; returns how many lines."""
+        return exchange.write(file, self.histories())
+
+    def import_jsonl(self, file: TextIO) -> int:
+        """Store what `export_jsonl` wrote, all of it or nothing; returns how many rows and scopes were new.
+
+        Raises:
+            DatabaseError: a line is no entry of a FindDB; the message gives its number.
+        """
+        return self._add_checked(exchange.read(file))
+
+    def close(self) -> None:
+        """Close the file for good. Harmless when repeated."""
+        self._database.close()
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"Store({self.where!r}{', read_only=True' if self.read_only else ''})"
+
+    def _own_findings(self) -> list[str]:
+        with self._database.read() as connection:
+            findings = soundness.file_findings(connection)
+            if findings:
+                return findings
+            numbers = entries.problems(connection)
+        for number, key in numbers.items():
+            with self._database.read() as connection:
+                findings += soundness.problem_findings(connection, number, key)
+        return findings
+
+    def _add_checked(self, histories: Iterable[History]) -> int:
+        with self._database.write() as connection:
+            return sum(entries.add(connection, history) for history in histories)
+
+    def _known_devices(self, connection: Connection) -> frozenset[str]:
+        """Devices of a file that does not change: most shipped files are of other devices."""
+        if self._devices is None:
+            self._devices = frozenset(connection.execute(select(schema.device.c.identity)).scalars())
+        return self._devices
+
+
+def _decoded(device: str, network_config: str, payload: str) -> Answer:
+    with legible():
+        return ranking.decode(device, network_config, payload)
+
+
+def _stamped_row(row: Row, environment_id: str, stamp: str) -> Row:
+    return replace(row, environment=row.environment or environment_id, created_at=row.created_at or stamp)
+
+
+def _prune_problem(connection: Connection, number: int, what: Prune, *, keep: bool) -> int:
+    if what is Prune.OTHER_DEVICES:
+        return 0 if keep else entries.remove_problem(connection, number)
+    rows = entries.rows_of(connection, number)
+    scopes = entries.scopes_of(connection, number)
+    with legible():
+        if what is Prune.FAILED:
+            return entries.remove_rows(connection, number, ranking.failed_rows(rows))
+        widest = {scope.id for scope in ranking.widest_scopes(scopes)}
+        narrower = [scope for scope in scopes if scope.id not in widest]
+        return entries.remove_rows(connection, number, ranking.superseded_rows(rows), narrower)

@@ -1,0 +1,222 @@
+"""What a FindDB takes in: bounds, types and forms of rows, scopes and environments, whoever offers them.
+
+Strings come from users and from other people's databases, so all of them are bounded; what would name a machine or a
+person (folders, host names, device ids) is refused or taken out.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from datetime import datetime
+from typing import TypeVar
+
+from miofind.errors import DatabaseError
+from miofind.finddb.values import EFFORTS, STATUSES, Row, Scope, canonical_json, environment_id, row_id, scope_id
+
+Checked = TypeVar("Checked", Row, Scope)
+
+MAX_NAME_CHARS = 200
+MAX_KEY_CHARS = 2000
+MAX_JSON_CHARS = 20_000
+MAX_MESSAGE_CHARS = 2000
+MAX_INT = 2**63 - 1
+
+PRIVATE_KEYS = frozenset({"gpu_uuid", "uuid", "host", "hostname", "user", "username", "path", "home", "ip"})
+"""Environment keys that name a machine or a person."""
+
+_CREATED_AT = re.compile(r"(19|20|21)\d\d-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}Z", re.ASCII)
+_ENVIRONMENT_KEY = re.compile(r"[a-z][a-z0-9_]{0,39}", re.ASCII)
+_FOLDERS = re.compile(r"(?<![\w.])(?:~|[A-Za-z]:)?(?:[/\\][^\s/\\:\"'<>|()\[\],;]+)*[/\\](?=[^\s/\\])")
+
+
+class RefusedEntryError(DatabaseError):
+    """Something a FindDB does not take in, whatever state its file is in."""
+
+
+def checked_key(device: str, network_config: str) -> None:
+    """Refuses strings that cannot name a device and a problem.
+
+    Raises:
+        RefusedEntryError: the message names the field and the value.
+    """
+    _text("device", device, MAX_KEY_CHARS, required=True)
+    _text("network_config", network_config, MAX_KEY_CHARS, required=True)
+
+
+def checked_row(device: str, network_config: str, row: Row) -> Row:
+    """The row with folders taken out of its message, numbers as floats, and its id.
+
+    Raises:
+        RefusedEntryError: a field of a wrong type, form or size, or an id that is not that of the content.
+    """
+    for name in ("solver_id", "algorithm", "library", "source_hash", "kernel_hash", "protocol", "environment"):
+        _text(name, getattr(row, name), MAX_NAME_CHARS, required=name == "solver_id")
+    _check_config(row.config)
+    if not isinstance(row.status, str) or row.status not in STATUSES:
+        raise _refused("status", row.status, f"one of {', '.join(sorted(STATUSES))}")
+    if type(row.deterministic) is not bool:
+        raise _refused("deterministic", row.deterministic, "true or false")
+    for name in ("solver_version", "samples", "workspace_bytes"):
+        _count(name, getattr(row, name))
+    _check_created_at(row.created_at)
+    numbers = _numbers(row)
+    row = replace(
+        row,
+        status=str(row.status),
+        message=_clean_message(row.message),
+        time_ms=numbers["time_ms"],
+        min_ms=numbers["min_ms"],
+        p20_ms=numbers["p20_ms"],
+        p80_ms=numbers["p80_ms"],
+        max_error=numbers["max_error"],
+    )
+    return _with_id(row, row_id(device, network_config, row))
+
+
+def checked_scope(device: str, network_config: str, scope: Scope) -> Scope:
+    """The scope with its id.
+
+    Raises:
+        RefusedEntryError: a field of a wrong type, form or size, or an id that is not that of the content.
+    """
+    if not isinstance(scope.solvers, Mapping):
+        raise _refused("solvers", scope.solvers, "a mapping of solver ids to versions")
+    for solver_id, version in scope.solvers.items():
+        _text("solver_id", solver_id, MAX_NAME_CHARS, required=True)
+        _count(f"version of {solver_id}", version)
+    _check_json("filters", scope.filters)
+    _check_json("solvers", scope.solvers)
+    if scope.workspace_limit_bytes is not None:
+        _count("workspace_limit_bytes", scope.workspace_limit_bytes)
+    if scope.effort not in EFFORTS:
+        raise _refused("effort", scope.effort, f"one of {', '.join(EFFORTS)}")
+    if type(scope.complete) is not bool:
+        raise _refused("complete", scope.complete, "true or false")
+    _check_created_at(scope.created_at)
+    scope = replace(scope, effort=str(scope.effort))
+    return _with_id(scope, scope_id(device, network_config, scope))
+
+
+def checked_environment(versions: Mapping[str, str]) -> str:
+    """The id of an environment that holds versions and nothing that names a machine or a person.
+
+    Raises:
+        RefusedEntryError: the message names the key and what is wrong with it.
+    """
+    _check_json("environment", versions)
+    for key, value in versions.items():
+        if not _ENVIRONMENT_KEY.fullmatch(key):
+            raise _refused("environment", key, "keys of lower-case letters, digits and underscores")
+        if key in PRIVATE_KEYS:
+            raise _refused("environment", key, "versions only: a FindDB is passed on and names no machine or person")
+        _text(f"environment {key}", value, MAX_NAME_CHARS)
+        if without_folders(value) != value:
+            raise _refused(f"environment {key}", value, "a version, not a path")
+    return environment_id(versions)
+
+
+def checked_reason(reason: str) -> None:
+    """Refuses a reason for a re-check that is no short text.
+
+    Raises:
+        RefusedEntryError: the message shows the reason.
+    """
+    _text("reason", reason, MAX_NAME_CHARS, required=True)
+
+
+def without_folders(text: str) -> str:
+    """The text with the folders of absolute paths taken out: what is stored says nothing about the machine."""
+    return _FOLDERS.sub("", text)
+
+
+def _clean_message(message: str) -> str:
+    if not isinstance(message, str):
+        raise _refused("message", message, "a string")
+    printable = message.encode("utf-8", "replace").decode().replace("\0", "")
+    return without_folders(printable)[:MAX_MESSAGE_CHARS]
+
+
+def _check_config(config: str) -> None:
+    if not isinstance(config, str) or len(config) > MAX_JSON_CHARS:
+        raise _refused("config", config, f"a string of at most {MAX_JSON_CHARS} characters")
+    try:
+        values = json.loads(config)
+        canonical = canonical_json(values)
+    except (ValueError, RecursionError) as error:
+        raise _refused("config", config, "a JSON object") from error
+    if not isinstance(values, dict) or canonical != config:
+        raise _refused("config", config, "a JSON object in canonical form: sorted keys, no spaces, ASCII")
+
+
+def _check_json(name: str, value: object) -> None:
+    if not isinstance(value, Mapping):
+        raise _refused(name, value, "a mapping")
+    try:
+        text = canonical_json(dict(value))
+        same = json.loads(text) == dict(value)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise _refused(name, value, "a mapping that JSON has a form for") from error
+    if not same:
+        raise _refused(name, value, "a mapping of strings to plain JSON values (lists, not tuples)")
+    if len(text) > MAX_JSON_CHARS:
+        raise _refused(name, text, f"at most {MAX_JSON_CHARS} characters of JSON")
+
+
+def _check_created_at(value: str) -> None:
+    form = "a time such as 2026-01-31T12:00:00.000000Z"
+    if not isinstance(value, str) or not _CREATED_AT.fullmatch(value):
+        raise _refused("created_at", value, form)
+    try:
+        datetime.fromisoformat(value)
+    except ValueError as error:
+        raise _refused("created_at", value, form) from error
+
+
+def _numbers(row: Row) -> dict[str, float | None]:
+    """Times and error as floats, so that 1 and 1.0 have one id."""
+    numbers = {name: _number(name, getattr(row, name)) for name in ("time_ms", "min_ms", "p20_ms", "p80_ms")}
+    if row.usable and not numbers["time_ms"]:
+        raise _refused("time_ms", row.time_ms, f"more than 0 in a row of status {row.status}")
+    return numbers | {"max_error": _number("max_error", row.max_error)}
+
+
+def _number(name: str, value: object) -> float | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise _refused(name, value, "a number or null")
+    try:
+        number = float(value)
+    except OverflowError as error:
+        raise _refused(name, value, "a finite number") from error
+    if not math.isfinite(number) or number < 0:
+        raise _refused(name, value, "a finite number, not negative")
+    return number + 0.0  # SQLite keeps no negative zero, and the id must survive it
+
+
+def _count(name: str, value: object) -> None:
+    if type(value) is not int or not 0 <= value <= MAX_INT:
+        raise _refused(name, value, "an integer, not negative, below 2**63")
+
+
+def _text(name: str, value: object, limit: int, *, required: bool = False) -> None:
+    if not isinstance(value, str) or not value.isprintable() or len(value) > limit:
+        raise _refused(name, value, f"printable text of at most {limit} characters")
+    if required and not value:
+        raise _refused(name, value, "at least one character")
+
+
+def _with_id(value: Checked, content_id: str) -> Checked:
+    if value.id and value.id != content_id:
+        raise _refused("id", value.id, f"{content_id}, the hash of its content: it was altered or damaged")
+    return replace(value, id=content_id)
+
+
+def _refused(name: str, value: object, wanted: str) -> RefusedEntryError:
+    shown = repr(value)
+    shown = shown if len(shown) <= 120 else shown[:117] + "..."
+    return RefusedEntryError(f"{name}={shown} cannot be stored in a FindDB: it takes {wanted}")

@@ -1,0 +1,236 @@
+// out[n,k,i,j] = sum_{c,y,x} in[n, c, i*stride - pad + y*dilation, ...] * filter[k,c,y,x], through shared memory.
+//
+// Forward; and backward data, where in is dy, c and k change places and the filter is flipped by negative strides (one
+// launch for each residue of a strided convolution, which writes every stride-th row and column).
+// A block computes TILE_K output channels of each of GROUPS groups, at TILE_H x TILE_W pixels of one image; it stages
+// CHANNELS input channels and STAGE_ROWS filter rows at a time. A thread holds THREAD_K channels x THREAD_W pixels of a
+// row and slides over CHUNK filter columns in registers. Sums are float32.
+// Grid: one dimension, output-channel blocks innermost, then tiles of an image, then images.
+// Sizes, padding and strides are arguments; the other constants below are defines, checked here and in direct_tiled.py.
+#include "common/tile.cuh"
+
+#if !defined(ELEMENT) || !defined(TILE_H) || !defined(TILE_W) || !defined(TILE_K) || !defined(GROUPS)
+#error "define ELEMENT, TILE_H, TILE_W, TILE_K and GROUPS"
+#endif
+#if !defined(THREAD_W) || !defined(THREAD_K) || !defined(CHANNELS) || !defined(STAGES) || !defined(MIN_BLOCKS)
+#error "define THREAD_W, THREAD_K, CHANNELS, STAGES and MIN_BLOCKS"
+#endif
+#if !defined(FILTER_Y) || !defined(FILTER_X) || !defined(STAGE_ROWS) || !defined(CHUNK) || !defined(FILTER_ORDER)
+#error "define FILTER_Y, FILTER_X, STAGE_ROWS, CHUNK and FILTER_ORDER"
+#endif
+#if !defined(STRIDE_H) || !defined(STRIDE_W) || !defined(DILATION_H) || !defined(DILATION_W)
+#error "define STRIDE_H, STRIDE_W, DILATION_H and DILATION_W"
+#endif
+#if !defined(CHANNELS_LAST) || !defined(VECTOR) || !defined(OUT_VECTOR) || !defined(SHARED_BYTES)
+#error "define CHANNELS_LAST, VECTOR, OUT_VECTOR and SHARED_BYTES"
+#endif
+
+constexpr int kTileH = TILE_H, kTileW = TILE_W, kGroupK = TILE_K, kGroups = GROUPS, kTileK = kGroups * kGroupK;
+constexpr int kThreadW = THREAD_W, kThreadK = THREAD_K, kChannels = CHANNELS, kStages = STAGES;
+constexpr int kFilterY = FILTER_Y, kFilterX = FILTER_X, kStageRows = STAGE_ROWS, kChunk = CHUNK;
+constexpr bool kChannelsLast = CHANNELS_LAST;
+constexpr int kOutVector = OUT_VECTOR;
+
+constexpr int kStripsW = kTileW / kThreadW;
+constexpr int kStrips = kTileH * kStripsW;
+constexpr int kThreads = kStrips * (kTileK / kThreadK);
+static_assert(kTileW % kThreadW == 0 && kGroupK % kThreadK == 0, "threads tile the block");
+static_assert(kThreads <= 1024, "a block has at most 1024 threads");
+static_assert(kStageRows == 1 || kStageRows == kFilterY, "a stage holds one filter row or all");
+static_assert(kThreadK == 1 || kThreadK == 2 || kThreadK % 4 == 0, "filter values are read as words of 4, 8, 16 bytes");
+static_assert((kChannelsLast ? kThreadK : kThreadW) % kOutVector == 0, "a thread stores whole vectors");
+
+// With one filter row (column) a stage needs only the input rows (columns) that outputs start from.
+constexpr int kRowStep = kStageRows == 1 ? STRIDE_H : 1, kColumnStep = kFilterX == 1 ? STRIDE_W : 1;
+constexpr int kStripRow = STRIDE_H / kRowStep, kStripColumn = STRIDE_W / kColumnStep;
+constexpr int kPatchRows = (kTileH - 1) * kStripRow + (kStageRows - 1) * DILATION_H + 1;
+constexpr int kPatchColumns = (kTileW - 1) * kStripColumn + (kFilterX - 1) * DILATION_W + 1;
+constexpr int kChunks = ceil_div(kFilterX, kChunk);
+constexpr int kWindow = (kThreadW - 1) * kStripColumn + (kChunk - 1) * DILATION_W + 1;
+constexpr bool kAlignedWindow =
+    kThreadW * kStripColumn % 4 == 0 && (kChunks == 1 || kChunk * DILATION_W % 4 == 0);
+constexpr int kReach = (kTileW - kThreadW) * kStripColumn + (kChunks - 1) * kChunk * DILATION_W + round_up(kWindow, 4);
+constexpr int kPatchVector = kChannelsLast ? 1 : VECTOR;
+using Patch = Tile<kGroups * kChannels, kPatchRows, round_up(kPatchColumns, kPatchVector),
+                   round_up(maximum(round_up(kPatchColumns, kPatchVector), kReach), 4), kRowStep, kColumnStep, VECTOR,
+                   kChannelsLast>;
+
+// The staged filter is [channel][row][column][output channel]; lanes on neighbouring taps are 4 banks apart.
+constexpr int kStageTaps = kStageRows * kFilterX;
+constexpr int kFilterPitch = plane_pitch(kTileK);
+constexpr int kFilterFloats = kChannels * kStageTaps * kFilterPitch;
+constexpr int kStageFloats = Patch::kFloats + kFilterFloats;
+static_assert(SHARED_BYTES == 4 * kStages * kStageFloats, "the host and the kernel agree on shared memory");
+
+struct Correlation {
+  int in_channels, out_channels, groups;  // channels of a group
+  Plane in;
+  int in_n, in_c;
+  int rows, columns;  // outputs
+  int pad_h, pad_w;   // may be negative
+  int filter_group, filter_out, filter_in, filter_y, filter_x;
+  int out_n, out_c, out_h, out_w;
+};
+
+// Where a block works.
+struct Place {
+  int n, row, column, group, k;
+};
+
+__device__ __forceinline__ Place place_of(const Correlation& conv, unsigned block) {
+  const unsigned k_blocks = ceil_div(conv.out_channels, kGroupK), group_blocks = ceil_div(conv.groups, kGroups);
+  const unsigned tiles_w = ceil_div(conv.columns, kTileW), tiles_h = ceil_div(conv.rows, kTileH);
+  Place place;
+  place.k = block % k_blocks * kGroupK;
+  block /= k_blocks;
+  place.group = block % group_blocks * kGroups;
+  block /= group_blocks;
+  place.column = block % tiles_w * kTileW;
+  block /= tiles_w;
+  place.row = block % tiles_h * kTileH;
+  place.n = block / tiles_h;
+  return place;
+}
+
+// Splits `rest` into its remainder by kSize, which is returned, and its quotient, which is left.
+template <int kSize>
+__device__ __forceinline__ int take(int& rest) {
+  const int remainder = rest % kSize;
+  rest /= kSize;
+  return remainder;
+}
+
+// Stages filter rows [y, y + kStageRows) of input channels [c, c + kChannels); threads walk along memory.
+__device__ __forceinline__ void load_filter(float* staged, const ELEMENT* filter, const Correlation& conv,
+                                            const Place& place, int c, int y) {
+#pragma unroll kCopiesInFlight
+  for (int i = threadIdx.x; i < kChannels * kStageTaps * kTileK; i += kThreads) {
+    int rest = i, tap, in, out;
+    if constexpr (FILTER_ORDER == 0) {  // (out, in, taps) in memory
+      tap = take<kStageTaps>(rest);
+      in = take<kChannels>(rest);
+      out = rest;
+    } else if constexpr (FILTER_ORDER == 1) {  // (out, taps, in)
+      in = take<kChannels>(rest);
+      tap = take<kStageTaps>(rest);
+      out = rest;
+    } else if constexpr (FILTER_ORDER == 2) {  // (in, out, taps)
+      tap = take<kStageTaps>(rest);
+      out = take<kTileK>(rest);
+      in = rest;
+    } else {  // (in, taps, out)
+      static_assert(FILTER_ORDER >= 0 && FILTER_ORDER <= 3, "FILTER_ORDER is 0 to 3");
+      out = take<kTileK>(rest);
+      tap = take<kStageTaps>(rest);
+      in = rest;
+    }
+    const int group = place.group + out / kGroupK, k = place.k + out % kGroupK;
+    const bool inside = c + in < conv.in_channels && k < conv.out_channels && group < conv.groups;
+    const int offset = group * conv.filter_group + k * conv.filter_out + (c + in) * conv.filter_in +
+                       (y + tap / kFilterX) * conv.filter_y + tap % kFilterX * conv.filter_x;
+    copy_element(staged + (in * kStageTaps + tap) * kFilterPitch + out, inside ? filter + offset : filter, inside);
+  }
+}
+
+__device__ __forceinline__ void load_stage(float* stage, const ELEMENT* in, const ELEMENT* filter, const Correlation& conv,
+                                           const Place& place, int c, int y) {
+  const auto channel_offset = [&](int slot) {
+    const int group = place.group + slot / kChannels, channel = c + slot % kChannels;
+    const bool inside = group < conv.groups && channel < conv.in_channels;
+    return inside ? (group * conv.in_channels + channel) * conv.in_c : -1;
+  };
+  const int top = place.row * STRIDE_H - conv.pad_h + y * DILATION_H, left = place.column * STRIDE_W - conv.pad_w;
+  load_tile<Patch, kThreads>(stage, in + place.n * conv.in_n, conv.in, top, left, channel_offset);
+  load_filter(stage + Patch::kFloats, filter, conv, place, c, y);
+  commit_copies();
+}
+
+// Adds what one filter row of one channel contributes to a thread's strip. `row` points to the strip's first input.
+__device__ __forceinline__ void add_row(float (&sums)[kThreadK][kThreadW], const float* row, const float* taps) {
+#pragma unroll(kChunks <= 2 ? kChunks : 1)
+  for (int first = 0; first < kFilterX; first += kChunk) {
+    float window[round_up(kWindow, 4)];
+    read_floats<kWindow, kAlignedWindow>(window, row + first * DILATION_W);
+#pragma unroll
+    for (int j = 0; j < kChunk; ++j) {
+      if (kFilterX % kChunk != 0 && first + j >= kFilterX) break;
+      float values[round_up(kThreadK, 4)];
+      read_floats<kThreadK, kThreadK % 4 == 0>(values, taps + (first + j) * kFilterPitch);
+#pragma unroll
+      for (int k = 0; k < kThreadK; ++k)
+#pragma unroll
+        for (int p = 0; p < kThreadW; ++p) sums[k][p] += values[k] * window[p * kStripColumn + j * DILATION_W];
+    }
+  }
+}
+
+__device__ __forceinline__ void add_stage(float (&sums)[kThreadK][kThreadW], const float* stage) {
+  const int strip = threadIdx.x % kStrips, k = threadIdx.x / kStrips * kThreadK;
+  const float* patch = stage + k / kGroupK * kChannels * Patch::kPlane +
+                       strip / kStripsW * kStripRow * Patch::kPitch + strip % kStripsW * kThreadW * kStripColumn;
+  const float* taps = stage + Patch::kFloats + k;
+#pragma unroll(kStageTaps == 1 ? 4 : 1)
+  for (int c = 0; c < kChannels; ++c) {
+#pragma unroll(kStageTaps <= 25 ? kStageRows : 1)
+    for (int y = 0; y < kStageRows; ++y)
+      add_row(sums, patch + c * Patch::kPlane + y * DILATION_H * Patch::kPitch,
+              taps + (c * kStageTaps + y * kFilterX) * kFilterPitch);
+  }
+}
+
+__device__ __forceinline__ void store(const float (&sums)[kThreadK][kThreadW], ELEMENT* out, const Correlation& conv,
+                                      const Place& place) {
+  const int strip = threadIdx.x % kStrips, first_k = threadIdx.x / kStrips * kThreadK;
+  const int row = place.row + strip / kStripsW, first_column = place.column + strip % kStripsW * kThreadW;
+  const int group = place.group + first_k / kGroupK, first = place.k + first_k % kGroupK;
+  if (row >= conv.rows || group >= conv.groups) return;
+  ELEMENT* base = out + place.n * conv.out_n + group * conv.out_channels * conv.out_c + row * conv.out_h;
+  constexpr int kStepK = kChannelsLast ? kOutVector : 1, kStepW = kChannelsLast ? 1 : kOutVector;
+#pragma unroll
+  for (int k = 0; k < kThreadK; k += kStepK)
+#pragma unroll
+    for (int p = 0; p < kThreadW; p += kStepW) {
+      if (first + k >= conv.out_channels || first_column + p >= conv.columns) continue;
+      Vector<ELEMENT, kOutVector> values;
+#pragma unroll
+      for (int i = 0; i < kOutVector; ++i)
+        values.at[i] = convert<ELEMENT>(kChannelsLast ? sums[k + i % kStepK][p] : sums[k][p + i % kStepW]);
+      ELEMENT* to = base + (first + k) * conv.out_c + (first_column + p) * conv.out_w;
+      *reinterpret_cast<Vector<ELEMENT, kOutVector>*>(to) = values;
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
+    direct_tiled(const ELEMENT* __restrict__ in, const ELEMENT* __restrict__ filter, ELEMENT* __restrict__ out, int in_channels,
+                 int out_channels, int groups, int in_height, int in_width, int in_n, int in_c, int in_h, int in_w,
+                 int rows, int columns, int pad_h, int pad_w, int filter_group, int filter_out, int filter_in,
+                 int filter_y, int filter_x, int out_n, int out_c, int out_h, int out_w) {
+  extern __shared__ __align__(16) float shared[];
+  const Correlation conv = {in_channels, out_channels, groups,    {in_height, in_width, in_h, in_w},
+                            in_n,        in_c,         rows,      columns,
+                            pad_h,       pad_w,        filter_group, filter_out,
+                            filter_in,   filter_y,     filter_x,  out_n,
+                            out_c,       out_h,        out_w};
+  const Place place = place_of(conv, blockIdx.x);
+  constexpr int kSteps = kFilterY / kStageRows;
+  const int steps = ceil_div(in_channels, kChannels) * kSteps;
+  const auto load = [&](int step) {
+    load_stage(shared + step % kStages * kStageFloats, in, filter, conv, place, step / kSteps * kChannels,
+               step % kSteps * kStageRows);
+  };
+  float sums[kThreadK][kThreadW] = {};
+  if (kStages == 2 && steps > 0) load(0);
+  for (int step = 0; step < steps; ++step) {
+    if (kStages == 1) load(step);
+    if (kStages == 2 && step + 1 < steps) {
+      load(step + 1);
+      wait_for_copies<1>();
+    } else {
+      wait_for_copies<0>();
+    }
+    __syncthreads();  // every thread's part of the stage has arrived
+    add_stage(sums, shared + step % kStages * kStageFloats);
+    __syncthreads();  // every thread has read the stage before it is overwritten
+  }
+  store(sums, out, conv, place);
+}

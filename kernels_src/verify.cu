@@ -1,0 +1,124 @@
+// What is checked after a run: the output against float64 sums, unwritten elements, guard bands, changed inputs.
+//
+// All kernels are grid-stride with any grid and a block that is a multiple of 32, and add to slots of 64 bits that the
+// host has cleared. Define: T (dtype name of the output).
+#include "common/types.cuh"
+
+#ifndef T
+#error "define T"
+#endif
+
+using Slot = unsigned long long;
+
+__device__ __forceinline__ int64 first_item() {
+  return int64(blockIdx.x) * blockDim.x + threadIdx.x;
+}
+__device__ __forceinline__ int64 item_step() {
+  return int64(gridDim.x) * blockDim.x;
+}
+
+__device__ __forceinline__ Slot larger(Slot a, Slot b) {
+  return a > b ? a : b;
+}
+
+// Joins the warp's parts before one atomic a warp; every lane must come here.
+__device__ __forceinline__ void add_to(Slot* slot, Slot part) {
+  for (int lane = 16; lane > 0; lane /= 2) part += __shfl_down_sync(~0u, part, lane);
+  if (threadIdx.x % 32 == 0 && part != 0) atomicAdd(slot, part);
+}
+
+__device__ __forceinline__ void raise_to(Slot* slot, Slot part) {
+  for (int lane = 16; lane > 0; lane /= 2) part = larger(part, __shfl_down_sync(~0u, part, lane));
+  if (threadIdx.x % 32 == 0 && part != 0) atomicMax(slot, part);
+}
+
+// Order of non-negative floats, infinity last, as order of integers. NaN does not come here.
+__device__ __forceinline__ Slot ordered(double value) {
+  return __float_as_uint(static_cast<float>(fmin(value, 3.0e38)));
+}
+
+// slots[0] += elements that are NaN; slots[1] raised to size - index of the first of them.
+extern "C" __global__ void verify_written(const T* __restrict__ out, int64 size, Slot* slots) {
+  Slot unwritten = 0, first = 0;
+  for (int64 i = first_item(); i < size; i += item_step()) {
+    const double value = convert<double>(out[i]);
+    if (value == value) continue;
+    ++unwritten;
+    first = larger(first, static_cast<Slot>(size - i));
+  }
+  add_to(slots, unwritten);
+  raise_to(slots + 1, first);
+}
+
+// slots[0] += bytes that are not 0xFF.
+extern "C" __global__ void verify_guard(const unsigned char* __restrict__ guard, int64 bytes, Slot* slots) {
+  Slot changed = 0;
+  for (int64 i = first_item(); i < bytes; i += item_step()) changed += guard[i] != 0xFF;
+  add_to(slots, changed);
+}
+
+// slots[0] += a sum over (value, place) of all 16-bit words; equal contents give equal sums.
+extern "C" __global__ void verify_checksum(const unsigned short* __restrict__ words, int64 count, Slot* slots) {
+  Slot sum = 0;
+  for (int64 i = first_item(); i < count; i += item_step()) {
+    Slot z = (static_cast<Slot>(i) << 16 | words[i]) * 0x9E3779B97F4A7C15ull;
+    z = (z ^ (z >> 29)) * 0xBF58476D1CE4E5B9ull;
+    sum += z ^ (z >> 32);
+  }
+  add_to(slots, sum);
+}
+
+struct Shape {
+  int64 size[5], stride[5];
+};
+
+// Memory offset of the element with that flat index in logical order.
+__device__ __forceinline__ int64 offset_of(int64 index, const Shape& shape) {
+  int64 offset = 0;
+  for (int dim = 4; dim >= 0; --dim) {
+    offset += index % shape.size[dim] * shape.stride[dim];
+    index /= shape.size[dim];
+  }
+  return offset;
+}
+
+// Half the spacing of numbers with `mantissa` explicit bits and `least` as least normal exponent around `value` >= 0.
+__device__ __forceinline__ double half_ulp(double value, int mantissa, int least) {
+  const int exponent = value > 0 ? ilogb(value) : least;
+  return scalbn(1.0, (exponent > least ? exponent : least) - mantissa - 1);
+}
+
+// Compares listed elements with sums[3*i] = x*w, sums[3*i + 1] = |x|*|w|, sums[3*i + 2] = x^2 * w^2.
+// factor < 0: the output must equal the rounded reference. Otherwise |error| <= factor * sqrt(x^2 * w^2) + rounding.
+// slots: [0] += elements that are wrong, [1] raised to (ratio, position) of the worst of them, as 32 + 32 bits,
+// [2] to the largest |error| / (|x|*|w|), [3] to the largest ratio (|error| - rounding) / (factor * sqrt(x^2 * w^2));
+// ratios are bits of a float.
+extern "C" __global__ void verify_compare(const T* __restrict__ out, const int64* __restrict__ indices,
+                                          const double* __restrict__ sums, int64 count, double factor, int mantissa,
+                                          int least, int64 size_n, int64 size_c, int64 size_d, int64 size_h,
+                                          int64 size_w, int64 stride_n, int64 stride_c, int64 stride_d, int64 stride_h,
+                                          int64 stride_w, Slot* slots) {
+  const Shape shape = {{size_n, size_c, size_d, size_h, size_w}, {stride_n, stride_c, stride_d, stride_h, stride_w}};
+  const double infinity = __longlong_as_double(0x7FF0000000000000ll);
+  Slot wrong = 0, worst = 0, relative = 0, ratio = 0;
+  for (int64 i = first_item(); i < count; i += item_step()) {
+    const double got = convert<double>(out[offset_of(indices[i], shape)]);
+    const double sum = sums[3 * i], magnitude = sums[3 * i + 1], square = sums[3 * i + 2];
+    const bool exact = factor < 0;
+    const double wanted = exact ? convert<double>(convert<T>(sum)) : sum;
+    const double arithmetic = exact ? 0 : factor * sqrt(square);
+    const double rounding = exact ? 0 : half_ulp(fabs(sum) + arithmetic, mantissa, least);
+    double error = fabs(got - wanted);
+    if (!(error == error)) error = infinity;
+    const Slot share = ordered(error <= rounding ? 0 : (error - rounding) / arithmetic);
+    ratio = larger(ratio, share);
+    relative = larger(relative, ordered(error == 0 ? 0 : error / magnitude));
+    if (error <= arithmetic + rounding) continue;
+    ++wrong;
+    worst = larger(worst, share << 32 | static_cast<Slot>(i));
+  }
+  add_to(slots, wrong);
+  raise_to(slots + 1, worst);
+  raise_to(slots + 2, relative);
+  raise_to(slots + 3, ratio);
+}

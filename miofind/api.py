@@ -1,0 +1,184 @@
+"""What users call: find solutions, run one, or do both at once with the answer cached."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from miofind import arrays
+from miofind.array_problem import problem_from_views
+from miofind.device import Device
+from miofind.errors import InvalidArrayError, InvalidOptionError
+from miofind.find import find, find_mode
+from miofind.found import Solution
+from miofind.handle import Handle, default_handle
+from miofind.options import FindEnforce, FindMode, FindOptions
+from miofind.problem import Direction, ProblemDescription
+
+_DEFAULT_OPTIONS = FindOptions()
+_NEVER_CACHED = (FindEnforce.DB_UPDATE, FindEnforce.SEARCH_DB_UPDATE, FindEnforce.DB_CLEAN)
+
+
+def find_solutions(
+    problem: ProblemDescription, *, options: FindOptions | None = None, handle: Handle | None = None
+) -> list[Solution]:
+    """Verified solutions of a problem, fastest first.
+
+    The answer comes from this process's cache, else from the FindDB, else from measuring, as `options.find_mode` says.
+
+    Args:
+        problem: what to solve.
+        options: limits, filters and effort; the defaults if left out.
+        handle: device, caches and FindDB; the current GPU's default one if left out, else the CPU place's.
+
+    Raises:
+        NoSolutionError: nothing usable; the message lists each solver's reason.
+        NoDeviceError, MissingLibraryError: the handle's device cannot be used.
+        LaunchError: called while a CUDA graph is being captured and something would have to be measured.
+    """
+    if options is None:
+        options = _DEFAULT_OPTIONS
+    if handle is None:
+        handle = default_handle()
+    key = (problem.network_config, options)
+    cached = handle.found.get(key)
+    if cached is not None and not _measures_always(options):
+        return cached.copy()
+    if not isinstance(problem, ProblemDescription):
+        raise InvalidOptionError(f"problem={problem!r} must be a ProblemDescription")
+    solutions = find(problem, options, handle)
+    handle.found[key] = solutions
+    return solutions.copy()
+
+
+def _measures_always(options: FindOptions) -> bool:
+    """Whether a request must reach the pipeline even where this process knows an answer."""
+    return options.find_enforce in _NEVER_CACHED or find_mode(options) in (FindMode.NORMAL, FindMode.TRUST_VERIFY)
+
+
+def run_solution(
+    solution: Solution,
+    x: Any = None,
+    w: Any = None,
+    *,
+    dy: Any = None,
+    out: Any = None,
+    workspace: Any = None,
+    stream: Any = None,
+) -> Any:
+    """The problem's output: y forward, dx for backward data, dw for backward weights.
+
+    Strict about shape, strides, dtype, device and alignment. Asynchronous; with `out` and `workspace` nothing is
+    allocated, so that a run can be captured in a CUDA graph (`solution.prepare()` first).
+
+    Args:
+        solution: one that `find_solutions` returned or `Solution.load` read.
+        x: (n, c, *spatial), for forward and backward weights.
+        w: (k, c/groups, *filter), for forward and backward data.
+        dy: (n, k, *out_spatial), for both backward directions.
+        out: the output, allocated like the first input if left out.
+        workspace: at least `solution.workspace_bytes` bytes, allocated if left out.
+        stream: a CuPy or PyTorch stream or its address; the current stream of the first input's library if left out.
+
+    Raises:
+        InvalidArrayError: what was given and what the problem wants.
+        WorkspaceError: the workspace is too small.
+        LaunchError: the launch failed and no other solution of the same find could take over.
+    """
+    return solution.runner.run(x, w, dy, out, workspace, stream)
+
+
+def convolution(x: Any, w: Any, **arguments: Any) -> Any:
+    """y = x * w: the fastest solution, found once for each shape, dtype and layout.
+
+    Args:
+        x: (n, c, *spatial), 1 to 3 spatial dimensions; packed channels first or last.
+        w: (k, c/groups, *filter).
+        arguments: padding, stride, dilation, groups, math as in `ProblemDescription.convolution`; options, handle as in
+            `find_solutions`; out, workspace, stream as in `run_solution`.
+
+    Returns:
+        (n, k, *out_spatial), of the kind of x; its layout follows `out` if given, else x.
+    """
+    return _call(Direction.FORWARD, {"x": x, "w": w}, None, **arguments)
+
+
+def convolution_backward_data(dy: Any, w: Any, x_shape: Sequence[int], **arguments: Any) -> Any:
+    """dx: the gradient of a convolution's input.
+
+    Args:
+        dy: (n, k, *out_spatial).
+        w: (k, c/groups, *filter).
+        x_shape: (n, c, *spatial) of the forward convolution.
+        arguments: as in `convolution`.
+
+    Returns:
+        (n, c, *spatial), of the kind of dy.
+    """
+    return _call(Direction.BACKWARD_DATA, {"y": dy, "w": w}, x_shape, **arguments)
+
+
+def convolution_backward_weights(dy: Any, x: Any, w_shape: Sequence[int], **arguments: Any) -> Any:
+    """dw: the gradient of a convolution's filter.
+
+    Args:
+        dy: (n, k, *out_spatial).
+        x: (n, c, *spatial).
+        w_shape: (k, c/groups, *filter).
+        arguments: as in `convolution`.
+
+    Returns:
+        (k, c/groups, *filter), of the kind of dy.
+    """
+    return _call(Direction.BACKWARD_WEIGHTS, {"y": dy, "x": x}, w_shape, **arguments)
+
+
+def _call(
+    direction: Direction,
+    given: dict[str, Any],
+    missing_shape: Sequence[int] | None,
+    *,
+    options: FindOptions | None = None,
+    handle: Handle | None = None,
+    out: Any = None,
+    workspace: Any = None,
+    stream: Any = None,
+    **convolution_arguments: Any,
+) -> Any:
+    views = {name: arrays.view(array, _user_name(name, direction)) for name, array in given.items()}
+    if out is not None:
+        views[direction.output] = arrays.view(out, "out")
+    problem = problem_from_views(direction, views, missing_shape, convolution_arguments)
+    if handle is None:
+        handle = default_handle(_device_of(views))
+    solutions = find_solutions(problem, options=options, handle=handle)
+    solution = solutions[0]
+    names = dict(given)
+    if handle.device.index >= 0:
+        addresses = [v.address for v in views.values()]
+        fitting = [s for s in solutions if not any(a % s.runner.alignment_bytes for a in addresses)]
+        if fitting:
+            solution = fitting[0]
+        else:
+            names = {name: arrays.aligned_copy(array, solution.runner.alignment_bytes) for name, array in names.items()}
+    return run_solution(
+        solution, names.get("x"), names.get("w"), dy=names.get("y"), out=out, workspace=workspace, stream=stream
+    )
+
+
+def _user_name(tensor: str, direction: Direction) -> str:
+    return "dy" if tensor == "y" and direction is not Direction.FORWARD else tensor
+
+
+def _device_of(views: dict[str, arrays.ArrayView]) -> Device:
+    """The device all arrays are on.
+
+    Raises:
+        InvalidArrayError: they are on several.
+    """
+    indices = {name: v.device_index for name, v in views.items()}
+    if len(set(indices.values())) > 1:
+        places = ", ".join(f"{name} on {'the host' if i < 0 else f'cuda:{i}'}" for name, i in indices.items())
+        raise InvalidArrayError(f"the arrays are on different devices ({places}): move them to one")
+    index = next(iter(indices.values()))
+    return Device.cpu() if index < 0 else Device.cuda(index)

@@ -1,0 +1,154 @@
+"""miofind's best against PyTorch and against the floor, problem by problem, in one process on the same buffers.
+
+Both sides are timed by one protocol, a few samples of each in turn. Knows nothing of the command line.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from miofind.api import find_solutions
+from miofind.ceilings import Ceilings, measure_ceilings
+from miofind.errors import MiofindError
+from miofind.found import Solution
+from miofind.handle import Handle
+from miofind.measure import Stage
+from miofind.options import FindOptions
+from miofind.suites import PROBLEM_CLASSES, SuiteProblem, problem_class
+from miofind.torch_rival import TorchRival
+
+BLOCKS = 12
+SAMPLES_A_BLOCK = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchRow:
+    """One problem's result.
+
+    Attributes:
+        solution: miofind's best, None where it found none.
+        time_ms: its median.
+        rival_ms: PyTorch's median, None without a comparison or where PyTorch failed.
+        floor_ms: least time of direct arithmetic, None where it is not known.
+        message: what failed.
+    """
+
+    entry: SuiteProblem
+    solution: Solution | None = None
+    time_ms: float | None = None
+    rival_ms: float | None = None
+    floor_ms: float | None = None
+    message: str = ""
+
+    @property
+    def ratio(self) -> float | None:
+        """PyTorch's time over miofind's: above 1, miofind is faster."""
+        if self.rival_ms is None or self.time_ms is None:
+            return None
+        return self.rival_ms / self.time_ms
+
+    @property
+    def floor_fraction(self) -> float | None:
+        """Floor over miofind's time: 1 is as fast as direct arithmetic can be."""
+        return None if self.floor_ms is None or self.time_ms is None else self.floor_ms / self.time_ms
+
+    @property
+    def problem_class(self) -> str:
+        """The class the report groups it by."""
+        return problem_class(self.entry.problem)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClassMeans:
+    """Geometric means of a class of problems; `count` is how many have a ratio, or a time without a rival."""
+
+    name: str
+    count: int
+    ratio: float | None
+    least_ratio: float | None
+    floor_fraction: float | None
+
+
+def bench(
+    entries: Sequence[SuiteProblem],
+    handle: Handle,
+    options: FindOptions,
+    *,
+    against_torch: bool,
+    on_row: Callable[[BenchRow], None] = lambda row: None,
+) -> list[BenchRow]:
+    """A row for each problem, in order; a problem that fails has a message and the benchmark goes on."""
+    ceilings = measure_ceilings(handle.device)
+    rows = []
+    for entry in entries:
+        row = _row(entry, handle, options, ceilings, against_torch=against_torch)
+        rows.append(row)
+        on_row(row)
+    return rows
+
+
+def _row(
+    entry: SuiteProblem, handle: Handle, options: FindOptions, ceilings: Ceilings, *, against_torch: bool
+) -> BenchRow:
+    floor_ms = ceilings.floor_ms(entry.problem)
+    try:
+        solution = find_solutions(entry.problem, options=options, handle=handle)[0]
+    except MiofindError as error:
+        return BenchRow(entry=entry, floor_ms=floor_ms, message=str(error))
+    message, rival_ms = "", None
+    with Stage(entry.problem, handle.device, handle.compiler) as stage:
+        rival = None
+        if against_torch:
+            try:
+                rival = TorchRival(entry.problem, handle.device.index)
+                rival_ms, time_ms = _interleaved(stage, rival, solution)
+            except (MiofindError, MemoryError) as error:
+                message, rival = f"torch: {error}", None
+        if rival is None:
+            time_ms = _alone(stage, solution)
+    return BenchRow(
+        entry=entry, solution=solution, time_ms=time_ms, rival_ms=rival_ms, floor_ms=floor_ms, message=message
+    )
+
+
+def _interleaved(stage: Stage, rival: TorchRival, solution: Solution) -> tuple[float, float]:
+    """Medians of the rival and of ours, a few samples of each in turn."""
+    invoker = solution.runner.prepare()
+    sides = [(rival, stage.track(rival)), (invoker, stage.track(invoker))]
+    samples: list[list[float]] = [[], []]
+    for _ in range(BLOCKS):
+        for side, (runs, track) in enumerate(sides):
+            samples[side] += stage.samples(track, runs, SAMPLES_A_BLOCK)
+    return statistics.median(samples[0]), statistics.median(samples[1])
+
+
+def _alone(stage: Stage, solution: Solution) -> float:
+    invoker = solution.runner.prepare()
+    return statistics.median(stage.samples(stage.track(invoker), invoker, BLOCKS * SAMPLES_A_BLOCK))
+
+
+def class_means(rows: Iterable[BenchRow]) -> list[ClassMeans]:
+    """Geometric means by class, and over all."""
+    rows = [row for row in rows if row.time_ms is not None]
+    groups = {name: [row for row in rows if row.problem_class == name] for name in PROBLEM_CLASSES}
+    groups["all"] = rows
+    return [_means(name, group) for name, group in groups.items() if group]
+
+
+def _means(name: str, rows: Sequence[BenchRow]) -> ClassMeans:
+    ratios = [row.ratio for row in rows if row.ratio is not None]
+    fractions = [row.floor_fraction for row in rows if row.floor_fraction is not None]
+    return ClassMeans(
+        name=name,
+        count=len(ratios) or len(rows),
+        ratio=_geometric_mean(ratios),
+        least_ratio=min(ratios, default=None),
+        floor_fraction=_geometric_mean(fractions),
+    )
+
+
+def _geometric_mean(values: Sequence[float]) -> float | None:
+    return math.exp(statistics.fmean(map(math.log, values))) if values else None

@@ -1,0 +1,63 @@
+"""The command line: click commands that parse, call and print. Exit codes: 0 ok, 1 failed, 2 usage, 3 environment,
+4 database, 130 interrupted. Results go to stdout, everything else to stderr.
+"""
+
+from __future__ import annotations
+
+import importlib
+
+import click
+
+from miofind import __version__
+from miofind.cli.output import print_note
+from miofind.cli.session import configure_logging
+from miofind.errors import MiofindError
+
+INTERRUPTED = 130
+
+_COMMANDS = {
+    "doctor": "miofind.cli.doctor:doctor",
+    "find": "miofind.cli.find:find",
+    "run": "miofind.cli.run:run",
+    "solvers": "miofind.cli.solvers:solvers",
+    "tune": "miofind.cli.tune:tune",
+    "compile": "miofind.cli.compile:compile_",
+    "bench": "miofind.cli.bench:bench_",
+    "db": "miofind.cli.db:db",
+}
+
+
+class _Commands(click.Group):
+    """The commands, each imported when it is used, and the exit codes of what they raise."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(_COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in _COMMANDS:
+            return None
+        module, _, name = _COMMANDS[cmd_name].partition(":")
+        command: click.Command = getattr(importlib.import_module(module), name)
+        return command
+
+    def invoke(self, ctx: click.Context) -> object:
+        try:
+            return super().invoke(ctx)
+        except MiofindError as error:
+            print_note(f"error: {error}")
+            raise click.exceptions.Exit(error.exit_code) from error
+        except KeyboardInterrupt:
+            print_note("interrupted")
+            raise click.exceptions.Exit(INTERRUPTED) from None
+
+
+@click.group(
+    cls=_Commands,
+    context_settings={"help_option_names": ["--help"]},
+    epilog="\b\nExample:\n  miofind find conv -n 32 -c 64 -H 56 -W 56 -k 64 -y 3 -x 3 -p 1 -q 1 -F 1",
+)
+@click.version_option(__version__, prog_name="miofind")
+@click.option("-v", "--verbose", count=True, help="Log to stderr what is done; twice for details.")
+def main(verbose: int) -> None:
+    """Find, remember and run the fastest correct convolution on the GPU at hand."""
+    configure_logging(verbose)

@@ -1,0 +1,193 @@
+"""`miofind bench`: miofind's best against PyTorch and against the floor."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from miofind.bench import BenchRow, ClassMeans, bench, class_means
+from miofind.cli.options import (
+    DRIVER_LINE,
+    db_option,
+    device_option,
+    example,
+    exclude_option,
+    limit_options,
+    only_option,
+    time_budget_option,
+)
+from miofind.cli.output import Sheet, print_note, print_text, ratio_text, stderr, time_text
+from miofind.cli.problems import problem_json, request_options, requests_of, short_direction, short_problem
+from miofind.cli.session import verbose_option
+from miofind.device import Device, Library, Place
+from miofind.environment import versions
+from miofind.errors import InvalidOptionError, NoDeviceError
+from miofind.handle import Handle
+from miofind.options import FindOptions
+
+_COLUMNS = ("layer", "problem", "dir", "class", "solver", "ms", "torch ms", "ratio", "of floor")
+_MEANS = ("class", "problems", "ratio", "least", "of floor")
+
+
+@click.command(
+    name="bench",
+    context_settings=DRIVER_LINE,
+    epilog=example(
+        "miofind bench --suite yardstick --dtype float16 --layout NHWC --direction forward --against torch",
+        "miofind bench --suite resnet50 --batch 32 --against torch --only-library plain --json out.json",
+    ),
+)
+@request_options
+@click.option("--against", type=click.Choice(["torch"]), help="Time this library too, in turn on the same buffers.")
+@click.option("--only-library", type=click.Choice([lib.value for lib in Library]), multiple=True, help="Only these.")
+@click.option("--exclude-library", type=click.Choice([lib.value for lib in Library]), multiple=True, help="Not these.")
+@only_option
+@exclude_option
+@click.option("--search", is_flag=True, help="Search configurations of what the FindDB does not know.")
+@time_budget_option
+@limit_options
+@device_option
+@db_option
+@click.option("--json", "json_file", metavar="FILE", help="Write the figures to this file; - for stdout.")
+@verbose_option
+def bench_(
+    against: str | None,
+    only_library: tuple[str, ...],
+    exclude_library: tuple[str, ...],
+    only: tuple[str, ...],
+    exclude: tuple[str, ...],
+    search: bool,
+    time_budget_s: float | None,
+    workspace_limit_bytes: int | None,
+    deterministic: bool,
+    max_error: float | None,
+    device: Device,
+    database: str | None,
+    json_file: str | None,
+    **values: Any,
+) -> None:
+    """Time miofind's best solution of each problem, finding it first where the FindDB does not know it.
+
+    The ratio is the other library's time over miofind's, both measured in turn in this run. The floor is the larger of
+    arithmetic and traffic at the ceilings measured at the start, plus 1 us.
+    """
+    if device.place is Place.CPU:
+        raise NoDeviceError("bench needs a GPU, and this machine has none that can be used: see `miofind doctor`")
+    requests = requests_of(**values)
+    options = FindOptions(
+        tuning=search,
+        time_budget_s=time_budget_s,
+        only=(*only, *only_library),
+        exclude=(*exclude, *exclude_library),
+        workspace_limit_bytes=workspace_limit_bytes,
+        deterministic=deterministic,
+        max_error=max_error,
+    )
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Handle(device, database=database) as handle, Progress(*columns, console=stderr(), transient=True) as progress:
+        task = progress.add_task("timing", total=len(requests))
+        rows = bench(
+            requests, handle, options, against_torch=against == "torch", on_row=lambda row: progress.advance(task)
+        )
+    means = class_means(rows)
+    if json_file is not None:
+        _write_json(json_file, _report(rows, means, device))
+    if json_file != "-":
+        _print(rows, means, device)
+    if any(row.time_ms is None for row in rows):
+        raise click.exceptions.Exit(1)
+
+
+def _print(rows: list[BenchRow], means: list[ClassMeans], device: Device) -> None:
+    sheet = Sheet(device.name, _COLUMNS, right=("ms", "torch ms", "ratio", "of floor"), spare=("layer", "class"))
+    for row in rows:
+        problem = row.entry.problem
+        sheet.add(
+            row.entry.layer,
+            short_problem(problem),
+            short_direction(problem),
+            row.problem_class,
+            row.solution.solver_id if row.solution else "-",
+            _number(row.time_ms, time_text),
+            _number(row.rival_ms, time_text),
+            _number(row.ratio, ratio_text),
+            _number(row.floor_fraction, ratio_text),
+        )
+    sheet.print()
+    for row in rows:
+        if row.message:
+            print_note(f"{row.entry.layer} {row.entry.problem}: {row.message.splitlines()[0]}")
+    summary = Sheet("geometric means", _MEANS, right=_MEANS[1:])
+    for mean in means:
+        summary.add(
+            mean.name,
+            str(mean.count),
+            _number(mean.ratio, ratio_text),
+            _number(mean.least_ratio, ratio_text),
+            _number(mean.floor_fraction, ratio_text),
+        )
+    summary.print()
+    print_text("ratio: torch's time / miofind's, above 1 miofind is faster; of floor: floor / miofind's time")
+
+
+def _number(value: float | None, text: Any) -> str:
+    return "-" if value is None else str(text(value))
+
+
+def _report(rows: list[BenchRow], means: list[ClassMeans], device: Device) -> dict[str, object]:
+    return {
+        "gpu": device.name,
+        "versions": _versions(device),
+        "command": shlex.join(["miofind", *sys.argv[1:]]),
+        "means": [
+            {
+                "class": mean.name,
+                "problems": mean.count,
+                "ratio": mean.ratio,
+                "least_ratio": mean.least_ratio,
+                "floor_fraction": mean.floor_fraction,
+            }
+            for mean in means
+        ],
+        "rows": [
+            {
+                "suite": row.entry.suite,
+                "layer": row.entry.layer,
+                **problem_json(row.entry.problem),
+                "class": row.problem_class,
+                "solution": row.solution.id if row.solution else None,
+                "time_ms": row.time_ms,
+                "torch_ms": row.rival_ms,
+                "ratio": row.ratio,
+                "floor_ms": row.floor_ms,
+                "floor_fraction": row.floor_fraction,
+                "message": row.message,
+            }
+            for row in rows
+        ],
+    }
+
+
+def _versions(device: Device) -> dict[str, str]:
+    found = dict(versions(device))
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        found["torch"] = str(torch.__version__)
+    return found
+
+
+def _write_json(target: str, report: dict[str, object]) -> None:
+    text = json.dumps(report, indent=1, allow_nan=False)
+    if target == "-":
+        click.echo(text)
+        return
+    try:
+        Path(target).write_text(text + "\n", encoding="utf-8")
+    except OSError as error:
+        raise InvalidOptionError(f"--json {target} cannot be written: {error}") from error

@@ -1,0 +1,210 @@
+"""`miofind compile`: fills the binary cache ahead of time; needs no GPU."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import click
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from miofind.cli.options import DRIVER_LINE, arch_option, example, exclude_option, json_option, only_option
+from miofind.cli.output import Sheet, bytes_text, print_json, print_note, print_text, seconds_text, stderr
+from miofind.cli.problems import request_options, requests_of
+from miofind.cli.session import verbose_option
+from miofind.compiler import BinaryCache, Compiler, KernelResources
+from miofind.device import Device, Place
+from miofind.errors import CompileError, InvalidOptionError, MiofindError
+from miofind.options import FindOptions
+from miofind.plan import search_space
+from miofind.problem import ProblemDescription
+from miofind.solution import KernelStep
+from miofind.solver import Solver
+from miofind.solver import solvers as registered
+
+_MOST_SHOWN = 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Built:
+    """One kernel of a solver for an architecture, and what it uses or why it failed."""
+
+    solver_id: str
+    arch: str
+    step: KernelStep
+    resources: KernelResources | None
+    error: CompileError | None = None
+
+    @property
+    def spills(self) -> bool:
+        """Whether it spills more registers than its solver knows of."""
+        return self.resources is not None and self.resources.spill_bytes > self.step.spill_bytes
+
+
+@dataclass(slots=True)
+class _Report:
+    """What was built so far."""
+
+    built: list[_Built] = field(default_factory=list)
+    refused: dict[str, str] = field(default_factory=dict)
+
+
+@click.command(
+    "compile",
+    context_settings=DRIVER_LINE,
+    epilog=example(
+        "miofind compile --suite resnet50 --batch 32 --dtype float16 --layout NHWC --arch 90a",
+        "miofind compile conv -n 32 -c 64 -H 56 -W 56 -k 64 -y 3 -x 3 -F 1 --arch 80 --arch 90a --search",
+    ),
+)
+@request_options
+@arch_option
+@click.option("--search", is_flag=True, help="Every configuration that a search would try, not only the defaults.")
+@only_option
+@exclude_option
+@click.option("--workers", type=click.IntRange(min=1), metavar="N", help="Threads.  [default: one a processor]")
+@json_option
+@verbose_option
+def compile_(
+    archs: tuple[str, ...],
+    search: bool,
+    only: tuple[str, ...],
+    exclude: tuple[str, ...],
+    workers: int | None,
+    as_json: bool,
+    **values: Any,
+) -> None:
+    """Compile the kernels that a find of the problems would try, for architectures that need not be present."""
+    problems = [request.problem for request in requests_of(**values)]
+    options = FindOptions(only=only, exclude=exclude, tuning=search)
+    devices = [Device.virtual(arch) for arch in archs] or [_present_device()]
+    compiler, report, began = Compiler(BinaryCache()), _Report(), time.monotonic()
+    for device in devices:
+        steps = _steps(problems, device, options, report)
+        report.built += _build(compiler, steps, device.arch, workers)
+    if as_json:
+        print_json(_json(report, compiler))
+    else:
+        _show(report, compiler, time.monotonic() - began)
+    if any(built.error for built in report.built):
+        raise click.exceptions.Exit(CompileError.exit_code)
+
+
+def _present_device() -> Device:
+    device = Device.default()
+    if device.place is not Place.CUDA:
+        raise InvalidOptionError("--arch is needed where there is no GPU: --arch 90a, repeatable")
+    return device
+
+
+def _steps(
+    problems: Sequence[ProblemDescription], device: Device, options: FindOptions, report: _Report
+) -> dict[KernelStep, str]:
+    """The kernels that finds would launch, each with its solver's id; launch geometry plays no part."""
+    wanted: dict[KernelStep, str] = {}
+    chosen = [s for s in registered().values() if s.sources and options.allows(s)]
+    with stderr().status("listing kernels"):
+        for problem in problems:
+            for solver in chosen:
+                try:
+                    for step in _steps_of(solver, problem, device, options.searches):
+                        wanted.setdefault(step, solver.id)
+                except MiofindError as error:
+                    report.refused[f"{solver.id}: {problem}"] = str(error)
+    return _one_a_binary(wanted)
+
+
+def _steps_of(solver: Solver, problem: ProblemDescription, device: Device, search: bool) -> Iterator[KernelStep]:
+    if not solver.applicability(problem, device):
+        return
+    configs = search_space(problem, device, solver) if search else solver.default_configs(problem, device)
+    for config in configs:
+        yield from solver.solution(problem, device, config).kernels
+
+
+def _one_a_binary(wanted: dict[KernelStep, str]) -> dict[KernelStep, str]:
+    distinct: dict[object, tuple[KernelStep, str]] = {}
+    for step, solver_id in wanted.items():
+        distinct.setdefault((step.package, step.source, step.entry, step.defines, step.options), (step, solver_id))
+    return dict(distinct.values())
+
+
+def _build(compiler: Compiler, steps: dict[KernelStep, str], arch: str, workers: int | None) -> Iterator[_Built]:
+    results = compiler.build_all(steps, arch, workers=workers)
+    for step, result in _with_bar(results, len(steps), f"compile sm_{arch}"):
+        if isinstance(result, CompileError):
+            yield _Built(solver_id=steps[step], arch=arch, step=step, resources=None, error=result)
+        else:
+            yield _Built(solver_id=steps[step], arch=arch, step=step, resources=result.resources.get(step.entry))
+
+
+def _with_bar(results: Iterable[Any], total: int, label: str) -> Iterator[Any]:
+    columns = (TextColumn(label), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=stderr(), transient=True, disable=not stderr().is_terminal) as bar:
+        yield from bar.track(results, total=total)
+
+
+def _show(report: _Report, compiler: Compiler, seconds: float) -> None:
+    made = Sheet("", ("solver", "arch", "kernels", "failed", "registers", "spilling"), right=("kernels", "failed"))
+    for solver_id, arch in dict.fromkeys((built.solver_id, built.arch) for built in report.built):
+        of_solver = [b for b in report.built if (b.solver_id, b.arch) == (solver_id, arch)]
+        registers = [b.resources.registers for b in of_solver if b.resources is not None]
+        spilling = sum(b.spills for b in of_solver)
+        failed = sum(b.error is not None for b in of_solver)
+        spread = f"{min(registers)} to {max(registers)}" if registers else "-"
+        made.add(solver_id, arch, str(len(of_solver)), str(failed), spread, str(spilling))
+    if len(made):
+        made.print()
+    for built in [b for b in report.built if b.spills and b.resources is not None][:_MOST_SHOWN]:
+        assert built.resources is not None
+        print_text(f"spills {built.resources.spill_bytes} bytes: {_named(built)}")
+    for built in report.built:
+        if built.error is not None:
+            print_note(f"error: {_named(built)}\n{built.error}")
+    for name, reason in report.refused.items():
+        print_note(f"left out: {name}: {reason}")
+    stats = compiler.cache.stats()
+    where = stats.directory or "nowhere: the disk cannot be used"
+    failed = sum(built.error is not None for built in report.built)
+    print_text(
+        f"{len(report.built)} kernels, {failed} failed in {seconds_text(seconds)}; {stats.misses - failed} binaries "
+        f"compiled, {stats.hits} known already; cache: {stats.entries} binaries, {bytes_text(stats.bytes)}, {where}"
+    )
+
+
+def _named(built: _Built) -> str:
+    defines = " ".join(f"{name}={value}" for name, value in built.step.defines)
+    return f"{built.solver_id} sm_{built.arch} {built.step.source} {built.step.entry} {defines}"
+
+
+def _json(report: _Report, compiler: Compiler) -> dict[str, object]:
+    stats = compiler.cache.stats()
+    return {
+        "kernels": [_built_json(built) for built in report.built],
+        "failed": sum(built.error is not None for built in report.built),
+        "left_out": report.refused,
+        "cache": {
+            "directory": None if stats.directory is None else str(stats.directory),
+            "entries": stats.entries,
+            "bytes": stats.bytes,
+            "hits": stats.hits,
+            "misses": stats.misses,
+        },
+    }
+
+
+def _built_json(built: _Built) -> dict[str, object]:
+    used = built.resources
+    return {
+        "solver": built.solver_id,
+        "arch": built.arch,
+        "source": built.step.source,
+        "entry": built.step.entry,
+        "defines": dict(built.step.defines),
+        "registers": None if used is None else used.registers,
+        "spill_bytes": None if used is None else used.spill_bytes,
+        "shared_bytes": None if used is None else used.shared_bytes + built.step.shared_bytes,
+        "error": None if built.error is None else str(built.error),
+    }

@@ -1,0 +1,236 @@
+"""`miofind db`: what a FindDB holds, and moving it about."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, TextIO, TypeVar
+
+import click
+
+from miofind.cli.db_show import HistoryView, list_problems, show_history
+from miofind.cli.options import DRIVER_LINE, choice, db_option, device_option, example, json_option
+from miofind.cli.output import Sheet, bytes_text, print_json, print_note, print_text
+from miofind.cli.problems import problem_argument, problems_of
+from miofind.cli.session import verbose_option
+from miofind.device import Device
+from miofind.errors import DatabaseError
+from miofind.finddb import Prune, Stats, Store, shipped_paths, user_path
+from miofind.row_check import RowCheck
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+_MOST_FINDINGS = 50
+
+
+@click.group(epilog=example("miofind db stats", "miofind db merge other.db"))
+def db() -> None:
+    """Show, check and move FindDBs. Works on the user's unless --db names another file."""
+
+
+def _command(name: str, *examples: str, **settings: Any) -> Callable[[Callable[..., None]], click.Command]:
+    """A command of the group, with the options all of them have."""
+
+    def decorate(function: Callable[..., None]) -> click.Command:
+        function = db_option(json_option(verbose_option(function)))
+        return db.command(name, epilog=example(*examples), **settings)(function)
+
+    return decorate
+
+
+@contextlib.contextmanager
+def _reading(database: str | None) -> Iterator[Store]:
+    """The FindDB, to read.
+
+    Raises:
+        DatabaseError: it does not exist or cannot be read.
+    """
+    path = Path(database or user_path()).expanduser()
+    if not path.exists():
+        raise DatabaseError(f"there is no FindDB at {path}: fill it with `miofind tune`, or name another with --db")
+    with Store(path, read_only=True) as store:
+        yield store.open()
+
+
+def _writing(database: str | None) -> Store:
+    return Store(database or user_path())
+
+
+@_command("path", "miofind db path")
+def path_(database: str | None, as_json: bool) -> None:
+    """Print where the FindDB is, and the shipped ones behind it."""
+    user, shipped = database or user_path(), [str(path) for path in shipped_paths()]
+    if as_json:
+        print_json({"user": user, "shipped": shipped})
+        return
+    print_text(user)
+    for path in shipped:
+        print_text(f"{path}  (shipped)")
+
+
+@_command("stats", "miofind db stats", "miofind db stats --db results.db --json")
+def stats(database: str | None, as_json: bool) -> None:
+    """Count what the FindDB holds: problems by device, rows by solver and by status."""
+    with _reading(database) as store:
+        found = store.stats()
+        if as_json:
+            print_json({"database": str(store.path)} | asdict(found))
+            return
+        print_text(
+            f"{store.path}: {found.problems} problems, {found.rows} measurements, {found.scopes} finds, "
+            f"{found.rechecks} to measure again, {bytes_text(found.file_bytes)}"
+        )
+    for what, counts in _counts(found).items():
+        if counts:
+            made = Sheet("", (what, "count"), right=("count",))
+            for name, count in counts.items():
+                made.add(name, str(count))
+            made.print()
+
+
+def _counts(found: Stats) -> dict[str, dict[str, int]]:
+    return {
+        "device": dict(found.by_device),
+        "solver": dict(sorted(found.by_solver.items(), key=lambda item: -item[1])),
+        "status": dict(found.by_status),
+    }
+
+
+@_command(
+    "show",
+    "miofind db show",
+    "miofind db show conv -n 32 -c 64 -H 56 -W 56 -k 64 -y 3 -x 3 -p 1 -q 1 -F 1 --all",
+    context_settings=DRIVER_LINE,
+)
+@problem_argument
+@click.option("--all", "everything", is_flag=True, help="Every measurement, failures and replaced ones too.")
+def show(line: tuple[str, ...], everything: bool, database: str | None, as_json: bool) -> None:
+    """List the problems of the FindDB with their best solver, or show all it knows of PROBLEM, on every device."""
+    with _reading(database) as store:
+        if not line:
+            list_problems(store, as_json)
+            return
+        wanted = [problem.network_config for problem in problems_of(line)]
+        keys = [key for key in store.problems() if key.network_config in wanted]
+        found = [HistoryView.of(store, key, everything=everything) for key in keys]
+        where = store.path
+    if as_json:
+        print_json({"database": str(where), "problems": [view.json for view in found]})
+        return
+    for view in found:
+        show_history(view)
+    if not found:
+        raise DatabaseError(f"{where} has nothing of {', '.join(wanted)}: measure it with `miofind tune`")
+
+
+@_command("export", "miofind db export finddb.jsonl", "miofind db export - | gzip > finddb.jsonl.gz")
+@click.argument("file", metavar="FILE")
+def export(file: str, database: str | None, as_json: bool) -> None:
+    """Write everything as JSON lines in a stable order; - is stdout."""
+    if file == "-" and as_json:
+        raise click.UsageError("--json and - would both write to stdout: name a file")
+    with _reading(database) as store:
+        if file == "-":
+            store.export_jsonl(sys.stdout)
+            return
+        with _replacing(Path(file)) as target:
+            count = store.export_jsonl(target)
+    if as_json:
+        print_json({"file": file, "lines": count})
+    else:
+        print_text(f"{count} lines written to {file}")
+
+
+@contextlib.contextmanager
+def _replacing(path: Path) -> Iterator[TextIO]:
+    """A file that replaces `path` when the block ends well.
+
+    Raises:
+        FileError: it cannot be written.
+    """
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "w", encoding="utf-8", newline="\n") as target:
+            yield target
+        os.replace(temporary, path)
+    except OSError as error:
+        raise click.FileError(str(path), error.strerror) from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+@_command("import", "miofind db import finddb.jsonl")
+@click.argument("file", type=click.File("r", encoding="utf-8"))
+def import_(file: TextIO, database: str | None, as_json: bool) -> None:
+    """Add what `export` wrote, all of it or nothing; - is stdin. What is there already changes nothing."""
+    with _writing(database) as store:
+        added = store.import_jsonl(file)
+        _print_added(added, store, as_json)
+
+
+@_command("merge", "miofind db merge machine1.db machine2.db", "miofind db merge --db all.db machine1.db machine2.db")
+@click.argument("files", nargs=-1, required=True, metavar="FILE...", type=click.Path(path_type=Path))
+def merge(files: tuple[Path, ...], database: str | None, as_json: bool) -> None:
+    """Add all that other FindDBs hold; the order plays no part, and merging twice changes nothing."""
+    for file in files:
+        if not file.exists():
+            raise DatabaseError(f"{file} does not exist: correct the path")
+    with _writing(database) as store:
+        added = 0
+        for file in files:
+            with Store(file, read_only=True) as other:
+                added += store.merge(other)
+        _print_added(added, store, as_json)
+
+
+def _print_added(added: int, store: Store, as_json: bool) -> None:
+    if as_json:
+        print_json({"database": str(store.path), "added": added})
+    else:
+        print_text(f"{added} measurements and finds were new to {store.path}")
+
+
+@_command("check", "miofind db check", "miofind db check results.db")
+@click.argument("file", required=False, metavar="[FILE]")
+def check(file: str | None, database: str | None, as_json: bool) -> None:
+    """Check file, schema and contents, and each row against the solvers of this release."""
+    if file is not None and database is not None:
+        raise click.UsageError(f"name the FindDB once: {file} or --db {database}")
+    rows = RowCheck()
+    with _reading(file or database) as store:
+        findings = store.check(rows)
+        where = str(store.path)
+    if as_json:
+        report = {"database": where, "sound": not findings, "findings": list(findings)}
+        print_json(report | {"rows_checked": rows.checked, "rows_void": rows.void})
+    else:
+        for finding in findings[:_MOST_FINDINGS]:
+            print_text(finding)
+        if len(findings) > _MOST_FINDINGS:
+            print_text(f"and {len(findings) - _MOST_FINDINGS} more: see --json")
+        told = f"{len(findings)} findings" if findings else "sound"
+        print_text(f"{where}: {told}; {rows.checked} rows checked against the solvers, {rows.void} of other releases")
+    if findings:
+        raise click.exceptions.Exit(1)
+
+
+@_command("prune", "miofind db prune", "miofind db prune --what failed")
+@click.option("--what", type=choice(Prune), default=Prune.SUPERSEDED.value, show_default=True, help="What to remove.")
+@device_option
+def prune(what: str, device: Device, database: str | None, as_json: bool) -> None:
+    """Remove measurements that no answer needs, failures, or other devices than --device, and shrink the file."""
+    with _reading(database):
+        pass
+    with _writing(database) as store:
+        removed = store.prune(what, device=device.identity)
+        left = store.stats()
+    if as_json:
+        print_json({"database": str(store.path), "removed": removed, "rows": left.rows})
+        return
+    print_text(f"{removed} measurements removed, {left.rows} left in {store.path} ({bytes_text(left.file_bytes)})")
+    if what == Prune.FAILED.value and removed:
+        print_note("problems whose failures were removed are measured again by the next `miofind tune --force`")

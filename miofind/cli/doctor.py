@@ -1,0 +1,243 @@
+"""`miofind doctor`: what is here, what is in force, what is missing; one screen that never fails."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import TypeVar
+
+import click
+
+from miofind import __version__
+from miofind.cli.coverage import DeviceCoverage, coverage, suite_layers
+from miofind.cli.options import example, json_option
+from miofind.cli.output import bytes_text, print_json, print_text
+from miofind.cli.session import verbose_option
+from miofind.compiler import BinaryCache, CacheStats, nvrtc_version
+from miofind.device import INSTALL_CUDA, Device, Library, cuda_device_count
+from miofind.environment import versions
+from miofind.errors import DatabaseError, MiofindError
+from miofind.finddb import MEMORY, Store, network_file_system, shipped_paths, user_path
+
+Result = TypeVar("Result")
+
+_OTHER_PACKAGES = {
+    "cuda_bindings": "cuda-bindings",
+    "nvmath": "nvmath-python",
+    "torch": "torch",
+    "sqlalchemy": "sqlalchemy",
+}
+_VARIABLES = ("MIOFIND_DB", "MIOFIND_SYSTEM_DB", "MIOFIND_CACHE_DIR", "MIOFIND_FIND_MODE", "MIOFIND_LOG")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Database:
+    """One FindDB in force: what it holds, or why it cannot be used."""
+
+    path: str
+    kind: str
+    usable: bool = True
+    note: str = ""
+    problems: int = 0
+    rows: int = 0
+    bytes: int = 0
+    devices: tuple[DeviceCoverage, ...] = ()
+
+
+@dataclass(slots=True)
+class _Examination:
+    """All that was found out; `missing` says what to do about it."""
+
+    devices: list[Device] = field(default_factory=list)
+    libraries: dict[str, str] = field(default_factory=dict)
+    databases: list[_Database] = field(default_factory=list)
+    suites: dict[str, int] = field(default_factory=dict)
+    cache: CacheStats | None = None
+    missing: list[str] = field(default_factory=list)
+
+    def attempt(self, what: str, examine: Callable[[], Result]) -> Result | None:
+        """What `examine` returns; where it fails, None, and a line about that."""
+        try:
+            return examine()
+        except MiofindError as error:
+            self.missing.append(str(error))
+        except Exception as error:  # whatever is broken here is what the user wants to read about
+            self.missing.append(f"{what}: {type(error).__name__}: {error}")
+        return None
+
+
+@click.command(epilog=example("miofind doctor", "miofind doctor --json"))
+@json_option
+@verbose_option
+def doctor(as_json: bool) -> None:
+    """Show devices, libraries, FindDBs and their coverage, the binary cache, and what is missing."""
+    found = _Examination()
+    found.devices = _devices(found)
+    found.libraries = found.attempt("libraries", _libraries) or {}
+    found.attempt("NVRTC", nvrtc_version)
+    _find_missing_libraries(found)
+    suites = found.attempt("suites", suite_layers) or {}
+    found.suites = {name: len(layers) for name, layers in suites.items()}
+    paths = [(user_path(), "user"), *((str(p), "shipped") for p in found.attempt("FindDBs", shipped_paths) or ())]
+    found.databases = [_database(path, kind, suites) for path, kind in paths]
+    found.missing += [f"{db.kind} FindDB {db.path}: {db.note}" for db in found.databases if not db.usable]
+    found.cache = found.attempt("binary cache", lambda: BinaryCache().stats())
+    if found.cache is not None and found.cache.directory is None:
+        found.missing.append("binary cache: the disk cannot be used, kernels are compiled in every process")
+    _find_unknown_devices(found)
+    if as_json:
+        print_json(_json(found))
+    else:
+        _show(found)
+
+
+def _devices(found: _Examination) -> list[Device]:
+    count = found.attempt("CUDA devices", cuda_device_count)
+    if count == 0:
+        found.missing.append("the CUDA driver knows no GPU: check `nvidia-smi`; the CPU place is used")
+    gpus = (found.attempt(f"device cuda:{i}", lambda i=i: Device.cuda(i)) for i in range(count or 0))  # type: ignore[misc]
+    return [*(gpu for gpu in gpus if gpu is not None), Device.cpu()]
+
+
+def _libraries() -> dict[str, str]:
+    found = dict(versions(Device.default()))
+    for name, package in _OTHER_PACKAGES.items():
+        try:
+            found[name] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _find_missing_libraries(found: _Examination) -> None:
+    for device in found.devices[:1]:
+        for library in (Library.CUBLAS, Library.CUDNN):
+            if device.index >= 0 and device.library_version(library) is None:
+                found.missing.append(f"{library.value} is not installed, its solvers are left out: {INSTALL_CUDA}")
+
+
+def _find_unknown_devices(found: _Examination) -> None:
+    known = {c.device for database in found.databases for c in database.devices}
+    device = found.devices[0]
+    if device.identity not in known:
+        found.missing.append(
+            f"no FindDB knows {device.name}, so first calls measure: tune it with `miofind tune --suite resnet50`"
+        )
+
+
+def _database(path: str, kind: str, suites: dict[str, set[tuple[object, ...]]]) -> _Database:
+    """One FindDB, opened as a find would open it; one that does not exist yet is not made."""
+    try:
+        if kind == "user" and not _exists(path):
+            return _Database(path=path, kind=kind, note="made when the first find is recorded")
+        with Store(path, read_only=kind == "shipped") as store:
+            if kind == "user":
+                store.add(())  # what a find would do: refused where the file cannot be written
+            stats = store.stats()
+            devices = coverage(store.problems(), suites)
+    except Exception as error:
+        return _Database(path=path, kind=kind, usable=False, note=str(error))
+    return _Database(
+        path=path,
+        kind=kind,
+        problems=stats.problems,
+        rows=stats.rows,
+        bytes=stats.file_bytes,
+        devices=tuple(devices),
+    )
+
+
+def _exists(path: str) -> bool:
+    """Whether the user's FindDB is there.
+
+    Raises:
+        DatabaseError: it is not, and cannot be made.
+    """
+    if path == MEMORY:
+        return True
+    file = Path(path).expanduser()
+    if file.exists():
+        return True
+    folder = next(parent for parent in file.absolute().parents if parent.exists())
+    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+        raise DatabaseError(f"{folder} cannot be written: set MIOFIND_DB to a file that can be made")
+    kind = network_file_system(folder)
+    if kind:
+        raise DatabaseError(f"{folder} is on a network file system ({kind}): set MIOFIND_DB to a local file")
+    return False
+
+
+def _show(found: _Examination) -> None:
+    print_text(f"miofind {__version__}, Python {platform.python_version()}, {platform.platform()}")
+    _section("Devices", [_device_line(device) for device in found.devices])
+    names = [f"{name} {version}" for name, version in found.libraries.items() if name not in ("miofind", "python")]
+    _section("Libraries", [", ".join(names) or "none"])
+    _section("FindDBs, in the order they are asked", [_database_line(database) for database in found.databases])
+    _section("Coverage", _coverage_lines(found) or ["nothing yet"])
+    _section("Binary cache", [_cache_line(found.cache)])
+    variables = [f"{name}={os.environ[name]}" for name in _VARIABLES if name in os.environ]
+    if variables:
+        _section("Environment", variables)
+    _section("Missing", found.missing or ["nothing"])
+
+
+def _section(title: str, lines: list[str]) -> None:
+    print_text(title)
+    for line in lines:
+        print_text(f"  {line}")
+
+
+def _device_line(device: Device) -> str:
+    if device.index < 0:
+        return f"cpu     {device.name}, {device.sm_count} cores"
+    return (
+        f"cuda:{device.index}  {device.name}, sm_{device.arch}, {device.sm_count} multiprocessors, "
+        f"{bytes_text(device.memory_bytes)}, L2 {bytes_text(device.l2_bytes)}"
+    )
+
+
+def _database_line(database: _Database) -> str:
+    if not database.usable:
+        return f"{database.kind:7} {database.path}: CANNOT BE USED, see below"
+    told = f"{database.problems} problems, {database.rows} measurements, {bytes_text(database.bytes)}"
+    return f"{database.kind:7} {database.path}: {database.note or told}"
+
+
+def _coverage_lines(found: _Examination) -> list[str]:
+    lines = []
+    for database in found.databases:
+        for held in database.devices:
+            dtypes = ", ".join(f"{dtype} {count}" for dtype, count in held.dtypes.items())
+            lines.append(f"{database.kind}, {held.device}: {held.problems} problems ({dtypes})")
+            suites = [f"{name} {count}/{found.suites[name]}" for name, count in held.suites.items() if count]
+            lines.append(f"  layers of suites: {', '.join(suites) or 'none'}")
+    return lines
+
+
+def _cache_line(cache: CacheStats | None) -> str:
+    if cache is None or cache.directory is None:
+        return "CANNOT BE USED, see below"
+    return f"{cache.directory}: {cache.entries} binaries, {bytes_text(cache.bytes)} of {bytes_text(cache.max_bytes)}"
+
+
+def _json(found: _Examination) -> dict[str, object]:
+    return {
+        "miofind": __version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "devices": [{"identity": device.identity} | asdict(device) for device in found.devices],
+        "libraries": found.libraries,
+        "databases": [asdict(database) for database in found.databases],
+        "suites": found.suites,
+        "binary_cache": None if found.cache is None else _cache_json(found.cache),
+        "environment": {name: os.environ[name] for name in _VARIABLES if name in os.environ},
+        "missing": found.missing,
+    }
+
+
+def _cache_json(cache: CacheStats) -> dict[str, object]:
+    return asdict(cache) | {"directory": None if cache.directory is None else str(cache.directory)}

@@ -1,0 +1,140 @@
+"""Options that commands share, each defined once, and the values they make.
+
+Driver lines own every short flag and MIOpenDriver's long ones, so options here are long and named otherwise.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import click
+
+from miofind.device import Device
+from miofind.options import FindEnforce, FindMode, FindOptions, Order
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+DRIVER_LINE = {"ignore_unknown_options": True}
+"""Context settings of commands that take a driver line: its flags pass click by."""
+
+
+def example(*lines: str) -> str:
+    """The end of a command's help."""
+    return "\b\nExample:\n" + "\n".join(f"  {line}" for line in lines)
+
+
+def _bytes(ctx: click.Context, parameter: click.Parameter, value: str | None) -> int | None:
+    if value is None:
+        return None
+    match = re.fullmatch(r"(\d{1,18})\s*(?:([kmg])(?:i?b)?|b)?", value.strip().lower(), re.ASCII)
+    if match is None:
+        raise click.BadParameter(f"{value!r} is no size: write bytes, or a number with K, M or G")
+    return int(match[1]) << {"k": 10, "m": 20, "g": 30}.get(match[2], 0)
+
+
+def _device(ctx: click.Context, parameter: click.Parameter, value: str | None) -> Device:
+    return Device.default() if value is None else Device.named(value)
+
+
+def _names(ctx: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(name.strip() for value in values for name in value.split(",") if name.strip())
+
+
+device_option = click.option(
+    "--device", callback=_device, metavar="NAME", help="cuda, cuda:N or cpu.  [default: the first GPU, else cpu]"
+)
+db_option = click.option(
+    "--db",
+    "database",
+    type=click.Path(dir_okay=False),
+    metavar="PATH",
+    help="FindDB to read and write.  [default: MIOFIND_DB, else the user's]",
+)
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+arch_option = click.option(
+    "--arch", "archs", multiple=True, metavar="ARCH", help="Architecture such as 80 or 90a; it need not be present."
+)
+only_option = click.option(
+    "--only",
+    multiple=True,
+    callback=_names,
+    metavar="NAMES",
+    help="Only these solvers, algorithms or libraries; with commas or repeated.",
+)
+exclude_option = click.option(
+    "--exclude",
+    multiple=True,
+    callback=_names,
+    metavar="NAMES",
+    help="None of these solvers, algorithms or libraries.",
+)
+time_budget_option = click.option(
+    "--time-budget",
+    "time_budget_s",
+    type=click.FloatRange(min=0),
+    metavar="S",
+    help="Seconds of measuring a problem; what is found by then is taken.",
+)
+
+
+def choice(kind: Any) -> click.Choice[str]:
+    """The values of an enum."""
+    return click.Choice([member.value for member in kind], case_sensitive=False)
+
+
+_LIMITS = (
+    click.option(
+        "--workspace-limit",
+        "workspace_limit_bytes",
+        callback=_bytes,
+        metavar="BYTES",
+        help="Largest workspace: 0, 512M, 2G.",
+    ),
+    click.option("--deterministic", is_flag=True, help="Only what gives equal bits on every run."),
+    click.option(
+        "--max-error",
+        type=click.FloatRange(min=0),
+        help="Largest |error| / (|x| * |w|) allowed; lets in algorithms with wider bounds.",
+    ),
+)
+_FIND = (
+    click.option("--find-mode", type=choice(FindMode), help="How the answer is got.  [default: hybrid]"),
+    click.option("--enforce", "find_enforce", type=choice(FindEnforce), default="none", help="What is forced."),
+    click.option("--tuning", is_flag=True, help="Search configurations, not only the defaults."),
+    only_option,
+    exclude_option,
+    *_LIMITS,
+    click.option("--order", type=choice(Order), default="time", help="Order of the solutions.", show_default=True),
+    time_budget_option,
+    click.option("--isolate", is_flag=True, help="Measure in a child process, safe from crashing kernels."),
+)
+
+
+def _all(options: tuple[Callable[[Command], Command], ...]) -> Callable[[Command], Command]:
+    def decorate(command: Command) -> Command:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return decorate
+
+
+def limit_options(command: Command) -> Command:
+    """--workspace-limit, --deterministic, --max-error: fields of FindOptions."""
+    return _all(_LIMITS)(command)
+
+
+def find_options(command: Command) -> Command:
+    """Every field of FindOptions that a caller of `find` may set; `find_options_of` takes them."""
+    return _all(_FIND)(command)
+
+
+def find_options_of(**values: Any) -> FindOptions:
+    """FindOptions from what `find_options` parsed.
+
+    Raises:
+        UnknownSolverError: a name in --only or --exclude is no solver, algorithm or library.
+    """
+    return FindOptions(**values)

@@ -1,0 +1,190 @@
+"""Problems from the command line: driver lines, canonical texts, suites and files, and how a problem is shown."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import click
+
+from miofind.cli.options import choice
+from miofind.driver_line import driver_line, parse_driver_line
+from miofind.errors import InvalidOptionError
+from miofind.problem import DataType, Direction, Layout, MathMode, ProblemDescription
+from miofind.suites import Suite, SuiteProblem, load, load_csv, load_lines, problem_class
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+_SHORT_DIRECTION = {Direction.FORWARD: "fwd", Direction.BACKWARD_DATA: "data", Direction.BACKWARD_WEIGHTS: "weights"}
+_BITS = {Direction.FORWARD: 1, Direction.BACKWARD_DATA: 2, Direction.BACKWARD_WEIGHTS: 4}
+
+problem_argument = click.argument("line", nargs=-1, type=click.UNPROCESSED, metavar="PROBLEM...")
+
+
+def problems_of(line: Sequence[str]) -> tuple[ProblemDescription, ...]:
+    """The problems that the words of a command line name: a driver line, one a direction, or a network_config.
+
+    Raises:
+        InvalidProblemError: the message names the flag and the value.
+        UsageError: there are no words.
+    """
+    if not line:
+        raise click.UsageError("give a problem: conv, convfp16 or convbfp16 and MIOpenDriver's flags")
+    text = line[0] if len(line) == 1 else shlex.join(line)
+    if re.match(r"conv\dd-", text):
+        return (ProblemDescription.from_network_config(text),)
+    return parse_driver_line(text)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    """What is asked of every row of a suite; None leaves a field as the row says."""
+
+    batch: int | None = None
+    dtype: str | None = None
+    math: str | None = None
+    layout: str | None = None
+    directions: tuple[Direction, ...] | None = None
+
+    def of(self, suite: Suite) -> list[SuiteProblem]:
+        """The problems of a suite."""
+        return suite.problems(
+            batch=self.batch, dtype=self.dtype, math=self.math, layout=self.layout, directions=self.directions
+        )
+
+    @property
+    def words(self) -> list[str]:
+        """The same as flags of a driver line."""
+        named = {"-n": self.batch, "--dtype": self.dtype, "--math": self.math, "--layout": self.layout}
+        words = [str(word) for flag, value in named.items() if value is not None for word in (flag, value)]
+        if self.directions is not None:
+            words += ["-F", str(sum(_BITS[direction] for direction in set(self.directions)))]
+        return words
+
+
+def _directions(
+    ctx: click.Context, parameter: click.Parameter, values: tuple[str, ...]
+) -> tuple[Direction, ...] | None:
+    if not values:
+        return None
+    return tuple(direction for direction in Direction if direction.value in values or "all" in values)
+
+
+_REQUESTS = (
+    click.option("--suite", "suites", multiple=True, metavar="NAME", help="A shipped suite; repeatable."),
+    click.option("--csv", "csvs", multiple=True, metavar="FILE", help="A table with the columns of the suites."),
+    click.option("--lines", "line_files", multiple=True, metavar="FILE", help="A file of MIOpenDriver lines."),
+    click.option("--batch", type=click.IntRange(min=1), metavar="N", help="Batch; multiplies the suite's n."),
+    click.option("--dtype", type=choice(DataType), help="Element type of every tensor."),
+    click.option("--math", type=choice(MathMode), help="Arithmetic of float32 problems."),
+    click.option("--layout", type=choice(Layout), help="Memory order of every tensor."),
+    click.option(
+        "--direction",
+        "directions",
+        multiple=True,
+        callback=_directions,
+        type=click.Choice(["all", *(d.value for d in Direction)], case_sensitive=False),
+        help="Direction; repeatable.  [default: as the suite says]",
+    ),
+    click.option("--limit", type=click.IntRange(min=1), metavar="N", help="Only the first N problems."),
+)
+
+
+def request_options(command: Command) -> Command:
+    """Suites, files and what is asked of their rows; `requests_of` takes them, with the words of a driver line."""
+    for option in reversed(_REQUESTS):
+        command = option(command)
+    return problem_argument(command)
+
+
+def requests_of(
+    *,
+    suites: Sequence[str],
+    csvs: Sequence[str],
+    line_files: Sequence[str],
+    line: Sequence[str],
+    limit: int | None,
+    **variant: Any,
+) -> list[SuiteProblem]:
+    """Distinct problems of all that was named, in that order; `variant` holds the fields of `Variant`.
+
+    Raises:
+        UsageError: nothing was named.
+        InvalidOptionError, InvalidProblemError: an unknown suite, an unreadable file, a bad line or flag.
+    """
+    if not (suites or csvs or line_files or line):
+        raise click.UsageError("name what to work on: --suite NAME, --csv FILE, --lines FILE or a driver line")
+    asked = Variant(**variant)
+    if line:
+        problems = problems_of((*line, *asked.words))
+        named = [SuiteProblem(problem=p, suite="", layer=problem_class(p), count=1) for p in problems]
+    else:
+        named = []
+    tables = [*map(load, suites), *map(load_csv, csvs), *map(load_lines, line_files)]
+    requests = _distinct([*(request for table in tables for request in asked.of(table)), *named])
+    if not requests:
+        raise InvalidOptionError("the files named hold no problem: add one")
+    return requests[:limit]
+
+
+def _distinct(requests: Iterable[SuiteProblem]) -> list[SuiteProblem]:
+    found: dict[ProblemDescription, SuiteProblem] = {}
+    for request in requests:
+        known = found.get(request.problem)
+        count = request.count if known is None else known.count + request.count
+        found[request.problem] = replace(known or request, count=count)
+    return list(found.values())
+
+
+def short_problem(problem: ProblemDescription) -> str:
+    """Sizes in one short text, such as "64x56x56 > 64, 3x3 s2 p1 d2 g32"; batch, direction and types are left out."""
+    conv = problem.conv
+    parts = [f"{_cross((problem.c, *problem.spatial))} > {problem.k}, {_cross(problem.filter)}"]
+    if any(s != 1 for s in conv.stride):
+        parts.append(f"s{_short_sizes(conv.stride)}")
+    if any(conv.pad_before) or any(conv.pad_after):
+        after = "" if conv.pad_after == conv.pad_before else f"_{_short_sizes(conv.pad_after)}"
+        parts.append(f"p{_short_sizes(conv.pad_before)}{after}")
+    if any(d != 1 for d in conv.dilation):
+        parts.append(f"d{_short_sizes(conv.dilation)}")
+    if problem.groups > 1:
+        parts.append(f"g{problem.groups}")
+    return " ".join(parts)
+
+
+def short_direction(problem: ProblemDescription) -> str:
+    """The direction in one short word."""
+    return _SHORT_DIRECTION[problem.direction]
+
+
+def traits(problem: ProblemDescription) -> dict[str, str]:
+    """What problems of one suite mostly have in common: batch, types, layouts, arithmetic."""
+    tensors = [problem.x, problem.w, problem.y]
+    return {
+        "batch": f"batch {problem.n}",
+        "dtype": "/".join(dict.fromkeys(t.dtype.value for t in tensors)),
+        "layout": "/".join(dict.fromkeys(t.layout.value for t in tensors)),
+        "math": "" if problem.math is MathMode.IEEE else problem.math.value,
+    }
+
+
+def problem_json(problem: ProblemDescription) -> dict[str, object]:
+    """What every JSON output says of a problem."""
+    return {
+        "network_config": problem.network_config,
+        "driver_line": driver_line(problem),
+        "direction": problem.direction.value,
+        "flops": problem.flops,
+        "bytes": problem.bytes,
+    }
+
+
+def _cross(sizes: Iterable[int]) -> str:
+    return "x".join(map(str, sizes))
+
+
+def _short_sizes(sizes: Sequence[int]) -> str:
+    return str(sizes[0]) if len(set(sizes)) == 1 else _cross(sizes)

@@ -1,0 +1,143 @@
+"""`miofind run`: one solution on random data, timed, and checked if asked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+
+from miofind.api import find_solutions
+from miofind.candidate import Timing
+from miofind.cli.options import (
+    DRIVER_LINE,
+    db_option,
+    device_option,
+    example,
+    find_options,
+    find_options_of,
+    json_option,
+)
+from miofind.cli.output import bytes_text, error_text, print_json, print_text, tflops_text, time_text
+from miofind.cli.problems import problem_argument, problem_json, problems_of
+from miofind.cli.session import verbose_option
+from miofind.cli.solution_table import solution_json
+from miofind.device import Device
+from miofind.driver_line import driver_line
+from miofind.errors import InvalidOptionError, WrongResultError
+from miofind.found import Solution
+from miofind.handle import Handle
+from miofind.measure import Stage
+from miofind.solver import solver_by_id
+from miofind.verify import Verdict, Verifier
+
+_SAMPLES = 15
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Run:
+    """A solution, its time now and what verification said, None where it was not asked."""
+
+    solution: Solution
+    timing: Timing
+    verdict: Verdict | None
+
+
+@click.command(
+    context_settings=DRIVER_LINE,
+    epilog=example(
+        "miofind run convfp16 -n 32 -c 64 -H 56 -W 56 -k 64 -y 3 -x 3 -p 1 -q 1 -F 1 --verify",
+        "miofind run --solution best.json --verify",
+    ),
+)
+@problem_argument
+@click.option(
+    "--solution",
+    "file",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="A saved solution to run instead of the best one.",
+)
+@click.option("--verify", is_flag=True, help="Check the result against the float64 reference.")
+@find_options
+@device_option
+@db_option
+@json_option
+@verbose_option
+def run(
+    line: tuple[str, ...],
+    file: Path | None,
+    verify: bool,
+    device: Device,
+    database: str | None,
+    as_json: bool,
+    **find_values: Any,
+) -> None:
+    """Run the best solution of PROBLEM, or a saved one, on random data and print its time."""
+    problems = () if file is not None and not line else problems_of(line)
+    options = find_options_of(**find_values)
+    runs = []
+    with Handle(device, database=database) as handle:
+        if file is not None:
+            solutions = [Solution.load(file, handle)]
+            if problems and solutions[0].problem not in problems:
+                raise InvalidOptionError(f"{file} solves {driver_line(solutions[0].problem)}: leave the problem out")
+        else:
+            solutions = [find_solutions(problem, options=options, handle=handle)[0] for problem in problems]
+        for solution in solutions:
+            runs.append(_run(solution, handle, verify))
+            if not as_json:
+                _show(runs[-1])
+    if as_json:
+        print_json({"device": device.identity, "runs": [_json(run) for run in runs]})
+    wrong = [run for run in runs if run.verdict is not None and not run.verdict.ok]
+    if wrong:
+        raise WrongResultError("\n".join(f"{run.solution.id}: {run.verdict.message}" for run in wrong if run.verdict))
+
+
+def _run(solution: Solution, handle: Handle, verify: bool) -> _Run:
+    invoker = solution.runner.prepare()
+    problem, device, verdict = solution.problem, handle.device, None
+    if verify:
+        solver = solver_by_id(solution.solver_id)
+        with Verifier(problem, device, handle.compiler) as verifier:
+            growth = solver.error_growth(problem, solution.config)
+            verdict = verifier.verify(invoker, growth=growth, exact=solver.is_exact(solution.config))
+    with Stage(problem, device, handle.compiler) as stage:
+        track = stage.track(invoker)
+        timing = stage.timing(stage.samples(track, invoker, _SAMPLES))
+    return _Run(solution=solution, timing=timing, verdict=verdict)
+
+
+def _show(run: _Run) -> None:
+    solution, timing = run.solution, run.timing
+    spread = f"min {time_text(timing.min_ms)}, p20 {time_text(timing.p20_ms)}, p80 {time_text(timing.p80_ms)}"
+    print_text(driver_line(solution.problem))
+    print_text(f"  solution   {solution.id} ({solution.algorithm.value}, {solution.library.value})")
+    print_text(f"  time       {time_text(timing.time_ms)} ms ({spread}; {timing.samples} samples, cold L2 cache)")
+    print_text(f"  rate       {tflops_text(solution.problem.flops, timing.time_ms)} TFLOP/s")
+    print_text(f"  workspace  {bytes_text(solution.workspace_bytes)}")
+    if run.verdict is not None:
+        outcome = f"passed, largest error {error_text(run.verdict.max_error)}" if run.verdict.ok else "FAILED"
+        print_text(f"  verify     {outcome}")
+
+
+def _json(run: _Run) -> dict[str, object]:
+    timing, verdict = run.timing, run.verdict
+    measured = {
+        "time_ms": timing.time_ms,
+        "min_ms": timing.min_ms,
+        "p20_ms": timing.p20_ms,
+        "p80_ms": timing.p80_ms,
+        "samples": timing.samples,
+        "protocol": timing.protocol,
+    }
+    verified = (
+        None if verdict is None else {"ok": verdict.ok, "message": verdict.message, "max_error": verdict.max_error}
+    )
+    return problem_json(run.solution.problem) | {
+        "solution": solution_json(run.solution),
+        "timing": measured,
+        "verification": verified,
+    }

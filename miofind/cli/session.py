@@ -1,0 +1,59 @@
+"""What every command needs before it starts: logging to stderr, and a handle on a device."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+import click
+
+from miofind.cli.output import stderr
+from miofind.errors import InvalidOptionError
+
+_LEVELS = ("debug", "info", "warning", "error")
+_LOGGER = logging.getLogger("miofind")
+
+
+class _StderrHandler(logging.Handler):
+    """Writes records through the console that progress bars are drawn on, so that neither spoils the other."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            text = f"{record.levelname.lower()}: {self.format(record)}"
+            stderr().print(text, markup=False, highlight=False, soft_wrap=True)
+        except (OSError, ValueError):
+            self.handleError(record)
+
+
+def configure_logging(verbose: int) -> None:
+    """Send miofind's log to stderr: warnings, with 1 the course of things too, with 2 details.
+
+    Without `verbose` the environment variable MIOFIND_LOG names the level.
+
+    Raises:
+        InvalidOptionError: MIOFIND_LOG names no level.
+    """
+    named = (os.environ.get("MIOFIND_LOG") or "warning").lower()
+    if named not in _LEVELS:
+        raise InvalidOptionError(f"MIOFIND_LOG={named!r} is no level: use one of {', '.join(_LEVELS)}")
+    level = (named, "info", "debug")[min(verbose, 2)]
+    for handler in list(_LOGGER.handlers):
+        if isinstance(handler, _StderrHandler):
+            _LOGGER.removeHandler(handler)
+    _LOGGER.addHandler(_StderrHandler())
+    _LOGGER.propagate = False
+    _LOGGER.setLevel(level.upper())
+
+
+def _verbose(ctx: click.Context, parameter: click.Parameter, value: int) -> None:
+    if value:
+        configure_logging(value)
+
+
+verbose_option = click.option(
+    "--verbose",
+    count=True,
+    expose_value=False,
+    callback=_verbose,
+    help="Log to stderr what is done; twice for details.",
+)

@@ -1,0 +1,23 @@
+"""From a `KernelStep` to a kernel: source reading, NVRTC, the binary cache on disk and loading.
+
+Building needs no GPU and no CuPy. It knows steps, not solvers, problems or what a kernel computes.
+"""
+
+from miofind.compiler.build import Compiler, kernel_hash
+from miofind.compiler.cache import Binary, BinaryCache, CacheStats
+from miofind.compiler.load import Kernel
+from miofind.compiler.nvrtc import nvrtc_version
+from miofind.compiler.resources import KernelResources
+from miofind.compiler.sources import source_hash
+
+__all__ = [
+    "Binary",
+    "BinaryCache",
+    "CacheStats",
+    "Compiler",
+    "Kernel",
+    "KernelResources",
+    "kernel_hash",
+    "nvrtc_version",
+    "source_hash",
+]

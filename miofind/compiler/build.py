@@ -1,0 +1,204 @@
+"""The compiler: steps in, binaries and kernels out, each made once.
+
+A key covers the source with all its includes, the defines and options, the architecture and the toolchain's version.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import threading
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import MappingProxyType
+
+from miofind.compiler.cache import Binary, BinaryCache
+from miofind.compiler.load import Kernel, load_kernel
+from miofind.compiler.nvrtc import compile_options, compile_source, toolchain
+from miofind.compiler.resources import parse_resources
+from miofind.compiler.sources import Source, read_source
+from miofind.device import Device
+from miofind.errors import CompileError, MissingLibraryError, SolutionFileError
+from miofind.solution import ConvSolution, KernelStep
+
+_KEY_FORMAT = 1
+
+BuildResult = tuple[KernelStep, Binary | CompileError]
+
+
+def kernel_hash(solution: ConvSolution) -> str:
+    """Hash of what a solution runs: sources, entries, defines and options of its kernels, kinds of its other steps.
+
+    Raises:
+        CompileError: a source is missing or unreadable.
+    """
+    parts: list[object] = []
+    for step in solution.steps:
+        if isinstance(step, KernelStep):
+            digest = read_source(step.source, step.package).digest
+            parts.append([digest, step.entry, step.defines, step.options])
+        else:
+            parts.append(type(step).__name__)
+    return _digest(parts)
+
+
+class Compiler:
+    """Builds kernels once, whoever asks and from whatever thread, and loads them.
+
+    Args:
+        cache: where binaries are kept; by default the user's cache.
+    """
+
+    def __init__(self, cache: BinaryCache | None = None) -> None:
+        self.cache = cache if cache is not None else BinaryCache()
+        self._lock = threading.RLock()
+        self._key_locks: dict[str, threading.Lock] = {}
+        self._in_memory: dict[str, Binary] = {}
+        self._kernels: dict[tuple[str, str, int], Kernel] = {}
+
+    def key(self, step: KernelStep, arch: str) -> str:
+        """Name of the binary that holds a step's kernel: 64 hexadecimal digits.
+
+        Raises:
+            CompileError: the source is missing or unreadable.
+        """
+        return _key(_source(step), step, arch)
+
+    def build(self, step: KernelStep, arch: str) -> Binary:
+        """The binary that holds a step's kernel, from the cache or compiled; needs no GPU.
+
+        Raises:
+            CompileError: NVRTC refuses the source, or it has no such entry.
+            MissingLibraryError: NVRTC, cuda-bindings or the CUDA headers are not installed.
+        """
+        return _with_entry(self._build(step, arch), step, arch)
+
+    def build_all(self, steps: Iterable[KernelStep], arch: str, *, workers: int | None = None) -> Iterator[BuildResult]:
+        """Each step with its binary or the error it met, in the order given.
+
+        Work starts at once, in `workers` threads (by default one a processor that this process may use). Steps with
+        equal sources, defines and options are compiled once. What comes first can be used while the rest compiles;
+        closing the iterator cancels what has not begun.
+
+        Raises:
+            MissingLibraryError: NVRTC, cuda-bindings or the CUDA headers are not installed.
+        """
+        listed = list(steps)
+        pool = ThreadPoolExecutor(max_workers=workers or _processors(), thread_name_prefix="miofind-compile")
+        futures: dict[object, Future[Binary]] = {}
+        for step in listed:
+            if _identity(step) not in futures:
+                futures[_identity(step)] = pool.submit(self._build, step, arch)
+        return _results(listed, futures, pool, arch)
+
+    def load(self, step: KernelStep, device: Device) -> Kernel:
+        """A step's kernel, ready to be launched on the device with the step's shared memory; loaded once a device.
+
+        Raises:
+            CompileError: NVRTC refuses the source, or it has no such entry.
+            ForkedProcessError: this process was forked from one that had used CUDA.
+            LaunchError: the driver refuses the binary, or the device has too little shared memory.
+            MissingLibraryError: CuPy, NVRTC, cuda-bindings or the CUDA headers are not installed.
+            NoDeviceError: the device is virtual or the CPU place.
+        """
+        slot = (self.key(step, device.arch), step.entry, device.index)
+        kernel = self._kernels.get(slot)
+        if kernel is None:
+            binary = self.build(step, device.arch)
+            with self._lock:
+                kernel = self._kernels.get(slot) or load_kernel(binary, step.entry, device)
+                self._kernels[slot] = kernel
+        if step.shared_bytes:
+            with self._lock:
+                kernel.allow_shared_bytes(step.shared_bytes)
+        return kernel
+
+    def adopt(self, step: KernelStep, arch: str, cubin: bytes) -> None:
+        """Take a step's binary from elsewhere, such as a saved solution, for the life of this compiler.
+
+        It stays in memory: another toolchain may have made it, so it must not answer for this one's in the cache.
+
+        Raises:
+            CompileError: the step's source is missing or unreadable.
+            SolutionFileError: it is no binary, or it has no such entry.
+        """
+        key = self.key(step, arch)
+        binary = Binary(key=key, cubin=cubin, path=None, resources=MappingProxyType({}), log="")
+        if not cubin.startswith(b"\x7fELF") or not binary.has_entry(step.entry):
+            raise SolutionFileError(
+                f"the saved binary of {step.source} is no cubin with a kernel {step.entry}: save anew"
+            )
+        with self._lock:
+            self._in_memory.setdefault(key, binary)
+
+    def _build(self, step: KernelStep, arch: str) -> Binary:
+        source = _source(step)
+        key = _key(source, step, arch)
+        with self._lock:
+            key_lock = self._key_locks.setdefault(key, threading.Lock())
+        with key_lock:
+            return self._in_memory.get(key) or self.cache.get(key) or self._compile(source, step, arch, key)
+
+    def _compile(self, source: Source, step: KernelStep, arch: str, key: str) -> Binary:
+        compiled = compile_source(source, compile_options(step.options, step.defines, arch), arch)
+        binary = self.cache.put(key, compiled.cubin, parse_resources(compiled.log), compiled.log)
+        if binary.path is None:
+            self._in_memory[key] = binary
+        return binary
+
+
+def _source(step: KernelStep) -> Source:
+    return read_source(step.source, step.package)
+
+
+def _key(source: Source, step: KernelStep, arch: str) -> str:
+    try:
+        tools = toolchain()
+        versions = [tools.version, tools.headers_version]
+    except MissingLibraryError:  # a saved solution runs where nothing can be compiled
+        versions = []
+    options = compile_options(step.options, step.defines, arch)
+    return _digest([_KEY_FORMAT, source.digest, options, arch, versions])
+
+
+def _digest(value: object) -> str:
+    return hashlib.sha256(json.dumps(value, separators=(",", ":")).encode()).hexdigest()
+
+
+def _identity(step: KernelStep) -> object:
+    """What decides a step's binary, sources by name."""
+    return (step.package, step.source, step.defines, step.options)
+
+
+def _with_entry(binary: Binary, step: KernelStep, arch: str) -> Binary:
+    if binary.has_entry(step.entry):
+        return binary
+    known = ", ".join(sorted(binary.resources)) or "none"
+    message = f'{step.source} has no kernel {step.entry!r}, it has {known}: declare it extern "C" __global__'
+    options = compile_options(step.options, step.defines, arch)
+    raise CompileError(message, source=step.source, options=options, log=binary.log)
+
+
+def _results(
+    steps: list[KernelStep], futures: dict[object, Future[Binary]], pool: ThreadPoolExecutor, arch: str
+) -> Iterator[BuildResult]:
+    try:
+        for step in steps:
+            yield step, _result(futures[_identity(step)], step, arch)
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _result(future: Future[Binary], step: KernelStep, arch: str) -> Binary | CompileError:
+    try:
+        return _with_entry(future.result(), step, arch)
+    except CompileError as error:
+        return error
+
+
+def _processors() -> int:
+    """Processors that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

@@ -1,0 +1,93 @@
+"""Binaries onto a device: the only user of CuPy's RawModule."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from miofind.compiler.cache import Binary
+from miofind.device import Device, Place, check_fork, require_cupy
+from miofind.errors import LaunchError, NoDeviceError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Kernel:
+    """A kernel loaded on a device.
+
+    Attributes:
+        function: the CUfunction, valid as long as this object lives.
+        entry: its name.
+        device_index: CUDA ordinal of its device.
+        binary: what it was loaded from.
+    """
+
+    function: int
+    entry: str
+    device_index: int
+    binary: Binary
+    module: Any = field(repr=False)
+
+    def allow_shared_bytes(self, dynamic_bytes: int) -> None:
+        """Let launches use that much dynamic shared memory, or more if they may already.
+
+        Unasked the driver grants 48 KiB less what the kernel has statically (cuda.h, CUfunction_attribute). The limit
+        is never lowered: steps that differ in shared memory alone share one kernel.
+
+        Raises:
+            LaunchError: the device has less.
+        """
+        import cupy
+
+        driver = cupy.cuda.driver
+        attribute = driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        try:
+            with cupy.cuda.Device(self.device_index):
+                if driver.funcGetAttribute(attribute, self.function) < dynamic_bytes:
+                    driver.funcSetAttribute(self.function, attribute, dynamic_bytes)
+        except driver.CUDADriverError as error:
+            raise LaunchError(
+                f"kernel {self.entry} cannot have {dynamic_bytes} bytes of dynamic shared memory"
+                f" on CUDA device {self.device_index}: {error}"
+            ) from error
+
+
+def load_kernel(binary: Binary, entry: str, device: Device) -> Kernel:
+    """A kernel of a binary, loaded in the context of the device.
+
+    Raises:
+        ForkedProcessError: this process was forked from one that had used CUDA.
+        LaunchError: the driver refuses the binary.
+        MissingLibraryError: CuPy is not installed.
+        NoDeviceError: the device is virtual or the CPU place.
+    """
+    if device.place is not Place.CUDA or device.index < 0:
+        raise NoDeviceError(
+            f"kernel {entry} cannot be loaded on {device.name or device.place}: it is no CUDA device here"
+        )
+    require_cupy()
+    check_fork()
+    import cupy
+
+    failures = (cupy.cuda.driver.CUDADriverError, cupy.cuda.runtime.CUDARuntimeError)
+    try:
+        with cupy.cuda.Device(device.index):
+            function = _function(binary, entry, failures)
+    except failures as error:
+        raise LaunchError(
+            f"kernel {entry} cannot be loaded on {device.name} (device {device.index}): {error}"
+        ) from error
+    return Kernel(function=function.ptr, entry=entry, device_index=device.index, binary=binary, module=function)
+
+
+def _function(binary: Binary, entry: str, failures: tuple[type[Exception], ...]) -> Any:
+    """CuPy's Function, which keeps its module loaded; from memory where the file has been evicted or was never kept."""
+    import cupy
+
+    if binary.path is not None and binary.path.exists():
+        try:
+            return cupy.RawModule(path=str(binary.path)).get_function(entry).kernel
+        except failures:  # evicted or replaced since it was built: the bytes in memory are the checked ones
+            pass
+    module = cupy.cuda.function.Module()
+    module.load(binary.cubin)
+    return module.get_function(entry)

@@ -1,0 +1,174 @@
+"""NVRTC: the toolchain that is installed, and one compilation from text to cubin.
+
+Needs cuda-bindings, NVRTC and the CUDA runtime's headers, but neither a GPU nor a driver nor CuPy. NVRTC compiles in
+the calling thread without the interpreter's lock, so that threads are enough to compile in parallel.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from miofind.compiler.sources import Source
+from miofind.device import INSTALL_CUDA
+from miofind.errors import CompileError, MissingLibraryError
+
+# -default-device makes constexpr functions and tables usable in device code without annotations.
+_BASE_OPTIONS = ("--std=c++17", "-default-device", "--ptxas-options=-v")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Toolchain:
+    """What compiles kernels here.
+
+    Attributes:
+        version: NVRTC's, such as "13.0".
+        headers_version: CUDART_VERSION of the CUDA headers, such as 13000.
+        sms: compute capabilities that NVRTC can compile for, as ints.
+        include_options: -I options for the CUDA headers; paths of this machine, so no part of a key.
+    """
+
+    version: str
+    headers_version: int
+    sms: frozenset[int]
+    include_options: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compiled:
+    """Result of one compilation: the binary and NVRTC's log with the report of ptxas."""
+
+    cubin: bytes
+    log: str
+
+
+def nvrtc_version() -> str:
+    """Version of NVRTC, such as "13.0".
+
+    Raises:
+        MissingLibraryError: NVRTC, cuda-bindings or the CUDA headers are not installed.
+    """
+    return toolchain().version
+
+
+@functools.cache
+def toolchain() -> Toolchain:
+    """The installed toolchain; probed once in a process.
+
+    Raises:
+        MissingLibraryError: NVRTC, cuda-bindings or the CUDA headers are not installed.
+    """
+    try:
+        from cuda.bindings import nvrtc
+
+        major, minor = _checked(nvrtc.nvrtcVersion())
+        (sms,) = _checked(nvrtc.nvrtcGetSupportedArchs())
+    except (ImportError, RuntimeError) as error:
+        raise MissingLibraryError(
+            f"NVRTC cannot be used, so kernels cannot be compiled ({error}): {INSTALL_CUDA}"
+        ) from (error)
+    directories = _header_directories()
+    return Toolchain(
+        version=f"{major}.{minor}",
+        headers_version=_headers_version(directories[0]),
+        sms=frozenset(sms),
+        include_options=tuple(f"-I{directory}" for directory in directories),
+    )
+
+
+def compile_options(
+    step_options: Sequence[str], defines: Sequence[tuple[str, str | int]], arch: str
+) -> tuple[str, ...]:
+    """NVRTC's options for a kernel, without the include paths of this machine."""
+    values = [(name, int(value) if isinstance(value, bool) else value) for name, value in defines]
+    return (f"-arch=sm_{arch}", *_BASE_OPTIONS, *step_options, *(f"-D{name}={value}" for name, value in values))
+
+
+def compile_source(source: Source, options: tuple[str, ...], arch: str) -> Compiled:
+    """The cubin of a source.
+
+    Raises:
+        CompileError: NVRTC refuses the source, an option or the architecture.
+        MissingLibraryError: NVRTC, cuda-bindings or the CUDA headers are not installed.
+    """
+    tools = toolchain()
+    if int(arch.rstrip("af")) not in tools.sms:
+        known = ", ".join(str(sm) for sm in sorted(tools.sms))
+        message = f"NVRTC {tools.version} cannot compile for sm_{arch}, only for {known}: install a newer NVRTC"
+        raise CompileError(message, source=source.name, options=options, log="")
+    from cuda.bindings import nvrtc
+
+    names = [name.encode() for name in source.headers]
+    texts = [text.encode() for text in source.headers.values()]
+    created = nvrtc.nvrtcCreateProgram(source.text.encode(), source.name.encode(), len(names), texts, names)
+    (program,) = _checked(created)
+    try:
+        return _compiled(program, source, options, arch)
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
+
+
+def _compiled(program: Any, source: Source, options: tuple[str, ...], arch: str) -> Compiled:
+    from cuda.bindings import nvrtc
+
+    tools = toolchain()
+    given = [option.encode() for option in (*options, *tools.include_options)]
+    (status,) = nvrtc.nvrtcCompileProgram(program, len(given), given)
+    (size,) = _checked(nvrtc.nvrtcGetProgramLogSize(program))
+    buffer = bytearray(size)
+    _checked(nvrtc.nvrtcGetProgramLog(program, buffer))
+    log = buffer.decode(errors="replace").rstrip("\0").rstrip()
+    if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+        message = f"{source.name} does not compile for sm_{arch} with NVRTC {tools.version} ({status.name})"
+        raise CompileError(message, source=source.name, options=options, log=log)
+    (size,) = _checked(nvrtc.nvrtcGetCUBINSize(program))
+    cubin = bytearray(size)
+    _checked(nvrtc.nvrtcGetCUBIN(program, cubin))
+    return Compiled(cubin=bytes(cubin), log=log)
+
+
+def _checked(result: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What an NVRTC call gives beside its status."""
+    if result[0] != 0:
+        raise RuntimeError(f"NVRTC failed: {result[0].name}")
+    return result[1:]
+
+
+def _header_directories() -> tuple[Path, ...]:
+    """Folders of the CUDA headers, the runtime's first.
+
+    Raises:
+        MissingLibraryError: the runtime's headers are not installed.
+    """
+    runtime = _header_directory("cudart")
+    if runtime is None:
+        raise MissingLibraryError(
+            f"the CUDA runtime's headers are not installed, so kernels cannot be compiled: {INSTALL_CUDA}"
+        )
+    found = [runtime, _header_directory("cccl")]
+    if not (runtime / "crt").is_dir():  # mma.h includes crt/mma.h, which the CUDA 12 wheels ship with nvcc
+        found.append(_header_directory("nvcc"))
+    return tuple(directory for directory in found if directory is not None)
+
+
+def _header_directory(library: str) -> Path | None:
+    from cuda.pathfinder import find_nvidia_header_directory
+
+    try:
+        directory = find_nvidia_header_directory(library)
+    except RuntimeError:  # a release of cuda-pathfinder that does not know the library
+        return None
+    return Path(directory) if directory else None
+
+
+def _headers_version(directory: Path) -> int:
+    try:
+        text = (directory / "cuda_runtime_api.h").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return 0
+    match = re.search(r"^#define CUDART_VERSION\s+(\d+)", text, re.MULTILINE)
+    return int(match[1]) if match else 0

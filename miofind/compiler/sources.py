@@ -1,0 +1,126 @@
+"""CUDA sources of a package: read, their #includes gathered, hashed without comments.
+
+`#include "common/tile.cuh"` names a file from the package's root, whichever file it stands in; `#include <...>` belongs
+to the CUDA toolkit. The text that is hashed is the text that is compiled: both come from one `Source`.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.resources
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.resources.abc import Traversable
+from types import MappingProxyType
+
+from miofind.errors import CompileError
+
+DEFAULT_PACKAGE = "miofind.kernels_src"
+
+_INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"\n]*)"', re.MULTILINE)
+
+# Words come first among the short tokens, so that the apostrophe of 1'000 opens no literal and `FOOR"(` no raw string.
+_TOKEN = re.compile(
+    r"""
+    (?P<gap>   (?: \s | //(?:\\\r?\n|[^\n])* | /\*.*?\*/ )+ )
+  | (?P<kept>  (?:u8|[uUL])?R"(?P<mark>[^()\\\s]{0,16})\(.*?\)(?P=mark)"
+             | "(?:\\.|[^"\\\n])*"
+             | \d(?:'?[\w.])*
+             | \w+
+             | '(?:\\.|[^'\\\n])*'
+             | . )
+    """,
+    re.VERBOSE | re.DOTALL,
+)
+_COMMENT = re.compile(r"//(?:\\\r?\n|[^\n])*|/\*.*?\*/", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """One source file with all it includes.
+
+    Attributes:
+        name: file name relative to the package, with "/" between folders.
+        text: the file as it is.
+        headers: texts of the package's files it includes, directly or not, by the name they are included under.
+        digest: hash of all of it, comments and white space left out.
+    """
+
+    name: str
+    text: str
+    headers: Mapping[str, str]
+    digest: str
+
+
+@functools.cache
+def read_source(name: str, package: str = DEFAULT_PACKAGE) -> Source:
+    """A source file with all it includes; read once in a process.
+
+    Raises:
+        CompileError: the package or a file is missing or unreadable, or a name leaves the package.
+    """
+    text = _read(name, package, f"source {name!r} of a kernel")
+    headers: dict[str, str] = {}
+    pending = [(name, text)]
+    while pending:
+        includer, body = pending.pop()
+        for included in _INCLUDE.findall(normalised(body)):
+            if included in headers or included == name:
+                continue
+            headers[included] = _read(included, package, f'#include "{included}" in {includer}')
+            pending.append((included, headers[included]))
+    digest = hashlib.sha256()
+    for part in (text, *(part for key in sorted(headers) for part in (key, headers[key]))):
+        encoded = normalised(part).encode()
+        digest.update(f"{len(encoded)}:".encode() + encoded)
+    return Source(name=name, text=text, headers=MappingProxyType(headers), digest=digest.hexdigest())
+
+
+def source_hash(sources: Sequence[str], package: str = DEFAULT_PACKAGE) -> str:
+    """Hash of source files with all they include, comments and white space left out; 64 hexadecimal digits.
+
+    Raises:
+        CompileError: a file is missing or unreadable, or a name leaves the package.
+    """
+    digests = [read_source(name, package).digest for name in sources]
+    return hashlib.sha256(" ".join(digests).encode()).hexdigest()
+
+
+@functools.lru_cache(maxsize=256)
+def normalised(text: str) -> str:
+    """C++ text without comments, blank lines and runs of white space; literals are kept as they are."""
+    return _TOKEN.sub(_shortened, text).strip()
+
+
+def _shortened(token: re.Match[str]) -> str:
+    if token["gap"] is None:
+        return token[0]
+    # A block comment counts as one space, wherever its lines end, so a directive goes on behind it.
+    return "\n" if "\n" in _COMMENT.sub(" ", token[0]) else " "
+
+
+def _read(name: str, package: str, what: str) -> str:
+    """Text of a file of a package; `what` says who asks, for messages."""
+    parts = name.split("/")
+    if "\\" in name or any(part in ("", ".", "..") for part in parts):
+        raise _refused(name, f"{what} is refused: write a plain path below the root of package {package}")
+    file = _root(name, package)
+    for part in parts:
+        file = file / part
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise _refused(name, f"{what} cannot be read from package {package}: {error}") from error
+
+
+def _root(name: str, package: str) -> Traversable:
+    try:
+        return importlib.resources.files(package)
+    except (ImportError, TypeError) as error:
+        raise _refused(name, f"package {package!r} of CUDA source {name!r} cannot be imported: {error}") from error
+
+
+def _refused(name: str, message: str) -> CompileError:
+    return CompileError(message, source=name, options=(), log="")

@@ -1,0 +1,114 @@
+"""Device memory of one measurement: from a pool of its own, so that closing gives everything back to the driver."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+
+class DeviceMemory:
+    """Allocations, a stream of their own and copies on it; a context manager that makes the device current.
+
+    Attributes:
+        stream: a non-blocking CuPy stream.
+    """
+
+    def __init__(self, device_index: int) -> None:
+        import cupy
+
+        self._device = cupy.cuda.Device(device_index)
+        self._pool = cupy.cuda.MemoryPool()
+        self._blocks: dict[int, Any] = {}
+        with self._device:
+            self.stream = cupy.cuda.Stream(non_blocking=True)
+
+    @property
+    def stream_address(self) -> int:
+        """Address of the stream."""
+        return int(self.stream.ptr)
+
+    @property
+    def free_bytes(self) -> int:
+        """Device memory that nobody holds."""
+        import cupy
+
+        with self._device:
+            return int(cupy.cuda.runtime.memGetInfo()[0])
+
+    def __enter__(self) -> DeviceMemory:
+        self._device.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._device.__exit__(kind, error, trace)
+
+    def allocate(self, size: int) -> int:
+        """Address of `size` bytes at a multiple of 512.
+
+        Raises:
+            MemoryError: the device has no such block left.
+        """
+        import cupy
+
+        with self._device, self.stream:
+            try:
+                block = self._pool.malloc(max(1, size))
+            except cupy.cuda.memory.OutOfMemoryError:
+                cupy.get_default_memory_pool().free_all_blocks()
+                block = self._pool.malloc(max(1, size))
+        address = int(block.ptr)
+        self._blocks[address] = block
+        return address
+
+    def free(self, address: int) -> None:
+        """Give one allocation back, unless it is 0; work queued on it must have finished."""
+        if address == 0:
+            return
+        del self._blocks[address]
+        self._pool.free_all_blocks()
+
+    def set_bytes(self, address: int, value: int, size: int) -> None:
+        """Set bytes, asynchronously."""
+        import cupy
+
+        if size:
+            cupy.cuda.runtime.memsetAsync(address, value, size, self.stream_address)
+
+    def upload(self, array: NDArray[Any]) -> int:
+        """Address of a copy of a contiguous host array."""
+        import cupy
+
+        address = self.allocate(array.nbytes)
+        kind = cupy.cuda.runtime.memcpyHostToDevice
+        cupy.cuda.runtime.memcpyAsync(address, array.ctypes.data, array.nbytes, kind, self.stream_address)
+        self.stream.synchronize()
+        return address
+
+    def download(self, address: int, count: int, dtype: Any) -> NDArray[Any]:
+        """`count` elements at an address, after everything queued before; waits for the stream."""
+        import cupy
+
+        array = np.empty(count, dtype)
+        kind = cupy.cuda.runtime.memcpyDeviceToHost
+        cupy.cuda.runtime.memcpyAsync(array.ctypes.data, address, array.nbytes, kind, self.stream_address)
+        self.stream.synchronize()
+        return array
+
+    def close(self) -> None:
+        """Give all memory back, once queued work has finished; a lost context is no further error here."""
+        import cupy
+
+        try:
+            with self._device:
+                self.stream.synchronize()
+                self._blocks.clear()
+                self._pool.free_all_blocks()
+        except (cupy.cuda.runtime.CUDARuntimeError, cupy.cuda.driver.CUDADriverError):
+            self._blocks.clear()

@@ -1,0 +1,192 @@
+"""The flags of a MIOpenDriver convolution line: names, defaults and ranges, and how words are read into them.
+
+Knows nothing of problems. Flags that MIOpenDriver lacks are long only and marked as miofind's own.
+
+Source: ROCm/MIOpen, driver/conv_driver.hpp, AddCmdLineArgs; driver/InputFlags.cpp, Parse.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from miofind.errors import InvalidProblemError
+
+_GREATEST = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flag:
+    """One flag and its value's range.
+
+    Attributes:
+        name: long name, without dashes.
+        short: short name, "" for none.
+        default: what it is when left out; an int for flags that take integers.
+        least: least integer it takes.
+        only: the texts it takes; empty for any.
+        ignored: it says how MIOpenDriver runs, not what; accepted and dropped.
+    """
+
+    name: str
+    short: str = ""
+    default: int | str = ""
+    least: int = 1
+    only: tuple[str, ...] = ()
+    ignored: bool = False
+
+    def __str__(self) -> str:
+        return f"--{self.name} (-{self.short})" if self.short else f"--{self.name}"
+
+
+_PROBLEM = (
+    Flag(name="spatial_dim", short="_", default=2),
+    Flag(name="forw", short="F", default=0, least=0),
+    Flag(name="mode", short="m", default="conv", only=("conv", "trans")),
+    Flag(name="batchsize", short="n", default=100),
+    Flag(name="in_channels", short="c", default=3),
+    Flag(name="in_d", short="!", default=32),
+    Flag(name="in_h", short="H", default=32),
+    Flag(name="in_w", short="W", default=32),
+    Flag(name="out_channels", short="k", default=32),
+    Flag(name="fil_d", short="@", default=3),
+    Flag(name="fil_h", short="y", default=3),
+    Flag(name="fil_w", short="x", default=3),
+    Flag(name="pad_d", short="$", default=0, least=0),
+    Flag(name="pad_h", short="p", default=0, least=0),
+    Flag(name="pad_w", short="q", default=0, least=0),
+    Flag(name="pad_mode", short="z", default="default", only=("default", "same", "valid")),
+    Flag(name="conv_stride_d", short="#", default=1),
+    Flag(name="conv_stride_h", short="u", default=1),
+    Flag(name="conv_stride_w", short="v", default=1),
+    Flag(name="dilation_d", short="^", default=1),
+    Flag(name="dilation_h", short="l", default=1),
+    Flag(name="dilation_w", short="j", default=1),
+    Flag(name="trans_output_pad_d", short="%", default=0, least=0),
+    Flag(name="trans_output_pad_h", short="Y", default=0, least=0),
+    Flag(name="trans_output_pad_w", short="X", default=0, least=0),
+    Flag(name="group_count", short="g", default=1, least=0),
+    Flag(name="in_layout", short="I"),
+    Flag(name="fil_layout", short="f"),
+    Flag(name="out_layout", short="O"),
+)
+
+_OWN = (
+    Flag(name="pad_after_d", default=0, least=0),
+    Flag(name="pad_after_h", default=0, least=0),
+    Flag(name="pad_after_w", default=0, least=0),
+    Flag(name="layout"),
+    Flag(name="dtype"),
+    Flag(name="in_dtype"),
+    Flag(name="fil_dtype"),
+    Flag(name="out_dtype"),
+    Flag(name="math", default="ieee"),
+)
+
+# Values other than these ask for something that miofind does not compute.
+_DEFAULT_ONLY = (
+    Flag(name="pad_val", short="r", only=("0",)),
+    Flag(name="bias", short="b", only=("0", "")),
+    Flag(name="tensor_vect", short="Z", only=("0",)),
+    Flag(name="vector_length", short="L", only=("1",)),
+    Flag(name="in_cast_type", short="U", only=("-1",)),
+    Flag(name="out_cast_type", short="T", only=("-1",)),
+    Flag(name="wei_cast_type", short="R", only=("-1",)),
+)
+
+_IGNORED = tuple(
+    Flag(name=name, short=short, ignored=True)
+    for name, short in {
+        "iter": "i",
+        "verify": "V",
+        "verification_cache": "C",
+        "time": "t",
+        "wall": "w",
+        "search": "s",
+        "printconv": "P",
+        "dump_output": "o",
+        "in_data": "d",
+        "weights": "e",
+        "in_bias": "a",
+        "dout_data": "D",
+        "solution": "S",
+        "gpualloc": "G",
+    }.items()
+)
+
+FLAGS: Mapping[str, Flag] = {flag.name: flag for flag in (*_PROBLEM, *_OWN, *_DEFAULT_ONLY, *_IGNORED)}
+_WRITTEN = {f"--{name}": flag for name, flag in FLAGS.items()} | {f"-{f.short}": f for f in FLAGS.values() if f.short}
+
+
+@dataclass(frozen=True, slots=True)
+class FlagValues:
+    """The flags that a line gives, by long name, as checked text."""
+
+    given: Mapping[str, str]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.given
+
+    def text(self, name: str) -> str:
+        """The value of a flag, its default where it is left out."""
+        return self.given.get(name, str(FLAGS[name].default))
+
+    def integer(self, name: str) -> int:
+        """The value of a flag that takes integers, its default where it is left out."""
+        return int(self.text(name))
+
+
+def read_flags(arguments: Sequence[str]) -> FlagValues:
+    """The flags in `arguments`, each followed by its value or written as --name=value.
+
+    Raises:
+        InvalidProblemError: an unknown flag, one given twice, a missing value, or a value outside the flag's range.
+    """
+    given: dict[str, str] = {}
+    remaining = list(arguments)
+    while remaining:
+        written = remaining.pop(0)
+        if written.startswith("--") and "=" in written:
+            written, value = written.split("=", 1)
+            remaining.insert(0, value)
+        flag = _known(written)
+        if not remaining:
+            raise InvalidProblemError(f"{flag} needs a value")
+        if flag.name in given:
+            raise InvalidProblemError(f"{flag} is given twice: {given[flag.name]} and {remaining[0]}")
+        given[flag.name] = _checked(flag, remaining.pop(0))
+    return FlagValues(given)
+
+
+def _known(written: str) -> Flag:
+    if written in _WRITTEN:
+        return _WRITTEN[written]
+    if not written.startswith("-"):
+        raise InvalidProblemError(f"{written!r} is not a flag: each value follows its flag, as in -n 32")
+    if written[:2] in _WRITTEN:
+        raise InvalidProblemError(f"flag {written} is unknown: write {written[:2]} {written[2:]}")
+    raise InvalidProblemError(
+        f"flag {written} is unknown: MIOpenDriver's convolution flags and miofind's own are taken"
+    )
+
+
+def _checked(flag: Flag, value: str) -> str:
+    """`value` if the flag takes it."""
+    if flag.ignored:
+        return value
+    if isinstance(flag.default, int):
+        return str(_integer(flag, value))
+    if flag.only and value not in flag.only:
+        allowed = " or ".join(repr(text) for text in flag.only)
+        raise InvalidProblemError(f"{flag} {value!r} is not supported: it must be {allowed}")
+    return value
+
+
+def _integer(flag: Flag, value: str) -> int:
+    if re.fullmatch(r"[+-]?[0-9]{1,20}", value) is None:
+        raise InvalidProblemError(f"{flag} {value!r} must be an integer")
+    number = int(value)
+    if not flag.least <= number <= _GREATEST:
+        raise InvalidProblemError(f"{flag} {number} must be between {flag.least} and {_GREATEST}")
+    return number

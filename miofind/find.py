@@ -1,0 +1,182 @@
+"""The pipeline of a find: look up, else plan, measure, record, and answer from what was recorded."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Iterator
+
+from miofind import records
+from miofind.candidate import Candidate, Outcome
+from miofind.device import Place
+from miofind.driver_line import driver_line
+from miofind.errors import LaunchError, NoSolutionError
+from miofind.evaluate import Job
+from miofind.found import Runner, Solution, Source
+from miofind.handle import Handle
+from miofind.options import FindEnforce, FindMode, FindOptions, OnMiss, Order, member
+from miofind.plan import Plan, Planned, make_plan
+from miofind.problem import ProblemDescription
+from miofind.race import Effort
+
+logger = logging.getLogger(__name__)
+
+TRUST_TOLERANCE = 1.25
+"""How much slower than recorded a solution may be for TRUST_VERIFY to keep it."""
+
+_ALWAYS_MEASURES = (FindEnforce.DB_UPDATE, FindEnforce.SEARCH_DB_UPDATE)
+
+
+def find(problem: ProblemDescription, options: FindOptions, handle: Handle) -> list[Solution]:
+    """Solutions of a problem in the order asked for, by the mode asked for.
+
+    Raises:
+        NoSolutionError: nothing usable; the message lists each solver's reason.
+        DatabaseError: the FindDB cannot be used, with a strict handle.
+    """
+    mode = find_mode(options)
+    if options.find_enforce is FindEnforce.DB_CLEAN:
+        handle.database.clean(handle.device.identity, problem.network_config)
+    if mode is not FindMode.NORMAL and options.find_enforce not in _ALWAYS_MEASURES:
+        hit = records.look_up(problem, options, handle)
+        if hit is not None and (mode is not FindMode.TRUST_VERIFY or _still_holds(hit[0], handle)):
+            return _ordered(hit, options)
+        if hit is not None:
+            logger.info("the FindDB's answer no longer holds for: %s", driver_line(problem))
+        elif options.on_miss is OnMiss.ERROR:
+            raise NoSolutionError(
+                f"the FindDB has no answer for {problem} on {handle.device.name} and on_miss is 'error': "
+                f"tune it with `miofind tune`, or allow a find. Problem: {driver_line(problem)}"
+            )
+        elif mode is FindMode.FAST or options.on_miss is OnMiss.ESTIMATE:
+            return _ordered(estimates(problem, options, handle), options)
+    return _ordered(measure(problem, options, handle, dynamic_only=mode is FindMode.DYNAMIC_HYBRID), options)
+
+
+def find_mode(options: FindOptions) -> FindMode:
+    """The mode asked for, else that of MIOFIND_FIND_MODE, else HYBRID."""
+    if options.find_mode is not None:
+        return options.find_mode
+    return member(FindMode, os.environ.get("MIOFIND_FIND_MODE") or FindMode.HYBRID, "MIOFIND_FIND_MODE")
+
+
+def measure(
+    problem: ProblemDescription, options: FindOptions, handle: Handle, *, dynamic_only: bool = False
+) -> list[Solution]:
+    """Verify and time the candidates of a request, record what became of each, and answer.
+
+    Raises:
+        NoSolutionError: nothing usable.
+    """
+    _refuse_capture(handle)
+    logger.info("find: %s", driver_line(problem))
+    plan = make_plan(problem, handle.device, options, dynamic_only=dynamic_only)
+    with records.Recording(problem, options, handle, plan) as recording:
+        outcomes = list(_outcomes(problem, options, handle, plan.candidates, recording))
+        if not any(outcome.status.usable for outcome in outcomes):
+            outcomes += _outcomes(problem, options, handle, plan.last_resort, recording)
+    measured = {outcome.candidate.id for outcome in outcomes if outcome.status.usable}
+    answer = records.look_up(problem, options, handle, measured=measured) if measured else None
+    if not answer:
+        raise NoSolutionError(_nothing_found(problem, plan, outcomes))
+    return answer
+
+
+def _outcomes(
+    problem: ProblemDescription,
+    options: FindOptions,
+    handle: Handle,
+    planned: tuple[Planned, ...],
+    recording: records.Recording,
+) -> Iterator[Outcome]:
+    if not planned:
+        return
+    job = Job(
+        network_config=problem.network_config,
+        candidates=tuple(p.candidate for p in planned),
+        effort=Effort.TUNE if options.searches else Effort.FIND,
+        budget_s=options.budget_s,
+    )
+    for outcome in handle.executor(isolate=options.isolate).run(job):
+        if not outcome.status.usable:
+            logger.info("%s: %s %s", outcome.candidate.id, outcome.status, outcome.message)
+        recording.add(outcome)
+        yield outcome
+
+
+def _nothing_found(problem: ProblemDescription, plan: Plan, outcomes: list[Outcome]) -> str:
+    reasons = [f"  {name}: {reason}" for name, reason in plan.refusals.items()]
+    reasons += [f"  {o.candidate.id}: {o.status} {o.message}" for o in outcomes if not o.status.usable]
+    listed = "\n".join(reasons) or "  no solver is registered"
+    return f"no solution of {problem} is usable ({driver_line(problem)}):\n{listed}"
+
+
+def _still_holds(best: Solution, handle: Handle) -> bool:
+    """Whether one more measurement of the FindDB's best answer passes and is not slower than recorded."""
+    _refuse_capture(handle)
+    candidate = Candidate(network_config=best.problem.network_config, solver_id=best.solver_id, config=best.config)
+    job = Job(network_config=best.problem.network_config, candidates=(candidate,))
+    try:
+        outcomes = list(handle.executor(isolate=False).run(job))
+    except LaunchError:
+        return False
+    timing = outcomes[0].timing if outcomes and outcomes[0].status.usable else None
+    return timing is not None and timing.time_ms <= TRUST_TOLERANCE * best.time_ms
+
+
+def estimates(problem: ProblemDescription, options: FindOptions, handle: Handle) -> list[Solution]:
+    """Solutions ordered by their solvers' estimates; nothing is measured.
+
+    Raises:
+        NoSolutionError: no solver applies.
+    """
+    plan = make_plan(problem, handle.device, options)
+    planned = plan.candidates or plan.last_resort
+    if not planned:
+        raise NoSolutionError(_nothing_found(problem, plan, []))
+    return records.linked(
+        [
+            Solution(
+                problem=problem,
+                device=handle.device,
+                solver_id=p.solver.id,
+                algorithm=p.solver.algorithm,
+                library=p.solver.library,
+                config=p.candidate.config,
+                time_ms=p.estimate_ms,
+                workspace_bytes=p.workspace_bytes,
+                deterministic=p.deterministic,
+                max_error=None,
+                source=Source.PREDICTED,
+                runner=Runner(problem, p.solver.id, p.candidate.config, handle),
+            )
+            for p in planned
+        ]
+    )
+
+
+def _ordered(found: list[Solution], options: FindOptions) -> list[Solution]:
+    if options.order is Order.WORKSPACE:
+        found = sorted(found, key=lambda s: (s.workspace_bytes, s.time_ms))
+    return records.linked(found)
+
+
+def _refuse_capture(handle: Handle) -> None:
+    """Do nothing unless a CUDA graph is being captured on the current stream.
+
+    Raises:
+        LaunchError: one is; measuring would become part of the graph.
+    """
+    if handle.device.place is Place.CPU:
+        return
+    import cupy
+
+    capturing = bool(cupy.cuda.get_current_stream().is_capturing())
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available():
+        capturing = capturing or bool(torch.cuda.is_current_stream_capturing())
+    if capturing:
+        raise LaunchError(
+            "a find cannot run while a CUDA graph is captured: find before, and capture run_solution only"
+        )

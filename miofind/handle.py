@@ -1,0 +1,145 @@
+"""A device with its caches and its FindDB: what a find and a run need beside the problem."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from miofind.compiler import BinaryCache, Compiler, kernel_hash
+from miofind.device import Device, Place, check_fork
+from miofind.errors import LaunchError
+from miofind.finddb import Layered, open_layered
+from miofind.invoker import Invoker, InvokerCache, make_invoker
+from miofind.problem import ProblemDescription
+from miofind.sandbox import Executor, InProcess, Isolated
+from miofind.solution import Config
+from miofind.solver import solver_by_id
+
+if TYPE_CHECKING:
+    from miofind.found import Solution
+    from miofind.options import FindOptions
+
+
+class Handle:
+    """A device, its compiled kernels, its invokers, its answers so far and its FindDB. Safe to share between threads.
+
+    Args:
+        device: a Device, a CUDA ordinal, "cuda", "cuda:N", "cpu", or None for the current GPU, else the CPU place.
+        database: path of the user FindDB; None for MIOFIND_DB, else the user's data directory.
+        strict: raise DatabaseError where the user FindDB cannot be used, instead of going on in memory.
+        compiler: shared compiler; None for one over the user's binary cache.
+
+    Raises:
+        NoDeviceError, MissingLibraryError: the device cannot be used.
+    """
+
+    def __init__(
+        self,
+        device: Device | str | int | None = None,
+        *,
+        database: str | Path | None = None,
+        strict: bool = False,
+        compiler: Compiler | None = None,
+    ) -> None:
+        self.device = as_device(device)
+        self.compiler = compiler or Compiler(BinaryCache())
+        self.invokers = InvokerCache()
+        self.found: dict[tuple[str, FindOptions], list[Solution]] = {}
+        self.lock = threading.RLock()
+        self._database_path = database
+        self._strict = strict
+        self._database: Layered | None = None
+        self._executors: dict[bool, Executor] = {}
+
+    @property
+    def database(self) -> Layered:
+        """The FindDB, opened on first use."""
+        if self._database is None:
+            with self.lock:
+                if self._database is None:
+                    self._database = open_layered(self._database_path, strict=self._strict)
+        return self._database
+
+    def executor(self, *, isolate: bool) -> Executor:
+        """Who measures: this process, or a child of it."""
+        with self.lock:
+            if isolate not in self._executors:
+                make = Isolated(self.device) if isolate else InProcess(self.device, self.compiler)
+                self._executors[isolate] = make
+            return self._executors[isolate]
+
+    def invoker(self, problem: ProblemDescription, solver_id: str, config: Config, expected_hash: str = "") -> Invoker:
+        """The invoker of a solution, from the cache or made now.
+
+        Args:
+            expected_hash: hash of the kernels that were measured; "" accepts any.
+
+        Raises:
+            InvalidConfigError: the configuration is outside the solver's schema.
+            CompileError, MissingLibraryError: it cannot be built.
+            LaunchError: it cannot be made ready, or its kernels are no longer those that were measured.
+        """
+        cached = self.invokers.get(problem.network_config, solver_id, config)
+        if cached is not None:
+            return cached
+        if self.device.place is Place.CUDA:
+            check_fork()
+        invoker = make_invoker(problem, self.device, solver_by_id(solver_id), config, self.compiler)
+        if expected_hash and kernel_hash(invoker.solution) != expected_hash:
+            raise LaunchError(f"{solver_id}:{config.json} was measured with other kernels than this release has")
+        return self.invokers.put(invoker)
+
+    def forget(self) -> None:
+        """Drop the answers and invokers kept in this process; the FindDB and the binary cache stay."""
+        self.found.clear()
+        self.invokers.clear()
+
+    def close(self) -> None:
+        """End child processes and close the FindDB."""
+        with self.lock:
+            for executor in self._executors.values():
+                executor.close()
+            self._executors.clear()
+            if self._database is not None:
+                self._database.close()
+                self._database = None
+
+    def __enter__(self) -> Handle:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def as_device(device: Device | str | int | None) -> Device:
+    """A device from the forms users write.
+
+    Raises:
+        NoDeviceError, MissingLibraryError: the device cannot be used.
+    """
+    if device is None:
+        return Device.default()
+    if isinstance(device, Device):
+        return device
+    return Device.named(device)
+
+
+@functools.cache
+def _default_handles() -> dict[int, Handle]:
+    return {}
+
+
+_default_lock = threading.Lock()
+
+
+def default_handle(device: Device | None = None) -> Handle:
+    """The handle that this process shares for a device; for None the current GPU's, else the CPU place's."""
+    chosen = Device.default() if device is None else device
+    handles = _default_handles()
+    handle = handles.get(chosen.index)
+    if handle is None:
+        with _default_lock:
+            handle = handles.setdefault(chosen.index, Handle(chosen))
+    return handle

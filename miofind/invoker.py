@@ -1,0 +1,327 @@
+"""From inert steps to something that runs: invokers, and the cache of them that a handle keeps.
+
+An invoker binds the steps of one `ConvSolution` to compiled kernels, library plans or host functions. Running it
+allocates nothing, synchronises nothing and may be captured in a CUDA graph; it may be run from many threads.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from miofind.device import Device, Place, cuda_device_count
+from miofind.errors import LaunchError, MiofindError
+from miofind.problem import ProblemDescription
+from miofind.solution import (
+    Config,
+    ConvSolution,
+    CudnnStep,
+    HostStep,
+    KernelStep,
+    MatmulStep,
+    Pointer,
+    Scalar,
+    WorkspacePlan,
+)
+from miofind.solver import Solver
+
+if TYPE_CHECKING:
+    from miofind.compiler import Compiler, Kernel
+
+_TENSORS = ("x", "w", "y")
+_CTYPES: dict[str, Any] = {
+    "int32": ctypes.c_int32,
+    "int64": ctypes.c_int64,
+    "uint32": ctypes.c_uint32,
+    "uint64": ctypes.c_uint64,
+    "float32": ctypes.c_float,
+    "float64": ctypes.c_double,
+}
+
+
+class BoundStep(Protocol):
+    """One step ready to run on the bases (x, w, y, workspace) and a stream."""
+
+    def __call__(self, bases: tuple[int, int, int, int], stream: int) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a pointer argument comes from: an index into the bases and a byte offset."""
+
+    base: int
+    offset: int
+
+
+class _BoundKernel:
+    """A kernel and its packed arguments; not shared between threads, since a launch writes the addresses into them."""
+
+    __slots__ = ("_addresses", "_keep", "_launch", "_parameters", "_shape", "_slots")
+
+    def __init__(self, step: KernelStep, kernel: Kernel, place: Callable[[Pointer], _Place]) -> None:
+        from cupy.cuda import driver
+
+        self._launch = driver.launchKernel
+        self._shape = (kernel.function, *step.grid, *step.block, step.shared_bytes)
+        self._addresses = (ctypes.c_uint64 * max(1, len(step.args)))()
+        parameters = (ctypes.c_void_p * max(1, len(step.args)))()
+        slots: list[tuple[int, int, int]] = []
+        scalars: list[Any] = []
+        for i, arg in enumerate(step.args):
+            if isinstance(arg, Scalar):
+                scalars.append(_CTYPES[arg.ctype](arg.value))
+                parameters[i] = ctypes.addressof(scalars[-1])
+                continue
+            where = place(arg)
+            parameters[i] = ctypes.addressof(self._addresses) + 8 * i
+            slots.append((i, where.base, where.offset))
+        self._slots = tuple(slots)
+        self._parameters = ctypes.addressof(parameters)
+        self._keep = (kernel, scalars, parameters)
+
+    def __call__(self, bases: Sequence[int], stream: int) -> None:
+        addresses = self._addresses
+        for slot, base, offset in self._slots:
+            addresses[slot] = bases[base] + offset
+        self._launch(*self._shape, stream, self._parameters, 0)
+
+
+def make_step_launcher(step: KernelStep, kernel: Kernel) -> Callable[[Mapping[str, int], int], None]:
+    """A launcher of one kernel outside any solution, called with addresses by buffer name and a stream.
+
+    Not to be shared between threads.
+    """
+    names = tuple(dict.fromkeys(arg.buffer for arg in step.args if isinstance(arg, Pointer)))
+    bound = _BoundKernel(step, kernel, lambda pointer: _Place(names.index(pointer.buffer), pointer.offset_bytes))
+
+    def launch(addresses: Mapping[str, int], stream: int) -> None:
+        bound([addresses[name] for name in names], stream)
+
+    return launch
+
+
+class _BoundMatmul:
+    """A cuBLASLt product on the bases."""
+
+    __slots__ = ("_launch", "_places")
+
+    def __init__(self, step: MatmulStep, device: Device, place: Callable[[Pointer], _Place]) -> None:
+        from miofind.libraries.cublaslt import matmul_plan
+
+        pointers = [step.a, step.b, step.c]
+        if step.workspace is not None:
+            pointers.append(Pointer(buffer=step.workspace))
+        places = [place(pointer) for pointer in pointers]
+        self._places = tuple((where.base, where.offset) for where in places)
+        self._launch = matmul_plan(step, device).launch
+
+    def __call__(self, bases: Sequence[int], stream: int) -> None:
+        addresses = [bases[base] + offset for base, offset in self._places]
+        workspace = addresses[3] if len(addresses) == 4 else 0
+        self._launch(addresses[0], addresses[1], addresses[2], workspace, stream)
+
+
+class _BoundCudnn:
+    """A cuDNN convolution on the bases."""
+
+    __slots__ = ("_launch", "_offset")
+
+    def __init__(self, step: CudnnStep, problem: ProblemDescription, device: Device, plan: WorkspacePlan) -> None:
+        from miofind.libraries.cudnn import conv_plan
+
+        self._offset = 0 if step.workspace is None else plan.offsets[step.workspace]
+        self._launch = conv_plan(problem, step, device).launch
+
+    def __call__(self, bases: Sequence[int], stream: int) -> None:
+        self._launch(bases[0], bases[1], bases[2], bases[3] + self._offset, stream)
+
+
+class Invoker(ABC):
+    """One solution, bound to a device and ready to run.
+
+    Attributes:
+        problem, device, solver_id, config: what it runs.
+        workspace_bytes: bytes of workspace that `run` needs.
+        deterministic: equal inputs give equal bits.
+        alignment_bytes: alignment that the tensors' addresses need.
+        kernel_hash: hash of the sources, defines and options of its kernels.
+    """
+
+    def __init__(self, origin: InvokerOrigin, solution: ConvSolution) -> None:
+        self.problem = origin.problem
+        self.device = origin.device
+        self.solver_id = origin.solver.id
+        self.config = origin.config
+        self.alignment_bytes = origin.solver.alignment_bytes
+        self.workspace_bytes = solution.workspace.bytes
+        self.deterministic = solution.deterministic
+        self.solution = solution
+
+    @abstractmethod
+    def run(self, x: Any, w: Any, y: Any, workspace: Any, stream: int) -> None:
+        """Run once.
+
+        On CUDA x, w, y and workspace are device addresses (0 for no workspace) and `stream` is a stream's address; the
+        run is asynchronous. On the CPU place they are NumPy arrays of logical shape with the problem's memory order
+        in their strides, and a uint8 array or None.
+
+        Raises:
+            LaunchError: a kernel or library call failed to start.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class InvokerOrigin:
+    """What an invoker is made from."""
+
+    problem: ProblemDescription
+    device: Device
+    solver: Solver
+    config: Config
+
+
+class _CudaInvoker(Invoker):
+    def __init__(self, origin: InvokerOrigin, solution: ConvSolution, compiler: Compiler) -> None:
+        super().__init__(origin, solution)
+        self._kernels = {step: compiler.load(step, self.device) for step in solution.kernels}
+        self._local = threading.local()
+        self._guards_device = cuda_device_count() > 1
+        self._bind()
+
+    def _bind(self) -> tuple[BoundStep, ...]:
+        """The steps bound for this thread; makes the device's context current in a thread that has none."""
+        import cupy
+
+        with cupy.cuda.Device(self.device.index):
+            cupy.cuda.runtime.free(0)
+            bound = tuple(self._bound(step) for step in self.solution.steps)
+        self._local.steps = bound
+        return bound
+
+    def _bound(self, step: KernelStep | MatmulStep | CudnnStep | HostStep) -> BoundStep:
+        plan = self.solution.workspace
+        offsets = plan.offsets
+
+        def place(pointer: Pointer) -> _Place:
+            if pointer.buffer in _TENSORS:
+                return _Place(_TENSORS.index(pointer.buffer), pointer.offset_bytes)
+            return _Place(3, offsets[pointer.buffer] + pointer.offset_bytes)
+
+        if isinstance(step, KernelStep):
+            return _BoundKernel(step, self._kernels[step], place)
+        if isinstance(step, MatmulStep):
+            return _BoundMatmul(step, self.device, place)
+        if isinstance(step, CudnnStep):
+            return _BoundCudnn(step, self.problem, self.device, plan)
+        raise LaunchError(f"{self.solver_id}: a {type(step).__name__} does not run on {self.device.place}")
+
+    def run(self, x: int, w: int, y: int, workspace: int, stream: int) -> None:
+        try:
+            steps = self._local.steps
+        except AttributeError:
+            steps = self._bind()
+        try:
+            if self._guards_device:
+                self._run_on_device(steps, (x, w, y, workspace), stream)
+                return
+            bases = (x, w, y, workspace)
+            for step in steps:
+                step(bases, stream)
+        except MiofindError:
+            raise
+        except Exception as error:  # CuPy and library errors share no base class below Exception
+            raise LaunchError(f"{self.solver_id} {self.config.json} failed on {self.problem}: {error}") from error
+
+    def _run_on_device(self, steps: tuple[BoundStep, ...], bases: tuple[int, int, int, int], stream: int) -> None:
+        """Run with this invoker's device current, where there are several."""
+        import cupy
+
+        with cupy.cuda.Device(self.device.index):
+            for step in steps:
+                step(bases, stream)
+
+
+class _HostInvoker(Invoker):
+    def __init__(self, origin: InvokerOrigin, solution: ConvSolution) -> None:
+        super().__init__(origin, solution)
+        steps = [step for step in solution.steps if isinstance(step, HostStep)]
+        if len(steps) != len(solution.steps):
+            raise LaunchError(f"{self.solver_id}: only host steps run on the CPU place")
+        self._functions = [getattr(importlib.import_module(step.module), step.function) for step in steps]
+
+    def run(self, x: Any, w: Any, y: Any, workspace: Any, stream: int) -> None:
+        plan = self.solution.workspace
+        offsets = plan.offsets
+        buffers = {"x": x, "w": w, "y": y}
+        for region in plan.regions:
+            buffers[region.name] = workspace[offsets[region.name] : offsets[region.name] + region.bytes]
+        for function in self._functions:
+            function(self.problem, self.config, buffers)
+
+
+def make_invoker(
+    problem: ProblemDescription, device: Device, solver: Solver, config: Config, compiler: Compiler
+) -> Invoker:
+    """The invoker of one solver and configuration.
+
+    Raises:
+        InvalidConfigError: the configuration is outside the solver's schema.
+        CompileError, MissingLibraryError, LaunchError: a step cannot be made ready.
+    """
+    solver.check_config(problem, device, config)
+    solution = solver.solution(problem, device, config)
+    origin = InvokerOrigin(problem, device, solver, config)
+    if device.place is Place.CPU:
+        return _HostInvoker(origin, solution)
+    return _CudaInvoker(origin, solution, compiler)
+
+
+@dataclass(slots=True)
+class _Slot:
+    """Invokers of one problem and solver by configuration; `current` is the configuration the find chose."""
+
+    by_config: dict[Config, Invoker]
+    current: Config
+
+
+class InvokerCache:
+    """Invokers of a handle, a slot for each (network_config, solver_id). Candidates under measurement never enter."""
+
+    def __init__(self) -> None:
+        self._slots: dict[tuple[str, str], _Slot] = {}
+        self._lock = threading.Lock()
+
+    def get(self, network_config: str, solver_id: str, config: Config | None = None) -> Invoker | None:
+        """The invoker of a configuration, or the current one; None where there is none."""
+        slot = self._slots.get((network_config, solver_id))
+        if slot is None:
+            return None
+        return slot.by_config.get(slot.current if config is None else config)
+
+    def put(self, invoker: Invoker) -> Invoker:
+        """Keep an invoker and make it current; returns the one kept, which is the first where two threads race."""
+        key = (invoker.problem.network_config, invoker.solver_id)
+        with self._lock:
+            slot = self._slots.setdefault(key, _Slot({}, invoker.config))
+            slot.current = invoker.config
+            return slot.by_config.setdefault(invoker.config, invoker)
+
+    def discard(self, network_config: str, solver_id: str, config: Config) -> None:
+        """Forget one invoker."""
+        with self._lock:
+            slot = self._slots.get((network_config, solver_id))
+            if slot is not None:
+                slot.by_config.pop(config, None)
+
+    def clear(self) -> None:
+        """Forget all invokers."""
+        with self._lock:
+            self._slots.clear()
+
+    def __len__(self) -> int:
+        return sum(len(slot.by_config) for slot in self._slots.values())

@@ -1,0 +1,211 @@
+"""Timing on a CUDA device: events around rows of runs, each on buffers of its own, after the L2 cache was flushed.
+
+Short runs are captured in a CUDA graph, so that their launches from the host do not count. The cache is flushed by
+reading: lines dirtied by writing would be written back during the timed runs.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from miofind.device import Device
+from miofind.device_kernels import DeviceKernels, GridStride, int64
+from miofind.device_memory import DeviceMemory
+from miofind.measure import Lane, Track
+from miofind.problem import ProblemDescription
+from miofind.values import Values
+
+if TYPE_CHECKING:
+    from miofind.compiler import Compiler
+    from miofind.invoker import Invoker
+
+logger = logging.getLogger(__name__)
+
+_SAMPLE_MS = 0.1
+_MOST_RUNS = 32
+# An empty kernel takes about 1 us in a graph (H200): no run is shorter.
+_LEAST_RUN_MS = 1e-3
+# Above this the launches from the host, some 10 us, hide behind the run before.
+_GRAPH_BELOW_MS = 1.0
+_LEAST_FLUSH_BYTES = 32 << 20
+_MEMORY_LIMIT_BYTES = 2 << 30
+_ALIGNMENT = 512
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Set:
+    """Addresses of one set of tensors."""
+
+    x: int
+    w: int
+    y: int
+
+
+class CudaLane(Lane):
+    """Buffers of one problem on one device; one workspace serves all candidates.
+
+    Attributes:
+        memory: allocations and the stream that everything runs on.
+        sets: buffer sets, as many as the shortest imaginable run needs for a sample.
+        workspace: address of the workspace, 0 for none.
+        flush: evicts everything from the L2 cache, asynchronously.
+    """
+
+    protocol = "cuda-1"
+
+    def __init__(
+        self, problem: ProblemDescription, device: Device, compiler: Compiler, memory_limit_bytes: int | None
+    ) -> None:
+        self._problem = problem
+        self._device = device
+        self._kernels = DeviceKernels(device, compiler)
+        self.memory = DeviceMemory(device.index)
+        self.workspace = 0
+        self._workspace_bytes = 0
+        try:
+            with self.memory:
+                self.flush = self._make_flush()
+                self.sets = self._make_sets(memory_limit_bytes)
+                self.memory.stream.synchronize()
+        except BaseException:
+            self.memory.close()
+            raise
+
+    def track(self, invoker: Invoker) -> Track:
+        """See `Lane.track`."""
+        with self.memory:
+            return _CudaTrack(self, invoker)
+
+    def reserve(self, size: int) -> None:
+        """Make the workspace at least `size` bytes; its address may change, which voids captured graphs."""
+        if size <= self._workspace_bytes:
+            return
+        self.memory.stream.synchronize()
+        self.memory.free(self.workspace)
+        self.workspace, self._workspace_bytes = 0, 0
+        self.workspace, self._workspace_bytes = self.memory.allocate(size), size
+
+    def close(self) -> None:
+        """Give all memory back."""
+        self.memory.close()
+
+    def _make_flush(self) -> Callable[[], None]:
+        words = max(_LEAST_FLUSH_BYTES, 2 * self._device.l2_bytes) // 16
+        addresses = {"buffer": self.memory.allocate(16 * words), "sink": self.memory.allocate(4)}
+        self.memory.set_bytes(addresses["buffer"], 0, 16 * words)
+        kernel = GridStride(source="measure.cu", entry="flush_l2", items=words, dtype="float32")
+        return self._kernels.bind(kernel, ("buffer", int64(words), "sink"), addresses, self.memory.stream_address)
+
+    def _make_sets(self, limit: int | None) -> list[_Set]:
+        descriptors = [self._problem.tensor(name) for name in ("x", "w", "y")]
+        sizes = [-(-descriptor.bytes // _ALIGNMENT) * _ALIGNMENT for descriptor in descriptors]
+        if limit is None:
+            limit = min(_MEMORY_LIMIT_BYTES, self.memory.free_bytes // 4)
+        fastest_ms = max(_LEAST_RUN_MS, 1e3 * self._problem.bytes / self._device.bandwidth_bytes_per_s)
+        wanted = min(_MOST_RUNS, 1 + int(_SAMPLE_MS / fastest_ms))
+        sets = []
+        for number in range(max(1, min(wanted, limit // sum(sizes)))):
+            addresses = [self.memory.allocate(size) for size in sizes]
+            for i, descriptor in enumerate(descriptors):
+                seed = 3 * number + i
+                self._kernels.fill(descriptor, addresses[i], Values.NORMAL, seed, self.memory.stream_address)
+            sets.append(_Set(x=addresses[0], w=addresses[1], y=addresses[2]))
+        return sets
+
+
+class _CudaTrack(Track):
+    """A candidate on a device; its graph is captured anew when the workspace has moved."""
+
+    def __init__(self, lane: CudaLane, invoker: Invoker) -> None:
+        self._lane = lane
+        self._invoker = invoker
+        self._runs = 1
+        self._graph: Any = None
+        self._graph_workspace = 0
+        self._captures = False
+        lane.reserve(invoker.workspace_bytes)
+        self._run(0)
+        self.rough_ms = self._timed(1)[0]
+        if self.rough_ms < _GRAPH_BELOW_MS:
+            self._captures = True
+            self._runs = self._row_length(self.rough_ms)
+
+    def samples(self, count: int) -> list[float]:
+        """See `Track.samples`."""
+        with self._lane.memory:
+            if self._captures and (self._graph is None or self._graph_workspace != self._lane.workspace):
+                self._capture()
+            return self._timed(count)
+
+    def _row_length(self, run_ms: float) -> int:
+        """Runs that make a sample long enough, no more than there are buffer sets."""
+        return max(1, min(len(self._lane.sets), math.ceil(_SAMPLE_MS / max(run_ms, _LEAST_RUN_MS))))
+
+    def _capture(self) -> None:
+        """Capture a row of runs and warm its graph up; longer rows where the rough time proves too long."""
+        try:
+            self._graph = self._captured()
+            runs = self._row_length(self._timed(1)[0])
+            if runs > self._runs:
+                self._runs = runs
+                self._graph = self._captured()
+                self._timed(1)
+        except Exception as error:  # whatever a library raises under capture: time direct launches instead
+            logger.debug("%s cannot be captured, timed by launches: %s", self._invoker.solver_id, error)
+            self._graph, self._captures = None, False
+            self._timed(1)
+
+    def _captured(self) -> Any:
+        stream = self._lane.memory.stream
+        stream.begin_capture()
+        try:
+            self._row()
+        except BaseException:
+            self._abandon_capture()
+            raise
+        graph = stream.end_capture()
+        graph.upload(stream)
+        self._graph_workspace = self._lane.workspace
+        return graph
+
+    def _abandon_capture(self) -> None:
+        """End a capture that failed, which the driver reports once more."""
+        import cupy
+
+        try:
+            self._lane.memory.stream.end_capture()
+        except (cupy.cuda.runtime.CUDARuntimeError, cupy.cuda.driver.CUDADriverError, RuntimeError) as error:
+            logger.debug("capture of %s ended: %s", self._invoker.solver_id, error)
+
+    def _row(self) -> None:
+        for i in range(self._runs):
+            self._run(i)
+
+    def _run(self, number: int) -> None:
+        lane = self._lane
+        tensors = lane.sets[number % len(lane.sets)]
+        workspace = lane.workspace if self._invoker.workspace_bytes else 0
+        self._invoker.run(tensors.x, tensors.w, tensors.y, workspace, lane.memory.stream_address)
+
+    def _timed(self, count: int) -> list[float]:
+        """Milliseconds a run of `count` rows, all queued before the first is waited for."""
+        import cupy
+
+        stream = self._lane.memory.stream
+        pairs = []
+        for _ in range(count):
+            start, stop = cupy.cuda.Event(), cupy.cuda.Event()
+            self._lane.flush()
+            start.record(stream)
+            if self._graph is None:
+                self._row()
+            else:
+                self._graph.launch(stream)
+            stop.record(stream)
+            pairs.append((start, stop))
+        stream.synchronize()
+        return [cupy.cuda.get_elapsed_time(start, stop) / self._runs for start, stop in pairs]

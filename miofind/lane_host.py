@@ -1,0 +1,81 @@
+"""Timing on the CPU place: wall clock, two rotating buffer sets."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from miofind.measure import Lane, Track
+from miofind.problem import ProblemDescription
+from miofind.rig_host import GuardedArray, random_values
+from miofind.values import Values
+
+if TYPE_CHECKING:
+    from miofind.invoker import Invoker
+
+_SETS = 2
+_SAMPLE_MS = 1.0
+_MOST_RUNS = 32
+
+Tensors = dict[str, NDArray[Any]]
+
+
+class HostLane(Lane):
+    """Buffers of one problem on the CPU place; one workspace serves all candidates."""
+
+    protocol = "cpu-1"
+
+    def __init__(self, problem: ProblemDescription) -> None:
+        self._problem = problem
+        self.sets = [self._buffers(seed) for seed in range(_SETS)]
+        self._workspace = np.empty(0, np.uint8)
+
+    def track(self, invoker: Invoker) -> Track:
+        """See `Lane.track`."""
+        return _HostTrack(self, invoker)
+
+    def workspace(self, size: int) -> NDArray[np.uint8] | None:
+        """`size` bytes at a multiple of 256, None for none."""
+        if size == 0:
+            return None
+        if self._workspace.size < size:
+            self._workspace = GuardedArray(size).bytes
+        return self._workspace[:size]
+
+    def close(self) -> None:
+        """Forget all buffers."""
+        self.sets.clear()
+
+    def _buffers(self, seed: int) -> Tensors:
+        tensors: Tensors = {}
+        for i, name in enumerate(("x", "w", "y")):
+            descriptor = self._problem.tensor(name)
+            tensors[name] = GuardedArray(descriptor.bytes).tensor(descriptor)
+            tensors[name][...] = random_values(descriptor.shape, Values.NORMAL, 3 * seed + i)
+        return tensors
+
+
+class _HostTrack(Track):
+    def __init__(self, lane: HostLane, invoker: Invoker) -> None:
+        self._lane = lane
+        self._invoker = invoker
+        self._row(1)
+        self.rough_ms = self._row(1)
+        self._runs = int(min(_MOST_RUNS, max(1.0, _SAMPLE_MS / self.rough_ms)))
+
+    def samples(self, count: int) -> list[float]:
+        """See `Track.samples`."""
+        return [self._row(self._runs) for _ in range(count)]
+
+    def _row(self, runs: int) -> float:
+        """Mean milliseconds of `runs` runs one after another."""
+        workspace = self._lane.workspace(self._invoker.workspace_bytes)
+        sets = self._lane.sets
+        start = time.perf_counter_ns()
+        for i in range(runs):
+            tensors = sets[i % len(sets)]
+            self._invoker.run(tensors["x"], tensors["w"], tensors["y"], workspace, 0)
+        return max(1, time.perf_counter_ns() - start) / 1e6 / runs

@@ -1,0 +1,284 @@
+"""Convolutions by cuDNN: the plans it offers for a problem, and one recorded plan ready to launch.
+
+A plan is recorded as engine and knobs, never as a position in a list, so that it means the same in another process and
+another release. Knows nothing of configurations and solvers.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from miofind.device import Device, require_cupy
+from miofind.errors import LaunchError
+from miofind.libraries import cudnn_backend as backend
+from miofind.libraries.cudnn_backend import Attribute, Descriptor, Handle, Kind, Type
+from miofind.libraries.cudnn_graph import (
+    TENSOR_IDS,
+    ConvGraph,
+    Mode,
+    config_engine,
+    config_knobs,
+    engine_config,
+    engine_index,
+)
+from miofind.libraries.cudnn_notes import (
+    Note,
+    growth,
+    is_deterministic,
+    is_exact,
+    is_wrong,
+    notes_text,
+    refused_notes,
+)
+from miofind.problem import ProblemDescription
+from miofind.solution import CudnnStep
+
+logger = logging.getLogger(__name__)
+
+HEURISTIC = -1
+_PACKS = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnginePlan:
+    """One way in which cuDNN can compute a problem.
+
+    Attributes:
+        engine: global index of the engine.
+        knobs: (knob type, choice) pairs, by knob type.
+        notes: the engine's numerical notes.
+        growth: how much wider the error bound is than direct summation's.
+        workspace_bytes: bytes of workspace that it needs.
+    """
+
+    engine: int
+    knobs: tuple[tuple[int, int], ...]
+    notes: frozenset[Note]
+    growth: float
+    workspace_bytes: int
+
+    @property
+    def deterministic(self) -> bool:
+        """Whether equal inputs give equal bits."""
+        return is_deterministic(self.notes)
+
+    @property
+    def exact(self) -> bool:
+        """Whether small integers give exact results."""
+        return is_exact(self.notes)
+
+
+def cudnn_version() -> int:
+    """Version of the loaded library, 91900 for 9.19.0.
+
+    Raises:
+        MissingLibraryError: it cannot be loaded.
+    """
+    return backend.library().version
+
+
+@functools.lru_cache(maxsize=256)
+def engine_plans(problem: ProblemDescription, device: Device) -> tuple[EnginePlan, ...]:
+    """The plans that cuDNN's heuristics offer for a problem, best first; no plan is built.
+
+    Engines that are wrong for the problem, or less precise than it allows, are left out. Takes 5 to 100 ms.
+
+    Raises:
+        MissingLibraryError: cuDNN cannot be loaded.
+        LaunchError: cuDNN refuses the problem.
+    """
+    require_cupy()
+    import cupy
+
+    with cupy.cuda.Device(device.index):
+        offers = (plan for plan, _ in _offers(ConvGraph(problem, _handle(device))))
+        return tuple(dict.fromkeys(plan for plan in offers if not _fault(plan.engine, plan.notes, problem)))
+
+
+def _handle(device: Device) -> Handle:
+    import cupy
+
+    cupy.cuda.runtime.free(0)  # makes the device's context current in a thread that has none
+    return backend.thread_handle(device.index)
+
+
+def _offers(graph: ConvGraph) -> Iterator[tuple[EnginePlan, Descriptor]]:
+    """What the heuristics propose, with the engine configuration; proposals that do not hold are passed over."""
+    notes: dict[int, frozenset[Note]] = {}
+    for mode in Mode:
+        for config in graph.suggestions(mode):
+            try:
+                offer = _offer(graph, config, notes)
+            except LaunchError as error:
+                if isinstance(error.__cause__, MemoryError):
+                    raise
+                logger.debug("a proposal of cuDNN's heuristics %s is unusable: %s", mode.name, error)
+                continue
+            yield offer, config
+
+
+def _offer(graph: ConvGraph, config: Descriptor, notes: dict[int, frozenset[Note]]) -> EnginePlan:
+    engine = config_engine(config)
+    index = engine_index(engine)
+    if index not in notes:
+        notes[index] = graph.notes(engine)
+    (workspace_bytes,) = config.values(Attribute.CONFIG_WORKSPACE_SIZE, Type.INT64)
+    return EnginePlan(
+        engine=index,
+        knobs=config_knobs(config),
+        notes=notes[index],
+        growth=growth(notes[index], graph.problem),
+        workspace_bytes=workspace_bytes,
+    )
+
+
+class ConvPlan:
+    """One recorded plan of a problem on a device; may be launched from any thread.
+
+    cuDNN's handles belong to one thread at a time and its plans are not safe in several at once, so each thread builds
+    its own from the record on its first launch.
+
+    Attributes:
+        workspace_bytes: bytes of workspace that a launch may use.
+    """
+
+    __slots__ = ("_device", "_local", "_problem", "_step", "workspace_bytes")
+
+    def __init__(self, problem: ProblemDescription, step: CudnnStep, device: Device) -> None:
+        self._problem = problem
+        self._step = step
+        self._device = device
+        self._local = threading.local()
+        self.workspace_bytes = step.workspace_bytes
+
+    def prepare(self) -> _BoundPlan:
+        """Builds the plan for this thread; `launch` does it where it was not done.
+
+        Raises:
+            LaunchError: cuDNN has no such plan for the problem, or the plan breaks the limits of the record.
+        """
+        import cupy
+
+        with cupy.cuda.Device(self._device.index):
+            handle = _handle(self._device)
+            bound = _BoundPlan(_build(ConvGraph(self._problem, handle), self._step), handle)
+        self._local.bound = bound
+        return bound
+
+    def launch(self, x: int, w: int, y: int, workspace: int, stream: int) -> None:
+        """Computes the problem on a stream of its device, which is current; asynchronous, allocates nothing.
+
+        x, w and y are device addresses aligned to 16 bytes; `workspace` is one of `workspace_bytes` bytes, or 0.
+
+        Raises:
+            LaunchError: the launch failed.
+        """
+        try:
+            bound = self._local.bound
+        except AttributeError:
+            bound = self.prepare()
+        bound.launch((x, w, y, workspace), stream)
+
+
+class _BoundPlan:
+    """A plan and its handle, in one thread; keeps the variant packs of the addresses it was given last."""
+
+    __slots__ = ("_execute", "_handle", "_packs", "_plan")
+
+    def __init__(self, plan: Descriptor, handle: Handle) -> None:
+        self._plan = plan
+        self._handle = handle
+        self._execute = backend.library().execute
+        self._packs: dict[tuple[int, int, int, int], Descriptor] = {}
+
+    def launch(self, addresses: tuple[int, int, int, int], stream: int) -> None:
+        pack = self._packs.get(addresses)
+        if pack is None:
+            pack = self._pack(addresses)
+        handle = self._handle
+        if stream != handle.stream:
+            handle.use(stream)
+        status = self._execute(handle.pointer, self._plan.pointer, pack.pointer)
+        if status:
+            backend.check(status, "executing a plan")
+
+    def _pack(self, addresses: tuple[int, int, int, int]) -> Descriptor:
+        if len(self._packs) == _PACKS:
+            del self._packs[next(iter(self._packs))]
+        pack = Descriptor(Kind.VARIANT_PACK)
+        pack.set(Attribute.PACK_UNIQUE_IDS, Type.INT64, *TENSOR_IDS.values())
+        pack.set(Attribute.PACK_DATA_POINTERS, Type.VOID_PTR, *addresses[:3])
+        pack.set(Attribute.PACK_WORKSPACE, Type.VOID_PTR, addresses[3]).finalize()
+        self._packs[addresses] = pack
+        return pack
+
+
+def conv_plan(problem: ProblemDescription, step: CudnnStep, device: Device) -> ConvPlan:
+    """The plan that a step records, built for this thread.
+
+    Raises:
+        MissingLibraryError: cuDNN cannot be loaded.
+        LaunchError: cuDNN has no such plan for the problem, or it wants more workspace than the step declares or has
+            numerical notes that the step does not; its cause is a MemoryError where memory ran out.
+    """
+    require_cupy()
+    plan = ConvPlan(problem, step, device)
+    plan.prepare()
+    return plan
+
+
+def _build(graph: ConvGraph, step: CudnnStep) -> Descriptor:
+    """The execution plan of a step, within the limits that the step and the problem set."""
+    if step.engine == HEURISTIC:
+        return _first(graph, step)
+    engine = graph.engine(step.engine)
+    notes = graph.notes(engine)
+    fault = _fault(step.engine, notes, graph.problem) or _undeclared(notes, step)
+    if fault:
+        raise LaunchError(f"cuDNN engine {step.engine} for {graph.problem} {fault}")
+    plan = graph.plan(engine_config(engine, step.knobs))
+    (workspace_bytes,) = plan.values(Attribute.PLAN_WORKSPACE_SIZE, Type.INT64)
+    if workspace_bytes > step.workspace_bytes:
+        raise LaunchError(
+            f"cuDNN engine {step.engine} for {graph.problem} wants {workspace_bytes} bytes of workspace, its record "
+            f"declares {step.workspace_bytes}: find again with this release of cuDNN ({cudnn_version()})"
+        )
+    return plan
+
+
+def _first(graph: ConvGraph, step: CudnnStep) -> Descriptor:
+    """The first plan of the heuristics within the limits."""
+    for offer, config in _offers(graph):
+        fault = _fault(offer.engine, offer.notes, graph.problem) or _undeclared(offer.notes, step)
+        if fault or offer.workspace_bytes > step.workspace_bytes:
+            continue
+        try:
+            plan = graph.plan(config)
+        except LaunchError as error:
+            if isinstance(error.__cause__, MemoryError):
+                raise
+            continue
+        if plan.values(Attribute.PLAN_WORKSPACE_SIZE, Type.INT64)[0] <= step.workspace_bytes:
+            return plan
+    raise LaunchError(
+        f"cuDNN {cudnn_version()} has no plan for {graph.problem} with {step.workspace_bytes} bytes of workspace"
+    )
+
+
+def _fault(engine: int, notes: frozenset[Note], problem: ProblemDescription) -> str:
+    """Why an engine must not compute a problem, "" if it may."""
+    if is_wrong(problem, engine):
+        return "ignores the padding after the tensor"
+    refused = notes & refused_notes(problem)
+    return f"is less precise than the problem allows: {notes_text(refused)}" if refused else ""
+
+
+def _undeclared(notes: frozenset[Note], step: CudnnStep) -> str:
+    """What a step does not say of its engine, "" if it says all."""
+    declared = {note for note in Note if note.name.lower() in step.notes}
+    hidden = notes - declared - {Note.STRICT_NAN_PROPAGATION}
+    return f"has numerical notes that its record does not declare: {notes_text(hidden)}" if hidden else ""

@@ -1,0 +1,200 @@
+"""One convolution as a cuDNN operation graph: its engines, their numerical notes, and plans.
+
+Turns a `ProblemDescription` into backend descriptors; must not know configurations or solvers. Dimensions are in
+logical order (n, c, *spatial) and layouts are strides. One spatial dimension is lifted to two.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from enum import IntEnum
+
+from miofind.errors import LaunchError
+from miofind.libraries.cudnn_backend import Attribute, Descriptor, Handle, Kind, Type
+from miofind.libraries.cudnn_notes import Note, undeclared_notes
+from miofind.problem import DataType, Direction, ProblemDescription, TensorDescriptor
+
+TENSOR_ALIGNMENT = 16
+TENSOR_IDS = {"x": 1, "w": 2, "y": 3}
+_CROSS_CORRELATION = 1
+_FLOAT = 0
+_DATA_TYPES = {DataType.FLOAT32: 0, DataType.FLOAT16: 2, DataType.BFLOAT16: 9}
+
+
+class Mode(IntEnum):
+    """Heuristics in the order they are asked: by a model, by a slower model, every engine that is sure to work."""
+
+    A = 3
+    B = 1
+    FALLBACK = 2
+
+
+Knob = IntEnum(
+    "Knob",
+    "SPLIT_K SWIZZLE TILE_SIZE USE_TEX EDGE KBLOCK LDGA LDGB CHUNK_K SPLIT_H WINO_TILE MULTIPLY SPLIT_K_BUF TILEK "
+    "STAGES REDUCTION_MODE CTA_SPLIT_K_MODE SPLIT_K_SLC IDX_MODE SLICED SPLIT_RS SINGLEBUFFER LDGC SPECFILT KERNEL_CFG "
+    "WORKSPACE TILE_CGA TILE_CGA_M TILE_CGA_N BLOCK_SIZE OCCUPANCY ARRAY_SIZE_PER_THREAD NUM_C_PER_BLOCK SPLIT_COLS "
+    "TILE_ROWS TILE_COLS LOAD_SIZE CTA_COUNT STREAM_K SPLIT_P_SLC TILE_M TILE_N WARP_SPEC_CFG SWAP_AB "
+    "INPUT_TMA_ENABLE OUTPUT_TMA_ENABLE",
+    start=0,
+)
+Knob.__doc__ = "What an engine lets its caller choose (cudnnBackendKnobType_t)."
+
+_MAX_KNOBS = len(Knob)
+
+_FORWARD = (Kind.CONVOLUTION_FORWARD, Attribute.FORWARD_CONVOLUTION, Attribute.FORWARD_ALPHA, Attribute.FORWARD_BETA)
+_DATA = (
+    Kind.CONVOLUTION_BACKWARD_DATA,
+    Attribute.BACKWARD_DATA_CONVOLUTION,
+    Attribute.BACKWARD_DATA_ALPHA,
+    Attribute.BACKWARD_DATA_BETA,
+)
+_FILTER = (
+    Kind.CONVOLUTION_BACKWARD_FILTER,
+    Attribute.BACKWARD_FILTER_CONVOLUTION,
+    Attribute.BACKWARD_FILTER_ALPHA,
+    Attribute.BACKWARD_FILTER_BETA,
+)
+_OPERATIONS = {
+    Direction.FORWARD: (*_FORWARD, Attribute.FORWARD_X, Attribute.FORWARD_W, Attribute.FORWARD_Y),
+    Direction.BACKWARD_DATA: (
+        *_DATA,
+        Attribute.BACKWARD_DATA_DX,
+        Attribute.BACKWARD_DATA_W,
+        Attribute.BACKWARD_DATA_DY,
+    ),
+    Direction.BACKWARD_WEIGHTS: (
+        *_FILTER,
+        Attribute.BACKWARD_FILTER_X,
+        Attribute.BACKWARD_FILTER_DW,
+        Attribute.BACKWARD_FILTER_DY,
+    ),
+}
+
+# Source: cudnn-frontend, cudnn_frontend_Heuristics.h, which holds a mutex around mode B.
+_heuristics_lock = threading.Lock()
+
+
+class ConvGraph:
+    """The operation graph of one problem on a handle's device; for one thread.
+
+    Raises:
+        LaunchError: cuDNN refuses the problem.
+    """
+
+    def __init__(self, problem: ProblemDescription, handle: Handle) -> None:
+        self.problem = problem
+        self._graph = Descriptor(Kind.OPERATION_GRAPH)
+        self._graph.link(Attribute.GRAPH_OPERATIONS, _operation(problem.lifted(max(2, problem.spatial_dims))))
+        self._graph.set(Attribute.GRAPH_HANDLE, Type.HANDLE, handle.pointer)
+        self._graph.finalize()
+
+    def suggestions(self, mode: Mode) -> tuple[Descriptor, ...]:
+        """Engine configurations that the heuristics propose, best first; empty where a mode has none."""
+        heuristics = Descriptor(Kind.HEURISTICS)
+        heuristics.link(Attribute.HEURISTICS_OPERATION_GRAPH, self._graph)
+        heuristics.set(Attribute.HEURISTICS_MODE, Type.HEURISTIC_MODE, mode)
+        try:
+            with _heuristics_lock:
+                heuristics.finalize()
+            count = heuristics.count(Attribute.HEURISTICS_RESULTS, Type.DESCRIPTOR)
+            return heuristics.children(Attribute.HEURISTICS_RESULTS, Kind.ENGINE_CONFIG, count)
+        except LaunchError as error:
+            if error.__cause__ is not None:
+                raise
+            return ()
+
+    def engine(self, index: int) -> Descriptor:
+        """The engine with that global index.
+
+        Raises:
+            LaunchError: there is none, or it does not serve the problem.
+        """
+        engine = Descriptor(Kind.ENGINE).link(Attribute.ENGINE_OPERATION_GRAPH, self._graph)
+        return engine.set(Attribute.ENGINE_GLOBAL_INDEX, Type.INT64, index).finalize()
+
+    def notes(self, engine: Descriptor) -> frozenset[Note]:
+        """The numerical notes of an engine, those that cuDNN forgets included."""
+        values = engine.values(Attribute.ENGINE_NUMERICAL_NOTES, Type.NUMERICAL_NOTE, len(Note))
+        declared = frozenset(note for note in Note if note in values)
+        return declared | undeclared_notes(self.problem, engine_index(engine))
+
+    def plan(self, config: Descriptor) -> Descriptor:
+        """The execution plan of an engine configuration; takes up to a second where the engine compiles.
+
+        Raises:
+            LaunchError: the configuration does not serve the problem.
+        """
+        plan = Descriptor(Kind.EXECUTION_PLAN).link(Attribute.PLAN_ENGINE_CONFIG, config)
+        return plan.keep(self._graph).finalize()
+
+
+def _tensor(name: str, tensor: TensorDescriptor) -> Descriptor:
+    descriptor = Descriptor(Kind.TENSOR)
+    descriptor.set(Attribute.TENSOR_DATA_TYPE, Type.DATA_TYPE, _DATA_TYPES[tensor.dtype])
+    descriptor.set(Attribute.TENSOR_DIMENSIONS, Type.INT64, *tensor.shape)
+    descriptor.set(Attribute.TENSOR_STRIDES, Type.INT64, *tensor.strides)
+    descriptor.set(Attribute.TENSOR_UNIQUE_ID, Type.INT64, TENSOR_IDS[name])
+    return descriptor.set(Attribute.TENSOR_ALIGNMENT, Type.INT64, TENSOR_ALIGNMENT).finalize()
+
+
+def _convolution(problem: ProblemDescription) -> Descriptor:
+    conv, descriptor = problem.conv, Descriptor(Kind.CONVOLUTION)
+    descriptor.set(Attribute.CONVOLUTION_SPATIAL_DIMS, Type.INT64, problem.spatial_dims)
+    descriptor.set(Attribute.CONVOLUTION_COMPUTE_TYPE, Type.DATA_TYPE, _FLOAT)
+    descriptor.set(Attribute.CONVOLUTION_MODE, Type.CONVOLUTION_MODE, _CROSS_CORRELATION)
+    descriptor.set(Attribute.CONVOLUTION_PRE_PADDINGS, Type.INT64, *conv.pad_before)
+    descriptor.set(Attribute.CONVOLUTION_POST_PADDINGS, Type.INT64, *conv.pad_after)
+    descriptor.set(Attribute.CONVOLUTION_DILATIONS, Type.INT64, *conv.dilation)
+    return descriptor.set(Attribute.CONVOLUTION_STRIDES, Type.INT64, *conv.stride).finalize()
+
+
+def _operation(problem: ProblemDescription) -> Descriptor:
+    kind, convolution, alpha, beta, x, w, y = _OPERATIONS[problem.direction]
+    operation = Descriptor(kind).link(convolution, _convolution(problem))
+    for attribute, name in ((x, "x"), (w, "w"), (y, "y")):
+        operation.link(attribute, _tensor(name, problem.tensor(name)))
+    return operation.set(alpha, Type.FLOAT, 1.0).set(beta, Type.FLOAT, 0.0).finalize()
+
+
+def engine_index(engine: Descriptor) -> int:
+    """Global index of an engine, the same on every machine with that version of cuDNN."""
+    return engine.values(Attribute.ENGINE_GLOBAL_INDEX, Type.INT64)[0]
+
+
+def engine_config(engine: Descriptor, knobs: Iterable[tuple[int, int]]) -> Descriptor:
+    """An engine with its knobs set.
+
+    Raises:
+        LaunchError: the engine has no such knob, or the knob no such choice.
+    """
+    choices = [
+        Descriptor(Kind.KNOB_CHOICE)
+        .set(Attribute.KNOB_CHOICE_TYPE, Type.KNOB_TYPE, knob)
+        .set(Attribute.KNOB_CHOICE_VALUE, Type.INT64, choice)
+        .finalize()
+        for knob, choice in knobs
+    ]
+    config = Descriptor(Kind.ENGINE_CONFIG).link(Attribute.CONFIG_ENGINE, engine)
+    if choices:
+        config.link(Attribute.CONFIG_KNOB_CHOICES, *choices)
+    return config.finalize()
+
+
+def config_engine(config: Descriptor) -> Descriptor:
+    """The engine of a configuration."""
+    return config.children(Attribute.CONFIG_ENGINE, Kind.ENGINE, 1)[0]
+
+
+def config_knobs(config: Descriptor) -> tuple[tuple[int, int], ...]:
+    """(knob type, choice) pairs of a configuration, by knob type."""
+    choices = config.children(Attribute.CONFIG_KNOB_CHOICES, Kind.KNOB_CHOICE, _MAX_KNOBS)
+    pairs = (
+        (
+            choice.values(Attribute.KNOB_CHOICE_TYPE, Type.KNOB_TYPE)[0],
+            choice.values(Attribute.KNOB_CHOICE_VALUE, Type.INT64)[0],
+        )
+        for choice in choices
+    )
+    return tuple(sorted(pairs))

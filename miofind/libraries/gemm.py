@@ -1,0 +1,282 @@
+"""Products of row-major matrices as `MatmulStep`s, over a batch of images times groups.
+
+A convolution as matrix products is written here once, for the solvers that differ only in where the columns come
+from: (out pixels x filter taps) of x per image, or x itself where the filter has one tap. Knows no kernel and calls no
+library.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from miofind.device import Device
+from miofind.libraries.matmul_choice import TENSOR_ALIGNMENT
+from miofind.problem import DataType, MathMode
+from miofind.solution import MatmulStep, Pointer
+
+# Batches become the z dimension of a grid in many of the library's kernels.
+MAX_BATCH = 65535
+# Start and drain of one launch on a GPU that is kept busy.
+STEP_MS = 2.5e-3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operand:
+    """A matrix in row-major order, one for each image and group.
+
+    Attributes:
+        buffer: buffer that holds it.
+        dtype: element type.
+        ld: elements between its rows.
+        transposed: whether the buffer holds its transpose.
+        image_stride, group_stride: elements between the matrices of neighbouring images and groups.
+        offset: elements before the first matrix.
+    """
+
+    buffer: str
+    dtype: DataType
+    ld: int
+    transposed: bool = False
+    image_stride: int = 0
+    group_stride: int = 0
+    offset: int = 0
+
+    def at(self, image: int, group: int) -> Pointer:
+        """Address of one image's and group's matrix."""
+        element = self.offset + image * self.image_stride + group * self.group_stride
+        return Pointer(buffer=self.buffer, offset_bytes=element * self.dtype.itemsize)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Product:
+    """out[rows, columns] = left[rows, depth] @ right[depth, columns] (+ out), for `images` times `groups` matrices.
+
+    Attributes:
+        accumulate: whether the product is added to what `out` holds.
+    """
+
+    rows: int
+    columns: int
+    depth: int
+    left: Operand
+    right: Operand
+    out: Operand
+    images: int = 1
+    groups: int = 1
+    accumulate: bool = False
+    math: MathMode = MathMode.IEEE
+
+    def __post_init__(self) -> None:
+        assert not self.out.transposed, "a product writes rows"
+
+    def steps(self) -> Iterator[MatmulStep]:
+        """As few batched steps as one stride an operand allows."""
+        operands = (self.left, self.right, self.out)
+        merges = all(operand.image_stride == self.groups * operand.group_stride for operand in operands)
+        if merges or self.images == 1:
+            yield from self._batches(0, 0, self.images * self.groups, images=False)
+        elif self.groups <= self.images:
+            for group in range(self.groups):
+                yield from self._batches(0, group, self.images, images=True)
+        else:
+            for image in range(self.images):
+                yield from self._batches(image, 0, self.groups, images=False)
+
+    def _batches(self, image: int, group: int, count: int, *, images: bool) -> Iterator[MatmulStep]:
+        """`count` products from one image and group on, along images or groups, at most MAX_BATCH a step."""
+        for first in range(0, count, MAX_BATCH):
+            at = (image + first, group) if images else (image, group + first)
+            yield self._step(at, min(MAX_BATCH, count - first), images)
+
+    def _step(self, at: tuple[int, int], batch: int, images: bool) -> MatmulStep:
+        # A row-major matrix is its column-major transpose, and out^T = right^T left^T.
+        def stride(operand: Operand) -> int:
+            if batch == 1:
+                return 0
+            return operand.image_stride if images else operand.group_stride
+
+        return MatmulStep(
+            m=self.columns,
+            n=self.rows,
+            k=self.depth,
+            transpose_a=self.right.transposed,
+            transpose_b=self.left.transposed,
+            lda=self.right.ld,
+            ldb=self.left.ld,
+            ldc=self.out.ld,
+            a=self.right.at(*at),
+            b=self.left.at(*at),
+            c=self.out.at(*at),
+            dtype_ab=self.left.dtype,
+            dtype_c=self.out.dtype,
+            math=self.math,
+            batch=batch,
+            stride_a=stride(self.right),
+            stride_b=stride(self.left),
+            stride_c=stride(self.out),
+            beta=1.0 if self.accumulate else 0.0,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageRange:
+    """Images [first, first + count) of y, whose columns begin with image `first_column` of their buffer."""
+
+    first: int
+    count: int
+    first_column: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ColumnProducts:
+    """The products of one convolution over its column matrix.
+
+    A group's columns are (pixels x depth) an image; depth = channels of a group * taps, in the order of the filter's
+    memory, or more where columns and filters are padded with zeros. Pixel-major columns are (images, pixels, groups,
+    depth), the others (images, groups, depth, pixels); y is (images, pixels, k) or (images, k, pixels).
+
+    Attributes:
+        pixels, groups, outputs, depth: sizes; `outputs` are the output channels of a group.
+        columns: buffer that holds the columns of the images at hand.
+        weights: buffer that holds the filters, (outputs x depth) a group.
+        columns_dtype: their element type.
+        columns_pixel_major, y_pixel_major: memory orders.
+        dtype, math: element type of the problem's tensors, and arithmetic.
+    """
+
+    pixels: int
+    groups: int
+    outputs: int
+    depth: int
+    columns: str
+    weights: str
+    columns_dtype: DataType
+    columns_pixel_major: bool
+    y_pixel_major: bool
+    dtype: DataType
+    math: MathMode
+
+    @property
+    def merges_images(self) -> bool:
+        """Whether the images follow each other as rows of one matrix."""
+        return self.columns_pixel_major and self.y_pixel_major
+
+    @property
+    def filter_size(self) -> int:
+        """Elements of the filters."""
+        return self.groups * self.outputs * self.depth
+
+    def forward(self, images: ImageRange) -> Product:
+        """y of the images."""
+        columns, y, w = self._columns(images.first_column), self._y(images.first), self._w()
+        pixels, count = self._merged(images.count)
+        if self.y_pixel_major:
+            return self._product((pixels, self.outputs, self.depth), columns, _transpose(w), y, count)
+        return self._product((self.outputs, pixels, self.depth), w, _transpose(columns), _transpose(y), count)
+
+    def backward_data(self, images: ImageRange) -> Product:
+        """The columns of the images."""
+        columns, y, w = self._columns(images.first_column), self._y(images.first), self._w()
+        pixels, count = self._merged(images.count)
+        if self.columns_pixel_major:
+            return self._product((pixels, self.depth, self.outputs), y, w, columns, count)
+        sizes = (self.depth, pixels, self.outputs)
+        return self._product(sizes, _transpose(w), _transpose(y), _transpose(columns), count)
+
+    def backward_weights(self, images: ImageRange, filters: Operand, *, accumulate: bool) -> Product:
+        """w of each image, or of all of them where images merge, written to or added to `filters`."""
+        columns, y = self._columns(images.first_column), self._y(images.first)
+        pixels, count = self._merged(images.count)
+        sizes = (self.outputs, self.depth, pixels)
+        product = self._product(sizes, _transpose(y), columns, filters, count)
+        return dataclasses.replace(product, accumulate=accumulate)
+
+    def filters(self, buffer: str, dtype: DataType) -> Operand:
+        """Gradients of w, (outputs x depth) a group and one after another for images."""
+        size = self.outputs * self.depth
+        stride = self.filter_size
+        return Operand(buffer=buffer, dtype=dtype, ld=self.depth, image_stride=stride, group_stride=size)
+
+    def _product(
+        self, sizes: tuple[int, int, int], left: Operand, right: Operand, out: Operand, images: int
+    ) -> Product:
+        rows, columns, depth = sizes
+        return Product(
+            rows=rows,
+            columns=columns,
+            depth=depth,
+            left=left,
+            right=right,
+            out=out,
+            images=images,
+            groups=self.groups,
+            math=self.math,
+        )
+
+    def _merged(self, images: int) -> tuple[int, int]:
+        return (images * self.pixels, 1) if self.merges_images else (self.pixels, images)
+
+    def _columns(self, image: int) -> Operand:
+        """(pixels x depth)."""
+        return self._pixels_by(self.depth, self.columns, self.columns_dtype, self.columns_pixel_major, image)
+
+    def _y(self, image: int) -> Operand:
+        """(pixels x outputs)."""
+        return self._pixels_by(self.outputs, "y", self.dtype, self.y_pixel_major, image)
+
+    def _w(self) -> Operand:
+        """(outputs x depth)."""
+        size = self.outputs * self.depth
+        return Operand(buffer=self.weights, dtype=self.dtype, ld=self.depth, group_stride=size)
+
+    def _pixels_by(self, width: int, buffer: str, dtype: DataType, pixel_major: bool, image: int) -> Operand:
+        image_stride = self.pixels * self.groups * width
+        return Operand(
+            buffer=buffer,
+            dtype=dtype,
+            ld=self.groups * width if pixel_major else self.pixels,
+            transposed=not pixel_major,
+            image_stride=image_stride,
+            group_stride=width if pixel_major else width * self.pixels,
+            offset=image * image_stride,
+        )
+
+
+def _transpose(operand: Operand) -> Operand:
+    return dataclasses.replace(operand, transposed=not operand.transposed)
+
+
+def product_ms(product: Product, device: Device) -> float:
+    """Analytic milliseconds of a product: the larger of arithmetic and traffic, and one start a step.
+
+    Arithmetic counts whole 64 x 64 tiles on the multiprocessors that 128 x 128 tiles fill.
+    """
+    batch = product.images * product.groups
+    dtype = product.left.dtype
+    tensor_cores = dtype.itemsize == 2 or product.math is MathMode.TF32
+    tiles = batch * -(-product.rows // 128) * -(-product.columns // 128)
+    busy = min(1.0, tiles / device.sm_count)
+    # The library splits the depth where tiles are few.
+    busy = max(busy, min(1.0, busy * product.depth / 512))
+    padded = 2.0 * batch * _up(product.rows, 64) * _up(product.columns, 64) * _up(product.depth, 16)
+    peak = device.peak_flops_per_s(dtype, product.math, tensor_cores=tensor_cores) * 0.7 * busy
+    if tensor_cores:
+        peak /= max(_slowdown(operand) for operand in (product.left, product.right, product.out))
+    elements = product.rows * product.depth + product.depth * product.columns
+    size = dtype.itemsize * elements + 2 * product.out.dtype.itemsize * product.rows * product.columns
+    steps = 1 if batch == 1 else min(product.images, product.groups)
+    return 1e3 * max(padded / peak, batch * size / (0.8 * device.bandwidth_bytes_per_s)) + STEP_MS * steps
+
+
+def _up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def _slowdown(operand: Operand) -> float:
+    """How much slower the library's kernels for operands are that no 16-byte load can fetch; measured on an H200."""
+    strides = (operand.ld, operand.image_stride, operand.group_stride)
+    alignment = math.gcd(TENSOR_ALIGNMENT, *(stride * operand.dtype.itemsize for stride in strides))
+    return {16: 1.0, 8: 8.0}.get(alignment, 16.0)

@@ -1,0 +1,159 @@
+"""Time of one candidate: samples from cold caches, by a protocol that each row names.
+
+A `Stage` holds rotating buffer sets of one problem; a `Track` is one candidate on it. Which candidates are sampled, and
+how often, is for `race` to say.
+"""
+
+from __future__ import annotations
+
+import statistics
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from miofind.candidate import Timing
+from miofind.device import Device, Place
+from miofind.errors import LaunchError, MeasurementError, MiofindError
+from miofind.problem import ProblemDescription
+
+if TYPE_CHECKING:
+    from miofind.compiler import Compiler
+    from miofind.invoker import Invoker
+
+
+class Track(ABC):
+    """One candidate on a stage, warmed up.
+
+    Attributes:
+        rough_ms: the first timed run by itself, launches from the host included.
+    """
+
+    rough_ms: float
+
+    @abstractmethod
+    def samples(self, count: int) -> list[float]:
+        """`count` further samples, each the mean of one run in a back-to-back row of runs, in milliseconds."""
+
+
+class Lane(ABC):
+    """The buffers and clocks of one place."""
+
+    protocol: str
+
+    @abstractmethod
+    def track(self, invoker: Invoker) -> Track:
+        """A candidate, run twice: once to warm up, once for its rough time."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give all memory back."""
+
+
+class Stage:
+    """Where the candidates of one problem are timed; a context manager.
+
+    Args:
+        problem, device: what is computed, and where.
+        compiler: builds the kernels that fill buffers and flush the cache; not used on the CPU place.
+        memory_limit_bytes: of the rotating buffer sets; by default 2 GiB, or a quarter of the free memory if that is
+            less. One set is always made.
+
+    Raises:
+        MemoryError: not even one set of buffers fits.
+    """
+
+    def __init__(
+        self,
+        problem: ProblemDescription,
+        device: Device,
+        compiler: Compiler,
+        *,
+        memory_limit_bytes: int | None = None,
+    ) -> None:
+        self.problem = problem
+        self.device = device
+        self._lane = _lane(problem, device, compiler, memory_limit_bytes)
+
+    @property
+    def protocol(self) -> str:
+        """Version of the protocol, "cuda-1" or "cpu-1"; raised with every change that moves times."""
+        return self._lane.protocol
+
+    def track(self, invoker: Invoker) -> Track:
+        """A candidate made ready: warmed up, with its rough time.
+
+        Raises:
+            LaunchError: it failed to start or to finish; the cause is chained.
+            MemoryError: its workspace does not fit the device.
+        """
+        with _launch_errors(invoker):
+            return self._lane.track(invoker)
+
+    def samples(self, track: Track, invoker: Invoker, count: int) -> list[float]:
+        """`count` further samples of a candidate in milliseconds a run.
+
+        Raises:
+            LaunchError: it failed to start or to finish; the cause is chained.
+            MeasurementError: the clock gave no positive time.
+        """
+        with _launch_errors(invoker):
+            times = track.samples(count)
+        if not all(time > 0 for time in times):
+            raise MeasurementError(f"{invoker.solver_id} on {self.problem}: times {times} ms are not all positive")
+        return times
+
+    def timing(self, samples: Sequence[float]) -> Timing:
+        """Statistics of samples in milliseconds."""
+        low, high = np.percentile(samples, (20, 80))
+        return Timing(
+            time_ms=statistics.median(samples),
+            min_ms=min(samples),
+            p20_ms=float(low),
+            p80_ms=float(high),
+            samples=len(samples),
+            protocol=self.protocol,
+        )
+
+    def close(self) -> None:
+        """Give all memory back."""
+        self._lane.close()
+
+    def __enter__(self) -> Stage:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class _launch_errors:  # noqa: N801, used as a statement's word
+    """Turns what a candidate raises into LaunchError; our own errors and MemoryError pass."""
+
+    def __init__(self, invoker: Invoker) -> None:
+        self._invoker = invoker
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not isinstance(error, Exception) or isinstance(error, (MiofindError, MemoryError)):
+            return
+        invoker = self._invoker
+        name = f"{invoker.solver_id} {invoker.config.json}"
+        raise LaunchError(f"{name} failed on {invoker.problem} while timed: {error}") from error
+
+
+def _lane(problem: ProblemDescription, device: Device, compiler: Compiler, memory_limit_bytes: int | None) -> Lane:
+    if device.place is Place.CPU:
+        from miofind.lane_host import HostLane
+
+        return HostLane(problem)
+    from miofind.lane_cuda import CudaLane
+
+    return CudaLane(problem, device, compiler, memory_limit_bytes)

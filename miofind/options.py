@@ -1,0 +1,162 @@
+"""What a caller may ask of a find: limits, filters, mode and effort. Values only; they never enter a network_config."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TypeVar
+
+from miofind.device import Library
+from miofind.errors import InvalidOptionError, UnknownSolverError
+from miofind.solver import Algorithm, Solver, solvers
+
+
+class Order(StrEnum):
+    """Order of the solutions returned."""
+
+    TIME = "time"
+    WORKSPACE = "workspace"
+
+
+class FindMode(StrEnum):
+    """How a request is answered.
+
+    NORMAL always measures. FAST takes the FindDB, else estimates. HYBRID takes the FindDB, else measures.
+    DYNAMIC_HYBRID does so with shape-generic solvers only. TRUST_VERIFY times the FindDB's answer once more, and
+    measures anew where it no longer holds.
+    """
+
+    NORMAL = "normal"
+    FAST = "fast"
+    HYBRID = "hybrid"
+    DYNAMIC_HYBRID = "dynamic_hybrid"
+    TRUST_VERIFY = "trust_verify"
+
+
+class FindEnforce(StrEnum):
+    """What is forced on the FindDB, whatever the mode.
+
+    DB_UPDATE measures and records even on a hit. SEARCH searches configurations on a miss, SEARCH_DB_UPDATE always.
+    DB_CLEAN removes the user's rows of the problem first.
+    """
+
+    NONE = "none"
+    DB_UPDATE = "db_update"
+    SEARCH = "search"
+    SEARCH_DB_UPDATE = "search_db_update"
+    DB_CLEAN = "db_clean"
+
+
+class OnMiss(StrEnum):
+    """What happens where the FindDB has no answer."""
+
+    FIND = "find"
+    ESTIMATE = "estimate"
+    ERROR = "error"
+
+
+_E = TypeVar("_E", bound=StrEnum)
+
+DEFAULT_TIME_BUDGET_S = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FindOptions:
+    """Limits, filters and effort of one find.
+
+    Attributes:
+        order: "time" (fastest first) or "workspace" (smallest first).
+        workspace_limit_bytes: largest workspace allowed; None for no limit.
+        max_error: largest |error| / (|x| * |w|) allowed; None leaves out algorithms whose error bound is wider than
+            direct summation's in the problem's math mode.
+        deterministic: only solutions that give equal bits on every run.
+        find_mode, find_enforce, on_miss: see the enums; None for find_mode takes MIOFIND_FIND_MODE, else HYBRID.
+        tuning: search the solvers' configurations instead of measuring their defaults.
+        time_budget_s: seconds of measuring after which what is found is taken; None for ten, or no limit with tuning.
+        only, exclude: solver ids, algorithms or libraries, case ignored.
+        isolate: measure in a child process, so that a crashing kernel costs nothing here.
+
+    Raises:
+        InvalidOptionError: the message names the option and the value.
+        UnknownSolverError: a name in `only` or `exclude` is no solver, algorithm or library.
+    """
+
+    order: Order = Order.TIME
+    workspace_limit_bytes: int | None = None
+    max_error: float | None = None
+    deterministic: bool = False
+    find_mode: FindMode | None = None
+    find_enforce: FindEnforce = FindEnforce.NONE
+    tuning: bool = False
+    time_budget_s: float | None = None
+    only: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    on_miss: OnMiss = OnMiss.FIND
+    isolate: bool = False
+    _hash: int = field(init=False, repr=False, compare=False, default=0)
+
+    def __post_init__(self) -> None:
+        for name, kind in (("order", Order), ("find_enforce", FindEnforce), ("on_miss", OnMiss)):
+            object.__setattr__(self, name, member(kind, getattr(self, name), name))
+        if self.find_mode is not None:
+            object.__setattr__(self, "find_mode", member(FindMode, self.find_mode, "find_mode"))
+        _check_number("workspace_limit_bytes", self.workspace_limit_bytes)
+        _check_number("max_error", self.max_error)
+        _check_number("time_budget_s", self.time_budget_s)
+        for name in ("only", "exclude"):
+            object.__setattr__(self, name, _names(name, getattr(self, name)))
+        object.__setattr__(self, "_hash", hash(tuple(getattr(self, name) for name in _COMPARED)))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def allows(self, solver: Solver) -> bool:
+        """Whether `only` and `exclude` let a solver through."""
+        names = {solver.id.lower(), solver.algorithm.value, solver.library.value}
+        return (not self.only or not names.isdisjoint(self.only)) and names.isdisjoint(self.exclude)
+
+    @property
+    def searches(self) -> bool:
+        """Whether configurations are searched, not only the defaults measured."""
+        return self.tuning or self.find_enforce in (FindEnforce.SEARCH, FindEnforce.SEARCH_DB_UPDATE)
+
+    @property
+    def budget_s(self) -> float:
+        """Seconds of measuring allowed."""
+        if self.time_budget_s is not None:
+            return self.time_budget_s
+        return math.inf if self.searches else DEFAULT_TIME_BUDGET_S
+
+
+_COMPARED = tuple(name for name in FindOptions.__slots__ if name != "_hash")
+
+
+def member(kind: type[_E], value: object, name: str) -> _E:
+    """The member of an enum by value, case ignored.
+
+    Raises:
+        InvalidOptionError: no such member.
+    """
+    try:
+        return kind(str(value).lower())
+    except ValueError:
+        known = ", ".join(m.value for m in kind)
+        raise InvalidOptionError(f"{name}={value!r} is unknown: use one of {known}") from None
+
+
+def _check_number(name: str, value: object) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or math.isnan(value) or value < 0:
+        raise InvalidOptionError(f"{name}={value!r} must be a number of at least 0")
+
+
+def _names(name: str, value: str | Iterable[str]) -> tuple[str, ...]:
+    given = (value,) if isinstance(value, str) else tuple(value)
+    known = {s.id.lower() for s in solvers().values()} | {a.value for a in Algorithm} | {lib.value for lib in Library}
+    for item in given:
+        if str(item).lower() not in known:
+            raise UnknownSolverError(f"{name}={item!r} is no solver, algorithm or library: known are {sorted(known)}")
+    return tuple(sorted({item.lower() for item in given}))

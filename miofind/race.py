@@ -1,0 +1,273 @@
+"""Which candidate is fastest, with as few samples as that takes.
+
+Candidates enter one by one: a first run, then three samples unless that run was far behind. `finish` halves the field
+in rounds of growing length and lets the finalists run in interleaved blocks, so that drifting clocks hit all alike.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import StrEnum
+from statistics import median
+from typing import TYPE_CHECKING
+
+from miofind.candidate import Timing
+from miofind.errors import MiofindError
+from miofind.measure import Stage, Track
+
+if TYPE_CHECKING:
+    from miofind.invoker import Invoker
+
+logger = logging.getLogger(__name__)
+
+# Times within 1 % are ties: repeated medians of one kernel differ by about as much.
+TIE = 1.01
+# A first run below this is never too long to sample three times; above _LONG_MS its time is as good as a sample's,
+# since the launches from the host hide behind it.
+_SHORT_MS = 0.2
+_LONG_MS = 2.0
+# A round is asked for its samples in chunks of this many milliseconds, so that the deadline is seen in time.
+_CHUNK_MS = 50.0
+
+
+class Effort(StrEnum):
+    """How long a race is: FIND for somebody who waits, TUNE for a database."""
+
+    FIND = "find"
+    TUNE = "tune"
+
+    @property
+    def schedule(self) -> Schedule:
+        """Numbers of samples and thresholds."""
+        return _SCHEDULES[self]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """Numbers of samples and thresholds of a race.
+
+    Attributes:
+        cutoff: a candidate whose first run is this many times slower than the best is timed no further.
+        long_cutoff: the same for runs of 2 ms and more.
+        screen: samples on entering.
+        keep: after screening, candidates this many times slower than the best are left behind.
+        rounds: samples in each halving round.
+        finalists: candidates in the final, besides the first that entered.
+        blocks: interleaved samples of each finalist.
+        round_ms: time of each round and of the final, in milliseconds; slow candidates get fewer samples.
+    """
+
+    cutoff: float
+    long_cutoff: float
+    screen: int
+    keep: float
+    rounds: tuple[int, ...]
+    finalists: int
+    blocks: int
+    round_ms: float
+
+
+_SCHEDULES = {
+    Effort.FIND: Schedule(
+        cutoff=4.0,
+        long_cutoff=2.0,
+        screen=3,
+        keep=1.5,
+        rounds=(5, 15),
+        finalists=5,
+        blocks=15,
+        round_ms=200.0,
+    ),
+    Effort.TUNE: Schedule(
+        cutoff=8.0,
+        long_cutoff=2.0,
+        screen=3,
+        keep=1.5,
+        rounds=(5, 15, 45),
+        finalists=5,
+        blocks=45,
+        round_ms=4000.0,
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entrant:
+    """A verified candidate.
+
+    Attributes:
+        key: its name in the results.
+        invoker: runs it.
+        max_error: breaks ties after the workspace.
+    """
+
+    key: str
+    invoker: Invoker
+    max_error: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RaceResult:
+    """How an entrant fared.
+
+    Attributes:
+        timing: of its best comparable samples: the final's for finalists.
+        cut_off: it was far behind and has the time of its first run alone.
+        failure: what it raised during the race, after it had been verified; None for a usable result.
+    """
+
+    timing: Timing
+    cut_off: bool = False
+    failure: MiofindError | MemoryError | None = None
+
+
+@dataclass(slots=True, eq=False)
+class _Runner:
+    """An entrant in the race and what was measured of it so far."""
+
+    entrant: Entrant
+    track: Track | None
+    samples: list[float] = field(default_factory=list)
+    failure: MiofindError | MemoryError | None = None
+    cut_off: bool = False
+
+    @property
+    def time_ms(self) -> float:
+        return median(self.samples)
+
+
+class Race:
+    """A race of one problem's candidates.
+
+    Args:
+        stage: times them.
+        effort: how long it is.
+        deadline: `time.monotonic()` after which no more is measured; what was measured stands.
+        best_ms: a time already reached elsewhere, for cutting off what is far behind.
+    """
+
+    def __init__(self, stage: Stage, effort: Effort, *, deadline: float = math.inf, best_ms: float = math.inf) -> None:
+        self._stage = stage
+        self._schedule = effort.schedule
+        self._deadline = deadline
+        self._best_ms = best_ms
+        self._runners: dict[str, _Runner] = {}
+
+    @property
+    def best_ms(self) -> float:
+        """The fastest time so far, infinite before the first."""
+        return self._best_ms
+
+    def enter(self, entrant: Entrant) -> bool:
+        """Whether the candidate races on; False where it was cut off after its first timed run.
+
+        Raises:
+            LaunchError: it failed to start or to finish.
+            MemoryError: its workspace does not fit the device.
+        """
+        track = self._stage.track(entrant.invoker)
+        runner = _Runner(entrant=entrant, track=track, samples=[track.rough_ms])
+        if self._is_far_behind(track.rough_ms):
+            runner.track, runner.cut_off = None, True
+        else:
+            runner.samples = self._stage.samples(track, entrant.invoker, self._schedule.screen)
+            self._best_ms = min(self._best_ms, runner.time_ms)
+        self._runners[entrant.key] = runner
+        return not runner.cut_off
+
+    def finish(self) -> dict[str, RaceResult]:
+        """The result of every entrant, best first: usable ones by time, ties within 1 % by workspace, then error.
+
+        An entrant that fails now keeps the timing it had and comes last, with its failure.
+        """
+        field_ = self._halved(self._contenders())
+        finalists = field_[: self._schedule.finalists]
+        finalists += [runner for runner in self._contenders()[:1] if runner not in finalists]
+        self._final(finalists)
+        usable = [runner for runner in self._runners.values() if runner.failure is None]
+        raced = [runner for runner in usable if not runner.cut_off]
+        behind = [runner for runner in usable if runner.cut_off]
+        failed = [runner for runner in self._runners.values() if runner.failure is not None]
+        ordered = [*_ranked(raced), *_ranked(behind), *failed]
+        return {runner.entrant.key: self._result(runner) for runner in ordered}
+
+    def _is_far_behind(self, rough_ms: float) -> bool:
+        if rough_ms < _SHORT_MS:
+            return False
+        factor = self._schedule.cutoff if rough_ms < _LONG_MS else self._schedule.long_cutoff
+        return rough_ms > factor * self._best_ms
+
+    def _contenders(self) -> list[_Runner]:
+        """Entrants close enough to the best to go on, in the order they entered."""
+        limit = self._schedule.keep * min(self._best_ms, *(r.time_ms for r in self._runners.values()), math.inf)
+        return [
+            runner
+            for runner in self._runners.values()
+            if runner.track is not None and runner.failure is None and runner.time_ms <= limit
+        ]
+
+    def _halved(self, field_: list[_Runner]) -> list[_Runner]:
+        """The field after all rounds, fastest first; a round ends early when few enough are left."""
+        for count in self._schedule.rounds:
+            if len(field_) <= self._schedule.finalists:
+                break
+            affordable = self._affordable(count, (runner.samples for runner in field_))
+            for runner in field_:
+                self._extend(runner, affordable - len(runner.samples))
+            alive = sorted((r for r in field_ if r.failure is None), key=lambda r: r.time_ms)
+            field_ = alive[: max(self._schedule.finalists, -(-len(alive) // 2))]
+        return sorted(field_, key=lambda r: r.time_ms)
+
+    def _final(self, finalists: list[_Runner]) -> None:
+        """Interleaved blocks; where there are enough, they alone make the finalists' timings."""
+        if not finalists:
+            return
+        earlier = {runner.entrant.key: runner.samples for runner in finalists}
+        for runner in finalists:
+            runner.samples = []
+        for _ in range(self._affordable(self._schedule.blocks, earlier.values())):
+            if time.monotonic() > self._deadline:
+                break
+            for runner in finalists:
+                self._extend(runner, 1, always=True)
+        for runner in finalists:
+            if len(runner.samples) < self._schedule.screen:
+                runner.samples = earlier[runner.entrant.key] + runner.samples
+
+    def _affordable(self, count: int, samples: Iterable[list[float]]) -> int:
+        """As many of `count` samples of each as fit a round's time, at least as many as were screened."""
+        # A sample lasts 0.1 ms or one run, and about as long again for the flush.
+        each_ms = sum(max(0.2, 2 * median(times)) for times in samples)
+        return max(self._schedule.screen, min(count, int(self._schedule.round_ms / each_ms)))
+
+    def _extend(self, runner: _Runner, count: int, *, always: bool = False) -> None:
+        """Take further samples in chunks, until the deadline; a failure is kept, not raised."""
+        if runner.track is None or runner.failure is not None:
+            return
+        while count > 0 and (always or time.monotonic() <= self._deadline):
+            chunk = count if not runner.samples else min(count, max(1, int(_CHUNK_MS / runner.time_ms)))
+            try:
+                runner.samples += self._stage.samples(runner.track, runner.entrant.invoker, chunk)
+            except (MiofindError, MemoryError) as error:
+                logger.warning("%s failed in the race: %s", runner.entrant.key, error)
+                runner.failure = error
+                return
+            count -= chunk
+
+    def _result(self, runner: _Runner) -> RaceResult:
+        return RaceResult(timing=self._stage.timing(runner.samples), cut_off=runner.cut_off, failure=runner.failure)
+
+
+def _ranked(runners: list[_Runner]) -> list[_Runner]:
+    """By time; the leader of those left goes with its ties, which are ordered by workspace, then error, then time."""
+    left = sorted(runners, key=lambda runner: runner.time_ms)
+    ranked: list[_Runner] = []
+    while left:
+        ties = [runner for runner in left if runner.time_ms <= TIE * left[0].time_ms]
+        left = left[len(ties) :]
+        ranked += sorted(ties, key=lambda r: (r.entrant.invoker.workspace_bytes, r.entrant.max_error, r.time_ms))
+    return ranked

@@ -1,0 +1,243 @@
+"""Between finds and the FindDB: outcomes become rows, rows become solutions.
+
+Holds the rules of a hit: a row is valid while its solver's version and sources are those of this release and its
+library is installed; an answer counts where the scope of an earlier find covers the request.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from miofind.candidate import Outcome
+from miofind.compiler import source_hash
+from miofind.device import Device
+from miofind.environment import versions
+from miofind.finddb import Answer, Row, Scope
+from miofind.found import Runner, Solution, Source
+from miofind.handle import Handle
+from miofind.options import FindOptions
+from miofind.plan import Plan
+from miofind.problem import ProblemDescription
+from miofind.solution import Config
+from miofind.solver import Solver, solver_by_id, solvers
+
+WIDE_BOUNDS = "any error bound"
+"""Stands among a scope's solvers where `max_error` let algorithms with wider error bounds take part."""
+
+
+def look_up(
+    problem: ProblemDescription,
+    options: FindOptions,
+    handle: Handle,
+    *,
+    measured: Iterable[str] = (),
+    partial: bool = True,
+) -> list[Solution] | None:
+    """Solutions that the FindDB has for a request, fastest first; None where it has none or has not looked far enough.
+
+    Args:
+        measured: ids of solutions measured just now.
+        partial: whether an answer counts that lacks solvers which came or changed since it was measured.
+    """
+    fresh = frozenset(measured)
+    request = _request(options, handle.device)
+    device = handle.device.identity
+    answer = handle.database.answer(device, problem.network_config)
+    if answer is None:
+        return None
+    late: tuple[str, ...] = ()
+    if not fresh and not answer.covers(request):
+        nearest = _nearest(handle.database.answers(device, problem.network_config), request) if partial else None
+        if nearest is None:
+            return None
+        answer, late = nearest.answer, nearest.missing
+    valid = [row for row in answer.rows if is_valid(row, handle.device)]
+    void = {row.solver_id for row in answer.rows} - {row.solver_id for row in valid}
+    late = (*late, *(solver_id for solver_id in sorted(void) if solver_id in request.solvers))
+    if late and not fresh:
+        if not partial:
+            return None
+        handle.database.queue_recheck(device, problem.network_config, f"not measured yet: {', '.join(late)}")
+    found = [
+        _as_solution(
+            problem, row, handle, Source.MEASURED if f"{row.solver_id}:{row.config}" in fresh else Source.FINDDB
+        )
+        for row in valid
+        if _is_within(row, problem, options)
+    ]
+    return linked(found) or None
+
+
+@dataclass(frozen=True, slots=True)
+class _Nearest:
+    """An answer and the solvers it has not considered."""
+
+    answer: Answer
+    missing: tuple[str, ...]
+
+
+def _nearest(answers: Iterable[Answer], request: Scope) -> _Nearest | None:
+    """The first FindDB's answer that covers a request but for solvers that are new since; None if there is none."""
+    for answer in answers:
+        missing = answer.missing(request.solvers)
+        rest = {name: version for name, version in request.solvers.items() if name not in missing}
+        if WIDE_BOUNDS not in missing and rest and answer.covers(replace(request, solvers=rest)):
+            return _Nearest(answer, missing)
+    return None
+
+
+def is_valid(row: Row, device: Device) -> bool:
+    """Whether this release would still do what a row measured, as far as version, sources and libraries tell."""
+    solver = solvers().get(row.solver_id)
+    if solver is None or row.solver_version != solver.version or row.source_hash != solver_hash(solver):
+        return False
+    return all(device.library_version(key.library) is not None for key in solver.keys)
+
+
+@functools.cache
+def solver_hash(solver: Solver) -> str:
+    """Hash of the sources that a solver's kernels reach."""
+    return source_hash(solver.sources, _package(solver)) if solver.sources else ""
+
+
+def _package(solver: Solver) -> str:
+    module = type(solver).__module__
+    own = module.startswith("miofind.solvers.")
+    return "miofind.kernels_src" if own else getattr(solver, "source_package", module.rpartition(".")[0])
+
+
+def _is_within(row: Row, problem: ProblemDescription, options: FindOptions) -> bool:
+    """Whether a row keeps the caller's limits."""
+    limit = options.workspace_limit_bytes
+    if limit is not None and row.workspace_bytes > limit:
+        return False
+    if options.deterministic and not row.deterministic:
+        return False
+    solver = solvers()[row.solver_id]
+    if not options.allows(solver):
+        return False
+    if options.max_error is not None:
+        return row.max_error is not None and row.max_error <= options.max_error
+    return solver.error_growth(problem, Config.from_json(row.config)) <= 1
+
+
+def _as_solution(problem: ProblemDescription, row: Row, handle: Handle, source: Source) -> Solution:
+    solver = solver_by_id(row.solver_id)
+    config = Config.from_json(row.config)
+    assert row.time_ms is not None
+    return Solution(
+        problem=problem,
+        device=handle.device,
+        solver_id=solver.id,
+        algorithm=solver.algorithm,
+        library=solver.library,
+        config=config,
+        time_ms=row.time_ms,
+        workspace_bytes=row.workspace_bytes,
+        deterministic=row.deterministic,
+        max_error=row.max_error,
+        source=source,
+        runner=Runner(problem, solver.id, config, handle, row.kernel_hash),
+    )
+
+
+def linked(found: list[Solution]) -> list[Solution]:
+    """The same solutions, each falling back to the one behind it."""
+    for solution, following in itertools.pairwise(found):
+        solution.runner.following = following.runner
+    if found:
+        found[-1].runner.following = None
+    return found
+
+
+@functools.lru_cache(maxsize=256)
+def _request(options: FindOptions, device: Device) -> Scope:
+    """The scope that a request wants covered."""
+    considered, unavailable = {}, []
+    for solver in solvers().values():
+        if not options.allows(solver) or not any(key.place is device.place for key in solver.keys):
+            continue
+        if all(device.library_version(key.library) is None for key in solver.keys):
+            unavailable.append(solver.id)
+        else:
+            considered[solver.id] = solver.version
+    return _scope(options, considered, complete=False)
+
+
+def _scope(options: FindOptions, considered: Mapping[str, int], *, complete: bool) -> Scope:
+    filters: dict[str, object] = {}
+    if options.only or options.exclude:
+        filters["solvers"] = sorted(considered)
+    if options.deterministic:
+        filters["deterministic"] = True
+    if options.max_error is not None:
+        considered = {**considered, WIDE_BOUNDS: 1}
+    return Scope(
+        solvers=dict(considered),
+        filters=filters,
+        workspace_limit_bytes=options.workspace_limit_bytes,
+        effort="search" if options.searches else "defaults",
+        complete=complete,
+    )
+
+
+class Recording:
+    """Writes the outcomes of one find as they come, and its scope when it ends."""
+
+    def __init__(self, problem: ProblemDescription, options: FindOptions, handle: Handle, plan: Plan) -> None:
+        self._problem = problem
+        self._options = options
+        self._handle = handle
+        self._plan = plan
+        self._pending: list[Row] = []
+        self._tried = 0
+
+    def __enter__(self) -> Recording:
+        return self
+
+    def add(self, outcome: Outcome) -> None:
+        """Take one outcome."""
+        solver = solver_by_id(outcome.candidate.solver_id)
+        timing = outcome.timing
+        self._tried += 1
+        self._pending.append(
+            Row(
+                solver_id=solver.id,
+                solver_version=solver.version,
+                config=outcome.candidate.config.json,
+                status=outcome.status.value,
+                algorithm=solver.algorithm.value,
+                library=solver.library.value,
+                source_hash=solver_hash(solver),
+                kernel_hash=outcome.kernel_hash,
+                message=outcome.message,
+                time_ms=timing.time_ms if timing else None,
+                min_ms=timing.min_ms if timing else None,
+                p20_ms=timing.p20_ms if timing else None,
+                p80_ms=timing.p80_ms if timing else None,
+                samples=timing.samples if timing else 0,
+                protocol=timing.protocol if timing else "",
+                workspace_bytes=outcome.workspace_bytes,
+                deterministic=outcome.deterministic,
+                max_error=outcome.max_error,
+            )
+        )
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        """Write what came; the scope too where the find was not broken off."""
+        finished = kind is None
+        scope = None
+        if finished:
+            complete = self._tried >= len(self._plan.candidates)
+            scope = _scope(self._options, self._plan.considered, complete=complete)
+        if self._pending or scope is not None:
+            self._handle.database.record(
+                self._handle.device.identity,
+                self._problem.network_config,
+                self._pending,
+                scope=scope,
+                environment=versions(self._handle.device),
+            )

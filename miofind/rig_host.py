@@ -1,0 +1,227 @@
+"""Trials on the CPU place: NumPy buffers between guard bands, and a dense float64 reference of a part of the output."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from miofind.accuracy import ErrorBounds, error_bounds
+from miofind.problem import ProblemDescription
+from miofind.reference import numpy_dtype, reference_on_host, round_once
+from miofind.rig import GUARD_BYTES, POISON, Findings, Rig, WrongElement
+from miofind.sampling import Box, sample_box
+from miofind.tensor import TensorDescriptor
+from miofind.values import Values
+
+if TYPE_CHECKING:
+    from miofind.invoker import Invoker
+
+_DENSE_PRODUCTS = 1 << 27
+_THIN_PRODUCTS = 1 << 25
+_THIN_CHANNELS = 8
+_ALIGNMENT = 256
+
+
+class GuardedArray:
+    """Bytes at a multiple of 256 between two guard bands."""
+
+    def __init__(self, size: int) -> None:
+        raw = np.empty(size + 2 * GUARD_BYTES + _ALIGNMENT, np.uint8)
+        start = -raw.ctypes.data % _ALIGNMENT
+        self._whole = raw[start : start + size + 2 * GUARD_BYTES]
+        self.bytes = self._whole[GUARD_BYTES : GUARD_BYTES + size]
+        self._whole[:] = POISON
+
+    def poison(self) -> None:
+        """Overwrite everything, guard bands too."""
+        self._whole[:] = POISON
+
+    def damage(self, name: str) -> list[str]:
+        """The guard bands that were overwritten."""
+        bands = {"before": self._whole[:GUARD_BYTES], "after": self._whole[GUARD_BYTES + self.bytes.size :]}
+        return [f"the guard band {side} {name}" for side, band in bands.items() if (band != POISON).any()]
+
+    def tensor(self, descriptor: TensorDescriptor) -> NDArray[Any]:
+        """The bytes as a tensor of logical shape."""
+        dtype = numpy_dtype(descriptor.dtype)
+        strides = tuple(stride * dtype.itemsize for stride in descriptor.strides)
+        return np.ndarray(descriptor.shape, dtype, buffer=self.bytes.data, strides=strides)
+
+
+def random_values(shape: tuple[int, ...], values: Values, seed: int) -> NDArray[np.float32]:
+    """An array of a distribution, as float32."""
+    random = np.random.default_rng(seed)
+    if values is Values.NORMAL:
+        return random.standard_normal(shape, np.float32)
+    return random.integers(-1, 2, shape, np.int8).astype(np.float32)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Inputs:
+    """One set of inputs: their buffers by name, and the checksums of what they hold."""
+
+    buffers: Mapping[str, GuardedArray]
+    checksums: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Reference:
+    """x * w over a box, and for normal inputs |x| * |w| and x^2 * w^2."""
+
+    sums: NDArray[np.float64]
+    magnitudes: NDArray[np.float64]
+    squares: NDArray[np.float64]
+
+
+class HostRig(Rig):
+    """Trials of one problem on the CPU place."""
+
+    def __init__(self, problem: ProblemDescription, seed: int) -> None:
+        super().__init__(problem, seed)
+        thin = min(problem.c, problem.k) // problem.groups < _THIN_CHANNELS
+        self._box = sample_box(problem, np.random.default_rng(seed), _THIN_PRODUCTS if thin else _DENSE_PRODUCTS)
+        self._inputs: dict[Values, _Inputs] = {}
+        self._references: dict[Values, _Reference] = {}
+        self._output = GuardedArray(problem.output.bytes)
+        self._workspace = GuardedArray(0)
+
+    def trial(self, invoker: Invoker, values: Values, factor: float | None) -> Findings:
+        """See `Rig.trial`."""
+        inputs = self._inputs.get(values) or self._fill(values)
+        if values not in self._references:
+            self._references[values] = self._reference(values, inputs)
+        if self._workspace.bytes.size != invoker.workspace_bytes:
+            self._workspace = GuardedArray(invoker.workspace_bytes)
+        self._output.poison()
+        self._workspace.poison()
+        tensors = self._tensors(inputs)
+        workspace = self._workspace.bytes if invoker.workspace_bytes else None
+        invoker.run(tensors["x"], tensors["w"], tensors["y"], workspace, 0)
+        return self._findings(values, inputs, factor)
+
+    def close(self) -> None:
+        """Forget all buffers."""
+        self._inputs.clear()
+        self._references.clear()
+
+    def _tensors(self, inputs: _Inputs) -> dict[str, NDArray[Any]]:
+        buffers = {**inputs.buffers, self.problem.direction.output: self._output}
+        return {name: buffer.tensor(self.problem.tensor(name)) for name, buffer in buffers.items()}
+
+    def _fill(self, values: Values) -> _Inputs:
+        buffers, checksums = {}, {}
+        for name in self.problem.direction.inputs:
+            descriptor = self.problem.tensor(name)
+            buffer = GuardedArray(descriptor.bytes)
+            buffer.tensor(descriptor)[...] = random_values(descriptor.shape, values, self.tensor_seed(name, values))
+            buffers[name] = buffer
+            checksums[name] = zlib.crc32(buffer.bytes.data)
+        self._inputs[values] = _Inputs(buffers=buffers, checksums=checksums)
+        return self._inputs[values]
+
+    def _reference(self, values: Values, inputs: _Inputs) -> _Reference:
+        tensors = {
+            name: buffer.tensor(self.problem.tensor(name))[self._box.select(name)].astype(np.float64)
+            for name, buffer in inputs.buffers.items()
+        }
+        part = self._box.part
+        sums = _dense(part, tensors)
+        if values is Values.TERNARY:
+            return _Reference(sums=sums, magnitudes=np.abs(sums), squares=np.zeros_like(sums))
+        return _Reference(
+            sums=sums,
+            magnitudes=_dense(part, {name: np.abs(t) for name, t in tensors.items()}),
+            squares=_dense(part, {name: t * t for name, t in tensors.items()}),
+        )
+
+    def _findings(self, values: Values, inputs: _Inputs, factor: float | None) -> Findings:
+        output = self._output.tensor(self.problem.output)
+        empty = np.isnan(output)
+        unwritten = int(np.count_nonzero(empty))
+        first = self._first_in_memory(empty) if unwritten else None
+        damaged = self._damaged(inputs)
+        if damaged:
+            del self._inputs[values]
+        got = output[self._box.select(self.problem.direction.output)].astype(np.float64)
+        return _compare(self._box, got, self._references[values], factor).findings(unwritten, first, damaged)
+
+    def _first_in_memory(self, empty: NDArray[np.bool_]) -> tuple[int, ...]:
+        strides = self.problem.output.strides
+        found = np.argwhere(empty)
+        return tuple(int(i) for i in found[np.argmin(found @ np.array(strides))])
+
+    def _damaged(self, inputs: _Inputs) -> tuple[str, ...]:
+        damaged = []
+        for name, buffer in inputs.buffers.items():
+            damaged += buffer.damage(name)
+            if zlib.crc32(buffer.bytes.data) != inputs.checksums[name]:
+                damaged.append(f"input {name}")
+        damaged += self._output.damage(self.problem.direction.output)
+        return tuple(damaged + self._workspace.damage("the workspace"))
+
+
+def _dense(part: ProblemDescription, tensors: Mapping[str, NDArray[np.float64]]) -> NDArray[np.float64]:
+    return reference_on_host(part, x=tensors.get("x"), w=tensors.get("w"), y=tensors.get("y"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Comparison:
+    """A box of the output against its reference."""
+
+    checked: int
+    wrong: int
+    worst: WrongElement | None
+    max_error: float
+    bound_ratio: float
+
+    def findings(self, unwritten: int, first: tuple[int, ...] | None, damaged: tuple[str, ...]) -> Findings:
+        return Findings(
+            checked=self.checked,
+            wrong=self.wrong,
+            worst=self.worst,
+            unwritten=unwritten,
+            first_unwritten=first,
+            damaged=damaged,
+            max_error=self.max_error,
+            bound_ratio=self.bound_ratio,
+        )
+
+
+def _compare(box: Box, got: NDArray[np.float64], reference: _Reference, factor: float | None) -> _Comparison:
+    dtype = box.problem.output.dtype
+    zeros = np.zeros_like(reference.sums)
+    if factor is None:
+        wanted = round_once(reference.sums, dtype).astype(np.float64)
+        bounds = ErrorBounds(arithmetic=zeros, rounding=zeros)
+    else:
+        wanted = reference.sums
+        bounds = error_bounds(wanted, reference.squares, factor, dtype)
+    errors = np.abs(got - wanted)
+    errors[np.isnan(errors)] = math.inf
+    ratios = _ratios(np.maximum(errors - bounds.rounding, 0.0), bounds.arithmetic)
+    wrong = ~(errors <= bounds.total)
+    worst = None
+    if wrong.any():
+        at = np.unravel_index(int(np.argmax(np.where(wrong, ratios, -1.0))), wrong.shape)
+        worst = WrongElement(
+            index=box.index(at), got=float(got[at]), wanted=float(wanted[at]), bound=float(bounds.total[at])
+        )
+    return _Comparison(
+        checked=errors.size,
+        wrong=int(np.count_nonzero(wrong)),
+        worst=worst,
+        max_error=float(_ratios(errors, reference.magnitudes).max()),
+        bound_ratio=float(ratios.max()),
+    )
+
+
+def _ratios(errors: NDArray[np.float64], scale: NDArray[np.float64]) -> NDArray[np.float64]:
+    """errors / scale, 0 where there is no error."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.where(errors == 0, 0.0, errors / scale)

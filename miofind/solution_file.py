@@ -1,0 +1,186 @@
+"""Solutions on disk: JSON with the kernels' binaries attached and hashed, never pickle.
+
+A loaded solution runs with no look-up, find or compilation; one that a library backs rebuilds its plan. Everything in a
+file is checked before use: a configuration against its solver's schema, binaries against their hashes.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from miofind.compiler import kernel_hash
+from miofind.device import Device, Place
+from miofind.errors import InvalidConfigError, InvalidProblemError, SolutionFileError, UnknownSolverError
+from miofind.found import Runner, Solution, Source
+from miofind.handle import Handle, default_handle
+from miofind.problem import ProblemDescription
+from miofind.solution import Config, KernelStep
+from miofind.solver import solver_by_id
+
+FORMAT = "miofind-solution"
+VERSION = 1
+MAX_FILE_BYTES = 256 << 20
+
+_FIELDS = {
+    "network_config": str,
+    "solver_id": str,
+    "solver_version": int,
+    "config": dict,
+    "device": str,
+    "arch": str,
+    "time_ms": float,
+    "workspace_bytes": int,
+    "deterministic": bool,
+    "kernel_hash": str,
+    "binaries": list,
+}
+
+
+def save_solution(solution: Solution, path: Path) -> None:
+    """Write a solution and its binaries; the file appears whole or not at all.
+
+    Raises:
+        SolutionFileError: the file cannot be written.
+        CompileError: a kernel cannot be built.
+    """
+    solver = solver_by_id(solution.solver_id)
+    steps = solver.solution(solution.problem, solution.device, solution.config)
+    compiler = solution.runner.handle.compiler
+    payload = {
+        "network_config": solution.problem.network_config,
+        "solver_id": solution.solver_id,
+        "solver_version": solver.version,
+        "config": dict(solution.config),
+        "device": solution.device.identity,
+        "arch": solution.device.arch,
+        "time_ms": float(solution.time_ms),
+        "workspace_bytes": solution.workspace_bytes,
+        "deterministic": solution.deterministic,
+        "max_error": solution.max_error,
+        "kernel_hash": kernel_hash(steps),
+        "binaries": [_packed(compiler.build(step, solution.device.arch).cubin) for step in _distinct(steps.kernels)],
+    }
+    document = {"format": FORMAT, "version": VERSION, "sha256": _digest(payload), "solution": payload}
+    _write(path, json.dumps(document, indent=1))
+
+
+def load_solution(path: Path, handle: Handle | None = None) -> Solution:
+    """A saved solution on a handle's device.
+
+    Raises:
+        SolutionFileError: the file is missing, damaged, of another architecture, version or sources.
+    """
+    handle = handle or default_handle()
+    payload = _read(path)
+    device = handle.device
+    if payload["arch"] != device.arch:
+        wanted = f"sm_{payload['arch']}" if payload["arch"] else "the CPU place"
+        here = f"sm_{device.arch}" if device.arch else "the CPU place"
+        raise SolutionFileError(
+            f"{path} was saved for {wanted} ({payload['device']}), this device is {here}: find here"
+        )
+    try:
+        problem = ProblemDescription.from_network_config(payload["network_config"])
+        solver = solver_by_id(payload["solver_id"])
+        config = Config(payload["config"])
+        solver.check_config(problem, device, config)
+        applicability = solver.applicability(problem, device)
+        if not applicability:
+            raise SolutionFileError(f"{path}: {solver.id} does not serve its problem here: {applicability.reason}")
+        steps = solver.solution(problem, device, config)
+    except (InvalidProblemError, InvalidConfigError, UnknownSolverError) as error:
+        raise SolutionFileError(f"{path} cannot be used by this release: {error}") from error
+    if solver.version != payload["solver_version"] or kernel_hash(steps) != payload["kernel_hash"]:
+        raise SolutionFileError(f"{path} was saved with other sources of {solver.id} than this release has: find again")
+    if device.place is Place.CUDA:
+        _adopt(path, handle, device, _distinct(steps.kernels), payload["binaries"])
+    return Solution(
+        problem=problem,
+        device=device,
+        solver_id=solver.id,
+        algorithm=solver.algorithm,
+        library=solver.library,
+        config=config,
+        time_ms=payload["time_ms"],
+        workspace_bytes=steps.workspace.bytes,
+        deterministic=steps.deterministic,
+        max_error=payload.get("max_error"),
+        source=Source.MEASURED,
+        runner=Runner(problem, solver.id, config, handle),
+    )
+
+
+def _adopt(path: Path, handle: Handle, device: Device, steps: list[KernelStep], packed: list[Any]) -> None:
+    if len(packed) != len(steps):
+        raise SolutionFileError(f"{path} holds {len(packed)} binaries, its solution has {len(steps)} kernels")
+    for step, item in zip(steps, packed, strict=True):
+        handle.compiler.adopt(step, device.arch, _unpacked(path, item))
+
+
+def _distinct(steps: tuple[KernelStep, ...]) -> list[KernelStep]:
+    return list(dict.fromkeys(steps))
+
+
+def _packed(cubin: bytes) -> dict[str, str]:
+    return {"sha256": hashlib.sha256(cubin).hexdigest(), "cubin": base64.b64encode(cubin).decode()}
+
+
+def _unpacked(path: Path, item: Any) -> bytes:
+    try:
+        cubin = base64.b64decode(item["cubin"], validate=True)
+        expected = item["sha256"]
+    except (TypeError, KeyError, binascii.Error) as error:
+        raise SolutionFileError(f"{path} is damaged: a binary cannot be read ({error})") from error
+    if hashlib.sha256(cubin).hexdigest() != expected:
+        raise SolutionFileError(f"{path} is damaged: a binary does not match its hash")
+    return cubin
+
+
+def _digest(payload: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(payload, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    except OSError as error:
+        raise SolutionFileError(f"{path} cannot be written: {error}") from error
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.replace(temporary, path)
+    except OSError as error:
+        os.unlink(temporary)
+        raise SolutionFileError(f"{path} cannot be written: {error}") from error
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """The checked payload of a file."""
+    try:
+        if path.stat().st_size > MAX_FILE_BYTES:
+            raise SolutionFileError(f"{path} is larger than {MAX_FILE_BYTES} bytes: it is no saved solution")
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise SolutionFileError(f"{path} cannot be read: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise SolutionFileError(f"{path} is damaged: it is not JSON ({error})") from error
+    if not isinstance(document, dict) or document.get("format") != FORMAT:
+        raise SolutionFileError(f"{path} is no saved solution: its format is not {FORMAT!r}")
+    if document.get("version") != VERSION:
+        raise SolutionFileError(f"{path} has version {document.get('version')!r}, this release reads {VERSION}")
+    payload = document.get("solution")
+    if not isinstance(payload, dict):
+        raise SolutionFileError(f"{path} is damaged: it holds no solution")
+    for name, kind in _FIELDS.items():
+        if type(payload.get(name)) is not kind:
+            raise SolutionFileError(f"{path} is damaged: {name} is {payload.get(name)!r}, not a {kind.__name__}")
+    if _digest(payload) != document.get("sha256"):
+        raise SolutionFileError(f"{path} is damaged: its contents do not match their hash")
+    return payload

@@ -1,0 +1,151 @@
+"""Reads CSV tables of convolution problems. An error names the file, the line, the column and the value."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from miofind.errors import InvalidProblemError
+from miofind.problem import DataType, Direction, Layout, ProblemDescription, enum_value
+
+_SIZES = ("n", "c", "d", "h", "w", "k", "fz", "fy", "fx")
+_OPTIONAL_SIZES = {
+    **{f"pad_{d}": 0 for d in "dhw"},
+    **{f"stride_{d}": 1 for d in "dhw"},
+    **{f"dil_{d}": 1 for d in "dhw"},
+    "groups": 1,
+    "count": 1,
+}
+_TEXTS = ("suite", "layer", "spatial_dims", "layout", "dtype", "direction")
+_FILTER = {"d": "fz", "h": "fy", "w": "fx"}
+_DEPTH = {"d", "fz", "pad_d", "stride_d", "dil_d"}
+_DTYPES = {"fp64": "float64", "fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "bfp16": "bfloat16"}
+_DIRECTIONS = {
+    "f": Direction.FORWARD,
+    "b": Direction.BACKWARD_DATA,
+    "w": Direction.BACKWARD_WEIGHTS,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SuiteRow:
+    """One row of a table or line of a file.
+
+    Attributes:
+        problem: as written; float32, channels first and forward where the row does not say.
+        suite, layer: where it comes from.
+        count: calls of that shape in one forward pass.
+        directions: those the row asks for.
+    """
+
+    problem: ProblemDescription
+    suite: str
+    layer: str
+    count: int
+    directions: tuple[Direction, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Cells:
+    """The cells of one row, and where they stand."""
+
+    where: str
+    values: Mapping[str, str]
+
+    def integer(self, column: str, least: int = 1) -> int:
+        text = self.values.get(column)
+        if text is None:
+            return _OPTIONAL_SIZES[column]
+        if not (text.isascii() and text.removeprefix("-").isdigit()) or int(text) < least:
+            raise InvalidProblemError(f"{self.where}, column {column}: {text!r} must be an integer of at least {least}")
+        return int(text)
+
+    def each(self, columns: Iterable[str], least: int = 1) -> tuple[int, ...]:
+        return tuple(self.integer(column, least) for column in columns)
+
+
+def read_table(lines: Iterable[str], *, source: str, suite: str) -> Iterator[SuiteRow]:
+    """The rows of a CSV table.
+
+    Args:
+        lines: its text, with a header.
+        source: what errors call it: a file's name.
+        suite: name for rows without a column `suite`.
+
+    Raises:
+        InvalidProblemError: the message names the source, the line, the column and the value.
+    """
+    reader = csv.reader(lines)
+    columns = [name.strip() for name in next(reader, [])]
+    _check_columns(columns, source)
+    for values in reader:
+        if not values:
+            continue
+        where = f"{source}, line {reader.line_num}"
+        if len(values) != len(columns):
+            raise InvalidProblemError(f"{where}: {len(values)} values for {len(columns)} columns")
+        cells = _Cells(where, dict(zip(columns, (value.strip() for value in values), strict=True)))
+        yield _row(cells, suite)
+
+
+def _check_columns(columns: list[str], source: str) -> None:
+    known = {*_SIZES, *_OPTIONAL_SIZES, *_TEXTS}
+    if unknown := [name for name in columns if name not in known]:
+        names = ", ".join((*_SIZES, *_OPTIONAL_SIZES, *_TEXTS))
+        raise InvalidProblemError(f"{source}, line 1: column {unknown[0]!r} is unknown: known are {names}")
+    if len(set(columns)) != len(columns):
+        raise InvalidProblemError(f"{source}, line 1: a column stands twice in {','.join(columns)}")
+    needed = [name for name in _SIZES if _DEPTH & set(columns) or name not in _DEPTH]
+    if missing := [name for name in needed if name not in columns]:
+        raise InvalidProblemError(f"{source}, line 1: column {missing[0]!r} is missing")
+
+
+def _row(cells: _Cells, suite: str) -> SuiteRow:
+    values = cells.values
+    dims = "dhw" if "d" in values else "hw"
+    rank = values.get("spatial_dims") or str(len(dims))
+    if rank != str(len(dims)):
+        raise InvalidProblemError(f"{cells.where}, column spatial_dims: {rank!r}, but the columns have {len(dims)}")
+    c, groups = cells.integer("c"), cells.integer("groups")
+    x = (cells.integer("n"), c, *cells.each(dims))
+    w = (cells.integer("k"), max(1, c // groups), *cells.each(_FILTER[d] for d in dims))
+    padding = cells.each((f"pad_{d}" for d in dims), 0)
+    stride, dilation = cells.each(f"stride_{d}" for d in dims), cells.each(f"dil_{d}" for d in dims)
+    direction, dtype, layout = _direction(cells), _dtype(cells), _layout(cells)
+    try:
+        problem = ProblemDescription.convolution(
+            x=x,
+            w=w,
+            padding=padding,
+            stride=stride,
+            dilation=dilation,
+            groups=groups,
+            direction=direction,
+            dtype=dtype,
+            layout=layout,
+        )
+    except InvalidProblemError as error:
+        raise InvalidProblemError(f"{cells.where}: {error}") from error
+    return SuiteRow(
+        problem=problem,
+        suite=values.get("suite") or suite,
+        layer=values.get("layer") or cells.where.rpartition(", ")[2],
+        count=cells.integer("count"),
+        directions=(direction,),
+    )
+
+
+def _dtype(cells: _Cells) -> DataType:
+    text = cells.values.get("dtype") or DataType.FLOAT32.value
+    return enum_value(DataType, _DTYPES.get(text.lower(), text), f"{cells.where}, column dtype")
+
+
+def _direction(cells: _Cells) -> Direction:
+    text = cells.values.get("direction") or Direction.FORWARD.value
+    return enum_value(Direction, _DIRECTIONS.get(text.lower(), text), f"{cells.where}, column direction")
+
+
+def _layout(cells: _Cells) -> Layout | None:
+    text = cells.values.get("layout")
+    return enum_value(Layout, text, f"{cells.where}, column layout") if text else None

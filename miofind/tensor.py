@@ -1,0 +1,276 @@
+"""The parts of a problem: element types, memory orders, directions, tensors, and how a filter moves over them.
+
+Pure values, validated on construction; knows nothing of devices, solvers or arrays.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TypeVar
+
+from miofind.errors import InvalidProblemError
+
+MAX_DIMENSION = 2**31 - 1
+MAX_TENSOR_BYTES = 2**47
+
+
+class DataType(StrEnum):
+    """Element type of a tensor."""
+
+    FLOAT64 = "float64"
+    FLOAT32 = "float32"
+    FLOAT16 = "float16"
+    BFLOAT16 = "bfloat16"
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element."""
+        return _ITEMSIZE[self]
+
+    @property
+    def mantissa_bits(self) -> int:
+        """Explicit mantissa bits; the unit roundoff is 2 ** -(mantissa_bits + 1)."""
+        return _MANTISSA[self]
+
+
+_ITEMSIZE = {DataType.FLOAT64: 8, DataType.FLOAT32: 4, DataType.FLOAT16: 2, DataType.BFLOAT16: 2}
+_MANTISSA = {DataType.FLOAT64: 52, DataType.FLOAT32: 23, DataType.FLOAT16: 10, DataType.BFLOAT16: 7}
+
+
+class Layout(StrEnum):
+    """Memory order of a tensor, outermost dimension first. For w read K for N: NHWC is (k, y, x, c)."""
+
+    NCW = "NCW"
+    NWC = "NWC"
+    NCHW = "NCHW"
+    NHWC = "NHWC"
+    NCDHW = "NCDHW"
+    NDHWC = "NDHWC"
+
+    @property
+    def spatial_dims(self) -> int:
+        """Number of spatial dimensions, 1 to 3."""
+        return len(self.value) - 2
+
+    @property
+    def channels_last(self) -> bool:
+        """Whether channels are the innermost dimension."""
+        return self.value.endswith("C")
+
+    @staticmethod
+    def of(spatial_dims: int, *, channels_last: bool) -> Layout:
+        """The layout with that many spatial dimensions."""
+        return (_CHANNELS_LAST if channels_last else _CHANNELS_FIRST)[spatial_dims]
+
+
+_CHANNELS_FIRST = {1: Layout.NCW, 2: Layout.NCHW, 3: Layout.NCDHW}
+_CHANNELS_LAST = {1: Layout.NWC, 2: Layout.NHWC, 3: Layout.NDHWC}
+
+
+class Direction(StrEnum):
+    """Which tensor is computed: y from x and w, dx from dy and w, or dw from dy and x."""
+
+    FORWARD = "forward"
+    BACKWARD_DATA = "backward_data"
+    BACKWARD_WEIGHTS = "backward_weights"
+
+    @property
+    def output(self) -> str:
+        """Name of the tensor that is written: "x", "w" or "y"."""
+        return _OUTPUT[self]
+
+    @property
+    def inputs(self) -> tuple[str, str]:
+        """Names of the tensors that are read, in the order of `run_solution`."""
+        return _INPUTS[self]
+
+
+_OUTPUT = {Direction.FORWARD: "y", Direction.BACKWARD_DATA: "x", Direction.BACKWARD_WEIGHTS: "w"}
+_INPUTS = {
+    Direction.FORWARD: ("x", "w"),
+    Direction.BACKWARD_DATA: ("y", "w"),
+    Direction.BACKWARD_WEIGHTS: ("y", "x"),
+}
+
+
+class MathMode(StrEnum):
+    """Arithmetic allowed for float32: full precision, or inputs rounded to TF32 (10 mantissa bits)."""
+
+    IEEE = "ieee"
+    TF32 = "tf32"
+
+
+_E = TypeVar("_E", bound=StrEnum)
+
+
+def enum_value(kind: type[_E], value: object, field_name: str) -> _E:
+    """The member of `kind` named `value`, whatever its case.
+
+    Raises:
+        InvalidProblemError: no such member; the message lists those there are.
+    """
+    if isinstance(value, kind):
+        return value
+    for member in kind:
+        if str(value).lower() == member.value.lower():
+            return member
+    known = ", ".join(member.value for member in kind)
+    raise InvalidProblemError(f"{field_name}={value!r} is unknown: use one of {known}")
+
+
+def one_size(value: object, field_name: str, least: int = 1) -> int:
+    """`value` as an int in [least, MAX_DIMENSION].
+
+    Raises:
+        InvalidProblemError: not an integer, or out of range.
+    """
+    if isinstance(value, bool):
+        raise InvalidProblemError(f"{field_name}={value!r} must be an integer, not a bool")
+    try:
+        number = operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise InvalidProblemError(f"{field_name}={value!r} must be an integer") from None
+    if not least <= number <= MAX_DIMENSION:
+        raise InvalidProblemError(f"{field_name}={number} must be between {least} and {MAX_DIMENSION}")
+    return number
+
+
+def sizes(value: object, field_name: str, count: int | None = None, least: int = 1) -> tuple[int, ...]:
+    """`value` as a tuple of sizes; an int stands for `count` equal ones.
+
+    Raises:
+        InvalidProblemError: no sequence of integers, of another length than `count`, or out of range.
+    """
+    if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
+        if count is None:
+            raise InvalidProblemError(f"{field_name}={value!r} must be a sequence of integers")
+        return (one_size(value, field_name, least),) * count
+    if count is not None and len(value) != count:
+        raise InvalidProblemError(f"{field_name}={tuple(value)!r} must have {count} entries, one a spatial dimension")
+    return tuple(one_size(item, f"{field_name}[{i}]", least) for i, item in enumerate(value))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorDescriptor:
+    """A packed tensor: logical shape, element type and memory order.
+
+    Attributes:
+        shape: (n, c, *spatial) for x and y, (k, c/groups, *filter) for w; logical order whatever the layout.
+        dtype: element type.
+        layout: memory order; its rank is the shape's.
+
+    Raises:
+        InvalidProblemError: a size below 1 or above 2**31 - 1, a tensor above 2**47 bytes, a layout of another rank.
+    """
+
+    shape: tuple[int, ...]
+    dtype: DataType = DataType.FLOAT32
+    layout: Layout = Layout.NCHW
+
+    def __post_init__(self) -> None:
+        shape = sizes(self.shape, "shape")
+        object.__setattr__(self, "shape", shape)
+        object.__setattr__(self, "dtype", enum_value(DataType, self.dtype, "dtype"))
+        object.__setattr__(self, "layout", enum_value(Layout, self.layout, "layout"))
+        if len(shape) != self.layout.spatial_dims + 2:
+            raise InvalidProblemError(
+                f"shape={shape} has {len(shape)} dimensions, layout={self.layout} wants {self.layout.spatial_dims + 2}"
+            )
+        if self.bytes > MAX_TENSOR_BYTES:
+            raise InvalidProblemError(f"shape={shape} takes {self.bytes} bytes: the limit is {MAX_TENSOR_BYTES}")
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the packed tensor."""
+        return self.size * self.dtype.itemsize
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """Elements between neighbours along each logical dimension."""
+        rank = len(self.shape)
+        order = (0, *range(2, rank), 1) if self.layout.channels_last else tuple(range(rank))
+        strides = [0] * rank
+        step = 1
+        for dimension in reversed(order):
+            strides[dimension] = step
+            step *= self.shape[dimension]
+        return tuple(strides)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConvolutionDescriptor:
+    """How the filter moves: padding before and after, stride and dilation a spatial dimension, and groups.
+
+    Raises:
+        InvalidProblemError: a negative padding, a stride, dilation or group count below 1, unequal ranks.
+    """
+
+    pad_before: tuple[int, ...]
+    pad_after: tuple[int, ...]
+    stride: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int = 1
+
+    def __post_init__(self) -> None:
+        rank = len(self.stride)
+        for name, least in (("pad_before", 0), ("pad_after", 0), ("stride", 1), ("dilation", 1)):
+            object.__setattr__(self, name, sizes(getattr(self, name), name, rank, least))
+        object.__setattr__(self, "groups", one_size(self.groups, "groups"))
+
+    @staticmethod
+    def of(
+        spatial_dims: int, *, padding: object = 0, stride: object = 1, dilation: object = 1, groups: object = 1
+    ) -> ConvolutionDescriptor:
+        """A descriptor from the forms users write.
+
+        Args:
+            spatial_dims: 1, 2 or 3.
+            padding: one int, one int a dimension, or a (before, after) pair a dimension.
+            stride, dilation: one int or one int a dimension.
+            groups: group count.
+        """
+        before, after = _padding(padding, spatial_dims)
+        return ConvolutionDescriptor(
+            pad_before=before,
+            pad_after=after,
+            stride=sizes(stride, "stride", spatial_dims),
+            dilation=sizes(dilation, "dilation", spatial_dims),
+            groups=one_size(groups, "groups"),
+        )
+
+    def output_size(self, size: int, filter_size: int, dimension: int) -> int:
+        """Output size along one spatial dimension.
+
+        Raises:
+            InvalidProblemError: the dilated filter is larger than the padded input.
+        """
+        padded = size + self.pad_before[dimension] + self.pad_after[dimension]
+        reach = self.dilation[dimension] * (filter_size - 1) + 1
+        if reach > padded:
+            raise InvalidProblemError(
+                f"filter size {filter_size} with dilation {self.dilation[dimension]} spans {reach} in spatial "
+                f"dimension {dimension}, but the padded input is {padded}: enlarge the input or the padding"
+            )
+        return (padded - reach) // self.stride[dimension] + 1
+
+
+def _padding(value: object, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Padding before and after from an int, a tuple of ints or a tuple of pairs."""
+    paired = isinstance(value, Sequence) and not isinstance(value, str) and any(isinstance(v, Sequence) for v in value)
+    if not paired:
+        both = sizes(value, "padding", rank, 0)
+        return both, both
+    assert isinstance(value, Sequence)
+    if len(value) != rank:
+        raise InvalidProblemError(f"padding={value!r} must have {rank} (before, after) pairs, one a spatial dimension")
+    pairs = [sizes(pair, f"padding[{i}]", 2, 0) for i, pair in enumerate(value)]
+    return tuple(p[0] for p in pairs), tuple(p[1] for p in pairs)

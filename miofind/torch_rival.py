@@ -1,0 +1,105 @@
+"""PyTorch's convolution in the form of an invoker, so that it is timed by the protocol that times our solutions.
+
+cudnn.benchmark is on and benchmark_limit is 0, so that PyTorch tries every algorithm; float32 may use TF32 exactly
+where the problem's math says so.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from miofind.device import INSTALL_CUDA
+from miofind.errors import LaunchError, MissingLibraryError
+from miofind.problem import Direction, ProblemDescription
+from miofind.solution import Config
+from miofind.tensor import DataType, MathMode, TensorDescriptor
+
+_TYPESTR = {2: "<i2", 4: "<i4", 8: "<i8"}
+
+
+class _Memory:
+    """Device memory at an address, readable by PyTorch."""
+
+    def __init__(self, address: int, tensor: TensorDescriptor) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (tensor.size,),
+            "typestr": _TYPESTR[tensor.dtype.itemsize],
+            "data": (address, False),
+            "version": 3,
+            "strides": None,
+        }
+
+
+class TorchRival:
+    """Runs a problem with PyTorch on given addresses; outputs are PyTorch's own, kept until the next run.
+
+    Raises:
+        MissingLibraryError: PyTorch is not installed or sees no GPU.
+    """
+
+    solver_id = "torch"
+    workspace_bytes = 0
+
+    def __init__(self, problem: ProblemDescription, device_index: int) -> None:
+        self.problem = problem
+        self.config = Config()
+        self._index = device_index
+        self._torch = torch = _import_torch()
+        self._tensors: dict[tuple[str, int], Any] = {}
+        self._outputs: dict[int, Any] = {}
+        self._streams: dict[int, Any] = {}
+        backends = torch.backends
+        backends.cudnn.benchmark = True
+        backends.cudnn.benchmark_limit = 0
+        backends.cudnn.allow_tf32 = backends.cuda.matmul.allow_tf32 = problem.math is MathMode.TF32
+        conv = problem.conv
+        if conv.pad_before != conv.pad_after:
+            raise LaunchError("PyTorch's convolution takes no asymmetric padding")
+
+    def run(self, x: int, w: int, y: int, workspace: int, stream: int) -> None:
+        """Run once, asynchronously; `y`, `x` or `w`, whichever is the output, only names the run."""
+        torch = self._torch
+        if stream not in self._streams:
+            self._streams[stream] = torch.cuda.ExternalStream(stream, device=self._index)
+        addresses = {"x": x, "w": w, "y": y}
+        a, b = (self._tensor(name, addresses[name]) for name in self.problem.direction.inputs)
+        with torch.cuda.stream(self._streams[stream]), torch.no_grad():
+            self._outputs[addresses[self.problem.direction.output]] = self._convolve(a, b)
+
+    def _convolve(self, a: Any, b: Any) -> Any:
+        problem, aten = self.problem, self._torch.ops.aten
+        conv = problem.conv
+        geometry = [list(conv.stride), list(conv.pad_before), list(conv.dilation), False, [0] * problem.spatial_dims]
+        if problem.direction is Direction.FORWARD:
+            return aten.convolution(a, b, None, *geometry, conv.groups)
+        data = problem.direction is Direction.BACKWARD_DATA
+        x, w = (self._shape_only("x"), b) if data else (b, self._shape_only("w"))
+        return aten.convolution_backward(a, x, w, None, *geometry, conv.groups, [data, not data, False])
+
+    def _shape_only(self, name: str) -> Any:
+        """A tensor that stands for the output's shape and layout; never read."""
+        return self._tensors.setdefault((name, 0), self._empty(self.problem.tensor(name)))
+
+    def _empty(self, tensor: TensorDescriptor) -> Any:
+        torch = self._torch
+        dtype = getattr(torch, tensor.dtype.value)
+        return torch.empty_strided(tensor.shape, tensor.strides, dtype=dtype, device=f"cuda:{self._index}")
+
+    def _tensor(self, name: str, address: int) -> Any:
+        key = (name, address)
+        if key not in self._tensors:
+            tensor = self.problem.tensor(name)
+            flat = self._torch.as_tensor(_Memory(address, tensor), device=f"cuda:{self._index}")
+            typed = flat.view(getattr(self._torch, DataType(tensor.dtype).value))
+            self._tensors[key] = typed.as_strided(tensor.shape, tensor.strides)
+        return self._tensors[key]
+
+
+def _import_torch() -> Any:
+    try:
+        import torch
+    except ImportError as error:
+        raise MissingLibraryError(f"PyTorch is not installed, so there is nothing to compare with: {error}") from error
+    if not torch.cuda.is_available():
+        raise MissingLibraryError(f"this PyTorch sees no GPU; for miofind itself: {INSTALL_CUDA}")
+    return torch

@@ -1,0 +1,16 @@
+"""What inputs are filled with, on either place."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+
+class Values(IntEnum):
+    """Distribution of an input's elements; the numbers are those of random_inputs.cu.
+
+    NORMAL has mean 0 and standard deviation 1. TERNARY is -1, 0 or 1, equally likely: its products and their sums are
+    exact in any order, so that a result can be compared bit for bit.
+    """
+
+    NORMAL = 0
+    TERNARY = 1

@@ -1,0 +1,78 @@
+"""Invokers for tests of verification and measurement: right ones, and ones with a fault built in."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from miofind.device import Device
+from miofind.invoker import Invoker
+from miofind.problem import ProblemDescription
+from miofind.reference import reference_on_host, round_once
+from miofind.solution import Config
+
+Run = Callable[[dict[str, Any], Any], None]
+
+
+class FakeInvoker(Invoker):
+    """Runs a function of (tensors by name, workspace) on the CPU place."""
+
+    def __init__(self, problem: ProblemDescription, run: Run, *, workspace_bytes: int = 0) -> None:
+        self.problem = problem
+        self.device = Device.cpu()
+        self.solver_id = "Fake"
+        self.config = Config()
+        self.workspace_bytes = workspace_bytes
+        self.deterministic = True
+        self.alignment_bytes = 2
+        self.runs = 0
+        self._run = run
+
+    def run(self, x: Any, w: Any, y: Any, workspace: Any, stream: int) -> None:
+        self.runs += 1
+        self._run({"x": x, "w": w, "y": y}, workspace)
+
+
+def inputs_of(problem: ProblemDescription, tensors: dict[str, Any]) -> dict[str, Any]:
+    """The tensors a direction reads."""
+    return {name: tensors[name] for name in problem.direction.inputs}
+
+
+def compute(problem: ProblemDescription, tensors: dict[str, Any]) -> np.ndarray:
+    """The right result in float64."""
+    return reference_on_host(problem, **inputs_of(problem, tensors))
+
+
+def right(problem: ProblemDescription) -> Run:
+    """Computes in float64 and rounds once."""
+
+    def run(tensors: dict[str, Any], workspace: Any) -> None:
+        tensors[problem.direction.output][...] = round_once(compute(problem, tensors), problem.output.dtype)
+
+    return run
+
+
+def then(first: Run, second: Run) -> Run:
+    """One after the other."""
+
+    def run(tensors: dict[str, Any], workspace: Any) -> None:
+        first(tensors, workspace)
+        second(tensors, workspace)
+
+    return run
+
+
+def sleeping(seconds: float) -> Run:
+    """Takes a known time."""
+
+    def run(tensors: dict[str, Any], workspace: Any) -> None:
+        time.sleep(seconds)
+
+    return run
+
+
+def address_of(array: Any) -> int:
+    return int(array.__array_interface__["data"][0])

@@ -1,0 +1,124 @@
+"""Timing on a GPU: plausible, repeatable, cold and free of launch costs. No speed is asserted beyond physics."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from miofind.ceilings import measure_ceilings
+from miofind.compiler import Compiler
+from miofind.device import Device
+from miofind.invoker import Invoker, make_invoker
+from miofind.measure import Stage
+from miofind.problem import ProblemDescription
+from miofind.race import Effort, Entrant, Race
+from miofind.solver import solver_by_id
+
+cupy = pytest.importorskip("cupy")
+pytestmark = pytest.mark.gpu
+
+SMALL = ProblemDescription.convolution(x=(1, 16, 14, 14), w=(16, 16, 3, 3), padding=1, dtype="float16")
+LARGE = ProblemDescription.convolution(x=(32, 256, 56, 56), w=(64, 256, 1, 1), dtype="float16")
+
+
+@pytest.fixture(scope="module")
+def device() -> Device:
+    return Device.cuda()
+
+
+@pytest.fixture(scope="module")
+def compiler() -> Compiler:
+    return Compiler()
+
+
+def naive(problem: ProblemDescription, device: Device, compiler: Compiler) -> Invoker:
+    solver = solver_by_id("ConvDirectNaive")
+    return make_invoker(problem, device, solver, solver.default_configs(problem, device)[0], compiler)
+
+
+class Copying(Invoker):
+    """Copies x over y, as far as it goes: a run whose least time is known. Counts its launches from the host."""
+
+    def __init__(self, problem: ProblemDescription, device: Device, *, workspace_bytes: int = 0) -> None:
+        self.problem, self.device = problem, device
+        self.solver_id, self.config = "Copying", type("Config", (), {"json": "{}"})()
+        self.workspace_bytes, self.deterministic, self.alignment_bytes = workspace_bytes, True, 2
+        self.bytes = min(problem.x.bytes, problem.y.bytes)
+        self.addresses: list[tuple[int, int, int]] = []
+
+    def run(self, x: int, w: int, y: int, workspace: int, stream: int) -> None:
+        self.addresses.append((x, y, workspace))
+        kind = cupy.cuda.runtime.memcpyDeviceToDevice
+        cupy.cuda.runtime.memcpyAsync(y, x, self.bytes, kind, stream)
+
+
+class Uncapturable(Copying):
+    """Synchronises, which a capture refuses."""
+
+    def run(self, x: int, w: int, y: int, workspace: int, stream: int) -> None:
+        super().run(x, w, y, workspace, stream)
+        cupy.cuda.runtime.streamSynchronize(stream)
+
+
+def test_short_runs_are_captured_and_rotate_over_buffers(device: Device, compiler: Compiler) -> None:
+    with Stage(SMALL, device, compiler) as stage:
+        invoker = Copying(SMALL, device)
+        track: Any = stage.track(invoker)
+        times = stage.samples(track, invoker, 20)
+        captured = len(invoker.addresses)
+        stage.samples(track, invoker, 20)
+        assert len(invoker.addresses) == captured
+        assert track._graph is not None
+        assert len({x for x, _, _ in invoker.addresses}) >= 8
+        assert stage.timing(times).time_ms < 0.05
+
+
+def test_cold_copies_are_no_faster_than_memory(device: Device, compiler: Compiler) -> None:
+    with Stage(LARGE, device, compiler) as stage:
+        invoker = Copying(LARGE, device)
+        track = stage.track(invoker)
+        timing = stage.timing(stage.samples(track, invoker, 20))
+    assert 2 * invoker.bytes / (timing.time_ms * 1e-3) < 1.1 * device.bandwidth_bytes_per_s
+    assert timing.p80_ms < 1.2 * timing.p20_ms
+
+
+def test_what_cannot_be_captured_is_timed_by_launches(device: Device, compiler: Compiler) -> None:
+    with Stage(SMALL, device, compiler) as stage:
+        broken, sound = Uncapturable(SMALL, device), Copying(SMALL, device)
+        track: Any = stage.track(broken)
+        assert all(time > 0 for time in stage.samples(track, broken, 5))
+        assert track._graph is None
+        other: Any = stage.track(sound)
+        stage.samples(other, sound, 3)
+        assert other._graph is not None
+
+
+def test_a_grown_workspace_voids_graphs(device: Device, compiler: Compiler) -> None:
+    with Stage(SMALL, device, compiler) as stage:
+        first, second = Copying(SMALL, device, workspace_bytes=1 << 20), Copying(SMALL, device, workspace_bytes=1 << 28)
+        track = stage.track(first)
+        stage.samples(track, first, 2)
+        old = first.addresses[-1][2]
+        stage.samples(stage.track(second), second, 2)
+        stage.samples(track, first, 2)
+        assert first.addresses[-1][2] == second.addresses[-1][2]
+        assert old != 0
+
+
+def test_a_race_prefers_the_faster(device: Device, compiler: Compiler) -> None:
+    with Stage(LARGE, device, compiler) as stage:
+        race = Race(stage, Effort.FIND)
+        race.enter(Entrant(key="naive", invoker=naive(LARGE, device, compiler)))
+        race.enter(Entrant(key="copy", invoker=Copying(LARGE, device)))
+        results = race.finish()
+    assert list(results) == ["copy", "naive"]
+    assert results["copy"].timing.protocol == "cuda-1"
+
+
+def test_ceilings_are_plausible(device: Device) -> None:
+    ceilings = measure_ceilings(device)
+    assert 0.3 * device.bandwidth_bytes_per_s < ceilings.copy_bytes_per_s < 1.1 * device.bandwidth_bytes_per_s
+    rates = ceilings.flops_per_s
+    assert rates["float16"] > rates["float32"] > 1e11
+    assert ceilings.floor_ms(LARGE) is not None

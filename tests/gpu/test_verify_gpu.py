@@ -1,0 +1,157 @@
+"""Verification on a GPU: right results pass, each kind of fault is caught, references agree with the host's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from miofind.compiler import Compiler
+from miofind.device import Device
+from miofind.invoker import Invoker, make_invoker
+from miofind.problem import Direction, ProblemDescription
+from miofind.reference import numpy_dtype, reference_on_host
+from miofind.sampling import SampleBudget
+from miofind.solver import solver_by_id
+from miofind.values import Values
+from miofind.verify import Verdict, Verifier
+
+cupy = pytest.importorskip("cupy")
+pytestmark = pytest.mark.gpu
+
+Fault = Callable[[dict[str, int], int], None]
+
+SAMPLED = SampleBudget(products=1 << 20, least=500, most=2000)
+
+
+@pytest.fixture(scope="module")
+def device() -> Device:
+    return Device.cuda()
+
+
+@pytest.fixture(scope="module")
+def compiler() -> Compiler:
+    return Compiler()
+
+
+def conv(direction: Direction = Direction.FORWARD, dtype: str = "float32", layout: str = "NCHW") -> ProblemDescription:
+    return ProblemDescription.convolution(
+        x=(3, 24, 17, 15),
+        w=(36, 8, 3, 3),
+        groups=3,
+        padding=((1, 0), (2, 1)),
+        stride=(1, 2),
+        direction=direction,
+        dtype=dtype,
+        layout=layout,
+    )
+
+
+class Faulty(Invoker):
+    """Runs another invoker, then does damage on the same stream."""
+
+    def __init__(self, inner: Invoker, fault: Fault, workspace_bytes: int = 0) -> None:
+        self._inner = inner
+        self._fault = fault
+        self.problem, self.device = inner.problem, inner.device
+        self.solver_id, self.config = inner.solver_id, inner.config
+        self.workspace_bytes = max(inner.workspace_bytes, workspace_bytes)
+        self.deterministic, self.alignment_bytes = True, inner.alignment_bytes
+
+    def run(self, x: int, w: int, y: int, workspace: int, stream: int) -> None:
+        self._inner.run(x, w, y, workspace, stream)
+        self._fault({"x": x, "w": w, "y": y, "workspace": workspace}, stream)
+
+
+def naive(problem: ProblemDescription, device: Device, compiler: Compiler) -> Invoker:
+    solver = solver_by_id("ConvDirectNaive")
+    return make_invoker(problem, device, solver, solver.default_configs(problem, device)[0], compiler)
+
+
+def set_bytes(address: int, value: int, size: int, stream: int) -> None:
+    cupy.cuda.runtime.memsetAsync(address, value, size, stream)
+
+
+def verdict_of(invoker: Invoker, compiler: Compiler, **options: Any) -> Verdict:
+    with Verifier(invoker.problem, invoker.device, compiler, seed=11, **options) as verifier:
+        return verifier.verify(invoker, growth=1.0, exact=True)
+
+
+@pytest.mark.parametrize("layout", ["NCHW", "NHWC"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("direction", Direction)
+def test_right_results_pass(direction: Direction, dtype: str, layout: str, device: Device, compiler: Compiler) -> None:
+    invoker = naive(conv(direction, dtype, layout), device, compiler)
+    for budget in (SampleBudget(), SAMPLED):
+        verdict = verdict_of(invoker, compiler, budget=budget)
+        assert verdict.ok, verdict.message
+        assert verdict.bound_ratio is not None
+        assert verdict.bound_ratio <= 1
+
+
+@pytest.mark.parametrize("direction", Direction)
+def test_sums_agree_with_the_host(direction: Direction, device: Device, compiler: Compiler) -> None:
+    problem = conv(direction, "float16", "NHWC")
+    with Verifier(problem, device, compiler, seed=3) as verifier:
+        verifier.verify(naive(problem, device, compiler), growth=1.0, exact=False)
+        rig: Any = verifier._rig
+        with rig._memory:
+            rig._prepare(Values.NORMAL, 0)
+            tensors = {name: downloaded(rig, problem, name) for name in problem.direction.inputs}
+            sums = rig._memory.download(rig._sums[Values.NORMAL], 3 * problem.output.size, np.float64).reshape(-1, 3)
+    wide = {name: tensor.astype(np.float64) for name, tensor in tensors.items()}
+    assert all(abs(t.std() - 1) < 0.1 for t in wide.values())
+    for column, change in enumerate((lambda t: t, np.abs, np.square)):
+        wanted = reference_on_host(problem, **{name: change(t) for name, t in wide.items()})
+        np.testing.assert_allclose(sums[:, column], wanted.reshape(-1), atol=1e-10)
+
+
+def downloaded(rig: Any, problem: ProblemDescription, name: str) -> np.ndarray:
+    descriptor = problem.tensor(name)
+    dtype = numpy_dtype(descriptor.dtype)
+    flat = rig._memory.download(rig._buffers[name].address, descriptor.size, dtype)
+    return np.ndarray(descriptor.shape, dtype, flat, strides=[s * dtype.itemsize for s in descriptor.strides])
+
+
+def offset(problem: ProblemDescription, index: tuple[int, ...]) -> int:
+    output = problem.output
+    return sum(i * s for i, s in zip(index, output.strides, strict=True)) * output.dtype.itemsize
+
+
+@pytest.mark.parametrize("layout", ["NCHW", "NHWC"])
+@pytest.mark.parametrize("direction", Direction)
+def test_faults_are_caught(direction: Direction, layout: str, device: Device, compiler: Compiler) -> None:
+    problem = conv(direction, layout=layout)
+    out, first = direction.output, direction.inputs[0]
+    place = offset(problem, (1, 2, 2, 1))
+    size = problem.output.bytes
+    faults: dict[str, Fault] = {
+        "are wrong": lambda at, stream: set_bytes(at[out], 0, size, stream),
+        "(1, 2, 2, 1): got": lambda at, stream: set_bytes(at[out] + place, 0x41, 4, stream),
+        f"of {out} are unwritten or NaN, the first at (1, 2, 2, 1)": lambda at, stream: set_bytes(
+            at[out] + place, 0xFF, 4, stream
+        ),
+        f"the guard band after {out}": lambda at, stream: set_bytes(at[out] + size, 0, 1, stream),
+        f"the guard band before {first}": lambda at, stream: set_bytes(at[first] - 1, 0, 1, stream),
+        "the guard band after the workspace": lambda at, stream: set_bytes(at["workspace"] + 100, 0, 1, stream),
+        f"input {first}": lambda at, stream: set_bytes(at[first] + 5, 0x3F, 1, stream),
+    }
+    inner = naive(problem, device, compiler)
+    with Verifier(problem, device, compiler) as verifier:
+        for words, fault in faults.items():
+            verdict = verifier.verify(Faulty(inner, fault, workspace_bytes=100), growth=1.0, exact=True)
+            assert not verdict.ok, words
+            assert words in verdict.message, verdict.message
+            assert verifier.verify(inner, growth=1.0, exact=True).ok
+
+
+def test_a_workspace_beyond_the_device_is_a_memory_error(device: Device, compiler: Compiler) -> None:
+    inner = naive(conv(), device, compiler)
+    with Verifier(conv(), device, compiler) as verifier:
+        greedy = Faulty(inner, lambda at, stream: None, workspace_bytes=1 << 46)
+        for _ in range(2):
+            with pytest.raises(MemoryError):
+                verifier.verify(greedy, growth=1.0, exact=True)
+        assert verifier.verify(inner, growth=1.0, exact=True).ok

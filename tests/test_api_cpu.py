@@ -1,0 +1,246 @@
+"""The public API on the CPU place: find, run, remember, forget, fall back, save and load."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import miofind
+from miofind import records
+from miofind.errors import InvalidArrayError, LaunchError, NoSolutionError, SolutionFileError, WorkspaceError
+from miofind.found import Source
+from miofind.reference import reference_on_host
+from miofind.sandbox import InProcess
+
+PROBLEM = miofind.ProblemDescription.convolution(x=(2, 4, 9, 7), w=(6, 2, 3, 3), padding=1, stride=2, groups=2)
+
+
+@pytest.fixture
+def handle(tmp_path: Path) -> Iterator[miofind.Handle]:
+    with miofind.Handle("cpu", database=tmp_path / "finddb.db", strict=True) as made:
+        yield made
+
+
+def operands(problem: miofind.ProblemDescription, seed: int = 0) -> dict[str, np.ndarray]:
+    generator = np.random.default_rng(seed)
+    return {name: generator.standard_normal(problem.tensor(name).shape).astype(np.float32) for name in ("x", "w", "y")}
+
+
+@pytest.mark.parametrize("direction", list(miofind.Direction))
+def test_find_and_run_in_every_direction(handle: miofind.Handle, direction: miofind.Direction) -> None:
+    problem = miofind.ProblemDescription.convolution(
+        x=(2, 4, 9, 7), w=(6, 2, 3, 3), padding=1, stride=2, groups=2, direction=direction
+    )
+    given = operands(problem)
+    expected = reference_on_host(problem, **given)
+    named = {("dy" if n == "y" else n): given[n] for n in direction.inputs}
+    solutions = miofind.find_solutions(problem, handle=handle)
+    assert [s.time_ms for s in solutions] == sorted(s.time_ms for s in solutions)
+    for solution in solutions:
+        result = miofind.run_solution(solution, **named)
+        np.testing.assert_allclose(result, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_convolution_in_one_call(handle: miofind.Handle) -> None:
+    given = operands(PROBLEM)
+    y = miofind.convolution(given["x"], given["w"], padding=1, stride=2, groups=2, handle=handle)
+    np.testing.assert_allclose(y, reference_on_host(PROBLEM, **given), rtol=1e-4, atol=1e-4)
+
+
+def test_finddb_answers_after_a_restart(
+    handle: miofind.Handle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = miofind.find_solutions(PROBLEM, handle=handle)
+    handle.close()
+    monkeypatch.setattr(InProcess, "run", lambda *_: pytest.fail("something was measured"))
+    with miofind.Handle("cpu", database=tmp_path / "finddb.db", strict=True) as later:
+        again = miofind.find_solutions(PROBLEM, handle=later)
+    assert [s.id for s in again] == [s.id for s in first]
+    assert {s.source for s in first} == {Source.MEASURED}
+    assert {s.source for s in again} == {Source.FINDDB}
+
+
+def test_on_miss_error_and_estimate(handle: miofind.Handle) -> None:
+    with pytest.raises(NoSolutionError, match="miofind tune"):
+        miofind.find_solutions(PROBLEM, options=miofind.FindOptions(on_miss="error"), handle=handle)
+    predicted = miofind.find_solutions(PROBLEM, options=miofind.FindOptions(on_miss="estimate"), handle=handle)
+    assert {s.source for s in predicted} == {Source.PREDICTED}
+    fast = miofind.find_solutions(PROBLEM, options=miofind.FindOptions(find_mode="fast"), handle=handle)
+    assert [s.id for s in fast] == [s.id for s in predicted]
+    miofind.run_solution(predicted[0], *(operands(PROBLEM)[n] for n in ("x", "w")))
+
+
+def count_runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    runs: list[int] = []
+    real = InProcess.run
+    monkeypatch.setattr(InProcess, "run", lambda self, job: runs.append(len(job.candidates)) or real(self, job))
+    return runs
+
+
+@pytest.mark.parametrize(
+    ("options", "runs_on_hit"),
+    [
+        ({}, 0),
+        ({"find_mode": "normal"}, 1),
+        ({"find_mode": "fast"}, 0),
+        ({"find_mode": "trust_verify"}, 1),
+        ({"find_enforce": "db_update"}, 1),
+        ({"find_enforce": "search"}, 1),
+        ({"find_enforce": "search_db_update"}, 1),
+        ({"find_enforce": "db_clean"}, 1),
+        ({"deterministic": True}, 0),
+        ({"workspace_limit_bytes": 1 << 40}, 0),
+        ({"tuning": True}, 1),
+    ],
+    ids=lambda value: str(value),
+)
+def test_which_requests_measure_on_a_hit(
+    handle: miofind.Handle, monkeypatch: pytest.MonkeyPatch, options: dict[str, object], runs_on_hit: int
+) -> None:
+    miofind.find_solutions(PROBLEM, handle=handle)
+    runs = count_runs(monkeypatch)
+    assert miofind.find_solutions(PROBLEM, options=miofind.FindOptions(**options), handle=handle)
+    assert len(runs) == runs_on_hit
+
+
+def test_process_cache_answers_without_the_finddb(handle: miofind.Handle, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = miofind.find_solutions(PROBLEM, handle=handle)
+    monkeypatch.setattr(records, "look_up", lambda *_, **__: pytest.fail("the FindDB was asked"))
+    assert miofind.find_solutions(PROBLEM, handle=handle) == first
+
+
+def test_filtered_find_does_not_answer_for_all_solvers(handle: miofind.Handle, monkeypatch: pytest.MonkeyPatch) -> None:
+    only = miofind.find_solutions(PROBLEM, options=miofind.FindOptions(only="ConvCpuDirect"), handle=handle)
+    assert {s.solver_id for s in only} == {"ConvCpuDirect"}
+    runs = count_runs(monkeypatch)
+    assert len({s.solver_id for s in miofind.find_solutions(PROBLEM, handle=handle)}) > 0
+    assert len(runs) == 1
+
+
+def test_workspace_limit_and_order(handle: miofind.Handle) -> None:
+    every = miofind.find_solutions(PROBLEM, options=miofind.FindOptions(order="workspace"), handle=handle)
+    assert [s.workspace_bytes for s in every] == sorted(s.workspace_bytes for s in every)
+    none = miofind.find_solutions(PROBLEM, options=miofind.FindOptions(workspace_limit_bytes=0), handle=handle)
+    assert {s.workspace_bytes for s in none} == {0}
+
+
+def test_nothing_left_names_every_reason(handle: miofind.Handle) -> None:
+    options = miofind.FindOptions(only="ConvCpuGemm1x1")
+    with pytest.raises(NoSolutionError, match=r"ConvCpuGemm1x1: .*"):
+        miofind.find_solutions(PROBLEM, options=options, handle=handle)
+
+
+def test_a_solution_that_fails_falls_back_with_one_warning(
+    handle: miofind.Handle, caplog: pytest.LogCaptureFixture
+) -> None:
+    given = operands(PROBLEM)
+    options = miofind.FindOptions(only=("ConvCpuIm2colGemm", "ConvCpuDirect"), order="workspace")
+    solutions = miofind.find_solutions(PROBLEM, options=options, handle=handle)[::-1]
+    records.linked(solutions)
+    assert len(solutions) > 1
+    invoker = solutions[0].runner.prepare()
+
+    def fail(*_: object) -> None:
+        raise LaunchError("broken for this test")
+
+    invoker.run = fail  # type: ignore[method-assign]
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            y = miofind.run_solution(solutions[0], given["x"], given["w"])
+    np.testing.assert_allclose(y, reference_on_host(PROBLEM, **given), rtol=1e-4, atol=1e-4)
+    assert sum("broken for this test" in record.getMessage() for record in caplog.records) == 1
+
+
+def test_run_refuses_wrong_operands(handle: miofind.Handle) -> None:
+    solution = miofind.find_solutions(PROBLEM, handle=handle)[0]
+    given = operands(PROBLEM)
+    with pytest.raises(InvalidArrayError, match="a forward solution takes x and w; given: x"):
+        miofind.run_solution(solution, given["x"])
+    with pytest.raises(InvalidArrayError, match="given: x, w, dy"):
+        miofind.run_solution(solution, given["x"], given["w"], dy=given["y"])
+    with pytest.raises(InvalidArrayError, match="w has shape"):
+        miofind.run_solution(solution, given["x"], given["x"])
+    with pytest.raises(InvalidArrayError, match="y has dtype float64"):
+        miofind.run_solution(solution, given["x"], given["w"], out=np.zeros(PROBLEM.y.shape))
+
+
+def test_run_refuses_a_small_workspace(handle: miofind.Handle) -> None:
+    options = miofind.FindOptions(only="ConvCpuIm2colGemm")
+    solution = miofind.find_solutions(PROBLEM, options=options, handle=handle)[0]
+    if not solution.workspace_bytes:
+        pytest.fail("this test needs a solution with a workspace")
+    given = operands(PROBLEM)
+    with pytest.raises(WorkspaceError, match=f"the solution needs {solution.workspace_bytes}"):
+        miofind.run_solution(solution, given["x"], given["w"], workspace=np.empty(1, np.uint8))
+
+
+def test_save_and_load(handle: miofind.Handle, tmp_path: Path) -> None:
+    solution = miofind.find_solutions(PROBLEM, handle=handle)[0]
+    solution.save(tmp_path / "solution.json")
+    loaded = miofind.Solution.load(tmp_path / "solution.json", handle)
+    given = operands(PROBLEM)
+    assert loaded.id == solution.id
+    expected = miofind.run_solution(solution, given["x"], given["w"])
+    np.testing.assert_array_equal(miofind.run_solution(loaded, given["x"], given["w"]), expected)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda text: text[: len(text) // 2], "is not JSON"),
+        (lambda text: text.replace("miofind-solution", "other"), "is no saved solution"),
+        (lambda text: text.replace('"version": 1', '"version": 99'), "has version 99"),
+        (lambda text: text.replace('"time_ms": ', '"time_ms": 1'), "do not match their hash"),
+        (lambda text: text.replace('"arch": ""', '"arch": 7'), "arch is 7"),
+        (lambda text: "[" * 100_000, "is not JSON"),
+        (lambda text: "", "is not JSON"),
+    ],
+    ids=["truncated", "format", "version", "changed", "type", "nested", "empty"],
+)
+def test_damaged_solution_files(handle: miofind.Handle, tmp_path: Path, change: object, message: str) -> None:
+    path = tmp_path / "solution.json"
+    miofind.find_solutions(PROBLEM, handle=handle)[0].save(path)
+    path.write_text(change(path.read_text()))  # type: ignore[operator]
+    with pytest.raises(SolutionFileError, match=message):
+        miofind.Solution.load(path, handle)
+
+
+def test_solution_of_another_architecture(handle: miofind.Handle, tmp_path: Path) -> None:
+    path = tmp_path / "solution.json"
+    miofind.find_solutions(PROBLEM, handle=handle)[0].save(path)
+    document = json.loads(path.read_text())
+    document["solution"]["arch"] = "90a"
+    from miofind.solution_file import _digest
+
+    document["sha256"] = _digest(document["solution"])
+    path.write_text(json.dumps(document))
+    with pytest.raises(SolutionFileError, match="was saved for sm_90a"):
+        miofind.Solution.load(path, handle)
+
+
+def test_saving_where_nothing_can_be_written(handle: miofind.Handle, tmp_path: Path) -> None:
+    with pytest.raises(SolutionFileError, match="cannot be written"):
+        miofind.find_solutions(PROBLEM, handle=handle)[0].save(tmp_path / "missing" / "solution.json")
+
+
+def test_threads_find_and_run_different_problems(handle: miofind.Handle) -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    def work(size: int) -> bool:
+        problem = miofind.ProblemDescription.convolution(x=(1, 3, size, size), w=(4, 3, 3, 3))
+        given = operands(problem, size)
+        y = miofind.convolution(given["x"], given["w"], handle=handle)
+        return bool(np.allclose(y, reference_on_host(problem, **given), rtol=1e-4, atol=1e-4))
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(work, [5 + i % 6 for i in range(24)]))
+
+
+def test_isolated_find(handle: miofind.Handle) -> None:
+    solutions = miofind.find_solutions(PROBLEM, options=miofind.FindOptions(isolate=True), handle=handle)
+    assert {s.source for s in solutions} == {Source.MEASURED}

@@ -1,0 +1,181 @@
+"""The answer is a function of the set of measurements."""
+
+from __future__ import annotations
+
+import random
+
+import finddb_entries as made
+import pytest
+from finddb_entries import DEVICE, PROBLEM, at, row, scope
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from miofind.finddb import MEMORY, Answer, Row, Scope, Store
+from miofind.finddb.ranking import best_rows, rank, usable_rows, widest_scopes
+from miofind.finddb.validation import checked_row
+
+
+def answered(*rows: Row, scopes: tuple[Scope, ...] = ()) -> Answer:
+    """The answer to rows recorded one after another."""
+    with Store(MEMORY) as store:
+        for item in rows:
+            store.record(DEVICE, PROBLEM, [item])
+        for considered in scopes:
+            store.record(DEVICE, PROBLEM, scope=considered)
+        answer = store.answer(DEVICE, PROBLEM)
+        assert answer is not None
+        return answer
+
+
+def solver_ids(answer: Answer) -> list[str]:
+    return [row.solver_id for row in answer.rows]
+
+
+def test_rows_go_by_time():
+    assert solver_ids(answered(row("C", time_ms=3.0), row("A", time_ms=1.0), row("B", time_ms=2.0))) == ["A", "B", "C"]
+
+
+@pytest.mark.parametrize(
+    ("slower", "faster"),
+    [
+        ({"workspace_bytes": 0}, {"workspace_bytes": 1}),
+        ({"max_error": 1e-7}, {"max_error": 2e-7}),
+        ({"max_error": 1e-7}, {"max_error": None}),
+        ({"created_at": at(1)}, {"created_at": at(2)}),
+        ({"workspace_bytes": 0, "max_error": 1.0}, {"workspace_bytes": 1, "max_error": 0.0}),
+    ],
+    ids=["workspace", "error", "known error", "age", "workspace before error"],
+)
+def test_ties_within_one_percent(slower, faster):
+    assert solver_ids(answered(row("A", time_ms=1.009, **slower), row("B", time_ms=1.0, **faster))) == ["A", "B"]
+    assert solver_ids(answered(row("A", time_ms=1.011, **slower), row("B", time_ms=1.0, **faster))) == ["B", "A"]
+
+
+def test_ties_do_not_chain():
+    rows = [
+        row("A", time_ms=1.0, workspace_bytes=3),
+        row("B", time_ms=1.008, workspace_bytes=2),
+        row("C", time_ms=1.016, workspace_bytes=1),
+    ]
+    assert solver_ids(answered(*rows)) == ["B", "A", "C"]
+
+
+def test_the_newest_row_of_a_configuration_stands():
+    assert [row.time_ms for row in answered(row(time_ms=1.0), row(time_ms=2.0)).rows] == [2.0]
+
+
+def test_more_samples_stand_among_rows_of_one_instant():
+    now = {"created_at": at(1)}
+    assert [
+        r.time_ms for r in answered(row(time_ms=1.0, samples=9, **now), row(time_ms=2.0, samples=3, **now)).rows
+    ] == [1.0]
+
+
+@pytest.mark.parametrize("status", ["crashed", "wrong_result", "compile_failed", "launch_failed"])
+def test_a_later_failure_displaces_a_usable_row(status):
+    assert solver_ids(answered(row("A"), row("B"), row("A", status=status, time_ms=None))) == ["B"]
+
+
+@pytest.mark.parametrize("status", ["out_of_memory", "timed_out"])
+def test_a_failure_of_the_moment_displaces_nothing(status):
+    assert solver_ids(answered(row("A"), row("A", status=status, time_ms=None))) == ["A"]
+
+
+def test_rows_that_were_cut_off_are_usable():
+    assert solver_ids(answered(row("A", status="cut_off", time_ms=2.0), row("B"))) == ["B", "A"]
+
+
+def test_an_answer_keeps_three_of_each_solver_and_eight_in_all():
+    fast = [row("Fast", f'{{"tile":{i}}}', time_ms=1.0 + i) for i in range(10)]
+    slow = [row("Slow", f'{{"tile":{i}}}', time_ms=100.0 + i) for i in range(10)]
+    ids = solver_ids(answered(*fast, *slow))
+    assert ids.count("Fast") == 8
+    assert ids.count("Slow") == 3
+
+
+def test_an_answer_keeps_the_best_row_within_each_limit():
+    rows = [row("A", f'{{"tile":{i}}}', time_ms=1.0 + i, workspace_bytes=1000, deterministic=False) for i in range(20)]
+    rows += [row("A", '{"tile":98}', time_ms=50.0, workspace_bytes=10, deterministic=False)]
+    rows += [row("A", '{"tile":99}', time_ms=60.0, workspace_bytes=2000)]
+    found = answered(*rows).rows
+    assert next(row.time_ms for row in found if row.workspace_bytes <= 10) == 50.0
+    assert next(row.time_ms for row in found if row.deterministic) == 60.0
+
+
+@given(rows=st.lists(made.rows, max_size=40), limit=st.sampled_from([0, 256, 1 << 20]), strict=st.booleans())
+def test_limits_find_in_the_kept_rows_what_they_find_in_all(rows, limit, strict):
+    def first(candidates):
+        passing = (r for r in candidates if r.workspace_bytes <= limit and r.deterministic >= strict)
+        return next(passing, None)
+
+    assert first(best_rows(rows)) == first(rank(usable_rows(rows)))
+
+
+@given(rows=st.lists(made.rows, max_size=20), seed=st.integers(0, 9))
+def test_ranking_ignores_the_order_of_rows(rows, seed):
+    rows = [checked_row(DEVICE, PROBLEM, row) for row in rows]
+    shuffled = random.Random(seed).sample(rows, len(rows))
+    assert best_rows(shuffled) == best_rows(rows)
+
+
+@given(scopes=st.lists(made.scopes, max_size=8), request=made.scopes)
+def test_dropped_scopes_cover_nothing_more(scopes, request):
+    kept = widest_scopes(scopes)
+    assert any(s.covers(request) for s in kept) == any(s.covers(request) for s in scopes)
+    assert not any(a.covers(b) for a in kept for b in kept if a is not b)
+
+
+@pytest.mark.parametrize(
+    ("wider", "narrower"),
+    [
+        (scope("A", "B"), scope("A")),
+        (scope("A"), scope("A", filters={"deterministic": True})),
+        (scope("A"), scope("A", workspace_limit_bytes=5)),
+        (scope("A", workspace_limit_bytes=5), scope("A", workspace_limit_bytes=4)),
+        (scope("A", effort="search"), scope("A")),
+        (scope("A"), scope("A", complete=False)),
+    ],
+    ids=["solvers", "filters", "no limit", "limit", "effort", "complete"],
+)
+def test_scopes_cover(wider, narrower):
+    assert wider.covers(narrower)
+    assert wider.covers(wider)
+    assert not narrower.covers(wider)
+    assert answered(scopes=(narrower, wider)).scopes[0].solvers == wider.solvers
+    assert len(answered(scopes=(wider, narrower)).scopes) == 1
+
+
+def test_a_scope_of_another_version_or_filter_covers_nothing():
+    assert not Scope(solvers={"A": 2}).covers(Scope(solvers={"A": 1}))
+    assert not scope("A", filters={"only": ["fft"]}).covers(scope("A", filters={"only": ["gemm"]}))
+
+
+def test_an_answer_names_the_solvers_it_lacks():
+    answer = answered(row("A"), scopes=(scope("A", "B"), scope("C", workspace_limit_bytes=1)))
+    assert answer.missing({"A": 1, "B": 2, "C": 1, "D": 1}) == ("B", "D")
+    assert answer.covers(scope("B"))
+    assert not answer.covers(scope("B", "C"))
+
+
+@settings(max_examples=30, deadline=None)
+@given(history=made.histories)
+def test_a_stored_answer_is_the_one_its_rows_give(history):
+    with Store(MEMORY) as store:
+        store.add([history])
+        assert store.check() == ()
+        stored = store.history(history.device, history.network_config)
+        if stored is not None:
+            answer = store.answer(history.device, history.network_config)
+            assert list(answer.rows) == best_rows(stored.rows)
+            assert list(answer.scopes) == widest_scopes(stored.scopes)
+
+
+def test_ranked_rows_are_a_sequence():
+    rows = answered(row("A", time_ms=1.0), row("B", time_ms=2.0), row("C", time_ms=3.0)).rows
+    assert [r.solver_id for r in rows[1:]] == ["B", "C"]
+    assert rows[-1].solver_id == "C"
+    assert rows[0] is rows[0]
+    assert len(rows) == 3
+    assert len({rows}) == 1
+    with pytest.raises(IndexError):
+        rows[3]

@@ -1,0 +1,382 @@
+"""What goes into a FindDB comes out of it, and nothing else does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from finddb_entries import DEVICE, PROBLEM, VERSIONS, answers, at, contents, row, scope
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from miofind.candidate import Status
+from miofind.errors import DatabaseError
+from miofind.finddb import MEMORY, History, ProblemKey, Prune, RefusedEntryError, Store, environment_id
+from miofind.finddb.values import STATUSES, USABLE_STATUSES
+
+FULL = row(
+    config='{"tile":128}',
+    algorithm="direct",
+    library="plain",
+    source_hash="ab12",
+    kernel_hash="cd34",
+    time_ms=0.1 + 0.2,
+    min_ms=0.1,
+    p20_ms=0.2,
+    p80_ms=0.4,
+    samples=45,
+    protocol="cuda-1",
+    workspace_bytes=2**40,
+    deterministic=False,
+    max_error=1.5e-7,
+)
+
+HOSTILE = (
+    "'; DROP TABLE measurement; --",
+    '" OR 1=1 --',
+    "%s ? :name {0} \\n",
+    "Robert'); DELETE FROM problem WHERE ('1'='1",
+    "名前|132|9.0|",
+    "a\\b/c%00",
+)
+
+
+@pytest.fixture
+def store(tmp_path: Path):
+    with Store(tmp_path / "finddb.db") as opened:
+        yield opened
+
+
+def test_statuses_are_those_of_candidates():
+    assert set(Status) == STATUSES
+    assert {status for status in Status if status.usable} == USABLE_STATUSES
+
+
+def test_unknown_problem_has_no_answer(store):
+    assert store.answer(DEVICE, PROBLEM) is None
+    assert store.history(DEVICE, PROBLEM) is None
+    assert store.problems() == ()
+
+
+@pytest.mark.parametrize("where", ["file", "memory"])
+def test_a_row_keeps_all_its_fields(tmp_path, where):
+    path = MEMORY if where == "memory" else tmp_path / "new" / "folder" / "finddb.db"
+    with Store(path) as store:
+        returned = store.record(DEVICE, PROBLEM, [FULL], scope=scope(), environment=VERSIONS)
+        answer = store.answer(DEVICE, PROBLEM)
+    assert answer == returned
+    (stored,) = answer.rows
+    assert stored.environment == environment_id(VERSIONS)
+    assert stored.created_at
+    assert stored.id
+    fields = ("time_ms", "min_ms", "p20_ms", "p80_ms", "samples", "workspace_bytes", "deterministic", "max_error")
+    assert [getattr(stored, name) for name in fields] == [getattr(FULL, name) for name in fields]
+    assert (stored.config, stored.kernel_hash, stored.protocol) == (FULL.config, FULL.kernel_hash, FULL.protocol)
+    assert type(stored.deterministic) is bool
+
+
+def test_rows_outlive_the_store(tmp_path):
+    path = tmp_path / "finddb.db"
+    with Store(path) as store:
+        store.record(DEVICE, PROBLEM, [FULL], environment=VERSIONS)
+        before = contents(store)
+    with Store(path) as store:
+        assert contents(store) == before
+        assert store.environment(environment_id(VERSIONS)) == VERSIONS
+        assert store.environment("unknown") is None
+
+
+def test_devices_and_problems_are_apart(store):
+    store.record(DEVICE, PROBLEM, [row("ConvA")])
+    store.record("cpu|2||", PROBLEM, [row("ConvB")])
+    store.record(DEVICE, "other", [row("ConvC")])
+    assert [row.solver_id for row in store.answer(DEVICE, PROBLEM).rows] == ["ConvA"]
+    assert store.problems("cpu|2||") == (ProblemKey(device="cpu|2||", network_config=PROBLEM),)
+    assert len(store.problems()) == 3
+    assert [(key.network_config, row.solver_id) for key, row in store.rows(DEVICE)] == [
+        (PROBLEM, "ConvA"),
+        ("other", "ConvC"),
+    ]
+
+
+def test_recording_nothing_stores_nothing(store):
+    assert store.record(DEVICE, PROBLEM) is None
+    assert store.problems() == ()
+
+
+def test_failures_are_kept_and_give_an_answer_without_rows(store):
+    store.record(DEVICE, PROBLEM, [row(status="crashed", time_ms=None, message="illegal address")], scope=scope())
+    answer = store.answer(DEVICE, PROBLEM)
+    assert len(answer.rows) == 0
+    assert answer.covers(scope())
+    assert store.history(DEVICE, PROBLEM).rows[0].message == "illegal address"
+
+
+def test_a_later_row_ranks_as_later_though_the_clock_was_set_back(store):
+    store.record(DEVICE, PROBLEM, [row(time_ms=1.0, created_at="2150-01-01T00:00:00.000000Z")])
+    store.record(DEVICE, PROBLEM, [row(time_ms=5.0)])
+    assert store.answer(DEVICE, PROBLEM).rows[0].time_ms == 5.0
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_hostile_text_is_text(store, text):
+    config = '{"a":"\'; DROP TABLE answer; --"}'
+    store.record(text, text, [row(text, config)], scope=scope(text))
+    store.queue_recheck(text, text, text)
+    assert store.answer(text, text).rows[0].config == config
+    assert store.rechecks(text)[0].reason == text
+    assert store.answer(DEVICE, PROBLEM) is None
+    assert store.check() == ()
+
+
+@settings(max_examples=30, deadline=None)
+@given(text=st.text(max_size=40))
+def test_any_text_is_stored_or_refused(text):
+    with Store(MEMORY) as store:
+        try:
+            store.record(text, PROBLEM, [row(text, message=text)])
+        except RefusedEntryError:
+            assert not (text and text.isprintable())
+            assert store.problems() == ()
+        else:
+            assert store.answer(text, PROBLEM).rows[0].solver_id == text
+            assert store.check() == ()
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"config": '{"b":1, "a":2}'}, "canonical"),
+        ({"config": '{"a":NaN}'}, "JSON"),
+        ({"config": "[1]"}, "JSON object"),
+        ({"config": "[" * 10_000}, "JSON object"),
+        ({"status": "fine"}, "compile_failed"),
+        ({"time_ms": None}, "time_ms"),
+        ({"time_ms": 0.0}, "time_ms"),
+        ({"time_ms": float("nan")}, "finite"),
+        ({"time_ms": True}, "number"),
+        ({"max_error": float("inf")}, "finite"),
+        ({"samples": -1}, "samples=-1"),
+        ({"workspace_bytes": 2**63}, "2**63"),
+        ({"workspace_bytes": 1.5}, "integer"),
+        ({"solver_version": True}, "integer"),
+        ({"deterministic": 1}, "true or false"),
+        ({"solver_id": ""}, "solver_id"),
+        ({"solver_id": "a\0b"}, "printable"),
+        ({"solver_id": "\ud800"}, "printable"),
+        ({"algorithm": "x" * 201}, "200"),
+        ({"created_at": "yesterday"}, "2026-01-31"),
+        ({"created_at": "2026-02-30T00:00:00.000000Z"}, "2026-01-31"),
+        ({"environment": "0123"}, "unknown"),
+        ({"id": "0123"}, "altered"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_refused_rows(store, changes, said):
+    store.record(DEVICE, PROBLEM, [row("ConvB")])
+    before = contents(store)
+    with pytest.raises(RefusedEntryError) as caught:
+        store.record(DEVICE, PROBLEM, [row("ConvC"), row(**changes)], scope=scope())
+    assert said in str(caught.value)
+    assert contents(store) == before
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"effort": "all"},
+        {"complete": 1},
+        {"workspace_limit_bytes": -1},
+        {"filters": {"only": ("a",)}},
+        {"filters": {"only": object()}},
+        {"filters": {1: 2}},
+        {"filters": {"x": "y" * 30_000}},
+    ],
+    ids=str,
+)
+def test_refused_scopes(store, changes):
+    with pytest.raises(RefusedEntryError):
+        store.record(DEVICE, PROBLEM, [row()], scope=scope(**changes))
+    assert store.problems() == ()
+
+
+@pytest.mark.parametrize(
+    "versions",
+    [{"hostname": "node7"}, {"gpu_uuid": "GPU-1"}, {"Driver": "1"}, {"driver": 13}, {"driver": "/usr/lib/x.so"}],
+    ids=str,
+)
+def test_environments_name_no_machine(store, versions):
+    with pytest.raises(RefusedEntryError):
+        store.record(DEVICE, PROBLEM, [row()], environment=versions)
+
+
+@pytest.mark.parametrize(
+    ("message", "kept"),
+    [
+        ("/home/ann/.cache/miofind/a.cu(12): error", "a.cu(12): error"),
+        ("in '/home/ann/x y/a.cuh' and C:\\Users\\ann\\b.cu", "in 'x y/a.cuh' and b.cu"),
+        ("~/secret/a.cu", "a.cu"),
+        ("no room: 3/4 used, n/a", "no room: 3/4 used, n/a"),
+        ("bad \ud800 \0 text", "bad ?  text"),
+        ("x" * 5000, "x" * 2000),
+    ],
+)
+def test_messages_lose_folders_and_length(store, message, kept):
+    store.record(DEVICE, PROBLEM, [row(status="compile_failed", time_ms=None, message=message)])
+    assert store.history(DEVICE, PROBLEM).rows[0].message == kept
+    assert store.check() == ()
+
+
+def test_rechecks_are_queued_once_and_dropped(store):
+    assert store.queue_recheck(DEVICE, PROBLEM, "driver 13.1")
+    assert not store.queue_recheck(DEVICE, PROBLEM, "driver 13.1")
+    assert store.queue_recheck(DEVICE, PROBLEM, "new solver ConvB")
+    assert store.queue_recheck("cpu|2||", PROBLEM, "driver 13.1")
+    assert [note.reason for note in store.rechecks(DEVICE)] == ["driver 13.1", "new solver ConvB"]
+    assert store.drop_rechecks(DEVICE, PROBLEM) == 2
+    assert store.drop_rechecks(DEVICE, PROBLEM) == 0
+    assert [note.device for note in store.rechecks()] == ["cpu|2||"]
+
+
+def test_clean_forgets_one_problem(store):
+    store.record(DEVICE, PROBLEM, [row("ConvA"), row("ConvB")], scope=scope())
+    store.record(DEVICE, "other", [row()])
+    assert store.clean(DEVICE, PROBLEM) == 2
+    assert store.clean(DEVICE, PROBLEM) == 0
+    assert store.answer(DEVICE, PROBLEM) is None
+    assert store.answer(DEVICE, "other") is not None
+    assert store.stats().scopes == 0
+    assert store.check() == ()
+
+
+def filled(store: Store) -> None:
+    store.record(DEVICE, PROBLEM, [row(time_ms=3.0), row("ConvB", status="ok")], scope=scope(), environment=VERSIONS)
+    store.record(DEVICE, PROBLEM, [row(time_ms=2.0)], scope=scope("ConvA", "ConvB"), environment={"driver": "12.9"})
+    store.record(DEVICE, PROBLEM, [row("ConvB", status="crashed", time_ms=None), row("ConvC", status="timed_out")])
+    store.record("cpu|2||", PROBLEM, [row("ConvD")])
+
+
+@pytest.mark.parametrize("what", [Prune.SUPERSEDED, Prune.FAILED])
+def test_prune_changes_no_answer(store, what):
+    filled(store)
+    before = [tuple(answer.rows) for answer in answers(store)]
+    covered = [answer.covers(scope("ConvA", "ConvB")) for answer in answers(store)]
+    assert store.prune(what) > 0
+    assert store.prune(what) == 0
+    assert [tuple(answer.rows) for answer in answers(store)] == before
+    assert [answer.covers(scope("ConvA", "ConvB")) for answer in answers(store)] == covered
+    assert store.check() == ()
+
+
+def test_prune_failed_leaves_no_failure_and_brings_nothing_back(store):
+    filled(store)
+    store.prune("failed")
+    assert {row.status for _, row in store.rows()} == {"ok"}
+    assert {row.solver_id for _, row in store.rows(DEVICE)} == {"ConvA"}
+
+
+def test_prune_other_devices(store):
+    filled(store)
+    assert store.prune(Prune.OTHER_DEVICES, device=DEVICE) == 1
+    assert {key.device for key in store.problems()} == {DEVICE}
+    with pytest.raises(RefusedEntryError):
+        store.prune(Prune.OTHER_DEVICES)
+
+
+def test_stats_count(store):
+    filled(store)
+    stats = store.stats()
+    assert (stats.problems, stats.rows, stats.scopes, stats.environments) == (2, 6, 2, 2)
+    assert stats.by_device == {DEVICE: 1, "cpu|2||": 1}
+    assert stats.by_solver == {"ConvA": 2, "ConvB": 2, "ConvC": 1, "ConvD": 1}
+    assert stats.by_status == {"crashed": 1, "ok": 4, "timed_out": 1}
+    assert stats.file_bytes > 0
+
+
+def test_check_asks_the_caller_of_each_row(store):
+    filled(store)
+    asked = []
+
+    def validate(key, row):
+        asked.append(key)
+        return f"unknown solver {row.solver_id}" if row.solver_id == "ConvD" else None
+
+    (finding,) = store.check(validate)
+    assert len(asked) == 6
+    assert "cpu|2||" in finding
+    assert "unknown solver ConvD" in finding
+
+
+@pytest.mark.parametrize(
+    ("statement", "said"),
+    [
+        ("UPDATE measurement SET time_ms = 0.001 WHERE solver_id = 'ConvD'", "altered or damaged"),
+        ("UPDATE measurement SET config = '{' WHERE solver_id = 'ConvD'", "config"),
+        ("UPDATE measurement SET samples = 'many' WHERE solver_id = 'ConvD'", "samples"),
+        ("UPDATE answer SET payload = '[]'", "rebuild"),
+        ("UPDATE scope SET solvers = '[1]'", "cannot be read"),
+        ("DELETE FROM environment", "is unknown"),
+        ("DELETE FROM answer", "rebuild"),
+        ("ALTER TABLE measurement DROP COLUMN protocol", "measurement.protocol is missing"),
+        ("DROP TABLE recheck", "recheck is missing"),
+    ],
+)
+def test_check_finds(store, statement, said):
+    filled(store)
+    with store._database.write() as connection:
+        connection.exec_driver_sql(statement)
+    findings = store.check()
+    assert any(said in finding for finding in findings), findings
+
+
+def test_rebuild_mends_answers(store):
+    filled(store)
+    before = answers(store)
+    with store._database.write() as connection:
+        connection.exec_driver_sql("UPDATE answer SET payload = '[]'")
+    assert store.rebuild() == 2
+    assert answers(store) == before
+    assert store.check() == ()
+
+
+def test_an_unreadable_answer_says_so(store):
+    store.record(DEVICE, PROBLEM, [row()])
+    for payload in ("", "{", '[[1]]\n["x"]', "[]\n[1]"):
+        with store._database.write() as connection:
+            connection.exec_driver_sql("UPDATE answer SET payload = ?", (payload,))
+        with pytest.raises(DatabaseError, match="check the database"):
+            tuple(store.answer(DEVICE, PROBLEM).rows)
+
+
+def test_an_altered_environment_is_refused(store):
+    history = History(
+        device=DEVICE, network_config=PROBLEM, rows=(row(created_at=at(1)),), environments={"x": VERSIONS}
+    )
+    with pytest.raises(RefusedEntryError, match="altered"):
+        store.add([history])
+
+
+def test_a_closed_store_says_so(tmp_path):
+    store = Store(tmp_path / "finddb.db")
+    store.close()
+    store.close()
+    with pytest.raises(DatabaseError, match="closed"):
+        store.answer(DEVICE, PROBLEM)
+
+
+def test_a_read_only_store_records_nothing(tmp_path):
+    with Store(tmp_path / "finddb.db") as store:
+        store.record(DEVICE, PROBLEM, [row()])
+        with Store(tmp_path / "finddb.db", read_only=True) as reading:
+            assert reading.answer(DEVICE, PROBLEM) == store.answer(DEVICE, PROBLEM)
+    with Store(tmp_path / "finddb.db", read_only=True) as reading:
+        assert reading.answer(DEVICE, PROBLEM) is not None
+        assert reading.answer("cpu|2||", PROBLEM) is None
+        with pytest.raises(DatabaseError, match="read only"):
+            reading.record(DEVICE, PROBLEM, [row()])
+    assert [path.name for path in tmp_path.iterdir()] == ["finddb.db"]
+
+
+def test_a_url_of_a_server_is_refused():
+    with pytest.raises(DatabaseError, match="postgresql cannot be used by this release"):
+        Store("postgresql://somewhere/finddb")

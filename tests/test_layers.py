@@ -1,0 +1,210 @@
+"""Imports go down only, and the GPU's libraries wait until they are used."""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parents[1] / "miofind"
+PARTS = ("solvers", "finddb", "kernels_src")
+
+# From the top down. A module imports from its own layer and those below it; a package counts as one module.
+LAYERS = (
+    ("__main__", "cli"),
+    ("miofind", "api", "bench"),
+    ("tune", "row_check", "find", "records", "plan", "found", "solution_file", "handle"),
+    ("sandbox",),
+    ("evaluate",),
+    ("race", "measure", "lane_cuda", "lane_host", "verify", "ceilings", "torch_rival"),
+    ("rig", "rig_cuda", "rig_host", "device_kernels", "accuracy", "sampling"),
+    ("invoker",),
+    ("compiler",),
+    ("solvers",),
+    ("solver", "options"),
+    ("candidate", "reference", "geometry", "correlation", "environment", "libraries"),
+    ("solution",),
+    ("suites", "driver_line", "driver_flags"),
+    ("device", "device_memory"),
+    ("problem", "array_problem", "network_config", "tensor", "arrays", "values"),
+    ("finddb", "kernels_src"),
+    ("errors",),
+)
+
+# Methods that lead into a module above: imported inside a function, nowhere else.
+FRONT_DOORS = {
+    ("problem", "array_problem"),
+    ("found", "solution_file"),
+    ("measure", "lane_cuda"),
+    ("measure", "lane_host"),
+}
+
+GPU_LIBRARIES = {"cupy", "cupyx", "cupy_backends", "cudnn", "nvmath", "cuda", "torch"}
+
+
+@dataclass(frozen=True)
+class Import:
+    """One import statement's module, and where it stands."""
+
+    file: str
+    line: int
+    module: str
+    in_function: bool
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line} imports {self.module}"
+
+
+def imports_of(path: Path) -> Iterator[Import]:
+    """The imports of a file that happen at run time; those for type checkers only are left out."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    pending: list[tuple[ast.AST, bool]] = [(tree, False)]
+    while pending:
+        node, in_function = pending.pop()
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            pending += [(child, in_function) for child in node.orelse]
+            continue
+        for module in _imported(node):
+            assert isinstance(node, ast.stmt)
+            yield Import(str(path.relative_to(PACKAGE.parent)), node.lineno, module, in_function)
+        inside = in_function or isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+        pending += [(child, inside) for child in ast.iter_child_nodes(node)]
+
+
+def _imported(node: ast.AST) -> list[str]:
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom):
+        assert node.level == 0, "relative imports are not used"
+        module = node.module or ""
+        return [f"{module}.{alias.name}" for alias in node.names] if module == "miofind" else [module]
+    return []
+
+
+def modules() -> dict[str, list[Path]]:
+    """Files by module: a package under miofind counts as one."""
+    found: dict[str, list[Path]] = {"miofind": [PACKAGE / "__init__.py"]}
+    for path in sorted(PACKAGE.iterdir()):
+        if path.suffix == ".py" and path.stem != "__init__":
+            found[path.stem] = [path]
+        elif (path / "__init__.py").is_file():
+            found[path.name] = sorted(path.rglob("*.py"))
+    return found
+
+
+MODULES = modules()
+IMPORTS = {name: [found for path in paths for found in imports_of(path)] for name, paths in MODULES.items()}
+LAYER_OF = {name: i for i, layer in enumerate(LAYERS) for name in layer}
+
+
+def inner(module: str) -> str | None:
+    """The module of miofind that an import means, None for other packages."""
+    package, _, rest = module.partition(".")
+    if package != "miofind" or rest.startswith("__"):
+        return None
+    name = rest.partition(".")[0]
+    return name if name in MODULES else "miofind"
+
+
+def test_every_module_has_a_layer() -> None:
+    assert sorted(set(MODULES) - set(LAYER_OF)) == [], "name the new module in LAYERS"
+
+
+def test_every_part_beside_the_package_is_seen() -> None:
+    assert [part for part in PARTS if not (PACKAGE / part).is_symlink() or part not in MODULES] == []
+
+
+@pytest.mark.parametrize("name", sorted(MODULES))
+def test_imports_go_down(name: str) -> None:
+    upward = [
+        str(found)
+        for found in IMPORTS[name]
+        if (target := inner(found.module)) is not None
+        and LAYER_OF.get(target, 0) < LAYER_OF.get(name, 0)
+        and not (found.in_function and (name, target) in FRONT_DOORS)
+    ]
+    assert upward == []
+
+
+def test_no_module_imports_itself_in_a_circle() -> None:
+    graph = {
+        name: {
+            target
+            for found in IMPORTS[name]
+            if (target := inner(found.module)) not in (None, name) and (name, target) not in FRONT_DOORS
+        }
+        for name in MODULES
+    }
+    assert tuple(graphlib.TopologicalSorter(graph).static_order())
+
+
+def test_front_doors_are_used() -> None:
+    used = {(name, inner(found.module)) for name in MODULES for found in IMPORTS[name] if found.in_function}
+    assert sorted(FRONT_DOORS - used) == []
+
+
+@pytest.mark.parametrize("name", sorted(MODULES))
+def test_gpu_libraries_are_imported_inside_functions(name: str) -> None:
+    early = [str(i) for i in IMPORTS[name] if i.module.partition(".")[0] in GPU_LIBRARIES and not i.in_function]
+    assert early == []
+
+
+@pytest.mark.parametrize("name", sorted(MODULES))
+def test_the_parts_are_imported_under_their_package(name: str) -> None:
+    assert [str(found) for found in IMPORTS[name] if found.module.partition(".")[0] in PARTS] == []
+
+
+def test_finddb_is_a_leaf() -> None:
+    targets = {inner(found.module) for found in IMPORTS["finddb"]} - {None, "finddb"}
+    assert targets <= {"errors"}
+
+
+def test_solvers_do_not_import_each_other() -> None:
+    assert [str(found) for found in IMPORTS["solvers"] if found.module.startswith("miofind.solvers")] == []
+
+
+_BLOCKED = """
+import sys
+
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {blocked}:
+            raise ModuleNotFoundError("No module named " + repr(name), name=name)
+
+sys.meta_path.insert(0, Blocked())
+{code}
+assert not {blocked} & set(sys.modules), "a GPU library was imported"
+"""
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import miofind; assert miofind.Device.cpu()",
+        "from miofind.solver import solvers; assert solvers()",
+        "from miofind.cli import main; main(['--help'], standalone_mode=False)",
+        "import miofind, numpy as np\n"
+        "y = miofind.convolution(np.ones((1, 2, 4, 4), np.float32), np.ones((3, 2, 3, 3), np.float32))\n"
+        "assert y.shape == (1, 3, 2, 2) and (y == 18).all()",
+    ],
+    ids=["import", "solvers", "help", "convolution"],
+)
+def test_works_without_the_gpu_libraries(code: str, tmp_path: Path) -> None:
+    script = _BLOCKED.format(blocked=GPU_LIBRARIES, code=code)
+    environment = {"PYTHONPATH": str(PACKAGE.parent), "MIOFIND_DB": str(tmp_path / "find.db"), "HOME": str(tmp_path)}
+    result = subprocess.run(
+        [sys.executable, "-c", script],
+        env=environment,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr

@@ -1,0 +1,282 @@
+"""Timing and the race on the CPU place: what is sampled, how often, and who wins."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+from fake_invokers import FakeInvoker, right, sleeping
+
+from miofind.candidate import Timing
+from miofind.ceilings import Ceilings, arithmetic_of
+from miofind.device import Device
+from miofind.errors import LaunchError, MeasurementError
+from miofind.measure import Stage, Track
+from miofind.problem import ProblemDescription
+from miofind.race import Effort, Entrant, Race
+
+SMALL = ProblemDescription.convolution(x=(1, 4, 6, 6), w=(4, 4, 3, 3))
+
+
+def cpu_stage() -> Stage:
+    return Stage(SMALL, Device.cpu(), None)  # type: ignore[arg-type]
+
+
+class ScriptedTrack(Track):
+    """A candidate whose samples are a fixed time with a small ripple; counts what is asked of it."""
+
+    def __init__(self, time_ms: float, rough_ms: float, log: list[float]) -> None:
+        self.rough_ms = rough_ms
+        self._ripple = itertools.cycle((1.0, 1.002, 0.998))
+        self._time_ms = time_ms
+        self._log = log
+
+    def samples(self, count: int) -> list[float]:
+        self._log += [self._time_ms] * count
+        return [self._time_ms * next(self._ripple) for _ in range(count)]
+
+
+class ScriptedStage(Stage):
+    """A stage whose candidates' times are set by the test."""
+
+    def __init__(self, times_ms: dict[str, float], rough_ms: dict[str, float] | None = None) -> None:
+        self.problem = SMALL
+        self.times_ms = times_ms
+        self.rough_ms = rough_ms or {}
+        self.log: list[float] = []
+        self.failing: set[str] = set()
+
+    @property
+    def protocol(self) -> str:
+        return "scripted-1"
+
+    def track(self, invoker: Any) -> Track:
+        name = invoker.solver_id
+        return ScriptedTrack(self.times_ms[name], self.rough_ms.get(name, self.times_ms[name]), self.log)
+
+    def samples(self, track: Track, invoker: Any, count: int) -> list[float]:
+        if invoker.solver_id in self.failing:
+            raise LaunchError(f"{invoker.solver_id} failed")
+        return track.samples(count)
+
+    def close(self) -> None:
+        pass
+
+
+def entrant(name: str, *, workspace_bytes: int = 0, max_error: float = 0.0) -> Entrant:
+    invoker = FakeInvoker(SMALL, right(SMALL), workspace_bytes=workspace_bytes)
+    invoker.solver_id = name
+    return Entrant(key=name, invoker=invoker, max_error=max_error)
+
+
+def run_race(times_ms: dict[str, float], effort: Effort = Effort.FIND, **stage: Any) -> tuple[Race, ScriptedStage]:
+    scripted = ScriptedStage(times_ms, **stage)
+    race = Race(scripted, effort)
+    for name in times_ms:
+        race.enter(entrant(name))
+    return race, scripted
+
+
+def test_results_come_fastest_first_for_all_entrants() -> None:
+    times = {f"c{i}": 1.0 + 0.15 * i for i in (5, 2, 0, 3, 1, 4)}
+    race, _ = run_race(times)
+    results = race.finish()
+    assert list(results) == ["c0", "c1", "c2", "c3", "c4", "c5"]
+    assert all(isinstance(result.timing, Timing) for result in results.values())
+    assert results["c0"].timing.time_ms == pytest.approx(1.0, rel=0.01)
+
+
+def test_what_is_far_behind_is_cut_off_after_one_run() -> None:
+    stage = ScriptedStage({"fast": 1.0, "slow": 9.0, "fair": 1.9})
+    race = Race(stage, Effort.FIND)
+    assert race.enter(entrant("fast"))
+    asked = len(stage.log)
+    assert not race.enter(entrant("slow"))
+    assert len(stage.log) == asked
+    assert race.enter(entrant("fair"))
+    results = race.finish()
+    assert results["slow"].cut_off
+    assert results["slow"].timing.samples == 1
+    assert results["slow"].timing.time_ms == 9.0
+    assert not results["fair"].cut_off
+    assert list(results) == ["fast", "fair", "slow"]
+
+
+def test_short_first_runs_never_cut_off() -> None:
+    race, _ = run_race({"fast": 0.01, "slow": 0.08})
+    assert not race.finish()["slow"].cut_off
+
+
+def test_a_time_reached_elsewhere_cuts_off() -> None:
+    race = Race(ScriptedStage({"slow": 5.0}), Effort.FIND, best_ms=0.5)
+    assert not race.enter(entrant("slow"))
+    assert race.finish()["slow"].cut_off
+
+
+def test_what_is_behind_after_screening_is_not_sampled_further() -> None:
+    race, _ = run_race({"fast": 1.0, "behind": 1.6, "near": 1.2})
+    results = race.finish()
+    assert results["behind"].timing.samples == 3
+    assert results["near"].timing.samples > 3
+
+
+def test_finalists_are_interleaved() -> None:
+    race, stage = run_race({"a": 1.0, "b": 1.1})
+    stage.log.clear()
+    race.finish()
+    assert stage.log[:6] == [1.0, 1.1, 1.0, 1.1, 1.0, 1.1]
+
+
+def test_ties_go_to_the_smaller_workspace_then_the_smaller_error() -> None:
+    stage = ScriptedStage({"large": 1.0, "small": 1.004, "wide": 1.003, "other": 1.05})
+    race = Race(stage, Effort.FIND)
+    race.enter(entrant("large", workspace_bytes=1 << 20))
+    race.enter(entrant("wide", max_error=2e-3))
+    race.enter(entrant("small", max_error=1e-3))
+    race.enter(entrant("other"))
+    assert list(race.finish()) == ["small", "wide", "large", "other"]
+
+
+def test_rounds_halve_the_field() -> None:
+    times = {f"c{i:02}": 1.0 + 0.01 * i for i in range(24)}
+    race, _ = run_race(times, Effort.TUNE)
+    counts = [result.timing.samples for result in race.finish().values()]
+    assert counts[0] == Effort.TUNE.schedule.blocks
+    assert sorted(counts)[0] == 5
+    assert counts.count(5) == 12
+
+
+def test_tuning_measures_more_than_finding() -> None:
+    times = {f"c{i:02}": 0.1 + 0.001 * i for i in range(24)}
+    logs = []
+    for effort in Effort:
+        race, stage = run_race(times, effort)
+        race.finish()
+        logs.append(len(stage.log))
+    assert logs[0] < logs[1]
+
+
+def test_slow_candidates_get_fewer_samples() -> None:
+    race, stage = run_race({"a": 1000.0, "b": 1010.0})
+    race.finish()
+    assert len(stage.log) == 4 * Effort.FIND.schedule.screen
+
+
+def test_past_the_deadline_what_was_measured_stands() -> None:
+    stage = ScriptedStage({"a": 1.0, "b": 1.1})
+    race = Race(stage, Effort.TUNE, deadline=time.monotonic() - 1)
+    race.enter(entrant("b"))
+    race.enter(entrant("a"))
+    asked = len(stage.log)
+    results = race.finish()
+    assert list(results) == ["a", "b"]
+    assert len(stage.log) == asked
+    assert results["a"].timing.samples == 3
+
+
+def test_a_failure_in_the_race_is_kept_and_comes_last() -> None:
+    race, stage = run_race({"a": 1.0, "b": 1.1})
+    stage.failing.add("a")
+    results = race.finish()
+    assert list(results) == ["b", "a"]
+    assert isinstance(results["a"].failure, LaunchError)
+    assert results["a"].timing.samples == 3
+
+
+def test_an_empty_race_has_no_results() -> None:
+    assert Race(ScriptedStage({}), Effort.FIND).finish() == {}
+
+
+def test_host_times_are_those_of_the_clock() -> None:
+    with cpu_stage() as stage:
+        invoker = FakeInvoker(SMALL, sleeping(0.003))
+        track = stage.track(invoker)
+        assert invoker.runs == 2
+        timing = stage.timing(stage.samples(track, invoker, 5))
+    assert 2.9 < track.rough_ms < 60
+    assert 2.9 < timing.min_ms <= timing.p20_ms <= timing.time_ms <= timing.p80_ms
+    assert timing.time_ms < 60
+    assert timing.samples == 5
+    assert timing.protocol == "cpu-1"
+
+
+def test_short_host_runs_are_amortised_over_rotating_buffers() -> None:
+    seen = set()
+
+    def run(tensors: dict[str, Any], _: Any) -> None:
+        seen.add(tensors["x"].__array_interface__["data"][0])
+
+    with cpu_stage() as stage:
+        invoker = FakeInvoker(SMALL, run)
+        track = stage.track(invoker)
+        stage.samples(track, invoker, 1)
+    assert invoker.runs > 3
+    assert len(seen) == 2
+
+
+def test_timed_inputs_are_random() -> None:
+    seen: list[np.ndarray] = []
+    with cpu_stage() as stage:
+        stage.track(FakeInvoker(SMALL, lambda tensors, _: seen.append(tensors["x"].copy())))
+    assert np.std(seen[0]) == pytest.approx(1.0, abs=0.3)
+
+
+def test_the_workspace_is_as_large_as_declared() -> None:
+    sizes: list[int] = []
+    with cpu_stage() as stage:
+        for size in (100, 5000, 300):
+            stage.track(FakeInvoker(SMALL, lambda _, ws: sizes.append(ws.size), workspace_bytes=size))
+    assert sizes == [100, 100, 5000, 5000, 300, 300]
+
+
+def test_what_a_candidate_raises_while_timed_is_chained() -> None:
+    def run(tensors: dict[str, Any], _: Any) -> None:
+        raise RuntimeError("gone")
+
+    with cpu_stage() as stage, pytest.raises(LaunchError, match="gone") as caught:
+        stage.track(FakeInvoker(SMALL, run))
+    assert isinstance(caught.value.__cause__, RuntimeError)
+
+
+def test_times_that_are_not_positive_are_refused() -> None:
+    class Stopped(Track):
+        def samples(self, count: int) -> list[float]:
+            return [0.0] * count
+
+    with cpu_stage() as stage, pytest.raises(MeasurementError, match="not all positive"):
+        stage.samples(Stopped(), FakeInvoker(SMALL, right(SMALL)), 2)
+
+
+def test_race_on_the_cpu_place_finds_the_faster() -> None:
+    with cpu_stage() as stage:
+        race = Race(stage, Effort.FIND)
+        for name, seconds in (("slow", 0.004), ("fast", 0.001), ("slowest", 0.05)):
+            invoker = FakeInvoker(SMALL, sleeping(seconds))
+            race.enter(Entrant(key=name, invoker=invoker))
+        results = race.finish()
+    assert list(results) == ["fast", "slow", "slowest"]
+    assert results["slowest"].cut_off
+    assert math.isfinite(race.best_ms)
+
+
+def test_floor_is_the_larger_of_arithmetic_and_traffic() -> None:
+    ceilings = Ceilings(copy_bytes_per_s=1e12, flops_per_s={"float16": 1e15, "tf32": 1e14})
+    dense = ProblemDescription.convolution(x=(64, 512, 28, 28), w=(512, 512, 3, 3), padding=1, dtype="float16")
+    assert ceilings.floor_ms(dense) == pytest.approx(dense.flops / 1e12 + 1e-3)
+    thin = ProblemDescription.convolution(x=(64, 512, 28, 28), w=(512, 1, 3, 3), groups=512, dtype="float16")
+    assert ceilings.floor_ms(thin) == pytest.approx(thin.bytes / 1e9 + 1e-3)
+    assert ceilings.floor_ms(SMALL) is None
+
+
+def test_arithmetic_is_named_by_the_inputs() -> None:
+    assert arithmetic_of(SMALL) == "float32"
+    tf32 = ProblemDescription.convolution(x=(1, 4, 6, 6), w=(4, 4, 3, 3), math="tf32")
+    assert arithmetic_of(tf32) == "tf32"
+    mixed = ProblemDescription.convolution(
+        x=(1, 4, 6, 6), w=(4, 4, 3, 3), dtype={"x": "bfloat16", "w": "bfloat16", "y": "float32"}
+    )
+    assert arithmetic_of(mixed) == "bfloat16"

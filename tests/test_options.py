@@ -1,0 +1,41 @@
+"""What a caller may ask of a find."""
+
+from __future__ import annotations
+
+import pytest
+
+from miofind import FindMode, FindOptions
+from miofind.errors import InvalidOptionError, UnknownSolverError
+
+
+def test_values_are_taken_by_name_and_case_is_ignored() -> None:
+    options = FindOptions(find_mode="Hybrid", order="WORKSPACE", only=("CUDNN", "convdirectnaive"))  # type: ignore[arg-type]
+    assert options.find_mode is FindMode.HYBRID
+    assert options.only == ("convdirectnaive", "cudnn")
+
+
+def test_equal_options_are_one_key() -> None:
+    assert hash(FindOptions(only=("cudnn",))) == hash(FindOptions(only=("CUDNN",)))
+    assert FindOptions() != FindOptions(deterministic=True)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"workspace_limit_bytes": -1}, "workspace_limit_bytes=-1"),
+        ({"workspace_limit_bytes": True}, "workspace_limit_bytes=True"),
+        ({"max_error": float("nan")}, "max_error=nan"),
+        ({"time_budget_s": "soon"}, "time_budget_s='soon'"),
+        ({"find_mode": "quick"}, "find_mode='quick' is unknown"),
+        ({"order": "speed"}, "order='speed' is unknown"),
+    ],
+    ids=lambda value: str(value),
+)
+def test_impossible_values(given: dict[str, object], message: str) -> None:
+    with pytest.raises(InvalidOptionError, match=message):
+        FindOptions(**given)  # type: ignore[arg-type]
+
+
+def test_unknown_names() -> None:
+    with pytest.raises(UnknownSolverError, match="only='MagicSolver' is no solver"):
+        FindOptions(only=("MagicSolver",))

@@ -1,0 +1,185 @@
+"""What is shipped fits together: versions, extras, package data, and what the documents say."""
+
+from __future__ import annotations
+
+import importlib.resources
+import importlib.util
+import re
+import sys
+import tomllib
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+
+import click
+import pytest
+
+import miofind
+from miofind.cli import main
+from miofind.compiler import Compiler
+from miofind.device import Device
+from miofind.errors import MissingLibraryError
+from miofind.suites import suite_names
+
+ROOT = Path(__file__).resolve().parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+COMMANDS = set(main.list_commands(click.Context(main)))
+# What the NVRTC and runtime packages bring; the rest needs packages that no extra installs.
+TOOLKIT_HEADERS = {
+    "cuda_bf16.h",
+    "cuda_fp16.h",
+    "cuda_fp8.h",
+    "cuda_pipeline.h",
+    "cuda_pipeline_primitives.h",
+    "math_constants.h",
+    "vector_types.h",
+}
+
+
+def text(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+def test_versions_agree() -> None:
+    assert miofind.__version__ == PROJECT["version"]
+    headings = re.findall(r"^## (\S+)", text("CHANGELOG.md"), re.MULTILINE)
+    assert headings[0] == PROJECT["version"]
+    assert len(set(headings)) == len(headings)
+
+
+def test_public_names_exist() -> None:
+    assert [name for name in miofind.__all__ if not hasattr(miofind, name)] == []
+
+
+def test_contributing_names_every_extra_and_dependency() -> None:
+    contributing = text("CONTRIBUTING.md")
+    extras = PROJECT["optional-dependencies"]
+    assert [extra for extra in extras if f"`{extra}`" not in contributing] == []
+    listed = [*PROJECT["dependencies"], *(line for extra in extras.values() for line in extra)]
+    names = {re.split(r"[<>=\[]", line)[0] for line in listed} - {PROJECT["name"]}
+    stems = {re.sub(r"-(cuda1\dx|cu1\d)$", "", name) for name in names}
+    assert [stem for stem in sorted(stems) if stem not in contributing] == []
+
+
+def test_both_cuda_extras_bring_the_same() -> None:
+    def stems(extra: str) -> set[str]:
+        names = (re.split(r"[<>=]", line)[0] for line in PROJECT["optional-dependencies"][extra])
+        return {re.sub(r"-(cuda1\dx|cu1\d)$", "", name) for name in names}
+
+    assert stems("cuda12") == stems("cuda13")
+    assert stems("compile") <= stems("cuda13")
+
+
+@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md"])
+def test_documented_commands_exist(document: str) -> None:
+    commands = set(re.findall(r"^\$ miofind (\w+)|`miofind (\w+)", text(document), re.MULTILINE))
+    named = {first or second for first, second in commands}
+    assert named
+    assert sorted(named - COMMANDS) == []
+    targets = set(re.findall(r"\bmake ([a-z][a-z-]+)\b(?=`|$|\s+#)", text(document), re.MULTILINE))
+    assert sorted(targets - set(re.findall(r"^([a-z-]+):", text("Makefile"), re.MULTILINE))) == []
+
+
+def test_every_command_is_documented() -> None:
+    assert [name for name in sorted(COMMANDS) if f"`miofind {name}" not in text("README.md")] == []
+
+
+def test_links_between_documents_hold() -> None:
+    for document in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "miofind/suites/README.md"):
+        targets = re.findall(r"\]\((?!https?:)([^)#]+)\)", text(document))
+        assert [target for target in targets if not ((ROOT / document).parent / target).exists()] == []
+
+
+def test_environment_variables_are_documented() -> None:
+    sources = [*ROOT.glob("miofind/**/*.py"), *ROOT.glob("finddb/**/*.py"), *ROOT.glob("solvers/**/*.py")]
+    named = {name for path in sources for name in re.findall(r"\bMIOFIND_[A-Z_]+\b", path.read_text(encoding="utf-8"))}
+    documented = set(re.findall(r"^\| `(MIOFIND_[A-Z_]+)`", text("README.md"), re.MULTILINE))
+    assert named == documented
+
+
+def test_exit_codes_are_documented() -> None:
+    codes = {error.exit_code for error in _subclasses(miofind.MiofindError)}
+    documented = {int(code) for code in re.findall(r"^\| (\d+) \|", text("README.md"), re.MULTILINE)}
+    assert documented == codes | {0, 1, 130}
+
+
+def _subclasses(kind: type[miofind.MiofindError]) -> Iterator[type[miofind.MiofindError]]:
+    yield kind
+    for child in kind.__subclasses__():
+        yield from _subclasses(child)
+
+
+def test_package_data_is_there() -> None:
+    package = importlib.resources.files("miofind")
+    assert (package / "py.typed").is_file()
+    assert len(suite_names()) == 17
+    assert (package / "suites" / "README.md").is_file()
+    assert any(file.name.endswith(".cu") for file in (package / "kernels_src").iterdir())
+    assert any(file.name.endswith(".cuh") for file in (package / "kernels_src" / "common").iterdir())
+
+
+def test_suites_document_names_every_suite() -> None:
+    assert [name for name in suite_names() if f"`{name}`" not in text("miofind/suites/README.md")] == []
+
+
+def test_kernels_include_only_headers_that_the_extras_install() -> None:
+    for path in sorted((ROOT / "kernels_src").rglob("*.cu*")):
+        included = set(re.findall(r"^\s*#\s*include\s*<([^>]+)>", path.read_text(encoding="utf-8"), re.MULTILINE))
+        assert sorted(included - TOOLKIT_HEADERS) == [], path.name
+
+
+def _scripts(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("heading", "extra"),
+    [
+        ("| NVIDIA-SMI 525.60.13    Driver Version: 525.60.13    CUDA Version: 12.0     |", "cuda12"),
+        ("| NVIDIA-SMI 570.86.15   Driver Version: 570.86.15   CUDA Version: 12.8     |", "cuda12"),
+        ("| NVIDIA-SMI 580.65.06   Driver Version: 580.65.06   CUDA Version: 13.0     |", "cuda13"),
+        ("| NVIDIA-SMI 590.44.01   KMD Version: 590.44.01   CUDA UMD Version: 13.1  |", "cuda13"),
+        ("| NVIDIA-SMI 470.57.02    Driver Version: 470.57.02    CUDA Version: 11.4     |", ""),
+        ("| NVIDIA-SMI 580.65.06   Driver Version: 580.65.06   CUDA Version: N/A      |", ""),
+        ("NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.", ""),
+    ],
+)
+def test_the_extra_follows_the_driver(heading: str, extra: str) -> None:
+    pick_extra = _scripts("pick_extra")
+    assert pick_extra.extra_for(pick_extra.cuda_version_in(heading)) == extra
+    assert extra == "" or extra in PROJECT["optional-dependencies"]
+
+
+def _example(language: str) -> str:
+    section = text("CONTRIBUTING.md").partition("## How to add a solver")[2]
+    return section.partition(f"```{language}\n")[2].partition("```")[0]
+
+
+def test_the_solver_of_contributing_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The example is written out, loaded, asked for its examples, and its kernel compiled."""
+    package = tmp_path / "contributing_example"
+    (package / "common").mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "my_solver.cu").write_text(_example("cuda"), encoding="utf-8")
+    (package / "common" / "types.cuh").write_text(text("kernels_src/common/types.cuh"), encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    module = ModuleType("my_solver")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    exec(compile(_example("python"), "CONTRIBUTING.md", "exec"), vars(module))
+    (solver,) = module.SOLVERS
+    device = Device.virtual("90a")
+    for problem in solver.examples():
+        assert solver.applicability(problem, device)
+        for config in solver.configs(problem, device):
+            (step,) = solver.solution(problem, device, config).kernels
+            try:
+                binary = Compiler().build(replace(step, package=package.name), device.arch)
+            except MissingLibraryError:
+                pytest.skip("NVRTC is not installed: pip install 'miofind[compile]'")
+            assert binary.resources[step.entry].spill_bytes == 0
