@@ -103,7 +103,7 @@ __device__ __forceinline__ int take(int& rest) {
 // Stages filter rows [y, y + kStageRows) of input channels [c, c + kChannels); threads walk along memory.
 __device__ __forceinline__ void load_filter(float* staged, const ELEMENT* filter, const Correlation& conv,
                                             const Place& place, int c, int y) {
-#pragma unroll kCopiesInFlight
+#pragma unroll(kCopiesInFlight<ELEMENT>)
   for (int i = threadIdx.x; i < kChannels * kStageTaps * kTileK; i += kThreads) {
     int rest = i, tap, in, out;
     if constexpr (FILTER_ORDER == 0) {  // (out, in, taps) in memory
@@ -169,7 +169,7 @@ __device__ __forceinline__ void add_stage(float (&sums)[kThreadK][kThreadW], con
   const float* patch = stage + k / kGroupK * kChannels * Patch::kPlane +
                        strip / kStripsW * kStripRow * Patch::kPitch + strip % kStripsW * kThreadW * kStripColumn;
   const float* taps = stage + Patch::kFloats + k;
-#pragma unroll(kStageTaps == 1 ? 4 : 1)
+#pragma unroll(kStageTaps == 1 ? 2 : 1)
   for (int c = 0; c < kChannels; ++c) {
 #pragma unroll(kStageTaps <= 25 ? kStageRows : 1)
     for (int y = 0; y < kStageRows; ++y)
@@ -184,20 +184,23 @@ __device__ __forceinline__ void store(const float (&sums)[kThreadK][kThreadW], E
   const int row = place.row + strip / kStripsW, first_column = place.column + strip % kStripsW * kThreadW;
   const int group = place.group + first_k / kGroupK, first = place.k + first_k % kGroupK;
   if (row >= conv.rows || group >= conv.groups) return;
-  ELEMENT* base = out + place.n * conv.out_n + group * conv.out_channels * conv.out_c + row * conv.out_h;
+  const int columns_left = conv.columns - first_column, channels_left = conv.out_channels - first;
+  ELEMENT* to = out + place.n * conv.out_n + (group * conv.out_channels + first) * conv.out_c + row * conv.out_h +
+                first_column * conv.out_w;
   constexpr int kStepK = kChannelsLast ? kOutVector : 1, kStepW = kChannelsLast ? 1 : kOutVector;
 #pragma unroll
-  for (int k = 0; k < kThreadK; k += kStepK)
+  for (int k = 0; k < kThreadK; k += kStepK) {
+    if (k >= channels_left) return;
 #pragma unroll
     for (int p = 0; p < kThreadW; p += kStepW) {
-      if (first + k >= conv.out_channels || first_column + p >= conv.columns) continue;
       Vector<ELEMENT, kOutVector> values;
 #pragma unroll
       for (int i = 0; i < kOutVector; ++i)
         values.at[i] = convert<ELEMENT>(kChannelsLast ? sums[k + i % kStepK][p] : sums[k][p + i % kStepW]);
-      ELEMENT* to = base + (first + k) * conv.out_c + (first_column + p) * conv.out_w;
-      *reinterpret_cast<Vector<ELEMENT, kOutVector>*>(to) = values;
+      if (p < columns_left) *reinterpret_cast<Vector<ELEMENT, kOutVector>*>(to + p * conv.out_w) = values;
     }
+    to += kStepK * conv.out_c;
+  }
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)

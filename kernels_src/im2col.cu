@@ -111,47 +111,43 @@ extern "C" __global__ void im2col_unfold_nchw(const ELEMENT* __restrict__ x, ELE
   using Moved = Vector<ELEMENT, kVector>;
   const int pixels = out_d * out_h * out_w;
   const int pixel_blocks = ceil_div(pixels / kVector, blockDim.x);
-  const int channel_blocks = ceil_div(channels, blockDim.y * kChannelsAThread);
+  const int channel_blocks = ceil_div(channels, blockDim.y);
   const int pixel = (blockIdx.x % pixel_blocks * blockDim.x + threadIdx.x) * kVector;
-  const int first_channel = blockIdx.x / pixel_blocks % channel_blocks * blockDim.y * kChannelsAThread + threadIdx.y;
-  if (pixel >= pixels) return;
+  const int channel = blockIdx.x / pixel_blocks % channel_blocks * blockDim.y + threadIdx.y;
+  if (pixel >= pixels || channel >= channels) return;
 
   const int64 image = blockIdx.x / pixel_blocks / channel_blocks;
   const int groups = channels / group_channels;
+  const int group = channel / group_channels;
+  const int in_group = channel - group * group_channels;
   const int ow = pixel % out_w;
   const int oh = pixel / out_w % out_h;
   const int od = pixel / out_w / out_h;
-  for (int i = 0; i < kChannelsAThread; ++i) {
-    const int channel = first_channel + i * blockDim.y;
-    if (channel >= channels) return;
-    const int group = channel / group_channels;
-    const int in_group = channel - group * group_channels;
-    const ELEMENT* source = x + (image * channels + channel) * in_d * in_h * in_w;
-    ELEMENT* target = columns + ((image * groups + group) * depth + in_group * kTaps) * pixels + pixel;
-    for (int fz = 0; fz < FILTER_D; ++fz) {
-      const int id = input_of<STRIDE_D, DILATION_D>(od, pad_d, fz);
-      for (int fy = 0; fy < FILTER_H; ++fy) {
-        const int ih = input_of<STRIDE_H, DILATION_H>(oh, pad_h, fy);
-        const bool row_inside = inside(id, in_d) && inside(ih, in_h);
-        const ELEMENT* row = source + (static_cast<int64>(id) * in_h + ih) * in_w;
-        for (int fx = 0; fx < FILTER_W; ++fx) {
-          Moved moved = {};
+  const ELEMENT* source = x + (image * channels + channel) * in_d * in_h * in_w;
+  ELEMENT* target = columns + ((image * groups + group) * depth + in_group * kTaps) * pixels + pixel;
+  for (int fz = 0; fz < FILTER_D; ++fz) {
+    const int id = input_of<STRIDE_D, DILATION_D>(od, pad_d, fz);
+    for (int fy = 0; fy < FILTER_H; ++fy) {
+      const int ih = input_of<STRIDE_H, DILATION_H>(oh, pad_h, fy);
+      const bool row_inside = inside(id, in_d) && inside(ih, in_h);
+      const ELEMENT* row = source + (static_cast<int64>(id) * in_h + ih) * in_w;
+      for (int fx = 0; fx < FILTER_W; ++fx) {
+        Moved moved = {};
 #pragma unroll
-          for (int e = 0; e < kVector; ++e) {
-            const int iw = input_of<STRIDE_W, DILATION_W>(ow + e, pad_w, fx);
-            if (row_inside && inside(iw, in_w)) moved.at[e] = row[iw];
-          }
-          *reinterpret_cast<Moved*>(target) = moved;
-          target += pixels;
+        for (int e = 0; e < kVector; ++e) {
+          const int iw = input_of<STRIDE_W, DILATION_W>(ow + e, pad_w, fx);
+          if (row_inside && inside(iw, in_w)) moved.at[e] = row[iw];
         }
-      }
-    }
-    if (in_group == group_channels - 1) {
-      for (int zero = group_channels * kTaps; zero < depth; ++zero) {
-        *reinterpret_cast<Moved*>(target) = Moved{};
+        *reinterpret_cast<Moved*>(target) = moved;
         target += pixels;
       }
     }
+  }
+  // The last channel of a group writes the zeros behind its filter's width.
+  if (in_group != group_channels - 1) return;
+  for (int zero = group_channels * kTaps; zero < depth; ++zero) {
+    *reinterpret_cast<Moved*>(target) = Moved{};
+    target += pixels;
   }
 }
 

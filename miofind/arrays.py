@@ -196,7 +196,9 @@ def strides_fit(descriptor: TensorDescriptor, strides: tuple[int, ...]) -> bool:
 
 
 def infer_layouts(arrays: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]) -> dict[str, Layout]:
-    """A layout for each array, given as (shape, strides): the one its strides fit; where they fit both, its peers', else channels first.
+    """A layout for each array given as (shape, strides).
+
+    It is the one its strides fit; where they fit both, its peers'; else channels first.
 
     Raises:
         InvalidArrayError: strides that fit neither, or an array of other than 3 to 5 dimensions.

@@ -15,7 +15,7 @@ from miofind.ceilings import Ceilings, measure_ceilings
 from miofind.errors import MiofindError
 from miofind.found import Solution
 from miofind.handle import Handle
-from miofind.measure import Stage
+from miofind.measure import Runnable, Stage, Track
 from miofind.options import FindOptions
 from miofind.suites import PROBLEM_CLASSES, SuiteProblem, problem_class
 from miofind.torch_rival import TorchRival
@@ -117,7 +117,7 @@ def _row(
 def _interleaved(stage: Stage, rival: TorchRival, solution: Solution) -> tuple[float, float]:
     """Medians of the rival and of ours, a few samples of each in turn."""
     invoker = solution.runner.prepare()
-    sides = [(rival, stage.track(rival)), (invoker, stage.track(invoker))]
+    sides: list[tuple[Runnable, Track]] = [(rival, stage.track(rival)), (invoker, stage.track(invoker))]
     samples: list[list[float]] = [[], []]
     for _ in range(BLOCKS):
         for side, (runs, track) in enumerate(sides):

@@ -281,7 +281,7 @@ def _probe(index: int) -> Device:
 _PACKAGES = {
     Library.CUBLAS: ("nvmath.bindings.cublasLt", "nvidia-cublas"),
     Library.CUFFT: ("nvmath.bindings.cufft", "nvidia-cufft"),
-    Library.CUDNN: ("cudnn", "nvidia-cudnn-cu13"),
+    Library.CUDNN: ("nvidia.cudnn", "nvidia-cudnn-cu13"),
 }
 
 

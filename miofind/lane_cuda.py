@@ -15,13 +15,12 @@ from typing import TYPE_CHECKING, Any
 from miofind.device import Device
 from miofind.device_kernels import DeviceKernels, GridStride, int64
 from miofind.device_memory import DeviceMemory
-from miofind.measure import Lane, Track
+from miofind.measure import Lane, Runnable, Track
 from miofind.problem import ProblemDescription
 from miofind.values import Values
 
 if TYPE_CHECKING:
     from miofind.compiler import Compiler
-    from miofind.invoker import Invoker
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +74,7 @@ class CudaLane(Lane):
             self.memory.close()
             raise
 
-    def track(self, invoker: Invoker) -> Track:
+    def track(self, invoker: Runnable) -> Track:
         """See `Lane.track`."""
         with self.memory:
             return _CudaTrack(self, invoker)
@@ -120,7 +119,7 @@ class CudaLane(Lane):
 class _CudaTrack(Track):
     """A candidate on a device; its graph is captured anew when the workspace has moved."""
 
-    def __init__(self, lane: CudaLane, invoker: Invoker) -> None:
+    def __init__(self, lane: CudaLane, invoker: Runnable) -> None:
         self._lane = lane
         self._invoker = invoker
         self._runs = 1

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from miofind.measure import Lane, Track
+from miofind.measure import Lane, Runnable, Track
 from miofind.problem import ProblemDescription
 from miofind.rig_host import GuardedArray, random_values
 from miofind.values import Values
-
-if TYPE_CHECKING:
-    from miofind.invoker import Invoker
 
 _SETS = 2
 _SAMPLE_MS = 1.0
@@ -33,7 +30,7 @@ class HostLane(Lane):
         self.sets = [self._buffers(seed) for seed in range(_SETS)]
         self._workspace = np.empty(0, np.uint8)
 
-    def track(self, invoker: Invoker) -> Track:
+    def track(self, invoker: Runnable) -> Track:
         """See `Lane.track`."""
         return _HostTrack(self, invoker)
 
@@ -59,7 +56,7 @@ class HostLane(Lane):
 
 
 class _HostTrack(Track):
-    def __init__(self, lane: HostLane, invoker: Invoker) -> None:
+    def __init__(self, lane: HostLane, invoker: Runnable) -> None:
         self._lane = lane
         self._invoker = invoker
         self._row(1)

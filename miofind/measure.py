@@ -10,7 +10,7 @@ import statistics
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -21,7 +21,30 @@ from miofind.problem import ProblemDescription
 
 if TYPE_CHECKING:
     from miofind.compiler import Compiler
-    from miofind.invoker import Invoker
+    from miofind.solution import Config
+
+
+class Runnable(Protocol):
+    """What can be timed: an invoker, or another library's convolution in its form."""
+
+    @property
+    def solver_id(self) -> str:
+        """Who runs."""
+
+    @property
+    def config(self) -> Config:
+        """How it runs."""
+
+    @property
+    def problem(self) -> ProblemDescription:
+        """What it runs."""
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Bytes of workspace that a run needs."""
+
+    def run(self, x: Any, w: Any, y: Any, workspace: Any, stream: int) -> None:
+        """Run once, as `Invoker.run` does."""
 
 
 class Track(ABC):
@@ -44,7 +67,7 @@ class Lane(ABC):
     protocol: str
 
     @abstractmethod
-    def track(self, invoker: Invoker) -> Track:
+    def track(self, invoker: Runnable) -> Track:
         """A candidate, run twice: once to warm up, once for its rough time."""
 
     @abstractmethod
@@ -82,7 +105,7 @@ class Stage:
         """Version of the protocol, "cuda-1" or "cpu-1"; raised with every change that moves times."""
         return self._lane.protocol
 
-    def track(self, invoker: Invoker) -> Track:
+    def track(self, invoker: Runnable) -> Track:
         """A candidate made ready: warmed up, with its rough time.
 
         Raises:
@@ -92,7 +115,7 @@ class Stage:
         with _launch_errors(invoker):
             return self._lane.track(invoker)
 
-    def samples(self, track: Track, invoker: Invoker, count: int) -> list[float]:
+    def samples(self, track: Track, invoker: Runnable, count: int) -> list[float]:
         """`count` further samples of a candidate in milliseconds a run.
 
         Raises:
@@ -133,7 +156,7 @@ class Stage:
 class _launch_errors:  # noqa: N801, used as a statement's word
     """Turns what a candidate raises into LaunchError; our own errors and MemoryError pass."""
 
-    def __init__(self, invoker: Invoker) -> None:
+    def __init__(self, invoker: Runnable) -> None:
         self._invoker = invoker
 
     def __enter__(self) -> None:

@@ -155,6 +155,8 @@ def _check_number(name: str, value: object) -> None:
 
 def _names(name: str, value: str | Iterable[str]) -> tuple[str, ...]:
     given = (value,) if isinstance(value, str) else tuple(value)
+    if not given:
+        return ()
     known = {s.id.lower() for s in solvers().values()} | {a.value for a in Algorithm} | {lib.value for lib in Library}
     for item in given:
         if str(item).lower() not in known:

@@ -1,4 +1,4 @@
-"""Which candidates a request measures: solvers that apply, configurations within the caller's limits, best guess first."""
+"""Which candidates a request measures: configurations of solvers that apply, within its limits, best guess first."""
 
 from __future__ import annotations
 

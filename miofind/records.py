@@ -50,8 +50,8 @@ def look_up(
         return None
     late: tuple[str, ...] = ()
     if not fresh and not answer.covers(request):
-        nearest = _nearest(handle.database.answers(device, problem.network_config), request) if partial else None
-        if nearest is None:
+        nearest = _nearest(handle.database.answers(device, problem.network_config), request)
+        if nearest is None or (nearest.missing and not partial):
             return None
         answer, late = nearest.answer, nearest.missing
     valid = [row for row in answer.rows if is_valid(row, handle.device)]

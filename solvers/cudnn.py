@@ -27,6 +27,8 @@ from miofind.solution import Config, ConvSolution, CudnnStep, Region, WorkspaceP
 from miofind.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
 
 _PARAMETERS = frozenset({"engine", "knobs", "notes", "workspace_bytes"})
+# On an H200 the heuristics' first eight direct plans held the fastest or came within 0.7 % of it (geometric mean of 27
+# problems, cuDNN 9.19; at worst 18 %); at most two an engine came within 1.8 %.
 _DEFAULTS = 8
 _HEURISTIC_WORKSPACE_BYTES = 32 << 20
 _MAX_ENGINE = 9999
@@ -120,8 +122,8 @@ class ConvCudnn(Solver):
         return APPLICABLE
 
     def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
-        """The heuristics' best plans, exact ones first; the heuristics' choice on a device that is not there."""
-        plans = sorted(self._plans(problem, device), key=lambda plan: (plan.growth > 1, not plan.deterministic))
+        """The heuristics' best plans, direct ones first; the heuristics' choice on a device that is not there."""
+        plans = sorted(self._plans(problem, device), key=lambda plan: plan.growth > 1)
         return tuple(map(_recorded, plans[:_DEFAULTS])) or (_heuristic(problem),)
 
     def configs(self, problem: ProblemDescription, device: Device) -> Iterator[Config]:

@@ -96,7 +96,7 @@ class ConvGemm1x1(Solver):
         return not plan_refusal(_plan(problem, config["slots"]))
 
     def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
-        return _plan(problem, config["slots"]).estimate_ms(device)
+        return _plan(problem, config["slots"]).estimate_ms(device, config["workspace_bytes"])
 
     def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
         return column_solution(_plan(problem, config["slots"]), config)

@@ -104,7 +104,7 @@ class ConvIm2colGemm(Solver):
         return not plan_refusal(_plan_of(problem, config))
 
     def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
-        return _plan_of(problem, config).estimate_ms(device)
+        return _plan_of(problem, config).estimate_ms(device, config["workspace_bytes"])
 
     def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
         return column_solution(_plan_of(problem, config), config)

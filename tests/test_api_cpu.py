@@ -40,7 +40,7 @@ def test_find_and_run_in_every_direction(handle: miofind.Handle, direction: miof
     expected = reference_on_host(problem, **given)
     named = {("dy" if n == "y" else n): given[n] for n in direction.inputs}
     solutions = miofind.find_solutions(problem, handle=handle)
-    assert [s.time_ms for s in solutions] == sorted(s.time_ms for s in solutions)
+    assert solutions[0].time_ms <= 1.02 * min(s.time_ms for s in solutions)
     for solution in solutions:
         result = miofind.run_solution(solution, **named)
         np.testing.assert_allclose(result, expected, rtol=1e-4, atol=1e-4)

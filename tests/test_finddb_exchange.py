@@ -39,7 +39,7 @@ def store():
         yield opened
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(one=some_histories, two=some_histories)
 def test_merging_is_idempotent_and_commutative(one, two):
     with filled(one) as a, filled(two) as b, Store(MEMORY) as ab, Store(MEMORY) as ba:
@@ -52,7 +52,7 @@ def test_merging_is_idempotent_and_commutative(one, two):
         assert ab.check() == ()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(histories=some_histories)
 def test_an_export_comes_back_whole(histories):
     with filled(histories) as store, Store(MEMORY) as other:
@@ -64,7 +64,7 @@ def test_an_export_comes_back_whole(histories):
         assert exported(other) == text
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(histories=some_histories)
 def test_an_export_does_not_depend_on_the_order_of_recording(histories):
     with filled(histories) as store, filled(histories[::-1]) as other:
@@ -178,7 +178,7 @@ def test_a_merge_reads_what_a_live_database_has_in_its_log(tmp_path):
             assert target.merge(source) == 1
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(histories=some_histories)
 def test_a_shipped_file_gives_the_same_answers(tmp_path_factory, histories):
     folder = tmp_path_factory.mktemp("shipped")

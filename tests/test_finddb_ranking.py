@@ -157,7 +157,7 @@ def test_an_answer_names_the_solvers_it_lacks():
     assert not answer.covers(scope("B", "C"))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(history=made.histories)
 def test_a_stored_answer_is_the_one_its_rows_give(history):
     with Store(MEMORY) as store:

@@ -138,7 +138,7 @@ def covered_images(step: KernelStep) -> int:
     if step.entry.endswith("nchw"):
         assert not folds or vector == 1
         assert folds or sizes["out_w"] % vector == 0
-        an_image = -(-math.prod(line) // vector // x) * -(-c // (4 * y))
+        an_image = -(-math.prod(line) // vector // x) * -(-c // (4 * y if folds else y))
     else:
         read, cg, depth = int(defines["READ"]), sizes["group_channels"], sizes["depth"]
         assert cg % (vector if folds else read) == 0
@@ -388,6 +388,14 @@ def test_im2col_aligns_the_depth_of_a_first_layer(direction, channels_last):
     steps = ConvIm2colGemm().solution(problem, DEVICE, config).steps
     products = [step for step in steps if isinstance(step, MatmulStep)]
     assert all(152 in (step.m, step.n, step.k) for step in products)
+
+
+def test_estimates_know_that_splitting_the_depth_takes_workspace():
+    shape = {"x": (32, 64, 56, 56), "w": (64, 64, 1, 1)}
+    problem = problem_of(shape, "backward_weights", "float16", True)
+    some, none = ConvGemm1x1().default_configs(problem, DEVICE)
+    assert none["workspace_bytes"] == 0
+    assert ConvGemm1x1().estimate_ms(problem, DEVICE, some) < ConvGemm1x1().estimate_ms(problem, DEVICE, none)
 
 
 def test_im2col_leaves_one_tap_to_gemm1x1():

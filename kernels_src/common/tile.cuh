@@ -14,8 +14,10 @@ constexpr int maximum(int a, int b) { return a > b ? a : b; }
 // in scalar or 16-byte accesses.
 constexpr int plane_pitch(int floats) { return round_up(floats - 4, 8) + 4; }
 
-// Loads that a thread keeps in flight while it fills a tile: more would spill the sums that live beside them.
-constexpr int kCopiesInFlight = 2;
+// Turns of a copying loop that are unrolled: loads that convert need company in flight, asynchronous copies do not, and
+// each turn's addresses cost registers that the sums beside them need.
+template <typename T>
+constexpr int kCopiesInFlight = sizeof(T) == 4 ? 1 : 2;
 
 // An image's bounds and element strides.
 struct Plane {
@@ -89,7 +91,7 @@ __device__ __forceinline__ void load_tile(float* tile, const T* image, const Pla
                                           ChannelOffset channel_offset) {
   constexpr int kVector = Shape::kVector;
   constexpr int kRuns = Shape::kSlots * Shape::kRows * Shape::kColumns / kVector;
-#pragma unroll kCopiesInFlight
+#pragma unroll(kCopiesInFlight<T>)
   for (int run = threadIdx.x; run < kRuns; run += kThreads) {
     int slot, row, column;
     if (Shape::kChannelsLast) {

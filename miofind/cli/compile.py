@@ -68,7 +68,7 @@ class _Report:
 @json_option
 @verbose_option
 def compile_(
-    archs: tuple[str, ...],
+    archs: tuple[Device, ...],
     search: bool,
     only: tuple[str, ...],
     exclude: tuple[str, ...],
@@ -79,7 +79,7 @@ def compile_(
     """Compile the kernels that a find of the problems would try, for architectures that need not be present."""
     problems = [request.problem for request in requests_of(**values)]
     options = FindOptions(only=only, exclude=exclude, tuning=search)
-    devices = [Device.virtual(arch) for arch in archs] or [_present_device()]
+    devices = archs or (_present_device(),)
     compiler, report, began = Compiler(BinaryCache()), _Report(), time.monotonic()
     for device in devices:
         steps = _steps(problems, device, options, report)

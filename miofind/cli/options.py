@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import click
 
 from miofind.device import Device
+from miofind.errors import NoDeviceError
 from miofind.options import FindEnforce, FindMode, FindOptions, Order
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -35,7 +36,18 @@ def _bytes(ctx: click.Context, parameter: click.Parameter, value: str | None) ->
 
 
 def _device(ctx: click.Context, parameter: click.Parameter, value: str | None) -> Device:
-    return Device.default() if value is None else Device.named(value)
+    if value is None:
+        return Device.default()
+    if re.fullmatch(r"cpu|cuda(:?\d+)?|\d+", value, re.ASCII) is None:
+        raise click.BadParameter(f"{value!r} is no device: write cpu, cuda or cuda:1")
+    return Device.named(value)
+
+
+def _archs(ctx: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> tuple[Device, ...]:
+    try:
+        return tuple(Device.virtual(arch) for arch in dict.fromkeys(values))
+    except NoDeviceError as error:
+        raise click.BadParameter(str(error)) from error
 
 
 def _names(ctx: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> tuple[str, ...]:
@@ -54,7 +66,12 @@ db_option = click.option(
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 arch_option = click.option(
-    "--arch", "archs", multiple=True, metavar="ARCH", help="Architecture such as 80 or 90a; it need not be present."
+    "--arch",
+    "archs",
+    multiple=True,
+    callback=_archs,
+    metavar="ARCH",
+    help="Architecture such as 80 or 90a, repeatable; it need not be present.",
 )
 only_option = click.option(
     "--only",

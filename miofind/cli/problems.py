@@ -33,6 +33,8 @@ def problems_of(line: Sequence[str]) -> tuple[ProblemDescription, ...]:
     """
     if not line:
         raise click.UsageError("give a problem: conv, convfp16 or convbfp16 and MIOpenDriver's flags")
+    if line[0].startswith("-"):
+        raise click.UsageError(f"{line[0]} is no option here, and a problem begins with conv, convfp16 or convbfp16")
     text = line[0] if len(line) == 1 else shlex.join(line)
     if re.match(r"conv\dd-", text):
         return (ProblemDescription.from_network_config(text),)

@@ -59,7 +59,7 @@ def solvers(
     only: tuple[str, ...],
     exclude: tuple[str, ...],
     device: Device,
-    archs: tuple[str, ...],
+    archs: tuple[Device, ...],
     as_json: bool,
 ) -> None:
     """List the solvers; with PROBLEM, say for each whether it serves that, and if not, why."""
@@ -69,8 +69,7 @@ def solvers(
         _list(listed, as_json)
         return
     problems = problems_of(line)
-    devices = [Device.virtual(arch) for arch in archs] or [device]
-    pairs = [(where, problem) for where in devices for problem in problems]
+    pairs = [(where, problem) for where in archs or (device,) for problem in problems]
     found = [(where, problem, [_service(solver, problem, where) for solver in listed]) for where, problem in pairs]
     if as_json:
         print_json({"problems": [_json(*item) for item in found]})

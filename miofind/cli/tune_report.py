@@ -122,12 +122,14 @@ def _summary_line(summary: TuneSummary, handle: Handle) -> str:
         "left": summary.left,
     }
     told = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
-    total_ms = sum(result.solutions[0].time_ms * result.request.count for result in summary.results if result.solutions)
+    solved = [result for result in summary.results if result.solutions]
+    calls = ""
+    if len(solved) == summary.total:
+        total_ms = sum(result.solutions[0].time_ms * result.request.count for result in solved)
+        calls = f"; all their calls together take {time_text(total_ms)} ms"
     end = f"{_ENDS[summary.end]}: " if _ENDS[summary.end] else ""
-    return (
-        f"{end}{summary.total} problems, {told} in {seconds_text(summary.seconds)}; all calls together take "
-        f"{time_text(total_ms)} ms; FindDB: {_database(handle)}"
-    )
+    problems = f"{summary.total} problem{'s' if summary.total > 1 else ''}"
+    return f"{end}{problems}, {told} in {seconds_text(summary.seconds)}{calls}; FindDB: {_database(handle)}"
 
 
 def _database(handle: Handle) -> str:

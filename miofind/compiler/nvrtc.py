@@ -68,9 +68,8 @@ def toolchain() -> Toolchain:
         major, minor = _checked(nvrtc.nvrtcVersion())
         (sms,) = _checked(nvrtc.nvrtcGetSupportedArchs())
     except (ImportError, RuntimeError) as error:
-        raise MissingLibraryError(
-            f"NVRTC cannot be used, so kernels cannot be compiled ({error}): {INSTALL_CUDA}"
-        ) from (error)
+        message = f"NVRTC cannot be used, so kernels cannot be compiled ({error}): {INSTALL_CUDA}"
+        raise MissingLibraryError(message) from error
     directories = _header_directories()
     return Toolchain(
         version=f"{major}.{minor}",

@@ -55,7 +55,12 @@ def column_plans(problem: ProblemDescription, device: Device, images: int) -> tu
         return () if plan_refusal(plan) else (plan,)
     counts = sorted({1 << i for i in range(images.bit_length())} | {images})
     plans = [ColumnPlan(problem=lifted, images=images, slots=count) for count in counts]
-    return tuple(sorted((plan for plan in plans if not plan_refusal(plan)), key=lambda plan: plan.estimate_ms(device)))
+    return tuple(
+        sorted(
+            (plan for plan in plans if not plan_refusal(plan)),
+            key=lambda plan: plan.estimate_ms(device, WORKSPACE_BYTES),
+        )
+    )
 
 
 def plan_refusal(plan: ColumnPlan) -> str:

@@ -166,11 +166,12 @@ class ColumnPlan:
                 "sum", Pointer(buffer=PARTIALS), Pointer(buffer="w"), Scalar(ctype="int32", value=self.slots)
             )
 
-    def estimate_ms(self, device: Device) -> float:
+    def estimate_ms(self, device: Device, workspace_bytes: int) -> float:
         """Analytic milliseconds: the products, and the traffic of columns and partial sums."""
         chunks = self.problem.n / self.images
         products = self.images / self.slots if self.needs_slots else 1
-        total = chunks * products * product_ms(next(self._chunk(0, self.images)), device)
+        product = next(self._chunk(0, self.images))
+        total = chunks * products * product_ms(product, device, splits=workspace_bytes > 0)
         moved = 0.0
         if not self.in_place:
             moved = self.problem.n * self.column_bytes + self.problem.x.bytes
@@ -270,9 +271,10 @@ class ColumnPlan:
         """Blocks and (x, y) threads of unfold or fold; mirrors the decomposition in im2col.cu."""
         p = self.problem
         if not p.x.layout.channels_last:
-            width = (math.prod(p.spatial) if self._folds else self.pixels) // self.vector
-            block = _block(width, -(-p.c // _CHANNELS_A_THREAD))
-            return count * -(-p.c // (block[1] * _CHANNELS_A_THREAD)) * -(-width // block[0]), block
+            width = math.prod(p.spatial) if self._folds else self.pixels // self.vector
+            channels = -(-p.c // _CHANNELS_A_THREAD) if self._folds else p.c
+            block = _block(width, channels)
+            return count * -(-channels // block[1]) * -(-width // block[0]), block
         if self._folds:
             width, line = p.c // self.vector, p.spatial
             block = _block(width, line[-1])

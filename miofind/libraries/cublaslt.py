@@ -101,7 +101,7 @@ def matmul_algorithms(step: MatmulStep, device: Device, limit: int = 8) -> tuple
     return tuple(found.values())
 
 
-def library_version(device: Device) -> str:
+def cublaslt_version() -> str:
     """Version of the cuBLASLt that is loaded, such as "13.1.0"."""
     number = int(_library().get_version())
     return f"{number // 10000}.{number // 100 % 100}.{number % 100}"

@@ -55,7 +55,9 @@ def is_deterministic(notes: frozenset[Note]) -> bool:
     return Note.NONDETERMINISTIC not in notes
 
 
-_ADDS_IN_16_BITS = frozenset({(Direction.BACKWARD_DATA, 2), (Direction.BACKWARD_WEIGHTS, 61)})
+_ADDS_IN_16_BITS = frozenset(
+    {(Direction.BACKWARD_DATA, 2), (Direction.BACKWARD_WEIGHTS, 47), (Direction.BACKWARD_WEIGHTS, 61)}
+)
 _IGNORES_PADDING_AFTER = frozenset({(Direction.BACKWARD_WEIGHTS, 1), (Direction.BACKWARD_WEIGHTS, 20)})
 
 
@@ -63,8 +65,8 @@ def undeclared_notes(problem: ProblemDescription, engine: int) -> frozenset[Note
     """Notes that cuDNN forgets (9.19, on an H200).
 
     Engine 17 of backward weights is a Winograd transform: inexact on small integers, and 700 times direct summation's
-    bound for 5x5 filters. Engine 2 of backward data and engine 61 of backward weights add in the type of 16-bit
-    tensors: 28 to 190 and 22 to 45 times the bound.
+    bound for 5x5 filters. Engine 2 of backward data and engines 47 and 61 of backward weights add in the type of 16-bit
+    tensors: 28 to 190, 210 to 850 (bfloat16) and 22 to 45 times the bound.
     """
     if problem.direction is Direction.BACKWARD_WEIGHTS and engine == 17:
         return frozenset({Note.WINOGRAD})

@@ -249,18 +249,19 @@ def _transpose(operand: Operand) -> Operand:
     return dataclasses.replace(operand, transposed=not operand.transposed)
 
 
-def product_ms(product: Product, device: Device) -> float:
+def product_ms(product: Product, device: Device, *, splits: bool) -> float:
     """Analytic milliseconds of a product: the larger of arithmetic and traffic, and one start a step.
 
-    Arithmetic counts whole 64 x 64 tiles on the multiprocessors that 128 x 128 tiles fill.
+    Arithmetic counts whole 64 x 64 tiles on the multiprocessors that 128 x 128 tiles fill. With workspace the library
+    splits the depth where tiles are few.
     """
     batch = product.images * product.groups
     dtype = product.left.dtype
     tensor_cores = dtype.itemsize == 2 or product.math is MathMode.TF32
     tiles = batch * -(-product.rows // 128) * -(-product.columns // 128)
     busy = min(1.0, tiles / device.sm_count)
-    # The library splits the depth where tiles are few.
-    busy = max(busy, min(1.0, busy * product.depth / 512))
+    if splits:
+        busy = min(1.0, busy * max(1.0, product.depth / 512))
     padded = 2.0 * batch * _up(product.rows, 64) * _up(product.columns, 64) * _up(product.depth, 16)
     peak = device.peak_flops_per_s(dtype, product.math, tensor_cores=tensor_cores) * 0.7 * busy
     if tensor_cores:

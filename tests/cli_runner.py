@@ -1,0 +1,28 @@
+"""Runs the command line on the CPU place, with a FindDB and a binary cache of the test's own."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from click.testing import CliRunner, Result
+
+from miofind.cli import main
+
+TINY = ("conv", "-n", "1", "-c", "4", "-H", "6", "-W", "5", "-k", "2", "-y", "3", "-x", "3", "-p", "1", "-q", "1")
+FORWARD = (*TINY, "-F", "1")
+
+
+def run(*arguments: str, code: int = 0, **settings: Any) -> Result:
+    """The result of a command that must end with `code`, and without a traceback."""
+    result = CliRunner().invoke(main, list(arguments), **settings)
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert result.exit_code == code, f"{result.stdout}\n{result.stderr}"
+    return result
+
+
+def run_json(*arguments: str, code: int = 0) -> dict[str, Any]:
+    """The object that a command prints with --json."""
+    printed: dict[str, Any] = json.loads(run(*arguments, "--json", code=code).stdout)
+    return printed

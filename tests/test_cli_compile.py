@@ -1,0 +1,69 @@
+"""`miofind compile`: fills the binary cache for architectures that are not here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from cli_runner import FORWARD, run, run_json
+
+from miofind.compiler import Binary, Compiler
+from miofind.errors import CompileError
+from miofind.solution import KernelStep
+
+
+@pytest.fixture(autouse=True)
+def own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MIOFIND_CACHE_DIR", str(tmp_path / "cache"))
+
+
+def test_kernels_are_compiled_once(tmp_path: Path) -> None:
+    pytest.importorskip("cuda.bindings.nvrtc")
+    asked = ("compile", *FORWARD, "--arch", "80", "--only", "ConvDirectNaive")
+    first = run_json(*asked)
+    assert first["failed"] == 0
+    assert [kernel["source"] for kernel in first["kernels"]] == ["direct_naive.cu"]
+    assert first["kernels"][0]["registers"] > 0
+    assert first["kernels"][0]["spill_bytes"] == 0
+    assert (first["cache"]["misses"], first["cache"]["entries"]) == (1, 1)
+    again = run(*asked).stdout
+    assert "0 binaries compiled, 1 known already" in again
+    assert str(tmp_path / "cache") in again
+
+
+def test_search_compiles_more_than_the_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+    built: list[KernelStep] = []
+
+    def build_all(
+        _: object, steps: Iterator[KernelStep], arch: str, **__: object
+    ) -> Iterator[tuple[KernelStep, Binary]]:
+        for step in steps:
+            built.append(step)
+            yield step, Binary(key="", cubin=b"", path=None, resources={}, log="")
+
+    monkeypatch.setattr(Compiler, "build_all", build_all)
+    asked = ("compile", *FORWARD, "--arch", "90a", "--only", "plain")
+    defaults = len(run_json(*asked)["kernels"])
+    searched = len(run_json(*asked, "--search")["kernels"])
+    assert 0 < defaults < searched
+    assert len(built) == defaults + searched
+
+
+def test_a_kernel_that_fails_ends_with_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    def build_all(
+        _: object, steps: Iterator[KernelStep], arch: str, **__: object
+    ) -> Iterator[tuple[KernelStep, CompileError]]:
+        for step in steps:
+            yield step, CompileError("NVRTC refused it", source=step.source, options=("-DA=1",), log="line 3: error")
+
+    monkeypatch.setattr(Compiler, "build_all", build_all)
+    result = run("compile", *FORWARD, "--arch", "90a", "--only", "ConvDirectNaive", code=1)
+    assert "1 failed" in result.stdout
+    assert "ConvDirectNaive sm_90a direct_naive.cu" in result.stderr
+    assert "line 3: error" in result.stderr
+
+
+def test_without_a_gpu_an_architecture_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("miofind.device.has_cuda", lambda: False)
+    assert "--arch 90a" in run("compile", *FORWARD, code=2).stderr

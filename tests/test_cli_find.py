@@ -1,0 +1,153 @@
+"""`miofind find` and `miofind run` on the CPU place."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli_runner import FORWARD, TINY, run, run_json
+
+import miofind
+from miofind.driver_line import parse_driver_line
+from miofind.finddb import Store
+from miofind.verify import Verdict, Verifier
+
+PROBLEM = parse_driver_line(" ".join(FORWARD))[0]
+
+
+@pytest.fixture(autouse=True)
+def own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MIOFIND_DB", str(tmp_path / "finddb.db"))
+    monkeypatch.setenv("MIOFIND_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("MIOFIND_SYSTEM_DB", "")
+
+
+def cpu(command: str, *arguments: str, **settings: Any) -> dict[str, Any]:
+    return run_json(command, *arguments, "--device", "cpu", **settings)
+
+
+def test_three_directions_give_three_tables() -> None:
+    result = run("find", *TINY, "-F", "0", "--device", "cpu")
+    for direction in miofind.Direction:
+        assert f"\n{direction.value}  conv -n 1 -c 4" in result.stdout
+    assert result.stdout.count("TFLOP/s") == 3
+    assert result.stdout.count("measured") >= 6
+    assert result.stderr == ""
+
+
+def test_json_has_the_solutions_and_nothing_else() -> None:
+    printed = cpu("find", *FORWARD)
+    problem = printed["problems"][0]
+    assert problem["network_config"] == PROBLEM.network_config
+    assert problem["driver_line"].startswith("conv -n 1 -c 4 ")
+    best = problem["solutions"][0]
+    assert best["time_ms"] > 0
+    assert best["tflops"] == pytest.approx(PROBLEM.flops / best["time_ms"] / 1e9)
+    assert best["source"] == "measured"
+    assert isinstance(best["config"], dict)
+    assert cpu("find", *FORWARD)["problems"][0]["solutions"][0]["source"] == "finddb"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        (PROBLEM.network_config,),
+        (" ".join(FORWARD),),
+        ("./bin/MIOpenDriver", *FORWARD, "-V", "0", "-i", "10", "-t", "1"),
+        ("conv", "--in_channels=4", "--in_h=6", "--in_w=5", *["-n", "1", "-k", "2", "-y", "3", "-x", "3", "--pad_h", "1", "--pad_w", "1", "-F", "1"]),
+    ],
+    ids=["network_config", "one word", "as MIOpen logs it", "long flags"],
+)
+def test_forms_of_a_problem(words: tuple[str, ...]) -> None:
+    printed = cpu("find", *words, "--only", "ConvCpuDirect")
+    assert [problem["network_config"] for problem in printed["problems"]] == [PROBLEM.network_config]
+
+
+def test_filters_and_top() -> None:
+    everything = cpu("find", *FORWARD)["problems"][0]["solutions"]
+    assert len(everything) > 1
+    assert len(cpu("find", *FORWARD, "--top", "1")["problems"][0]["solutions"]) == 1
+    assert f"{len(everything) - 1} more" in run("find", *FORWARD, "--device", "cpu", "--top", "1").stdout
+    excluded = cpu("find", *FORWARD, "--exclude", "direct,gemm")["problems"][0]["solutions"]
+    assert {solution["algorithm"] for solution in excluded} == {"im2col_gemm"}
+    limited = cpu("find", *FORWARD, "--workspace-limit", "0K")["problems"][0]["solutions"]
+    assert {solution["workspace_bytes"] for solution in limited} == {0}
+    ordered = cpu("find", *FORWARD, "--order", "workspace")["problems"][0]["solutions"]
+    assert [s["workspace_bytes"] for s in ordered] == sorted(s["workspace_bytes"] for s in ordered)
+
+
+def test_an_unsolvable_problem_fails_with_each_reason() -> None:
+    result = run("find", *TINY, "-F", "0", "--device", "cpu", "--only", "ConvDirectNaive", "--json", code=1)
+    assert result.stderr.count("ConvDirectNaive: runs on cuda, not on cpu") == 3
+    assert [problem["solutions"] for problem in json.loads(result.stdout)["problems"]] == [[], [], []]
+
+
+def test_an_unusable_finddb_costs_a_warning(tmp_path: Path) -> None:
+    damaged = tmp_path / "damaged.db"
+    damaged.write_bytes(b"no database" * 1000)
+    result = run("find", *FORWARD, "--device", "cpu", "--db", str(damaged), "--json")
+    assert json.loads(result.stdout)["problems"][0]["solutions"]
+    assert result.stderr.count("warning:") == 1
+
+
+def test_db_names_the_finddb(tmp_path: Path) -> None:
+    cpu("find", *FORWARD, "--db", str(tmp_path / "other.db"))
+    assert not (tmp_path / "finddb.db").exists()
+    with Store(tmp_path / "other.db", read_only=True) as store:
+        assert [key.network_config for key in store.problems()] == [PROBLEM.network_config]
+
+
+def test_isolated_find() -> None:
+    assert cpu("find", *FORWARD, "--isolate", "--only", "ConvCpuDirect")["problems"][0]["solutions"]
+
+
+def test_a_narrow_terminal_keeps_solver_and_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "70")
+    text = run("find", *FORWARD, "--device", "cpu").stdout
+    header = next(line for line in text.splitlines() if "solver" in line)
+    assert "ms" in header.split()
+    assert "source" not in header
+    assert "ConvCpuDirect" in text
+
+
+def test_run_the_best() -> None:
+    text = run("run", *FORWARD, "--device", "cpu", "--verify").stdout
+    assert "TFLOP/s" in text
+    assert "passed" in text
+    printed = cpu("run", *TINY, "-F", "3", "--verify")["runs"]
+    assert [item["direction"] for item in printed] == ["forward", "backward_data"]
+    for item in printed:
+        assert item["verification"]["ok"]
+        assert item["timing"]["min_ms"] <= item["timing"]["time_ms"]
+
+
+def test_a_wrong_result_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    run("run", *FORWARD, "--device", "cpu")
+    wrong = Verdict(ok=False, message="exact gate, seed 1: 1 of 60 elements of y are wrong")
+    monkeypatch.setattr(Verifier, "verify", lambda *_, **__: wrong)
+    result = run("run", *FORWARD, "--device", "cpu", "--verify", code=1)
+    assert "FAILED" in result.stdout
+    assert "1 of 60 elements of y are wrong" in result.stderr
+
+
+def test_a_saved_solution_runs(tmp_path: Path) -> None:
+    file = str(tmp_path / "best.json")
+    assert "saved" in run("find", *FORWARD, "--device", "cpu", "--save", file).stderr
+    printed = cpu("run", "--solution", file, "--verify")["runs"][0]
+    assert printed["network_config"] == PROBLEM.network_config
+    assert printed["verification"]["ok"]
+    other = ("conv", "-n", "2", "-F", "1")
+    assert "leave the problem out" in run("run", *other, "--solution", file, "--device", "cpu", code=2).stderr
+
+
+def test_save_takes_one_direction(tmp_path: Path) -> None:
+    result = run("find", *TINY, "--save", str(tmp_path / "best.json"), "--device", "cpu", code=2)
+    assert "--save takes one direction" in result.stderr
+
+
+def test_a_damaged_solution_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "best.json"
+    file.write_text("{}", encoding="utf-8")
+    assert "best.json" in run("run", "--solution", str(file), "--device", "cpu", code=1).stderr

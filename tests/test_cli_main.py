@@ -1,0 +1,191 @@
+"""What all commands share: help with an example, JSON, exit codes, messages, options that collide with nothing."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import pytest
+from cli_runner import FORWARD, run, run_json
+
+from miofind.cli import main
+from miofind.driver_flags import FLAGS
+
+# These say for all problems of a command what the driver's flags of that name say for one, or how it is run.
+SHARED_WITH_THE_DRIVER = {"dtype", "layout", "math", "search", "solution", "verify"}
+
+
+@pytest.fixture(autouse=True)
+def own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MIOFIND_DB", str(tmp_path / "finddb.db"))
+    monkeypatch.setenv("MIOFIND_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("MIOFIND_SYSTEM_DB", "")
+
+
+def commands(command: click.Command = main, name: str = "") -> Iterator[tuple[str, click.Command]]:
+    """All commands by their whole name."""
+    if not isinstance(command, click.Group):
+        yield name, command
+        return
+    context = click.Context(command)
+    for part in command.list_commands(context):
+        found = command.get_command(context, part)
+        assert found is not None
+        yield from commands(found, f"{name} {part}".strip())
+
+
+COMMANDS = dict(commands())
+
+
+@pytest.mark.parametrize("name", ["", "db", *COMMANDS])
+def test_help_ends_with_an_example(name: str) -> None:
+    text = run(*name.split(), "--help").stdout
+    head, _, examples = text.partition("Example:\n")
+    assert "Usage:" in head
+    lines = [line.strip() for line in examples.splitlines() if line.strip()]
+    assert lines
+    assert all(line.startswith(f"miofind {name}") for line in lines)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_json(name: str) -> None:
+    options = {option for parameter in COMMANDS[name].params for option in parameter.opts}
+    assert {"--json", "--verbose"} <= options
+
+
+@pytest.mark.parametrize("name", [name for name, c in COMMANDS.items() if any(p.name == "line" for p in c.params)])
+def test_short_flags_belong_to_the_driver(name: str) -> None:
+    command = COMMANDS[name]
+    options = {
+        option for parameter in command.params if isinstance(parameter, click.Option) for option in parameter.opts
+    }
+    assert all(option.startswith("--") for option in options)
+    shared = {option[2:] for option in options} & set(FLAGS)
+    assert shared <= (set() if name == "find" else SHARED_WITH_THE_DRIVER)
+
+
+def test_examples_of_problems_can_be_read() -> None:
+    text = "".join(run(*name.split(), "--help").stdout for name in COMMANDS)
+    lines = re.findall(r"miofind (?:find|run|solvers|db show) (conv\w*(?: -{1,2}[A-Za-z_]+ \w+)+)", text)
+    assert len(lines) >= 4
+    for line in lines:
+        run("solvers", *line.split())
+
+
+def test_version() -> None:
+    assert run("--version").stdout.startswith("miofind, version ")
+
+
+def test_unknown_command_is_a_usage_error() -> None:
+    assert "No such command 'fnid'" in run("fnid", code=2).stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (("find",), 2, "give a problem: conv, convfp16 or convbfp16"),
+        (("find", "conv", "-n", "0"), 2, "--batchsize (-n) 0 must be between 1"),
+        (("find", "conv", "--frob", "1"), 2, "--frob"),
+        (("find", "-n", "1"), 2, "-n is no option here"),
+        (("find", "conv3"), 2, "'conv3' is not an operation"),
+        (("find", "conv2d-forward-n1"), 2, "is not a network_config"),
+        (("find", *FORWARD, "--only", "ConvNone"), 2, "only='ConvNone' is no solver"),
+        (("find", *FORWARD, "--device", "tpu"), 2, "'tpu' is no device"),
+        (("find", *FORWARD, "--order", "name"), 2, "'name' is not one of"),
+        (("find", *FORWARD, "--workspace-limit", "12X"), 2, "'12X' is no size"),
+        (("find", *FORWARD, "--time-budget", "-1"), 2, "-1.0 is not in the range"),
+        (("find", *FORWARD, "--find-mode", "slow"), 2, "'slow' is not one of"),
+        (("tune",), 2, "--suite NAME"),
+        (("tune", "--suite", "resnet5"), 2, "suite 'resnet5' is neither a file nor a shipped suite"),
+        (("tune", "--csv", "missing.csv"), 2, "missing.csv cannot be read"),
+        (("tune", "--lines", "missing.txt"), 2, "missing.txt cannot be read"),
+        (("tune", "--suite", "resnet50", "--dtype", "int8"), 2, "'int8' is not one of"),
+        (("tune", "--suite", "yardstick", "--batch", "2"), 2, "batch=2"),
+        (("tune", "--suite", "resnet50", "--direction", "sideways"), 2, "'sideways' is not one of"),
+        (("compile", "--suite", "resnet50", "--arch", "hopper"), 2, "arch='hopper' is not an architecture"),
+        (("run",), 2, "give a problem"),
+        (("run", "--solution", "missing.json", "--device", "cpu"), 1, "missing.json"),
+        (("db", "merge", "missing.db"), 4, "missing.db does not exist"),
+        (("db", "stats", "--db", "missing.db"), 4, "there is no FindDB at missing.db"),
+        (("db", "import", "missing.jsonl"), 2, "missing.jsonl"),
+    ],
+    ids=lambda value: " ".join(value[:6]) if isinstance(value, tuple) else None,
+)
+def test_bad_input_is_one_message(arguments: tuple[str, ...], code: int, message: str) -> None:
+    result = run(*arguments, code=code)
+    assert message in " ".join(result.stderr.split())
+    assert result.stdout == ""
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("arguments", [("find", *FORWARD), ("tune", *FORWARD), ("run", *FORWARD)], ids=lambda a: a[0])
+def test_no_gpu_is_an_error_of_the_environment(arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("miofind.device.cuda_device_count", lambda: 0)
+    assert "CUDA device 0 does not exist" in run(*arguments, "--device", "cuda", code=3).stderr
+
+
+def test_an_unknown_log_level_is_a_usage_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MIOFIND_LOG", "loud")
+    assert "MIOFIND_LOG='loud' is no level" in run("solvers", code=2).stderr
+
+
+@pytest.mark.parametrize(
+    "arguments", [("-v", "find", *FORWARD), ("find", *FORWARD, "--verbose")], ids=["group", "command"]
+)
+def test_verbose_logs_to_stderr(arguments: tuple[str, ...]) -> None:
+    result = run(*arguments, "--device", "cpu", "--json")
+    assert "info: find: conv -n 1 -c 4" in result.stderr
+    assert "info:" not in result.stdout
+
+
+def test_ctrl_c_ends_any_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("miofind.cli.find.find_solutions", interrupt)
+    result = run("find", *FORWARD, "--device", "cpu", code=130)
+    assert result.stderr == "interrupted\n"
+
+
+def test_a_broken_pipe_is_silent() -> None:
+    command = f"{sys.executable} -m miofind solvers | {sys.executable} -c 'import sys; sys.stdin.close()'"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False, timeout=60)
+    assert done.stderr == ""
+
+
+def test_help_needs_no_gpu_library() -> None:
+    script = (
+        "import sys; from click.testing import CliRunner; from miofind.cli import main;"
+        "assert CliRunner().invoke(main, ['--help']).exit_code == 0;"
+        "sys.exit(', '.join({'cupy', 'cudnn', 'nvmath', 'torch'} & set(sys.modules)) or None)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=60)
+    assert done.stderr == ""
+    assert done.returncode == 0
+
+
+def test_solvers_are_listed() -> None:
+    listed = run("solvers").stdout
+    assert "ConvCpuDirect" in listed
+    printed = run_json("solvers", "--only", "plain")["solvers"]
+    assert {solver["library"] for solver in printed} == {"plain"}
+
+
+def test_solvers_say_why_not() -> None:
+    printed = run_json("solvers", *FORWARD, "--device", "cpu")["problems"]
+    reasons = {solver["id"]: solver["reason"] for solver in printed[0]["solvers"]}
+    assert reasons["ConvCpuDirect"] == ""
+    assert reasons["ConvDirectNaive"] == "runs on cuda, not on cpu"
+    assert "runs on cuda, not on cpu" in run("solvers", *FORWARD, "--device", "cpu").stdout
+
+
+def test_solvers_of_an_architecture_that_is_not_here() -> None:
+    printed = run_json("solvers", *FORWARD, "--arch", "90a", "--arch", "80")["problems"]
+    assert [item["device"].split("|")[0] for item in printed] == ["sm_90", "sm_80"]
+    naive = next(solver for solver in printed[0]["solvers"] if solver["id"] == "ConvDirectNaive")
+    assert naive["applicable"]
+    assert naive["configs"] >= len(naive["defaults"]) >= 1
