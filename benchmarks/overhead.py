@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import statistics
 import subprocess
@@ -24,11 +25,12 @@ import cupy
 import miofind
 from miofind import records
 from miofind.environment import versions
-from miofind.finddb import Row, Scope
+from miofind.finddb import History, Row, Scope, environment_id
 from miofind.records import solver_hash
 from miofind.solver import solvers
 
 PROBLEM = {"x": (1, 8, 16, 16), "w": (8, 8, 3, 3), "padding": 1, "dtype": "float32"}
+CREATED_AT = "2026-01-01T00:00:00.000000Z"
 BARE_KERNEL = 'extern "C" __global__ void bare(const float* x, const float* w, float* y) {}'
 
 
@@ -54,10 +56,19 @@ def finddb_hit(problems: int = 10_000, lookups: int = 10_000) -> dict[str, float
             miofind.ProblemDescription.convolution(x=(1 + i // 100, 64, 8 + i % 100, 56), w=(64, 64, 3, 3), padding=1)
             for i in range(problems)
         ]
-        scope = Scope(solvers={s.id: s.version for s in solvers().values()})
-        for problem in described:
-            handle.database.record(handle.device.identity, problem.network_config, _rows(problem, handle), scope=scope,
-                                   environment=versions(handle.device))  # fmt: skip
+        scope = Scope(solvers={s.id: s.version for s in solvers().values()}, created_at=CREATED_AT)
+        environment = versions(handle.device)
+        rows = _rows(described[0], handle, environment_id(environment))
+        handle.database.user.add(
+            History(
+                device=handle.device.identity,
+                network_config=problem.network_config,
+                rows=rows,
+                scopes=(scope,),
+                environments={environment_id(environment): environment},
+            )
+            for problem in described
+        )
         options = miofind.FindOptions()
         keys = random.Random(0).choices(described, k=lookups)
         samples = []
@@ -67,35 +78,34 @@ def finddb_hit(problems: int = 10_000, lookups: int = 10_000) -> dict[str, float
             samples.append((time.perf_counter_ns() - start) / 1e3)
             assert found
         handle.close()
-    return percentiles(samples)
+    return percentiles(samples) | {"solutions": len(found)}
 
 
-def _rows(problem: miofind.ProblemDescription, handle: miofind.Handle) -> list[Row]:
-    """Two rows of each solver that applies, with made-up times: what a find of default configurations leaves behind."""
-    rows = []
-    for solver in solvers().values():
-        if not solver.applicability(problem, handle.device) or solver.library == "cudnn":
-            continue
-        for i, config in enumerate(solver.default_configs(problem, handle.device)[:2]):
-            rows.append(
-                Row(
-                    solver_id=solver.id,
-                    solver_version=solver.version,
-                    config=config.json,
-                    status="ok",
-                    algorithm=solver.algorithm.value,
-                    library=solver.library.value,
-                    source_hash=solver_hash(solver),
-                    time_ms=0.01 * (1 + i),
-                    min_ms=0.01,
-                    p20_ms=0.01,
-                    p80_ms=0.01,
-                    samples=45,
-                    protocol="cuda-1",
-                    max_error=1e-7,
-                )
-            )
-    return rows
+def _rows(problem: miofind.ProblemDescription, handle: miofind.Handle, environment: str) -> tuple[Row, ...]:
+    """A row for each default configuration, with made-up times: what a find leaves behind."""
+    return tuple(
+        Row(
+            solver_id=solver.id,
+            solver_version=solver.version,
+            config=config.json,
+            status="ok",
+            algorithm=solver.algorithm.value,
+            library=solver.library.value,
+            source_hash=solver_hash(solver),
+            time_ms=0.01 * (1 + i),
+            min_ms=0.01,
+            p20_ms=0.01,
+            p80_ms=0.01,
+            samples=45,
+            protocol="cuda-1",
+            max_error=1e-7,
+            environment=environment,
+            created_at=CREATED_AT,
+        )
+        for solver in solvers().values()
+        if solver.applicability(problem, handle.device) and not solver.is_last_resort
+        for i, config in enumerate(solver.default_configs(problem, handle.device))
+    )
 
 
 def repeated_find(handle: miofind.Handle, problem: miofind.ProblemDescription) -> dict[str, float]:
@@ -162,6 +172,38 @@ def first_result(count: int = 7) -> dict[str, float]:
     return {"median_ms": statistics.median(runs[1:]), "max_ms": max(runs[1:]), "import_included": True}
 
 
+COLD_FIND = """
+import time
+import cupy
+cupy.zeros(1)
+cupy.cuda.runtime.deviceSynchronize()
+import miofind
+problem = miofind.ProblemDescription.convolution(
+    x=(32, 64, 56, 56), w=(64, 64, 3, 3), padding=1, dtype="float16", layout="NHWC"
+)
+start = time.perf_counter()
+solutions = miofind.find_solutions(problem)
+print(time.perf_counter() - start, len(solutions), solutions[0].solver_id)
+"""
+
+
+def cold_find() -> dict[str, Any]:
+    """A find of n32 c64 56x56 k64 3x3 float16 NHWC forward in a new process: caches empty, then binaries cached."""
+    figures: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for name in ("empty_caches", "binaries_cached"):
+            environment = os.environ | {
+                "MIOFIND_CACHE_DIR": f"{folder}/cache",
+                "MIOFIND_DB": f"{folder}/{name}.db",
+                "MIOFIND_SYSTEM_DB": "",
+            }
+            command = [sys.executable, "-c", COLD_FIND]
+            run = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
+            seconds, count, winner = run.stdout.split()
+            figures[name] = {"seconds": float(seconds), "solutions": int(count), "winner": winner}
+    return figures
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write the figures to this file")
@@ -176,6 +218,7 @@ def main() -> None:
         "repeated_find": repeated_find(handle, problem) | {"bound_us": 5},
         "launch": launches(handle, problem) | {"bound_ratio": 1.6},
         "first_result": first_result() | {"bound_ms": 100},
+        "cold_find": cold_find() | {"bound_s": {"empty_caches": 5, "binaries_cached": 1}},
     }
     print(json.dumps(figures, indent=1))
     if arguments.json:

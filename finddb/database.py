@@ -87,6 +87,7 @@ class Database:
         self.path = path
         self.read_only = read_only
         self.where = location.shown(path)
+        self.is_immutable = False
         self._connections = _Connections()
         self._closed = False
         self._open_lock = threading.RLock()
@@ -183,11 +184,16 @@ class Database:
     def _open_to_read(self, path: Path) -> None:
         if not path.is_file():
             raise DatabaseError(f"{self.where} does not exist or is not a file: correct the path")
-        # A file with a write-ahead log beside it is in use; without one, `immutable` spares locks and opens the file
-        # on read-only media too.
-        live = path.with_name(path.name + "-wal").exists()
-        uri = f"{path.absolute().as_uri()}?mode=ro{'' if live else '&immutable=1'}"
-        self._connections.reader = _connect(lambda: _sqlite(uri))
+        self.is_immutable = _is_portable(path)
+        try:
+            self._connections.reader = _connect_to_read(path, immutable=self.is_immutable)
+        except sqlite3.OperationalError:
+            # A database with a write-ahead log cannot be opened where no log can be made. If there is none, the file
+            # is all there is, and nothing on this machine writes to it.
+            if self.is_immutable or path.with_name(path.name + "-wal").exists():
+                raise
+            self.is_immutable = True
+            self._connections.reader = _connect_to_read(path, immutable=True)
         schema.check_version(self._connections.reader, self.where)
 
     def _open_to_write(self, path: Path) -> None:
@@ -261,6 +267,24 @@ def _connect(creator: Callable[[], sqlite3.Connection], *, is_writer: bool = Fal
     return connection
 
 
+def _connect_to_read(path: Path, *, immutable: bool) -> Connection:
+    """A connection that is proved to read; `immutable` spares locks and opens files on read-only media."""
+    uri = f"{path.absolute().as_uri()}?mode=ro{'&immutable=1' if immutable else ''}"
+    connection = _connect(lambda: _sqlite(uri))
+    try:
+        _execute(connection, "PRAGMA schema_version")
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _is_portable(path: Path) -> bool:
+    """Whether the file is of the kind that `make_portable` makes: no process writes to it with a log."""
+    with path.open("rb") as file:
+        return file.read(20)[18:] == b"\x01\x01"  # sqlite.org/fileformat.html, 1.3: 2 stands for a write-ahead log
+
+
 def _begin_immediate(connection: Connection) -> None:
     # BEGIN alone takes the write lock at the first write, where SQLite does not wait if another process wrote since.
     connection.exec_driver_sql("BEGIN IMMEDIATE")
@@ -306,14 +330,16 @@ def _file_key(path: Path) -> FileKey | None:
 
 
 _databases: weakref.WeakSet[Database] = weakref.WeakSet()
+_fork_lock = threading.RLock()
 _fork_holds: list[ExitStack] = []
 
 
 def _before_fork() -> None:
     stack = ExitStack()
-    _fork_holds.append(stack)
+    stack.enter_context(_fork_lock)
     for database in list(_databases):
         database.hold(stack)
+    _fork_holds.append(stack)
 
 
 def _after_fork() -> None:

@@ -87,8 +87,8 @@ class Layered:
         rows = tuple(rows)
 
         def write(store: Store) -> Answer | None:
-            below = self._layers[self._layers.index(store) + 1 :]
-            held = [self._read(layer, lambda lower: lower.history(device, network_config)) for layer in below]
+            others = [layer for layer in self._layers if layer is not store]
+            held = [self._read(layer, lambda lower: lower.history(device, network_config)) for layer in others]
             histories = [history for history in held if history is not None]
             if histories:
                 store.add(histories)

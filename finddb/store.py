@@ -63,7 +63,7 @@ class Store:
     def answer(self, device: str, network_config: str) -> Answer | None:
         """What is known of a problem on a device, None if nothing is."""
         with self._database.read() as connection:
-            if self.read_only and device not in self._known_devices(connection):
+            if self._database.is_immutable and device not in self._known_devices(connection):
                 return None
             parameters = {"device": device, "network_config": network_config}
             payload = connection.execute(schema.ANSWER_QUERY, parameters).scalar()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-
 from miofind.api import (
     convolution,
     convolution_backward_data,
@@ -52,5 +50,3 @@ __all__ = [
     "find_solutions",
     "run_solution",
 ]
-
-logging.getLogger(__name__).addHandler(logging.NullHandler())

@@ -6,9 +6,8 @@ solvers. No framework is imported that the caller has not imported already.
 
 from __future__ import annotations
 
-import contextlib
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from miofind.errors import InvalidArrayError, InvalidOptionError, WorkspaceError
+from miofind.errors import InvalidArrayError
 from miofind.tensor import DataType, Layout, TensorDescriptor
 
 
@@ -89,7 +88,7 @@ def view(array: Any, name: str) -> ArrayView:
         return _view_torch(array, name)
     if framework is Framework.CUPY:
         return _view_cupy(array, name, framework)
-    return _view_cupy(_as_cupy(array, name), name, framework)
+    return _view_cupy(as_cupy(array, name), name, framework)
 
 
 def _dtype(value: object, name: str) -> DataType:
@@ -156,7 +155,7 @@ def _torch_to_numpy(array: Any, dtype: DataType) -> Any:
     return array.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
 
 
-def _as_cupy(array: Any, name: str) -> Any:
+def as_cupy(array: Any, name: str) -> Any:
     """Any other library's CUDA array as a CuPy array over the same memory."""
     has_interface = hasattr(array, "__cuda_array_interface__")
     if not has_interface and not hasattr(array, "__dlpack__"):
@@ -251,7 +250,7 @@ def aligned_copy(array: Any, alignment: int) -> Any:
         return array
     if framework_of(array) is Framework.TORCH:
         return array.clone()
-    cupy_array = array if framework_of(array) is Framework.CUPY else _as_cupy(array, "array")
+    cupy_array = array if framework_of(array) is Framework.CUPY else as_cupy(array, "array")
     return cupy_array.copy(order="K")
 
 
@@ -267,192 +266,3 @@ def allocate_bytes(like: Any, size: int, device_index: int) -> Any:
 
     with cupy.cuda.Device(device_index):
         return cupy.empty(size, cupy.uint8)
-
-
-def workspace_address(workspace: Any, wanted_bytes: int, device_index: int) -> Any:
-    """Address of a workspace on the device, or a uint8 NumPy array of it in host memory.
-
-    Raises:
-        WorkspaceError: smaller than wanted, on another device, misaligned or not contiguous.
-    """
-    raw = _raw_workspace(workspace)
-    if raw.nbytes < wanted_bytes:
-        raise WorkspaceError(f"workspace has {raw.nbytes} bytes, the solution needs {wanted_bytes}")
-    if raw.device_index != device_index:
-        raise WorkspaceError(f"workspace is on {_device_name(raw.device_index)}, not on {_device_name(device_index)}")
-    if raw.address % 16:
-        raise WorkspaceError(f"workspace begins at address {raw.address:#x}, which is not a multiple of 16")
-    return raw.address if raw.host is None else raw.host
-
-
-@dataclass(frozen=True, slots=True)
-class _RawMemory:
-    address: int
-    nbytes: int
-    device_index: int
-    host: Any = None
-
-
-def _raw_workspace(workspace: Any) -> _RawMemory:
-    framework = framework_of(workspace)
-    if framework is Framework.TORCH:
-        if not workspace.is_contiguous():
-            raise WorkspaceError("workspace is not contiguous: pass a contiguous tensor")
-        nbytes = workspace.numel() * workspace.element_size()
-        if workspace.device.type == "cpu":
-            torch: Any = sys.modules["torch"]
-            host = workspace.detach().reshape(-1).view(torch.uint8).numpy()
-            return _RawMemory(workspace.data_ptr(), nbytes, -1, host)
-        return _RawMemory(workspace.data_ptr(), nbytes, workspace.get_device())
-    if framework is Framework.NUMPY:
-        if not workspace.flags.c_contiguous:
-            raise WorkspaceError("workspace is not contiguous: pass a contiguous array")
-        return _RawMemory(workspace.ctypes.data, workspace.nbytes, -1, workspace.reshape(-1).view(np.uint8))
-    array = workspace if framework is Framework.CUPY else _as_cupy(workspace, "workspace")
-    if not array.flags.c_contiguous:
-        raise WorkspaceError("workspace is not contiguous: pass a contiguous array")
-    return _RawMemory(int(array.data.ptr), int(array.nbytes), int(array.device.id))
-
-
-def _device_name(index: int) -> str:
-    return "the host" if index < 0 else f"cuda:{index}"
-
-
-def current_stream(array: Any, device_index: int) -> int:
-    """Address of the current stream of an array's library on a device; 0 in host memory."""
-    if device_index < 0:
-        return 0
-    if framework_of(array) is Framework.TORCH:
-        torch: Any = sys.modules["torch"]
-        return int(torch.cuda.current_stream(device_index).cuda_stream)
-    import cupy
-
-    return int(cupy.cuda.get_current_stream(device_index).ptr)
-
-
-@contextlib.contextmanager
-def allocating_on(like: Any, stream: Any, device_index: int) -> Iterator[None]:
-    """Allocations of `like`'s library belong to a stream, so that memory is not reused under a running kernel."""
-    if stream is None or device_index < 0:
-        yield
-        return
-    address = stream_address(stream)
-    if framework_of(like) is Framework.TORCH:
-        torch: Any = sys.modules["torch"]
-        with torch.cuda.stream(torch.cuda.ExternalStream(address, device=device_index)):
-            yield
-        return
-    import cupy
-
-    with cupy.cuda.Device(device_index), cupy.cuda.Stream.from_external(_StreamProtocol(address)):
-        yield
-
-
-@dataclass(frozen=True, slots=True)
-class _StreamProtocol:
-    """A stream's address in the form that other libraries read."""
-
-    address: int
-
-    def __cuda_stream__(self) -> tuple[int, int]:
-        return (0, self.address)
-
-
-def stream_address(stream: Any) -> int:
-    """Address of a stream given as an int, a CuPy or PyTorch stream, or by the __cuda_stream__ protocol.
-
-    Raises:
-        InvalidOptionError: none of these.
-    """
-    if isinstance(stream, int) and not isinstance(stream, bool):
-        return stream
-    for attribute in ("ptr", "cuda_stream"):
-        value = getattr(stream, attribute, None)
-        if isinstance(value, int):
-            return value
-    protocol = getattr(stream, "__cuda_stream__", None)
-    if protocol is not None:
-        return int((protocol() if callable(protocol) else protocol)[1])
-    raise InvalidOptionError(f"stream={stream!r} is no stream: pass a CuPy or PyTorch stream or its address")
-
-
-class TensorSlot:
-    """Strict check of one tensor of a problem, made once and used on every run."""
-
-    __slots__ = ("_byte_strides", "_numpy_dtype", "_strides", "alignment", "index", "name", "tensor")
-
-    def __init__(self, name: str, tensor: TensorDescriptor, device_index: int, alignment: int) -> None:
-        self.name = name
-        self.tensor = tensor
-        self.index = device_index
-        self.alignment = alignment
-        self._numpy_dtype = NUMPY_DTYPES[tensor.dtype]
-        self._strides = tensor.strides
-        self._byte_strides = tuple(step * tensor.dtype.itemsize for step in tensor.strides)
-
-    def address(self, array: Any) -> Any:
-        """Address of a device array, or a NumPy array over host memory, after the checks.
-
-        Raises:
-            InvalidArrayError: what was given and what the problem wants.
-        """
-        kind = type(array)
-        module = kind.__module__
-        if module == "cupy":
-            if (
-                array.shape == self.tensor.shape
-                and array.strides == self._byte_strides
-                and array.dtype is self._numpy_dtype
-            ):
-                memory = array.data
-                address = memory.ptr
-                if memory.device_id == self.index and not address % self.alignment:
-                    return address
-        elif module == "torch" and (
-            array.shape == self.tensor.shape
-            and array.stride() == self._strides
-            and array.dtype is _torch_dtype(self.tensor.dtype)
-            and array.get_device() == self.index
-            and self.index >= 0
-            and not array.requires_grad
-        ):
-            address = array.data_ptr()
-            if not address % self.alignment:
-                return address
-        return self._checked(array)
-
-    def _checked(self, array: Any) -> Any:
-        """The same checks, slower: with messages, size-1 dimensions ignored and every kind of array."""
-        v = view(array, self.name)
-        name, tensor = self.name, self.tensor
-        if v.shape != tensor.shape:
-            raise InvalidArrayError(f"{name} has shape {v.shape}, the problem wants {tensor.shape}")
-        if v.dtype is not tensor.dtype:
-            raise InvalidArrayError(f"{name} has dtype {v.dtype}, the problem wants {tensor.dtype}")
-        if v.device_index != self.index:
-            given, wanted = _device_name(v.device_index), _device_name(self.index)
-            raise InvalidArrayError(f"{name} is on {given}, the solution runs on {wanted}: move the array there")
-        if not strides_fit(tensor, v.strides):
-            raise InvalidArrayError(
-                f"{name} has strides {v.strides} (elements), the problem's layout {tensor.layout} wants "
-                f"{tensor.strides}: pass a contiguous copy in that layout, or describe the problem by from_arrays"
-            )
-        if v.host is not None:
-            return v.host
-        if v.address % self.alignment:
-            raise InvalidArrayError(
-                f"{name} begins at address {v.address:#x}, the solution needs a multiple of {self.alignment} bytes: "
-                "pass a copy, or another of the solutions found"
-            )
-        return v.address
-
-
-_TORCH_DTYPES: dict[DataType, Any] = {}
-
-
-def _torch_dtype(dtype: DataType) -> Any:
-    try:
-        return _TORCH_DTYPES[dtype]
-    except KeyError:
-        torch: Any = sys.modules["torch"]
-        return _TORCH_DTYPES.setdefault(dtype, getattr(torch, dtype.value))

@@ -112,25 +112,30 @@ class Correlation:
         return self.problem.x.layout.channels_last
 
 
+def forward_axes(problem: ProblemDescription) -> tuple[Axis, Axis]:
+    """Rows and columns of the forward correlation of a 1-D or 2-D problem."""
+    planar = problem.lifted(2)
+    return _flattened(problem, (_forward_axis(planar, 0), _forward_axis(planar, 1)))
+
+
 def correlations(problem: ProblemDescription) -> tuple[Correlation, ...]:
     """The launches that compute a problem, 1-D or 2-D, forward or backward data."""
     planar = problem.lifted(2)
     c, k = problem.c // problem.groups, problem.k // problem.groups
     if problem.direction is Direction.FORWARD:
-        axes = (_forward_axis(planar, 0), _forward_axis(planar, 1))
-        forward = Correlation(problem=planar, in_channels=c, out_channels=k, axes=axes, flipped=False)
-        return (_flattened(forward),)
+        axes = forward_axes(problem)
+        return (Correlation(problem=planar, in_channels=c, out_channels=k, axes=axes, flipped=False),)
     pairs = itertools.product(_backward_axes(planar, 0), _backward_axes(planar, 1))
-    backward = (Correlation(problem=planar, in_channels=k, out_channels=c, axes=pair, flipped=True) for pair in pairs)
-    return tuple(_flattened(correlation) for correlation in backward)
+    return tuple(
+        Correlation(problem=planar, in_channels=k, out_channels=c, axes=_flattened(problem, pair), flipped=True)
+        for pair in pairs
+    )
 
 
-def _flattened(correlation: Correlation) -> Correlation:
-    """An unpadded 1x1 filter of stride 1 sees rows as one long row, which tiles better."""
-    problem = correlation.problem
+def _flattened(problem: ProblemDescription, axes: tuple[Axis, Axis]) -> tuple[Axis, Axis]:
+    """The axes of one long row where the filter is an unpadded 1x1 of stride 1: it tiles better."""
     if not problem.is_1x1 or any(stride > 1 for stride in problem.conv.stride):
-        return correlation
-    height, width = correlation.axes
+        return axes
+    height, width = axes
     row = replace(height, size=1, outputs=1)
-    line = replace(width, size=height.size * width.size, outputs=height.outputs * width.outputs)
-    return replace(correlation, axes=(row, line))
+    return row, replace(width, size=height.size * width.size, outputs=height.outputs * width.outputs)

@@ -64,6 +64,9 @@ class Device:
     bandwidth_bytes_per_s: float = 1e10
     uuid: str = field(default="", compare=False)
 
+    def __hash__(self) -> int:
+        return hash((self.place, self.index, self.name))
+
     @property
     def identity(self) -> str:
         """What a measurement belongs to: name, multiprocessors, compute capability and MIG profile."""

@@ -15,7 +15,6 @@ _PACKAGES = {
     "nvrtc": ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12"),
     "cublas": ("nvidia-cublas", "nvidia-cublas-cu12"),
     "cudnn": ("nvidia-cudnn-cu13", "nvidia-cudnn-cu12"),
-    "cudnn_frontend": ("nvidia-cudnn-frontend",),
 }
 
 

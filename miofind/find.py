@@ -13,7 +13,7 @@ from miofind.device import Place
 from miofind.driver_line import driver_line
 from miofind.errors import LaunchError, NoSolutionError
 from miofind.evaluate import Job
-from miofind.found import Runner, Solution, Source
+from miofind.found import Found, Solution, Source, reordered
 from miofind.handle import Handle
 from miofind.options import FindEnforce, FindMode, FindOptions, OnMiss, Order, member
 from miofind.plan import Plan, Planned, make_plan
@@ -135,31 +135,32 @@ def estimates(problem: ProblemDescription, options: FindOptions, handle: Handle)
     planned = plan.candidates or plan.last_resort
     if not planned:
         raise NoSolutionError(_nothing_found(problem, plan, []))
-    return records.linked(
-        [
-            Solution(
-                problem=problem,
-                device=handle.device,
-                solver_id=p.solver.id,
-                algorithm=p.solver.algorithm,
-                library=p.solver.library,
-                config=p.candidate.config,
-                time_ms=p.estimate_ms,
-                workspace_bytes=p.workspace_bytes,
-                deterministic=p.deterministic,
-                max_error=None,
-                source=Source.PREDICTED,
-                runner=Runner(problem, p.solver.id, p.candidate.config, handle),
-            )
-            for p in planned
-        ]
-    )
+    found = Found(handle)
+    found.solutions = [
+        Solution(
+            problem=problem,
+            device=handle.device,
+            solver_id=p.solver.id,
+            algorithm=p.solver.algorithm,
+            library=p.solver.library,
+            config=p.candidate.config,
+            time_ms=p.estimate_ms,
+            workspace_bytes=p.workspace_bytes,
+            deterministic=p.deterministic,
+            max_error=None,
+            source=Source.PREDICTED,
+            found=found,
+            position=i,
+        )
+        for i, p in enumerate(planned)
+    ]
+    return found.solutions
 
 
-def _ordered(found: list[Solution], options: FindOptions) -> list[Solution]:
-    if options.order is Order.WORKSPACE:
-        found = sorted(found, key=lambda s: (s.workspace_bytes, s.time_ms))
-    return records.linked(found)
+def _ordered(solutions: list[Solution], options: FindOptions) -> list[Solution]:
+    if options.order is Order.TIME:
+        return solutions
+    return reordered(sorted(solutions, key=lambda s: (s.workspace_bytes, s.time_ms)), solutions[0].found.handle)
 
 
 def _refuse_capture(handle: Handle) -> None:

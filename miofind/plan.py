@@ -37,7 +37,7 @@ class Plan:
         candidates: by estimate, likely best first.
         last_resort: measured only where no candidate is usable.
         considered: version by id of every solver that was asked.
-        excluded: ids of solvers that filters, modes or missing libraries kept out.
+        excluded: ids of solvers that filters, modes, missing libraries or another place kept out.
         refusals: reason by solver id, or by candidate id where a limit left one out.
     """
 
@@ -59,10 +59,10 @@ def make_plan(problem: ProblemDescription, device: Device, options: FindOptions,
             excluded.append(solver.id)
             refusals[solver.id] = "left out by only, exclude or the find mode"
             continue
-        if all(key.place is device.place and device.library_version(key.library) is None for key in solver.keys):
-            excluded.append(solver.id)
-        else:
+        if any(key.place is device.place and device.library_version(key.library) is not None for key in solver.keys):
             considered[solver.id] = solver.version
+        else:
+            excluded.append(solver.id)
         applicability = solver.applicability(problem, device)
         if not applicability:
             refusals[solver.id] = applicability.reason

@@ -7,7 +7,6 @@ library is installed; an answer counts where the scope of an earlier find covers
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
@@ -16,7 +15,7 @@ from miofind.compiler import source_hash
 from miofind.device import Device
 from miofind.environment import versions
 from miofind.finddb import Answer, Row, Scope
-from miofind.found import Runner, Solution, Source
+from miofind.found import Found, Solution, Source
 from miofind.handle import Handle
 from miofind.options import FindOptions
 from miofind.plan import Plan
@@ -54,21 +53,23 @@ def look_up(
         if nearest is None or (nearest.missing and not partial):
             return None
         answer, late = nearest.answer, nearest.missing
-    valid = [row for row in answer.rows if is_valid(row, handle.device)]
-    void = {row.solver_id for row in answer.rows} - {row.solver_id for row in valid}
-    late = (*late, *(solver_id for solver_id in sorted(void) if solver_id in request.solvers))
+    found = Found(handle)
+    void = set()
+    solutions = found.solutions
+    for row in answer.rows:
+        if not is_valid(row, handle.device):
+            void.add(row.solver_id)
+        elif _is_within(row, problem, options):
+            source = Source.MEASURED if fresh and f"{row.solver_id}:{row.config}" in fresh else Source.FINDDB
+            solutions.append(_as_solution(problem, row, found, source))
+    if void:
+        void -= {solution.solver_id for solution in solutions}
+        late = (*late, *(solver_id for solver_id in sorted(void) if solver_id in request.solvers))
     if late and not fresh:
         if not partial:
             return None
         handle.database.queue_recheck(device, problem.network_config, f"not measured yet: {', '.join(late)}")
-    found = [
-        _as_solution(
-            problem, row, handle, Source.MEASURED if f"{row.solver_id}:{row.config}" in fresh else Source.FINDDB
-        )
-        for row in valid
-        if _is_within(row, problem, options)
-    ]
-    return linked(found) or None
+    return solutions or None
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,10 +92,21 @@ def _nearest(answers: Iterable[Answer], request: Scope) -> _Nearest | None:
 
 def is_valid(row: Row, device: Device) -> bool:
     """Whether this release would still do what a row measured, as far as version, sources and libraries tell."""
-    solver = solvers().get(row.solver_id)
-    if solver is None or row.solver_version != solver.version or row.source_hash != solver_hash(solver):
+    return _is_current(row.solver_id, row.solver_version, row.source_hash, device)
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_current(solver_id: str, version: int, sources: str, device: Device) -> bool:
+    solver = solvers().get(solver_id)
+    if solver is None or version != solver.version or sources != solver_hash(solver):
         return False
     return all(device.library_version(key.library) is not None for key in solver.keys)
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _stored_config(text: str) -> Config:
+    """A configuration from a FindDB: few texts serve many problems."""
+    return Config.from_json(text)
 
 
 @functools.cache
@@ -117,40 +129,32 @@ def _is_within(row: Row, problem: ProblemDescription, options: FindOptions) -> b
     if options.deterministic and not row.deterministic:
         return False
     solver = solvers()[row.solver_id]
-    if not options.allows(solver):
+    if (options.only or options.exclude) and not options.allows(solver):
         return False
     if options.max_error is not None:
         return row.max_error is not None and row.max_error <= options.max_error
-    return solver.error_growth(problem, Config.from_json(row.config)) <= 1
+    return solver.error_growth(problem, _stored_config(row.config)) <= 1
 
 
-def _as_solution(problem: ProblemDescription, row: Row, handle: Handle, source: Source) -> Solution:
-    solver = solver_by_id(row.solver_id)
-    config = Config.from_json(row.config)
+def _as_solution(problem: ProblemDescription, row: Row, found: Found, source: Source) -> Solution:
+    solver = solvers()[row.solver_id]
     assert row.time_ms is not None
     return Solution(
         problem=problem,
-        device=handle.device,
-        solver_id=solver.id,
+        device=found.handle.device,
+        solver_id=row.solver_id,
         algorithm=solver.algorithm,
         library=solver.library,
-        config=config,
+        config=_stored_config(row.config),
         time_ms=row.time_ms,
         workspace_bytes=row.workspace_bytes,
         deterministic=row.deterministic,
         max_error=row.max_error,
         source=source,
-        runner=Runner(problem, solver.id, config, handle, row.kernel_hash),
+        kernel_hash=row.kernel_hash,
+        found=found,
+        position=len(found.solutions),
     )
-
-
-def linked(found: list[Solution]) -> list[Solution]:
-    """The same solutions, each falling back to the one behind it."""
-    for solution, following in itertools.pairwise(found):
-        solution.runner.following = following.runner
-    if found:
-        found[-1].runner.following = None
-    return found
 
 
 @functools.lru_cache(maxsize=256)

@@ -47,10 +47,13 @@ class RowCheck:
 def _finding(solver: Solver, problem: ProblemDescription, device: Device | None, row: Row) -> str | None:
     if (row.algorithm, row.library) != (solver.algorithm.value, solver.library.value):
         return f"it says {row.algorithm}, {row.library}; {solver.id} is {solver.algorithm}, {solver.library}"
-    if device is None or not row.usable:
+    if device is None or not row.usable or device.library_version(solver.library) is None:
         return None
     config = Config.from_json(row.config)
     try:
+        applicability = solver.applicability(problem, device)
+        if not applicability:
+            return f"{solver.id} does not serve the problem: {applicability.reason}"
         solver.check_config(problem, device, config)
         workspace_bytes = solver.workspace_bytes(problem, device, config)
     except InvalidConfigError as error:

@@ -18,7 +18,7 @@ from typing import Any
 from miofind.compiler import kernel_hash
 from miofind.device import Device, Place
 from miofind.errors import InvalidConfigError, InvalidProblemError, SolutionFileError, UnknownSolverError
-from miofind.found import Runner, Solution, Source
+from miofind.found import Found, Solution, Source, alone
 from miofind.handle import Handle, default_handle
 from miofind.problem import ProblemDescription
 from miofind.solution import Config, KernelStep
@@ -52,7 +52,7 @@ def save_solution(solution: Solution, path: Path) -> None:
     """
     solver = solver_by_id(solution.solver_id)
     steps = solver.solution(solution.problem, solution.device, solution.config)
-    compiler = solution.runner.handle.compiler
+    compiler = solution.found.handle.compiler
     payload = {
         "network_config": solution.problem.network_config,
         "solver_id": solution.solver_id,
@@ -101,7 +101,7 @@ def load_solution(path: Path, handle: Handle | None = None) -> Solution:
         raise SolutionFileError(f"{path} was saved with other sources of {solver.id} than this release has: find again")
     if device.place is Place.CUDA:
         _adopt(path, handle, device, _distinct(steps.kernels), payload["binaries"])
-    return Solution(
+    solution = Solution(
         problem=problem,
         device=device,
         solver_id=solver.id,
@@ -113,8 +113,10 @@ def load_solution(path: Path, handle: Handle | None = None) -> Solution:
         deterministic=steps.deterministic,
         max_error=payload.get("max_error"),
         source=Source.MEASURED,
-        runner=Runner(problem, solver.id, config, handle),
+        kernel_hash=payload["kernel_hash"],
+        found=Found(handle),
     )
+    return alone(solution)
 
 
 def _adopt(path: Path, handle: Handle, device: Device, steps: list[KernelStep], packed: list[Any]) -> None:

@@ -28,18 +28,24 @@ _Array = NDArray[Any]
 
 @dataclass(frozen=True, slots=True)
 class _Tap:
-    """One filter position: its flat rank, the outputs whose input is no padding, and those inputs."""
+    """One filter position: where its columns lie, and the inputs they hold. What padding fills is in neither.
 
-    rank: int
-    outputs: tuple[slice, ...]
-    inputs: tuple[slice, ...]
+    Attributes:
+        columns: index into (images, groups, c, taps, *out_spatial).
+        inputs: index into (images, groups, c, *spatial).
+    """
+
+    columns: tuple[Any, ...]
+    inputs: tuple[Any, ...]
 
 
 def _taps(problem: ProblemDescription) -> Iterator[_Tap]:
+    everything = slice(None)
     for rank, at in enumerate(product(*(range(size) for size in problem.filter))):
         spans = [_span(problem, dimension, tap) for dimension, tap in enumerate(at)]
         if all(outputs.start < outputs.stop for outputs, _ in spans):
-            yield _Tap(rank, tuple(outputs for outputs, _ in spans), tuple(inputs for _, inputs in spans))
+            columns = (everything, everything, everything, rank, *(outputs for outputs, _ in spans))
+            yield _Tap(columns, (..., *(inputs for _, inputs in spans)))
 
 
 def _span(problem: ProblemDescription, dimension: int, tap: int) -> tuple[slice, slice]:
@@ -132,7 +138,7 @@ class _Columns:
         if any(self.problem.conv.pad_before) or any(self.problem.conv.pad_after):
             self.matrix(images)[...] = 0
         for tap in _taps(self.problem):
-            windows[(slice(None), slice(None), slice(None), tap.rank, *tap.outputs)] = source[(..., *tap.inputs)]
+            windows[tap.columns] = source[tap.inputs]
         return self.matrix(images)
 
     def fold(self, images: int) -> _Array:
@@ -141,7 +147,7 @@ class _Columns:
         windows = self._windows(images)
         target = np.zeros((images, s.groups, s.c, *self.problem.spatial), s.wide)
         for tap in _taps(self.problem):
-            target[(..., *tap.inputs)] += windows[(slice(None), slice(None), slice(None), tap.rank, *tap.outputs)]
+            target[tap.inputs] += windows[tap.columns]
         return target.reshape(images, self.problem.c, *self.problem.spatial)
 
     def filter(self, w: _Array) -> _Array:

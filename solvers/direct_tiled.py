@@ -213,7 +213,7 @@ def _block_cycles(conv: Correlation, config: Config, tiling: _Tiling) -> float:
     copies = _COPY_INSTRUCTIONS * tiling.stage_copies / tiling.threads
     warps = ceil_div(tiling.threads, 32)
     issue = warps / 4 * (products + reads + copies + 40 + 2 * min(taps, 25))
-    return steps * max(issue, 4 * warps * reads) + 2000
+    return float(steps * max(issue, 4 * warps * reads) + 2000)
 
 
 def _config(**values: int | bool) -> Config:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
+import pytest
 from click.testing import CliRunner, Result
 
 from miofind.cli import main
@@ -13,12 +15,21 @@ TINY = ("conv", "-n", "1", "-c", "4", "-H", "6", "-W", "5", "-k", "2", "-y", "3"
 FORWARD = (*TINY, "-F", "1")
 
 
-def run(*arguments: str, code: int = 0, **settings: Any) -> Result:
-    """The result of a command that must end with `code`, and without a traceback."""
+def use_own_folders(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep FindDB and binary cache in `folder`, ship nothing, and let no terminal cut the output."""
+    monkeypatch.setenv("MIOFIND_DB", str(folder / "finddb.db"))
+    monkeypatch.setenv("MIOFIND_CACHE_DIR", str(folder / "cache"))
+    monkeypatch.setenv("MIOFIND_SYSTEM_DB", "")
+    for name in ("COLUMNS", "FORCE_COLOR", "MIOFIND_FIND_MODE", "MIOFIND_LOG"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def run(*arguments: str, code: int | None = 0, **settings: Any) -> Result:
+    """The result of a command that must end with `code` (None for any), and without a traceback."""
     result = CliRunner().invoke(main, list(arguments), **settings)
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
-    assert result.exit_code == code, f"{result.stdout}\n{result.stderr}"
+    assert code is None or result.exit_code == code, f"{result.stdout}\n{result.stderr}"
     return result
 
 

@@ -13,7 +13,7 @@ import pytest
 import miofind
 from miofind import records
 from miofind.errors import InvalidArrayError, LaunchError, NoSolutionError, SolutionFileError, WorkspaceError
-from miofind.found import Source
+from miofind.found import Source, reordered
 from miofind.reference import reference_on_host
 from miofind.sandbox import InProcess
 
@@ -140,8 +140,8 @@ def test_a_solution_that_fails_falls_back_with_one_warning(
 ) -> None:
     given = operands(PROBLEM)
     options = miofind.FindOptions(only=("ConvCpuIm2colGemm", "ConvCpuDirect"), order="workspace")
-    solutions = miofind.find_solutions(PROBLEM, options=options, handle=handle)[::-1]
-    records.linked(solutions)
+    found = miofind.find_solutions(PROBLEM, options=options, handle=handle)
+    solutions = reordered(found[::-1], handle)
     assert len(solutions) > 1
     invoker = solutions[0].runner.prepare()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from miofind import arrays
+from miofind import arrays, operands
 from miofind.errors import InvalidArrayError, InvalidOptionError, WorkspaceError
 from miofind.problem import DataType, Layout, ProblemDescription, TensorDescriptor
 
@@ -82,10 +82,10 @@ def test_allocate_has_shape_dtype_and_layout() -> None:
     assert tuple(step // 4 for step in made.strides) == NHWC.strides
 
 
-def test_slot_accepts_any_stride_of_a_size_one_dimension() -> None:
+def test_check_accepts_any_stride_of_a_size_one_dimension() -> None:
     tensor = TensorDescriptor(shape=(1, 3, 4, 1), dtype=DataType.FLOAT32)
     odd = np.lib.stride_tricks.as_strided(np.zeros(12, np.float32), (1, 3, 4, 1), (999, 16, 4, 777))
-    assert arrays.TensorSlot("x", tensor, -1, 2).address(odd) is odd
+    assert operands.strict_check("x", tensor, -1, 2)(odd) is odd
 
 
 @pytest.mark.parametrize(
@@ -95,33 +95,33 @@ def test_slot_accepts_any_stride_of_a_size_one_dimension() -> None:
         (channels_last((2, 3, 4, 5), "float16"), "x has dtype float16, the problem wants float32"),
         (np.zeros((2, 3, 4, 5), np.float32), "x has strides .* NHWC wants"),
         ("text", "x is a str"),
-        (None, "x is a NoneType"),
+        (None, "x is missing"),
     ],
     ids=["shape", "dtype", "strides", "str", "none"],
 )
-def test_slot_refuses(array: object, message: str) -> None:
+def test_check_refuses(array: object, message: str) -> None:
     with pytest.raises(InvalidArrayError, match=message):
-        arrays.TensorSlot("x", NHWC, -1, 2).address(array)
+        operands.strict_check("x", NHWC, -1, 2)(array)
 
 
-def test_slot_refuses_host_memory_on_a_gpu() -> None:
+def test_check_refuses_host_memory_on_a_gpu() -> None:
     with pytest.raises(InvalidArrayError, match="x is on the host, the solution runs on cuda:0"):
-        arrays.TensorSlot("x", NHWC, 0, 16).address(channels_last((2, 3, 4, 5)))
+        operands.strict_check("x", NHWC, 0, 16)(channels_last((2, 3, 4, 5)))
 
 
 def test_workspace_too_small() -> None:
     with pytest.raises(WorkspaceError, match="has 8 bytes, the solution needs 16"):
-        arrays.workspace_address(np.empty(8, np.uint8), 16, -1)
+        operands.workspace_address(np.empty(8, np.uint8), 16, -1)
 
 
 def test_workspace_not_contiguous() -> None:
     with pytest.raises(WorkspaceError, match="not contiguous"):
-        arrays.workspace_address(np.empty(64, np.uint8)[::2], 16, -1)
+        operands.workspace_address(np.empty(64, np.uint8)[::2], 16, -1)
 
 
 def test_stream_of_an_unknown_kind() -> None:
     with pytest.raises(InvalidOptionError, match="is no stream"):
-        arrays.stream_address("legacy")
+        operands.stream_address("legacy")
 
 
 def test_torch_tensors_on_the_host() -> None:

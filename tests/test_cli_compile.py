@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cli_runner import FORWARD, run, run_json
+from cli_runner import FORWARD, run, run_json, use_own_folders
 
 from miofind.compiler import Binary, Compiler
 from miofind.errors import CompileError
@@ -15,7 +15,7 @@ from miofind.solution import KernelStep
 
 @pytest.fixture(autouse=True)
 def own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MIOFIND_CACHE_DIR", str(tmp_path / "cache"))
+    use_own_folders(tmp_path, monkeypatch)
 
 
 def test_kernels_are_compiled_once(tmp_path: Path) -> None:

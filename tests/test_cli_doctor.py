@@ -7,7 +7,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
-from cli_runner import FORWARD, run, run_json
+from cli_runner import FORWARD, run, run_json, use_own_folders
 
 from miofind.cli import doctor as doctor_module
 from miofind.device import Device
@@ -16,9 +16,7 @@ from miofind.errors import MissingLibraryError, NoDeviceError
 
 @pytest.fixture(autouse=True)
 def own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MIOFIND_DB", str(tmp_path / "finddb.db"))
-    monkeypatch.setenv("MIOFIND_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setenv("MIOFIND_SYSTEM_DB", "")
+    use_own_folders(tmp_path, monkeypatch)
 
 
 def test_it_shows_all_sections_and_makes_no_database(tmp_path: Path) -> None:
@@ -31,7 +29,8 @@ def test_it_shows_all_sections_and_makes_no_database(tmp_path: Path) -> None:
 
 def test_coverage_of_what_was_found() -> None:
     run("find", *FORWARD, "--device", "cpu")
-    run("find", *["conv", "-n", "1", "-c", "512", "-H", "7", "-W", "7", "-k", "512", "-y", "3", "-x", "3", "-p", "1", "-q", "1", "-F", "1"], "--device", "cpu")
+    layer = "conv -n 1 -c 512 -H 7 -W 7 -k 512 -y 3 -x 3 -p 1 -q 1 -F 1"
+    run("find", layer, "--device", "cpu")
     report = run_json("doctor")
     held = report["databases"][0]["devices"][0]
     assert held["device"] == Device.cpu().identity

@@ -7,21 +7,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_runner import FORWARD, TINY, run, run_json
+from cli_runner import FORWARD, TINY, run, run_json, use_own_folders
 
 import miofind
 from miofind.driver_line import parse_driver_line
 from miofind.finddb import Store
 from miofind.verify import Verdict, Verifier
 
+LONG_FLAGS = "conv --in_channels=4 --in_h=6 --in_w 5 -n 1 -k 2 -y 3 -x 3 --pad_h 1 --pad_w 1 -F 1"
 PROBLEM = parse_driver_line(" ".join(FORWARD))[0]
 
 
 @pytest.fixture(autouse=True)
 def own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MIOFIND_DB", str(tmp_path / "finddb.db"))
-    monkeypatch.setenv("MIOFIND_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setenv("MIOFIND_SYSTEM_DB", "")
+    use_own_folders(tmp_path, monkeypatch)
 
 
 def cpu(command: str, *arguments: str, **settings: Any) -> dict[str, Any]:
@@ -56,7 +55,7 @@ def test_json_has_the_solutions_and_nothing_else() -> None:
         (PROBLEM.network_config,),
         (" ".join(FORWARD),),
         ("./bin/MIOpenDriver", *FORWARD, "-V", "0", "-i", "10", "-t", "1"),
-        ("conv", "--in_channels=4", "--in_h=6", "--in_w=5", *["-n", "1", "-k", "2", "-y", "3", "-x", "3", "--pad_h", "1", "--pad_w", "1", "-F", "1"]),
+        tuple(LONG_FLAGS.split()),
     ],
     ids=["network_config", "one word", "as MIOpen logs it", "long flags"],
 )

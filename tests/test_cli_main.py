@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import click
 import pytest
-from cli_runner import FORWARD, run, run_json
+from cli_runner import FORWARD, run, run_json, use_own_folders
 
 from miofind.cli import main
 from miofind.driver_flags import FLAGS
@@ -21,9 +22,7 @@ SHARED_WITH_THE_DRIVER = {"dtype", "layout", "math", "search", "solution", "veri
 
 @pytest.fixture(autouse=True)
 def own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MIOFIND_DB", str(tmp_path / "finddb.db"))
-    monkeypatch.setenv("MIOFIND_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setenv("MIOFIND_SYSTEM_DB", "")
+    use_own_folders(tmp_path, monkeypatch)
 
 
 def commands(command: click.Command = main, name: str = "") -> Iterator[tuple[str, click.Command]]:
@@ -140,6 +139,9 @@ def test_verbose_logs_to_stderr(arguments: tuple[str, ...]) -> None:
     result = run(*arguments, "--device", "cpu", "--json")
     assert "info: find: conv -n 1 -c 4" in result.stderr
     assert "info:" not in result.stdout
+    logger = logging.getLogger("miofind")
+    assert (logger.level, logger.propagate) == (logging.NOTSET, True)
+    assert not any("Stderr" in type(handler).__name__ for handler in logger.handlers)
 
 
 def test_ctrl_c_ends_any_command(monkeypatch: pytest.MonkeyPatch) -> None:

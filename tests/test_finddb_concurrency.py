@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -77,7 +78,9 @@ def test_threads_share_the_one_fall_to_memory(tmp_path, caplog):
 
 def run_in_fork(work) -> int:
     """Exit status of a forked child: 0 if `work` returned true."""
-    child = os.fork()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 and later warn of threads at a fork
+        child = os.fork()
     if child == 0:
         status = 1
         try:

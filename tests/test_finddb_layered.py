@@ -313,7 +313,11 @@ def unprivileged(path: str, said) -> None:
         found.append("no error")
     except DatabaseError as error:
         found.append(str(error))
-    said.put((found, messages))
+    readable = Path(path).exists()
+    if readable:
+        with Store(path, read_only=True) as store:
+            found.append(len(store.problems()))
+    said.put((found, messages, readable))
 
 
 @pytest.mark.parametrize("what", ["file", "folder", "new file"])
@@ -329,7 +333,7 @@ def test_a_place_without_write_permission(what):
         folder.chmod(0o777 if what == "file" else 0o555)
         child = context.Process(target=unprivileged, args=(str(path), said))
         child.start()
-        (ids, in_memory, refusal), messages = said.get(timeout=60)
+        (ids, in_memory, refusal, *held), messages, readable = said.get(timeout=60)
         child.join()
     finally:
         folder.chmod(0o755)
@@ -339,6 +343,8 @@ def test_a_place_without_write_permission(what):
     assert "cannot be" in refusal
     assert "another file" in refusal
     assert len(messages) == 1
+    assert held == ([50] if readable else [])
+    assert readable == (what != "new file")
 
 
 def test_open_layered_reads_the_environment(tmp_path, monkeypatch):

@@ -374,7 +374,15 @@ def test_a_read_only_store_records_nothing(tmp_path):
         assert reading.answer("cpu|2||", PROBLEM) is None
         with pytest.raises(DatabaseError, match="read only"):
             reading.record(DEVICE, PROBLEM, [row()])
-    assert [path.name for path in tmp_path.iterdir()] == ["finddb.db"]
+
+
+def test_a_read_only_store_sees_what_others_write(tmp_path):
+    with Store(tmp_path / "finddb.db") as store:
+        store.record(DEVICE, PROBLEM, [row()])
+    with Store(tmp_path / "finddb.db", read_only=True) as reading, Store(tmp_path / "finddb.db") as writing:
+        assert reading.answer("cpu|2||", "new") is None
+        writing.record("cpu|2||", "new", [row()])
+        assert reading.answer("cpu|2||", "new") is not None
 
 
 def test_a_url_of_a_server_is_refused():

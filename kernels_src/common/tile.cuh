@@ -76,8 +76,13 @@ __device__ __forceinline__ void copy_element(float* to, const T* from, bool insi
   *to = inside ? convert<float>(*from) : 0.0f;
 }
 
+// kVector elements to floats kStep apart, asynchronously where they need neither conversion nor transposition.
 template <int kVector, int kStep, typename T>
 __device__ __forceinline__ void copy_vector(float* to, const T* from, bool inside) {
+  if constexpr (sizeof(T) == 4 && kStep == 1) {
+    copy_async<kVector>(to, from, inside);
+    return;
+  }
   Vector<T, kVector> values = {};
   if (inside) values = *reinterpret_cast<const Vector<T, kVector>*>(from);
 #pragma unroll

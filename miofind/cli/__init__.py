@@ -10,7 +10,7 @@ import click
 
 from miofind import __version__
 from miofind.cli.output import print_note
-from miofind.cli.session import configure_logging
+from miofind.cli.session import configure_logging, reset_logging
 from miofind.errors import MiofindError
 
 INTERRUPTED = 130
@@ -58,6 +58,8 @@ class _Commands(click.Group):
 )
 @click.version_option(__version__, prog_name="miofind")
 @click.option("-v", "--verbose", count=True, help="Log to stderr what is done; twice for details.")
-def main(verbose: int) -> None:
+@click.pass_context
+def main(ctx: click.Context, verbose: int) -> None:
     """Find, remember and run the fastest correct convolution on the GPU at hand."""
     configure_logging(verbose)
+    ctx.call_on_close(reset_logging)

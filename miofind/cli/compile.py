@@ -76,7 +76,10 @@ def compile_(
     as_json: bool,
     **values: Any,
 ) -> None:
-    """Compile the kernels that a find of the problems would try, for architectures that need not be present."""
+    """Compile kernels ahead of time, without a GPU.
+
+    They are those that a find of the problems would try, for architectures that need not be present.
+    """
     problems = [request.problem for request in requests_of(**values)]
     options = FindOptions(only=only, exclude=exclude, tuning=search)
     devices = archs or (_present_device(),)

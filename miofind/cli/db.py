@@ -15,7 +15,7 @@ import click
 from miofind.cli.db_show import HistoryView, list_problems, show_history
 from miofind.cli.options import DRIVER_LINE, choice, db_option, device_option, example, json_option
 from miofind.cli.output import Sheet, bytes_text, print_json, print_note, print_text
-from miofind.cli.problems import problem_argument, problems_of
+from miofind.cli.problems import optional_problem_argument, problems_of
 from miofind.cli.session import verbose_option
 from miofind.device import Device
 from miofind.errors import DatabaseError
@@ -62,7 +62,7 @@ def _writing(database: str | None) -> Store:
 
 @_command("path", "miofind db path")
 def path_(database: str | None, as_json: bool) -> None:
-    """Print where the FindDB is, and the shipped ones behind it."""
+    """Print where the FindDB and the shipped ones are."""
     user, shipped = database or user_path(), [str(path) for path in shipped_paths()]
     if as_json:
         print_json({"user": user, "shipped": shipped})
@@ -74,7 +74,10 @@ def path_(database: str | None, as_json: bool) -> None:
 
 @_command("stats", "miofind db stats", "miofind db stats --db results.db --json")
 def stats(database: str | None, as_json: bool) -> None:
-    """Count what the FindDB holds: problems by device, rows by solver and by status."""
+    """Count what the FindDB holds.
+
+    Problems by device, measurements by solver and by status.
+    """
     with _reading(database) as store:
         found = store.stats()
         if as_json:
@@ -106,10 +109,13 @@ def _counts(found: Stats) -> dict[str, dict[str, int]]:
     "miofind db show conv -n 32 -c 64 -H 56 -W 56 -k 64 -y 3 -x 3 -p 1 -q 1 -F 1 --all",
     context_settings=DRIVER_LINE,
 )
-@problem_argument
+@optional_problem_argument
 @click.option("--all", "everything", is_flag=True, help="Every measurement, failures and replaced ones too.")
 def show(line: tuple[str, ...], everything: bool, database: str | None, as_json: bool) -> None:
-    """List the problems of the FindDB with their best solver, or show all it knows of PROBLEM, on every device."""
+    """List the problems, or what is known of PROBLEM.
+
+    The list names the best solver of each problem. PROBLEM is shown for every device that it was measured on.
+    """
     with _reading(database) as store:
         if not line:
             list_problems(store, as_json)
@@ -130,7 +136,7 @@ def show(line: tuple[str, ...], everything: bool, database: str | None, as_json:
 @_command("export", "miofind db export finddb.jsonl", "miofind db export - | gzip > finddb.jsonl.gz")
 @click.argument("file", metavar="FILE")
 def export(file: str, database: str | None, as_json: bool) -> None:
-    """Write everything as JSON lines in a stable order; - is stdout."""
+    """Write everything as JSON lines. - is stdout."""
     if file == "-" and as_json:
         raise click.UsageError("--json and - would both write to stdout: name a file")
     with _reading(database) as store:
@@ -166,7 +172,10 @@ def _replacing(path: Path) -> Iterator[TextIO]:
 @_command("import", "miofind db import finddb.jsonl")
 @click.argument("file", type=click.File("r", encoding="utf-8"))
 def import_(file: TextIO, database: str | None, as_json: bool) -> None:
-    """Add what `export` wrote, all of it or nothing; - is stdin. What is there already changes nothing."""
+    """Add what an export wrote. - is stdin.
+
+    All of it is added or nothing; what is there already changes nothing.
+    """
     with _writing(database) as store:
         added = store.import_jsonl(file)
         _print_added(added, store, as_json)
@@ -175,7 +184,10 @@ def import_(file: TextIO, database: str | None, as_json: bool) -> None:
 @_command("merge", "miofind db merge machine1.db machine2.db", "miofind db merge --db all.db machine1.db machine2.db")
 @click.argument("files", nargs=-1, required=True, metavar="FILE...", type=click.Path(path_type=Path))
 def merge(files: tuple[Path, ...], database: str | None, as_json: bool) -> None:
-    """Add all that other FindDBs hold; the order plays no part, and merging twice changes nothing."""
+    """Add all that other FindDBs hold.
+
+    The order plays no part, and merging twice changes nothing.
+    """
     for file in files:
         if not file.exists():
             raise DatabaseError(f"{file} does not exist: correct the path")
@@ -197,7 +209,10 @@ def _print_added(added: int, store: Store, as_json: bool) -> None:
 @_command("check", "miofind db check", "miofind db check results.db")
 @click.argument("file", required=False, metavar="[FILE]")
 def check(file: str | None, database: str | None, as_json: bool) -> None:
-    """Check file, schema and contents, and each row against the solvers of this release."""
+    """Check the file, and its rows against the code.
+
+    It reads the whole file, its schema and its contents, and compares each row with the solvers of this release.
+    """
     if file is not None and database is not None:
         raise click.UsageError(f"name the FindDB once: {file} or --db {database}")
     rows = RowCheck()
@@ -222,7 +237,11 @@ def check(file: str | None, database: str | None, as_json: bool) -> None:
 @click.option("--what", type=choice(Prune), default=Prune.SUPERSEDED.value, show_default=True, help="What to remove.")
 @device_option
 def prune(what: str, device: Device, database: str | None, as_json: bool) -> None:
-    """Remove measurements that no answer needs, failures, or other devices than --device, and shrink the file."""
+    """Remove what is not needed, and shrink the file.
+
+    Superseded measurements are no loss. Failures that are removed are tried again by later finds. The other devices are
+    all but --device.
+    """
     with _reading(database):
         pass
     with _writing(database) as store:

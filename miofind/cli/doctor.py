@@ -74,7 +74,10 @@ class _Examination:
 @json_option
 @verbose_option
 def doctor(as_json: bool) -> None:
-    """Show devices, libraries, FindDBs and their coverage, the binary cache, and what is missing."""
+    """Show what is here, and what is missing.
+
+    Devices, libraries, the FindDBs in force and what they cover, the binary cache. It never fails.
+    """
     found = _Examination()
     found.devices = _devices(found)
     found.libraries = found.attempt("libraries", _libraries) or {}

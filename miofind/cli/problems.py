@@ -22,6 +22,7 @@ _SHORT_DIRECTION = {Direction.FORWARD: "fwd", Direction.BACKWARD_DATA: "data", D
 _BITS = {Direction.FORWARD: 1, Direction.BACKWARD_DATA: 2, Direction.BACKWARD_WEIGHTS: 4}
 
 problem_argument = click.argument("line", nargs=-1, type=click.UNPROCESSED, metavar="PROBLEM...")
+optional_problem_argument = click.argument("line", nargs=-1, type=click.UNPROCESSED, metavar="[PROBLEM...]")
 
 
 def problems_of(line: Sequence[str]) -> tuple[ProblemDescription, ...]:
@@ -99,7 +100,7 @@ def request_options(command: Command) -> Command:
     """Suites, files and what is asked of their rows; `requests_of` takes them, with the words of a driver line."""
     for option in reversed(_REQUESTS):
         command = option(command)
-    return problem_argument(command)
+    return optional_problem_argument(command)
 
 
 def requests_of(

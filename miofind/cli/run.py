@@ -20,7 +20,7 @@ from miofind.cli.options import (
     json_option,
 )
 from miofind.cli.output import bytes_text, error_text, print_json, print_text, tflops_text, time_text
-from miofind.cli.problems import problem_argument, problem_json, problems_of
+from miofind.cli.problems import optional_problem_argument, problem_json, problems_of
 from miofind.cli.session import verbose_option
 from miofind.cli.solution_table import solution_json
 from miofind.device import Device
@@ -51,7 +51,7 @@ class _Run:
         "miofind run --solution best.json --verify",
     ),
 )
-@problem_argument
+@optional_problem_argument
 @click.option(
     "--solution",
     "file",
@@ -74,7 +74,10 @@ def run(
     as_json: bool,
     **find_values: Any,
 ) -> None:
-    """Run the best solution of PROBLEM, or a saved one, on random data and print its time."""
+    """Run a solution on random data and time it.
+
+    It is the best solution of PROBLEM, which is found first where the FindDB does not know it, or a saved one.
+    """
     problems = () if file is not None and not line else problems_of(line)
     options = find_options_of(**find_values)
     runs = []

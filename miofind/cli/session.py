@@ -37,12 +37,17 @@ def configure_logging(verbose: int) -> None:
     if named not in _LEVELS:
         raise InvalidOptionError(f"MIOFIND_LOG={named!r} is no level: use one of {', '.join(_LEVELS)}")
     level = (named, "info", "debug")[min(verbose, 2)]
+    reset_logging()
+    _LOGGER.addHandler(_StderrHandler())
+    _LOGGER.setLevel(level.upper())
+
+
+def reset_logging() -> None:
+    """Undo `configure_logging`, for programs that call the command line's functions."""
     for handler in list(_LOGGER.handlers):
         if isinstance(handler, _StderrHandler):
             _LOGGER.removeHandler(handler)
-    _LOGGER.addHandler(_StderrHandler())
-    _LOGGER.propagate = False
-    _LOGGER.setLevel(level.upper())
+    _LOGGER.setLevel(logging.NOTSET)
 
 
 def _verbose(ctx: click.Context, parameter: click.Parameter, value: int) -> None:

@@ -17,7 +17,7 @@ from miofind.cli.options import (
     only_option,
 )
 from miofind.cli.output import Sheet, config_text, print_json, print_text
-from miofind.cli.problems import problem_argument, problem_json, problems_of
+from miofind.cli.problems import optional_problem_argument, problem_json, problems_of
 from miofind.cli.session import verbose_option
 from miofind.device import Device
 from miofind.driver_line import driver_line
@@ -47,7 +47,7 @@ class _Service:
         "miofind solvers", "miofind solvers convfp16 -n 32 -c 64 -H 56 -W 56 -k 64 -y 3 -x 3 -F 1 --arch 90a"
     ),
 )
-@problem_argument
+@optional_problem_argument
 @only_option
 @exclude_option
 @device_option
@@ -62,7 +62,10 @@ def solvers(
     archs: tuple[Device, ...],
     as_json: bool,
 ) -> None:
-    """List the solvers; with PROBLEM, say for each whether it serves that, and if not, why."""
+    """List the solvers, or which serve PROBLEM.
+
+    With PROBLEM, it says for each solver how many configurations it has for that, or why it does not serve it.
+    """
     chosen = FindOptions(only=only, exclude=exclude)
     listed = [solver for solver in registered().values() if chosen.allows(solver)]
     if not line:

@@ -71,7 +71,9 @@ def tune(
     as_json: bool,
     **values: Any,
 ) -> None:
-    """Measure the problems of suites, files or a driver line, and record each in the FindDB when it is done.
+    """Measure problems into the FindDB.
+
+    They come from suites, files and a driver line, and each is recorded when it is done.
 
     Problems that the FindDB answers already are left out, so a tuning that was stopped goes on where it was. Those
     that failed are tried again.

@@ -1,0 +1,217 @@
+"""The arrays of one run: strict checks of its tensors, its workspace, its stream.
+
+Checks are made once for a problem and are fast for CuPy arrays and PyTorch tensors; what they refuse is looked at
+again, slower, for a message.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from miofind.arrays import NUMPY_DTYPES, Framework, as_cupy, framework_of, strides_fit, view
+from miofind.errors import InvalidArrayError, InvalidOptionError, WorkspaceError
+from miofind.tensor import TensorDescriptor
+
+Check = Callable[[Any], Any]
+"""Takes an array; gives its device address, or the NumPy array over its host memory."""
+
+
+def strict_check(name: str, tensor: TensorDescriptor, device_index: int, alignment: int) -> Check:
+    """A check of one tensor of a problem, made once and used on every run.
+
+    Raises (when called):
+        InvalidArrayError: what was given and what the problem wants.
+    """
+    shape, strides = tensor.shape, tensor.strides
+    byte_strides = tuple(step * tensor.dtype.itemsize for step in strides)
+    numpy_dtype, torch_name = NUMPY_DTYPES[tensor.dtype], f"torch.{tensor.dtype}"
+    torch_dtype: Any = None
+
+    def check(array: Any) -> Any:
+        nonlocal torch_dtype
+        module = type(array).__module__
+        if module == "cupy":
+            if array.shape == shape and array.strides == byte_strides and array.dtype is numpy_dtype:
+                memory = array.data
+                address = memory.ptr
+                if memory.device_id == device_index and not address % alignment:
+                    return address
+        elif module == "torch":
+            if torch_dtype is None and str(array.dtype) == torch_name:
+                torch_dtype = array.dtype
+            if (
+                array.dtype is torch_dtype
+                and array.shape == shape
+                and array.stride() == strides
+                and array.get_device() == device_index >= 0
+                and not array.requires_grad
+            ):
+                address = array.data_ptr()
+                if not address % alignment:
+                    return address
+        return _checked(array, name, tensor, device_index, alignment)
+
+    return check
+
+
+def _checked(array: Any, name: str, tensor: TensorDescriptor, device_index: int, alignment: int) -> Any:
+    """The same checks, slower: with messages, size-1 dimensions ignored and every kind of array."""
+    if array is None:
+        raise InvalidArrayError(f"{name} is missing: the problem wants an array of shape {tensor.shape}")
+    v = view(array, name)
+    if v.shape != tensor.shape:
+        raise InvalidArrayError(f"{name} has shape {v.shape}, the problem wants {tensor.shape}")
+    if v.dtype is not tensor.dtype:
+        raise InvalidArrayError(f"{name} has dtype {v.dtype}, the problem wants {tensor.dtype}")
+    if v.device_index != device_index:
+        given, wanted = _device_name(v.device_index), _device_name(device_index)
+        raise InvalidArrayError(f"{name} is on {given}, the solution runs on {wanted}: move the array there")
+    if not strides_fit(tensor, v.strides):
+        raise InvalidArrayError(
+            f"{name} has strides {v.strides} (elements), the problem's layout {tensor.layout} wants "
+            f"{tensor.strides}: pass a contiguous copy in that layout, or describe the problem by from_arrays"
+        )
+    if v.host is not None:
+        return v.host
+    if v.address % alignment:
+        raise InvalidArrayError(
+            f"{name} begins at address {v.address:#x}, the solution needs a multiple of {alignment} bytes: "
+            "pass a copy, or another of the solutions found"
+        )
+    return v.address
+
+
+def _device_name(index: int) -> str:
+    return "the host" if index < 0 else f"cuda:{index}"
+
+
+def workspace_address(workspace: Any, wanted_bytes: int, device_index: int) -> Any:
+    """Address of a workspace on the device, or a uint8 NumPy array of it in host memory.
+
+    Raises:
+        WorkspaceError: smaller than wanted, on another device, misaligned or not contiguous.
+    """
+    raw = _raw_workspace(workspace)
+    if raw.nbytes < wanted_bytes:
+        raise WorkspaceError(f"workspace has {raw.nbytes} bytes, the solution needs {wanted_bytes}")
+    if raw.device_index != device_index:
+        raise WorkspaceError(f"workspace is on {_device_name(raw.device_index)}, not on {_device_name(device_index)}")
+    if raw.address % 16:
+        raise WorkspaceError(f"workspace begins at address {raw.address:#x}, which is not a multiple of 16")
+    return raw.address if raw.host is None else raw.host
+
+
+@dataclass(frozen=True, slots=True)
+class _RawMemory:
+    address: int
+    nbytes: int
+    device_index: int
+    host: Any = None
+
+
+def _raw_workspace(workspace: Any) -> _RawMemory:
+    framework = framework_of(workspace)
+    if framework is Framework.TORCH:
+        if not workspace.is_contiguous():
+            raise WorkspaceError("workspace is not contiguous: pass a contiguous tensor")
+        nbytes = workspace.numel() * workspace.element_size()
+        if workspace.device.type == "cpu":
+            torch: Any = sys.modules["torch"]
+            host = workspace.detach().reshape(-1).view(torch.uint8).numpy()
+            return _RawMemory(workspace.data_ptr(), nbytes, -1, host)
+        return _RawMemory(workspace.data_ptr(), nbytes, workspace.get_device())
+    if framework is Framework.NUMPY:
+        if not workspace.flags.c_contiguous:
+            raise WorkspaceError("workspace is not contiguous: pass a contiguous array")
+        return _RawMemory(workspace.ctypes.data, workspace.nbytes, -1, workspace.reshape(-1).view(np.uint8))
+    array = workspace if framework is Framework.CUPY else as_cupy(workspace, "workspace")
+    if not array.flags.c_contiguous:
+        raise WorkspaceError("workspace is not contiguous: pass a contiguous array")
+    return _RawMemory(int(array.data.ptr), int(array.nbytes), int(array.device.id))
+
+
+def current_stream(array: Any, device_index: int) -> int:
+    """Address of the current stream of an array's library on a device; 0 in host memory."""
+    if device_index < 0:
+        return 0
+    if framework_of(array) is Framework.TORCH:
+        address: int = _torch_stream_reader()(device_index)
+        return address
+    import cupy
+
+    return int(cupy.cuda.get_current_stream(device_index).ptr)
+
+
+@contextlib.contextmanager
+def allocating_on(like: Any, stream: Any, device_index: int) -> Iterator[None]:
+    """Allocations of `like`'s library belong to a stream, so that memory is not reused under a running kernel."""
+    if stream is None or device_index < 0:
+        yield
+        return
+    address = stream_address(stream)
+    if framework_of(like) is Framework.TORCH:
+        torch: Any = sys.modules["torch"]
+        with torch.cuda.stream(torch.cuda.ExternalStream(address, device=device_index)):
+            yield
+        return
+    import cupy
+
+    with cupy.cuda.Device(device_index), cupy.cuda.Stream.from_external(_StreamProtocol(address)):
+        yield
+
+
+@dataclass(frozen=True, slots=True)
+class _StreamProtocol:
+    """A stream's address in the form that other libraries read."""
+
+    address: int
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return (0, self.address)
+
+
+def stream_address(stream: Any) -> int:
+    """Address of a stream given as an int, a CuPy or PyTorch stream, or by the __cuda_stream__ protocol.
+
+    Raises:
+        InvalidOptionError: none of these.
+    """
+    if isinstance(stream, int) and not isinstance(stream, bool):
+        return stream
+    for attribute in ("ptr", "cuda_stream"):
+        value = getattr(stream, attribute, None)
+        if isinstance(value, int):
+            return value
+    protocol = getattr(stream, "__cuda_stream__", None)
+    if protocol is not None:
+        return int((protocol() if callable(protocol) else protocol)[1])
+    raise InvalidOptionError(f"stream={stream!r} is no stream: pass a CuPy or PyTorch stream or its address")
+
+
+def stream_reader(device_index: int) -> Callable[[Any], int]:
+    """Reads the current stream of an array's library on a device; 0 in host memory."""
+    torch_stream: Any = None
+
+    def read(array: Any) -> int:
+        nonlocal torch_stream
+        if type(array).__module__ == "torch" and device_index >= 0:
+            if torch_stream is None:
+                torch_stream = _torch_stream_reader()
+            address: int = torch_stream(device_index)
+            return address
+        return current_stream(array, device_index)
+
+    return read
+
+
+def _torch_stream_reader() -> Any:
+    """PyTorch's own short cut to a stream's address, as its compilers use it, else the public way."""
+    torch: Any = sys.modules["torch"]
+    short_cut = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+    return short_cut or (lambda index: int(torch.cuda.current_stream(index).cuda_stream))

@@ -1,0 +1,338 @@
+"""ConvDirectTiledWeights: backward weights by direct convolution from shared-memory tiles.
+
+Images and tiles of outputs are split over blocks; a second kernel adds the splits' float32 sums in a fixed order.
+Kernels: kernels_src/direct_tiled_weights.cu. Knows nothing of how candidates are chosen.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from miofind.correlation import Axis, ceil_div, forward_axes
+from miofind.device import Device, Library, Place
+from miofind.problem import DataType, Direction, Layout, ProblemDescription
+from miofind.solution import Config, ConfigValue, ConvSolution, KernelStep, Pointer, Region, Scalar, WorkspacePlan
+from miofind.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
+
+_MAX_ELEMENTS = 2**31 - 1
+_MAX_WORKSPACE_BYTES = 1 << 30
+_MAX_REGISTERS = 216
+_STRIP = 4
+_SHARED_BYTES = 48 << 10
+# Instructions to address, test and copy one staged element, read off the SASS of sm_90a.
+_COPY_INSTRUCTIONS = 24
+_LAUNCH_MS = 0.006
+
+
+def _round_up(a: int, b: int) -> int:
+    return ceil_div(a, b) * b
+
+
+def _plane_pitch(floats: int) -> int:
+    """As plane_pitch in kernels_src/common/tile.cuh: 4 modulo 8."""
+    return _round_up(floats - 4, 8) + 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Tiling:
+    """A configuration applied to a problem: what the kernel's constants come to.
+
+    kernels_src/direct_tiled_weights.cu computes the same from the defines and refuses to compile where it differs.
+
+    Attributes:
+        axes: the correlation of x and dy, rows and columns.
+        threads: of a block.
+        chunk: filter columns that a thread holds.
+        window: inputs of a row that a strip of outputs meets through them.
+        registers: of a thread that spills nothing.
+        stage_rows: filter rows of a block.
+        x_vector, y_vector: elements of x and dy loaded at once.
+        shared_bytes: of a block.
+        copies: loads of a block for one tile.
+        blocks, tiles: in the grid, and tiles of outputs to split over them.
+    """
+
+    axes: tuple[Axis, Axis]
+    threads: int
+    chunk: int
+    window: int
+    registers: int
+    stage_rows: int
+    x_vector: int
+    y_vector: int
+    shared_bytes: int
+    copies: int
+    blocks: int
+    tiles: int
+
+    @staticmethod
+    def of(problem: ProblemDescription, config: Config) -> _Tiling:
+        height, width = forward_axes(problem)
+        c, k = problem.c // problem.groups, problem.k // problem.groups
+        channels_last = problem.x.layout.channels_last
+        stage_rows = height.taps if config["whole_filter"] else 1
+        strip_row = height.stride if stage_rows > 1 else 1
+        strip_column = width.stride if width.taps > 1 else 1
+        chunk = _chunk(width.taps)
+        chunks = ceil_div(width.taps, chunk)
+        window = (_STRIP - 1) * strip_column + (chunk - 1) * width.dilation + 1
+        x_vector, y_vector = _vectors(problem, config, width)
+        rows = (config["tile_h"] - 1) * strip_row + (stage_rows - 1) * height.dilation + 1
+        columns = (config["tile_w"] - 1) * strip_column + (width.taps - 1) * width.dilation + 1
+        columns = columns if channels_last else _round_up(columns, x_vector)
+        last_chunk = (chunks - 1) * chunk * width.dilation
+        reach = (config["tile_w"] - _STRIP) * strip_column + last_chunk + _round_up(window, 4)
+        x_slots, y_slots = config["groups"] * config["tile_c"], config["groups"] * config["tile_k"]
+        pixels = config["tile_h"] * config["tile_w"]
+        x_floats = x_slots * _plane_pitch(rows * _round_up(max(columns, reach), 4))
+        filters = ceil_div(k, config["tile_k"]) * ceil_div(c, config["tile_c"])
+        row_blocks = height.taps // stage_rows
+        sums = config["thread_k"] * config["thread_c"] * chunk
+        return _Tiling(
+            axes=(height, width),
+            threads=y_slots // config["thread_k"] * (config["tile_c"] // config["thread_c"]) * stage_rows * chunks,
+            chunk=chunk,
+            window=window,
+            registers=_round_up(sums + _STRIP * config["thread_k"] + _round_up(window, 4) + 44, 8),
+            stage_rows=stage_rows,
+            x_vector=x_vector,
+            y_vector=y_vector,
+            shared_bytes=4 * (x_floats + y_slots * _plane_pitch(pixels)),
+            copies=x_slots * rows * columns // x_vector + y_slots * pixels // y_vector,
+            blocks=filters * ceil_div(problem.groups, config["groups"]) * row_blocks * config["splits"],
+            tiles=problem.n * ceil_div(height.outputs, config["tile_h"]) * ceil_div(width.outputs, config["tile_w"]),
+        )
+
+
+def _chunk(taps: int) -> int:
+    """Filter columns that a thread holds: up to 7, those that waste least."""
+    return min(range(1, min(taps, 7) + 1), key=lambda c: (_round_up(taps, c), -c))
+
+
+def _vectors(problem: ProblemDescription, config: Config, width: Axis) -> tuple[int, int]:
+    """Elements of x and of dy loaded at once: neighbouring channels, or columns that padding does not shift."""
+    most = 16 // problem.x.dtype.itemsize
+    if problem.x.layout.channels_last:
+        return tuple(  # type: ignore[return-value]
+            _channel_vector(most, channels // problem.groups, config[tile], problem.groups, config["groups"])
+            for channels, tile in ((problem.c, "tile_c"), (problem.k, "tile_k"))
+        )
+    y_vector = math.gcd(most, width.outputs, config["tile_w"])
+    if width.taps == 1 and width.stride > 1:
+        return 1, y_vector
+    return math.gcd(most, width.size, width.pad, config["tile_w"] * width.stride), y_vector
+
+
+def _channel_vector(most: int, channels: int, tile: int, groups: int, tile_groups: int) -> int:
+    if channels == 1:
+        return math.gcd(most, groups, tile_groups) if tile == 1 else 1
+    return math.gcd(most, channels, tile)
+
+
+def _resident_blocks(tiling: _Tiling) -> int:
+    """Blocks that a multiprocessor holds at once, by registers, threads and shared memory."""
+    by_registers = 65536 // (tiling.registers * _round_up(tiling.threads, 32))
+    by_shared = (96 << 10) // (tiling.shared_bytes + 1024)
+    return max(1, min(by_registers, by_shared, 1024 // tiling.threads, 8))
+
+
+def _defines(problem: ProblemDescription, config: Config, tiling: _Tiling) -> tuple[tuple[str, str | int], ...]:
+    height, width = tiling.axes
+    tiles = ("tile_h", "tile_w", "tile_k", "tile_c", "groups", "thread_k", "thread_c")
+    return (
+        ("ELEMENT", problem.x.dtype.value),
+        *((name.upper(), config[name]) for name in tiles),
+        ("MIN_BLOCKS", _resident_blocks(tiling)),
+        ("FILTER_Y", height.taps),
+        ("FILTER_X", width.taps),
+        ("STAGE_ROWS", tiling.stage_rows),
+        ("CHUNK", tiling.chunk),
+        ("STRIDE_H", height.stride),
+        ("STRIDE_W", width.stride),
+        ("DILATION_H", height.dilation),
+        ("DILATION_W", width.dilation),
+        ("CHANNELS_LAST", int(problem.x.layout.channels_last)),
+        ("X_VECTOR", tiling.x_vector),
+        ("Y_VECTOR", tiling.y_vector),
+        ("SHARED_BYTES", tiling.shared_bytes),
+    )
+
+
+def _ints(*values: int) -> tuple[Scalar, ...]:
+    return tuple(Scalar(ctype="int32", value=value) for value in values)
+
+
+def _sum_step(problem: ProblemDescription, config: Config, tiling: _Tiling) -> KernelStep:
+    planar = problem.lifted(2)
+    height, width = tiling.axes
+    return KernelStep(
+        source="direct_tiled_weights.cu",
+        entry="direct_tiled_weights",
+        grid=(tiling.blocks, 1, 1),
+        block=(tiling.threads, 1, 1),
+        shared_bytes=tiling.shared_bytes,
+        defines=_defines(problem, config, tiling),
+        args=(
+            Pointer(buffer="y"),
+            Pointer(buffer="x"),
+            Pointer(buffer="partial"),
+            *_ints(problem.n, problem.c, problem.k, problem.groups, config["splits"]),
+            *_ints(height.size, width.size, *planar.x.strides, height.outputs, width.outputs, *planar.y.strides),
+            *_ints(height.pad, width.pad),
+        ),
+    )
+
+
+def _finish_step(problem: ProblemDescription, config: Config, tiling: _Tiling) -> KernelStep:
+    w = problem.lifted(2).w
+    return KernelStep(
+        source="direct_tiled_weights.cu",
+        entry="direct_tiled_weights_finish",
+        grid=(ceil_div(w.size, 256), 1, 1),
+        block=(256, 1, 1),
+        defines=_defines(problem, config, tiling),
+        args=(
+            Pointer(buffer="partial"),
+            Pointer(buffer="w"),
+            *_ints(w.size, config["splits"], w.shape[1], *w.strides),
+        ),
+    )
+
+
+def _config(**values: int | bool) -> Config:
+    return Config({"groups": 1, "whole_filter": True, "splits": 1, **values})
+
+
+# What default_configs ranks by estimate, with a number of splits; the last two fit every applicable problem.
+_SHORT_LIST = (
+    _config(tile_h=4, tile_w=16, tile_k=64, tile_c=16, thread_k=8, thread_c=4),
+    _config(tile_h=4, tile_w=16, tile_k=32, tile_c=16, thread_k=4, thread_c=4),
+    _config(tile_h=8, tile_w=8, tile_k=64, tile_c=16, thread_k=4, thread_c=4),
+    _config(tile_h=4, tile_w=32, tile_k=64, tile_c=16, thread_k=4, thread_c=4, whole_filter=False),
+    _config(tile_h=1, tile_w=32, tile_k=64, tile_c=64, thread_k=8, thread_c=4),
+    _config(tile_h=4, tile_w=16, tile_k=64, tile_c=64, thread_k=8, thread_c=4),
+    _config(tile_h=4, tile_w=32, tile_k=32, tile_c=4, thread_k=4, thread_c=1),
+    _config(tile_h=8, tile_w=32, tile_k=32, tile_c=1, thread_k=4, thread_c=1),
+    _config(tile_h=4, tile_w=16, tile_k=4, tile_c=4, thread_k=4, thread_c=4, groups=8),
+    _config(tile_h=4, tile_w=16, tile_k=1, tile_c=1, thread_k=1, thread_c=1, groups=32),
+    _config(tile_h=8, tile_w=32, tile_k=1, tile_c=1, thread_k=1, thread_c=1, groups=8),
+    _config(tile_h=8, tile_w=32, tile_k=1, tile_c=1, thread_k=1, thread_c=1),
+    _config(tile_h=1, tile_w=8, tile_k=1, tile_c=1, thread_k=1, thread_c=1),
+    _config(tile_h=1, tile_w=8, tile_k=1, tile_c=1, thread_k=1, thread_c=1, whole_filter=False),
+)
+
+
+class ConvDirectTiledWeights(Solver):
+    """Backward weights of tiles in shared memory, with float32 sums in registers and a deterministic second pass.
+
+    Configuration: a block computes `tile_k` x `tile_c` filters in each of `groups` groups, whole or one row of them,
+    from `tile_h` x `tile_w` outputs at a time; a thread holds `thread_k` x `thread_c` filters; the outputs are dealt
+    to `splits` blocks.
+    """
+
+    id = "ConvDirectTiledWeights"
+    algorithm = Algorithm.DIRECT
+    keys = (
+        KernelKey(
+            place=Place.CUDA,
+            library=Library.PLAIN,
+            dtypes=frozenset({DataType.FLOAT32, DataType.FLOAT16, DataType.BFLOAT16}),
+            layouts=frozenset({Layout.NCW, Layout.NWC, Layout.NCHW, Layout.NHWC}),
+            min_sm=75,
+        ),
+    )
+    alignment_bytes = 16
+    parameters: ClassVar[Mapping[str, Sequence[ConfigValue]]] = {
+        "tile_h": (1, 4, 8),
+        "tile_w": (8, 16, 32),
+        "tile_k": (1, 4, 32, 64),
+        "tile_c": (1, 4, 16, 64),
+        "groups": (1, 8, 32),
+        "thread_k": (1, 4, 8),
+        "thread_c": (1, 4),
+        "whole_filter": (True, False),
+        "splits": (1, 4, 16, 64, 256),
+    }
+    sources = ("direct_tiled_weights.cu",)
+
+    def examples(self) -> tuple[ProblemDescription, ...]:
+        weights = Direction.BACKWARD_WEIGHTS
+        convolution = ProblemDescription.convolution
+        return (
+            convolution(x=(2, 19, 17, 15), w=(37, 19, 3, 3), padding=1, direction=weights),
+            convolution(
+                x=(2, 16, 14, 14), w=(24, 16, 1, 1), dtype=DataType.FLOAT16, layout=Layout.NHWC, direction=weights
+            ),
+            convolution(x=(1, 32, 15, 15), w=(32, 1, 5, 5), padding=2, stride=2, groups=32, direction=weights),
+            convolution(x=(1, 6, 40), w=(10, 6, 7), dilation=3, dtype=DataType.BFLOAT16, direction=weights),
+        )
+
+    def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
+        if problem.direction is not Direction.BACKWARD_WEIGHTS:
+            return Applicability("serves backward weights: ConvDirectTiled serves the other directions")
+        tensors = (problem.x, problem.w, problem.y)
+        if len({(tensor.dtype, tensor.layout) for tensor in tensors}) > 1:
+            return Applicability("needs one dtype and one layout for x, w and y")
+        if max(tensor.size for tensor in tensors) > _MAX_ELEMENTS:
+            return Applicability(f"counts elements in 32 bits: a tensor has more than {_MAX_ELEMENTS}")
+        if max(*problem.conv.pad_before, *problem.conv.pad_after) > 2**20:
+            return Applicability("counts coordinates in 32 bits: padding is more than 2**20")
+        if not any(self.is_valid_config(problem, device, config) for config in _SHORT_LIST[-2:]):
+            return Applicability(f"filter {problem.filter} is too large for a block")
+        return APPLICABLE
+
+    def is_valid_config(self, problem: ProblemDescription, device: Device, config: Config) -> bool:
+        c, k, groups = problem.c // problem.groups, problem.k // problem.groups, config["groups"]
+        if config["tile_k"] % config["thread_k"] or config["tile_c"] % config["thread_c"]:
+            return False
+        if config["tile_k"] >= 2 * k or config["tile_c"] >= 2 * c:
+            return False
+        if groups > 1 and (config["tile_k"] < k or config["tile_c"] < c or groups >= 2 * problem.groups):
+            return False
+        if 4 * config["splits"] * problem.w.size > _MAX_WORKSPACE_BYTES and config["splits"] > 1:
+            return False
+        tiling = _Tiling.of(problem, config)
+        height, width = tiling.axes
+        if config["tile_h"] >= 2 * height.outputs or config["tile_w"] >= 2 * max(8, width.outputs):
+            return False
+        if not config["whole_filter"] and height.taps == 1:
+            return False
+        if config["splits"] > max(1, tiling.tiles) or tiling.blocks > _MAX_ELEMENTS:
+            return False
+        fits_registers = tiling.registers <= _MAX_REGISTERS and tiling.registers * tiling.threads <= 65536
+        shared_limit = device.shared_bytes or _SHARED_BYTES
+        return tiling.threads <= 512 and fits_registers and tiling.shared_bytes <= shared_limit
+
+    def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
+        splits = self.parameters["splits"]
+        every = (Config({**config, "splits": count}) for config in _SHORT_LIST for count in splits)
+        valid = [config for config in every if self.is_valid_config(problem, device, config)]
+        return tuple(sorted(valid, key=lambda config: self.estimate_ms(problem, device, config))[:3])
+
+    def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
+        tiling = _Tiling.of(problem, config)
+        steps = config["tile_h"] * config["tile_w"] // _STRIP
+        reads = steps * (config["thread_k"] + config["thread_c"] * tiling.window / 4)
+        products = steps * config["thread_k"] * config["thread_c"] * tiling.chunk * _STRIP
+        warps = ceil_div(tiling.threads, 32)
+        issue = warps / 4 * (products + reads + _COPY_INSTRUCTIONS * tiling.copies / tiling.threads + 100)
+        cycles = ceil_div(tiling.tiles, config["splits"]) * max(issue, 4 * warps * reads) + 2000
+        at_once = device.sm_count * _resident_blocks(tiling)
+        waves = ceil_div(tiling.blocks, at_once) if tiling.blocks > at_once else max(tiling.blocks / at_once, 0.5)
+        partial_bytes = 8 * config["splits"] * problem.w.size
+        busy_ms = 1e3 * waves * at_once * cycles / device.sm_count / device.clock_hz
+        moved_ms = 1e3 * (problem.bytes + partial_bytes) / device.bandwidth_bytes_per_s
+        return float(_LAUNCH_MS + max(busy_ms, moved_ms))
+
+    def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
+        tiling = _Tiling.of(problem, config)
+        return ConvSolution(
+            steps=(_sum_step(problem, config, tiling), _finish_step(problem, config, tiling)),
+            workspace=WorkspacePlan((Region(name="partial", bytes=4 * config["splits"] * problem.w.size),)),
+        )
+
+
+SOLVERS = (ConvDirectTiledWeights(),)

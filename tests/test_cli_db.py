@@ -1,0 +1,205 @@
+"""`miofind db`: show, count, move, check and prune FindDBs."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from pathlib import Path
+
+import pytest
+from cli_runner import FORWARD, TINY, run, run_json, use_own_folders
+
+from miofind.device import Device
+from miofind.driver_line import parse_driver_line
+from miofind.finddb import Row, Store
+
+PROBLEM = parse_driver_line(" ".join(FORWARD))[0]
+
+
+@pytest.fixture(autouse=True)
+def own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_own_folders(tmp_path, monkeypatch)
+
+
+@pytest.fixture
+def filled(tmp_path: Path) -> Path:
+    run("find", *TINY, "-F", "0", "--device", "cpu")
+    return tmp_path / "finddb.db"
+
+
+def altered(path: Path, **values: object) -> None:
+    """A row added to the FindDB with some fields changed."""
+    device = Device.cpu().identity
+    with Store(path) as store:
+        history = store.history(device, PROBLEM.network_config)
+        assert history is not None
+        row = next(row for row in history.rows if row.solver_id == "ConvCpuIm2colGemm")
+        fields = {name: getattr(row, name) for name in Row.__slots__} | {"created_at": "", "id": ""} | values
+        store.record(device, PROBLEM.network_config, [Row(**fields)])
+
+
+def test_path_names_user_and_shipped(tmp_path: Path, filled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MIOFIND_SYSTEM_DB", str(filled))
+    assert run("db", "path", "--db", "x.db").stdout.splitlines() == ["x.db", f"{filled}  (shipped)"]
+    assert run_json("db", "path") == {"user": str(filled), "shipped": [str(filled)]}
+
+
+def test_stats(filled: Path) -> None:
+    printed = run_json("db", "stats")
+    assert printed["problems"] == 3
+    assert printed["by_device"] == {Device.cpu().identity: 3}
+    text = run("db", "stats").stdout
+    assert f"{filled}: 3 problems" in text
+    assert "ConvCpuDirect" in text
+
+
+def test_show_lists_problems_with_their_best(filled: Path) -> None:
+    assert PROBLEM.network_config in run("db", "show").stdout
+    listed = {item["network_config"]: item["best"] for item in run_json("db", "show")["problems"]}
+    assert listed[PROBLEM.network_config]["time_ms"] > 0
+    assert len(listed) == 3
+
+
+def test_show_tells_all_of_one_problem(filled: Path) -> None:
+    altered(filled, status="crashed", time_ms=None, message="it fell over\nin the second line", config='{"a":1}')
+    assert "it fell over" not in run("db", "show", *FORWARD).stdout
+    text = run("db", "show", *FORWARD, "--all").stdout
+    assert 'ConvCpuIm2colGemm:{"a":1}: it fell over' in text
+    assert "find of " in text
+    printed = run_json("db", "show", PROBLEM.network_config, "--all")["problems"]
+    assert "crashed" in {row["status"] for row in printed[0]["rows"]}
+    assert printed[0]["scopes"][0]["effort"] == "defaults"
+
+
+def test_show_what_is_unknown(filled: Path) -> None:
+    assert "has nothing of conv2d-forward-n100" in run("db", "show", "conv", "-F", "1", code=4).stderr
+
+
+def test_export_import_and_merge(filled: Path, tmp_path: Path) -> None:
+    exported = tmp_path / "export.jsonl"
+    lines = run_json("db", "export", str(exported))["lines"]
+    assert lines == len(exported.read_text(encoding="utf-8").splitlines())
+    assert run("db", "export", "-").stdout == exported.read_text(encoding="utf-8")
+    imported, merged = str(tmp_path / "imported.db"), str(tmp_path / "merged.db")
+    added = run_json("db", "import", str(exported), "--db", imported)["added"]
+    assert run_json("db", "merge", str(filled), imported, "--db", merged)["added"] == added > 0
+    assert run_json("db", "merge", imported, "--db", merged)["added"] == 0
+    assert run("db", "export", "-", "--db", merged).stdout == exported.read_text(encoding="utf-8")
+    piped = run("db", "import", "-", "--db", str(tmp_path / "piped.db"), input=exported.read_text(encoding="utf-8"))
+    assert f"{added} measurements and finds were new" in piped.stdout
+
+
+def test_an_export_that_fails_leaves_the_file_there_was(filled: Path, tmp_path: Path) -> None:
+    target = tmp_path / "export.jsonl"
+    target.write_text("earlier", encoding="utf-8")
+    run("db", "export", str(target), "--db", str(tmp_path / "missing.db"), code=4)
+    assert target.read_text(encoding="utf-8") == "earlier"
+    assert "missing" in run("db", "export", str(tmp_path / "missing" / "export.jsonl"), code=1).stderr
+    assert "--json and -" in run("db", "export", "-", "--json", code=2).stderr
+
+
+def test_an_import_of_something_else_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "other.jsonl"
+    file.write_text('{"a": 1}\n', encoding="utf-8")
+    assert "line 1" in run("db", "import", str(file), code=4).stderr
+
+
+def test_a_sound_finddb(filled: Path) -> None:
+    printed = run_json("db", "check")
+    assert printed["sound"]
+    assert printed["rows_checked"] == run_json("db", "stats")["rows"]
+    assert f"{filled}: sound" in run("db", "check", str(filled)).stdout
+
+
+@pytest.mark.parametrize(
+    ("values", "finding"),
+    [
+        ({"solver_id": "ConvNone"}, "solver 'ConvNone' is not registered"),
+        ({"config": '{"chunk_mib":3,"pixels_inner":true}'}, "chunk_mib=3 must be one of"),
+        ({"config": "{}"}, "must have the parameters"),
+        ({"workspace_bytes": 12345}, "it says 12345 bytes of workspace, ConvCpuIm2colGemm needs"),
+        ({"algorithm": "winograd"}, "it says winograd, plain; ConvCpuIm2colGemm is im2col_gemm"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
+)
+def test_check_compares_rows_with_the_solvers(filled: Path, values: dict[str, object], finding: str) -> None:
+    altered(filled, **values)
+    printed = run_json("db", "check", code=1)
+    assert len(printed["findings"]) == 1
+    assert finding in printed["findings"][0]
+    assert finding in run("db", "check", code=1).stdout
+
+
+def test_rows_of_other_releases_are_void_not_wrong(filled: Path) -> None:
+    altered(filled, solver_version=99, config='{"later":1}')
+    printed = run_json("db", "check")
+    assert (printed["sound"], printed["rows_void"]) == (True, 1)
+
+
+def test_a_problem_that_cannot_be_read_is_found(filled: Path) -> None:
+    with Store(filled) as store:
+        store.record(
+            Device.cpu().identity,
+            "conv9d-forward",
+            [Row(solver_id="A", solver_version=1, config="{}", status="crashed")],
+        )
+    assert "'conv9d-forward' is not a network_config" in run("db", "check", code=1).stdout
+
+
+def test_other_devices_are_checked_by_what_their_identity_says(filled: Path) -> None:
+    row = Row(
+        solver_id="ConvDirectNaive", solver_version=1, config='{"accumulate":"float16"}', status="ok", time_ms=1.0
+    )
+    from miofind.records import solver_hash
+    from miofind.solver import solver_by_id
+
+    naive = solver_by_id("ConvDirectNaive")
+    fields = {name: getattr(row, name) for name in Row.__slots__} | {
+        "solver_version": naive.version,
+        "source_hash": solver_hash(naive),
+        "algorithm": naive.algorithm.value,
+        "library": naive.library.value,
+    }
+    with Store(filled) as store:
+        store.record("NVIDIA H200|132|9.0|", PROBLEM.network_config, [Row(**fields)])
+    assert "accumulate='float16' must be one of" in run("db", "check", code=1).stdout
+
+
+@pytest.mark.parametrize("command", ["stats", "show", "check", "export out.jsonl", "prune", "import -"])
+def test_a_damaged_finddb_is_an_error_of_the_database(command: str, tmp_path: Path) -> None:
+    (tmp_path / "finddb.db").write_bytes(b"no database" * 1000)
+    result = run("db", *command.split(), code=4, input='{"format": "miofind-finddb", "schema_version": 1}\n')
+    assert result.stderr.startswith("error: ")
+    assert result.stdout == ""
+
+
+def test_a_torn_page_is_found(filled: Path) -> None:
+    with sqlite3.connect(filled) as connection:
+        connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        connection.execute("PRAGMA journal_mode=DELETE")
+    connection.close()
+    content = bytearray(filled.read_bytes())
+    content[8192 : 8192 + 2048] = bytes(2048)
+    filled.write_bytes(content)
+    result = run("db", "check", code=None)
+    assert result.exit_code in (1, 4)
+
+
+def test_prune(filled: Path) -> None:
+    run("find", *FORWARD, "--device", "cpu", "--enforce", "db_update")
+    before = run_json("db", "stats")["rows"]
+    removed = run_json("db", "prune")
+    assert removed["removed"] > 0
+    assert removed["rows"] == before - removed["removed"]
+    assert run_json("db", "prune", "--what", "other_devices", "--device", "cpu")["removed"] == 0
+    assert "0 measurements removed" in run("db", "prune", "--what", "failed").stdout
+
+
+def test_prune_makes_no_finddb(tmp_path: Path) -> None:
+    run("db", "prune", code=4)
+    assert not (tmp_path / "finddb.db").exists()
+
+
+def test_export_lines_are_json(filled: Path) -> None:
+    for line in run("db", "export", "-").stdout.splitlines():
+        assert isinstance(json.loads(line), dict)

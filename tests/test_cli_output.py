@@ -1,0 +1,104 @@
+"""Numbers and tables as they are printed."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+from cli_runner import use_own_folders
+
+from miofind.cli.output import (
+    Sheet,
+    bytes_text,
+    config_text,
+    print_json,
+    ratio_text,
+    seconds_text,
+    tflops_text,
+    time_text,
+)
+from miofind.cli.problems import short_problem
+from miofind.driver_line import parse_driver_line
+
+
+@pytest.fixture(autouse=True)
+def own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_own_folders(tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("time_ms", "text"),
+    [(0.0, "0"), (0.0012345, "0.001234"), (0.12345, "0.1235"), (1.2345, "1.234"), (123.45, "123.5"), (math.inf, "-")],
+)
+def test_times(time_ms: float, text: str) -> None:
+    assert time_text(time_ms) == text
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(0, "0"), (512, "512 B"), (1536, "1.5 KiB"), (1 << 20, "1 MiB"), (1023 << 10, "1023 KiB"), (80 << 30, "80 GiB")],
+)
+def test_bytes(count: int, text: str) -> None:
+    assert bytes_text(count) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.42, "0.4 s"), (12.4, "12 s"), (185.0, "3 min 05 s"), (7320.0, "2 h 02 min")]
+)
+def test_seconds(seconds: float, text: str) -> None:
+    assert seconds_text(seconds) == text
+
+
+def test_rates_and_ratios() -> None:
+    assert tflops_text(2 * 10**12, 4.0) == "500"
+    assert tflops_text(10**9, 1.0) == "1"
+    assert ratio_text(1.2345) == "1.23x"
+    assert ratio_text(1234.5) == "1234x"
+
+
+def test_configurations() -> None:
+    config = {"tile": 128, "split": True, "algorithm": {"1": 2}}
+    assert config_text(config) == "tile=128 split=true algorithm={1=2}"
+    assert config_text(config, 12) == "tile=128 ..."
+
+
+@pytest.mark.parametrize(
+    ("line", "text"),
+    [
+        ("conv -n 2 -c 8 -H 9 -W 7 -k 4 -y 3 -x 3 -F 1", "8x9x7 > 4, 3x3"),
+        ("conv -c 8 -H 9 -W 7 -k 4 -y 3 -x 1 -p 1 -u 2 -v 2 -g 4 -F 1", "8x9x7 > 4, 3x1 s2 p1x0 g4"),
+        ("conv -c 8 -H 9 -W 9 -k 4 -l 2 -j 2 -p 1 -q 1 --pad_after_h 0 --pad_after_w 0 -F 1", "8x9x9 > 4, 3x3 p1_0 d2"),
+    ],
+)
+def test_problems(line: str, text: str) -> None:
+    assert short_problem(parse_driver_line(line)[0]) == text
+
+
+def test_infinite_numbers_are_null_in_json(capsys: pytest.CaptureFixture[str]) -> None:
+    print_json({"a": math.inf, "b": [math.nan, 1.5], "c": ("x",)})
+    assert json.loads(capsys.readouterr().out) == {"a": None, "b": [None, 1.5], "c": ["x"]}
+
+
+@pytest.mark.parametrize(
+    ("width", "header"),
+    [(40, ["name", "detail", "note"]), (22, ["name", "detail"]), (10, ["name"]), (1, ["name"])],
+)
+def test_a_sheet_gives_up_what_it_can_spare(
+    width: int, header: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    sheet = Sheet("", ("name", "detail", "note"), spare=("note", "detail"))
+    sheet.add("ConvA", "tile=128", "fast")
+    sheet.print()
+    if width > 1:
+        assert capsys.readouterr().out.splitlines()[0].split() == header
+
+
+def test_a_pipe_gets_whole_lines(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    sheet = Sheet("title", ("name", "detail"))
+    sheet.add("a" * 150, "[bold]b[/bold]")
+    sheet.print()
+    assert f"{'a' * 150}   [bold]b[/bold]" in capsys.readouterr().out

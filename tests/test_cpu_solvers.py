@@ -1,0 +1,148 @@
+"""The solvers of the CPU place compute right results, in the problem's memory order, and say what they refuse."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import numpy as np
+import pytest
+
+from miofind.device import Device, Place
+from miofind.problem import DataType, Direction, Layout, ProblemDescription, TensorDescriptor
+from miofind.reference import numpy_dtype, reference_on_host, round_once
+from miofind.solution import Config, HostStep
+from miofind.solver import Solver, solver_by_id, solvers
+
+SOLVERS = [solver for solver in solvers().values() if solver.keys[0].place is Place.CPU]
+SHAPES: dict[str, dict[str, Any]] = {
+    "1x1": {"x": (3, 12, 7, 5), "w": (8, 12, 1, 1)},
+    "1x1_stride_groups": {"x": (2, 12, 8, 7), "w": (6, 4, 1, 1), "stride": (2, 3), "groups": 3},
+    "1x1_one_pixel": {"x": (3, 5, 1, 1), "w": (4, 5, 1, 1)},
+    "1x1_3d": {"x": (2, 4, 3, 5, 2), "w": (6, 4, 1, 1, 1)},
+    "3x3": {"x": (3, 5, 9, 8), "w": (7, 5, 3, 3), "padding": 1},
+    "asymmetric": {"x": (2, 4, 7, 6), "w": (6, 2, 3, 2), "padding": ((1, 0), (0, 2)), "stride": 2, "groups": 2},
+    "depthwise": {"x": (2, 6, 9, 9), "w": (6, 1, 5, 5), "padding": 2, "groups": 6},
+    "dilated": {"x": (1, 3, 11, 12), "w": (4, 3, 3, 3), "padding": 6, "dilation": (3, 5)},
+    "padding_beyond_the_filter": {"x": (1, 2, 3, 4), "w": (2, 2, 2, 2), "padding": 5, "stride": 2},
+    "inputs_left_over": {"x": (1, 2, 8, 9), "w": (3, 2, 2, 2), "stride": 3},
+    "1d": {"x": (2, 3, 20), "w": (5, 3, 7), "dilation": 2},
+    "3d": {"x": (1, 2, 4, 5, 6), "w": (2, 2, 3, 3, 3), "padding": 1, "stride": (1, 2, 1)},
+}
+
+
+def packed(tensor: TensorDescriptor, values: np.ndarray) -> np.ndarray:
+    """An array of the tensor's dtype, logical shape and memory order."""
+    order = np.argsort([-stride for stride in tensor.strides], kind="stable")
+    array = np.empty([tensor.shape[i] for i in order], numpy_dtype(tensor.dtype)).transpose(np.argsort(order))
+    array[...] = values
+    return array
+
+
+def run(solver: Solver, problem: ProblemDescription, config: Config, buffers: dict[str, np.ndarray]) -> None:
+    """Carry the solution's steps out, its output and workspace poisoned."""
+    device = Device.cpu()
+    solver.check_config(problem, device, config)
+    solution = solver.solution(problem, device, config)
+    buffers = buffers | {region.name: np.full(region.bytes, 0xFF, np.uint8) for region in solution.workspace.regions}
+    buffers[problem.direction.output][...] = np.nan
+    for step in solution.steps:
+        assert isinstance(step, HostStep)
+        getattr(importlib.import_module(step.module), step.function)(problem, config, buffers)
+
+
+def buffers_of(problem: ProblemDescription, *, integers: bool) -> dict[str, np.ndarray]:
+    generator = np.random.default_rng(3)
+    tensors = {name: problem.tensor(name) for name in ("x", "w", "y")}
+    return {
+        name: packed(
+            tensor,
+            generator.integers(-1, 2, tensor.shape) if integers else generator.standard_normal(tensor.shape),
+        )
+        for name, tensor in tensors.items()
+    }
+
+
+def expected(problem: ProblemDescription, buffers: dict[str, np.ndarray]) -> np.ndarray:
+    return reference_on_host(problem, **{name: buffers[name] for name in problem.direction.inputs})
+
+
+def accepted(solver: Solver, shape: str, **fields: Any) -> ProblemDescription:
+    channels_last = fields.pop("channels_last", False)
+    layout = Layout.of(len(SHAPES[shape]["x"]) - 2, channels_last=channels_last)
+    problem = ProblemDescription.convolution(**SHAPES[shape], layout=layout, **fields)
+    answer = solver.applicability(problem, Device.cpu())
+    if not answer:
+        pytest.skip(answer.reason)
+    return problem
+
+
+@pytest.mark.parametrize("channels_last", [False, True], ids=["channels_first", "channels_last"])
+@pytest.mark.parametrize("direction", list(Direction))
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("solver", SOLVERS, ids=lambda solver: solver.id)
+def test_small_integers_are_exact(solver: Solver, shape: str, direction: Direction, channels_last: bool) -> None:
+    problem = accepted(solver, shape, direction=direction, channels_last=channels_last)
+    for config in solver.configs(problem, Device.cpu()):
+        buffers = buffers_of(problem, integers=True)
+        run(solver, problem, config, buffers)
+        np.testing.assert_array_equal(buffers[direction.output], expected(problem, buffers), err_msg=config.json)
+
+
+@pytest.mark.parametrize("dtype", list(DataType))
+@pytest.mark.parametrize("direction", list(Direction))
+@pytest.mark.parametrize("shape", ["1x1_stride_groups", "asymmetric"])
+@pytest.mark.parametrize("solver", SOLVERS, ids=lambda solver: solver.id)
+def test_errors_are_within_the_bound_of_the_dtype(
+    solver: Solver, shape: str, direction: Direction, dtype: DataType
+) -> None:
+    """|error| <= u_sum * length * sum |a||b|, and half a unit of the output's last place."""
+    problem = accepted(solver, shape, direction=direction, dtype=dtype)
+    config = solver.default_configs(problem, Device.cpu())[0]
+    buffers = buffers_of(problem, integers=False)
+    run(solver, problem, config, buffers)
+    exact = expected(problem, buffers)
+    magnitude = expected(problem, {name: np.abs(array.astype(np.float64)) for name, array in buffers.items()})
+    roundoff = 2.0**-53 if dtype is DataType.FLOAT64 else 2.0**-24
+    bound = problem.reduction_length * roundoff * magnitude + 2.0 ** -(dtype.mantissa_bits + 1) * 1.01 * np.abs(exact)
+    error = np.abs(buffers[direction.output].astype(np.float64) - exact)
+    assert (error <= bound + 2.0**-24).all()
+
+
+@pytest.mark.parametrize("solver", SOLVERS, ids=lambda solver: solver.id)
+def test_dtypes_and_layouts_may_differ(solver: Solver) -> None:
+    problem = ProblemDescription.convolution(
+        x=(2, 6, 7, 5),
+        w=(4, 6, 1, 1),
+        dtype={"x": "float16", "w": "bfloat16", "y": "float32"},
+        layout={"x": "NHWC", "w": "NCHW", "y": "NHWC"},
+    )
+    assert solver.applicability(problem, Device.cpu())
+    buffers = buffers_of(problem, integers=True)
+    run(solver, problem, solver.default_configs(problem, Device.cpu())[0], buffers)
+    np.testing.assert_array_equal(buffers["y"], expected(problem, buffers))
+
+
+@pytest.mark.parametrize("dtype", [DataType.FLOAT32, DataType.FLOAT16, DataType.BFLOAT16])
+def test_direct_rounds_once(dtype: DataType) -> None:
+    solver = solver_by_id("ConvCpuDirect")
+    problem = ProblemDescription.convolution(**SHAPES["3x3"], dtype=dtype)
+    buffers = buffers_of(problem, integers=False)
+    run(solver, problem, Config(), buffers)
+    np.testing.assert_array_equal(buffers["y"], round_once(expected(problem, buffers), dtype))
+
+
+def test_im2col_bounds_its_workspace() -> None:
+    solver = solver_by_id("ConvCpuIm2colGemm")
+    problem = ProblemDescription.convolution(x=(64, 16, 32, 32), w=(16, 16, 3, 3), padding=1)
+    one_image = 16 * 9 * 32 * 32 * 4
+    for mebibytes in (2, 16):
+        config = Config.of(chunk_mib=mebibytes, pixels_inner=True)
+        assert one_image <= solver.workspace_bytes(problem, Device.cpu(), config) <= mebibytes << 20
+
+
+def test_gemm1x1_refuses_padding_and_wider_filters() -> None:
+    solver = solver_by_id("ConvCpuGemm1x1")
+    for fields in ({"w": (4, 4, 1, 1), "padding": 1}, {"w": (4, 4, 1, 2)}):
+        problem = ProblemDescription.convolution(x=(1, 4, 5, 5), **fields)  # type: ignore[arg-type]
+        assert "one tap" in solver.applicability(problem, Device.cpu()).reason

@@ -1,0 +1,76 @@
+"""Rows of a FindDB against the code: what a solver says of itself is sound, wherever it was measured."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from miofind.device import Device, Place
+from miofind.errors import MiofindError
+from miofind.finddb import ProblemKey, Row
+from miofind.problem import ProblemDescription
+from miofind.records import solver_hash
+from miofind.row_check import RowCheck, device_of
+from miofind.solution import Config
+from miofind.solver import Solver, solvers
+
+H200 = "NVIDIA H200|132|9.0|"
+
+
+def row_of(solver: Solver, config: Config, **fields: Any) -> Row:
+    values = {
+        "solver_version": solver.version,
+        "status": "ok",
+        "algorithm": solver.algorithm.value,
+        "library": solver.library.value,
+        "source_hash": solver_hash(solver),
+        "time_ms": 1.0,
+    }
+    return Row(solver_id=solver.id, config=config.json, **values | fields)
+
+
+@pytest.mark.parametrize("solver", solvers().values(), ids=lambda solver: solver.id)
+def test_defaults_of_examples_are_sound(solver: Solver) -> None:
+    identity = Device.cpu().identity if solver.keys[0].place is Place.CPU else H200
+    device = device_of(identity)
+    assert device is not None
+    check, expected = RowCheck(), 0
+    for problem in solver.examples():
+        if not solver.applicability(problem, device):
+            continue
+        for config in solver.default_configs(problem, device):
+            try:
+                workspace_bytes = solver.workspace_bytes(problem, device, config)
+            except MiofindError:
+                continue
+            expected += 1
+            key = ProblemKey(device=identity, network_config=problem.network_config)
+            assert check(key, row_of(solver, config, workspace_bytes=workspace_bytes)) is None
+    assert check.checked == expected > 0
+
+
+def test_a_device_that_is_not_here_is_known_by_its_identity() -> None:
+    device = device_of("NVIDIA H100 PCIe MIG 1g.10gb|16|9.0|1g.10gb")
+    assert device is not None
+    assert (device.place, device.arch, device.sm_count, device.mig_profile) == (Place.CUDA, "90a", 16, "1g.10gb")
+    processor = device_of("Some processor|64|0.0|")
+    assert processor is not None
+    assert (processor.place, processor.sm_count) == (Place.CPU, 64)
+    assert device_of("nonsense") is None
+    assert device_of("a|b|c|d") is None
+
+
+def test_a_failed_row_needs_no_valid_configuration() -> None:
+    solver = solvers()["ConvCpuIm2colGemm"]
+    problem = ProblemDescription.convolution(x=(1, 2, 3, 3), w=(2, 2, 1, 1))
+    key = ProblemKey(device=Device.cpu().identity, network_config=problem.network_config)
+    assert RowCheck()(key, row_of(solver, Config(), status="crashed", time_ms=None)) is None
+    assert "must have the parameters" in (RowCheck()(key, row_of(solver, Config())) or "")
+
+
+def test_a_problem_that_its_solver_does_not_serve_is_found() -> None:
+    solver = solvers()["ConvCpuGemm1x1"]
+    problem = ProblemDescription.convolution(x=(1, 2, 3, 3), w=(2, 2, 3, 3))
+    key = ProblemKey(device=Device.cpu().identity, network_config=problem.network_config)
+    assert "serves unpadded filters" in (RowCheck()(key, row_of(solver, Config())) or "")

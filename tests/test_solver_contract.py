@@ -1,0 +1,263 @@
+"""The contract that every registered solver keeps, whatever it computes. Needs no GPU."""
+
+from __future__ import annotations
+
+import importlib.resources
+import itertools
+import math
+import pickle
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import pytest
+
+from miofind.device import Device, Place
+from miofind.errors import InvalidConfigError
+from miofind.problem import DataType, Direction, Layout, ProblemDescription
+from miofind.solution import Config, CudnnStep, HostStep, KernelStep, MatmulStep, Pointer, Scalar
+from miofind.solver import Algorithm, KernelKey, Solver, solvers
+
+SOLVERS = list(solvers().values())
+TENSORS = {"x", "w", "y"}
+CTYPES = {"int32": 2**31, "int64": 2**63, "uint32": 2**32, "uint64": 2**64}
+MAX_CONFIGS = 40
+
+
+@dataclass(frozen=True)
+class Case:
+    """One example of a solver on a device that one of its keys names."""
+
+    solver: Solver
+    problem: ProblemDescription
+    device: Device
+
+    def __str__(self) -> str:
+        return f"{self.solver.id}-{self.device.arch or 'cpu'}-{self.problem}"
+
+
+def device_of(key: KernelKey) -> Device:
+    """A device that the key matches; the GPU need not be present."""
+    if key.place is Place.CPU:
+        return Device.cpu()
+    return Device.virtual(key.archs[0] if key.archs else str(max(80, key.min_sm)))
+
+
+def cases() -> Iterator[Case]:
+    for solver in SOLVERS:
+        devices = dict.fromkeys(device_of(key) for key in solver.keys)
+        for problem, device in itertools.product(solver.examples(), devices):
+            if any(not key.refusal(problem, device) for key in solver.keys):
+                yield Case(solver, problem, device)
+
+
+CASES = list(cases())
+each_solver = pytest.mark.parametrize("solver", SOLVERS, ids=lambda solver: solver.id)
+each_case = pytest.mark.parametrize("case", CASES, ids=str)
+
+
+def candidates(case: Case) -> list[Config]:
+    """The default configurations and a spread over the whole space."""
+    every = list(itertools.islice(case.solver.configs(case.problem, case.device), 20_000))
+    spread = every[:: max(1, len(every) // MAX_CONFIGS)]
+    return list(dict.fromkeys([*case.solver.default_configs(case.problem, case.device), *spread]))
+
+
+def test_ids_and_their_lower_case_are_unique() -> None:
+    assert len({solver.id.lower() for solver in SOLVERS}) == len(SOLVERS)
+
+
+@each_solver
+def test_attributes_are_declared(solver: Solver) -> None:
+    assert solver.id
+    assert isinstance(solver.version, int)
+    assert solver.version >= 1
+    assert isinstance(solver.algorithm, Algorithm)
+    assert solver.alignment_bytes in (1, 2, 4, 8, 16, 32, 64, 128, 256)
+    assert solver.keys
+    assert len(set(solver.keys)) == len(solver.keys)
+    assert len({key.library for key in solver.keys}) == 1
+    for key in solver.keys:
+        assert key.dtypes
+        assert key.layouts
+        assert (key.place is Place.CPU) == (key.min_sm == 0 and not key.archs)
+
+
+@each_solver
+def test_parameters_are_distinct_values_of_one_type(solver: Solver) -> None:
+    for name, values in solver.parameters.items():
+        assert len(values) == len(set(map(str, values))) > 0, name
+        assert len({type(value) for value in values}) == 1, name
+
+
+@each_solver
+def test_sources_exist(solver: Solver) -> None:
+    folder = importlib.resources.files("miofind.kernels_src")
+    assert all(folder.joinpath(source).is_file() for source in solver.sources)
+
+
+@each_solver
+def test_every_key_has_an_example_that_is_accepted(solver: Solver) -> None:
+    mine = [case for case in CASES if case.solver is solver]
+    for key in solver.keys:
+        assert any(not key.refusal(case.problem, case.device) for case in mine), key
+
+
+@each_solver
+def test_refusals_have_reasons(solver: Solver) -> None:
+    """Where a solver refuses, a sentence says why; nothing it is asked makes it fail."""
+    convolution = ProblemDescription.convolution
+    base = convolution(x=(2, 6, 9, 10), w=(4, 3, 3, 2), padding=1, stride=2, groups=2)
+    problems = [
+        base,
+        convolution(x=(2, 6, 9), w=(4, 6, 3), dilation=2, dtype=DataType.FLOAT64),
+        convolution(x=(2, 6, 9, 8, 7), w=(4, 6, 3, 1, 2), layout=Layout.NDHWC, dtype=DataType.BFLOAT16),
+        convolution(x=(2, 6, 9, 8), w=(4, 6, 1, 1), dtype={"x": "float16", "w": "float32", "y": "bfloat16"}),
+        *(replace(base, direction=direction) for direction in Direction),
+    ]
+    for problem, device in itertools.product(problems, (Device.cpu(), Device.virtual("75"), Device.virtual("90a"))):
+        answer = solver.applicability(problem, device)
+        assert bool(answer) == (answer.reason == "")
+        assert answer.reason == answer.reason.strip()
+
+
+@each_solver
+def test_other_place_is_refused(solver: Solver) -> None:
+    places = {key.place for key in solver.keys}
+    for device in (Device.cpu(), Device.virtual("90a")):
+        if device.place not in places:
+            assert solver.applicability(solver.examples()[0], device).reason
+
+
+@each_case
+def test_examples_are_accepted(case: Case) -> None:
+    answer = case.solver.applicability(case.problem, case.device)
+    assert answer, answer.reason
+
+
+@each_case
+def test_default_configurations(case: Case) -> None:
+    defaults = case.solver.default_configs(case.problem, case.device)
+    assert 1 <= len(defaults) <= 8
+    assert len(set(defaults)) == len(defaults)
+    assert case.solver.default_configs(case.problem, case.device) == defaults
+    for config in defaults:
+        case.solver.check_config(case.problem, case.device, config)
+        assert case.solver.is_valid_config(case.problem, case.device, config)
+
+
+@each_case
+def test_configurations_are_valid_and_named_by_their_text(case: Case) -> None:
+    for config in candidates(case):
+        case.solver.check_config(case.problem, case.device, config)
+        assert Config.from_json(config.json) == config
+        assert math.isfinite(case.solver.error_growth(case.problem, config))
+        assert case.solver.error_growth(case.problem, config) >= 1
+        assert isinstance(case.solver.is_exact(config), bool)
+
+
+@each_case
+def test_bad_configurations_are_refused(case: Case) -> None:
+    good = case.solver.default_configs(case.problem, case.device)[0]
+    bad = [Config({**good, "no_such_parameter": 1})]
+    for name in good:
+        bad.append(Config({key: value for key, value in good.items() if key != name}))
+        bad.append(Config({**good, name: "no such value"}))
+        bad.append(Config({**good, name: 12345.5}))
+        if type(good[name]) is int:
+            bad.append(Config({**good, name: -(2**40)}))
+        if isinstance(good[name], bool):
+            bad.append(Config({**good, name: int(good[name])}))
+    for config in bad:
+        with pytest.raises(InvalidConfigError, match=case.solver.id):
+            case.solver.check_config(case.problem, case.device, config)
+
+
+@each_case
+def test_estimates_are_positive_and_finite(case: Case) -> None:
+    for config in candidates(case):
+        estimate_ms = case.solver.estimate_ms(case.problem, case.device, config)
+        assert math.isfinite(estimate_ms)
+        assert estimate_ms > 0
+
+
+@each_case
+def test_solutions_are_inert(case: Case) -> None:
+    for config in candidates(case):
+        solution = case.solver.solution(case.problem, case.device, config)
+        assert solution.steps
+        assert solution == case.solver.solution(case.problem, case.device, config)
+        assert hash(solution) == hash(pickle.loads(pickle.dumps(solution)))
+        assert pickle.loads(pickle.dumps(solution)) == solution
+
+
+@each_case
+def test_workspaces_are_planned(case: Case) -> None:
+    for config in candidates(case):
+        plan = case.solver.solution(case.problem, case.device, config).workspace
+        assert case.solver.workspace_bytes(case.problem, case.device, config) == plan.bytes
+        names = [region.name for region in plan.regions]
+        assert len(names) == len(set(names))
+        assert TENSORS.isdisjoint(names)
+        assert all(region.bytes > 0 for region in plan.regions)
+
+
+@each_case
+def test_steps_name_known_buffers_and_write_the_output(case: Case) -> None:
+    for config in candidates(case):
+        solution = case.solver.solution(case.problem, case.device, config)
+        regions = {region.name: region.bytes for region in solution.workspace.regions}
+        sizes = {name: case.problem.tensor(name).bytes for name in TENSORS} | regions
+        used: set[str] = set()
+        for step in solution.steps:
+            for pointer in pointers(step):
+                assert pointer.buffer in sizes
+                assert 0 <= pointer.offset_bytes < sizes[pointer.buffer]
+                used.add(pointer.buffer)
+        if used:
+            assert TENSORS | set(regions) <= used | workspaces(solution.steps)
+
+
+def pointers(step: KernelStep | MatmulStep | CudnnStep | HostStep) -> list[Pointer]:
+    if isinstance(step, KernelStep):
+        return [arg for arg in step.args if isinstance(arg, Pointer)]
+    if isinstance(step, MatmulStep):
+        return [step.a, step.b, step.c]
+    return []
+
+
+def workspaces(steps: tuple[object, ...]) -> set[str]:
+    """Regions that are handed to libraries."""
+    return {step.workspace for step in steps if isinstance(step, (MatmulStep, CudnnStep)) and step.workspace}
+
+
+@each_case
+def test_launches_are_within_the_limits_of_cuda(case: Case) -> None:
+    for config in candidates(case):
+        for step in case.solver.solution(case.problem, case.device, config).kernels:
+            assert step.package != "miofind.kernels_src" or step.source in case.solver.sources
+            assert all(size >= 1 for size in (*step.grid, *step.block))
+            assert step.grid[0] < 2**31
+            assert max(step.grid[1:]) < 2**16
+            assert math.prod(step.block) <= 1024
+            assert step.block[2] <= 64
+            assert 0 <= step.shared_bytes <= case.device.shared_bytes
+            names = [name for name, _ in step.defines]
+            assert len(names) == len(set(names))
+            assert all(in_range(arg) for arg in step.args if isinstance(arg, Scalar))
+
+
+def in_range(scalar: Scalar) -> bool:
+    """Whether a number fits the C type it is passed as."""
+    if scalar.ctype in ("float32", "float64"):
+        return True
+    limit = CTYPES[scalar.ctype]
+    return (-limit if scalar.ctype.startswith("int") else 0) <= scalar.value < limit
+
+
+@each_case
+def test_host_functions_exist(case: Case) -> None:
+    for config in candidates(case):
+        for step in case.solver.solution(case.problem, case.device, config).steps:
+            if isinstance(step, HostStep):
+                assert case.device.place is Place.CPU
+                assert callable(getattr(importlib.import_module(step.module), step.function))
