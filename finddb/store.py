@@ -66,8 +66,10 @@ class Store:
             if self._database.is_immutable and device not in self._known_devices(connection):
                 return None
             parameters = {"device": device, "network_config": network_config}
-            payload = connection.execute(schema.ANSWER_QUERY, parameters).scalar()
-            return None if payload is None else _decoded(device, network_config, payload)
+            driver = connection.connection.driver_connection
+            assert driver is not None
+            found = driver.execute(schema.ANSWER_SQL, parameters).fetchone()
+            return None if found is None else _decoded(device, network_config, found[0])
 
     def record(
         self,

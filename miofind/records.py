@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from miofind.candidate import Outcome
 from miofind.compiler import source_hash
@@ -25,6 +26,20 @@ from miofind.solver import Solver, solver_by_id, solvers
 
 WIDE_BOUNDS = "any error bound"
 """Stands among a scope's solvers where `max_error` let algorithms with wider error bounds take part."""
+
+
+class _Stored(NamedTuple):
+    """What of a row becomes a solution."""
+
+    solver_id: str
+    solver_version: int
+    source_hash: str
+    kernel_hash: str
+    config: str
+    time_ms: float
+    workspace_bytes: int
+    deterministic: bool
+    max_error: float | None
 
 
 def look_up(
@@ -56,8 +71,8 @@ def look_up(
     found = Found(handle)
     void = set()
     solutions = found.solutions
-    for row in answer.rows:
-        if not is_valid(row, handle.device):
+    for row in map(_Stored._make, answer.rows.columns(*_Stored._fields)):
+        if not _is_current(row.solver_id, row.solver_version, row.source_hash, handle.device):
             void.add(row.solver_id)
         elif _is_within(row, problem, options):
             source = Source.MEASURED if fresh and f"{row.solver_id}:{row.config}" in fresh else Source.FINDDB
@@ -121,7 +136,7 @@ def _package(solver: Solver) -> str:
     return "miofind.kernels_src" if own else getattr(solver, "source_package", module.rpartition(".")[0])
 
 
-def _is_within(row: Row, problem: ProblemDescription, options: FindOptions) -> bool:
+def _is_within(row: _Stored, problem: ProblemDescription, options: FindOptions) -> bool:
     """Whether a row keeps the caller's limits."""
     limit = options.workspace_limit_bytes
     if limit is not None and row.workspace_bytes > limit:
@@ -136,9 +151,8 @@ def _is_within(row: Row, problem: ProblemDescription, options: FindOptions) -> b
     return solver.error_growth(problem, _stored_config(row.config)) <= 1
 
 
-def _as_solution(problem: ProblemDescription, row: Row, found: Found, source: Source) -> Solution:
+def _as_solution(problem: ProblemDescription, row: _Stored, found: Found, source: Source) -> Solution:
     solver = solvers()[row.solver_id]
-    assert row.time_ms is not None
     return Solution(
         problem=problem,
         device=found.handle.device,

@@ -19,7 +19,7 @@ PARTS = ("solvers", "finddb", "kernels_src")
 LAYERS = (
     ("__main__", "cli"),
     ("miofind", "api", "bench"),
-    ("tune", "row_check", "find", "records", "plan", "found", "solution_file", "handle"),
+    ("tune", "row_check", "find", "records", "plan", "found", "runner", "solution_file", "handle"),
     ("sandbox",),
     ("evaluate",),
     ("race", "measure", "lane_cuda", "lane_host", "verify", "ceilings", "torch_rival"),
@@ -32,7 +32,7 @@ LAYERS = (
     ("solution",),
     ("suites", "driver_line", "driver_flags"),
     ("device", "device_memory"),
-    ("problem", "array_problem", "network_config", "tensor", "arrays", "values"),
+    ("problem", "array_problem", "network_config", "tensor", "operands", "arrays", "values"),
     ("finddb", "kernels_src"),
     ("errors",),
 )

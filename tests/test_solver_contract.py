@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.resources
 import itertools
 import math
@@ -55,8 +56,9 @@ each_solver = pytest.mark.parametrize("solver", SOLVERS, ids=lambda solver: solv
 each_case = pytest.mark.parametrize("case", CASES, ids=str)
 
 
+@functools.cache
 def candidates(case: Case) -> list[Config]:
-    """The default configurations and a spread over the whole space."""
+    """The default configurations and a spread over the whole space; listed once, for large spaces take a while."""
     every = list(itertools.islice(case.solver.configs(case.problem, case.device), 20_000))
     spread = every[:: max(1, len(every) // MAX_CONFIGS)]
     return list(dict.fromkeys([*case.solver.default_configs(case.problem, case.device), *spread]))

@@ -1,0 +1,229 @@
+"""The direct solvers and the reference kernel on a GPU against the host's reference, within guard bands."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+
+from miofind.compiler import Compiler
+from miofind.device import Device
+from miofind.invoker import make_invoker, make_step_launcher
+from miofind.problem import DataType, Direction, Layout, ProblemDescription
+from miofind.reference import numpy_dtype, reference_on_host, reference_step
+from miofind.solution import Config
+from miofind.solver import Solver, solver_by_id
+
+cupy = pytest.importorskip("cupy")
+pytestmark = pytest.mark.gpu
+
+GUARD = 1024
+POISON = 0xFF
+SOLVERS = ("ConvDirectNaive", "ConvDirectTiled", "ConvDirectTiledWeights")
+SHAPES: dict[str, dict[str, Any]] = {
+    "3x3": {"x": (4, 64, 28, 28), "w": (64, 64, 3, 3), "padding": 1},
+    "odd": {"x": (2, 19, 17, 15), "w": (37, 19, 3, 3), "padding": ((1, 0), (2, 1))},
+    "1x1": {"x": (3, 48, 14, 14), "w": (72, 48, 1, 1)},
+    "1x1_stride": {"x": (2, 24, 15, 16), "w": (40, 24, 1, 1), "stride": 2},
+    "stride": {"x": (2, 24, 17, 16), "w": (32, 24, 3, 3), "padding": 1, "stride": 2},
+    "stride_and_dilation": {"x": (2, 6, 19, 18), "w": (4, 6, 3, 3), "stride": (3, 2), "dilation": (2, 3), "padding": 4},
+    "first_layer": {"x": (2, 3, 41, 43), "w": (16, 3, 7, 7), "padding": 3, "stride": 2},
+    "patches": {"x": (2, 3, 32, 32), "w": (24, 3, 4, 4), "stride": 4},
+    "depthwise": {"x": (2, 40, 23, 20), "w": (40, 1, 3, 3), "padding": 1, "groups": 40},
+    "depthwise_stride": {"x": (2, 32, 15, 17), "w": (64, 1, 5, 5), "padding": 2, "stride": 2, "groups": 32},
+    "depthwise_large": {"x": (1, 8, 32, 32), "w": (8, 1, 31, 31), "padding": 15, "groups": 8},
+    "groups": {"x": (2, 32, 14, 13), "w": (64, 4, 3, 3), "padding": 1, "groups": 8},
+    "dilated": {"x": (1, 16, 33, 33), "w": (16, 16, 3, 3), "padding": 12, "dilation": 12},
+    "padding_beyond_the_filter": {"x": (1, 5, 6, 7), "w": (3, 5, 2, 2), "padding": 5, "stride": 2},
+    "1d": {"x": (3, 12, 100), "w": (20, 12, 9), "padding": 12, "dilation": 3},
+    "3d": {"x": (1, 6, 5, 9, 8), "w": (8, 3, 3, 3, 2), "padding": 1, "stride": (1, 2, 2), "groups": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def device() -> Device:
+    return Device.cuda()
+
+
+@pytest.fixture(scope="module")
+def compiler() -> Compiler:
+    return Compiler()
+
+
+def make(shape: str, channels_last: bool, **fields: Any) -> ProblemDescription:
+    layout = Layout.of(len(SHAPES[shape]["x"]) - 2, channels_last=channels_last)
+    return ProblemDescription.convolution(**SHAPES[shape], layout=layout, **fields)
+
+
+class Buffer:
+    """Device memory between guard bands, filled with 0xFF."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.memory = cupy.full(size + 2 * GUARD, POISON, cupy.uint8)
+
+    @property
+    def address(self) -> int:
+        return int(self.memory.data.ptr) + GUARD
+
+    def write(self, values: np.ndarray) -> None:
+        flat = np.frombuffer(values.tobytes(), np.uint8)
+        self.memory[GUARD : GUARD + self.size] = cupy.asarray(flat)
+
+    def read(self, dtype: np.dtype[Any]) -> np.ndarray:
+        whole = self.memory.get()
+        assert (whole[:GUARD] == POISON).all()
+        assert (whole[GUARD + self.size :] == POISON).all()
+        return whole[GUARD : GUARD + self.size].view(dtype)
+
+
+def memory_order(problem: ProblemDescription, name: str) -> tuple[int, ...]:
+    """The tensor's logical dimensions, outermost in memory first."""
+    last = problem.tensor(name).layout.channels_last
+    rank = len(problem.tensor(name).shape)
+    return (0, *range(2, rank), 1) if last else tuple(range(rank))
+
+
+def integers(problem: ProblemDescription, seed: int) -> dict[str, np.ndarray]:
+    """The direction's inputs from {-1, 0, 1}: sums are exact in float32."""
+    generator = np.random.default_rng(seed)
+    return {
+        name: generator.integers(-1, 2, problem.tensor(name).shape).astype(np.float64)
+        for name in problem.direction.inputs
+    }
+
+
+def upload(problem: ProblemDescription, inputs: Mapping[str, np.ndarray]) -> dict[str, Buffer]:
+    buffers = {name: Buffer(problem.tensor(name).bytes) for name in ("x", "w", "y")}
+    for name, values in inputs.items():
+        packed = values.transpose(memory_order(problem, name)).astype(numpy_dtype(problem.tensor(name).dtype))
+        buffers[name].write(np.ascontiguousarray(packed))
+    return buffers
+
+
+def download(problem: ProblemDescription, buffers: Mapping[str, Buffer]) -> np.ndarray:
+    name = problem.direction.output
+    order = memory_order(problem, name)
+    flat = buffers[name].read(numpy_dtype(problem.output.dtype))
+    shape = [problem.output.shape[i] for i in order]
+    return flat.reshape(shape).transpose(np.argsort(order)).astype(np.float64)
+
+
+def check(problem: ProblemDescription, solver: Solver, config: Config, device: Device, compiler: Compiler) -> None:
+    """Exact results from small integers, guard bands intact."""
+    inputs = integers(problem, seed=len(config.json))
+    invoker = make_invoker(problem, device, solver, config, compiler)
+    buffers = upload(problem, inputs)
+    workspace = Buffer(invoker.workspace_bytes)
+    tensors = [buffers[name].address for name in ("x", "w", "y")]
+    invoker.run(*tensors, workspace.address, cupy.cuda.get_current_stream().ptr)
+    result = download(problem, buffers)
+    workspace.read(np.dtype(np.uint8))
+    expected = reference_on_host(problem, **inputs).astype(numpy_dtype(problem.output.dtype)).astype(np.float64)
+    np.testing.assert_array_equal(result, expected, err_msg=config.json)
+
+
+def spread(solver: Solver, problem: ProblemDescription, device: Device, count: int) -> list[Config]:
+    """The default configurations and `count` more."""
+    every = list(solver.configs(problem, device))
+    chosen = random.Random(len(every)).sample(every, min(count, len(every)))
+    return list(dict.fromkeys([*solver.default_configs(problem, device), *chosen]))
+
+
+@pytest.mark.parametrize("channels_last", [False, True], ids=["channels_first", "channels_last"])
+@pytest.mark.parametrize("direction", list(Direction))
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("solver_id", SOLVERS)
+def test_float32_is_exact(
+    solver_id: str, shape: str, direction: Direction, channels_last: bool, device: Device, compiler: Compiler
+) -> None:
+    problem = make(shape, channels_last, direction=direction)
+    solver = solver_by_id(solver_id)
+    answer = solver.applicability(problem, device)
+    if not answer:
+        pytest.skip(answer.reason)
+    for config in spread(solver, problem, device, 4):
+        check(problem, solver, config, device, compiler)
+
+
+@pytest.mark.parametrize("channels_last", [False, True], ids=["channels_first", "channels_last"])
+@pytest.mark.parametrize("direction", list(Direction))
+@pytest.mark.parametrize("dtype", [DataType.FLOAT16, DataType.BFLOAT16, DataType.FLOAT64])
+@pytest.mark.parametrize("shape", ["odd", "1x1", "stride", "depthwise", "1d"])
+@pytest.mark.parametrize("solver_id", SOLVERS)
+def test_other_dtypes_are_exact(
+    solver_id: str,
+    shape: str,
+    dtype: DataType,
+    direction: Direction,
+    channels_last: bool,
+    device: Device,
+    compiler: Compiler,
+) -> None:
+    problem = make(shape, channels_last, direction=direction, dtype=dtype)
+    solver = solver_by_id(solver_id)
+    answer = solver.applicability(problem, device)
+    if not answer:
+        pytest.skip(answer.reason)
+    for config in spread(solver, problem, device, 2):
+        check(problem, solver, config, device, compiler)
+
+
+@pytest.mark.parametrize("direction", list(Direction))
+def test_naive_mixes_dtypes_and_layouts(direction: Direction, device: Device, compiler: Compiler) -> None:
+    problem = ProblemDescription.convolution(
+        **SHAPES["groups"],
+        direction=direction,
+        dtype={"x": "float16", "w": "bfloat16", "y": "float32"},
+        layout={"x": "NHWC", "w": "NCHW", "y": "NHWC"},
+    )
+    solver = solver_by_id("ConvDirectNaive")
+    for config in solver.configs(problem, device):
+        check(problem, solver, config, device, compiler)
+
+
+@pytest.mark.parametrize("dtype", list(DataType))
+@pytest.mark.parametrize("channels_last", [False, True], ids=["channels_first", "channels_last"])
+@pytest.mark.parametrize("direction", list(Direction))
+@pytest.mark.parametrize("shape", ["odd", "stride_and_dilation", "groups", "3d"])
+def test_reference_kernel_is_the_host_reference(
+    shape: str, direction: Direction, channels_last: bool, dtype: DataType, device: Device, compiler: Compiler
+) -> None:
+    """All three sums of listed elements, to the last few bits of float64."""
+    problem = make(shape, channels_last, direction=direction, dtype=dtype)
+    generator = np.random.default_rng(5)
+    types = {name: numpy_dtype(problem.tensor(name).dtype) for name in direction.inputs}
+    inputs = {name: generator.standard_normal(problem.tensor(name).shape).astype(t) for name, t in types.items()}
+    wide = {name: values.astype(np.float64) for name, values in inputs.items()}
+    count = min(500, problem.output.size)
+    indices = generator.choice(problem.output.size, count, replace=False).astype(np.int64)
+
+    buffers = upload(problem, inputs)
+    listed, sums = cupy.asarray(indices), cupy.full((count, 3), cupy.nan)
+    step = reference_step(problem, count)
+    launch = make_step_launcher(step, compiler.load(step, device))
+    addresses = {name: buffer.address for name, buffer in buffers.items()}
+    launch(addresses | {"indices": listed.data.ptr, "sums": sums.data.ptr}, cupy.cuda.get_current_stream().ptr)
+
+    operands = (wide, {n: np.abs(v) for n, v in wide.items()}, {n: v * v for n, v in wide.items()})
+    expected = np.stack([reference_on_host(problem, **each, indices=indices) for each in operands], axis=1)
+    scale = expected[:, 1:2] + expected[:, 2:]
+    assert (np.abs(sums.get() - expected) <= 1e-13 * scale).all()
+
+
+def test_naive_serves_tensors_beyond_32_bits(device: Device, compiler: Compiler) -> None:
+    """The last element of a tensor of more than 2**31 elements, float16 to keep it small."""
+    problem = ProblemDescription.convolution(x=(1, 2, 2**15, 2**15 + 8), w=(1, 2, 1, 1), dtype="float16")
+    if device.memory_bytes < 16 << 30:
+        pytest.skip("needs 16 GB of device memory")
+    solver = solver_by_id("ConvDirectNaive")
+    invoker = make_invoker(problem, device, solver, solver.default_configs(problem, device)[0], compiler)
+    x, w = cupy.zeros(problem.x.shape, cupy.float16), cupy.ones(2, cupy.float16)
+    y = cupy.full(problem.y.shape, cupy.nan, cupy.float16)
+    x[0, 1, -1, -1] = 3
+    invoker.run(x.data.ptr, w.data.ptr, y.data.ptr, 0, cupy.cuda.get_current_stream().ptr)
+    assert float(y[0, 0, -1, -1]) == 3
+    assert float(abs(y).sum(dtype=cupy.float64)) == 3
