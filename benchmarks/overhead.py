@@ -167,12 +167,20 @@ print((done - ready) * 1e3, (import_miofind - import_cupy) * 1e3)
 """
 
 
+def new_process(script: str, **environment: str) -> list[str]:
+    """Words that a script prints in a new process, its modules' bytecode cached as an installation has it."""
+    bytecode = {
+        "PYTHONPYCACHEPREFIX": str(Path(tempfile.gettempdir()) / "miofind-bytecode"),
+        "PYTHONDONTWRITEBYTECODE": "",
+    }
+    command = [sys.executable, "-c", script]
+    run = subprocess.run(command, check=True, capture_output=True, text=True, env=os.environ | bytecode | environment)
+    return run.stdout.split()
+
+
 def first_result(count: int = 7) -> dict[str, float]:
     """First result of an own-kernel solution in a new process, FindDB and binary cache filled, after cupy.zeros(1)."""
-    runs = []
-    for _ in range(count + 1):
-        run = subprocess.run([sys.executable, "-c", FIRST_RESULT], check=True, capture_output=True, text=True)
-        runs.append([float(word) for word in run.stdout.split()])
+    runs = [[float(word) for word in new_process(FIRST_RESULT)] for _ in range(count + 1)]
     results, imports = zip(*runs[1:], strict=True)
     return {
         "median_ms": statistics.median(results),
@@ -201,14 +209,12 @@ def cold_find() -> dict[str, Any]:
     figures: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         for name in ("empty_caches", "binaries_cached"):
-            environment = os.environ | {
-                "MIOFIND_CACHE_DIR": f"{folder}/cache",
-                "MIOFIND_DB": f"{folder}/{name}.db",
-                "MIOFIND_SYSTEM_DB": "",
-            }
-            command = [sys.executable, "-c", COLD_FIND]
-            run = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
-            seconds, count, winner = run.stdout.split()
+            seconds, count, winner = new_process(
+                COLD_FIND,
+                MIOFIND_CACHE_DIR=f"{folder}/cache",
+                MIOFIND_DB=f"{folder}/{name}.db",
+                MIOFIND_SYSTEM_DB="",
+            )
             figures[name] = {"seconds": float(seconds), "solutions": int(count), "winner": winner}
     return figures
 

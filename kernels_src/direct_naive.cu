@@ -18,7 +18,8 @@ constexpr bool kOutputChannelsLast = OUTPUT_CHANNELS_LAST;
 constexpr int kThreads = THREADS;
 constexpr int kLanes = LANES;
 constexpr int kSplit = kThreads / kLanes;
-static_assert(kThreads >= 32 && kThreads <= 256 && (kThreads & (kThreads - 1)) == 0, "THREADS is a power of two up to 256");
+static_assert(kThreads >= 32 && kThreads <= 256 && (kThreads & (kThreads - 1)) == 0,
+              "THREADS is a power of two up to 256");
 // Room for 64-bit offsets without spills: left alone, ptxas spills to fit more blocks on a multiprocessor.
 constexpr int kMinBlocks = INDEX_BITS == 64 ? 2 : 3;
 static_assert(kLanes >= 1 && kThreads % kLanes == 0, "LANES divides THREADS");
@@ -111,9 +112,9 @@ __device__ T_SUM correlate(const Geometry& conv, const T_Y* dy, const T_X* x, co
   while (n < conv.n) {
     const Index d = outs[0].first + od, h = outs[1].first + oh, v = outs[2].first + ow;
     const T_Y dy_value = dy[n * conv.y.n + d * conv.y.at[0] + h * conv.y.at[1] + v * conv.y.at[2]];
-    const T_X x_value = x[n * conv.x.n + (d * conv.stride[0] + shift[0]) * conv.x.at[0] +
-                          (h * conv.stride[1] + shift[1]) * conv.x.at[1] +
-                          (v * conv.stride[2] + shift[2]) * conv.x.at[2]];
+    const T_X x_value =
+        x[n * conv.x.n + (d * conv.stride[0] + shift[0]) * conv.x.at[0] +
+          (h * conv.stride[1] + shift[1]) * conv.x.at[1] + (v * conv.stride[2] + shift[2]) * conv.x.at[2]];
     sum += convert<T_SUM>(dy_value) * convert<T_SUM>(x_value);
     ow += step_w;
     oh += step_h + (ow >= count_w);

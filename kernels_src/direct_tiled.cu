@@ -48,7 +48,7 @@ constexpr int kPatchColumns = (kTileW - 1) * kStripColumn + (kFilterX - 1) * DIL
 constexpr int kChunks = ceil_div(kFilterX, kChunk);
 constexpr int kWindow = (kThreadW - 1) * kStripColumn + (kChunk - 1) * DILATION_W + 1;
 constexpr bool kAlignedWindow =
-    kThreadW * kStripColumn % 4 == 0 && (kChunks == 1 || kChunk * DILATION_W % 4 == 0);
+    kWindow <= 32 && kThreadW * kStripColumn % 4 == 0 && (kChunks == 1 || kChunk * DILATION_W % 4 == 0);
 constexpr int kReach = (kTileW - kThreadW) * kStripColumn + (kChunks - 1) * kChunk * DILATION_W + round_up(kWindow, 4);
 constexpr int kPatchVector = kChannelsLast ? 1 : VECTOR;
 using Patch = Tile<kGroups * kChannels, kPatchRows, round_up(kPatchColumns, kPatchVector),
@@ -132,8 +132,8 @@ __device__ __forceinline__ void load_filter(float* staged, const ELEMENT* filter
   }
 }
 
-__device__ __forceinline__ void load_stage(float* stage, const ELEMENT* in, const ELEMENT* filter, const Correlation& conv,
-                                           const Place& place, int c, int y) {
+__device__ __forceinline__ void load_stage(float* stage, const ELEMENT* in, const ELEMENT* filter,
+                                           const Correlation& conv, const Place& place, int c, int y) {
   const auto channel_offset = [&](int slot) {
     const int group = place.group + slot / kChannels, channel = c + slot % kChannels;
     const bool inside = group < conv.groups && channel < conv.in_channels;
@@ -166,8 +166,8 @@ __device__ __forceinline__ void add_row(float (&sums)[kThreadK][kThreadW], const
 
 __device__ __forceinline__ void add_stage(float (&sums)[kThreadK][kThreadW], const float* stage) {
   const int strip = threadIdx.x % kStrips, k = threadIdx.x / kStrips * kThreadK;
-  const float* patch = stage + k / kGroupK * kChannels * Patch::kPlane +
-                       strip / kStripsW * kStripRow * Patch::kPitch + strip % kStripsW * kThreadW * kStripColumn;
+  const float* patch = stage + k / kGroupK * kChannels * Patch::kPlane + strip / kStripsW * kStripRow * Patch::kPitch +
+                       strip % kStripsW * kThreadW * kStripColumn;
   const float* taps = stage + Patch::kFloats + k;
 #pragma unroll(kStageTaps == 1 ? 2 : 1)
   for (int c = 0; c < kChannels; ++c) {
@@ -204,15 +204,15 @@ __device__ __forceinline__ void store(const float (&sums)[kThreadK][kThreadW], E
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
-    direct_tiled(const ELEMENT* __restrict__ in, const ELEMENT* __restrict__ filter, ELEMENT* __restrict__ out, int in_channels,
-                 int out_channels, int groups, int in_height, int in_width, int in_n, int in_c, int in_h, int in_w,
-                 int rows, int columns, int pad_h, int pad_w, int filter_group, int filter_out, int filter_in,
-                 int filter_y, int filter_x, int out_n, int out_c, int out_h, int out_w) {
+    direct_tiled(const ELEMENT* __restrict__ in, const ELEMENT* __restrict__ filter, ELEMENT* __restrict__ out,
+                 int in_channels, int out_channels, int groups, int in_height, int in_width, int in_n, int in_c,
+                 int in_h, int in_w, int rows, int columns, int pad_h, int pad_w, int filter_group, int filter_out,
+                 int filter_in, int filter_y, int filter_x, int out_n, int out_c, int out_h, int out_w) {
   extern __shared__ __align__(16) float shared[];
-  const Correlation conv = {in_channels, out_channels, groups,    {in_height, in_width, in_h, in_w},
-                            in_n,        in_c,         rows,      columns,
+  const Correlation conv = {in_channels, out_channels, groups,       {in_height, in_width, in_h, in_w},
+                            in_n,        in_c,         rows,         columns,
                             pad_h,       pad_w,        filter_group, filter_out,
-                            filter_in,   filter_y,     filter_x,  out_n,
+                            filter_in,   filter_y,     filter_x,     out_n,
                             out_c,       out_h,        out_w};
   const Place place = place_of(conv, blockIdx.x);
   constexpr int kSteps = kFilterY / kStageRows;

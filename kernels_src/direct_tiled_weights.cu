@@ -1,4 +1,5 @@
-// dw[k,c,y,x] = sum_{n,i,j} dy[n,k,i,j] * x[n, c, i*stride - pad + y*dilation, ...], through shared memory, in two passes.
+// dw[k,c,y,x] = sum_{n,i,j} dy[n,k,i,j] * x[n, c, i*stride - pad + y*dilation, ...], through shared memory, in two
+// passes.
 //
 // First pass: a block computes TILE_K x TILE_C filters of each of GROUPS groups, STAGE_ROWS rows of them, over every
 // splits-th tile of TILE_H x TILE_W outputs of all images, and writes float32 sums to partial[split][k][c][y][x].
@@ -96,8 +97,7 @@ __device__ __forceinline__ void add_tile(float (&sums)[kThreadK][kThreadC][kChun
 #pragma unroll
           for (int k = 0; k < kThreadK; ++k)
 #pragma unroll
-            for (int j = 0; j < kChunk; ++j)
-              sums[k][c][j] += dy[k][p] * window[p * kStripColumn + j * DILATION_W];
+            for (int j = 0; j < kChunk; ++j) sums[k][c][j] += dy[k][p] * window[p * kStripColumn + j * DILATION_W];
       }
     }
 }

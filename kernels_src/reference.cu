@@ -35,7 +35,9 @@ __device__ __forceinline__ Index take(Index& rest, Index size) {
   return remainder;
 }
 
-__device__ __forceinline__ bool inside(Index at, Index size) { return at >= 0 && at < size; }
+__device__ __forceinline__ bool inside(Index at, Index size) {
+  return at >= 0 && at < size;
+}
 
 __device__ void write_sums(const Sums& mine, double* sums) {
   __shared__ Sums partial[kThreads];
@@ -108,9 +110,8 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads)
-    reference_backward_weights(const T_Y* __restrict__ dy, const T_X* __restrict__ x,
-                               const int64* __restrict__ indices, double* __restrict__ sums, int64 count,
-                               GEOMETRY_PARAMETERS) {
+    reference_backward_weights(const T_Y* __restrict__ dy, const T_X* __restrict__ x, const int64* __restrict__ indices,
+                               double* __restrict__ sums, int64 count, GEOMETRY_PARAMETERS) {
   const Geometry conv = GEOMETRY;
   const Index group_c = conv.c / conv.groups, group_k = conv.k / conv.groups;
   const Index length = conv.n * conv.out[0] * conv.out[1] * conv.out[2];

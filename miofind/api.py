@@ -85,7 +85,8 @@ def run_solution(
         WorkspaceError: the workspace is too small.
         LaunchError: the launch failed and no other solution of the same find could take over.
     """
-    return solution.runner.run(x, w, dy, out, workspace, stream)
+    runner = solution.found.runners.get(solution.position) or solution.runner
+    return runner.run(x, w, dy, out, workspace, stream)
 
 
 def convolution(x: Any, w: Any, **arguments: Any) -> Any:

@@ -282,15 +282,15 @@ def _probe(index: int) -> Device:
 
 
 _PACKAGES = {
-    Library.CUBLAS: ("nvmath.bindings.cublasLt", "nvidia-cublas"),
-    Library.CUFFT: ("nvmath.bindings.cufft", "nvidia-cufft"),
+    Library.CUBLAS: ("nvmath", "nvidia-cublas"),
+    Library.CUFFT: ("nvmath", "nvidia-cufft"),
     Library.CUDNN: ("nvidia.cudnn", "nvidia-cudnn-cu13"),
 }
 
 
 @functools.cache
 def _library_version(library: Library) -> str | None:
-    """Version of an importable library; reads package metadata, imports nothing."""
+    """Version of an importable library; reads package metadata and imports nothing, which nvmath's parts would cost."""
     module, package = _PACKAGES[library]
     try:
         if importlib.util.find_spec(module) is None:

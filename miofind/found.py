@@ -103,25 +103,26 @@ class Found:
     Attributes:
         handle: device and caches they run with.
         solutions: in the order asked for.
+        runners: by position, those made so far.
     """
 
-    __slots__ = ("_runners", "handle", "solutions")
+    __slots__ = ("handle", "runners", "solutions")
 
     def __init__(self, handle: Handle) -> None:
         self.handle = handle
         self.solutions: list[Solution] = []
-        self._runners: dict[int, Runner] = {}
+        self.runners: dict[int, Runner] = {}
 
     def runner(self, position: int) -> Runner:
         """The runner of one solution."""
-        runner = self._runners.get(position)
+        runner = self.runners.get(position)
         if runner is None:
             solution = self.solutions[position]
             runner = Runner(solution.problem, solution.solver_id, solution.config, self.handle, solution.kernel_hash)
             behind = position + 1
             if behind < len(self.solutions):
                 runner.following = lambda: self.runner(behind)
-            runner = self._runners.setdefault(position, runner)
+            runner = self.runners.setdefault(position, runner)
         return runner
 
 

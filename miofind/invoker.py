@@ -7,7 +7,10 @@ allocates nothing, synchronises nothing and may be captured in a CUDA graph; it 
 from __future__ import annotations
 
 import ctypes
+import functools
 import importlib
+import operator
+import struct
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -61,34 +64,38 @@ class _Place:
 class _BoundKernel:
     """A kernel and its packed arguments; not shared between threads, since a launch writes the addresses into them."""
 
-    __slots__ = ("_addresses", "_keep", "_launch", "_parameters", "_shape", "_slots")
+    __slots__ = ("_addresses", "_keep", "_launch", "_offsets", "_pack", "_pick")
 
     def __init__(self, step: KernelStep, kernel: Kernel, place: Callable[[Pointer], _Place]) -> None:
         from cupy.cuda import driver
 
-        self._launch = driver.launchKernel
-        self._shape = (kernel.function, *step.grid, *step.block, step.shared_bytes)
-        self._addresses = (ctypes.c_uint64 * max(1, len(step.args)))()
+        pointers = [arg for arg in step.args if isinstance(arg, Pointer)]
+        self._addresses = (ctypes.c_uint64 * max(2, len(pointers)))()
         parameters = (ctypes.c_void_p * max(1, len(step.args)))()
-        slots: list[tuple[int, int, int]] = []
         scalars: list[Any] = []
         for i, arg in enumerate(step.args):
             if isinstance(arg, Scalar):
                 scalars.append(_CTYPES[arg.ctype](arg.value))
                 parameters[i] = ctypes.addressof(scalars[-1])
-                continue
-            where = place(arg)
-            parameters[i] = ctypes.addressof(self._addresses) + 8 * i
-            slots.append((i, where.base, where.offset))
-        self._slots = tuple(slots)
-        self._parameters = ctypes.addressof(parameters)
-        self._keep = (kernel, scalars, parameters)
+            else:
+                before = sum(isinstance(earlier, Pointer) for earlier in step.args[:i])
+                parameters[i] = ctypes.addressof(self._addresses) + 8 * before
+        places = [place(pointer) for pointer in pointers]
+        places += [_Place(0, 0)] * (2 - len(places))  # so that `_pick` always gives a tuple
+        offsets = tuple(where.offset for where in places)
+        self._offsets = offsets if any(offsets) else None
+        self._pick = operator.itemgetter(*(where.base for where in places))
+        self._pack = struct.Struct(f"={len(places)}Q").pack_into
+        geometry = (kernel.function, *step.grid, *step.block, step.shared_bytes)
+        self._launch = functools.partial(driver.launchKernel, *geometry)
+        self._keep = (kernel, scalars, parameters, ctypes.addressof(parameters))
 
     def __call__(self, bases: Sequence[int], stream: int) -> None:
-        addresses = self._addresses
-        for slot, base, offset in self._slots:
-            addresses[slot] = bases[base] + offset
-        self._launch(*self._shape, stream, self._parameters, 0)
+        addresses = self._pick(bases)
+        if self._offsets is not None:
+            addresses = map(operator.add, addresses, self._offsets)
+        self._pack(self._addresses, 0, *addresses)
+        self._launch(stream, self._keep[3], 0)
 
 
 def make_step_launcher(step: KernelStep, kernel: Kernel) -> Callable[[Mapping[str, int], int], None]:

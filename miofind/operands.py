@@ -31,30 +31,35 @@ def strict_check(name: str, tensor: TensorDescriptor, device_index: int, alignme
     shape, strides = tensor.shape, tensor.strides
     byte_strides = tuple(step * tensor.dtype.itemsize for step in strides)
     numpy_dtype, torch_name = NUMPY_DTYPES[tensor.dtype], f"torch.{tensor.dtype}"
+    on_gpu = device_index >= 0
+    cupy_kind: Any = None
+    torch_kind: Any = None
     torch_dtype: Any = None
 
     def check(array: Any) -> Any:
-        nonlocal torch_dtype
-        module = type(array).__module__
-        if module == "cupy":
+        nonlocal cupy_kind, torch_kind, torch_dtype
+        kind = type(array)
+        if kind is cupy_kind:
             if array.shape == shape and array.strides == byte_strides and array.dtype is numpy_dtype:
                 memory = array.data
                 address = memory.ptr
                 if memory.device_id == device_index and not address % alignment:
                     return address
-        elif module == "torch":
-            if torch_dtype is None and str(array.dtype) == torch_name:
-                torch_dtype = array.dtype
+        elif kind is torch_kind:
             if (
                 array.dtype is torch_dtype
                 and array.shape == shape
                 and array.stride() == strides
-                and array.get_device() == device_index >= 0
+                and array.get_device() == device_index
                 and not array.requires_grad
             ):
                 address = array.data_ptr()
                 if not address % alignment:
                     return address
+        elif on_gpu and kind.__module__ == "cupy":
+            cupy_kind = kind
+        elif on_gpu and kind.__module__ == "torch" and str(array.dtype) == torch_name:
+            torch_kind, torch_dtype = kind, array.dtype
         return _checked(array, name, tensor, device_index, alignment)
 
     return check
@@ -196,21 +201,27 @@ def stream_address(stream: Any) -> int:
 
 def stream_reader(device_index: int) -> Callable[[Any], int]:
     """Reads the current stream of an array's library on a device; 0 in host memory."""
-    torch_stream: Any = None
+    torch_stream: Callable[[int], int] | None = None
+    cupy_stream: Any = None
 
     def read(array: Any) -> int:
-        nonlocal torch_stream
-        if type(array).__module__ == "torch" and device_index >= 0:
+        nonlocal torch_stream, cupy_stream
+        module = type(array).__module__
+        if module == "cupy":
+            if cupy_stream is None:
+                cupy_stream = sys.modules["cupy"].cuda.get_current_stream
+            address: int = cupy_stream(device_index).ptr
+            return address
+        if module == "torch" and device_index >= 0:
             if torch_stream is None:
                 torch_stream = _torch_stream_reader()
-            address: int = torch_stream(device_index)
-            return address
+            return torch_stream(device_index)
         return current_stream(array, device_index)
 
     return read
 
 
-def _torch_stream_reader() -> Any:
+def _torch_stream_reader() -> Callable[[int], int]:
     """PyTorch's own short cut to a stream's address, as its compilers use it, else the public way."""
     torch: Any = sys.modules["torch"]
     short_cut = getattr(torch._C, "_cuda_getCurrentRawStream", None)

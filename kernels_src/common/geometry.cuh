@@ -37,13 +37,15 @@ struct Geometry {
       Index x_d, Index x_h, Index x_w, Index w_k, Index w_c, Index w_z, Index w_y, Index w_x, Index y_n, Index y_k, \
       Index y_d, Index y_h, Index y_w
 
-#define GEOMETRY                                                                                                    \
-  {                                                                                                                 \
-    n, c, k, groups, {size_d, size_h, size_w}, {taps_z, taps_y, taps_x}, {out_d, out_h, out_w},                     \
-        {pad_d, pad_h, pad_w}, {stride_d, stride_h, stride_w}, {dilation_d, dilation_h, dilation_w},                \
-        {x_n, x_c, {x_d, x_h, x_w}}, {w_k, w_c, {w_z, w_y, w_x}}, {                                                 \
-      y_n, y_k, { y_d, y_h, y_w }                                                                                   \
-    }                                                                                                               \
+#define GEOMETRY                                                                                                       \
+  {                                                                                                                    \
+    n, c, k, groups, {size_d, size_h, size_w}, {taps_z, taps_y, taps_x}, {out_d, out_h, out_w}, {pad_d, pad_h, pad_w}, \
+        {stride_d, stride_h, stride_w}, {dilation_d, dilation_h, dilation_w}, {x_n, x_c, {x_d, x_h, x_w}},             \
+        {w_k, w_c, {w_z, w_y, w_x}}, {                                                                                 \
+      y_n, y_k, {                                                                                                      \
+        y_d, y_h, y_w                                                                                                  \
+      }                                                                                                                \
+    }                                                                                                                  \
   }
 
 // One element of a tensor by its logical coordinates; `c` counts within the whole tensor, not within a group.

@@ -6,13 +6,21 @@
 
 #include "common/types.cuh"
 
-constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
-constexpr int round_up(int a, int b) { return ceil_div(a, b) * b; }
-constexpr int maximum(int a, int b) { return a > b ? a : b; }
+constexpr int ceil_div(int a, int b) {
+  return (a + b - 1) / b;
+}
+constexpr int round_up(int a, int b) {
+  return ceil_div(a, b) * b;
+}
+constexpr int maximum(int a, int b) {
+  return a > b ? a : b;
+}
 
 // Floats from one channel's plane to the next: 4 modulo 8, so that lanes on neighbouring channels meet no bank twice
 // in scalar or 16-byte accesses.
-constexpr int plane_pitch(int floats) { return round_up(floats - 4, 8) + 4; }
+constexpr int plane_pitch(int floats) {
+  return round_up(floats - 4, 8) + 4;
+}
 
 // Turns of a copying loop that are unrolled: loads that convert need company in flight, asynchronous copies do not, and
 // each turn's addresses cost registers that the sums beside them need.
@@ -90,7 +98,8 @@ __device__ __forceinline__ void copy_vector(float* to, const T* from, bool insid
 }
 
 // Copies the tile whose first element is (top, left) of `image`; all kThreads threads of the block take part.
-// channel_offset(slot) gives a channel's offset in elements, or a negative number for a channel to be filled with zeros.
+// channel_offset(slot) gives a channel's offset in elements, or a negative number for a channel to be filled with
+// zeros.
 template <typename Shape, int kThreads, typename T, typename ChannelOffset>
 __device__ __forceinline__ void load_tile(float* tile, const T* image, const Plane& plane, int top, int left,
                                           ChannelOffset channel_offset) {

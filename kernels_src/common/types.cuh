@@ -1,7 +1,8 @@
 // Element types by name, and conversions that round once, to nearest even.
 //
-// A dtype's name is a type here, so that a define such as -DT_X=bfloat16 selects it. Arithmetic happens in float or double:
-// `convert<float>(value)` widens an element exactly, `convert<float16>(sum)` rounds an accumulator to the element type.
+// A dtype's name is a type here, so that a define such as -DT_X=bfloat16 selects it. Arithmetic happens in float or
+// double: `convert<float>(value)` widens an element exactly, `convert<float16>(sum)` rounds an accumulator to the
+// element type.
 #pragma once
 
 #include <cuda_bf16.h>

@@ -12,7 +12,7 @@ from enum import IntEnum
 
 from miofind.errors import LaunchError
 from miofind.libraries.cudnn_backend import Attribute, Descriptor, Handle, Kind, Type
-from miofind.libraries.cudnn_notes import Note, undeclared_notes
+from miofind.libraries.cudnn_notes import Note, overdeclared_notes, undeclared_notes
 from miofind.problem import DataType, Direction, ProblemDescription, TensorDescriptor
 
 TENSOR_ALIGNMENT = 16
@@ -115,10 +115,11 @@ class ConvGraph:
         return engine.set(Attribute.ENGINE_GLOBAL_INDEX, Type.INT64, index).finalize()
 
     def notes(self, engine: Descriptor) -> frozenset[Note]:
-        """The numerical notes of an engine, those that cuDNN forgets included."""
+        """The numerical notes of an engine, with those that cuDNN forgets and without those it has no cause for."""
         values = engine.values(Attribute.ENGINE_NUMERICAL_NOTES, Type.NUMERICAL_NOTE, len(Note))
         declared = frozenset(note for note in Note if note in values)
-        return declared | undeclared_notes(self.problem, engine_index(engine))
+        index = engine_index(engine)
+        return declared - overdeclared_notes(self.problem, index) | undeclared_notes(self.problem, index)
 
     def plan(self, config: Descriptor) -> Descriptor:
         """The execution plan of an engine configuration; takes up to a second where the engine compiles.

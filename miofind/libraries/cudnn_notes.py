@@ -58,6 +58,7 @@ def is_deterministic(notes: frozenset[Note]) -> bool:
 _ADDS_IN_16_BITS = frozenset(
     {(Direction.BACKWARD_DATA, 2), (Direction.BACKWARD_WEIGHTS, 47), (Direction.BACKWARD_WEIGHTS, 61)}
 )
+_ADDS_IN_32_BITS = frozenset({(Direction.FORWARD, 63)})
 _IGNORES_PADDING_AFTER = frozenset({(Direction.BACKWARD_WEIGHTS, 1), (Direction.BACKWARD_WEIGHTS, 20)})
 
 
@@ -71,6 +72,13 @@ def undeclared_notes(problem: ProblemDescription, engine: int) -> frozenset[Note
     if problem.direction is Direction.BACKWARD_WEIGHTS and engine == 17:
         return frozenset({Note.WINOGRAD})
     if problem.output.dtype.itemsize == 2 and (problem.direction, engine) in _ADDS_IN_16_BITS:
+        return frozenset({Note.REDUCED_PRECISION_REDUCTION})
+    return frozenset()
+
+
+def overdeclared_notes(problem: ProblemDescription, engine: int) -> frozenset[Note]:
+    """Notes that cuDNN gives an engine without cause (9.19, on an H200)."""
+    if (problem.direction, engine) in _ADDS_IN_32_BITS:
         return frozenset({Note.REDUCED_PRECISION_REDUCTION})
     return frozenset()
 
