@@ -107,7 +107,7 @@ def make_step_launcher(step: KernelStep, kernel: Kernel) -> Callable[[Mapping[st
     bound = _BoundKernel(step, kernel, lambda pointer: _Place(names.index(pointer.buffer), pointer.offset_bytes))
 
     def launch(addresses: Mapping[str, int], stream: int) -> None:
-        bound([addresses[name] for name in names], stream)
+        bound([addresses[name] for name in names] or [0], stream)
 
     return launch
 

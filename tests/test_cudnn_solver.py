@@ -20,6 +20,7 @@ from miofind.libraries.cudnn_notes import (
     is_exact,
     is_wrong,
     notes_text,
+    overdeclared_notes,
     parsed_notes,
     undeclared_notes,
 )
@@ -240,6 +241,13 @@ def test_engines_that_say_too_little_are_known() -> None:
     assert undeclared_notes(problem(), 17) == frozenset()
     assert undeclared_notes(weights, 61) == undeclared_notes(weights, 47) == {Note.REDUCED_PRECISION_REDUCTION}
     assert undeclared_notes(problem(direction="backward_weights", dtype="float32"), 61) == frozenset()
+
+
+def test_an_engine_that_says_too_much_is_known() -> None:
+    assert overdeclared_notes(problem(), 63) == {Note.REDUCED_PRECISION_REDUCTION}
+    assert overdeclared_notes(problem(), 62) == frozenset()
+    assert overdeclared_notes(problem(dtype="bfloat16"), 63) == frozenset()
+    assert overdeclared_notes(problem(direction="backward_weights"), 63) == frozenset()
 
 
 def test_engines_that_ignore_padding_are_known() -> None:

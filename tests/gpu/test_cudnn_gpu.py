@@ -70,22 +70,26 @@ class Bench:
     """Buffers of one problem on the GPU and its exact result."""
 
     def __init__(self, of: ProblemDescription, *, integers: bool = False) -> None:
+        self.problem = of
+        self.buffers: dict[str, Any] = {}
+        rng = np.random.default_rng(7)
+        shapes = {name: of.tensor(name).shape for name in "xwy"}
+        draw = (lambda shape: rng.integers(-1, 2, shape)) if integers else rng.standard_normal
+        self.load({name: draw(shape) for name, shape in shapes.items()})
+
+    def load(self, values: Mapping[str, np.ndarray]) -> None:
+        """Rounds values of all tensors to their types and copies them to the GPU."""
         import cupy
 
-        self.problem = of
-        rng = np.random.default_rng(7)
-        self.buffers = {}
-        values = {}
-        for name in "xwy":
-            tensor = of.tensor(name)
-            drawn = rng.integers(-1, 2, tensor.shape) if integers else rng.standard_normal(tensor.shape)
-            rounded = drawn.astype(NUMPY[tensor.dtype])
-            values[name] = rounded.astype(np.float64)
+        inputs = {}
+        for name, value in values.items():
+            rounded = value.astype(NUMPY[self.problem.tensor(name).dtype])
+            if name in self.problem.direction.inputs:
+                inputs[name] = rounded.astype(np.float64)
             packed = np.ascontiguousarray(rounded.transpose(self._order(name)))
             self.buffers[name] = cupy.asarray(packed.view(np.uint8))
-        inputs = {name: values[name] for name in of.direction.inputs}
-        self.exact = reference(of, inputs)
-        self.norm = np.sqrt(reference(of, {name: value**2 for name, value in inputs.items()}))
+        self.exact = reference(self.problem, inputs)
+        self.norm = np.sqrt(reference(self.problem, {name: value**2 for name, value in inputs.items()}))
 
     def _order(self, name: str) -> tuple[int, ...]:
         rank = self.problem.spatial_dims + 2
@@ -142,6 +146,8 @@ PROBLEMS = {
     "asymmetric-float32": problem(padding=((0, 1), (2, 1)), stride=2),
     "dilated": problem(padding=2, dilation=2, dtype="bfloat16", layout="NHWC"),
     "odd-channels": problem(x=(2, 3, 17, 13), w=(7, 3, 5, 3), padding=1, dtype="float16", layout="NHWC"),
+    "first-layer": problem(x=(2, 3, 38, 42), w=(64, 3, 7, 7), padding=3, stride=2, dtype="float16", layout="NHWC"),
+    "first-layer-nchw": problem(x=(2, 3, 38, 42), w=(64, 3, 7, 7), padding=3, stride=2, dtype="float16"),
     "wide-padding": problem(x=(2, 8, 6, 6), w=(8, 8, 3, 3), padding=4, dtype="float16", layout="NHWC"),
     "mixed-layouts": problem(dtype="float16", layout={"x": "NHWC", "w": "NCHW", "y": "NHWC"}),
     "1x1": problem(w=(24, 16, 1, 1), padding=0, dtype="float16", layout="NHWC"),
@@ -173,6 +179,21 @@ def test_direct_default_plans_compute_the_convolution(name: str, direction: Dire
         assert bench.error(bench.run(step)) <= bound(of), config
         rounded = integers.exact.astype(NUMPY[of.output.dtype]).astype(np.float64)
         np.testing.assert_array_equal(integers.run(step), rounded, err_msg=config.json)
+
+
+@pytest.mark.parametrize("name", ["first-layer", "first-layer-nchw", "float16-nhwc"])
+def test_direct_default_plans_add_in_float32(name: str) -> None:
+    """Two products of 4096 that cancel leave the other sums of eighths exact; float16 would lose them."""
+    of = PROBLEMS[name]
+    filters = np.full((of.k, of.w.size // of.k), 0.125)
+    pairs = np.random.default_rng(7).random(filters.shape).argsort(axis=1)[:, :2]
+    np.put_along_axis(filters, pairs, np.array([4096.0, -4096.0]), axis=1)
+    bench = Bench(of)
+    bench.load({"x": np.ones(of.x.shape), "w": filters.reshape(of.w.shape), "y": np.zeros(of.y.shape)})
+    rounded = bench.exact.astype(np.float16).astype(np.float64)
+    for config in SOLVER.default_configs(of, Device.cuda()):
+        if SOLVER.error_growth(of, config) == 1:
+            np.testing.assert_array_equal(bench.run(*steps(of, [config])), rounded, err_msg=config.json)
 
 
 @pytest.mark.parametrize("direction", Direction)
