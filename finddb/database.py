@@ -247,7 +247,8 @@ def _database_error(where: str, error: BaseException) -> DatabaseError:
         return DatabaseError(f"{where} cannot be used: {reason}")
     code = getattr(error, "sqlite_errorcode", None)
     advice = _ADVICE.get(code & 0xFF) if isinstance(code, int) else None
-    return DatabaseError(f"{where} cannot be used: {advice or error}")
+    told = " ".join(str(error).split())[:200]  # SQLite's messages may hold what is stored
+    return DatabaseError(f"{where} cannot be used: {advice or f'{told}: run `miofind db check` on it'}")
 
 
 def _sqlite(uri: str) -> sqlite3.Connection:

@@ -43,10 +43,16 @@ def read(file: TextIO) -> list[History]:
         except SchemaVersionError:
             raise
         except DatabaseError as error:
-            raise DatabaseError(f"line {number}: {error}") from error
+            raise DatabaseError(f"{_name(file)}line {number}: {error}") from error
     if not reading.begun:
-        raise DatabaseError("line 1: it is missing: this file is no export of a FindDB")
+        raise DatabaseError(f"{_name(file)}line 1: it is missing: this file is no export of a FindDB")
     return reading.histories()
+
+
+def _name(file: TextIO) -> str:
+    """What stands before a line's number in an error."""
+    name = getattr(file, "name", None)
+    return f"{name}, " if isinstance(name, str) else ""
 
 
 def _lines(histories: Iterable[History]) -> Iterator[Mapping[str, object]]:
@@ -81,11 +87,11 @@ def _numbered(file: TextIO) -> Iterator[tuple[int, str]]:
         try:
             line = file.readline(MAX_LINE_CHARS + 1)
         except UnicodeDecodeError as error:
-            raise DatabaseError(f"line {number}: it is not UTF-8 text") from error
+            raise DatabaseError(f"{_name(file)}line {number}: it is not UTF-8 text") from error
         if not line:
             return
         if len(line) > MAX_LINE_CHARS:
-            raise DatabaseError(f"line {number}: it is longer than {MAX_LINE_CHARS} characters")
+            raise DatabaseError(f"{_name(file)}line {number}: it is longer than {MAX_LINE_CHARS} characters")
         yield number, line
 
 
@@ -153,7 +159,7 @@ class _Reading:
 
     def _begin(self, value: dict[str, object]) -> None:
         version = value.get("schema_version")
-        if value.get("format") != FORMAT or type(version) is not int:
+        if value.get("format") != FORMAT or type(version) is not int or version < 1:
             raise DatabaseError("it does not name the format: this file is no export of a FindDB")
         if version > SCHEMA_VERSION:
             raise SchemaVersionError(

@@ -42,7 +42,7 @@ def shipped_paths(environ: Mapping[str, str] = os.environ) -> tuple[Path, ...]:
     named = environ.get("MIOFIND_SYSTEM_DB")
     if named == "":
         return ()
-    folder = Path(__file__).parent / "prebuilt" if named is None else Path(named).expanduser()
+    folder = Path(__file__).parent / "prebuilt" if named is None else _expanded(named, "MIOFIND_SYSTEM_DB")
     if folder.is_file():
         return (folder,)
     if named is not None and not folder.is_dir():
@@ -54,15 +54,26 @@ def checked_path(path: str | Path) -> Path | None:
     """The file a path names, None for memory.
 
     Raises:
-        DatabaseError: it is a server's URL.
+        DatabaseError: it is a server's URL, or no path.
     """
+    if not isinstance(path, str | os.PathLike):
+        raise DatabaseError(f"database={path!r} must be the path of a file")
     text = str(path)
     if text == MEMORY:
         return None
     scheme, separator, _ = text.partition("://")
     if separator:
         raise DatabaseError(f"a FindDB on {scheme} cannot be used by this release: name a local SQLite file")
-    return Path(path).expanduser()
+    return _expanded(text, "database")
+
+
+def _expanded(text: str, name: str) -> Path:
+    try:
+        if "\0" in text:
+            raise ValueError("a path holds no null character")
+        return Path(text).expanduser()
+    except (RuntimeError, ValueError) as error:  # of a user who has no home folder
+        raise DatabaseError(f"{name}={text!r} cannot be a path ({error}): correct it") from error
 
 
 def shown(path: Path | None) -> str:

@@ -6,6 +6,8 @@ Numbers that name devices and problems are of one file only: everything that lea
 
 from __future__ import annotations
 
+import re
+
 from sqlalchemy import (
     BigInteger,
     Boolean,
@@ -188,4 +190,4 @@ def _version(connection: Connection) -> int | None:
     if not {"key", "value"} <= {column["name"] for column in inspect(connection).get_columns("meta")}:
         return None
     text = connection.execute(select(meta.c.value).where(meta.c.key == "schema_version")).scalar()
-    return int(text) if isinstance(text, str) and text.isdecimal() and text.isascii() and int(text) > 0 else None
+    return int(text) if isinstance(text, str) and re.fullmatch("[1-9][0-9]{0,8}", text) else None

@@ -1,7 +1,7 @@
 // y[n,k,o] = sum_{c,t} x[n, c, o*stride - pad + t*dilation] * w[k,c,t], its gradient to x, and its gradient to w.
 //
 // Any shape, group, padding, stride, dilation, layout and dtype: sizes and strides are arguments.
-// forward, backward_data: one thread an output element, neighbours in memory in neighbouring threads.
+// forward, backward_data: one thread an output element, neighbours or nearly so in neighbouring threads.
 // backward_weights: a block computes LANES neighbouring elements; THREADS / LANES threads split each reduction over
 // n, d, h, w of dy and a tree in shared memory joins them in a fixed order.
 // Defines: T_X, T_W, T_Y, T_SUM (dtype names), INDEX_BITS, OUTPUT_CHANNELS_LAST (0, 1), THREADS, LANES.
@@ -32,6 +32,17 @@ __device__ __forceinline__ T_SUM dot(const A* a, Index a_step, const B* b, Index
   return sum;
 }
 
+// The output that a thread computes. Channels last, a warp takes 4 pixels of 8 channels rather than 32 channels of one
+// pixel: it then reads 12 rows of channels at a time, which stay in the cache, instead of 33.
+__device__ __forceinline__ Position output_of(int64 rank, const Geometry& conv) {
+  constexpr Index kChannels = 8;
+  if (!kOutputChannelsLast || conv.k % kChannels != 0) return position_of<kOutputChannelsLast>(rank, conv.k, conv.out);
+  const Index in_slice = conv.n * conv.out[0] * conv.out[1] * conv.out[2] * kChannels;
+  Position out = position_of<true>(static_cast<Index>(rank) % in_slice, kChannels, conv.out);
+  out.c += static_cast<Index>(rank) / in_slice * kChannels;
+  return out;
+}
+
 extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     direct_naive_forward(const T_X* __restrict__ x, const T_W* __restrict__ w, T_Y* __restrict__ y,
                          GEOMETRY_PARAMETERS) {
@@ -39,7 +50,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
   const int64 total = int64(conv.n) * conv.k * conv.out[0] * conv.out[1] * conv.out[2];
   const Index group_c = conv.c / conv.groups, group_k = conv.k / conv.groups;
   for (int64 rank = int64(blockIdx.x) * kThreads + threadIdx.x; rank < total; rank += int64(gridDim.x) * kThreads) {
-    const Position out = position_of<kOutputChannelsLast>(rank, conv.k, conv.out);
+    const Position out = output_of(rank, conv);
     Index start[3];
     Range taps[3];
     for (int i = 0; i < 3; ++i) {
@@ -58,7 +69,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
           const T_W* w_tap = w_base + tz * conv.w.at[0] + ty * conv.w.at[1] + tx * conv.w.at[2];
           sum = dot(x_tap, conv.x.c, w_tap, conv.w.c, group_c, sum);
         }
-    y[rank] = convert<T_Y>(sum);
+    y[offset_of(out, conv.y)] = convert<T_Y>(sum);
   }
 }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from miofind import arrays
+from miofind import arrays, operands
 from miofind.array_problem import problem_from_views
 from miofind.device import Device
 from miofind.errors import InvalidArrayError, InvalidOptionError
@@ -22,9 +22,10 @@ _NEVER_CACHED = (FindEnforce.DB_UPDATE, FindEnforce.SEARCH_DB_UPDATE, FindEnforc
 def find_solutions(
     problem: ProblemDescription, *, options: FindOptions | None = None, handle: Handle | None = None
 ) -> list[Solution]:
-    """Verified solutions of a problem, fastest first.
+    """Solutions of a problem, fastest first.
 
     The answer comes from this process's cache, else from the FindDB, else from measuring, as `options.find_mode` says.
+    All are verified but those whose `source` is "predicted", which FAST and on_miss="estimate" give.
 
     Args:
         problem: what to solve.
@@ -40,15 +41,25 @@ def find_solutions(
         options = _DEFAULT_OPTIONS
     if handle is None:
         handle = default_handle()
+    if not (
+        isinstance(problem, ProblemDescription) and isinstance(options, FindOptions) and isinstance(handle, Handle)
+    ):
+        raise _wrong_argument(problem, options, handle)
     key = (problem.network_config, options)
     cached = handle.found.get(key)
     if cached is not None and not _measures_always(options):
         return cached.copy()
-    if not isinstance(problem, ProblemDescription):
-        raise InvalidOptionError(f"problem={problem!r} must be a ProblemDescription")
     solutions = find(problem, options, handle)
     handle.found[key] = solutions
     return solutions.copy()
+
+
+def _wrong_argument(problem: object, options: object, handle: object) -> InvalidOptionError:
+    if not isinstance(problem, ProblemDescription):
+        return InvalidOptionError(f"problem={problem!r} must be a ProblemDescription")
+    if not isinstance(options, FindOptions):
+        return InvalidOptionError(f"options={options!r} must be FindOptions")
+    return InvalidOptionError(f"handle={handle!r} must be a Handle, such as miofind.Handle('cpu')")
 
 
 def _measures_always(options: FindOptions) -> bool:
@@ -76,7 +87,7 @@ def run_solution(
         x: (n, c, *spatial), for forward and backward weights.
         w: (k, c/groups, *filter), for forward and backward data.
         dy: (n, k, *out_spatial), for both backward directions.
-        out: the output, allocated like the first input if left out.
+        out: the output, allocated like the first input if left out; it shares no memory with an input.
         workspace: at least `solution.workspace_bytes` bytes, allocated if left out.
         stream: a CuPy or PyTorch stream or its address; the current stream of the first input's library if left out.
 
@@ -85,6 +96,8 @@ def run_solution(
         WorkspaceError: the workspace is too small.
         LaunchError: the launch failed and no other solution of the same find could take over.
     """
+    if not isinstance(solution, Solution):
+        raise InvalidOptionError(f"solution={solution!r} must be a Solution: one of those that find_solutions returns")
     runner = solution.found.runners.get(solution.position) or solution.runner
     return runner.run(x, w, dy, out, workspace, stream)
 
@@ -161,7 +174,8 @@ def _call(
         if fitting:
             solution = fitting[0]
         else:
-            names = {name: arrays.aligned_copy(array, solution.runner.alignment_bytes) for name, array in names.items()}
+            with operands.allocating_on(next(iter(given.values())), stream, handle.device.index):
+                names = {n: arrays.aligned_copy(array, solution.runner.alignment_bytes) for n, array in given.items()}
     return run_solution(
         solution, names.get("x"), names.get("w"), dy=names.get("y"), out=out, workspace=workspace, stream=stream
     )

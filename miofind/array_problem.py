@@ -7,11 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from miofind import arrays
 from miofind.arrays import ArrayView
 from miofind.errors import InvalidArrayError, InvalidProblemError
 from miofind.problem import ProblemDescription
-from miofind.tensor import DataType, Direction
+from miofind.tensor import DataType, Direction, one_size, sizes
 
 _ARGUMENTS = frozenset({"padding", "stride", "dilation", "groups", "math"})
 
@@ -47,13 +49,28 @@ def problem_from_views(
     if unknown:
         raise InvalidProblemError(f"unknown arguments {sorted(unknown)}: known are {sorted(_ARGUMENTS)}")
     facts = tuple(_Facts(name, v.shape, v.strides, v.dtype) for name, v in views.items())
-    shape = None if missing_shape is None else tuple(missing_shape)
-    given = tuple((name, _hashable(value)) for name, value in sorted(arguments.items()))
+    output = direction.output
+    if missing_shape is None and output not in views and direction is not Direction.FORWARD:
+        raise InvalidProblemError(f"{direction} needs {output}_shape: several forward shapes give the same dy")
+    shape = None if missing_shape is None else sizes(_sequence(missing_shape), f"{output}_shape")
+    given = tuple((name, _hashable(name, value)) for name, value in sorted(arguments.items()))
     return _problem(direction, facts, shape, given)
 
 
-def _hashable(value: Any) -> Any:
-    return tuple(_hashable(item) for item in value) if isinstance(value, (list, tuple)) else value
+def _sequence(shape: Any) -> Any:
+    """A shape given as a one-dimensional NumPy array as a tuple; whatever else as it is."""
+    return tuple(shape) if isinstance(shape, np.ndarray) and shape.ndim == 1 else shape
+
+
+def _hashable(name: str, value: Any) -> Any:
+    """An argument as a key that tells True and 1.0 from 1.
+
+    Raises:
+        InvalidProblemError: no text, integer or sequence of such.
+    """
+    if isinstance(value, (list, tuple)):
+        return tuple(_hashable(name, item) for item in value)
+    return value if isinstance(value, str) else one_size(value, name, 0)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -106,11 +123,10 @@ def problem_from_arrays(
         direction, missing = Direction.BACKWARD_WEIGHTS, w_shape
     else:
         raise InvalidProblemError(f"given arrays {sorted(names)}: pass x and w, or dy and w, or dy and x")
+    for name, shape in (("x", x_shape), ("w", w_shape)):
+        if shape is not None and name != direction.output:
+            raise InvalidProblemError(f"{name}_shape={shape!r} is not for {direction} arrays: leave it out")
     views = {name.removeprefix("d"): arrays.view(array, name) for name, array in given.items()}
     if out is not None:
         views[direction.output] = arrays.view(out, "out")
-    if direction is not Direction.FORWARD and missing is None and out is None:
-        raise InvalidProblemError(
-            f"{direction} needs {direction.output}_shape: several forward shapes give the same dy"
-        )
     return problem_from_views(direction, views, missing, arguments)

@@ -15,7 +15,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from miofind.errors import InvalidArrayError
+from miofind.errors import InvalidArrayError, MissingLibraryError
 from miofind.tensor import DataType, Layout, TensorDescriptor
 
 
@@ -99,6 +99,8 @@ def _dtype(value: object, name: str) -> DataType:
 
 
 def _view_numpy(array: Any, name: str, framework: Framework) -> ArrayView:
+    if isinstance(array, np.ma.MaskedArray):
+        raise InvalidArrayError(f"{name} is a masked array, whose mask would be ignored: pass {name}.filled(0)")
     return ArrayView(
         framework=framework,
         device_index=-1,
@@ -163,8 +165,13 @@ def as_cupy(array: Any, name: str) -> Any:
             f"{name} is a {type(array).__name__}: pass a PyTorch, CuPy or NumPy array, or one with "
             "__cuda_array_interface__ or DLPack"
         )
-    import cupy
-
+    try:
+        import cupy
+    except ImportError as error:
+        raise MissingLibraryError(
+            f"{name} is a {type(array).__name__}, which is read through CuPy, and CuPy cannot be imported ({error}): "
+            "install it, or pass a PyTorch or NumPy array"
+        ) from error
     try:
         return cupy.asarray(array) if has_interface else cupy.from_dlpack(array)
     except Exception as error:  # whatever the other library raises, the array cannot be used

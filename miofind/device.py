@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import importlib.util
+import logging
 import os
 import re
 from dataclasses import dataclass, field
@@ -16,6 +17,8 @@ from enum import StrEnum
 
 from miofind.errors import ForkedProcessError, MissingLibraryError, NoDeviceError
 from miofind.problem import DataType, MathMode
+
+logger = logging.getLogger(__name__)
 
 INSTALL_CUDA = "pip install 'miofind[cuda12]' or 'miofind[cuda13]', whichever the driver supports"
 
@@ -115,9 +118,14 @@ class Device:
 
     @staticmethod
     def default() -> Device:
-        """CuPy's current CUDA device, else the CPU place where CuPy or a GPU is missing."""
+        """CuPy's current CUDA device, else the CPU place where CuPy or a GPU is missing.
+
+        Raises:
+            ForkedProcessError: this process was forked from one that had used CUDA.
+        """
         if not has_cuda():
             return _cpu()
+        check_fork()
         import cupy
 
         return _probe(int(cupy.cuda.runtime.getDevice()))
@@ -189,15 +197,23 @@ def require_cupy() -> None:
 @functools.cache
 def has_cupy() -> bool:
     """Whether CuPy is installed; does not import it."""
-    return importlib.util.find_spec("cupy") is not None
+    try:
+        return importlib.util.find_spec("cupy") is not None
+    except ImportError:
+        return False
 
 
 @functools.cache
 def has_cuda() -> bool:
     """Whether this process can use a CUDA device."""
+    if not has_cupy():
+        return False
     try:
         return cuda_device_count() > 0
-    except (MissingLibraryError, NoDeviceError):
+    except MissingLibraryError as error:
+        logger.warning("%s. The CPU place is used.", error)
+        return False
+    except NoDeviceError:
         return False
 
 
@@ -205,12 +221,18 @@ def cuda_device_count() -> int:
     """Number of CUDA devices.
 
     Raises:
-        MissingLibraryError: CuPy is not installed.
+        MissingLibraryError: CuPy is not installed, or cannot be imported.
         NoDeviceError: there is no usable driver.
     """
     require_cupy()
     check_fork()
-    import cupy
+    try:
+        import cupy
+    except Exception as error:  # a damaged installation may raise anything; CuPy makes its cache folder on import
+        raise MissingLibraryError(
+            f"CuPy is installed but cannot be imported ({type(error).__name__}: {error}): repair it, or, where its "
+            "cache folder is at fault, set CUPY_CACHE_DIR to a folder that can be written"
+        ) from error
 
     try:
         return int(cupy.cuda.runtime.getDeviceCount())

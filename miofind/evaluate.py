@@ -6,6 +6,7 @@ a watcher knows whom to blame for a crash, and an `Outcome` for each candidate. 
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 from miofind.candidate import Candidate, Outcome, Status
 from miofind.compiler import Compiler, kernel_hash
 from miofind.device import Device, Place
-from miofind.errors import CompileError, LaunchError, MiofindError
+from miofind.errors import CompileError, LaunchError, MeasurementError, MiofindError
 from miofind.invoker import Invoker, make_invoker
 from miofind.measure import Stage
 from miofind.problem import ProblemDescription
@@ -69,7 +70,9 @@ def evaluate(job: Job, device: Device, compiler: Compiler) -> Iterator[Event]:
     """Events of a job, in order; an outcome for every candidate that was started.
 
     Raises:
-        DeviceLostError: after the outcome of the candidate that destroyed the CUDA context.
+        DeviceLostError: after the outcome of the candidate that destroyed the CUDA context; in the race, before any
+            outcome of those that raced, since all that ran after it failed too.
+        MeasurementError: the problem's tensors do not fit the device.
     """
     problem = ProblemDescription.from_network_config(job.network_config)
     deadline = time.monotonic() + job.budget_s
@@ -82,7 +85,15 @@ def evaluate(job: Job, device: Device, compiler: Compiler) -> Iterator[Event]:
             yield failure
     if not ready:
         return
-    with Verifier(problem, device, compiler) as verifier, Stage(problem, device, compiler) as stage:
+    with contextlib.ExitStack() as stack:
+        try:
+            verifier = stack.enter_context(Verifier(problem, device, compiler))
+            stage = stack.enter_context(Stage(problem, device, compiler))
+        except MemoryError as error:
+            raise MeasurementError(
+                f"{problem} cannot be measured on {device.name}: twice its tensors' {problem.bytes} bytes do not fit "
+                f"the memory that is free ({error})"
+            ) from error
         race = Race(stage, job.effort, deadline=deadline, best_ms=job.best_ms)
         entered: list[_Entered] = []
         for candidate in ready:
@@ -95,9 +106,11 @@ def evaluate(job: Job, device: Device, compiler: Compiler) -> Iterator[Event]:
                 continue
             yield result
             if result.status is not Status.WRONG_RESULT:
-                _check_alive(device, candidate)
+                _check_alive(device, candidate.id)
         yield Racing(survivors=len(entered))
         finished = race.finish()
+        if race.first_failed is not None:
+            _check_alive(device, race.first_failed)
         for entry in entered:
             yield entry.outcome(finished[entry.candidate.id])
 
@@ -141,7 +154,7 @@ class _Bench:
             try:
                 solver.check_config(self.problem, self.device, candidate.config)
                 steps[candidate] = solver.solution(self.problem, self.device, candidate.config).kernels
-            except (MiofindError, MemoryError) as error:
+            except Exception as error:  # a solver's own code may raise anything
                 yield candidate, _failed(candidate, Status.LAUNCH_FAILED, error)
         errors: dict[KernelStep, CompileError] = {}
         if self.device.place is Place.CUDA:
@@ -163,7 +176,7 @@ class _Bench:
             if not verdict.ok:
                 return _failed(candidate, Status.WRONG_RESULT, verdict.message)
             race.enter(Entrant(key=candidate.id, invoker=invoker, max_error=verdict.max_error or 0.0))
-        except (MiofindError, MemoryError) as error:
+        except Exception as error:  # a solver's own code may raise anything
             return _failed(candidate, _status_of(error), error)
         return _Entered(candidate=candidate, invoker=invoker, max_error=verdict.max_error)
 
@@ -178,10 +191,13 @@ def _status_of(error: BaseException) -> Status:
 
 
 def _failed(candidate: Candidate, status: Status, reason: object) -> Outcome:
-    return Outcome(candidate=candidate, status=status, message=str(reason)[:MAX_MESSAGE])
+    foreseen = not isinstance(reason, Exception) or isinstance(reason, MiofindError)
+    return Outcome(
+        candidate=candidate, status=status, message=(str(reason) if foreseen else repr(reason))[:MAX_MESSAGE]
+    )
 
 
-def _check_alive(device: Device, candidate: Candidate) -> None:
+def _check_alive(device: Device, candidate_id: str) -> None:
     """Do nothing while the device still answers.
 
     Raises:
@@ -196,6 +212,6 @@ def _check_alive(device: Device, candidate: Candidate) -> None:
             cupy.cuda.runtime.deviceSynchronize()
     except cupy.cuda.runtime.CUDARuntimeError as error:
         raise DeviceLostError(
-            f"{candidate.id} destroyed the CUDA context of this process ({error}): restart it, and find with "
+            f"{candidate_id} destroyed the CUDA context of this process ({error}): restart it, and find with "
             "isolate=True or exclude this solver"
         ) from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 
 from miofind import records
 from miofind.candidate import Candidate, Outcome
@@ -16,7 +16,7 @@ from miofind.evaluate import Job
 from miofind.found import Found, Solution, Source, reordered
 from miofind.handle import Handle
 from miofind.options import FindEnforce, FindMode, FindOptions, OnMiss, Order, member
-from miofind.plan import Plan, Planned, make_plan
+from miofind.plan import Plan, make_plan
 from miofind.problem import ProblemDescription
 from miofind.race import Effort
 
@@ -38,20 +38,25 @@ def find(problem: ProblemDescription, options: FindOptions, handle: Handle) -> l
     mode = find_mode(options)
     if options.find_enforce is FindEnforce.DB_CLEAN:
         handle.database.clean(handle.device.identity, problem.network_config)
+        handle.forget_answers(problem.network_config)
     if mode is not FindMode.NORMAL and options.find_enforce not in _ALWAYS_MEASURES:
         hit = records.look_up(problem, options, handle)
-        if hit is not None and (mode is not FindMode.TRUST_VERIFY or _still_holds(hit[0], handle)):
-            return _ordered(hit, options)
         if hit is not None:
-            logger.info("the FindDB's answer no longer holds for: %s", driver_line(problem))
-        elif options.on_miss is OnMiss.ERROR:
+            verified = mode is not FindMode.TRUST_VERIFY or _still_holds(hit[0], options, handle)
+            return _ordered(hit if verified else measure(problem, options, handle, also=hit[:1]), options)
+        if options.on_miss is OnMiss.ERROR:
             raise NoSolutionError(
                 f"the FindDB has no answer for {problem} on {handle.device.name} and on_miss is 'error': "
                 f"tune it with `miofind tune`, or allow a find. Problem: {driver_line(problem)}"
             )
-        elif mode is FindMode.FAST or options.on_miss is OnMiss.ESTIMATE:
+        if mode is FindMode.FAST or options.on_miss is OnMiss.ESTIMATE:
             return _ordered(estimates(problem, options, handle), options)
-    return _ordered(measure(problem, options, handle, dynamic_only=mode is FindMode.DYNAMIC_HYBRID), options)
+        with handle.measuring:
+            answer = records.look_up(problem, options, handle)  # another thread may have measured it meanwhile
+            if answer is None:
+                answer = measure(problem, options, handle, dynamic_only=mode is FindMode.DYNAMIC_HYBRID)
+        return _ordered(answer, options)
+    return _ordered(measure(problem, options, handle), options)
 
 
 def find_mode(options: FindOptions) -> FindMode:
@@ -62,20 +67,35 @@ def find_mode(options: FindOptions) -> FindMode:
 
 
 def measure(
-    problem: ProblemDescription, options: FindOptions, handle: Handle, *, dynamic_only: bool = False
+    problem: ProblemDescription,
+    options: FindOptions,
+    handle: Handle,
+    *,
+    dynamic_only: bool = False,
+    also: Sequence[Solution] = (),
 ) -> list[Solution]:
     """Verify and time the candidates of a request, record what became of each, and answer.
 
+    Args:
+        dynamic_only: leave out solvers that compile for each shape.
+        also: solutions to measure besides, whether or not the request plans them.
+
     Raises:
         NoSolutionError: nothing usable.
+        DeviceLostError: a candidate destroyed this process's CUDA context.
+        MeasurementError: the problem does not fit the device, or the measuring process ended without one to blame.
+        LaunchError: a CUDA graph is being captured.
     """
     _refuse_capture(handle)
     logger.info("find: %s", driver_line(problem))
     plan = make_plan(problem, handle.device, options, dynamic_only=dynamic_only)
-    with records.Recording(problem, options, handle, plan) as recording:
-        outcomes = list(_outcomes(problem, options, handle, plan.candidates, recording))
+    candidates = dict.fromkeys([*(p.candidate for p in plan.candidates), *map(_candidate, also)])
+    last_resort = [p.candidate for p in plan.last_resort]
+    with handle.measuring, records.Recording(problem, options, handle, plan) as recording:
+        outcomes = list(_outcomes(problem, options, handle, candidates, recording))
         if not any(outcome.status.usable for outcome in outcomes):
-            outcomes += _outcomes(problem, options, handle, plan.last_resort, recording)
+            outcomes += _outcomes(problem, options, handle, last_resort, recording)
+    handle.forget_answers(problem.network_config)
     measured = {outcome.candidate.id for outcome in outcomes if outcome.status.usable}
     answer = records.look_up(problem, options, handle, measured=measured) if measured else None
     if not answer:
@@ -87,14 +107,14 @@ def _outcomes(
     problem: ProblemDescription,
     options: FindOptions,
     handle: Handle,
-    planned: tuple[Planned, ...],
+    candidates: Collection[Candidate],
     recording: records.Recording,
 ) -> Iterator[Outcome]:
-    if not planned:
+    if not candidates:
         return
     job = Job(
         network_config=problem.network_config,
-        candidates=tuple(p.candidate for p in planned),
+        candidates=tuple(candidates),
         effort=Effort.TUNE if options.searches else Effort.FIND,
         budget_s=options.budget_s,
     )
@@ -112,17 +132,22 @@ def _nothing_found(problem: ProblemDescription, plan: Plan, outcomes: list[Outco
     return f"no solution of {problem} is usable ({driver_line(problem)}):\n{listed}"
 
 
-def _still_holds(best: Solution, handle: Handle) -> bool:
+def _candidate(solution: Solution) -> Candidate:
+    network_config = solution.problem.network_config
+    return Candidate(network_config=network_config, solver_id=solution.solver_id, config=solution.config)
+
+
+def _still_holds(best: Solution, options: FindOptions, handle: Handle) -> bool:
     """Whether one more measurement of the FindDB's best answer passes and is not slower than recorded."""
     _refuse_capture(handle)
-    candidate = Candidate(network_config=best.problem.network_config, solver_id=best.solver_id, config=best.config)
-    job = Job(network_config=best.problem.network_config, candidates=(candidate,))
-    try:
-        outcomes = list(handle.executor(isolate=False).run(job))
-    except LaunchError:
-        return False
+    job = Job(network_config=best.problem.network_config, candidates=(_candidate(best),))
+    with handle.measuring:
+        outcomes = list(handle.executor(isolate=options.isolate).run(job))
     timing = outcomes[0].timing if outcomes and outcomes[0].status.usable else None
-    return timing is not None and timing.time_ms <= TRUST_TOLERANCE * best.time_ms
+    if timing is not None and timing.time_ms <= TRUST_TOLERANCE * best.time_ms:
+        return True
+    logger.info("the FindDB's answer no longer holds for: %s", driver_line(best.problem))
+    return False
 
 
 def estimates(problem: ProblemDescription, options: FindOptions, handle: Handle) -> list[Solution]:
@@ -173,7 +198,7 @@ def _refuse_capture(handle: Handle) -> None:
         return
     import cupy
 
-    capturing = bool(cupy.cuda.get_current_stream().is_capturing())
+    capturing = bool(cupy.cuda.get_current_stream(handle.device.index).is_capturing())
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available():
         capturing = capturing or bool(torch.cuda.is_current_stream_capturing())

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import os
 import threading
+import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,6 +33,10 @@ class Handle:
         strict: raise DatabaseError where the user FindDB cannot be used, instead of going on in memory.
         compiler: shared compiler; None for one over the user's binary cache.
 
+    Attributes:
+        found: answers of this process by (network_config, options).
+        measuring: held while something is measured: two measurements at a time would slow each other.
+
     Raises:
         NoDeviceError, MissingLibraryError: the device cannot be used.
     """
@@ -48,10 +54,12 @@ class Handle:
         self.invokers = InvokerCache()
         self.found: dict[tuple[str, FindOptions], list[Solution]] = {}
         self.lock = threading.RLock()
+        self.measuring = threading.RLock()
         self._database_path = database
         self._strict = strict
         self._database: Layered | None = None
         self._executors: dict[bool, Executor] = {}
+        _handles.add(self)
 
     @property
     def database(self) -> Layered:
@@ -91,10 +99,22 @@ class Handle:
             raise LaunchError(f"{solver_id}:{config.json} was measured with other kernels than this release has")
         return self.invokers.put(invoker)
 
+    def forget_answers(self, network_config: str) -> None:
+        """Drop the answers to one problem kept in this process, whatever their options: its rows have changed."""
+        for key in list(self.found):
+            if key[0] == network_config:
+                self.found.pop(key, None)
+
     def forget(self) -> None:
         """Drop the answers and invokers kept in this process; the FindDB and the binary cache stay."""
         self.found.clear()
         self.invokers.clear()
+
+    def leave_parent(self) -> None:
+        """Part from the process this one was forked from, whose locks may be held and whose children are not ours."""
+        self.lock, self.measuring = threading.RLock(), threading.RLock()
+        self.invokers = InvokerCache()
+        self._executors = {}
 
     def close(self) -> None:
         """End child processes and close the FindDB."""
@@ -124,6 +144,18 @@ def as_device(device: Device | str | int | None) -> Device:
     if isinstance(device, Device):
         return device
     return Device.named(device)
+
+
+_handles: weakref.WeakSet[Handle] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for handle in list(_handles):
+        handle.leave_parent()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 @functools.cache

@@ -267,8 +267,13 @@ class _HostInvoker(Invoker):
         buffers = {"x": x, "w": w, "y": y}
         for region in plan.regions:
             buffers[region.name] = workspace[offsets[region.name] : offsets[region.name] + region.bytes]
-        for function in self._functions:
-            function(self.problem, self.config, buffers)
+        try:
+            for function in self._functions:
+                function(self.problem, self.config, buffers)
+        except MiofindError:
+            raise
+        except Exception as error:  # a solver's own code may raise anything
+            raise LaunchError(f"{self.solver_id} {self.config.json} failed on {self.problem}: {error!r}") from error
 
 
 def make_invoker(

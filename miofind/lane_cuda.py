@@ -80,13 +80,22 @@ class CudaLane(Lane):
             return _CudaTrack(self, invoker)
 
     def reserve(self, size: int) -> None:
-        """Make the workspace at least `size` bytes; its address may change, which voids captured graphs."""
+        """Make the workspace at least `size` bytes; its address may change, which voids captured graphs.
+
+        Raises:
+            MemoryError: it does not fit the device; the workspace is as large as before, for those that raced with it.
+        """
         if size <= self._workspace_bytes:
             return
         self.memory.stream.synchronize()
         self.memory.free(self.workspace)
-        self.workspace, self._workspace_bytes = 0, 0
-        self.workspace, self._workspace_bytes = self.memory.allocate(size), size
+        before, self.workspace, self._workspace_bytes = self._workspace_bytes, 0, 0
+        try:
+            self.workspace, self._workspace_bytes = self.memory.allocate(size), size
+        except MemoryError:
+            if before:
+                self.workspace, self._workspace_bytes = self.memory.allocate(before), before
+            raise
 
     def close(self) -> None:
         """Give all memory back."""

@@ -73,6 +73,8 @@ def parse_network_config(text: str) -> ConvolutionArguments:
     Raises:
         InvalidProblemError: the text has not the form of a network_config.
     """
+    if not isinstance(text, str):
+        raise InvalidProblemError(f"network_config={text!r} must be a string")
     match = _NETWORK_CONFIG.fullmatch(text)
     if match is None:
         raise InvalidProblemError(f"{text!r} is not a network_config")

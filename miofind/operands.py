@@ -22,7 +22,9 @@ Check = Callable[[Any], Any]
 """Takes an array; gives its device address, or the NumPy array over its host memory."""
 
 
-def strict_check(name: str, tensor: TensorDescriptor, device_index: int, alignment: int) -> Check:
+def strict_check(
+    name: str, tensor: TensorDescriptor, device_index: int, alignment: int, *, is_written: bool = False
+) -> Check:
     """A check of one tensor of a problem, made once and used on every run.
 
     Raises (when called):
@@ -60,9 +62,28 @@ def strict_check(name: str, tensor: TensorDescriptor, device_index: int, alignme
             cupy_kind = kind
         elif on_gpu and kind.__module__ == "torch" and str(array.dtype) == torch_name:
             torch_kind, torch_dtype = kind, array.dtype
-        return _checked(array, name, tensor, device_index, alignment)
+        checked = _checked(array, name, tensor, device_index, alignment)
+        if is_written and isinstance(checked, np.ndarray) and not checked.flags.writeable:
+            raise InvalidArrayError(f"{name} is read-only: pass an array that can be written")
+        return checked
 
     return check
+
+
+def overlap_check(sizes_bytes: tuple[int, int, int], written: int) -> Callable[[Any, Any, Any], bool]:
+    """Whether the written one of three packed tensors shares memory with another; takes what their checks gave."""
+    one, other = (position for position in range(3) if position != written)
+
+    def overlaps(*tensors: Any) -> bool:
+        start, first, second = tensors[written], tensors[one], tensors[other]
+        if isinstance(start, np.ndarray):
+            return bool(np.may_share_memory(start, first) or np.may_share_memory(start, second))
+        end = start + sizes_bytes[written]
+        return bool(
+            (first < end and start < first + sizes_bytes[one]) or (second < end and start < second + sizes_bytes[other])
+        )
+
+    return overlaps
 
 
 def _checked(array: Any, name: str, tensor: TensorDescriptor, device_index: int, alignment: int) -> Any:
@@ -134,6 +155,12 @@ def _raw_workspace(workspace: Any) -> _RawMemory:
     if framework is Framework.NUMPY:
         if not workspace.flags.c_contiguous:
             raise WorkspaceError("workspace is not contiguous: pass a contiguous array")
+        if not workspace.flags.writeable:
+            raise WorkspaceError("workspace is read-only: pass an array that can be written")
+        if workspace.dtype.hasobject:
+            raise WorkspaceError(
+                f"workspace has dtype {workspace.dtype}: pass bytes, such as numpy.empty(size, 'uint8')"
+            )
         return _RawMemory(workspace.ctypes.data, workspace.nbytes, -1, workspace.reshape(-1).view(np.uint8))
     array = workspace if framework is Framework.CUPY else as_cupy(workspace, "workspace")
     if not array.flags.c_contiguous:
@@ -162,7 +189,9 @@ def allocating_on(like: Any, stream: Any, device_index: int) -> Iterator[None]:
     address = stream_address(stream)
     if framework_of(like) is Framework.TORCH:
         torch: Any = sys.modules["torch"]
-        with torch.cuda.stream(torch.cuda.ExternalStream(address, device=device_index)):
+        # PyTorch reads address 0 as a wish for a stream of its pool. Source: pytorch, torch/csrc/cuda/Stream.cpp.
+        external = torch.cuda.ExternalStream(address, device=device_index) if address else None
+        with torch.cuda.stream(external or torch.cuda.default_stream(device_index)):
             yield
         return
     import cupy

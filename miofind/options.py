@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
+from numbers import Real
 from typing import TypeVar
 
 from miofind.device import Library
@@ -103,10 +104,13 @@ class FindOptions:
         if self.find_mode is not None:
             object.__setattr__(self, "find_mode", member(FindMode, self.find_mode, "find_mode"))
         _check_number("workspace_limit_bytes", self.workspace_limit_bytes)
+        object.__setattr__(self, "workspace_limit_bytes", _whole_bytes(self.workspace_limit_bytes))
         _check_number("max_error", self.max_error)
         _check_number("time_budget_s", self.time_budget_s)
         for name in ("only", "exclude"):
             object.__setattr__(self, name, _names(name, getattr(self, name)))
+        for name in ("deterministic", "tuning", "isolate"):
+            _check_flag(name, getattr(self, name))
         object.__setattr__(self, "_hash", hash(tuple(getattr(self, name) for name in _COMPARED)))
 
     def __hash__(self) -> int:
@@ -149,11 +153,25 @@ def member(kind: type[_E], value: object, name: str) -> _E:
 def _check_number(name: str, value: object) -> None:
     if value is None:
         return
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or math.isnan(value) or value < 0:
+    if isinstance(value, bool) or not isinstance(value, Real) or math.isnan(value) or value < 0:
         raise InvalidOptionError(f"{name}={value!r} must be a number of at least 0")
 
 
+def _check_flag(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise InvalidOptionError(f"{name}={value!r} must be True or False")
+
+
+def _whole_bytes(value: float | None) -> int | None:
+    """A limit that a FindDB can store: 1e9 is 10**9."""
+    if value is not None and (value >= 2**63 or value != int(value)):
+        raise InvalidOptionError(f"workspace_limit_bytes={value!r} must be a whole number of bytes below 2**63")
+    return None if value is None else int(value)
+
+
 def _names(name: str, value: str | Iterable[str]) -> tuple[str, ...]:
+    if not isinstance(value, Iterable):
+        raise InvalidOptionError(f"{name}={value!r} must be a name or a sequence of names")
     given = (value,) if isinstance(value, str) else tuple(value)
     if not given:
         return ()

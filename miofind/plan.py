@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -13,6 +14,8 @@ from miofind.options import FindOptions
 from miofind.problem import ProblemDescription
 from miofind.solution import Config
 from miofind.solver import Solver, solvers
+
+logger = logging.getLogger(__name__)
 
 SEARCH_LIMIT = 64
 """Configurations of one solver that a search measures at most, best estimates first."""
@@ -63,11 +66,16 @@ def make_plan(problem: ProblemDescription, device: Device, options: FindOptions,
             considered[solver.id] = solver.version
         else:
             excluded.append(solver.id)
-        applicability = solver.applicability(problem, device)
-        if not applicability:
-            refusals[solver.id] = applicability.reason
-            continue
-        planned += _within_limits(problem, device, solver, options, refusals)
+        try:
+            applicability = solver.applicability(problem, device)
+            if not applicability:
+                refusals[solver.id] = applicability.reason
+                continue
+            planned += _within_limits(problem, device, solver, options, refusals)
+        except Exception as error:  # what is wrong with one solver must not end the find for the others
+            refusals[solver.id] = f"{type(error).__name__}: {error}"
+            if not isinstance(error, MiofindError):  # a library that cannot list its plans raises one of these
+                logger.warning("solver %s cannot plan for %s and is left out: %r", solver.id, problem, error)
     planned.sort(key=lambda p: p.estimate_ms)
     return Plan(
         candidates=tuple(p for p in planned if not p.solver.is_last_resort),
@@ -82,24 +90,21 @@ def _within_limits(
     problem: ProblemDescription, device: Device, solver: Solver, options: FindOptions, refusals: dict[str, str]
 ) -> Iterator[Planned]:
     """A solver's configurations that keep the caller's limits; reasons of the others go into `refusals`."""
-    try:
-        configs = search_space(problem, device, solver) if options.searches else solver.default_configs(problem, device)
-        for config in configs:
-            solution = solver.solution(problem, device, config)
-            planned = Planned(
-                candidate=Candidate(network_config=problem.network_config, solver_id=solver.id, config=config),
-                solver=solver,
-                estimate_ms=solver.estimate_ms(problem, device, config),
-                workspace_bytes=solution.workspace.bytes,
-                deterministic=solution.deterministic,
-            )
-            reason = limit_exceeded(planned, problem, options)
-            if reason:
-                refusals[planned.candidate.id] = reason
-            else:
-                yield planned
-    except MiofindError as error:  # a library that cannot list its plans must not end the find for the others
-        refusals[solver.id] = f"{type(error).__name__}: {error}"
+    configs = search_space(problem, device, solver) if options.searches else solver.default_configs(problem, device)
+    for config in configs:
+        solution = solver.solution(problem, device, config)
+        planned = Planned(
+            candidate=Candidate(network_config=problem.network_config, solver_id=solver.id, config=config),
+            solver=solver,
+            estimate_ms=solver.estimate_ms(problem, device, config),
+            workspace_bytes=solution.workspace.bytes,
+            deterministic=solution.deterministic,
+        )
+        reason = limit_exceeded(planned, problem, options)
+        if reason:
+            refusals[planned.candidate.id] = reason
+        else:
+            yield planned
 
 
 def limit_exceeded(planned: Planned, problem: ProblemDescription, options: FindOptions) -> str:

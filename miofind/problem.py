@@ -49,7 +49,7 @@ class ProblemDescription:
     """One convolution to solve: three tensors, a convolution, a direction and the arithmetic allowed.
 
     Shapes describe the forward convolution whatever the direction. Build one with `ProblemDescription.convolution`,
-    `miofind.from_arrays`, a MIOpenDriver line or a suite. Equal problems have equal `network_config`, the key of
+    `from_arrays`, a MIOpenDriver line or a suite. Equal problems have equal `network_config`, the key of
     every cache and database; it is computed once.
 
     Raises:
@@ -125,10 +125,11 @@ class ProblemDescription:
         layouts = _per_tensor(Layout.of(rank, channels_last=False) if layout is None else layout, "layout")
         shapes = {"x": x_shape, "w": w_shape, "y": (x_shape[0], w_shape[0], *out)}
         tensors = {
-            name: TensorDescriptor(
-                shape=shape,
-                dtype=enum_value(DataType, dtypes[name], "dtype"),
-                layout=enum_value(Layout, layouts[name], "layout"),
+            name: _named_tensor(
+                name,
+                shape,
+                enum_value(DataType, dtypes[name], "dtype"),
+                enum_value(Layout, layouts[name], "layout"),
             )
             for name, shape in shapes.items()
         }
@@ -275,6 +276,14 @@ class ProblemDescription:
             canonical = problem.network_config
             raise InvalidProblemError(f"network_config {text!r} is not canonical: it should be {canonical!r}")
         return problem
+
+
+def _named_tensor(name: str, shape: tuple[int, ...], dtype: DataType, layout: Layout) -> TensorDescriptor:
+    """A tensor whose errors say which of x, w and y it is."""
+    try:
+        return TensorDescriptor(shape=shape, dtype=dtype, layout=layout)
+    except InvalidProblemError as error:
+        raise InvalidProblemError(f"{name}: {error}") from error
 
 
 def _per_tensor(value: object, field_name: str) -> Mapping[str, Any]:

@@ -148,6 +148,9 @@ class Race:
         effort: how long it is.
         deadline: `time.monotonic()` after which no more is measured; what was measured stands.
         best_ms: a time already reached elsewhere, for cutting off what is far behind.
+
+    Attributes:
+        first_failed: key of the entrant that was the first to fail in `finish`, None if none did.
     """
 
     def __init__(self, stage: Stage, effort: Effort, *, deadline: float = math.inf, best_ms: float = math.inf) -> None:
@@ -156,6 +159,7 @@ class Race:
         self._deadline = deadline
         self._best_ms = best_ms
         self._runners: dict[str, _Runner] = {}
+        self.first_failed: str | None = None
 
     @property
     def best_ms(self) -> float:
@@ -255,6 +259,7 @@ class Race:
             except (MiofindError, MemoryError) as error:
                 logger.warning("%s failed in the race: %s", runner.entrant.key, error)
                 runner.failure = error
+                self.first_failed = self.first_failed or runner.entrant.key
                 return
             count -= chunk
 

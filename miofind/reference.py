@@ -15,30 +15,24 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
+from miofind.arrays import NUMPY_DTYPES
 from miofind.geometry import geometry_scalars, index_bits
 from miofind.problem import DataType, Direction, ProblemDescription
 from miofind.solution import KernelStep, Pointer, Scalar
 
 _MAX_BLOCKS = 2**20
 
-_NUMPY: dict[DataType, np.dtype[Any]] = {
-    DataType.FLOAT64: np.dtype(np.float64),
-    DataType.FLOAT32: np.dtype(np.float32),
-    DataType.FLOAT16: np.dtype(np.float16),
-    DataType.BFLOAT16: np.dtype(ml_dtypes.bfloat16),
-}
-
 
 def numpy_dtype(dtype: DataType) -> np.dtype[Any]:
     """NumPy's dtype of an element type; bfloat16 is that of ml_dtypes."""
-    return _NUMPY[dtype]
+    return NUMPY_DTYPES[dtype]
 
 
 def round_once(values: NDArray[np.float64], dtype: DataType) -> NDArray[Any]:
     """float64 values rounded once, to nearest even, to an element type; out of range becomes infinite."""
     with np.errstate(over="ignore"):
         if dtype is not DataType.BFLOAT16:
-            return values.astype(_NUMPY[dtype])
+            return values.astype(NUMPY_DTYPES[dtype])
         return _round_to_odd(values).astype(ml_dtypes.bfloat16)
 
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_TENSORS = ("x", "w", "y")
 _FALL_BACK_ON = (CompileError, LaunchError, InvalidConfigError, MissingLibraryError)
 
 
@@ -34,8 +35,8 @@ class Runner:
         following: gives the runner of the next solution of the same find; None for the last.
     """
 
-    __slots__ = ("_active", "_checks", "_config", "_direction", "_index", "_invoker", "_kernel_hash", "_queue",
-                 "_solver_id", "_workspace_bytes", "following", "handle", "problem")  # fmt: skip
+    __slots__ = ("_active", "_checks", "_config", "_direction", "_index", "_invoker", "_kernel_hash", "_overlaps",
+                 "_queue", "_solver_id", "_workspace_bytes", "following", "handle", "problem")  # fmt: skip
 
     def __init__(
         self, problem: ProblemDescription, solver_id: str, config: Config, handle: Handle, kernel_hash: str = ""
@@ -52,6 +53,7 @@ class Runner:
         self._invoker: Invoker | None = None
         self._workspace_bytes = 0
         self._checks: tuple[operands.Check, ...] = ()
+        self._overlaps: Callable[[Any, Any, Any], bool] = lambda *tensors: False
         self._queue = operands.stream_reader(self._index)
 
     @property
@@ -72,15 +74,21 @@ class Runner:
                 invoker = self.handle.invoker(self.problem, self._solver_id, self._config, self._kernel_hash)
             except _FALL_BACK_ON as error:
                 return self._fall_back(error).prepare()
-            self._checks = tuple(
-                operands.strict_check(
-                    array_name(self._direction, name), self.problem.tensor(name), self._index, invoker.alignment_bytes
-                )
-                for name in ("x", "w", "y")
+            self._checks = tuple(self._check(name, invoker.alignment_bytes) for name in _TENSORS)
+            self._overlaps = operands.overlap_check(
+                (self.problem.x.bytes, self.problem.w.bytes, self.problem.y.bytes),
+                _TENSORS.index(self._direction.output),
             )
             self._workspace_bytes = invoker.workspace_bytes
             self._invoker = invoker
         return self._invoker
+
+    def _check(self, tensor: str, alignment_bytes: int) -> operands.Check:
+        is_written = tensor == self._direction.output
+        name = "out" if is_written else array_name(self._direction, tensor)
+        return operands.strict_check(
+            name, self.problem.tensor(tensor), self._index, alignment_bytes, is_written=is_written
+        )
 
     def run(self, x: Any, w: Any, dy: Any, out: Any, workspace: Any, stream: Any) -> Any:
         """See `miofind.run_solution`."""
@@ -98,6 +106,8 @@ class Runner:
         x_address = check_x(x_array)
         w_address = check_w(w_array)
         y_address = check_y(y_array)
+        if self._overlaps(x_address, w_address, y_address):
+            raise InvalidArrayError("out shares memory with an input, which would be overwritten while it is read")
         scratch: Any = 0
         if self._workspace_bytes:
             scratch = operands.workspace_address(workspace, self._workspace_bytes, self._index)

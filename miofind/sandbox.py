@@ -22,7 +22,7 @@ from miofind.candidate import Candidate, Outcome, Status
 from miofind.compiler import BinaryCache, Compiler
 from miofind.device import Device, Place
 from miofind.errors import MeasurementError, MiofindError
-from miofind.evaluate import DeviceLostError, Event, Job, Racing, Started, evaluate
+from miofind.evaluate import Event, Job, Racing, Started, evaluate
 from miofind.solution import Config
 
 logger = logging.getLogger(__name__)
@@ -121,8 +121,7 @@ class Isolated:
 
     def _events(self, job: Job, watch: _Watch) -> Iterator[Event]:
         """The child's events; what ended them early is in `watch`."""
-        child = self._child or _Child(self._device, self._modules)
-        self._child = None
+        child = self._taken() or _Child(self._device, self._modules)
         try:
             child.connection.send(job)
             while True:
@@ -143,6 +142,14 @@ class Isolated:
         finally:
             if self._child is not child:
                 child.kill()
+
+    def _taken(self) -> _Child | None:
+        """The child of the last job, if it is there still."""
+        child, self._child = self._child, None
+        if child is None or child.is_alive:
+            return child
+        child.kill()
+        return None
 
     def close(self) -> None:
         """End the child."""
@@ -195,6 +202,11 @@ class _Child:
         )
         theirs.close()
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether it has not ended."""
+        return self._process.poll() is None
+
     def exit_code(self) -> int | None:
         """Exit code, waiting for a process that is ending."""
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -218,11 +230,11 @@ def _serve(connection: Connection[Any, Any], device: Device, compiler: Compiler)
         try:
             for event in evaluate(job, device, compiler):
                 connection.send(event)
-        except DeviceLostError as error:
-            connection.send(_Broken(str(error)))
+        except ConnectionError:  # the parent has gone
             return
-        except MiofindError as error:
-            connection.send(_Broken(str(error)))
+        except Exception as error:  # CuPy's and a solver's own errors too: the parent is to read what ended the child
+            told = str(error) if isinstance(error, MiofindError) else f"{type(error).__name__}: {error}"
+            connection.send(_Broken(told))
             return
         connection.send(_Done())
 

@@ -7,17 +7,16 @@ file is checked before use: a configuration against its solver's schema, binarie
 from __future__ import annotations
 
 import base64
-import binascii
 import hashlib
 import json
-import os
-import tempfile
+import math
 from pathlib import Path
 from typing import Any
 
 from miofind.compiler import kernel_hash
 from miofind.device import Device, Place
 from miofind.errors import InvalidConfigError, InvalidProblemError, SolutionFileError, UnknownSolverError
+from miofind.files import replacing
 from miofind.found import Found, Solution, Source, alone
 from miofind.handle import Handle, default_handle
 from miofind.problem import ProblemDescription
@@ -63,7 +62,7 @@ def save_solution(solution: Solution, path: Path) -> None:
         "time_ms": float(solution.time_ms),
         "workspace_bytes": solution.workspace_bytes,
         "deterministic": solution.deterministic,
-        "max_error": solution.max_error,
+        "max_error": None if solution.max_error is None else float(solution.max_error),
         "kernel_hash": kernel_hash(steps),
         "binaries": [_packed(compiler.build(step, solution.device.arch).cubin) for step in _distinct(steps.kernels)],
     }
@@ -138,7 +137,7 @@ def _unpacked(path: Path, item: Any) -> bytes:
     try:
         cubin = base64.b64decode(item["cubin"], validate=True)
         expected = item["sha256"]
-    except (TypeError, KeyError, binascii.Error) as error:
+    except (TypeError, KeyError, ValueError) as error:
         raise SolutionFileError(f"{path} is damaged: a binary cannot be read ({error})") from error
     if hashlib.sha256(cubin).hexdigest() != expected:
         raise SolutionFileError(f"{path} is damaged: a binary does not match its hash")
@@ -151,26 +150,25 @@ def _digest(payload: dict[str, Any]) -> str:
 
 def _write(path: Path, text: str) -> None:
     try:
-        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    except OSError as error:
-        raise SolutionFileError(f"{path} cannot be written: {error}") from error
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        with replacing(path) as file:
             file.write(text)
-        os.replace(temporary, path)
-    except OSError as error:
-        os.unlink(temporary)
-        raise SolutionFileError(f"{path} cannot be written: {error}") from error
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise SolutionFileError(f"{str(path)!r} cannot be written: {reason}") from error
 
 
 def _read(path: Path) -> dict[str, Any]:
     """The checked payload of a file."""
     try:
-        if path.stat().st_size > MAX_FILE_BYTES:
+        with path.open("rb") as file:  # what is no regular file has no size, so that the reading is bounded
+            content = file.read(MAX_FILE_BYTES + 1)
+        if len(content) > MAX_FILE_BYTES:
             raise SolutionFileError(f"{path} is larger than {MAX_FILE_BYTES} bytes: it is no saved solution")
-        document = json.loads(path.read_text(encoding="utf-8"))
+        document = json.loads(content.decode("utf-8"))
+    except SolutionFileError:
+        raise
     except OSError as error:
-        raise SolutionFileError(f"{path} cannot be read: {error}") from error
+        raise SolutionFileError(f"{path} cannot be read: {error.strerror or error}") from error
     except (ValueError, RecursionError) as error:
         raise SolutionFileError(f"{path} is damaged: it is not JSON ({error})") from error
     if not isinstance(document, dict) or document.get("format") != FORMAT:
@@ -185,4 +183,9 @@ def _read(path: Path) -> dict[str, Any]:
             raise SolutionFileError(f"{path} is damaged: {name} is {payload.get(name)!r}, not a {kind.__name__}")
     if _digest(payload) != document.get("sha256"):
         raise SolutionFileError(f"{path} is damaged: its contents do not match their hash")
+    if not (math.isfinite(payload["time_ms"]) and payload["time_ms"] > 0):
+        raise SolutionFileError(f"{path} is damaged: time_ms is {payload['time_ms']!r}, not a time")
+    max_error = payload.get("max_error")
+    if max_error is not None and not (isinstance(max_error, float) and math.isfinite(max_error) and max_error >= 0):
+        raise SolutionFileError(f"{path} is damaged: max_error is {max_error!r}, not a number of at least 0")
     return payload

@@ -27,6 +27,8 @@ from miofind.solution import Config, ConfigValue, ConvSolution
 logger = logging.getLogger(__name__)
 
 ENTRY_POINT_GROUP = "miofind.solvers"
+MAX_DEFAULT_CONFIGS = 16
+"""Configurations that a find without a search measures of one solver at most."""
 
 
 class Algorithm(StrEnum):
@@ -132,7 +134,7 @@ class Solver(ABC):
 
     @abstractmethod
     def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
-        """One to eight configurations that are always valid, the likely best first; constant time."""
+        """One to MAX_DEFAULT_CONFIGS configurations that are always valid, the likely best first; constant time."""
 
     @abstractmethod
     def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:

@@ -135,7 +135,8 @@ def one_size(value: object, field_name: str, least: int = 1) -> int:
     except TypeError:
         raise InvalidProblemError(f"{field_name}={value!r} must be an integer") from None
     if not least <= number <= MAX_DIMENSION:
-        raise InvalidProblemError(f"{field_name}={number} must be between {least} and {MAX_DIMENSION}")
+        shown = number if number.bit_length() <= 256 else f"(an integer of {number.bit_length()} bits)"
+        raise InvalidProblemError(f"{field_name}={shown} must be between {least} and {MAX_DIMENSION}")
     return number
 
 

@@ -26,6 +26,7 @@ class TileWork:
         products, reads, broadcasts, rounds: of a thread in one stage: multiply-adds; 16-byte reads of shared memory
             whose address differs from lane to lane, and whose address few lanes or all share; turns of the inner loop.
         copies: loads of a thread to fill a stage.
+        converts: whether copies pass through registers, to be converted or transposed, rather than go on by themselves.
     """
 
     blocks: int
@@ -37,6 +38,7 @@ class TileWork:
     broadcasts: float
     rounds: float
     copies: float
+    converts: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,10 +46,11 @@ class TileRates:
     """What a kernel's work costs, in cycles; fitted to measurements of the kernel.
 
     Attributes:
-        product, copy, round, step: issue slots of a multiply-add, of a copied element with its address and tests, of a
-            turn of the inner loop, and of a stage besides.
+        product, copy, round, step: issue slots of a multiply-add, of a copy with its address and tests, of a turn of
+            the inner loop, and of a stage besides.
         read, broadcast: cycles of shared memory, in units of a read without conflicts.
         latency, copy_latency: wait for a stage, and for each copy of a thread on top.
+        convert, convert_latency: what a copy that passes through registers adds to `copy` and `copy_latency`.
         block: start and end of a block.
     """
 
@@ -59,22 +62,27 @@ class TileRates:
     broadcast: float
     latency: float
     copy_latency: float
-    block: float = 1000
+    convert: float
+    convert_latency: float
+    block: float
 
 
 def tile_ms(work: TileWork, rates: TileRates, device: Device) -> float:
     """Milliseconds that the multiprocessors take for a launch, device memory aside."""
+    copy, copy_latency = rates.copy, rates.copy_latency
+    if work.converts:
+        copy, copy_latency = copy + rates.convert, copy_latency + rates.convert_latency
     slots = (
         work.products * rates.product
         + work.reads
         + work.broadcasts
-        + work.copies * rates.copy
+        + work.copies * copy
         + work.rounds * rates.round
         + rates.step
     )
     shared = _SCHEDULERS * work.warps * (rates.read * work.reads + rates.broadcast * work.broadcasts)
     busy = max(work.warps / _SCHEDULERS * slots, shared)
-    alone = max(1.0, work.warps / _SCHEDULERS) * slots + rates.latency + work.copies * rates.copy_latency
+    alone = max(1.0, work.warps / _SCHEDULERS) * slots + rates.latency + work.copies * copy_latency
 
     def wave_cycles(blocks: int) -> float:
         """Cycles of as many blocks on one multiprocessor."""

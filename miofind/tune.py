@@ -15,7 +15,7 @@ from enum import StrEnum
 
 from miofind import records
 from miofind.driver_line import driver_line
-from miofind.errors import DatabaseError, MissingEnvironmentError
+from miofind.errors import DatabaseError, InvalidOptionError, MissingEnvironmentError
 from miofind.evaluate import DeviceLostError
 from miofind.find import measure
 from miofind.found import Solution
@@ -52,11 +52,18 @@ class TuneOptions:
         find: limits, filters and effort of each problem's find.
         force: measure what the FindDB knows already, too.
         stop_after_s: seconds after which no further problem is begun.
+
+    Raises:
+        InvalidOptionError: the message names the option and the value.
     """
 
     find: FindOptions = field(default_factory=FindOptions)
     force: bool = False
     stop_after_s: float = math.inf
+
+    def __post_init__(self) -> None:
+        if not self.stop_after_s >= 0:
+            raise InvalidOptionError(f"stop_after_s={self.stop_after_s!r} must be a number of at least 0")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

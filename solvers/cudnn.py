@@ -24,12 +24,12 @@ from miofind.libraries.cudnn_notes import (
 )
 from miofind.problem import DataType, Layout, MathMode, ProblemDescription
 from miofind.solution import Config, ConvSolution, CudnnStep, Region, WorkspacePlan
-from miofind.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
+from miofind.solver import APPLICABLE, MAX_DEFAULT_CONFIGS, Algorithm, Applicability, KernelKey, Solver
 
 _PARAMETERS = frozenset({"engine", "knobs", "notes", "workspace_bytes"})
 # On an H200 the heuristics' first eight direct plans held the fastest or came within 0.7 % of it (geometric mean of 27
-# problems, cuDNN 9.19; at worst 18 %); at most two an engine came within 1.8 %.
-_DEFAULTS = 8
+# problems, cuDNN 9.19), but were 18 % off at worst, where PyTorch's benchmark mode has the best: hence twice as many.
+_DEFAULTS = MAX_DEFAULT_CONFIGS
 _HEURISTIC_WORKSPACE_BYTES = 32 << 20
 _MAX_ENGINE = 9999
 _MAX_KNOBS = 32

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import signal
+import warnings
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,12 +17,22 @@ import pytest
 
 import miofind
 from miofind import records
-from miofind.errors import InvalidArrayError, LaunchError, NoSolutionError, SolutionFileError, WorkspaceError
+from miofind.candidate import Outcome
+from miofind.errors import (
+    InvalidArrayError,
+    InvalidOptionError,
+    LaunchError,
+    NoSolutionError,
+    SolutionFileError,
+    WorkspaceError,
+)
+from miofind.evaluate import Job
 from miofind.found import Source, reordered
 from miofind.reference import reference_on_host
 from miofind.sandbox import InProcess
 
 PROBLEM = miofind.ProblemDescription.convolution(x=(2, 4, 9, 7), w=(6, 2, 3, 3), padding=1, stride=2, groups=2)
+OTHER = miofind.ProblemDescription.convolution(x=(1, 3, 8, 8), w=(4, 3, 3, 3))
 
 
 @pytest.fixture
@@ -114,6 +129,75 @@ def test_process_cache_answers_without_the_finddb(handle: miofind.Handle, monkey
     assert miofind.find_solutions(PROBLEM, handle=handle) == first
 
 
+def test_a_new_measurement_voids_what_this_process_remembers(handle: miofind.Handle) -> None:
+    """Answers cached under other options stayed, however old, after the problem was measured anew or cleaned."""
+    fast = miofind.FindOptions(find_mode="fast")
+    assert miofind.find_solutions(PROBLEM, options=fast, handle=handle)[0].source is Source.PREDICTED
+    miofind.find_solutions(PROBLEM, handle=handle)
+    assert miofind.find_solutions(PROBLEM, options=fast, handle=handle)[0].source is Source.FINDDB
+
+
+def test_trust_verify_measures_the_answer_again_where_it_no_longer_holds(handle: miofind.Handle) -> None:
+    """A recorded time that cannot be reached stayed in the FindDB, where the find planned other configurations."""
+    miofind.find_solutions(PROBLEM, handle=handle)
+    config = '{"chunk_mib":128,"pixels_inner":true}'
+    rows = handle.database.answer(handle.device.identity, PROBLEM.network_config).rows  # type: ignore[union-attr]
+    row = next(row for row in rows if row.solver_id == "ConvCpuIm2colGemm")
+    unreachable = replace(row, config=config, time_ms=1e-6, id="", created_at="")
+    handle.database.record(handle.device.identity, PROBLEM.network_config, [unreachable])
+    handle.forget()
+    assert miofind.find_solutions(PROBLEM, handle=handle)[0].time_ms == 1e-6
+    trusting = miofind.FindOptions(find_mode="trust_verify")
+    solutions = miofind.find_solutions(PROBLEM, options=trusting, handle=handle)
+    assert min(s.time_ms for s in solutions) > 1e-6
+    assert f"ConvCpuIm2colGemm:{config}" in {s.id for s in solutions}
+
+
+def test_threads_that_miss_measure_one_after_another_and_once(
+    handle: miofind.Handle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two measurements at a time slow each other, and their times are remembered."""
+    running, most, jobs = 0, 0, 0
+    real = InProcess.run
+
+    def run(self: InProcess, job: Job) -> Iterator[Outcome]:
+        nonlocal running, most, jobs
+        running, jobs = running + 1, jobs + 1
+        most = max(most, running)
+        yield from real(self, job)
+        running -= 1
+
+    monkeypatch.setattr(InProcess, "run", run)
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda _: miofind.find_solutions(PROBLEM, handle=handle)[0].id, range(8)))
+    assert (most, jobs) == (1, 1)
+    assert len(set(found)) == 1
+
+
+def test_a_forked_process_does_not_wait_for_its_parents_threads(handle: miofind.Handle) -> None:
+    miofind.find_solutions(PROBLEM, handle=handle)
+
+    def fork() -> int:
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                signal.alarm(60)
+                status = 0 if miofind.find_solutions(OTHER, handle=handle) else 1
+            finally:
+                os._exit(status)
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+    with warnings.catch_warnings(), handle.measuring, handle.lock, ThreadPoolExecutor(1) as pool:
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of forks where there are threads
+        assert pool.submit(fork).result() == 0  # another thread forks, so that the child owns none of the locks
+
+
+def test_a_problem_of_another_type_is_refused(handle: miofind.Handle) -> None:
+    with pytest.raises(InvalidOptionError, match="must be a ProblemDescription"):
+        miofind.find_solutions("conv -n 1", handle=handle)  # type: ignore[arg-type]
+
+
 def test_filtered_find_does_not_answer_for_all_solvers(handle: miofind.Handle, monkeypatch: pytest.MonkeyPatch) -> None:
     only = miofind.find_solutions(PROBLEM, options=miofind.FindOptions(only="ConvCpuDirect"), handle=handle)
     assert {s.solver_id for s in only} == {"ConvCpuDirect"}
@@ -165,7 +249,7 @@ def test_run_refuses_wrong_operands(handle: miofind.Handle) -> None:
         miofind.run_solution(solution, given["x"], given["w"], dy=given["y"])
     with pytest.raises(InvalidArrayError, match="w has shape"):
         miofind.run_solution(solution, given["x"], given["x"])
-    with pytest.raises(InvalidArrayError, match="y has dtype float64"):
+    with pytest.raises(InvalidArrayError, match="out has dtype float64"):
         miofind.run_solution(solution, given["x"], given["w"], out=np.zeros(PROBLEM.y.shape))
 
 
@@ -229,8 +313,6 @@ def test_saving_where_nothing_can_be_written(handle: miofind.Handle, tmp_path: P
 
 
 def test_threads_find_and_run_different_problems(handle: miofind.Handle) -> None:
-    from concurrent.futures import ThreadPoolExecutor
-
     def work(size: int) -> bool:
         problem = miofind.ProblemDescription.convolution(x=(1, 3, size, size), w=(4, 3, 3, 3))
         given = operands(problem, size)

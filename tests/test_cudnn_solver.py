@@ -26,7 +26,7 @@ from miofind.libraries.cudnn_notes import (
 )
 from miofind.problem import Direction, ProblemDescription
 from miofind.solution import Config, CudnnStep
-from miofind.solver import Solver
+from miofind.solver import MAX_DEFAULT_CONFIGS, Solver
 from miofind.solvers import cudnn as module
 
 SOLVER: Solver = module.SOLVERS[0]
@@ -99,11 +99,11 @@ def test_the_heuristics_choice_of_an_ieee_problem_allows_no_tensor_cores() -> No
     assert tf32["notes"] == "tensor_core"
 
 
-def test_defaults_are_eight_offers_with_direct_ones_first(live: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    offers = (offer(1, Note.FFT), offer(2, Note.NONDETERMINISTIC), *(offer(n) for n in range(3, 12)))
+def test_defaults_are_the_first_offers_with_direct_ones_first(live: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    offers = (offer(1, Note.FFT), offer(2, Note.NONDETERMINISTIC), *(offer(n) for n in range(3, 30)))
     monkeypatch.setattr(module, "engine_plans", lambda problem, device: offers)
-    assert [config["engine"] for config in SOLVER.default_configs(problem(), live)] == [2, 3, 4, 5, 6, 7, 8, 9]
-    assert [config["engine"] for config in SOLVER.configs(problem(), live)] == list(range(1, 12))
+    assert [config["engine"] for config in SOLVER.default_configs(problem(), live)] == list(range(2, 2 + MAX_DEFAULT_CONFIGS))
+    assert [config["engine"] for config in SOLVER.configs(problem(), live)] == list(range(1, 30))
 
 
 def test_a_refusal_by_the_library_leaves_a_candidate_that_will_say_why(

@@ -28,13 +28,13 @@ LAYERS = (
     ("compiler",),
     ("solvers",),
     ("solver", "options"),
-    ("candidate", "reference", "geometry", "correlation", "environment", "libraries"),
+    ("candidate", "reference", "geometry", "correlation", "tile_cost", "environment", "libraries"),
     ("solution",),
     ("suites", "driver_line", "driver_flags"),
     ("device", "device_memory"),
     ("problem", "array_problem", "network_config", "tensor", "operands", "arrays", "values"),
     ("finddb", "kernels_src"),
-    ("errors",),
+    ("errors", "files"),
 )
 
 # Methods that lead into a module above: imported inside a function, nowhere else.

@@ -24,6 +24,9 @@ def test_equal_options_are_one_key() -> None:
     [
         ({"workspace_limit_bytes": -1}, "workspace_limit_bytes=-1"),
         ({"workspace_limit_bytes": True}, "workspace_limit_bytes=True"),
+        ({"workspace_limit_bytes": 0.5}, "workspace_limit_bytes=0.5 must be a whole number"),
+        ({"workspace_limit_bytes": float("inf")}, "workspace_limit_bytes=inf must be a whole number"),
+        ({"workspace_limit_bytes": 2**63}, "below 2\\*\\*63"),
         ({"max_error": float("nan")}, "max_error=nan"),
         ({"time_budget_s": "soon"}, "time_budget_s='soon'"),
         ({"find_mode": "quick"}, "find_mode='quick' is unknown"),
@@ -34,6 +37,13 @@ def test_equal_options_are_one_key() -> None:
 def test_impossible_values(given: dict[str, object], message: str) -> None:
     with pytest.raises(InvalidOptionError, match=message):
         FindOptions(**given)  # type: ignore[arg-type]
+
+
+def test_a_limit_written_as_a_float_is_whole_bytes() -> None:
+    """1e9 was taken and then refused by the FindDB, after everything had been measured."""
+    limit = FindOptions(workspace_limit_bytes=1e9).workspace_limit_bytes  # type: ignore[arg-type]
+    assert limit == 10**9
+    assert isinstance(limit, int)
 
 
 def test_unknown_names() -> None:

@@ -16,7 +16,7 @@ from miofind.device import Device, Place
 from miofind.errors import InvalidConfigError
 from miofind.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.solution import Config, CudnnStep, HostStep, KernelStep, MatmulStep, Pointer, Scalar
-from miofind.solver import Algorithm, KernelKey, Solver, solvers
+from miofind.solver import MAX_DEFAULT_CONFIGS, Algorithm, KernelKey, Solver, solvers
 
 SOLVERS = list(solvers().values())
 TENSORS = {"x", "w", "y"}
@@ -139,7 +139,7 @@ def test_examples_are_accepted(case: Case) -> None:
 @each_case
 def test_default_configurations(case: Case) -> None:
     defaults = case.solver.default_configs(case.problem, case.device)
-    assert 1 <= len(defaults) <= 8
+    assert 1 <= len(defaults) <= MAX_DEFAULT_CONFIGS
     assert len(set(defaults)) == len(defaults)
     assert case.solver.default_configs(case.problem, case.device) == defaults
     for config in defaults:

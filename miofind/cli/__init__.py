@@ -5,13 +5,18 @@
 from __future__ import annotations
 
 import importlib
+import logging
+import sys
+from typing import Any
 
 import click
 
 from miofind import __version__
-from miofind.cli.output import print_note
+from miofind.cli.output import discard_output, open_missing_streams, print_note
 from miofind.cli.session import configure_logging, reset_logging
 from miofind.errors import MiofindError
+
+logger = logging.getLogger(__name__)
 
 INTERRUPTED = 130
 
@@ -40,6 +45,15 @@ class _Commands(click.Group):
         command: click.Command = getattr(importlib.import_module(module), name)
         return command
 
+    def main(self, *arguments: Any, **settings: Any) -> Any:
+        open_missing_streams()
+        try:
+            return super().main(*arguments, **settings)
+        except OSError as error:  # click itself ends on a closed pipe
+            print_note(f"error: {error.filename or 'the output'}: {error.strerror or error}")
+            discard_output()
+            sys.exit(MiofindError.exit_code)
+
     def invoke(self, ctx: click.Context) -> object:
         try:
             return super().invoke(ctx)
@@ -49,6 +63,18 @@ class _Commands(click.Group):
         except KeyboardInterrupt:
             print_note("interrupted")
             raise click.exceptions.Exit(INTERRUPTED) from None
+        except (click.ClickException, click.exceptions.Exit, click.Abort, OSError):
+            raise
+        except MemoryError as error:
+            print_note(f"error: the memory of this machine does not suffice: {error}")
+            raise click.exceptions.Exit(MiofindError.exit_code) from error
+        except Exception as error:
+            logger.debug("what was not foreseen", exc_info=True)
+            print_note(
+                f"error: {type(error).__name__}: {error}: this is a defect of miofind or of a solver; "
+                "`miofind -vv` and the same command shows where, please report it"
+            )
+            raise click.exceptions.Exit(MiofindError.exit_code) from error
 
 
 @click.group(

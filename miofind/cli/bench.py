@@ -28,6 +28,7 @@ from miofind.cli.session import verbose_option
 from miofind.device import Device, Library, Place
 from miofind.environment import versions
 from miofind.errors import InvalidOptionError, NoDeviceError
+from miofind.files import replacing
 from miofind.handle import Handle
 from miofind.options import FindOptions
 
@@ -188,6 +189,7 @@ def _write_json(target: str, report: dict[str, object]) -> None:
         click.echo(text)
         return
     try:
-        Path(target).write_text(text + "\n", encoding="utf-8")
+        with replacing(Path(target)) as file:
+            file.write(text + "\n")
     except OSError as error:
-        raise InvalidOptionError(f"--json {target} cannot be written: {error}") from error
+        raise InvalidOptionError(f"--json {target} cannot be written: {error.strerror}") from error

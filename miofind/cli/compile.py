@@ -87,6 +87,8 @@ def compile_(
     for device in devices:
         steps = _steps(problems, device, options, report)
         report.built += _build(compiler, steps, device.arch, workers)
+    if not report.built:
+        print_note("no solver with kernels serves these problems there: `miofind solvers` and a problem tells why")
     if as_json:
         print_json(_json(report, compiler))
     else:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -19,6 +18,7 @@ from miofind.cli.problems import optional_problem_argument, problems_of
 from miofind.cli.session import verbose_option
 from miofind.device import Device
 from miofind.errors import DatabaseError
+from miofind.files import replacing
 from miofind.finddb import Prune, Stats, Store, shipped_paths, user_path
 from miofind.row_check import RowCheck
 
@@ -49,10 +49,12 @@ def _reading(database: str | None) -> Iterator[Store]:
     Raises:
         DatabaseError: it does not exist or cannot be read.
     """
-    path = Path(database or user_path()).expanduser()
-    if not path.exists():
-        raise DatabaseError(f"there is no FindDB at {path}: fill it with `miofind tune`, or name another with --db")
-    with Store(path, read_only=True) as store:
+    with Store(database or user_path(), read_only=True) as store:
+        if store.path is None or not store.path.exists():
+            raise DatabaseError(
+                f"there is no FindDB at {store.path or store.where}: fill it with `miofind tune`, or name another "
+                "with --db"
+            )
         yield store.open()
 
 
@@ -142,31 +144,17 @@ def export(file: str, database: str | None, as_json: bool) -> None:
     with _reading(database) as store:
         if file == "-":
             store.export_jsonl(sys.stdout)
+            sys.stdout.flush()
             return
-        with _replacing(Path(file)) as target:
-            count = store.export_jsonl(target)
+        try:
+            with replacing(Path(file)) as target:
+                count = store.export_jsonl(target)
+        except OSError as error:
+            raise click.FileError(file, error.strerror) from error
     if as_json:
         print_json({"file": file, "lines": count})
     else:
         print_text(f"{count} lines written to {file}")
-
-
-@contextlib.contextmanager
-def _replacing(path: Path) -> Iterator[TextIO]:
-    """A file that replaces `path` when the block ends well.
-
-    Raises:
-        FileError: it cannot be written.
-    """
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        with open(temporary, "w", encoding="utf-8", newline="\n") as target:
-            yield target
-        os.replace(temporary, path)
-    except OSError as error:
-        raise click.FileError(str(path), error.strerror) from error
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 @_command("import", "miofind db import finddb.jsonl")

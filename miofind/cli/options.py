@@ -51,7 +51,10 @@ def _archs(ctx: click.Context, parameter: click.Parameter, values: tuple[str, ..
 
 
 def _names(ctx: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(name.strip() for value in values for name in value.split(",") if name.strip())
+    names = tuple(name.strip() for value in values for name in value.split(",") if name.strip())
+    if values and not names:
+        raise click.BadParameter(f"{','.join(values)!r} names nothing")
+    return names
 
 
 device_option = click.option(

@@ -5,13 +5,15 @@ stdout is for results; progress, logs and errors go to stderr. Knows how values 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import math
 import os
 import sys
+import unicodedata
 from collections.abc import Mapping, Sequence
-from typing import IO
+from typing import IO, Any, cast
 
 import click
 from rich import box
@@ -25,19 +27,48 @@ _GAP = 3
 """Columns between two cells of a table."""
 
 
+def open_missing_streams() -> None:
+    """Give a process that was started without stdout or stderr ones that keep nothing."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115, for the life of the process
+
+
+def discard_output() -> None:
+    """Let what stdout still holds go nowhere: its disk is full, and Python would complain of it once more at exit."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+class _Stderr:
+    """sys.stderr as it is at each write, where a full disk or a closed pipe is no failure of the command."""
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError):
+            sys.stderr.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            sys.stderr.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(sys.stderr, name)
+
+
 def _width(stream: IO[str]) -> int | None:
     return None if stream.isatty() or "COLUMNS" in os.environ else _PIPE_WIDTH
 
 
 def stdout() -> Console:
     """The console for results."""
-    return Console(width=_width(sys.stdout), highlight=False, markup=False)
+    return Console(width=_width(sys.stdout), highlight=False, markup=False, emoji=False)
 
 
 @functools.cache
 def stderr() -> Console:
     """The one console for progress, logs and errors."""
-    return Console(stderr=True, highlight=False, markup=False)
+    return Console(file=cast(IO[str], _Stderr()), highlight=False, markup=False, emoji=False)
 
 
 def print_json(value: object) -> None:
@@ -57,12 +88,17 @@ def _finite(value: object) -> object:
 
 def print_text(text: str) -> None:
     """Print text for people, unwrapped."""
-    stdout().print(text, soft_wrap=True)
+    stdout().print(printable(text), soft_wrap=True)
 
 
 def print_note(text: str) -> None:
     """Print a line to stderr, unwrapped."""
-    stderr().print(text, soft_wrap=True)
+    stderr().print(printable(text), soft_wrap=True)
+
+
+def printable(text: str) -> str:
+    """The text without the control characters that would steer a terminal: names come from files of other people."""
+    return "".join(c if c in "\n\t" or unicodedata.category(c) != "Cc" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 class Sheet:
@@ -89,7 +125,7 @@ class Sheet:
 
     def add(self, *cells: str, style: str = "") -> None:
         """Add a row, one cell a column."""
-        self._rows.append((cells, style))
+        self._rows.append((tuple(map(printable, cells)), style))
 
     def print(self) -> None:
         """Print it to stdout."""

@@ -78,9 +78,7 @@ def tune(
     Problems that the FindDB answers already are left out, so a tuning that was stopped goes on where it was. Those
     that failed are tried again.
     """
-    limits = {
-        name: values.pop(name) for name in ("only", "exclude", "workspace_limit_bytes", "deterministic", "max_error")
-    }
+    limits = {name: values.pop(name) for name in _LIMITS}
     requests = requests_of(**values)
     find = FindOptions(
         tuning=search,

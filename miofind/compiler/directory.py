@@ -6,6 +6,7 @@ A binary runs with the rights of who loads it, so a folder that another user own
 from __future__ import annotations
 
 import atexit
+import errno
 import functools
 import logging
 import os
@@ -24,7 +25,8 @@ def default_directory() -> Path:
     import platformdirs
 
     chosen = os.environ.get(CACHE_VARIABLE)
-    return Path(chosen or platformdirs.user_cache_dir("miofind", appauthor=False)).expanduser() / "kernels"
+    named = os.path.expanduser(chosen or platformdirs.user_cache_dir("miofind", appauthor=False))
+    return Path(named) / "kernels"
 
 
 def private_directory(directory: Path) -> Path:
@@ -33,6 +35,8 @@ def private_directory(directory: Path) -> Path:
     Raises:
         OSError: it cannot be made.
     """
+    if directory.parts[:1] and directory.parts[0].startswith("~"):  # what expanduser leaves of an unknown user
+        raise FileNotFoundError(errno.ENOENT, "no user of that name has a home folder", str(directory))
     directory = directory.absolute()
     directory.parent.mkdir(parents=True, exist_ok=True)
     directory.mkdir(mode=0o700, exist_ok=True)

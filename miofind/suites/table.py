@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import csv
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from miofind.errors import InvalidProblemError
 from miofind.problem import DataType, Direction, Layout, ProblemDescription, enum_value
@@ -18,6 +20,7 @@ _OPTIONAL_SIZES = {
     "count": 1,
 }
 _TEXTS = ("suite", "layer", "spatial_dims", "layout", "dtype", "direction")
+_MOST_SHOWN = 40
 _FILTER = {"d": "fz", "h": "fy", "w": "fx"}
 _DEPTH = {"d", "fz", "pad_d", "stride_d", "dil_d"}
 _DTYPES = {"fp64": "float64", "fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "bfp16": "bfloat16"}
@@ -57,8 +60,9 @@ class _Cells:
         text = self.values.get(column)
         if text is None:
             return _OPTIONAL_SIZES[column]
-        if not (text.isascii() and text.removeprefix("-").isdigit()) or int(text) < least:
-            raise InvalidProblemError(f"{self.where}, column {column}: {text!r} must be an integer of at least {least}")
+        if re.fullmatch(r"-?[0-9]{1,20}", text) is None or int(text) < least:
+            shown = repr(text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}...")
+            raise InvalidProblemError(f"{self.where}, column {column}: {shown} must be an integer of at least {least}")
         return int(text)
 
     def each(self, columns: Iterable[str], least: int = 1) -> tuple[int, ...]:
@@ -76,17 +80,35 @@ def read_table(lines: Iterable[str], *, source: str, suite: str) -> Iterator[Sui
     Raises:
         InvalidProblemError: the message names the source, the line, the column and the value.
     """
-    reader = csv.reader(lines)
-    columns = [name.strip() for name in next(reader, [])]
+    rows = _rows(lines, source)
+    columns = [name.strip() for name in next(rows, _Row("", [])).values]
     _check_columns(columns, source)
-    for values in reader:
+    for where, values in rows:
         if not values:
             continue
-        where = f"{source}, line {reader.line_num}"
         if len(values) != len(columns):
             raise InvalidProblemError(f"{where}: {len(values)} values for {len(columns)} columns")
         cells = _Cells(where, dict(zip(columns, (value.strip() for value in values), strict=True)))
         yield _row(cells, suite)
+
+
+class _Row(NamedTuple):
+    """The cells of a line, and where it stands."""
+
+    where: str
+    values: list[str]
+
+
+def _rows(lines: Iterable[str], source: str) -> Iterator[_Row]:
+    reader = csv.reader(lines, strict=True)
+    while True:
+        try:
+            values = next(reader)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            raise InvalidProblemError(f"{source}, line {reader.line_num}: it is no line of a table: {error}") from error
+        yield _Row(f"{source}, line {reader.line_num}", values)
 
 
 def _check_columns(columns: list[str], source: str) -> None:
