@@ -50,7 +50,7 @@ def find_solutions(
     if cached is not None and not _measures_always(options):
         return cached.copy()
     solutions = find(problem, options, handle)
-    handle.found[key] = solutions
+    handle.remember(key, solutions)
     return solutions.copy()
 
 

@@ -136,7 +136,16 @@ def _view_torch(array: Any, name: str) -> ArrayView:
         raise InvalidArrayError(f"{name} has torch layout {array.layout}: pass a dense (strided) tensor")
     if array.device.type not in ("cuda", "cpu"):
         raise InvalidArrayError(f"{name} is on {array.device}: use a CUDA device or the CPU")
+    if array.is_neg():
+        raise InvalidArrayError(f"{name} is a negated view, whose memory holds the opposite: pass {name}.resolve_neg()")
     dtype = _dtype(array.dtype, name)
+    try:
+        return _view_dense_torch(array, dtype)
+    except RuntimeError as error:  # nested, fake and functorch tensors have no memory of their own
+        raise InvalidArrayError(f"{name} is a {type(array).__name__} without memory to read: {error}") from error
+
+
+def _view_dense_torch(array: Any, dtype: DataType) -> ArrayView:
     on_host = array.device.type == "cpu"
     return ArrayView(
         framework=Framework.TORCH,
@@ -159,7 +168,7 @@ def _torch_to_numpy(array: Any, dtype: DataType) -> Any:
 
 def as_cupy(array: Any, name: str) -> Any:
     """Any other library's CUDA array as a CuPy array over the same memory."""
-    has_interface = hasattr(array, "__cuda_array_interface__")
+    has_interface = hasattr(type(array), "__cuda_array_interface__") or hasattr(array, "__cuda_array_interface__")
     if not has_interface and not hasattr(array, "__dlpack__"):
         raise InvalidArrayError(
             f"{name} is a {type(array).__name__}: pass a PyTorch, CuPy or NumPy array, or one with "

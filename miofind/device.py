@@ -298,7 +298,7 @@ def _probe(index: int) -> Device:
         l2_bytes=properties["l2CacheSize"],
         shared_bytes=properties["sharedMemPerBlockOptin"],
         clock_hz=1e3 * runtime.deviceGetAttribute(13, index),  # cudaDevAttrClockRate
-        bandwidth_bytes_per_s=2e3 * memory_khz * bus_bits / 8,
+        bandwidth_bytes_per_s=2e3 * memory_khz * bus_bits / 8 or 1e12,
         uuid=bytes(properties["uuid"]).hex() if "uuid" in properties else "",
     )
 

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
-import platform
 
 from miofind.device import Device, Place
 
-_PACKAGES = {
-    "miofind": ("miofind",),
-    "numpy": ("numpy",),
+_CUDA_PACKAGES = {
     "cupy": ("cupy-cuda13x", "cupy-cuda12x", "cupy"),
     "nvrtc": ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12"),
     "cublas": ("nvidia-cublas", "nvidia-cublas-cu12"),
@@ -18,11 +15,17 @@ _PACKAGES = {
 }
 
 
+_CPU_PACKAGES = {"numpy": ("numpy",)}
+
+
 @functools.cache
 def versions(device: Device) -> dict[str, str]:
-    """Version by name of this package, its libraries, Python and, on CUDA, the driver."""
-    found = {"python": platform.python_version()}
-    for name, packages in _PACKAGES.items():
+    """Version by name of what a time on a device depends on: NumPy on the CPU place, else CUDA's libraries and driver.
+
+    A row that was measured with others is stale: usable, and queued for a re-check.
+    """
+    found = {}
+    for name, packages in (_CPU_PACKAGES if device.place is Place.CPU else _CUDA_PACKAGES).items():
         for package in packages:
             try:
                 found[name] = importlib.metadata.version(package)

@@ -40,7 +40,8 @@ def find(problem: ProblemDescription, options: FindOptions, handle: Handle) -> l
         handle.database.clean(handle.device.identity, problem.network_config)
         handle.forget_answers(problem.network_config)
     if mode is not FindMode.NORMAL and options.find_enforce not in _ALWAYS_MEASURES:
-        hit = records.look_up(problem, options, handle)
+        dynamic_only = mode is FindMode.DYNAMIC_HYBRID
+        hit = records.look_up(problem, options, handle, dynamic_only=dynamic_only)
         if hit is not None:
             verified = mode is not FindMode.TRUST_VERIFY or _still_holds(hit[0], options, handle)
             return _ordered(hit if verified else measure(problem, options, handle, also=hit[:1]), options)
@@ -52,9 +53,10 @@ def find(problem: ProblemDescription, options: FindOptions, handle: Handle) -> l
         if mode is FindMode.FAST or options.on_miss is OnMiss.ESTIMATE:
             return _ordered(estimates(problem, options, handle), options)
         with handle.measuring:
-            answer = records.look_up(problem, options, handle)  # another thread may have measured it meanwhile
+            # another thread may have measured it meanwhile
+            answer = records.look_up(problem, options, handle, dynamic_only=dynamic_only)
             if answer is None:
-                answer = measure(problem, options, handle, dynamic_only=mode is FindMode.DYNAMIC_HYBRID)
+                answer = measure(problem, options, handle, dynamic_only=dynamic_only)
         return _ordered(answer, options)
     return _ordered(measure(problem, options, handle), options)
 
@@ -97,7 +99,9 @@ def measure(
             outcomes += _outcomes(problem, options, handle, last_resort, recording)
     handle.forget_answers(problem.network_config)
     measured = {outcome.candidate.id for outcome in outcomes if outcome.status.usable}
-    answer = records.look_up(problem, options, handle, measured=measured) if measured else None
+    answer = None
+    if measured:
+        answer = records.look_up(problem, options, handle, measured=measured, dynamic_only=dynamic_only)
     if not answer:
         raise NoSolutionError(_nothing_found(problem, plan, outcomes))
     return answer

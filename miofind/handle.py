@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from miofind.options import FindOptions
 
 
+MAX_ANSWERS = 10_000
+
+
 class Handle:
     """A device, its compiled kernels, its invokers, its answers so far and its FindDB. Safe to share between threads.
 
@@ -104,6 +107,13 @@ class Handle:
         for key in list(self.found):
             if key[0] == network_config:
                 self.found.pop(key, None)
+
+    def remember(self, key: tuple[str, FindOptions], solutions: list[Solution]) -> None:
+        """Keep an answer for this process; the oldest are dropped beyond MAX_ANSWERS."""
+        with self.lock:
+            self.found[key] = solutions
+            while len(self.found) > MAX_ANSWERS:
+                self.found.pop(next(iter(self.found)))
 
     def forget(self) -> None:
         """Drop the answers and invokers kept in this process; the FindDB and the binary cache stay."""

@@ -301,6 +301,9 @@ class _Slot:
     current: Config
 
 
+MAX_SLOTS = 10_000
+
+
 class InvokerCache:
     """Invokers of a handle, a slot for each (network_config, solver_id). Candidates under measurement never enter."""
 
@@ -316,19 +319,18 @@ class InvokerCache:
         return slot.by_config.get(slot.current if config is None else config)
 
     def put(self, invoker: Invoker) -> Invoker:
-        """Keep an invoker and make it current; returns the one kept, which is the first where two threads race."""
+        """Keep an invoker and make it current; returns the one kept, which is the first where two threads race.
+
+        The slots least recently made are dropped beyond MAX_SLOTS; who holds their invokers keeps them.
+        """
         key = (invoker.problem.network_config, invoker.solver_id)
         with self._lock:
             slot = self._slots.setdefault(key, _Slot({}, invoker.config))
             slot.current = invoker.config
-            return slot.by_config.setdefault(invoker.config, invoker)
-
-    def discard(self, network_config: str, solver_id: str, config: Config) -> None:
-        """Forget one invoker."""
-        with self._lock:
-            slot = self._slots.get((network_config, solver_id))
-            if slot is not None:
-                slot.by_config.pop(config, None)
+            kept = slot.by_config.setdefault(invoker.config, invoker)
+            while len(self._slots) > MAX_SLOTS:
+                self._slots.pop(next(iter(self._slots)))
+            return kept
 
     def clear(self) -> None:
         """Forget all invokers."""

@@ -54,9 +54,10 @@ def strict_check(
                 and array.stride() == strides
                 and array.get_device() == device_index
                 and not array.requires_grad
+                and not array.is_neg()
             ):
                 address = array.data_ptr()
-                if not address % alignment:
+                if address and not address % alignment:
                     return address
         elif on_gpu and kind.__module__ == "cupy":
             cupy_kind = kind
@@ -105,6 +106,10 @@ def _checked(array: Any, name: str, tensor: TensorDescriptor, device_index: int,
         )
     if v.host is not None:
         return v.host
+    if v.address == 0:
+        raise InvalidArrayError(
+            f"{name} holds no memory (address 0): a {type(array).__name__} of real memory is needed"
+        )
     if v.address % alignment:
         raise InvalidArrayError(
             f"{name} begins at address {v.address:#x}, the solution needs a multiple of {alignment} bytes: "
@@ -146,6 +151,8 @@ def _raw_workspace(workspace: Any) -> _RawMemory:
     if framework is Framework.TORCH:
         if not workspace.is_contiguous():
             raise WorkspaceError("workspace is not contiguous: pass a contiguous tensor")
+        if workspace.device.type not in ("cuda", "cpu"):
+            raise WorkspaceError(f"workspace is on {workspace.device}: use a CUDA device or the CPU")
         nbytes = workspace.numel() * workspace.element_size()
         if workspace.device.type == "cpu":
             torch: Any = sys.modules["torch"]

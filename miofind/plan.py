@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from miofind.candidate import Candidate
 from miofind.device import Device
-from miofind.errors import MiofindError
+from miofind.errors import InvalidConfigError, MiofindError
 from miofind.options import FindOptions
 from miofind.problem import ProblemDescription
 from miofind.solution import Config
@@ -40,32 +40,28 @@ class Plan:
         candidates: by estimate, likely best first.
         last_resort: measured only where no candidate is usable.
         considered: version by id of every solver that was asked.
-        excluded: ids of solvers that filters, modes, missing libraries or another place kept out.
+        is_filtered: whether the find mode, not only `only` and `exclude`, kept solvers out.
         refusals: reason by solver id, or by candidate id where a limit left one out.
     """
 
     candidates: tuple[Planned, ...]
     last_resort: tuple[Planned, ...]
     considered: dict[str, int]
-    excluded: tuple[str, ...]
+    is_filtered: bool
     refusals: dict[str, str]
 
 
 def make_plan(problem: ProblemDescription, device: Device, options: FindOptions, *, dynamic_only: bool = False) -> Plan:
     """The candidates of a request."""
     considered: dict[str, int] = {}
-    excluded: list[str] = []
     refusals: dict[str, str] = {}
     planned: list[Planned] = []
     for solver in solvers().values():
         if not options.allows(solver) or (dynamic_only and not solver.is_dynamic):
-            excluded.append(solver.id)
             refusals[solver.id] = "left out by only, exclude or the find mode"
             continue
         if any(key.place is device.place and device.library_version(key.library) is not None for key in solver.keys):
             considered[solver.id] = solver.version
-        else:
-            excluded.append(solver.id)
         try:
             applicability = solver.applicability(problem, device)
             if not applicability:
@@ -74,6 +70,7 @@ def make_plan(problem: ProblemDescription, device: Device, options: FindOptions,
             planned += _within_limits(problem, device, solver, options, refusals)
         except Exception as error:  # what is wrong with one solver must not end the find for the others
             refusals[solver.id] = f"{type(error).__name__}: {error}"
+            considered.pop(solver.id, None)
             if not isinstance(error, MiofindError):  # a library that cannot list its plans raises one of these
                 logger.warning("solver %s cannot plan for %s and is left out: %r", solver.id, problem, error)
     planned.sort(key=lambda p: p.estimate_ms)
@@ -81,7 +78,7 @@ def make_plan(problem: ProblemDescription, device: Device, options: FindOptions,
         candidates=tuple(p for p in planned if not p.solver.is_last_resort),
         last_resort=tuple(p for p in planned if p.solver.is_last_resort),
         considered=considered,
-        excluded=tuple(excluded),
+        is_filtered=dynamic_only,
         refusals=refusals,
     )
 
@@ -92,6 +89,8 @@ def _within_limits(
     """A solver's configurations that keep the caller's limits; reasons of the others go into `refusals`."""
     configs = search_space(problem, device, solver) if options.searches else solver.default_configs(problem, device)
     for config in configs:
+        if not isinstance(config, Config):
+            raise InvalidConfigError(f"{solver.id}: config {config!r} must be a Config")
         solution = solver.solution(problem, device, config)
         planned = Planned(
             candidate=Candidate(network_config=problem.network_config, solver_id=solver.id, config=config),

@@ -192,6 +192,7 @@ class Race:
         finalists = field_[: self._schedule.finalists]
         finalists += [runner for runner in self._contenders()[:1] if runner not in finalists]
         self._final(finalists)
+        self._final_of_late(finalists)
         usable = [runner for runner in self._runners.values() if runner.failure is None]
         raced = [runner for runner in usable if not runner.cut_off]
         behind = [runner for runner in usable if runner.cut_off]
@@ -241,6 +242,14 @@ class Race:
         for runner in finalists:
             if len(runner.samples) < self._schedule.screen:
                 runner.samples = earlier[runner.entrant.key] + runner.samples
+
+    def _final_of_late(self, finalists: list[_Runner]) -> None:
+        """One more final with those that a few early samples put before the finalists' many."""
+        best_ms = min((r.time_ms for r in finalists if r.failure is None), default=0.0)
+        late = [r for r in self._contenders() if r not in finalists and r.time_ms < best_ms]
+        if late:
+            closest = [r for r in finalists if r.failure is None and r.time_ms <= TIE * best_ms]
+            self._final([*closest, *late])
 
     def _affordable(self, count: int, samples: Iterable[list[float]]) -> int:
         """As many of `count` samples of each as fit a round's time, at least as many as were screened."""

@@ -7,6 +7,7 @@ library is installed; an answer counts where the scope of an earlier find covers
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -15,7 +16,7 @@ from miofind.candidate import Outcome
 from miofind.compiler import source_hash
 from miofind.device import Device
 from miofind.environment import versions
-from miofind.finddb import Answer, Row, Scope
+from miofind.finddb import Answer, Row, Scope, environment_id
 from miofind.found import Found, Solution, Source
 from miofind.handle import Handle
 from miofind.options import FindOptions
@@ -24,6 +25,7 @@ from miofind.problem import ProblemDescription
 from miofind.solution import Config
 from miofind.solver import Solver, solver_by_id, solvers
 
+_BATCH = 32
 WIDE_BOUNDS = "any error bound"
 """Stands among a scope's solvers where `max_error` let algorithms with wider error bounds take part."""
 
@@ -40,6 +42,7 @@ class _Stored(NamedTuple):
     workspace_bytes: int
     deterministic: bool
     max_error: float | None
+    environment: str
 
 
 def look_up(
@@ -49,15 +52,20 @@ def look_up(
     *,
     measured: Iterable[str] = (),
     partial: bool = True,
+    dynamic_only: bool = False,
 ) -> list[Solution] | None:
     """Solutions that the FindDB has for a request, fastest first; None where it has none or has not looked far enough.
 
     Args:
         measured: ids of solutions measured just now.
-        partial: whether an answer counts that lacks solvers which came or changed since it was measured.
+        partial: whether an answer counts that lacks solvers which came or changed since it was measured, or whose find
+            ran out of time.
+        dynamic_only: ask for no more than shape-generic solvers.
     """
     fresh = frozenset(measured)
-    request = _request(options, handle.device)
+    request = _request(options, handle.device, dynamic_only)
+    if not partial and math.isinf(options.budget_s):
+        request = replace(request, complete=True)
     device = handle.device.identity
     answer = handle.database.answer(device, problem.network_config)
     if answer is None:
@@ -70,6 +78,8 @@ def look_up(
         answer, late = nearest.answer, nearest.missing
     found = Found(handle)
     void = set()
+    stale = False
+    environment = _current_environment(handle.device)
     solutions = found.solutions
     for row in map(_Stored._make, answer.rows.columns(*_Stored._fields)):
         if not _is_current(row.solver_id, row.solver_version, row.source_hash, handle.device):
@@ -77,6 +87,7 @@ def look_up(
         elif _is_within(row, problem, options):
             source = Source.MEASURED if fresh and f"{row.solver_id}:{row.config}" in fresh else Source.FINDDB
             solutions.append(_as_solution(problem, row, found, source))
+            stale = stale or row.environment != environment
     if void:
         void -= {solution.solver_id for solution in solutions}
         late = (*late, *(solver_id for solver_id in sorted(void) if solver_id in request.solvers))
@@ -84,7 +95,14 @@ def look_up(
         if not partial:
             return None
         handle.database.queue_recheck(device, problem.network_config, f"not measured yet: {', '.join(late)}")
+    elif stale and not fresh:
+        handle.database.queue_recheck(device, problem.network_config, "measured with other versions")
     return solutions or None
+
+
+@functools.lru_cache(maxsize=64)
+def _current_environment(device: Device) -> str:
+    return environment_id(versions(device))
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,22 +190,22 @@ def _as_solution(problem: ProblemDescription, row: _Stored, found: Found, source
 
 
 @functools.lru_cache(maxsize=256)
-def _request(options: FindOptions, device: Device) -> Scope:
+def _request(options: FindOptions, device: Device, dynamic_only: bool) -> Scope:
     """The scope that a request wants covered."""
-    considered, unavailable = {}, []
-    for solver in solvers().values():
-        if not options.allows(solver) or not any(key.place is device.place for key in solver.keys):
-            continue
-        if all(device.library_version(key.library) is None for key in solver.keys):
-            unavailable.append(solver.id)
-        else:
-            considered[solver.id] = solver.version
-    return _scope(options, considered, complete=False)
+    considered = {
+        solver.id: solver.version
+        for solver in solvers().values()
+        if options.allows(solver)
+        and (solver.is_dynamic or not dynamic_only)
+        and any(key.place is device.place for key in solver.keys)
+        and any(device.library_version(key.library) is not None for key in solver.keys)
+    }
+    return _scope(options, considered, complete=False, filtered=dynamic_only)
 
 
-def _scope(options: FindOptions, considered: Mapping[str, int], *, complete: bool) -> Scope:
+def _scope(options: FindOptions, considered: Mapping[str, int], *, complete: bool, filtered: bool) -> Scope:
     filters: dict[str, object] = {}
-    if options.only or options.exclude:
+    if filtered or options.only or options.exclude:
         filters["solvers"] = sorted(considered)
     if options.deterministic:
         filters["deterministic"] = True
@@ -203,7 +221,10 @@ def _scope(options: FindOptions, considered: Mapping[str, int], *, complete: boo
 
 
 class Recording:
-    """Writes the outcomes of one find as they come, and its scope when it ends."""
+    """Writes the outcomes of one find: in batches as they come, the rest and the scope when it ends.
+
+    A find that ends drops the problem's notes for a re-check, since it was one.
+    """
 
     def __init__(self, problem: ProblemDescription, options: FindOptions, handle: Handle, plan: Plan) -> None:
         self._problem = problem
@@ -243,19 +264,26 @@ class Recording:
                 max_error=outcome.max_error,
             )
         )
+        if len(self._pending) >= _BATCH:
+            self._write(None)
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         """Write what came; the scope too where the find was not broken off."""
-        finished = kind is None
         scope = None
-        if finished:
+        if kind is None:
             complete = self._tried >= len(self._plan.candidates)
-            scope = _scope(self._options, self._plan.considered, complete=complete)
+            scope = _scope(self._options, self._plan.considered, complete=complete, filtered=self._plan.is_filtered)
         if self._pending or scope is not None:
-            self._handle.database.record(
-                self._handle.device.identity,
-                self._problem.network_config,
-                self._pending,
-                scope=scope,
-                environment=versions(self._handle.device),
-            )
+            self._write(scope)
+        if scope is not None and not scope.filters:
+            self._handle.database.drop_rechecks(self._handle.device.identity, self._problem.network_config)
+
+    def _write(self, scope: Scope | None) -> None:
+        rows, self._pending = self._pending, []
+        self._handle.database.record(
+            self._handle.device.identity,
+            self._problem.network_config,
+            rows,
+            scope=scope,
+            environment=versions(self._handle.device),
+        )

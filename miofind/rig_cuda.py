@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -32,6 +32,7 @@ _AFTER = 8
 _GUARDS = 10
 _SLOTS = 18
 _TENSORS = ("x", "w", "y")
+_MOST_SHIFT = 512
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +75,7 @@ class CudaRig(Rig):
     def trial(self, invoker: Invoker, values: Values, factor: float | None) -> Findings:
         """See `Rig.trial`."""
         with self._memory:
+            self._place(invoker.alignment_bytes)
             self._prepare(values, invoker.workspace_bytes)
             if values not in self._sums:
                 self._sums[values] = self._reference()
@@ -89,8 +91,15 @@ class CudaRig(Rig):
         self._memory.close()
 
     def _guarded(self, size: int) -> _Buffer:
-        base = self._memory.allocate(size + 2 * GUARD_BYTES)
+        base = self._memory.allocate(size + 2 * GUARD_BYTES + _MOST_SHIFT)
         return _Buffer(base=base, address=base + GUARD_BYTES, bytes=size)
+
+    def _place(self, alignment: int) -> None:
+        """Move the tensors to addresses that are multiples of what the candidate asks for, and of no more."""
+        for name in _TENSORS:
+            buffer = self._buffers[name]
+            address = buffer.base + GUARD_BYTES + alignment % _MOST_SHIFT
+            self._buffers[name] = replace(buffer, address=address)
 
     def _prepare(self, values: Values, workspace_bytes: int) -> None:
         """Fresh inputs, everything else poisoned, an empty report with the inputs' checksums."""
@@ -100,7 +109,7 @@ class CudaRig(Rig):
             self._buffers["the workspace"] = _NOTHING
             self._buffers["the workspace"] = self._guarded(workspace_bytes)
         for buffer in self._buffers.values():
-            self._memory.set_bytes(buffer.base, POISON, buffer.bytes + 2 * GUARD_BYTES)
+            self._memory.set_bytes(buffer.address - GUARD_BYTES, POISON, buffer.bytes + 2 * GUARD_BYTES)
         for name in self.problem.direction.inputs:
             seed = self.tensor_seed(name, values)
             self._kernels.fill(self.problem.tensor(name), self._buffers[name].address, values, seed, stream)
@@ -137,7 +146,7 @@ class CudaRig(Rig):
         self._launch("verify_compare", self._indices.size, arguments, addresses)
         self._checksums(_AFTER)
         for i, buffer in enumerate(self._buffers.values()):
-            for side, start in enumerate((buffer.base, buffer.address + buffer.bytes)):
+            for side, start in enumerate((buffer.address - GUARD_BYTES, buffer.address + buffer.bytes)):
                 addresses = {"guard": start, "report": self._report}
                 arguments = ("guard", int64(GUARD_BYTES), _slot(_GUARDS + 2 * i + side))
                 self._launch("verify_guard", GUARD_BYTES, arguments, addresses)

@@ -13,6 +13,8 @@ import multiprocessing.connection
 import os
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
@@ -239,8 +241,21 @@ def _serve(connection: Connection[Any, Any], device: Device, compiler: Compiler)
         connection.send(_Done())
 
 
+def end_with_parent() -> None:
+    """End this process soon after its parent, however that ended: a race that nobody waits for may take minutes."""
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="miofind-parent", daemon=True).start()
+
+
 def main(arguments: list[str]) -> None:
     """Entry of the child: connection's file descriptor, device index (-1 for the CPU place), modules to import."""
+    end_with_parent()
     os.dup2(2, 1)  # what solvers and kernels print must not stand among the parent's results
     connection: Connection[Any, Any] = Connection(int(arguments[0]))
     for name in arguments[2:]:

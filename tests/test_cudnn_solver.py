@@ -102,7 +102,8 @@ def test_the_heuristics_choice_of_an_ieee_problem_allows_no_tensor_cores() -> No
 def test_defaults_are_the_first_offers_with_direct_ones_first(live: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     offers = (offer(1, Note.FFT), offer(2, Note.NONDETERMINISTIC), *(offer(n) for n in range(3, 30)))
     monkeypatch.setattr(module, "engine_plans", lambda problem, device: offers)
-    assert [config["engine"] for config in SOLVER.default_configs(problem(), live)] == list(range(2, 2 + MAX_DEFAULT_CONFIGS))
+    defaults = [config["engine"] for config in SOLVER.default_configs(problem(), live)]
+    assert defaults == list(range(2, 2 + MAX_DEFAULT_CONFIGS))
     assert [config["engine"] for config in SOLVER.configs(problem(), live)] == list(range(1, 30))
 
 

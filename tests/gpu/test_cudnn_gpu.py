@@ -20,7 +20,7 @@ from miofind.libraries.cudnn import conv_plan, cudnn_version, engine_plans
 from miofind.libraries.cudnn_notes import Note
 from miofind.problem import DataType, Direction, MathMode, ProblemDescription
 from miofind.solution import Config, CudnnStep
-from miofind.solver import Solver
+from miofind.solver import MAX_DEFAULT_CONFIGS, Solver
 from miofind.solvers.cudnn import SOLVERS
 
 pytestmark = pytest.mark.gpu
@@ -170,7 +170,7 @@ def test_direct_default_plans_compute_the_convolution(name: str, direction: Dire
     of = directed(PROBLEMS[name], direction)
     bench, integers = Bench(of), Bench(of, integers=True)
     configs = SOLVER.default_configs(of, Device.cuda())
-    assert 1 <= len(configs) <= 8
+    assert 1 <= len(configs) <= MAX_DEFAULT_CONFIGS
     for config in configs:
         SOLVER.check_config(of, Device.cuda(), config)
         if SOLVER.error_growth(of, config) > 1:

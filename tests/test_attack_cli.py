@@ -1,0 +1,191 @@
+"""The command line in bad surroundings: closed or full streams, missing CuPy, Ctrl-C. Never a traceback."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli_runner import FORWARD, TINY, run, use_own_folders
+
+from miofind.cli import db as db_commands
+from miofind.cli.output import Sheet, print_note, printable
+
+ROOT = Path(__file__).resolve().parents[1]
+needs_full = pytest.mark.skipif(not Path("/dev/full").is_char_device(), reason="needs /dev/full")
+
+
+@pytest.fixture(autouse=True)
+def own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_own_folders(tmp_path, monkeypatch)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+
+
+def shell(line: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """What `line` does, where "$@" stands for miofind and its arguments."""
+    command = ["bash", "-c", line, "bash", sys.executable, "-m", "miofind", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False, timeout=120)
+    assert "Traceback" not in done.stderr
+    assert "Exception ignored" not in done.stderr
+    return done
+
+
+@needs_full
+@pytest.mark.parametrize(
+    "arguments", [("solvers", "--json"), ("doctor",), ("--help",), ("find", *FORWARD)], ids=lambda words: words[0]
+)
+def test_a_full_disk_under_stdout_is_told(arguments: tuple[str, ...]) -> None:
+    done = shell('"$@" > /dev/full', *arguments)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == "error: the output: No space left on device"
+
+
+@needs_full
+def test_a_full_disk_under_stderr_stops_nothing() -> None:
+    assert shell('"$@" 2> /dev/full', "tune", *FORWARD, "--in-process").returncode == 0
+
+
+@pytest.mark.parametrize("closed", [">&-", ">&- 2>&-", "2>&- <&-"])
+def test_closed_streams_stop_nothing(closed: str) -> None:
+    assert shell(f'"$@" {closed}', "find", *FORWARD).returncode == 0
+
+
+HIDE = """
+import importlib.abc, sys
+class Hidden(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name.partition(".")[0] == "cupy":
+            raise {error}
+sys.meta_path.insert(0, Hidden())
+from miofind.cli import main
+main(sys.argv[1:], prog_name="miofind")
+"""
+
+
+@pytest.mark.parametrize("error", ['ModuleNotFoundError("No module named cupy")', 'ImportError("libcuda")'])
+@pytest.mark.parametrize(("device", "code"), [((), 0), (("--device", "cuda"), 3)], ids=["any", "cuda"])
+def test_without_cupy(error: str, device: tuple[str, ...], code: int) -> None:
+    command = [sys.executable, "-c", HIDE.format(error=error), "find", *FORWARD, *device]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == code, done.stderr
+    assert "Traceback" not in done.stderr
+    assert code == 0 or "CuPy" in done.stderr
+
+
+def test_cupy_that_cannot_make_its_cache_folder_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("cupy")
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    on_gpu = shell('"$@"', "find", *FORWARD, "--device", "cuda")
+    assert on_gpu.returncode == 3
+    assert "CUPY_CACHE_DIR" in on_gpu.stderr
+    anywhere = shell('"$@"', "find", *FORWARD)
+    assert anywhere.returncode == 0
+    assert "The CPU place is used" in anywhere.stderr
+
+
+def test_ctrl_c_keeps_what_was_tuned(tmp_path: Path) -> None:
+    arguments = ["tune", "--suite", "resnet50", "--batch", "1", "--time-budget", "0.1", "--in-process"]
+    child = subprocess.Popen(
+        [sys.executable, "-m", "miofind", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        cwd=tmp_path,
+    )
+    assert child.stderr is not None
+    first = child.stderr.readline()
+    assert " tuned " in first, first
+    child.send_signal(signal.SIGINT)
+    printed, noted = child.communicate(timeout=60)
+    assert child.returncode in (0, 130)  # 0 where it was done before the signal came
+    assert "Traceback" not in noted
+    assert "measured" in printed
+    again = shell('"$@"', *arguments, "--limit", "1")
+    assert " known " in again.stderr
+
+
+def test_a_measuring_process_ends_with_its_parent() -> None:
+    child = (
+        "from miofind.sandbox import end_with_parent; end_with_parent(); print(flush=True); import time; time.sleep(60)"
+    )
+    parent = (
+        "import subprocess, sys; "
+        f"child = subprocess.Popen([sys.executable, '-c', {child!r}], stdout=subprocess.PIPE); "
+        "child.stdout.readline(); print(child.pid)"
+    )
+    pid = int(subprocess.run([sys.executable, "-c", parent], capture_output=True, check=True, timeout=60).stdout)
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline and is_running(pid):
+        time.sleep(0.1)
+    assert not is_running(pid)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+def test_an_unforeseen_error_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> None:
+        raise ZeroDivisionError("by zero")
+
+    monkeypatch.setattr(db_commands, "user_path", fails)
+    told = run("db", "path", code=1).stderr
+    assert told.startswith("error: ZeroDivisionError: by zero")
+    assert "-vv" in told
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("find", *FORWARD, "--only", ","),
+        ("find", *FORWARD, "--workspace-limit", "999999999999999999G"),
+        ("find", *TINY, "-F", "1", "--max-error", "nan"),
+        ("tune", *FORWARD, "--stop-after", "nan"),
+    ],
+    ids=lambda words: words[-2],
+)
+def test_options_without_sense_are_usage_errors(arguments: tuple[str, ...]) -> None:
+    assert run(*arguments, code=2).stderr
+
+
+def test_databases_of_unknown_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MIOFIND_DB", "~no_such_user/finddb.db")
+    for command in (("find", *FORWARD), ("tune", *FORWARD), ("db", "stats")):
+        assert "~no_such_user" in run(*command, code=4).stderr
+    run("doctor")
+
+
+def test_an_export_to_a_pipe_writes_to_it(tmp_path: Path) -> None:
+    run("find", *FORWARD)
+    pipe, read = tmp_path / "pipe", []
+    os.mkfifo(pipe)
+    reader = threading.Thread(target=lambda: read.append(pipe.read_text()))
+    reader.start()
+    run("db", "export", str(pipe))
+    reader.join(timeout=10)
+    assert pipe.is_fifo()
+    assert read[0].startswith('{"format":')
+
+
+def test_names_of_other_people_steer_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    assert printable("a\x1b[31mb\r\tc\n") == "a\N{REPLACEMENT CHARACTER}[31mb\N{REPLACEMENT CHARACTER}\tc\n"
+    sheet = Sheet("", ("layer",))
+    sheet.add(":x: \x1b]0;title\x07")
+    sheet.print()
+    print_note("root:x:0")
+    captured = capsys.readouterr()
+    assert ":x:" in captured.out
+    assert "\x1b" not in captured.out
+    assert captured.err == "root:x:0\n"

@@ -1,0 +1,144 @@
+"""Files that are damaged, endless, special or cannot be written: one error, and what was there stays."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import miofind
+from miofind.compiler import BinaryCache
+from miofind.errors import DatabaseError, InvalidProblemError, SolutionFileError
+from miofind.files import replacing
+from miofind.finddb import Store, shipped_paths
+from miofind.suites import load_csv
+
+PROBLEM = miofind.ProblemDescription.convolution(x=(1, 4, 6, 5), w=(2, 4, 3, 3))
+HEADER = "n,c,h,w,k,fy,fx"
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    path = tmp_path / "solution.json"
+    with miofind.Handle("cpu", database=tmp_path / "finddb.db") as handle:
+        miofind.find_solutions(PROBLEM, handle=handle)[0].save(path)
+    return path
+
+
+def load(path: Path) -> miofind.Solution:
+    with miofind.Handle("cpu", database=":memory:") as handle:
+        return miofind.Solution.load(path, handle)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("time_ms", float("nan")), ("time_ms", -1.0), ("max_error", "small"), ("max_error", float("inf"))],
+)
+def test_a_saved_solution_with_impossible_figures_is_refused(saved: Path, field: str, value: Any) -> None:
+    document = json.loads(saved.read_text())
+    document["solution"][field] = value
+    text = json.dumps(document["solution"], sort_keys=True, separators=(",", ":"))
+    document["sha256"] = hashlib.sha256(text.encode()).hexdigest()
+    saved.write_text(json.dumps(document))
+    with pytest.raises(SolutionFileError, match=field):
+        load(saved)
+
+
+def test_a_saved_solution_follows_links_and_the_users_mask(saved: Path, tmp_path: Path) -> None:
+    link = tmp_path / "link.json"
+    link.symlink_to(saved)
+    load(saved).save(link)
+    assert link.is_symlink()
+    plain = tmp_path / "plain"
+    plain.touch()
+    assert saved.stat().st_mode == plain.stat().st_mode
+    load(saved)
+
+
+def test_what_is_no_regular_file_is_written_not_replaced(saved: Path, tmp_path: Path) -> None:
+    pipe, read = tmp_path / "pipe", []
+    os.mkfifo(pipe)
+    reader = threading.Thread(target=lambda: read.append(pipe.read_text()))
+    reader.start()
+    load(saved).save(pipe)
+    reader.join(timeout=10)
+    assert pipe.is_fifo()
+    assert json.loads(read[0])["format"] == "miofind-solution"
+
+
+@pytest.mark.parametrize("name", ["missing/solution.json", "x" * 300, "nul\0"])
+def test_a_path_that_cannot_be_written_is_named(saved: Path, tmp_path: Path, name: str) -> None:
+    with pytest.raises(SolutionFileError, match="cannot be written"):
+        load(saved).save(tmp_path / name)
+
+
+@pytest.mark.skipif(not Path("/dev/zero").exists(), reason="needs /dev/zero")
+def test_an_endless_file_is_no_saved_solution(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("miofind.solution_file.MAX_FILE_BYTES", 1000)
+    with pytest.raises(SolutionFileError, match="larger than 1000 bytes"):
+        load(Path("/dev/zero"))
+
+
+def test_a_replacement_that_fails_leaves_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_text("before")
+
+    def fail() -> None:
+        with replacing(path) as target:
+            target.write("after")
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert path.read_text() == "before"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(
+    ("rows", "told"),
+    [
+        (f"{HEADER}\n1,2,3,4,5,1,{'1' * 5000}\n", "line 2, column fx"),
+        (f"{HEADER}\n1,2,3,4,5,1,{'1' * 200_000}\n", "line 2: it is no line of a table"),
+        (f'{HEADER}\n1,2,3,4,5,1,"1\n', "it is no line of a table"),
+        (f"{HEADER}\n1,2,3,4,5,1,-\n", "column fx: '-' must be"),
+    ],
+    ids=["digits", "field", "quote", "minus"],
+)
+def test_a_bad_table_names_the_line(tmp_path: Path, rows: str, told: str) -> None:
+    path = tmp_path / "table.csv"
+    path.write_text(rows)
+    with pytest.raises(InvalidProblemError, match=told) as caught:
+        load_csv(path)
+    assert len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize("version", [0, -5])
+def test_an_export_has_a_version(version: int) -> None:
+    lines = io.StringIO(json.dumps({"format": "miofind-finddb", "schema_version": version}))
+    with Store(":memory:") as store, pytest.raises(DatabaseError, match="does not name the format"):
+        store.import_jsonl(lines)
+
+
+def test_an_import_names_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "export.jsonl"
+    path.write_text("{}\n")
+    with Store(":memory:") as store, path.open() as lines, pytest.raises(DatabaseError, match=r"export\.jsonl, line 1"):
+        store.import_jsonl(lines)
+
+
+def test_the_folders_of_unknown_users_are_refused() -> None:
+    with pytest.raises(DatabaseError, match="MIOFIND_SYSTEM_DB='~no_such_user'"):
+        shipped_paths({"MIOFIND_SYSTEM_DB": "~no_such_user"})
+
+
+def test_a_cache_of_an_unknown_user_keeps_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MIOFIND_CACHE_DIR", "~no_such_user/cache")
+    assert BinaryCache().directory is None
+    assert list(tmp_path.iterdir()) == []
