@@ -25,7 +25,7 @@ TIE = 1.01
 """Times within 1 % of the fastest of a group are a tie: the race cannot tell them apart."""
 
 BEST_PER_SOLVER = 3
-BEST_OVERALL = 8
+BEST_OVERALL = 4
 MAX_SCOPES = 8
 
 
@@ -52,7 +52,7 @@ def usable_rows(rows: Iterable[Row]) -> list[Row]:
 def best_rows(rows: Iterable[Row]) -> list[Row]:
     """The rows an answer keeps, in rank order.
 
-    They are the best three of each solver, the eight best of all, and each row that no better-ranked row of its solver
+    They are the best three of each solver, the four best of all, and each row that no better-ranked row of its solver
     matches in workspace, determinism and error: a caller's limits on those find the same row as in the whole history.
     """
     kept: list[Row] = []

@@ -81,8 +81,12 @@ def look_up(
     stale = False
     environment = _current_environment(handle.device)
     solutions = found.solutions
+    current: dict[tuple[str, int, str], bool] = {}
     for row in map(_Stored._make, answer.rows.columns(*_Stored._fields)):
-        if not _is_current(row.solver_id, row.solver_version, row.source_hash, handle.device):
+        version = row[:3]
+        if version not in current:
+            current[version] = _is_current(*version, handle.device)
+        if not current[version]:
             void.add(row.solver_id)
         elif _is_within(row, problem, options):
             source = Source.MEASURED if fresh and f"{row.solver_id}:{row.config}" in fresh else Source.FINDDB

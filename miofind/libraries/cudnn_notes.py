@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from enum import IntEnum
 
 from miofind.problem import DataType, Direction, MathMode, ProblemDescription
@@ -111,6 +112,7 @@ def notes_text(notes: frozenset[Note]) -> str:
     return "+".join(sorted(note.name.lower() for note in notes))
 
 
+@functools.lru_cache(maxsize=1024)
 def parsed_notes(text: str) -> frozenset[Note]:
     """The notes that a canonical text names.
 
