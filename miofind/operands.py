@@ -71,20 +71,27 @@ def strict_check(
     return check
 
 
-def overlap_check(sizes_bytes: tuple[int, int, int], written: int) -> Callable[[Any, Any, Any], bool]:
+def overlap_check(
+    sizes_bytes: tuple[int, int, int], written: int, device_index: int
+) -> Callable[[Any, Any, Any], bool]:
     """Whether the written one of three packed tensors shares memory with another; takes what their checks gave."""
     one, other = (position for position in range(3) if position != written)
+    size, size_of_one, size_of_other = sizes_bytes[written], sizes_bytes[one], sizes_bytes[other]
 
-    def overlaps(*tensors: Any) -> bool:
-        start, first, second = tensors[written], tensors[one], tensors[other]
-        if isinstance(start, np.ndarray):
-            return bool(np.may_share_memory(start, first) or np.may_share_memory(start, second))
-        end = start + sizes_bytes[written]
-        return bool(
-            (first < end and start < first + sizes_bytes[one]) or (second < end and start < second + sizes_bytes[other])
-        )
+    def overlaps_on_host(x: Any, w: Any, y: Any) -> bool:
+        tensors = (x, w, y)
+        out = tensors[written]
+        return bool(np.may_share_memory(out, tensors[one]) or np.may_share_memory(out, tensors[other]))
 
-    return overlaps
+    def overlaps_on_device(x: int, w: int, y: int) -> bool:
+        addresses = (x, w, y)
+        start, first, second = addresses[written], addresses[one], addresses[other]
+        end = start + size
+        if first < end and start < first + size_of_one:
+            return True
+        return second < end and start < second + size_of_other
+
+    return overlaps_on_host if device_index < 0 else overlaps_on_device
 
 
 def _checked(array: Any, name: str, tensor: TensorDescriptor, device_index: int, alignment: int) -> Any:

@@ -26,6 +26,11 @@ _TENSORS = ("x", "w", "y")
 _FALL_BACK_ON = (CompileError, LaunchError, InvalidConfigError, MissingLibraryError)
 
 
+# A member of an enum costs a look-up in its class on every run.
+_FORWARD = Direction.FORWARD
+_BACKWARD_DATA = Direction.BACKWARD_DATA
+
+
 class Runner:
     """Runs one solution.
 
@@ -78,6 +83,7 @@ class Runner:
             self._overlaps = operands.overlap_check(
                 (self.problem.x.bytes, self.problem.w.bytes, self.problem.y.bytes),
                 _TENSORS.index(self._direction.output),
+                self._index,
             )
             self._workspace_bytes = invoker.workspace_bytes
             self._invoker = invoker
@@ -93,9 +99,9 @@ class Runner:
     def run(self, x: Any, w: Any, dy: Any, out: Any, workspace: Any, stream: Any) -> Any:
         """See `miofind.run_solution`."""
         direction = self._direction
-        if direction is Direction.FORWARD:
+        if direction is _FORWARD:
             first, x_array, w_array, y_array, unused = x, x, w, out, dy
-        elif direction is Direction.BACKWARD_DATA:
+        elif direction is _BACKWARD_DATA:
             first, x_array, w_array, y_array, unused = dy, out, w, dy, x
         else:
             first, x_array, w_array, y_array, unused = dy, x, out, dy, w

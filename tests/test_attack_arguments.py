@@ -136,7 +136,7 @@ def test_an_output_over_an_input_is_refused(with_workspace: miofind.Solution) ->
 
 
 def test_device_addresses_overlap_by_their_bytes() -> None:
-    overlaps = overlap_check((100, 50, 10), 2)
+    overlaps = overlap_check((100, 50, 10), 2, 0)
     assert not overlaps(1000, 2000, 1100)
     assert not overlaps(1000, 2000, 990)
     assert overlaps(1000, 2000, 1099)
