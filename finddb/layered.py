@@ -16,7 +16,7 @@ from miofind.errors import DatabaseError
 from miofind.finddb import location
 from miofind.finddb.store import Store
 from miofind.finddb.validation import RefusedEntryError
-from miofind.finddb.values import Answer, Recheck, Row, Scope
+from miofind.finddb.values import Answer, History, Recheck, Row, Scope
 
 logger = logging.getLogger("miofind")
 
@@ -70,6 +70,11 @@ class Layered:
         """Every FindDB's answer, the user's first: a shipped one may cover what the user's does not."""
         found = (self._read(layer, lambda store: store.answer(device, network_config)) for layer in self._layers)
         return tuple(answer for answer in found if answer is not None)
+
+    def histories(self, device: str, network_config: str) -> tuple[History, ...]:
+        """All that every FindDB holds of a problem, failures too, the user's first."""
+        found = (self._read(layer, lambda store: store.history(device, network_config)) for layer in self._layers)
+        return tuple(history for history in found if history is not None)
 
     def record(
         self,

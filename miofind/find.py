@@ -8,7 +8,7 @@ import sys
 from collections.abc import Collection, Iterator, Sequence
 
 from miofind import records
-from miofind.candidate import Candidate, Outcome
+from miofind.candidate import Candidate, Outcome, Status
 from miofind.device import Place
 from miofind.driver_line import driver_line
 from miofind.errors import LaunchError, NoSolutionError
@@ -92,6 +92,9 @@ def measure(
     logger.info("find: %s", driver_line(problem))
     plan = make_plan(problem, handle.device, options, dynamic_only=dynamic_only)
     candidates = dict.fromkeys([*(p.candidate for p in plan.candidates), *map(_candidate, also)])
+    if not options.isolate:  # what destroyed a process before must not do it to this one
+        crashed = {name for name, status in records.failures(problem, handle).items() if status is Status.CRASHED}
+        candidates = dict.fromkeys(candidate for candidate in candidates if candidate.id not in crashed)
     last_resort = [p.candidate for p in plan.last_resort]
     with handle.measuring, records.Recording(problem, options, handle, plan) as recording:
         outcomes = list(_outcomes(problem, options, handle, candidates, recording))
@@ -161,7 +164,9 @@ def estimates(problem: ProblemDescription, options: FindOptions, handle: Handle)
         NoSolutionError: no solver applies.
     """
     plan = make_plan(problem, handle.device, options)
-    planned = plan.candidates or plan.last_resort
+    failed = records.failures(problem, handle)
+    planned = [p for p in plan.candidates if p.candidate.id not in failed]
+    planned = planned or [p for p in plan.last_resort if p.candidate.id not in failed]
     if not planned:
         raise NoSolutionError(_nothing_found(problem, plan, []))
     found = Found(handle)

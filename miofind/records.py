@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from miofind.candidate import Outcome
+from miofind.candidate import Outcome, Status
 from miofind.compiler import source_hash
 from miofind.device import Device
 from miofind.environment import versions
@@ -109,6 +109,18 @@ def _current_environment(device: Device) -> str:
     return environment_id(versions(device))
 
 
+def failures(problem: ProblemDescription, handle: Handle) -> dict[str, Status]:
+    """By id, the candidates that the FindDBs know to have failed here with the solvers of this release."""
+    device = handle.device.identity
+    newest: dict[str, Row] = {}
+    for history in handle.database.histories(device, problem.network_config):
+        for row in history.rows:
+            known = newest.get(f"{row.solver_id}:{row.config}")
+            if is_valid(row, handle.device) and (known is None or known.created_at < row.created_at):
+                newest[f"{row.solver_id}:{row.config}"] = row
+    return {name: Status(row.status) for name, row in newest.items() if not row.usable}
+
+
 @dataclass(frozen=True, slots=True)
 class _Nearest:
     """An answer and the solvers it has not considered."""
@@ -149,13 +161,7 @@ def _stored_config(text: str) -> Config:
 @functools.cache
 def solver_hash(solver: Solver) -> str:
     """Hash of the sources that a solver's kernels reach."""
-    return source_hash(solver.sources, _package(solver)) if solver.sources else ""
-
-
-def _package(solver: Solver) -> str:
-    module = type(solver).__module__
-    own = module.startswith("miofind.solvers.")
-    return "miofind.kernels_src" if own else getattr(solver, "source_package", module.rpartition(".")[0])
+    return source_hash(solver.sources, solver.source_package) if solver.sources else ""
 
 
 def _is_within(row: _Stored, problem: ProblemDescription, options: FindOptions) -> bool:

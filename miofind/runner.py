@@ -147,21 +147,24 @@ class Runner:
 
     def _fall_back(self, error: Exception) -> Runner:
         """The next runner that needs no more workspace than this one; taken from now on, with one warning."""
-        limit = self._workspace_bytes if self._invoker is not None else None
-        following = self.following
-        while following is not None:
-            runner = following()
-            try:
-                invoker = runner.prepare()
-            except _FALL_BACK_ON:
-                break
-            if limit is None or invoker.workspace_bytes <= limit:
-                name = f"{self._solver_id}:{self._config.json}"
-                logger.warning("%s failed on %s, going on with the next solution: %s", name, self.problem, error)
-                self._active, self._invoker = runner, None
-                return runner
-            following = runner.following
-        raise error
+        with self.handle.lock:
+            if self._active is not self:  # another thread was here first
+                return self._active
+            limit = self._workspace_bytes if self._invoker is not None else None
+            following = self.following
+            while following is not None:
+                runner = following()
+                try:
+                    invoker = runner.prepare()
+                except _FALL_BACK_ON:
+                    break
+                if limit is None or invoker.workspace_bytes <= limit:
+                    name = f"{self._solver_id}:{self._config.json}"
+                    logger.warning("%s failed on %s, going on with the next solution: %s", name, self.problem, error)
+                    self._active, self._invoker = runner, None
+                    return runner
+                following = runner.following
+            raise error
 
 
 def array_name(direction: Direction, tensor: str) -> str:

@@ -106,7 +106,8 @@ class Solver(ABC):
         is_last_resort: timed only where nothing else applies.
         parameters: allowed values of each configuration parameter; the space is their product, thinned by
             `is_valid_config`.
-        sources: files in kernels_src that its steps reach, before includes.
+        sources: files that its steps reach, before includes.
+        source_package: package that holds `sources`; solvers of other packages name their own.
     """
 
     id: ClassVar[str]
@@ -118,6 +119,7 @@ class Solver(ABC):
     is_last_resort: ClassVar[bool] = False
     parameters: ClassVar[Mapping[str, Sequence[ConfigValue]]] = {}
     sources: ClassVar[tuple[str, ...]] = ()
+    source_package: ClassVar[str] = "miofind.kernels_src"
 
     @property
     def library(self) -> Library:

@@ -27,9 +27,12 @@ from miofind.errors import (
     WorkspaceError,
 )
 from miofind.evaluate import Job
+from miofind.find import estimates
+from miofind.finddb import Row
 from miofind.found import Source, reordered
 from miofind.reference import reference_on_host
 from miofind.sandbox import InProcess
+from miofind.solver import solver_by_id
 
 PROBLEM = miofind.ProblemDescription.convolution(x=(2, 4, 9, 7), w=(6, 2, 3, 3), padding=1, stride=2, groups=2)
 OTHER = miofind.ProblemDescription.convolution(x=(1, 3, 8, 8), w=(4, 3, 3, 3))
@@ -326,3 +329,40 @@ def test_threads_find_and_run_different_problems(handle: miofind.Handle) -> None
 def test_isolated_find(handle: miofind.Handle) -> None:
     solutions = miofind.find_solutions(PROBLEM, options=miofind.FindOptions(isolate=True), handle=handle)
     assert {s.source for s in solutions} == {Source.MEASURED}
+
+
+def recorded_failure(handle: miofind.Handle, status: str) -> str:
+    """The best solution's id, after a newer measurement of it failed."""
+    best = miofind.find_solutions(PROBLEM, handle=handle)[0]
+    solver = solver_by_id(best.solver_id)
+    failed = Row(
+        solver_id=solver.id,
+        solver_version=solver.version,
+        config=best.config.json,
+        status=status,
+        source_hash=records.solver_hash(solver),
+    )
+    handle.database.record(handle.device.identity, PROBLEM.network_config, [failed])
+    handle.forget()
+    return best.id
+
+
+@pytest.mark.parametrize("status", ["wrong_result", "crashed"])
+def test_estimates_leave_out_what_failed_here(handle: miofind.Handle, status: str) -> None:
+    failed = recorded_failure(handle, status)
+    options = miofind.FindOptions(find_mode="fast", only=failed.split(":")[0])
+    assert failed not in {s.id for s in estimates(PROBLEM, options, handle)}
+
+
+def test_what_crashed_before_is_not_tried_again_in_this_process(
+    handle: miofind.Handle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed = recorded_failure(handle, "crashed")
+    tried: list[str] = []
+    real = InProcess.run
+    monkeypatch.setattr(
+        InProcess, "run", lambda self, job: tried.extend(c.id for c in job.candidates) or real(self, job)
+    )
+    solutions = miofind.find_solutions(PROBLEM, options=miofind.FindOptions(find_mode="normal"), handle=handle)
+    assert tried
+    assert failed not in {*tried, *(s.id for s in solutions)}
