@@ -18,6 +18,11 @@ def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
+def round_up(a: int, b: int) -> int:
+    """The least multiple of b that is at least a."""
+    return ceil_div(a, b) * b
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Axis:
     """One spatial dimension of a correlation: output i reads inputs i*stride - pad + t*dilation.

@@ -9,9 +9,15 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from miofind.correlation import round_up
 from miofind.device import Device
 
 _SCHEDULERS = 4
+
+
+def plane_pitch(floats: int) -> int:
+    """Floats between planes of shared memory, as plane_pitch in kernels_src/common/tile.cuh: 4 modulo 8."""
+    return round_up(floats - 4, 8) + 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

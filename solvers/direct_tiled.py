@@ -11,27 +11,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from miofind.correlation import Correlation, ceil_div, correlations
+from miofind.correlation import Correlation, ceil_div, correlations, round_up
 from miofind.device import Device, Library, Place
 from miofind.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.solution import Config, ConfigValue, ConvSolution, KernelStep, Pointer, Scalar
 from miofind.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
-from miofind.tile_cost import TileRates, TileWork, tile_ms
+from miofind.tile_cost import TileRates, TileWork, plane_pitch, tile_ms
 
 _MAX_ELEMENTS = 2**31 - 1
 _MAX_LAUNCHES = 16
 _MAX_WINDOW = 24
 _SHARED_BYTES = 48 << 10
 _LAUNCH_MS = 0.006
-
-
-def _round_up(a: int, b: int) -> int:
-    return ceil_div(a, b) * b
-
-
-def _plane_pitch(floats: int) -> int:
-    """As plane_pitch in kernels_src/common/tile.cuh: 4 modulo 8."""
-    return _round_up(floats - 4, 8) + 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,12 +61,12 @@ class _Tiling:
         window = _window(conv, config, chunk)
         rows = (config["tile_h"] - 1) * strip_row + (stage_rows - 1) * height.dilation + 1
         columns = (config["tile_w"] - 1) * strip_column + (taps_x - 1) * width.dilation + 1
-        columns = columns if conv.channels_last else _round_up(columns, vector)
+        columns = columns if conv.channels_last else round_up(columns, vector)
         last_chunk = (ceil_div(taps_x, chunk) - 1) * chunk * width.dilation
-        reach = (config["tile_w"] - config["thread_w"]) * strip_column + last_chunk + _round_up(window, 4)
+        reach = (config["tile_w"] - config["thread_w"]) * strip_column + last_chunk + round_up(window, 4)
         slots, filters = config["groups"] * config["channels"], config["groups"] * config["tile_k"]
         stage_taps = config["channels"] * stage_rows * taps_x
-        patch_floats = slots * _plane_pitch(rows * _round_up(max(columns, reach), 4))
+        patch_floats = slots * plane_pitch(rows * round_up(max(columns, reach), 4))
         return _Tiling(
             threads=config["tile_h"] * (config["tile_w"] // config["thread_w"]) * (filters // config["thread_k"]),
             chunk=chunk,
@@ -83,7 +74,7 @@ class _Tiling:
             stage_rows=stage_rows,
             vector=vector,
             out_vector=_out_vector(conv, config),
-            shared_bytes=4 * config["stages"] * (patch_floats + stage_taps * _plane_pitch(filters)),
+            shared_bytes=4 * config["stages"] * (patch_floats + stage_taps * plane_pitch(filters)),
             stage_copies=slots * rows * columns // vector + stage_taps * filters,
         )
 
@@ -98,7 +89,7 @@ def _chunk(conv: Correlation, config: Config) -> int:
     """Filter columns held at once: those that waste least, with a window of bounded length."""
     taps = max(1, conv.axes[1].taps)
     fitting = [c for c in range(2, min(taps, 8) + 1) if _window(conv, config, c) <= _MAX_WINDOW]
-    return min(fitting, key=lambda c: (_round_up(taps, c), -c), default=1)
+    return min(fitting, key=lambda c: (round_up(taps, c), -c), default=1)
 
 
 def _vector(conv: Correlation, config: Config) -> int:
@@ -125,12 +116,12 @@ def _out_vector(conv: Correlation, config: Config) -> int:
 
 def _registers(config: Config, tiling: _Tiling) -> int:
     """Registers of a thread that spills nothing: sums, window, filter values, and addresses."""
-    return _round_up(config["thread_k"] * (config["thread_w"] + 1) + min(tiling.window, _MAX_WINDOW) + 40, 8)
+    return round_up(config["thread_k"] * (config["thread_w"] + 1) + min(tiling.window, _MAX_WINDOW) + 40, 8)
 
 
 def _resident_blocks(config: Config, tiling: _Tiling) -> int:
     """Blocks that a multiprocessor holds at once, by registers, threads and shared memory."""
-    by_registers = 65536 // (_registers(config, tiling) * _round_up(tiling.threads, 32))
+    by_registers = 65536 // (_registers(config, tiling) * round_up(tiling.threads, 32))
     by_shared = (96 << 10) // (tiling.shared_bytes + 1024)
     return int(max(1, min(by_registers, by_shared, 1024 // tiling.threads, 8)))
 
@@ -389,7 +380,7 @@ def _fits(conv: Correlation, config: Config, shared_limit: int) -> bool:
     if not config["whole_filter"] and conv.problem.filter[0] == 1:
         return False
     tiling = _Tiling.of(conv, config)
-    fits_registers = _registers(config, tiling) * _round_up(tiling.threads, 32) <= 65536
+    fits_registers = _registers(config, tiling) * round_up(tiling.threads, 32) <= 65536
     fits_grid = _blocks(conv, config) <= _MAX_ELEMENTS
     return 8 <= tiling.threads <= 512 and fits_registers and fits_grid and tiling.shared_bytes <= shared_limit
 

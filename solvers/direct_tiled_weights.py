@@ -11,12 +11,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from miofind.correlation import Axis, ceil_div, forward_axes
+from miofind.correlation import Axis, ceil_div, forward_axes, round_up
 from miofind.device import Device, Library, Place
 from miofind.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.solution import Config, ConfigValue, ConvSolution, KernelStep, Pointer, Region, Scalar, WorkspacePlan
 from miofind.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
-from miofind.tile_cost import TileRates, TileWork, tile_ms
+from miofind.tile_cost import TileRates, TileWork, plane_pitch, tile_ms
 
 _MAX_ELEMENTS = 2**31 - 1
 _MAX_WORKSPACE_BYTES = 1 << 30
@@ -24,15 +24,6 @@ _MAX_REGISTERS = 160
 _STRIP = 4
 _SHARED_BYTES = 48 << 10
 _LAUNCH_MS = 0.011
-
-
-def _round_up(a: int, b: int) -> int:
-    return ceil_div(a, b) * b
-
-
-def _plane_pitch(floats: int) -> int:
-    """As plane_pitch in kernels_src/common/tile.cuh: 4 modulo 8."""
-    return _round_up(floats - 4, 8) + 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,12 +72,12 @@ class _Tiling:
         x_vector, y_vector = _vectors(problem, config, width)
         rows = (config["tile_h"] - 1) * strip_row + (stage_rows - 1) * height.dilation + 1
         columns = (config["tile_w"] - 1) * strip_column + (width.taps - 1) * width.dilation + 1
-        columns = columns if channels_last else _round_up(columns, x_vector)
+        columns = columns if channels_last else round_up(columns, x_vector)
         last_chunk = (chunks - 1) * chunk * width.dilation
-        reach = (config["tile_w"] - _STRIP) * strip_column + last_chunk + _round_up(window, 4)
+        reach = (config["tile_w"] - _STRIP) * strip_column + last_chunk + round_up(window, 4)
         x_slots, y_slots = config["groups"] * config["tile_c"], config["groups"] * config["tile_k"]
         pixels = config["tile_h"] * config["tile_w"]
-        x_floats = x_slots * _plane_pitch(rows * _round_up(max(columns, reach), 4))
+        x_floats = x_slots * plane_pitch(rows * round_up(max(columns, reach), 4))
         filters = ceil_div(k, config["tile_k"]) * ceil_div(c, config["tile_c"])
         row_blocks = height.taps // stage_rows
         sums = config["thread_k"] * config["thread_c"] * chunk
@@ -95,11 +86,11 @@ class _Tiling:
             threads=y_slots // config["thread_k"] * (config["tile_c"] // config["thread_c"]) * stage_rows * chunks,
             chunk=chunk,
             window=window,
-            registers=_round_up(sums + _STRIP * config["thread_k"] + _round_up(window, 4) + 44, 8),
+            registers=round_up(sums + _STRIP * config["thread_k"] + round_up(window, 4) + 44, 8),
             stage_rows=stage_rows,
             x_vector=x_vector,
             y_vector=y_vector,
-            shared_bytes=4 * (x_floats + y_slots * _plane_pitch(pixels)),
+            shared_bytes=4 * (x_floats + y_slots * plane_pitch(pixels)),
             copies=x_slots * rows * columns // x_vector + y_slots * pixels // y_vector,
             blocks=filters * ceil_div(problem.groups, config["groups"]) * row_blocks * config["splits"],
             tiles=problem.n * ceil_div(height.outputs, config["tile_h"]) * ceil_div(width.outputs, config["tile_w"]),
@@ -108,7 +99,7 @@ class _Tiling:
 
 def _chunk(taps: int) -> int:
     """Filter columns that a thread holds: up to 7, those that waste least."""
-    return min(range(1, min(taps, 7) + 1), key=lambda c: (_round_up(taps, c), -c))
+    return min(range(1, min(taps, 7) + 1), key=lambda c: (round_up(taps, c), -c))
 
 
 def _vectors(problem: ProblemDescription, config: Config, width: Axis) -> tuple[int, int]:
@@ -133,7 +124,7 @@ def _channel_vector(most: int, channels: int, tile: int, groups: int, tile_group
 
 def _resident_blocks(tiling: _Tiling) -> int:
     """Blocks that a multiprocessor holds at once, by registers, threads and shared memory."""
-    by_registers = 65536 // (tiling.registers * _round_up(tiling.threads, 32))
+    by_registers = 65536 // (tiling.registers * round_up(tiling.threads, 32))
     by_shared = (96 << 10) // (tiling.shared_bytes + 1024)
     return max(1, min(by_registers, by_shared, 1024 // tiling.threads, 8))
 
