@@ -19,7 +19,8 @@ help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
 
 demo: $(VENV)/.run ## tune the layers of ResNet-50 on this machine and print what was found
-	$(BIN)/miofind tune --suite resnet50 --direction forward $$([ -s $(VENV)/.extra ] && echo $(GPU_DEMO) || echo $(CPU_DEMO))
+	@[ -s $(VENV)/.extra ] && size="$(GPU_DEMO)" || size="$(CPU_DEMO)"; set -x; \
+		$(BIN)/miofind tune --suite resnet50 --direction forward $$size
 
 test: lint ## lint, types and the fast tests; needs no GPU
 	$(BIN)/pytest -n $(JOBS)
