@@ -84,7 +84,7 @@ def shown(path: Path | None) -> str:
     try:
         return str(Path("~") / absolute.relative_to(Path.home()))
     except (ValueError, RuntimeError):
-        return os.path.join("...", *absolute.parts[-2:])
+        return str(absolute) if len(absolute.parts) <= 3 else os.path.join("...", *absolute.parts[-2:])
 
 
 def network_file_system(path: Path, mounts: Path = Path("/proc/self/mounts")) -> str:

@@ -61,6 +61,14 @@ class Solution:
         """Solver and configuration as one string."""
         return f"{self.solver_id}:{self.config.json}"
 
+    def __str__(self) -> str:
+        error = "unknown" if self.max_error is None else f"{self.max_error:.1e}"
+        kind = "deterministic" if self.deterministic else "not deterministic"
+        return (
+            f"{self.id}: {self.time_ms:.4g} ms ({self.source}), {self.workspace_bytes} bytes of workspace, "
+            f"error {error}, {kind}"
+        )
+
     @property
     def runner(self) -> Runner:
         """What runs it, made on first use."""

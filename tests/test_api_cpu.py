@@ -366,3 +366,10 @@ def test_what_crashed_before_is_not_tried_again_in_this_process(
     solutions = miofind.find_solutions(PROBLEM, options=miofind.FindOptions(find_mode="normal"), handle=handle)
     assert tried
     assert failed not in {*tried, *(s.id for s in solutions)}
+
+
+def test_a_printed_solution_says_what_matters(handle: miofind.Handle) -> None:
+    printed = str(miofind.find_solutions(PROBLEM, handle=handle)[0])
+    assert len(printed) < 300
+    assert " ms (measured), " in printed
+    assert "bytes of workspace, error " in printed

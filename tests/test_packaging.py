@@ -17,7 +17,7 @@ import pytest
 
 import miofind
 from miofind.cli import main
-from miofind.compiler import Compiler
+from miofind.compiler import BinaryCache, Compiler
 from miofind.device import Device
 from miofind.errors import MissingLibraryError
 from miofind.suites import suite_names
@@ -173,13 +173,13 @@ def test_the_solver_of_contributing_is_whole(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setitem(sys.modules, module.__name__, module)
     exec(compile(_example("python"), "CONTRIBUTING.md", "exec"), vars(module))
     (solver,) = module.SOLVERS
-    device = Device.virtual("90a")
+    device, compiler = Device.virtual("90a"), Compiler(BinaryCache(tmp_path / "cache"))
     for problem in solver.examples():
         assert solver.applicability(problem, device)
         for config in solver.configs(problem, device):
             (step,) = solver.solution(problem, device, config).kernels
             try:
-                binary = Compiler().build(replace(step, package=package.name), device.arch)
+                binary = compiler.build(replace(step, package=package.name), device.arch)
             except MissingLibraryError:
                 pytest.skip("NVRTC is not installed: pip install 'miofind[compile]'")
             assert binary.resources[step.entry].spill_bytes == 0

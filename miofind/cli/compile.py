@@ -174,8 +174,8 @@ def _show(report: _Report, compiler: Compiler, seconds: float) -> None:
     where = stats.directory or "nowhere: the disk cannot be used"
     failed = sum(built.error is not None for built in report.built)
     print_text(
-        f"{len(report.built)} kernels, {failed} failed in {seconds_text(seconds)}; {stats.misses - failed} binaries "
-        f"compiled, {stats.hits} known already; cache: {stats.entries} binaries, {bytes_text(stats.bytes)}, {where}"
+        f"{len(report.built)} kernels in {seconds_text(seconds)}, {failed} failed; {stats.hits} binaries were known "
+        f"already; the cache holds {stats.entries}, {bytes_text(stats.bytes)}, {where}"
     )
 
 

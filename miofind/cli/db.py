@@ -238,6 +238,7 @@ def prune(what: str, device: Device, database: str | None, as_json: bool) -> Non
     if as_json:
         print_json({"database": str(store.path), "removed": removed, "rows": left.rows})
         return
-    print_text(f"{removed} measurements removed, {left.rows} left in {store.path} ({bytes_text(left.file_bytes)})")
+    size = left.file_bytes if store.path is None else store.path.stat().st_size  # a file shrinks when it is closed
+    print_text(f"{removed} measurements removed, {left.rows} left in {store.path} ({bytes_text(size)})")
     if what == Prune.FAILED.value and removed:
         print_note("problems whose failures were removed are measured again by the next `miofind tune --force`")

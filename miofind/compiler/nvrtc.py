@@ -17,6 +17,8 @@ from miofind.compiler.sources import Source
 from miofind.device import INSTALL_CUDA
 from miofind.errors import CompileError, MissingLibraryError
 
+INSTALL_NVRTC = f"{INSTALL_CUDA}; 'miofind[compile]' without a GPU"
+
 # -default-device makes constexpr functions and tables usable in device code without annotations.
 _BASE_OPTIONS = ("--std=c++17", "-default-device", "--ptxas-options=-v")
 
@@ -68,7 +70,7 @@ def toolchain() -> Toolchain:
         major, minor = _checked(nvrtc.nvrtcVersion())
         (sms,) = _checked(nvrtc.nvrtcGetSupportedArchs())
     except (ImportError, RuntimeError) as error:
-        message = f"NVRTC cannot be used, so kernels cannot be compiled ({error}): {INSTALL_CUDA}"
+        message = f"NVRTC cannot be used, so kernels cannot be compiled ({error}): {INSTALL_NVRTC}"
         raise MissingLibraryError(message) from error
     directories = _header_directories()
     return Toolchain(
@@ -146,7 +148,7 @@ def _header_directories() -> tuple[Path, ...]:
     runtime = _header_directory("cudart")
     if runtime is None:
         raise MissingLibraryError(
-            f"the CUDA runtime's headers are not installed, so kernels cannot be compiled: {INSTALL_CUDA}"
+            f"the CUDA runtime's headers are not installed, so kernels cannot be compiled: {INSTALL_NVRTC}"
         )
     found = [runtime, _header_directory("cccl")]
     if not (runtime / "crt").is_dir():  # mma.h includes crt/mma.h, which the CUDA 12 wheels ship with nvcc
