@@ -73,8 +73,7 @@ class Layered:
 
     def histories(self, device: str, network_config: str) -> tuple[History, ...]:
         """All that every FindDB holds of a problem, failures too, the user's first."""
-        found = (self._read(layer, lambda store: store.history(device, network_config)) for layer in self._layers)
-        return tuple(history for history in found if history is not None)
+        return self._held(self._layers, device, network_config)
 
     def record(
         self,
@@ -93,8 +92,7 @@ class Layered:
 
         def write(store: Store) -> Answer | None:
             others = [layer for layer in self._layers if layer is not store]
-            held = [self._read(layer, lambda lower: lower.history(device, network_config)) for layer in others]
-            histories = [history for history in held if history is not None]
+            histories = self._held(others, device, network_config)
             if histories:
                 store.add(histories)
             return store.record(device, network_config, rows, scope=scope, environment=environment)
@@ -129,6 +127,10 @@ class Layered:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+    def _held(self, layers: Sequence[Store], device: str, network_config: str) -> tuple[History, ...]:
+        found = (self._read(layer, lambda store: store.history(device, network_config)) for layer in layers)
+        return tuple(history for history in found if history is not None)
 
     def _read(self, layer: Store, read: Callable[[Store], Result]) -> Result | None:
         try:

@@ -170,9 +170,11 @@ def _call(
     names = dict(given)
     if handle.device.index >= 0:
         addresses = [v.address for v in views.values()]
-        fitting = [s for s in solutions if not any(a % s.runner.alignment_bytes for a in addresses)]
-        if fitting:
-            solution = fitting[0]
+        # A generator: runners behind the first that fits are not made on every call.
+        fitting = (s for s in solutions if not any(a % s.runner.alignment_bytes for a in addresses))
+        aligned = next(fitting, None)
+        if aligned is not None:
+            solution = aligned
         else:
             with operands.allocating_on(next(iter(given.values())), stream, handle.device.index):
                 names = {n: arrays.aligned_copy(array, solution.runner.alignment_bytes) for n, array in given.items()}

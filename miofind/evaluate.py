@@ -35,14 +35,12 @@ class Job:
         candidates: in the order they are tried, likely best first.
         effort: how long the race is.
         budget_s: seconds after which no further candidate is started.
-        best_ms: time already reached by others, for cutting off what is far behind; infinite if unknown.
     """
 
     network_config: str
     candidates: tuple[Candidate, ...]
     effort: Effort = Effort.FIND
     budget_s: float = float("inf")
-    best_ms: float = float("inf")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +92,7 @@ def evaluate(job: Job, device: Device, compiler: Compiler) -> Iterator[Event]:
                 f"{problem} cannot be measured on {device.name}: twice its tensors' {problem.bytes} bytes do not fit "
                 f"the memory that is free ({error})"
             ) from error
-        race = Race(stage, job.effort, deadline=deadline, best_ms=job.best_ms)
+        race = Race(stage, job.effort, deadline=deadline)
         entered: list[_Entered] = []
         for candidate in ready:
             if time.monotonic() > deadline and entered:

@@ -101,12 +101,6 @@ def matmul_algorithms(step: MatmulStep, device: Device, limit: int = 8) -> tuple
     return tuple(found.values())
 
 
-def cublaslt_version() -> str:
-    """Version of the cuBLASLt that is loaded, such as "13.1.0"."""
-    number = int(_library().get_version())
-    return f"{number // 10000}.{number // 100 % 100}.{number % 100}"
-
-
 class _Operation:
     """Descriptors of one product; destroyed with the object."""
 
