@@ -40,7 +40,7 @@ class Runner:
         following: gives the runner of the next solution of the same find; None for the last.
     """
 
-    __slots__ = ("_active", "_checks", "_config", "_direction", "_index", "_invoker", "_kernel_hash", "_overlaps",
+    __slots__ = ("_active", "_check", "_config", "_direction", "_index", "_invoker", "_kernel_hash", "_overlaps",
                  "_queue", "_solver_id", "_workspace_bytes", "following", "handle", "problem")  # fmt: skip
 
     def __init__(
@@ -57,7 +57,7 @@ class Runner:
         self._active: Runner = self
         self._invoker: Invoker | None = None
         self._workspace_bytes = 0
-        self._checks: tuple[operands.Check, ...] = ()
+        self._check: operands.CheckOfAll = lambda *tensors: tensors
         self._overlaps: Callable[[Any, Any, Any], bool] = lambda *tensors: False
         self._queue = operands.stream_reader(self._index)
 
@@ -79,7 +79,9 @@ class Runner:
                 invoker = self.handle.invoker(self.problem, self._solver_id, self._config, self._kernel_hash)
             except _FALL_BACK_ON as error:
                 return self._fall_back(error).prepare()
-            self._checks = tuple(self._check(name, invoker.alignment_bytes) for name in _TENSORS)
+            alignment = invoker.alignment_bytes
+            x, w, y = (self._check_of(name, alignment) for name in _TENSORS)
+            self._check = operands.check_of_all((x, w, y), alignment)
             self._overlaps = operands.overlap_check(
                 (self.problem.x.bytes, self.problem.w.bytes, self.problem.y.bytes),
                 _TENSORS.index(self._direction.output),
@@ -89,7 +91,7 @@ class Runner:
             self._invoker = invoker
         return self._invoker
 
-    def _check(self, tensor: str, alignment_bytes: int) -> operands.Check:
+    def _check_of(self, tensor: str, alignment_bytes: int) -> operands.Check:
         is_written = tensor == self._direction.output
         name = "out" if is_written else array_name(self._direction, tensor)
         return operands.strict_check(
@@ -108,10 +110,7 @@ class Runner:
         invoker = self._invoker
         if invoker is None or out is None or unused is not None or (workspace is None and self._workspace_bytes):
             return self._run_completed(x, w, dy, out, workspace, stream)
-        check_x, check_w, check_y = self._checks
-        x_address = check_x(x_array)
-        w_address = check_w(w_array)
-        y_address = check_y(y_array)
+        x_address, w_address, y_address = self._check(x_array, w_array, y_array)
         if self._overlaps(x_address, w_address, y_address):
             raise InvalidArrayError("out shares memory with an input, which would be overwritten while it is read")
         scratch: Any = 0

@@ -75,6 +75,49 @@ def test_torch_tensors(handle: miofind.Handle) -> None:
         torch.testing.assert_close(miofind.convolution(x, parameter, padding=1, handle=handle), y)
 
 
+def test_torch_tensors_are_checked_on_every_run(handle: miofind.Handle) -> None:
+    torch = pytest.importorskip("torch")
+    solution = miofind.find_solutions(PROBLEM, options=OWN, handle=handle)[0]
+    workspace = torch.empty(max(1, solution.workspace_bytes), dtype=torch.uint8, device="cuda")
+
+    def random(shape: tuple[int, ...]) -> object:
+        return torch.randn(shape, device="cuda").to(torch.float16)
+
+    x, w, out = random(PROBLEM.x.shape), random(PROBLEM.w.shape), random(PROBLEM.y.shape)
+
+    def run(**changed: object) -> None:
+        tensors = {"x": x, "w": w, "out": out, **changed}
+        out_ = tensors["out"].fill_(torch.nan)
+        miofind.run_solution(solution, tensors["x"], tensors["w"], out=out_, workspace=workspace)
+        want = torch.conv2d(tensors["x"].double(), tensors["w"].double(), padding=1)
+        torch.testing.assert_close(out_.double(), want, rtol=2e-2, atol=3e-2)
+
+    emptied = random(PROBLEM.x.shape)
+    emptied.untyped_storage().resize_(0)
+    wrong = {
+        "has shape": random((4, 16, 14, 15)),
+        "has dtype": x.float(),
+        "has strides": x.to(memory_format=torch.channels_last),
+        "is on the host": x.cpu(),
+        "requires gradients": torch.nn.Parameter(x),
+        "is a negated view": torch._neg_view(x),
+        "begins at address": random((x.numel() + 1,))[1:].view(x.shape),
+        "holds no memory": emptied,
+        "x": x.cpu().numpy(),
+    }
+    for _ in range(3):
+        run()
+    for message, array in wrong.items():
+        with pytest.raises(InvalidArrayError, match=message):
+            miofind.run_solution(solution, array, w, out=out, workspace=workspace)
+        run()
+    with torch.no_grad():
+        run(x=torch.nn.Parameter(random(PROBLEM.x.shape)))
+    with torch.inference_mode():
+        run(x=random(PROBLEM.x.shape), out=random(PROBLEM.y.shape))
+    run(w=random(PROBLEM.w.shape))
+
+
 def test_torch_stream_and_bfloat16_backward(handle: miofind.Handle) -> None:
     torch = pytest.importorskip("torch")
     x = torch.randn(4, 16, 14, 14, device="cuda", dtype=torch.bfloat16)
