@@ -164,7 +164,7 @@ class Invoker(ABC):
         self.device = origin.device
         self.solver_id = origin.solver.id
         self.config = origin.config
-        self.alignment_bytes = origin.solver.alignment_bytes
+        self.alignment_bytes = origin.solver.tensor_alignment(origin.problem)
         self.workspace_bytes = solution.workspace.bytes
         self.deterministic = solution.deterministic
         self.solution = solution

@@ -64,7 +64,7 @@ class Runner:
     @property
     def alignment_bytes(self) -> int:
         """Alignment that the tensors' addresses need."""
-        return solver_by_id(self._solver_id).alignment_bytes
+        return solver_by_id(self._solver_id).tensor_alignment(self.problem)
 
     def prepare(self) -> Invoker:
         """The invoker, built on first use; the next solution's where this one's cannot be built.

@@ -101,7 +101,7 @@ class Solver(ABC):
         version: raised by hand when results or configurations change; voids stored rows.
         algorithm: family.
         keys: what it serves; a problem must match one of them.
-        alignment_bytes: alignment that every tensor's address needs.
+        alignment_bytes: alignment that every tensor's address needs, besides that of its elements.
         is_dynamic: sizes are arguments of its kernels, so that a new shape compiles nothing.
         is_last_resort: timed only where nothing else applies.
         parameters: allowed values of each configuration parameter; the space is their product, thinned by
@@ -114,7 +114,7 @@ class Solver(ABC):
     version: ClassVar[int] = 1
     algorithm: ClassVar[Algorithm]
     keys: ClassVar[tuple[KernelKey, ...]]
-    alignment_bytes: ClassVar[int] = 2
+    alignment_bytes: ClassVar[int] = 1
     is_dynamic: ClassVar[bool] = False
     is_last_resort: ClassVar[bool] = False
     parameters: ClassVar[Mapping[str, Sequence[ConfigValue]]] = {}
@@ -125,6 +125,10 @@ class Solver(ABC):
     def library(self) -> Library:
         """Who supplies the code: the heaviest library of its keys."""
         return self.keys[0].library
+
+    def tensor_alignment(self, problem: ProblemDescription) -> int:
+        """Bytes that the addresses of a problem's tensors must be multiples of."""
+        return max(self.alignment_bytes, *(t.dtype.itemsize for t in (problem.x, problem.w, problem.y)))
 
     @abstractmethod
     def examples(self) -> tuple[ProblemDescription, ...]:

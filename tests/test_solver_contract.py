@@ -75,6 +75,10 @@ def test_attributes_are_declared(solver: Solver) -> None:
     assert solver.version >= 1
     assert isinstance(solver.algorithm, Algorithm)
     assert solver.alignment_bytes in (1, 2, 4, 8, 16, 32, 64, 128, 256)
+    for problem in solver.examples():
+        alignment = solver.tensor_alignment(problem)
+        assert alignment >= solver.alignment_bytes
+        assert alignment % problem.y.dtype.itemsize == alignment % problem.x.dtype.itemsize == 0
     assert solver.keys
     assert len(set(solver.keys)) == len(solver.keys)
     assert len({key.library for key in solver.keys}) == 1
