@@ -1,0 +1,198 @@
+// out[n,c,i,j] = sum_{y,x} in[n, c, i - pad_h + y, j - pad_w + x] * filter[c,y,x], stride 1, on tensor cores.
+//
+// For one filter row y that is a product: row i + y - pad_h of the input, times the Toeplitz matrix whose element
+// (k, j) is tap k - j + LEFT. Rows of the product are slots (output row, image), columns are output columns.
+// A block holds CHANNELS channels of IMAGES images: the input rows that TILE_H x TILE_W outputs meet and the filter,
+// whose rows are kept twice, one element apart, so that pairs of taps are aligned. WARPS warps share a channel's slots.
+// Toeplitz fragments depend on k - j alone; those that are zero all over are skipped, as are rows of padding.
+// Backward data: in is dy, and the filter is read backwards (FLIPPED). Sums are float32.
+// Grid: one dimension, channels innermost, then column tiles, row tiles, images.
+// Source of the method: the banded-matrix form of convolution, as for RepLKNet (Ding et al., CVPR 2022).
+#include "common/mma.cuh"
+#include "common/planes.cuh"
+
+#if !defined(ELEMENT) || !defined(TILE_H) || !defined(TILE_W) || !defined(IMAGES) || !defined(CHANNELS)
+#error "define ELEMENT, TILE_H, TILE_W, IMAGES and CHANNELS"
+#endif
+#if !defined(WARPS) || !defined(FILTER_Y) || !defined(FILTER_X) || !defined(FLIPPED) || !defined(CHANNELS_LAST)
+#error "define WARPS, FILTER_Y, FILTER_X, FLIPPED and CHANNELS_LAST"
+#endif
+#if !defined(IN_ROWS) || !defined(IN_COLUMNS) || !defined(OUT_COLUMNS) || !defined(LEFT) || !defined(MIN_BLOCKS)
+#error "define IN_ROWS, IN_COLUMNS, OUT_COLUMNS, LEFT and MIN_BLOCKS"
+#endif
+#if !defined(IN_VECTOR) || !defined(OUT_VECTOR) || !defined(SHARED_BYTES)
+#error "define IN_VECTOR, OUT_VECTOR and SHARED_BYTES"
+#endif
+
+constexpr int kImages = IMAGES, kChannels = CHANNELS, kWarps = WARPS, kThreads = 32 * kChannels * kWarps;
+constexpr int kFilterY = FILTER_Y, kFilterX = FILTER_X, kTileH = TILE_H, kTileW = TILE_W;
+static_assert(kTileW % 8 == 0, "the tensor cores compute 8 columns at once");
+static_assert(kThreads <= 1024, "a block has at most 1024 threads");
+
+// Fragments: columns of outputs by 8, of inputs by 16 and by 8, slots of outputs by 16.
+constexpr int kColumnBlocks = kTileW / 8;
+constexpr int kDepthBlocks = ceil_div(IN_COLUMNS, 16), kHalfBlocks = ceil_div(IN_COLUMNS, 8);
+constexpr int kSlotBlocks = ceil_div(kTileH * kImages, 16), kWarpBlocks = ceil_div(kSlotBlocks, kWarps);
+
+// Between slots lie an odd number of 16-byte words, so that eight of them meet every bank once.
+constexpr int kInPitch = 16 * kDepthBlocks + 8;
+constexpr int kOutPitch = 8 * (kColumnBlocks / 2 * 2 + 1);
+using In = Planes<kChannels, kImages, IN_ROWS, IN_COLUMNS, kInPitch, IN_VECTOR, CHANNELS_LAST>;
+using Out = Planes<kChannels, kImages, kTileH, OUT_COLUMNS, kOutPitch, OUT_VECTOR, CHANNELS_LAST>;
+
+// Diagonal d of 8 x 8 Toeplitz blocks: input block - output block = d. It holds taps 8 * d + LEFT - 7 ... + 7.
+constexpr int floor_div(int a, int b) {
+  return a >= 0 ? a / b : -ceil_div(-a, b);
+}
+constexpr int kFirstDiagonal = maximum(1 - kColumnBlocks, -floor_div(LEFT + 7, 8));
+constexpr int kLastDiagonal = -maximum(1 - kHalfBlocks, -floor_div(kFilterX + 6 - LEFT, 8));
+constexpr int kDiagonals = kLastDiagonal - kFirstDiagonal + 1;
+static_assert(kDiagonals > 0, "some output meets some input");
+
+// A filter row in shared memory: taps from kFirstTap on, twice. The words of the copies fall into different banks.
+constexpr int kFirstTap = 8 * kFirstDiagonal + LEFT - 7;
+constexpr int kRowTaps = 8 * kDiagonals + 8;
+constexpr int copy_words() {
+  int words = kRowTaps / 2;
+  while (words % 32 < 8 || words % 32 > 24) words += 4;
+  return words;
+}
+constexpr int kCopyWords = copy_words(), kRowWords = 2 * kCopyWords;
+constexpr int kFilterElements = kChannels * kFilterY * 2 * kRowWords;
+constexpr int kZeroAt = In::kElements, kFilterAt = kZeroAt + kInPitch;
+static_assert(SHARED_BYTES == 2 * maximum(kFilterAt + kFilterElements, Out::kElements),
+              "the host and the kernel agree on shared memory");
+
+// Stages the filter rows of the block's channels, zeros where the filter ends.
+__device__ __forceinline__ void load_filter(ELEMENT* staged, const ELEMENT* filter, int first_channel, int channels) {
+#pragma unroll 8
+  for (int i = threadIdx.x; i < kChannels * kFilterY * kRowTaps; i += kThreads) {
+    const int at = i % kRowTaps, row = i / kRowTaps, tap = kFirstTap + at;
+    const int channel = first_channel + row / kFilterY;
+    ELEMENT value = convert<ELEMENT>(0.0f);
+    if (tap >= 0 && tap < kFilterX && channel < channels) {
+      const int rank = row % kFilterY * kFilterX + tap;
+      value = filter[channel * kFilterY * kFilterX + (FLIPPED ? kFilterY * kFilterX - 1 - rank : rank)];
+    }
+    ELEMENT* const to = staged + row * 2 * kRowWords + at;
+    to[0] = value;
+    if (at > 0) to[2 * kCopyWords - 1] = value;
+  }
+}
+
+// A warp's view of shared memory: addresses of its channel's slots and of a slot of zeros, for its lane; words of its
+// channel's filter rows, from which its lane's pair of taps of the first diagonal starts; its first block of slots.
+struct Share {
+  unsigned slots, zeros;
+  const unsigned* taps;
+  int first_block;
+};
+
+__device__ __forceinline__ Share share_of(const ELEMENT* staged) {
+  const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
+  const int channel = warp / kWarps;
+  const int at = 2 * (lane % 4) + 7 - lane / 4;  // of the pair of taps within the row
+  const unsigned base = static_cast<unsigned>(__cvta_generic_to_shared(staged)) + lane / 16 * 16;
+  const unsigned* rows = reinterpret_cast<const unsigned*>(staged + kFilterAt) + channel * kFilterY * kRowWords;
+  return {base + 2 * channel * In::kPlane, base + 2 * kZeroAt, rows + at % 2 * kCopyWords + at / 2, warp % kWarps};
+}
+
+__device__ __forceinline__ void read_taps(unsigned (&taps)[kDiagonals], const Share& share, int y) {
+#pragma unroll
+  for (int d = 0; d < kDiagonals; ++d) taps[d] = share.taps[y * kRowWords + 4 * d];
+}
+
+constexpr bool is_zero(int diagonal) {
+  return diagonal < kFirstDiagonal || diagonal > kLastDiagonal;
+}
+
+// Adds what one filter row contributes. Slot m of the outputs meets slot m + shift of `slots` staged ones.
+__device__ __forceinline__ void add_row(float (&sums)[kWarpBlocks][kColumnBlocks][4],
+                                        const unsigned (&taps)[kDiagonals], const Share& share, int shift, int slots) {
+  bool meets[kWarpBlocks];
+  unsigned address[kWarpBlocks];
+#pragma unroll
+  for (int m = 0; m < kWarpBlocks; ++m) {
+    const int first = (share.first_block + m * kWarps) * 16 + shift, slot = first + threadIdx.x % 16;
+    meets[m] = first < slots && first + 15 >= 0;
+    const bool inside = static_cast<unsigned>(slot) < static_cast<unsigned>(slots);
+    address[m] = inside ? share.slots + 2 * slot * kInPitch : share.zeros;
+  }
+#pragma unroll
+  for (int k = 0; k < kDepthBlocks; ++k) {
+    unsigned rows[kWarpBlocks][4];
+#pragma unroll
+    for (int m = 0; m < kWarpBlocks; ++m)
+      if (meets[m]) load_matrices(rows[m], address[m] + 32 * k);
+#pragma unroll
+    for (int m = 0; m < kWarpBlocks; ++m) {
+      if (!meets[m]) continue;
+#pragma unroll
+      for (int j = 0; j < kColumnBlocks; ++j) {
+        const int low = 2 * k - j, high = low + 1;
+        if (is_zero(low) && (is_zero(high) || 2 * k + 1 >= kHalfBlocks)) continue;
+        multiply_add<ELEMENT>(sums[m][j], rows[m], is_zero(low) ? 0u : taps[low - kFirstDiagonal],
+                              is_zero(high) ? 0u : taps[high - kFirstDiagonal]);
+      }
+    }
+  }
+}
+
+// Rounds a warp's sums into the planes of outputs.
+__device__ __forceinline__ void stage_sums(ELEMENT* staged, const float (&sums)[kWarpBlocks][kColumnBlocks][4],
+                                           const Share& share) {
+  const int lane = threadIdx.x % 32, channel = threadIdx.x / 32 / kWarps;
+#pragma unroll
+  for (int m = 0; m < kWarpBlocks; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int slot = (share.first_block + m * kWarps) * 16 + half * 8 + lane / 4;
+      if (slot >= Out::kSlots) continue;
+      ELEMENT* const to = staged + channel * Out::kPlane + slot * kOutPitch + 2 * (lane % 4);
+#pragma unroll
+      for (int j = 0; j < kColumnBlocks; ++j) {
+        const float* sum = sums[m][j] + 2 * half;
+        *reinterpret_cast<Vector<ELEMENT, 2>*>(to + 8 * j) = {convert<ELEMENT>(sum[0]), convert<ELEMENT>(sum[1])};
+      }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
+    depthwise_large(const ELEMENT* __restrict__ in, const ELEMENT* __restrict__ filter, ELEMENT* __restrict__ out,
+                    int n, int channels, int in_height, int in_width, int out_height, int out_width, int pad_h,
+                    int first_column) {
+  extern __shared__ __align__(16) ELEMENT staged[];
+  const int channel_tiles = ceil_div(channels, kChannels), column_tiles = ceil_div(out_width, kTileW);
+  const int row_tiles = ceil_div(out_height, kTileH);
+  int rest = blockIdx.x;
+  const int channel = rest % channel_tiles * kChannels;
+  rest /= channel_tiles;
+  const int column = rest % column_tiles * kTileW;
+  rest /= column_tiles;
+  const int row = rest % row_tiles * kTileH, image = rest / row_tiles * kImages;
+  const int in_row = max(0, row - pad_h), slots = max(0, min(in_height - in_row, IN_ROWS)) * kImages;
+
+  load_planes<In, kThreads, 16 * kDepthBlocks>(
+      staged, in, {n, channels, in_height, in_width, image, channel, in_row, column + first_column});
+  load_filter(staged + kFilterAt, filter, channel, channels);
+  clear_columns<1, 0, kInPitch, kInPitch, kThreads>(staged + kZeroAt);
+  wait_for_copies<0>();
+  __syncthreads();  // the planes, the filter and the slot of zeros have arrived
+
+  const Share share = share_of(staged);
+  const int first_y = max(0, pad_h - row - (kTileH - 1)), end_y = min(kFilterY, in_height + pad_h - row);
+  float sums[kWarpBlocks][kColumnBlocks][4] = {};
+  unsigned taps[kDiagonals], next[kDiagonals];
+  read_taps(taps, share, min(first_y, kFilterY - 1));
+#pragma unroll 1
+  for (int y = first_y; y < end_y; ++y) {
+    read_taps(next, share, min(y + 1, kFilterY - 1));
+    add_row(sums, taps, share, (row - pad_h + y - in_row) * kImages, slots);
+#pragma unroll
+    for (int d = 0; d < kDiagonals; ++d) taps[d] = next[d];
+  }
+  __syncthreads();  // every warp has read the planes before outputs overwrite them
+  stage_sums(staged, sums, share);
+  __syncthreads();  // the outputs of every warp are staged
+  store_planes<Out, kThreads>(out, staged, {n, channels, out_height, out_width, image, channel, row, column});
+}
