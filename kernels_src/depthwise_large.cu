@@ -37,8 +37,10 @@ constexpr int kSlotBlocks = ceil_div(kTileH * kImages, 16), kWarpBlocks = ceil_d
 // Between slots lie an odd number of 16-byte words, so that eight of them meet every bank once.
 constexpr int kInPitch = 16 * kDepthBlocks + 8;
 constexpr int kOutPitch = 8 * (kColumnBlocks / 2 * 2 + 1);
-using In = Planes<kChannels, kImages, IN_ROWS, IN_COLUMNS, kInPitch, IN_VECTOR, CHANNELS_LAST>;
-using Out = Planes<kChannels, kImages, kTileH, OUT_COLUMNS, kOutPitch, OUT_VECTOR, CHANNELS_LAST>;
+// Around the staged slots lie as many zeros as a block of 16 can reach beyond them.
+constexpr int kGap = 16 - largest_power_dividing(kImages);
+using In = Planes<kChannels, kImages, IN_ROWS, IN_COLUMNS, kInPitch, kGap, IN_VECTOR, CHANNELS_LAST>;
+using Out = Planes<kChannels, kImages, kTileH, OUT_COLUMNS, kOutPitch, 0, OUT_VECTOR, CHANNELS_LAST>;
 
 // Diagonal d of 8 x 8 Toeplitz blocks: input block - output block = d. It holds taps 8 * d + LEFT - 7 ... + 7.
 constexpr int floor_div(int a, int b) {
@@ -59,42 +61,58 @@ constexpr int copy_words() {
 }
 constexpr int kCopyWords = copy_words(), kRowWords = 2 * kCopyWords;
 constexpr int kFilterElements = kChannels * kFilterY * 2 * kRowWords;
-constexpr int kZeroAt = In::kElements, kFilterAt = kZeroAt + kInPitch;
-static_assert(SHARED_BYTES == 2 * maximum(kFilterAt + kFilterElements, Out::kElements),
+
+// The filters of a block's channels as they lie in memory, from the 16-byte word on in which they start.
+constexpr int kTaps = kFilterY * kFilterX, kRawElements = round_up(kChannels * kTaps + 7, 8);
+constexpr int kFilterAt = In::kElements, kRawAt = kFilterAt + kFilterElements;
+static_assert(SHARED_BYTES == 2 * maximum(kRawAt + kRawElements, Out::kElements),
               "the host and the kernel agree on shared memory");
 
-// Stages the filter rows of the block's channels, zeros where the filter ends.
-__device__ __forceinline__ void load_filter(ELEMENT* staged, const ELEMENT* filter, int first_channel, int channels) {
-#pragma unroll 8
-  for (int i = threadIdx.x; i < kChannels * kFilterY * kRowTaps; i += kThreads) {
-    const int at = i % kRowTaps, row = i / kRowTaps, tap = kFirstTap + at;
-    const int channel = first_channel + row / kFilterY;
-    ELEMENT value = convert<ELEMENT>(0.0f);
-    if (tap >= 0 && tap < kFilterX && channel < channels) {
-      const int rank = row % kFilterY * kFilterX + tap;
-      value = filter[channel * kFilterY * kFilterX + (FLIPPED ? kFilterY * kFilterX - 1 - rank : rank)];
+// Starts to copy the filters from element `first` on.
+__device__ __forceinline__ void load_filter(ELEMENT* raw, const ELEMENT* filter, int first, int channels) {
+  const int skipped = first % 8, count = skipped + channels * kTaps;
+  const ELEMENT* const from = filter + first - skipped;
+  for (int i = 8 * threadIdx.x; i < count; i += 8 * kThreads) {
+    if (i + 8 <= count) {
+      copy_async<4>(reinterpret_cast<float*>(raw + i), reinterpret_cast<const float*>(from + i), true);
+    } else {
+      for (int k = i; k < count; ++k) raw[k] = from[k];
     }
-    ELEMENT* const to = staged + row * 2 * kRowWords + at;
+  }
+  commit_copies();
+}
+
+// Makes the rows of the staged filters from them, zeros where the filter ends.
+__device__ __forceinline__ void spread_filter(ELEMENT* rows, const ELEMENT* raw) {
+#pragma unroll 4
+  for (int i = threadIdx.x; i < kChannels * kFilterY * kRowTaps; i += kThreads) {
+    const int at = i % kRowTaps, row = i / kRowTaps, tap = kFirstTap + at, y = row % kFilterY;
+    const int rank = FLIPPED ? (row - y + kFilterY - 1 - y) * kFilterX + kFilterX - 1 - tap : row * kFilterX + tap;
+    const bool inside = tap >= 0 && tap < kFilterX;
+    const ELEMENT value = inside ? raw[rank] : convert<ELEMENT>(0.0f);
+    ELEMENT* const to = rows + row * 2 * kRowWords + at;
     to[0] = value;
     if (at > 0) to[2 * kCopyWords - 1] = value;
   }
 }
 
-// A warp's view of shared memory: addresses of its channel's slots and of a slot of zeros, for its lane; words of its
-// channel's filter rows, from which its lane's pair of taps of the first diagonal starts; its first block of slots.
+// A warp's view of shared memory: the address of its first block of output slots among the staged ones, for its lane;
+// words of its channel's filter rows, from which its lane's pair of taps of the first diagonal starts; the number of
+// its first output slot.
 struct Share {
-  unsigned slots, zeros;
+  unsigned slots;
   const unsigned* taps;
-  int first_block;
+  int first_slot;
 };
 
 __device__ __forceinline__ Share share_of(const ELEMENT* staged) {
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
-  const int channel = warp / kWarps;
+  const int channel = warp / kWarps, first_slot = warp % kWarps * 16;
   const int at = 2 * (lane % 4) + 7 - lane / 4;  // of the pair of taps within the row
-  const unsigned base = static_cast<unsigned>(__cvta_generic_to_shared(staged)) + lane / 16 * 16;
+  const ELEMENT* slots =
+      staged + In::kFirst + channel * In::kPlane + (first_slot + lane % 16) * kInPitch + lane / 16 * 8;
   const unsigned* rows = reinterpret_cast<const unsigned*>(staged + kFilterAt) + channel * kFilterY * kRowWords;
-  return {base + 2 * channel * In::kPlane, base + 2 * kZeroAt, rows + at % 2 * kCopyWords + at / 2, warp % kWarps};
+  return {static_cast<unsigned>(__cvta_generic_to_shared(slots)), rows + at % 2 * kCopyWords + at / 2, first_slot};
 }
 
 __device__ __forceinline__ void read_taps(unsigned (&taps)[kDiagonals], const Share& share, int y) {
@@ -106,24 +124,20 @@ constexpr bool is_zero(int diagonal) {
   return diagonal < kFirstDiagonal || diagonal > kLastDiagonal;
 }
 
-// Adds what one filter row contributes. Slot m of the outputs meets slot m + shift of `slots` staged ones.
+// Adds what one filter row contributes. Slot m of the outputs meets staged slot m + shift.
 __device__ __forceinline__ void add_row(float (&sums)[kWarpBlocks][kColumnBlocks][4],
-                                        const unsigned (&taps)[kDiagonals], const Share& share, int shift, int slots) {
+                                        const unsigned (&taps)[kDiagonals], const Share& share, int shift) {
+  const unsigned slots = share.slots + 2 * shift * kInPitch;
   bool meets[kWarpBlocks];
-  unsigned address[kWarpBlocks];
 #pragma unroll
-  for (int m = 0; m < kWarpBlocks; ++m) {
-    const int first = (share.first_block + m * kWarps) * 16 + shift, slot = first + threadIdx.x % 16;
-    meets[m] = first < slots && first + 15 >= 0;
-    const bool inside = static_cast<unsigned>(slot) < static_cast<unsigned>(slots);
-    address[m] = inside ? share.slots + 2 * slot * kInPitch : share.zeros;
-  }
+  for (int m = 0; m < kWarpBlocks; ++m)
+    meets[m] = static_cast<unsigned>(share.first_slot + m * kWarps * 16 + shift + 15) < In::kSlots + 15u;
 #pragma unroll
   for (int k = 0; k < kDepthBlocks; ++k) {
     unsigned rows[kWarpBlocks][4];
 #pragma unroll
     for (int m = 0; m < kWarpBlocks; ++m)
-      if (meets[m]) load_matrices(rows[m], address[m] + 32 * k);
+      if (meets[m]) load_matrices(rows[m], slots + 2 * m * kWarps * 16 * kInPitch + 32 * k);
 #pragma unroll
     for (int m = 0; m < kWarpBlocks; ++m) {
       if (!meets[m]) continue;
@@ -146,7 +160,7 @@ __device__ __forceinline__ void stage_sums(ELEMENT* staged, const float (&sums)[
   for (int m = 0; m < kWarpBlocks; ++m)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int slot = (share.first_block + m * kWarps) * 16 + half * 8 + lane / 4;
+      const int slot = share.first_slot + m * kWarps * 16 + half * 8 + lane / 4;
       if (slot >= Out::kSlots) continue;
       ELEMENT* const to = staged + channel * Out::kPlane + slot * kOutPitch + 2 * (lane % 4);
 #pragma unroll
@@ -170,24 +184,25 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
   const int column = rest % column_tiles * kTileW;
   rest /= column_tiles;
   const int row = rest % row_tiles * kTileH, image = rest / row_tiles * kImages;
-  const int in_row = max(0, row - pad_h), slots = max(0, min(in_height - in_row, IN_ROWS)) * kImages;
+  const int in_row = max(0, row - pad_h);
 
+  load_filter(staged + kRawAt, filter, channel * kTaps, min(kChannels, channels - channel));
   load_planes<In, kThreads, 16 * kDepthBlocks>(
       staged, in, {n, channels, in_height, in_width, image, channel, in_row, column + first_column});
-  load_filter(staged + kFilterAt, filter, channel, channels);
-  clear_columns<1, 0, kInPitch, kInPitch, kThreads>(staged + kZeroAt);
   wait_for_copies<0>();
-  __syncthreads();  // the planes, the filter and the slot of zeros have arrived
+  __syncthreads();  // the planes and the filters have arrived
+  spread_filter(staged + kFilterAt, staged + kRawAt + channel * kTaps % 8);
+  __syncthreads();  // every row of the filters is in place
 
   const Share share = share_of(staged);
   const int first_y = max(0, pad_h - row - (kTileH - 1)), end_y = min(kFilterY, in_height + pad_h - row);
   float sums[kWarpBlocks][kColumnBlocks][4] = {};
   unsigned taps[kDiagonals], next[kDiagonals];
   read_taps(taps, share, min(first_y, kFilterY - 1));
-#pragma unroll 1
+#pragma unroll 2
   for (int y = first_y; y < end_y; ++y) {
     read_taps(next, share, min(y + 1, kFilterY - 1));
-    add_row(sums, taps, share, (row - pad_h + y - in_row) * kImages, slots);
+    add_row(sums, taps, share, (row - pad_h + y - in_row) * kImages);
 #pragma unroll
     for (int d = 0; d < kDiagonals; ++d) taps[d] = next[d];
   }

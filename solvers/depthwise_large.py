@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from miofind.correlation import Correlation, ceil_div, correlations, round_up
+from miofind.correlation import Correlation, StagedColumns, ceil_div, correlations, round_up
 from miofind.device import Device, Library, Place
 from miofind.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.solution import Config, ConfigValue, ConvSolution, KernelStep, Pointer, Scalar
@@ -71,26 +71,25 @@ class _Tiling:
         channels, images = config["channels"], config["images"]
         tile_h, tile_w = min(config["tile_h"], height.outputs), min(config["tile_w"], round_up(width.outputs, 8))
         in_rows = min(height.size, tile_h + height.taps - 1)
-        first, end = -width.pad // 8 * 8, tile_w - width.pad + width.taps - 1
-        if tile_w >= width.outputs:
-            first, end = max(0, first), min(width.size, end)
-        left = width.pad + first
-        column_blocks, depth_blocks = tile_w // 8, ceil_div(end - first, 16)
-        first_diagonal = max(1 - column_blocks, -((left + 7) // 8))
-        last_diagonal = min(ceil_div(end - first, 8) - 1, (width.taps + 6 - left) // 8)
+        columns = StagedColumns.of(width, tile_w)
+        column_blocks, depth_blocks = tile_w // 8, ceil_div(columns.count, 16)
+        first_diagonal = max(1 - column_blocks, -((columns.left + 7) // 8))
+        last_diagonal = min(ceil_div(columns.count, 8) - 1, (width.taps + 6 - columns.left) // 8)
         diagonals = last_diagonal - first_diagonal + 1
         in_vector, out_vector = _vectors(conv, config)
         slot_blocks = ceil_div(tile_h * images, 16)
         in_pitch, out_pitch = 16 * depth_blocks + 8, 8 * (column_blocks // 2 * 2 + 1)
-        staged = channels * in_rows * images * in_pitch + in_pitch
+        gap = 16 - math.gcd(8, images)
+        staged = (gap + channels * (in_rows * images + gap)) * in_pitch
         staged += channels * height.taps * 4 * _copy_words(diagonals)
+        staged += round_up(channels * height.taps * width.taps + 7, 8)
         return _Tiling(
             tile_h=tile_h,
             tile_w=tile_w,
             in_rows=in_rows,
-            in_columns=end - first if conv.channels_last else round_up(end - first, in_vector),
-            first_column=first,
-            left=left,
+            in_columns=columns.count if conv.channels_last else round_up(columns.count, in_vector),
+            first_column=columns.first,
+            left=columns.left,
             out_columns=min(tile_w, width.outputs),
             in_vector=in_vector,
             out_vector=out_vector,
@@ -139,7 +138,7 @@ def _blocks(conv: Correlation, config: Config, tile_h: int, tile_w: int) -> int:
 def _registers(tiling: _Tiling) -> int:
     """Registers of a thread that spills nothing: sums, fragments, taps of two rows, and addresses."""
     sums = tiling.warp_blocks * tiling.tile_w // 2
-    return round_up(sums + 6 * tiling.warp_blocks + 2 * tiling.diagonals + 36, 8)
+    return round_up(sums + 8 * tiling.warp_blocks + 2 * tiling.diagonals + 40, 8)
 
 
 def _resident_blocks(tiling: _Tiling) -> int:
@@ -233,8 +232,9 @@ def _config(tile_h: int, tile_w: int, images: int, channels: int, warps: int) ->
 _SHORT_LIST = (
     *(
         _config(tile_h, tile_w, images, channels, warps)
-        for tile_h, tile_w, warps in ((8, 16, 1), (8, 16, 2), (16, 16, 2), (16, 16, 4), (32, 32, 4), (64, 64, 8))
-        for images, channels in ((8, 1), (8, 4), (4, 1), (4, 8), (2, 8), (1, 8))
+        for tile_h, tile_w in ((8, 16), (16, 16), (32, 32), (64, 64))
+        for images, channels in ((8, 1), (4, 1), (4, 2), (8, 2), (8, 4), (4, 8), (2, 8), (1, 8))
+        for warps in (1, 2, 4, 8)
     ),
     _config(8, 16, 1, 1, 1),
 )
@@ -317,7 +317,7 @@ class ConvDepthwiseLarge(Solver):
         tiling = _Tiling.of(conv, config)
         if config["warps"] > tiling.slot_blocks or tiling.diagonals > _MAX_DIAGONALS:
             return False
-        if tiling.warp_blocks * tiling.tile_w // 2 > _MAX_SUMS or tiling.threads > 512:
+        if tiling.warp_blocks * tiling.tile_w // 2 > _MAX_SUMS or tiling.threads > 1024:
             return False
         fits_registers = _registers(tiling) * tiling.threads <= 65536
         fits_shared = tiling.shared_bytes <= (device.shared_bytes or _SHARED_BYTES)

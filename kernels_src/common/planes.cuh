@@ -1,20 +1,23 @@
 // Planes of images in shared memory, in their own 16-bit type: [channel][row][image][column], whatever the tensor's
 // layout, so that the same row of a block's images is one run of slots that matrix instructions read as rows.
 //
-// A slot is one row of one image. Channels-last tensors are transposed on the way, 16 bytes of channels at a time.
+// A slot is one row of one image; channels can have slots of zeros between them, before the first and after the last.
+// Channels-last tensors are transposed on the way, 16 bytes of channels at a time.
 #pragma once
 
 #include "common/tile.cuh"
 
 // Shape of staged planes. kVector neighbours in memory move at once: channels if kChannelsLast, else columns, in which
 // case kColumns, the tensor's width and every first column are multiples of it. kPitch elements lie between slots.
-template <int kChannelCount, int kImageCount, int kRowCount, int kColumnCount, int kSlotPitch, int kVectorLength,
-          bool kChannelsAreLast>
+// kGap slots of zeros lie around each channel's.
+template <int kChannelCount, int kImageCount, int kRowCount, int kColumnCount, int kSlotPitch, int kGapSlots,
+          int kVectorLength, bool kChannelsAreLast>
 struct Planes {
   static constexpr int kChannels = kChannelCount, kImages = kImageCount, kRows = kRowCount, kColumns = kColumnCount;
-  static constexpr int kPitch = kSlotPitch, kVector = kVectorLength;
+  static constexpr int kPitch = kSlotPitch, kGap = kGapSlots, kVector = kVectorLength;
   static constexpr bool kChannelsLast = kChannelsAreLast;
-  static constexpr int kSlots = kRows * kImages, kPlane = kSlots * kPitch, kElements = kChannels * kPlane;
+  static constexpr int kSlots = kRows * kImages, kPlane = (kSlots + kGap) * kPitch, kFirst = kGap * kPitch;
+  static constexpr int kElements = kFirst + kChannels * kPlane;
   static constexpr int kVectors = kChannels * kSlots * kColumns / kVector;
   static_assert(kPitch % 8 == 0 && kPitch >= kColumns, "slots are whole 16-byte words");
   static_assert((kChannelsLast ? kChannels : kColumns) % kVector == 0, "a vector lies within one run");
@@ -52,60 +55,65 @@ __device__ __forceinline__ VectorPlace vector_place(const Images& images, int ra
   const int offset = Shape::kChannelsLast ? ((n * images.height + h) * images.width + v) * images.channels + c
                                           : ((n * images.channels + c) * images.height + h) * images.width + v;
   const int slot = row * Shape::kImages + image;
-  return {channel * Shape::kPlane + slot * Shape::kPitch + column, inside ? offset : -1};
+  return {Shape::kFirst + channel * Shape::kPlane + slot * Shape::kPitch + column, inside ? offset : -1};
 }
 
 constexpr int largest_power_dividing(int columns) {
   return columns % 8 == 0 ? 8 : columns % 4 == 0 ? 4 : columns % 2 == 0 ? 2 : 1;
 }
 
-// Zeroes columns [kFirst, kEnd) of kSlots slots.
-template <int kSlots, int kFirst, int kEnd, int kPitch, int kThreads, typename T>
-__device__ __forceinline__ void clear_columns(T* planes) {
-  constexpr int kVector = largest_power_dividing(kFirst), kRuns = (kEnd - kFirst) / kVector;
-  static_assert(kEnd % 8 == 0 && kEnd <= kPitch, "whole 16-byte words are cleared");
-  if constexpr (kRuns > 0) {
-    for (int i = threadIdx.x; i < kSlots * kRuns; i += kThreads)
-      *reinterpret_cast<Vector<T, kVector>*>(planes + i / kRuns * kPitch + kFirst + i % kRuns * kVector) = {};
+// Zeroes the gaps between channels, and columns from kColumns to kWidth of all slots.
+template <typename Shape, int kThreads, int kWidth, typename T>
+__device__ __forceinline__ void clear_margins(T* planes) {
+  constexpr int kGapRuns = Shape::kFirst / 8;
+  for (int i = threadIdx.x; i < (Shape::kChannels + 1) * kGapRuns; i += kThreads) {
+    const int at = kGapRuns == 0 ? 0 : i / maximum(1, kGapRuns) * Shape::kPlane + i % maximum(1, kGapRuns) * 8;
+    *reinterpret_cast<Vector<T, 8>*>(planes + at) = {};
+  }
+  constexpr int kVector = largest_power_dividing(Shape::kColumns), kRuns = (kWidth - Shape::kColumns) / kVector;
+  static_assert(kWidth % 8 == 0 && kWidth <= Shape::kPitch, "whole 16-byte words are cleared");
+  for (int i = threadIdx.x; i < Shape::kChannels * Shape::kSlots * kRuns; i += kThreads) {
+    const int slot = i / maximum(1, kRuns), channel = slot / Shape::kSlots;
+    const int at = Shape::kFirst + (slot + channel * Shape::kGap) * Shape::kPitch + Shape::kColumns;
+    *reinterpret_cast<Vector<T, kVector>*>(planes + at + i % maximum(1, kRuns) * kVector) = {};
   }
 }
 
-// Starts to fill the columns of all slots, and zeroes those from kColumns to kWidth; all kThreads threads take part.
+// Starts to fill the planes, and zeroes what lies beside them up to column kWidth; all kThreads threads take part.
 // Complete after wait_for_copies<0>() and a barrier.
 template <typename Shape, int kThreads, int kWidth, typename T>
 __device__ __forceinline__ void load_planes(T* planes, const T* tensor, const Images& images) {
   constexpr int kVector = Shape::kVector;
   if constexpr (!Shape::kChannelsLast && kVector > 1) {
+#pragma unroll 2
     for (int rank = threadIdx.x; rank < Shape::kVectors; rank += kThreads) {
       const VectorPlace place = vector_place<Shape>(images, rank);
-      const bool inside = place.offset >= 0;
       copy_async<kVector / 2>(reinterpret_cast<float*>(planes + place.staged),
-                              reinterpret_cast<const float*>(inside ? tensor + place.offset : tensor), inside);
+                              reinterpret_cast<const float*>(tensor + max(place.offset, 0)), place.offset >= 0);
     }
     commit_copies();
-  } else {
-    constexpr int kInFlight = kVector == 1 ? 8 : 4;
-    constexpr int kStep = Shape::kChannelsLast ? Shape::kPlane : 1;
-    for (int first = threadIdx.x; first < Shape::kVectors; first += kInFlight * kThreads) {
-      Vector<T, kVector> values[kInFlight] = {};
+    clear_margins<Shape, kThreads, kWidth>(planes);
+    return;
+  }
+  clear_margins<Shape, kThreads, kWidth>(planes);
+  constexpr int kInFlight = 8, kStep = Shape::kChannelsLast ? Shape::kPlane : 1;
+  for (int first = threadIdx.x; first < Shape::kVectors; first += kInFlight * kThreads) {
+    // Loads know no condition, so that all are under way before the first is waited for.
+    Vector<T, kVector> values[kInFlight];
+    VectorPlace places[kInFlight];
 #pragma unroll
-      for (int i = 0; i < kInFlight; ++i) {
-        const int rank = first + i * kThreads;
-        const VectorPlace place = vector_place<Shape>(images, rank);
-        if (rank < Shape::kVectors && place.offset >= 0)
-          values[i] = *reinterpret_cast<const Vector<T, kVector>*>(tensor + place.offset);
-      }
+    for (int i = 0; i < kInFlight; ++i) {
+      places[i] = vector_place<Shape>(images, min(first + i * kThreads, Shape::kVectors - 1));
+      values[i] = *reinterpret_cast<const Vector<T, kVector>*>(tensor + max(places[i].offset, 0));
+    }
 #pragma unroll
-      for (int i = 0; i < kInFlight; ++i) {
-        const int rank = first + i * kThreads;
-        if (rank >= Shape::kVectors) break;
-        T* const to = planes + vector_place<Shape>(images, rank).staged;
+    for (int i = 0; i < kInFlight; ++i) {
+      if (first + i * kThreads >= Shape::kVectors) break;
+      T* const to = planes + places[i].staged;
 #pragma unroll
-        for (int k = 0; k < kVector; ++k) to[k * kStep] = values[i].at[k];
-      }
+      for (int k = 0; k < kVector; ++k) to[k * kStep] = places[i].offset >= 0 ? values[i].at[k] : convert<T>(0.0f);
     }
   }
-  clear_columns<Shape::kChannels * Shape::kSlots, Shape::kColumns, kWidth, Shape::kPitch, kThreads>(planes);
 }
 
 // Writes planes to the tensor; all kThreads threads take part.

@@ -1,0 +1,344 @@
+"""ConvDepthwiseLargeWeights: backward weights of depthwise convolutions with large filters on tensor cores.
+
+Tiles of outputs are dealt to blocks; a second kernel adds the blocks' float32 sums in a fixed order.
+Kernels: kernels_src/depthwise_large_weights.cu. Knows nothing of how candidates are chosen.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from miofind.correlation import Axis, StagedColumns, ceil_div, forward_axes, round_up
+from miofind.device import Device, Library, Place
+from miofind.problem import DataType, Direction, Layout, ProblemDescription
+from miofind.solution import Config, ConfigValue, ConvSolution, KernelStep, Pointer, Region, Scalar, WorkspacePlan
+from miofind.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
+
+_LEAST_FILTER = 5
+_MAX_ELEMENTS = 2**31 - 2**22
+_MAX_PADDING = 2**20
+_MAX_SUMS = 128
+_MAX_WORKSPACE_BYTES = 1 << 30
+_SHARED_BYTES = 48 << 10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Tiling:
+    """A configuration applied to a problem: what the kernel's constants come to.
+
+    kernels_src/depthwise_large_weights.cu computes the same from the defines and refuses to compile where it differs.
+
+    Attributes:
+        axes: the correlation of x and w, rows and columns.
+        tile_h, tile_w: outputs of a tile, no more than there are; columns in whole blocks of 8.
+        in_rows: inputs staged for them.
+        columns: inputs staged for them.
+        in_columns, out_columns: of a tile that are loaded.
+        in_vector, out_vector: elements loaded at once.
+        row_blocks, warp_rows: blocks that share the filter's rows, and rows of a warp.
+        slot_blocks: blocks of 16 output rows, counted over images.
+        diagonals: diagonals of 8 x 8 blocks of inputs and outputs that have a tap in common.
+        products: pairs of a block of input and one of output columns that have a tap in common.
+        threads: of a block.
+        shared_bytes: of a block.
+        blocks, tiles: in the grid, and tiles to deal to a split.
+    """
+
+    axes: tuple[Axis, Axis]
+    tile_h: int
+    tile_w: int
+    in_rows: int
+    columns: StagedColumns
+    in_columns: int
+    out_columns: int
+    in_vector: int
+    out_vector: int
+    row_blocks: int
+    warp_rows: int
+    slot_blocks: int
+    diagonals: int
+    products: int
+    threads: int
+    shared_bytes: int
+    blocks: int
+    tiles: int
+
+    @staticmethod
+    def of(problem: ProblemDescription, config: Config) -> _Tiling:
+        height, width = forward_axes(problem)
+        channels, images, warps = config["channels"], config["images"], config["warps"]
+        tile_h, tile_w = min(config["tile_h"], height.outputs), min(config["tile_w"], round_up(width.outputs, 8))
+        in_rows = min(height.size, tile_h + height.taps - 1)
+        columns = StagedColumns.of(width, tile_w)
+        column_blocks, in_blocks = tile_w // 8, ceil_div(columns.count, 16)
+        first_diagonal = max(1 - column_blocks, -((columns.left + 15) // 8))
+        last_diagonal = min(2 * in_blocks - 2, (width.taps + 6 - columns.left) // 8)
+        diagonals = last_diagonal - first_diagonal + 1
+        in_vector, out_vector = _vectors(problem, config, width)
+        row_blocks = ceil_div(height.taps, warps * config["warp_rows"])
+        gap = 16 - math.gcd(8, images)
+        staged = (gap + channels * (in_rows * images + gap)) * (16 * in_blocks + 8)
+        staged += (gap + channels * (tile_h * images + gap)) * (round_up(tile_w, 16) + 8)
+        channel_blocks = ceil_div(problem.c, channels)
+        tiles = ceil_div(height.outputs, tile_h) * ceil_div(width.outputs, tile_w) * ceil_div(problem.n, images)
+        return _Tiling(
+            axes=(height, width),
+            tile_h=tile_h,
+            tile_w=tile_w,
+            in_rows=in_rows,
+            columns=columns,
+            in_columns=round_up(columns.count, 1 if problem.x.layout.channels_last else in_vector),
+            out_columns=min(tile_w, width.outputs),
+            in_vector=in_vector,
+            out_vector=out_vector,
+            row_blocks=row_blocks,
+            warp_rows=ceil_div(height.taps, warps * row_blocks),
+            slot_blocks=ceil_div(tile_h * images, 16),
+            diagonals=diagonals,
+            products=sum(
+                first_diagonal <= 2 * k - j <= last_diagonal for k in range(in_blocks) for j in range(column_blocks)
+            ),
+            threads=32 * channels * warps,
+            shared_bytes=max(2 * staged, 4 * channels * warps * diagonals * 16 * 9),
+            blocks=channel_blocks * row_blocks * config["splits"],
+            tiles=tiles,
+        )
+
+
+def _vectors(problem: ProblemDescription, config: Config, width: Axis) -> tuple[int, int]:
+    """Elements of x and of dy loaded at once: neighbouring channels, or columns of whole rows."""
+    if problem.x.layout.channels_last:
+        vector = math.gcd(8, config["channels"], problem.c)
+        return vector, vector
+    return math.gcd(8, width.size), math.gcd(8, width.outputs)
+
+
+def _registers(tiling: _Tiling) -> int:
+    """Registers of a thread that spills nothing: sums, fragments, and addresses."""
+    sums = 4 * tiling.warp_rows * tiling.diagonals
+    return round_up(sums + tiling.tile_w // 4 + 8 * ceil_div(tiling.columns.count, 16) + 56, 8)
+
+
+def _resident_blocks(tiling: _Tiling) -> int:
+    """Blocks that a multiprocessor holds at once, by registers, threads and shared memory."""
+    by_registers = 65536 // (_registers(tiling) * tiling.threads)
+    by_shared = (160 << 10) // (tiling.shared_bytes + 1024)
+    return max(1, min(by_registers, by_shared, 1024 // tiling.threads, 16))
+
+
+def _defines(problem: ProblemDescription, config: Config, tiling: _Tiling) -> tuple[tuple[str, str | int], ...]:
+    height, width = tiling.axes
+    return (
+        ("ELEMENT", problem.x.dtype.value),
+        ("TILE_H", tiling.tile_h),
+        ("TILE_W", tiling.tile_w),
+        *((name.upper(), config[name]) for name in ("images", "channels", "warps")),
+        ("WARP_ROWS", tiling.warp_rows),
+        ("FILTER_Y", height.taps),
+        ("FILTER_X", width.taps),
+        ("CHANNELS_LAST", int(problem.x.layout.channels_last)),
+        ("IN_ROWS", tiling.in_rows),
+        ("IN_COLUMNS", tiling.in_columns),
+        ("OUT_COLUMNS", tiling.out_columns),
+        ("LEFT", tiling.columns.left),
+        ("IN_VECTOR", tiling.in_vector),
+        ("OUT_VECTOR", tiling.out_vector),
+        ("MIN_BLOCKS", _resident_blocks(tiling)),
+        ("SHARED_BYTES", tiling.shared_bytes),
+        ("FINAL", int(config["splits"] == 1)),
+    )
+
+
+def _ints(*values: int) -> tuple[Scalar, ...]:
+    return tuple(Scalar(ctype="int32", value=value) for value in values)
+
+
+def _sum_step(problem: ProblemDescription, config: Config, tiling: _Tiling) -> KernelStep:
+    height, width = tiling.axes
+    result = "w" if config["splits"] == 1 else "partial"
+    return KernelStep(
+        source="depthwise_large_weights.cu",
+        entry="depthwise_large_weights",
+        grid=(tiling.blocks, 1, 1),
+        block=(tiling.threads, 1, 1),
+        shared_bytes=tiling.shared_bytes,
+        defines=_defines(problem, config, tiling),
+        args=(
+            *(Pointer(buffer=name) for name in ("y", "x", result)),
+            *_ints(problem.n, problem.c, height.size, width.size, height.outputs, width.outputs),
+            *_ints(height.pad, tiling.columns.first, config["splits"]),
+        ),
+    )
+
+
+def _finish_step(problem: ProblemDescription, config: Config, tiling: _Tiling) -> KernelStep:
+    return KernelStep(
+        source="depthwise_large_weights.cu",
+        entry="depthwise_large_weights_finish",
+        grid=(ceil_div(problem.w.size, 256), 1, 1),
+        block=(256, 1, 1),
+        defines=_defines(problem, config, tiling),
+        args=(Pointer(buffer="partial"), Pointer(buffer="w"), *_ints(problem.w.size, config["splits"])),
+    )
+
+
+# Cycles on an H200 of a product of fragments and of a read of 512 bytes of shared memory, for a whole multiprocessor.
+_PRODUCT = 1.7
+_READ = 4.5
+# Cycles that a warp waits for a block of slots, a block for a tile, and a launch.
+_SLOT_LATENCY = 80
+_TILE_LATENCY = 3000
+_LAUNCH_MS = 0.002
+
+
+def _busy_ms(problem: ProblemDescription, config: Config, device: Device) -> float:
+    """Milliseconds of the multiprocessors, device memory aside."""
+    tiling = _Tiling.of(problem, config)
+    height = tiling.axes[0]
+    share = min(1.0, height.size / (height.size + height.taps / 4) + 8 / tiling.in_rows)
+    in_blocks = ceil_div(tiling.columns.count, 16)
+    row = share * (tiling.products * _PRODUCT + in_blocks * _READ)
+    slot = config["warps"] * (tiling.warp_rows * row + tiling.tile_w / 16 * _READ)
+    staged = (tiling.in_rows * tiling.in_columns + tiling.tile_h * tiling.tile_w) * config["images"] / 16
+    busy = config["channels"] * (tiling.slot_blocks * slot + staged)
+    alone = _TILE_LATENCY + tiling.slot_blocks * (_SLOT_LATENCY + tiling.warp_rows * share * tiling.products * 8)
+    turns = ceil_div(tiling.tiles, config["splits"])
+    full, rest = divmod(tiling.blocks, device.sm_count * _resident_blocks(tiling))
+    cycles = full * max(_resident_blocks(tiling) * busy, alone)
+    if rest:
+        cycles += max(math.ceil(rest / device.sm_count) * busy, alone)
+    return float(1e3 * turns * cycles / device.clock_hz)
+
+
+def _config(tile: int, images: int, channels: int, warps: int, warp_rows: int, splits: int) -> Config:
+    names = ("tile_h", "tile_w", "images", "channels", "warps", "warp_rows", "splits")
+    return Config(dict(zip(names, (tile, max(16, tile), images, channels, warps, warp_rows, splits), strict=True)))
+
+
+# What default_configs ranks by estimate; the last is valid for every applicable problem.
+_SHORT_LIST = (
+    *(
+        _config(tile, images, channels, warps, warp_rows, splits)
+        for tile in (8, 16, 32, 64)
+        for images, channels in ((8, 1), (4, 1), (4, 2), (8, 4), (2, 8), (1, 8))
+        for warps, warp_rows in ((4, 4), (4, 8), (8, 4), (2, 8))
+        for splits in (1, 2, 4, 8)
+    ),
+    _config(8, 1, 1, 1, 1, 1),
+)
+
+
+class ConvDepthwiseLargeWeights(Solver):
+    """Backward weights of depthwise convolutions: products of input and gradient rows, added along diagonals.
+
+    Configuration: a block computes `channels` filters from `tile_h` x `tile_w` outputs of `images` images at a time;
+    `warps` warps share a filter, each up to `warp_rows` rows of it; the tiles are dealt to `splits` blocks.
+    """
+
+    id = "ConvDepthwiseLargeWeights"
+    algorithm = Algorithm.DIRECT
+    keys = (
+        KernelKey(
+            place=Place.CUDA,
+            library=Library.PLAIN,
+            dtypes=frozenset({DataType.FLOAT16, DataType.BFLOAT16}),
+            layouts=frozenset({Layout.NCW, Layout.NWC, Layout.NCHW, Layout.NHWC}),
+            min_sm=80,
+        ),
+    )
+    alignment_bytes = 16
+    parameters: ClassVar[Mapping[str, Sequence[ConfigValue]]] = {
+        "tile_h": (8, 16, 32, 64),
+        "tile_w": (16, 32, 64),
+        "images": (1, 2, 4, 8),
+        "channels": (1, 2, 4, 8),
+        "warps": (1, 2, 4, 8),
+        "warp_rows": (1, 2, 4, 8),
+        "splits": (1, 2, 4, 8, 16),
+    }
+    sources = ("depthwise_large_weights.cu",)
+
+    def examples(self) -> tuple[ProblemDescription, ...]:
+        def depthwise(c: int, **fields: object) -> ProblemDescription:
+            shape = fields.pop("w")
+            return ProblemDescription.convolution(
+                w=(c, 1, *shape),  # type: ignore[misc]
+                groups=c,
+                direction=Direction.BACKWARD_WEIGHTS,
+                **fields,  # type: ignore[arg-type]
+            )
+
+        half, brain = DataType.FLOAT16, DataType.BFLOAT16
+        return (
+            depthwise(32, x=(8, 32, 14, 14), w=(27, 27), padding=13, dtype=half),
+            depthwise(32, x=(3, 32, 14, 14), w=(27, 27), padding=13, dtype=half, layout=Layout.NHWC),
+            depthwise(16, x=(9, 16, 7, 7), w=(13, 13), padding=6, dtype=brain),
+            depthwise(12, x=(2, 12, 33, 45), w=(9, 11), padding=((2, 4), (9, 0)), dtype=brain, layout=Layout.NHWC),
+            depthwise(3, x=(2, 3, 300), w=(15,), padding=((20, 1),), dtype=half),
+        )
+
+    def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
+        if problem.direction is not Direction.BACKWARD_WEIGHTS:
+            return Applicability("serves backward weights: ConvDepthwiseLarge serves the other directions")
+        if not problem.groups == problem.c == problem.k:
+            return Applicability(f"needs one filter a channel: groups={problem.groups} c={problem.c} k={problem.k}")
+        if any(size != 1 for size in (*problem.conv.stride, *problem.conv.dilation)):
+            stride, dilation = problem.conv.stride, problem.conv.dilation
+            return Applicability(f"needs stride 1 and dilation 1, not {stride} and {dilation}")
+        if max(problem.filter) < _LEAST_FILTER:
+            return Applicability(f"serves filters from {_LEAST_FILTER} on, not {problem.filter}")
+        tensors = (problem.x, problem.w, problem.y)
+        if len({(tensor.dtype, tensor.layout) for tensor in tensors}) > 1:
+            return Applicability("needs one dtype and one layout for x, w and y")
+        if max(tensor.size for tensor in tensors) > _MAX_ELEMENTS:
+            return Applicability(f"counts elements in 32 bits: a tensor has more than {_MAX_ELEMENTS}")
+        if max(*problem.conv.pad_before, *problem.conv.pad_after) > _MAX_PADDING:
+            return Applicability(f"counts coordinates in 32 bits: padding is more than {_MAX_PADDING}")
+        if not self.is_valid_config(problem, device, _SHORT_LIST[-1]):
+            return Applicability(f"filter {problem.filter} is too large for a block")
+        return APPLICABLE
+
+    def is_valid_config(self, problem: ProblemDescription, device: Device, config: Config) -> bool:
+        height, width = forward_axes(problem)
+        if config["images"] >= 2 * problem.n or config["channels"] >= 2 * problem.c:
+            return False
+        if config["tile_h"] >= 2 * max(8, height.outputs) or config["tile_w"] >= 2 * max(16, width.outputs):
+            return False
+        if config["warps"] > height.taps or config["warp_rows"] >= 2 * ceil_div(height.taps, config["warps"]):
+            return False
+        if config["splits"] > 1 and 4 * config["splits"] * problem.w.size > _MAX_WORKSPACE_BYTES:
+            return False
+        tiling = _Tiling.of(problem, config)
+        if config["splits"] > tiling.tiles or 4 * tiling.warp_rows * tiling.diagonals > _MAX_SUMS:
+            return False
+        if tiling.threads > 1024 or _registers(tiling) * tiling.threads > 65536:
+            return False
+        fits_shared = tiling.shared_bytes <= (device.shared_bytes or _SHARED_BYTES)
+        return fits_shared and tiling.blocks <= _MAX_ELEMENTS
+
+    def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
+        valid = [config for config in _SHORT_LIST if self.is_valid_config(problem, device, config)]
+        ranked = sorted(valid, key=lambda config: self.estimate_ms(problem, device, config))
+        return tuple(ranked[:6])
+
+    def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
+        partial_bytes = 8 * config["splits"] * problem.w.size if config["splits"] > 1 else 0
+        launches = 1 + (config["splits"] > 1)
+        moved_ms = 1e3 * (problem.bytes + partial_bytes) / device.bandwidth_bytes_per_s
+        return float(launches * _LAUNCH_MS + moved_ms + _busy_ms(problem, config, device))
+
+    def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
+        tiling = _Tiling.of(problem, config)
+        first = _sum_step(problem, config, tiling)
+        if config["splits"] == 1:
+            return ConvSolution(steps=(first,))
+        return ConvSolution(
+            steps=(first, _finish_step(problem, config, tiling)),
+            workspace=WorkspacePlan((Region(name="partial", bytes=4 * config["splits"] * problem.w.size),)),
+        )
+
+
+SOLVERS = (ConvDepthwiseLargeWeights(),)
