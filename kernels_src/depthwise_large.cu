@@ -20,14 +20,16 @@
 #if !defined(IN_ROWS) || !defined(IN_COLUMNS) || !defined(OUT_COLUMNS) || !defined(LEFT) || !defined(MIN_BLOCKS)
 #error "define IN_ROWS, IN_COLUMNS, OUT_COLUMNS, LEFT and MIN_BLOCKS"
 #endif
-#if !defined(IN_VECTOR) || !defined(OUT_VECTOR) || !defined(SHARED_BYTES)
-#error "define IN_VECTOR, OUT_VECTOR and SHARED_BYTES"
+#if !defined(IN_VECTOR) || !defined(IN_FLAT) || !defined(OUT_FLAT) || !defined(OUT_VECTOR) || !defined(SHARED_BYTES)
+#error "define IN_VECTOR, IN_FLAT, OUT_FLAT, OUT_VECTOR and SHARED_BYTES"
 #endif
 
 constexpr int kImages = IMAGES, kChannels = CHANNELS, kWarps = WARPS, kThreads = 32 * kChannels * kWarps;
 constexpr int kFilterY = FILTER_Y, kFilterX = FILTER_X, kTileH = TILE_H, kTileW = TILE_W;
 static_assert(kTileW % 8 == 0, "the tensor cores compute 8 columns at once");
 static_assert(kThreads <= 1024, "a block has at most 1024 threads");
+// Loads of a thread under way at once: as many as its registers allow.
+constexpr int kInFlight = MIN_BLOCKS * kThreads <= 512 ? 8 : 4;
 
 // Fragments: columns of outputs by 8, of inputs by 16 and by 8, slots of outputs by 16.
 constexpr int kColumnBlocks = kTileW / 8;
@@ -39,8 +41,8 @@ constexpr int kInPitch = 16 * kDepthBlocks + 8;
 constexpr int kOutPitch = 8 * (kColumnBlocks / 2 * 2 + 1);
 // Around the staged slots lie as many zeros as a block of 16 can reach beyond them.
 constexpr int kGap = 16 - largest_power_dividing(kImages);
-using In = Planes<kChannels, kImages, IN_ROWS, IN_COLUMNS, kInPitch, kGap, IN_VECTOR, CHANNELS_LAST>;
-using Out = Planes<kChannels, kImages, kTileH, OUT_COLUMNS, kOutPitch, 0, OUT_VECTOR, CHANNELS_LAST>;
+using In = Planes<kChannels, kImages, IN_ROWS, IN_COLUMNS, kInPitch, kGap, IN_VECTOR, CHANNELS_LAST, IN_FLAT>;
+using Out = Planes<kChannels, kImages, kTileH, OUT_COLUMNS, kOutPitch, 0, OUT_VECTOR, CHANNELS_LAST, OUT_FLAT>;
 
 // Diagonal d of 8 x 8 Toeplitz blocks: input block - output block = d. It holds taps 8 * d + LEFT - 7 ... + 7.
 constexpr int floor_div(int a, int b) {
@@ -187,7 +189,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
   const int in_row = max(0, row - pad_h);
 
   load_filter(staged + kRawAt, filter, channel * kTaps, min(kChannels, channels - channel));
-  load_planes<In, kThreads, 16 * kDepthBlocks>(
+  load_planes<In, kThreads, 16 * kDepthBlocks, kInFlight>(
       staged, in, {n, channels, in_height, in_width, image, channel, in_row, column + first_column});
   wait_for_copies<0>();
   __syncthreads();  // the planes and the filters have arrived

@@ -19,8 +19,9 @@
 #if !defined(IN_ROWS) || !defined(IN_COLUMNS) || !defined(OUT_COLUMNS) || !defined(LEFT) || !defined(MIN_BLOCKS)
 #error "define IN_ROWS, IN_COLUMNS, OUT_COLUMNS, LEFT and MIN_BLOCKS"
 #endif
-#if !defined(IN_VECTOR) || !defined(OUT_VECTOR) || !defined(SHARED_BYTES) || !defined(FINAL)
-#error "define IN_VECTOR, OUT_VECTOR, SHARED_BYTES and FINAL"
+#if !defined(IN_VECTOR) || !defined(IN_FLAT) || !defined(OUT_FLAT) || !defined(OUT_VECTOR) || \
+    !defined(SHARED_BYTES) || !defined(FINAL)
+#error "define IN_VECTOR, IN_FLAT, OUT_FLAT, OUT_VECTOR, SHARED_BYTES and FINAL"
 #endif
 
 constexpr int kImages = IMAGES, kChannels = CHANNELS, kWarps = WARPS, kThreads = 32 * kChannels * kWarps;
@@ -28,6 +29,8 @@ constexpr int kFilterY = FILTER_Y, kFilterX = FILTER_X, kTileH = TILE_H, kTileW 
 constexpr int kWarpRows = WARP_ROWS, kBlockRows = kWarps * kWarpRows;
 static_assert(kTileW % 8 == 0, "the tensor cores compute 8 columns at once");
 static_assert(kThreads <= 1024, "a block has at most 1024 threads");
+// Loads of a thread under way at once: as many as its registers allow.
+constexpr int kInFlight = MIN_BLOCKS * kThreads <= 512 ? 8 : 4;
 
 // Fragments: columns of outputs by 8, of inputs by 16, slots of outputs by 16.
 constexpr int kColumnBlocks = kTileW / 8, kInBlocks = ceil_div(IN_COLUMNS, 16);
@@ -37,8 +40,8 @@ constexpr int kSlotBlocks = ceil_div(kTileH * kImages, 16);
 constexpr int kInPitch = 16 * kInBlocks + 8, kOutPitch = round_up(kTileW, 16) + 8;
 // Around the staged slots lie as many zeros as a block of 16 can reach beyond them.
 constexpr int kGap = 16 - largest_power_dividing(kImages);
-using In = Planes<kChannels, kImages, IN_ROWS, IN_COLUMNS, kInPitch, kGap, IN_VECTOR, CHANNELS_LAST>;
-using Out = Planes<kChannels, kImages, kTileH, OUT_COLUMNS, kOutPitch, kGap, OUT_VECTOR, CHANNELS_LAST>;
+using In = Planes<kChannels, kImages, IN_ROWS, IN_COLUMNS, kInPitch, kGap, IN_VECTOR, CHANNELS_LAST, IN_FLAT>;
+using Out = Planes<kChannels, kImages, kTileH, OUT_COLUMNS, kOutPitch, kGap, OUT_VECTOR, CHANNELS_LAST, OUT_FLAT>;
 
 // Diagonal d: input columns 8 * d from output columns on. A block of 16 x 8 on it holds taps 8 * d + LEFT - 7 ... + 15.
 constexpr int floor_div(int a, int b) {
@@ -141,10 +144,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
   for (int tile = split; tile < tiles; tile += splits) {
     const int column = tile % column_tiles * kTileW, row = tile / column_tiles % row_tiles * kTileH;
     const int image = tile / column_tiles / row_tiles * kImages, in_row = max(0, row - pad_h);
-    load_planes<In, kThreads, 16 * kInBlocks>(
+    load_planes<In, kThreads, 16 * kInBlocks, kInFlight>(
         staged, in, {n, channels, in_height, in_width, image, first_channel, in_row, column + first_column});
-    load_planes<Out, kThreads, kTileW>(staged + In::kElements, dy,
-                                       {n, channels, out_height, out_width, image, first_channel, row, column});
+    load_planes<Out, kThreads, kTileW, kInFlight>(
+        staged + In::kElements, dy, {n, channels, out_height, out_width, image, first_channel, row, column});
     wait_for_copies<0>();
     __syncthreads();  // the planes have arrived
     add_tile(sums, in_slots, out_slots, (row - pad_h + first_y - in_row) * kImages);

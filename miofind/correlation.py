@@ -46,29 +46,6 @@ class Axis:
     output_step: int = 1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StagedColumns:
-    """Input columns of an unstrided axis that a tile of outputs is computed from, in whole vectors of 8 from the left.
-
-    Attributes:
-        first: the first of them, less the tile's first output.
-        count: how many; those beyond the input read as zero.
-        left: the tap that joins the first of them and the tile's first output; negative or past the filter if none.
-    """
-
-    first: int
-    count: int
-    left: int
-
-    @staticmethod
-    def of(axis: Axis, tile: int) -> StagedColumns:
-        """Those of every tile of `tile` outputs; of a tile that covers all outputs, no more than exist."""
-        first, end = -axis.pad // 8 * 8, tile - axis.pad + axis.taps - 1
-        if tile >= axis.outputs:
-            first, end = max(0, first), min(axis.size, end)
-        return StagedColumns(first=first, count=end - first, left=axis.pad + first)
-
-
 def _forward_axis(problem: ProblemDescription, dim: int) -> Axis:
     conv = problem.conv
     return Axis(

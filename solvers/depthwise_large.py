@@ -11,8 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from miofind.correlation import Correlation, StagedColumns, ceil_div, correlations, round_up
+from miofind.correlation import Correlation, ceil_div, correlations, round_up
 from miofind.device import Device, Library, Place
+from miofind.planes import PlaneVector, StagedColumns, gap_slots
 from miofind.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.solution import Config, ConfigValue, ConvSolution, KernelStep, Pointer, Scalar
 from miofind.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
@@ -37,7 +38,7 @@ class _Tiling:
         first_column: of the inputs staged, less that of the outputs.
         left: the tap that joins input and output columns of equal number within the tile.
         out_columns: of the tile that are stored.
-        in_vector, out_vector: elements loaded and stored at once.
+        in_vector, out_vector: how elements are loaded and stored.
         slot_blocks, warp_blocks: blocks of 16 output rows, counted over images, of a channel and of a warp.
         depth_blocks: blocks of 16 input columns.
         diagonals: Toeplitz blocks of 8 x 8 that differ and are not zero.
@@ -54,8 +55,8 @@ class _Tiling:
     first_column: int
     left: int
     out_columns: int
-    in_vector: int
-    out_vector: int
+    in_vector: PlaneVector
+    out_vector: PlaneVector
     slot_blocks: int
     warp_blocks: int
     depth_blocks: int
@@ -76,10 +77,13 @@ class _Tiling:
         first_diagonal = max(1 - column_blocks, -((columns.left + 7) // 8))
         last_diagonal = min(ceil_div(columns.count, 8) - 1, (width.taps + 6 - columns.left) // 8)
         diagonals = last_diagonal - first_diagonal + 1
-        in_vector, out_vector = _vectors(conv, config)
+        source, target = (conv.problem.tensor(name) for name in _operands(conv))
+        tile_is_all = tile_h == height.outputs and tile_w >= width.outputs
+        all_staged = in_rows == height.size and height.pad >= 0 and columns.first == 0 and columns.count == width.size
+        in_vector = PlaneVector.of(source, channels, whole=tile_is_all and all_staged)
         slot_blocks = ceil_div(tile_h * images, 16)
         in_pitch, out_pitch = 16 * depth_blocks + 8, 8 * (column_blocks // 2 * 2 + 1)
-        gap = 16 - math.gcd(8, images)
+        gap = gap_slots(images)
         staged = (gap + channels * (in_rows * images + gap)) * in_pitch
         staged += channels * height.taps * 4 * _copy_words(diagonals)
         staged += round_up(channels * height.taps * width.taps + 7, 8)
@@ -87,12 +91,12 @@ class _Tiling:
             tile_h=tile_h,
             tile_w=tile_w,
             in_rows=in_rows,
-            in_columns=columns.count if conv.channels_last else round_up(columns.count, in_vector),
+            in_columns=columns.count if conv.channels_last else round_up(columns.count, in_vector.columns),
             first_column=columns.first,
             left=columns.left,
             out_columns=min(tile_w, width.outputs),
             in_vector=in_vector,
-            out_vector=out_vector,
+            out_vector=PlaneVector.of(target, channels, whole=tile_is_all),
             slot_blocks=slot_blocks,
             warp_blocks=ceil_div(slot_blocks, config["warps"]),
             depth_blocks=depth_blocks,
@@ -104,12 +108,9 @@ class _Tiling:
         )
 
 
-def _vectors(conv: Correlation, config: Config) -> tuple[int, int]:
-    """Elements of the source and the target moved at once: neighbouring channels, or columns of whole rows."""
-    if conv.channels_last:
-        vector = math.gcd(8, config["channels"], conv.problem.c)
-        return vector, vector
-    return math.gcd(8, conv.axes[1].size), math.gcd(8, conv.axes[1].outputs)
+def _operands(conv: Correlation) -> tuple[str, str]:
+    """Names of the tensors that are read beside the filter, and written."""
+    return ("y", "x") if conv.flipped else ("x", "y")
 
 
 def _copy_words(diagonals: int) -> int:
@@ -151,7 +152,7 @@ def _resident_blocks(tiling: _Tiling) -> int:
 def _launch(conv: Correlation, config: Config) -> KernelStep:
     tiling = _Tiling.of(conv, config)
     height, width = conv.axes
-    source, target = ("y", "x") if conv.flipped else ("x", "y")
+    source, target = _operands(conv)
     values = (
         *(conv.problem.n, conv.problem.c, height.size, width.size, height.outputs, width.outputs),
         *(height.pad, tiling.first_column),
@@ -185,8 +186,10 @@ def _defines(conv: Correlation, config: Config, tiling: _Tiling) -> tuple[tuple[
         ("IN_COLUMNS", tiling.in_columns),
         ("OUT_COLUMNS", tiling.out_columns),
         ("LEFT", tiling.left),
-        ("IN_VECTOR", tiling.in_vector),
-        ("OUT_VECTOR", tiling.out_vector),
+        ("IN_VECTOR", tiling.in_vector.length),
+        ("IN_FLAT", int(tiling.in_vector.flat)),
+        ("OUT_VECTOR", tiling.out_vector.length),
+        ("OUT_FLAT", int(tiling.out_vector.flat)),
         ("MIN_BLOCKS", _resident_blocks(tiling)),
         ("SHARED_BYTES", tiling.shared_bytes),
     )

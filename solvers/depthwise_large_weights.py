@@ -11,8 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from miofind.correlation import Axis, StagedColumns, ceil_div, forward_axes, round_up
+from miofind.correlation import Axis, ceil_div, forward_axes, round_up
 from miofind.device import Device, Library, Place
+from miofind.planes import PlaneVector, StagedColumns, gap_slots
 from miofind.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.solution import Config, ConfigValue, ConvSolution, KernelStep, Pointer, Region, Scalar, WorkspacePlan
 from miofind.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
@@ -37,7 +38,7 @@ class _Tiling:
         in_rows: inputs staged for them.
         columns: inputs staged for them.
         in_columns, out_columns: of a tile that are loaded.
-        in_vector, out_vector: elements loaded at once.
+        in_vector, out_vector: how elements are loaded.
         row_blocks, warp_rows: blocks that share the filter's rows, and rows of a warp.
         slot_blocks: blocks of 16 output rows, counted over images.
         diagonals: diagonals of 8 x 8 blocks of inputs and outputs that have a tap in common.
@@ -54,8 +55,8 @@ class _Tiling:
     columns: StagedColumns
     in_columns: int
     out_columns: int
-    in_vector: int
-    out_vector: int
+    in_vector: PlaneVector
+    out_vector: PlaneVector
     row_blocks: int
     warp_rows: int
     slot_blocks: int
@@ -77,9 +78,11 @@ class _Tiling:
         first_diagonal = max(1 - column_blocks, -((columns.left + 15) // 8))
         last_diagonal = min(2 * in_blocks - 2, (width.taps + 6 - columns.left) // 8)
         diagonals = last_diagonal - first_diagonal + 1
-        in_vector, out_vector = _vectors(problem, config, width)
+        tile_is_all = tile_h == height.outputs and tile_w >= width.outputs
+        all_staged = in_rows == height.size and columns.first == 0 and columns.count == width.size
+        in_vector = PlaneVector.of(problem.x, channels, whole=tile_is_all and all_staged)
         row_blocks = ceil_div(height.taps, warps * config["warp_rows"])
-        gap = 16 - math.gcd(8, images)
+        gap = gap_slots(images)
         staged = (gap + channels * (in_rows * images + gap)) * (16 * in_blocks + 8)
         staged += (gap + channels * (tile_h * images + gap)) * (round_up(tile_w, 16) + 8)
         channel_blocks = ceil_div(problem.c, channels)
@@ -90,10 +93,10 @@ class _Tiling:
             tile_w=tile_w,
             in_rows=in_rows,
             columns=columns,
-            in_columns=round_up(columns.count, 1 if problem.x.layout.channels_last else in_vector),
+            in_columns=columns.count if problem.x.layout.channels_last else round_up(columns.count, in_vector.columns),
             out_columns=min(tile_w, width.outputs),
             in_vector=in_vector,
-            out_vector=out_vector,
+            out_vector=PlaneVector.of(problem.y, channels, whole=tile_is_all),
             row_blocks=row_blocks,
             warp_rows=ceil_div(height.taps, warps * row_blocks),
             slot_blocks=ceil_div(tile_h * images, 16),
@@ -106,14 +109,6 @@ class _Tiling:
             blocks=channel_blocks * row_blocks * config["splits"],
             tiles=tiles,
         )
-
-
-def _vectors(problem: ProblemDescription, config: Config, width: Axis) -> tuple[int, int]:
-    """Elements of x and of dy loaded at once: neighbouring channels, or columns of whole rows."""
-    if problem.x.layout.channels_last:
-        vector = math.gcd(8, config["channels"], problem.c)
-        return vector, vector
-    return math.gcd(8, width.size), math.gcd(8, width.outputs)
 
 
 def _registers(tiling: _Tiling) -> int:
@@ -144,8 +139,10 @@ def _defines(problem: ProblemDescription, config: Config, tiling: _Tiling) -> tu
         ("IN_COLUMNS", tiling.in_columns),
         ("OUT_COLUMNS", tiling.out_columns),
         ("LEFT", tiling.columns.left),
-        ("IN_VECTOR", tiling.in_vector),
-        ("OUT_VECTOR", tiling.out_vector),
+        ("IN_VECTOR", tiling.in_vector.length),
+        ("IN_FLAT", int(tiling.in_vector.flat)),
+        ("OUT_VECTOR", tiling.out_vector.length),
+        ("OUT_FLAT", int(tiling.out_vector.flat)),
         ("MIN_BLOCKS", _resident_blocks(tiling)),
         ("SHARED_BYTES", tiling.shared_bytes),
         ("FINAL", int(config["splits"] == 1)),

@@ -7,20 +7,22 @@
 
 #include "common/tile.cuh"
 
-// Shape of staged planes. kVector neighbours in memory move at once: channels if kChannelsLast, else columns, in which
-// case kColumns, the tensor's width and every first column are multiples of it. kPitch elements lie between slots.
-// kGap slots of zeros lie around each channel's.
+// Shape of staged planes. kVector neighbours in memory move at once: channels if kChannelsLast; else columns, in which
+// case kColumns, the tensor's width and every first column are multiples of it; or, if kFlat, elements of the block's
+// channels, which then hold whole planes of the tensor. kPitch elements lie between slots. kGap slots of zeros lie
+// around each channel's.
 template <int kChannelCount, int kImageCount, int kRowCount, int kColumnCount, int kSlotPitch, int kGapSlots,
-          int kVectorLength, bool kChannelsAreLast>
+          int kVectorLength, bool kChannelsAreLast, bool kIsFlat>
 struct Planes {
   static constexpr int kChannels = kChannelCount, kImages = kImageCount, kRows = kRowCount, kColumns = kColumnCount;
   static constexpr int kPitch = kSlotPitch, kGap = kGapSlots, kVector = kVectorLength;
-  static constexpr bool kChannelsLast = kChannelsAreLast;
+  static constexpr bool kChannelsLast = kChannelsAreLast, kFlat = kIsFlat;
+  static constexpr int kRun = kChannelsLast ? kChannels : kFlat ? kChannels * kRows * kColumns : kColumns;
   static constexpr int kSlots = kRows * kImages, kPlane = (kSlots + kGap) * kPitch, kFirst = kGap * kPitch;
   static constexpr int kElements = kFirst + kChannels * kPlane;
   static constexpr int kVectors = kChannels * kSlots * kColumns / kVector;
   static_assert(kPitch % 8 == 0 && kPitch >= kColumns, "slots are whole 16-byte words");
-  static_assert((kChannelsLast ? kChannels : kColumns) % kVector == 0, "a vector lies within one run");
+  static_assert(kRun % kVector == 0 && !(kChannelsLast && kFlat), "a vector lies within one run");
 };
 
 // A tensor of images, contiguous in its layout, and the element of it that a block's planes start from. The first row
@@ -30,23 +32,33 @@ struct Images {
   int first_n, first_channel, first_row, first_column;
 };
 
-// Where a vector of planes is: its place in shared memory, and in the tensor, negative if outside.
+// Where a vector of planes is: its first element's place in shared memory, in the planes, and in the tensor, negative
+// if outside.
 struct VectorPlace {
-  int staged, offset;
+  int staged, row, column, offset;
 };
 
 template <typename Shape>
 __device__ __forceinline__ VectorPlace vector_place(const Images& images, int rank) {
-  constexpr int kChannelRuns = Shape::kChannelsLast ? Shape::kChannels / Shape::kVector : 1;
-  constexpr int kColumnRuns = Shape::kChannelsLast ? Shape::kColumns : Shape::kColumns / Shape::kVector;
-  int channel = rank % kChannelRuns * Shape::kVector;
-  rank /= kChannelRuns;
-  const int column = rank % kColumnRuns * (Shape::kChannelsLast ? 1 : Shape::kVector);
-  rank /= kColumnRuns;
-  const int row = rank % Shape::kRows;
-  rank /= Shape::kRows;
-  const int image = rank % Shape::kImages;
-  if (!Shape::kChannelsLast) channel = rank / Shape::kImages;
+  int channel = 0, column = 0, row = 0, image = 0;
+  if constexpr (Shape::kFlat) {
+    const int at = rank % (Shape::kRun / Shape::kVector) * Shape::kVector;
+    image = rank / (Shape::kRun / Shape::kVector);
+    column = at % Shape::kColumns;
+    row = at / Shape::kColumns % Shape::kRows;
+    channel = at / (Shape::kColumns * Shape::kRows);
+  } else {
+    constexpr int kChannelRuns = Shape::kChannelsLast ? Shape::kChannels / Shape::kVector : 1;
+    constexpr int kColumnRuns = Shape::kChannelsLast ? Shape::kColumns : Shape::kColumns / Shape::kVector;
+    channel = rank % kChannelRuns * Shape::kVector;
+    rank /= kChannelRuns;
+    column = rank % kColumnRuns * (Shape::kChannelsLast ? 1 : Shape::kVector);
+    rank /= kColumnRuns;
+    row = rank % Shape::kRows;
+    rank /= Shape::kRows;
+    image = rank % Shape::kImages;
+    if (!Shape::kChannelsLast) channel = rank / Shape::kImages;
+  }
   const int n = images.first_n + image, c = images.first_channel + channel;
   const int h = images.first_row + row, v = images.first_column + column;
   const bool inside = n < images.n && c < images.channels &&
@@ -55,7 +67,20 @@ __device__ __forceinline__ VectorPlace vector_place(const Images& images, int ra
   const int offset = Shape::kChannelsLast ? ((n * images.height + h) * images.width + v) * images.channels + c
                                           : ((n * images.channels + c) * images.height + h) * images.width + v;
   const int slot = row * Shape::kImages + image;
-  return {Shape::kFirst + channel * Shape::kPlane + slot * Shape::kPitch + column, inside ? offset : -1};
+  const int staged = Shape::kFirst + channel * Shape::kPlane + slot * Shape::kPitch + column;
+  return {staged, row, column, inside ? offset : -1};
+}
+
+// Goes on to the vector's next element in shared memory.
+template <typename Shape>
+__device__ __forceinline__ void advance(VectorPlace& place) {
+  place.staged += Shape::kChannelsLast ? Shape::kPlane : 1;
+  if (!Shape::kFlat || ++place.column < Shape::kColumns) return;
+  place.column = 0;
+  place.staged += Shape::kImages * Shape::kPitch - Shape::kColumns;
+  if (++place.row < Shape::kRows) return;
+  place.row = 0;
+  place.staged += Shape::kPlane - Shape::kSlots * Shape::kPitch;
 }
 
 constexpr int largest_power_dividing(int columns) {
@@ -79,12 +104,13 @@ __device__ __forceinline__ void clear_margins(T* planes) {
   }
 }
 
-// Starts to fill the planes, and zeroes what lies beside them up to column kWidth; all kThreads threads take part.
+// Starts to fill the planes, and zeroes what lies beside them up to column kWidth; all kThreads threads take part, with
+// kInFlight vectors of each under way where they pass through registers.
 // Complete after wait_for_copies<0>() and a barrier.
-template <typename Shape, int kThreads, int kWidth, typename T>
+template <typename Shape, int kThreads, int kWidth, int kInFlight, typename T>
 __device__ __forceinline__ void load_planes(T* planes, const T* tensor, const Images& images) {
   constexpr int kVector = Shape::kVector;
-  if constexpr (!Shape::kChannelsLast && kVector > 1) {
+  if constexpr (!Shape::kChannelsLast && !Shape::kFlat && kVector > 1) {
 #pragma unroll 2
     for (int rank = threadIdx.x; rank < Shape::kVectors; rank += kThreads) {
       const VectorPlace place = vector_place<Shape>(images, rank);
@@ -96,7 +122,6 @@ __device__ __forceinline__ void load_planes(T* planes, const T* tensor, const Im
     return;
   }
   clear_margins<Shape, kThreads, kWidth>(planes);
-  constexpr int kInFlight = 8, kStep = Shape::kChannelsLast ? Shape::kPlane : 1;
   for (int first = threadIdx.x; first < Shape::kVectors; first += kInFlight * kThreads) {
     // Loads know no condition, so that all are under way before the first is waited for.
     Vector<T, kVector> values[kInFlight];
@@ -109,9 +134,9 @@ __device__ __forceinline__ void load_planes(T* planes, const T* tensor, const Im
 #pragma unroll
     for (int i = 0; i < kInFlight; ++i) {
       if (first + i * kThreads >= Shape::kVectors) break;
-      T* const to = planes + places[i].staged;
 #pragma unroll
-      for (int k = 0; k < kVector; ++k) to[k * kStep] = places[i].offset >= 0 ? values[i].at[k] : convert<T>(0.0f);
+      for (int k = 0; k < kVector; ++k, advance<Shape>(places[i]))
+        planes[places[i].staged] = places[i].offset >= 0 ? values[i].at[k] : convert<T>(0.0f);
     }
   }
 }
@@ -120,14 +145,13 @@ __device__ __forceinline__ void load_planes(T* planes, const T* tensor, const Im
 template <typename Shape, int kThreads, typename T>
 __device__ __forceinline__ void store_planes(T* tensor, const T* planes, const Images& images) {
   constexpr int kVector = Shape::kVector;
-  constexpr int kStep = Shape::kChannelsLast ? Shape::kPlane : 1;
 #pragma unroll 2
   for (int rank = threadIdx.x; rank < Shape::kVectors; rank += kThreads) {
-    const VectorPlace place = vector_place<Shape>(images, rank);
+    VectorPlace place = vector_place<Shape>(images, rank);
     if (place.offset < 0) continue;
     Vector<T, kVector> values;
 #pragma unroll
-    for (int k = 0; k < kVector; ++k) values.at[k] = planes[place.staged + k * kStep];
+    for (int k = 0; k < kVector; ++k, advance<Shape>(place)) values.at[k] = planes[place.staged];
     *reinterpret_cast<Vector<T, kVector>*>(tensor + place.offset) = values;
   }
 }
