@@ -4,14 +4,18 @@
 // row, image) and inputs are shifted by y - pad_h rows. Its element (k, j) belongs to tap k - j + LEFT, so that blocks
 // on one diagonal share their sums; the diagonals of a block are added at the end.
 // A block goes through its share of the tiles (IMAGES images, TILE_H x TILE_W outputs) for CHANNELS channels and
-// WARPS x WARP_ROWS filter rows, WARP_ROWS a warp. depthwise_large_weights_finish adds the shares where there are more
-// than one, in a fixed order; with FINAL there is one, which rounds its own. Sums are float32.
+// WARPS x WARP_ROWS filter rows, WARP_ROWS a warp; or, where its share is one tile, PASSES times for as many rows each.
+// depthwise_large_weights_finish adds the shares where there are more than one, in a fixed order; with FINAL there is
+// one, which rounds its own. Sums are float32.
 // Grid: one dimension, channels innermost, then filter rows, shares.
 #include "common/mma.cuh"
 #include "common/planes.cuh"
 
 #if !defined(ELEMENT) || !defined(TILE_H) || !defined(TILE_W) || !defined(IMAGES) || !defined(CHANNELS)
 #error "define ELEMENT, TILE_H, TILE_W, IMAGES and CHANNELS"
+#endif
+#if !defined(PASSES)
+#error "define PASSES"
 #endif
 #if !defined(WARPS) || !defined(WARP_ROWS) || !defined(FILTER_Y) || !defined(FILTER_X) || !defined(CHANNELS_LAST)
 #error "define WARPS, WARP_ROWS, FILTER_Y, FILTER_X and CHANNELS_LAST"
@@ -26,7 +30,7 @@
 
 constexpr int kImages = IMAGES, kChannels = CHANNELS, kWarps = WARPS, kThreads = 32 * kChannels * kWarps;
 constexpr int kFilterY = FILTER_Y, kFilterX = FILTER_X, kTileH = TILE_H, kTileW = TILE_W;
-constexpr int kWarpRows = WARP_ROWS, kBlockRows = kWarps * kWarpRows;
+constexpr int kWarpRows = WARP_ROWS, kPassRows = kWarps * kWarpRows, kPasses = PASSES;
 static_assert(kTileW % 8 == 0, "the tensor cores compute 8 columns at once");
 static_assert(kThreads <= 1024, "a block has at most 1024 threads");
 // Loads of a thread under way at once: as many as its registers allow.
@@ -52,10 +56,11 @@ constexpr int kLastDiagonal = -maximum(2 - 2 * kInBlocks, -floor_div(kFilterX + 
 constexpr int kDiagonals = kLastDiagonal - kFirstDiagonal + 1;
 static_assert(kDiagonals > 0, "some output meets some input");
 
-// A warp's blocks of sums of one filter row, in shared memory at the end: neighbours on a diagonal in different banks.
+// A warp's blocks of sums of one filter row, in shared memory at the end, over planes that no pass needs any more:
+// neighbours on a diagonal in different banks.
 constexpr int kSumPitch = 9, kSumBlock = 16 * kSumPitch, kSumFloats = kDiagonals * kSumBlock;
-constexpr int kStagedBytes = 2 * (In::kElements + Out::kElements);
-static_assert(SHARED_BYTES == maximum(kStagedBytes, 4 * kChannels * kWarps * kSumFloats),
+constexpr int kStagedBytes = 2 * (In::kElements + Out::kElements), kSumsAt = kPasses > 1 ? kStagedBytes : 0;
+static_assert(SHARED_BYTES == maximum(kStagedBytes, kSumsAt + 4 * kChannels * kWarps * kSumFloats),
               "the host and the kernel agree on shared memory");
 
 #if FINAL
@@ -124,7 +129,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
                             int n, int channels, int in_height, int in_width, int out_height, int out_width, int pad_h,
                             int first_column, int splits) {
   extern __shared__ __align__(16) ELEMENT staged[];
-  const int channel_tiles = ceil_div(channels, kChannels), row_blocks = ceil_div(kFilterY, kBlockRows);
+  const int channel_tiles = ceil_div(channels, kChannels), row_blocks = ceil_div(kFilterY, kPassRows * kPasses);
   const int first_channel = blockIdx.x % channel_tiles * kChannels, rest = blockIdx.x / channel_tiles;
   const int split = rest / row_blocks;
   const int column_tiles = ceil_div(out_width, kTileW), row_tiles = ceil_div(out_height, kTileH);
@@ -132,35 +137,40 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
 
   // A warp's filter rows are kWarps apart, so that all warps meet as much padding.
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32, channel = warp / kWarps;
-  const int first_y = rest % row_blocks * kBlockRows + warp % kWarps;
+  const int block_y = rest % row_blocks * kPassRows * kPasses + warp % kWarps;
   const unsigned base = static_cast<unsigned>(__cvta_generic_to_shared(staged));
   const int in_slot = lane / 16 * 8 + lane % 8, out_slot = lane % 16;
   const unsigned in_slots = base + 2 * (In::kFirst + channel * In::kPlane + in_slot * kInPitch + lane / 8 % 2 * 8);
   const unsigned out_slots =
       base + 2 * (In::kElements + Out::kFirst + channel * Out::kPlane + out_slot * kOutPitch + lane / 16 * 8);
 
-  float sums[kWarpRows][kDiagonals][4] = {};
+  float* const mine = reinterpret_cast<float*>(staged) + kSumsAt / 4 + warp * kSumFloats;
+  const int filter = split * channels + first_channel + channel;
 #pragma unroll 1
-  for (int tile = split; tile < tiles; tile += splits) {
-    const int column = tile % column_tiles * kTileW, row = tile / column_tiles % row_tiles * kTileH;
-    const int image = tile / column_tiles / row_tiles * kImages, in_row = max(0, row - pad_h);
-    load_planes<In, kThreads, 16 * kInBlocks, kInFlight>(
-        staged, in, {n, channels, in_height, in_width, image, first_channel, in_row, column + first_column});
-    load_planes<Out, kThreads, kTileW, kInFlight>(
-        staged + In::kElements, dy, {n, channels, out_height, out_width, image, first_channel, row, column});
-    wait_for_copies<0>();
-    __syncthreads();  // the planes have arrived
-    add_tile(sums, in_slots, out_slots, (row - pad_h + first_y - in_row) * kImages);
-    __syncthreads();  // every warp has read the planes before others overwrite them
-  }
-
-  float* const mine = reinterpret_cast<float*>(staged) + warp * kSumFloats;
-  if (first_channel + channel >= channels) return;
+  for (int pass = 0; pass < kPasses; ++pass) {
+    const int first_y = block_y + pass * kPassRows;
+    float sums[kWarpRows][kDiagonals][4] = {};
+#pragma unroll 1
+    for (int tile = split; tile < tiles; tile += splits) {
+      const int column = tile % column_tiles * kTileW, row = tile / column_tiles % row_tiles * kTileH;
+      const int image = tile / column_tiles / row_tiles * kImages, in_row = max(0, row - pad_h);
+      if (pass == 0) {
+        load_planes<In, kThreads, 16 * kInBlocks, kInFlight>(
+            staged, in, {n, channels, in_height, in_width, image, first_channel, in_row, column + first_column});
+        load_planes<Out, kThreads, kTileW, kInFlight>(
+            staged + In::kElements, dy, {n, channels, out_height, out_width, image, first_channel, row, column});
+        wait_for_copies<0>();
+        __syncthreads();  // the planes have arrived
+      }
+      add_tile(sums, in_slots, out_slots, (row - pad_h + first_y - in_row) * kImages);
+      if (kPasses == 1) __syncthreads();  // every warp has read the planes before others overwrite them
+    }
 #pragma unroll
-  for (int r = 0; r < kWarpRows; ++r) {
-    const int y = first_y + r * kWarps;
-    if (y >= kFilterY) return;
-    store_row(out + ((split * channels + first_channel + channel) * kFilterY + y) * kFilterX, mine, sums[r]);
+    for (int r = 0; r < kWarpRows; ++r) {
+      const int y = first_y + r * kWarps;
+      if (y < kFilterY && first_channel + channel < channels)
+        store_row(out + (filter * kFilterY + y) * kFilterX, mine, sums[r]);
+    }
   }
 }
 

@@ -39,7 +39,7 @@ class _Tiling:
         columns: inputs staged for them.
         in_columns, out_columns: of a tile that are loaded.
         in_vector, out_vector: how elements are loaded.
-        row_blocks, warp_rows: blocks that share the filter's rows, and rows of a warp.
+        row_groups, warp_rows: blocks or passes of a block that share the filter's rows, and rows of a warp.
         slot_blocks: blocks of 16 output rows, counted over images.
         diagonals: diagonals of 8 x 8 blocks of inputs and outputs that have a tap in common.
         products: pairs of a block of input and one of output columns that have a tap in common.
@@ -57,7 +57,7 @@ class _Tiling:
     out_columns: int
     in_vector: PlaneVector
     out_vector: PlaneVector
-    row_blocks: int
+    row_groups: int
     warp_rows: int
     slot_blocks: int
     diagonals: int
@@ -71,7 +71,7 @@ class _Tiling:
     def of(problem: ProblemDescription, config: Config) -> _Tiling:
         height, width = forward_axes(problem)
         channels, images, warps = config["channels"], config["images"], config["warps"]
-        tile_h, tile_w = min(config["tile_h"], height.outputs), min(config["tile_w"], round_up(width.outputs, 8))
+        tile_h, tile_w = min(config["tile"], height.outputs), min(max(16, config["tile"]), round_up(width.outputs, 8))
         in_rows = min(height.size, tile_h + height.taps - 1)
         columns = StagedColumns.of(width, tile_w)
         column_blocks, in_blocks = tile_w // 8, ceil_div(columns.count, 16)
@@ -81,7 +81,7 @@ class _Tiling:
         tile_is_all = tile_h == height.outputs and tile_w >= width.outputs
         all_staged = in_rows == height.size and columns.first == 0 and columns.count == width.size
         in_vector = PlaneVector.of(problem.x, channels, whole=tile_is_all and all_staged)
-        row_blocks = ceil_div(height.taps, warps * config["warp_rows"])
+        row_groups = ceil_div(height.taps, warps * config["warp_rows"])
         gap = gap_slots(images)
         staged = (gap + channels * (in_rows * images + gap)) * (16 * in_blocks + 8)
         staged += (gap + channels * (tile_h * images + gap)) * (round_up(tile_w, 16) + 8)
@@ -97,16 +97,18 @@ class _Tiling:
             out_columns=min(tile_w, width.outputs),
             in_vector=in_vector,
             out_vector=PlaneVector.of(problem.y, channels, whole=tile_is_all),
-            row_blocks=row_blocks,
-            warp_rows=ceil_div(height.taps, warps * row_blocks),
+            row_groups=row_groups,
+            warp_rows=ceil_div(height.taps, warps * row_groups),
             slot_blocks=ceil_div(tile_h * images, 16),
             diagonals=diagonals,
             products=sum(
                 first_diagonal <= 2 * k - j <= last_diagonal for k in range(in_blocks) for j in range(column_blocks)
             ),
             threads=32 * channels * warps,
-            shared_bytes=max(2 * staged, 4 * channels * warps * diagonals * 16 * 9),
-            blocks=channel_blocks * row_blocks * config["splits"],
+            shared_bytes=max(
+                2 * staged, 2 * staged * config["whole_filter"] + 4 * channels * warps * diagonals * 16 * 9
+            ),
+            blocks=channel_blocks * (1 if config["whole_filter"] else row_groups) * config["splits"],
             tiles=tiles,
         )
 
@@ -132,6 +134,7 @@ def _defines(problem: ProblemDescription, config: Config, tiling: _Tiling) -> tu
         ("TILE_W", tiling.tile_w),
         *((name.upper(), config[name]) for name in ("images", "channels", "warps")),
         ("WARP_ROWS", tiling.warp_rows),
+        ("PASSES", tiling.row_groups if config["whole_filter"] else 1),
         ("FILTER_Y", height.taps),
         ("FILTER_X", width.taps),
         ("CHANNELS_LAST", int(problem.x.layout.channels_last)),
@@ -182,26 +185,31 @@ def _finish_step(problem: ProblemDescription, config: Config, tiling: _Tiling) -
     )
 
 
-# Cycles on an H200 of a product of fragments and of a read of 512 bytes of shared memory, for a whole multiprocessor.
-_PRODUCT = 1.7
-_READ = 4.5
-# Cycles that a warp waits for a block of slots, a block for a tile, and a launch.
-_SLOT_LATENCY = 80
+# Cycles of a multiprocessor for a product of fragments, for a read of 512 bytes of shared memory, and to move a vector:
+# channels-last ones lie in memory sectors of their own. Cycles that a warp waits for a block of slots and for a
+# product, and a block for a tile. Fitted to 350 measurements on an H200.
+_PRODUCT = 1.4
+_READ = 3.5
+_VECTOR, _CHANNELS_VECTOR = 0.4, 2.4
+_SLOT_LATENCY, _PRODUCT_LATENCY = 60, 5
 _TILE_LATENCY = 3000
-_LAUNCH_MS = 0.002
+_LAUNCH_MS = 0.003
 
 
 def _busy_ms(problem: ProblemDescription, config: Config, device: Device) -> float:
     """Milliseconds of the multiprocessors, device memory aside."""
     tiling = _Tiling.of(problem, config)
-    height = tiling.axes[0]
+    height, passes = tiling.axes[0], tiling.row_groups if config["whole_filter"] else 1
     share = min(1.0, height.size / (height.size + height.taps / 4) + 8 / tiling.in_rows)
-    in_blocks = ceil_div(tiling.columns.count, 16)
-    row = share * (tiling.products * _PRODUCT + in_blocks * _READ)
+    row = share * (tiling.products * _PRODUCT + ceil_div(tiling.columns.count, 16) * _READ)
     slot = config["warps"] * (tiling.warp_rows * row + tiling.tile_w / 16 * _READ)
-    staged = (tiling.in_rows * tiling.in_columns + tiling.tile_h * tiling.tile_w) * config["images"] / 16
-    busy = config["channels"] * (tiling.slot_blocks * slot + staged)
-    alone = _TILE_LATENCY + tiling.slot_blocks * (_SLOT_LATENCY + tiling.warp_rows * share * tiling.products * 8)
+    vectors = tiling.in_rows * tiling.in_columns / tiling.in_vector.length
+    vectors += tiling.tile_h * tiling.out_columns / tiling.out_vector.length
+    cost = _CHANNELS_VECTOR if problem.x.layout.channels_last else _VECTOR
+    moved = config["channels"] * config["images"] * vectors * cost
+    busy = moved + config["channels"] * passes * tiling.slot_blocks * slot
+    waits = _SLOT_LATENCY + tiling.warp_rows * share * tiling.products * _PRODUCT_LATENCY
+    alone = _TILE_LATENCY + moved + passes * tiling.slot_blocks * waits
     turns = ceil_div(tiling.tiles, config["splits"])
     full, rest = divmod(tiling.blocks, device.sm_count * _resident_blocks(tiling))
     cycles = full * max(_resident_blocks(tiling) * busy, alone)
@@ -210,29 +218,46 @@ def _busy_ms(problem: ProblemDescription, config: Config, device: Device) -> flo
     return float(1e3 * turns * cycles / device.clock_hz)
 
 
-def _config(tile: int, images: int, channels: int, warps: int, warp_rows: int, splits: int) -> Config:
-    names = ("tile_h", "tile_w", "images", "channels", "warps", "warp_rows", "splits")
-    return Config(dict(zip(names, (tile, max(16, tile), images, channels, warps, warp_rows, splits), strict=True)))
+def _config(
+    *, tile: int, images: int, channels: int, warps: int, warp_rows: int, splits: int = 1, whole_filter: bool = False
+) -> Config:
+    return Config.of(
+        tile=tile,
+        images=images,
+        channels=channels,
+        warps=warps,
+        warp_rows=warp_rows,
+        whole_filter=whole_filter,
+        splits=splits,
+    )
 
 
 # What default_configs ranks by estimate; the last is valid for every applicable problem.
 _SHORT_LIST = (
     *(
-        _config(tile, images, channels, warps, warp_rows, splits)
+        _config(tile=tile, images=images, channels=channels, warps=warps, warp_rows=rows, splits=splits)
         for tile in (8, 16, 32, 64)
-        for images, channels in ((8, 1), (4, 1), (4, 2), (8, 4), (2, 8), (1, 8))
-        for warps, warp_rows in ((4, 4), (4, 8), (8, 4), (2, 8))
+        for images, channels in ((8, 1), (4, 1), (1, 1), (8, 4), (8, 8), (4, 8))
+        for warps, rows in ((8, 2), (8, 4), (4, 8), (2, 8))
+        for splits in (1, 4)
+    ),
+    *(
+        _config(tile=tile, images=images, channels=8, warps=warps, warp_rows=rows, splits=splits, whole_filter=True)
+        for tile in (16, 32, 64)
+        for images in (1, 2, 4)
+        for warps, rows in ((1, 4), (2, 2), (2, 4), (2, 8))
         for splits in (1, 2, 4, 8)
     ),
-    _config(8, 1, 1, 1, 1, 1),
+    _config(tile=8, images=1, channels=1, warps=1, warp_rows=1),
 )
 
 
 class ConvDepthwiseLargeWeights(Solver):
     """Backward weights of depthwise convolutions: products of input and gradient rows, added along diagonals.
 
-    Configuration: a block computes `channels` filters from `tile_h` x `tile_w` outputs of `images` images at a time;
-    `warps` warps share a filter, each up to `warp_rows` rows of it; the tiles are dealt to `splits` blocks.
+    Configuration: a block computes `channels` filters from `tile` x `tile` outputs (16 columns at least) of `images`
+    images at a time; `warps` warps share a filter, each up to `warp_rows` rows of it, and other blocks do the rest, or
+    with `whole_filter` the same block again; the tiles are dealt to `splits` blocks.
     """
 
     id = "ConvDepthwiseLargeWeights"
@@ -248,13 +273,13 @@ class ConvDepthwiseLargeWeights(Solver):
     )
     alignment_bytes = 16
     parameters: ClassVar[Mapping[str, Sequence[ConfigValue]]] = {
-        "tile_h": (8, 16, 32, 64),
-        "tile_w": (16, 32, 64),
+        "tile": (8, 16, 32, 64),
         "images": (1, 2, 4, 8),
         "channels": (1, 2, 4, 8),
         "warps": (1, 2, 4, 8),
         "warp_rows": (1, 2, 4, 8),
-        "splits": (1, 2, 4, 8, 16),
+        "whole_filter": (False, True),
+        "splits": (1, 2, 4, 8),
     }
     sources = ("depthwise_large_weights.cu",)
 
@@ -302,13 +327,15 @@ class ConvDepthwiseLargeWeights(Solver):
         height, width = forward_axes(problem)
         if config["images"] >= 2 * problem.n or config["channels"] >= 2 * problem.c:
             return False
-        if config["tile_h"] >= 2 * max(8, height.outputs) or config["tile_w"] >= 2 * max(16, width.outputs):
+        if config["tile"] >= 2 * max(8, height.outputs, width.outputs):
             return False
         if config["warps"] > height.taps or config["warp_rows"] >= 2 * ceil_div(height.taps, config["warps"]):
             return False
         if config["splits"] > 1 and 4 * config["splits"] * problem.w.size > _MAX_WORKSPACE_BYTES:
             return False
         tiling = _Tiling.of(problem, config)
+        if config["whole_filter"] and (tiling.row_groups == 1 or config["splits"] != tiling.tiles):
+            return False
         if config["splits"] > tiling.tiles or 4 * tiling.warp_rows * tiling.diagonals > _MAX_SUMS:
             return False
         if tiling.threads > 1024 or _registers(tiling) * tiling.threads > 65536:
@@ -319,7 +346,7 @@ class ConvDepthwiseLargeWeights(Solver):
     def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
         valid = [config for config in _SHORT_LIST if self.is_valid_config(problem, device, config)]
         ranked = sorted(valid, key=lambda config: self.estimate_ms(problem, device, config))
-        return tuple(ranked[:6])
+        return tuple(ranked[:8])
 
     def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
         partial_bytes = 8 * config["splits"] * problem.w.size if config["splits"] > 1 else 0
