@@ -7,7 +7,6 @@
 // Toeplitz fragments depend on k - j alone; those that are zero all over are skipped, as are rows of padding.
 // Backward data: in is dy, and the filter is read backwards (FLIPPED). Sums are float32.
 // Grid: one dimension, channels innermost, then column tiles, row tiles, images.
-// Source of the method: the banded-matrix form of convolution, as for RepLKNet (Ding et al., CVPR 2022).
 #include "common/mma.cuh"
 #include "common/planes.cuh"
 
