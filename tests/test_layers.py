@@ -28,7 +28,7 @@ LAYERS = (
     ("compiler",),
     ("solvers",),
     ("solver", "options"),
-    ("candidate", "reference", "geometry", "correlation", "tile_cost", "environment", "libraries"),
+    ("candidate", "reference", "geometry", "correlation", "planes", "tile_cost", "environment", "libraries"),
     ("solution",),
     ("suites", "driver_line", "driver_flags"),
     ("device", "device_memory"),

@@ -23,6 +23,7 @@ pytestmark = pytest.mark.gpu
 GUARD = 1024
 POISON = 0xFF
 SOLVERS = ("ConvDirectNaive", "ConvDirectTiled", "ConvDirectTiledWeights")
+TENSOR_CORE_SOLVERS = ("ConvDepthwiseLarge", "ConvDepthwiseLargeWeights")
 SHAPES: dict[str, dict[str, Any]] = {
     "3x3": {"x": (4, 64, 28, 28), "w": (64, 64, 3, 3), "padding": 1},
     "odd": {"x": (2, 19, 17, 15), "w": (37, 19, 3, 3), "padding": ((1, 0), (2, 1))},
@@ -35,6 +36,10 @@ SHAPES: dict[str, dict[str, Any]] = {
     "depthwise": {"x": (2, 40, 23, 20), "w": (40, 1, 3, 3), "padding": 1, "groups": 40},
     "depthwise_stride": {"x": (2, 32, 15, 17), "w": (64, 1, 5, 5), "padding": 2, "stride": 2, "groups": 32},
     "depthwise_large": {"x": (1, 8, 32, 32), "w": (8, 1, 31, 31), "padding": 15, "groups": 8},
+    "depthwise_short_rows": {"x": (9, 12, 7, 7), "w": (12, 1, 13, 13), "padding": 6, "groups": 12},
+    "depthwise_uneven": {"x": (3, 10, 33, 75), "w": (10, 1, 9, 21), "padding": ((2, 7), (20, 1)), "groups": 10},
+    "depthwise_beyond_the_filter": {"x": (2, 8, 9, 6), "w": (8, 1, 5, 7), "padding": ((9, 0), (1, 12)), "groups": 8},
+    "depthwise_1d": {"x": (2, 6, 200), "w": (6, 1, 31), "padding": 15, "groups": 6},
     "groups": {"x": (2, 32, 14, 13), "w": (64, 4, 3, 3), "padding": 1, "groups": 8},
     "dilated": {"x": (1, 16, 33, 33), "w": (16, 16, 3, 3), "padding": 12, "dilation": 12},
     "padding_beyond_the_filter": {"x": (1, 5, 6, 7), "w": (3, 5, 2, 2), "padding": 5, "stride": 2},
@@ -170,6 +175,21 @@ def test_other_dtypes_are_exact(
         pytest.skip(answer.reason)
     for config in spread(solver, problem, device, 2):
         check(problem, solver, config, device, compiler)
+
+
+@pytest.mark.parametrize("channels_last", [False, True], ids=["channels_first", "channels_last"])
+@pytest.mark.parametrize("direction", list(Direction))
+@pytest.mark.parametrize("dtype", [DataType.FLOAT16, DataType.BFLOAT16])
+@pytest.mark.parametrize("shape", [name for name in SHAPES if name.startswith("depthwise_")])
+def test_depthwise_on_tensor_cores_is_exact(
+    shape: str, dtype: DataType, direction: Direction, channels_last: bool, device: Device, compiler: Compiler
+) -> None:
+    problem = make(shape, channels_last, direction=direction, dtype=dtype)
+    for solver in map(solver_by_id, TENSOR_CORE_SOLVERS):
+        if not solver.applicability(problem, device):
+            continue
+        for config in spread(solver, problem, device, 6):
+            check(problem, solver, config, device, compiler)
 
 
 @pytest.mark.parametrize("direction", list(Direction))

@@ -1,0 +1,157 @@
+// Planes of images in shared memory, in their own 16-bit type: [channel][row][image][column], whatever the tensor's
+// layout, so that the same row of a block's images is one run of slots that matrix instructions read as rows.
+//
+// A slot is one row of one image; channels can have slots of zeros between them, before the first and after the last.
+// Channels-last tensors are transposed on the way, 16 bytes of channels at a time.
+#pragma once
+
+#include "common/tile.cuh"
+
+// Shape of staged planes. kVector neighbours in memory move at once: channels if kChannelsLast; else columns, in which
+// case kColumns, the tensor's width and every first column are multiples of it; or, if kFlat, elements of the block's
+// channels, which then hold whole planes of the tensor. kPitch elements lie between slots. kGap slots of zeros lie
+// around each channel's.
+template <int kChannelCount, int kImageCount, int kRowCount, int kColumnCount, int kSlotPitch, int kGapSlots,
+          int kVectorLength, bool kChannelsAreLast, bool kIsFlat>
+struct Planes {
+  static constexpr int kChannels = kChannelCount, kImages = kImageCount, kRows = kRowCount, kColumns = kColumnCount;
+  static constexpr int kPitch = kSlotPitch, kGap = kGapSlots, kVector = kVectorLength;
+  static constexpr bool kChannelsLast = kChannelsAreLast, kFlat = kIsFlat;
+  static constexpr int kRun = kChannelsLast ? kChannels : kFlat ? kChannels * kRows * kColumns : kColumns;
+  static constexpr int kSlots = kRows * kImages, kPlane = (kSlots + kGap) * kPitch, kFirst = kGap * kPitch;
+  static constexpr int kElements = kFirst + kChannels * kPlane;
+  static constexpr int kVectors = kChannels * kSlots * kColumns / kVector;
+  static_assert(kPitch % 8 == 0 && kPitch >= kColumns, "slots are whole 16-byte words");
+  static_assert(kRun % kVector == 0 && !(kChannelsLast && kFlat), "a vector lies within one run");
+};
+
+// A tensor of images, contiguous in its layout, and the element of it that a block's planes start from. The first row
+// and column may be negative; what lies outside reads as zero and is not written.
+struct Images {
+  int n, channels, height, width;
+  int first_n, first_channel, first_row, first_column;
+};
+
+// Where a vector of planes is: its first element's place in shared memory, in the planes, and in the tensor, negative
+// if outside.
+struct VectorPlace {
+  int staged, row, column, offset;
+};
+
+template <typename Shape>
+__device__ __forceinline__ VectorPlace vector_place(const Images& images, int rank) {
+  int channel = 0, column = 0, row = 0, image = 0;
+  if constexpr (Shape::kFlat) {
+    const int at = rank % (Shape::kRun / Shape::kVector) * Shape::kVector;
+    image = rank / (Shape::kRun / Shape::kVector);
+    column = at % Shape::kColumns;
+    row = at / Shape::kColumns % Shape::kRows;
+    channel = at / (Shape::kColumns * Shape::kRows);
+  } else {
+    constexpr int kChannelRuns = Shape::kChannelsLast ? Shape::kChannels / Shape::kVector : 1;
+    constexpr int kColumnRuns = Shape::kChannelsLast ? Shape::kColumns : Shape::kColumns / Shape::kVector;
+    channel = rank % kChannelRuns * Shape::kVector;
+    rank /= kChannelRuns;
+    column = rank % kColumnRuns * (Shape::kChannelsLast ? 1 : Shape::kVector);
+    rank /= kColumnRuns;
+    row = rank % Shape::kRows;
+    rank /= Shape::kRows;
+    image = rank % Shape::kImages;
+    if (!Shape::kChannelsLast) channel = rank / Shape::kImages;
+  }
+  const int n = images.first_n + image, c = images.first_channel + channel;
+  const int h = images.first_row + row, v = images.first_column + column;
+  const bool inside = n < images.n && c < images.channels &&
+                      static_cast<unsigned>(h) < static_cast<unsigned>(images.height) &&
+                      static_cast<unsigned>(v) < static_cast<unsigned>(images.width);
+  const int offset = Shape::kChannelsLast ? ((n * images.height + h) * images.width + v) * images.channels + c
+                                          : ((n * images.channels + c) * images.height + h) * images.width + v;
+  const int slot = row * Shape::kImages + image;
+  const int staged = Shape::kFirst + channel * Shape::kPlane + slot * Shape::kPitch + column;
+  return {staged, row, column, inside ? offset : -1};
+}
+
+// Goes on to the vector's next element in shared memory.
+template <typename Shape>
+__device__ __forceinline__ void advance(VectorPlace& place) {
+  place.staged += Shape::kChannelsLast ? Shape::kPlane : 1;
+  if (!Shape::kFlat || ++place.column < Shape::kColumns) return;
+  place.column = 0;
+  place.staged += Shape::kImages * Shape::kPitch - Shape::kColumns;
+  if (++place.row < Shape::kRows) return;
+  place.row = 0;
+  place.staged += Shape::kPlane - Shape::kSlots * Shape::kPitch;
+}
+
+constexpr int largest_power_dividing(int columns) {
+  return columns % 8 == 0 ? 8 : columns % 4 == 0 ? 4 : columns % 2 == 0 ? 2 : 1;
+}
+
+// Zeroes the gaps between channels, and columns from kColumns to kWidth of all slots.
+template <typename Shape, int kThreads, int kWidth, typename T>
+__device__ __forceinline__ void clear_margins(T* planes) {
+  constexpr int kGapRuns = Shape::kFirst / 8;
+  for (int i = threadIdx.x; i < (Shape::kChannels + 1) * kGapRuns; i += kThreads) {
+    const int at = kGapRuns == 0 ? 0 : i / maximum(1, kGapRuns) * Shape::kPlane + i % maximum(1, kGapRuns) * 8;
+    *reinterpret_cast<Vector<T, 8>*>(planes + at) = {};
+  }
+  constexpr int kVector = largest_power_dividing(Shape::kColumns), kRuns = (kWidth - Shape::kColumns) / kVector;
+  static_assert(kWidth % 8 == 0 && kWidth <= Shape::kPitch, "whole 16-byte words are cleared");
+  for (int i = threadIdx.x; i < Shape::kChannels * Shape::kSlots * kRuns; i += kThreads) {
+    const int slot = i / maximum(1, kRuns), channel = slot / Shape::kSlots;
+    const int at = Shape::kFirst + (slot + channel * Shape::kGap) * Shape::kPitch + Shape::kColumns;
+    *reinterpret_cast<Vector<T, kVector>*>(planes + at + i % maximum(1, kRuns) * kVector) = {};
+  }
+}
+
+// Starts to fill the planes, and zeroes what lies beside them up to column kWidth; all kThreads threads take part, with
+// kInFlight vectors of each under way where they pass through registers.
+// Complete after wait_for_copies<0>() and a barrier.
+template <typename Shape, int kThreads, int kWidth, int kInFlight, typename T>
+__device__ __forceinline__ void load_planes(T* planes, const T* tensor, const Images& images) {
+  constexpr int kVector = Shape::kVector;
+  if constexpr (!Shape::kChannelsLast && !Shape::kFlat && kVector > 1) {
+#pragma unroll 2
+    for (int rank = threadIdx.x; rank < Shape::kVectors; rank += kThreads) {
+      const VectorPlace place = vector_place<Shape>(images, rank);
+      copy_async<kVector / 2>(reinterpret_cast<float*>(planes + place.staged),
+                              reinterpret_cast<const float*>(tensor + max(place.offset, 0)), place.offset >= 0);
+    }
+    commit_copies();
+    clear_margins<Shape, kThreads, kWidth>(planes);
+    return;
+  }
+  clear_margins<Shape, kThreads, kWidth>(planes);
+  for (int first = threadIdx.x; first < Shape::kVectors; first += kInFlight * kThreads) {
+    // Loads know no condition, so that all are under way before the first is waited for.
+    Vector<T, kVector> values[kInFlight];
+    VectorPlace places[kInFlight];
+#pragma unroll
+    for (int i = 0; i < kInFlight; ++i) {
+      places[i] = vector_place<Shape>(images, min(first + i * kThreads, Shape::kVectors - 1));
+      values[i] = *reinterpret_cast<const Vector<T, kVector>*>(tensor + max(places[i].offset, 0));
+    }
+#pragma unroll
+    for (int i = 0; i < kInFlight; ++i) {
+      if (first + i * kThreads >= Shape::kVectors) break;
+#pragma unroll
+      for (int k = 0; k < kVector; ++k, advance<Shape>(places[i]))
+        planes[places[i].staged] = places[i].offset >= 0 ? values[i].at[k] : convert<T>(0.0f);
+    }
+  }
+}
+
+// Writes planes to the tensor; all kThreads threads take part.
+template <typename Shape, int kThreads, typename T>
+__device__ __forceinline__ void store_planes(T* tensor, const T* planes, const Images& images) {
+  constexpr int kVector = Shape::kVector;
+#pragma unroll 2
+  for (int rank = threadIdx.x; rank < Shape::kVectors; rank += kThreads) {
+    VectorPlace place = vector_place<Shape>(images, rank);
+    if (place.offset < 0) continue;
+    Vector<T, kVector> values;
+#pragma unroll
+    for (int k = 0; k < kVector; ++k, advance<Shape>(place)) values.at[k] = planes[place.staged];
+    *reinterpret_cast<Vector<T, kVector>*>(tensor + place.offset) = values;
+  }
+}
