@@ -3,22 +3,26 @@
 A leaf of the package: strings and numbers in and out, nothing of problems, solvers or devices.
 """
 
+from miofind.finddb.answers import Answer, RankedRows
+from miofind.finddb.differences import Change, ChangeKind, differences
 from miofind.finddb.layered import Layered, open_layered
 from miofind.finddb.location import MEMORY, network_file_system, shipped_paths, user_path
+from miofind.finddb.migration import Upgrade, upgrade
+from miofind.finddb.release import write_release
 from miofind.finddb.schema import SCHEMA_VERSION
-from miofind.finddb.shippable import write_shippable
 from miofind.finddb.store import Store
 from miofind.finddb.validation import RefusedEntryError
 from miofind.finddb.values import (
-    Answer,
+    Comparison,
     History,
     ProblemKey,
     Prune,
-    RankedRows,
     Recheck,
+    Release,
     Row,
     Scope,
     Stats,
+    Verdict,
     environment_id,
 )
 
@@ -26,6 +30,9 @@ __all__ = [
     "MEMORY",
     "SCHEMA_VERSION",
     "Answer",
+    "Change",
+    "ChangeKind",
+    "Comparison",
     "History",
     "Layered",
     "ProblemKey",
@@ -33,14 +40,19 @@ __all__ = [
     "RankedRows",
     "Recheck",
     "RefusedEntryError",
+    "Release",
     "Row",
     "Scope",
     "Stats",
     "Store",
+    "Upgrade",
+    "Verdict",
+    "differences",
     "environment_id",
     "network_file_system",
     "open_layered",
     "shipped_paths",
+    "upgrade",
     "user_path",
-    "write_shippable",
+    "write_release",
 ]

@@ -9,63 +9,42 @@ from __future__ import annotations
 import os
 import sqlite3
 import threading
-import time
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from sqlalchemy import Connection, create_engine, event
-from sqlalchemy.exc import SQLAlchemyError
-from sqlalchemy.pool import NullPool
+from sqlalchemy import Connection
 
-from miofind.errors import DatabaseError, MiofindError
+from miofind.errors import DatabaseError, SchemaVersionError
 from miofind.finddb import location, schema
-
-BUSY_TIMEOUT_S = 30.0
-
-PRAGMAS = ("PRAGMA foreign_keys=ON", "PRAGMA trusted_schema=OFF", f"PRAGMA busy_timeout={int(BUSY_TIMEOUT_S * 1000)}")
-WRITER_PRAGMAS = ("PRAGMA synchronous=NORMAL", "PRAGMA journal_size_limit=67108864")
-
-_ADVICE = {
-    sqlite3.SQLITE_BUSY: f"another process held it for {BUSY_TIMEOUT_S:.0f} s: end that process, or name another file",
-    sqlite3.SQLITE_READONLY: "it cannot be written: correct its permissions, name another file, or only read it by "
-    "naming it in MIOFIND_SYSTEM_DB",
-    sqlite3.SQLITE_CANTOPEN: "it cannot be opened: correct the permissions of the file and its folder, or name "
-    "another file",
-    sqlite3.SQLITE_FULL: "the disk is full: make room, or name a file on another disk",
-    sqlite3.SQLITE_IOERR: "the disk failed to read or write: check its room and health, or name another file",
-    sqlite3.SQLITE_CORRUPT: "it is damaged: move it away, then import an export of it or let it be filled anew",
-    sqlite3.SQLITE_NOTADB: "it is not an SQLite database: name another file, or move this one away",
-}
-_ADVICE[sqlite3.SQLITE_LOCKED] = _ADVICE[sqlite3.SQLITE_BUSY]
-_ADVICE[sqlite3.SQLITE_PERM] = _ADVICE[sqlite3.SQLITE_CANTOPEN]
+from miofind.finddb.sqlite_file import (
+    WRITER_PRAGMAS,
+    check_writable_place,
+    connect,
+    connect_to_read,
+    execute,
+    is_portable,
+    open_file,
+    translated,
+    use_write_ahead_log,
+)
 
 FileKey = tuple[int, int]
 
 
-class UnreadableEntryError(Exception):
-    """An entry of the database that makes no sense; it leaves `read` and `write` as a DatabaseError."""
-
-
-@contextmanager
-def legible() -> Iterator[None]:
-    """Marks a block that makes sense of what is stored."""
-    try:
-        yield
-    except (ValueError, TypeError) as error:
-        if isinstance(error, MiofindError):
-            raise
-        raise UnreadableEntryError(str(error)) from error
-
-
 class _Connections:
-    """The open connections of one process; `file` tells whether the path still names the file they have open."""
+    """The open connections of one process.
+
+    `file` tells whether the path still names the file they have open, `version` how it was when they were opened: there
+    is no writer for an older one.
+    """
 
     def __init__(self) -> None:
         self.reader: Connection | None = None
         self.writer: Connection | None = None
         self.file: FileKey | None = None
+        self.version = schema.SCHEMA_VERSION
 
     def close(self) -> None:
         """Close both; harmless when repeated."""
@@ -104,7 +83,7 @@ class Database:
         Raises:
             DatabaseError: the database cannot be opened or read; SchemaVersionError: it is of a newer schema.
         """
-        with self._read_lock, _translated(self.where):
+        with self._read_lock, translated(self.where):
             yield self._connections.reader or self._opened("reader")
 
     @contextmanager
@@ -113,15 +92,32 @@ class Database:
 
         Raises:
             DatabaseError: the database cannot be opened or written; nothing of the block is stored then.
+            SchemaVersionError: it is of another schema, an older one too.
         """
         if self.read_only:
             raise DatabaseError(f"{self.where} was opened to be read only")
-        with self._write_lock, _translated(self.where):
-            if self._is_replaced():
+        with self._write_lock, translated(self.where):
+            if self._is_replaced() or self._connections.writer is None:
                 self.disconnect()
             connection = self._connections.writer or self._opened("writer")
             with connection.begin():
                 yield connection
+
+    def prepare_to_write(self) -> None:
+        """Open what `write` needs, to learn whether it can be.
+
+        Raises:
+            DatabaseError, SchemaVersionError: it cannot.
+        """
+        with self._write_lock, translated(self.where):
+            if self._connections.writer is None:
+                self._opened("writer")
+
+    @property
+    def version(self) -> int:
+        """The schema version of the file when it was opened."""
+        with self.read():
+            return self._connections.version
 
     def execute_alone(self, *statements: str) -> None:
         """Execute statements that no transaction may enclose, such as VACUUM.
@@ -129,9 +125,9 @@ class Database:
         Raises:
             DatabaseError: one of them failed.
         """
-        with self._write_lock, _translated(self.where):
+        with self._write_lock, translated(self.where):
             connection = self._connections.writer or self._opened("writer")
-            _execute(connection, *statements)
+            execute(connection, *statements)
 
     def disconnect(self) -> None:
         """Close the connections; the next use opens them again. In memory nothing happens, or all would be lost."""
@@ -163,7 +159,11 @@ class Database:
                     self._connections.close()
                     raise
             connection = self._connections.writer if role == "writer" else self._connections.reader
-        assert connection is not None
+        if connection is None:
+            raise SchemaVersionError(
+                f"{self.where} has schema version {self._connections.version}, this release of miofind writes "
+                f"{schema.SCHEMA_VERSION}: run `miofind db upgrade` on it, which keeps a backup"
+            )
         return connection
 
     def _open(self) -> None:
@@ -176,150 +176,57 @@ class Database:
 
     def _open_memory(self) -> None:
         shared = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
-        self._connections.writer = _connect(lambda: shared, is_writer=True)
-        self._connections.reader = _connect(lambda: shared)
+        self._connections.writer = connect(lambda: shared, is_writer=True)
+        self._connections.reader = connect(lambda: shared)
         with self._connections.writer.begin():
             schema.create(self._connections.writer)
 
     def _open_to_read(self, path: Path) -> None:
         if not path.is_file():
             raise DatabaseError(f"{self.where} does not exist or is not a file: correct the path")
-        self.is_immutable = _is_portable(path)
+        self.is_immutable = is_portable(path)
         try:
-            self._connections.reader = _connect_to_read(path, immutable=self.is_immutable)
+            self._connections.reader = connect_to_read(path, immutable=self.is_immutable)
         except sqlite3.OperationalError:
             # A database with a write-ahead log cannot be opened where no log can be made. If there is none, the file
             # is all there is, and nothing on this machine writes to it.
             if self.is_immutable or path.with_name(path.name + "-wal").exists():
                 raise
             self.is_immutable = True
-            self._connections.reader = _connect_to_read(path, immutable=True)
-        schema.check_version(self._connections.reader, self.where)
+            self._connections.reader = connect_to_read(path, immutable=True)
+        self._read_as(schema.checked_version(self._connections.reader, self.where), self._connections.reader)
 
     def _open_to_write(self, path: Path) -> None:
-        if path.is_dir():
-            raise DatabaseError(f"{self.where} is a folder: name a file in it")
-        kind = location.network_file_system(path)
-        if kind:
-            raise DatabaseError(
-                f"{self.where} is on a network file system ({kind}), where SQLite's log is unsafe: "
-                "set MIOFIND_DB to a file on a local disk"
-            )
+        check_writable_place(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        uri = f"{path.absolute().as_uri()}?mode=rwc"
-        self._connections.writer = writer = _connect(lambda: _sqlite(uri), is_writer=True)
-        _execute(writer, *WRITER_PRAGMAS)
+        self._connections.writer = writer = connect(lambda: open_file(path, "rwc"), is_writer=True)
+        execute(writer, *WRITER_PRAGMAS)
         if schema.is_empty(writer):
             writer.rollback()
-            _use_write_ahead_log(writer)
+            use_write_ahead_log(writer)
             with writer.begin():
                 schema.create(writer)
+        version = schema.checked_version(writer, self.where)
+        writer.rollback()
+        if version == schema.SCHEMA_VERSION:
+            use_write_ahead_log(writer)
         else:
-            schema.check_version(writer, self.where)
-            writer.rollback()
-            _use_write_ahead_log(writer)
-        self._connections.reader = _connect(lambda: _sqlite(uri))
-        _execute(self._connections.reader, "PRAGMA query_only=ON")
+            writer.close()
+            self._connections.writer = None
+        self._connections.reader = connect(lambda: open_file(path, "rwc"))
+        self._read_as(version, self._connections.reader)
+        execute(self._connections.reader, "PRAGMA query_only=ON")
         self._connections.file = _file_key(path)
+
+    def _read_as(self, version: int, reader: Connection) -> None:
+        self._connections.version = version
+        if version < schema.SCHEMA_VERSION:
+            execute(reader, "PRAGMA temp_store=MEMORY", *schema.OLDER_AS_THIS[version])
 
     def _is_replaced(self) -> bool:
         """Whether the file was deleted or replaced since it was opened: rows written to it would be lost."""
         file = self._connections.file
         return self.path is not None and file is not None and _file_key(self.path) != file
-
-
-@contextmanager
-def _translated(where: str) -> Iterator[None]:
-    """Turns what goes wrong in the block into a DatabaseError about the file `where`."""
-    try:
-        yield
-    except UnreadableEntryError as error:
-        raise DatabaseError(f"{where} holds an entry that cannot be read ({error}): check the database") from error
-    except SQLAlchemyError as error:
-        raise _database_error(where, getattr(error, "orig", None) or error) from error
-    except (sqlite3.Error, OSError) as error:
-        raise _database_error(where, error) from error
-
-
-def _database_error(where: str, error: BaseException) -> DatabaseError:
-    if isinstance(error, OSError):
-        reason = f"{error.strerror or type(error).__name__}: correct the permissions, or name another file"
-        return DatabaseError(f"{where} cannot be used: {reason}")
-    code = getattr(error, "sqlite_errorcode", None)
-    advice = _ADVICE.get(code & 0xFF) if isinstance(code, int) else None
-    told = " ".join(str(error).split())[:200]  # SQLite's messages may hold what is stored
-    return DatabaseError(f"{where} cannot be used: {advice or f'{told}: run `miofind db check` on it'}")
-
-
-def _sqlite(uri: str) -> sqlite3.Connection:
-    return sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False, timeout=BUSY_TIMEOUT_S)
-
-
-def _connect(creator: Callable[[], sqlite3.Connection], *, is_writer: bool = False) -> Connection:
-    engine = create_engine("sqlite://", creator=creator, poolclass=NullPool, pool_reset_on_return=None)
-    if is_writer:
-        event.listen(engine, "begin", _begin_immediate)
-    connection = engine.connect()
-    try:
-        _execute(connection, *PRAGMAS)
-    except BaseException:
-        connection.close()
-        raise
-    return connection
-
-
-def _connect_to_read(path: Path, *, immutable: bool) -> Connection:
-    """A connection that is proved to read; `immutable` spares locks and opens files on read-only media."""
-    uri = f"{path.absolute().as_uri()}?mode=ro{'&immutable=1' if immutable else ''}"
-    connection = _connect(lambda: _sqlite(uri))
-    try:
-        _execute(connection, "PRAGMA schema_version")
-    except BaseException:
-        connection.close()
-        raise
-    return connection
-
-
-def _is_portable(path: Path) -> bool:
-    """Whether the file is of the kind that `make_portable` makes: no process writes to it with a log."""
-    with path.open("rb") as file:
-        return file.read(20)[18:] == b"\x01\x01"  # sqlite.org/fileformat.html, 1.3: 2 stands for a write-ahead log
-
-
-def _begin_immediate(connection: Connection) -> None:
-    # BEGIN alone takes the write lock at the first write, where SQLite does not wait if another process wrote since.
-    connection.exec_driver_sql("BEGIN IMMEDIATE")
-
-
-def _execute(connection: Connection, *statements: str) -> None:
-    """Execute on the driver's connection: SQLAlchemy would begin a transaction first."""
-    driver = connection.connection.driver_connection
-    assert isinstance(driver, sqlite3.Connection)
-    for statement in statements:
-        driver.execute(statement).close()
-
-
-def _use_write_ahead_log(connection: Connection) -> None:
-    """Switch to the write-ahead log, which SQLite refuses without waiting while another process opens the file too."""
-    deadline = time.monotonic() + BUSY_TIMEOUT_S
-    while True:
-        try:
-            return _execute(connection, "PRAGMA journal_mode=WAL")
-        except sqlite3.OperationalError as error:
-            if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() > deadline:
-                raise
-            time.sleep(0.02)
-
-
-def make_portable(path: Path) -> None:
-    """Turn a closed database into one file that can be copied by itself and read on read-only media.
-
-    Raises:
-        DatabaseError: it cannot be opened or written.
-    """
-    with _translated(location.shown(path)), closing(_sqlite(f"{path.absolute().as_uri()}?mode=rw")) as connection:
-        for statement in ("PRAGMA journal_mode=DELETE", "VACUUM"):
-            connection.execute(statement).close()
 
 
 def _file_key(path: Path) -> FileKey | None:

@@ -1,4 +1,4 @@
-"""Rows, scopes and answers of problems in and out of an open connection; transactions are the caller's."""
+"""Rows, scopes, verdicts and answers of problems in and out of an open connection; transactions are the caller's."""
 
 from __future__ import annotations
 
@@ -8,21 +8,44 @@ from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from sqlalchemy import Connection, RowMapping, Table, delete, func, select
+from sqlalchemy import Connection, RowMapping, Table, delete, func, select, union
 from sqlalchemy.dialects.sqlite import insert
 
-from miofind.finddb import ranking, schema
-from miofind.finddb.database import legible
-from miofind.finddb.validation import RefusedEntryError, checked_environment, checked_key, checked_row, checked_scope
-from miofind.finddb.values import ROW_FIELDS, SCOPE_FIELDS, History, ProblemKey, Row, Scope, canonical_json
+from miofind.finddb import answers, schema
+from miofind.finddb.sqlite_file import legible
+from miofind.finddb.validation import (
+    RefusedEntryError,
+    checked_environment,
+    checked_key,
+    checked_row,
+    checked_scope,
+    checked_verdict,
+    well_formed_verdict,
+)
+from miofind.finddb.values import (
+    ROW_FIELDS,
+    SCOPE_FIELDS,
+    VERDICT_FIELDS,
+    Comparison,
+    Entry,
+    History,
+    ProblemKey,
+    Row,
+    Scope,
+    Verdict,
+    canonical_json,
+    without_defaults,
+)
 
 _TIME_FORM = "%Y-%m-%dT%H:%M:%S.%fZ"
+_FACTS = (schema.measurement, schema.scope, schema.verdict)
 _ROW_COLUMNS = [schema.measurement.c[name] for name in ROW_FIELDS]
 _SCOPE_COLUMNS = [schema.scope.c[name] for name in SCOPE_FIELDS]
+_VERDICT_COLUMNS = [schema.verdict.c[name] for name in VERDICT_FIELDS]
 
 
 def checked(history: History) -> History:
-    """The history as it will be stored: of known form, with the ids of its rows and scopes.
+    """The history as it will be stored: of known form, with the ids of its entries.
 
     Raises:
         RefusedEntryError: something of it cannot be stored.
@@ -36,19 +59,20 @@ def checked(history: History) -> History:
         history,
         rows=tuple(checked_row(*key, row) for row in history.rows),
         scopes=tuple(checked_scope(*key, scope) for scope in history.scopes),
+        verdicts=tuple(checked_verdict(*key, verdict) for verdict in history.verdicts),
     )
 
 
 def add(connection: Connection, history: History) -> int:
-    """Store a checked history's rows, scopes and environments that are not there yet, and derive the answer anew.
+    """Store a checked history's entries and environments that are not there yet, and derive the answer anew.
 
     Returns:
-        How many rows and scopes were new.
+        How many rows, scopes and verdicts were new.
 
     Raises:
-        RefusedEntryError: a row names an environment that neither the history nor the database knows.
+        RefusedEntryError: an entry names an environment that neither the history nor the database knows.
     """
-    if not history.rows and not history.scopes:
+    if not history.rows and not history.scopes and not history.verdicts:
         return 0
     problem_id = _problem_id(connection, history.device, history.network_config)
     versions: list[dict[str, object]] = [
@@ -58,6 +82,7 @@ def add(connection: Connection, history: History) -> int:
     _check_environments(connection, history)
     added = _insert(connection, schema.measurement, [_row_values(problem_id, row) for row in history.rows])
     added += _insert(connection, schema.scope, [_scope_values(problem_id, scope) for scope in history.scopes])
+    added += _insert(connection, schema.verdict, [_verdict_values(problem_id, item) for item in history.verdicts])
     if added:
         rebuild(connection, problem_id)
     return added
@@ -66,23 +91,37 @@ def add(connection: Connection, history: History) -> int:
 def rebuild(connection: Connection, problem_id: int) -> str:
     """Derive a problem's answer anew; returns its text."""
     with legible():
-        payload = ranking.encode(rows_of(connection, problem_id), scopes_of(connection, problem_id))
+        payload = answers.encode(rows_of(connection, problem_id), scopes_of(connection, problem_id))
     statement = insert(schema.answer).values(problem_id=problem_id, payload=payload)
     connection.execute(statement.on_conflict_do_update(index_elements=["problem_id"], set_={"payload": payload}))
     return payload
 
 
-def next_stamp(connection: Connection, device: str, network_config: str) -> str:
-    """A time for new entries: now, or just past the newest entry if the clock was set back since."""
-    now = datetime.now(UTC).strftime(_TIME_FORM)
+def now() -> str:
+    """The present, in the form of `created_at`."""
+    return datetime.now(UTC).strftime(_TIME_FORM)
+
+
+def stamped(history: History, stamp: str) -> History:
+    """The history with a time for those entries that have none."""
+    return replace(
+        history,
+        rows=tuple(replace(row, created_at=row.created_at or stamp) for row in history.rows),
+        scopes=tuple(replace(scope, created_at=scope.created_at or stamp) for scope in history.scopes),
+        verdicts=tuple(replace(verdict, created_at=verdict.created_at or stamp) for verdict in history.verdicts),
+    )
+
+
+def next_stamp(connection: Connection, device: str, network_config: str, present: str) -> str:
+    """A time for new entries: the present, or just past the newest entry if the clock was set back since."""
     problem_id = find_problem(connection, device, network_config)
     newest = [
         connection.execute(select(func.max(table.c.created_at)).where(table.c.problem_id == problem_id)).scalar()
-        for table in (schema.measurement, schema.scope)
+        for table in _FACTS
     ]
     latest = max((stamp for stamp in newest if stamp), default="")
-    if now > latest:
-        return now
+    if present > latest:
+        return present
     return (datetime.fromisoformat(latest) + timedelta(microseconds=1)).strftime(_TIME_FORM)
 
 
@@ -113,17 +152,17 @@ def problems(connection: Connection, device: str | None = None) -> dict[int, Pro
 
 def history(connection: Connection, problem_id: int, key: ProblemKey) -> History:
     """All that is stored of a problem, in a stable order."""
-    rows = tuple(rows_of(connection, problem_id))
-    names = sorted({row.environment for row in rows if row.environment})
-    table = schema.environment
-    found = connection.execute(select(table.c.id, table.c.versions).where(table.c.id.in_(names))).all() if names else []
-    return History(
+    found = History(
         device=key.device,
         network_config=key.network_config,
-        rows=rows,
+        rows=tuple(rows_of(connection, problem_id)),
         scopes=tuple(scopes_of(connection, problem_id)),
-        environments={name: _object(versions) for name, versions in found},
+        verdicts=tuple(verdicts_of(connection, problem_id)),
     )
+    table = schema.environment
+    chosen = table.c.id.in_(sorted(found.named_environments))
+    versions = connection.execute(select(table.c.id, table.c.versions).where(chosen)).all()
+    return replace(found, environments={name: _object(text) for name, text in versions})
 
 
 def rows_of(connection: Connection, problem_id: int) -> list[Row]:
@@ -131,7 +170,7 @@ def rows_of(connection: Connection, problem_id: int) -> list[Row]:
     columns = schema.measurement.c
     statement = select(*_ROW_COLUMNS).where(columns.problem_id == problem_id)
     statement = statement.order_by(columns.solver_id, columns.config, columns.created_at, columns.id)
-    return [Row(**values) for values in connection.execute(statement).mappings()]
+    return [_row(values) for values in connection.execute(statement)]
 
 
 def scopes_of(connection: Connection, problem_id: int) -> list[Scope]:
@@ -143,9 +182,21 @@ def scopes_of(connection: Connection, problem_id: int) -> list[Scope]:
     ]
 
 
-def remove_rows(connection: Connection, problem_id: int, rows: Sequence[Row], scopes: Sequence[Scope] = ()) -> int:
+def verdicts_of(connection: Connection, problem_id: int) -> list[Verdict]:
+    """All verdicts of a problem, by time."""
+    columns = schema.verdict.c
+    statement = select(*_VERDICT_COLUMNS).where(columns.problem_id == problem_id)
+    return [
+        _verdict(values) for values in connection.execute(statement.order_by(columns.created_at, columns.id)).mappings()
+    ]
+
+
+def remove(connection: Connection, problem_id: int, entries: Sequence[Entry]) -> int:
     """Remove entries of a problem and derive its answer anew; returns how many rows went."""
-    for table, ids in ((schema.measurement, [row.id for row in rows]), (schema.scope, [scope.id for scope in scopes])):
+    rows = [entry.id for entry in entries if isinstance(entry, Row)]
+    scopes = [entry.id for entry in entries if isinstance(entry, Scope)]
+    verdicts = [entry.id for entry in entries if isinstance(entry, Verdict)]
+    for table, ids in zip(_FACTS, (rows, scopes, verdicts), strict=True):
         for start in range(0, len(ids), 500):
             chosen = table.c.id.in_(ids[start : start + 500])
             connection.execute(delete(table).where(table.c.problem_id == problem_id, chosen))
@@ -164,7 +215,7 @@ def remove_problem(connection: Connection, problem_id: int) -> int:
 
 def remove_orphans(connection: Connection) -> None:
     """Remove environments and devices that nothing names any more."""
-    used = select(schema.measurement.c.environment).distinct()
+    used = union(select(schema.measurement.c.environment), select(schema.verdict.c.environment))
     connection.execute(delete(schema.environment).where(schema.environment.c.id.not_in(used)))
     held = select(schema.problem.c.device_id).distinct()
     connection.execute(delete(schema.device).where(schema.device.c.id.not_in(held)))
@@ -191,9 +242,9 @@ def _problem_id(connection: Connection, device: str, network_config: str) -> int
 
 
 def _check_environments(connection: Connection, history: History) -> None:
-    for name in {row.environment for row in history.rows if row.environment} - history.environments.keys():
+    for name in history.named_environments - history.environments.keys():
         if connection.execute(select(schema.environment.c.id).where(schema.environment.c.id == name)).first() is None:
-            raise RefusedEntryError(f"environment {name!r} of a row is unknown: give its versions with the row")
+            raise RefusedEntryError(f"environment {name!r} of an entry is unknown: give its versions with it")
 
 
 def _insert(connection: Connection, table: Table, values: list[dict[str, object]]) -> int:
@@ -214,6 +265,12 @@ def _scope_values(problem_id: int, scope: Scope) -> dict[str, object]:
     return values
 
 
+def _verdict_values(problem_id: int, verdict: Verdict) -> dict[str, object]:
+    values = {"problem_id": problem_id} | {name: getattr(verdict, name) for name in VERDICT_FIELDS}
+    plain = without_defaults(verdict)
+    return values | {name: canonical_json(plain[name]) for name in ("ties", "comparisons")}
+
+
 def _object(text: str) -> dict[str, Any]:
     with legible():
         value = json.loads(text)
@@ -222,6 +279,23 @@ def _object(text: str) -> dict[str, Any]:
     return value
 
 
+def _row(values: Sequence[Any]) -> Row:
+    with legible():
+        answers.check_kinds(values)
+        return Row(**dict(zip(ROW_FIELDS, values, strict=True)))
+
+
 def _scope(values: RowMapping) -> Scope:
     decoded = {name: _object(values[name]) for name in ("solvers", "filters")}
-    return Scope(**dict(values) | decoded)
+    with legible():
+        return answers.scope_of([decoded.get(name, values[name]) for name in SCOPE_FIELDS])
+
+
+def _verdict(values: RowMapping) -> Verdict:
+    with legible():
+        ties, comparisons = json.loads(values["ties"]), json.loads(values["comparisons"])
+        decoded = {"ties": tuple(ties), "comparisons": tuple(Comparison(**item) for item in comparisons)}
+        try:
+            return well_formed_verdict(Verdict(**dict(values) | decoded))
+        except RefusedEntryError as error:  # what is stored was not refused: it was altered
+            raise ValueError(str(error)) from error

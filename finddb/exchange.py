@@ -1,20 +1,34 @@
 """A FindDB as JSON lines: sorted, stable, checked line by line when it comes back.
 
-The first line names the format. Then, problem by problem, come lines of kind "environment" (before the first row that
-names it), "row" and "scope". Fields at their default are left out. It opens no database.
+The first line names the format. Then, problem by problem, come lines of kind "environment" (before the first entry
+that names it), "row", "scope" and "verdict". Fields at their default are left out, so that an export of version 1 reads
+as one of this version. It opens no database.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import Any, TextIO
 
 from miofind.errors import DatabaseError, SchemaVersionError
 from miofind.finddb.schema import SCHEMA_VERSION
-from miofind.finddb.validation import checked_environment, checked_key, checked_row, checked_scope
-from miofind.finddb.values import History, ProblemKey, Row, Scope, canonical_json
+from miofind.finddb.validation import checked_environment, checked_key, checked_row, checked_scope, checked_verdict
+from miofind.finddb.values import (
+    Comparison,
+    Entry,
+    History,
+    ProblemKey,
+    Release,
+    Row,
+    Scope,
+    Verdict,
+    canonical_json,
+    without_defaults,
+)
 
 FORMAT = "miofind-finddb"
 MAX_LINE_CHARS = 100_000
@@ -49,6 +63,25 @@ def read(file: TextIO) -> list[History]:
     return reading.histories()
 
 
+def release_of(histories: Sequence[History], *, parent: Release | None = None) -> Release:
+    """What a release of these histories says of itself: equal for equal content, in whatever order it comes.
+
+    Its hash is over the lines of its export but the first, sorted. With the content of its parent it is that parent.
+    """
+    digest = hashlib.sha256()
+    for line in sorted(map(canonical_json, _entry_lines(histories))):
+        digest.update(line.encode() + b"\n")
+    problems: Counter[str] = Counter()
+    rows: Counter[str] = Counter()
+    for history in histories:
+        problems[history.device] += 1
+        rows[history.device] += len(history.rows)
+    made = Release(content_hash=digest.hexdigest(), problems=dict(problems), rows=dict(rows))
+    if parent is None:
+        return made
+    return replace(made, parent=parent.parent if parent.content_hash == made.content_hash else parent.content_hash)
+
+
 def _name(file: TextIO) -> str:
     """What stands before a line's number in an error."""
     name = getattr(file, "name", None)
@@ -57,27 +90,19 @@ def _name(file: TextIO) -> str:
 
 def _lines(histories: Iterable[History]) -> Iterator[Mapping[str, object]]:
     yield {"format": FORMAT, "schema_version": SCHEMA_VERSION}
+    yield from _entry_lines(histories)
+
+
+def _entry_lines(histories: Iterable[History]) -> Iterator[Mapping[str, object]]:
     written: set[str] = set()
     for history in histories:
         key = {"device": history.device, "network_config": history.network_config}
         for name in sorted(history.environments.keys() - written):
             yield {"kind": "environment", "id": name, "versions": dict(history.environments[name])}
         written |= history.environments.keys()
-        for row in history.rows:
-            yield {"kind": "row"} | key | _without_defaults(row)
-        for scope in history.scopes:
-            yield {"kind": "scope"} | key | _without_defaults(scope)
-
-
-def _without_defaults(value: Row | Scope) -> dict[str, object]:
-    items = {}
-    for item in fields(value):
-        content = getattr(value, item.name)
-        content = dict(content) if isinstance(content, Mapping) else content
-        default = item.default_factory() if item.default_factory is not MISSING else item.default
-        if content != default:
-            items[item.name] = content
-    return items
+        entries: tuple[Entry, ...] = (*history.rows, *history.scopes, *history.verdicts)
+        for entry in entries:
+            yield {"kind": type(entry).__name__.lower()} | key | without_defaults(entry)
 
 
 def _numbered(file: TextIO) -> Iterator[tuple[int, str]]:
@@ -116,6 +141,7 @@ def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
 class _Entries:
     rows: list[Row] = field(default_factory=list)
     scopes: list[Scope] = field(default_factory=list)
+    verdicts: list[Verdict] = field(default_factory=list)
 
 
 class _Reading:
@@ -138,24 +164,25 @@ class _Reading:
             self._take_row(value)
         elif kind == "scope":
             self._take_scope(value)
+        elif kind == "verdict":
+            self._take_verdict(value)
         else:
-            raise DatabaseError(f"kind={kind!r} is none of environment, row and scope")
+            raise DatabaseError(f"kind={kind!r} is none of environment, row, scope and verdict")
 
     def histories(self) -> list[History]:
         """The histories, in the order of their keys."""
         ordered = sorted(self._entries.items(), key=lambda item: (item[0].device, item[0].network_config))
-        return [
-            History(
-                device=key.device,
-                network_config=key.network_config,
-                rows=tuple(found.rows),
-                scopes=tuple(found.scopes),
-                environments={
-                    name: self._environments[name] for name in {row.environment for row in found.rows} if name
-                },
-            )
-            for key, found in ordered
-        ]
+        return [self._history(key, found) for key, found in ordered]
+
+    def _history(self, key: ProblemKey, found: _Entries) -> History:
+        history = History(
+            device=key.device,
+            network_config=key.network_config,
+            rows=tuple(found.rows),
+            scopes=tuple(found.scopes),
+            verdicts=tuple(found.verdicts),
+        )
+        return replace(history, environments={name: self._environments[name] for name in history.named_environments})
 
     def _begin(self, value: dict[str, object]) -> None:
         version = value.get("schema_version")
@@ -179,14 +206,38 @@ class _Reading:
     def _take_row(self, value: dict[str, object]) -> None:
         key = _key(value)
         row = checked_row(key.device, key.network_config, Row(**_fields(Row, value)))
-        if row.environment and row.environment not in self._environments:
-            raise DatabaseError(f"environment {row.environment!r} has no line before this one")
+        self._check_environment(row.environment)
         self._entries.setdefault(key, _Entries()).rows.append(row)
 
     def _take_scope(self, value: dict[str, object]) -> None:
         key = _key(value)
         scope = checked_scope(key.device, key.network_config, Scope(**_fields(Scope, value)))
         self._entries.setdefault(key, _Entries()).scopes.append(scope)
+
+    def _take_verdict(self, value: dict[str, object]) -> None:
+        key = _key(value)
+        values = _fields(Verdict, value)
+        values["ties"] = _tuple(values["ties"])
+        values["comparisons"] = tuple(_comparison(item) for item in _tuple(values["comparisons"]))
+        verdict = checked_verdict(key.device, key.network_config, Verdict(**values))
+        self._check_environment(verdict.environment)
+        self._entries.setdefault(key, _Entries()).verdicts.append(verdict)
+
+    def _check_environment(self, name: str) -> None:
+        if name and name not in self._environments:
+            raise DatabaseError(f"environment {name!r} has no line before this one")
+
+
+def _tuple(value: object) -> tuple[Any, ...]:
+    if not isinstance(value, list):
+        raise DatabaseError(f"{str(value)[:60]!r} is no list")
+    return tuple(value)
+
+
+def _comparison(value: object) -> Comparison:
+    if not isinstance(value, dict) or value.keys() != {"candidate", "low", "high"}:
+        raise DatabaseError(f"{str(value)[:60]!r} is no comparison of candidate, low and high")
+    return Comparison(**value)
 
 
 def _key(value: dict[str, object]) -> ProblemKey:
@@ -197,8 +248,8 @@ def _key(value: dict[str, object]) -> ProblemKey:
     return ProblemKey(device=device, network_config=network_config)
 
 
-def _fields(kind: type[Row] | type[Scope], value: dict[str, object]) -> dict[str, Any]:
-    """The values as keyword arguments; their types are checked with the row or scope made of them."""
+def _fields(kind: type[Entry], value: dict[str, object]) -> dict[str, Any]:
+    """The values as keyword arguments; their types are checked with the entry made of them."""
     known = {item.name: item for item in fields(kind)}
     for name in value:
         if name not in known:

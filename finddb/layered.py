@@ -14,9 +14,10 @@ from typing import TypeVar
 
 from miofind.errors import DatabaseError
 from miofind.finddb import location
+from miofind.finddb.answers import Answer
 from miofind.finddb.store import Store
 from miofind.finddb.validation import RefusedEntryError
-from miofind.finddb.values import Answer, History, Recheck, Row, Scope
+from miofind.finddb.values import History, Recheck, Row, Scope, Verdict
 
 logger = logging.getLogger("miofind")
 
@@ -83,6 +84,7 @@ class Layered:
         *,
         scope: Scope | None = None,
         environment: Mapping[str, str] | None = None,
+        verdict: Verdict | None = None,
     ) -> Answer | None:
         """Store measurements in the user's FindDB, as `Store.record` does.
 
@@ -95,7 +97,7 @@ class Layered:
             histories = self._held(others, device, network_config)
             if histories:
                 store.add(histories)
-            return store.record(device, network_config, rows, scope=scope, environment=environment)
+            return store.record(device, network_config, rows, scope=scope, environment=environment, verdict=verdict)
 
         return self._write(write)
 

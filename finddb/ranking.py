@@ -1,4 +1,4 @@
-"""From the measurements of a problem to its answer: a function of the set of rows, never of their order.
+"""Which measurements of a problem its answer holds: a function of the set of rows, never of their order.
 
 So databases that hold the same measurements give the same answers, whichever way they were merged. Nothing here knows
 SQL.
@@ -6,20 +6,10 @@ SQL.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Sequence
 
-from miofind.finddb.values import (
-    MOMENTARY_STATUSES,
-    ROW_FIELDS,
-    SCOPE_FIELDS,
-    Answer,
-    RankedRows,
-    Row,
-    Scope,
-    canonical_json,
-)
+from miofind.finddb.values import MOMENTARY_STATUSES, Row, Scope, Verdict
 
 TIE = 1.01
 """Times within 1 % of the fastest of a group are a tie: the race cannot tell them apart."""
@@ -30,14 +20,14 @@ MAX_SCOPES = 8
 
 
 def rank(rows: Iterable[Row]) -> list[Row]:
-    """Rows by time, ties by smaller workspace, smaller error, older row.
+    """Rows by time, ties by smaller workspace, smaller error, older row; contended rows behind all others.
 
     "Within 1 %" is not transitive, so ties are groups: the fastest row opens one and takes in all within 1 % of it.
     """
     ranked: list[Row] = []
     group: list[Row] = []
-    for row in sorted(rows, key=lambda row: (_time(row), row.id)):
-        if group and _time(row) > _time(group[0]) * TIE:
+    for row in sorted(rows, key=lambda row: (row.contended, _time(row), row.id)):
+        if group and (row.contended > group[0].contended or _time(row) > _time(group[0]) * TIE):
             ranked += sorted(group, key=_tie_order)
             group = []
         group.append(row)
@@ -81,51 +71,54 @@ def widest_scopes(scopes: Iterable[Scope]) -> list[Scope]:
     return widest[:MAX_SCOPES]
 
 
+def newest_verdict(verdicts: Iterable[Verdict]) -> Verdict | None:
+    """The verdict in force, None where no race was decided."""
+    return max(verdicts, key=lambda verdict: (verdict.created_at, verdict.id), default=None)
+
+
+def newest_rows(rows: Iterable[Row]) -> list[Row]:
+    """The newest row of each solver and configuration."""
+    return list({_candidate(row): row for row in sorted(rows, key=_age)}.values())
+
+
 def superseded_rows(rows: Sequence[Row]) -> list[Row]:
     """Rows that can be removed without a change to the answer or to what is known of each configuration's end."""
-    wanted = {row.id for row in _in_force(rows)} | {row.id for row in _newest(rows)}
+    wanted = {row.id for row in _in_force(rows)} | {row.id for row in newest_rows(rows)}
     return [row for row in rows if row.id not in wanted]
 
 
 def failed_rows(rows: Sequence[Row]) -> list[Row]:
     """Failed rows, and the older rows that each displaces: those would come back into the answer without it."""
-    displaced = {_candidate(row) for row in _in_force(rows) if not row.usable}
-    return [row for row in rows if not row.usable or _candidate(row) in displaced]
+    failed_at: dict[tuple[str, str], int] = {}
+    by_age = sorted(rows, key=_age)
+    for place, row in enumerate(by_age):
+        if not row.usable and row.status not in MOMENTARY_STATUSES:
+            failed_at[_candidate(row)] = place
+    return [row for place, row in enumerate(by_age) if not row.usable or place < failed_at.get(_candidate(row), 0)]
 
 
-def encode(rows: Iterable[Row], scopes: Iterable[Scope]) -> str:
-    """The answer as text: the scopes in one line, then one line a row in rank order."""
-    lines = [canonical_json([[_scope_value(scope, name) for name in SCOPE_FIELDS] for scope in widest_scopes(scopes)])]
-    lines += [canonical_json([getattr(row, name) for name in ROW_FIELDS]) for row in best_rows(rows)]
-    return "\n".join(lines)
-
-
-def decode(device: str, network_config: str, text: str) -> Answer:
-    """The answer that `encode` wrote.
-
-    Raises:
-        ValueError, TypeError: it did not write that.
-    """
-    scopes, *rows = text.split("\n")
-    return Answer(
-        device=device,
-        network_config=network_config,
-        rows=RankedRows(rows),
-        scopes=tuple(Scope(**dict(zip(SCOPE_FIELDS, values, strict=True))) for values in json.loads(scopes)),
-    )
-
-
-def _newest(rows: Iterable[Row]) -> list[Row]:
-    """The newest row of each solver and configuration; of one instant, the one of more samples."""
-    newest: dict[tuple[str, str], Row] = {}
-    for row in sorted(rows, key=lambda row: (row.created_at, row.samples, row.id)):
-        newest[_candidate(row)] = row
-    return list(newest.values())
+def _age(row: Row) -> tuple[str, int, str]:
+    """Orders rows by time; of one instant, the row of more samples comes last."""
+    return row.created_at, row.samples, row.id
 
 
 def _in_force(rows: Iterable[Row]) -> list[Row]:
     """The newest row of each solver and configuration that says something of the candidate itself."""
-    return _newest(row for row in rows if row.status not in MOMENTARY_STATUSES)
+    held: dict[tuple[str, str], Row] = {}
+    for row in sorted(rows, key=_age):
+        if row.status in MOMENTARY_STATUSES:
+            continue
+        earlier = held.get(_candidate(row))
+        if earlier is None or not _outweighs(earlier, row):
+            held[_candidate(row)] = row
+    return list(held.values())
+
+
+def _outweighs(earlier: Row, row: Row) -> bool:
+    """Whether a later row says less than an earlier one: the earlier had the device to itself, with the same code."""
+    if not (row.usable and row.contended) or earlier.contended or not earlier.usable:
+        return False
+    return (earlier.solver_version, earlier.source_hash) == (row.solver_version, row.source_hash)
 
 
 def _candidate(row: Row) -> tuple[str, str]:
@@ -157,8 +150,3 @@ def _power_of_two(error: float) -> float:
     if error in (0.0, math.inf):
         return -math.inf if error == 0.0 else math.inf
     return math.frexp(error)[1]
-
-
-def _scope_value(scope: Scope, name: str) -> object:
-    value = getattr(scope, name)
-    return dict(value) if name in ("solvers", "filters") else value

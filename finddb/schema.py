@@ -1,12 +1,13 @@
 """The tables of a FindDB and their version. Nothing here opens a file.
 
-`measurement` and `scope` are append-only facts named by content; `answer` is derived from them and can be rebuilt.
-Numbers that name devices and problems are of one file only: everything that leaves it goes by text.
+`measurement`, `scope` and `verdict` are append-only facts named by content; `answer` is derived from them and can be
+rebuilt. Numbers that name devices and problems are of one file only: everything that leaves it goes by text.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 
 from sqlalchemy import (
     BigInteger,
@@ -30,7 +31,28 @@ from sqlalchemy.dialects import sqlite
 
 from miofind.errors import DatabaseError, SchemaVersionError
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+
+UPGRADES: Mapping[int, tuple[str, ...]] = {
+    1: (
+        "ALTER TABLE measurement ADD COLUMN contended BOOLEAN DEFAULT '0' NOT NULL",
+        "ALTER TABLE measurement ADD COLUMN dropped_samples BIGINT DEFAULT '0' NOT NULL",
+        "CREATE TABLE verdict (problem_id INTEGER NOT NULL, id VARCHAR NOT NULL, winner TEXT NOT NULL, "
+        "ties TEXT NOT NULL, comparisons TEXT NOT NULL, blocks BIGINT NOT NULL, protocol VARCHAR NOT NULL, "
+        "environment VARCHAR NOT NULL, created_at VARCHAR NOT NULL, PRIMARY KEY (problem_id, id), "
+        "FOREIGN KEY(problem_id) REFERENCES problem (id) ON DELETE CASCADE) WITHOUT ROWID",
+    ),
+}
+"""Statements that make each version the next. They are history: what a release has run is never changed."""
+
+OLDER_AS_THIS: Mapping[int, tuple[str, ...]] = {
+    1: (
+        "CREATE TEMP VIEW measurement AS SELECT *, 0 AS contended, 0 AS dropped_samples FROM main.measurement",
+        "CREATE TEMP VIEW verdict AS SELECT 0 AS problem_id, '' AS id, '' AS winner, '' AS ties, '' AS comparisons, "
+        "0 AS blocks, '' AS protocol, '' AS environment, '' AS created_at WHERE 0",
+    ),
+}
+"""Statements that let a connection read each older version as if it were this one, with nothing written."""
 
 metadata = MetaData()
 
@@ -95,6 +117,8 @@ measurement = Table(
     Column("max_error", Float),
     Column("environment", String, nullable=False),
     Column("created_at", String, nullable=False),
+    Column("contended", Boolean, nullable=False, server_default="0", info={"since": 2}),
+    Column("dropped_samples", BigInteger, nullable=False, server_default="0", info={"since": 2}),
     sqlite_with_rowid=False,
 )
 
@@ -110,6 +134,22 @@ scope = Table(
     Column("complete", Boolean, nullable=False),
     Column("created_at", String, nullable=False),
     sqlite_with_rowid=False,
+)
+
+verdict = Table(
+    "verdict",
+    metadata,
+    _problem_id(),
+    Column("id", String, primary_key=True),
+    Column("winner", Text, nullable=False),
+    Column("ties", Text, nullable=False),
+    Column("comparisons", Text, nullable=False),
+    Column("blocks", BigInteger, nullable=False),
+    Column("protocol", String, nullable=False),
+    Column("environment", String, nullable=False),
+    Column("created_at", String, nullable=False),
+    sqlite_with_rowid=False,
+    info={"since": 2},
 )
 
 recheck = Table(
@@ -142,7 +182,7 @@ ANSWER_SQL = str(ANSWER_QUERY.compile(dialect=sqlite.dialect(paramstyle="named")
 
 def is_empty(connection: Connection) -> bool:
     """Whether the database holds no table at all."""
-    return not inspect(connection).get_table_names()
+    return not _stored_objects(connection)
 
 
 def create(connection: Connection) -> None:
@@ -152,14 +192,19 @@ def create(connection: Connection) -> None:
         connection.execute(insert(meta).values(key="schema_version", value=str(SCHEMA_VERSION)))
 
 
-def check_version(connection: Connection, where: str) -> None:
-    """Refuse a database that this release does not read.
+def checked_version(connection: Connection, where: str) -> int:
+    """The schema version of a database that this release reads: this one, or an older one.
 
     Raises:
         SchemaVersionError: a newer schema.
-        DatabaseError: no FindDB at all.
+        DatabaseError: no FindDB at all, or one with code in it.
     """
-    version = _version(connection)
+    stored = _stored_objects(connection)
+    if not all(stored.values()):
+        raise DatabaseError(
+            f"{where} holds views or triggers, which no FindDB does: do not trust it, name another file"
+        )
+    version = _version(connection) if "meta" in stored else None
     if version is None:
         raise DatabaseError(f"{where} is a database of something else, not a FindDB: name another file")
     if version > SCHEMA_VERSION:
@@ -167,26 +212,33 @@ def check_version(connection: Connection, where: str) -> None:
             f"{where} has schema version {version}, this release of miofind reads {SCHEMA_VERSION}: "
             "upgrade miofind, or name another file"
         )
+    return version
 
 
-def column_findings(connection: Connection) -> list[str]:
-    """Tables and columns that are missing, one line each."""
+def column_findings(connection: Connection, version: int) -> list[str]:
+    """Tables and columns that a database of that version lacks, one line each."""
     inspector = inspect(connection)
     present = set(inspector.get_table_names())
     findings = []
     for table in metadata.sorted_tables:
+        if version < table.info.get("since", 1):
+            continue
         if table.name not in present:
             findings.append(f"table {table.name} is missing")
             continue
-        wanted = [column.name for column in table.columns]
+        wanted = [column.name for column in table.columns if version >= column.info.get("since", 1)]
         columns = {column["name"] for column in inspector.get_columns(table.name)}
         findings += [f"column {table.name}.{name} is missing" for name in wanted if name not in columns]
     return findings
 
 
+def _stored_objects(connection: Connection) -> dict[str, bool]:
+    """What the database is made of, by name; False for what has no pages of its own but computes: views, triggers."""
+    found = connection.exec_driver_sql("SELECT name, rootpage FROM sqlite_master")
+    return {name: bool(page) for name, page in found}
+
+
 def _version(connection: Connection) -> int | None:
-    if "meta" not in inspect(connection).get_table_names():
-        return None
     if not {"key", "value"} <= {column["name"] for column in inspect(connection).get_columns("meta")}:
         return None
     text = connection.execute(select(meta.c.value).where(meta.c.key == "schema_version")).scalar()

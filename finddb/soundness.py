@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from sqlalchemy import ColumnElement, Connection, Executable, Table, func, select
 
 from miofind.errors import DatabaseError
-from miofind.finddb import entries, ranking, schema
-from miofind.finddb.database import UnreadableEntryError
-from miofind.finddb.validation import checked_environment, checked_key, checked_row, checked_scope
-from miofind.finddb.values import History, ProblemKey, Row, Scope, Stats
+from miofind.finddb import answers, entries, exchange, schema
+from miofind.finddb.sqlite_file import UnreadableEntryError
+from miofind.finddb.validation import checked_environment, checked_key, checked_row, checked_scope, checked_verdict
+from miofind.finddb.values import Entry, History, ProblemKey, Release, Row, Scope, Stats
 
 
 def stats(connection: Connection, path: Path | None) -> Stats:
@@ -27,6 +29,7 @@ def stats(connection: Connection, path: Path | None) -> Stats:
         problems=_count(connection, schema.problem),
         rows=_count(connection, schema.measurement),
         scopes=_count(connection, schema.scope),
+        verdicts=_count(connection, schema.verdict),
         environments=_count(connection, schema.environment),
         rechecks=_count(connection, schema.recheck),
         file_bytes=sum(name.stat().st_size for name in names if name.exists()),
@@ -36,31 +39,42 @@ def stats(connection: Connection, path: Path | None) -> Stats:
     )
 
 
-def file_findings(connection: Connection) -> list[str]:
-    """What is wrong with the file and its tables."""
+def file_findings(connection: Connection, version: int) -> list[str]:
+    """What is wrong with the file and its tables, given its schema version."""
     lines = [str(line) for (line,) in connection.exec_driver_sql("PRAGMA integrity_check(20)") if line != "ok"]
-    findings = [f"damaged: {line}" for line in lines] or schema.column_findings(connection)
+    findings = [f"damaged: {line}" for line in lines] or schema.column_findings(connection, version)
     broken = connection.exec_driver_sql("PRAGMA foreign_key_check").all()
     return findings + [f"a row of table {line[0]} belongs to no row of table {line[2]}" for line in broken[:20]]
 
 
 def problem_findings(connection: Connection, number: int, key: ProblemKey) -> list[str]:
-    """What is wrong with the rows, scopes and answer of one problem."""
+    """What is wrong with the entries and the answer of one problem."""
     where = f"{key.device} {key.network_config}"
     try:
         history = entries.history(connection, number, key)
         checked_key(key.device, key.network_config)
     except (UnreadableEntryError, DatabaseError) as error:
         return [f"{where}: an entry cannot be read: {error}"]
-    findings = [row_finding(key, row, finding) for row in history.rows if (finding := _row_fault(history, row))]
-    findings += [f"{where}: scope {scope.id}: {fault}" for scope in history.scopes if (fault := _fault(history, scope))]
+    findings = [row_finding(key, row, finding) for row in history.rows if (finding := _fault(history, row))]
+    findings += [f"{where}: scope {item.id}: {fault}" for item in history.scopes if (fault := _fault(history, item))]
+    findings += [
+        f"{where}: verdict {item.id}: {fault}" for item in history.verdicts if (fault := _fault(history, item))
+    ]
     findings += [f"{where}: {fault}" for fault in _environment_faults(history)]
     if findings:
         return findings
     payload = connection.execute(select(schema.answer.c.payload).where(schema.answer.c.problem_id == number)).scalar()
-    if payload != ranking.encode(history.rows, history.scopes):
+    if payload != answers.encode(history.rows, history.scopes):
         findings.append(f"{where}: the stored answer is not the one that its rows give: rebuild it")
     return findings
+
+
+def release_findings(release: Release, histories: Sequence[History]) -> list[str]:
+    """Where a file holds something else than the release it says it is."""
+    found = replace(exchange.release_of(histories), parent=release.parent)
+    if found.content_hash != release.content_hash:
+        return [f"its content has the hash {found.content_hash}, the release {release.content_hash}: it was altered"]
+    return [] if found == release else ["it says of itself other counts than it has: release it anew"]
 
 
 def row_finding(key: ProblemKey, row: Row, finding: str) -> str:
@@ -68,18 +82,17 @@ def row_finding(key: ProblemKey, row: Row, finding: str) -> str:
     return f"{key.device} {key.network_config}: row {row.id} ({row.solver_id}:{row.config}): {finding}"
 
 
-def _row_fault(history: History, row: Row) -> str:
-    if row.environment and row.environment not in history.environments:
-        return f"environment {row.environment!r} is unknown"
-    return _fault(history, row)
-
-
-def _fault(history: History, entry: Row | Scope) -> str:
+def _fault(history: History, entry: Entry) -> str:
+    if not isinstance(entry, Scope) and entry.environment and entry.environment not in history.environments:
+        return f"environment {entry.environment!r} is unknown"
+    key = (history.device, history.network_config)
     try:
         if isinstance(entry, Row):
-            same = checked_row(history.device, history.network_config, entry) == entry
+            same = checked_row(*key, entry) == entry
+        elif isinstance(entry, Scope):
+            same = checked_scope(*key, entry) == entry
         else:
-            same = checked_scope(history.device, history.network_config, entry) == entry
+            same = checked_verdict(*key, entry) == entry
     except DatabaseError as error:
         return str(error)
     return "" if same else "it holds what a FindDB takes out before it stores"

@@ -6,8 +6,9 @@ Every method either does what it says or raises; what to do without a database i
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TextIO
 
@@ -15,10 +16,26 @@ from sqlalchemy import Connection, delete, select
 from sqlalchemy.dialects.sqlite import insert
 
 from miofind.errors import DatabaseError
-from miofind.finddb import entries, exchange, location, ranking, schema, soundness
-from miofind.finddb.database import Database, legible
+from miofind.finddb import answers, entries, exchange, location, ranking, schema, soundness
+from miofind.finddb.answers import Answer
+from miofind.finddb.database import Database
+from miofind.finddb.sqlite_file import legible
 from miofind.finddb.validation import checked_environment, checked_key, checked_reason
-from miofind.finddb.values import Answer, History, ProblemKey, Prune, Recheck, Row, Scope, Stats
+from miofind.finddb.values import (
+    Entry,
+    History,
+    ProblemKey,
+    Prune,
+    Recheck,
+    Release,
+    Row,
+    Scope,
+    Stats,
+    Verdict,
+    canonical_json,
+)
+
+_RELEASE_KEY = "release"
 
 _BATCH = 100
 """Problems a transaction in work on a whole database, so that others get their turn between."""
@@ -38,7 +55,7 @@ class Store:
 
     def __init__(self, path: str | Path, *, read_only: bool = False) -> None:
         self._database = Database(location.checked_path(path), read_only=read_only)
-        self._devices: frozenset[str] | None = None
+        self._devices: dict[str, bool] = {}
 
     @property
     def path(self) -> Path | None:
@@ -55,15 +72,22 @@ class Store:
         """Whether it refuses to record."""
         return self._database.read_only
 
+    @property
+    def schema_version(self) -> int:
+        """The schema version of the file; an older one is read as it is, and written once it was upgraded."""
+        return self._database.version
+
     def open(self) -> Store:
-        """Open now what would be opened on first use, to learn whether it can be."""
+        """Open now what would be opened on first use, to learn whether it can be read, and written if it may be."""
+        if not self.read_only:
+            self._database.prepare_to_write()
         with self._database.read():
             return self
 
     def answer(self, device: str, network_config: str) -> Answer | None:
         """What is known of a problem on a device, None if nothing is."""
         with self._database.read() as connection:
-            if self._database.is_immutable and device not in self._known_devices(connection):
+            if self._database.is_immutable and not self._knows(connection, device):
                 return None
             parameters = {"device": device, "network_config": network_config}
             driver = connection.connection.driver_connection
@@ -79,11 +103,15 @@ class Store:
         *,
         scope: Scope | None = None,
         environment: Mapping[str, str] | None = None,
+        verdict: Verdict | None = None,
     ) -> Answer | None:
-        """Store measurements and the scope of their find; they are safe from a killed process once this returns.
+        """Store measurements, the scope of their find and the verdict of their race.
+
+        They are safe from a killed process once this returns.
 
         Args:
-            rows: one a configuration; those without environment or time get `environment` and the present.
+            rows: one a configuration; those without environment or time get `environment` and the present, as the
+                verdict does.
             environment: versions the rows were measured with, such as {"driver": "580.65"}.
 
         Returns:
@@ -92,18 +120,20 @@ class Store:
         checked_key(device, network_config)
         versions = {} if environment is None else {checked_environment(environment): dict(environment)}
         environment_id = next(iter(versions), "")
-        rows = tuple(rows)
-        scopes = () if scope is None else (scope,)
+        given = History(
+            device=device,
+            network_config=network_config,
+            rows=tuple(replace(row, environment=row.environment or environment_id) for row in rows),
+            scopes=() if scope is None else (scope,),
+            verdicts=() if verdict is None else (replace(verdict, environment=verdict.environment or environment_id),),
+            environments=versions,
+        )
+        history = entries.checked(entries.stamped(given, now := entries.now()))
         with self._database.write() as connection:
-            stamp = entries.next_stamp(connection, device, network_config)
-            history = History(
-                device=device,
-                network_config=network_config,
-                rows=tuple(_stamped_row(row, environment_id, stamp) for row in rows),
-                scopes=tuple(replace(item, created_at=item.created_at or stamp) for item in scopes),
-                environments=versions,
-            )
-            entries.add(connection, entries.checked(history))
+            stamp = entries.next_stamp(connection, device, network_config, now)
+            if stamp != now:  # the clock was set back, or others recorded while this waited for the lock
+                history = entries.checked(entries.stamped(given, stamp))
+            entries.add(connection, history)
             parameters = {"device": device, "network_config": network_config}
             payload = connection.execute(schema.ANSWER_QUERY, parameters).scalar()
             return None if payload is None else _decoded(device, network_config, payload)
@@ -113,7 +143,7 @@ class Store:
         return self._add_checked([entries.checked(history) for history in histories])
 
     def merge(self, other: Store) -> int:
-        """Store all that another FindDB holds; returns how many rows and scopes were new.
+        """Store all that another FindDB holds; returns how many rows, scopes and verdicts were new.
 
         The union does not depend on the order of merges, and merging twice changes nothing. A merge that was
         interrupted can be repeated.
@@ -163,8 +193,9 @@ class Store:
         """Remove rows that no answer needs, and give their room back to the disk; returns how many went.
 
         Args:
-            what: SUPERSEDED: rows that newer ones of their configuration replaced. FAILED: failures and the rows they
-                displaced. OTHER_DEVICES: every problem of another device than `device`.
+            what: SUPERSEDED: rows that newer ones of their configuration replaced, and verdicts but the newest.
+                FAILED: failures and the rows they displaced. OTHER_DEVICES: every problem of another device than
+                `device`.
         """
         what = Prune(what)
         if what is Prune.OTHER_DEVICES:
@@ -198,7 +229,7 @@ class Store:
             if connection.execute(known).first() is not None:
                 return False
         with self._database.write() as connection:
-            stamp = entries.next_stamp(connection, device, network_config)
+            stamp = entries.next_stamp(connection, device, network_config, entries.now())
             values = key | {"created_at": stamp}
             return connection.execute(insert(table).values(**values).on_conflict_do_nothing()).rowcount == 1
 
@@ -247,16 +278,31 @@ class Store:
         return tuple(findings)
 
     def export_jsonl(self, file: TextIO) -> int:
-        """Write all environments, rows and scopes as JSON lines in a stable order; returns how many lines."""
+        """Write all environments, rows, scopes and verdicts as JSON lines in a stable order; returns how many lines."""
         return exchange.write(file, self.histories())
 
     def import_jsonl(self, file: TextIO) -> int:
-        """Store what `export_jsonl` wrote, all of it or nothing; returns how many rows and scopes were new.
+        """Store what `export_jsonl` wrote, all of it or nothing; returns how many rows, scopes and verdicts were new.
 
         Raises:
             DatabaseError: a line is no entry of a FindDB; the message gives its number.
         """
         return self._add_checked(exchange.read(file))
+
+    def seal(self, release: Release) -> None:
+        """Note what release this is; whatever is stored from then on shows in `check`."""
+        values = {"key": _RELEASE_KEY, "value": canonical_json(asdict(release))}
+        statement = insert(schema.meta).values(**values)
+        with self._database.write() as connection:
+            connection.execute(statement.on_conflict_do_update(index_elements=["key"], set_={"value": values["value"]}))
+
+    def release(self) -> Release | None:
+        """What the file says of itself as a release, None if it is none."""
+        table = schema.meta
+        with self._database.read() as connection:
+            text = connection.execute(select(table.c.value).where(table.c.key == _RELEASE_KEY)).scalar()
+            with legible():
+                return None if text is None else Release(**json.loads(text))
 
     def close(self) -> None:
         """Close the file for good. Harmless when repeated."""
@@ -273,43 +319,44 @@ class Store:
 
     def _own_findings(self) -> list[str]:
         with self._database.read() as connection:
-            findings = soundness.file_findings(connection)
+            findings = soundness.file_findings(connection, self._database.version)
             if findings:
                 return findings
             numbers = entries.problems(connection)
         for number, key in numbers.items():
             with self._database.read() as connection:
                 findings += soundness.problem_findings(connection, number, key)
+        release = self.release()
+        if release is not None and not findings:
+            findings += soundness.release_findings(release, tuple(self.histories()))
         return findings
 
     def _add_checked(self, histories: Iterable[History]) -> int:
         with self._database.write() as connection:
             return sum(entries.add(connection, history) for history in histories)
 
-    def _known_devices(self, connection: Connection) -> frozenset[str]:
-        """Devices of a file that does not change: most shipped files are of other devices."""
-        if self._devices is None:
-            self._devices = frozenset(connection.execute(select(schema.device.c.identity)).scalars())
-        return self._devices
+    def _knows(self, connection: Connection, device: str) -> bool:
+        """Whether a file that does not change is of a device: most shipped files are of others."""
+        if device not in self._devices:
+            found = connection.execute(select(schema.device.c.id).where(schema.device.c.identity == device)).first()
+            self._devices[device] = found is not None
+        return self._devices[device]
 
 
 def _decoded(device: str, network_config: str, payload: str) -> Answer:
     with legible():
-        return ranking.decode(device, network_config, payload)
-
-
-def _stamped_row(row: Row, environment_id: str, stamp: str) -> Row:
-    return replace(row, environment=row.environment or environment_id, created_at=row.created_at or stamp)
+        return answers.decode(device, network_config, payload)
 
 
 def _prune_problem(connection: Connection, number: int, what: Prune, *, keep: bool) -> int:
     if what is Prune.OTHER_DEVICES:
         return 0 if keep else entries.remove_problem(connection, number)
     rows = entries.rows_of(connection, number)
-    scopes = entries.scopes_of(connection, number)
     with legible():
         if what is Prune.FAILED:
-            return entries.remove_rows(connection, number, ranking.failed_rows(rows))
-        widest = {scope.id for scope in ranking.widest_scopes(scopes)}
-        narrower = [scope for scope in scopes if scope.id not in widest]
-        return entries.remove_rows(connection, number, ranking.superseded_rows(rows), narrower)
+            return entries.remove(connection, number, ranking.failed_rows(rows))
+        scopes, verdicts = entries.scopes_of(connection, number), entries.verdicts_of(connection, number)
+        wanted: list[Entry | None] = [*ranking.widest_scopes(scopes), ranking.newest_verdict(verdicts)]
+        found: list[Entry] = [*scopes, *verdicts]
+        unwanted = [entry for entry in found if entry not in wanted]
+        return entries.remove(connection, number, [*ranking.superseded_rows(rows), *unwanted])

@@ -1,4 +1,4 @@
-"""What a FindDB takes in: bounds, types and forms of rows, scopes and environments, whoever offers them.
+"""What a FindDB takes in: bounds, types and forms of rows, scopes, verdicts and environments, whoever offers them.
 
 Strings come from users and from other people's databases, so all of them are bounded; what would name a machine or a
 person (folders, host names, device ids) is refused or taken out.
@@ -15,9 +15,20 @@ from datetime import datetime
 from typing import TypeVar
 
 from miofind.errors import DatabaseError
-from miofind.finddb.values import EFFORTS, STATUSES, Row, Scope, canonical_json, environment_id, row_id, scope_id
+from miofind.finddb.values import (
+    EFFORTS,
+    STATUSES,
+    Comparison,
+    Row,
+    Scope,
+    Verdict,
+    canonical_json,
+    content_id,
+    environment_id,
+    without_defaults,
+)
 
-Checked = TypeVar("Checked", Row, Scope)
+Checked = TypeVar("Checked", Row, Scope, Verdict)
 
 MAX_NAME_CHARS = 200
 MAX_KEY_CHARS = 2000
@@ -58,9 +69,9 @@ def checked_row(device: str, network_config: str, row: Row) -> Row:
     _check_config(row.config)
     if not isinstance(row.status, str) or row.status not in STATUSES:
         raise _refused("status", row.status, f"one of {', '.join(sorted(STATUSES))}")
-    if type(row.deterministic) is not bool:
-        raise _refused("deterministic", row.deterministic, "true or false")
-    for name in ("solver_version", "samples", "workspace_bytes"):
+    for name in ("deterministic", "contended"):
+        _flag(name, getattr(row, name))
+    for name in ("solver_version", "samples", "workspace_bytes", "dropped_samples"):
         _count(name, getattr(row, name))
     _check_created_at(row.created_at)
     numbers = _numbers(row)
@@ -74,7 +85,7 @@ def checked_row(device: str, network_config: str, row: Row) -> Row:
         p80_ms=numbers["p80_ms"],
         max_error=numbers["max_error"],
     )
-    return _with_id(row, row_id(device, network_config, row))
+    return _with_id(device, network_config, row)
 
 
 def checked_scope(device: str, network_config: str, scope: Scope) -> Scope:
@@ -94,11 +105,46 @@ def checked_scope(device: str, network_config: str, scope: Scope) -> Scope:
         _count("workspace_limit_bytes", scope.workspace_limit_bytes)
     if scope.effort not in EFFORTS:
         raise _refused("effort", scope.effort, f"one of {', '.join(EFFORTS)}")
-    if type(scope.complete) is not bool:
-        raise _refused("complete", scope.complete, "true or false")
+    _flag("complete", scope.complete)
     _check_created_at(scope.created_at)
     scope = replace(scope, effort=str(scope.effort))
-    return _with_id(scope, scope_id(device, network_config, scope))
+    return _with_id(device, network_config, scope)
+
+
+def checked_verdict(device: str, network_config: str, verdict: Verdict) -> Verdict:
+    """The verdict with its bounds as floats, and its id.
+
+    Raises:
+        RefusedEntryError: a field of a wrong type, form or size, or an id that is not that of the content.
+    """
+    return _with_id(device, network_config, well_formed_verdict(verdict))
+
+
+def well_formed_verdict(verdict: Verdict) -> Verdict:
+    """The verdict with its bounds as floats, its id as it was.
+
+    Raises:
+        RefusedEntryError: a field of a wrong type, form or size.
+    """
+    _check_candidate("winner", verdict.winner)
+    if not isinstance(verdict.ties, tuple) or verdict.ties[:1] != (verdict.winner,):
+        raise _refused("ties", verdict.ties, "a tuple of candidates, the winner first")
+    for candidate in verdict.ties[1:]:
+        _check_candidate("ties", candidate)
+    if not isinstance(verdict.comparisons, tuple):
+        raise _refused("comparisons", verdict.comparisons, "a tuple of comparisons")
+    verdict = replace(verdict, comparisons=tuple(map(_checked_comparison, verdict.comparisons)))
+    for name, found in (("ties", verdict.ties), ("comparisons", [item.candidate for item in verdict.comparisons])):
+        if len(set(found)) < len(found):
+            raise _refused(name, found, "each candidate once")
+    _count("blocks", verdict.blocks)
+    for name in ("protocol", "environment"):
+        _text(name, getattr(verdict, name), MAX_NAME_CHARS)
+    _check_created_at(verdict.created_at)
+    text = canonical_json(without_defaults(verdict))
+    if len(text) > MAX_JSON_CHARS:
+        raise _refused("verdict", text, f"at most {MAX_JSON_CHARS} characters of JSON")
+    return verdict
 
 
 def checked_environment(versions: Mapping[str, str]) -> str:
@@ -150,6 +196,26 @@ def _check_config(config: str) -> None:
         raise _refused("config", config, "a JSON object") from error
     if not isinstance(values, dict) or canonical != config:
         raise _refused("config", config, "a JSON object in canonical form: sorted keys, no spaces, ASCII")
+
+
+def _check_candidate(name: str, value: object) -> None:
+    if not isinstance(value, str):
+        raise _refused(name, value, "a candidate such as Solver:{}")
+    solver_id, separator, config = value.partition(":{")
+    _text(name, solver_id, MAX_NAME_CHARS, required=True)
+    if not separator:
+        raise _refused(name, value, "a candidate such as Solver:{}")
+    _check_config("{" + config)
+
+
+def _checked_comparison(comparison: Comparison) -> Comparison:
+    if not isinstance(comparison, Comparison):
+        raise _refused("comparisons", comparison, "comparisons")
+    _check_candidate("candidate", comparison.candidate)
+    low, high = _number("low", comparison.low), _number("high", comparison.high)
+    if not low or not high or low > high:
+        raise _refused("comparison", (comparison.low, comparison.high), "0 < low <= high")
+    return replace(comparison, low=low, high=high)
 
 
 def _check_json(name: str, value: object) -> None:
@@ -210,10 +276,16 @@ def _text(name: str, value: object, limit: int, *, required: bool = False) -> No
         raise _refused(name, value, "at least one character")
 
 
-def _with_id(value: Checked, content_id: str) -> Checked:
-    if value.id and value.id != content_id:
-        raise _refused("id", value.id, f"{content_id}, the hash of its content: it was altered or damaged")
-    return replace(value, id=content_id)
+def _flag(name: str, value: object) -> None:
+    if type(value) is not bool:
+        raise _refused(name, value, "true or false")
+
+
+def _with_id(device: str, network_config: str, entry: Checked) -> Checked:
+    name = content_id(device, network_config, entry)
+    if entry.id and entry.id != name:
+        raise _refused("id", entry.id, f"{name}, the hash of its content: it was altered or damaged")
+    return replace(entry, id=name)
 
 
 def _refused(name: str, value: object, wanted: str) -> RefusedEntryError:

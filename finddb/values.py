@@ -1,6 +1,6 @@
 """The values that go into a FindDB and come out of it: inert, of strings and numbers only.
 
-Identity is content: the id of a row or scope is a hash of all it says, the id of an environment a hash of its
+Identity is content: the id of a row, scope or verdict is a hash of all it says, the id of an environment a hash of its
 versions. So merging two databases is a union by id. Nothing here touches a file or knows SQL.
 """
 
@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+import re
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, field, fields
 from enum import StrEnum
-from typing import Any, overload
-
-from miofind.errors import DatabaseError
 
 USABLE_STATUSES = frozenset({"ok", "cut_off"})
 MOMENTARY_STATUSES = frozenset({"out_of_memory", "timed_out"})
 """Failures that speak of the moment and not of the candidate: they never displace a usable row."""
 STATUSES = USABLE_STATUSES | MOMENTARY_STATUSES | {"compile_failed", "launch_failed", "wrong_result", "crashed"}
+
+_SHA256 = re.compile("[0-9a-f]{64}", re.ASCII)
 
 EFFORTS = ("defaults", "search")
 """Search efforts of a find, the lesser first."""
@@ -51,6 +50,8 @@ class Row:
         environment: id of the versions it was measured with; "" lets the store fill it in.
         created_at: ISO 8601 in UTC, with microseconds and a Z; "" lets the store fill it in.
         id: hash of the content, filled in by the store.
+        contended: whether something else ran on the device meanwhile; such a row is a last resort and never ships.
+        dropped_samples: samples left out of the statistics, since the device was slowed down while they were taken.
     """
 
     solver_id: str
@@ -74,11 +75,55 @@ class Row:
     environment: str = ""
     created_at: str = ""
     id: str = ""
+    contended: bool = False
+    dropped_samples: int = 0
 
     @property
     def usable(self) -> bool:
         """Whether it passed verification and was timed."""
         return self.status in USABLE_STATUSES
+
+    @property
+    def candidate(self) -> str:
+        """The name of what was measured: `solver_id:config`."""
+        return f"{self.solver_id}:{self.config}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """How a finalist stood against the winner.
+
+    Attributes:
+        candidate: `solver_id:config`.
+        low, high: 95 % bootstrap interval of the ratio candidate / winner of paired times; 1.03 is 3 % slower.
+    """
+
+    candidate: str
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """How the final of one race ended: an interval in place of an argmin.
+
+    Attributes:
+        winner: `solver_id:config`.
+        ties: candidates that the race could not tell from the fastest, the winner first.
+        comparisons: the finalists beside the winner.
+        blocks: interleaved blocks that the intervals were drawn from.
+        protocol: version of the timing protocol.
+        environment, created_at, id: as in a Row.
+    """
+
+    winner: str
+    ties: tuple[str, ...]
+    comparisons: tuple[Comparison, ...]
+    blocks: int
+    protocol: str
+    environment: str = ""
+    created_at: str = ""
+    id: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,110 +166,12 @@ def _limit_covers(mine: int | None, other: int | None) -> bool:
     return other is not None and mine >= other
 
 
+Entry = Row | Scope | Verdict
+"""What a store keeps of a problem; each is named by the hash of its content."""
+
 ROW_FIELDS = tuple(item.name for item in fields(Row))
 SCOPE_FIELDS = tuple(item.name for item in fields(Scope))
-
-
-# A frozen dataclass sets each field by name, which costs three times as much as all else of a look-up's decoding.
-_ROW_SETTERS = tuple(Row.__dict__[name].__set__ for name in ROW_FIELDS)
-_raw_decode = json.JSONDecoder().raw_decode
-
-
-def _decoded_values(line: str) -> list[Any]:
-    try:
-        values: list[Any]
-        values, _ = _raw_decode(line)
-    except ValueError as error:
-        raise DatabaseError(f"an answer of a FindDB cannot be read, at {line[:60]!r}: check the database") from error
-    return values
-
-
-def _decoded_row(line: str) -> Row:
-    row = object.__new__(Row)
-    try:
-        values = _decoded_values(line)
-        for set_field, value in zip(_ROW_SETTERS, values, strict=True):
-            set_field(row, value)
-    except (ValueError, TypeError) as error:
-        raise DatabaseError(f"an answer of a FindDB cannot be read, at {line[:60]!r}: check the database") from error
-    return row
-
-
-class RankedRows(Sequence[Row]):
-    """Rows of an answer, the best first; each is decoded when it is read, since most callers read one or two."""
-
-    __slots__ = ("_lines",)
-
-    def __init__(self, lines: Iterable[str]) -> None:
-        self._lines: list[str | Row] = list(lines)
-
-    def __len__(self) -> int:
-        return len(self._lines)
-
-    @overload
-    def __getitem__(self, index: int) -> Row: ...
-    @overload
-    def __getitem__(self, index: slice) -> tuple[Row, ...]: ...
-    def __getitem__(self, index: int | slice) -> Row | tuple[Row, ...]:
-        if isinstance(index, slice):
-            return tuple(self[i] for i in range(*index.indices(len(self._lines))))
-        row = self._lines[index]
-        if isinstance(row, str):
-            row = self._lines[index] = _decoded_row(row)
-        return row
-
-    def __iter__(self) -> Iterator[Row]:
-        return map(self.__getitem__, range(len(self._lines)))
-
-    def columns(self, *names: str) -> Iterator[tuple[Any, ...]]:
-        """Those fields of each row, for callers that read few of many rows: half the cost of whole rows.
-
-        Raises:
-            DatabaseError: an answer cannot be read.
-        """
-        pick = operator.itemgetter(*map(ROW_FIELDS.index, names))
-        for line in self._lines:
-            values = _decoded_values(line) if isinstance(line, str) else [getattr(line, name) for name in ROW_FIELDS]
-            if len(values) != len(ROW_FIELDS):
-                raise DatabaseError(f"an answer of a FindDB has a row of {len(values)} fields: check the database")
-            yield pick(values)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, RankedRows) and tuple(self) == tuple(other)
-
-    def __hash__(self) -> int:
-        return hash(tuple(self))
-
-    def __repr__(self) -> str:
-        return f"RankedRows({list(self)!r})"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
-    """What a FindDB knows of a problem on a device.
-
-    Attributes:
-        rows: usable rows, the best first. They hold, for every limit on workspace and every demand for determinism,
-            the best row of each solver; for a limit on the error they do so to a factor of two.
-        scopes: what was considered to get them; a scope that another one covers is left out.
-    """
-
-    device: str
-    network_config: str
-    rows: RankedRows
-    scopes: tuple[Scope, ...]
-
-    def covers(self, request: Scope) -> bool:
-        """Whether one of the scopes covers what a find of `request` would time."""
-        return any(scope.covers(request) for scope in self.scopes)
-
-    def missing(self, solvers: Mapping[str, int]) -> tuple[str, ...]:
-        """Ids of the solvers, given as {id: version}, that no scope has considered at that version."""
-        return tuple(
-            solver_id
-            for solver_id, version in solvers.items()
-            if not any(scope.solvers.get(solver_id) == version for scope in self.scopes)
-        )
+VERDICT_FIELDS = tuple(item.name for item in fields(Verdict))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,14 +180,22 @@ class History:
 
     Attributes:
         rows: by solver, configuration and time.
-        environments: {environment id: versions} of the rows.
+        verdicts: by time, the newest last.
+        environments: {environment id: versions} of the rows and verdicts.
     """
 
     device: str
     network_config: str
     rows: tuple[Row, ...] = ()
     scopes: tuple[Scope, ...] = ()
+    verdicts: tuple[Verdict, ...] = ()
     environments: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+
+    @property
+    def named_environments(self) -> frozenset[str]:
+        """Ids of the environments that its rows and verdicts name."""
+        entries: tuple[Row | Verdict, ...] = (*self.rows, *self.verdicts)
+        return frozenset(entry.environment for entry in entries if entry.environment)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -268,12 +223,37 @@ class Stats:
     problems: int
     rows: int
     scopes: int
+    verdicts: int
     environments: int
     rechecks: int
     file_bytes: int
     by_device: Mapping[str, int]
     by_solver: Mapping[str, int]
     by_status: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Release:
+    """What a database that was made to ship says of itself.
+
+    Attributes:
+        content_hash: SHA-256 of the sorted lines of its export.
+        parent: content hash of the release it came after, "" for the first.
+        problems, rows: counts by device.
+
+    Raises:
+        ValueError: a hash is none.
+    """
+
+    content_hash: str
+    parent: str = ""
+    problems: Mapping[str, int] = field(default_factory=dict)
+    rows: Mapping[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for value in (self.content_hash, self.parent or self.content_hash):
+            if not isinstance(value, str) or not _SHA256.fullmatch(value):
+                raise ValueError(f"{str(value)[:80]!r} is no SHA-256")
 
 
 def canonical_json(value: object) -> str:
@@ -290,20 +270,35 @@ def environment_id(versions: Mapping[str, str]) -> str:
     return _digest(dict(versions), 8)
 
 
-def row_id(device: str, network_config: str, row: Row) -> str:
-    """Content hash of a measurement. Fields at their default are left out, so that fields that come later void none."""
-    content = {
-        item.name: getattr(row, item.name)
-        for item in fields(Row)
-        if item.name != "id" and getattr(row, item.name) != item.default
-    }
-    return _digest([device, network_config, content], 16)
+def content_id(device: str, network_config: str, entry: Entry) -> str:
+    """Content hash of a row, scope or verdict; what identifies it wherever it is kept."""
+    if isinstance(entry, Scope):
+        content: list[object] = [dict(entry.solvers), dict(entry.filters), entry.workspace_limit_bytes, entry.effort]
+        return _digest([device, network_config, *content, entry.complete, entry.created_at], 16)
+    return _digest([device, network_config, without_defaults(entry, "id")], 16)
 
 
-def scope_id(device: str, network_config: str, scope: Scope) -> str:
-    """Content hash of a scope."""
-    content = [dict(scope.solvers), dict(scope.filters), scope.workspace_limit_bytes, scope.effort]
-    return _digest([device, network_config, *content, scope.complete, scope.created_at], 16)
+def without_defaults(entry: Entry, *left_out: str) -> dict[str, object]:
+    """The fields of an entry as plain JSON values, without those at their default: fields that come later void no hash.
+
+    Raises:
+        TypeError: a field holds what JSON has no form for.
+    """
+    values = {}
+    for item in fields(entry):
+        value = getattr(entry, item.name)
+        default = item.default_factory() if item.default_factory is not MISSING else item.default
+        if item.name not in left_out and value != default:
+            values[item.name] = _plain(value)
+    return values
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, Comparison):
+        return {"candidate": value.candidate, "low": value.low, "high": value.high}
+    return dict(value) if isinstance(value, Mapping) else value
 
 
 def _digest(value: object, size: int) -> str:

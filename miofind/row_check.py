@@ -6,6 +6,7 @@ Rows of another solver version or other sources are void, not wrong: they are co
 from __future__ import annotations
 
 import functools
+import re
 from dataclasses import replace
 
 from miofind.device import Device
@@ -15,6 +16,10 @@ from miofind.problem import ProblemDescription
 from miofind.records import solver_hash
 from miofind.solution import Config
 from miofind.solver import Solver, solvers
+
+_IDENTITY = re.compile(
+    r"(?P<name>[^|]*)\|(?P<sm_count>\d{1,6})\|(?P<major>\d{1,2})\.(?P<minor>\d)\|(?P<mig_profile>[^|]*)", re.ASCII
+)
 
 
 class RowCheck:
@@ -37,11 +42,47 @@ class RowCheck:
         solver = solvers().get(row.solver_id)
         if solver is None:
             return f"solver {row.solver_id!r} is not registered"
-        if row.solver_version != solver.version or row.source_hash != solver_hash(solver):
+        if not is_current(row):
             self.void += 1
             return None
         self.checked += 1
         return _finding(solver, problem, device, row)
+
+
+class Shipping:
+    """Chooses the rows that a release takes, for `write_release`.
+
+    Attributes:
+        contended: rows left out since something else ran on the device meanwhile.
+        void: rows left out since other versions or sources of a solver wrote them.
+        findings: what was wrong with the other rows left out, one line each.
+    """
+
+    def __init__(self) -> None:
+        self.contended = 0
+        self.void = 0
+        self.findings: list[str] = []
+        self._check = RowCheck()
+
+    def __call__(self, key: ProblemKey, row: Row) -> bool:
+        """Whether a row may ship: current, sound, and not measured under contention."""
+        finding = self._check(key, row)
+        if finding is not None:
+            self.findings.append(f"{key.network_config}: {row.candidate}: {finding}")
+            return False
+        if not is_current(row):
+            self.void += 1
+            return False
+        if row.contended and row.usable:
+            self.contended += 1
+            return False
+        return True
+
+
+def is_current(row: Row) -> bool:
+    """Whether a row was measured with a solver as this release has it."""
+    solver = solvers().get(row.solver_id)
+    return solver is not None and row.solver_version == solver.version and row.source_hash == solver_hash(solver)
 
 
 def _finding(solver: Solver, problem: ProblemDescription, device: Device | None, row: Row) -> str | None:
@@ -79,12 +120,13 @@ def device_of(identity: str) -> Device | None:
     for device in (Device.cpu(), Device.default()):
         if device.identity == identity:
             return device
-    name, *numbers = identity.split("|")
+    told = _IDENTITY.fullmatch(identity)
+    if told is None:
+        return None
+    sm, sm_count = int(told["major"] + told["minor"]), int(told["sm_count"])
+    if sm == 0:
+        return replace(Device.cpu(), name=told["name"], sm_count=sm_count)
     try:
-        sm_count, capability, mig_profile = int(numbers[0]), numbers[1], numbers[2]
-        sm = round(10 * float(capability))
-        if sm == 0:
-            return replace(Device.cpu(), name=name, sm_count=sm_count)
-        return replace(Device.virtual(str(sm)), name=name, sm_count=sm_count, mig_profile=mig_profile)
-    except (IndexError, ValueError, MiofindError):
+        return replace(Device.virtual(str(sm)), name=told["name"], sm_count=sm_count, mig_profile=told["mig_profile"])
+    except MiofindError:
         return None

@@ -55,10 +55,10 @@ class Config(Mapping[str, Any]):
         """
         try:
             values = json.loads(text)
-        except ValueError as error:
-            raise InvalidConfigError(f"config {text!r} is not JSON: {error}") from error
+        except (ValueError, RecursionError) as error:
+            raise InvalidConfigError(f"config {text[:200]!r} is not JSON: {error}") from error
         if not isinstance(values, dict):
-            raise InvalidConfigError(f"config {text!r} is not a JSON object")
+            raise InvalidConfigError(f"config {text[:200]!r} is not a JSON object")
         return Config(values)
 
     def __getitem__(self, key: str) -> Any:

@@ -1,12 +1,17 @@
-"""Rows, scopes and histories for the tests of the FindDB."""
+"""Rows, scopes, verdicts and histories for the tests of the FindDB."""
 
 from __future__ import annotations
 
+import resource
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
 from typing import Any
 
 from hypothesis import strategies as st
 
-from miofind.finddb import History, Row, Scope, Store, environment_id
+from miofind.finddb import Comparison, History, Row, Scope, Store, Verdict, environment_id
 
 DEVICE = "NVIDIA H200|132|9.0|"
 PROBLEM = "2d-fwd-n32-c64-h56x56-k64-y3x3-pad1x1"
@@ -22,6 +27,31 @@ def row(solver_id: str = "ConvA", config: str = "{}", time_ms: float | None = 1.
 def scope(*solver_ids: str, **fields: Any) -> Scope:
     """A scope of the solvers, each at version 1."""
     return Scope(solvers=dict.fromkeys(solver_ids or ("ConvA",), 1), **fields)
+
+
+def verdict(winner: str = "ConvA:{}", *ties: str, low: float = 1.02, high: float = 1.05, **fields: Any) -> Verdict:
+    """A race that `winner` won, against ConvB, with a tie for each of `ties`."""
+    compared = (Comparison(candidate="ConvB:{}", low=low, high=high),)
+    values = {"blocks": 30, "protocol": "cuda-1"} | fields
+    return Verdict(winner=winner, ties=(winner, *ties), comparisons=compared, **values)
+
+
+def version_1(path: Path) -> Path:
+    """A FindDB that the last release of schema version 1 wrote, in the form of a shipped one."""
+    with closing(sqlite3.connect(path)) as connection:
+        connection.executescript(Path(__file__).with_name("finddb_version1.sql").read_text(encoding="utf-8"))
+    return path
+
+
+@contextmanager
+def files_end_at(size_bytes: int) -> Iterator[None]:
+    """No file can grow beyond a size meanwhile: writing more fails as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def at(second: int) -> str:
@@ -52,6 +82,8 @@ rows = st.builds(
     samples=st.integers(1, 3),
     environment=st.sampled_from(["", environment_id(VERSIONS)]),
     created_at=st.integers(0, 9).map(at),
+    contended=st.sampled_from([False, False, True]),
+    dropped_samples=st.integers(0, 2),
 )
 
 scopes = st.builds(
@@ -64,11 +96,32 @@ scopes = st.builds(
     created_at=st.integers(0, 9).map(at),
 )
 
+candidates = [f'{solver_id}:{{"tile":{tile}}}' for solver_id in ("ConvA", "ConvB") for tile in (1, 2)]
+
+verdicts = st.builds(
+    lambda order, ties, ratios, **fields: Verdict(
+        winner=order[0],
+        ties=tuple(order[: 1 + ties]),
+        comparisons=tuple(
+            Comparison(candidate=name, low=low, high=low * 1.5) for name, low in zip(order[1:], ratios, strict=True)
+        ),
+        protocol="cuda-1",
+        **fields,
+    ),
+    order=st.permutations(candidates),
+    ties=st.integers(0, 2),
+    ratios=st.tuples(*[st.floats(0.5, 2.0)] * 3),
+    blocks=st.integers(0, 40),
+    environment=st.sampled_from(["", environment_id(VERSIONS)]),
+    created_at=st.integers(0, 9).map(at),
+)
+
 histories = st.builds(
     History,
     device=st.sampled_from([DEVICE, "cpu|2||"]),
     network_config=st.sampled_from([PROBLEM, "1d-fwd-n1"]),
     rows=st.lists(rows, max_size=8).map(tuple),
     scopes=st.lists(scopes, max_size=3).map(tuple),
+    verdicts=st.lists(verdicts, max_size=3).map(tuple),
     environments=st.just({environment_id(VERSIONS): VERSIONS}),
 )

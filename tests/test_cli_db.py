@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 from cli_runner import FORWARD, TINY, run, run_json, use_own_folders
+from finddb_entries import version_1
 
 from miofind.device import Device
 from miofind.driver_line import parse_driver_line
-from miofind.finddb import Row, Store
+from miofind.finddb import Comparison, Row, Store, Verdict
 
 PROBLEM = parse_driver_line(" ".join(FORWARD))[0]
 
@@ -86,7 +87,7 @@ def test_export_import_and_merge(filled: Path, tmp_path: Path) -> None:
     assert run_json("db", "merge", imported, "--db", merged)["added"] == 0
     assert run("db", "export", "-", "--db", merged).stdout == exported.read_text(encoding="utf-8")
     piped = run("db", "import", "-", "--db", str(tmp_path / "piped.db"), input=exported.read_text(encoding="utf-8"))
-    assert f"{added} measurements and finds were new" in piped.stdout
+    assert f"{added} measurements, finds and verdicts were new" in piped.stdout
 
 
 def test_an_export_that_fails_leaves_the_file_there_was(filled: Path, tmp_path: Path) -> None:
@@ -165,7 +166,7 @@ def test_other_devices_are_checked_by_what_their_identity_says(filled: Path) -> 
     assert "accumulate='float16' must be one of" in run("db", "check", code=1).stdout
 
 
-@pytest.mark.parametrize("command", ["stats", "show", "check", "export out.jsonl", "prune", "import -"])
+@pytest.mark.parametrize("command", ["stats", "show", "check", "export out.jsonl", "prune", "import -", "upgrade"])
 def test_a_damaged_finddb_is_an_error_of_the_database(command: str, tmp_path: Path) -> None:
     (tmp_path / "finddb.db").write_bytes(b"no database" * 1000)
     result = run("db", *command.split(), code=4, input='{"format": "miofind-finddb", "schema_version": 1}\n')
@@ -198,6 +199,102 @@ def test_prune(filled: Path) -> None:
 def test_prune_makes_no_finddb(tmp_path: Path) -> None:
     run("db", "prune", code=4)
     assert not (tmp_path / "finddb.db").exists()
+
+
+def test_show_tells_how_the_last_race_ended(filled: Path) -> None:
+    winner, tied, behind = "ConvCpuDirect:{}", 'ConvA:{"tile":1}', "ConvB:{}"
+    compared = (Comparison(candidate=behind, low=1.02, high=1.05), Comparison(candidate=tied, low=0.99, high=1.004))
+    ruling = Verdict(winner=winner, ties=(winner, tied), comparisons=compared, blocks=30, protocol="cuda-2")
+    altered(filled, contended=True, dropped_samples=4, samples=41, time_ms=9.0, config='{"a":1}')
+    with Store(filled) as store:
+        store.record(Device.cpu().identity, PROBLEM.network_config, verdict=ruling)
+    text = run("db", "show", *FORWARD).stdout
+    assert "race of 30 blocks at 20" in text
+    assert f"{winner} won" in text
+    assert text.index(f"{tied}: 0.990..1.004 of its time, a tie") < text.index(f"{behind}: 1.020..1.050 of its time\n")
+    assert "ok, contended" in text
+    assert "41 (-4)" in text
+    (printed,) = run_json("db", "show", PROBLEM.network_config)["problems"]
+    assert printed["verdict"]["ties"] == [winner, tied]
+    assert printed["verdict"]["comparisons"][0] == {"candidate": behind, "low": 1.02, "high": 1.05}
+    assert f"{run_json('db', 'stats')['verdicts']} verdicts" in run("db", "stats").stdout
+
+
+def test_upgrade(tmp_path: Path) -> None:
+    old = version_1(tmp_path / "old.db")
+    assert "run `miofind db upgrade`" in run("db", "prune", "--db", str(old), code=4).stderr
+    assert "run `miofind db upgrade`" in run("db", "merge", str(old), "--db", str(old), code=4).stderr
+    assert "schema version 1" in run("db", "check", str(old), code=1).stderr
+    done = run_json("db", "upgrade", "--db", str(old))
+    assert (done["from_version"], done["to_version"]) == (1, 2)
+    assert Path(done["backup"]).is_file()
+    assert "has schema version 2 already" in run("db", "upgrade", "--db", str(old)).stdout
+    assert run_json("db", "prune", "--db", str(old))["removed"] == 1
+    assert "does not exist" in run("db", "upgrade", code=4).stderr
+    again = version_1(tmp_path / "again.db")
+    assert "the file as it was: " in run("db", "upgrade", "--db", str(again)).stdout
+
+
+def test_release_takes_what_may_ship(filled: Path, tmp_path: Path) -> None:
+    altered(filled, contended=True, time_ms=1e-6)
+    altered(filled, workspace_bytes=12345, contended=False)
+    altered(filled, solver_version=99)
+    out = tmp_path / "out.db"
+    printed = run_json("db", "release", str(filled), str(filled), str(out))
+    assert printed["left_out"] == {"contended": 1, "of other releases": 1, "unsound": 1}
+    assert printed["problems"] == {Device.cpu().identity: 3}
+    assert run_json("db", "check", str(out))["sound"]
+    text = run("db", "release", str(filled), str(tmp_path / "again.db"))
+    assert printed["content_hash"][:16] in text.stdout
+    assert "it says 12345 bytes of workspace" in text.stderr
+    assert (tmp_path / "again.db").read_bytes() == out.read_bytes()
+    assert [path.suffix for path in sorted(tmp_path.iterdir()) if "out" in path.name] == [".db"]
+
+
+def test_release_refuses_what_it_cannot_make(tmp_path: Path) -> None:
+    old = version_1(tmp_path / "old.db")
+    assert "no row of the sources may ship" in run("db", "release", str(old), str(tmp_path / "out.db"), code=4).stderr
+    assert not (tmp_path / "out.db").exists()
+    assert "does not exist" in run("db", "release", "missing.db", str(tmp_path / "out.db"), code=4).stderr
+    assert "SOURCE" in run("db", "release", str(old), code=2).stderr
+
+
+def test_diff_lists_what_changed(filled: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other.db"
+    run("db", "merge", str(filled), "--db", str(other))
+    assert "0 faster, 0 slower, 3 same" in run("db", "diff", str(filled), str(other)).stdout
+    with Store(other) as store:
+        device = Device.cpu().identity
+        best = store.answer(device, PROBLEM.network_config).rows[0]
+        fast = Row(solver_id="ConvFast", solver_version=1, config="{}", status="ok", time_ms=best.time_ms / 4)
+        compared = (Comparison(candidate=best.candidate, low=3.9, high=4.2),)
+        ruling = Verdict(winner="ConvFast:{}", ties=("ConvFast:{}",), comparisons=compared, blocks=30, protocol="p")
+        store.record(device, PROBLEM.network_config, [fast], verdict=ruling)
+        store.record(device, "conv9d-new", [fast])
+    text = run("db", "diff", str(filled), str(other)).stdout
+    assert "1 faster, 0 slower, 2 same, 1 new, 0 gone; 1 with another winner" in text
+    assert "before is 3.900..4.200 of B's winner" in text
+    assert text.index("faster, winner") < text.index("conv9d-new")
+    printed = run_json("db", "diff", str(filled), str(other))
+    assert [change["change"] for change in printed["changes"]] == ["faster", "new"]
+    assert printed["changes"][0]["old_winner_after"] == {"candidate": best.candidate, "low": 3.9, "high": 4.2}
+    assert printed["changes"][0]["ratio"] == 0.25
+    assert printed["changes"][1]["before"] is None
+    assert run_json("db", "diff", str(other), str(filled))["counts"]["gone"] == 1
+    assert "does not exist" in run("db", "diff", str(filled), "missing.db", code=4).stderr
+
+
+@pytest.mark.parametrize("config", ["[" * 100_000, "{", "\x1b[2J", '{"a":{"b":{"c":[1]}}}', '{"%s":"../../x"}'])
+def test_a_configuration_that_is_none_is_shown_as_text(filled: Path, config: str) -> None:
+    with sqlite3.connect(filled) as connection:
+        connection.execute("UPDATE measurement SET config = ?", (config,))
+    connection.close()
+    with Store(filled) as store:
+        store.rebuild()
+    for command in (["show"], ["show", *FORWARD, "--all"], ["diff", str(filled), str(filled)], ["stats"]):
+        assert "\x1b" not in run("db", *command).stdout
+        run_json("db", *command)
+    assert run("db", "check", code=1).stdout
 
 
 def test_export_lines_are_json(filled: Path) -> None:

@@ -1,11 +1,9 @@
-"""Merging, exporting, importing and shipping move measurements without losing or doubling one."""
+"""Merging, exporting and importing move measurements without losing or doubling one."""
 
 from __future__ import annotations
 
 import io
 import json
-import sqlite3
-from contextlib import closing
 
 import finddb_entries as made
 import pytest
@@ -14,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from miofind.errors import DatabaseError, SchemaVersionError
-from miofind.finddb import MEMORY, Store, environment_id, write_shippable
+from miofind.finddb import MEMORY, Store, environment_id
 
 some_histories = st.lists(made.histories, max_size=3)
 
@@ -23,6 +21,11 @@ def filled(histories) -> Store:
     store = Store(MEMORY)
     store.add(histories)
     return store
+
+
+def entries_in(store: Store) -> int:
+    stats = store.stats()
+    return stats.rows + stats.scopes + stats.verdicts
 
 
 def exported(store: Store) -> str:
@@ -44,7 +47,7 @@ def store():
 def test_merging_is_idempotent_and_commutative(one, two):
     with filled(one) as a, filled(two) as b, Store(MEMORY) as ab, Store(MEMORY) as ba:
         added = ab.merge(a) + ab.merge(b)
-        assert ba.merge(b) + ba.merge(a) == added == ab.stats().rows + ab.stats().scopes
+        assert ba.merge(b) + ba.merge(a) == added == entries_in(ab)
         assert contents(ab) == contents(ba)
         assert answers(ab) == answers(ba)
         assert ab.merge(a) == ab.merge(b) == ab.merge(ba) == 0
@@ -57,7 +60,7 @@ def test_merging_is_idempotent_and_commutative(one, two):
 def test_an_export_comes_back_whole(histories):
     with filled(histories) as store, Store(MEMORY) as other:
         text = exported(store)
-        assert other.import_jsonl(io.StringIO(text)) == store.stats().rows + store.stats().scopes
+        assert other.import_jsonl(io.StringIO(text)) == entries_in(store)
         assert other.import_jsonl(io.StringIO(text)) == 0
         assert contents(other) == contents(store)
         assert answers(other) == answers(store)
@@ -74,7 +77,7 @@ def test_an_export_does_not_depend_on_the_order_of_recording(histories):
 def test_an_export_is_one_object_a_line(store):
     lines = [json.loads(line) for line in exported(store).splitlines()]
     assert [line.get("kind") for line in lines] == [None, "environment", "row", "scope", "row"]
-    assert lines[0] == {"format": "miofind-finddb", "schema_version": 1}
+    assert lines[0] == {"format": "miofind-finddb", "schema_version": 2}
     assert lines[2]["environment"] == lines[1]["id"] == environment_id(VERSIONS)
 
 
@@ -158,7 +161,7 @@ def test_bytes_that_are_no_text_are_refused(store, tmp_path):
 
 def test_an_export_of_a_newer_release_is_refused(store):
     with pytest.raises(SchemaVersionError, match="upgrade"):
-        store.import_jsonl(io.StringIO('{"format":"miofind-finddb","schema_version":2}\n{"kind":"new"}\n'))
+        store.import_jsonl(io.StringIO('{"format":"miofind-finddb","schema_version":3}\n{"kind":"new"}\n'))
 
 
 def test_merging_refuses_altered_rows(store, tmp_path):
@@ -176,50 +179,3 @@ def test_a_merge_reads_what_a_live_database_has_in_its_log(tmp_path):
         live.record(DEVICE, PROBLEM, [row()])
         with Store(tmp_path / "live.db", read_only=True) as source:
             assert target.merge(source) == 1
-
-
-@settings(max_examples=8, deadline=None)
-@given(histories=some_histories)
-def test_a_shipped_file_gives_the_same_answers(tmp_path_factory, histories):
-    folder = tmp_path_factory.mktemp("shipped")
-    with filled(histories) as store:
-        stats = write_shippable([store, store], folder / "shipped.db")
-        with Store(folder / "shipped.db", read_only=True) as shipped:
-            assert shipped.check() == ()
-            expected = [answer for answer in answers(store) if answer.rows]
-            assert answers(shipped) == expected
-    assert stats.by_status.keys() <= {"ok", "cut_off"}
-    assert [path.name for path in folder.iterdir()] == ["shipped.db"]
-
-
-def test_a_shipped_file_is_one_file_that_needs_no_log(store, tmp_path):
-    path = tmp_path / "shipped.db"
-    path.write_text("what was there before")
-    write_shippable([store], path)
-    with closing(sqlite3.connect(path)) as connection:
-        assert connection.execute("PRAGMA journal_mode").fetchone() == ("delete",)
-        assert connection.execute("PRAGMA freelist_count").fetchone() == (0,)
-    first = path.read_bytes()
-    write_shippable([store], path)
-    assert path.read_bytes() == first
-
-
-def test_a_shipped_file_holds_the_rows_that_were_chosen(store, tmp_path):
-    store.record(DEVICE, PROBLEM, [row("ConvB", '{"a":1}'), row("ConvC", status="crashed", time_ms=None)])
-    write_shippable([store], tmp_path / "a.db", keep=lambda key, row: row.solver_id != "ConvA")
-    with Store(tmp_path / "a.db", read_only=True) as shipped:
-        assert [row.solver_id for _, row in shipped.rows()] == ["ConvB"]
-        assert shipped.stats().environments == 0
-
-
-def test_a_failed_write_leaves_the_old_file(store, tmp_path):
-    path = tmp_path / "shipped.db"
-    write_shippable([store], path)
-    before = path.read_bytes()
-    with (
-        Store(tmp_path / "missing.db", read_only=True) as missing,
-        pytest.raises(DatabaseError, match="does not exist"),
-    ):
-        write_shippable([missing], path)
-    assert path.read_bytes() == before
-    assert [found.name for found in tmp_path.iterdir()] == ["shipped.db"]

@@ -12,17 +12,27 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from finddb_entries import DEVICE, PROBLEM, VERSIONS, row, scope
+from finddb_entries import DEVICE, PROBLEM, VERSIONS, row, scope, verdict
 
 from miofind.errors import DatabaseError, SchemaVersionError
-from miofind.finddb import MEMORY, Layered, RefusedEntryError, Store, database, location, open_layered, write_shippable
+from miofind.finddb import (
+    MEMORY,
+    Layered,
+    RefusedEntryError,
+    Store,
+    database,
+    location,
+    open_layered,
+    sqlite_file,
+    write_release,
+)
 
 
 def make(path: Path, *rows, scoped=("ConvA",)) -> Path:
     """A database in the form of a shipped one."""
     with Store(MEMORY) as source:
         source.record(DEVICE, PROBLEM, rows, scope=scope(*scoped), environment=VERSIONS)
-        write_shippable([source], path)
+        write_release([source], path)
     return path
 
 
@@ -111,7 +121,7 @@ def make_truncated(path: Path) -> None:
 def make_newer(path: Path) -> None:
     full(path)
     with closing(sqlite3.connect(path)) as connection:
-        connection.execute("UPDATE meta SET value = '2'")
+        connection.execute("UPDATE meta SET value = '3'")
         connection.commit()
 
 
@@ -138,7 +148,7 @@ UNUSABLE = {
     "other database": (make_other_database, "something else"),
     "damaged": (make_damaged, "damaged"),
     "truncated": (make_truncated, "damaged"),
-    "newer": (make_newer, "schema version 2"),
+    "newer": (make_newer, "schema version 3"),
     "no version": (make_without_version, "something else"),
 }
 
@@ -216,7 +226,8 @@ def record_until_full(layered: Layered) -> int:
     """Record problems until the disk is full; returns how many the file holds then."""
     for number in range(1000):
         try:
-            layered.user.record(DEVICE, f"{PROBLEM}-{number}", [row("Old", message="x" * 500)])
+            measured = row("Old", message="x" * 500)
+            layered.user.record(DEVICE, f"{PROBLEM}-{number}", [measured], verdict=verdict("Old:{}"))
         except DatabaseError:
             return number
     pytest.fail("the disk never was full")
@@ -238,7 +249,7 @@ def test_a_full_disk(tmp_path, shipped, caplog, monkeypatch):
     assert is_warned_once(caplog)
     assert "disk is full" in caplog.text
     with Store(tmp_path / "user.db") as store:
-        assert len(store.problems()) == held > 0
+        assert len(store.problems()) == store.stats().verdicts == held > 0
         assert store.check() == ()
 
 
@@ -252,8 +263,41 @@ def test_a_full_disk_in_strict_mode(tmp_path, monkeypatch):
         assert len(layered.user.problems()) == held
 
 
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_file_that_turns_read_only(tmp_path, caplog, strict):
+    with Layered(Store(tmp_path / "user.db"), strict=strict) as layered:
+        layered.record(DEVICE, PROBLEM, [row("Old")], verdict=verdict("Old:{}"))
+        # What SQLite answers on a disk that was mounted anew to be read only.
+        layered.user._database.execute_alone("PRAGMA query_only=ON")
+        if strict:
+            with pytest.raises(DatabaseError, match="it cannot be written"):
+                layered.record(DEVICE, "other", [row("New")], verdict=verdict("New:{}"))
+            assert len(layered.user.problems()) == 1
+        else:
+            for number in range(3):
+                layered.record(DEVICE, f"{PROBLEM}-{number}", [row("New")], verdict=verdict("New:{}"))
+                assert solver_ids(layered.answer(DEVICE, f"{PROBLEM}-{number}")) == ["New"]
+        assert solver_ids(layered.answer(DEVICE, PROBLEM)) == ["Old"]
+    assert len(caplog.records) == (0 if strict else 1)
+    with Store(tmp_path / "user.db") as store:
+        assert store.history(DEVICE, PROBLEM).verdicts[0].winner == "Old:{}"
+        assert len(store.problems()) == 1
+        assert store.check() == ()
+
+
+def test_recording_copies_up_verdicts_and_stores_new_ones(tmp_path):
+    with Store(MEMORY) as source:
+        source.record(DEVICE, PROBLEM, [row("Shipped")], environment=VERSIONS, verdict=verdict("Shipped:{}"))
+        write_release([source], tmp_path / "shipped.db")
+    shipped = Store(tmp_path / "shipped.db", read_only=True)
+    with Layered(Store(tmp_path / "user.db"), [shipped]) as layered:
+        layered.record(DEVICE, PROBLEM, [row("Mine")], verdict=verdict("Mine:{}"))
+        history = layered.user.history(DEVICE, PROBLEM)
+    assert [item.winner for item in history.verdicts] == ["Shipped:{}", "Mine:{}"]
+
+
 def test_a_locked_file(tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr(database, "PRAGMAS", (*database.PRAGMAS, "PRAGMA busy_timeout=50"))
+    monkeypatch.setattr(sqlite_file, "BUSY_TIMEOUT_S", 0.05)
     with Layered(Store(tmp_path / "user.db")) as layered:
         layered.record(DEVICE, PROBLEM, [row("Old")])
         with closing(sqlite3.connect(tmp_path / "user.db", isolation_level=None)) as other:

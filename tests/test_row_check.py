@@ -57,8 +57,21 @@ def test_a_device_that_is_not_here_is_known_by_its_identity() -> None:
     processor = device_of("Some processor|64|0.0|")
     assert processor is not None
     assert (processor.place, processor.sm_count) == (Place.CPU, 64)
-    assert device_of("nonsense") is None
-    assert device_of("a|b|c|d") is None
+
+
+@pytest.mark.parametrize("identity", ["nonsense", "a|b|c|d", "x|1|1e308|", "x|1|inf|", "x|1|nan|", "x|-1|9.0|", "|||"])
+def test_an_identity_of_no_device_is_none(identity: str) -> None:
+    assert device_of(identity) is None
+
+
+@pytest.mark.parametrize("change", [("n32", "n" + "9" * 5000), ("n32", "n" + "9" * 18), ("c64", "c-1"), ("56", "0")])
+def test_absurd_problems_are_findings(change: tuple[str, str]) -> None:
+    problem = ProblemDescription.convolution(x=(32, 64, 56, 56), w=(64, 64, 3, 3), padding=1, dtype="float16")
+    solver = solvers()["ConvDirectNaive"]
+    key = ProblemKey(device=H200, network_config=problem.network_config.replace(*change))
+    assert key.network_config != problem.network_config
+    finding = RowCheck()(key, row_of(solver, Config())) or ""
+    assert "is not a network_config" in finding or "must be between 1 and" in finding
 
 
 def test_a_failed_row_needs_no_valid_configuration() -> None:

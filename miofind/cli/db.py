@@ -11,7 +11,10 @@ from typing import Any, TextIO, TypeVar
 
 import click
 
+from miofind.cli.db_diff import diff
+from miofind.cli.db_release import release
 from miofind.cli.db_show import HistoryView, list_problems, show_history
+from miofind.cli.null_test import null_test_command
 from miofind.cli.options import DRIVER_LINE, choice, db_option, device_option, example, json_option
 from miofind.cli.output import Sheet, bytes_text, print_json, print_note, print_text
 from miofind.cli.problems import optional_problem_argument, problems_of
@@ -19,7 +22,7 @@ from miofind.cli.session import verbose_option
 from miofind.device import Device
 from miofind.errors import DatabaseError
 from miofind.files import replacing
-from miofind.finddb import Prune, Stats, Store, shipped_paths, user_path
+from miofind.finddb import SCHEMA_VERSION, Prune, Stats, Store, shipped_paths, upgrade, user_path
 from miofind.row_check import RowCheck
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -30,6 +33,10 @@ _MOST_FINDINGS = 50
 @click.group(epilog=example("miofind db stats", "miofind db merge other.db"))
 def db() -> None:
     """Show, check and move FindDBs. Works on the user's unless --db names another file."""
+
+
+for _command_of_its_own in (diff, null_test_command, release):
+    db.add_command(_command_of_its_own)
 
 
 def _command(name: str, *examples: str, **settings: Any) -> Callable[[Callable[..., None]], click.Command]:
@@ -87,7 +94,7 @@ def stats(database: str | None, as_json: bool) -> None:
             return
         print_text(
             f"{store.path}: {found.problems} problems, {found.rows} measurements, {found.scopes} finds, "
-            f"{found.rechecks} to measure again, {bytes_text(found.file_bytes)}"
+            f"{found.verdicts} verdicts, {found.rechecks} to measure again, {bytes_text(found.file_bytes)}"
         )
     for what, counts in _counts(found).items():
         if counts:
@@ -191,7 +198,7 @@ def _print_added(added: int, store: Store, as_json: bool) -> None:
     if as_json:
         print_json({"database": str(store.path), "added": added})
     else:
-        print_text(f"{added} measurements and finds were new to {store.path}")
+        print_text(f"{added} measurements, finds and verdicts were new to {store.path}")
 
 
 @_command("check", "miofind db check", "miofind db check results.db")
@@ -199,16 +206,18 @@ def _print_added(added: int, store: Store, as_json: bool) -> None:
 def check(file: str | None, database: str | None, as_json: bool) -> None:
     """Check the file, and its rows against the code.
 
-    It reads the whole file, its schema and its contents, and compares each row with the solvers of this release.
+    It reads the whole file, its schema and its contents, and compares each row with the solvers of this release: the
+    problem parses, the solver is known, its configuration valid, its workspace as declared. A release's content must
+    have the hash it says.
     """
     if file is not None and database is not None:
         raise click.UsageError(f"name the FindDB once: {file} or --db {database}")
     rows = RowCheck()
     with _reading(file or database) as store:
         findings = store.check(rows)
-        where = str(store.path)
+        where, version = str(store.path), store.schema_version
     if as_json:
-        report = {"database": where, "sound": not findings, "findings": list(findings)}
+        report = {"database": where, "schema_version": version, "sound": not findings, "findings": list(findings)}
         print_json(report | {"rows_checked": rows.checked, "rows_void": rows.void})
     else:
         for finding in findings[:_MOST_FINDINGS]:
@@ -217,6 +226,8 @@ def check(file: str | None, database: str | None, as_json: bool) -> None:
             print_text(f"and {len(findings) - _MOST_FINDINGS} more: see --json")
         told = f"{len(findings)} findings" if findings else "sound"
         print_text(f"{where}: {told}; {rows.checked} rows checked against the solvers, {rows.void} of other releases")
+        if version < SCHEMA_VERSION:
+            print_note(f"it has schema version {version}: `miofind db upgrade` lets this release write to it")
     if findings:
         raise click.exceptions.Exit(1)
 
@@ -242,3 +253,23 @@ def prune(what: str, device: Device, database: str | None, as_json: bool) -> Non
     print_text(f"{removed} measurements removed, {left.rows} left in {store.path} ({bytes_text(size)})")
     if what == Prune.FAILED.value and removed:
         print_note("problems whose failures were removed are measured again by the next `miofind tune --force`")
+
+
+@_command("upgrade", "miofind db upgrade", "miofind db upgrade --db results.db")
+def upgrade_(database: str | None, as_json: bool) -> None:
+    """Bring the FindDB to the schema of this release.
+
+    A copy of the file is kept beside it first, and named. All of it is done or nothing. Older releases of miofind
+    refuse the file from then on.
+    """
+    done = upgrade(database or user_path())
+    if as_json:
+        versions = {"from_version": done.from_version, "to_version": done.to_version}
+        backup = None if done.backup is None else str(done.backup)
+        print_json({"database": str(done.path)} | versions | {"backup": backup})
+        return
+    if done.backup is None:
+        print_text(f"{done.path} has schema version {done.to_version} already")
+        return
+    print_text(f"{done.path}: schema version {done.from_version} is now {done.to_version}")
+    print_text(f"  the file as it was: {done.backup}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 from miofind.cli.output import (
@@ -14,8 +15,8 @@ from miofind.cli.output import (
     tflops_text,
     time_text,
 )
-from miofind.errors import InvalidProblemError
-from miofind.finddb import ProblemKey, Row, Scope, Store
+from miofind.errors import InvalidConfigError, InvalidProblemError
+from miofind.finddb import ProblemKey, Row, Scope, Store, Verdict
 from miofind.problem import ProblemDescription
 from miofind.solution import Config
 
@@ -24,31 +25,42 @@ _ROWS = ("solver", "config", "status", "ms", "p20", "p80", "samples", "workspace
 _CONFIG_CHARS = 40
 
 
+def stored_config(row: Row) -> Mapping[str, object]:
+    """A row's configuration as its file has it; what is none is shown as text, since files come from anywhere."""
+    try:
+        return dict(Config.from_json(row.config))
+    except (InvalidConfigError, RecursionError):
+        return {"unreadable": row.config[:_CONFIG_CHARS]}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HistoryView:
-    """What a FindDB knows of one problem: the rows to show, and the scopes of its finds."""
+    """What a FindDB knows of one problem: the rows to show, the scopes of its finds, and how its last race ended."""
 
     key: ProblemKey
     rows: tuple[Row, ...]
     scopes: tuple[Scope, ...]
+    verdict: Verdict | None
 
     @staticmethod
     def of(store: Store, key: ProblemKey, *, everything: bool) -> HistoryView:
         """The rows of the answer, or all there are."""
+        history = store.history(key.device, key.network_config)
+        verdict = history.verdicts[-1] if history and history.verdicts else None
         if everything:
-            history = store.history(key.device, key.network_config)
             rows, scopes = (history.rows, history.scopes) if history else ((), ())
         else:
             answer = store.answer(key.device, key.network_config)
             rows, scopes = (tuple(answer.rows), answer.scopes) if answer else ((), ())
-        return HistoryView(key=key, rows=rows, scopes=scopes)
+        return HistoryView(key=key, rows=rows, scopes=scopes, verdict=verdict)
 
     @property
     def json(self) -> dict[str, object]:
         """The same as an object."""
         return asdict(self.key) | {
-            "rows": [asdict(row) | {"config": dict(Config.from_json(row.config))} for row in self.rows],
+            "rows": [asdict(row) | {"config": stored_config(row)} for row in self.rows],
             "scopes": [asdict(scope) for scope in self.scopes],
+            "verdict": None if self.verdict is None else asdict(self.verdict),
         }
 
 
@@ -58,10 +70,10 @@ def show_history(view: HistoryView) -> None:
     for row in view.rows:
         made.add(
             row.solver_id,
-            config_text(Config.from_json(row.config)),
-            row.status,
+            config_text(stored_config(row)),
+            f"{row.status}, contended" if row.contended else row.status,
             *(_time(value) for value in (row.time_ms, row.p20_ms, row.p80_ms)),
-            str(row.samples),
+            f"{row.samples} (-{row.dropped_samples})" if row.dropped_samples else str(row.samples),
             bytes_text(row.workspace_bytes),
             error_text(row.max_error),
             row.created_at[:16].replace("T", " "),
@@ -70,6 +82,8 @@ def show_history(view: HistoryView) -> None:
     for row in view.rows:
         if row.message:
             print_text(f"  {row.solver_id}:{row.config}: {row.message.splitlines()[0]}")
+    if view.verdict is not None:
+        _show_verdict(view.verdict)
     for scope in view.scopes:
         filters = ", ".join(f"{name}={value}" for name, value in scope.filters.items())
         ended = "" if scope.complete else ", ended early"
@@ -77,6 +91,14 @@ def show_history(view: HistoryView) -> None:
             f"  find of {len(scope.solvers)} solvers ({scope.effort}{ended})"
             f"{f', {filters}' if filters else ''} at {scope.created_at[:16].replace('T', ' ')}"
         )
+
+
+def _show_verdict(verdict: Verdict) -> None:
+    measured_at = verdict.created_at[:16].replace("T", " ")
+    print_text(f"  race of {verdict.blocks} blocks at {measured_at}: {verdict.winner} won")
+    for comparison in sorted(verdict.comparisons, key=lambda item: item.low):
+        tied = ", a tie" if comparison.candidate in verdict.ties else ""
+        print_text(f"    {comparison.candidate}: {comparison.low:.3f}..{comparison.high:.3f} of its time{tied}")
 
 
 def list_problems(store: Store, as_json: bool) -> None:
@@ -95,7 +117,7 @@ def list_problems(store: Store, as_json: bool) -> None:
             key.device,
             key.network_config,
             row.solver_id,
-            config_text(Config.from_json(row.config), _CONFIG_CHARS),
+            config_text(stored_config(row), _CONFIG_CHARS),
             time_text(row.time_ms),
             tflops_text(flops, row.time_ms) if flops else "-",
             bytes_text(row.workspace_bytes),
@@ -111,7 +133,7 @@ def _best(store: Store, key: ProblemKey) -> Row | None:
 
 
 def _listed_json(key: ProblemKey, row: Row | None) -> dict[str, object]:
-    best = None if row is None else asdict(row) | {"config": dict(Config.from_json(row.config))}
+    best = None if row is None else asdict(row) | {"config": stored_config(row)}
     return asdict(key) | {"best": best}
 
 

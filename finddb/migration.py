@@ -1,0 +1,103 @@
+"""Makes a FindDB of an older release one of this release, with a copy of it beside it first.
+
+Own statements rather than a migration tool: a version is a few lines of SQL that SQLite runs as one transaction, in the
+tables as they are, whatever their size. Nothing here knows what the tables hold.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+from contextlib import closing
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from sqlalchemy import Connection, update
+
+from miofind.errors import DatabaseError
+from miofind.finddb import location, schema
+from miofind.finddb.sqlite_file import check_writable_place, connect, execute, open_file, translated
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Upgrade:
+    """What an upgrade did; `backup` is None where the file was of this version already."""
+
+    path: Path
+    from_version: int
+    to_version: int
+    backup: Path | None
+
+
+def upgrade(path: str | Path) -> Upgrade:
+    """Bring a FindDB to this release's schema, all of it or nothing; what other processes have stored in it stays.
+
+    Processes of this release may use the file meanwhile: they wait. Those of an older one go on with what they have
+    open, and refuse the file when they open it again.
+
+    Raises:
+        DatabaseError: it does not exist or cannot be copied or written; it is as it was then, with no backup.
+        SchemaVersionError: a newer release wrote it.
+    """
+    file = location.checked_path(path)
+    if file is None or not file.exists():
+        raise DatabaseError(f"{location.shown(file)} does not exist as a file: correct the path")
+    check_writable_place(file)
+    where = location.shown(file)
+    backup = None
+    with translated(where), closing(connect(lambda: open_file(file, "rw"), is_writer=True)) as connection:
+        execute(connection, "PRAGMA synchronous=FULL")
+        try:
+            with connection.begin():  # holds the write lock: the backup is the file just before the upgrade
+                version = schema.checked_version(connection, where)
+                if version < schema.SCHEMA_VERSION:
+                    backup = _back_up(file, version)
+                    _run(connection, version)
+        except Exception:
+            if backup is not None:
+                backup.unlink(missing_ok=True)
+            raise
+    return Upgrade(path=file, from_version=version, to_version=schema.SCHEMA_VERSION, backup=backup)
+
+
+def _run(connection: Connection, version: int) -> None:
+    for number in range(version, schema.SCHEMA_VERSION):
+        for statement in schema.UPGRADES[number]:
+            connection.exec_driver_sql(statement)
+    table = schema.meta
+    connection.execute(update(table).where(table.c.key == "schema_version").values(value=str(schema.SCHEMA_VERSION)))
+
+
+def _back_up(file: Path, version: int) -> Path:
+    """A copy of the file and its log, safe on the disk when this returns."""
+    temporary = file.with_name(f"{file.name}.backup.tmp")
+    temporary.unlink(missing_ok=True)
+    try:
+        with closing(open_file(file, "ro")) as source, closing(open_file(temporary, "rwc")) as target:
+            source.backup(target)
+        shutil.copymode(file, temporary)
+        backup = _free_name(file, version)
+        os.replace(temporary, backup)
+        _sync(file.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return backup
+
+
+def _free_name(file: Path, version: int) -> Path:
+    """A name that no backup has; whoever makes one holds the file's write lock, so it stays free."""
+    stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
+    stem = f"{file.name}.v{version}-{stamp}"
+    names = itertools.chain([f"{stem}.bak"], (f"{stem}-{number}.bak" for number in itertools.count(2)))
+    return next(path for path in map(file.with_name, names) if not path.exists())
+
+
+def _sync(folder: Path) -> None:
+    """Put a folder's names on the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,102 @@
+"""Releases: the FindDBs that ship with the package, readable on read-only media and of provable content.
+
+A release holds what answers need and no more. It says of itself what it holds, by a hash of its sorted export, and
+which release it came after. Equal sources make equal releases, whatever their order.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+from miofind.errors import DatabaseError
+from miofind.finddb import ranking
+from miofind.finddb.exchange import release_of
+from miofind.finddb.location import MEMORY, shown
+from miofind.finddb.sqlite_file import make_portable, translated
+from miofind.finddb.store import Store
+from miofind.finddb.values import History, ProblemKey, Release, Row, Scope, Verdict
+
+Keep = Callable[[ProblemKey, Row], bool]
+
+
+def write_release(sources: Sequence[Store], path: str | Path, *, keep: Keep | None = None) -> Release:
+    """Write a FindDB that gives the answers of all the sources merged, into a new file that replaces `path`.
+
+    It holds the rows that answers are made of (the best three of each solver, and those that a limit on workspace,
+    error or determinism would bring up), what their finds considered, and each problem's newest verdict; failures,
+    replaced rows and rows measured under contention stay behind. Rows and environments name no machine or person, since
+    no store takes that in.
+
+    Args:
+        sources: of this schema version or older ones.
+        keep: which rows to consider, all if left out.
+
+    Raises:
+        DatabaseError: a source cannot be read, nothing of them may ship, or the file cannot be written; `path` is as it
+            was then.
+    """
+    path = Path(path)
+    with Store(MEMORY) as union:
+        for source in sources:
+            union.merge(source)
+        shipped = [found for history in union.histories() if (found := _shipped(history, keep)).rows]
+    if not shipped:
+        raise DatabaseError(f"no row of the sources may ship: {shown(path)} stays as it is")
+    parent = _predecessor(path, sources)
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        with Store(temporary) as target:
+            target.add(shipped)
+            release = release_of(tuple(target.histories()), parent=parent)
+            target.seal(release)
+        make_portable(temporary)
+        with translated(shown(path)):
+            os.replace(temporary, path)
+    finally:
+        for suffix in ("", "-wal", "-shm", "-journal"):
+            temporary.with_name(temporary.name + suffix).unlink(missing_ok=True)
+    return release
+
+
+def _predecessor(path: Path, sources: Sequence[Store]) -> Release | None:
+    """The release that a new one comes after: the one it replaces, else the first among its sources."""
+    if path.is_file():
+        with suppress(DatabaseError), Store(path, read_only=True) as replaced:
+            found = replaced.release()
+            if found is not None:
+                return found
+    releases = (source.release() for source in sources)
+    return next((release for release in releases if release is not None), None)
+
+
+def _shipped(history: History, keep: Keep | None) -> History:
+    key = ProblemKey(device=history.device, network_config=history.network_config)
+    chosen = [row for row in history.rows if keep is None or keep(key, row)]
+    rows = tuple(ranking.best_rows(row for row in chosen if not (row.contended and row.usable)))
+    found = replace(history, rows=rows, scopes=_scopes(history, rows), verdicts=_verdicts(history, rows))
+    named = found.named_environments
+    return replace(found, environments={name: v for name, v in sorted(history.environments.items()) if name in named})
+
+
+def _scopes(history: History, shipped: Sequence[Row]) -> tuple[Scope, ...]:
+    """The widest scopes, without solvers whose every row stays behind: whoever has the release measures them anew."""
+    lost = {row.solver_id for row in ranking.usable_rows(history.rows)} - {row.solver_id for row in shipped}
+    scopes = []
+    for scope in history.scopes:
+        left = {name: version for name, version in scope.solvers.items() if name not in lost}
+        scopes.append(scope if len(left) == len(scope.solvers) else replace(scope, solvers=left, id=""))
+    return tuple(ranking.widest_scopes(scopes))
+
+
+def _verdicts(history: History, shipped: Sequence[Row]) -> tuple[Verdict, ...]:
+    """The newest verdict, if its winner ships and none of its candidates was measured under contention last."""
+    verdict = ranking.newest_verdict(history.verdicts)
+    if verdict is None or verdict.winner not in {row.candidate for row in shipped}:
+        return ()
+    named = {*verdict.ties, *(comparison.candidate for comparison in verdict.comparisons)}
+    newest = (row for row in ranking.newest_rows(history.rows) if row.candidate in named)
+    return () if any(row.contended for row in newest) else (verdict,)

@@ -1,0 +1,211 @@
+"""How SQLite is spoken to: settings of a connection, ways to open a file, and errors that say what to do.
+
+Files may come from anywhere, so connections run no code that a file holds and read no value beyond a bound. Nothing
+here knows a table.
+"""
+
+from __future__ import annotations
+
+import random
+import sqlite3
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+from sqlalchemy import Connection, create_engine, event
+from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.pool import NullPool
+
+from miofind.errors import DatabaseError, MiofindError
+from miofind.finddb import location
+
+BUSY_TIMEOUT_S = 30.0
+_LONGEST_PAUSE_S = 0.004
+_BUSY_PRAGMA = f"PRAGMA busy_timeout={int(BUSY_TIMEOUT_S * 1000)}"
+
+PRAGMAS = (
+    "PRAGMA foreign_keys=ON",
+    "PRAGMA trusted_schema=OFF",
+    "PRAGMA cell_size_check=ON",
+    _BUSY_PRAGMA,
+)
+WRITER_PRAGMAS = ("PRAGMA synchronous=NORMAL", "PRAGMA journal_size_limit=67108864")
+
+MAX_VALUE_BYTES = 1 << 24
+"""Of one column's value: the answer to a problem is far smaller, and a file from elsewhere could hold a gigabyte."""
+
+_ADVICE = {
+    sqlite3.SQLITE_BUSY: f"another process held it for {BUSY_TIMEOUT_S:.0f} s: end that process, or name another file",
+    sqlite3.SQLITE_READONLY: "it cannot be written: correct its permissions, name another file, or only read it by "
+    "naming it in MIOFIND_SYSTEM_DB",
+    sqlite3.SQLITE_CANTOPEN: "it cannot be opened: correct the permissions of the file and its folder, or name "
+    "another file",
+    sqlite3.SQLITE_FULL: "the disk is full: make room, or name a file on another disk",
+    sqlite3.SQLITE_IOERR: "the disk failed to read or write: check its room and health, or name another file",
+    sqlite3.SQLITE_CORRUPT: "it is damaged: move it away, then import an export of it or let it be filled anew",
+    sqlite3.SQLITE_TOOBIG: f"it holds a text of more than {MAX_VALUE_BYTES >> 20} MiB, which no FindDB does: do not "
+    "trust it, name another file",
+    sqlite3.SQLITE_NOTADB: "it is not an SQLite database: name another file, or move this one away",
+}
+_ADVICE[sqlite3.SQLITE_LOCKED] = _ADVICE[sqlite3.SQLITE_BUSY]
+_ADVICE[sqlite3.SQLITE_PERM] = _ADVICE[sqlite3.SQLITE_CANTOPEN]
+
+
+class UnreadableEntryError(Exception):
+    """An entry of the database that makes no sense; it leaves `read` and `write` as a DatabaseError."""
+
+
+@contextmanager
+def legible() -> Iterator[None]:
+    """Marks a block that makes sense of what is stored."""
+    try:
+        yield
+    except (ValueError, TypeError, RecursionError) as error:
+        if isinstance(error, MiofindError):
+            raise
+        raise UnreadableEntryError(str(error)) from error
+
+
+def check_writable_place(path: Path) -> None:
+    """Refuses a path at which no database can be written safely.
+
+    Raises:
+        DatabaseError: it is a folder, or lies on a network file system.
+    """
+    where = location.shown(path)
+    if path.is_dir():
+        raise DatabaseError(f"{where} is a folder: name a file in it")
+    kind = location.network_file_system(path)
+    if kind:
+        raise DatabaseError(
+            f"{where} is on a network file system ({kind}), where SQLite's log is unsafe: "
+            "set MIOFIND_DB to a file on a local disk"
+        )
+
+
+@contextmanager
+def translated(where: str) -> Iterator[None]:
+    """Turns what goes wrong in the block into a DatabaseError about the file `where`."""
+    try:
+        yield
+    except UnreadableEntryError as error:
+        raise DatabaseError(f"{where} holds an entry that cannot be read ({error}): check the database") from error
+    except SQLAlchemyError as error:
+        raise _database_error(where, getattr(error, "orig", None) or error) from error
+    except (sqlite3.Error, OSError) as error:
+        raise _database_error(where, error) from error
+
+
+def _database_error(where: str, error: BaseException) -> DatabaseError:
+    if isinstance(error, OSError):
+        reason = f"{error.strerror or type(error).__name__}: correct the permissions, or name another file"
+        return DatabaseError(f"{where} cannot be used: {reason}")
+    code = getattr(error, "sqlite_errorcode", None)
+    advice = _ADVICE.get(code & 0xFF) if isinstance(code, int) else None
+    told = " ".join(str(error).split())[:200]  # SQLite's messages may hold what is stored
+    return DatabaseError(f"{where} cannot be used: {advice or f'{told}: run `miofind db check` on it'}")
+
+
+def open_file(path: Path, mode: str) -> sqlite3.Connection:
+    """A connection of the driver.
+
+    Args:
+        mode: rwc makes the file, rw writes, ro reads; with &immutable=1 no lock is taken and no log looked for.
+    """
+    uri = f"{path.absolute().as_uri()}?mode={mode}"
+    connection = sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False, timeout=BUSY_TIMEOUT_S)
+    connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MAX_VALUE_BYTES)
+    return connection
+
+
+def connect(creator: Callable[[], sqlite3.Connection], *, is_writer: bool = False) -> Connection:
+    """A connection of SQLAlchemy over the driver's; a writer's transactions hold the write lock from the start."""
+    engine = create_engine("sqlite://", creator=creator, poolclass=NullPool, pool_reset_on_return=None)
+    if is_writer:
+        event.listen(engine, "begin", _begin_immediate)
+    connection = engine.connect()
+    try:
+        execute(connection, *PRAGMAS)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def connect_to_read(path: Path, *, immutable: bool) -> Connection:
+    """A connection that is proved to read; `immutable` spares locks and opens files on read-only media."""
+    connection = connect(lambda: open_file(path, "ro&immutable=1" if immutable else "ro"))
+    try:
+        execute(connection, "PRAGMA schema_version")
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def is_portable(path: Path) -> bool:
+    """Whether the file is of the kind that `make_portable` makes: no process writes to it with a log."""
+    with path.open("rb") as file:
+        return file.read(20)[18:] == b"\x01\x01"  # sqlite.org/fileformat.html, 1.3: 2 stands for a write-ahead log
+
+
+def _begin_immediate(connection: Connection) -> None:
+    """Begin a transaction with the write lock held.
+
+    BEGIN alone takes the lock at the first write, where SQLite does not wait if another process wrote since. SQLite's
+    own waiting sleeps the longer the longer it waits, up to 100 ms: who came last gets the lock, and of 16 writers some
+    wait for seconds. Here all that wait try alike.
+    """
+    driver = _driver(connection)
+    deadline = time.monotonic() + BUSY_TIMEOUT_S
+    pause_s = 0.0005
+    driver.execute("PRAGMA busy_timeout=0").close()
+    try:
+        while True:
+            try:
+                driver.execute("BEGIN IMMEDIATE").close()
+                return
+            except sqlite3.OperationalError as error:
+                if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() > deadline:
+                    raise
+            time.sleep(random.uniform(pause_s / 2, pause_s))
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+    finally:
+        driver.execute(_BUSY_PRAGMA).close()
+
+
+def execute(connection: Connection, *statements: str) -> None:
+    """Execute on the driver's connection: SQLAlchemy would begin a transaction first."""
+    driver = _driver(connection)
+    for statement in statements:
+        driver.execute(statement).close()
+
+
+def _driver(connection: Connection) -> sqlite3.Connection:
+    driver = connection.connection.driver_connection
+    assert isinstance(driver, sqlite3.Connection)
+    return driver
+
+
+def use_write_ahead_log(connection: Connection) -> None:
+    """Switch to the write-ahead log, which SQLite refuses without waiting while another process opens the file too."""
+    deadline = time.monotonic() + BUSY_TIMEOUT_S
+    while True:
+        try:
+            return execute(connection, "PRAGMA journal_mode=WAL")
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() > deadline:
+                raise
+            time.sleep(0.02)
+
+
+def make_portable(path: Path) -> None:
+    """Turn a closed database into one file that can be copied by itself and read on read-only media.
+
+    Raises:
+        DatabaseError: it cannot be opened or written.
+    """
+    with translated(location.shown(path)), closing(open_file(path, "rw")) as connection:
+        for statement in ("PRAGMA journal_mode=DELETE", "VACUUM"):
+            connection.execute(statement).close()

@@ -1,0 +1,112 @@
+"""`miofind db diff`: which problems changed from one FindDB to another, and how sure that is."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+
+from miofind.cli.db_show import stored_config
+from miofind.cli.options import example, json_option
+from miofind.cli.output import Sheet, config_text, print_json, print_text, ratio_text, time_text
+from miofind.cli.session import verbose_option
+from miofind.finddb import Change, ChangeKind, Comparison, Row, Store, differences
+
+_COLUMNS = ("change", "problem", "before", "ms", "p20..p80", "after", "ms ", "p20..p80 ", "after/before", "races say")
+_RIGHT = ("ms", "ms ", "after/before")
+_CONFIG_CHARS = 30
+
+
+@click.command("diff", epilog=example("miofind db diff finddb/prebuilt/nvidia_h200.db tuned.db"))
+@click.argument("before", metavar="A", type=click.Path(path_type=Path))
+@click.argument("after", metavar="B", type=click.Path(path_type=Path))
+@json_option
+@verbose_option
+def diff(before: Path, after: Path, as_json: bool) -> None:
+    """List what changed from the FindDB A to the FindDB B.
+
+    Problems that got faster, slower or another winner by more than 1 %, the greatest change first, then new ones and
+    those that are gone. Of winners, A's and B's own races tell by how much each beat the other: the 95 % interval of
+    the loser's time over the winner's.
+    """
+    with Store(before, read_only=True) as old, Store(after, read_only=True) as new:
+        changes = differences(old, new)
+    counts = Counter(change.kind for change in changes)
+    if as_json:
+        counted = {kind.value: counts[kind] for kind in ChangeKind}
+        listed = [_json(change) for change in changes if _is_listed(change)]
+        print_json({"before": str(before), "after": str(after), "counts": counted, "changes": listed})
+        return
+    _print_sheet([change for change in changes if _is_listed(change)])
+    told = ", ".join(f"{counts[kind]} {kind.value}" for kind in ChangeKind)
+    print_text(f"{told}; {sum(change.has_new_winner for change in changes)} with another winner")
+
+
+def _is_listed(change: Change) -> bool:
+    return change.kind is not ChangeKind.SAME or change.has_new_winner
+
+
+def _print_sheet(changes: list[Change]) -> None:
+    made = Sheet("", _COLUMNS, right=_RIGHT, spare=("p20..p80", "p20..p80 ", "races say"))
+    for change in changes:
+        made.add(
+            _kind_text(change),
+            f"{change.key.network_config}  on {change.key.device}",
+            *_row_cells(change.before),
+            *_row_cells(change.after),
+            "" if change.ratio is None else ratio_text(change.ratio),
+            _races_text(change),
+        )
+    if changes:
+        made.print()
+
+
+def _kind_text(change: Change) -> str:
+    """The kind; with ~ where the samples before and after overlap."""
+    moved = change.kind in (ChangeKind.FASTER, ChangeKind.SLOWER)
+    winner = ", winner" if change.has_new_winner else ""
+    return f"{'~' if moved and not change.is_clear else ''}{change.kind}{winner}"
+
+
+def _row_cells(row: Row | None) -> tuple[str, ...]:
+    if row is None:
+        return ("", "", "")
+    name = f"{row.solver_id} {config_text(stored_config(row), _CONFIG_CHARS)}".rstrip()
+    return (name, _time(row.time_ms), f"{_time(row.p20_ms)}..{_time(row.p80_ms)}")
+
+
+def _races_text(change: Change) -> str:
+    said = (("before", "B's", change.old_winner_after), ("after", "A's", change.new_winner_before))
+    return "; ".join(
+        f"{name} is {item.low:.3f}..{item.high:.3f} of {whose} winner" for name, whose, item in said if item is not None
+    )
+
+
+def _json(change: Change) -> dict[str, object]:
+    return asdict(change.key) | {
+        "change": change.kind.value,
+        "new_winner": change.has_new_winner,
+        "clear": change.is_clear,
+        "ratio": change.ratio,
+        "before": _row_json(change.before),
+        "after": _row_json(change.after),
+        "old_winner_after": _comparison_json(change.old_winner_after),
+        "new_winner_before": _comparison_json(change.new_winner_before),
+    }
+
+
+def _row_json(row: Row | None) -> dict[str, object] | None:
+    if row is None:
+        return None
+    names = ("solver_id", "time_ms", "min_ms", "p20_ms", "p80_ms", "samples", "contended", "created_at")
+    return {name: getattr(row, name) for name in names} | {"config": stored_config(row)}
+
+
+def _comparison_json(comparison: Comparison | None) -> dict[str, object] | None:
+    return None if comparison is None else asdict(comparison)
+
+
+def _time(value: float | None) -> str:
+    return "-" if value is None else time_text(value)

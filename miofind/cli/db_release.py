@@ -1,0 +1,54 @@
+"""`miofind db release`: makes the FindDB that ships for a kind of device."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+
+from miofind.cli.options import example, json_option
+from miofind.cli.output import bytes_text, print_json, print_note, print_text
+from miofind.cli.session import verbose_option
+from miofind.finddb import Release, Store, write_release
+from miofind.row_check import Shipping
+
+_MOST_FINDINGS = 10
+
+
+@click.command("release", epilog=example("miofind db release tuned1.db tuned2.db finddb/prebuilt/nvidia_h200.db"))
+@click.argument("sources", nargs=-1, required=True, metavar="SOURCE...", type=click.Path(path_type=Path))
+@click.argument("out", metavar="OUT", type=click.Path(path_type=Path, dir_okay=False))
+@json_option
+@verbose_option
+def release(sources: tuple[Path, ...], out: Path, as_json: bool) -> None:
+    """Make a FindDB to ship from others.
+
+    It holds the best solutions of each problem, measured with the solvers of this release and with the device to
+    themselves, and replaces OUT. Equal sources make equal releases: a hash of the content is part of the file, and
+    `miofind db check` compares it. SOURCE may be of an older schema, or an earlier release.
+    """
+    keep = Shipping()
+    with contextlib.ExitStack() as stack:
+        stores = [stack.enter_context(Store(source, read_only=True)) for source in sources]
+        made = write_release(stores, out, keep=keep)
+    if as_json:
+        print_json({"database": str(out), "bytes": out.stat().st_size} | asdict(made) | {"left_out": _left_out(keep)})
+        return
+    for finding in keep.findings[:_MOST_FINDINGS]:
+        print_note(f"left out: {finding}")
+    _print(out, made, keep)
+
+
+def _print(out: Path, made: Release, keep: Shipping) -> None:
+    print_text(f"{out}: {bytes_text(out.stat().st_size)}, content {made.content_hash[:16]}")
+    print_text(f"  after {made.parent[:16]}" if made.parent else "  the first of its line")
+    for device, count in made.problems.items():
+        print_text(f"  {device}: {count} problems, {made.rows[device]} rows")
+    left_out = ", ".join(f"{count} {why}" for why, count in _left_out(keep).items() if count)
+    print_text(f"  rows left out: {left_out or 'none'}, failures and what better ones replace")
+
+
+def _left_out(keep: Shipping) -> dict[str, int]:
+    return {"contended": keep.contended, "of other releases": keep.void, "unsound": len(keep.findings)}

@@ -1,0 +1,240 @@
+"""Database files from elsewhere: what they hold is refused with one error or is text, and damages nothing."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import time
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from finddb_entries import DEVICE, PROBLEM, VERSIONS, answers, contents, row, scope, verdict
+
+from miofind.errors import DatabaseError
+from miofind.finddb import MEMORY, Layered, Store, differences, upgrade, write_release
+
+DEEP = "[" * 200_000
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """A sound file, which the tests then spoil behind the store's back."""
+    with Store(MEMORY) as store:
+        measured = row("ConvA", '{"tile":1}', max_error=1e-6, p20_ms=0.9, p80_ms=1.1)
+        store.record(
+            DEVICE, PROBLEM, [measured], scope=scope(), environment=VERSIONS, verdict=verdict(measured.candidate)
+        )
+        write_release([store], tmp_path / "other.db")
+    return tmp_path / "other.db"
+
+
+def spoil(path: Path, statement: str, *values: object) -> None:
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute(statement, values)
+        connection.commit()
+
+
+def use_all(path: Path) -> list[str]:
+    """What every way to read a file says; anything but a DatabaseError fails the test."""
+    said = []
+    with Store(path, read_only=True) as store, Store(MEMORY) as target:
+        for use in (
+            lambda: [tuple(answer.rows) for answer in filter(None, answers(store))],
+            lambda: [list(answer.rows.columns("time_ms", "config")) for answer in filter(None, answers(store))],
+            lambda: [answer.covers(scope()) for answer in filter(None, answers(store))],
+            lambda: contents(store),
+            lambda: store.stats(),
+            lambda: store.release(),
+            lambda: target.merge(store),
+            lambda: write_release([store], path.with_name("release.db")),
+            lambda: differences(store, target),
+        ):
+            try:
+                use()
+            except DatabaseError as error:
+                said.append(str(error))
+        said += store.check()
+        assert target.check() == ()
+    return said
+
+
+IMPOSSIBLE_ROWS = {
+    "time that is no number": ("time_ms", "NaN"),
+    "endless time": ("time_ms", "1e999"),
+    "endless time by name": ("time_ms", "-Infinity"),
+    "time below zero": ("time_ms", "-1.0"),
+    "no time": ("time_ms", "null"),
+    "time as text": ("time_ms", '"1.0"'),
+    "workspace below zero": ("workspace_bytes", "-1"),
+    "workspace beyond all memory": ("workspace_bytes", "1" + "0" * 30),
+    "workspace of too many digits": ("workspace_bytes", "1" * 10_000),
+    "workspace as fraction": ("workspace_bytes", "0.5"),
+    "config as object": ("config", "{}"),
+    "config as depth": ("config", DEEP),
+    "solver as list": ("solver_id", "[]"),
+    "determinism as number": ("deterministic", "1"),
+}
+
+
+@pytest.mark.parametrize(("name", "value"), IMPOSSIBLE_ROWS.values(), ids=IMPOSSIBLE_ROWS)
+def test_an_answer_of_impossible_rows_is_refused(path, name, value):
+    with Store(path, read_only=True) as store:
+        (found,) = store.answer(DEVICE, PROBLEM).rows
+    fields = [getattr(found, field) for field in found.__dataclass_fields__]
+    fields[list(found.__dataclass_fields__).index(name)] = "HERE"
+    line = json.dumps(fields).replace('"HERE"', value)
+    spoil(path, "UPDATE answer SET payload = ?", "[]\n" + line)
+    with Store(path, read_only=True) as store:
+        rows = store.answer(DEVICE, PROBLEM).rows
+        for read in (lambda: rows[0], lambda: list(rows.columns("time_ms", name)), lambda: tuple(rows)):
+            with pytest.raises(DatabaseError, match="check the database"):
+                read()
+        assert any("rebuild it" in finding for finding in store.check())
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        "",
+        "[" * 100_000,
+        "{}",
+        "[[1]]",
+        '[[{},{},null,"all",true,"",""]]',
+        '[[[],{},null,"search",true,"",""]]',
+        '[[{},{},"many","search",true,"",""]]',
+        '[[{},{},null,["search"],true,"",""]]',
+        "[]\n[]",
+        "[]\n" + "[" * 100_000,
+        "[]\n{}",
+        "[]\n7",
+        b"\xff\xfe",
+        7,
+        None,
+    ],
+    ids=lambda payload: str(payload)[:30],
+)
+def test_an_answer_that_is_none_is_refused(path, payload):
+    if payload is None:
+        spoil(path, "DELETE FROM answer")
+    else:
+        spoil(path, "UPDATE answer SET payload = ?", payload)
+    assert use_all(path)
+
+
+@pytest.mark.parametrize(
+    ("table", "column", "value"),
+    [
+        ("measurement", "config", DEEP),
+        ("measurement", "config", '{"a":' * 5000),
+        ("measurement", "config", '{"../../x":"/etc/passwd"}\n'),
+        ("measurement", "config", b"\xff"),
+        ("measurement", "time_ms", float("inf")),
+        ("measurement", "time_ms", -1.0),
+        ("measurement", "time_ms", "soon"),
+        ("measurement", "max_error", b"\x00"),
+        ("measurement", "workspace_bytes", 1e300),
+        ("measurement", "workspace_bytes", "none"),
+        ("measurement", "samples", None),
+        ("measurement", "solver_id", "\x1b[2J"),
+        ("measurement", "solver_id", "x" * 1_000_000),
+        ("measurement", "source_hash", "../../../etc/passwd\0"),
+        ("measurement", "contended", "often"),
+        ("measurement", "status", "fine"),
+        ("measurement", "created_at", "9999"),
+        ("scope", "solvers", DEEP),
+        ("scope", "solvers", "[1]"),
+        ("scope", "solvers", '{"A":[]}'),
+        ("scope", "filters", "7"),
+        ("scope", "effort", "all"),
+        ("scope", "workspace_limit_bytes", "much"),
+        ("verdict", "ties", DEEP),
+        ("verdict", "ties", "7"),
+        ("verdict", "comparisons", '[{"candidate":"A:{}","low":NaN,"high":1}]'),
+        ("verdict", "comparisons", '[{"candidate":{},"low":1,"high":1}]'),
+        ("verdict", "winner", "x" * 1_000_000),
+        ("verdict", "blocks", "many"),
+        ("environment", "versions", DEEP),
+        ("environment", "versions", '{"path":"/home/ann"}'),
+        ("environment", "versions", "[]"),
+        ("problem", "network_config", "x" * 1_000_000),
+        ("problem", "network_config", "\0"),
+        ("device", "identity", ""),
+        ("meta", "value", "1000000000000"),
+        ("meta", "value", b"2"),
+    ],
+    ids=lambda value: str(value)[:25],
+)
+def test_impossible_entries_are_findings(path, table, column, value):
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("PRAGMA foreign_keys=OFF")
+        try:
+            connection.execute(f"UPDATE {table} SET {column} = ?", (value,))
+        except sqlite3.IntegrityError:
+            connection.executescript(f"ALTER TABLE {table} DROP COLUMN {column}; ALTER TABLE {table} ADD {column}")
+            connection.execute(f"UPDATE {table} SET {column} = ?", (value,))
+        connection.commit()
+    assert use_all(path)
+
+
+@pytest.mark.parametrize("table", ["answer", "measurement", "meta", "problem"])
+def test_texts_without_end_are_not_read(path, table):
+    column = {"answer": "payload", "measurement": "message", "meta": "value", "problem": "network_config"}[table]
+    spoil(path, f"UPDATE {table} SET {column} = cast(zeroblob(40000000) AS TEXT)")
+    said = use_all(path)
+    assert any("more than 16 MiB" in line for line in said)
+
+
+ENDLESS = "WITH RECURSIVE r(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM r) SELECT n AS problem_id, '' AS payload FROM r"
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        f"DROP TABLE answer; CREATE VIEW answer AS {ENDLESS}",
+        "CREATE TRIGGER t AFTER INSERT ON measurement BEGIN DELETE FROM measurement; END",
+        "CREATE VIRTUAL TABLE extra USING fts5(x)",
+    ],
+    ids=["view", "trigger", "virtual table"],
+)
+def test_a_file_with_code_in_it_is_not_used(path, statement):
+    with closing(sqlite3.connect(path)) as connection:
+        try:
+            connection.executescript(statement)
+        except sqlite3.OperationalError as error:
+            pytest.skip(str(error))
+    before = path.read_bytes()
+    start = time.monotonic()
+    for read_only in (True, False):
+        with Store(path, read_only=read_only) as store, pytest.raises(DatabaseError, match="do not trust it"):
+            store.answer(DEVICE, PROBLEM)
+    with pytest.raises(DatabaseError, match="do not trust it"):
+        upgrade(path)
+    assert time.monotonic() - start < 10
+    assert path.read_bytes() == before
+
+
+def test_what_a_bad_file_offers_does_not_reach_the_users(path, tmp_path, caplog):
+    spoil(path, "UPDATE measurement SET time_ms = 1e-9")
+    spoil(path, "UPDATE scope SET solvers = ?", DEEP)
+    with Layered(Store(tmp_path / "user.db"), [Store(path, read_only=True)]) as layered:
+        answer = layered.record(DEVICE, PROBLEM, [row("Mine")])
+        assert [row.solver_id for row in answer.rows] == ["Mine"]
+        assert layered.user.check() == ()
+    assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize(
+    "name", ["../../etc/passwd", "~/x", "C:\\x", "/dev/null", "a\\b", "%s%n", "$(rm -rf x)", "';--"]
+)
+def test_names_like_paths_are_names(tmp_path, name):
+    before = sorted(tmp_path.iterdir())
+    with Store(MEMORY) as store:
+        config = json.dumps({name: name}, separators=(",", ":"))
+        measured = row(name, config, algorithm=name, source_hash=name, kernel_hash=name, protocol=name)
+        store.record(name, name, [measured], verdict=verdict(f"{name}:{config}"))
+        (found,) = store.answer(name, name).rows
+        assert (found.solver_id, found.config, found.source_hash) == (name, config, name)
+        assert store.history(name, name).verdicts[0].winner == found.candidate
+        assert store.check() == ()
+    assert sorted(tmp_path.iterdir()) == before

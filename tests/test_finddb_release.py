@@ -1,0 +1,243 @@
+"""A release answers as its sources do, of what may ship alone, and its content can be proved."""
+
+from __future__ import annotations
+
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+
+import finddb_entries as made
+import pytest
+from finddb_entries import DEVICE, PROBLEM, VERSIONS, answers, at, contents, files_end_at, row, scope, verdict
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from miofind.errors import DatabaseError
+from miofind.finddb import MEMORY, Comparison, Release, Store, Verdict, write_release
+
+some_histories = st.lists(made.histories, max_size=3)
+
+
+@pytest.fixture
+def store():
+    with Store(MEMORY) as opened:
+        opened.record(DEVICE, PROBLEM, [row(created_at=at(1))], scope=scope(created_at=at(1)), environment=VERSIONS)
+        opened.record("cpu|2||", PROBLEM, [row("ConvB", status="crashed", time_ms=None, created_at=at(2))])
+        yield opened
+
+
+def released(store: Store, folder: Path, **settings) -> Store:
+    """A release of the store, opened."""
+    write_release([store], folder / "release.db", **settings)
+    return Store(folder / "release.db", read_only=True)
+
+
+@settings(max_examples=10, deadline=None)
+@given(histories=some_histories)
+def test_a_release_gives_the_answers_of_its_uncontended_rows(tmp_path_factory, histories):
+    folder = tmp_path_factory.mktemp("release")
+    with Store(MEMORY) as store:
+        store.add(histories)
+        expected = {
+            (answer.device, answer.network_config): [row for row in answer.rows if not row.contended]
+            for answer in answers(store)
+        }
+        assume(any(expected.values()))
+        write_release([store, store], folder / "release.db")
+    with Store(folder / "release.db", read_only=True) as shipped:
+        assert shipped.check() == ()
+        for key, row in shipped.rows():
+            assert row.status in ("ok", "cut_off")
+            assert not row.contended, key
+        best = {(a.device, a.network_config): a.rows[0] for a in answers(shipped)}
+    assert best == {key: rows[0] for key, rows in expected.items() if rows}
+    assert [path.name for path in folder.iterdir()] == ["release.db"]
+
+
+@settings(max_examples=10, deadline=None)
+@given(one=some_histories, two=some_histories)
+def test_equal_sources_make_equal_releases(tmp_path_factory, one, two):
+    folder = tmp_path_factory.mktemp("release")
+    with Store(MEMORY) as a, Store(MEMORY) as b:
+        a.add(one)
+        b.add(two)
+        with Store(MEMORY) as both:
+            both.merge(a)
+            both.merge(b)
+            assume(any(not row.contended for answer in answers(both) for row in answer.rows))
+        first = write_release([a, b], folder / "first.db")
+        second = write_release([b, a, b], folder / "second.db")
+    assert first == second
+    assert (folder / "first.db").read_bytes() == (folder / "second.db").read_bytes()
+
+
+def test_a_release_of_a_release_is_that_release(store, tmp_path):
+    with released(store, tmp_path) as first:
+        again = write_release([first], tmp_path / "again.db")
+        assert again == first.release()
+    assert (tmp_path / "again.db").read_bytes() == (tmp_path / "release.db").read_bytes()
+
+
+def test_a_release_is_one_file_that_needs_no_log(store, tmp_path):
+    path = tmp_path / "release.db"
+    path.write_text("what was there before")
+    write_release([store], path)
+    with closing(sqlite3.connect(path)) as connection:
+        assert connection.execute("PRAGMA journal_mode").fetchone() == ("delete",)
+        assert connection.execute("PRAGMA freelist_count").fetchone() == (0,)
+    first = path.read_bytes()
+    write_release([store], path)
+    assert path.read_bytes() == first
+    with Store(path, read_only=True) as shipped:
+        shipped.open()
+        assert shipped._database.is_immutable
+
+
+def test_a_release_says_what_it_holds_and_what_came_before(store, tmp_path):
+    path = tmp_path / "release.db"
+    first = write_release([store], path)
+    assert (first.problems, first.rows, first.parent) == ({DEVICE: 1}, {DEVICE: 1}, "")
+    store.record(DEVICE, "other", [row(), row("ConvB")])
+    second = write_release([store], path)
+    assert (second.problems, second.rows) == ({DEVICE: 2}, {DEVICE: 3})
+    assert second.parent == first.content_hash
+    with Store(path, read_only=True) as shipped:
+        assert shipped.release() == second
+        third = write_release([store, shipped], tmp_path / "elsewhere.db")
+    assert third == second
+
+
+@pytest.mark.parametrize(
+    ("statement", "said"),
+    [
+        ("UPDATE measurement SET time_ms = 0.001", "altered"),
+        ("DELETE FROM scope", "answer is not the one"),
+        ("DELETE FROM problem", "has the hash"),
+        ("UPDATE meta SET value = replace(value, '\":1}', '\":2}') WHERE key = 'release'", "other counts"),
+        ("UPDATE meta SET value = '{}' WHERE key = 'release'", "cannot be read"),
+        ("UPDATE meta SET value = '[[[' WHERE key = 'release'", "cannot be read"),
+        ("""UPDATE meta SET value = '{"content_hash":7}' WHERE key = 'release'""", "no SHA-256"),
+    ],
+)
+def test_check_finds_an_altered_release(store, tmp_path, statement, said):
+    released(store, tmp_path).close()
+    with closing(sqlite3.connect(tmp_path / "release.db")) as connection:
+        connection.execute("PRAGMA foreign_keys=ON")
+        connection.execute(statement)
+        connection.commit()
+    with Store(tmp_path / "release.db", read_only=True) as shipped:
+        (finding,) = shipped.check()
+    assert said in finding
+
+
+def test_a_release_that_was_written_to_is_none(store, tmp_path):
+    released(store, tmp_path).close()
+    with Store(tmp_path / "release.db") as shipped:
+        assert shipped.check() == ()
+        shipped.record(DEVICE, "other", [row()])
+        (finding,) = shipped.check()
+    assert "altered" in finding
+
+
+def test_a_release_holds_the_rows_that_were_chosen(store, tmp_path):
+    store.record(DEVICE, PROBLEM, [row("ConvB", '{"a":1}'), row("ConvC", status="crashed", time_ms=None)])
+    with released(store, tmp_path, keep=lambda key, row: row.solver_id != "ConvA") as shipped:
+        assert [row.solver_id for _, row in shipped.rows()] == ["ConvB"]
+        assert shipped.stats().environments == 0
+
+
+def test_what_only_contention_saw_stays_behind_and_is_not_covered(store, tmp_path):
+    considered = scope("ConvA", "ConvB", "ConvC")
+    store.record(DEVICE, PROBLEM, [row("ConvB", contended=True), row("ConvC", status="crashed")], scope=considered)
+    with released(store, tmp_path) as shipped:
+        answer = shipped.answer(DEVICE, PROBLEM)
+        assert [row.solver_id for row in answer.rows] == ["ConvA"]
+        assert answer.missing({"ConvA": 1, "ConvB": 1, "ConvC": 1}) == ("ConvB",)
+        assert shipped.check() == ()
+
+
+def test_an_older_row_ships_where_the_newer_was_contended(store, tmp_path):
+    store.record(DEVICE, PROBLEM, [row(time_ms=9.0, contended=True)])
+    with released(store, tmp_path) as shipped:
+        assert [row.time_ms for _, row in shipped.rows()] == [1.0]
+
+
+def shipped_verdicts(store: Store, folder: Path) -> list[str]:
+    with released(store, folder) as shipped:
+        assert shipped.check() == ()
+        return [item.winner for item in shipped.history(DEVICE, PROBLEM).verdicts]
+
+
+def test_the_newest_verdict_ships(store, tmp_path):
+    store.record(DEVICE, PROBLEM, [row("ConvB")], verdict=verdict("ConvB:{}"))
+    store.record(DEVICE, PROBLEM, verdict=verdict("ConvA:{}", "ConvB:{}"), environment=VERSIONS)
+    assert shipped_verdicts(store, tmp_path) == ["ConvA:{}"]
+
+
+def test_a_verdict_whose_winner_stays_behind_does_not_ship(store, tmp_path):
+    store.record(DEVICE, PROBLEM, verdict=verdict("ConvZ:{}"))
+    assert shipped_verdicts(store, tmp_path) == []
+
+
+def test_a_verdict_of_a_contended_race_does_not_ship(store, tmp_path):
+    store.record(DEVICE, PROBLEM, [row("ConvB", contended=True)], verdict=verdict("ConvA:{}"))
+    assert shipped_verdicts(store, tmp_path) == []
+
+
+def test_a_release_of_nothing_is_refused(store, tmp_path):
+    path = tmp_path / "release.db"
+    write_release([store], path)
+    before = path.read_bytes()
+    with Store(MEMORY) as empty, pytest.raises(DatabaseError, match="stays as it is"):
+        write_release([empty], path)
+    with pytest.raises(DatabaseError, match="no row of the sources may ship"):
+        write_release([store], path, keep=lambda key, row: False)
+    assert path.read_bytes() == before
+
+
+def test_a_failed_release_leaves_the_old_file(store, tmp_path):
+    path = tmp_path / "release.db"
+    write_release([store], path)
+    before = path.read_bytes()
+    missing = Store(tmp_path / "missing.db", read_only=True)
+    with missing, pytest.raises(DatabaseError, match="does not exist"):
+        write_release([missing], path)
+    assert path.read_bytes() == before
+    assert [found.name for found in tmp_path.iterdir()] == ["release.db"]
+
+
+def test_a_disk_that_fills_while_a_release_is_written(store, tmp_path):
+    path = tmp_path / "release.db"
+    write_release([store], path)
+    before = path.read_bytes()
+    for number in range(200):
+        store.record(DEVICE, f"{PROBLEM}-{number}", [row(message="x" * 1000)])
+    with files_end_at(200_000), pytest.raises(DatabaseError, match=r"make room|check its room"):
+        write_release([store], path)
+    assert path.read_bytes() == before
+    assert [found.name for found in tmp_path.iterdir()] == ["release.db"]
+
+
+def test_a_release_that_cannot_be_put_in_place(store, tmp_path):
+    (tmp_path / "release.db").mkdir()
+    with pytest.raises(DatabaseError, match="cannot be used"):
+        write_release([store], tmp_path / "release.db")
+    assert [found.name for found in tmp_path.iterdir()] == ["release.db"]
+
+
+def test_a_release_keeps_intervals(store, tmp_path):
+    compared = (Comparison(candidate="ConvB:{}", low=1.02, high=1.07),)
+    ruling = Verdict(winner="ConvA:{}", ties=("ConvA:{}",), comparisons=compared, blocks=30, protocol="cuda-1")
+    store.record(DEVICE, PROBLEM, verdict=ruling)
+    with released(store, tmp_path) as shipped:
+        (kept,) = shipped.history(DEVICE, PROBLEM).verdicts
+        assert kept.comparisons == compared
+        assert contents(shipped)[0].verdicts == (kept,)
+
+
+@pytest.mark.parametrize("text", ["", "abc", "x" * 64, 7, None])
+def test_a_release_names_hashes(text):
+    with pytest.raises(ValueError, match="no SHA-256"):
+        Release(content_hash=text)
+    with pytest.raises(ValueError, match="no SHA-256"):
+        Release(content_hash="0" * 64, parent=text or "y")
