@@ -9,7 +9,11 @@ from miofind.solution import Config
 
 
 class Status(StrEnum):
-    """What became of a candidate. Only OK and CUT_OFF are usable: both passed verification and have a time."""
+    """What became of a candidate. Only OK and CUT_OFF are usable: both passed verification and have a time.
+
+    CRASHED ended its process or destroyed the CUDA context. OUT_OF_MEMORY speaks of the moment: it keeps no candidate
+    out of later measurements.
+    """
 
     OK = "ok"
     CUT_OFF = "cut_off"
@@ -68,6 +72,8 @@ class Outcome:
         timing: for usable candidates.
         max_error: largest |error| / (|x| * |w|) seen in verification, in units of 1.
         kernel_hash: hash of sources, defines and options of the steps that were measured.
+        contended: samples were disturbed, by another process's load or by clocks that stayed throttled.
+        dropped_samples: samples that were taken while the device was throttled, and were taken again.
     """
 
     candidate: Candidate
@@ -78,3 +84,5 @@ class Outcome:
     workspace_bytes: int = 0
     deterministic: bool = True
     kernel_hash: str = ""
+    contended: bool = False
+    dropped_samples: int = 0

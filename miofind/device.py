@@ -12,6 +12,7 @@ import importlib.util
 import logging
 import os
 import re
+import uuid
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -52,6 +53,8 @@ class Device:
         mig_profile: such as "1g.18gb", empty without MIG.
         memory_bytes, l2_bytes, shared_bytes: device memory, L2 cache, largest shared memory of a block.
         clock_hz, bandwidth_bytes_per_s: nominal ceilings, for estimates only.
+        uuid: of the GPU or MIG instance, as CUDA_VISIBLE_DEVICES and NVML take it: "GPU-..." or "MIG-..."; "" where
+            there is none.
     """
 
     place: Place
@@ -299,8 +302,24 @@ def _probe(index: int) -> Device:
         shared_bytes=properties["sharedMemPerBlockOptin"],
         clock_hz=1e3 * runtime.deviceGetAttribute(13, index),  # cudaDevAttrClockRate
         bandwidth_bytes_per_s=2e3 * memory_khz * bus_bits / 8 or 1e12,
-        uuid=bytes(properties["uuid"]).hex() if "uuid" in properties else "",
+        uuid=_uuid(index, is_mig=mig is not None),
     )
+
+
+def _uuid(index: int, *, is_mig: bool) -> str:
+    """The driver's UUID of a device, "" where it cannot be asked; CuPy's properties cut it off at a zero byte."""
+    try:
+        from cuda.bindings import driver
+    except ImportError:
+        return ""
+    error, handle = driver.cuDeviceGet(index)
+    if error != driver.CUresult.CUDA_SUCCESS:
+        return ""
+    ask = getattr(driver, "cuDeviceGetUuid_v2", driver.cuDeviceGetUuid)  # CUDA 13 has one, and no suffix
+    error, answer = ask(handle)
+    if error != driver.CUresult.CUDA_SUCCESS:
+        return ""
+    return f"{'MIG' if is_mig else 'GPU'}-{uuid.UUID(bytes=bytes(answer.bytes)[:16])}"
 
 
 _PACKAGES = {

@@ -1,29 +1,38 @@
 """What becomes of candidates: compile, verify, then race, in the process that calls.
 
-One `Job` is one problem and its candidates; `evaluate` yields a `Started` before each candidate's first launch, so that
-a watcher knows whom to blame for a crash, and an `Outcome` for each candidate. Knows nothing of FindDBs or options.
+One `Job` is one problem and its candidates; `evaluate` yields an `Outcome` for each, and the race's `Verdict`. A
+journal hears of each candidate before it is compiled and before it is launched, so that a watcher of this process
+knows whom to blame for its end. Knows nothing of FindDBs or options.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from enum import StrEnum
 
 from miofind.candidate import Candidate, Outcome, Status
 from miofind.compiler import Compiler, kernel_hash
 from miofind.device import Device, Place
-from miofind.errors import CompileError, LaunchError, MeasurementError, MiofindError
+from miofind.errors import CompileError, LaunchError, MeasurementError, MiofindError, MissingLibraryError
+from miofind.health import context_error, used_bytes
 from miofind.invoker import Invoker, make_invoker
 from miofind.measure import Stage
 from miofind.problem import ProblemDescription
-from miofind.race import Effort, Entrant, Race, RaceResult
-from miofind.solution import KernelStep
+from miofind.race import Effort, Entrant, Race, RaceResult, Watcher
 from miofind.solver import solver_by_id
+from miofind.verdict import Verdict
 from miofind.verify import Verifier
 
 MAX_MESSAGE = 2000
+
+# Memory that a candidate which ran out of it may leave in use, before its process counts as spoiled for the others.
+_LEFT_BYTES = 256 << 20
+_OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation and CUDA_ERROR_OUT_OF_MEMORY
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,54 +44,77 @@ class Job:
         candidates: in the order they are tried, likely best first.
         effort: how long the race is.
         budget_s: seconds after which no further candidate is started.
+        best_ms: a time already reached elsewhere; what is far behind it is timed no further.
+        incumbent: id of the candidate that wins between ties of equal workspace and error.
+        compile_workers: candidates compiled at a time; 0 for as many as there are processors.
     """
 
     network_config: str
     candidates: tuple[Candidate, ...]
     effort: Effort = Effort.FIND
     budget_s: float = float("inf")
+    best_ms: float = float("inf")
+    incumbent: str = ""
+    compile_workers: int = 0
+
+
+class Phase(StrEnum):
+    """What a process does next: COMPILE and RUN are a candidate's, COMPILED ends its COMPILE, PREPARE is nobody's."""
+
+    PREPARE = "prepare"
+    COMPILE = "compile"
+    COMPILED = "compiled"
+    RUN = "run"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Started:
-    """A candidate is about to be launched for the first time."""
+class Turn:
+    """An entry of the journal: written before the process does what it says. `candidate` is None for PREPARE."""
 
-    candidate: Candidate
+    phase: Phase
+    candidate: Candidate | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Racing:
-    """All candidates have been tried; the survivors are raced now."""
+class Spoiled:
+    """The candidate of the last outcome left this process unfit for the others."""
 
-    survivors: int
+    reason: str
 
 
-Event = Started | Racing | Outcome
+Journal = Callable[[Turn], None]
+Event = Outcome | Verdict | Spoiled
 
 
 class DeviceLostError(LaunchError):
-    """A candidate destroyed this process's CUDA context: nothing more can run on the device here."""
+    """A candidate destroyed this process's CUDA context, or the device works no more: nothing can run on it here."""
 
 
-def evaluate(job: Job, device: Device, compiler: Compiler) -> Iterator[Event]:
-    """Events of a job, in order; an outcome for every candidate that was started.
+def evaluate(job: Job, device: Device, compiler: Compiler, journal: Journal | None = None) -> Iterator[Event]:
+    """Events of a job, in order: an outcome for every candidate that was started, the verdict last.
+
+    Args:
+        journal: of a process that can be replaced, which breaks a race off where a candidate spoils it. Called from
+            this thread and, while candidates are compiled, from others.
 
     Raises:
-        DeviceLostError: after the outcome of the candidate that destroyed the CUDA context; in the race, before any
-            outcome of those that raced, since all that ran after it failed too.
+        DeviceLostError: after the outcome of the candidate that destroyed the CUDA context. Nothing is said of those
+            that still raced, since all that ran after it failed too.
         MeasurementError: the problem's tensors do not fit the device.
+        MissingLibraryError: nothing can be compiled here.
     """
     problem = ProblemDescription.from_network_config(job.network_config)
     deadline = time.monotonic() + job.budget_s
-    bench = _Bench(problem, device, compiler)
+    bench = _Bench(problem, device, compiler, journal or _unheard)
     ready: list[Candidate] = []
-    for candidate, failure in bench.compiled(job.candidates):
+    for candidate, failure in bench.compiled(job):
         if failure is None:
             ready.append(candidate)
         else:
             yield failure
     if not ready:
         return
+    bench.journal(Turn(phase=Phase.PREPARE))
     with contextlib.ExitStack() as stack:
         try:
             verifier = stack.enter_context(Verifier(problem, device, compiler))
@@ -92,25 +124,99 @@ def evaluate(job: Job, device: Device, compiler: Compiler) -> Iterator[Event]:
                 f"{problem} cannot be measured on {device.name}: twice its tensors' {problem.bytes} bytes do not fit "
                 f"the memory that is free ({error})"
             ) from error
-        race = Race(stage, job.effort, deadline=deadline)
+        watcher = _RaceWatcher({candidate.id: candidate for candidate in ready}, device, journal)
+        race = Race(stage, job.effort, deadline=deadline, best_ms=job.best_ms, watcher=watcher)
         entered: list[_Entered] = []
         for candidate in ready:
             if time.monotonic() > deadline and entered:
                 break
-            yield Started(candidate=candidate)
+            used = used_bytes(device)
+            bench.journal(Turn(phase=Phase.RUN, candidate=candidate))
             result = bench.try_out(candidate, verifier, race)
+            lost = context_error(device)
+            if lost:
+                yield _crashed(candidate, lost)
+                raise _device_lost(candidate, lost)
             if isinstance(result, _Entered):
                 entered.append(result)
                 continue
             yield result
-            if result.status is not Status.WRONG_RESULT:
-                _check_alive(device, candidate.id)
-        yield Racing(survivors=len(entered))
-        finished = race.finish()
-        if race.first_failed is not None:
-            _check_alive(device, race.first_failed)
-        for entry in entered:
-            yield entry.outcome(finished[entry.candidate.id])
+            if result.status is Status.OUT_OF_MEMORY and _holds_memory(device, used):
+                yield Spoiled(reason=_held(candidate.id))
+        yield from _raced(race, entered, watcher, job.incumbent)
+
+
+def _unheard(turn: Turn) -> None:
+    """A journal that nobody reads."""
+
+
+def _raced(race: Race, entered: list[_Entered], watcher: _RaceWatcher, incumbent: str) -> Iterator[Event]:
+    """What the race makes of those that entered it."""
+    try:
+        watcher.begin()
+        finished = race.finish(incumbent=incumbent)
+        watcher.check()
+    except _BrokenOffError as broken:
+        yield broken.outcome
+        if broken.outcome.status is Status.CRASHED:
+            raise _device_lost(broken.outcome.candidate, broken.reason) from None
+        yield Spoiled(reason=broken.reason)
+        return
+    for entry in entered:
+        yield entry.outcome(finished[entry.candidate.id])
+    if race.verdict is not None:
+        yield race.verdict
+
+
+class _BrokenOffError(Exception):
+    """A candidate left the process unfit for those that race with it."""
+
+    def __init__(self, outcome: Outcome, reason: str) -> None:
+        super().__init__(reason)
+        self.outcome = outcome
+        self.reason = reason
+
+
+class _RaceWatcher(Watcher):
+    """Writes a race's turns into the journal, and looks after the device when one goes wrong."""
+
+    def __init__(self, candidates: dict[str, Candidate], device: Device, journal: Journal | None) -> None:
+        self._candidates = candidates
+        self._device = device
+        self._journal = journal
+        self._last = ""
+        self._used = 0
+
+    def begin(self) -> None:
+        """The race begins."""
+        self._used = used_bytes(self._device)
+
+    def turn(self, key: str) -> None:
+        """See `Watcher.turn`."""
+        self._last = key
+        if self._journal is not None:
+            self._journal(Turn(phase=Phase.RUN, candidate=self._candidates[key]))
+
+    def failed(self, key: str, error: MiofindError | MemoryError) -> None:
+        """See `Watcher.failed`.
+
+        Raises:
+            _BrokenOffError: the others cannot go on.
+        """
+        self.check()
+        status = _status_of(error)
+        if self._journal is not None and status is Status.OUT_OF_MEMORY and _holds_memory(self._device, self._used):
+            raise _BrokenOffError(_failed(self._candidates[key], status, error), _held(key))
+
+    def check(self) -> None:
+        """Do nothing while the device answers.
+
+        Raises:
+            _BrokenOffError: it does not; the last one whose turn it was is to blame.
+        """
+        lost = context_error(self._device)
+        if lost and self._last:
+            raise _BrokenOffError(_crashed(self._candidates[self._last], lost), lost)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,6 +239,8 @@ class _Entered:
             workspace_bytes=self.invoker.workspace_bytes,
             deterministic=self.invoker.deterministic,
             kernel_hash=kernel_hash(self.invoker.solution),
+            contended=result.contended,
+            dropped_samples=result.dropped_samples,
         )
 
 
@@ -143,26 +251,33 @@ class _Bench:
     problem: ProblemDescription
     device: Device
     compiler: Compiler
+    journal: Journal
 
-    def compiled(self, candidates: tuple[Candidate, ...]) -> Iterator[tuple[Candidate, Outcome | None]]:
+    def compiled(self, job: Job) -> Iterator[tuple[Candidate, Outcome | None]]:
         """Each candidate with None, or with the outcome of one whose kernels cannot be compiled."""
-        steps: dict[Candidate, tuple[KernelStep, ...]] = {}
-        for candidate in candidates:
+        workers = job.compile_workers or (_processors() if self.device.place is Place.CUDA else 1)
+        pool = ThreadPoolExecutor(max_workers=workers, thread_name_prefix="miofind-compile")
+        try:
+            yield from zip(job.candidates, pool.map(self._compile, job.candidates), strict=True)
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def _compile(self, candidate: Candidate) -> Outcome | None:
+        self.journal(Turn(phase=Phase.COMPILE, candidate=candidate))
+        try:
             solver = solver_by_id(candidate.solver_id)
-            try:
-                solver.check_config(self.problem, self.device, candidate.config)
-                steps[candidate] = solver.solution(self.problem, self.device, candidate.config).kernels
-            except Exception as error:  # a solver's own code may raise anything
-                yield candidate, _failed(candidate, Status.LAUNCH_FAILED, error)
-        errors: dict[KernelStep, CompileError] = {}
-        if self.device.place is Place.CUDA:
-            wanted = dict.fromkeys(step for kernels in steps.values() for step in kernels)
-            for step, result in self.compiler.build_all(wanted, self.device.arch):
-                if isinstance(result, CompileError):
-                    errors[step] = result
-        for candidate, kernels in steps.items():
-            broken = next((errors[step] for step in kernels if step in errors), None)
-            yield candidate, None if broken is None else _failed(candidate, Status.COMPILE_FAILED, broken)
+            solver.check_config(self.problem, self.device, candidate.config)
+            kernels = solver.solution(self.problem, self.device, candidate.config).kernels
+            if self.device.place is Place.CUDA:
+                for step in kernels:
+                    self.compiler.build(step, self.device.arch)
+        except MissingLibraryError:
+            raise
+        except Exception as error:  # a solver's own code may raise anything
+            return _failed(candidate, _status_of(error), error)
+        finally:
+            self.journal(Turn(phase=Phase.COMPILED, candidate=candidate))
+        return None
 
     def try_out(self, candidate: Candidate, verifier: Verifier, race: Race) -> Outcome | _Entered:
         """Verify one candidate and let it enter the race, or say why it failed."""
@@ -179,13 +294,39 @@ class _Bench:
         return _Entered(candidate=candidate, invoker=invoker, max_error=verdict.max_error)
 
 
+def _processors() -> int:
+    """Processors that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def _status_of(error: BaseException) -> Status:
-    """The status an error stands for; CuPy's OutOfMemoryError is a MemoryError."""
+    """The status an error stands for."""
     if isinstance(error, CompileError):
         return Status.COMPILE_FAILED
-    if isinstance(error, MemoryError) or isinstance(error.__cause__, MemoryError):
-        return Status.OUT_OF_MEMORY
+    cause: BaseException | None = error
+    while cause is not None:
+        if _is_out_of_memory(cause):
+            return Status.OUT_OF_MEMORY
+        cause = cause.__cause__
     return Status.LAUNCH_FAILED
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    """CuPy's OutOfMemoryError is a MemoryError; its runtime and driver errors carry CUDA's number."""
+    if isinstance(error, MemoryError):
+        return True
+    return type(error).__module__.startswith("cupy") and getattr(error, "status", None) == _OUT_OF_MEMORY
+
+
+def _holds_memory(device: Device, before: int) -> bool:
+    """Whether much more memory is in use than `before` bytes."""
+    return used_bytes(device) - before > _LEFT_BYTES
+
+
+def _held(candidate_id: str) -> str:
+    return f"{candidate_id} ran out of memory and has not given it back"
 
 
 def _failed(candidate: Candidate, status: Status, reason: object) -> Outcome:
@@ -195,21 +336,12 @@ def _failed(candidate: Candidate, status: Status, reason: object) -> Outcome:
     )
 
 
-def _check_alive(device: Device, candidate_id: str) -> None:
-    """Do nothing while the device still answers.
+def _crashed(candidate: Candidate, reason: str) -> Outcome:
+    return _failed(candidate, Status.CRASHED, f"it destroyed the CUDA context: {reason}")
 
-    Raises:
-        DeviceLostError: it does not; a sticky error such as an illegal address ends the context.
-    """
-    if device.place is Place.CPU:
-        return
-    import cupy
 
-    try:
-        with cupy.cuda.Device(device.index):
-            cupy.cuda.runtime.deviceSynchronize()
-    except cupy.cuda.runtime.CUDARuntimeError as error:
-        raise DeviceLostError(
-            f"{candidate_id} destroyed the CUDA context of this process ({error}): restart it, and find with "
-            "isolate=True or exclude this solver"
-        ) from error
+def _device_lost(candidate: Candidate, reason: str) -> DeviceLostError:
+    return DeviceLostError(
+        f"{candidate.id} destroyed the CUDA context of this process ({reason}): restart it, and find with "
+        "isolate=True or exclude this solver"
+    )

@@ -7,8 +7,10 @@ how often, is for `race` to say.
 from __future__ import annotations
 
 import statistics
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -17,11 +19,17 @@ import numpy as np
 from miofind.candidate import Timing
 from miofind.device import Device, Place
 from miofind.errors import LaunchError, MeasurementError, MiofindError
+from miofind.gpu_monitor import GpuMonitor, Reading, gpu_monitor
 from miofind.problem import ProblemDescription
 
 if TYPE_CHECKING:
     from miofind.compiler import Compiler
     from miofind.solution import Config
+
+# Batches of samples that a stage takes again because the device was throttled, and the pause before each: 10 s in all,
+# after which a device that stays throttled is measured as it is.
+_RETRIES = 40
+_PAUSE_S = 0.25
 
 
 class Runnable(Protocol):
@@ -45,6 +53,21 @@ class Runnable(Protocol):
 
     def run(self, x: Any, w: Any, y: Any, workspace: Any, stream: int) -> None:
         """Run once, as `Invoker.run` does."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """Samples of one candidate, taken together.
+
+    Attributes:
+        times_ms: milliseconds a run.
+        contended: another process loaded the device, or it stayed throttled however often the samples were retaken.
+        dropped: samples left out because the device was throttled.
+    """
+
+    times_ms: list[float]
+    contended: bool = False
+    dropped: int = 0
 
 
 class Track(ABC):
@@ -84,6 +107,10 @@ class Stage:
         memory_limit_bytes: of the rotating buffer sets; by default 2 GiB, or a quarter of the free memory if that is
             less. One set is always made.
 
+    Attributes:
+        monitor: says when the device is disturbed; None where nothing can, as on the CPU place, whose load is mostly
+            the candidates' own threads.
+
     Raises:
         MemoryError: not even one set of buffers fits.
     """
@@ -98,6 +125,8 @@ class Stage:
     ) -> None:
         self.problem = problem
         self.device = device
+        self.monitor: GpuMonitor | None = gpu_monitor(device)
+        self._retries = _RETRIES
         self._lane = _lane(problem, device, compiler, memory_limit_bytes)
 
     @property
@@ -116,15 +145,37 @@ class Stage:
             return self._lane.track(invoker)
 
     def samples(self, track: Track, invoker: Runnable, count: int) -> list[float]:
-        """`count` further samples of a candidate in milliseconds a run.
+        """`count` further samples of a candidate in milliseconds a run; raises as `batch` does."""
+        return self.batch(track, invoker, count).times_ms
+
+    def batch(self, track: Track, invoker: Runnable, count: int) -> Batch:
+        """`count` further samples of a candidate, taken again while the device is throttled.
 
         Raises:
             LaunchError: it failed to start or to finish; the cause is chained.
             MeasurementError: the clock gave no positive time.
         """
+        contended, dropped = False, 0
+        while True:
+            before = self._look()
+            times = self._sampled(track, invoker, count)
+            after = self._look()
+            contended = contended or before.contended or after.contended
+            if not (before.throttled or after.throttled):
+                return Batch(times_ms=times, contended=contended, dropped=dropped)
+            if not self._retries:
+                return Batch(times_ms=times, contended=True, dropped=dropped)
+            self._retries -= 1
+            dropped += count
+            time.sleep(_PAUSE_S)
+
+    def _look(self) -> Reading:
+        return Reading() if self.monitor is None else self.monitor.look()
+
+    def _sampled(self, track: Track, invoker: Runnable, count: int) -> list[float]:
         with _launch_errors(invoker):
             times = track.samples(count)
-        if not all(time > 0 for time in times):
+        if not all(time_ms > 0 for time_ms in times):
             raise MeasurementError(f"{invoker.solver_id} on {self.problem}: times {times} ms are not all positive")
         return times
 

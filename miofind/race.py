@@ -2,14 +2,16 @@
 
 Candidates enter one by one: a first run, then three samples unless that run was far behind. `finish` halves the field
 in rounds of growing length and lets the finalists run in interleaved blocks, so that drifting clocks hit all alike.
+`verdict` says what those blocks prove.
 """
 
 from __future__ import annotations
 
 import logging
 import math
+import random
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from statistics import median
@@ -18,13 +20,14 @@ from typing import TYPE_CHECKING
 from miofind.candidate import Timing
 from miofind.errors import MiofindError
 from miofind.measure import Stage, Track
+from miofind.verdict import Finalist, Verdict, judge
 
 if TYPE_CHECKING:
     from miofind.invoker import Invoker
 
 logger = logging.getLogger(__name__)
 
-# Times within 1 % are ties: repeated medians of one kernel differ by about as much.
+# Without a verdict, times within 1 % are ties: repeated medians of one kernel differ by about as much.
 TIE = 1.01
 # A first run below this is never too long to sample three times; above _LONG_MS its time is as good as a sample's,
 # since the launches from the host hide behind it.
@@ -35,8 +38,12 @@ _CHUNK_MS = 50.0
 
 
 class Effort(StrEnum):
-    """How long a race is: FIND for somebody who waits, TUNE for a database."""
+    """How long a race is: SCREEN for a batch of a search, FIND for somebody who waits, TUNE for a database.
 
+    SCREEN takes the samples of entering and no others: a later race of the best decides.
+    """
+
+    SCREEN = "screen"
     FIND = "find"
     TUNE = "tune"
 
@@ -57,7 +64,8 @@ class Schedule:
         keep: after screening, candidates this many times slower than the best are left behind.
         rounds: samples in each halving round.
         finalists: candidates in the final, besides the first that entered.
-        blocks: interleaved samples of each finalist.
+        blocks: interleaved samples of each finalist; 0 for no final.
+        least_blocks: the same, however slow the finalists are.
         round_ms: time of each round and of the final, in milliseconds; slow candidates get fewer samples.
     """
 
@@ -68,10 +76,22 @@ class Schedule:
     rounds: tuple[int, ...]
     finalists: int
     blocks: int
+    least_blocks: int
     round_ms: float
 
 
 _SCHEDULES = {
+    Effort.SCREEN: Schedule(
+        cutoff=8.0,
+        long_cutoff=2.0,
+        screen=3,
+        keep=1.5,
+        rounds=(),
+        finalists=0,
+        blocks=0,
+        least_blocks=0,
+        round_ms=0.0,
+    ),
     Effort.FIND: Schedule(
         cutoff=4.0,
         long_cutoff=2.0,
@@ -80,6 +100,7 @@ _SCHEDULES = {
         rounds=(5, 15),
         finalists=5,
         blocks=15,
+        least_blocks=3,
         round_ms=200.0,
     ),
     Effort.TUNE: Schedule(
@@ -90,6 +111,7 @@ _SCHEDULES = {
         rounds=(5, 15, 45),
         finalists=5,
         blocks=45,
+        least_blocks=30,
         round_ms=4000.0,
     ),
 }
@@ -117,12 +139,26 @@ class RaceResult:
     Attributes:
         timing: of its best comparable samples: the final's for finalists.
         cut_off: it was far behind and has the time of its first run alone.
+        contended: samples of it were disturbed and could not be replaced.
+        dropped_samples: samples that were taken while the device was throttled, and were taken again.
         failure: what it raised during the race, after it had been verified; None for a usable result.
     """
 
     timing: Timing
     cut_off: bool = False
+    contended: bool = False
+    dropped_samples: int = 0
     failure: MiofindError | MemoryError | None = None
+
+
+class Watcher:
+    """Is told of a race's turns; this one does nothing."""
+
+    def turn(self, key: str) -> None:
+        """An entrant is about to be sampled."""
+
+    def failed(self, key: str, error: MiofindError | MemoryError) -> None:
+        """An entrant has failed in its turn; what this raises ends the race."""
 
 
 @dataclass(slots=True, eq=False)
@@ -132,12 +168,22 @@ class _Runner:
     entrant: Entrant
     track: Track | None
     samples: list[float] = field(default_factory=list)
+    contended: bool = False
+    dropped: int = 0
     failure: MiofindError | MemoryError | None = None
     cut_off: bool = False
 
     @property
     def time_ms(self) -> float:
         return median(self.samples)
+
+    def take(self, stage: Stage, count: int) -> None:
+        """Take further samples of it."""
+        assert self.track is not None
+        batch = stage.batch(self.track, self.entrant.invoker, count)
+        self.samples += batch.times_ms
+        self.contended = self.contended or batch.contended
+        self.dropped += batch.dropped
 
 
 class Race:
@@ -148,18 +194,30 @@ class Race:
         effort: how long it is.
         deadline: `time.monotonic()` after which no more is measured; what was measured stands.
         best_ms: a time already reached elsewhere, for cutting off what is far behind.
+        watcher: is told whose turn it is in `finish`.
 
     Attributes:
-        first_failed: key of the entrant that was the first to fail in `finish`, None if none did.
+        blocks: by key, the finalists' samples in milliseconds, one a block; empty before `finish` and without a final.
+        verdict: what the blocks prove; None before `finish`, and where there were too few finalists or blocks.
     """
 
-    def __init__(self, stage: Stage, effort: Effort, *, deadline: float = math.inf, best_ms: float = math.inf) -> None:
+    def __init__(
+        self,
+        stage: Stage,
+        effort: Effort,
+        *,
+        deadline: float = math.inf,
+        best_ms: float = math.inf,
+        watcher: Watcher | None = None,
+    ) -> None:
         self._stage = stage
         self._schedule = effort.schedule
         self._deadline = deadline
         self._best_ms = best_ms
+        self._watcher = watcher or Watcher()
         self._runners: dict[str, _Runner] = {}
-        self.first_failed: str | None = None
+        self.blocks: Mapping[str, list[float]] = {}
+        self.verdict: Verdict | None = None
 
     @property
     def best_ms(self) -> float:
@@ -174,30 +232,31 @@ class Race:
             MemoryError: its workspace does not fit the device.
         """
         track = self._stage.track(entrant.invoker)
-        runner = _Runner(entrant=entrant, track=track, samples=[track.rough_ms])
+        runner = _Runner(entrant=entrant, track=track)
         if self._is_far_behind(track.rough_ms):
-            runner.track, runner.cut_off = None, True
+            runner.samples, runner.track, runner.cut_off = [track.rough_ms], None, True
         else:
-            runner.samples = self._stage.samples(track, entrant.invoker, self._schedule.screen)
+            runner.take(self._stage, self._schedule.screen)
             self._best_ms = min(self._best_ms, runner.time_ms)
         self._runners[entrant.key] = runner
         return not runner.cut_off
 
-    def finish(self) -> dict[str, RaceResult]:
-        """The result of every entrant, best first: usable ones by time, ties within 1 % by workspace, then error.
+    def finish(self, *, incumbent: str = "") -> dict[str, RaceResult]:
+        """The result of every entrant, best first: the verdict's ties, then by time; the failed come last.
 
-        An entrant that fails now keeps the timing it had and comes last, with its failure.
+        An entrant that fails now keeps the timing it had.
+
+        Args:
+            incumbent: key that wins between ties of equal workspace and error.
         """
         field_ = self._halved(self._contenders())
         finalists = field_[: self._schedule.finalists]
-        finalists += [runner for runner in self._contenders()[:1] if runner not in finalists]
-        self._final(finalists)
-        self._final_of_late(finalists)
-        usable = [runner for runner in self._runners.values() if runner.failure is None]
-        raced = [runner for runner in usable if not runner.cut_off]
-        behind = [runner for runner in usable if runner.cut_off]
-        failed = [runner for runner in self._runners.values() if runner.failure is not None]
-        ordered = [*_ranked(raced), *_ranked(behind), *failed]
+        if self._schedule.blocks:
+            finalists += [runner for runner in self._contenders()[:1] if runner not in finalists]
+            self._final(finalists)
+            self._final_of_late(finalists)
+            self.verdict = self._judged(incumbent)
+        ordered = self._ordered(incumbent)
         return {runner.entrant.key: self._result(runner) for runner in ordered}
 
     def _is_far_behind(self, rough_ms: float) -> bool:
@@ -217,10 +276,11 @@ class Race:
 
     def _halved(self, field_: list[_Runner]) -> list[_Runner]:
         """The field after all rounds, fastest first; a round ends early when few enough are left."""
+        least = self._schedule.screen
         for count in self._schedule.rounds:
             if len(field_) <= self._schedule.finalists:
                 break
-            affordable = self._affordable(count, (runner.samples for runner in field_))
+            affordable = self._affordable(count, (runner.samples for runner in field_), least)
             for runner in field_:
                 self._extend(runner, affordable - len(runner.samples))
             alive = sorted((r for r in field_ if r.failure is None), key=lambda r: r.time_ms)
@@ -234,54 +294,102 @@ class Race:
         earlier = {runner.entrant.key: runner.samples for runner in finalists}
         for runner in finalists:
             runner.samples = []
-        for _ in range(self._affordable(self._schedule.blocks, earlier.values())):
+        count = self._affordable(self._schedule.blocks, earlier.values(), self._schedule.least_blocks)
+        for order in _orders(finalists, count):
             if time.monotonic() > self._deadline:
                 break
-            for runner in finalists:
+            for runner in order:
                 self._extend(runner, 1, always=True)
+        self.blocks = {r.entrant.key: list(r.samples) for r in finalists if r.failure is None}
         for runner in finalists:
             if len(runner.samples) < self._schedule.screen:
                 runner.samples = earlier[runner.entrant.key] + runner.samples
 
     def _final_of_late(self, finalists: list[_Runner]) -> None:
-        """One more final with those that a few early samples put before the finalists' many."""
-        best_ms = min((r.time_ms for r in finalists if r.failure is None), default=0.0)
+        """One more final, with those that a few early samples put before the finalists' many."""
+        alive = [runner for runner in finalists if runner.failure is None]
+        best_ms = min((runner.time_ms for runner in alive), default=0.0)
         late = [r for r in self._contenders() if r not in finalists and r.time_ms < best_ms]
         if late:
-            closest = [r for r in finalists if r.failure is None and r.time_ms <= TIE * best_ms]
-            self._final([*closest, *late])
+            self._final([*alive, *late])
 
-    def _affordable(self, count: int, samples: Iterable[list[float]]) -> int:
-        """As many of `count` samples of each as fit a round's time, at least as many as were screened."""
+    def _judged(self, incumbent: str) -> Verdict | None:
+        finalists = [
+            Finalist(
+                key=key,
+                samples_ms=samples,
+                workspace_bytes=self._runners[key].entrant.invoker.workspace_bytes,
+                max_error=self._runners[key].entrant.max_error,
+            )
+            for key, samples in self.blocks.items()
+        ]
+        return judge(finalists, protocol=self._stage.protocol, incumbent=incumbent)
+
+    def _ordered(self, incumbent: str) -> list[_Runner]:
+        usable = [runner for runner in self._runners.values() if runner.failure is None]
+        ties = [self._runners[key] for key in (self.verdict.ties if self.verdict else ())]
+        raced = [runner for runner in usable if not runner.cut_off and runner not in ties]
+        behind = [runner for runner in usable if runner.cut_off]
+        failed = [runner for runner in self._runners.values() if runner.failure is not None]
+        return [*ties, *_ranked(raced, incumbent), *_ranked(behind, incumbent), *failed]
+
+    def _affordable(self, count: int, samples: Iterable[list[float]], least: int) -> int:
+        """As many of `count` samples of each as fit a round's time, at least `least`."""
         # A sample lasts 0.1 ms or one run, and about as long again for the flush.
         each_ms = sum(max(0.2, 2 * median(times)) for times in samples)
-        return max(self._schedule.screen, min(count, int(self._schedule.round_ms / each_ms)))
+        return max(least, min(count, int(self._schedule.round_ms / each_ms)))
 
     def _extend(self, runner: _Runner, count: int, *, always: bool = False) -> None:
         """Take further samples in chunks, until the deadline; a failure is kept, not raised."""
-        if runner.track is None or runner.failure is not None:
-            return
-        while count > 0 and (always or time.monotonic() <= self._deadline):
+        while count > 0 and runner.failure is None and (always or time.monotonic() <= self._deadline):
             chunk = count if not runner.samples else min(count, max(1, int(_CHUNK_MS / runner.time_ms)))
+            self._watcher.turn(runner.entrant.key)
             try:
-                runner.samples += self._stage.samples(runner.track, runner.entrant.invoker, chunk)
+                runner.take(self._stage, chunk)
             except (MiofindError, MemoryError) as error:
                 logger.warning("%s failed in the race: %s", runner.entrant.key, error)
                 runner.failure = error
-                self.first_failed = self.first_failed or runner.entrant.key
-                return
+                self._watcher.failed(runner.entrant.key, error)
             count -= chunk
 
     def _result(self, runner: _Runner) -> RaceResult:
-        return RaceResult(timing=self._stage.timing(runner.samples), cut_off=runner.cut_off, failure=runner.failure)
+        return RaceResult(
+            timing=self._stage.timing(runner.samples),
+            cut_off=runner.cut_off,
+            contended=runner.contended,
+            dropped_samples=runner.dropped,
+            failure=runner.failure,
+        )
 
 
-def _ranked(runners: list[_Runner]) -> list[_Runner]:
-    """By time; the leader of those left goes with its ties, which are ordered by workspace, then error, then time."""
+def _orders(finalists: list[_Runner], count: int) -> Iterator[list[_Runner]]:
+    """The order of each of `count` blocks: shuffled, and in every second block the reverse of the one before.
+
+    Where a candidate stands in a block changes its time: after a pause clocks are higher, and a hot neighbour leaves
+    them lower. Over two blocks each candidate's mean position is the same and of any two each goes first once; who
+    precedes whom is left to chance, which a fixed rotation would not do.
+    """
+    shuffler = random.Random(0)
+    order = list(finalists)
+    for number in range(count):
+        if number % 2:
+            order = order[::-1]
+        else:
+            shuffler.shuffle(order)
+        yield order
+
+
+def _ranked(runners: list[_Runner], incumbent: str) -> list[_Runner]:
+    """By time; the leader of those left goes with its ties, by workspace, then error, then the incumbent, then time."""
     left = sorted(runners, key=lambda runner: runner.time_ms)
     ranked: list[_Runner] = []
+
+    def preference(runner: _Runner) -> tuple[int, float, bool, float]:
+        entrant = runner.entrant
+        return entrant.invoker.workspace_bytes, entrant.max_error, entrant.key != incumbent, runner.time_ms
+
     while left:
         ties = [runner for runner in left if runner.time_ms <= TIE * left[0].time_ms]
         left = left[len(ties) :]
-        ranked += sorted(ties, key=lambda r: (r.entrant.invoker.workspace_bytes, r.entrant.max_error, r.time_ms))
+        ranked += sorted(ties, key=preference)
     return ranked

@@ -16,7 +16,8 @@ from miofind.candidate import Outcome, Status
 from miofind.compiler import source_hash
 from miofind.device import Device
 from miofind.environment import versions
-from miofind.finddb import Answer, Row, Scope, environment_id
+from miofind.finddb import Answer, Comparison, Row, Scope, environment_id
+from miofind.finddb import Verdict as StoredVerdict
 from miofind.found import Found, Solution, Source
 from miofind.handle import Handle
 from miofind.options import FindOptions
@@ -24,6 +25,7 @@ from miofind.plan import Plan
 from miofind.problem import ProblemDescription
 from miofind.solution import Config
 from miofind.solver import Solver, solver_by_id, solvers
+from miofind.verdict import Verdict
 
 _BATCH = 32
 WIDE_BOUNDS = "any error bound"
@@ -64,7 +66,7 @@ def look_up(
     """
     fresh = frozenset(measured)
     request = _request(options, handle.device, dynamic_only)
-    if not partial and math.isinf(options.budget_s):
+    if not partial and _wants_all(problem, options, handle):
         request = replace(request, complete=True)
     device = handle.device.identity
     answer = handle.database.answer(device, problem.network_config)
@@ -109,16 +111,54 @@ def _current_environment(device: Device) -> str:
     return environment_id(versions(device))
 
 
+def _wants_all(problem: ProblemDescription, options: FindOptions, handle: Handle) -> bool:
+    """Whether only a find that came to its own end counts, not one that a budget ended.
+
+    For a search with `trials`: unless as many candidates were tried, by whatever finds and whatever became of them, so
+    that more trials search on and as many do not. Otherwise: unless the time budget is finite.
+    """
+    if options.searches and options.trials is not None:
+        return len(_newest_statuses(problem, handle, ignored=frozenset())) < options.trials
+    return math.isinf(options.budget_s)
+
+
 def failures(problem: ProblemDescription, handle: Handle) -> dict[str, Status]:
     """By id, the candidates that the FindDBs know to have failed here with the solvers of this release."""
-    device = handle.device.identity
+    statuses = _newest_statuses(problem, handle, ignored=frozenset())
+    return {name: status for name, status in statuses.items() if not status.usable}
+
+
+def quarantined(problem: ProblemDescription, handle: Handle) -> frozenset[str]:
+    """Ids of the candidates that failed here with the solvers of this release and are not to be tried again.
+
+    Running out of memory speaks of the moment: it quarantines nobody, and lifts no quarantine. A failure with another
+    driver or library says nothing of this one.
+    """
+    statuses = _newest_statuses(
+        problem,
+        handle,
+        ignored=frozenset({Status.OUT_OF_MEMORY}),
+        environment=_current_environment(handle.device),
+    )
+    return frozenset(name for name, status in statuses.items() if not status.usable)
+
+
+def _newest_statuses(
+    problem: ProblemDescription, handle: Handle, *, ignored: frozenset[Status], environment: str | None = None
+) -> dict[str, Status]:
+    """What became last of each candidate that was measured on this device with the solvers of this release."""
     newest: dict[str, Row] = {}
-    for history in handle.database.histories(device, problem.network_config):
+    for history in handle.database.histories(handle.device.identity, problem.network_config):
         for row in history.rows:
-            known = newest.get(f"{row.solver_id}:{row.config}")
-            if is_valid(row, handle.device) and (known is None or known.created_at < row.created_at):
-                newest[f"{row.solver_id}:{row.config}"] = row
-    return {name: Status(row.status) for name, row in newest.items() if not row.usable}
+            name = f"{row.solver_id}:{row.config}"
+            known = newest.get(name)
+            if row.status in ignored or (environment is not None and row.environment != environment):
+                continue
+            if not is_valid(row, handle.device):
+                continue
+            if known is None or known.created_at < row.created_at:
+                newest[name] = row
+    return {name: Status(row.status) for name, row in newest.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,9 +271,12 @@ def _scope(options: FindOptions, considered: Mapping[str, int], *, complete: boo
 
 
 class Recording:
-    """Writes the outcomes of one find: in batches as they come, the rest and the scope when it ends.
+    """Writes the outcomes of one find with its verdict and scope when it ends; of a search, in batches as they come.
 
     A find that ends drops the problem's notes for a re-check, since it was one.
+
+    Attributes:
+        search_ended: for a search, whether it came to its own end; a scope is incomplete where a budget ended it.
     """
 
     def __init__(self, problem: ProblemDescription, options: FindOptions, handle: Handle, plan: Plan) -> None:
@@ -242,7 +285,9 @@ class Recording:
         self._handle = handle
         self._plan = plan
         self._pending: list[Row] = []
-        self._tried = 0
+        self._tried: set[str] = set()
+        self._verdict: StoredVerdict | None = None
+        self.search_ended = False
 
     def __enter__(self) -> Recording:
         return self
@@ -251,7 +296,7 @@ class Recording:
         """Take one outcome."""
         solver = solver_by_id(outcome.candidate.solver_id)
         timing = outcome.timing
-        self._tried += 1
+        self._tried.add(outcome.candidate.id)
         self._pending.append(
             Row(
                 solver_id=solver.id,
@@ -272,23 +317,45 @@ class Recording:
                 workspace_bytes=outcome.workspace_bytes,
                 deterministic=outcome.deterministic,
                 max_error=outcome.max_error,
+                contended=outcome.contended,
+                dropped_samples=outcome.dropped_samples,
             )
         )
-        if len(self._pending) >= _BATCH:
-            self._write(None)
+        if self._plan.spaces and len(self._pending) >= _BATCH:
+            self._write()
+
+    def add_verdict(self, verdict: Verdict) -> None:
+        """Take the verdict of the find's last race; it is written after the rows it speaks of."""
+        self._verdict = StoredVerdict(
+            winner=verdict.winner,
+            ties=verdict.ties,
+            comparisons=tuple(
+                Comparison(candidate=other.candidate, low=other.low, high=other.high) for other in verdict.comparisons
+            ),
+            blocks=verdict.blocks,
+            protocol=verdict.protocol,
+        )
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         """Write what came; the scope too where the find was not broken off."""
         scope = None
         if kind is None:
-            complete = self._tried >= len(self._plan.candidates)
-            scope = _scope(self._options, self._plan.considered, complete=complete, filtered=self._plan.is_filtered)
-        if self._pending or scope is not None:
-            self._write(scope)
+            scope = _scope(
+                self._options, self._plan.considered, complete=self._is_complete, filtered=self._plan.is_filtered
+            )
+        if self._pending or scope is not None or self._verdict is not None:
+            self._write(scope, self._verdict)
         if scope is not None and not scope.filters:
             self._handle.database.drop_rechecks(self._handle.device.identity, self._problem.network_config)
 
-    def _write(self, scope: Scope | None) -> None:
+    @property
+    def _is_complete(self) -> bool:
+        """Whether no budget ended the find before it had tried all that it would."""
+        if self._plan.spaces:
+            return self.search_ended
+        return self._tried.issuperset(planned.candidate.id for planned in self._plan.candidates)
+
+    def _write(self, scope: Scope | None = None, verdict: StoredVerdict | None = None) -> None:
         rows, self._pending = self._pending, []
         self._handle.database.record(
             self._handle.device.identity,
@@ -296,4 +363,5 @@ class Recording:
             rows,
             scope=scope,
             environment=versions(self._handle.device),
+            verdict=verdict,
         )

@@ -1,44 +1,51 @@
 """Executors: who carries out a job. In this process, or in a spawned child that a crashing candidate may kill.
 
-The parent of a child needs no CUDA for it: a job crosses as values, and the child tells of a candidate before it
-launches it, so that the one at fault is known when the child dies or falls silent.
+The parent of a child needs no CUDA for it: a job crosses as values, and the child writes a journal of what it does
+next, so that the one at fault is known when the child dies or falls silent.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib
 import logging
-import multiprocessing.connection
-import os
-import subprocess
-import sys
-import threading
+import signal
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from multiprocessing.connection import Connection
-from typing import Any, Protocol
+from typing import Protocol
 
 from miofind.candidate import Candidate, Outcome, Status
-from miofind.compiler import BinaryCache, Compiler
+from miofind.child import Child
+from miofind.compiler import Compiler
 from miofind.device import Device, Place
-from miofind.errors import MeasurementError, MiofindError
-from miofind.evaluate import Event, Job, Racing, Started, evaluate
-from miofind.solution import Config
+from miofind.errors import MeasurementError
+from miofind.evaluate import DeviceLostError, Event, Job, Phase, Spoiled, Turn, evaluate
+from miofind.sandbox_child import ENTRY, Broken, Done
+from miofind.verdict import Verdict
 
 logger = logging.getLogger(__name__)
 
-START_TIMEOUT_S = 600.0
+START_TIMEOUT_S = 300.0
+"""Of a child that starts and checks its device, and of the preparations that no candidate answers for."""
+
+COMPILE_TIMEOUT_S = 120.0
 CANDIDATE_TIMEOUT_S = 60.0
-RACE_TIMEOUT_S = 600.0
+
+_ATTEMPTS = 3
+"""Starts of a child, and ends of children with nobody to blame, before a job is given up."""
+
+_PAUSES_S = (0.0, 2.0, 10.0)
+"""Before each attempt to start a child: a GPU that was reset, or a killed kernel, takes seconds to be gone."""
+
+_FROM_OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM)
+"""Exit codes that speak of an operator or of the kernel's out-of-memory killer as much as of the candidate."""
 
 
 class Executor(Protocol):
     """Carries out jobs one after another."""
 
-    def run(self, job: Job) -> Iterator[Outcome]:
-        """An outcome for every candidate that was started."""
+    def run(self, job: Job) -> Iterator[Outcome | Verdict]:
+        """An outcome for every candidate that was started, then the verdict, where the race has one."""
 
     def close(self) -> None:
         """Release what the executor holds."""
@@ -51,107 +58,155 @@ class InProcess:
         self._device = device
         self._compiler = compiler
 
-    def run(self, job: Job) -> Iterator[Outcome]:
-        """An outcome for every candidate that was started.
+    def run(self, job: Job) -> Iterator[Outcome | Verdict]:
+        """An outcome for every candidate that was started, then the verdict, where the race has one.
 
         Raises:
             DeviceLostError: a candidate destroyed this process's CUDA context.
+            MeasurementError: the problem does not fit the device.
         """
         for event in evaluate(job, self._device, self._compiler):
-            if isinstance(event, Outcome):
+            if isinstance(event, Spoiled):
+                logger.warning("%s: measure with isolate=True to keep it from the others", event.reason)
+            else:
                 yield event
 
     def close(self) -> None:
         """Nothing to release."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Done:
-    """The child has finished a job."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Broken:
-    """The child cannot go on; it exits after this."""
-
-    message: str
-
-
 class Isolated:
-    """Carries out jobs in a child process, replaced whenever a candidate kills it or hangs.
+    """Carries out jobs in a child process, replaced whenever a candidate kills it, hangs or spoils it.
 
     Args:
-        device: what the child measures on.
+        device: what the child measures on; a GPU is found there by its UUID.
         modules: modules the child imports first, for solvers registered by import.
-        candidate_timeout_s: seconds after which a silent candidate is given up.
+        candidate_timeout_s: seconds after which a candidate that is silent while it runs is given up.
+        compile_timeout_s: seconds after which a candidate that compiles is given up.
     """
 
     def __init__(
-        self, device: Device, *, modules: tuple[str, ...] = (), candidate_timeout_s: float = CANDIDATE_TIMEOUT_S
+        self,
+        device: Device,
+        *,
+        modules: tuple[str, ...] = (),
+        candidate_timeout_s: float = CANDIDATE_TIMEOUT_S,
+        compile_timeout_s: float = COMPILE_TIMEOUT_S,
     ) -> None:
         self._device = device
         self._modules = modules
-        self._candidate_timeout_s = candidate_timeout_s
-        self._child: _Child | None = None
+        self._limits = _Limits(compile_s=compile_timeout_s, run_s=candidate_timeout_s)
+        self._child: Child | None = None
 
-    def run(self, job: Job) -> Iterator[Outcome]:
-        """An outcome for every candidate that was started; a crash or a hang costs that candidate alone.
+    def run(self, job: Job) -> Iterator[Outcome | Verdict]:
+        """An outcome for every candidate that was started, then the verdict, where the race has one.
+
+        A crash or a hang costs its candidate alone: those that were only queued, or still raced, are tried again in a
+        new child. A candidate whose child was killed by a signal that may have come from outside is tried once more.
 
         Raises:
-            MeasurementError: the child dies without any candidate to blame.
+            DeviceLostError: the device works no more.
+            MeasurementError: children die without any candidate to blame, or the problem does not fit the device.
+            MissingLibraryError: a library that measuring needs is missing.
         """
         remaining = list(job.candidates)
+        began = time.monotonic()
+        doubted: set[Candidate] = set()
+        blameless = 0
         while remaining:
-            watch = _Watch(self._candidate_timeout_s)
-            for event in self._events(replace(job, candidates=tuple(remaining)), watch):
+            left_s = max(0.0, job.budget_s - (time.monotonic() - began))
+            watch = _Watch(self._limits)
+            for event in self._events(replace(job, candidates=tuple(remaining), budget_s=left_s), watch):
+                if isinstance(event, Spoiled):
+                    logger.info("%s: its process is replaced", event.reason)
+                    continue
                 if isinstance(event, Outcome):
                     remaining.remove(event.candidate)
-                    yield event
-            failure = watch.failure
-            if failure is None:
+                yield event
+            end = watch.end
+            if end is None:
                 return
-            if watch.culprit is None:
-                raise MeasurementError(f"the measuring process ended before any candidate ran: {failure.message}")
-            if watch.racing and len(remaining) > 1:  # any of them may be at fault: each by itself from here
-                for candidate in remaining:
-                    yield from self.run(replace(job, candidates=(candidate,)))
-                return
-            culprit = remaining[0] if watch.racing and remaining else watch.culprit
-            if culprit in remaining:
-                remaining.remove(culprit)
-                yield replace(failure, candidate=culprit)
+            suspects = [candidate for candidate in watch.suspects if candidate in remaining]
+            if not suspects:
+                blameless += not watch.has_progressed
+                if blameless >= _ATTEMPTS:
+                    raise MeasurementError(f"the measuring process ended {blameless} times: {end.message}")
+            elif len(suspects) > 1:
+                job = replace(job, compile_workers=1)  # any of them may be at fault: one at a time from here
+            elif end.from_outside and suspects[0] not in doubted:
+                doubted.add(suspects[0])
+                remaining.remove(suspects[0])
+                remaining.append(suspects[0])
+            else:
+                remaining.remove(suspects[0])
+                yield Outcome(candidate=suspects[0], status=end.status, message=end.message)
 
     def _events(self, job: Job, watch: _Watch) -> Iterator[Event]:
         """The child's events; what ended them early is in `watch`."""
-        child = self._taken() or _Child(self._device, self._modules)
+        child = self._taken() or self._started()
         try:
             child.connection.send(job)
             while True:
                 if not child.connection.poll(watch.patience_s):
-                    watch.fail(Status.TIMED_OUT, f"no answer for {watch.patience_s:.0f} s")
-                    break
+                    watch.time_out()
+                    return
                 message = child.connection.recv()
-                if isinstance(message, _Done):
+                if isinstance(message, Done):
                     self._child = child
                     return
-                if isinstance(message, _Broken):
-                    watch.fail(Status.CRASHED, message.message)
-                    break
-                watch.see(message)
+                if isinstance(message, Broken):
+                    watch.break_off(message)
+                    return
+                if isinstance(message, Turn):
+                    watch.note(message)
+                    continue
+                watch.has_progressed = True
                 yield message
+                if isinstance(message, Spoiled):
+                    watch.end = _End(Status.OUT_OF_MEMORY, message.reason)
+                    watch.clear()
+                    return
         except (EOFError, OSError):
-            watch.fail(Status.CRASHED, f"the measuring process ended with code {child.exit_code()}")
+            watch.end = _ended(child)
         finally:
             if self._child is not child:
                 child.kill()
 
-    def _taken(self) -> _Child | None:
+    def _taken(self) -> Child | None:
         """The child of the last job, if it is there still."""
         child, self._child = self._child, None
         if child is None or child.is_alive:
             return child
         child.kill()
         return None
+
+    def _started(self) -> Child:
+        """A new child whose device works.
+
+        Raises:
+            DeviceLostError, MeasurementError: no child starts, or the device of none works.
+            MissingLibraryError: a library that measuring needs is missing.
+        """
+        reason = ""
+        for pause_s in _PAUSES_S[:_ATTEMPTS]:
+            time.sleep(pause_s)
+            child = Child(ENTRY, self._device.uuid, [str(self._index), *self._modules])
+            try:
+                reason = _greeting(child)
+            except BaseException:
+                child.kill()
+                raise
+            if not reason:
+                return child
+            child.kill()
+            logger.warning("a measuring process could not start on %s: %s", self._device.name, reason)
+        told = f"no measuring process can be started on {self._device.name}: {reason}"
+        raise (MeasurementError if self._device.place is Place.CPU else DeviceLostError)(told)
+
+    @property
+    def _index(self) -> int:
+        """The device's ordinal in the child, which sees one GPU where that is known by its UUID."""
+        return 0 if self._device.uuid else self._device.index
 
     def close(self) -> None:
         """End the child."""
@@ -160,110 +215,108 @@ class Isolated:
             self._child = None
 
 
+def _greeting(child: Child) -> str:
+    """Why a new child is of no use, "" once it is ready."""
+    try:
+        if not child.connection.poll(START_TIMEOUT_S):
+            return f"no answer for {START_TIMEOUT_S:.0f} s"
+        message = child.connection.recv()
+    except (EOFError, OSError):
+        return _ended(child).message
+    if not isinstance(message, Broken):
+        return ""
+    if message.error is not None:
+        raise message.error
+    return message.message
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Limits:
+    """Seconds that a candidate may be silent while it compiles and while it runs."""
+
+    compile_s: float
+    run_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class _End:
+    """How a child ended."""
+
+    status: Status
+    message: str
+    from_outside: bool = False
+
+
+def _ended(child: Child) -> _End:
+    """How a child that hung up ended."""
+    code = child.exit_code()
+    named = ""
+    if code is not None and code < 0:
+        with contextlib.suppress(ValueError):
+            named = f" ({signal.Signals(-code).name})"
+    message = f"the measuring process ended with code {code}{named}"
+    return _End(Status.CRASHED, message, from_outside=code in _FROM_OUTSIDE)
+
+
 class _Watch:
-    """Who runs in the child, how long it may be silent, and what ended it."""
+    """Who compiles or runs in the child, how long it may be silent, and what ended it.
 
-    def __init__(self, candidate_timeout_s: float) -> None:
-        self._candidate_timeout_s = candidate_timeout_s
-        self.culprit: Candidate | None = None
-        self.racing = False
-        self.patience_s = START_TIMEOUT_S
-        self.failure: Outcome | None = None
+    Attributes:
+        end: how the child ended; None while it lives and where it finished its job.
+        suspects: who may have ended it.
+        has_progressed: the child has told what became of a candidate.
+    """
 
-    def see(self, event: Event) -> None:
-        """Note an event."""
-        if isinstance(event, Started):
-            self.culprit = event.candidate
-            self.patience_s = self._candidate_timeout_s
-        elif isinstance(event, Racing):
-            self.racing = True
-            self.patience_s = max(RACE_TIMEOUT_S, self._candidate_timeout_s)
-
-    def fail(self, status: Status, message: str) -> None:
-        """Note what ended the child."""
-        nobody = Candidate(network_config="", solver_id="", config=Config())
-        self.failure = Outcome(candidate=self.culprit or nobody, status=status, message=message)
-
-
-_ENTRY = "import sys; from miofind.sandbox import main; main(sys.argv[1:])"
-
-
-class _Child:
-    """A spawned process that evaluates jobs, and the connection to it."""
-
-    def __init__(self, device: Device, modules: tuple[str, ...]) -> None:
-        self.connection, theirs = multiprocessing.connection.Pipe()
-        # -c, not -m: what crosses must be of miofind.sandbox in both processes, never of __main__.
-        command = [sys.executable, "-c", _ENTRY, str(theirs.fileno()), str(device.index), *modules]
-        environment = dict(os.environ)
-        paths = [path for path in sys.path if path]
-        environment["PYTHONPATH"] = os.pathsep.join(paths)
-        # A process group of its own: Ctrl-C reaches the parent alone, which ends the child.
-        self._process = subprocess.Popen(
-            command, pass_fds=[theirs.fileno()], env=environment, stdin=subprocess.DEVNULL, process_group=0
-        )
-        theirs.close()
+    def __init__(self, limits: _Limits) -> None:
+        self._limits = limits
+        self._compiling: dict[Candidate, float] = {}
+        self._running: Candidate | None = None
+        self.end: _End | None = None
+        self.suspects: list[Candidate] = []
+        self.has_progressed = False
 
     @property
-    def is_alive(self) -> bool:
-        """Whether it has not ended."""
-        return self._process.poll() is None
+    def patience_s(self) -> float:
+        """Seconds until the next message must have come."""
+        if self._running is not None:
+            return self._limits.run_s
+        if not self._compiling:
+            return START_TIMEOUT_S
+        return max(0.0, min(self._compiling.values()) + self._limits.compile_s - time.monotonic())
 
-    def exit_code(self) -> int | None:
-        """Exit code, waiting for a process that is ending."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            return self._process.wait(timeout=5)
-        return None
+    def note(self, turn: Turn) -> None:
+        """Note an entry of the journal."""
+        self._running = turn.candidate if turn.phase is Phase.RUN else None
+        if turn.candidate is not None and turn.phase is Phase.COMPILE:
+            self._compiling[turn.candidate] = time.monotonic()
+        elif turn.candidate is not None and turn.phase is Phase.COMPILED:
+            self._compiling.pop(turn.candidate, None)
+        self.suspects = list(self._compiling) if self._running is None else [self._running]
 
-    def kill(self) -> None:
-        """End the process at once."""
-        self.connection.close()
-        self._process.kill()
-        self._process.wait()
+    def clear(self) -> None:
+        """Suspect nobody."""
+        self._compiling, self._running, self.suspects = {}, None, []
 
+    def time_out(self) -> None:
+        """The child was silent for too long."""
+        limit_s = START_TIMEOUT_S
+        if self._running is not None:
+            limit_s = self._limits.run_s
+        elif self._compiling:
+            limit_s = self._limits.compile_s
+            self.suspects = [min(self._compiling, key=self._compiling.__getitem__)]
+        what = "compiled" if self._compiling else "ran"
+        told = f"it {what} for {limit_s:g} s without an end" if self.suspects else f"no answer for {limit_s:g} s"
+        self.end = _End(Status.TIMED_OUT, told)
 
-def _serve(connection: Connection[Any, Any], device: Device, compiler: Compiler) -> None:
-    """Evaluate jobs until the parent hangs up."""
-    while True:
-        try:
-            job = connection.recv()
-        except EOFError:
-            return
-        try:
-            for event in evaluate(job, device, compiler):
-                connection.send(event)
-        except ConnectionError:  # the parent has gone
-            return
-        except Exception as error:  # CuPy's and a solver's own errors too: the parent is to read what ended the child
-            told = str(error) if isinstance(error, MiofindError) else f"{type(error).__name__}: {error}"
-            connection.send(_Broken(told))
-            return
-        connection.send(_Done())
+    def break_off(self, message: Broken) -> None:
+        """The child has told why it goes on no more.
 
-
-def end_with_parent() -> None:
-    """End this process soon after its parent, however that ended: a race that nobody waits for may take minutes."""
-    parent = os.getppid()
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(1)
-        os._exit(1)
-
-    threading.Thread(target=watch, name="miofind-parent", daemon=True).start()
-
-
-def main(arguments: list[str]) -> None:
-    """Entry of the child: connection's file descriptor, device index (-1 for the CPU place), modules to import."""
-    end_with_parent()
-    os.dup2(2, 1)  # what solvers and kernels print must not stand among the parent's results
-    connection: Connection[Any, Any] = Connection(int(arguments[0]))
-    for name in arguments[2:]:
-        importlib.import_module(name)
-    index = int(arguments[1])
-    device = Device.cpu() if index < 0 else Device.cuda(index)
-    if device.place is Place.CUDA:
-        import cupy
-
-        cupy.cuda.Device(index).use()
-    _serve(connection, device, Compiler(BinaryCache()))
+        Raises:
+            MissingLibraryError, MeasurementError: any other child would meet the same.
+        """
+        if message.error is not None:
+            raise message.error
+        if not self.suspects:
+            raise MeasurementError(f"the measuring process ended before any candidate ran: {message.message}")
+        self.end = _End(Status.CRASHED, message.message)

@@ -15,9 +15,10 @@ from miofind.candidate import Timing
 from miofind.ceilings import Ceilings, arithmetic_of
 from miofind.device import Device
 from miofind.errors import LaunchError, MeasurementError
-from miofind.measure import Stage, Track
+from miofind.gpu_monitor import Reading
+from miofind.measure import Batch, Stage, Track
 from miofind.problem import ProblemDescription
-from miofind.race import Effort, Entrant, Race
+from miofind.race import Effort, Entrant, Race, Watcher
 
 SMALL = ProblemDescription.convolution(x=(1, 4, 6, 6), w=(4, 4, 3, 3))
 
@@ -49,6 +50,7 @@ class ScriptedStage(Stage):
         self.rough_ms = rough_ms or {}
         self.log: list[float] = []
         self.failing: set[str] = set()
+        self.contended: set[str] = set()
 
     @property
     def protocol(self) -> str:
@@ -58,10 +60,10 @@ class ScriptedStage(Stage):
         name = invoker.solver_id
         return ScriptedTrack(self.times_ms[name], self.rough_ms.get(name, self.times_ms[name]), self.log)
 
-    def samples(self, track: Track, invoker: Any, count: int) -> list[float]:
+    def batch(self, track: Track, invoker: Any, count: int) -> Batch:
         if invoker.solver_id in self.failing:
             raise LaunchError(f"{invoker.solver_id} failed")
-        return track.samples(count)
+        return Batch(times_ms=track.samples(count), contended=invoker.solver_id in self.contended, dropped=1)
 
     def close(self) -> None:
         pass
@@ -128,7 +130,20 @@ def test_finalists_are_interleaved() -> None:
     race, stage = run_race({"a": 1.0, "b": 1.1})
     stage.log.clear()
     race.finish()
-    assert stage.log[:6] == [1.0, 1.1, 1.0, 1.1, 1.0, 1.1]
+    blocks = list(zip(stage.log[::2], stage.log[1::2], strict=True))
+    assert len(blocks) == Effort.FIND.schedule.blocks
+    assert all(sorted(block) == [1.0, 1.1] for block in blocks)
+
+
+def test_in_two_blocks_each_finalist_goes_once_before_any_other() -> None:
+    times = {f"c{i}": 1.0 + 0.01 * i for i in range(5)}
+    race, stage = run_race(times, Effort.TUNE)
+    stage.log.clear()
+    race.finish()
+    blocks = [stage.log[i : i + 5] for i in range(0, len(stage.log), 5)]
+    assert len(blocks) == Effort.TUNE.schedule.blocks
+    assert all(second == first[::-1] for first, second in zip(blocks[::2], blocks[1::2], strict=False))
+    assert len({tuple(block) for block in blocks}) > 10
 
 
 def test_ties_go_to_the_smaller_workspace_then_the_smaller_error() -> None:
@@ -153,17 +168,147 @@ def test_rounds_halve_the_field() -> None:
 def test_tuning_measures_more_than_finding() -> None:
     times = {f"c{i:02}": 0.1 + 0.001 * i for i in range(24)}
     logs = []
-    for effort in Effort:
+    for effort in (Effort.SCREEN, Effort.FIND, Effort.TUNE):
         race, stage = run_race(times, effort)
         race.finish()
         logs.append(len(stage.log))
-    assert logs[0] < logs[1]
+    assert logs[0] < logs[1] < logs[2]
+    assert logs[0] == 3 * len(times)
 
 
 def test_slow_candidates_get_fewer_samples() -> None:
     race, stage = run_race({"a": 1000.0, "b": 1010.0})
     race.finish()
     assert len(stage.log) == 4 * Effort.FIND.schedule.screen
+
+
+def test_tuning_takes_thirty_blocks_however_slow() -> None:
+    race, _ = run_race({"a": 1000.0, "b": 1010.0}, Effort.TUNE)
+    assert {result.timing.samples for result in race.finish().values()} == {30}
+    assert race.verdict is not None
+    assert race.verdict.blocks == 30
+
+
+def test_screening_has_no_verdict() -> None:
+    race, _ = run_race({"a": 1.0, "b": 2.0}, Effort.SCREEN)
+    assert list(race.finish()) == ["a", "b"]
+    assert race.verdict is None
+    assert race.blocks == {}
+
+
+def test_the_verdict_is_of_the_finals_blocks() -> None:
+    race, _ = run_race({"a": 1.0, "b": 1.1, "c": 1.002})
+    results = race.finish(incumbent="c")
+    verdict = race.verdict
+    assert verdict is not None
+    assert (verdict.winner, verdict.ties, verdict.protocol) == ("c", ("c", "a"), "scripted-1")
+    assert verdict.blocks == Effort.FIND.schedule.blocks == len(race.blocks["b"])
+    assert [comparison.candidate for comparison in verdict.comparisons] == ["a", "b"]
+    assert verdict.comparisons[1].low > 1.05
+    assert list(results) == ["c", "a", "b"]
+
+
+def test_too_few_blocks_give_no_verdict() -> None:
+    race, _ = run_race({"a": 1000.0, "b": 1010.0})
+    assert len(race.finish()) == 2
+    assert race.verdict is None
+
+
+def test_who_is_fast_by_few_samples_meets_the_finalists() -> None:
+    """Its few early samples stood against the finalists' many, and no block held both."""
+
+    class Tiring(ScriptedTrack):
+        def samples(self, count: int) -> list[float]:
+            self.taken = getattr(self, "taken", 0) + count
+            return [time_ms * (1.03 if self.taken > 8 else 1.0) for time_ms in super().samples(count)]
+
+    class Stadium(ScriptedStage):
+        def track(self, invoker: Any) -> Track:
+            steady = super().track(invoker)
+            return steady if invoker.solver_id == "late" else Tiring(1.0, 1.0, self.log)
+
+    race = Race(Stadium({f"c{i}": 1.0 for i in range(5)} | {"late": 1.008}), Effort.FIND)
+    for name in ("c0", "c1", "c2", "c3", "c4", "late"):
+        race.enter(entrant(name))
+    race.finish()
+    assert set(race.blocks) == {"c0", "c1", "c2", "c3", "c4", "late"}
+    assert race.verdict is not None
+    assert (race.verdict.winner, race.verdict.ties) == ("late", ("late",))
+
+
+def test_a_watcher_hears_of_turns_before_and_of_failures_after() -> None:
+    told: list[str] = []
+
+    class Told(Watcher):
+        def turn(self, key: str) -> None:
+            told.append(f"{key} of {len(stage.log)}")
+
+        def failed(self, key: str, error: Exception) -> None:
+            told.append(f"{key} failed: {error}")
+
+    stage = ScriptedStage({"a": 1.0, "b": 1.1})
+    race = Race(stage, Effort.FIND, watcher=Told())
+    for name in ("a", "b"):
+        race.enter(entrant(name))
+    assert told == []
+    stage.failing.add("b")
+    race.finish()
+    turn, failure = [line for line in told if "b" in line]
+    assert turn in ("b of 6", "b of 7")
+    assert failure == "b failed: b failed"
+    assert told[-1] == f"a of {len(stage.log) - 1}"
+
+
+def test_disturbances_are_told() -> None:
+    race, stage = run_race({"a": 1.0, "b": 1.1, "c": 9.0})
+    stage.contended.add("b")
+    results = race.finish()
+    assert {name: result.contended for name, result in results.items()} == {"a": False, "b": True, "c": False}
+    assert results["a"].dropped_samples == 1 + Effort.FIND.schedule.blocks
+    assert results["c"].dropped_samples == 0
+
+
+class Disturbed:
+    """A monitor that reads what the test says, then quiet."""
+
+    def __init__(self, *readings: Reading) -> None:
+        self._readings = list(readings)
+
+    def look(self) -> Reading:
+        return self._readings.pop(0) if self._readings else Reading()
+
+
+def test_throttled_samples_are_taken_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses: list[float] = []
+    monkeypatch.setattr("miofind.measure.time.sleep", pauses.append)
+    with cpu_stage() as stage:
+        invoker = FakeInvoker(SMALL, right(SMALL))
+        track = stage.track(invoker)
+        quiet, hot = Reading(), Reading(throttled=True)
+        stage.monitor = Disturbed(quiet, hot, hot, quiet)  # type: ignore[assignment]
+        batch = stage.batch(track, invoker, 2)
+    assert (len(batch.times_ms), batch.dropped, batch.contended) == (2, 4, False)
+    assert len(pauses) == 2
+
+
+def test_a_device_that_stays_throttled_is_measured_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("miofind.measure.time.sleep", lambda seconds: None)
+    with cpu_stage() as stage:
+        invoker = FakeInvoker(SMALL, right(SMALL))
+        track = stage.track(invoker)
+        stage.monitor = Disturbed(*[Reading(throttled=True)] * 1000)  # type: ignore[assignment]
+        batches = [stage.batch(track, invoker, 1) for _ in range(2)]
+    assert [(len(batch.times_ms), batch.contended) for batch in batches] == [(1, True), (1, True)]
+    assert batches[0].dropped > 10
+    assert batches[1].dropped == 0
+
+
+def test_load_of_others_marks_samples() -> None:
+    with cpu_stage() as stage:
+        invoker = FakeInvoker(SMALL, right(SMALL))
+        track = stage.track(invoker)
+        stage.monitor = Disturbed(Reading(), Reading(contended=True))  # type: ignore[assignment]
+        assert [stage.batch(track, invoker, 1).contended for _ in range(2)] == [True, False]
 
 
 def test_past_the_deadline_what_was_measured_stands() -> None:

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from miofind.candidate import Candidate, Outcome, Status
+from miofind.child import Child
 from miofind.device import Device
 from miofind.errors import LaunchError, MeasurementError
 from miofind.evaluate import DeviceLostError, Job
 from miofind.problem import ProblemDescription
-from miofind.race import Race, RaceResult
+from miofind.race import Effort, Race, RaceResult
 from miofind.sandbox import InProcess, Isolated
 from miofind.solver import solver_by_id
+from miofind.verdict import Verdict
 
 PROBLEM = ProblemDescription.convolution(x=(1, 4, 6, 5), w=(3, 4, 1, 1))
 FAULTY = "ConvCpuGemm1x1"
@@ -22,70 +32,218 @@ SOLVERS = ("ConvCpuDirect", FAULTY, "ConvCpuIm2colGemm")
 RUNS_BEFORE_SCREENING = 4
 # A run this short is repeated 32 times a sample, and screening takes three samples.
 RUNS_BEFORE_RACE = RUNS_BEFORE_SCREENING + 3 * 32
+TIMEOUT_S = 2.0
 
 
-def job() -> Job:
+def job(**settings: object) -> Job:
     candidates = []
     for name in SOLVERS:
         config = solver_by_id(name).default_configs(PROBLEM, Device.cpu())[0]
         candidates.append(Candidate(network_config=PROBLEM.network_config, solver_id=name, config=config))
-    return Job(network_config=PROBLEM.network_config, candidates=tuple(candidates))
+    return replace(Job(network_config=PROBLEM.network_config, candidates=tuple(candidates)), **settings)
 
 
 @pytest.fixture
 def executor() -> Iterator[Isolated]:
-    made = Isolated(Device.cpu(), modules=("faulty_solver",), candidate_timeout_s=3.0)
+    made = Isolated(
+        Device.cpu(), modules=("faulty_solver",), candidate_timeout_s=TIMEOUT_S, compile_timeout_s=TIMEOUT_S
+    )
     yield made
     made.close()
 
 
-def by_solver(outcomes: list[Outcome]) -> dict[str, Outcome]:
+@pytest.fixture
+def once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("FAULT_ONCE", str(tmp_path / "once"))
+    return tmp_path / "once"
+
+
+def by_solver(events: Iterable[Outcome | Verdict]) -> dict[str, Outcome]:
+    outcomes = [event for event in events if isinstance(event, Outcome)]
     found = {outcome.candidate.solver_id: outcome for outcome in outcomes}
     assert len(found) == len(outcomes) == len(SOLVERS), "one outcome a candidate"
     return found
 
 
 @pytest.mark.parametrize(
-    ("fault", "after", "status"),
+    ("fault", "after", "status", "message"),
     [
-        ("crash", 0, Status.CRASHED),
-        ("crash", RUNS_BEFORE_SCREENING, Status.CRASHED),
-        ("crash", RUNS_BEFORE_RACE, Status.CRASHED),
-        ("hang", 0, Status.TIMED_OUT),
-        ("raise", 0, Status.LAUNCH_FAILED),
-        ("raise", RUNS_BEFORE_RACE, Status.LAUNCH_FAILED),
+        ("segfault", 0, Status.CRASHED, "SIGSEGV"),
+        ("segfault", RUNS_BEFORE_SCREENING, Status.CRASHED, "SIGSEGV"),
+        ("segfault", RUNS_BEFORE_RACE, Status.CRASHED, "SIGSEGV"),
+        ("kill", 0, Status.CRASHED, "SIGKILL"),
+        ("kill", RUNS_BEFORE_RACE, Status.CRASHED, "SIGKILL"),
+        ("exit", 0, Status.CRASHED, "ended with code 0"),
+        ("exit", RUNS_BEFORE_RACE, Status.CRASHED, "ended with code 0"),
+        ("spin", 0, Status.TIMED_OUT, "it ran for 2 s without an end"),
+        ("spin", RUNS_BEFORE_RACE, Status.TIMED_OUT, "it ran for 2 s without an end"),
+        ("raise", 0, Status.LAUNCH_FAILED, "broken for this test"),
+        ("raise", RUNS_BEFORE_RACE, Status.LAUNCH_FAILED, "broken for this test"),
+        ("nan", 0, Status.WRONG_RESULT, "unwritten or NaN"),
+        ("wrong", 0, Status.WRONG_RESULT, "are wrong"),
+        ("exhaust", 0, Status.OUT_OF_MEMORY, "MemoryError"),
+        ("exhaust", RUNS_BEFORE_RACE, Status.OUT_OF_MEMORY, "MemoryError"),
+        ("compile forever", 0, Status.TIMED_OUT, "it compiled for 2 s without an end"),
+        ("compile and crash", 0, Status.CRASHED, "SIGSEGV"),
     ],
     ids=lambda value: str(value),
 )
 def test_a_fault_costs_its_candidate_alone(
-    executor: Isolated, monkeypatch: pytest.MonkeyPatch, fault: str, after: int, status: Status
+    executor: Isolated, monkeypatch: pytest.MonkeyPatch, fault: str, after: int, status: Status, message: str
 ) -> None:
     monkeypatch.setenv("FAULT", fault)
     monkeypatch.setenv("FAULT_AFTER", str(after))
-    found = by_solver(list(executor.run(job())))
+    events = list(executor.run(job()))
+    found = by_solver(events)
     assert found[FAULTY].status is status
-    assert found[FAULTY].message
+    assert message in found[FAULTY].message
     assert all(outcome.status.usable for name, outcome in found.items() if name != FAULTY)
+    verdicts = [event for event in events if isinstance(event, Verdict)]
+    assert len(verdicts) == 1
+    assert FAULTY not in str(verdicts)
+
+
+def test_of_several_that_compile_the_culprit_is_found(executor: Isolated, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FAULT", "compile and crash")
+    found = by_solver(executor.run(job(compile_workers=3)))
+    assert {name: outcome.status.usable for name, outcome in found.items()} == {
+        name: name != FAULTY for name in SOLVERS
+    }
+
+
+def test_memory_that_is_not_given_back_costs_the_process(executor: Isolated, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next candidates found none left, and were recorded as out of memory, too."""
+    monkeypatch.setenv("FAULT", "exhaust")
+    events = executor.run(job())
+    assert next(events).status is Status.OUT_OF_MEMORY  # type: ignore[union-attr]
+    assert executor._child is None
+    assert all(event.status.usable for event in events if isinstance(event, Outcome))
+
+
+def test_who_was_killed_from_outside_is_tried_once_more(
+    executor: Isolated, monkeypatch: pytest.MonkeyPatch, once: Path
+) -> None:
+    monkeypatch.setenv("FAULT", "wait to be killed")
+
+    def kill() -> None:
+        while not once.exists() or not once.read_text():
+            time.sleep(0.02)
+        os.kill(int(once.read_text()), signal.SIGKILL)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    found = by_solver(executor.run(job()))
+    killer.join()
+    assert all(outcome.status.usable for outcome in found.values())
+
+
+def test_nobody_is_blamed_for_a_process_that_ends_in_between(
+    executor: Isolated, monkeypatch: pytest.MonkeyPatch, once: Path
+) -> None:
+    monkeypatch.setenv("FAULT", "die once")
+    assert all(outcome.status.usable for outcome in by_solver(executor.run(job())).values())
+    assert once.exists()
+
+
+def test_processes_that_always_end_give_the_job_up(executor: Isolated, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FAULT", "die")
+    with pytest.raises(MeasurementError, match=r"ended 3 times.*SIGKILL"):
+        list(executor.run(job()))
+
+
+def test_a_device_that_recovers_is_used(executor: Isolated, monkeypatch: pytest.MonkeyPatch, once: Path) -> None:
+    monkeypatch.setenv("FAULT", "sick once")
+    monkeypatch.setattr("miofind.sandbox._PAUSES_S", (0, 0, 0))
+    assert all(outcome.status.usable for outcome in by_solver(executor.run(job())).values())
+    assert once.exists()
+
+
+def test_a_device_that_stays_sick_ends_the_job(executor: Isolated, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FAULT", "sick")
+    monkeypatch.setattr("miofind.sandbox._PAUSES_S", (0, 0, 0))
+    with pytest.raises(MeasurementError, match=r"no measuring process can be started on .*gives wrong results"):
+        list(executor.run(job()))
+    monkeypatch.setattr(executor, "_device", replace(Device.cpu(), place=Device.virtual("90a").place))
+    with pytest.raises(DeviceLostError, match="gives wrong results"):
+        list(executor.run(job()))
+
+
+def test_a_child_sees_one_gpu_by_its_uuid() -> None:
+    code = (
+        "import os, sys; from multiprocessing.connection import Connection;"
+        "Connection(int(sys.argv[1])).send((os.environ['CUDA_VISIBLE_DEVICES'], sys.argv[2:]))"
+    )
+    child = Child(code, "GPU-1-2", ["0", "module"])
+    try:
+        assert child.connection.recv() == ("GPU-1-2", ["0", "module"])
+    finally:
+        child.kill()
+    assert Isolated(Device.cpu())._index == -1
+    assert Isolated(replace(Device.virtual("90a"), index=3, uuid="GPU-1-2"))._index == 0
+    assert Isolated(replace(Device.virtual("90a"), index=3))._index == 3
+
+
+def test_children_end_with_their_parent(monkeypatch: pytest.MonkeyPatch, once: Path) -> None:
+    monkeypatch.setenv("FAULT", "wait to be killed")
+    code = "import test_sandbox as t; list(t.Isolated(t.Device.cpu(), modules=('faulty_solver',)).run(t.job()))"
+    paths = os.pathsep.join(path for path in sys.path if path)
+    parent = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": paths})
+    while not once.exists() or not once.read_text():
+        assert parent.poll() is None
+        time.sleep(0.02)
+    parent.kill()
+    parent.wait()
+    child = Path("/proc", once.read_text())
+    deadline = time.monotonic() + 10
+    while child.exists() and "Z" not in (child / "stat").read_text().split()[2]:
+        assert time.monotonic() < deadline, "the child runs on"
+        time.sleep(0.05)
+
+
+def test_the_verdict_comes_last(executor: Isolated) -> None:
+    *outcomes, verdict = executor.run(job(effort=Effort.FIND))
+    assert isinstance(verdict, Verdict)
+    assert by_solver(outcomes)
+    assert verdict.winner in verdict.ties
+    assert {comparison.candidate for comparison in verdict.comparisons} < {o.candidate.id for o in outcomes}  # type: ignore[union-attr]
+
+
+def test_screening_times_and_judges_nothing(executor: Isolated) -> None:
+    outcomes = by_solver(executor.run(job(effort=Effort.SCREEN)))
+    assert [o.timing.samples for o in outcomes.values() if o.timing] == [3, 3, 3]
+
+
+def test_a_time_reached_elsewhere_cuts_off(executor: Isolated) -> None:
+    large = ProblemDescription.convolution(x=(8, 64, 56, 56), w=(64, 64, 1, 1))
+    slow = Candidate(
+        network_config=large.network_config,
+        solver_id="ConvCpuIm2colGemm",
+        config=solver_by_id("ConvCpuIm2colGemm").default_configs(large, Device.cpu())[0],
+    )
+    wanted = Job(network_config=large.network_config, candidates=(slow,), best_ms=1e-3)
+    (outcome,) = executor.run(wanted)
+    assert isinstance(outcome, Outcome)
+    assert outcome.status is Status.CUT_OFF
 
 
 def test_the_next_job_runs_after_a_crash(executor: Isolated, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FAULT", "crash")
-    assert by_solver(list(executor.run(job())))[FAULTY].status is Status.CRASHED
+    monkeypatch.setenv("FAULT", "segfault")
+    assert by_solver(executor.run(job()))[FAULTY].status is Status.CRASHED
     monkeypatch.delenv("FAULT")
     assert executor._child is not None
     executor.close()
-    assert all(outcome.status.usable for outcome in executor.run(job()))
+    assert all(outcome.status.usable for outcome in by_solver(executor.run(job())).values())
 
 
 def test_a_process_serves_many_jobs_and_is_replaced_where_it_has_ended(executor: Isolated) -> None:
-    assert len(list(executor.run(job()))) == len(SOLVERS)
+    assert by_solver(executor.run(job()))
     first = executor._child
-    assert len(list(executor.run(job()))) == len(SOLVERS)
+    assert by_solver(executor.run(job()))
     assert executor._child is first
     assert first is not None
     first._process.kill()
     first._process.wait()
-    assert all(outcome.status.usable for outcome in executor.run(job()))
+    assert all(outcome.status.usable for outcome in by_solver(executor.run(job())).values())
     assert executor._child is not first
 
 
@@ -121,18 +279,46 @@ def test_memory_that_does_not_suffice_in_process(monkeypatch: pytest.MonkeyPatch
 
 def test_a_device_lost_in_the_race_condemns_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
     """All that ran after the culprit failed too, and was recorded as failed in place of its usable rows."""
+    finish = Race.finish
 
-    def lost(device: Device, candidate_id: str) -> None:
-        raise DeviceLostError(f"{candidate_id} destroyed the CUDA context")
+    def broken(race: Race, **options: str) -> dict[str, RaceResult]:
+        def fail(*_: object) -> None:
+            monkeypatch.setattr("miofind.evaluate.context_error", lambda device: "illegal address")
+            raise LaunchError("the context is gone")
 
-    def finish(race: Race) -> dict[str, RaceResult]:
-        timing = race._stage.timing([1.0])
-        failed = RaceResult(timing=timing, failure=LaunchError("the context is gone"))
-        race.first_failed = list(race._runners)[1]
-        return dict.fromkeys(race._runners, failed)
+        race._stage.batch = fail  # type: ignore[method-assign, assignment]
+        return finish(race, **options)
 
-    monkeypatch.setattr("miofind.evaluate._check_alive", lost)
-    monkeypatch.setattr(Race, "finish", finish)
+    monkeypatch.setattr(Race, "finish", broken)
     outcomes = InProcess(Device.cpu(), None).run(job())  # type: ignore[arg-type]
-    with pytest.raises(DeviceLostError, match=FAULTY):
+    culprit = next(outcomes)
+    assert isinstance(culprit, Outcome)
+    assert culprit.status is Status.CRASHED
+    with pytest.raises(DeviceLostError, match=culprit.candidate.solver_id):
+        next(outcomes)
+
+
+def test_a_device_lost_in_verification_ends_the_job_after_its_culprit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("miofind.evaluate.context_error", lambda device: "illegal address")
+    outcomes = InProcess(Device.cpu(), None).run(job())  # type: ignore[arg-type]
+    culprit = next(outcomes)
+    assert isinstance(culprit, Outcome)
+    assert (culprit.candidate.solver_id, culprit.status) == (SOLVERS[0], Status.CRASHED)
+    assert "illegal address" in culprit.message
+    with pytest.raises(DeviceLostError, match=SOLVERS[0]):
+        next(outcomes)
+
+
+def test_an_address_error_that_surfaces_after_the_race_blames_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    finish = Race.finish
+
+    def late(race: Race, **options: str) -> dict[str, RaceResult]:
+        results = finish(race, **options)
+        monkeypatch.setattr("miofind.evaluate.context_error", lambda device: "illegal address")
+        return results
+
+    monkeypatch.setattr(Race, "finish", late)
+    outcomes = InProcess(Device.cpu(), None).run(job())  # type: ignore[arg-type]
+    assert next(outcomes).status is Status.CRASHED  # type: ignore[union-attr]
+    with pytest.raises(DeviceLostError, match="illegal address"):
         next(outcomes)

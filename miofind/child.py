@@ -1,0 +1,75 @@
+"""A spawned Python process and the connection to it: started on one GPU, ended for good.
+
+Knows nothing of what is said over the connection.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import multiprocessing.connection
+import os
+import signal
+import subprocess
+import sys
+from multiprocessing.connection import Connection
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+_GONE_S = 60.0
+
+
+class Child:
+    """A process that runs a piece of Python, spawned so that nothing of this one's CUDA or threads goes along.
+
+    Args:
+        entry: the code; finds the connection's file descriptor and `arguments` in sys.argv[1:].
+        gpu: UUID of the one GPU or MIG instance that it sees; "" for all that this process sees.
+        arguments: further words of its command line.
+
+    Attributes:
+        connection: this end.
+    """
+
+    def __init__(self, entry: str, gpu: str, arguments: list[str]) -> None:
+        self.connection: Connection[Any, Any]
+        self.connection, theirs = multiprocessing.connection.Pipe()
+        # -c, not -m: what crosses must be of the module in both processes, never of __main__.
+        command = [sys.executable, "-c", entry, str(theirs.fileno()), *arguments]
+        environment = dict(os.environ)
+        environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+        if gpu:
+            environment["CUDA_VISIBLE_DEVICES"] = gpu
+        # A process group of its own: Ctrl-C reaches the parent alone, which ends the child.
+        self._process = subprocess.Popen(
+            command, pass_fds=[theirs.fileno()], env=environment, stdin=subprocess.DEVNULL, process_group=0
+        )
+        theirs.close()
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it has not ended."""
+        return self._process.poll() is None
+
+    def exit_code(self) -> int | None:
+        """Exit code, minus the signal that ended it; waits for a process that is ending, None if it does not end."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self._process.wait(timeout=5)
+        return None
+
+    def kill(self) -> None:
+        """End the process and what it started; a kernel that never ends dies with it, which may take seconds."""
+        self.connection.close()
+        if self.is_alive:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+        try:
+            self._process.wait(timeout=_GONE_S)
+        except subprocess.TimeoutExpired:
+            logger.warning("child process %d was killed %.0f s ago and is not gone", self.pid, _GONE_S)

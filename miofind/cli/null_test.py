@@ -1,0 +1,129 @@
+"""`miofind db null-test`: shows that the timing protocol keeps its promises on a device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import click
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from miofind.cli.options import DRIVER_LINE, device_option, example, json_option, only_option
+from miofind.cli.output import Sheet, print_json, print_text, stderr
+from miofind.cli.problems import optional_problem_argument, problem_json, problems_of
+from miofind.cli.session import verbose_option
+from miofind.compiler import BinaryCache, Compiler
+from miofind.device import Device
+from miofind.driver_line import driver_line
+from miofind.null_test import (
+    DEFAULT_PROBLEM,
+    LEAST_FOUND,
+    MOST_DIFFERENT,
+    NullTestOptions,
+    NullTestReport,
+    PairSeries,
+    null_test,
+)
+from miofind.options import FindOptions
+
+
+@click.command(
+    "null-test",
+    context_settings=DRIVER_LINE,
+    epilog=example(
+        "miofind db null-test",
+        "miofind db null-test --pairs 100 --slowdown 5 convfp16 -n 32 -c 64 -H 56 -W 56 -k 64 -y 3 -x 3 -F 1",
+    ),
+)
+@optional_problem_argument
+@click.option("--pairs", type=click.IntRange(min=1), default=400, show_default=True, help="Races of each kind.")
+@click.option(
+    "--slowdown",
+    "percent",
+    type=click.FloatRange(0.5, 100),
+    default=3.0,
+    show_default=True,
+    metavar="PERCENT",
+    help="How much slower one of a slowed pair is.",
+)
+@only_option
+@device_option
+@json_option
+@verbose_option
+def null_test_command(
+    line: tuple[str, ...], pairs: int, percent: float, only: tuple[str, ...], device: Device, as_json: bool
+) -> None:
+    """Test the timing protocol on this device.
+
+    It races a kernel against itself, which must hardly ever be called a difference, and against itself made slower,
+    which must nearly always be found. PROBLEM names what is computed, one direction of it; a small one by default.
+    """
+    problems = problems_of(line) if line else (DEFAULT_PROBLEM,)
+    if len(problems) > 1:
+        raise click.UsageError("null-test takes one direction: add -F 1, -F 2 or -F 4")
+    options = NullTestOptions(pairs=pairs, slowdown=percent / 100, find=FindOptions(only=only))
+    with _progress(2 * pairs) as advance:
+        report = null_test(problems[0], device, Compiler(BinaryCache()), options, advance)
+    if as_json:
+        print_json(_json(report, device))
+    else:
+        _show(report, device)
+    if not report.ok:
+        raise click.exceptions.Exit(1)
+
+
+@contextmanager
+def _progress(total: int) -> Iterator[Callable[[], None]]:
+    columns = (TextColumn("null-test"), BarColumn(bar_width=24), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=stderr(), transient=True, disable=not stderr().is_terminal) as bar:
+        task = bar.add_task("", total=total)
+        yield lambda: bar.update(task, advance=1)
+
+
+_COLUMNS = ("pairs", "count", "called different", "share", "bound", "noise", "blocks", "contended")
+
+
+def _show(report: NullTestReport, device: Device) -> None:
+    print_text(f"{device.name}, {report.protocol}, {report.solver_id}: {driver_line(report.problem)}")
+    percent = f"{100 * report.slowdown:g} % slower"
+    made = Sheet("", _COLUMNS, right=_COLUMNS[1:])
+    for name, series, is_ok, bound in _judged(report, percent):
+        cells = (f"{series.called}", f"{100 * series.share:.1f} %", bound, f"{100 * series.noise:.2f} %")
+        style = "" if is_ok else "red"
+        made.add(name, f"{series.pairs}", *cells, f"{series.blocks}", f"{series.contended}", style=style)
+    made.print()
+    print_text("the protocol keeps its promises here" if report.ok else "the protocol does not keep its promises here")
+
+
+def _judged(report: NullTestReport, percent: str) -> list[tuple[str, PairSeries, bool, str]]:
+    least = f">= {100 * LEAST_FOUND:g} %"
+    return [
+        ("equal", report.equal, report.equal.share <= MOST_DIFFERENT, f"<= {100 * MOST_DIFFERENT:g} %"),
+        (f"{percent}, by one more launch", report.slowed, report.slowed.share >= LEAST_FOUND, least),
+        (f"{percent}, by scaled samples", report.scaled, report.scaled.share >= LEAST_FOUND, least),
+    ]
+
+
+def _json(report: NullTestReport, device: Device) -> dict[str, object]:
+    return problem_json(report.problem) | {
+        "device": device.identity,
+        "solver": report.solver_id,
+        "config": report.config,
+        "protocol": report.protocol,
+        "slowdown": report.slowdown,
+        "equal": _series_json(report.equal) | {"most": MOST_DIFFERENT},
+        "slowed": _series_json(report.slowed) | {"least": LEAST_FOUND},
+        "scaled": _series_json(report.scaled) | {"least": LEAST_FOUND},
+        "ok": report.ok,
+    }
+
+
+def _series_json(series: PairSeries) -> dict[str, object]:
+    return {
+        "pairs": series.pairs,
+        "called_different": series.called,
+        "share": series.share,
+        "noise": series.noise,
+        "blocks": series.blocks,
+        "contended": series.contended,
+    }

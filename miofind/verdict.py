@@ -1,0 +1,159 @@
+"""Which finalist is fastest, how sure that is, and which are as good: statistics of interleaved blocks.
+
+A block holds one sample of each finalist, so drifting clocks cancel in its ratios. Pure: knows nothing of devices, of
+how samples are taken or of databases.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+MIN_BLOCKS = 5
+"""Blocks below which no verdict is given."""
+
+DIFFERENCE = 1.01
+"""A beats B where all of the interval of B's time over A's lies beyond this."""
+
+_CLOSE = 1.03
+"""Whoever is further behind at the median is no tie, however wide its interval: too few blocks prove no equality."""
+
+_RESAMPLES = 4000
+_PERCENTILES = (2.5, 97.5)
+
+_Times = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finalist:
+    """One candidate of a final.
+
+    Attributes:
+        key: its name.
+        samples_ms: one a block, in the order of the blocks.
+        workspace_bytes, max_error: decide between ties, in this order.
+    """
+
+    key: str
+    samples_ms: Sequence[float]
+    workspace_bytes: int = 0
+    max_error: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """A candidate against the winner.
+
+    Attributes:
+        candidate: id of the candidate.
+        low, high: 95 % interval of its time over the winner's, from paired samples; 1.03 is 3 % slower.
+    """
+
+    candidate: str
+    low: float
+    high: float
+
+    @property
+    def is_slower(self) -> bool:
+        """Whether the winner beats it."""
+        return self.low > DIFFERENCE
+
+    @property
+    def differs(self) -> bool:
+        """Whether one of the two beats the other."""
+        return self.is_slower or self.high < 1 / DIFFERENCE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What a final says.
+
+    Attributes:
+        winner: id of the candidate to take.
+        ties: ids of those that are as fast, the winner first.
+        comparisons: every other finalist against the winner, fastest first.
+        blocks: interleaved samples of each finalist.
+        protocol: version of the timing protocol that took them.
+    """
+
+    winner: str
+    ties: tuple[str, ...]
+    comparisons: tuple[Comparison, ...]
+    blocks: int
+    protocol: str
+
+
+def judge(finalists: Sequence[Finalist], *, protocol: str, incumbent: str = "") -> Verdict | None:
+    """The verdict on a final; None with fewer than two finalists or MIN_BLOCKS blocks.
+
+    Whoever is not beaten by the fastest, and not clearly behind it, is a tie. Ties go to the smaller workspace, then
+    the smaller error, then the incumbent, then the smaller time.
+
+    Args:
+        finalists: with equally many samples each.
+        incumbent: key of the answer so far.
+
+    Raises:
+        ValueError: the finalists' samples differ in number.
+    """
+    if len(finalists) < 2 or len(finalists[0].samples_ms) < MIN_BLOCKS:
+        return None
+    logs = np.log(np.array([finalist.samples_ms for finalist in finalists], np.float64))
+    typical = np.median(logs - logs.mean(axis=0), axis=1)
+    fastest = int(np.argmin(typical))
+    close = [
+        i
+        for i, (low, _) in enumerate(_intervals(logs, fastest))
+        if low <= DIFFERENCE and typical[i] - typical[fastest] <= math.log(_CLOSE)
+    ]
+
+    def preference(i: int) -> tuple[int, float, bool, float]:
+        finalist = finalists[i]
+        return finalist.workspace_bytes, finalist.max_error, finalist.key != incumbent, float(typical[i])
+
+    close.sort(key=preference)
+    winner = close[0]
+    compared = {
+        i: Comparison(candidate=finalists[i].key, low=low, high=high)
+        for i, (low, high) in enumerate(_intervals(logs, winner))
+        if i != winner
+    }
+    ties = [i for i in close if i == winner or not compared[i].is_slower]
+    return Verdict(
+        winner=finalists[winner].key,
+        ties=tuple(finalists[i].key for i in ties),
+        comparisons=tuple(compared[i] for i in sorted(compared, key=lambda i: typical[i])),
+        blocks=logs.shape[1],
+        protocol=protocol,
+    )
+
+
+def ratio_interval(times_ms: Sequence[float], base_ms: Sequence[float]) -> tuple[float, float]:
+    """95 % bootstrap interval of the median of times_ms / base_ms, block by block."""
+    logs = np.log(np.array([times_ms, base_ms], np.float64))
+    return _intervals(logs, 1)[0]
+
+
+def _intervals(logs: _Times, base: int) -> list[tuple[float, float]]:
+    """95 % percentile intervals of the median ratio of each row of log times to the base row's."""
+    ratios = np.sort(logs - logs[base], axis=1)
+    lower, upper = _median_ranks(logs.shape[1])
+    medians = (ratios[:, lower] + ratios[:, upper]) / 2
+    bounds = np.exp(np.percentile(medians, _PERCENTILES, axis=1))
+    return [(float(low), float(high)) for low, high in bounds.T]
+
+
+@functools.lru_cache(maxsize=64)
+def _median_ranks(count: int) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+    """The two middle ranks of each resample of `count` values; equal ones where `count` is odd.
+
+    The median of a resample of sorted values is at the median of the resampled positions, so positions are drawn once
+    for all candidates and finals. The seed is fixed: equal samples give equal verdicts.
+    """
+    drawn = np.sort(np.random.default_rng(0).integers(0, count, (_RESAMPLES, count)), axis=1)
+    return drawn[:, (count - 1) // 2].astype(np.intp), drawn[:, count // 2].astype(np.intp)

@@ -1,0 +1,132 @@
+"""Measuring processes on a GPU: what breaks the context, hangs or hoards costs its candidate alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from cuda_package import make_package
+from faulty_cuda_solver import FAULTY, SOURCE
+
+from miofind.candidate import Candidate, Outcome, Status
+from miofind.child import Child
+from miofind.compiler import Compiler
+from miofind.device import Device, cuda_device_count
+from miofind.evaluate import Job
+from miofind.gpu_monitor import gpu_monitor
+from miofind.health import complaint, context_error
+from miofind.null_test import DEFAULT_PROBLEM, NullTestOptions, null_test
+from miofind.problem import ProblemDescription
+from miofind.sandbox import Isolated
+from miofind.solution import Config
+from miofind.solver import solver_by_id
+from miofind.verdict import Verdict
+
+cupy = pytest.importorskip("cupy")
+pytestmark = pytest.mark.gpu
+
+PROBLEM = ProblemDescription.convolution(x=(1, 1, 64, 64), w=(1, 1, 1, 1))
+NAIVE = "ConvDirectNaive"
+# Four runs before screening, at most 164 before the final, and 480 in it.
+IN_SCREENING = 20
+IN_THE_FINAL = 400
+
+
+@pytest.fixture(scope="module")
+def device() -> Device:
+    return Device.cuda()
+
+
+@pytest.fixture
+def executor(device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Isolated]:
+    package = make_package(tmp_path, monkeypatch)
+    package.write(faults_cu=SOURCE)
+    monkeypatch.setenv("FAULT_PACKAGE", package.name)
+    monkeypatch.setenv("MIOFIND_CACHE_DIR", str(tmp_path / "cache"))
+    made = Isolated(device, modules=("faulty_cuda_solver",), candidate_timeout_s=5.0)
+    yield made
+    made.close()
+
+
+def candidate(solver_id: str, config: Config) -> Candidate:
+    return Candidate(network_config=PROBLEM.network_config, solver_id=solver_id, config=config)
+
+
+def job(device: Device, fault: str, after: int) -> Job:
+    """A sound candidate, the faulty one, and one of ours."""
+    naive = solver_by_id(NAIVE).default_configs(PROBLEM, device)[0]
+    candidates = (
+        candidate(FAULTY, Config.of(fault="none", after=0)),
+        candidate(FAULTY, Config.of(fault=fault, after=after)),
+        candidate(NAIVE, naive),
+    )
+    return Job(network_config=PROBLEM.network_config, candidates=candidates)
+
+
+@pytest.mark.parametrize(
+    ("fault", "after", "status"),
+    [
+        ("out of bounds", 0, Status.CRASHED),
+        ("out of bounds", IN_SCREENING, Status.CRASHED),
+        ("out of bounds", IN_THE_FINAL, Status.CRASHED),
+        ("without end", 0, Status.TIMED_OUT),
+        ("without end", IN_SCREENING, Status.TIMED_OUT),
+        ("nan", 0, Status.WRONG_RESULT),
+        ("wrong", 0, Status.WRONG_RESULT),
+        ("workspace", 0, Status.OUT_OF_MEMORY),
+        ("hoard", 0, Status.OUT_OF_MEMORY),
+        ("exit", 0, Status.CRASHED),
+    ],
+    ids=str,
+)
+def test_a_fault_costs_its_candidate_alone(
+    executor: Isolated, device: Device, fault: str, after: int, status: Status
+) -> None:
+    wanted = job(device, fault, after)
+    events = list(executor.run(wanted))
+    outcomes = {event.candidate: event for event in events if isinstance(event, Outcome)}
+    assert set(outcomes) == set(wanted.candidates)
+    assert len([event for event in events if isinstance(event, Outcome)]) == len(outcomes), "one outcome a candidate"
+    sound, faulty, naive = (outcomes[each] for each in wanted.candidates)
+    assert faulty.status is status, faulty.message
+    assert sound.status.usable, sound.message
+    assert naive.status.usable, naive.message
+    assert not any(faulty.candidate.id in event.ties for event in events if isinstance(event, Verdict))
+    assert context_error(device) == "", "this process's context is untouched"
+    assert all(event.status.usable for event in executor.run(job(device, "none", 20)) if isinstance(event, Outcome))
+
+
+def test_every_gpu_is_found_by_its_uuid() -> None:
+    code = (
+        "import sys; from multiprocessing.connection import Connection; from miofind.device import Device;"
+        "found = Device.cuda(0); Connection(int(sys.argv[1])).send((found.uuid, found.identity))"
+    )
+    for index in range(cuda_device_count()):
+        here = Device.cuda(index)
+        assert here.uuid.startswith(("GPU-", "MIG-"))
+        child = Child(code, here.uuid, [])
+        try:
+            assert child.connection.recv() == (here.uuid, here.identity)
+        finally:
+            child.kill()
+
+
+def test_a_working_device_has_no_complaint(device: Device) -> None:
+    assert complaint(device, Compiler()) == ""
+
+
+def test_the_monitor_finds_the_gpu(device: Device) -> None:
+    pytest.importorskip("pynvml")
+    monitor = gpu_monitor(device)
+    assert monitor is not None
+    assert not monitor.look().contended, "the first look blames nobody"
+
+
+def test_the_protocol_is_honest_here(device: Device) -> None:
+    """Few pairs: the bounds are those of 400 pairs with room for chance."""
+    report = null_test(DEFAULT_PROBLEM, device, Compiler(), NullTestOptions(pairs=20))
+    assert report.protocol == "cuda-1"
+    assert report.equal.blocks == report.slowed.blocks == 45
+    assert report.equal.called <= 3
+    assert report.slowed.called >= 12

@@ -1,0 +1,60 @@
+"""Health checks: what a process holds, and what a kernel of known results must give."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from miofind import health
+from miofind.compiler import Compiler
+from miofind.device import Device
+
+
+def test_the_cpu_place_has_nothing_to_complain_of() -> None:
+    assert health.complaint(Device.cpu(), Compiler()) == ""
+    assert health.context_error(Device.cpu()) == ""
+
+
+def test_memory_in_use_grows_with_what_is_kept() -> None:
+    before = health.used_bytes(Device.cpu())
+    kept = np.ones(64 << 20, np.uint8)
+    assert health.used_bytes(Device.cpu()) - before > 48 << 20
+    assert kept.size
+
+
+def test_the_expected_values_are_ternary_and_depend_on_the_seed() -> None:
+    values = health._ternary(30_000, 20)
+    counts = [int((values == value).sum()) for value in (-1, 0, 1)]
+    assert sum(counts) == values.size
+    assert min(counts) > 9_000
+    assert (values != health._ternary(30_000, 21)).mean() > 0.5
+
+
+def test_a_uuid_does_not_tell_devices_apart_in_a_finddb() -> None:
+    device = Device.virtual("90a")
+    assert replace(device, uuid="GPU-1") == device
+    assert replace(device, uuid="GPU-1").identity == device.identity
+
+
+@pytest.mark.parametrize("words", ["memory does not hold", "a kernel gives wrong"])
+def test_wrong_answers_of_a_device_are_told(words: str) -> None:
+    class Memory:
+        stream_address = 0
+
+        def allocate(self, size: int) -> int:
+            return 0
+
+        def set_bytes(self, address: int, value: int, size: int) -> None:
+            pass
+
+        def download(self, address: int, count: int, dtype: type) -> np.ndarray:
+            holds = words.startswith("a kernel") and dtype is np.uint8
+            return np.full(count, health._PATTERN if holds else 7, dtype)
+
+    class Kernels:
+        def fill(self, *_: object) -> None:
+            pass
+
+    assert words in health._complaint(Memory(), Kernels())  # type: ignore[arg-type]
