@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Mapping, Sequence
 
 from miofind import records
 from miofind.candidate import Candidate, Outcome, Status
+from miofind.compiler import CompilePool
 from miofind.device import Place
 from miofind.driver_line import driver_line
 from miofind.errors import LaunchError, NoSolutionError
 from miofind.evaluate import Job
+from miofind.finddb import Layered
 from miofind.found import Found, Solution, Source, reordered
 from miofind.handle import Handle
+from miofind.known import candidate_of, incumbent, known_times
+from miofind.neighbours import Neighbours
 from miofind.options import FindEnforce, FindMode, FindOptions, OnMiss, Order, member
 from miofind.plan import Plan, make_plan
 from miofind.problem import ProblemDescription
 from miofind.race import Effort
+from miofind.rounds import Measuring, Request, searched
+from miofind.search import Search
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +51,7 @@ def find(problem: ProblemDescription, options: FindOptions, handle: Handle) -> l
         hit = records.look_up(problem, options, handle, dynamic_only=dynamic_only)
         if hit is not None:
             verified = mode is not FindMode.TRUST_VERIFY or _still_holds(hit[0], options, handle)
-            return _ordered(hit if verified else measure(problem, options, handle, also=hit[:1]), options)
+            return _ordered(hit if verified else measure(problem, options, handle, also=hit, afresh=True), options)
         if options.on_miss is OnMiss.ERROR:
             raise NoSolutionError(
                 f"the FindDB has no answer for {problem} on {handle.device.name} and on_miss is 'error': "
@@ -58,7 +65,7 @@ def find(problem: ProblemDescription, options: FindOptions, handle: Handle) -> l
             if answer is None:
                 answer = measure(problem, options, handle, dynamic_only=dynamic_only)
         return _ordered(answer, options)
-    return _ordered(measure(problem, options, handle), options)
+    return _ordered(measure(problem, options, handle, afresh=True), options)
 
 
 def find_mode(options: FindOptions) -> FindMode:
@@ -75,12 +82,20 @@ def measure(
     *,
     dynamic_only: bool = False,
     also: Sequence[Solution] = (),
+    ahead: CompilePool | None = None,
+    afresh: bool = False,
 ) -> list[Solution]:
     """Verify and time the candidates of a request, record what became of each, and answer.
+
+    A search goes on where an earlier one of the problem stopped: what the FindDB knows with the present versions counts
+    among its trials and is raced again only where it is among the best. What failed here before is left out, unless
+    the options say `retry_failed`.
 
     Args:
         dynamic_only: leave out solvers that compile for each shape.
         also: solutions to measure besides, whether or not the request plans them.
+        ahead: compiles candidates before they are measured, and the likely next ones of a search meanwhile.
+        afresh: search from the beginning, whatever the FindDB knows.
 
     Raises:
         NoSolutionError: nothing usable.
@@ -90,16 +105,29 @@ def measure(
     """
     _refuse_capture(handle)
     logger.info("find: %s", driver_line(problem))
-    plan = make_plan(problem, handle.device, options, dynamic_only=dynamic_only)
-    candidates = dict.fromkeys([*(p.candidate for p in plan.candidates), *map(_candidate, also)])
-    if not options.isolate:  # what destroyed a process before must not do it to this one
-        crashed = {name for name, status in records.failures(problem, handle).items() if status is Status.CRASHED}
-        candidates = dict.fromkeys(candidate for candidate in candidates if candidate.id not in crashed)
-    last_resort = [p.candidate for p in plan.last_resort]
+    near = _neighbours(handle.database, handle.device.identity) if options.searches else None
+    winners = near.winners(problem) if near else {}
+    left_out = _left_out(problem, options, handle)
+    plan = make_plan(problem, handle.device, options, dynamic_only=dynamic_only, winners=winners).without(left_out)
+    besides = [candidate for candidate in map(_candidate, also) if candidate.id not in left_out]
     with handle.measuring, records.Recording(problem, options, handle, plan) as recording:
-        outcomes = list(_outcomes(problem, options, handle, candidates, recording))
+        request = Request(
+            problem=problem, options=options, handle=handle, incumbent=incumbent(problem, handle), ahead=ahead
+        )
+        measuring = Measuring(request, recording)
+        if plan.spaces:
+            known = {} if afresh else known_times(problem, handle)
+            known |= {candidate_of(name, problem): None for name in left_out}
+            search = _search(problem, options, plan, known)
+            outcomes = searched(search, measuring, besides)
+            recording.search_ended = search.is_complete
+        else:
+            outcomes = measuring.run([*(p.candidate for p in plan.candidates), *besides], Effort.FIND)
         if not any(outcome.status.usable for outcome in outcomes):
-            outcomes += _outcomes(problem, options, handle, last_resort, recording)
+            effort = Effort.TUNE if options.searches else Effort.FIND
+            outcomes += measuring.run((p.candidate for p in plan.last_resort), effort)
+    if near:
+        near.add(problem.network_config)
     handle.forget_answers(problem.network_config)
     measured = {outcome.candidate.id for outcome in outcomes if outcome.status.usable}
     answer = None
@@ -110,26 +138,32 @@ def measure(
     return answer
 
 
-def _outcomes(
-    problem: ProblemDescription,
-    options: FindOptions,
-    handle: Handle,
-    candidates: Collection[Candidate],
-    recording: records.Recording,
-) -> Iterator[Outcome]:
-    if not candidates:
-        return
-    job = Job(
-        network_config=problem.network_config,
-        candidates=tuple(candidates),
-        effort=Effort.TUNE if options.searches else Effort.FIND,
-        budget_s=options.budget_s,
+def _left_out(problem: ProblemDescription, options: FindOptions, handle: Handle) -> dict[str, str]:
+    """By id, the candidates that failed here before and are not tried again, and why."""
+    failed = records.failures(problem, handle)
+    quarantined = frozenset() if options.retry_failed else records.quarantined(problem, handle)
+    if not options.isolate:  # what destroyed a process before must not do it to this one
+        quarantined |= {name for name, status in failed.items() if status is Status.CRASHED}
+    return {name: f"failed here before ({failed[name]}): retry_failed measures it again" for name in quarantined}
+
+
+def _search(
+    problem: ProblemDescription, options: FindOptions, plan: Plan, known: Mapping[Candidate, float | None]
+) -> Search:
+    return Search(
+        problem.network_config,
+        plan.spaces,
+        trials=options.trials,
+        patience=options.patience,
+        seed=options.seed,
+        known=known,
     )
-    for outcome in handle.executor(isolate=options.isolate).run(job):
-        if not outcome.status.usable:
-            logger.info("%s: %s %s", outcome.candidate.id, outcome.status, outcome.message)
-        recording.add(outcome)
-        yield outcome
+
+
+@functools.lru_cache(maxsize=8)
+def _neighbours(database: Layered, device: str) -> Neighbours:
+    """One a FindDB and device: the problems are listed once."""
+    return Neighbours(database, device)
 
 
 def _nothing_found(problem: ProblemDescription, plan: Plan, outcomes: list[Outcome]) -> str:
@@ -149,7 +183,8 @@ def _still_holds(best: Solution, options: FindOptions, handle: Handle) -> bool:
     _refuse_capture(handle)
     job = Job(network_config=best.problem.network_config, candidates=(_candidate(best),))
     with handle.measuring:
-        outcomes = list(handle.executor(isolate=options.isolate).run(job))
+        events = list(handle.executor(isolate=options.isolate).run(job))
+    outcomes = [event for event in events if isinstance(event, Outcome)]
     timing = outcomes[0].timing if outcomes and outcomes[0].status.usable else None
     if timing is not None and timing.time_ms <= TRUST_TOLERANCE * best.time_ms:
         return True

@@ -61,6 +61,7 @@ class OnMiss(StrEnum):
 _E = TypeVar("_E", bound=StrEnum)
 
 DEFAULT_TIME_BUDGET_S = 10.0
+MAX_COUNT = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +77,11 @@ class FindOptions:
         find_mode, find_enforce, on_miss: see the enums; None for find_mode takes MIOFIND_FIND_MODE, else HYBRID.
         tuning: search the solvers' configurations instead of measuring their defaults.
         time_budget_s: seconds of measuring after which what is found is taken; None for ten, or no limit with tuning.
+        trials: configurations of a problem that a search measures at most, those of earlier searches included; None for
+            no limit.
+        patience: rounds without a gain of 1 % after which a search ends; None for the search's own.
+        seed: chooses among equally promising configurations; equal seeds and times give equal searches.
+        retry_failed: measure again what failed here before, too.
         only, exclude: solver ids, algorithms or libraries, case ignored.
         isolate: measure in a child process, so that a crashing kernel costs nothing here.
 
@@ -92,6 +98,10 @@ class FindOptions:
     find_enforce: FindEnforce = FindEnforce.NONE
     tuning: bool = False
     time_budget_s: float | None = None
+    trials: int | None = None
+    patience: int | None = None
+    seed: int = 0
+    retry_failed: bool = False
     only: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
     on_miss: OnMiss = OnMiss.FIND
@@ -107,9 +117,11 @@ class FindOptions:
         object.__setattr__(self, "workspace_limit_bytes", _whole_bytes(self.workspace_limit_bytes))
         _check_number("max_error", self.max_error)
         _check_number("time_budget_s", self.time_budget_s)
+        for name, least in (("trials", 1), ("patience", 1), ("seed", 0)):
+            _check_count(name, getattr(self, name), least, may_be_none=name != "seed")
         for name in ("only", "exclude"):
             object.__setattr__(self, name, _names(name, getattr(self, name)))
-        for name in ("deterministic", "tuning", "isolate"):
+        for name in ("deterministic", "tuning", "retry_failed", "isolate"):
             _check_flag(name, getattr(self, name))
         object.__setattr__(self, "_hash", hash(tuple(getattr(self, name) for name in _COMPARED)))
 
@@ -155,6 +167,14 @@ def _check_number(name: str, value: object) -> None:
         return
     if isinstance(value, bool) or not isinstance(value, Real) or math.isnan(value) or value < 0:
         raise InvalidOptionError(f"{name}={value!r} must be a number of at least 0")
+
+
+def _check_count(name: str, value: object, least: int, *, may_be_none: bool) -> None:
+    if value is None and may_be_none:
+        return
+    if type(value) is not int or not least <= value <= MAX_COUNT:
+        rest = " or None" if may_be_none else ""
+        raise InvalidOptionError(f"{name}={value!r} must be a whole number from {least} to {MAX_COUNT}{rest}")
 
 
 def _check_flag(name: str, value: object) -> None:

@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import functools
 import heapq
+import itertools
 import logging
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+import math
+import random
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from miofind.candidate import Candidate
 from miofind.device import Device
 from miofind.errors import InvalidConfigError, MiofindError
 from miofind.options import FindOptions
 from miofind.problem import ProblemDescription
+from miofind.search import EXHAUSTIVE, Space
 from miofind.solution import Config
 from miofind.solver import Solver, solvers
 
 logger = logging.getLogger(__name__)
 
 SEARCH_LIMIT = 64
-"""Configurations of one solver that a search measures at most, best estimates first."""
+"""Configurations of one solver that a search is expected to measure: the defaults and the best estimates."""
+MAX_ESTIMATED = 50_000
+"""Configurations of one solver whose time is estimated at most; of a larger product a fixed random part is."""
+_LISTED = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,8 +45,9 @@ class Plan:
     """What a request measures, and why not more.
 
     Attributes:
-        candidates: by estimate, likely best first.
+        candidates: by estimate, likely best first; for a search what it is likely to begin with.
         last_resort: measured only where no candidate is usable.
+        spaces: what a search may measure, one a solver; () for a request that searches nothing.
         considered: version by id of every solver that was asked.
         is_filtered: whether the find mode, not only `only` and `exclude`, kept solvers out.
         refusals: reason by solver id, or by candidate id where a limit left one out.
@@ -49,13 +58,38 @@ class Plan:
     considered: dict[str, int]
     is_filtered: bool
     refusals: dict[str, str]
+    spaces: tuple[Space, ...] = ()
+
+    def without(self, reasons: Mapping[str, str]) -> Plan:
+        """The same less candidates, given by id with the reason; does not keep a search from proposing them."""
+        planned = (*self.candidates, *self.last_resort)
+        left_out = {p.candidate.id: reasons[p.candidate.id] for p in planned if p.candidate.id in reasons}
+        return replace(
+            self,
+            candidates=tuple(p for p in self.candidates if p.candidate.id not in left_out),
+            last_resort=tuple(p for p in self.last_resort if p.candidate.id not in left_out),
+            refusals=self.refusals | left_out,
+        )
 
 
-def make_plan(problem: ProblemDescription, device: Device, options: FindOptions, *, dynamic_only: bool = False) -> Plan:
-    """The candidates of a request."""
+def make_plan(
+    problem: ProblemDescription,
+    device: Device,
+    options: FindOptions,
+    *,
+    dynamic_only: bool = False,
+    winners: Mapping[str, Sequence[Config]] | None = None,
+) -> Plan:
+    """The candidates of a request.
+
+    Args:
+        dynamic_only: leave out solvers that compile for each shape.
+        winners: by solver, configurations that won at near problems: a search begins with those that are valid here.
+    """
     considered: dict[str, int] = {}
     refusals: dict[str, str] = {}
     planned: list[Planned] = []
+    spaces: list[Space] = []
     for solver in solvers().values():
         if not options.allows(solver) or (dynamic_only and not solver.is_dynamic):
             refusals[solver.id] = "left out by only, exclude or the find mode"
@@ -67,7 +101,14 @@ def make_plan(problem: ProblemDescription, device: Device, options: FindOptions,
             if not applicability:
                 refusals[solver.id] = applicability.reason
                 continue
-            planned += _within_limits(problem, device, solver, options, refusals)
+            request = _Request(problem, device, solver, options)
+            if options.searches and not solver.is_last_resort:
+                space = request.space((winners or {}).get(solver.id, ()), refusals)
+                first = itertools.islice(dict.fromkeys((*space.seeds, *space.listed)), SEARCH_LIMIT)
+                planned += map(request.planned, first)
+                spaces.append(space)
+            else:
+                planned += request.within_limits(solver.default_configs(problem, device), refusals)
         except Exception as error:  # what is wrong with one solver must not end the find for the others
             refusals[solver.id] = f"{type(error).__name__}: {error}"
             considered.pop(solver.id, None)
@@ -80,30 +121,75 @@ def make_plan(problem: ProblemDescription, device: Device, options: FindOptions,
         considered=considered,
         is_filtered=dynamic_only,
         refusals=refusals,
+        spaces=tuple(spaces),
     )
 
 
-def _within_limits(
-    problem: ProblemDescription, device: Device, solver: Solver, options: FindOptions, refusals: dict[str, str]
-) -> Iterator[Planned]:
-    """A solver's configurations that keep the caller's limits; reasons of the others go into `refusals`."""
-    configs = search_space(problem, device, solver) if options.searches else solver.default_configs(problem, device)
-    for config in configs:
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """One solver and what is asked of it."""
+
+    problem: ProblemDescription
+    device: Device
+    solver: Solver
+    options: FindOptions
+
+    def planned(self, config: Config) -> Planned:
+        """A configuration with what decides about it."""
         if not isinstance(config, Config):
-            raise InvalidConfigError(f"{solver.id}: config {config!r} must be a Config")
-        solution = solver.solution(problem, device, config)
-        planned = Planned(
-            candidate=Candidate(network_config=problem.network_config, solver_id=solver.id, config=config),
-            solver=solver,
-            estimate_ms=solver.estimate_ms(problem, device, config),
+            raise InvalidConfigError(f"{self.solver.id}: config {config!r} must be a Config")
+        solution = self.solver.solution(self.problem, self.device, config)
+        return Planned(
+            candidate=Candidate(network_config=self.problem.network_config, solver_id=self.solver.id, config=config),
+            solver=self.solver,
+            estimate_ms=self.estimate_ms(config),
             workspace_bytes=solution.workspace.bytes,
             deterministic=solution.deterministic,
         )
-        reason = limit_exceeded(planned, problem, options)
-        if reason:
-            refusals[planned.candidate.id] = reason
-        else:
-            yield planned
+
+    def within_limits(self, configs: Iterable[Config], refusals: dict[str, str]) -> Iterator[Planned]:
+        """The configurations that keep the caller's limits; reasons of the others go into `refusals`."""
+        for config in configs:
+            planned = self.planned(config)
+            reason = limit_exceeded(planned, self.problem, self.options)
+            if reason:
+                refusals[planned.candidate.id] = reason
+            else:
+                yield planned
+
+    def admits(self, config: Config) -> bool:
+        """Whether a configuration is valid and within the caller's limits, wherever it comes from."""
+        try:
+            self.solver.check_config(self.problem, self.device, config)
+            return not limit_exceeded(self.planned(config), self.problem, self.options)
+        except Exception as error:  # a solver's own code may raise anything of a configuration that it does not know
+            if not isinstance(error, MiofindError):
+                logger.debug("%s fails over %s: %r", self.solver.id, config.json, error)
+            return False
+
+    def estimate_ms(self, config: Config) -> float:
+        """The solver's estimate."""
+        return self.solver.estimate_ms(self.problem, self.device, config)
+
+    def space(self, winners: Iterable[Config], refusals: dict[str, str]) -> Space:
+        """The solver's configurations for a search."""
+        defaults = self.solver.default_configs(self.problem, self.device)
+        allowed = [planned.candidate.config for planned in self.within_limits(defaults, refusals)]
+        every = dict.fromkeys(estimated_configs(self.problem, self.device, self.solver))
+        heap = [(self.estimate_ms(config), config.json, config) for config in every]
+        heapq.heapify(heap)
+        by_estimate = (heapq.heappop(heap)[2] for _ in range(len(heap)))
+        listed = tuple(itertools.islice(filter(self.admits, by_estimate), _LISTED))
+        near = [config for config in winners if (self.solver.parameters or config in every) and self.admits(config)]
+        return Space(
+            solver_id=self.solver.id,
+            seeds=tuple(dict.fromkeys([*allowed, *near])),
+            listed=listed,
+            is_whole=len(listed) <= EXHAUSTIVE,
+            parameters=self.solver.parameters,
+            admits=functools.lru_cache(maxsize=4096)(self.admits),
+            estimate_ms=self.estimate_ms,
+        )
 
 
 def limit_exceeded(planned: Planned, problem: ProblemDescription, options: FindOptions) -> str:
@@ -122,6 +208,27 @@ def search_space(problem: ProblemDescription, device: Device, solver: Solver) ->
     """The defaults and the configurations with the best estimates, SEARCH_LIMIT in all."""
     defaults = list(solver.default_configs(problem, device))
     best = heapq.nsmallest(
-        SEARCH_LIMIT, solver.configs(problem, device), key=lambda c: solver.estimate_ms(problem, device, c)
+        SEARCH_LIMIT,
+        estimated_configs(problem, device, solver),
+        key=lambda config: solver.estimate_ms(problem, device, config),
     )
     return list(dict.fromkeys([*defaults, *best]))[: max(SEARCH_LIMIT, len(defaults))]
+
+
+def estimated_configs(problem: ProblemDescription, device: Device, solver: Solver) -> Iterator[Config]:
+    """A solver's valid configurations; of a product of more than MAX_ESTIMATED points the valid ones of a random part.
+
+    The part is the same each time. A list that a solver gives otherwise is cut there.
+    """
+    points = math.prod(map(len, solver.parameters.values())) if solver.parameters else 0
+    if points <= MAX_ESTIMATED:
+        yield from itertools.islice(solver.configs(problem, device), MAX_ESTIMATED)
+        return
+    for number in random.Random(0).sample(range(points), MAX_ESTIMATED):
+        values = {}
+        for name, choices in solver.parameters.items():
+            number, at = divmod(number, len(choices))
+            values[name] = choices[at]
+        config = Config(values)
+        if solver.is_valid_config(problem, device, config):
+            yield config

@@ -13,7 +13,8 @@ import click
 
 from miofind.device import Device
 from miofind.errors import NoDeviceError
-from miofind.options import FindEnforce, FindMode, FindOptions, Order
+from miofind.options import MAX_COUNT, FindEnforce, FindMode, FindOptions, Order
+from miofind.search import DEFAULT_PATIENCE
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -99,6 +100,11 @@ time_budget_option = click.option(
 )
 
 
+retry_failed_option = click.option(
+    "--retry-failed", is_flag=True, help="Measure again what failed on this device before, too."
+)
+
+
 def choice(kind: Any) -> click.Choice[str]:
     """The values of an enum."""
     return click.Choice([member.value for member in kind], case_sensitive=False)
@@ -119,10 +125,34 @@ _LIMITS = (
         help="Largest |error| / (|x| * |w|) allowed; lets in algorithms with wider bounds.",
     ),
 )
+_SEARCH = (
+    click.option(
+        "--trials",
+        type=click.IntRange(min=1, max=MAX_COUNT),
+        metavar="N",
+        help="Configurations of a problem that a search measures at most, earlier searches' included.",
+    ),
+    click.option(
+        "--patience",
+        type=click.IntRange(min=1, max=MAX_COUNT),
+        metavar="N",
+        help=f"Rounds without a gain of 1 % after which a search ends.  [default: {DEFAULT_PATIENCE}]",
+    ),
+    click.option(
+        "--seed",
+        type=click.IntRange(min=0, max=MAX_COUNT),
+        default=0,
+        metavar="N",
+        show_default=True,
+        help="Equal seeds and times give equal searches.",
+    ),
+)
 _FIND = (
     click.option("--find-mode", type=choice(FindMode), help="How the answer is got.  [default: hybrid]"),
     click.option("--enforce", "find_enforce", type=choice(FindEnforce), default="none", help="What is forced."),
     click.option("--tuning", is_flag=True, help="Search configurations, not only the defaults."),
+    *_SEARCH,
+    retry_failed_option,
     only_option,
     exclude_option,
     *_LIMITS,
@@ -144,6 +174,11 @@ def _all(options: tuple[Callable[[Command], Command], ...]) -> Callable[[Command
 def limit_options(command: Command) -> Command:
     """--workspace-limit, --deterministic, --max-error: fields of FindOptions."""
     return _all(_LIMITS)(command)
+
+
+def search_options(command: Command) -> Command:
+    """--trials, --patience, --seed: fields of FindOptions."""
+    return _all(_SEARCH)(command)
 
 
 def find_options(command: Command) -> Command:

@@ -7,6 +7,7 @@ from miofind.compiler.build import Compiler, kernel_hash
 from miofind.compiler.cache import Binary, BinaryCache, CacheStats
 from miofind.compiler.load import Kernel
 from miofind.compiler.nvrtc import nvrtc_version
+from miofind.compiler.pool import CompilePool
 from miofind.compiler.resources import KernelResources
 from miofind.compiler.sources import source_hash
 
@@ -14,6 +15,7 @@ __all__ = [
     "Binary",
     "BinaryCache",
     "CacheStats",
+    "CompilePool",
     "Compiler",
     "Kernel",
     "KernelResources",

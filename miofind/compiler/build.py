@@ -85,11 +85,11 @@ class Compiler:
             MissingLibraryError: NVRTC, cuda-bindings or the CUDA headers are not installed.
         """
         listed = list(steps)
-        pool = ThreadPoolExecutor(max_workers=workers or _processors(), thread_name_prefix="miofind-compile")
+        pool = ThreadPoolExecutor(max_workers=workers or processors(), thread_name_prefix="miofind-compile")
         futures: dict[object, Future[Binary]] = {}
         for step in listed:
-            if _identity(step) not in futures:
-                futures[_identity(step)] = pool.submit(self._build, step, arch)
+            if identity(step) not in futures:
+                futures[identity(step)] = pool.submit(self._build, step, arch)
         return _results(listed, futures, pool, arch)
 
     def load(self, step: KernelStep, device: Device) -> Kernel:
@@ -166,7 +166,7 @@ def _digest(value: object) -> str:
     return hashlib.sha256(json.dumps(value, separators=(",", ":")).encode()).hexdigest()
 
 
-def _identity(step: KernelStep) -> object:
+def identity(step: KernelStep) -> object:
     """What decides a step's binary, sources by name."""
     return (step.package, step.source, step.defines, step.options)
 
@@ -185,7 +185,7 @@ def _results(
 ) -> Iterator[BuildResult]:
     try:
         for step in steps:
-            yield step, _result(futures[_identity(step)], step, arch)
+            yield step, _result(futures[identity(step)], step, arch)
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
 
@@ -197,7 +197,7 @@ def _result(future: Future[Binary], step: KernelStep, arch: str) -> Binary | Com
         return error
 
 
-def _processors() -> int:
+def processors() -> int:
     """Processors that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))

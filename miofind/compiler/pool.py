@@ -1,0 +1,232 @@
+"""Compiles ahead: processes of their own fill the binary cache on disk while something else is measured.
+
+A compilation that hangs or takes its process down costs one step. Needs no GPU and no CuPy; knows steps alone.
+"""
+
+from __future__ import annotations
+
+import collections
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from miofind.child import Child
+from miofind.compiler.build import identity, processors
+from miofind.compiler.cache import BinaryCache
+from miofind.compiler.nvrtc import compile_options
+from miofind.compiler.worker import ENTRY, Answer, Done, Order, Ready
+from miofind.errors import CompileError, MissingLibraryError
+from miofind.solution import KernelStep
+
+logger = logging.getLogger(__name__)
+
+TIMEOUT_S = 120.0
+MAX_WAITING = 4096
+_MAX_REMEMBERED = 16_384
+_START_S = 120.0
+_LOOK_S = 0.25
+
+
+@dataclass(slots=True, eq=False)
+class _Task:
+    """A step that is to be compiled, and its answer once there is one."""
+
+    order: Order
+    answer: Future[Answer] = field(default_factory=Future)
+
+
+class CompilePool:
+    """Processes that compile steps into the binary cache; started when first needed. Threads may share it.
+
+    Args:
+        cache: where the binaries go; by default the user's cache. Nothing is compiled where that has no folder.
+        workers: processes; by default one less than this process may use processors, and at least one.
+        timeout_s: seconds after which a compilation is given up and its process replaced.
+        max_waiting: steps that wait at most; `submit` takes no more.
+        modules: imported first by each process.
+    """
+
+    def __init__(
+        self,
+        cache: BinaryCache | None = None,
+        *,
+        workers: int | None = None,
+        timeout_s: float = TIMEOUT_S,
+        max_waiting: int = MAX_WAITING,
+        modules: tuple[str, ...] = (),
+    ) -> None:
+        self._directory = (cache if cache is not None else BinaryCache()).directory
+        self._workers = max(1, processors() - 1) if workers is None else workers
+        self._timeout_s = timeout_s
+        self._max_waiting = max_waiting
+        self._modules = modules
+        self._changed = threading.Condition()
+        self._waiting: collections.deque[_Task] = collections.deque()
+        self._tasks: collections.OrderedDict[object, _Task] = collections.OrderedDict()
+        self._threads: list[threading.Thread] = []
+        self._works = self._directory is not None
+
+    def submit(self, steps: Iterable[KernelStep], arch: str) -> int:
+        """Begin to compile steps that will be wanted, behind all that wait; returns at once how many are new.
+
+        Those beyond the bound of what may wait are left out: `errors` compiles them when they are wanted.
+        """
+        with self._changed:
+            return sum(self._take(step, arch, wanted=False) for step in steps)
+
+    def errors(self, steps: Iterable[KernelStep], arch: str) -> dict[KernelStep, CompileError]:
+        """The steps that cannot be compiled, once all were tried; the binaries of the others are in the cache.
+
+        A pool that was closed or cannot start processes knows of no errors: who needs a binary compiles it.
+
+        Raises:
+            MissingLibraryError: NVRTC, cuda-bindings or the CUDA headers are not installed.
+        """
+        listed = list(dict.fromkeys(steps))
+        with self._changed:
+            for step in reversed(listed):
+                self._take(step, arch, wanted=True)
+            tasks = [(step, self._tasks[_name(step, arch)]) for step in listed] if self._works else []
+        found: dict[KernelStep, CompileError] = {}
+        for step, task in tasks:
+            answer = task.answer.result()
+            if isinstance(answer, MissingLibraryError):
+                raise answer
+            if answer is not None:
+                found[step] = answer
+        return found
+
+    def close(self) -> None:
+        """End the processes within a second; what still waits is given up. Harmless when repeated."""
+        self._stop()
+        for thread in self._threads:
+            thread.join()
+
+    def __enter__(self) -> CompilePool:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _stop(self) -> None:
+        with self._changed:
+            self._works = False
+            given_up = list(self._waiting)
+            self._waiting.clear()
+            self._changed.notify_all()
+        for task in given_up:
+            task.answer.set_result(None)
+
+    def _take(self, step: KernelStep, arch: str, *, wanted: bool) -> bool:
+        """Whether a step is new; one that is wanted now goes before all that wait. The lock is held."""
+        if not self._works:
+            return False
+        name = _name(step, arch)
+        known = self._tasks.get(name)
+        if known is not None:
+            self._tasks.move_to_end(name)
+            if wanted and known in self._waiting:
+                self._waiting.remove(known)
+                self._waiting.appendleft(known)
+            return False
+        if not wanted and len(self._waiting) >= self._max_waiting:
+            return False
+        self._tasks[name] = task = _Task(order=Order(step, arch))
+        self._waiting.insert(0 if wanted else len(self._waiting), task)
+        self._forget_oldest()
+        if len(self._threads) < self._workers:
+            self._threads.append(threading.Thread(target=self._work, name="miofind-compile", daemon=True))
+            self._threads[-1].start()
+        self._changed.notify()
+        return True
+
+    def _forget_oldest(self) -> None:
+        """Keep a bounded number of answers: the disk remembers binaries, and a failure is met again soon enough."""
+        for name in list(self._tasks)[: max(0, len(self._tasks) - _MAX_REMEMBERED)]:
+            if self._tasks[name].answer.done():
+                del self._tasks[name]
+
+    def _next(self) -> _Task | None:
+        with self._changed:
+            while self._works and not self._waiting:
+                self._changed.wait()
+            return self._waiting.popleft() if self._works else None
+
+    def _work(self) -> None:
+        """One thread's work: hand tasks to a process that it started itself, for a process ends with its starter."""
+        child: Child | None = None
+        while (task := self._next()) is not None:
+            child = child or self._started()
+            result = _Result() if child is None else self._compiled(child, task.order)
+            if child is not None and result.ended:
+                child.kill()
+                child = None
+            task.answer.set_result(result.answer)
+        if child is not None:
+            child.kill()
+
+    def _started(self) -> Child | None:
+        """A process that is ready; None, and no more work for any, where none can be had."""
+        try:
+            child = Child(ENTRY, "", [str(os.getpid()), str(self._directory), *self._modules])
+        except OSError as error:
+            logger.warning("nothing is compiled ahead: no process can be started (%s)", error)
+            self._stop()
+            return None
+        try:
+            if isinstance(self._received(child, _START_S), Ready):
+                return child
+        except (EOFError, OSError):
+            logger.warning("nothing is compiled ahead: a compiling process ended with code %s", child.exit_code())
+        child.kill()
+        self._stop()
+        return None
+
+    def _compiled(self, child: Child, order: Order) -> _Result:
+        """What became of a compilation, and whether its process is of more use."""
+        try:
+            child.connection.send(order)
+            message = self._received(child, self._timeout_s)
+        except (EOFError, OSError):
+            return _Result(_failure(order, f"ended its process with code {child.exit_code()}"), ended=True)
+        if isinstance(message, Done):
+            return _Result(message.answer)
+        if not self._works:
+            return _Result(ended=True)
+        return _Result(_failure(order, f"did not end within {self._timeout_s:g} s"), ended=True)
+
+    def _received(self, child: Child, limit_s: float) -> object:
+        """The next message; None where there is none in time or the pool was closed meanwhile.
+
+        Raises:
+            EOFError, OSError: the process has ended.
+        """
+        deadline = time.monotonic() + limit_s
+        while self._works and (left := deadline - time.monotonic()) > 0:
+            if child.connection.poll(min(_LOOK_S, left)):
+                return child.connection.recv()
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Result:
+    """An answer, and whether the process that gave it has to be replaced."""
+
+    answer: Answer = None
+    ended: bool = False
+
+
+def _name(step: KernelStep, arch: str) -> object:
+    """What decides the answer for a step."""
+    return (identity(step), step.entry, arch)
+
+
+def _failure(order: Order, what: str) -> CompileError:
+    step = order.step
+    options = compile_options(step.options, step.defines, order.arch)
+    message = f"compiling {step.source} for sm_{order.arch} {what}: leave this configuration out"
+    return CompileError(message, source=step.source, options=options, log="")

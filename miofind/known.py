@@ -1,0 +1,43 @@
+"""What the FindDB knows of one problem that spares a search work, or decides between ties."""
+
+from __future__ import annotations
+
+from miofind import records
+from miofind.candidate import Candidate
+from miofind.environment import versions
+from miofind.finddb import Row, environment_id
+from miofind.handle import Handle
+from miofind.problem import ProblemDescription
+from miofind.solution import Config
+
+
+def known_times(problem: ProblemDescription, handle: Handle) -> dict[Candidate, float | None]:
+    """The time of each candidate that was measured here with the present versions and undisturbed."""
+    environment = environment_id(versions(handle.device))
+    newest: dict[Candidate, Row] = {}
+    for history in handle.database.histories(handle.device.identity, problem.network_config):
+        for row in sorted(history.rows, key=lambda row: row.created_at):
+            if records.is_valid(row, handle.device):
+                newest[candidate_of(f"{row.solver_id}:{row.config}", problem)] = row
+    return {
+        candidate: row.time_ms
+        for candidate, row in newest.items()
+        if row.usable and row.environment == environment and not row.contended
+    }
+
+
+def incumbent(problem: ProblemDescription, handle: Handle) -> str:
+    """Id of the candidate that leads the FindDB's answer, "" where it has none."""
+    answer = handle.database.answer(handle.device.identity, problem.network_config)
+    first = next(iter(answer.rows), None) if answer else None
+    return f"{first.solver_id}:{first.config}" if first else ""
+
+
+def candidate_of(name: str, problem: ProblemDescription) -> Candidate:
+    """The candidate of an id.
+
+    Raises:
+        InvalidConfigError: the id names no configuration.
+    """
+    solver_id, _, config = name.partition(":")
+    return Candidate(network_config=problem.network_config, solver_id=solver_id, config=Config.from_json(config))

@@ -1,0 +1,28 @@
+"""Imported by the processes of a CompilePool in tests: makes NVRTC fail as a step's define FAULT says."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+from miofind.compiler import build
+from miofind.compiler.nvrtc import Compiled
+from miofind.compiler.sources import Source
+
+_compile_source = build.compile_source
+
+
+def _faulty(source: Source, options: tuple[str, ...], arch: str) -> Compiled:
+    if "-DFAULT=hang" in options:
+        time.sleep(600)
+    if "-DFAULT=ctrl_c" in options:
+        os.kill(os.getpid(), signal.SIGINT)
+    if "-DFAULT=die" in options:
+        os._exit(3)
+    if "-DFAULT=raise" in options:
+        raise ZeroDivisionError("broken for this test")
+    return _compile_source(source, options, arch)
+
+
+build.compile_source = _faulty

@@ -1,0 +1,203 @@
+"""Compiling ahead in processes: what comes of it, what a stuck or dying compiler costs, and how they end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from cuda_package import CudaPackage, make_package
+
+from miofind.compiler import BinaryCache, CompilePool, Compiler
+from miofind.compiler import pool as pool_module
+from miofind.errors import CompileError
+from miofind.solution import KernelStep
+
+pytest.importorskip("cuda.bindings.nvrtc")
+
+ARCH = "80"
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CudaPackage:
+    return make_package(tmp_path, monkeypatch)
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> BinaryCache:
+    return BinaryCache(tmp_path / "cache")
+
+
+@pytest.fixture
+def pool(cache: BinaryCache) -> Iterator[CompilePool]:
+    with CompilePool(cache, workers=1, modules=("faulty_compiler",)) as made:
+        yield made
+
+
+def steps(package: CudaPackage, *factors: int) -> list[KernelStep]:
+    return [package.step(defines=(("FACTOR", factor),)) for factor in factors]
+
+
+def faulty(package: CudaPackage, fault: str) -> KernelStep:
+    return package.step(defines=(("FAULT", fault),))
+
+
+def is_cached(step: KernelStep, cache: BinaryCache) -> bool:
+    return cache.get(Compiler(cache).key(step, ARCH)) is not None
+
+
+def test_what_is_submitted_is_in_the_cache_for_whoever_asks(
+    pool: CompilePool, cache: BinaryCache, package: CudaPackage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = steps(package, 3, 4)
+    assert pool.submit([*asked, asked[0]], ARCH) == 2
+    assert pool.errors(asked, ARCH) == {}
+    monkeypatch.setattr("miofind.compiler.build.compile_source", lambda *_: pytest.fail("compiled once more"))
+    assert all(Compiler(cache).build(step, ARCH).has_entry("scale") for step in asked)
+
+
+def test_errors_name_the_source_and_the_options(pool: CompilePool, package: CudaPackage) -> None:
+    package.write(bad_cu='extern "C" __global__ void bad() { no_such_thing(); }')
+    good, bad = package.step(), package.step("bad.cu", "bad", defines=(("FACTOR", 5),))
+    absent = package.step(entry="absent")
+    found = pool.errors([good, bad, absent], ARCH)
+    assert list(found) == [bad, absent]
+    assert (found[bad].source, "-DFACTOR=5" in found[bad].options) == ("bad.cu", True)
+    assert "no_such_thing" in found[bad].log
+    assert "has no kernel 'absent'" in str(found[absent])
+    assert pool.errors([bad], ARCH)[bad] is found[bad]
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("hang", "did not end within 5 s"),
+        ("die", "ended its process with code 3"),
+        ("raise", "ZeroDivisionError"),
+    ],
+)
+def test_a_compilation_that_goes_wrong_costs_itself_alone(
+    cache: BinaryCache, package: CudaPackage, fault: str, message: str
+) -> None:
+    bad, good = faulty(package, fault), steps(package, 6, 7)
+    with CompilePool(cache, workers=1, timeout_s=5, modules=("faulty_compiler",)) as pool:
+        found = pool.errors([good[0], bad, good[1]], ARCH)
+    assert list(found) == [bad]
+    assert isinstance(found[bad], CompileError)
+    assert message in str(found[bad])
+    assert found[bad].source == "scale.cu"
+    assert all(is_cached(step, cache) for step in good)
+
+
+def test_a_compiler_ignores_ctrl_c(pool: CompilePool, cache: BinaryCache, package: CudaPackage) -> None:
+    step = faulty(package, "ctrl_c")
+    assert pool.errors([step], ARCH) == {}
+    assert is_cached(step, cache)
+
+
+def test_what_is_wanted_goes_before_what_is_only_likely(cache: BinaryCache, package: CudaPackage) -> None:
+    likely, wanted = steps(package, *range(100, 140)), steps(package, 8)
+    with CompilePool(cache, workers=1) as pool:
+        pool.submit(likely, ARCH)
+        pool.errors(wanted, ARCH)
+        assert not is_cached(likely[-1], cache)
+        pool.errors(likely[-1:], ARCH)
+        assert not all(is_cached(step, cache) for step in likely)
+    assert is_cached(wanted[0], cache)
+
+
+def test_no_more_waits_than_the_bound_and_what_is_wanted_is_taken_all_the_same(
+    cache: BinaryCache, package: CudaPackage
+) -> None:
+    many = steps(package, *range(20))
+    with CompilePool(cache, workers=1, max_waiting=2) as pool:
+        assert pool.submit(many, ARCH) <= 3  # the one at work does not wait
+        assert pool.errors(many[:8], ARCH) == {}
+        assert all(is_cached(step, cache) for step in many[:8])
+
+
+def test_a_closed_pool_ends_at_once_and_knows_of_no_errors(cache: BinaryCache, package: CudaPackage) -> None:
+    pool = CompilePool(cache, workers=2, modules=("faulty_compiler",))
+    pool.submit([faulty(package, "hang"), *steps(package, *range(50))], ARCH)
+    time.sleep(1)
+    began = time.monotonic()
+    pool.close()
+    pool.close()
+    assert time.monotonic() - began < 5
+    assert pool.submit(steps(package, 3), ARCH) == 0
+    assert pool.errors(steps(package, 3), ARCH) == {}
+
+
+def test_where_no_process_can_start_nothing_is_blamed(
+    cache: BinaryCache, package: CudaPackage, caplog: pytest.LogCaptureFixture
+) -> None:
+    with CompilePool(cache, workers=2, modules=("no_such_module",)) as pool:
+        assert pool.errors(steps(package, 3, 4), ARCH) == {}
+        assert pool.submit(steps(package, 5), ARCH) == 0
+    assert "nothing is compiled ahead: a compiling process ended with code 1" in caplog.text
+
+
+def test_where_the_cache_has_no_folder_nothing_is_compiled(tmp_path: Path, package: CudaPackage) -> None:
+    (tmp_path / "file").touch()
+    with CompilePool(BinaryCache(tmp_path / "file" / "cache")) as pool:
+        assert pool.submit(steps(package, 3), ARCH) == 0
+
+
+def test_as_many_processes_as_processors_less_one(cache: BinaryCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    for processors, workers in ((1, 1), (2, 1), (16, 15)):
+        monkeypatch.setattr(pool_module, "processors", lambda count=processors: count)
+        with CompilePool(cache) as pool:
+            assert pool._workers == workers
+
+
+_PARENT = """
+import sys, time
+from pathlib import Path
+from miofind.compiler import BinaryCache, CompilePool
+from miofind.solution import KernelStep
+step = KernelStep(source="scale.cu", entry="scale", package=sys.argv[1], grid=(1, 1, 1), block=(1, 1, 1), args=(),
+                  defines=(("FAULT", sys.argv[3]),))
+pool = CompilePool(BinaryCache(Path(sys.argv[2])), workers=1, modules=("faulty_compiler", "says_its_process"))
+pool.submit([step], "80")
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("fault", ["hang", "none"])
+def test_processes_end_with_a_parent_that_is_killed(tmp_path: Path, package: CudaPackage, fault: str) -> None:
+    """The one is stuck in a compilation, the other waits for work."""
+    told = tmp_path / "process"
+    (tmp_path / "says_its_process.py").write_text(
+        f"import os\nopen({str(told)!r}, 'w').write(str(os.getpid()) + ';')\n"
+    )
+    tests = Path(__file__).parent
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tests.parent), str(tests), str(tmp_path)])}
+    arguments = [sys.executable, "-c", _PARENT, package.name, str(tmp_path / "cache"), fault]
+    with subprocess.Popen(arguments, env=environment) as parent:
+        number = int(awaited(lambda: told.exists() and told.read_text().endswith(";") and told.read_text()[:-1]))
+        time.sleep(1)
+        assert is_running(number)
+        parent.send_signal(signal.SIGKILL)
+    assert awaited(lambda: not is_running(number))
+
+
+def awaited(what: object) -> object:
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        if found := what():  # type: ignore[operator]
+            return found
+        time.sleep(0.05)
+    pytest.fail("waited in vain")
+
+
+def is_running(number: int) -> bool:
+    """Whether a process is there and no zombie."""
+    try:
+        return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

@@ -1,0 +1,130 @@
+"""Near problems: the distance, and what won there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from miofind import neighbours
+from miofind.finddb import Layered, Row, Store
+from miofind.neighbours import Neighbours, distance
+from miofind.problem import ProblemDescription
+from miofind.solution import Config
+
+DEVICE = "some GPU"
+BASE: dict[str, Any] = {"x": (32, 64, 56, 56), "w": (64, 64, 3, 3), "padding": 1, "dtype": "float16", "layout": "NHWC"}
+
+
+def problem(**changes: Any) -> ProblemDescription:
+    return ProblemDescription.convolution(**{**BASE, **changes})
+
+
+def apart(**changes: Any) -> neighbours.Distance:
+    return distance(problem().network_config, problem(**changes).network_config)
+
+
+@pytest.fixture
+def database(tmp_path: Path) -> Iterator[Layered]:
+    with Layered(Store(tmp_path / "user.db"), strict=True) as layered:
+        yield layered
+
+
+def record(database: Layered, which: ProblemDescription, times_ms: dict[str, float], device: str = DEVICE) -> None:
+    """One row a name; "Solver=3" is a solver and its tile."""
+    rows = [
+        Row(
+            solver_id=name.partition("=")[0],
+            solver_version=1,
+            config=Config.of(tile=int(name.partition("=")[2])).json,
+            status="ok",
+            time_ms=time_ms,
+        )
+        for name, time_ms in times_ms.items()
+    ]
+    database.record(device, which.network_config, rows)
+
+
+def test_sizes_count_by_their_ratio_whichever_is_larger() -> None:
+    assert apart() == neighbours.Distance(0, 0.0)
+    assert apart(x=(64, 64, 56, 56)) == apart(x=(16, 64, 56, 56)) == neighbours.Distance(0, 1.0)
+    assert apart(x=(64, 64, 28, 56)).octaves == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"direction": "backward_data"},
+        {"dtype": "bfloat16"},
+        {"layout": "NCHW"},
+        {"w": (64, 64, 5, 5)},
+        {"stride": 2},
+        {"dilation": 2},
+        {"w": (64, 16, 3, 3), "groups": 4},
+        {"w": (64, 1, 3, 3), "groups": 64},
+    ],
+    ids=str,
+)
+def test_another_kind_is_further_than_any_size(changes: dict[str, Any]) -> None:
+    assert apart(**changes) > apart(x=(1, 2048, 7, 7), w=(4, 2048, 3, 3))
+
+
+def test_winners_are_those_of_the_nearest_problems_nearest_first(database: Layered) -> None:
+    record(database, problem(x=(8, 64, 56, 56)), {"A=8": 1.0, "A=9": 2.0, "B=1": 3.0})
+    record(database, problem(x=(16, 64, 56, 56)), {"A=16": 1.0})
+    record(database, problem(direction="backward_data"), {"A=99": 1.0})
+    record(database, problem(), {"A=7": 1.0}, device="another GPU")
+    winners = Neighbours(database, DEVICE).winners(problem())
+    assert winners == {
+        "A": (Config.of(tile=16), Config.of(tile=8), Config.of(tile=99)),
+        "B": (Config.of(tile=1),),
+    }
+
+
+def test_the_problem_itself_is_the_nearest(database: Layered) -> None:
+    record(database, problem(), {"A=5": 1.0})
+    record(database, problem(x=(16, 64, 56, 56)), {"A=16": 1.0})
+    assert Neighbours(database, DEVICE).winners(problem())["A"][0] == Config.of(tile=5)
+
+
+def test_few_answers_are_read_and_the_problems_listed_once(database: Layered, monkeypatch: pytest.MonkeyPatch) -> None:
+    for batch in range(1, 40):
+        record(database, problem(x=(batch, 64, 56, 56)), {f"A={batch}": 1.0})
+    read: list[str] = []
+    listed: list[str] = []
+    answer, problems = Store.answer, Store.problems
+    monkeypatch.setattr(Store, "answer", lambda self, *key: read.append(key[1]) or answer(self, *key))
+    monkeypatch.setattr(Store, "problems", lambda self, device: listed.append(device) or problems(self, device))
+    near = Neighbours(database, DEVICE)
+    assert near.winners(problem())["A"] == tuple(Config.of(tile=n) for n in (32, 33, 31, 34))
+    near.winners(problem(x=(4, 64, 56, 56)))
+    assert len(read) == 16
+    assert listed == [DEVICE]
+
+
+def test_a_bounded_number_of_problems_is_compared(database: Layered, monkeypatch: pytest.MonkeyPatch) -> None:
+    for batch in range(1, 10):
+        record(database, problem(x=(batch, 64, 56, 56)), {"A=1": 1.0})
+    monkeypatch.setattr(neighbours, "MAX_PROBLEMS", 5)
+    near = Neighbours(database, DEVICE)
+    near.winners(problem())
+    assert near._known is not None
+    assert len(near._known) == 5
+
+
+def test_a_problem_measured_since_is_a_neighbour(database: Layered) -> None:
+    near = Neighbours(database, DEVICE)
+    assert near.winners(problem()) == {}
+    other = problem(x=(16, 64, 56, 56))
+    record(database, other, {"A=3": 1.0})
+    near.add(other.network_config)
+    assert near.winners(problem()) == {"A": (Config.of(tile=3),)}
+
+
+def test_problems_of_another_rank_and_unreadable_ones_are_none(database: Layered) -> None:
+    record(database, ProblemDescription.convolution(x=(1, 4, 9), w=(4, 4, 3)), {"A=1": 1.0})
+    row = Row(solver_id="A", solver_version=1, config='{"tile":1}', status="ok", time_ms=1.0)
+    database.record(DEVICE, "conv9d-of-a-later-release", [row])
+    assert Neighbours(database, DEVICE).winners(problem()) == {}

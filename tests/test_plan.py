@@ -1,0 +1,116 @@
+"""What a search may measure: spaces, their limits and what they begin with."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+import pytest
+
+from miofind import plan as plan_module
+from miofind.device import Device
+from miofind.options import FindOptions
+from miofind.plan import SEARCH_LIMIT, estimated_configs, make_plan
+from miofind.problem import ProblemDescription
+from miofind.search import EXHAUSTIVE, Space
+from miofind.solution import Config, ConfigValue
+from miofind.solver import solver_by_id
+from miofind.solvers.direct_tiled import ConvDirectTiled
+
+DEVICE = Device.virtual("90a")
+PROBLEM = ProblemDescription.convolution(x=(8, 64, 28, 28), w=(64, 64, 3, 3), padding=1, dtype="float16", layout="NHWC")
+TILED = FindOptions(tuning=True, only=("ConvDirectTiled",))
+
+
+@pytest.fixture(autouse=True)
+def every_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Device, "library_version", lambda self, library: 1)
+
+
+def space_of(options: FindOptions, **arguments: object) -> Space:
+    (space,) = make_plan(PROBLEM, DEVICE, options, **arguments).spaces  # type: ignore[arg-type]
+    return space
+
+
+def test_without_a_search_there_are_no_spaces() -> None:
+    planned = make_plan(PROBLEM, DEVICE, FindOptions(only=("ConvDirectTiled",)))
+    assert planned.spaces == ()
+    defaults = solver_by_id("ConvDirectTiled").default_configs(PROBLEM, DEVICE)
+    assert {p.candidate.config for p in planned.candidates} == set(defaults)
+
+
+def test_a_large_space_begins_with_defaults_and_lists_the_best_estimates() -> None:
+    solver = solver_by_id("ConvDirectTiled")
+    space = space_of(TILED)
+    assert not space.is_whole
+    assert space.seeds == solver.default_configs(PROBLEM, DEVICE)
+    estimates = sorted(solver.estimate_ms(PROBLEM, DEVICE, c) for c in solver.configs(PROBLEM, DEVICE))
+    assert [space.estimate_ms(config) for config in space.listed] == estimates[: len(space.listed)]
+    assert len(space.listed) > EXHAUSTIVE
+
+
+def test_a_small_space_is_whole() -> None:
+    space = space_of(FindOptions(tuning=True, only=("ConvIm2colGemm",)))
+    assert space.is_whole
+    every = set(solver_by_id("ConvIm2colGemm").configs(PROBLEM, DEVICE))
+    assert {*space.seeds, *space.listed} == every
+
+
+def test_a_space_is_small_where_limits_leave_few() -> None:
+    """The limits count first: what they leave is covered, however large the product is."""
+    options = FindOptions(tuning=True, only=("ConvIm2colGemm",), workspace_limit_bytes=8 << 20)
+    space = space_of(options)
+    solver = solver_by_id("ConvIm2colGemm")
+    within = [c for c in solver.configs(PROBLEM, DEVICE) if solver.workspace_bytes(PROBLEM, DEVICE, c) <= 8 << 20]
+    assert 0 < len(within) < len(list(solver.configs(PROBLEM, DEVICE)))
+    assert {*space.seeds, *space.listed} == set(within)
+    assert [space.admits(config) for config in solver.configs(PROBLEM, DEVICE)].count(True) == len(within)
+
+
+def test_winners_elsewhere_are_seeds_where_they_are_valid_here() -> None:
+    solver = solver_by_id("ConvDirectTiled")
+    valid = list(solver.configs(PROBLEM, DEVICE))[123]
+    for_float32 = Config({**valid, "stages": 2})
+    unknown = Config.of(no_such_parameter=1)
+    space = space_of(TILED, winners={"ConvDirectTiled": (unknown, valid, for_float32), "Other": (unknown,)})
+    assert space.seeds == (*solver.default_configs(PROBLEM, DEVICE), valid)
+
+
+def test_candidates_are_what_a_search_is_likely_to_begin_with() -> None:
+    planned = make_plan(PROBLEM, DEVICE, TILED)
+    (space,) = planned.spaces
+    configs = [p.candidate.config for p in planned.candidates]
+    assert len(configs) == len(set(configs)) == SEARCH_LIMIT
+    assert set(space.seeds) <= set(configs)
+
+
+def test_what_is_left_out_has_a_reason() -> None:
+    planned = make_plan(PROBLEM, DEVICE, TILED)
+    gone = planned.candidates[0].candidate.id
+    less = planned.without({gone: "for this test", "Other:{}": "unknown"})
+    assert gone not in {p.candidate.id for p in less.candidates}
+    assert len(less.candidates) == len(planned.candidates) - 1
+    assert less.refusals == {**planned.refusals, gone: "for this test"}
+
+
+class _Vast(ConvDirectTiled):
+    """A solver with more points than are estimated."""
+
+    parameters: ClassVar[Mapping[str, Sequence[ConfigValue]]] = {
+        name: tuple(range(20)) for name in ("a", "b", "c", "d", "e")
+    }
+
+    def is_valid_config(self, problem: ProblemDescription, device: Device, config: Config) -> bool:
+        return bool(config["a"] != 0)
+
+
+def test_of_a_vast_product_an_even_part_is_estimated_and_the_same_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan_module, "MAX_ESTIMATED", 2000)
+    configs = list(estimated_configs(PROBLEM, DEVICE, _Vast()))
+    assert configs == list(estimated_configs(PROBLEM, DEVICE, _Vast()))
+    assert len(configs) == len(set(configs))
+    assert math.isclose(len(configs), 1900, rel_tol=0.05)
+    for name in "abcde":
+        values = {config[name] for config in configs}
+        assert values == set(range(1 if name == "a" else 0, 20))
