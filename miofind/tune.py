@@ -1,196 +1,240 @@
-"""Measures many problems into a FindDB: leaves out what is known, goes on past failures, stops cleanly.
+"""Measures many problems into a FindDB: a worker a device, one queue for all, and a summary whatever ends it.
 
-Each problem is recorded when it is done, so a tuning that was stopped takes up where it was. Knows nothing of how its
-progress is shown.
+What is known is left out, and each problem is recorded when it is done, so a tuning that was stopped, or killed, goes
+on where it was. Knows nothing of how its progress is shown.
 """
 
 from __future__ import annotations
 
-import logging
-import math
+import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from enum import StrEnum
+from collections.abc import Sequence
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
 
 from miofind import records
-from miofind.driver_line import driver_line
-from miofind.errors import DatabaseError, InvalidOptionError, MissingEnvironmentError
-from miofind.evaluate import DeviceLostError
-from miofind.find import measure
-from miofind.found import Solution
+from miofind.compiler import CompilePool
 from miofind.handle import Handle
-from miofind.options import FindOptions
-from miofind.problem import ProblemDescription
+from miofind.race import Effort
 from miofind.suites import SuiteProblem
+from miofind.tune_ahead import Ahead
+from miofind.tune_cost import rough_seconds
+from miofind.tune_queue import TaskQueue
+from miofind.tune_values import (
+    OnEvent,
+    Task,
+    TuneBegan,
+    TuneEnd,
+    TuneEvent,
+    TuneFinished,
+    TuneLost,
+    TuneOptions,
+    TuneResult,
+    TuneStarted,
+    TuneStatus,
+    TuneSummary,
+    mean_gain,
+)
+from miofind.tune_worker import Begun, Done, Lost, Report, Worker
 
-logger = logging.getLogger(__name__)
+__all__ = [
+    "OnEvent",
+    "Task",
+    "TuneBegan",
+    "TuneEnd",
+    "TuneEvent",
+    "TuneFinished",
+    "TuneLost",
+    "TuneOptions",
+    "TuneResult",
+    "TuneStarted",
+    "TuneStatus",
+    "TuneSummary",
+    "mean_gain",
+    "tasks_of",
+    "tune",
+]
 
-
-class TuneStatus(StrEnum):
-    """What became of a problem: measured now, known before, or left without a solution."""
-
-    TUNED = "tuned"
-    KNOWN = "known"
-    FAILED = "failed"
-
-
-class TuneEnd(StrEnum):
-    """Why a tuning ended."""
-
-    COMPLETE = "complete"
-    INTERRUPTED = "interrupted"
-    OUT_OF_TIME = "out_of_time"
-    DEVICE_LOST = "device_lost"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TuneOptions:
-    """How problems are tuned.
-
-    Attributes:
-        find: limits, filters and effort of each problem's find.
-        force: measure what the FindDB knows already, too.
-        stop_after_s: seconds after which no further problem is begun.
-
-    Raises:
-        InvalidOptionError: the message names the option and the value.
-    """
-
-    find: FindOptions = field(default_factory=FindOptions)
-    force: bool = False
-    stop_after_s: float = math.inf
-
-    def __post_init__(self) -> None:
-        if not self.stop_after_s >= 0:
-            raise InvalidOptionError(f"stop_after_s={self.stop_after_s!r} must be a number of at least 0")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TuneResult:
-    """What became of one problem.
-
-    Attributes:
-        solutions: fastest first; empty where it failed.
-        message: why it failed, "" otherwise.
-        seconds: time it took.
-    """
-
-    request: SuiteProblem
-    status: TuneStatus
-    solutions: tuple[Solution, ...] = ()
-    message: str = ""
-    seconds: float = 0.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TuneStarted:
-    """A problem is begun; `number` counts from 1 to `total`."""
-
-    request: SuiteProblem
-    number: int
-    total: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TuneFinished:
-    """A problem is done with; `number` counts from 1 to `total`."""
-
-    result: TuneResult
-    number: int
-    total: int
-
-
-TuneEvent = TuneStarted | TuneFinished
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TuneSummary:
-    """How a tuning went.
-
-    Attributes:
-        results: of the problems that were done with, in the order of the requests.
-        total: how many problems were asked for.
-        end: why it ended.
-        seconds: time it took.
-    """
-
-    results: tuple[TuneResult, ...]
-    total: int
-    end: TuneEnd
-    seconds: float
-
-    def count(self, status: TuneStatus) -> int:
-        """How many problems have that status."""
-        return sum(result.status is status for result in self.results)
-
-    @property
-    def left(self) -> int:
-        """Problems that were not done with."""
-        return self.total - len(self.results)
+GRACE_S = 2.0
+"""How long workers may go on when a tuning is stopped: a problem that is nearly done is kept."""
 
 
 def tune(
     requests: Sequence[SuiteProblem],
-    handle: Handle,
+    handles: Sequence[Handle],
     options: TuneOptions,
-    on_event: Callable[[TuneEvent], None] = lambda event: None,
+    on_event: OnEvent = lambda event: None,
+    *,
+    pool: CompilePool | None = None,
 ) -> TuneSummary:
-    """Find solutions of every problem, and record them in the handle's FindDB.
+    """Find solutions of every problem on every kind of device, and record them in the handles' FindDB.
 
-    Ctrl-C ends it with a summary, and so does a device that no longer answers. What was recorded stays.
+    Devices of one kind share the problems, the heaviest first. A lost device ends its own work; another of its kind
+    takes its problem over. KeyboardInterrupt ends all with a summary. What was recorded stays.
+
+    With one handle the work is done in this thread, with several in a thread each; then a measuring child may outlive
+    an interrupted call until its problem or this process ends.
 
     Args:
-        requests: the problems, in the order they are tuned.
-        handle: a strict one, so that nothing is measured that cannot be kept.
-        on_event: called when a problem is begun and when it is done with.
+        requests: the problems.
+        handles: one a device, strict ones, so that nothing is measured that cannot be kept.
+        on_event: called in this thread with what happens.
+        pool: compiles each problem's kernels while the one before is measured.
 
     Raises:
         DatabaseError: the FindDB cannot be written.
-        MissingEnvironmentError: the device or a library that measuring needs is missing.
+        MissingEnvironmentError: a library that measuring needs is missing.
     """
-    handle.database.user.add(())  # refuses now, not after the first problem
-    began = time.monotonic()
-    results: list[TuneResult] = []
-    end = TuneEnd.COMPLETE
+    for handle in handles:
+        handle.database.user.add(())  # refuses now, not after the first problem
+    tasks = tasks_of(requests, handles, options)
+    queue = TaskQueue(tasks, seconds=options.stop_after_s)
+    log = _Log(tasks, on_event)
+    ahead = None if pool is None else Ahead(pool, options.find)
+    on_event(TuneBegan(devices=tuple(handle.device for handle in handles), tasks=tasks))
+    interrupted = False
     try:
-        for number, request in enumerate(requests, start=1):
-            if time.monotonic() - began >= options.stop_after_s:
-                end = TuneEnd.OUT_OF_TIME
-                break
-            on_event(TuneStarted(request=request, number=number, total=len(requests)))
-            result = _tuned(request, handle, options)
-            results.append(result)
-            on_event(TuneFinished(result=result, number=number, total=len(requests)))
+        if len(handles) == 1:
+            Worker(0, handles[0], options, queue, ahead=ahead, tell=log.take).run()
+        else:
+            _run_crew(handles, options, queue, ahead, log)
     except KeyboardInterrupt:
-        end = TuneEnd.INTERRUPTED
-    except DeviceLostError as error:
-        logger.error("%s", error)
-        end = TuneEnd.DEVICE_LOST
-    return TuneSummary(results=tuple(results), total=len(requests), end=end, seconds=time.monotonic() - began)
+        interrupted = True
+    finally:
+        queue.close()
+        if ahead is not None:
+            ahead.close()
+    return log.summary(requests, interrupted=interrupted, out_of_time=queue.out_of_time)
 
 
-def _tuned(request: SuiteProblem, handle: Handle, options: TuneOptions) -> TuneResult:
-    """One problem's result; whatever fails is in it, unless it would fail every problem."""
-    began = time.monotonic()
+def tasks_of(requests: Sequence[SuiteProblem], handles: Sequence[Handle], options: TuneOptions) -> tuple[Task, ...]:
+    """Each problem once for every kind of device; with `recheck` those that the FindDB has queued for it."""
+    effort = Effort.TUNE if options.find.searches else Effort.FIND
+    tasks: list[Task] = []
+    for kind, handle in {handle.device.identity: handle for handle in handles}.items():
+        wanted = _queued(requests, handle, options) if options.recheck else requests
+        tasks += [
+            Task(request=request, kind=kind, estimate_s=rough_seconds(request.problem, handle.device, effort))
+            for request in wanted
+        ]
+    return tuple(tasks)
+
+
+def _queued(requests: Sequence[SuiteProblem], handle: Handle, options: TuneOptions) -> list[SuiteProblem]:
+    """Those of the problems whose answer wants measuring again; to look one up queues it where that is so."""
+    for request in requests:
+        records.look_up(request.problem, options.find, handle)
+    noted = {note.network_config for note in handle.database.rechecks(handle.device.identity)}
+    return [request for request in requests if request.problem.network_config in noted]
+
+
+class _Log:
+    """Turns the workers' reports into events and keeps the results."""
+
+    def __init__(self, tasks: Sequence[Task], on_event: OnEvent) -> None:
+        self._total = len(tasks)
+        self._on_event = on_event
+        self._began = time.monotonic()
+        self._begun = 0
+        self._results: list[TuneResult] = []
+        self._lost: dict[int, str] = {}
+
+    def take(self, report: Report) -> None:
+        """Keep one report and tell of it."""
+        if isinstance(report, Begun):
+            self._begun += report.task.losses == 0
+            number = self._begun
+            self._on_event(TuneStarted(task=report.task, device=report.device, number=number, total=self._total))
+            return
+        if isinstance(report, Lost):
+            self._lost[report.device] = report.message
+            self._on_event(TuneLost(device=report.device, message=report.message))
+        if report.result is not None:
+            self._finish(report, report.result)
+
+    def _finish(self, report: Done | Lost, result: TuneResult) -> None:
+        self._results.append(result)
+        self._on_event(
+            TuneFinished(
+                task=report.task, device=report.device, result=result, number=len(self._results), total=self._total
+            )
+        )
+
+    def summary(self, requests: Sequence[SuiteProblem], *, interrupted: bool, out_of_time: bool) -> TuneSummary:
+        """How it went."""
+        place = {request.problem: i for i, request in enumerate(requests)}
+        end = TuneEnd.COMPLETE
+        if interrupted:
+            end = TuneEnd.INTERRUPTED
+        elif out_of_time:
+            end = TuneEnd.OUT_OF_TIME
+        elif len(self._results) < self._total:
+            end = TuneEnd.DEVICE_LOST
+        return TuneSummary(
+            results=tuple(sorted(self._results, key=lambda result: place[result.request.problem])),
+            total=self._total,
+            end=end,
+            seconds=time.monotonic() - self._began,
+            lost=self._lost,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Left:
+    """A worker has ended, with what it raised."""
+
+    error: BaseException | None
+
+
+def _run_crew(
+    handles: Sequence[Handle], options: TuneOptions, queue: TaskQueue, ahead: Ahead | None, log: _Log
+) -> None:
+    """Run a worker a handle in threads, and hand their reports to the log in this one."""
+    reports: SimpleQueue[Report | _Left] = SimpleQueue()
+    workers = [
+        Worker(number, handle, options, queue, ahead=ahead, tell=reports.put) for number, handle in enumerate(handles)
+    ]
+    # Daemons: a tuning that is told to stop does not wait for a race of minutes.
+    threads = [threading.Thread(target=_attend, args=(worker, reports), daemon=True) for worker in workers]
+    for thread in threads:
+        thread.start()
     try:
-        known = None if options.force else _known(request.problem, options.find, handle)
-        solutions = known or measure(request.problem, options.find, handle)
-    except (DatabaseError, MissingEnvironmentError, DeviceLostError):
-        raise
-    except Exception as error:  # a solver's own code may raise anything, and hours of tuning must survive it
-        logger.debug("tuning failed: %s", driver_line(request.problem), exc_info=True)
-        message = str(error) or type(error).__name__
-        seconds = time.monotonic() - began
-        return TuneResult(request=request, status=TuneStatus.FAILED, message=message, seconds=seconds)
-    return TuneResult(
-        request=request,
-        status=TuneStatus.KNOWN if known else TuneStatus.TUNED,
-        solutions=tuple(solutions),
-        seconds=time.monotonic() - began,
-    )
+        running = len(threads)
+        while running:
+            report = reports.get()
+            if not isinstance(report, _Left):
+                log.take(report)
+                continue
+            running -= 1
+            if report.error is not None:
+                raise report.error
+    finally:
+        queue.close()
+        _let_finish(threads)
+        _drain(reports, log)
 
 
-def _known(problem: ProblemDescription, options: FindOptions, handle: Handle) -> list[Solution] | None:
-    """What the FindDB has, if no solver of this release is missing from it."""
-    return records.look_up(problem, options, handle, partial=False)
+def _attend(worker: Worker, reports: SimpleQueue[Report | _Left]) -> None:
+    try:
+        worker.run()
+    except BaseException as error:  # the calling thread raises it
+        reports.put(_Left(error))
+    else:
+        reports.put(_Left(None))
+
+
+def _let_finish(threads: Sequence[threading.Thread]) -> None:
+    deadline = time.monotonic() + GRACE_S
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+
+
+def _drain(reports: SimpleQueue[Report | _Left], log: _Log) -> None:
+    """Take what workers told of meanwhile."""
+    while True:
+        try:
+            report = reports.get_nowait()
+        except Empty:
+            return
+        if not isinstance(report, _Left):
+            log.take(report)

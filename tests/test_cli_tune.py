@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from cli_runner import FORWARD, TINY, run, run_json, use_own_folders
 from rich.console import Console
 
 from miofind.candidate import Outcome
+from miofind.device import Device
 from miofind.errors import LaunchError
 from miofind.finddb import Store
 from miofind.sandbox import InProcess
@@ -92,6 +94,17 @@ def test_options_hold_for_suites_and_driver_lines_alike(table: str) -> None:
     assert "is given twice" in run("tune", *FORWARD, "--batch", "2", *HERE, code=2).stderr
 
 
+def test_find_db_text_of_miopen(tmp_path: Path) -> None:
+    file = tmp_path / "gfx90a.fdb.txt"
+    value = "ConvDirectNaiveConvFwd:0.1,0,miopenConvolutionFwdAlgoDirect"
+    keys = ["4-6-5-3x3-2-6-5-1-1x1-1x1-1x1-0-NCHW-FP32-F", "2-6-5-3x3-4-6-5-1-1x1-1x1-1x1-0-NCHW-FP32-B"]
+    file.write_text("\n".join(f"{key}={value}" for key in [*keys, "4-6-5-CHWN-INT8-F"]), encoding="utf-8")
+    result = run("tune", "--fdb", str(file), *HERE, "--json")
+    printed = json.loads(result.stdout)["results"]
+    assert [(entry["suite"], entry["layer"]) for entry in printed] == [("gfx90a", "line 1"), ("gfx90a", "line 2")]
+    assert result.stderr.count("warning: gfx90a: 1 of 3 keys name no problem and are left out: '4-6-5-CHWN") == 1
+
+
 def test_lines_of_a_file(tmp_path: Path) -> None:
     file = tmp_path / "lines.txt"
     file.write_text(f"# what the model runs\n{' '.join(FORWARD)}\n", encoding="utf-8")
@@ -119,7 +132,7 @@ def test_a_terminal_gets_a_bar_with_failures_above_it(table: str, monkeypatch: p
     result = run("tune", "--csv", table, *HERE, "--only", "ConvCpuGemm1x1", code=1)
     assert "3/3" in result.stderr
     assert "1 tuned, 2 failed" in result.stderr or "2 failed, 1 tuned" in result.stderr
-    assert "[1/3] failed first" in result.stderr
+    assert "[1/3] failed third" in result.stderr, "the heaviest comes first"
     assert "3/3" not in result.stdout
 
 
@@ -171,11 +184,33 @@ def test_ctrl_c_ends_with_a_summary(table: str, monkeypatch: pytest.MonkeyPatch)
     assert run_json("tune", "--csv", table, *HERE)["counts"] == {"tuned": 2, "known": 1, "failed": 0, "left": 0}
 
 
-@pytest.mark.parametrize("where", ["child", "--in-process"])
-def test_a_real_sigint_stops_within_seconds(where: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "miofind", "tune", "--suite", "vgg16", "--device", "cpu", "--json"]
+_ON_TWO = """
+from miofind import device
+from miofind.cli import main, tune
+cpu = device.Device.cpu()
+device.Device.cuda = staticmethod(lambda index: cpu)
+tune.cuda_device_count = lambda: 2
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("program", "where", "number"),
+    [
+        (("-m", "miofind"), ("--device", "cpu"), signal.SIGINT),
+        (("-m", "miofind"), ("--device", "cpu", "--in-process"), signal.SIGINT),
+        (("-m", "miofind"), ("--device", "cpu"), signal.SIGTERM),
+        (("-c", _ON_TWO), ("--gpus", "all"), signal.SIGINT),
+        (("-c", _ON_TWO), ("--gpus", "all"), signal.SIGTERM),
+    ],
+    ids=["child", "in process", "SIGTERM", "two devices", "two devices, SIGTERM"],
+)
+def test_a_real_signal_stops_within_seconds(
+    program: tuple[str, ...], where: tuple[str, ...], number: signal.Signals, tmp_path: Path
+) -> None:
+    asked = ("tune", "--suite", "vgg16", "--direction", "all", "--exclude", "ConvCpuDirect", "--json")
     process = subprocess.Popen(
-        command + ([where] if where.startswith("--") else []),
+        [sys.executable, *program, *asked, *where],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -184,10 +219,10 @@ def test_a_real_sigint_stops_within_seconds(where: str, tmp_path: Path) -> None:
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
     assert process.stderr is not None
-    assert process.stderr.readline().startswith("[1/")
+    assert process.stderr.readline().startswith("[ 1/27] tuned")
     began = time.monotonic()
-    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
-    stdout, stderr = process.communicate(timeout=60)
+    os.killpg(process.pid, number)  # as a terminal does
+    stdout, stderr = process.communicate(timeout=60)  # until the children, which have this stderr, are gone too
     assert time.monotonic() - began < 10
     assert process.returncode == 130
     assert "Traceback" not in stderr
@@ -196,3 +231,74 @@ def test_a_real_sigint_stops_within_seconds(where: str, tmp_path: Path) -> None:
     assert summary["counts"]["tuned"] >= 1
     with Store(tmp_path / "finddb.db", read_only=True) as store:
         assert store.stats().problems >= 1
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        (("--gpus", "0;1"), "'0;1' names no GPUs"),
+        (("--arch", "90a", "--device", "cpu", "--dry-run"), "exclude each other"),
+        (("--arch", "90a"), "nothing can be measured: add --dry-run"),
+    ],
+    ids=["form", "two ways", "virtual"],
+)
+def test_devices_that_make_no_sense_are_refused(asked: tuple[str, ...], words: str) -> None:
+    assert words in run("tune", *FORWARD, *asked, code=2).stderr
+
+
+def test_gpus_of_a_machine_without_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("miofind.cli.tune.cuda_device_count", lambda: 0)
+    assert "no GPU that CUDA sees" in run("tune", *FORWARD, "--gpus", "all", code=3).stderr
+
+
+def test_all_gpus_get_a_table_a_kind(table: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds = [replace(Device.cpu(), name=name) for name in ("kind A", "kind A", "kind B")]
+    monkeypatch.setattr("miofind.cli.tune.cuda_device_count", lambda: 3)
+    monkeypatch.setattr(Device, "cuda", lambda index: kinds[index])
+    result = run("tune", "--csv", table, "--gpus", "all", "--exclude", "ConvCpuDirect", "--limit", "1")
+    lines = result.stdout.splitlines()
+    assert [line for line in lines if line.startswith("kind")] == [
+        "kind A: batch 1, float32, NCHW",
+        "kind B: batch 1, float32, NCHW",
+    ]
+    assert lines[-1].startswith("2 problems, 2 measured in ")
+    assert " on 3 devices; all their calls together take " in lines[-1]
+    assert "CPU 2 kind B: first" in result.stderr
+    printed = run_json("tune", "--csv", table, "--gpus", "0,2", "--exclude", "ConvCpuDirect", "--limit", "1")
+    assert printed["counts"] == {"tuned": 0, "known": 2, "failed": 0, "left": 0}
+    assert {result["device"] for result in printed["results"]} == {kinds[0].identity, kinds[2].identity}
+    assert [device["lost"] for device in printed["devices"]] == [None, None]
+    assert "in-process measures on one GPU" in run("tune", *FORWARD, "--gpus", "0,1", "--in-process", code=2).stderr
+
+
+def test_recheck_measures_what_is_queued_and_nothing_else(table: str, tmp_path: Path) -> None:
+    here = ("--device", "cpu", "--in-process")  # a filtered find leaves what is queued
+    run("tune", "--csv", table, *here)
+    assert "0 problems, nothing to measure" in run("tune", "--recheck", *here).stdout
+    with Store(tmp_path / "finddb.db") as store:
+        key = store.problems()[0]
+        store.queue_recheck(key.device, key.network_config, "measured with other versions")
+    assert run_json("tune", "--recheck", "--csv", table, *here, "--dry-run")["forecasts"][0]["problems"] == 1
+    printed = run_json("tune", "--recheck", *here)
+    assert [result["network_config"] for result in printed["results"]] == [key.network_config]
+    assert printed["counts"]["tuned"] == 1
+    assert run_json("tune", "--recheck", *here)["total"] == 0
+
+
+def test_what_is_queued_of_unknown_problems_is_left_out(tmp_path: Path) -> None:
+    with Store(tmp_path / "finddb.db") as store:
+        store.queue_recheck(Device.cpu().identity, "conv4d-sideways", "measured with other versions")
+    result = run("tune", "--recheck", *HERE)
+    assert "0 problems, nothing to measure" in result.stdout
+    assert "left out: 'conv4d-sideways' is not a network_config" in result.stderr
+
+
+def test_what_failed_is_measured_again_where_that_is_asked_for(tmp_path: Path) -> None:
+    run("tune", *FORWARD, *HERE)
+    with Store(tmp_path / "finddb.db") as store:
+        key, row = next(store.rows())
+        store.record(
+            key.device, key.network_config, [replace(row, status="crashed", time_ms=None, created_at="", id="")]
+        )
+    assert run_json("tune", *FORWARD, *HERE)["counts"]["known"] == 1
+    assert run_json("tune", *FORWARD, *HERE, "--retry-failed")["counts"]["tuned"] == 1

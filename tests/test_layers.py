@@ -19,10 +19,26 @@ PARTS = ("solvers", "finddb", "kernels_src")
 LAYERS = (
     ("__main__", "cli"),
     ("miofind", "api", "bench"),
-    ("tune", "row_check", "find", "records", "plan", "found", "runner", "solution_file", "handle"),
-    ("sandbox",),
-    ("evaluate",),
-    ("race", "measure", "lane_cuda", "lane_host", "verify", "ceilings", "torch_rival"),
+    ("tune", "tune_worker", "tune_ahead", "tune_forecast", "tune_queue", "tune_values"),
+    (
+        "null_test",
+        "row_check",
+        "find",
+        "rounds",
+        "search",
+        "neighbours",
+        "known",
+        "records",
+        "plan",
+        "found",
+        "runner",
+        "solution_file",
+        "handle",
+    ),
+    ("sandbox", "sandbox_child"),
+    ("evaluate", "health"),
+    ("tune_cost",),
+    ("race", "verdict", "measure", "gpu_monitor", "lane_cuda", "lane_host", "verify", "ceilings", "torch_rival"),
     ("rig", "rig_cuda", "rig_host", "device_kernels", "accuracy", "sampling"),
     ("invoker",),
     ("compiler",),
@@ -30,11 +46,11 @@ LAYERS = (
     ("solver", "options"),
     ("candidate", "reference", "geometry", "correlation", "planes", "tile_cost", "environment", "libraries"),
     ("solution",),
-    ("suites", "driver_line", "driver_flags"),
+    ("find_db_text", "suites", "driver_line", "driver_flags"),
     ("device", "device_memory"),
     ("problem", "array_problem", "network_config", "tensor", "operands", "arrays", "values"),
     ("finddb", "kernels_src"),
-    ("errors", "files"),
+    ("errors", "files", "child"),
 )
 
 # Methods that lead into a module above: imported inside a function, nowhere else.
@@ -45,7 +61,7 @@ FRONT_DOORS = {
     ("measure", "lane_host"),
 }
 
-GPU_LIBRARIES = {"cupy", "cupyx", "cupy_backends", "cudnn", "nvmath", "cuda", "torch"}
+GPU_LIBRARIES = {"cupy", "cupyx", "cupy_backends", "cudnn", "nvmath", "cuda", "torch", "pynvml"}
 
 
 @dataclass(frozen=True)

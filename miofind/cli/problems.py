@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import shlex
 from collections.abc import Callable, Iterable, Sequence
@@ -13,8 +14,11 @@ import click
 from miofind.cli.options import choice
 from miofind.driver_line import driver_line, parse_driver_line
 from miofind.errors import InvalidOptionError
+from miofind.find_db_text import load_find_db
 from miofind.problem import DataType, Direction, Layout, MathMode, ProblemDescription
 from miofind.suites import Suite, SuiteProblem, load, load_csv, load_lines, problem_class
+
+logger = logging.getLogger(__name__)
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -80,6 +84,7 @@ _REQUESTS = (
     click.option("--suite", "suites", multiple=True, metavar="NAME", help="A shipped suite; repeatable."),
     click.option("--csv", "csvs", multiple=True, metavar="FILE", help="A table with the columns of the suites."),
     click.option("--lines", "line_files", multiple=True, metavar="FILE", help="A file of MIOpenDriver lines."),
+    click.option("--fdb", "fdbs", multiple=True, metavar="FILE", help="A find-db text file of MIOpen's, .fdb.txt."),
     click.option("--batch", type=click.IntRange(min=1), metavar="N", help="Batch; multiplies the suite's n."),
     click.option("--dtype", type=choice(DataType), help="Element type of every tensor."),
     click.option("--math", type=choice(MathMode), help="Arithmetic of float32 problems."),
@@ -103,34 +108,55 @@ def request_options(command: Command) -> Command:
     return optional_problem_argument(command)
 
 
-def requests_of(
-    *,
-    suites: Sequence[str],
-    csvs: Sequence[str],
-    line_files: Sequence[str],
-    line: Sequence[str],
-    limit: int | None,
-    **variant: Any,
-) -> list[SuiteProblem]:
-    """Distinct problems of all that was named, in that order; `variant` holds the fields of `Variant`.
+def requests_of(**named: Any) -> list[SuiteProblem]:
+    """Distinct problems of all that `request_options` parsed, suites first.
 
     Raises:
         UsageError: nothing was named.
         InvalidOptionError, InvalidProblemError: an unknown suite, an unreadable file, a bad line or flag.
     """
-    if not (suites or csvs or line_files or line):
-        raise click.UsageError("name what to work on: --suite NAME, --csv FILE, --lines FILE or a driver line")
+    requests = named_requests(needed=True, **named)
+    assert requests is not None
+    return requests
+
+
+def named_requests(
+    *,
+    needed: bool,
+    suites: Sequence[str],
+    csvs: Sequence[str],
+    line_files: Sequence[str],
+    fdbs: Sequence[str],
+    line: Sequence[str],
+    limit: int | None,
+    **variant: Any,
+) -> list[SuiteProblem] | None:
+    """The same, and None where nothing was named and nothing is `needed`; `variant` holds the fields of `Variant`."""
+    if not (suites or csvs or line_files or fdbs or line):
+        if not needed:
+            return None
+        raise click.UsageError(
+            "name what to work on: --suite NAME, --csv FILE, --lines FILE, --fdb FILE or a driver line"
+        )
     asked = Variant(**variant)
     if line:
         problems = problems_of((*line, *asked.words))
         named = [SuiteProblem(problem=p, suite="", layer=problem_class(p), count=1) for p in problems]
     else:
         named = []
-    tables = [*map(load, suites), *map(load_csv, csvs), *map(load_lines, line_files)]
+    tables = [*map(load, suites), *map(load_csv, csvs), *map(load_lines, line_files), *map(_find_db, fdbs)]
     requests = _distinct([*(request for table in tables for request in asked.of(table)), *named])
     if not requests:
         raise InvalidOptionError("the files named hold no problem: add one")
     return requests[:limit]
+
+
+def _find_db(path: str) -> Suite:
+    """The problems of a find-db text file, with one warning about keys that name none."""
+    found = load_find_db(path)
+    if found.warning:
+        logger.warning("%s", found.warning)
+    return found.suite
 
 
 def _distinct(requests: Iterable[SuiteProblem]) -> list[SuiteProblem]:

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import math
+import re
+import signal
+import threading
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from miofind.cli.options import (
     DRIVER_LINE,
+    arch_option,
     db_option,
     device_option,
     example,
@@ -16,33 +24,63 @@ from miofind.cli.options import (
     json_option,
     limit_options,
     only_option,
+    retry_failed_option,
+    search_options,
     time_budget_option,
 )
-from miofind.cli.output import print_json
-from miofind.cli.problems import request_options, requests_of
+from miofind.cli.output import print_json, stderr
+from miofind.cli.problems import named_requests, request_options
 from miofind.cli.session import verbose_option
+from miofind.cli.tune_forecast import print_forecasts
 from miofind.cli.tune_progress import progress
 from miofind.cli.tune_report import print_report, summary_json
-from miofind.device import Device
+from miofind.compiler import BinaryCache, CompilePool, Compiler
+from miofind.device import Device, Place, cuda_device_count
+from miofind.errors import InvalidProblemError, NoDeviceError
 from miofind.handle import Handle
 from miofind.options import FindOptions
-from miofind.tune import TuneEnd, TuneOptions, TuneStatus
+from miofind.problem import ProblemDescription
+from miofind.suites import SuiteProblem, problem_class
+from miofind.tune import TuneEnd, TuneOptions, TuneStatus, TuneSummary, tasks_of
 from miofind.tune import tune as tune_problems
+from miofind.tune_forecast import Forecast, forecast
 
-_LIMITS = ("only", "exclude", "workspace_limit_bytes", "deterministic", "max_error")
+logger = logging.getLogger(__name__)
+
+_FIND = (
+    *("only", "exclude", "workspace_limit_bytes", "deterministic", "max_error"),
+    *("trials", "patience", "seed", "retry_failed"),
+)
 _EXIT_CODES = {TuneEnd.INTERRUPTED: 130, TuneEnd.DEVICE_LOST: 1}
+
+
+def _gpus(ctx: click.Context, parameter: click.Parameter, value: str | None) -> tuple[Device, ...]:
+    if value is None:
+        return ()
+    if value.lower() == "all":
+        count = cuda_device_count()
+        if count == 0:
+            raise NoDeviceError("--gpus all: this machine has no GPU that CUDA sees: check `nvidia-smi`")
+        return tuple(map(Device.cuda, range(count)))
+    if re.fullmatch(r"\d{1,4}(,\d{1,4})*", value, re.ASCII) is None:
+        raise click.BadParameter(f"{value!r} names no GPUs: write all, or ordinals such as 0,1")
+    return tuple(map(Device.cuda, dict.fromkeys(map(int, value.split(",")))))
 
 
 @click.command(
     context_settings=DRIVER_LINE,
     epilog=example(
-        "miofind tune --suite resnet50 --batch 32 --dtype float16 --layout NHWC --direction all",
+        "miofind tune --suite resnet50 --batch 32 --dtype float16 --layout NHWC --direction all --gpus all",
         "miofind tune conv -n 32 -c 64 -H 56 -W 56 -k 64 -y 3 -x 3 -p 1 -q 1 -F 1 --search",
     ),
 )
 @request_options
 @click.option("--search", is_flag=True, help="Search configurations, not only the defaults.")
+@search_options
 @click.option("--force", is_flag=True, help="Measure what the FindDB knows already, too.")
+@click.option("--recheck", is_flag=True, help="Only what the FindDB has queued to be measured again.")
+@retry_failed_option
+@click.option("--dry-run", is_flag=True, help="Print what would be done and how long it may take; measure nothing.")
 @click.option("--in-process", is_flag=True, help="Measure in this process, not in a child of it.")
 @time_budget_option
 @click.option(
@@ -57,42 +95,130 @@ _EXIT_CODES = {TuneEnd.INTERRUPTED: 130, TuneEnd.DEVICE_LOST: 1}
 @exclude_option
 @limit_options
 @device_option
+@click.option("--gpus", callback=_gpus, metavar="NAMES", help="All GPUs of this host, or some: all, or 0,1.")
+@arch_option
 @db_option
 @json_option
 @verbose_option
 def tune(
-    search: bool,
-    force: bool,
-    in_process: bool,
-    time_budget_s: float | None,
-    stop_after_s: float,
+    recheck: bool,
+    dry_run: bool,
     device: Device,
+    gpus: tuple[Device, ...],
+    archs: tuple[Device, ...],
     database: str | None,
     as_json: bool,
     **values: Any,
 ) -> None:
     """Measure problems into the FindDB.
 
-    They come from suites, files and a driver line, and each is recorded when it is done.
+    They come from suites, files and a driver line; the long and frequent ones are measured first, and each is recorded
+    when it is done.
 
-    Problems that the FindDB answers already are left out, so a tuning that was stopped goes on where it was. Those
-    that failed are tried again.
+    Problems that the FindDB answers already are left out, so a tuning that was stopped or killed goes on where it was.
+    Candidates that failed here before stay out, unless --retry-failed asks for them. Ctrl-C stops it within seconds
+    and says what was done.
     """
-    limits = {name: values.pop(name) for name in _LIMITS}
-    requests = requests_of(**values)
-    find = FindOptions(
-        tuning=search,
-        isolate=not in_process,
-        time_budget_s=math.inf if time_budget_s is None else time_budget_s,
-        **limits,
-    )
-    options = TuneOptions(find=find, force=force, stop_after_s=stop_after_s)
-    with Handle(device, database=database, strict=True) as handle:
-        with progress(len(requests)) as on_event:
-            summary = tune_problems(requests, handle, options, on_event)
+    devices = _devices(device, gpus, archs, dry_run=dry_run, in_process=values["in_process"])
+    options = _options(values, recheck=recheck)
+    compiler = Compiler(BinaryCache())
+    with contextlib.ExitStack() as stack:
+        handles = [
+            stack.enter_context(Handle(each, database=database, strict=True, compiler=compiler)) for each in devices
+        ]
+        requests = _requests(values, handles, recheck=recheck)
+        if dry_run:
+            print_forecasts(_forecasts(requests, handles, options), as_json=as_json)
+            return
+        summary = _tuned(requests, handles, options)
         if as_json:
-            print_json(summary_json(summary, handle))
+            print_json(summary_json(summary, handles))
         else:
-            print_report(summary, handle)
+            print_report(summary, handles)
     failed = int(summary.count(TuneStatus.FAILED) > 0)
     raise click.exceptions.Exit(_EXIT_CODES.get(summary.end, failed))
+
+
+def _devices(
+    device: Device, gpus: tuple[Device, ...], archs: tuple[Device, ...], *, dry_run: bool, in_process: bool
+) -> tuple[Device, ...]:
+    """The devices that were asked for, in one of the three ways to name them."""
+    named = click.get_current_context().get_parameter_source("device") is ParameterSource.COMMANDLINE
+    if named + bool(gpus) + bool(archs) > 1:
+        raise click.UsageError("--device, --gpus and --arch exclude each other: name devices in one way")
+    if archs and not dry_run:
+        raise click.UsageError("--arch describes GPUs that need not be here, so nothing can be measured: add --dry-run")
+    if in_process and len(gpus) > 1:
+        raise click.UsageError("--in-process measures on one GPU: leave it out, and each GPU gets a process")
+    return gpus or archs or (device,)
+
+
+def _options(values: dict[str, Any], *, recheck: bool) -> TuneOptions:
+    """What was asked for, taken out of `values`."""
+    budget_s = values.pop("time_budget_s")
+    find = FindOptions(
+        tuning=values.pop("search"),
+        isolate=not values.pop("in_process"),
+        time_budget_s=math.inf if budget_s is None else budget_s,
+        **{name: values.pop(name) for name in _FIND},
+    )
+    return TuneOptions(find=find, force=values.pop("force"), recheck=recheck, stop_after_s=values.pop("stop_after_s"))
+
+
+def _requests(values: dict[str, Any], handles: Sequence[Handle], *, recheck: bool) -> list[SuiteProblem]:
+    """The problems that were named; for a re-check without names, all that the FindDB has queued."""
+    requests = named_requests(needed=not recheck, **values)
+    if requests is not None:
+        return requests
+    kinds = dict.fromkeys(handle.device.identity for handle in handles)
+    noted = dict.fromkeys(note.network_config for kind in kinds for note in handles[0].database.rechecks(kind))
+    return [
+        SuiteProblem(problem=problem, suite="recheck", layer=problem_class(problem), count=1)
+        for problem in _readable(noted)
+    ][: values["limit"]]
+
+
+def _readable(network_configs: Iterable[str]) -> Iterator[ProblemDescription]:
+    """The problems of a FindDB's texts; another release, or nobody that is known, may have written some."""
+    for text in network_configs:
+        try:
+            yield ProblemDescription.from_network_config(text)
+        except InvalidProblemError as error:
+            logger.warning("what is queued of an unknown problem is left out: %s", error)
+
+
+def _forecasts(requests: Sequence[SuiteProblem], handles: Sequence[Handle], options: TuneOptions) -> list[Forecast]:
+    """One a kind of device."""
+    tasks = tasks_of(requests, handles, options)
+    found = []
+    with stderr().status("planning"):
+        for kind in dict.fromkeys(handle.device.identity for handle in handles):
+            of_kind = [handle for handle in handles if handle.device.identity == kind]
+            found.append(forecast([task.request for task in tasks if task.kind == kind], of_kind, options))
+    return found
+
+
+def _tuned(requests: Sequence[SuiteProblem], handles: Sequence[Handle], options: TuneOptions) -> TuneSummary:
+    on_cuda = any(handle.device.place is Place.CUDA for handle in handles)
+    with contextlib.ExitStack() as stack:
+        pool = stack.enter_context(CompilePool()) if on_cuda else None
+        stack.enter_context(_terminable())
+        on_event = stack.enter_context(progress())
+        return tune_problems(requests, handles, options, on_event, pool=pool)
+
+
+@contextlib.contextmanager
+def _terminable() -> Iterator[None]:
+    """Let SIGTERM end a tuning as Ctrl-C does."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)

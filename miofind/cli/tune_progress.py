@@ -1,81 +1,112 @@
-"""How a tuning shows that it goes on: a live bar on a terminal, a line a problem elsewhere. All of it on stderr."""
+"""How a tuning shows that it goes on: a live table on a terminal, a line a problem elsewhere. All of it on stderr."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Iterator
 from contextlib import contextmanager
 
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TaskID,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.console import Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
 
-from miofind.cli.output import print_note, seconds_text, stderr, tflops_text, time_text
+from miofind.cli.output import print_note, printable, ratio_text, seconds_text, stderr, tflops_text, time_text
 from miofind.cli.problems import short_direction, short_problem
-from miofind.tune import TuneEvent, TuneFinished, TuneResult, TuneStarted, TuneStatus
+from miofind.cli.tune_board import Board, DeviceState
+from miofind.device import Device, Place
+from miofind.suites import SuiteProblem
+from miofind.tune import OnEvent, TuneEvent, TuneFinished, TuneLost, TuneResult, TuneStatus
 
-OnEvent = Callable[[TuneEvent], None]
+_NUMBERS = ("done", "failed", "left", "ETA", "gain")
 
 
 @contextmanager
-def progress(total: int) -> Iterator[OnEvent]:
-    """What to call with the events of a tuning of `total` problems."""
+def progress() -> Iterator[OnEvent]:
+    """What to call with the events of a tuning."""
     if not stderr().is_terminal:
-        yield _line
+        yield _Lines()
         return
-    columns = (
-        TextColumn("tune"),
-        BarColumn(bar_width=24),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[counts]}"),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
-        TextColumn("[dim]{task.description}"),
-    )
-    with Progress(*columns, console=stderr(), transient=True) as bar:
-        yield _Live(bar, total)
+    view = _View()
+    with Live(console=stderr(), transient=True, refresh_per_second=4, get_renderable=view.shown):
+        yield view
 
 
-class _Live:
-    """Moves a bar; failures are printed above it."""
+def device_name(number: int, device: Device) -> str:
+    """A device in a few words, such as "GPU 0 NVIDIA H200"."""
+    place = "GPU" if device.place is Place.CUDA else "CPU"
+    return f"{place} {device.index if device.index >= 0 else number} {device.name}"
 
-    def __init__(self, bar: Progress, total: int) -> None:
-        self._bar = bar
-        self._counts = dict.fromkeys(TuneStatus, 0)
-        self._task: TaskID = bar.add_task("", total=total, counts="")
+
+class _Lines:
+    """Prints a line for each problem that is done with and each device that is lost."""
+
+    def __init__(self) -> None:
+        self._board = Board()
 
     def __call__(self, event: TuneEvent) -> None:
-        """Show one event."""
-        if isinstance(event, TuneStarted):
-            problem = event.request.problem
-            description = f"{event.request.layer} {short_problem(problem)} {short_direction(problem)}"
-            self._bar.update(self._task, description=description)
-            return
-        status = event.result.status
-        self._counts[status] += 1
-        counts = ", ".join(f"{count} {name.value}" for name, count in self._counts.items() if count)
-        self._bar.update(self._task, advance=1, counts=counts)
-        if status is TuneStatus.FAILED:
-            print_note(_text(event))
+        self._board.take(event)
+        text = _text(event, self._board)
+        if text:
+            print_note(text)
 
 
-def _line(event: TuneEvent) -> None:
-    if isinstance(event, TuneFinished):
-        print_note(_text(event))
+class _View:
+    """A table that is drawn again and again, a row a device; failures are printed above it."""
+
+    def __init__(self) -> None:
+        self._board = Board()
+        self._began = time.monotonic()
+
+    def __call__(self, event: TuneEvent) -> None:
+        self._board.take(event)
+        failed = isinstance(event, TuneFinished) and event.result.status is TuneStatus.FAILED
+        if failed or isinstance(event, TuneLost):
+            print_note(_text(event, self._board))
+
+    def shown(self) -> RenderableType:
+        """The table as it is now, and a line that sums it up."""
+        table = Table(box=None, pad_edge=False, show_edge=False, header_style="dim")
+        for name in ("device", "measures", "for", *_NUMBERS):
+            right = name in (*_NUMBERS, "for")
+            table.add_column(name, justify="right" if right else "left", no_wrap=True, overflow="ellipsis")
+        for number, state in enumerate(self._board.devices):
+            table.add_row(*map(printable, self._cells(number, state)))
+        counts = self._board.counts()
+        told = ", ".join(f"{count} {status.value}" for status, count in counts.items() if count)
+        elapsed = seconds_text(time.monotonic() - self._began)
+        return Group(table, Text(f"{sum(counts.values())}/{self._board.total} {told or 'begun'} in {elapsed}"))
+
+    def _cells(self, number: int, state: DeviceState) -> list[str]:
+        eta_s, gain = self._board.eta_s(state), self._board.gain(state)
+        task = state.task
+        return [
+            device_name(number, state.device),
+            "lost" if state.lost else "-" if task is None else _named(task.request),
+            "-" if task is None else seconds_text(time.monotonic() - state.since),
+            str(sum(state.counts.values())),
+            str(state.counts[TuneStatus.FAILED]),
+            str(self._board.left(state)),
+            "-" if eta_s is None else seconds_text(eta_s),
+            "-" if gain is None else ratio_text(gain),
+        ]
 
 
-def _text(event: TuneFinished) -> str:
-    result = event.result
-    problem = result.request.problem
-    width = len(str(event.total))
-    where = f"[{event.number:>{width}}/{event.total}] {result.status.value:6} {result.request.layer}"
-    return f"{where} {short_problem(problem)} {short_direction(problem)}: {_outcome(result)}"
+def _text(event: TuneEvent, board: Board) -> str:
+    """One line on what happened, "" where it is not worth one."""
+    if isinstance(event, TuneLost):
+        return f"lost {device_name(event.device, board.devices[event.device].device)}: {event.message}"
+    if not isinstance(event, TuneFinished):
+        return ""
+    result, width = event.result, len(str(event.total))
+    several = len(board.devices) > 1
+    where = f"{device_name(event.device, board.devices[event.device].device)}: " if several else ""
+    head = f"[{event.number:>{width}}/{event.total}] {result.status.value:6} {where}"
+    return f"{head}{_named(result.request)}: {_outcome(result)}"
+
+
+def _named(request: SuiteProblem) -> str:
+    return f"{request.layer} {short_problem(request.problem)} {short_direction(request.problem)}"
 
 
 def _outcome(result: TuneResult) -> str:
@@ -83,4 +114,5 @@ def _outcome(result: TuneResult) -> str:
         return result.message.splitlines()[0]
     best = result.solutions[0]
     rate = tflops_text(best.problem.flops, best.time_ms)
-    return f"{best.solver_id} {time_text(best.time_ms)} ms, {rate} TFLOP/s ({seconds_text(result.seconds)})"
+    gain = "" if result.gain is None or result.gain < 1.005 else f", gain {ratio_text(result.gain)}"
+    return f"{best.solver_id} {time_text(best.time_ms)} ms, {rate} TFLOP/s{gain} ({seconds_text(result.seconds)})"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 
 from miofind.cli.output import (
     Sheet,
@@ -19,7 +20,7 @@ from miofind.cli.solution_table import solution_json
 from miofind.found import Solution
 from miofind.handle import Handle
 from miofind.race import TIE
-from miofind.tune import TuneEnd, TuneResult, TuneStatus, TuneSummary
+from miofind.tune import TuneEnd, TuneResult, TuneStatus, TuneSummary, mean_gain
 
 _COLUMNS = (
     "layer",
@@ -38,6 +39,7 @@ _NUMBERS = ("ms", "TFLOP/s", "workspace", "behind")
 _SPARE = ("source", "config", "workspace", "behind", "second best", "dir")
 _CONFIG_CHARS = 32
 _REASONS_SHOWN = 12
+_LEAST_GAIN_SHOWN = 1.005
 _ENDS = {
     TuneEnd.COMPLETE: "",
     TuneEnd.INTERRUPTED: "interrupted",
@@ -46,15 +48,24 @@ _ENDS = {
 }
 
 
-def print_report(summary: TuneSummary, handle: Handle) -> None:
-    """Print the table, the failures and the summary."""
-    solved = [result for result in summary.results if result.solutions]
-    if solved:
-        _winners(solved, handle).print()
+def print_report(summary: TuneSummary, handles: Sequence[Handle]) -> None:
+    """Print a table of winners a kind of device, the failures and the summary."""
+    for kind, handle in by_kind(handles).items():
+        solved = [result for result in summary.results if result.solutions and result.kind == kind]
+        if solved:
+            _winners(solved, handle).print()
     for result in summary.results:
         if not result.solutions:
             print_text(f"failed: {result.request.layer} {_shortened(result.message)}")
-    print_text(_summary_line(summary, handle))
+    print_text(_summary_line(summary, handles))
+
+
+def by_kind(handles: Iterable[Handle]) -> dict[str, Handle]:
+    """The first handle of each kind of device, by identity."""
+    found: dict[str, Handle] = {}
+    for handle in handles:
+        found.setdefault(handle.device.identity, handle)
+    return found
 
 
 def second_best(solutions: Sequence[Solution]) -> Solution | None:
@@ -62,15 +73,20 @@ def second_best(solutions: Sequence[Solution]) -> Solution | None:
     return next((s for s in solutions[1:] if s.solver_id != solutions[0].solver_id), None)
 
 
-def summary_json(summary: TuneSummary, handle: Handle) -> dict[str, object]:
+def summary_json(summary: TuneSummary, handles: Sequence[Handle]) -> dict[str, object]:
     """The whole tuning as one object."""
     return {
-        "device": handle.device.identity,
-        "database": _database(handle),
+        "devices": [
+            {"device": handle.device.identity, "index": handle.device.index, "lost": summary.lost.get(number)}
+            for number, handle in enumerate(handles)
+        ],
+        "database": _database(handles[0]),
         "end": summary.end.value,
         "seconds": summary.seconds,
         "total": summary.total,
         "counts": {status.value: summary.count(status) for status in TuneStatus} | {"left": summary.left},
+        "gain": mean_gain(summary.results),
+        "calls_ms": {kind: _calls_ms(summary.results, kind) for kind in by_kind(handles)},
         "results": [_result_json(result) for result in summary.results],
     }
 
@@ -114,7 +130,7 @@ def _shortened(message: str) -> str:
     return "\n".join(lines[:_REASONS_SHOWN] + ([f"  and {rest} more: see --json"] if rest > 0 else []))
 
 
-def _summary_line(summary: TuneSummary, handle: Handle) -> str:
+def _summary_line(summary: TuneSummary, handles: Sequence[Handle]) -> str:
     counts: Mapping[str, int] = {
         "measured": summary.count(TuneStatus.TUNED),
         "known already": summary.count(TuneStatus.KNOWN),
@@ -122,14 +138,28 @@ def _summary_line(summary: TuneSummary, handle: Handle) -> str:
         "left": summary.left,
     }
     told = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
-    solved = [result for result in summary.results if result.solutions]
-    calls = ""
-    if len(solved) == summary.total:
-        total_ms = sum(result.solutions[0].time_ms * result.request.count for result in solved)
-        calls = f"; all their calls together take {time_text(total_ms)} ms"
+    kinds = by_kind(handles)
+    gain = mean_gain(summary.results)
+    parts = [f"{_plural(summary.total, 'problem')}, {told or 'nothing to measure'} in {seconds_text(summary.seconds)}"]
+    if len(handles) > 1:
+        parts[0] += f" on {len(handles)} devices" + (f", {len(summary.lost)} lost" if summary.lost else "")
+    if summary.total and sum(bool(result.solutions) for result in summary.results) == summary.total:
+        times = " and ".join(f"{time_text(_calls_ms(summary.results, kind))} ms" for kind in kinds)
+        parts.append(f"all their calls together take {times}")
+    if gain is not None and gain >= _LEAST_GAIN_SHOWN:
+        parts.append(f"{ratio_text(gain)} as fast as the first defaults (geometric mean over all calls)")
     end = f"{_ENDS[summary.end]}: " if _ENDS[summary.end] else ""
-    problems = f"{summary.total} problem{'s' if summary.total > 1 else ''}"
-    return f"{end}{problems}, {told} in {seconds_text(summary.seconds)}{calls}; FindDB: {_database(handle)}"
+    return end + "; ".join([*parts, f"FindDB: {_database(handles[0])}"])
+
+
+def _plural(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def _calls_ms(results: Iterable[TuneResult], kind: str) -> float:
+    """Time of all calls of the problems that have a solution, each as often as the suites call it."""
+    solved = (result for result in results if result.solutions and result.kind == kind)
+    return math.fsum(result.solutions[0].time_ms * result.request.count for result in solved)
 
 
 def _database(handle: Handle) -> str:
@@ -141,12 +171,14 @@ def _result_json(result: TuneResult) -> dict[str, object]:
     request = result.request
     second = second_best(result.solutions)
     return problem_json(request.problem) | {
+        "device": result.kind,
         "suite": request.suite,
         "layer": request.layer,
         "count": request.count,
         "status": result.status.value,
         "message": result.message,
         "seconds": result.seconds,
+        "gain": result.gain,
         "best": solution_json(result.solutions[0]) if result.solutions else None,
         "second_best": solution_json(second) if second else None,
         "solutions": len(result.solutions),

@@ -1,0 +1,58 @@
+"""Compiles the next problem's kernels while the present one is measured. Needs no GPU; a failure is harmless."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+from miofind import records
+from miofind.compiler import CompilePool
+from miofind.device import Device, Place
+from miofind.handle import Handle
+from miofind.options import FindOptions
+from miofind.plan import make_plan
+from miofind.problem import ProblemDescription
+from miofind.solution import KernelStep
+from miofind.solver import MAX_DEFAULT_CONFIGS
+
+logger = logging.getLogger(__name__)
+
+
+class Ahead:
+    """Plans problems in a thread of its own and hands their kernels to a pool of compiling processes.
+
+    Args:
+        pool: fills the binary cache, for any number of devices; not closed here.
+    """
+
+    def __init__(self, pool: CompilePool, options: FindOptions) -> None:
+        self.pool = pool
+        self._options = options
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="miofind-ahead")
+
+    def prepare(self, problem: ProblemDescription, handle: Handle) -> None:
+        """Begin to compile what a find of the problem will launch first, unless the FindDB answers it."""
+        if handle.device.place is Place.CUDA:
+            self._thread.submit(self._prepare, problem, handle)
+
+    def close(self) -> None:
+        """Plan nothing more."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _prepare(self, problem: ProblemDescription, handle: Handle) -> None:
+        try:
+            if records.look_up(problem, self._options, handle, partial=False):
+                return
+            self.pool.submit(list(self._steps(problem, handle.device)), handle.device.arch)
+        except Exception as error:  # measuring the problem meets the same error, and says so
+            logger.debug("nothing is compiled ahead for %s: %s", problem, error)
+
+    def _steps(self, problem: ProblemDescription, device: Device) -> Iterator[KernelStep]:
+        """Kernels of as many candidates of each solver as a find begins with."""
+        counts: Counter[str] = Counter()
+        for planned in make_plan(problem, device, self._options).candidates:
+            counts[planned.solver.id] += 1
+            if counts[planned.solver.id] <= MAX_DEFAULT_CONFIGS:
+                yield from planned.solver.solution(problem, device, planned.candidate.config).kernels

@@ -1,0 +1,140 @@
+"""What a tuning would do, before it measures anything: problems, candidates, compiles, time, and what is known already.
+
+The time is that of `tune_cost` over the solvers' estimates, corrected by how far the FindDB's times lie from the
+estimates for the problems it knows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from miofind import records
+from miofind.device import Device, Place
+from miofind.errors import CompileError, MiofindError
+from miofind.found import Solution
+from miofind.handle import Handle
+from miofind.plan import make_plan
+from miofind.race import Effort
+from miofind.solution import KernelStep
+from miofind.solver import solver_by_id
+from miofind.suites import SuiteProblem
+from miofind.tune_cost import measuring_seconds
+from miofind.tune_values import TuneOptions
+from miofind.tune_worker import known_solutions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forecast:
+    """What a tuning would do on one kind of device.
+
+    Attributes:
+        device: one of the kind.
+        devices: how many of the kind share the work.
+        problems: asked for.
+        known: those that the FindDB answers, so that they are not measured.
+        unsolvable: those that no solver serves.
+        solvers: those that would be measured.
+        configurations: candidates over all problems.
+        compiles: distinct kernel binaries that the candidates need.
+        compiled: those of them that the binary cache has.
+        calibration: factor on the solvers' estimates, from `calibrated_by` problems whose times are known; 1 for none.
+        gpu_seconds: time of measuring, over all devices of the kind together.
+    """
+
+    device: Device
+    devices: int
+    problems: int
+    known: int
+    unsolvable: int
+    solvers: tuple[str, ...]
+    configurations: int
+    compiles: int
+    compiled: int
+    calibration: float
+    calibrated_by: int
+    gpu_seconds: float
+
+
+@dataclass(slots=True)
+class _Tally:
+    """What is planned so far: estimated times a problem, solvers, steps by binary, known times over their estimates."""
+
+    times_ms: list[list[float]] = field(default_factory=list)
+    solvers: set[str] = field(default_factory=set)
+    steps: dict[object, KernelStep] = field(default_factory=dict)
+    ratios: list[float] = field(default_factory=list)
+    known: int = 0
+    unsolvable: int = 0
+
+
+def forecast(requests: Sequence[SuiteProblem], handles: Sequence[Handle], options: TuneOptions) -> Forecast:
+    """What a tuning of the problems would do on devices of one kind. Measures nothing and needs no GPU.
+
+    Args:
+        requests: those of the kind, as `tasks_of` gives them.
+        handles: of the kind; virtual devices will do.
+    """
+    handle, tally = handles[0], _Tally()
+    for request in requests:
+        _count(request, handle, options, tally)
+    device = handle.device
+    factor = math.exp(math.fsum(map(math.log, tally.ratios)) / len(tally.ratios)) if tally.ratios else 1.0
+    effort = Effort.TUNE if options.find.searches else Effort.FIND
+    return Forecast(
+        device=device,
+        devices=len(handles),
+        problems=len(requests),
+        known=tally.known,
+        unsolvable=tally.unsolvable,
+        solvers=tuple(sorted(tally.solvers)),
+        configurations=sum(map(len, tally.times_ms)),
+        compiles=len(tally.steps),
+        compiled=_compiled(tally.steps.values(), handle),
+        calibration=factor,
+        calibrated_by=len(tally.ratios),
+        gpu_seconds=sum(measuring_seconds([factor * t for t in times], effort) for times in tally.times_ms),
+    )
+
+
+def _count(request: SuiteProblem, handle: Handle, options: TuneOptions, tally: _Tally) -> None:
+    """Add one problem to the tally."""
+    problem, device = request.problem, handle.device
+    answer = records.look_up(problem, options.find, handle)
+    if answer is not None:
+        tally.ratios += _ratio(answer[0], device)
+    if answer is not None and known_solutions(problem, options, handle):
+        tally.known += 1
+        return
+    plan = make_plan(problem, device, options.find)
+    planned = (plan.candidates or plan.last_resort)[: options.find.trials if options.find.searches else None]
+    if not planned:
+        tally.unsolvable += 1
+        return
+    tally.times_ms.append([candidate.estimate_ms for candidate in planned])
+    for candidate in planned:
+        tally.solvers.add(candidate.solver.id)
+        if device.place is Place.CUDA:
+            for step in candidate.solver.solution(problem, device, candidate.candidate.config).kernels:
+                tally.steps.setdefault((step.package, step.source, step.defines, step.options), step)
+
+
+def _ratio(best: Solution, device: Device) -> list[float]:
+    """The known time of a solution over its solver's estimate; empty where either makes no sense."""
+    try:
+        estimate_ms = solver_by_id(best.solver_id).estimate_ms(best.problem, device, best.config)
+    except MiofindError:
+        return []
+    return [best.time_ms / estimate_ms] if estimate_ms > 0 and best.time_ms > 0 else []
+
+
+def _compiled(steps: Iterable[KernelStep], handle: Handle) -> int:
+    """How many of the steps' binaries are in the cache."""
+    count = 0
+    for step in steps:
+        try:
+            count += handle.compiler.cache.get(handle.compiler.key(step, handle.device.arch)) is not None
+        except CompileError:  # its source is missing: measuring says so
+            continue
+    return count

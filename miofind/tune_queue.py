@@ -1,0 +1,87 @@
+"""The one queue that the workers of a tuning take their problems from: inert tasks, the heaviest of a kind first.
+
+Knows nothing of devices beyond their kind and nothing of measuring, so that a queue shared by hosts can take its place.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import replace
+
+from miofind.tune_values import Task
+
+MOST_LOSSES = 2
+"""Devices that may be lost over one problem before it is given up."""
+
+
+class TaskQueue:
+    """Tasks by kind of device. Workers take from it until it gives None.
+
+    Args:
+        tasks: in any order.
+        seconds: time after which no further task is given out.
+    """
+
+    def __init__(self, tasks: Iterable[Task], *, seconds: float) -> None:
+        self._changed = threading.Condition()
+        self._waiting: dict[str, deque[Task]] = {}
+        self._in_work: dict[str, int] = {}
+        self._closed = False
+        self._deadline = time.monotonic() + seconds
+        self.out_of_time = False
+        for task in sorted(tasks, key=lambda task: task.weight, reverse=True):
+            self._waiting.setdefault(task.kind, deque()).append(task)
+
+    def take(self, kind: str) -> Task | None:
+        """The heaviest task left for a kind; None when there is none, the time is up, or the queue is closed.
+
+        While others of the kind are at work it waits for what they may give back.
+        """
+        with self._changed:
+            while not self._closed:
+                if self._waiting.get(kind):
+                    if time.monotonic() >= self._deadline:
+                        self.out_of_time = True
+                        return None
+                    self._in_work[kind] = self._in_work.get(kind, 0) + 1
+                    return self._waiting[kind].popleft()
+                if not self._in_work.get(kind):
+                    return None
+                self._changed.wait()
+            return None
+
+    def next(self, kind: str) -> Task | None:
+        """What `take` would give next, left where it is."""
+        with self._changed:
+            waiting = self._waiting.get(kind)
+            return waiting[0] if waiting and not self._closed else None
+
+    def done(self, task: Task) -> None:
+        """Note that a task that was taken is done with."""
+        with self._changed:
+            self._in_work[task.kind] -= 1
+            self._changed.notify_all()
+
+    def give_back(self, task: Task) -> bool:
+        """Put a task whose device was lost first in line for another of its kind.
+
+        Returns:
+            False where it has cost too many devices: then it is done with.
+        """
+        lost = replace(task, losses=task.losses + 1)
+        with self._changed:
+            self._in_work[task.kind] -= 1
+            again = lost.losses < MOST_LOSSES
+            if again:
+                self._waiting[task.kind].appendleft(lost)
+            self._changed.notify_all()
+            return again
+
+    def close(self) -> None:
+        """Give out nothing more."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()

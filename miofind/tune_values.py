@@ -1,0 +1,189 @@
+"""What a tuning is given, tells of and ends with: inert values, fit to cross to another process."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from miofind.device import Device
+from miofind.errors import InvalidOptionError
+from miofind.found import Solution
+from miofind.options import FindOptions
+from miofind.suites import SuiteProblem
+
+
+class TuneStatus(StrEnum):
+    """What became of a problem: measured now, known before, or left without a solution."""
+
+    TUNED = "tuned"
+    KNOWN = "known"
+    FAILED = "failed"
+
+
+class TuneEnd(StrEnum):
+    """Why a tuning ended."""
+
+    COMPLETE = "complete"
+    INTERRUPTED = "interrupted"
+    OUT_OF_TIME = "out_of_time"
+    DEVICE_LOST = "device_lost"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TuneOptions:
+    """How problems are tuned.
+
+    Attributes:
+        find: limits, filters and effort of each problem's find.
+        force: measure what the FindDB knows already, too.
+        recheck: measure only what the FindDB has queued for it, the solutions in its answers included.
+        stop_after_s: seconds after which no further problem is begun.
+
+    Raises:
+        InvalidOptionError: the message names the option and the value.
+    """
+
+    find: FindOptions = field(default_factory=FindOptions)
+    force: bool = False
+    recheck: bool = False
+    stop_after_s: float = math.inf
+
+    def __post_init__(self) -> None:
+        if not self.stop_after_s >= 0:
+            raise InvalidOptionError(f"stop_after_s={self.stop_after_s!r} must be a number of at least 0")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """One problem for one kind of device.
+
+    Attributes:
+        kind: `Device.identity` of those that may take it.
+        estimate_s: how long measuring it may take, from its size alone.
+        losses: devices that were lost over it.
+    """
+
+    request: SuiteProblem
+    kind: str
+    estimate_s: float
+    losses: int = 0
+
+    @property
+    def weight(self) -> float:
+        """What the order of work goes by: long problems first, so that none is left for the end, and frequent ones."""
+        return self.estimate_s * self.request.count
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TuneResult:
+    """What became of one problem on one kind of device.
+
+    Attributes:
+        kind: `Device.identity` of the device.
+        solutions: the fastest of each solver, fastest first; empty where it failed.
+        default_ms: time of the winning solver's first default configuration, None where it is not known.
+        message: why it failed, "" otherwise.
+        seconds: time it took.
+    """
+
+    request: SuiteProblem
+    kind: str
+    status: TuneStatus
+    solutions: tuple[Solution, ...] = ()
+    default_ms: float | None = None
+    message: str = ""
+    seconds: float = 0.0
+
+    @property
+    def gain(self) -> float | None:
+        """Time of the first default over the best time: 1.2 is 20 % faster than without a search."""
+        if self.default_ms is None or not self.solutions:
+            return None
+        return self.default_ms / self.solutions[0].time_ms
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TuneBegan:
+    """The work is laid out: the devices, by number, and the tasks they share by kind."""
+
+    devices: tuple[Device, ...]
+    tasks: tuple[Task, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TuneStarted:
+    """A device begins a problem; `number` counts those begun, from 1 to `total`."""
+
+    task: Task
+    device: int
+    number: int
+    total: int
+
+    @property
+    def request(self) -> SuiteProblem:
+        """The problem."""
+        return self.task.request
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TuneFinished:
+    """A device is done with a problem; `number` counts those done with, from 1 to `total`."""
+
+    task: Task
+    device: int
+    result: TuneResult
+    number: int
+    total: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TuneLost:
+    """A device no longer answers; its problem goes to another of its kind."""
+
+    device: int
+    message: str
+
+
+TuneEvent = TuneBegan | TuneStarted | TuneFinished | TuneLost
+OnEvent = Callable[[TuneEvent], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TuneSummary:
+    """How a tuning went.
+
+    Attributes:
+        results: of the problems that were done with, in the order of the requests.
+        total: how many were asked for; a problem counts once a kind of device.
+        end: why it ended.
+        seconds: time it took.
+        lost: by number, the devices that no longer answer, and what was said of each.
+    """
+
+    results: tuple[TuneResult, ...]
+    total: int
+    end: TuneEnd
+    seconds: float
+    lost: dict[int, str] = field(default_factory=dict)
+
+    def count(self, status: TuneStatus) -> int:
+        """How many problems have that status."""
+        return sum(result.status is status for result in self.results)
+
+    @property
+    def left(self) -> int:
+        """Problems that were not done with."""
+        return self.total - len(self.results)
+
+
+def mean_gain(results: Iterable[TuneResult]) -> float | None:
+    """Geometric mean of the gains of what was measured now, weighed by `count`; None where no gain is known."""
+    gains = [
+        (result.gain, result.request.count)
+        for result in results
+        if result.status is TuneStatus.TUNED and result.gain is not None
+    ]
+    weights = sum(count for _, count in gains)
+    return math.exp(sum(math.log(gain) * count for gain, count in gains) / weights) if weights else None

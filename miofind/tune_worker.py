@@ -1,0 +1,204 @@
+"""One device's part in a tuning: takes problems from the queue, measures them into the FindDB and tells of it.
+
+Whatever one problem raises stays in that problem's result, unless it would fail every problem or the device is gone.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from miofind import records
+from miofind.compiler import CompilePool
+from miofind.driver_line import driver_line
+from miofind.errors import DatabaseError, MissingEnvironmentError, NoDeviceError
+from miofind.evaluate import DeviceLostError
+from miofind.find import measure
+from miofind.found import Solution, reordered
+from miofind.handle import Handle
+from miofind.problem import ProblemDescription
+from miofind.solution import Config
+from miofind.solver import solver_by_id
+from miofind.tune_ahead import Ahead
+from miofind.tune_queue import TaskQueue
+from miofind.tune_values import Task, TuneOptions, TuneResult, TuneStatus
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Begun:
+    """A device begins a task."""
+
+    device: int
+    task: Task
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Done:
+    """A device is done with a task."""
+
+    device: int
+    task: Task
+    result: TuneResult
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lost:
+    """A device no longer answers; `result` is that of its task, where that is given up with it."""
+
+    device: int
+    task: Task
+    message: str
+    result: TuneResult | None
+
+
+Report = Begun | Done | Lost
+
+
+class Worker:
+    """Tunes what a queue has for one device.
+
+    Args:
+        number: its device's, in reports.
+        handle: a strict one.
+        ahead: compiles what comes next; None where nothing does.
+        tell: called with each report, in the worker's thread.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        handle: Handle,
+        options: TuneOptions,
+        queue: TaskQueue,
+        *,
+        ahead: Ahead | None,
+        tell: Callable[[Report], None],
+    ) -> None:
+        self.number = number
+        self._handle = handle
+        self._options = options
+        self._queue = queue
+        self._ahead = ahead
+        self._tell = tell
+
+    def run(self) -> None:
+        """Work until the queue gives no more or the device is lost.
+
+        Raises:
+            DatabaseError, MissingEnvironmentError: what would fail every problem.
+        """
+        kind = self._handle.device.identity
+        while (task := self._queue.take(kind)) is not None:
+            self._tell(Begun(device=self.number, task=task))
+            if self._ahead is not None and (following := self._queue.next(kind)) is not None:
+                self._ahead.prepare(following.request.problem, self._handle)
+            began = time.monotonic()
+            try:
+                result = tuned(task, self._handle, self._options, self._ahead.pool if self._ahead else None)
+            except (DeviceLostError, NoDeviceError) as error:
+                self._lose(task, str(error), time.monotonic() - began)
+                return
+            self._queue.done(task)
+            self._tell(Done(device=self.number, task=task, result=result))
+
+    def _lose(self, task: Task, message: str, seconds: float) -> None:
+        logger.error("%s: %s", self._handle.device.name, message)
+        result = None
+        if not self._queue.give_back(task):
+            result = _failed(task, f"devices were lost over it twice, the second time so: {message}", seconds)
+        self._tell(Lost(device=self.number, task=task, message=message, result=result))
+
+
+def tuned(task: Task, handle: Handle, options: TuneOptions, pool: CompilePool | None = None) -> TuneResult:
+    """One problem's result; whatever fails is in it.
+
+    Args:
+        pool: compiles the candidates; None where measuring does.
+
+    Raises:
+        DatabaseError, MissingEnvironmentError: what would fail every problem.
+        DeviceLostError: the device no longer answers.
+    """
+    began = time.monotonic()
+    problem = task.request.problem
+    try:
+        known = known_solutions(problem, options, handle)
+        solutions = known or measure(
+            problem,
+            options.find,
+            handle,
+            also=_checked_again(problem, options, handle),
+            ahead=pool,
+            afresh=options.force,
+        )
+    except (DatabaseError, MissingEnvironmentError, DeviceLostError):
+        raise
+    except Exception as error:  # a solver's own code may raise anything, and hours of tuning must survive it
+        logger.debug("tuning failed: %s", driver_line(problem), exc_info=True)
+        return _failed(task, str(error) or type(error).__name__, time.monotonic() - began)
+    return TuneResult(
+        request=task.request,
+        kind=task.kind,
+        status=TuneStatus.KNOWN if known else TuneStatus.TUNED,
+        solutions=tuple(reordered(_fastest_of_each_solver(solutions), handle)),
+        default_ms=_default_ms(solutions, handle),
+        seconds=time.monotonic() - began,
+    )
+
+
+def known_solutions(problem: ProblemDescription, options: TuneOptions, handle: Handle) -> list[Solution] | None:
+    """What the FindDB has, if a tuning would leave it at that: nothing that was asked for is missing from it."""
+    if options.force or options.recheck:
+        return None
+    if options.find.retry_failed and records.failures(problem, handle):
+        return None
+    return records.look_up(problem, options.find, handle, partial=False)
+
+
+def _checked_again(problem: ProblemDescription, options: TuneOptions, handle: Handle) -> Sequence[Solution]:
+    """For a re-check, every solution of the present answer: what is not measured again would stay stale."""
+    return records.look_up(problem, options.find, handle) or () if options.recheck else ()
+
+
+def _failed(task: Task, message: str, seconds: float) -> TuneResult:
+    return TuneResult(request=task.request, kind=task.kind, status=TuneStatus.FAILED, message=message, seconds=seconds)
+
+
+def _fastest_of_each_solver(solutions: Sequence[Solution]) -> list[Solution]:
+    """Days of results must fit the memory, and reports need no more."""
+    fastest: dict[str, Solution] = {}
+    for solution in solutions:
+        fastest.setdefault(solution.solver_id, solution)
+    return list(fastest.values())
+
+
+def _default_ms(solutions: Sequence[Solution], handle: Handle) -> float | None:
+    """Time of the first default configuration of the solver that won, as far as the FindDB knows it."""
+    best = solutions[0]
+    default = _first_default(best, handle)
+    if default is None:
+        return None
+    answered = next((s.time_ms for s in solutions if s.solver_id == best.solver_id and s.config == default), None)
+    if answered is not None:
+        return answered
+    histories = handle.database.histories(handle.device.identity, best.problem.network_config)
+    rows = [
+        row
+        for history in histories
+        for row in history.rows
+        if row.usable and row.solver_id == best.solver_id and row.config == default.json
+    ]
+    return max(rows, key=lambda row: row.created_at).time_ms if rows else None
+
+
+def _first_default(solution: Solution, handle: Handle) -> Config | None:
+    solver = solver_by_id(solution.solver_id)
+    try:
+        return next(iter(solver.default_configs(solution.problem, handle.device)), None)
+    except Exception as error:  # a solver's own code may raise anything, and this serves a report alone
+        logger.debug("%s has no default configuration now: %s", solver.id, error)
+        return None

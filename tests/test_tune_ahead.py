@@ -1,0 +1,87 @@
+"""The next problem's kernels are handed to the compile pool, unless they are not needed; a failure costs nothing."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from miofind import tune_ahead
+from miofind.device import Device
+from miofind.errors import CompileError
+from miofind.handle import Handle
+from miofind.options import FindOptions
+from miofind.plan import make_plan
+from miofind.problem import ProblemDescription
+from miofind.solution import KernelStep
+from miofind.tune_ahead import Ahead
+
+PROBLEM = ProblemDescription.convolution(x=(1, 8, 16, 16), w=(16, 8, 3, 3), dtype="float16")
+OPTIONS = FindOptions(only=("ConvDirectTiled",))
+
+
+class Pool:
+    """Keeps what it is given."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.given: list[tuple[list[KernelStep], str]] = []
+        self.called = threading.Event()
+        self._error = error
+
+    def submit(self, steps: Sequence[KernelStep], arch: str) -> None:
+        self.called.set()
+        if self._error is not None:
+            raise self._error
+        self.given.append((list(steps), arch))
+
+
+@pytest.fixture
+def handle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Handle]:
+    monkeypatch.setenv("MIOFIND_SYSTEM_DB", "")
+    with Handle(Device.virtual("90a"), database=tmp_path / "finddb.db", strict=True) as made:
+        yield made
+
+
+def prepared(ahead: Ahead, handle: Handle) -> None:
+    """Prepare the problem and wait until that is done."""
+    ahead.prepare(PROBLEM, handle)
+    ahead._thread.shutdown(wait=True)
+
+
+def test_the_pool_gets_what_a_find_begins_with(handle: Handle) -> None:
+    pool = Pool()
+    prepared(Ahead(pool, OPTIONS), handle)  # type: ignore[arg-type]
+    planned = make_plan(PROBLEM, handle.device, OPTIONS).candidates
+    steps = [s for p in planned for s in p.solver.solution(PROBLEM, handle.device, p.candidate.config).kernels]
+    assert steps
+    assert pool.given == [(steps, "90a")]
+
+
+def test_a_search_does_not_fill_the_pool(handle: Handle) -> None:
+    pool = Pool()
+    options = FindOptions(only=("ConvDirectTiled",), tuning=True)
+    prepared(Ahead(pool, options), handle)  # type: ignore[arg-type]
+    ((steps, _),) = pool.given
+    assert len(make_plan(PROBLEM, handle.device, options).candidates) > len(steps) == tune_ahead.MAX_DEFAULT_CONFIGS
+
+
+def test_what_is_known_is_not_compiled(handle: Handle, monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = Pool()
+    monkeypatch.setattr("miofind.records.look_up", lambda *_, **__: ["something"])
+    prepared(Ahead(pool, OPTIONS), handle)  # type: ignore[arg-type]
+    assert pool.given == []
+
+
+def test_the_cpu_place_compiles_nothing(tmp_path: Path) -> None:
+    pool = Pool()
+    with Handle("cpu", database=tmp_path / "finddb.db") as handle:
+        prepared(Ahead(pool, OPTIONS), handle)  # type: ignore[arg-type]
+    assert not pool.called.is_set()
+
+
+def test_a_failure_is_nobodys_concern(handle: Handle) -> None:
+    pool = Pool(CompileError("no such source", source="x.cu", options=(), log=""))
+    prepared(Ahead(pool, OPTIONS), handle)  # type: ignore[arg-type]
+    assert pool.called.is_set()

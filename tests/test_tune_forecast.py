@@ -1,0 +1,138 @@
+"""What a tuning would do: counts that hold, times that grow with the work, and no measuring."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from cli_runner import FORWARD, run, run_json, use_own_folders
+
+from miofind.device import Device
+from miofind.finddb import Store
+from miofind.handle import Handle
+from miofind.options import FindOptions
+from miofind.plan import make_plan
+from miofind.problem import ProblemDescription
+from miofind.race import Effort
+from miofind.sandbox import InProcess
+from miofind.solver import solver_by_id
+from miofind.suites import SuiteProblem
+from miofind.tune import TuneOptions, tune
+from miofind.tune_cost import CANDIDATE_S, PROBLEM_S, measuring_seconds, rough_seconds
+from miofind.tune_forecast import forecast
+
+OPTIONS = TuneOptions(find=FindOptions(time_budget_s=math.inf))
+
+
+@pytest.fixture(autouse=True)
+def own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_own_folders(tmp_path, monkeypatch)
+
+
+@pytest.fixture
+def handle(tmp_path: Path) -> Iterator[Handle]:
+    with Handle("cpu", database=tmp_path / "finddb.db", strict=True) as made:
+        yield made
+
+
+def request(k: int, *, filter_size: int = 3, dtype: str = "float32") -> SuiteProblem:
+    problem = ProblemDescription.convolution(x=(1, 4, 6, 5), w=(k, 4, filter_size, filter_size), dtype=dtype)
+    return SuiteProblem(problem=problem, suite="small", layer=f"layer{k}", count=1)
+
+
+def test_counts_are_those_of_the_plans_and_nothing_is_measured(handle: Handle, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(InProcess, "run", lambda *_: pytest.fail("something was measured"))
+    requests = [request(2), request(3, filter_size=1)]
+    planned = [p for r in requests for p in make_plan(r.problem, handle.device, OPTIONS.find).candidates]
+    found = forecast(requests, [handle], OPTIONS)
+    assert (found.problems, found.known, found.unsolvable) == (2, 0, 0)
+    assert found.configurations == len(planned)
+    assert set(found.solvers) == {p.solver.id for p in planned}
+    assert (found.compiles, found.compiled) == (0, 0), "the CPU place compiles nothing"
+    assert (found.calibration, found.calibrated_by) == (1.0, 0)
+    assert found.gpu_seconds > 2 * PROBLEM_S
+
+
+def test_what_is_known_is_left_out_and_corrects_the_rest(handle: Handle) -> None:
+    requests = [request(2), request(3)]
+    (result,) = tune(requests[:1], [handle], OPTIONS).results
+    found = forecast(requests, [handle], OPTIONS)
+    best = result.solutions[0]
+    estimate_ms = solver_by_id(best.solver_id).estimate_ms(best.problem, handle.device, best.config)
+    assert (found.known, found.calibrated_by) == (1, 1)
+    assert found.calibration == pytest.approx(best.time_ms / estimate_ms)
+    assert forecast(requests, [handle], replace(OPTIONS, force=True)).known == 0
+    assert forecast(requests[:1], [handle], OPTIONS).gpu_seconds == 0
+
+
+def test_a_problem_that_nobody_serves(handle: Handle) -> None:
+    only = replace(OPTIONS, find=replace(OPTIONS.find, only=("ConvCpuGemm1x1",)))
+    found = forecast([request(2)], [handle], only)
+    assert (found.unsolvable, found.configurations, found.gpu_seconds) == (1, 0, 0)
+
+
+def test_compiles_are_distinct_binaries_and_those_in_the_cache_are_told() -> None:
+    with Handle(Device.virtual("90a"), database=":memory:") as handle:
+        only = replace(OPTIONS, find=replace(OPTIONS.find, only=("ConvDirectTiled",)))
+        requests = [request(8, dtype="float16"), request(16, dtype="float16")]
+        found = forecast(requests, [handle], only)
+        assert found.configurations >= found.compiles > 0
+        assert found.compiled == 0
+        plan = make_plan(requests[0].problem, handle.device, only.find)
+        first = plan.candidates[0]
+        step = first.solver.solution(requests[0].problem, handle.device, first.candidate.config).kernels[0]
+        handle.compiler.build(step, handle.device.arch)
+        assert forecast(requests, [handle], only).compiled == 1
+
+
+def test_seconds_grow_with_candidates_times_and_effort() -> None:
+    assert measuring_seconds([], Effort.FIND) == 0
+    one = measuring_seconds([0.01], Effort.FIND)
+    assert one > PROBLEM_S + CANDIDATE_S
+    assert measuring_seconds([0.01] * 10, Effort.FIND) > one + 9 * CANDIDATE_S
+    assert measuring_seconds([50.0], Effort.FIND) > one
+    assert measuring_seconds([0.01] * 10, Effort.TUNE) > measuring_seconds([0.01] * 10, Effort.FIND)
+
+
+def test_what_is_far_behind_is_not_raced() -> None:
+    raced = measuring_seconds([100.0, 100.0], Effort.TUNE) - measuring_seconds([100.0], Effort.TUNE)
+    behind = measuring_seconds([1.0, 100.0], Effort.TUNE) - measuring_seconds([1.0], Effort.TUNE)
+    assert behind < raced - 0.5, "not even the screen's samples of 100 ms"
+
+
+@pytest.mark.parametrize("device", [Device.cpu(), Device.virtual("90a")], ids=["cpu", "90a"])
+def test_rough_seconds_put_the_longer_problem_first(device: Device) -> None:
+    small = ProblemDescription.convolution(x=(1, 64, 14, 14), w=(64, 64, 3, 3))
+    large = ProblemDescription.convolution(x=(64, 64, 112, 112), w=(64, 64, 3, 3))
+    assert 0 < rough_seconds(small, device, Effort.FIND) < rough_seconds(large, device, Effort.FIND)
+
+
+def test_the_command_prints_a_row_and_measures_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(InProcess, "run", lambda *_: pytest.fail("something was measured"))
+    result = run("tune", *FORWARD, "--device", "cpu", "--in-process", "--dry-run")
+    header, _, cells = result.stdout.splitlines()[:3]
+    assert header.split()[:3] == ["device", "problems", "known"]
+    assert cells.endswith(" s")
+    assert "GPU-minutes; estimates that no known time corrects" in result.stdout
+    with Store(tmp_path / "finddb.db") as store:
+        assert store.stats().rows == 0
+
+
+def test_the_command_describes_gpus_that_are_not_here() -> None:
+    asked = ("tune", "--suite", "resnet50", "--limit", "2", "--dtype", "float16", "--dry-run")
+    printed = run_json(*asked, "--arch", "80", "--arch", "90a")
+    assert [forecast["device"] for forecast in printed["forecasts"]] == ["sm_80|82|8.0|", "sm_90|132|9.0|"]
+    for found in printed["forecasts"]:
+        assert (found["problems"], found["known"], found["devices"]) == (2, 0, 1)
+        assert found["configurations"] > 0
+        assert found["compiles"] > 0
+        assert found["gpu_minutes"] == found["minutes"] > 0
+
+
+def test_the_command_says_when_nothing_is_left() -> None:
+    here = ("--device", "cpu", "--in-process")
+    run("tune", *FORWARD, *here)
+    assert "nothing to measure" in run("tune", *FORWARD, *here, "--dry-run").stdout
