@@ -15,7 +15,7 @@ from miofind.errors import MiofindError
 from miofind.invoker import make_invoker
 from miofind.problem import Direction, MathMode, ProblemDescription
 from miofind.solver import Solver, solvers
-from miofind.verify import Verifier
+from miofind.verify.verifier import Verifier
 
 ARITHMETIC = (("float16", "ieee"), ("bfloat16", "ieee"), ("float32", "tf32"), ("float32", "ieee"), ("float64", "ieee"))
 

@@ -23,10 +23,10 @@ from typing import Any
 import cupy
 
 import miofind
-from miofind import records
 from miofind.environment import versions
+from miofind.find import records
+from miofind.find.records import solver_hash
 from miofind.finddb import History, Row, Scope, environment_id
-from miofind.records import solver_hash
 from miofind.solver import solvers
 
 PROBLEM = {"x": (1, 8, 16, 16), "w": (8, 8, 3, 3), "padding": 1, "dtype": "float32"}

@@ -17,9 +17,9 @@ from pathlib import Path
 from miofind.candidate import Candidate, Outcome, Status, Timing
 from miofind.device import Device
 from miofind.errors import MiofindError
+from miofind.find.search import Search, Space
 from miofind.finddb import Row, Store
 from miofind.problem import ProblemDescription
-from miofind.search import Search, Space
 from miofind.solution import Config
 from miofind.solver import Solver, solvers
 

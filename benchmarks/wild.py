@@ -28,7 +28,7 @@ from miofind.invoker import make_invoker
 from miofind.problem import ProblemDescription
 from miofind.solver import Solver, solvers
 from miofind.suites import SuiteProblem, load_suite
-from miofind.verify import Verifier
+from miofind.verify.verifier import Verifier
 
 NAIVE = "ConvDirectNaive"
 

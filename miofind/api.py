@@ -9,7 +9,7 @@ from miofind import arrays, operands
 from miofind.array_problem import problem_from_views
 from miofind.device import Device
 from miofind.errors import InvalidArrayError, InvalidOptionError
-from miofind.find import find, find_mode
+from miofind.find.pipeline import find, find_mode
 from miofind.found import Solution
 from miofind.handle import Handle, default_handle
 from miofind.options import FindEnforce, FindMode, FindOptions

@@ -21,12 +21,12 @@ from miofind.device import Device, Place
 from miofind.errors import CompileError, LaunchError, MeasurementError, MiofindError, MissingLibraryError
 from miofind.health import context_error, used_bytes
 from miofind.invoker import Invoker, make_invoker
-from miofind.measure import Stage
+from miofind.measure.race import Effort, Entrant, Race, RaceResult, Watcher
+from miofind.measure.stage import Stage
+from miofind.measure.verdict import Verdict
 from miofind.problem import ProblemDescription
-from miofind.race import Effort, Entrant, Race, RaceResult, Watcher
 from miofind.solver import solver_by_id
-from miofind.verdict import Verdict
-from miofind.verify import Verifier
+from miofind.verify.verifier import Verifier
 
 MAX_MESSAGE = 2000
 

@@ -15,7 +15,7 @@ from miofind.errors import LaunchError
 from miofind.finddb import Layered, open_layered
 from miofind.invoker import Invoker, InvokerCache, make_invoker
 from miofind.problem import ProblemDescription
-from miofind.sandbox import Executor, InProcess, Isolated
+from miofind.sandbox.executors import Executor, InProcess, Isolated
 from miofind.solution import Config
 from miofind.solver import solver_by_id
 

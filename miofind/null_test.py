@@ -17,13 +17,13 @@ from typing import Any
 from miofind.compiler import Compiler
 from miofind.device import Device
 from miofind.errors import InvalidOptionError, MiofindError, NoSolutionError
+from miofind.find.plan import make_plan
 from miofind.invoker import Invoker, make_invoker
-from miofind.measure import Stage
+from miofind.measure.race import Effort, Entrant, Race
+from miofind.measure.stage import Stage
+from miofind.measure.verdict import Comparison, Finalist, judge
 from miofind.options import FindOptions
-from miofind.plan import make_plan
 from miofind.problem import ProblemDescription
-from miofind.race import Effort, Entrant, Race
-from miofind.verdict import Comparison, Finalist, judge
 
 logger = logging.getLogger(__name__)
 

@@ -11,9 +11,9 @@ from dataclasses import replace
 
 from miofind.device import Device
 from miofind.errors import InvalidConfigError, InvalidProblemError, MiofindError
+from miofind.find.records import solver_hash
 from miofind.finddb import ProblemKey, Row
 from miofind.problem import ProblemDescription
-from miofind.records import solver_hash
 from miofind.solution import Config
 from miofind.solver import Solver, solvers
 

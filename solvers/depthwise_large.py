@@ -11,12 +11,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from miofind.correlation import Axis, Correlation, ceil_div, correlations, round_up
 from miofind.device import Device, Library, Place
-from miofind.planes import PlaneVector, StagedColumns, gap_slots
 from miofind.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.solution import Config, ConfigValue, ConvSolution, KernelStep, Pointer, Scalar
 from miofind.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
+from miofind.tiling.correlation import Axis, Correlation, ceil_div, correlations, round_up
+from miofind.tiling.planes import PlaneVector, StagedColumns, gap_slots
 
 _LEAST_FILTER = 5
 _MAX_ELEMENTS = 2**31 - 2**22

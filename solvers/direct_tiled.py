@@ -11,12 +11,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from miofind.correlation import Correlation, ceil_div, correlations, round_up
 from miofind.device import Device, Library, Place
 from miofind.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.solution import Config, ConfigValue, ConvSolution, KernelStep, Pointer, Scalar
 from miofind.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
-from miofind.tile_cost import TileRates, TileWork, plane_pitch, tile_ms
+from miofind.tiling.correlation import Correlation, ceil_div, correlations, round_up
+from miofind.tiling.tile_cost import TileRates, TileWork, plane_pitch, tile_ms
 
 _MAX_ELEMENTS = 2**31 - 1
 _MAX_LAUNCHES = 16

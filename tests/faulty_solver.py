@@ -19,7 +19,9 @@ from typing import Any
 
 import numpy as np
 
-from miofind import evaluate, race, sandbox_child
+from miofind import evaluate
+from miofind.measure import race
+from miofind.sandbox import entry as sandbox_child
 from miofind.solvers import cpu_direct, cpu_gemm1x1, cpu_im2col_gemm
 
 _FAULT = os.environ.get("FAULT", "")

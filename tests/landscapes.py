@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from miofind.candidate import Candidate, Outcome, Status, Timing
-from miofind.search import Space
+from miofind.find.search import Space
 from miofind.solution import Config, ConfigValue
 
 NETWORK_CONFIG = "conv2d-forward-n1-c4-i6x6-k4-f3x3-float32-NCHW"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from miofind.accuracy import direct_error, error_bounds, half_ulp
 from miofind.problem import DataType, ProblemDescription
+from miofind.verify.accuracy import direct_error, error_bounds, half_ulp
 
 
 def pointwise(channels: int, dtype: str = "float32", math: str = "ieee") -> ProblemDescription:

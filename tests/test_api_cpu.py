@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 
 import miofind
-from miofind import records
 from miofind.candidate import Outcome
 from miofind.errors import (
     InvalidArrayError,
@@ -27,11 +26,12 @@ from miofind.errors import (
     WorkspaceError,
 )
 from miofind.evaluate import Job
-from miofind.find import estimates
+from miofind.find import records
+from miofind.find.pipeline import estimates
 from miofind.finddb import Row
 from miofind.found import Source, reordered
 from miofind.reference import reference_on_host
-from miofind.sandbox import InProcess
+from miofind.sandbox.executors import InProcess
 from miofind.solver import solver_by_id
 
 PROBLEM = miofind.ProblemDescription.convolution(x=(2, 4, 9, 7), w=(6, 2, 3, 3), padding=1, stride=2, groups=2)

@@ -115,7 +115,7 @@ def test_ctrl_c_keeps_what_was_tuned(tmp_path: Path) -> None:
 
 def test_a_measuring_process_ends_with_its_parent() -> None:
     child = (
-        "import time; from miofind.sandbox_child import end_with_parent;"
+        "import time; from miofind.sandbox.entry import end_with_parent;"
         "end_with_parent(); print(flush=True); time.sleep(60)"
     )
     parent = (

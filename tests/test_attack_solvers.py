@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 import miofind
-from miofind import options, plan, records, solver
+from miofind import options, solver
 from miofind.errors import NoSolutionError
+from miofind.find import plan, records
 from miofind.solution import ConvSolution
 from miofind.solver import Solver, solvers
 

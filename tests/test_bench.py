@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from cli_runner import run, use_own_folders
 
-import miofind.bench as module
+import miofind.bench.comparison as module
 from miofind import Handle, ProblemDescription
-from miofind.bench import BenchRow, bench, class_means
-from miofind.ceilings import Ceilings
+from miofind.bench.ceilings import Ceilings
+from miofind.bench.comparison import BenchRow, bench, class_means
 from miofind.errors import NoSolutionError
 from miofind.options import FindOptions
 from miofind.suites import SuiteProblem

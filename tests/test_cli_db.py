@@ -11,7 +11,7 @@ from cli_runner import FORWARD, TINY, run, run_json, use_own_folders
 from finddb_entries import version_1
 
 from miofind.device import Device
-from miofind.driver_line import parse_driver_line
+from miofind.driver.line import parse_driver_line
 from miofind.finddb import Comparison, Row, Store, Verdict
 
 PROBLEM = parse_driver_line(" ".join(FORWARD))[0]
@@ -151,7 +151,7 @@ def test_other_devices_are_checked_by_what_their_identity_says(filled: Path) -> 
     row = Row(
         solver_id="ConvDirectNaive", solver_version=1, config='{"accumulate":"float16"}', status="ok", time_ms=1.0
     )
-    from miofind.records import solver_hash
+    from miofind.find.records import solver_hash
     from miofind.solver import solver_by_id
 
     naive = solver_by_id("ConvDirectNaive")

@@ -10,9 +10,9 @@ import pytest
 from cli_runner import FORWARD, TINY, run, run_json, use_own_folders
 
 import miofind
-from miofind.driver_line import parse_driver_line
+from miofind.driver.line import parse_driver_line
 from miofind.finddb import Store
-from miofind.verify import Verdict, Verifier
+from miofind.verify.verifier import Verdict, Verifier
 
 LONG_FLAGS = "conv --in_channels=4 --in_h=6 --in_w 5 -n 1 -k 2 -y 3 -x 3 --pad_h 1 --pad_w 1 -F 1"
 PROBLEM = parse_driver_line(" ".join(FORWARD))[0]

@@ -14,7 +14,7 @@ import pytest
 from cli_runner import FORWARD, run, run_json, use_own_folders
 
 from miofind.cli import main
-from miofind.driver_flags import FLAGS
+from miofind.driver.flags import FLAGS
 
 # These say for all problems of a command what the driver's flags of that name say for one, or how it is run.
 SHARED_WITH_THE_DRIVER = {"dtype", "layout", "math", "search", "solution", "verify"}

@@ -20,7 +20,7 @@ from miofind.cli.output import (
     time_text,
 )
 from miofind.cli.problems import short_problem
-from miofind.driver_line import parse_driver_line
+from miofind.driver.line import parse_driver_line
 
 
 @pytest.fixture(autouse=True)

@@ -21,7 +21,7 @@ from miofind.candidate import Outcome
 from miofind.device import Device
 from miofind.errors import LaunchError
 from miofind.finddb import Store
-from miofind.sandbox import InProcess
+from miofind.sandbox.executors import InProcess
 
 HERE = ("--device", "cpu", "--in-process", "--exclude", "ConvCpuDirect")
 SMALL_TABLE = """suite,layer,n,c,h,w,k,fy,fx,pad_h,pad_w

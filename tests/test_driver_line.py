@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from problem_strategies import problems
 
-from miofind.driver_line import driver_line, parse_driver_line
+from miofind.driver.line import driver_line, parse_driver_line
 from miofind.errors import InvalidProblemError
 from miofind.problem import ProblemDescription
 

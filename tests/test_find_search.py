@@ -13,23 +13,23 @@ from typing import Any, ClassVar
 import pytest
 from landscapes import PARAMETERS, Landscape
 
-from miofind import records, rounds
 from miofind.candidate import Candidate, Outcome, Status
 from miofind.device import Device, Library, Place
 from miofind.errors import CompileError, NoSolutionError
 from miofind.evaluate import Job
-from miofind.find import find, measure
+from miofind.find import records, rounds
+from miofind.find.pipeline import find, measure
+from miofind.find.rounds import Measuring, Request
+from miofind.find.search import FINALISTS, ROUND
 from miofind.found import Solution
 from miofind.handle import Handle
+from miofind.measure.race import Effort
+from miofind.measure.verdict import Verdict
 from miofind.options import FindOptions
 from miofind.problem import DataType, Layout, ProblemDescription
-from miofind.race import Effort
-from miofind.rounds import Measuring, Request
-from miofind.sandbox import InProcess
-from miofind.search import FINALISTS, ROUND
+from miofind.sandbox.executors import InProcess
 from miofind.solution import Config, ConfigValue, ConvSolution, HostStep, KernelStep
 from miofind.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver, solvers
-from miofind.verdict import Verdict
 
 PROBLEM = ProblemDescription.convolution(x=(1, 4, 6, 6), w=(4, 4, 3, 3))
 OTHERS = ("ConvCpuDirect", "ConvCpuGemm1x1", "ConvCpuIm2colGemm")
@@ -183,8 +183,8 @@ def test_somebody_put_first_by_a_few_early_samples_is_raced_too(handle: Handle, 
 
 
 def first_batch(handle: Handle) -> list[Candidate]:
-    from miofind.plan import make_plan
-    from miofind.search import Search
+    from miofind.find.plan import make_plan
+    from miofind.find.search import Search
 
     plan = make_plan(PROBLEM, handle.device, OPTIONS)
     return list(Search(PROBLEM.network_config, plan.spaces).propose())

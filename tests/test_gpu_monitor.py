@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from miofind import gpu_monitor as module
 from miofind.device import Device
-from miofind.gpu_monitor import GpuMonitor, Reading, gpu_monitor
+from miofind.measure import gpu_monitor as module
+from miofind.measure.gpu_monitor import GpuMonitor, Reading, gpu_monitor
 
 ME, PARENT, OTHER = os.getpid(), os.getppid(), 4_000_000_001
 GPU = replace(Device.virtual("90a"), index=0, uuid="GPU-1")

@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 from fake_invokers import FakeInvoker, right, sleeping
 
+from miofind.bench.ceilings import Ceilings, arithmetic_of
 from miofind.candidate import Timing
-from miofind.ceilings import Ceilings, arithmetic_of
 from miofind.device import Device
 from miofind.errors import LaunchError, MeasurementError
-from miofind.gpu_monitor import Reading
-from miofind.measure import Batch, Stage, Track
+from miofind.measure.gpu_monitor import Reading
+from miofind.measure.race import Effort, Entrant, Race, Watcher
+from miofind.measure.stage import Batch, Stage, Track
 from miofind.problem import ProblemDescription
-from miofind.race import Effort, Entrant, Race, Watcher
 
 SMALL = ProblemDescription.convolution(x=(1, 4, 6, 6), w=(4, 4, 3, 3))
 
@@ -280,7 +280,7 @@ class Disturbed:
 
 def test_throttled_samples_are_taken_again(monkeypatch: pytest.MonkeyPatch) -> None:
     pauses: list[float] = []
-    monkeypatch.setattr("miofind.measure.time.sleep", pauses.append)
+    monkeypatch.setattr("miofind.measure.stage.time.sleep", pauses.append)
     with cpu_stage() as stage:
         invoker = FakeInvoker(SMALL, right(SMALL))
         track = stage.track(invoker)
@@ -292,7 +292,7 @@ def test_throttled_samples_are_taken_again(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_device_that_stays_throttled_is_measured_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("miofind.measure.time.sleep", lambda seconds: None)
+    monkeypatch.setattr("miofind.measure.stage.time.sleep", lambda seconds: None)
     with cpu_stage() as stage:
         invoker = FakeInvoker(SMALL, right(SMALL))
         track = stage.track(invoker)

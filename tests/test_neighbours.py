@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from miofind import neighbours
+from miofind.find import neighbours
+from miofind.find.neighbours import Neighbours, distance
 from miofind.finddb import Layered, Row, Store
-from miofind.neighbours import Neighbours, distance
 from miofind.problem import ProblemDescription
 from miofind.solution import Config
 

@@ -14,7 +14,7 @@ from miofind import null_test as module
 from miofind.compiler import Compiler
 from miofind.device import Device
 from miofind.errors import InvalidOptionError, LaunchError, NoSolutionError
-from miofind.measure import Batch, Stage, Track
+from miofind.measure.stage import Batch, Stage, Track
 from miofind.null_test import DEFAULT_PROBLEM, NullTestOptions, NullTestReport, Repeated, null_test
 from miofind.options import FindOptions
 from miofind.problem import ProblemDescription
@@ -86,8 +86,8 @@ def test_a_noisy_device_does_not_find_the_slowdown(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_protocol_that_sees_differences_everywhere_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("miofind.verdict._PERCENTILES", (99.9, 100.0))
-    monkeypatch.setattr("miofind.verdict.DIFFERENCE", 1.0)
+    monkeypatch.setattr("miofind.measure.verdict._PERCENTILES", (99.9, 100.0))
+    monkeypatch.setattr("miofind.measure.verdict.DIFFERENCE", 1.0)
     found = report()
     assert found.slowed.share == 1
     assert found.equal.share > 0.05

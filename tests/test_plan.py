@@ -8,12 +8,12 @@ from typing import ClassVar
 
 import pytest
 
-from miofind import plan as plan_module
 from miofind.device import Device
+from miofind.find import plan as plan_module
+from miofind.find.plan import SEARCH_LIMIT, estimated_configs, make_plan
+from miofind.find.search import EXHAUSTIVE, Space
 from miofind.options import FindOptions
-from miofind.plan import SEARCH_LIMIT, estimated_configs, make_plan
 from miofind.problem import ProblemDescription
-from miofind.search import EXHAUSTIVE, Space
 from miofind.solution import Config, ConfigValue
 from miofind.solver import solver_by_id
 from miofind.solvers.direct_tiled import ConvDirectTiled

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from miofind.correlation import Axis
-from miofind.planes import PlaneVector, StagedColumns, gap_slots
 from miofind.problem import DataType, Layout, TensorDescriptor
+from miofind.tiling.correlation import Axis
+from miofind.tiling.planes import PlaneVector, StagedColumns, gap_slots
 
 
 @given(

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from miofind import records
 from miofind.candidate import Candidate, Outcome, Status, Timing
+from miofind.find import records
+from miofind.find.plan import make_plan
 from miofind.finddb import History, Row
 from miofind.handle import Handle
+from miofind.measure.verdict import Comparison, Verdict
 from miofind.options import FindOptions
-from miofind.plan import make_plan
 from miofind.problem import ProblemDescription
-from miofind.verdict import Comparison, Verdict
 
 PROBLEM = ProblemDescription.convolution(x=(1, 4, 6, 5), w=(3, 4, 1, 1))
 OPTIONS = FindOptions()

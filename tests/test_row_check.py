@@ -8,9 +8,9 @@ import pytest
 
 from miofind.device import Device, Place
 from miofind.errors import MiofindError
+from miofind.find.records import solver_hash
 from miofind.finddb import ProblemKey, Row
 from miofind.problem import ProblemDescription
-from miofind.records import solver_hash
 from miofind.row_check import RowCheck, device_of
 from miofind.solution import Config
 from miofind.solver import Solver, solvers

@@ -10,7 +10,7 @@ from problem_strategies import problems
 
 from miofind.problem import Direction, ProblemDescription
 from miofind.reference import reference_on_host
-from miofind.sampling import SampleBudget, edge_coordinates, sample_box, sample_indices
+from miofind.verify.sampling import SampleBudget, edge_coordinates, sample_box, sample_indices
 
 RESNET = ProblemDescription.convolution(x=(32, 64, 56, 56), w=(64, 64, 3, 3), padding=1)
 

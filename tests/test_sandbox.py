@@ -19,11 +19,11 @@ from miofind.child import Child
 from miofind.device import Device
 from miofind.errors import LaunchError, MeasurementError
 from miofind.evaluate import DeviceLostError, Job
+from miofind.measure.race import Effort, Race, RaceResult
+from miofind.measure.verdict import Verdict
 from miofind.problem import ProblemDescription
-from miofind.race import Effort, Race, RaceResult
-from miofind.sandbox import InProcess, Isolated
+from miofind.sandbox.executors import InProcess, Isolated
 from miofind.solver import solver_by_id
-from miofind.verdict import Verdict
 
 PROBLEM = ProblemDescription.convolution(x=(1, 4, 6, 5), w=(3, 4, 1, 1))
 FAULTY = "ConvCpuGemm1x1"
@@ -153,14 +153,14 @@ def test_processes_that_always_end_give_the_job_up(executor: Isolated, monkeypat
 
 def test_a_device_that_recovers_is_used(executor: Isolated, monkeypatch: pytest.MonkeyPatch, once: Path) -> None:
     monkeypatch.setenv("FAULT", "sick once")
-    monkeypatch.setattr("miofind.sandbox._PAUSES_S", (0, 0, 0))
+    monkeypatch.setattr("miofind.sandbox.executors._PAUSES_S", (0, 0, 0))
     assert all(outcome.status.usable for outcome in by_solver(executor.run(job())).values())
     assert once.exists()
 
 
 def test_a_device_that_stays_sick_ends_the_job(executor: Isolated, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAULT", "sick")
-    monkeypatch.setattr("miofind.sandbox._PAUSES_S", (0, 0, 0))
+    monkeypatch.setattr("miofind.sandbox.executors._PAUSES_S", (0, 0, 0))
     with pytest.raises(MeasurementError, match=r"no measuring process can be started on .*gives wrong results"):
         list(executor.run(job()))
     monkeypatch.setattr(executor, "_device", replace(Device.cpu(), place=Device.virtual("90a").place))

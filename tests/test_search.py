@@ -16,7 +16,7 @@ import pytest
 from landscapes import NETWORK_CONFIG, Landscape
 
 from miofind.candidate import Candidate, Outcome, Status
-from miofind.search import DEFAULT_PATIENCE, FINALISTS, ROUND, Search, Space
+from miofind.find.search import DEFAULT_PATIENCE, FINALISTS, ROUND, Search, Space
 from miofind.solution import Config
 
 SMALL = {"tile": (1, 2, 4, 8), "stages": (1, 2, 3)}
@@ -234,7 +234,7 @@ def test_the_likely_next_round_is_told_ahead_and_changes_nothing() -> None:
 
 _SCRIPT = """
 from landscapes import NETWORK_CONFIG, Landscape
-from miofind.search import Search
+from miofind.find.search import Search
 landscapes = {name: Landscape(seed=13, solver_id=name, estimate_noise=0.3) for name in ("A", "B")}
 search = Search(NETWORK_CONFIG, [landscape.space() for landscape in landscapes.values()], trials=120, seed=5)
 while batch := search.propose():

@@ -19,9 +19,9 @@ from miofind.found import Solution
 from miofind.handle import Handle
 from miofind.options import FindOptions
 from miofind.problem import ProblemDescription
-from miofind.sandbox import InProcess
+from miofind.sandbox.executors import InProcess
 from miofind.suites import SuiteProblem
-from miofind.tune import (
+from miofind.tune.service import (
     TuneBegan,
     TuneEnd,
     TuneEvent,
@@ -120,7 +120,7 @@ def test_measuring_gets_the_pool_and_goes_on_where_it_was_unless_forced(
         told.append(arguments)
         raise LaunchError("nothing is measured here")
 
-    monkeypatch.setattr("miofind.tune_worker.measure", measure)
+    monkeypatch.setattr("miofind.tune.worker.measure", measure)
     with CompilePool(workers=1) as pool:
         tune(REQUESTS[:1], [handle], replace(OPTIONS, force=force), pool=pool)
     assert told == [{"also": (), "ahead": pool, "afresh": force}]

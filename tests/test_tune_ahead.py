@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from miofind import tune_ahead
 from miofind.device import Device
 from miofind.errors import CompileError
+from miofind.find.plan import make_plan
 from miofind.handle import Handle
 from miofind.options import FindOptions
-from miofind.plan import make_plan
 from miofind.problem import ProblemDescription
 from miofind.solution import KernelStep
-from miofind.tune_ahead import Ahead
+from miofind.tune import ahead as tune_ahead
+from miofind.tune.ahead import Ahead
 
 PROBLEM = ProblemDescription.convolution(x=(1, 8, 16, 16), w=(16, 8, 3, 3), dtype="float16")
 OPTIONS = FindOptions(only=("ConvDirectTiled",))
@@ -69,7 +69,7 @@ def test_a_search_does_not_fill_the_pool(handle: Handle) -> None:
 
 def test_what_is_known_is_not_compiled(handle: Handle, monkeypatch: pytest.MonkeyPatch) -> None:
     pool = Pool()
-    monkeypatch.setattr("miofind.records.look_up", lambda *_, **__: ["something"])
+    monkeypatch.setattr("miofind.find.records.look_up", lambda *_, **__: ["something"])
     prepared(Ahead(pool, OPTIONS), handle)  # type: ignore[arg-type]
     assert pool.given == []
 

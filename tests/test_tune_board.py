@@ -14,7 +14,7 @@ from miofind.cli.tune_progress import _View, device_name
 from miofind.device import Device
 from miofind.problem import ProblemDescription
 from miofind.suites import SuiteProblem
-from miofind.tune import Task, TuneBegan, TuneFinished, TuneLost, TuneResult, TuneStarted, TuneStatus
+from miofind.tune.service import Task, TuneBegan, TuneFinished, TuneLost, TuneResult, TuneStarted, TuneStatus
 
 A, B = (replace(Device.cpu(), name=name) for name in ("kind A", "kind B"))
 

@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 
-from miofind import tune as tune_module
 from miofind.candidate import Outcome
 from miofind.device import Device
 from miofind.errors import DatabaseError, NoDeviceError
@@ -24,9 +23,11 @@ from miofind.finddb import Store
 from miofind.handle import Handle
 from miofind.options import FindOptions
 from miofind.problem import ProblemDescription
-from miofind.sandbox import InProcess
+from miofind.sandbox.executors import InProcess
 from miofind.suites import SuiteProblem
-from miofind.tune import (
+from miofind.tune import service as tune_module
+from miofind.tune.queue import TaskQueue
+from miofind.tune.service import (
     Task,
     TuneEnd,
     TuneEvent,
@@ -37,7 +38,6 @@ from miofind.tune import (
     TuneStatus,
     tune,
 )
-from miofind.tune_queue import TaskQueue
 
 OPTIONS = TuneOptions(find=FindOptions(only=("ConvCpuIm2colGemm",), time_budget_s=math.inf))
 KIND_A, KIND_B = (replace(Device.cpu(), name=name) for name in ("kind A", "kind B"))

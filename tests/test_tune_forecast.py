@@ -11,18 +11,18 @@ import pytest
 from cli_runner import FORWARD, run, run_json, use_own_folders
 
 from miofind.device import Device
+from miofind.find.plan import make_plan
 from miofind.finddb import Store
 from miofind.handle import Handle
+from miofind.measure.race import Effort
 from miofind.options import FindOptions
-from miofind.plan import make_plan
 from miofind.problem import ProblemDescription
-from miofind.race import Effort
-from miofind.sandbox import InProcess
+from miofind.sandbox.executors import InProcess
 from miofind.solver import solver_by_id
 from miofind.suites import SuiteProblem
-from miofind.tune import TuneOptions, tune
-from miofind.tune_cost import CANDIDATE_S, PROBLEM_S, measuring_seconds, rough_seconds
-from miofind.tune_forecast import forecast
+from miofind.tune.cost import CANDIDATE_S, PROBLEM_S, measuring_seconds, rough_seconds
+from miofind.tune.forecast import forecast
+from miofind.tune.service import TuneOptions, tune
 
 OPTIONS = TuneOptions(find=FindOptions(time_budget_s=math.inf))
 

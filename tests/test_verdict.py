@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from miofind.verdict import Comparison, Finalist, Verdict, judge, ratio_interval
+from miofind.measure.verdict import Comparison, Finalist, Verdict, judge, ratio_interval
 
 Noise = Callable[[np.random.Generator, int], NDArray[np.float64]]
 PAIRS = 400

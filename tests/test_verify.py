@@ -17,7 +17,7 @@ from miofind.device import Device
 from miofind.errors import LaunchError
 from miofind.problem import DataType, Direction, ProblemDescription
 from miofind.reference import numpy_dtype, round_once
-from miofind.verify import Verdict, Verifier
+from miofind.verify.verifier import Verdict, Verifier
 
 SMALL = ProblemDescription.convolution(x=(2, 8, 9, 9), w=(12, 8, 3, 3), padding=1)
 HALF = ProblemDescription.convolution(x=(2, 64, 9, 9), w=(12, 64, 3, 3), padding=1, dtype="float16", layout="NHWC")
@@ -255,7 +255,7 @@ def test_running_out_of_memory_stays_a_memory_error() -> None:
 
 
 def test_references_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    import miofind.rig_host as rig_host
+    import miofind.verify.rig_host as rig_host
 
     calls = 0
 

@@ -11,7 +11,7 @@ from typing import Any
 import click
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from miofind.bench import BenchRow, ClassMeans, bench, class_means
+from miofind.bench.comparison import BenchRow, ClassMeans, bench, class_means
 from miofind.cli.options import (
     DRIVER_LINE,
     db_option,

@@ -17,8 +17,8 @@ from miofind.cli.session import verbose_option
 from miofind.compiler import BinaryCache, Compiler, KernelResources
 from miofind.device import Device, Place
 from miofind.errors import CompileError, InvalidOptionError, MiofindError
+from miofind.find.plan import search_space
 from miofind.options import FindOptions
-from miofind.plan import search_space
 from miofind.problem import ProblemDescription
 from miofind.solution import KernelStep
 from miofind.solver import Solver

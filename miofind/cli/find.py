@@ -22,7 +22,7 @@ from miofind.cli.problems import problem_argument, problem_json, problems_of
 from miofind.cli.session import verbose_option
 from miofind.cli.solution_table import solution_json, solution_sheet
 from miofind.device import Device
-from miofind.driver_line import driver_line
+from miofind.driver.line import driver_line
 from miofind.errors import NoSolutionError
 from miofind.found import Solution
 from miofind.handle import Handle

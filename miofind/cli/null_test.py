@@ -14,7 +14,7 @@ from miofind.cli.problems import optional_problem_argument, problem_json, proble
 from miofind.cli.session import verbose_option
 from miofind.compiler import BinaryCache, Compiler
 from miofind.device import Device
-from miofind.driver_line import driver_line
+from miofind.driver.line import driver_line
 from miofind.null_test import (
     DEFAULT_PROBLEM,
     LEAST_FOUND,

@@ -13,8 +13,8 @@ import click
 
 from miofind.device import Device
 from miofind.errors import NoDeviceError
+from miofind.find.search import DEFAULT_PATIENCE
 from miofind.options import MAX_COUNT, FindEnforce, FindMode, FindOptions, Order
-from miofind.search import DEFAULT_PATIENCE
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 

@@ -12,11 +12,11 @@ from typing import Any, TypeVar
 import click
 
 from miofind.cli.options import choice
-from miofind.driver_line import driver_line, parse_driver_line
+from miofind.driver.line import driver_line, parse_driver_line
 from miofind.errors import InvalidOptionError
-from miofind.find_db_text import load_find_db
 from miofind.problem import DataType, Direction, Layout, MathMode, ProblemDescription
 from miofind.suites import Suite, SuiteProblem, load, load_csv, load_lines, problem_class
+from miofind.suites.find_db_text import load_find_db
 
 logger = logging.getLogger(__name__)
 

@@ -24,13 +24,13 @@ from miofind.cli.problems import optional_problem_argument, problem_json, proble
 from miofind.cli.session import verbose_option
 from miofind.cli.solution_table import solution_json
 from miofind.device import Device
-from miofind.driver_line import driver_line
+from miofind.driver.line import driver_line
 from miofind.errors import InvalidOptionError, WrongResultError
 from miofind.found import Solution
 from miofind.handle import Handle
-from miofind.measure import Stage
+from miofind.measure.stage import Stage
 from miofind.solver import solver_by_id
-from miofind.verify import Verdict, Verifier
+from miofind.verify.verifier import Verdict, Verifier
 
 _SAMPLES = 15
 

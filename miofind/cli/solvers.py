@@ -20,7 +20,7 @@ from miofind.cli.output import Sheet, config_text, print_json, print_text
 from miofind.cli.problems import optional_problem_argument, problem_json, problems_of
 from miofind.cli.session import verbose_option
 from miofind.device import Device
-from miofind.driver_line import driver_line
+from miofind.driver.line import driver_line
 from miofind.errors import MiofindError
 from miofind.options import FindOptions
 from miofind.problem import ProblemDescription

@@ -41,9 +41,9 @@ from miofind.handle import Handle
 from miofind.options import FindOptions
 from miofind.problem import ProblemDescription
 from miofind.suites import SuiteProblem, problem_class
-from miofind.tune import TuneEnd, TuneOptions, TuneStatus, TuneSummary, tasks_of
-from miofind.tune import tune as tune_problems
-from miofind.tune_forecast import Forecast, forecast
+from miofind.tune.forecast import Forecast, forecast
+from miofind.tune.service import TuneEnd, TuneOptions, TuneStatus, TuneSummary, tasks_of
+from miofind.tune.service import tune as tune_problems
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from miofind.device import Device
-from miofind.tune import (
+from miofind.tune.service import (
     Task,
     TuneBegan,
     TuneEvent,

@@ -16,7 +16,7 @@ from miofind.cli.problems import short_direction, short_problem
 from miofind.cli.tune_board import Board, DeviceState
 from miofind.device import Device, Place
 from miofind.suites import SuiteProblem
-from miofind.tune import OnEvent, TuneEvent, TuneFinished, TuneLost, TuneResult, TuneStatus
+from miofind.tune.service import OnEvent, TuneEvent, TuneFinished, TuneLost, TuneResult, TuneStatus
 
 _NUMBERS = ("done", "failed", "left", "ETA", "gain")
 

@@ -19,8 +19,8 @@ from miofind.cli.problems import problem_json, short_direction, short_problem, t
 from miofind.cli.solution_table import solution_json
 from miofind.found import Solution
 from miofind.handle import Handle
-from miofind.race import TIE
-from miofind.tune import TuneEnd, TuneResult, TuneStatus, TuneSummary, mean_gain
+from miofind.measure.race import TIE
+from miofind.tune.service import TuneEnd, TuneResult, TuneStatus, TuneSummary, mean_gain
 
 _COLUMNS = (
     "layer",

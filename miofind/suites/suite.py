@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from importlib.resources.abc import Traversable
 from pathlib import Path
 
-from miofind.driver_line import parse_driver_line
+from miofind.driver.line import parse_driver_line
 from miofind.errors import InvalidOptionError, InvalidProblemError
 from miofind.problem import (
     DataType,

@@ -20,7 +20,7 @@ from miofind.solution import MatmulStep, Pointer
 from miofind.solver import Solver
 from miofind.solvers.gemm1x1 import ConvGemm1x1
 from miofind.solvers.im2col_gemm import ConvIm2colGemm
-from miofind.verify import Verifier
+from miofind.verify.verifier import Verifier
 
 pytestmark = pytest.mark.gpu
 

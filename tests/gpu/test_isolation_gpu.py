@@ -14,14 +14,14 @@ from miofind.child import Child
 from miofind.compiler import Compiler
 from miofind.device import Device, cuda_device_count
 from miofind.evaluate import Job
-from miofind.gpu_monitor import gpu_monitor
 from miofind.health import complaint, context_error
+from miofind.measure.gpu_monitor import gpu_monitor
+from miofind.measure.verdict import Verdict
 from miofind.null_test import DEFAULT_PROBLEM, NullTestOptions, null_test
 from miofind.problem import ProblemDescription
-from miofind.sandbox import Isolated
+from miofind.sandbox.executors import Isolated
 from miofind.solution import Config
 from miofind.solver import solver_by_id
-from miofind.verdict import Verdict
 
 cupy = pytest.importorskip("cupy")
 pytestmark = pytest.mark.gpu

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from miofind.ceilings import measure_ceilings
+from miofind.bench.ceilings import measure_ceilings
 from miofind.compiler import Compiler
 from miofind.device import Device
 from miofind.invoker import Invoker, make_invoker
-from miofind.measure import Stage
+from miofind.measure.race import Effort, Entrant, Race
+from miofind.measure.stage import Stage
 from miofind.problem import ProblemDescription
-from miofind.race import Effort, Entrant, Race
 from miofind.solver import solver_by_id
 
 cupy = pytest.importorskip("cupy")

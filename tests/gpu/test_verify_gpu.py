@@ -13,10 +13,10 @@ from miofind.device import Device
 from miofind.invoker import Invoker, make_invoker
 from miofind.problem import Direction, ProblemDescription
 from miofind.reference import numpy_dtype, reference_on_host
-from miofind.sampling import SampleBudget
 from miofind.solver import solver_by_id
 from miofind.values import Values
-from miofind.verify import Verdict, Verifier
+from miofind.verify.sampling import SampleBudget
+from miofind.verify.verifier import Verdict, Verifier
 
 cupy = pytest.importorskip("cupy")
 pytestmark = pytest.mark.gpu

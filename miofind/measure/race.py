@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING
 
 from miofind.candidate import Timing
 from miofind.errors import MiofindError
-from miofind.measure import Stage, Track
-from miofind.verdict import Finalist, Verdict, judge
+from miofind.measure.stage import Stage, Track
+from miofind.measure.verdict import Finalist, Verdict, judge
 
 if TYPE_CHECKING:
     from miofind.invoker import Invoker

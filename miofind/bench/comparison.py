@@ -11,14 +11,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from miofind.api import find_solutions
-from miofind.ceilings import Ceilings, measure_ceilings
+from miofind.bench.ceilings import Ceilings, measure_ceilings
+from miofind.bench.torch_rival import TorchRival
 from miofind.errors import MiofindError
 from miofind.found import Solution
 from miofind.handle import Handle
-from miofind.measure import Runnable, Stage, Track
+from miofind.measure.stage import Runnable, Stage, Track
 from miofind.options import FindOptions
 from miofind.suites import PROBLEM_CLASSES, SuiteProblem, problem_class
-from miofind.torch_rival import TorchRival
 
 BLOCKS = 12
 SAMPLES_A_BLOCK = 3

@@ -10,19 +10,19 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from miofind import records
 from miofind.device import Device, Place
 from miofind.errors import CompileError, MiofindError
+from miofind.find import records
+from miofind.find.plan import make_plan
 from miofind.found import Solution
 from miofind.handle import Handle
-from miofind.plan import make_plan
-from miofind.race import Effort
+from miofind.measure.race import Effort
 from miofind.solution import KernelStep
 from miofind.solver import solver_by_id
 from miofind.suites import SuiteProblem
-from miofind.tune_cost import measuring_seconds
-from miofind.tune_values import TuneOptions
-from miofind.tune_worker import known_solutions
+from miofind.tune.cost import measuring_seconds
+from miofind.tune.values import TuneOptions
+from miofind.tune.worker import known_solutions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

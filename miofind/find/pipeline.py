@@ -8,24 +8,24 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 
-from miofind import records
 from miofind.candidate import Candidate, Outcome, Status
 from miofind.compiler import CompilePool
 from miofind.device import Place
-from miofind.driver_line import driver_line
+from miofind.driver.line import driver_line
 from miofind.errors import LaunchError, NoSolutionError
 from miofind.evaluate import Job
+from miofind.find import records
+from miofind.find.known import candidate_of, incumbent, known_times
+from miofind.find.neighbours import Neighbours
+from miofind.find.plan import Plan, make_plan
+from miofind.find.rounds import Measuring, Request, searched
+from miofind.find.search import Search
 from miofind.finddb import Layered
 from miofind.found import Found, Solution, Source, reordered
 from miofind.handle import Handle
-from miofind.known import candidate_of, incumbent, known_times
-from miofind.neighbours import Neighbours
+from miofind.measure.race import Effort
 from miofind.options import FindEnforce, FindMode, FindOptions, OnMiss, Order, member
-from miofind.plan import Plan, make_plan
 from miofind.problem import ProblemDescription
-from miofind.race import Effort
-from miofind.rounds import Measuring, Request, searched
-from miofind.search import Search
 
 logger = logging.getLogger(__name__)
 

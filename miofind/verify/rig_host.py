@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from miofind.accuracy import ErrorBounds, error_bounds
 from miofind.problem import ProblemDescription
 from miofind.reference import numpy_dtype, reference_on_host, round_once
-from miofind.rig import GUARD_BYTES, POISON, Findings, Rig, WrongElement
-from miofind.sampling import Box, sample_box
 from miofind.tensor import TensorDescriptor
 from miofind.values import Values
+from miofind.verify.accuracy import ErrorBounds, error_bounds
+from miofind.verify.rig import GUARD_BYTES, POISON, Findings, Rig, WrongElement
+from miofind.verify.sampling import Box, sample_box
 
 if TYPE_CHECKING:
     from miofind.invoker import Invoker

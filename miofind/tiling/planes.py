@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from miofind.correlation import Axis
 from miofind.problem import TensorDescriptor
+from miofind.tiling.correlation import Axis
 
 _MOST = 8  # elements of 16 bytes
 

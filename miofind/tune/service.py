@@ -12,15 +12,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
-from miofind import records
 from miofind.compiler import CompilePool
+from miofind.find import records
 from miofind.handle import Handle
-from miofind.race import Effort
+from miofind.measure.race import Effort
 from miofind.suites import SuiteProblem
-from miofind.tune_ahead import Ahead
-from miofind.tune_cost import rough_seconds
-from miofind.tune_queue import TaskQueue
-from miofind.tune_values import (
+from miofind.tune.ahead import Ahead
+from miofind.tune.cost import rough_seconds
+from miofind.tune.queue import TaskQueue
+from miofind.tune.values import (
     OnEvent,
     Task,
     TuneBegan,
@@ -35,7 +35,7 @@ from miofind.tune_values import (
     TuneSummary,
     mean_gain,
 )
-from miofind.tune_worker import Begun, Done, Lost, Report, Worker
+from miofind.tune.worker import Begun, Done, Lost, Report, Worker
 
 __all__ = [
     "OnEvent",

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from miofind.device import Device
+from miofind.measure.race import Effort, Schedule
 from miofind.problem import ProblemDescription
-from miofind.race import Effort, Schedule
 
 PROBLEM_S = 0.25
 CANDIDATE_S = 0.02

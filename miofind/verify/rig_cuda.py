@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from miofind.accuracy import error_bounds, least_exponent
 from miofind.device import Device
 from miofind.device_kernels import Argument, DeviceKernels, GridStride, float64, int32, int64
 from miofind.device_memory import DeviceMemory
 from miofind.problem import ProblemDescription
 from miofind.reference import numpy_dtype, reference_step, round_once
-from miofind.rig import GUARD_BYTES, POISON, Findings, Rig, WrongElement
-from miofind.sampling import SampleBudget, sample_indices
 from miofind.solution import Pointer
 from miofind.values import Values
+from miofind.verify.accuracy import error_bounds, least_exponent
+from miofind.verify.rig import GUARD_BYTES, POISON, Findings, Rig, WrongElement
+from miofind.verify.sampling import SampleBudget, sample_indices
 
 if TYPE_CHECKING:
     from miofind.compiler import Compiler

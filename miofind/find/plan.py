@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 from miofind.candidate import Candidate
 from miofind.device import Device
 from miofind.errors import InvalidConfigError, MiofindError
+from miofind.find.search import EXHAUSTIVE, Space
 from miofind.options import FindOptions
 from miofind.problem import ProblemDescription
-from miofind.search import EXHAUSTIVE, Space
 from miofind.solution import Config
 from miofind.solver import Solver, solvers
 

@@ -19,7 +19,7 @@ import numpy as np
 from miofind.candidate import Timing
 from miofind.device import Device, Place
 from miofind.errors import LaunchError, MeasurementError, MiofindError
-from miofind.gpu_monitor import GpuMonitor, Reading, gpu_monitor
+from miofind.measure.gpu_monitor import GpuMonitor, Reading, gpu_monitor
 from miofind.problem import ProblemDescription
 
 if TYPE_CHECKING:
@@ -225,9 +225,9 @@ class _launch_errors:  # noqa: N801, used as a statement's word
 
 def _lane(problem: ProblemDescription, device: Device, compiler: Compiler, memory_limit_bytes: int | None) -> Lane:
     if device.place is Place.CPU:
-        from miofind.lane_host import HostLane
+        from miofind.measure.lane_host import HostLane
 
         return HostLane(problem)
-    from miofind.lane_cuda import CudaLane
+    from miofind.measure.lane_cuda import CudaLane
 
     return CudaLane(problem, device, compiler, memory_limit_bytes)

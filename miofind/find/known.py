@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from miofind import records
 from miofind.candidate import Candidate
 from miofind.environment import versions
+from miofind.find import records
 from miofind.finddb import Row, environment_id
 from miofind.handle import Handle
 from miofind.problem import ProblemDescription

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import replace
 
-from miofind.tune_values import Task
+from miofind.tune.values import Task
 
 MOST_LOSSES = 2
 """Devices that may be lost over one problem before it is given up."""

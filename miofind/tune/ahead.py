@@ -7,12 +7,12 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
-from miofind import records
 from miofind.compiler import CompilePool
 from miofind.device import Device, Place
+from miofind.find import records
+from miofind.find.plan import make_plan
 from miofind.handle import Handle
 from miofind.options import FindOptions
-from miofind.plan import make_plan
 from miofind.problem import ProblemDescription
 from miofind.solution import KernelStep
 from miofind.solver import MAX_DEFAULT_CONFIGS

@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from miofind.correlation import round_up
 from miofind.device import Device
+from miofind.tiling.correlation import round_up
 
 _SCHEDULERS = 4
 

@@ -13,7 +13,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 
-from miofind.driver_flags import FLAGS, FlagValues, read_flags
+from miofind.driver.flags import FLAGS, FlagValues, read_flags
 from miofind.errors import InvalidProblemError
 from miofind.problem import DataType, Direction, Layout, MathMode, ProblemDescription, enum_value
 

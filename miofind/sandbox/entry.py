@@ -41,7 +41,7 @@ class Broken:
     error: MissingLibraryError | None = None
 
 
-ENTRY = "import sys; from miofind.sandbox_child import main; main(sys.argv[1:])"
+ENTRY = "import sys; from miofind.sandbox.entry import main; main(sys.argv[1:])"
 
 
 class _Line:

@@ -10,20 +10,20 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from miofind import records
 from miofind.compiler import CompilePool
-from miofind.driver_line import driver_line
+from miofind.driver.line import driver_line
 from miofind.errors import DatabaseError, MissingEnvironmentError, NoDeviceError
 from miofind.evaluate import DeviceLostError
-from miofind.find import measure
+from miofind.find import records
+from miofind.find.pipeline import measure
 from miofind.found import Solution, reordered
 from miofind.handle import Handle
 from miofind.problem import ProblemDescription
 from miofind.solution import Config
 from miofind.solver import solver_by_id
-from miofind.tune_ahead import Ahead
-from miofind.tune_queue import TaskQueue
-from miofind.tune_values import Task, TuneOptions, TuneResult, TuneStatus
+from miofind.tune.ahead import Ahead
+from miofind.tune.queue import TaskQueue
+from miofind.tune.values import Task, TuneOptions, TuneResult, TuneStatus
 
 logger = logging.getLogger(__name__)
 

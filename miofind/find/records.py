@@ -16,16 +16,16 @@ from miofind.candidate import Outcome, Status
 from miofind.compiler import source_hash
 from miofind.device import Device
 from miofind.environment import versions
+from miofind.find.plan import Plan
 from miofind.finddb import Answer, Comparison, Row, Scope, environment_id
 from miofind.finddb import Verdict as StoredVerdict
 from miofind.found import Found, Solution, Source
 from miofind.handle import Handle
+from miofind.measure.verdict import Verdict
 from miofind.options import FindOptions
-from miofind.plan import Plan
 from miofind.problem import ProblemDescription
 from miofind.solution import Config
 from miofind.solver import Solver, solver_by_id, solvers
-from miofind.verdict import Verdict
 
 _BATCH = 32
 WIDE_BOUNDS = "any error bound"

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from miofind.measure import Lane, Runnable, Track
+from miofind.measure.stage import Lane, Runnable, Track
 from miofind.problem import ProblemDescription
-from miofind.rig_host import GuardedArray, random_values
 from miofind.values import Values
+from miofind.verify.rig_host import GuardedArray, random_values
 
 _SETS = 2
 _SAMPLE_MS = 1.0

@@ -11,13 +11,13 @@ from enum import StrEnum
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from miofind.accuracy import direct_error
 from miofind.device import Device, Place
 from miofind.errors import LaunchError, MiofindError
 from miofind.problem import ProblemDescription
-from miofind.rig import Findings, Rig
-from miofind.sampling import SampleBudget
 from miofind.values import Values
+from miofind.verify.accuracy import direct_error
+from miofind.verify.rig import Findings, Rig
+from miofind.verify.sampling import SampleBudget
 
 if TYPE_CHECKING:
     from miofind.compiler import Compiler
@@ -142,9 +142,9 @@ class Verifier:
 
 def _rig(problem: ProblemDescription, device: Device, compiler: Compiler, seed: int, budget: SampleBudget) -> Rig:
     if device.place is Place.CPU:
-        from miofind.rig_host import HostRig
+        from miofind.verify.rig_host import HostRig
 
         return HostRig(problem, seed)
-    from miofind.rig_cuda import CudaRig
+    from miofind.verify.rig_cuda import CudaRig
 
     return CudaRig(problem, device, compiler, seed, budget)

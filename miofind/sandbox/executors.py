@@ -20,8 +20,8 @@ from miofind.compiler import Compiler
 from miofind.device import Device, Place
 from miofind.errors import MeasurementError
 from miofind.evaluate import DeviceLostError, Event, Job, Phase, Spoiled, Turn, evaluate
-from miofind.sandbox_child import ENTRY, Broken, Done
-from miofind.verdict import Verdict
+from miofind.measure.verdict import Verdict
+from miofind.sandbox.entry import ENTRY, Broken, Done
 
 logger = logging.getLogger(__name__)
 

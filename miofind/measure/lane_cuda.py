@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from miofind.device import Device
 from miofind.device_kernels import DeviceKernels, GridStride, int64
 from miofind.device_memory import DeviceMemory
-from miofind.measure import Lane, Runnable, Track
+from miofind.measure.stage import Lane, Runnable, Track
 from miofind.problem import ProblemDescription
 from miofind.values import Values
 

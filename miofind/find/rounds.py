@@ -11,17 +11,17 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from miofind import records
 from miofind.candidate import Candidate, Outcome, Status
 from miofind.compiler import CompilePool
 from miofind.device import Place
 from miofind.errors import MiofindError
 from miofind.evaluate import MAX_MESSAGE, Job
+from miofind.find import records
+from miofind.find.search import Search
 from miofind.handle import Handle
+from miofind.measure.race import Effort
 from miofind.options import FindOptions
 from miofind.problem import ProblemDescription
-from miofind.race import Effort
-from miofind.search import Search
 from miofind.solution import KernelStep
 from miofind.solver import solver_by_id
 

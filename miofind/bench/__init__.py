@@ -1,0 +1,1 @@
+"""Comparison with PyTorch and with what the device can do at most."""

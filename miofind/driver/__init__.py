@@ -1,0 +1,1 @@
+"""MIOpen's texts: MIOpenDriver lines and find-db files."""

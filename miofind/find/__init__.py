@@ -1,0 +1,1 @@
+"""From a request to solutions: look up, plan, search, measure in rounds, record, answer."""

@@ -1,0 +1,1 @@
+"""Who carries out a job: this process, or a spawned child that a crashing candidate may kill."""

@@ -1,0 +1,1 @@
+"""What tiled kernels share on the host: correlations, planes, and the cost of tiles."""

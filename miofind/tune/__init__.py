@@ -1,0 +1,1 @@
+"""Measuring many problems on all GPUs of a host: queue, workers, forecast, resume."""

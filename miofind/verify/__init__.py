@@ -1,0 +1,1 @@
+"""Whether a candidate computes the convolution: inputs, references, bounds, and where to look."""
