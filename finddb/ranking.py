@@ -16,6 +16,7 @@ TIE = 1.01
 
 BEST_PER_SOLVER = 3
 BEST_OVERALL = 4
+RELEASE_OVERALL = 3
 MAX_SCOPES = 8
 
 
@@ -53,6 +54,24 @@ def best_rows(rows: Iterable[Row]) -> list[Row]:
         better.append(row)
         if place < BEST_OVERALL or len(better) <= BEST_PER_SOLVER or not matched:
             kept.append(row)
+    return kept
+
+
+def release_rows(rows: Iterable[Row]) -> list[Row]:
+    """The rows that a release keeps of a problem, in rank order; few, for it holds thousands of problems.
+
+    They are the three best, the best of each solver, the best that needs no workspace and the best that is
+    deterministic.
+    """
+    kept: list[Row] = []
+    seen: set[str] = set()
+    for place, row in enumerate(rank(usable_rows(rows))):
+        first = {row.solver_id}
+        first |= {"no workspace"} if row.workspace_bytes == 0 else set()
+        first |= {"deterministic"} if row.deterministic else set()
+        if place < RELEASE_OVERALL or not first <= seen:
+            kept.append(row)
+        seen |= first
     return kept
 
 

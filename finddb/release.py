@@ -21,19 +21,22 @@ from miofind.finddb.store import Store
 from miofind.finddb.values import History, ProblemKey, Release, Row, Scope, Verdict
 
 Keep = Callable[[ProblemKey, Row], bool]
+Widen = Callable[[ProblemKey, Scope], Scope]
 
 
-def write_release(sources: Sequence[Store], path: str | Path, *, keep: Keep | None = None) -> Release:
+def write_release(
+    sources: Sequence[Store], path: str | Path, *, keep: Keep | None = None, widen: Widen | None = None
+) -> Release:
     """Write a FindDB that gives the answers of all the sources merged, into a new file that replaces `path`.
 
-    It holds the rows that answers are made of (the best three of each solver, and those that a limit on workspace,
-    error or determinism would bring up), what their finds considered, and each problem's newest verdict; failures,
-    replaced rows and rows measured under contention stay behind. Rows and environments name no machine or person, since
-    no store takes that in.
+    It holds the best rows (`ranking.release_rows`), what their finds considered, and each problem's newest verdict;
+    failures, replaced rows and rows measured under contention stay behind. Rows and environments name no machine or
+    person, since no store takes that in.
 
     Args:
         sources: of this schema version or older ones.
         keep: which rows to consider, all if left out.
+        widen: adds to a scope what needs no measurement to be known, such as solvers that refuse the problem.
 
     Raises:
         DatabaseError: a source cannot be read, nothing of them may ship, or the file cannot be written; `path` is as it
@@ -43,7 +46,7 @@ def write_release(sources: Sequence[Store], path: str | Path, *, keep: Keep | No
     with Store(MEMORY) as union:
         for source in sources:
             union.merge(source)
-        shipped = [found for history in union.histories() if (found := _shipped(history, keep)).rows]
+        shipped = [found for history in union.histories() if (found := _shipped(history, keep, widen)).rows]
     if not shipped:
         raise DatabaseError(f"no row of the sources may ship: {shown(path)} stays as it is")
     parent = _predecessor(path, sources)
@@ -73,11 +76,12 @@ def _predecessor(path: Path, sources: Sequence[Store]) -> Release | None:
     return next((release for release in releases if release is not None), None)
 
 
-def _shipped(history: History, keep: Keep | None) -> History:
+def _shipped(history: History, keep: Keep | None, widen: Widen | None) -> History:
     key = ProblemKey(device=history.device, network_config=history.network_config)
     chosen = [row for row in history.rows if keep is None or keep(key, row)]
-    rows = tuple(ranking.best_rows(row for row in chosen if not (row.contended and row.usable)))
-    found = replace(history, rows=rows, scopes=_scopes(history, rows), verdicts=_verdicts(history, rows))
+    rows = tuple(ranking.release_rows(row for row in chosen if not (row.contended and row.usable)))
+    scopes = [scope if widen is None else widen(key, scope) for scope in _scopes(history, rows)]
+    found = replace(history, rows=rows, scopes=tuple(scopes), verdicts=_verdicts(history, rows))
     named = found.named_environments
     return replace(found, environments={name: v for name, v in sorted(history.environments.items()) if name in named})
 

@@ -11,8 +11,8 @@ from dataclasses import replace
 
 from miofind.device import Device
 from miofind.errors import InvalidConfigError, InvalidProblemError, MiofindError
-from miofind.find.records import solver_hash
-from miofind.finddb import ProblemKey, Row
+from miofind.find.records import may_serve, solver_hash
+from miofind.finddb import ProblemKey, Row, Scope
 from miofind.problem import ProblemDescription
 from miofind.solution import Config
 from miofind.solver import Solver, solvers
@@ -77,6 +77,21 @@ class Shipping:
             self.contended += 1
             return False
         return True
+
+
+def with_refusals(key: ProblemKey, scope: Scope) -> Scope:
+    """A scope with the solvers, too, that came after its find and refuse the problem: asking them measures nothing."""
+    problem, device = _problem(key.network_config), device_of(key.device)
+    if isinstance(problem, str) or device is None or scope.filters:
+        return scope
+    refusing = {
+        solver.id: solver.version
+        for solver in solvers().values()
+        if solver.id not in scope.solvers
+        and any(key.place is device.place for key in solver.keys)
+        and not may_serve(solver, problem, device)
+    }
+    return replace(scope, solvers={**scope.solvers, **refusing}, id="") if refusing else scope
 
 
 def is_current(row: Row) -> bool:

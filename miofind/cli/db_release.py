@@ -12,7 +12,7 @@ from miofind.cli.options import example, json_option
 from miofind.cli.output import bytes_text, print_json, print_note, print_text
 from miofind.cli.session import verbose_option
 from miofind.finddb import Release, Store, write_release
-from miofind.row_check import Shipping
+from miofind.row_check import Shipping, with_refusals
 
 _MOST_FINDINGS = 10
 
@@ -32,7 +32,7 @@ def release(sources: tuple[Path, ...], out: Path, as_json: bool) -> None:
     keep = Shipping()
     with contextlib.ExitStack() as stack:
         stores = [stack.enter_context(Store(source, read_only=True)) for source in sources]
-        made = write_release(stores, out, keep=keep)
+        made = write_release(stores, out, keep=keep, widen=with_refusals)
     if as_json:
         print_json({"database": str(out), "bytes": out.stat().st_size} | asdict(made) | {"left_out": _left_out(keep)})
         return

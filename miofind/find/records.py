@@ -7,6 +7,7 @@ library is installed; an answer counts where the scope of an earlier find covers
 from __future__ import annotations
 
 import functools
+import logging
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -26,6 +27,8 @@ from miofind.options import FindOptions
 from miofind.problem import ProblemDescription
 from miofind.solution import Config
 from miofind.solver import Solver, solver_by_id, solvers
+
+logger = logging.getLogger(__name__)
 
 _BATCH = 32
 WIDE_BOUNDS = "any error bound"
@@ -75,9 +78,12 @@ def look_up(
     late: tuple[str, ...] = ()
     if not fresh and not answer.covers(request):
         nearest = _nearest(handle.database.answers(device, problem.network_config), request)
-        if nearest is None or (nearest.missing and not partial):
+        if nearest is None:
             return None
-        answer, late = nearest.answer, nearest.missing
+        answer = nearest.answer
+        late = tuple(name for name in nearest.missing if may_serve(solvers()[name], problem, handle.device))
+        if late and not partial:
+            return None
     found = Found(handle)
     void = set()
     stale = False
@@ -177,6 +183,15 @@ def _nearest(answers: Iterable[Answer], request: Scope) -> _Nearest | None:
         if WIDE_BOUNDS not in missing and rest and answer.covers(replace(request, solvers=rest)):
             return _Nearest(answer, missing)
     return None
+
+
+def may_serve(solver: Solver, problem: ProblemDescription, device: Device) -> bool:
+    """Whether a solver would have to be measured to be ranked: it does not refuse the problem."""
+    try:
+        return bool(solver.applicability(problem, device))
+    except Exception as error:  # a solver's own code may raise anything
+        logger.debug("%s cannot say whether it serves %s: %r", solver.id, problem, error)
+        return True
 
 
 def is_valid(row: Row, device: Device) -> bool:
