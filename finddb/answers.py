@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, overload
 
 from miofind.errors import DatabaseError
 from miofind.finddb import ranking
-from miofind.finddb.values import EFFORTS, ROW_FIELDS, SCOPE_FIELDS, Row, Scope, canonical_json
+from miofind.finddb.values import EFFORTS, ROW_FIELDS, SCOPE_FIELDS, Row, Scope, Verdict, canonical_json
 
 _LATE_DEFAULTS = (False, 0)
 """Of `contended` and `dropped_samples`, which version 1 did not know."""
@@ -50,10 +50,11 @@ def _refuse(constant: str) -> float:
 _raw_decode = json.JSONDecoder(parse_constant=_refuse).raw_decode
 
 
-def encode(rows: Iterable[Row], scopes: Iterable[Scope]) -> str:
-    """The answer that rows and scopes give, as text."""
+def encode(rows: Iterable[Row], scopes: Iterable[Scope], verdicts: Iterable[Verdict] = ()) -> str:
+    """The answer that rows, scopes and verdicts give, as text."""
     widest = [[_scope_value(scope, name) for name in SCOPE_FIELDS] for scope in ranking.widest_scopes(scopes)]
-    return "\n".join([canonical_json(widest), *(canonical_json(_row_values(row)) for row in ranking.best_rows(rows))])
+    best = ranking.best_rows(rows, verdicts)
+    return "\n".join([canonical_json(widest), *(canonical_json(_row_values(row)) for row in best)])
 
 
 def decode(device: str, network_config: str, text: str) -> Answer:

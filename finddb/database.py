@@ -87,6 +87,23 @@ class Database:
             yield self._connections.reader or self._opened("reader")
 
     @contextmanager
+    def snapshot(self) -> Iterator[Connection]:
+        """As `read`; all that the block reads is of one instant, whatever others write meanwhile.
+
+        Raises:
+            DatabaseError, SchemaVersionError: as for `read`.
+        """
+        with self.read() as connection:
+            if self.path is None:  # one connection reads and writes
+                yield connection
+                return
+            connection.exec_driver_sql("BEGIN")
+            try:
+                yield connection
+            finally:
+                connection.exec_driver_sql("COMMIT")
+
+    @contextmanager
     def write(self) -> Iterator[Connection]:
         """A connection in a transaction that holds the write lock and is committed when the block ends.
 

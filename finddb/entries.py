@@ -91,7 +91,9 @@ def add(connection: Connection, history: History) -> int:
 def rebuild(connection: Connection, problem_id: int) -> str:
     """Derive a problem's answer anew; returns its text."""
     with legible():
-        payload = answers.encode(rows_of(connection, problem_id), scopes_of(connection, problem_id))
+        payload = answers.encode(
+            rows_of(connection, problem_id), scopes_of(connection, problem_id), verdicts_of(connection, problem_id)
+        )
     statement = insert(schema.answer).values(problem_id=problem_id, payload=payload)
     connection.execute(statement.on_conflict_do_update(index_elements=["problem_id"], set_={"payload": payload}))
     return payload

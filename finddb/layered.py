@@ -94,9 +94,7 @@ class Layered:
 
         def write(store: Store) -> Answer | None:
             others = [layer for layer in self._layers if layer is not store]
-            histories = self._held(others, device, network_config)
-            if histories:
-                store.add(histories)
+            self._copy_up(store, self._held(others, device, network_config))
             return store.record(device, network_config, rows, scope=scope, environment=environment, verdict=verdict)
 
         return self._write(write)
@@ -129,6 +127,13 @@ class Layered:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+    def _copy_up(self, store: Store, histories: Sequence[History]) -> None:
+        for history in histories:
+            try:
+                store.add([history])
+            except RefusedEntryError as error:  # what was measured must not be lost for what another file holds
+                logger.warning("%s %s is not copied: %s", history.device, history.network_config, error)
 
     def _held(self, layers: Sequence[Store], device: str, network_config: str) -> tuple[History, ...]:
         found = (self._read(layer, lambda store: store.history(device, network_config)) for layer in layers)

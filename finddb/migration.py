@@ -17,7 +17,7 @@ from pathlib import Path
 from sqlalchemy import Connection, update
 
 from miofind.errors import DatabaseError
-from miofind.finddb import location, schema
+from miofind.finddb import entries, location, schema
 from miofind.finddb.sqlite_file import check_writable_place, connect, execute, open_file, translated
 
 
@@ -66,6 +66,8 @@ def _run(connection: Connection, version: int) -> None:
     for number in range(version, schema.SCHEMA_VERSION):
         for statement in schema.UPGRADES[number]:
             connection.exec_driver_sql(statement)
+    for problem_id in entries.problems(connection):  # each release has its own rules of what an answer holds
+        entries.rebuild(connection, problem_id)
     table = schema.meta
     connection.execute(update(table).where(table.c.key == "schema_version").values(value=str(schema.SCHEMA_VERSION)))
 

@@ -1,4 +1,4 @@
-"""Which measurements of a problem its answer holds: a function of the set of rows, never of their order.
+"""Which measurements of a problem its answer holds: a function of the sets of rows and verdicts, never of their order.
 
 So databases that hold the same measurements give the same answers, whichever way they were merged. Nothing here knows
 SQL.
@@ -7,7 +7,8 @@ SQL.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from miofind.finddb.values import MOMENTARY_STATUSES, Row, Scope, Verdict
 
@@ -20,11 +21,33 @@ RELEASE_OVERALL = 3
 MAX_SCOPES = 8
 
 
-def rank(rows: Iterable[Row]) -> list[Row]:
+def rank(rows: Iterable[Row], verdicts: Iterable[Verdict] = ()) -> list[Row]:
     """Rows by time, ties by smaller workspace, smaller error, older row; contended rows behind all others.
 
     "Within 1 %" is not transitive, so ties are groups: the fastest row opens one and takes in all within 1 % of it.
+    Where the first row took part in the newest race, that race's verdict decides who leads.
     """
+    return _as_judged(_by_time(rows), newest_verdict(verdicts))
+
+
+def _as_judged(ranked: list[Row], verdict: Verdict | None) -> list[Row]:
+    """The order with a verdict's ties first, unless it says nothing of the first row or of rows as they are now."""
+    if verdict is None or not ranked:
+        return ranked
+    raced = {*verdict.ties, *(comparison.candidate for comparison in verdict.comparisons)}
+    known = [row for row in ranked if row.candidate in raced]
+    if ranked[0].candidate not in raced or any(row.created_at > verdict.created_at for row in known):
+        return ranked
+    places = {candidate: place for place, candidate in enumerate(verdict.ties)}
+    first = sorted((row for row in known if row.candidate in places and not row.contended), key=_place_in(places))
+    return first + [row for row in ranked if row not in first]
+
+
+def _place_in(places: Mapping[str, int]) -> Callable[[Row], int]:
+    return lambda row: places[row.candidate]
+
+
+def _by_time(rows: Iterable[Row]) -> list[Row]:
     ranked: list[Row] = []
     group: list[Row] = []
     for row in sorted(rows, key=lambda row: (row.contended, _time(row), row.id)):
@@ -40,7 +63,7 @@ def usable_rows(rows: Iterable[Row]) -> list[Row]:
     return [row for row in _in_force(rows) if row.usable]
 
 
-def best_rows(rows: Iterable[Row]) -> list[Row]:
+def best_rows(rows: Iterable[Row], verdicts: Iterable[Verdict] = ()) -> list[Row]:
     """The rows an answer keeps, in rank order.
 
     They are the best three of each solver, the four best of all, and each row that no better-ranked row of its solver
@@ -48,7 +71,7 @@ def best_rows(rows: Iterable[Row]) -> list[Row]:
     """
     kept: list[Row] = []
     of_solver: dict[str, list[Row]] = {}
-    for place, row in enumerate(rank(usable_rows(rows))):
+    for place, row in enumerate(rank(usable_rows(rows), verdicts)):
         better = of_solver.setdefault(row.solver_id, [])
         matched = any(_matches(other, row) for other in better)
         better.append(row)
@@ -57,7 +80,7 @@ def best_rows(rows: Iterable[Row]) -> list[Row]:
     return kept
 
 
-def release_rows(rows: Iterable[Row]) -> list[Row]:
+def release_rows(rows: Iterable[Row], verdicts: Iterable[Verdict] = ()) -> list[Row]:
     """The rows that a release keeps of a problem, in rank order; few, for it holds thousands of problems.
 
     They are the three best, the best of each solver, the best that needs no workspace and the best that is
@@ -65,7 +88,7 @@ def release_rows(rows: Iterable[Row]) -> list[Row]:
     """
     kept: list[Row] = []
     seen: set[str] = set()
-    for place, row in enumerate(rank(usable_rows(rows))):
+    for place, row in enumerate(rank(usable_rows(rows), verdicts)):
         first = {row.solver_id}
         first |= {"no workspace"} if row.workspace_bytes == 0 else set()
         first |= {"deterministic"} if row.deterministic else set()
@@ -116,16 +139,19 @@ def failed_rows(rows: Sequence[Row]) -> list[Row]:
     return [row for place, row in enumerate(by_age) if not row.usable or place < failed_at.get(_candidate(row), 0)]
 
 
-def _age(row: Row) -> tuple[str, int, str]:
-    """Orders rows by time; of one instant, the row of more samples comes last."""
-    return row.created_at, row.samples, row.id
+_age = operator.attrgetter("age")
 
 
 def _in_force(rows: Iterable[Row]) -> list[Row]:
-    """The newest row of each solver and configuration that says something of the candidate itself."""
+    """The newest row of each solver and configuration that says something of the candidate itself.
+
+    Rows of a solver's earlier code count no longer once its present code was measured.
+    """
     held: dict[tuple[str, str], Row] = {}
-    for row in sorted(rows, key=_age):
-        if row.status in MOMENTARY_STATUSES:
+    by_age = [row for row in sorted(rows, key=_age) if row.status not in MOMENTARY_STATUSES]
+    code = {row.solver_id: (row.solver_version, row.source_hash) for row in by_age}
+    for row in by_age:
+        if (row.solver_version, row.source_hash) != code[row.solver_id]:
             continue
         earlier = held.get(_candidate(row))
         if earlier is None or not _outweighs(earlier, row):
@@ -134,10 +160,8 @@ def _in_force(rows: Iterable[Row]) -> list[Row]:
 
 
 def _outweighs(earlier: Row, row: Row) -> bool:
-    """Whether a later row says less than an earlier one: the earlier had the device to itself, with the same code."""
-    if not (row.usable and row.contended) or earlier.contended or not earlier.usable:
-        return False
-    return (earlier.solver_version, earlier.source_hash) == (row.solver_version, row.source_hash)
+    """Whether a later row says less than an earlier one: the earlier had the device to itself."""
+    return row.usable and row.contended and earlier.usable and not earlier.contended
 
 
 def _candidate(row: Row) -> tuple[str, str]:

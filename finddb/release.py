@@ -79,7 +79,7 @@ def _predecessor(path: Path, sources: Sequence[Store]) -> Release | None:
 def _shipped(history: History, keep: Keep | None, widen: Widen | None) -> History:
     key = ProblemKey(device=history.device, network_config=history.network_config)
     chosen = [row for row in history.rows if keep is None or keep(key, row)]
-    rows = tuple(ranking.release_rows(row for row in chosen if not (row.contended and row.usable)))
+    rows = tuple(ranking.release_rows((row for row in chosen if not (row.contended and row.usable)), history.verdicts))
     scopes = [scope if widen is None else widen(key, scope) for scope in _scopes(history, rows)]
     found = replace(history, rows=rows, scopes=tuple(scopes), verdicts=_verdicts(history, rows))
     named = found.named_environments

@@ -47,8 +47,8 @@ def file_findings(connection: Connection, version: int) -> list[str]:
     return findings + [f"a row of table {line[0]} belongs to no row of table {line[2]}" for line in broken[:20]]
 
 
-def problem_findings(connection: Connection, number: int, key: ProblemKey) -> list[str]:
-    """What is wrong with the entries and the answer of one problem."""
+def problem_findings(connection: Connection, version: int, number: int, key: ProblemKey) -> list[str]:
+    """What is wrong with the entries and the answer of one problem; older schemas had other rules for answers."""
     where = f"{key.device} {key.network_config}"
     try:
         history = entries.history(connection, number, key)
@@ -61,10 +61,10 @@ def problem_findings(connection: Connection, number: int, key: ProblemKey) -> li
         f"{where}: verdict {item.id}: {fault}" for item in history.verdicts if (fault := _fault(history, item))
     ]
     findings += [f"{where}: {fault}" for fault in _environment_faults(history)]
-    if findings:
+    if findings or version < schema.SCHEMA_VERSION:
         return findings
     payload = connection.execute(select(schema.answer.c.payload).where(schema.answer.c.problem_id == number)).scalar()
-    if payload != answers.encode(history.rows, history.scopes):
+    if payload != answers.encode(history.rows, history.scopes, history.verdicts):
         findings.append(f"{where}: the stored answer is not the one that its rows give: rebuild it")
     return findings
 

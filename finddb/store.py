@@ -324,8 +324,8 @@ class Store:
                 return findings
             numbers = entries.problems(connection)
         for number, key in numbers.items():
-            with self._database.read() as connection:
-                findings += soundness.problem_findings(connection, number, key)
+            with self._database.snapshot() as connection:
+                findings += soundness.problem_findings(connection, self._database.version, number, key)
         release = self.release()
         if release is not None and not findings:
             findings += soundness.release_findings(release, tuple(self.histories()))

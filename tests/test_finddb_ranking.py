@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import finddb_entries as made
 import pytest
@@ -71,14 +72,48 @@ def test_more_samples_stand_among_rows_of_one_instant():
     ] == [1.0]
 
 
-@pytest.mark.parametrize("status", ["crashed", "wrong_result", "compile_failed", "launch_failed"])
+@pytest.mark.parametrize("status", ["crashed", "wrong_result", "compile_failed", "launch_failed", "timed_out"])
 def test_a_later_failure_displaces_a_usable_row(status):
     assert solver_ids(answered(row("A"), row("B"), row("A", status=status, time_ms=None))) == ["B"]
 
 
-@pytest.mark.parametrize("status", ["out_of_memory", "timed_out"])
-def test_a_failure_of_the_moment_displaces_nothing(status):
-    assert solver_ids(answered(row("A"), row("A", status=status, time_ms=None))) == ["A"]
+def test_a_failure_of_the_moment_displaces_nothing():
+    assert solver_ids(answered(row("A"), row("A", status="out_of_memory", time_ms=None))) == ["A"]
+
+
+@pytest.mark.parametrize("status", ["crashed", "wrong_result", "timed_out"])
+def test_of_one_instant_a_failure_counts(status):
+    now = {"created_at": "2026-01-01T00:00:00.000000Z"}
+    screened, failed = row("A", samples=3, **now), row("A", status=status, time_ms=None, samples=0, **now)
+    for order in ((screened, failed), (failed, screened)):
+        assert solver_ids(answered(*order, row("B", time_ms=9.0))) == ["B"]
+
+
+def test_rows_of_earlier_code_count_no_longer():
+    old = [row("A", f'{{"tile":{i}}}', time_ms=0.1 + i / 10, source_hash="ab") for i in range(6)]
+    new = row("A", '{"tile":9}', time_ms=1.2, source_hash="cd")
+    assert [r.source_hash for r in answered(*old, new, row("B", time_ms=2.0)).rows if r.solver_id == "A"] == ["cd"]
+
+
+def test_the_newest_verdict_decides_who_leads():
+    def led(*rows: Row) -> list[str]:
+        with Store(MEMORY) as store:
+            answer = store.record(DEVICE, PROBLEM, rows, verdict=made.verdict("B:{}", "A:{}"))
+            return solver_ids(answer)
+
+    a, b, c = row("A", "{}", time_ms=1.0), row("B", "{}", time_ms=1.005), row("C", "{}", time_ms=1.2)
+    assert led(a, b, c) == ["B", "A", "C"]
+    assert led(a, b, c, row("D", time_ms=0.5))[0] == "D", "it did not take part"
+    assert led(a, replace(b, contended=True)) == ["A", "B"]
+
+
+def test_a_verdict_is_silent_on_rows_that_came_after_it():
+    with Store(MEMORY) as store:
+        rows = [row("A", "{}", time_ms=1.0), row("B", "{}", time_ms=1.005)]
+        store.record(DEVICE, PROBLEM, rows, verdict=made.verdict("B:{}", "A:{}"))
+        assert solver_ids(store.answer(DEVICE, PROBLEM)) == ["B", "A"]
+        store.record(DEVICE, PROBLEM, [row("A", "{}", time_ms=0.9)])
+        assert solver_ids(store.answer(DEVICE, PROBLEM)) == ["A", "B"]
 
 
 def test_rows_that_were_cut_off_are_usable():

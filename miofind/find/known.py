@@ -16,7 +16,7 @@ def known_times(problem: ProblemDescription, handle: Handle) -> dict[Candidate, 
     environment = environment_id(versions(handle.device))
     newest: dict[Candidate, Row] = {}
     for history in handle.database.histories(handle.device.identity, problem.network_config):
-        for row in sorted(history.rows, key=lambda row: row.created_at):
+        for row in sorted(history.rows, key=lambda row: row.age):
             if records.is_valid(row, handle.device):
                 newest[candidate_of(f"{row.solver_id}:{row.config}", problem)] = row
     return {

@@ -58,6 +58,7 @@ def look_up(
     measured: Iterable[str] = (),
     partial: bool = True,
     dynamic_only: bool = False,
+    queue: bool = True,
 ) -> list[Solution] | None:
     """Solutions that the FindDB has for a request, fastest first; None where it has none or has not looked far enough.
 
@@ -66,6 +67,7 @@ def look_up(
         partial: whether an answer counts that lacks solvers which came or changed since it was measured, or whose find
             ran out of time.
         dynamic_only: ask for no more than shape-generic solvers.
+        queue: note for a re-check what is stale or incomplete.
     """
     fresh = frozenset(measured)
     request = _request(options, handle.device, dynamic_only)
@@ -102,12 +104,15 @@ def look_up(
             stale = stale or row.environment != environment
     if void:
         void -= {solution.solver_id for solution in solutions}
-        late = (*late, *(solver_id for solver_id in sorted(void) if solver_id in request.solvers))
-    if late and not fresh:
-        if not partial:
-            return None
+        wanted = sorted(void & set(request.solvers))
+        late = (*late, *(name for name in wanted if may_serve(solvers()[name], problem, handle.device)))
+    if late and not fresh and not partial:
+        return None
+    if fresh or not queue:
+        return solutions or None
+    if late:
         handle.database.queue_recheck(device, problem.network_config, f"not measured yet: {', '.join(late)}")
-    elif stale and not fresh:
+    elif stale:
         handle.database.queue_recheck(device, problem.network_config, "measured with other versions")
     return solutions or None
 
@@ -162,7 +167,7 @@ def _newest_statuses(
                 continue
             if not is_valid(row, handle.device):
                 continue
-            if known is None or known.created_at < row.created_at:
+            if known is None or known.age < row.age:
                 newest[name] = row
     return {name: Status(row.status) for name, row in newest.items()}
 
@@ -336,7 +341,7 @@ class Recording:
                 dropped_samples=outcome.dropped_samples,
             )
         )
-        if self._plan.spaces and len(self._pending) >= _BATCH:
+        if not outcome.status.usable or (self._plan.spaces and len(self._pending) >= _BATCH):
             self._write()
 
     def add_verdict(self, verdict: Verdict) -> None:
@@ -360,7 +365,7 @@ class Recording:
             )
         if self._pending or scope is not None or self._verdict is not None:
             self._write(scope, self._verdict)
-        if scope is not None and not scope.filters:
+        if scope is not None and scope.complete and not scope.filters and scope.workspace_limit_bytes is None:
             self._handle.database.drop_rechecks(self._handle.device.identity, self._problem.network_config)
 
     @property

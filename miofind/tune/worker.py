@@ -16,6 +16,7 @@ from miofind.errors import DatabaseError, MissingEnvironmentError, NoDeviceError
 from miofind.evaluate import DeviceLostError
 from miofind.find import records
 from miofind.find.pipeline import measure
+from miofind.finddb import RefusedEntryError
 from miofind.found import Solution, reordered
 from miofind.handle import Handle
 from miofind.problem import ProblemDescription
@@ -135,6 +136,8 @@ def tuned(task: Task, handle: Handle, options: TuneOptions, pool: CompilePool | 
             ahead=pool,
             afresh=options.force,
         )
+    except RefusedEntryError as error:
+        return _failed(task, str(error), time.monotonic() - began)
     except (DatabaseError, MissingEnvironmentError, DeviceLostError):
         raise
     except Exception as error:  # a solver's own code may raise anything, and hours of tuning must survive it
@@ -150,13 +153,19 @@ def tuned(task: Task, handle: Handle, options: TuneOptions, pool: CompilePool | 
     )
 
 
-def known_solutions(problem: ProblemDescription, options: TuneOptions, handle: Handle) -> list[Solution] | None:
-    """What the FindDB has, if a tuning would leave it at that: nothing that was asked for is missing from it."""
+def known_solutions(
+    problem: ProblemDescription, options: TuneOptions, handle: Handle, *, queue: bool = True
+) -> list[Solution] | None:
+    """What the FindDB has, if a tuning would leave it at that: nothing that was asked for is missing from it.
+
+    Args:
+        queue: note for a re-check what is stale or incomplete.
+    """
     if options.force or options.recheck:
         return None
     if options.find.retry_failed and records.failures(problem, handle):
         return None
-    return records.look_up(problem, options.find, handle, partial=False)
+    return records.look_up(problem, options.find, handle, partial=False, queue=queue)
 
 
 def _checked_again(problem: ProblemDescription, options: TuneOptions, handle: Handle) -> Sequence[Solution]:
@@ -192,7 +201,7 @@ def _default_ms(solutions: Sequence[Solution], handle: Handle) -> float | None:
         for row in history.rows
         if row.usable and row.solver_id == best.solver_id and row.config == default.json
     ]
-    return max(rows, key=lambda row: row.created_at).time_ms if rows else None
+    return max(rows, key=lambda row: row.age).time_ms if rows else None
 
 
 def _first_default(solution: Solution, handle: Handle) -> Config | None:
