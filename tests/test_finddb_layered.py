@@ -409,3 +409,14 @@ def test_open_layered_refuses_a_server(monkeypatch, strict):
     monkeypatch.setenv("MIOFIND_DB", "postgresql://host/finddb")
     with pytest.raises(DatabaseError, match="name a local SQLite file"):
         open_layered(strict=strict)
+
+
+def test_a_row_of_another_file_that_cannot_be_stored_costs_no_measurement(tmp_path, shipped, caplog, monkeypatch):
+    def refuse(self, histories):
+        raise RefusedEntryError("a row says too much")
+
+    monkeypatch.setattr(Store, "add", refuse)
+    with Layered(Store(tmp_path / "user.db"), [shipped], strict=True) as layered:
+        answer = layered.record(DEVICE, PROBLEM, [row("New", time_ms=0.1)])
+    assert [found.solver_id for found in answer.rows] == ["New"]
+    assert "is not copied: a row says too much" in caplog.text

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from miofind import find_solutions
 from miofind.candidate import Candidate, Outcome, Status, Timing
 from miofind.find import records
 from miofind.find.plan import make_plan
@@ -136,3 +137,53 @@ def test_a_find_is_complete_when_all_that_was_planned_was_tried(handle: Handle) 
     assert [scope.complete for scope in history(handle).scopes] == [False]
     record(handle, *map(outcome, planned))
     assert sorted(scope.complete for scope in history(handle).scopes) == [False, True]
+
+
+@pytest.mark.parametrize("status", [Status.WRONG_RESULT, Status.CRASHED, Status.TIMED_OUT], ids=str)
+def test_who_fails_in_the_last_race_is_neither_answered_nor_tried_again(handle: Handle, status: Status) -> None:
+    first, second, *_ = candidates(handle)
+    screened = replace(outcome(first), timing=replace(TIMING, time_ms=0.5, samples=3))
+    record(handle, screened, outcome(second), outcome(first, status))
+    found = records.look_up(PROBLEM, OPTIONS, handle, measured=[second.id])
+    assert found is not None
+    assert first.id not in {solution.id for solution in found}
+    assert records.quarantined(PROBLEM, handle) == {first.id}
+
+
+def test_a_failure_is_written_before_the_find_ends(handle: Handle) -> None:
+    (first, *_) = candidates(handle)
+    with records.Recording(PROBLEM, OPTIONS, handle, make_plan(PROBLEM, handle.device, OPTIONS)) as recording:
+        recording.add(outcome(first, Status.TIMED_OUT))
+        assert [row.status for row in history(handle).rows] == ["timed_out"]
+
+
+def test_a_void_row_of_a_solver_that_refuses_the_problem_asks_for_nothing(handle: Handle) -> None:
+    problem = ProblemDescription.convolution(x=(1, 4, 6, 5), w=(3, 4, 3, 3))
+    assert find_solutions(problem, handle=handle)
+    void = Row(solver_id="ConvCpuGemm1x1", solver_version=99, config="{}", status="ok", time_ms=0.01)
+    handle.database.record(handle.device.identity, problem.network_config, [void])
+    assert records.look_up(problem, OPTIONS, handle, partial=False)
+    assert handle.database.rechecks() == ()
+
+
+def test_a_look_up_that_is_only_a_question_notes_nothing(handle: Handle) -> None:
+    record(handle, *map(outcome, candidates(handle)))
+    handle.database.record(handle.device.identity, PROBLEM.network_config, [stale_row(handle)])
+    assert records.look_up(PROBLEM, OPTIONS, handle, queue=False)
+    assert handle.database.rechecks() == ()
+    assert records.look_up(PROBLEM, OPTIONS, handle)
+    assert [note.reason for note in handle.database.rechecks()] == ["measured with other versions"]
+
+
+def stale_row(handle: Handle) -> Row:
+    return replace(history(handle).rows[0], time_ms=0.1, environment="", created_at="", id="")
+
+
+@pytest.mark.parametrize("options", [OPTIONS, FindOptions(workspace_limit_bytes=1 << 30)], ids=["whole", "limited"])
+def test_only_a_whole_find_drops_the_notes(handle: Handle, options: FindOptions) -> None:
+    handle.database.queue_recheck(handle.device.identity, PROBLEM.network_config, "why")
+    plan = make_plan(PROBLEM, handle.device, options)
+    with records.Recording(PROBLEM, options, handle, plan) as recording:
+        for planned in plan.candidates:
+            recording.add(outcome(planned.candidate))
+    assert len(handle.database.rechecks()) == (options is not OPTIONS)
