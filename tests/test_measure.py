@@ -264,8 +264,32 @@ def test_disturbances_are_told() -> None:
     stage.contended.add("b")
     results = race.finish()
     assert {name: result.contended for name, result in results.items()} == {"a": False, "b": True, "c": False}
-    assert results["a"].dropped_samples == 1 + Effort.FIND.schedule.blocks
+    assert results["a"].dropped_samples == Effort.FIND.schedule.blocks
     assert results["c"].dropped_samples == 0
+
+
+def test_a_disturbed_screening_says_nothing_of_a_clean_final() -> None:
+    """The final's samples alone make the timing, and the screening's flag and count stood beside it."""
+    stage = ScriptedStage({"a": 1.0, "b": 1.1, "behind": 1.7})
+    race = Race(stage, Effort.FIND)
+    stage.contended |= {"a", "behind"}
+    for name in ("a", "b", "behind"):
+        race.enter(entrant(name))
+    stage.contended.clear()
+    results = race.finish()
+    assert {name: result.contended for name, result in results.items()} == {"a": False, "b": False, "behind": True}
+    assert results["a"].dropped_samples == results["a"].timing.samples == Effort.FIND.schedule.blocks
+
+
+def test_what_disturbed_samples_that_still_count_is_kept() -> None:
+    stage = ScriptedStage({"a": 1.0, "b": 1.1})
+    race = Race(stage, Effort.FIND, deadline=time.monotonic() - 1)
+    stage.contended.add("a")
+    for name in ("a", "b"):
+        race.enter(entrant(name))
+    stage.contended.clear()
+    results = race.finish()
+    assert [(result.contended, result.dropped_samples) for result in results.values()] == [(True, 1), (False, 1)]
 
 
 class Disturbed:

@@ -12,7 +12,7 @@ import math
 import random
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from statistics import median
 from typing import TYPE_CHECKING
@@ -185,6 +185,18 @@ class _Runner:
         self.contended = self.contended or batch.contended
         self.dropped += batch.dropped
 
+    def restart(self) -> _Runner:
+        """Forget its samples and what disturbed them; a copy that has them still."""
+        earlier = replace(self)
+        self.samples, self.contended, self.dropped = [], False, 0
+        return earlier
+
+    def resume(self, earlier: _Runner) -> None:
+        """Put the samples from before a restart, and what disturbed them, before those since."""
+        self.samples = earlier.samples + self.samples
+        self.contended = self.contended or earlier.contended
+        self.dropped += earlier.dropped
+
 
 class Race:
     """A race of one problem's candidates.
@@ -291,19 +303,17 @@ class Race:
         """Interleaved blocks; where there are enough, they alone make the finalists' timings."""
         if not finalists:
             return
-        earlier = {runner.entrant.key: runner.samples for runner in finalists}
-        for runner in finalists:
-            runner.samples = []
-        count = self._affordable(self._schedule.blocks, earlier.values(), self._schedule.least_blocks)
+        earlier = [runner.restart() for runner in finalists]
+        count = self._affordable(self._schedule.blocks, (r.samples for r in earlier), self._schedule.least_blocks)
         for order in _orders(finalists, count):
             if time.monotonic() > self._deadline:
                 break
             for runner in order:
                 self._extend(runner, 1, always=True)
         self.blocks = {r.entrant.key: list(r.samples) for r in finalists if r.failure is None}
-        for runner in finalists:
+        for runner, before in zip(finalists, earlier, strict=True):
             if len(runner.samples) < self._schedule.screen:
-                runner.samples = earlier[runner.entrant.key] + runner.samples
+                runner.resume(before)
 
     def _final_of_late(self, finalists: list[_Runner]) -> None:
         """One more final, with those that a few early samples put before the finalists' many."""
