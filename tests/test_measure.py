@@ -236,6 +236,39 @@ def test_who_is_fast_by_few_samples_meets_the_finalists() -> None:
     assert (race.verdict.winner, race.verdict.ties) == ("late", ("late",))
 
 
+@pytest.mark.parametrize("blocks", [0, 1, 4])
+def test_a_final_of_late_that_the_deadline_ends_costs_nothing_of_the_first(blocks: int) -> None:
+    """Its few blocks, or none, stood in the place of the first final's, and there was no verdict."""
+    finalists = [f"c{i}" for i in range(5)]
+    most = Effort.FIND.schedule.blocks
+
+    class Late(ScriptedStage):
+        turns = 0
+
+        def batch(self, track: Track, invoker: Any, count: int) -> Batch:
+            found = super().batch(track, invoker, count)
+            self.turns += count
+            slowed = [time_ms * (1.03 if self.turns > screened else 1.0) for time_ms in found.times_ms]
+            if self.turns >= screened + 5 * most + 6 * blocks:
+                race._deadline = -math.inf
+            return Batch(times_ms=slowed, contended=False, dropped=0)
+
+    race = Race(stage := Late(dict.fromkeys(finalists, 1.0) | {"late": 1.008}), Effort.FIND)
+    screened = math.inf
+    for name in (*finalists, "late"):
+        race.enter(entrant(name))
+    for name in (*finalists, "late"):
+        race._extend(race._runners[name], 2)
+    screened = stage.turns
+    results = race.finish()
+    assert stage.turns == screened + 5 * most + 6 * blocks
+    assert set(race.blocks) == set(finalists)
+    assert race.verdict is not None
+    assert race.verdict.blocks == most
+    assert {results[name].timing.samples for name in finalists} == {most + blocks}
+    assert results["late"].timing.samples == 5 + blocks
+
+
 def test_a_watcher_hears_of_turns_before_and_of_failures_after() -> None:
     told: list[str] = []
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from miofind.candidate import Timing
 from miofind.errors import MiofindError
 from miofind.measure.stage import Stage, Track
-from miofind.measure.verdict import Finalist, Verdict, judge
+from miofind.measure.verdict import MIN_BLOCKS, Finalist, Verdict, judge
 
 if TYPE_CHECKING:
     from miofind.invoker import Invoker
@@ -300,7 +300,10 @@ class Race:
         return sorted(field_, key=lambda r: r.time_ms)
 
     def _final(self, finalists: list[_Runner]) -> None:
-        """Interleaved blocks; where there are enough, they alone make the finalists' timings."""
+        """Interleaved blocks; where there are enough, they alone make the finalists' timings.
+
+        Too few for a verdict, and fewer than an earlier final took, add to that final's samples and leave its blocks.
+        """
         if not finalists:
             return
         earlier = [runner.restart() for runner in finalists]
@@ -310,9 +313,11 @@ class Race:
                 break
             for runner in order:
                 self._extend(runner, 1, always=True)
-        self.blocks = {r.entrant.key: list(r.samples) for r in finalists if r.failure is None}
+        blocks = {r.entrant.key: list(r.samples) for r in finalists if r.failure is None}
+        is_enough = _length(blocks) >= min(_length(self.blocks), MIN_BLOCKS)
+        self.blocks = blocks if is_enough else {key: self.blocks[key] for key in self.blocks if key in blocks}
         for runner, before in zip(finalists, earlier, strict=True):
-            if len(runner.samples) < self._schedule.screen:
+            if not is_enough or len(runner.samples) < self._schedule.screen:
                 runner.resume(before)
 
     def _final_of_late(self, finalists: list[_Runner]) -> None:
@@ -370,6 +375,11 @@ class Race:
             dropped_samples=runner.dropped,
             failure=runner.failure,
         )
+
+
+def _length(blocks: Mapping[str, list[float]]) -> int:
+    """How many blocks a final took; 0 where nobody is left of it."""
+    return min(map(len, blocks.values()), default=0)
 
 
 def _orders(finalists: list[_Runner], count: int) -> Iterator[list[_Runner]]:
