@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import os
 import signal
 import subprocess
@@ -125,6 +126,31 @@ def test_no_more_waits_than_the_bound_and_what_is_wanted_is_taken_all_the_same(
         assert pool.submit(many, ARCH) <= 3  # the one at work does not wait
         assert pool.errors(many[:8], ARCH) == {}
         assert all(is_cached(step, cache) for step in many[:8])
+
+
+def test_the_oldest_answers_are_forgotten_and_no_others_looked_at(
+    pool: CompilePool, package: CudaPackage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each step that was taken walked through all that were remembered, with the lock held."""
+
+    class Walked(collections.OrderedDict[object, object]):
+        steps = 0
+
+        def __iter__(self) -> Iterator[object]:
+            for name in super().__iter__():
+                self.steps += 1
+                yield name
+
+    monkeypatch.setattr(pool_module, "_MAX_REMEMBERED", 4)
+    pool._tasks = walked = Walked()  # type: ignore[assignment]
+    asked = steps(package, *range(6))
+    for step in asked[:4]:
+        assert pool.errors([step], ARCH) == {}
+    assert walked.steps == 0
+    for step in asked[4:]:
+        assert pool.errors([step], ARCH) == {}
+    assert walked.steps == 2
+    assert list(walked) == [pool_module._name(step, ARCH) for step in asked[2:]]
 
 
 def test_a_closed_pool_ends_at_once_and_knows_of_no_errors(cache: BinaryCache, package: CudaPackage) -> None:

@@ -6,6 +6,7 @@ A compilation that hangs or takes its process down costs one step. Needs no GPU 
 from __future__ import annotations
 
 import collections
+import itertools
 import logging
 import os
 import signal
@@ -154,7 +155,9 @@ class CompilePool:
 
     def _forget_oldest(self) -> None:
         """Keep a bounded number of answers: the disk remembers binaries, and a failure is met again soon enough."""
-        for name in list(self._tasks)[: max(0, len(self._tasks) - _MAX_REMEMBERED)]:
+        if len(self._tasks) <= _MAX_REMEMBERED:
+            return
+        for name in list(itertools.islice(self._tasks, len(self._tasks) - _MAX_REMEMBERED)):
             if self._tasks[name].answer.done():
                 del self._tasks[name]
 
