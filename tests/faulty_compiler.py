@@ -20,6 +20,12 @@ def _faulty(source: Source, options: tuple[str, ...], arch: str) -> Compiled:
         os.kill(os.getpid(), signal.SIGINT)
     if "-DFAULT=die" in options:
         os._exit(3)
+    if "-DFAULT=kill" in options:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if "-DFAULT=terminate" in options:
+        os.kill(os.getpid(), signal.SIGTERM)
+    if "-DFAULT=exhaust" in options:
+        raise MemoryError("none is left")
     if "-DFAULT=raise" in options:
         raise ZeroDivisionError("broken for this test")
     return _compile_source(source, options, arch)

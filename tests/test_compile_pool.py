@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import os
 import signal
 import subprocess
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 from cuda_package import CudaPackage, make_package
 
-from miofind.compiler import BinaryCache, CompilePool, Compiler
+from miofind.compiler import BinaryCache, CompilePool, Compiler, CompileTimeoutError
 from miofind.compiler import pool as pool_module
 from miofind.errors import CompileError
 from miofind.solution import KernelStep
@@ -74,24 +75,30 @@ def test_errors_name_the_source_and_the_options(pool: CompilePool, package: Cuda
 
 
 @pytest.mark.parametrize(
-    ("fault", "message"),
+    ("fault", "kind", "message"),
     [
-        ("hang", "did not end within 5 s"),
-        ("die", "ended its process with code 3"),
-        ("raise", "ZeroDivisionError"),
+        ("hang", CompileTimeoutError, "did not end within 5 s"),
+        ("die", CompileError, "ended its process with code 3"),
+        ("raise", CompileError, "ZeroDivisionError"),
     ],
 )
 def test_a_compilation_that_goes_wrong_costs_itself_alone(
-    cache: BinaryCache, package: CudaPackage, fault: str, message: str
+    cache: BinaryCache, package: CudaPackage, fault: str, kind: type[CompileError], message: str
 ) -> None:
     bad, good = faulty(package, fault), steps(package, 6, 7)
     with CompilePool(cache, workers=1, timeout_s=5, modules=("faulty_compiler",)) as pool:
         found = pool.errors([good[0], bad, good[1]], ARCH)
     assert list(found) == [bad]
-    assert isinstance(found[bad], CompileError)
+    assert type(found[bad]) is kind
     assert message in str(found[bad])
     assert found[bad].source == "scale.cu"
     assert all(is_cached(step, cache) for step in good)
+
+
+@pytest.mark.parametrize("fault", ["kill", "terminate", "exhaust"])
+def test_who_was_killed_or_had_no_memory_is_not_to_blame(pool: CompilePool, package: CudaPackage, fault: str) -> None:
+    """It was recorded as failed to compile, and never measured again."""
+    assert pool.errors([faulty(package, fault), *steps(package, 6)], ARCH) == {}
 
 
 def test_a_compiler_ignores_ctrl_c(pool: CompilePool, cache: BinaryCache, package: CudaPackage) -> None:
@@ -119,6 +126,31 @@ def test_no_more_waits_than_the_bound_and_what_is_wanted_is_taken_all_the_same(
         assert pool.submit(many, ARCH) <= 3  # the one at work does not wait
         assert pool.errors(many[:8], ARCH) == {}
         assert all(is_cached(step, cache) for step in many[:8])
+
+
+def test_the_oldest_answers_are_forgotten_and_no_others_looked_at(
+    pool: CompilePool, package: CudaPackage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each step that was taken walked through all that were remembered, with the lock held."""
+
+    class Walked(collections.OrderedDict[object, object]):
+        steps = 0
+
+        def __iter__(self) -> Iterator[object]:
+            for name in super().__iter__():
+                self.steps += 1
+                yield name
+
+    monkeypatch.setattr(pool_module, "_MAX_REMEMBERED", 4)
+    pool._tasks = walked = Walked()  # type: ignore[assignment]
+    asked = steps(package, *range(6))
+    for step in asked[:4]:
+        assert pool.errors([step], ARCH) == {}
+    assert walked.steps == 0
+    for step in asked[4:]:
+        assert pool.errors([step], ARCH) == {}
+    assert walked.steps == 2
+    assert list(walked) == [pool_module._name(step, ARCH) for step in asked[2:]]
 
 
 def test_a_closed_pool_ends_at_once_and_knows_of_no_errors(cache: BinaryCache, package: CudaPackage) -> None:

@@ -14,6 +14,7 @@ import pytest
 from landscapes import PARAMETERS, Landscape
 
 from miofind.candidate import Candidate, Outcome, Status
+from miofind.compiler import CompileTimeoutError
 from miofind.device import Device, Library, Place
 from miofind.errors import CompileError, NoSolutionError
 from miofind.evaluate import Job
@@ -303,8 +304,9 @@ def test_the_best_known_is_the_incumbent(handle: Handle, measurer: Measurer) -> 
 class FakePool:
     """Stands for a CompilePool: refuses the kernels of one candidate."""
 
-    def __init__(self, broken: KernelStep) -> None:
+    def __init__(self, broken: KernelStep, kind: type[CompileError]) -> None:
         self.broken = broken
+        self.kind = kind
         self.submitted: list[KernelStep] = []
 
     def submit(self, steps: list[KernelStep], arch: str) -> int:
@@ -312,18 +314,21 @@ class FakePool:
         return len(steps)
 
     def errors(self, steps: Iterator[KernelStep], arch: str) -> dict[KernelStep, CompileError]:
-        error = CompileError("stuck", source="direct_tiled.cu", options=(), log="")
+        error = self.kind("stuck", source="direct_tiled.cu", options=(), log="")
         return {step: error for step in steps if step == self.broken}
 
 
-def test_what_cannot_be_compiled_ahead_is_not_measured() -> None:
+@pytest.mark.parametrize(
+    ("kind", "status"), [(CompileError, Status.COMPILE_FAILED), (CompileTimeoutError, Status.TIMED_OUT)]
+)
+def test_what_cannot_be_compiled_ahead_is_not_measured(kind: type[CompileError], status: Status) -> None:
     device = Device.virtual("90a")
     solver = solvers()["ConvDirectTiled"]
     configs = solver.default_configs(PROBLEM, device)
     candidates = [
         Candidate(network_config=PROBLEM.network_config, solver_id=solver.id, config=config) for config in configs
     ]
-    pool = FakePool(solver.solution(PROBLEM, device, configs[0]).kernels[0])
+    pool = FakePool(solver.solution(PROBLEM, device, configs[0]).kernels[0], kind)
     jobs: list[Job] = []
     executor = SimpleNamespace(run=lambda job: jobs.append(job) or iter(()))
     handle = SimpleNamespace(device=device, executor=lambda isolate: executor)
@@ -332,7 +337,7 @@ def test_what_cannot_be_compiled_ahead_is_not_measured() -> None:
     measuring = Measuring(request, SimpleNamespace(add=taken.append))  # type: ignore[arg-type]
     outcomes = measuring.run(candidates, Effort.SCREEN)
     assert outcomes == taken
-    assert [(o.candidate, o.status) for o in outcomes] == [(candidates[0], Status.COMPILE_FAILED)]
+    assert [(o.candidate, o.status) for o in outcomes] == [(candidates[0], status)]
     assert jobs[0].candidates == tuple(candidates[1:])
     measuring.compile_ahead(candidates[1:])
     assert len(pool.submitted) == len(candidates) - 1

@@ -236,6 +236,39 @@ def test_who_is_fast_by_few_samples_meets_the_finalists() -> None:
     assert (race.verdict.winner, race.verdict.ties) == ("late", ("late",))
 
 
+@pytest.mark.parametrize("blocks", [0, 1, 4])
+def test_a_final_of_late_that_the_deadline_ends_costs_nothing_of_the_first(blocks: int) -> None:
+    """Its few blocks, or none, stood in the place of the first final's, and there was no verdict."""
+    finalists = [f"c{i}" for i in range(5)]
+    most = Effort.FIND.schedule.blocks
+
+    class Late(ScriptedStage):
+        turns = 0
+
+        def batch(self, track: Track, invoker: Any, count: int) -> Batch:
+            found = super().batch(track, invoker, count)
+            self.turns += count
+            slowed = [time_ms * (1.03 if self.turns > screened else 1.0) for time_ms in found.times_ms]
+            if self.turns >= screened + 5 * most + 6 * blocks:
+                race._deadline = -math.inf
+            return Batch(times_ms=slowed, contended=False, dropped=0)
+
+    race = Race(stage := Late(dict.fromkeys(finalists, 1.0) | {"late": 1.008}), Effort.FIND)
+    screened = math.inf
+    for name in (*finalists, "late"):
+        race.enter(entrant(name))
+    for name in (*finalists, "late"):
+        race._extend(race._runners[name], 2)
+    screened = stage.turns
+    results = race.finish()
+    assert stage.turns == screened + 5 * most + 6 * blocks
+    assert set(race.blocks) == set(finalists)
+    assert race.verdict is not None
+    assert race.verdict.blocks == most
+    assert {results[name].timing.samples for name in finalists} == {most + blocks}
+    assert results["late"].timing.samples == 5 + blocks
+
+
 def test_a_watcher_hears_of_turns_before_and_of_failures_after() -> None:
     told: list[str] = []
 
@@ -264,8 +297,32 @@ def test_disturbances_are_told() -> None:
     stage.contended.add("b")
     results = race.finish()
     assert {name: result.contended for name, result in results.items()} == {"a": False, "b": True, "c": False}
-    assert results["a"].dropped_samples == 1 + Effort.FIND.schedule.blocks
+    assert results["a"].dropped_samples == Effort.FIND.schedule.blocks
     assert results["c"].dropped_samples == 0
+
+
+def test_a_disturbed_screening_says_nothing_of_a_clean_final() -> None:
+    """The final's samples alone make the timing, and the screening's flag and count stood beside it."""
+    stage = ScriptedStage({"a": 1.0, "b": 1.1, "behind": 1.7})
+    race = Race(stage, Effort.FIND)
+    stage.contended |= {"a", "behind"}
+    for name in ("a", "b", "behind"):
+        race.enter(entrant(name))
+    stage.contended.clear()
+    results = race.finish()
+    assert {name: result.contended for name, result in results.items()} == {"a": False, "b": False, "behind": True}
+    assert results["a"].dropped_samples == results["a"].timing.samples == Effort.FIND.schedule.blocks
+
+
+def test_what_disturbed_samples_that_still_count_is_kept() -> None:
+    stage = ScriptedStage({"a": 1.0, "b": 1.1})
+    race = Race(stage, Effort.FIND, deadline=time.monotonic() - 1)
+    stage.contended.add("a")
+    for name in ("a", "b"):
+        race.enter(entrant(name))
+    stage.contended.clear()
+    results = race.finish()
+    assert [(result.contended, result.dropped_samples) for result in results.values()] == [(True, 1), (False, 1)]
 
 
 class Disturbed:

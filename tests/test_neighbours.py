@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from miofind.find import neighbours
-from miofind.find.neighbours import Neighbours, distance
+from miofind.find.neighbours import Neighbours, distance, shared_neighbours
 from miofind.finddb import Layered, Row, Store
 from miofind.problem import ProblemDescription
 from miofind.solution import Config
@@ -76,7 +79,7 @@ def test_winners_are_those_of_the_nearest_problems_nearest_first(database: Layer
     record(database, problem(x=(16, 64, 56, 56)), {"A=16": 1.0})
     record(database, problem(direction="backward_data"), {"A=99": 1.0})
     record(database, problem(), {"A=7": 1.0}, device="another GPU")
-    winners = Neighbours(database, DEVICE).winners(problem())
+    winners = Neighbours(DEVICE).winners(problem(), database)
     assert winners == {
         "A": (Config.of(tile=16), Config.of(tile=8), Config.of(tile=99)),
         "B": (Config.of(tile=1),),
@@ -86,7 +89,7 @@ def test_winners_are_those_of_the_nearest_problems_nearest_first(database: Layer
 def test_the_problem_itself_is_the_nearest(database: Layered) -> None:
     record(database, problem(), {"A=5": 1.0})
     record(database, problem(x=(16, 64, 56, 56)), {"A=16": 1.0})
-    assert Neighbours(database, DEVICE).winners(problem())["A"][0] == Config.of(tile=5)
+    assert Neighbours(DEVICE).winners(problem(), database)["A"][0] == Config.of(tile=5)
 
 
 def test_few_answers_are_read_and_the_problems_listed_once(database: Layered, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,9 +100,9 @@ def test_few_answers_are_read_and_the_problems_listed_once(database: Layered, mo
     answer, problems = Store.answer, Store.problems
     monkeypatch.setattr(Store, "answer", lambda self, *key: read.append(key[1]) or answer(self, *key))
     monkeypatch.setattr(Store, "problems", lambda self, device: listed.append(device) or problems(self, device))
-    near = Neighbours(database, DEVICE)
-    assert near.winners(problem())["A"] == tuple(Config.of(tile=n) for n in (32, 33, 31, 34))
-    near.winners(problem(x=(4, 64, 56, 56)))
+    near = Neighbours(DEVICE)
+    assert near.winners(problem(), database)["A"] == tuple(Config.of(tile=n) for n in (32, 33, 31, 34))
+    near.winners(problem(x=(4, 64, 56, 56)), database)
     assert len(read) == 16
     assert listed == [DEVICE]
 
@@ -108,23 +111,74 @@ def test_a_bounded_number_of_problems_is_compared(database: Layered, monkeypatch
     for batch in range(1, 10):
         record(database, problem(x=(batch, 64, 56, 56)), {"A=1": 1.0})
     monkeypatch.setattr(neighbours, "MAX_PROBLEMS", 5)
-    near = Neighbours(database, DEVICE)
-    near.winners(problem())
+    near = Neighbours(DEVICE)
+    near.winners(problem(), database)
     assert near._known is not None
     assert len(near._known) == 5
 
 
 def test_a_problem_measured_since_is_a_neighbour(database: Layered) -> None:
-    near = Neighbours(database, DEVICE)
-    assert near.winners(problem()) == {}
+    near = Neighbours(DEVICE)
+    assert near.winners(problem(), database) == {}
     other = problem(x=(16, 64, 56, 56))
     record(database, other, {"A=3": 1.0})
     near.add(other.network_config)
-    assert near.winners(problem()) == {"A": (Config.of(tile=3),)}
+    assert near.winners(problem(), database) == {"A": (Config.of(tile=3),)}
 
 
 def test_problems_of_another_rank_and_unreadable_ones_are_none(database: Layered) -> None:
     record(database, ProblemDescription.convolution(x=(1, 4, 9), w=(4, 4, 3)), {"A=1": 1.0})
     row = Row(solver_id="A", solver_version=1, config='{"tile":1}', status="ok", time_ms=1.0)
     database.record(DEVICE, "conv9d-of-a-later-release", [row])
-    assert Neighbours(database, DEVICE).winners(problem()) == {}
+    assert Neighbours(DEVICE).winners(problem(), database) == {}
+
+
+def test_handles_of_one_finddb_share_their_neighbours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each handle had its own and listed once, so that a device never learned what the others had found."""
+    listed: list[str] = []
+    problems = Store.problems
+    monkeypatch.setattr(Store, "problems", lambda self, device: listed.append(device) or problems(self, device))
+    other = problem(x=(16, 64, 56, 56))
+    with ExitStack() as stack:
+        opened = [stack.enter_context(Layered(Store(tmp_path / "user.db"), strict=True)) for _ in range(12)]
+        every = [shared_neighbours(database, DEVICE) for database in opened]
+        assert all(near.winners(problem(), database) == {} for near, database in zip(every, opened, strict=True))
+        record(opened[0], other, {"A=3": 1.0})
+        every[0].add(other.network_config)
+        opened[0].close()
+        again = [shared_neighbours(database, DEVICE).winners(problem(), database) for database in opened[1:]]
+        assert again == [{"A": (Config.of(tile=3),)}] * 11
+        assert listed == [DEVICE]
+        assert shared_neighbours(opened[1], "another GPU") is not every[0]
+
+
+def test_finddbs_in_memory_share_nothing() -> None:
+    with Layered(Store(":memory:")) as first, Layered(Store(":memory:")) as second:
+        assert shared_neighbours(first, DEVICE) is shared_neighbours(first, DEVICE)
+        assert shared_neighbours(first, DEVICE) is not shared_neighbours(second, DEVICE)
+
+
+def test_threads_that_share_neighbours_list_once_and_add_meanwhile(
+    database: Layered, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    near = Neighbours(DEVICE)
+    listed: list[str] = []
+    problems = Store.problems
+
+    def slow(store: Store, device: str) -> Any:
+        listed.append(device)
+        time.sleep(0.1)
+        return problems(store, device)
+
+    monkeypatch.setattr(Store, "problems", slow)
+
+    def work(number: int) -> None:
+        for batch in range(1, 50):
+            near.winners(problem(x=(batch, 64, 56, 56)), database)
+            near.add(problem(x=(batch, 64, 56 + number, 56)).network_config)
+
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(work, range(8)))
+    assert listed == [DEVICE]
+    assert near._known is not None
+    assert len(near._known) == 8 * 49

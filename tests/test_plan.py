@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import ClassVar
 
 import pytest
@@ -14,8 +14,8 @@ from miofind.find.plan import SEARCH_LIMIT, estimated_configs, make_plan
 from miofind.find.search import EXHAUSTIVE, Space
 from miofind.options import FindOptions
 from miofind.problem import ProblemDescription
-from miofind.solution import Config, ConfigValue
-from miofind.solver import solver_by_id
+from miofind.solution import Config, ConfigValue, ConvSolution
+from miofind.solver import APPLICABLE, Applicability, Solver, solver_by_id
 from miofind.solvers.direct_tiled import ConvDirectTiled
 
 DEVICE = Device.virtual("90a")
@@ -114,3 +114,48 @@ def test_of_a_vast_product_an_even_part_is_estimated_and_the_same_each_time(monk
     for name in "abcde":
         values = {config[name] for config in configs}
         assert values == set(range(1 if name == "a" else 0, 20))
+
+
+class _Sparse(_Vast):
+    """One of which few points are valid."""
+
+    def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
+        return APPLICABLE
+
+    def is_valid_config(self, problem: ProblemDescription, device: Device, config: Config) -> bool:
+        return len({config[name] for name in "abcde"}) == 1
+
+    def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
+        return (Config(dict.fromkeys("abcde", 7)),)
+
+    def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
+        return 1.0
+
+    def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
+        return ConvSolution(steps=())
+
+
+class _Listed(_Sparse):
+    """One whose configurations come from a list."""
+
+    parameters: ClassVar[Mapping[str, Sequence[ConfigValue]]] = {}
+
+    def configs(self, problem: ProblemDescription, device: Device) -> Iterator[Config]:
+        return (Config(dict.fromkeys("abcde", number)) for number in range(20))
+
+    def check_config(self, problem: ProblemDescription, device: Device, config: Config) -> None:
+        """All are valid."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "limit", "is_whole"), [(_Sparse, 2000, False), (_Listed, 10, False), (_Listed, 2000, True)]
+)
+def test_a_space_that_was_cut_is_not_whole_however_few_are_listed(
+    monkeypatch: pytest.MonkeyPatch, kind: type[Solver], limit: int, is_whole: bool
+) -> None:
+    """What the random part of a vast product left valid was taken for all there is, and nothing was bred from it."""
+    monkeypatch.setattr(plan_module, "MAX_ESTIMATED", limit)
+    monkeypatch.setattr(plan_module, "solvers", lambda: {"Test": kind()})
+    space = space_of(FindOptions(tuning=True))
+    assert len(space.listed) <= EXHAUSTIVE
+    assert space.is_whole is is_whole

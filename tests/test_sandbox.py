@@ -22,7 +22,7 @@ from miofind.evaluate import DeviceLostError, Job
 from miofind.measure.race import Effort, Race, RaceResult
 from miofind.measure.verdict import Verdict
 from miofind.problem import ProblemDescription
-from miofind.sandbox.executors import InProcess, Isolated
+from miofind.sandbox.executors import InProcess, Isolated, _End, _Watch
 from miofind.solver import solver_by_id
 
 PROBLEM = ProblemDescription.convolution(x=(1, 4, 6, 5), w=(3, 4, 1, 1))
@@ -101,6 +101,36 @@ def test_a_fault_costs_its_candidate_alone(
     verdicts = [event for event in events if isinstance(event, Verdict)]
     assert len(verdicts) == 1
     assert FAULTY not in str(verdicts)
+
+
+@pytest.mark.parametrize(("fault", "status"), [("spin", Status.TIMED_OUT), ("segfault", Status.CRASHED)])
+def test_the_others_have_their_budget_whatever_a_fault_takes(
+    executor: Isolated, monkeypatch: pytest.MonkeyPatch, fault: str, status: Status
+) -> None:
+    """A hang in the race used the budget up: one of those that had raced was tried again, the others left out."""
+    monkeypatch.setenv("FAULT", fault)
+    monkeypatch.setenv("FAULT_AFTER", str(RUNS_BEFORE_RACE))
+    events = list(executor.run(job(budget_s=TIMEOUT_S)))
+    found = by_solver(events)
+    assert found[FAULTY].status is status
+    assert [name for name, outcome in found.items() if not outcome.status.usable] == [FAULTY]
+    assert isinstance(events[-1], Verdict)
+
+
+def test_what_is_lost_with_processes_comes_back_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each process here works for most of the budget and dies; the last candidate's has what is left of twice it."""
+    given: list[float] = []
+
+    def lost(executor: Isolated, part: Job, watch: _Watch) -> Iterator[Outcome]:
+        given.append(part.budget_s)
+        watch.end, watch.suspects, watch.worked_s = _End(Status.CRASHED, "lost"), [part.candidates[0]], 8.0
+        yield from ()
+
+    monkeypatch.setattr(Isolated, "_events", lost)
+    assert {outcome.status for outcome in by_solver(Isolated(Device.cpu()).run(job(budget_s=10.0))).values()} == {
+        Status.CRASHED
+    }
+    assert given == [10.0, 10.0, 4.0]
 
 
 def test_of_several_that_compile_the_culprit_is_found(executor: Isolated, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 from cli_runner import FORWARD, run, run_json, use_own_folders
 
+from miofind.candidate import Outcome, Status
 from miofind.device import Device
+from miofind.find import records
 from miofind.find.plan import make_plan
 from miofind.finddb import Store
 from miofind.handle import Handle
@@ -66,6 +68,31 @@ def test_what_is_known_is_left_out_and_corrects_the_rest(handle: Handle) -> None
     assert found.calibration == pytest.approx(best.time_ms / estimate_ms)
     assert forecast(requests, [handle], replace(OPTIONS, force=True)).known == 0
     assert forecast(requests[:1], [handle], OPTIONS).gpu_seconds == 0
+
+
+def test_an_estimate_that_fails_corrects_nothing(handle: Handle, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A foreign solver's code may raise anything, and ended the dry run."""
+    requests = [request(2)]
+    (result,) = tune(requests, [handle], OPTIONS).results
+
+    def broken(*_: object) -> float:
+        raise ZeroDivisionError("broken for this test")
+
+    monkeypatch.setattr(type(solver_by_id(result.solutions[0].solver_id)), "estimate_ms", broken)
+    found = forecast(requests, [handle], OPTIONS)
+    assert (found.known, found.calibrated_by) == (1, 0)
+
+
+def test_what_failed_before_is_left_out_unless_it_is_tried_again(handle: Handle) -> None:
+    requests = [request(2)]
+    failed, *others = make_plan(requests[0].problem, handle.device, OPTIONS.find).candidates
+    with records.Recording(
+        requests[0].problem, OPTIONS.find, handle, make_plan(requests[0].problem, handle.device, OPTIONS.find)
+    ) as recording:
+        recording.add(Outcome(candidate=failed.candidate, status=Status.CRASHED))
+    assert forecast(requests, [handle], OPTIONS).configurations == len(others)
+    again = replace(OPTIONS, find=replace(OPTIONS.find, retry_failed=True))
+    assert forecast(requests, [handle], again).configurations == len(others) + 1
 
 
 def test_a_problem_that_nobody_serves(handle: Handle) -> None:

@@ -7,7 +7,7 @@ from miofind.compiler.build import Compiler, kernel_hash
 from miofind.compiler.cache import Binary, BinaryCache, CacheStats
 from miofind.compiler.load import Kernel
 from miofind.compiler.nvrtc import nvrtc_version
-from miofind.compiler.pool import CompilePool
+from miofind.compiler.pool import CompilePool, CompileTimeoutError
 from miofind.compiler.resources import KernelResources
 from miofind.compiler.sources import source_hash
 
@@ -16,6 +16,7 @@ __all__ = [
     "BinaryCache",
     "CacheStats",
     "CompilePool",
+    "CompileTimeoutError",
     "Compiler",
     "Kernel",
     "KernelResources",

@@ -6,8 +6,10 @@ A compilation that hangs or takes its process down costs one step. Needs no GPU 
 from __future__ import annotations
 
 import collections
+import itertools
 import logging
 import os
+import signal
 import threading
 import time
 from collections.abc import Iterable
@@ -29,6 +31,12 @@ MAX_WAITING = 4096
 _MAX_REMEMBERED = 16_384
 _START_S = 120.0
 _LOOK_S = 0.25
+# Ends of a process that speak of an operator or of the kernel's out-of-memory killer as much as of its step.
+_FROM_OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM)
+
+
+class CompileTimeoutError(CompileError):
+    """A compilation that did not end in time."""
 
 
 @dataclass(slots=True, eq=False)
@@ -81,7 +89,8 @@ class CompilePool:
     def errors(self, steps: Iterable[KernelStep], arch: str) -> dict[KernelStep, CompileError]:
         """The steps that cannot be compiled, once all were tried; the binaries of the others are in the cache.
 
-        A pool that was closed or cannot start processes knows of no errors: who needs a binary compiles it.
+        A pool that was closed or cannot start processes knows of no errors, nor of one where a process was killed or
+        ran out of memory: who needs a binary compiles it. A step that did not end in time has a CompileTimeoutError.
 
         Raises:
             MissingLibraryError: NVRTC, cuda-bindings or the CUDA headers are not installed.
@@ -146,7 +155,9 @@ class CompilePool:
 
     def _forget_oldest(self) -> None:
         """Keep a bounded number of answers: the disk remembers binaries, and a failure is met again soon enough."""
-        for name in list(self._tasks)[: max(0, len(self._tasks) - _MAX_REMEMBERED)]:
+        if len(self._tasks) <= _MAX_REMEMBERED:
+            return
+        for name in list(itertools.islice(self._tasks, len(self._tasks) - _MAX_REMEMBERED)):
             if self._tasks[name].answer.done():
                 del self._tasks[name]
 
@@ -192,12 +203,17 @@ class CompilePool:
             child.connection.send(order)
             message = self._received(child, self._timeout_s)
         except (EOFError, OSError):
-            return _Result(_failure(order, f"ended its process with code {child.exit_code()}"), ended=True)
+            code = child.exit_code()
+            if code in _FROM_OUTSIDE:
+                logger.info("the process that compiled %s was killed: whether it compiles is open", order.step.source)
+                return _Result(ended=True)
+            return _Result(_failure(CompileError, order, f"ended its process with code {code}"), ended=True)
         if isinstance(message, Done):
             return _Result(message.answer)
         if not self._works:
             return _Result(ended=True)
-        return _Result(_failure(order, f"did not end within {self._timeout_s:g} s"), ended=True)
+        what = f"did not end within {self._timeout_s:g} s"
+        return _Result(_failure(CompileTimeoutError, order, what), ended=True)
 
     def _received(self, child: Child, limit_s: float) -> object:
         """The next message; None where there is none in time or the pool was closed meanwhile.
@@ -225,8 +241,8 @@ def _name(step: KernelStep, arch: str) -> object:
     return (identity(step), step.entry, arch)
 
 
-def _failure(order: Order, what: str) -> CompileError:
+def _failure(kind: type[CompileError], order: Order, what: str) -> CompileError:
     step = order.step
     options = compile_options(step.options, step.defines, order.arch)
     message = f"compiling {step.source} for sm_{order.arch} {what}: leave this configuration out"
-    return CompileError(message, source=step.source, options=options, log="")
+    return kind(message, source=step.source, options=options, log="")

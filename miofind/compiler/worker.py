@@ -42,7 +42,7 @@ class Order:
 
 
 Answer = CompileError | MissingLibraryError | None
-"""What became of an order: None once the binary is in the cache."""
+"""What became of an order: None once the binary is in the cache, or where nothing can be said of the step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +77,8 @@ def _answer(compiler: Compiler, order: Order) -> Answer:
         compiler.build(order.step, order.arch)
     except (CompileError, MissingLibraryError) as error:
         return error
+    except MemoryError:  # it speaks of the moment: whoever measures tries again
+        logger.debug("no memory to compile %s", order.step.source, exc_info=True)
     except Exception as error:  # NVRTC's own failures: who waits for the step is to read them
         logger.debug("compiling %s failed", order.step.source, exc_info=True)
         message = f"{order.step.source} cannot be compiled for sm_{order.arch}: {error!r}"

@@ -5,14 +5,18 @@ Reads texts and answers of the FindDB; knows nothing of how they are used.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import math
+import os
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from miofind.errors import DatabaseError, InvalidConfigError, InvalidProblemError
-from miofind.finddb import Layered
+from miofind.finddb import Layered, Store
 from miofind.network_config import ConvolutionArguments, parse_network_config
 from miofind.problem import ProblemDescription
 from miofind.solution import Config
@@ -82,45 +86,48 @@ def distance(first: str, second: str) -> Distance:
 
 
 class Neighbours:
-    """The problems that the FindDB knows on one device; listed once, on first use.
+    """The problems that the FindDB knows on one kind of device; listed once, on first use. Threads may share it.
 
     Args:
         device: identity of the device.
     """
 
-    def __init__(self, database: Layered, device: str) -> None:
-        self._database = database
+    def __init__(self, device: str) -> None:
         self._device = device
+        self._lock = threading.Lock()
         self._known: dict[str, _Features] | None = None
 
     def add(self, network_config: str) -> None:
         """Take in a problem that was measured since."""
-        if self._known is not None:
-            self._known.setdefault(network_config, _Features.of(parse_network_config(network_config)))
+        with self._lock:
+            if self._known is not None:
+                self._known.setdefault(network_config, _Features.of(parse_network_config(network_config)))
 
-    def winners(self, problem: ProblemDescription) -> dict[str, tuple[Config, ...]]:
+    def winners(self, problem: ProblemDescription, database: Layered) -> dict[str, tuple[Config, ...]]:
         """By solver, the configurations that were its fastest at the nearest problems, the nearest first.
 
         The problem itself is one of them: what won with other versions of the libraries is worth a try.
         """
         found: dict[str, dict[Config, None]] = {}
-        for network_config in self._nearest(problem.network_config):
-            for solver_id, config in self._fastest(network_config):
+        for network_config in self._nearest(problem.network_config, database):
+            for solver_id, config in self._fastest(network_config, database):
                 configs = found.setdefault(solver_id, {})
                 if len(configs) < _WINNERS:
                     configs[config] = None
         return {solver_id: tuple(configs) for solver_id, configs in found.items()}
 
-    def _nearest(self, network_config: str) -> list[str]:
-        if self._known is None:
-            self._known = dict(self._listed())
+    def _nearest(self, network_config: str, database: Layered) -> list[str]:
+        with self._lock:
+            if self._known is None:
+                self._known = dict(self._listed(database))
+            known = list(self._known.items())
         mine = _Features.of(parse_network_config(network_config))
-        alike = ((name, other) for name, other in self._known.items() if len(other.sizes) == len(mine.sizes))
+        alike = ((name, other) for name, other in known if len(other.sizes) == len(mine.sizes))
         ranked = sorted((mine.distance(other), name) for name, other in alike)
         return [name for _, name in ranked[:_NEAREST]]
 
-    def _listed(self) -> Iterator[tuple[str, _Features]]:
-        for store in self._database.layers:
+    def _listed(self, database: Layered) -> Iterator[tuple[str, _Features]]:
+        for store in database.layers:
             try:
                 keys = store.problems(self._device)
             except DatabaseError as error:  # a search begins without it; who needs the database says what is wrong
@@ -132,9 +139,9 @@ class Neighbours:
                 except InvalidProblemError:  # of a later release: no look-up will ask for it
                     continue
 
-    def _fastest(self, network_config: str) -> Iterator[tuple[str, Config]]:
+    def _fastest(self, network_config: str, database: Layered) -> Iterator[tuple[str, Config]]:
         """The first configuration of each solver in an answer."""
-        answer = self._database.answer(self._device, network_config)
+        answer = database.answer(self._device, network_config)
         seen: set[str] = set()
         for row in answer.rows if answer else ():
             if row.solver_id not in seen:
@@ -143,3 +150,22 @@ class Neighbours:
                     yield row.solver_id, Config.from_json(row.config)
                 except InvalidConfigError:
                     continue
+
+
+_sharing = threading.Lock()
+
+
+def shared_neighbours(database: Layered, device: str) -> Neighbours:
+    """Those of a kind of device that all in this process share who have the same FindDBs open."""
+    with _sharing:
+        return _made(tuple(store.path or store for store in database.layers), device)
+
+
+@functools.lru_cache(maxsize=64)
+def _made(stores: tuple[Path | Store, ...], device: str) -> Neighbours:
+    """The neighbours of FindDBs, by file; one in memory is its own."""
+    return Neighbours(device)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_made.cache_clear)  # another thread may hold their locks

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 import sys
@@ -16,11 +15,10 @@ from miofind.errors import LaunchError, NoSolutionError
 from miofind.evaluate import Job
 from miofind.find import records
 from miofind.find.known import candidate_of, incumbent, known_times
-from miofind.find.neighbours import Neighbours
+from miofind.find.neighbours import shared_neighbours
 from miofind.find.plan import Plan, make_plan
 from miofind.find.rounds import Measuring, Request, searched
 from miofind.find.search import Search
-from miofind.finddb import Layered
 from miofind.found import Found, Solution, Source, reordered
 from miofind.handle import Handle
 from miofind.measure.race import Effort
@@ -105,8 +103,8 @@ def measure(
     """
     _refuse_capture(handle)
     logger.info("find: %s", driver_line(problem))
-    near = _neighbours(handle.database, handle.device.identity) if options.searches else None
-    winners = near.winners(problem) if near else {}
+    near = shared_neighbours(handle.database, handle.device.identity) if options.searches else None
+    winners = near.winners(problem, handle.database) if near else {}
     left_out = _left_out(problem, options, handle)
     plan = make_plan(problem, handle.device, options, dynamic_only=dynamic_only, winners=winners).without(left_out)
     besides = [candidate for candidate in map(_candidate, also) if candidate.id not in left_out]
@@ -158,12 +156,6 @@ def _search(
         seed=options.seed,
         known=known,
     )
-
-
-@functools.lru_cache(maxsize=8)
-def _neighbours(database: Layered, device: str) -> Neighbours:
-    """One a FindDB and device: the problems are listed once."""
-    return Neighbours(database, device)
 
 
 def _nothing_found(problem: ProblemDescription, plan: Plan, outcomes: list[Outcome]) -> str:

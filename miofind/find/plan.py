@@ -175,7 +175,9 @@ class _Request:
         """The solver's configurations for a search."""
         defaults = self.solver.default_configs(self.problem, self.device)
         allowed = [planned.candidate.config for planned in self.within_limits(defaults, refusals)]
-        every = dict.fromkeys(estimated_configs(self.problem, self.device, self.solver))
+        estimated = list(estimated_configs(self.problem, self.device, self.solver))
+        is_cut = _points(self.solver) > MAX_ESTIMATED or len(estimated) >= MAX_ESTIMATED
+        every = dict.fromkeys(estimated)
         heap = [(self.estimate_ms(config), config.json, config) for config in every]
         heapq.heapify(heap)
         by_estimate = (heapq.heappop(heap)[2] for _ in range(len(heap)))
@@ -185,7 +187,7 @@ class _Request:
             solver_id=self.solver.id,
             seeds=tuple(dict.fromkeys([*allowed, *near])),
             listed=listed,
-            is_whole=len(listed) <= EXHAUSTIVE,
+            is_whole=len(listed) <= EXHAUSTIVE and not is_cut,
             parameters=self.solver.parameters,
             admits=functools.lru_cache(maxsize=4096)(self.admits),
             estimate_ms=self.estimate_ms,
@@ -220,7 +222,7 @@ def estimated_configs(problem: ProblemDescription, device: Device, solver: Solve
 
     The part is the same each time. A list that a solver gives otherwise is cut there.
     """
-    points = math.prod(map(len, solver.parameters.values())) if solver.parameters else 0
+    points = _points(solver)
     if points <= MAX_ESTIMATED:
         yield from itertools.islice(solver.configs(problem, device), MAX_ESTIMATED)
         return
@@ -232,3 +234,8 @@ def estimated_configs(problem: ProblemDescription, device: Device, solver: Solve
         config = Config(values)
         if solver.is_valid_config(problem, device, config):
             yield config
+
+
+def _points(solver: Solver) -> int:
+    """Size of the product of a solver's parameters, valid or not; 0 where configurations come from a list alone."""
+    return math.prod(map(len, solver.parameters.values())) if solver.parameters else 0

@@ -12,9 +12,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from miofind.candidate import Candidate, Outcome, Status
-from miofind.compiler import CompilePool
+from miofind.compiler import CompilePool, CompileTimeoutError
 from miofind.device import Place
-from miofind.errors import MiofindError
+from miofind.errors import CompileError, MiofindError
 from miofind.evaluate import MAX_MESSAGE, Job
 from miofind.find import records
 from miofind.find.search import Search
@@ -111,7 +111,7 @@ class Measuring:
         errors = ahead.errors((step for some in steps.values() for step in some), self._request.handle.device.arch)
         broken = {candidate: errors[step] for candidate, some in steps.items() for step in some if step in errors}
         return [
-            Outcome(candidate=candidate, status=Status.COMPILE_FAILED, message=str(error)[:MAX_MESSAGE])
+            Outcome(candidate=candidate, status=_status_of(error), message=str(error)[:MAX_MESSAGE])
             for candidate, error in broken.items()
         ]
 
@@ -124,6 +124,11 @@ class Measuring:
             if not isinstance(error, MiofindError):
                 logger.debug("%s has no kernels: %r", candidate.id, error)
             return ()
+
+
+def _status_of(error: CompileError) -> Status:
+    """The status that the measuring process, too, gives such a step."""
+    return Status.TIMED_OUT if isinstance(error, CompileTimeoutError) else Status.COMPILE_FAILED
 
 
 def searched(search: Search, measuring: Measuring, also: Sequence[Candidate] = ()) -> list[Outcome]:

@@ -12,7 +12,7 @@ import math
 import random
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from statistics import median
 from typing import TYPE_CHECKING
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from miofind.candidate import Timing
 from miofind.errors import MiofindError
 from miofind.measure.stage import Stage, Track
-from miofind.measure.verdict import Finalist, Verdict, judge
+from miofind.measure.verdict import MIN_BLOCKS, Finalist, Verdict, judge
 
 if TYPE_CHECKING:
     from miofind.invoker import Invoker
@@ -185,6 +185,18 @@ class _Runner:
         self.contended = self.contended or batch.contended
         self.dropped += batch.dropped
 
+    def restart(self) -> _Runner:
+        """Forget its samples and what disturbed them; a copy that has them still."""
+        earlier = replace(self)
+        self.samples, self.contended, self.dropped = [], False, 0
+        return earlier
+
+    def resume(self, earlier: _Runner) -> None:
+        """Put the samples from before a restart, and what disturbed them, before those since."""
+        self.samples = earlier.samples + self.samples
+        self.contended = self.contended or earlier.contended
+        self.dropped += earlier.dropped
+
 
 class Race:
     """A race of one problem's candidates.
@@ -288,22 +300,25 @@ class Race:
         return sorted(field_, key=lambda r: r.time_ms)
 
     def _final(self, finalists: list[_Runner]) -> None:
-        """Interleaved blocks; where there are enough, they alone make the finalists' timings."""
+        """Interleaved blocks; where there are enough, they alone make the finalists' timings.
+
+        Too few for a verdict, and fewer than an earlier final took, add to that final's samples and leave its blocks.
+        """
         if not finalists:
             return
-        earlier = {runner.entrant.key: runner.samples for runner in finalists}
-        for runner in finalists:
-            runner.samples = []
-        count = self._affordable(self._schedule.blocks, earlier.values(), self._schedule.least_blocks)
+        earlier = [runner.restart() for runner in finalists]
+        count = self._affordable(self._schedule.blocks, (r.samples for r in earlier), self._schedule.least_blocks)
         for order in _orders(finalists, count):
             if time.monotonic() > self._deadline:
                 break
             for runner in order:
                 self._extend(runner, 1, always=True)
-        self.blocks = {r.entrant.key: list(r.samples) for r in finalists if r.failure is None}
-        for runner in finalists:
-            if len(runner.samples) < self._schedule.screen:
-                runner.samples = earlier[runner.entrant.key] + runner.samples
+        blocks = {r.entrant.key: list(r.samples) for r in finalists if r.failure is None}
+        is_enough = _length(blocks) >= min(_length(self.blocks), MIN_BLOCKS)
+        self.blocks = blocks if is_enough else {key: self.blocks[key] for key in self.blocks if key in blocks}
+        for runner, before in zip(finalists, earlier, strict=True):
+            if not is_enough or len(runner.samples) < self._schedule.screen:
+                runner.resume(before)
 
     def _final_of_late(self, finalists: list[_Runner]) -> None:
         """One more final, with those that a few early samples put before the finalists' many."""
@@ -360,6 +375,11 @@ class Race:
             dropped_samples=runner.dropped,
             failure=runner.failure,
         )
+
+
+def _length(blocks: Mapping[str, list[float]]) -> int:
+    """How many blocks a final took; 0 where nobody is left of it."""
+    return min(map(len, blocks.values()), default=0)
 
 
 def _orders(finalists: list[_Runner], count: int) -> Iterator[list[_Runner]]:

@@ -103,6 +103,8 @@ class Isolated:
 
         A crash or a hang costs its candidate alone: those that were only queued, or still raced, are tried again in a
         new child. A candidate whose child was killed by a signal that may have come from outside is tried once more.
+        Waiting for a child that is silent does not count against the budget, nor does work that is lost with a child,
+        as long as all work together stays within twice the budget.
 
         Raises:
             DeviceLostError: the device works no more.
@@ -110,11 +112,11 @@ class Isolated:
             MissingLibraryError: a library that measuring needs is missing.
         """
         remaining = list(job.candidates)
-        began = time.monotonic()
+        worked_s = 0.0
         doubted: set[Candidate] = set()
         blameless = 0
         while remaining:
-            left_s = max(0.0, job.budget_s - (time.monotonic() - began))
+            left_s = max(0.0, min(job.budget_s, 2 * job.budget_s - worked_s))
             watch = _Watch(self._limits)
             for event in self._events(replace(job, candidates=tuple(remaining), budget_s=left_s), watch):
                 if isinstance(event, Spoiled):
@@ -126,6 +128,7 @@ class Isolated:
             end = watch.end
             if end is None:
                 return
+            worked_s += watch.worked_s
             suspects = [candidate for candidate in watch.suspects if candidate in remaining]
             if not suspects:
                 blameless += not watch.has_progressed
@@ -144,6 +147,7 @@ class Isolated:
     def _events(self, job: Job, watch: _Watch) -> Iterator[Event]:
         """The child's events; what ended them early is in `watch`."""
         child = self._taken() or self._started()
+        began = time.monotonic()
         try:
             child.connection.send(job)
             while True:
@@ -151,6 +155,7 @@ class Isolated:
                     watch.time_out()
                     return
                 message = child.connection.recv()
+                watch.worked_s = time.monotonic() - began
                 if isinstance(message, Done):
                     self._child = child
                     return
@@ -265,6 +270,7 @@ class _Watch:
         end: how the child ended; None while it lives and where it finished its job.
         suspects: who may have ended it.
         has_progressed: the child has told what became of a candidate.
+        worked_s: seconds from the job's begin until the child was last heard of.
     """
 
     def __init__(self, limits: _Limits) -> None:
@@ -274,6 +280,7 @@ class _Watch:
         self.end: _End | None = None
         self.suspects: list[Candidate] = []
         self.has_progressed = False
+        self.worked_s = 0.0
 
     @property
     def patience_s(self) -> float:

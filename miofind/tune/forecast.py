@@ -1,17 +1,18 @@
 """What a tuning would do, before it measures anything: problems, candidates, compiles, time, and what is known already.
 
-The time is that of `tune_cost` over the solvers' estimates, corrected by how far the FindDB's times lie from the
+The time is that of `tune.cost` over the solvers' estimates, corrected by how far the FindDB's times lie from the
 estimates for the problems it knows.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from miofind.device import Device, Place
-from miofind.errors import CompileError, MiofindError
+from miofind.errors import CompileError
 from miofind.find import records
 from miofind.find.plan import make_plan
 from miofind.found import Solution
@@ -23,6 +24,8 @@ from miofind.suites import SuiteProblem
 from miofind.tune.cost import measuring_seconds
 from miofind.tune.values import TuneOptions
 from miofind.tune.worker import known_solutions
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +39,7 @@ class Forecast:
         known: those that the FindDB answers, so that they are not measured.
         unsolvable: those that no solver serves.
         solvers: those that would be measured.
-        configurations: candidates over all problems.
+        configurations: candidates over all problems, less those that failed here before and are not tried again.
         compiles: distinct kernel binaries that the candidates need.
         compiled: those of them that the binary cache has.
         calibration: factor on the solvers' estimates, from `calibrated_by` problems whose times are known; 1 for none.
@@ -107,7 +110,8 @@ def _count(request: SuiteProblem, handle: Handle, options: TuneOptions, tally: _
     if answer is not None and known_solutions(problem, options, handle):
         tally.known += 1
         return
-    plan = make_plan(problem, device, options.find)
+    failed = frozenset() if options.find.retry_failed else records.quarantined(problem, handle)
+    plan = make_plan(problem, device, options.find).without(dict.fromkeys(failed, "failed here before"))
     planned = (plan.candidates or plan.last_resort)[: options.find.trials if options.find.searches else None]
     if not planned:
         tally.unsolvable += 1
@@ -124,7 +128,8 @@ def _ratio(best: Solution, device: Device) -> list[float]:
     """The known time of a solution over its solver's estimate; empty where either makes no sense."""
     try:
         estimate_ms = solver_by_id(best.solver_id).estimate_ms(best.problem, device, best.config)
-    except MiofindError:
+    except Exception as error:  # a solver's own code may raise anything
+        logger.debug("%s has no estimate for %s: %r", best.id, best.problem, error)
         return []
     return [best.time_ms / estimate_ms] if estimate_ms > 0 and best.time_ms > 0 else []
 
