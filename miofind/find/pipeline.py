@@ -11,6 +11,7 @@ from miofind.candidate import Candidate, Outcome, Status
 from miofind.compiler import CompilePool
 from miofind.device import Place
 from miofind.driver.line import driver_line
+from miofind.environment import versions
 from miofind.errors import LaunchError, NoSolutionError
 from miofind.evaluate import Job
 from miofind.find import records
@@ -177,6 +178,12 @@ def _still_holds(best: Solution, options: FindOptions, handle: Handle) -> bool:
     with handle.measuring:
         events = list(handle.executor(isolate=options.isolate).run(job))
     outcomes = [event for event in events if isinstance(event, Outcome)]
+    handle.database.record(
+        handle.device.identity,
+        best.problem.network_config,
+        [records.row_of(outcome) for outcome in outcomes],
+        environment=versions(handle.device),
+    )
     timing = outcomes[0].timing if outcomes and outcomes[0].status.usable else None
     if timing is not None and timing.time_ms <= TRUST_TOLERANCE * best.time_ms:
         return True

@@ -290,6 +290,34 @@ def _scope(options: FindOptions, considered: Mapping[str, int], *, complete: boo
     )
 
 
+def row_of(outcome: Outcome) -> Row:
+    """What a FindDB keeps of an outcome."""
+    solver = solver_by_id(outcome.candidate.solver_id)
+    timing = outcome.timing
+    return Row(
+        solver_id=solver.id,
+        solver_version=solver.version,
+        config=outcome.candidate.config.json,
+        status=outcome.status.value,
+        algorithm=solver.algorithm.value,
+        library=solver.library.value,
+        source_hash=solver_hash(solver),
+        kernel_hash=outcome.kernel_hash,
+        message=outcome.message,
+        time_ms=timing.time_ms if timing else None,
+        min_ms=timing.min_ms if timing else None,
+        p20_ms=timing.p20_ms if timing else None,
+        p80_ms=timing.p80_ms if timing else None,
+        samples=timing.samples if timing else 0,
+        protocol=timing.protocol if timing else "",
+        workspace_bytes=outcome.workspace_bytes,
+        deterministic=outcome.deterministic,
+        max_error=outcome.max_error,
+        contended=outcome.contended,
+        dropped_samples=outcome.dropped_samples,
+    )
+
+
 class Recording:
     """Writes the outcomes of one find with its verdict and scope when it ends; of a search, in batches as they come.
 
@@ -314,33 +342,8 @@ class Recording:
 
     def add(self, outcome: Outcome) -> None:
         """Take one outcome."""
-        solver = solver_by_id(outcome.candidate.solver_id)
-        timing = outcome.timing
         self._tried.add(outcome.candidate.id)
-        self._pending.append(
-            Row(
-                solver_id=solver.id,
-                solver_version=solver.version,
-                config=outcome.candidate.config.json,
-                status=outcome.status.value,
-                algorithm=solver.algorithm.value,
-                library=solver.library.value,
-                source_hash=solver_hash(solver),
-                kernel_hash=outcome.kernel_hash,
-                message=outcome.message,
-                time_ms=timing.time_ms if timing else None,
-                min_ms=timing.min_ms if timing else None,
-                p20_ms=timing.p20_ms if timing else None,
-                p80_ms=timing.p80_ms if timing else None,
-                samples=timing.samples if timing else 0,
-                protocol=timing.protocol if timing else "",
-                workspace_bytes=outcome.workspace_bytes,
-                deterministic=outcome.deterministic,
-                max_error=outcome.max_error,
-                contended=outcome.contended,
-                dropped_samples=outcome.dropped_samples,
-            )
-        )
+        self._pending.append(row_of(outcome))
         if not outcome.status.usable or (self._plan.spaces and len(self._pending) >= _BATCH):
             self._write()
 

@@ -104,10 +104,10 @@ def forecast(requests: Sequence[SuiteProblem], handles: Sequence[Handle], option
 def _count(request: SuiteProblem, handle: Handle, options: TuneOptions, tally: _Tally) -> None:
     """Add one problem to the tally."""
     problem, device = request.problem, handle.device
-    answer = records.look_up(problem, options.find, handle)
+    answer = records.look_up(problem, options.find, handle, queue=False)
     if answer is not None:
         tally.ratios += _ratio(answer[0], device)
-    if answer is not None and known_solutions(problem, options, handle):
+    if answer is not None and known_solutions(problem, options, handle, queue=False):
         tally.known += 1
         return
     failed = frozenset() if options.find.retry_failed else records.quarantined(problem, handle)
