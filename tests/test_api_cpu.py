@@ -26,7 +26,7 @@ from miofind.errors import (
     WorkspaceError,
 )
 from miofind.evaluate import Job
-from miofind.find import records
+from miofind.find import pipeline, records
 from miofind.find.pipeline import estimates
 from miofind.finddb import Row
 from miofind.found import Source, reordered
@@ -154,6 +154,17 @@ def test_trust_verify_measures_the_answer_again_where_it_no_longer_holds(handle:
     solutions = miofind.find_solutions(PROBLEM, options=trusting, handle=handle)
     assert min(s.time_ms for s in solutions) > 1e-6
     assert f"ConvCpuIm2colGemm:{config}" in {s.id for s in solutions}
+
+
+def test_trust_verify_keeps_what_it_measured(handle: miofind.Handle, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An answer of another driver or library stays stale unless the verification counts."""
+    best = miofind.find_solutions(PROBLEM, handle=handle)[0]
+    handle.forget()
+    monkeypatch.setattr(pipeline, "TRUST_TOLERANCE", 1e9)
+    miofind.find_solutions(PROBLEM, options=miofind.FindOptions(find_mode="trust_verify"), handle=handle)
+    held = handle.database.user.history(handle.device.identity, PROBLEM.network_config)
+    assert held is not None
+    assert len([row for row in held.rows if row.candidate == best.id]) == 2
 
 
 def test_threads_that_miss_measure_one_after_another_and_once(
