@@ -6,12 +6,13 @@ estimates for the problems it knows.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from miofind.device import Device, Place
-from miofind.errors import CompileError, MiofindError
+from miofind.errors import CompileError
 from miofind.find import records
 from miofind.find.plan import make_plan
 from miofind.found import Solution
@@ -23,6 +24,8 @@ from miofind.suites import SuiteProblem
 from miofind.tune.cost import measuring_seconds
 from miofind.tune.values import TuneOptions
 from miofind.tune.worker import known_solutions
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,10 +126,11 @@ def _count(request: SuiteProblem, handle: Handle, options: TuneOptions, tally: _
 def _ratio(best: Solution, device: Device) -> list[float]:
     """The known time of a solution over its solver's estimate; empty where either makes no sense."""
     try:
-        estimate_ms = solver_by_id(best.solver_id).estimate_ms(best.problem, device, best.config)
-    except MiofindError:
+        ratio = best.time_ms / solver_by_id(best.solver_id).estimate_ms(best.problem, device, best.config)
+        return [ratio] if 0 < ratio < math.inf else []
+    except Exception as error:  # a solver's own code may raise anything, and give what is no time
+        logger.debug("%s gives no estimate of %s: %r", best.solver_id, best.problem, error)
         return []
-    return [best.time_ms / estimate_ms] if estimate_ms > 0 and best.time_ms > 0 else []
 
 
 def _compiled(steps: Iterable[KernelStep], handle: Handle) -> int:
