@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -111,6 +112,21 @@ def test_ctrl_c_keeps_what_was_tuned(tmp_path: Path) -> None:
     assert "measured" in printed
     again = shell('"$@"', *arguments, "--dry-run", "--json")
     assert json.loads(again.stdout)["forecasts"][0]["known"] >= 1
+
+
+def test_sqlalchemy_says_nothing_of_its_own() -> None:
+    run("db", "path")
+    assert any(isinstance(handler, logging.NullHandler) for handler in logging.getLogger("sqlalchemy").handlers)
+
+
+@pytest.mark.parametrize(("step", "more"), [("print_report", ()), ("print_forecasts", ("--dry-run",))])
+def test_sigterm_outside_the_measuring_is_ctrl_c_too(
+    step: str, more: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(f"miofind.cli.tune.{step}", lambda *_, **__: os.kill(os.getpid(), signal.SIGTERM))
+    before = signal.getsignal(signal.SIGTERM)
+    assert run("tune", *FORWARD, "--in-process", *more, code=130).stderr.splitlines()[-1] == "interrupted"
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 def test_a_measuring_process_ends_with_its_parent() -> None:
