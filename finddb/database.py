@@ -6,6 +6,7 @@ connection is open across a fork: SQLite forbids it (sqlite.org/howtocorrupt.htm
 
 from __future__ import annotations
 
+import logging
 import os
 import sqlite3
 import threading
@@ -29,6 +30,8 @@ from miofind.finddb.sqlite_file import (
     translated,
     use_write_ahead_log,
 )
+
+logger = logging.getLogger("miofind")
 
 FileKey = tuple[int, int]
 
@@ -114,7 +117,10 @@ class Database:
         if self.read_only:
             raise DatabaseError(f"{self.where} was opened to be read only")
         with self._write_lock, translated(self.where):
-            if self._is_replaced() or self._connections.writer is None:
+            if self._is_replaced():
+                logger.warning("%s was removed or replaced: what it held is not in the file there now", self.where)
+                self.disconnect()
+            elif self._connections.writer is None:
                 self.disconnect()
             connection = self._connections.writer or self._opened("writer")
             with connection.begin():

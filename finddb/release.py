@@ -15,8 +15,8 @@ from pathlib import Path
 from miofind.errors import DatabaseError
 from miofind.finddb import ranking
 from miofind.finddb.exchange import release_of
-from miofind.finddb.location import MEMORY, shown
-from miofind.finddb.sqlite_file import make_portable, translated
+from miofind.finddb.location import MEMORY, checked_path, shown
+from miofind.finddb.sqlite_file import LOGS, fold_logs, make_portable, translated
 from miofind.finddb.store import Store
 from miofind.finddb.values import History, ProblemKey, Release, Row, Scope, Verdict
 
@@ -28,6 +28,8 @@ def write_release(
     sources: Sequence[Store], path: str | Path, *, keep: Keep | None = None, widen: Widen | None = None
 ) -> Release:
     """Write a FindDB that gives the answers of all the sources merged, into a new file that replaces `path`.
+
+    A link is followed. A log beside the replaced file ends with it, so that nobody takes it for one of the new file.
 
     It holds the best rows (`ranking.release_rows`), what their finds considered, and each problem's newest verdict;
     failures, replaced rows and rows measured under contention stay behind. Rows and environments name no machine or
@@ -42,7 +44,7 @@ def write_release(
         DatabaseError: a source cannot be read, nothing of them may ship, or the file cannot be written; `path` is as it
             was then.
     """
-    path = Path(path)
+    path = _target(path)
     with Store(MEMORY) as union:
         for source in sources:
             union.merge(source)
@@ -57,12 +59,30 @@ def write_release(
             release = release_of(tuple(target.histories()), parent=parent)
             target.seal(release)
         make_portable(temporary)
+        fold_logs(path)
         with translated(shown(path)):
             os.replace(temporary, path)
     finally:
-        for suffix in ("", "-wal", "-shm", "-journal"):
-            temporary.with_name(temporary.name + suffix).unlink(missing_ok=True)
+        for suffix in ("", "-shm", *LOGS):
+            with suppress(OSError):  # what went wrong before says more
+                temporary.with_name(temporary.name + suffix).unlink()
     return release
+
+
+def _target(path: str | Path) -> Path:
+    """The file that a release replaces.
+
+    Raises:
+        DatabaseError: it is in memory or a server's, a folder or a device.
+    """
+    file = checked_path(path)
+    if file is None:
+        raise DatabaseError(f"a release is a file, {MEMORY} is none: name one")
+    with translated(shown(file)):
+        file = Path(os.path.realpath(file))
+        if file.exists() and not file.is_file():
+            raise DatabaseError(f"{shown(file)} is no regular file, which a release could replace: name another")
+    return file
 
 
 def _predecessor(path: Path, sources: Sequence[Store]) -> Release | None:

@@ -32,6 +32,9 @@ PRAGMAS = (
 )
 WRITER_PRAGMAS = ("PRAGMA synchronous=NORMAL", "PRAGMA journal_size_limit=67108864")
 
+LOGS = ("-wal", "-journal")
+"""What SQLite adds to a file's name for what belongs into it: a log of what is new, a journal of what was there."""
+
 MAX_VALUE_BYTES = 1 << 24
 """Of one column's value: the answer to a problem is far smaller, and a file from elsewhere could hold a gigabyte."""
 
@@ -198,6 +201,23 @@ def use_write_ahead_log(connection: Connection) -> None:
             if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() > deadline:
                 raise
             time.sleep(0.02)
+
+
+def fold_logs(path: Path) -> None:
+    """Bring a file to the state that its log or journal tells of, and remove those: they would spoil what replaces it.
+
+    Raises:
+        DatabaseError: another process uses the file, or it is no database.
+    """
+    with translated(location.shown(path)):
+        logs = [log for log in (path.with_name(path.name + suffix) for suffix in LOGS) if log.exists()]
+        if not path.exists():
+            for log in logs:
+                log.unlink()
+        elif any(log.stat().st_size for log in logs):
+            with closing(open_file(path, "rw")) as connection:
+                for statement in ("PRAGMA schema_version", "PRAGMA journal_mode=DELETE"):
+                    connection.execute(statement).close()
 
 
 def make_portable(path: Path) -> None:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
-from numbers import Real
+from numbers import Integral, Real
 from typing import TypeVar
 
 from miofind.device import Library
@@ -118,7 +118,7 @@ class FindOptions:
         _check_number("max_error", self.max_error)
         _check_number("time_budget_s", self.time_budget_s)
         for name, least in (("trials", 1), ("patience", 1), ("seed", 0)):
-            _check_count(name, getattr(self, name), least, may_be_none=name != "seed")
+            object.__setattr__(self, name, _count(name, getattr(self, name), least, may_be_none=name != "seed"))
         for name in ("only", "exclude"):
             object.__setattr__(self, name, _names(name, getattr(self, name)))
         for name in ("deterministic", "tuning", "retry_failed", "isolate"):
@@ -169,12 +169,14 @@ def _check_number(name: str, value: object) -> None:
         raise InvalidOptionError(f"{name}={value!r} must be a number of at least 0")
 
 
-def _check_count(name: str, value: object, least: int, *, may_be_none: bool) -> None:
+def _count(name: str, value: object, least: int, *, may_be_none: bool) -> int | None:
+    """A whole number in its plain form: NumPy's are taken, True is none."""
     if value is None and may_be_none:
-        return
-    if type(value) is not int or not least <= value <= MAX_COUNT:
+        return None
+    if isinstance(value, bool) or not isinstance(value, Integral) or not least <= int(value) <= MAX_COUNT:
         rest = " or None" if may_be_none else ""
         raise InvalidOptionError(f"{name}={value!r} must be a whole number from {least} to {MAX_COUNT}{rest}")
+    return int(value)
 
 
 def _check_flag(name: str, value: object) -> None:

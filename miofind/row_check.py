@@ -116,6 +116,8 @@ def _finding(solver: Solver, problem: ProblemDescription, device: Device | None,
         return str(error)
     except MiofindError:  # a library's plans cannot be asked for here
         return None
+    except Exception as error:  # a solver's own code may raise anything, and the other rows are to be checked
+        return f"{solver.id} fails over it: {error!r}"
     if workspace_bytes != row.workspace_bytes:
         return f"it says {row.workspace_bytes} bytes of workspace, {solver.id} needs {workspace_bytes}"
     return None

@@ -67,6 +67,13 @@ def test_a_network_config_is_a_string(text: Any) -> None:
         ("workspace_limit_bytes", float("inf")),
         ("workspace_limit_bytes", 2**80),
         ("max_error", float("nan")),
+        ("trials", 0),
+        ("trials", True),
+        ("trials", np.bool_(True)),
+        ("patience", 1.0),
+        ("seed", None),
+        ("seed", 10**100),
+        ("retry_failed", 1),
     ],
 )
 def test_find_options_name_the_option(field: str, value: Any) -> None:
@@ -76,6 +83,9 @@ def test_find_options_name_the_option(field: str, value: Any) -> None:
 
 def test_find_options_take_numpy_numbers() -> None:
     assert miofind.FindOptions(workspace_limit_bytes=np.int64(5)).workspace_limit_bytes == 5  # type: ignore[arg-type]
+    taken = miofind.FindOptions(trials=np.int64(5), patience=np.uint8(2), seed=np.int32(7))  # type: ignore[arg-type]
+    assert taken == miofind.FindOptions(trials=5, patience=2, seed=7)
+    assert {type(value) for value in (taken.trials, taken.patience, taken.seed)} == {int}
 
 
 @pytest.mark.parametrize("value", [True, 1.0, np.array([1, 1]), {1}], ids=["bool", "float", "array", "set"])

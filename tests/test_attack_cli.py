@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -113,6 +114,21 @@ def test_ctrl_c_keeps_what_was_tuned(tmp_path: Path) -> None:
     assert json.loads(again.stdout)["forecasts"][0]["known"] >= 1
 
 
+def test_sqlalchemy_says_nothing_of_its_own() -> None:
+    run("db", "path")
+    assert any(isinstance(handler, logging.NullHandler) for handler in logging.getLogger("sqlalchemy").handlers)
+
+
+@pytest.mark.parametrize(("step", "more"), [("print_report", ()), ("print_forecasts", ("--dry-run",))])
+def test_sigterm_outside_the_measuring_is_ctrl_c_too(
+    step: str, more: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(f"miofind.cli.tune.{step}", lambda *_, **__: os.kill(os.getpid(), signal.SIGTERM))
+    before = signal.getsignal(signal.SIGTERM)
+    assert run("tune", *FORWARD, "--in-process", *more, code=130).stderr.splitlines()[-1] == "interrupted"
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
 def test_a_measuring_process_ends_with_its_parent() -> None:
     child = (
         "import time; from miofind.sandbox.entry import end_with_parent;"
@@ -191,3 +207,26 @@ def test_names_of_other_people_steer_no_terminal(capsys: pytest.CaptureFixture[s
     assert ":x:" in captured.out
     assert "\x1b" not in captured.out
     assert captured.err == "root:x:0\n"
+
+
+@pytest.mark.parametrize("columns", ["0", "", "wide", "-1", "\N{SUPERSCRIPT TWO}"])
+def test_columns_without_sense_hide_nothing(columns: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    done = shell('"$@"', "tune", *FORWARD, "--in-process")
+    assert "1 measured in " in done.stdout
+    assert "[1/1] tuned" in done.stderr
+    assert "does not exist" in shell('"$@"', "db", "upgrade", "--db", "missing.db").stderr
+
+
+@pytest.mark.parametrize("encoding", ["utf-8:strict", "ascii:strict"])
+def test_names_that_stdout_cannot_say_are_escaped(
+    encoding: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONIOENCODING", encoding)
+    database = os.fsdecode(os.fsencode(tmp_path) + b"/b\xffd\xc3\xa9.db")
+    assert r"b\udcffd" in shell('"$@"', "tune", *FORWARD, "--in-process", "--db", database).stdout
+    for command in ("stats", "show", "check", "path", "upgrade"):
+        done = shell('"$@"', "db", command, "--db", database)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert r"b\udcffd" in done.stdout
+    assert shell('"$@"', "db", "release", database, f"{database}2").returncode == 0

@@ -302,3 +302,17 @@ def test_what_failed_is_measured_again_where_that_is_asked_for(tmp_path: Path) -
         )
     assert run_json("tune", *FORWARD, *HERE)["counts"]["known"] == 1
     assert run_json("tune", *FORWARD, *HERE, "--retry-failed")["counts"]["tuned"] == 1
+
+
+@pytest.mark.parametrize("where", ["new.db", "folder/new.db"])
+def test_a_dry_run_makes_no_finddb(where: str, tmp_path: Path) -> None:
+    for asked in ((*FORWARD,), ("--recheck",)):
+        run("tune", *asked, *HERE, "--dry-run", "--db", str(tmp_path / where))
+    assert "new" not in " ".join(path.name for path in tmp_path.rglob("*"))
+    assert "on http" in run("tune", *FORWARD, *HERE, "--dry-run", "--db", "http://host/x", code=4).stderr
+
+
+@pytest.mark.parametrize("words", ["--batch 4", "--dtype float16", "--layout nhwc", "--direction all", "--math tf32"])
+def test_a_recheck_of_all_that_is_queued_takes_no_variant(words: str) -> None:
+    flag = words.split()[0]
+    assert f"leave {flag} out" in run("tune", "--recheck", *HERE, *words.split(), code=2).stderr

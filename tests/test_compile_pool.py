@@ -10,13 +10,14 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cuda_package import CudaPackage, make_package
 
 from miofind.compiler import BinaryCache, CompilePool, Compiler, CompileTimeoutError
 from miofind.compiler import pool as pool_module
-from miofind.errors import CompileError
+from miofind.errors import CompileError, InvalidOptionError
 from miofind.solution import KernelStep
 
 pytest.importorskip("cuda.bindings.nvrtc")
@@ -233,3 +234,23 @@ def is_running(number: int) -> bool:
         return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("workers", 0),
+        ("workers", "2"),
+        ("workers", True),
+        ("max_waiting", 0),
+        ("timeout_s", 0),
+        ("timeout_s", float("nan")),
+        ("timeout_s", "soon"),
+        ("modules", "os"),
+        ("modules", None),
+        ("modules", (1,)),
+    ],
+)
+def test_a_pool_that_could_never_answer_is_refused(cache: BinaryCache, name: str, value: Any) -> None:
+    with pytest.raises(InvalidOptionError, match=f"{name}="):
+        CompilePool(cache, **{name: value})

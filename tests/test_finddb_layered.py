@@ -317,13 +317,15 @@ def test_what_cannot_be_stored_is_refused_and_costs_no_database(tmp_path, caplog
     assert not caplog.records
 
 
-def test_a_deleted_file_is_made_again(tmp_path):
+def test_a_deleted_file_is_made_again(tmp_path, caplog):
     path = tmp_path / "user.db"
     with Store(path) as store:
         store.record(DEVICE, PROBLEM, [row("Old")])
         for name in list(tmp_path.iterdir()):
             name.unlink()
         store.record(DEVICE, PROBLEM, [row("New")])
+        assert is_warned_once(caplog)
+        assert "was removed or replaced" in caplog.text
         assert solver_ids(store.answer(DEVICE, PROBLEM)) == ["New"]
     with Store(path) as store:
         assert solver_ids(store.answer(DEVICE, PROBLEM)) == ["New"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sqlite3
 from contextlib import closing
 from pathlib import Path
@@ -220,7 +222,7 @@ def test_a_disk_that_fills_while_a_release_is_written(store, tmp_path):
 
 def test_a_release_that_cannot_be_put_in_place(store, tmp_path):
     (tmp_path / "release.db").mkdir()
-    with pytest.raises(DatabaseError, match="cannot be used"):
+    with pytest.raises(DatabaseError, match="no regular file"):
         write_release([store], tmp_path / "release.db")
     assert [found.name for found in tmp_path.iterdir()] == ["release.db"]
 
@@ -241,3 +243,64 @@ def test_a_release_names_hashes(text):
         Release(content_hash=text)
     with pytest.raises(ValueError, match="no SHA-256"):
         Release(content_hash="0" * 64, parent=text or "y")
+
+
+def test_a_log_beside_the_replaced_file_does_not_reach_the_release(tmp_path, store):
+    path = tmp_path / "release.db"
+    if os.fork() == 0:
+        killed = Store(path)
+        for number in range(50):
+            killed.record("another", f"{PROBLEM}{number}", [row()])
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.wait()
+    assert path.with_name("release.db-wal").stat().st_size
+    with Store(path) as in_use:
+        in_use.record("another", PROBLEM, [row()])
+        with pytest.raises(DatabaseError, match="another process held it"):
+            write_release([store], path)
+        assert len(in_use.problems()) == 51
+    with released(store, tmp_path) as shipped:
+        assert shipped.check() == ()
+    with Store(path) as written:
+        written.record(DEVICE, PROBLEM, [row("Mine")])
+        assert {key.device for key in written.problems()} == {DEVICE}
+        assert all("it was altered" in finding for finding in written.check())
+
+
+def test_a_log_of_a_file_that_is_gone_does_not_reach_the_release(tmp_path, store):
+    for suffix in ("-wal", "-journal"):
+        (tmp_path / f"release.db{suffix}").write_bytes(b"x" * 5000)
+    with released(store, tmp_path) as shipped:
+        assert shipped.check() == ()
+    assert [path.name for path in tmp_path.iterdir()] == ["release.db"]
+
+
+def test_a_release_follows_links(tmp_path, store):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "release.db").symlink_to(tmp_path / "folder" / "real.db")
+    for _ in range(2):
+        with released(store, tmp_path) as shipped:
+            assert shipped.check() == ()
+    assert (tmp_path / "release.db").is_symlink()
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        (":memory:", "is a file"),
+        ("http://host/x.db", "on http"),
+        ("pipe", "no regular file"),
+        ("", "no regular file"),
+        ("file/x.db", "file/x.db"),
+        ("x" * 250, "File name too long"),
+        ("x" * 300, "File name too long"),
+    ],
+)
+def test_what_is_no_file_is_not_replaced(tmp_path, store, monkeypatch, name, told):
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo("pipe")
+    Path("file").touch()
+    with pytest.raises(DatabaseError, match=told):
+        write_release([store], name)
+    assert Path("pipe").is_fifo()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "pipe"]

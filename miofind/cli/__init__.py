@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from miofind import __version__
-from miofind.cli.output import discard_output, open_missing_streams, print_note
+from miofind.cli.output import discard_output, prepare_streams, print_note
 from miofind.cli.session import configure_logging, reset_logging
 from miofind.errors import MiofindError
 
@@ -46,7 +46,7 @@ class _Commands(click.Group):
         return command
 
     def main(self, *arguments: Any, **settings: Any) -> Any:
-        open_missing_streams()
+        prepare_streams()
         try:
             return super().main(*arguments, **settings)
         except OSError as error:  # click itself ends on a closed pipe

@@ -19,10 +19,10 @@ _MOST_FINDINGS = 10
 
 @click.command("release", epilog=example("miofind db release tuned1.db tuned2.db finddb/prebuilt/nvidia_h200.db"))
 @click.argument("sources", nargs=-1, required=True, metavar="SOURCE...", type=click.Path(path_type=Path))
-@click.argument("out", metavar="OUT", type=click.Path(path_type=Path, dir_okay=False))
+@click.argument("out", metavar="OUT", type=click.Path(dir_okay=False))
 @json_option
 @verbose_option
-def release(sources: tuple[Path, ...], out: Path, as_json: bool) -> None:
+def release(sources: tuple[Path, ...], out: str, as_json: bool) -> None:
     """Make a FindDB to ship from others.
 
     It holds the best solutions of each problem, measured with the solvers of this release and with the device to
@@ -33,12 +33,13 @@ def release(sources: tuple[Path, ...], out: Path, as_json: bool) -> None:
     with contextlib.ExitStack() as stack:
         stores = [stack.enter_context(Store(source, read_only=True)) for source in sources]
         made = write_release(stores, out, keep=keep, widen=with_refusals)
+    path = Path(out).expanduser()
     if as_json:
-        print_json({"database": str(out), "bytes": out.stat().st_size} | asdict(made) | {"left_out": _left_out(keep)})
+        print_json({"database": str(path), "bytes": path.stat().st_size} | asdict(made) | {"left_out": _left_out(keep)})
         return
     for finding in keep.findings[:_MOST_FINDINGS]:
         print_note(f"left out: {finding}")
-    _print(out, made, keep)
+    _print(path, made, keep)
 
 
 def _print(out: Path, made: Release, keep: Shipping) -> None:

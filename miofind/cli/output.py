@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import io
 import json
 import math
 import os
+import shutil
 import sys
 import unicodedata
 from collections.abc import Mapping, Sequence
@@ -27,11 +29,16 @@ _GAP = 3
 """Columns between two cells of a table."""
 
 
-def open_missing_streams() -> None:
-    """Give a process that was started without stdout or stderr ones that keep nothing."""
+def prepare_streams() -> None:
+    """Give a process that was started without stdout or stderr ones that keep nothing, and let stdout take any name.
+
+    Names of files need not be UTF-8, nor stdout's encoding have their characters: those are printed as escapes.
+    """
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115, for the life of the process
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def discard_output() -> None:
@@ -57,7 +64,13 @@ class _Stderr:
 
 
 def _width(stream: IO[str]) -> int | None:
-    return None if stream.isatty() or "COLUMNS" in os.environ else _PIPE_WIDTH
+    """Columns of a stream; None where rich finds them: with COLUMNS=0, which some terminals set, it prints none."""
+    named = os.environ.get("COLUMNS")
+    if named is not None and named.isdecimal() and int(named) > 0:
+        return None
+    if not stream.isatty():
+        return _PIPE_WIDTH
+    return None if named is None else shutil.get_terminal_size().columns
 
 
 def stdout() -> Console:
@@ -68,7 +81,7 @@ def stdout() -> Console:
 @functools.cache
 def stderr() -> Console:
     """The one console for progress, logs and errors."""
-    return Console(file=cast(IO[str], _Stderr()), highlight=False, markup=False, emoji=False)
+    return Console(file=cast(IO[str], _Stderr()), width=_width(sys.stderr), highlight=False, markup=False, emoji=False)
 
 
 def print_json(value: object) -> None:

@@ -12,6 +12,7 @@ from miofind.errors import InvalidOptionError
 
 _LEVELS = ("debug", "info", "warning", "error")
 _LOGGER = logging.getLogger("miofind")
+_UNSEEN = logging.NullHandler()
 
 
 class _StderrHandler(logging.Handler):
@@ -40,6 +41,8 @@ def configure_logging(verbose: int) -> None:
     reset_logging()
     _LOGGER.addHandler(_StderrHandler())
     _LOGGER.setLevel(level.upper())
+    # Python prints what nobody handles: a traceback where Ctrl-C meets the closing of a FindDB.
+    logging.getLogger("sqlalchemy").addHandler(_UNSEEN)
 
 
 def reset_logging() -> None:

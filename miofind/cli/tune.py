@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import os
 import re
 import signal
 import threading
@@ -37,6 +38,7 @@ from miofind.cli.tune_report import print_report, summary_json
 from miofind.compiler import BinaryCache, CompilePool, Compiler
 from miofind.device import Device, Place, cuda_device_count
 from miofind.errors import InvalidProblemError, NoDeviceError
+from miofind.finddb import MEMORY, Store, user_path
 from miofind.handle import Handle
 from miofind.options import FindOptions
 from miofind.problem import ProblemDescription
@@ -123,6 +125,9 @@ def tune(
     options = _options(values, recheck=recheck)
     compiler = Compiler(BinaryCache())
     with contextlib.ExitStack() as stack:
+        stack.enter_context(_terminable())
+        if dry_run:
+            database = _forecast_database(database)
         handles = [
             stack.enter_context(Handle(each, database=database, strict=True, compiler=compiler)) for each in devices
         ]
@@ -153,6 +158,13 @@ def _devices(
     return gpus or archs or (device,)
 
 
+def _forecast_database(database: str | None) -> str:
+    """The FindDB to read; one in memory where there is none, since a forecast makes no file."""
+    named = user_path() if database is None else database
+    path = Store(named).path
+    return named if path is not None and os.path.exists(path) else MEMORY
+
+
 def _options(values: dict[str, Any], *, recheck: bool) -> TuneOptions:
     """What was asked for, taken out of `values`."""
     budget_s = values.pop("time_budget_s")
@@ -170,6 +182,10 @@ def _requests(values: dict[str, Any], handles: Sequence[Handle], *, recheck: boo
     requests = named_requests(needed=not recheck, **values)
     if requests is not None:
         return requests
+    for name in ("batch", "dtype", "math", "layout", "directions"):
+        if values[name] is not None:
+            flag = f"--{name.removesuffix('s')}"
+            raise click.UsageError(f"{flag} says what is asked of suites and files: name one, or leave {flag} out")
     kinds = dict.fromkeys(handle.device.identity for handle in handles)
     noted = dict.fromkeys(note.network_config for kind in kinds for note in handles[0].database.rechecks(kind))
     return [
@@ -202,7 +218,6 @@ def _tuned(requests: Sequence[SuiteProblem], handles: Sequence[Handle], options:
     on_cuda = any(handle.device.place is Place.CUDA for handle in handles)
     with contextlib.ExitStack() as stack:
         pool = stack.enter_context(CompilePool()) if on_cuda else None
-        stack.enter_context(_terminable())
         on_event = stack.enter_context(progress())
         return tune_problems(requests, handles, options, on_event, pool=pool)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import collections
 import itertools
 import logging
+import math
 import os
 import signal
 import threading
@@ -15,13 +16,14 @@ import time
 from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from numbers import Real
 
 from miofind.child import Child
 from miofind.compiler.build import identity, processors
 from miofind.compiler.cache import BinaryCache
 from miofind.compiler.nvrtc import compile_options
 from miofind.compiler.worker import ENTRY, Answer, Done, Order, Ready
-from miofind.errors import CompileError, MissingLibraryError
+from miofind.errors import CompileError, InvalidOptionError, MissingLibraryError
 from miofind.solution import KernelStep
 
 logger = logging.getLogger(__name__)
@@ -56,6 +58,9 @@ class CompilePool:
         timeout_s: seconds after which a compilation is given up and its process replaced.
         max_waiting: steps that wait at most; `submit` takes no more.
         modules: imported first by each process.
+
+    Raises:
+        InvalidOptionError: the message names the argument and the value.
     """
 
     def __init__(
@@ -67,6 +72,7 @@ class CompilePool:
         max_waiting: int = MAX_WAITING,
         modules: tuple[str, ...] = (),
     ) -> None:
+        _check(workers=1 if workers is None else workers, max_waiting=max_waiting, timeout_s=timeout_s, modules=modules)
         self._directory = (cache if cache is not None else BinaryCache()).directory
         self._workers = max(1, processors() - 1) if workers is None else workers
         self._timeout_s = timeout_s
@@ -226,6 +232,17 @@ class CompilePool:
             if child.connection.poll(min(_LOOK_S, left)):
                 return child.connection.recv()
         return None
+
+
+def _check(*, workers: object, max_waiting: object, timeout_s: object, modules: object) -> None:
+    """Refuse what would fail in a thread, where those who wait for an answer never learn of it."""
+    for name, value in (("workers", workers), ("max_waiting", max_waiting)):
+        if type(value) is not int or value < 1:
+            raise InvalidOptionError(f"{name}={value!r} must be a whole number of at least 1")
+    if not isinstance(timeout_s, Real) or math.isnan(timeout_s) or timeout_s <= 0:
+        raise InvalidOptionError(f"timeout_s={timeout_s!r} must be a number above 0")
+    if not isinstance(modules, tuple) or not all(isinstance(name, str) for name in modules):
+        raise InvalidOptionError(f"modules={modules!r} must be a tuple of names")
 
 
 @dataclass(frozen=True, slots=True)

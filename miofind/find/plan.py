@@ -10,6 +10,7 @@ import math
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from numbers import Real
 
 from miofind.candidate import Candidate
 from miofind.device import Device
@@ -168,8 +169,15 @@ class _Request:
             return False
 
     def estimate_ms(self, config: Config) -> float:
-        """The solver's estimate."""
-        return self.solver.estimate_ms(self.problem, self.device, config)
+        """The solver's estimate.
+
+        Raises:
+            InvalidConfigError: it is no time, which would put all candidates in a wrong order.
+        """
+        value: object = self.solver.estimate_ms(self.problem, self.device, config)
+        if not isinstance(value, Real) or not math.isfinite(value) or value < 0:
+            raise InvalidConfigError(f"{self.solver.id}: estimate_ms={value!r} must be a finite number of at least 0")
+        return float(value)
 
     def space(self, winners: Iterable[Config], refusals: dict[str, str]) -> Space:
         """The solver's configurations for a search."""

@@ -236,7 +236,11 @@ def _is_within(row: _Stored, problem: ProblemDescription, options: FindOptions) 
         return False
     if options.max_error is not None:
         return row.max_error is not None and row.max_error <= options.max_error
-    return solver.error_growth(problem, _stored_config(row.config)) <= 1
+    try:
+        return solver.error_growth(problem, _stored_config(row.config)) <= 1
+    except Exception as error:  # a solver's own code may raise anything: its rows are no answer, those of others are
+        logger.debug("%s cannot say how its errors grow with %s: %r", solver.id, row.config, error)
+        return False
 
 
 def _as_solution(problem: ProblemDescription, row: _Stored, found: Found, source: Source) -> Solution:

@@ -127,11 +127,11 @@ def _count(request: SuiteProblem, handle: Handle, options: TuneOptions, tally: _
 def _ratio(best: Solution, device: Device) -> list[float]:
     """The known time of a solution over its solver's estimate; empty where either makes no sense."""
     try:
-        estimate_ms = solver_by_id(best.solver_id).estimate_ms(best.problem, device, best.config)
-    except Exception as error:  # a solver's own code may raise anything
-        logger.debug("%s has no estimate for %s: %r", best.id, best.problem, error)
+        ratio = best.time_ms / solver_by_id(best.solver_id).estimate_ms(best.problem, device, best.config)
+        return [ratio] if 0 < ratio < math.inf else []
+    except Exception as error:  # a solver's own code may raise anything, and give what is no time
+        logger.debug("%s gives no estimate of %s: %r", best.solver_id, best.problem, error)
         return []
-    return [best.time_ms / estimate_ms] if estimate_ms > 0 and best.time_ms > 0 else []
 
 
 def _compiled(steps: Iterable[KernelStep], handle: Handle) -> int:
