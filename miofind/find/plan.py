@@ -174,22 +174,15 @@ class _Request:
         Raises:
             InvalidConfigError: it is no time, which would put all candidates in a wrong order.
         """
-        value: object = self.solver.estimate_ms(self.problem, self.device, config)
-        if not isinstance(value, Real) or not math.isfinite(value) or value < 0:
-            raise InvalidConfigError(f"{self.solver.id}: estimate_ms={value!r} must be a finite number of at least 0")
-        return float(value)
+        return _estimate_ms(self.solver, self.problem, self.device, config)
 
     def space(self, winners: Iterable[Config], refusals: dict[str, str]) -> Space:
         """The solver's configurations for a search."""
         defaults = self.solver.default_configs(self.problem, self.device)
         allowed = [planned.candidate.config for planned in self.within_limits(defaults, refusals)]
-        estimated = list(estimated_configs(self.problem, self.device, self.solver))
-        is_cut = _points(self.solver) > MAX_ESTIMATED or len(estimated) >= MAX_ESTIMATED
-        every = dict.fromkeys(estimated)
-        heap = [(self.estimate_ms(config), config.json, config) for config in every]
-        heapq.heapify(heap)
-        by_estimate = (heapq.heappop(heap)[2] for _ in range(len(heap)))
-        listed = tuple(itertools.islice(filter(self.admits, by_estimate), _LISTED))
+        every = _by_estimate(self.solver, self.problem, self.device)
+        is_cut = _points(self.solver) > MAX_ESTIMATED or len(every) >= MAX_ESTIMATED
+        listed = tuple(itertools.islice(filter(self.admits, every), _LISTED))
         near = [config for config in winners if (self.solver.parameters or config in every) and self.admits(config)]
         return Space(
             solver_id=self.solver.id,
@@ -200,6 +193,21 @@ class _Request:
             admits=functools.lru_cache(maxsize=4096)(self.admits),
             estimate_ms=self.estimate_ms,
         )
+
+
+def _estimate_ms(solver: Solver, problem: ProblemDescription, device: Device, config: Config) -> float:
+    value: object = solver.estimate_ms(problem, device, config)
+    if not isinstance(value, Real) or not math.isfinite(value) or value < 0:
+        raise InvalidConfigError(f"{solver.id}: estimate_ms={value!r} must be a finite number of at least 0")
+    return float(value)
+
+
+# A tuning plans each problem twice, first to compile ahead, and thousands of estimates take a third of a second.
+@functools.lru_cache(maxsize=32)
+def _by_estimate(solver: Solver, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
+    """What `estimated_configs` gives, each once, likely best first."""
+    every = dict.fromkeys(estimated_configs(problem, device, solver))
+    return tuple(sorted(every, key=lambda config: (_estimate_ms(solver, problem, device, config), config.json)))
 
 
 def limit_exceeded(planned: Planned, problem: ProblemDescription, options: FindOptions) -> str:
