@@ -25,7 +25,7 @@ import cupy
 import miofind
 from miofind.environment import versions
 from miofind.find import records
-from miofind.find.records import solver_hash
+from miofind.find.validity import solver_hash
 from miofind.finddb import History, Row, Scope, environment_id
 from miofind.solver import solvers
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from miofind.device import Device
 from miofind.errors import InvalidConfigError, InvalidProblemError, MiofindError
-from miofind.find.records import may_serve, solver_hash
+from miofind.find.validity import may_serve, solver_hash
 from miofind.finddb import ProblemKey, Row, Scope
 from miofind.problem import ProblemDescription
 from miofind.solution import Config

@@ -26,7 +26,7 @@ from miofind.errors import (
     WorkspaceError,
 )
 from miofind.evaluate import Job
-from miofind.find import pipeline, records
+from miofind.find import pipeline, records, validity
 from miofind.find.pipeline import estimates
 from miofind.finddb import Row
 from miofind.found import Source, reordered
@@ -351,7 +351,7 @@ def recorded_failure(handle: miofind.Handle, status: str) -> str:
         solver_version=solver.version,
         config=best.config.json,
         status=status,
-        source_hash=records.solver_hash(solver),
+        source_hash=validity.solver_hash(solver),
     )
     handle.database.record(handle.device.identity, PROBLEM.network_config, [failed])
     handle.forget()

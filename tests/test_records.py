@@ -10,8 +10,9 @@ import pytest
 
 from miofind import find_solutions
 from miofind.candidate import Candidate, Outcome, Status, Timing
-from miofind.find import records
+from miofind.find import failures, records, validity
 from miofind.find.plan import make_plan
+from miofind.find.recording import Recording
 from miofind.finddb import History, Row
 from miofind.handle import Handle
 from miofind.measure.verdict import Comparison, Verdict
@@ -43,7 +44,7 @@ def record(
     handle: Handle, *outcomes: Outcome, verdict: Verdict | None = None, error: BaseException | None = None
 ) -> None:
     plan = make_plan(PROBLEM, handle.device, OPTIONS)
-    with records.Recording(PROBLEM, OPTIONS, handle, plan) as recording:
+    with Recording(PROBLEM, OPTIONS, handle, plan) as recording:
         for each in outcomes:
             recording.add(each)
         if verdict is not None:
@@ -63,22 +64,22 @@ def test_failures_are_quarantined_but_for_memory(handle: Handle, status: Status)
     first, second, *_ = candidates(handle)
     record(handle, outcome(first, status), outcome(second))
     expected = set() if status is Status.OUT_OF_MEMORY else {first.id}
-    assert records.quarantined(PROBLEM, handle) == expected
-    assert records.failures(PROBLEM, handle) == {first.id: status}
+    assert failures.quarantined(PROBLEM, handle) == expected
+    assert failures.failures(PROBLEM, handle) == {first.id: status}
 
 
 def test_a_later_success_lifts_a_quarantine(handle: Handle) -> None:
     (first, *_) = candidates(handle)
     record(handle, outcome(first, Status.CRASHED))
     record(handle, outcome(first))
-    assert records.quarantined(PROBLEM, handle) == frozenset()
+    assert failures.quarantined(PROBLEM, handle) == frozenset()
 
 
 def test_running_out_of_memory_lifts_no_quarantine(handle: Handle) -> None:
     (first, *_) = candidates(handle)
     record(handle, outcome(first, Status.CRASHED))
     record(handle, outcome(first, Status.OUT_OF_MEMORY))
-    assert records.quarantined(PROBLEM, handle) == {first.id}
+    assert failures.quarantined(PROBLEM, handle) == {first.id}
 
 
 def test_a_quarantine_is_of_one_solver_version_device_and_problem(
@@ -87,14 +88,14 @@ def test_a_quarantine_is_of_one_solver_version_device_and_problem(
     (first, *_) = candidates(handle)
     record(handle, outcome(first, Status.WRONG_RESULT))
     other = ProblemDescription.convolution(x=(2, 4, 6, 5), w=(3, 4, 1, 1))
-    assert records.quarantined(other, handle) == frozenset()
+    assert failures.quarantined(other, handle) == frozenset()
     device = handle.device
     handle.device = replace(device, sm_count=device.sm_count + 1)
-    assert records.quarantined(PROBLEM, handle) == frozenset()
+    assert failures.quarantined(PROBLEM, handle) == frozenset()
     handle.device = device
     rows = [replace(row, solver_version=row.solver_version + 1, id="") for row in history(handle).rows]
-    assert records.quarantined(PROBLEM, handle) == {first.id}
-    assert not any(records.is_valid(row, device) for row in rows)
+    assert failures.quarantined(PROBLEM, handle) == {first.id}
+    assert not any(validity.is_valid(row, device) for row in rows)
 
 
 def test_disturbances_are_recorded(handle: Handle) -> None:
@@ -147,12 +148,12 @@ def test_who_fails_in_the_last_race_is_neither_answered_nor_tried_again(handle: 
     found = records.look_up(PROBLEM, OPTIONS, handle, measured=[second.id])
     assert found is not None
     assert first.id not in {solution.id for solution in found}
-    assert records.quarantined(PROBLEM, handle) == {first.id}
+    assert failures.quarantined(PROBLEM, handle) == {first.id}
 
 
 def test_a_failure_is_written_before_the_find_ends(handle: Handle) -> None:
     (first, *_) = candidates(handle)
-    with records.Recording(PROBLEM, OPTIONS, handle, make_plan(PROBLEM, handle.device, OPTIONS)) as recording:
+    with Recording(PROBLEM, OPTIONS, handle, make_plan(PROBLEM, handle.device, OPTIONS)) as recording:
         recording.add(outcome(first, Status.TIMED_OUT))
         assert [row.status for row in history(handle).rows] == ["timed_out"]
 
@@ -183,7 +184,7 @@ def stale_row(handle: Handle) -> Row:
 def test_only_a_whole_find_drops_the_notes(handle: Handle, options: FindOptions) -> None:
     handle.database.queue_recheck(handle.device.identity, PROBLEM.network_config, "why")
     plan = make_plan(PROBLEM, handle.device, options)
-    with records.Recording(PROBLEM, options, handle, plan) as recording:
+    with Recording(PROBLEM, options, handle, plan) as recording:
         for planned in plan.candidates:
             recording.add(outcome(planned.candidate))
     assert len(handle.database.rechecks()) == (options is not OPTIONS)

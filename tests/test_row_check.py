@@ -8,7 +8,7 @@ import pytest
 
 from miofind.device import Device, Place
 from miofind.errors import MiofindError
-from miofind.find.records import solver_hash
+from miofind.find.validity import solver_hash
 from miofind.finddb import ProblemKey, Row
 from miofind.problem import ProblemDescription
 from miofind.row_check import RowCheck, device_of

@@ -12,8 +12,8 @@ from cli_runner import FORWARD, run, run_json, use_own_folders
 
 from miofind.candidate import Outcome, Status
 from miofind.device import Device
-from miofind.find import records
 from miofind.find.plan import make_plan
+from miofind.find.recording import Recording
 from miofind.finddb import Store
 from miofind.handle import Handle
 from miofind.measure.race import Effort
@@ -86,7 +86,7 @@ def test_an_estimate_that_fails_corrects_nothing(handle: Handle, monkeypatch: py
 def test_what_failed_before_is_left_out_unless_it_is_tried_again(handle: Handle) -> None:
     requests = [request(2)]
     failed, *others = make_plan(requests[0].problem, handle.device, OPTIONS.find).candidates
-    with records.Recording(
+    with Recording(
         requests[0].problem, OPTIONS.find, handle, make_plan(requests[0].problem, handle.device, OPTIONS.find)
     ) as recording:
         recording.add(Outcome(candidate=failed.candidate, status=Status.CRASHED))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from miofind.candidate import Candidate
 from miofind.environment import versions
-from miofind.find import records
+from miofind.find import validity
 from miofind.finddb import Row, environment_id
 from miofind.handle import Handle
 from miofind.problem import ProblemDescription
@@ -17,7 +17,7 @@ def known_times(problem: ProblemDescription, handle: Handle) -> dict[Candidate, 
     newest: dict[Candidate, Row] = {}
     for history in handle.database.histories(handle.device.identity, problem.network_config):
         for row in sorted(history.rows, key=lambda row: row.age):
-            if records.is_valid(row, handle.device):
+            if validity.is_valid(row, handle.device):
                 newest[candidate_of(f"{row.solver_id}:{row.config}", problem)] = row
     return {
         candidate: row.time_ms

@@ -14,10 +14,11 @@ from miofind.driver.line import driver_line
 from miofind.environment import versions
 from miofind.errors import LaunchError, NoSolutionError
 from miofind.evaluate import Job
-from miofind.find import records
+from miofind.find import failures, records
 from miofind.find.known import candidate_of, incumbent, known_times
 from miofind.find.neighbours import shared_neighbours
 from miofind.find.plan import Plan, make_plan
+from miofind.find.recording import Recording, row_of
 from miofind.find.rounds import Measuring, Request, searched
 from miofind.find.search import Search
 from miofind.found import Found, Solution, Source, reordered
@@ -109,7 +110,7 @@ def measure(
     left_out = _left_out(problem, options, handle)
     plan = make_plan(problem, handle.device, options, dynamic_only=dynamic_only, winners=winners).without(left_out)
     besides = [candidate for candidate in map(_candidate, also) if candidate.id not in left_out]
-    with handle.measuring, records.Recording(problem, options, handle, plan) as recording:
+    with handle.measuring, Recording(problem, options, handle, plan) as recording:
         request = Request(
             problem=problem, options=options, handle=handle, incumbent=incumbent(problem, handle), ahead=ahead
         )
@@ -139,8 +140,8 @@ def measure(
 
 def _left_out(problem: ProblemDescription, options: FindOptions, handle: Handle) -> dict[str, str]:
     """By id, the candidates that failed here before and are not tried again, and why."""
-    failed = records.failures(problem, handle)
-    quarantined = frozenset() if options.retry_failed else records.quarantined(problem, handle)
+    failed = failures.failures(problem, handle)
+    quarantined = frozenset() if options.retry_failed else failures.quarantined(problem, handle)
     if not options.isolate:  # what destroyed a process before must not do it to this one
         quarantined |= {name for name, status in failed.items() if status is Status.CRASHED}
     return {name: f"failed here before ({failed[name]}): retry_failed measures it again" for name in quarantined}
@@ -181,7 +182,7 @@ def _still_holds(best: Solution, options: FindOptions, handle: Handle) -> bool:
     handle.database.record(
         handle.device.identity,
         best.problem.network_config,
-        [records.row_of(outcome) for outcome in outcomes],
+        [row_of(outcome) for outcome in outcomes],
         environment=versions(handle.device),
     )
     timing = outcomes[0].timing if outcomes and outcomes[0].status.usable else None
@@ -198,7 +199,7 @@ def estimates(problem: ProblemDescription, options: FindOptions, handle: Handle)
         NoSolutionError: no solver applies.
     """
     plan = make_plan(problem, handle.device, options)
-    failed = records.failures(problem, handle)
+    failed = failures.failures(problem, handle)
     planned = [p for p in plan.candidates if p.candidate.id not in failed]
     planned = planned or [p for p in plan.last_resort if p.candidate.id not in failed]
     if not planned:

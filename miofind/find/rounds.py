@@ -16,7 +16,7 @@ from miofind.compiler import CompilePool, CompileTimeoutError
 from miofind.device import Place
 from miofind.errors import CompileError, MiofindError
 from miofind.evaluate import MAX_MESSAGE, Job
-from miofind.find import records
+from miofind.find.recording import Recording
 from miofind.find.search import Search
 from miofind.handle import Handle
 from miofind.measure.race import Effort
@@ -51,7 +51,7 @@ class Request:
 class Measuring:
     """Runs the jobs of one find and records what becomes of their candidates; its time budget begins now."""
 
-    def __init__(self, request: Request, recording: records.Recording) -> None:
+    def __init__(self, request: Request, recording: Recording) -> None:
         self._request = request
         self._recording = recording
         self._began = time.monotonic()

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from miofind.device import Device, Place
 from miofind.errors import CompileError
-from miofind.find import records
+from miofind.find import failures, records
 from miofind.find.plan import make_plan
 from miofind.found import Solution
 from miofind.handle import Handle
@@ -110,7 +110,7 @@ def _count(request: SuiteProblem, handle: Handle, options: TuneOptions, tally: _
     if answer is not None and known_solutions(problem, options, handle, queue=False):
         tally.known += 1
         return
-    failed = frozenset() if options.find.retry_failed else records.quarantined(problem, handle)
+    failed = frozenset() if options.find.retry_failed else failures.quarantined(problem, handle)
     plan = make_plan(problem, device, options.find).without(dict.fromkeys(failed, "failed here before"))
     planned = (plan.candidates or plan.last_resort)[: options.find.trials if options.find.searches else None]
     if not planned:

@@ -14,7 +14,7 @@ from miofind.compiler import CompilePool
 from miofind.driver.line import driver_line
 from miofind.errors import DatabaseError, MissingEnvironmentError, NoDeviceError
 from miofind.evaluate import DeviceLostError
-from miofind.find import records
+from miofind.find import failures, records
 from miofind.find.pipeline import measure
 from miofind.finddb import RefusedEntryError
 from miofind.found import Solution, reordered
@@ -163,7 +163,7 @@ def known_solutions(
     """
     if options.force or options.recheck:
         return None
-    if options.find.retry_failed and records.failures(problem, handle):
+    if options.find.retry_failed and failures.failures(problem, handle):
         return None
     return records.look_up(problem, options.find, handle, partial=False, queue=queue)
 

@@ -1,0 +1,48 @@
+"""What failed on this device before, and what of it is not tried again."""
+
+from __future__ import annotations
+
+from miofind.candidate import Status
+from miofind.find.validity import current_environment, is_valid
+from miofind.finddb import Row
+from miofind.handle import Handle
+from miofind.problem import ProblemDescription
+
+
+def failures(problem: ProblemDescription, handle: Handle) -> dict[str, Status]:
+    """By id, the candidates that the FindDBs know to have failed here with the solvers of this release."""
+    statuses = newest_statuses(problem, handle, ignored=frozenset())
+    return {name: status for name, status in statuses.items() if not status.usable}
+
+
+def quarantined(problem: ProblemDescription, handle: Handle) -> frozenset[str]:
+    """Ids of the candidates that failed here with the solvers of this release and are not to be tried again.
+
+    Running out of memory speaks of the moment: it quarantines nobody, and lifts no quarantine. A failure with another
+    driver or library says nothing of this one.
+    """
+    statuses = newest_statuses(
+        problem,
+        handle,
+        ignored=frozenset({Status.OUT_OF_MEMORY}),
+        environment=current_environment(handle.device),
+    )
+    return frozenset(name for name, status in statuses.items() if not status.usable)
+
+
+def newest_statuses(
+    problem: ProblemDescription, handle: Handle, *, ignored: frozenset[Status], environment: str | None = None
+) -> dict[str, Status]:
+    """What became last of each candidate that was measured on this device with the solvers of this release."""
+    newest: dict[str, Row] = {}
+    for history in handle.database.histories(handle.device.identity, problem.network_config):
+        for row in history.rows:
+            name = f"{row.solver_id}:{row.config}"
+            known = newest.get(name)
+            if row.status in ignored or (environment is not None and row.environment != environment):
+                continue
+            if not is_valid(row, handle.device):
+                continue
+            if known is None or known.age < row.age:
+                newest[name] = row
+    return {name: Status(row.status) for name, row in newest.items()}

@@ -1,0 +1,118 @@
+"""Outcomes of a find become rows, a verdict and a scope of the FindDB."""
+
+from __future__ import annotations
+
+from miofind.candidate import Outcome
+from miofind.environment import versions
+from miofind.find.plan import Plan
+from miofind.find.scopes import scope_of
+from miofind.find.validity import solver_hash
+from miofind.finddb import Comparison, Row, Scope
+from miofind.finddb import Verdict as StoredVerdict
+from miofind.handle import Handle
+from miofind.measure.verdict import Verdict
+from miofind.options import FindOptions
+from miofind.problem import ProblemDescription
+from miofind.solver import solver_by_id
+
+_BATCH = 32
+
+
+def row_of(outcome: Outcome) -> Row:
+    """What a FindDB keeps of an outcome."""
+    solver = solver_by_id(outcome.candidate.solver_id)
+    timing = outcome.timing
+    return Row(
+        solver_id=solver.id,
+        solver_version=solver.version,
+        config=outcome.candidate.config.json,
+        status=outcome.status.value,
+        algorithm=solver.algorithm.value,
+        library=solver.library.value,
+        source_hash=solver_hash(solver),
+        kernel_hash=outcome.kernel_hash,
+        message=outcome.message,
+        time_ms=timing.time_ms if timing else None,
+        min_ms=timing.min_ms if timing else None,
+        p20_ms=timing.p20_ms if timing else None,
+        p80_ms=timing.p80_ms if timing else None,
+        samples=timing.samples if timing else 0,
+        protocol=timing.protocol if timing else "",
+        workspace_bytes=outcome.workspace_bytes,
+        deterministic=outcome.deterministic,
+        max_error=outcome.max_error,
+        contended=outcome.contended,
+        dropped_samples=outcome.dropped_samples,
+    )
+
+
+class Recording:
+    """Writes the outcomes of one find with its verdict and scope when it ends; of a search, in batches as they come.
+
+    A find that ends drops the problem's notes for a re-check, since it was one.
+
+    Attributes:
+        search_ended: for a search, whether it came to its own end; a scope is incomplete where a budget ended it.
+    """
+
+    def __init__(self, problem: ProblemDescription, options: FindOptions, handle: Handle, plan: Plan) -> None:
+        self._problem = problem
+        self._options = options
+        self._handle = handle
+        self._plan = plan
+        self._pending: list[Row] = []
+        self._tried: set[str] = set()
+        self._verdict: StoredVerdict | None = None
+        self.search_ended = False
+
+    def __enter__(self) -> Recording:
+        return self
+
+    def add(self, outcome: Outcome) -> None:
+        """Take one outcome."""
+        self._tried.add(outcome.candidate.id)
+        self._pending.append(row_of(outcome))
+        if not outcome.status.usable or (self._plan.spaces and len(self._pending) >= _BATCH):
+            self._write()
+
+    def add_verdict(self, verdict: Verdict) -> None:
+        """Take the verdict of the find's last race; it is written after the rows it speaks of."""
+        self._verdict = StoredVerdict(
+            winner=verdict.winner,
+            ties=verdict.ties,
+            comparisons=tuple(
+                Comparison(candidate=other.candidate, low=other.low, high=other.high) for other in verdict.comparisons
+            ),
+            blocks=verdict.blocks,
+            protocol=verdict.protocol,
+        )
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        """Write what came; the scope too where the find was not broken off."""
+        scope = None
+        if kind is None:
+            scope = scope_of(
+                self._options, self._plan.considered, complete=self._is_complete, filtered=self._plan.is_filtered
+            )
+        if self._pending or scope is not None or self._verdict is not None:
+            self._write(scope, self._verdict)
+        if scope is not None and scope.complete and not scope.filters and scope.workspace_limit_bytes is None:
+            self._handle.database.drop_rechecks(self._handle.device.identity, self._problem.network_config)
+
+    @property
+    def _is_complete(self) -> bool:
+        """Whether no budget ended the find before it had tried all that it would."""
+        if self._plan.spaces:
+            return self.search_ended
+        return self._tried.issuperset(planned.candidate.id for planned in self._plan.candidates)
+
+    def _write(self, scope: Scope | None = None, verdict: StoredVerdict | None = None) -> None:
+        rows, self._pending = self._pending, []
+        self._handle.database.record(
+            self._handle.device.identity,
+            self._problem.network_config,
+            rows,
+            scope=scope,
+            environment=versions(self._handle.device),
+            verdict=verdict,
+        )
