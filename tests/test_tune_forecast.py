@@ -143,7 +143,7 @@ def test_the_command_prints_a_row_and_measures_nothing(tmp_path: Path, monkeypat
     header, _, cells = result.stdout.splitlines()[:3]
     assert header.split()[:3] == ["device", "problems", "known"]
     assert cells.endswith(" s")
-    assert "GPU-minutes; estimates that no known time corrects" in result.stdout
+    assert "GPU-minutes; by the solvers' estimates alone, since nothing is known here yet" in result.stdout
     with Store(tmp_path / "finddb.db") as store:
         assert store.stats().rows == 0
 

@@ -47,8 +47,10 @@ def _print(out: Path, made: Release, keep: Shipping) -> None:
     print_text(f"  after {made.parent[:16]}" if made.parent else "  the first of its line")
     for device, count in made.problems.items():
         print_text(f"  {device}: {count} problems, {made.rows[device]} rows")
-    left_out = ", ".join(f"{count} {why}" for why, count in _left_out(keep).items() if count)
-    print_text(f"  rows left out: {left_out or 'none'}, failures and what better ones replace")
+    left_out = [f"{count} {why}" for why, count in _left_out(keep).items() if count]
+    print_text(f"  rows left out: {', '.join([*left_out, 'failures, and what better ones replace'])}")
+    if len(made.problems) > 1:
+        print_note(f"{out} holds {len(made.problems)} kinds of devices: a file to ship is of one")
 
 
 def _left_out(keep: Shipping) -> dict[str, int]:

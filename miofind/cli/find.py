@@ -34,7 +34,7 @@ from miofind.problem import ProblemDescription
     context_settings=DRIVER_LINE,
     epilog=example(
         "miofind find conv -n 32 -c 64 -H 56 -W 56 -k 64 -y 3 -x 3 -p 1 -q 1 -F 1",
-        "miofind find convfp16 -n 32 -c 64 -H 56 -W 56 -k 64 -y 3 -x 3 -p 1 -q 1 --layout NHWC --only winograd,plain",
+        "miofind find convfp16 -n 32 -c 64 -H 56 -W 56 -k 64 -y 3 -x 3 -p 1 -q 1 --layout NHWC --only direct,cublas",
     ),
 )
 @problem_argument

@@ -23,7 +23,7 @@ from miofind.cli.output import bytes_text, error_text, print_json, print_text, t
 from miofind.cli.problems import optional_problem_argument, problem_json, problems_of
 from miofind.cli.session import verbose_option
 from miofind.cli.solution_table import solution_json
-from miofind.device import Device
+from miofind.device import Device, Place
 from miofind.driver.line import driver_line
 from miofind.errors import InvalidOptionError, WrongResultError
 from miofind.found import Solution
@@ -118,7 +118,8 @@ def _show(run: _Run) -> None:
     spread = f"min {time_text(timing.min_ms)}, p20 {time_text(timing.p20_ms)}, p80 {time_text(timing.p80_ms)}"
     print_text(driver_line(solution.problem))
     print_text(f"  solution   {solution.id} ({solution.algorithm.value}, {solution.library.value})")
-    print_text(f"  time       {time_text(timing.time_ms)} ms ({spread}; {timing.samples} samples, cold L2 cache)")
+    caches = ", cold L2 cache" if solution.device.place is Place.CUDA else ""
+    print_text(f"  time       {time_text(timing.time_ms)} ms ({spread}; {timing.samples} samples{caches})")
     print_text(f"  rate       {tflops_text(solution.problem.flops, timing.time_ms)} TFLOP/s")
     print_text(f"  workspace  {bytes_text(solution.workspace_bytes)}")
     if run.verdict is not None:

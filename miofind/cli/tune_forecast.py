@@ -35,7 +35,7 @@ def _about(forecast: Forecast) -> str:
     basis = (
         f"estimates corrected by {forecast.calibration:.2f}x, from {forecast.calibrated_by} known times"
         if forecast.calibrated_by
-        else "estimates that no known time corrects"
+        else "by the solvers' estimates alone, since nothing is known here yet"
     )
     return f"{forecast.device.name}: about {forecast.gpu_seconds / 60:.1f} GPU-minutes{share}; {basis}"
 
