@@ -148,8 +148,20 @@ _SEARCH = (
     ),
 )
 _FIND = (
-    click.option("--find-mode", type=choice(FindMode), help="How the answer is got.  [default: hybrid]"),
-    click.option("--enforce", "find_enforce", type=choice(FindEnforce), default="none", help="What is forced."),
+    click.option(
+        "--find-mode",
+        type=choice(FindMode),
+        help="normal measures; hybrid asks the FindDB first; fast never measures; dynamic_hybrid compiles for no shape "
+        "alone; trust_verify measures the FindDB's answer once more.  [default: hybrid]",
+    ),
+    click.option(
+        "--enforce",
+        "find_enforce",
+        type=choice(FindEnforce),
+        default="none",
+        help="search searches on a miss, db_update measures in any case, search_db_update both; db_clean first forgets "
+        "what the FindDB holds of the problem.",
+    ),
     click.option("--tuning", is_flag=True, help="Search configurations, not only the defaults."),
     *_SEARCH,
     retry_failed_option,
