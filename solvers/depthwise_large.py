@@ -16,11 +16,15 @@ from miofind.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.solution import Config, ConfigValue, ConvSolution, KernelStep, Pointer, Scalar
 from miofind.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
 from miofind.tiling.correlation import Axis, Correlation, ceil_div, correlations, round_up
-from miofind.tiling.planes import PlaneVector, StagedColumns, gap_slots
+from miofind.tiling.planes import (
+    MAX_ELEMENTS,
+    PlaneVector,
+    StagedColumns,
+    gap_slots,
+    resident_blocks,
+    unserved,
+)
 
-_LEAST_FILTER = 5
-_MAX_ELEMENTS = 2**31 - 2**22
-_MAX_PADDING = 2**20
 _MAX_DIAGONALS = 16
 _MAX_SUMS = 128
 _SHARED_BYTES = 48 << 10
@@ -142,13 +146,6 @@ def _registers(tiling: _Tiling) -> int:
     return round_up(sums + 8 * tiling.warp_blocks + 2 * tiling.diagonals + 40, 8)
 
 
-def _resident_blocks(tiling: _Tiling) -> int:
-    """Blocks that a multiprocessor holds at once, by registers, threads and shared memory."""
-    by_registers = 65536 // (_registers(tiling) * tiling.threads)
-    by_shared = (160 << 10) // (tiling.shared_bytes + 1024)
-    return max(1, min(by_registers, by_shared, 1024 // tiling.threads, 16))
-
-
 def _launch(conv: Correlation, config: Config) -> KernelStep:
     tiling = _Tiling.of(conv, config)
     height, width = conv.axes
@@ -190,7 +187,7 @@ def _defines(conv: Correlation, config: Config, tiling: _Tiling) -> tuple[tuple[
         ("IN_FLAT", int(tiling.in_vector.flat)),
         ("OUT_VECTOR", tiling.out_vector.length),
         ("OUT_FLAT", int(tiling.out_vector.flat)),
-        ("MIN_BLOCKS", _resident_blocks(tiling)),
+        ("MIN_BLOCKS", resident_blocks(_registers(tiling), tiling.threads, tiling.shared_bytes)),
         ("SHARED_BYTES", tiling.shared_bytes),
     )
 
@@ -227,7 +224,7 @@ def _busy_ms(conv: Correlation, config: Config, device: Device) -> float:
     busy = config["channels"] * (taps * (row + 3 * tiling.diagonals) + moved)
     row_latency = _ROW_LATENCY + tiling.warp_blocks * share * tiling.products * _PRODUCT_LATENCY
     alone = _BLOCK_LATENCY + taps * row_latency + config["channels"] * moved
-    resident = _resident_blocks(tiling)
+    resident = resident_blocks(_registers(tiling), tiling.threads, tiling.shared_bytes)
     full, rest = divmod(tiling.blocks, device.sm_count * resident)
     cycles = full * max(resident * busy, alone)
     if rest:
@@ -300,20 +297,9 @@ class ConvDepthwiseLarge(Solver):
     def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
         if problem.direction is Direction.BACKWARD_WEIGHTS:
             return Applicability("serves forward and backward data: ConvDepthwiseLargeWeights serves backward weights")
-        if not problem.groups == problem.c == problem.k:
-            return Applicability(f"needs one filter a channel: groups={problem.groups} c={problem.c} k={problem.k}")
-        if any(size != 1 for size in (*problem.conv.stride, *problem.conv.dilation)):
-            stride, dilation = problem.conv.stride, problem.conv.dilation
-            return Applicability(f"needs stride 1 and dilation 1, not {stride} and {dilation}")
-        if max(problem.filter) < _LEAST_FILTER:
-            return Applicability(f"serves filters from {_LEAST_FILTER} on, not {problem.filter}")
-        tensors = (problem.x, problem.w, problem.y)
-        if len({(tensor.dtype, tensor.layout) for tensor in tensors}) > 1:
-            return Applicability("needs one dtype and one layout for x, w and y")
-        if max(tensor.size for tensor in tensors) > _MAX_ELEMENTS:
-            return Applicability(f"counts elements in 32 bits: a tensor has more than {_MAX_ELEMENTS}")
-        if max(*problem.conv.pad_before, *problem.conv.pad_after) > _MAX_PADDING:
-            return Applicability(f"counts coordinates in 32 bits: padding is more than {_MAX_PADDING}")
+        reason = unserved(problem)
+        if reason:
+            return Applicability(reason)
         if not self.is_valid_config(problem, device, _SHORT_LIST[-1]):
             return Applicability(f"filter {problem.filter} is too large for a block")
         return APPLICABLE
@@ -332,7 +318,7 @@ class ConvDepthwiseLarge(Solver):
             return False
         fits_registers = _registers(tiling) * tiling.threads <= 65536
         fits_shared = tiling.shared_bytes <= (device.shared_bytes or _SHARED_BYTES)
-        return fits_registers and fits_shared and tiling.blocks <= _MAX_ELEMENTS
+        return fits_registers and fits_shared and tiling.blocks <= MAX_ELEMENTS
 
     def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
         valid = [config for config in _SHORT_LIST if self.is_valid_config(problem, device, config)]

@@ -1,4 +1,4 @@
-"""Planes of images in shared memory: the arithmetic of kernels_src/common/planes.cuh, for the solvers that use it.
+"""Planes of images in shared memory: the arithmetic of kernels_src/common/planes.cuh, and what its solvers share.
 
 Pure arithmetic on shapes: knows nothing of devices, kernels or solvers.
 """
@@ -8,10 +8,15 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from miofind.problem import TensorDescriptor
+from miofind.problem import ProblemDescription, TensorDescriptor
 from miofind.tiling.correlation import Axis
 
+MAX_ELEMENTS = 2**31 - 2**22
+"""Elements of a tensor, and blocks of a grid, that are counted in 32 bits."""
+
 _MOST = 8  # elements of 16 bytes
+_LEAST_FILTER = 5
+_MAX_PADDING = 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,3 +75,29 @@ class PlaneVector:
 def gap_slots(images: int) -> int:
     """Slots of zeros around a channel's: as many as a block of 16 slots can reach beyond them."""
     return 16 - math.gcd(_MOST, images)
+
+
+def resident_blocks(registers: int, threads: int, shared_bytes: int) -> int:
+    """Blocks that a multiprocessor holds at once, by registers of a thread, threads and shared memory of a block."""
+    by_registers = 65536 // (registers * threads)
+    by_shared = (160 << 10) // (shared_bytes + 1024)
+    return max(1, min(by_registers, by_shared, 1024 // threads, 16))
+
+
+def unserved(problem: ProblemDescription) -> str:
+    """Why the kernels on planes cannot compute a problem, whatever its direction; "" if they can."""
+    if not problem.groups == problem.c == problem.k:
+        return f"needs one filter a channel: groups={problem.groups} c={problem.c} k={problem.k}"
+    if any(size != 1 for size in (*problem.conv.stride, *problem.conv.dilation)):
+        stride, dilation = problem.conv.stride, problem.conv.dilation
+        return f"needs stride 1 and dilation 1, not {stride} and {dilation}"
+    if max(problem.filter) < _LEAST_FILTER:
+        return f"serves filters from {_LEAST_FILTER} on, not {problem.filter}"
+    tensors = (problem.x, problem.w, problem.y)
+    if len({(tensor.dtype, tensor.layout) for tensor in tensors}) > 1:
+        return "needs one dtype and one layout for x, w and y"
+    if max(tensor.size for tensor in tensors) > MAX_ELEMENTS:
+        return f"counts elements in 32 bits: a tensor has more than {MAX_ELEMENTS}"
+    if max(*problem.conv.pad_before, *problem.conv.pad_after) > _MAX_PADDING:
+        return f"counts coordinates in 32 bits: padding is more than {_MAX_PADDING}"
+    return ""
