@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import heapq
 import itertools
 import logging
 import math
@@ -225,11 +224,7 @@ def limit_exceeded(planned: Planned, problem: ProblemDescription, options: FindO
 def search_space(problem: ProblemDescription, device: Device, solver: Solver) -> Iterable[Config]:
     """The defaults and the configurations with the best estimates, SEARCH_LIMIT in all."""
     defaults = list(solver.default_configs(problem, device))
-    best = heapq.nsmallest(
-        SEARCH_LIMIT,
-        estimated_configs(problem, device, solver),
-        key=lambda config: solver.estimate_ms(problem, device, config),
-    )
+    best = _by_estimate(solver, problem, device)[:SEARCH_LIMIT]
     return list(dict.fromkeys([*defaults, *best]))[: max(SEARCH_LIMIT, len(defaults))]
 
 
