@@ -79,7 +79,7 @@ def release_findings(release: Release, histories: Sequence[History]) -> list[str
 
 def row_finding(key: ProblemKey, row: Row, finding: str) -> str:
     """A finding against a row as one line."""
-    return f"{key.device} {key.network_config}: row {row.id} ({row.solver_id}:{row.config}): {finding}"
+    return f"{key.device} {key.network_config}: row {row.id} ({row.candidate}): {finding}"
 
 
 def _fault(history: History, entry: Entry) -> str:

@@ -81,7 +81,7 @@ def show_history(view: HistoryView) -> None:
     made.print()
     for row in view.rows:
         if row.message:
-            print_text(f"  {row.solver_id}:{row.config}: {row.message.splitlines()[0]}")
+            print_text(f"  {row.candidate}: {row.message.splitlines()[0]}")
     if view.verdict is not None:
         _show_verdict(view.verdict)
     for scope in view.scopes:

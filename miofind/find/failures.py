@@ -37,7 +37,7 @@ def newest_statuses(
     newest: dict[str, Row] = {}
     for history in handle.database.histories(handle.device.identity, problem.network_config):
         for row in history.rows:
-            name = f"{row.solver_id}:{row.config}"
+            name = row.candidate
             known = newest.get(name)
             if row.status in ignored or (environment is not None and row.environment != environment):
                 continue

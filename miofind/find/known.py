@@ -18,7 +18,7 @@ def known_times(problem: ProblemDescription, handle: Handle) -> dict[Candidate, 
     for history in handle.database.histories(handle.device.identity, problem.network_config):
         for row in sorted(history.rows, key=lambda row: row.age):
             if validity.is_valid(row, handle.device):
-                newest[candidate_of(f"{row.solver_id}:{row.config}", problem)] = row
+                newest[candidate_of(row.candidate, problem)] = row
     return {
         candidate: row.time_ms
         for candidate, row in newest.items()
@@ -30,7 +30,7 @@ def incumbent(problem: ProblemDescription, handle: Handle) -> str:
     """Id of the candidate that leads the FindDB's answer, "" where it has none."""
     answer = handle.database.answer(handle.device.identity, problem.network_config)
     first = next(iter(answer.rows), None) if answer else None
-    return f"{first.solver_id}:{first.config}" if first else ""
+    return first.candidate if first else ""
 
 
 def candidate_of(name: str, problem: ProblemDescription) -> Candidate:
