@@ -21,7 +21,8 @@ from miofind.device import Device, Place
 from miofind.errors import CompileError, LaunchError, MeasurementError, MiofindError, MissingLibraryError
 from miofind.health import context_error, used_bytes
 from miofind.invoker import Invoker, make_invoker
-from miofind.measure.race import Effort, Entrant, Race, RaceResult, Watcher
+from miofind.measure.effort import Effort
+from miofind.measure.race import Entrant, Race, RaceResult, Watcher
 from miofind.measure.stage import Stage
 from miofind.measure.verdict import Verdict
 from miofind.problem import ProblemDescription

@@ -19,7 +19,8 @@ from miofind.device import Device
 from miofind.errors import InvalidOptionError, MiofindError, NoSolutionError
 from miofind.find.plan import make_plan
 from miofind.invoker import Invoker, make_invoker
-from miofind.measure.race import Effort, Entrant, Race
+from miofind.measure.effort import Effort
+from miofind.measure.race import Entrant, Race
 from miofind.measure.stage import Stage
 from miofind.measure.verdict import Comparison, Finalist, judge
 from miofind.options import FindOptions

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from miofind import evaluate
-from miofind.measure import race
+from miofind.measure import effort as effort_module
 from miofind.sandbox import entry as sandbox_child
 from miofind.solvers import cpu_direct, cpu_gemm1x1, cpu_im2col_gemm
 
@@ -139,8 +139,8 @@ def _break_compilation(fault: Any) -> None:
         _slow(kind)
 
 
-for effort, schedule in race._SCHEDULES.items():
-    race._SCHEDULES[effort] = replace(schedule, keep=1e9)
+for effort, schedule in effort_module._SCHEDULES.items():
+    effort_module._SCHEDULES[effort] = replace(schedule, keep=1e9)
 
 if _FAULT in _RUNS:
     cpu_gemm1x1.multiply = _faulty

@@ -24,7 +24,7 @@ from miofind.find.rounds import Measuring, Request
 from miofind.find.search import FINALISTS, ROUND
 from miofind.found import Solution
 from miofind.handle import Handle
-from miofind.measure.race import Effort
+from miofind.measure.effort import Effort
 from miofind.measure.verdict import Verdict
 from miofind.options import FindOptions
 from miofind.problem import DataType, Layout, ProblemDescription

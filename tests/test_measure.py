@@ -15,8 +15,9 @@ from miofind.bench.ceilings import Ceilings, arithmetic_of
 from miofind.candidate import Timing
 from miofind.device import Device
 from miofind.errors import LaunchError, MeasurementError
+from miofind.measure.effort import Effort
 from miofind.measure.gpu_monitor import Reading
-from miofind.measure.race import Effort, Entrant, Race, Watcher
+from miofind.measure.race import Entrant, Race, Watcher
 from miofind.measure.stage import Batch, Stage, Track
 from miofind.problem import ProblemDescription
 

@@ -19,7 +19,8 @@ from miofind.child import Child
 from miofind.device import Device
 from miofind.errors import LaunchError, MeasurementError
 from miofind.evaluate import DeviceLostError, Job
-from miofind.measure.race import Effort, Race, RaceResult
+from miofind.measure.effort import Effort
+from miofind.measure.race import Race, RaceResult
 from miofind.measure.verdict import Verdict
 from miofind.problem import ProblemDescription
 from miofind.sandbox.executors import InProcess, Isolated, _End, _Watch

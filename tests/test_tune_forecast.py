@@ -16,7 +16,7 @@ from miofind.find.plan import make_plan
 from miofind.find.recording import Recording
 from miofind.finddb import Store
 from miofind.handle import Handle
-from miofind.measure.race import Effort
+from miofind.measure.effort import Effort
 from miofind.options import FindOptions
 from miofind.problem import ProblemDescription
 from miofind.sandbox.executors import InProcess

@@ -23,7 +23,7 @@ from miofind.find.rounds import Measuring, Request, searched
 from miofind.find.search import Search
 from miofind.found import Found, Solution, Source, reordered
 from miofind.handle import Handle
-from miofind.measure.race import Effort
+from miofind.measure.effort import Effort
 from miofind.options import FindEnforce, FindMode, FindOptions, OnMiss, Order, member
 from miofind.problem import ProblemDescription
 

@@ -19,7 +19,7 @@ from miofind.evaluate import MAX_MESSAGE, Job
 from miofind.find.recording import Recording
 from miofind.find.search import Search
 from miofind.handle import Handle
-from miofind.measure.race import Effort
+from miofind.measure.effort import Effort
 from miofind.options import FindOptions
 from miofind.problem import ProblemDescription
 from miofind.solution import KernelStep

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from miofind.device import Device
-from miofind.measure.race import Effort, Schedule
+from miofind.measure.effort import Effort, Schedule
 from miofind.problem import ProblemDescription
 
 PROBLEM_S = 0.25

@@ -17,7 +17,7 @@ from miofind.find import failures, records
 from miofind.find.plan import make_plan
 from miofind.found import Solution
 from miofind.handle import Handle
-from miofind.measure.race import Effort
+from miofind.measure.effort import Effort
 from miofind.solution import KernelStep
 from miofind.solver import solver_by_id
 from miofind.suites import SuiteProblem

@@ -15,7 +15,7 @@ from queue import Empty, SimpleQueue
 from miofind.compiler import CompilePool
 from miofind.find import records
 from miofind.handle import Handle
-from miofind.measure.race import Effort
+from miofind.measure.effort import Effort
 from miofind.suites import SuiteProblem
 from miofind.tune.ahead import Ahead
 from miofind.tune.cost import rough_seconds

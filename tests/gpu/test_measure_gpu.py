@@ -10,7 +10,8 @@ from miofind.bench.ceilings import measure_ceilings
 from miofind.compiler import Compiler
 from miofind.device import Device
 from miofind.invoker import Invoker, make_invoker
-from miofind.measure.race import Effort, Entrant, Race
+from miofind.measure.effort import Effort
+from miofind.measure.race import Entrant, Race
 from miofind.measure.stage import Stage
 from miofind.problem import ProblemDescription
 from miofind.solver import solver_by_id
