@@ -209,10 +209,9 @@ def _busy_ms(problem: ProblemDescription, config: Config, device: Device) -> flo
     waits = _SLOT_LATENCY + tiling.warp_rows * share * tiling.products * _PRODUCT_LATENCY
     alone = _TILE_LATENCY + moved + passes * tiling.slot_blocks * waits
     turns = ceil_div(tiling.tiles, config["splits"])
-    full, rest = divmod(
-        tiling.blocks, device.sm_count * resident_blocks(_registers(tiling), tiling.threads, tiling.shared_bytes)
-    )
-    cycles = full * max(resident_blocks(_registers(tiling), tiling.threads, tiling.shared_bytes) * busy, alone)
+    resident = resident_blocks(_registers(tiling), tiling.threads, tiling.shared_bytes)
+    full, rest = divmod(tiling.blocks, device.sm_count * resident)
+    cycles = full * max(resident * busy, alone)
     if rest:
         cycles += max(math.ceil(rest / device.sm_count) * busy, alone)
     return float(1e3 * turns * cycles / device.clock_hz)
