@@ -11,6 +11,7 @@ import pytest
 from miofind import find_solutions
 from miofind.candidate import Candidate, Outcome, Status, Timing
 from miofind.find import failures, records, validity
+from miofind.find import recording as recording_module
 from miofind.find.plan import make_plan
 from miofind.find.recording import Recording
 from miofind.finddb import History, Row
@@ -80,6 +81,43 @@ def test_running_out_of_memory_lifts_no_quarantine(handle: Handle) -> None:
     record(handle, outcome(first, Status.CRASHED))
     record(handle, outcome(first, Status.OUT_OF_MEMORY))
     assert failures.quarantined(PROBLEM, handle) == {first.id}
+
+
+def test_who_ran_out_of_memory_is_noted_for_a_re_check(handle: Handle) -> None:
+    first, second, *_ = candidates(handle)
+    identity = handle.device.identity
+    record(handle, outcome(first, Status.OUT_OF_MEMORY), outcome(second))
+    (note,) = handle.database.rechecks(identity)
+    assert (note.network_config, note.reason) == (PROBLEM.network_config, "a candidate ran out of memory")
+    record(handle, *map(outcome, candidates(handle)))
+    assert not handle.database.rechecks(identity)
+
+
+def test_a_search_loses_a_second_at_most(handle: Handle, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second, third, *_ = candidates(handle)
+    time_s = 10.0
+    monkeypatch.setattr(recording_module.time, "monotonic", lambda: time_s)
+    plan = make_plan(PROBLEM, handle.device, OPTIONS)
+    plan = replace(plan, spaces=(None,))  # type: ignore[arg-type]  # a search's
+    recording = Recording(PROBLEM, OPTIONS, handle, plan)
+    recording.add(outcome(first))
+    assert handle.database.user.history(handle.device.identity, PROBLEM.network_config) is None
+    time_s = 11.0
+    recording.add(outcome(second))
+    assert len(history(handle).rows) == 2
+    recording.add(outcome(third))
+    assert len(history(handle).rows) == 2
+    recording.__exit__(KeyboardInterrupt, None, None)
+    assert len(history(handle).rows) == 3
+
+
+def test_what_is_kept_of_a_time_are_six_digits(handle: Handle) -> None:
+    first, *_ = candidates(handle)
+    timing = replace(TIMING, time_ms=0.013592000119388103, min_ms=1234567.8, p20_ms=2e-9, p80_ms=3.0)
+    record(handle, replace(outcome(first), timing=timing, max_error=0.00038292095996439457))
+    (row,) = history(handle).rows
+    assert (row.time_ms, row.min_ms, row.p20_ms, row.p80_ms) == (0.013592, 1234570.0, 2e-9, 3.0)
+    assert row.max_error == 0.000382921
 
 
 def test_a_quarantine_is_of_one_solver_version_device_and_problem(

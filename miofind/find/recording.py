@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from miofind.candidate import Outcome
+import time
+
+from miofind.candidate import Outcome, Status
 from miofind.environment import versions
 from miofind.find.plan import Plan
 from miofind.find.scopes import scope_of
@@ -16,6 +18,12 @@ from miofind.problem import ProblemDescription
 from miofind.solver import solver_by_id
 
 _BATCH = 32
+_LONGEST_WAIT_S = 1.0
+
+_MEMORY_RAN_OUT = "a candidate ran out of memory"
+
+_DIGITS = 6
+"""Significant ones of what is kept: a clock has fewer, and each that says nothing costs room in every release."""
 
 
 def row_of(outcome: Outcome) -> Row:
@@ -32,24 +40,29 @@ def row_of(outcome: Outcome) -> Row:
         source_hash=solver_hash(solver),
         kernel_hash=outcome.kernel_hash,
         message=outcome.message,
-        time_ms=timing.time_ms if timing else None,
-        min_ms=timing.min_ms if timing else None,
-        p20_ms=timing.p20_ms if timing else None,
-        p80_ms=timing.p80_ms if timing else None,
+        time_ms=_rounded(timing.time_ms) if timing else None,
+        min_ms=_rounded(timing.min_ms) if timing else None,
+        p20_ms=_rounded(timing.p20_ms) if timing else None,
+        p80_ms=_rounded(timing.p80_ms) if timing else None,
         samples=timing.samples if timing else 0,
         protocol=timing.protocol if timing else "",
         workspace_bytes=outcome.workspace_bytes,
         deterministic=outcome.deterministic,
-        max_error=outcome.max_error,
+        max_error=None if outcome.max_error is None else _rounded(outcome.max_error),
         contended=outcome.contended,
         dropped_samples=outcome.dropped_samples,
     )
 
 
+def _rounded(value: float) -> float:
+    return float(f"{value:.{_DIGITS}g}")
+
+
 class Recording:
     """Writes the outcomes of one find with its verdict and scope when it ends; of a search, in batches as they come.
 
-    A find that ends drops the problem's notes for a re-check, since it was one.
+    A find that ends drops the problem's notes for a re-check, since it was one. Where a candidate ran out of memory it
+    leaves such a note instead: that speaks of the moment, and the candidate may win at another.
 
     Attributes:
         search_ended: for a search, whether it came to its own end; a scope is incomplete where a budget ended it.
@@ -61,7 +74,9 @@ class Recording:
         self._handle = handle
         self._plan = plan
         self._pending: list[Row] = []
+        self._written_at = time.monotonic()
         self._tried: set[str] = set()
+        self._out_of_memory: set[str] = set()
         self._verdict: StoredVerdict | None = None
         self.search_ended = False
 
@@ -72,7 +87,11 @@ class Recording:
         """Take one outcome."""
         self._tried.add(outcome.candidate.id)
         self._pending.append(row_of(outcome))
-        if not outcome.status.usable or (self._plan.spaces and len(self._pending) >= _BATCH):
+        if outcome.status is Status.OUT_OF_MEMORY:
+            self._out_of_memory.add(outcome.candidate.id)
+        else:
+            self._out_of_memory.discard(outcome.candidate.id)
+        if not outcome.status.usable or (self._plan.spaces and self._is_due):
             self._write()
 
     def add_verdict(self, verdict: Verdict) -> None:
@@ -81,7 +100,8 @@ class Recording:
             winner=verdict.winner,
             ties=verdict.ties,
             comparisons=tuple(
-                Comparison(candidate=other.candidate, low=other.low, high=other.high) for other in verdict.comparisons
+                Comparison(candidate=other.candidate, low=_rounded(other.low), high=_rounded(other.high))
+                for other in verdict.comparisons
             ),
             blocks=verdict.blocks,
             protocol=verdict.protocol,
@@ -96,8 +116,16 @@ class Recording:
             )
         if self._pending or scope is not None or self._verdict is not None:
             self._write(scope, self._verdict)
+        key = (self._handle.device.identity, self._problem.network_config)
         if scope is not None and scope.complete and not scope.filters and scope.workspace_limit_bytes is None:
-            self._handle.database.drop_rechecks(self._handle.device.identity, self._problem.network_config)
+            self._handle.database.drop_rechecks(*key)
+        if self._out_of_memory:
+            self._handle.database.queue_recheck(*key, _MEMORY_RAN_OUT)
+
+    @property
+    def _is_due(self) -> bool:
+        """Whether a killed process would lose more than a write costs."""
+        return len(self._pending) >= _BATCH or time.monotonic() - self._written_at >= _LONGEST_WAIT_S
 
     @property
     def _is_complete(self) -> bool:
@@ -108,6 +136,7 @@ class Recording:
 
     def _write(self, scope: Scope | None = None, verdict: StoredVerdict | None = None) -> None:
         rows, self._pending = self._pending, []
+        self._written_at = time.monotonic()
         self._handle.database.record(
             self._handle.device.identity,
             self._problem.network_config,
