@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -130,3 +131,21 @@ def test_the_protocol_is_honest_here(device: Device) -> None:
     assert report.equal.blocks == report.slowed.blocks == 45
     assert report.equal.called <= 3
     assert report.slowed.called >= 12
+
+
+def test_a_capture_in_another_thread_is_no_fault_of_the_context(device: Device) -> None:
+    begun, asked = threading.Event(), threading.Event()
+
+    def capture() -> None:
+        with cupy.cuda.Device(device.index), cupy.cuda.Stream(non_blocking=True) as stream:
+            stream.begin_capture()
+            begun.set()
+            asked.wait(timeout=0.2)
+            stream.end_capture()
+
+    thread = threading.Thread(target=capture)
+    thread.start()
+    assert begun.wait(timeout=10)
+    assert context_error(device) == ""
+    asked.set()
+    thread.join()
