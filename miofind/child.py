@@ -63,6 +63,12 @@ class Child:
             return self._process.wait(timeout=5)
         return None
 
+    def interrupt(self) -> None:
+        """Ask the process to end: SIGTERM."""
+        if self.is_alive:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.terminate()
+
     def kill(self) -> None:
         """End the process and what it started; a kernel that never ends dies with it, which may take seconds."""
         self.connection.close()

@@ -108,18 +108,34 @@ class Solution:
 class Found:
     """The solutions of one find in order; each falls back to the ones behind it.
 
+    Pickled, they leave their handle behind, and run with the default handle of their device where they arrive.
+
     Attributes:
-        handle: device and caches they run with.
         solutions: in the order asked for.
         runners: by position, those made so far.
     """
 
-    __slots__ = ("handle", "runners", "solutions")
+    __slots__ = ("_handle", "runners", "solutions")
 
     def __init__(self, handle: Handle) -> None:
-        self.handle = handle
+        self._handle: Handle | None = handle
         self.solutions: list[Solution] = []
         self.runners: dict[int, Runner] = {}
+
+    def __getstate__(self) -> list[Solution]:
+        return self.solutions
+
+    def __setstate__(self, solutions: list[Solution]) -> None:
+        self._handle, self.solutions, self.runners = None, solutions, {}
+
+    @property
+    def handle(self) -> Handle:
+        """Device and caches they run with."""
+        if self._handle is None:
+            from miofind.handle import default_handle
+
+            self._handle = default_handle(self.solutions[0].device)
+        return self._handle
 
     def runner(self, position: int) -> Runner:
         """The runner of one solution."""

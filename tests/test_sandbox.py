@@ -199,6 +199,24 @@ def test_a_device_that_stays_sick_ends_the_job(executor: Isolated, monkeypatch: 
         list(executor.run(job()))
 
 
+def test_a_job_takes_the_child_that_was_prepared(executor: Isolated) -> None:
+    executor.prepare()
+    prepared = executor._child
+    assert prepared is not None
+    executor.prepare()
+    by_solver(executor.run(job()))
+    assert executor._child is prepared
+
+
+def test_a_prepared_child_that_was_killed_is_replaced(executor: Isolated) -> None:
+    executor.prepare()
+    prepared = executor._child
+    assert prepared is not None
+    os.kill(prepared.pid, signal.SIGKILL)
+    assert all(outcome.status is Status.OK for outcome in by_solver(executor.run(job())).values())
+    assert executor._child is not prepared
+
+
 def test_a_child_sees_one_gpu_by_its_uuid() -> None:
     code = (
         "import os, sys; from multiprocessing.connection import Connection;"

@@ -11,23 +11,21 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
+import numpy as np
 import pytest
 
-from miofind.candidate import Outcome
+from miofind import run_solution
 from miofind.device import Device
-from miofind.errors import DatabaseError, NoDeviceError
-from miofind.evaluate import DeviceLostError
+from miofind.errors import DatabaseError
 from miofind.finddb import Store
 from miofind.handle import Handle
 from miofind.options import FindOptions
 from miofind.problem import ProblemDescription
-from miofind.sandbox.executors import InProcess
 from miofind.suites import SuiteProblem
-from miofind.tune import service as tune_module
 from miofind.tune.queue import TaskQueue
 from miofind.tune.service import (
+    OnEvent,
     Task,
     TuneEnd,
     TuneEvent,
@@ -36,13 +34,14 @@ from miofind.tune.service import (
     TuneOptions,
     TuneStarted,
     TuneStatus,
+    TuneSummary,
     tune,
 )
 
 OPTIONS = TuneOptions(find=FindOptions(only=("ConvCpuIm2colGemm",), time_budget_s=math.inf))
 KIND_A, KIND_B = (replace(Device.cpu(), name=name) for name in ("kind A", "kind B"))
-measuring = InProcess.run
 Crew = Callable[..., list[Handle]]
+Fault = Callable[[str], None]
 
 
 def request(k: int, count: int = 1) -> SuiteProblem:
@@ -55,51 +54,42 @@ REQUESTS = [request(k) for k in (6, 5, 4, 3, 2)]
 
 @pytest.fixture
 def crew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Crew]:
-    """Strict handles over one FindDB, one for each device given."""
+    """Strict handles over one FindDB, one for each device given; the faulty module goes by the devices' numbers."""
     monkeypatch.setenv("MIOFIND_SYSTEM_DB", "")
     with ExitStack() as stack:
 
         def made(*devices: Device) -> list[Handle]:
             path = tmp_path / "finddb.db"
-            return [stack.enter_context(Handle(device, database=path, strict=True)) for device in devices]
+            numbered = [replace(device, memory_bytes=number) for number, device in enumerate(devices)]
+            return [stack.enter_context(Handle(device, database=path, strict=True)) for device in numbered]
 
         yield made
 
 
-def events_of(handles: list[Handle], options: TuneOptions = OPTIONS) -> tuple[tune_module.TuneSummary, list[TuneEvent]]:
+@pytest.fixture
+def faulty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Sets what goes wrong in the crew's processes."""
+
+    def set_fault(fault: str) -> None:
+        monkeypatch.setenv("CREW_FAULT", fault)
+        monkeypatch.setenv("CREW_FOLDER", str(tmp_path))
+        monkeypatch.setenv("CREW_HEAVIEST", REQUESTS[0].problem.network_config)
+
+    set_fault("")
+    return set_fault
+
+
+def tuned(
+    handles: list[Handle], options: TuneOptions = OPTIONS, on_event: OnEvent | None = None
+) -> tuple[TuneSummary, list[TuneEvent]]:
     events: list[TuneEvent] = []
-    return tune(REQUESTS, handles, options, events.append), events
+    summary = tune(REQUESTS, handles, options, on_event or events.append, modules=("faulty_crew",))
+    return summary, events
 
 
-def lose(handles: list[Handle], doomed: dict[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the devices of those numbers be lost at their n-th problem, while the others wait for it to happen."""
-    executors = {id(handle.executor(isolate=False)): number for number, handle in enumerate(handles)}
-    jobs: Counter[int] = Counter()
-    lost = threading.Semaphore(0)
-
-    def run(self: InProcess, job: Any) -> Iterator[Outcome]:
-        number = executors[id(self)]
-        jobs[number] += 1
-        if number in doomed and jobs[number] >= doomed[number]:
-            lost.release()
-            raise DeviceLostError(f"device {number} is gone")
-        yield from measuring(self, job)
-        if number not in doomed and jobs[number] == 1:
-            assert lost.acquire(timeout=30)
-
-    monkeypatch.setattr(InProcess, "run", run)
-
-
-def test_devices_of_a_kind_share_the_problems(crew: Crew, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    meeting = threading.Barrier(2, timeout=30)
-
-    def run(self: InProcess, job: Any) -> Iterator[Outcome]:
-        if job.network_config in {entry.problem.network_config for entry in REQUESTS[:2]}:
-            meeting.wait()  # both devices are at work at one time
-        yield from measuring(self, job)
-
-    monkeypatch.setattr(InProcess, "run", run)
-    summary, events = events_of(crew(KIND_A, KIND_A))
+def test_devices_of_a_kind_share_the_problems(crew: Crew, faulty: Fault, tmp_path: Path) -> None:
+    faulty("meet")
+    summary, events = tuned(crew(KIND_A, KIND_A))
     assert [(r.request, r.kind, r.status) for r in summary.results] == [
         (entry, KIND_A.identity, TuneStatus.TUNED) for entry in REQUESTS
     ]
@@ -110,18 +100,27 @@ def test_devices_of_a_kind_share_the_problems(crew: Crew, tmp_path: Path, monkey
         assert {len(history.scopes) for history in store.histories()} == {1}, "nothing is measured twice"
 
 
-def test_every_kind_gets_every_problem_and_keeps_its_own_rows(crew: Crew, tmp_path: Path) -> None:
-    summary, _ = events_of(crew(KIND_A, KIND_B))
+def test_every_kind_gets_every_problem_and_keeps_its_own_rows(crew: Crew, faulty: Fault, tmp_path: Path) -> None:
+    summary, _ = tuned(crew(KIND_A, KIND_B))
     assert Counter(result.kind for result in summary.results) == {KIND_A.identity: 5, KIND_B.identity: 5}
     assert summary.total == 10
     with Store(tmp_path / "finddb.db", read_only=True) as store:
         assert store.stats().by_device == {KIND_A.identity: 5, KIND_B.identity: 5}
 
 
-def test_another_of_its_kind_takes_a_lost_devices_problem(crew: Crew, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_solutions_that_come_from_a_process_run_here(crew: Crew, faulty: Fault) -> None:
     handles = crew(KIND_A, KIND_A)
-    lose(handles, {0: 1}, monkeypatch)
-    summary, events = events_of(handles)
+    summary, _ = tuned(handles)
+    best = summary.results[0].solutions[0]
+    x, w = np.ones((1, 4, 6, 5), np.float32), np.ones((6, 4, 3, 3), np.float32)
+    y = run_solution(best, x, w)
+    assert y[0, 0, 2, 2] == pytest.approx(36.0)
+    assert best.found.handle in handles
+
+
+def test_another_of_its_kind_takes_a_lost_devices_problem(crew: Crew, faulty: Fault) -> None:
+    faulty("lose0 at 1")
+    summary, events = tuned(crew(KIND_A, KIND_A))
     assert (summary.end, summary.left) == (TuneEnd.COMPLETE, 0)
     assert [result.status for result in summary.results] == [TuneStatus.TUNED] * 5
     assert summary.lost == {0: "device 0 is gone"}
@@ -132,92 +131,83 @@ def test_another_of_its_kind_takes_a_lost_devices_problem(crew: Crew, monkeypatc
     assert sorted(begun.values()) == [1, 1, 1, 1, 2]
 
 
-def test_a_problem_that_costs_two_devices_is_given_up(crew: Crew, monkeypatch: pytest.MonkeyPatch) -> None:
-    handles = crew(KIND_A, KIND_A, KIND_A)
-    heaviest = REQUESTS[0].problem.network_config
-
-    def run(self: InProcess, job: Any) -> Iterator[Outcome]:
-        if job.network_config == heaviest:
-            raise DeviceLostError("gone")
-        time.sleep(0.05)
-        yield from measuring(self, job)
-
-    monkeypatch.setattr(InProcess, "run", run)
-    summary, _ = events_of(handles)
+def test_a_problem_that_costs_two_devices_is_given_up(crew: Crew, faulty: Fault) -> None:
+    faulty("heaviest is lost")
+    summary, _ = tuned(crew(KIND_A, KIND_A, KIND_A))
     assert [result.status for result in summary.results] == [TuneStatus.FAILED] + [TuneStatus.TUNED] * 4
     assert "devices were lost over it twice" in summary.results[0].message
     assert (summary.end, len(summary.lost)) == (TuneEnd.COMPLETE, 2)
 
 
-def test_a_kind_that_is_lost_leaves_its_work_and_the_others_go_on(crew: Crew, monkeypatch: pytest.MonkeyPatch) -> None:
-    handles = crew(KIND_A, KIND_B)
-    lose(handles, {0: 2}, monkeypatch)
-    summary, _ = events_of(handles)
+def test_a_kind_that_is_lost_leaves_its_work_and_the_others_go_on(crew: Crew, faulty: Fault) -> None:
+    faulty("lose0 at 2")
+    summary, _ = tuned(crew(KIND_A, KIND_B))
     assert Counter(result.kind for result in summary.results) == {KIND_A.identity: 1, KIND_B.identity: 5}
     assert (summary.end, summary.left) == (TuneEnd.DEVICE_LOST, 4)
 
 
-def test_a_device_that_vanished_is_lost(crew: Crew, monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(*_: object) -> Iterator[Outcome]:
-        raise NoDeviceError("CUDA device 0 does not exist")
-        yield
-
-    monkeypatch.setattr(InProcess, "run", run)
-    summary, _ = events_of(crew(KIND_A, KIND_A))
+def test_a_device_that_vanished_is_lost(crew: Crew, faulty: Fault) -> None:
+    faulty("vanish")
+    summary, _ = tuned(crew(KIND_A, KIND_A))
     assert (summary.end, len(summary.lost)) == (TuneEnd.DEVICE_LOST, 2)
     assert summary.left in (4, 5)
 
 
-def test_a_database_that_fails_one_worker_ends_all(crew: Crew, monkeypatch: pytest.MonkeyPatch) -> None:
-    jobs = threading.Semaphore(2)
-
-    def run(self: InProcess, job: Any) -> Iterator[Outcome]:
-        if not jobs.acquire(blocking=False):
-            raise DatabaseError("the disk is full")
-        yield from measuring(self, job)
-
-    monkeypatch.setattr(InProcess, "run", run)
+def test_a_database_that_fails_one_process_ends_all(crew: Crew, faulty: Fault) -> None:
+    faulty("disk")
     with pytest.raises(DatabaseError, match="the disk is full"):
-        tune(REQUESTS, crew(KIND_A, KIND_A), OPTIONS)
+        tuned(crew(KIND_A, KIND_A))
 
 
-def test_ctrl_c_does_not_wait_for_what_is_measured(crew: Crew, monkeypatch: pytest.MonkeyPatch) -> None:
-    let_go = threading.Event()
+def test_a_process_that_ends_is_replaced_and_its_task_tried_again(
+    crew: Crew, faulty: Fault, caplog: pytest.LogCaptureFixture
+) -> None:
+    faulty("exit once")
+    summary, _ = tuned(crew(KIND_A, KIND_A))
+    assert (summary.end, summary.lost) == (TuneEnd.COMPLETE, {})
+    assert [result.status for result in summary.results] == [TuneStatus.TUNED] * 5
+    assert "ended with code 7: it is replaced" in caplog.text
 
-    def run(self: InProcess, job: Any) -> Iterator[Outcome]:
-        assert let_go.wait(timeout=30)
-        yield from measuring(self, job)
+
+def test_a_problem_that_ends_two_processes_is_given_up(crew: Crew, faulty: Fault) -> None:
+    faulty("exit at heaviest")
+    summary, _ = tuned(crew(KIND_A, KIND_A))
+    assert (summary.end, summary.lost) == (TuneEnd.COMPLETE, {})
+    assert [result.status for result in summary.results] == [TuneStatus.FAILED] + [TuneStatus.TUNED] * 4
+    assert "ended with code 7, twice over it" in summary.results[0].message
+
+
+def test_devices_whose_processes_always_end_are_lost(crew: Crew, faulty: Fault) -> None:
+    faulty("exit")
+    summary, _ = tuned(crew(KIND_A, KIND_A))
+    assert summary.end is TuneEnd.DEVICE_LOST or summary.count(TuneStatus.FAILED) == 5
+    assert summary.lost
+    assert summary.count(TuneStatus.TUNED) == 0
+
+
+def test_ctrl_c_stops_what_is_measured_and_keeps_what_was(crew: Crew, faulty: Fault, tmp_path: Path) -> None:
+    faulty("hang")
 
     def interrupted(event: TuneEvent) -> None:
-        if isinstance(event, TuneStarted):
+        if isinstance(event, TuneStarted) and event.number == 2:
+            deadline = time.monotonic() + 30
+            while len(list(tmp_path.glob("hangs*"))) < 2 and time.monotonic() < deadline:
+                time.sleep(0.01)
+            time.sleep(0.5)  # its candidates are measured in milliseconds
             signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(InProcess, "run", run)
-    monkeypatch.setattr(tune_module, "GRACE_S", 0.2)
-    before = threading.active_count()
     began = time.monotonic()
-    summary = tune(REQUESTS, crew(KIND_A, KIND_A), OPTIONS, interrupted)
-    assert time.monotonic() - began < 5
+    summary, _ = tuned(crew(KIND_A, KIND_A), on_event=interrupted)
+    assert time.monotonic() - began < 30
     assert (summary.end, summary.left) == (TuneEnd.INTERRUPTED, 5)
-    let_go.set()
-    while threading.active_count() > before:  # what was under measurement is finished, and no more is begun
-        time.sleep(0.01)
-        assert time.monotonic() - began < 30
+    with Store(tmp_path / "finddb.db", read_only=True) as store:
+        stats = store.stats()
+    assert (stats.problems, stats.scopes) == (2, 0)
+    assert stats.rows >= 2
 
 
-def test_what_ends_within_the_grace_is_kept(crew: Crew) -> None:
-    def interrupted(event: TuneEvent) -> None:
-        if isinstance(event, TuneStarted) and event.number == 1:
-            signal.raise_signal(signal.SIGINT)
-
-    summary = tune(REQUESTS, crew(KIND_A, KIND_A), OPTIONS, interrupted)
-    assert summary.end is TuneEnd.INTERRUPTED
-    assert [result.status for result in summary.results] == [TuneStatus.TUNED] * len(summary.results)
-    assert 1 <= len(summary.results) <= 2
-
-
-def test_no_problem_is_begun_after_the_time(crew: Crew) -> None:
-    summary = tune(REQUESTS, crew(KIND_A, KIND_B), replace(OPTIONS, stop_after_s=0.0))
+def test_no_problem_is_begun_after_the_time(crew: Crew, faulty: Fault) -> None:
+    summary, _ = tuned(crew(KIND_A, KIND_B), replace(OPTIONS, stop_after_s=0.0))
     assert (summary.end, summary.left) == (TuneEnd.OUT_OF_TIME, 10)
 
 

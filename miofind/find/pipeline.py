@@ -105,6 +105,7 @@ def measure(
     """
     _refuse_capture(handle)
     logger.info("find: %s", driver_line(problem))
+    handle.executor(isolate=options.isolate).prepare()
     near = shared_neighbours(handle.database, handle.device.identity) if options.searches else None
     winners = near.winners(problem, handle.database) if near else {}
     left_out = _left_out(problem, options, handle)

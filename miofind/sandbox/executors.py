@@ -44,6 +44,9 @@ _FROM_OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM)
 class Executor(Protocol):
     """Carries out jobs one after another."""
 
+    def prepare(self) -> None:
+        """Begin what a first job would wait for; returns at once."""
+
     def run(self, job: Job) -> Iterator[Outcome | Verdict]:
         """An outcome for every candidate that was started, then the verdict, where the race has one."""
 
@@ -57,6 +60,9 @@ class InProcess:
     def __init__(self, device: Device, compiler: Compiler) -> None:
         self._device = device
         self._compiler = compiler
+
+    def prepare(self) -> None:
+        """Nothing to begin: this process is there."""
 
     def run(self, job: Job) -> Iterator[Outcome | Verdict]:
         """An outcome for every candidate that was started, then the verdict, where the race has one.
@@ -97,6 +103,12 @@ class Isolated:
         self._modules = modules
         self._limits = _Limits(compile_s=compile_timeout_s, run_s=candidate_timeout_s)
         self._child: Child | None = None
+        self._is_ready = False
+
+    def prepare(self) -> None:
+        """Start a child now, so that it is there when the first job has been planned."""
+        if self._child is None:
+            self._child, self._is_ready = self._new_child(), False
 
     def run(self, job: Job) -> Iterator[Outcome | Verdict]:
         """An outcome for every candidate that was started, then the verdict, where the race has one.
@@ -147,6 +159,7 @@ class Isolated:
     def _events(self, job: Job, watch: _Watch) -> Iterator[Event]:
         """The child's events; what ended them early is in `watch`."""
         child = self._taken() or self._started()
+        self._is_ready = True
         began = time.monotonic()
         try:
             child.connection.send(job)
@@ -178,12 +191,36 @@ class Isolated:
                 child.kill()
 
     def _taken(self) -> Child | None:
-        """The child of the last job, if it is there still."""
+        """The child of the last job or of `prepare`, if it is there still and its device works.
+
+        Raises:
+            MissingLibraryError: a library that measuring needs is missing.
+        """
         child, self._child = self._child, None
-        if child is None or child.is_alive:
+        if child is None:
+            return None
+        if child.is_alive and (self._is_ready or not self._complaint(child)):
             return child
         child.kill()
         return None
+
+    def _new_child(self) -> Child:
+        return Child(ENTRY, self._device.uuid, [str(self._index), *self._modules])
+
+    def _complaint(self, child: Child) -> str:
+        """Why a new child is of no use, "" once it is ready.
+
+        Raises:
+            MissingLibraryError: a library that measuring needs is missing.
+        """
+        try:
+            reason = _greeting(child)
+        except BaseException:
+            child.kill()
+            raise
+        if reason:
+            logger.warning("a measuring process could not start on %s: %s", self._device.name, reason)
+        return reason
 
     def _started(self) -> Child:
         """A new child whose device works.
@@ -195,16 +232,11 @@ class Isolated:
         reason = ""
         for pause_s in _PAUSES_S[:_ATTEMPTS]:
             time.sleep(pause_s)
-            child = Child(ENTRY, self._device.uuid, [str(self._index), *self._modules])
-            try:
-                reason = _greeting(child)
-            except BaseException:
-                child.kill()
-                raise
+            child = self._new_child()
+            reason = self._complaint(child)
             if not reason:
                 return child
             child.kill()
-            logger.warning("a measuring process could not start on %s: %s", self._device.name, reason)
         told = f"no measuring process can be started on {self._device.name}: {reason}"
         raise (MeasurementError if self._device.place is Place.CPU else DeviceLostError)(told)
 

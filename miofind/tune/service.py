@@ -6,11 +6,8 @@ on where it was. Knows nothing of how its progress is shown.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from queue import Empty, SimpleQueue
 
 from miofind.compiler import CompilePool
 from miofind.find import records
@@ -19,6 +16,7 @@ from miofind.measure.effort import Effort
 from miofind.suites import SuiteProblem
 from miofind.tune.ahead import Ahead
 from miofind.tune.cost import rough_seconds
+from miofind.tune.crew import Crew
 from miofind.tune.queue import TaskQueue
 from miofind.tune.values import (
     OnEvent,
@@ -35,7 +33,7 @@ from miofind.tune.values import (
     TuneSummary,
     mean_gain,
 )
-from miofind.tune.worker import Begun, Done, Lost, Report, Worker
+from miofind.tune.worker import Begun, Lost, Report, Worker
 
 __all__ = [
     "OnEvent",
@@ -55,9 +53,6 @@ __all__ = [
     "tune",
 ]
 
-GRACE_S = 2.0
-"""How long workers may go on when a tuning is stopped: a problem that is nearly done is kept."""
-
 
 def tune(
     requests: Sequence[SuiteProblem],
@@ -66,20 +61,22 @@ def tune(
     on_event: OnEvent = lambda event: None,
     *,
     pool: CompilePool | None = None,
+    modules: tuple[str, ...] = (),
 ) -> TuneSummary:
     """Find solutions of every problem on every kind of device, and record them in the handles' FindDB.
 
     Devices of one kind share the problems, the heaviest first. A lost device ends its own work; another of its kind
     takes its problem over. KeyboardInterrupt ends all with a summary. What was recorded stays.
 
-    With one handle the work is done in this thread, with several in a thread each; then a measuring child may outlive
-    an interrupted call until its problem or this process ends.
+    With one handle the work is done in this thread, with several in a process each.
 
     Args:
         requests: the problems.
         handles: one a device, strict ones, so that nothing is measured that cannot be kept.
         on_event: called in this thread with what happens.
-        pool: compiles each problem's kernels while the one before is measured.
+        pool: compiles each problem's kernels while the one before is measured; each of several processes then makes
+            one of its own instead.
+        modules: imported first by each of several processes, for solvers registered by import.
 
     Raises:
         DatabaseError: the FindDB cannot be written.
@@ -90,21 +87,36 @@ def tune(
     tasks = tasks_of(requests, handles, options)
     queue = TaskQueue(tasks, seconds=options.stop_after_s)
     log = _Log(tasks, on_event)
-    ahead = None if pool is None else Ahead(pool, options.find)
     on_event(TuneBegan(devices=tuple(handle.device for handle in handles), tasks=tasks))
     interrupted = False
     try:
         if len(handles) == 1:
-            Worker(0, handles[0], options, queue, ahead=ahead, tell=log.take).run()
+            _run_alone(handles[0], options, queue, pool, log)
         else:
-            _run_crew(handles, options, queue, ahead, log)
+            _run_crew(Crew(handles, options, queue, compiles=pool is not None, modules=modules), log)
     except KeyboardInterrupt:
         interrupted = True
+    return log.summary(requests, interrupted=interrupted, out_of_time=queue.out_of_time)
+
+
+def _run_alone(handle: Handle, options: TuneOptions, queue: TaskQueue, pool: CompilePool | None, log: _Log) -> None:
+    """Run a worker in this thread."""
+    ahead = None if pool is None else Ahead(pool, options.find)
+    try:
+        Worker(0, handle, options, queue, ahead=ahead, tell=log.take).run()
     finally:
-        queue.close()
         if ahead is not None:
             ahead.close()
-    return log.summary(requests, interrupted=interrupted, out_of_time=queue.out_of_time)
+
+
+def _run_crew(crew: Crew, log: _Log) -> None:
+    """Run a process a device, and hand their reports to the log."""
+    try:
+        for report in crew.reports():
+            log.take(report)
+    finally:
+        for report in crew.stop():
+            log.take(report)
 
 
 def tasks_of(requests: Sequence[SuiteProblem], handles: Sequence[Handle], options: TuneOptions) -> tuple[Task, ...]:
@@ -149,14 +161,15 @@ class _Log:
         if isinstance(report, Lost):
             self._lost[report.device] = report.message
             self._on_event(TuneLost(device=report.device, message=report.message))
-        if report.result is not None:
-            self._finish(report, report.result)
-
-    def _finish(self, report: Done | Lost, result: TuneResult) -> None:
-        self._results.append(result)
+            return
+        self._results.append(report.result)
         self._on_event(
             TuneFinished(
-                task=report.task, device=report.device, result=result, number=len(self._results), total=self._total
+                task=report.task,
+                device=report.device,
+                result=report.result,
+                number=len(self._results),
+                total=self._total,
             )
         )
 
@@ -177,64 +190,3 @@ class _Log:
             seconds=time.monotonic() - self._began,
             lost=self._lost,
         )
-
-
-@dataclass(frozen=True, slots=True)
-class _Left:
-    """A worker has ended, with what it raised."""
-
-    error: BaseException | None
-
-
-def _run_crew(
-    handles: Sequence[Handle], options: TuneOptions, queue: TaskQueue, ahead: Ahead | None, log: _Log
-) -> None:
-    """Run a worker a handle in threads, and hand their reports to the log in this one."""
-    reports: SimpleQueue[Report | _Left] = SimpleQueue()
-    workers = [
-        Worker(number, handle, options, queue, ahead=ahead, tell=reports.put) for number, handle in enumerate(handles)
-    ]
-    # Daemons: a tuning that is told to stop does not wait for a race of minutes.
-    threads = [threading.Thread(target=_attend, args=(worker, reports), daemon=True) for worker in workers]
-    for thread in threads:
-        thread.start()
-    try:
-        running = len(threads)
-        while running:
-            report = reports.get()
-            if not isinstance(report, _Left):
-                log.take(report)
-                continue
-            running -= 1
-            if report.error is not None:
-                raise report.error
-    finally:
-        queue.close()
-        _let_finish(threads)
-        _drain(reports, log)
-
-
-def _attend(worker: Worker, reports: SimpleQueue[Report | _Left]) -> None:
-    try:
-        worker.run()
-    except BaseException as error:  # the calling thread raises it
-        reports.put(_Left(error))
-    else:
-        reports.put(_Left(None))
-
-
-def _let_finish(threads: Sequence[threading.Thread]) -> None:
-    deadline = time.monotonic() + GRACE_S
-    for thread in threads:
-        thread.join(max(0.0, deadline - time.monotonic()))
-
-
-def _drain(reports: SimpleQueue[Report | _Left], log: _Log) -> None:
-    """Take what workers told of meanwhile."""
-    while True:
-        try:
-            report = reports.get_nowait()
-        except Empty:
-            return
-        if not isinstance(report, _Left):
-            log.take(report)

@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from miofind.compiler import CompilePool
 from miofind.driver.line import driver_line
@@ -23,7 +24,6 @@ from miofind.problem import ProblemDescription
 from miofind.solution import Config
 from miofind.solver import solver_by_id
 from miofind.tune.ahead import Ahead
-from miofind.tune.queue import TaskQueue
 from miofind.tune.values import Task, TuneOptions, TuneResult, TuneStatus
 
 logger = logging.getLogger(__name__)
@@ -48,15 +48,29 @@ class Done:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lost:
-    """A device no longer answers; `result` is that of its task, where that is given up with it."""
+    """A device no longer answers."""
 
     device: int
-    task: Task
     message: str
-    result: TuneResult | None
 
 
 Report = Begun | Done | Lost
+
+
+class Tasks(Protocol):
+    """The queue, or what stands for it in another process; see `TaskQueue`."""
+
+    def take(self, kind: str) -> Task | None:
+        """The next task for a kind of device, None where there is no more."""
+
+    def next(self, kind: str) -> Task | None:
+        """What `take` would give next, left where it is."""
+
+    def done(self, task: Task) -> None:
+        """Note that a task that was taken is done with."""
+
+    def give_back(self, task: Task) -> bool:
+        """Leave the task of a lost device to another; False where it has cost too many."""
 
 
 class Worker:
@@ -74,7 +88,7 @@ class Worker:
         number: int,
         handle: Handle,
         options: TuneOptions,
-        queue: TaskQueue,
+        queue: Tasks,
         *,
         ahead: Ahead | None,
         tell: Callable[[Report], None],
@@ -108,10 +122,10 @@ class Worker:
 
     def _lose(self, task: Task, message: str, seconds: float) -> None:
         logger.error("%s: %s", self._handle.device.name, message)
-        result = None
         if not self._queue.give_back(task):
-            result = _failed(task, f"devices were lost over it twice, the second time so: {message}", seconds)
-        self._tell(Lost(device=self.number, task=task, message=message, result=result))
+            told = f"devices were lost over it twice, the second time so: {message}"
+            self._tell(Done(device=self.number, task=task, result=failed(task, told, seconds)))
+        self._tell(Lost(device=self.number, message=message))
 
 
 def tuned(task: Task, handle: Handle, options: TuneOptions, pool: CompilePool | None = None) -> TuneResult:
@@ -137,12 +151,12 @@ def tuned(task: Task, handle: Handle, options: TuneOptions, pool: CompilePool | 
             afresh=options.force,
         )
     except RefusedEntryError as error:
-        return _failed(task, str(error), time.monotonic() - began)
+        return failed(task, str(error), time.monotonic() - began)
     except (DatabaseError, MissingEnvironmentError, DeviceLostError):
         raise
     except Exception as error:  # a solver's own code may raise anything, and hours of tuning must survive it
         logger.debug("tuning failed: %s", driver_line(problem), exc_info=True)
-        return _failed(task, str(error) or type(error).__name__, time.monotonic() - began)
+        return failed(task, str(error) or type(error).__name__, time.monotonic() - began)
     return TuneResult(
         request=task.request,
         kind=task.kind,
@@ -173,7 +187,8 @@ def _checked_again(problem: ProblemDescription, options: TuneOptions, handle: Ha
     return records.look_up(problem, options.find, handle) or () if options.recheck else ()
 
 
-def _failed(task: Task, message: str, seconds: float) -> TuneResult:
+def failed(task: Task, message: str, seconds: float = 0.0) -> TuneResult:
+    """The result of a task that has no solution, and why."""
     return TuneResult(request=task.request, kind=task.kind, status=TuneStatus.FAILED, message=message, seconds=seconds)
 
 
