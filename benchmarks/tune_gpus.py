@@ -1,7 +1,7 @@
 """One tuning on one GPU and on all GPUs of the host: the same command, an empty FindDB each, warm binaries.
 
     python benchmarks/tune_gpus.py --json benchmarks/results/tune_gpus_2xh200.json
-    python benchmarks/tune_gpus.py --gpus 0,1 -- --suite yardstick --dtype float16 --layout NHWC --search
+    python benchmarks/tune_gpus.py --gpus 0,1 -- --suite resnet50 --batch 32 --dtype float16 --layout NHWC --search
 
 The words behind -- say what is tuned. A first run on all GPUs fills the binary cache and is not timed. The seconds are
 those of the tuning, without the start of the process. On GPUs of one kind the work is shared; on others there is none
@@ -21,7 +21,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-DEFAULT = ("--suite", "resnet50", "--batch", "32", "--dtype", "float16", "--layout", "NHWC", "--direction", "all")
+DEFAULT = ("--suite", "yardstick", "--dtype", "float16", "--layout", "NHWC", "--direction", "all")
 
 
 def tune(folder: Path, name: str, gpus: str, asked: list[str]) -> dict[str, Any]:
@@ -71,13 +71,16 @@ def main() -> None:
     parser.add_argument("--gpus", default="all", help="the GPUs of the second run")
     parser.add_argument("--one", default="0", help="the GPU of the first")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
+    parser.add_argument("--keep", type=Path, help="keep the FindDBs and the binary cache in this folder")
     parser.add_argument("asked", nargs="*", help="words of `miofind tune`, behind --")
     arguments = parser.parse_args()
     asked = arguments.asked or list(DEFAULT)
     with tempfile.TemporaryDirectory() as folder:
-        tune(Path(folder), "warm", arguments.gpus, asked)
-        one = tune(Path(folder), "one", arguments.one, asked)
-        all_ = tune(Path(folder), "all", arguments.gpus, asked)
+        kept = Path(folder) if arguments.keep is None else arguments.keep
+        kept.mkdir(parents=True, exist_ok=True)
+        tune(kept, "warm", arguments.gpus, asked)
+        one = tune(kept, "one", arguments.one, asked)
+        all_ = tune(kept, "all", arguments.gpus, asked)
     kinds = {device["device"] for device in all_["devices"]}
     figures = {
         "devices": sorted(kinds),

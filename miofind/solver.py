@@ -12,6 +12,7 @@ import importlib
 import importlib.metadata
 import itertools
 import logging
+import math
 import pkgutil
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -29,6 +30,8 @@ logger = logging.getLogger(__name__)
 ENTRY_POINT_GROUP = "miofind.solvers"
 MAX_DEFAULT_CONFIGS = 16
 """Configurations that a find without a search measures of one solver at most."""
+
+_MOST_KEPT = 1 << 16
 
 
 class Algorithm(StrEnum):
@@ -166,9 +169,8 @@ class Solver(ABC):
 
     def configs(self, problem: ProblemDescription, device: Device) -> Iterator[Config]:
         """Every valid configuration."""
-        names = list(self.parameters)
-        for values in itertools.product(*self.parameters.values()):
-            config = Config(dict(zip(names, values, strict=True)))
+        is_small = math.prod(map(len, self.parameters.values())) <= _MOST_KEPT
+        for config in _kept_product(self) if is_small else _product(self):
             if self.is_valid_config(problem, device, config):
                 yield config
 
@@ -202,6 +204,17 @@ class Solver(ABC):
 
     def __repr__(self) -> str:
         return f"<{self.id} v{self.version}>"
+
+
+def _product(solver: Solver) -> Iterable[Config]:
+    """The product of a solver's parameters."""
+    names = list(solver.parameters)
+    return (Config(dict(zip(names, values, strict=True))) for values in itertools.product(*solver.parameters.values()))
+
+
+@functools.lru_cache(maxsize=64)  # a tuning asks for every problem, and to write configurations as JSON takes longest
+def _kept_product(solver: Solver) -> tuple[Config, ...]:
+    return tuple(_product(solver))
 
 
 @functools.cache

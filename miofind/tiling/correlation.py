@@ -6,6 +6,7 @@ Pure arithmetic on shapes: knows nothing of devices, kernels or solvers.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from dataclasses import dataclass, replace
@@ -123,6 +124,7 @@ def forward_axes(problem: ProblemDescription) -> tuple[Axis, Axis]:
     return _flattened(problem, (_forward_axis(planar, 0), _forward_axis(planar, 1)))
 
 
+@functools.lru_cache(maxsize=64)  # a search asks for each of thousands of configurations
 def correlations(problem: ProblemDescription) -> tuple[Correlation, ...]:
     """The launches that compute a problem, 1-D or 2-D, forward or backward data."""
     planar = problem.lifted(2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +21,10 @@ from miofind.solver import MAX_DEFAULT_CONFIGS
 logger = logging.getLogger(__name__)
 
 
+_SWITCH_S = 5e-4
+"""Python's default of 5 ms is what each query of a FindDB beside a planning thread would wait for the interpreter."""
+
+
 class Ahead:
     """Plans problems in a thread of its own and hands their kernels to a pool of compiling processes.
 
@@ -31,6 +36,8 @@ class Ahead:
         self.pool = pool
         self._options = options
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="miofind-ahead")
+        self._switch_s = sys.getswitchinterval()
+        sys.setswitchinterval(min(_SWITCH_S, self._switch_s))
 
     def prepare(self, problem: ProblemDescription, handle: Handle) -> None:
         """Begin to compile what a find of the problem will launch first, unless the FindDB answers it."""
@@ -40,6 +47,7 @@ class Ahead:
     def close(self) -> None:
         """Plan nothing more."""
         self._thread.shutdown(wait=False, cancel_futures=True)
+        sys.setswitchinterval(self._switch_s)
 
     def _prepare(self, problem: ProblemDescription, handle: Handle) -> None:
         try:
