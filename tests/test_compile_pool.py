@@ -63,6 +63,18 @@ def test_what_is_submitted_is_in_the_cache_for_whoever_asks(
     assert all(Compiler(cache).build(step, ARCH).has_entry("scale") for step in asked)
 
 
+def test_what_is_in_the_cache_starts_no_process(
+    cache: BinaryCache, package: CudaPackage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = steps(package, 3, 4)
+    for step in asked:
+        Compiler(cache).build(step, ARCH)
+    monkeypatch.setattr(pool_module, "Child", lambda *_: pytest.fail("a process was started"))
+    with CompilePool(cache) as pool:
+        assert pool.submit(asked, ARCH) == 0
+        assert pool.errors(asked, ARCH) == {}
+
+
 def test_errors_name_the_source_and_the_options(pool: CompilePool, package: CudaPackage) -> None:
     package.write(bad_cu='extern "C" __global__ void bad() { no_such_thing(); }')
     good, bad = package.step(), package.step("bad.cu", "bad", defines=(("FACTOR", 5),))

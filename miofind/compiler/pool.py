@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from numbers import Real
 
 from miofind.child import Child
-from miofind.compiler.build import identity, processors
+from miofind.compiler.build import Compiler, identity, processors
 from miofind.compiler.cache import BinaryCache
 from miofind.compiler.nvrtc import compile_options
 from miofind.compiler.worker import ENTRY, Answer, Done, Order, Ready
@@ -73,7 +73,7 @@ class CompilePool:
         modules: tuple[str, ...] = (),
     ) -> None:
         _check(workers=1 if workers is None else workers, max_waiting=max_waiting, timeout_s=timeout_s, modules=modules)
-        self._directory = (cache if cache is not None else BinaryCache()).directory
+        self._compiler = Compiler(cache)
         self._workers = max(1, processors() - 1) if workers is None else workers
         self._timeout_s = timeout_s
         self._max_waiting = max_waiting
@@ -82,7 +82,7 @@ class CompilePool:
         self._waiting: collections.deque[_Task] = collections.deque()
         self._tasks: collections.OrderedDict[object, _Task] = collections.OrderedDict()
         self._threads: list[threading.Thread] = []
-        self._works = self._directory is not None
+        self._works = self._compiler.cache.directory is not None
 
     def submit(self, steps: Iterable[KernelStep], arch: str) -> int:
         """Begin to compile steps that will be wanted, behind all that wait; returns at once how many are new.
@@ -151,13 +151,24 @@ class CompilePool:
         if not wanted and len(self._waiting) >= self._max_waiting:
             return False
         self._tasks[name] = task = _Task(order=Order(step, arch))
-        self._waiting.insert(0 if wanted else len(self._waiting), task)
         self._forget_oldest()
+        if self._is_built(step, arch):
+            task.answer.set_result(None)
+            return False
+        self._waiting.insert(0 if wanted else len(self._waiting), task)
         if len(self._threads) < self._workers:
             self._threads.append(threading.Thread(target=self._work, name="miofind-compile", daemon=True))
             self._threads[-1].start()
         self._changed.notify()
         return True
+
+    def _is_built(self, step: KernelStep, arch: str) -> bool:
+        """Whether the cache has the binary: to look is sooner done than to ask a process, and starts none."""
+        try:
+            binary = self._compiler.cache.get(self._compiler.key(step, arch))
+        except CompileError:  # the process says what is wrong with the source
+            return False
+        return binary is not None and binary.has_entry(step.entry)
 
     def _forget_oldest(self) -> None:
         """Keep a bounded number of answers: the disk remembers binaries, and a failure is met again soon enough."""
@@ -189,7 +200,7 @@ class CompilePool:
     def _started(self) -> Child | None:
         """A process that is ready; None, and no more work for any, where none can be had."""
         try:
-            child = Child(ENTRY, "", [str(os.getpid()), str(self._directory), *self._modules])
+            child = Child(ENTRY, "", [str(os.getpid()), str(self._compiler.cache.directory), *self._modules])
         except OSError as error:
             logger.warning("nothing is compiled ahead: no process can be started (%s)", error)
             self._stop()
