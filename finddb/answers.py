@@ -19,7 +19,18 @@ from typing import Any, NamedTuple, overload
 
 from miofind.errors import DatabaseError
 from miofind.finddb import ranking
-from miofind.finddb.values import EFFORTS, ROW_FIELDS, SCOPE_FIELDS, Row, Scope, Verdict, canonical_json
+from miofind.finddb.validation import RefusedEntryError, well_formed_verdict
+from miofind.finddb.values import (
+    EFFORTS,
+    ROW_FIELDS,
+    SCOPE_FIELDS,
+    VERDICT_FIELDS,
+    Comparison,
+    Row,
+    Scope,
+    Verdict,
+    canonical_json,
+)
 
 _LATE_DEFAULTS = (False, 0)
 """Of `contended` and `dropped_samples`, which version 1 did not know."""
@@ -52,13 +63,17 @@ _raw_decode = json.JSONDecoder(parse_constant=_refuse).raw_decode
 
 def encode(rows: Iterable[Row], scopes: Iterable[Scope], verdicts: Iterable[Verdict] = ()) -> str:
     """The answer that rows, scopes and verdicts give, as text."""
-    widest = [[_scope_value(scope, name) for name in SCOPE_FIELDS] for scope in ranking.widest_scopes(scopes)]
-    best = ranking.best_rows(rows, verdicts)
-    return "\n".join([canonical_json(widest), *(canonical_json(_row_values(row)) for row in best)])
+    return text_of(ranking.best_rows(rows, verdicts), ranking.widest_scopes(scopes))
+
+
+def text_of(rows: Iterable[Row], scopes: Iterable[Scope]) -> str:
+    """The answer of ranked rows and their scopes, as text of ASCII only."""
+    values = [[_scope_value(scope, name) for name in SCOPE_FIELDS] for scope in scopes]
+    return "\n".join([canonical_json(values), *(canonical_json(_row_values(row)) for row in rows)])
 
 
 def decode(device: str, network_config: str, text: str) -> Answer:
-    """The answer that `encode` wrote.
+    """The answer that `encode` or `text_of` wrote.
 
     Raises:
         ValueError, TypeError, RecursionError: it did not write that.
@@ -95,6 +110,21 @@ def scope_of(values: Sequence[Any]) -> Scope:
     if tuple(map(type, values)) not in _SCOPE_SHAPES or scope.effort not in EFFORTS:
         raise TypeError("it is no scope")
     return scope
+
+
+def verdict_of(values: Sequence[Any]) -> Verdict:
+    """The verdict of decoded values, in the order of VERDICT_FIELDS.
+
+    Raises:
+        TypeError, ValueError: they are none.
+    """
+    named = dict(zip(VERDICT_FIELDS, values, strict=True))
+    named["ties"] = tuple(named["ties"])
+    named["comparisons"] = tuple(Comparison(**item) for item in named["comparisons"])
+    try:
+        return well_formed_verdict(Verdict(**named))
+    except RefusedEntryError as error:  # what is stored was not refused: it was altered
+        raise ValueError(str(error)) from error
 
 
 class RankedRows(Sequence[Row]):
@@ -157,6 +187,8 @@ class Answer:
         rows: usable rows, the best first. They hold, for every limit on workspace and every demand for determinism,
             the best row of each solver; for a limit on the error they do so to a factor of two.
         scopes: what was considered to get them; a scope that another one covers is left out.
+
+    A release leaves out the ids, which its histories have.
     """
 
     device: str

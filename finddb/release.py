@@ -1,24 +1,32 @@
 """Releases: the FindDBs that ship with the package, readable on read-only media and of provable content.
 
-A release holds what answers need and no more. It says of itself what it holds, by a hash of its sorted export, and
-which release it came after. Equal sources make equal releases, whatever their order.
+A release holds what answers need and no more, packed. It says of itself what it holds, by a hash of its sorted export,
+and which release it came after. Equal sources make equal releases, whatever their order.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import replace
+from contextlib import closing, suppress
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from miofind.errors import DatabaseError
-from miofind.finddb import ranking
+from miofind.finddb import entries, ranking
 from miofind.finddb.exchange import release_of
 from miofind.finddb.location import MEMORY, checked_path, shown
-from miofind.finddb.sqlite_file import LOGS, fold_logs, make_portable, translated
+from miofind.finddb.sqlite_file import (
+    LOGS,
+    check_writable_place,
+    connect,
+    execute,
+    fold_logs,
+    open_file,
+    translated,
+)
 from miofind.finddb.store import Store
-from miofind.finddb.values import History, ProblemKey, Release, Row, Scope, Verdict
+from miofind.finddb.values import History, ProblemKey, Release, Row, Scope, Verdict, canonical_json
 
 Keep = Callable[[ProblemKey, Row], bool]
 Widen = Callable[[ProblemKey, Scope], Scope]
@@ -45,28 +53,37 @@ def write_release(
             was then.
     """
     path = _target(path)
-    with Store(MEMORY) as union:
+    with Store(MEMORY) as union, Store(MEMORY) as chosen:
         for source in sources:
             union.merge(source)
-        shipped = [found for history in union.histories() if (found := _shipped(history, keep, widen)).rows]
+        chosen.add(found for history in union.histories() if (found := _shipped(history, keep, widen)).rows)
+        shipped = tuple(chosen.histories())
     if not shipped:
         raise DatabaseError(f"no row of the sources may ship: {shown(path)} stays as it is")
-    parent = _predecessor(path, sources)
+    release = release_of(shipped, parent=_predecessor(path, sources))
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
-        with Store(temporary) as target:
-            target.add(shipped)
-            release = release_of(tuple(target.histories()), parent=parent)
-            target.seal(release)
-        make_portable(temporary)
+        _write(temporary, shipped, release)
         fold_logs(path)
         with translated(shown(path)):
             os.replace(temporary, path)
     finally:
-        for suffix in ("", "-shm", *LOGS):
+        for suffix in ("", *LOGS):
             with suppress(OSError):  # what went wrong before says more
                 temporary.with_name(temporary.name + suffix).unlink()
     return release
+
+
+def _write(path: Path, histories: Sequence[History], release: Release) -> None:
+    """A new file, without the log of one that is written to: it can be copied by itself and lie on read-only media."""
+    notes = {"release": canonical_json(asdict(release))}
+    with translated(shown(path)):
+        check_writable_place(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with closing(connect(lambda: open_file(path, "rwc"), is_writer=True)) as connection:
+            with connection.begin():
+                entries.write_packed(connection, histories, notes)
+            execute(connection, "VACUUM")
 
 
 def _target(path: str | Path) -> Path:

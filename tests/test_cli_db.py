@@ -249,6 +249,9 @@ def test_release_takes_what_may_ship(filled: Path, tmp_path: Path) -> None:
     assert "it says 12345 bytes of workspace" in text.stderr
     assert (tmp_path / "again.db").read_bytes() == out.read_bytes()
     assert [path.suffix for path in sorted(tmp_path.iterdir()) if "out" in path.name] == [".db"]
+    for command in (("prune",), ("upgrade",), ("merge", str(filled))):
+        assert "is a release, which is only read" in run("db", *command, "--db", str(out), code=4).stderr
+    assert run_json("db", "merge", str(out), "--db", str(tmp_path / "own.db"))["added"] > 0
 
 
 def test_release_refuses_what_it_cannot_make(tmp_path: Path) -> None:

@@ -27,7 +27,8 @@ def release(sources: tuple[Path, ...], out: str, as_json: bool) -> None:
 
     It holds the best solutions of each problem, measured with the solvers of this release and with the device to
     themselves, and replaces OUT. Equal sources make equal releases: a hash of the content is part of the file, and
-    `miofind db check` compares it. SOURCE may be of an older schema, or an earlier release.
+    `miofind db check` compares it. SOURCE may be of an older schema, or an earlier release. OUT is packed and only
+    read: `miofind db merge` brings what it holds into a FindDB that is written to.
     """
     keep = Shipping()
     with contextlib.ExitStack() as stack:
