@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from miofind.compiler import kernel_hash
-from miofind.device import Device, Place
+from miofind.device import Device, Place, device_text
 from miofind.errors import InvalidConfigError, InvalidProblemError, SolutionFileError, UnknownSolverError
 from miofind.files import replacing
 from miofind.found import Found, Solution, Source, alone
@@ -83,7 +83,7 @@ def load_solution(path: Path, handle: Handle | None = None) -> Solution:
         wanted = f"sm_{payload['arch']}" if payload["arch"] else "the CPU place"
         here = f"sm_{device.arch}" if device.arch else "the CPU place"
         raise SolutionFileError(
-            f"{path} was saved for {wanted} ({payload['device']}), this device is {here}: find here"
+            f"{path} was saved for {wanted} ({device_text(payload['device'])}), this device is {here}: find here"
         )
     try:
         problem = ProblemDescription.from_network_config(payload["network_config"])
