@@ -27,7 +27,7 @@ _SPARE = ("source", "determ.", "algorithm", "error", "library", "vs best", "#", 
 
 def solution_sheet(title: str, solutions: Sequence[Solution]) -> Sheet:
     """Solutions of one problem, one a line."""
-    made = Sheet(title, _COLUMNS, right=_NUMBERS, spare=_SPARE)
+    made = Sheet(title, _COLUMNS, right=_NUMBERS, fold=("config",), spare=_SPARE)
     best_ms = min(solution.time_ms for solution in solutions)
     for number, solution in enumerate(solutions, start=1):
         made.add(
