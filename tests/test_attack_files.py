@@ -38,7 +38,14 @@ def load(path: Path) -> miofind.Solution:
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("time_ms", float("nan")), ("time_ms", -1.0), ("max_error", "small"), ("max_error", float("inf"))],
+    [
+        ("time_ms", float("nan")),
+        ("time_ms", -1.0),
+        ("max_error", "small"),
+        ("source", "rumour"),
+        ("source", ["measured"]),
+        ("max_error", float("inf")),
+    ],
 )
 def test_a_saved_solution_with_impossible_figures_is_refused(saved: Path, field: str, value: Any) -> None:
     document = json.loads(saved.read_text())

@@ -12,7 +12,6 @@ from cli_runner import use_own_folders
 from miofind.cli.output import (
     Sheet,
     bytes_text,
-    config_text,
     print_json,
     ratio_text,
     seconds_text,
@@ -22,6 +21,7 @@ from miofind.cli.output import (
 from miofind.cli.problems import short_problem
 from miofind.device import device_text
 from miofind.driver.line import parse_driver_line
+from miofind.solution import config_text
 
 RULE = "\N{BOX DRAWINGS LIGHT HORIZONTAL}"
 

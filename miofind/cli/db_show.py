@@ -9,7 +9,6 @@ from dataclasses import asdict, dataclass
 from miofind.cli.output import (
     Sheet,
     bytes_text,
-    config_text,
     error_text,
     print_json,
     print_text,
@@ -20,7 +19,7 @@ from miofind.device import device_text
 from miofind.errors import InvalidConfigError, InvalidProblemError
 from miofind.finddb import ProblemKey, Row, Scope, Store, Verdict
 from miofind.problem import ProblemDescription
-from miofind.solution import Config
+from miofind.solution import Config, config_text
 
 _LIST = ("problem", "solver", "config", "ms", "TFLOP/s", "workspace")
 _ROWS = ("solver", "config", "status", "ms", "p20", "p80", "samples", "workspace", "error", "measured at")

@@ -269,15 +269,3 @@ def seconds_text(seconds: float) -> str:
         return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
-
-
-def config_text(config: Mapping[str, object], limit: int | None = None) -> str:
-    """A configuration as name=value pairs, cut to `limit` characters; what is empty is left out."""
-    pairs = []
-    for name, value in config.items():
-        if isinstance(value, Mapping):
-            pairs += [f"{name}={{{config_text(value)}}}"] if value else []
-        elif value != "":
-            pairs.append(f"{name}={str(value).lower() if isinstance(value, bool) else value}")
-    text = " ".join(pairs)
-    return text if limit is None or len(text) <= limit else f"{text[: limit - 3]}..."

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from miofind.cli.output import Sheet, bytes_text, config_text, error_text, ratio_text, tflops, tflops_text, time_text
+from miofind.cli.output import Sheet, bytes_text, error_text, ratio_text, tflops, tflops_text, time_text
 from miofind.found import Solution
+from miofind.solution import config_text
 
 _COLUMNS = (
     "#",
