@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from miofind.device import Device, Library
 from miofind.problem import ProblemDescription
 from miofind.runner import Runner
-from miofind.solution import Config
+from miofind.solution import Config, config_text
 from miofind.solver import Algorithm
 
 if TYPE_CHECKING:
@@ -52,14 +52,18 @@ class Solution:
     deterministic: bool
     max_error: float | None
     source: Source
-    kernel_hash: str = field(default="", repr=False)
-    found: Found = field(repr=False, compare=False)
-    position: int = field(default=0, repr=False, compare=False)
+    kernel_hash: str = ""
+    found: Found = field(compare=False)
+    position: int = field(default=0, compare=False)
 
     @property
     def id(self) -> str:
         """Solver and configuration as one string."""
         return f"{self.solver_id}:{self.config.json}"
+
+    def __repr__(self) -> str:
+        name = f"{self.solver_id} {config_text(self.config)}".rstrip()
+        return f"<Solution {name}: {self.time_ms:.4g} ms ({self.source}), {self.workspace_bytes} bytes of workspace>"
 
     def __str__(self) -> str:
         error = "unknown" if self.max_error is None else f"{self.max_error:.1e}"
