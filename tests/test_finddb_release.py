@@ -82,6 +82,21 @@ def test_a_release_of_a_release_is_that_release(store, tmp_path):
     assert (tmp_path / "again.db").read_bytes() == (tmp_path / "release.db").read_bytes()
 
 
+def test_a_release_of_ties_keeps_all_of_itself(tmp_path):
+    """Ties are groups that the fastest opens: where it stays behind, the next opens another, and more are in it."""
+    times = {1.0: 16, 1.02: 16, 1.027: 8, 1.029: 8, 1.035: 0}
+    rows = [
+        row("ConvA", config=f'{{"tile":{i}}}', time_ms=time_ms, workspace_bytes=size, created_at=at(1))
+        for i, (time_ms, size) in enumerate(times.items())
+    ]
+    with Store(MEMORY) as store:
+        store.record(DEVICE, PROBLEM, rows, environment=VERSIONS)
+        made = write_release([store], tmp_path / "release.db")
+    assert sum(made.rows.values()) == 3
+    with Store(tmp_path / "release.db", read_only=True) as first:
+        assert write_release([first], tmp_path / "again.db").rows == made.rows
+
+
 def test_a_release_is_one_file_that_needs_no_log(store, tmp_path):
     path = tmp_path / "release.db"
     path.write_text("what was there before")
