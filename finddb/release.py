@@ -136,10 +136,11 @@ def _scopes(history: History, shipped: Sequence[Row]) -> tuple[Scope, ...]:
 
 
 def _verdicts(history: History, shipped: Sequence[Row]) -> tuple[Verdict, ...]:
-    """The newest verdict, if its winner ships and none of its candidates was measured under contention last."""
+    """The newest verdict, if its winner ships and none of its candidates was measured since, or under contention."""
     verdict = ranking.newest_verdict(history.verdicts)
     if verdict is None or verdict.winner not in {row.candidate for row in shipped}:
         return ()
     named = {*verdict.ties, *(comparison.candidate for comparison in verdict.comparisons)}
-    newest = (row for row in ranking.newest_rows(history.rows) if row.candidate in named)
-    return () if any(row.contended for row in newest) else (verdict,)
+    newest = [row for row in ranking.newest_rows(history.rows) if row.candidate in named]
+    void = any(row.contended or row.created_at > verdict.created_at for row in newest)
+    return () if void else (verdict,)

@@ -78,6 +78,19 @@ class Device:
     def __hash__(self) -> int:
         return hash((self.place, self.index, self.name))
 
+    def here(self) -> Device:
+        """The same device as this process numbers it: a GPU that has come from another is found by its UUID.
+
+        Raises:
+            NoDeviceError: this process does not see it.
+        """
+        if not self.uuid:
+            return self
+        for index in range(cuda_device_count()):
+            if (found := Device.cuda(index)).uuid == self.uuid:
+                return found
+        raise NoDeviceError(f"{self.name} ({self.uuid}) is not among the GPUs that this process sees")
+
     @property
     def identity(self) -> str:
         """What a measurement belongs to: name, multiprocessors, compute capability and MIG profile."""

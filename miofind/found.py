@@ -112,7 +112,8 @@ class Solution:
 class Found:
     """The solutions of one find in order; each falls back to the ones behind it.
 
-    Pickled, they leave their handle behind, and run with the default handle of their device where they arrive.
+    Pickled, they leave their handle behind, and run with the default handle of their device where they arrive: a GPU is
+    found there by its UUID. Copies share it.
 
     Attributes:
         solutions: in the order asked for.
@@ -126,6 +127,12 @@ class Found:
         self.solutions: list[Solution] = []
         self.runners: dict[int, Runner] = {}
 
+    def __copy__(self) -> Found:
+        return self
+
+    def __deepcopy__(self, memo: object) -> Found:
+        return self
+
     def __getstate__(self) -> list[Solution]:
         return self.solutions
 
@@ -138,7 +145,7 @@ class Found:
         if self._handle is None:
             from miofind.handle import default_handle
 
-            self._handle = default_handle(self.solutions[0].device)
+            self._handle = default_handle(self.solutions[0].device.here())
         return self._handle
 
     def runner(self, position: int) -> Runner:

@@ -13,7 +13,10 @@ INTERRUPTED = 130
 def is_program() -> bool:
     """Whether this process is `miofind` or `python -m miofind`, from the first import on."""
     name = os.path.basename(sys.argv[0]) if sys.argv else ""
-    return name == "miofind" or (name == "-m" and "miofind" in sys.orig_argv)  # -m until the package is imported
+    if name == "miofind":
+        return True
+    words = sys.orig_argv  # sys.argv has -m in the place of the module until that is imported
+    return name == "-m" and "-m" in words and words[words.index("-m") + 1 :][:1] == ["miofind"]
 
 
 def end_at_once() -> None:

@@ -213,6 +213,30 @@ def test_a_verdict_whose_winner_stays_behind_does_not_ship(store, tmp_path):
     assert shipped_verdicts(store, tmp_path) == []
 
 
+def test_a_verdict_that_a_newer_row_made_void_does_not_come_back(store, tmp_path):
+    """It would order those that ship by a race that one of them has been measured since."""
+    times = {"A": 1.0, "B": 2.0, "AA": 2.2, "AAA": 3.0}
+    fast, slow, other, raced = (
+        row(f"Conv{name[0]}", config=f'{{"tile":{len(name)}}}', time_ms=time_ms, created_at=at(1))
+        for name, time_ms in times.items()
+    )
+    newer = replace(raced, time_ms=2.5, created_at=at(9))
+    judged = Verdict(
+        winner=slow.candidate,
+        ties=(slow.candidate, fast.candidate, raced.candidate),
+        comparisons=(),
+        blocks=45,
+        protocol="cuda-1",
+        created_at=at(2),
+    )
+    problem = PROBLEM.replace("-n", "-n9")
+    store.record(DEVICE, problem, [fast, slow, other, raced, newer], environment=VERSIONS, verdict=judged)
+    expected = store.answer(DEVICE, problem).rows[0].candidate
+    with released(store, tmp_path) as shipped:
+        assert shipped.answer(DEVICE, problem).rows[0].candidate == expected == fast.candidate
+        assert shipped.history(DEVICE, problem).verdicts == ()
+
+
 def test_a_verdict_of_a_contended_race_does_not_ship(store, tmp_path):
     store.record(DEVICE, PROBLEM, [row("ConvB", contended=True)], verdict=verdict("ConvA:{}"))
     assert shipped_verdicts(store, tmp_path) == []

@@ -102,7 +102,14 @@ def test_what_speaks_of_the_moment_is_noted_for_a_re_check(handle: Handle, chang
     assert not handle.database.rechecks(identity)
 
 
-def test_a_search_loses_a_second_at_most(handle: Handle, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_ran_out_of_memory_in_a_re_check_too_is_not_noted_again(handle: Handle) -> None:
+    first, *others = candidates(handle)
+    for notes in (1, 0):
+        record(handle, outcome(first, Status.OUT_OF_MEMORY), *map(outcome, others))
+        assert len(handle.database.rechecks(handle.device.identity)) == notes
+
+
+def test_a_search_writes_each_second(handle: Handle, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second, third, *_ = candidates(handle)
     time_s = 10.0
     monkeypatch.setattr(recording_module.time, "monotonic", lambda: time_s)

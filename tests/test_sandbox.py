@@ -201,16 +201,28 @@ def test_a_device_that_stays_sick_ends_the_job(executor: Isolated, monkeypatch: 
 
 def test_a_job_takes_the_child_that_was_prepared(executor: Isolated) -> None:
     executor.prepare()
-    prepared = executor._child
+    prepared = executor._prepared
     assert prepared is not None
     executor.prepare()
+    assert executor._prepared is prepared
     by_solver(executor.run(job()))
     assert executor._child is prepared
 
 
+def test_nothing_is_prepared_beside_a_job_at_work(executor: Isolated) -> None:
+    events = executor.run(job())
+    next(events)
+    executor.prepare()
+    assert executor._prepared is None
+    list(events)
+    worked = executor._child
+    executor.prepare()
+    assert (executor._child, executor._prepared) == (worked, None)
+
+
 def test_a_prepared_child_that_was_killed_is_replaced(executor: Isolated) -> None:
     executor.prepare()
-    prepared = executor._child
+    prepared = executor._prepared
     assert prepared is not None
     os.kill(prepared.pid, signal.SIGKILL)
     assert all(outcome.status is Status.OK for outcome in by_solver(executor.run(job())).values())

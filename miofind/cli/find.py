@@ -129,8 +129,8 @@ def _show(found: _Found, top: int | None) -> None:
     if found.measured > len(solutions) and found.database is not None:
         named = "" if str(found.database) == user_path() else f" --db {shlex.quote(str(found.database))}"
         print_text(
-            f"{len(solutions)} of {found.measured} measured: an answer keeps the best, "
-            f"`miofind db show --all{named} {problem.network_config}` lists all"
+            f"the FindDB has times of {found.measured} in all: "
+            f"`miofind db show --all{named} {problem.network_config}` lists them"
         )
 
 

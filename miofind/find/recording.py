@@ -63,7 +63,8 @@ class Recording:
     """Writes the outcomes of one find with its verdict and scope when it ends; of a search, in batches as they come.
 
     A find that ends drops the problem's notes for a re-check, since it was one. It leaves one where something speaks of
-    the moment alone: a candidate ran out of memory, or was measured while another process used the device.
+    the moment alone: a candidate ran out of memory, and not in a re-check for that reason, or was measured while
+    another process used the device.
 
     Attributes:
         search_ended: for a search, whether it came to its own end; a scope is incomplete where a budget ended it.
@@ -119,10 +120,18 @@ class Recording:
         if self._pending or scope is not None or self._verdict is not None:
             self._write(scope, self._verdict)
         key = (self._handle.device.identity, self._problem.network_config)
+        momentary = set(self._momentary.values())
+        if _MEMORY_RAN_OUT in momentary and _MEMORY_RAN_OUT in self._noted():
+            momentary.remove(_MEMORY_RAN_OUT)  # this was the second chance: it does not fit
         if scope is not None and scope.complete and not scope.filters and scope.workspace_limit_bytes is None:
             self._handle.database.drop_rechecks(*key)
-        for reason in set(self._momentary.values()):
+        for reason in momentary:
             self._handle.database.queue_recheck(*key, reason)
+
+    def _noted(self) -> set[str]:
+        """Reasons for which the problem is queued for a re-check."""
+        notes = self._handle.database.rechecks(self._handle.device.identity)
+        return {note.reason for note in notes if note.network_config == self._problem.network_config}
 
     @property
     def _is_due(self) -> bool:

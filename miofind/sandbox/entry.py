@@ -64,7 +64,7 @@ def _serve(connection: Connection[Any, Any], device: Device, compiler: Compiler)
     while True:
         try:
             job = connection.recv()
-        except EOFError:
+        except (EOFError, ConnectionError):
             return
         try:
             for event in evaluate(job, device, compiler, journal):

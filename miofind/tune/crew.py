@@ -15,7 +15,6 @@ from queue import SimpleQueue
 
 from miofind.child import Child
 from miofind.compiler.build import processors
-from miofind.finddb import MEMORY
 from miofind.found import reordered
 from miofind.handle import Handle
 from miofind.tune.member import ENTRY, Ask, Ended, Post
@@ -65,6 +64,7 @@ class Crew:
             _Member(_post(number, handle, options, workers, modules), handle, queue, self._reports.put, self._stopping)
             for number, handle in enumerate(handles)
         ]
+        self._handles = tuple(handles)
 
     def reports(self) -> Iterator[Report]:
         """What the processes tell, until all have ended.
@@ -78,14 +78,14 @@ class Crew:
         while running:
             report = self._reports.get()
             if not isinstance(report, _Left):
-                yield report
+                yield self._known_here(report)
                 continue
             running -= 1
             if report.error is not None:
                 raise report.error
 
     def stop(self) -> Iterator[Report]:
-        """End the processes within GRACE_S, whatever they do; what they told of meanwhile."""
+        """End the processes, by force after GRACE_S; what they told of meanwhile."""
         self._stopping.set()
         self._queue.close()
         for member in self._members:
@@ -96,16 +96,23 @@ class Crew:
         while not self._reports.empty():
             report = self._reports.get()
             if not isinstance(report, _Left):
-                yield report
+                yield self._known_here(report)
+
+    def _known_here(self, report: Report) -> Report:
+        """The report; answers that this process keeps and that it outdates are forgotten."""
+        if isinstance(report, Done):
+            for handle in self._handles:
+                handle.forget_answers(report.task.request.problem.network_config)
+        return report
 
 
 def _post(number: int, handle: Handle, options: TuneOptions, workers: int, modules: tuple[str, ...]) -> Post:
     device = handle.device
-    path = handle.database.user.path
     return Post(
         number=number,
         device=replace(device, index=0) if device.uuid else device,  # it sees no other GPU
-        database=MEMORY if path is None else str(path),
+        database=str(handle.database.user.path),
+        cache_directory=handle.compiler.cache.directory,
         options=options,
         compile_workers=workers,
         log_level=logging.getLogger("miofind").getEffectiveLevel(),
@@ -153,6 +160,8 @@ class _Member(threading.Thread):
 
     def end_by(self, deadline: float) -> None:
         """Wait for the process to end until a time of `time.monotonic`; then kill it."""
+        if self.ident is None:
+            return  # it was not begun
         self.join(max(0.0, deadline - time.monotonic()))
         child = self._child
         if self.is_alive() and child is not None:
@@ -187,13 +196,16 @@ class _Member(threading.Thread):
             answer = getattr(self._queue, message.what.value)(*message.arguments)
             if message.what is Ask.What.TAKE:
                 self._task = answer
-            elif message.what is not Ask.What.NEXT:
+            elif message.what is Ask.What.GIVE_BACK:
                 self._task = None
             child.connection.send(answer)
         elif isinstance(message, logging.LogRecord):
             logging.getLogger(message.name).handle(message)
         elif isinstance(message, Done):
             self._fruitless = 0
+            if self._task is not None:  # else it was given back too often, and is done with
+                self._queue.done(self._task)
+                self._task = None
             self._tell(replace(message, result=self._ours(message.result)))
         elif isinstance(message, Begun | Lost):
             self._tell(message)
