@@ -204,7 +204,7 @@ def test_solvers_of_an_architecture_that_is_not_here() -> None:
         (["python", "miofind.py"], False),
         (["mytool", "miofind"], False),
     ],
-    ids=" ".join,
+    ids=lambda value: " ".join(value) if isinstance(value, list) else str(value),
 )
 def test_ctrl_c_is_taken_over_in_our_own_program_alone(
     monkeypatch: pytest.MonkeyPatch, words: list[str], ours: bool
