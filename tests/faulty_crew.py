@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -56,6 +57,9 @@ def _run(self: InProcess, job: Any) -> Iterator[Outcome | Verdict]:
         time.sleep(60)
     elif FAULT == "exit" or (FAULT == "exit at heaviest" and job.network_config == HEAVIEST):
         os._exit(7)
+    elif FAULT == "stop once" and not (FOLDER / "stopped").exists():
+        (FOLDER / "stopped").touch()
+        os.kill(os.getpid(), signal.SIGSTOP)
     elif FAULT == "exit once" and not (FOLDER / "exited").exists():
         (FOLDER / "exited").touch()
         os._exit(7)

@@ -84,7 +84,7 @@ def test_what_was_measured_and_is_not_shown_is_told(tmp_path: Path) -> None:
     assert found["measured"] == len({json.dumps([row["solver_id"], row["config"]]) for row in kept["rows"]})
     assert found["measured"] > len(found["solutions"])
     line = run("find", *FORWARD, "--device", "cpu").stdout.splitlines()[-1]
-    assert line.startswith(f"{len(found['solutions'])} of {found['measured']} measured: ")
+    assert line.startswith(f"the FindDB has times of {found['measured']} in all: ")
     assert f"`miofind db show --all {PROBLEM.network_config}`" in line
     elsewhere = ("--device", "cpu", "--db", str(tmp_path / "other.db"))
     assert "measured:" not in run("find", *FORWARD, *elsewhere).stdout, "nothing is left out"

@@ -130,8 +130,8 @@ def test_a_release_says_what_it_holds_and_what_came_before(store, tmp_path):
     ("statement", "said"),
     [
         ("DELETE FROM problem", "has the hash"),
-        ("UPDATE device SET identity = 'another'", "has the hash"),
-        ("UPDATE problem SET network_config = 'another'", "has the hash"),
+        ("UPDATE device SET identity = 'another'", "their checksum differs"),
+        ("UPDATE problem SET network_config = 'another'", "their checksum differs"),
         ("DELETE FROM answer", "belongs to no row of table answer"),
         ("UPDATE meta SET value = replace(value, '\":1}', '\":2}') WHERE key = 'release'", "other counts"),
         ("DELETE FROM meta WHERE key = 'release'", "names none"),

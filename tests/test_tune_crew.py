@@ -178,6 +178,17 @@ def test_a_problem_that_ends_two_processes_is_given_up(crew: Crew, faulty: Fault
     assert "ended with code 7, twice over it" in summary.results[0].message
 
 
+def test_a_process_that_falls_silent_is_replaced(
+    crew: Crew, faulty: Fault, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    faulty("stop once")
+    monkeypatch.setattr(crew_module, "SILENCE_S", 12.0)
+    summary, _ = tuned(crew(KIND_A, KIND_A))
+    assert (summary.end, summary.lost) == (TuneEnd.COMPLETE, {})
+    assert [result.status for result in summary.results] == [TuneStatus.TUNED] * 5
+    assert "was silent for 12 s: it is replaced" in caplog.text
+
+
 def test_devices_whose_processes_always_end_are_lost(crew: Crew, faulty: Fault) -> None:
     faulty("exit")
     summary, _ = tuned(crew(KIND_A, KIND_A))

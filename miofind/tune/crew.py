@@ -27,6 +27,9 @@ logger = logging.getLogger(__name__)
 GRACE_S = 10.0
 """How long processes that were told to stop may take to record what they have measured."""
 
+SILENCE_S = 120.0
+"""How long a process that says every few seconds that it lives may say nothing, before it is replaced."""
+
 _ATTEMPTS = 3
 """Ends of a device's processes with nothing done between them, before the device is given up."""
 
@@ -177,17 +180,19 @@ class _Member(threading.Thread):
         if self._stopping.is_set():  # those who stop may not have seen it
             child.kill()
             return True
+        is_silent = False
         try:
             with contextlib.suppress(EOFError, OSError):
                 child.connection.send(self._post)
-                while True:
+                while not (is_silent := not child.connection.poll(SILENCE_S)):
                     message = child.connection.recv()
                     if isinstance(message, Ended):
                         if message.error is not None:
                             raise message.error
                         return True
                     self._take(child, message)
-            return self._stopping.is_set() or self._ended(child)
+            end = f"was silent for {SILENCE_S:g} s" if is_silent else f"ended with code {child.exit_code()}"
+            return self._stopping.is_set() or self._ended(end)
         finally:
             child.kill()
 
@@ -215,10 +220,9 @@ class _Member(threading.Thread):
         solutions = (replace(solution, device=self._handle.device) for solution in result.solutions)
         return replace(result, solutions=tuple(reordered(solutions, self._handle)))
 
-    def _ended(self, child: Child) -> bool:
-        """Note a process that ended by itself; whether the device is given up over it."""
-        name = self._handle.device.name
-        told = f"the process that tuned on {name} ended with code {child.exit_code()}"
+    def _ended(self, end: str) -> bool:
+        """Note a process that came to that end by itself; whether the device is given up over it."""
+        told = f"the process that tuned on {self._handle.device.name} {end}"
         task, self._task = self._task, None
         if task is not None and not self._queue.give_back(task):
             self._tell(Done(device=self._post.number, task=task, result=failed(task, f"{told}, twice over it")))

@@ -9,6 +9,7 @@ import logging.handlers
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
@@ -24,6 +25,8 @@ from miofind.sandbox.entry import end_with_parent
 from miofind.tune.ahead import Ahead
 from miofind.tune.values import Task, TuneOptions
 from miofind.tune.worker import Worker
+
+BEAT_S = 10.0
 
 ENTRY = "import sys; from miofind.tune.member import main; main(sys.argv[1:])"
 
@@ -65,6 +68,11 @@ class Ask:
 
     what: What
     arguments: tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Alive:
+    """Sent every BEAT_S, so that a process that was stopped or hangs is told from one at work."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +157,7 @@ def main(arguments: list[str]) -> None:
     # The parent has gone where the connection is closed.
     with contextlib.suppress(EOFError, ConnectionError), _terminable():
         post: Post = connection.recv()
+        threading.Thread(target=_beat, args=(line,), name="miofind-beat", daemon=True).start()
         logging.getLogger("miofind").setLevel(post.log_level)
         logging.getLogger("miofind").addHandler(_ToParent(line))
         logging.getLogger("miofind").propagate = False
@@ -159,6 +168,14 @@ def main(arguments: list[str]) -> None:
             line.send(Ended(error))
         else:
             line.send(Ended())
+
+
+def _beat(line: _Line) -> None:
+    """Say again and again that this process lives, as long as anybody hears it."""
+    with contextlib.suppress(OSError):
+        while True:
+            time.sleep(BEAT_S)
+            line.send(Alive())
 
 
 def _import(modules: tuple[str, ...]) -> None:
