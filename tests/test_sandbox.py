@@ -220,6 +220,20 @@ def test_nothing_is_prepared_beside_a_job_at_work(executor: Isolated) -> None:
     assert (executor._child, executor._prepared) == (worked, None)
 
 
+def test_a_job_that_found_no_child_leaves_the_next_to_be_prepared(
+    executor: Isolated, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none_starts() -> Child:
+        raise MeasurementError("no process")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(executor, "_started", none_starts)
+        with pytest.raises(MeasurementError, match="no process"):
+            list(executor.run(job()))
+    executor.prepare()
+    assert executor._prepared is not None
+
+
 def test_a_prepared_child_that_was_killed_is_replaced(executor: Isolated) -> None:
     executor.prepare()
     prepared = executor._prepared

@@ -162,7 +162,14 @@ class Isolated:
 
     def _events(self, job: Job, watch: _Watch) -> Iterator[Event]:
         """The child's events; what ended them early is in `watch`."""
-        child = self._taken() or self._started()
+        self._works = True
+        try:
+            yield from self._told(self._taken() or self._started(), job, watch)
+        finally:
+            self._works = False
+
+    def _told(self, child: Child, job: Job, watch: _Watch) -> Iterator[Event]:
+        """What a child that is ready tells of a job."""
         began = time.monotonic()
         try:
             child.connection.send(job)
@@ -190,7 +197,6 @@ class Isolated:
         except (EOFError, OSError):
             watch.end = _ended(child)
         finally:
-            self._works = False
             if self._child is not child:
                 child.kill()
 
@@ -201,7 +207,6 @@ class Isolated:
             MissingLibraryError: a library that measuring needs is missing.
         """
         with self._lock:
-            self._works = True
             child, self._child = self._child, None
             prepared, self._prepared = self._prepared, None
         if child is not None:

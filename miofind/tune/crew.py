@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from queue import SimpleQueue
 
 from miofind.child import Child
-from miofind.compiler.build import processors
+from miofind.compiler import processors
 from miofind.found import reordered
 from miofind.handle import Handle
 from miofind.tune.member import ENTRY, Ask, Ended, Post
@@ -146,14 +146,13 @@ class _Member(threading.Thread):
 
     def run(self) -> None:
         """Serve processes until one has ended as it should, or too many have not."""
+        error = None
         try:
-            while not self._stopping.is_set():
-                if self._served():
-                    self._tell(_Left())
-                    return
-            self._tell(_Left())
-        except Exception as error:  # the calling thread raises it
-            self._tell(_Left(error))
+            while not (self._stopping.is_set() or self._served()):
+                pass  # a process that ended by itself is replaced
+        except Exception as raised:  # the calling thread raises it
+            error = raised
+        self._tell(_Left(error))
 
     def interrupt(self) -> None:
         """Let the process record what it has, and end."""
