@@ -44,7 +44,7 @@ def write_release(
     person, since no store takes that in.
 
     Args:
-        sources: of this schema version or older ones.
+        sources: files that are written to, or releases, of this schema version or older ones.
         keep: which rows to consider, all if left out.
         widen: adds to a scope what needs no measurement to be known, such as solvers that refuse the problem.
 
