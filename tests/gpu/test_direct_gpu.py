@@ -1,4 +1,4 @@
-"""The direct solvers and the reference kernel on a GPU against the host's reference, within guard bands."""
+"""The direct and implicit GEMM solvers and the reference kernel on a GPU: the host's reference, within guard bands."""
 
 from __future__ import annotations
 
@@ -190,6 +190,51 @@ def test_depthwise_on_tensor_cores_is_exact(
             continue
         for config in spread(solver, problem, device, 6):
             check(problem, solver, config, device, compiler)
+
+
+@pytest.mark.parametrize("channels_last", [False, True], ids=["channels_first", "channels_last"])
+@pytest.mark.parametrize("direction", list(Direction))
+@pytest.mark.parametrize("dtype", [DataType.FLOAT16, DataType.BFLOAT16])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_implicit_gemm_is_exact(
+    shape: str, dtype: DataType, direction: Direction, channels_last: bool, device: Device, compiler: Compiler
+) -> None:
+    problem = make(shape, channels_last, direction=direction, dtype=dtype)
+    solver = solver_by_id("ConvImplicitGemmMma")
+    answer = solver.applicability(problem, device)
+    if not answer:
+        pytest.skip(answer.reason)
+    for config in spread(solver, problem, device, 4):
+        check(problem, solver, config, device, compiler)
+
+
+def random_problem(seed: int) -> ProblemDescription:
+    """A small problem with any channels, padding, stride and dilation."""
+    generator = random.Random(seed)
+    pick = generator.choice
+    groups, dilation = pick([1, 1, 1, 2, 3]), [pick([1, 1, 2, 3]) for _ in range(2)]
+    taps = [pick([1, 1, 2, 3, 5]) for _ in range(2)]
+    reach = [step * (tap - 1) + 1 for tap, step in zip(taps, dilation, strict=True)]
+    return ProblemDescription.convolution(
+        x=(pick([1, 2, 5]), groups * (c := pick([2, 3, 8, 20, 64])), *(generator.randint(r, r + 20) for r in reach)),
+        w=(groups * pick([1, 4, 6, 24, 40]), c, *taps),
+        padding=[[pick([0, r // 2, generator.randint(0, r + 3)]) for _ in range(2)] for r in reach],
+        stride=[pick([1, 1, 2, 3]) for _ in taps],
+        dilation=dilation,
+        groups=groups,
+        dtype=pick(["float16", "bfloat16"]),
+        layout=pick(["NCHW", "NHWC"]),
+        direction=pick(list(Direction)),
+    )
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_implicit_gemm_is_exact_on_random_problems(seed: int, device: Device, compiler: Compiler) -> None:
+    problem = random_problem(seed)
+    solver = solver_by_id("ConvImplicitGemmMma")
+    assert solver.applicability(problem, device)
+    for config in spread(solver, problem, device, 6):
+        check(problem, solver, config, device, compiler)
 
 
 @pytest.mark.parametrize("direction", list(Direction))

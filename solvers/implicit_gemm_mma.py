@@ -1,0 +1,475 @@
+"""ConvImplicitGemmMma: a convolution in any direction as one matrix product on tensor cores, operands gathered.
+
+Kernel: kernels_src/implicit_gemm_mma.cu. What the product's indices stand for: miofind/tiling/product.py. Knows nothing
+of how candidates are chosen.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from miofind.device import Device, Library, Place
+from miofind.problem import DataType, Direction, Layout, ProblemDescription
+from miofind.solution import Config, ConfigValue, ConvSolution, KernelStep, Pointer, Region, Scalar, WorkspacePlan
+from miofind.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
+from miofind.tiling.correlation import ceil_div, round_up
+from miofind.tiling.product import Index, Operand, Product, Steps, linear_step, products, used_steps, vector_length
+
+_MAX_ELEMENTS = 2**31 - 2**22
+_MAX_COORDINATE = 2**30
+_MAX_PADDING = 2**20
+_MAX_LAUNCHES = 16
+_MAX_WORKSPACE_BYTES = 1 << 30
+_MAX_REGISTERS = 255
+_MAX_LOADS = 16
+_SHARED_BYTES = 99 << 10
+_SUM_BYTES = (64, 128)  # of a row along the sum
+_DIGITS, _AXES = 4, 3  # of the kernel's arguments
+_FINISH_ELEMENTS = 32  # of a block
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Copies:
+    """How a block copies one operand's tile; kernels_src/common/product.cuh computes the same.
+
+    Attributes:
+        vector: elements copied at once.
+        row_vectors: threads that share a row.
+        loads: vectors of a thread.
+        registers: that a thread keeps for them.
+        bytes: of the tile.
+    """
+
+    vector: int
+    row_vectors: int
+    loads: int
+    registers: int
+    bytes: int
+
+
+def _copies(product: Product, operand: Operand, config: Config, itemsize: int) -> _Copies:
+    is_a = operand is product.a
+    outer, sum_major = (product.m, product.a_sum_major) if is_a else (product.n, product.b_sum_major)
+    outer_tile, sum_tile = config["tile_m"] if is_a else config["tile_n"], config["tile_k"]
+    rows, columns = (outer_tile, sum_tile) if sum_major else (sum_tile, outer_tile)
+    vector = _vector(product, operand, itemsize)
+    row_vectors = columns // vector
+    loads = ceil_div(rows * row_vectors, _threads(config))
+    axes = len(product.window.first) if product.window and product.window.of_a == is_a else 0
+    kept = loads if sum_major and (axes or linear_step(outer, operand.outer) is None) else 1
+    held = loads if vector * itemsize < 4 else 0
+    return _Copies(
+        vector=vector,
+        row_vectors=row_vectors,
+        loads=loads,
+        registers=kept * (1 + axes) + held,
+        bytes=rows * columns * itemsize,
+    )
+
+
+def _vector(product: Product, operand: Operand, itemsize: int) -> int:
+    """Elements that lie side by side, inside or outside the image together."""
+    is_a = operand is product.a
+    outer, sum_major = (product.m, product.a_sum_major) if is_a else (product.n, product.b_sum_major)
+    window = product.window if product.window and product.window.of_a == is_a else None
+    if window and (window.sum_axis if sum_major else window.outer_axis) == 0:
+        return 1
+    others = (operand.first, operand.group)
+    if sum_major:
+        return vector_length(16 // itemsize, product.k, operand.sum, (*used_steps(outer, operand.outer), *others))
+    return vector_length(16 // itemsize, outer, operand.outer, (*used_steps(product.k, operand.sum), *others))
+
+
+def _out_vector(product: Product, itemsize: int, size: int) -> int:
+    out = product.out
+    others = (*used_steps(product.m, out.outer), out.first, out.group, size)
+    return vector_length(16 // itemsize, product.n, out.sum, others)
+
+
+def _threads(config: Config) -> int:
+    return 32 * int(config["warps_m"] * config["warps_n"])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Tiling:
+    """A configuration applied to one product.
+
+    Attributes:
+        a, b: how the operands are copied.
+        out_vector: elements stored at once.
+        gathers: whether results go through shared memory.
+        registers: of a thread that spills nothing.
+        shared_bytes: of a block.
+        tiles: of the output, all groups together.
+        steps: of the whole sum.
+    """
+
+    a: _Copies
+    b: _Copies
+    out_vector: int
+    gathers: bool
+    registers: int
+    shared_bytes: int
+    tiles: int
+    steps: int
+
+    @staticmethod
+    def of(problem: ProblemDescription, product: Product, config: Config) -> _Tiling:
+        itemsize = problem.x.dtype.itemsize
+        a, b = (_copies(product, operand, config, itemsize) for operand in (product.a, product.b))
+        gathers = itemsize == 2 and config["splits"] == 1
+        warp_m, warp_n = config["tile_m"] // config["warps_m"], config["tile_n"] // config["warps_n"]
+        gathered_bytes = 2 * config["tile_m"] * (config["tile_n"] + 8) if gathers else 0
+        sums, fragments = warp_m * warp_n // 32, (warp_m + warp_n) // 4
+        return _Tiling(
+            a=a,
+            b=b,
+            out_vector=_out_vector(product, itemsize if gathers else 4, problem.output.size),
+            gathers=gathers,
+            registers=round_up(sums + fragments + a.registers + b.registers + 40, 8),
+            shared_bytes=max(config["stages"] * (a.bytes + b.bytes), gathered_bytes),
+            tiles=ceil_div(product.m.count, config["tile_m"])
+            * ceil_div(product.n.count, config["tile_n"])
+            * problem.groups,
+            steps=ceil_div(product.k.count, config["tile_k"]),
+        )
+
+
+def _defines(
+    problem: ProblemDescription, product: Product, config: Config, tiling: _Tiling
+) -> tuple[tuple[str, str | int], ...]:
+    window = product.window
+    axes = len(window.first) if window else 0
+    uses = (
+        ("A_M", product.m, product.a.outer),
+        ("A_K", product.k, product.a.sum),
+        ("B_N", product.n, product.b.outer),
+        ("B_K", product.k, product.b.sum),
+        ("OUT_M", product.m, product.out.outer),
+        ("OUT_N", product.n, product.out.sum),
+    )
+    digits = {name: _digits(index, steps) for name, index, steps in uses}
+    if window:  # coordinates are digits
+        outer = "A_M" if window.of_a else "B_N"
+        digits[outer] = len((product.m if window.of_a else product.n).sizes)
+        digits["A_K" if window.of_a else "B_K"] = len(product.k.sizes)
+    names = ("tile_m", "tile_n", "tile_k", "warps_m", "warps_n", "stages", "band")
+    return (
+        ("ELEMENT", problem.x.dtype.value),
+        *((name.upper(), config[name]) for name in names),
+        ("A_SUM_MAJOR", int(product.a_sum_major)),
+        ("B_SUM_MAJOR", int(product.b_sum_major)),
+        ("A_VECTOR", tiling.a.vector),
+        ("B_VECTOR", tiling.b.vector),
+        ("OUT_VECTOR", tiling.out_vector),
+        *((f"{name}_DIGITS", count) for name, count in digits.items()),
+        ("A_AXES", axes if window and window.of_a else 0),
+        ("B_AXES", axes if window and not window.of_a else 0),
+        ("OUTER_AXIS", window.outer_axis if window else 0),
+        ("SUM_AXIS", window.sum_axis if window else 0),
+        ("FINAL", int(config["splits"] == 1)),
+        ("SHARED_BYTES", tiling.shared_bytes),
+    )
+
+
+def _digits(index: Index, steps: Steps) -> int:
+    """Digits that a use needs: one where it is linear."""
+    return len(index.sizes) if linear_step(index, steps) is None else 1
+
+
+def _int32(value: int) -> Scalar:
+    """An int32 that equals `value` modulo 2**32: offsets wrap around."""
+    return Scalar(ctype="int32", value=(value + 2**31) % 2**32 - 2**31)
+
+
+def _radix(index: Index) -> tuple[int, ...]:
+    return (index.count, *(max(1, size) for size in _padded(index.sizes, 1, _DIGITS)[:-1]))
+
+
+def _padded(values: Sequence[int], filler: int, length: int) -> tuple[int, ...]:
+    return (*values, *(filler for _ in range(length - len(values))))
+
+
+def _steps_of(index: Index, steps: Steps, digits: int | str) -> tuple[int, ...]:
+    """A use's steps; where it counts as linear, the one between neighbours."""
+    linear = linear_step(index, steps)
+    return _padded(steps if digits != 1 or linear is None else (linear,), 0, _DIGITS)
+
+
+def _launch(problem: ProblemDescription, product: Product, config: Config) -> KernelStep:
+    tiling = _Tiling.of(problem, product, config)
+    defines = _defines(problem, product, config, tiling)
+    digits, window = dict(defines), product.window
+    m, n, k, a, b, out = product.m, product.n, product.k, product.a, product.b, product.out
+    axes = (window.first, window.extent, window.outer, window.sum) if window else ((), (), (), ())
+    values = (
+        *(value for index in (m, n, k) for value in _radix(index)),
+        *_steps_of(m, a.outer, digits["A_M_DIGITS"]),
+        *_steps_of(k, a.sum, digits["A_K_DIGITS"]),
+        *_steps_of(n, b.outer, digits["B_N_DIGITS"]),
+        *_steps_of(k, b.sum, digits["B_K_DIGITS"]),
+        *_steps_of(m, out.outer, digits["OUT_M_DIGITS"]),
+        *_steps_of(n, out.sum, digits["OUT_N_DIGITS"]),
+        *(value for steps in axes for value in _padded(steps, 0, _AXES)),
+        *(a.first, b.first, out.first, a.group, b.group, out.group, problem.groups),
+        ceil_div(tiling.steps, config["splits"]) * config["tile_k"],
+        problem.output.size,
+    )
+    return KernelStep(
+        source="implicit_gemm_mma.cu",
+        entry="implicit_gemm_mma",
+        grid=(tiling.tiles * config["splits"], 1, 1),
+        block=(_threads(config), 1, 1),
+        shared_bytes=tiling.shared_bytes,
+        defines=defines,
+        args=(
+            Pointer(buffer=a.buffer),
+            Pointer(buffer=b.buffer),
+            Pointer(buffer=out.buffer if config["splits"] == 1 else "partial"),
+            *map(_int32, values),
+        ),
+    )
+
+
+def _finish(problem: ProblemDescription, config: Config, defines: tuple[tuple[str, str | int], ...]) -> KernelStep:
+    size = problem.output.size
+    return KernelStep(
+        source="implicit_gemm_mma.cu",
+        entry="implicit_gemm_mma_finish",
+        grid=(ceil_div(size, _FINISH_ELEMENTS), 1, 1),
+        block=(256, 1, 1),
+        defines=defines,
+        args=(
+            Pointer(buffer="partial"),
+            Pointer(buffer=problem.direction.output),
+            _int32(size),
+            _int32(config["splits"]),
+        ),
+    )
+
+
+# First principles, for an H200: mma.sync reaches 60 % of the peak of wgmma, in blocks of 16 x 8 x 16.
+_MMA_SHARE = 0.6
+_LAUNCH_MS = 0.002
+_STEP_CYCLES = 450  # latency of a step where a block is alone: barrier, ldmatrix, products in a row
+_START_CYCLES = 2500  # first tiles from device memory, and the results
+_COPY_CYCLES = 10  # issue slots of a copy with its address and tests
+_NARROW_CYCLES = 16  # the same through registers
+
+
+def _resident_blocks(tiling: _Tiling, threads: int) -> int:
+    """Blocks that a multiprocessor holds at once, by registers, threads and shared memory."""
+    by_registers = 65536 // (tiling.registers * threads)
+    by_shared = (220 << 10) // (tiling.shared_bytes + 1024)
+    return max(1, min(by_registers, by_shared, 1536 // threads, 16))
+
+
+def _launch_ms(problem: ProblemDescription, product: Product, config: Config, device: Device) -> float:
+    """Milliseconds of one launch: arithmetic, copies and latency in waves of blocks."""
+    tiling, threads = _Tiling.of(problem, product, config), _threads(config)
+    steps = ceil_div(tiling.steps, config["splits"])
+    itemsize = problem.x.dtype.itemsize
+    peak = device.peak_flops_per_s(problem.x.dtype, problem.math, tensor_cores=True) * _MMA_SHARE
+    flops_a_cycle = peak / device.sm_count / device.clock_hz
+    step_flops = 2 * config["tile_m"] * config["tile_n"] * config["tile_k"]
+    warps = threads // 32
+    warp_m, warp_n = config["tile_m"] // config["warps_m"], config["tile_n"] // config["warps_n"]
+    reads = warps * (warp_m + warp_n) * config["tile_k"] * itemsize / 128
+    copies = sum(
+        warps * side.loads * (_NARROW_CYCLES if side.vector * itemsize < 4 else _COPY_CYCLES) / 4
+        for side in (tiling.a, tiling.b)
+    )
+    busy = steps * max(step_flops / flops_a_cycle, reads, copies + warps * 8) + 600
+    alone = steps * (max(busy / max(1, steps), copies * 4 / warps) + _STEP_CYCLES) + _START_CYCLES
+    blocks = tiling.tiles * config["splits"]
+    resident = _resident_blocks(tiling, threads)
+    full, rest = divmod(blocks, device.sm_count * resident)
+    cycles = full * max(resident * busy, alone)
+    if rest:
+        cycles += max(math.ceil(rest / device.sm_count) * busy, alone)
+    return float(1e3 * cycles / device.clock_hz)
+
+
+def _moved_bytes(problem: ProblemDescription, config: Config) -> int:
+    partial = 0 if config["splits"] == 1 else 8 * config["splits"] * problem.output.size
+    return problem.bytes + partial
+
+
+def _config(
+    tile_m: int, tile_n: int, tile_k: int, warps_m: int, warps_n: int, stages: int, splits: int, band: int
+) -> Config:
+    return Config.of(
+        tile_m=tile_m,
+        tile_n=tile_n,
+        tile_k=tile_k,
+        warps_m=warps_m,
+        warps_n=warps_n,
+        stages=stages,
+        splits=splits,
+        band=band,
+    )
+
+
+_SPLITS = (1, 2, 4, 8, 16, 32, 64)
+
+# What default_configs ranks by estimate; the last two are valid for every applicable problem of 2 and 4-byte elements.
+_SHORT_LIST = tuple(
+    _config(tile_m, tile_n, tile_k, warps_m, warps_n, stages, splits, 8)
+    for tile_m, tile_n, warps_m, warps_n in (
+        (128, 128, 2, 2),
+        (128, 256, 2, 4),
+        (256, 128, 4, 2),
+        (128, 64, 2, 2),
+        (64, 128, 2, 2),
+        (256, 64, 4, 1),
+        (64, 256, 1, 4),
+        (64, 64, 2, 2),
+        (128, 32, 4, 1),
+        (32, 128, 1, 4),
+        (64, 32, 2, 2),
+        (32, 64, 2, 2),
+        (256, 32, 4, 1),
+        (32, 256, 1, 4),
+        (128, 16, 4, 1),
+        (16, 128, 1, 4),
+        (64, 16, 4, 1),
+        (16, 64, 1, 4),
+        (32, 32, 2, 2),
+        (16, 16, 1, 1),
+    )
+    for tile_k, stages in ((16, 4), (32, 4), (64, 3))
+    for splits in _SPLITS
+)
+_LAST_RESORTS = (_config(16, 16, 16, 1, 1, 2, 1, 1), _config(16, 16, 32, 1, 1, 2, 1, 1))
+
+
+class ConvImplicitGemmMma(Solver):
+    """Implicit GEMM by mma.sync, cp.async and ldmatrix with float32 sums; split sums are added in a second pass.
+
+    Padding is multiplied as zeros: an infinity or NaN of the filter spreads to outputs at the border.
+
+    Configuration: a block of `warps_m` x `warps_n` warps computes `tile_m` x `tile_n` elements, from `tile_k` products
+    of each at a time, with `stages` buffers; the sum is dealt to `splits` blocks; blocks go through tiles in bands of
+    `band` tiles along m. How many elements are copied at once follows from the channels.
+    """
+
+    id = "ConvImplicitGemmMma"
+    algorithm = Algorithm.IMPLICIT_GEMM
+    keys = (
+        KernelKey(
+            place=Place.CUDA,
+            library=Library.PLAIN,
+            dtypes=frozenset({DataType.FLOAT16, DataType.BFLOAT16}),
+            layouts=frozenset({Layout.NWC, Layout.NHWC, Layout.NCW, Layout.NCHW}),
+            min_sm=80,
+        ),
+    )
+    alignment_bytes = 16
+    is_dynamic = True
+    parameters: ClassVar[Mapping[str, Sequence[ConfigValue]]] = {
+        "tile_m": (16, 32, 64, 128, 256),
+        "tile_n": (16, 32, 64, 128, 256),
+        "tile_k": (16, 32, 64),
+        "warps_m": (1, 2, 4),
+        "warps_n": (1, 2, 4),
+        "stages": (2, 3, 4, 5),
+        "splits": _SPLITS,
+        "band": (1, 8),
+    }
+    sources = ("implicit_gemm_mma.cu",)
+
+    def examples(self) -> tuple[ProblemDescription, ...]:
+        conv = ProblemDescription.convolution
+        half, brain = DataType.FLOAT16, DataType.BFLOAT16
+        last, data, weights = Layout.NHWC, Direction.BACKWARD_DATA, Direction.BACKWARD_WEIGHTS
+        uneven = ((1, 0), (2, 1))
+        return (
+            conv(x=(4, 64, 28, 28), w=(64, 64, 3, 3), padding=1, dtype=half, layout=last),
+            conv(x=(3, 48, 14, 14), w=(72, 48, 1, 1), dtype=brain, layout=last),
+            conv(x=(2, 3, 41, 43), w=(16, 3, 7, 7), padding=3, stride=2, dtype=half, layout=last),
+            conv(x=(2, 19, 17, 15), w=(37, 19, 3, 3), padding=uneven, dtype=half, layout=last, direction=data),
+            conv(x=(2, 24, 17, 16), w=(32, 24, 3, 3), padding=1, stride=2, dtype=brain, layout=last, direction=data),
+            conv(x=(2, 32, 14, 13), w=(64, 4, 3, 3), padding=1, groups=8, dtype=half, layout=last, direction=weights),
+            conv(x=(8, 64, 14, 14), w=(128, 64, 1, 1), dtype=brain, layout=last, direction=weights),
+            conv(x=(2, 16, 33, 33), w=(24, 16, 3, 3), padding=12, dilation=12, dtype=half),
+            conv(x=(2, 24, 15, 16), w=(40, 24, 1, 1), stride=2, dtype=half, direction=data),
+            conv(x=(3, 32, 14, 14), w=(24, 32, 3, 3), padding=1, dtype=brain, direction=weights),
+            conv(x=(3, 12, 100), w=(20, 12, 9), padding=12, dilation=3, dtype=half),
+        )
+
+    def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
+        tensors = (problem.x, problem.w, problem.y)
+        if len({(tensor.dtype, tensor.layout) for tensor in tensors}) > 1:
+            return Applicability("needs one dtype and one layout for x, w and y")
+        if problem.groups > 1 and problem.groups == problem.c == problem.k:
+            return Applicability("depthwise filters have no product for tensor cores")
+        if max(tensor.size for tensor in tensors) > _MAX_ELEMENTS:
+            return Applicability(f"counts elements in 32 bits: a tensor has more than {_MAX_ELEMENTS}")
+        if max(*problem.conv.pad_before, *problem.conv.pad_after) > _MAX_PADDING:
+            return Applicability(f"counts coordinates in 32 bits: padding is more than {_MAX_PADDING}")
+        if max(*problem.spatial, *problem.conv.stride, *problem.conv.dilation) > _MAX_COORDINATE - 2 * _MAX_PADDING:
+            return Applicability("counts coordinates in 32 bits: a size, stride or dilation is too large")
+        if problem.direction is Direction.BACKWARD_DATA and math.prod(problem.conv.stride) > _MAX_LAUNCHES:
+            return Applicability(f"stride {problem.conv.stride} takes more than {_MAX_LAUNCHES} launches")
+        if not any(self.is_valid_config(problem, device, config) for config in _LAST_RESORTS):
+            return Applicability("has more tiles than a grid")
+        return APPLICABLE
+
+    def is_valid_config(self, problem: ProblemDescription, device: Device, config: Config) -> bool:
+        if config["tile_k"] * problem.x.dtype.itemsize not in _SUM_BYTES:
+            return False
+        warp_m, warp_n = config["tile_m"] // config["warps_m"], config["tile_n"] // config["warps_n"]
+        if warp_m < 16 or warp_n < 16 or warp_m * warp_n > 64 * 64:
+            return False
+        if config["splits"] > 1 and 4 * config["splits"] * problem.output.size > _MAX_WORKSPACE_BYTES:
+            return False
+        launches = [(product, _Tiling.of(problem, product, config)) for product in products(problem)]
+        if config["splits"] > max(1, *(tiling.steps for _, tiling in launches)):
+            return False
+        most_m, most_n = (max(getattr(product, i).count for product, _ in launches) for i in "mn")
+        if config["tile_m"] >= 2 * max(16, most_m) or config["tile_n"] >= 2 * max(16, most_n):
+            return False
+        return all(_fits(tiling, config, device) for _, tiling in launches)
+
+    def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
+        valid = [config for config in _SHORT_LIST if self.is_valid_config(problem, device, config)]
+        ranked = sorted(valid, key=lambda config: self.estimate_ms(problem, device, config))
+        resorts = [config for config in _LAST_RESORTS if self.is_valid_config(problem, device, config)]
+        return tuple(ranked[:8]) or tuple(resorts[:1])
+
+    def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
+        launches = products(problem)
+        busy_ms = sum(_launch_ms(problem, product, config, device) for product in launches)
+        moved_ms = 1e3 * _moved_bytes(problem, config) / device.bandwidth_bytes_per_s
+        count = len(launches) + int(config["splits"] > 1)
+        return float(_LAUNCH_MS * count + max(busy_ms, moved_ms) + 0.3 * min(busy_ms, moved_ms))
+
+    def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
+        steps = tuple(_launch(problem, product, config) for product in products(problem))
+        if config["splits"] == 1:
+            return ConvSolution(steps=steps)
+        partial = Region(name="partial", bytes=4 * config["splits"] * problem.output.size)
+        return ConvSolution(
+            steps=(*steps, _finish(problem, config, steps[0].defines)), workspace=WorkspacePlan((partial,))
+        )
+
+
+def _fits(tiling: _Tiling, config: Config, device: Device) -> bool:
+    """Whether a launch is within what a block, a thread and a grid have."""
+    threads = _threads(config)
+    sides = (tiling.a, tiling.b)
+    if any(side.row_vectors > threads or side.loads > _MAX_LOADS for side in sides):
+        return False
+    if tiling.gathers and config["tile_n"] // tiling.out_vector > threads:
+        return False
+    if tiling.tiles * config["splits"] > _MAX_ELEMENTS:
+        return False
+    if tiling.registers > _MAX_REGISTERS or tiling.registers * threads > 65536:
+        return False
+    return tiling.shared_bytes <= (device.shared_bytes or _SHARED_BYTES)
+
+
+SOLVERS = (ConvImplicitGemmMma(),)
