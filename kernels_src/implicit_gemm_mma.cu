@@ -4,7 +4,8 @@
 // The host says by radices and steps what m, n and k stand for (solvers/implicit_gemm_mma.py). A block computes a tile
 // of TILE_M x TILE_N elements of one group from its share of the sum, TILE_K at a time in STAGES buffers; WARPS_M x
 // WARPS_N warps share it. With FINAL it rounds the sums; else float32 sums of each share go to the workspace, laid out
-// like the output, and implicit_gemm_mma_finish adds them in a fixed order. Sums are float32.
+// like the output, and implicit_gemm_mma_finish adds them in a fixed order. Sums are float32. float32 elements are cut
+// to tf32 if PRODUCTS is 1; if it is 3 they are split in two and all products but that of the rests are added.
 // Grid: one dimension, groups innermost, then tiles in bands of BAND tiles along m, then shares.
 // Offsets are 32 bits wide: the host refuses tensors for which they are too narrow.
 #include "common/product.cuh"
@@ -17,6 +18,9 @@
 #endif
 #if !defined(A_SUM_MAJOR) || !defined(B_SUM_MAJOR) || !defined(A_VECTOR) || !defined(B_VECTOR) || !defined(OUT_VECTOR)
 #error "define A_SUM_MAJOR, B_SUM_MAJOR, A_VECTOR, B_VECTOR and OUT_VECTOR"
+#endif
+#if !defined(A_AT_ONCE) || !defined(B_AT_ONCE) || !defined(PRODUCTS) || !defined(FINISH_VECTOR)
+#error "define A_AT_ONCE, B_AT_ONCE, PRODUCTS and FINISH_VECTOR"
 #endif
 // Digits of an index where it serves a tensor; 1 if it is linear there.
 #if !defined(A_M_DIGITS) || !defined(A_K_DIGITS) || !defined(B_N_DIGITS) || !defined(B_K_DIGITS) || \
@@ -33,11 +37,13 @@ constexpr int kWarpsM = WARPS_M, kWarpsN = WARPS_N, kThreads = 32 * kWarpsM * kW
 constexpr int kWarpM = kTileM / kWarpsM, kWarpN = kTileN / kWarpsN, kSteps = kTileK * sizeof(ELEMENT) / 32;
 static_assert(kWarpM % 16 == 0 && kWarpN % 16 == 0 && kSteps >= 1, "a warp computes blocks of 16 x 16");
 static_assert(kStages >= 2, "copies overlap with arithmetic");
+constexpr int kProducts = PRODUCTS;
+static_assert(kProducts == 1 || (kProducts == 3 && sizeof(ELEMENT) == 4), "elements are whole, or split in two");
 
-using A = Operand<ELEMENT, kThreads, A_SUM_MAJOR, kTileM, kTileK, A_VECTOR, A_M_DIGITS, A_K_DIGITS, A_AXES, OUTER_AXIS,
-                  SUM_AXIS>;
-using B = Operand<ELEMENT, kThreads, B_SUM_MAJOR, kTileN, kTileK, B_VECTOR, B_N_DIGITS, B_K_DIGITS, B_AXES, OUTER_AXIS,
-                  SUM_AXIS>;
+using A = Operand<ELEMENT, kThreads, A_SUM_MAJOR, kTileM, kTileK, A_VECTOR, A_AT_ONCE, A_M_DIGITS, A_K_DIGITS, A_AXES,
+                  OUTER_AXIS, SUM_AXIS>;
+using B = Operand<ELEMENT, kThreads, B_SUM_MAJOR, kTileN, kTileK, B_VECTOR, B_AT_ONCE, B_N_DIGITS, B_K_DIGITS, B_AXES,
+                  OUTER_AXIS, SUM_AXIS>;
 constexpr int kStageBytes = A::kBytes + B::kBytes;
 
 #if FINAL
@@ -65,8 +71,30 @@ __device__ __forceinline__ Part part_of(int rank, int count_m, int count_n, int 
   return {(band + rest % rows) * kTileM, rest / rows * kTileN, group, split};
 }
 
-__device__ __forceinline__ void add_tile(Sums& sums, const unsigned char* stage, const Reader<A, true>& read_a,
-                                         const Reader<B, false>& read_b, int warp_m, int warp_n) {
+// Splits float32 elements into the nearest tf32 and what that leaves, which is left in `rest`.
+template <int kCount>
+__device__ __forceinline__ void split(unsigned (&values)[kCount][4], unsigned (&rest)[kCount][4]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i)
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const float value = __uint_as_float(values[i][j]);
+      values[i][j] = nearest_tf32(value);
+      rest[i][j] = nearest_tf32(value - __uint_as_float(values[i][j]));
+    }
+}
+
+__device__ __forceinline__ void multiply_all(Sums& sums, const unsigned (&a)[kWarpM / 16][4],
+                                             const unsigned (&b)[kWarpN / 16][4]) {
+#pragma unroll
+  for (int i = 0; i < kWarpM / 16; ++i)
+#pragma unroll
+    for (int j = 0; j < kWarpN / 8; ++j)
+      multiply_add<ELEMENT>(sums[i][j], a[i], b[j / 2][j % 2 * 2], b[j / 2][j % 2 * 2 + 1]);
+}
+
+__device__ __forceinline__ void add_products(Sums& sums, const unsigned char* stage, const Reader<A, true>& read_a,
+                                             const Reader<B, false>& read_b, int warp_m, int warp_n) {
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
     unsigned a[kWarpM / 16][4], b[kWarpN / 16][4];
@@ -74,12 +102,32 @@ __device__ __forceinline__ void add_tile(Sums& sums, const unsigned char* stage,
     for (int i = 0; i < kWarpM / 16; ++i) read_a.read(a[i], stage, warp_m + 16 * i, step);
 #pragma unroll
     for (int j = 0; j < kWarpN / 16; ++j) read_b.read(b[j], stage + A::kBytes, warp_n + 16 * j, step);
-#pragma unroll
-    for (int i = 0; i < kWarpM / 16; ++i)
-#pragma unroll
-      for (int j = 0; j < kWarpN / 8; ++j)
-        multiply_add<ELEMENT>(sums[i][j], a[i], b[j / 2][j % 2 * 2], b[j / 2][j % 2 * 2 + 1]);
+    if constexpr (kProducts == 3) {
+      unsigned a_rest[kWarpM / 16][4], b_rest[kWarpN / 16][4];
+      split(a, a_rest);
+      split(b, b_rest);
+      multiply_all(sums, a_rest, b);
+      multiply_all(sums, a, b_rest);
+    }
+    multiply_all(sums, a, b);
   }
+}
+
+__device__ __forceinline__ void add_tile(Sums& sums, const unsigned char* stage, const Reader<A, true>& read_a,
+                                         const Reader<B, false>& read_b, int warp_m, int warp_n) {
+  if constexpr (kProducts == 1) {
+    add_products(sums, stage, read_a, read_b, warp_m, warp_n);
+    return;
+  }
+  // Tensor cores truncate running sums. A tile's own are short; they are added to the others rounding to nearest.
+  Sums tile = {};
+  add_products(tile, stage, read_a, read_b, warp_m, warp_n);
+#pragma unroll
+  for (int i = 0; i < kWarpM / 16; ++i)
+#pragma unroll
+    for (int j = 0; j < kWarpN / 8; ++j)
+#pragma unroll
+      for (int part = 0; part < 4; ++part) sums[i][j][part] += tile[i][j][part];
 }
 
 // Where results go: offsets are linear in the digits of m and of n.
@@ -134,8 +182,8 @@ __device__ __forceinline__ void store_gathered(const Target& to, const Sums& sum
                                                      convert<Result>(sums[i / 2][j][i % 2 * 2 + 1])};
     }
   __syncthreads();  // the whole tile is in shared memory
-  constexpr int kRowVectors = kTileN / OUT_VECTOR, kRowStep = kThreads / kRowVectors;
-  static_assert(kThreads % kRowVectors == 0, "a thread stays in its column");
+  constexpr int kRowVectors = kTileN / OUT_VECTOR, kRowStep = maximum(1, kThreads / kRowVectors);
+  static_assert(!kGathers || kThreads % kRowVectors == 0, "a thread stays in its column");
   const int column = threadIdx.x % kRowVectors * OUT_VECTOR, n = part.n + column;
   if (n >= to.n.count) return;
   const unsigned column_at = column_offset(to, n);
@@ -231,22 +279,33 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   }
 }
 
-// Adds the shares' sums: a warp of 32 vectors of 4 elements, or single ones if size is odd, each of the block's warps
-// for its part of the shares.
+// Adds the shares' sums. `lanes` warps (a power of two up to 8) share 32 vectors of FINISH_VECTOR elements, each for
+// its part of the shares.
 constexpr int kFinishWarps = 8;
+using FinishSums = Vector<float, FINISH_VECTOR>;
+
+__device__ __forceinline__ void add(FinishSums& sums, const FinishSums& more) {
+#pragma unroll
+  for (int i = 0; i < FINISH_VECTOR; ++i) sums.at[i] += more.at[i];
+}
 
 extern "C" __global__ void __launch_bounds__(32 * kFinishWarps)
-    implicit_gemm_mma_finish(const float* __restrict__ partial, ELEMENT* __restrict__ out, int size, int splits) {
-  __shared__ float parts[kFinishWarps][32];
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, at = blockIdx.x * 32 + lane;
-  float sum = 0;
+    implicit_gemm_mma_finish(const float* __restrict__ partial, ELEMENT* __restrict__ out, int size, int splits,
+                             int lanes) {
+  __shared__ FinishSums parts[kFinishWarps][32];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, first = warp % lanes;
+  const int at = ((blockIdx.x * kFinishWarps + warp) / lanes * 32 + lane) * FINISH_VECTOR;
+  FinishSums sums = {};
   if (at < size)
 #pragma unroll 4
-    for (int split = warp; split < splits; split += kFinishWarps) sum += partial[static_cast<int64>(split) * size + at];
-  parts[warp][lane] = sum;
+    for (int split = first; split < splits; split += lanes)
+      add(sums, *reinterpret_cast<const FinishSums*>(partial + static_cast<int64>(split) * size + at));
+  parts[warp][lane] = sums;
   __syncthreads();  // every warp's part is there
-  if (warp > 0 || at >= size) return;
+  if (first > 0 || at >= size) return;
+  for (int i = 1; i < lanes; ++i) add(sums, parts[warp + i][lane]);
+  Vector<ELEMENT, FINISH_VECTOR> rounded;
 #pragma unroll
-  for (int i = 1; i < kFinishWarps; ++i) sum += parts[i][lane];
-  out[at] = convert<ELEMENT>(sum);
+  for (int i = 0; i < FINISH_VECTOR; ++i) rounded.at[i] = convert<ELEMENT>(sums.at[i]);
+  *reinterpret_cast<Vector<ELEMENT, FINISH_VECTOR>*>(out + at) = rounded;
 }

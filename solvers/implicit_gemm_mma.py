@@ -7,16 +7,27 @@ of how candidates are chosen.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from miofind.device import Device, Library, Place
-from miofind.problem import DataType, Direction, Layout, ProblemDescription
+from miofind.problem import DataType, Direction, Layout, MathMode, ProblemDescription
 from miofind.solution import Config, ConfigValue, ConvSolution, KernelStep, Pointer, Region, Scalar, WorkspacePlan
 from miofind.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
 from miofind.tiling.correlation import ceil_div, round_up
-from miofind.tiling.product import Index, Operand, Product, Steps, linear_step, products, used_steps, vector_length
+from miofind.tiling.product import (
+    Index,
+    Operand,
+    Product,
+    Steps,
+    linear_step,
+    products,
+    run_length,
+    used_steps,
+    vector_length,
+)
 
 _MAX_ELEMENTS = 2**31 - 2**22
 _MAX_COORDINATE = 2**30
@@ -24,11 +35,11 @@ _MAX_PADDING = 2**20
 _MAX_LAUNCHES = 16
 _MAX_WORKSPACE_BYTES = 1 << 30
 _MAX_REGISTERS = 255
-_MAX_LOADS = 16
+_MAX_LOADS = 16  # of a thread, in vectors
 _SHARED_BYTES = 99 << 10
 _SUM_BYTES = (64, 128)  # of a row along the sum
 _DIGITS, _AXES = 4, 3  # of the kernel's arguments
-_FINISH_ELEMENTS = 32  # of a block
+_FINISH_WARPS = 8  # of a block
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +47,8 @@ class _Copies:
     """How a block copies one operand's tile; kernels_src/common/product.cuh computes the same.
 
     Attributes:
-        vector: elements copied at once.
+        vector: elements of a row that a thread copies together.
+        at_once: whether they move at once, else one by one through registers.
         row_vectors: threads that share a row.
         loads: vectors of a thread.
         registers: that a thread keeps for them.
@@ -44,6 +56,7 @@ class _Copies:
     """
 
     vector: int
+    at_once: bool
     row_vectors: int
     loads: int
     registers: int
@@ -56,16 +69,23 @@ def _copies(product: Product, operand: Operand, config: Config, itemsize: int) -
     outer_tile, sum_tile = config["tile_m"] if is_a else config["tile_n"], config["tile_k"]
     rows, columns = (outer_tile, sum_tile) if sum_major else (sum_tile, outer_tile)
     vector = _vector(product, operand, itemsize)
+    at_once = vector * itemsize >= 4
+    if not at_once:
+        vector = _run(product, operand, itemsize)
     row_vectors = columns // vector
     loads = ceil_div(rows * row_vectors, _threads(config))
     axes = len(product.window.first) if product.window and product.window.of_a == is_a else 0
     kept = loads if sum_major and (axes or linear_step(outer, operand.outer) is None) else 1
-    held = loads if vector * itemsize < 4 else 0
+    held = 0 if at_once else loads * vector * 5 // 4  # and addresses of those under way
+    # Where no instruction transposes, a fragment's every 8 columns have an address of their own.
+    warps = config["warps_m"] if is_a else config["warps_n"]
+    addresses = 0 if sum_major or itemsize == 2 else outer_tile // warps // 8
     return _Copies(
         vector=vector,
+        at_once=at_once,
         row_vectors=row_vectors,
         loads=loads,
-        registers=kept * (1 + axes) + held,
+        registers=kept * (1 + axes) + held + addresses,
         bytes=rows * columns * itemsize,
     )
 
@@ -83,10 +103,26 @@ def _vector(product: Product, operand: Operand, itemsize: int) -> int:
     return vector_length(16 // itemsize, outer, operand.outer, (*used_steps(product.k, operand.sum), *others))
 
 
+def _run(product: Product, operand: Operand, itemsize: int) -> int:
+    """Elements of a row that lie equally far apart, and meet the image's border at most along it."""
+    is_a = operand is product.a
+    outer, sum_major = (product.m, product.a_sum_major) if is_a else (product.n, product.b_sum_major)
+    window = product.window if product.window and product.window.of_a == is_a else None
+    along, steps = (product.k, operand.sum) if sum_major else (outer, operand.outer)
+    if window:  # coordinates are digits, of which the first runs
+        return math.gcd(16 // itemsize, along.sizes[0])
+    return run_length(16 // itemsize, along, steps)
+
+
 def _out_vector(product: Product, itemsize: int, size: int) -> int:
     out = product.out
     others = (*used_steps(product.m, out.outer), out.first, out.group, size)
     return vector_length(16 // itemsize, product.n, out.sum, others)
+
+
+def _products(problem: ProblemDescription) -> int:
+    """Tensor-core products for one of the problem's: three of tf32 make one of float32."""
+    return 3 if problem.x.dtype is DataType.FLOAT32 and problem.math is MathMode.IEEE else 1
 
 
 def _threads(config: Config) -> int:
@@ -124,6 +160,8 @@ class _Tiling:
         warp_m, warp_n = config["tile_m"] // config["warps_m"], config["tile_n"] // config["warps_n"]
         gathered_bytes = 2 * config["tile_m"] * (config["tile_n"] + 8) if gathers else 0
         sums, fragments = warp_m * warp_n // 32, (warp_m + warp_n) // 4
+        if _products(problem) > 1:
+            sums, fragments = 2 * sums, 2 * fragments
         return _Tiling(
             a=a,
             b=b,
@@ -164,14 +202,18 @@ def _defines(
         ("B_SUM_MAJOR", int(product.b_sum_major)),
         ("A_VECTOR", tiling.a.vector),
         ("B_VECTOR", tiling.b.vector),
+        ("A_AT_ONCE", int(tiling.a.at_once)),
+        ("B_AT_ONCE", int(tiling.b.at_once)),
         ("OUT_VECTOR", tiling.out_vector),
         *((f"{name}_DIGITS", count) for name, count in digits.items()),
         ("A_AXES", axes if window and window.of_a else 0),
         ("B_AXES", axes if window and not window.of_a else 0),
         ("OUTER_AXIS", window.outer_axis if window else 0),
         ("SUM_AXIS", window.sum_axis if window else 0),
+        ("PRODUCTS", _products(problem)),
         ("FINAL", int(config["splits"] == 1)),
         ("SHARED_BYTES", tiling.shared_bytes),
+        ("FINISH_VECTOR", _finish_vector(problem)),
     )
 
 
@@ -234,19 +276,22 @@ def _launch(problem: ProblemDescription, product: Product, config: Config) -> Ke
     )
 
 
+def _finish_vector(problem: ProblemDescription) -> int:
+    return math.gcd(4, problem.output.size)
+
+
 def _finish(problem: ProblemDescription, config: Config, defines: tuple[tuple[str, str | int], ...]) -> KernelStep:
-    size = problem.output.size
+    size, lanes = problem.output.size, min(_FINISH_WARPS, config["splits"])
     return KernelStep(
         source="implicit_gemm_mma.cu",
         entry="implicit_gemm_mma_finish",
-        grid=(ceil_div(size, _FINISH_ELEMENTS), 1, 1),
-        block=(256, 1, 1),
+        grid=(ceil_div(size * lanes, 32 * _FINISH_WARPS * _finish_vector(problem)), 1, 1),
+        block=(32 * _FINISH_WARPS, 1, 1),
         defines=defines,
         args=(
             Pointer(buffer="partial"),
             Pointer(buffer=problem.direction.output),
-            _int32(size),
-            _int32(config["splits"]),
+            *map(_int32, (size, config["splits"], lanes)),
         ),
     )
 
@@ -257,7 +302,7 @@ _LAUNCH_MS = 0.002
 _STEP_CYCLES = 450  # latency of a step where a block is alone: barrier, ldmatrix, products in a row
 _START_CYCLES = 2500  # first tiles from device memory, and the results
 _COPY_CYCLES = 10  # issue slots of a copy with its address and tests
-_NARROW_CYCLES = 16  # the same through registers
+_ELEMENT_CYCLES = 4  # each element of one that passes through registers, besides
 
 
 def _resident_blocks(tiling: _Tiling, threads: int) -> int:
@@ -272,14 +317,15 @@ def _launch_ms(problem: ProblemDescription, product: Product, config: Config, de
     tiling, threads = _Tiling.of(problem, product, config), _threads(config)
     steps = ceil_div(tiling.steps, config["splits"])
     itemsize = problem.x.dtype.itemsize
-    peak = device.peak_flops_per_s(problem.x.dtype, problem.math, tensor_cores=True) * _MMA_SHARE
+    math_mode = MathMode.TF32 if problem.x.dtype is DataType.FLOAT32 else problem.math
+    peak = device.peak_flops_per_s(problem.x.dtype, math_mode, tensor_cores=True) * _MMA_SHARE / _products(problem)
     flops_a_cycle = peak / device.sm_count / device.clock_hz
     step_flops = 2 * config["tile_m"] * config["tile_n"] * config["tile_k"]
     warps = threads // 32
     warp_m, warp_n = config["tile_m"] // config["warps_m"], config["tile_n"] // config["warps_n"]
     reads = warps * (warp_m + warp_n) * config["tile_k"] * itemsize / 128
     copies = sum(
-        warps * side.loads * (_NARROW_CYCLES if side.vector * itemsize < 4 else _COPY_CYCLES) / 4
+        warps * side.loads * (_COPY_CYCLES + (0 if side.at_once else _ELEMENT_CYCLES * side.vector)) / 4
         for side in (tiling.a, tiling.b)
     )
     busy = steps * max(step_flops / flops_a_cycle, reads, copies + warps * 8) + 600
@@ -313,7 +359,7 @@ def _config(
     )
 
 
-_SPLITS = (1, 2, 4, 8, 16, 32, 64)
+_SPLITS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 # What default_configs ranks by estimate; the last two are valid for every applicable problem of 2 and 4-byte elements.
 _SHORT_LIST = tuple(
@@ -349,7 +395,9 @@ _LAST_RESORTS = (_config(16, 16, 16, 1, 1, 2, 1, 1), _config(16, 16, 32, 1, 1, 2
 class ConvImplicitGemmMma(Solver):
     """Implicit GEMM by mma.sync, cp.async and ldmatrix with float32 sums; split sums are added in a second pass.
 
-    Padding is multiplied as zeros: an infinity or NaN of the filter spreads to outputs at the border.
+    float32 is split into two tf32, of which three products are added (3xTF32); where tf32 is allowed, it is cut to it.
+    Padding is multiplied as zeros: an infinity or NaN of the filter spreads to outputs at the border. In 3xTF32 an
+    infinity becomes NaN, as do values within 2**-11 of the largest float32.
 
     Configuration: a block of `warps_m` x `warps_n` warps computes `tile_m` x `tile_n` elements, from `tile_k` products
     of each at a time, with `stages` buffers; the sum is dealt to `splits` blocks; blocks go through tiles in bands of
@@ -362,8 +410,8 @@ class ConvImplicitGemmMma(Solver):
         KernelKey(
             place=Place.CUDA,
             library=Library.PLAIN,
-            dtypes=frozenset({DataType.FLOAT16, DataType.BFLOAT16}),
-            layouts=frozenset({Layout.NWC, Layout.NHWC, Layout.NCW, Layout.NCHW}),
+            dtypes=frozenset({DataType.FLOAT32, DataType.FLOAT16, DataType.BFLOAT16}),
+            layouts=frozenset(Layout),
             min_sm=80,
         ),
     )
@@ -385,19 +433,18 @@ class ConvImplicitGemmMma(Solver):
         conv = ProblemDescription.convolution
         half, brain = DataType.FLOAT16, DataType.BFLOAT16
         last, data, weights = Layout.NHWC, Direction.BACKWARD_DATA, Direction.BACKWARD_WEIGHTS
-        uneven = ((1, 0), (2, 1))
+        pads = ((1, 0), (2, 1))
         return (
             conv(x=(4, 64, 28, 28), w=(64, 64, 3, 3), padding=1, dtype=half, layout=last),
-            conv(x=(3, 48, 14, 14), w=(72, 48, 1, 1), dtype=brain, layout=last),
             conv(x=(2, 3, 41, 43), w=(16, 3, 7, 7), padding=3, stride=2, dtype=half, layout=last),
-            conv(x=(2, 19, 17, 15), w=(37, 19, 3, 3), padding=uneven, dtype=half, layout=last, direction=data),
-            conv(x=(2, 24, 17, 16), w=(32, 24, 3, 3), padding=1, stride=2, dtype=brain, layout=last, direction=data),
+            conv(x=(2, 19, 17, 15), w=(37, 19, 3, 3), padding=pads, stride=2, dtype=half, layout=last, direction=data),
             conv(x=(2, 32, 14, 13), w=(64, 4, 3, 3), padding=1, groups=8, dtype=half, layout=last, direction=weights),
             conv(x=(8, 64, 14, 14), w=(128, 64, 1, 1), dtype=brain, layout=last, direction=weights),
-            conv(x=(2, 16, 33, 33), w=(24, 16, 3, 3), padding=12, dilation=12, dtype=half),
-            conv(x=(2, 24, 15, 16), w=(40, 24, 1, 1), stride=2, dtype=half, direction=data),
-            conv(x=(3, 32, 14, 14), w=(24, 32, 3, 3), padding=1, dtype=brain, direction=weights),
+            conv(x=(2, 24, 15, 16), w=(40, 24, 1, 1), stride=2, dtype=brain, direction=data),
             conv(x=(3, 12, 100), w=(20, 12, 9), padding=12, dilation=3, dtype=half),
+            conv(x=(2, 32, 5, 8, 8), w=(48, 32, 3, 3, 3), padding=1, dtype=half, layout=Layout.NDHWC),
+            conv(x=(2, 18, 15, 14), w=(20, 18, 3, 3), padding=1, direction=data),
+            conv(x=(2, 32, 20, 20), w=(48, 32, 3, 3), padding=1, layout=last, direction=weights, math=MathMode.TF32),
         )
 
     def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
@@ -434,11 +481,22 @@ class ConvImplicitGemmMma(Solver):
             return False
         return all(_fits(tiling, config, device) for _, tiling in launches)
 
+    def error_growth(self, problem: ProblemDescription, config: Config) -> float:
+        """Direct summation's bound, but for sums of two products and of one.
+
+        In 3xTF32 a product is off by up to 12 units of 2**-24 of its size: 2 where each factor's second part is
+        rounded, 4 of the parts left out, 4 of truncated sums; direct summation's bound for one product is 8. Longer
+        sums of a tile are truncated at every step, but tiles are short and added rounding to nearest.
+        """
+        if _products(problem) == 1:
+            return 1.0
+        return max(1.0, 1.5 / math.sqrt(problem.reduction_length))
+
     def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
         valid = [config for config in _SHORT_LIST if self.is_valid_config(problem, device, config)]
         ranked = sorted(valid, key=lambda config: self.estimate_ms(problem, device, config))
         resorts = [config for config in _LAST_RESORTS if self.is_valid_config(problem, device, config)]
-        return tuple(ranked[:8]) or tuple(resorts[:1])
+        return tuple(_varied(ranked)[:8]) or tuple(resorts[:1])
 
     def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
         launches = products(problem)
@@ -455,6 +513,18 @@ class ConvImplicitGemmMma(Solver):
         return ConvSolution(
             steps=(*steps, _finish(problem, config, steps[0].defines)), workspace=WorkspacePlan((partial,))
         )
+
+
+def _varied(ranked: Sequence[Config]) -> list[Config]:
+    """The first two of each shape of tile: estimates are too coarse to tell more of them apart."""
+    seen: Counter[tuple[int, int]] = Counter()
+    kept = []
+    for config in ranked:
+        shape = config["tile_m"], config["tile_n"]
+        if seen[shape] < 2:
+            kept.append(config)
+        seen[shape] += 1
+    return kept
 
 
 def _fits(tiling: _Tiling, config: Config, device: Device) -> bool:

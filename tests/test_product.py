@@ -22,12 +22,12 @@ IntArray = NDArray[np.int64]
 
 @st.composite
 def problems(draw: st.DrawFn) -> ProblemDescription:
-    rank, groups = draw(st.integers(1, 2)), draw(st.integers(1, 2))
+    rank, groups = draw(st.integers(1, 3)), draw(st.integers(1, 2))
     small = st.integers(1, 3)
     taps, dilation, stride = ([draw(small) for _ in range(rank)] for _ in range(3))
     padding = [[draw(st.integers(0, 5)) for _ in range(2)] for _ in range(rank)]
     sizes = [
-        draw(st.integers(max(1, step * (tap - 1) + 1 - sum(pads)), 9))
+        draw(st.integers(least := max(1, step * (tap - 1) + 1 - sum(pads)), least + (9 if rank < 3 else 3)))
         for tap, step, pads in zip(taps, dilation, padding, strict=True)
     ]
     c, k = draw(small), draw(small)

@@ -7,7 +7,7 @@
 #pragma once
 
 #include "common/copy_bytes.cuh"
-#include "common/mma.cuh"
+#include "common/mma_tf32.cuh"
 #include "common/tile.cuh"
 
 constexpr int kMostDigits = 4, kMostAxes = 3;
@@ -65,10 +65,12 @@ struct Window {
   int first[kMostAxes], extent[kMostAxes], outer[kMostAxes], sum[kMostAxes];
 };
 
-// An operand of a block. kVector neighbours along its rows move at once. If kAxes, elements outside the window are
-// zero: its coordinates are digits of the outer index from kOuterAxis on, and of the sum's from kSumAxis on.
+// An operand of a block. A vector is kVector elements along a row, equally far apart in the tensor; they are neighbours
+// there and move at once if kAtOnce, else they pass through registers. If kAxes, elements outside the window are zero:
+// its coordinates are digits of the outer index from kOuterAxis on, and of the sum's from kSumAxis on.
 template <typename T, int kThreadCount, bool kIsSumMajor, int kOuterTile, int kSumTile, int kVectorLength,
-          int kOuterDigitCount, int kSumDigitCount, int kAxisCount, int kFirstOuterAxis, int kFirstSumAxis>
+          bool kMovesAtOnce, int kOuterDigitCount, int kSumDigitCount, int kAxisCount, int kFirstOuterAxis,
+          int kFirstSumAxis>
 struct Operand {
   using Element = T;
   static constexpr bool kSumMajor = kIsSumMajor;
@@ -85,7 +87,11 @@ struct Operand {
   static constexpr int kRowVectors = kColumns / kVector, kRowStep = kThreads / kRowVectors;
   static constexpr int kLoads = ceil_div(kRows, kRowStep), kSumStep = kSumMajor ? kSum : kSum / kLoads;
   static_assert(kRowVectors <= kThreads && kThreads % kRowVectors == 0, "a thread stays in its column");
-  static constexpr bool kThroughRegisters = kVector * sizeof(T) < 4;
+  static constexpr bool kAtOnce = kMovesAtOnce;
+  static_assert(!kAtOnce || kVector * sizeof(T) >= 4, "asynchronous copies move 4 bytes at least");
+  // Whether the elements of a vector have a coordinate each.
+  static constexpr bool kAcross = kAxes > 0 && (kSumMajor ? kSumAxis : kOuterAxis) == 0;
+  static_assert(!kAtOnce || kVector == 1 || !kAcross, "vectors that move at once are inside or outside as a whole");
 
   // Rows of 4-byte elements that run along the outer index are read one element at a time, four rows at once.
   static constexpr bool kTransposes = !kSumMajor && sizeof(T) == 2;
@@ -114,7 +120,8 @@ struct Copier {
   Number<Shape::kSumDigits> number, advance;
   unsigned offsets[kKept];
   int at[kKept][maximum(1, kAxes)];
-  T held[Shape::kThroughRegisters ? Shape::kLoads : 1];
+  using Few = Vector<T, Shape::kVector>;
+  Few held[Shape::kAtOnce ? 1 : Shape::kLoads];
 
   // From the tile whose first element is (outer_first, sum_first); `first` is what the tensor's offsets start from.
   __device__ __forceinline__ Copier(const T* source, unsigned first, const Steps& of, const Window& within,
@@ -149,17 +156,28 @@ struct Copier {
       if (Shape::kSumMajor && kKept == 1) offset += static_cast<unsigned>(i * Shape::kRowStep) * steps.outer[0];
       bool inside = position < sums.count;
       if (kAxes == 0) inside &= outer + (Shape::kSumMajor ? i * Shape::kRowStep : 0) < outer_count;
+      int coordinate = 0;
 #pragma unroll
-      for (int axis = 0; axis < kAxes; ++axis) {
-        const int coordinate = at[kept][axis] + number.digit[Shape::kSumAxis + axis] * window.sum[axis];
+      for (int axis = kAxes - 1; axis >= 0; --axis) {
+        coordinate = at[kept][axis] + number.digit[Shape::kSumAxis + axis] * window.sum[axis];
+        if (Shape::kAcross && axis == 0) break;
         inside &= static_cast<unsigned>(coordinate) < static_cast<unsigned>(window.extent[axis]);
       }
       if (Shape::kRows < Shape::kRowStep && row >= Shape::kRows) break;
-      const T* from = tensor + (inside ? offset : 0);
-      if constexpr (Shape::kThroughRegisters)
-        held[i] = inside ? *from : convert<T>(0.0f);
-      else
-        copy_bytes<Shape::kVector * sizeof(T)>(stage + Shape::place(row + i * Shape::kRowStep, column), from, inside);
+      if constexpr (Shape::kAtOnce) {
+        if (Shape::kAcross) inside &= static_cast<unsigned>(coordinate) < static_cast<unsigned>(window.extent[0]);
+        copy_bytes<Shape::kVector * sizeof(T)>(stage + Shape::place(row + i * Shape::kRowStep, column),
+                                               tensor + (inside ? offset : 0), inside);
+      } else {
+        const int step = Shape::kSumMajor ? steps.sum[0] : steps.outer[0];
+        const int coordinate_step = Shape::kSumMajor ? window.sum[0] : window.outer[0];
+#pragma unroll
+        for (int j = 0; j < Shape::kVector; ++j) {
+          const unsigned x = coordinate + j * coordinate_step;
+          const bool takes = inside && (!Shape::kAcross || x < static_cast<unsigned>(window.extent[0]));
+          held[i].at[j] = takes ? tensor[offset + static_cast<unsigned>(j) * step] : convert<T>(0.0f);
+        }
+      }
       if (!Shape::kSumMajor) add<Shape::kSumDigits>(number, advance, sums);
     }
     if (Shape::kSumMajor) add<Shape::kSumDigits>(number, advance, sums);
@@ -168,11 +186,11 @@ struct Copier {
 
   // Writes what passed through registers to the tile at `stage`.
   __device__ __forceinline__ void put(unsigned char* stage) const {
-    if constexpr (Shape::kThroughRegisters) {
+    if constexpr (!Shape::kAtOnce) {
 #pragma unroll
       for (int i = 0; i < Shape::kLoads; ++i) {
         if (Shape::kRows < Shape::kRowStep && row >= Shape::kRows) break;
-        *reinterpret_cast<T*>(stage + Shape::place(row + i * Shape::kRowStep, column)) = held[i];
+        *reinterpret_cast<Few*>(stage + Shape::place(row + i * Shape::kRowStep, column)) = held[i];
       }
     }
   }
@@ -188,25 +206,30 @@ struct Reader {
   __device__ __forceinline__ Reader() {
     const int lane = threadIdx.x % 32;
     const bool low_is_row = kIsA == Shape::kSumMajor;
-    row = lane % 8 + (low_is_row ? lane / 8 % 2 : lane / 16) * 8;
-    word = low_is_row ? lane / 16 : lane / 8 % 2;
+    if (Shape::kSumMajor || Shape::kTransposes) {
+      row = lane % 8 + (low_is_row ? lane / 8 % 2 : lane / 16) * 8;
+      word = low_is_row ? lane / 16 : lane / 8 % 2;
+    } else {
+      row = lane % 4;
+      word = lane / 16;
+    }
     swizzle = Shape::swizzle(row);
   }
 
   __device__ __forceinline__ void read(unsigned (&to)[4], const unsigned char* tile, int outer, int step) const {
-    if constexpr (Shape::kSumMajor || Shape::kTransposes) {
-      const unsigned base = static_cast<unsigned>(__cvta_generic_to_shared(tile));
-      if constexpr (Shape::kSumMajor)
-        load_matrices(to, base + (outer + row) * Shape::kRowBytes + ((2 * step + word) ^ swizzle) * 16);
-      else
-        load_transposed(to, base + (16 * step + row) * Shape::kRowBytes + ((outer / 8 + word) ^ swizzle) * 16);
+    const unsigned base = static_cast<unsigned>(__cvta_generic_to_shared(tile));
+    if constexpr (Shape::kSumMajor) {
+      load_matrices(to, base + (outer + row) * Shape::kRowBytes + ((2 * step + word) ^ swizzle) * 16);
+    } else if constexpr (Shape::kTransposes) {
+      load_transposed(to, base + (16 * step + row) * Shape::kRowBytes + ((outer / 8 + word) ^ swizzle) * 16);
     } else {
-      const int lane = threadIdx.x % 32;
+      static_assert(Shape::kWords >= 4, "words of rows that are 4 apart are swizzled alike");
+      const unsigned char* lane_row = tile + row * Shape::kRowBytes + threadIdx.x / 4 % 4 * 4;
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int sum_more = kIsA ? i / 2 * 4 : i % 2 * 4, outer_more = kIsA ? i % 2 * 8 : i / 2 * 8;
-        to[i] = *reinterpret_cast<const unsigned*>(
-            tile + Shape::place(8 * step + lane % 4 + sum_more, outer + lane / 4 + outer_more));
+      for (int more = 0; more < 2; ++more) {
+        const unsigned char* at = lane_row + ((outer / 4 + 2 * more + word) ^ swizzle) * 16;
+        to[kIsA ? more : 2 * more] = *reinterpret_cast<const unsigned*>(at + 8 * step * Shape::kRowBytes);
+        to[kIsA ? more + 2 : 2 * more + 1] = *reinterpret_cast<const unsigned*>(at + (8 * step + 4) * Shape::kRowBytes);
       }
     }
   }

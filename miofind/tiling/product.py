@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from miofind.problem import Direction, ProblemDescription
-from miofind.tiling.correlation import Axis, Correlation, correlations, forward_axes
+from miofind.tiling.correlation import Axis, backward_axes, forward_axis
 
 Steps = tuple[int, ...]
 
@@ -55,7 +55,7 @@ class Operand:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Window:
-    """Coordinates of the image, width before height: elements outside are zero.
+    """Coordinates of the image, the innermost first: elements outside are zero.
 
     Attributes:
         of_a: whether a is the image, else b.
@@ -80,7 +80,7 @@ class Product:
     Attributes:
         m, n, k: the indices.
         a, b, out: the tensors; out's `outer` goes along m and its `sum` along n.
-        a_sum_major, b_sum_major: whether neighbours in memory are neighbours along k.
+        a_sum_major, b_sum_major: whether tiles have rows along k, else along m or n: along memory where that is one.
         window: None where no element lies outside the image.
     """
 
@@ -97,79 +97,95 @@ class Product:
 
 @functools.lru_cache(maxsize=64)  # a search asks for each of thousands of configurations
 def products(problem: ProblemDescription) -> tuple[Product, ...]:
-    """The launches that compute a 1-D or 2-D problem whose tensors have one layout."""
+    """The launches that compute a problem whose tensors have one layout."""
+    dims = range(problem.spatial_dims)
+    forward = tuple(forward_axis(problem, dim) for dim in reversed(dims))
     if problem.direction is Direction.BACKWARD_WEIGHTS:
-        return (_simplified(_weights(problem)),)
-    return tuple(_simplified(_correlation(conv)) for conv in correlations(problem))
+        return (_simplified(_weights(problem, forward)),)
+    if problem.direction is Direction.FORWARD:
+        return (_simplified(_correlation(problem, forward)),)
+    combinations = itertools.product(*(backward_axes(problem, dim) for dim in dims))
+    return tuple(_simplified(_correlation(problem, axes[::-1])) for axes in combinations)
 
 
-def _correlation(conv: Correlation) -> Product:
-    """Pixels and output channels, summed over taps; pixels are m where channels are innermost, else n."""
-    problem, (height, width) = conv.problem, conv.axes
-    source, target = ("y", "x") if conv.flipped else ("x", "y")
+def _spatial(strides: Steps) -> Steps:
+    """Strides along the spatial dimensions, the innermost first."""
+    return strides[:1:-1]
+
+
+def _scaled(strides: Steps, factors: Iterable[int]) -> Steps:
+    return tuple(stride * factor for stride, factor in zip(_spatial(strides), factors, strict=True))
+
+
+def _correlation(problem: ProblemDescription, axes: tuple[Axis, ...]) -> Product:
+    """Pixels and output channels, summed over taps; pixels are m where channels are innermost, else n.
+
+    Args:
+        axes: the innermost first; of forward, or of one residue of backward data.
+    """
+    flipped = problem.direction is Direction.BACKWARD_DATA
+    source, target = ("y", "x") if flipped else ("x", "y")
     read, write, w = problem.tensor(source).strides, problem.tensor(target).strides, problem.w.strides
-    w_in, w_out = (w[0], w[1]) if conv.flipped else (w[1], w[0])
-    last = conv.channels_last
-    pixels = Index(sizes=(width.outputs, height.outputs, problem.n))
-    channels = Index(sizes=(conv.out_channels,))
+    c, k = problem.c // problem.groups, problem.k // problem.groups
+    (inputs, w_in), (outputs, w_out) = ((k, w[0]), (c, w[1])) if flipped else ((c, w[1]), (k, w[0]))
+    last = problem.x.layout.channels_last
+    taps = tuple(axis.taps for axis in axes)
+    pixels = Index(sizes=(*(axis.outputs for axis in axes), problem.n))
+    channels = Index(sizes=(outputs,))
     image = Operand(
         buffer=source,
-        outer=(width.stride * read[3], height.stride * read[2], read[0]),
-        sum=_tap_order((width.dilation * read[3], height.dilation * read[2]), read[1], last),
-        first=-width.pad * read[3] - height.pad * read[2],
-        group=conv.in_channels * read[1],
+        outer=(*_scaled(read, (axis.stride for axis in axes)), read[0]),
+        sum=_tap_order(_scaled(read, (axis.dilation for axis in axes)), read[1], last),
+        first=sum(_scaled(read, (-axis.pad for axis in axes))),
+        group=inputs * read[1],
     )
     filters = Operand(
         buffer="w",
         outer=(w_out,),
-        sum=_tap_order((width.tap_step * w[3], height.tap_step * w[2]), w_in, last),
-        first=0 if conv.is_empty else width.first_tap * w[3] + height.first_tap * w[2],
-        group=problem.w.shape[0] // problem.groups * w[0],
+        sum=_tap_order(_scaled(w, (axis.tap_step for axis in axes)), w_in, last),
+        first=sum(_scaled(w, (axis.first_tap for axis in axes))) if all(taps) else 0,
+        group=k * w[0],
     )
-    pixel_steps = (width.output_step * write[3], height.output_step * write[2], write[0])
-    out_first = width.first_output * write[3] + height.first_output * write[2]
-    # Of a flipped filter with several taps, taps are neighbours in memory if channels are outermost.
-    filters_sum_major = not conv.flipped or (not last and height.taps * width.taps > 1)
+    pixel_steps = (*_scaled(write, (axis.output_step for axis in axes)), write[0])
     return Product(
         m=pixels if last else channels,
         n=channels if last else pixels,
-        k=Index(sizes=_tap_order((width.taps, height.taps), conv.in_channels, last)),
+        k=Index(sizes=_tap_order(taps, inputs, last)),
         a=image if last else filters,
         b=filters if last else image,
         out=Operand(
             buffer=target,
             outer=pixel_steps if last else (write[1],),
             sum=(write[1],) if last else pixel_steps,
-            first=out_first,
-            group=conv.out_channels * write[1],
+            first=sum(_scaled(write, (axis.first_output for axis in axes))),
+            group=outputs * write[1],
         ),
-        a_sum_major=last or filters_sum_major,
-        b_sum_major=filters_sum_major if last else False,
-        window=_window((width, height), of_a=last, outer_is_pixel=True, channels_last=last),
+        a_sum_major=last or not flipped,
+        b_sum_major=last and not flipped,
+        window=_window(axes, of_a=last, outer_is_pixel=True, channels_last=last),
     )
 
 
-def _weights(problem: ProblemDescription) -> Product:
-    """Output channels and taps, summed over pixels."""
-    planar, (height, width) = problem.lifted(2), forward_axes(problem)
-    x, w, y = planar.x.strides, planar.w.strides, planar.y.strides
-    c, k, last = problem.c // problem.groups, problem.k // problem.groups, planar.x.layout.channels_last
+def _weights(problem: ProblemDescription, axes: tuple[Axis, ...]) -> Product:
+    """Output channels and taps, summed over pixels; axes are those of forward, the innermost first."""
+    x, w, y = problem.x.strides, problem.w.strides, problem.y.strides
+    c, k, last = problem.c // problem.groups, problem.k // problem.groups, problem.x.layout.channels_last
     return Product(
         m=Index(sizes=(k,)),
-        n=Index(sizes=_tap_order((width.taps, height.taps), c, last)),
-        k=Index(sizes=(width.outputs, height.outputs, problem.n)),
-        a=Operand(buffer="y", outer=(y[1],), sum=(y[3], y[2], y[0]), first=0, group=k * y[1]),
+        n=Index(sizes=_tap_order(tuple(axis.taps for axis in axes), c, last)),
+        k=Index(sizes=(*(axis.outputs for axis in axes), problem.n)),
+        a=Operand(buffer="y", outer=(y[1],), sum=(*_spatial(y), y[0]), first=0, group=k * y[1]),
         b=Operand(
             buffer="x",
-            outer=_tap_order((width.dilation * x[3], height.dilation * x[2]), x[1], last),
-            sum=(width.stride * x[3], height.stride * x[2], x[0]),
-            first=-width.pad * x[3] - height.pad * x[2],
+            outer=_tap_order(_scaled(x, (axis.dilation for axis in axes)), x[1], last),
+            sum=(*_scaled(x, (axis.stride for axis in axes)), x[0]),
+            first=sum(_scaled(x, (-axis.pad for axis in axes))),
             group=c * x[1],
         ),
-        out=Operand(buffer="w", outer=(w[0],), sum=_tap_order((w[3], w[2]), w[1], last), first=0, group=k * w[0]),
+        out=Operand(buffer="w", outer=(w[0],), sum=_tap_order(_spatial(w), w[1], last), first=0, group=k * w[0]),
         a_sum_major=not last,
         b_sum_major=not last,
-        window=_window((width, height), of_a=False, outer_is_pixel=False, channels_last=last),
+        window=_window(axes, of_a=False, outer_is_pixel=False, channels_last=last),
     )
 
 
@@ -258,6 +274,11 @@ def vector_length(most: int, along: Index, steps: Steps, others: Iterable[int]) 
     if step is not None:
         return math.gcd(most, along.count, *others)
     return math.gcd(most, along.sizes[0], *steps[1:], *others)
+
+
+def run_length(most: int, along: Index, steps: Steps) -> int:
+    """The largest power of two up to `most` into whose multiples equally far neighbours along an index divide."""
+    return math.gcd(most, along.count if linear_step(along, steps) is not None else along.sizes[0])
 
 
 def used_steps(index: Index, steps: Steps) -> tuple[int, ...]:

@@ -16,6 +16,7 @@ from miofind.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.reference import numpy_dtype, reference_on_host, reference_step
 from miofind.solution import Config
 from miofind.solver import Solver, solver_by_id
+from miofind.verify.verifier import Verifier
 
 cupy = pytest.importorskip("cupy")
 pytestmark = pytest.mark.gpu
@@ -194,7 +195,7 @@ def test_depthwise_on_tensor_cores_is_exact(
 
 @pytest.mark.parametrize("channels_last", [False, True], ids=["channels_first", "channels_last"])
 @pytest.mark.parametrize("direction", list(Direction))
-@pytest.mark.parametrize("dtype", [DataType.FLOAT16, DataType.BFLOAT16])
+@pytest.mark.parametrize("dtype", [DataType.FLOAT16, DataType.BFLOAT16, DataType.FLOAT32])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_implicit_gemm_is_exact(
     shape: str, dtype: DataType, direction: Direction, channels_last: bool, device: Device, compiler: Compiler
@@ -212,18 +213,20 @@ def random_problem(seed: int) -> ProblemDescription:
     """A small problem with any channels, padding, stride and dilation."""
     generator = random.Random(seed)
     pick = generator.choice
-    groups, dilation = pick([1, 1, 1, 2, 3]), [pick([1, 1, 2, 3]) for _ in range(2)]
-    taps = [pick([1, 1, 2, 3, 5]) for _ in range(2)]
+    rank, groups, c = pick([1, 2, 2, 2, 3]), pick([1, 1, 1, 2, 3]), pick([2, 3, 8, 20, 64])
+    dilation, taps = [pick([1, 1, 2, 3]) for _ in range(rank)], [pick([1, 1, 2, 3, 5]) for _ in range(rank)]
     reach = [step * (tap - 1) + 1 for tap, step in zip(taps, dilation, strict=True)]
+    dtype = pick([DataType.FLOAT16, DataType.BFLOAT16, DataType.FLOAT32])
     return ProblemDescription.convolution(
-        x=(pick([1, 2, 5]), groups * (c := pick([2, 3, 8, 20, 64])), *(generator.randint(r, r + 20) for r in reach)),
+        x=(pick([1, 2, 5]), groups * c, *(generator.randint(r, r + (20 if rank < 3 else 5)) for r in reach)),
         w=(groups * pick([1, 4, 6, 24, 40]), c, *taps),
         padding=[[pick([0, r // 2, generator.randint(0, r + 3)]) for _ in range(2)] for r in reach],
-        stride=[pick([1, 1, 2, 3]) for _ in taps],
+        stride=[pick([1, 1, 2]) for _ in taps],
         dilation=dilation,
         groups=groups,
-        dtype=pick(["float16", "bfloat16"]),
-        layout=pick(["NCHW", "NHWC"]),
+        dtype=dtype,
+        math=pick(["ieee", "tf32"]) if dtype is DataType.FLOAT32 else "ieee",
+        layout=Layout.of(rank, channels_last=pick([True, False])),
         direction=pick(list(Direction)),
     )
 
@@ -235,6 +238,29 @@ def test_implicit_gemm_is_exact_on_random_problems(seed: int, device: Device, co
     assert solver.applicability(problem, device)
     for config in spread(solver, problem, device, 6):
         check(problem, solver, config, device, compiler)
+
+
+@pytest.mark.parametrize("math", ["ieee", "tf32"])
+@pytest.mark.parametrize("channels_last", [False, True], ids=["channels_first", "channels_last"])
+@pytest.mark.parametrize("direction", list(Direction))
+def test_implicit_gemm_of_float32_keeps_its_bound(
+    direction: Direction, channels_last: bool, math: str, device: Device, compiler: Compiler
+) -> None:
+    """Long sums of normal numbers, which tensor cores would truncate."""
+    problem = ProblemDescription.convolution(
+        x=(4, 512, 14, 14),
+        w=(64, 512, 3, 3),
+        padding=1,
+        layout=Layout.of(2, channels_last=channels_last),
+        direction=direction,
+        math=math,
+    )
+    solver = solver_by_id("ConvImplicitGemmMma")
+    with Verifier(problem, device, compiler, seed=7) as verifier:
+        for config in spread(solver, problem, device, 4):
+            invoker = make_invoker(problem, device, solver, config, compiler)
+            verdict = verifier.verify(invoker, growth=solver.error_growth(problem, config), exact=True)
+            assert verdict.ok, f"{config.json}: {verdict.message}"
 
 
 @pytest.mark.parametrize("direction", list(Direction))
