@@ -138,32 +138,36 @@ struct Target {
   int m_steps[kMostDigits], n_steps[kMostDigits];
 };
 
-__device__ __forceinline__ unsigned row_offset(const Target& to, int m) {
-  return to.first + offset_of<OUT_M_DIGITS>(number_of<OUT_M_DIGITS>(m, to.m), to.m_steps);
-}
-__device__ __forceinline__ unsigned column_offset(const Target& to, int n) {
-  return offset_of<OUT_N_DIGITS>(number_of<OUT_N_DIGITS>(n, to.n), to.n_steps);
-}
-
 // Writes from registers, two columns at once where they are neighbours in memory.
 __device__ __forceinline__ void store_sums(const Target& to, const Sums& sums, int first_m, int first_n) {
-  const int lane = threadIdx.x % 32;
+  const int lane = threadIdx.x % 32, lane_m = first_m + lane / 4, lane_n = first_n + lane % 4 * 2;
+  unsigned rows[kWarpM / 8];
+  Number<OUT_M_DIGITS> m = number_of<OUT_M_DIGITS>(lane_m, to.m);
+  const Number<OUT_M_DIGITS> next_m = number_of<OUT_M_DIGITS>(8, to.m);
+#pragma unroll
+  for (int i = 0; i < kWarpM / 8; ++i) {
+    rows[i] = to.first + offset_of<OUT_M_DIGITS>(m, to.m_steps);
+    add<OUT_M_DIGITS>(m, next_m, to.m);
+  }
+  Number<OUT_N_DIGITS> n = number_of<OUT_N_DIGITS>(lane_n, to.n);
+  const Number<OUT_N_DIGITS> one = number_of<OUT_N_DIGITS>(1, to.n), next_n = number_of<OUT_N_DIGITS>(7, to.n);
 #pragma unroll
   for (int j = 0; j < kWarpN / 8; ++j) {
-    const int n = first_n + 8 * j + lane % 4 * 2;
-    if (n >= to.n.count) break;
-    const unsigned column = column_offset(to, n), next = OUT_VECTOR > 1 ? 0 : column_offset(to, n + 1);
+    if (lane_n + 8 * j >= to.n.count) break;
+    const unsigned column = offset_of<OUT_N_DIGITS>(n, to.n_steps);
+    add<OUT_N_DIGITS>(n, one, to.n);
+    const unsigned beside = offset_of<OUT_N_DIGITS>(n, to.n_steps);
+    add<OUT_N_DIGITS>(n, next_n, to.n);
 #pragma unroll
     for (int i = 0; i < kWarpM / 8; ++i) {
-      const int m = first_m + 8 * i + lane / 4;
-      if (m >= to.m.count) break;
-      const unsigned row = row_offset(to, m);
+      if (lane_m + 8 * i >= to.m.count) break;
       const float low = sums[i / 2][j][i % 2 * 2], high = sums[i / 2][j][i % 2 * 2 + 1];
       if constexpr (OUT_VECTOR > 1) {
-        *reinterpret_cast<Vector<Result, 2>*>(to.out + row + column) = {convert<Result>(low), convert<Result>(high)};
+        *reinterpret_cast<Vector<Result, 2>*>(to.out + (rows[i] + column)) = {convert<Result>(low),
+                                                                              convert<Result>(high)};
       } else {
-        to.out[row + column] = convert<Result>(low);
-        if (n + 1 < to.n.count) to.out[row + next] = convert<Result>(high);
+        to.out[rows[i] + column] = convert<Result>(low);
+        if (lane_n + 8 * j + 1 < to.n.count) to.out[rows[i] + beside] = convert<Result>(high);
       }
     }
   }
@@ -186,12 +190,16 @@ __device__ __forceinline__ void store_gathered(const Target& to, const Sums& sum
   static_assert(!kGathers || kThreads % kRowVectors == 0, "a thread stays in its column");
   const int column = threadIdx.x % kRowVectors * OUT_VECTOR, n = part.n + column;
   if (n >= to.n.count) return;
-  const unsigned column_at = column_offset(to, n);
-#pragma unroll 2
-  for (int row = threadIdx.x / kRowVectors; row < kTileM && part.m + row < to.m.count; row += kRowStep) {
+  const unsigned column_at = offset_of<OUT_N_DIGITS>(number_of<OUT_N_DIGITS>(n, to.n), to.n_steps);
+  const int first_row = threadIdx.x / kRowVectors;
+  Number<OUT_M_DIGITS> m = number_of<OUT_M_DIGITS>(part.m + first_row, to.m);
+  const Number<OUT_M_DIGITS> next_m = number_of<OUT_M_DIGITS>(kRowStep, to.m);
+#pragma unroll 4
+  for (int row = first_row; row < kTileM && part.m + row < to.m.count; row += kRowStep) {
     using Few = Vector<Result, OUT_VECTOR>;
-    *reinterpret_cast<Few*>(to.out + row_offset(to, part.m + row) + column_at) =
-        *reinterpret_cast<const Few*>(shared + row * kOutPitch + column);
+    const unsigned at = to.first + offset_of<OUT_M_DIGITS>(m, to.m_steps) + column_at;
+    *reinterpret_cast<Few*>(to.out + at) = *reinterpret_cast<const Few*>(shared + row * kOutPitch + column);
+    add<OUT_M_DIGITS>(m, next_m, to.m);
   }
 }
 
@@ -232,7 +240,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   const Reader<A, true> read_a;
   const Reader<B, false> read_b;
 
-#pragma unroll
+#pragma unroll 1
   for (int stage = 0; stage < kStages - 1; ++stage) {
     if (stage < tiles) {
       copy_a.take(base + stage * kStageBytes);

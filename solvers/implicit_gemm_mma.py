@@ -9,25 +9,15 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import ClassVar
 
 from miofind.device import Device, Library, Place
 from miofind.problem import DataType, Direction, Layout, MathMode, ProblemDescription
 from miofind.solution import Config, ConfigValue, ConvSolution, KernelStep, Pointer, Region, Scalar, WorkspacePlan
 from miofind.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
-from miofind.tiling.correlation import ceil_div, round_up
-from miofind.tiling.product import (
-    Index,
-    Operand,
-    Product,
-    Steps,
-    linear_step,
-    products,
-    run_length,
-    used_steps,
-    vector_length,
-)
+from miofind.tiling.correlation import ceil_div
+from miofind.tiling.product import Index, Product, Steps, linear_step, products
+from miofind.tiling.product_tiles import ProductTiling, products_of_tf32, threads_of
 
 _MAX_ELEMENTS = 2**31 - 2**22
 _MAX_COORDINATE = 2**30
@@ -42,142 +32,8 @@ _DIGITS, _AXES = 4, 3  # of the kernel's arguments
 _FINISH_WARPS = 8  # of a block
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Copies:
-    """How a block copies one operand's tile; kernels_src/common/product.cuh computes the same.
-
-    Attributes:
-        vector: elements of a row that a thread copies together.
-        at_once: whether they move at once, else one by one through registers.
-        row_vectors: threads that share a row.
-        loads: vectors of a thread.
-        registers: that a thread keeps for them.
-        bytes: of the tile.
-    """
-
-    vector: int
-    at_once: bool
-    row_vectors: int
-    loads: int
-    registers: int
-    bytes: int
-
-
-def _copies(product: Product, operand: Operand, config: Config, itemsize: int) -> _Copies:
-    is_a = operand is product.a
-    outer, sum_major = (product.m, product.a_sum_major) if is_a else (product.n, product.b_sum_major)
-    outer_tile, sum_tile = config["tile_m"] if is_a else config["tile_n"], config["tile_k"]
-    rows, columns = (outer_tile, sum_tile) if sum_major else (sum_tile, outer_tile)
-    vector = _vector(product, operand, itemsize)
-    at_once = vector * itemsize >= 4
-    if not at_once:
-        vector = _run(product, operand, itemsize)
-    row_vectors = columns // vector
-    loads = ceil_div(rows * row_vectors, _threads(config))
-    axes = len(product.window.first) if product.window and product.window.of_a == is_a else 0
-    kept = loads if sum_major and (axes or linear_step(outer, operand.outer) is None) else 1
-    held = 0 if at_once else loads * vector * 5 // 4  # and addresses of those under way
-    # Where no instruction transposes, a fragment's every 8 columns have an address of their own.
-    warps = config["warps_m"] if is_a else config["warps_n"]
-    addresses = 0 if sum_major or itemsize == 2 else outer_tile // warps // 8
-    return _Copies(
-        vector=vector,
-        at_once=at_once,
-        row_vectors=row_vectors,
-        loads=loads,
-        registers=kept * (1 + axes) + held + addresses,
-        bytes=rows * columns * itemsize,
-    )
-
-
-def _vector(product: Product, operand: Operand, itemsize: int) -> int:
-    """Elements that lie side by side, inside or outside the image together."""
-    is_a = operand is product.a
-    outer, sum_major = (product.m, product.a_sum_major) if is_a else (product.n, product.b_sum_major)
-    window = product.window if product.window and product.window.of_a == is_a else None
-    if window and (window.sum_axis if sum_major else window.outer_axis) == 0:
-        return 1
-    others = (operand.first, operand.group)
-    if sum_major:
-        return vector_length(16 // itemsize, product.k, operand.sum, (*used_steps(outer, operand.outer), *others))
-    return vector_length(16 // itemsize, outer, operand.outer, (*used_steps(product.k, operand.sum), *others))
-
-
-def _run(product: Product, operand: Operand, itemsize: int) -> int:
-    """Elements of a row that lie equally far apart, and meet the image's border at most along it."""
-    is_a = operand is product.a
-    outer, sum_major = (product.m, product.a_sum_major) if is_a else (product.n, product.b_sum_major)
-    window = product.window if product.window and product.window.of_a == is_a else None
-    along, steps = (product.k, operand.sum) if sum_major else (outer, operand.outer)
-    if window:  # coordinates are digits, of which the first runs
-        return math.gcd(16 // itemsize, along.sizes[0])
-    return run_length(16 // itemsize, along, steps)
-
-
-def _out_vector(product: Product, itemsize: int, size: int) -> int:
-    out = product.out
-    others = (*used_steps(product.m, out.outer), out.first, out.group, size)
-    return vector_length(16 // itemsize, product.n, out.sum, others)
-
-
-def _products(problem: ProblemDescription) -> int:
-    """Tensor-core products for one of the problem's: three of tf32 make one of float32."""
-    return 3 if problem.x.dtype is DataType.FLOAT32 and problem.math is MathMode.IEEE else 1
-
-
-def _threads(config: Config) -> int:
-    return 32 * int(config["warps_m"] * config["warps_n"])
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Tiling:
-    """A configuration applied to one product.
-
-    Attributes:
-        a, b: how the operands are copied.
-        out_vector: elements stored at once.
-        gathers: whether results go through shared memory.
-        registers: of a thread that spills nothing.
-        shared_bytes: of a block.
-        tiles: of the output, all groups together.
-        steps: of the whole sum.
-    """
-
-    a: _Copies
-    b: _Copies
-    out_vector: int
-    gathers: bool
-    registers: int
-    shared_bytes: int
-    tiles: int
-    steps: int
-
-    @staticmethod
-    def of(problem: ProblemDescription, product: Product, config: Config) -> _Tiling:
-        itemsize = problem.x.dtype.itemsize
-        a, b = (_copies(product, operand, config, itemsize) for operand in (product.a, product.b))
-        gathers = itemsize == 2 and config["splits"] == 1
-        warp_m, warp_n = config["tile_m"] // config["warps_m"], config["tile_n"] // config["warps_n"]
-        gathered_bytes = 2 * config["tile_m"] * (config["tile_n"] + 8) if gathers else 0
-        sums, fragments = warp_m * warp_n // 32, (warp_m + warp_n) // 4
-        if _products(problem) > 1:
-            sums, fragments = 2 * sums, 2 * fragments
-        return _Tiling(
-            a=a,
-            b=b,
-            out_vector=_out_vector(product, itemsize if gathers else 4, problem.output.size),
-            gathers=gathers,
-            registers=round_up(sums + fragments + a.registers + b.registers + 40, 8),
-            shared_bytes=max(config["stages"] * (a.bytes + b.bytes), gathered_bytes),
-            tiles=ceil_div(product.m.count, config["tile_m"])
-            * ceil_div(product.n.count, config["tile_n"])
-            * problem.groups,
-            steps=ceil_div(product.k.count, config["tile_k"]),
-        )
-
-
 def _defines(
-    problem: ProblemDescription, product: Product, config: Config, tiling: _Tiling
+    problem: ProblemDescription, product: Product, config: Config, tiling: ProductTiling
 ) -> tuple[tuple[str, str | int], ...]:
     window = product.window
     axes = len(window.first) if window else 0
@@ -210,7 +66,7 @@ def _defines(
         ("B_AXES", axes if window and not window.of_a else 0),
         ("OUTER_AXIS", window.outer_axis if window else 0),
         ("SUM_AXIS", window.sum_axis if window else 0),
-        ("PRODUCTS", _products(problem)),
+        ("PRODUCTS", products_of_tf32(problem)),
         ("FINAL", int(config["splits"] == 1)),
         ("SHARED_BYTES", tiling.shared_bytes),
         ("FINISH_VECTOR", _finish_vector(problem)),
@@ -242,7 +98,7 @@ def _steps_of(index: Index, steps: Steps, digits: int | str) -> tuple[int, ...]:
 
 
 def _launch(problem: ProblemDescription, product: Product, config: Config) -> KernelStep:
-    tiling = _Tiling.of(problem, product, config)
+    tiling = ProductTiling.of(problem, product, config)
     defines = _defines(problem, product, config, tiling)
     digits, window = dict(defines), product.window
     m, n, k, a, b, out = product.m, product.n, product.k, product.a, product.b, product.out
@@ -264,7 +120,7 @@ def _launch(problem: ProblemDescription, product: Product, config: Config) -> Ke
         source="implicit_gemm_mma.cu",
         entry="implicit_gemm_mma",
         grid=(tiling.tiles * config["splits"], 1, 1),
-        block=(_threads(config), 1, 1),
+        block=(threads_of(config), 1, 1),
         shared_bytes=tiling.shared_bytes,
         defines=defines,
         args=(
@@ -302,33 +158,47 @@ _LAUNCH_MS = 0.002
 _STEP_CYCLES = 450  # latency of a step where a block is alone: barrier, ldmatrix, products in a row
 _START_CYCLES = 2500  # first tiles from device memory, and the results
 _COPY_CYCLES = 10  # issue slots of a copy with its address and tests
+_SPLIT_CYCLES = 20  # of four float32 elements of a lane, into two tf32 each
 _ELEMENT_CYCLES = 4  # each element of one that passes through registers, besides
 
 
-def _resident_blocks(tiling: _Tiling, threads: int) -> int:
+def _resident_blocks(tiling: ProductTiling, threads: int) -> int:
     """Blocks that a multiprocessor holds at once, by registers, threads and shared memory."""
     by_registers = 65536 // (tiling.registers * threads)
     by_shared = (220 << 10) // (tiling.shared_bytes + 1024)
     return max(1, min(by_registers, by_shared, 1536 // threads, 16))
 
 
+def _issued(problem: ProblemDescription, product: Product, config: Config) -> float:
+    """Instructions of a warp for 32 bytes of the sum."""
+    blocks_m, blocks_n = (int(config[f"tile_{i}"] // config[f"warps_{i}"]) // 16 for i in "mn")
+    by_element = problem.x.dtype.itemsize == 4  # no instruction transposes these
+    a_reads, b_reads = (
+        4 if by_element and not sum_major else 1 for sum_major in (product.a_sum_major, product.b_sum_major)
+    )
+    splits = _SPLIT_CYCLES * (blocks_m + blocks_n) if products_of_tf32(problem) > 1 else 0
+    return blocks_m * a_reads + blocks_n * b_reads + splits + 2 * blocks_m * blocks_n * products_of_tf32(problem)
+
+
 def _launch_ms(problem: ProblemDescription, product: Product, config: Config, device: Device) -> float:
     """Milliseconds of one launch: arithmetic, copies and latency in waves of blocks."""
-    tiling, threads = _Tiling.of(problem, product, config), _threads(config)
+    tiling, threads = ProductTiling.of(problem, product, config), threads_of(config)
     steps = ceil_div(tiling.steps, config["splits"])
-    itemsize = problem.x.dtype.itemsize
+    sum_bytes = config["tile_k"] * problem.x.dtype.itemsize
     math_mode = MathMode.TF32 if problem.x.dtype is DataType.FLOAT32 else problem.math
-    peak = device.peak_flops_per_s(problem.x.dtype, math_mode, tensor_cores=True) * _MMA_SHARE / _products(problem)
+    peak = (
+        device.peak_flops_per_s(problem.x.dtype, math_mode, tensor_cores=True) * _MMA_SHARE / products_of_tf32(problem)
+    )
     flops_a_cycle = peak / device.sm_count / device.clock_hz
     step_flops = 2 * config["tile_m"] * config["tile_n"] * config["tile_k"]
     warps = threads // 32
-    warp_m, warp_n = config["tile_m"] // config["warps_m"], config["tile_n"] // config["warps_n"]
-    reads = warps * (warp_m + warp_n) * config["tile_k"] * itemsize / 128
+    read_bytes = warps * (config["tile_m"] // config["warps_m"] + config["tile_n"] // config["warps_n"]) * sum_bytes
     copies = sum(
         warps * side.loads * (_COPY_CYCLES + (0 if side.at_once else _ELEMENT_CYCLES * side.vector)) / 4
         for side in (tiling.a, tiling.b)
     )
-    busy = steps * max(step_flops / flops_a_cycle, reads, copies + warps * 8) + 600
+    issued = copies + warps / 4 * (8 + sum_bytes / 32 * _issued(problem, product, config))
+    busy = steps * max(step_flops / flops_a_cycle, read_bytes / 128, issued) + 600
     alone = steps * (max(busy / max(1, steps), copies * 4 / warps) + _STEP_CYCLES) + _START_CYCLES
     blocks = tiling.tiles * config["splits"]
     resident = _resident_blocks(tiling, threads)
@@ -473,7 +343,7 @@ class ConvImplicitGemmMma(Solver):
             return False
         if config["splits"] > 1 and 4 * config["splits"] * problem.output.size > _MAX_WORKSPACE_BYTES:
             return False
-        launches = [(product, _Tiling.of(problem, product, config)) for product in products(problem)]
+        launches = [(product, ProductTiling.of(problem, product, config)) for product in products(problem)]
         if config["splits"] > max(1, *(tiling.steps for _, tiling in launches)):
             return False
         most_m, most_n = (max(getattr(product, i).count for product, _ in launches) for i in "mn")
@@ -488,7 +358,7 @@ class ConvImplicitGemmMma(Solver):
         rounded, 4 of the parts left out, 4 of truncated sums; direct summation's bound for one product is 8. Longer
         sums of a tile are truncated at every step, but tiles are short and added rounding to nearest.
         """
-        if _products(problem) == 1:
+        if products_of_tf32(problem) == 1:
             return 1.0
         return max(1.0, 1.5 / math.sqrt(problem.reduction_length))
 
@@ -527,9 +397,9 @@ def _varied(ranked: Sequence[Config]) -> list[Config]:
     return kept
 
 
-def _fits(tiling: _Tiling, config: Config, device: Device) -> bool:
+def _fits(tiling: ProductTiling, config: Config, device: Device) -> bool:
     """Whether a launch is within what a block, a thread and a grid have."""
-    threads = _threads(config)
+    threads = threads_of(config)
     sides = (tiling.a, tiling.b)
     if any(side.row_vectors > threads or side.loads > _MAX_LOADS for side in sides):
         return False

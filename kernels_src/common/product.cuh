@@ -133,16 +133,19 @@ struct Copier {
     sum = sum_first + (Shape::kSumMajor ? column : row);
     number = number_of<Shape::kSumDigits>(sum, sums);
     advance = number_of<Shape::kSumDigits>(Shape::kSumStep, sums);
+    // Divisions are dear: rows after the first are reached by additions.
+    Number<kDigits> digits = number_of<kDigits>(outer, outers);
+    const Number<kDigits> next_row = number_of<kDigits>(Shape::kRowStep, outers);
 #pragma unroll
     for (int i = 0; i < kKept; ++i) {
-      const int index = outer + i * Shape::kRowStep;
-      const Number<kDigits> digits = number_of<kDigits>(index, outers);
       offsets[i] = first + offset_of<kDigits>(digits, steps.outer);
 #pragma unroll
       for (int axis = 0; axis < kAxes; ++axis) {
         const int coordinate = window.first[axis] + digits.digit[Shape::kOuterAxis + axis] * window.outer[axis];
-        at[i][axis] = index < outer_count ? coordinate : -(1 << 30);  // so far out that no tap reaches the image
+        // So far out that no tap reaches the image.
+        at[i][axis] = outer + i * Shape::kRowStep < outer_count ? coordinate : -(1 << 30);
       }
+      add<kDigits>(digits, next_row, outers);
     }
   }
 

@@ -318,3 +318,27 @@ def test_naive_serves_tensors_beyond_32_bits(device: Device, compiler: Compiler)
     invoker.run(x.data.ptr, w.data.ptr, y.data.ptr, 0, cupy.cuda.get_current_stream().ptr)
     assert float(y[0, 0, -1, -1]) == 3
     assert float(abs(y).sum(dtype=cupy.float64)) == 3
+
+
+@pytest.mark.parametrize("layout", [Layout.NHWC, Layout.NCHW])
+def test_implicit_gemm_serves_tensors_of_almost_32_bits(layout: Layout, device: Device, compiler: Compiler) -> None:
+    """The last pixel of a tensor whose offsets in bytes, though not in elements, go beyond 2**31."""
+    size = 2**14
+    problem = ProblemDescription.convolution(
+        x=(1, 7, size, size), w=(2, 7, 3, 3), padding=1, layout=layout, dtype="float16"
+    )
+    if device.memory_bytes < 16 << 30:
+        pytest.skip("needs 16 GB of device memory")
+    solver = solver_by_id("ConvImplicitGemmMma")
+    x, w = cupy.zeros(problem.x.size, cupy.float16), cupy.ones(problem.w.size, cupy.float16)
+    x[-1] = 3
+    touched = [h * size + v for h in (size - 2, size - 1) for v in (size - 2, size - 1)]
+    for config in solver.default_configs(problem, device)[:2]:
+        invoker = make_invoker(problem, device, solver, config, compiler)
+        y = cupy.full(problem.y.size, cupy.nan, cupy.float16)
+        workspace = cupy.empty(max(1, invoker.workspace_bytes), cupy.uint8)
+        stream = cupy.cuda.get_current_stream().ptr
+        invoker.run(x.data.ptr, w.data.ptr, y.data.ptr, workspace.data.ptr, stream)
+        pixels = y.reshape(size * size, 2) if layout is Layout.NHWC else y.reshape(2, size * size).T
+        assert (pixels[touched].get() == 3).all()
+        assert float(abs(y).sum(dtype=cupy.float64)) == 24
