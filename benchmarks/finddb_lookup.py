@@ -27,24 +27,33 @@ from pathlib import Path
 
 from finddb_figures import DEVICE, SOLVERS, VERSIONS, network_config, percentile, print_table, provenance, rows
 
-from miofind.finddb import RankedRows, Scope, Store, environment_id
+from miofind.finddb import MEMORY, RankedRows, Scope, Store, environment_id, write_release
 
 BOUNDS = {"median_us": 100.0, "opening_ms": 50.0}
 CREATED_AT = "2026-01-01T00:00:00.000000Z"
 
+_RECORDED = 20
+"""Problems that a store records, enough for a release to have a dictionary."""
 
-def fill(path: Path, problems: int, rows_an_answer: int) -> None:
+
+def fill(path: Path, problems: int, rows_an_answer: int, kind: str) -> None:
     """A file of many problems. All have the rows of one, which a store ranked and encoded: look-ups see no difference.
 
     SQLite copies them by itself: a store would take hours to check and rank as many.
     """
-    measured = [
-        replace(row, created_at=CREATED_AT, environment=environment_id(VERSIONS))
-        for row in rows(random.Random(0), rows_an_answer)
-    ]
-    scope = Scope(solvers=SOLVERS, created_at=CREATED_AT)
-    with Store(path) as store:
-        store.record(DEVICE, network_config(0), measured, scope=scope, environment=VERSIONS)
+    with Store(MEMORY) as store:
+        for number in range(_RECORDED):
+            measured = [
+                replace(row, created_at=CREATED_AT, environment=environment_id(VERSIONS))
+                for row in rows(random.Random(number), rows_an_answer)
+            ]
+            scope = Scope(solvers=SOLVERS, created_at=CREATED_AT)
+            store.record(DEVICE, network_config(number), measured, scope=scope, environment=VERSIONS)
+        if kind == "shipped":
+            write_release([store], path)
+        else:
+            with Store(path) as target:
+                target.merge(store)
     key = network_config(0).split("-c0-")
     with closing(sqlite3.connect(path, isolation_level=None)) as connection:
         for pragma in ("journal_mode=OFF", "synchronous=OFF", "cache_size=-500000", "temp_store=MEMORY"):
@@ -52,16 +61,16 @@ def fill(path: Path, problems: int, rows_an_answer: int) -> None:
         connection.execute("BEGIN")
         connection.execute(
             "INSERT INTO problem (id, device_id, network_config) WITH RECURSIVE numbers(n) AS "
-            "(SELECT 1 UNION ALL SELECT n + 1 FROM numbers WHERE n + 1 < ?) "
+            "(SELECT ? UNION ALL SELECT n + 1 FROM numbers WHERE n + 1 < ?) "
             "SELECT n + 1, 1, ? || '-c' || n || '-' || ? FROM numbers",
-            (problems, *key),
+            (_RECORDED, problems, *key),
         )
-        for table in ("measurement", "scope", "answer"):
+        for table in ("answer",) if kind == "shipped" else ("measurement", "scope", "answer"):
             columns = [name for _, name, *_ in connection.execute(f"PRAGMA table_info({table})")]
             taken = ["p.id" if name == "problem_id" else f"t.{name}" for name in columns]
             connection.execute(
                 f"INSERT INTO {table} ({', '.join(columns)}) SELECT {', '.join(taken)} "
-                f"FROM problem p CROSS JOIN {table} t WHERE p.id > 1 AND t.problem_id = 1"
+                f"FROM problem p CROSS JOIN {table} t WHERE p.id > {_RECORDED} AND t.problem_id = 1"
             )
         connection.execute("COMMIT")
         connection.execute("PRAGMA journal_mode=DELETE")
@@ -122,16 +131,16 @@ def compare(folder: Path, arguments: argparse.Namespace) -> dict[str, dict[str, 
     """Figures of a small file and of a big one, each as a user's and as a shipped one."""
     figures = {}
     for problems in (arguments.small, arguments.problems):
-        path = folder / "lookup.db"
-        path.unlink(missing_ok=True)
-        start = time.perf_counter()
-        fill(path, problems, arguments.rows)
-        print(f"{problems} problems: {path.stat().st_size / 2**30:.2f} GiB in {time.perf_counter() - start:.0f} s")
         for kind in ("shipped", "user"):
+            path = folder / "lookup.db"
+            path.unlink(missing_ok=True)
+            start = time.perf_counter()
+            fill(path, problems, arguments.rows, kind)
+            size_gib, took_s = path.stat().st_size / 2**30, time.perf_counter() - start
             if kind == "user":
                 Store(path).open().close()  # gives it the log that a user's file has
             figures[f"{kind}, {problems} problems"] = found = measured_apart(path, problems, arguments, kind)
-            print(f"\n{kind}, {problems} problems")
+            print(f"\n{kind}, {problems} problems, {size_gib:.2f} GiB in {took_s:.0f} s")
             print_table(found, BOUNDS)
     return figures
 

@@ -19,7 +19,19 @@ from typing import Any, NamedTuple, overload
 
 from miofind.errors import DatabaseError
 from miofind.finddb import ranking
-from miofind.finddb.values import EFFORTS, ROW_FIELDS, SCOPE_FIELDS, Row, Scope, Verdict, canonical_json
+from miofind.finddb.validation import RefusedEntryError, well_formed_verdict
+from miofind.finddb.values import (
+    EFFORTS,
+    ROW_FIELDS,
+    SCOPE_FIELDS,
+    USABLE_STATUSES,
+    VERDICT_FIELDS,
+    Comparison,
+    Row,
+    Scope,
+    Verdict,
+    canonical_json,
+)
 
 _LATE_DEFAULTS = (False, 0)
 """Of `contended` and `dropped_samples`, which version 1 did not know."""
@@ -29,7 +41,8 @@ _EARLY = len(ROW_FIELDS) - len(_LATE_DEFAULTS)
 _KINDS = {"str": (str,), "int": (int,), "bool": (bool,), "float | None": (float, NoneType)}
 _ROW_KINDS = tuple(_KINDS[str(item.type)] for item in fields(Row))
 _ROW_SHAPES = frozenset(product(*_ROW_KINDS))
-_TIME, _WORKSPACE = map(ROW_FIELDS.index, ("time_ms", "workspace_bytes"))
+_TIME, _WORKSPACE, _STATUS = map(ROW_FIELDS.index, ("time_ms", "workspace_bytes", "status"))
+_COUNTED = [place for place, kinds in enumerate(_ROW_KINDS) if int in kinds or float in kinds]
 _SCOPE_SHAPES = frozenset(product((dict,), (dict,), (int, NoneType), (str,), (bool,), (str,), (str,)))
 
 # A frozen dataclass sets each field by name, which costs three times as much as all else of a look-up's decoding.
@@ -52,13 +65,17 @@ _raw_decode = json.JSONDecoder(parse_constant=_refuse).raw_decode
 
 def encode(rows: Iterable[Row], scopes: Iterable[Scope], verdicts: Iterable[Verdict] = ()) -> str:
     """The answer that rows, scopes and verdicts give, as text."""
-    widest = [[_scope_value(scope, name) for name in SCOPE_FIELDS] for scope in ranking.widest_scopes(scopes)]
-    best = ranking.best_rows(rows, verdicts)
-    return "\n".join([canonical_json(widest), *(canonical_json(_row_values(row)) for row in best)])
+    return text_of(ranking.best_rows(rows, verdicts), ranking.widest_scopes(scopes))
+
+
+def text_of(rows: Iterable[Row], scopes: Iterable[Scope]) -> str:
+    """The answer of ranked rows and their scopes, as text of ASCII only."""
+    values = [[_scope_value(scope, name) for name in SCOPE_FIELDS] for scope in scopes]
+    return "\n".join([canonical_json(values), *(canonical_json(_row_values(row)) for row in rows)])
 
 
 def decode(device: str, network_config: str, text: str) -> Answer:
-    """The answer that `encode` wrote.
+    """The answer that `encode` or `text_of` wrote.
 
     Raises:
         ValueError, TypeError, RecursionError: it did not write that.
@@ -95,6 +112,21 @@ def scope_of(values: Sequence[Any]) -> Scope:
     if tuple(map(type, values)) not in _SCOPE_SHAPES or scope.effort not in EFFORTS:
         raise TypeError("it is no scope")
     return scope
+
+
+def verdict_of(values: Sequence[Any]) -> Verdict:
+    """The verdict of decoded values, in the order of VERDICT_FIELDS.
+
+    Raises:
+        TypeError, ValueError: they are none.
+    """
+    named = dict(zip(VERDICT_FIELDS, values, strict=True))
+    named["ties"] = tuple(named["ties"])
+    named["comparisons"] = tuple(Comparison(**item) for item in named["comparisons"])
+    try:
+        return well_formed_verdict(Verdict(**named))
+    except RefusedEntryError as error:  # what is stored was not refused: it was altered
+        raise ValueError(str(error)) from error
 
 
 class RankedRows(Sequence[Row]):
@@ -157,6 +189,8 @@ class Answer:
         rows: usable rows, the best first. They hold, for every limit on workspace and every demand for determinism,
             the best row of each solver; for a limit on the error they do so to a factor of two.
         scopes: what was considered to get them; a scope that another one covers is left out.
+
+    A release leaves out the ids, which its histories have.
     """
 
     device: str
@@ -187,7 +221,9 @@ def _values(line: str) -> list[Any]:
     """The fields of a row, those that are compared within their bounds, all of whatever types they have."""
     try:
         values: list[Any]
-        values, _ = _raw_decode(line)
+        values, end = _raw_decode(line)
+        if end != len(line):
+            raise _unreadable(line)
         values += _LATE_DEFAULTS[len(values) - _EARLY :]
         if len(values) == len(ROW_FIELDS) and 0 < values[_TIME] < math.inf and 0 <= values[_WORKSPACE] < 1 << 63:
             return values
@@ -199,8 +235,11 @@ def _values(line: str) -> list[Any]:
 def _row(line: str) -> Row:
     row = object.__new__(Row)
     values = _values(line)
-    if tuple(map(type, values)) not in _ROW_SHAPES:
+    if tuple(map(type, values)) not in _ROW_SHAPES or values[_STATUS] not in USABLE_STATUSES:
         raise _unreadable(line)
+    for place in _COUNTED:
+        if values[place] is not None and not 0 <= values[place] < math.inf:
+            raise _unreadable(line)
     for set_field, value in zip(_ROW_SETTERS, values, strict=True):
         set_field(row, value)
     return row

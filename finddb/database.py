@@ -17,8 +17,9 @@ from pathlib import Path
 
 from sqlalchemy import Connection
 
-from miofind.errors import DatabaseError, SchemaVersionError
+from miofind.errors import DatabaseError
 from miofind.finddb import location, schema
+from miofind.finddb.packing import Packing
 from miofind.finddb.sqlite_file import (
     WRITER_PRAGMAS,
     check_writable_place,
@@ -26,6 +27,7 @@ from miofind.finddb.sqlite_file import (
     connect_to_read,
     execute,
     is_portable,
+    legible,
     open_file,
     translated,
     use_write_ahead_log,
@@ -40,7 +42,7 @@ class _Connections:
     """The open connections of one process.
 
     `file` tells whether the path still names the file they have open, `version` how it was when they were opened: there
-    is no writer for an older one.
+    is no writer for an older one, nor for a release, which has a `packing`.
     """
 
     def __init__(self) -> None:
@@ -48,6 +50,7 @@ class _Connections:
         self.writer: Connection | None = None
         self.file: FileKey | None = None
         self.version = schema.SCHEMA_VERSION
+        self.packing: Packing | None = None
 
     def close(self) -> None:
         """Close both; harmless when repeated."""
@@ -111,7 +114,8 @@ class Database:
         """A connection in a transaction that holds the write lock and is committed when the block ends.
 
         Raises:
-            DatabaseError: the database cannot be opened or written; nothing of the block is stored then.
+            DatabaseError: the database is a release, or cannot be opened or written; nothing of the block is stored
+                then.
             SchemaVersionError: it is of another schema, an older one too.
         """
         if self.read_only:
@@ -141,6 +145,11 @@ class Database:
         """The schema version of the file when it was opened."""
         with self.read():
             return self._connections.version
+
+    @property
+    def packing(self) -> Packing | None:
+        """How the answers of a release are packed, None in any other file; to be asked where the file is open."""
+        return self._connections.packing
 
     def execute_alone(self, *statements: str) -> None:
         """Execute statements that no transaction may enclose, such as VACUUM.
@@ -183,10 +192,7 @@ class Database:
                     raise
             connection = self._connections.writer if role == "writer" else self._connections.reader
         if connection is None:
-            raise SchemaVersionError(
-                f"{self.where} has schema version {self._connections.version}, this release of miofind writes "
-                f"{schema.SCHEMA_VERSION}: run `miofind db upgrade` on it, which keeps a backup"
-            )
+            raise schema.unwritable(self.where, self._connections.version)
         return connection
 
     def _open(self) -> None:
@@ -243,6 +249,10 @@ class Database:
 
     def _read_as(self, version: int, reader: Connection) -> None:
         self._connections.version = version
+        self._connections.packing = None
+        if version == schema.PACKED_VERSION:
+            with legible():
+                self._connections.packing = Packing(schema.note(reader, "dictionary"))
         if version < schema.SCHEMA_VERSION:
             execute(reader, "PRAGMA temp_store=MEMORY", *schema.OLDER_AS_THIS[version])
 

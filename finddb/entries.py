@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -11,7 +11,8 @@ from typing import Any
 from sqlalchemy import Connection, RowMapping, Table, delete, func, select, union
 from sqlalchemy.dialects.sqlite import insert
 
-from miofind.finddb import answers, schema
+from miofind.finddb import answers, packing, schema
+from miofind.finddb.packing import Packing
 from miofind.finddb.sqlite_file import legible
 from miofind.finddb.validation import (
     RefusedEntryError,
@@ -20,13 +21,11 @@ from miofind.finddb.validation import (
     checked_row,
     checked_scope,
     checked_verdict,
-    well_formed_verdict,
 )
 from miofind.finddb.values import (
     ROW_FIELDS,
     SCOPE_FIELDS,
     VERDICT_FIELDS,
-    Comparison,
     Entry,
     History,
     ProblemKey,
@@ -152,19 +151,32 @@ def problems(connection: Connection, device: str | None = None) -> dict[int, Pro
     }
 
 
-def history(connection: Connection, problem_id: int, key: ProblemKey) -> History:
-    """All that is stored of a problem, in a stable order."""
-    found = History(
-        device=key.device,
-        network_config=key.network_config,
-        rows=tuple(rows_of(connection, problem_id)),
-        scopes=tuple(scopes_of(connection, problem_id)),
-        verdicts=tuple(verdicts_of(connection, problem_id)),
-    )
+def history(connection: Connection, problem_id: int, key: ProblemKey, packed: Packing | None = None) -> History:
+    """All that is stored of a problem, in a stable order.
+
+    Args:
+        packed: how, in a release.
+    """
+    if packed is None:
+        found = History(
+            device=key.device,
+            network_config=key.network_config,
+            rows=tuple(rows_of(connection, problem_id)),
+            scopes=tuple(scopes_of(connection, problem_id)),
+            verdicts=tuple(verdicts_of(connection, problem_id)),
+        )
+    else:
+        with legible():
+            found = packed.history(key, payload(connection, problem_id))
     table = schema.environment
     chosen = table.c.id.in_(sorted(found.named_environments))
     versions = connection.execute(select(table.c.id, table.c.versions).where(chosen)).all()
     return replace(found, environments={name: _object(text) for name, text in versions})
+
+
+def payload(connection: Connection, problem_id: int) -> Any:
+    """What is stored as a problem's answer, None where nothing is."""
+    return connection.execute(select(schema.answer.c.payload).where(schema.answer.c.problem_id == problem_id)).scalar()
 
 
 def rows_of(connection: Connection, problem_id: int) -> list[Row]:
@@ -228,6 +240,34 @@ def environment(connection: Connection, environment_id: str) -> dict[str, str] |
     table = schema.environment
     text = connection.execute(select(table.c.versions).where(table.c.id == environment_id)).scalar()
     return None if text is None else _object(text)
+
+
+def write_packed(connection: Connection, histories: Sequence[History], notes: Mapping[str, str]) -> None:
+    """Make an empty database a release of histories as a store gives them out.
+
+    Args:
+        notes: what it says of itself.
+
+    Raises:
+        RefusedEntryError: one of them is too long.
+    """
+    texts = [packing.text_of(history) for history in histories]
+    packed = Packing(packing.dictionary_of(texts))
+    schema.create_packed(connection, {"dictionary": packed.dictionary, **notes})
+    devices = {name: number for number, name in enumerate(sorted({history.device for history in histories}), 1)}
+    connection.execute(insert(schema.device), [{"id": id_, "identity": name} for name, id_ in devices.items()])
+    versions = {name: canonical_json(dict(v)) for history in histories for name, v in history.environments.items()}
+    _insert(connection, schema.environment, [{"id": name, "versions": versions[name]} for name in sorted(versions)])
+    payloads = [
+        {"problem_id": number, "payload": packed.pack(history.device, history.network_config, text)}
+        for number, (history, text) in enumerate(zip(histories, texts, strict=True), 1)
+    ]
+    connection.execute(insert(schema.packed_answer), payloads)
+    problems = [
+        {"id": number, "device_id": devices[history.device], "network_config": history.network_config}
+        for number, history in enumerate(histories, 1)
+    ]
+    connection.execute(insert(schema.packed_problem), problems)
 
 
 def _problem_id(connection: Connection, device: str, network_config: str) -> int:
@@ -295,9 +335,5 @@ def _scope(values: RowMapping) -> Scope:
 
 def _verdict(values: RowMapping) -> Verdict:
     with legible():
-        ties, comparisons = json.loads(values["ties"]), json.loads(values["comparisons"])
-        decoded = {"ties": tuple(ties), "comparisons": tuple(Comparison(**item) for item in comparisons)}
-        try:
-            return well_formed_verdict(Verdict(**dict(values) | decoded))
-        except RefusedEntryError as error:  # what is stored was not refused: it was altered
-            raise ValueError(str(error)) from error
+        decoded = {name: json.loads(values[name]) for name in ("ties", "comparisons")}
+        return answers.verdict_of([decoded.get(name, values[name]) for name in VERDICT_FIELDS])

@@ -38,7 +38,8 @@ def upgrade(path: str | Path) -> Upgrade:
     open, and refuse the file when they open it again.
 
     Raises:
-        DatabaseError: it does not exist or cannot be copied or written; it is as it was then, with no backup.
+        DatabaseError: it does not exist, is a release, or cannot be copied or written; it is as it was then, with no
+            backup.
         SchemaVersionError: a newer release wrote it.
     """
     file = location.checked_path(path)
@@ -52,6 +53,8 @@ def upgrade(path: str | Path) -> Upgrade:
         try:
             with connection.begin():  # holds the write lock: the backup is the file just before the upgrade
                 version = schema.checked_version(connection, where)
+                if version == schema.PACKED_VERSION:
+                    raise schema.unwritable(where, version)
                 if version < schema.SCHEMA_VERSION:
                     backup = _back_up(file, version)
                     _run(connection, version)

@@ -1,24 +1,32 @@
 """Releases: the FindDBs that ship with the package, readable on read-only media and of provable content.
 
-A release holds what answers need and no more. It says of itself what it holds, by a hash of its sorted export, and
-which release it came after. Equal sources make equal releases, whatever their order.
+A release holds what answers need and no more, packed. It says of itself what it holds, by a hash of its sorted export,
+and which release it came after. Equal sources make equal releases, whatever their order.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import replace
+from contextlib import closing, suppress
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from miofind.errors import DatabaseError
-from miofind.finddb import ranking
+from miofind.finddb import entries, ranking
 from miofind.finddb.exchange import release_of
 from miofind.finddb.location import MEMORY, checked_path, shown
-from miofind.finddb.sqlite_file import LOGS, fold_logs, make_portable, translated
+from miofind.finddb.sqlite_file import (
+    LOGS,
+    check_writable_place,
+    connect,
+    execute,
+    fold_logs,
+    open_file,
+    translated,
+)
 from miofind.finddb.store import Store
-from miofind.finddb.values import History, ProblemKey, Release, Row, Scope, Verdict
+from miofind.finddb.values import History, ProblemKey, Release, Row, Scope, Verdict, canonical_json
 
 Keep = Callable[[ProblemKey, Row], bool]
 Widen = Callable[[ProblemKey, Scope], Scope]
@@ -45,28 +53,37 @@ def write_release(
             was then.
     """
     path = _target(path)
-    with Store(MEMORY) as union:
+    with Store(MEMORY) as union, Store(MEMORY) as chosen:
         for source in sources:
             union.merge(source)
-        shipped = [found for history in union.histories() if (found := _shipped(history, keep, widen)).rows]
+        chosen.add(found for history in union.histories() if (found := _shipped(history, keep, widen)).rows)
+        shipped = tuple(chosen.histories())
     if not shipped:
         raise DatabaseError(f"no row of the sources may ship: {shown(path)} stays as it is")
-    parent = _predecessor(path, sources)
+    release = release_of(shipped, parent=_predecessor(path, sources))
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
-        with Store(temporary) as target:
-            target.add(shipped)
-            release = release_of(tuple(target.histories()), parent=parent)
-            target.seal(release)
-        make_portable(temporary)
+        _write(temporary, shipped, release)
         fold_logs(path)
         with translated(shown(path)):
             os.replace(temporary, path)
     finally:
-        for suffix in ("", "-shm", *LOGS):
+        for suffix in ("", *LOGS):
             with suppress(OSError):  # what went wrong before says more
                 temporary.with_name(temporary.name + suffix).unlink()
     return release
+
+
+def _write(path: Path, histories: Sequence[History], release: Release) -> None:
+    """A new file, without the log of one that is written to: it can be copied by itself and lie on read-only media."""
+    notes = {"release": canonical_json(asdict(release))}
+    with translated(shown(path)):
+        check_writable_place(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with closing(connect(lambda: open_file(path, "rwc"), is_writer=True)) as connection:
+            with connection.begin():
+                entries.write_packed(connection, histories, notes)
+            execute(connection, "VACUUM")
 
 
 def _target(path: str | Path) -> Path:
@@ -99,9 +116,11 @@ def _predecessor(path: Path, sources: Sequence[Store]) -> Release | None:
 def _shipped(history: History, keep: Keep | None, widen: Widen | None) -> History:
     key = ProblemKey(device=history.device, network_config=history.network_config)
     chosen = [row for row in history.rows if keep is None or keep(key, row)]
-    rows = tuple(ranking.release_rows((row for row in chosen if not (row.contended and row.usable)), history.verdicts))
+    rows = ranking.release_rows((row for row in chosen if not (row.contended and row.usable)), history.verdicts)
+    while (fewer := ranking.release_rows(rows, _verdicts(history, rows))) != rows:
+        rows = fewer  # without what stays behind others lead: a release of the release keeps all of it
     scopes = [scope if widen is None else widen(key, scope) for scope in _scopes(history, rows)]
-    found = replace(history, rows=rows, scopes=tuple(scopes), verdicts=_verdicts(history, rows))
+    found = replace(history, rows=tuple(rows), scopes=tuple(scopes), verdicts=_verdicts(history, rows))
     named = found.named_environments
     return replace(found, environments={name: v for name, v in sorted(history.environments.items()) if name in named})
 
@@ -117,10 +136,11 @@ def _scopes(history: History, shipped: Sequence[Row]) -> tuple[Scope, ...]:
 
 
 def _verdicts(history: History, shipped: Sequence[Row]) -> tuple[Verdict, ...]:
-    """The newest verdict, if its winner ships and none of its candidates was measured under contention last."""
+    """The newest verdict, if its winner ships and none of its candidates was measured since, or under contention."""
     verdict = ranking.newest_verdict(history.verdicts)
     if verdict is None or verdict.winner not in {row.candidate for row in shipped}:
         return ()
     named = {*verdict.ties, *(comparison.candidate for comparison in verdict.comparisons)}
-    newest = (row for row in ranking.newest_rows(history.rows) if row.candidate in named)
-    return () if any(row.contended for row in newest) else (verdict,)
+    newest = [row for row in ranking.newest_rows(history.rows) if row.candidate in named]
+    void = any(row.contended or row.created_at > verdict.created_at for row in newest)
+    return () if void else (verdict,)

@@ -2,6 +2,8 @@
 
 `measurement`, `scope` and `verdict` are append-only facts named by content; `answer` is derived from them and can be
 rebuilt. Numbers that name devices and problems are of one file only: everything that leaves it goes by text.
+
+A release is packed: its answers are compressed and hold all there is, its tables are fewer, and nothing writes to it.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from sqlalchemy import (
     Float,
     ForeignKey,
     Integer,
+    LargeBinary,
     MetaData,
     String,
     Table,
@@ -32,6 +35,11 @@ from sqlalchemy.dialects import sqlite
 from miofind.errors import DatabaseError, SchemaVersionError
 
 SCHEMA_VERSION = 2
+"""Of the files that are written to."""
+
+PACKED_VERSION = 3
+"""Of releases. It is one of the same count, so that older code refuses them, but no file is upgraded to it: the next
+version of files that are written to is 4."""
 
 UPGRADES: Mapping[int, tuple[str, ...]] = {
     1: (
@@ -169,6 +177,27 @@ answer = Table(
     Column("payload", Text, nullable=False),
 )
 
+packed_metadata = MetaData()
+for _table in (meta, device, environment, recheck):
+    _table.to_metadata(packed_metadata)
+
+packed_answer = Table(
+    "answer",
+    packed_metadata,
+    Column("problem_id", Integer, primary_key=True),
+    Column("payload", LargeBinary, nullable=False),
+)
+
+# Clustered by its key, which an index would hold a second time.
+packed_problem = Table(
+    "problem",
+    packed_metadata,
+    Column("device_id", ForeignKey("device.id"), primary_key=True),
+    Column("network_config", String, primary_key=True),
+    Column("id", ForeignKey(packed_answer.c.problem_id), nullable=False),
+    sqlite_with_rowid=False,
+)
+
 ANSWER_QUERY = (
     select(answer.c.payload)
     .select_from(device)
@@ -192,8 +221,33 @@ def create(connection: Connection) -> None:
         connection.execute(insert(meta).values(key="schema_version", value=str(SCHEMA_VERSION)))
 
 
+def create_packed(connection: Connection, notes: Mapping[str, str]) -> None:
+    """Create the tables of a release, and what it says of itself. Runs in the caller's transaction."""
+    packed_metadata.create_all(connection, checkfirst=False)
+    values = {"schema_version": str(PACKED_VERSION), **notes}
+    connection.execute(insert(meta), [{"key": key, "value": value} for key, value in values.items()])
+
+
+def note(connection: Connection, key: str) -> str | None:
+    """What a file says of itself, such as "schema_version"; None where it says nothing."""
+    return connection.execute(select(meta.c.value).where(meta.c.key == key)).scalar()
+
+
+def unwritable(where: str, version: int) -> DatabaseError:
+    """Why nothing is written to a file of that version, and what to do."""
+    if version == PACKED_VERSION:
+        return DatabaseError(
+            f"{where} is a release, which is only read: bring what it holds into a FindDB of your own with "
+            "`miofind db merge`, and write to that"
+        )
+    return SchemaVersionError(
+        f"{where} has schema version {version}, this release of miofind writes {SCHEMA_VERSION}: run "
+        "`miofind db upgrade` on it, which keeps a backup"
+    )
+
+
 def checked_version(connection: Connection, where: str) -> int:
-    """The schema version of a database that this release reads: this one, or an older one.
+    """The schema version of a database that this release reads: that of its own files, of releases, or an older one.
 
     Raises:
         SchemaVersionError: a newer schema.
@@ -207,9 +261,9 @@ def checked_version(connection: Connection, where: str) -> int:
     version = _version(connection) if "meta" in stored else None
     if version is None:
         raise DatabaseError(f"{where} is a database of something else, not a FindDB: name another file")
-    if version > SCHEMA_VERSION:
+    if version > PACKED_VERSION:
         raise SchemaVersionError(
-            f"{where} has schema version {version}, this release of miofind reads {SCHEMA_VERSION}: "
+            f"{where} has schema version {version}, this release of miofind reads {PACKED_VERSION}: "
             "upgrade miofind, or name another file"
         )
     return version
@@ -220,7 +274,7 @@ def column_findings(connection: Connection, version: int) -> list[str]:
     inspector = inspect(connection)
     present = set(inspector.get_table_names())
     findings = []
-    for table in metadata.sorted_tables:
+    for table in (packed_metadata if version == PACKED_VERSION else metadata).sorted_tables:
         if version < table.info.get("since", 1):
             continue
         if table.name not in present:
@@ -241,5 +295,5 @@ def _stored_objects(connection: Connection) -> dict[str, bool]:
 def _version(connection: Connection) -> int | None:
     if not {"key", "value"} <= {column["name"] for column in inspect(connection).get_columns("meta")}:
         return None
-    text = connection.execute(select(meta.c.value).where(meta.c.key == "schema_version")).scalar()
+    text = note(connection, "schema_version")
     return int(text) if isinstance(text, str) and re.fullmatch("[1-9][0-9]{0,8}", text) else None

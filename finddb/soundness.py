@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, Executable, Table, func, select
 
 from miofind.errors import DatabaseError
 from miofind.finddb import answers, entries, exchange, schema
-from miofind.finddb.sqlite_file import UnreadableEntryError
+from miofind.finddb.packing import Packing, text_of
+from miofind.finddb.sqlite_file import UnreadableEntryError, legible
 from miofind.finddb.validation import checked_environment, checked_key, checked_row, checked_scope, checked_verdict
 from miofind.finddb.values import Entry, History, ProblemKey, Release, Row, Scope, Stats
 
 
-def stats(connection: Connection, path: Path | None) -> Stats:
+def stats(connection: Connection, path: Path | None, packing: Packing | None) -> Stats:
     """Counts of what is stored; `file_bytes` counts the log beside the file too, and is 0 in memory."""
     names = [] if path is None else [path, path.with_name(path.name + "-wal")]
-    measurement = schema.measurement.c
     per_device = (
         select(schema.device.c.identity, func.count())
         .join(schema.problem, schema.problem.c.device_id == schema.device.c.id)
@@ -27,15 +29,11 @@ def stats(connection: Connection, path: Path | None) -> Stats:
     )
     return Stats(
         problems=_count(connection, schema.problem),
-        rows=_count(connection, schema.measurement),
-        scopes=_count(connection, schema.scope),
-        verdicts=_count(connection, schema.verdict),
         environments=_count(connection, schema.environment),
         rechecks=_count(connection, schema.recheck),
         file_bytes=sum(name.stat().st_size for name in names if name.exists()),
         by_device=_counts(connection, per_device),
-        by_solver=_count_by(connection, measurement.solver_id),
-        by_status=_count_by(connection, measurement.status),
+        **(_entry_counts(connection) if packing is None else _packed_counts(connection, packing)),
     )
 
 
@@ -47,11 +45,13 @@ def file_findings(connection: Connection, version: int) -> list[str]:
     return findings + [f"a row of table {line[0]} belongs to no row of table {line[2]}" for line in broken[:20]]
 
 
-def problem_findings(connection: Connection, version: int, number: int, key: ProblemKey) -> list[str]:
+def problem_findings(
+    connection: Connection, version: int, number: int, key: ProblemKey, packing: Packing | None
+) -> list[str]:
     """What is wrong with the entries and the answer of one problem; older schemas had other rules for answers."""
     where = f"{key.device} {key.network_config}"
     try:
-        history = entries.history(connection, number, key)
+        history = entries.history(connection, number, key, packing)
         checked_key(key.device, key.network_config)
     except (UnreadableEntryError, DatabaseError) as error:
         return [f"{where}: an entry cannot be read: {error}"]
@@ -63,10 +63,12 @@ def problem_findings(connection: Connection, version: int, number: int, key: Pro
     findings += [f"{where}: {fault}" for fault in _environment_faults(history)]
     if findings or version < schema.SCHEMA_VERSION:
         return findings
-    payload = connection.execute(select(schema.answer.c.payload).where(schema.answer.c.problem_id == number)).scalar()
-    if payload != answers.encode(history.rows, history.scopes, history.verdicts):
-        findings.append(f"{where}: the stored answer is not the one that its rows give: rebuild it")
-    return findings
+    payload = entries.payload(connection, number)
+    if packing is not None:  # compressed anew, it would differ with each release of zlib
+        same = packing.unpack(key.device, key.network_config, payload) == text_of(history)
+        return [] if same else [f"{where}: the answer is not the one that its rows give: it was altered"]
+    same = payload == answers.encode(history.rows, history.scopes, history.verdicts)
+    return [] if same else [f"{where}: the stored answer is not the one that its rows give: rebuild it"]
 
 
 def release_findings(release: Release, histories: Sequence[History]) -> list[str]:
@@ -109,6 +111,32 @@ def _environment_faults(history: History) -> list[str]:
         if altered:
             faults.append(f"environment {name!r} is not named by the hash of its versions")
     return faults
+
+
+def _entry_counts(connection: Connection) -> dict[str, Any]:
+    columns = schema.measurement.c
+    return {
+        "rows": _count(connection, schema.measurement),
+        "scopes": _count(connection, schema.scope),
+        "verdicts": _count(connection, schema.verdict),
+        "by_solver": _count_by(connection, columns.solver_id),
+        "by_status": _count_by(connection, columns.status),
+    }
+
+
+def _packed_counts(connection: Connection, packing: Packing) -> dict[str, Any]:
+    payloads: Any = {line.problem_id: line.payload for line in connection.execute(select(schema.answer))}
+    problems = entries.problems(connection)
+    with legible():
+        found = [packing.history_without_ids(key, payloads.get(number)) for number, key in problems.items()]
+    rows = [row for history in found for row in history.rows]
+    return {
+        "rows": len(rows),
+        "scopes": sum(len(history.scopes) for history in found),
+        "verdicts": sum(len(history.verdicts) for history in found),
+        "by_solver": dict(sorted(Counter(row.solver_id for row in rows).items())),
+        "by_status": dict(sorted(Counter(row.status for row in rows).items())),
+    }
 
 
 def _count(connection: Connection, table: Table) -> int:

@@ -98,6 +98,8 @@ def translated(where: str) -> Iterator[None]:
         raise _database_error(where, getattr(error, "orig", None) or error) from error
     except (sqlite3.Error, OSError) as error:
         raise _database_error(where, error) from error
+    except UnicodeDecodeError as error:  # of SQLite's own message, which quotes what is stored
+        raise DatabaseError(f"{where} is damaged: restore it from a copy, or name another file") from error
 
 
 def _database_error(where: str, error: BaseException) -> DatabaseError:
@@ -148,7 +150,7 @@ def connect_to_read(path: Path, *, immutable: bool) -> Connection:
 
 
 def is_portable(path: Path) -> bool:
-    """Whether the file is of the kind that `make_portable` makes: no process writes to it with a log."""
+    """Whether the file is one that can be copied by itself and read on read-only media: no process writes it a log."""
     with path.open("rb") as file:
         return file.read(20)[18:] == b"\x01\x01"  # sqlite.org/fileformat.html, 1.3: 2 stands for a write-ahead log
 
@@ -218,16 +220,3 @@ def fold_logs(path: Path) -> None:
             with closing(open_file(path, "rw")) as connection:
                 for statement in ("PRAGMA schema_version", "PRAGMA journal_mode=DELETE"):
                     connection.execute(statement).close()
-
-
-def make_portable(path: Path) -> None:
-    """Turn a closed database into one file that can be copied by itself and read on read-only media.
-
-    Small pages: an answer spills over into pages of its own, the last of them half empty.
-
-    Raises:
-        DatabaseError: it cannot be opened or written.
-    """
-    with translated(location.shown(path)), closing(open_file(path, "rw")) as connection:
-        for statement in ("PRAGMA journal_mode=DELETE", "PRAGMA page_size=2048", "VACUUM"):
-            connection.execute(statement).close()

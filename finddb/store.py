@@ -8,9 +8,9 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from sqlalchemy import Connection, delete, select
 from sqlalchemy.dialects.sqlite import insert
@@ -19,6 +19,7 @@ from miofind.errors import DatabaseError
 from miofind.finddb import answers, entries, exchange, location, ranking, schema, soundness
 from miofind.finddb.answers import Answer
 from miofind.finddb.database import Database
+from miofind.finddb.packing import Packing
 from miofind.finddb.sqlite_file import legible
 from miofind.finddb.validation import checked_environment, checked_key, checked_reason
 from miofind.finddb.values import (
@@ -32,10 +33,7 @@ from miofind.finddb.values import (
     Scope,
     Stats,
     Verdict,
-    canonical_json,
 )
-
-_RELEASE_KEY = "release"
 
 _BATCH = 100
 """Problems a transaction in work on a whole database, so that others get their turn between."""
@@ -74,7 +72,10 @@ class Store:
 
     @property
     def schema_version(self) -> int:
-        """The schema version of the file; an older one is read as it is, and written once it was upgraded."""
+        """The schema version of the file; an older one is read as it is, and written once it was upgraded.
+
+        A release has one of its own, and is only read.
+        """
         return self._database.version
 
     def open(self) -> Store:
@@ -93,7 +94,7 @@ class Store:
             driver = connection.connection.driver_connection
             assert driver is not None
             found = driver.execute(schema.ANSWER_SQL, parameters).fetchone()
-            return None if found is None else _decoded(device, network_config, found[0])
+            return None if found is None else _decoded(device, network_config, found[0], self._database.packing)
 
     def record(
         self,
@@ -147,7 +148,11 @@ class Store:
 
         The union does not depend on the order of merges, and merging twice changes nothing. A merge that was
         interrupted can be repeated.
+
+        Raises:
+            DatabaseError: the other is a release whose content is not what it says of itself, or cannot be read.
         """
+        other.refuse_altered()
         added = 0
         histories = other.histories()
         while batch := list(itertools.islice(histories, _BATCH)):
@@ -160,7 +165,8 @@ class Store:
             number = entries.find_problem(connection, device, network_config)
             if number is None:
                 return None
-            return entries.history(connection, number, ProblemKey(device=device, network_config=network_config))
+            key = ProblemKey(device=device, network_config=network_config)
+            return entries.history(connection, number, key, self._database.packing)
 
     def histories(self, device: str | None = None) -> Iterator[History]:
         """The histories of all problems, in the order of their keys."""
@@ -168,7 +174,8 @@ class Store:
             remaining = iter(entries.problems(connection, device).items())
         while batch := list(itertools.islice(remaining, _BATCH)):
             with self._database.read() as connection:
-                found = [entries.history(connection, number, key) for number, key in batch]
+                packing = self._database.packing
+                found = [entries.history(connection, number, key, packing) for number, key in batch]
             yield from found
 
     def rows(self, device: str | None = None) -> Iterator[tuple[ProblemKey, Row]]:
@@ -260,7 +267,7 @@ class Store:
     def stats(self) -> Stats:
         """Counts of what is stored."""
         with self._database.read() as connection:
-            return soundness.stats(connection, self.path)
+            return soundness.stats(connection, self.path, self._database.packing)
 
     def check(self, validate: Callable[[ProblemKey, Row], str | None] | None = None) -> tuple[str, ...]:
         """Findings against the file, its schema and its contents, one line each; empty if it is sound.
@@ -289,20 +296,25 @@ class Store:
         """
         return self._add_checked(exchange.read(file))
 
-    def seal(self, release: Release) -> None:
-        """Note what release this is; whatever is stored from then on shows in `check`."""
-        values = {"key": _RELEASE_KEY, "value": canonical_json(asdict(release))}
-        statement = insert(schema.meta).values(**values)
-        with self._database.write() as connection:
-            connection.execute(statement.on_conflict_do_update(index_elements=["key"], set_={"value": values["value"]}))
-
     def release(self) -> Release | None:
         """What the file says of itself as a release, None if it is none."""
-        table = schema.meta
         with self._database.read() as connection:
-            text = connection.execute(select(table.c.value).where(table.c.key == _RELEASE_KEY)).scalar()
+            text = schema.note(connection, "release")
             with legible():
                 return None if text is None else Release(**json.loads(text))
+
+    def refuse_altered(self) -> None:
+        """Do nothing, unless this is a packed release that holds something else than it says.
+
+        Raises:
+            DatabaseError: it is one.
+        """
+        release = self.release()
+        if release is None or self._database.packing is None:
+            return
+        findings = soundness.release_findings(release, tuple(self.histories()))
+        if findings:
+            raise DatabaseError(f"{self.where}: {findings[0]}")
 
     def close(self) -> None:
         """Close the file for good. Harmless when repeated."""
@@ -325,8 +337,12 @@ class Store:
             numbers = entries.problems(connection)
         for number, key in numbers.items():
             with self._database.snapshot() as connection:
-                findings += soundness.problem_findings(connection, self._database.version, number, key)
+                findings += soundness.problem_findings(
+                    connection, self._database.version, number, key, self._database.packing
+                )
         release = self.release()
+        if release is None and self._database.packing is not None:
+            findings.append("it is packed as a release is, and names none: it was altered")
         if release is not None and not findings:
             findings += soundness.release_findings(release, tuple(self.histories()))
         return findings
@@ -343,9 +359,10 @@ class Store:
         return self._devices[device]
 
 
-def _decoded(device: str, network_config: str, payload: str) -> Answer:
+def _decoded(device: str, network_config: str, payload: Any, packing: Packing | None = None) -> Answer:
     with legible():
-        return answers.decode(device, network_config, payload)
+        text = payload if packing is None else packing.answer_text(device, network_config, payload)
+        return answers.decode(device, network_config, text)
 
 
 def _prune_problem(connection: Connection, number: int, what: Prune, *, keep: bool) -> int:

@@ -43,6 +43,19 @@ def version_1(path: Path) -> Path:
     return path
 
 
+def unpacked(release: Path, path: Path) -> Path:
+    """A release in the form that releases had in schema version 2: that of any FindDB, without a log."""
+    with Store(release, read_only=True) as source, Store(path) as target:
+        target.merge(source)
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("ATTACH ? AS release", (str(release),))
+        connection.execute("INSERT INTO meta SELECT * FROM release.meta WHERE key = 'release'")
+        connection.commit()
+        connection.execute("DETACH release")
+        connection.execute("PRAGMA journal_mode=DELETE")
+    return path
+
+
 @contextmanager
 def files_end_at(size_bytes: int) -> Iterator[None]:
     """No file can grow beyond a size meanwhile: writing more fails as on a full disk."""

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import random
 import sqlite3
 import time
+import zlib
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
 import pytest
-from finddb_entries import DEVICE, PROBLEM, VERSIONS, answers, contents, row, scope, verdict
+from finddb_entries import DEVICE, PROBLEM, VERSIONS, answers, at, contents, row, scope, unpacked, verdict
 
 from miofind.errors import DatabaseError
 from miofind.finddb import MEMORY, Layered, Store, differences, upgrade, write_release
+from miofind.finddb.packing import MAX_TEXT_CHARS, Packing
+from miofind.finddb.sqlite_file import translated
 
 DEEP = "[" * 200_000
 
@@ -25,8 +30,14 @@ def path(tmp_path: Path) -> Path:
         store.record(
             DEVICE, PROBLEM, [measured], scope=scope(), environment=VERSIONS, verdict=verdict(measured.candidate)
         )
-        write_release([store], tmp_path / "other.db")
-    return tmp_path / "other.db"
+        write_release([store], tmp_path / "release.db")
+    return unpacked(tmp_path / "release.db", tmp_path / "other.db")
+
+
+@pytest.fixture
+def packed(path: Path) -> Path:
+    """The same, as a release of today."""
+    return path.with_name("release.db").rename(path.with_name("packed.db"))
 
 
 def spoil(path: Path, statement: str, *values: object) -> None:
@@ -79,18 +90,219 @@ IMPOSSIBLE_ROWS = {
 
 @pytest.mark.parametrize(("name", "value"), IMPOSSIBLE_ROWS.values(), ids=IMPOSSIBLE_ROWS)
 def test_an_answer_of_impossible_rows_is_refused(path, name, value):
+    spoil(path, "UPDATE answer SET payload = ?", impossible_answer(path, name, value))
+    with Store(path, read_only=True) as store:
+        assert_rows_are_refused(store, name)
+        assert any("rebuild it" in finding for finding in store.check())
+
+
+@pytest.mark.parametrize(("name", "value"), IMPOSSIBLE_ROWS.values(), ids=IMPOSSIBLE_ROWS)
+def test_a_packed_answer_of_impossible_rows_is_refused(packed, name, value):
+    text = impossible_answer(packed, name, value)
+    repack(packed, lambda _: text + "\n\n[]")
+    with Store(packed, read_only=True) as store:
+        assert_rows_are_refused(store, name)
+    assert use_all(packed)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("p20_ms", "1e999"), ("max_error", "-1.0"), ("samples", "-7"), ("status", '"lies"'), ("dropped_samples", "1] [1")],
+)
+def test_whole_rows_are_within_their_bounds(packed, name, value):
+    text = impossible_answer(packed, name, value)
+    repack(packed, lambda _: text + "\n\n[]")
+    with Store(packed, read_only=True) as store, pytest.raises(DatabaseError, match="check the database"):
+        store.answer(DEVICE, PROBLEM).rows[0]
+
+
+def impossible_answer(path: Path, name: str, value: str) -> str:
+    """The text of the file's answer with a value of its one row replaced."""
     with Store(path, read_only=True) as store:
         (found,) = store.answer(DEVICE, PROBLEM).rows
     fields = [getattr(found, field) for field in found.__dataclass_fields__]
     fields[list(found.__dataclass_fields__).index(name)] = "HERE"
-    line = json.dumps(fields).replace('"HERE"', value)
-    spoil(path, "UPDATE answer SET payload = ?", "[]\n" + line)
-    with Store(path, read_only=True) as store:
-        rows = store.answer(DEVICE, PROBLEM).rows
-        for read in (lambda: rows[0], lambda: list(rows.columns("time_ms", name)), lambda: tuple(rows)):
-            with pytest.raises(DatabaseError, match="check the database"):
-                read()
-        assert any("rebuild it" in finding for finding in store.check())
+    return "[]\n" + json.dumps(fields).replace('"HERE"', value)
+
+
+def assert_rows_are_refused(store: Store, name: str) -> None:
+    rows = store.answer(DEVICE, PROBLEM).rows
+    for read in (lambda: rows[0], lambda: list(rows.columns("time_ms", name)), lambda: tuple(rows)):
+        with pytest.raises(DatabaseError, match="check the database"):
+            read()
+
+
+def repack(path: Path, change: Callable[[str], str]) -> None:
+    """Put another text in the place of the one that a release of one problem holds."""
+    with closing(sqlite3.connect(path)) as connection:
+        (dictionary,) = connection.execute("SELECT value FROM meta WHERE key = 'dictionary'").fetchone()
+        (payload,) = connection.execute("SELECT payload FROM answer").fetchone()
+    packing = Packing(dictionary)
+    spoil(
+        path,
+        "UPDATE answer SET payload = ?",
+        packing.pack(DEVICE, PROBLEM, change(packing.unpack(DEVICE, PROBLEM, payload))),
+    )
+
+
+def deflated(size_bytes: int) -> bytes:
+    """That many zeros, in a thousandth of the room."""
+    packer = zlib.compressobj(wbits=-15)
+    return packer.compress(bytes(size_bytes)) + packer.flush()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda payload: b"",
+        lambda payload: payload[: len(payload) // 2],
+        lambda payload: payload[:-1],
+        lambda payload: payload + b"x",
+        lambda payload: payload + payload,
+        lambda payload: random.Random(0).randbytes(1000),
+        lambda payload: zlib.compress(b"[]\n\n[]"),
+        lambda payload: "[]\n\n[]",
+        lambda payload: 7,
+        lambda payload: deflated(1000),
+        lambda payload: deflated(MAX_TEXT_CHARS + 1),
+        lambda payload: deflated(1 << 30),
+    ],
+    ids=["empty", "half", "cut", "more", "twice", "noise", "header", "text", "number", "zeros", "long", "bomb"],
+)
+def test_a_damaged_packed_answer_is_refused(packed, change):
+    with closing(sqlite3.connect(packed)) as connection:
+        (payload,) = connection.execute("SELECT payload FROM answer").fetchone()
+    spoil(packed, "UPDATE answer SET payload = ?", change(payload))
+    start = time.monotonic()
+    said = use_all(packed)
+    assert time.monotonic() - start < 10
+    assert len(said) >= 7
+    assert all("check the database" in line or "cannot be read" in line for line in said)
+    with Store(packed, read_only=True) as store, pytest.raises(DatabaseError, match="holds an entry that cannot be"):
+        store.answer(DEVICE, PROBLEM)
+
+
+def test_no_flipped_bit_of_a_packed_answer_goes_unnoticed(packed):
+    with closing(sqlite3.connect(packed)) as connection:
+        (payload,) = connection.execute("SELECT payload FROM answer").fetchone()
+    for bit in random.Random(0).sample(range(8 * len(payload)), 100):
+        flipped = bytearray(payload)
+        flipped[bit // 8] ^= 1 << bit % 8
+        spoil(packed, "UPDATE answer SET payload = ?", bytes(flipped))
+        with Store(packed, read_only=True) as store, pytest.raises(DatabaseError, match="cannot be read"):
+            store.answer(DEVICE, PROBLEM)
+
+
+def test_what_is_no_longer_the_release_it_says_is_not_merged(packed):
+    spoil(packed, "DELETE FROM answer WHERE ? = ''", "")
+    spoil(packed, "DELETE FROM problem WHERE ? = ''", "")
+    with Store(packed, read_only=True) as store, Store(MEMORY) as target:
+        with pytest.raises(DatabaseError, match="it was altered"):
+            target.merge(store)
+        with pytest.raises(DatabaseError, match="it was altered"):
+            write_release([store], packed.with_name("again.db"))
+
+
+def test_a_message_of_sqlite_that_is_no_text_is_damage(packed):
+    with pytest.raises(DatabaseError, match="is damaged: restore it"), translated("x.db"):
+        b"\xff".decode()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "[]\n\n",
+        "[]\n\n{",
+        "[]\n\n7",
+        "[]\n\n[7]",
+        '[]\n\n["verdict"]',
+        '[]\n\n[["A:{}",["A:{}"],[],0,"p","",""]]',
+        '[]\n\n[["A:{}",7,[],0,"p","","",""]]',
+        '[]\n\n[["A:{}",["A:{}"],[7],0,"p","","",""]]',
+        '[]\n\n[["A:{}",["B:{}"],[],0,"p","","",""]]',
+        '[]\n\n[["A:{}",["A:{}"],[],"many","p","","",""]]',
+        '[]\n\n[["A:{}",["A:{}"],[],0,"p","","",[]]]',
+        '[[{},{"a":NaN},null,"search",true,"",""]]\n\n[]',
+        '[[{},{},null,"all",true,"",""]]\n\n[]',
+        "[]\n\n" + DEEP,
+        DEEP + "\n\n[]",
+        "[]\n[]\n\n[]",
+        "[]\n" + DEEP + "\n\n[]",
+        "\n" * MAX_TEXT_CHARS,
+    ],
+    ids=lambda text: repr(text)[:40],
+)
+def test_a_packed_text_that_is_none_is_refused(packed, text):
+    repack(packed, lambda _: text)
+    assert use_all(packed)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda text: text.replace('"ok","",', '"cut_off","",'), "has the hash"),
+        (lambda text: text.replace("0.9,", "0.8,"), "has the hash"),
+        (lambda text: text.replace('"ConvA"', '"ConvB"'), "has the hash"),
+        (lambda text: text.replace('{"ConvA":1}', '{"ConvA":2}'), "has the hash"),
+        (lambda text: text.replace(",30,", ",40,"), "has the hash"),
+        (lambda text: text.replace(',""]', ',"0123"]'), "it was altered or damaged"),
+        (lambda text: text.replace("1.0,null", "1.00,null"), "not the one that its rows give"),
+        (lambda text: text.replace("\n\n[", "\n\n ["), "not the one that its rows give"),
+    ],
+    ids=["status", "statistic", "solver", "scope", "verdict", "id", "number", "space"],
+)
+def test_check_finds_an_altered_packed_answer(packed, change, said):
+    def altered(text: str) -> str:
+        assert change(text) != text
+        return change(text)
+
+    repack(packed, altered)
+    with Store(packed, read_only=True) as store:
+        assert store.answer(DEVICE, PROBLEM) is not None
+        assert said in store.check()[0]
+
+
+@pytest.mark.parametrize(
+    ("statement", "value"),
+    [
+        ("DELETE FROM meta WHERE key = 'dictionary' AND ? = ''", ""),
+        ("UPDATE meta SET value = ? WHERE key = 'dictionary'", b"bytes"),
+        ("UPDATE meta SET value = ? WHERE key = 'dictionary'", "x" * 100_000),
+        ("UPDATE meta SET value = ? WHERE key = 'dictionary'", "\xe9"),
+    ],
+    ids=["missing", "bytes", "long", "not ASCII"],
+)
+def test_a_release_without_its_dictionary_is_not_used(packed, statement, value):
+    spoil(packed, statement, value)
+    for read_only in (True, False):
+        with Store(packed, read_only=read_only) as store, pytest.raises(DatabaseError, match="check the database"):
+            store.answer(DEVICE, PROBLEM)
+    assert use_all(packed)
+
+
+def test_a_wrong_dictionary_shows(packed, tmp_path):
+    with Store(MEMORY) as store:
+        for number in range(5):
+            store.record(DEVICE, f"{PROBLEM}-{number}", [row("ConvA", created_at=at(number))], scope=scope())
+        write_release([store], tmp_path / "many.db")
+    path = tmp_path / "many.db"
+    with closing(sqlite3.connect(path)) as connection:
+        (dictionary,) = connection.execute("SELECT value FROM meta WHERE key = 'dictionary'").fetchone()
+    assert '"ConvA"' in dictionary
+    for wrong in ("", dictionary[::-1], dictionary.replace("ConvA", "ConvB")):
+        spoil(path, "UPDATE meta SET value = ? WHERE key = 'dictionary'", wrong)
+        assert use_all(path)
+
+
+def test_tables_of_another_kind_are_no_release(path, packed):
+    spoil(path, "UPDATE meta SET value = '3' WHERE key = 'schema_version'")
+    spoil(packed, "UPDATE meta SET value = '2' WHERE key = 'schema_version'")
+    assert use_all(path)
+    assert use_all(packed)
+    spoil(path, "INSERT INTO meta VALUES ('dictionary', '')")
+    assert use_all(path)
 
 
 @pytest.mark.parametrize(

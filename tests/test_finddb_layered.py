@@ -121,7 +121,7 @@ def make_truncated(path: Path) -> None:
 def make_newer(path: Path) -> None:
     full(path)
     with closing(sqlite3.connect(path)) as connection:
-        connection.execute("UPDATE meta SET value = '3'")
+        connection.execute("UPDATE meta SET value = '4'")
         connection.commit()
 
 
@@ -148,7 +148,7 @@ UNUSABLE = {
     "other database": (make_other_database, "something else"),
     "damaged": (make_damaged, "damaged"),
     "truncated": (make_truncated, "damaged"),
-    "newer": (make_newer, "schema version 3"),
+    "newer": (make_newer, "schema version 4"),
     "no version": (make_without_version, "something else"),
 }
 
@@ -294,6 +294,18 @@ def test_recording_copies_up_verdicts_and_stores_new_ones(tmp_path):
         layered.record(DEVICE, PROBLEM, [row("Mine")], verdict=verdict("Mine:{}"))
         history = layered.user.history(DEVICE, PROBLEM)
     assert [item.winner for item in history.verdicts] == ["Shipped:{}", "Mine:{}"]
+
+
+def test_a_release_in_the_users_place_is_read_and_not_written(tmp_path, caplog):
+    path = make(tmp_path / "release.db", row("Shipped"))
+    before = path.read_bytes()
+    with Layered(Store(path)) as layered:
+        assert solver_ids(layered.answer(DEVICE, PROBLEM)) == ["Shipped"]
+        assert not caplog.records
+        assert solver_ids(layered.record(DEVICE, PROBLEM, [row("Mine", time_ms=0.5)])) == ["Mine", "Shipped"]
+    assert is_warned_once(caplog)
+    assert "`miofind db merge`" in caplog.text
+    assert path.read_bytes() == before
 
 
 def test_a_locked_file(tmp_path, caplog, monkeypatch):

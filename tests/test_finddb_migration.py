@@ -19,6 +19,7 @@ from finddb_entries import (
     files_end_at,
     row,
     scope,
+    unpacked,
     verdict,
     version_1,
 )
@@ -212,7 +213,32 @@ def test_a_release_is_made_of_an_older_file(old, tmp_path):
     assert made.rows == {DEVICE: 1, "cpu|2||": 1}
     with Store(tmp_path / "release.db", read_only=True) as store:
         assert store.check() == ()
-        assert store.schema_version == SCHEMA_VERSION
+        assert store.schema_version == schema.PACKED_VERSION
+
+
+def test_a_release_is_not_upgraded(old, tmp_path):
+    path = tmp_path / "folder" / "release.db"
+    write_release([Store(old, read_only=True)], path)
+    before = path.read_bytes()
+    with pytest.raises(DatabaseError, match=r"is a release, .* `miofind db merge`"):
+        upgrade(path)
+    assert [found.name for found in path.parent.iterdir()] == ["release.db"]
+    assert path.read_bytes() == before
+
+
+def test_a_release_of_version_2_is_read_and_written_as_it_is(old, tmp_path):
+    made = write_release([Store(old, read_only=True)], tmp_path / "release.db")
+    path = unpacked(tmp_path / "release.db", tmp_path / "unpacked.db")
+    with Store(path, read_only=True) as store, Store(tmp_path / "release.db", read_only=True) as packed:
+        assert store.schema_version == 2
+        assert store.release() == made
+        assert store.check() == ()
+        assert contents(store) == contents(packed)
+        assert write_release([store], tmp_path / "again.db") == made
+    assert (tmp_path / "again.db").read_bytes() == (tmp_path / "release.db").read_bytes()
+    with Store(path) as store:
+        store.record(DEVICE, "other", [row()])
+        assert any("it was altered" in finding for finding in store.check())
 
 
 @pytest.mark.parametrize("spoil", ["missing", "folder", "text", "newer", "other"])
@@ -225,7 +251,7 @@ def test_what_cannot_be_upgraded_stays_as_it_is(old, spoil):
         old.write_text("no database" * 1000)
     if spoil in ("newer", "other"):
         with closing(sqlite3.connect(old)) as connection:
-            statement = {"newer": "UPDATE meta SET value = '3'", "other": "DROP TABLE meta"}[spoil]
+            statement = {"newer": "UPDATE meta SET value = '4'", "other": "DROP TABLE meta"}[spoil]
             connection.execute(statement)
             connection.commit()
     before = old.read_bytes() if old.is_file() else b""

@@ -201,7 +201,7 @@ def test_a_stored_answer_is_the_one_its_rows_give(history):
         stored = store.history(history.device, history.network_config)
         if stored is not None:
             answer = store.answer(history.device, history.network_config)
-            assert list(answer.rows) == best_rows(stored.rows)
+            assert list(answer.rows) == best_rows(stored.rows, stored.verdicts)
             assert list(answer.scopes) == widest_scopes(stored.scopes)
 
 
