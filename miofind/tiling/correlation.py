@@ -47,7 +47,8 @@ class Axis:
     output_step: int = 1
 
 
-def _forward_axis(problem: ProblemDescription, dim: int) -> Axis:
+def forward_axis(problem: ProblemDescription, dim: int) -> Axis:
+    """One spatial dimension of the forward correlation."""
     conv = problem.conv
     return Axis(
         size=problem.spatial[dim],
@@ -59,7 +60,7 @@ def _forward_axis(problem: ProblemDescription, dim: int) -> Axis:
     )
 
 
-def _backward_axes(problem: ProblemDescription, dim: int) -> tuple[Axis, ...]:
+def backward_axes(problem: ProblemDescription, dim: int) -> tuple[Axis, ...]:
     """One axis for each residue of (input coordinate + pad) modulo the stride that has inputs."""
     axes = (_residue_axis(problem, dim, residue) for residue in range(problem.conv.stride[dim]))
     return tuple(axis for axis in axes if axis.outputs > 0)
@@ -121,7 +122,7 @@ class Correlation:
 def forward_axes(problem: ProblemDescription) -> tuple[Axis, Axis]:
     """Rows and columns of the forward correlation of a 1-D or 2-D problem."""
     planar = problem.lifted(2)
-    return _flattened(problem, (_forward_axis(planar, 0), _forward_axis(planar, 1)))
+    return _flattened(problem, (forward_axis(planar, 0), forward_axis(planar, 1)))
 
 
 @functools.lru_cache(maxsize=64)  # a search asks for each of thousands of configurations
@@ -132,7 +133,7 @@ def correlations(problem: ProblemDescription) -> tuple[Correlation, ...]:
     if problem.direction is Direction.FORWARD:
         axes = forward_axes(problem)
         return (Correlation(problem=planar, in_channels=c, out_channels=k, axes=axes, flipped=False),)
-    pairs = itertools.product(_backward_axes(planar, 0), _backward_axes(planar, 1))
+    pairs = itertools.product(backward_axes(planar, 0), backward_axes(planar, 1))
     return tuple(
         Correlation(problem=planar, in_channels=k, out_channels=c, axes=_flattened(problem, pair), flipped=True)
         for pair in pairs

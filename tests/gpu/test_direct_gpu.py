@@ -1,4 +1,4 @@
-"""The direct solvers and the reference kernel on a GPU against the host's reference, within guard bands."""
+"""The direct and implicit GEMM solvers and the reference kernel on a GPU: the host's reference, within guard bands."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from miofind.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.reference import numpy_dtype, reference_on_host, reference_step
 from miofind.solution import Config
 from miofind.solver import Solver, solver_by_id
+from miofind.verify.verifier import Verifier
 
 cupy = pytest.importorskip("cupy")
 pytestmark = pytest.mark.gpu
@@ -192,6 +193,76 @@ def test_depthwise_on_tensor_cores_is_exact(
             check(problem, solver, config, device, compiler)
 
 
+@pytest.mark.parametrize("channels_last", [False, True], ids=["channels_first", "channels_last"])
+@pytest.mark.parametrize("direction", list(Direction))
+@pytest.mark.parametrize("dtype", [DataType.FLOAT16, DataType.BFLOAT16, DataType.FLOAT32])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_implicit_gemm_is_exact(
+    shape: str, dtype: DataType, direction: Direction, channels_last: bool, device: Device, compiler: Compiler
+) -> None:
+    problem = make(shape, channels_last, direction=direction, dtype=dtype)
+    solver = solver_by_id("ConvImplicitGemmMma")
+    answer = solver.applicability(problem, device)
+    if not answer:
+        pytest.skip(answer.reason)
+    for config in spread(solver, problem, device, 4):
+        check(problem, solver, config, device, compiler)
+
+
+def random_problem(seed: int) -> ProblemDescription:
+    """A small problem with any channels, padding, stride and dilation."""
+    generator = random.Random(seed)
+    pick = generator.choice
+    rank, groups, c = pick([1, 2, 2, 2, 3]), pick([1, 1, 1, 2, 3]), pick([2, 3, 8, 20, 64])
+    dilation, taps = [pick([1, 1, 2, 3]) for _ in range(rank)], [pick([1, 1, 2, 3, 5]) for _ in range(rank)]
+    reach = [step * (tap - 1) + 1 for tap, step in zip(taps, dilation, strict=True)]
+    dtype = pick([DataType.FLOAT16, DataType.BFLOAT16, DataType.FLOAT32])
+    return ProblemDescription.convolution(
+        x=(pick([1, 2, 5]), groups * c, *(generator.randint(r, r + (20 if rank < 3 else 5)) for r in reach)),
+        w=(groups * pick([1, 4, 6, 24, 40]), c, *taps),
+        padding=[[pick([0, r // 2, generator.randint(0, r + 3)]) for _ in range(2)] for r in reach],
+        stride=[pick([1, 1, 2]) for _ in taps],
+        dilation=dilation,
+        groups=groups,
+        dtype=dtype,
+        math=pick(["ieee", "tf32"]) if dtype is DataType.FLOAT32 else "ieee",
+        layout=Layout.of(rank, channels_last=pick([True, False])),
+        direction=pick(list(Direction)),
+    )
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_implicit_gemm_is_exact_on_random_problems(seed: int, device: Device, compiler: Compiler) -> None:
+    problem = random_problem(seed)
+    solver = solver_by_id("ConvImplicitGemmMma")
+    assert solver.applicability(problem, device)
+    for config in spread(solver, problem, device, 6):
+        check(problem, solver, config, device, compiler)
+
+
+@pytest.mark.parametrize("math", ["ieee", "tf32"])
+@pytest.mark.parametrize("channels_last", [False, True], ids=["channels_first", "channels_last"])
+@pytest.mark.parametrize("direction", list(Direction))
+def test_implicit_gemm_of_float32_keeps_its_bound(
+    direction: Direction, channels_last: bool, math: str, device: Device, compiler: Compiler
+) -> None:
+    """Long sums of normal numbers, which tensor cores would truncate."""
+    problem = ProblemDescription.convolution(
+        x=(4, 512, 14, 14),
+        w=(64, 512, 3, 3),
+        padding=1,
+        layout=Layout.of(2, channels_last=channels_last),
+        direction=direction,
+        math=math,
+    )
+    solver = solver_by_id("ConvImplicitGemmMma")
+    with Verifier(problem, device, compiler, seed=7) as verifier:
+        for config in spread(solver, problem, device, 4):
+            invoker = make_invoker(problem, device, solver, config, compiler)
+            verdict = verifier.verify(invoker, growth=solver.error_growth(problem, config), exact=True)
+            assert verdict.ok, f"{config.json}: {verdict.message}"
+
+
 @pytest.mark.parametrize("direction", list(Direction))
 def test_naive_mixes_dtypes_and_layouts(direction: Direction, device: Device, compiler: Compiler) -> None:
     problem = ProblemDescription.convolution(
@@ -247,3 +318,27 @@ def test_naive_serves_tensors_beyond_32_bits(device: Device, compiler: Compiler)
     invoker.run(x.data.ptr, w.data.ptr, y.data.ptr, 0, cupy.cuda.get_current_stream().ptr)
     assert float(y[0, 0, -1, -1]) == 3
     assert float(abs(y).sum(dtype=cupy.float64)) == 3
+
+
+@pytest.mark.parametrize("layout", [Layout.NHWC, Layout.NCHW])
+def test_implicit_gemm_serves_tensors_of_almost_32_bits(layout: Layout, device: Device, compiler: Compiler) -> None:
+    """The last pixel of a tensor whose offsets in bytes, though not in elements, go beyond 2**31."""
+    size = 2**14
+    problem = ProblemDescription.convolution(
+        x=(1, 7, size, size), w=(2, 7, 3, 3), padding=1, layout=layout, dtype="float16"
+    )
+    if device.memory_bytes < 16 << 30:
+        pytest.skip("needs 16 GB of device memory")
+    solver = solver_by_id("ConvImplicitGemmMma")
+    x, w = cupy.zeros(problem.x.size, cupy.float16), cupy.ones(problem.w.size, cupy.float16)
+    x[-1] = 3
+    touched = [h * size + v for h in (size - 2, size - 1) for v in (size - 2, size - 1)]
+    for config in solver.default_configs(problem, device)[:2]:
+        invoker = make_invoker(problem, device, solver, config, compiler)
+        y = cupy.full(problem.y.size, cupy.nan, cupy.float16)
+        workspace = cupy.empty(max(1, invoker.workspace_bytes), cupy.uint8)
+        stream = cupy.cuda.get_current_stream().ptr
+        invoker.run(x.data.ptr, w.data.ptr, y.data.ptr, workspace.data.ptr, stream)
+        pixels = y.reshape(size * size, 2) if layout is Layout.NHWC else y.reshape(2, size * size).T
+        assert (pixels[touched].get() == 3).all()
+        assert float(abs(y).sum(dtype=cupy.float64)) == 24

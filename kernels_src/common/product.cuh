@@ -1,0 +1,239 @@
+// Operands of a matrix product on tensor cores: gathered from tensors into shared memory, and read as fragments.
+//
+// An index of the product (of rows, of columns or of the sum) is a number in mixed radix whose digits are coordinates,
+// so that an element's offset is linear in the digits of its operand's two indices. The outer index is the one that is
+// not summed over. Shared memory holds rows of 16-byte words; rows run along the sum if the operand is "sum major",
+// else along the outer index. Words of a row are swizzled: eight neighbouring rows of one column meet every bank once.
+#pragma once
+
+#include "common/copy_bytes.cuh"
+#include "common/mma_tf32.cuh"
+#include "common/tile.cuh"
+
+constexpr int kMostDigits = 4, kMostAxes = 3;
+
+// How far an index reaches, and the sizes of its digits, the least first; the last digit has no size.
+struct Radix {
+  int count, size[kMostDigits - 1];
+};
+
+template <int kDigits>
+struct Number {
+  int digit[kDigits];
+};
+
+template <int kDigits>
+__device__ __forceinline__ Number<kDigits> number_of(int value, const Radix& radix) {
+  Number<kDigits> number;
+#pragma unroll
+  for (int i = 0; i + 1 < kDigits; ++i) {
+    number.digit[i] = value % radix.size[i];
+    value /= radix.size[i];
+  }
+  number.digit[kDigits - 1] = value;
+  return number;
+}
+
+template <int kDigits>
+__device__ __forceinline__ void add(Number<kDigits>& number, const Number<kDigits>& more, const Radix& radix) {
+  int carry = 0;
+#pragma unroll
+  for (int i = 0; i < kDigits; ++i) {
+    number.digit[i] += more.digit[i] + carry;
+    if (i + 1 == kDigits) break;
+    carry = number.digit[i] >= radix.size[i];
+    if (carry) number.digit[i] -= radix.size[i];
+  }
+}
+
+// The part of an offset that comes from one index. Offsets of elements outside wrap around and are not used.
+template <int kDigits>
+__device__ __forceinline__ unsigned offset_of(const Number<kDigits>& number, const int (&steps)[kMostDigits]) {
+  unsigned offset = 0;
+#pragma unroll
+  for (int i = 0; i < kDigits; ++i) offset += static_cast<unsigned>(number.digit[i]) * steps[i];
+  return offset;
+}
+
+// Elements between neighbours along the digits of an operand's outer index and of the sum's.
+struct Steps {
+  int outer[kMostDigits], sum[kMostDigits];
+};
+
+// Image coordinates, the innermost first: first + digit * step of both indices; inside from 0 up to extent.
+struct Window {
+  int first[kMostAxes], extent[kMostAxes], outer[kMostAxes], sum[kMostAxes];
+};
+
+// An operand of a block. A vector is kVector elements along a row, equally far apart in the tensor; they are neighbours
+// there and move at once if kAtOnce, else they pass through registers. If kAxes, elements outside the window are zero:
+// its coordinates are digits of the outer index from kOuterAxis on, and of the sum's from kSumAxis on.
+template <typename T, int kThreadCount, bool kIsSumMajor, int kOuterTile, int kSumTile, int kVectorLength,
+          bool kMovesAtOnce, int kOuterDigitCount, int kSumDigitCount, int kAxisCount, int kFirstOuterAxis,
+          int kFirstSumAxis>
+struct Operand {
+  using Element = T;
+  static constexpr bool kSumMajor = kIsSumMajor;
+  static constexpr int kThreads = kThreadCount, kVector = kVectorLength, kOuter = kOuterTile, kSum = kSumTile;
+  static constexpr int kOuterDigits = kOuterDigitCount, kSumDigits = kSumDigitCount;
+  static constexpr int kAxes = kAxisCount, kOuterAxis = kFirstOuterAxis, kSumAxis = kFirstSumAxis;
+
+  static constexpr int kRows = kSumMajor ? kOuter : kSum, kColumns = kSumMajor ? kSum : kOuter;
+  static constexpr int kWord = 16 / sizeof(T), kWords = kColumns / kWord, kRowBytes = 16 * kWords;
+  static constexpr int kBytes = kRows * kRowBytes;
+  static_assert(kWords >= 2 && (kWords & (kWords - 1)) == 0 && kRows % 8 == 0, "tiles are powers of two");
+
+  // A thread copies one vector of each of kLoads rows, kRowStep rows apart.
+  static constexpr int kRowVectors = kColumns / kVector, kRowStep = kThreads / kRowVectors;
+  static constexpr int kLoads = ceil_div(kRows, kRowStep), kSumStep = kSumMajor ? kSum : kSum / kLoads;
+  static_assert(kRowVectors <= kThreads && kThreads % kRowVectors == 0, "a thread stays in its column");
+  static constexpr bool kAtOnce = kMovesAtOnce;
+  static_assert(!kAtOnce || kVector * sizeof(T) >= 4, "asynchronous copies move 4 bytes at least");
+  // Whether the elements of a vector have a coordinate each.
+  static constexpr bool kAcross = kAxes > 0 && (kSumMajor ? kSumAxis : kOuterAxis) == 0;
+  static_assert(!kAtOnce || kVector == 1 || !kAcross, "vectors that move at once are inside or outside as a whole");
+
+  // Rows of 4-byte elements that run along the outer index are read one element at a time, four rows at once.
+  static constexpr bool kTransposes = !kSumMajor && sizeof(T) == 2;
+  static constexpr int kSpread = kSumMajor || kTransposes ? 1 : 2;
+  static constexpr int kRowsALine = maximum(1, 8 / kWords), kMask = kWords < 8 ? kWords - 1 : 7;
+  static constexpr __device__ __forceinline__ int swizzle(int row) { return row / kRowsALine * kSpread & kMask; }
+  // Byte of an element in the tile.
+  static constexpr __device__ __forceinline__ int place(int row, int column) {
+    return row * kRowBytes + (((column / kWord) ^ swizzle(row)) * 16) + column % kWord * static_cast<int>(sizeof(T));
+  }
+};
+
+// A thread's part in copying an operand, tile after tile along the sum.
+template <typename Shape>
+struct Copier {
+  using T = typename Shape::Element;
+  static constexpr int kDigits = Shape::kOuterDigits, kAxes = Shape::kAxes;
+  // A linear outer index needs one offset; the others follow.
+  static constexpr int kKept = Shape::kSumMajor && (kDigits > 1 || kAxes > 0) ? Shape::kLoads : 1;
+
+  const T* tensor;
+  const Steps& steps;
+  const Window& window;
+  const Radix& sums;
+  int row, column, outer, outer_count, sum;
+  Number<Shape::kSumDigits> number, advance;
+  unsigned offsets[kKept];
+  int at[kKept][maximum(1, kAxes)];
+  using Few = Vector<T, Shape::kVector>;
+  Few held[Shape::kAtOnce ? 1 : Shape::kLoads];
+
+  // From the tile whose first element is (outer_first, sum_first); `first` is what the tensor's offsets start from.
+  __device__ __forceinline__ Copier(const T* source, unsigned first, const Steps& of, const Window& within,
+                                    const Radix& outers, const Radix& summed, int outer_first, int sum_first)
+      : tensor(source), steps(of), window(within), sums(summed), outer_count(outers.count) {
+    row = threadIdx.x / Shape::kRowVectors;
+    column = threadIdx.x % Shape::kRowVectors * Shape::kVector;
+    outer = outer_first + (Shape::kSumMajor ? row : column);
+    sum = sum_first + (Shape::kSumMajor ? column : row);
+    number = number_of<Shape::kSumDigits>(sum, sums);
+    advance = number_of<Shape::kSumDigits>(Shape::kSumStep, sums);
+    // Divisions are dear: rows after the first are reached by additions.
+    Number<kDigits> digits = number_of<kDigits>(outer, outers);
+    const Number<kDigits> next_row = number_of<kDigits>(Shape::kRowStep, outers);
+#pragma unroll
+    for (int i = 0; i < kKept; ++i) {
+      offsets[i] = first + offset_of<kDigits>(digits, steps.outer);
+#pragma unroll
+      for (int axis = 0; axis < kAxes; ++axis) {
+        const int coordinate = window.first[axis] + digits.digit[Shape::kOuterAxis + axis] * window.outer[axis];
+        // So far out that no tap reaches the image.
+        at[i][axis] = outer + i * Shape::kRowStep < outer_count ? coordinate : -(1 << 30);
+      }
+      add<kDigits>(digits, next_row, outers);
+    }
+  }
+
+  // Starts to copy the next tile to the byte address `stage` of shared memory. What passes through registers is read
+  // here and written by `put`.
+  __device__ __forceinline__ void take(unsigned stage) {
+#pragma unroll
+    for (int i = 0; i < Shape::kLoads; ++i) {
+      const int kept = kKept > 1 ? i : 0, position = sum + (Shape::kSumMajor ? 0 : i * Shape::kSumStep);
+      unsigned offset = offsets[kept] + offset_of<Shape::kSumDigits>(number, steps.sum);
+      if (Shape::kSumMajor && kKept == 1) offset += static_cast<unsigned>(i * Shape::kRowStep) * steps.outer[0];
+      bool inside = position < sums.count;
+      if (kAxes == 0) inside &= outer + (Shape::kSumMajor ? i * Shape::kRowStep : 0) < outer_count;
+      int coordinate = 0;
+#pragma unroll
+      for (int axis = kAxes - 1; axis >= 0; --axis) {
+        coordinate = at[kept][axis] + number.digit[Shape::kSumAxis + axis] * window.sum[axis];
+        if (Shape::kAcross && axis == 0) break;
+        inside &= static_cast<unsigned>(coordinate) < static_cast<unsigned>(window.extent[axis]);
+      }
+      if (Shape::kRows < Shape::kRowStep && row >= Shape::kRows) break;
+      if constexpr (Shape::kAtOnce) {
+        if (Shape::kAcross) inside &= static_cast<unsigned>(coordinate) < static_cast<unsigned>(window.extent[0]);
+        copy_bytes<Shape::kVector * sizeof(T)>(stage + Shape::place(row + i * Shape::kRowStep, column),
+                                               tensor + (inside ? offset : 0), inside);
+      } else {
+        const int step = Shape::kSumMajor ? steps.sum[0] : steps.outer[0];
+        const int coordinate_step = Shape::kSumMajor ? window.sum[0] : window.outer[0];
+#pragma unroll
+        for (int j = 0; j < Shape::kVector; ++j) {
+          const unsigned x = coordinate + j * coordinate_step;
+          const bool takes = inside && (!Shape::kAcross || x < static_cast<unsigned>(window.extent[0]));
+          held[i].at[j] = takes ? tensor[offset + static_cast<unsigned>(j) * step] : convert<T>(0.0f);
+        }
+      }
+      if (!Shape::kSumMajor) add<Shape::kSumDigits>(number, advance, sums);
+    }
+    if (Shape::kSumMajor) add<Shape::kSumDigits>(number, advance, sums);
+    sum += Shape::kSum;
+  }
+
+  // Writes what passed through registers to the tile at `stage`.
+  __device__ __forceinline__ void put(unsigned char* stage) const {
+    if constexpr (!Shape::kAtOnce) {
+#pragma unroll
+      for (int i = 0; i < Shape::kLoads; ++i) {
+        if (Shape::kRows < Shape::kRowStep && row >= Shape::kRows) break;
+        *reinterpret_cast<Few*>(stage + Shape::place(row + i * Shape::kRowStep, column)) = held[i];
+      }
+    }
+  }
+};
+
+// Reads 16 of the outer index by 32 bytes of the sum as four registers of a fragment: as a[4] of one block of rows if
+// kIsA, else as b_low and b_high of two neighbouring blocks of 8 columns.
+template <typename Shape, bool kIsA>
+struct Reader {
+  int row, word;
+  unsigned swizzle;
+
+  __device__ __forceinline__ Reader() {
+    const int lane = threadIdx.x % 32;
+    const bool low_is_row = kIsA == Shape::kSumMajor;
+    if (Shape::kSumMajor || Shape::kTransposes) {
+      row = lane % 8 + (low_is_row ? lane / 8 % 2 : lane / 16) * 8;
+      word = low_is_row ? lane / 16 : lane / 8 % 2;
+    } else {
+      row = lane % 4;
+      word = lane / 16;
+    }
+    swizzle = Shape::swizzle(row);
+  }
+
+  __device__ __forceinline__ void read(unsigned (&to)[4], const unsigned char* tile, int outer, int step) const {
+    const unsigned base = static_cast<unsigned>(__cvta_generic_to_shared(tile));
+    if constexpr (Shape::kSumMajor) {
+      load_matrices(to, base + (outer + row) * Shape::kRowBytes + ((2 * step + word) ^ swizzle) * 16);
+    } else if constexpr (Shape::kTransposes) {
+      load_transposed(to, base + (16 * step + row) * Shape::kRowBytes + ((outer / 8 + word) ^ swizzle) * 16);
+    } else {
+      static_assert(Shape::kWords >= 4, "words of rows that are 4 apart are swizzled alike");
+      const unsigned char* lane_row = tile + row * Shape::kRowBytes + threadIdx.x / 4 % 4 * 4;
+#pragma unroll
+      for (int more = 0; more < 2; ++more) {
+        const unsigned char* at = lane_row + ((outer / 4 + 2 * more + word) ^ swizzle) * 16;
+        to[kIsA ? more : 2 * more] = *reinterpret_cast<const unsigned*>(at + 8 * step * Shape::kRowBytes);
+        to[kIsA ? more + 2 : 2 * more + 1] = *reinterpret_cast<const unsigned*>(at + (8 * step + 4) * Shape::kRowBytes);
+      }
+    }
+  }
+};

@@ -1,0 +1,415 @@
+"""ConvImplicitGemmMma: a convolution in any direction as one matrix product on tensor cores, operands gathered.
+
+Kernel: kernels_src/implicit_gemm_mma.cu. What the product's indices stand for: miofind/tiling/product.py. Knows nothing
+of how candidates are chosen.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+from miofind.device import Device, Library, Place
+from miofind.problem import DataType, Direction, Layout, MathMode, ProblemDescription
+from miofind.solution import Config, ConfigValue, ConvSolution, KernelStep, Pointer, Region, Scalar, WorkspacePlan
+from miofind.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
+from miofind.tiling.correlation import ceil_div
+from miofind.tiling.product import Index, Product, Steps, linear_step, products
+from miofind.tiling.product_tiles import ProductTiling, products_of_tf32, threads_of
+
+_MAX_ELEMENTS = 2**31 - 2**22
+_MAX_COORDINATE = 2**30
+_MAX_PADDING = 2**20
+_MAX_LAUNCHES = 16
+_MAX_WORKSPACE_BYTES = 1 << 30
+_MAX_REGISTERS = 255
+_MAX_LOADS = 16  # of a thread, in vectors
+_SHARED_BYTES = 99 << 10
+_SUM_BYTES = (64, 128)  # of a row along the sum
+_DIGITS, _AXES = 4, 3  # of the kernel's arguments
+_FINISH_WARPS = 8  # of a block
+
+
+def _defines(
+    problem: ProblemDescription, product: Product, config: Config, tiling: ProductTiling
+) -> tuple[tuple[str, str | int], ...]:
+    window = product.window
+    axes = len(window.first) if window else 0
+    uses = (
+        ("A_M", product.m, product.a.outer),
+        ("A_K", product.k, product.a.sum),
+        ("B_N", product.n, product.b.outer),
+        ("B_K", product.k, product.b.sum),
+        ("OUT_M", product.m, product.out.outer),
+        ("OUT_N", product.n, product.out.sum),
+    )
+    digits = {name: _digits(index, steps) for name, index, steps in uses}
+    if window:  # coordinates are digits
+        outer = "A_M" if window.of_a else "B_N"
+        digits[outer] = len((product.m if window.of_a else product.n).sizes)
+        digits["A_K" if window.of_a else "B_K"] = len(product.k.sizes)
+    names = ("tile_m", "tile_n", "tile_k", "warps_m", "warps_n", "stages", "band")
+    return (
+        ("ELEMENT", problem.x.dtype.value),
+        *((name.upper(), config[name]) for name in names),
+        ("A_SUM_MAJOR", int(product.a_sum_major)),
+        ("B_SUM_MAJOR", int(product.b_sum_major)),
+        ("A_VECTOR", tiling.a.vector),
+        ("B_VECTOR", tiling.b.vector),
+        ("A_AT_ONCE", int(tiling.a.at_once)),
+        ("B_AT_ONCE", int(tiling.b.at_once)),
+        ("OUT_VECTOR", tiling.out_vector),
+        *((f"{name}_DIGITS", count) for name, count in digits.items()),
+        ("A_AXES", axes if window and window.of_a else 0),
+        ("B_AXES", axes if window and not window.of_a else 0),
+        ("OUTER_AXIS", window.outer_axis if window else 0),
+        ("SUM_AXIS", window.sum_axis if window else 0),
+        ("PRODUCTS", products_of_tf32(problem)),
+        ("FINAL", int(config["splits"] == 1)),
+        ("SHARED_BYTES", tiling.shared_bytes),
+        ("FINISH_VECTOR", _finish_vector(problem)),
+    )
+
+
+def _digits(index: Index, steps: Steps) -> int:
+    """Digits that a use needs: one where it is linear."""
+    return len(index.sizes) if linear_step(index, steps) is None else 1
+
+
+def _int32(value: int) -> Scalar:
+    """An int32 that equals `value` modulo 2**32: offsets wrap around."""
+    return Scalar(ctype="int32", value=(value + 2**31) % 2**32 - 2**31)
+
+
+def _radix(index: Index) -> tuple[int, ...]:
+    return (index.count, *(max(1, size) for size in _padded(index.sizes, 1, _DIGITS)[:-1]))
+
+
+def _padded(values: Sequence[int], filler: int, length: int) -> tuple[int, ...]:
+    return (*values, *(filler for _ in range(length - len(values))))
+
+
+def _steps_of(index: Index, steps: Steps, digits: int | str) -> tuple[int, ...]:
+    """A use's steps; where it counts as linear, the one between neighbours."""
+    linear = linear_step(index, steps)
+    return _padded(steps if digits != 1 or linear is None else (linear,), 0, _DIGITS)
+
+
+def _launch(problem: ProblemDescription, product: Product, config: Config) -> KernelStep:
+    tiling = ProductTiling.of(problem, product, config)
+    defines = _defines(problem, product, config, tiling)
+    digits, window = dict(defines), product.window
+    m, n, k, a, b, out = product.m, product.n, product.k, product.a, product.b, product.out
+    axes = (window.first, window.extent, window.outer, window.sum) if window else ((), (), (), ())
+    values = (
+        *(value for index in (m, n, k) for value in _radix(index)),
+        *_steps_of(m, a.outer, digits["A_M_DIGITS"]),
+        *_steps_of(k, a.sum, digits["A_K_DIGITS"]),
+        *_steps_of(n, b.outer, digits["B_N_DIGITS"]),
+        *_steps_of(k, b.sum, digits["B_K_DIGITS"]),
+        *_steps_of(m, out.outer, digits["OUT_M_DIGITS"]),
+        *_steps_of(n, out.sum, digits["OUT_N_DIGITS"]),
+        *(value for steps in axes for value in _padded(steps, 0, _AXES)),
+        *(a.first, b.first, out.first, a.group, b.group, out.group, problem.groups),
+        ceil_div(tiling.steps, config["splits"]) * config["tile_k"],
+        problem.output.size,
+    )
+    return KernelStep(
+        source="implicit_gemm_mma.cu",
+        entry="implicit_gemm_mma",
+        grid=(tiling.tiles * config["splits"], 1, 1),
+        block=(threads_of(config), 1, 1),
+        shared_bytes=tiling.shared_bytes,
+        defines=defines,
+        args=(
+            Pointer(buffer=a.buffer),
+            Pointer(buffer=b.buffer),
+            Pointer(buffer=out.buffer if config["splits"] == 1 else "partial"),
+            *map(_int32, values),
+        ),
+    )
+
+
+def _finish_vector(problem: ProblemDescription) -> int:
+    return math.gcd(4, problem.output.size)
+
+
+def _finish(problem: ProblemDescription, config: Config, defines: tuple[tuple[str, str | int], ...]) -> KernelStep:
+    size, lanes = problem.output.size, min(_FINISH_WARPS, config["splits"])
+    return KernelStep(
+        source="implicit_gemm_mma.cu",
+        entry="implicit_gemm_mma_finish",
+        grid=(ceil_div(size * lanes, 32 * _FINISH_WARPS * _finish_vector(problem)), 1, 1),
+        block=(32 * _FINISH_WARPS, 1, 1),
+        defines=defines,
+        args=(
+            Pointer(buffer="partial"),
+            Pointer(buffer=problem.direction.output),
+            *map(_int32, (size, config["splits"], lanes)),
+        ),
+    )
+
+
+# First principles, for an H200: mma.sync reaches 60 % of the peak of wgmma, in blocks of 16 x 8 x 16.
+_MMA_SHARE = 0.6
+_LAUNCH_MS = 0.002
+_STEP_CYCLES = 450  # latency of a step where a block is alone: barrier, ldmatrix, products in a row
+_START_CYCLES = 2500  # first tiles from device memory, and the results
+_COPY_CYCLES = 10  # issue slots of a copy with its address and tests
+_SPLIT_CYCLES = 20  # of four float32 elements of a lane, into two tf32 each
+_ELEMENT_CYCLES = 4  # each element of one that passes through registers, besides
+
+
+def _resident_blocks(tiling: ProductTiling, threads: int) -> int:
+    """Blocks that a multiprocessor holds at once, by registers, threads and shared memory."""
+    by_registers = 65536 // (tiling.registers * threads)
+    by_shared = (220 << 10) // (tiling.shared_bytes + 1024)
+    return max(1, min(by_registers, by_shared, 1536 // threads, 16))
+
+
+def _issued(problem: ProblemDescription, product: Product, config: Config) -> float:
+    """Instructions of a warp for 32 bytes of the sum."""
+    blocks_m, blocks_n = (int(config[f"tile_{i}"] // config[f"warps_{i}"]) // 16 for i in "mn")
+    by_element = problem.x.dtype.itemsize == 4  # no instruction transposes these
+    a_reads, b_reads = (
+        4 if by_element and not sum_major else 1 for sum_major in (product.a_sum_major, product.b_sum_major)
+    )
+    splits = _SPLIT_CYCLES * (blocks_m + blocks_n) if products_of_tf32(problem) > 1 else 0
+    return blocks_m * a_reads + blocks_n * b_reads + splits + 2 * blocks_m * blocks_n * products_of_tf32(problem)
+
+
+def _launch_ms(problem: ProblemDescription, product: Product, config: Config, device: Device) -> float:
+    """Milliseconds of one launch: arithmetic, copies and latency in waves of blocks."""
+    tiling, threads = ProductTiling.of(problem, product, config), threads_of(config)
+    steps = ceil_div(tiling.steps, config["splits"])
+    sum_bytes = config["tile_k"] * problem.x.dtype.itemsize
+    math_mode = MathMode.TF32 if problem.x.dtype is DataType.FLOAT32 else problem.math
+    peak = (
+        device.peak_flops_per_s(problem.x.dtype, math_mode, tensor_cores=True) * _MMA_SHARE / products_of_tf32(problem)
+    )
+    flops_a_cycle = peak / device.sm_count / device.clock_hz
+    step_flops = 2 * config["tile_m"] * config["tile_n"] * config["tile_k"]
+    warps = threads // 32
+    read_bytes = warps * (config["tile_m"] // config["warps_m"] + config["tile_n"] // config["warps_n"]) * sum_bytes
+    copies = sum(
+        warps * side.loads * (_COPY_CYCLES + (0 if side.at_once else _ELEMENT_CYCLES * side.vector)) / 4
+        for side in (tiling.a, tiling.b)
+    )
+    issued = copies + warps / 4 * (8 + sum_bytes / 32 * _issued(problem, product, config))
+    busy = steps * max(step_flops / flops_a_cycle, read_bytes / 128, issued) + 600
+    alone = steps * (max(busy / max(1, steps), copies * 4 / warps) + _STEP_CYCLES) + _START_CYCLES
+    blocks = tiling.tiles * config["splits"]
+    resident = _resident_blocks(tiling, threads)
+    full, rest = divmod(blocks, device.sm_count * resident)
+    cycles = full * max(resident * busy, alone)
+    if rest:
+        cycles += max(math.ceil(rest / device.sm_count) * busy, alone)
+    return float(1e3 * cycles / device.clock_hz)
+
+
+def _moved_bytes(problem: ProblemDescription, config: Config) -> int:
+    partial = 0 if config["splits"] == 1 else 8 * config["splits"] * problem.output.size
+    return problem.bytes + partial
+
+
+def _config(
+    tile_m: int, tile_n: int, tile_k: int, warps_m: int, warps_n: int, stages: int, splits: int, band: int
+) -> Config:
+    return Config.of(
+        tile_m=tile_m,
+        tile_n=tile_n,
+        tile_k=tile_k,
+        warps_m=warps_m,
+        warps_n=warps_n,
+        stages=stages,
+        splits=splits,
+        band=band,
+    )
+
+
+_SPLITS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+
+# What default_configs ranks by estimate; the last two are valid for every applicable problem of 2 and 4-byte elements.
+_SHORT_LIST = tuple(
+    _config(tile_m, tile_n, tile_k, warps_m, warps_n, stages, splits, 8)
+    for tile_m, tile_n, warps_m, warps_n in (
+        (128, 128, 2, 2),
+        (128, 256, 2, 4),
+        (256, 128, 4, 2),
+        (128, 64, 2, 2),
+        (64, 128, 2, 2),
+        (256, 64, 4, 1),
+        (64, 256, 1, 4),
+        (64, 64, 2, 2),
+        (128, 32, 4, 1),
+        (32, 128, 1, 4),
+        (64, 32, 2, 2),
+        (32, 64, 2, 2),
+        (256, 32, 4, 1),
+        (32, 256, 1, 4),
+        (128, 16, 4, 1),
+        (16, 128, 1, 4),
+        (64, 16, 4, 1),
+        (16, 64, 1, 4),
+        (32, 32, 2, 2),
+        (16, 16, 1, 1),
+    )
+    for tile_k, stages in ((16, 4), (32, 4), (64, 3))
+    for splits in _SPLITS
+)
+_LAST_RESORTS = (_config(16, 16, 16, 1, 1, 2, 1, 1), _config(16, 16, 32, 1, 1, 2, 1, 1))
+
+
+class ConvImplicitGemmMma(Solver):
+    """Implicit GEMM by mma.sync, cp.async and ldmatrix with float32 sums; split sums are added in a second pass.
+
+    float32 is split into two tf32, of which three products are added (3xTF32); where tf32 is allowed, it is cut to it.
+    Padding is multiplied as zeros: an infinity or NaN of the filter spreads to outputs at the border. In 3xTF32 an
+    infinity becomes NaN, as do values within 2**-11 of the largest float32.
+
+    Configuration: a block of `warps_m` x `warps_n` warps computes `tile_m` x `tile_n` elements, from `tile_k` products
+    of each at a time, with `stages` buffers; the sum is dealt to `splits` blocks; blocks go through tiles in bands of
+    `band` tiles along m. How many elements are copied at once follows from the channels.
+    """
+
+    id = "ConvImplicitGemmMma"
+    algorithm = Algorithm.IMPLICIT_GEMM
+    keys = (
+        KernelKey(
+            place=Place.CUDA,
+            library=Library.PLAIN,
+            dtypes=frozenset({DataType.FLOAT32, DataType.FLOAT16, DataType.BFLOAT16}),
+            layouts=frozenset(Layout),
+            min_sm=80,
+        ),
+    )
+    alignment_bytes = 16
+    is_dynamic = True
+    parameters: ClassVar[Mapping[str, Sequence[ConfigValue]]] = {
+        "tile_m": (16, 32, 64, 128, 256),
+        "tile_n": (16, 32, 64, 128, 256),
+        "tile_k": (16, 32, 64),
+        "warps_m": (1, 2, 4),
+        "warps_n": (1, 2, 4),
+        "stages": (2, 3, 4, 5),
+        "splits": _SPLITS,
+        "band": (1, 8),
+    }
+    sources = ("implicit_gemm_mma.cu",)
+
+    def examples(self) -> tuple[ProblemDescription, ...]:
+        conv = ProblemDescription.convolution
+        half, brain = DataType.FLOAT16, DataType.BFLOAT16
+        last, data, weights = Layout.NHWC, Direction.BACKWARD_DATA, Direction.BACKWARD_WEIGHTS
+        pads = ((1, 0), (2, 1))
+        return (
+            conv(x=(4, 64, 28, 28), w=(64, 64, 3, 3), padding=1, dtype=half, layout=last),
+            conv(x=(2, 3, 41, 43), w=(16, 3, 7, 7), padding=3, stride=2, dtype=half, layout=last),
+            conv(x=(2, 19, 17, 15), w=(37, 19, 3, 3), padding=pads, stride=2, dtype=half, layout=last, direction=data),
+            conv(x=(2, 32, 14, 13), w=(64, 4, 3, 3), padding=1, groups=8, dtype=half, layout=last, direction=weights),
+            conv(x=(8, 64, 14, 14), w=(128, 64, 1, 1), dtype=brain, layout=last, direction=weights),
+            conv(x=(2, 24, 15, 16), w=(40, 24, 1, 1), stride=2, dtype=brain, direction=data),
+            conv(x=(3, 12, 100), w=(20, 12, 9), padding=12, dilation=3, dtype=half),
+            conv(x=(2, 32, 5, 8, 8), w=(48, 32, 3, 3, 3), padding=1, dtype=half, layout=Layout.NDHWC),
+            conv(x=(2, 18, 15, 14), w=(20, 18, 3, 3), padding=1, direction=data),
+            conv(x=(2, 32, 20, 20), w=(48, 32, 3, 3), padding=1, layout=last, direction=weights, math=MathMode.TF32),
+        )
+
+    def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
+        tensors = (problem.x, problem.w, problem.y)
+        if len({(tensor.dtype, tensor.layout) for tensor in tensors}) > 1:
+            return Applicability("needs one dtype and one layout for x, w and y")
+        if problem.groups > 1 and problem.groups == problem.c == problem.k:
+            return Applicability("depthwise filters have no product for tensor cores")
+        if max(tensor.size for tensor in tensors) > _MAX_ELEMENTS:
+            return Applicability(f"counts elements in 32 bits: a tensor has more than {_MAX_ELEMENTS}")
+        if max(*problem.conv.pad_before, *problem.conv.pad_after) > _MAX_PADDING:
+            return Applicability(f"counts coordinates in 32 bits: padding is more than {_MAX_PADDING}")
+        if max(*problem.spatial, *problem.conv.stride, *problem.conv.dilation) > _MAX_COORDINATE - 2 * _MAX_PADDING:
+            return Applicability("counts coordinates in 32 bits: a size, stride or dilation is too large")
+        if problem.direction is Direction.BACKWARD_DATA and math.prod(problem.conv.stride) > _MAX_LAUNCHES:
+            return Applicability(f"stride {problem.conv.stride} takes more than {_MAX_LAUNCHES} launches")
+        if not any(self.is_valid_config(problem, device, config) for config in _LAST_RESORTS):
+            return Applicability("has more tiles than a grid")
+        return APPLICABLE
+
+    def is_valid_config(self, problem: ProblemDescription, device: Device, config: Config) -> bool:
+        if config["tile_k"] * problem.x.dtype.itemsize not in _SUM_BYTES:
+            return False
+        warp_m, warp_n = config["tile_m"] // config["warps_m"], config["tile_n"] // config["warps_n"]
+        if warp_m < 16 or warp_n < 16 or warp_m * warp_n > 64 * 64:
+            return False
+        if config["splits"] > 1 and 4 * config["splits"] * problem.output.size > _MAX_WORKSPACE_BYTES:
+            return False
+        launches = [(product, ProductTiling.of(problem, product, config)) for product in products(problem)]
+        if config["splits"] > max(1, *(tiling.steps for _, tiling in launches)):
+            return False
+        most_m, most_n = (max(getattr(product, i).count for product, _ in launches) for i in "mn")
+        if config["tile_m"] >= 2 * max(16, most_m) or config["tile_n"] >= 2 * max(16, most_n):
+            return False
+        return all(_fits(tiling, config, device) for _, tiling in launches)
+
+    def error_growth(self, problem: ProblemDescription, config: Config) -> float:
+        """Direct summation's bound, but for sums of two products and of one.
+
+        In 3xTF32 a product is off by up to 12 units of 2**-24 of its size: 2 where each factor's second part is
+        rounded, 4 of the parts left out, 4 of truncated sums; direct summation's bound for one product is 8. Longer
+        sums of a tile are truncated at every step, but tiles are short and added rounding to nearest.
+        """
+        if products_of_tf32(problem) == 1:
+            return 1.0
+        return max(1.0, 1.5 / math.sqrt(problem.reduction_length))
+
+    def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
+        valid = [config for config in _SHORT_LIST if self.is_valid_config(problem, device, config)]
+        ranked = sorted(valid, key=lambda config: self.estimate_ms(problem, device, config))
+        resorts = [config for config in _LAST_RESORTS if self.is_valid_config(problem, device, config)]
+        return tuple(_varied(ranked)[:8]) or tuple(resorts[:1])
+
+    def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
+        launches = products(problem)
+        busy_ms = sum(_launch_ms(problem, product, config, device) for product in launches)
+        moved_ms = 1e3 * _moved_bytes(problem, config) / device.bandwidth_bytes_per_s
+        count = len(launches) + int(config["splits"] > 1)
+        return float(_LAUNCH_MS * count + max(busy_ms, moved_ms) + 0.3 * min(busy_ms, moved_ms))
+
+    def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
+        steps = tuple(_launch(problem, product, config) for product in products(problem))
+        if config["splits"] == 1:
+            return ConvSolution(steps=steps)
+        partial = Region(name="partial", bytes=4 * config["splits"] * problem.output.size)
+        return ConvSolution(
+            steps=(*steps, _finish(problem, config, steps[0].defines)), workspace=WorkspacePlan((partial,))
+        )
+
+
+def _varied(ranked: Sequence[Config]) -> list[Config]:
+    """The first two of each shape of tile: estimates are too coarse to tell more of them apart."""
+    seen: Counter[tuple[int, int]] = Counter()
+    kept = []
+    for config in ranked:
+        shape = config["tile_m"], config["tile_n"]
+        if seen[shape] < 2:
+            kept.append(config)
+        seen[shape] += 1
+    return kept
+
+
+def _fits(tiling: ProductTiling, config: Config, device: Device) -> bool:
+    """Whether a launch is within what a block, a thread and a grid have."""
+    threads = threads_of(config)
+    sides = (tiling.a, tiling.b)
+    if any(side.row_vectors > threads or side.loads > _MAX_LOADS for side in sides):
+        return False
+    if tiling.gathers and config["tile_n"] // tiling.out_vector > threads:
+        return False
+    if tiling.tiles * config["splits"] > _MAX_ELEMENTS:
+        return False
+    if tiling.registers > _MAX_REGISTERS or tiling.registers * threads > 65536:
+        return False
+    return tiling.shared_bytes <= (device.shared_bytes or _SHARED_BYTES)
+
+
+SOLVERS = (ConvImplicitGemmMma(),)
