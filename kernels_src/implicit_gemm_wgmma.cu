@@ -1,4 +1,5 @@
-// Convolution as a matrix product on Hopper's tensor cores, channels last, 16-bit elements, float32 sums.
+// Convolution as a matrix product on Hopper's tensor cores, channels last, float32 sums; float32 elements count as
+// TF32.
 //
 // FORWARD:  y[m, k]  = sum_{tap, c} x[m at tap, c] * w[k, tap, c]   m: output pixels, rows; k: filters, columns
 // DATA:     dx[m, c] = sum_{tap, k} dy[m at tap, k] * w[k, tap, c]  m: input pixels; stride 1; taps backwards
@@ -24,17 +25,19 @@ constexpr int kBlocks = CONSUMERS * ROWS, kTileM = 64 * kBlocks, kTileN = TILE_N
 constexpr int kThreads = 128 * (CONSUMERS + 1);
 constexpr int kSums = TILE_N / 2;
 constexpr bool kMovesRegisters = kThreads * BLOCKS == 384;  // from the warpgroup that copies to those that multiply
-constexpr bool kDeepRows = KIND != WEIGHTS;    // the depth lies side by side in the rows' operand
-constexpr bool kDeepColumns = KIND == FORWARD;  // and in the columns'
+constexpr bool kDeepRows = KIND != WEIGHTS;                 // the depth lies side by side in the rows' operand
+constexpr int kElement = sizeof(ELEMENT);
+// And in the columns'; TF32 backward data takes a filter that `transpose_filters` has laid out so.
+constexpr bool kDeepColumns = KIND == FORWARD || (KIND == DATA && kElement == 4);
 
-// A span is what swizzling covers: the depth of a step, or 64 rows or columns (32 where the tile has no more).
-constexpr int kSpanDepth = 2 * kTileK;
-constexpr int kWide = kTileN % 64 == 0 ? 64 : 32;
-constexpr int kSpanWide = 2 * kWide;
+// A span is what swizzling covers: the depth of a step, or 128 bytes of rows or columns (64 where the tile has fewer).
+constexpr int kSpanDepth = kElement * kTileK;
+constexpr int kWide = kTileN * kElement % 128 == 0 ? 128 / kElement : 64 / kElement;
+constexpr int kSpanWide = kElement * kWide;
 static_assert(kSpanDepth == 128 || (kDeepRows && (kSpanDepth == 64 || kSpanDepth == 32)), "swizzles span 32 to 128");
 static_assert(ROWS * kSums <= 192, "sums stay in registers");
 
-constexpr int kRowBytes = 2 * kTileM * kTileK, kColumnBytes = 2 * kTileN * kTileK;
+constexpr int kRowBytes = kElement * kTileM * kTileK, kColumnBytes = kElement * kTileN * kTileK;
 constexpr int kStageBytes = kRowBytes + kColumnBytes;
 static_assert(kRowBytes % 1024 == 0 && kColumnBytes % 1024 == 0, "operands begin where swizzles do");
 // Of one consumer's tile: blocks of 64 rows, kWide columns.
@@ -42,14 +45,14 @@ constexpr int kOutBlock = 64 * kSpanWide;
 constexpr int kOutBytes = ROWS * (kTileN / kWide) * kOutBlock;
 
 // Depth side by side: rows of one span, 8 of them a repetition. Else: a repetition is 8 terms of kWide or 64.
-constexpr unsigned long long kRowForm = kDeepRows ? operand_form(16, 8 * kSpanDepth, kSpanDepth)
-                                                  : operand_form(kTileK * 128, 1024, 128);
+constexpr unsigned long long kRowForm =
+    kDeepRows ? operand_form(16, 8 * kSpanDepth, kSpanDepth) : operand_form(kTileK * 128, 1024, 128);
 constexpr unsigned long long kColumnForm = kDeepColumns ? operand_form(16, 8 * kSpanDepth, kSpanDepth)
                                                         : operand_form(kTileK * kSpanWide, 8 * kSpanWide, kSpanWide);
-// Bytes from 16 terms to the next, and from one block of 64 rows to the next.
+// Bytes from one product's terms to the next's, and from one block of 64 rows to the next.
 constexpr int kRowStep = kDeepRows ? 32 : 16 * 128;
 constexpr int kColumnStep = kDeepColumns ? 32 : 16 * kSpanWide;
-constexpr int kRowBlock = 64 * 2 * kTileK;
+constexpr int kRowBlock = 64 * kElement * kTileK;
 
 // Of one convolution; sizes of one group. `steps` are of a tile's depth: without WEIGHTS `chunks` a tap, which meet
 // `channels` in all. Copies of pixels walk images of `height` x `width`, from `low` on; taps step by `dilation`.
@@ -115,7 +118,7 @@ __device__ __forceinline__ void copy_step(const Shape& shape, const Item& item, 
     const int out_x = KIND == DATA ? shape.taps_x - 1 - tap_x : tap_x;
     copy_pixels(stage, rows, barrier, item.group * shape.channels + at, first.w, first.h, first.n,
                 out_x * shape.dilation_w, out_y * shape.dilation_h);
-    if constexpr (KIND == FORWARD) {
+    if constexpr (kDeepColumns) {
       copy_box(column_stage, columns, barrier, at, tap, item.group * shape.columns + item.tile_n * kTileN);
     } else {
 #pragma unroll
@@ -145,30 +148,49 @@ __device__ __forceinline__ void produce(const Shape& shape, const TensorMap* row
   }
 }
 
-// The tile's sums as elements, through shared memory: `out` of this consumer, `barrier` of its warpgroup.
-__device__ __forceinline__ void write_tile(const Shape& shape, const Item& item, const TensorMap* target, unsigned out,
-                                           int consumer, const float (&sums)[ROWS][kSums]) {
-  const int thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
-  if (thread == 0) stores_have_read();
-  warpgroup_barrier(1 + consumer);  // `out` may be written
-  const int row = 16 * warp + (lane & 15), half = lane >> 4;
-#pragma unroll
-  for (int r = 0; r < ROWS; r++)
+// Where 16 bytes of a row of a swizzled block are, by the number of their word.
+__device__ __forceinline__ int word_at(int row, int word) {
+  return row * kSpanWide + 16 * (kSpanWide == 128 ? word ^ (row & 7) : word ^ (row >> 1 & 3));
+}
+
+// 64 rows of sums as elements in shared memory, in blocks of kWide columns.
+__device__ __forceinline__ void lay_out(unsigned out, int warp, int lane, const float (&sums)[kSums]) {
+  if constexpr (kElement == 2) {
+    const int row = 16 * warp + (lane & 15), half = lane >> 4;
 #pragma unroll
     for (int j = 0; j < kTileN / 16; j++) {
       unsigned packed[4];
 #pragma unroll
       for (int i = 0; i < 4; i++) {
         Vector<ELEMENT, 2> pair;
-        pair.at[0] = convert<ELEMENT>(sums[r][8 * j + 2 * i]);
-        pair.at[1] = convert<ELEMENT>(sums[r][8 * j + 2 * i + 1]);
+        pair.at[0] = convert<ELEMENT>(sums[8 * j + 2 * i]);
+        pair.at[1] = convert<ELEMENT>(sums[8 * j + 2 * i + 1]);
         packed[i] = *reinterpret_cast<const unsigned*>(&pair);
       }
-      const int block = 16 * j / kWide, word = 2 * (j % (kWide / 16)) + half;
-      const int swizzled = kWide == 64 ? word ^ (row & 7) : word ^ (row >> 1 & 3);
-      const unsigned to = out + (r * (kTileN / kWide) + block) * kOutBlock + row * kSpanWide + 16 * swizzled;
-      store_matrices(to, packed[0], packed[1], packed[2], packed[3]);
+      const unsigned block = out + 16 * j / kWide * kOutBlock;
+      store_matrices(block + word_at(row, 2 * (j % (kWide / 16)) + half), packed[0], packed[1], packed[2], packed[3]);
     }
+  } else {
+    const int row = 16 * warp + lane / 4, t = lane % 4;
+#pragma unroll
+    for (int j = 0; j < kTileN / 8; j++) {
+      const unsigned block = out + 8 * j / kWide * kOutBlock;
+#pragma unroll
+      for (int below = 0; below < 2; below++)
+        store_pair(block + word_at(row + 8 * below, 2 * (j % (kWide / 8)) + t / 2) + 8 * (t % 2),
+                   sums[4 * j + 2 * below], sums[4 * j + 2 * below + 1]);
+    }
+  }
+}
+
+// The tile's sums as elements, through shared memory: `out` of this consumer, `barrier` of its warpgroup.
+__device__ __forceinline__ void write_tile(const Shape& shape, const Item& item, const TensorMap* target, unsigned out,
+                                           int consumer, const float (&sums)[ROWS][kSums]) {
+  const int thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
+  if (thread == 0) stores_have_read();
+  warpgroup_barrier(1 + consumer);  // `out` may be written
+#pragma unroll
+  for (int r = 0; r < ROWS; r++) lay_out(out + r * (kTileN / kWide) * kOutBlock, warp, lane, sums[r]);
   shared_writes_done();
   warpgroup_barrier(1 + consumer);  // `out` is written
   if (thread != 0) return;
@@ -195,11 +217,11 @@ __device__ __forceinline__ void write_part(const Shape& shape, const Item& item,
                                            const float (&sums)[ROWS][kSums]) {
   const int thread = threadIdx.x % 128, lane = thread % 32;
   const int taps = KIND == WEIGHTS ? shape.taps_y * shape.taps_x : 1;
-  const int64 pitch = KIND == WEIGHTS ? static_cast<int64>(taps) * shape.columns
-                                      : static_cast<int64>(shape.groups) * shape.columns;
+  const int64 pitch =
+      KIND == WEIGHTS ? static_cast<int64>(taps) * shape.columns : static_cast<int64>(shape.groups) * shape.columns;
   const int64 all_rows = KIND == WEIGHTS ? static_cast<int64>(shape.groups) * shape.rows : shape.rows;
-  const int64 first = KIND == WEIGHTS ? item.group * shape.rows * pitch + item.tap * shape.columns
-                                      : item.group * shape.columns;
+  const int64 first =
+      KIND == WEIGHTS ? item.group * shape.rows * pitch + item.tap * shape.columns : item.group * shape.columns;
   float* const part = parts + item.split * all_rows * pitch + first;
 #pragma unroll
   for (int r = 0; r < ROWS; r++) {
@@ -235,7 +257,7 @@ __device__ __forceinline__ void consume(const Shape& shape, const TensorMap* tar
       const unsigned columns = stages + slot * kStageBytes + kRowBytes;
       products_begin();
 #pragma unroll
-      for (int k = 0; k < kTileK / 16; k++)
+      for (int k = 0; k < kElement * kTileK / 32; k++)
 #pragma unroll
         for (int r = 0; r < ROWS; r++)
           Products<ELEMENT>::begin<!kDeepRows, !kDeepColumns>(
@@ -263,11 +285,11 @@ __device__ __forceinline__ void consume(const Shape& shape, const TensorMap* tar
 extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
     implicit_gemm_wgmma(const __grid_constant__ TensorMap rows, const __grid_constant__ TensorMap columns,
                         const __grid_constant__ TensorMap target, float* parts, int all_rows, int all_columns,
-                        int groups, int taps_y, int taps_x, int chunks, int channels, int height, int width, int stride_h,
-                        int stride_w, int low_h, int low_w, int dilation_h, int dilation_w, int tiles_m, int tiles_n,
-                        int steps, int splits, int items) {
+                        int groups, int taps_y, int taps_x, int chunks, int channels, int height, int width,
+                        int stride_h, int stride_w, int low_h, int low_w, int dilation_h, int dilation_w, int tiles_m,
+                        int tiles_n, int steps, int splits, int items) {
   const Shape shape{all_rows, all_columns, groups, taps_y,     taps_x,     chunks,  channels, height, width,  stride_h,
-                    stride_w, low_h,       low_w,  dilation_h, dilation_w, tiles_m, tiles_n, steps,  splits, items};
+                    stride_w, low_h,       low_w,  dilation_h, dilation_w, tiles_m, tiles_n,  steps,  splits, items};
   extern __shared__ char shared[];
   __shared__ alignas(8) unsigned long long barriers[2 * STAGES];
   const unsigned stages = (shared_address(shared) + 1023) / 1024 * 1024;
@@ -309,4 +331,25 @@ extern "C" __global__ void __launch_bounds__(256) add_parts(const float* parts, 
 #pragma unroll
   for (int i = 0; i < 4; i++) rounded.at[i] = convert<ELEMENT>(sum.at[i]);
   *reinterpret_cast<Vector<ELEMENT, 4>*>(out + at) = rounded;
+}
+
+// out[group, c, tap, k] = w[group, k, tap, c]; one block a 32 x 32 tile of one tap.
+extern "C" __global__ void __launch_bounds__(256)
+    transpose_filters(const ELEMENT* w, ELEMENT* out, int groups, int filters, int channels, int taps) {
+  __shared__ ELEMENT tile[32][33];
+  const int tiles_k = (filters + 31) / 32, tiles_c = (channels + 31) / 32;
+  int number = blockIdx.x;
+  const int first_c = number % tiles_c * 32;
+  number /= tiles_c;
+  const int first_k = number % tiles_k * 32;
+  number /= tiles_k;
+  const int tap = number % taps, group = number / taps;
+  const int x = threadIdx.x % 32;
+  for (int y = threadIdx.x / 32; y < 32; y += 8)
+    if (first_k + y < filters && first_c + x < channels)
+      tile[y][x] = w[(static_cast<int64>(group * filters + first_k + y) * taps + tap) * channels + first_c + x];
+  __syncthreads();  // the tile is there
+  for (int y = threadIdx.x / 32; y < 32; y += 8)
+    if (first_c + y < channels && first_k + x < filters)
+      out[(static_cast<int64>(group * channels + first_c + y) * taps + tap) * filters + first_k + x] = tile[x][y];
 }

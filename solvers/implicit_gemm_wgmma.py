@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from miofind.device import Device, Library, Place
-from miofind.problem import DataType, Direction, Layout, ProblemDescription
+from miofind.problem import DataType, Direction, Layout, MathMode, ProblemDescription
 from miofind.solution import (
     Box,
     Config,
@@ -31,13 +31,14 @@ from miofind.tiling.correlation import ceil_div
 
 _SOURCE = "implicit_gemm_wgmma.cu"
 _PARTS = "parts"
-_SPAN = 64
-"""Elements of 16 bits that the widest swizzle covers."""
+_FILTERS = "filters"
+_SPAN_BYTES = 128
+"""What the widest swizzle covers."""
 
+_ROW_BLOCK = 64
 _MAX_INT = 2**31 - 1
 _SHARED_BYTES = 227 << 10
 _STATIC_BYTES = 1024 + 256
-_BYTES = 2
 _MAX_CORNER = 127
 _MAX_TAP_OFFSET = 255
 _MAX_STRIDE = 8
@@ -106,6 +107,15 @@ class _Product:
     def is_weights(self) -> bool:
         return self.problem.direction is Direction.BACKWARD_WEIGHTS
 
+    @property
+    def element_bytes(self) -> int:
+        return self.problem.x.dtype.itemsize
+
+    @property
+    def transposes_filters(self) -> bool:
+        """Whether the filter is laid out anew: TF32 products take operands with their depth side by side alone."""
+        return self.problem.direction is Direction.BACKWARD_DATA and self.element_bytes == 4
+
     def steps(self, tile_k: int) -> int:
         """Steps of a tile's depth."""
         return ceil_div(self.depth, tile_k) * (1 if self.is_weights else math.prod(self.taps))
@@ -124,11 +134,11 @@ def _tile_m(config: Config) -> int:
     return 64 * int(config["consumers"]) * int(config["rows"])
 
 
-def _shared_bytes(config: Config) -> int:
+def _shared_bytes(product: _Product, config: Config) -> int:
     """Dynamic shared memory: the ring of stages, and the tile on its way out."""
     tile_m, tile_n = _tile_m(config), int(config["tile_n"])
-    stage = _BYTES * (tile_m + tile_n) * int(config["tile_k"])
-    return 1024 + int(config["stages"]) * stage + _BYTES * tile_m * tile_n
+    stage = (tile_m + tile_n) * int(config["tile_k"])
+    return 1024 + product.element_bytes * (int(config["stages"]) * stage + tile_m * tile_n)
 
 
 def _sums(config: Config) -> int:
@@ -137,53 +147,56 @@ def _sums(config: Config) -> int:
     return 176 if threads == 384 else min(255, 65536 // threads // 8 * 8) - 56
 
 
-def _map(buffer: str, problem: ProblemDescription, sizes: Sequence[int], copy: Box | Im2col, span: int) -> TensorMap:
-    """A map of a packed tensor, dimensions innermost first; `span` elements are swizzled together."""
-    strides, bytes_ = [], _BYTES
-    for size in sizes[:-1]:
-        bytes_ *= size
-        strides.append(bytes_)
-    element = problem.x.dtype.value
+def _map(product: _Product, buffer: str, sizes: Sequence[int], copy: Box | Im2col, *, loads: bool = True) -> TensorMap:
+    """A map of a packed tensor, dimensions innermost first; what a copy takes of the innermost is swizzled together."""
+    itemsize, element = product.element_bytes, product.problem.x.dtype.value
+    strides = [itemsize * math.prod(sizes[: i + 1]) for i in range(len(sizes) - 1)]
+    innermost = copy.sizes[0] if isinstance(copy, Box) else copy.channels
     return TensorMap(
         pointer=Pointer(buffer=buffer),
-        element=element,
+        element="tfloat32" if element == "float32" and loads else element,
         sizes=tuple(sizes),
         strides_bytes=tuple(strides),
         copy=copy,
-        swizzle_bytes=_BYTES * span,
+        swizzle_bytes=itemsize * innermost,
     )
+
+
+def _wide(product: _Product, config: Config) -> int:
+    """Columns that are swizzled together where they lie side by side."""
+    widest = _SPAN_BYTES // product.element_bytes
+    return widest if config["tile_n"] % widest == 0 else widest // 2
 
 
 def _maps(product: _Product, config: Config) -> tuple[TensorMap, TensorMap, TensorMap]:
     """Maps of the rows' and the columns' operand and of the result."""
     problem, groups = product.problem, product.problem.groups
-    tile_k, tile_n = int(config["tile_k"]), int(config["tile_n"])
-    wide = _SPAN if tile_n % _SPAN == 0 else _SPAN // 2
+    tile_k, tile_n, wide = int(config["tile_k"]), int(config["tile_n"]), _wide(product, config)
     taps = math.prod(product.taps)
     c, k = problem.c // groups, problem.k // groups
-    images = problem.tensor(product.pixels)
-    walk_channels, walk_pixels = (wide, tile_k) if product.is_weights else (tile_k, _tile_m(config))
+    _, channels, height, width = problem.tensor(product.pixels).shape
     walk = Im2col(
         lower=(product.low[1], product.low[0]),
         upper=(product.high[1], product.high[0]),
         strides=(product.strides[1], product.strides[0]),
-        channels=walk_channels,
-        pixels=walk_pixels,
+        channels=wide if product.is_weights else tile_k,
+        pixels=tile_k if product.is_weights else _tile_m(config),
     )
-    _, channels, height, width = images.shape
-    pixels = _map(product.pixels, problem, (channels, width, height, problem.n), walk, walk_channels)
-    filters = (c, taps, problem.k)
+    pixels = _map(product, product.pixels, (channels, width, height, problem.n), walk)
     outputs = math.prod(problem.out_spatial) * problem.n
     inputs = math.prod(problem.spatial) * problem.n
-    out = Box(sizes=(wide, 1, _SPAN))
+    out = Box(sizes=(wide, 1, _ROW_BLOCK))
+    deep = Box(sizes=(tile_k, 1, tile_n))
     if product.is_weights:
-        rows = _map("y", problem, (k, groups, outputs), Box(sizes=(_SPAN, 1, tile_k)), _SPAN)
-        return rows, pixels, _map("w", problem, filters, out, wide)
+        rows = _map(product, "y", (k, groups, outputs), Box(sizes=(_ROW_BLOCK, 1, tile_k)))
+        return rows, pixels, _map(product, "w", (c, taps, problem.k), out, loads=False)
     if problem.direction is Direction.FORWARD:
-        columns = _map("w", problem, filters, Box(sizes=(tile_k, 1, tile_n)), tile_k)
-        return pixels, columns, _map("y", problem, (k, groups, outputs), out, wide)
-    columns = _map("w", problem, filters, Box(sizes=(wide, 1, tile_k)), wide)
-    return pixels, columns, _map("x", problem, (c, groups, inputs), out, wide)
+        columns = _map(product, "w", (c, taps, problem.k), deep)
+        return pixels, columns, _map(product, "y", (k, groups, outputs), out, loads=False)
+    target = _map(product, "x", (c, groups, inputs), out, loads=False)
+    if product.transposes_filters:
+        return pixels, _map(product, _FILTERS, (k, taps, problem.c), deep), target
+    return pixels, _map(product, "w", (c, taps, problem.k), Box(sizes=(wide, 1, tile_k))), target
 
 
 _KINDS = {Direction.FORWARD: "FORWARD", Direction.BACKWARD_DATA: "DATA", Direction.BACKWARD_WEIGHTS: "WEIGHTS"}
@@ -210,7 +223,7 @@ def _multiply(product: _Product, config: Config, device: Device) -> KernelStep:
         entry="implicit_gemm_wgmma",
         grid=(min(items, max(1, device.sm_count) * int(config["blocks"])), 1, 1),
         block=(128 * (int(config["consumers"]) + 1), 1, 1),
-        shared_bytes=_shared_bytes(config),
+        shared_bytes=_shared_bytes(product, config),
         defines=_defines(product, config),
         args=(*_maps(product, config), parts, *(Scalar(ctype="int32", value=value) for value in values)),
     )
@@ -235,6 +248,23 @@ def _add(product: _Product, config: Config) -> KernelStep:
     )
 
 
+def _transpose(product: _Product, config: Config) -> KernelStep:
+    problem = product.problem
+    c, k, taps = problem.c // problem.groups, problem.k // problem.groups, math.prod(product.taps)
+    return KernelStep(
+        source=_SOURCE,
+        entry="transpose_filters",
+        grid=(ceil_div(c, 32) * ceil_div(k, 32) * taps * problem.groups, 1, 1),
+        block=(256, 1, 1),
+        defines=_defines(product, config),
+        args=(
+            Pointer(buffer="w"),
+            Pointer(buffer=_FILTERS),
+            *(Scalar(ctype="int32", value=value) for value in (problem.groups, k, c, taps)),
+        ),
+    )
+
+
 def _defines(product: _Product, config: Config) -> tuple[tuple[str, str | int], ...]:
     return (
         ("ELEMENT", product.problem.x.dtype.value),
@@ -243,7 +273,8 @@ def _defines(product: _Product, config: Config) -> tuple[tuple[str, str | int], 
     )
 
 
-# Of an H200: operations of a multiprocessor a cycle, bytes that it gets from the L2 cache, cycles a second.
+# Of an H200: rows times columns times bytes of depth that a multiprocessor multiplies a cycle, bytes that it gets from
+# the L2 cache in one, cycles a second.
 _OPERATIONS = 4096
 _CACHE_BYTES = 44
 _CLOCK_HZ = 1.7e9
@@ -256,24 +287,28 @@ def _busy_ms(product: _Product, config: Config, device: Device) -> float:
     tile_m, tile_n, tile_k = _tile_m(config), int(config["tile_n"]), int(config["tile_k"])
     splits, blocks = int(config["splits"]), int(config["blocks"])
     steps = product.steps(tile_k) / splits
-    multiply = 2 * tile_m * tile_n * tile_k / _OPERATIONS * blocks
-    if tile_n < 128:
-        multiply *= (_BYTES * 16 * (64 + tile_n) / 128) / (64 * tile_n * 32 / _OPERATIONS)
-    copy = _BYTES * (tile_m + tile_n) * tile_k / _CACHE_BYTES * blocks
-    out = tile_m * tile_n * (4 if splits > 1 else _BYTES) / 32
+    depth_bytes = product.element_bytes * tile_k
+    multiply = tile_m * tile_n * depth_bytes / _OPERATIONS * blocks
+    if tile_n < 128:  # each product reads its operands, 128 bytes a cycle
+        multiply *= 2 * (64 + tile_n) / tile_n / 4
+    copy = (tile_m + tile_n) * depth_bytes / _CACHE_BYTES * blocks
+    out = tile_m * tile_n * (4 if splits > 1 else product.element_bytes) / 32
     waves = ceil_div(product.items(config), max(1, device.sm_count) * blocks)
-    cycles = _FILL_CYCLES + waves * (steps * max(multiply, copy, _STEP_CYCLES * tile_k / 16) + out)
+    cycles = _FILL_CYCLES + waves * (steps * max(multiply, copy, _STEP_CYCLES * depth_bytes / 32) + out)
     ms = 1e3 * cycles / _CLOCK_HZ
+    if product.transposes_filters:
+        ms += _LAUNCH_MS
     if splits > 1:
-        moved = product.problem.output.size * (4 * splits + _BYTES)
+        moved = product.problem.output.size * (4 * splits + product.element_bytes)
         ms += _LAUNCH_MS + 1e3 * moved / device.bandwidth_bytes_per_s
     return ms
 
 
 class ConvImplicitGemmWgmma(Solver):
-    """Convolution as a matrix product on wgmma and TMA: NHWC, float16 and bfloat16, sums in float32.
+    """Convolution as a matrix product on wgmma and TMA: NHWC, sums in float32.
 
-    Channels and filters of a group are multiples of 8; backward data has stride 1. Parts of a tile's depth are added
+    Serves float16 and bfloat16, and float32 as TF32 but for backward weights. Channels and filters of a group take
+    multiples of 16 bytes; backward data has stride 1. Parts of a tile's depth are added
     in a second pass, in order, so equal inputs give equal bits.
 
     Source: NVIDIA CUTLASS, include/cutlass/conv, for im2col copies of each direction; PTX ISA, wgmma.
@@ -285,7 +320,7 @@ class ConvImplicitGemmWgmma(Solver):
         KernelKey(
             place=Place.CUDA,
             library=Library.PLAIN,
-            dtypes=frozenset({DataType.FLOAT16, DataType.BFLOAT16}),
+            dtypes=frozenset({DataType.FLOAT16, DataType.BFLOAT16, DataType.FLOAT32}),
             layouts=frozenset({Layout.NWC, Layout.NHWC}),
             min_sm=90,
             archs=("90a",),
@@ -298,7 +333,7 @@ class ConvImplicitGemmWgmma(Solver):
         "consumers": (1, 2),
         "rows": (1, 2),
         "tile_n": (32, 64, 96, 128, 192, 256),
-        "tile_k": (16, 32, 64),
+        "tile_k": (8, 16, 32, 64),
         "stages": (3, 4, 5, 6, 8),
         "splits": (1, 2, 3, 4, 6, 8, 12, 16, 24, 32),
         "blocks": (1, 2),
@@ -314,6 +349,8 @@ class ConvImplicitGemmWgmma(Solver):
             conv(x=(2, 64, 14, 14), w=(128, 64, 3, 3), padding=1),
             conv(x=(3, 24, 15, 9), w=(40, 24, 3, 2), padding=((1, 2), (0, 1)), stride=2),
             conv(x=(2, 128, 9, 9), w=(96, 64, 1, 1), groups=2, dtype=DataType.BFLOAT16),
+            conv(x=(2, 36, 14, 14), w=(20, 36, 3, 3), padding=1, dtype=DataType.FLOAT32, math="tf32"),
+            conv(data, x=(2, 20, 9, 9), w=(36, 20, 3, 3), padding=1, dtype=DataType.FLOAT32, math="tf32"),
             conv(data, x=(2, 72, 12, 11), w=(64, 72, 5, 3), padding=(2, 1)),
             conv(weights, x=(2, 64, 14, 14), w=(72, 64, 3, 3), padding=1, dilation=2),
         )
@@ -321,11 +358,15 @@ class ConvImplicitGemmWgmma(Solver):
     def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
         if len({tensor.dtype for tensor in (problem.x, problem.w, problem.y)}) > 1:
             return Applicability("needs one dtype for x, w and y")
+        if problem.x.dtype is DataType.FLOAT32:
+            if problem.math is not MathMode.TF32:
+                return Applicability("multiplies float32 as TF32, which math='tf32' allows")
+            if problem.direction is Direction.BACKWARD_WEIGHTS:
+                return Applicability("serves backward weights in 16 bits: TF32 products take no transposed operands")
         c, k = problem.c // problem.groups, problem.k // problem.groups
-        if c % 8 or k % 8:
-            return Applicability(
-                f"copies 16 bytes at once: a group has {c} channels and {k} filters, no multiples of 8"
-            )
+        unit = 16 // problem.x.dtype.itemsize
+        if c % unit or k % unit:
+            return Applicability(f"copies 16 bytes: {c} channels or {k} filters a group are no multiple of {unit}")
         if problem.output.size == 0 or problem.flops == 0:
             return Applicability("has no empty products")
         conv = problem.conv
@@ -353,15 +394,16 @@ class ConvImplicitGemmWgmma(Solver):
         splits, blocks = int(config["splits"]), int(config["blocks"])
         if config["rows"] * tile_n > 256 or (config["rows"] == 2 and config["consumers"] == 1):
             return False
-        if product.is_weights and tile_k != _SPAN:
+        depth_bytes = product.element_bytes * tile_k
+        if depth_bytes not in ((_SPAN_BYTES,) if product.is_weights else (32, 64, _SPAN_BYTES)):
             return False
         if problem.groups > 1 and not product.is_weights and product.depth % tile_k:
             return False
-        if problem.groups > 1 and product.is_weights and product.rows % _SPAN and splits == 1:
+        if problem.groups > 1 and product.is_weights and product.rows % _ROW_BLOCK and splits == 1:
             return False  # stores are cut off at the tensor's end, not at a group's
         if tile_n >= 2 * max(32, product.columns) or tile_m >= 2 * max(64, product.rows):
             return False
-        if tile_k > 16 and not product.is_weights and tile_k >= 2 * product.depth:
+        if depth_bytes > 32 and not product.is_weights and tile_k >= 2 * product.depth:
             return False
         if splits > 1:
             parts = splits * problem.output.size * 4
@@ -370,7 +412,7 @@ class ConvImplicitGemmWgmma(Solver):
         if config["rows"] * tile_n // 2 > _sums(config):
             return False
         shared = (device.shared_bytes or _SHARED_BYTES) + 1024
-        if blocks * (_shared_bytes(config) + _STATIC_BYTES) > shared:
+        if blocks * (_shared_bytes(product, config) + _STATIC_BYTES) > shared:
             return False
         return product.items(config) <= _MAX_INT
 
@@ -385,12 +427,14 @@ class ConvImplicitGemmWgmma(Solver):
 
     def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
         product = _Product.of(problem)
-        splits = int(config["splits"])
-        if splits == 1:
-            return ConvSolution(steps=(_multiply(product, config, device),))
-        parts = Region(name=_PARTS, bytes=4 * splits * problem.output.size)
-        steps = (_multiply(product, config, device), _add(product, config))
-        return ConvSolution(steps=steps, workspace=WorkspacePlan((parts,)))
+        steps, regions = [_multiply(product, config, device)], []
+        if product.transposes_filters:
+            steps.insert(0, _transpose(product, config))
+            regions.append(Region(name=_FILTERS, bytes=problem.w.bytes))
+        if config["splits"] > 1:
+            steps.append(_add(product, config))
+            regions.append(Region(name=_PARTS, bytes=4 * int(config["splits"]) * problem.output.size))
+        return ConvSolution(steps=tuple(steps), workspace=WorkspacePlan(tuple(regions)))
 
 
 _TILES = (
@@ -409,7 +453,8 @@ _TILES = (
 
 def _candidates(product: _Product) -> list[Config]:
     """Likely configurations, whatever the problem."""
-    depths = (64,) if product.is_weights else (64, 32, 16)
+    spans = (_SPAN_BYTES,) if product.is_weights else (_SPAN_BYTES, 64, 32)
+    depths = [span // product.element_bytes for span in spans]
     splits = (1, 2, 4, 8, 16, 32)
     return [
         Config({**tile, "tile_k": depth, "splits": count, "blocks": 1})

@@ -47,8 +47,8 @@ __device__ __forceinline__ void barrier_wait(unsigned barrier, unsigned parity) 
 
 __device__ __forceinline__ void copy_box(unsigned to, const TensorMap* map, unsigned barrier, int x, int y, int z) {
   asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];" ::"r"(
-          to),
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];" ::
+          "r"(to),
       "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z)
       : "memory");
 }
@@ -57,7 +57,8 @@ __device__ __forceinline__ void copy_box(unsigned to, const TensorMap* map, unsi
 __device__ __forceinline__ void copy_pixels(unsigned to, const TensorMap* map, unsigned barrier, int c, int w, int h,
                                             int n, unsigned short tap_w, unsigned short tap_h) {
   asm volatile(
-      "cp.async.bulk.tensor.4d.shared::cluster.global.im2col.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], "
+      "cp.async.bulk.tensor.4d.shared::cluster.global.im2col.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, "
+      "%6}], "
       "[%2], {%7, %8};" ::"r"(to),
       "l"(map), "r"(barrier), "r"(c), "r"(w), "r"(h), "r"(n), "h"(tap_w), "h"(tap_h)
       : "memory");
@@ -111,6 +112,10 @@ __device__ __forceinline__ void store_matrices(unsigned address, unsigned a, uns
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b),
                "r"(c), "r"(d)
                : "memory");
+}
+
+__device__ __forceinline__ void store_pair(unsigned address, float first, float second) {
+  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(first), "f"(second) : "memory");
 }
 
 __device__ __forceinline__ void products_begin() {

@@ -1,7 +1,8 @@
-// sums (64 x PRODUCT_COLUMNS) += a (64 x 16) * b (16 x PRODUCT_COLUMNS), by a warpgroup, both operands in shared memory.
+// sums (64 x PRODUCT_COLUMNS) += a (64 x 16) * b (16 x PRODUCT_COLUMNS), by a warpgroup, both operands in shared
+// memory. Of float32 elements, which count as TF32, the depth is 8.
 //
-// Sums, warp w, lane l with g = l / 4 and t = l % 4, as PTX ISA has them for wgmma.m64nNk16: sums[4 * j] holds (row 16 *
-// w + g, column 8 * j + 2 * t), [4 * j + 1] the next column, [4 * j + 2] and [4 * j + 3] row + 8.
+// Sums, warp w, lane l with g = l / 4 and t = l % 4, as PTX ISA has them for wgmma.m64nNk16: sums[4 * j] holds (row 16
+// * w + g, column 8 * j + 2 * t), [4 * j + 1] the next column, [4 * j + 2] and [4 * j + 3] row + 8.
 #pragma once
 
 #include "common/hopper.cuh"
@@ -22,41 +23,52 @@
 #define SUMS_16(i) SUMS_4(i), SUMS_4(i + 4), SUMS_4(i + 8), SUMS_4(i + 12)
 
 #if PRODUCT_COLUMNS == 32
-#define PRODUCT_AT "{" AT_0 "}, %16, %17, go, 1, 1, %19, %20;"
+#define PRODUCT_AT "{" AT_0 "}, %16, %17, go, 1, 1"
+#define PRODUCT_TRANSPOSED ", %19, %20"
 #define PRODUCT_GO "%18"
 #define PRODUCT_SUMS SUMS_16(0)
 #elif PRODUCT_COLUMNS == 64
-#define PRODUCT_AT "{" AT_0 ", " AT_1 "}, %32, %33, go, 1, 1, %35, %36;"
+#define PRODUCT_AT "{" AT_0 ", " AT_1 "}, %32, %33, go, 1, 1"
+#define PRODUCT_TRANSPOSED ", %35, %36"
 #define PRODUCT_GO "%34"
 #define PRODUCT_SUMS SUMS_16(0), SUMS_16(16)
 #elif PRODUCT_COLUMNS == 96
-#define PRODUCT_AT "{" AT_0 ", " AT_1 ", " AT_2 "}, %48, %49, go, 1, 1, %51, %52;"
+#define PRODUCT_AT "{" AT_0 ", " AT_1 ", " AT_2 "}, %48, %49, go, 1, 1"
+#define PRODUCT_TRANSPOSED ", %51, %52"
 #define PRODUCT_GO "%50"
 #define PRODUCT_SUMS SUMS_16(0), SUMS_16(16), SUMS_16(32)
 #elif PRODUCT_COLUMNS == 128
-#define PRODUCT_AT "{" AT_0 ", " AT_1 ", " AT_2 ", " AT_3 "}, %64, %65, go, 1, 1, %67, %68;"
+#define PRODUCT_AT "{" AT_0 ", " AT_1 ", " AT_2 ", " AT_3 "}, %64, %65, go, 1, 1"
+#define PRODUCT_TRANSPOSED ", %67, %68"
 #define PRODUCT_GO "%66"
 #define PRODUCT_SUMS SUMS_16(0), SUMS_16(16), SUMS_16(32), SUMS_16(48)
 #elif PRODUCT_COLUMNS == 192
-#define PRODUCT_AT "{" AT_0 ", " AT_1 ", " AT_2 ", " AT_3 ", " AT_4 ", " AT_5 "}, %96, %97, go, 1, 1, %99, %100;"
+#define PRODUCT_AT "{" AT_0 ", " AT_1 ", " AT_2 ", " AT_3 ", " AT_4 ", " AT_5 "}, %96, %97, go, 1, 1"
+#define PRODUCT_TRANSPOSED ", %99, %100"
 #define PRODUCT_GO "%98"
 #define PRODUCT_SUMS SUMS_16(0), SUMS_16(16), SUMS_16(32), SUMS_16(48), SUMS_16(64), SUMS_16(80)
 #elif PRODUCT_COLUMNS == 256
-#define PRODUCT_AT "{" AT_0 ", " AT_1 ", " AT_2 ", " AT_3 ", " AT_4 ", " AT_5 ", " AT_6 ", " AT_7 "}, %128, %129, go, 1, 1, %131, %132;"
+#define PRODUCT_AT \
+  "{" AT_0 ", " AT_1 ", " AT_2 ", " AT_3 ", " AT_4 ", " AT_5 ", " AT_6 ", " AT_7 "}, %128, %129, go, 1, 1"
+#define PRODUCT_TRANSPOSED ", %131, %132"
 #define PRODUCT_GO "%130"
-#define PRODUCT_SUMS SUMS_16(0), SUMS_16(16), SUMS_16(32), SUMS_16(48), SUMS_16(64), SUMS_16(80), SUMS_16(96), SUMS_16(112)
+#define PRODUCT_SUMS \
+  SUMS_16(0), SUMS_16(16), SUMS_16(32), SUMS_16(48), SUMS_16(64), SUMS_16(80), SUMS_16(96), SUMS_16(112)
 #else
 #error "no product has that many columns"
 #endif
 
 #define TEXT_OF(value) TEXT_OF_VALUE(value)
 #define TEXT_OF_VALUE(value) #value
-#define PRODUCT(kind)                                                                                      \
-  asm volatile("{\n\t.reg .pred go;\n\tsetp.ne.b32 go, " PRODUCT_GO ", 0;\n\t"                            \
-               "wgmma.mma_async.sync.aligned.m64n" TEXT_OF(PRODUCT_COLUMNS) "k16.f32." kind "." kind " " PRODUCT_AT "\n\t}" \
-               : PRODUCT_SUMS                                                                              \
-               : "l"(a), "l"(b), "r"(static_cast<int>(adds)), "n"(TransposeA), "n"(TransposeB)             \
+#define PRODUCT(depth, kind, transposed, ...)                                                                  \
+  asm volatile("{\n\t.reg .pred go;\n\tsetp.ne.b32 go, " PRODUCT_GO                                            \
+               ", 0;\n\t"                                                                                      \
+               "wgmma.mma_async.sync.aligned.m64n" TEXT_OF(PRODUCT_COLUMNS) "k" depth ".f32." kind "." kind    \
+                                                                            " " PRODUCT_AT transposed ";\n\t}" \
+               : PRODUCT_SUMS                                                                                  \
+               : "l"(a), "l"(b), "r"(static_cast<int>(adds))__VA_ARGS__                                        \
                : "memory")
+#define BOTH_WAYS , "n"(TransposeA), "n"(TransposeB)
 
 // Begins the product; without `adds` the sums are replaced. A transposed operand is stored with its rows (of a) or
 // columns (of b) side by side, not its 16 terms.
@@ -68,7 +80,7 @@ struct Products<float16> {
   template <int TransposeA, int TransposeB>
   static __device__ __forceinline__ void begin(float (&sums)[PRODUCT_COLUMNS / 2], unsigned long long a,
                                                unsigned long long b, bool adds) {
-    PRODUCT("f16");
+    PRODUCT("16", "f16", PRODUCT_TRANSPOSED, BOTH_WAYS);
   }
 };
 
@@ -77,6 +89,16 @@ struct Products<bfloat16> {
   template <int TransposeA, int TransposeB>
   static __device__ __forceinline__ void begin(float (&sums)[PRODUCT_COLUMNS / 2], unsigned long long a,
                                                unsigned long long b, bool adds) {
-    PRODUCT("bf16");
+    PRODUCT("16", "bf16", PRODUCT_TRANSPOSED, BOTH_WAYS);
+  }
+};
+
+template <>
+struct Products<float32> {
+  template <int TransposeA, int TransposeB>
+  static __device__ __forceinline__ void begin(float (&sums)[PRODUCT_COLUMNS / 2], unsigned long long a,
+                                               unsigned long long b, bool adds) {
+    static_assert(!TransposeA && !TransposeB, "only 16-bit operands can be transposed");
+    PRODUCT("8", "tf32", "", );
   }
 };
