@@ -24,6 +24,7 @@ from miofind.finddb.values import (
     EFFORTS,
     ROW_FIELDS,
     SCOPE_FIELDS,
+    USABLE_STATUSES,
     VERDICT_FIELDS,
     Comparison,
     Row,
@@ -40,7 +41,8 @@ _EARLY = len(ROW_FIELDS) - len(_LATE_DEFAULTS)
 _KINDS = {"str": (str,), "int": (int,), "bool": (bool,), "float | None": (float, NoneType)}
 _ROW_KINDS = tuple(_KINDS[str(item.type)] for item in fields(Row))
 _ROW_SHAPES = frozenset(product(*_ROW_KINDS))
-_TIME, _WORKSPACE = map(ROW_FIELDS.index, ("time_ms", "workspace_bytes"))
+_TIME, _WORKSPACE, _STATUS = map(ROW_FIELDS.index, ("time_ms", "workspace_bytes", "status"))
+_COUNTED = [place for place, kinds in enumerate(_ROW_KINDS) if int in kinds or float in kinds]
 _SCOPE_SHAPES = frozenset(product((dict,), (dict,), (int, NoneType), (str,), (bool,), (str,), (str,)))
 
 # A frozen dataclass sets each field by name, which costs three times as much as all else of a look-up's decoding.
@@ -219,7 +221,9 @@ def _values(line: str) -> list[Any]:
     """The fields of a row, those that are compared within their bounds, all of whatever types they have."""
     try:
         values: list[Any]
-        values, _ = _raw_decode(line)
+        values, end = _raw_decode(line)
+        if end != len(line):
+            raise _unreadable(line)
         values += _LATE_DEFAULTS[len(values) - _EARLY :]
         if len(values) == len(ROW_FIELDS) and 0 < values[_TIME] < math.inf and 0 <= values[_WORKSPACE] < 1 << 63:
             return values
@@ -231,8 +235,11 @@ def _values(line: str) -> list[Any]:
 def _row(line: str) -> Row:
     row = object.__new__(Row)
     values = _values(line)
-    if tuple(map(type, values)) not in _ROW_SHAPES:
+    if tuple(map(type, values)) not in _ROW_SHAPES or values[_STATUS] not in USABLE_STATUSES:
         raise _unreadable(line)
+    for place in _COUNTED:
+        if values[place] is not None and not 0 <= values[place] < math.inf:
+            raise _unreadable(line)
     for set_field, value in zip(_ROW_SETTERS, values, strict=True):
         set_field(row, value)
     return row

@@ -258,7 +258,10 @@ def write_packed(connection: Connection, histories: Sequence[History], notes: Ma
     connection.execute(insert(schema.device), [{"id": id_, "identity": name} for name, id_ in devices.items()])
     versions = {name: canonical_json(dict(v)) for history in histories for name, v in history.environments.items()}
     _insert(connection, schema.environment, [{"id": name, "versions": versions[name]} for name in sorted(versions)])
-    payloads = [{"problem_id": number, "payload": packed.pack(text)} for number, text in enumerate(texts, 1)]
+    payloads = [
+        {"problem_id": number, "payload": packed.pack(history.device, history.network_config, text)}
+        for number, (history, text) in enumerate(zip(histories, texts, strict=True), 1)
+    ]
     connection.execute(insert(schema.packed_answer), payloads)
     problems = [
         {"id": number, "device_id": devices[history.device], "network_config": history.network_config}

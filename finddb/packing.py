@@ -2,7 +2,7 @@
 
 The text is the answer's, of all rows and scopes, then an empty line and the verdicts. Ids are left out, since they
 follow from the content. Texts of a file are much alike: a dictionary holds what they share. Whoever may have written a
-text, it is read within bounds. Nothing here knows SQL.
+text, it is read within bounds, and a checksum over the problem's key and the text tells damage. Nothing here knows SQL.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ DICTIONARY_CHARS = 1 << 14
 """A longer one makes a file hardly smaller, and a shorter one a look-up no faster."""
 
 _MAX_DICTIONARY_CHARS = 1 << 15  # what deflate can look back on
-_RAW = -15  # no header and no checksum: the content of a release has a hash
+_RAW = -15  # no header: each is of one form
+_CHECK_BYTES = 4
 _BREAK = "\n\n"
 _VARYING = re.compile(r'"\d{4}-\d\d-\d\dT[^"]*"|\d+\.\d+(?:e-\d+)?')
 """What is of one row alone: its time stamp, its times and its error."""
@@ -62,33 +63,36 @@ class Packing:
         self.dictionary = dictionary
         self._shared = dictionary.encode("ascii")
 
-    def pack(self, text: str) -> bytes:
-        """The text, compressed."""
+    def pack(self, device: str, network_config: str, text: str) -> bytes:
+        """A checksum and the text of a problem, compressed."""
         packer = zlib.compressobj(level=9, wbits=_RAW, memLevel=9, zdict=self._shared)
-        return packer.compress(text.encode("ascii")) + packer.flush()
+        plain = text.encode("ascii")
+        return _checksum(device, network_config, plain) + packer.compress(plain) + packer.flush()
 
-    def unpack(self, payload: bytes) -> str:
-        """The text that was packed.
+    def unpack(self, device: str, network_config: str, payload: bytes) -> str:
+        """The text of a problem that was packed.
 
         Raises:
             TypeError, ValueError: none was.
         """
         unpacker = zlib.decompressobj(wbits=_RAW, zdict=self._shared)
         try:
-            text = unpacker.decompress(payload, MAX_TEXT_CHARS + 1)
+            text = unpacker.decompress(payload[_CHECK_BYTES:], MAX_TEXT_CHARS + 1)
         except zlib.error as error:
             raise ValueError(f"an answer is damaged, {error}") from error
         if not unpacker.eof or unpacker.unused_data:
             raise ValueError("an answer is cut off, or longer than any")
+        if _checksum(device, network_config, text) != payload[:_CHECK_BYTES]:
+            raise ValueError("an answer or its problem is damaged, their checksum differs")
         return text.decode("ascii")
 
-    def answer_text(self, payload: bytes) -> str:
+    def answer_text(self, device: str, network_config: str, payload: bytes) -> str:
         """The part of a packed text that `answers.decode` takes.
 
         Raises:
             TypeError, ValueError: there is none.
         """
-        return self.unpack(payload).partition(_BREAK)[0]
+        return self.unpack(device, network_config, payload).partition(_BREAK)[0]
 
     def history(self, key: ProblemKey, payload: bytes) -> History:
         """The packed history of a problem, in the order of a store's, without environments.
@@ -113,7 +117,7 @@ class Packing:
         Raises:
             TypeError, ValueError, RecursionError, DatabaseError: as for `history`.
         """
-        answer_text, _, verdicts_text = self.unpack(payload).partition(_BREAK)
+        answer_text, _, verdicts_text = self.unpack(key.device, key.network_config, payload).partition(_BREAK)
         answer = answers.decode(key.device, key.network_config, answer_text)
         return History(
             device=key.device,
@@ -122,6 +126,11 @@ class Packing:
             scopes=answer.scopes,
             verdicts=tuple(answers.verdict_of(values) for values in json.loads(verdicts_text)),
         )
+
+
+def _checksum(device: str, network_config: str, text: bytes) -> bytes:
+    key = f"{device}\n{network_config}\n".encode()
+    return zlib.crc32(text, zlib.crc32(key)).to_bytes(_CHECK_BYTES, "little")
 
 
 def text_of(history: History) -> str:

@@ -116,9 +116,11 @@ def _predecessor(path: Path, sources: Sequence[Store]) -> Release | None:
 def _shipped(history: History, keep: Keep | None, widen: Widen | None) -> History:
     key = ProblemKey(device=history.device, network_config=history.network_config)
     chosen = [row for row in history.rows if keep is None or keep(key, row)]
-    rows = tuple(ranking.release_rows((row for row in chosen if not (row.contended and row.usable)), history.verdicts))
+    rows = ranking.release_rows((row for row in chosen if not (row.contended and row.usable)), history.verdicts)
+    while (fewer := ranking.release_rows(rows, _verdicts(history, rows))) != rows:
+        rows = fewer  # without what stays behind others lead: a release of the release keeps all of it
     scopes = [scope if widen is None else widen(key, scope) for scope in _scopes(history, rows)]
-    found = replace(history, rows=rows, scopes=tuple(scopes), verdicts=_verdicts(history, rows))
+    found = replace(history, rows=tuple(rows), scopes=tuple(scopes), verdicts=_verdicts(history, rows))
     named = found.named_environments
     return replace(found, environments={name: v for name, v in sorted(history.environments.items()) if name in named})
 
@@ -134,10 +136,11 @@ def _scopes(history: History, shipped: Sequence[Row]) -> tuple[Scope, ...]:
 
 
 def _verdicts(history: History, shipped: Sequence[Row]) -> tuple[Verdict, ...]:
-    """The newest verdict, if its winner ships and none of its candidates was measured under contention last."""
+    """The newest verdict, if its winner ships and none of its candidates was measured since, or under contention."""
     verdict = ranking.newest_verdict(history.verdicts)
     if verdict is None or verdict.winner not in {row.candidate for row in shipped}:
         return ()
     named = {*verdict.ties, *(comparison.candidate for comparison in verdict.comparisons)}
-    newest = (row for row in ranking.newest_rows(history.rows) if row.candidate in named)
-    return () if any(row.contended for row in newest) else (verdict,)
+    newest = [row for row in ranking.newest_rows(history.rows) if row.candidate in named]
+    void = any(row.contended or row.created_at > verdict.created_at for row in newest)
+    return () if void else (verdict,)

@@ -65,7 +65,7 @@ def problem_findings(
         return findings
     payload = entries.payload(connection, number)
     if packing is not None:  # compressed anew, it would differ with each release of zlib
-        same = packing.unpack(payload) == text_of(history)
+        same = packing.unpack(key.device, key.network_config, payload) == text_of(history)
         return [] if same else [f"{where}: the answer is not the one that its rows give: it was altered"]
     same = payload == answers.encode(history.rows, history.scopes, history.verdicts)
     return [] if same else [f"{where}: the stored answer is not the one that its rows give: rebuild it"]

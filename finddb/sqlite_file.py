@@ -98,6 +98,8 @@ def translated(where: str) -> Iterator[None]:
         raise _database_error(where, getattr(error, "orig", None) or error) from error
     except (sqlite3.Error, OSError) as error:
         raise _database_error(where, error) from error
+    except UnicodeDecodeError as error:  # of SQLite's own message, which quotes what is stored
+        raise DatabaseError(f"{where} is damaged: restore it from a copy, or name another file") from error
 
 
 def _database_error(where: str, error: BaseException) -> DatabaseError:

@@ -148,7 +148,11 @@ class Store:
 
         The union does not depend on the order of merges, and merging twice changes nothing. A merge that was
         interrupted can be repeated.
+
+        Raises:
+            DatabaseError: the other is a release whose content is not what it says of itself, or cannot be read.
         """
+        other.refuse_altered()
         added = 0
         histories = other.histories()
         while batch := list(itertools.islice(histories, _BATCH)):
@@ -299,6 +303,19 @@ class Store:
             with legible():
                 return None if text is None else Release(**json.loads(text))
 
+    def refuse_altered(self) -> None:
+        """Do nothing, unless this is a packed release that holds something else than it says.
+
+        Raises:
+            DatabaseError: it is one.
+        """
+        release = self.release()
+        if release is None or self._database.packing is None:
+            return
+        findings = soundness.release_findings(release, tuple(self.histories()))
+        if findings:
+            raise DatabaseError(f"{self.where}: {findings[0]}")
+
     def close(self) -> None:
         """Close the file for good. Harmless when repeated."""
         self._database.close()
@@ -344,7 +361,7 @@ class Store:
 
 def _decoded(device: str, network_config: str, payload: Any, packing: Packing | None = None) -> Answer:
     with legible():
-        text = payload if packing is None else packing.answer_text(payload)
+        text = payload if packing is None else packing.answer_text(device, network_config, payload)
         return answers.decode(device, network_config, text)
 
 

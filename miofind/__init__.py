@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from miofind import interrupts as _interrupts
+
+if _interrupts.is_program():
+    _interrupts.end_at_once()  # what follows takes a while
+
 from miofind.api import (
     convolution,
     convolution_backward_data,

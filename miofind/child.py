@@ -70,7 +70,7 @@ class Child:
                 self._process.terminate()
 
     def kill(self) -> None:
-        """End the process and what it started; a kernel that never ends dies with it, which may take seconds."""
+        """End the process and its group; a kernel that never ends dies with it, which may take seconds."""
         self.connection.close()
         if self.is_alive:
             with contextlib.suppress(ProcessLookupError):

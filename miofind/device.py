@@ -23,6 +23,11 @@ logger = logging.getLogger(__name__)
 
 INSTALL_CUDA = "pip install 'miofind[cuda12]' or 'miofind[cuda13]', whichever the driver supports"
 
+IDENTITY = re.compile(
+    r"(?P<name>[^|]*)\|(?P<sm_count>\d{1,6})\|(?P<major>\d{1,2})\.(?P<minor>\d)\|(?P<mig_profile>[^|]*)", re.ASCII
+)
+"""What `Device.identity` looks like."""
+
 
 class Place(StrEnum):
     """Kind of device."""
@@ -72,6 +77,19 @@ class Device:
 
     def __hash__(self) -> int:
         return hash((self.place, self.index, self.name))
+
+    def here(self) -> Device:
+        """The same device as this process numbers it: a GPU that has come from another is found by its UUID.
+
+        Raises:
+            NoDeviceError: this process does not see it.
+        """
+        if not self.uuid:
+            return self
+        for index in range(cuda_device_count()):
+            if (found := Device.cuda(index)).uuid == self.uuid:
+                return found
+        raise NoDeviceError(f"{self.name} ({self.uuid}) is not among the GPUs that this process sees")
 
     @property
     def identity(self) -> str:
@@ -260,6 +278,19 @@ def check_fork() -> None:
             f"process {os.getpid()} was forked from {_cuda_process()}, which had used CUDA already, and CUDA does not "
             "survive a fork: start processes with multiprocessing's 'spawn' or 'forkserver' method"
         )
+
+
+def device_text(identity: str) -> str:
+    """A device as people read it, such as "NVIDIA H200, 132 SMs, sm_90"; what is no identity stays as it is."""
+    told = IDENTITY.fullmatch(identity)
+    if told is None:
+        return identity
+    name, count = told["name"], told["sm_count"]
+    if told["major"] == "0":
+        return f"{name}, {count} cores"
+    mig = f"MIG {told['mig_profile']}"
+    named = name if not told["mig_profile"] or name.endswith(mig) else f"{name} {mig}"
+    return f"{named}, {count} SMs, sm_{told['major']}{told['minor']}"
 
 
 @functools.cache

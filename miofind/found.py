@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from miofind.device import Device, Library
 from miofind.problem import ProblemDescription
 from miofind.runner import Runner
-from miofind.solution import Config
+from miofind.solution import Config, config_text
 from miofind.solver import Algorithm
 
 if TYPE_CHECKING:
@@ -52,14 +52,18 @@ class Solution:
     deterministic: bool
     max_error: float | None
     source: Source
-    kernel_hash: str = field(default="", repr=False)
-    found: Found = field(repr=False, compare=False)
-    position: int = field(default=0, repr=False, compare=False)
+    kernel_hash: str = ""
+    found: Found = field(compare=False)
+    position: int = field(default=0, compare=False)
 
     @property
     def id(self) -> str:
         """Solver and configuration as one string."""
         return f"{self.solver_id}:{self.config.json}"
+
+    def __repr__(self) -> str:
+        name = f"{self.solver_id} {config_text(self.config)}".rstrip()
+        return f"<Solution {name}: {self.time_ms:.4g} ms ({self.source}), {self.workspace_bytes} bytes of workspace>"
 
     def __str__(self) -> str:
         error = "unknown" if self.max_error is None else f"{self.max_error:.1e}"
@@ -108,7 +112,8 @@ class Solution:
 class Found:
     """The solutions of one find in order; each falls back to the ones behind it.
 
-    Pickled, they leave their handle behind, and run with the default handle of their device where they arrive.
+    Pickled, they leave their handle behind, and run with the default handle of their device where they arrive: a GPU is
+    found there by its UUID. Copies share it.
 
     Attributes:
         solutions: in the order asked for.
@@ -122,6 +127,12 @@ class Found:
         self.solutions: list[Solution] = []
         self.runners: dict[int, Runner] = {}
 
+    def __copy__(self) -> Found:
+        return self
+
+    def __deepcopy__(self, memo: object) -> Found:
+        return self
+
     def __getstate__(self) -> list[Solution]:
         return self.solutions
 
@@ -134,7 +145,7 @@ class Found:
         if self._handle is None:
             from miofind.handle import default_handle
 
-            self._handle = default_handle(self.solutions[0].device)
+            self._handle = default_handle(self.solutions[0].device.here())
         return self._handle
 
     def runner(self, position: int) -> Runner:

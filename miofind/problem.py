@@ -10,6 +10,7 @@ dx, dw and dy are gradients with the shapes of x, w and y.
 
 from __future__ import annotations
 
+import functools
 import math as _math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -216,27 +217,9 @@ class ProblemDescription:
 
     def lifted(self, spatial_dims: int) -> ProblemDescription:
         """The same convolution over the same memory with unit spatial dimensions put in front."""
-        extra = spatial_dims - self.spatial_dims
-        if extra < 0:
+        if spatial_dims < self.spatial_dims:
             raise ValueError(f"cannot lift {self.spatial_dims} spatial dimensions to {spatial_dims}")
-        if extra == 0:
-            return self
-        ones, zeros = (1,) * extra, (0,) * extra
-
-        def lift(t: TensorDescriptor) -> TensorDescriptor:
-            layout = Layout.of(spatial_dims, channels_last=t.layout.channels_last)
-            return TensorDescriptor(shape=(*t.shape[:2], *ones, *t.shape[2:]), dtype=t.dtype, layout=layout)
-
-        conv = ConvolutionDescriptor(
-            pad_before=zeros + self.conv.pad_before,
-            pad_after=zeros + self.conv.pad_after,
-            stride=ones + self.conv.stride,
-            dilation=ones + self.conv.dilation,
-            groups=self.groups,
-        )
-        return ProblemDescription(
-            x=lift(self.x), w=lift(self.w), y=lift(self.y), conv=conv, direction=self.direction, math=self.math
-        )
+        return self if spatial_dims == self.spatial_dims else _lifted(self, spatial_dims)
 
     @staticmethod
     def from_arrays(
@@ -276,6 +259,26 @@ class ProblemDescription:
             canonical = problem.network_config
             raise InvalidProblemError(f"network_config {text!r} is not canonical: it should be {canonical!r}")
         return problem
+
+
+@functools.lru_cache(maxsize=256)  # solvers ask for each of a problem's configurations
+def _lifted(problem: ProblemDescription, spatial_dims: int) -> ProblemDescription:
+    extra = spatial_dims - problem.spatial_dims
+    ones, zeros = (1,) * extra, (0,) * extra
+
+    def lift(t: TensorDescriptor) -> TensorDescriptor:
+        layout = Layout.of(spatial_dims, channels_last=t.layout.channels_last)
+        return TensorDescriptor(shape=(*t.shape[:2], *ones, *t.shape[2:]), dtype=t.dtype, layout=layout)
+
+    conv = ConvolutionDescriptor(
+        pad_before=zeros + problem.conv.pad_before,
+        pad_after=zeros + problem.conv.pad_after,
+        stride=ones + problem.conv.stride,
+        dilation=ones + problem.conv.dilation,
+        groups=problem.groups,
+    )
+    x, w, y = map(lift, (problem.x, problem.w, problem.y))
+    return ProblemDescription(x=x, w=w, y=y, conv=conv, direction=problem.direction, math=problem.math)
 
 
 def _named_tensor(name: str, shape: tuple[int, ...], dtype: DataType, layout: Layout) -> TensorDescriptor:

@@ -6,20 +6,15 @@ Rows of another solver version or other sources are void, not wrong: they are co
 from __future__ import annotations
 
 import functools
-import re
 from dataclasses import replace
 
-from miofind.device import Device
+from miofind.device import IDENTITY, Device
 from miofind.errors import InvalidConfigError, InvalidProblemError, MiofindError
 from miofind.find.validity import may_serve, solver_hash
 from miofind.finddb import ProblemKey, Row, Scope
 from miofind.problem import ProblemDescription
 from miofind.solution import Config
 from miofind.solver import Solver, solvers
-
-_IDENTITY = re.compile(
-    r"(?P<name>[^|]*)\|(?P<sm_count>\d{1,6})\|(?P<major>\d{1,2})\.(?P<minor>\d)\|(?P<mig_profile>[^|]*)", re.ASCII
-)
 
 
 class RowCheck:
@@ -137,7 +132,7 @@ def device_of(identity: str) -> Device | None:
     for device in (Device.cpu(), Device.default()):
         if device.identity == identity:
             return device
-    told = _IDENTITY.fullmatch(identity)
+    told = IDENTITY.fullmatch(identity)
     if told is None:
         return None
     sm, sm_count = int(told["major"] + told["minor"]), int(told["sm_count"])

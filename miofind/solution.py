@@ -80,6 +80,18 @@ class Config(Mapping[str, Any]):
         return f"Config({self.json})"
 
 
+def config_text(config: Mapping[str, object], limit: int | None = None) -> str:
+    """A configuration as name=value pairs, cut to `limit` characters; what is empty is left out."""
+    pairs = []
+    for name, value in config.items():
+        if isinstance(value, Mapping):
+            pairs += [f"{name}={{{config_text(value)}}}"] if value else []
+        elif value != "":
+            pairs.append(f"{name}={str(value).lower() if isinstance(value, bool) else value}")
+    text = " ".join(pairs)
+    return text if limit is None or len(text) <= limit else f"{text[: limit - 3]}..."
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pointer:
     """An address a step is given: a buffer by name and an offset into it."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from miofind.compiler import kernel_hash
-from miofind.device import Device, Place
+from miofind.device import Device, Place, device_text
 from miofind.errors import InvalidConfigError, InvalidProblemError, SolutionFileError, UnknownSolverError
 from miofind.files import replacing
 from miofind.found import Found, Solution, Source, alone
@@ -60,6 +60,7 @@ def save_solution(solution: Solution, path: Path) -> None:
         "device": solution.device.identity,
         "arch": solution.device.arch,
         "time_ms": float(solution.time_ms),
+        "source": solution.source.value,
         "workspace_bytes": solution.workspace_bytes,
         "deterministic": solution.deterministic,
         "max_error": None if solution.max_error is None else float(solution.max_error),
@@ -83,7 +84,7 @@ def load_solution(path: Path, handle: Handle | None = None) -> Solution:
         wanted = f"sm_{payload['arch']}" if payload["arch"] else "the CPU place"
         here = f"sm_{device.arch}" if device.arch else "the CPU place"
         raise SolutionFileError(
-            f"{path} was saved for {wanted} ({payload['device']}), this device is {here}: find here"
+            f"{path} was saved for {wanted} ({device_text(payload['device'])}), this device is {here}: find here"
         )
     try:
         problem = ProblemDescription.from_network_config(payload["network_config"])
@@ -111,7 +112,7 @@ def load_solution(path: Path, handle: Handle | None = None) -> Solution:
         workspace_bytes=steps.workspace.bytes,
         deterministic=steps.deterministic,
         max_error=payload.get("max_error"),
-        source=Source.MEASURED,
+        source=Source(payload.get("source", Source.MEASURED)),  # the first files do not say
         kernel_hash=payload["kernel_hash"],
         found=Found(handle),
     )
@@ -185,6 +186,8 @@ def _read(path: Path) -> dict[str, Any]:
         raise SolutionFileError(f"{path} is damaged: its contents do not match their hash")
     if not (math.isfinite(payload["time_ms"]) and payload["time_ms"] > 0):
         raise SolutionFileError(f"{path} is damaged: time_ms is {payload['time_ms']!r}, not a time")
+    if payload.get("source", Source.MEASURED) not in list(Source):
+        raise SolutionFileError(f"{path} is damaged: source is {payload['source']!r}, not one of {', '.join(Source)}")
     max_error = payload.get("max_error")
     if max_error is not None and not (isinstance(max_error, float) and math.isfinite(max_error) and max_error >= 0):
         raise SolutionFileError(f"{path} is damaged: max_error is {max_error!r}, not a number of at least 0")

@@ -33,7 +33,7 @@ def run(*arguments: str, code: int | None = 0, **settings: Any) -> Result:
     return result
 
 
-def run_json(*arguments: str, code: int = 0) -> dict[str, Any]:
+def run_json(*arguments: str, code: int = 0, **settings: Any) -> dict[str, Any]:
     """The object that a command prints with --json."""
-    printed: dict[str, Any] = json.loads(run(*arguments, "--json", code=code).stdout)
+    printed: dict[str, Any] = json.loads(run(*arguments, "--json", code=code, **settings).stdout)
     return printed

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +15,7 @@ from miofind.errors import DatabaseError, NoDeviceError
 from miofind.evaluate import DeviceLostError
 from miofind.measure.verdict import Verdict
 from miofind.sandbox.executors import InProcess
+from miofind.tune.worker import Done, Worker
 
 FAULT = os.environ["CREW_FAULT"]
 FOLDER = Path(os.environ["CREW_FOLDER"])
@@ -54,12 +57,40 @@ def _run(self: InProcess, job: Any) -> Iterator[Outcome | Verdict]:
         time.sleep(60)
     elif FAULT == "exit" or (FAULT == "exit at heaviest" and job.network_config == HEAVIEST):
         os._exit(7)
+    elif FAULT == "stop once" and not (FOLDER / "stopped").exists():
+        (FOLDER / "stopped").touch()
+        os.kill(os.getpid(), signal.SIGSTOP)
     elif FAULT == "exit once" and not (FOLDER / "exited").exists():
         (FOLDER / "exited").touch()
         os._exit(7)
     yield from _measuring(self, job)
+    if FAULT == "exit after" and not (FOLDER / "exited").exists():
+        (FOLDER / "exited").touch()
+        threading.Thread(target=_end_when_told, daemon=True).start()
     if FAULT.startswith("lose") and not FAULT.startswith(f"lose{number}") and _jobs == 1:
         wait_for("lost")
 
 
+def _end_when_told() -> None:
+    """End this process as soon as its worker asks for the next task."""
+    while not (FOLDER / "told").exists():
+        time.sleep(1e-3)
+    os._exit(7)
+
+
+def _told(self: Worker, *arguments: Any, **named: Any) -> None:
+    _beginning(self, *arguments, **named)
+    tell = self._tell
+
+    def telling(report: Any) -> None:
+        tell(report)
+        if isinstance(report, Done) and FAULT == "exit after" and (FOLDER / "exited").exists():
+            (FOLDER / "told").touch()
+            time.sleep(0.05)
+
+    self._tell = telling
+
+
+_beginning = Worker.__init__
+Worker.__init__ = _told  # type: ignore[method-assign]
 InProcess.run = _run  # type: ignore[method-assign]

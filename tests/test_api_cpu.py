@@ -298,6 +298,27 @@ def test_save_and_load(handle: miofind.Handle, tmp_path: Path) -> None:
     np.testing.assert_array_equal(miofind.run_solution(loaded, given["x"], given["w"]), expected)
 
 
+def test_a_loaded_solution_says_where_its_time_comes_from(handle: miofind.Handle, tmp_path: Path) -> None:
+    """It said "measured" whatever it was."""
+    fast = miofind.FindOptions(find_mode="fast")
+    options = (fast, miofind.FindOptions(), miofind.FindOptions(find_enforce="db_update"))
+    for option in options:
+        solution = miofind.find_solutions(PROBLEM, options=option, handle=handle)[0]
+        solution.save(tmp_path / "solution.json")
+        assert miofind.Solution.load(tmp_path / "solution.json", handle).source is solution.source
+    assert miofind.find_solutions(PROBLEM, options=options[-1], handle=handle)[0].source is Source.MEASURED
+
+
+def test_a_solution_shows_itself_in_a_line(handle: miofind.Handle) -> None:
+    solution = next(s for s in miofind.find_solutions(PROBLEM, handle=handle) if s.workspace_bytes and s.config)
+    text = repr(solution)
+    assert text.startswith(f"<Solution {solution.solver_id} ")
+    name, value = next(iter(solution.config.items()))
+    assert f" {name}={str(value).lower()}" in text
+    assert f" {solution.time_ms:.4g} ms (measured), {solution.workspace_bytes} bytes of workspace>" in text
+    assert len(text) < 160
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -92,6 +92,47 @@ def test_cupy_that_cannot_make_its_cache_folder_is_told(tmp_path: Path, monkeypa
     assert "The CPU place is used" in anywhere.stderr
 
 
+INTERRUPT = """
+import atexit, os, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+class Interrupting:
+    def find_spec(self, name, path=None, target=None):
+        if name == {where!r}:
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Interrupting())
+if {where!r} == "exit":
+    atexit.register(os.kill, os.getpid(), signal.SIGINT)
+"""
+
+
+@pytest.mark.parametrize("where", ["miofind.api", "ml_dtypes", "sqlalchemy", "rich", "miofind.cli.find", "exit"])
+@pytest.mark.parametrize("installed", [False, True], ids=["module", "script"])
+def test_ctrl_c_leaves_no_traceback_of_imports(where: str, installed: bool, tmp_path: Path) -> None:
+    """It printed one in the first half second."""
+    (tmp_path / "sitecustomize.py").write_text(INTERRUPT.format(where=where), encoding="utf-8")
+    script = tmp_path / "miofind"
+    script.write_text("from miofind.cli import main\nmain()\n", encoding="utf-8")
+    command = [sys.executable, str(script)] if installed else [sys.executable, "-m", "miofind"]
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    environment = os.environ | {"PYTHONPATH": path}
+    done = subprocess.run(
+        [*command, "find", *FORWARD, "--device", "cpu"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert (done.returncode, done.stderr) == (130, "interrupted\n")
+
+
+def test_a_program_that_imports_miofind_keeps_its_ctrl_c() -> None:
+    script = "import signal, miofind; print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)"
+    setting = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    done = subprocess.run([sys.executable, "-c", setting + script], capture_output=True, text=True, check=True)
+    assert done.stdout == "True\n"
+
+
 def test_ctrl_c_keeps_what_was_tuned(tmp_path: Path) -> None:
     arguments = ["tune", "--suite", "resnet50", "--batch", "1", "--time-budget", "0.1", "--in-process"]
     child = subprocess.Popen(

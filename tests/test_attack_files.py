@@ -11,13 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cli_runner import FORWARD, run_json, use_own_folders
 
 import miofind
 from miofind.compiler import BinaryCache
-from miofind.errors import DatabaseError, InvalidProblemError, SolutionFileError
+from miofind.errors import DatabaseError, InvalidOptionError, InvalidProblemError, SolutionFileError
 from miofind.files import replacing
 from miofind.finddb import Store, shipped_paths
-from miofind.suites import load_csv
+from miofind.suites import load_csv, load_lines
+from miofind.suites.find_db_text import load_find_db
 
 PROBLEM = miofind.ProblemDescription.convolution(x=(1, 4, 6, 5), w=(2, 4, 3, 3))
 HEADER = "n,c,h,w,k,fy,fx"
@@ -38,7 +40,14 @@ def load(path: Path) -> miofind.Solution:
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("time_ms", float("nan")), ("time_ms", -1.0), ("max_error", "small"), ("max_error", float("inf"))],
+    [
+        ("time_ms", float("nan")),
+        ("time_ms", -1.0),
+        ("max_error", "small"),
+        ("source", "rumour"),
+        ("source", ["measured"]),
+        ("max_error", float("inf")),
+    ],
 )
 def test_a_saved_solution_with_impossible_figures_is_refused(saved: Path, field: str, value: Any) -> None:
     document = json.loads(saved.read_text())
@@ -78,7 +87,41 @@ def test_a_path_that_cannot_be_written_is_named(saved: Path, tmp_path: Path, nam
         load(saved).save(tmp_path / name)
 
 
-@pytest.mark.skipif(not Path("/dev/zero").exists(), reason="needs /dev/zero")
+READERS = {"--csv": load_csv, "--lines": load_lines, "--fdb": load_find_db}
+needs_zero = pytest.mark.skipif(not Path("/dev/zero").exists(), reason="needs /dev/zero")
+
+
+@needs_zero
+@pytest.mark.parametrize("flag", READERS)
+def test_an_endless_file_of_problems_is_refused(flag: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was read until memory ended."""
+    monkeypatch.setattr("miofind.suites.text.MAX_FILE_BYTES", 2 << 20)
+    with pytest.raises(InvalidOptionError, match="/dev/zero has more than 2 MiB"):
+        READERS[flag]("/dev/zero")
+
+
+@pytest.mark.parametrize("flag", READERS)
+def test_a_line_that_does_not_end_is_refused(flag: str, tmp_path: Path) -> None:
+    file = tmp_path / "problems.txt"
+    file.write_text(f"{HEADER}\n" + "conv " * 60_000, encoding="utf-8")
+    with pytest.raises(InvalidOptionError, match=r"problems.txt, line 2 has 300000 characters, more than 262144"):
+        READERS[flag](file)
+
+
+def test_problems_come_through_pipes_and_stdin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_own_folders(tmp_path, monkeypatch)
+    line = " ".join(FORWARD)
+    os.mkfifo(tmp_path / "pipe")
+    writer = threading.Thread(target=(tmp_path / "pipe").write_text, args=(f"{line}\n",))
+    writer.start()
+    asked = ("tune", "--device", "cpu", "--dry-run", "--db", ":memory:")
+    piped = run_json(*asked, "--lines", str(tmp_path / "pipe"))
+    writer.join()
+    assert piped == run_json(*asked, "--lines", "-", input=f"{line}\n")
+    assert piped["forecasts"][0]["problems"] == 1
+
+
+@needs_zero
 def test_an_endless_file_is_no_saved_solution(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("miofind.solution_file.MAX_FILE_BYTES", 1000)
     with pytest.raises(SolutionFileError, match="larger than 1000 bytes"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from finddb_entries import version_1
 from miofind.device import Device
 from miofind.driver.line import parse_driver_line
 from miofind.finddb import Comparison, Row, Store, Verdict
+from miofind.solution import Config
 
 PROBLEM = parse_driver_line(" ".join(FORWARD))[0]
 
@@ -65,11 +67,31 @@ def test_show_tells_all_of_one_problem(filled: Path) -> None:
     altered(filled, status="crashed", time_ms=None, message="it fell over\nin the second line", config='{"a":1}')
     assert "it fell over" not in run("db", "show", *FORWARD).stdout
     text = run("db", "show", *FORWARD, "--all").stdout
-    assert 'ConvCpuIm2colGemm:{"a":1}: it fell over' in text
+    assert "ConvCpuIm2colGemm a=1: it fell over" in text
     assert "find of " in text
     printed = run_json("db", "show", PROBLEM.network_config, "--all")["problems"]
     assert "crashed" in {row["status"] for row in printed[0]["rows"]}
     assert printed[0]["scopes"][0]["effort"] == "defaults"
+
+
+def test_a_terminal_of_80_columns_gets_whole_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Configurations and problems broke into columns of one letter."""
+    config = Config({f"knob_{i}": 1000 + i for i in range(12)}).json
+    row = Row(solver_id="ConvA", solver_version=1, config=config, status="ok", time_ms=0.5)
+    for name, time_ms in (("before.db", 0.5), ("after.db", 0.4)):
+        with Store(tmp_path / name) as store:
+            store.record("NVIDIA H200|132|9.0|", PROBLEM.network_config, [replace(row, time_ms=time_ms)])
+    before, after = str(tmp_path / "before.db"), str(tmp_path / "after.db")
+    commands = (("show",), ("show", PROBLEM.network_config), ("diff", before, after))
+    for command in commands:
+        database = () if command[0] == "diff" else ("--db", before)
+        for columns in ("80", "200"):
+            monkeypatch.setenv("COLUMNS", columns)
+            text = run("db", *command, *database).stdout
+            assert max(len(line) for line in text.splitlines() if str(tmp_path) not in line) <= int(columns)
+            assert PROBLEM.network_config in text
+            assert "NVIDIA H200, 132 SMs, sm_90" in text
+            assert all(f"knob_{i}={1000 + i}" in text.split() for i in range(12))
 
 
 def test_show_what_is_unknown(filled: Path) -> None:
@@ -210,8 +232,8 @@ def test_show_tells_how_the_last_race_ended(filled: Path) -> None:
         store.record(Device.cpu().identity, PROBLEM.network_config, verdict=ruling)
     text = run("db", "show", *FORWARD).stdout
     assert "race of 30 blocks at 20" in text
-    assert f"{winner} won" in text
-    assert text.index(f"{tied}: 0.990..1.004 of its time, a tie") < text.index(f"{behind}: 1.020..1.050 of its time\n")
+    assert "ConvCpuDirect won" in text
+    assert text.index("ConvA tile=1: 0.990..1.004 of its time, a tie") < text.index("ConvB: 1.020..1.050 of its time\n")
     assert "ok, contended" in text
     assert "41 (-4)" in text
     (printed,) = run_json("db", "show", PROBLEM.network_config)["problems"]

@@ -5,13 +5,19 @@ from __future__ import annotations
 import os
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cli_runner import FORWARD, run, run_json, use_own_folders
 
 from miofind.cli import doctor as doctor_module
+from miofind.cli.coverage import SuiteLayers, coverage
+from miofind.cli.coverage_table import show_suites
 from miofind.device import Device
 from miofind.errors import MissingLibraryError, NoDeviceError
+from miofind.finddb import ProblemKey
+from miofind.problem import Direction
+from miofind.suites import load_suite
 
 
 @pytest.fixture(autouse=True)
@@ -29,15 +35,72 @@ def test_it_shows_all_sections_and_makes_no_database(tmp_path: Path) -> None:
 
 def test_coverage_of_what_was_found() -> None:
     run("find", *FORWARD, "--device", "cpu")
-    layer = "conv -n 1 -c 512 -H 7 -W 7 -k 512 -y 3 -x 3 -p 1 -q 1 -F 1"
+    layer = "conv -n 2 -c 512 -H 7 -W 7 -k 512 -y 3 -x 3 -p 1 -q 1 -F 1"
     run("find", layer, "--device", "cpu")
     report = run_json("doctor")
-    held = report["databases"][0]["devices"][0]
-    assert held["device"] == Device.cpu().identity
-    assert held["dtypes"] == {"float32": 2}
-    assert held["suites"]["resnet50"] == 1
+    assert report["databases"][0]["devices"] == {Device.cpu().identity: 2}
+    (held,) = report["coverage"]
+    assert (held["device"], held["problems"], held["types"]) == (Device.cpu().identity, 2, {"float32": 2})
+    variant = {"batch": 2, "type": "float32", "layout": "NCHW", "direction": "forward"}
+    assert {"suite": "resnet50", "layers": 23, "answered": 1} | variant in held["suites"]
     assert report["suites"]["resnet50"] == 23
     assert "resnet50 1/23" in run("doctor").stdout
+
+
+def keys(suite: str, **variant: Any) -> list[ProblemKey]:
+    problems = load_suite(suite).problems(**variant)
+    return [ProblemKey(device="D", network_config=each.problem.network_config) for each in problems]
+
+
+def test_coverage_tells_variants_apart() -> None:
+    """Layers counted as held in whatever batch, type, layout and direction they were."""
+    answered = [
+        *keys("resnet50", batch=32, dtype="float16", layout="NHWC", directions=["forward"]),
+        *keys("resnet50", batch=32, math="tf32", layout="NCHW", directions=["backward_data"])[:5],
+        *keys("sd15_unet", batch=1, dtype="float16"),
+        *keys("yardstick", dtype="float16"),
+        ProblemKey(device="D", network_config="what another release wrote"),
+    ]
+    (held,) = coverage([*answered, *answered], [SuiteLayers(name) for name in ("resnet50", "sd15_unet", "yardstick")])
+    assert held.problems == len(set(answered))
+    assert held.types["tf32"] == 5
+    assert held.types["unreadable"] == 1
+    found = {suite.suite: suite for suite in held.suites}
+    forward, data = ("NHWC", "forward"), ("NCHW", "backward_data")
+    counts = {(v.batch, v.type, v.layout, v.direction): count for v, count in found["resnet50"].answered.items()}
+    assert counts[(32, "float16", *forward)] == found["resnet50"].layers == 23
+    assert counts[(32, "tf32", *data)] == 5
+    assert (32, "tf32", *forward) not in counts
+    assert {v.batch for v in found["sd15_unet"].answered if v.type == "float16"} >= {1}
+    assert max(found["yardstick"].answered.values()) == found["yardstick"].layers == 191
+    assert {v.batch for v in found["yardstick"].answered} == {None}
+
+
+def test_the_table_of_suites(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    answered = [
+        key
+        for dtype in ("float16", "bfloat16")
+        for layout, directions in (("NHWC", list(Direction)), ("NCHW", ["forward"]))
+        for key in keys("vgg16", batch=16, dtype=dtype, layout=layout, directions=directions)
+    ]
+    answered += keys("resnet50", batch=1, dtype="float16")[:3]
+    monkeypatch.setenv("COLUMNS", "80")
+    (held,) = coverage(answered, [SuiteLayers("resnet50"), SuiteLayers("vgg16")])
+    show_suites(held)
+    _, header, _, row, rest = capsys.readouterr().out.splitlines()
+    assert header.split() == ["suite", "batch", "layers", "NCHW", "NHWC", "types"]
+    assert row.split() == ["vgg16", "16", "9", "9/0/0", "9", "bfloat16,", "float16"]
+    assert "less than half: resnet50 3/23" in rest
+
+
+def test_the_shipped_coverage_is_told_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MIOFIND_SYSTEM_DB")
+    monkeypatch.setenv("COLUMNS", "80")
+    text = run("doctor").stdout
+    coverage_text = text[text.index("\nCoverage") : text.index("\nBinary cache")]
+    assert "NVIDIA H200, 132 SMs, sm_90: " in coverage_text
+    rows = [line.split()[:5] for line in coverage_text.splitlines()]
+    assert ["resnet50", "32", "23", "23", "23"] in rows
 
 
 def test_shipped_databases_are_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -77,6 +77,25 @@ def test_filters_and_top() -> None:
     assert [s["workspace_bytes"] for s in ordered] == sorted(s["workspace_bytes"] for s in ordered)
 
 
+def test_what_was_measured_and_is_not_shown_is_told(tmp_path: Path) -> None:
+    run("tune", *FORWARD, "--search", "--device", "cpu", "--in-process")
+    (found,) = cpu("find", *FORWARD)["problems"]
+    (kept,) = run_json("db", "show", "--all", PROBLEM.network_config)["problems"]
+    assert found["measured"] == len({json.dumps([row["solver_id"], row["config"]]) for row in kept["rows"]})
+    assert found["measured"] > len(found["solutions"])
+    line = run("find", *FORWARD, "--device", "cpu").stdout.splitlines()[-1]
+    assert line.startswith(f"the FindDB has times of {found['measured']} in all: ")
+    assert f"`miofind db show --all {PROBLEM.network_config}`" in line
+    elsewhere = ("--device", "cpu", "--db", str(tmp_path / "other.db"))
+    assert "measured:" not in run("find", *FORWARD, *elsewhere).stdout, "nothing is left out"
+    run("tune", *FORWARD, "--search", "--in-process", *elsewhere)
+    assert f"`miofind db show --all --db {tmp_path / 'other.db'} " in run("find", *FORWARD, *elsewhere).stdout
+
+
+def test_a_find_in_memory_tells_of_no_file() -> None:
+    assert "db show" not in run("find", *FORWARD, "--device", "cpu", "--db", ":memory:").stdout
+
+
 def test_an_unsolvable_problem_fails_with_each_reason() -> None:
     result = run("find", *TINY, "-F", "0", "--device", "cpu", "--only", "ConvDirectNaive", "--json", code=1)
     assert result.stderr.count("ConvDirectNaive: runs on cuda, not on cpu") == 3

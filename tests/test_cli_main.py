@@ -13,6 +13,7 @@ import click
 import pytest
 from cli_runner import FORWARD, run, run_json, use_own_folders
 
+from miofind import interrupts
 from miofind.cli import main
 from miofind.driver.flags import FLAGS
 
@@ -191,3 +192,24 @@ def test_solvers_of_an_architecture_that_is_not_here() -> None:
     naive = next(solver for solver in printed[0]["solvers"] if solver["id"] == "ConvDirectNaive")
     assert naive["applicable"]
     assert naive["configs"] >= len(naive["defaults"]) >= 1
+
+
+@pytest.mark.parametrize(
+    ("words", "ours"),
+    [
+        (["miofind", "doctor"], True),
+        (["python", "-m", "miofind", "doctor"], True),
+        (["python", "-X", "dev", "-m", "miofind"], True),
+        (["python", "-m", "mypackage", "--library", "miofind"], False),
+        (["python", "miofind.py"], False),
+        (["mytool", "miofind"], False),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else str(value),
+)
+def test_ctrl_c_is_taken_over_in_our_own_program_alone(
+    monkeypatch: pytest.MonkeyPatch, words: list[str], ours: bool
+) -> None:
+    monkeypatch.setattr(sys, "orig_argv", words)
+    # Python has -m in the module's place until that is imported.
+    monkeypatch.setattr(sys, "argv", words[words.index("-m") :] if "-m" in words else words[words[0] == "python" :])
+    assert interrupts.is_program() is ours

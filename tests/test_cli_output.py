@@ -12,7 +12,6 @@ from cli_runner import use_own_folders
 from miofind.cli.output import (
     Sheet,
     bytes_text,
-    config_text,
     print_json,
     ratio_text,
     seconds_text,
@@ -20,7 +19,11 @@ from miofind.cli.output import (
     time_text,
 )
 from miofind.cli.problems import short_problem
+from miofind.device import device_text
 from miofind.driver.line import parse_driver_line
+from miofind.solution import config_text
+
+RULE = "\N{BOX DRAWINGS LIGHT HORIZONTAL}"
 
 
 @pytest.fixture(autouse=True)
@@ -61,6 +64,7 @@ def test_rates_and_ratios() -> None:
 def test_configurations() -> None:
     config = {"tile": 128, "split": True, "algorithm": {"1": 2}}
     assert config_text(config) == "tile=128 split=true algorithm={1=2}"
+    assert config_text({"tile": 1, "knobs": {}, "notes": "", "stages": 0}) == "tile=1 stages=0"
     assert config_text(config, 12) == "tile=128 ..."
 
 
@@ -83,7 +87,7 @@ def test_infinite_numbers_are_null_in_json(capsys: pytest.CaptureFixture[str]) -
 
 @pytest.mark.parametrize(
     ("width", "header"),
-    [(40, ["name", "detail", "note"]), (22, ["name", "detail"]), (10, ["name"]), (1, ["name"])],
+    [(40, ["name", "detail", "note"]), (20, ["name", "detail"]), (10, ["name"]), (1, ["name"])],
 )
 def test_a_sheet_gives_up_what_it_can_spare(
     width: int, header: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -96,9 +100,50 @@ def test_a_sheet_gives_up_what_it_can_spare(
         assert capsys.readouterr().out.splitlines()[0].split() == header
 
 
+@pytest.mark.parametrize(
+    ("width", "lines"),
+    [
+        (60, ["problem  solver  config", RULE * 36, "conv2d   ConvA   tile=128 split=true"]),
+        (31, ["problem  solver", RULE * 15, "conv2d   ConvA", "    config: tile=128 split=true"]),
+        (14, ["  solver", RULE * 8, "conv2d", "  ConvA", "    config:", "    tile=128", "    split=true"]),
+    ],
+)
+def test_a_sheet_folds_long_cells_to_lines_of_their_own(
+    width: int, lines: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    sheet = Sheet("", ("problem", "solver", "config"), fold=("config", "problem"))
+    sheet.add("conv2d", "ConvA", "tile=128 split=true")
+    sheet.print()
+    assert capsys.readouterr().out.splitlines() == lines
+
+
+def test_a_sheet_breaks_what_is_too_wide(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("COLUMNS", "14")
+    sheet = Sheet("", ("name", "ms"), right=("ms",))
+    sheet.add("one two three", "0.5")
+    sheet.print()
+    assert capsys.readouterr().out.splitlines()[2:] == ["one two    0.5", "three"]
+
+
+@pytest.mark.parametrize(
+    ("identity", "text"),
+    [
+        ("NVIDIA H200|132|9.0|", "NVIDIA H200, 132 SMs, sm_90"),
+        ("NVIDIA B200|148|10.0|", "NVIDIA B200, 148 SMs, sm_100"),
+        ("NVIDIA H200 MIG 1g.18gb|16|9.0|1g.18gb", "NVIDIA H200 MIG 1g.18gb, 16 SMs, sm_90"),
+        ("NVIDIA H200|16|9.0|1g.18gb", "NVIDIA H200 MIG 1g.18gb, 16 SMs, sm_90"),
+        ("AMD EPYC|2|0.0|", "AMD EPYC, 2 cores"),
+        ("what|ever", "what|ever"),
+    ],
+)
+def test_devices(identity: str, text: str) -> None:
+    assert device_text(identity) == text
+
+
 def test_a_pipe_gets_whole_lines(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.delenv("COLUMNS", raising=False)
     sheet = Sheet("title", ("name", "detail"))
     sheet.add("a" * 150, "[bold]b[/bold]")
     sheet.print()
-    assert f"{'a' * 150}   [bold]b[/bold]" in capsys.readouterr().out
+    assert f"{'a' * 150}  [bold]b[/bold]" in capsys.readouterr().out

@@ -17,6 +17,7 @@ from finddb_entries import DEVICE, PROBLEM, VERSIONS, answers, at, contents, row
 from miofind.errors import DatabaseError
 from miofind.finddb import MEMORY, Layered, Store, differences, upgrade, write_release
 from miofind.finddb.packing import MAX_TEXT_CHARS, Packing
+from miofind.finddb.sqlite_file import translated
 
 DEEP = "[" * 200_000
 
@@ -104,6 +105,17 @@ def test_a_packed_answer_of_impossible_rows_is_refused(packed, name, value):
     assert use_all(packed)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("p20_ms", "1e999"), ("max_error", "-1.0"), ("samples", "-7"), ("status", '"lies"'), ("dropped_samples", "1] [1")],
+)
+def test_whole_rows_are_within_their_bounds(packed, name, value):
+    text = impossible_answer(packed, name, value)
+    repack(packed, lambda _: text + "\n\n[]")
+    with Store(packed, read_only=True) as store, pytest.raises(DatabaseError, match="check the database"):
+        store.answer(DEVICE, PROBLEM).rows[0]
+
+
 def impossible_answer(path: Path, name: str, value: str) -> str:
     """The text of the file's answer with a value of its one row replaced."""
     with Store(path, read_only=True) as store:
@@ -126,7 +138,11 @@ def repack(path: Path, change: Callable[[str], str]) -> None:
         (dictionary,) = connection.execute("SELECT value FROM meta WHERE key = 'dictionary'").fetchone()
         (payload,) = connection.execute("SELECT payload FROM answer").fetchone()
     packing = Packing(dictionary)
-    spoil(path, "UPDATE answer SET payload = ?", packing.pack(change(packing.unpack(payload))))
+    spoil(
+        path,
+        "UPDATE answer SET payload = ?",
+        packing.pack(DEVICE, PROBLEM, change(packing.unpack(DEVICE, PROBLEM, payload))),
+    )
 
 
 def deflated(size_bytes: int) -> bytes:
@@ -164,6 +180,32 @@ def test_a_damaged_packed_answer_is_refused(packed, change):
     assert all("check the database" in line or "cannot be read" in line for line in said)
     with Store(packed, read_only=True) as store, pytest.raises(DatabaseError, match="holds an entry that cannot be"):
         store.answer(DEVICE, PROBLEM)
+
+
+def test_no_flipped_bit_of_a_packed_answer_goes_unnoticed(packed):
+    with closing(sqlite3.connect(packed)) as connection:
+        (payload,) = connection.execute("SELECT payload FROM answer").fetchone()
+    for bit in random.Random(0).sample(range(8 * len(payload)), 100):
+        flipped = bytearray(payload)
+        flipped[bit // 8] ^= 1 << bit % 8
+        spoil(packed, "UPDATE answer SET payload = ?", bytes(flipped))
+        with Store(packed, read_only=True) as store, pytest.raises(DatabaseError, match="cannot be read"):
+            store.answer(DEVICE, PROBLEM)
+
+
+def test_what_is_no_longer_the_release_it_says_is_not_merged(packed):
+    spoil(packed, "DELETE FROM answer WHERE ? = ''", "")
+    spoil(packed, "DELETE FROM problem WHERE ? = ''", "")
+    with Store(packed, read_only=True) as store, Store(MEMORY) as target:
+        with pytest.raises(DatabaseError, match="it was altered"):
+            target.merge(store)
+        with pytest.raises(DatabaseError, match="it was altered"):
+            write_release([store], packed.with_name("again.db"))
+
+
+def test_a_message_of_sqlite_that_is_no_text_is_damage(packed):
+    with pytest.raises(DatabaseError, match="is damaged: restore it"), translated("x.db"):
+        b"\xff".decode()
 
 
 @pytest.mark.parametrize(

@@ -56,9 +56,9 @@ def test_what_is_unpacked_is_what_was_packed(found):
     packed = Packing(dictionary_of(map(text_of, before)))
     for history in before:
         key = ProblemKey(device=history.device, network_config=history.network_config)
-        payload = packed.pack(text_of(history))
+        payload = packed.pack(history.device, history.network_config, text_of(history))
         assert replace(packed.history(key, payload), environments=history.environments) == history
-        assert packed.unpack(payload) == text_of(history)
+        assert packed.unpack(history.device, history.network_config, payload) == text_of(history)
         unnamed = packed.history_without_ids(key, payload)
         assert {entry.id for entry in (*unnamed.rows, *unnamed.scopes, *unnamed.verdicts)} <= {""}
 

@@ -82,6 +82,21 @@ def test_a_release_of_a_release_is_that_release(store, tmp_path):
     assert (tmp_path / "again.db").read_bytes() == (tmp_path / "release.db").read_bytes()
 
 
+def test_a_release_of_ties_keeps_all_of_itself(tmp_path):
+    """Ties are groups that the fastest opens: where it stays behind, the next opens another, and more are in it."""
+    times = {1.0: 16, 1.02: 16, 1.027: 8, 1.029: 8, 1.035: 0}
+    rows = [
+        row("ConvA", config=f'{{"tile":{i}}}', time_ms=time_ms, workspace_bytes=size, created_at=at(1))
+        for i, (time_ms, size) in enumerate(times.items())
+    ]
+    with Store(MEMORY) as store:
+        store.record(DEVICE, PROBLEM, rows, environment=VERSIONS)
+        made = write_release([store], tmp_path / "release.db")
+    assert sum(made.rows.values()) == 3
+    with Store(tmp_path / "release.db", read_only=True) as first:
+        assert write_release([first], tmp_path / "again.db").rows == made.rows
+
+
 def test_a_release_is_one_file_that_needs_no_log(store, tmp_path):
     path = tmp_path / "release.db"
     path.write_text("what was there before")
@@ -115,8 +130,8 @@ def test_a_release_says_what_it_holds_and_what_came_before(store, tmp_path):
     ("statement", "said"),
     [
         ("DELETE FROM problem", "has the hash"),
-        ("UPDATE device SET identity = 'another'", "has the hash"),
-        ("UPDATE problem SET network_config = 'another'", "has the hash"),
+        ("UPDATE device SET identity = 'another'", "their checksum differs"),
+        ("UPDATE problem SET network_config = 'another'", "their checksum differs"),
         ("DELETE FROM answer", "belongs to no row of table answer"),
         ("UPDATE meta SET value = replace(value, '\":1}', '\":2}') WHERE key = 'release'", "other counts"),
         ("DELETE FROM meta WHERE key = 'release'", "names none"),
@@ -196,6 +211,30 @@ def test_the_newest_verdict_ships(store, tmp_path):
 def test_a_verdict_whose_winner_stays_behind_does_not_ship(store, tmp_path):
     store.record(DEVICE, PROBLEM, verdict=verdict("ConvZ:{}"))
     assert shipped_verdicts(store, tmp_path) == []
+
+
+def test_a_verdict_that_a_newer_row_made_void_does_not_come_back(store, tmp_path):
+    """It would order those that ship by a race that one of them has been measured since."""
+    times = {"A": 1.0, "B": 2.0, "AA": 2.2, "AAA": 3.0}
+    fast, slow, other, raced = (
+        row(f"Conv{name[0]}", config=f'{{"tile":{len(name)}}}', time_ms=time_ms, created_at=at(1))
+        for name, time_ms in times.items()
+    )
+    newer = replace(raced, time_ms=2.5, created_at=at(9))
+    judged = Verdict(
+        winner=slow.candidate,
+        ties=(slow.candidate, fast.candidate, raced.candidate),
+        comparisons=(),
+        blocks=45,
+        protocol="cuda-1",
+        created_at=at(2),
+    )
+    problem = PROBLEM.replace("-n", "-n9")
+    store.record(DEVICE, problem, [fast, slow, other, raced, newer], environment=VERSIONS, verdict=judged)
+    expected = store.answer(DEVICE, problem).rows[0].candidate
+    with released(store, tmp_path) as shipped:
+        assert shipped.answer(DEVICE, problem).rows[0].candidate == expected == fast.candidate
+        assert shipped.history(DEVICE, problem).verdicts == ()
 
 
 def test_a_verdict_of_a_contended_race_does_not_ship(store, tmp_path):

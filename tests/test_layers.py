@@ -36,7 +36,7 @@ LAYERS = (
     ("device", "device_memory"),
     ("problem", "array_problem", "network_config", "tensor", "operands", "arrays", "values"),
     ("finddb", "kernels_src"),
-    ("errors", "files", "child"),
+    ("errors", "files", "child", "interrupts"),
 )
 
 # Methods that lead into a module above: imported inside a function, nowhere else.

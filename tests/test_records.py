@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -83,17 +84,32 @@ def test_running_out_of_memory_lifts_no_quarantine(handle: Handle) -> None:
     assert failures.quarantined(PROBLEM, handle) == {first.id}
 
 
-def test_who_ran_out_of_memory_is_noted_for_a_re_check(handle: Handle) -> None:
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"status": Status.OUT_OF_MEMORY, "timing": None}, "a candidate ran out of memory"),
+        ({"contended": True}, "measured while another process used the device"),
+    ],
+    ids=["memory", "company"],
+)
+def test_what_speaks_of_the_moment_is_noted_for_a_re_check(handle: Handle, change: dict[str, Any], reason: str) -> None:
     first, second, *_ = candidates(handle)
     identity = handle.device.identity
-    record(handle, outcome(first, Status.OUT_OF_MEMORY), outcome(second))
+    record(handle, replace(outcome(first), **change), outcome(second))
     (note,) = handle.database.rechecks(identity)
-    assert (note.network_config, note.reason) == (PROBLEM.network_config, "a candidate ran out of memory")
+    assert (note.network_config, note.reason) == (PROBLEM.network_config, reason)
     record(handle, *map(outcome, candidates(handle)))
     assert not handle.database.rechecks(identity)
 
 
-def test_a_search_loses_a_second_at_most(handle: Handle, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_ran_out_of_memory_in_a_re_check_too_is_not_noted_again(handle: Handle) -> None:
+    first, *others = candidates(handle)
+    for notes in (1, 0):
+        record(handle, outcome(first, Status.OUT_OF_MEMORY), *map(outcome, others))
+        assert len(handle.database.rechecks(handle.device.identity)) == notes
+
+
+def test_a_search_writes_each_second(handle: Handle, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second, third, *_ = candidates(handle)
     time_s = 10.0
     monkeypatch.setattr(recording_module.time, "monotonic", lambda: time_s)

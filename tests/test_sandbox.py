@@ -33,7 +33,7 @@ SOLVERS = ("ConvCpuDirect", FAULTY, "ConvCpuIm2colGemm")
 RUNS_BEFORE_SCREENING = 4
 # A run this short is repeated 32 times a sample, and screening takes three samples.
 RUNS_BEFORE_RACE = RUNS_BEFORE_SCREENING + 3 * 32
-TIMEOUT_S = 2.0
+TIMEOUT_S = 4.0
 
 
 def job(**settings: object) -> Job:
@@ -76,15 +76,15 @@ def by_solver(events: Iterable[Outcome | Verdict]) -> dict[str, Outcome]:
         ("kill", RUNS_BEFORE_RACE, Status.CRASHED, "SIGKILL"),
         ("exit", 0, Status.CRASHED, "ended with code 0"),
         ("exit", RUNS_BEFORE_RACE, Status.CRASHED, "ended with code 0"),
-        ("spin", 0, Status.TIMED_OUT, "it ran for 2 s without an end"),
-        ("spin", RUNS_BEFORE_RACE, Status.TIMED_OUT, "it ran for 2 s without an end"),
+        ("spin", 0, Status.TIMED_OUT, "it ran for 4 s without an end"),
+        ("spin", RUNS_BEFORE_RACE, Status.TIMED_OUT, "it ran for 4 s without an end"),
         ("raise", 0, Status.LAUNCH_FAILED, "broken for this test"),
         ("raise", RUNS_BEFORE_RACE, Status.LAUNCH_FAILED, "broken for this test"),
         ("nan", 0, Status.WRONG_RESULT, "unwritten or NaN"),
         ("wrong", 0, Status.WRONG_RESULT, "are wrong"),
         ("exhaust", 0, Status.OUT_OF_MEMORY, "MemoryError"),
         ("exhaust", RUNS_BEFORE_RACE, Status.OUT_OF_MEMORY, "MemoryError"),
-        ("compile forever", 0, Status.TIMED_OUT, "it compiled for 2 s without an end"),
+        ("compile forever", 0, Status.TIMED_OUT, "it compiled for 4 s without an end"),
         ("compile and crash", 0, Status.CRASHED, "SIGSEGV"),
     ],
     ids=lambda value: str(value),
@@ -201,16 +201,28 @@ def test_a_device_that_stays_sick_ends_the_job(executor: Isolated, monkeypatch: 
 
 def test_a_job_takes_the_child_that_was_prepared(executor: Isolated) -> None:
     executor.prepare()
-    prepared = executor._child
+    prepared = executor._prepared
     assert prepared is not None
     executor.prepare()
+    assert executor._prepared is prepared
     by_solver(executor.run(job()))
     assert executor._child is prepared
 
 
+def test_nothing_is_prepared_beside_a_job_at_work(executor: Isolated) -> None:
+    events = executor.run(job())
+    next(events)
+    executor.prepare()
+    assert executor._prepared is None
+    list(events)
+    worked = executor._child
+    executor.prepare()
+    assert (executor._child, executor._prepared) == (worked, None)
+
+
 def test_a_prepared_child_that_was_killed_is_replaced(executor: Isolated) -> None:
     executor.prepare()
-    prepared = executor._child
+    prepared = executor._prepared
     assert prepared is not None
     os.kill(prepared.pid, signal.SIGKILL)
     assert all(outcome.status is Status.OK for outcome in by_solver(executor.run(job())).values())
@@ -259,7 +271,10 @@ def test_the_verdict_comes_last(executor: Isolated) -> None:
 
 def test_screening_times_and_judges_nothing(executor: Isolated) -> None:
     outcomes = by_solver(executor.run(job(effort=Effort.SCREEN)))
-    assert [o.timing.samples for o in outcomes.values() if o.timing] == [3, 3, 3]
+    timings = [outcome.timing for outcome in outcomes.values()]
+    # One that a busy machine held up may be cut off after its first run; whoever is fastest is not.
+    assert {timing.samples for timing in timings if timing} <= {1, 3}
+    assert min((timing.time_ms, timing.samples) for timing in timings if timing)[1] == 3
 
 
 def test_a_time_reached_elsewhere_cuts_off(executor: Isolated) -> None:

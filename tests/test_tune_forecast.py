@@ -11,6 +11,7 @@ import pytest
 from cli_runner import FORWARD, run, run_json, use_own_folders
 
 from miofind.candidate import Outcome, Status
+from miofind.compiler import processors
 from miofind.device import Device
 from miofind.find.plan import make_plan
 from miofind.find.recording import Recording
@@ -23,7 +24,7 @@ from miofind.sandbox.executors import InProcess
 from miofind.solver import solver_by_id
 from miofind.suites import SuiteProblem
 from miofind.tune.cost import CANDIDATE_S, PROBLEM_S, measuring_seconds, rough_seconds
-from miofind.tune.forecast import forecast
+from miofind.tune.forecast import COMPILE_S, forecast
 from miofind.tune.service import TuneOptions, tune
 
 OPTIONS = TuneOptions(find=FindOptions(time_budget_s=math.inf))
@@ -55,7 +56,7 @@ def test_counts_are_those_of_the_plans_and_nothing_is_measured(handle: Handle, m
     assert set(found.solvers) == {p.solver.id for p in planned}
     assert (found.compiles, found.compiled) == (0, 0), "the CPU place compiles nothing"
     assert (found.calibration, found.calibrated_by) == (1.0, 0)
-    assert found.gpu_seconds > 2 * PROBLEM_S
+    assert found.measuring_seconds > 2 * PROBLEM_S
 
 
 def test_what_is_known_is_left_out_and_corrects_the_rest(handle: Handle) -> None:
@@ -67,7 +68,7 @@ def test_what_is_known_is_left_out_and_corrects_the_rest(handle: Handle) -> None
     assert (found.known, found.calibrated_by) == (1, 1)
     assert found.calibration == pytest.approx(best.time_ms / estimate_ms)
     assert forecast(requests, [handle], replace(OPTIONS, force=True)).known == 0
-    assert forecast(requests[:1], [handle], OPTIONS).gpu_seconds == 0
+    assert forecast(requests[:1], [handle], OPTIONS).measuring_seconds == 0
 
 
 def test_an_estimate_that_fails_corrects_nothing(handle: Handle, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,7 +99,7 @@ def test_what_failed_before_is_left_out_unless_it_is_tried_again(handle: Handle)
 def test_a_problem_that_nobody_serves(handle: Handle) -> None:
     only = replace(OPTIONS, find=replace(OPTIONS.find, only=("ConvCpuGemm1x1",)))
     found = forecast([request(2)], [handle], only)
-    assert (found.unsolvable, found.configurations, found.gpu_seconds) == (1, 0, 0)
+    assert (found.unsolvable, found.configurations, found.measuring_seconds) == (1, 0, 0)
 
 
 def test_compiles_are_distinct_binaries_and_those_in_the_cache_are_told() -> None:
@@ -108,11 +109,14 @@ def test_compiles_are_distinct_binaries_and_those_in_the_cache_are_told() -> Non
         found = forecast(requests, [handle], only)
         assert found.configurations >= found.compiles > 0
         assert found.compiled == 0
+        assert found.compiling_seconds == pytest.approx(COMPILE_S * found.compiles / max(1, processors() - 1))
         plan = make_plan(requests[0].problem, handle.device, only.find)
         first = plan.candidates[0]
         step = first.solver.solution(requests[0].problem, handle.device, first.candidate.config).kernels[0]
         handle.compiler.build(step, handle.device.arch)
-        assert forecast(requests, [handle], only).compiled == 1
+        later = forecast(requests, [handle], only)
+        assert later.compiled == 1
+        assert later.compiling_seconds < found.compiling_seconds
 
 
 def test_seconds_grow_with_candidates_times_and_effort() -> None:
@@ -143,7 +147,8 @@ def test_the_command_prints_a_row_and_measures_nothing(tmp_path: Path, monkeypat
     header, _, cells = result.stdout.splitlines()[:3]
     assert header.split()[:3] == ["device", "problems", "known"]
     assert cells.endswith(" s")
-    assert "GPU-minutes; by the solvers' estimates alone, since nothing is known here yet" in result.stdout
+    assert " s on the CPU; by the solvers' estimates alone, since nothing is known here yet" in result.stdout
+    assert "GPU" not in result.stdout
     with Store(tmp_path / "finddb.db") as store:
         assert store.stats().rows == 0
 
@@ -156,7 +161,11 @@ def test_the_command_describes_gpus_that_are_not_here() -> None:
         assert (found["problems"], found["known"], found["devices"]) == (2, 0, 1)
         assert found["configurations"] > 0
         assert found["compiles"] > 0
-        assert found["gpu_minutes"] == found["minutes"] > 0
+        assert found["measuring_minutes"] == found["measuring_minutes_each"] > 0
+        assert found["compiling_minutes"] > 0
+    text = run(*asked, "--arch", "90a").stdout
+    assert " of GPU time, and " in text
+    assert f" beside it for {found['compiles']} kernels that this host compiles" in text
 
 
 def test_the_command_says_when_nothing_is_left() -> None:

@@ -11,14 +11,12 @@ from typing import Any
 
 import click
 
-from miofind import __version__
+from miofind import __version__, interrupts
 from miofind.cli.output import discard_output, prepare_streams, print_note
 from miofind.cli.session import configure_logging, reset_logging
 from miofind.errors import MiofindError
 
 logger = logging.getLogger(__name__)
-
-INTERRUPTED = 130
 
 _COMMANDS = {
     "doctor": "miofind.cli.doctor:doctor",
@@ -54,7 +52,22 @@ class _Commands(click.Group):
             discard_output()
             sys.exit(MiofindError.exit_code)
 
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        found = super().resolve_command(ctx, args)
+        interrupts.raise_again()  # its module is imported, and what it does is cleaned up after
+        return found
+
     def invoke(self, ctx: click.Context) -> object:
+        is_program = interrupts.ends_at_once()
+        try:
+            return self._invoke(ctx)
+        finally:
+            if is_program:
+                interrupts.end_at_once()
+
+    def _invoke(self, ctx: click.Context) -> object:
         try:
             return super().invoke(ctx)
         except MiofindError as error:
@@ -62,7 +75,7 @@ class _Commands(click.Group):
             raise click.exceptions.Exit(error.exit_code) from error
         except KeyboardInterrupt:
             print_note("interrupted")
-            raise click.exceptions.Exit(INTERRUPTED) from None
+            raise click.exceptions.Exit(interrupts.INTERRUPTED) from None
         except (click.ClickException, click.exceptions.Exit, click.Abort, OSError):
             raise
         except MemoryError as error:

@@ -1,72 +1,130 @@
-"""How much FindDBs hold: problems by device and data type, and how many layers of each suite."""
+"""What FindDBs answer: problems by device and type, and how many layers of each suite in which variant."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from miofind.errors import InvalidProblemError
 from miofind.finddb import ProblemKey
-from miofind.network_config import parse_network_config
+from miofind.network_config import ConvolutionArguments, parse_network_config
 from miofind.suites import load_suite, suite_names
 
-Layer = tuple[object, ...]
+_UNREADABLE = "unreadable"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    """In which form the layers of a suite are asked for.
+
+    Attributes:
+        batch: what the suite's n is multiplied by; None for a suite whose rows have batches of their own.
+        type: element type of all tensors, "tf32" for float32 with that arithmetic.
+    """
+
+    batch: int | None
+    type: str
+    layout: str
+    direction: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SuiteCoverage:
+    """How much of a suite is answered: distinct layers by variant, and how many there are."""
+
+    suite: str
+    layers: int
+    answered: Mapping[Variant, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceCoverage:
-    """What is held for one device.
+    """What is answered for one device.
 
     Attributes:
         problems: how many.
-        dtypes: problems by data type.
-        suites: layers held by suite, in any batch, type, layout and direction.
+        types: problems by type.
+        suites: those of which a layer is answered.
     """
 
     device: str
     problems: int
-    dtypes: dict[str, int]
-    suites: dict[str, int]
+    types: Mapping[str, int]
+    suites: tuple[SuiteCoverage, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Entry:
-    """What coverage needs of a problem."""
+class SuiteLayers:
+    """The distinct layers of one shipped suite; of one whose rows have batches of their own, with their batch."""
 
-    layer: Layer
-    dtype: str
+    def __init__(self, name: str) -> None:
+        suite = load_suite(name)
+        rows = [parse_network_config(row.problem.network_config) for row in suite.rows]
+        self.name = name
+        self._samples = rows[0]["x"][0] if suite.is_scalable else None
+        self._layers = {self._layer(row) for row in rows}
+
+    def __len__(self) -> int:
+        return len(self._layers)
+
+    def covered(self, problems: Iterable[ConvolutionArguments]) -> SuiteCoverage:
+        """How many of the layers are among the problems, by variant."""
+        found: dict[Variant, set[object]] = defaultdict(set)
+        for problem in problems:
+            layer, n = self._layer(problem), problem["x"][0]
+            if layer in self._layers and n % (self._samples or 1) == 0:
+                batch = None if self._samples is None else n // self._samples
+                layout = _joined(problem["layout"])
+                variant = Variant(batch=batch, type=_type(problem), layout=layout, direction=problem["direction"])
+                found[variant].add(layer)
+        counts = {variant: len(layers) for variant, layers in found.items()}
+        return SuiteCoverage(suite=self.name, layers=len(self), answered=counts)
+
+    def _layer(self, problem: ConvolutionArguments) -> object:
+        x = problem["x"] if self._samples is None else problem["x"][1:]
+        return (x, *(problem[name] for name in ("w", "padding", "stride", "dilation", "groups")))
 
 
-def suite_layers() -> dict[str, set[Layer]]:
-    """The distinct layers of each shipped suite."""
-    return {name: {_entry(row.problem.network_config).layer for row in load_suite(name).rows} for name in suite_names()}
+def suite_layers() -> list[SuiteLayers]:
+    """Those of all shipped suites."""
+    return [SuiteLayers(name) for name in suite_names()]
 
 
-def coverage(keys: Iterable[ProblemKey], suites: dict[str, set[Layer]]) -> list[DeviceCoverage]:
-    """What is held for each device, the most first."""
-    dtypes: dict[str, Counter[str]] = {}
-    layers: dict[str, set[Layer]] = {}
+def coverage(keys: Iterable[ProblemKey], suites: Iterable[SuiteLayers]) -> list[DeviceCoverage]:
+    """What is answered for each device, the most first.
+
+    Args:
+        keys: of the problems that have an answer; several FindDBs may name one.
+    """
+    by_device: dict[str, set[str]] = defaultdict(set)
     for key in keys:
-        entry = _entry(key.network_config)
-        dtypes.setdefault(key.device, Counter())[entry.dtype] += 1
-        layers.setdefault(key.device, set()).add(entry.layer)
-    found = [
-        DeviceCoverage(
-            device=device,
-            problems=counts.total(),
-            dtypes=dict(counts.most_common()),
-            suites={name: len(wanted & layers[device]) for name, wanted in suites.items()},
-        )
-        for device, counts in dtypes.items()
-    ]
+        by_device[key.device].add(key.network_config)
+    found = [_of_device(device, texts, suites) for device, texts in by_device.items()]
     return sorted(found, key=lambda c: (-c.problems, c.device))
 
 
-def _entry(network_config: str) -> _Entry:
-    try:
-        values = parse_network_config(network_config)
-    except InvalidProblemError:
-        return _Entry(layer=(network_config,), dtype="unreadable")
-    shapes = (values["x"][1:], values["w"], values["padding"], values["stride"], values["dilation"], values["groups"])
-    return _Entry(layer=shapes, dtype="/".join(dict.fromkeys(values["dtype"].values())))
+def _of_device(device: str, network_configs: set[str], suites: Iterable[SuiteLayers]) -> DeviceCoverage:
+    problems = []
+    for text in network_configs:
+        try:
+            problems.append(parse_network_config(text))
+        except InvalidProblemError:
+            continue
+    types = Counter(map(_type, problems))
+    types[_UNREADABLE] = len(network_configs) - len(problems)
+    covered = [suite.covered(problems) for suite in suites]
+    return DeviceCoverage(
+        device=device,
+        problems=len(network_configs),
+        types={name: count for name, count in types.most_common() if count},
+        suites=tuple(suite for suite in covered if suite.answered),
+    )
+
+
+def _type(problem: ConvolutionArguments) -> str:
+    return _joined(problem["dtype"]) if problem["math"] == "ieee" else problem["math"]
+
+
+def _joined(of_tensors: Mapping[str, str]) -> str:
+    """One name where x, w and y have the same, else all three."""
+    return "/".join(of_tensors.values() if len(set(of_tensors.values())) > 1 else [of_tensors["x"]])

@@ -19,7 +19,7 @@ from miofind.cli.options import DRIVER_LINE, choice, db_option, device_option, e
 from miofind.cli.output import Sheet, bytes_text, print_json, print_note, print_text
 from miofind.cli.problems import optional_problem_argument, problems_of
 from miofind.cli.session import verbose_option
-from miofind.device import Device
+from miofind.device import Device, device_text
 from miofind.errors import DatabaseError
 from miofind.files import replacing
 from miofind.finddb import SCHEMA_VERSION, Prune, Stats, Store, shipped_paths, upgrade, user_path
@@ -106,7 +106,7 @@ def stats(database: str | None, as_json: bool) -> None:
 
 def _counts(found: Stats) -> dict[str, dict[str, int]]:
     return {
-        "device": dict(found.by_device),
+        "device": {device_text(device): count for device, count in found.by_device.items()},
         "solver": dict(sorted(found.by_solver.items(), key=lambda item: -item[1])),
         "status": dict(found.by_status),
     }

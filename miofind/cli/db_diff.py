@@ -10,13 +10,19 @@ import click
 
 from miofind.cli.db_show import stored_config
 from miofind.cli.options import example, json_option
-from miofind.cli.output import Sheet, config_text, print_json, print_text, ratio_text, time_text
+from miofind.cli.output import Sheet, print_json, print_text, ratio_text, time_text
 from miofind.cli.session import verbose_option
+from miofind.device import device_text
 from miofind.finddb import Change, ChangeKind, Comparison, Row, Store, differences
+from miofind.solution import config_text
 
-_COLUMNS = ("change", "problem", "before", "ms", "p20..p80", "after", "ms ", "p20..p80 ", "after/before", "races say")
-_RIGHT = ("ms", "ms ", "after/before")
-_CONFIG_CHARS = 30
+_COLUMNS = (
+    *("problem", "change", "after/before", "ms before", "p20..p80 before", "ms after", "p20..p80 after"),
+    *("winner", "new winner", "races say"),
+)
+_RIGHT = ("after/before", "ms before", "ms after")
+_FOLD = ("races say", "new winner", "winner", "problem")
+_SPARE = ("p20..p80 before", "p20..p80 after")
 
 
 @click.command("diff", epilog=example("miofind db diff finddb/prebuilt/nvidia_h200.db tuned.db"))
@@ -39,7 +45,7 @@ def diff(before: Path, after: Path, as_json: bool) -> None:
         listed = [_json(change) for change in changes if _is_listed(change)]
         print_json({"before": str(before), "after": str(after), "counts": counted, "changes": listed})
         return
-    _print_sheet([change for change in changes if _is_listed(change)])
+    _print_sheets([change for change in changes if _is_listed(change)])
     told = ", ".join(f"{counts[kind]} {kind.value}" for kind in ChangeKind)
     print_text(f"{told}; {sum(change.has_new_winner for change in changes)} with another winner")
 
@@ -48,19 +54,27 @@ def _is_listed(change: Change) -> bool:
     return change.kind is not ChangeKind.SAME or change.has_new_winner
 
 
-def _print_sheet(changes: list[Change]) -> None:
-    made = Sheet("", _COLUMNS, right=_RIGHT, spare=("p20..p80", "p20..p80 ", "races say"))
-    for change in changes:
-        made.add(
-            _kind_text(change),
-            f"{change.key.network_config}  on {change.key.device}",
-            *_row_cells(change.before),
-            *_row_cells(change.after),
-            "" if change.ratio is None else ratio_text(change.ratio),
-            _races_text(change),
-        )
-    if changes:
+def _print_sheets(changes: list[Change]) -> None:
+    """A table a device."""
+    for device in dict.fromkeys(change.key.device for change in changes):
+        made = Sheet(device_text(device), _COLUMNS, right=_RIGHT, fold=_FOLD, spare=_SPARE)
+        for change in changes:
+            if change.key.device == device:
+                made.add(*_cells(change))
         made.print()
+
+
+def _cells(change: Change) -> tuple[str, ...]:
+    return (
+        change.key.network_config,
+        _kind_text(change),
+        "" if change.ratio is None else ratio_text(change.ratio),
+        *_times(change.before),
+        *_times(change.after),
+        _name(change.before),
+        _name(change.after) if change.has_new_winner or change.before is None else "",
+        _races_text(change),
+    )
 
 
 def _kind_text(change: Change) -> str:
@@ -70,11 +84,13 @@ def _kind_text(change: Change) -> str:
     return f"{'~' if moved and not change.is_clear else ''}{change.kind}{winner}"
 
 
-def _row_cells(row: Row | None) -> tuple[str, ...]:
-    if row is None:
-        return ("", "", "")
-    name = f"{row.solver_id} {config_text(stored_config(row), _CONFIG_CHARS)}".rstrip()
-    return (name, _time(row.time_ms), f"{_time(row.p20_ms)}..{_time(row.p80_ms)}")
+def _times(row: Row | None) -> tuple[str, str]:
+    """The median, and between which times most samples lie."""
+    return ("", "") if row is None else (_time(row.time_ms), f"{_time(row.p20_ms)}..{_time(row.p80_ms)}")
+
+
+def _name(row: Row | None) -> str:
+    return "" if row is None else f"{row.solver_id} {config_text(stored_config(row))}".rstrip()
 
 
 def _races_text(change: Change) -> str:

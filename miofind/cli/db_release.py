@@ -11,6 +11,7 @@ import click
 from miofind.cli.options import example, json_option
 from miofind.cli.output import bytes_text, print_json, print_note, print_text
 from miofind.cli.session import verbose_option
+from miofind.device import device_text
 from miofind.finddb import Release, Store, write_release
 from miofind.row_check import Shipping, with_refusals
 
@@ -47,7 +48,7 @@ def _print(out: Path, made: Release, keep: Shipping) -> None:
     print_text(f"{out}: {bytes_text(out.stat().st_size)}, content {made.content_hash[:16]}")
     print_text(f"  after {made.parent[:16]}" if made.parent else "  the first of its line")
     for device, count in made.problems.items():
-        print_text(f"  {device}: {count} problems, {made.rows[device]} rows")
+        print_text(f"  {device_text(device)}: {count} problems, {made.rows[device]} rows")
     left_out = [f"{count} {why}" for why, count in _left_out(keep).items() if count]
     print_text(f"  rows left out: {', '.join([*left_out, 'failures, and what better ones replace'])}")
     if len(made.problems) > 1:

@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 from miofind.cli.output import (
     Sheet,
     bytes_text,
-    config_text,
     error_text,
     print_json,
     print_text,
     tflops_text,
     time_text,
 )
+from miofind.device import device_text
 from miofind.errors import InvalidConfigError, InvalidProblemError
 from miofind.finddb import ProblemKey, Row, Scope, Store, Verdict
 from miofind.problem import ProblemDescription
-from miofind.solution import Config
+from miofind.solution import Config, config_text
 
-_LIST = ("device", "problem", "solver", "config", "ms", "TFLOP/s", "workspace")
+_LIST = ("problem", "solver", "config", "ms", "TFLOP/s", "workspace")
 _ROWS = ("solver", "config", "status", "ms", "p20", "p80", "samples", "workspace", "error", "measured at")
+_SPARE = ("measured at", "p80", "p20", "samples", "error")
 _CONFIG_CHARS = 40
 
 
@@ -31,6 +33,15 @@ def stored_config(row: Row) -> Mapping[str, object]:
         return dict(Config.from_json(row.config))
     except (InvalidConfigError, RecursionError):
         return {"unreadable": row.config[:_CONFIG_CHARS]}
+
+
+def candidate_text(candidate: str) -> str:
+    """A candidate, solver:{configuration as JSON}, as people read it."""
+    solver_id, _, config = candidate.partition(":")
+    try:
+        return f"{solver_id} {config_text(Config.from_json(config))}".rstrip()
+    except (InvalidConfigError, RecursionError):
+        return candidate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +77,8 @@ class HistoryView:
 
 def show_history(view: HistoryView) -> None:
     """Print one problem's rows and scopes."""
-    made = Sheet(f"\n{view.key.network_config}  on {view.key.device}", _ROWS, right=_ROWS[3:9])
+    title = f"\n{view.key.network_config}\non {device_text(view.key.device)}"
+    made = Sheet(title, _ROWS, right=_ROWS[3:9], fold=("config",), spare=_SPARE)
     for row in view.rows:
         made.add(
             row.solver_id,
@@ -81,7 +93,7 @@ def show_history(view: HistoryView) -> None:
     made.print()
     for row in view.rows:
         if row.message:
-            print_text(f"  {row.candidate}: {row.message.splitlines()[0]}")
+            print_text(f"  {candidate_text(row.candidate)}: {row.message.splitlines()[0]}")
     if view.verdict is not None:
         _show_verdict(view.verdict)
     for scope in view.scopes:
@@ -95,10 +107,12 @@ def show_history(view: HistoryView) -> None:
 
 def _show_verdict(verdict: Verdict) -> None:
     measured_at = verdict.created_at[:16].replace("T", " ")
-    print_text(f"  race of {verdict.blocks} blocks at {measured_at}: {verdict.winner} won")
+    print_text(f"  race of {verdict.blocks} blocks at {measured_at}: {candidate_text(verdict.winner)} won")
     for comparison in sorted(verdict.comparisons, key=lambda item: item.low):
         tied = ", a tie" if comparison.candidate in verdict.ties else ""
-        print_text(f"    {comparison.candidate}: {comparison.low:.3f}..{comparison.high:.3f} of its time{tied}")
+        print_text(
+            f"    {candidate_text(comparison.candidate)}: {comparison.low:.3f}..{comparison.high:.3f} of its time{tied}"
+        )
 
 
 def list_problems(store: Store, as_json: bool) -> None:
@@ -107,24 +121,25 @@ def list_problems(store: Store, as_json: bool) -> None:
     if as_json:
         print_json({"database": str(store.path), "problems": [_listed_json(key, row) for key, row in found]})
         return
-    made = Sheet("", _LIST, right=_LIST[4:])
-    for key, row in found:
-        if row is None or row.time_ms is None:
-            made.add(key.device, key.network_config, "none", *[""] * 4)
-            continue
-        flops = _flops(key.network_config)
-        made.add(
-            key.device,
-            key.network_config,
-            row.solver_id,
-            config_text(stored_config(row), _CONFIG_CHARS),
-            time_text(row.time_ms),
-            tflops_text(flops, row.time_ms) if flops else "-",
-            bytes_text(row.workspace_bytes),
-        )
-    if found:
+    for device, group in itertools.groupby(found, key=lambda item: item[0].device):
+        made = Sheet(device_text(device), _LIST, right=_LIST[3:], fold=("config", "problem"))
+        for key, row in group:
+            made.add(key.network_config, *_best_cells(key, row))
         made.print()
     print_text(f"{len(found)} problems in {store.path}")
+
+
+def _best_cells(key: ProblemKey, row: Row | None) -> tuple[str, ...]:
+    if row is None or row.time_ms is None:
+        return ("none", *[""] * 4)
+    flops = _flops(key.network_config)
+    return (
+        row.solver_id,
+        config_text(stored_config(row)),
+        time_text(row.time_ms),
+        tflops_text(flops, row.time_ms) if flops else "-",
+        bytes_text(row.workspace_bytes),
+    )
 
 
 def _best(store: Store, key: ProblemKey) -> Row | None:

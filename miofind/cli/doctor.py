@@ -13,7 +13,8 @@ from typing import TypeVar
 import click
 
 from miofind import __version__
-from miofind.cli.coverage import DeviceCoverage, coverage, suite_layers
+from miofind.cli.coverage import DeviceCoverage, SuiteLayers, coverage, suite_layers
+from miofind.cli.coverage_table import show_device, show_suites
 from miofind.cli.options import example, json_option
 from miofind.cli.output import bytes_text, print_json, print_text
 from miofind.cli.session import verbose_option
@@ -21,7 +22,7 @@ from miofind.compiler import BinaryCache, CacheStats, nvrtc_version
 from miofind.device import INSTALL_CUDA, Device, Library, cuda_device_count
 from miofind.environment import versions
 from miofind.errors import DatabaseError, MiofindError
-from miofind.finddb import MEMORY, Store, network_file_system, shipped_paths, user_path
+from miofind.finddb import MEMORY, ProblemKey, Store, network_file_system, shipped_paths, user_path
 
 Result = TypeVar("Result")
 
@@ -45,7 +46,7 @@ class _Database:
     problems: int = 0
     rows: int = 0
     bytes: int = 0
-    devices: tuple[DeviceCoverage, ...] = ()
+    devices: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -55,7 +56,9 @@ class _Examination:
     devices: list[Device] = field(default_factory=list)
     libraries: dict[str, str] = field(default_factory=dict)
     databases: list[_Database] = field(default_factory=list)
-    suites: dict[str, int] = field(default_factory=dict)
+    suites: list[SuiteLayers] = field(default_factory=list)
+    answered: set[ProblemKey] = field(default_factory=set)
+    coverage: list[DeviceCoverage] = field(default_factory=list)
     cache: CacheStats | None = None
     missing: list[str] = field(default_factory=list)
 
@@ -83,10 +86,10 @@ def doctor(as_json: bool) -> None:
     found.libraries = found.attempt("libraries", _libraries) or {}
     found.attempt("NVRTC", nvrtc_version)
     _find_missing_libraries(found)
-    suites = found.attempt("suites", suite_layers) or {}
-    found.suites = {name: len(layers) for name, layers in suites.items()}
+    found.suites = found.attempt("suites", suite_layers) or []
     paths = [(user_path(), "user"), *((str(p), "shipped") for p in found.attempt("FindDBs", shipped_paths) or ())]
-    found.databases = [_database(path, kind, suites) for path, kind in paths]
+    found.databases = [_database(path, kind, found.answered) for path, kind in paths]
+    found.coverage = coverage(found.answered, found.suites)
     found.missing += [f"{db.kind} FindDB {db.path}: {db.note}" for db in found.databases if not db.usable]
     found.cache = found.attempt("binary cache", lambda: BinaryCache().stats())
     if found.cache is not None and found.cache.directory is None:
@@ -124,16 +127,19 @@ def _find_missing_libraries(found: _Examination) -> None:
 
 
 def _find_unknown_devices(found: _Examination) -> None:
-    known = {c.device for database in found.databases for c in database.devices}
     device = found.devices[0]
-    if device.identity not in known:
+    if device.identity not in {held.device for held in found.coverage}:
         found.missing.append(
             f"no FindDB knows {device.name}, so first calls measure: tune it with `miofind tune --suite resnet50`"
         )
 
 
-def _database(path: str, kind: str, suites: dict[str, set[tuple[object, ...]]]) -> _Database:
-    """One FindDB, opened as a find would open it; one that does not exist yet is not made."""
+def _database(path: str, kind: str, answered: set[ProblemKey]) -> _Database:
+    """One FindDB, opened as a find would open it; one that does not exist yet is not made.
+
+    Args:
+        answered: what it answers is added.
+    """
     try:
         if kind == "user" and not _exists(path):
             return _Database(path=path, kind=kind, note="made when the first find is recorded")
@@ -141,7 +147,7 @@ def _database(path: str, kind: str, suites: dict[str, set[tuple[object, ...]]]) 
             if kind == "user":
                 store.add(())  # what a find would do: refused where the file cannot be written
             stats = store.stats()
-            devices = coverage(store.problems(), suites)
+            answered.update(key for key in store.problems() if _is_answered(store, key))
     except Exception as error:
         return _Database(path=path, kind=kind, usable=False, note=str(error))
     return _Database(
@@ -150,8 +156,13 @@ def _database(path: str, kind: str, suites: dict[str, set[tuple[object, ...]]]) 
         problems=stats.problems,
         rows=stats.rows,
         bytes=stats.file_bytes,
-        devices=tuple(devices),
+        devices=dict(stats.by_device),
     )
+
+
+def _is_answered(store: Store, key: ProblemKey) -> bool:
+    answer = store.answer(key.device, key.network_config)
+    return answer is not None and len(answer.rows) > 0
 
 
 def _exists(path: str) -> bool:
@@ -180,7 +191,7 @@ def _show(found: _Examination) -> None:
     names = [f"{name} {version}" for name, version in found.libraries.items() if name not in ("miofind", "python")]
     _section("Libraries", [", ".join(names) or "none"])
     _section("FindDBs, in the order they are asked", [_database_line(database) for database in found.databases])
-    _section("Coverage", _coverage_lines(found) or ["nothing yet"])
+    _show_coverage(found)
     _section("Binary cache", [_cache_line(found.cache)])
     variables = [f"{name}={os.environ[name]}" for name in _VARIABLES if name in os.environ]
     if variables:
@@ -210,15 +221,14 @@ def _database_line(database: _Database) -> str:
     return f"{database.kind:7} {database.path}: {database.note or told}"
 
 
-def _coverage_lines(found: _Examination) -> list[str]:
-    lines = []
-    for database in found.databases:
-        for held in database.devices:
-            dtypes = ", ".join(f"{dtype} {count}" for dtype, count in held.dtypes.items())
-            lines.append(f"{database.kind}, {held.device}: {held.problems} problems ({dtypes})")
-            suites = [f"{name} {count}/{found.suites[name]}" for name, count in held.suites.items() if count]
-            lines.append(f"  layers of suites: {', '.join(suites) or 'none'}")
-    return lines
+def _show_coverage(found: _Examination) -> None:
+    """What all FindDBs together answer: in full for the GPUs that are here, for every device where there is none."""
+    _section("Coverage", [] if found.coverage else ["nothing yet"])
+    here = {device.identity for device in found.devices if device.index >= 0}
+    for held in found.coverage:
+        show_device(held)
+        if not here or held.device in here:
+            show_suites(held)
 
 
 def _cache_line(cache: CacheStats | None) -> str:
@@ -235,11 +245,21 @@ def _json(found: _Examination) -> dict[str, object]:
         "devices": [{"identity": device.identity} | asdict(device) for device in found.devices],
         "libraries": found.libraries,
         "databases": [asdict(database) for database in found.databases],
-        "suites": found.suites,
+        "suites": {suite.name: len(suite) for suite in found.suites},
+        "coverage": [_coverage_json(held) for held in found.coverage],
         "binary_cache": None if found.cache is None else _cache_json(found.cache),
         "environment": {name: os.environ[name] for name in _VARIABLES if name in os.environ},
         "missing": found.missing,
     }
+
+
+def _coverage_json(held: DeviceCoverage) -> dict[str, object]:
+    suites = [
+        {"suite": suite.suite, "layers": suite.layers} | asdict(variant) | {"answered": count}
+        for suite in held.suites
+        for variant, count in suite.answered.items()
+    ]
+    return {"device": held.device, "problems": held.problems, "types": dict(held.types), "suites": suites}
 
 
 def _cache_json(cache: CacheStats) -> dict[str, object]:

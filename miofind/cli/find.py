@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import shlex
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +26,22 @@ from miofind.cli.session import verbose_option
 from miofind.cli.solution_table import solution_json, solution_sheet
 from miofind.device import Device
 from miofind.driver.line import driver_line
-from miofind.errors import NoSolutionError
+from miofind.errors import DatabaseError, NoSolutionError
+from miofind.finddb import user_path
 from miofind.found import Solution
 from miofind.handle import Handle
 from miofind.options import FindOptions
 from miofind.problem import ProblemDescription
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Found:
+    """The solutions of a problem, how many candidates the FindDB has times of, and its file."""
+
+    problem: ProblemDescription
+    solutions: list[Solution] = field(default_factory=list)
+    measured: int = 0
+    database: Path | None = None
 
 
 @click.command(
@@ -68,34 +82,42 @@ def find(
     options = find_options_of(**find_values)
     if save is not None and len(problems) > 1:
         raise click.UsageError("--save takes one direction: add -F 1, -F 2 or -F 4")
-    found: list[tuple[ProblemDescription, list[Solution]]] = []
+    found: list[_Found] = []
     unsolved: list[NoSolutionError] = []
     with Handle(device, database=database) as handle:
         for problem in problems:
             try:
-                found.append((problem, _found(problem, options, handle)))
+                found.append(_find(problem, options, handle))
             except NoSolutionError as error:
                 unsolved.append(error)
-                found.append((problem, []))
-        if save is not None and found[0][1]:
-            found[0][1][0].save(save)
-            print_note(f"saved {found[0][1][0].id} to {save}")
+                found.append(_Found(problem=problem))
+        if save is not None and found[0].solutions:
+            found[0].solutions[0].save(save)
+            print_note(f"saved {found[0].solutions[0].id} to {save}")
     if as_json:
-        print_json({"device": device.identity, "problems": [_json(problem, s[:top]) for problem, s in found]})
+        print_json({"device": device.identity, "problems": [_json(each, top) for each in found]})
     else:
         print_text(f"{device.name}, {device.place.value}")
-        for problem, solutions in found:
-            _show(problem, solutions, top)
+        for each in found:
+            _show(each, top)
     if unsolved:
         raise NoSolutionError("\n".join(map(str, unsolved)))
 
 
-def _found(problem: ProblemDescription, options: FindOptions, handle: Handle) -> list[Solution]:
+def _find(problem: ProblemDescription, options: FindOptions, handle: Handle) -> _Found:
     with stderr().status(f"finding: {driver_line(problem)}"):
-        return find_solutions(problem, options=options, handle=handle)
+        solutions = find_solutions(problem, options=options, handle=handle)
+    for store in handle.database.layers:
+        with contextlib.suppress(DatabaseError):  # a find goes on without a database, and so does what is told of it
+            history = store.history(handle.device.identity, problem.network_config)
+            if history is not None:
+                measured = {row.candidate for row in history.rows if row.time_ms is not None}
+                return _Found(problem=problem, solutions=solutions, measured=len(measured), database=store.path)
+    return _Found(problem=problem, solutions=solutions)
 
 
-def _show(problem: ProblemDescription, solutions: list[Solution], top: int | None) -> None:
+def _show(found: _Found, top: int | None) -> None:
+    problem, solutions = found.problem, found.solutions
     work = f"{problem.flops / 1e9:.3g} GFLOP, {bytes_text(problem.bytes)}"
     title = f"\n{problem.direction.value}  {driver_line(problem)}  ({work})"
     if not solutions:
@@ -104,7 +126,14 @@ def _show(problem: ProblemDescription, solutions: list[Solution], top: int | Non
     solution_sheet(title, solutions[:top]).print()
     if top is not None and len(solutions) > top:
         print_text(f"{len(solutions) - top} more: leave --top out to see them")
+    if found.measured > len(solutions) and found.database is not None:
+        named = "" if str(found.database) == user_path() else f" --db {shlex.quote(str(found.database))}"
+        print_text(
+            f"the FindDB has times of {found.measured} in all: "
+            f"`miofind db show --all{named} {problem.network_config}` lists them"
+        )
 
 
-def _json(problem: ProblemDescription, solutions: list[Solution]) -> dict[str, object]:
-    return problem_json(problem) | {"solutions": [solution_json(solution) for solution in solutions]}
+def _json(found: _Found, top: int | None) -> dict[str, object]:
+    shown = [solution_json(solution) for solution in found.solutions[:top]]
+    return problem_json(found.problem) | {"measured": found.measured, "solutions": shown}

@@ -82,8 +82,12 @@ def _directions(
 
 _REQUESTS = (
     click.option("--suite", "suites", multiple=True, metavar="NAME", help="A shipped suite; repeatable."),
-    click.option("--csv", "csvs", multiple=True, metavar="FILE", help="A table with the columns of the suites."),
-    click.option("--lines", "line_files", multiple=True, metavar="FILE", help="A file of MIOpenDriver lines."),
+    click.option(
+        "--csv", "csvs", multiple=True, metavar="FILE", help="A table with the columns of the suites; - is stdin."
+    ),
+    click.option(
+        "--lines", "line_files", multiple=True, metavar="FILE", help="A file of MIOpenDriver lines; - is stdin."
+    ),
     click.option("--fdb", "fdbs", multiple=True, metavar="FILE", help="A find-db text file of MIOpen's, .fdb.txt."),
     click.option("--batch", type=click.IntRange(min=1), metavar="N", help="Batch; multiplies the suite's n."),
     click.option("--dtype", type=choice(DataType), help="Element type of every tensor."),

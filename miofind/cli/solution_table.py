@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from miofind.cli.output import Sheet, bytes_text, config_text, error_text, ratio_text, tflops, tflops_text, time_text
+from miofind.cli.output import Sheet, bytes_text, error_text, ratio_text, tflops, tflops_text, time_text
 from miofind.found import Solution
+from miofind.solution import config_text
 
 _COLUMNS = (
     "#",
@@ -27,7 +28,7 @@ _SPARE = ("source", "determ.", "algorithm", "error", "library", "vs best", "#", 
 
 def solution_sheet(title: str, solutions: Sequence[Solution]) -> Sheet:
     """Solutions of one problem, one a line."""
-    made = Sheet(title, _COLUMNS, right=_NUMBERS, spare=_SPARE)
+    made = Sheet(title, _COLUMNS, right=_NUMBERS, fold=("config",), spare=_SPARE)
     best_ms = min(solution.time_ms for solution in solutions)
     for number, solution in enumerate(solutions, start=1):
         made.add(

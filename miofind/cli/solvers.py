@@ -16,7 +16,7 @@ from miofind.cli.options import (
     json_option,
     only_option,
 )
-from miofind.cli.output import Sheet, config_text, print_json, print_text
+from miofind.cli.output import Sheet, print_json, print_text
 from miofind.cli.problems import optional_problem_argument, problem_json, problems_of
 from miofind.cli.session import verbose_option
 from miofind.device import Device
@@ -24,7 +24,7 @@ from miofind.driver.line import driver_line
 from miofind.errors import MiofindError
 from miofind.options import FindOptions
 from miofind.problem import ProblemDescription
-from miofind.solution import Config
+from miofind.solution import Config, config_text
 from miofind.solver import Solver
 from miofind.solver import solvers as registered
 

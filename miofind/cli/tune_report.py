@@ -8,7 +8,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from miofind.cli.output import (
     Sheet,
     bytes_text,
-    config_text,
     print_text,
     ratio_text,
     seconds_text,
@@ -20,6 +19,7 @@ from miofind.cli.solution_table import solution_json
 from miofind.found import Solution
 from miofind.handle import Handle
 from miofind.measure.race import TIE
+from miofind.solution import config_text
 from miofind.tune.service import TuneEnd, TuneResult, TuneStatus, TuneSummary, mean_gain
 
 _COLUMNS = (

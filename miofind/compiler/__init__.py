@@ -3,7 +3,7 @@
 Building needs no GPU and no CuPy. It knows steps, not solvers, problems or what a kernel computes.
 """
 
-from miofind.compiler.build import Compiler, kernel_hash
+from miofind.compiler.build import Compiler, kernel_hash, processors
 from miofind.compiler.cache import Binary, BinaryCache, CacheStats
 from miofind.compiler.load import Kernel
 from miofind.compiler.nvrtc import nvrtc_version
@@ -22,5 +22,6 @@ __all__ = [
     "KernelResources",
     "kernel_hash",
     "nvrtc_version",
+    "processors",
     "source_hash",
 ]

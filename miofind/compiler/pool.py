@@ -85,12 +85,12 @@ class CompilePool:
         self._works = self._compiler.cache.directory is not None
 
     def submit(self, steps: Iterable[KernelStep], arch: str) -> int:
-        """Begin to compile steps that will be wanted, behind all that wait; returns at once how many are new.
+        """Begin to compile steps that will be wanted, behind all that wait; returns how many will be, without waiting.
 
         Those beyond the bound of what may wait are left out: `errors` compiles them when they are wanted.
         """
-        with self._changed:
-            return sum(self._take(step, arch, wanted=False) for step in steps)
+        tasks = [self._taken(step, arch, wanted=False) for step in steps]
+        return sum(is_new for _, is_new in tasks)
 
     def errors(self, steps: Iterable[KernelStep], arch: str) -> dict[KernelStep, CompileError]:
         """The steps that cannot be compiled, once all were tried; the binaries of the others are in the cache.
@@ -102,13 +102,10 @@ class CompilePool:
             MissingLibraryError: NVRTC, cuda-bindings or the CUDA headers are not installed.
         """
         listed = list(dict.fromkeys(steps))
-        with self._changed:
-            for step in reversed(listed):
-                self._take(step, arch, wanted=True)
-            tasks = [(step, self._tasks[_name(step, arch)]) for step in listed] if self._works else []
+        taken = [self._taken(step, arch, wanted=True)[0] for step in reversed(listed)]
         found: dict[KernelStep, CompileError] = {}
-        for step, task in tasks:
-            answer = task.answer.result()
+        for step, task in zip(listed, reversed(taken), strict=True):
+            answer = None if task is None else task.answer.result()
             if isinstance(answer, MissingLibraryError):
                 raise answer
             if answer is not None:
@@ -136,31 +133,44 @@ class CompilePool:
         for task in given_up:
             task.answer.set_result(None)
 
-    def _take(self, step: KernelStep, arch: str, *, wanted: bool) -> bool:
-        """Whether a step is new; one that is wanted now goes before all that wait. The lock is held."""
-        if not self._works:
-            return False
+    def _taken(self, step: KernelStep, arch: str, *, wanted: bool) -> tuple[_Task | None, bool]:
+        """A step's task, None where there is none, and whether it is new and waits."""
         name = _name(step, arch)
-        known = self._tasks.get(name)
+        with self._changed:
+            known = self._known(name, wanted=wanted)
+            if known is not None or not self._has_room(wanted=wanted):
+                return known, False
+        task = _Task(order=Order(step, arch))
+        is_built = self._is_built(step, arch)
+        with self._changed:
+            known = self._known(name, wanted=wanted)
+            if known is not None or not self._has_room(wanted=wanted):
+                return known, False
+            self._tasks[name] = task
+            self._forget_oldest()
+            if is_built:
+                task.answer.set_result(None)
+                return task, False
+            self._waiting.insert(0 if wanted else len(self._waiting), task)
+            if len(self._threads) < self._workers:
+                self._threads.append(threading.Thread(target=self._work, name="miofind-compile", daemon=True))
+                self._threads[-1].start()
+            self._changed.notify()
+            return task, True
+
+    def _has_room(self, *, wanted: bool) -> bool:
+        """Whether a new task may be taken. The lock is held."""
+        return self._works and (wanted or len(self._waiting) < self._max_waiting)
+
+    def _known(self, name: object, *, wanted: bool) -> _Task | None:
+        """The task of that name; one that is wanted now goes before all that wait. The lock is held."""
+        known = self._tasks.get(name) if self._works else None
         if known is not None:
             self._tasks.move_to_end(name)
             if wanted and known in self._waiting:
                 self._waiting.remove(known)
                 self._waiting.appendleft(known)
-            return False
-        if not wanted and len(self._waiting) >= self._max_waiting:
-            return False
-        self._tasks[name] = task = _Task(order=Order(step, arch))
-        self._forget_oldest()
-        if self._is_built(step, arch):
-            task.answer.set_result(None)
-            return False
-        self._waiting.insert(0 if wanted else len(self._waiting), task)
-        if len(self._threads) < self._workers:
-            self._threads.append(threading.Thread(target=self._work, name="miofind-compile", daemon=True))
-            self._threads[-1].start()
-        self._changed.notify()
-        return True
+        return known
 
     def _is_built(self, step: KernelStep, arch: str) -> bool:
         """Whether the cache has the binary: to look is sooner done than to ask a process, and starts none."""

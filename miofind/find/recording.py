@@ -21,6 +21,7 @@ _BATCH = 32
 _LONGEST_WAIT_S = 1.0
 
 _MEMORY_RAN_OUT = "a candidate ran out of memory"
+_DISTURBED = "measured while another process used the device"
 
 _DIGITS = 6
 """Significant ones of what is kept: a clock has fewer, and each that says nothing costs room in every release."""
@@ -61,8 +62,9 @@ def _rounded(value: float) -> float:
 class Recording:
     """Writes the outcomes of one find with its verdict and scope when it ends; of a search, in batches as they come.
 
-    A find that ends drops the problem's notes for a re-check, since it was one. Where a candidate ran out of memory it
-    leaves such a note instead: that speaks of the moment, and the candidate may win at another.
+    A find that ends drops the problem's notes for a re-check, since it was one. It leaves one where something speaks of
+    the moment alone: a candidate ran out of memory, and not in a re-check for that reason, or was measured while
+    another process used the device.
 
     Attributes:
         search_ended: for a search, whether it came to its own end; a scope is incomplete where a budget ended it.
@@ -76,7 +78,7 @@ class Recording:
         self._pending: list[Row] = []
         self._written_at = time.monotonic()
         self._tried: set[str] = set()
-        self._out_of_memory: set[str] = set()
+        self._momentary: dict[str, str] = {}
         self._verdict: StoredVerdict | None = None
         self.search_ended = False
 
@@ -87,10 +89,11 @@ class Recording:
         """Take one outcome."""
         self._tried.add(outcome.candidate.id)
         self._pending.append(row_of(outcome))
+        self._momentary.pop(outcome.candidate.id, None)
         if outcome.status is Status.OUT_OF_MEMORY:
-            self._out_of_memory.add(outcome.candidate.id)
-        else:
-            self._out_of_memory.discard(outcome.candidate.id)
+            self._momentary[outcome.candidate.id] = _MEMORY_RAN_OUT
+        elif outcome.contended:
+            self._momentary[outcome.candidate.id] = _DISTURBED
         if not outcome.status.usable or (self._plan.spaces and self._is_due):
             self._write()
 
@@ -117,10 +120,18 @@ class Recording:
         if self._pending or scope is not None or self._verdict is not None:
             self._write(scope, self._verdict)
         key = (self._handle.device.identity, self._problem.network_config)
+        momentary = set(self._momentary.values())
+        if _MEMORY_RAN_OUT in momentary and _MEMORY_RAN_OUT in self._noted():
+            momentary.remove(_MEMORY_RAN_OUT)  # this was the second chance: it does not fit
         if scope is not None and scope.complete and not scope.filters and scope.workspace_limit_bytes is None:
             self._handle.database.drop_rechecks(*key)
-        if self._out_of_memory:
-            self._handle.database.queue_recheck(*key, _MEMORY_RAN_OUT)
+        for reason in momentary:
+            self._handle.database.queue_recheck(*key, reason)
+
+    def _noted(self) -> set[str]:
+        """Reasons for which the problem is queued for a re-check."""
+        notes = self._handle.database.rechecks(self._handle.device.identity)
+        return {note.reason for note in notes if note.network_config == self._problem.network_config}
 
     @property
     def _is_due(self) -> bool:

@@ -83,6 +83,8 @@ class GpuMonitor:
         if busy is None:
             # The parent may hold a context; where NVML counts in another PID namespace, nobody can be told apart.
             return known and bool(pids - {os.getpid(), os.getppid()})
+        if len(busy) > 1 or not known:
+            logger.debug("NVML: this process is %d, contexts have %s, busy were %s", os.getpid(), pids, busy)
         if known:
             return bool(busy - {os.getpid()})
         return len(busy) > 1  # in a container this process has another number there: one of the busy is it

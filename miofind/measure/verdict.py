@@ -133,12 +133,6 @@ def judge(finalists: Sequence[Finalist], *, protocol: str, incumbent: str = "") 
     )
 
 
-def ratio_interval(times_ms: Sequence[float], base_ms: Sequence[float]) -> tuple[float, float]:
-    """95 % bootstrap interval of the median of times_ms / base_ms, block by block."""
-    logs = np.log(np.array([times_ms, base_ms], np.float64))
-    return _intervals(logs, 1)[0]
-
-
 def _intervals(logs: _Times, base: int) -> list[tuple[float, float]]:
     """95 % percentile intervals of the median ratio of each row of log times to the base row's."""
     ratios = np.sort(logs - logs[base], axis=1)

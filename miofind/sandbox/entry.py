@@ -5,6 +5,7 @@ Knows nothing of who is to blame for its end.
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import importlib
 import os
@@ -64,7 +65,7 @@ def _serve(connection: Connection[Any, Any], device: Device, compiler: Compiler)
     while True:
         try:
             job = connection.recv()
-        except EOFError:
+        except (EOFError, ConnectionError):
             return
         try:
             for event in evaluate(job, device, compiler, journal):
@@ -124,5 +125,6 @@ def main(arguments: list[str]) -> None:
     if reason:
         connection.send(Broken(reason))
         return
-    connection.send(Ready())
-    _serve(connection, device, compiler)
+    with contextlib.suppress(ConnectionError):  # the parent has gone
+        connection.send(Ready())
+        _serve(connection, device, compiler)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -103,12 +104,15 @@ class Isolated:
         self._modules = modules
         self._limits = _Limits(compile_s=compile_timeout_s, run_s=candidate_timeout_s)
         self._child: Child | None = None
-        self._is_ready = False
+        self._prepared: Child | None = None
+        self._lock = threading.Lock()
+        self._works = False
 
     def prepare(self) -> None:
-        """Start a child now, so that it is there when the first job has been planned."""
-        if self._child is None:
-            self._child, self._is_ready = self._new_child(), False
+        """Start a child now, so that it is there when the first job has been planned; not beside a job at work."""
+        with self._lock:
+            if self._child is None and self._prepared is None and not self._works:
+                self._prepared = self._new_child()
 
     def run(self, job: Job) -> Iterator[Outcome | Verdict]:
         """An outcome for every candidate that was started, then the verdict, where the race has one.
@@ -159,7 +163,6 @@ class Isolated:
     def _events(self, job: Job, watch: _Watch) -> Iterator[Event]:
         """The child's events; what ended them early is in `watch`."""
         child = self._taken() or self._started()
-        self._is_ready = True
         began = time.monotonic()
         try:
             child.connection.send(job)
@@ -187,6 +190,7 @@ class Isolated:
         except (EOFError, OSError):
             watch.end = _ended(child)
         finally:
+            self._works = False
             if self._child is not child:
                 child.kill()
 
@@ -196,12 +200,18 @@ class Isolated:
         Raises:
             MissingLibraryError: a library that measuring needs is missing.
         """
-        child, self._child = self._child, None
-        if child is None:
-            return None
-        if child.is_alive and (self._is_ready or not self._complaint(child)):
-            return child
-        child.kill()
+        with self._lock:
+            self._works = True
+            child, self._child = self._child, None
+            prepared, self._prepared = self._prepared, None
+        if child is not None:
+            if child.is_alive:
+                return child
+            child.kill()
+        if prepared is not None:
+            if not self._complaint(prepared):
+                return prepared
+            prepared.kill()
         return None
 
     def _new_child(self) -> Child:
@@ -247,9 +257,11 @@ class Isolated:
 
     def close(self) -> None:
         """End the child."""
-        if self._child is not None:
-            self._child.kill()
-            self._child = None
+        with self._lock:
+            children = [child for child in (self._child, self._prepared) if child is not None]
+            self._child = self._prepared = None
+        for child in children:
+            child.kill()
 
 
 def _greeting(child: Child) -> str:

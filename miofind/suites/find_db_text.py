@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from miofind.errors import InvalidOptionError, InvalidProblemError
+from miofind.errors import InvalidProblemError
 from miofind.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.suites import Suite, SuiteRow
+from miofind.suites.text import read_lines
 
 Value = TypeVar("Value")
 
@@ -73,26 +74,22 @@ def load_find_db(path: str | Path) -> FindDbText:
     """The problems that a file's keys name; blank lines are left out.
 
     Raises:
-        InvalidOptionError: the file cannot be read.
+        InvalidOptionError: the file cannot be read, or is too large.
     """
     file = Path(path)
     name = file.name.removesuffix(".txt").removesuffix(".fdb")
     rows: list[SuiteRow] = []
     unknown: list[str] = []
-    try:
-        with file.open(encoding="utf-8-sig", errors="replace") as lines:
-            for number, line in enumerate(lines, start=1):
-                key = line.partition("=")[0].strip()
-                if not key:
-                    continue
-                try:
-                    problem = parse_find_db_key(key)
-                except InvalidProblemError:
-                    unknown.append(key)
-                    continue
-                rows.append(_row(problem, name, number))
-    except OSError as error:
-        raise InvalidOptionError(f"find-db file {file} cannot be read: {error}") from error
+    for number, line in enumerate(read_lines(file, errors="replace"), start=1):
+        key = line.partition("=")[0].strip()
+        if not key:
+            continue
+        try:
+            problem = parse_find_db_key(key)
+        except InvalidProblemError:
+            unknown.append(key)
+            continue
+        rows.append(_row(problem, name, number))
     return FindDbText(suite=Suite(name=name, rows=tuple(rows)), unknown=tuple(unknown))
 
 

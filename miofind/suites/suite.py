@@ -22,6 +22,7 @@ from miofind.problem import (
     enum_value,
 )
 from miofind.suites.table import SuiteRow, read_table
+from miofind.suites.text import read_lines
 
 _MOST_SAMPLE_IMAGES = 2
 
@@ -173,7 +174,7 @@ def load_csv(path: str | Path) -> Suite:
         InvalidOptionError: the file cannot be read.
         InvalidProblemError: the message names the file, the line, the column and the value.
     """
-    lines = _lines(Path(path))
+    lines = read_lines(Path(path))
     return Suite(name=Path(path).stem, rows=tuple(read_table(lines, source=str(path), suite=Path(path).stem)))
 
 
@@ -185,7 +186,7 @@ def load_lines(path: str | Path) -> Suite:
         InvalidProblemError: the message names the file, the line number, the flag and the value.
     """
     rows = []
-    for number, line in enumerate(_lines(Path(path)), start=1):
+    for number, line in enumerate(read_lines(Path(path)), start=1):
         text = line.strip()
         if not text or text.startswith("#"):
             continue
@@ -224,10 +225,3 @@ def load(name_or_path: str) -> Suite:
 
 def _tables() -> Traversable:
     return importlib.resources.files("miofind.suites")
-
-
-def _lines(path: Path) -> list[str]:
-    try:
-        return path.read_text(encoding="utf-8-sig").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidOptionError(f"suite file {path} cannot be read: {error}") from error

@@ -15,7 +15,6 @@ from queue import SimpleQueue
 
 from miofind.child import Child
 from miofind.compiler.build import processors
-from miofind.finddb import MEMORY
 from miofind.found import reordered
 from miofind.handle import Handle
 from miofind.tune.member import ENTRY, Ask, Ended, Post
@@ -27,6 +26,9 @@ logger = logging.getLogger(__name__)
 
 GRACE_S = 10.0
 """How long processes that were told to stop may take to record what they have measured."""
+
+SILENCE_S = 120.0
+"""How long a process that says every few seconds that it lives may say nothing, before it is replaced."""
 
 _ATTEMPTS = 3
 """Ends of a device's processes with nothing done between them, before the device is given up."""
@@ -65,6 +67,7 @@ class Crew:
             _Member(_post(number, handle, options, workers, modules), handle, queue, self._reports.put, self._stopping)
             for number, handle in enumerate(handles)
         ]
+        self._handles = tuple(handles)
 
     def reports(self) -> Iterator[Report]:
         """What the processes tell, until all have ended.
@@ -78,14 +81,14 @@ class Crew:
         while running:
             report = self._reports.get()
             if not isinstance(report, _Left):
-                yield report
+                yield self._known_here(report)
                 continue
             running -= 1
             if report.error is not None:
                 raise report.error
 
     def stop(self) -> Iterator[Report]:
-        """End the processes within GRACE_S, whatever they do; what they told of meanwhile."""
+        """End the processes, by force after GRACE_S; what they told of meanwhile."""
         self._stopping.set()
         self._queue.close()
         for member in self._members:
@@ -96,16 +99,23 @@ class Crew:
         while not self._reports.empty():
             report = self._reports.get()
             if not isinstance(report, _Left):
-                yield report
+                yield self._known_here(report)
+
+    def _known_here(self, report: Report) -> Report:
+        """The report; answers that this process keeps and that it outdates are forgotten."""
+        if isinstance(report, Done):
+            for handle in self._handles:
+                handle.forget_answers(report.task.request.problem.network_config)
+        return report
 
 
 def _post(number: int, handle: Handle, options: TuneOptions, workers: int, modules: tuple[str, ...]) -> Post:
     device = handle.device
-    path = handle.database.user.path
     return Post(
         number=number,
         device=replace(device, index=0) if device.uuid else device,  # it sees no other GPU
-        database=MEMORY if path is None else str(path),
+        database=str(handle.database.user.path),
+        cache_directory=handle.compiler.cache.directory,
         options=options,
         compile_workers=workers,
         log_level=logging.getLogger("miofind").getEffectiveLevel(),
@@ -153,6 +163,8 @@ class _Member(threading.Thread):
 
     def end_by(self, deadline: float) -> None:
         """Wait for the process to end until a time of `time.monotonic`; then kill it."""
+        if self.ident is None:
+            return  # it was not begun
         self.join(max(0.0, deadline - time.monotonic()))
         child = self._child
         if self.is_alive() and child is not None:
@@ -168,17 +180,19 @@ class _Member(threading.Thread):
         if self._stopping.is_set():  # those who stop may not have seen it
             child.kill()
             return True
+        is_silent = False
         try:
             with contextlib.suppress(EOFError, OSError):
                 child.connection.send(self._post)
-                while True:
+                while not (is_silent := not child.connection.poll(SILENCE_S)):
                     message = child.connection.recv()
                     if isinstance(message, Ended):
                         if message.error is not None:
                             raise message.error
                         return True
                     self._take(child, message)
-            return self._stopping.is_set() or self._ended(child)
+            end = f"was silent for {SILENCE_S:g} s" if is_silent else f"ended with code {child.exit_code()}"
+            return self._stopping.is_set() or self._ended(end)
         finally:
             child.kill()
 
@@ -187,13 +201,16 @@ class _Member(threading.Thread):
             answer = getattr(self._queue, message.what.value)(*message.arguments)
             if message.what is Ask.What.TAKE:
                 self._task = answer
-            elif message.what is not Ask.What.NEXT:
+            elif message.what is Ask.What.GIVE_BACK:
                 self._task = None
             child.connection.send(answer)
         elif isinstance(message, logging.LogRecord):
             logging.getLogger(message.name).handle(message)
         elif isinstance(message, Done):
             self._fruitless = 0
+            if self._task is not None:  # else it was given back too often, and is done with
+                self._queue.done(self._task)
+                self._task = None
             self._tell(replace(message, result=self._ours(message.result)))
         elif isinstance(message, Begun | Lost):
             self._tell(message)
@@ -203,10 +220,9 @@ class _Member(threading.Thread):
         solutions = (replace(solution, device=self._handle.device) for solution in result.solutions)
         return replace(result, solutions=tuple(reordered(solutions, self._handle)))
 
-    def _ended(self, child: Child) -> bool:
-        """Note a process that ended by itself; whether the device is given up over it."""
-        name = self._handle.device.name
-        told = f"the process that tuned on {name} ended with code {child.exit_code()}"
+    def _ended(self, end: str) -> bool:
+        """Note a process that came to that end by itself; whether the device is given up over it."""
+        told = f"the process that tuned on {self._handle.device.name} {end}"
         task, self._task = self._task, None
         if task is not None and not self._queue.give_back(task):
             self._tell(Done(device=self._post.number, task=task, result=failed(task, f"{told}, twice over it")))

@@ -9,20 +9,24 @@ import logging.handlers
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
-from miofind.compiler import CompilePool
+from miofind.compiler import BinaryCache, CompilePool, Compiler
 from miofind.device import Device
-from miofind.errors import MiofindError
+from miofind.errors import InvalidOptionError, MiofindError
 from miofind.handle import Handle
 from miofind.sandbox.entry import end_with_parent
 from miofind.tune.ahead import Ahead
 from miofind.tune.values import Task, TuneOptions
 from miofind.tune.worker import Worker
+
+BEAT_S = 10.0
 
 ENTRY = "import sys; from miofind.tune.member import main; main(sys.argv[1:])"
 
@@ -35,6 +39,7 @@ class Post:
         number: the device's, in reports.
         device: as the process sees it.
         database: path of the user FindDB.
+        cache_directory: of the binary cache; None for the user's.
         compile_workers: processes that compile ahead; 0 for none.
         log_level: of what is logged here and handled by the parent.
         modules: imported first, for solvers registered by import.
@@ -43,6 +48,7 @@ class Post:
     number: int
     device: Device
     database: str
+    cache_directory: Path | None
     options: TuneOptions
     compile_workers: int
     log_level: int
@@ -58,11 +64,15 @@ class Ask:
 
         TAKE = "take"
         NEXT = "next"
-        DONE = "done"
         GIVE_BACK = "give_back"
 
     what: What
     arguments: tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Alive:
+    """Sent every BEAT_S, so that a process that was stopped or hangs is told from one at work."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +88,16 @@ class _Line:
     def __init__(self, connection: Connection[Any, Any]) -> None:
         self._connection = connection
         self._lock = threading.Lock()
+        self._is_broken = False
 
     def send(self, message: object) -> None:
-        """Send one message."""
+        """Send one message; nothing where an earlier one was broken off in the middle."""
         with self._lock:
+            if self._is_broken:
+                return
+            self._is_broken = True
             self._connection.send(message)
+            self._is_broken = False
 
     def take(self, kind: str) -> Task | None:
         """See `TaskQueue.take`."""
@@ -95,8 +110,7 @@ class _Line:
         return task
 
     def done(self, task: Task) -> None:
-        """See `TaskQueue.done`."""
-        self._asked(Ask.What.DONE, task)
+        """See `TaskQueue.done`: the parent notes it with the report, so that no end of this process parts the two."""
 
     def give_back(self, task: Task) -> bool:
         """See `TaskQueue.give_back`."""
@@ -143,12 +157,12 @@ def main(arguments: list[str]) -> None:
     # The parent has gone where the connection is closed.
     with contextlib.suppress(EOFError, ConnectionError), _terminable():
         post: Post = connection.recv()
+        threading.Thread(target=_beat, args=(line,), name="miofind-beat", daemon=True).start()
         logging.getLogger("miofind").setLevel(post.log_level)
         logging.getLogger("miofind").addHandler(_ToParent(line))
         logging.getLogger("miofind").propagate = False
-        for name in post.modules:
-            importlib.import_module(name)
         try:
+            _import(post.modules)
             _work(post, line)
         except MiofindError as error:
             line.send(Ended(error))
@@ -156,12 +170,30 @@ def main(arguments: list[str]) -> None:
             line.send(Ended())
 
 
+def _beat(line: _Line) -> None:
+    """Say again and again that this process lives, as long as anybody hears it."""
+    with contextlib.suppress(OSError):
+        while True:
+            time.sleep(BEAT_S)
+            line.send(Alive())
+
+
+def _import(modules: tuple[str, ...]) -> None:
+    for name in modules:
+        try:
+            importlib.import_module(name)
+        except Exception as error:  # whatever a module raises, the others of the crew would meet it, too
+            raise InvalidOptionError(f"modules: {name!r} cannot be imported: {error!r}") from error
+
+
 def _work(post: Post, line: _Line) -> None:
     with contextlib.ExitStack() as stack:
-        handle = stack.enter_context(Handle(post.device, database=post.database, strict=True))
+        cache = BinaryCache(post.cache_directory)
+        compiler = Compiler(cache)
+        handle = stack.enter_context(Handle(post.device, database=post.database, strict=True, compiler=compiler))
         ahead = None
         if post.compile_workers:
-            pool = stack.enter_context(CompilePool(workers=post.compile_workers, modules=post.modules))
+            pool = stack.enter_context(CompilePool(cache, workers=post.compile_workers, modules=post.modules))
             ahead = Ahead(pool, post.options.find)
             stack.callback(ahead.close)
         Worker(post.number, handle, post.options, line, ahead=ahead, tell=line.send).run()

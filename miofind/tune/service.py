@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 
 from miofind.compiler import CompilePool
+from miofind.errors import DatabaseError
 from miofind.find import records
 from miofind.handle import Handle
 from miofind.measure.effort import Effort
@@ -79,11 +80,13 @@ def tune(
         modules: imported first by each of several processes, for solvers registered by import.
 
     Raises:
-        DatabaseError: the FindDB cannot be written.
+        DatabaseError: the FindDB cannot be written, or several handles have theirs in memory.
         MissingEnvironmentError: a library that measuring needs is missing.
     """
     for handle in handles:
         handle.database.user.add(())  # refuses now, not after the first problem
+    if len(handles) > 1 and any(handle.database.user.path is None for handle in handles):
+        raise DatabaseError("processes on several devices share no FindDB in memory: name a file")
     tasks = tasks_of(requests, handles, options)
     queue = TaskQueue(tasks, seconds=options.stop_after_s)
     log = _Log(tasks, on_event)

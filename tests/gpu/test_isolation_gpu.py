@@ -135,13 +135,14 @@ def test_the_protocol_is_honest_here(device: Device) -> None:
 
 def test_a_capture_in_another_thread_is_no_fault_of_the_context(device: Device) -> None:
     begun, asked = threading.Event(), threading.Event()
+    captured: list[bool] = []
 
     def capture() -> None:
         with cupy.cuda.Device(device.index), cupy.cuda.Stream(non_blocking=True) as stream:
             stream.begin_capture()
             begun.set()
             asked.wait(timeout=0.2)
-            stream.end_capture()
+            captured.append(stream.end_capture() is not None)
 
     thread = threading.Thread(target=capture)
     thread.start()
@@ -149,3 +150,4 @@ def test_a_capture_in_another_thread_is_no_fault_of_the_context(device: Device) 
     assert context_error(device) == ""
     asked.set()
     thread.join()
+    assert captured == [True], "the capture is not broken off"

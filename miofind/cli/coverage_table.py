@@ -1,0 +1,74 @@
+"""How `miofind doctor` shows coverage: a line a device, and a table of the suites that are answered by half."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+
+from miofind.cli.coverage import DeviceCoverage, SuiteCoverage, Variant
+from miofind.cli.output import Sheet, print_text
+from miofind.device import device_text
+from miofind.problem import Direction, Layout
+
+_LAYOUTS = ("NCHW", "NHWC")
+_COLUMNS = ("suite", "batch", "layers", *_LAYOUTS, "types")
+
+_Counts = Mapping[tuple[str, str], int]
+"""Layers answered by layout and direction."""
+
+
+def show_device(held: DeviceCoverage) -> None:
+    """Print one line on a device."""
+    types = ", ".join(f"{name} {count}" for name, count in held.types.items())
+    print_text(f"  {device_text(held.device)}: {held.problems} problems ({types})")
+
+
+def show_suites(held: DeviceCoverage) -> None:
+    """Print how many layers of each suite are answered."""
+    made = Sheet("", _COLUMNS, right=_COLUMNS[1:5])
+    in_part = []
+    for suite in held.suites:
+        before: tuple[str, ...] = ()
+        for head, cells in _rows(suite):
+            made.add(*(head if head != before else [""] * len(head)), *cells)
+            before = head
+        if not before:
+            in_part.append(f"{suite.suite} {max(suite.answered.values())}/{suite.layers}")
+    if len(made):
+        print_text("  Layers of suites that are answered: forward/data/weights, or one number for all")
+        made.print()
+    if in_part:
+        print_text(f"  Answered by less than half: {', '.join(in_part)}; --json counts all")
+
+
+def _rows(suite: SuiteCoverage) -> Iterator[tuple[tuple[str, ...], tuple[str, ...]]]:
+    """What a row is of and its counts, for each batch of which half the layers are answered in some form.
+
+    Types with equal counts share a row.
+    """
+    batches: dict[int | None, dict[str, dict[tuple[str, str], int]]] = defaultdict(lambda: defaultdict(dict))
+    for variant, count in suite.answered.items():
+        batches[variant.batch][variant.type][_plain_layout(variant), variant.direction] = count
+    for batch in sorted(batches, key=lambda batch: batch or 0):
+        by_type = batches[batch]
+        if 2 * max(count for counts in by_type.values() for count in counts.values()) < suite.layers:
+            continue
+        rows: dict[tuple[str, ...], list[str]] = defaultdict(list)
+        for name in sorted(by_type):
+            rows[tuple(_cell(by_type[name], layout) for layout in _LAYOUTS)].append(name)
+        head = (suite.suite, "own" if batch is None else str(batch), str(suite.layers))
+        for cells, names in rows.items():
+            yield head, (*cells, ", ".join(names))
+
+
+def _plain_layout(variant: Variant) -> str:
+    """NHWC stands for channels last in any number of dimensions; a mixture stays as it is."""
+    try:
+        return _LAYOUTS[Layout(variant.layout).channels_last]
+    except ValueError:
+        return variant.layout
+
+
+def _cell(counts: _Counts, layout: str) -> str:
+    numbers = [counts.get((layout, direction.value), 0) for direction in Direction]
+    return str(numbers[0]) if len(set(numbers)) == 1 else "/".join(map(str, numbers))

@@ -1,0 +1,45 @@
+"""Reads files of lines whose size nobody vouches for: a file, a pipe, or for "-" stdin."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from miofind.errors import InvalidOptionError
+
+MAX_FILE_BYTES = 256 << 20
+MAX_LINE_CHARS = 1 << 18
+
+
+def read_lines(path: Path, *, errors: str = "strict") -> list[str]:
+    """The lines of a text in UTF-8.
+
+    Args:
+        errors: what becomes of other bytes, as in `bytes.decode`.
+
+    Raises:
+        InvalidOptionError: it cannot be read, is no text, or is larger than MAX_FILE_BYTES; a line is longer than
+            MAX_LINE_CHARS.
+    """
+    try:
+        content = _content(path)
+        if len(content) > MAX_FILE_BYTES:
+            raise InvalidOptionError(f"{path} has more than {MAX_FILE_BYTES >> 20} MiB: name a smaller file, or parts")
+        lines = content.decode("utf-8-sig", errors).splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidOptionError(f"file {path} cannot be read: {error}") from error
+    for number, line in enumerate(lines, start=1):
+        if len(line) > MAX_LINE_CHARS:
+            raise InvalidOptionError(
+                f"{path}, line {number} has {len(line)} characters, more than {MAX_LINE_CHARS}: it is no problem"
+            )
+    return lines
+
+
+def _content(path: Path) -> bytes:
+    if path == Path("-"):
+        if sys.stdin is None:
+            raise OSError("stdin is closed")
+        return sys.stdin.buffer.read(MAX_FILE_BYTES + 1)
+    with path.open("rb") as file:
+        return file.read(MAX_FILE_BYTES + 1)
