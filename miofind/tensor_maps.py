@@ -28,8 +28,8 @@ def encoded(tensor_map: TensorMap, address: int) -> bytes:
         _element(driver, tensor_map.element),
         len(tensor_map.sizes),
         address,
-        list(tensor_map.sizes),
-        list(tensor_map.strides_bytes),
+        [driver.cuuint64_t(size) for size in tensor_map.sizes],
+        [driver.cuuint64_t(stride) for stride in tensor_map.strides_bytes],
     )
     kind = (
         driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
@@ -39,10 +39,11 @@ def encoded(tensor_map: TensorMap, address: int) -> bytes:
     )
     copy = tensor_map.copy
     if isinstance(copy, Box):
-        steps = [1] * len(copy.sizes)
-        status, made = driver.cuTensorMapEncodeTiled(*common, list(copy.sizes), steps, *kind)
+        box = [driver.cuuint32_t(size) for size in copy.sizes]
+        steps = [driver.cuuint32_t(1)] * len(box)
+        status, made = driver.cuTensorMapEncodeTiled(*common, box, steps, *kind)
     else:
-        steps = [1, *copy.strides, 1]
+        steps = [driver.cuuint32_t(stride) for stride in (1, *copy.strides, 1)]
         corners = (list(copy.lower), list(copy.upper))
         sizes = (copy.channels, copy.pixels)
         status, made = driver.cuTensorMapEncodeIm2col(*common, *corners, *sizes, steps, *kind)
