@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from miofind import tensor_maps
 from miofind.device import Device, Place, cuda_device_count
 from miofind.errors import LaunchError, MiofindError
 from miofind.problem import ProblemDescription
@@ -29,6 +30,7 @@ from miofind.solution import (
     MatmulStep,
     Pointer,
     Scalar,
+    TensorMap,
     WorkspacePlan,
 )
 from miofind.solver import Solver
@@ -61,10 +63,38 @@ class _Place:
     offset: int
 
 
+class _BoundMap:
+    """A tensor map in memory that a launch reads, of the tensor where it was last.
+
+    Attributes:
+        address: of the map.
+    """
+
+    __slots__ = ("_at", "_map", "_memory", "_where", "address")
+
+    def __init__(self, tensor_map: TensorMap, where: _Place) -> None:
+        self._map = tensor_map
+        self._where = where
+        self._memory = ctypes.create_string_buffer(tensor_maps.BYTES + tensor_maps.ALIGNMENT)
+        self.address = -(-ctypes.addressof(self._memory) // tensor_maps.ALIGNMENT) * tensor_maps.ALIGNMENT
+        self._at = 0
+
+    def follow(self, bases: Sequence[int]) -> None:
+        """Encode the map anew where the tensor is elsewhere now.
+
+        Raises:
+            LaunchError: the driver refuses it.
+        """
+        at = bases[self._where.base] + self._where.offset
+        if at != self._at:
+            ctypes.memmove(self.address, tensor_maps.encoded(self._map, at), tensor_maps.BYTES)
+            self._at = at
+
+
 class _BoundKernel:
     """A kernel and its packed arguments; not shared between threads, since a launch writes the addresses into them."""
 
-    __slots__ = ("_addresses", "_keep", "_launch", "_offsets", "_pack", "_pick")
+    __slots__ = ("_addresses", "_keep", "_launch", "_maps", "_offsets", "_pack", "_pick")
 
     def __init__(self, step: KernelStep, kernel: Kernel, place: Callable[[Pointer], _Place]) -> None:
         from cupy.cuda import driver
@@ -73,10 +103,14 @@ class _BoundKernel:
         self._addresses = (ctypes.c_uint64 * max(2, len(pointers)))()
         parameters = (ctypes.c_void_p * max(1, len(step.args)))()
         scalars: list[Any] = []
+        self._maps: list[_BoundMap] = []
         for i, arg in enumerate(step.args):
             if isinstance(arg, Scalar):
                 scalars.append(_CTYPES[arg.ctype](arg.value))
                 parameters[i] = ctypes.addressof(scalars[-1])
+            elif isinstance(arg, TensorMap):
+                self._maps.append(_BoundMap(arg, place(arg.pointer)))
+                parameters[i] = self._maps[-1].address
             else:
                 before = sum(isinstance(earlier, Pointer) for earlier in step.args[:i])
                 parameters[i] = ctypes.addressof(self._addresses) + 8 * before
@@ -95,6 +129,8 @@ class _BoundKernel:
         if self._offsets is not None:
             addresses = map(operator.add, addresses, self._offsets)
         self._pack(self._addresses, 0, *addresses)
+        for bound in self._maps:
+            bound.follow(bases)
         self._launch(stream, self._keep[3], 0)
 
 
@@ -103,7 +139,8 @@ def make_step_launcher(step: KernelStep, kernel: Kernel) -> Callable[[Mapping[st
 
     Not to be shared between threads.
     """
-    names = tuple(dict.fromkeys(arg.buffer for arg in step.args if isinstance(arg, Pointer)))
+    pointers = [arg.pointer if isinstance(arg, TensorMap) else arg for arg in step.args if not isinstance(arg, Scalar)]
+    names = tuple(dict.fromkeys(pointer.buffer for pointer in pointers))
     bound = _BoundKernel(step, kernel, lambda pointer: _Place(names.index(pointer.buffer), pointer.offset_bytes))
 
     def launch(addresses: Mapping[str, int], stream: int) -> None:

@@ -113,6 +113,56 @@ class Scalar:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Im2col:
+    """How a copy walks the pixels of a tensor of dimensions C, (D, H,) W, N, innermost first.
+
+    Attributes:
+        lower, upper: first pixel and last beyond the tensor's corners that a filter's first tap may meet, by spatial
+            dimension, innermost first.
+        strides: pixels between those of neighbouring outputs, by spatial dimension, innermost first.
+        channels, pixels: elements of a copy; it goes on into the next row and image by itself.
+    """
+
+    lower: tuple[int, ...]
+    upper: tuple[int, ...]
+    strides: tuple[int, ...]
+    channels: int
+    pixels: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Box:
+    """How a copy cuts a box out of a tensor: its elements by dimension, innermost first."""
+
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorMap:
+    """What the copy engine of compute capability 9.0 and newer (TMA) is given of a tensor: 128 bytes, by value.
+
+    What lies outside the tensor reads as zero and is not written.
+
+    Attributes:
+        pointer: the tensor's first element, at a multiple of 16 bytes.
+        element: "float16", "bfloat16", "float32" or "tfloat32", which rounds what it copies.
+        sizes: elements by dimension, innermost first, at most five.
+        strides_bytes: from one to the next by dimension but the innermost: multiples of 16.
+        copy: what one copy takes.
+        swizzle_bytes: span of the XOR pattern that copies lay into shared memory: 0, 32, 64 or 128.
+
+    Source: CUDA driver API, cuTensorMapEncodeTiled and cuTensorMapEncodeIm2col.
+    """
+
+    pointer: Pointer
+    element: str
+    sizes: tuple[int, ...]
+    strides_bytes: tuple[int, ...]
+    copy: Box | Im2col
+    swizzle_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Region:
     """A named part of the workspace."""
 
@@ -165,7 +215,7 @@ class KernelStep:
     entry: str
     grid: tuple[int, int, int]
     block: tuple[int, int, int]
-    args: tuple[Pointer | Scalar, ...]
+    args: tuple[Pointer | Scalar | TensorMap, ...]
     defines: tuple[tuple[str, str | int], ...] = ()
     options: tuple[str, ...] = ()
     shared_bytes: int = 0

@@ -15,7 +15,7 @@ import pytest
 from miofind.device import Device, Place
 from miofind.errors import InvalidConfigError
 from miofind.problem import DataType, Direction, Layout, ProblemDescription
-from miofind.solution import Config, CudnnStep, HostStep, KernelStep, MatmulStep, Pointer, Scalar
+from miofind.solution import Config, CudnnStep, HostStep, KernelStep, MatmulStep, Pointer, Scalar, TensorMap
 from miofind.solver import MAX_DEFAULT_CONFIGS, Algorithm, KernelKey, Solver, solvers
 
 SOLVERS = list(solvers().values())
@@ -225,7 +225,8 @@ def test_steps_name_known_buffers_and_write_the_output(case: Case) -> None:
 
 def pointers(step: KernelStep | MatmulStep | CudnnStep | HostStep) -> list[Pointer]:
     if isinstance(step, KernelStep):
-        return [arg for arg in step.args if isinstance(arg, Pointer)]
+        buffers = [arg.pointer if isinstance(arg, TensorMap) else arg for arg in step.args]
+        return [arg for arg in buffers if isinstance(arg, Pointer)]
     if isinstance(step, MatmulStep):
         return [step.a, step.b, step.c]
     return []
