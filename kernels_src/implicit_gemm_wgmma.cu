@@ -3,82 +3,136 @@
 //
 // FORWARD:  y[m, k]  = sum_{tap, c} x[m at tap, c] * w[k, tap, c]   m: output pixels, rows; k: filters, columns
 // DATA:     dx[m, c] = sum_{tap, k} dy[m at tap, k] * w[k, tap, c]  m: input pixels; stride 1; taps backwards
-// WEIGHTS:  dw[k, c] = sum_{m} dy[m, k] * x[m at tap, c]            for each tap; m: output pixels, the depth
+// WEIGHTS:  dw[k, tap c] = sum_{m} dy[m, k] * x[m at tap, c]        m: output pixels, the depth
 // Pixels at a tap are copied by the copy engine in its im2col mode, padding included (TMA); all else as boxes.
-// One thread copies into a ring of STAGES; CONSUMERS warpgroups multiply, ROWS blocks of 64 rows each, and write their
-// tile through shared memory. Blocks are persistent: they take tiles, or SPLITS parts of each tile's depth, in turn;
-// parts are written as float32 and added by `add_parts`, always in the same order.
+// Two warps copy into a ring of STAGES, one pixels and one boxes; CONSUMERS warpgroups multiply, ROWS blocks of 64 rows each, and write their
+// tile through shared memory, in blocks of WIDE columns; for WEIGHTS each block is of one tap. Blocks are persistent: they take tiles, or SPLITS parts of each tile's depth, in turn;
+// parts are written as float32 and added by `add_parts`, always in the same order. The blocks of a cluster have
+// CLUSTER_M x CLUSTER_N neighbouring tiles; each copies its share of what they have in common to all that need it.
 // Grid: one dimension. Design after the public description of Hopper's warp-specialised GEMMs (CUTLASS, sm90).
 #if !defined(ELEMENT) || !defined(KIND) || !defined(TILE_N) || !defined(TILE_K) || !defined(STAGES)
 #error "define ELEMENT, KIND, TILE_N, TILE_K and STAGES"
 #endif
-#if !defined(CONSUMERS) || !defined(ROWS) || !defined(BLOCKS)
-#error "define CONSUMERS, ROWS and BLOCKS"
+#if !defined(CONSUMERS) || !defined(ROWS) || !defined(BLOCKS) || !defined(WIDE)
+#error "define CONSUMERS, ROWS, BLOCKS and WIDE"
+#endif
+#if !defined(CLUSTER_M) || !defined(CLUSTER_N)
+#error "define CLUSTER_M and CLUSTER_N"
 #endif
 #define PRODUCT_COLUMNS TILE_N
 
+#include "common/divisor.cuh"
 #include "common/products.cuh"
 
 enum Kind { FORWARD, DATA, WEIGHTS };
 
 constexpr int kBlocks = CONSUMERS * ROWS, kTileM = 64 * kBlocks, kTileN = TILE_N, kTileK = TILE_K;
-constexpr int kThreads = 128 * (CONSUMERS + 1);
+constexpr int kCluster = CLUSTER_M * CLUSTER_N;
+constexpr int kThreads = 128 * CONSUMERS + 64;
 constexpr int kSums = TILE_N / 2;
-constexpr bool kMovesRegisters = kThreads * BLOCKS == 384;  // from the warpgroup that copies to those that multiply
-constexpr bool kDeepRows = KIND != WEIGHTS;                 // the depth lies side by side in the rows' operand
+constexpr bool kDeepRows = KIND != WEIGHTS;  // the depth lies side by side in the rows' operand
 constexpr int kElement = sizeof(ELEMENT);
 // And in the columns'; TF32 backward data takes a filter that `transpose_filters` has laid out so.
 constexpr bool kDeepColumns = KIND == FORWARD || (KIND == DATA && kElement == 4);
 
-// A span is what swizzling covers: the depth of a step, or 128 bytes of rows or columns (64 where the tile has fewer).
+// A span is what swizzling covers: the depth of a step, 64 rows, or a block of columns.
 constexpr int kSpanDepth = kElement * kTileK;
-constexpr int kWide = kTileN * kElement % 128 == 0 ? 128 / kElement : 64 / kElement;
+constexpr int kWide = WIDE, kColumnBlocks = kTileN / kWide;
 constexpr int kSpanWide = kElement * kWide;
+static_assert(kTileN % kWide == 0, "tiles have whole blocks of columns");
+static_assert(kSpanWide == 128 || kSpanWide == 64 || kSpanWide == 32, "swizzles span 32 to 128");
 static_assert(kSpanDepth == 128 || (kDeepRows && (kSpanDepth == 64 || kSpanDepth == 32)), "swizzles span 32 to 128");
 static_assert(ROWS * kSums <= 192, "sums stay in registers");
 
 constexpr int kRowBytes = kElement * kTileM * kTileK, kColumnBytes = kElement * kTileN * kTileK;
-constexpr int kStageBytes = kRowBytes + kColumnBytes;
+constexpr int kStageBytes = kRowBytes + kColumnBytes, kColumnBlock = kWide * kElement * kTileK;
 static_assert(kRowBytes % 1024 == 0 && kColumnBytes % 1024 == 0, "operands begin where swizzles do");
 // Of one consumer's tile: blocks of 64 rows, kWide columns.
 constexpr int kOutBlock = 64 * kSpanWide;
-constexpr int kOutBytes = ROWS * (kTileN / kWide) * kOutBlock;
+constexpr int kOutBytes = ROWS * kColumnBlocks * kOutBlock;
 
 // Depth side by side: rows of one span, 8 of them a repetition. Else: a repetition is 8 terms of kWide or 64.
 constexpr unsigned long long kRowForm =
     kDeepRows ? operand_form(16, 8 * kSpanDepth, kSpanDepth) : operand_form(kTileK * 128, 1024, 128);
 constexpr unsigned long long kColumnForm = kDeepColumns ? operand_form(16, 8 * kSpanDepth, kSpanDepth)
-                                                        : operand_form(kTileK * kSpanWide, 8 * kSpanWide, kSpanWide);
+                                                        : operand_form(kColumnBlock, 8 * kSpanWide, kSpanWide);
 // Bytes from one product's terms to the next's, and from one block of 64 rows to the next.
 constexpr int kRowStep = kDeepRows ? 32 : 16 * 128;
 constexpr int kColumnStep = kDeepColumns ? 32 : 16 * kSpanWide;
 constexpr int kRowBlock = 64 * kElement * kTileK;
 
-// Of one convolution; sizes of one group. `steps` are of a tile's depth: without WEIGHTS `chunks` a tap, which meet
-// `channels` in all. Copies of pixels walk images of `height` x `width`, from `low` on; taps step by `dilation`.
+// Of one convolution; sizes of one group, `columns` for WEIGHTS of one tap. `steps` are of a tile's depth: without
+// WEIGHTS `chunks` a tap, which meet `channels` in all; with it a tap has `chunks` blocks of columns. Copies of pixels walk images of `height` x `width`, from `low` on; taps step by `dilation`.
 struct Shape {
-  int rows, columns, groups, taps_y, taps_x;
-  int chunks, channels, height, width;
+  int rows, columns, groups, taps_y;
+  Divisor taps_x, chunks;
+  int channels;
+  Divisor height, width;
   int stride_h, stride_w, low_h, low_w, dilation_h, dilation_w;
-  int tiles_m, tiles_n, steps, splits, items;
+  Divisor tiles_m, tiles_n;  // in clusters
+  int steps;
+  Divisor splits;
+  int items;
 };
+
+// The place of a block in its cluster: along rows and along columns.
+struct Place {
+  int m, n;
+};
+
+__device__ __forceinline__ Place place() {
+  const int rank = kCluster > 1 ? cluster_rank() : 0;
+  return {rank / CLUSTER_N, rank % CLUSTER_N};
+}
+
+// Blocks of a cluster, one bit each: those with the same rows, and those with the same columns.
+__device__ __forceinline__ unsigned short same_rows(const Place& at) {
+  return ((1 << CLUSTER_N) - 1) << at.m * CLUSTER_N;
+}
+
+__device__ __forceinline__ unsigned short same_columns(const Place& at) {
+  unsigned short blocks = 0;
+#pragma unroll
+  for (int m = 0; m < CLUSTER_M; m++) blocks |= 1 << (m * CLUSTER_N + at.n);
+  return blocks;
+}
 
 struct Item {
-  int tile_m, tile_n, group, tap, split, first, last;
+  int tile_m, tile_n, group, split, first, last;
 };
 
-__device__ __forceinline__ Item item_at(const Shape& shape, int number) {
+// A block of a tile's columns: where its columns begin, and for WEIGHTS their tap.
+struct Columns {
+  int first, tap, tap_y, tap_x;
+};
+
+__device__ __forceinline__ bool any(const Shape& shape, const Columns& columns) {
+  return KIND == WEIGHTS ? columns.tap_y < shape.taps_y : columns.first < shape.columns;
+}
+
+__device__ __forceinline__ Columns columns_at(const Shape& shape, int tile_n, int block) {
+  const int number = tile_n * kColumnBlocks + block;
+  Columns columns{};
+  if constexpr (KIND == WEIGHTS) {
+    columns.tap = number / shape.chunks;
+    columns.first = (number - columns.tap * shape.chunks.by) * kWide;
+    columns.tap_y = columns.tap / shape.taps_x;
+    columns.tap_x = columns.tap - columns.tap_y * shape.taps_x.by;
+  } else {
+    columns.first = number * kWide;
+  }
+  return columns;
+}
+
+__device__ __forceinline__ Item item_at(const Shape& shape, const Place& at, int number) {
   Item item;
-  item.tile_n = number % shape.tiles_n;
-  number /= shape.tiles_n;
-  item.tile_m = number % shape.tiles_m;
-  number /= shape.tiles_m;
-  item.split = number % shape.splits;
-  number /= shape.splits;
-  item.group = number % shape.groups;
-  item.tap = number / shape.groups;
-  item.first = static_cast<int>(static_cast<int64>(shape.steps) * item.split / shape.splits);
-  item.last = static_cast<int>(static_cast<int64>(shape.steps) * (item.split + 1) / shape.splits);
+  const int row = number / shape.tiles_n, part = row / shape.tiles_m;
+  item.tile_n = (number - row * shape.tiles_n.by) * CLUSTER_N + at.n;
+  item.tile_m = (row - part * shape.tiles_m.by) * CLUSTER_M + at.m;
+  item.group = part / shape.splits;
+  item.split = part - item.group * shape.splits.by;
+  item.first = shape.steps * item.split / shape.splits;
+  item.last = shape.steps * (item.split + 1) / shape.splits;
   return item;
 }
 
@@ -86,71 +140,193 @@ struct Pixel {
   int n, h, w;
 };
 
-// Where the copy of pixels from `number` on starts.
+// The pixel of that number, counted in images of the shape's height and width.
 __device__ __forceinline__ Pixel pixel_at(const Shape& shape, int number) {
-  const int row = number / shape.width;
-  Pixel pixel;
-  pixel.w = (number - row * shape.width) * shape.stride_w + shape.low_w;
-  pixel.n = row / shape.height;
-  pixel.h = (row - pixel.n * shape.height) * shape.stride_h + shape.low_h;
-  return pixel;
+  const int row = number / shape.width, n = row / shape.height;
+  return {n, row - n * shape.height.by, number - row * shape.width.by};
 }
 
-__device__ __forceinline__ void copy_step(const Shape& shape, const Item& item, int step, const Pixel& first,
-                                          const TensorMap* rows, const TensorMap* columns, unsigned stage,
-                                          unsigned barrier) {
-  const unsigned column_stage = stage + kRowBytes;
-  if constexpr (KIND == WEIGHTS) {
-    const int tap_y = item.tap / shape.taps_x, tap_x = item.tap - tap_y * shape.taps_x;
-    const Pixel pixel = pixel_at(shape, step * kTileK);
-#pragma unroll
-    for (int block = 0; block < kBlocks; block++)
-      copy_box(stage + block * kRowBlock, rows, barrier, item.tile_m * kTileM + 64 * block, item.group, step * kTileK);
-#pragma unroll
-    for (int block = 0; block < kTileN / kWide; block++)
-      copy_pixels(column_stage + block * kTileK * kSpanWide, columns, barrier,
-                  item.group * shape.columns + item.tile_n * kTileN + kWide * block, pixel.w, pixel.h, pixel.n,
-                  tap_x * shape.dilation_w, tap_y * shape.dilation_h);
-  } else {
-    const int tap = step / shape.chunks, at = (step - tap * shape.chunks) * kTileK;
-    const int tap_y = tap / shape.taps_x, tap_x = tap - tap_y * shape.taps_x;
-    const int out_y = KIND == DATA ? shape.taps_y - 1 - tap_y : tap_y;
-    const int out_x = KIND == DATA ? shape.taps_x - 1 - tap_x : tap_x;
-    copy_pixels(stage, rows, barrier, item.group * shape.channels + at, first.w, first.h, first.n,
-                out_x * shape.dilation_w, out_y * shape.dilation_h);
-    if constexpr (kDeepColumns) {
-      copy_box(column_stage, columns, barrier, at, tap, item.group * shape.columns + item.tile_n * kTileN);
-    } else {
-#pragma unroll
-      for (int block = 0; block < kTileN / kWide; block++)
-        copy_box(column_stage + block * kTileK * kSpanWide, columns, barrier, item.tile_n * kTileN + kWide * block, tap,
-                 item.group * shape.channels + at);
+__device__ __forceinline__ Pixel sum(const Shape& shape, Pixel a, const Pixel& b) {
+  a.w += b.w;
+  a.h += b.h;
+  a.n += b.n;
+  if (a.w >= shape.width.by) {
+    a.w -= shape.width.by;
+    a.h++;
+  }
+  if (a.h >= shape.height.by) {
+    a.h -= shape.height.by;
+    a.n++;
+  }
+  return a;
+}
+
+// The channel and the tap of a step, without WEIGHTS.
+struct Depth {
+  int at, tap, tap_y, tap_x;
+
+  __device__ __forceinline__ Depth(const Shape& shape, int step) {
+    tap = step / shape.chunks;
+    at = (step - tap * shape.chunks.by) * kTileK;
+    tap_y = tap / shape.taps_x;
+    tap_x = tap - tap_y * shape.taps_x.by;
+  }
+
+  __device__ __forceinline__ void next(const Shape& shape) {
+    at += kTileK;
+    if (at < shape.chunks.by * kTileK) return;
+    at = 0;
+    tap++;
+    if (++tap_x == shape.taps_x.by) {
+      tap_x = 0;
+      tap_y++;
     }
   }
-}
+};
 
-__device__ __forceinline__ void produce(const Shape& shape, const TensorMap* rows, const TensorMap* columns,
-                                        unsigned stages, unsigned full, unsigned empty) {
-  int slot = 0;
-  unsigned parity = 1;  // the first round finds all stages empty
-  for (int number = blockIdx.x; number < shape.items; number += gridDim.x) {
-    const Item item = item_at(shape, number);
-    const Pixel first = KIND == WEIGHTS ? Pixel{} : pixel_at(shape, item.tile_m * kTileM);
-    for (int step = item.first; step < item.last; step++) {
-      barrier_wait(empty + 8 * slot, parity);
-      barrier_expect(full + 8 * slot, kStageBytes);
-      copy_step(shape, item, step, first, rows, columns, stages + slot * kStageBytes, full + 8 * slot);
-      if (++slot == STAGES) {
-        slot = 0;
-        parity ^= 1;
+// This block's share of an item's copies of pixels, step by step: of the rows, for WEIGHTS of the columns.
+struct PixelCopies {
+  static constexpr int kShares = KIND == WEIGHTS ? CLUSTER_M : CLUSTER_N;
+  static constexpr int kPixels = (KIND == WEIGHTS ? kTileK : kTileM) / kShares;
+  int share, bytes;  // bytes that this block gets a step
+  unsigned short blocks;
+  Pixel pixel, stride;
+  Depth depth;
+  Columns columns[KIND == WEIGHTS ? kColumnBlocks : 1];
+
+  __device__ __forceinline__ PixelCopies(const Shape& shape, const Place& at, const Item& item)
+      : share(KIND == WEIGHTS ? at.m : at.n),
+        bytes(KIND == WEIGHTS ? kColumnBytes : kRowBytes),
+        blocks(KIND == WEIGHTS ? same_columns(at) : same_rows(at)),
+        pixel(pixel_at(shape, (KIND == WEIGHTS ? item.first * kTileK : item.tile_m * kTileM) + share * kPixels)),
+        stride{},
+        depth(shape, item.first) {
+    if constexpr (KIND == WEIGHTS) {
+      stride = pixel_at(shape, kTileK);
+#pragma unroll
+      for (int block = 0; block < kColumnBlocks; block++) {
+        columns[block] = columns_at(shape, item.tile_n, block);
+        if (!any(shape, columns[block])) bytes -= kColumnBlock;
       }
     }
   }
+
+  __device__ __forceinline__ void next(const Shape& shape) {
+    if constexpr (KIND == WEIGHTS)
+      pixel = sum(shape, pixel, stride);
+    else
+      depth.next(shape);
+  }
+
+  __device__ __forceinline__ void begin(const Shape& shape, const Item& item, const TensorMap* map, unsigned stage,
+                                        unsigned barrier) const {
+    const int w = pixel.w * shape.stride_w + shape.low_w, h = pixel.h * shape.stride_h + shape.low_h;
+    if constexpr (KIND == WEIGHTS) {
+      const unsigned to = stage + kRowBytes + share * kPixels * kSpanWide;
+#pragma unroll
+      for (int block = 0; block < kColumnBlocks; block++) {
+        const Columns& from = columns[block];
+        if (any(shape, from))
+          copy_pixels<kShares>(to + block * kColumnBlock, map, barrier, item.group * shape.columns + from.first, w, h,
+                               pixel.n, from.tap_x * shape.dilation_w, from.tap_y * shape.dilation_h, blocks);
+      }
+    } else {
+      const int tap_y = KIND == DATA ? shape.taps_y - 1 - depth.tap_y : depth.tap_y;
+      const int tap_x = KIND == DATA ? shape.taps_x.by - 1 - depth.tap_x : depth.tap_x;
+      copy_pixels<kShares>(stage + share * kPixels * kSpanDepth, map, barrier,
+                           item.group * shape.channels + depth.at, w, h, pixel.n, tap_x * shape.dilation_w,
+                           tap_y * shape.dilation_h, blocks);
+    }
+  }
+};
+
+// Likewise its copies of boxes: of the columns, for WEIGHTS of the rows.
+struct BoxCopies {
+  static constexpr int kShares = KIND == WEIGHTS ? CLUSTER_N : CLUSTER_M;
+  static constexpr int kLength = (kDeepColumns ? kTileN : kTileK) / kShares;
+  static_assert(kLength % 8 == 0, "shares are whole repetitions of a swizzle");
+  int share, bytes, pixel;
+  unsigned short blocks;
+  Depth depth;
+
+  __device__ __forceinline__ BoxCopies(const Shape& shape, const Place& at, const Item& item)
+      : share(KIND == WEIGHTS ? at.n : at.m),
+        bytes(KIND == WEIGHTS ? kRowBytes : kColumnBytes),
+        pixel(item.first * kTileK + share * kLength),
+        blocks(KIND == WEIGHTS ? same_rows(at) : same_columns(at)),
+        depth(shape, item.first) {}
+
+  __device__ __forceinline__ void next(const Shape& shape) {
+    if constexpr (KIND == WEIGHTS)
+      pixel += kTileK;
+    else
+      depth.next(shape);
+  }
+
+  __device__ __forceinline__ void begin(const Shape& shape, const Item& item, const TensorMap* map, unsigned stage,
+                                        unsigned barrier) const {
+    if constexpr (KIND == WEIGHTS) {
+#pragma unroll
+      for (int block = 0; block < kBlocks; block++)
+        copy_box<kShares>(stage + block * kRowBlock + share * kLength * 128, map, barrier,
+                          item.tile_m * kTileM + 64 * block, item.group, pixel, blocks);
+    } else if constexpr (kDeepColumns) {
+      copy_box<kShares>(stage + kRowBytes + share * kLength * kSpanDepth, map, barrier, depth.at, depth.tap,
+                        item.group * shape.columns + item.tile_n * kTileN + share * kLength, blocks);
+    } else {
+#pragma unroll
+      for (int block = 0; block < kColumnBlocks; block++)
+        copy_box<kShares>(stage + kRowBytes + block * kColumnBlock + share * kLength * kSpanWide, map, barrier,
+                          item.tile_n * kTileN + block * kWide, depth.tap,
+                          item.group * shape.channels + depth.at + share * kLength, blocks);
+    }
+  }
+};
+
+// All blocks of the cluster have come here; what they wrote to shared memory before is seen.
+__device__ __forceinline__ void meet() {
+  if constexpr (kCluster > 1) {
+    cluster_arrive();
+    cluster_wait();
+  } else {
+    block_barrier();
+  }
+}
+
+template <typename Copies>
+__device__ __forceinline__ void produce(const Shape& shape, const TensorMap* map, unsigned stages, unsigned full,
+                                        unsigned empty) {
+  const Place at = place();
+  int number = blockIdx.x / kCluster;
+  Item item = item_at(shape, at, number);
+  Copies copies(shape, at, item);
+  meet();  // barriers are ready
+  if (threadIdx.x % 32 == 0) {
+    int slot = 0;
+    unsigned parity = 1;  // the first round finds all stages empty
+    while (true) {
+      for (int step = item.first; step < item.last; step++) {
+        barrier_wait(empty + 8 * slot, parity);
+        barrier_expect(full + 8 * slot, copies.bytes);
+        copies.begin(shape, item, map, stages + slot * kStageBytes, full + 8 * slot);
+        copies.next(shape);
+        if (++slot == STAGES) {
+          slot = 0;
+          parity ^= 1;
+        }
+      }
+      number += gridDim.x / kCluster;
+      if (number >= shape.items) break;
+      item = item_at(shape, at, number);
+      copies = Copies(shape, at, item);
+    }
+  }
+  __syncwarp();
 }
 
 // Where 16 bytes of a row of a swizzled block are, by the number of their word.
 __device__ __forceinline__ int word_at(int row, int word) {
-  return row * kSpanWide + 16 * (kSpanWide == 128 ? word ^ (row & 7) : word ^ (row >> 1 & 3));
+  return row * kSpanWide + 16 * (word ^ (row * kSpanWide / 128 & (kSpanWide / 16 - 1)));
 }
 
 // 64 rows of sums as elements in shared memory, in blocks of kWide columns.
@@ -190,7 +366,7 @@ __device__ __forceinline__ void write_tile(const Shape& shape, const Item& item,
   if (thread == 0) stores_have_read();
   warpgroup_barrier(1 + consumer);  // `out` may be written
 #pragma unroll
-  for (int r = 0; r < ROWS; r++) lay_out(out + r * (kTileN / kWide) * kOutBlock, warp, lane, sums[r]);
+  for (int r = 0; r < ROWS; r++) lay_out(out + r * kColumnBlocks * kOutBlock, warp, lane, sums[r]);
   shared_writes_done();
   warpgroup_barrier(1 + consumer);  // `out` is written
   if (thread != 0) return;
@@ -199,14 +375,14 @@ __device__ __forceinline__ void write_tile(const Shape& shape, const Item& item,
     const int first_row = item.tile_m * kTileM + 64 * (consumer * ROWS + r);
     if (first_row >= shape.rows) break;
 #pragma unroll
-    for (int block = 0; block < kTileN / kWide; block++) {
-      const int column = item.tile_n * kTileN + kWide * block;
-      const unsigned from = out + (r * (kTileN / kWide) + block) * kOutBlock;
-      if (column >= shape.columns) break;
+    for (int block = 0; block < kColumnBlocks; block++) {
+      const Columns columns = columns_at(shape, item.tile_n, block);
+      const unsigned from = out + (r * kColumnBlocks + block) * kOutBlock;
+      if (!any(shape, columns)) break;
       if (KIND == WEIGHTS)
-        store_box(target, from, column, item.tap, item.group * shape.rows + first_row);
+        store_box(target, from, columns.first, columns.tap, item.group * shape.rows + first_row);
       else
-        store_box(target, from, column, item.group, first_row);
+        store_box(target, from, columns.first, item.group, first_row);
     }
   }
   stores_commit();
@@ -216,39 +392,48 @@ __device__ __forceinline__ void write_tile(const Shape& shape, const Item& item,
 __device__ __forceinline__ void write_part(const Shape& shape, const Item& item, float* parts, int consumer,
                                            const float (&sums)[ROWS][kSums]) {
   const int thread = threadIdx.x % 128, lane = thread % 32;
-  const int taps = KIND == WEIGHTS ? shape.taps_y * shape.taps_x : 1;
+  const int taps = KIND == WEIGHTS ? shape.taps_y * shape.taps_x.by : 1;
   const int64 pitch =
       KIND == WEIGHTS ? static_cast<int64>(taps) * shape.columns : static_cast<int64>(shape.groups) * shape.columns;
   const int64 all_rows = KIND == WEIGHTS ? static_cast<int64>(shape.groups) * shape.rows : shape.rows;
-  const int64 first =
-      KIND == WEIGHTS ? item.group * shape.rows * pitch + item.tap * shape.columns : item.group * shape.columns;
+  const int64 first = KIND == WEIGHTS ? item.group * shape.rows * pitch : item.group * shape.columns;
   float* const part = parts + item.split * all_rows * pitch + first;
 #pragma unroll
-  for (int r = 0; r < ROWS; r++) {
-    const int row = item.tile_m * kTileM + 64 * (consumer * ROWS + r) + 16 * (thread / 32) + lane / 4;
+  for (int block = 0; block < kColumnBlocks; block++) {
+    const Columns columns = columns_at(shape, item.tile_n, block);
+    if (!any(shape, columns)) break;
 #pragma unroll
-    for (int j = 0; j < kTileN / 8; j++) {
-      const int column = item.tile_n * kTileN + 8 * j + 2 * (lane % 4);
-      if (column >= shape.columns) break;
+    for (int r = 0; r < ROWS; r++) {
+      const int row = item.tile_m * kTileM + 64 * (consumer * ROWS + r) + 16 * (thread / 32) + lane / 4;
 #pragma unroll
-      for (int below = 0; below < 2; below++)
-        if (row + 8 * below < shape.rows) {
-          Vector<float, 2> pair;
-          pair.at[0] = sums[r][4 * j + 2 * below];
-          pair.at[1] = sums[r][4 * j + 2 * below + 1];
-          *reinterpret_cast<Vector<float, 2>*>(part + (row + 8 * below) * pitch + column) = pair;
-        }
+      for (int j = 0; j < kWide / 8; j++) {
+        const int column = columns.first + 8 * j + 2 * (lane % 4);
+        if (column >= shape.columns) break;
+#pragma unroll
+        for (int below = 0; below < 2; below++)
+          if (row + 8 * below < shape.rows) {
+            const int sum = 4 * (block * kWide / 8 + j) + 2 * below;
+            Vector<float, 2> pair;
+            pair.at[0] = sums[r][sum];
+            pair.at[1] = sums[r][sum + 1];
+            *reinterpret_cast<Vector<float, 2>*>(part + (row + 8 * below) * pitch + columns.tap * shape.columns +
+                                                 column) = pair;
+          }
+      }
     }
   }
 }
 
 __device__ __forceinline__ void consume(const Shape& shape, const TensorMap* target, float* parts, int consumer,
                                         unsigned stages, unsigned full, unsigned empty, unsigned out) {
+  meet();  // barriers are ready
+  const Place at = place();
+  const int lane = threadIdx.x % 32;  // tells one block of those that copy to this one that a stage may be filled again
+  const bool signals = lane < kCluster && (lane / CLUSTER_N == at.m || lane % CLUSTER_N == at.n);
   int slot = 0;
   unsigned parity = 0;
-  const bool signals = threadIdx.x % 32 == 0;
-  for (int number = blockIdx.x; number < shape.items; number += gridDim.x) {
-    const Item item = item_at(shape, number);
+  for (int number = blockIdx.x / kCluster; number < shape.items; number += gridDim.x / kCluster) {
+    const Item item = item_at(shape, at, number);
     float sums[ROWS][kSums];
     int before = -1;
     for (int step = item.first; step < item.last; step++) {
@@ -265,7 +450,7 @@ __device__ __forceinline__ void consume(const Shape& shape, const TensorMap* tar
               operand(kColumnForm, columns + k * kColumnStep), step > item.first || k > 0);
       products_commit();
       products_wait<1>();  // the step before is done with its stage
-      if (before >= 0 && signals) barrier_arrive(empty + 8 * before);
+      if (before >= 0 && signals) barrier_arrive<kCluster>(empty + 8 * before, lane);
       before = slot;
       if (++slot == STAGES) {
         slot = 0;
@@ -273,48 +458,77 @@ __device__ __forceinline__ void consume(const Shape& shape, const TensorMap* tar
       }
     }
     products_wait<0>();
-    if (signals) barrier_arrive(empty + 8 * before);
-    if (shape.splits == 1)
+    if (signals) barrier_arrive<kCluster>(empty + 8 * before, lane);
+    if (shape.splits.by == 1)
       write_tile(shape, item, target, out, consumer, sums);
     else
       write_part(shape, item, parts, consumer, sums);
   }
-  if (threadIdx.x % 128 == 0) stores_done();
+  if (threadIdx.x % 128 == 0) stores_have_read();
+  __syncwarp();
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
+#if CLUSTER_M * CLUSTER_N > 1
+#define IN_CLUSTERS __cluster_dims__(CLUSTER_M* CLUSTER_N, 1, 1)
+#else
+#define IN_CLUSTERS
+#endif
+
+extern "C" __global__ void IN_CLUSTERS __launch_bounds__(kThreads, BLOCKS)
     implicit_gemm_wgmma(const __grid_constant__ TensorMap rows, const __grid_constant__ TensorMap columns,
                         const __grid_constant__ TensorMap target, float* parts, int all_rows, int all_columns,
-                        int groups, int taps_y, int taps_x, int chunks, int channels, int height, int width,
-                        int stride_h, int stride_w, int low_h, int low_w, int dilation_h, int dilation_w, int tiles_m,
-                        int tiles_n, int steps, int splits, int items) {
-  const Shape shape{all_rows, all_columns, groups, taps_y,     taps_x,     chunks,  channels, height, width,  stride_h,
-                    stride_w, low_h,       low_w,  dilation_h, dilation_w, tiles_m, tiles_n,  steps,  splits, items};
+                        int groups, int channels, int taps_y, int stride_h, int stride_w, int low_h, int low_w,
+                        int dilation_h, int dilation_w, int steps, int items, int taps_x, unsigned taps_x_multiplier,
+                        int taps_x_shift, int chunks, unsigned chunks_multiplier, int chunks_shift, int height,
+                        unsigned height_multiplier, int height_shift, int width, unsigned width_multiplier,
+                        int width_shift, int tiles_m, unsigned tiles_m_multiplier, int tiles_m_shift, int tiles_n,
+                        unsigned tiles_n_multiplier, int tiles_n_shift, int splits, unsigned splits_multiplier,
+                        int splits_shift) {
+  const Shape shape{all_rows,
+                    all_columns,
+                    groups,
+                    taps_y,
+                    {taps_x, taps_x_multiplier, taps_x_shift},
+                    {chunks, chunks_multiplier, chunks_shift},
+                    channels,
+                    {height, height_multiplier, height_shift},
+                    {width, width_multiplier, width_shift},
+                    stride_h,
+                    stride_w,
+                    low_h,
+                    low_w,
+                    dilation_h,
+                    dilation_w,
+                    {tiles_m, tiles_m_multiplier, tiles_m_shift},
+                    {tiles_n, tiles_n_multiplier, tiles_n_shift},
+                    steps,
+                    {splits, splits_multiplier, splits_shift},
+                    items};
   extern __shared__ char shared[];
   __shared__ alignas(8) unsigned long long barriers[2 * STAGES];
   const unsigned stages = (shared_address(shared) + 1023) / 1024 * 1024;
   const unsigned out = stages + STAGES * kStageBytes;
   const unsigned full = shared_address(barriers), empty = full + 8 * STAGES;
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < STAGES; i++) {
-      barrier_init(full + 8 * i, 1);
-      barrier_init(empty + 8 * i, 4 * CONSUMERS);
-    }
-    barrier_init_done();
-  }
-  __syncthreads();  // barriers are ready
   const int role = threadIdx.x / 128;
-  if (role == CONSUMERS) {
-    if constexpr (kMovesRegisters) give_registers<40>();
-    if (threadIdx.x == CONSUMERS * 128) {
-      prefetch(&rows);
-      prefetch(&columns);
-      produce(shape, &rows, &columns, stages, full, empty);
+  if (role < CONSUMERS) {
+    if (threadIdx.x == 0) {
+      for (int i = 0; i < STAGES; i++) {
+        barrier_init(full + 8 * i, 2);
+        barrier_init(empty + 8 * i, 4 * CONSUMERS * (CLUSTER_M + CLUSTER_N - 1));
+      }
+      barrier_init_done();
     }
-  } else {
-    if constexpr (kMovesRegisters) take_registers<232>();
     consume(shape, &target, parts, role, stages, full, empty, out + role * kOutBytes);
+  } else if (threadIdx.x < CONSUMERS * 128 + 32) {
+    const TensorMap* map = KIND == WEIGHTS ? &columns : &rows;
+    if (threadIdx.x % 32 == 0) prefetch(map);
+    produce<PixelCopies>(shape, map, stages, full, empty);
+  } else {
+    const TensorMap* map = KIND == WEIGHTS ? &rows : &columns;
+    if (threadIdx.x % 32 == 0) prefetch(map);
+    produce<BoxCopies>(shape, map, stages, full, empty);
   }
+  if constexpr (kCluster > 1) meet();  // others signal this block's barriers until they are done
 }
 
 // out[i] = sum of part[i] over the parts, in order.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -10,9 +11,13 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     from types import TracebackType
 
+logger = logging.getLogger(__name__)
+
 
 class DeviceMemory:
     """Allocations, a stream of their own and copies on it; a context manager that makes the device current.
+
+    An error leaves the block after what the stream was given before it, so that a fault of that is known by then.
 
     Attributes:
         stream: a non-blocking CuPy stream.
@@ -47,7 +52,15 @@ class DeviceMemory:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._device.__exit__(kind, error, trace)
+        import cupy
+
+        try:
+            if error is not None:
+                self.stream.synchronize()
+        except (cupy.cuda.runtime.CUDARuntimeError, cupy.cuda.driver.CUDADriverError) as fault:
+            logger.debug("the stream ended with %s", fault)
+        finally:
+            self._device.__exit__(kind, error, trace)
 
     def allocate(self, size: int) -> int:
         """Address of `size` bytes at a multiple of 512.

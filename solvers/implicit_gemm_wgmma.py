@@ -28,12 +28,14 @@ from miofind.solution import (
 )
 from miofind.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
 from miofind.tiling.correlation import ceil_div
+from miofind.tiling.divisor import divisor
 
 _SOURCE = "implicit_gemm_wgmma.cu"
 _PARTS = "parts"
 _FILTERS = "filters"
-_SPAN_BYTES = 128
-"""What the widest swizzle covers."""
+_SPANS_BYTES = (128, 64, 32)
+_SPAN_BYTES = max(_SPANS_BYTES)
+"""What swizzles cover."""
 
 _ROW_BLOCK = 64
 _MAX_INT = 2**31 - 1
@@ -51,7 +53,7 @@ class _Product:
 
     Attributes:
         problem: lifted to two spatial dimensions.
-        rows, columns: of the result of one group (and one tap, for backward weights).
+        rows, columns: of the result of one group; for backward weights the columns are of one tap.
         depth: channels or filters that each tap sums over, or output pixels.
         taps: of the filter.
         pixels: name of the tensor that im2col copies read.
@@ -120,14 +122,26 @@ class _Product:
         """Steps of a tile's depth."""
         return ceil_div(self.depth, tile_k) * (1 if self.is_weights else math.prod(self.taps))
 
+    def width(self, config: Config) -> int:
+        """Columns of a block, which are swizzled together where they lie side by side; for weights of one tap."""
+        spans = [span // self.element_bytes for span in _SPANS_BYTES]
+        wide = [span for span in spans if config["tile_n"] % span == 0]
+        fitting = [span for span in wide if span >= self.columns] if self.is_weights else []
+        return min(fitting, default=max(wide))
+
+    def column_blocks(self, config: Config) -> int:
+        """Blocks of columns of one group."""
+        return ceil_div(self.columns, self.width(config)) * (math.prod(self.taps) if self.is_weights else 1)
+
     def tiles(self, config: Config) -> tuple[int, int]:
-        """Tiles of one group (and tap) along rows and columns."""
-        return ceil_div(self.rows, _tile_m(config)), ceil_div(self.columns, config["tile_n"])
+        """Tiles of one group along rows and columns, those of a cluster counted as one."""
+        rows = _tile_m(config) * int(config["cluster_m"])
+        blocks = config["tile_n"] // self.width(config) * int(config["cluster_n"])
+        return ceil_div(self.rows, rows), ceil_div(self.column_blocks(config), blocks)
 
     def items(self, config: Config) -> int:
-        """Parts of tiles that blocks compute."""
-        taps = math.prod(self.taps) if self.is_weights else 1
-        return math.prod(self.tiles(config)) * self.problem.groups * taps * int(config["splits"])
+        """Parts of tiles that clusters compute."""
+        return math.prod(self.tiles(config)) * self.problem.groups * int(config["splits"])
 
 
 def _tile_m(config: Config) -> int:
@@ -141,10 +155,23 @@ def _shared_bytes(product: _Product, config: Config) -> int:
     return 1024 + product.element_bytes * (int(config["stages"]) * stage + tile_m * tile_n)
 
 
+def _threads(config: Config) -> int:
+    return 128 * int(config["consumers"]) + 64
+
+
+def _cluster(config: Config) -> int:
+    return int(config["cluster_m"]) * int(config["cluster_n"])
+
+
+def _clusters(config: Config, device: Device) -> int:
+    """Clusters that run at once; those of four leave processors of an odd group idle."""
+    size, blocks = _cluster(config), max(1, device.sm_count) * int(config["blocks"])
+    return max(1, blocks // size - (1 if size > 2 else 0))
+
+
 def _sums(config: Config) -> int:
     """Sums that a thread has registers for, besides all else."""
-    threads = 128 * (int(config["consumers"]) + 1) * int(config["blocks"])
-    return 176 if threads == 384 else min(255, 65536 // threads // 8 * 8) - 56
+    return min(255, 65536 // (_threads(config) * int(config["blocks"])) // 8 * 8) - 40
 
 
 def _map(product: _Product, buffer: str, sizes: Sequence[int], copy: Box | Im2col, *, loads: bool = True) -> TensorMap:
@@ -162,16 +189,11 @@ def _map(product: _Product, buffer: str, sizes: Sequence[int], copy: Box | Im2co
     )
 
 
-def _wide(product: _Product, config: Config) -> int:
-    """Columns that are swizzled together where they lie side by side."""
-    widest = _SPAN_BYTES // product.element_bytes
-    return widest if config["tile_n"] % widest == 0 else widest // 2
-
-
 def _maps(product: _Product, config: Config) -> tuple[TensorMap, TensorMap, TensorMap]:
     """Maps of the rows' and the columns' operand and of the result."""
     problem, groups = product.problem, product.problem.groups
-    tile_k, tile_n, wide = int(config["tile_k"]), int(config["tile_n"]), _wide(product, config)
+    tile_k, tile_n, wide = int(config["tile_k"]), int(config["tile_n"]), product.width(config)
+    along_m, along_n = int(config["cluster_m"]), int(config["cluster_n"])
     taps = math.prod(product.taps)
     c, k = problem.c // groups, problem.k // groups
     _, channels, height, width = problem.tensor(product.pixels).shape
@@ -180,15 +202,15 @@ def _maps(product: _Product, config: Config) -> tuple[TensorMap, TensorMap, Tens
         upper=(product.high[1], product.high[0]),
         strides=(product.strides[1], product.strides[0]),
         channels=wide if product.is_weights else tile_k,
-        pixels=tile_k if product.is_weights else _tile_m(config),
+        pixels=tile_k // along_m if product.is_weights else _tile_m(config) // along_n,
     )
     pixels = _map(product, product.pixels, (channels, width, height, problem.n), walk)
     outputs = math.prod(problem.out_spatial) * problem.n
     inputs = math.prod(problem.spatial) * problem.n
     out = Box(sizes=(wide, 1, _ROW_BLOCK))
-    deep = Box(sizes=(tile_k, 1, tile_n))
+    deep = Box(sizes=(tile_k, 1, tile_n // along_m))
     if product.is_weights:
-        rows = _map(product, "y", (k, groups, outputs), Box(sizes=(_ROW_BLOCK, 1, tile_k)))
+        rows = _map(product, "y", (k, groups, outputs), Box(sizes=(_ROW_BLOCK, 1, tile_k // along_n)))
         return rows, pixels, _map(product, "w", (c, taps, problem.k), out, loads=False)
     if problem.direction is Direction.FORWARD:
         columns = _map(product, "w", (c, taps, problem.k), deep)
@@ -196,9 +218,10 @@ def _maps(product: _Product, config: Config) -> tuple[TensorMap, TensorMap, Tens
     target = _map(product, "x", (c, groups, inputs), out, loads=False)
     if product.transposes_filters:
         return pixels, _map(product, _FILTERS, (k, taps, problem.c), deep), target
-    return pixels, _map(product, "w", (c, taps, problem.k), Box(sizes=(wide, 1, tile_k))), target
+    return pixels, _map(product, "w", (c, taps, problem.k), Box(sizes=(wide, 1, tile_k // along_m))), target
 
 
+_DEFINED = ("tile_n", "tile_k", "stages", "consumers", "rows", "blocks", "cluster_m", "cluster_n")
 _KINDS = {Direction.FORWARD: "FORWARD", Direction.BACKWARD_DATA: "DATA", Direction.BACKWARD_WEIGHTS: "WEIGHTS"}
 
 
@@ -209,23 +232,27 @@ def _multiply(product: _Product, config: Config, device: Device) -> KernelStep:
     items = product.items(config)
     c, k = problem.c // problem.groups, problem.k // problem.groups
     channels = k if problem.direction is Direction.BACKWARD_DATA else c
+    chunks = ceil_div(c, product.width(config)) if product.is_weights else ceil_div(channels, tile_k)
     values = (
-        *(product.rows, product.columns, problem.groups, *product.taps),
-        *(ceil_div(channels, tile_k), channels, *product.walked),
-        *product.strides,
-        *product.low,
-        *conv.dilation,
-        *(tiles_m, tiles_n, product.steps(tile_k), splits, items),
+        *(product.rows, product.columns, problem.groups, channels, product.taps[0]),
+        *(*product.strides, *product.low, *conv.dilation),
+        *(product.steps(tile_k), items),
     )
+    divisors = (product.taps[1], chunks, *product.walked, tiles_m, tiles_n, splits)
     parts = Pointer(buffer=_PARTS if splits > 1 else "y")
     return KernelStep(
         source=_SOURCE,
         entry="implicit_gemm_wgmma",
-        grid=(min(items, max(1, device.sm_count) * int(config["blocks"])), 1, 1),
-        block=(128 * (int(config["consumers"]) + 1), 1, 1),
+        grid=(min(items, _clusters(config, device)) * _cluster(config), 1, 1),
+        block=(_threads(config), 1, 1),
         shared_bytes=_shared_bytes(product, config),
         defines=_defines(product, config),
-        args=(*_maps(product, config), parts, *(Scalar(ctype="int32", value=value) for value in values)),
+        args=(
+            *_maps(product, config),
+            parts,
+            *(Scalar(ctype="int32", value=value) for value in values),
+            *(scalar for by in divisors for scalar in divisor(by)),
+        ),
     )
 
 
@@ -265,11 +292,26 @@ def _transpose(product: _Product, config: Config) -> KernelStep:
     )
 
 
+def _is_valid_cluster(product: _Product, config: Config) -> bool:
+    """Whether blocks can share what a cluster has in common, in whole repetitions of a swizzle."""
+    along_m, along_n, tile_k = int(config["cluster_m"]), int(config["cluster_n"]), int(config["tile_k"])
+    if along_m * along_n > 4:
+        return False
+    if along_m > 1 and product.rows <= _tile_m(config) * (along_m - 1):
+        return False
+    if along_n > 1 and product.column_blocks(config) * product.width(config) <= config["tile_n"] * (along_n - 1):
+        return False
+    deep = product.problem.direction is Direction.FORWARD or product.transposes_filters
+    length = int(config["tile_n"]) // along_m if deep else tile_k // along_m
+    return length % 8 == 0 and (not product.is_weights or tile_k // along_n % 8 == 0)
+
+
 def _defines(product: _Product, config: Config) -> tuple[tuple[str, str | int], ...]:
     return (
         ("ELEMENT", product.problem.x.dtype.value),
         ("KIND", _KINDS[product.problem.direction]),
-        *((name.upper(), int(config[name])) for name in ("tile_n", "tile_k", "stages", "consumers", "rows", "blocks")),
+        ("WIDE", product.width(config)),
+        *((name.upper(), int(config[name])) for name in _DEFINED),
     )
 
 
@@ -335,8 +377,10 @@ class ConvImplicitGemmWgmma(Solver):
         "tile_n": (32, 64, 96, 128, 192, 256),
         "tile_k": (8, 16, 32, 64),
         "stages": (3, 4, 5, 6, 8),
-        "splits": (1, 2, 3, 4, 6, 8, 12, 16, 24, 32),
-        "blocks": (1, 2),
+        "splits": (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256),
+        "blocks": (1, 2, 3, 4),
+        "cluster_m": (1, 2, 4),
+        "cluster_n": (1, 2, 4),
     }
 
     def examples(self) -> tuple[ProblemDescription, ...]:
@@ -401,7 +445,7 @@ class ConvImplicitGemmWgmma(Solver):
             return False
         if problem.groups > 1 and product.is_weights and product.rows % _ROW_BLOCK and splits == 1:
             return False  # stores are cut off at the tensor's end, not at a group's
-        if tile_n >= 2 * max(32, product.columns) or tile_m >= 2 * max(64, product.rows):
+        if tile_n >= 2 * max(32, product.column_blocks(config) * product.width(config)) or tile_m >= 2 * max(64, product.rows):
             return False
         if depth_bytes > 32 and not product.is_weights and tile_k >= 2 * product.depth:
             return False
@@ -411,10 +455,12 @@ class ConvImplicitGemmWgmma(Solver):
                 return False
         if config["rows"] * tile_n // 2 > _sums(config):
             return False
+        if not _is_valid_cluster(product, config):
+            return False
         shared = (device.shared_bytes or _SHARED_BYTES) + 1024
         if blocks * (_shared_bytes(product, config) + _STATIC_BYTES) > shared:
             return False
-        return product.items(config) <= _MAX_INT
+        return product.items(config) <= _MAX_INT and product.steps(tile_k) * splits <= _MAX_INT
 
     def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
         product = _Product.of(problem)
@@ -455,12 +501,13 @@ def _candidates(product: _Product) -> list[Config]:
     """Likely configurations, whatever the problem."""
     spans = (_SPAN_BYTES,) if product.is_weights else (_SPAN_BYTES, 64, 32)
     depths = [span // product.element_bytes for span in spans]
-    splits = (1, 2, 4, 8, 16, 32)
+    splits = (1, 2, 4, 8, 16, 32, 64, 128, 256)
     return [
-        Config({**tile, "tile_k": depth, "splits": count, "blocks": 1})
+        Config({**tile, "tile_k": depth, "splits": count, "blocks": blocks, "cluster_m": 1, "cluster_n": 1})
         for tile in _TILES
         for depth in depths
         for count in splits
+        for blocks in (1, 2, 3, 4)
     ]
 
 

@@ -23,8 +23,21 @@ __device__ __forceinline__ void barrier_init_done() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-__device__ __forceinline__ void barrier_arrive(unsigned barrier) {
-  asm volatile("mbarrier.arrive.release.cta.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+// Arrives at a barrier of this block, or of the block of that rank in a cluster of several. It says that reading has
+// ended, not that writing has: a release in the cluster's scope would cost as much as a step.
+template <int Cluster = 1>
+__device__ __forceinline__ void barrier_arrive(unsigned barrier, int rank = 0) {
+  if constexpr (Cluster == 1)
+    asm volatile("mbarrier.arrive.release.cta.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+  else
+    asm volatile(
+        "{\n\t"
+        ".reg .b32 there;\n\t"
+        "mapa.shared::cluster.u32 there, %0, %1;\n\t"
+        "mbarrier.arrive.shared::cluster.b64 _, [there];\n\t"
+        "}" ::"r"(barrier),
+        "r"(rank)
+        : "memory");
 }
 
 __device__ __forceinline__ void barrier_expect(unsigned barrier, unsigned bytes) {
@@ -45,23 +58,41 @@ __device__ __forceinline__ void barrier_wait(unsigned barrier, unsigned parity) 
       : "memory");
 }
 
-__device__ __forceinline__ void copy_box(unsigned to, const TensorMap* map, unsigned barrier, int x, int y, int z) {
-  asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];" ::
-          "r"(to),
-      "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z)
-      : "memory");
+// Copies to the same place in `Blocks` blocks of the cluster, those whose bits are set; each one's barrier is told.
+template <int Blocks = 1>
+__device__ __forceinline__ void copy_box(unsigned to, const TensorMap* map, unsigned barrier, int x, int y, int z,
+                                         unsigned short blocks = 1) {
+  if constexpr (Blocks == 1)
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];" ::
+            "r"(to),
+        "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z)
+        : "memory");
+  else
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, "
+        "{%3, %4, %5}], [%2], %6;" ::"r"(to),
+        "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z), "h"(blocks)
+        : "memory");
 }
 
-// Pixels of a tensor of C, W, H, N from a start on, as one filter tap meets them.
+// Likewise pixels of a tensor of C, W, H, N from a start on, as one filter tap meets them.
+template <int Blocks = 1>
 __device__ __forceinline__ void copy_pixels(unsigned to, const TensorMap* map, unsigned barrier, int c, int w, int h,
-                                            int n, unsigned short tap_w, unsigned short tap_h) {
-  asm volatile(
-      "cp.async.bulk.tensor.4d.shared::cluster.global.im2col.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, "
-      "%6}], "
-      "[%2], {%7, %8};" ::"r"(to),
-      "l"(map), "r"(barrier), "r"(c), "r"(w), "r"(h), "r"(n), "h"(tap_w), "h"(tap_h)
-      : "memory");
+                                            int n, unsigned short tap_w, unsigned short tap_h,
+                                            unsigned short blocks = 1) {
+  if constexpr (Blocks == 1)
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.im2col.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, "
+        "%6}], [%2], {%7, %8};" ::"r"(to),
+        "l"(map), "r"(barrier), "r"(c), "r"(w), "r"(h), "r"(n), "h"(tap_w), "h"(tap_h)
+        : "memory");
+  else
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.im2col.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
+        "[%1, {%3, %4, %5, %6}], [%2], {%7, %8}, %9;" ::"r"(to),
+        "l"(map), "r"(barrier), "r"(c), "r"(w), "r"(h), "r"(n), "h"(tap_w), "h"(tap_h), "h"(blocks)
+        : "memory");
 }
 
 __device__ __forceinline__ void store_box(const TensorMap* map, unsigned from, int x, int y, int z) {
@@ -79,10 +110,6 @@ __device__ __forceinline__ void stores_have_read() {
   asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }
 
-__device__ __forceinline__ void stores_done() {
-  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
-}
-
 // Makes writes of this thread to shared memory visible to copies.
 __device__ __forceinline__ void shared_writes_done() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
@@ -92,14 +119,24 @@ __device__ __forceinline__ void prefetch(const TensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
-template <int Registers>
-__device__ __forceinline__ void give_registers() {
-  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Registers));
+__device__ __forceinline__ int cluster_rank() {
+  unsigned rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return static_cast<int>(rank);
 }
 
-template <int Registers>
-__device__ __forceinline__ void take_registers() {
-  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Registers));
+// A barrier of all threads of the cluster.
+__device__ __forceinline__ void cluster_arrive() {
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ void cluster_wait() {
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+// A barrier of all threads of the block, wherever in the code each warp is.
+__device__ __forceinline__ void block_barrier() {
+  asm volatile("barrier.sync 0;" ::: "memory");
 }
 
 // A barrier of the 128 threads of one warpgroup.

@@ -133,15 +133,16 @@ def test_the_protocol_is_honest_here(device: Device) -> None:
     assert report.slowed.called >= 12
 
 
-def test_a_capture_in_another_thread_is_no_fault_of_the_context(device: Device) -> None:
+@pytest.mark.parametrize("mode", ["Global", "ThreadLocal", "Relaxed"])
+def test_a_capture_in_another_thread_is_no_fault_of_the_context(device: Device, mode: str) -> None:
     begun, asked = threading.Event(), threading.Event()
     captured: list[bool] = []
 
     def capture() -> None:
         with cupy.cuda.Device(device.index), cupy.cuda.Stream(non_blocking=True) as stream:
-            stream.begin_capture()
+            stream.begin_capture(getattr(cupy.cuda.runtime, f"streamCaptureMode{mode}"))
             begun.set()
-            asked.wait(timeout=0.2)
+            asked.wait(timeout=10)
             captured.append(stream.end_capture() is not None)
 
     thread = threading.Thread(target=capture)
