@@ -8,6 +8,7 @@ Faults of a run come after FAULT_AFTER runs that go well. Those that come once l
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import resource
 import signal
@@ -61,6 +62,11 @@ def _raise(*_: Any) -> None:
     raise ArithmeticError("broken for this test")
 
 
+def _log(problem: Any, config: Any, buffers: Mapping[str, Any]) -> None:
+    logging.getLogger("miofind.faulty").debug("seen by the parent")
+    _multiply(problem, config, buffers)
+
+
 def _nan(problem: Any, config: Any, buffers: Mapping[str, Any]) -> None:
     _multiply(problem, config, buffers)
     buffers["y"][0, 0, 0, 0] = np.nan
@@ -95,6 +101,7 @@ _RUNS = {
     "exit": _exit,
     "spin": _spin,
     "raise": _raise,
+    "log": _log,
     "nan": _nan,
     "wrong": _wrong,
     "exhaust": _exhaust,

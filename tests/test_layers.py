@@ -30,13 +30,13 @@ LAYERS = (
     ("compiler",),
     ("solvers",),
     ("solver", "options"),
-    ("candidate", "reference", "geometry", "tiling", "environment", "libraries"),
+    ("candidate", "reference", "geometry", "tiling", "environment", "libraries", "tensor_maps"),
     ("solution",),
     ("suites", "driver"),
     ("device", "device_memory"),
     ("problem", "array_problem", "network_config", "tensor", "operands", "arrays", "values"),
     ("finddb", "kernels_src"),
-    ("errors", "files", "child", "interrupts"),
+    ("errors", "files", "child", "child_logs", "interrupts"),
 )
 
 # Methods that lead into a module above: imported inside a function, nowhere else.

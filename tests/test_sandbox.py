@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import subprocess
@@ -102,6 +103,17 @@ def test_a_fault_costs_its_candidate_alone(
     verdicts = [event for event in events if isinstance(event, Verdict)]
     assert len(verdicts) == 1
     assert FAULTY not in str(verdicts)
+
+
+@pytest.mark.parametrize("level", [logging.DEBUG, logging.INFO])
+def test_what_a_child_logs_is_logged_here(
+    executor: Isolated, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, level: int
+) -> None:
+    monkeypatch.setenv("FAULT", "log")
+    with caplog.at_level(level, logger="miofind"):
+        assert by_solver(executor.run(job()))[FAULTY].status.usable
+    told = [record for record in caplog.records if record.name == "miofind.faulty"]
+    assert bool(told) == (level == logging.DEBUG)
 
 
 @pytest.mark.parametrize(("fault", "status"), [("spin", Status.TIMED_OUT), ("segfault", Status.CRASHED)])

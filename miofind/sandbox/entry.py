@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
+from miofind import child_logs
 from miofind.compiler import BinaryCache, Compiler
 from miofind.device import Device, Place
 from miofind.errors import MiofindError, MissingLibraryError
@@ -58,9 +59,8 @@ class _Line:
             self._connection.send(message)
 
 
-def _serve(connection: Connection[Any, Any], device: Device, compiler: Compiler) -> None:
+def _serve(line: _Line, connection: Connection[Any, Any], device: Device, compiler: Compiler) -> None:
     """Evaluate jobs until the parent hangs up."""
-    line = _Line(connection)
     journal: Journal = line.send
     while True:
         try:
@@ -104,11 +104,17 @@ def end_with_parent() -> None:
 
 
 def main(arguments: list[str]) -> None:
-    """Entry of the child: connection's file descriptor, device index (-1 for the CPU place), modules to import."""
+    """Entry of the child.
+
+    Args:
+        arguments: connection's file descriptor, device index (-1 for the CPU place), log level, modules to import.
+    """
     end_with_parent()
     os.dup2(2, 1)  # what solvers and kernels print must not stand among the parent's results
     connection: Connection[Any, Any] = Connection(int(arguments[0]))
-    for name in arguments[2:]:
+    line = _Line(connection)
+    child_logs.hand_over(line.send, int(arguments[2]))
+    for name in arguments[3:]:
         importlib.import_module(name)
     index = int(arguments[1])
     compiler = Compiler(BinaryCache())
@@ -120,11 +126,11 @@ def main(arguments: list[str]) -> None:
             cupy.cuda.Device(index).use()
         reason = complaint(device, compiler)
     except MiofindError as error:
-        connection.send(_broken(error))
+        line.send(_broken(error))
         return
     if reason:
-        connection.send(Broken(reason))
+        line.send(Broken(reason))
         return
     with contextlib.suppress(ConnectionError):  # the parent has gone
-        connection.send(Ready())
-        _serve(connection, device, compiler)
+        line.send(Ready())
+        _serve(line, connection, device, compiler)

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from miofind import child_logs
 from miofind.candidate import Candidate, Outcome, Status
 from miofind.child import Child
 from miofind.compiler import Compiler
@@ -178,6 +179,9 @@ class Isolated:
                     watch.time_out()
                     return
                 message = child.connection.recv()
+                if isinstance(message, logging.LogRecord):
+                    child_logs.show(message)
+                    continue
                 watch.worked_s = time.monotonic() - began
                 if isinstance(message, Done):
                     self._child = child
@@ -220,7 +224,7 @@ class Isolated:
         return None
 
     def _new_child(self) -> Child:
-        return Child(ENTRY, self._device.uuid, [str(self._index), *self._modules])
+        return Child(ENTRY, self._device.uuid, [str(self._index), str(child_logs.level()), *self._modules])
 
     def _complaint(self, child: Child) -> str:
         """Why a new child is of no use, "" once it is ready.
@@ -272,9 +276,13 @@ class Isolated:
 def _greeting(child: Child) -> str:
     """Why a new child is of no use, "" once it is ready."""
     try:
-        if not child.connection.poll(START_TIMEOUT_S):
-            return f"no answer for {START_TIMEOUT_S:.0f} s"
-        message = child.connection.recv()
+        message = None
+        while message is None or isinstance(message, logging.LogRecord):
+            if isinstance(message, logging.LogRecord):
+                child_logs.show(message)
+            if not child.connection.poll(START_TIMEOUT_S):
+                return f"no answer for {START_TIMEOUT_S:.0f} s"
+            message = child.connection.recv()
     except (EOFError, OSError):
         return _ended(child).message
     if not isinstance(message, Broken):

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from queue import SimpleQueue
 
+from miofind import child_logs
 from miofind.child import Child
 from miofind.compiler import processors
 from miofind.found import reordered
@@ -118,7 +119,7 @@ def _post(number: int, handle: Handle, options: TuneOptions, workers: int, modul
         cache_directory=handle.compiler.cache.directory,
         options=options,
         compile_workers=workers,
-        log_level=logging.getLogger("miofind").getEffectiveLevel(),
+        log_level=child_logs.level(),
         modules=modules,
     )
 
@@ -204,7 +205,7 @@ class _Member(threading.Thread):
                 self._task = None
             child.connection.send(answer)
         elif isinstance(message, logging.LogRecord):
-            logging.getLogger(message.name).handle(message)
+            child_logs.show(message)
         elif isinstance(message, Done):
             self._fruitless = 0
             if self._task is not None:  # else it was given back too often, and is done with

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import logging
-import logging.handlers
 import os
 import signal
 import threading
@@ -17,6 +15,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from miofind import child_logs
 from miofind.compiler import BinaryCache, CompilePool, Compiler
 from miofind.device import Device
 from miofind.errors import InvalidOptionError, MiofindError
@@ -122,19 +121,6 @@ class _Line:
         return self._connection.recv()
 
 
-class _ToParent(logging.handlers.QueueHandler):
-    """Hands log records to the parent, which knows how to show them."""
-
-    def __init__(self, line: _Line) -> None:
-        super().__init__(line)  # type: ignore[arg-type]  # only `enqueue` uses it
-        self._line = line
-
-    def enqueue(self, record: logging.LogRecord) -> None:
-        """Send a record; once the parent has gone there is nobody to read it."""
-        with contextlib.suppress(OSError):
-            self._line.send(record)
-
-
 @contextlib.contextmanager
 def _terminable() -> Iterator[None]:
     """Let SIGTERM end what is measured as Ctrl-C ends it in the parent; a second one changes nothing."""
@@ -158,9 +144,7 @@ def main(arguments: list[str]) -> None:
     with contextlib.suppress(EOFError, ConnectionError), _terminable():
         post: Post = connection.recv()
         threading.Thread(target=_beat, args=(line,), name="miofind-beat", daemon=True).start()
-        logging.getLogger("miofind").setLevel(post.log_level)
-        logging.getLogger("miofind").addHandler(_ToParent(line))
-        logging.getLogger("miofind").propagate = False
+        child_logs.hand_over(line.send, post.log_level)
         try:
             _import(post.modules)
             _work(post, line)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import pytest
+from device_buffers import Buffer, download, integers, upload
 
 from miofind.compiler import Compiler
 from miofind.device import Device
@@ -21,8 +21,6 @@ from miofind.verify.verifier import Verifier
 cupy = pytest.importorskip("cupy")
 pytestmark = pytest.mark.gpu
 
-GUARD = 1024
-POISON = 0xFF
 SOLVERS = ("ConvDirectNaive", "ConvDirectTiled", "ConvDirectTiledWeights")
 TENSOR_CORE_SOLVERS = ("ConvDepthwiseLarge", "ConvDepthwiseLargeWeights")
 SHAPES: dict[str, dict[str, Any]] = {
@@ -62,60 +60,6 @@ def compiler() -> Compiler:
 def make(shape: str, channels_last: bool, **fields: Any) -> ProblemDescription:
     layout = Layout.of(len(SHAPES[shape]["x"]) - 2, channels_last=channels_last)
     return ProblemDescription.convolution(**SHAPES[shape], layout=layout, **fields)
-
-
-class Buffer:
-    """Device memory between guard bands, filled with 0xFF."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self.memory = cupy.full(size + 2 * GUARD, POISON, cupy.uint8)
-
-    @property
-    def address(self) -> int:
-        return int(self.memory.data.ptr) + GUARD
-
-    def write(self, values: np.ndarray) -> None:
-        flat = np.frombuffer(values.tobytes(), np.uint8)
-        self.memory[GUARD : GUARD + self.size] = cupy.asarray(flat)
-
-    def read(self, dtype: np.dtype[Any]) -> np.ndarray:
-        whole = self.memory.get()
-        assert (whole[:GUARD] == POISON).all()
-        assert (whole[GUARD + self.size :] == POISON).all()
-        return whole[GUARD : GUARD + self.size].view(dtype)
-
-
-def memory_order(problem: ProblemDescription, name: str) -> tuple[int, ...]:
-    """The tensor's logical dimensions, outermost in memory first."""
-    last = problem.tensor(name).layout.channels_last
-    rank = len(problem.tensor(name).shape)
-    return (0, *range(2, rank), 1) if last else tuple(range(rank))
-
-
-def integers(problem: ProblemDescription, seed: int) -> dict[str, np.ndarray]:
-    """The direction's inputs from {-1, 0, 1}: sums are exact in float32."""
-    generator = np.random.default_rng(seed)
-    return {
-        name: generator.integers(-1, 2, problem.tensor(name).shape).astype(np.float64)
-        for name in problem.direction.inputs
-    }
-
-
-def upload(problem: ProblemDescription, inputs: Mapping[str, np.ndarray]) -> dict[str, Buffer]:
-    buffers = {name: Buffer(problem.tensor(name).bytes) for name in ("x", "w", "y")}
-    for name, values in inputs.items():
-        packed = values.transpose(memory_order(problem, name)).astype(numpy_dtype(problem.tensor(name).dtype))
-        buffers[name].write(np.ascontiguousarray(packed))
-    return buffers
-
-
-def download(problem: ProblemDescription, buffers: Mapping[str, Buffer]) -> np.ndarray:
-    name = problem.direction.output
-    order = memory_order(problem, name)
-    flat = buffers[name].read(numpy_dtype(problem.output.dtype))
-    shape = [problem.output.shape[i] for i in order]
-    return flat.reshape(shape).transpose(np.argsort(order)).astype(np.float64)
 
 
 def check(problem: ProblemDescription, solver: Solver, config: Config, device: Device, compiler: Compiler) -> None:

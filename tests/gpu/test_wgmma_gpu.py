@@ -1,0 +1,288 @@
+"""ConvImplicitGemmWgmma and ConvChannelsLast on a GPU: both gates, moving tensors, capture, threads, equal bits."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from device_buffers import POISON, Buffer, download, integers, upload
+from drawn_configs import drawn
+
+from miofind.compiler import Compiler
+from miofind.device import Device
+from miofind.errors import LaunchError
+from miofind.invoker import Invoker, make_invoker
+from miofind.problem import Direction, Layout, ProblemDescription
+from miofind.reference import reference_on_host, round_once
+from miofind.solution import Config
+from miofind.solver import Solver, solver_by_id
+from miofind.verify.verifier import Verifier
+
+cupy = pytest.importorskip("cupy")
+pytestmark = pytest.mark.gpu
+
+WGMMA, CHANNELS_LAST = (solver_by_id(name) for name in ("ConvImplicitGemmWgmma", "ConvChannelsLast"))
+KINDS: dict[str, dict[str, str]] = {
+    "float16": {"dtype": "float16"},
+    "bfloat16": {"dtype": "bfloat16"},
+    "tf32": {"dtype": "float32", "math": "tf32"},
+}
+SHAPES: dict[str, dict[str, Any]] = {
+    "more_tiles_than_blocks": {"x": (16, 64, 56, 56), "w": (64, 64, 3, 3), "padding": 1},
+    "batch_1": {"x": (1, 512, 7, 7), "w": (512, 512, 3, 3), "padding": 1},
+    "1x1": {"x": (3, 48, 14, 14), "w": (72, 48, 1, 1)},
+    "8_channels": {"x": (2, 8, 13, 14), "w": (8, 8, 3, 3), "padding": 1},
+    "24_to_40": {"x": (3, 24, 15, 9), "w": (40, 24, 3, 2), "padding": ((1, 2), (0, 1))},
+    "stride": {"x": (2, 24, 17, 16), "w": (32, 24, 3, 3), "padding": 1, "stride": 2},
+    "stride_and_dilation": {
+        "x": (2, 16, 19, 18),
+        "w": (24, 16, 3, 3),
+        "stride": (3, 2),
+        "dilation": (2, 3),
+        "padding": 4,
+    },
+    "dilated": {"x": (1, 16, 33, 33), "w": (16, 16, 3, 3), "padding": 12, "dilation": 12},
+    "groups": {"x": (4, 128, 9, 9), "w": (96, 64, 3, 3), "padding": 1, "groups": 2},
+    "many_groups": {"x": (2, 256, 8, 9), "w": (512, 32, 3, 3), "padding": ((0, 1), (2, 1)), "groups": 8},
+    "padding_beyond_the_filter": {"x": (1, 16, 6, 7), "w": (24, 16, 2, 2), "padding": 5, "stride": 2},
+    "patches": {"x": (2, 16, 32, 32), "w": (24, 16, 4, 4), "stride": 4},
+    "one_pixel": {"x": (2, 64, 1, 1), "w": (64, 64, 1, 1)},
+    "1d": {"x": (3, 24, 100), "w": (40, 24, 9), "padding": 12, "dilation": 3},
+}
+IN_BFLOAT16 = ("24_to_40", "stride", "groups", "batch_1")
+TURNED = ("more_tiles_than_blocks", "24_to_40", "1x1", "groups", "1d")
+
+
+@pytest.fixture(scope="module")
+def device() -> Device:
+    found = Device.cuda()
+    if found.arch != "90a":
+        pytest.skip(f"needs compute capability 9.0, {found.name} has {found.sm / 10:.1f}")
+    return found
+
+
+@pytest.fixture(scope="module")
+def compiler() -> Compiler:
+    return Compiler()
+
+
+def make(shape: str, kind: str, *, channels_last: bool = True, **fields: Any) -> ProblemDescription:
+    layout = Layout.of(len(SHAPES[shape]["x"]) - 2, channels_last=channels_last)
+    return ProblemDescription.convolution(**SHAPES[shape], **KINDS[kind], layout=layout, **fields)
+
+
+def named(value: object) -> str:
+    """Solvers by their ids."""
+    return value.id if isinstance(value, Solver) else str(value)
+
+
+def splits(config: Config) -> int:
+    """Parts of a sum, of the inner solver where there is one."""
+    return int(config.get("config", config)["splits"])
+
+
+def sampled(solver: Solver, problem: ProblemDescription, device: Device, count: int) -> list[Config]:
+    """The default configurations and `count` more, the same in every run."""
+    if solver is WGMMA:
+        chosen = drawn(WGMMA, problem, device, count)
+    else:
+        layout = Layout.of(problem.spatial_dims, channels_last=True)
+        twin = replace(problem, **{name: replace(problem.tensor(name), layout=layout) for name in "xwy"})
+        chosen = [Config.of(solver=WGMMA.id, config=dict(config)) for config in drawn(WGMMA, twin, device, count)]
+    return list(dict.fromkeys([*solver.default_configs(problem, device), *chosen]))
+
+
+def check(solver: Solver, problem: ProblemDescription, device: Device, compiler: Compiler) -> None:
+    """Default configurations and a sample of all pass both gates."""
+    failures = []
+    with Verifier(problem, device, compiler, seed=5) as verifier:
+        for config in sampled(solver, problem, device, 6):
+            invoker = make_invoker(problem, device, solver, config, compiler)
+            growth, exact = solver.error_growth(problem, config), solver.is_exact(config)
+            verdict = verifier.verify(invoker, growth=growth, exact=exact)
+            if not verdict.ok:
+                failures.append(f"{config.json}: {verdict.message}")
+    assert not failures, "\n".join(failures)
+
+
+def one_of_each(solver: Solver, problem: ProblemDescription, device: Device) -> list[Config]:
+    """A configuration whose sums are whole, and one whose sums are split."""
+    every = sampled(solver, problem, device, 60)
+    return [next(config for config in every if (splits(config) > 1) is is_split) for is_split in (False, True)]
+
+
+class Placed:
+    """A problem's tensors and a workspace somewhere on the device, inputs from {-1, 0, 1}."""
+
+    def __init__(self, invoker: Invoker, seed: int, inputs: Mapping[str, np.ndarray] | None = None) -> None:
+        self.problem = invoker.problem
+        self.inputs = integers(self.problem, seed) if inputs is None else inputs
+        self.buffers = upload(self.problem, self.inputs)
+        self.workspace = Buffer(invoker.workspace_bytes)
+
+    @property
+    def addresses(self) -> list[int]:
+        return [*(self.buffers[name].address for name in ("x", "w", "y")), self.workspace.address]
+
+    def poison(self) -> None:
+        """Forget the result and what was left in the workspace."""
+        self.buffers[self.problem.direction.output].memory.fill(POISON)
+        self.workspace.memory.fill(POISON)
+        cupy.cuda.Device().synchronize()
+
+    def bytes(self) -> bytes:
+        """The result as it is in memory; guard bands are intact."""
+        self.workspace.read(np.dtype(np.uint8))
+        return self.buffers[self.problem.direction.output].read(np.dtype(np.uint8)).tobytes()
+
+    def check(self) -> None:
+        """The result is exact."""
+        self.workspace.read(np.dtype(np.uint8))
+        expected = round_once(reference_on_host(self.problem, **self.inputs), self.problem.output.dtype)
+        np.testing.assert_array_equal(download(self.problem, self.buffers), expected.astype(np.float64))
+
+
+@pytest.mark.parametrize(
+    ("solver", "problem"),
+    [(solver, problem) for solver in (WGMMA, CHANNELS_LAST) for problem in solver.examples()],
+    ids=named,
+)
+def test_examples_pass_both_gates(
+    solver: Solver, problem: ProblemDescription, device: Device, compiler: Compiler
+) -> None:
+    assert solver.applicability(problem, device)
+    check(solver, problem, device, compiler)
+
+
+@pytest.mark.parametrize("direction", list(Direction))
+@pytest.mark.parametrize(
+    ("shape", "kind"),
+    [(shape, kind) for shape in SHAPES for kind in KINDS if kind != "bfloat16" or shape in IN_BFLOAT16],
+)
+def test_wgmma_passes_both_gates(
+    shape: str, kind: str, direction: Direction, device: Device, compiler: Compiler
+) -> None:
+    problem = make(shape, kind, direction=direction)
+    answer = WGMMA.applicability(problem, device)
+    if not answer:
+        pytest.skip(answer.reason)
+    check(WGMMA, problem, device, compiler)
+
+
+@pytest.mark.parametrize("direction", list(Direction))
+@pytest.mark.parametrize("kind", ["float16", "tf32"])
+@pytest.mark.parametrize("shape", TURNED)
+def test_channels_last_passes_both_gates(
+    shape: str, kind: str, direction: Direction, device: Device, compiler: Compiler
+) -> None:
+    problem = make(shape, kind, channels_last=False, direction=direction)
+    answer = CHANNELS_LAST.applicability(problem, device)
+    if not answer:
+        pytest.skip(answer.reason)
+    check(CHANNELS_LAST, problem, device, compiler)
+
+
+@pytest.mark.parametrize("direction", list(Direction))
+def test_maps_follow_their_tensors(direction: Direction, device: Device, compiler: Compiler) -> None:
+    """One invoker, there and back between two places with inputs of their own."""
+    problem = make("24_to_40", "float16", direction=direction)
+    stream = cupy.cuda.get_current_stream().ptr
+    for config in one_of_each(WGMMA, problem, device):
+        invoker = make_invoker(problem, device, WGMMA, config, compiler)
+        places = [Placed(invoker, seed) for seed in (1, 2)]
+        for place in (places[0], places[1], places[0]):
+            place.poison()
+            invoker.run(*place.addresses, stream)
+            place.check()
+
+
+@pytest.mark.parametrize("solver", [WGMMA, CHANNELS_LAST], ids=named)
+def test_captured_runs_keep_their_addresses(solver: Solver, device: Device, compiler: Compiler) -> None:
+    """A graph runs where it was captured, though the invoker has moved on."""
+    problem = make("24_to_40", "float16", channels_last=solver is WGMMA)
+    for config in one_of_each(solver, problem, device):
+        invoker = make_invoker(problem, device, solver, config, compiler)
+        captured, other = (Placed(invoker, seed) for seed in (3, 4))
+        stream = cupy.cuda.Stream(non_blocking=True)
+        cupy.cuda.Device().synchronize()
+        with stream:
+            stream.begin_capture()
+            invoker.run(*captured.addresses, stream.ptr)
+            graph = stream.end_capture()
+        invoker.run(*other.addresses, stream.ptr)
+        for _ in range(2):
+            stream.synchronize()
+            captured.poison()
+            graph.launch(stream)
+            stream.synchronize()
+            captured.check()
+        other.check()
+
+
+@pytest.mark.parametrize("is_split", [False, True], ids=["whole", "split"])
+@pytest.mark.parametrize(
+    ("solver", "direction"),
+    [*((WGMMA, direction) for direction in Direction), (CHANNELS_LAST, Direction.FORWARD)],
+    ids=named,
+)
+def test_equal_inputs_give_equal_bits(
+    solver: Solver, direction: Direction, is_split: bool, device: Device, compiler: Compiler
+) -> None:
+    """Sums of normal numbers, which depend on their order."""
+    problem = make("more_tiles_than_blocks", "float16", channels_last=solver is WGMMA, direction=direction)
+    generator = np.random.default_rng(6)
+    inputs = {name: generator.standard_normal(problem.tensor(name).shape) for name in direction.inputs}
+    every = [config for config in sampled(solver, problem, device, 60) if (splits(config) > 1) is is_split]
+    assert every
+    for config in every[:3]:
+        invoker = make_invoker(problem, device, solver, config, compiler)
+        assert invoker.deterministic
+        place, results = Placed(invoker, 0, inputs), set()
+        for _ in range(5):
+            place.poison()
+            invoker.run(*place.addresses, cupy.cuda.get_current_stream().ptr)
+            results.add(place.bytes())
+        assert len(results) == 1, config.json
+
+
+def test_an_invoker_serves_several_threads(device: Device, compiler: Compiler) -> None:
+    """Each thread has maps of its own."""
+    problem = make("stride", "float16")
+    invoker = make_invoker(problem, device, WGMMA, WGMMA.default_configs(problem, device)[0], compiler)
+    places = [Placed(invoker, seed) for seed in range(8)]
+    failures: list[BaseException] = []
+
+    def work(mine: list[Placed]) -> None:
+        try:
+            with cupy.cuda.Device(device.index), cupy.cuda.Stream(non_blocking=True) as stream:
+                for _ in range(25):
+                    for place in mine:
+                        invoker.run(*place.addresses, stream.ptr)
+                stream.synchronize()
+        except BaseException as error:
+            failures.append(error)
+
+    cupy.cuda.Device().synchronize()
+    threads = [threading.Thread(target=work, args=(places[i::4],)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    for place in places:
+        place.check()
+
+
+def test_the_driver_refuses_maps_of_misplaced_tensors(device: Device, compiler: Compiler) -> None:
+    problem = make("1x1", "float16")
+    invoker = make_invoker(problem, device, WGMMA, WGMMA.default_configs(problem, device)[0], compiler)
+    place, stream = Placed(invoker, 9), cupy.cuda.get_current_stream().ptr
+    x, *others = place.addresses
+    with pytest.raises(LaunchError, match="refuses a tensor map"):
+        invoker.run(x + 8, *others, stream)
+    invoker.run(x, *others, stream)
+    place.check()

@@ -1,0 +1,268 @@
+"""ConvChannelsLast without a GPU: its steps carried out in NumPy, with the inner solver's replaced by the reference."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+import miofind.solvers.channels_last as channels_last
+from miofind.device import Device
+from miofind.errors import InvalidConfigError, UnknownSolverError
+from miofind.problem import Layout, ProblemDescription
+from miofind.reference import reference_on_host
+from miofind.solution import Config, ConvSolution, KernelStep, Pointer, Scalar, TensorMap
+from miofind.solver import Solver, solver_by_id
+
+Array = NDArray[np.float64]
+
+DEVICE = Device.virtual("90a")
+SOLVER = solver_by_id("ConvChannelsLast")
+INNER = solver_by_id("ConvImplicitGemmWgmma")
+TRANSPOSE = "transpose"
+TILE = 64
+
+
+def conv(**fields: Any) -> ProblemDescription:
+    return ProblemDescription.convolution(**{"dtype": "float16", **fields})
+
+
+PROBLEMS: dict[str, ProblemDescription] = {
+    "forward": conv(x=(2, 24, 7, 9), w=(16, 24, 3, 3), padding=((1, 0), (2, 1)), stride=2),
+    "data": conv(x=(2, 16, 9, 6), w=(24, 16, 3, 2), padding=1, direction="backward_data"),
+    "weights": conv(x=(3, 16, 9, 6), w=(72, 16, 3, 2), dilation=2, direction="backward_weights"),
+    "one tap": conv(x=(2, 16, 9, 6), w=(24, 16, 1, 1)),
+    "one tap, weights": conv(x=(2, 16, 9, 6), w=(24, 16, 1, 1), direction="backward_weights"),
+    "one output pixel": conv(x=(2, 16, 3, 3), w=(24, 16, 3, 3)),
+    "one input pixel": conv(x=(2, 16, 1, 1), w=(24, 16, 3, 3), padding=2, direction="backward_data"),
+    "groups": conv(x=(2, 64, 10, 9), w=(32, 32, 3, 3), groups=2, padding=1),
+    "one dimension": conv(x=(2, 16, 70), w=(24, 16, 5), padding=2, dtype="bfloat16"),
+    "TF32": conv(x=(2, 12, 9, 8), w=(20, 12, 3, 3), direction="backward_data", dtype="float32", math="tf32"),
+    "more than a tile": conv(x=(2, 72, 12, 11), w=(136, 72, 3, 3), padding=1),
+}
+each_problem = pytest.mark.parametrize("problem", PROBLEMS.values(), ids=PROBLEMS)
+
+
+def twin(problem: ProblemDescription) -> ProblemDescription:
+    layout = Layout.of(problem.spatial_dims, channels_last=True)
+    return replace(problem, **{name: replace(problem.tensor(name), layout=layout) for name in "xwy"})
+
+
+def configs(problem: ProblemDescription) -> list[tuple[Config, ConvSolution, ConvSolution]]:
+    """Default configurations: each with its solution and that of the inner solver."""
+    found = []
+    for config in SOLVER.default_configs(problem, DEVICE):
+        inner = solver_by_id(config["solver"]).solution(twin(problem), DEVICE, Config(config["config"]))
+        found.append((config, SOLVER.solution(problem, DEVICE, config), inner))
+    assert found
+    return found
+
+
+def buffers_of(step: KernelStep) -> list[str]:
+    pointers = [arg.pointer if isinstance(arg, TensorMap) else arg for arg in step.args]
+    return [pointer.buffer for pointer in pointers if isinstance(pointer, Pointer)]
+
+
+def in_memory(problem: ProblemDescription, name: str, tensor: Array) -> Array:
+    last = problem.tensor(name).layout.channels_last
+    return np.ascontiguousarray(np.moveaxis(tensor, 1, -1) if last else tensor).ravel()
+
+
+def logical(problem: ProblemDescription, name: str, memory: Array) -> Array:
+    n, c, *spatial = problem.tensor(name).shape
+    if not problem.tensor(name).layout.channels_last:
+        return memory.reshape(n, c, *spatial)
+    return np.moveaxis(memory.reshape(n, *spatial, c), -1, 1)
+
+
+def transpose(step: KernelStep, memory: dict[str, Array]) -> None:
+    """One step as the kernel's header has it; fails where its tiles or vectors do not fit."""
+    source, target = (arg.buffer for arg in step.args if isinstance(arg, Pointer))
+    rows, columns, tiles_i, tiles_j = (int(arg.value) for arg in step.args if isinstance(arg, Scalar))
+    assert tiles_i * TILE >= rows
+    assert tiles_j * TILE >= columns
+    batch, rest = divmod(memory[source].size, rows * columns)
+    assert rest == 0
+    assert math.prod(step.grid) == batch * tiles_i * tiles_j
+    defines = dict(step.defines)
+    itemsize = {"float16": 2, "bfloat16": 2, "float32": 4}[str(defines["ELEMENT"])]
+    for vector, length in ((int(defines["IN"]), columns), (int(defines["OUT"]), rows)):
+        assert length % vector == 0
+        assert 16 % (vector * itemsize) == 0
+    memory[target] = memory[source].reshape(batch, rows, columns).transpose(0, 2, 1).ravel()
+
+
+def carried_out(problem: ProblemDescription, solution: ConvSolution, inputs: Mapping[str, Array]) -> Array:
+    """The output's memory: transposes one by one, all steps between them as the twin's reference."""
+    memory = {name: in_memory(problem, name, tensor) for name, tensor in inputs.items()}
+    is_done = False
+    for step in solution.kernels:
+        if step.entry == TRANSPOSE:
+            transpose(step, memory)
+        elif not is_done:
+            is_done = True
+            names = {name: name if f"{name}_last" not in regions(solution) else f"{name}_last" for name in "xwy"}
+            given = {name: logical(twin(problem), name, memory[names[name]]) for name in problem.direction.inputs}
+            output = problem.direction.output
+            result = reference_on_host(twin(problem), **given)
+            memory[names[output]] = in_memory(twin(problem), output, result)
+    assert is_done
+    return memory[problem.direction.output]
+
+
+def regions(solution: ConvSolution) -> dict[str, int]:
+    return {region.name: region.bytes for region in solution.workspace.regions}
+
+
+@each_problem
+def test_steps_compute_the_convolution(problem: ProblemDescription) -> None:
+    generator = np.random.default_rng(3)
+    inputs = {
+        name: generator.integers(-3, 4, problem.tensor(name).shape).astype(np.float64)
+        for name in problem.direction.inputs
+    }
+    expected = in_memory(problem, problem.direction.output, reference_on_host(problem, **inputs))
+    for _, solution, _ in configs(problem)[:2]:
+        np.testing.assert_array_equal(carried_out(problem, solution, inputs), expected)
+
+
+@each_problem
+def test_transposes_stand_around_the_inner_steps(problem: ProblemDescription) -> None:
+    """Inputs before, the output after, each at most once; the inner steps differ in their buffers alone."""
+    output = problem.direction.output
+    for _, solution, inner in configs(problem):
+        moved = {name for name in "xwy" if f"{name}_last" in regions(solution)}
+        before, after = moved - {output}, moved & {output}
+        steps = solution.kernels
+        count = len(inner.kernels)
+        assert len(steps) == len(before) + count + len(after)
+        assert [step.entry for step in steps if step.entry == TRANSPOSE] == [TRANSPOSE] * len(moved)
+        assert {tuple(buffers_of(step)) for step in steps[: len(before)]} == {(n, f"{n}_last") for n in before}
+        assert [buffers_of(step) for step in steps[len(before) + count :]] == [[f"{n}_last", n] for n in after]
+        for mine, theirs in zip(steps[len(before) : len(before) + count], inner.kernels, strict=True):
+            assert replace(mine, args=theirs.args) == theirs
+            renamed = [f"{name}_last" if name in moved else name for name in buffers_of(theirs)]
+            assert buffers_of(mine) == renamed
+            for arg, other in zip(mine.args, theirs.args, strict=True):
+                if isinstance(arg, TensorMap) and isinstance(other, TensorMap):
+                    assert replace(arg, pointer=other.pointer) == other
+                elif isinstance(arg, Scalar):
+                    assert arg == other
+
+
+@each_problem
+def test_the_workspace_holds_what_is_moved_and_what_the_inner_solver_wants(problem: ProblemDescription) -> None:
+    for config, solution, inner in configs(problem):
+        moved = {f"{n}_last": problem.tensor(n).bytes for n in "xwy" if f"{n}_last" in regions(solution)}
+        assert moved
+        assert regions(solution) == moved | regions(inner)
+        assert SOLVER.workspace_bytes(problem, DEVICE, config) >= sum(moved.values()) + inner.workspace.bytes
+
+
+@pytest.mark.parametrize(
+    ("name", "moved"),
+    [
+        ("forward", "xwy"),
+        ("one tap", "xy"),
+        ("one tap, weights", "xy"),
+        ("one output pixel", "xw"),
+        ("one input pixel", "wy"),
+    ],
+)
+def test_tensors_of_the_same_order_stay(name: str, moved: str) -> None:
+    for _, solution, _ in configs(PROBLEMS[name]):
+        assert {region[0] for region in regions(solution) if region.endswith("_last")} == set(moved)
+
+
+def test_refuses_where_nothing_is_to_be_moved() -> None:
+    problem = conv(x=(32, 64, 1, 1), w=(128, 64, 1, 1))
+    assert INNER.applicability(twin(problem), DEVICE)
+    assert "the same with channels last" in SOLVER.applicability(problem, DEVICE).reason
+
+
+@pytest.mark.parametrize(
+    ("fields", "device", "words"),
+    [
+        ({"layout": "NHWC"}, "90a", "NHWC"),
+        ({"layout": {"x": "NCHW", "w": "NHWC", "y": "NCHW"}}, "90a", "w is NHWC"),
+        ({"dtype": "float64"}, "90a", "float64"),
+        ({}, "80", "9.0"),
+        ({}, "120a", "90a only"),
+        ({"x": (2, 12, 8, 8), "w": (16, 12, 3, 3)}, "90a", "ConvImplicitGemmWgmma: copies 16 bytes"),
+        ({"dtype": "float32"}, "90a", "ConvImplicitGemmWgmma: multiplies float32 as TF32"),
+    ],
+    ids=["channels last", "mixed layouts", "float64", "ampere", "blackwell", "inner channels", "inner float32"],
+)
+def test_refuses_with_a_reason(fields: dict[str, Any], device: str, words: str) -> None:
+    problem = conv(**{"x": (2, 16, 8, 8), "w": (16, 16, 3, 3), **fields})
+    answer = SOLVER.applicability(problem, Device.virtual(device))
+    assert not answer
+    assert words in answer.reason
+
+
+@each_problem
+def test_serves_what_the_inner_solver_serves(problem: ProblemDescription) -> None:
+    answer = SOLVER.applicability(problem, DEVICE)
+    assert answer, answer.reason
+    assert INNER.applicability(twin(problem), DEVICE)
+
+
+def test_configurations_are_the_inner_solvers() -> None:
+    problem = PROBLEMS["weights"]
+    mine = list(itertools.islice(SOLVER.configs(problem, DEVICE), 20))
+    theirs = list(itertools.islice(INNER.configs(twin(problem), DEVICE), 20))
+    assert {config["solver"] for config in mine} == {INNER.id}
+    assert [Config(config["config"]) for config in mine] == theirs
+    defaults = SOLVER.default_configs(problem, DEVICE)
+    assert Config(defaults[0]["config"]) == INNER.default_configs(twin(problem), DEVICE)[0]
+
+
+def test_estimates_add_the_moves_to_the_inner_solvers() -> None:
+    for config, _, _ in configs(PROBLEMS["more than a tile"]):
+        inner_ms = INNER.estimate_ms(twin(PROBLEMS["more than a tile"]), DEVICE, Config(config["config"]))
+        assert SOLVER.estimate_ms(PROBLEMS["more than a tile"], DEVICE, config) > inner_ms
+
+
+def test_configurations_of_another_problem_are_refused() -> None:
+    problem = PROBLEMS["forward"]
+    good = SOLVER.default_configs(problem, DEVICE)[0]
+    bad: dict[str, Config] = {
+        "must name a solver": Config.of(solver="ConvDirectNaive", config=dict(good["config"])),
+        "and its config": Config.of(solver=good["solver"]),
+        "has no configuration": Config.of(solver=good["solver"], config="splits=1"),
+        "must have the parameters": Config.of(solver=good["solver"], config={"splits": 1}),
+        "must be one of": Config.of(solver=good["solver"], config={**good["config"], "splits": 12345}),
+    }
+    SOLVER.check_config(problem, DEVICE, good)
+    for words, config in bad.items():
+        with pytest.raises(InvalidConfigError, match=words):
+            SOLVER.check_config(problem, DEVICE, config)
+    with pytest.raises(InvalidConfigError, match="refuses the problem: copies 16 bytes"):
+        SOLVER.check_config(conv(x=(2, 12, 8, 8), w=(16, 12, 3, 3)), DEVICE, good)
+
+
+def test_promises_are_the_inner_solvers(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = PROBLEMS["forward"]
+    config = SOLVER.default_configs(problem, DEVICE)[0]
+    inner = INNER.solution(twin(problem), DEVICE, Config(config["config"]))
+    assert SOLVER.solution(problem, DEVICE, config).deterministic
+    monkeypatch.setattr(type(INNER), "solution", lambda *_: replace(inner, deterministic=False))
+    monkeypatch.setattr(type(INNER), "error_growth", lambda *_: 3.5)
+    monkeypatch.setattr(type(INNER), "is_exact", lambda *_: False)
+    assert not SOLVER.solution(problem, DEVICE, config).deterministic
+    assert SOLVER.error_growth(problem, config) == 3.5
+    assert not SOLVER.is_exact(config)
+
+
+def test_an_inner_solver_that_is_missing_is_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> Solver:
+        raise UnknownSolverError(f"solver {name!r} is not registered")
+
+    monkeypatch.setattr(channels_last, "solver_by_id", missing)
+    assert "is not registered" in SOLVER.applicability(PROBLEMS["forward"], DEVICE).reason
