@@ -63,12 +63,17 @@ struct Part {
   int m, n, group, split;
 };
 
-__device__ __forceinline__ Part part_of(int rank, int count_m, int count_n, int groups) {
-  const int tiles_m = ceil_div(count_m, kTileM), tiles_n = ceil_div(count_n, kTileN);
-  const int group = rank % groups, tile = rank / groups % (tiles_m * tiles_n),
-            split = rank / groups / (tiles_m * tiles_n);
-  const int band = tile / (kBand * tiles_n) * kBand, rows = min(kBand, tiles_m - band), rest = tile % (kBand * tiles_n);
-  return {(band + rest % rows) * kTileM, rest / rows * kTileN, group, split};
+// The last band may have fewer rows of tiles: `last_band` divides by them.
+struct Grid {
+  Divisor groups, tiles, band, last_band;
+};
+
+__device__ __forceinline__ Part part_of(int rank, const Grid& grid, int count_m) {
+  const int number = rank / grid.groups, split = number / grid.tiles, tile = number - split * grid.tiles.by;
+  const int band = tile / grid.band, rest = tile - band * grid.band.by;
+  const bool whole = (band + 1) * kBand * kTileM < count_m + kTileM;
+  const int rows = whole ? kBand : grid.last_band.by, column = whole ? rest / kBand : rest / grid.last_band;
+  return {(band * kBand + rest - column * rows) * kTileM, column * kTileN, rank - number * grid.groups.by, split};
 }
 
 // Splits float32 elements into the nearest tf32 and what that leaves, which is left in `rest`.
@@ -203,14 +208,17 @@ __device__ __forceinline__ void store_gathered(const Target& to, const Sums& sum
   }
 }
 
-#define RADIX_PARAMETERS(i) int i##_count, int i##_size0, int i##_size1, int i##_size2
+#define DIVISOR_PARAMETERS(d) int d, unsigned d##_multiplier, int d##_shift
+#define RADIX_PARAMETERS(i) \
+  int i##_count, DIVISOR_PARAMETERS(i##_size0), DIVISOR_PARAMETERS(i##_size1), DIVISOR_PARAMETERS(i##_size2)
 #define STEP_PARAMETERS(s) int s##0, int s##1, int s##2, int s##3
 #define AXIS_PARAMETERS(s) int s##_x, int s##_y, int s##_z
-#define RADIX(i)                      \
-  {                                   \
-    i##_count, {                      \
-      i##_size0, i##_size1, i##_size2 \
-    }                                 \
+#define DIVISOR(d) {d, d##_multiplier, d##_shift}
+#define RADIX(i)                                                    \
+  {                                                                 \
+    i##_count, {                                                    \
+      DIVISOR(i##_size0), DIVISOR(i##_size1), DIVISOR(i##_size2)    \
+    }                                                               \
   }
 #define STEPS(s) {s##0, s##1, s##2, s##3}
 #define AXES(s) {s##_x, s##_y, s##_z}
@@ -221,14 +229,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                       STEP_PARAMETERS(a_k), STEP_PARAMETERS(b_n), STEP_PARAMETERS(b_k), STEP_PARAMETERS(out_m),
                       STEP_PARAMETERS(out_n), AXIS_PARAMETERS(first), AXIS_PARAMETERS(extent), AXIS_PARAMETERS(outer),
                       AXIS_PARAMETERS(sum), int a_first, int b_first, int out_first, int a_group, int b_group,
-                      int out_group, int groups, int share, int out_size) {
+                      int out_group, DIVISOR_PARAMETERS(groups), DIVISOR_PARAMETERS(tiles), DIVISOR_PARAMETERS(band),
+                      DIVISOR_PARAMETERS(last_band), int share, int out_size) {
   extern __shared__ __align__(128) unsigned char shared[];
   const Radix radix_m = RADIX(m), radix_n = RADIX(n), radix_k = RADIX(k);
   const Steps a_steps = {STEPS(a_m), STEPS(a_k)}, b_steps = {STEPS(b_n), STEPS(b_k)};
   const Window window = {AXES(first), AXES(extent), AXES(outer), AXES(sum)};
-  const Part part = part_of(blockIdx.x, m_count, n_count, groups);
+  const Part part = part_of(blockIdx.x, {DIVISOR(groups), DIVISOR(tiles), DIVISOR(band), DIVISOR(last_band)}, m_count);
   const int first_k = part.split * share, end_k = min(k_count, first_k + share);
-  const int tiles = end_k > first_k ? ceil_div(end_k - first_k, kTileK) : 0;
+  const int steps = end_k > first_k ? ceil_div(end_k - first_k, kTileK) : 0;
 
   Copier<A> copy_a(a, static_cast<unsigned>(a_first) + static_cast<unsigned>(part.group) * a_group, a_steps, window,
                    radix_m, radix_k, part.m, first_k);
@@ -242,7 +251,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 
 #pragma unroll 1
   for (int stage = 0; stage < kStages - 1; ++stage) {
-    if (stage < tiles) {
+    if (stage < steps) {
       copy_a.take(base + stage * kStageBytes);
       copy_b.take(base + stage * kStageBytes + A::kBytes);
       copy_a.put(shared + stage * kStageBytes);
@@ -253,10 +262,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   Sums sums = {};
   int read_at = 0, write_at = kStages - 1;
 #pragma unroll 1
-  for (int tile = 0; tile < tiles; ++tile) {
+  for (int step = 0; step < steps; ++step) {
     wait_for_copies<kStages - 2>();
     __syncthreads();  // the tile has arrived, and every warp has read the one that is overwritten next
-    const bool more = tile + kStages - 1 < tiles;
+    const bool more = step + kStages - 1 < steps;
     unsigned char* const next = shared + write_at * kStageBytes;
     if (more) {
       copy_a.take(base + write_at * kStageBytes);

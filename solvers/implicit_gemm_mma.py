@@ -16,6 +16,7 @@ from miofind.problem import DataType, Direction, Layout, MathMode, ProblemDescri
 from miofind.solution import Config, ConfigValue, ConvSolution, KernelStep, Pointer, Region, Scalar, WorkspacePlan
 from miofind.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
 from miofind.tiling.correlation import ceil_div
+from miofind.tiling.divisor import divisor
 from miofind.tiling.product import Index, Product, Steps, linear_step, products
 from miofind.tiling.product_tiles import ProductTiling, products_of_tf32, threads_of
 
@@ -84,7 +85,18 @@ def _int32(value: int) -> Scalar:
 
 
 def _radix(index: Index) -> tuple[int, ...]:
-    return (index.count, *(max(1, size) for size in _padded(index.sizes, 1, _DIGITS)[:-1]))
+    return (index.count, *_divisors(*(max(1, size) for size in _padded(index.sizes, 1, _DIGITS)[:-1])))
+
+
+def _divisors(*sizes: int) -> tuple[int, ...]:
+    return tuple(int(scalar.value) for size in sizes for scalar in divisor(size))
+
+
+def _grid(product: Product, config: Config, groups: int) -> tuple[int, ...]:
+    """How the kernel counts its blocks: by group, tile, band of tiles and rows of tiles in the last band."""
+    rows, columns = ceil_div(product.m.count, config["tile_m"]), ceil_div(product.n.count, config["tile_n"])
+    band = int(config["band"])
+    return _divisors(groups, rows * columns, band * columns, rows % band or band)
 
 
 def _padded(values: Sequence[int], filler: int, length: int) -> tuple[int, ...]:
@@ -112,7 +124,8 @@ def _launch(problem: ProblemDescription, product: Product, config: Config) -> Ke
         *_steps_of(m, out.outer, digits["OUT_M_DIGITS"]),
         *_steps_of(n, out.sum, digits["OUT_N_DIGITS"]),
         *(value for steps in axes for value in _padded(steps, 0, _AXES)),
-        *(a.first, b.first, out.first, a.group, b.group, out.group, problem.groups),
+        *(a.first, b.first, out.first, a.group, b.group, out.group),
+        *_grid(product, config, problem.groups),
         ceil_div(tiling.steps, config["splits"]) * config["tile_k"],
         problem.output.size,
     )

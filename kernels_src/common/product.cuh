@@ -7,6 +7,7 @@
 #pragma once
 
 #include "common/copy_bytes.cuh"
+#include "common/divisor.cuh"
 #include "common/mma_tf32.cuh"
 #include "common/tile.cuh"
 
@@ -14,7 +15,8 @@ constexpr int kMostDigits = 4, kMostAxes = 3;
 
 // How far an index reaches, and the sizes of its digits, the least first; the last digit has no size.
 struct Radix {
-  int count, size[kMostDigits - 1];
+  int count;
+  Divisor size[kMostDigits - 1];
 };
 
 template <int kDigits>
@@ -27,8 +29,9 @@ __device__ __forceinline__ Number<kDigits> number_of(int value, const Radix& rad
   Number<kDigits> number;
 #pragma unroll
   for (int i = 0; i + 1 < kDigits; ++i) {
-    number.digit[i] = value % radix.size[i];
-    value /= radix.size[i];
+    const int rest = value / radix.size[i];
+    number.digit[i] = value - rest * radix.size[i].by;
+    value = rest;
   }
   number.digit[kDigits - 1] = value;
   return number;
@@ -41,8 +44,8 @@ __device__ __forceinline__ void add(Number<kDigits>& number, const Number<kDigit
   for (int i = 0; i < kDigits; ++i) {
     number.digit[i] += more.digit[i] + carry;
     if (i + 1 == kDigits) break;
-    carry = number.digit[i] >= radix.size[i];
-    if (carry) number.digit[i] -= radix.size[i];
+    carry = number.digit[i] >= radix.size[i].by;
+    if (carry) number.digit[i] -= radix.size[i].by;
   }
 }
 
@@ -133,7 +136,6 @@ struct Copier {
     sum = sum_first + (Shape::kSumMajor ? column : row);
     number = number_of<Shape::kSumDigits>(sum, sums);
     advance = number_of<Shape::kSumDigits>(Shape::kSumStep, sums);
-    // Divisions are dear: rows after the first are reached by additions.
     Number<kDigits> digits = number_of<kDigits>(outer, outers);
     const Number<kDigits> next_row = number_of<kDigits>(Shape::kRowStep, outers);
 #pragma unroll
