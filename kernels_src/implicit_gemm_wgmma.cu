@@ -4,11 +4,14 @@
 // FORWARD:  y[m, k]  = sum_{tap, c} x[m at tap, c] * w[k, tap, c]   m: output pixels, rows; k: filters, columns
 // DATA:     dx[m, c] = sum_{tap, k} dy[m at tap, k] * w[k, tap, c]  m: input pixels; stride 1; taps backwards
 // WEIGHTS:  dw[k, tap c] = sum_{m} dy[m, k] * x[m at tap, c]        m: output pixels, the depth
-// Pixels at a tap are copied by the copy engine in its im2col mode, padding included (TMA); all else as boxes.
+// SWAPPED, filters or channels are the rows and pixels the columns: better where there are few of the former.
+// Pixels at a tap are copied by the copy engine in its im2col mode, padding included (TMA); all else as boxes, as are
+// pixels of POINTWISE convolutions: those with one tap, stride 1 and no padding. Copies in im2col mode take longer.
 // Two warps copy into a ring of STAGES, one pixels and one boxes; CONSUMERS warpgroups multiply, ROWS blocks of 64 rows each, and write their
 // tile through shared memory, in blocks of WIDE columns; for WEIGHTS each block is of one tap. Blocks are persistent: they take tiles, or SPLITS parts of each tile's depth, in turn;
-// parts are written as float32 and added by `add_parts`, always in the same order. The blocks of a cluster have
-// CLUSTER_M x CLUSTER_N neighbouring tiles; each copies its share of what they have in common to all that need it.
+// parts are written as float32 to `parts` and added by `add_parts`, always in the same order. The blocks of a cluster have
+// CLUSTER_M x CLUSTER_N neighbouring tiles; each copies its share of what they have in common to all that need it. Or
+// they have CLUSTER_K parts of the depth of one tile, which they add through each other's shared memory, in order.
 // Grid: one dimension. Design after the public description of Hopper's warp-specialised GEMMs (CUTLASS, sm90).
 #if !defined(ELEMENT) || !defined(KIND) || !defined(TILE_N) || !defined(TILE_K) || !defined(STAGES)
 #error "define ELEMENT, KIND, TILE_N, TILE_K and STAGES"
@@ -16,8 +19,8 @@
 #if !defined(CONSUMERS) || !defined(ROWS) || !defined(BLOCKS) || !defined(WIDE)
 #error "define CONSUMERS, ROWS, BLOCKS and WIDE"
 #endif
-#if !defined(CLUSTER_M) || !defined(CLUSTER_N)
-#error "define CLUSTER_M and CLUSTER_N"
+#if !defined(CLUSTER_M) || !defined(CLUSTER_N) || !defined(CLUSTER_K) || !defined(POINTWISE) || !defined(SWAPPED)
+#error "define CLUSTER_M, CLUSTER_N, CLUSTER_K, POINTWISE and SWAPPED"
 #endif
 #define PRODUCT_COLUMNS TILE_N
 
@@ -27,13 +30,16 @@
 enum Kind { FORWARD, DATA, WEIGHTS };
 
 constexpr int kBlocks = CONSUMERS * ROWS, kTileM = 64 * kBlocks, kTileN = TILE_N, kTileK = TILE_K;
-constexpr int kCluster = CLUSTER_M * CLUSTER_N;
+constexpr int kCluster = CLUSTER_M * CLUSTER_N * CLUSTER_K;
+static_assert(CLUSTER_K == 1 || CLUSTER_M * CLUSTER_N == 1, "blocks share what they copy, or what they add");
 constexpr int kThreads = 128 * CONSUMERS + 64;
 constexpr int kSums = TILE_N / 2;
-constexpr bool kDeepRows = KIND != WEIGHTS;  // the depth lies side by side in the rows' operand
 constexpr int kElement = sizeof(ELEMENT);
-// And in the columns'; TF32 backward data takes a filter that `transpose_filters` has laid out so.
-constexpr bool kDeepColumns = KIND == FORWARD || (KIND == DATA && kElement == 4);
+// Whether the depth lies side by side in the filter (TF32 backward data takes one that `transpose_filters` has laid out
+// so), in the rows' operand and in the columns'.
+constexpr bool kDeepFilter = KIND == FORWARD || (KIND == DATA && kElement == 4);
+constexpr bool kDeepRows = SWAPPED ? kDeepFilter : KIND != WEIGHTS, kDeepColumns = SWAPPED || kDeepFilter;
+static_assert(!SWAPPED || (KIND != WEIGHTS && kElement == 2 && ROWS == 1 && kCluster == 1), "swaps what it can");
 
 // A span is what swizzling covers: the depth of a step, 64 rows, or a block of columns.
 constexpr int kSpanDepth = kElement * kTileK;
@@ -41,15 +47,16 @@ constexpr int kWide = WIDE, kColumnBlocks = kTileN / kWide;
 constexpr int kSpanWide = kElement * kWide;
 static_assert(kTileN % kWide == 0, "tiles have whole blocks of columns");
 static_assert(kSpanWide == 128 || kSpanWide == 64 || kSpanWide == 32, "swizzles span 32 to 128");
-static_assert(kSpanDepth == 128 || (kDeepRows && (kSpanDepth == 64 || kSpanDepth == 32)), "swizzles span 32 to 128");
+static_assert(kSpanDepth == 128 || (KIND != WEIGHTS && (kSpanDepth == 64 || kSpanDepth == 32)), "swizzles span so");
 static_assert(ROWS * kSums <= 192, "sums stay in registers");
 
 constexpr int kRowBytes = kElement * kTileM * kTileK, kColumnBytes = kElement * kTileN * kTileK;
 constexpr int kStageBytes = kRowBytes + kColumnBytes, kColumnBlock = kWide * kElement * kTileK;
 static_assert(kRowBytes % 1024 == 0 && kColumnBytes % 1024 == 0, "operands begin where swizzles do");
-// Of one consumer's tile: blocks of 64 rows, kWide columns.
-constexpr int kOutBlock = 64 * kSpanWide;
-constexpr int kOutBytes = ROWS * kColumnBlocks * kOutBlock;
+// Of one consumer's tile, as it is written: blocks of 64 rows, kWide columns; swapped, of 64 pixels and filters.
+constexpr int kOutSpan = SWAPPED ? 128 : kSpanWide, kOutBlock = 64 * kOutSpan;
+constexpr int kOutBytes = SWAPPED ? kTileN / 64 * kOutBlock : ROWS * kColumnBlocks * kOutBlock;
+static_assert(!SWAPPED || kTileN % 64 == 0, "swapped tiles have whole blocks of pixels");
 
 // Depth side by side: rows of one span, 8 of them a repetition. Else: a repetition is 8 terms of kWide or 64.
 constexpr unsigned long long kRowForm =
@@ -75,14 +82,15 @@ struct Shape {
   int items;
 };
 
-// The place of a block in its cluster: along rows and along columns.
+// The place of a block in its cluster: along rows, columns and depth.
 struct Place {
-  int m, n;
+  int m, n, k;
 };
 
 __device__ __forceinline__ Place place() {
   const int rank = kCluster > 1 ? cluster_rank() : 0;
-  return {rank / CLUSTER_N, rank % CLUSTER_N};
+  if constexpr (CLUSTER_K > 1) return {0, 0, rank};
+  return {rank / CLUSTER_N, rank % CLUSTER_N, 0};
 }
 
 // Blocks of a cluster, one bit each: those with the same rows, and those with the same columns.
@@ -129,8 +137,8 @@ __device__ __forceinline__ Item item_at(const Shape& shape, const Place& at, int
   const int row = number / shape.tiles_n, part = row / shape.tiles_m;
   item.tile_n = (number - row * shape.tiles_n.by) * CLUSTER_N + at.n;
   item.tile_m = (row - part * shape.tiles_m.by) * CLUSTER_M + at.m;
-  item.group = part / shape.splits;
-  item.split = part - item.group * shape.splits.by;
+  item.group = CLUSTER_K > 1 ? part : part / shape.splits;
+  item.split = CLUSTER_K > 1 ? at.k : part - item.group * shape.splits.by;
   item.first = shape.steps * item.split / shape.splits;
   item.last = shape.steps * (item.split + 1) / shape.splits;
   return item;
@@ -187,18 +195,21 @@ struct Depth {
 // This block's share of an item's copies of pixels, step by step: of the rows, for WEIGHTS of the columns.
 struct PixelCopies {
   static constexpr int kShares = KIND == WEIGHTS ? CLUSTER_M : CLUSTER_N;
-  static constexpr int kPixels = (KIND == WEIGHTS ? kTileK : kTileM) / kShares;
+  static constexpr int kPixels = (KIND == WEIGHTS ? kTileK : SWAPPED ? kTileN : kTileM) / kShares;
   int share, bytes;  // bytes that this block gets a step
   unsigned short blocks;
+  int number;  // of the first pixel
   Pixel pixel, stride;
   Depth depth;
   Columns columns[KIND == WEIGHTS ? kColumnBlocks : 1];
 
   __device__ __forceinline__ PixelCopies(const Shape& shape, const Place& at, const Item& item)
       : share(KIND == WEIGHTS ? at.m : at.n),
-        bytes(KIND == WEIGHTS ? kColumnBytes : kRowBytes),
+        bytes(KIND == WEIGHTS || SWAPPED ? kColumnBytes : kRowBytes),
         blocks(KIND == WEIGHTS ? same_columns(at) : same_rows(at)),
-        pixel(pixel_at(shape, (KIND == WEIGHTS ? item.first * kTileK : item.tile_m * kTileM) + share * kPixels)),
+        number((KIND == WEIGHTS ? item.first * kTileK : SWAPPED ? item.tile_n * kTileN : item.tile_m * kTileM) +
+               share * kPixels),
+        pixel(pixel_at(shape, number)),
         stride{},
         depth(shape, item.first) {
     if constexpr (KIND == WEIGHTS) {
@@ -212,10 +223,12 @@ struct PixelCopies {
   }
 
   __device__ __forceinline__ void next(const Shape& shape) {
-    if constexpr (KIND == WEIGHTS)
+    if constexpr (KIND == WEIGHTS) {
+      number += kTileK;
       pixel = sum(shape, pixel, stride);
-    else
+    } else {
       depth.next(shape);
+    }
   }
 
   __device__ __forceinline__ void begin(const Shape& shape, const Item& item, const TensorMap* map, unsigned stage,
@@ -226,16 +239,23 @@ struct PixelCopies {
 #pragma unroll
       for (int block = 0; block < kColumnBlocks; block++) {
         const Columns& from = columns[block];
-        if (any(shape, from))
+        if (!any(shape, from)) break;
+        if constexpr (POINTWISE)
+          copy_box<kShares>(to + block * kColumnBlock, map, barrier, from.first, item.group, number, blocks);
+        else
           copy_pixels<kShares>(to + block * kColumnBlock, map, barrier, item.group * shape.columns + from.first, w, h,
                                pixel.n, from.tap_x * shape.dilation_w, from.tap_y * shape.dilation_h, blocks);
       }
+      return;
+    }
+    const unsigned to = stage + (SWAPPED ? kRowBytes : share * kPixels * kSpanDepth);
+    if constexpr (POINTWISE) {
+      copy_box<kShares>(to, map, barrier, depth.at, item.group, number, blocks);
     } else {
       const int tap_y = KIND == DATA ? shape.taps_y - 1 - depth.tap_y : depth.tap_y;
       const int tap_x = KIND == DATA ? shape.taps_x.by - 1 - depth.tap_x : depth.tap_x;
-      copy_pixels<kShares>(stage + share * kPixels * kSpanDepth, map, barrier,
-                           item.group * shape.channels + depth.at, w, h, pixel.n, tap_x * shape.dilation_w,
-                           tap_y * shape.dilation_h, blocks);
+      copy_pixels<kShares>(to, map, barrier, item.group * shape.channels + depth.at, w, h, pixel.n,
+                           tap_x * shape.dilation_w, tap_y * shape.dilation_h, blocks);
     }
   }
 };
@@ -243,7 +263,7 @@ struct PixelCopies {
 // Likewise its copies of boxes: of the columns, for WEIGHTS of the rows.
 struct BoxCopies {
   static constexpr int kShares = KIND == WEIGHTS ? CLUSTER_N : CLUSTER_M;
-  static constexpr int kLength = (kDeepColumns ? kTileN : kTileK) / kShares;
+  static constexpr int kLength = (kDeepFilter ? kTileN : kTileK) / kShares;
   static_assert(kLength % 8 == 0, "shares are whole repetitions of a swizzle");
   int share, bytes, pixel;
   unsigned short blocks;
@@ -251,7 +271,7 @@ struct BoxCopies {
 
   __device__ __forceinline__ BoxCopies(const Shape& shape, const Place& at, const Item& item)
       : share(KIND == WEIGHTS ? at.n : at.m),
-        bytes(KIND == WEIGHTS ? kRowBytes : kColumnBytes),
+        bytes(KIND == WEIGHTS || SWAPPED ? kRowBytes : kColumnBytes),
         pixel(item.first * kTileK + share * kLength),
         blocks(KIND == WEIGHTS ? same_rows(at) : same_columns(at)),
         depth(shape, item.first) {}
@@ -270,7 +290,14 @@ struct BoxCopies {
       for (int block = 0; block < kBlocks; block++)
         copy_box<kShares>(stage + block * kRowBlock + share * kLength * 128, map, barrier,
                           item.tile_m * kTileM + 64 * block, item.group, pixel, blocks);
-    } else if constexpr (kDeepColumns) {
+    } else if constexpr (SWAPPED && kDeepFilter) {
+      copy_box(stage, map, barrier, depth.at, depth.tap, item.group * shape.rows + item.tile_m * kTileM);
+    } else if constexpr (SWAPPED) {
+#pragma unroll
+      for (int block = 0; block < kBlocks; block++)
+        copy_box(stage + block * kRowBlock, map, barrier, item.tile_m * kTileM + 64 * block, depth.tap,
+                 item.group * shape.channels + depth.at);
+    } else if constexpr (kDeepFilter) {
       copy_box<kShares>(stage + kRowBytes + share * kLength * kSpanDepth, map, barrier, depth.at, depth.tap,
                         item.group * shape.columns + item.tile_n * kTileN + share * kLength, blocks);
     } else {
@@ -326,7 +353,26 @@ __device__ __forceinline__ void produce(const Shape& shape, const TensorMap* map
 
 // Where 16 bytes of a row of a swizzled block are, by the number of their word.
 __device__ __forceinline__ int word_at(int row, int word) {
-  return row * kSpanWide + 16 * (word ^ (row * kSpanWide / 128 & (kSpanWide / 16 - 1)));
+  return row * kOutSpan + 16 * (word ^ (row * kOutSpan / 128 & (kOutSpan / 16 - 1)));
+}
+
+__device__ __forceinline__ unsigned packed(float first, float second) {
+  Vector<ELEMENT, 2> pair;
+  pair.at[0] = convert<ELEMENT>(first);
+  pair.at[1] = convert<ELEMENT>(second);
+  return *reinterpret_cast<const unsigned*>(&pair);
+}
+
+// 64 swapped rows of sums as elements in shared memory, in blocks of 64 pixels, each with its 64 filters.
+__device__ __forceinline__ void lay_out_swapped(unsigned out, int warp, int lane, const float (&sums)[kSums]) {
+  const int word = 2 * warp + lane / 8 % 2;
+#pragma unroll
+  for (int j = 0; j < kTileN / 8; j += 2) {
+    const int pixel = 8 * j % 64 + lane / 16 * 8 + lane % 8;
+    store_transposed(out + j / 8 * kOutBlock + word_at(pixel, word), packed(sums[4 * j], sums[4 * j + 1]),
+                     packed(sums[4 * j + 2], sums[4 * j + 3]), packed(sums[4 * j + 4], sums[4 * j + 5]),
+                     packed(sums[4 * j + 6], sums[4 * j + 7]));
+  }
 }
 
 // 64 rows of sums as elements in shared memory, in blocks of kWide columns.
@@ -335,16 +381,10 @@ __device__ __forceinline__ void lay_out(unsigned out, int warp, int lane, const 
     const int row = 16 * warp + (lane & 15), half = lane >> 4;
 #pragma unroll
     for (int j = 0; j < kTileN / 16; j++) {
-      unsigned packed[4];
-#pragma unroll
-      for (int i = 0; i < 4; i++) {
-        Vector<ELEMENT, 2> pair;
-        pair.at[0] = convert<ELEMENT>(sums[8 * j + 2 * i]);
-        pair.at[1] = convert<ELEMENT>(sums[8 * j + 2 * i + 1]);
-        packed[i] = *reinterpret_cast<const unsigned*>(&pair);
-      }
       const unsigned block = out + 16 * j / kWide * kOutBlock;
-      store_matrices(block + word_at(row, 2 * (j % (kWide / 16)) + half), packed[0], packed[1], packed[2], packed[3]);
+      const float* const four = sums + 8 * j;
+      store_matrices(block + word_at(row, 2 * (j % (kWide / 16)) + half), packed(four[0], four[1]),
+                     packed(four[2], four[3]), packed(four[4], four[5]), packed(four[6], four[7]));
     }
   } else {
     const int row = 16 * warp + lane / 4, t = lane % 4;
@@ -366,10 +406,25 @@ __device__ __forceinline__ void write_tile(const Shape& shape, const Item& item,
   if (thread == 0) stores_have_read();
   warpgroup_barrier(1 + consumer);  // `out` may be written
 #pragma unroll
-  for (int r = 0; r < ROWS; r++) lay_out(out + r * kColumnBlocks * kOutBlock, warp, lane, sums[r]);
+  for (int r = 0; r < ROWS; r++)
+    if constexpr (SWAPPED)
+      lay_out_swapped(out, warp, lane, sums[r]);
+    else
+      lay_out(out + r * kColumnBlocks * kOutBlock, warp, lane, sums[r]);
   shared_writes_done();
   warpgroup_barrier(1 + consumer);  // `out` is written
   if (thread != 0) return;
+  if constexpr (SWAPPED) {
+    const int filter = item.tile_m * kTileM + 64 * consumer;
+#pragma unroll
+    for (int block = 0; block < kTileN / 64; block++) {
+      const int pixel = item.tile_n * kTileN + 64 * block;
+      if (pixel < shape.columns && filter < shape.rows)
+        store_box(target, out + block * kOutBlock, filter, item.group, pixel);
+    }
+    stores_commit();
+    return;
+  }
 #pragma unroll
   for (int r = 0; r < ROWS; r++) {
     const int first_row = item.tile_m * kTileM + 64 * (consumer * ROWS + r);
@@ -424,12 +479,60 @@ __device__ __forceinline__ void write_part(const Shape& shape, const Item& item,
   }
 }
 
+// Shares of a cluster's sums, in the ring of stages once all have read it: rows of floats, apart so that no two of a
+// warp's meet one bank.
+constexpr int kSharePitch = kTileN + 8;
+
+__device__ __forceinline__ void write_share(unsigned to, int consumer, const float (&sums)[ROWS][kSums]) {
+  const int lane = threadIdx.x % 32, first = 64 * ROWS * consumer + threadIdx.x % 128 / 32 * 16 + lane / 4;
+  consumers_barrier<128 * CONSUMERS>(1 + CONSUMERS);  // all have read the ring
+#pragma unroll
+  for (int r = 0; r < ROWS; r++)
+#pragma unroll
+    for (int j = 0; j < kTileN / 8; j++)
+#pragma unroll
+      for (int below = 0; below < 2; below++)
+        store_pair(to + 4 * ((first + 64 * r + 8 * below) * kSharePitch + 8 * j + 2 * (lane % 4)),
+                   sums[r][4 * j + 2 * below], sums[r][4 * j + 2 * below + 1]);
+}
+
+// Adds this block's rows of the cluster's shares, in order, and writes them.
+__device__ __forceinline__ void add_shares(const Shape& shape, unsigned from, ELEMENT* out) {
+  constexpr int kVector = 16 / kElement, kRowVectors = kTileN / kVector, kRows = kTileM / CLUSTER_K;
+  const Place at = place();
+  const Item item = item_at(shape, at, blockIdx.x / kCluster);
+  const int taps = KIND == WEIGHTS ? shape.taps_y * shape.taps_x.by : 1;
+  for (int number = threadIdx.x; number < kRows * kRowVectors; number += kThreads) {
+    const int tile_row = at.k * kRows + number / kRowVectors, tile_column = number % kRowVectors * kVector;
+    const Columns columns = columns_at(shape, item.tile_n, tile_column / kWide);
+    const int row = item.tile_m * kTileM + tile_row, column = columns.first + tile_column % kWide;
+    if (row >= shape.rows || column >= shape.columns || !any(shape, columns)) continue;
+    Vector<float, kVector> sums = {};
+#pragma unroll
+    for (int share = 0; share < CLUSTER_K; share++) {
+      const unsigned there = address_of(from + 4 * (tile_row * kSharePitch + tile_column), share);
+#pragma unroll
+      for (int i = 0; i < kVector; i += 4) {
+        const Vector<float, 4> part = load_floats(there + 4 * i);
+#pragma unroll
+        for (int j = 0; j < 4; j++) sums.at[i + j] += part.at[j];
+      }
+    }
+    Vector<ELEMENT, kVector> rounded;
+#pragma unroll
+    for (int i = 0; i < kVector; i++) rounded.at[i] = convert<ELEMENT>(sums.at[i]);
+    const int64 line = KIND == WEIGHTS ? (static_cast<int64>(item.group) * shape.rows + row) * taps + columns.tap
+                                       : static_cast<int64>(row) * shape.groups + item.group;
+    *reinterpret_cast<Vector<ELEMENT, kVector>*>(out + line * shape.columns + column) = rounded;
+  }
+}
+
 __device__ __forceinline__ void consume(const Shape& shape, const TensorMap* target, float* parts, int consumer,
                                         unsigned stages, unsigned full, unsigned empty, unsigned out) {
   meet();  // barriers are ready
   const Place at = place();
   const int lane = threadIdx.x % 32;  // tells one block of those that copy to this one that a stage may be filled again
-  const bool signals = lane < kCluster && (lane / CLUSTER_N == at.m || lane % CLUSTER_N == at.n);
+  const bool signals = lane < CLUSTER_M * CLUSTER_N && (lane / CLUSTER_N == at.m || lane % CLUSTER_N == at.n);
   int slot = 0;
   unsigned parity = 0;
   for (int number = blockIdx.x / kCluster; number < shape.items; number += gridDim.x / kCluster) {
@@ -450,7 +553,7 @@ __device__ __forceinline__ void consume(const Shape& shape, const TensorMap* tar
               operand(kColumnForm, columns + k * kColumnStep), step > item.first || k > 0);
       products_commit();
       products_wait<1>();  // the step before is done with its stage
-      if (before >= 0 && signals) barrier_arrive<kCluster>(empty + 8 * before, lane);
+      if (before >= 0 && signals) barrier_arrive<CLUSTER_M * CLUSTER_N>(empty + 8 * before, lane);
       before = slot;
       if (++slot == STAGES) {
         slot = 0;
@@ -458,8 +561,10 @@ __device__ __forceinline__ void consume(const Shape& shape, const TensorMap* tar
       }
     }
     products_wait<0>();
-    if (signals) barrier_arrive<kCluster>(empty + 8 * before, lane);
-    if (shape.splits.by == 1)
+    if (signals) barrier_arrive<CLUSTER_M * CLUSTER_N>(empty + 8 * before, lane);
+    if (CLUSTER_K > 1)
+      write_share(stages, consumer, sums);
+    else if (SWAPPED || shape.splits.by == 1)
       write_tile(shape, item, target, out, consumer, sums);
     else
       write_part(shape, item, parts, consumer, sums);
@@ -468,8 +573,8 @@ __device__ __forceinline__ void consume(const Shape& shape, const TensorMap* tar
   __syncwarp();
 }
 
-#if CLUSTER_M * CLUSTER_N > 1
-#define IN_CLUSTERS __cluster_dims__(CLUSTER_M* CLUSTER_N, 1, 1)
+#if CLUSTER_M * CLUSTER_N * CLUSTER_K > 1
+#define IN_CLUSTERS __cluster_dims__(CLUSTER_M* CLUSTER_N* CLUSTER_K, 1, 1)
 #else
 #define IN_CLUSTERS
 #endif
@@ -520,15 +625,19 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(kThreads, BLOCKS)
     }
     consume(shape, &target, parts, role, stages, full, empty, out + role * kOutBytes);
   } else if (threadIdx.x < CONSUMERS * 128 + 32) {
-    const TensorMap* map = KIND == WEIGHTS ? &columns : &rows;
+    const TensorMap* map = KIND == WEIGHTS || SWAPPED ? &columns : &rows;
     if (threadIdx.x % 32 == 0) prefetch(map);
     produce<PixelCopies>(shape, map, stages, full, empty);
   } else {
-    const TensorMap* map = KIND == WEIGHTS ? &rows : &columns;
+    const TensorMap* map = KIND == WEIGHTS || SWAPPED ? &rows : &columns;
     if (threadIdx.x % 32 == 0) prefetch(map);
     produce<BoxCopies>(shape, map, stages, full, empty);
   }
-  if constexpr (kCluster > 1) meet();  // others signal this block's barriers until they are done
+  if constexpr (CLUSTER_K > 1) {
+    meet();  // all shares are written
+    add_shares(shape, stages, reinterpret_cast<ELEMENT*>(parts));
+  }
+  if constexpr (kCluster > 1) meet();  // others signal this block's barriers, or read its share, until here
 }
 
 // out[i] = sum of part[i] over the parts, in order.

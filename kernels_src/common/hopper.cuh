@@ -139,6 +139,27 @@ __device__ __forceinline__ void block_barrier() {
   asm volatile("barrier.sync 0;" ::: "memory");
 }
 
+// The address of the same place in the shared memory of the block of that rank in the cluster.
+__device__ __forceinline__ unsigned address_of(unsigned address, int rank) {
+  unsigned there;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
+  return there;
+}
+
+__device__ __forceinline__ Vector<float, 4> load_floats(unsigned address) {
+  Vector<float, 4> values;
+  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(values.at[0]), "=f"(values.at[1]), "=f"(values.at[2]), "=f"(values.at[3])
+               : "r"(address)
+               : "memory");
+  return values;
+}
+
+template <int Threads>
+__device__ __forceinline__ void consumers_barrier(int id) {
+  asm volatile("barrier.sync %0, %1;" ::"r"(id), "n"(Threads) : "memory");
+}
+
 // A barrier of the 128 threads of one warpgroup.
 __device__ __forceinline__ void warpgroup_barrier(int id) {
   asm volatile("barrier.sync %0, 128;" ::"r"(id) : "memory");
@@ -147,6 +168,13 @@ __device__ __forceinline__ void warpgroup_barrier(int id) {
 // Four 8 x 8 matrices of 16-bit elements to shared memory; lane l gives the address of row l % 8 of matrix l / 8.
 __device__ __forceinline__ void store_matrices(unsigned address, unsigned a, unsigned b, unsigned c, unsigned d) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b),
+               "r"(c), "r"(d)
+               : "memory");
+}
+
+// Likewise with rows and columns of each matrix exchanged.
+__device__ __forceinline__ void store_transposed(unsigned address, unsigned a, unsigned b, unsigned c, unsigned d) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b),
                "r"(c), "r"(d)
                : "memory");
 }

@@ -1,0 +1,320 @@
+"""A convolution as a matrix product that kernels_src/implicit_gemm_wgmma.cu computes, and how it is cut into tiles.
+
+Knows nothing of time.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+
+from miofind.problem import Direction, ProblemDescription
+from miofind.solution import Config
+from miofind.tiling.correlation import ceil_div
+
+SPANS_BYTES = (128, 64, 32)
+"""What swizzles cover."""
+
+ROW_BLOCK = 64
+"""Rows of one product of a warpgroup."""
+
+_REGISTERS = 65536
+_OTHER_REGISTERS = 40  # of a thread, besides its sums
+_ALIGNMENT_BYTES = 1024
+_STATIC_BYTES = 256
+_MAX_INT = 2**31 - 1
+_MAX_PARTS_BYTES = 1 << 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WgmmaProduct:
+    """A problem as a matrix product, the same for all configurations.
+
+    Attributes:
+        problem: lifted to two spatial dimensions.
+        rows, columns: of the result of one group; for backward weights the columns are of one tap.
+        depth: channels or filters that each tap sums over, or output pixels.
+        taps: of the filter.
+        pixels: name of the tensor that is met pixel by pixel.
+        walked: rows and columns of the pixels that copies walk, in one image.
+        low, high: their corners, rows first.
+    """
+
+    problem: ProblemDescription
+    rows: int
+    columns: int
+    depth: int
+    taps: tuple[int, int]
+    pixels: str
+    walked: tuple[int, int]
+    low: tuple[int, int]
+    high: tuple[int, int]
+
+    @staticmethod
+    def of(problem: ProblemDescription) -> WgmmaProduct:
+        """The product of a problem of one or two spatial dimensions; the last one asked for is kept."""
+        return _product(problem)
+
+    @property
+    def is_weights(self) -> bool:
+        """Whether filters are computed."""
+        return self.problem.direction is Direction.BACKWARD_WEIGHTS
+
+    @property
+    def is_pointwise(self) -> bool:
+        """Whether outputs meet one pixel each, in order."""
+        conv = self.problem.conv
+        return math.prod(self.taps) == max(conv.stride) == 1 and not any((*conv.pad_before, *conv.pad_after))
+
+    @property
+    def element_bytes(self) -> int:
+        """Of x, w and y alike."""
+        return self.problem.x.dtype.itemsize
+
+    @property
+    def transposes_filters(self) -> bool:
+        """Whether the filter is laid out anew: TF32 products take operands with their depth side by side alone."""
+        return self.problem.direction is Direction.BACKWARD_DATA and self.element_bytes == 4
+
+    @property
+    def has_deep_filters(self) -> bool:
+        """Whether the depth lies side by side in the filter as the kernel takes it."""
+        return self.problem.direction is Direction.FORWARD or self.transposes_filters
+
+    @property
+    def channels(self) -> int:
+        """Channels, or for backward data filters, of one group: what a tap sums over without backward weights."""
+        of = self.problem.k if self.problem.direction is Direction.BACKWARD_DATA else self.problem.c
+        return of // self.problem.groups
+
+
+@functools.lru_cache(maxsize=1)
+def _product(problem: ProblemDescription) -> WgmmaProduct:
+    planar = problem.lifted(2)
+    conv = planar.conv
+    c, k = planar.c // planar.groups, planar.k // planar.groups
+    taps = (planar.filter[0], planar.filter[1])
+    reach = [(taps[i] - 1) * conv.dilation[i] for i in range(2)]
+    outputs = math.prod(planar.out_spatial) * planar.n
+    if planar.direction is Direction.BACKWARD_DATA:
+        low = [conv.pad_before[i] - reach[i] for i in range(2)]
+        high = [low[i] + planar.spatial[i] - planar.out_spatial[i] for i in range(2)]
+        rows, columns, depth, pixels = math.prod(planar.spatial) * planar.n, c, k, "y"
+        walked = planar.spatial
+    else:
+        low = [-conv.pad_before[i] for i in range(2)]
+        high = [conv.pad_after[i] - reach[i] for i in range(2)]
+        pixels, walked = "x", planar.out_spatial
+        forward = planar.direction is Direction.FORWARD
+        rows, columns, depth = (outputs, k, c) if forward else (k, c, outputs)
+    return WgmmaProduct(
+        problem=planar,
+        rows=rows,
+        columns=columns,
+        depth=depth,
+        taps=taps,
+        pixels=pixels,
+        walked=(walked[0], walked[1]),
+        low=(low[0], low[1]),
+        high=(high[0], high[1]),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WgmmaTiling:
+    """A product cut into tiles as a configuration says.
+
+    Attributes:
+        product: what is cut.
+        consumers: warpgroups that multiply.
+        row_blocks: blocks of 64 rows of each.
+        tile_m, tile_n, tile_k: rows, columns and depth of a step of a block's tile.
+        stages: steps that are copied ahead.
+        splits: parts of the depth that a second pass adds.
+        blocks: of a multiprocessor.
+        cluster: blocks of a cluster along rows, columns and depth.
+        swapped: rows are filters or channels and columns pixels, not the other way round.
+    """
+
+    product: WgmmaProduct
+    consumers: int
+    row_blocks: int
+    tile_m: int
+    tile_n: int
+    tile_k: int
+    stages: int
+    splits: int
+    blocks: int
+    cluster: tuple[int, int, int]
+    swapped: bool
+
+    @staticmethod
+    def of(product: WgmmaProduct, config: Config) -> WgmmaTiling:
+        """The tiling of a configuration of ConvImplicitGemmWgmma, valid or not."""
+        m, n, k = map(int, str(config["cluster"]).split("x"))
+        consumers, row_blocks = int(config["consumers"]), int(config["rows"])
+        return WgmmaTiling(
+            product=product,
+            consumers=consumers,
+            row_blocks=row_blocks,
+            tile_m=ROW_BLOCK * consumers * row_blocks,
+            tile_n=int(config["tile_n"]),
+            tile_k=int(config["depth_bytes"]) // product.element_bytes,
+            stages=int(config["stages"]),
+            splits=int(config["splits"]),
+            blocks=int(config["blocks"]),
+            cluster=(m, n, k),
+            swapped=bool(config["swapped"]),
+        )
+
+    @property
+    def config(self) -> Config:
+        """The configuration that it is of."""
+        return Config(
+            {
+                "consumers": self.consumers,
+                "rows": self.row_blocks,
+                "tile_n": self.tile_n,
+                "depth_bytes": self.tile_k * self.product.element_bytes,
+                "stages": self.stages,
+                "splits": self.splits,
+                "blocks": self.blocks,
+                "cluster": "x".join(map(str, self.cluster)),
+                "swapped": int(self.swapped),
+            }
+        )
+
+    @property
+    def rows(self) -> int:
+        """Rows of one group."""
+        return self.product.columns if self.swapped else self.product.rows
+
+    @property
+    def columns(self) -> int:
+        """Columns of one group; for backward weights of one tap."""
+        return self.product.rows if self.swapped else self.product.columns
+
+    @property
+    def width(self) -> int:
+        """Columns of a block, which are swizzled together where they lie side by side; for weights of one tap."""
+        spans = [span // self.product.element_bytes for span in SPANS_BYTES]
+        wide = [span for span in spans if self.tile_n % span == 0]
+        fitting = [span for span in wide if span >= self.columns] if self.product.is_weights else []
+        return min(fitting, default=max(wide))
+
+    @property
+    def all_columns(self) -> int:
+        """Columns of one group in whole blocks, all taps together."""
+        width = self.width
+        return ceil_div(self.columns, width) * width * (math.prod(self.product.taps) if self.product.is_weights else 1)
+
+    @property
+    def chunks(self) -> int:
+        """Steps of a tap; for backward weights its blocks of columns."""
+        if self.product.is_weights:
+            return ceil_div(self.columns, self.width)
+        return ceil_div(self.product.channels, self.tile_k)
+
+    @property
+    def steps(self) -> int:
+        """Steps of a tile's depth."""
+        taps = 1 if self.product.is_weights else math.prod(self.product.taps)
+        return ceil_div(self.product.depth, self.tile_k) * taps
+
+    @property
+    def tiles(self) -> tuple[int, int]:
+        """Tiles of one group along rows and columns, those of a cluster counted as one."""
+        along_m, along_n, _ = self.cluster
+        return ceil_div(self.rows, self.tile_m * along_m), ceil_div(self.all_columns, self.tile_n * along_n)
+
+    @property
+    def items(self) -> int:
+        """Parts of tiles that clusters compute."""
+        return math.prod(self.tiles) * self.product.problem.groups * self.splits
+
+    @property
+    def threads(self) -> int:
+        """Of a block: those that multiply, and two warps that copy."""
+        return 128 * self.consumers + 64
+
+    @property
+    def stage_bytes(self) -> int:
+        """Of both operands of a step."""
+        return self.product.element_bytes * (self.tile_m + self.tile_n) * self.tile_k
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory: the ring of stages, and the tile on its way out."""
+        ring = self.stages * self.stage_bytes
+        if self.cluster[2] > 1:  # sums take the place of the ring
+            return _ALIGNMENT_BYTES + max(ring, 4 * self.tile_m * (self.tile_n + 8))
+        return _ALIGNMENT_BYTES + ring + self.product.element_bytes * self.tile_m * self.tile_n
+
+    def is_valid(self, shared_bytes: int) -> bool:
+        """Whether the kernel serves it on a multiprocessor with that much shared memory for a block."""
+        return (
+            self.may_be_valid
+            and self._has_cluster()
+            and self._is_divisible()
+            and self.blocks * (self.shared_bytes + _ALIGNMENT_BYTES + _STATIC_BYTES) <= shared_bytes + _ALIGNMENT_BYTES
+            and max(self.items, self.steps * self.splits * self.cluster[2]) <= _MAX_INT
+        )
+
+    @property
+    def may_be_valid(self) -> bool:
+        """Whether its tile is, however many stages and parts it has."""
+        return self._has_sums() and self._has_depth() and self._is_swappable() and self._is_filled()
+
+    def _has_sums(self) -> bool:
+        """Whether registers hold the sums."""
+        if self.row_blocks > self.consumers:
+            return False
+        registers = min(255, _REGISTERS // (self.threads * self.blocks) // 8 * 8)
+        return self.row_blocks * self.tile_n // 2 <= min(128, registers - _OTHER_REGISTERS)
+
+    def _has_depth(self) -> bool:
+        """Whether a step's depth is one that swizzles cover, and mostly within a group."""
+        product = self.product
+        depth_bytes = product.element_bytes * self.tile_k
+        if product.is_weights:
+            return depth_bytes == max(SPANS_BYTES)
+        if depth_bytes > min(SPANS_BYTES) and self.tile_k >= 2 * product.depth:
+            return False
+        # Pixels of the next group would be met; boxes end with the group.
+        return product.problem.groups == 1 or product.is_pointwise or product.depth % self.tile_k == 0
+
+    def _is_swappable(self) -> bool:
+        """Whether rows and columns are as the problem has them, or may be exchanged."""
+        if not self.swapped:
+            return True
+        alone = self.row_blocks == self.splits == math.prod(self.cluster) == 1
+        return alone and not self.product.is_weights and self.product.element_bytes == 2 and self.tile_n % 64 == 0
+
+    def _has_cluster(self) -> bool:
+        """Whether blocks can share what a cluster has in common, in whole repetitions of a swizzle."""
+        along_m, along_n, shares = self.cluster
+        if math.prod(self.cluster) == 1:
+            return True
+        if shares > 1:
+            return self.splits == 1 and self.steps >= 2 * shares
+        if along_m > 1 and self.rows <= self.tile_m * (along_m - 1):
+            return False
+        if along_n > 1 and self.all_columns <= self.tile_n * (along_n - 1):
+            return False
+        length = (self.tile_n if self.product.has_deep_filters else self.tile_k) // along_m
+        return length % 8 == 0 and (not self.product.is_weights or self.tile_k // along_n % 8 == 0)
+
+    def _is_divisible(self) -> bool:
+        """Whether the depth has that many parts, and each can be kept."""
+        problem = self.product.problem
+        if self.splits == 1:
+            # Stores are cut off at the tensor's end, not at a group's.
+            across = problem.groups > 1 and self.product.is_weights and self.rows % ROW_BLOCK
+            return not across or self.cluster[2] > 1
+        size = problem.output.size
+        return self.steps >= 2 * self.splits and 4 * self.splits * size <= _MAX_PARTS_BYTES and size % 4 == 0
+
+    def _is_filled(self) -> bool:
+        """Whether a tile is not mostly empty."""
+        return self.tile_n < 2 * max(32, self.all_columns) and self.tile_m < 2 * max(ROW_BLOCK, self.rows)
