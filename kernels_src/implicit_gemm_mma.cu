@@ -214,11 +214,11 @@ __device__ __forceinline__ void store_gathered(const Target& to, const Sums& sum
 #define STEP_PARAMETERS(s) int s##0, int s##1, int s##2, int s##3
 #define AXIS_PARAMETERS(s) int s##_x, int s##_y, int s##_z
 #define DIVISOR(d) {d, d##_multiplier, d##_shift}
-#define RADIX(i)                                                    \
-  {                                                                 \
-    i##_count, {                                                    \
-      DIVISOR(i##_size0), DIVISOR(i##_size1), DIVISOR(i##_size2)    \
-    }                                                               \
+#define RADIX(i)                                                 \
+  {                                                              \
+    i##_count, {                                                 \
+      DIVISOR(i##_size0), DIVISOR(i##_size1), DIVISOR(i##_size2) \
+    }                                                            \
   }
 #define STEPS(s) {s##0, s##1, s##2, s##3}
 #define AXES(s) {s##_x, s##_y, s##_z}

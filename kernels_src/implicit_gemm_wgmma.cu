@@ -5,14 +5,15 @@
 // DATA:     dx[m, c] = sum_{tap, k} dy[m at tap, k] * w[k, tap, c]  m: input pixels; stride 1; taps backwards
 // WEIGHTS:  dw[k, tap c] = sum_{m} dy[m, k] * x[m at tap, c]        m: output pixels, the depth
 // SWAPPED, filters or channels are the rows and pixels the columns: better where there are few of the former.
-// Pixels at a tap are copied by the copy engine in its im2col mode, padding included (TMA); all else as boxes, as are
-// pixels of POINTWISE convolutions: those with one tap, stride 1 and no padding. Copies in im2col mode take longer.
-// Two warps copy into a ring of STAGES, one pixels and one boxes; CONSUMERS warpgroups multiply, ROWS blocks of 64 rows each, and write their
-// tile through shared memory, in blocks of WIDE columns; for WEIGHTS each block is of one tap. Blocks are persistent: they take tiles, or SPLITS parts of each tile's depth, in turn;
-// parts are written as float32 to `parts` and added by `add_parts`, always in the same order. The blocks of a cluster have
-// CLUSTER_M x CLUSTER_N neighbouring tiles; each copies its share of what they have in common to all that need it. Or
-// they have CLUSTER_K parts of the depth of one tile, which they add through each other's shared memory, in order.
-// Grid: one dimension. Design after the public description of Hopper's warp-specialised GEMMs (CUTLASS, sm90).
+// Pixels at a tap are copied by the copy engine in its im2col mode, padding included (TMA); all else as boxes, and so
+// are pixels of POINTWISE convolutions: those with one tap, stride 1 and no padding.
+// Two warps copy into a ring of STAGES, one pixels and one boxes; CONSUMERS warpgroups multiply, ROWS blocks of 64 rows
+// each, and write their tile through shared memory, in blocks of WIDE columns; for WEIGHTS each block is of one tap.
+// Blocks are persistent: they take tiles, or SPLITS parts of each tile's depth, in turn; parts are written as float32
+// to `parts` and added by `add_parts`, always in the same order. The blocks of a cluster have CLUSTER_M x CLUSTER_N
+// neighbouring tiles; each copies its share of what they have in common to all that need it. Or they have CLUSTER_K
+// parts of the depth of one tile, which they add through each other's shared memory, in order. Grid: one dimension.
+// Design after the public description of Hopper's warp-specialised GEMMs (CUTLASS, sm90).
 #if !defined(ELEMENT) || !defined(KIND) || !defined(TILE_N) || !defined(TILE_K) || !defined(STAGES)
 #error "define ELEMENT, KIND, TILE_N, TILE_K and STAGES"
 #endif
@@ -61,15 +62,16 @@ static_assert(!SWAPPED || kTileN % 64 == 0, "swapped tiles have whole blocks of 
 // Depth side by side: rows of one span, 8 of them a repetition. Else: a repetition is 8 terms of kWide or 64.
 constexpr unsigned long long kRowForm =
     kDeepRows ? operand_form(16, 8 * kSpanDepth, kSpanDepth) : operand_form(kTileK * 128, 1024, 128);
-constexpr unsigned long long kColumnForm = kDeepColumns ? operand_form(16, 8 * kSpanDepth, kSpanDepth)
-                                                        : operand_form(kColumnBlock, 8 * kSpanWide, kSpanWide);
+constexpr unsigned long long kColumnForm =
+    kDeepColumns ? operand_form(16, 8 * kSpanDepth, kSpanDepth) : operand_form(kColumnBlock, 8 * kSpanWide, kSpanWide);
 // Bytes from one product's terms to the next's, and from one block of 64 rows to the next.
 constexpr int kRowStep = kDeepRows ? 32 : 16 * 128;
 constexpr int kColumnStep = kDeepColumns ? 32 : 16 * kSpanWide;
 constexpr int kRowBlock = 64 * kElement * kTileK;
 
 // Of one convolution; sizes of one group, `columns` for WEIGHTS of one tap. `steps` are of a tile's depth: without
-// WEIGHTS `chunks` a tap, which meet `channels` in all; with it a tap has `chunks` blocks of columns. Copies of pixels walk images of `height` x `width`, from `low` on; taps step by `dilation`.
+// WEIGHTS `chunks` a tap, which meet `channels` in all; with it a tap has `chunks` blocks of columns. Copies of pixels
+// walk images of `height` x `width`, from `low` on; taps step by `dilation`.
 struct Shape {
   int rows, columns, groups, taps_y;
   Divisor taps_x, chunks;
@@ -207,7 +209,9 @@ struct PixelCopies {
       : share(KIND == WEIGHTS ? at.m : at.n),
         bytes(KIND == WEIGHTS || SWAPPED ? kColumnBytes : kRowBytes),
         blocks(KIND == WEIGHTS ? same_columns(at) : same_rows(at)),
-        number((KIND == WEIGHTS ? item.first * kTileK : SWAPPED ? item.tile_n * kTileN : item.tile_m * kTileM) +
+        number((KIND == WEIGHTS ? item.first * kTileK
+                : SWAPPED       ? item.tile_n * kTileN
+                                : item.tile_m * kTileM) +
                share * kPixels),
         pixel(pixel_at(shape, number)),
         stride{},
@@ -574,7 +578,7 @@ __device__ __forceinline__ void consume(const Shape& shape, const TensorMap* tar
 }
 
 #if CLUSTER_M * CLUSTER_N * CLUSTER_K > 1
-#define IN_CLUSTERS __cluster_dims__(CLUSTER_M* CLUSTER_N* CLUSTER_K, 1, 1)
+#define IN_CLUSTERS __cluster_dims__(CLUSTER_M * CLUSTER_N * CLUSTER_K, 1, 1)
 #else
 #define IN_CLUSTERS
 #endif
