@@ -1,18 +1,13 @@
-// Convolution as a matrix product on Hopper's tensor cores, channels last, float32 sums; float32 elements count as
-// TF32.
-//
-// FORWARD:  y[m, k]  = sum_{tap, c} x[m at tap, c] * w[k, tap, c]   m: output pixels, rows; k: filters, columns
-// DATA:     dx[m, c] = sum_{tap, k} dy[m at tap, k] * w[k, tap, c]  m: input pixels; stride 1; taps backwards
-// WEIGHTS:  dw[k, tap c] = sum_{m} dy[m, k] * x[m at tap, c]        m: output pixels, the depth
-// SWAPPED, filters or channels are the rows and pixels the columns: better where there are few of the former.
-// Pixels at a tap are copied by the copy engine in its im2col mode, padding included (TMA); all else as boxes, and so
-// are pixels of POINTWISE convolutions: those with one tap, stride 1 and no padding.
-// Two warps copy into a ring of STAGES, one pixels and one boxes; CONSUMERS warpgroups multiply, ROWS blocks of 64 rows
-// each, and write their tile through shared memory, in blocks of WIDE columns; for WEIGHTS each block is of one tap.
-// Blocks are persistent: they take tiles, or SPLITS parts of each tile's depth, in turn; parts are written as float32
-// to `parts` and added by `add_parts`, always in the same order. The blocks of a cluster have CLUSTER_M x CLUSTER_N
-// neighbouring tiles; each copies its share of what they have in common to all that need it. Or they have CLUSTER_K
-// parts of the depth of one tile, which they add through each other's shared memory, in order. Grid: one dimension.
+// Convolution as a matrix product on Hopper's tensor cores, channels last, float32 sums; float32 counts as TF32.
+// FORWARD:  y[m, k] = sum_{tap, c} x[m at tap, c] * w[k, tap, c]; m: output pixels, rows; k: filters, columns.
+// DATA:     dx[m, c] = sum_{tap, k} dy[m at tap, k] * w[k, tap, c]; m: input pixels; stride 1; taps backwards.
+// WEIGHTS:  dw[k, tap c] = sum_m dy[m, k] * x[m at tap, c]; m: output pixels, the depth.
+// SWAPPED, pixels are the columns. They come by the copy engine's im2col mode (TMA), padding included; all else as
+// boxes, and so do POINTWISE pixels: one tap, stride 1, no padding. Two warps copy, one pixels and one boxes, into a
+// ring of STAGES; CONSUMERS warpgroups multiply, ROWS blocks of 64 rows each, and write blocks of WIDE columns, for
+// WEIGHTS each of one tap. Grid: one dimension; blocks are persistent and take tiles, or SPLITS parts of each tile's
+// depth as float32, which `add_parts` adds in order. A cluster's CLUSTER_M x CLUSTER_N blocks have neighbouring tiles,
+// and each copies a share of what they have in common; or CLUSTER_K blocks add parts of one tile in order.
 // Design after the public description of Hopper's warp-specialised GEMMs (CUTLASS, sm90).
 #if !defined(ELEMENT) || !defined(KIND) || !defined(TILE_N) || !defined(TILE_K) || !defined(STAGES)
 #error "define ELEMENT, KIND, TILE_N, TILE_K and STAGES"
