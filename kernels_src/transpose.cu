@@ -3,6 +3,7 @@
 // A block moves a tile of 64 x 64 through shared memory, IN neighbours of a row and OUT of a column at once. Rows of
 // the tile are an odd number of words apart, so that columns are read without bank conflicts. Grid: one dimension,
 // tiles of columns innermost, then of rows, then the batch.
+#include "common/divisor.cuh"
 #include "common/types.cuh"
 
 #if !defined(ELEMENT) || !defined(IN) || !defined(OUT)
@@ -14,13 +15,13 @@ constexpr int kPitch = kTile + 4 / static_cast<int>(sizeof(ELEMENT));
 static_assert(kPitch * sizeof(ELEMENT) / 4 % 2 == 1, "columns fall into different banks");
 
 extern "C" __global__ void __launch_bounds__(kThreads)
-    transpose(const ELEMENT* from, ELEMENT* to, int rows, int columns, int tiles_i, int tiles_j) {
+    transpose(const ELEMENT* from, ELEMENT* to, int rows, int columns, int tiles_i, unsigned tiles_i_multiplier,
+              int tiles_i_shift, int tiles_j, unsigned tiles_j_multiplier, int tiles_j_shift) {
   __shared__ alignas(16) ELEMENT tile[kTile * kPitch];  // [column][row]
-  int number = blockIdx.x;
-  const int first_j = number % tiles_j * kTile;
-  number /= tiles_j;
-  const int first_i = number % tiles_i * kTile;
-  const int64 matrix = static_cast<int64>(number / tiles_i) * rows * columns;
+  const Divisor across{tiles_j, tiles_j_multiplier, tiles_j_shift}, down{tiles_i, tiles_i_multiplier, tiles_i_shift};
+  const int number = blockIdx.x, line = number / across, batch = line / down;
+  const int first_j = (number - line * tiles_j) * kTile, first_i = (line - batch * tiles_i) * kTile;
+  const int64 matrix = static_cast<int64>(batch) * rows * columns;
   for (int at = threadIdx.x; at < kTile * kTile / IN; at += kThreads) {
     const int i = at / (kTile / IN), j = at % (kTile / IN) * IN;
     if (first_i + i >= rows || first_j + j >= columns) continue;

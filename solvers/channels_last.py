@@ -16,6 +16,7 @@ from miofind.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.solution import Config, ConvSolution, KernelStep, Pointer, Region, Scalar, TensorMap, WorkspacePlan
 from miofind.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver, solver_by_id
 from miofind.tiling.correlation import ceil_div
+from miofind.tiling.divisor import divisor
 
 _SOURCE = "transpose.cu"
 _INNER = ("ConvImplicitGemmWgmma",)
@@ -70,7 +71,7 @@ class _Turn:
     def step(self, source: str, target: str) -> KernelStep:
         """The launch that turns what is in one buffer into another."""
         widest = 16 // self.dtype.itemsize
-        values = (self.rows, self.columns, ceil_div(self.rows, _TILE), ceil_div(self.columns, _TILE))
+        tiles = (ceil_div(self.rows, _TILE), ceil_div(self.columns, _TILE))
         return KernelStep(
             source=_SOURCE,
             entry="transpose",
@@ -84,7 +85,8 @@ class _Turn:
             args=(
                 Pointer(buffer=source),
                 Pointer(buffer=target),
-                *(Scalar(ctype="int32", value=value) for value in values),
+                *(Scalar(ctype="int32", value=value) for value in (self.rows, self.columns)),
+                *(scalar for count in tiles for scalar in divisor(count)),
             ),
         )
 
