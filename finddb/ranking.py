@@ -22,9 +22,10 @@ MAX_SCOPES = 8
 
 
 def rank(rows: Iterable[Row], verdicts: Iterable[Verdict] = ()) -> list[Row]:
-    """Rows by time, ties by smaller workspace, smaller error, older row; contended rows behind all others.
+    """Rows by time, ties by contention, smaller workspace, smaller error, older row.
 
-    "Within 1 %" is not transitive, so ties are groups: the fastest row opens one and takes in all within 1 % of it.
+    What disturbs a row makes it slow, never fast: a contended row that leads would lead undisturbed, too. "Within 1 %"
+    is not transitive, so ties are groups: the fastest row opens one and takes in all within 1 % of it.
     Where the first row took part in the newest race, that race's verdict decides who leads.
     """
     return _as_judged(_by_time(rows), newest_verdict(verdicts))
@@ -50,8 +51,8 @@ def _place_in(places: Mapping[str, int]) -> Callable[[Row], int]:
 def _by_time(rows: Iterable[Row]) -> list[Row]:
     ranked: list[Row] = []
     group: list[Row] = []
-    for row in sorted(rows, key=lambda row: (row.contended, _time(row), row.id)):
-        if group and (row.contended > group[0].contended or _time(row) > _time(group[0]) * TIE):
+    for row in sorted(rows, key=lambda row: (_time(row), row.id)):
+        if group and _time(row) > _time(group[0]) * TIE:
             ranked += sorted(group, key=_tie_order)
             group = []
         group.append(row)
@@ -172,8 +173,8 @@ def _time(row: Row) -> float:
     return math.inf if row.time_ms is None else row.time_ms
 
 
-def _tie_order(row: Row) -> tuple[int, float, str, str]:
-    return row.workspace_bytes, _error(row), row.created_at, row.id
+def _tie_order(row: Row) -> tuple[bool, int, float, str, str]:
+    return row.contended, row.workspace_bytes, _error(row), row.created_at, row.id
 
 
 def _error(row: Row) -> float:

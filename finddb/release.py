@@ -116,13 +116,22 @@ def _predecessor(path: Path, sources: Sequence[Store]) -> Release | None:
 def _shipped(history: History, keep: Keep | None, widen: Widen | None) -> History:
     key = ProblemKey(device=history.device, network_config=history.network_config)
     chosen = [row for row in history.rows if keep is None or keep(key, row)]
-    rows = ranking.release_rows((row for row in chosen if not (row.contended and row.usable)), history.verdicts)
+    rows = ranking.release_rows(_undisturbed(chosen, history.verdicts), history.verdicts)
     while (fewer := ranking.release_rows(rows, _verdicts(history, rows))) != rows:
         rows = fewer  # without what stays behind others lead: a release of the release keeps all of it
     scopes = [scope if widen is None else widen(key, scope) for scope in _scopes(history, rows)]
     found = replace(history, rows=tuple(rows), scopes=tuple(scopes), verdicts=_verdicts(history, rows))
     named = found.named_environments
     return replace(found, environments={name: v for name, v in sorted(history.environments.items()) if name in named})
+
+
+def _undisturbed(rows: Sequence[Row], verdicts: Sequence[Verdict]) -> list[Row]:
+    """Rows that had the device to themselves, without those of solvers that may be faster than these tell."""
+    fastest: dict[str, Row] = {}
+    for row in ranking.rank(ranking.usable_rows(rows), verdicts):
+        fastest.setdefault(row.solver_id, row)
+    disturbed = {solver_id for solver_id, row in fastest.items() if row.contended}
+    return [row for row in rows if not row.usable or not (row.contended or row.solver_id in disturbed)]
 
 
 def _scopes(history: History, shipped: Sequence[Row]) -> tuple[Scope, ...]:

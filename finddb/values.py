@@ -52,7 +52,7 @@ class Row:
         environment: id of the versions it was measured with; "" lets the store fill it in.
         created_at: ISO 8601 in UTC, with microseconds and a Z; "" lets the store fill it in.
         id: hash of the content, filled in by the store.
-        contended: whether something else ran on the device meanwhile; such a row is a last resort and never ships.
+        contended: whether something else ran on the device meanwhile; such a row loses ties and never ships.
         dropped_samples: samples left out of the statistics, since the device was slowed down while they were taken.
     """
 

@@ -299,7 +299,7 @@ def _depths(product: WgmmaProduct) -> list[int]:
     for span in SPANS_BYTES:
         depth = span // product.element_bytes
         summed = ceil_div(product.depth, depth) * depth
-        if summed < least and (product.problem.groups == 1 or product.is_pointwise or summed == product.depth):
+        if summed < least and (product.keeps_to_groups or summed == product.depth):
             depths.append(depth)
             least = summed
     return depths
@@ -331,7 +331,8 @@ def _filled(tile: WgmmaTiling, device: Device, shared_bytes: int) -> Iterator[Wg
             filled = replace(tile, blocks=blocks, stages=stages)
             if stages <= enough and filled.is_valid(shared_bytes):
                 yield filled
-                few = steps <= _FEW_STEPS and tile.row_blocks == 2 and tile.splits == 1 and not tile.product.is_weights
+                alone = tile.splits == math.prod(tile.cluster) == 1
+                few = steps <= _FEW_STEPS and tile.row_blocks == 2 and alone and not tile.product.is_weights
                 sharing = replace(filled, cluster=(2, 1, 1))
                 if few and sharing.is_valid(shared_bytes):
                     yield sharing

@@ -3,15 +3,38 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 
 from miofind.device import Device
 from miofind.problem import ProblemDescription
-from miofind.solution import Config
+from miofind.solution import Config, ConfigValue
 from miofind.solver import Solver
 
+WGMMA_TILINGS: dict[str, dict[str, ConfigValue]] = {
+    "alone": {"splits": 1, "cluster": "1x1x1", "swapped": 0},
+    "swapped": {"rows": 1, "splits": 1, "cluster": "1x1x1", "swapped": 1},
+    "split": {"cluster": "1x1x1", "swapped": 0, "splits": 2},
+    **{
+        f"cluster {cluster}": {"splits": 1, "cluster": cluster, "swapped": 0}
+        for cluster in ("2x1x1", "1x2x1", "1x1x2", "1x1x4", "1x1x8")
+    },
+    **{f"split cluster {cluster}": {"splits": 4, "cluster": cluster, "swapped": 0} for cluster in ("2x1x1", "1x2x1")},
+}
+"""What configurations of ConvImplicitGemmWgmma have in common that take the same way through its kernel."""
 
-def drawn(solver: Solver, problem: ProblemDescription, device: Device, count: int) -> list[Config]:
-    """Up to `count` configurations, the same in every run: steps of a walk from the default ones."""
+
+def drawn(
+    solver: Solver,
+    problem: ProblemDescription,
+    device: Device,
+    count: int,
+    held: Mapping[str, ConfigValue] | None = None,
+) -> list[Config]:
+    """Up to `count` configurations, the same in every run: steps of a walk from the default ones.
+
+    Args:
+        held: values that all of them have.
+    """
     generator = random.Random(problem.network_config)
     defaults = solver.default_configs(problem, device)
     found: dict[Config, None] = {}
@@ -19,9 +42,19 @@ def drawn(solver: Solver, problem: ProblemDescription, device: Device, count: in
         values = dict(generator.choice([*defaults, *found]))
         for name in generator.sample(sorted(values), generator.randint(1, 3)):
             values[name] = generator.choice(solver.parameters[name])
-        config = Config(values)
+        config = Config(values | dict(held or {}))
         if solver.is_valid_config(problem, device, config):
             found[config] = None
         if len(found) == count:
             break
     return list(found)
+
+
+def drawn_wgmma(
+    solver: Solver, problem: ProblemDescription, device: Device, count: int, each: int
+) -> dict[Config, None]:
+    """`count` configurations of ConvImplicitGemmWgmma, and up to `each` of every kind of tiling."""
+    found = dict.fromkeys(drawn(solver, problem, device, count))
+    for held in WGMMA_TILINGS.values():
+        found |= dict.fromkeys(drawn(solver, problem, device, each, held))
+    return found

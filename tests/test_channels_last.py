@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+from drawn_configs import drawn_wgmma
 from numpy.typing import NDArray
 
 import miofind.solvers.channels_last as channels_last
@@ -19,6 +19,7 @@ from miofind.problem import Layout, ProblemDescription
 from miofind.reference import reference_on_host
 from miofind.solution import Config, ConvSolution, KernelStep, Pointer, Scalar, TensorMap
 from miofind.solver import Solver, solver_by_id
+from miofind.tiling.divisor import divisor
 
 Array = NDArray[np.float64]
 
@@ -55,9 +56,10 @@ def twin(problem: ProblemDescription) -> ProblemDescription:
 
 
 def configs(problem: ProblemDescription) -> list[tuple[Config, ConvSolution, ConvSolution]]:
-    """Default configurations: each with its solution and that of the inner solver."""
+    """Default configurations and one of every kind of tiling: each with its solution and that of the inner solver."""
     found = []
-    for config in SOLVER.default_configs(problem, DEVICE):
+    every = [Config.of(solver=INNER.id, config=dict(one)) for one in drawn_wgmma(INNER, twin(problem), DEVICE, 0, 1)]
+    for config in dict.fromkeys([*SOLVER.default_configs(problem, DEVICE), *every]):
         inner = solver_by_id(config["solver"]).solution(twin(problem), DEVICE, Config(config["config"]))
         found.append((config, SOLVER.solution(problem, DEVICE, config), inner))
     assert found
@@ -84,12 +86,15 @@ def logical(problem: ProblemDescription, name: str, memory: Array) -> Array:
 def transpose(step: KernelStep, memory: dict[str, Array]) -> None:
     """One step as the kernel's header has it; fails where its tiles or vectors do not fit."""
     source, target = (arg.buffer for arg in step.args if isinstance(arg, Pointer))
-    rows, columns, tiles_i, tiles_j = (int(arg.value) for arg in step.args if isinstance(arg, Scalar))
-    assert tiles_i * TILE >= rows
-    assert tiles_j * TILE >= columns
+    rows, columns, tiles_i, *_, tiles_j, _, _ = values = [
+        int(arg.value) for arg in step.args if isinstance(arg, Scalar)
+    ]
+    assert values[2:] == [scalar.value for tiles in (tiles_i, tiles_j) for scalar in divisor(tiles)]
+    assert (tiles_i - 1) * TILE < rows <= tiles_i * TILE
+    assert (tiles_j - 1) * TILE < columns <= tiles_j * TILE
     batch, rest = divmod(memory[source].size, rows * columns)
     assert rest == 0
-    assert math.prod(step.grid) == batch * tiles_i * tiles_j
+    assert step.grid == (batch * tiles_i * tiles_j, 1, 1)
     defines = dict(step.defines)
     itemsize = {"float16": 2, "bfloat16": 2, "float32": 4}[str(defines["ELEMENT"])]
     for vector, length in ((int(defines["IN"]), columns), (int(defines["OUT"]), rows)):

@@ -11,17 +11,19 @@ from typing import Any
 
 import numpy as np
 import pytest
-from drawn_configs import drawn
+from drawn_configs import WGMMA_TILINGS, drawn, drawn_wgmma
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from wgmma_in_numpy import Launch, viewed
 
 from miofind.device import Device
 from miofind.errors import InvalidConfigError
 from miofind.problem import Direction, Layout, MathMode, ProblemDescription
 from miofind.reference import reference_on_host
-from miofind.solution import Box, Config, ConvSolution, Im2col, KernelStep, Pointer, Scalar, TensorMap
+from miofind.solution import Box, Config, ConfigValue, ConvSolution, Im2col, KernelStep, Pointer, Scalar, TensorMap
 from miofind.solver import solver_by_id
+from miofind.tiling.wgmma import WgmmaProduct, WgmmaTiling
 
 Array = NDArray[np.float64]
 
@@ -50,14 +52,27 @@ LARGE: dict[str, ProblemDescription] = {
     "tf32": conv("tf32", x=(16, 256, 14, 14), w=(512, 256, 1, 1), stride=2),
     "tf32 data": conv("tf32", x=(4, 64, 14, 14), w=(72, 64, 3, 3), padding=1, direction=DATA),
     "bfloat16": conv("bfloat16", x=(4, 24, 35, 33), w=(40, 24, 5, 5), padding=2, stride=2, dilation=2),
+    "pointwise": conv(x=(4, 256, 28, 28), w=(512, 256, 1, 1)),
+    "pointwise groups": conv(x=(4, 528, 24, 24), w=(560, 264, 1, 1), groups=2),
+    "pointwise weights": conv(x=(4, 256, 28, 28), w=(512, 256, 1, 1), direction=WEIGHTS),
 }
 each_large = pytest.mark.parametrize("problem", LARGE.values(), ids=LARGE)
 
 
 @functools.cache
 def sampled(problem: ProblemDescription) -> list[Config]:
-    """The default configurations and some of all."""
-    return list(dict.fromkeys([*SOLVER.default_configs(problem, DEVICE), *drawn(SOLVER, problem, DEVICE, 60)]))
+    """The default configurations, some of all, and some of every kind of tiling that the problem has."""
+    defaults = dict.fromkeys(SOLVER.default_configs(problem, DEVICE))
+    return list(defaults | drawn_wgmma(SOLVER, problem, DEVICE, 60, 3))
+
+
+def changed(config: Config, **values: ConfigValue) -> Config:
+    return Config(dict(config) | values)
+
+
+def shares(config: Config) -> int:
+    """Parts of the depth that the blocks of a cluster add."""
+    return int(str(config["cluster"]).split("x")[2])
 
 
 def product_of(solution: ConvSolution) -> KernelStep:
@@ -139,6 +154,9 @@ ACCEPTED: dict[str, ProblemDescription] = {
     "one dimension": conv(x=(2, 16, 50), w=(24, 16, 5), layout=Layout.NWC, direction=WEIGHTS),
     "groups of 16": conv(x=(2, 64, 8, 8), w=(64, 16, 3, 3), groups=4),
     "groups of other sizes": conv(x=(2, 64, 8, 8), w=(96, 32, 3, 3), groups=2, direction=DATA),
+    "pointwise groups of 24": conv(x=(2, 72, 8, 8), w=(120, 24, 1, 1), groups=3),
+    "pointwise data of groups of 48": conv(x=(2, 72, 8, 8), w=(144, 24, 1, 1), groups=3, direction=DATA),
+    "pointwise weights of groups of 24": conv(x=(2, 72, 8, 8), w=(192, 24, 1, 1), groups=3, direction=WEIGHTS),
 }
 
 
@@ -207,42 +225,98 @@ def test_parts_are_added_in_order_in_a_workspace_of_their_own(problem: ProblemDe
 
 
 @each_large
-def test_every_part_has_a_step(problem: ProblemDescription) -> None:
+def test_every_part_has_steps(problem: ProblemDescription) -> None:
     """A part without one would free a stage that was never filled."""
     for config in sampled(problem):
         named = named_args(product_of(SOLVER.solution(problem, DEVICE, config)))
-        assert named["splits"] == config["splits"] <= named["steps"]
+        parts = named["splits"]
+        assert parts == config["splits"] * shares(config)
+        assert parts == 1 or 2 * parts <= named["steps"]
+        assert named["steps"] * parts < 2**31  # the kernel's product
+
+
+def is_pointwise(problem: ProblemDescription) -> bool:
+    conv = problem.conv
+    return math.prod(problem.filter) == max(conv.stride) == 1 and not any((*conv.pad_before, *conv.pad_after))
 
 
 @pytest.mark.parametrize("problem", (LARGE | ACCEPTED).values(), ids=LARGE | ACCEPTED)
 def test_kernels_are_told_how_the_copies_walk(problem: ProblemDescription) -> None:
     planar = problem.lifted(2)
-    for config in SOLVER.default_configs(problem, DEVICE):
+    pixels = "y" if problem.direction is DATA else "x"
+    for config in sampled(problem):
         step = product_of(SOLVER.solution(problem, DEVICE, config))
-        named = named_args(step)
-        [walk] = [tensor_map for tensor_map in maps_of(step) if isinstance(tensor_map.copy, Im2col)]
+        named, maps = named_args(step), maps_of(step)
+        assert named["groups"] == problem.groups
+        assert named["items"] == named["tiles_m"] * named["tiles_n"] * named["groups"] * config["splits"]
+        is_second = problem.direction is WEIGHTS or config["swapped"] == 1
+        walk = maps[1 if is_second else 0]
+        assert walk.pointer.buffer == pixels
+        assert dict(step.defines)["POINTWISE"] == int(isinstance(walk.copy, Box)) == int(is_pointwise(problem))
         for axis, (name, taps) in enumerate((("w", "taps_x"), ("h", "taps_y"))):
-            low, high, stride = (corner[axis] for corner in (walk.copy.lower, walk.copy.upper, walk.copy.strides))
-            assert (named[f"low_{name}"], named[f"stride_{name}"]) == (low, stride)
             assert named[f"dilation_{name}"] == planar.conv.dilation[1 - axis]
             assert named[taps] == planar.filter[1 - axis]
-            positions = range(low, walk.sizes[1 + axis] + high, stride)
-            assert len(positions) == named["width" if name == "w" else "height"]
-        assert named["groups"] == problem.groups
-        assert named["items"] == named["tiles_m"] * named["tiles_n"] * named["groups"] * named["splits"]
+            count = named["width" if name == "w" else "height"]
+            if not isinstance(walk.copy, Im2col):
+                assert count == planar.tensor(pixels).shape[3 - axis]
+                assert (named[f"low_{name}"], named[f"stride_{name}"], named[taps]) == (0, 1, 1)
+                continue
+            low, high, stride = (corner[axis] for corner in (walk.copy.lower, walk.copy.upper, walk.copy.strides))
+            assert (named[f"low_{name}"], named[f"stride_{name}"]) == (low, stride)
+            assert len(range(low, walk.sizes[1 + axis] + high, stride)) == count
+
+
+@pytest.mark.parametrize("problem", [*filter(is_pointwise, (LARGE | ACCEPTED).values())])
+def test_boxes_of_pixels_end_with_the_group(problem: ProblemDescription) -> None:
+    """Where a step is deeper than what is left of the group, it reads zeros."""
+    pixels = "y" if problem.direction is DATA else "x"
+    channels = problem.k if pixels == "y" else problem.c
+    for config in sampled(problem):
+        maps = maps_of(product_of(SOLVER.solution(problem, DEVICE, config)))
+        [boxes] = [tensor_map for tensor_map in maps[:2] if tensor_map.pointer.buffer == pixels]
+        sizes = (channels // problem.groups, problem.groups, problem.tensor(pixels).size // channels)
+        assert boxes.sizes == sizes
 
 
 @each_large
 def test_grids_are_whole_clusters(problem: ProblemDescription) -> None:
-    sizes = set()
+    """Blocks stay and take item by item, but those that add what they have computed are there for one."""
+    seen = set()
     for config in sampled(problem):
         step = product_of(SOLVER.solution(problem, DEVICE, config))
-        defines = dict(step.defines)
-        cluster = int(defines["CLUSTER_M"]) * int(defines["CLUSTER_N"])
-        sizes.add(cluster)
+        defines, items = dict(step.defines), named_args(step)["items"]
+        assert "x".join(str(defines[f"CLUSTER_{axis}"]) for axis in "MNK") == config["cluster"]
+        cluster = math.prod(int(defines[f"CLUSTER_{axis}"]) for axis in "MNK")
+        seen.add(config["cluster"])
+        if shares(config) > 1:
+            assert cluster == shares(config)
+            assert step.grid == (items * cluster, 1, 1)
+            continue
         assert step.grid[0] % cluster == 0
-        assert cluster <= step.grid[0] <= cluster * named_args(step)["items"]
-    assert len(sizes) > 1
+        assert cluster <= step.grid[0] <= cluster * items
+        assert step.grid[0] <= DEVICE.sm_count * config["blocks"]
+        assert cluster * items <= step.grid[0] or DEVICE.sm_count * config["blocks"] - step.grid[0] < cluster
+    product = WgmmaProduct.of(problem)
+    lacking = {"2x1x1"} if product.rows <= 64 else set()
+    assert seen == set(SOLVER.parameters["cluster"]) - lacking
+
+
+@each_large
+def test_shared_memory_holds_what_the_kernel_lays_there(problem: ProblemDescription) -> None:
+    """The ring of stages, from the next multiple of 1024 on; behind it the tile, or in its place sums as floats."""
+    itemsize = problem.x.dtype.itemsize
+    for config in sampled(problem):
+        step = product_of(SOLVER.solution(problem, DEVICE, config))
+        defines = {name: int(value) for name, value in step.defines if name not in ("ELEMENT", "KIND")}
+        tile_m, tile_n = 64 * defines["CONSUMERS"] * defines["ROWS"], defines["TILE_N"]
+        ring = defines["STAGES"] * (tile_m + tile_n) * defines["TILE_K"] * itemsize
+        tile = tile_m * tile_n * itemsize
+        needed = max(ring, tile_m * (tile_n + 8) * 4) if shares(config) > 1 else ring + tile
+        assert step.shared_bytes >= 1023 + needed
+        assert config["blocks"] * (step.shared_bytes + 1024 + 16 * defines["STAGES"]) <= DEVICE.shared_bytes + 1024
+        assert defines["WIDE"] * itemsize in (32, 64, 128)
+        assert tile_n % defines["WIDE"] == 0
+        assert step.block == (128 * defines["CONSUMERS"] + 64, 1, 1)
 
 
 @pytest.mark.parametrize("direction", list(Direction))
@@ -329,40 +403,155 @@ def test_only_what_is_loaded_is_rounded_to_tf32(kind: str) -> None:
         assert target.element == element
 
 
+@pytest.mark.parametrize("taps", [1, 3])
 @pytest.mark.parametrize("direction", list(Direction))
-def test_copies_and_stores_keep_to_a_group(direction: Direction) -> None:
-    """Copies take whole parts of a group's channels; stores, cut off at the tensor's end alone, of its filters."""
+def test_copies_and_stores_keep_to_a_group(direction: Direction, taps: int) -> None:
+    """Copies take whole parts of a group's channels, or boxes that end with it; stores, cut off at its end or not."""
+    kinds = set()
     for groups, c, k in ((2, 48, 64), (4, 16, 40), (3, 64, 192)):
-        problem = conv(x=(2, groups * c, 9, 9), w=(groups * k, c, 3, 3), padding=1, groups=groups, direction=direction)
+        shape = {"x": (2, groups * c, 9, 9), "w": (groups * k, c, taps, taps)}
+        problem = conv(**shape, padding=taps // 2, groups=groups, direction=direction)
         if not SOLVER.applicability(problem, DEVICE):
             continue
         for config in sampled(problem):
-            rows, _, target = maps_of(product_of(SOLVER.solution(problem, DEVICE, config)))
+            rows, columns, target = maps_of(product_of(SOLVER.solution(problem, DEVICE, config)))
+            pixels = columns if direction is WEIGHTS or config["swapped"] else rows
+            kinds.add(type(pixels.copy))
+            of_group = k if direction is DATA else c
+            if isinstance(pixels.copy, Box):
+                assert pixels.sizes[:2] == (of_group, groups)
+            elif direction is not WEIGHTS:
+                assert of_group % pixels.copy.channels == 0
             if direction is WEIGHTS:
                 assert isinstance(target.copy, Box)
-                assert config["splits"] > 1 or k % target.copy.sizes[-1] == 0
+                assert config["splits"] > 1 or shares(config) > 1 or k % target.copy.sizes[-1] == 0
             else:
-                assert isinstance(rows.copy, Im2col)
-                assert (c if direction is FORWARD else k) % rows.copy.channels == 0
+                assert target.sizes[:2] == (c if direction is DATA else k, groups)
+    assert kinds == {Box if taps == 1 else Im2col}
+
+
+def tiling(**values: ConfigValue) -> Config:
+    """A small tile of one block, except for what is given."""
+    plain = {"consumers": 1, "rows": 1, "tile_n": 64, "depth_bytes": 128, "stages": 3, "splits": 1, "blocks": 1}
+    return Config({**plain, "cluster": "1x1x1", "swapped": 0, **values})
+
+
+WIDE = conv(x=(4, 256, 16, 16), w=(256, 256, 3, 3), padding=1)
+WIDE_WEIGHTS = conv(x=(4, 256, 16, 16), w=(256, 256, 3, 3), padding=1, direction=WEIGHTS)
+WIDE_TF32 = conv("tf32", x=(4, 256, 16, 16), w=(256, 256, 3, 3), padding=1)
+NARROW = conv(x=(4, 64, 8, 8), w=(64, 64, 1, 1))
+GROUPS_OF_WEIGHTS = conv(x=(8, 96, 16, 16), w=(144, 48, 3, 3), padding=1, groups=2, direction=WEIGHTS)
+EDGES: dict[str, tuple[ProblemDescription, Config, dict[str, ConfigValue]]] = {
+    "swapped weights": (WIDE_WEIGHTS, tiling(), {"swapped": 1}),
+    "swapped TF32": (WIDE_TF32, tiling(), {"swapped": 1}),
+    "swapped and split": (WIDE, tiling(swapped=1), {"splits": 2}),
+    "swapped in clusters of rows": (WIDE, tiling(swapped=1), {"cluster": "2x1x1"}),
+    "swapped in clusters of columns": (WIDE, tiling(swapped=1), {"cluster": "1x2x1"}),
+    "swapped in clusters of depth": (WIDE, tiling(swapped=1), {"cluster": "1x1x2"}),
+    "swapped with two blocks of rows": (WIDE, tiling(swapped=1, consumers=2), {"rows": 2}),
+    "swapped with few pixels a tile": (WIDE, tiling(swapped=1), {"tile_n": 32}),
+    "swapped with half a block of pixels": (WIDE, tiling(swapped=1), {"tile_n": 96}),
+    "shares and splits": (WIDE, tiling(cluster="1x1x2"), {"splits": 2}),
+    "splits and shares": (WIDE, tiling(splits=4), {"cluster": "1x1x4"}),
+    "shares of one step": (NARROW, tiling(depth_bytes=32, cluster="1x1x2"), {"cluster": "1x1x4"}),
+    "splits of one step": (NARROW, tiling(depth_bytes=32, splits=2), {"splits": 4}),
+    "clusters of rows beyond the tensor": (
+        conv(x=(1, 64, 8, 8), w=(64, 64, 1, 1)),
+        tiling(),
+        {"cluster": "2x1x1"},
+    ),
+    "clusters of columns beyond the tensor": (NARROW, tiling(tile_n=32, cluster="1x2x1"), {"tile_n": 64}),
+    "more rows than consumers": (WIDE, tiling(), {"rows": 2}),
+    "more sums than registers": (WIDE, tiling(consumers=2, rows=2, tile_n=128), {"tile_n": 192}),
+    "more sums than registers of two blocks": (WIDE, tiling(consumers=2, tile_n=192), {"blocks": 2}),
+    "more stages than shared memory": (WIDE, tiling(tile_n=256, stages=4), {"stages": 6}),
+    "more blocks than shared memory": (WIDE, tiling(tile_n=64, stages=8), {"blocks": 2}),
+    "shallow weights": (WIDE_WEIGHTS, tiling(), {"depth_bytes": 64}),
+    "steps mostly beyond the depth": (
+        conv(x=(4, 32, 16, 16), w=(64, 32, 3, 3)),
+        tiling(depth_bytes=64),
+        {"depth_bytes": 128},
+    ),
+    "steps into the next group": (
+        conv(x=(4, 96, 16, 16), w=(128, 48, 3, 3), groups=2),
+        tiling(depth_bytes=32),
+        {"depth_bytes": 64},
+    ),
+    "tiles mostly beyond the columns": (NARROW, tiling(), {"tile_n": 128}),
+    "tiles mostly beyond the rows": (conv(x=(1, 64, 8, 8), w=(64, 64, 1, 1)), tiling(), {"consumers": 2}),
+    "stores into the next group's filters": (GROUPS_OF_WEIGHTS, tiling(splits=2), {"splits": 1}),
+    "stores into the next group's filters, added": (
+        GROUPS_OF_WEIGHTS,
+        tiling(cluster="1x1x2"),
+        {"cluster": "1x1x1"},
+    ),
+    "parts of more than a gigabyte": (
+        conv(x=(64, 256, 64, 64), w=(256, 256, 3, 3), padding=1),
+        tiling(splits=4),
+        {"splits": 8},
+    ),
+}
+
+
+@pytest.mark.parametrize(("problem", "config", "change"), EDGES.values(), ids=EDGES)
+def test_one_value_more_is_refused(problem: ProblemDescription, config: Config, change: dict[str, ConfigValue]) -> None:
+    SOLVER.check_config(problem, DEVICE, config)
+    beyond = changed(config, **change)
+    assert all(value in SOLVER.parameters[name] for name, value in beyond.items())
+    with pytest.raises(InvalidConfigError, match="cannot run"):
+        SOLVER.check_config(problem, DEVICE, beyond)
+
+
+@pytest.mark.parametrize(
+    "asked", [{}, {"direction": DATA, "dtype": "float32", "math": "tf32"}], ids=["forward", "tf32 data"]
+)
+def test_steps_into_the_next_group_are_boxes_along_the_depth_alone(asked: dict[str, object]) -> None:
+    """One tap alone reads zeros beyond its group, and a filter whose depth lies side by side."""
+    shape = {"x": (4, 144, 16, 16), "w": (144, 72, 1, 1), "groups": 2, **asked}
+    config = tiling(depth_bytes=128)
+    assert SOLVER.is_valid_config(conv(**shape), DEVICE, config)
+    for walked in ({"padding": 1}, {"w": (144, 72, 3, 1)}):
+        assert not SOLVER.is_valid_config(conv(**shape | walked), DEVICE, config)
+    across = {"direction": DATA, "dtype": "float16", "math": "ieee"}
+    assert not SOLVER.is_valid_config(conv(**shape | across), DEVICE, config)
+
+
+every_config = st.fixed_dictionaries({name: st.sampled_from(values) for name, values in SOLVER.parameters.items()})
+
+
+@given(problem=st.sampled_from(list((LARGE | ACCEPTED).values())), values=every_config)
+def test_tilings_are_of_the_configurations_that_they_name(
+    problem: ProblemDescription, values: dict[str, ConfigValue]
+) -> None:
+    """Valid or not."""
+    config = Config(values)
+    assert WgmmaTiling.of(WgmmaProduct.of(problem), config).config == config
 
 
 @st.composite
-def served(draw: st.DrawFn) -> ProblemDescription:
-    """A small problem of any direction that it serves."""
+def problems(draw: st.DrawFn, most: int, extent: int, batch: int) -> ProblemDescription:
+    """A problem of any direction that it serves.
+
+    Args:
+        most: channels and filters of a group, in multiples of 16 bytes.
+        extent: pixels of an axis besides those that a filter needs.
+        batch: images.
+    """
     direction, kind = draw(st.sampled_from(list(Direction))), draw(st.sampled_from(["float16", "tf32"]))
-    rank, groups = draw(st.integers(1, 2)), draw(st.integers(1, 2))
+    rank, groups, is_pointwise = draw(st.integers(1, 2)), draw(st.integers(1, 3)), draw(st.booleans())
     unit = 8 if kind == "float16" else 4
-    c, k = (unit * draw(st.integers(1, 4)) for _ in range(2))
-    taps = [draw(st.integers(1, 3)) for _ in range(rank)]
+    c, k = (unit * draw(st.integers(1, most)) for _ in range(2))
+    taps = [1 if is_pointwise else draw(st.integers(1, 3)) for _ in range(rank)]
     dilation = [draw(st.integers(1, 3)) for _ in range(rank)]
-    padding = [[draw(st.integers(0, 4)) for _ in range(2)] for _ in range(rank)]
+    padding = [[0 if is_pointwise else draw(st.integers(0, 4)) for _ in range(2)] for _ in range(rank)]
     reach = [step * (tap - 1) + 1 for step, tap in zip(dilation, taps, strict=True)]
     least = [max(1, size - sum(pads)) for size, pads in zip(reach, padding, strict=True)]
+    has_stride = direction is not DATA and not is_pointwise
     problem = ProblemDescription.convolution(
-        x=(draw(st.integers(1, 2)), groups * c, *(draw(st.integers(size, size + 6)) for size in least)),
+        x=(draw(st.integers(1, batch)), groups * c, *(draw(st.integers(size, size + extent)) for size in least)),
         w=(groups * k, c, *taps),
         padding=padding,
-        stride=1 if direction is DATA else [draw(st.integers(1, 3)) for _ in range(rank)],
+        stride=[draw(st.integers(1, 3)) for _ in range(rank)] if has_stride else 1,
         dilation=dilation,
         groups=groups,
         direction=direction,
@@ -374,30 +563,25 @@ def served(draw: st.DrawFn) -> ProblemDescription:
     return problem
 
 
-def viewed(tensor_map: TensorMap, memory: Array) -> Array:
-    """A tensor as its map has it, dimensions outermost first; the map covers its buffer and no more."""
-    itemsize = 2 if tensor_map.element in ("float16", "bfloat16") else 4
-    assert tensor_map.pointer.offset_bytes == 0
-    assert math.prod(tensor_map.sizes) == memory.size
-    strides = [stride // itemsize for stride in reversed(tensor_map.strides_bytes)] + [1]
-    sizes = tensor_map.sizes[::-1]
-    assert sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True)) < memory.size
-    return np.lib.stride_tricks.as_strided(memory, sizes, [memory.itemsize * stride for stride in strides])
+DEVICES = (
+    DEVICE,
+    replace(DEVICE, sm_count=1),
+    replace(DEVICE, sm_count=78),
+    replace(DEVICE, shared_bytes=100 << 10),
+)
 
 
-def walked(tensor_map: TensorMap, memory: Array, tap: tuple[int, int]) -> Array:
-    """What copies give of the pixels that a tap (x, y) meets: (pixels, channels), zeros beyond the tensor."""
-    copy, image = tensor_map.copy, viewed(tensor_map, memory)
-    assert isinstance(copy, Im2col)
-    columns, rows = (
-        np.arange(copy.lower[i], tensor_map.sizes[1 + i] + copy.upper[i], copy.strides[i]) + tap[i] for i in range(2)
-    )
-    met = np.zeros((len(image), len(rows), len(columns), image.shape[-1]))
-    inside = [
-        np.flatnonzero((at >= 0) & (at < size)) for at, size in ((rows, image.shape[1]), (columns, image.shape[2]))
-    ]
-    met[np.ix_(range(len(image)), *inside)] = image[np.ix_(range(len(image)), rows[inside[0]], columns[inside[1]])]
-    return met.reshape(-1, image.shape[-1])
+@settings(max_examples=200, deadline=None)
+@given(problem=problems(most=200, extent=200, batch=128), device=st.sampled_from(DEVICES))
+def test_default_configurations_are_few_and_valid(problem: ProblemDescription, device: Device) -> None:
+    defaults = SOLVER.default_configs(problem, device)
+    assert len(set(defaults)) == len(defaults) <= 8
+    assert defaults or not SOLVER.applicability(problem, device)
+    for config in defaults:
+        assert set(config) == set(SOLVER.parameters)
+        assert all(config[name] in values for name, values in SOLVER.parameters.items())
+        SOLVER.check_config(problem, device, config)
+        assert 0 < SOLVER.estimate_ms(problem, device, config) < math.inf
 
 
 def in_memory(tensor: Array) -> Array:
@@ -411,47 +595,118 @@ def laid_out_anew(problem: ProblemDescription, w: Array) -> Array:
     return np.ascontiguousarray(w.reshape(groups, -1, c, math.prod(problem.filter)).transpose(0, 2, 3, 1)).ravel()
 
 
-def summed(problem: ProblemDescription, solution: ConvSolution, memory: dict[str, Array]) -> Array:
-    """The result's memory, as the header of the kernel says, from what the maps reach."""
-    planar = problem.lifted(2)
-    rows, columns, target = maps_of(product_of(solution))
-    result = np.zeros(problem.output.size)
-    out, groups = viewed(target, result), problem.groups
-    c, k = problem.c // groups, problem.k // groups
-    for tap in range(math.prod(planar.filter)):
-        at = [tap // planar.filter[1], tap % planar.filter[1]]
-        if problem.direction is DATA:
-            at = [taps - 1 - i for taps, i in zip(planar.filter, at, strict=True)]
-        offset = (at[1] * planar.conv.dilation[1], at[0] * planar.conv.dilation[0])
-        walk = columns if problem.direction is WEIGHTS else rows
-        pixels = walked(walk, memory[walk.pointer.buffer], offset)
-        other = rows if problem.direction is WEIGHTS else columns
-        factor = viewed(other, memory[other.pointer.buffer])
-        for group in range(groups):
-            of_c, of_k = slice(group * c, (group + 1) * c), slice(group * k, (group + 1) * k)
-            if problem.direction is FORWARD:
-                out[:, group] += pixels[:, of_c] @ factor[of_k, tap].T
-            elif problem.direction is WEIGHTS:
-                out[of_k, tap] += factor[:, group].T @ pixels[:, of_c]
-            elif other.pointer.buffer == "w":
-                out[:, group] += pixels[:, of_k] @ factor[of_k, tap]
-            else:
-                out[:, group] += pixels[:, of_k] @ factor[of_c, tap].T
-    return result
-
-
-@settings(max_examples=100, deadline=None)
-@given(problem=served(), seed=st.integers(0, 99))
-def test_maps_reach_what_the_convolution_joins(problem: ProblemDescription, seed: int) -> None:
+def drawn_inputs(problem: ProblemDescription, seed: int) -> dict[str, Array]:
     generator = np.random.default_rng(seed)
-    inputs = {
+    return {
         name: generator.integers(-3, 4, problem.tensor(name).shape).astype(np.float64)
         for name in problem.direction.inputs
     }
+
+
+def computed(problem: ProblemDescription, config: Config, inputs: dict[str, Array]) -> Array:
+    """The result's memory, from what a configuration's launch reaches by its maps; each place is written once."""
     memory = {name: in_memory(values) for name, values in inputs.items()}
     if problem.direction is DATA:
         memory["filters"] = laid_out_anew(problem, inputs["w"])
-    config = SOLVER.default_configs(problem, DEVICE)[seed % len(SOLVER.default_configs(problem, DEVICE))]
     solution = SOLVER.solution(problem, DEVICE, config)
+    step = product_of(solution)
+    parts = Launch(step, named_args(step), memory).run(problem.output.size)
+    [written] = [arg.buffer for arg in step.args if isinstance(arg, Pointer)]
+    if written == "parts":
+        [region] = [region for region in solution.workspace.regions if region.name == "parts"]
+        assert region.bytes == 4 * parts.size
+    viewed(maps_of(step)[2], parts[: problem.output.size])  # covers the result
+    return parts.reshape(-1, problem.output.size).sum(axis=0)
+
+
+@settings(max_examples=80, deadline=None)
+@given(problem=problems(most=5, extent=6, batch=2), data=st.data(), seed=st.integers(0, 99))
+def test_launches_compute_the_convolution(problem: ProblemDescription, data: st.DataObject, seed: int) -> None:
+    inputs = drawn_inputs(problem, seed)
+    config = data.draw(st.sampled_from(list(drawn_wgmma(SOLVER, problem, DEVICE, 4, 1))))
     expected = in_memory(reference_on_host(problem, **inputs))
-    np.testing.assert_array_equal(summed(problem, solution, memory), expected)
+    np.testing.assert_array_equal(computed(problem, config, inputs), expected)
+
+
+def tiled(shapes: dict[str, dict[str, Any]], kinds: list[str], direction: Direction) -> dict[str, ProblemDescription]:
+    return {
+        f"{name} {kind} {direction.value}": conv(kind, **fields, direction=direction)
+        for name, fields in shapes.items()
+        for kind in kinds
+    }
+
+
+WALKED_GROUPS = {"walked groups": {"x": (2, 160, 12, 11), "w": (160, 80, 3, 2), "padding": 1, "groups": 2}}
+POINTWISE_GROUPS = {"pointwise groups": {"x": (2, 528, 16, 17), "w": (576, 264, 1, 1), "groups": 2}}
+OF_PIXELS: dict[str, dict[str, Any]] = {
+    "walked": {"x": (2, 72, 12, 11), "w": (136, 72, 3, 3), "padding": ((1, 0), (2, 1))},
+    "walked far": {"x": (1, 136, 19, 17), "w": (136, 136, 2, 3), "padding": 3, "dilation": 3},
+    "pointwise": {"x": (2, 264, 16, 17), "w": (328, 264, 1, 1)},
+}
+OF_WEIGHTS: dict[str, dict[str, Any]] = {
+    "walked": {"x": (2, 72, 24, 23), "w": (136, 72, 2, 3), "padding": 1},
+    "strided": {
+        "x": (4, 40, 33, 35),
+        "w": (72, 40, 3, 3),
+        "padding": ((1, 0), (2, 1)),
+        "stride": 2,
+        "dilation": (2, 1),
+    },
+    "whole groups": {"x": (4, 144, 17, 18), "w": (256, 72, 2, 1), "padding": ((1, 0), (0, 0)), "groups": 2},
+    "pointwise": {"x": (4, 264, 17, 18), "w": (136, 264, 1, 1)},
+    "pointwise whole groups": {"x": (4, 144, 17, 18), "w": (256, 72, 1, 1), "groups": 2},
+}
+CUT_GROUPS: dict[str, dict[str, Any]] = {
+    "cut groups": {"x": (4, 80, 17, 18), "w": (144, 40, 1, 3), "padding": ((0, 0), (0, 2)), "groups": 2},
+    "pointwise cut groups": {"x": (4, 144, 17, 18), "w": (144, 72, 1, 1), "groups": 2},
+}
+TILED = {
+    **tiled(OF_PIXELS | WALKED_GROUPS | POINTWISE_GROUPS, ["float16"], FORWARD),
+    **tiled(OF_PIXELS | WALKED_GROUPS | POINTWISE_GROUPS, ["float16"], DATA),
+    **tiled(WALKED_GROUPS | POINTWISE_GROUPS, ["tf32"], FORWARD),
+    **tiled(WALKED_GROUPS | POINTWISE_GROUPS, ["tf32"], DATA),
+    **tiled(OF_WEIGHTS | CUT_GROUPS, ["float16"], WEIGHTS),
+}
+each_tiled = pytest.mark.parametrize("problem", TILED.values(), ids=TILED)
+
+
+@each_tiled
+def test_each_kind_of_tiling_computes_the_convolution(problem: ProblemDescription) -> None:
+    """Many tiles, steps and parts, none of which are whole."""
+    inputs = drawn_inputs(problem, 7)
+    expected = in_memory(reference_on_host(problem, **inputs))
+    missing = set()
+    for name, held in WGMMA_TILINGS.items():
+        configs = drawn(SOLVER, problem, DEVICE, 3, held)[-1:]
+        if not configs:
+            missing.add(name)
+        for config in configs:
+            np.testing.assert_array_equal(computed(problem, config, inputs), expected, err_msg=config.json)
+    is_cut = problem.direction is WEIGHTS and problem.groups > 1 and problem.k // problem.groups % 64 > 0
+    lacking = {"swapped"} if problem.direction is WEIGHTS or problem.math is MathMode.TF32 else set()
+    assert missing == lacking | ({"alone", "cluster 2x1x1", "cluster 1x2x1"} if is_cut else set())
+
+
+@pytest.mark.parametrize(
+    "problem", [pytest.param(problem, id=name) for name, problem in TILED.items() if problem.groups > 1]
+)
+def test_groups_do_not_meet(problem: ProblemDescription) -> None:
+    """What is not a number stays in its group."""
+    groups, output = problem.groups, problem.direction.output
+    inputs = drawn_inputs(problem, 8)
+    expected = reference_on_host(problem, **inputs)
+
+    def first_group(tensor: Array, name: str) -> Array:
+        axis = 0 if name == "w" else 1
+        return np.take(tensor, range(tensor.shape[axis] // groups), axis=axis)
+
+    for name in inputs:
+        kept = first_group(inputs[name], name).copy()
+        inputs[name][:] = np.nan
+        inputs[name][tuple(slice(size) for size in kept.shape)] = kept
+    layout = np.moveaxis(expected, 1, -1).shape
+    for held in WGMMA_TILINGS.values():
+        for config in drawn(SOLVER, problem, DEVICE, 1, held):
+            result = np.moveaxis(computed(problem, config, inputs).reshape(layout), -1, 1)
+            found, wanted = first_group(result, output), first_group(expected, output)
+            np.testing.assert_array_equal(found, wanted, err_msg=config.json)

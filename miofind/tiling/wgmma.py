@@ -68,6 +68,14 @@ class WgmmaProduct:
         return math.prod(self.taps) == max(conv.stride) == 1 and not any((*conv.pad_before, *conv.pad_after))
 
     @property
+    def keeps_to_groups(self) -> bool:
+        """Whether copies of a depth that a group has no more of meet nothing of the next group, but zeros.
+
+        Boxes end with the group, where they run along the depth; pixels in im2col mode go on into the next.
+        """
+        return self.problem.groups == 1 or (self.is_pointwise and self.has_deep_filters)
+
+    @property
     def element_bytes(self) -> int:
         """Of x, w and y alike."""
         return self.problem.x.dtype.itemsize
@@ -281,8 +289,7 @@ class WgmmaTiling:
             return depth_bytes == max(SPANS_BYTES)
         if depth_bytes > min(SPANS_BYTES) and self.tile_k >= 2 * product.depth:
             return False
-        # Pixels of the next group would be met; boxes end with the group.
-        return product.problem.groups == 1 or product.is_pointwise or product.depth % self.tile_k == 0
+        return product.keeps_to_groups or product.depth % self.tile_k == 0
 
     def _is_swappable(self) -> bool:
         """Whether rows and columns are as the problem has them, or may be exchanged."""

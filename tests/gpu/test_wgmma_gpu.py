@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from device_buffers import POISON, Buffer, download, integers, upload
-from drawn_configs import drawn
+from drawn_configs import WGMMA_TILINGS, drawn, drawn_wgmma
 
 from miofind.compiler import Compiler
 from miofind.device import Device
@@ -52,7 +52,16 @@ SHAPES: dict[str, dict[str, Any]] = {
     "patches": {"x": (2, 16, 32, 32), "w": (24, 16, 4, 4), "stride": 4},
     "one_pixel": {"x": (2, 64, 1, 1), "w": (64, 64, 1, 1)},
     "1d": {"x": (3, 24, 100), "w": (40, 24, 9), "padding": 12, "dilation": 3},
+    "pointwise_groups": {"x": (3, 72, 9, 11), "w": (120, 24, 1, 1), "groups": 3},
+    "few_filters": {"x": (4, 64, 28, 27), "w": (24, 64, 3, 3), "padding": 1},
 }
+EVERY_TILING: dict[str, dict[str, Any]] = {
+    "walked": {"x": (2, 264, 25, 24), "w": (136, 264, 2, 3), "padding": 1},
+    "walked_groups": {"x": (2, 160, 25, 24), "w": (256, 80, 3, 3), "padding": ((1, 0), (2, 1)), "groups": 2},
+    "pointwise": {"x": (2, 264, 24, 25), "w": (296, 264, 1, 1)},
+    "pointwise_groups": {"x": (2, 528, 24, 25), "w": (576, 264, 1, 1), "groups": 2},
+}
+"""Problems with every kind of tiling; most tiles, steps and parts end beyond the tensor or the group."""
 IN_BFLOAT16 = ("24_to_40", "stride", "groups", "batch_1")
 TURNED = ("more_tiles_than_blocks", "24_to_40", "1x1", "groups", "1d")
 
@@ -75,32 +84,43 @@ def make(shape: str, kind: str, *, channels_last: bool = True, **fields: Any) ->
     return ProblemDescription.convolution(**SHAPES[shape], **KINDS[kind], layout=layout, **fields)
 
 
+def twin(problem: ProblemDescription) -> ProblemDescription:
+    """The same convolution with channels last."""
+    layout = Layout.of(problem.spatial_dims, channels_last=True)
+    return replace(problem, **{name: replace(problem.tensor(name), layout=layout) for name in "xwy"})
+
+
 def named(value: object) -> str:
     """Solvers by their ids."""
     return value.id if isinstance(value, Solver) else str(value)
 
 
+def inner(config: Config) -> Mapping[str, Any]:
+    """Its parameters, of the inner solver where there is one."""
+    found: Mapping[str, Any] = config.get("config", config)
+    return found
+
+
 def splits(config: Config) -> int:
-    """Parts of a sum, of the inner solver where there is one."""
-    return int(config.get("config", config)["splits"])
+    """Parts of a sum that a second pass adds."""
+    return int(inner(config)["splits"])
 
 
-def sampled(solver: Solver, problem: ProblemDescription, device: Device, count: int) -> list[Config]:
-    """The default configurations and `count` more, the same in every run."""
-    if solver is WGMMA:
-        chosen = drawn(WGMMA, problem, device, count)
-    else:
-        layout = Layout.of(problem.spatial_dims, channels_last=True)
-        twin = replace(problem, **{name: replace(problem.tensor(name), layout=layout) for name in "xwy"})
-        chosen = [Config.of(solver=WGMMA.id, config=dict(config)) for config in drawn(WGMMA, twin, device, count)]
+def sampled(solver: Solver, problem: ProblemDescription, device: Device, count: int, each: int) -> list[Config]:
+    """The default configurations, `count` more and up to `each` of every kind of tiling, the same in every run."""
+    chosen = list(drawn_wgmma(WGMMA, twin(problem), device, count, each))
+    if solver is not WGMMA:
+        chosen = [Config.of(solver=WGMMA.id, config=dict(config)) for config in chosen]
     return list(dict.fromkeys([*solver.default_configs(problem, device), *chosen]))
 
 
-def check(solver: Solver, problem: ProblemDescription, device: Device, compiler: Compiler) -> None:
-    """Default configurations and a sample of all pass both gates."""
+def check(
+    solver: Solver, problem: ProblemDescription, device: Device, compiler: Compiler, configs: list[Config]
+) -> None:
+    """Configurations pass both gates."""
     failures = []
     with Verifier(problem, device, compiler, seed=5) as verifier:
-        for config in sampled(solver, problem, device, 6):
+        for config in configs:
             invoker = make_invoker(problem, device, solver, config, compiler)
             growth, exact = solver.error_growth(problem, config), solver.is_exact(config)
             verdict = verifier.verify(invoker, growth=growth, exact=exact)
@@ -110,9 +130,10 @@ def check(solver: Solver, problem: ProblemDescription, device: Device, compiler:
 
 
 def one_of_each(solver: Solver, problem: ProblemDescription, device: Device) -> list[Config]:
-    """A configuration whose sums are whole, and one whose sums are split."""
-    every = sampled(solver, problem, device, 60)
-    return [next(config for config in every if (splits(config) > 1) is is_split) for is_split in (False, True)]
+    """A configuration of every kind of tiling that the problem has; some sums are whole, some are split."""
+    found = [config for held in WGMMA_TILINGS.values() for config in drawn(WGMMA, twin(problem), device, 1, held)]
+    assert {splits(config) > 1 for config in found} == {False, True}
+    return found if solver is WGMMA else [Config.of(solver=WGMMA.id, config=dict(config)) for config in found]
 
 
 class Placed:
@@ -155,7 +176,30 @@ def test_examples_pass_both_gates(
     solver: Solver, problem: ProblemDescription, device: Device, compiler: Compiler
 ) -> None:
     assert solver.applicability(problem, device)
-    check(solver, problem, device, compiler)
+    check(solver, problem, device, compiler, sampled(solver, problem, device, 3, 1))
+
+
+@pytest.mark.parametrize(
+    ("kind", "direction"),
+    [
+        *(("float16", direction) for direction in Direction),
+        ("tf32", Direction.FORWARD),
+        ("tf32", Direction.BACKWARD_DATA),
+    ],
+)
+@pytest.mark.parametrize("shape", EVERY_TILING)
+def test_every_kind_of_tiling_passes_both_gates(
+    shape: str, kind: str, direction: Direction, device: Device, compiler: Compiler
+) -> None:
+    problem = ProblemDescription.convolution(**EVERY_TILING[shape], **KINDS[kind], layout="NHWC", direction=direction)
+    answer = WGMMA.applicability(problem, device)
+    assert answer, answer.reason
+    found = {name: drawn(WGMMA, problem, device, 2, held) for name, held in WGMMA_TILINGS.items()}
+    lacking = {"swapped"} if kind == "tf32" or direction is Direction.BACKWARD_WEIGHTS else set()
+    if direction is Direction.BACKWARD_WEIGHTS and problem.k // problem.groups % 64 and problem.groups > 1:
+        lacking |= {"alone", "cluster 2x1x1", "cluster 1x2x1"}  # boxes would be stored into the next group
+    assert {name for name, configs in found.items() if not configs} == lacking
+    check(WGMMA, problem, device, compiler, [config for configs in found.values() for config in configs])
 
 
 @pytest.mark.parametrize("direction", list(Direction))
@@ -170,7 +214,7 @@ def test_wgmma_passes_both_gates(
     answer = WGMMA.applicability(problem, device)
     if not answer:
         pytest.skip(answer.reason)
-    check(WGMMA, problem, device, compiler)
+    check(WGMMA, problem, device, compiler, sampled(WGMMA, problem, device, 3, 1 if kind == "float16" else 0))
 
 
 @pytest.mark.parametrize("direction", list(Direction))
@@ -183,7 +227,7 @@ def test_channels_last_passes_both_gates(
     answer = CHANNELS_LAST.applicability(problem, device)
     if not answer:
         pytest.skip(answer.reason)
-    check(CHANNELS_LAST, problem, device, compiler)
+    check(CHANNELS_LAST, problem, device, compiler, sampled(CHANNELS_LAST, problem, device, 4, 0))
 
 
 @pytest.mark.parametrize("direction", list(Direction))
@@ -236,9 +280,10 @@ def test_equal_inputs_give_equal_bits(
     problem = make("more_tiles_than_blocks", "float16", channels_last=solver is WGMMA, direction=direction)
     generator = np.random.default_rng(6)
     inputs = {name: generator.standard_normal(problem.tensor(name).shape) for name in direction.inputs}
-    every = [config for config in sampled(solver, problem, device, 60) if (splits(config) > 1) is is_split]
+    every = [config for config in sampled(solver, problem, device, 20, 2) if (splits(config) > 1) is is_split]
     assert every
-    for config in every[:3]:
+    chosen = {(inner(config)["cluster"], inner(config)["swapped"]): config for config in every}
+    for config in dict.fromkeys([*every[:3], *chosen.values()]):
         invoker = make_invoker(problem, device, solver, config, compiler)
         assert invoker.deterministic
         place, results = Placed(invoker, 0, inputs), set()

@@ -1,0 +1,302 @@
+"""The product's kernel of ConvImplicitGemmWgmma in NumPy: what its launch copies, multiplies, stores and adds.
+
+Knows a launch by its maps, scalars and defines alone, and how kernels_src/implicit_gemm_wgmma.cu counts with them.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from miofind.solution import Box, Im2col, KernelStep, TensorMap
+
+Array = NDArray[np.float64]
+
+
+def viewed(tensor_map: TensorMap, memory: Array) -> Array:
+    """A tensor as its map has it, dimensions outermost first; the map covers its buffer and no more."""
+    itemsize = 2 if tensor_map.element in ("float16", "bfloat16") else 4
+    assert tensor_map.pointer.offset_bytes == 0
+    assert math.prod(tensor_map.sizes) == memory.size
+    strides = [stride // itemsize for stride in reversed(tensor_map.strides_bytes)] + [1]
+    sizes = tensor_map.sizes[::-1]
+    assert sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True)) < memory.size
+    return np.lib.stride_tricks.as_strided(memory, sizes, [memory.itemsize * stride for stride in strides])
+
+
+def _overlap(sizes: tuple[int, ...], box: tuple[int, ...], at: tuple[int, ...]) -> tuple[Any, Any]:
+    """Where a box meets a tensor, in the tensor and in the box."""
+    first = [max(0, start) for start in at]
+    last = [max(f, min(size, start + length)) for f, size, start, length in zip(first, sizes, at, box, strict=True)]
+    tensor = tuple(slice(f, end) for f, end in zip(first, last, strict=True))
+    return tensor, tuple(slice(f - start, end - start) for f, end, start in zip(first, last, at, strict=True))
+
+
+def copied_box(tensor_map: TensorMap, memory: Array, *at: int) -> Array:
+    """A box that begins at a place, innermost first: (length, width), zeros beyond the tensor."""
+    assert isinstance(tensor_map.copy, Box)
+    tensor, sizes = viewed(tensor_map, memory), tensor_map.copy.sizes[::-1]
+    copied = np.zeros(sizes)
+    there, here = _overlap(tensor.shape, sizes, at[::-1])
+    copied[here] = tensor[there]
+    assert sizes[1] == 1
+    return copied[:, 0]
+
+
+def copied_pixels(tensor_map: TensorMap, memory: Array, at: tuple[int, int, int, int], tap: tuple[int, int]) -> Array:
+    """Pixels in the order of a walk from one (channel, w, h, n) on, moved by a tap (w, h): (pixels, channels)."""
+    walk, image = tensor_map.copy, viewed(tensor_map, memory)
+    assert isinstance(walk, Im2col)
+    channel, *corner, n = at
+    axes = [range(walk.lower[i], tensor_map.sizes[1 + i] + walk.upper[i], walk.strides[i]) for i in range(2)]
+    w, h = (axis.index(place) for axis, place in zip(axes, corner, strict=True))  # the walk comes there
+    number = (n * len(axes[1]) + h) * len(axes[0]) + w + np.arange(walk.pixels)
+    lines, columns = np.divmod(number, len(axes[0]))
+    images, rows = np.divmod(lines, len(axes[1]))
+    columns, rows = np.array(axes[0])[columns] + tap[0], np.array(axes[1])[rows] + tap[1]
+    inside = (images < image.shape[0]) & (rows >= 0) & (rows < image.shape[1])
+    inside &= (columns >= 0) & (columns < image.shape[2])
+    copied = np.zeros((walk.pixels, walk.channels))
+    channels = min(walk.channels, image.shape[3] - channel)
+    there = images[inside], rows[inside], columns[inside], slice(channel, channel + channels)
+    copied[inside, :channels] = image[there]
+    return copied
+
+
+def store_box(tensor_map: TensorMap, memory: Array, values: Array, *at: int) -> None:
+    """Writes (length, width) to a place, innermost first, cut off at the tensor's ends; nothing is written twice."""
+    assert isinstance(tensor_map.copy, Box)
+    tensor, sizes = viewed(tensor_map, memory), tensor_map.copy.sizes[::-1]
+    assert values.shape == (sizes[0], sizes[2])
+    assert sizes[1] == 1
+    there, here = _overlap(tensor.shape, sizes, at[::-1])
+    assert np.isnan(tensor[there]).all()
+    tensor[there] = values[:, None][here]
+
+
+class Place(NamedTuple):
+    """Of a block in its cluster, along rows, columns and depth."""
+
+    m: int
+    n: int
+    k: int
+
+
+class Columns(NamedTuple):
+    first: int
+    tap: int
+
+
+@dataclass(frozen=True)
+class Item:
+    tile_m: int
+    tile_n: int
+    group: int
+    split: int
+    steps: range
+
+
+class Launch:
+    """One launch of the product's kernel.
+
+    Args:
+        named: the launch's scalars by the names of the kernel's parameters.
+    """
+
+    def __init__(self, step: KernelStep, named: dict[str, Any], memory: dict[str, Array]) -> None:
+        defines = dict(step.defines)
+        rows, columns, self.target = (arg for arg in step.args if isinstance(arg, TensorMap))
+        self.named, self.memory, self.kind = named, memory, defines["KIND"]
+        self.weights, self.swapped = self.kind == "WEIGHTS", bool(defines["SWAPPED"])
+        self.pointwise = bool(defines["POINTWISE"])
+        self.deep_filter = self.kind == "FORWARD" or (self.kind == "DATA" and defines["ELEMENT"] == "float32")
+        self.blocks, self.wide = int(defines["CONSUMERS"]) * int(defines["ROWS"]), int(defines["WIDE"])
+        self.tile_m, self.tile_n, self.tile_k = 64 * self.blocks, int(defines["TILE_N"]), int(defines["TILE_K"])
+        self.cluster = Place(*(int(defines[f"CLUSTER_{axis}"]) for axis in "MNK"))
+        has_pixels_first = not self.weights and not self.swapped
+        self.pixels, self.boxes = (rows, columns) if has_pixels_first else (columns, rows)
+        self.grid, self.taps = step.grid[0], named["taps_y"] * named["taps_x"]
+
+    def run(self, size: int) -> Array:
+        """Elements of the result in memory, all parts one after another; NaN where nothing was written."""
+        splits = 1 if self.cluster.k > 1 else self.named["splits"]
+        out = np.full(splits * size, np.nan)
+        clusters, rest = divmod(self.grid, math.prod(self.cluster))
+        assert rest == 0
+        for cluster in range(clusters):
+            for number in range(cluster, self.named["items"], clusters):
+                assert self.cluster.k == 1 or number == cluster  # blocks that add what they have have one item
+                self._compute(number, out, size)
+        return out
+
+    def _compute(self, number: int, out: Array, size: int) -> None:
+        places = [Place(*at) for at in np.ndindex(*self.cluster)]
+        items = [self._item(at, number) for at in places]
+        sums = [self._multiply(at, item) for at, item in zip(places, items, strict=True)]
+        if self.cluster.k > 1:
+            self._write_rows(items[0], sum(sums[1:], start=sums[0]), out)
+            return
+        for item, tile in zip(items, sums, strict=True):
+            if self.named["splits"] > 1:
+                self._write_rows(item, tile, out[item.split * size : (item.split + 1) * size])
+            elif self.swapped:
+                self._store_swapped(item, tile, out)
+            else:
+                self._store(item, tile, out)
+
+    def _item(self, at: Place, number: int) -> Item:
+        named, splits = self.named, self.named["splits"]
+        row, tile_n = divmod(number, named["tiles_n"])
+        part, tile_m = divmod(row, named["tiles_m"])
+        group, split = (part, at.k) if self.cluster.k > 1 else divmod(part, splits)
+        assert group < named["groups"]
+        steps = range(named["steps"] * split // splits, named["steps"] * (split + 1) // splits)
+        assert steps  # or a stage would be freed that was never filled
+        return Item(tile_m * self.cluster.m + at.m, tile_n * self.cluster.n + at.n, group, split, steps)
+
+    def _columns(self, item: Item, block: int) -> Columns | None:
+        number = item.tile_n * (self.tile_n // self.wide) + block
+        tap, chunk = divmod(number, self.named["chunks"]) if self.weights else (0, number)
+        columns = Columns(chunk * self.wide, tap)
+        is_any = tap < self.taps if self.weights else columns.first < self.named["all_columns"]
+        return columns if is_any else None
+
+    def _multiply(self, at: Place, item: Item) -> Array:
+        """A tile's sums: NaN in columns that were not copied."""
+        sums = np.zeros((self.tile_m, self.tile_n))
+        for step in item.steps:
+            if self.weights:
+                rows = self._rows_of_weights(item, step)
+                columns = self._columns_of_weights(item, step)
+            else:
+                rows, columns = self._filters(item, step), self._pixels_at(item, step)
+                if not self.swapped:
+                    rows, columns = columns, rows
+            assert rows.shape == (self.tile_m, self.tile_k)
+            assert columns.shape == (self.tile_n, self.tile_k)
+            sums += rows @ columns.T
+        return sums
+
+    def _walked(self, number: int, channel: int, tap: tuple[int, int]) -> Array:
+        """Pixels from a number on, at a tap (y, x)."""
+        named, memory = self.named, self.memory[self.pixels.pointer.buffer]
+        row, w = divmod(number, named["width"])
+        n, h = divmod(row, named["height"])
+        corner = (w * named["stride_w"] + named["low_w"], h * named["stride_h"] + named["low_h"])
+        offset = (tap[1] * named["dilation_w"], tap[0] * named["dilation_h"])
+        return copied_pixels(self.pixels, memory, (channel, *corner, n), offset)
+
+    def _pixels_at(self, item: Item, step: int) -> Array:
+        named, memory = self.named, self.memory[self.pixels.pointer.buffer]
+        tap, chunk = divmod(step, named["chunks"])
+        tap_y, tap_x = divmod(tap, named["taps_x"])
+        if self.kind == "DATA":
+            tap_y, tap_x = named["taps_y"] - 1 - tap_y, named["taps_x"] - 1 - tap_x
+        length = self.tile_n if self.swapped else self.tile_m
+        first, depth = (item.tile_n if self.swapped else item.tile_m) * length, chunk * self.tile_k
+        shares = []
+        for share in range(self.cluster.n):
+            number = first + share * (length // self.cluster.n)
+            if self.pointwise:
+                shares.append(copied_box(self.pixels, memory, depth, item.group, number))
+            else:
+                shares.append(self._walked(number, item.group * named["channels"] + depth, (tap_y, tap_x)))
+        return np.concatenate(shares)
+
+    def _filters(self, item: Item, step: int) -> Array:
+        named, memory = self.named, self.memory[self.boxes.pointer.buffer]
+        tap, chunk = divmod(step, named["chunks"])
+        length, tile = (self.tile_m, item.tile_m) if self.swapped else (self.tile_n, item.tile_n)
+        of_group, depth, shares = (
+            named["all_rows" if self.swapped else "all_columns"],
+            chunk * self.tile_k,
+            self.cluster.m,
+        )
+        if self.deep_filter:
+            first = item.group * of_group + tile * length
+            firsts = [first + share * (length // shares) for share in range(shares)]
+            return np.concatenate([copied_box(self.boxes, memory, depth, tap, first) for first in firsts])
+        blocks = []
+        for block in range(0, length, 64 if self.swapped else self.wide):
+            first = item.group * named["channels"] + depth
+            firsts = [first + share * (self.tile_k // shares) for share in range(shares)]
+            parts = [copied_box(self.boxes, memory, tile * length + block, tap, first) for first in firsts]
+            blocks.append(np.concatenate(parts).T)
+        return np.concatenate(blocks)
+
+    def _rows_of_weights(self, item: Item, step: int) -> Array:
+        memory, shares = self.memory[self.boxes.pointer.buffer], self.cluster.n
+        numbers = [step * self.tile_k + share * (self.tile_k // shares) for share in range(shares)]
+        firsts = [item.tile_m * self.tile_m + 64 * block for block in range(self.blocks)]
+        return np.concatenate(
+            [
+                np.concatenate([copied_box(self.boxes, memory, first, item.group, number) for number in numbers]).T
+                for first in firsts
+            ]
+        )
+
+    def _columns_of_weights(self, item: Item, step: int) -> Array:
+        named, memory, shares = self.named, self.memory[self.pixels.pointer.buffer], self.cluster.m
+        copied = np.full((self.tile_n, self.tile_k), np.nan)
+        for block in range(self.tile_n // self.wide):
+            columns = self._columns(item, block)
+            if columns is None:
+                break
+            parts = []
+            for share in range(shares):
+                number = step * self.tile_k + share * (self.tile_k // shares)
+                if self.pointwise:
+                    parts.append(copied_box(self.pixels, memory, columns.first, item.group, number))
+                else:
+                    channel = item.group * named["all_columns"] + columns.first
+                    tap_y, tap_x = divmod(columns.tap, named["taps_x"])
+                    parts.append(self._walked(number, channel, (tap_y, tap_x)))
+            copied[block * self.wide : (block + 1) * self.wide] = np.concatenate(parts).T
+        return copied
+
+    def _store(self, item: Item, sums: Array, out: Array) -> None:
+        for first in range(0, self.tile_m, 64):
+            row = item.tile_m * self.tile_m + first
+            if row >= self.named["all_rows"]:
+                break
+            for block in range(self.tile_n // self.wide):
+                columns = self._columns(item, block)
+                if columns is None:
+                    break
+                values = sums[first : first + 64, block * self.wide : (block + 1) * self.wide]
+                if self.weights:
+                    row_of_all = item.group * self.named["all_rows"] + row
+                    store_box(self.target, out, values, columns.first, columns.tap, row_of_all)
+                else:
+                    store_box(self.target, out, values, columns.first, item.group, row)
+
+    def _store_swapped(self, item: Item, sums: Array, out: Array) -> None:
+        for row in range(0, self.tile_m, 64):
+            for column in range(0, self.tile_n, 64):
+                filters, pixel = item.tile_m * self.tile_m + row, item.tile_n * self.tile_n + column
+                if pixel < self.named["all_columns"] and filters < self.named["all_rows"]:
+                    values = sums[row : row + 64, column : column + 64].T
+                    store_box(self.target, out, values, filters, item.group, pixel)
+
+    def _write_rows(self, item: Item, sums: Array, out: Array) -> None:
+        """What is stored by rows, elements in the order of the tensor."""
+        named = self.named
+        row_of_tile = item.tile_m * self.tile_m
+        count = max(0, min(self.tile_m, named["all_rows"] - row_of_tile))
+        rows = row_of_tile + np.arange(count)
+        for block in range(self.tile_n // self.wide):
+            columns = self._columns(item, block)
+            if columns is None:
+                break
+            width = max(0, min(self.wide, named["all_columns"] - columns.first))
+            if self.weights:
+                lines = (item.group * named["all_rows"] + rows) * self.taps + columns.tap
+            else:
+                lines = rows * named["groups"] + item.group
+            places = lines[:, None] * named["all_columns"] + columns.first + np.arange(width)
+            assert np.isnan(out[places]).all()
+            out[places] = sums[:count, block * self.wide : block * self.wide + width]
