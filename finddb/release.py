@@ -40,8 +40,8 @@ def write_release(
     A link is followed. A log beside the replaced file ends with it, so that nobody takes it for one of the new file.
 
     It holds the best rows (`ranking.release_rows`), what their finds considered, and each problem's newest verdict;
-    failures, replaced rows and rows measured under contention stay behind. Rows and environments name no machine or
-    person, since no store takes that in.
+    failures, replaced rows, rows measured under contention and all of a solver whose fastest was stay behind. Rows and
+    environments name no machine or person, since no store takes that in.
 
     Args:
         sources: files that are written to, or releases, of this schema version or older ones.
@@ -127,10 +127,10 @@ def _shipped(history: History, keep: Keep | None, widen: Widen | None) -> Histor
 
 def _undisturbed(rows: Sequence[Row], verdicts: Sequence[Verdict]) -> list[Row]:
     """Rows that had the device to themselves, without those of solvers that may be faster than these tell."""
-    fastest: dict[str, Row] = {}
-    for row in ranking.rank(ranking.usable_rows(rows), verdicts):
-        fastest.setdefault(row.solver_id, row)
-    disturbed = {solver_id for solver_id, row in fastest.items() if row.contended}
+    of_solver: dict[str, list[Row]] = {}
+    for row in ranking.usable_rows(rows):
+        of_solver.setdefault(row.solver_id, []).append(row)
+    disturbed = {name for name, own in of_solver.items() if ranking.rank(own, verdicts)[0].contended}
     return [row for row in rows if not row.usable or not (row.contended or row.solver_id in disturbed)]
 
 

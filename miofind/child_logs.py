@@ -36,5 +36,7 @@ def hand_over(send: Callable[[logging.LogRecord], None], level: int) -> None:
 
 
 def show(record: logging.LogRecord) -> None:
-    """In the parent: handle a child's record as this process's own."""
-    logging.getLogger(record.name).handle(record)
+    """In the parent: handle a child's record as this process's own, which may log less by now."""
+    logger = logging.getLogger(record.name)
+    if logger.isEnabledFor(record.levelno):
+        logger.handle(record)

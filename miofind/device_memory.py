@@ -55,7 +55,7 @@ class DeviceMemory:
         import cupy
 
         try:
-            if error is not None:
+            if isinstance(error, Exception):  # Ctrl-C waits for nothing
                 self.stream.synchronize()
         except (cupy.cuda.runtime.CUDARuntimeError, cupy.cuda.driver.CUDADriverError) as fault:
             logger.debug("the stream ended with %s", fault)

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from miofind import child_logs
 from miofind.candidate import Candidate, Outcome, Status
@@ -175,13 +175,10 @@ class Isolated:
         try:
             child.connection.send(job)
             while True:
-                if not child.connection.poll(watch.patience_s):
+                message = _next_message(child, watch.patience_s)
+                if message is None:
                     watch.time_out()
                     return
-                message = child.connection.recv()
-                if isinstance(message, logging.LogRecord):
-                    child_logs.show(message)
-                    continue
                 watch.worked_s = time.monotonic() - began
                 if isinstance(message, Done):
                     self._child = child
@@ -273,18 +270,25 @@ class Isolated:
             child.kill()
 
 
+def _next_message(child: Child, patience_s: float) -> Any:
+    """What a child says next, None where it is silent for so long; what it logs is shown and is no sign of progress."""
+    deadline = time.monotonic() + patience_s
+    while child.connection.poll(max(0.0, deadline - time.monotonic())):
+        message = child.connection.recv()
+        if not isinstance(message, logging.LogRecord):
+            return message
+        child_logs.show(message)
+    return None
+
+
 def _greeting(child: Child) -> str:
     """Why a new child is of no use, "" once it is ready."""
     try:
-        message = None
-        while message is None or isinstance(message, logging.LogRecord):
-            if isinstance(message, logging.LogRecord):
-                child_logs.show(message)
-            if not child.connection.poll(START_TIMEOUT_S):
-                return f"no answer for {START_TIMEOUT_S:.0f} s"
-            message = child.connection.recv()
+        message = _next_message(child, START_TIMEOUT_S)
     except (EOFError, OSError):
         return _ended(child).message
+    if message is None:
+        return f"no answer for {START_TIMEOUT_S:.0f} s"
     if not isinstance(message, Broken):
         return ""
     if message.error is not None:

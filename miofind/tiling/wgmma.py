@@ -266,7 +266,7 @@ class WgmmaTiling:
             and self._has_cluster()
             and self._is_divisible()
             and self.blocks * (self.shared_bytes + _ALIGNMENT_BYTES + _STATIC_BYTES) <= shared_bytes + _ALIGNMENT_BYTES
-            and max(self.items, self.steps * self.splits * self.cluster[2]) <= _MAX_INT
+            and max(self.items * math.prod(self.cluster), self.steps * self.splits * self.cluster[2]) <= _MAX_INT
         )
 
     @property
