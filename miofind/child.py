@@ -12,12 +12,37 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from multiprocessing.connection import Connection
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 logger = logging.getLogger(__name__)
 
 _GONE_S = 60.0
+
+
+class Line:
+    """The child's end of the connection, which its threads may write to."""
+
+    def __init__(self, connection: Connection[Any, Any]) -> None:
+        self._connection = connection
+        self._lock = threading.Lock()
+        self._is_broken = False
+
+    def send(self, message: object) -> None:
+        """Send one message; nothing where an earlier one was broken off in the middle."""
+        written = ForkingPickler.dumps(message)
+        with self._lock:
+            if self._is_broken:
+                return
+            self._is_broken = True
+            self._connection.send_bytes(written)
+            self._is_broken = False
+
+    def receive(self) -> Any:
+        """The parent's next message; one thread alone asks."""
+        return self._connection.recv()
 
 
 class Child:

@@ -13,9 +13,9 @@ import threading
 import time
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any
 
 from miofind import child_logs
+from miofind.child import Line
 from miofind.compiler import BinaryCache, Compiler
 from miofind.device import Device, Place
 from miofind.errors import MiofindError, MissingLibraryError
@@ -46,25 +46,12 @@ class Broken:
 ENTRY = "import sys; from miofind.sandbox.entry import main; main(sys.argv[1:])"
 
 
-class _Line:
-    """The child's end of the connection; threads that compile write to it, too."""
-
-    def __init__(self, connection: Connection[Any, Any]) -> None:
-        self._connection = connection
-        self._lock = threading.Lock()
-
-    def send(self, message: object) -> None:
-        """Send one message."""
-        with self._lock:
-            self._connection.send(message)
-
-
-def _serve(line: _Line, connection: Connection[Any, Any], device: Device, compiler: Compiler) -> None:
+def _serve(line: Line, device: Device, compiler: Compiler) -> None:
     """Evaluate jobs until the parent hangs up."""
     journal: Journal = line.send
     while True:
         try:
-            job = connection.recv()
+            job = line.receive()
         except (EOFError, ConnectionError):
             return
         try:
@@ -111,8 +98,7 @@ def main(arguments: list[str]) -> None:
     """
     end_with_parent()
     os.dup2(2, 1)  # what solvers and kernels print must not stand among the parent's results
-    connection: Connection[Any, Any] = Connection(int(arguments[0]))
-    line = _Line(connection)
+    line = Line(Connection(int(arguments[0])))
     child_logs.hand_over(line.send, int(arguments[2]))
     for name in arguments[3:]:
         importlib.import_module(name)
@@ -133,4 +119,4 @@ def main(arguments: list[str]) -> None:
         return
     with contextlib.suppress(ConnectionError):  # the parent has gone
         line.send(Ready())
-        _serve(line, connection, device, compiler)
+        _serve(line, device, compiler)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from miofind import child_logs
+from miofind.child import Line
 from miofind.compiler import BinaryCache, CompilePool, Compiler
 from miofind.device import Device
 from miofind.errors import InvalidOptionError, MiofindError
@@ -81,22 +82,8 @@ class Ended:
     error: MiofindError | None = None
 
 
-class _Line:
-    """This end of the connection: threads that log write to it, too. The parent's queue, as a worker sees it."""
-
-    def __init__(self, connection: Connection[Any, Any]) -> None:
-        self._connection = connection
-        self._lock = threading.Lock()
-        self._is_broken = False
-
-    def send(self, message: object) -> None:
-        """Send one message; nothing where an earlier one was broken off in the middle."""
-        with self._lock:
-            if self._is_broken:
-                return
-            self._is_broken = True
-            self._connection.send(message)
-            self._is_broken = False
+class _Queue(Line):
+    """The parent's queue, as a worker sees it, at the other end of the connection."""
 
     def take(self, kind: str) -> Task | None:
         """See `TaskQueue.take`."""
@@ -118,7 +105,7 @@ class _Line:
     def _asked(self, what: Ask.What, *arguments: object) -> Any:
         """The answer to a question; the worker's thread alone asks."""
         self.send(Ask(what, arguments))
-        return self._connection.recv()
+        return self.receive()
 
 
 @contextlib.contextmanager
@@ -139,7 +126,7 @@ def main(arguments: list[str]) -> None:
     end_with_parent()
     os.dup2(2, 1)  # what solvers print must not stand among the parent's results
     connection: Connection[Any, Any] = Connection(int(arguments[0]))
-    line = _Line(connection)
+    line = _Queue(connection)
     # The parent has gone where the connection is closed.
     with contextlib.suppress(EOFError, ConnectionError), _terminable():
         post: Post = connection.recv()
@@ -154,7 +141,7 @@ def main(arguments: list[str]) -> None:
             line.send(Ended())
 
 
-def _beat(line: _Line) -> None:
+def _beat(line: _Queue) -> None:
     """Say again and again that this process lives, as long as anybody hears it."""
     with contextlib.suppress(OSError):
         while True:
@@ -170,7 +157,7 @@ def _import(modules: tuple[str, ...]) -> None:
             raise InvalidOptionError(f"modules: {name!r} cannot be imported: {error!r}") from error
 
 
-def _work(post: Post, line: _Line) -> None:
+def _work(post: Post, line: _Queue) -> None:
     with contextlib.ExitStack() as stack:
         cache = BinaryCache(post.cache_directory)
         compiler = Compiler(cache)
