@@ -25,7 +25,6 @@ _TILE = 64
 _STEP_MS = 2.0e-3
 _MAX_BLOCKS = 2**31 - 1
 _TENSORS = ("x", "w", "y")
-_OUTPUTS = {Direction.FORWARD: "y", Direction.BACKWARD_DATA: "x", Direction.BACKWARD_WEIGHTS: "w"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,7 +194,7 @@ class ConvChannelsLast(Solver):
     def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
         inner = solver_by_id(config["solver"]).solution(_twin(problem), device, Config(config["config"]))
         turns = {name: _Turn.of(problem, name) for name in _TENSORS}
-        output = _OUTPUTS[problem.direction]
+        output = problem.direction.output
         names = {name: turn.buffer for name, turn in turns.items()}
         before = [turn.step(name, turn.buffer) for name, turn in turns.items() if turn.is_needed and name != output]
         steps = [*before, *(_on_buffers(step, names) for step in inner.kernels)]

@@ -6,11 +6,8 @@ memory. Knows nothing of how candidates are chosen.
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from miofind.device import Device, Library, Place
@@ -32,6 +29,7 @@ from miofind.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solv
 from miofind.tiling.correlation import ceil_div
 from miofind.tiling.divisor import divisor
 from miofind.tiling.wgmma import ROW_BLOCK, SPANS_BYTES, WgmmaProduct, WgmmaTiling
+from miofind.tiling.wgmma_likely import SHARES, SPLITS, STAGES, WIDTHS, likely_tilings, varied
 from miofind.tiling.wgmma_time import estimate_ms
 
 _SOURCE = "implicit_gemm_wgmma.cu"
@@ -42,6 +40,7 @@ _SHARED_BYTES = 227 << 10
 _MAX_CORNER = 127
 _MAX_TAP_OFFSET = 255
 _MAX_STRIDE = 8
+_DEFAULTS = 8
 _KINDS = {Direction.FORWARD: "FORWARD", Direction.BACKWARD_DATA: "DATA", Direction.BACKWARD_WEIGHTS: "WEIGHTS"}
 
 
@@ -196,107 +195,9 @@ def _defines(tiling: WgmmaTiling) -> tuple[tuple[str, str | int], ...]:
     )
 
 
-_WARPGROUPS = ((2, 2), (2, 1), (1, 1))
-"""Consumers, and blocks of 64 rows of each."""
-
-_WIDTHS = (32, 64, 96, 128, 192, 256)
-_STAGES = (3, 4, 6, 8)
-_SPLITS = (2, 4, 8, 16, 32, 64, 128)
-_SHARES = (2, 4, 8)
-
-_FULL_DEVICES = 4
-_EMPTY_DEVICE = 0.25
-"""Tiles a processor, parts counted: splits give no more and no fewer."""
-
-_FEW_STEPS = 4
-"""With which sharing columns in clusters of two gained 3 to 15 %; with more it lost."""
-
-_SAME_TILES = 2
-_DEFAULTS = 8
-
-
-def _depths(product: WgmmaProduct) -> list[int]:
-    """The widest steps' depth, and narrower ones that leave less of a last step empty."""
-    if product.is_weights:
-        return [SPANS_BYTES[0] // product.element_bytes]
-    depths: list[int] = []
-    least = math.inf
-    for span in SPANS_BYTES:
-        depth = span // product.element_bytes
-        summed = ceil_div(product.depth, depth) * depth
-        if summed < least and (product.keeps_to_groups or summed == product.depth):
-            depths.append(depth)
-            least = summed
-    return depths
-
-
-def _parts(tile: WgmmaTiling, device: Device) -> Iterator[WgmmaTiling]:
-    """The whole depth at once, and in as many parts as fill the device where tiles do not."""
-    yield tile
-    items, most = tile.items, tile.steps // 2
-    processors = max(1, device.sm_count)
-    for shares in _SHARES if not tile.swapped else ():
-        if shares <= most and items * shares <= processors:
-            yield replace(tile, cluster=(1, 1, shares))
-    fitting = [count for count in _SPLITS if count <= min(most, _FULL_DEVICES * processors // items)]
-    for splits in [count for count in fitting if items * count >= _EMPTY_DEVICE * processors] or fitting[-1:]:
-        if not tile.swapped:
-            yield replace(tile, splits=splits)
-
-
-def _filled(tile: WgmmaTiling, device: Device, shared_bytes: int) -> Iterator[WgmmaTiling]:
-    """One and two blocks a processor, with as many stages as fit, but few for few steps.
-
-    Copies of tiles far ahead delay those of the next.
-    """
-    steps = ceil_div(tile.steps, tile.splits * tile.cluster[2])
-    enough = min((count for count in _STAGES if count >= steps + 2), default=_STAGES[-1])
-    for blocks in (1, 2) if tile.items * math.prod(tile.cluster) > device.sm_count else (1,):
-        for stages in reversed(_STAGES):
-            filled = replace(tile, blocks=blocks, stages=stages)
-            if stages <= enough and filled.is_valid(shared_bytes):
-                yield filled
-                alone = tile.splits == math.prod(tile.cluster) == 1
-                few = steps <= _FEW_STEPS and tile.row_blocks == 2 and alone and not tile.product.is_weights
-                sharing = replace(filled, cluster=(2, 1, 1))
-                if few and sharing.is_valid(shared_bytes):
-                    yield sharing
-                break
-
-
-def _likely(product: WgmmaProduct, device: Device) -> Iterator[WgmmaTiling]:
-    """Valid tilings that are good for some problem."""
-    shared_bytes = device.shared_bytes or _SHARED_BYTES
-    for depth, (consumers, row_blocks), tile_n in itertools.product(_depths(product), _WARPGROUPS, _WIDTHS):
-        for swapped in (False, True) if product.columns <= ROW_BLOCK and consumers == 1 else (False,):
-            tile = WgmmaTiling(
-                product=product,
-                consumers=consumers,
-                row_blocks=row_blocks,
-                tile_m=ROW_BLOCK * consumers * row_blocks,
-                tile_n=tile_n,
-                tile_k=depth,
-                stages=_STAGES[0],
-                splits=1,
-                blocks=1,
-                cluster=(1, 1, 1),
-                swapped=swapped,
-            )
-            if tile.may_be_valid:
-                for part in _parts(tile, device):
-                    yield from _filled(part, device, shared_bytes)
-
-
-def _varied(ranked: Sequence[WgmmaTiling], most: int) -> list[WgmmaTiling]:
-    """The first, but few of the same tile while there are others; in the order given."""
-    seen: Counter[tuple[int, int, bool]] = Counter()
-    repeats = []
-    for tiling in ranked:
-        tile = (tiling.tile_m, tiling.tile_n, tiling.swapped)
-        repeats.append(seen[tile] // _SAME_TILES)
-        seen[tile] += 1
-    chosen = sorted(range(len(ranked)), key=lambda i: (repeats[i] > 0, i))[:most]
-    return [ranked[i] for i in sorted(chosen)]
+def _shared_bytes(device: Device) -> int:
+    """Of a multiprocessor, for one block."""
+    return device.shared_bytes or _SHARED_BYTES
 
 
 class ConvImplicitGemmWgmma(Solver):
@@ -327,12 +228,12 @@ class ConvImplicitGemmWgmma(Solver):
     parameters: ClassVar[Mapping[str, Sequence[ConfigValue]]] = {
         "consumers": (1, 2),
         "rows": (1, 2),
-        "tile_n": _WIDTHS,
-        "depth_bytes": (32, 64, 128),
-        "stages": _STAGES,
-        "splits": (1, *_SPLITS),
+        "tile_n": WIDTHS,
+        "depth_bytes": tuple(reversed(SPANS_BYTES)),
+        "stages": STAGES,
+        "splits": (1, *SPLITS),
         "blocks": (1, 2),
-        "cluster": ("1x1x1", "2x1x1", "1x2x1", *(f"1x1x{shares}" for shares in _SHARES)),
+        "cluster": ("1x1x1", "2x1x1", "1x2x1", *(f"1x1x{shares}" for shares in SHARES)),
         "swapped": (0, 1),
     }
 
@@ -381,17 +282,17 @@ class ConvImplicitGemmWgmma(Solver):
             return Applicability(f"taps reach at most {_MAX_TAP_OFFSET} pixels: the filter is too large")
         if max(conv.stride) > _MAX_STRIDE:
             return Applicability(f"stride {conv.stride} is more than {_MAX_STRIDE}")
-        if next(_likely(product, device), None) is None:
+        if next(likely_tilings(product, device, _shared_bytes(device)), None) is None:
             return Applicability("has groups whose channels or filters fit no tile")
         return APPLICABLE
 
     def is_valid_config(self, problem: ProblemDescription, device: Device, config: Config) -> bool:
-        return WgmmaTiling.of(WgmmaProduct.of(problem), config).is_valid(device.shared_bytes or _SHARED_BYTES)
+        return WgmmaTiling.of(WgmmaProduct.of(problem), config).is_valid(_shared_bytes(device))
 
     def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
-        likely = _likely(WgmmaProduct.of(problem), device)
+        likely = likely_tilings(WgmmaProduct.of(problem), device, _shared_bytes(device))
         ranked = sorted(likely, key=lambda tiling: estimate_ms(tiling, device))
-        return tuple(tiling.config for tiling in _varied(ranked, _DEFAULTS))
+        return tuple(tiling.config for tiling in varied(ranked, _DEFAULTS))
 
     def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
         return estimate_ms(WgmmaTiling.of(WgmmaProduct.of(problem), config), device)

@@ -1,0 +1,85 @@
+"""How long kernels_src/implicit_gemm_mma.cu takes for a configuration: a model of first principles.
+
+Knows nothing of which configurations are worth a question.
+"""
+
+from __future__ import annotations
+
+import math
+
+from miofind.device import Device
+from miofind.problem import DataType, MathMode, ProblemDescription
+from miofind.solution import Config
+from miofind.tiling.correlation import ceil_div
+from miofind.tiling.product import Product, products
+from miofind.tiling.product_tiles import ProductTiling, products_of_tf32, threads_of
+
+# First principles, for an H200: mma.sync reaches 60 % of the peak of wgmma, in blocks of 16 x 8 x 16.
+_MMA_SHARE = 0.6
+_LAUNCH_MS = 0.002
+_STEP_CYCLES = 450  # latency of a step where a block is alone: barrier, ldmatrix, products in a row
+_START_CYCLES = 2500  # first tiles from device memory, and the results
+_COPY_CYCLES = 10  # issue slots of a copy with its address and tests
+_SPLIT_CYCLES = 20  # of four float32 elements of a lane, into two tf32 each
+_ELEMENT_CYCLES = 4  # each element of one that passes through registers, besides
+
+
+def _resident_blocks(tiling: ProductTiling, threads: int) -> int:
+    """Blocks that a multiprocessor holds at once, by registers, threads and shared memory."""
+    by_registers = 65536 // (tiling.registers * threads)
+    by_shared = (220 << 10) // (tiling.shared_bytes + 1024)
+    return max(1, min(by_registers, by_shared, 1536 // threads, 16))
+
+
+def _issued(problem: ProblemDescription, product: Product, config: Config) -> float:
+    """Instructions of a warp for 32 bytes of the sum."""
+    blocks_m, blocks_n = (int(config[f"tile_{i}"] // config[f"warps_{i}"]) // 16 for i in "mn")
+    by_element = problem.x.dtype.itemsize == 4  # no instruction transposes these
+    a_reads, b_reads = (
+        4 if by_element and not sum_major else 1 for sum_major in (product.a_sum_major, product.b_sum_major)
+    )
+    splits = _SPLIT_CYCLES * (blocks_m + blocks_n) if products_of_tf32(problem) > 1 else 0
+    return blocks_m * a_reads + blocks_n * b_reads + splits + 2 * blocks_m * blocks_n * products_of_tf32(problem)
+
+
+def _launch_ms(problem: ProblemDescription, product: Product, config: Config, device: Device) -> float:
+    """Milliseconds of one launch: arithmetic, copies and latency in waves of blocks."""
+    tiling, threads = ProductTiling.of(problem, product, config), threads_of(config)
+    steps = ceil_div(tiling.steps, config["splits"])
+    sum_bytes = config["tile_k"] * problem.x.dtype.itemsize
+    math_mode = MathMode.TF32 if problem.x.dtype is DataType.FLOAT32 else problem.math
+    peak = (
+        device.peak_flops_per_s(problem.x.dtype, math_mode, tensor_cores=True) * _MMA_SHARE / products_of_tf32(problem)
+    )
+    flops_a_cycle = peak / device.sm_count / device.clock_hz
+    step_flops = 2 * config["tile_m"] * config["tile_n"] * config["tile_k"]
+    warps = threads // 32
+    read_bytes = warps * (config["tile_m"] // config["warps_m"] + config["tile_n"] // config["warps_n"]) * sum_bytes
+    copies = sum(
+        warps * side.loads * (_COPY_CYCLES + (0 if side.at_once else _ELEMENT_CYCLES * side.vector)) / 4
+        for side in (tiling.a, tiling.b)
+    )
+    issued = copies + warps / 4 * (8 + sum_bytes / 32 * _issued(problem, product, config))
+    busy = steps * max(step_flops / flops_a_cycle, read_bytes / 128, issued) + 600
+    alone = steps * (max(busy / max(1, steps), copies * 4 / warps) + _STEP_CYCLES) + _START_CYCLES
+    blocks = tiling.tiles * config["splits"]
+    resident = _resident_blocks(tiling, threads)
+    full, rest = divmod(blocks, device.sm_count * resident)
+    cycles = full * max(resident * busy, alone)
+    if rest:
+        cycles += max(math.ceil(rest / device.sm_count) * busy, alone)
+    return float(1e3 * cycles / device.clock_hz)
+
+
+def _moved_bytes(problem: ProblemDescription, config: Config) -> int:
+    partial = 0 if config["splits"] == 1 else 8 * config["splits"] * problem.output.size
+    return problem.bytes + partial
+
+
+def estimate_ms(problem: ProblemDescription, device: Device, config: Config) -> float:
+    """Milliseconds that all launches of a configuration take, with a cold L2 cache."""
+    launches = products(problem)
+    busy_ms = sum(_launch_ms(problem, product, config, device) for product in launches)
+    moved_ms = 1e3 * _moved_bytes(problem, config) / device.bandwidth_bytes_per_s
+    count = len(launches) + int(config["splits"] > 1)
+    return float(_LAUNCH_MS * count + max(busy_ms, moved_ms) + 0.3 * min(busy_ms, moved_ms))
