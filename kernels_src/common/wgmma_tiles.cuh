@@ -1,0 +1,183 @@
+// Of a convolution as a matrix product on wgmma: how it is cut into tiles and steps, and where each part of it lies.
+// kernels_src/implicit_gemm_wgmma.cu says what its macros mean.
+#pragma once
+
+#if !defined(ELEMENT) || !defined(KIND) || !defined(TILE_N) || !defined(TILE_K) || !defined(STAGES)
+#error "define ELEMENT, KIND, TILE_N, TILE_K and STAGES"
+#endif
+#if !defined(CONSUMERS) || !defined(ROWS) || !defined(BLOCKS) || !defined(WIDE)
+#error "define CONSUMERS, ROWS, BLOCKS and WIDE"
+#endif
+#if !defined(CLUSTER_M) || !defined(CLUSTER_N) || !defined(CLUSTER_K) || !defined(POINTWISE) || !defined(SWAPPED)
+#error "define CLUSTER_M, CLUSTER_N, CLUSTER_K, POINTWISE and SWAPPED"
+#endif
+#define PRODUCT_COLUMNS TILE_N
+
+#include "common/divisor.cuh"
+#include "common/products.cuh"
+
+enum Kind { FORWARD, DATA, WEIGHTS };
+
+constexpr int kBlocks = CONSUMERS * ROWS, kTileM = 64 * kBlocks, kTileN = TILE_N, kTileK = TILE_K;
+constexpr int kCluster = CLUSTER_M * CLUSTER_N * CLUSTER_K;
+static_assert(CLUSTER_K == 1 || CLUSTER_M * CLUSTER_N == 1, "blocks share what they copy, or what they add");
+constexpr int kThreads = 128 * CONSUMERS + 64;
+constexpr int kSums = TILE_N / 2;
+constexpr int kElement = sizeof(ELEMENT);
+// Whether the depth lies side by side in the filter (TF32 backward data takes one that `transpose_filters` has laid out
+// so), in the rows' operand and in the columns'.
+constexpr bool kDeepFilter = KIND == FORWARD || (KIND == DATA && kElement == 4);
+constexpr bool kDeepRows = SWAPPED ? kDeepFilter : KIND != WEIGHTS, kDeepColumns = SWAPPED || kDeepFilter;
+static_assert(!SWAPPED || (KIND != WEIGHTS && kElement == 2 && ROWS == 1 && kCluster == 1), "swaps what it can");
+
+// A span is what swizzling covers: the depth of a step, 64 rows, or a block of columns.
+constexpr int kSpanDepth = kElement * kTileK;
+constexpr int kWide = WIDE, kColumnBlocks = kTileN / kWide;
+constexpr int kSpanWide = kElement * kWide;
+static_assert(kTileN % kWide == 0, "tiles have whole blocks of columns");
+static_assert(kSpanWide == 128 || kSpanWide == 64 || kSpanWide == 32, "swizzles span 32 to 128");
+static_assert(kSpanDepth == 128 || (KIND != WEIGHTS && (kSpanDepth == 64 || kSpanDepth == 32)), "swizzles span so");
+static_assert(ROWS * kSums <= 192, "sums stay in registers");
+
+constexpr int kRowBytes = kElement * kTileM * kTileK, kColumnBytes = kElement * kTileN * kTileK;
+constexpr int kStageBytes = kRowBytes + kColumnBytes, kColumnBlock = kWide * kElement * kTileK;
+static_assert(kRowBytes % 1024 == 0 && kColumnBytes % 1024 == 0, "operands begin where swizzles do");
+// Of one consumer's tile, as it is written: blocks of 64 rows, kWide columns; swapped, of 64 pixels and filters.
+constexpr int kOutSpan = SWAPPED ? 128 : kSpanWide, kOutBlock = 64 * kOutSpan;
+constexpr int kOutBytes = SWAPPED ? kTileN / 64 * kOutBlock : ROWS * kColumnBlocks * kOutBlock;
+static_assert(!SWAPPED || kTileN % 64 == 0, "swapped tiles have whole blocks of pixels");
+
+// Depth side by side: rows of one span, 8 of them a repetition. Else: a repetition is 8 terms of kWide or 64.
+constexpr unsigned long long kRowForm =
+    kDeepRows ? operand_form(16, 8 * kSpanDepth, kSpanDepth) : operand_form(kTileK * 128, 1024, 128);
+constexpr unsigned long long kColumnForm =
+    kDeepColumns ? operand_form(16, 8 * kSpanDepth, kSpanDepth) : operand_form(kColumnBlock, 8 * kSpanWide, kSpanWide);
+// Bytes from one product's terms to the next's, and from one block of 64 rows to the next.
+constexpr int kRowStep = kDeepRows ? 32 : 16 * 128;
+constexpr int kColumnStep = kDeepColumns ? 32 : 16 * kSpanWide;
+constexpr int kRowBlock = 64 * kElement * kTileK;
+
+// Of one convolution; sizes of one group, `columns` for WEIGHTS of one tap. `steps` are of a tile's depth: without
+// WEIGHTS `chunks` a tap, which meet `channels` in all; with it a tap has `chunks` blocks of columns. Copies of pixels
+// walk images of `height` x `width`, from `low` on; taps step by `dilation`.
+struct Shape {
+  int rows, columns, groups, taps_y;
+  Divisor taps_x, chunks;
+  int channels;
+  Divisor height, width;
+  int stride_h, stride_w, low_h, low_w, dilation_h, dilation_w;
+  Divisor tiles_m, tiles_n;  // in clusters
+  int steps;
+  Divisor splits;
+  int items;
+};
+
+// The place of a block in its cluster: along rows, columns and depth.
+struct Place {
+  int m, n, k;
+};
+
+__device__ __forceinline__ Place place() {
+  const int rank = kCluster > 1 ? cluster_rank() : 0;
+  if constexpr (CLUSTER_K > 1) return {0, 0, rank};
+  return {rank / CLUSTER_N, rank % CLUSTER_N, 0};
+}
+
+// Blocks of a cluster, one bit each: those with the same rows, and those with the same columns.
+__device__ __forceinline__ unsigned short same_rows(const Place& at) {
+  return ((1 << CLUSTER_N) - 1) << at.m * CLUSTER_N;
+}
+
+__device__ __forceinline__ unsigned short same_columns(const Place& at) {
+  unsigned short blocks = 0;
+#pragma unroll
+  for (int m = 0; m < CLUSTER_M; m++) blocks |= 1 << (m * CLUSTER_N + at.n);
+  return blocks;
+}
+
+struct Item {
+  int tile_m, tile_n, group, split, first, last;
+};
+
+// A block of a tile's columns: where its columns begin, and for WEIGHTS their tap.
+struct Columns {
+  int first, tap, tap_y, tap_x;
+};
+
+__device__ __forceinline__ bool any(const Shape& shape, const Columns& columns) {
+  return KIND == WEIGHTS ? columns.tap_y < shape.taps_y : columns.first < shape.columns;
+}
+
+__device__ __forceinline__ Columns columns_at(const Shape& shape, int tile_n, int block) {
+  const int number = tile_n * kColumnBlocks + block;
+  Columns columns{};
+  if constexpr (KIND == WEIGHTS) {
+    columns.tap = number / shape.chunks;
+    columns.first = (number - columns.tap * shape.chunks.by) * kWide;
+    columns.tap_y = columns.tap / shape.taps_x;
+    columns.tap_x = columns.tap - columns.tap_y * shape.taps_x.by;
+  } else {
+    columns.first = number * kWide;
+  }
+  return columns;
+}
+
+__device__ __forceinline__ Item item_at(const Shape& shape, const Place& at, int number) {
+  Item item;
+  const int row = number / shape.tiles_n, part = row / shape.tiles_m;
+  item.tile_n = (number - row * shape.tiles_n.by) * CLUSTER_N + at.n;
+  item.tile_m = (row - part * shape.tiles_m.by) * CLUSTER_M + at.m;
+  item.group = CLUSTER_K > 1 ? part : part / shape.splits;
+  item.split = CLUSTER_K > 1 ? at.k : part - item.group * shape.splits.by;
+  item.first = shape.steps * item.split / shape.splits;
+  item.last = shape.steps * (item.split + 1) / shape.splits;
+  return item;
+}
+
+struct Pixel {
+  int n, h, w;
+};
+
+// The pixel of that number, counted in images of the shape's height and width.
+__device__ __forceinline__ Pixel pixel_at(const Shape& shape, int number) {
+  const int row = number / shape.width, n = row / shape.height;
+  return {n, row - n * shape.height.by, number - row * shape.width.by};
+}
+
+__device__ __forceinline__ Pixel sum(const Shape& shape, Pixel a, const Pixel& b) {
+  a.w += b.w;
+  a.h += b.h;
+  a.n += b.n;
+  if (a.w >= shape.width.by) {
+    a.w -= shape.width.by;
+    a.h++;
+  }
+  if (a.h >= shape.height.by) {
+    a.h -= shape.height.by;
+    a.n++;
+  }
+  return a;
+}
+
+// The channel and the tap of a step, without WEIGHTS.
+struct Depth {
+  int at, tap, tap_y, tap_x;
+
+  __device__ __forceinline__ Depth(const Shape& shape, int step) {
+    tap = step / shape.chunks;
+    at = (step - tap * shape.chunks.by) * kTileK;
+    tap_y = tap / shape.taps_x;
+    tap_x = tap - tap_y * shape.taps_x.by;
+  }
+
+  __device__ __forceinline__ void next(const Shape& shape) {
+    at += kTileK;
+    if (at < shape.chunks.by * kTileK) return;
+    at = 0;
+    tap++;
+    if (++tap_x == shape.taps_x.by) {
+      tap_x = 0;
+      tap_y++;
+    }
+  }
+};
