@@ -1,13 +1,14 @@
-// Convolution as a matrix product on Hopper's tensor cores, channels last, float32 sums; float32 counts as TF32.
+// Convolution as a matrix product on Hopper's tensor cores, float32 sums; float32 counts as TF32.
 // FORWARD:  y[m, k] = sum_{tap, c} x[m at tap, c] * w[k, tap, c]; m: output pixels, rows; k: filters, columns.
 // DATA:     dx[m, c] = sum_{tap, k} dy[m at tap, k] * w[k, tap, c]; m: input pixels; stride 1; taps backwards.
 // WEIGHTS:  dw[k, tap c] = sum_m dy[m, k] * x[m at tap, c]; m: output pixels, the depth.
-// SWAPPED, pixels are the columns. They come by the copy engine's im2col mode (TMA), padding included; all else as
-// boxes, and so do POINTWISE pixels: one tap, stride 1, no padding. Two warps copy, one pixels and one boxes, into a
-// ring of STAGES; CONSUMERS warpgroups multiply, ROWS blocks of 64 rows each, and write blocks of WIDE columns, for
-// WEIGHTS each of one tap. Grid: one dimension; blocks are persistent and take tiles, or SPLITS parts of each tile's
-// depth as float32, which `add_parts` adds in order. A cluster's CLUSTER_M x CLUSTER_N blocks have neighbouring tiles,
-// and each copies a share of what they have in common; or CLUSTER_K blocks add parts of one tile in order.
+// Pixels are the columns if SWAPPED, or where PLANES says that channels come first, in the result alone or everywhere.
+// They come by the copy engine's im2col mode (TMA), padding included; all else as boxes, and so do POINTWISE pixels:
+// one tap, stride 1, no padding. Two warps copy, one pixels and one boxes, into a ring of STAGES; CONSUMERS warpgroups
+// multiply, ROWS blocks of 64 rows each, and write blocks of WIDE columns, for WEIGHTS each of one tap. Blocks are
+// persistent and take tiles, or SPLITS parts of each tile's depth as float32, which `add_parts` adds in order. The
+// CLUSTER_M x CLUSTER_N blocks of a cluster have neighbouring tiles, and each copies a share of what they have in
+// common; or CLUSTER_K blocks add parts of one tile in order.
 // Design after the public description of Hopper's warp-specialised GEMMs (CUTLASS, sm90).
 #include "common/wgmma_results.cuh"
 
@@ -49,7 +50,7 @@ __device__ __forceinline__ void consume(const Shape& shape, const TensorMap* tar
     if (CLUSTER_K > 1)
       write_share(stages, consumer, sums);
     else if (SWAPPED || shape.splits.by == 1)
-      write_tile(shape, item, target, out, consumer, sums);
+      write_tile(shape, item, target, reinterpret_cast<ELEMENT*>(parts), out, consumer, sums);
     else
       write_part(shape, item, parts, consumer, sums);
   }
@@ -67,12 +68,12 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(kThreads, BLOCKS)
     implicit_gemm_wgmma(const __grid_constant__ TensorMap rows, const __grid_constant__ TensorMap columns,
                         const __grid_constant__ TensorMap target, float* parts, int all_rows, int all_columns,
                         int groups, int channels, int taps_y, int stride_h, int stride_w, int low_h, int low_w,
-                        int dilation_h, int dilation_w, int steps, int items, int taps_x, unsigned taps_x_multiplier,
-                        int taps_x_shift, int chunks, unsigned chunks_multiplier, int chunks_shift, int height,
-                        unsigned height_multiplier, int height_shift, int width, unsigned width_multiplier,
-                        int width_shift, int tiles_m, unsigned tiles_m_multiplier, int tiles_m_shift, int tiles_n,
-                        unsigned tiles_n_multiplier, int tiles_n_shift, int splits, unsigned splits_multiplier,
-                        int splits_shift) {
+                        int dilation_h, int dilation_w, int image, int size, int steps, int items, int taps_x,
+                        unsigned taps_x_multiplier, int taps_x_shift, int chunks, unsigned chunks_multiplier,
+                        int chunks_shift, int height, unsigned height_multiplier, int height_shift, int width,
+                        unsigned width_multiplier, int width_shift, int tiles_m, unsigned tiles_m_multiplier,
+                        int tiles_m_shift, int tiles_n, unsigned tiles_n_multiplier, int tiles_n_shift, int splits,
+                        unsigned splits_multiplier, int splits_shift) {
   const Shape shape{all_rows,
                     all_columns,
                     groups,
@@ -88,6 +89,8 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(kThreads, BLOCKS)
                     low_w,
                     dilation_h,
                     dilation_w,
+                    image,
+                    size,
                     {tiles_m, tiles_m_multiplier, tiles_m_shift},
                     {tiles_n, tiles_n_multiplier, tiles_n_shift},
                     steps,
@@ -109,11 +112,11 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(kThreads, BLOCKS)
     }
     consume(shape, &target, parts, role, stages, full, empty, out + role * kOutBytes);
   } else if (threadIdx.x < CONSUMERS * 128 + 32) {
-    const TensorMap* map = KIND == WEIGHTS || SWAPPED ? &columns : &rows;
+    const TensorMap* map = KIND == WEIGHTS || kPixelColumns ? &columns : &rows;
     if (threadIdx.x % 32 == 0) prefetch(map);
     produce<PixelCopies>(shape, map, stages, full, empty);
   } else {
-    const TensorMap* map = KIND == WEIGHTS || SWAPPED ? &rows : &columns;
+    const TensorMap* map = KIND == WEIGHTS || kPixelColumns ? &rows : &columns;
     if (threadIdx.x % 32 == 0) prefetch(map);
     produce<BoxCopies>(shape, map, stages, full, empty);
   }

@@ -28,7 +28,7 @@ from miofind.solution import (
 from miofind.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
 from miofind.tiling.correlation import ceil_div
 from miofind.tiling.divisor import divisor
-from miofind.tiling.wgmma import ROW_BLOCK, SPANS_BYTES, WgmmaProduct, WgmmaTiling
+from miofind.tiling.wgmma import ROW_BLOCK, SPANS_BYTES, Planes, WgmmaProduct, WgmmaTiling
 from miofind.tiling.wgmma_likely import SHARES, SPLITS, STAGES, WIDTHS, likely_tilings, varied
 from miofind.tiling.wgmma_time import estimate_ms
 
@@ -68,8 +68,12 @@ def _pixels(tiling: WgmmaTiling) -> TensorMap:
     if product.is_weights:
         wide, count = tiling.width, tiling.tile_k // along_m
     else:
-        wide, count = tiling.tile_k, (tiling.tile_n if tiling.swapped else tiling.tile_m // along_n)
+        wide, count = tiling.tile_k, (tiling.tile_n if tiling.has_pixel_columns else tiling.tile_m // along_n)
     _, channels, height, width = problem.tensor(product.pixels).shape
+    if product.has_planes_of_pixels:
+        return _planes(product, product.pixels, tiling.width, tiling.tile_k)
+    if product.has_planes_of_depth:
+        return _planes(product, product.pixels, tiling.tile_k, tiling.tile_n)
     if product.is_pointwise:
         sizes = (channels // problem.groups, problem.groups, height * width * problem.n)
         return _map(product, product.pixels, sizes, Box(sizes=(wide, 1, count)))
@@ -81,6 +85,13 @@ def _pixels(tiling: WgmmaTiling) -> TensorMap:
         pixels=count,
     )
     return _map(product, product.pixels, (channels, width, height, problem.n), walk)
+
+
+def _planes(product: WgmmaProduct, buffer: str, pixels: int, channels: int, *, loads: bool = True) -> TensorMap:
+    """Map of a tensor whose channels come first, by boxes of pixels of one image and channels."""
+    tensor = product.problem.tensor(buffer)
+    sizes = (math.prod(tensor.shape[2:]), tensor.shape[1], tensor.shape[0])
+    return _map(product, buffer, sizes, Box(sizes=(pixels, channels, 1)), loads=loads)
 
 
 def _strides(product: WgmmaProduct) -> tuple[int, int]:
@@ -95,24 +106,31 @@ def _maps(tiling: WgmmaTiling) -> tuple[TensorMap, TensorMap, TensorMap]:
     c, k = problem.c // groups, problem.k // groups
     outputs = math.prod(problem.out_spatial) * problem.n
     inputs = math.prod(problem.spatial) * problem.n
-    pixels = _pixels(tiling)
+    pixels, across = _pixels(tiling), tiling.has_pixel_columns
     out = Box(sizes=(ROW_BLOCK if tiling.swapped else tiling.width, 1, ROW_BLOCK))
+    if product.has_planes_of_depth:
+        rows = _planes(product, "y", tiling.tile_k, tiling.tile_m)
+        return rows, pixels, _map(product, "w", (c, taps, problem.k), out, loads=False)
     if product.is_weights:
         rows = _map(product, "y", (k, groups, outputs), Box(sizes=(ROW_BLOCK, 1, tiling.tile_k // along_n)))
         return rows, pixels, _map(product, "w", (c, taps, problem.k), out, loads=False)
     if product.has_deep_filters:
-        box = Box(sizes=(tiling.tile_k, 1, tiling.tile_m if tiling.swapped else tiling.tile_n // along_m))
+        box = Box(sizes=(tiling.tile_k, 1, tiling.tile_m if across else tiling.tile_n // along_m))
     else:
-        box = Box(sizes=(ROW_BLOCK if tiling.swapped else tiling.width, 1, tiling.tile_k // along_m))
+        box = Box(sizes=(ROW_BLOCK if across else tiling.width, 1, tiling.tile_k // along_m))
     if product.transposes_filters:
         filters = _map(product, _FILTERS, (k, taps, problem.c), box)
     else:
         filters = _map(product, "w", (c, taps, problem.k), box)
-    if problem.direction is Direction.FORWARD:
+    if product.has_planes_of_pixels:
+        target = _planes(product, problem.direction.output, tiling.width, ROW_BLOCK, loads=False)
+    elif product.planes is Planes.IN_RESULT:
+        target = filters  # threads store, not copies
+    elif problem.direction is Direction.FORWARD:
         target = _map(product, "y", (k, groups, outputs), out, loads=False)
     else:
         target = _map(product, "x", (c, groups, inputs), out, loads=False)
-    return (filters, pixels, target) if tiling.swapped else (pixels, filters, target)
+    return (filters, pixels, target) if across else (pixels, filters, target)
 
 
 def _multiply(tiling: WgmmaTiling, device: Device) -> KernelStep:
@@ -121,10 +139,10 @@ def _multiply(tiling: WgmmaTiling, device: Device) -> KernelStep:
     values = (
         *(tiling.rows, tiling.columns, problem.groups, product.channels, product.taps[0]),
         *(*_strides(product), *product.low, *problem.conv.dilation),
-        *(tiling.steps, tiling.items),
+        *(product.image, problem.output.size, tiling.steps, tiling.items),
     )
     shares = tiling.cluster[2]
-    divisors = (product.taps[1], tiling.chunks, *product.walked, tiles_m, tiles_n, tiling.splits * shares)
+    divisors = (product.taps[1], tiling.chunks, *tiling.walked, tiles_m, tiles_n, tiling.splits * shares)
     blocks = math.prod(tiling.cluster)
     # Blocks that add what they have computed take one item each.
     clusters = tiling.items if shares > 1 else min(tiling.items, max(1, device.sm_count * tiling.blocks // blocks))
@@ -192,6 +210,8 @@ def _defines(tiling: WgmmaTiling) -> tuple[tuple[str, str | int], ...]:
         *zip(("CLUSTER_M", "CLUSTER_N", "CLUSTER_K"), tiling.cluster, strict=True),
         ("SWAPPED", int(tiling.swapped)),
         ("POINTWISE", int(tiling.product.is_pointwise)),
+        ("PLANES", tiling.product.planes.value),
+        ("RUN", tiling.run),
     )
 
 
@@ -200,12 +220,31 @@ def _shared_bytes(device: Device) -> int:
     return device.shared_bytes or _SHARED_BYTES
 
 
+def _layouts_refusal(problem: ProblemDescription) -> str | None:
+    """Why tensors' layouts are not served, None if they are."""
+    planes = Planes.of(problem)
+    if planes is None:
+        return "takes channels-last operands, or channels-first ones for a filter of one tap"
+    if planes is not Planes.EVERYWHERE:
+        return None
+    product, itemsize = WgmmaProduct.of(problem), problem.x.dtype.itemsize
+    if not product.is_pointwise:
+        return "takes channels-first operands for a filter of one tap, stride 1 and no padding"
+    if product.image * itemsize % 16:
+        return f"copies 16 bytes: images of {product.image} elements take no multiple"
+    if itemsize > 2 and not product.is_weights:
+        return "takes channels-first operands in 16 bits: TF32 products take no transposed operands"
+    return None
+
+
 class ConvImplicitGemmWgmma(Solver):
-    """Convolution as a matrix product on wgmma and TMA: NHWC, sums in float32.
+    """Convolution as a matrix product on wgmma and TMA: NHWC, or NCHW where a filter has one tap; sums in float32.
 
     Serves float16 and bfloat16, and float32 as TF32 but for backward weights. Channels and filters of a group take
-    multiples of 16 bytes, and in several groups mostly of a step's depth; backward data has stride 1. Parts of a tile's
-    depth are added in order, by a second pass or within a cluster, so equal inputs give equal bits.
+    multiples of 16 bytes, and in several groups mostly of a step's depth; backward data has stride 1. NCHW is served
+    where outputs meet one pixel each, in order, and images take multiples of 16 bytes; a result alone may be NCHW
+    always. Parts of a tile's depth are added in order, by a second pass or within a cluster, so equal inputs give equal
+    bits.
 
     Source: NVIDIA CUTLASS, include/cutlass/conv, for im2col copies of each direction; PTX ISA, wgmma.
     """
@@ -217,7 +256,7 @@ class ConvImplicitGemmWgmma(Solver):
             place=Place.CUDA,
             library=Library.PLAIN,
             dtypes=frozenset({DataType.FLOAT16, DataType.BFLOAT16, DataType.FLOAT32}),
-            layouts=frozenset({Layout.NWC, Layout.NHWC}),
+            layouts=frozenset({Layout.NWC, Layout.NHWC, Layout.NCW, Layout.NCHW}),
             min_sm=90,
             archs=("90a",),
         ),
@@ -251,6 +290,8 @@ class ConvImplicitGemmWgmma(Solver):
             conv(data, x=(2, 20, 9, 9), w=(36, 20, 3, 3), padding=1, dtype=DataType.FLOAT32, math="tf32"),
             conv(data, x=(2, 72, 12, 11), w=(64, 72, 5, 3), padding=(2, 1)),
             conv(weights, x=(2, 64, 14, 14), w=(72, 64, 3, 3), padding=1, dilation=2),
+            conv(x=(2, 72, 12, 14), w=(64, 72, 1, 1), layout=Layout.NCHW),
+            conv(x=(2, 24, 9, 7), w=(40, 24, 3, 3), layout={"x": Layout.NHWC, "w": Layout.NHWC, "y": Layout.NCHW}),
         )
 
     def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
@@ -259,12 +300,14 @@ class ConvImplicitGemmWgmma(Solver):
         if problem.x.dtype is DataType.FLOAT32:
             if problem.math is not MathMode.TF32:
                 return Applicability("multiplies float32 as TF32, which math='tf32' allows")
-            if problem.direction is Direction.BACKWARD_WEIGHTS:
+            if problem.direction is Direction.BACKWARD_WEIGHTS and Planes.of(problem) is not Planes.EVERYWHERE:
                 return Applicability("serves backward weights in 16 bits: TF32 products take no transposed operands")
         c, k = problem.c // problem.groups, problem.k // problem.groups
         unit = 16 // problem.x.dtype.itemsize
         if c % unit or k % unit:
             return Applicability(f"copies 16 bytes: {c} channels or {k} filters a group are no multiple of {unit}")
+        if (reason := _layouts_refusal(problem)) is not None:
+            return Applicability(reason)
         if problem.output.size == 0 or problem.flops == 0:
             return Applicability("has no empty products")
         conv = problem.conv

@@ -23,7 +23,7 @@ from miofind.problem import Direction, Layout, MathMode, ProblemDescription
 from miofind.reference import reference_on_host
 from miofind.solution import Box, Config, ConfigValue, ConvSolution, Im2col, KernelStep, Pointer, Scalar, TensorMap
 from miofind.solver import solver_by_id
-from miofind.tiling.wgmma import WgmmaProduct, WgmmaTiling
+from miofind.tiling.wgmma import Planes, WgmmaProduct, WgmmaTiling
 
 Array = NDArray[np.float64]
 
@@ -42,6 +42,12 @@ def conv(kind: str = "float16", **fields: Any) -> ProblemDescription:
     return ProblemDescription.convolution(**{"layout": Layout.NHWC, **KINDS[kind], **fields})
 
 
+IN_RESULT = {
+    FORWARD: {"x": Layout.NHWC, "w": Layout.NHWC, "y": Layout.NCHW},
+    DATA: {"x": Layout.NCHW, "w": Layout.NHWC, "y": Layout.NHWC},
+}
+"""The result alone has its channels first."""
+
 LARGE: dict[str, ProblemDescription] = {
     "3x3": conv(x=(32, 64, 56, 56), w=(64, 64, 3, 3), padding=1),
     "few pixels": conv(x=(1, 512, 7, 7), w=(512, 512, 3, 3), padding=1),
@@ -55,6 +61,14 @@ LARGE: dict[str, ProblemDescription] = {
     "pointwise": conv(x=(4, 256, 28, 28), w=(512, 256, 1, 1)),
     "pointwise groups": conv(x=(4, 528, 24, 24), w=(560, 264, 1, 1), groups=2),
     "pointwise weights": conv(x=(4, 256, 28, 28), w=(512, 256, 1, 1), direction=WEIGHTS),
+    "planes": conv(x=(4, 264, 28, 28), w=(520, 264, 1, 1), layout="NCHW"),
+    "planes of groups": conv(x=(4, 512, 24, 24), w=(384, 256, 1, 1), groups=2, layout="NCHW"),
+    "planes of data": conv(x=(4, 256, 28, 30), w=(512, 256, 1, 1), layout="NCHW", direction=DATA),
+    "planes of weights": conv(x=(4, 256, 28, 28), w=(512, 256, 1, 1), layout="NCHW", direction=WEIGHTS),
+    "planes of tf32 weights": conv("tf32", x=(4, 64, 20, 21), w=(128, 64, 1, 1), layout="NCHW", direction=WEIGHTS),
+    "planes in y": conv(x=(4, 128, 28, 28), w=(192, 128, 3, 3), padding=1, layout=IN_RESULT[FORWARD]),
+    "planes in dx": conv(x=(4, 128, 15, 15), w=(192, 128, 3, 3), layout=IN_RESULT[DATA], direction=DATA),
+    "planes in tf32 y": conv("tf32", x=(4, 64, 14, 14), w=(192, 64, 3, 3), stride=2, layout=IN_RESULT[FORWARD]),
 }
 each_large = pytest.mark.parametrize("problem", LARGE.values(), ids=LARGE)
 
@@ -121,11 +135,23 @@ REFUSED: dict[str, tuple[ProblemDescription, str]] = {
         "reach",
     ),
     "many elements": (conv(x=(1, 8, 2**14, 2**14), w=(8, 8, 1, 1)), "32 bits"),
-    "channels first": (conv(x=(2, 16, 8, 8), w=(16, 16, 3, 3), layout="NCHW"), "NCHW"),
-    "channels first for one": (
+    "channels first": (conv(x=(2, 16, 8, 8), w=(16, 16, 3, 3), layout="NCHW"), "channels-last operands"),
+    "channels first for filters": (
         conv(x=(2, 16, 8, 8), w=(16, 16, 3, 3), layout={"x": "NHWC", "w": "NCHW", "y": "NHWC"}),
-        "w is NCHW",
+        "channels-last operands",
     ),
+    "channels first for operands": (
+        conv(x=(2, 16, 8, 8), w=(16, 16, 1, 1), layout={"x": "NCHW", "w": "NCHW", "y": "NHWC"}),
+        "channels-last operands",
+    ),
+    "channels first for one of two": (
+        conv(x=(2, 16, 8, 8), w=(16, 16, 1, 1), layout={"x": "NCHW", "w": "NCHW", "y": "NHWC"}, direction=WEIGHTS),
+        "channels-last operands",
+    ),
+    "channels first with padding": (conv(x=(2, 16, 8, 8), w=(16, 16, 1, 1), padding=1, layout="NCHW"), "no padding"),
+    "channels first with stride": (conv(x=(2, 16, 8, 8), w=(16, 16, 1, 1), stride=2, layout="NCHW"), "stride 1"),
+    "channels first, odd images": (conv(x=(2, 16, 14, 14), w=(16, 16, 1, 1), layout="NCHW"), "196 elements"),
+    "channels first in TF32": (conv("tf32", x=(2, 16, 8, 8), w=(16, 16, 1, 1), layout="NCHW"), "in 16 bits"),
     "three dimensions": (conv(x=(2, 16, 4, 8, 8), w=(16, 16, 3, 3, 3), layout="NDHWC"), "NDHWC"),
 }
 
@@ -249,7 +275,8 @@ def test_kernels_are_told_how_the_copies_walk(problem: ProblemDescription) -> No
         named, maps = named_args(step), maps_of(step)
         assert named["groups"] == problem.groups
         assert named["items"] == named["tiles_m"] * named["tiles_n"] * named["groups"] * config["splits"]
-        is_second = problem.direction is WEIGHTS or config["swapped"] == 1
+        planes = WgmmaProduct.of(problem).planes
+        is_second = problem.direction is WEIGHTS or config["swapped"] == 1 or planes is not Planes.NOWHERE
         walk = maps[1 if is_second else 0]
         assert walk.pointer.buffer == pixels
         assert dict(step.defines)["POINTWISE"] == int(isinstance(walk.copy, Box)) == int(is_pointwise(problem))
@@ -257,8 +284,12 @@ def test_kernels_are_told_how_the_copies_walk(problem: ProblemDescription) -> No
             assert named[f"dilation_{name}"] == planar.conv.dilation[1 - axis]
             assert named[taps] == planar.filter[1 - axis]
             count = named["width" if name == "w" else "height"]
-            if not isinstance(walk.copy, Im2col):
+            if planes is Planes.EVERYWHERE:
+                length = walk.copy.sizes[0] if name == "w" else walk.sizes[0]
+                assert count == math.ceil(walk.sizes[0] / length)
+            elif not isinstance(walk.copy, Im2col):
                 assert count == planar.tensor(pixels).shape[3 - axis]
+            if not isinstance(walk.copy, Im2col):
                 assert (named[f"low_{name}"], named[f"stride_{name}"], named[taps]) == (0, 1, 1)
                 continue
             low, high, stride = (corner[axis] for corner in (walk.copy.lower, walk.copy.upper, walk.copy.strides))
@@ -275,6 +306,9 @@ def test_boxes_of_pixels_end_with_the_group(problem: ProblemDescription) -> None
         maps = maps_of(product_of(SOLVER.solution(problem, DEVICE, config)))
         [boxes] = [tensor_map for tensor_map in maps[:2] if tensor_map.pointer.buffer == pixels]
         sizes = (channels // problem.groups, problem.groups, problem.tensor(pixels).size // channels)
+        if WgmmaProduct.of(problem).planes is Planes.EVERYWHERE:
+            sizes = (math.prod(problem.spatial), channels, problem.n)
+            assert problem.direction is WEIGHTS or problem.groups == 1 or sizes[1] // problem.groups % 64 == 0
         assert boxes.sizes == sizes
 
 
@@ -298,6 +332,8 @@ def test_grids_are_whole_clusters(problem: ProblemDescription) -> None:
         assert cluster * items <= step.grid[0] or DEVICE.sm_count * config["blocks"] - step.grid[0] < cluster
     product = WgmmaProduct.of(problem)
     lacking = {"2x1x1"} if product.rows <= 64 else set()
+    if product.planes is not Planes.NOWHERE:
+        lacking = {"2x1x1", "1x2x1"}
     assert seen == set(SOLVER.parameters["cluster"]) - lacking
 
 
@@ -307,7 +343,7 @@ def test_shared_memory_holds_what_the_kernel_lays_there(problem: ProblemDescript
     itemsize = problem.x.dtype.itemsize
     for config in sampled(problem):
         step = product_of(SOLVER.solution(problem, DEVICE, config))
-        defines = {name: int(value) for name, value in step.defines if name not in ("ELEMENT", "KIND")}
+        defines = {name: int(value) for name, value in step.defines if name not in ("ELEMENT", "KIND", "PLANES")}
         tile_m, tile_n = 64 * defines["CONSUMERS"] * defines["ROWS"], defines["TILE_N"]
         ring = defines["STAGES"] * (tile_m + tile_n) * defines["TILE_K"] * itemsize
         tile = tile_m * tile_n * itemsize
@@ -539,7 +575,7 @@ def problems(draw: st.DrawFn, most: int, extent: int, batch: int) -> ProblemDesc
     """
     direction, kind = draw(st.sampled_from(list(Direction))), draw(st.sampled_from(["float16", "tf32"]))
     rank, groups, is_pointwise = draw(st.integers(1, 2)), draw(st.integers(1, 3)), draw(st.booleans())
-    unit = 8 if kind == "float16" else 4
+    unit, output = 8 if kind == "float16" else 4, direction.output
     c, k = (unit * draw(st.integers(1, most)) for _ in range(2))
     taps = [1 if is_pointwise else draw(st.integers(1, 3)) for _ in range(rank)]
     dilation = [draw(st.integers(1, 3)) for _ in range(rank)]
@@ -547,6 +583,9 @@ def problems(draw: st.DrawFn, most: int, extent: int, batch: int) -> ProblemDesc
     reach = [step * (tap - 1) + 1 for step, tap in zip(dilation, taps, strict=True)]
     least = [max(1, size - sum(pads)) for size, pads in zip(reach, padding, strict=True)]
     has_stride = direction is not DATA and not is_pointwise
+    last, first = (Layout.of(rank, channels_last=is_last) for is_last in (True, False))
+    layouts: list[Any] = [last, last] if direction is WEIGHTS else [last, {**dict.fromkeys("xwy", last), output: first}]
+    layout = draw(st.sampled_from([*layouts, first] if is_pointwise else layouts))
     problem = ProblemDescription.convolution(
         x=(draw(st.integers(1, batch)), groups * c, *(draw(st.integers(size, size + extent)) for size in least)),
         w=(groups * k, c, *taps),
@@ -555,7 +594,7 @@ def problems(draw: st.DrawFn, most: int, extent: int, batch: int) -> ProblemDesc
         dilation=dilation,
         groups=groups,
         direction=direction,
-        layout=Layout.of(rank, channels_last=True),
+        layout=layout,
         dtype=KINDS[kind]["dtype"],
         math=KINDS[kind].get("math", MathMode.IEEE),
     )
@@ -584,9 +623,9 @@ def test_default_configurations_are_few_and_valid(problem: ProblemDescription, d
         assert 0 < SOLVER.estimate_ms(problem, device, config) < math.inf
 
 
-def in_memory(tensor: Array) -> Array:
-    """Elements in order, channels last."""
-    return np.ascontiguousarray(np.moveaxis(tensor, 1, -1)).ravel()
+def in_memory(tensor: Array, layout: Layout) -> Array:
+    """Elements in order."""
+    return np.ascontiguousarray(np.moveaxis(tensor, 1, -1) if layout.channels_last else tensor).ravel()
 
 
 def laid_out_anew(problem: ProblemDescription, w: Array) -> Array:
@@ -605,7 +644,7 @@ def drawn_inputs(problem: ProblemDescription, seed: int) -> dict[str, Array]:
 
 def computed(problem: ProblemDescription, config: Config, inputs: dict[str, Array]) -> Array:
     """The result's memory, from what a configuration's launch reaches by its maps; each place is written once."""
-    memory = {name: in_memory(values) for name, values in inputs.items()}
+    memory = {name: in_memory(values, problem.tensor(name).layout) for name, values in inputs.items()}
     if problem.direction is DATA:
         memory["filters"] = laid_out_anew(problem, inputs["w"])
     solution = SOLVER.solution(problem, DEVICE, config)
@@ -615,7 +654,8 @@ def computed(problem: ProblemDescription, config: Config, inputs: dict[str, Arra
     if written == "parts":
         [region] = [region for region in solution.workspace.regions if region.name == "parts"]
         assert region.bytes == 4 * parts.size
-    viewed(maps_of(step)[2], parts[: problem.output.size])  # covers the result
+    if WgmmaProduct.of(problem).planes is not Planes.IN_RESULT:
+        viewed(maps_of(step)[2], parts[: problem.output.size])  # covers the result
     return parts.reshape(-1, problem.output.size).sum(axis=0)
 
 
@@ -624,13 +664,15 @@ def computed(problem: ProblemDescription, config: Config, inputs: dict[str, Arra
 def test_launches_compute_the_convolution(problem: ProblemDescription, data: st.DataObject, seed: int) -> None:
     inputs = drawn_inputs(problem, seed)
     config = data.draw(st.sampled_from(list(drawn_wgmma(SOLVER, problem, DEVICE, 4, 1))))
-    expected = in_memory(reference_on_host(problem, **inputs))
+    expected = in_memory(reference_on_host(problem, **inputs), problem.output.layout)
     np.testing.assert_array_equal(computed(problem, config, inputs), expected)
 
 
-def tiled(shapes: dict[str, dict[str, Any]], kinds: list[str], direction: Direction) -> dict[str, ProblemDescription]:
+def tiled(
+    shapes: dict[str, dict[str, Any]], kinds: list[str], direction: Direction, **common: Any
+) -> dict[str, ProblemDescription]:
     return {
-        f"{name} {kind} {direction.value}": conv(kind, **fields, direction=direction)
+        f"{name} {kind} {direction.value}": conv(kind, **fields, direction=direction, **common)
         for name, fields in shapes.items()
         for kind in kinds
     }
@@ -660,12 +702,25 @@ CUT_GROUPS: dict[str, dict[str, Any]] = {
     "cut groups": {"x": (4, 80, 17, 18), "w": (144, 40, 1, 3), "padding": ((0, 0), (0, 2)), "groups": 2},
     "pointwise cut groups": {"x": (4, 144, 17, 18), "w": (144, 72, 1, 1), "groups": 2},
 }
+IN_PLANES = {"planes": {"x": (6, 264, 16, 17), "w": (328, 264, 1, 1)}}
+IN_PLANES_OF_GROUPS = {"planes of groups": {"x": (6, 512, 12, 14), "w": (512, 256, 1, 1), "groups": 2}}
+IN_PLANES_OF_RESULTS = {
+    "odd planes": {"x": (2, 136, 11, 13), "w": (136, 136, 3, 3), "padding": 1},
+    "even planes": {"x": (2, 136, 11, 14), "w": (136, 136, 3, 3), "padding": 1},
+    "whole planes": {"x": (2, 136, 12, 14), "w": (136, 136, 3, 3), "padding": 1},
+    "planes of walked groups": {"x": (3, 256, 9, 11), "w": (384, 128, 2, 3), "padding": 1, "groups": 2},
+}
 TILED = {
     **tiled(OF_PIXELS | WALKED_GROUPS | POINTWISE_GROUPS, ["float16"], FORWARD),
     **tiled(OF_PIXELS | WALKED_GROUPS | POINTWISE_GROUPS, ["float16"], DATA),
     **tiled(WALKED_GROUPS | POINTWISE_GROUPS, ["tf32"], FORWARD),
     **tiled(WALKED_GROUPS | POINTWISE_GROUPS, ["tf32"], DATA),
     **tiled(OF_WEIGHTS | CUT_GROUPS, ["float16"], WEIGHTS),
+    **tiled(IN_PLANES | IN_PLANES_OF_GROUPS, ["float16"], FORWARD, layout="NCHW"),
+    **tiled(IN_PLANES | IN_PLANES_OF_GROUPS, ["float16"], DATA, layout="NCHW"),
+    **tiled(IN_PLANES | IN_PLANES_OF_GROUPS, ["float16", "tf32"], WEIGHTS, layout="NCHW"),
+    **tiled(IN_PLANES_OF_RESULTS, ["float16", "tf32"], FORWARD, layout=IN_RESULT[FORWARD]),
+    **tiled(IN_PLANES_OF_RESULTS, ["float16", "tf32"], DATA, layout=IN_RESULT[DATA]),
 }
 each_tiled = pytest.mark.parametrize("problem", TILED.values(), ids=TILED)
 
@@ -674,7 +729,7 @@ each_tiled = pytest.mark.parametrize("problem", TILED.values(), ids=TILED)
 def test_each_kind_of_tiling_computes_the_convolution(problem: ProblemDescription) -> None:
     """Many tiles, steps and parts, none of which are whole."""
     inputs = drawn_inputs(problem, 7)
-    expected = in_memory(reference_on_host(problem, **inputs))
+    expected = in_memory(reference_on_host(problem, **inputs), problem.output.layout)
     missing = set()
     for name, held in WGMMA_TILINGS.items():
         configs = drawn(SOLVER, problem, DEVICE, 3, held)[-1:]
@@ -684,6 +739,9 @@ def test_each_kind_of_tiling_computes_the_convolution(problem: ProblemDescriptio
             np.testing.assert_array_equal(computed(problem, config, inputs), expected, err_msg=config.json)
     is_cut = problem.direction is WEIGHTS and problem.groups > 1 and problem.k // problem.groups % 64 > 0
     lacking = {"swapped"} if problem.direction is WEIGHTS or problem.math is MathMode.TF32 else set()
+    if WgmmaProduct.of(problem).planes is not Planes.NOWHERE:
+        lacking = {name for name in WGMMA_TILINGS if name == "swapped" or "x1x1" in name or "1x2x1" in name}
+        lacking -= {"cluster 1x1x1"}
     assert missing == lacking | ({"alone", "cluster 2x1x1", "cluster 1x2x1"} if is_cut else set())
 
 
@@ -704,9 +762,11 @@ def test_groups_do_not_meet(problem: ProblemDescription) -> None:
         kept = first_group(inputs[name], name).copy()
         inputs[name][:] = np.nan
         inputs[name][tuple(slice(size) for size in kept.shape)] = kept
-    layout = np.moveaxis(expected, 1, -1).shape
+    is_last = problem.output.layout.channels_last
+    shape = np.moveaxis(expected, 1, -1).shape if is_last else expected.shape
     for held in WGMMA_TILINGS.values():
         for config in drawn(SOLVER, problem, DEVICE, 1, held):
-            result = np.moveaxis(computed(problem, config, inputs).reshape(layout), -1, 1)
+            result = computed(problem, config, inputs).reshape(shape)
+            result = np.moveaxis(result, -1, 1) if is_last else result
             found, wanted = first_group(result, output), first_group(expected, output)
             np.testing.assert_array_equal(found, wanted, err_msg=config.json)

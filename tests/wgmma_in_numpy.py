@@ -37,14 +37,19 @@ def _overlap(sizes: tuple[int, ...], box: tuple[int, ...], at: tuple[int, ...]) 
 
 
 def copied_box(tensor_map: TensorMap, memory: Array, *at: int) -> Array:
-    """A box that begins at a place, innermost first: (length, width), zeros beyond the tensor."""
+    """A box of one index of an axis, which begins at a place, innermost first: (length, width), zeros beyond."""
     assert isinstance(tensor_map.copy, Box)
     tensor, sizes = viewed(tensor_map, memory), tensor_map.copy.sizes[::-1]
     copied = np.zeros(sizes)
     there, here = _overlap(tensor.shape, sizes, at[::-1])
     copied[here] = tensor[there]
-    assert sizes[1] == 1
-    return copied[:, 0]
+    return _matrix(copied)
+
+
+def _matrix(box: Array) -> Array:
+    """Without the one axis of length 1, which is not the innermost."""
+    [axis] = [axis for axis, size in enumerate(box.shape[:-1]) if size == 1]
+    return np.squeeze(box, axis)
 
 
 def copied_pixels(tensor_map: TensorMap, memory: Array, at: tuple[int, int, int, int], tap: tuple[int, int]) -> Array:
@@ -71,11 +76,11 @@ def store_box(tensor_map: TensorMap, memory: Array, values: Array, *at: int) -> 
     """Writes (length, width) to a place, innermost first, cut off at the tensor's ends; nothing is written twice."""
     assert isinstance(tensor_map.copy, Box)
     tensor, sizes = viewed(tensor_map, memory), tensor_map.copy.sizes[::-1]
-    assert values.shape == (sizes[0], sizes[2])
-    assert sizes[1] == 1
+    box = values.reshape(sizes)
+    assert _matrix(box).shape == values.shape
     there, here = _overlap(tensor.shape, sizes, at[::-1])
     assert np.isnan(tensor[there]).all()
-    tensor[there] = values[:, None][here]
+    tensor[there] = box[here]
 
 
 class Place(NamedTuple):
@@ -112,12 +117,16 @@ class Launch:
         rows, columns, self.target = (arg for arg in step.args if isinstance(arg, TensorMap))
         self.named, self.memory, self.kind = named, memory, defines["KIND"]
         self.weights, self.swapped = self.kind == "WEIGHTS", bool(defines["SWAPPED"])
-        self.pointwise = bool(defines["POINTWISE"])
+        self.pointwise, self.run_length = bool(defines["POINTWISE"]), int(defines["RUN"])
+        self.planes = defines["PLANES"]
+        self.pixel_columns = not self.weights and (self.swapped or self.planes != "NOWHERE")
+        self.planes_of_pixels = not self.weights and self.planes == "EVERYWHERE"
+        self.planes_of_depth = self.weights and self.planes == "EVERYWHERE"
         self.deep_filter = self.kind == "FORWARD" or (self.kind == "DATA" and defines["ELEMENT"] == "float32")
         self.blocks, self.wide = int(defines["CONSUMERS"]) * int(defines["ROWS"]), int(defines["WIDE"])
         self.tile_m, self.tile_n, self.tile_k = 64 * self.blocks, int(defines["TILE_N"]), int(defines["TILE_K"])
         self.cluster = Place(*(int(defines[f"CLUSTER_{axis}"]) for axis in "MNK"))
-        has_pixels_first = not self.weights and not self.swapped
+        has_pixels_first = not self.weights and not self.pixel_columns
         self.pixels, self.boxes = (rows, columns) if has_pixels_first else (columns, rows)
         self.grid, self.taps = step.grid[0], named["taps_y"] * named["taps_x"]
 
@@ -145,6 +154,8 @@ class Launch:
                 self._write_rows(item, tile, out[item.split * size : (item.split + 1) * size])
             elif self.swapped:
                 self._store_swapped(item, tile, out)
+            elif self.planes == "IN_RESULT":
+                self._write_planes(item, tile, out)
             else:
                 self._store(item, tile, out)
 
@@ -169,17 +180,31 @@ class Launch:
         """A tile's sums: NaN in columns that were not copied."""
         sums = np.zeros((self.tile_m, self.tile_n))
         for step in item.steps:
-            if self.weights:
+            if self.planes_of_depth:
+                named, place = self.named, self._in_planes(step, self.tile_k)
+                rows = self._of_planes(self.boxes, place, item.group * named["all_rows"] + item.tile_m * self.tile_m)
+                first_column = item.group * named["all_columns"] + item.tile_n * self.tile_n
+                columns = self._of_planes(self.pixels, place, first_column)
+            elif self.weights:
                 rows = self._rows_of_weights(item, step)
                 columns = self._columns_of_weights(item, step)
             else:
                 rows, columns = self._filters(item, step), self._pixels_at(item, step)
-                if not self.swapped:
+                if not self.pixel_columns:
                     rows, columns = columns, rows
             assert rows.shape == (self.tile_m, self.tile_k)
             assert columns.shape == (self.tile_n, self.tile_k)
             sums += rows @ columns.T
         return sums
+
+    def _in_planes(self, number: int, length: int) -> tuple[int, int]:
+        """Image of a block of pixels, and its first pixel in there."""
+        n, block = divmod(number, self.named["width"])
+        return n, block * length
+
+    def _of_planes(self, pixels: TensorMap, place: tuple[int, int], channel: int) -> Array:
+        """Pixels of channels from one on: (channels, pixels)."""
+        return copied_box(pixels, self.memory[pixels.pointer.buffer], place[1], channel, place[0])
 
     def _walked(self, number: int, channel: int, tap: tuple[int, int]) -> Array:
         """Pixels from a number on, at a tap (y, x)."""
@@ -196,8 +221,13 @@ class Launch:
         tap_y, tap_x = divmod(tap, named["taps_x"])
         if self.kind == "DATA":
             tap_y, tap_x = named["taps_y"] - 1 - tap_y, named["taps_x"] - 1 - tap_x
-        length = self.tile_n if self.swapped else self.tile_m
-        first, depth = (item.tile_n if self.swapped else item.tile_m) * length, chunk * self.tile_k
+        length = self.tile_n if self.pixel_columns else self.tile_m
+        first, depth = (item.tile_n if self.pixel_columns else item.tile_m) * length, chunk * self.tile_k
+        if self.planes_of_pixels:
+            numbers = range(first // self.wide, (first + length) // self.wide)
+            places = [self._in_planes(number, self.wide) for number in numbers]
+            channel = item.group * named["channels"] + depth
+            return np.concatenate([self._of_planes(self.pixels, place, channel).T for place in places])
         shares = []
         for share in range(self.cluster.n):
             number = first + share * (length // self.cluster.n)
@@ -210,9 +240,9 @@ class Launch:
     def _filters(self, item: Item, step: int) -> Array:
         named, memory = self.named, self.memory[self.boxes.pointer.buffer]
         tap, chunk = divmod(step, named["chunks"])
-        length, tile = (self.tile_m, item.tile_m) if self.swapped else (self.tile_n, item.tile_n)
+        length, tile = (self.tile_m, item.tile_m) if self.pixel_columns else (self.tile_n, item.tile_n)
         of_group, depth, shares = (
-            named["all_rows" if self.swapped else "all_columns"],
+            named["all_rows" if self.pixel_columns else "all_columns"],
             chunk * self.tile_k,
             self.cluster.m,
         )
@@ -221,7 +251,7 @@ class Launch:
             firsts = [first + share * (length // shares) for share in range(shares)]
             return np.concatenate([copied_box(self.boxes, memory, depth, tap, first) for first in firsts])
         blocks = []
-        for block in range(0, length, 64 if self.swapped else self.wide):
+        for block in range(0, length, 64 if self.pixel_columns else self.wide):
             first = item.group * named["channels"] + depth
             firsts = [first + share * (self.tile_k // shares) for share in range(shares)]
             parts = [copied_box(self.boxes, memory, tile * length + block, tap, first) for first in firsts]
@@ -271,6 +301,9 @@ class Launch:
                 if self.weights:
                     row_of_all = item.group * self.named["all_rows"] + row
                     store_box(self.target, out, values, columns.first, columns.tap, row_of_all)
+                elif self.planes_of_pixels:
+                    n, pixel = self._in_planes(columns.first // self.wide, self.wide)
+                    store_box(self.target, out, values, pixel, item.group * self.named["all_rows"] + row, n)
                 else:
                     store_box(self.target, out, values, columns.first, item.group, row)
 
@@ -284,6 +317,9 @@ class Launch:
 
     def _write_rows(self, item: Item, sums: Array, out: Array) -> None:
         """What is stored by rows, elements in the order of the tensor."""
+        if self.pixel_columns:
+            self._write_planes(item, sums, out)
+            return
         named = self.named
         row_of_tile = item.tile_m * self.tile_m
         count = max(0, min(self.tile_m, named["all_rows"] - row_of_tile))
@@ -300,3 +336,23 @@ class Launch:
             places = lines[:, None] * named["all_columns"] + columns.first + np.arange(width)
             assert np.isnan(out[places]).all()
             out[places] = sums[:count, block * self.wide : block * self.wide + width]
+
+    def _write_planes(self, item: Item, sums: Array, out: Array) -> None:
+        """Likewise where the columns are pixels of planes, run by run."""
+        named, image = self.named, self.named["image"]
+        first_row, first = item.tile_m * self.tile_m, item.tile_n * self.tile_n
+        rows = np.arange(first_row, min(first_row + self.tile_m, named["all_rows"]))
+        for column in range(first, min(first + self.tile_n, named["all_columns"]), self.run_length):
+            if self.planes_of_pixels:
+                n, pixel = self._in_planes(column // self.wide, self.wide)
+                pixel += column % self.wide
+            else:
+                n, pixel = divmod(column, image)
+            if pixel >= image:
+                continue
+            assert pixel + self.run_length <= image
+            planes = (n * named["groups"] + item.group) * named["all_rows"] + rows
+            places = planes[:, None] * image + pixel + np.arange(self.run_length)
+            assert (places[:, 0] % self.run_length == 0).all()
+            assert np.isnan(out[places]).all()
+            out[places] = sums[: len(rows), column - first : column - first + self.run_length]

@@ -6,32 +6,40 @@
 // This block's share of an item's copies of pixels, step by step: of the rows, for WEIGHTS of the columns.
 struct PixelCopies {
   static constexpr int kShares = KIND == WEIGHTS ? CLUSTER_M : CLUSTER_N;
-  static constexpr int kPixels = (KIND == WEIGHTS ? kTileK : SWAPPED ? kTileN : kTileM) / kShares;
+  static constexpr int kPixels = (KIND == WEIGHTS ? kTileK : kPixelColumns ? kTileN : kTileM) / kShares;
   int share, bytes;  // bytes that this block gets a step
   unsigned short blocks;
   int number;  // of the first pixel
   Pixel pixel, stride;
   Depth depth;
   Columns columns[KIND == WEIGHTS ? kColumnBlocks : 1];
+  Pixel blocks_first[kPlanesOfPixels ? kColumnBlocks : 1];
 
   __device__ __forceinline__ PixelCopies(const Shape& shape, const Place& at, const Item& item)
       : share(KIND == WEIGHTS ? at.m : at.n),
-        bytes(KIND == WEIGHTS || SWAPPED ? kColumnBytes : kRowBytes),
+        bytes(KIND == WEIGHTS || kPixelColumns ? kColumnBytes : kRowBytes),
         blocks(KIND == WEIGHTS ? same_columns(at) : same_rows(at)),
-        number((KIND == WEIGHTS ? item.first * kTileK
-                : SWAPPED       ? item.tile_n * kTileN
-                                : item.tile_m * kTileM) +
+        number((kPlanesOfDepth    ? item.first
+                : KIND == WEIGHTS ? item.first * kTileK
+                : kPixelColumns   ? item.tile_n * kTileN
+                                  : item.tile_m * kTileM) +
                share * kPixels),
         pixel(pixel_at(shape, number)),
         stride{},
         depth(shape, item.first) {
-    if constexpr (KIND == WEIGHTS) {
+    if constexpr (kPlanesOfDepth) {
+      stride = {0, 0, 1};
+    } else if constexpr (KIND == WEIGHTS) {
       stride = pixel_at(shape, kTileK);
 #pragma unroll
       for (int block = 0; block < kColumnBlocks; block++) {
         columns[block] = columns_at(shape, item.tile_n, block);
         if (!any(shape, columns[block])) bytes -= kColumnBlock;
       }
+    } else if constexpr (kPlanesOfPixels) {
+#pragma unroll
+      for (int block = 0; block < kColumnBlocks; block++)
+        blocks_first[block] = pixel_at(shape, item.tile_n * kColumnBlocks + block);
     }
   }
 
@@ -46,6 +54,18 @@ struct PixelCopies {
 
   __device__ __forceinline__ void begin(const Shape& shape, const Item& item, const TensorMap* map, unsigned stage,
                                         unsigned barrier) const {
+    if constexpr (kPlanesOfDepth) {
+      copy_box(stage + kRowBytes, map, barrier, pixel.w * kTileK, item.group * shape.columns + item.tile_n * kTileN,
+               pixel.n);
+      return;
+    }
+    if constexpr (kPlanesOfPixels) {
+#pragma unroll
+      for (int block = 0; block < kColumnBlocks; block++)
+        copy_box(stage + kRowBytes + block * kColumnBlock, map, barrier, blocks_first[block].w * kWide,
+                 item.group * shape.channels + depth.at, blocks_first[block].n);
+      return;
+    }
     const int w = pixel.w * shape.stride_w + shape.low_w, h = pixel.h * shape.stride_h + shape.low_h;
     if constexpr (KIND == WEIGHTS) {
       const unsigned to = stage + kRowBytes + share * kPixels * kSpanWide;
@@ -61,7 +81,7 @@ struct PixelCopies {
       }
       return;
     }
-    const unsigned to = stage + (SWAPPED ? kRowBytes : share * kPixels * kSpanDepth);
+    const unsigned to = stage + (kPixelColumns ? kRowBytes : share * kPixels * kSpanDepth);
     if constexpr (POINTWISE) {
       copy_box<kShares>(to, map, barrier, depth.at, item.group, number, blocks);
     } else {
@@ -78,34 +98,42 @@ struct BoxCopies {
   static constexpr int kShares = KIND == WEIGHTS ? CLUSTER_N : CLUSTER_M;
   static constexpr int kLength = (kDeepFilter ? kTileN : kTileK) / kShares;
   static_assert(kLength % 8 == 0, "shares are whole repetitions of a swizzle");
-  int share, bytes, pixel;
+  int share, bytes, number;
   unsigned short blocks;
   Depth depth;
+  Pixel pixel;
 
   __device__ __forceinline__ BoxCopies(const Shape& shape, const Place& at, const Item& item)
       : share(KIND == WEIGHTS ? at.n : at.m),
-        bytes(KIND == WEIGHTS || SWAPPED ? kRowBytes : kColumnBytes),
-        pixel(item.first * kTileK + share * kLength),
+        bytes(KIND == WEIGHTS || kPixelColumns ? kRowBytes : kColumnBytes),
+        number(item.first * kTileK + share * kLength),
         blocks(KIND == WEIGHTS ? same_rows(at) : same_columns(at)),
-        depth(shape, item.first) {}
+        depth(shape, item.first),
+        pixel{} {
+    if constexpr (kPlanesOfDepth) pixel = pixel_at(shape, item.first);
+  }
 
   __device__ __forceinline__ void next(const Shape& shape) {
-    if constexpr (KIND == WEIGHTS)
-      pixel += kTileK;
+    if constexpr (kPlanesOfDepth)
+      pixel = sum(shape, pixel, {0, 0, 1});
+    else if constexpr (KIND == WEIGHTS)
+      number += kTileK;
     else
       depth.next(shape);
   }
 
   __device__ __forceinline__ void begin(const Shape& shape, const Item& item, const TensorMap* map, unsigned stage,
                                         unsigned barrier) const {
-    if constexpr (KIND == WEIGHTS) {
+    if constexpr (kPlanesOfDepth) {
+      copy_box(stage, map, barrier, pixel.w * kTileK, item.group * shape.rows + item.tile_m * kTileM, pixel.n);
+    } else if constexpr (KIND == WEIGHTS) {
 #pragma unroll
       for (int block = 0; block < kBlocks; block++)
         copy_box<kShares>(stage + block * kRowBlock + share * kLength * 128, map, barrier,
-                          item.tile_m * kTileM + 64 * block, item.group, pixel, blocks);
-    } else if constexpr (SWAPPED && kDeepFilter) {
+                          item.tile_m * kTileM + 64 * block, item.group, number, blocks);
+    } else if constexpr (kPixelColumns && kDeepFilter) {
       copy_box(stage, map, barrier, depth.at, depth.tap, item.group * shape.rows + item.tile_m * kTileM);
-    } else if constexpr (SWAPPED) {
+    } else if constexpr (kPixelColumns) {
 #pragma unroll
       for (int block = 0; block < kBlocks; block++)
         copy_box(stage + block * kRowBlock, map, barrier, item.tile_m * kTileM + 64 * block, depth.tap,

@@ -51,9 +51,45 @@ __device__ __forceinline__ void lay_out(unsigned out, int warp, int lane, const 
   }
 }
 
+// RUN neighbours of an image, which every multiple of RUN in a plane begins.
+using Run = Vector<ELEMENT, RUN>;
+
+// Where a pixel of the columns is in the plane of the first of the rows.
+__device__ __forceinline__ int64 plane_at(const Shape& shape, const Item& item, int column) {
+  int n, at;
+  if constexpr (PLANES == EVERYWHERE) {
+    const Pixel block = pixel_at(shape, column / kWide);
+    n = block.n;
+    at = block.w * kWide + column % kWide;
+  } else {
+    const Pixel pixel = pixel_at(shape, column);
+    n = pixel.n;
+    at = pixel.h * shape.width.by + pixel.w;
+  }
+  if (at >= shape.image) return -1;
+  return (static_cast<int64>(n) * shape.groups + item.group) * shape.rows * shape.image + at;
+}
+
+// What one consumer has laid out, run by run: columns are pixels whose images end anywhere in a tile.
+__device__ __forceinline__ void write_planes(const Shape& shape, const Item& item, unsigned out, int consumer,
+                                             ELEMENT* result) {
+  constexpr int kRuns = kTileN / RUN, kRow = 64 * ROWS;
+  for (int number = threadIdx.x % 128; number < kRow * kRuns; number += 128) {
+    const int tile_row = number / kRuns, tile_column = number % kRuns * RUN,
+              in_block = kElement * (tile_column % kWide);
+    const int row = item.tile_m * kTileM + kRow * consumer + tile_row, column = item.tile_n * kTileN + tile_column;
+    if (row >= shape.rows || column >= shape.columns) continue;
+    const unsigned block = out + (tile_row / 64 * kColumnBlocks + tile_column / kWide) * kOutBlock;
+    const unsigned from = block + word_at(tile_row % 64, in_block / 16) + in_block % 16;
+    *reinterpret_cast<Run*>(result + plane_at(shape, item, column) + static_cast<int64>(row) * shape.image) =
+        *reinterpret_cast<const Run*>(__cvta_shared_to_generic(from));
+  }
+}
+
 // The tile's sums as elements, through shared memory: `out` of this consumer, `barrier` of its warpgroup.
-__device__ __forceinline__ void write_tile(const Shape& shape, const Item& item, const TensorMap* target, unsigned out,
-                                           int consumer, const float (&sums)[ROWS][kSums]) {
+__device__ __forceinline__ void write_tile(const Shape& shape, const Item& item, const TensorMap* target,
+                                           ELEMENT* result, unsigned out, int consumer,
+                                           const float (&sums)[ROWS][kSums]) {
   const int thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
   if (thread == 0) stores_have_read();
   warpgroup_barrier(1 + consumer);  // `out` may be written
@@ -65,6 +101,10 @@ __device__ __forceinline__ void write_tile(const Shape& shape, const Item& item,
       lay_out(out + r * kColumnBlocks * kOutBlock, warp, lane, sums[r]);
   shared_writes_done();
   warpgroup_barrier(1 + consumer);  // `out` is written
+  if constexpr (PLANES == IN_RESULT) {
+    write_planes(shape, item, out, consumer, result);
+    return;
+  }
   if (thread != 0) return;
   if constexpr (SWAPPED) {
     const int filter = item.tile_m * kTileM + 64 * consumer;
@@ -86,13 +126,46 @@ __device__ __forceinline__ void write_tile(const Shape& shape, const Item& item,
       const Columns columns = columns_at(shape, item.tile_n, block);
       const unsigned from = out + (r * kColumnBlocks + block) * kOutBlock;
       if (!any(shape, columns)) break;
-      if (KIND == WEIGHTS)
+      if constexpr (KIND == WEIGHTS) {
         store_box(target, from, columns.first, columns.tap, item.group * shape.rows + first_row);
-      else
+      } else if constexpr (PLANES == EVERYWHERE) {
+        const Pixel pixels = pixel_at(shape, item.tile_n * kColumnBlocks + block);
+        store_box(target, from, pixels.w * kWide, item.group * shape.rows + first_row, pixels.n);
+      } else {
         store_box(target, from, columns.first, item.group, first_row);
+      }
     }
   }
   stores_commit();
+}
+
+// The tile's sums as they are, to the planes of a part; neighbours of a pair may be in two images.
+__device__ __forceinline__ void write_part_planes(const Shape& shape, const Item& item, float* part, int consumer,
+                                                  const float (&sums)[ROWS][kSums]) {
+  const int thread = threadIdx.x % 128, lane = thread % 32;
+#pragma unroll
+  for (int j = 0; j < kTileN / 8; j++) {
+    const int column = item.tile_n * kTileN + 8 * j + 2 * (lane % 4);
+    if (column >= shape.columns) break;
+    const int64 at = plane_at(shape, item, column);
+    const int64 next = RUN % 2 == 0 ? at + 1 : column + 1 < shape.columns ? plane_at(shape, item, column + 1) : -1;
+    if (at < 0) continue;
+#pragma unroll
+    for (int r = 0; r < ROWS; r++)
+#pragma unroll
+      for (int below = 0; below < 2; below++) {
+        const int row = item.tile_m * kTileM + 64 * (consumer * ROWS + r) + 16 * (thread / 32) + lane / 4 + 8 * below;
+        if (row >= shape.rows) continue;
+        const int64 line = static_cast<int64>(row) * shape.image;
+        const float first = sums[r][4 * j + 2 * below], second = sums[r][4 * j + 2 * below + 1];
+        if constexpr (RUN % 2 == 0) {
+          *reinterpret_cast<Vector<float, 2>*>(part + at + line) = {first, second};
+        } else {
+          part[at + line] = first;
+          if (next >= 0) part[next + line] = second;
+        }
+      }
+  }
 }
 
 // The tile's sums as they are, to this part's place; elements in the order of the tensor.
@@ -102,9 +175,12 @@ __device__ __forceinline__ void write_part(const Shape& shape, const Item& item,
   const int taps = KIND == WEIGHTS ? shape.taps_y * shape.taps_x.by : 1;
   const int64 pitch =
       KIND == WEIGHTS ? static_cast<int64>(taps) * shape.columns : static_cast<int64>(shape.groups) * shape.columns;
-  const int64 all_rows = KIND == WEIGHTS ? static_cast<int64>(shape.groups) * shape.rows : shape.rows;
   const int64 first = KIND == WEIGHTS ? item.group * shape.rows * pitch : item.group * shape.columns;
-  float* const part = parts + item.split * all_rows * pitch + first;
+  float* const part = parts + item.split * static_cast<int64>(shape.size) + first;
+  if constexpr (kPixelColumns && PLANES) {
+    write_part_planes(shape, item, part - first, consumer, sums);
+    return;
+  }
 #pragma unroll
   for (int block = 0; block < kColumnBlocks; block++) {
     const Columns columns = columns_at(shape, item.tile_n, block);
@@ -173,6 +249,14 @@ __device__ __forceinline__ void add_shares(const Shape& shape, unsigned from, EL
     Vector<ELEMENT, kVector> rounded;
 #pragma unroll
     for (int i = 0; i < kVector; i++) rounded.at[i] = convert<ELEMENT>(sums.at[i]);
+    if constexpr (kPixelColumns && PLANES) {
+      const int64 line = static_cast<int64>(row) * shape.image;
+#pragma unroll
+      for (int run = 0; run < kVector && column + run < shape.columns; run += RUN)
+        if (const int64 there = plane_at(shape, item, column + run); there >= 0)
+          *reinterpret_cast<Run*>(out + there + line) = *reinterpret_cast<const Run*>(rounded.at + run);
+      continue;
+    }
     const int64 line = KIND == WEIGHTS ? (static_cast<int64>(item.group) * shape.rows + row) * taps + columns.tap
                                        : static_cast<int64>(row) * shape.groups + item.group;
     *reinterpret_cast<Vector<ELEMENT, kVector>*>(out + line * shape.columns + column) = rounded;

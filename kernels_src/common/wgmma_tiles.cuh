@@ -8,8 +8,11 @@
 #if !defined(CONSUMERS) || !defined(ROWS) || !defined(BLOCKS) || !defined(WIDE)
 #error "define CONSUMERS, ROWS, BLOCKS and WIDE"
 #endif
-#if !defined(CLUSTER_M) || !defined(CLUSTER_N) || !defined(CLUSTER_K) || !defined(POINTWISE) || !defined(SWAPPED)
-#error "define CLUSTER_M, CLUSTER_N, CLUSTER_K, POINTWISE and SWAPPED"
+#if !defined(CLUSTER_M) || !defined(CLUSTER_N) || !defined(CLUSTER_K)
+#error "define CLUSTER_M, CLUSTER_N and CLUSTER_K"
+#endif
+#if !defined(POINTWISE) || !defined(SWAPPED) || !defined(PLANES) || !defined(RUN)
+#error "define POINTWISE, SWAPPED, PLANES and RUN"
 #endif
 #define PRODUCT_COLUMNS TILE_N
 
@@ -17,6 +20,7 @@
 #include "common/products.cuh"
 
 enum Kind { FORWARD, DATA, WEIGHTS };
+enum Planes { NOWHERE, IN_RESULT, EVERYWHERE };
 
 constexpr int kBlocks = CONSUMERS * ROWS, kTileM = 64 * kBlocks, kTileN = TILE_N, kTileK = TILE_K;
 constexpr int kCluster = CLUSTER_M * CLUSTER_N * CLUSTER_K;
@@ -27,8 +31,14 @@ constexpr int kElement = sizeof(ELEMENT);
 // Whether the depth lies side by side in the filter (TF32 backward data takes one that `transpose_filters` has laid out
 // so), in the rows' operand and in the columns'.
 constexpr bool kDeepFilter = KIND == FORWARD || (KIND == DATA && kElement == 4);
-constexpr bool kDeepRows = SWAPPED ? kDeepFilter : KIND != WEIGHTS, kDeepColumns = SWAPPED || kDeepFilter;
+constexpr bool kPixelColumns = KIND != WEIGHTS && (SWAPPED || PLANES != NOWHERE);
+constexpr bool kPlanesOfPixels = KIND != WEIGHTS && PLANES == EVERYWHERE, kPlanesOfDepth = KIND == WEIGHTS && PLANES;
+constexpr bool kDeepRows = kPixelColumns ? kDeepFilter : KIND != WEIGHTS || PLANES;
+constexpr bool kDeepColumns = kPixelColumns ? !kPlanesOfPixels : kDeepFilter || kPlanesOfDepth;
 static_assert(!SWAPPED || (KIND != WEIGHTS && kElement == 2 && ROWS == 1 && kCluster == 1), "swaps what it can");
+static_assert(!PLANES || (!SWAPPED && CLUSTER_M * CLUSTER_N == 1), "planes are neither swapped nor shared");
+static_assert(PLANES != EVERYWHERE || POINTWISE, "planes of pixels come as boxes");
+static_assert(KIND != WEIGHTS || PLANES != IN_RESULT, "filters have no planes");
 
 // A span is what swizzling covers: the depth of a step, 64 rows, or a block of columns.
 constexpr int kSpanDepth = kElement * kTileK;
@@ -59,13 +69,15 @@ constexpr int kRowBlock = 64 * kElement * kTileK;
 
 // Of one convolution; sizes of one group, `columns` for WEIGHTS of one tap. `steps` are of a tile's depth: without
 // WEIGHTS `chunks` a tap, which meet `channels` in all; with it a tap has `chunks` blocks of columns. Copies of pixels
-// walk images of `height` x `width`, from `low` on; taps step by `dilation`.
+// walk images of `height` x `width`, from `low` on; taps step by `dilation`. Planes of pixels or depth are walked as
+// one row of `width` blocks or steps; a result's have `image`
+// elements. `size` is the result's.
 struct Shape {
   int rows, columns, groups, taps_y;
   Divisor taps_x, chunks;
   int channels;
   Divisor height, width;
-  int stride_h, stride_w, low_h, low_w, dilation_h, dilation_w;
+  int stride_h, stride_w, low_h, low_w, dilation_h, dilation_w, image, size;
   Divisor tiles_m, tiles_n;  // in clusters
   int steps;
   Divisor splits;

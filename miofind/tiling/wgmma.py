@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
+from enum import Enum
 
 from miofind.problem import Direction, ProblemDescription
 from miofind.solution import Config
@@ -27,6 +28,32 @@ _MAX_INT = 2**31 - 1
 _MAX_PARTS_BYTES = 1 << 30
 
 
+class Planes(Enum):
+    """Which tensors of pixels have their channels first, so that the pixels of one channel lie side by side."""
+
+    NOWHERE = "NOWHERE"
+    IN_RESULT = "IN_RESULT"
+    EVERYWHERE = "EVERYWHERE"
+
+    @staticmethod
+    def of(problem: ProblemDescription) -> Planes | None:
+        """Those of a problem's layouts; None for other mixtures, which are not served."""
+        if not problem.w.layout.channels_last and math.prod(problem.filter) > 1:
+            return None
+        output = problem.direction.output
+        sources = {problem.tensor(name).layout.channels_last for name in ("x", "y") if name != output}
+        results = {problem.tensor(output).layout.channels_last} if output != "w" else sources
+        return _PLANES.get((frozenset(sources), frozenset(results)))
+
+
+_LAST, _FIRST = frozenset({True}), frozenset({False})
+_PLANES = {
+    (_LAST, _LAST): Planes.NOWHERE,
+    (_LAST, _FIRST): Planes.IN_RESULT,
+    (_FIRST, _FIRST): Planes.EVERYWHERE,
+}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WgmmaProduct:
     """A problem as a matrix product, the same for all configurations.
@@ -39,6 +66,7 @@ class WgmmaProduct:
         pixels: name of the tensor that is met pixel by pixel.
         walked: rows and columns of the pixels that copies walk, in one image.
         low, high: their corners, rows first.
+        planes: which tensors have their channels first; if any but for backward weights, pixels are the columns.
     """
 
     problem: ProblemDescription
@@ -50,6 +78,7 @@ class WgmmaProduct:
     walked: tuple[int, int]
     low: tuple[int, int]
     high: tuple[int, int]
+    planes: Planes
 
     @staticmethod
     def of(problem: ProblemDescription) -> WgmmaProduct:
@@ -71,9 +100,29 @@ class WgmmaProduct:
     def keeps_to_groups(self) -> bool:
         """Whether copies of a depth that a group has no more of meet nothing of the next group, but zeros.
 
-        Boxes end with the group, where they run along the depth; pixels in im2col mode go on into the next.
+        Boxes end with the group, where they run along the depth; pixels in im2col mode go on into the next, and so do
+        planes.
         """
-        return self.problem.groups == 1 or (self.is_pointwise and self.has_deep_filters)
+        if self.problem.groups == 1:
+            return True
+        return self.is_pointwise and self.has_deep_filters and self.planes is not Planes.EVERYWHERE
+
+    @property
+    def has_planes_of_pixels(self) -> bool:
+        """Whether columns are pixels that lie side by side in planes."""
+        return self.planes is Planes.EVERYWHERE and not self.is_weights
+
+    @property
+    def has_planes_of_depth(self) -> bool:
+        """Whether the depth is of pixels that lie side by side in planes."""
+        return self.planes is Planes.EVERYWHERE and self.is_weights
+
+    @property
+    def image(self) -> int:
+        """Pixels of an image of y, or of x for backward data."""
+        problem = self.problem
+        of = problem.spatial if problem.direction is Direction.BACKWARD_DATA else problem.out_spatial
+        return math.prod(of)
 
     @property
     def element_bytes(self) -> int:
@@ -105,6 +154,7 @@ def _product(problem: ProblemDescription) -> WgmmaProduct:
     taps = (planar.filter[0], planar.filter[1])
     reach = [(taps[i] - 1) * conv.dilation[i] for i in range(2)]
     outputs = math.prod(planar.out_spatial) * planar.n
+    planes = Planes.of(planar) or Planes.NOWHERE
     if planar.direction is Direction.BACKWARD_DATA:
         low = [conv.pad_before[i] - reach[i] for i in range(2)]
         high = [low[i] + planar.spatial[i] - planar.out_spatial[i] for i in range(2)]
@@ -116,6 +166,8 @@ def _product(problem: ProblemDescription) -> WgmmaProduct:
         pixels, walked = "x", planar.out_spatial
         forward = planar.direction is Direction.FORWARD
         rows, columns, depth = (outputs, k, c) if forward else (k, c, outputs)
+    if planes is not Planes.NOWHERE and planar.direction is not Direction.BACKWARD_WEIGHTS:
+        rows, columns = columns, rows
     return WgmmaProduct(
         problem=planar,
         rows=rows,
@@ -126,6 +178,7 @@ def _product(problem: ProblemDescription) -> WgmmaProduct:
         walked=(walked[0], walked[1]),
         low=(low[0], low[1]),
         high=(high[0], high[1]),
+        planes=planes,
     )
 
 
@@ -200,7 +253,9 @@ class WgmmaTiling:
 
     @property
     def columns(self) -> int:
-        """Columns of one group; for backward weights of one tap."""
+        """Columns of one group; for backward weights of one tap. Blocks of them meet one image each in planes."""
+        if self.product.has_planes_of_pixels:
+            return self.product.problem.n * self.walked[1] * self.width
         return self.product.rows if self.swapped else self.product.columns
 
     @property
@@ -208,8 +263,27 @@ class WgmmaTiling:
         """Columns of a block, which are swizzled together where they lie side by side; for weights of one tap."""
         spans = [span // self.product.element_bytes for span in SPANS_BYTES]
         wide = [span for span in spans if self.tile_n % span == 0]
-        fitting = [span for span in wide if span >= self.columns] if self.product.is_weights else []
+        fitting = [span for span in wide if span >= self.product.columns] if self.product.is_weights else []
         return min(fitting, default=max(wide))
+
+    @property
+    def has_pixel_columns(self) -> bool:
+        """Whether the columns are pixels."""
+        return not self.product.is_weights and (self.swapped or self.product.planes is not Planes.NOWHERE)
+
+    @property
+    def walked(self) -> tuple[int, int]:
+        """Rows and columns of what copies walk in one image: its pixels, or in planes its blocks or steps of them."""
+        product = self.product
+        if product.has_planes_of_pixels:
+            return 1, ceil_div(product.image, self.width)
+        return (1, ceil_div(product.image, self.tile_k)) if product.has_planes_of_depth else product.walked
+
+    @property
+    def run(self) -> int:
+        """Pixels of a plane of the result that are stored at once: 16 bytes, or a part of that."""
+        widest = 16 // self.product.element_bytes
+        return widest if self.product.planes is not Planes.IN_RESULT else math.gcd(widest, self.product.image)
 
     @property
     def all_columns(self) -> int:
@@ -227,6 +301,8 @@ class WgmmaTiling:
     @property
     def steps(self) -> int:
         """Steps of a tile's depth."""
+        if self.product.has_planes_of_depth:
+            return self.product.problem.n * self.walked[1]
         taps = 1 if self.product.is_weights else math.prod(self.product.taps)
         return ceil_div(self.product.depth, self.tile_k) * taps
 
@@ -296,6 +372,8 @@ class WgmmaTiling:
         if not self.swapped:
             return True
         alone = self.row_blocks == self.splits == math.prod(self.cluster) == 1
+        if self.product.planes is not Planes.NOWHERE:
+            return False
         return alone and not self.product.is_weights and self.product.element_bytes == 2 and self.tile_n % 64 == 0
 
     def _has_cluster(self) -> bool:
@@ -305,6 +383,8 @@ class WgmmaTiling:
             return True
         if shares > 1:
             return self.splits == 1 and self.steps >= 2 * shares
+        if self.product.planes is not Planes.NOWHERE:
+            return False
         if along_m > 1 and self.rows <= self.tile_m * (along_m - 1):
             return False
         if along_n > 1 and self.all_columns <= self.tile_n * (along_n - 1):
@@ -317,7 +397,8 @@ class WgmmaTiling:
         problem = self.product.problem
         if self.splits == 1:
             # Stores are cut off at the tensor's end, not at a group's.
-            across = problem.groups > 1 and self.product.is_weights and self.rows % ROW_BLOCK
+            has_rows_of_groups = self.product.is_weights or self.product.has_planes_of_pixels
+            across = problem.groups > 1 and has_rows_of_groups and self.rows % ROW_BLOCK
             return not across or self.cluster[2] > 1
         size = problem.output.size
         return self.steps >= 2 * self.splits and 4 * self.splits * size <= _MAX_PARTS_BYTES and size % 4 == 0
