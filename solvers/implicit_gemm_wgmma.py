@@ -265,7 +265,7 @@ class ConvImplicitGemmWgmma(Solver):
     is_dynamic = True
     sources = (_SOURCE,)
     parameters: ClassVar[Mapping[str, Sequence[ConfigValue]]] = {
-        "consumers": (1, 2),
+        "consumers": (1, 2, 3),
         "rows": (1, 2),
         "tile_n": WIDTHS,
         "depth_bytes": tuple(reversed(SPANS_BYTES)),

@@ -42,6 +42,11 @@
 #define PRODUCT_TRANSPOSED ", %67, %68"
 #define PRODUCT_GO "%66"
 #define PRODUCT_SUMS SUMS_16(0), SUMS_16(16), SUMS_16(32), SUMS_16(48)
+#elif PRODUCT_COLUMNS == 160
+#define PRODUCT_AT "{" AT_0 ", " AT_1 ", " AT_2 ", " AT_3 ", " AT_4 "}, %80, %81, go, 1, 1"
+#define PRODUCT_TRANSPOSED ", %83, %84"
+#define PRODUCT_GO "%82"
+#define PRODUCT_SUMS SUMS_16(0), SUMS_16(16), SUMS_16(32), SUMS_16(48), SUMS_16(64)
 #elif PRODUCT_COLUMNS == 192
 #define PRODUCT_AT "{" AT_0 ", " AT_1 ", " AT_2 ", " AT_3 ", " AT_4 ", " AT_5 "}, %96, %97, go, 1, 1"
 #define PRODUCT_TRANSPOSED ", %99, %100"

@@ -25,6 +25,7 @@ _OTHER_REGISTERS = 40  # of a thread, besides its sums
 _ALIGNMENT_BYTES = 1024
 _STATIC_BYTES = 256
 _MAX_INT = 2**31 - 1
+_MAX_BOX = 256
 _MAX_PARTS_BYTES = 1 << 30
 
 
@@ -351,8 +352,8 @@ class WgmmaTiling:
         return self._has_sums() and self._has_depth() and self._is_swappable() and self._is_filled()
 
     def _has_sums(self) -> bool:
-        """Whether registers hold the sums."""
-        if self.row_blocks > self.consumers:
+        """Whether registers hold the sums, and boxes a tile's rows."""
+        if self.row_blocks > self.consumers or self.tile_m > _MAX_BOX:
             return False
         registers = min(255, _REGISTERS // (self.threads * self.blocks) // 8 * 8)
         return self.row_blocks * self.tile_n // 2 <= min(128, registers - _OTHER_REGISTERS)

@@ -15,10 +15,10 @@ from miofind.device import Device
 from miofind.tiling.correlation import ceil_div
 from miofind.tiling.wgmma import ROW_BLOCK, SPANS_BYTES, WgmmaProduct, WgmmaTiling
 
-_WARPGROUPS = ((2, 2), (2, 1), (1, 1))
+_WARPGROUPS = ((2, 2), (3, 1), (2, 1), (1, 1))
 """Consumers, and blocks of 64 rows of each."""
 
-WIDTHS = (32, 64, 96, 128, 192, 256)
+WIDTHS = (32, 64, 96, 128, 160, 192, 256)
 STAGES = (3, 4, 6, 8)
 SPLITS = (2, 4, 8, 16, 32, 64, 128)
 SHARES = (2, 4, 8)
