@@ -108,7 +108,7 @@ def _maps(tiling: WgmmaTiling) -> tuple[TensorMap, TensorMap, TensorMap]:
     inputs = math.prod(problem.spatial) * problem.n
     pixels, across = _pixels(tiling), tiling.has_pixel_columns
     out = Box(sizes=(ROW_BLOCK if tiling.swapped else tiling.width, 1, ROW_BLOCK))
-    if product.has_planes_of_depth:
+    if product.planes in (Planes.EVERYWHERE, Planes.IN_ROWS) and product.is_weights:
         rows = _planes(product, "y", tiling.tile_k, tiling.tile_m)
         return rows, pixels, _map(product, "w", (c, taps, problem.k), out, loads=False)
     if product.is_weights:
@@ -225,9 +225,12 @@ def _layouts_refusal(problem: ProblemDescription) -> str | None:
     planes = Planes.of(problem)
     if planes is None:
         return "takes channels-last operands, or channels-first ones for a filter of one tap"
-    if planes is not Planes.EVERYWHERE:
+    if planes in (Planes.NOWHERE, Planes.IN_RESULT):
         return None
     product, itemsize = WgmmaProduct.of(problem), problem.x.dtype.itemsize
+    if planes is Planes.IN_ROWS:
+        depth, image = SPANS_BYTES[0] // itemsize, product.image
+        return f"takes y alone channels first in multiples of {depth} pixels, not {image}" if image % depth else None
     if not product.is_pointwise:
         return "takes channels-first operands for a filter of one tap, stride 1 and no padding"
     if product.image * itemsize % 16:
@@ -242,9 +245,9 @@ class ConvImplicitGemmWgmma(Solver):
 
     Serves float16 and bfloat16, and float32 as TF32 but for backward weights. Channels and filters of a group take
     multiples of 16 bytes, and in several groups mostly of a step's depth; backward data has stride 1. NCHW is served
-    where outputs meet one pixel each, in order, and images take multiples of 16 bytes; a result alone may be NCHW
-    always. Parts of a tile's depth are added in order, by a second pass or within a cluster, so equal inputs give equal
-    bits.
+    where outputs meet one pixel each, in order, and images take multiples of 16 bytes; the result alone may be NCHW
+    always, and y alone for backward weights where its images take multiples of 128 bytes. Parts of a tile's depth are
+    added in order, by a second pass or within a cluster, so equal inputs give equal bits.
 
     Source: NVIDIA CUTLASS, include/cutlass/conv, for im2col copies of each direction; PTX ISA, wgmma.
     """
@@ -282,6 +285,7 @@ class ConvImplicitGemmWgmma(Solver):
             return ProblemDescription.convolution(**given)  # type: ignore[arg-type]
 
         data, weights = Direction.BACKWARD_DATA, Direction.BACKWARD_WEIGHTS
+        y_first = {"x": Layout.NHWC, "w": Layout.NHWC, "y": Layout.NCHW}
         return (
             conv(x=(2, 64, 14, 14), w=(128, 64, 3, 3), padding=1),
             conv(x=(3, 24, 15, 9), w=(40, 24, 3, 2), padding=((1, 2), (0, 1)), stride=2),
@@ -291,7 +295,8 @@ class ConvImplicitGemmWgmma(Solver):
             conv(data, x=(2, 72, 12, 11), w=(64, 72, 5, 3), padding=(2, 1)),
             conv(weights, x=(2, 64, 14, 14), w=(72, 64, 3, 3), padding=1, dilation=2),
             conv(x=(2, 72, 12, 14), w=(64, 72, 1, 1), layout=Layout.NCHW),
-            conv(x=(2, 24, 9, 7), w=(40, 24, 3, 3), layout={"x": Layout.NHWC, "w": Layout.NHWC, "y": Layout.NCHW}),
+            conv(x=(2, 24, 9, 7), w=(40, 24, 3, 3), layout=y_first),
+            conv(weights, x=(2, 24, 18, 10), w=(40, 24, 3, 3), layout=y_first),
         )
 
     def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:

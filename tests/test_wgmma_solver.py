@@ -42,11 +42,12 @@ def conv(kind: str = "float16", **fields: Any) -> ProblemDescription:
     return ProblemDescription.convolution(**{"layout": Layout.NHWC, **KINDS[kind], **fields})
 
 
-IN_RESULT = {
+ONE_FIRST = {
     FORWARD: {"x": Layout.NHWC, "w": Layout.NHWC, "y": Layout.NCHW},
     DATA: {"x": Layout.NCHW, "w": Layout.NHWC, "y": Layout.NHWC},
+    WEIGHTS: {"x": Layout.NHWC, "w": Layout.NHWC, "y": Layout.NCHW},
 }
-"""The result alone has its channels first."""
+"""One tensor of pixels has its channels first: the result, or y for backward weights."""
 
 LARGE: dict[str, ProblemDescription] = {
     "3x3": conv(x=(32, 64, 56, 56), w=(64, 64, 3, 3), padding=1),
@@ -66,9 +67,12 @@ LARGE: dict[str, ProblemDescription] = {
     "planes of data": conv(x=(4, 256, 28, 30), w=(512, 256, 1, 1), layout="NCHW", direction=DATA),
     "planes of weights": conv(x=(4, 256, 28, 28), w=(512, 256, 1, 1), layout="NCHW", direction=WEIGHTS),
     "planes of tf32 weights": conv("tf32", x=(4, 64, 20, 21), w=(128, 64, 1, 1), layout="NCHW", direction=WEIGHTS),
-    "planes in y": conv(x=(4, 128, 28, 28), w=(192, 128, 3, 3), padding=1, layout=IN_RESULT[FORWARD]),
-    "planes in dx": conv(x=(4, 128, 15, 15), w=(192, 128, 3, 3), layout=IN_RESULT[DATA], direction=DATA),
-    "planes in tf32 y": conv("tf32", x=(4, 64, 14, 14), w=(192, 64, 3, 3), stride=2, layout=IN_RESULT[FORWARD]),
+    "planes of rows": conv(
+        x=(4, 256, 32, 32), w=(512, 256, 3, 3), padding=1, stride=2, layout=ONE_FIRST[WEIGHTS], direction=WEIGHTS
+    ),
+    "planes in y": conv(x=(4, 128, 28, 28), w=(192, 128, 3, 3), padding=1, layout=ONE_FIRST[FORWARD]),
+    "planes in dx": conv(x=(4, 128, 15, 15), w=(192, 128, 3, 3), layout=ONE_FIRST[DATA], direction=DATA),
+    "planes in tf32 y": conv("tf32", x=(4, 64, 14, 14), w=(192, 64, 3, 3), stride=2, layout=ONE_FIRST[FORWARD]),
 }
 each_large = pytest.mark.parametrize("problem", LARGE.values(), ids=LARGE)
 
@@ -575,7 +579,7 @@ def problems(draw: st.DrawFn, most: int, extent: int, batch: int) -> ProblemDesc
     """
     direction, kind = draw(st.sampled_from(list(Direction))), draw(st.sampled_from(["float16", "tf32"]))
     rank, groups, is_pointwise = draw(st.integers(1, 2)), draw(st.integers(1, 3)), draw(st.booleans())
-    unit, output = 8 if kind == "float16" else 4, direction.output
+    unit = 8 if kind == "float16" else 4
     c, k = (unit * draw(st.integers(1, most)) for _ in range(2))
     taps = [1 if is_pointwise else draw(st.integers(1, 3)) for _ in range(rank)]
     dilation = [draw(st.integers(1, 3)) for _ in range(rank)]
@@ -584,7 +588,8 @@ def problems(draw: st.DrawFn, most: int, extent: int, batch: int) -> ProblemDesc
     least = [max(1, size - sum(pads)) for size, pads in zip(reach, padding, strict=True)]
     has_stride = direction is not DATA and not is_pointwise
     last, first = (Layout.of(rank, channels_last=is_last) for is_last in (True, False))
-    layouts: list[Any] = [last, last] if direction is WEIGHTS else [last, {**dict.fromkeys("xwy", last), output: first}]
+    alone = "x" if direction is DATA else "y"
+    layouts: list[Any] = [last, {**dict.fromkeys("xwy", last), alone: first}]
     layout = draw(st.sampled_from([*layouts, first] if is_pointwise else layouts))
     problem = ProblemDescription.convolution(
         x=(draw(st.integers(1, batch)), groups * c, *(draw(st.integers(size, size + extent)) for size in least)),
@@ -704,6 +709,10 @@ CUT_GROUPS: dict[str, dict[str, Any]] = {
 }
 IN_PLANES = {"planes": {"x": (6, 264, 16, 17), "w": (328, 264, 1, 1)}}
 IN_PLANES_OF_GROUPS = {"planes of groups": {"x": (6, 512, 12, 14), "w": (512, 256, 1, 1), "groups": 2}}
+IN_PLANES_OF_ROWS = {
+    "planes of rows": {"x": (8, 72, 18, 10), "w": (136, 72, 3, 3), "padding": ((0, 0), (0, 0))},
+    "planes of strided rows": {"x": (8, 80, 31, 15), "w": (256, 40, 3, 2), "padding": 1, "stride": 2, "groups": 2},
+}
 IN_PLANES_OF_RESULTS = {
     "odd planes": {"x": (2, 136, 11, 13), "w": (136, 136, 3, 3), "padding": 1},
     "even planes": {"x": (2, 136, 11, 14), "w": (136, 136, 3, 3), "padding": 1},
@@ -719,8 +728,9 @@ TILED = {
     **tiled(IN_PLANES | IN_PLANES_OF_GROUPS, ["float16"], FORWARD, layout="NCHW"),
     **tiled(IN_PLANES | IN_PLANES_OF_GROUPS, ["float16"], DATA, layout="NCHW"),
     **tiled(IN_PLANES | IN_PLANES_OF_GROUPS, ["float16", "tf32"], WEIGHTS, layout="NCHW"),
-    **tiled(IN_PLANES_OF_RESULTS, ["float16", "tf32"], FORWARD, layout=IN_RESULT[FORWARD]),
-    **tiled(IN_PLANES_OF_RESULTS, ["float16", "tf32"], DATA, layout=IN_RESULT[DATA]),
+    **tiled(IN_PLANES_OF_RESULTS, ["float16", "tf32"], FORWARD, layout=ONE_FIRST[FORWARD]),
+    **tiled(IN_PLANES_OF_RESULTS, ["float16", "tf32"], DATA, layout=ONE_FIRST[DATA]),
+    **tiled(IN_PLANES_OF_ROWS, ["float16"], WEIGHTS, layout=ONE_FIRST[WEIGHTS]),
 }
 each_tiled = pytest.mark.parametrize("problem", TILED.values(), ids=TILED)
 

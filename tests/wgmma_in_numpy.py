@@ -259,6 +259,9 @@ class Launch:
         return np.concatenate(blocks)
 
     def _rows_of_weights(self, item: Item, step: int) -> Array:
+        if self.planes == "IN_ROWS":
+            place = divmod(step * self.tile_k, self.named["height"] * self.named["width"])
+            return self._of_planes(self.boxes, place, item.group * self.named["all_rows"] + item.tile_m * self.tile_m)
         memory, shares = self.memory[self.boxes.pointer.buffer], self.cluster.n
         numbers = [step * self.tile_k + share * (self.tile_k // shares) for share in range(shares)]
         firsts = [item.tile_m * self.tile_m + 64 * block for block in range(self.blocks)]

@@ -101,7 +101,7 @@ struct BoxCopies {
   int share, bytes, number;
   unsigned short blocks;
   Depth depth;
-  Pixel pixel;
+  Pixel pixel, stride;
 
   __device__ __forceinline__ BoxCopies(const Shape& shape, const Place& at, const Item& item)
       : share(KIND == WEIGHTS ? at.n : at.m),
@@ -109,13 +109,18 @@ struct BoxCopies {
         number(item.first * kTileK + share * kLength),
         blocks(KIND == WEIGHTS ? same_rows(at) : same_columns(at)),
         depth(shape, item.first),
-        pixel{} {
+        pixel{},
+        stride{0, 0, 1} {
     if constexpr (kPlanesOfDepth) pixel = pixel_at(shape, item.first);
+    if constexpr (kPlanesOfRows) {
+      pixel = pixel_at(shape, number);
+      stride = pixel_at(shape, kTileK);
+    }
   }
 
   __device__ __forceinline__ void next(const Shape& shape) {
-    if constexpr (kPlanesOfDepth)
-      pixel = sum(shape, pixel, {0, 0, 1});
+    if constexpr (kPlanesOfDepth || kPlanesOfRows)
+      pixel = sum(shape, pixel, stride);
     else if constexpr (KIND == WEIGHTS)
       number += kTileK;
     else
@@ -124,8 +129,9 @@ struct BoxCopies {
 
   __device__ __forceinline__ void begin(const Shape& shape, const Item& item, const TensorMap* map, unsigned stage,
                                         unsigned barrier) const {
-    if constexpr (kPlanesOfDepth) {
-      copy_box(stage, map, barrier, pixel.w * kTileK, item.group * shape.rows + item.tile_m * kTileM, pixel.n);
+    if constexpr (kPlanesOfDepth || kPlanesOfRows) {
+      const int first = kPlanesOfDepth ? pixel.w * kTileK : pixel.h * shape.width.by + pixel.w;
+      copy_box(stage, map, barrier, first, item.group * shape.rows + item.tile_m * kTileM, pixel.n);
     } else if constexpr (KIND == WEIGHTS) {
 #pragma unroll
       for (int block = 0; block < kBlocks; block++)

@@ -20,7 +20,7 @@
 #include "common/products.cuh"
 
 enum Kind { FORWARD, DATA, WEIGHTS };
-enum Planes { NOWHERE, IN_RESULT, EVERYWHERE };
+enum Planes { NOWHERE, IN_RESULT, IN_ROWS, EVERYWHERE };
 
 constexpr int kBlocks = CONSUMERS * ROWS, kTileM = 64 * kBlocks, kTileN = TILE_N, kTileK = TILE_K;
 constexpr int kCluster = CLUSTER_M * CLUSTER_N * CLUSTER_K;
@@ -32,13 +32,15 @@ constexpr int kElement = sizeof(ELEMENT);
 // so), in the rows' operand and in the columns'.
 constexpr bool kDeepFilter = KIND == FORWARD || (KIND == DATA && kElement == 4);
 constexpr bool kPixelColumns = KIND != WEIGHTS && (SWAPPED || PLANES != NOWHERE);
-constexpr bool kPlanesOfPixels = KIND != WEIGHTS && PLANES == EVERYWHERE, kPlanesOfDepth = KIND == WEIGHTS && PLANES;
+constexpr bool kPlanesOfPixels = KIND != WEIGHTS && PLANES == EVERYWHERE;
+constexpr bool kPlanesOfDepth = KIND == WEIGHTS && PLANES == EVERYWHERE, kPlanesOfRows = PLANES == IN_ROWS;
 constexpr bool kDeepRows = kPixelColumns ? kDeepFilter : KIND != WEIGHTS || PLANES;
 constexpr bool kDeepColumns = kPixelColumns ? !kPlanesOfPixels : kDeepFilter || kPlanesOfDepth;
 static_assert(!SWAPPED || (KIND != WEIGHTS && kElement == 2 && ROWS == 1 && kCluster == 1), "swaps what it can");
-static_assert(!PLANES || (!SWAPPED && CLUSTER_M * CLUSTER_N == 1), "planes are neither swapped nor shared");
+static_assert(PLANES == NOWHERE || (!SWAPPED && CLUSTER_M * CLUSTER_N == 1), "planes are neither swapped nor shared");
 static_assert(PLANES != EVERYWHERE || POINTWISE, "planes of pixels come as boxes");
 static_assert(KIND != WEIGHTS || PLANES != IN_RESULT, "filters have no planes");
+static_assert(KIND == WEIGHTS || PLANES != IN_ROWS, "rows of pixels are no planes");
 
 // A span is what swizzling covers: the depth of a step, 64 rows, or a block of columns.
 constexpr int kSpanDepth = kElement * kTileK;

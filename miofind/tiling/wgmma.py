@@ -30,10 +30,14 @@ _MAX_PARTS_BYTES = 1 << 30
 
 
 class Planes(Enum):
-    """Which tensors of pixels have their channels first, so that the pixels of one channel lie side by side."""
+    """Which tensors of pixels have their channels first, so that the pixels of one channel lie side by side.
+
+    Rows are y for backward weights.
+    """
 
     NOWHERE = "NOWHERE"
     IN_RESULT = "IN_RESULT"
+    IN_ROWS = "IN_ROWS"
     EVERYWHERE = "EVERYWHERE"
 
     @staticmethod
@@ -41,18 +45,13 @@ class Planes(Enum):
         """Those of a problem's layouts; None for other mixtures, which are not served."""
         if not problem.w.layout.channels_last and math.prod(problem.filter) > 1:
             return None
-        output = problem.direction.output
-        sources = {problem.tensor(name).layout.channels_last for name in ("x", "y") if name != output}
-        results = {problem.tensor(output).layout.channels_last} if output != "w" else sources
-        return _PLANES.get((frozenset(sources), frozenset(results)))
-
-
-_LAST, _FIRST = frozenset({True}), frozenset({False})
-_PLANES = {
-    (_LAST, _LAST): Planes.NOWHERE,
-    (_LAST, _FIRST): Planes.IN_RESULT,
-    (_FIRST, _FIRST): Planes.EVERYWHERE,
-}
+        pixels, other = ("y", "x") if problem.direction is Direction.BACKWARD_DATA else ("x", "y")
+        last = {name: problem.tensor(name).layout.channels_last for name in (pixels, other)}
+        if last[pixels] == last[other]:
+            return Planes.NOWHERE if last[pixels] else Planes.EVERYWHERE
+        if last[other]:
+            return None
+        return Planes.IN_ROWS if problem.direction is Direction.BACKWARD_WEIGHTS else Planes.IN_RESULT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
