@@ -12,6 +12,12 @@
 // Design after the public description of Hopper's warp-specialised GEMMs (CUTLASS, sm90).
 #include "common/wgmma_results.cuh"
 
+// A number of which the compiler does not know that it knows it.
+__device__ __forceinline__ int forgotten(int number) {
+  asm volatile("" : "+r"(number));
+  return number;
+}
+
 __device__ __forceinline__ void consume(const Shape& shape, const TensorMap* target, float* parts, int consumer,
                                         unsigned stages, unsigned full, unsigned empty, unsigned out) {
   meet();  // barriers are ready
@@ -19,6 +25,7 @@ __device__ __forceinline__ void consume(const Shape& shape, const TensorMap* tar
   const int lane = threadIdx.x % 32;  // tells one block of those that copy to this one that a stage may be filled again
   const bool signals = lane < CLUSTER_M * CLUSTER_N && (lane / CLUSTER_N == at.m || lane % CLUSTER_N == at.n);
   int slot = 0;
+  unsigned other = out + kOutBlock;
   unsigned parity = 0;
   for (int number = blockIdx.x / kCluster; number < shape.items; number += gridDim.x / kCluster) {
     const Item item = item_at(shape, at, number);
@@ -46,13 +53,14 @@ __device__ __forceinline__ void consume(const Shape& shape, const TensorMap* tar
       }
     }
     products_wait<0>();
+    const Item done = item_at(shape, at, forgotten(number));  // not kept in registers beside the sums
     if (signals) barrier_arrive<CLUSTER_M * CLUSTER_N>(empty + 8 * before, lane);
     if (CLUSTER_K > 1)
       write_share(stages, consumer, sums);
     else if (SWAPPED || shape.splits.by == 1)
-      write_tile(shape, item, target, reinterpret_cast<ELEMENT*>(parts), out, consumer, sums);
+      write_tile(shape, done, target, reinterpret_cast<ELEMENT*>(parts), out, other, consumer, sums);
     else
-      write_part(shape, item, parts, consumer, sums);
+      write_part(shape, done, parts, consumer, sums);
   }
   if (threadIdx.x % 128 == 0) stores_have_read();
   __syncwarp();
@@ -110,7 +118,7 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(kThreads, BLOCKS)
       }
       barrier_init_done();
     }
-    consume(shape, &target, parts, role, stages, full, empty, out + role * kOutBytes);
+    consume(shape, &target, parts, role, stages, full, empty, out + role * 2 * kOutBlock);
   } else if (threadIdx.x < CONSUMERS * 128 + 32) {
     const TensorMap* map = KIND == WEIGHTS || kPixelColumns ? &columns : &rows;
     if (threadIdx.x % 32 == 0) prefetch(map);

@@ -343,15 +343,16 @@ def test_grids_are_whole_clusters(problem: ProblemDescription) -> None:
 
 @each_large
 def test_shared_memory_holds_what_the_kernel_lays_there(problem: ProblemDescription) -> None:
-    """The ring of stages, from the next multiple of 1024 on; behind it the tile, or in its place sums as floats."""
+    """The ring of stages, from the next multiple of 1024 on; behind it blocks, or in its place sums as floats."""
     itemsize = problem.x.dtype.itemsize
     for config in sampled(problem):
         step = product_of(SOLVER.solution(problem, DEVICE, config))
         defines = {name: int(value) for name, value in step.defines if name not in ("ELEMENT", "KIND", "PLANES")}
         tile_m, tile_n = 64 * defines["CONSUMERS"] * defines["ROWS"], defines["TILE_N"]
         ring = defines["STAGES"] * (tile_m + tile_n) * defines["TILE_K"] * itemsize
-        tile = tile_m * tile_n * itemsize
-        needed = max(ring, tile_m * (tile_n + 8) * 4) if shares(config) > 1 else ring + tile
+        block = 64 * (64 if defines["SWAPPED"] else defines["WIDE"]) * itemsize
+        blocks = 2 * defines["CONSUMERS"] * block
+        needed = max(ring, tile_m * (tile_n + 8) * 4) if shares(config) > 1 else ring + blocks
         assert step.shared_bytes >= 1023 + needed
         assert config["blocks"] * (step.shared_bytes + 1024 + 16 * defines["STAGES"]) <= DEVICE.shared_bytes + 1024
         assert defines["WIDE"] * itemsize in (32, 64, 128)

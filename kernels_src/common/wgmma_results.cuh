@@ -15,39 +15,27 @@ __device__ __forceinline__ unsigned packed(float first, float second) {
   return *reinterpret_cast<const unsigned*>(&pair);
 }
 
-// 64 swapped rows of sums as elements in shared memory, in blocks of 64 pixels, each with its 64 filters.
-__device__ __forceinline__ void lay_out_swapped(unsigned out, int warp, int lane, const float (&sums)[kSums]) {
-  const int word = 2 * warp + lane / 8 % 2;
+// A block of 64 rows of sums as elements in shared memory; swapped, of 64 pixels with 64 filters each.
+__device__ __forceinline__ void lay_out(unsigned out, int warp, int lane, const float* sums) {
+  if constexpr (SWAPPED) {
+    const int word = 2 * warp + lane / 8 % 2;
 #pragma unroll
-  for (int j = 0; j < kTileN / 8; j += 2) {
-    const int pixel = 8 * j % 64 + lane / 16 * 8 + lane % 8;
-    store_transposed(out + j / 8 * kOutBlock + word_at(pixel, word), packed(sums[4 * j], sums[4 * j + 1]),
-                     packed(sums[4 * j + 2], sums[4 * j + 3]), packed(sums[4 * j + 4], sums[4 * j + 5]),
-                     packed(sums[4 * j + 6], sums[4 * j + 7]));
-  }
-}
-
-// 64 rows of sums as elements in shared memory, in blocks of kWide columns.
-__device__ __forceinline__ void lay_out(unsigned out, int warp, int lane, const float (&sums)[kSums]) {
-  if constexpr (kElement == 2) {
+    for (int j = 0; j < 8; j += 2, sums += 8)
+      store_transposed(out + word_at(8 * j + lane / 16 * 8 + lane % 8, word), packed(sums[0], sums[1]),
+                       packed(sums[2], sums[3]), packed(sums[4], sums[5]), packed(sums[6], sums[7]));
+  } else if constexpr (kElement == 2) {
     const int row = 16 * warp + (lane & 15), half = lane >> 4;
 #pragma unroll
-    for (int j = 0; j < kTileN / 16; j++) {
-      const unsigned block = out + 16 * j / kWide * kOutBlock;
-      const float* const four = sums + 8 * j;
-      store_matrices(block + word_at(row, 2 * (j % (kWide / 16)) + half), packed(four[0], four[1]),
-                     packed(four[2], four[3]), packed(four[4], four[5]), packed(four[6], four[7]));
-    }
+    for (int j = 0; j < kWide / 16; j++, sums += 8)
+      store_matrices(out + word_at(row, 2 * j + half), packed(sums[0], sums[1]), packed(sums[2], sums[3]),
+                     packed(sums[4], sums[5]), packed(sums[6], sums[7]));
   } else {
     const int row = 16 * warp + lane / 4, t = lane % 4;
 #pragma unroll
-    for (int j = 0; j < kTileN / 8; j++) {
-      const unsigned block = out + 8 * j / kWide * kOutBlock;
+    for (int j = 0; j < kWide / 8; j++, sums += 4)
 #pragma unroll
       for (int below = 0; below < 2; below++)
-        store_pair(block + word_at(row + 8 * below, 2 * (j % (kWide / 8)) + t / 2) + 8 * (t % 2),
-                   sums[4 * j + 2 * below], sums[4 * j + 2 * below + 1]);
-    }
+        store_pair(out + word_at(row + 8 * below, 2 * j + t / 2) + 8 * (t % 2), sums[2 * below], sums[2 * below + 1]);
   }
 }
 
@@ -70,73 +58,64 @@ __device__ __forceinline__ int64 plane_at(const Shape& shape, const Item& item, 
   return (static_cast<int64>(n) * shape.groups + item.group) * shape.rows * shape.image + at;
 }
 
-// What one consumer has laid out, run by run: columns are pixels whose images end anywhere in a tile.
-__device__ __forceinline__ void write_planes(const Shape& shape, const Item& item, unsigned out, int consumer,
-                                             ELEMENT* result) {
-  constexpr int kRuns = kTileN / RUN, kRow = 64 * ROWS;
-  for (int number = threadIdx.x % 128; number < kRow * kRuns; number += 128) {
-    const int tile_row = number / kRuns, tile_column = number % kRuns * RUN,
-              in_block = kElement * (tile_column % kWide);
-    const int row = item.tile_m * kTileM + kRow * consumer + tile_row, column = item.tile_n * kTileN + tile_column;
-    if (row >= shape.rows || column >= shape.columns) continue;
-    const unsigned block = out + (tile_row / 64 * kColumnBlocks + tile_column / kWide) * kOutBlock;
-    const unsigned from = block + word_at(tile_row % 64, in_block / 16) + in_block % 16;
-    *reinterpret_cast<Run*>(result + plane_at(shape, item, column) + static_cast<int64>(row) * shape.image) =
-        *reinterpret_cast<const Run*>(__cvta_shared_to_generic(from));
+// A block that has been laid out, run by run: columns are pixels whose images end anywhere in it.
+__device__ __forceinline__ void write_runs(const Shape& shape, const Item& item, unsigned from, int first_row,
+                                           int first_column, ELEMENT* result) {
+  constexpr int kRuns = kWide / RUN;
+  const int at = threadIdx.x % 128 % kRuns * RUN, column = first_column + at;
+  if (column >= shape.columns) return;
+  ELEMENT* const plane = result + plane_at(shape, item, column);
+  for (int row = threadIdx.x % 128 / kRuns; row < 64 && first_row + row < shape.rows; row += 128 / kRuns) {
+    const unsigned run = from + word_at(row, kElement * at / 16) + kElement * at % 16;
+    *reinterpret_cast<Run*>(plane + static_cast<int64>(first_row + row) * shape.image) =
+        *reinterpret_cast<const Run*>(__cvta_shared_to_generic(run));
   }
 }
 
-// The tile's sums as elements, through shared memory: `out` of this consumer, `barrier` of its warpgroup.
-__device__ __forceinline__ void write_tile(const Shape& shape, const Item& item, const TensorMap* target,
-                                           ELEMENT* result, unsigned out, int consumer,
-                                           const float (&sums)[ROWS][kSums]) {
-  const int thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
-  if (thread == 0) stores_have_read();
-  warpgroup_barrier(1 + consumer);  // `out` may be written
-#pragma unroll
-  for (int r = 0; r < ROWS; r++)
-    if constexpr (SWAPPED)
-      lay_out_swapped(out, warp, lane, sums[r]);
-    else
-      lay_out(out + r * kColumnBlocks * kOutBlock, warp, lane, sums[r]);
-  shared_writes_done();
-  warpgroup_barrier(1 + consumer);  // `out` is written
-  if constexpr (PLANES == IN_RESULT) {
-    write_planes(shape, item, out, consumer, result);
-    return;
-  }
-  if (thread != 0) return;
+// Begins to store a block that has been laid out.
+__device__ __forceinline__ void store_block(const Shape& shape, const Item& item, const TensorMap* target,
+                                            unsigned from, int first_row, int block) {
   if constexpr (SWAPPED) {
-    const int filter = item.tile_m * kTileM + 64 * consumer;
-#pragma unroll
-    for (int block = 0; block < kTileN / 64; block++) {
-      const int pixel = item.tile_n * kTileN + 64 * block;
-      if (pixel < shape.columns && filter < shape.rows)
-        store_box(target, out + block * kOutBlock, filter, item.group, pixel);
-    }
-    stores_commit();
-    return;
+    store_box(target, from, first_row, item.group, item.tile_n * kTileN + kOutColumns * block);
+  } else if constexpr (kPlanesOfPixels) {
+    const Pixel pixels = pixel_at(shape, item.tile_n * kColumnBlocks + block);
+    store_box(target, from, pixels.w * kWide, item.group * shape.rows + first_row, pixels.n);
+  } else {
+    const Columns columns = columns_at(shape, item.tile_n, block);
+    if constexpr (KIND == WEIGHTS)
+      store_box(target, from, columns.first, columns.tap, item.group * shape.rows + first_row);
+    else
+      store_box(target, from, columns.first, item.group, first_row);
   }
+  stores_commit();
+}
+
+// The tile's sums as elements, block by block through the place of this consumer in shared memory and the `other`.
+__device__ __forceinline__ void write_tile(const Shape& shape, const Item& item, const TensorMap* target,
+                                           ELEMENT* result, unsigned& place, unsigned& other, int consumer,
+                                           const float (&sums)[ROWS][kSums]) {
+  const int thread = threadIdx.x % 128;
 #pragma unroll
   for (int r = 0; r < ROWS; r++) {
     const int first_row = item.tile_m * kTileM + 64 * (consumer * ROWS + r);
     if (first_row >= shape.rows) break;
 #pragma unroll
-    for (int block = 0; block < kColumnBlocks; block++) {
-      const Columns columns = columns_at(shape, item.tile_n, block);
-      const unsigned from = out + (r * kColumnBlocks + block) * kOutBlock;
-      if (!any(shape, columns)) break;
-      if constexpr (KIND == WEIGHTS) {
-        store_box(target, from, columns.first, columns.tap, item.group * shape.rows + first_row);
-      } else if constexpr (PLANES == EVERYWHERE) {
-        const Pixel pixels = pixel_at(shape, item.tile_n * kColumnBlocks + block);
-        store_box(target, from, pixels.w * kWide, item.group * shape.rows + first_row, pixels.n);
-      } else {
-        store_box(target, from, columns.first, item.group, first_row);
-      }
+    for (int block = 0; block < kTileN / kOutColumns; block++) {
+      const int first_column = item.tile_n * kTileN + block * kOutColumns;
+      if (SWAPPED ? first_column >= shape.columns : !any(shape, columns_at(shape, item.tile_n, block))) break;
+      lay_out(place, thread / 32, thread % 32, sums[r] + block * kOutColumns / 2);
+      shared_writes_done();
+      if (thread == 0) stores_have_read();  // the other place, where the next block goes
+      warpgroup_barrier(1 + consumer);      // the block is laid out
+      if constexpr (PLANES == IN_RESULT)
+        write_runs(shape, item, place, first_row, first_column, result);
+      else if (thread == 0)
+        store_block(shape, item, target, place, first_row, block);
+      const unsigned written = place;
+      place = other;
+      other = written;
     }
   }
-  stores_commit();
 }
 
 // The tile's sums as they are, to the planes of a part; neighbours of a pair may be in two images.

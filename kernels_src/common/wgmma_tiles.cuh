@@ -54,9 +54,8 @@ static_assert(ROWS * kSums <= 192, "sums stay in registers");
 constexpr int kRowBytes = kElement * kTileM * kTileK, kColumnBytes = kElement * kTileN * kTileK;
 constexpr int kStageBytes = kRowBytes + kColumnBytes, kColumnBlock = kWide * kElement * kTileK;
 static_assert(kRowBytes % 1024 == 0 && kColumnBytes % 1024 == 0, "operands begin where swizzles do");
-// Of one consumer's tile, as it is written: blocks of 64 rows, kWide columns; swapped, of 64 pixels and filters.
-constexpr int kOutSpan = SWAPPED ? 128 : kSpanWide, kOutBlock = 64 * kOutSpan;
-constexpr int kOutBytes = SWAPPED ? kTileN / 64 * kOutBlock : ROWS * kColumnBlocks * kOutBlock;
+// Sums are written in blocks of 64 rows and kWide columns; swapped, of 64 pixels and filters.
+constexpr int kOutSpan = SWAPPED ? 128 : kSpanWide, kOutBlock = 64 * kOutSpan, kOutColumns = SWAPPED ? 64 : kWide;
 static_assert(!SWAPPED || kTileN % 64 == 0, "swapped tiles have whole blocks of pixels");
 
 // Depth side by side: rows of one span, 8 of them a repetition. Else: a repetition is 8 terms of kWide or 64.

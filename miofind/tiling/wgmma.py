@@ -329,11 +329,12 @@ class WgmmaTiling:
 
     @property
     def shared_bytes(self) -> int:
-        """Dynamic shared memory: the ring of stages, and the tile on its way out."""
+        """Dynamic shared memory: the ring of stages, and two blocks of each consumer on their way out."""
         ring = self.stages * self.stage_bytes
         if self.cluster[2] > 1:  # sums take the place of the ring
             return _ALIGNMENT_BYTES + max(ring, 4 * self.tile_m * (self.tile_n + 8))
-        return _ALIGNMENT_BYTES + ring + self.product.element_bytes * self.tile_m * self.tile_n
+        columns = ROW_BLOCK if self.swapped else self.width
+        return _ALIGNMENT_BYTES + ring + 2 * self.consumers * self.product.element_bytes * ROW_BLOCK * columns
 
     def is_valid(self, shared_bytes: int) -> bool:
         """Whether the kernel serves it on a multiprocessor with that much shared memory for a block."""
