@@ -62,6 +62,23 @@ EVERY_TILING: dict[str, dict[str, Any]] = {
     "pointwise_groups": {"x": (2, 528, 24, 25), "w": (576, 264, 1, 1), "groups": 2},
 }
 """Problems with every kind of tiling; most tiles, steps and parts end beyond the tensor or the group."""
+FIRST: dict[str, Layout] = dict.fromkeys("xwy", Layout.NCHW)
+LAST: dict[str, Layout] = dict.fromkeys("xwy", Layout.NHWC)
+ONE_FIRST = {
+    Direction.FORWARD: LAST | {"y": Layout.NCHW},
+    Direction.BACKWARD_DATA: LAST | {"x": Layout.NCHW},
+    Direction.BACKWARD_WEIGHTS: LAST | {"y": Layout.NCHW},
+}
+"""The result alone has its channels first, or y for backward weights."""
+PLANES: dict[str, dict[str, Any]] = {
+    "first": {"x": (6, 264, 16, 17), "w": (328, 264, 1, 1), "layout": FIRST},
+    "first_whole_blocks": {"x": (4, 64, 56, 56), "w": (256, 64, 1, 1), "layout": FIRST},
+    "first_groups": {"x": (6, 512, 12, 14), "w": (512, 256, 1, 1), "groups": 2, "layout": FIRST},
+    "one_first_whole_blocks": {"x": (8, 72, 16, 8), "w": (136, 72, 3, 3), "padding": 1},
+    "one_first_odd": {"x": (3, 136, 11, 13), "w": (136, 136, 3, 3), "padding": 1},
+    "one_first_even": {"x": (3, 136, 14, 14), "w": (72, 136, 3, 2), "padding": 1, "stride": (2, 1)},
+    "one_first_groups": {"x": (3, 256, 9, 11), "w": (384, 128, 2, 3), "padding": 1, "groups": 2},
+}
 IN_BFLOAT16 = ("24_to_40", "stride", "groups", "batch_1")
 TURNED = ("more_tiles_than_blocks", "24_to_40", "1x1", "groups", "1d")
 
@@ -215,6 +232,21 @@ def test_wgmma_passes_both_gates(
     if not answer:
         pytest.skip(answer.reason)
     check(WGMMA, problem, device, compiler, sampled(WGMMA, problem, device, 3, 1 if kind == "float16" else 0))
+
+
+@pytest.mark.parametrize("direction", list(Direction))
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", PLANES)
+def test_channels_first_passes_both_gates(
+    shape: str, kind: str, direction: Direction, device: Device, compiler: Compiler
+) -> None:
+    fields = {"layout": ONE_FIRST[direction], **PLANES[shape]}
+    problem = ProblemDescription.convolution(**fields, **KINDS[kind], direction=direction)
+    answer = WGMMA.applicability(problem, device)
+    if not answer:
+        pytest.skip(answer.reason)
+    drawn_each = drawn_wgmma(WGMMA, problem, device, 3, 1 if kind == "float16" else 0)
+    check(WGMMA, problem, device, compiler, list(dict.fromkeys([*WGMMA.default_configs(problem, device), *drawn_each])))
 
 
 @pytest.mark.parametrize("direction", list(Direction))
