@@ -8,7 +8,7 @@
 //
 // Defines: ELEMENT; FIRST and, for two tensors, SECOND: rows and columns of a tile, In, Out, as a list.
 #include "common/divisor.cuh"
-#include "common/types.cuh"
+#include "common/hopper.cuh"
 
 #if !defined(ELEMENT) || !defined(FIRST)
 #error "define ELEMENT and FIRST"
@@ -97,6 +97,8 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     transpose(const ELEMENT* from, ELEMENT* to, int rows, int columns, int tiles_i, unsigned tiles_i_multiplier,
               int tiles_i_shift, int tiles_j, unsigned tiles_j_multiplier, int tiles_j_shift) {
   __shared__ alignas(128) ELEMENT tile[(First::kElements + kLine - 1) / kLine * kLine];
+  next_step_may_begin();
+  previous_step_done();
   const Matrices all{
       rows, columns, {tiles_i, tiles_i_multiplier, tiles_i_shift}, {tiles_j, tiles_j_multiplier, tiles_j_shift}};
   turn<First>(tile, from, to, all, blockIdx.x);
@@ -112,6 +114,8 @@ extern "C" __global__ void __launch_bounds__(kThreads)
                   unsigned other_tiles_i_multiplier, int other_tiles_i_shift, int other_tiles_j,
                   unsigned other_tiles_j_multiplier, int other_tiles_j_shift, int blocks) {
   __shared__ alignas(128) ELEMENT tile[(kMost + kLine - 1) / kLine * kLine];
+  next_step_may_begin();
+  previous_step_done();
   const int number = blockIdx.x;
   if (number < blocks) {
     const Matrices all{

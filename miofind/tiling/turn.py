@@ -149,6 +149,7 @@ def turning(turns: tuple[Turn, ...]) -> KernelStep:
             *(arg for turn in turns for arg in turn.args),
             *(Scalar(ctype="int32", value=count) for count in blocks[:-1]),
         ),
+        waits_itself=True,
     )
 
 
