@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from miofind import tensor_maps
 from miofind.device import Device, Place, cuda_device_count
+from miofind.early_launch import early_launcher, launches_early, may_begin_early
 from miofind.errors import LaunchError, MiofindError
 from miofind.problem import ProblemDescription
 from miofind.solution import (
@@ -30,6 +31,7 @@ from miofind.solution import (
     MatmulStep,
     Pointer,
     Scalar,
+    Step,
     TensorMap,
     WorkspacePlan,
 )
@@ -96,9 +98,9 @@ class _BoundKernel:
 
     __slots__ = ("_addresses", "_keep", "_launch", "_maps", "_offsets", "_pack", "_pick")
 
-    def __init__(self, step: KernelStep, kernel: Kernel, place: Callable[[Pointer], _Place]) -> None:
-        from cupy.cuda import driver
-
+    def __init__(
+        self, step: KernelStep, kernel: Kernel, place: Callable[[Pointer], _Place], *, early: bool = False
+    ) -> None:
         pointers = [arg for arg in step.args if isinstance(arg, Pointer)]
         self._addresses = (ctypes.c_uint64 * max(2, len(pointers)))()
         parameters = (ctypes.c_void_p * max(1, len(step.args)))()
@@ -120,8 +122,7 @@ class _BoundKernel:
         self._offsets = offsets if any(offsets) else None
         self._pick = operator.itemgetter(*(where.base for where in places))
         self._pack = struct.Struct(f"={len(places)}Q").pack_into
-        geometry = (kernel.function, *step.grid, *step.block, step.shared_bytes)
-        self._launch = functools.partial(driver.launchKernel, *geometry)
+        self._launch = early_launcher(step, kernel) if early else _plain_launcher(step, kernel)
         self._keep = (kernel, scalars, parameters, ctypes.addressof(parameters))
 
     def __call__(self, bases: Sequence[int], stream: int) -> None:
@@ -132,6 +133,13 @@ class _BoundKernel:
         for bound in self._maps:
             bound.follow(bases)
         self._launch(stream, self._keep[3], 0)
+
+
+def _plain_launcher(step: KernelStep, kernel: Kernel) -> Callable[[int, int, int], None]:
+    """A launch that begins when all before it in the stream has ended: stream, parameters' address and 0."""
+    from cupy.cuda import driver
+
+    return functools.partial(driver.launchKernel, kernel.function, *step.grid, *step.block, step.shared_bytes)
 
 
 def make_step_launcher(step: KernelStep, kernel: Kernel) -> Callable[[Mapping[str, int], int], None]:
@@ -235,19 +243,21 @@ class _CudaInvoker(Invoker):
         self._kernels = {step: compiler.load(step, self.device) for step in solution.kernels}
         self._local = threading.local()
         self._guards_device = cuda_device_count() > 1
+        self._launches_early = launches_early(self.device)
         self._bind()
 
     def _bind(self) -> tuple[BoundStep, ...]:
         """The steps bound for this thread; makes the device's context current in a thread that has none."""
         import cupy
 
+        steps = self.solution.steps
         with cupy.cuda.Device(self.device.index):
             cupy.cuda.runtime.free(0)
-            bound = tuple(self._bound(step) for step in self.solution.steps)
+            bound = tuple(self._bound(step, early) for step, early in zip(steps, may_begin_early(steps), strict=True))
         self._local.steps = bound
         return bound
 
-    def _bound(self, step: KernelStep | MatmulStep | CudnnStep | HostStep) -> BoundStep:
+    def _bound(self, step: Step, early: bool) -> BoundStep:
         plan = self.solution.workspace
         offsets = plan.offsets
 
@@ -257,7 +267,7 @@ class _CudaInvoker(Invoker):
             return _Place(3, offsets[pointer.buffer] + pointer.offset_bytes)
 
         if isinstance(step, KernelStep):
-            return _BoundKernel(step, self._kernels[step], place)
+            return _BoundKernel(step, self._kernels[step], place, early=early and self._launches_early)
         if isinstance(step, MatmulStep):
             return _BoundMatmul(step, self.device, place)
         if isinstance(step, CudnnStep):

@@ -1,93 +1,27 @@
 """ConvChannelsLast: convolution of channels-first tensors by another solver's kernels for channels-last ones.
 
-Kernel: kernels_src/transpose.cu, and those of the other solver. Operands are laid out anew in the workspace, and the
-result is laid back. Knows the other solvers by their ids alone.
+Kernel: kernels_src/transpose.cu, and those of the other solver. Operands are laid out anew in the workspace by one
+launch, and the result is laid back. Knows the other solvers by their ids alone.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from miofind.device import Device, Library, Place
 from miofind.errors import InvalidConfigError, UnknownSolverError
 from miofind.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.solution import Config, ConvSolution, KernelStep, Pointer, Region, Scalar, TensorMap, WorkspacePlan
 from miofind.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver, solver_by_id
-from miofind.tiling.correlation import ceil_div
-from miofind.tiling.divisor import divisor
+from miofind.tiling.turn import SOURCE, Turn, turning
 
-_SOURCE = "transpose.cu"
 _INNER = ("ConvImplicitGemmWgmma",)
 _DEFAULTS_EACH = 4
-_TILE = 64
-_STEP_MS = 2.0e-3
+_STEP_MS = 1.5e-3
+_BANDWIDTH_SHARE = 0.73
 _MAX_BLOCKS = 2**31 - 1
 _TENSORS = ("x", "w", "y")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Turn:
-    """How one tensor's elements change their order: rows x columns, for each of a batch, to columns x rows."""
-
-    name: str
-    dtype: DataType
-    batch: int
-    rows: int
-    columns: int
-
-    @staticmethod
-    def of(problem: ProblemDescription, name: str) -> _Turn:
-        """From channels first to channels last."""
-        tensor = problem.tensor(name)
-        batch, channels, *spatial = tensor.shape
-        return _Turn(name=name, dtype=tensor.dtype, batch=batch, rows=channels, columns=math.prod(spatial))
-
-    @property
-    def is_needed(self) -> bool:
-        """Whether the order of elements differs at all."""
-        return self.rows > 1 and self.columns > 1
-
-    @property
-    def buffer(self) -> str:
-        """Where the tensor is with its channels last."""
-        return f"{self.name}_last" if self.is_needed else self.name
-
-    @property
-    def bytes(self) -> int:
-        return self.batch * self.rows * self.columns * self.dtype.itemsize
-
-    @property
-    def blocks(self) -> int:
-        return self.batch * ceil_div(self.rows, _TILE) * ceil_div(self.columns, _TILE)
-
-    @property
-    def back(self) -> _Turn:
-        """From channels last to channels first."""
-        return replace(self, rows=self.columns, columns=self.rows)
-
-    def step(self, source: str, target: str) -> KernelStep:
-        """The launch that turns what is in one buffer into another."""
-        widest = 16 // self.dtype.itemsize
-        tiles = (ceil_div(self.rows, _TILE), ceil_div(self.columns, _TILE))
-        return KernelStep(
-            source=_SOURCE,
-            entry="transpose",
-            grid=(self.blocks, 1, 1),
-            block=(256, 1, 1),
-            defines=(
-                ("ELEMENT", self.dtype.value),
-                ("IN", math.gcd(widest, self.columns)),
-                ("OUT", math.gcd(widest, self.rows)),
-            ),
-            args=(
-                Pointer(buffer=source),
-                Pointer(buffer=target),
-                *(Scalar(ctype="int32", value=value) for value in (self.rows, self.columns)),
-                *(scalar for count in tiles for scalar in divisor(count)),
-            ),
-        )
 
 
 def _twin(problem: ProblemDescription) -> ProblemDescription:
@@ -95,6 +29,23 @@ def _twin(problem: ProblemDescription) -> ProblemDescription:
     layout = Layout.of(problem.spatial_dims, channels_last=True)
     x, w, y = (replace(tensor, layout=layout) for tensor in (problem.x, problem.w, problem.y))
     return replace(problem, x=x, w=w, y=y)
+
+
+def _turns(problem: ProblemDescription) -> dict[str, Turn]:
+    """The tensors whose elements lie otherwise with channels last, by name: from channels first."""
+    turns = {name: Turn.to_channels_last(problem, name) for name in _TENSORS}
+    return {name: turn for name, turn in turns.items() if turn.is_needed}
+
+
+def _before(problem: ProblemDescription) -> list[KernelStep]:
+    """The launch that turns the operands, if any are turned."""
+    turns = tuple(turn for name, turn in _turns(problem).items() if name != problem.direction.output)
+    return [turning(turns)] if turns else []
+
+
+def _after(problem: ProblemDescription) -> list[KernelStep]:
+    """The launch that turns the result back, if it is turned."""
+    return [turning((turn.back,)) for name, turn in _turns(problem).items() if name == problem.direction.output]
 
 
 def _on_buffers(step: KernelStep, names: dict[str, str]) -> KernelStep:
@@ -131,7 +82,7 @@ class ConvChannelsLast(Solver):
         ),
     )
     alignment_bytes = 16
-    sources = (_SOURCE, "implicit_gemm_wgmma.cu")
+    sources = (SOURCE, "implicit_gemm_wgmma.cu")
 
     def examples(self) -> tuple[ProblemDescription, ...]:
         def conv(direction: Direction = Direction.FORWARD, **values: object) -> ProblemDescription:
@@ -152,11 +103,11 @@ class ConvChannelsLast(Solver):
         ]
         if len(refusals) == len(_INNER):
             return Applicability("; ".join(refusals))
-        turns = [_Turn.of(problem, name) for name in _TENSORS]
-        if not any(turn.is_needed for turn in turns):
+        steps = [*_before(problem), *_after(problem)]
+        if not steps:
             return Applicability("the order of elements is the same with channels last")
-        if max(turn.blocks for turn in turns) > _MAX_BLOCKS:
-            return Applicability("a tensor has too many tiles for one launch")
+        if max(step.grid[0] for step in steps) > _MAX_BLOCKS:
+            return Applicability("its tensors have too many tiles for one launch")
         return APPLICABLE
 
     def configs(self, problem: ProblemDescription, device: Device) -> Iterator[Config]:
@@ -186,23 +137,19 @@ class ConvChannelsLast(Solver):
 
     def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
         inner = solver_by_id(config["solver"])
-        turns = [turn for name in _TENSORS if (turn := _Turn.of(problem, name)).is_needed]
-        moved_ms = 1e3 * sum(2 * turn.bytes for turn in turns) / device.bandwidth_bytes_per_s
+        moved_bytes = sum(2 * turn.bytes for turn in _turns(problem).values())
+        moved_ms = 1e3 * moved_bytes / (_BANDWIDTH_SHARE * device.bandwidth_bytes_per_s)
         inner_ms = inner.estimate_ms(_twin(problem), device, Config(config["config"]))
-        return len(turns) * _STEP_MS + moved_ms + inner_ms
+        return len([*_before(problem), *_after(problem)]) * _STEP_MS + moved_ms + inner_ms
 
     def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
         inner = solver_by_id(config["solver"]).solution(_twin(problem), device, Config(config["config"]))
-        turns = {name: _Turn.of(problem, name) for name in _TENSORS}
-        output = problem.direction.output
-        names = {name: turn.buffer for name, turn in turns.items()}
-        before = [turn.step(name, turn.buffer) for name, turn in turns.items() if turn.is_needed and name != output]
-        steps = [*before, *(_on_buffers(step, names) for step in inner.kernels)]
-        if turns[output].is_needed:
-            steps.append(turns[output].back.step(turns[output].buffer, output))
-        regions = [Region(name=turn.buffer, bytes=turn.bytes) for turn in turns.values() if turn.is_needed]
+        turns = _turns(problem)
+        names = {name: turn.target for name, turn in turns.items()}
+        steps = [_on_buffers(step, names) for step in inner.kernels]
+        regions = [Region(name=turn.target, bytes=turn.bytes) for turn in turns.values()]
         return ConvSolution(
-            steps=tuple(steps),
+            steps=(*_before(problem), *steps, *_after(problem)),
             workspace=WorkspacePlan((*regions, *inner.workspace.regions)),
             deterministic=inner.deterministic,
         )

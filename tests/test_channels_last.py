@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from drawn_configs import drawn_wgmma
 from numpy.typing import NDArray
+from turn_in_numpy import ENTRIES, carry_out, tensors
 
 import miofind.solvers.channels_last as channels_last
 from miofind.device import Device
@@ -19,15 +20,12 @@ from miofind.problem import Layout, ProblemDescription
 from miofind.reference import reference_on_host
 from miofind.solution import Config, ConvSolution, KernelStep, Pointer, Scalar, TensorMap
 from miofind.solver import Solver, solver_by_id
-from miofind.tiling.divisor import divisor
 
 Array = NDArray[np.float64]
 
 DEVICE = Device.virtual("90a")
 SOLVER = solver_by_id("ConvChannelsLast")
 INNER = solver_by_id("ConvImplicitGemmWgmma")
-TRANSPOSE = "transpose"
-TILE = 64
 
 
 def conv(**fields: Any) -> ProblemDescription:
@@ -83,33 +81,13 @@ def logical(problem: ProblemDescription, name: str, memory: Array) -> Array:
     return np.moveaxis(memory.reshape(n, *spatial, c), -1, 1)
 
 
-def transpose(step: KernelStep, memory: dict[str, Array]) -> None:
-    """One step as the kernel's header has it; fails where its tiles or vectors do not fit."""
-    source, target = (arg.buffer for arg in step.args if isinstance(arg, Pointer))
-    rows, columns, tiles_i, *_, tiles_j, _, _ = values = [
-        int(arg.value) for arg in step.args if isinstance(arg, Scalar)
-    ]
-    assert values[2:] == [scalar.value for tiles in (tiles_i, tiles_j) for scalar in divisor(tiles)]
-    assert (tiles_i - 1) * TILE < rows <= tiles_i * TILE
-    assert (tiles_j - 1) * TILE < columns <= tiles_j * TILE
-    batch, rest = divmod(memory[source].size, rows * columns)
-    assert rest == 0
-    assert step.grid == (batch * tiles_i * tiles_j, 1, 1)
-    defines = dict(step.defines)
-    itemsize = {"float16": 2, "bfloat16": 2, "float32": 4}[str(defines["ELEMENT"])]
-    for vector, length in ((int(defines["IN"]), columns), (int(defines["OUT"]), rows)):
-        assert length % vector == 0
-        assert 16 % (vector * itemsize) == 0
-    memory[target] = memory[source].reshape(batch, rows, columns).transpose(0, 2, 1).ravel()
-
-
 def carried_out(problem: ProblemDescription, solution: ConvSolution, inputs: Mapping[str, Array]) -> Array:
-    """The output's memory: transposes one by one, all steps between them as the twin's reference."""
+    """The output's memory: launches that turn one by one, all steps between them as the twin's reference."""
     memory = {name: in_memory(problem, name, tensor) for name, tensor in inputs.items()}
     is_done = False
     for step in solution.kernels:
-        if step.entry == TRANSPOSE:
-            transpose(step, memory)
+        if step.entry in ENTRIES:
+            carry_out(step, memory)
         elif not is_done:
             is_done = True
             names = {name: name if f"{name}_last" not in regions(solution) else f"{name}_last" for name in "xwy"}
@@ -138,19 +116,21 @@ def test_steps_compute_the_convolution(problem: ProblemDescription) -> None:
 
 
 @each_problem
-def test_transposes_stand_around_the_inner_steps(problem: ProblemDescription) -> None:
-    """Inputs before, the output after, each at most once; the inner steps differ in their buffers alone."""
+def test_turns_stand_around_the_inner_steps(problem: ProblemDescription) -> None:
+    """Inputs before in one launch, the output after, each at most once; the inner steps differ in their buffers."""
     output = problem.direction.output
     for _, solution, inner in configs(problem):
         moved = {name for name in "xwy" if f"{name}_last" in regions(solution)}
         before, after = moved - {output}, moved & {output}
-        steps = solution.kernels
-        count = len(inner.kernels)
-        assert len(steps) == len(before) + count + len(after)
-        assert [step.entry for step in steps if step.entry == TRANSPOSE] == [TRANSPOSE] * len(moved)
-        assert {tuple(buffers_of(step)) for step in steps[: len(before)]} == {(n, f"{n}_last") for n in before}
-        assert [buffers_of(step) for step in steps[len(before) + count :]] == [[f"{n}_last", n] for n in after]
-        for mine, theirs in zip(steps[len(before) : len(before) + count], inner.kernels, strict=True):
+        first, count, steps = min(1, len(before)), len(inner.kernels), solution.kernels
+        assert len(steps) == first + count + len(after)
+        there, back = (
+            [(one.source, one.target) for step in part for one in tensors(step)]
+            for part in (steps[:first], steps[first + count :])
+        )
+        assert there == [(name, f"{name}_last") for name in "xwy" if name in before]
+        assert back == [(f"{name}_last", name) for name in after]
+        for mine, theirs in zip(steps[first : first + count], inner.kernels, strict=True):
             assert replace(mine, args=theirs.args) == theirs
             renamed = [f"{name}_last" if name in moved else name for name in buffers_of(theirs)]
             assert buffers_of(mine) == renamed

@@ -27,6 +27,7 @@ LAYERS = (
     ("measure", "verify"),
     ("device_kernels",),
     ("invoker",),
+    ("early_launch",),
     ("compiler",),
     ("solvers",),
     ("solver", "options"),
