@@ -1,11 +1,12 @@
 """ConvChannelsLast: convolution of channels-first tensors by another solver's kernels for channels-last ones.
 
 Kernel: kernels_src/transpose.cu, and those of the other solver. Operands are laid out anew in the workspace by one
-launch, and the result is laid back. Knows the other solvers by their ids alone.
+launch, and the result is laid back if it must. Knows the other solvers by their ids alone.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -24,28 +25,40 @@ _MAX_BLOCKS = 2**31 - 1
 _TENSORS = ("x", "w", "y")
 
 
-def _twin(problem: ProblemDescription) -> ProblemDescription:
-    """The same convolution with channels last."""
+def _with_last(problem: ProblemDescription, names: tuple[str, ...]) -> ProblemDescription:
+    """The same convolution with the channels of those tensors last."""
     layout = Layout.of(problem.spatial_dims, channels_last=True)
-    x, w, y = (replace(tensor, layout=layout) for tensor in (problem.x, problem.w, problem.y))
+    x, w, y = (
+        replace(tensor, layout=layout) if name in names else tensor
+        for name, tensor in ((name, problem.tensor(name)) for name in _TENSORS)
+    )
     return replace(problem, x=x, w=w, y=y)
 
 
-def _turns(problem: ProblemDescription) -> dict[str, Turn]:
-    """The tensors whose elements lie otherwise with channels last, by name: from channels first."""
-    turns = {name: Turn.to_channels_last(problem, name) for name in _TENSORS}
+def _forms(problem: ProblemDescription) -> tuple[ProblemDescription, ...]:
+    """What another solver may be asked instead: with one tensor less to turn if there is one, then with all turned."""
+    kept, last = "x" if problem.direction is Direction.BACKWARD_DATA else "y", _with_last(problem, _TENSORS)
+    if not Turn.to_channels_last(problem, kept).is_needed:
+        return (last,)
+    return _with_last(problem, tuple(name for name in _TENSORS if name != kept)), last
+
+
+def _turns(problem: ProblemDescription, form: ProblemDescription) -> dict[str, Turn]:
+    """The tensors whose elements lie otherwise in the other form, by name: from channels first."""
+    names = [name for name in _TENSORS if problem.tensor(name).layout is not form.tensor(name).layout]
+    turns = {name: Turn.to_channels_last(problem, name) for name in names}
     return {name: turn for name, turn in turns.items() if turn.is_needed}
 
 
-def _before(problem: ProblemDescription) -> list[KernelStep]:
+def _before(problem: ProblemDescription, turns: dict[str, Turn]) -> list[KernelStep]:
     """The launch that turns the operands, if any are turned."""
-    turns = tuple(turn for name, turn in _turns(problem).items() if name != problem.direction.output)
-    return [turning(turns)] if turns else []
+    operands = tuple(turn for name, turn in turns.items() if name != problem.direction.output)
+    return [turning(operands)] if operands else []
 
 
-def _after(problem: ProblemDescription) -> list[KernelStep]:
+def _after(problem: ProblemDescription, turns: dict[str, Turn]) -> list[KernelStep]:
     """The launch that turns the result back, if it is turned."""
-    return [turning((turn.back,)) for name, turn in _turns(problem).items() if name == problem.direction.output]
+    return [turning((turn.back,)) for name, turn in turns.items() if name == problem.direction.output]
 
 
 def _on_buffers(step: KernelStep, names: dict[str, str]) -> KernelStep:
@@ -66,7 +79,8 @@ def _on_buffers(step: KernelStep, names: dict[str, str]) -> KernelStep:
 class ConvChannelsLast(Solver):
     """Channels-first convolution in three parts: operands to channels last, another solver's kernels, and back.
 
-    Tensors whose order is the same either way, such as filters of one tap, stay where they are.
+    Tensors whose order is the same either way, such as filters of one tap, stay where they are, and so does one that
+    the other solver takes with its channels first: the result, or y for backward weights.
     """
 
     id = "ConvChannelsLast"
@@ -98,21 +112,34 @@ class ConvChannelsLast(Solver):
         )
 
     def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
-        refusals = [
-            f"{name}: {inner.reason}" for name in _INNER if not (inner := self._inner_answer(name, problem, device))
-        ]
-        if len(refusals) == len(_INNER):
-            return Applicability("; ".join(refusals))
-        steps = [*_before(problem), *_after(problem)]
-        if not steps:
-            return Applicability("the order of elements is the same with channels last")
-        if max(step.grid[0] for step in steps) > _MAX_BLOCKS:
-            return Applicability("its tensors have too many tiles for one launch")
+        forms = self._served(problem, device)
+        if not forms:
+            answers = {name: self._answer(name, _with_last(problem, _TENSORS), device) for name in _INNER}
+            return Applicability("; ".join(f"{name}: {answer.reason}" for name, answer in answers.items()))
+        for form in forms.values():
+            turns = _turns(problem, form)
+            steps = [*_before(problem, turns), *_after(problem, turns)]
+            if not steps:
+                return Applicability("the order of elements is the same with channels last")
+            if max(step.grid[0] for step in steps) > _MAX_BLOCKS:
+                return Applicability("its tensors have too many tiles for one launch")
         return APPLICABLE
 
+    def form(self, name: str, problem: ProblemDescription, device: Device) -> ProblemDescription:
+        """What the other solver of that name is asked instead of a problem that this one serves.
+
+        Raises:
+            InvalidConfigError: it refuses it.
+        """
+        form = self._served(problem, device).get(name)
+        if form is None:
+            reason = self._answer(name, _with_last(problem, _TENSORS), device).reason
+            raise InvalidConfigError(f"{self.id}: {name} refuses the problem: {reason}")
+        return form
+
     def configs(self, problem: ProblemDescription, device: Device) -> Iterator[Config]:
-        for name in self._served_by(problem, device):
-            for config in solver_by_id(name).configs(_twin(problem), device):
+        for name, form in self._served(problem, device).items():
+            for config in solver_by_id(name).configs(form, device):
                 yield Config.of(solver=name, config=dict(config))
 
     def check_config(self, problem: ProblemDescription, device: Device, config: Config) -> None:
@@ -122,50 +149,55 @@ class ConvChannelsLast(Solver):
             )
         if not isinstance(config["config"], dict):
             raise InvalidConfigError(f"{self.id}: config {config.json} has no configuration of {config['solver']}")
-        inner = solver_by_id(config["solver"])
-        answer = inner.applicability(_twin(problem), device)
-        if not answer:
-            raise InvalidConfigError(f"{self.id}: {inner.id} refuses the problem: {answer.reason}")
-        inner.check_config(_twin(problem), device, Config(config["config"]))
+        form = self.form(config["solver"], problem, device)
+        solver_by_id(config["solver"]).check_config(form, device, Config(config["config"]))
 
     def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
         return tuple(
             Config.of(solver=name, config=dict(config))
-            for name in self._served_by(problem, device)
-            for config in solver_by_id(name).default_configs(_twin(problem), device)[:_DEFAULTS_EACH]
+            for name, form in self._served(problem, device).items()
+            for config in solver_by_id(name).default_configs(form, device)[:_DEFAULTS_EACH]
         )
 
     def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
-        inner = solver_by_id(config["solver"])
-        moved_bytes = sum(2 * turn.bytes for turn in _turns(problem).values())
+        form = self.form(config["solver"], problem, device)
+        turns = _turns(problem, form)
+        moved_bytes = sum(2 * turn.bytes for turn in turns.values())
         moved_ms = 1e3 * moved_bytes / (_BANDWIDTH_SHARE * device.bandwidth_bytes_per_s)
-        inner_ms = inner.estimate_ms(_twin(problem), device, Config(config["config"]))
-        return len([*_before(problem), *_after(problem)]) * _STEP_MS + moved_ms + inner_ms
+        inner_ms = solver_by_id(config["solver"]).estimate_ms(form, device, Config(config["config"]))
+        return len([*_before(problem, turns), *_after(problem, turns)]) * _STEP_MS + moved_ms + inner_ms
 
     def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
-        inner = solver_by_id(config["solver"]).solution(_twin(problem), device, Config(config["config"]))
-        turns = _turns(problem)
+        form = self.form(config["solver"], problem, device)
+        inner = solver_by_id(config["solver"]).solution(form, device, Config(config["config"]))
+        turns = _turns(problem, form)
         names = {name: turn.target for name, turn in turns.items()}
         steps = [_on_buffers(step, names) for step in inner.kernels]
         regions = [Region(name=turn.target, bytes=turn.bytes) for turn in turns.values()]
         return ConvSolution(
-            steps=(*_before(problem), *steps, *_after(problem)),
+            steps=(*_before(problem, turns), *steps, *_after(problem, turns)),
             workspace=WorkspacePlan((*regions, *inner.workspace.regions)),
             deterministic=inner.deterministic,
         )
 
     def error_growth(self, problem: ProblemDescription, config: Config) -> float:
-        return solver_by_id(config["solver"]).error_growth(_twin(problem), Config(config["config"]))
+        last = _with_last(problem, _TENSORS)
+        return solver_by_id(config["solver"]).error_growth(last, Config(config["config"]))
 
     def is_exact(self, config: Config) -> bool:
         return solver_by_id(config["solver"]).is_exact(Config(config["config"]))
 
-    def _served_by(self, problem: ProblemDescription, device: Device) -> list[str]:
-        return [name for name in _INNER if self._inner_answer(name, problem, device)]
+    def _served(self, problem: ProblemDescription, device: Device) -> dict[str, ProblemDescription]:
+        """The forms that other solvers serve, by their ids."""
+        served: dict[str, ProblemDescription] = {}
+        for name, form in itertools.product(_INNER, _forms(problem)):
+            if name not in served and self._answer(name, form, device):
+                served[name] = form
+        return served
 
-    def _inner_answer(self, name: str, problem: ProblemDescription, device: Device) -> Applicability:
+    def _answer(self, name: str, form: ProblemDescription, device: Device) -> Applicability:
         try:
-            return solver_by_id(name).applicability(_twin(problem), device)
+            return solver_by_id(name).applicability(form, device)
         except UnknownSolverError as error:
             return Applicability(str(error))
 

@@ -36,6 +36,7 @@ PROBLEMS: dict[str, ProblemDescription] = {
     "forward": conv(x=(2, 24, 7, 9), w=(16, 24, 3, 3), padding=((1, 0), (2, 1)), stride=2),
     "data": conv(x=(2, 16, 9, 6), w=(24, 16, 3, 2), padding=1, direction="backward_data"),
     "weights": conv(x=(3, 16, 9, 6), w=(72, 16, 3, 2), dilation=2, direction="backward_weights"),
+    "blocks of weights": conv(x=(3, 16, 10, 10), w=(72, 16, 3, 3), direction="backward_weights"),
     "one tap": conv(x=(2, 16, 9, 6), w=(24, 16, 1, 1)),
     "one tap, weights": conv(x=(2, 16, 9, 6), w=(24, 16, 1, 1), direction="backward_weights"),
     "one output pixel": conv(x=(2, 16, 3, 3), w=(24, 16, 3, 3)),
@@ -48,17 +49,32 @@ PROBLEMS: dict[str, ProblemDescription] = {
 each_problem = pytest.mark.parametrize("problem", PROBLEMS.values(), ids=PROBLEMS)
 
 
-def twin(problem: ProblemDescription) -> ProblemDescription:
+STAYS = {
+    **dict.fromkeys(("forward", "one tap", "groups", "one dimension", "more than a tile"), "y"),
+    **dict.fromkeys(("data", "TF32"), "x"),
+    "blocks of weights": "y",
+}
+"""Tensors that the inner solver takes with their channels first."""
+
+
+def twin(problem: ProblemDescription, stays: str = "") -> ProblemDescription:
+    """The same with channels last, those of all tensors or but for one."""
     layout = Layout.of(problem.spatial_dims, channels_last=True)
-    return replace(problem, **{name: replace(problem.tensor(name), layout=layout) for name in "xwy"})
+    return replace(problem, **{n: replace(problem.tensor(n), layout=layout) for n in "xwy" if n != stays})
+
+
+def form(problem: ProblemDescription) -> ProblemDescription:
+    """What the inner solver is asked."""
+    [name] = [name for name, one in PROBLEMS.items() if one == problem]
+    return twin(problem, STAYS.get(name, ""))
 
 
 def configs(problem: ProblemDescription) -> list[tuple[Config, ConvSolution, ConvSolution]]:
     """Default configurations and one of every kind of tiling: each with its solution and that of the inner solver."""
     found = []
-    every = [Config.of(solver=INNER.id, config=dict(one)) for one in drawn_wgmma(INNER, twin(problem), DEVICE, 0, 1)]
+    every = [Config.of(solver=INNER.id, config=dict(one)) for one in drawn_wgmma(INNER, form(problem), DEVICE, 0, 1)]
     for config in dict.fromkeys([*SOLVER.default_configs(problem, DEVICE), *every]):
-        inner = solver_by_id(config["solver"]).solution(twin(problem), DEVICE, Config(config["config"]))
+        inner = solver_by_id(config["solver"]).solution(form(problem), DEVICE, Config(config["config"]))
         found.append((config, SOLVER.solution(problem, DEVICE, config), inner))
     assert found
     return found
@@ -91,10 +107,10 @@ def carried_out(problem: ProblemDescription, solution: ConvSolution, inputs: Map
         elif not is_done:
             is_done = True
             names = {name: name if f"{name}_last" not in regions(solution) else f"{name}_last" for name in "xwy"}
-            given = {name: logical(twin(problem), name, memory[names[name]]) for name in problem.direction.inputs}
+            given = {name: logical(form(problem), name, memory[names[name]]) for name in problem.direction.inputs}
             output = problem.direction.output
-            result = reference_on_host(twin(problem), **given)
-            memory[names[output]] = in_memory(twin(problem), output, result)
+            result = reference_on_host(form(problem), **given)
+            memory[names[output]] = in_memory(form(problem), output, result)
     assert is_done
     return memory[problem.direction.output]
 
@@ -153,8 +169,11 @@ def test_the_workspace_holds_what_is_moved_and_what_the_inner_solver_wants(probl
 @pytest.mark.parametrize(
     ("name", "moved"),
     [
-        ("forward", "xwy"),
-        ("one tap", "xy"),
+        ("forward", "xw"),
+        ("data", "wy"),
+        ("weights", "xwy"),
+        ("blocks of weights", "xw"),
+        ("one tap", "x"),
         ("one tap, weights", "xy"),
         ("one output pixel", "xw"),
         ("one input pixel", "wy"),
@@ -195,22 +214,23 @@ def test_refuses_with_a_reason(fields: dict[str, Any], device: str, words: str) 
 def test_serves_what_the_inner_solver_serves(problem: ProblemDescription) -> None:
     answer = SOLVER.applicability(problem, DEVICE)
     assert answer, answer.reason
-    assert INNER.applicability(twin(problem), DEVICE)
+    assert INNER.applicability(form(problem), DEVICE)
+    assert SOLVER.form(INNER.id, problem, DEVICE) == form(problem)
 
 
 def test_configurations_are_the_inner_solvers() -> None:
     problem = PROBLEMS["weights"]
     mine = list(itertools.islice(SOLVER.configs(problem, DEVICE), 20))
-    theirs = list(itertools.islice(INNER.configs(twin(problem), DEVICE), 20))
+    theirs = list(itertools.islice(INNER.configs(form(problem), DEVICE), 20))
     assert {config["solver"] for config in mine} == {INNER.id}
     assert [Config(config["config"]) for config in mine] == theirs
     defaults = SOLVER.default_configs(problem, DEVICE)
-    assert Config(defaults[0]["config"]) == INNER.default_configs(twin(problem), DEVICE)[0]
+    assert Config(defaults[0]["config"]) == INNER.default_configs(form(problem), DEVICE)[0]
 
 
 def test_estimates_add_the_moves_to_the_inner_solvers() -> None:
     for config, _, _ in configs(PROBLEMS["more than a tile"]):
-        inner_ms = INNER.estimate_ms(twin(PROBLEMS["more than a tile"]), DEVICE, Config(config["config"]))
+        inner_ms = INNER.estimate_ms(form(PROBLEMS["more than a tile"]), DEVICE, Config(config["config"]))
         assert SOLVER.estimate_ms(PROBLEMS["more than a tile"], DEVICE, config) > inner_ms
 
 
@@ -235,7 +255,7 @@ def test_configurations_of_another_problem_are_refused() -> None:
 def test_promises_are_the_inner_solvers(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = PROBLEMS["forward"]
     config = SOLVER.default_configs(problem, DEVICE)[0]
-    inner = INNER.solution(twin(problem), DEVICE, Config(config["config"]))
+    inner = INNER.solution(form(problem), DEVICE, Config(config["config"]))
     assert SOLVER.solution(problem, DEVICE, config).deterministic
     monkeypatch.setattr(type(INNER), "solution", lambda *_: replace(inner, deterministic=False))
     monkeypatch.setattr(type(INNER), "error_growth", lambda *_: 3.5)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,6 +19,7 @@ from miofind.problem import Direction, Layout, ProblemDescription
 from miofind.reference import reference_on_host, round_once
 from miofind.solution import Config
 from miofind.solver import Solver, solver_by_id
+from miofind.solvers.channels_last import ConvChannelsLast
 from miofind.verify.verifier import Verifier
 
 cupy = pytest.importorskip("cupy")
@@ -101,10 +101,9 @@ def make(shape: str, kind: str, *, channels_last: bool = True, **fields: Any) ->
     return ProblemDescription.convolution(**SHAPES[shape], **KINDS[kind], layout=layout, **fields)
 
 
-def twin(problem: ProblemDescription) -> ProblemDescription:
-    """The same convolution with channels last."""
-    layout = Layout.of(problem.spatial_dims, channels_last=True)
-    return replace(problem, **{name: replace(problem.tensor(name), layout=layout) for name in "xwy"})
+def asked(solver: Solver, problem: ProblemDescription, device: Device) -> ProblemDescription:
+    """What wgmma's solver is asked: the problem, or what the other one makes of it."""
+    return solver.form(WGMMA.id, problem, device) if isinstance(solver, ConvChannelsLast) else problem
 
 
 def named(value: object) -> str:
@@ -125,7 +124,7 @@ def splits(config: Config) -> int:
 
 def sampled(solver: Solver, problem: ProblemDescription, device: Device, count: int, each: int) -> list[Config]:
     """The default configurations, `count` more and up to `each` of every kind of tiling, the same in every run."""
-    chosen = list(drawn_wgmma(WGMMA, twin(problem), device, count, each))
+    chosen = list(drawn_wgmma(WGMMA, asked(solver, problem, device), device, count, each))
     if solver is not WGMMA:
         chosen = [Config.of(solver=WGMMA.id, config=dict(config)) for config in chosen]
     return list(dict.fromkeys([*solver.default_configs(problem, device), *chosen]))
@@ -148,7 +147,8 @@ def check(
 
 def one_of_each(solver: Solver, problem: ProblemDescription, device: Device) -> list[Config]:
     """A configuration of every kind of tiling that the problem has; some sums are whole, some are split."""
-    found = [config for held in WGMMA_TILINGS.values() for config in drawn(WGMMA, twin(problem), device, 1, held)]
+    form = asked(solver, problem, device)
+    found = [config for held in WGMMA_TILINGS.values() for config in drawn(WGMMA, form, device, 1, held)]
     assert {splits(config) > 1 for config in found} == {False, True}
     return found if solver is WGMMA else [Config.of(solver=WGMMA.id, config=dict(config)) for config in found]
 
