@@ -138,6 +138,8 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(kThreads, BLOCKS)
 // out[i] = sum of part[i] over the parts, in order.
 extern "C" __global__ void __launch_bounds__(256) add_parts(const float* parts, ELEMENT* out, int64 count, int splits) {
   const int64 at = 4 * (blockIdx.x * 256ll + threadIdx.x);
+  next_step_may_begin();
+  previous_step_done();
   if (at >= count) return;
   Vector<float, 4> sum = *reinterpret_cast<const Vector<float, 4>*>(parts + at);
   for (int split = 1; split < splits; split++) {

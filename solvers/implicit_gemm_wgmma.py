@@ -159,6 +159,7 @@ def _multiply(tiling: WgmmaTiling, device: Device) -> KernelStep:
             *(Scalar(ctype="int32", value=value) for value in values),
             *(scalar for by in divisors for scalar in divisor(by)),
         ),
+        waits_itself=True,
     )
 
 
@@ -176,6 +177,7 @@ def _add(tiling: WgmmaTiling) -> KernelStep:
             Scalar(ctype="int64", value=problem.output.size),
             Scalar(ctype="int32", value=tiling.splits),
         ),
+        waits_itself=True,
     )
 
 

@@ -176,6 +176,7 @@ __device__ __forceinline__ void produce(const Shape& shape, const TensorMap* map
   Copies copies(shape, at, item);
   meet();  // barriers are ready
   if (threadIdx.x % 32 == 0) {
+    previous_step_done();
     int slot = 0;
     unsigned parity = 1;  // the first round finds all stages empty
     while (true) {
@@ -194,6 +195,7 @@ __device__ __forceinline__ void produce(const Shape& shape, const TensorMap* map
       item = item_at(shape, at, number);
       copies = Copies(shape, at, item);
     }
+    next_step_may_begin();
   }
   __syncwarp();
 }
