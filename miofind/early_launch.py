@@ -46,8 +46,8 @@ def early_launcher(step: KernelStep, kernel: Kernel) -> Callable[[int, int, int]
 
     Keeps the launch's description, and writes the stream into it: not to be shared between threads.
     """
+    import cupy
     from cuda.bindings import driver
-    from cupy.cuda.driver import CUDADriverError
 
     attribute, config = driver.CUlaunchAttribute(), driver.CUlaunchConfig()
     attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
@@ -65,6 +65,6 @@ def early_launcher(step: KernelStep, kernel: Kernel) -> Callable[[int, int, int]
         config.hStream = stream
         (status,) = start(config, function, parameters, extra)
         if status != success:
-            raise CUDADriverError(int(status))
+            raise cupy.cuda.driver.CUDADriverError(int(status))
 
     return launch

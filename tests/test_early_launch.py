@@ -89,12 +89,11 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Driver:
     """The driver, below a CuPy that does nothing."""
     made = Driver()
     cupy, below = types.ModuleType("cupy"), types.ModuleType("cupy.cuda")
-    calls: Any = types.ModuleType("cupy.cuda.driver")
-    calls.launchKernel, calls.CUDADriverError = made.plainly, DriverError
+    calls = types.SimpleNamespace(launchKernel=made.plainly, CUDADriverError=DriverError)
     runtime = types.SimpleNamespace(free=lambda address: None, driverGetVersion=lambda: made.version)
     vars(below).update(driver=calls, runtime=runtime, Device=lambda index: contextlib.nullcontext())
     vars(cupy).update(cuda=below)
-    for module in (cupy, below, calls):
+    for module in (cupy, below):
         monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(driver, "cuLaunchKernelEx", made.early)
     monkeypatch.setattr(invoker, "cuda_device_count", lambda: 1)
