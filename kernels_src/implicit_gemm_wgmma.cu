@@ -129,7 +129,7 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(kThreads, BLOCKS)
     produce<BoxCopies>(shape, map, stages, full, empty);
   }
   if constexpr (CLUSTER_K > 1) {
-    meet();  // all shares are written
+    meet<true>();  // all shares are written
     add_shares(shape, stages, reinterpret_cast<ELEMENT*>(parts));
   }
   if constexpr (kCluster > 1) meet();  // others signal this block's barriers, or read its share, until here

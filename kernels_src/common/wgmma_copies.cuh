@@ -157,10 +157,11 @@ struct BoxCopies {
   }
 };
 
-// All blocks of the cluster have come here; what they wrote to shared memory before is seen.
+// All threads of the cluster have come here; of what they wrote before, barriers are seen, and if it `Shows`, all.
+template <bool Shows = false>
 __device__ __forceinline__ void meet() {
   if constexpr (kCluster > 1) {
-    cluster_arrive();
+    cluster_arrive<Shows>();
     cluster_wait();
   } else {
     block_barrier();

@@ -205,7 +205,9 @@ __device__ __forceinline__ void write_share(unsigned to, int consumer, const flo
 
 // Adds this block's rows of the cluster's shares, in order, and writes them.
 __device__ __forceinline__ void add_shares(const Shape& shape, unsigned from, ELEMENT* out) {
-  constexpr int kVector = 16 / kElement, kRowVectors = kTileN / kVector, kRows = kTileM / CLUSTER_K;
+  constexpr int kVector = 4, kRowVectors = kTileN / kVector, kRows = kTileM / CLUSTER_K;
+  constexpr int kPiece = RUN < kVector ? RUN : kVector;
+  using Piece = Vector<ELEMENT, kPiece>;
   const Place at = place();
   const Item item = item_at(shape, at, blockIdx.x / kCluster);
   const int taps = KIND == WEIGHTS ? shape.taps_y * shape.taps_x.by : 1;
@@ -214,26 +216,24 @@ __device__ __forceinline__ void add_shares(const Shape& shape, unsigned from, EL
     const Columns columns = columns_at(shape, item.tile_n, tile_column / kWide);
     const int row = item.tile_m * kTileM + tile_row, column = columns.first + tile_column % kWide;
     if (row >= shape.rows || column >= shape.columns || !any(shape, columns)) continue;
-    Vector<float, kVector> sums = {};
+    Vector<float, kVector> parts[CLUSTER_K];  // all on their way before the first is added
 #pragma unroll
-    for (int share = 0; share < CLUSTER_K; share++) {
-      const unsigned there = address_of(from + 4 * (tile_row * kSharePitch + tile_column), share);
-#pragma unroll
-      for (int i = 0; i < kVector; i += 4) {
-        const Vector<float, 4> part = load_floats(there + 4 * i);
-#pragma unroll
-        for (int j = 0; j < 4; j++) sums.at[i + j] += part.at[j];
-      }
-    }
+    for (int share = 0; share < CLUSTER_K; share++)
+      parts[share] = load_floats(address_of(from + 4 * (tile_row * kSharePitch + tile_column), share));
     Vector<ELEMENT, kVector> rounded;
 #pragma unroll
-    for (int i = 0; i < kVector; i++) rounded.at[i] = convert<ELEMENT>(sums.at[i]);
+    for (int i = 0; i < kVector; i++) {
+      float sum = parts[0].at[i];
+#pragma unroll
+      for (int share = 1; share < CLUSTER_K; share++) sum += parts[share].at[i];
+      rounded.at[i] = convert<ELEMENT>(sum);
+    }
     if constexpr (kPixelColumns && PLANES) {
       const int64 line = static_cast<int64>(row) * shape.image;
 #pragma unroll
-      for (int run = 0; run < kVector && column + run < shape.columns; run += RUN)
+      for (int run = 0; run < kVector && column + run < shape.columns; run += kPiece)
         if (const int64 there = plane_at(shape, item, column + run); there >= 0)
-          *reinterpret_cast<Run*>(out + there + line) = *reinterpret_cast<const Run*>(rounded.at + run);
+          *reinterpret_cast<Piece*>(out + there + line) = *reinterpret_cast<const Piece*>(rounded.at + run);
       continue;
     }
     const int64 line = KIND == WEIGHTS ? (static_cast<int64>(item.group) * shape.rows + row) * taps + columns.tap
