@@ -1,12 +1,13 @@
 // to[b, j, i] = from[b, i, j]: rows x columns to columns x rows, for each of a batch; of one tensor or of two in one
 // launch. Elements are moved, not computed.
 //
-// A block moves a tile through shared memory: vectors of `In` neighbours in a row come in, of `Out` in a column go out.
-// A tile as wide as the matrix is one run of memory, and so is the result of one as high: vectors then go on from line
-// to line, so that odd lines do not make them narrow.
-// Grid: one dimension, tiles of columns innermost, then of rows, then the batch; the second tensor's blocks come last.
+// A block moves a tile through shared memory, where it lies in lines: its rows, or, where `Scatters`, its columns.
+// Along lines a thread moves whole vectors, across them one element of each line. Where lines are whole, the tile is
+// one run of memory, and vectors go on from line to line: odd lines do not make them narrow. Grid: one dimension, tiles
+// of columns innermost, then of rows, then the batch; the second tensor's blocks come last.
 //
-// Defines: ELEMENT; FIRST and, for two tensors, SECOND: rows and columns of a tile, In, Out, as a list.
+// Defines: ELEMENT; FIRST and, for two tensors, SECOND: a tile's rows and columns, elements that are loaded and that
+// are stored at once, whether it scatters, whether lines are whole, as a list.
 #include "common/divisor.cuh"
 #include "common/hopper.cuh"
 
@@ -14,22 +15,119 @@
 #error "define ELEMENT and FIRST"
 #endif
 
-constexpr int kThreads = 256;
-constexpr int kPiece = 16 / sizeof(ELEMENT), kLine = 8 * kPiece;  // elements in 16 bytes, and in all banks
-
-template <int Rows, int Columns, int In, int Out>
-struct Tile {
-  static constexpr int kRows = Rows, kColumns = Columns, kIn = In, kOut = Out;
-  static constexpr int kElements = Rows * Columns;
-  static constexpr int kRun = Rows % kLine == 0 ? kLine : Rows;  // rows that neighbouring threads write side by side
-  static_assert(kElements % In == 0 && kElements % Out == 0, "vectors fill the tile");
-  static_assert(kPiece % In == 0 && kPiece % Out == 0, "a vector has 16 bytes at most");
-
-  // Where an element is. Rows an odd number of pieces apart have their columns in different banks; others are permuted.
-  static __device__ __forceinline__ int place(int at) {
-    return Columns % 2 ? at : at ^ (at / kLine ^ at / (8 * kLine)) % 8 * kPiece;
-  }
+// What a vector is stored as: its members would be stored one by one.
+template <int Bytes>
+struct Word;
+template <>
+struct Word<2> {
+  using Type = unsigned short;
 };
+template <>
+struct Word<4> {
+  using Type = unsigned;
+};
+template <>
+struct Word<8> {
+  using Type = uint2;
+};
+template <>
+struct Word<16> {
+  using Type = uint4;
+};
+
+constexpr int kThreads = 256;
+constexpr unsigned kPiece = 16 / sizeof(ELEMENT);  // elements of the widest vector
+
+template <int Rows, int Columns, int In, int Out, bool Scatters, bool Whole>
+struct Tile {
+  static constexpr int kRows = Rows, kColumns = Columns;
+  static constexpr bool kScatters = Scatters, kWhole = Whole;
+  static constexpr unsigned kLines = Scatters ? Columns : Rows, kLength = Scatters ? Rows : Columns;
+  static constexpr unsigned kAlong = Scatters ? Out : In, kAcross = Scatters ? In : Out;
+  // Lines that neighbouring threads take side by side: 128 bytes in memory where there are as many.
+  static constexpr unsigned kRun = kLines % (8 * kPiece) == 0 ? 8 * kPiece : kLines;
+  // Between groups of lines: threads at one element of eight groups meet different banks, which odd lines do unaided.
+  static constexpr unsigned kGap = kLength % 2 ? 0 : kPiece;
+  static constexpr unsigned kElements = kLines * kLength + (kLines - 1) / kPiece * kGap;
+  static_assert(kPiece % In == 0 && kPiece % Out == 0, "a vector has 16 bytes at most");
+  static_assert(kRun % kAcross == 0 && (Whole ? kLines * kLength : kLength) % kAlong == 0, "vectors fill the tile");
+};
+
+struct Spot {
+  int64 in_memory;
+  unsigned in_tile;
+  bool is_inside;
+};
+
+// Where the vector of that number is: along lines, or across them.
+template <class T, bool kIsAlong>
+__device__ __forceinline__ Spot spot(unsigned number, int stride, unsigned lines_left, unsigned length_left) {
+  if constexpr (kIsAlong) {
+    const unsigned at = number * T::kAlong, line = at / T::kLength, position = at % T::kLength;
+    const unsigned in_tile = at + at / (kPiece * T::kLength) * T::kGap;
+    if (T::kWhole) return {at, in_tile, at < lines_left * T::kLength};
+    return {static_cast<int64>(line) * stride + position, in_tile, line < lines_left && position < length_left};
+  } else {
+    constexpr unsigned kGroups = T::kRun / T::kAcross;
+    const unsigned rest = number / kGroups, run = T::kLines == T::kRun ? 0 : rest / T::kLength;
+    const unsigned line = run * T::kRun + number % kGroups * T::kAcross, position = rest - run * T::kLength;
+    return {static_cast<int64>(position) * stride + line, line * T::kLength + position + line / kPiece * T::kGap,
+            line < lines_left && position < length_left};
+  }
+}
+
+// Without __restrict__, which would let loads bypass what the step before writes while this kernel waits.
+template <class T, bool kIsAlong>
+__device__ __forceinline__ void load(ELEMENT* tile, const ELEMENT* from, int stride, unsigned lines_left,
+                                     unsigned length_left) {
+  constexpr unsigned kWidth = kIsAlong ? T::kAlong : T::kAcross, kVectors = T::kLines * T::kLength / kWidth;
+  constexpr unsigned kEach = (kVectors + kThreads - 1) / kThreads, kInFlight = kEach < 8 ? kEach : 8;
+  constexpr bool kFits = kVectors % (kInFlight * kThreads) == 0;
+  for (unsigned first = threadIdx.x; first < kVectors; first += kInFlight * kThreads) {
+    Vector<ELEMENT, kWidth> found[kInFlight];
+#pragma unroll
+    for (unsigned l = 0; l < kInFlight; l++) {
+      const unsigned number = first + l * kThreads;
+      const Spot at = spot<T, kIsAlong>(number, stride, lines_left, length_left);
+      if (at.is_inside && (kFits || number < kVectors))
+        found[l] = *reinterpret_cast<const Vector<ELEMENT, kWidth>*>(from + at.in_memory);
+    }
+#pragma unroll
+    for (unsigned l = 0; l < kInFlight; l++) {
+      const unsigned number = first + l * kThreads;
+      if (!kFits && number >= kVectors) break;
+      ELEMENT* to = tile + spot<T, kIsAlong>(number, stride, lines_left, length_left).in_tile;
+      if constexpr (kIsAlong) {
+        *reinterpret_cast<Vector<ELEMENT, kWidth>*>(to) = found[l];
+      } else {
+#pragma unroll
+        for (unsigned e = 0; e < kWidth; e++) to[e * T::kLength] = found[l].at[e];
+      }
+    }
+  }
+}
+
+template <class T, bool kIsAlong>
+__device__ __forceinline__ void store(const ELEMENT* tile, ELEMENT* to, int stride, unsigned lines_left,
+                                      unsigned length_left) {
+  constexpr unsigned kWidth = kIsAlong ? T::kAlong : T::kAcross, kVectors = T::kLines * T::kLength / kWidth;
+  constexpr unsigned kEach = (kVectors + kThreads - 1) / kThreads;
+#pragma unroll 4
+  for (unsigned l = 0; l < kEach; l++) {
+    const unsigned number = threadIdx.x + l * kThreads;
+    const Spot at = spot<T, kIsAlong>(number, stride, lines_left, length_left);
+    if (!at.is_inside || (kVectors % kThreads != 0 && number >= kVectors)) continue;
+    Vector<ELEMENT, kWidth> moved;
+    if constexpr (kIsAlong) {
+      moved = *reinterpret_cast<const Vector<ELEMENT, kWidth>*>(tile + at.in_tile);
+    } else {
+#pragma unroll
+      for (unsigned e = 0; e < kWidth; e++) moved.at[e] = tile[at.in_tile + e * T::kLength];
+    }
+    using Whole = typename Word<sizeof(moved)>::Type;
+    __stwb(reinterpret_cast<Whole*>(to + at.in_memory), *reinterpret_cast<const Whole*>(&moved));
+  }
+}
 
 struct Matrices {
   int rows, columns;
@@ -37,57 +135,17 @@ struct Matrices {
 };
 
 template <class T>
-__device__ __forceinline__ void load(ELEMENT* tile, const ELEMENT* __restrict__ from, int columns, int rows_left,
-                                     int columns_left) {
-  using Found = Vector<ELEMENT, T::kIn>;
-  constexpr int kVectors = T::kElements / T::kIn, kEach = (kVectors + kThreads - 1) / kThreads;
-  constexpr int kInFlight = kEach < 8 ? kEach : 8;
-  for (int first = threadIdx.x; first < kVectors; first += kInFlight * kThreads) {
-    Found found[kInFlight];
-#pragma unroll
-    for (int l = 0; l < kInFlight; l++) {
-      const int at = (first + l * kThreads) * T::kIn, i = at / T::kColumns, j = at % T::kColumns;
-      if (at < T::kElements && i < rows_left && j < columns_left)
-        found[l] = *reinterpret_cast<const Found*>(from + static_cast<int64>(i) * columns + j);
-    }
-#pragma unroll
-    for (int l = 0; l < kInFlight; l++) {
-      const int at = (first + l * kThreads) * T::kIn;
-      if (at < T::kElements) *reinterpret_cast<Found*>(tile + T::place(at)) = found[l];
-    }
-  }
-}
-
-template <class T>
-__device__ __forceinline__ void store(const ELEMENT* tile, ELEMENT* __restrict__ to, int rows, int rows_left,
-                                      int columns_left) {
-#pragma unroll 2
-  for (int vector = threadIdx.x; vector < T::kElements / T::kOut; vector += kThreads) {
-    const int at = vector * T::kOut, first = at / (T::kRun * T::kColumns) * T::kRun, rest = at - first * T::kColumns;
-    int i = rest % T::kRun, j = rest / T::kRun;
-    if (first + i >= rows_left || j >= columns_left) continue;
-    ELEMENT* target = to + static_cast<int64>(j) * rows + first + i;
-    Vector<ELEMENT, T::kOut> moved;
-#pragma unroll
-    for (int e = 0; e < T::kOut; e++) {
-      moved.at[e] = tile[T::place((first + i) * T::kColumns + j)];
-      i++;
-      if (T::kRun % T::kOut != 0 && i == T::kRun) i = 0, j++;
-    }
-    *reinterpret_cast<Vector<ELEMENT, T::kOut>*>(target) = moved;
-  }
-}
-
-template <class T>
 __device__ __forceinline__ void turn(ELEMENT* tile, const ELEMENT* from, ELEMENT* to, const Matrices& all, int number) {
   const int line = number / all.across, batch = line / all.down;
   const int first_i = (line - batch * all.down.by) * T::kRows, first_j = (number - line * all.across.by) * T::kColumns;
   const int64 matrix = static_cast<int64>(batch) * all.rows * all.columns;
   const int rows_left = all.rows - first_i, columns_left = all.columns - first_j;
-  load<T>(tile, from + matrix + static_cast<int64>(first_i) * all.columns + first_j, all.columns, rows_left,
-          columns_left);
+  const int lines_left = T::kScatters ? columns_left : rows_left, length_left = T::kScatters ? rows_left : columns_left;
+  from += matrix + static_cast<int64>(first_i) * all.columns + first_j;
+  to += matrix + static_cast<int64>(first_j) * all.rows + first_i;
+  load<T, !T::kScatters>(tile, from, all.columns, lines_left, length_left);
   __syncthreads();  // the tile is there
-  store<T>(tile, to + matrix + static_cast<int64>(first_j) * all.rows + first_i, all.rows, rows_left, columns_left);
+  store<T, T::kScatters>(tile, to, all.rows, lines_left, length_left);
 }
 
 using First = Tile<FIRST>;
@@ -96,7 +154,7 @@ using First = Tile<FIRST>;
 extern "C" __global__ void __launch_bounds__(kThreads)
     transpose(const ELEMENT* from, ELEMENT* to, int rows, int columns, int tiles_i, unsigned tiles_i_multiplier,
               int tiles_i_shift, int tiles_j, unsigned tiles_j_multiplier, int tiles_j_shift) {
-  __shared__ alignas(128) ELEMENT tile[(First::kElements + kLine - 1) / kLine * kLine];
+  __shared__ alignas(16) ELEMENT tile[First::kElements];
   next_step_may_begin();
   previous_step_done();
   const Matrices all{
@@ -105,7 +163,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 }
 #else
 using Second = Tile<SECOND>;
-constexpr int kMost = First::kElements > Second::kElements ? First::kElements : Second::kElements;
+constexpr unsigned kMost = First::kElements > Second::kElements ? First::kElements : Second::kElements;
 
 extern "C" __global__ void __launch_bounds__(kThreads)
     transpose_two(const ELEMENT* from, ELEMENT* to, int rows, int columns, int tiles_i, unsigned tiles_i_multiplier,
@@ -113,7 +171,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
                   const ELEMENT* other_from, ELEMENT* other_to, int other_rows, int other_columns, int other_tiles_i,
                   unsigned other_tiles_i_multiplier, int other_tiles_i_shift, int other_tiles_j,
                   unsigned other_tiles_j_multiplier, int other_tiles_j_shift, int blocks) {
-  __shared__ alignas(128) ELEMENT tile[(kMost + kLine - 1) / kLine * kLine];
+  __shared__ alignas(16) ELEMENT tile[kMost];
   next_step_may_begin();
   previous_step_done();
   const int number = blockIdx.x;

@@ -21,6 +21,18 @@ Array = NDArray[Any]
 
 
 @dataclass(frozen=True)
+class Tile:
+    """The values of a define, in its order."""
+
+    rows: int
+    columns: int
+    loaded: int
+    stored: int
+    scatters: bool
+    is_whole: bool
+
+
+@dataclass(frozen=True)
 class Tensor:
     """One tensor that a step turns."""
 
@@ -29,7 +41,7 @@ class Tensor:
     rows: int
     columns: int
     tiles: tuple[int, int]
-    tile: tuple[int, int, int, int]
+    tile: Tile
 
 
 def tensors(step: KernelStep) -> list[Tensor]:
@@ -45,8 +57,8 @@ def tensors(step: KernelStep) -> list[Tensor]:
         values = [int(arg.value) for arg in scalars if isinstance(arg, Scalar)]
         rows, columns, down, across = *values[:2], values[2], values[5]
         assert values[2:] == [scalar.value for by in (down, across) for scalar in divisor(by)]
-        tile = tuple(int(value) for value in str(defines[name]).split(","))
-        assert len(tile) == 4
+        *sizes, scatters, is_whole = (int(value) for value in str(defines[name]).split(","))
+        tile = Tile(*sizes, bool(scatters), bool(is_whole))
         found.append(Tensor(source.buffer, target.buffer, rows, columns, (down, across), tile))
     return found
 
@@ -60,8 +72,9 @@ def carry_out(step: KernelStep, memory: dict[str, Array]) -> None:
         batch, rest = divmod(memory[tensor.source].size, tensor.rows * tensor.columns)
         assert rest == 0
         blocks.append(batch * math.prod(tensor.tiles))
-        assert math.prod(tensor.tile[:2]) * itemsize <= 48 << 10
-        assert all(16 % (vector * itemsize) == 0 for vector in tensor.tile[2:])
+        gaps = max(tensor.tile.rows, tensor.tile.columns) * 16
+        assert tensor.tile.rows * tensor.tile.columns * itemsize + gaps <= 48 << 10
+        assert all(16 % (vector * itemsize) == 0 for vector in (tensor.tile.loaded, tensor.tile.stored))
         memory[tensor.target] = turned_tensor(tensor, memory[tensor.source])
     assert step.grid == (sum(blocks), 1, 1)
     if len(turned) == 2:
@@ -72,24 +85,39 @@ def turned_tensor(tensor: Tensor, source: Array) -> Array:
     """The tensor's memory with rows and columns exchanged; each element is written once."""
     matrices = source.reshape(-1, tensor.rows * tensor.columns)
     result, writes = np.zeros_like(matrices), np.zeros(matrices.shape[1], int)
-    (down, across), (rows, columns, into, out) = tensor.tiles, tensor.tile
-    assert rows * columns % into == rows * columns % out == matrices.shape[1] % into == matrices.shape[1] % out == 0
-    for first_i in range(0, down * rows, rows):
-        for first_j in range(0, across * columns, columns):
-            tile = np.zeros((len(matrices), rows * columns), source.dtype)
-            i, j = np.divmod(np.arange(0, rows * columns, into), columns)
-            inside = (i < tensor.rows - first_i) & (j < tensor.columns - first_j)
-            at = ((first_i + i) * tensor.columns + first_j + j)[inside]
-            assert (at % into == 0).all()
-            for e in range(into):
-                tile[:, np.arange(0, rows * columns, into)[inside] + e] = matrices[:, at + e]
-            j, i = np.divmod(np.arange(0, rows * columns, out), rows)
-            inside = (i < tensor.rows - first_i) & (j < tensor.columns - first_j)
-            at = ((first_j + j) * tensor.rows + first_i + i)[inside]
-            assert (at % out == 0).all()
-            for e in range(out):
-                column, row = np.divmod(np.arange(0, rows * columns, out)[inside] + e, rows)
-                result[:, at + e] = tile[:, row * columns + column]
-                np.add.at(writes, at + e, 1)
+    (down, across), made = tensor.tiles, tensor.tile
+    whole, of_line = (made.rows, tensor.rows) if made.scatters else (made.columns, tensor.columns)
+    assert not made.is_whole or whole == of_line
+    for first_i in range(0, down * made.rows, made.rows):
+        for first_j in range(0, across * made.columns, made.columns):
+            tile = np.zeros((len(matrices), made.rows, made.columns), source.dtype)
+            left = (tensor.rows - first_i, tensor.columns - first_j)
+            i, j = vectors(made, left, made.loaded, is_along=not made.scatters)
+            at = (first_i + i[:, :1]) * tensor.columns + first_j + j[:, :1]
+            assert (at % made.loaded == matrices.shape[1] % made.loaded).all()
+            tile[:, i, j] = matrices[:, at + np.arange(made.loaded)]
+            i, j = vectors(made, left, made.stored, is_along=made.scatters)
+            at = (first_j + j[:, :1]) * tensor.rows + first_i + i[:, :1]
+            assert (at % made.stored == matrices.shape[1] % made.stored).all()
+            result[:, at + np.arange(made.stored)] = tile[:, i, j]
+            np.add.at(writes, at + np.arange(made.stored), 1)
+    assert matrices.shape[1] % made.loaded == matrices.shape[1] % made.stored == 0
     assert (writes == 1).all()
     return result.ravel()
+
+
+def vectors(made: Tile, left: tuple[int, int], width: int, *, is_along: bool) -> tuple[Array, Array]:
+    """Rows and columns of the elements of vectors that are inside the matrix: arrays (vectors, width), all at once."""
+    lines, length = (made.columns, made.rows) if made.scatters else (made.rows, made.columns)
+    lines_left, length_left = left[::-1] if made.scatters else left
+    assert (lines * length if made.is_whole else length if is_along else lines) % width == 0
+    if is_along:
+        line, position = np.divmod(np.arange(lines * length).reshape(-1, width), length)
+    else:
+        position, line = np.divmod(np.arange(lines * length).reshape(-1, width), lines)
+        assert (position[:, 0] == position[:, -1]).all()
+    inside = (line[:, 0] < lines_left) & (position[:, 0] < length_left)
+    line, position = line[inside], position[inside]
+    assert (line < lines_left).all()
+    assert (position < length_left).all()
+    return (position, line) if made.scatters else (line, position)

@@ -16,10 +16,9 @@ from miofind.tiling.divisor import divisor
 SOURCE = "transpose.cu"
 
 _THREADS = 256
-_WIDTH = 64  # columns of a tile of a wide matrix, and the most lines that are taken whole at any length
-_LONGEST_ODD = 256  # elements of a line that is taken whole for the sake of wide vectors
+_LENGTH = 64  # elements of a line that a tile takes where it takes no whole lines
+_LONGEST_ODD = 256  # elements of a line that is taken whole so that its vectors are wide
 _TILE_BYTES = 8 << 10
-_MOST_TILE_BYTES = 32 << 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,24 +67,33 @@ class Turn:
 
     @property
     def tile(self) -> Tile:
-        """What a block moves."""
+        """What a block moves.
+
+        In shared memory it lies in lines along which vectors move whole; elements that move together across lines need
+        a multiple of as many lines. Lines are rows or columns, whichever are the better multiple.
+        """
         widest = 16 // self.dtype.itemsize
-        line = 8 * widest  # 128 bytes of a column are written side by side
-        most = _TILE_BYTES // self.dtype.itemsize
-        takes_rows = _is_taken_whole(self.columns, widest)
-        takes_columns = _is_taken_whole(self.rows, widest)
-        if takes_rows and self.rows * self.columns * self.dtype.itemsize > _MOST_TILE_BYTES:
-            takes_columns = False
-        columns = self.columns if takes_rows else _WIDTH
-        rows = self.rows if takes_columns else _share(self.rows, line, most // columns)
-        if takes_columns and not takes_rows:
-            columns = _share(self.columns, _WIDTH, most // rows)
-        whole = self.rows * self.columns
+        scatters = math.gcd(widest, self.columns) > math.gcd(widest, self.rows)
+        all_lines, all_of_line = (self.columns, self.rows) if scatters else (self.rows, self.columns)
+        is_odd = math.gcd(widest, all_of_line) < widest // 2  # vectors of 8 bytes do as well as whole lines (H200)
+        is_whole = all_of_line <= (_LONGEST_ODD if is_odd else _LENGTH)
+        run, most = 8 * widest, _TILE_BYTES // self.dtype.itemsize
+        if is_whole:
+            length = all_of_line
+            lines = all_lines if all_lines <= run else _share(all_lines, run, most // length)
+            along = math.gcd(widest, all_lines * length, lines * length)
+        else:
+            lines = min(all_lines, run)
+            length = _share(all_of_line, _LENGTH, most // lines)
+            along = math.gcd(widest, all_of_line)
+        across = math.gcd(widest, all_lines)
         return Tile(
-            rows=rows,
-            columns=columns,
-            in_=math.gcd(widest, *((whole, rows * columns) if takes_rows else (self.columns,))),
-            out=math.gcd(widest, *((whole, rows * columns) if takes_columns else (self.rows,))),
+            rows=length if scatters else lines,
+            columns=lines if scatters else length,
+            loaded=across if scatters else along,
+            stored=along if scatters else across,
+            scatters=scatters,
+            is_whole=is_whole,
         )
 
     @property
@@ -115,18 +123,23 @@ class Tile:
 
     Attributes:
         rows, columns: of the matrix, before it is turned.
-        in_, out: elements that a thread loads and stores at once.
+        loaded, stored: elements that a thread loads and stores at once.
+        scatters: its lines in shared memory are columns, which vectors are scattered to, not rows.
+        is_whole: its lines are as long as the matrix's, so that neighbouring ones are one run of memory.
     """
 
     rows: int
     columns: int
-    in_: int
-    out: int
+    loaded: int
+    stored: int
+    scatters: bool
+    is_whole: bool
 
     @property
     def define(self) -> str:
         """As the kernel takes it."""
-        return f"{self.rows},{self.columns},{self.in_},{self.out}"
+        values = (self.rows, self.columns, self.loaded, self.stored, int(self.scatters), int(self.is_whole))
+        return ",".join(map(str, values))
 
 
 def turning(turns: tuple[Turn, ...]) -> KernelStep:
@@ -151,11 +164,6 @@ def turning(turns: tuple[Turn, ...]) -> KernelStep:
         ),
         waits_itself=True,
     )
-
-
-def _is_taken_whole(length: int, widest: int) -> bool:
-    """Whether tiles have whole lines: where these are short, or too odd for wide vectors."""
-    return length <= _WIDTH or (length % widest > 0 and length <= _LONGEST_ODD)
 
 
 def _share(length: int, step: int, most: int) -> int:
