@@ -152,24 +152,3 @@ extern "C" __global__ void __launch_bounds__(256) add_parts(const float* parts, 
   for (int i = 0; i < 4; i++) rounded.at[i] = convert<ELEMENT>(sum.at[i]);
   *reinterpret_cast<Vector<ELEMENT, 4>*>(out + at) = rounded;
 }
-
-// out[group, c, tap, k] = w[group, k, tap, c]; one block a 32 x 32 tile of one tap.
-extern "C" __global__ void __launch_bounds__(256)
-    transpose_filters(const ELEMENT* w, ELEMENT* out, int groups, int filters, int channels, int taps) {
-  __shared__ ELEMENT tile[32][33];
-  const int tiles_k = (filters + 31) / 32, tiles_c = (channels + 31) / 32;
-  int number = blockIdx.x;
-  const int first_c = number % tiles_c * 32;
-  number /= tiles_c;
-  const int first_k = number % tiles_k * 32;
-  number /= tiles_k;
-  const int tap = number % taps, group = number / taps;
-  const int x = threadIdx.x % 32;
-  for (int y = threadIdx.x / 32; y < 32; y += 8)
-    if (first_k + y < filters && first_c + x < channels)
-      tile[y][x] = w[(static_cast<int64>(group * filters + first_k + y) * taps + tap) * channels + first_c + x];
-  __syncthreads();  // the tile is there
-  for (int y = threadIdx.x / 32; y < 32; y += 8)
-    if (first_c + y < channels && first_k + x < filters)
-      out[(static_cast<int64>(group * channels + first_c + y) * taps + tap) * filters + first_k + x] = tile[x][y];
-}

@@ -15,12 +15,11 @@ from miofind.errors import InvalidConfigError, UnknownSolverError
 from miofind.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.solution import Config, ConvSolution, KernelStep, Pointer, Region, Scalar, TensorMap, WorkspacePlan
 from miofind.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver, solver_by_id
-from miofind.tiling.turn import SOURCE, Turn, turning
+from miofind.tiling.turn import BANDWIDTH_SHARE, SOURCE, Turn, turning
 
 _INNER = ("ConvImplicitGemmWgmma",)
 _DEFAULTS_EACH = 4
 _STEP_MS = 1.5e-3
-_BANDWIDTH_SHARE = 0.73
 _MAX_BLOCKS = 2**31 - 1
 _TENSORS = ("x", "w", "y")
 
@@ -163,7 +162,7 @@ class ConvChannelsLast(Solver):
         form = self.form(config["solver"], problem, device)
         turns = _turns(problem, form)
         moved_bytes = sum(2 * turn.bytes for turn in turns.values())
-        moved_ms = 1e3 * moved_bytes / (_BANDWIDTH_SHARE * device.bandwidth_bytes_per_s)
+        moved_ms = 1e3 * moved_bytes / (BANDWIDTH_SHARE * device.bandwidth_bytes_per_s)
         inner_ms = solver_by_id(config["solver"]).estimate_ms(form, device, Config(config["config"]))
         return len([*_before(problem, turns), *_after(problem, turns)]) * _STEP_MS + moved_ms + inner_ms
 

@@ -28,6 +28,8 @@ from miofind.solution import (
 from miofind.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
 from miofind.tiling.correlation import ceil_div
 from miofind.tiling.divisor import divisor
+from miofind.tiling.turn import SOURCE as _TURNING
+from miofind.tiling.turn import Turn, turning
 from miofind.tiling.wgmma import ROW_BLOCK, SPANS_BYTES, Planes, WgmmaProduct, WgmmaTiling
 from miofind.tiling.wgmma_likely import SHARES, SPLITS, STAGES, WIDTHS, likely_tilings, varied
 from miofind.tiling.wgmma_time import estimate_ms
@@ -119,7 +121,8 @@ def _maps(tiling: WgmmaTiling) -> tuple[TensorMap, TensorMap, TensorMap]:
     else:
         box = Box(sizes=(ROW_BLOCK if across else tiling.width, 1, tiling.tile_k // along_m))
     if product.transposes_filters:
-        filters = _map(product, _FILTERS, (k, taps, problem.c), box)
+        deep, _, wide = box.sizes
+        filters = _map(product, _FILTERS, (k, c, groups * taps), Box(sizes=(deep, wide, 1)))
     else:
         filters = _map(product, "w", (c, taps, problem.k), box)
     if product.has_planes_of_pixels:
@@ -181,20 +184,17 @@ def _add(tiling: WgmmaTiling) -> KernelStep:
     )
 
 
-def _transpose(tiling: WgmmaTiling) -> KernelStep:
-    problem, taps = tiling.product.problem, math.prod(tiling.product.taps)
-    c, k = problem.c // problem.groups, problem.k // problem.groups
-    return KernelStep(
-        source=_SOURCE,
-        entry="transpose_filters",
-        grid=(ceil_div(c, 32) * ceil_div(k, 32) * taps * problem.groups, 1, 1),
-        block=(256, 1, 1),
-        defines=_defines(tiling),
-        args=(
-            Pointer(buffer="w"),
-            Pointer(buffer=_FILTERS),
-            *(Scalar(ctype="int32", value=value) for value in (problem.groups, k, c, taps)),
-        ),
+def _turn(tiling: WgmmaTiling) -> Turn:
+    """From the filter to one with its depth side by side: for each group (k, taps c) to (taps c, k)."""
+    product = tiling.product
+    problem, channels = product.problem, product.problem.c // product.problem.groups
+    return Turn(
+        source="w",
+        target=_FILTERS,
+        dtype=problem.w.dtype,
+        batch=problem.groups,
+        rows=problem.k // problem.groups,
+        columns=math.prod(product.taps) * channels,
     )
 
 
@@ -268,7 +268,7 @@ class ConvImplicitGemmWgmma(Solver):
     )
     alignment_bytes = 16
     is_dynamic = True
-    sources = (_SOURCE,)
+    sources = (_SOURCE, _TURNING)
     parameters: ClassVar[Mapping[str, Sequence[ConfigValue]]] = {
         "consumers": (1, 2, 3),
         "rows": (1, 2),
@@ -351,7 +351,7 @@ class ConvImplicitGemmWgmma(Solver):
         tiling = WgmmaTiling.of(WgmmaProduct.of(problem), config)
         steps, regions = [_multiply(tiling, device)], []
         if tiling.product.transposes_filters:
-            steps.insert(0, _transpose(tiling))
+            steps.insert(0, turning((_turn(tiling),)))
             regions.append(Region(name=_FILTERS, bytes=problem.w.bytes))
         if tiling.splits > 1:
             steps.append(_add(tiling))

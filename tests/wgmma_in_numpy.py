@@ -249,6 +249,10 @@ class Launch:
         if self.deep_filter:
             first = item.group * of_group + tile * length
             firsts = [first + share * (length // shares) for share in range(shares)]
+            if self.kind == "DATA":  # the filter has been turned
+                lines = item.group * self.taps + tap
+                firsts = [first - item.group * of_group for first in firsts]
+                return np.concatenate([copied_box(self.boxes, memory, depth, first, lines) for first in firsts])
             return np.concatenate([copied_box(self.boxes, memory, depth, tap, first) for first in firsts])
         blocks = []
         for block in range(0, length, 64 if self.pixel_columns else self.wide):

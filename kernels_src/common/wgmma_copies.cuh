@@ -127,6 +127,17 @@ struct BoxCopies {
       depth.next(shape);
   }
 
+  // Filters from one of the group on, with their depth side by side.
+  __device__ __forceinline__ void copy_deep(const Shape& shape, const Item& item, const TensorMap* map, unsigned to,
+                                            unsigned barrier, int first) const {
+    if constexpr (kTurnedFilter)
+      copy_box<kShares>(to, map, barrier, depth.at, first, item.group * shape.taps_y * shape.taps_x.by + depth.tap,
+                        blocks);
+    else
+      copy_box<kShares>(to, map, barrier, depth.at, depth.tap,
+                        item.group * (kPixelColumns ? shape.rows : shape.columns) + first, blocks);
+  }
+
   __device__ __forceinline__ void begin(const Shape& shape, const Item& item, const TensorMap* map, unsigned stage,
                                         unsigned barrier) const {
     if constexpr (kPlanesOfDepth || kPlanesOfRows) {
@@ -138,15 +149,15 @@ struct BoxCopies {
         copy_box<kShares>(stage + block * kRowBlock + share * kLength * 128, map, barrier,
                           item.tile_m * kTileM + 64 * block, item.group, number, blocks);
     } else if constexpr (kPixelColumns && kDeepFilter) {
-      copy_box(stage, map, barrier, depth.at, depth.tap, item.group * shape.rows + item.tile_m * kTileM);
+      copy_deep(shape, item, map, stage, barrier, item.tile_m * kTileM);
     } else if constexpr (kPixelColumns) {
 #pragma unroll
       for (int block = 0; block < kBlocks; block++)
         copy_box(stage + block * kRowBlock, map, barrier, item.tile_m * kTileM + 64 * block, depth.tap,
                  item.group * shape.channels + depth.at);
     } else if constexpr (kDeepFilter) {
-      copy_box<kShares>(stage + kRowBytes + share * kLength * kSpanDepth, map, barrier, depth.at, depth.tap,
-                        item.group * shape.columns + item.tile_n * kTileN + share * kLength, blocks);
+      copy_deep(shape, item, map, stage + kRowBytes + share * kLength * kSpanDepth, barrier,
+                item.tile_n * kTileN + share * kLength);
     } else {
 #pragma unroll
       for (int block = 0; block < kColumnBlocks; block++)

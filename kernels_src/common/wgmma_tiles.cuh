@@ -28,9 +28,9 @@ static_assert(CLUSTER_K == 1 || CLUSTER_M * CLUSTER_N == 1, "blocks share what t
 constexpr int kThreads = 128 * CONSUMERS + 64;
 constexpr int kSums = TILE_N / 2;
 constexpr int kElement = sizeof(ELEMENT);
-// Whether the depth lies side by side in the filter (TF32 backward data takes one that `transpose_filters` has laid out
-// so), in the rows' operand and in the columns'.
-constexpr bool kDeepFilter = KIND == FORWARD || (KIND == DATA && kElement == 4);
+// Whether the depth lies side by side in the filter, in the rows' operand and in the columns'. TF32 backward data takes
+// a filter that has been turned, for each group from k x (tap, c) to (tap, c) x k.
+constexpr bool kTurnedFilter = KIND == DATA && kElement == 4, kDeepFilter = KIND == FORWARD || kTurnedFilter;
 constexpr bool kPixelColumns = KIND != WEIGHTS && (SWAPPED || PLANES != NOWHERE);
 constexpr bool kPlanesOfPixels = KIND != WEIGHTS && PLANES == EVERYWHERE;
 constexpr bool kPlanesOfDepth = KIND == WEIGHTS && PLANES == EVERYWHERE, kPlanesOfRows = PLANES == IN_ROWS;

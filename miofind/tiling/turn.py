@@ -15,6 +15,9 @@ from miofind.tiling.divisor import divisor
 
 SOURCE = "transpose.cu"
 
+BANDWIDTH_SHARE = 0.73
+"""Of the device's nominal bandwidth, which turning reaches where tensors are large."""
+
 _THREADS = 256
 _LENGTH = 64  # elements of a line that a tile takes where it takes no whole lines
 _LONGEST_ODD = 256  # elements of a line that is taken whole so that its vectors are wide

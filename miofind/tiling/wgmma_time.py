@@ -9,6 +9,7 @@ import math
 
 from miofind.device import Device
 from miofind.tiling.correlation import ceil_div
+from miofind.tiling.turn import BANDWIDTH_SHARE
 from miofind.tiling.wgmma import ROW_BLOCK, WgmmaTiling
 
 # Of an H200, fitted to 293 problems with float16 and 8 likely configurations each, then to 18 problems with 20 each:
@@ -84,7 +85,7 @@ def estimate_ms(tiling: WgmmaTiling, device: Device) -> float:
     problem, byte_ms = tiling.product.problem, 1e3 / device.bandwidth_bytes_per_s
     ms = _FIRST_MS + _busy_ms(tiling, device) + _EXPOSED * problem.bytes * byte_ms
     if tiling.product.transposes_filters:
-        ms += _LAUNCH_MS + 2 * problem.w.bytes * byte_ms
+        ms += _LAUNCH_MS + 2 * problem.w.bytes * byte_ms / BANDWIDTH_SHARE
     if tiling.splits > 1:
         moved_bytes = problem.output.size * (8 * tiling.splits + tiling.product.element_bytes)
         ms += _LAUNCH_MS + max(moved_bytes * byte_ms, tiling.splits * _PART_MS)
