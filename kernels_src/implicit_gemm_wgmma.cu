@@ -1,6 +1,6 @@
 // Convolution as a matrix product on Hopper's tensor cores, float32 sums; float32 counts as TF32.
 // FORWARD:  y[m, k] = sum_{tap, c} x[m at tap, c] * w[k, tap, c]; m: output pixels, rows; k: filters, columns.
-// DATA:     dx[m, c] = sum_{tap, k} dy[m at tap, k] * w[k, tap, c]; m: input pixels; stride 1; taps backwards.
+// DATA:     dx[m, c] = sum_{tap, k} dy[m at tap, k] * w[k, tap, c]; m: input pixels; STRIDED, phase after phase.
 // WEIGHTS:  dw[k, tap c] = sum_m dy[m, k] * x[m at tap, c]; m: output pixels, the depth.
 // Pixels are the columns if SWAPPED, or where PLANES says that channels come first, in the result alone or everywhere.
 // They come by the copy engine's im2col mode (TMA), padding included; all else as boxes, and so do POINTWISE pixels:
@@ -27,9 +27,10 @@ __device__ __forceinline__ void consume(const Shape& shape, const TensorMap* tar
   int slot = 0;
   unsigned other = out + kOutBlock;
   unsigned parity = 0;
-  for (int number = blockIdx.x / kCluster; number < shape.items; number += gridDim.x / kCluster) {
+  for (int number = blockIdx.x / kCluster; number < shape.items; number = item_after(number)) {
     const Item item = item_at(shape, at, number);
     float sums[ROWS][kSums];
+    if (STRIDED && item.phase == phases_with_taps(shape) - 1) write_zeros(shape, item, parts, consumer);
     int before = -1;
     for (int step = item.first; step < item.last; step++) {
       barrier_wait(full + 8 * slot, parity);
@@ -54,7 +55,7 @@ __device__ __forceinline__ void consume(const Shape& shape, const TensorMap* tar
     }
     products_wait<0>();
     const Item done = item_at(shape, at, forgotten(number));  // not kept in registers beside the sums
-    if (signals) barrier_arrive<CLUSTER_M * CLUSTER_N>(empty + 8 * before, lane);
+    if ((!STRIDED || CLUSTER_K == 1) && signals) barrier_arrive<CLUSTER_M * CLUSTER_N>(empty + 8 * before, lane);
     if (CLUSTER_K > 1)
       write_share(stages, consumer, sums);
     else if (SWAPPED || shape.splits.by == 1)
@@ -76,12 +77,13 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(kThreads, BLOCKS)
     implicit_gemm_wgmma(const __grid_constant__ TensorMap rows, const __grid_constant__ TensorMap columns,
                         const __grid_constant__ TensorMap target, float* parts, int all_rows, int all_columns,
                         int groups, int channels, int taps_y, int stride_h, int stride_w, int low_h, int low_w,
-                        int dilation_h, int dilation_w, int image, int size, int steps, int items, int taps_x,
-                        unsigned taps_x_multiplier, int taps_x_shift, int chunks, unsigned chunks_multiplier,
-                        int chunks_shift, int height, unsigned height_multiplier, int height_shift, int width,
-                        unsigned width_multiplier, int width_shift, int tiles_m, unsigned tiles_m_multiplier,
-                        int tiles_m_shift, int tiles_n, unsigned tiles_n_multiplier, int tiles_n_shift, int splits,
-                        unsigned splits_multiplier, int splits_shift) {
+                        int dilation_h, int dilation_w, int image, int size, int all_h, int all_w, int tap_step_h,
+                        int tap_step_w, int first_h, int other_h, int first_w, int other_w, int phases, int steps,
+                        int items, int taps_x, unsigned taps_x_multiplier, int taps_x_shift, int chunks,
+                        unsigned chunks_multiplier, int chunks_shift, int height, unsigned height_multiplier,
+                        int height_shift, int width, unsigned width_multiplier, int width_shift, int tiles_m,
+                        unsigned tiles_m_multiplier, int tiles_m_shift, int tiles_n, unsigned tiles_n_multiplier,
+                        int tiles_n_shift, int splits, unsigned splits_multiplier, int splits_shift) {
   const Shape shape{all_rows,
                     all_columns,
                     groups,
@@ -98,12 +100,21 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(kThreads, BLOCKS)
                     dilation_h,
                     dilation_w,
                     image,
-                    size,
                     {tiles_m, tiles_m_multiplier, tiles_m_shift},
                     {tiles_n, tiles_n_multiplier, tiles_n_shift},
                     steps,
                     {splits, splits_multiplier, splits_shift},
-                    items};
+                    items,
+                    size,
+                    all_h,
+                    all_w,
+                    tap_step_h,
+                    tap_step_w,
+                    first_h,
+                    other_h,
+                    first_w,
+                    other_w,
+                    phases};
   extern __shared__ char shared[];
   __shared__ alignas(8) unsigned long long barriers[2 * STAGES];
   const unsigned stages = (shared_address(shared) + 1023) / 1024 * 1024;

@@ -42,6 +42,7 @@ _SHARED_BYTES = 227 << 10
 _MAX_CORNER = 127
 _MAX_TAP_OFFSET = 255
 _MAX_STRIDE = 8
+_MAX_DATA_STRIDE = 2
 _DEFAULTS = 8
 _KINDS = {Direction.FORWARD: "FORWARD", Direction.BACKWARD_DATA: "DATA", Direction.BACKWARD_WEIGHTS: "WEIGHTS"}
 
@@ -82,7 +83,7 @@ def _pixels(tiling: WgmmaTiling) -> TensorMap:
     walk = Im2col(
         lower=product.low[::-1],
         upper=product.high[::-1],
-        strides=_strides(product)[::-1],
+        strides=(1, 1) if problem.direction is Direction.BACKWARD_DATA else _strides(product)[::-1],
         channels=wide,
         pixels=count,
     )
@@ -136,13 +137,40 @@ def _maps(tiling: WgmmaTiling) -> tuple[TensorMap, TensorMap, TensorMap]:
     return (filters, pixels, target) if across else (pixels, filters, target)
 
 
+def _packed_residues(product: WgmmaProduct) -> list[int]:
+    """Two of each axis, as `Residue` of kernels_src/common/wgmma_tiles.cuh takes them."""
+    return [
+        one.at | one.first << 1 | one.taps << 2 | one.offset << 11
+        for of_axis in product.residues
+        for one in (of_axis[0], of_axis[-1])
+    ]
+
+
+def _packed_phases(tiling: WgmmaTiling) -> int:
+    """Which of both axes' residues each phase has, the shares of its tiles, and how many phases there are."""
+    phases, packed = tiling.product.phases, 0
+    for number, phase in enumerate(phases):
+        packed |= (phase.row << 1 | phase.column) << 2 * number
+    for number, shares in enumerate(tiling.phase_shares):
+        packed |= (shares.bit_length() - 1) << (8 + 2 * number)
+    return packed | len(tiling.phase_shares) << 16 | len(phases) << 19
+
+
 def _multiply(tiling: WgmmaTiling, device: Device) -> KernelStep:
     product, problem = tiling.product, tiling.product.problem
     tiles_m, tiles_n = tiling.tiles
     values = (
         *(tiling.rows, tiling.columns, problem.groups, product.channels, product.taps[0]),
-        *(*_strides(product), *product.low, *problem.conv.dilation),
-        *(product.image, problem.output.size, tiling.steps, tiling.items),
+        *(*_strides(product), *product.low, *product.dilation),
+        *(
+            product.image,
+            problem.output.size,
+            *problem.spatial,
+            *product.tap_steps,
+            *_packed_residues(product),
+            _packed_phases(tiling),
+        ),
+        *(tiling.steps, tiling.items),
     )
     shares = tiling.cluster[2]
     divisors = (product.taps[1], tiling.chunks, *tiling.walked, tiles_m, tiles_n, tiling.splits * shares)
@@ -214,6 +242,7 @@ def _defines(tiling: WgmmaTiling) -> tuple[tuple[str, str | int], ...]:
         ("POINTWISE", int(tiling.product.is_pointwise)),
         ("PLANES", tiling.product.planes.value),
         ("RUN", tiling.run),
+        ("STRIDED", int(tiling.product.is_strided)),
     )
 
 
@@ -227,8 +256,11 @@ def _layouts_refusal(problem: ProblemDescription) -> str | None:
     planes = Planes.of(problem)
     if planes is None:
         return "takes channels-last operands, or channels-first ones for a filter of one tap"
-    if planes in (Planes.NOWHERE, Planes.IN_RESULT):
+    if planes is Planes.NOWHERE:
         return None
+    if planes is Planes.IN_RESULT:
+        is_strided = problem.direction is Direction.BACKWARD_DATA and max(problem.conv.stride) > 1
+        return "writes channels-first results of backward data with stride 1" if is_strided else None
     product, itemsize = WgmmaProduct.of(problem), problem.x.dtype.itemsize
     if planes is Planes.IN_ROWS:
         depth, image = SPANS_BYTES[0] // itemsize, product.image
@@ -246,10 +278,11 @@ class ConvImplicitGemmWgmma(Solver):
     """Convolution as a matrix product on wgmma and TMA: NHWC, or NCHW where a filter has one tap; sums in float32.
 
     Serves float16 and bfloat16, and float32 as TF32 but for backward weights. Channels and filters of a group take
-    multiples of 16 bytes, and in several groups mostly of a step's depth; backward data has stride 1. NCHW is served
-    where outputs meet one pixel each, in order, and images take multiples of 16 bytes; the result alone may be NCHW
-    always, and y alone for backward weights where its images take multiples of 128 bytes. Parts of a tile's depth are
-    added in order, by a second pass or within a cluster, so equal inputs give equal bits.
+    multiples of 16 bytes, and in several groups mostly of a step's depth; backward data has stride 1 or 2. NCHW is
+    served where outputs meet one pixel each, in order, and images take multiples of 16 bytes; the result alone may be
+    NCHW where backward data has stride 1, and y alone for backward weights where its images take multiples of 128
+    bytes. Parts of a tile's depth are added in order, by a second pass or within a cluster, so equal inputs give equal
+    bits.
 
     Source: NVIDIA CUTLASS, include/cutlass/conv, for im2col copies of each direction; PTX ISA, wgmma.
     """
@@ -295,6 +328,7 @@ class ConvImplicitGemmWgmma(Solver):
             conv(x=(2, 36, 14, 14), w=(20, 36, 3, 3), padding=1, dtype=DataType.FLOAT32, math="tf32"),
             conv(data, x=(2, 20, 9, 9), w=(36, 20, 3, 3), padding=1, dtype=DataType.FLOAT32, math="tf32"),
             conv(data, x=(2, 72, 12, 11), w=(64, 72, 5, 3), padding=(2, 1)),
+            conv(data, x=(2, 72, 13, 14), w=(64, 72, 3, 3), padding=((1, 0), (0, 2)), stride=2),
             conv(weights, x=(2, 64, 14, 14), w=(72, 64, 3, 3), padding=1, dilation=2),
             conv(x=(2, 72, 12, 14), w=(64, 72, 1, 1), layout=Layout.NCHW),
             conv(x=(2, 24, 9, 7), w=(40, 24, 3, 3), layout=y_first),
@@ -318,8 +352,8 @@ class ConvImplicitGemmWgmma(Solver):
         if problem.output.size == 0 or problem.flops == 0:
             return Applicability("has no empty products")
         conv = problem.conv
-        if problem.direction is Direction.BACKWARD_DATA and max(conv.stride) > 1:
-            return Applicability("backward data is served with stride 1")
+        if problem.direction is Direction.BACKWARD_DATA and max(conv.stride) > _MAX_DATA_STRIDE:
+            return Applicability(f"backward data is served with strides of 1 and 2, not {conv.stride}")
         if max(tensor.size for tensor in (problem.x, problem.w, problem.y)) > _MAX_INT:
             return Applicability(f"counts elements in 32 bits: a tensor has more than {_MAX_INT}")
         product = WgmmaProduct.of(problem)

@@ -53,6 +53,9 @@ LARGE: dict[str, ProblemDescription] = {
     "3x3": conv(x=(32, 64, 56, 56), w=(64, 64, 3, 3), padding=1),
     "few pixels": conv(x=(1, 512, 7, 7), w=(512, 512, 3, 3), padding=1),
     "data": conv(x=(32, 128, 28, 28), w=(128, 128, 3, 3), padding=1, direction=DATA),
+    "strided data": conv(x=(16, 128, 29, 28), w=(128, 128, 3, 3), padding=1, stride=2, direction=DATA),
+    "strided data of groups": conv(x=(4, 128, 28, 31), w=(512, 32, 1, 3), stride=2, groups=4, direction=DATA),
+    "strided tf32 data": conv("tf32", x=(4, 64, 29, 27), w=(72, 64, 3, 2), padding=2, stride=(1, 2), direction=DATA),
     "weights": conv(x=(32, 128, 28, 28), w=(128, 128, 3, 3), padding=1, direction=WEIGHTS),
     "groups": conv(x=(8, 256, 28, 28), w=(256, 64, 3, 3), padding=1, groups=4),
     "weights of groups": conv(x=(8, 192, 14, 14), w=(192, 48, 3, 3), padding=1, groups=4, direction=WEIGHTS),
@@ -117,6 +120,18 @@ def named_args(step: KernelStep) -> dict[str, Any]:
     return {name: arg.value for name, arg in zip(names, step.args, strict=True) if isinstance(arg, Scalar)}
 
 
+def phases_of(step: KernelStep) -> list[tuple[int, int]]:
+    """Steps of a product's phases, and how many blocks share a tile of each."""
+    named, strided = named_args(step), dict(step.defines)["STRIDED"]
+    found = []
+    for phase in range(named["phases"] >> 16 & 7):
+        which = named["phases"] >> 2 * phase & 3
+        h, w = named["other_h" if which & 2 else "first_h"], named["other_w" if which & 1 else "first_w"]
+        steps = named["chunks"] * (h >> 2 & 511) * (w >> 2 & 511) if strided else named["steps"]
+        found.append((steps, 1 << (named["phases"] >> (8 + 2 * phase) & 3)))
+    return found
+
+
 REFUSED: dict[str, tuple[ProblemDescription, str]] = {
     "mixed types": (
         conv(x=(2, 16, 8, 8), w=(16, 16, 3, 3), dtype={"x": "float16", "w": "float16", "y": "bfloat16"}),
@@ -130,7 +145,10 @@ REFUSED: dict[str, tuple[ProblemDescription, str]] = {
     "odd TF32 channels": (conv("tf32", x=(2, 14, 8, 8), w=(16, 14, 3, 3)), "no multiple of 4"),
     "depthwise": (conv(x=(2, 16, 8, 8), w=(16, 1, 3, 3), groups=16), "1 channels"),
     "narrow groups": (conv(x=(2, 16, 8, 8), w=(16, 8, 3, 3), groups=2), "groups"),
-    "strided data": (conv(x=(2, 16, 8, 8), w=(16, 16, 3, 3), stride=(1, 2), direction=DATA), "stride 1"),
+    "data of long strides": (
+        conv(x=(2, 16, 8, 8), w=(16, 16, 3, 3), stride=(1, 3), direction=DATA),
+        "strides of 1 and 2, not (1, 3)",
+    ),
     "long strides": (conv(x=(2, 16, 40, 40), w=(16, 16, 1, 1), stride=(1, 9)), "stride (1, 9)"),
     "wide padding": (conv(x=(2, 16, 8, 8), w=(16, 16, 1, 1), padding=200), "padding"),
     "wide filters": (conv(x=(2, 16, 600, 4), w=(16, 16, 2, 1), dilation=(300, 1)), "filter is too large"),
@@ -155,6 +173,10 @@ REFUSED: dict[str, tuple[ProblemDescription, str]] = {
     "channels first with padding": (conv(x=(2, 16, 8, 8), w=(16, 16, 1, 1), padding=1, layout="NCHW"), "no padding"),
     "channels first with stride": (conv(x=(2, 16, 8, 8), w=(16, 16, 1, 1), stride=2, layout="NCHW"), "stride 1"),
     "channels first, odd images": (conv(x=(2, 16, 14, 14), w=(16, 16, 1, 1), layout="NCHW"), "196 elements"),
+    "channels first for strided data": (
+        conv(x=(2, 16, 8, 8), w=(16, 16, 3, 3), stride=2, layout=ONE_FIRST[DATA], direction=DATA),
+        "with stride 1",
+    ),
     "channels first in TF32": (conv("tf32", x=(2, 16, 8, 8), w=(16, 16, 1, 1), layout="NCHW"), "in 16 bits"),
     "three dimensions": (conv(x=(2, 16, 4, 8, 8), w=(16, 16, 3, 3, 3), layout="NDHWC"), "NDHWC"),
 }
@@ -181,6 +203,11 @@ ACCEPTED: dict[str, ProblemDescription] = {
     "one pixel": conv(x=(1, 64, 1, 1), w=(64, 64, 1, 1)),
     "padding of the limit": conv(x=(1, 16, 4, 4), w=(16, 16, 3, 3), padding=127),
     "stride of the limit": conv(x=(1, 16, 40, 40), w=(16, 16, 1, 1), stride=8),
+    "data of one pixel": conv(x=(1, 16, 1, 1), w=(16, 16, 1, 1), stride=2, direction=DATA),
+    "data of stride and dilation": conv(x=(1, 16, 9, 9), w=(16, 16, 3, 3), stride=2, dilation=(2, 3), direction=DATA),
+    "strided data of one dimension": conv(
+        x=(2, 16, 50), w=(24, 16, 5), stride=2, padding=((3, 1),), layout=Layout.NWC, direction=DATA
+    ),
     "one dimension": conv(x=(2, 16, 50), w=(24, 16, 5), layout=Layout.NWC, direction=WEIGHTS),
     "groups of 16": conv(x=(2, 64, 8, 8), w=(64, 16, 3, 3), groups=4),
     "groups of other sizes": conv(x=(2, 64, 8, 8), w=(96, 32, 3, 3), groups=2, direction=DATA),
@@ -258,11 +285,21 @@ def test_parts_are_added_in_order_in_a_workspace_of_their_own(problem: ProblemDe
 def test_every_part_has_steps(problem: ProblemDescription) -> None:
     """A part without one would free a stage that was never filled."""
     for config in sampled(problem):
-        named = named_args(product_of(SOLVER.solution(problem, DEVICE, config)))
-        parts = named["splits"]
-        assert parts == config["splits"] * shares(config)
+        step = product_of(SOLVER.solution(problem, DEVICE, config))
+        named, parts = named_args(step), config["splits"] * shares(config)
+        assert dict(step.defines)["STRIDED"] == int(is_strided(problem))
+        assert named["splits"] == parts
         assert parts == 1 or 2 * parts <= named["steps"]
+        for steps, shared in phases_of(step):
+            assert shared <= shares(config)
+            assert steps >= config["splits"] * shared
+            assert steps * shares(config) <= named["steps"] * shared  # none has more than of the first phase
         assert named["steps"] * parts < 2**31  # the kernel's product
+
+
+def is_strided(problem: ProblemDescription) -> bool:
+    """Whether pixels of the result differ in the taps that they meet."""
+    return problem.direction is DATA and max(problem.conv.stride) > 1
 
 
 def is_pointwise(problem: ProblemDescription) -> bool:
@@ -278,14 +315,18 @@ def test_kernels_are_told_how_the_copies_walk(problem: ProblemDescription) -> No
         step = product_of(SOLVER.solution(problem, DEVICE, config))
         named, maps = named_args(step), maps_of(step)
         assert named["groups"] == problem.groups
-        assert named["items"] == named["tiles_m"] * named["tiles_n"] * named["groups"] * config["splits"]
+        tiles = named["tiles_m"] * named["tiles_n"] * named["groups"] * config["splits"]
+        assert named["items"] == sum(-(-tiles * shared // shares(config)) for _, shared in phases_of(step))
+        assert named["size"] == problem.output.size
         planes = WgmmaProduct.of(problem).planes
         is_second = problem.direction is WEIGHTS or config["swapped"] == 1 or planes is not Planes.NOWHERE
         walk = maps[1 if is_second else 0]
         assert walk.pointer.buffer == pixels
         assert dict(step.defines)["POINTWISE"] == int(isinstance(walk.copy, Box)) == int(is_pointwise(problem))
         for axis, (name, taps) in enumerate((("w", "taps_x"), ("h", "taps_y"))):
-            assert named[f"dilation_{name}"] == planar.conv.dilation[1 - axis]
+            asked, dilation = planar.conv.stride[1 - axis], planar.conv.dilation[1 - axis]
+            common = math.gcd(asked, dilation) if problem.direction is DATA else 1
+            assert named[f"dilation_{name}"] * common == dilation
             assert named[taps] == planar.filter[1 - axis]
             count = named["width" if name == "w" else "height"]
             if planes is Planes.EVERYWHERE:
@@ -297,7 +338,8 @@ def test_kernels_are_told_how_the_copies_walk(problem: ProblemDescription) -> No
                 assert (named[f"low_{name}"], named[f"stride_{name}"], named[taps]) == (0, 1, 1)
                 continue
             low, high, stride = (corner[axis] for corner in (walk.copy.lower, walk.copy.upper, walk.copy.strides))
-            assert (named[f"low_{name}"], named[f"stride_{name}"]) == (low, stride)
+            assert (named[f"low_{name}"], named[f"stride_{name}"]) == (low, asked)
+            assert stride == (1 if problem.direction is DATA else asked)
             assert len(range(low, walk.sizes[1 + axis] + high, stride)) == count
 
 
@@ -338,6 +380,7 @@ def test_grids_are_whole_clusters(problem: ProblemDescription) -> None:
     lacking = {"2x1x1"} if product.rows <= 64 else set()
     if product.planes is not Planes.NOWHERE:
         lacking = {"2x1x1", "1x2x1"}
+    lacking |= {"2x1x1", "1x2x1"} if is_strided(problem) else set()
     assert seen == set(SOLVER.parameters["cluster"]) - lacking
 
 
@@ -480,6 +523,7 @@ def tiling(**values: ConfigValue) -> Config:
 WIDE = conv(x=(4, 256, 16, 16), w=(256, 256, 3, 3), padding=1)
 WIDE_WEIGHTS = conv(x=(4, 256, 16, 16), w=(256, 256, 3, 3), padding=1, direction=WEIGHTS)
 WIDE_TF32 = conv("tf32", x=(4, 256, 16, 16), w=(256, 256, 3, 3), padding=1)
+STRIDED = conv(x=(4, 256, 16, 16), w=(256, 256, 3, 3), padding=1, stride=2, direction=DATA)
 NARROW = conv(x=(4, 64, 8, 8), w=(64, 64, 1, 1))
 GROUPS_OF_WEIGHTS = conv(x=(8, 96, 16, 16), w=(144, 48, 3, 3), padding=1, groups=2, direction=WEIGHTS)
 EDGES: dict[str, tuple[ProblemDescription, Config, dict[str, ConfigValue]]] = {
@@ -492,6 +536,9 @@ EDGES: dict[str, tuple[ProblemDescription, Config, dict[str, ConfigValue]]] = {
     "swapped with two blocks of rows": (WIDE, tiling(swapped=1, consumers=2), {"rows": 2}),
     "swapped with few pixels a tile": (WIDE, tiling(swapped=1), {"tile_n": 32}),
     "swapped with half a block of pixels": (WIDE, tiling(swapped=1), {"tile_n": 96}),
+    "swapped strided data": (STRIDED, tiling(), {"swapped": 1}),
+    "strided data in clusters of rows": (STRIDED, tiling(), {"cluster": "2x1x1"}),
+    "strided data in clusters of columns": (STRIDED, tiling(), {"cluster": "1x2x1"}),
     "shares and splits": (WIDE, tiling(cluster="1x1x2"), {"splits": 2}),
     "splits and shares": (WIDE, tiling(splits=4), {"cluster": "1x1x4"}),
     "shares of one step": (NARROW, tiling(depth_bytes=32, cluster="1x1x2"), {"cluster": "1x1x4"}),
@@ -587,7 +634,7 @@ def problems(draw: st.DrawFn, most: int, extent: int, batch: int) -> ProblemDesc
     padding = [[0 if is_pointwise else draw(st.integers(0, 4)) for _ in range(2)] for _ in range(rank)]
     reach = [step * (tap - 1) + 1 for step, tap in zip(dilation, taps, strict=True)]
     least = [max(1, size - sum(pads)) for size, pads in zip(reach, padding, strict=True)]
-    has_stride = direction is not DATA and not is_pointwise
+    strides = st.just(1) if is_pointwise and draw(st.booleans()) else st.integers(1, 2 if direction is DATA else 3)
     last, first = (Layout.of(rank, channels_last=is_last) for is_last in (True, False))
     alone = "x" if direction is DATA else "y"
     layouts: list[Any] = [last, {**dict.fromkeys("xwy", last), alone: first}]
@@ -596,7 +643,7 @@ def problems(draw: st.DrawFn, most: int, extent: int, batch: int) -> ProblemDesc
         x=(draw(st.integers(1, batch)), groups * c, *(draw(st.integers(size, size + extent)) for size in least)),
         w=(groups * k, c, *taps),
         padding=padding,
-        stride=[draw(st.integers(1, 3)) for _ in range(rank)] if has_stride else 1,
+        stride=[draw(strides) for _ in range(rank)],
         dilation=dilation,
         groups=groups,
         direction=direction,
@@ -691,6 +738,14 @@ OF_PIXELS: dict[str, dict[str, Any]] = {
     "walked far": {"x": (1, 136, 19, 17), "w": (136, 136, 2, 3), "padding": 3, "dilation": 3},
     "pointwise": {"x": (2, 264, 16, 17), "w": (328, 264, 1, 1)},
 }
+OF_PHASES: dict[str, dict[str, Any]] = {
+    "strided": {"x": (2, 136, 23, 24), "w": (136, 136, 3, 3), "padding": ((1, 0), (2, 1)), "stride": 2},
+    "strided columns": {"x": (2, 72, 12, 23), "w": (264, 72, 2, 3), "padding": 1, "stride": (1, 2), "dilation": (3, 1)},
+    "strided rows": {"x": (2, 72, 25, 12), "w": (264, 72, 4, 1), "padding": ((0, 3), (0, 0)), "stride": (2, 1)},
+    "strided far": {"x": (2, 72, 23, 25), "w": (264, 72, 3, 2), "padding": 3, "stride": 2, "dilation": (3, 2)},
+    "strided points": {"x": (2, 136, 21, 26), "w": (520, 136, 1, 1), "stride": 2},
+    "strided groups": {"x": (2, 144, 21, 22), "w": (288, 72, 3, 2), "padding": 1, "stride": 2, "groups": 2},
+}
 OF_WEIGHTS: dict[str, dict[str, Any]] = {
     "walked": {"x": (2, 72, 24, 23), "w": (136, 72, 2, 3), "padding": 1},
     "strided": {
@@ -723,6 +778,7 @@ IN_PLANES_OF_RESULTS = {
 TILED = {
     **tiled(OF_PIXELS | WALKED_GROUPS | POINTWISE_GROUPS, ["float16"], FORWARD),
     **tiled(OF_PIXELS | WALKED_GROUPS | POINTWISE_GROUPS, ["float16"], DATA),
+    **tiled(OF_PHASES, ["float16", "tf32"], DATA),
     **tiled(WALKED_GROUPS | POINTWISE_GROUPS, ["tf32"], FORWARD),
     **tiled(WALKED_GROUPS | POINTWISE_GROUPS, ["tf32"], DATA),
     **tiled(OF_WEIGHTS | CUT_GROUPS, ["float16"], WEIGHTS),
@@ -753,6 +809,8 @@ def test_each_kind_of_tiling_computes_the_convolution(problem: ProblemDescriptio
     if WgmmaProduct.of(problem).planes is not Planes.NOWHERE:
         lacking = {name for name in WGMMA_TILINGS if name == "swapped" or "x1x1" in name or "1x2x1" in name}
         lacking -= {"cluster 1x1x1"}
+    if is_strided(problem):
+        lacking |= {name for name in WGMMA_TILINGS if name == "swapped" or name.endswith(("2x1x1", "1x2x1"))}
     assert missing == lacking | ({"alone", "cluster 2x1x1", "cluster 1x2x1"} if is_cut else set())
 
 

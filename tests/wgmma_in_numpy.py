@@ -103,6 +103,20 @@ class Item:
     group: int
     split: int
     steps: range
+    phase: int
+
+
+class Residue:
+    """What pixels of one axis of a phase meet, from what the kernel takes of it."""
+
+    def __init__(self, packed: int) -> None:
+        assert 0 <= packed < 2**31
+        self.at, self.first, self.taps, self.offset = packed & 1, packed >> 1 & 1, packed >> 2 & 511, packed >> 11
+
+
+class Phase(NamedTuple):
+    h: Residue
+    w: Residue
 
 
 class Launch:
@@ -117,8 +131,8 @@ class Launch:
         rows, columns, self.target = (arg for arg in step.args if isinstance(arg, TensorMap))
         self.named, self.memory, self.kind = named, memory, defines["KIND"]
         self.weights, self.swapped = self.kind == "WEIGHTS", bool(defines["SWAPPED"])
-        self.pointwise, self.run_length = bool(defines["POINTWISE"]), int(defines["RUN"])
-        self.planes = defines["PLANES"]
+        self.pointwise, self.strided = bool(defines["POINTWISE"]), bool(defines["STRIDED"])
+        self.planes, self.run_length = defines["PLANES"], int(defines["RUN"])
         self.pixel_columns = not self.weights and (self.swapped or self.planes != "NOWHERE")
         self.planes_of_pixels = not self.weights and self.planes == "EVERYWHERE"
         self.planes_of_depth = self.weights and self.planes == "EVERYWHERE"
@@ -128,6 +142,17 @@ class Launch:
         self.cluster = Place(*(int(defines[f"CLUSTER_{axis}"]) for axis in "MNK"))
         has_pixels_first = not self.weights and not self.pixel_columns
         self.pixels, self.boxes = (rows, columns) if has_pixels_first else (columns, rows)
+        which = [named["phases"] >> 2 * phase & 3 for phase in range(named["phases"] >> 19)]
+        self.phases = [
+            Phase(
+                Residue(named["other_h" if of & 2 else "first_h"]), Residue(named["other_w" if of & 1 else "first_w"])
+            )
+            for of in which
+        ]
+        self.phases_with_taps = named["phases"] >> 16 & 7
+        assert [phase.h.taps * phase.w.taps > 0 for phase in self.phases] == [
+            number < self.phases_with_taps for number in range(len(self.phases))
+        ]
         self.grid, self.taps = step.grid[0], named["taps_y"] * named["taps_x"]
 
     def run(self, size: int) -> Array:
@@ -137,7 +162,10 @@ class Launch:
         clusters, rest = divmod(self.grid, math.prod(self.cluster))
         assert rest == 0
         for cluster in range(clusters):
-            for number in range(cluster, self.named["items"], clusters):
+            for turn, first in enumerate(range(0, self.named["items"], clusters)):
+                number = first + (clusters - 1 - cluster if self.strided and turn else cluster)
+                if number >= self.named["items"]:
+                    break
                 assert self.cluster.k == 1 or number == cluster  # blocks that add what they have have one item
                 self._compute(number, out, size)
         return out
@@ -147,11 +175,16 @@ class Launch:
         items = [self._item(at, number) for at in places]
         sums = [self._multiply(at, item) for at, item in zip(places, items, strict=True)]
         if self.cluster.k > 1:
-            self._write_rows(items[0], sum(sums[1:], start=sums[0]), out)
+            for first in [number for number, item in enumerate(items) if item.split == 0]:
+                shares = [number for number in range(first, len(items)) if items[number].split == number - first]
+                if items[first].group < self.named["groups"]:
+                    self._write_rows(items[first], np.sum([sums[number] for number in shares], axis=0), out)
             return
         for item, tile in zip(items, sums, strict=True):
             if self.named["splits"] > 1:
                 self._write_rows(item, tile, out[item.split * size : (item.split + 1) * size])
+            elif self.strided:
+                self._write_rows(item, tile, out)
             elif self.swapped:
                 self._store_swapped(item, tile, out)
             elif self.planes == "IN_RESULT":
@@ -161,13 +194,48 @@ class Launch:
 
     def _item(self, at: Place, number: int) -> Item:
         named, splits = self.named, self.named["splits"]
+        phase, shares, count = 0, self.cluster.k, named["steps"]
+        if self.strided:
+            phase, shares, number = self._phase_of(at, number)
+            count = named["chunks"] * self.phases[phase].h.taps * self.phases[phase].w.taps
+            assert count <= named["steps"]
         row, tile_n = divmod(number, named["tiles_n"])
         part, tile_m = divmod(row, named["tiles_m"])
-        group, split = (part, at.k) if self.cluster.k > 1 else divmod(part, splits)
-        assert group < named["groups"]
-        steps = range(named["steps"] * split // splits, named["steps"] * (split + 1) // splits)
+        group, split = (part, at.k % shares) if self.cluster.k > 1 else divmod(part, splits)
+        parts = shares if self.cluster.k > 1 else splits
+        assert group < named["groups"] or shares < self.cluster.k
+        steps = range(count * split // parts, count * (split + 1) // parts)
         assert steps  # or a stage would be freed that was never filled
-        return Item(tile_m * self.cluster.m + at.m, tile_n * self.cluster.n + at.n, group, split, steps)
+        return Item(tile_m * self.cluster.m + at.m, tile_n * self.cluster.n + at.n, group, split, steps, phase)
+
+    def _phase_of(self, at: Place, number: int) -> tuple[int, int, int]:
+        """The phase of an item, the shares of its tiles, and the number of a block's tile of that phase."""
+        named, phase = self.named, 0
+        tiles = named["tiles_m"] * named["tiles_n"] * named["groups"]
+        tiles *= 1 if self.cluster.k > 1 else named["splits"]
+        while True:
+            shares = 1 << (named["phases"] >> (8 + 2 * phase) & 3)
+            apart = self.cluster.k // shares
+            items = -(-tiles // apart)
+            if number < items:
+                return phase, shares, number * apart + at.k // shares
+            number, phase = number - items, phase + 1
+            assert phase < self.phases_with_taps
+
+    def _tap(self, item: Item, step: int) -> tuple[int, int, int]:
+        """The tap of a step by its number in the filter, and how far its pixels are from where the walk is."""
+        named, (h, w) = self.named, self.phases[item.phase]
+        tap_y, tap_x = divmod(step // named["chunks"], w.taps if self.strided else named["taps_x"])
+        number = tap_y * named["taps_x"] + tap_x
+        if self.strided:
+            first, steps = (h.first, w.first), (named["tap_step_h"], named["tap_step_w"])
+            number = (first[0] + tap_y * steps[0]) * named["taps_x"] + first[1] + tap_x * steps[1]
+        assert number < self.taps
+        moved = (tap_y * named["dilation_h"], tap_x * named["dilation_w"])
+        if self.kind == "DATA":
+            moved = (h.offset - moved[0], w.offset - moved[1])
+        assert all(0 <= pixels <= 255 for pixels in moved)
+        return number, *moved
 
     def _columns(self, item: Item, block: int) -> Columns | None:
         number = item.tile_n * (self.tile_n // self.wide) + block
@@ -206,21 +274,18 @@ class Launch:
         """Pixels of channels from one on: (channels, pixels)."""
         return copied_box(pixels, self.memory[pixels.pointer.buffer], place[1], channel, place[0])
 
-    def _walked(self, number: int, channel: int, tap: tuple[int, int]) -> Array:
-        """Pixels from a number on, at a tap (y, x)."""
+    def _walked(self, number: int, channel: int, moved: tuple[int, int]) -> Array:
+        """Pixels from a number on, moved by a tap (h, w)."""
         named, memory = self.named, self.memory[self.pixels.pointer.buffer]
         row, w = divmod(number, named["width"])
         n, h = divmod(row, named["height"])
-        corner = (w * named["stride_w"] + named["low_w"], h * named["stride_h"] + named["low_h"])
-        offset = (tap[1] * named["dilation_w"], tap[0] * named["dilation_h"])
-        return copied_pixels(self.pixels, memory, (channel, *corner, n), offset)
+        strides = (1, 1) if self.strided else (named["stride_h"], named["stride_w"])
+        corner = (w * strides[1] + named["low_w"], h * strides[0] + named["low_h"])
+        return copied_pixels(self.pixels, memory, (channel, *corner, n), (moved[1], moved[0]))
 
     def _pixels_at(self, item: Item, step: int) -> Array:
         named, memory = self.named, self.memory[self.pixels.pointer.buffer]
-        tap, chunk = divmod(step, named["chunks"])
-        tap_y, tap_x = divmod(tap, named["taps_x"])
-        if self.kind == "DATA":
-            tap_y, tap_x = named["taps_y"] - 1 - tap_y, named["taps_x"] - 1 - tap_x
+        chunk, (_, *moved) = step % named["chunks"], self._tap(item, step)
         length = self.tile_n if self.pixel_columns else self.tile_m
         first, depth = (item.tile_n if self.pixel_columns else item.tile_m) * length, chunk * self.tile_k
         if self.planes_of_pixels:
@@ -234,12 +299,12 @@ class Launch:
             if self.pointwise:
                 shares.append(copied_box(self.pixels, memory, depth, item.group, number))
             else:
-                shares.append(self._walked(number, item.group * named["channels"] + depth, (tap_y, tap_x)))
+                shares.append(self._walked(number, item.group * named["channels"] + depth, (moved[0], moved[1])))
         return np.concatenate(shares)
 
     def _filters(self, item: Item, step: int) -> Array:
         named, memory = self.named, self.memory[self.boxes.pointer.buffer]
-        tap, chunk = divmod(step, named["chunks"])
+        chunk, (tap, *_) = step % named["chunks"], self._tap(item, step)
         length, tile = (self.tile_m, item.tile_m) if self.pixel_columns else (self.tile_n, item.tile_n)
         of_group, depth, shares = (
             named["all_rows" if self.pixel_columns else "all_columns"],
@@ -291,7 +356,8 @@ class Launch:
                 else:
                     channel = item.group * named["all_columns"] + columns.first
                     tap_y, tap_x = divmod(columns.tap, named["taps_x"])
-                    parts.append(self._walked(number, channel, (tap_y, tap_x)))
+                    moved = (tap_y * named["dilation_h"], tap_x * named["dilation_w"])
+                    parts.append(self._walked(number, channel, moved))
             copied[block * self.wide : (block + 1) * self.wide] = np.concatenate(parts).T
         return copied
 
@@ -323,7 +389,7 @@ class Launch:
                     store_box(self.target, out, values, filters, item.group, pixel)
 
     def _write_rows(self, item: Item, sums: Array, out: Array) -> None:
-        """What is stored by rows, elements in the order of the tensor."""
+        """What is stored by rows, elements in the order of the tensor; beside the last phase's, zeros."""
         if self.pixel_columns:
             self._write_planes(item, sums, out)
             return
@@ -331,6 +397,15 @@ class Launch:
         row_of_tile = item.tile_m * self.tile_m
         count = max(0, min(self.tile_m, named["all_rows"] - row_of_tile))
         rows = row_of_tile + np.arange(count)
+        self._write_lines(item, *self._rows_of_all(item.phase, rows), sums[:count], out)
+        if self.strided and item.phase == self.phases_with_taps - 1:
+            for phase in range(self.phases_with_taps, len(self.phases)):
+                self._write_lines(item, *self._rows_of_all(phase, rows), np.zeros((count, self.tile_n)), out)
+
+    def _write_lines(
+        self, item: Item, stored: NDArray[np.bool_], rows: NDArray[np.int64], sums: Array, out: Array
+    ) -> None:
+        named = self.named
         for block in range(self.tile_n // self.wide):
             columns = self._columns(item, block)
             if columns is None:
@@ -342,7 +417,7 @@ class Launch:
                 lines = rows * named["groups"] + item.group
             places = lines[:, None] * named["all_columns"] + columns.first + np.arange(width)
             assert np.isnan(out[places]).all()
-            out[places] = sums[:count, block * self.wide : block * self.wide + width]
+            out[places] = sums[stored, block * self.wide : block * self.wide + width]
 
     def _write_planes(self, item: Item, sums: Array, out: Array) -> None:
         """Likewise where the columns are pixels of planes, run by run."""
@@ -363,3 +438,15 @@ class Launch:
             assert (places[:, 0] % self.run_length == 0).all()
             assert np.isnan(out[places]).all()
             out[places] = sums[: len(rows), column - first : column - first + self.run_length]
+
+    def _rows_of_all(self, phase: int, rows: NDArray[np.int64]) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
+        """Which of a phase's rows are stored, and as which of the result."""
+        named = self.named
+        if not self.strided:
+            return np.full(rows.shape, True), rows
+        lines, w = np.divmod(rows, named["width"])
+        n, h = np.divmod(lines, named["height"])
+        h = h * named["stride_h"] + self.phases[phase].h.at
+        w = w * named["stride_w"] + self.phases[phase].w.at
+        stored = (h < named["all_h"]) & (w < named["all_w"])
+        return stored, ((n * named["all_h"] + h) * named["all_w"] + w)[stored]

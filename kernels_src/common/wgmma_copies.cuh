@@ -26,7 +26,7 @@ struct PixelCopies {
                share * kPixels),
         pixel(pixel_at(shape, number)),
         stride{},
-        depth(shape, item.first) {
+        depth(shape, item) {
     if constexpr (kPlanesOfDepth) {
       stride = {0, 0, 1};
     } else if constexpr (KIND == WEIGHTS) {
@@ -66,7 +66,8 @@ struct PixelCopies {
                  item.group * shape.channels + depth.at, blocks_first[block].n);
       return;
     }
-    const int w = pixel.w * shape.stride_w + shape.low_w, h = pixel.h * shape.stride_h + shape.low_h;
+    const int w = pixel.w * (STRIDED ? 1 : shape.stride_w) + shape.low_w;
+    const int h = pixel.h * (STRIDED ? 1 : shape.stride_h) + shape.low_h;
     if constexpr (KIND == WEIGHTS) {
       const unsigned to = stage + kRowBytes + share * kPixels * kSpanWide;
 #pragma unroll
@@ -85,10 +86,10 @@ struct PixelCopies {
     if constexpr (POINTWISE) {
       copy_box<kShares>(to, map, barrier, depth.at, item.group, number, blocks);
     } else {
-      const int tap_y = KIND == DATA ? shape.taps_y - 1 - depth.tap_y : depth.tap_y;
-      const int tap_x = KIND == DATA ? shape.taps_x.by - 1 - depth.tap_x : depth.tap_x;
+      const int tap_h = depth.tap_y * shape.dilation_h, tap_w = depth.tap_x * shape.dilation_w;
       copy_pixels<kShares>(to, map, barrier, item.group * shape.channels + depth.at, w, h, pixel.n,
-                           tap_x * shape.dilation_w, tap_y * shape.dilation_h, blocks);
+                           KIND == DATA ? depth.phase.w.offset - tap_w : tap_w,
+                           KIND == DATA ? depth.phase.h.offset - tap_h : tap_h, blocks);
     }
   }
 };
@@ -108,7 +109,7 @@ struct BoxCopies {
         bytes(KIND == WEIGHTS || kPixelColumns ? kRowBytes : kColumnBytes),
         number(item.first * kTileK + share * kLength),
         blocks(KIND == WEIGHTS ? same_rows(at) : same_columns(at)),
-        depth(shape, item.first),
+        depth(shape, item),
         pixel{},
         stride{0, 0, 1} {
     if constexpr (kPlanesOfDepth) pixel = pixel_at(shape, item.first);
@@ -202,7 +203,7 @@ __device__ __forceinline__ void produce(const Shape& shape, const TensorMap* map
           parity ^= 1;
         }
       }
-      number += gridDim.x / kCluster;
+      number = item_after(number);
       if (number >= shape.items) break;
       item = item_at(shape, at, number);
       copies = Copies(shape, at, item);

@@ -72,6 +72,22 @@ __device__ __forceinline__ void write_runs(const Shape& shape, const Item& item,
   }
 }
 
+// A block that has been laid out, line by line: its rows are no neighbours in the result.
+__device__ __forceinline__ void write_lines(const Shape& shape, const Item& item, unsigned from, int first_row,
+                                            int first_column, ELEMENT* result) {
+  constexpr int kWords = kOutSpan / 16, kRows = 128 / kWords;
+  const int word = threadIdx.x % 128 % kWords, column = first_column + word * (16 / kElement);
+  if (column >= shape.columns) return;
+#pragma unroll
+  for (int row = threadIdx.x % 128 / kWords; row < 64; row += kRows) {
+    const int line = row_line(shape, item, first_row + row);
+    if (line < 0) continue;
+    *reinterpret_cast<Vector<float, 4>*>(
+        result + (static_cast<int64>(line) * shape.groups + item.group) * shape.columns + column) =
+        *reinterpret_cast<const Vector<float, 4>*>(__cvta_shared_to_generic(from + word_at(row, word)));
+  }
+}
+
 // Begins to store a block that has been laid out.
 __device__ __forceinline__ void store_block(const Shape& shape, const Item& item, const TensorMap* target,
                                             unsigned from, int first_row, int block) {
@@ -109,6 +125,8 @@ __device__ __forceinline__ void write_tile(const Shape& shape, const Item& item,
       warpgroup_barrier(1 + consumer);      // the block is laid out
       if constexpr (PLANES == IN_RESULT)
         write_runs(shape, item, place, first_row, first_column, result);
+      else if constexpr (STRIDED)
+        write_lines(shape, item, place, first_row, first_column, result);
       else if (thread == 0)
         store_block(shape, item, target, place, first_row, block);
       const unsigned written = place;
@@ -147,6 +165,30 @@ __device__ __forceinline__ void write_part_planes(const Shape& shape, const Item
   }
 }
 
+// Zeros to the pixels of phases that meet no tap, beside those of a consumer's part of the tile: elements, or of a
+// part.
+__device__ __forceinline__ void write_zeros(const Shape& shape, const Item& item, float* parts, int consumer) {
+  constexpr int kVector = 16 / kElement, kVectors = kTileN / kVector, kRows = 64 * ROWS;
+  const bool is_part = CLUSTER_K == 1 && shape.splits.by > 1;
+  if (!is_part && (item.split > 0 || item.first == item.last)) return;
+  char* const to = reinterpret_cast<char*>(is_part ? parts + item.split * static_cast<int64>(shape.size) : parts);
+  for (int number = threadIdx.x % 128; number < kRows * kVectors; number += 128) {
+    const int row = item.tile_m * kTileM + kRows * consumer + number / kVectors;
+    const int column = item.tile_n * kTileN + number % kVectors * kVector;
+    if (row >= shape.rows || column >= shape.columns) continue;
+    const Pixel pixel = pixel_at(shape, row);
+#pragma unroll 1  // else registers that the widest sums need would be spilled
+    for (int phase = phases_with_taps(shape); phase < all_phases(shape); phase++) {
+      const int line = pixel_line(shape, Phase(shape, phase), pixel);
+      if (line < 0) continue;
+      const int64 element = (static_cast<int64>(line) * shape.groups + item.group) * shape.columns + column;
+      Vector<float, 4>* const there = reinterpret_cast<Vector<float, 4>*>(to + element * (is_part ? 4 : kElement));
+      there[0] = {};
+      if (kElement < 4 && is_part) there[1] = {};
+    }
+  }
+}
+
 // The tile's sums as they are, to this part's place; elements in the order of the tensor.
 __device__ __forceinline__ void write_part(const Shape& shape, const Item& item, float* parts, int consumer,
                                            const float (&sums)[ROWS][kSums]) {
@@ -167,19 +209,20 @@ __device__ __forceinline__ void write_part(const Shape& shape, const Item& item,
 #pragma unroll
     for (int r = 0; r < ROWS; r++) {
       const int row = item.tile_m * kTileM + 64 * (consumer * ROWS + r) + 16 * (thread / 32) + lane / 4;
+      const int lines[2] = {row_line(shape, item, row), row_line(shape, item, row + 8)};
 #pragma unroll
       for (int j = 0; j < kWide / 8; j++) {
         const int column = columns.first + 8 * j + 2 * (lane % 4);
         if (column >= shape.columns) break;
 #pragma unroll
         for (int below = 0; below < 2; below++)
-          if (row + 8 * below < shape.rows) {
+          if (lines[below] >= 0) {
             const int sum = 4 * (block * kWide / 8 + j) + 2 * below;
             Vector<float, 2> pair;
             pair.at[0] = sums[r][sum];
             pair.at[1] = sums[r][sum + 1];
-            *reinterpret_cast<Vector<float, 2>*>(part + (row + 8 * below) * pitch + columns.tap * shape.columns +
-                                                 column) = pair;
+            *reinterpret_cast<Vector<float, 2>*>(part + lines[below] * pitch + columns.tap * shape.columns + column) =
+                pair;
           }
       }
     }
@@ -205,27 +248,33 @@ __device__ __forceinline__ void write_share(unsigned to, int consumer, const flo
 
 // Adds this block's rows of the cluster's shares, in order, and writes them.
 __device__ __forceinline__ void add_shares(const Shape& shape, unsigned from, ELEMENT* out) {
-  constexpr int kVector = 4, kRowVectors = kTileN / kVector, kRows = kTileM / CLUSTER_K;
+  constexpr int kVector = 4, kRowVectors = kTileN / kVector;
   constexpr int kPiece = RUN < kVector ? RUN : kVector;
   using Piece = Vector<ELEMENT, kPiece>;
   const Place at = place();
   const Item item = item_at(shape, at, blockIdx.x / kCluster);
+  const int power = shares_power(shape, item.phase), rows = kTileM >> power;
+  if (STRIDED && item.group >= shape.groups) return;
   const int taps = KIND == WEIGHTS ? shape.taps_y * shape.taps_x.by : 1;
-  for (int number = threadIdx.x; number < kRows * kRowVectors; number += kThreads) {
-    const int tile_row = at.k * kRows + number / kRowVectors, tile_column = number % kRowVectors * kVector;
+  for (int number = threadIdx.x; number < rows * kRowVectors; number += kThreads) {
+    const int tile_row = item.split * rows + number / kRowVectors, tile_column = number % kRowVectors * kVector;
     const Columns columns = columns_at(shape, item.tile_n, tile_column / kWide);
     const int row = item.tile_m * kTileM + tile_row, column = columns.first + tile_column % kWide;
-    if (row >= shape.rows || column >= shape.columns || !any(shape, columns)) continue;
+    const int row_of_all = row_line(shape, item, row);
+    if (row_of_all < 0 || column >= shape.columns || !any(shape, columns)) continue;
     Vector<float, kVector> parts[CLUSTER_K];  // all on their way before the first is added
 #pragma unroll
     for (int share = 0; share < CLUSTER_K; share++)
-      parts[share] = load_floats(address_of(from + 4 * (tile_row * kSharePitch + tile_column), share));
+      if (!STRIDED || share >> power == 0)
+        parts[share] = load_floats(
+            address_of(from + 4 * (tile_row * kSharePitch + tile_column), STRIDED ? at.k - item.split + share : share));
     Vector<ELEMENT, kVector> rounded;
 #pragma unroll
     for (int i = 0; i < kVector; i++) {
       float sum = parts[0].at[i];
 #pragma unroll
-      for (int share = 1; share < CLUSTER_K; share++) sum += parts[share].at[i];
+      for (int share = 1; share < CLUSTER_K; share++)
+        if (!STRIDED || share >> power == 0) sum += parts[share].at[i];
       rounded.at[i] = convert<ELEMENT>(sum);
     }
     if constexpr (kPixelColumns && PLANES) {
@@ -237,7 +286,7 @@ __device__ __forceinline__ void add_shares(const Shape& shape, unsigned from, EL
       continue;
     }
     const int64 line = KIND == WEIGHTS ? (static_cast<int64>(item.group) * shape.rows + row) * taps + columns.tap
-                                       : static_cast<int64>(row) * shape.groups + item.group;
+                                       : static_cast<int64>(row_of_all) * shape.groups + item.group;
     *reinterpret_cast<Vector<ELEMENT, kVector>*>(out + line * shape.columns + column) = rounded;
   }
 }

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from miofind.problem import Direction, ProblemDescription
@@ -55,18 +56,55 @@ class Planes(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Residue:
+    """What pixels of one axis of dx meet whose places are equal modulo the stride; of other products, all pixels.
+
+    Attributes:
+        at: of the first of these pixels.
+        first: the first tap of the filter that they meet; `WgmmaProduct.tap_steps` lie between two.
+        taps: how many they meet.
+        offset: pixels of dy, or x, from the first that copies walk to where the first tap meets it. Further taps meet
+            pixels `WgmmaProduct.dilation` further, for backward data back.
+    """
+
+    at: int
+    first: int
+    taps: int
+    offset: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Phase:
+    """Pixels of dx that meet the same taps; of other products, all that is computed.
+
+    Attributes:
+        row, column: of `WgmmaProduct.residues`, by number.
+        taps: how many a tile's depth has: 1 for backward weights.
+    """
+
+    row: int
+    column: int
+    taps: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WgmmaProduct:
     """A problem as a matrix product, the same for all configurations.
 
     Attributes:
         problem: lifted to two spatial dimensions.
-        rows, columns: of the result of one group; for backward weights the columns are of one tap.
+        rows, columns: of the result of one group; for backward weights the columns are of one tap, for strided backward
+            data the rows are of one phase: all phases walk as many pixels, some beyond the tensor.
         depth: channels or filters that each tap sums over, or output pixels.
         taps: of the filter.
         pixels: name of the tensor that is met pixel by pixel.
         walked: rows and columns of the pixels that copies walk, in one image.
         low, high: their corners, rows first.
         planes: which tensors have their channels first; if any but for backward weights, pixels are the columns.
+        residues: of both axes.
+        phases: one for each pair of residues, those that meet most taps first.
+        tap_steps: between the taps of a residue.
+        dilation: between pixels that neighbouring taps of a residue meet.
     """
 
     problem: ProblemDescription
@@ -79,6 +117,10 @@ class WgmmaProduct:
     low: tuple[int, int]
     high: tuple[int, int]
     planes: Planes
+    residues: tuple[tuple[Residue, ...], tuple[Residue, ...]]
+    phases: tuple[Phase, ...]
+    tap_steps: tuple[int, int]
+    dilation: tuple[int, int]
 
     @staticmethod
     def of(problem: ProblemDescription) -> WgmmaProduct:
@@ -95,6 +137,16 @@ class WgmmaProduct:
         """Whether outputs meet one pixel each, in order."""
         conv = self.problem.conv
         return math.prod(self.taps) == max(conv.stride) == 1 and not any((*conv.pad_before, *conv.pad_after))
+
+    @property
+    def is_strided(self) -> bool:
+        """Whether pixels of the result differ in the taps that they meet."""
+        return len(self.phases) > 1
+
+    @property
+    def phase_taps(self) -> tuple[int, ...]:
+        """Taps of each phase that has any; the others' pixels are zeros."""
+        return tuple(phase.taps for phase in self.phases if phase.taps)
 
     @property
     def keeps_to_groups(self) -> bool:
@@ -155,11 +207,18 @@ def _product(problem: ProblemDescription) -> WgmmaProduct:
     reach = [(taps[i] - 1) * conv.dilation[i] for i in range(2)]
     outputs = math.prod(planar.out_spatial) * planar.n
     planes = Planes.of(planar) or Planes.NOWHERE
+    tap_steps, dilation = [1, 1], list(conv.dilation)
+    residues = [[Residue(at=0, first=0, taps=count, offset=0)] for count in taps]
     if planar.direction is Direction.BACKWARD_DATA:
-        low = [conv.pad_before[i] - reach[i] for i in range(2)]
-        high = [low[i] + planar.spatial[i] - planar.out_spatial[i] for i in range(2)]
-        rows, columns, depth, pixels = math.prod(planar.spatial) * planar.n, c, k, "y"
-        walked = planar.spatial
+        steps = [math.gcd(conv.stride[i], conv.dilation[i]) for i in range(2)]
+        tap_steps = [conv.stride[i] // steps[i] for i in range(2)]
+        dilation = [conv.dilation[i] // steps[i] for i in range(2)]
+        found = [_residues(planar, axis) for axis in range(2)]
+        low = [min(one.offset - (one.taps - 1) * dilation[i] for one in found[i] if one.taps) for i in range(2)]
+        residues = [[replace(one, offset=one.offset - low[i] if one.taps else 0) for one in found[i]] for i in range(2)]
+        walked = tuple(ceil_div(planar.spatial[i], conv.stride[i]) for i in range(2))
+        high = [low[i] + walked[i] - planar.out_spatial[i] for i in range(2)]
+        rows, columns, depth, pixels = math.prod(walked) * planar.n, c, k, "y"
     else:
         low = [-conv.pad_before[i] for i in range(2)]
         high = [conv.pad_after[i] - reach[i] for i in range(2)]
@@ -179,7 +238,39 @@ def _product(problem: ProblemDescription) -> WgmmaProduct:
         low=(low[0], low[1]),
         high=(high[0], high[1]),
         planes=planes,
+        residues=(tuple(residues[0]), tuple(residues[1])),
+        phases=_phases(planar, residues),
+        tap_steps=(tap_steps[0], tap_steps[1]),
+        dilation=(dilation[0], dilation[1]),
     )
+
+
+def _residues(problem: ProblemDescription, axis: int) -> list[Residue]:
+    """Of backward data, with offsets from dy's first pixel.
+
+    A pixel i of dx meets tap r where i + pad - r * dilation is a multiple of the stride, and there that pixel of dy.
+    """
+    conv, count = problem.conv, problem.filter[axis]
+    stride, pad, dilation = conv.stride[axis], conv.pad_before[axis], conv.dilation[axis]
+    period = stride // math.gcd(stride, dilation)
+    found = []
+    for at in range(stride):
+        first = next((tap for tap in range(period) if (at + pad - tap * dilation) % stride == 0), count)
+        taps = len(range(first, count, period))
+        offset = (at + pad - first * dilation) // stride if taps else 0
+        found.append(Residue(at=at, first=first if taps else 0, taps=taps, offset=offset))
+    return found
+
+
+def _phases(problem: ProblemDescription, residues: Sequence[Sequence[Residue]]) -> tuple[Phase, ...]:
+    if problem.direction is Direction.BACKWARD_WEIGHTS:
+        return (Phase(row=0, column=0, taps=1),)
+    found = [
+        Phase(row=i, column=j, taps=row.taps * column.taps)
+        for i, row in enumerate(residues[0])
+        for j, column in enumerate(residues[1])
+    ]
+    return tuple(sorted(found, key=lambda phase: -phase.taps))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -300,11 +391,15 @@ class WgmmaTiling:
 
     @property
     def steps(self) -> int:
-        """Steps of a tile's depth."""
+        """Steps of a tile's depth, of the phase that has most."""
+        return max(self.phase_steps)
+
+    @property
+    def phase_steps(self) -> tuple[int, ...]:
+        """Steps of a tile's depth of each phase, in the order in which their tiles are computed."""
         if self.product.has_planes_of_depth:
-            return self.product.problem.n * self.walked[1]
-        taps = 1 if self.product.is_weights else math.prod(self.product.taps)
-        return ceil_div(self.product.depth, self.tile_k) * taps
+            return (self.product.problem.n * self.walked[1],)
+        return tuple(ceil_div(self.product.depth, self.tile_k) * taps for taps in self.product.phase_taps)
 
     @property
     def tiles(self) -> tuple[int, int]:
@@ -313,9 +408,24 @@ class WgmmaTiling:
         return ceil_div(self.rows, self.tile_m * along_m), ceil_div(self.all_columns, self.tile_n * along_n)
 
     @property
+    def phase_shares(self) -> tuple[int, ...]:
+        """Blocks that share a tile of each phase: a power of 2, so that none has more steps than of the first phase.
+
+        A cluster takes so many tiles that its blocks all have one.
+        """
+        most, *_ = taps = self.product.phase_taps
+        return tuple(1 << (ceil_div(self.cluster[2] * count, most) - 1).bit_length() for count in taps)
+
+    @property
+    def phase_items(self) -> tuple[int, ...]:
+        """Parts of tiles of each phase that clusters compute, one after another."""
+        tiles = math.prod(self.tiles) * self.product.problem.groups * self.splits
+        return tuple(ceil_div(tiles, self.cluster[2] // shares) for shares in self.phase_shares)
+
+    @property
     def items(self) -> int:
         """Parts of tiles that clusters compute."""
-        return math.prod(self.tiles) * self.product.problem.groups * self.splits
+        return sum(self.phase_items)
 
     @property
     def threads(self) -> int:
@@ -373,7 +483,7 @@ class WgmmaTiling:
         if not self.swapped:
             return True
         alone = self.row_blocks == self.splits == math.prod(self.cluster) == 1
-        if self.product.planes is not Planes.NOWHERE:
+        if self.product.planes is not Planes.NOWHERE or self.product.is_strided:
             return False
         return alone and not self.product.is_weights and self.product.element_bytes == 2 and self.tile_n % 64 == 0
 
@@ -384,7 +494,7 @@ class WgmmaTiling:
             return True
         if shares > 1:
             return self.splits == 1 and self.steps >= 2 * shares
-        if self.product.planes is not Planes.NOWHERE:
+        if self.product.planes is not Planes.NOWHERE or self.product.is_strided:
             return False
         if along_m > 1 and self.rows <= self.tile_m * (along_m - 1):
             return False
@@ -402,6 +512,8 @@ class WgmmaTiling:
             across = problem.groups > 1 and has_rows_of_groups and self.rows % ROW_BLOCK
             return not across or self.cluster[2] > 1
         size = problem.output.size
+        if min(self.phase_steps) < self.splits:
+            return False
         return self.steps >= 2 * self.splits and 4 * self.splits * size <= _MAX_PARTS_BYTES and size % 4 == 0
 
     def _is_filled(self) -> bool:

@@ -56,8 +56,9 @@ def _parts(tile: WgmmaTiling, device: Device) -> Iterator[WgmmaTiling]:
     items, most = tile.items, tile.steps // 2
     processors = max(1, device.sm_count)
     for shares in SHARES:
-        if shares <= most and items * shares <= processors:
-            yield replace(tile, cluster=(1, 1, shares))
+        shared = replace(tile, cluster=(1, 1, shares))
+        if shares <= most and shared.items * shares <= processors:
+            yield shared
     fitting = [count for count in SPLITS if count <= min(most, _FULL_DEVICES * processors // items)]
     for splits in [count for count in fitting if items * count >= _EMPTY_DEVICE * processors] or fitting[-1:]:
         yield replace(tile, splits=splits)

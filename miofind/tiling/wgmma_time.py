@@ -5,7 +5,9 @@ Knows nothing of which tilings are worth a question.
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Sequence
 
 from miofind.device import Device
 from miofind.tiling.correlation import ceil_div
@@ -14,15 +16,16 @@ from miofind.tiling.wgmma import ROW_BLOCK, WgmmaTiling
 
 # Of an H200, fitted to 293 problems with float16 and 8 likely configurations each, then to 18 problems with 20 each:
 # root mean square of the error 11 % over the latter, 13 % over 135 other problems before.
-# Bytes that a multiprocessor's memory moves a cycle, bytes of parts that it writes in one, and of a cluster's that it
-# adds; rows times columns times bytes of depth that it multiplies in one.
+# Bytes that a multiprocessor's memory moves a cycle, bytes of parts that it writes in one, of a cluster's that it adds,
+# and of zeros that it writes; rows times columns times bytes of depth that it multiplies in one.
 _CLOCK_HZ = 1.98e9
 _SHARED_MEMORY_BYTES = 128
 _PARTS_BYTES = 97
 _SHARES_BYTES = 17
 _OPERATIONS = 4096
 # Cycles: of a row of a copy, of issuing a copy, until a copy has come, of a step at least, of sharing columns in a
-# cluster for a step; of a tile besides its steps, alone and where other blocks hide most of it.
+# cluster for a step; of a tile besides its steps, alone and where other blocks hide most of it; and in addition, in a
+# cluster, and where threads store it.
 _COPY_ROW_CYCLES = 1.8
 _COPY_CYCLES = 120
 _LATENCY_CYCLES = 1040
@@ -31,14 +34,16 @@ _CLUSTER_STEP_CYCLES = 130
 _TILE_CYCLES = 920
 _SHARED_TILE_CYCLES = 318
 _CLUSTER_TILE_CYCLES = 290
+_SCATTERED_TILE_CYCLES = 1000
+_ZEROS_BYTES = 48
+# Share of the multiprocessors where clusters of four and more find a place: of 4, 30 run at once, and of 8, 15.
+_CLUSTERED = 0.91
 # Of a launch with all that precedes the first product, of a second one, of adding one part of an element; the share of
 # the time to move all tensors that products hide not.
 _FIRST_MS = 0.0025
 _LAUNCH_MS = 0.0005
 _PART_MS = 9.4e-05
 _EXPOSED = 0.59
-# Share of a device's processors that clusters of so many blocks find in groups of their own.
-_CLUSTERED = {4: 0.91, 8: 0.85}
 
 
 def _copied(tiling: WgmmaTiling) -> tuple[float, int]:
@@ -59,10 +64,10 @@ def _busy_ms(tiling: WgmmaTiling, device: Device) -> float:
     """Time of the multiprocessor with most tiles: of its blocks one by one, or of what they share."""
     product, (along_m, _, shares), blocks = tiling.product, tiling.cluster, math.prod(tiling.cluster)
     tile_m, tile_n, splits, items = tiling.tile_m, tiling.tile_n, tiling.splits, tiling.items
-    steps, depth_bytes = tiling.steps / (splits * shares), product.element_bytes * tiling.tile_k
+    depth_bytes = product.element_bytes * tiling.tile_k
     processors = max(1, device.sm_count)
-    at_once = int(processors * tiling.blocks // blocks * _CLUSTERED.get(blocks, 1))
-    rounds = ceil_div(items, max(1, at_once))
+    placed = int(_CLUSTERED * processors) if shares > 2 else processors
+    at_once = max(1, placed * tiling.blocks // blocks)
 
     read_bytes = tile_m // ROW_BLOCK * (ROW_BLOCK + tile_n) * depth_bytes
     moved_bytes = read_bytes + (tile_m + tile_n) * depth_bytes
@@ -73,11 +78,36 @@ def _busy_ms(tiling: WgmmaTiling, device: Device) -> float:
     wait = _STEP_CYCLES + (_CLUSTER_STEP_CYCLES if along_m > 1 and not product.is_weights else 0)
     write = 4 * splits * product.problem.output.size / (items * blocks) / _PARTS_BYTES if splits > 1 else 0
     end = _TILE_CYCLES + write + (_CLUSTER_TILE_CYCLES if blocks > 1 else 0)
+    end += _SCATTERED_TILE_CYCLES if product.is_strided else 0
     if shares > 1:
         end += 4 * tile_m * tile_n / _SHARES_BYTES
-    alone = max(steps * max(copy, copies * _COPY_CYCLES, arrive), steps * max(multiply, wait) + end)
-    shared = steps * max(copy, multiply) + _SHARED_TILE_CYCLES + write / 2
-    return 1e3 * max(rounds * alone, ceil_div(items * blocks, processors) * shared) / _CLOCK_HZ
+    steps = [count / (splits * each) for count, each in zip(tiling.phase_steps, tiling.phase_shares, strict=True)]
+    alone = [
+        max(count * max(copy, copies * _COPY_CYCLES, arrive), count * max(multiply, wait) + end) for count in steps
+    ]
+    shared = [count * max(copy, multiply) + _SHARED_TILE_CYCLES + write / 2 for count in steps]
+    zeros = (len(product.phases) - len(steps)) * product.element_bytes * tile_m * tile_n / _ZEROS_BYTES
+    alone[-1] += zeros
+    shared[-1] += zeros
+    together = [count * blocks for count in tiling.phase_items]
+    return 1e3 * max(_most(tiling.phase_items, alone, at_once), _most(together, shared, processors)) / _CLOCK_HZ
+
+
+def _most(items: Sequence[int], cycles: Sequence[float], takers: int) -> float:
+    """Cycles of who has most of those who take items by turns: in a first round forwards, in all others backwards.
+
+    Args:
+        items, cycles: how many items of each phase there are, one phase after another, and how long one takes.
+    """
+    if len(items) == 1:
+        return ceil_div(items[0], takers) * cycles[0]
+    ends = [0, *itertools.accumulate(items)]
+    turns = {end % takers for end in ends} | {(end - 1) % takers for end in ends}
+    most = 0.0
+    for taker in turns | {takers - 1 - turn for turn in turns}:
+        taken = [(taker < end) + max(0, (end - takers + taker) // takers) for end in ends]
+        most = max(most, sum((taken[i + 1] - taken[i]) * cycles[i] for i in range(len(items))))
+    return most
 
 
 def estimate_ms(tiling: WgmmaTiling, device: Device) -> float:

@@ -45,6 +45,24 @@ SHAPES: dict[str, dict[str, Any]] = {
         "dilation": (2, 3),
         "padding": 4,
     },
+    "stride_of_columns": {"x": (2, 24, 9, 31), "w": (32, 24, 2, 5), "padding": ((0, 1), (3, 1)), "stride": (1, 2)},
+    "stride_of_rows": {"x": (2, 24, 31, 10), "w": (32, 24, 4, 1), "padding": ((1, 3), (0, 0)), "stride": (2, 1)},
+    "stride_and_even_dilation": {
+        "x": (2, 72, 29, 27),
+        "w": (64, 72, 3, 2),
+        "padding": 3,
+        "stride": 2,
+        "dilation": (2, 3),
+    },
+    "1x1_stride": {"x": (4, 64, 29, 28), "w": (128, 64, 1, 1), "stride": 2},
+    "stride_of_groups": {
+        "x": (4, 128, 27, 28),
+        "w": (96, 64, 3, 3),
+        "padding": ((1, 0), (0, 2)),
+        "stride": 2,
+        "groups": 2,
+    },
+    "1d_stride": {"x": (3, 24, 101), "w": (40, 24, 9), "padding": 12, "dilation": 3, "stride": 2},
     "dilated": {"x": (1, 16, 33, 33), "w": (16, 16, 3, 3), "padding": 12, "dilation": 12},
     "groups": {"x": (4, 128, 9, 9), "w": (96, 64, 3, 3), "padding": 1, "groups": 2},
     "many_groups": {"x": (2, 256, 8, 9), "w": (512, 32, 3, 3), "padding": ((0, 1), (2, 1)), "groups": 8},
@@ -58,6 +76,8 @@ SHAPES: dict[str, dict[str, Any]] = {
 EVERY_TILING: dict[str, dict[str, Any]] = {
     "walked": {"x": (2, 264, 25, 24), "w": (136, 264, 2, 3), "padding": 1},
     "walked_groups": {"x": (2, 160, 25, 24), "w": (256, 80, 3, 3), "padding": ((1, 0), (2, 1)), "groups": 2},
+    "strided": {"x": (2, 264, 49, 48), "w": (520, 264, 3, 3), "padding": ((1, 0), (0, 2)), "stride": 2},
+    "strided_points": {"x": (2, 264, 49, 48), "w": (1032, 264, 1, 1), "stride": 2},
     "pointwise": {"x": (2, 264, 24, 25), "w": (296, 264, 1, 1)},
     "pointwise_groups": {"x": (2, 528, 24, 25), "w": (576, 264, 1, 1), "groups": 2},
 }
@@ -80,7 +100,7 @@ PLANES: dict[str, dict[str, Any]] = {
     "one_first_groups": {"x": (3, 256, 9, 11), "w": (384, 128, 2, 3), "padding": 1, "groups": 2},
 }
 IN_BFLOAT16 = ("24_to_40", "stride", "groups", "batch_1")
-TURNED = ("more_tiles_than_blocks", "24_to_40", "1x1", "groups", "1d")
+TURNED = ("more_tiles_than_blocks", "24_to_40", "1x1", "1x1_stride", "groups", "1d")
 
 
 @pytest.fixture(scope="module")
@@ -213,6 +233,8 @@ def test_every_kind_of_tiling_passes_both_gates(
     assert answer, answer.reason
     found = {name: drawn(WGMMA, problem, device, 2, held) for name, held in WGMMA_TILINGS.items()}
     lacking = {"swapped"} if kind == "tf32" or direction is Direction.BACKWARD_WEIGHTS else set()
+    if direction is Direction.BACKWARD_DATA and max(problem.conv.stride) > 1:
+        lacking |= {name for name in WGMMA_TILINGS if name == "swapped" or name.endswith(("2x1x1", "1x2x1"))}
     if direction is Direction.BACKWARD_WEIGHTS and problem.k // problem.groups % 64 and problem.groups > 1:
         lacking |= {"alone", "cluster 2x1x1", "cluster 1x2x1"}  # boxes would be stored into the next group
     assert {name for name, configs in found.items() if not configs} == lacking
