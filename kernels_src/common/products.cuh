@@ -32,11 +32,21 @@
 #define PRODUCT_TRANSPOSED ", %35, %36"
 #define PRODUCT_GO "%34"
 #define PRODUCT_SUMS SUMS_16(0), SUMS_16(16)
+#elif PRODUCT_COLUMNS == 80
+#define PRODUCT_AT "{" AT_0 ", " AT_1 ", %32, %33, %34, %35, %36, %37, %38, %39}, %40, %41, go, 1, 1"
+#define PRODUCT_TRANSPOSED ", %43, %44"
+#define PRODUCT_GO "%42"
+#define PRODUCT_SUMS SUMS_16(0), SUMS_16(16), SUMS_4(32), SUMS_4(36)
 #elif PRODUCT_COLUMNS == 96
 #define PRODUCT_AT "{" AT_0 ", " AT_1 ", " AT_2 "}, %48, %49, go, 1, 1"
 #define PRODUCT_TRANSPOSED ", %51, %52"
 #define PRODUCT_GO "%50"
 #define PRODUCT_SUMS SUMS_16(0), SUMS_16(16), SUMS_16(32)
+#elif PRODUCT_COLUMNS == 112
+#define PRODUCT_AT "{" AT_0 ", " AT_1 ", " AT_2 ", %48, %49, %50, %51, %52, %53, %54, %55}, %56, %57, go, 1, 1"
+#define PRODUCT_TRANSPOSED ", %59, %60"
+#define PRODUCT_GO "%58"
+#define PRODUCT_SUMS SUMS_16(0), SUMS_16(16), SUMS_16(32), SUMS_4(48), SUMS_4(52)
 #elif PRODUCT_COLUMNS == 128
 #define PRODUCT_AT "{" AT_0 ", " AT_1 ", " AT_2 ", " AT_3 "}, %64, %65, go, 1, 1"
 #define PRODUCT_TRANSPOSED ", %67, %68"

@@ -459,7 +459,9 @@ class WgmmaTiling:
     @property
     def may_be_valid(self) -> bool:
         """Whether its tile is, however many stages and parts it has."""
-        return self._has_sums() and self._has_depth() and self._is_swappable() and self._is_filled()
+        return (
+            self._has_sums() and self._has_width() and self._has_depth() and self._is_swappable() and self._is_filled()
+        )
 
     def _has_sums(self) -> bool:
         """Whether registers hold the sums, and boxes a tile's rows."""
@@ -467,6 +469,14 @@ class WgmmaTiling:
             return False
         registers = min(255, _REGISTERS // (self.threads * self.blocks) // 8 * 8)
         return self.row_blocks * self.tile_n // 2 <= min(128, registers - _OTHER_REGISTERS)
+
+    def _has_width(self) -> bool:
+        """Whether columns come in wide blocks, or lie apart in both operands, and swizzles begin where they must."""
+        product = self.product
+        if self.tile_n * product.element_bytes * self.tile_k % _ALIGNMENT_BYTES:
+            return False
+        is_deep = product.has_deep_filters and product.planes is Planes.NOWHERE and not self.swapped
+        return is_deep or self.tile_n % (ROW_BLOCK // 2) == 0
 
     def _has_depth(self) -> bool:
         """Whether a step's depth is one that swizzles cover, and mostly within a group."""

@@ -12,36 +12,36 @@ from collections.abc import Sequence
 from miofind.device import Device
 from miofind.tiling.correlation import ceil_div
 from miofind.tiling.turn import BANDWIDTH_SHARE
-from miofind.tiling.wgmma import ROW_BLOCK, WgmmaTiling
+from miofind.tiling.wgmma import ROW_BLOCK, Planes, WgmmaTiling
 
-# Of an H200, fitted to 293 problems with float16 and 8 likely configurations each, then to 18 problems with 20 each:
+# Of an H200, fitted to 293 problems with float16 and 8 likely configurations each, then to 38 problems with 20 each:
 # root mean square of the error 11 % over the latter, 13 % over 135 other problems before.
 # Bytes that a multiprocessor's memory moves a cycle, bytes of parts that it writes in one, of a cluster's that it adds,
 # and of zeros that it writes; rows times columns times bytes of depth that it multiplies in one.
 _CLOCK_HZ = 1.98e9
 _SHARED_MEMORY_BYTES = 128
-_PARTS_BYTES = 97
+_PARTS_BYTES = 217
 _SHARES_BYTES = 17
 _OPERATIONS = 4096
 # Cycles: of a row of a copy, of issuing a copy, until a copy has come, of a step at least, of sharing columns in a
 # cluster for a step; of a tile besides its steps, alone and where other blocks hide most of it; and in addition, in a
 # cluster, and where threads store it.
-_COPY_ROW_CYCLES = 1.8
+_COPY_ROW_CYCLES = 1.55
 _COPY_CYCLES = 120
-_LATENCY_CYCLES = 1040
-_STEP_CYCLES = 204
-_CLUSTER_STEP_CYCLES = 130
-_TILE_CYCLES = 920
-_SHARED_TILE_CYCLES = 318
-_CLUSTER_TILE_CYCLES = 290
+_LATENCY_CYCLES = 1350
+_STEP_CYCLES = 198
+_CLUSTER_STEP_CYCLES = 115
+_TILE_CYCLES = 1200
+_SHARED_TILE_CYCLES = 340
+_CLUSTER_TILE_CYCLES = 440
 _SCATTERED_TILE_CYCLES = 1000
 _ZEROS_BYTES = 48
 # Share of the multiprocessors where clusters of four and more find a place: of 4, 30 run at once, and of 8, 15.
 _CLUSTERED = 0.91
 # Of a launch with all that precedes the first product, of a second one, of adding one part of an element; the share of
 # the time to move all tensors that products hide not.
-_FIRST_MS = 0.0025
-_LAUNCH_MS = 0.0005
+_FIRST_MS = 0.00257
+_LAUNCH_MS = 0.00022
 _PART_MS = 9.4e-05
 _EXPOSED = 0.59
 
@@ -51,13 +51,20 @@ def _copied(tiling: WgmmaTiling) -> tuple[float, int]:
     product, tile_m, tile_n, tile_k = tiling.product, tiling.tile_m, tiling.tile_n, tiling.tile_k
     along_m, along_n, _ = tiling.cluster
     row_blocks, column_blocks = tile_m // ROW_BLOCK, tile_n // tiling.width
+    if product.has_planes_of_depth:
+        return tile_m + tile_n, 1
     if product.is_weights:
-        return tile_k * (row_blocks / along_n + column_blocks / along_m), max(row_blocks, column_blocks)
+        rows = tile_m if product.planes is Planes.IN_ROWS else tile_k * row_blocks / along_n
+        return rows + tile_k * column_blocks / along_m, max(row_blocks, column_blocks)
+    across = tiling.has_pixel_columns
+    if product.has_planes_of_pixels:
+        pixels, copies = float(tile_k * column_blocks), column_blocks
+    else:
+        pixels, copies = tile_n if across else tile_m / along_n, 1
     if product.has_deep_filters:
-        return tile_m / along_n + tile_n / along_m, 1
-    if tiling.swapped:
-        return tile_n + tile_k * row_blocks, row_blocks
-    return tile_m / along_n + tile_k * column_blocks / along_m, column_blocks
+        return pixels + (tile_m if across else tile_n / along_m), copies
+    blocks = row_blocks if across else column_blocks
+    return pixels + tile_k * blocks / along_m, max(copies, blocks)
 
 
 def _busy_ms(tiling: WgmmaTiling, device: Device) -> float:
