@@ -166,11 +166,12 @@ __device__ __forceinline__ void write_part_planes(const Shape& shape, const Item
 }
 
 // Zeros to the pixels of phases that meet no tap, beside those of a consumer's part of the tile: elements, or of a
-// part.
+// part. No copy need have come yet, so that the step before may still run.
 __device__ __forceinline__ void write_zeros(const Shape& shape, const Item& item, float* parts, int consumer) {
   constexpr int kVector = 16 / kElement, kVectors = kTileN / kVector, kRows = 64 * ROWS;
   const bool is_part = CLUSTER_K == 1 && shape.splits.by > 1;
   if (!is_part && (item.split > 0 || item.first == item.last)) return;
+  previous_step_done();
   char* const to = reinterpret_cast<char*>(is_part ? parts + item.split * static_cast<int64>(shape.size) : parts);
   for (int number = threadIdx.x % 128; number < kRows * kVectors; number += 128) {
     const int row = item.tile_m * kTileM + kRows * consumer + number / kVectors;
