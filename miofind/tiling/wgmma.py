@@ -21,7 +21,7 @@ SPANS_BYTES = (128, 64, 32)
 ROW_BLOCK = 64
 """Rows of one product of a warpgroup."""
 
-_REGISTERS = 65536
+_REGISTERS = 512  # that 128 threads could have each, if they were all of a multiprocessor
 _OTHER_REGISTERS = 40  # of a thread, besides its sums
 _ALIGNMENT_BYTES = 1024
 _STATIC_BYTES = 256
@@ -467,7 +467,7 @@ class WgmmaTiling:
         """Whether registers hold the sums, and boxes a tile's rows."""
         if self.row_blocks > self.consumers or self.tile_m > _MAX_BOX:
             return False
-        registers = min(255, _REGISTERS // (self.threads * self.blocks) // 8 * 8)
+        registers = min(255, _REGISTERS // ceil_div(self.threads * self.blocks, 128) // 8 * 8)
         return self.row_blocks * self.tile_n // 2 <= min(128, registers - _OTHER_REGISTERS)
 
     def _has_width(self) -> bool:

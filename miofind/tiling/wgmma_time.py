@@ -34,7 +34,7 @@ _CLUSTER_STEP_CYCLES = 115
 _TILE_CYCLES = 1200
 _SHARED_TILE_CYCLES = 340
 _CLUSTER_TILE_CYCLES = 440
-_SCATTERED_TILE_CYCLES = 1000
+_SCATTERED_TILE_CYCLES = 200
 _ZEROS_BYTES = 48
 # Share of the multiprocessors where clusters of four and more find a place: of 4, 30 run at once, and of 8, 15.
 _CLUSTERED = 0.91
