@@ -1,0 +1,270 @@
+"""ConvCpuWinograd: Winograd's minimal filtering in NumPy, tile by tile; the readable statement of the algorithm.
+
+Both operands are transformed, multiplied position by position by BLAS, and the products transformed back. What is
+transformed lies in the workspace, a bounded number of images at a time. Knows nothing of GPUs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.lib.stride_tricks import as_strided
+from numpy.typing import NDArray
+
+from miofind.device import Device, Library, Place
+from miofind.problem import DataType, Direction, Layout, ProblemDescription
+from miofind.solution import Config, ConfigValue, ConvSolution, HostStep, Region, WorkspacePlan
+from miofind.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
+from miofind.tiling.correlation import ceil_div
+from miofind.tiling.winograd import MOST_POINTS, Filtering
+
+# Of the BLAS ceiling, and passes over what is transformed. Two-core Xeon with OpenBLAS.
+_EFFICIENCY = 0.4
+_PASSES = 8
+_CHUNK_BYTES = 64 << 20
+_EXACT_TILE = 2
+_EXACT_POINTS = 3  # 0, 1 and -1: what small integers become is exact
+_MOST_TAPS = 5
+
+_Array = NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """One problem cut into tiles: of its results, or for backward weights of y.
+
+    Attributes:
+        axes: the algorithm of each spatial dimension.
+        steps: from one tile to the next along each.
+        tiles: of one image along each.
+        before: zeros before the first tile of inputs; negative where it begins within.
+        images: that are transformed at once.
+        wide: type of all arithmetic.
+    """
+
+    axes: tuple[Filtering, ...]
+    steps: tuple[int, ...]
+    tiles: tuple[int, ...]
+    before: tuple[int, ...]
+    images: int
+    wide: np.dtype[Any]
+
+    @staticmethod
+    def of(problem: ProblemDescription, config: Config) -> _Plan:
+        tiles = [1 if taps == 1 else int(config["tile"]) for taps in problem.filter]
+        sizes = list(zip(tiles, problem.filter, strict=True))
+        before, covered = problem.conv.pad_before, problem.out_spatial
+        if problem.direction is Direction.BACKWARD_WEIGHTS:
+            axes = tuple(Filtering.of(taps, tile) for tile, taps in sizes)
+        else:
+            axes = tuple(Filtering.of(tile, taps) for tile, taps in sizes)
+        if problem.direction is Direction.BACKWARD_DATA:
+            before = tuple(taps - 1 - pad for taps, pad in zip(problem.filter, before, strict=True))
+            covered = problem.spatial
+        counts = tuple(ceil_div(size, tile) for size, tile in zip(covered, tiles, strict=True))
+        dtypes = {tensor.dtype for tensor in (problem.x, problem.w, problem.y)}
+        wide = np.dtype(np.float64 if DataType.FLOAT64 in dtypes else np.float32)
+        of_image = math.prod(axis.products for axis in axes) * math.prod(counts) * wide.itemsize
+        images = max(1, min(problem.n, _CHUNK_BYTES // (of_image * (problem.c + problem.k))))
+        return _Plan(axes, tuple(tiles), counts, before, images, wide)
+
+    @property
+    def products(self) -> int:
+        """Of one tile."""
+        return math.prod(axis.products for axis in self.axes)
+
+    def bytes(self, channels: int) -> int:
+        """Of that many transformed channels of one chunk."""
+        return self.products * math.prod(self.tiles) * self.images * channels * self.wide.itemsize
+
+    def chunks(self, n: int) -> Iterator[slice]:
+        """The images of each chunk."""
+        return (slice(first, min(first + self.images, n)) for first in range(0, n, self.images))
+
+    def laid_out(self, region: _Array, groups: int, channels: int, images: int) -> _Array:
+        """The beginning of a region as (products, groups, channels of a group, images, tiles)."""
+        shape = (self.products, groups, channels // groups, images, math.prod(self.tiles))
+        return region.view(self.wide)[: math.prod(shape)].reshape(shape)
+
+
+def convolve(problem: ProblemDescription, config: Config, buffers: Mapping[str, _Array]) -> None:
+    """Write the output of the problem; arrays have logical shapes, whatever their memory order."""
+    plan, groups = _Plan.of(problem, config), problem.groups
+    if problem.direction is Direction.BACKWARD_WEIGHTS:
+        _weights(plan, groups, buffers)
+        return
+    w = buffers["w"].astype(plan.wide, copy=False)
+    w = w.reshape(groups, problem.k // groups, *w.shape[1:])
+    source, target = buffers["x"], buffers["y"]
+    if problem.direction is Direction.BACKWARD_DATA:
+        source, target = target, source
+        w = np.flip(w.swapaxes(1, 2), axis=tuple(range(3, w.ndim)))
+    _correlate(plan, source, w, target, buffers)
+
+
+def _correlate(plan: _Plan, source: _Array, w: _Array, target: _Array, buffers: Mapping[str, _Array]) -> None:
+    """target[n, (g, k), o] = sum of source[n, (g, c), o + tap - before] * w[g, k, c, tap]."""
+    groups, k, c = w.shape[:3]
+    filters = _transformed([axis.filter for axis in plan.axes], w).reshape(groups, k, c, -1).transpose(3, 0, 1, 2)
+    lengths = [axis.products for axis in plan.axes]
+    for chunk in plan.chunks(len(source)):
+        images = len(source[chunk])
+        inputs = plan.laid_out(buffers["inputs"], groups, groups * c, images)
+        results = plan.laid_out(buffers["results"], groups, groups * k, images)
+        _transform(
+            plan, [axis.input for axis in plan.axes], _windows(plan, source[chunk], lengths, plan.before), inputs
+        )
+        flat = (plan.products, groups, -1, images * math.prod(plan.tiles))
+        np.matmul(filters, inputs.reshape(flat), out=results.reshape(plan.products, groups, k, flat[-1]))
+        products = results.transpose(3, 1, 2, 4, 0).reshape(images, groups * k, *plan.tiles, *lengths)
+        tiles = _transformed([axis.output for axis in plan.axes], products)
+        rank = len(plan.axes)
+        order = [2 + part * rank + axis for axis in range(rank) for part in range(2)]  # each tile beside its outputs
+        covered = [count * step for count, step in zip(plan.tiles, plan.steps, strict=True)]
+        whole = tiles.transpose(0, 1, *order).reshape(images, groups * k, *covered)
+        inside: Any = (..., *(slice(size) for size in target.shape[2:]))
+        target[chunk] = whole[inside]
+
+
+def _weights(plan: _Plan, groups: int, buffers: Mapping[str, _Array]) -> None:
+    """dw[g, k, c, tap] = sum of x[n, (g, c), o + tap - before] * dy[n, (g, k), o]: the tiles of dy are the filters."""
+    x, dy, dw = buffers["x"], buffers["y"], buffers["w"]
+    lengths = [axis.products for axis in plan.axes]
+    total = np.zeros((plan.products, groups, dy.shape[1] // groups, x.shape[1] // groups), plan.wide)
+    for chunk in plan.chunks(len(x)):
+        images = len(x[chunk])
+        inputs = plan.laid_out(buffers["inputs"], groups, x.shape[1], images)
+        results = plan.laid_out(buffers["results"], groups, dy.shape[1], images)
+        _transform(plan, [axis.input for axis in plan.axes], _windows(plan, x[chunk], lengths, plan.before), inputs)
+        nowhere = (0,) * len(plan.axes)
+        _transform(plan, [axis.filter for axis in plan.axes], _windows(plan, dy[chunk], plan.steps, nowhere), results)
+        flat = (plan.products, groups, -1, images * math.prod(plan.tiles))
+        total += results.reshape(flat) @ inputs.reshape(flat).swapaxes(2, 3)
+    products = np.moveaxis(total, 0, -1).reshape(*total.shape[1:], *lengths)
+    dw[...] = _transformed([axis.output for axis in plan.axes], products).reshape(dw.shape)
+
+
+def _windows(plan: _Plan, tensor: _Array, lengths: Sequence[int], before: Sequence[int]) -> _Array:
+    """The tiles of (n, channels, *spatial) as (n, channels, *tiles, *lengths); zeros beyond the tensor."""
+    padded_sizes = [
+        (count - 1) * step + length for count, step, length in zip(plan.tiles, plan.steps, lengths, strict=True)
+    ]
+    padded = np.zeros((*tensor.shape[:2], *padded_sizes), plan.wide)
+    there: list[Any] = [...]
+    here: list[Any] = [...]
+    for size, first, length in zip(tensor.shape[2:], before, padded_sizes, strict=True):
+        begin = max(0, -first)
+        end = max(begin, min(size, length - first))
+        here.append(slice(begin, end))
+        there.append(slice(begin + first, end + first))
+    padded[tuple(there)] = tensor[tuple(here)]
+    strides = padded.strides[2:]
+    shape = (*padded.shape[:2], *plan.tiles, *lengths)
+    tile_strides = [stride * step for stride, step in zip(strides, plan.steps, strict=True)]
+    return as_strided(padded, shape, (*padded.strides[:2], *tile_strides, *strides), writeable=False)
+
+
+def _transform(plan: _Plan, matrices: Sequence[_Array], windows: _Array, out: _Array) -> None:
+    """Transforms (n, channels, *tiles, *lengths) into (products, groups, channels of a group, n, tiles)."""
+    _, groups, channels, images, tiles = out.shape
+    transformed = _transformed(matrices, windows).reshape(images, groups, channels, tiles, plan.products)
+    out[...] = transformed.transpose(4, 1, 2, 0, 3)
+
+
+def _transformed(matrices: Sequence[_Array], array: _Array) -> _Array:
+    """The last axes of an array multiplied by one matrix each."""
+    for i, matrix in enumerate(matrices):
+        axis = array.ndim - len(matrices) + i
+        array = np.moveaxis(np.tensordot(array, matrix.astype(array.dtype, copy=False), axes=(axis, 1)), -1, axis)
+    return array
+
+
+def _has_sums_of_padding(problem: ProblemDescription) -> bool:
+    """Whether an output meets no input along an axis, or a tap none in any output."""
+    pads = [max(pair) for pair in zip(problem.conv.pad_before, problem.conv.pad_after, strict=True)]
+    if problem.direction is Direction.BACKWARD_DATA:
+        return False
+    met = problem.out_spatial if problem.direction is Direction.BACKWARD_WEIGHTS else problem.filter
+    return any(pad >= size for pad, size in zip(pads, met, strict=True))
+
+
+class ConvCpuWinograd(Solver):
+    """Winograd's minimal filtering F(tile, taps) along every axis of more than one tap, stride 1.
+
+    Configuration: `tile`, the outputs of a tile along an axis, for backward weights its pixels of y. Arithmetic is in
+    float32, or float64 for float64. The error bound is wider than direct summation's by the product of
+    `Filtering.error_growth` over the axes: 1.7 for F(2x2, 3x3), 10 for F(4x4, 3x3), 46 for F(6x6, 3x3).
+
+    Source: Lavin and Gray, Fast Algorithms for Convolutional Neural Networks, CVPR 2016, section 4.
+    """
+
+    id = "ConvCpuWinograd"
+    algorithm = Algorithm.WINOGRAD
+    keys = (KernelKey(place=Place.CPU, library=Library.PLAIN, dtypes=frozenset(DataType), layouts=frozenset(Layout)),)
+    is_dynamic = True
+    parameters: ClassVar[Mapping[str, Sequence[ConfigValue]]] = {"tile": (_EXACT_TILE, 4, 6)}
+
+    def examples(self) -> tuple[ProblemDescription, ...]:
+        return (
+            *(
+                ProblemDescription.convolution(
+                    x=(3, 4, 9, 8), w=(6, 2, 3, 2), padding=((1, 0), (0, 2)), groups=2, direction=direction
+                )
+                for direction in Direction
+            ),
+            ProblemDescription.convolution(x=(2, 6, 9, 8), w=(4, 6, 5, 1), padding=2, layout=Layout.NHWC),
+            ProblemDescription.convolution(x=(1, 3, 20), w=(5, 3, 3), dtype=DataType.FLOAT64),
+            ProblemDescription.convolution(x=(1, 2, 4, 5, 6), w=(2, 2, 3, 3, 3), padding=1, dtype=DataType.FLOAT16),
+        )
+
+    def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
+        conv = problem.conv
+        if max((*conv.stride, *conv.dilation)) > 1:
+            return Applicability("computes neighbouring outputs from neighbouring inputs: stride and dilation 1")
+        if max(problem.filter) == 1:
+            return Applicability("saves nothing with filters of one tap")
+        if max(problem.filter) > _MOST_TAPS:
+            return Applicability(f"loses too many digits with more than {_MOST_TAPS} taps along an axis")
+        if problem.output.size == 0 or problem.flops == 0:
+            return Applicability("has no empty products")
+        if _has_sums_of_padding(problem):
+            return Applicability("rounds sums of nothing but padding as it does their neighbours, not to 0")
+        return APPLICABLE
+
+    def is_valid_config(self, problem: ProblemDescription, device: Device, config: Config) -> bool:
+        tile = int(config["tile"])
+        return tile + max(problem.filter) - 2 <= (_EXACT_POINTS if tile == _EXACT_TILE else MOST_POINTS)
+
+    def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
+        return tuple(self.configs(problem, device))
+
+    def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
+        plan = _Plan.of(problem, config)
+        of_channels = plan.products * math.prod(plan.tiles) * problem.n
+        flops = 2.0 * of_channels * problem.c * problem.k / problem.groups
+        moved_bytes = problem.bytes + _PASSES * of_channels * (problem.c + problem.k) * plan.wide.itemsize
+        ceiling = device.peak_flops_per_s(problem.x.dtype, tensor_cores=False)
+        return 0.1 + 1e3 * (flops / (_EFFICIENCY * ceiling) + moved_bytes / device.bandwidth_bytes_per_s)
+
+    def error_growth(self, problem: ProblemDescription, config: Config) -> float:
+        return math.prod(axis.error_growth for axis in _Plan.of(problem, config).axes)
+
+    def is_exact(self, config: Config) -> bool:
+        return int(config["tile"]) == _EXACT_TILE
+
+    def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
+        plan = _Plan.of(problem, config)
+        step = HostStep(module="miofind.solvers.cpu_winograd", function="convolve")
+        data = problem.direction is Direction.BACKWARD_DATA
+        regions = (
+            Region(name="inputs", bytes=plan.bytes(problem.k if data else problem.c)),
+            Region(name="results", bytes=plan.bytes(problem.c if data else problem.k)),
+        )
+        return ConvSolution(steps=(step,), workspace=WorkspacePlan(regions))
+
+
+SOLVERS = (ConvCpuWinograd(),)
