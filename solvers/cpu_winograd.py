@@ -20,6 +20,7 @@ from miofind.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.solution import Config, ConfigValue, ConvSolution, HostStep, Region, WorkspacePlan
 from miofind.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
 from miofind.tiling.correlation import ceil_div
+from miofind.tiling.overlap import has_empty_sums
 from miofind.tiling.winograd import MOST_POINTS, Filtering
 
 # Of the BLAS ceiling, and passes over what is transformed. Two-core Xeon with OpenBLAS.
@@ -183,15 +184,6 @@ def _transformed(matrices: Sequence[_Array], array: _Array) -> _Array:
     return array
 
 
-def _has_sums_of_padding(problem: ProblemDescription) -> bool:
-    """Whether an output meets no input along an axis, or a tap none in any output."""
-    pads = [max(pair) for pair in zip(problem.conv.pad_before, problem.conv.pad_after, strict=True)]
-    if problem.direction is Direction.BACKWARD_DATA:
-        return False
-    met = problem.out_spatial if problem.direction is Direction.BACKWARD_WEIGHTS else problem.filter
-    return any(pad >= size for pad, size in zip(pads, met, strict=True))
-
-
 class ConvCpuWinograd(Solver):
     """Winograd's minimal filtering F(tile, taps) along every axis of more than one tap, stride 1.
 
@@ -212,11 +204,11 @@ class ConvCpuWinograd(Solver):
         return (
             *(
                 ProblemDescription.convolution(
-                    x=(3, 4, 9, 8), w=(6, 2, 3, 2), padding=((1, 0), (0, 2)), groups=2, direction=direction
+                    x=(3, 4, 9, 8), w=(6, 2, 3, 2), padding=((1, 0), (0, 1)), groups=2, direction=direction
                 )
                 for direction in Direction
             ),
-            ProblemDescription.convolution(x=(2, 6, 9, 8), w=(4, 6, 5, 1), padding=2, layout=Layout.NHWC),
+            ProblemDescription.convolution(x=(2, 6, 9, 8), w=(4, 6, 5, 1), padding=(2, 0), layout=Layout.NHWC),
             ProblemDescription.convolution(x=(1, 3, 20), w=(5, 3, 3), dtype=DataType.FLOAT64),
             ProblemDescription.convolution(x=(1, 2, 4, 5, 6), w=(2, 2, 3, 3, 3), padding=1, dtype=DataType.FLOAT16),
         )
@@ -231,7 +223,7 @@ class ConvCpuWinograd(Solver):
             return Applicability(f"loses too many digits with more than {_MOST_TAPS} taps along an axis")
         if problem.output.size == 0 or problem.flops == 0:
             return Applicability("has no empty products")
-        if _has_sums_of_padding(problem):
+        if has_empty_sums(problem):
             return Applicability("rounds sums of nothing but padding as it does their neighbours, not to 0")
         return APPLICABLE
 

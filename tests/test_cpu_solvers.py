@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
 
 from miofind.compiler import Compiler
 from miofind.device import Device, Place
@@ -16,6 +18,7 @@ from miofind.problem import DataType, Direction, Layout, ProblemDescription, Ten
 from miofind.reference import numpy_dtype, reference_on_host, round_once
 from miofind.solution import Config, HostStep
 from miofind.solver import Solver, solver_by_id, solvers
+from miofind.tiling.overlap import has_empty_sums
 from miofind.verify.verifier import Verifier
 
 SOLVERS = [solver for solver in solvers().values() if solver.keys[0].place is Place.CPU]
@@ -148,7 +151,7 @@ FILTERED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("dtype", list(DataType))
 @pytest.mark.parametrize("direction", list(Direction))
 @pytest.mark.parametrize("shape", FILTERED)
-@pytest.mark.parametrize("name", ["ConvCpuWinograd"])
+@pytest.mark.parametrize("name", ["ConvCpuWinograd", "ConvCpuFft"])
 def test_transforms_pass_both_gates(name: str, shape: str, direction: Direction, dtype: DataType) -> None:
     solver, device = solver_by_id(name), Device.cpu()
     problem = ProblemDescription.convolution(**FILTERED[shape], dtype=dtype, direction=direction)
@@ -177,6 +180,38 @@ def test_transforms_pass_both_gates(name: str, shape: str, direction: Direction,
 def test_winograd_refuses_with_a_reason(fields: dict[str, Any], words: str) -> None:
     problem = ProblemDescription.convolution(**{"x": (2, 6, 9, 9), "w": (4, 6, 3, 3), **fields})
     assert words in solver_by_id("ConvCpuWinograd").applicability(problem, Device.cpu()).reason
+
+
+@given(
+    direction=st.sampled_from(list(Direction)),
+    size=st.integers(1, 6),
+    taps=st.integers(1, 4),
+    stride=st.integers(1, 5),
+    pads=st.tuples(st.integers(0, 5), st.integers(0, 5)),
+)
+def test_empty_sums_are_told(direction: Direction, size: int, taps: int, stride: int, pads: tuple[int, int]) -> None:
+    assume(size + sum(pads) >= taps)
+    problem = ProblemDescription.convolution(
+        x=(1, 1, size), w=(1, 1, taps), padding=(pads,), stride=stride, direction=direction
+    )
+    ones = {name: np.ones(problem.tensor(name).shape) for name in direction.inputs}
+    assert has_empty_sums(problem) is bool((reference_on_host(problem, **ones) == 0).any())
+
+
+@pytest.mark.parametrize("direction", list(Direction))
+@pytest.mark.parametrize("dtype", [DataType.FLOAT64, DataType.FLOAT32, DataType.FLOAT16])
+def test_long_filters_by_fft_pass_both_gates(dtype: DataType, direction: Direction) -> None:
+    solver, device = solver_by_id("ConvCpuFft"), Device.cpu()
+    for fields in (
+        {"x": (2, 3, 1500), "w": (4, 3, 700), "padding": 350, "stride": 3},
+        {"x": (2, 6, 35, 31), "w": (4, 3, 11, 9), "padding": ((5, 2), (0, 8)), "groups": 2, "stride": (2, 1)},
+    ):
+        problem = ProblemDescription.convolution(**fields, dtype=dtype, direction=direction)
+        assert solver.applicability(problem, device)
+        invoker = make_invoker(problem, device, solver, Config(), Compiler())
+        with Verifier(problem, device, Compiler(), seed=6) as verifier:
+            verdict = verifier.verify(invoker, growth=solver.error_growth(problem, Config()), exact=False)
+        assert verdict.ok, verdict.message
 
 
 @pytest.mark.parametrize("dtype", [DataType.FLOAT32, DataType.FLOAT16, DataType.BFLOAT16])
