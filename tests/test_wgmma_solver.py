@@ -149,6 +149,10 @@ REFUSED: dict[str, tuple[ProblemDescription, str]] = {
         conv(x=(2, 16, 8, 8), w=(16, 16, 3, 3), stride=(1, 3), direction=DATA),
         "strides of 1 and 2, not (1, 3)",
     ),
+    "channels-first data of endless strides": (  # whose phases nobody can count
+        conv(x=(2, 16, 8, 8), w=(16, 16, 1, 1), stride=2**31 - 1, layout="NCHW", direction=DATA),
+        "strides of 1 and 2",
+    ),
     "long strides": (conv(x=(2, 16, 40, 40), w=(16, 16, 1, 1), stride=(1, 9)), "stride (1, 9)"),
     "wide padding": (conv(x=(2, 16, 8, 8), w=(16, 16, 1, 1), padding=200), "padding"),
     "wide filters": (conv(x=(2, 16, 600, 4), w=(16, 16, 2, 1), dilation=(300, 1)), "filter is too large"),
