@@ -90,10 +90,10 @@ def load_solution(path: Path, handle: Handle | None = None) -> Solution:
         problem = ProblemDescription.from_network_config(payload["network_config"])
         solver = solver_by_id(payload["solver_id"])
         config = Config(payload["config"])
-        solver.check_config(problem, device, config)
         applicability = solver.applicability(problem, device)
         if not applicability:
             raise SolutionFileError(f"{path}: {solver.id} does not serve its problem here: {applicability.reason}")
+        solver.check_config(problem, device, config)
         steps = solver.solution(problem, device, config)
     except (InvalidProblemError, InvalidConfigError, UnknownSolverError) as error:
         raise SolutionFileError(f"{path} cannot be used by this release: {error}") from error

@@ -347,13 +347,13 @@ class ConvImplicitGemmWgmma(Solver):
         unit = 16 // problem.x.dtype.itemsize
         if c % unit or k % unit:
             return Applicability(f"copies 16 bytes: {c} channels or {k} filters a group are no multiple of {unit}")
+        conv = problem.conv
+        if problem.direction is Direction.BACKWARD_DATA and max(conv.stride) > _MAX_DATA_STRIDE:
+            return Applicability(f"backward data is served with strides of 1 and 2, not {conv.stride}")
         if (reason := _layouts_refusal(problem)) is not None:
             return Applicability(reason)
         if problem.output.size == 0 or problem.flops == 0:
             return Applicability("has no empty products")
-        conv = problem.conv
-        if problem.direction is Direction.BACKWARD_DATA and max(conv.stride) > _MAX_DATA_STRIDE:
-            return Applicability(f"backward data is served with strides of 1 and 2, not {conv.stride}")
         if max(tensor.size for tensor in (problem.x, problem.w, problem.y)) > _MAX_INT:
             return Applicability(f"counts elements in 32 bits: a tensor has more than {_MAX_INT}")
         product = WgmmaProduct.of(problem)

@@ -18,6 +18,7 @@ from miofind.compiler import BinaryCache
 from miofind.errors import DatabaseError, InvalidOptionError, InvalidProblemError, SolutionFileError
 from miofind.files import replacing
 from miofind.finddb import Store, shipped_paths
+from miofind.solver import solver_by_id
 from miofind.suites import load_csv, load_lines
 from miofind.suites.find_db_text import load_find_db
 
@@ -38,6 +39,15 @@ def load(path: Path) -> miofind.Solution:
         return miofind.Solution.load(path, handle)
 
 
+def rewrite(path: Path, **values: Any) -> None:
+    """Other values in a saved solution, as if it had been saved with them."""
+    document = json.loads(path.read_text())
+    document["solution"] |= values
+    text = json.dumps(document["solution"], sort_keys=True, separators=(",", ":"))
+    document["sha256"] = hashlib.sha256(text.encode()).hexdigest()
+    path.write_text(json.dumps(document))
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [
@@ -50,12 +60,21 @@ def load(path: Path) -> miofind.Solution:
     ],
 )
 def test_a_saved_solution_with_impossible_figures_is_refused(saved: Path, field: str, value: Any) -> None:
-    document = json.loads(saved.read_text())
-    document["solution"][field] = value
-    text = json.dumps(document["solution"], sort_keys=True, separators=(",", ":"))
-    document["sha256"] = hashlib.sha256(text.encode()).hexdigest()
-    saved.write_text(json.dumps(document))
+    rewrite(saved, **{field: value})
     with pytest.raises(SolutionFileError, match=field):
+        load(saved)
+
+
+def test_a_saved_solution_of_a_solver_for_other_problems_is_refused(saved: Path) -> None:
+    """Whatever its configuration says: a solver need not know how to read one for a problem that it does not serve."""
+    channels_last = miofind.ProblemDescription.convolution(
+        x=(2, 64, 9, 9), w=(64, 64, 3, 3), layout="NHWC", dtype="float16"
+    )
+    solver, device = solver_by_id("ConvImplicitGemmWgmma"), miofind.Device.virtual("90a")
+    config = dict(solver.default_configs(channels_last, device)[0])
+    deep = miofind.ProblemDescription.convolution(x=(1, 16, 4, 4, 4), w=(16, 16, 3, 3, 3), dtype="float16")
+    rewrite(saved, network_config=deep.network_config, solver_id=solver.id, config=config)
+    with pytest.raises(SolutionFileError, match="ConvImplicitGemmWgmma does not serve its problem here"):
         load(saved)
 
 

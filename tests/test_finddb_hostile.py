@@ -208,6 +208,12 @@ def test_a_message_of_sqlite_that_is_no_text_is_damage(packed):
         b"\xff".decode()
 
 
+def test_a_text_that_is_none_is_damage(packed):
+    spoil(packed, "UPDATE problem SET network_config = CAST(? AS TEXT)", b"conv2d-\xff")
+    with Store(packed, read_only=True) as store, pytest.raises(DatabaseError, match="is damaged: restore it"):
+        store.problems()
+
+
 @pytest.mark.parametrize(
     "text",
     [

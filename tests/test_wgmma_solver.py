@@ -149,6 +149,10 @@ REFUSED: dict[str, tuple[ProblemDescription, str]] = {
         conv(x=(2, 16, 8, 8), w=(16, 16, 3, 3), stride=(1, 3), direction=DATA),
         "strides of 1 and 2, not (1, 3)",
     ),
+    "channels-first data of endless strides": (  # whose phases nobody can count
+        conv(x=(2, 16, 8, 8), w=(16, 16, 1, 1), stride=2**31 - 1, layout="NCHW", direction=DATA),
+        "strides of 1 and 2",
+    ),
     "long strides": (conv(x=(2, 16, 40, 40), w=(16, 16, 1, 1), stride=(1, 9)), "stride (1, 9)"),
     "wide padding": (conv(x=(2, 16, 8, 8), w=(16, 16, 1, 1), padding=200), "padding"),
     "wide filters": (conv(x=(2, 16, 600, 4), w=(16, 16, 2, 1), dilation=(300, 1)), "filter is too large"),
@@ -526,6 +530,7 @@ WIDE_TF32 = conv("tf32", x=(4, 256, 16, 16), w=(256, 256, 3, 3), padding=1)
 STRIDED = conv(x=(4, 256, 16, 16), w=(256, 256, 3, 3), padding=1, stride=2, direction=DATA)
 NARROW = conv(x=(4, 64, 8, 8), w=(64, 64, 1, 1))
 GROUPS_OF_WEIGHTS = conv(x=(8, 96, 16, 16), w=(144, 48, 3, 3), padding=1, groups=2, direction=WEIGHTS)
+SHALLOW = tiling(depth_bytes=32, tile_n=256)
 EDGES: dict[str, tuple[ProblemDescription, Config, dict[str, ConfigValue]]] = {
     "swapped weights": (WIDE_WEIGHTS, tiling(), {"swapped": 1}),
     "swapped TF32": (WIDE_TF32, tiling(), {"swapped": 1}),
@@ -573,6 +578,7 @@ EDGES: dict[str, tuple[ProblemDescription, Config, dict[str, ConfigValue]]] = {
         tiling(cluster="1x1x2"),
         {"cluster": "1x1x1"},
     ),
+    "columns beyond 32 bits": (conv(x=(2**25 - 1, 8, 1, 8), w=(8, 8, 1, 1), layout="NCHW"), SHALLOW, {"tile_n": 192}),
     "parts of more than a gigabyte": (
         conv(x=(64, 256, 64, 64), w=(256, 256, 3, 3), padding=1),
         tiling(splits=4),

@@ -454,6 +454,7 @@ class WgmmaTiling:
             and self._is_divisible()
             and self.blocks * (self.shared_bytes + _ALIGNMENT_BYTES + _STATIC_BYTES) <= shared_bytes + _ALIGNMENT_BYTES
             and max(self.items * math.prod(self.cluster), self.steps * self.splits * self.cluster[2]) <= _MAX_INT
+            and self.tiles[1] * self.tile_n * self.cluster[1] <= _MAX_INT + 1  # the columns beyond the last, too
         )
 
     @property
