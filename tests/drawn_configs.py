@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Mapping
 
@@ -23,6 +24,12 @@ WGMMA_TILINGS: dict[str, dict[str, ConfigValue]] = {
 """What configurations of ConvImplicitGemmWgmma have in common that take the same way through its kernel."""
 
 
+@functools.lru_cache(maxsize=16)
+def _defaults(solver: Solver, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
+    """Where walks begin: solvers rank hundreds of configurations for it, and a problem is asked for many walks."""
+    return solver.default_configs(problem, device)
+
+
 def drawn(
     solver: Solver,
     problem: ProblemDescription,
@@ -36,7 +43,7 @@ def drawn(
         held: values that all of them have.
     """
     generator = random.Random(problem.network_config)
-    defaults = solver.default_configs(problem, device)
+    defaults = _defaults(solver, problem, device)
     found: dict[Config, None] = {}
     for _ in range(100 * count):
         values = dict(generator.choice([*defaults, *found]))
