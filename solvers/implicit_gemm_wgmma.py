@@ -30,8 +30,9 @@ from miofind.tiling.correlation import ceil_div
 from miofind.tiling.divisor import divisor
 from miofind.tiling.turn import SOURCE as _TURNING
 from miofind.tiling.turn import Turn, turning
-from miofind.tiling.wgmma import ROW_BLOCK, SPANS_BYTES, Planes, WgmmaProduct, WgmmaTiling
+from miofind.tiling.wgmma import ROW_BLOCK, SPANS_BYTES, WgmmaTiling
 from miofind.tiling.wgmma_likely import SHARES, SPLITS, STAGES, WIDTHS, likely_tilings, varied
+from miofind.tiling.wgmma_product import Planes, WgmmaProduct
 from miofind.tiling.wgmma_time import estimate_ms
 
 _SOURCE = "implicit_gemm_wgmma.cu"
