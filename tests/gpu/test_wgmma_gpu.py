@@ -348,16 +348,21 @@ def test_equal_inputs_give_equal_bits(
         assert len(results) == 1, config.json
 
 
-def test_an_invoker_serves_several_threads(device: Device, compiler: Compiler) -> None:
-    """Each thread has maps of its own."""
-    problem = make("stride", "float16")
-    invoker = make_invoker(problem, device, WGMMA, WGMMA.default_configs(problem, device)[0], compiler)
+@pytest.mark.parametrize("is_shared", [False, True], ids=["streams", "one_stream"])
+@pytest.mark.parametrize("solver", [WGMMA, CHANNELS_LAST], ids=named)
+def test_an_invoker_serves_several_threads(solver: Solver, is_shared: bool, device: Device, compiler: Compiler) -> None:
+    """Each thread has maps and launches of its own; in one stream, other threads' kernels come between its steps."""
+    problem = make("stride", "float16", channels_last=solver is WGMMA)
+    config = next(config for config in one_of_each(solver, problem, device) if splits(config) > 1)
+    invoker = make_invoker(problem, device, solver, config, compiler)
+    shared = cupy.cuda.Stream(non_blocking=True)
     places = [Placed(invoker, seed) for seed in range(8)]
     failures: list[BaseException] = []
 
     def work(mine: list[Placed]) -> None:
         try:
-            with cupy.cuda.Device(device.index), cupy.cuda.Stream(non_blocking=True) as stream:
+            own = shared if is_shared else cupy.cuda.Stream(non_blocking=True)
+            with cupy.cuda.Device(device.index), own as stream:
                 for _ in range(25):
                     for place in mine:
                         invoker.run(*place.addresses, stream.ptr)
