@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from device_buffers import POISON, Buffer, download, integers, upload
-from drawn_configs import WGMMA_TILINGS, drawn, drawn_wgmma
+from drawn_configs import WGMMA_TILINGS, drawn, drawn_wgmma, lacking_tilings
 
 from miofind.compiler import Compiler
 from miofind.device import Device
@@ -232,12 +232,7 @@ def test_every_kind_of_tiling_passes_both_gates(
     answer = WGMMA.applicability(problem, device)
     assert answer, answer.reason
     found = {name: drawn(WGMMA, problem, device, 2, held) for name, held in WGMMA_TILINGS.items()}
-    lacking = {"swapped"} if kind == "tf32" or direction is Direction.BACKWARD_WEIGHTS else set()
-    if direction is Direction.BACKWARD_DATA and max(problem.conv.stride) > 1:
-        lacking |= {name for name in WGMMA_TILINGS if name == "swapped" or name.endswith(("2x1x1", "1x2x1"))}
-    if direction is Direction.BACKWARD_WEIGHTS and problem.k // problem.groups % 64 and problem.groups > 1:
-        lacking |= {"alone", "cluster 2x1x1", "cluster 1x2x1"}  # boxes would be stored into the next group
-    assert {name for name, configs in found.items() if not configs} == lacking
+    assert {name for name, configs in found.items() if not configs} == lacking_tilings(problem)
     check(WGMMA, problem, device, compiler, [config for configs in found.values() for config in configs])
 
 
