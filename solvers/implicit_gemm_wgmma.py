@@ -30,8 +30,9 @@ from miofind.tiling.correlation import ceil_div
 from miofind.tiling.divisor import divisor
 from miofind.tiling.turn import SOURCE as _TURNING
 from miofind.tiling.turn import Turn, turning
-from miofind.tiling.wgmma import ROW_BLOCK, SPANS_BYTES, Planes, WgmmaProduct, WgmmaTiling
+from miofind.tiling.wgmma import ROW_BLOCK, SPANS_BYTES, WgmmaTiling
 from miofind.tiling.wgmma_likely import SHARES, SPLITS, STAGES, WIDTHS, likely_tilings, varied
+from miofind.tiling.wgmma_product import Planes, WgmmaProduct
 from miofind.tiling.wgmma_time import estimate_ms
 
 _SOURCE = "implicit_gemm_wgmma.cu"
@@ -44,6 +45,8 @@ _MAX_TAP_OFFSET = 255
 _MAX_STRIDE = 8
 _MAX_DATA_STRIDE = 2
 _DEFAULTS = 8
+_FULL_TILE = (2, 128)  # blocks of 64 rows of a warpgroup, and columns, whose sums leave 40 registers for all else
+_SPILL_BYTES = 12  # of such a tile at most: some of these kernels lack one to three registers
 _KINDS = {Direction.FORWARD: "FORWARD", Direction.BACKWARD_DATA: "DATA", Direction.BACKWARD_WEIGHTS: "WEIGHTS"}
 
 
@@ -190,6 +193,7 @@ def _multiply(tiling: WgmmaTiling, device: Device) -> KernelStep:
             *(Scalar(ctype="int32", value=value) for value in values),
             *(scalar for by in divisors for scalar in divisor(by)),
         ),
+        spill_bytes=_SPILL_BYTES if (tiling.row_blocks, tiling.tile_n) == _FULL_TILE else 0,
         waits_itself=True,
     )
 

@@ -1,14 +1,16 @@
-"""Random valid configurations of a solver: large spaces take seconds to list."""
+"""Random valid configurations of a solver: large spaces take seconds to list. Which kinds wgmma's solver has."""
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Mapping
 
 from miofind.device import Device
-from miofind.problem import ProblemDescription
+from miofind.problem import Direction, MathMode, ProblemDescription
 from miofind.solution import Config, ConfigValue
 from miofind.solver import Solver
+from miofind.tiling.wgmma_product import Planes, WgmmaProduct
 
 WGMMA_TILINGS: dict[str, dict[str, ConfigValue]] = {
     "alone": {"splits": 1, "cluster": "1x1x1", "swapped": 0},
@@ -21,6 +23,24 @@ WGMMA_TILINGS: dict[str, dict[str, ConfigValue]] = {
     **{f"split cluster {cluster}": {"splits": 4, "cluster": cluster, "swapped": 0} for cluster in ("2x1x1", "1x2x1")},
 }
 """What configurations of ConvImplicitGemmWgmma have in common that take the same way through its kernel."""
+
+
+def lacking_tilings(problem: ProblemDescription) -> set[str]:
+    """Names in WGMMA_TILINGS that no configuration of a problem has, however many tiles and steps it has."""
+    is_weights = problem.direction is Direction.BACKWARD_WEIGHTS
+    is_strided = problem.direction is Direction.BACKWARD_DATA and max(problem.conv.stride) > 1
+    lacking = {"swapped"} if is_weights or problem.math is MathMode.TF32 else set()
+    if is_strided or WgmmaProduct.of(problem).planes is not Planes.NOWHERE:
+        lacking |= {name for name in WGMMA_TILINGS if name == "swapped" or name.endswith(("2x1x1", "1x2x1"))}
+    if is_weights and problem.groups > 1 and problem.k // problem.groups % 64:
+        lacking |= {"alone", "cluster 2x1x1", "cluster 1x2x1"}  # boxes would be stored into the next group
+    return lacking
+
+
+@functools.lru_cache(maxsize=16)
+def _defaults(solver: Solver, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
+    """Where walks begin: solvers rank hundreds of configurations for it, and a problem is asked for many walks."""
+    return solver.default_configs(problem, device)
 
 
 def drawn(
@@ -36,7 +56,7 @@ def drawn(
         held: values that all of them have.
     """
     generator = random.Random(problem.network_config)
-    defaults = solver.default_configs(problem, device)
+    defaults = _defaults(solver, problem, device)
     found: dict[Config, None] = {}
     for _ in range(100 * count):
         values = dict(generator.choice([*defaults, *found]))

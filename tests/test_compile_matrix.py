@@ -10,7 +10,7 @@ from miofind.compiler import Binary, BinaryCache, Compiler
 from miofind.compiler.nvrtc import toolchain
 from miofind.device import Device, Place
 from miofind.errors import CompileError
-from miofind.problem import ProblemDescription
+from miofind.problem import Layout, ProblemDescription
 from miofind.solution import Config, KernelStep
 from miofind.solver import Solver, solvers
 
@@ -43,6 +43,30 @@ def test_default_configurations_compile(compiler: Compiler, solver: Solver, arch
 def test_extreme_configurations_compile(compiler: Compiler, solver: Solver, arch: str) -> None:
     device = Device.virtual(arch)
     check(compiler, steps_of(solver, device, lambda problem: extremes(solver, problem, device)), arch)
+
+
+ONE_FIRST = {"x": Layout.NHWC, "w": Layout.NHWC, "y": Layout.NCHW}
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        ProblemDescription.convolution(
+            x=(32, 128, 56, 56), w=(256, 128, 3, 3), padding=1, dtype="float32", math="tf32", layout=ONE_FIRST
+        ),
+        ProblemDescription.convolution(
+            x=(32, 1024, 16, 16), w=(512, 1024, 1, 1), dtype="float16", layout="NHWC", direction="backward_weights"
+        ),
+    ],
+    ids=["TF32 to planes", "weights"],
+)
+def test_wgmmas_full_tiles_spill_no_more_than_they_say(compiler: Compiler, problem: ProblemDescription) -> None:
+    """Sums of 256 x 128 leave few registers; no example is large enough to have such a tile."""
+    solver, device = solvers()["ConvImplicitGemmWgmma"], Device.virtual("90a")
+    values = {"consumers": 2, "rows": 2, "tile_n": 128, "depth_bytes": 128, "stages": 4, "splits": 1, "blocks": 1}
+    config = Config({**values, "cluster": "1x1x1", "swapped": 0})
+    solver.check_config(problem, device, config)
+    check(compiler, list(solver.solution(problem, device, config).kernels), "90a")
 
 
 def extremes(solver: Solver, problem: ProblemDescription, device: Device) -> Iterator[Config]:

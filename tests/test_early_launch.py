@@ -14,11 +14,12 @@ import pytest
 
 from miofind import early_launch, invoker
 from miofind.compiler import kernel_hash
+from miofind.compiler.sources import read_source
 from miofind.device import Device
 from miofind.errors import LaunchError
 from miofind.problem import DataType, ProblemDescription
 from miofind.solution import Config, ConvSolution, KernelStep, MatmulStep, Pointer, Region, Scalar, Step, WorkspacePlan
-from miofind.solver import solver_by_id
+from miofind.solver import Solver, solver_by_id, solvers
 from miofind.tiling.turn import Turn, turning
 
 driver = pytest.importorskip("cuda.bindings.driver")
@@ -176,6 +177,17 @@ def test_a_refused_launch_names_the_solution(make: Make, cuda: Driver) -> None:
         bound.run(1, 2, 3, 4, 7)
     cuda.status = 0
     bound.run(1, 2, 3, 4, 7)
+
+
+@pytest.mark.parametrize("solver", solvers().values(), ids=lambda solver: solver.id)
+def test_kernels_that_say_that_they_wait_do(solver: Solver) -> None:
+    """Somewhere in their sources; `tests/gpu/test_turn_gpu.py` shows that it is early enough."""
+    for problem in solver.examples():
+        for config in solver.default_configs(problem, HOPPER) if solver.applicability(problem, HOPPER) else ():
+            for step in solver.solution(problem, HOPPER, config).kernels:
+                source = read_source(step.source, step.package)
+                waits = any("previous_step_done();" in text for text in (source.text, *source.headers.values()))
+                assert waits or not step.waits_itself, step.entry
 
 
 def test_how_a_kernel_is_launched_leaves_rows_and_saved_files_valid() -> None:

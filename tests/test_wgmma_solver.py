@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from drawn_configs import WGMMA_TILINGS, drawn, drawn_wgmma
+from drawn_configs import WGMMA_TILINGS, drawn, drawn_wgmma, lacking_tilings
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -23,7 +23,8 @@ from miofind.problem import Direction, Layout, MathMode, ProblemDescription
 from miofind.reference import reference_on_host
 from miofind.solution import Box, Config, ConfigValue, ConvSolution, Im2col, KernelStep, Pointer, Scalar, TensorMap
 from miofind.solver import solver_by_id
-from miofind.tiling.wgmma import Planes, WgmmaProduct, WgmmaTiling
+from miofind.tiling.wgmma import WgmmaTiling
+from miofind.tiling.wgmma_product import Planes, WgmmaProduct
 
 Array = NDArray[np.float64]
 
@@ -810,14 +811,7 @@ def test_each_kind_of_tiling_computes_the_convolution(problem: ProblemDescriptio
             missing.add(name)
         for config in configs:
             np.testing.assert_array_equal(computed(problem, config, inputs), expected, err_msg=config.json)
-    is_cut = problem.direction is WEIGHTS and problem.groups > 1 and problem.k // problem.groups % 64 > 0
-    lacking = {"swapped"} if problem.direction is WEIGHTS or problem.math is MathMode.TF32 else set()
-    if WgmmaProduct.of(problem).planes is not Planes.NOWHERE:
-        lacking = {name for name in WGMMA_TILINGS if name == "swapped" or "x1x1" in name or "1x2x1" in name}
-        lacking -= {"cluster 1x1x1"}
-    if is_strided(problem):
-        lacking |= {name for name in WGMMA_TILINGS if name == "swapped" or name.endswith(("2x1x1", "1x2x1"))}
-    assert missing == lacking | ({"alone", "cluster 2x1x1", "cluster 1x2x1"} if is_cut else set())
+    assert missing == lacking_tilings(problem)
 
 
 @pytest.mark.parametrize(

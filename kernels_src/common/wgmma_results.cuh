@@ -166,7 +166,7 @@ __device__ __forceinline__ void write_part_planes(const Shape& shape, const Item
 }
 
 // Zeros to the pixels of phases that meet no tap, beside those of a consumer's part of the tile: elements, or of a
-// part. No copy need have come yet, so that the step before may still run.
+// part. Waits for the step before itself: all other writes follow a copy, which has waited, but these need none.
 __device__ __forceinline__ void write_zeros(const Shape& shape, const Item& item, float* parts, int consumer) {
   constexpr int kVector = 16 / kElement, kVectors = kTileN / kVector, kRows = 64 * ROWS;
   const bool is_part = CLUSTER_K == 1 && shape.splits.by > 1;

@@ -76,8 +76,7 @@ constexpr int kRowBlock = 64 * kElement * kTileK;
 // Of one convolution; sizes of one group, `columns` for WEIGHTS of one tap. `steps` are of a tile's depth: without
 // WEIGHTS `chunks` a tap, which meet `channels` in all; with it a tap has `chunks` blocks of columns. Copies of pixels
 // walk images of `height` x `width`, from `low` on; taps step by `dilation`. Planes of pixels or depth are walked as
-// one row of `width` blocks or steps; a result's have `image`
-// elements.
+// one row of `width` blocks or steps; a result's have `image` elements.
 struct Shape {
   int rows, columns, groups, taps_y;
   Divisor taps_x, chunks;

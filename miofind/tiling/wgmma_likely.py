@@ -13,7 +13,8 @@ from dataclasses import replace
 
 from miofind.device import Device
 from miofind.tiling.correlation import ceil_div
-from miofind.tiling.wgmma import ROW_BLOCK, SPANS_BYTES, WgmmaProduct, WgmmaTiling
+from miofind.tiling.wgmma import ROW_BLOCK, SPANS_BYTES, WgmmaTiling
+from miofind.tiling.wgmma_product import WgmmaProduct
 
 _WARPGROUPS = ((2, 2), (3, 1), (2, 1), (1, 1))
 """Consumers, and blocks of 64 rows of each."""

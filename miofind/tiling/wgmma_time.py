@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from miofind.device import Device
 from miofind.tiling.correlation import ceil_div
 from miofind.tiling.turn import BANDWIDTH_SHARE
-from miofind.tiling.wgmma import ROW_BLOCK, Planes, WgmmaTiling
+from miofind.tiling.wgmma import ROW_BLOCK, WgmmaTiling
+from miofind.tiling.wgmma_product import Planes
 
 # Of an H200, fitted to 293 problems with float16 and 8 likely configurations each, then to 38 problems with 20 each:
 # root mean square of the error 11 % over the latter, 13 % over 135 other problems before.
@@ -22,10 +23,11 @@ _CLOCK_HZ = 1.98e9
 _SHARED_MEMORY_BYTES = 128
 _PARTS_BYTES = 217
 _SHARES_BYTES = 17
+_ZEROS_BYTES = 48
 _OPERATIONS = 4096
 # Cycles: of a row of a copy, of issuing a copy, until a copy has come, of a step at least, of sharing columns in a
 # cluster for a step; of a tile besides its steps, alone and where other blocks hide most of it; and in addition, in a
-# cluster, and where threads store it.
+# cluster, and where threads store lines of strided backward data.
 _COPY_ROW_CYCLES = 1.55
 _COPY_CYCLES = 120
 _LATENCY_CYCLES = 1350
@@ -35,7 +37,6 @@ _TILE_CYCLES = 1200
 _SHARED_TILE_CYCLES = 340
 _CLUSTER_TILE_CYCLES = 440
 _SCATTERED_TILE_CYCLES = 200
-_ZEROS_BYTES = 48
 # Share of the multiprocessors where clusters of four and more find a place: of 4, 30 run at once, and of 8, 15.
 _CLUSTERED = 0.91
 # Of a launch with all that precedes the first product, of a second one, of adding one part of an element; the share of

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from device_buffers import POISON, Buffer, download, integers, upload
-from drawn_configs import WGMMA_TILINGS, drawn, drawn_wgmma
+from drawn_configs import WGMMA_TILINGS, drawn, drawn_wgmma, lacking_tilings
 
 from miofind.compiler import Compiler
 from miofind.device import Device
@@ -232,12 +232,7 @@ def test_every_kind_of_tiling_passes_both_gates(
     answer = WGMMA.applicability(problem, device)
     assert answer, answer.reason
     found = {name: drawn(WGMMA, problem, device, 2, held) for name, held in WGMMA_TILINGS.items()}
-    lacking = {"swapped"} if kind == "tf32" or direction is Direction.BACKWARD_WEIGHTS else set()
-    if direction is Direction.BACKWARD_DATA and max(problem.conv.stride) > 1:
-        lacking |= {name for name in WGMMA_TILINGS if name == "swapped" or name.endswith(("2x1x1", "1x2x1"))}
-    if direction is Direction.BACKWARD_WEIGHTS and problem.k // problem.groups % 64 and problem.groups > 1:
-        lacking |= {"alone", "cluster 2x1x1", "cluster 1x2x1"}  # boxes would be stored into the next group
-    assert {name for name, configs in found.items() if not configs} == lacking
+    assert {name for name, configs in found.items() if not configs} == lacking_tilings(problem)
     check(WGMMA, problem, device, compiler, [config for configs in found.values() for config in configs])
 
 
@@ -348,16 +343,21 @@ def test_equal_inputs_give_equal_bits(
         assert len(results) == 1, config.json
 
 
-def test_an_invoker_serves_several_threads(device: Device, compiler: Compiler) -> None:
-    """Each thread has maps of its own."""
-    problem = make("stride", "float16")
-    invoker = make_invoker(problem, device, WGMMA, WGMMA.default_configs(problem, device)[0], compiler)
+@pytest.mark.parametrize("is_shared", [False, True], ids=["streams", "one_stream"])
+@pytest.mark.parametrize("solver", [WGMMA, CHANNELS_LAST], ids=named)
+def test_an_invoker_serves_several_threads(solver: Solver, is_shared: bool, device: Device, compiler: Compiler) -> None:
+    """Each thread has maps and launches of its own; in one stream, other threads' kernels come between its steps."""
+    problem = make("stride", "float16", channels_last=solver is WGMMA)
+    config = next(config for config in one_of_each(solver, problem, device) if splits(config) > 1)
+    invoker = make_invoker(problem, device, solver, config, compiler)
+    shared = cupy.cuda.Stream(non_blocking=True)
     places = [Placed(invoker, seed) for seed in range(8)]
     failures: list[BaseException] = []
 
     def work(mine: list[Placed]) -> None:
         try:
-            with cupy.cuda.Device(device.index), cupy.cuda.Stream(non_blocking=True) as stream:
+            own = shared if is_shared else cupy.cuda.Stream(non_blocking=True)
+            with cupy.cuda.Device(device.index), own as stream:
                 for _ in range(25):
                     for place in mine:
                         invoker.run(*place.addresses, stream.ptr)
