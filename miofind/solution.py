@@ -212,7 +212,8 @@ class KernelStep:
         waits_itself: the kernel calls previous_step_done() of common/hopper.cuh before it touches memory that earlier
             steps read or write. Right after another kernel step of its solution it may then begin before that one has
             ended; it waits for that one alone, and so for all before it, since each of these has waited itself or was
-            launched plainly, after the end of all before. A kernel that does not wait leaves this False.
+            launched plainly, after the end of all before. A kernel that does not wait leaves this False. Whoever
+            else launches early into the same stream, between these steps, must wait, too.
     """
 
     source: str
