@@ -69,7 +69,7 @@ def test_filters_and_top() -> None:
     assert len(everything) > 1
     assert len(cpu("find", *FORWARD, "--top", "1")["problems"][0]["solutions"]) == 1
     assert f"{len(everything) - 1} more" in run("find", *FORWARD, "--device", "cpu", "--top", "1").stdout
-    excluded = cpu("find", *FORWARD, "--exclude", "direct,gemm")["problems"][0]["solutions"]
+    excluded = cpu("find", *FORWARD, "--exclude", "direct,gemm,fft,winograd")["problems"][0]["solutions"]
     assert {solution["algorithm"] for solution in excluded} == {"im2col_gemm"}
     limited = cpu("find", *FORWARD, "--workspace-limit", "0K")["problems"][0]["solutions"]
     assert {solution["workspace_bytes"] for solution in limited} == {0}

@@ -33,7 +33,7 @@ from miofind.solution import Config, ConfigValue, ConvSolution, HostStep, Kernel
 from miofind.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver, solvers
 
 PROBLEM = ProblemDescription.convolution(x=(1, 4, 6, 6), w=(4, 4, 3, 3))
-OTHERS = ("ConvCpuDirect", "ConvCpuGemm1x1", "ConvCpuIm2colGemm")
+OTHERS = ("ConvCpuDirect", "ConvCpuFft", "ConvCpuGemm1x1", "ConvCpuIm2colGemm", "ConvCpuWinograd")
 OPTIONS = FindOptions(tuning=True, exclude=OTHERS, patience=2)
 LANDSCAPE = Landscape(seed=1, solver_id="TestWide", estimate_noise=0.4)
 
