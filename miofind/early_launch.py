@@ -33,11 +33,10 @@ def launches_early(device: Device) -> bool:
     if device.sm < _MIN_SM:
         return False
     try:
+        import cupy
         from cuda.bindings import driver
     except ImportError:
         return False
-    import cupy
-
     return hasattr(driver, "cuLaunchKernelEx") and cupy.cuda.runtime.driverGetVersion() >= _MIN_DRIVER
 
 
