@@ -25,6 +25,7 @@ from miofind.tiling.overlap import has_empty_sums
 _EFFICIENCY = 0.3
 _POINTS_PER_S = 2.0e8
 _CHUNK_BYTES = 64 << 20
+_MAX_FILTER_BYTES = 256 << 20
 _FACTORS = (2, 3, 5)
 # Largest error of a transform there and back, in units of roundoff, of the logarithm of its length and of the root
 # mean square of its result; two transforms meet in one, and the reference is no more exact.
@@ -67,6 +68,11 @@ class _Plan:
         return region.view(np.complex128)[: math.prod(shape)].reshape(shape)
 
 
+def _filter_bytes(problem: ProblemDescription, plan: _Plan) -> int:
+    """Of the transforms of all filters."""
+    return 16 * plan.frequencies * problem.c * problem.k // problem.groups
+
+
 def _smooth(size: int) -> int:
     """The least number from `size` on that transforms are fast for."""
     while True:
@@ -91,7 +97,8 @@ def convolve(problem: ProblemDescription, config: Config, buffers: Mapping[str, 
 
 def _forward(problem: ProblemDescription, plan: _Plan, buffers: Mapping[str, _Array]) -> None:
     groups, y = problem.groups, buffers["y"]
-    filters = _filters(problem, plan, buffers).conj()  # (f, g, k, c)
+    filters = _filters(problem, plan, buffers)  # (f, g, k, c)
+    np.conjugate(filters, out=filters)
     for chunk in plan.chunks(problem.n):
         images = len(y[chunk])
         inputs = plan.laid_out(buffers["inputs"], groups, problem.c // groups, images)
@@ -117,7 +124,8 @@ def _backward_data(problem: ProblemDescription, plan: _Plan, buffers: Mapping[st
 
 def _backward_weights(problem: ProblemDescription, plan: _Plan, buffers: Mapping[str, _Array]) -> None:
     groups, c, k = problem.groups, problem.c // problem.groups, problem.k // problem.groups
-    total = np.zeros((plan.frequencies, groups, c, k), np.complex128)
+    total = plan.laid_out(buffers["filters"], groups, c, k)
+    total[...] = 0
     for chunk in plan.chunks(problem.n):
         images = len(buffers["x"][chunk])
         inputs = plan.laid_out(buffers["inputs"], groups, c, images)
@@ -140,9 +148,14 @@ _COMPUTE = {
 
 def _filters(problem: ProblemDescription, plan: _Plan, buffers: Mapping[str, _Array]) -> _Array:
     """Transforms of the filters, as (frequencies, groups, k, c)."""
-    groups, axes = problem.groups, tuple(range(2, 2 + len(plan.sizes)))
-    spectra = np.fft.rfftn(buffers["w"].astype(np.float64, copy=False), s=plan.sizes, axes=axes)
-    return spectra.reshape(groups, problem.k // groups, problem.c // groups, -1).transpose(3, 0, 1, 2)
+    groups, axes = problem.groups, tuple(range(1, 1 + len(plan.sizes)))
+    k, c = problem.k // groups, problem.c // groups
+    filters = plan.laid_out(buffers["filters"], groups, k, c)
+    for group, of_group in enumerate(buffers["w"].reshape(groups, k, c, *problem.filter)):
+        for row, one in enumerate(of_group):  # few at a time: their transforms are as large as images
+            spectra = np.fft.rfftn(one.astype(np.float64, copy=False), s=plan.sizes, axes=axes)
+            filters[:, group, row] = spectra.reshape(c, -1).T
+    return filters
 
 
 def _padded(problem: ProblemDescription, plan: _Plan, x: _Array) -> _Array:
@@ -215,6 +228,10 @@ class ConvCpuFft(Solver):
             return Applicability("transforms filters without gaps: dilation 1")
         if problem.output.size == 0 or problem.flops == 0:
             return Applicability("has no empty products")
+        if (needed := _filter_bytes(problem, _Plan.of(problem))) > _MAX_FILTER_BYTES:
+            return Applicability(
+                f"transforms of its filters take {needed >> 20} MiB, more than {_MAX_FILTER_BYTES >> 20}"
+            )
         if has_empty_sums(problem):
             return Applicability("rounds sums of nothing but padding as it does their neighbours, not to 0")
         return APPLICABLE
@@ -246,6 +263,7 @@ class ConvCpuFft(Solver):
         regions = (
             Region(name="inputs", bytes=of_channel * problem.c),
             Region(name="results", bytes=of_channel * problem.k),
+            Region(name="filters", bytes=_filter_bytes(problem, plan)),
         )
         return ConvSolution(steps=(step,), workspace=WorkspacePlan(regions))
 

@@ -198,6 +198,21 @@ def test_empty_sums_are_told(direction: Direction, size: int, taps: int, stride:
     assert has_empty_sums(problem) is bool((reference_on_host(problem, **ones) == 0).any())
 
 
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"dilation": 2}, "dilation 1"),
+        ({"x": (1, 512, 58, 58), "w": (512, 512, 3, 3)}, "more than 256"),
+        ({"padding": ((3, 0), (0, 0))}, "nothing but padding"),
+        ({"stride": 4, "direction": "backward_data"}, "nothing but padding"),
+    ],
+    ids=["dilation", "large transforms", "outputs of padding", "inputs that are not met"],
+)
+def test_fft_refuses_with_a_reason(fields: dict[str, Any], words: str) -> None:
+    problem = ProblemDescription.convolution(**{"x": (2, 6, 9, 9), "w": (4, 6, 3, 3), **fields})
+    assert words in solver_by_id("ConvCpuFft").applicability(problem, Device.cpu()).reason
+
+
 @pytest.mark.parametrize("direction", list(Direction))
 @pytest.mark.parametrize("dtype", [DataType.FLOAT64, DataType.FLOAT32, DataType.FLOAT16])
 def test_long_filters_by_fft_pass_both_gates(dtype: DataType, direction: Direction) -> None:
