@@ -6,7 +6,8 @@ launch, and the result is laid back if it must. Knows the other solvers by their
 
 from __future__ import annotations
 
-import itertools
+import contextlib
+import functools
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -73,6 +74,12 @@ def _on_buffers(step: KernelStep, names: dict[str, str]) -> KernelStep:
         else:
             args.append(moved(arg) if isinstance(arg, Pointer) else arg)
     return replace(step, args=tuple(args))
+
+
+@functools.lru_cache(maxsize=64)  # every configuration's estimate and solution asks
+def _form(inner: Solver, problem: ProblemDescription, device: Device) -> ProblemDescription | None:
+    """The first form of a problem that another solver serves."""
+    return next((form for form in _forms(problem) if inner.applicability(form, device)), None)
 
 
 class ConvChannelsLast(Solver):
@@ -189,9 +196,10 @@ class ConvChannelsLast(Solver):
     def _served(self, problem: ProblemDescription, device: Device) -> dict[str, ProblemDescription]:
         """The forms that other solvers serve, by their ids."""
         served: dict[str, ProblemDescription] = {}
-        for name, form in itertools.product(_INNER, _forms(problem)):
-            if name not in served and self._answer(name, form, device):
-                served[name] = form
+        for name in _INNER:
+            with contextlib.suppress(UnknownSolverError):
+                if (form := _form(solver_by_id(name), problem, device)) is not None:
+                    served[name] = form
         return served
 
     def _answer(self, name: str, form: ProblemDescription, device: Device) -> Applicability:

@@ -1,7 +1,7 @@
-"""ConvImplicitGemmWgmma: convolution as a matrix product on Hopper's tensor cores, channels last, in all directions.
+"""ConvImplicitGemmWgmma: convolution as a matrix product on Hopper's tensor cores, in all directions.
 
-Kernel: kernels_src/implicit_gemm_wgmma.cu. Pixels come by the copy engine's im2col mode, so that nothing is laid out in
-memory. Knows nothing of how candidates are chosen.
+Kernel: kernels_src/implicit_gemm_wgmma.cu. Pixels come by the copy engine, channels last in its im2col mode, so that
+they are not laid out in memory. Knows nothing of how candidates are chosen.
 """
 
 from __future__ import annotations
@@ -71,15 +71,15 @@ def _pixels(tiling: WgmmaTiling) -> TensorMap:
     """Map of the tensor that is met pixel by pixel."""
     product, (along_m, along_n, _) = tiling.product, tiling.cluster
     problem = product.problem
+    if product.has_planes_of_pixels:
+        return _planes(product, product.pixels, tiling.width, tiling.tile_k)
+    if product.has_planes_of_depth:
+        return _planes(product, product.pixels, tiling.tile_k, tiling.tile_n)
     if product.is_weights:
         wide, count = tiling.width, tiling.tile_k // along_m
     else:
         wide, count = tiling.tile_k, (tiling.tile_n if tiling.has_pixel_columns else tiling.tile_m // along_n)
     _, channels, height, width = problem.tensor(product.pixels).shape
-    if product.has_planes_of_pixels:
-        return _planes(product, product.pixels, tiling.width, tiling.tile_k)
-    if product.has_planes_of_depth:
-        return _planes(product, product.pixels, tiling.tile_k, tiling.tile_n)
     if product.is_pointwise:
         sizes = (channels // problem.groups, problem.groups, height * width * problem.n)
         return _map(product, product.pixels, sizes, Box(sizes=(wide, 1, count)))
@@ -110,15 +110,14 @@ def _maps(tiling: WgmmaTiling) -> tuple[TensorMap, TensorMap, TensorMap]:
     product, (along_m, along_n, _) = tiling.product, tiling.cluster
     problem, groups, taps = product.problem, product.problem.groups, math.prod(product.taps)
     c, k = problem.c // groups, problem.k // groups
-    outputs = math.prod(problem.out_spatial) * problem.n
-    inputs = math.prod(problem.spatial) * problem.n
+    in_images = product.image * problem.n
     pixels, across = _pixels(tiling), tiling.has_pixel_columns
     out = Box(sizes=(ROW_BLOCK if tiling.swapped else tiling.width, 1, ROW_BLOCK))
-    if product.planes in (Planes.EVERYWHERE, Planes.IN_ROWS) and product.is_weights:
-        rows = _planes(product, "y", tiling.tile_k, tiling.tile_m)
-        return rows, pixels, _map(product, "w", (c, taps, problem.k), out, loads=False)
     if product.is_weights:
-        rows = _map(product, "y", (k, groups, outputs), Box(sizes=(ROW_BLOCK, 1, tiling.tile_k // along_n)))
+        if product.planes is Planes.NOWHERE:
+            rows = _map(product, "y", (k, groups, in_images), Box(sizes=(ROW_BLOCK, 1, tiling.tile_k // along_n)))
+        else:
+            rows = _planes(product, "y", tiling.tile_k, tiling.tile_m)
         return rows, pixels, _map(product, "w", (c, taps, problem.k), out, loads=False)
     if product.has_deep_filters:
         box = Box(sizes=(tiling.tile_k, 1, tiling.tile_m if across else tiling.tile_n // along_m))
@@ -133,10 +132,9 @@ def _maps(tiling: WgmmaTiling) -> tuple[TensorMap, TensorMap, TensorMap]:
         target = _planes(product, problem.direction.output, tiling.width, ROW_BLOCK, loads=False)
     elif product.planes is Planes.IN_RESULT:
         target = filters  # threads store, not copies
-    elif problem.direction is Direction.FORWARD:
-        target = _map(product, "y", (k, groups, outputs), out, loads=False)
     else:
-        target = _map(product, "x", (c, groups, inputs), out, loads=False)
+        results = k if problem.direction is Direction.FORWARD else c
+        target = _map(product, problem.direction.output, (results, groups, in_images), out, loads=False)
     return (filters, pixels, target) if across else (pixels, filters, target)
 
 
@@ -165,14 +163,8 @@ def _multiply(tiling: WgmmaTiling, device: Device) -> KernelStep:
     values = (
         *(tiling.rows, tiling.columns, problem.groups, product.channels, product.taps[0]),
         *(*_strides(product), *product.low, *product.dilation),
-        *(
-            product.image,
-            problem.output.size,
-            *problem.spatial,
-            *product.tap_steps,
-            *_packed_residues(product),
-            _packed_phases(tiling),
-        ),
+        *(product.image, problem.output.size, *problem.spatial, *product.tap_steps),
+        *(*_packed_residues(product), _packed_phases(tiling)),
         *(tiling.steps, tiling.items),
     )
     shares = tiling.cluster[2]
