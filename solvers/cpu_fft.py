@@ -7,7 +7,7 @@ GPUs.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from miofind.device import Device, Library, Place
 from miofind.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.solution import Config, ConvSolution, HostStep, Region, WorkspacePlan
 from miofind.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
+from miofind.tiling.chunks import chunks
 from miofind.tiling.overlap import has_empty_sums
 
 # Of the BLAS ceiling in float64, for products of complex numbers; transforms of so many points a nanosecond. Two-core
@@ -58,10 +59,6 @@ class _Plan:
         """Of a real transform."""
         return math.prod(_spectrum(self.sizes))
 
-    def chunks(self, n: int) -> Iterator[slice]:
-        """The images of each chunk."""
-        return (slice(first, min(first + self.images, n)) for first in range(0, n, self.images))
-
     def laid_out(self, region: _Array, groups: int, rows: int, columns: int) -> _Array:
         """The beginning of a region as (frequencies, groups, rows, columns)."""
         shape = (self.frequencies, groups, rows, columns)
@@ -96,37 +93,39 @@ def convolve(problem: ProblemDescription, config: Config, buffers: Mapping[str, 
 
 
 def _forward(problem: ProblemDescription, plan: _Plan, buffers: Mapping[str, _Array]) -> None:
-    groups, y = problem.groups, buffers["y"]
     filters = _filters(problem, plan, buffers)  # (f, g, k, c)
     np.conjugate(filters, out=filters)
-    for chunk in plan.chunks(problem.n):
-        images = len(y[chunk])
-        inputs = plan.laid_out(buffers["inputs"], groups, problem.c // groups, images)
-        _transform(plan, _padded(problem, plan, buffers["x"][chunk]), groups, inputs)
-        results = plan.laid_out(buffers["results"], groups, problem.k // groups, images)
-        np.matmul(filters, inputs, out=results)
-        y[chunk] = _back(plan, results)[_outputs(problem)]
+    for chunk in chunks(problem.n, plan.images):
+        padded = _padded(problem, plan, buffers["x"][chunk])
+        buffers["y"][chunk] = _multiplied(problem, plan, buffers, filters, padded)[_outputs(problem)]
 
 
 def _backward_data(problem: ProblemDescription, plan: _Plan, buffers: Mapping[str, _Array]) -> None:
-    groups, dx = problem.groups, buffers["x"]
     filters = _filters(problem, plan, buffers).swapaxes(2, 3)  # (f, g, c, k)
-    spans = zip(problem.conv.pad_before, problem.spatial, strict=True)
-    inside: Any = (..., *(slice(pad, pad + size) for pad, size in spans))
-    for chunk in plan.chunks(problem.n):
-        images = len(dx[chunk])
-        results = plan.laid_out(buffers["results"], groups, problem.k // groups, images)
-        _transform(plan, _spread(problem, plan, buffers["y"][chunk]), groups, results)
-        inputs = plan.laid_out(buffers["inputs"], groups, problem.c // groups, images)
-        np.matmul(filters, results, out=inputs)
-        dx[chunk] = _back(plan, inputs)[inside]
+    for chunk in chunks(problem.n, plan.images):
+        spread = _spread(problem, plan, buffers["y"][chunk])
+        buffers["x"][chunk] = _multiplied(problem, plan, buffers, filters, spread)[_inputs(problem)]
+
+
+def _multiplied(
+    problem: ProblemDescription, plan: _Plan, buffers: Mapping[str, _Array], filters: _Array, tensor: _Array
+) -> _Array:
+    """Transforms of a chunk (n, channels, *sizes) times those of the filters, transformed back."""
+    groups, images = problem.groups, len(tensor)
+    rows, columns = filters.shape[2:]
+    source, target = ("results", "inputs") if problem.direction is Direction.BACKWARD_DATA else ("inputs", "results")
+    operands = plan.laid_out(buffers[source], groups, columns, images)
+    _transform(plan, tensor, groups, operands)
+    products = plan.laid_out(buffers[target], groups, rows, images)
+    np.matmul(filters, operands, out=products)
+    return _back(plan, products)
 
 
 def _backward_weights(problem: ProblemDescription, plan: _Plan, buffers: Mapping[str, _Array]) -> None:
     groups, c, k = problem.groups, problem.c // problem.groups, problem.k // problem.groups
     total = plan.laid_out(buffers["filters"], groups, c, k)
     total[...] = 0
-    for chunk in plan.chunks(problem.n):
+    for chunk in chunks(problem.n, plan.images):
         images = len(buffers["x"][chunk])
         inputs = plan.laid_out(buffers["inputs"], groups, c, images)
         _transform(plan, _padded(problem, plan, buffers["x"][chunk]), groups, inputs)
@@ -158,12 +157,16 @@ def _filters(problem: ProblemDescription, plan: _Plan, buffers: Mapping[str, _Ar
     return filters
 
 
+def _inputs(problem: ProblemDescription) -> Any:
+    """Where the inputs are among those with padding."""
+    spans = zip(problem.conv.pad_before, problem.spatial, strict=True)
+    return (..., *(slice(before, before + size) for before, size in spans))
+
+
 def _padded(problem: ProblemDescription, plan: _Plan, x: _Array) -> _Array:
     """x (n, c, *spatial) with its padding, zeros up to the size of a transform."""
     padded = np.zeros((*x.shape[:2], *plan.sizes))
-    spans = zip(problem.conv.pad_before, problem.spatial, strict=True)
-    inside: Any = (..., *(slice(before, before + size) for before, size in spans))
-    padded[inside] = x
+    padded[_inputs(problem)] = x
     return padded
 
 

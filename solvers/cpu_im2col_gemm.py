@@ -19,6 +19,7 @@ from miofind.device import Device, Library, Place
 from miofind.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.solution import Config, ConfigValue, ConvSolution, HostStep, Region, WorkspacePlan
 from miofind.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
+from miofind.tiling.chunks import chunks
 
 # Of the BLAS ceiling, on a two-core Xeon with OpenBLAS.
 _EFFICIENCY = 0.5
@@ -109,8 +110,7 @@ class _Columns:
 
     def chunks(self) -> Iterator[slice]:
         """The images of each chunk."""
-        step = self.shape.images
-        return (slice(first, min(first + step, self.problem.n)) for first in range(0, self.problem.n, step))
+        return chunks(self.problem.n, self.shape.images)
 
     def matrix(self, images: int) -> _Array:
         """The columns of `images` images as (groups, images * pixels, c * taps)."""

@@ -7,7 +7,7 @@ transformed lies in the workspace, a bounded number of images at a time. Knows n
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -19,6 +19,7 @@ from miofind.device import Device, Library, Place
 from miofind.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.solution import Config, ConfigValue, ConvSolution, HostStep, Region, WorkspacePlan
 from miofind.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
+from miofind.tiling.chunks import chunks
 from miofind.tiling.correlation import ceil_div
 from miofind.tiling.overlap import has_empty_sums
 from miofind.tiling.winograd import MOST_POINTS, Filtering
@@ -82,10 +83,6 @@ class _Plan:
         """Of that many transformed channels of one chunk."""
         return self.products * math.prod(self.tiles) * self.images * channels * self.wide.itemsize
 
-    def chunks(self, n: int) -> Iterator[slice]:
-        """The images of each chunk."""
-        return (slice(first, min(first + self.images, n)) for first in range(0, n, self.images))
-
     def laid_out(self, region: _Array, groups: int, channels: int, images: int) -> _Array:
         """The beginning of a region as (products, groups, channels of a group, images, tiles)."""
         shape = (self.products, groups, channels // groups, images, math.prod(self.tiles))
@@ -112,7 +109,7 @@ def _correlate(plan: _Plan, source: _Array, w: _Array, target: _Array, buffers: 
     groups, k, c = w.shape[:3]
     filters = _transformed([axis.filter for axis in plan.axes], w).reshape(groups, k, c, -1).transpose(3, 0, 1, 2)
     lengths = [axis.products for axis in plan.axes]
-    for chunk in plan.chunks(len(source)):
+    for chunk in chunks(len(source), plan.images):
         images = len(source[chunk])
         inputs = plan.laid_out(buffers["inputs"], groups, groups * c, images)
         results = plan.laid_out(buffers["results"], groups, groups * k, images)
@@ -136,7 +133,7 @@ def _weights(plan: _Plan, groups: int, buffers: Mapping[str, _Array]) -> None:
     x, dy, dw = buffers["x"], buffers["y"], buffers["w"]
     lengths = [axis.products for axis in plan.axes]
     total = np.zeros((plan.products, groups, dy.shape[1] // groups, x.shape[1] // groups), plan.wide)
-    for chunk in plan.chunks(len(x)):
+    for chunk in chunks(len(x), plan.images):
         images = len(x[chunk])
         inputs = plan.laid_out(buffers["inputs"], groups, x.shape[1], images)
         results = plan.laid_out(buffers["results"], groups, dy.shape[1], images)
