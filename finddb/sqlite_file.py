@@ -54,10 +54,8 @@ _ADVICE = {
 _ADVICE[sqlite3.SQLITE_LOCKED] = _ADVICE[sqlite3.SQLITE_BUSY]
 _ADVICE[sqlite3.SQLITE_PERM] = _ADVICE[sqlite3.SQLITE_CANTOPEN]
 
-_RESTORE = "restore it from a copy, or name another file"
-_NO_TEXT = (
-    "Could not decode to UTF-8"  # of the driver's message, which has no code of SQLite's and quotes what is stored
-)
+# Of the driver's message where a text is none, which has no code of SQLite's and quotes what is stored.
+_NO_TEXT = "Could not decode to UTF-8"
 
 
 class UnreadableEntryError(Exception):
@@ -101,18 +99,16 @@ def translated(where: str) -> Iterator[None]:
         raise DatabaseError(f"{where} holds an entry that cannot be read ({error}): check the database") from error
     except SQLAlchemyError as error:
         raise _database_error(where, getattr(error, "orig", None) or error) from error
-    except (sqlite3.Error, OSError) as error:
+    except (sqlite3.Error, OSError, UnicodeDecodeError) as error:
         raise _database_error(where, error) from error
-    except UnicodeDecodeError as error:  # of SQLite's own message, which quotes what is stored
-        raise DatabaseError(f"{where} is damaged: {_RESTORE}") from error
 
 
 def _database_error(where: str, error: BaseException) -> DatabaseError:
     if isinstance(error, OSError):
         reason = f"{error.strerror or type(error).__name__}: correct the permissions, or name another file"
         return DatabaseError(f"{where} cannot be used: {reason}")
-    if _NO_TEXT in str(error):
-        return DatabaseError(f"{where} is damaged: {_RESTORE}")
+    if isinstance(error, UnicodeDecodeError) or _NO_TEXT in str(error):  # the first, of SQLite's own message
+        return DatabaseError(f"{where} is damaged: restore it from a copy, or name another file")
     code = getattr(error, "sqlite_errorcode", None)
     advice = _ADVICE.get(code & 0xFF) if isinstance(code, int) else None
     told = " ".join(str(error).split())[:200]  # SQLite's messages may hold what is stored
