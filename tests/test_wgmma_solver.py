@@ -15,6 +15,7 @@ from drawn_configs import WGMMA_TILINGS, drawn, drawn_wgmma, lacking_tilings
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from wgmma_forms import KINDS, ONE_FIRST
 from wgmma_in_numpy import Launch, viewed
 
 from miofind.device import Device
@@ -32,23 +33,11 @@ DEVICE = Device.virtual("90a")
 SOLVER = solver_by_id("ConvImplicitGemmWgmma")
 PRODUCT = "implicit_gemm_wgmma"
 FORWARD, DATA, WEIGHTS = Direction.FORWARD, Direction.BACKWARD_DATA, Direction.BACKWARD_WEIGHTS
-KINDS: dict[str, dict[str, str]] = {
-    "float16": {"dtype": "float16"},
-    "bfloat16": {"dtype": "bfloat16"},
-    "tf32": {"dtype": "float32", "math": "tf32"},
-}
 
 
 def conv(kind: str = "float16", **fields: Any) -> ProblemDescription:
     return ProblemDescription.convolution(**{"layout": Layout.NHWC, **KINDS[kind], **fields})
 
-
-ONE_FIRST = {
-    FORWARD: {"x": Layout.NHWC, "w": Layout.NHWC, "y": Layout.NCHW},
-    DATA: {"x": Layout.NCHW, "w": Layout.NHWC, "y": Layout.NHWC},
-    WEIGHTS: {"x": Layout.NHWC, "w": Layout.NHWC, "y": Layout.NCHW},
-}
-"""One tensor of pixels has its channels first: the result, or y for backward weights."""
 
 LARGE: dict[str, ProblemDescription] = {
     "3x3": conv(x=(32, 64, 56, 56), w=(64, 64, 3, 3), padding=1),

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from device_buffers import POISON, Buffer, download, integers, upload
 from drawn_configs import WGMMA_TILINGS, drawn, drawn_wgmma, lacking_tilings
+from wgmma_forms import KINDS, ONE_FIRST
 
 from miofind.compiler import Compiler
 from miofind.device import Device
@@ -26,11 +27,6 @@ cupy = pytest.importorskip("cupy")
 pytestmark = pytest.mark.gpu
 
 WGMMA, CHANNELS_LAST = (solver_by_id(name) for name in ("ConvImplicitGemmWgmma", "ConvChannelsLast"))
-KINDS: dict[str, dict[str, str]] = {
-    "float16": {"dtype": "float16"},
-    "bfloat16": {"dtype": "bfloat16"},
-    "tf32": {"dtype": "float32", "math": "tf32"},
-}
 SHAPES: dict[str, dict[str, Any]] = {
     "more_tiles_than_blocks": {"x": (16, 64, 56, 56), "w": (64, 64, 3, 3), "padding": 1},
     "batch_1": {"x": (1, 512, 7, 7), "w": (512, 512, 3, 3), "padding": 1},
@@ -82,18 +78,10 @@ EVERY_TILING: dict[str, dict[str, Any]] = {
     "pointwise_groups": {"x": (2, 528, 24, 25), "w": (576, 264, 1, 1), "groups": 2},
 }
 """Problems with every kind of tiling; most tiles, steps and parts end beyond the tensor or the group."""
-FIRST: dict[str, Layout] = dict.fromkeys("xwy", Layout.NCHW)
-LAST: dict[str, Layout] = dict.fromkeys("xwy", Layout.NHWC)
-ONE_FIRST = {
-    Direction.FORWARD: LAST | {"y": Layout.NCHW},
-    Direction.BACKWARD_DATA: LAST | {"x": Layout.NCHW},
-    Direction.BACKWARD_WEIGHTS: LAST | {"y": Layout.NCHW},
-}
-"""The result alone has its channels first, or y for backward weights."""
 PLANES: dict[str, dict[str, Any]] = {
-    "first": {"x": (6, 264, 16, 17), "w": (328, 264, 1, 1), "layout": FIRST},
-    "first_whole_blocks": {"x": (4, 64, 56, 56), "w": (256, 64, 1, 1), "layout": FIRST},
-    "first_groups": {"x": (6, 512, 12, 14), "w": (512, 256, 1, 1), "groups": 2, "layout": FIRST},
+    "first": {"x": (6, 264, 16, 17), "w": (328, 264, 1, 1), "layout": "NCHW"},
+    "first_whole_blocks": {"x": (4, 64, 56, 56), "w": (256, 64, 1, 1), "layout": "NCHW"},
+    "first_groups": {"x": (6, 512, 12, 14), "w": (512, 256, 1, 1), "groups": 2, "layout": "NCHW"},
     "one_first_whole_blocks": {"x": (8, 72, 16, 8), "w": (136, 72, 3, 3), "padding": 1},
     "one_first_odd": {"x": (3, 136, 11, 13), "w": (136, 136, 3, 3), "padding": 1},
     "one_first_even": {"x": (3, 136, 14, 14), "w": (72, 136, 3, 2), "padding": 1, "stride": (2, 1)},
