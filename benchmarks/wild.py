@@ -1,15 +1,18 @@
 """Every problem of the wild suites: does ConvDirectNaive solve it, does a second solver, and why not.
 
     python benchmarks/wild.py --json benchmarks/results/wild_h200.json [--all] [--limit N]
+    python benchmarks/wild.py --only ConvImplicitGemmMma --configs 4 --layout NHWC
 
 Needs a GPU. Each solution is verified by both gates; a problem counts for a solver only where it passed. Without --all
-a problem is done when one solver beside ConvDirectNaive has passed; our own are asked before cuDNN.
+a problem is done when one solver beside ConvDirectNaive has passed; our own are asked before cuDNN. With --configs each
+solver of --only is verified with its first default and so many random configurations of each problem.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import random
 import shlex
 import sys
 import time
@@ -26,11 +29,26 @@ from miofind.environment import versions
 from miofind.errors import MiofindError
 from miofind.invoker import make_invoker
 from miofind.problem import ProblemDescription
-from miofind.solver import Solver, solvers
+from miofind.solution import Config, KernelStep
+from miofind.solver import Solver, solver_by_id, solvers
 from miofind.suites import SuiteProblem, load_suite
 from miofind.verify.verifier import Verifier
 
 NAIVE = "ConvDirectNaive"
+
+
+def verdict_of(
+    problem: ProblemDescription, solver: Solver, config: Config, handle: miofind.Handle, verifier: Verifier
+) -> tuple[Status, str]:
+    """What became of one configuration, and why."""
+    candidate = Candidate(network_config=problem.network_config, solver_id=solver.id, config=config)
+    growth = solver.error_growth(problem, config)
+    try:
+        invoker = make_invoker(problem, handle.device, solver, config, handle.compiler)
+        verdict = verifier.verify(invoker, growth=growth, exact=solver.is_exact(config))
+    except (MiofindError, MemoryError) as error:
+        return Status.LAUNCH_FAILED, f"{candidate.id}: {error}"
+    return (Status.OK, "") if verdict.ok else (Status.WRONG_RESULT, f"{candidate.id}: {verdict.message}")
 
 
 def verified(
@@ -39,31 +57,58 @@ def verified(
     """What became of a solver's first default configuration that passes, else of its last."""
     status, message = Status.LAUNCH_FAILED, "no configuration"
     for config in solver.default_configs(problem, handle.device):
-        candidate = Candidate(network_config=problem.network_config, solver_id=solver.id, config=config)
         if solver.error_growth(problem, config) > 1:
             continue
-        try:
-            invoker = make_invoker(problem, handle.device, solver, config, handle.compiler)
-            verdict = verifier.verify(
-                invoker, growth=solver.error_growth(problem, config), exact=solver.is_exact(config)
-            )
-        except (MiofindError, MemoryError) as error:
-            status, message = Status.LAUNCH_FAILED, f"{candidate.id}: {error}"
-            continue
-        if verdict.ok:
-            return Status.OK, ""
-        status, message = Status.WRONG_RESULT, f"{candidate.id}: {verdict.message}"
+        status, message = verdict_of(problem, solver, config, handle, verifier)
+        if status is Status.OK:
+            break
     return status, message
 
 
-def compile_ahead(problems: Iterable[ProblemDescription], handle: miofind.Handle) -> None:
-    """Build the kernels of each solver's first configuration in parallel, so that the GPU does not wait for them."""
-    steps = []
+def run_drawn(
+    problem: ProblemDescription, asked: Sequence[Solver], handle: miofind.Handle, tally: dict[str, Any], count: int
+) -> None:
+    """Count what became of each drawn configuration of each solver."""
+    with Verifier(problem, handle.device, handle.compiler) as verifier:
+        for solver in asked:
+            applicability = solver.applicability(problem, handle.device)
+            if not applicability:
+                tally["refusals"][f"{solver.id}: {applicability.reason}"] += 1
+                continue
+            tally["accepted"][solver.id] += 1
+            for config in drawn(solver, problem, handle, count):
+                status, message = verdict_of(problem, solver, config, handle, verifier)
+                tally["outcomes"][f"{solver.id}: {status}"] += 1
+                if status is not Status.OK:
+                    tally["failures"].append({"problem": problem.network_config, "message": message[:600]})
+
+
+def drawn(solver: Solver, problem: ProblemDescription, handle: miofind.Handle, count: int) -> list[Config]:
+    """The first default configuration and `count` more: random ones, or other defaults where no parameters are."""
+    defaults = solver.default_configs(problem, handle.device)
+    draw = random.Random(problem.network_config)
+    if not solver.parameters:
+        return [defaults[0], *draw.sample(defaults[1:], min(count, len(defaults) - 1))]
+    configs = {defaults[0]: None}
+    for _ in range(200 * count):
+        if len(configs) > count:
+            break
+        config = Config({name: draw.choice(values) for name, values in solver.parameters.items()})
+        if solver.is_valid_config(problem, handle.device, config):
+            configs[config] = None
+    return list(configs)
+
+
+def compile_ahead(
+    problems: Iterable[ProblemDescription], asked: Sequence[Solver], handle: miofind.Handle, count: int
+) -> None:
+    """Build the kernels of what will be verified first in parallel, so that the GPU does not wait for them."""
+    steps: list[KernelStep] = []
     for problem in problems:
-        for solver in solvers().values():
+        for solver in asked:
             if solver.applicability(problem, handle.device):
-                config = next(iter(solver.default_configs(problem, handle.device)))
-                steps += solver.solution(problem, handle.device, config).kernels
+                for config in drawn(solver, problem, handle, count):
+                    steps += solver.solution(problem, handle.device, config).kernels
     for _ in handle.compiler.build_all(steps, handle.device.arch):
         pass
 
@@ -108,7 +153,14 @@ def main() -> None:
         "--stop-after", type=float, default=float("inf"), help="seconds after which no problem is begun"
     )
     parser.add_argument("--limit", type=int, help="only the first N problems of each suite")
+    parser.add_argument("--share", default="0/1", help="I/N: every N-th problem from the I-th on, to divide the work")
+    parser.add_argument("--only", help="ids of solvers, with commas, for --configs")
+    parser.add_argument("--configs", type=int, default=0, help="random configurations of each solver of --only")
+    parser.add_argument("--layout", help="of all tensors, instead of the suites'")
+    parser.add_argument("--math", help="of the float32 problems")
     arguments = parser.parse_args()
+    if bool(arguments.only) != bool(arguments.configs):
+        parser.error("--only and --configs go together")
     handle = miofind.Handle(compiler=Compiler(BinaryCache()))
     report: dict[str, Any] = {
         "gpu": handle.device.name,
@@ -118,19 +170,22 @@ def main() -> None:
     }
     started = time.monotonic()
     for name in ("wild_3d", "wild"):
-        entries = load_suite(name).problems()[: arguments.limit]
-        tally = report["suites"][name] = run_suite(entries, handle, arguments.all, started + arguments.stop_after)
+        entries = load_suite(name).problems(layout=arguments.layout, math=arguments.math)[: arguments.limit]
+        first, every = map(int, arguments.share.split("/"))
+        deadline = started + arguments.stop_after
+        tally = report["suites"][name] = run_suite(entries[first::every], handle, arguments, deadline)
         print_tally(name, tally)
         if arguments.json:
             arguments.json.write_text(json.dumps(report, indent=1) + "\n")
 
 
 def run_suite(
-    entries: Sequence[SuiteProblem], handle: miofind.Handle, every_solver: bool, deadline: float
+    entries: Sequence[SuiteProblem], handle: miofind.Handle, arguments: argparse.Namespace, deadline: float
 ) -> dict[str, Any]:
     """What became of each problem of a suite, counted."""
     start = time.monotonic()
-    compile_ahead((entry.problem for entry in entries), handle)
+    asked = [solver_by_id(name) for name in arguments.only.split(",")] if arguments.only else list(solvers().values())
+    compile_ahead((entry.problem for entry in entries), asked, handle, arguments.configs)
     tally: dict[str, Any] = {
         "rows": sum(entry.count for entry in entries),
         "distinct": len(entries),
@@ -139,6 +194,7 @@ def run_suite(
         "second": 0,
         "compile_seconds": round(time.monotonic() - start, 1),
         "refusals": Counter(),
+        "accepted": Counter(),
         "outcomes": Counter(),
         "failures": [],
         "without_second": [],
@@ -147,7 +203,10 @@ def run_suite(
         if time.monotonic() > deadline:
             break
         tally["problems"] += 1
-        run_problem(entry.problem, handle, tally, every_solver=every_solver)
+        if arguments.configs:
+            run_drawn(entry.problem, asked, handle, tally, arguments.configs)
+        else:
+            run_problem(entry.problem, handle, tally, every_solver=arguments.all)
     tally["seconds"] = round(time.monotonic() - start, 1)
     return tally
 
@@ -159,6 +218,8 @@ def print_tally(name: str, tally: dict[str, Any]) -> None:
         f"{tally['seconds']} s; {NAIVE} solves {tally['naive']}, a second solver {tally['second']}; "
         f"{len(tally['failures'])} failures"
     )
+    for counts in (tally["accepted"], tally["outcomes"]):
+        print("  " + ", ".join(f"{name} {count}" for name, count in sorted(counts.items())))
     for reason, count in tally["refusals"].most_common(40):
         print(f"  {count:5d}  {reason}")
     for failure in tally["failures"][:20]:

@@ -208,7 +208,6 @@ class KernelStep:
         shared_bytes: dynamic shared memory.
         args: arguments in the kernel's order.
         package: package that holds the source; another package's solver names its own.
-        spill_bytes: register spills the kernel is known to have; compile tests refuse more.
         waits_itself: the kernel calls previous_step_done() of common/hopper.cuh before it touches memory that earlier
             steps read or write. Right after another kernel step of its solution it may then begin before that one has
             ended; it waits for that one alone, and so for all before it, since each of these has waited itself or was
@@ -225,7 +224,6 @@ class KernelStep:
     options: tuple[str, ...] = ()
     shared_bytes: int = 0
     package: str = "miofind.kernels_src"
-    spill_bytes: int = 0
     waits_itself: bool = False
 
 

@@ -45,8 +45,6 @@ _MAX_TAP_OFFSET = 255
 _MAX_STRIDE = 8
 _MAX_DATA_STRIDE = 2
 _DEFAULTS = 8
-_FULL_TILE = (2, 128)  # blocks of 64 rows of a warpgroup, and columns, whose sums leave 40 registers for all else
-_SPILL_BYTES = 12  # of such a tile at most: some of these kernels lack one to three registers
 _KINDS = {Direction.FORWARD: "FORWARD", Direction.BACKWARD_DATA: "DATA", Direction.BACKWARD_WEIGHTS: "WEIGHTS"}
 
 
@@ -185,7 +183,6 @@ def _multiply(tiling: WgmmaTiling, device: Device) -> KernelStep:
             *(Scalar(ctype="int32", value=value) for value in values),
             *(scalar for by in divisors for scalar in divisor(by)),
         ),
-        spill_bytes=_SPILL_BYTES if (tiling.row_blocks, tiling.tile_n) == _FULL_TILE else 0,
         waits_itself=True,
     )
 

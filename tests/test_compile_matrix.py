@@ -1,8 +1,9 @@
-"""Every kernel of every solver compiles for every architecture it serves, and spills no more than it says."""
+"""Every kernel of every solver compiles for every architecture it serves, and spills nothing."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import pytest
 
@@ -46,27 +47,43 @@ def test_extreme_configurations_compile(compiler: Compiler, solver: Solver, arch
 
 
 ONE_FIRST = {"x": Layout.NHWC, "w": Layout.NHWC, "y": Layout.NCHW}
+PLANES = {"x": (32, 128, 56, 56), "w": (256, 128, 3, 3), "padding": 1, "dtype": "float16", "layout": ONE_FIRST}
+WEIGHTS = {
+    "x": (32, 1024, 16, 16),
+    "w": (512, 1024, 1, 1),
+    "dtype": "float16",
+    "layout": "NHWC",
+    "direction": "backward_weights",
+}
 
 
 @pytest.mark.parametrize(
-    "problem",
+    ("fields", "rows", "tile_n", "is_offered"),
     [
-        ProblemDescription.convolution(
-            x=(32, 128, 56, 56), w=(256, 128, 3, 3), padding=1, dtype="float32", math="tf32", layout=ONE_FIRST
-        ),
-        ProblemDescription.convolution(
-            x=(32, 1024, 16, 16), w=(512, 1024, 1, 1), dtype="float16", layout="NHWC", direction="backward_weights"
-        ),
+        (PLANES, 2, 128, True),
+        (PLANES, 1, 256, True),
+        (PLANES | {"x": (32, 128, 7, 7)}, 2, 128, False),
+        (PLANES | {"dtype": "float32", "math": "tf32"}, 2, 128, False),
+        (WEIGHTS, 1, 256, True),
+        (WEIGHTS, 2, 128, False),
     ],
-    ids=["TF32 to planes", "weights"],
+    ids=["planes", "planes, wide", "odd planes", "TF32 to planes", "weights, wide", "weights"],
 )
-def test_wgmmas_full_tiles_spill_no_more_than_they_say(compiler: Compiler, problem: ProblemDescription) -> None:
-    """Sums of 256 x 128 leave few registers; no example is large enough to have such a tile."""
+def test_wgmmas_full_tiles_do_not_spill(
+    compiler: Compiler, fields: dict[str, Any], rows: int, tile_n: int, is_offered: bool
+) -> None:
+    """128 sums a thread leave few registers: what would spill is not offered. No example has so large a tile."""
+    problem = ProblemDescription.convolution(**fields)
     solver, device = solvers()["ConvImplicitGemmWgmma"], Device.virtual("90a")
-    values = {"consumers": 2, "rows": 2, "tile_n": 128, "depth_bytes": 128, "stages": 4, "splits": 1, "blocks": 1}
-    config = Config({**values, "cluster": "1x1x1", "swapped": 0})
-    solver.check_config(problem, device, config)
-    check(compiler, list(solver.solution(problem, device, config).kernels), "90a")
+    tile = {"consumers": 2, "rows": rows, "tile_n": tile_n, "depth_bytes": 128, "stages": 3}
+    config = Config({**tile, "splits": 1, "blocks": 1, "cluster": "1x1x1", "swapped": 0})
+    assert solver.is_valid_config(problem, device, config) == is_offered
+    steps = list(solver.solution(problem, device, config).kernels)
+    if is_offered:
+        check(compiler, steps, "90a")
+    else:
+        with pytest.raises(pytest.fail.Exception, match="spills"):
+            check(compiler, steps, "90a")
 
 
 def extremes(solver: Solver, problem: ProblemDescription, device: Device) -> Iterator[Config]:
@@ -81,7 +98,7 @@ def extremes(solver: Solver, problem: ProblemDescription, device: Device) -> Ite
 
 
 def steps_of(solver: Solver, device: Device, configs: Configs) -> list[KernelStep]:
-    """Launches that differ in what is compiled, over the solver's examples; of equal ones, the strictest on spills."""
+    """Launches that differ in what is compiled, over the solver's examples."""
     found: dict[tuple[object, ...], KernelStep] = {}
     for problem in solver.examples():
         if not solver.applicability(problem, device):
@@ -89,8 +106,7 @@ def steps_of(solver: Solver, device: Device, configs: Configs) -> list[KernelSte
         for config in dict.fromkeys(configs(problem)):
             for step in solver.solution(problem, device, config).kernels:
                 identity = (step.package, step.source, step.entry, step.defines, step.options)
-                known = found.setdefault(identity, step)
-                found[identity] = min(known, step, key=lambda one: one.spill_bytes)
+                found.setdefault(identity, step)
     return list(found.values())
 
 
@@ -111,8 +127,8 @@ def fault(step: KernelStep, result: Binary | CompileError) -> str:
     if isinstance(result, CompileError):
         return f"{name}: {result.args[0]}\n{result.log}"
     spilled = result.resources[step.entry].spill_bytes
-    if spilled > step.spill_bytes:
-        return f"{name}: spills {spilled} bytes a thread, {step.spill_bytes} are declared"
+    if spilled:
+        return f"{name}: spills {spilled} bytes a thread"
     if SERIALIZED in result.log:
         return f"{name}:\n{result.log}"
     return ""

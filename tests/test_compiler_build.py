@@ -136,7 +136,7 @@ def test_what_does_not_change_the_key(compiler: Compiler, package: CudaPackage) 
         for step in (
             package.step(),
             package.step(entry="other"),
-            package.step(grid=(9, 1, 1), shared_bytes=1024, spill_bytes=8),
+            package.step(grid=(9, 1, 1), shared_bytes=1024),
         )
     }
     assert len(keys) == 1

@@ -39,8 +39,8 @@ class _Built:
 
     @property
     def spills(self) -> bool:
-        """Whether it spills more registers than its solver knows of."""
-        return self.resources is not None and self.resources.spill_bytes > self.step.spill_bytes
+        """Whether it spills registers."""
+        return self.resources is not None and self.resources.spill_bytes > 0
 
 
 @dataclass(slots=True)

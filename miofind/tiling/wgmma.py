@@ -204,6 +204,7 @@ class WgmmaTiling:
         """Whether the kernel serves it on a multiprocessor with that much shared memory for a block."""
         return (
             self.may_be_valid
+            and not self._spills()
             and self._has_cluster()
             and self._is_divisible()
             and self.blocks * (self.shared_bytes + _ALIGNMENT_BYTES + _STATIC_BYTES) <= shared_bytes + _ALIGNMENT_BYTES
@@ -224,6 +225,15 @@ class WgmmaTiling:
             return False
         registers = min(255, _REGISTERS // ceil_div(self.threads * self.blocks, 128) // 8 * 8)
         return self.row_blocks * self.tile_n // 2 <= min(128, registers - _OTHER_REGISTERS)
+
+    def _spills(self) -> bool:
+        """Whether a thread with 128 sums lacks registers for where its results go: as compilers have shown."""
+        product = self.product
+        if self.row_blocks * self.tile_n < 2 * 128 or math.prod(self.cluster) > 1:
+            return False
+        if product.is_weights:
+            return self.row_blocks > 1
+        return product.planes is Planes.IN_RESULT and (product.element_bytes > 2 or self.run < 4)
 
     def _has_width(self) -> bool:
         """Whether columns come in wide blocks, or lie apart in both operands, and swizzles begin where they must."""
