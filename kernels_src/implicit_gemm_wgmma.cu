@@ -143,7 +143,8 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(kThreads, BLOCKS)
     meet<true>();  // all shares are written
     add_shares(shape, stages, reinterpret_cast<ELEMENT*>(parts));
   }
-  if constexpr (kCluster > 1) meet();  // others signal this block's barriers, or read its share, until here
+  // Others read this block's share until here, or signal its barriers: signals land before a meeting that shows them.
+  if constexpr (kCluster > 1) meet<(CLUSTER_M * CLUSTER_N > 1)>();
 }
 
 // out[i] = sum of part[i] over the parts, in order.
