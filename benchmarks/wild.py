@@ -27,6 +27,7 @@ from miofind.compiler import BinaryCache, Compiler
 from miofind.device import Library
 from miofind.environment import versions
 from miofind.errors import MiofindError
+from miofind.health import context_error
 from miofind.invoker import make_invoker
 from miofind.problem import ProblemDescription
 from miofind.solution import Config, KernelStep
@@ -47,6 +48,9 @@ def verdict_of(
         invoker = make_invoker(problem, handle.device, solver, config, handle.compiler)
         verdict = verifier.verify(invoker, growth=growth, exact=solver.is_exact(config))
     except (MiofindError, MemoryError) as error:
+        lost = context_error(handle.device)
+        if lost:
+            sys.exit(f"{candidate.id} ended this process's work on the GPU: {lost}")
         return Status.LAUNCH_FAILED, f"{candidate.id}: {error}"
     return (Status.OK, "") if verdict.ok else (Status.WRONG_RESULT, f"{candidate.id}: {verdict.message}")
 

@@ -224,6 +224,17 @@ def test_every_kind_of_tiling_passes_both_gates(
     check(WGMMA, problem, device, compiler, [config for configs in found.values() for config in configs])
 
 
+def test_blocks_without_columns_get_all_signals_of_their_cluster(device: Device, compiler: Compiler) -> None:
+    """Such a block ends right after its neighbour's last signal to it, which once found its barrier gone."""
+    problem = ProblemDescription.convolution(
+        x=(1, 16, 256, 128), w=(32, 16, 5, 5), padding=2, dtype="float16", layout="NHWC", direction="backward_weights"
+    )
+    tile = {"consumers": 1, "rows": 1, "tile_n": 64, "depth_bytes": 128, "stages": 5, "swapped": 0}
+    config = Config({**tile, "cluster": "1x2x1", "splits": 32, "blocks": 2})
+    for _ in range(5):
+        check(WGMMA, problem, device, compiler, [config])
+
+
 @pytest.mark.parametrize("direction", list(Direction))
 @pytest.mark.parametrize(
     ("shape", "kind"),
