@@ -21,7 +21,7 @@ from enum import StrEnum
 from typing import ClassVar
 
 from miofind.device import INSTALL_CUDA, Device, Library, Place
-from miofind.errors import InvalidConfigError, UnknownSolverError
+from miofind.errors import InvalidConfigError, MiofindError, UnknownSolverError
 from miofind.problem import DataType, Layout, ProblemDescription
 from miofind.solution import Config, ConfigValue, ConvSolution
 
@@ -223,7 +223,8 @@ def solvers() -> Mapping[str, Solver]:
     found: dict[str, Solver] = {}
     for solver in itertools.chain(_discovered(), _from_entry_points()):
         if solver.id in found:
-            logger.warning("solver %s is registered twice: the first is kept", solver.id)
+            first, second = type(found[solver.id]).__module__, type(solver).__module__
+            logger.warning("solver %s of %s is left out: %s has one of that id", solver.id, second, first)
             continue
         found[solver.id] = solver
     return found
@@ -246,8 +247,11 @@ def solver_by_id(solver_id: str) -> Solver:
 
 def _discovered() -> Iterable[Solver]:
     package = importlib.import_module("miofind.solvers")
-    for module in sorted(pkgutil.iter_modules(package.__path__), key=lambda m: m.name):
-        yield from importlib.import_module(f"miofind.solvers.{module.name}").SOLVERS
+    for found in sorted(pkgutil.iter_modules(package.__path__), key=lambda m: m.name):
+        module = importlib.import_module(f"miofind.solvers.{found.name}")
+        if not hasattr(module, "SOLVERS"):
+            raise MiofindError(f"{module.__file__} names no solvers: end it with SOLVERS = (YourSolver(),)")
+        yield from module.SOLVERS
 
 
 def _from_entry_points() -> Iterable[Solver]:

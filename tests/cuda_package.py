@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from miofind.compiler.sources import read_source
-from miofind.solution import KernelStep, Pointer
+from miofind.solution import KernelStep, Pointer, Scalar
 
 _numbers = itertools.count()
 
@@ -21,6 +21,9 @@ extern "C" __global__ void scale(float* y, const float* x, int n) {
   if (i < n) y[i] = scaled(x[i]);
 }
 """
+
+SCALE_ARGS = (Pointer(buffer="y"), Pointer(buffer="x"), Scalar(ctype="int32", value=1))
+"""What `scale` takes."""
 
 SCALE_HEADER = """\
 #pragma once
@@ -48,7 +51,7 @@ class CudaPackage:
 
     def step(self, source: str = "scale.cu", entry: str = "scale", **fields: object) -> KernelStep:
         """A launch of one of its kernels over one block."""
-        values: dict[str, object] = {"grid": (1, 1, 1), "block": (32, 1, 1), "args": (Pointer(buffer="x"),), **fields}
+        values: dict[str, object] = {"grid": (1, 1, 1), "block": (32, 1, 1), "args": SCALE_ARGS, **fields}
         return KernelStep(source=source, entry=entry, package=self.name, **values)  # type: ignore[arg-type]
 
 

@@ -11,14 +11,15 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from cuda_package import SCALE, SCALE_HEADER, CudaPackage, make_package
+from cuda_package import SCALE, SCALE_ARGS, SCALE_HEADER, CudaPackage, make_package
 
 from miofind.compiler import Binary, BinaryCache, Compiler, build, kernel_hash, nvrtc, nvrtc_version
+from miofind.compiler.cubin import parameter_bytes
 from miofind.compiler.nvrtc import Compiled, compile_source, toolchain
 from miofind.compiler.sources import Source
 from miofind.device import Device
 from miofind.errors import CompileError, MissingLibraryError, NoDeviceError, SolutionFileError
-from miofind.solution import ConvSolution, HostStep, KernelStep
+from miofind.solution import ConvSolution, HostStep, KernelStep, Pointer, Scalar
 
 pytest.importorskip("cuda.bindings.nvrtc")
 
@@ -261,9 +262,32 @@ def test_toolkit_headers_are_found(compiler: Compiler, package: CudaPackage, hea
     assert compiler.build(package.step(), "90a").resources["scale"].registers > 0
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (SCALE_ARGS[:2], "scale of scale.cu takes 3 parameters, its step gives 2"),
+        ((*SCALE_ARGS[:2], Scalar(ctype="int64", value=1)), "takes 4 bytes as parameter 3, its step gives 8"),
+        ((SCALE_ARGS[0], *SCALE_ARGS[:0:-1]), "takes 8 bytes as parameter 2, its step gives 4"),
+    ],
+)
+def test_arguments_that_the_kernel_does_not_take(
+    compiler: Compiler, package: CudaPackage, arguments: tuple[Pointer | Scalar, ...], message: str
+) -> None:
+    with pytest.raises(CompileError, match=message):
+        compiler.build(package.step(args=arguments), ARCH)
+    [(_, result)] = compiler.build_all([package.step(args=arguments)], ARCH)
+    assert isinstance(result, CompileError)
+
+
+def test_parameters_of_what_is_no_cubin() -> None:
+    cubin = b"\x7fELF" + bytes(60)
+    assert parameter_bytes(cubin, "scale") is None
+    assert parameter_bytes(b"", "scale") is None
+
+
 def test_resources_of_a_kernel_that_spills(compiler: Compiler, package: CudaPackage) -> None:
     package.write(spilling_cu=SPILLING)
-    binary = compiler.build(package.step("spilling.cu", "spilling"), ARCH)
+    binary = compiler.build(package.step("spilling.cu", "spilling", args=SCALE_ARGS[1:]), ARCH)
     spilling, plain = binary.resources["spilling"], binary.resources["plain"]
     assert spilling.registers == 32
     assert spilling.spill_bytes > 100
@@ -271,7 +295,7 @@ def test_resources_of_a_kernel_that_spills(compiler: Compiler, package: CudaPack
     assert spilling.shared_bytes == 4096
     assert (plain.spill_bytes, plain.stack_bytes, plain.shared_bytes) == (0, 0, 0)
     assert "bytes spill stores" in binary.log
-    assert compiler.build(package.step("spilling.cu", "plain"), ARCH) == binary
+    assert compiler.build(package.step("spilling.cu", "plain", args=SCALE_ARGS[:1]), ARCH) == binary
 
 
 def test_build_all_keeps_order_and_builds_once(
@@ -282,7 +306,7 @@ def test_build_all_keeps_order_and_builds_once(
     steps[3] = package.step("bad.cu", "bad")
     steps[4] = package.step("gone.cu", "gone")
     steps[5] = package.step(entry="gone")
-    steps[6] = package.step(entry="other")
+    steps[6] = package.step(entry="other", args=())
     results = list(compiler.build_all(steps, ARCH))
     assert [step for step, _ in results] == steps
     errors = {number: str(result) for number, (_, result) in enumerate(results) if isinstance(result, CompileError)}
@@ -324,11 +348,11 @@ CHILD = """
 import sys
 from pathlib import Path
 from miofind.compiler import BinaryCache, Compiler
-from miofind.solution import KernelStep
+from miofind.solution import KernelStep, Pointer, Scalar
 compiler = Compiler(BinaryCache(Path(sys.argv[1])))
 for factor in (1, 2, 3):
-    step = KernelStep(source="scale.cu", entry="scale", package=sys.argv[2], grid=(1, 1, 1), block=(1, 1, 1), args=(),
-                      defines=(("FACTOR", factor),))
+    step = KernelStep(source="scale.cu", entry="scale", package=sys.argv[2], grid=(1, 1, 1), block=(1, 1, 1),
+                      args=(*2 * (Pointer(buffer="x"),), Scalar(ctype="int32", value=1)), defines=(("FACTOR", factor),))
     binary = compiler.build(step, "80")
     assert binary.path.read_bytes() == binary.cubin
     print(binary.key, hash(binary.cubin))

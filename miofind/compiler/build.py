@@ -9,20 +9,23 @@ import hashlib
 import json
 import os
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import MappingProxyType
 
 from miofind.compiler.cache import Binary, BinaryCache
+from miofind.compiler.cubin import parameter_bytes
 from miofind.compiler.load import Kernel, load_kernel
 from miofind.compiler.nvrtc import compile_options, compile_source, toolchain
 from miofind.compiler.resources import parse_resources
 from miofind.compiler.sources import Source, read_source
 from miofind.device import Device
 from miofind.errors import CompileError, MissingLibraryError, SolutionFileError
-from miofind.solution import ConvSolution, KernelStep
+from miofind.solution import ConvSolution, KernelStep, Pointer, Scalar, TensorMap
 
 _KEY_FORMAT = 1
+_POINTER_BYTES = 8
+_TENSOR_MAP_BYTES = 128
 
 BuildResult = tuple[KernelStep, Binary | CompileError]
 
@@ -69,7 +72,7 @@ class Compiler:
         """The binary that holds a step's kernel, from the cache or compiled; needs no GPU.
 
         Raises:
-            CompileError: NVRTC refuses the source, or it has no such entry.
+            CompileError: NVRTC refuses the source, it has no such entry, or that takes other parameters.
             MissingLibraryError: NVRTC, cuda-bindings or the CUDA headers are not installed.
         """
         return _with_entry(self._build(step, arch), step, arch)
@@ -172,12 +175,30 @@ def identity(step: KernelStep) -> object:
 
 
 def _with_entry(binary: Binary, step: KernelStep, arch: str) -> Binary:
-    if binary.has_entry(step.entry):
-        return binary
-    known = ", ".join(sorted(binary.resources)) or "none"
-    message = f'{step.source} has no kernel {step.entry!r}, it has {known}: declare it extern "C" __global__'
+    """The binary, if it has the step's kernel and that takes the step's arguments."""
+    if not binary.has_entry(step.entry):
+        known = ", ".join(sorted(binary.resources)) or "none"
+        message = f'{step.source} has no kernel {step.entry!r}, it has {known}: declare it extern "C" __global__'
+    else:
+        given, taken = tuple(map(_argument_bytes, step.args)), parameter_bytes(binary.cubin, step.entry)
+        if taken is None or taken == given:
+            return binary
+        message = f"{step.entry} of {step.source} {_difference(taken, given)}"
     options = compile_options(step.options, step.defines, arch)
     raise CompileError(message, source=step.source, options=options, log=binary.log)
+
+
+def _argument_bytes(argument: Pointer | Scalar | TensorMap) -> int:
+    if isinstance(argument, Scalar):
+        return int(argument.ctype[-2:]) // 8
+    return _TENSOR_MAP_BYTES if isinstance(argument, TensorMap) else _POINTER_BYTES
+
+
+def _difference(taken: Sequence[int], given: Sequence[int]) -> str:
+    if len(taken) != len(given):
+        return f"takes {len(taken)} parameters, its step gives {len(given)}"
+    at = next(at for at, sizes in enumerate(zip(taken, given, strict=True)) if len(set(sizes)) > 1)
+    return f"takes {taken[at]} bytes as parameter {at + 1}, its step gives {given[at]}"
 
 
 def _results(
