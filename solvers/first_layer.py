@@ -137,6 +137,7 @@ _SHORT_LIST = tuple(
 )
 
 _LAUNCH_MS = 0.0025
+_EXPOSED = 0.4
 
 
 class ConvFirstLayer(Solver):
@@ -233,7 +234,8 @@ class ConvFirstLayer(Solver):
         together = min(tiling.resident, ceil_div(blocks, device.sm_count))
         start = 1500 + tiling.depth * columns * 8 / 8 * 8 * 2 / 100 * together
         cycles = start + turns * max(together * busy, alone)
-        return _LAUNCH_MS + max(moved_ms, 1e3 * cycles / device.clock_hz)
+        busy_ms = 1e3 * cycles / device.clock_hz
+        return _LAUNCH_MS + max(moved_ms, busy_ms) + _EXPOSED * min(moved_ms, busy_ms)
 
     def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
         tiling = _Tiling.of(problem, config)

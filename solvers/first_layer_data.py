@@ -215,6 +215,7 @@ _SHORT_LIST = tuple(
 )
 
 _LAUNCH_MS = 0.0025
+_EXPOSED = 0.4
 
 
 class ConvFirstLayerData(Solver):
@@ -326,7 +327,8 @@ class ConvFirstLayerData(Solver):
         turns = ceil_div(tiling.tiles, blocks)
         laid = 8 * tiling.column_blocks * tiling.height.taps * tiling.width.taps * tiling.depth * tiling.chunks / 16
         cycles = 2000 + together * laid + turns * max(together * busy, alone)
-        return _LAUNCH_MS + max(moved_ms, 1e3 * cycles / device.clock_hz)
+        busy_ms = 1e3 * cycles / device.clock_hz
+        return _LAUNCH_MS + max(moved_ms, busy_ms) + _EXPOSED * min(moved_ms, busy_ms)
 
     def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
         tiling = _Tiling.of(problem, config)

@@ -179,6 +179,7 @@ _SHORT_LIST = tuple(
 )
 
 _LAUNCH_MS = 0.004
+_EXPOSED = 0.4
 
 
 class ConvFirstLayerWeights(Solver):
@@ -284,7 +285,8 @@ class ConvFirstLayerWeights(Solver):
         cycles = 3000 + config["warps_p"] * 500 + turns * max(together * busy, alone)
         parts = 4 * splits * problem.w.size
         parts_ms = 2 * 1e3 * parts / device.bandwidth_bytes_per_s
-        return _LAUNCH_MS + max(moved_ms, 1e3 * cycles / device.clock_hz) + parts_ms
+        busy_ms = 1e3 * cycles / device.clock_hz
+        return _LAUNCH_MS + max(moved_ms, busy_ms) + _EXPOSED * min(moved_ms, busy_ms) + parts_ms
 
     def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
         tiling = _Tiling.of(problem, config)
