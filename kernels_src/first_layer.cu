@@ -2,9 +2,9 @@
 // channels, on tensor cores with float32 sums.
 //
 // A block stages the patch of x that TILE_H x TILE_W outputs meet, with pixels of four channels. A window is what one
-// output, or two neighbours if STRIDE_X is odd, meets of the patch: of each row a run of pixels that starts with an even
-// one, and so rows of ldmatrix as they lie. A product's depth is a filter row after the other, each in whole steps of
-// 16; the TILE_K filters of a block are laid out so once, with zeros around the taps and a copy for each output of a
+// output, or two neighbours if STRIDE_X is odd, meets of the patch: of each row a run of pixels that starts with an
+// even one, and so rows of ldmatrix as they lie. A product's depth is a filter row after the other, each in whole steps
+// of 16; the TILE_K filters of a block are laid out so once, with zeros around the taps and a copy for each output of a
 // window. Windows are rows of the product and filters its columns if CHANNELS_LAST, else the other way round, and both
 // are ordered so that a thread's results are 8 neighbours in memory. WARPS warps take BLOCKS * 16 windows at a time.
 // Grid: persistent; a block keeps its filters and goes through tiles of images.
@@ -36,10 +36,10 @@ constexpr int kRowWindows = ceil_div(kTileW, kOutputs), kWindows = kTileH * kRow
 constexpr int kWindowBlocks = ceil_div(kWindows, 16), kFilterBlocks = kOutputs * kTileK / 16;
 // OFFSET columns are staged before those that the first output meets, so that vectors are aligned.
 constexpr int kFirstPixel = OFFSET % 2, kLead = OFFSET + kFirstPixel;
-constexpr int kColumns =
-    round_up(kLead + (kRowWindows - 1) * kWindowPixels + 4 * kRowSteps - kFirstPixel, IN_VECTOR);
+constexpr int kColumns = round_up(kLead + (kRowWindows - 1) * kWindowPixels + 4 * kRowSteps - kFirstPixel, IN_VECTOR);
 constexpr bool kTurned = !CHANNELS_LAST && kWindowPixels == 2;
-using Pixels = Patch<CHANNELS, (kTileH - 1) * STRIDE_Y + FILTER_Y, kColumns, kFirstPixel, IN_VECTOR, CHANNELS_LAST, kTurned>;
+using Pixels =
+    Patch<CHANNELS, (kTileH - 1) * STRIDE_Y + FILTER_Y, kColumns, kFirstPixel, IN_VECTOR, CHANNELS_LAST, kTurned>;
 constexpr int kInFlight = IN_VECTOR >= 4 ? 32 / (CHANNELS * IN_VECTOR / 2) : 4;
 using Loader = PatchLoader<Pixels, kThreads, kInFlight, ELEMENT>;
 
@@ -55,11 +55,13 @@ static_assert(kBlocks % kGroupBlocks == 0, "a warp's results are whole groups");
 
 // Starts to copy `count` elements, from an address that is a multiple of 16 bytes.
 __device__ __forceinline__ void load_filters(unsigned raw, const ELEMENT* filters, int count) {
-  for (int i = 8 * threadIdx.x; i < count; i += 8 * kThreads) copy_some(raw + 2 * i, filters + i, min(16, 2 * (count - i)));
+  for (int i = 8 * threadIdx.x; i < count; i += 8 * kThreads)
+    copy_some(raw + 2 * i, filters + i, min(16, 2 * (count - i)));
   commit_copies();
 }
 
-// Which filter of 32 a column of the product is: thread t holds columns 2t and 2t + 1 of each 8, for filters 8t ... + 7.
+// Which filter of 32 a column of the product is: thread t holds columns 2t and 2t + 1 of each 8, for filters 8t ...
+// + 7.
 __device__ __forceinline__ int filter_of(int column) {
   return CHANNELS_LAST ? column / 32 * 32 + column % 8 / 2 * 8 + column % 32 / 8 * 2 + column % 2 : column;
 }
@@ -107,14 +109,15 @@ __device__ __forceinline__ void multiply(Sums& sums, unsigned filters, unsigned 
     for (int step = 0; step < kPlaces; ++step)
       windows[b][step] = patch + 16 * (row * STRIDE_Y * Pixels::kRowWords + Pixels::turned(word + 2 * step));
   }
-#pragma unroll(FILTER_Y * kRowSteps <= 16 ? FILTER_Y : 1)
+#pragma unroll(FILTER_Y* kRowSteps <= 16 ? FILTER_Y : 1)
   for (int r = 0; r < FILTER_Y; ++r)
 #pragma unroll
     for (int step = 0; step < kRowSteps; ++step) {
       unsigned pixels[kBlocks][4];
 #pragma unroll
       for (int b = 0; b < kBlocks; ++b)
-        load_matrices(pixels[b], windows[b][kTurned ? step : 0] + 16 * r * Pixels::kRowWords + (kTurned ? 0 : 32 * step));
+        load_matrices(pixels[b],
+                      windows[b][kTurned ? step : 0] + 16 * r * Pixels::kRowWords + (kTurned ? 0 : 32 * step));
 #pragma unroll
       for (int f = 0; f < kFilterBlocks; ++f) {
         unsigned taps[4];
@@ -160,8 +163,7 @@ __device__ __forceinline__ void store_channels(const Target& to, const Sums& sum
           Vector<ELEMENT, 8> values;
 #pragma unroll
           for (int i = 0; i < 8; ++i)
-            values.at[i] =
-                convert<ELEMENT>(sums[b][p * kTileK / 16 + 2 * group + i / 4][i / 2 % 2][2 * half + i % 2]);
+            values.at[i] = convert<ELEMENT>(sums[b][p * kTileK / 16 + 2 * group + i / 4][i / 2 % 2][2 * half + i % 2]);
 #pragma unroll
           for (int i = 0; i < 8; i += OUT_VECTOR)
             if (k + i < to.k) *reinterpret_cast<Few*>(y + k + i) = *reinterpret_cast<const Few*>(values.at + i);
@@ -196,8 +198,8 @@ __device__ __forceinline__ void store_planes(const Target& to, const Sums& sums,
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
           const int window = i / kOutputs, p = i % kOutputs;
-          values.at[i] = convert<ELEMENT>(
-              sums[b + window / 4][p * kTileK / 16 + f][window / 2 % 2][2 * half + window % 2]);
+          values.at[i] =
+              convert<ELEMENT>(sums[b + window / 4][p * kTileK / 16 + f][window / 2 % 2][2 * half + window % 2]);
         }
 #pragma unroll
         for (int i = 0; i < 8; i += OUT_VECTOR)
@@ -211,8 +213,8 @@ __device__ __forceinline__ void store_planes(const Target& to, const Sums& sums,
 #define DIVISOR(d) {d, d##_multiplier, d##_shift}
 
 extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
-    first_layer(const ELEMENT* __restrict__ x, const ELEMENT* __restrict__ w, ELEMENT* __restrict__ y, int k, int height,
-                int width, int out_height, int out_width, int pad_y, int pad_x, int tiles,
+    first_layer(const ELEMENT* __restrict__ x, const ELEMENT* __restrict__ w, ELEMENT* __restrict__ y, int k,
+                int height, int width, int out_height, int out_width, int pad_y, int pad_x, int tiles,
                 DIVISOR_PARAMETERS(filter_tiles), DIVISOR_PARAMETERS(image_tiles), DIVISOR_PARAMETERS(row_tiles)) {
   extern __shared__ __align__(16) unsigned char shared[];
   const Divisor by_filters = DIVISOR(filter_tiles), by_image = DIVISOR(image_tiles), by_row = DIVISOR(row_tiles);

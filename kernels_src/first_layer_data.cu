@@ -106,8 +106,8 @@ __device__ __forceinline__ int pixel_of(int column) {
   return kStep == 1 ? column : column % kStep * kHalf + column / kStep;
 }
 
-// Stages DEPTH filters of dy from number first_k on, zeros where there are none; complete after wait_for_copies<0>() and
-// a barrier. `from` is the first output.
+// Stages DEPTH filters of dy from number first_k on, zeros where there are none; complete after wait_for_copies<0>()
+// and a barrier. `from` is the first output.
 __device__ __forceinline__ void load_outputs(unsigned char* to, const ELEMENT* __restrict__ dy, const Size& size,
                                              const Place& from, int first_k) {
   if constexpr (CHANNELS_LAST) {
@@ -149,7 +149,8 @@ __device__ __forceinline__ void load_outputs(unsigned char* to, const ELEMENT* _
         Vector<ELEMENT, 8> filters;
 #pragma unroll
         for (int f = 0; f < 8; ++f) filters.at[f] = rows[f].at[j];
-        *reinterpret_cast<Vector<ELEMENT, 8>*>(to + (row * kRowPixels + pixel_of(column + j)) * kPitch + 2 * k) = filters;
+        *reinterpret_cast<Vector<ELEMENT, 8>*>(to + (row * kRowPixels + pixel_of(column + j)) * kPitch + 2 * k) =
+            filters;
       }
     }
   }
@@ -202,7 +203,8 @@ __device__ __forceinline__ void join_sums(Sums& sums, unsigned char* shared, int
   constexpr int kShare = WARPS_Y * WARPS_X * kSums * 32;
   if (share > 0) {
 #pragma unroll
-    for (int i = 0; i < kSums; ++i) joined[(share - 1) * kShare + 32 * i] = sums[i / (4 * kBlocks)][i / 4 % kBlocks][i % 4];
+    for (int i = 0; i < kSums; ++i)
+      joined[(share - 1) * kShare + 32 * i] = sums[i / (4 * kBlocks)][i / 4 % kBlocks][i % 4];
   }
   __syncthreads();  // every share is there
   if (share > 0) return;
@@ -230,9 +232,9 @@ __device__ __forceinline__ void store(ELEMENT* __restrict__ dx, const Sums& sums
         for (int row = 0; row < ROWS; ++row) {
           const int h = (from.row + row) * STRIDE_Y + element.row - ORIGIN_Y;
           if (h < 0 || h >= size.height) continue;
-          const int offset =
-              CHANNELS_LAST ? ((from.image * size.height + h) * size.width + v) * CHANNELS + element.channel
-                            : ((from.image * CHANNELS + element.channel) * size.height + h) * size.width + v;
+          const int offset = CHANNELS_LAST
+                                 ? ((from.image * size.height + h) * size.width + v) * CHANNELS + element.channel
+                                 : ((from.image * CHANNELS + element.channel) * size.height + h) * size.width + v;
           const float* const sum = sums[row][b] + 2 * half;
           if constexpr (PAIRS)
             *reinterpret_cast<Vector<ELEMENT, 2>*>(dx + offset) = {convert<ELEMENT>(sum[0]), convert<ELEMENT>(sum[1])};
@@ -247,8 +249,8 @@ __device__ __forceinline__ void store(ELEMENT* __restrict__ dx, const Sums& sums
 #define DIVISOR(d) {d, d##_multiplier, d##_shift}
 
 extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
-    first_layer_data(const ELEMENT* __restrict__ dy, const ELEMENT* __restrict__ w, ELEMENT* __restrict__ dx, int height,
-                     int width, int out_height, int out_width, int first_row, int first_column, int tiles,
+    first_layer_data(const ELEMENT* __restrict__ dy, const ELEMENT* __restrict__ w, ELEMENT* __restrict__ dx,
+                     int height, int width, int out_height, int out_width, int first_row, int first_column, int tiles,
                      DIVISOR_PARAMETERS(image_tiles), DIVISOR_PARAMETERS(row_tiles)) {
   extern __shared__ __align__(16) unsigned char shared[];
   const Divisor by_image = DIVISOR(image_tiles), by_row = DIVISOR(row_tiles);
@@ -276,8 +278,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
   const int lane = threadIdx.x % 32, warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
   const int warp_y = warp % WARPS_Y, warp_x = warp / WARPS_Y % WARPS_X, share = warp / (WARPS_Y * WARPS_X);
   const unsigned filters = base + lane % 8 * kFilterPitch + lane / 8 % 2 * 16;
-  const unsigned outputs = base + kFilterBytes + lane / 16 * 16 +
-                           (warp_y * ROWS * kRowPixels + 16 * warp_x + lane % 16) * kPitch;
+  const unsigned outputs =
+      base + kFilterBytes + lane / 16 * 16 + (warp_y * ROWS * kRowPixels + 16 * warp_x + lane % 16) * kPitch;
 
   if (STAGES > 1) load(0, blockIdx.x, 0);
   Sums sums = {};

@@ -3,10 +3,10 @@
 //
 // A block stages tiles of TILE_H x TILE_W outputs, two at a time: TILE_K filters of dy, and the patch of x that they
 // meet, with pixels of four channels. A window is what one output, or two neighbours if STRIDE_X is odd, meets of the
-// patch: of each row a run of pixels that starts with an even one. The product's depth is windows, its rows are filters,
-// for each output of a window, its columns the elements of a window; ldmatrix reads both as they lie. WARPS_Y warps
-// share the filter's rows, WARPS_K its filters and WARPS_P the windows. The sums of a window's outputs join at the end.
-// Grid: blocks of filters, times `splits` blocks that tiles are dealt to. Each writes float32 parts, which
+// patch: of each row a run of pixels that starts with an even one. The product's depth is windows, its rows are
+// filters, for each output of a window, its columns the elements of a window; ldmatrix reads both as they lie. WARPS_Y
+// warps share the filter's rows, WARPS_K its filters and WARPS_P the windows. The sums of a window's outputs join at
+// the end. Grid: blocks of filters, times `splits` blocks that tiles are dealt to. Each writes float32 parts, which
 // first_layer_weights_finish adds in a fixed order.
 #include "common/copy_bytes.cuh"
 #include "common/divisor.cuh"
@@ -37,9 +37,10 @@ constexpr int kRowWindows = ceil_div(kTileW, kOutputs), kWindows = kTileH * kRow
 constexpr int kWindowBlocks = ceil_div(kWindows, 16), kSlots = 16 * kWindowBlocks;
 // OFFSET columns are staged before those that the first output meets, so that vectors are aligned.
 constexpr int kFirstPixel = OFFSET % 2, kLead = OFFSET + kFirstPixel;
-constexpr int kColumns = round_up(
-    kLead + (kRowWindows - 1) * kWindowPixels + round_up(2 * kRowWords, 4) - kFirstPixel, IN_VECTOR);
-using Pixels = Patch<CHANNELS, (kTileH - 1) * STRIDE_Y + FILTER_Y, kColumns, kFirstPixel, IN_VECTOR, CHANNELS_LAST, false>;
+constexpr int kColumns =
+    round_up(kLead + (kRowWindows - 1) * kWindowPixels + round_up(2 * kRowWords, 4) - kFirstPixel, IN_VECTOR);
+using Pixels =
+    Patch<CHANNELS, (kTileH - 1) * STRIDE_Y + FILTER_Y, kColumns, kFirstPixel, IN_VECTOR, CHANNELS_LAST, false>;
 constexpr int kInFlight = IN_VECTOR >= 4 ? 32 / (CHANNELS * IN_VECTOR / 2) : 4;
 using Loader = PatchLoader<Pixels, kThreads, kInFlight, ELEMENT>;
 
@@ -89,8 +90,8 @@ __device__ __forceinline__ void load_outputs(unsigned char* to, const ELEMENT* _
     for (int i = threadIdx.x; i < kTileK * kRuns; i += kThreads) {
       const int pixel = i % kRuns * OUT_VECTOR, k = i / kRuns;
       const int row = from.row + pixel / kRowOutputs, column = from.column + pixel % kRowOutputs;
-      const bool inside = pixel < kTileH * kRowOutputs && row < from.height && column < from.width &&
-                          from.first_k + k < from.k;
+      const bool inside =
+          pixel < kTileH * kRowOutputs && row < from.height && column < from.width && from.first_k + k < from.k;
       const int offset = (from.image * from.k + from.first_k + k) * plane + row * from.width + column;
       copy_outputs(to + k * kOutPitch + 2 * pixel, dy + (inside ? offset : 0), inside);
     }
@@ -116,7 +117,8 @@ __device__ __forceinline__ void read_outputs(Filters& filters, unsigned outputs,
       const int slot = 16 * block + lane / 16 * 8 + lane % 8;
 #pragma unroll
       for (int p = 0; p < kOutputs; ++p)
-        load_transposed(filters[f][p], outputs + (p * kSlots + slot) * kOutPitch + 2 * (first + 16 * f) + lane / 8 % 2 * 16);
+        load_transposed(filters[f][p],
+                        outputs + (p * kSlots + slot) * kOutPitch + 2 * (first + 16 * f) + lane / 8 % 2 * 16);
     } else {
       const unsigned at = outputs + (first + 16 * f + lane % 16) * kOutPitch + 32 * kOutputs * block + lane / 16 * 16;
       if constexpr (kOutputs == 1) {
@@ -185,7 +187,8 @@ __device__ __forceinline__ void join_sums(float* joined, const Sums& sums, int f
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
               const int k = first_filter + 16 * f + 8 * half + lane / 4;
-              float* const at = joined + (p * kTileK + k) * kSumPitch + ((first_y + r) * kRowWords + j) * 8 + lane % 4 * 2;
+              float* const at =
+                  joined + (p * kTileK + k) * kSumPitch + ((first_y + r) * kRowWords + j) * 8 + lane % 4 * 2;
               Vector<float, 2> pair = {sums[f][p][r][j][2 * half], sums[f][p][r][j][2 * half + 1]};
               if (turn > 0) {
                 const Vector<float, 2> before = *reinterpret_cast<const Vector<float, 2>*>(at);

@@ -207,7 +207,7 @@ class ConvFirstLayer(Solver):
             return False
         tiling = _Tiling.of(problem, config)
         shares = ceil_div(tiling.tile.windows, 16 * config["blocks"])
-        if config["warps"] >= max(8, 2 * shares) or config["blocks"] >= 4 and shares == 1:
+        if config["warps"] >= max(8, 2 * shares) or (config["blocks"] >= 4 and shares == 1):
             return False
         fits_shared = tiling.shared_bytes <= (device.shared_bytes or _SHARED_BYTES)
         return fits_shared and tiling.registers <= _MAX_REGISTERS and tiling.registers * tiling.threads <= 65536

@@ -153,9 +153,7 @@ def _finish_step(problem: ProblemDescription, device: Device, config: Config, ti
     )
 
 
-def _config(
-    tile_h: int, tile_w: int, tile_k: int, warps_y: int, warps_k: int, warps_p: int, resident: int
-) -> Config:
+def _config(tile_h: int, tile_w: int, tile_k: int, warps_y: int, warps_k: int, warps_p: int, resident: int) -> Config:
     return Config.of(
         tile_h=tile_h,
         tile_w=tile_w,

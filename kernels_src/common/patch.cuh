@@ -53,7 +53,8 @@ struct PatchLoader {
       for (int c = 0; c < kChannels; ++c) {
         values[i][c] = {};
         if (inside)
-          values[i][c] = *reinterpret_cast<const Vector<T, kVector>*>(x + at + c * (Shape::kChannelsLast ? kVector : plane));
+          values[i][c] =
+              *reinterpret_cast<const Vector<T, kVector>*>(x + at + c * (Shape::kChannelsLast ? kVector : plane));
       }
     }
   }

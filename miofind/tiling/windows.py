@@ -56,7 +56,11 @@ class WindowTile:
     @staticmethod
     def of(problem: ProblemDescription, tile_h: int, tile_w: int) -> WindowTile:
         """Tiles of at most `tile_h` rows and `tile_w` columns, as equal as may be."""
-        (out_h, out_w), (stride_y, stride_x), (taps_y, taps_x) = problem.out_spatial, problem.conv.stride, problem.filter
+        (out_h, out_w), (stride_y, stride_x), (taps_y, taps_x) = (
+            problem.out_spatial,
+            problem.conv.stride,
+            problem.filter,
+        )
         column_tiles = ceil_div(out_w, tile_w)
         tile_h = min(tile_h, out_h)
         tile_w = out_w if column_tiles == 1 else round_up(ceil_div(out_w, column_tiles), 8)
