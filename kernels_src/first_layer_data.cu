@@ -55,7 +55,9 @@ constexpr int kPitch = 2 * DEPTH + 16, kStageBytes = kInRows * kRowPixels * kPit
 constexpr int kSums = 4 * ROWS * kBlocks;
 constexpr int kJoinAt = kFilterBytes + STAGES * kStageBytes;
 constexpr int kJoinBytes = (WARPS_K - 1) * WARPS_Y * WARPS_X * kSums * 128;
-static_assert(SHARED_BYTES == maximum(kJoinAt + kJoinBytes, kFilterBytes + kRawBytes),
+// The filters as they come lie behind the first outputs, which come at the same time.
+constexpr int kRawAt = kFilterBytes + kStageBytes;
+static_assert(SHARED_BYTES == maximum(kJoinAt + kJoinBytes, kRawAt + kRawBytes),
               "the host and the kernel agree on shared memory");
 
 // A tensor's place that a tile starts from.
@@ -269,11 +271,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
                  {at.image, at.row + first_row, at.column * kStep + first_column - OFFSET}, chunk * DEPTH);
   };
 
-  load_filters(base + kFilterBytes, w);
+  load_filters(base + kRawAt, w);
+  load(0, blockIdx.x, 0);
   wait_for_copies<0>();
   __syncthreads();  // the filters have arrived
-  spread_filters(shared, reinterpret_cast<const ELEMENT*>(stages));
-  __syncthreads();  // the filters are laid out, and no longer needed where outputs go
+  spread_filters(shared, reinterpret_cast<const ELEMENT*>(shared + kRawAt));
 
   const int lane = threadIdx.x % 32, warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
   const int warp_y = warp % WARPS_Y, warp_x = warp / WARPS_Y % WARPS_X, share = warp / (WARPS_Y * WARPS_X);
@@ -281,16 +283,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
   const unsigned outputs =
       base + kFilterBytes + lane / 16 * 16 + (warp_y * ROWS * kRowPixels + 16 * warp_x + lane % 16) * kPitch;
 
-  if (STAGES > 1) load(0, blockIdx.x, 0);
   Sums sums = {};
   int stage = 0, chunk = 0;
 #pragma unroll 1
   for (int tile = blockIdx.x; tile < tiles;) {
     const bool is_last = chunk + 1 == kChunks;
     const int next_tile = is_last ? tile + gridDim.x : tile, next_chunk = is_last ? 0 : chunk + 1;
-    if (STAGES == 1) load(0, tile, chunk);
     wait_for_copies<0>();
-    __syncthreads();  // the outputs have arrived, and every warp has read those that are overwritten next
+    __syncthreads();  // the outputs have arrived, and every warp has read those, or the filters, overwritten next
     if (STAGES > 1 && next_tile < tiles) load(stage ^ 1, next_tile, next_chunk);
     multiply(sums, filters + 2 * chunk * DEPTH, outputs + stage * kStageBytes, share);
     if (is_last) {
@@ -300,8 +300,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
 #pragma unroll
       for (int i = 0; i < kSums; ++i) sums[i / (4 * kBlocks)][i / 4 % kBlocks][i % 4] = 0;
     }
-    if (STAGES == 1) __syncthreads();  // every warp has read the outputs before the next overwrite them
-    if (STAGES > 1) stage ^= 1;
+    if (STAGES == 1) {
+      __syncthreads();  // every warp has read the outputs before the next overwrite them
+      if (next_tile < tiles) load(0, next_tile, next_chunk);
+    } else {
+      stage ^= 1;
+    }
     tile = next_tile;
     chunk = next_chunk;
   }

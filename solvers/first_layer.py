@@ -235,7 +235,7 @@ class ConvFirstLayer(Solver):
         start = 1500 + tiling.depth * columns * 8 / 8 * 8 * 2 / 100 * together
         cycles = start + turns * max(together * busy, alone)
         busy_ms = 1e3 * cycles / device.clock_hz
-        return _LAUNCH_MS + max(moved_ms, busy_ms) + _EXPOSED * min(moved_ms, busy_ms)
+        return float(_LAUNCH_MS + max(moved_ms, busy_ms) + _EXPOSED * min(moved_ms, busy_ms))
 
     def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
         tiling = _Tiling.of(problem, config)

@@ -127,9 +127,9 @@ class _Tiling:
         filters = 8 * column_blocks * (2 * height.taps * width.taps * chunks * depth + 16)
         raw = round_up(2 * problem.w.size, 16)
         sums = 4 * rows * column_blocks
-        staged = config["stages"] * in_rows * row_pixels * (2 * depth + 16)
+        staged = in_rows * row_pixels * (2 * depth + 16)
         joined = (warps_k - 1) * warps_y * warps_x * sums * 128
-        shared_bytes = max(filters + staged + joined, filters + raw)
+        shared_bytes = filters + max(config["stages"] * staged + joined, staged + raw)
         threads = 32 * warps_y * warps_x * warps_k
         fragments = round_up(height.taps * column_blocks, 2) * 2
         registers = round_up(sums + max(fragments + 8, 0 if last else 4 * in_vector) + 56, 8)
@@ -328,7 +328,7 @@ class ConvFirstLayerData(Solver):
         laid = 8 * tiling.column_blocks * tiling.height.taps * tiling.width.taps * tiling.depth * tiling.chunks / 16
         cycles = 2000 + together * laid + turns * max(together * busy, alone)
         busy_ms = 1e3 * cycles / device.clock_hz
-        return _LAUNCH_MS + max(moved_ms, busy_ms) + _EXPOSED * min(moved_ms, busy_ms)
+        return float(_LAUNCH_MS + max(moved_ms, busy_ms) + _EXPOSED * min(moved_ms, busy_ms))
 
     def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
         tiling = _Tiling.of(problem, config)

@@ -284,7 +284,7 @@ class ConvFirstLayerWeights(Solver):
         parts = 4 * splits * problem.w.size
         parts_ms = 2 * 1e3 * parts / device.bandwidth_bytes_per_s
         busy_ms = 1e3 * cycles / device.clock_hz
-        return _LAUNCH_MS + max(moved_ms, busy_ms) + _EXPOSED * min(moved_ms, busy_ms) + parts_ms
+        return float(_LAUNCH_MS + max(moved_ms, busy_ms) + _EXPOSED * min(moved_ms, busy_ms) + parts_ms)
 
     def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
         tiling = _Tiling.of(problem, config)
