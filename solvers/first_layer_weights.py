@@ -165,13 +165,13 @@ def _config(tile_h: int, tile_w: int, tile_k: int, warps_y: int, warps_k: int, w
     )
 
 
-_WARPS = ((1, 1, 8), (1, 1, 4), (1, 2, 4), (1, 2, 2), (2, 1, 4), (2, 2, 2), (4, 1, 2), (4, 1, 1), (4, 2, 1))
+_WARPS = ((1, 1, 8), (1, 1, 4), (1, 2, 4), (1, 2, 2), (2, 1, 4), (2, 2, 2), (4, 1, 2), (4, 1, 1), (4, 2, 1), (8, 1, 1))
 # What default_configs ranks by estimate.
 _SHORT_LIST = tuple(
     _config(tile_h, tile_w, tile_k, *warps, resident)
     for tile_h in (1, 2, 4)
     for tile_w in (32, 64, 128, 256, 512)
-    for tile_k in (32, 64, 96)
+    for tile_k in (16, 32, 64, 96)
     for warps in _WARPS
     for resident in (1, 2)
 )
@@ -206,8 +206,8 @@ class ConvFirstLayerWeights(Solver):
     parameters: ClassVar[Mapping[str, Sequence[ConfigValue]]] = {
         "tile_h": (1, 2, 4, 8),
         "tile_w": (32, 64, 128, 256, 512),
-        "tile_k": (32, 64, 96),
-        "warps_y": (1, 2, 4),
+        "tile_k": (16, 32, 64, 96),
+        "warps_y": (1, 2, 4, 8),
         "warps_k": (1, 2),
         "warps_p": (1, 2, 4, 8),
         "resident": (1, 2, 3),
@@ -245,7 +245,7 @@ class ConvFirstLayerWeights(Solver):
         out_h, out_w = problem.out_spatial
         if config["tile_h"] >= 2 * out_h or config["tile_w"] >= 2 * max(32, out_w):
             return False
-        if config["tile_k"] >= 32 + round_up(problem.k, 32) or config["warps_y"] >= 2 * problem.filter[0]:
+        if config["tile_k"] >= 32 + round_up(problem.k, 16) or config["warps_y"] >= 2 * problem.filter[0]:
             return False
         if config["tile_k"] // 16 % config["warps_k"]:
             return False
