@@ -88,7 +88,9 @@ __device__ __forceinline__ Element element_of(int rank) {
 __device__ __forceinline__ void spread_filters(unsigned char* to, const ELEMENT* raw) {
   constexpr int kTapWords = kTapDepth / 8, kWords = TAPS_X * TAPS_Y * kTapWords;
   for (int i = threadIdx.x; i < 8 * kBlocks * kWords; i += kThreads) {
-    const int word = i % kWords, rank = i / kWords, first_k = word % kTapWords * 8, tap = word / kTapWords;
+    // Neighbours lay out neighbouring elements of a cell, whose taps are neighbours as they come.
+    const int rank = i % (8 * kBlocks), word = i / (8 * kBlocks);
+    const int first_k = word % kTapWords * 8, tap = word / kTapWords;
     const Element element = element_of(rank);
     const int r = LAST_TAP_Y + element.row - tap % TAPS_Y * STRIDE_Y;
     const int s = LAST_TAP_X + element.column - tap / TAPS_Y * STRIDE_X;
@@ -106,6 +108,18 @@ __device__ __forceinline__ void spread_filters(unsigned char* to, const ELEMENT*
 // Where a column's pixel lies in a staged row.
 __device__ __forceinline__ int pixel_of(int column) {
   return kStep == 1 ? column : column % kStep * kHalf + column / kStep;
+}
+
+// IN_VECTOR elements as they are loaded: two in a word, or a single one.
+#if IN_VECTOR > 1
+using Run = Vector<unsigned, IN_VECTOR / 2>;
+#else
+using Run = Vector<unsigned short, 1>;
+#endif
+
+// The lower halves of two words, or the upper ones.
+__device__ __forceinline__ unsigned joined(unsigned low, unsigned high, int half) {
+  return __byte_perm(low, high, half == 0 ? 0x5410 : 0x7632);
 }
 
 // Stages DEPTH filters of dy from number first_k on, zeros where there are none; complete after wait_for_copies<0>()
@@ -130,29 +144,39 @@ __device__ __forceinline__ void load_outputs(unsigned char* to, const ELEMENT* _
     }
     commit_copies();
   } else {
-    constexpr int kGroups = DEPTH / 8, kRuns = kColumns / IN_VECTOR;
+    constexpr int kGroups = DEPTH / 8, kRuns = kColumns / IN_VECTOR, kItems = kInRows * kRuns * kGroups;
+    constexpr int kAtOnce = IN_VECTOR == 8 ? 2 : 4;
     const int plane = size.height * size.width;
 #pragma unroll 1
-    for (int i = threadIdx.x; i < kInRows * kRuns * kGroups; i += kThreads) {
-      const int k = i % kGroups * 8, run = i / kGroups, column = run % kRuns * IN_VECTOR, row = run / kRuns;
-      const int h = from.row + row, v = from.column + column;
-      const bool inside = static_cast<unsigned>(h) < static_cast<unsigned>(size.height) &&
-                          static_cast<unsigned>(v) < static_cast<unsigned>(size.width);
-      const int offset = (from.image * FILTERS + first_k + k) * plane + h * size.width + v;
-      Vector<ELEMENT, IN_VECTOR> rows[8];
+    for (int first = threadIdx.x; first < kItems; first += kAtOnce * kThreads) {
+      // All loads are under way before the first is waited for.
+      Run runs[kAtOnce][8];
 #pragma unroll
-      for (int f = 0; f < 8; ++f) {
-        rows[f] = {};
-        if (inside && first_k + k + f < FILTERS)
-          rows[f] = *reinterpret_cast<const Vector<ELEMENT, IN_VECTOR>*>(dy + offset + f * plane);
+      for (int a = 0; a < kAtOnce; ++a) {
+        const int i = first + a * kThreads, k = first_k + i % kGroups * 8, run = i / kGroups;
+        const int h = from.row + run / kRuns, v = from.column + run % kRuns * IN_VECTOR;
+        const bool inside = i < kItems && static_cast<unsigned>(h) < static_cast<unsigned>(size.height) &&
+                            static_cast<unsigned>(v) < static_cast<unsigned>(size.width);
+        const int offset = (from.image * FILTERS + k) * plane + h * size.width + v;
+#pragma unroll
+        for (int f = 0; f < 8; ++f) {
+          runs[a][f] = {};
+          if (inside && k + f < FILTERS) runs[a][f] = *reinterpret_cast<const Run*>(dy + offset + f * plane);
+        }
       }
 #pragma unroll
-      for (int j = 0; j < IN_VECTOR; ++j) {
-        Vector<ELEMENT, 8> filters;
+      for (int a = 0; a < kAtOnce; ++a) {
+        const int i = first + a * kThreads, run = i / kGroups;
+        if (i >= kItems) break;
+        unsigned char* const row = to + run / kRuns * kRowPixels * kPitch + 16 * (i % kGroups);
 #pragma unroll
-        for (int f = 0; f < 8; ++f) filters.at[f] = rows[f].at[j];
-        *reinterpret_cast<Vector<ELEMENT, 8>*>(to + (row * kRowPixels + pixel_of(column + j)) * kPitch + 2 * k) =
-            filters;
+        for (int j = 0; j < IN_VECTOR; ++j) {
+          Vector<unsigned, 4> filters;
+#pragma unroll
+          for (int f = 0; f < 8; f += 2)
+            filters.at[f / 2] = joined(runs[a][f].at[j / 2], runs[a][f + 1].at[j / 2], j % 2);
+          *reinterpret_cast<Vector<unsigned, 4>*>(row + pixel_of(run % kRuns * IN_VECTOR + j) * kPitch) = filters;
+        }
       }
     }
   }

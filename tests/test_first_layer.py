@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from miofind.device import Device
 from miofind.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.solver import Solver, solver_by_id
-from miofind.solvers.first_layer_data import Cells
+from miofind.tiling.cells import Cells
 from miofind.tiling.windows import WindowTile, unserved
 
 SOLVERS = {
