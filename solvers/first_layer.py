@@ -20,7 +20,7 @@ from miofind.tiling.divisor import divisor
 from miofind.tiling.windows import WindowTile, unserved
 
 _MAX_SUMS = 128
-_MAX_REGISTERS = 232
+_MAX_REGISTERS = 216
 _SHARED_BYTES = 48 << 10
 _SM_SHARED_BYTES = 227 << 10
 _MAX_RESIDENT = 8
@@ -63,14 +63,15 @@ class _Tiling:
         filters = 2 * tile.outputs * tile_k * (depth + 8)
         raw = round_up(2 * tile_k * problem.c * math.prod(problem.filter), 16)
         shared_bytes = filters + max(tile.patch_bytes, raw)
-        registers = _registers(problem, config, tile)
+        out_vector = math.gcd(8, problem.k) if last else tile.plane_vector(problem)
+        registers = _registers(problem, config, tile, 0 if last else 8 // out_vector)
         by_registers = 65536 // (registers * threads)
         by_shared = _SM_SHARED_BYTES // (shared_bytes + 1024)
         return _Tiling(
             tile=tile,
             filter_tiles=ceil_div(problem.k, tile_k),
             depth=depth,
-            out_vector=math.gcd(8, problem.k) if last else tile.plane_vector(problem),
+            out_vector=out_vector,
             threads=threads,
             registers=registers,
             shared_bytes=shared_bytes,
@@ -84,8 +85,8 @@ class _Tiling:
         return self.filter_tiles * min(self.tiles, most)
 
 
-def _registers(problem: ProblemDescription, config: Config, tile: WindowTile) -> int:
-    """Registers of a thread that spills nothing: sums, fragments, a patch on its way, and addresses."""
+def _registers(problem: ProblemDescription, config: Config, tile: WindowTile, offsets: int) -> int:
+    """Registers of a thread that spills nothing: sums, fragments, a patch on its way, `offsets` and addresses."""
     blocks = config["blocks"]
     sums = blocks * tile.outputs * config["tile_k"] // 2
     loads = ceil_div(tile.in_rows * tile.in_columns, tile.vector * 32 * config["warps"])
@@ -93,7 +94,7 @@ def _registers(problem: ProblemDescription, config: Config, tile: WindowTile) ->
     most = 32 // words if tile.vector >= 4 else 4
     moved = loads * words if loads <= most else 0
     steps = tile.row_steps if not problem.x.layout.channels_last and tile.outputs * problem.conv.stride[1] == 2 else 1
-    return round_up(sums + moved + blocks * (4 + steps) + 48, 8)
+    return round_up(sums + moved + blocks * (4 + steps) + offsets + 48, 8)
 
 
 def _ints(*values: int) -> tuple[Scalar, ...]:

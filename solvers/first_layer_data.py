@@ -94,7 +94,7 @@ class _Tiling:
         threads = 32 * warps_y * warps_x * warps_k
         fragments = round_up(height.taps * column_blocks, 2) * 2
         moved = 0 if last else 64 if in_vector >= 4 else 32
-        registers = round_up(sums + max(fragments + 8, moved) + 56, 8)
+        registers = round_up(sums + max(fragments + 8, moved) + (56 if column_blocks <= 2 else 64), 8)
         by_registers, by_shared = 65536 // (registers * threads), _SM_SHARED_BYTES // (shared_bytes + 1024)
         row_tiles = ceil_div(height.count, rows * warps_y)
         column_tiles = ceil_div(width.count, 16 * warps_x)
