@@ -210,9 +210,9 @@ class KernelStep:
         package: package that holds the source; another package's solver names its own.
         spill_bytes: register spills the kernel is known to have; compile tests refuse more.
         waits_itself: the kernel calls previous_step_done() of common/early_launch.cuh before it touches memory that
-            earlier steps read or write. Right after another kernel step of its solution it may then begin before that one has
-            ended; it waits for that one alone, and so for all before it, since each of these has waited itself or was
-            launched plainly, after the end of all before. A kernel that does not wait leaves this False. Whoever
+            earlier steps read or write. Right after another kernel step of its solution it may then begin before that
+            one has ended; it waits for that one alone, and so for all before it, since each of these has waited itself
+            or was launched plainly, after the end of all before. A kernel that does not wait leaves this False. Whoever
             else launches early into the same stream, between these steps, must wait, too.
     """
 

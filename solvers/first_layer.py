@@ -128,7 +128,7 @@ def _config(tile_h: int, tile_w: int, tile_k: int, warps: int, blocks: int) -> C
     return Config.of(tile_h=tile_h, tile_w=tile_w, tile_k=tile_k, warps=warps, blocks=blocks)
 
 
-# What default_configs ranks by estimate; the last resorts are tried where none of the others is valid.
+# What default_configs ranks by estimate.
 _SHORT_LIST = tuple(
     _config(tile_h, tile_w, tile_k, warps, blocks)
     for tile_h in (1, 2, 4, 8)
