@@ -208,10 +208,10 @@ class KernelStep:
         shared_bytes: dynamic shared memory.
         args: arguments in the kernel's order.
         package: package that holds the source; another package's solver names its own.
-        waits_itself: the kernel calls previous_step_done() of common/hopper.cuh before it touches memory that earlier
-            steps read or write. Right after another kernel step of its solution it may then begin before that one has
-            ended; it waits for that one alone, and so for all before it, since each of these has waited itself or was
-            launched plainly, after the end of all before. A kernel that does not wait leaves this False. Whoever
+        waits_itself: the kernel calls previous_step_done() of common/early_launch.cuh before it touches memory that
+            earlier steps read or write. Right after another kernel step of its solution it may then begin before that
+            one has ended; it waits for that one alone, and so for all before it, since each of these has waited itself
+            or was launched plainly, after the end of all before. A kernel that does not wait leaves this False. Whoever
             else launches early into the same stream, between these steps, must wait, too.
     """
 

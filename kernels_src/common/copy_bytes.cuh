@@ -12,3 +12,8 @@ __device__ __forceinline__ void copy_bytes(unsigned to, const void* from, bool i
     asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(to), "l"(from), "n"(kBytes), "r"(bytes)
                  : "memory");
 }
+
+// Starts to copy the first `bytes` of 16 to shared memory, and as many zeros as are missing.
+__device__ __forceinline__ void copy_some(unsigned to, const void* from, int bytes) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+}

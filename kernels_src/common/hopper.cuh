@@ -2,6 +2,7 @@
 // Shared addresses are 32-bit, as __cvta_generic_to_shared gives them.
 #pragma once
 
+#include "common/early_launch.cuh"
 #include "common/types.cuh"
 
 // A descriptor that the driver encodes; a kernel takes it as `const __grid_constant__ TensorMap`.
@@ -11,18 +12,6 @@ struct alignas(64) TensorMap {
 
 __device__ __forceinline__ unsigned shared_address(const void* pointer) {
   return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
-}
-
-// Waits until the step before has ended and all that it wrote can be read; at once in a launch that did not begin
-// early. A kernel whose KernelStep says `waits_itself` does so before it touches memory that earlier steps read or
-// write.
-__device__ __forceinline__ void previous_step_done() {
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-}
-
-// The next step may begin once all blocks have said so or ended: its kernel waits itself before it touches memory.
-__device__ __forceinline__ void next_step_may_begin() {
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 
 __device__ __forceinline__ void barrier_init(unsigned barrier, unsigned arrivals) {

@@ -1,7 +1,7 @@
 """What a cubin says of its kernels' parameters.
 
-A cubin is an ELF file. Its section `.nv.info.<kernel>` lists attributes; 0x17 (EIATTR_KPARAM_INFO) tells the ordinal, the
-offset and, in the upper 14 bits, the size of one parameter.
+A cubin is an ELF file. Of the attributes in its section `.nv.info.<kernel>`, 0x17 (EIATTR_KPARAM_INFO) tells of a
+parameter its ordinal, its offset and, in the upper 14 bits, its size.
 Source: the layout as `cuobjdump -elf` and `readelf -x` show it; NVIDIA documents ELF sections, not these bits.
 """
 

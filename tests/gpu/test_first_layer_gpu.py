@@ -1,0 +1,80 @@
+"""The solvers of first layers on a GPU: exact on small integers, within guard bands."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+from device_buffers import Buffer, download, integers, upload
+
+from miofind.compiler import Compiler
+from miofind.device import Device
+from miofind.invoker import make_invoker
+from miofind.problem import DataType, Direction, Layout, ProblemDescription
+from miofind.reference import numpy_dtype, reference_on_host
+from miofind.solution import Config
+from miofind.solver import Solver, solver_by_id
+
+cupy = pytest.importorskip("cupy")
+pytestmark = pytest.mark.gpu
+
+SOLVERS = {
+    Direction.FORWARD: "ConvFirstLayer",
+    Direction.BACKWARD_DATA: "ConvFirstLayerData",
+    Direction.BACKWARD_WEIGHTS: "ConvFirstLayerWeights",
+}
+SHAPES: dict[str, dict[str, Any]] = {
+    "7x7_stride": {"x": (2, 3, 64, 64), "w": (64, 3, 7, 7), "padding": 3, "stride": 2},
+    "3x3": {"x": (3, 3, 40, 48), "w": (32, 3, 3, 3), "padding": 1},
+    "3x3_stride": {"x": (2, 3, 41, 36), "w": (24, 3, 3, 3), "padding": 1, "stride": 2},
+    "patches": {"x": (2, 3, 64, 64), "w": (96, 3, 4, 4), "stride": 4},
+    "many_filters": {"x": (1, 4, 32, 32), "w": (320, 4, 3, 3), "padding": 1},
+    "one_channel": {"x": (5, 1, 28, 28), "w": (6, 1, 5, 5), "padding": 2},
+    "odd_columns": {"x": (2, 3, 17, 41), "w": (37, 3, 3, 3), "padding": ((1, 0), (0, 2))},
+    "wide": {"x": (1, 2, 9, 600), "w": (16, 2, 3, 5), "padding": (1, 2), "stride": (2, 1)},
+    "uneven": {"x": (2, 4, 23, 30), "w": (20, 4, 2, 9), "padding": ((4, 0), (9, 1)), "stride": (1, 3)},
+    "padding_beyond_the_filter": {"x": (1, 3, 6, 7), "w": (8, 3, 2, 2), "padding": 5, "stride": 2},
+    "stride_beyond_the_filter": {"x": (2, 3, 30, 31), "w": (8, 3, 2, 1), "stride": (3, 4)},
+}
+
+
+@pytest.fixture(scope="module")
+def device() -> Device:
+    return Device.cuda()
+
+
+@pytest.fixture(scope="module")
+def compiler() -> Compiler:
+    return Compiler()
+
+
+def check(problem: ProblemDescription, solver: Solver, config: Config, device: Device, compiler: Compiler) -> None:
+    inputs = integers(problem, seed=len(config.json))
+    invoker = make_invoker(problem, device, solver, config, compiler)
+    buffers = upload(problem, inputs)
+    workspace = Buffer(invoker.workspace_bytes)
+    tensors = [buffers[name].address for name in ("x", "w", "y")]
+    invoker.run(*tensors, workspace.address, cupy.cuda.get_current_stream().ptr)
+    result = download(problem, buffers)
+    workspace.read(np.dtype(np.uint8))
+    expected = reference_on_host(problem, **inputs).astype(numpy_dtype(problem.output.dtype)).astype(np.float64)
+    np.testing.assert_array_equal(result, expected, err_msg=config.json)
+
+
+@pytest.mark.parametrize("layout", [Layout.NCHW, Layout.NHWC])
+@pytest.mark.parametrize("direction", list(Direction))
+@pytest.mark.parametrize("dtype", [DataType.FLOAT16, DataType.BFLOAT16])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_first_layers_are_exact(
+    shape: str, dtype: DataType, direction: Direction, layout: Layout, device: Device, compiler: Compiler
+) -> None:
+    problem = ProblemDescription.convolution(**SHAPES[shape], dtype=dtype, layout=layout, direction=direction)
+    solver = solver_by_id(SOLVERS[direction])
+    answer = solver.applicability(problem, device)
+    assert answer, answer.reason
+    every = list(solver.configs(problem, device))
+    chosen = random.Random(len(every)).sample(every, min(4, len(every)))
+    for config in dict.fromkeys([*solver.default_configs(problem, device)[:3], *chosen]):
+        check(problem, solver, config, device, compiler)

@@ -1,0 +1,166 @@
+"""The arithmetic of windows and cells of few channels, and what their solvers refuse and estimate."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from miofind.device import Device
+from miofind.problem import DataType, Direction, Layout, ProblemDescription
+from miofind.solver import Solver, solver_by_id
+from miofind.tiling.cells import Cells
+from miofind.tiling.windows import WindowTile, unserved
+
+SOLVERS = {
+    Direction.FORWARD: "ConvFirstLayer",
+    Direction.BACKWARD_DATA: "ConvFirstLayerData",
+    Direction.BACKWARD_WEIGHTS: "ConvFirstLayerWeights",
+}
+DEVICE = Device.virtual("90a")
+
+
+def layer(**fields: Any) -> ProblemDescription:
+    base = {"x": (4, 3, 64, 64), "w": (32, 3, 3, 3), "padding": 1, "dtype": "float16", "layout": "NHWC"}
+    return ProblemDescription.convolution(**(base | fields))
+
+
+def solver_of(direction: Direction) -> Solver:
+    return solver_by_id(SOLVERS[direction])
+
+
+@st.composite
+def layers(draw: st.DrawFn, direction: Direction = Direction.FORWARD) -> ProblemDescription:
+    sizes = [draw(st.integers(1, 40)) for _ in range(2)]
+    taps = [draw(st.integers(1, 9)) for _ in range(2)]
+    pads = [(draw(st.integers(0, 9)), draw(st.integers(0, 9))) for _ in range(2)]
+    assume(all(size + sum(pad) >= tap for size, pad, tap in zip(sizes, pads, taps, strict=True)))
+    return ProblemDescription.convolution(
+        x=(1, 3, *sizes),
+        w=(8, 3, *taps),
+        padding=pads,
+        stride=[draw(st.integers(1, 5)) for _ in range(2)],
+        dtype=DataType.FLOAT16,
+        layout=draw(st.sampled_from([Layout.NHWC, Layout.NCHW])),
+        direction=direction,
+    )
+
+
+@given(problem=layers(), tile_h=st.sampled_from([1, 2, 4]), tile_w=st.sampled_from([32, 64]))
+def test_windows_hold_what_their_outputs_meet(problem: ProblemDescription, tile_h: int, tile_w: int) -> None:
+    """Along a row: windows start at even pixels, and the taps of all their outputs lie in their steps."""
+    tile = WindowTile.of(problem, tile_h, tile_w)
+    stride, pad, taps = problem.conv.stride[1], problem.conv.pad_before[1], problem.filter[1]
+    first_pixel = tile.offset % 2
+    row_windows = tile.windows // tile.tile_h
+    for column in range(0, problem.out_spatial[1], tile.tile_w):
+        left = column * stride - pad - tile.offset  # column of x that is staged at pixel first_pixel
+        assert left % tile.vector == 0
+        for window, output in itertools.product(range(row_windows), range(tile.outputs)):
+            start = tile.offset + first_pixel + window * tile.outputs * stride
+            assert start % 2 == 0
+            out = column + window * tile.outputs + output
+            met = [out * stride - pad + tap for tap in range(taps)]
+            pixels = [at - left + first_pixel for at in met]
+            assert pixels[0] - start == output * stride
+            assert pixels[-1] < start + 4 * tile.row_steps
+        assert first_pixel + tile.in_columns >= start + 4 * tile.row_steps
+    assert 2 * tile.row_words >= first_pixel + tile.in_columns
+
+
+@given(problem=layers(), tile_h=st.sampled_from([1, 2, 4, 8]), tile_w=st.sampled_from([32, 64, 128]))
+def test_tiles_cover_the_outputs(problem: ProblemDescription, tile_h: int, tile_w: int) -> None:
+    tile = WindowTile.of(problem, tile_h, tile_w)
+    out_h, out_w = problem.out_spatial
+    assert tile.tile_h * (tile.row_tiles - 1) < out_h <= tile.tile_h * tile.row_tiles
+    assert tile.tile_w * (tile.column_tiles - 1) < out_w <= tile.tile_w * tile.column_tiles
+    assert tile.tile_w == out_w or tile.tile_w % 8 == 0
+    assert tile.windows * tile.outputs >= tile.tile_h * tile.tile_w
+
+
+@given(problem=layers(), tile_h=st.sampled_from([1, 2, 4]), tile_w=st.sampled_from([32, 64]))
+def test_vectors_of_planes_are_aligned_neighbours(problem: ProblemDescription, tile_h: int, tile_w: int) -> None:
+    """Every vector of a tile's windows is one run of a plane of y, all inside or all outside."""
+    tile = WindowTile.of(problem, tile_h, tile_w)
+    vector, (out_h, out_w) = tile.plane_vector(problem), problem.out_spatial
+    row_windows = tile.windows // tile.tile_h
+    for row, column in itertools.product(range(0, out_h, tile.tile_h), range(0, out_w, tile.tile_w)):
+        for first in range(0, tile.windows * tile.outputs, vector):
+            places = []
+            for pixel in range(first, first + vector):
+                window, output = divmod(pixel, tile.outputs)
+                h, v = row + window // row_windows, column + window % row_windows * tile.outputs + output
+                places.append(h * out_w + v if window < tile.windows and h < out_h and v < out_w else None)
+            if places[0] is None:
+                assert set(places) == {None}
+            else:
+                assert places[0] % vector == 0
+                assert places == list(range(places[0], places[0] + vector))
+
+
+@given(problem=layers(Direction.BACKWARD_DATA), steps=st.integers(1, 3))
+def test_cells_meet_every_output_of_their_pixels_once(problem: ProblemDescription, steps: int) -> None:
+    for axis in range(2):
+        stride, pad, taps = problem.conv.stride[axis], problem.conv.pad_before[axis], problem.filter[axis]
+        cells = Cells.of(problem, axis, steps * stride)
+        assert 0 <= cells.origin < cells.size
+        assert cells.count * cells.size >= problem.spatial[axis] + cells.origin
+        for pixel in range(problem.spatial[axis]):
+            cell, within = divmod(pixel + cells.origin, cells.size)
+            met = {
+                (cell * steps + cells.first + i, tap)
+                for i in range(cells.taps)
+                if 0 <= (tap := cells.last_tap + within - i * stride) < taps
+            }
+            assert met == {(i, r) for i in range(-20, 80) for r in range(taps) if i * stride - pad + r == pixel}
+
+
+@pytest.mark.parametrize("direction", list(Direction))
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"x": (4, 5, 64, 64), "w": (32, 5, 3, 3)}, "up to 4 channels"),
+        ({"x": (4, 4, 64, 64), "w": (32, 2, 3, 3), "groups": 2}, "one group"),
+        ({"dilation": 2}, "dilation 1"),
+        ({"layout": {"x": "NHWC", "w": "NCHW", "y": "NHWC"}}, "one layout"),
+        ({"dtype": {"x": "float16", "w": "float16", "y": "bfloat16"}}, "one dtype"),
+        ({"x": (1, 1, 2**16, 2**15), "w": (1, 1, 3, 3)}, "32 bits"),
+    ],
+)
+def test_refusals(direction: Direction, fields: dict[str, Any], reason: str) -> None:
+    problem = layer(direction=direction, **fields)
+    answer = solver_of(direction).applicability(problem, DEVICE)
+    assert reason in answer.reason
+
+
+@pytest.mark.parametrize("direction", list(Direction))
+def test_other_directions_are_refused(direction: Direction) -> None:
+    for other in set(Direction) - {direction}:
+        assert not solver_of(other).applicability(layer(direction=direction), DEVICE)
+
+
+def test_filters_beyond_a_block_are_refused() -> None:
+    forward, data = layer(w=(32, 3, 64, 64), padding=32), layer(w=(4096, 3, 16, 16), stride=16)
+    assert "too large" in solver_of(Direction.FORWARD).applicability(forward, DEVICE).reason
+    backward = replace(data, direction=Direction.BACKWARD_DATA)
+    assert "too large" in solver_of(Direction.BACKWARD_DATA).applicability(backward, DEVICE).reason
+
+
+@pytest.mark.parametrize("direction", list(Direction))
+@pytest.mark.parametrize("layout", [Layout.NHWC, Layout.NCHW])
+def test_larger_batches_take_longer(direction: Direction, layout: Layout) -> None:
+    solver = solver_of(direction)
+    small, large = (layer(x=(n, 3, 224, 224), direction=direction, layout=layout) for n in (8, 64))
+    for config in solver.default_configs(small, DEVICE):
+        assert solver.estimate_ms(small, DEVICE, config) < solver.estimate_ms(large, DEVICE, config)
+
+
+@pytest.mark.parametrize("direction", list(Direction))
+def test_common_first_layers_are_served(direction: Direction) -> None:
+    assert unserved(layer(direction=direction)) == ""
+    for fields in ({"w": (64, 3, 7, 7), "padding": 3, "stride": 2}, {"w": (96, 3, 4, 4), "padding": 0, "stride": 4}):
+        assert solver_of(direction).applicability(layer(direction=direction, **fields), DEVICE)
