@@ -1,0 +1,164 @@
+"""Configurations and estimates of the depthwise solvers of channels-first tensors."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from miofind.device import Device
+from miofind.problem import DataType, Direction, Layout, ProblemDescription
+from miofind.solution import Config, KernelStep
+from miofind.solver import Solver, solver_by_id
+
+H200 = dataclasses.replace(Device.virtual("90a"), clock_hz=1.98e9, bandwidth_bytes_per_s=4.8e12)
+FORWARD, WEIGHTS = solver_by_id("ConvDepthwiseChannelsFirst"), solver_by_id("ConvDepthwiseChannelsFirstWeights")
+SHAPES: dict[str, dict[str, object]] = {
+    "7x7": {"x": (32, 960, 7, 7), "w": (960, 1, 3, 3), "padding": 1, "groups": 960},
+    "14x14": {"x": (32, 480, 14, 14), "w": (480, 1, 5, 5), "padding": 2, "groups": 480},
+    "28x28": {"x": (32, 192, 28, 28), "w": (192, 1, 7, 7), "padding": 3, "groups": 192},
+    "112x112": {"x": (32, 96, 112, 112), "w": (96, 1, 3, 3), "padding": 1, "stride": 2, "groups": 96},
+    "odd": {"x": (3, 5, 33, 45), "w": (15, 1, 3, 5), "padding": ((2, 4), (9, 0)), "dilation": (2, 1), "groups": 5},
+}
+
+
+def make(shape: str, direction: Direction, dtype: DataType = DataType.FLOAT16) -> ProblemDescription:
+    given = SHAPES[shape] | {"direction": direction, "dtype": dtype}
+    return ProblemDescription.convolution(**given)  # type: ignore[arg-type]
+
+
+def solver_of(problem: ProblemDescription) -> Solver:
+    return WEIGHTS if problem.direction is Direction.BACKWARD_WEIGHTS else FORWARD
+
+
+def steps(problem: ProblemDescription, config: Config) -> tuple[KernelStep, ...]:
+    return tuple(solver_of(problem).solution(problem, H200, config).kernels)
+
+
+def define(step: KernelStep, name: str) -> int:
+    return int(dict(step.defines)[name])
+
+
+@pytest.mark.parametrize("direction", list(Direction))
+@pytest.mark.parametrize("shape", SHAPES)
+def test_blocks_cover_every_plane_and_row(shape: str, direction: Direction) -> None:
+    problem = make(shape, direction)
+    for config in list(solver_of(problem).configs(problem, H200))[::7]:
+        step = steps(problem, config)[0]
+        planes, bands = define(step, "PLANES"), define(step, "BANDS")
+        strips = -(-define(step, "OUT_H") // define(step, "ROWS"))
+        assert planes == 1 or bands == 1
+        assert (bands - 1) * -(-strips // bands) < strips
+        if direction is Direction.BACKWARD_WEIGHTS:
+            groups = step.grid[0] // config["splits"]
+            assert (groups - 1) * planes < problem.k <= groups * planes
+        else:
+            total = problem.n * (problem.k if direction is Direction.FORWARD else problem.c)
+            groups = step.grid[0] // bands
+            assert (groups - 1) * planes < total <= groups * planes
+
+
+@pytest.mark.parametrize("direction", list(Direction))
+@pytest.mark.parametrize("shape", SHAPES)
+def test_spaces_are_small_and_fit_a_block(shape: str, direction: Direction) -> None:
+    problem = make(shape, direction)
+    every = list(solver_of(problem).configs(problem, H200))
+    assert 20 <= len(every) <= 3000
+    for config in every[::7]:
+        step = steps(problem, config)[0]
+        assert step.block[0] % 32 == 0
+        assert step.block[0] <= 512
+        assert step.shared_bytes <= H200.shared_bytes
+        assert define(step, "MIN_BLOCKS") * step.block[0] <= 2048
+
+
+@pytest.mark.parametrize("direction", [Direction.FORWARD, Direction.BACKWARD_DATA])
+def test_narrow_results_pass_through_shared_memory(direction: Direction) -> None:
+    """Scattered narrow stores took up to five times as long on an H200."""
+    for shape, staged in (("7x7", 1), ("14x14", 1)):
+        problem = make(shape, direction)
+        assert {define(steps(problem, config)[0], "STAGED") for config in FORWARD.configs(problem, H200)} == {staged}
+    problem = make("112x112", Direction.BACKWARD_DATA)
+    wide = [config for config in FORWARD.configs(problem, H200) if config["columns"] == 8]
+    assert {define(steps(problem, config)[0], "STAGED") for config in wide} == {0}
+
+
+def test_filter_rows_are_a_loop_where_neighbours_meet_neighbours() -> None:
+    """Backward data of stride 2 meets every second filter row."""
+    wide = {"x": (4, 16, 28, 28), "w": (16, 1, 5, 5), "padding": 2, "groups": 16}
+    for stride, direction, expected in (
+        (1, Direction.FORWARD, {False, True}),
+        (2, Direction.FORWARD, {False, True}),
+        (1, Direction.BACKWARD_DATA, {False, True}),
+        (2, Direction.BACKWARD_DATA, {False}),
+    ):
+        problem = ProblemDescription.convolution(**wide, stride=stride, direction=direction)  # type: ignore[arg-type]
+        assert {config["rolled"] for config in FORWARD.configs(problem, H200)} == expected
+    assert {config["rolled"] for config in FORWARD.configs(make("7x7", Direction.FORWARD), H200)} == {False}
+
+
+def test_sums_of_several_blocks_meet_in_a_cluster_or_a_second_kernel() -> None:
+    problem = make("28x28", Direction.BACKWARD_WEIGHTS)
+    for config in list(WEIGHTS.configs(problem, H200))[::3]:
+        launches = steps(problem, config)
+        has_parts = config["splits"] > 1 and not config["clustered"]
+        assert len(launches) == 1 + has_parts
+        parts = WEIGHTS.workspace_bytes(problem, H200, config)
+        assert parts == (4 * config["splits"] * problem.w.size if has_parts else 0)
+        assert launches[0].grid[0] % (config["splits"] if config["clustered"] else 1) == 0
+        if has_parts:
+            assert launches[1].waits_itself
+    older = dataclasses.replace(Device.virtual("80"), clock_hz=1.4e9, bandwidth_bytes_per_s=2e12)
+    assert not any(config["clustered"] for config in WEIGHTS.configs(problem, older))
+
+
+@pytest.mark.parametrize("direction", list(Direction))
+@pytest.mark.parametrize("shape", SHAPES)
+def test_defaults_come_in_the_order_of_their_estimates(shape: str, direction: Direction) -> None:
+    problem = make(shape, direction)
+    solver = solver_of(problem)
+    estimates = [solver.estimate_ms(problem, H200, config) for config in solver.default_configs(problem, H200)]
+    assert estimates == sorted(estimates)
+    assert len(estimates) == 8
+
+
+@pytest.mark.parametrize(
+    ("problem", "measured_ms"),
+    [
+        (make("7x7", Direction.FORWARD), 0.0045),
+        (make("14x14", Direction.FORWARD), 0.0075),
+        (make("14x14", Direction.BACKWARD_DATA), 0.0083),
+        (make("112x112", Direction.FORWARD), 0.0282),
+        (make("112x112", Direction.BACKWARD_DATA), 0.0269),
+    ],
+    ids=str,
+)
+def test_estimates_are_near_what_was_measured(problem: ProblemDescription, measured_ms: float) -> None:
+    """The best of about twenty configurations on an H200, cold L2; others may be better by now."""
+    estimate = FORWARD.estimate_ms(problem, H200, FORWARD.default_configs(problem, H200)[0])
+    assert measured_ms / 1.3 < estimate < measured_ms * 1.3
+
+
+def test_wider_elements_and_more_work_take_longer() -> None:
+    def estimate(shape: str, direction: Direction, dtype: DataType) -> float:
+        problem = make(shape, direction, dtype)
+        solver = solver_of(problem)
+        return solver.estimate_ms(problem, H200, solver.default_configs(problem, H200)[0])
+
+    for direction in Direction:
+        half, single = (estimate("112x112", direction, dtype) for dtype in (DataType.FLOAT16, DataType.FLOAT32))
+        assert half < single < 3 * half
+
+
+@pytest.mark.parametrize("direction", list(Direction))
+def test_rows_that_fit_no_block_are_refused(direction: Direction) -> None:
+    problem = ProblemDescription.convolution(
+        x=(1, 2, 400_000), w=(2, 1, 3), padding=1, groups=2, layout=Layout.NCW, direction=direction
+    )
+    assert "too long for a block" in solver_of(problem).applicability(problem, H200).reason
+
+
+def test_each_direction_names_the_solver_of_the_others() -> None:
+    weights = make("7x7", Direction.BACKWARD_WEIGHTS)
+    assert WEIGHTS.id in FORWARD.applicability(weights, H200).reason
+    assert "ConvDepthwiseChannelsFirst serves" in WEIGHTS.applicability(make("7x7", Direction.FORWARD), H200).reason
