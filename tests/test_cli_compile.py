@@ -28,7 +28,7 @@ def test_kernels_are_compiled_once(tmp_path: Path) -> None:
     assert first["kernels"][0]["spill_bytes"] == 0
     assert (first["cache"]["misses"], first["cache"]["entries"]) == (1, 1)
     again = run(*asked).stdout
-    assert "1 binaries were known already" in again
+    assert "0 failed, 1 known already" in again
     assert str(tmp_path / "cache") in again
 
 
@@ -67,3 +67,17 @@ def test_a_kernel_that_fails_ends_with_1(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_without_a_gpu_an_architecture_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("miofind.device.has_cuda", lambda: False)
     assert "--arch 90a" in run("compile", *FORWARD, code=2).stderr
+
+
+def test_what_no_solver_serves_is_an_error() -> None:
+    result = run("compile", *FORWARD, "--arch", "90a", "--only", "ConvCpuDirect", code=1)
+    assert "no solver with kernels serves these problems" in result.stderr
+
+
+def test_a_cache_that_keeps_nothing_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pytest.importorskip("cuda.bindings.nvrtc")
+    file = tmp_path / "file"
+    file.touch()
+    monkeypatch.setenv("MIOFIND_CACHE_DIR", str(file / "cache"))
+    result = run("compile", *FORWARD, "--arch", "90a", "--only", "ConvDirectNaive", code=1)
+    assert "no kernel is kept" in result.stderr

@@ -16,7 +16,7 @@ from miofind.cli.problems import request_options, requests_of
 from miofind.cli.session import verbose_option
 from miofind.compiler import BinaryCache, Compiler, KernelResources
 from miofind.device import Device, Place
-from miofind.errors import CompileError, InvalidOptionError, MiofindError
+from miofind.errors import CompileError, InvalidOptionError, MiofindError, NoSolutionError
 from miofind.find.plan import search_space
 from miofind.options import FindOptions
 from miofind.problem import ProblemDescription
@@ -87,12 +87,15 @@ def compile_(
     for device in devices:
         steps = _steps(problems, device, options, report)
         report.built += _build(compiler, steps, device.arch, workers)
-    if not report.built:
-        print_note("no solver with kernels serves these problems there: `miofind solvers` and a problem tells why")
+    if not report.built and not report.refused:
+        raise NoSolutionError("no solver with kernels serves these problems there: `miofind solvers conv ...` says why")
     if as_json:
         print_json(_json(report, compiler))
     else:
         _show(report, compiler, time.monotonic() - began)
+    if compiler.cache.stats().directory is None:
+        print_note("error: no kernel is kept: set MIOFIND_CACHE_DIR to a folder that can be written")
+        raise click.exceptions.Exit(CompileError.exit_code)
     if any(built.error for built in report.built):
         raise click.exceptions.Exit(CompileError.exit_code)
 
@@ -174,8 +177,8 @@ def _show(report: _Report, compiler: Compiler, seconds: float) -> None:
     where = stats.directory or "nowhere: the disk cannot be used"
     failed = sum(built.error is not None for built in report.built)
     print_text(
-        f"{len(report.built)} kernels in {seconds_text(seconds)}, {failed} failed; {stats.hits} binaries were known "
-        f"already; the cache holds {stats.entries}, {bytes_text(stats.bytes)}, {where}"
+        f"kernels: {len(report.built)} in {seconds_text(seconds)}, {failed} failed, {stats.hits} known already, some "
+        f"in one binary; the cache holds {stats.entries}, {bytes_text(stats.bytes)}, {where}"
     )
 
 
