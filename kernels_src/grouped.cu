@@ -1,0 +1,328 @@
+// Grouped convolution with few channels a group, per group
+//   forward:        y[n,k,oh,ow] = sum_{c,i,j} x[n, c, oh*stride - pad + i*dilation, ow*stride - pad + j*dilation] * w[k,c,i,j]
+//   backward data: dx[n,c,h,w] = sum_{k,i,j} dy[n, k, (h + pad - i*dilation) / stride, likewise] * w[k,c,i,j], where whole.
+//
+// Implicit GEMM on tensor cores with filters as block-diagonal matrices. A block stages a patch of IMAGES images and
+// UNITS units of groups, channels last, and their filters. A warp computes ROWS rows of 16 pixels (two runs of 8 columns)
+// for one of SHARES shares of the results of a unit, for backward data of all stride_h * stride_w phases: coordinates modulo the
+// stride, each with taps of its own. A fragment of pixels serves all taps and rows of its column that meet it.
+// Defines: ELEMENT, GROUP_C, GROUP_K, FLIPPED (backward data), FILTER_*, STRIDE_*, DILATION_*, PAD_*, UNITS, SHARES,
+// ROWS, ROW_GROUPS, COLUMNS, SPAN (of COLUMNS that exist), COLUMN_TILES, IMAGES, CHANNELS_LAST, MIN_BLOCKS, SHARED_BYTES.
+#include "common/copy_bytes.cuh"
+#include "common/grouped.cuh"
+#include "common/tile.cuh"
+
+using Group = Groups<GROUP_C, GROUP_K>;
+constexpr bool kFlipped = FLIPPED;
+constexpr int kFilterY = FILTER_Y, kFilterX = FILTER_X, kTaps = kFilterY * kFilterX;
+
+// A unit: packs of groups whose summed channels are a multiple of 16.
+constexpr int kUnitPacks = (kFlipped ? Group::kPackK : Group::kPackC) % 16 ? 2 : 1;
+constexpr int kUnitC = kUnitPacks * Group::kPackC, kUnitK = kUnitPacks * Group::kPackK;
+constexpr int kUnitIn = kFlipped ? kUnitK : kUnitC, kUnitOut = kFlipped ? kUnitC : kUnitK;
+constexpr int kUnits = UNITS, kIn = kUnits * kUnitIn, kOut = kUnits * kUnitOut;
+constexpr int kDepth = kUnitIn / 16, kShares = SHARES, kBlocksN = kUnitOut / 8 / kShares;
+static_assert(kUnitOut / 8 % kShares == 0, "warps share the results of a unit evenly");
+
+// How outputs of one axis meet inputs: output `step * i + phase` meets input i * stride + offset(phase, tap).
+template <int kStride, int kDilation, int kPad, int kFilter>
+struct Axis {
+  static constexpr int kPhases = kFlipped ? kStride : 1, kStep = kFlipped ? 1 : kStride;
+  static constexpr bool meets(int phase, int tap) {
+    return !kFlipped || (phase + kPad - tap * kDilation) % kStride == 0;
+  }
+  static constexpr int offset(int phase, int tap) {
+    return kFlipped ? (phase + kPad - tap * kDilation) / kStride : tap * kDilation - kPad;
+  }
+  static constexpr int first() {
+    int least = 1 << 30;
+    for (int phase = 0; phase < kPhases; ++phase)
+      for (int tap = 0; tap < kFilter; ++tap)
+        if (meets(phase, tap) && offset(phase, tap) < least) least = offset(phase, tap);
+    return least;
+  }
+  static constexpr int last() {
+    int most = -(1 << 30);
+    for (int phase = 0; phase < kPhases; ++phase)
+      for (int tap = 0; tap < kFilter; ++tap)
+        if (meets(phase, tap) && offset(phase, tap) > most) most = offset(phase, tap);
+    return most;
+  }
+  static constexpr int kFirst = first(), kReach = last() - first();
+};
+using AxisH = Axis<STRIDE_H, DILATION_H, PAD_H, kFilterY>;
+using AxisW = Axis<STRIDE_W, DILATION_W, PAD_W, kFilterX>;
+
+constexpr int kRows = ROWS, kTileH = ROWS * ROW_GROUPS, kColumns = COLUMNS, kSpan = SPAN, kImages = IMAGES;
+constexpr int kRuns = kColumns / 8 * ROW_GROUPS * kImages;  // of 8 pixels in ROWS rows
+constexpr int kFragments = ceil_div(kRuns, 2);
+constexpr int kThreads = 32 * kFragments * kShares * kUnits;
+static_assert(kColumns % 8 == 0 && kSpan <= kColumns && kSpan > kColumns - 8, "runs of 8 columns, the last one cut");
+
+// The staged patch: [image][row][slot][channel]; columns that one tap meets lie side by side. Pixels are an odd number
+// of 16-byte words, so that 8 neighbours meet all banks.
+constexpr int kPatchH = (kTileH - 1) * AxisH::kStep + AxisH::kReach + 1;
+constexpr int kPatchW = (kSpan - 1) * AxisW::kStep + AxisW::kReach + 1;
+constexpr int kSlotRun = ceil_div(kPatchW, AxisW::kStep), kSlots = kSlotRun * AxisW::kStep;
+constexpr int odd_words(int bytes) {
+  return 16 * (ceil_div(bytes, 16) | 1);
+}
+constexpr int kPixelBytes = odd_words(2 * kIn), kRowBytes = kSlots * kPixelBytes, kImageBytes = kPatchH * kRowBytes;
+constexpr int kPatchBytes = kImages * kImageBytes;
+constexpr int slot_of(int column) {
+  return column % AxisW::kStep * kSlotRun + column / AxisW::kStep;
+}
+
+// The staged filters: a row a filter, [tap][channel of its pack], zeros where the groups differ.
+constexpr int kTapBytes = 2 * Group::kPackC, kFilterBytes = odd_words(kTaps * kTapBytes);
+constexpr int kFilters = kUnits * kUnitK, kFiltersAt = kPatchBytes;
+
+// The staged results of one phase of columns: [image][row][phase of rows][column][channel].
+constexpr bool kOverlaid = AxisW::kPhases == 1;
+constexpr int kResultBytes = odd_words(2 * kOut), kTileRows = kTileH * AxisH::kPhases;
+constexpr int kResultsBytes = kImages * kTileRows * kSpan * kResultBytes;
+constexpr int kStagedBytes = kPatchBytes + kFilters * kFilterBytes;
+constexpr int kResultsAt = kOverlaid ? 0 : kStagedBytes;
+static_assert(SHARED_BYTES == (kOverlaid ? maximum(kStagedBytes, kResultsBytes) : kStagedBytes + kResultsBytes),
+              "miofind/tiling/grouped.py counts otherwise");
+
+// Rounds and counts of a tensor, and where a block's part of it begins; rows and columns may begin outside.
+struct Images {
+  int n, channels, height, width;
+  int first_n, first_channel, first_row, first_column;
+};
+
+__device__ __forceinline__ void stage_patch(unsigned patch, const ELEMENT* in, const Images& images) {
+  constexpr int kWords = kIn / 8;
+#pragma unroll 4
+  for (int i = threadIdx.x; i < kImages * kPatchH * kPatchW * kWords; i += kThreads) {
+    const int word = i % kWords, pixel = i / kWords, column = pixel % kPatchW, row = pixel / kPatchW % kPatchH;
+    const int image = pixel / (kPatchW * kPatchH);
+    const int n = images.first_n + image, channel = images.first_channel + 8 * word;
+    const int h = images.first_row + row, v = images.first_column + column;
+    const bool inside = n < images.n && channel < images.channels &&
+                        static_cast<unsigned>(h) < static_cast<unsigned>(images.height) &&
+                        static_cast<unsigned>(v) < static_cast<unsigned>(images.width);
+    const int offset = inside ? ((n * images.height + h) * images.width + v) * images.channels + channel : 0;
+    copy_bytes<16>(patch + image * kImageBytes + row * kRowBytes + slot_of(column) * kPixelBytes + 16 * word,
+                   in + offset, inside);
+  }
+}
+
+__device__ __forceinline__ void stage_filters(unsigned char* staged, unsigned address, const ELEMENT* filter,
+                                              int first, int filters) {
+  constexpr int kVector = greatest_divisor(8, GROUP_C);
+  if constexpr (Group::kPack == 1 && CHANNELS_LAST) {
+    constexpr int kWords = kTaps * GROUP_C / 8;
+#pragma unroll 4
+    for (int i = threadIdx.x; i < kFilters * kWords; i += kThreads) {
+      const int row = i / kWords, word = i % kWords;
+      const bool inside = first + row < filters;
+      copy_bytes<16>(address + row * kFilterBytes + 16 * word, filter + (inside ? (first * kWords + i) * 8 : 0), inside);
+    }
+  } else {
+    constexpr int kWords = Group::kPackC / 8, kPart = CHANNELS_LAST ? kVector : 1;
+#pragma unroll 2
+    for (int i = threadIdx.x; i < kFilters * kTaps * kWords; i += kThreads) {
+      const int word = i % kWords, tap = i / kWords % kTaps, row = i / (kWords * kTaps);
+      const int group = row / GROUP_K % Group::kPack;
+      Vector<ELEMENT, 8> values = {};
+#pragma unroll
+      for (int part = 0; part < 8; part += kPart) {
+        const int channel = 8 * word + part - group * GROUP_C;
+        if (channel < 0 || channel >= GROUP_C || first + row >= filters) continue;
+        const int at = CHANNELS_LAST ? ((first + row) * kTaps + tap) * GROUP_C + channel
+                                     : ((first + row) * GROUP_C + channel) * kTaps + tap;
+        const auto some = *reinterpret_cast<const Vector<ELEMENT, kPart>*>(filter + at);
+#pragma unroll
+        for (int e = 0; e < kPart; ++e) values.at[part + e] = some.at[e];
+      }
+      *reinterpret_cast<Vector<ELEMENT, 8>*>(staged + row * kFilterBytes + tap * kTapBytes + 16 * word) = values;
+    }
+  }
+}
+
+// A run of 8 pixels in ROWS rows.
+struct Run {
+  int image, row, column;
+};
+
+__device__ __forceinline__ Run run_at(int number) {
+  constexpr int kAcross = kColumns / 8;
+  return {number / (kAcross * ROW_GROUPS), number / kAcross % ROW_GROUPS * kRows, number % kAcross * 8};
+}
+
+// What a warp computes: a unit, the first of its blocks of 8 results, and two runs.
+struct Part {
+  int unit, block, first_run;
+};
+
+using Sums = float[AxisH::kPhases][kRows][kBlocksN][4];
+using Filter = unsigned[kBlocksN][2];
+
+constexpr bool meet(int in_block, int out_block) {
+  return kFlipped ? Group::meet(out_block, in_block) : Group::meet(in_block, out_block);
+}
+
+// Whether every block of a unit's matrix holds filters: all parts of the depth are then alike.
+constexpr bool kDense = kUnitPacks == 1 && Group::kPack == 1;
+
+// The matrix of one tap: 16 summed channels, SHARES * 8 results. A warp's share of results is known only at run time
+// where the matrix is dense, else it has all of them.
+static_assert(kDense || kShares == 1, "warps share the results of dense matrices only");
+
+__device__ __forceinline__ void load_filter(Filter& to, unsigned filters, int tap, int depth, int first_block) {
+#pragma unroll
+  for (int j = 0; j < kBlocksN; ++j) {
+    const bool low = kDense || meet(2 * depth, j), high = kDense || meet(2 * depth + 1, j);
+    if (!low && !high) continue;
+    const int in = 2 * depth + !low, out = first_block + j;
+    const int row = kFlipped ? 8 * in : 8 * out, channel = kFlipped ? 8 * out : 8 * in;
+    const unsigned from = filters + row * kFilterBytes + tap * kTapBytes + 2 * (kDense ? channel : channel % Group::kPackC);
+    if (low && high)
+      load_matrix_pair<kFlipped>(to[j], from);
+    else
+      to[j][!low] = load_matrix<kFlipped>(from);
+  }
+}
+
+__device__ __forceinline__ void add_products(float (&sums)[kBlocksN][4], const unsigned (&pixels)[4],
+                                             const Filter& filter, int depth) {
+#pragma unroll
+  for (int j = 0; j < kBlocksN; ++j) {
+    const bool low = kDense || meet(2 * depth, j), high = kDense || meet(2 * depth + 1, j);
+    if (low && high)
+      multiply_add<ELEMENT>(sums[j], pixels, filter[j][0], filter[j][1]);
+    else if (low)
+      multiply_add_half<ELEMENT>(sums[j], pixels[0], pixels[1], filter[j][0]);
+    else if (high)
+      multiply_add_half<ELEMENT>(sums[j], pixels[2], pixels[3], filter[j][1]);
+  }
+}
+
+// The row of outputs, of one run, that patch row `row` contributes to by a tap in a phase; negative if none.
+constexpr int output_row(int row, int phase, int tap) {
+  if (!AxisH::meets(phase, tap)) return -1;
+  const int from = row - (AxisH::offset(phase, tap) - AxisH::kFirst);
+  return from >= 0 && from % AxisH::kStep == 0 && from / AxisH::kStep < kRows ? from / AxisH::kStep : -1;
+}
+
+constexpr bool is_used(int row) {
+  for (int phase = 0; phase < AxisH::kPhases; ++phase)
+    for (int tap = 0; tap < kFilterY; ++tap)
+      if (output_row(row, phase, tap) >= 0) return true;
+  return false;
+}
+
+// Adds what one column of taps and 16 channels contribute.
+__device__ __forceinline__ void add_column(Sums& sums, unsigned pixels, unsigned filters, int column, int depth,
+                                           int first_block) {
+  Filter filter[kFilterY];
+#pragma unroll
+  for (int tap = 0; tap < kFilterY; ++tap) load_filter(filter[tap], filters, tap * kFilterX + column, depth, first_block);
+#pragma unroll
+  for (int row = 0; row < (kRows - 1) * AxisH::kStep + AxisH::kReach + 1; ++row) {
+    if (!is_used(row)) continue;
+    unsigned fragment[4];
+    load_matrices(fragment, pixels + row * kRowBytes);
+#pragma unroll
+    for (int phase = 0; phase < AxisH::kPhases; ++phase)
+#pragma unroll
+      for (int tap = 0; tap < kFilterY; ++tap) {
+        const int to = output_row(row, phase, tap);
+        if (to >= 0) add_products(sums[phase][to], fragment, filter[tap], depth);
+      }
+  }
+}
+
+// Address of a lane's pixel and word for load_matrices: run (lane / 8) % 2, pixel lane % 8, words lane / 16.
+__device__ __forceinline__ unsigned pixels_of(unsigned patch, const Part& part) {
+  const int lane = threadIdx.x % 32;
+  const Run run = run_at(min(part.first_run + lane / 8 % 2, kRuns - 1));
+  const int column = min(run.column + lane % 8, kSpan - 1);
+  return patch + run.image * kImageBytes + run.row * AxisH::kStep * kRowBytes + column * kPixelBytes +
+         2 * part.unit * kUnitIn + lane / 16 * 16;
+}
+
+// Rounds sums into the staged results.
+__device__ __forceinline__ void stage_sums(unsigned char* results, const Sums& sums, const Part& part) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const Run run = run_at(part.first_run + half);
+    const int column = run.column + lane / 4;
+    if (part.first_run + half >= kRuns || column >= kSpan) continue;
+    const int first = (run.image * kTileH + run.row) * AxisH::kPhases * kSpan + column;
+    unsigned char* const to =
+        results + first * kResultBytes + 2 * part.unit * kUnitOut + 16 * part.block + lane % 4 * 4;
+#pragma unroll
+    for (int row = 0; row < kRows; ++row)
+#pragma unroll
+      for (int phase = 0; phase < AxisH::kPhases; ++phase)
+#pragma unroll
+        for (int j = 0; j < kBlocksN; ++j) {
+          const float* sum = sums[phase][row][j] + 2 * half;
+          *reinterpret_cast<Vector<ELEMENT, 2>*>(to + (row * AxisH::kPhases + phase) * kSpan * kResultBytes + 16 * j) =
+              {convert<ELEMENT>(sum[0]), convert<ELEMENT>(sum[1])};
+        }
+  }
+}
+
+// Stores the staged results of one phase of columns; `images` counts rows and columns of the output tensor.
+__device__ __forceinline__ void store_results(ELEMENT* out, const unsigned char* results, const Images& images,
+                                              int phase) {
+  constexpr int kWords = kOut / 8;
+#pragma unroll 4
+  for (int i = threadIdx.x; i < kImages * kTileRows * kSpan * kWords; i += kThreads) {
+    const int word = i % kWords, pixel = i / kWords, column = pixel % kSpan, row = pixel / kSpan % kTileRows;
+    const int n = images.first_n + pixel / (kSpan * kTileRows), channel = images.first_channel + 8 * word;
+    const int h = images.first_row + row, v = images.first_column + column * AxisW::kPhases + phase;
+    if (n >= images.n || channel >= images.channels || h >= images.height || v >= images.width) continue;
+    *reinterpret_cast<Vector<ELEMENT, 8>*>(out + ((n * images.height + h) * images.width + v) * images.channels +
+                                           channel) =
+        *reinterpret_cast<const Vector<ELEMENT, 8>*>(results + pixel * kResultBytes + 16 * word);
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
+    grouped(const ELEMENT* __restrict__ in, const ELEMENT* __restrict__ filter, ELEMENT* __restrict__ out, int n,
+            int in_channels, int out_channels, int in_height, int in_width, int out_height, int out_width) {
+  extern __shared__ __align__(16) unsigned char staged[];
+  const unsigned base = static_cast<unsigned>(__cvta_generic_to_shared(staged));
+  const int unit = blockIdx.x * kUnits, column = blockIdx.y % COLUMN_TILES * kColumns;
+  const int row = blockIdx.y / COLUMN_TILES * kTileH, image = blockIdx.z * kImages;
+
+  stage_patch(base, in,
+              {n, in_channels, in_height, in_width, image, unit * kUnitIn, row * AxisH::kStep + AxisH::kFirst,
+               column * AxisW::kStep + AxisW::kFirst});
+  stage_filters(staged + kFiltersAt, base + kFiltersAt, filter, unit * kUnitK, kFlipped ? in_channels : out_channels);
+  commit_copies();
+
+  const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
+  const Part part = {warp % kUnits, warp / kUnits % kShares * kBlocksN, warp / (kUnits * kShares) * 2};
+  const unsigned pixels = pixels_of(base, part);
+  const unsigned filters = base + kFiltersAt + part.unit * kUnitK * kFilterBytes +
+                           (kFlipped ? lane % 16 * kFilterBytes : lane % 8 * kFilterBytes + lane / 8 % 2 * 16);
+  wait_for_copies<0>();
+  __syncthreads();  // the patch and the filters have arrived
+
+#pragma unroll 1
+  for (int phase = 0; phase < AxisW::kPhases; ++phase) {
+    Sums sums = {};
+#pragma unroll(kDense ? 1 : kDepth)
+    for (int depth = 0; depth < kDepth; ++depth)
+#pragma unroll(kFilterX <= 3 ? kFilterX : 1)
+      for (int tap = 0; tap < kFilterX; ++tap) {
+        if (!AxisW::meets(phase, tap)) continue;
+        const int shift = slot_of(AxisW::offset(phase, tap) - AxisW::kFirst);
+        add_column(sums, pixels + shift * kPixelBytes + 32 * depth, filters, tap, depth, part.block);
+      }
+    if (kOverlaid || phase > 0) __syncthreads();  // every warp has read the patch, or stored the phase before
+    stage_sums(staged + kResultsAt, sums, part);
+    __syncthreads();  // the results of every warp are staged
+    store_results(out, staged + kResultsAt,
+                  {n, out_channels, out_height, out_width, image, unit * kUnitOut, row * AxisH::kPhases,
+                   column * AxisW::kPhases},
+                  phase);
+  }
+}

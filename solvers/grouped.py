@@ -1,0 +1,214 @@
+"""ConvGrouped: grouped convolution with few channels a group on tensor cores, forward and backward data.
+
+Kernel: kernels_src/grouped.cu. Backward weights have a kernel of their own: ConvGroupedWeights. Knows nothing of how
+candidates are chosen.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+from miofind.device import Device, Library, Place
+from miofind.problem import DataType, Direction, Layout, ProblemDescription
+from miofind.solution import Config, ConfigValue, ConvSolution, KernelStep, Pointer, Scalar
+from miofind.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
+from miofind.tiling.grouped import GroupedTiling, units_of, unserved
+
+_MAX_SUMS = 128
+_MAX_REGISTERS = 255
+_MAX_THREADS = 512
+_MAX_GRID = 2**16 - 1
+_SHARED_BYTES = 99 << 10
+
+
+def _registers(tiling: GroupedTiling) -> int:
+    """Registers of a thread that spills nothing: sums, fragments of a column of taps, and addresses."""
+    return 8 * math.ceil((tiling.sums + 2 * tiling.axes[0].taps * tiling.out_blocks // tiling.shares + 48) / 8)
+
+
+def _resident(tiling: GroupedTiling, shared_bytes: int) -> int:
+    """Blocks that a multiprocessor holds at once."""
+    by_registers = 65536 // (_registers(tiling) * tiling.threads)
+    by_shared = (shared_bytes + 1024) // (tiling.shared_bytes + 1024)
+    return max(1, min(by_registers, by_shared, 2048 // tiling.threads, 16))
+
+
+def _launch(problem: ProblemDescription, config: Config, shared_bytes: int) -> KernelStep:
+    planar = problem.lifted(2)
+    tiling = GroupedTiling.of(problem, config)
+    channel_tiles, row_tiles, column_tiles, image_tiles = tiling.tiles
+    flipped = problem.direction is Direction.BACKWARD_DATA
+    source, target = ("y", "x") if flipped else ("x", "y")
+    read, written = planar.tensor(source).shape, planar.tensor(target).shape
+    sizes = (problem.n, read[1], written[1], *read[2:], *written[2:])
+    return KernelStep(
+        source="grouped.cu",
+        entry="grouped",
+        grid=(channel_tiles, row_tiles * column_tiles, image_tiles),
+        block=(tiling.threads, 1, 1),
+        shared_bytes=tiling.shared_bytes,
+        defines=_defines(planar, config, tiling, _resident(tiling, shared_bytes)),
+        args=(
+            *(Pointer(buffer=name) for name in (source, "w", target)),
+            *(Scalar(ctype="int32", value=size) for size in sizes),
+        ),
+    )
+
+
+def _defines(
+    planar: ProblemDescription, config: Config, tiling: GroupedTiling, resident: int
+) -> tuple[tuple[str, str | int], ...]:
+    conv = planar.conv
+    pairs = {
+        "FILTER": ("YX", planar.filter),
+        "STRIDE": ("HW", conv.stride),
+        "DILATION": ("HW", conv.dilation),
+        "PAD": ("HW", conv.pad_before),
+    }
+    return (
+        ("ELEMENT", planar.x.dtype.value),
+        ("GROUP_C", planar.c // planar.groups),
+        ("GROUP_K", planar.k // planar.groups),
+        ("FLIPPED", int(planar.direction is Direction.BACKWARD_DATA)),
+        *((f"{name}_{axis}", size) for name, (axes, sizes) in pairs.items() for axis, size in zip(axes, sizes)),
+        ("UNITS", config["units"]),
+        ("SHARES", tiling.shares),
+        ("ROWS", config["rows"]),
+        ("ROW_GROUPS", config["row_groups"]),
+        ("COLUMNS", tiling.columns),
+        ("SPAN", tiling.span),
+        ("COLUMN_TILES", tiling.tiles[2]),
+        ("IMAGES", config["images"]),
+        ("CHANNELS_LAST", int(planar.x.layout.channels_last)),
+        ("MIN_BLOCKS", resident),
+        ("SHARED_BYTES", tiling.shared_bytes),
+    )
+
+
+_LAUNCH_MS = 0.0025
+
+
+def _config(rows: int, row_groups: int, columns: int, images: int, units: int, shares: int) -> Config:
+    return Config.of(
+        rows=rows, row_groups=row_groups, columns=columns, images=images, units=units, shares=shares
+    )
+
+
+# What default_configs ranks by estimate; the last is valid for every applicable problem.
+_SHORT_LIST = (
+    *(
+        _config(rows, row_groups, columns, images, units, shares)
+        for rows in (2, 4, 7, 8)
+        for row_groups in (1, 2)
+        for columns in (8, 16, 32, 56)
+        for images in (1, 2)
+        for units in (1, 2, 4)
+        for shares in (1, 2)
+    ),
+    _config(1, 1, 8, 1, 1, 1),
+)
+
+
+class ConvGrouped(Solver):
+    """Grouped convolution as products with block-diagonal matrices of filters on tensor cores, with float32 sums.
+
+    Groups of less than 8 channels share products whose structural zeros are multiplied: an infinity or NaN of the
+    input spreads to the results of groups whose channels are among the same 16 (less than 8 groups either side).
+    Padding is multiplied as zeros: an infinity or NaN of the filter spreads to outputs at the border.
+
+    Configuration: a warp computes `rows` rows of 16 pixels for one of `shares` shares of the results of a unit, the
+    fewest groups whose channels fill a product; a block has `row_groups` times as many rows, `columns` columns,
+    `images` images and `units` units.
+    """
+
+    id = "ConvGrouped"
+    algorithm = Algorithm.IMPLICIT_GEMM
+    keys = (
+        KernelKey(
+            place=Place.CUDA,
+            library=Library.PLAIN,
+            dtypes=frozenset({DataType.FLOAT16, DataType.BFLOAT16}),
+            layouts=frozenset({Layout.NWC, Layout.NHWC}),
+            min_sm=80,
+        ),
+    )
+    alignment_bytes = 16
+    parameters: ClassVar[Mapping[str, Sequence[ConfigValue]]] = {
+        "rows": (1, 2, 4, 7, 8),
+        "row_groups": (1, 2, 4),
+        "columns": (8, 16, 32, 56),
+        "images": (1, 2, 4),
+        "units": (1, 2, 4, 8),
+        "shares": (1, 2, 4),
+    }
+    sources = ("grouped.cu",)
+
+    def examples(self) -> tuple[ProblemDescription, ...]:
+        def grouped(groups: int, c: int, k: int, **fields: object) -> ProblemDescription:
+            shape, taps = fields.pop("x"), fields.pop("w")
+            given = {"dtype": DataType.FLOAT16, "layout": Layout.NHWC, "padding": 1} | fields
+            return ProblemDescription.convolution(
+                x=(shape[0], groups * c, *shape[1:]),  # type: ignore[index]
+                w=(groups * k, c, *taps),  # type: ignore[misc]
+                groups=groups,
+                **given,  # type: ignore[arg-type]
+            )
+
+        brain, data = DataType.BFLOAT16, Direction.BACKWARD_DATA
+        return (
+            grouped(8, 4, 4, x=(2, 30, 29), w=(3, 3)),
+            grouped(4, 8, 8, x=(3, 28, 27), w=(3, 3), stride=2, dtype=brain),
+            grouped(3, 32, 32, x=(3, 7, 7), w=(3, 3)),
+            grouped(4, 6, 10, x=(2, 13, 9), w=(5, 3), padding=((4, 0), (1, 5)), dilation=(1, 2)),
+            grouped(2, 24, 64, x=(2, 9, 12), w=(1, 1), padding=0, dtype=brain),
+            grouped(8, 4, 4, x=(2, 30, 29), w=(3, 3), direction=data, dtype=brain),
+            grouped(2, 16, 16, x=(3, 15, 14), w=(3, 3), stride=2, direction=data),
+            grouped(8, 3, 5, x=(2, 11, 12), w=(4, 3), stride=(2, 3), dilation=(3, 1), direction=data),
+            grouped(4, 2, 4, x=(2, 50), w=(7,), stride=2, layout=Layout.NWC),
+        )
+
+    def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
+        if problem.direction is Direction.BACKWARD_WEIGHTS:
+            return Applicability("serves forward and backward data: ConvGroupedWeights serves backward weights")
+        reason = unserved(problem)
+        if reason:
+            return Applicability(reason)
+        if not self.is_valid_config(problem, device, _SHORT_LIST[-1]):
+            return Applicability(f"filter {problem.filter} or its stride or dilation is too large for a block")
+        return APPLICABLE
+
+    def is_valid_config(self, problem: ProblemDescription, device: Device, config: Config) -> bool:
+        tiling = GroupedTiling.of(problem, config)
+        height, width = tiling.axes
+        tile_h = config["rows"] * config["row_groups"]
+        if config["shares"] > 1 and (not tiling.is_dense or tiling.out_blocks % config["shares"]):
+            return False
+        if tile_h >= 2 * height.outputs or config["columns"] >= 2 * max(8, width.outputs):
+            return False
+        if config["images"] >= 2 * problem.n or config["units"] >= 2 * units_of(problem):
+            return False
+        if tiling.sums > _MAX_SUMS or tiling.threads > _MAX_THREADS:
+            return False
+        fits_registers = _registers(tiling) <= _MAX_REGISTERS and _registers(tiling) * tiling.threads <= 65536
+        fits_shared = tiling.shared_bytes <= (device.shared_bytes or _SHARED_BYTES)
+        return fits_registers and fits_shared and tiling.tiles[1] * tiling.tiles[2] <= _MAX_GRID >= tiling.tiles[3]
+
+    def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
+        valid = [config for config in _SHORT_LIST if self.is_valid_config(problem, device, config)]
+        ranked = sorted(dict.fromkeys(valid), key=lambda config: self.estimate_ms(problem, device, config))
+        return tuple(ranked[:8])
+
+    def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
+        tiling = GroupedTiling.of(problem, config)
+        resident = _resident(tiling, device.shared_bytes or _SHARED_BYTES)
+        memory = 1e3 * problem.bytes / device.bandwidth_bytes_per_s
+        waves = tiling.blocks / (device.sm_count * resident)
+        return _LAUNCH_MS + max(memory, 0.002 * math.ceil(waves))
+
+    def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
+        return ConvSolution(steps=(_launch(problem, config, device.shared_bytes or _SHARED_BYTES),))
+
+
+SOLVERS = (ConvGrouped(),)
