@@ -8,9 +8,7 @@
 // stride, each with taps of its own. A fragment of pixels serves all taps and rows of its column that meet it.
 // Defines: ELEMENT, GROUP_C, GROUP_K, FLIPPED (backward data), FILTER_*, STRIDE_*, DILATION_*, PAD_*, UNITS, SHARES,
 // ROWS, ROW_GROUPS, COLUMNS, SPAN (of COLUMNS that exist), COLUMN_TILES, IMAGES, CHANNELS_LAST, MIN_BLOCKS, SHARED_BYTES.
-#include "common/copy_bytes.cuh"
 #include "common/grouped.cuh"
-#include "common/tile.cuh"
 
 using Group = Groups<GROUP_C, GROUP_K>;
 constexpr bool kFlipped = FLIPPED;
@@ -59,55 +57,23 @@ constexpr int kFragments = ceil_div(kRuns, 2);
 constexpr int kThreads = 32 * kFragments * kShares * kUnits;
 static_assert(kColumns % 8 == 0 && kSpan <= kColumns && kSpan > kColumns - 8, "runs of 8 columns, the last one cut");
 
-// The staged patch: [image][row][slot][channel]; columns that one tap meets lie side by side. Pixels are an odd number
-// of 16-byte words, so that 8 neighbours meet all banks.
+// The staged patch.
 constexpr int kPatchH = (kTileH - 1) * AxisH::kStep + AxisH::kReach + 1;
 constexpr int kPatchW = (kSpan - 1) * AxisW::kStep + AxisW::kReach + 1;
-constexpr int kSlotRun = ceil_div(kPatchW, AxisW::kStep), kSlots = kSlotRun * AxisW::kStep;
-constexpr int odd_words(int bytes) {
-  return 16 * (ceil_div(bytes, 16) | 1);
-}
-constexpr int kPixelBytes = odd_words(2 * kIn), kRowBytes = kSlots * kPixelBytes, kImageBytes = kPatchH * kRowBytes;
-constexpr int kPatchBytes = kImages * kImageBytes;
-constexpr int slot_of(int column) {
-  return column % AxisW::kStep * kSlotRun + column / AxisW::kStep;
-}
+using Patch = Pixels<kImages, kPatchH, kPatchW, AxisW::kStep, kIn>;
 
 // The staged filters: a row a filter, [tap][channel of its pack], zeros where the groups differ.
 constexpr int kTapBytes = 2 * Group::kPackC, kFilterBytes = odd_words(kTaps * kTapBytes);
-constexpr int kFilters = kUnits * kUnitK, kFiltersAt = kPatchBytes;
+constexpr int kFilters = kUnits * kUnitK, kFiltersAt = Patch::kBytes;
 
 // The staged results of one phase of columns: [image][row][phase of rows][column][channel].
 constexpr bool kOverlaid = AxisW::kPhases == 1;
 constexpr int kResultBytes = odd_words(2 * kOut), kTileRows = kTileH * AxisH::kPhases;
 constexpr int kResultsBytes = kImages * kTileRows * kSpan * kResultBytes;
-constexpr int kStagedBytes = kPatchBytes + kFilters * kFilterBytes;
+constexpr int kStagedBytes = Patch::kBytes + kFilters * kFilterBytes;
 constexpr int kResultsAt = kOverlaid ? 0 : kStagedBytes;
 static_assert(SHARED_BYTES == (kOverlaid ? maximum(kStagedBytes, kResultsBytes) : kStagedBytes + kResultsBytes),
               "miofind/tiling/grouped.py counts otherwise");
-
-// Rounds and counts of a tensor, and where a block's part of it begins; rows and columns may begin outside.
-struct Images {
-  int n, channels, height, width;
-  int first_n, first_channel, first_row, first_column;
-};
-
-__device__ __forceinline__ void stage_patch(unsigned patch, const ELEMENT* in, const Images& images) {
-  constexpr int kWords = kIn / 8;
-#pragma unroll 4
-  for (int i = threadIdx.x; i < kImages * kPatchH * kPatchW * kWords; i += kThreads) {
-    const int word = i % kWords, pixel = i / kWords, column = pixel % kPatchW, row = pixel / kPatchW % kPatchH;
-    const int image = pixel / (kPatchW * kPatchH);
-    const int n = images.first_n + image, channel = images.first_channel + 8 * word;
-    const int h = images.first_row + row, v = images.first_column + column;
-    const bool inside = n < images.n && channel < images.channels &&
-                        static_cast<unsigned>(h) < static_cast<unsigned>(images.height) &&
-                        static_cast<unsigned>(v) < static_cast<unsigned>(images.width);
-    const int offset = inside ? ((n * images.height + h) * images.width + v) * images.channels + channel : 0;
-    copy_bytes<16>(patch + image * kImageBytes + row * kRowBytes + slot_of(column) * kPixelBytes + 16 * word,
-                   in + offset, inside);
-  }
-}
 
 __device__ __forceinline__ void stage_filters(unsigned char* staged, unsigned address, const ELEMENT* filter,
                                               int first, int filters) {
@@ -224,7 +190,7 @@ __device__ __forceinline__ void add_column(Sums& sums, unsigned pixels, unsigned
   for (int row = 0; row < (kRows - 1) * AxisH::kStep + AxisH::kReach + 1; ++row) {
     if (!is_used(row)) continue;
     unsigned fragment[4];
-    load_matrices(fragment, pixels + row * kRowBytes);
+    load_matrices(fragment, pixels + row * Patch::kRowBytes);
 #pragma unroll
     for (int phase = 0; phase < AxisH::kPhases; ++phase)
 #pragma unroll
@@ -240,7 +206,7 @@ __device__ __forceinline__ unsigned pixels_of(unsigned patch, const Part& part) 
   const int lane = threadIdx.x % 32;
   const Run run = run_at(min(part.first_run + lane / 8 % 2, kRuns - 1));
   const int column = min(run.column + lane % 8, kSpan - 1);
-  return patch + run.image * kImageBytes + run.row * AxisH::kStep * kRowBytes + column * kPixelBytes +
+  return patch + run.image * Patch::kImageBytes + run.row * AxisH::kStep * Patch::kRowBytes + column * Patch::kPixelBytes +
          2 * part.unit * kUnitIn + lane / 16 * 16;
 }
 
@@ -292,9 +258,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
   const int unit = blockIdx.x * kUnits, column = blockIdx.y % COLUMN_TILES * kColumns;
   const int row = blockIdx.y / COLUMN_TILES * kTileH, image = blockIdx.z * kImages;
 
-  stage_patch(base, in,
-              {n, in_channels, in_height, in_width, image, unit * kUnitIn, row * AxisH::kStep + AxisH::kFirst,
-               column * AxisW::kStep + AxisW::kFirst});
+  stage_pixels<Patch, kThreads>(base, in,
+                                {n, in_channels, in_height, in_width, image, unit * kUnitIn,
+                                 row * AxisH::kStep + AxisH::kFirst, column * AxisW::kStep + AxisW::kFirst});
   stage_filters(staged + kFiltersAt, base + kFiltersAt, filter, unit * kUnitK, kFlipped ? in_channels : out_channels);
   commit_copies();
 
@@ -314,8 +280,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
 #pragma unroll(kFilterX <= 3 ? kFilterX : 1)
       for (int tap = 0; tap < kFilterX; ++tap) {
         if (!AxisW::meets(phase, tap)) continue;
-        const int shift = slot_of(AxisW::offset(phase, tap) - AxisW::kFirst);
-        add_column(sums, pixels + shift * kPixelBytes + 32 * depth, filters, tap, depth, part.block);
+        const int shift = Patch::slot(AxisW::offset(phase, tap) - AxisW::kFirst);
+        add_column(sums, pixels + shift * Patch::kPixelBytes + 32 * depth, filters, tap, depth, part.block);
       }
     if (kOverlaid || phase > 0) __syncthreads();  // every warp has read the patch, or stored the phase before
     stage_sums(staged + kResultsAt, sums, part);

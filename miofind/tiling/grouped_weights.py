@@ -1,0 +1,106 @@
+"""How backward weights of grouped convolutions are cut for tensor cores.
+
+The same arithmetic as kernels_src/grouped_weights.cu. Knows nothing of devices, kernels or solvers.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from miofind.problem import ProblemDescription
+from miofind.solution import Config
+from miofind.tiling.correlation import ceil_div, round_up
+from miofind.tiling.grouped import Packs, odd_words
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupedWeightsTiling:
+    """A configuration applied to a problem: what the kernel's constants come to.
+
+    Attributes:
+        unit_c, unit_k: channels and filters of a unit: packs of groups that have multiples of 16 of both.
+        items: pairs of 16 filters and 16 channels of a unit that have a group in common.
+        columns, span: outputs of a tile's rows, in runs of 8, and those that exist.
+        strips: pairs of runs of 8 outputs.
+        taps: rows and columns of the filter of a warp.
+        rows: outputs of a tile.
+        patch: input rows and columns staged, of an image.
+        threads: of a block.
+        shared_bytes: of a block.
+        channel_tiles: of all units.
+        tiles: of rows, columns and images.
+    """
+
+    unit_c: int
+    unit_k: int
+    items: int
+    columns: int
+    span: int
+    strips: int
+    taps: tuple[int, int]
+    rows: int
+    patch: tuple[int, int]
+    threads: int
+    shared_bytes: int
+    channel_tiles: int
+    tiles: tuple[int, int, int]
+
+    @property
+    def tile_count(self) -> int:
+        """Tiles to deal to a split."""
+        return math.prod(self.tiles)
+
+    @property
+    def sums(self) -> int:
+        """Registers of a thread that hold sums."""
+        return 8 * math.prod(self.taps)
+
+    @staticmethod
+    def of(problem: ProblemDescription, config: Config) -> GroupedWeightsTiling:
+        planar = problem.lifted(2)
+        (filter_y, filter_x), (out_h, out_w), conv = planar.filter, planar.out_spatial, planar.conv
+        packs = Packs.of(problem)
+        unit_packs = 2 if packs.c % 16 or packs.k % 16 else 1
+        unit_c, unit_k, units = unit_packs * packs.c, unit_packs * packs.k, config["units"]
+        items = _items(problem, unit_c, unit_k)
+        columns, rows, images = min(config["columns"], round_up(out_w, 8)), config["rows"], config["images"]
+        if columns // 8 * images % 2:
+            columns += 8
+        span, warp_taps = min(columns, out_w), min(config["warp_taps"], filter_y)
+        patch_h = (rows - 1) * conv.stride[0] + (filter_y - 1) * conv.dilation[0] + 1
+        patch_w = (span - 1) * conv.stride[1] + (filter_x - 1) * conv.dilation[1] + 1
+        slots = round_up(patch_w, conv.stride[1])
+        stage = images * patch_h * slots * odd_words(2 * units * unit_c)
+        stage += images * rows * columns * odd_words(2 * units * unit_k)
+        sums = 4 * config["warps"] * units * unit_k * _sum_pitch(filter_y * filter_x * problem.w.shape[1])
+        return GroupedWeightsTiling(
+            unit_c=unit_c,
+            unit_k=unit_k,
+            items=items,
+            columns=columns,
+            span=span,
+            strips=columns // 8 * images // 2,
+            taps=(warp_taps, filter_x),
+            rows=rows,
+            patch=(patch_h, patch_w),
+            threads=32 * units * items * ceil_div(filter_y, warp_taps) * config["warps"],
+            shared_bytes=max(config["stages"] * stage, sums),
+            channel_tiles=ceil_div(problem.groups, packs.groups * unit_packs * units),
+            tiles=(ceil_div(out_h, rows), ceil_div(out_w, columns), ceil_div(problem.n, images)),
+        )
+
+
+def _items(problem: ProblemDescription, unit_c: int, unit_k: int) -> int:
+    c, k = problem.c // problem.groups, problem.k // problem.groups
+
+    def meet(first_c: int, first_k: int) -> bool:
+        return first_c // c <= (first_k + 15) // k and first_k // k <= (first_c + 15) // c
+
+    return sum(meet(at_c, at_k) for at_c in range(0, unit_c, 16) for at_k in range(0, unit_k, 16))
+
+
+def _sum_pitch(floats: int) -> int:
+    """Floats of shared memory of a filter's sums: 8 modulo 16, so that neighbouring filters are in other banks."""
+    whole = round_up(floats, 4)
+    return whole + (8 - whole) % 16

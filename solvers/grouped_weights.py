@@ -1,0 +1,244 @@
+"""ConvGroupedWeights: backward weights of grouped convolutions with few channels a group on tensor cores.
+
+Tiles of outputs are dealt to blocks; a second kernel adds the blocks' float32 sums in a fixed order.
+Kernels: kernels_src/grouped_weights.cu. Knows nothing of how candidates are chosen.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+from miofind.device import Device, Library, Place
+from miofind.problem import DataType, Direction, Layout, ProblemDescription
+from miofind.solution import Config, ConfigValue, ConvSolution, KernelStep, Pointer, Region, Scalar, WorkspacePlan
+from miofind.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
+from miofind.tiling.correlation import ceil_div
+from miofind.tiling.grouped import unserved
+from miofind.tiling.grouped_weights import GroupedWeightsTiling
+
+_MAX_SUMS = 128
+_MAX_THREADS = 1024
+_MAX_GRID = 2**16 - 1
+_MAX_WORKSPACE_BYTES = 1 << 28
+_SHARED_BYTES = 99 << 10
+_FINISH_THREADS = 256
+_PARTS = "parts"
+
+
+def _registers(tiling: GroupedWeightsTiling) -> int:
+    """Registers of a thread that spills nothing: sums, fragments, and addresses."""
+    return 8 * math.ceil((tiling.sums + 4 * tiling.taps[0] + 56) / 8)
+
+
+def _resident(tiling: GroupedWeightsTiling, shared_bytes: int) -> int:
+    """Blocks that a multiprocessor holds at once."""
+    by_registers = 65536 // (_registers(tiling) * tiling.threads)
+    by_shared = (shared_bytes + 1024) // (tiling.shared_bytes + 1024)
+    return max(1, min(by_registers, by_shared, 2048 // tiling.threads, 16))
+
+
+def _lanes(splits: int) -> int:
+    """Threads that share the addition of one element's parts."""
+    return min(32, 1 << max(0, ceil_div(splits, 4) - 1).bit_length())
+
+
+def _defines(
+    problem: ProblemDescription, config: Config, tiling: GroupedWeightsTiling, resident: int
+) -> tuple[tuple[str, str | int], ...]:
+    planar = problem.lifted(2)
+    conv = planar.conv
+    pairs = {
+        "FILTER": ("YX", planar.filter),
+        "STRIDE": ("HW", conv.stride),
+        "DILATION": ("HW", conv.dilation),
+        "PAD": ("HW", conv.pad_before),
+    }
+    return (
+        ("ELEMENT", planar.x.dtype.value),
+        ("GROUP_C", planar.c // planar.groups),
+        ("GROUP_K", planar.k // planar.groups),
+        *((f"{name}_{axis}", size) for name, (axes, sizes) in pairs.items() for axis, size in zip(axes, sizes)),
+        ("UNITS", config["units"]),
+        ("ROWS", config["rows"]),
+        ("COLUMNS", tiling.columns),
+        ("SPAN", tiling.span),
+        ("IMAGES", config["images"]),
+        ("WARP_TAPS", tiling.taps[0]),
+        ("WARPS", config["warps"]),
+        ("STAGES", config["stages"]),
+        ("ROW_TILES", tiling.tiles[0]),
+        ("COLUMN_TILES", tiling.tiles[1]),
+        ("CHANNELS_LAST", int(planar.x.layout.channels_last)),
+        ("LANES", _lanes(config["splits"])),
+        ("MIN_BLOCKS", resident),
+        ("SHARED_BYTES", tiling.shared_bytes),
+    )
+
+
+def _ints(*values: int) -> tuple[Scalar, ...]:
+    return tuple(Scalar(ctype="int32", value=value) for value in values)
+
+
+def _sum_step(problem: ProblemDescription, config: Config, device: Device) -> KernelStep:
+    tiling, planar = GroupedWeightsTiling.of(problem, config), problem.lifted(2)
+    return KernelStep(
+        source="grouped_weights.cu",
+        entry="grouped_weights",
+        grid=(tiling.channel_tiles, config["splits"], 1),
+        block=(tiling.threads, 1, 1),
+        shared_bytes=tiling.shared_bytes,
+        defines=_defines(problem, config, tiling, _resident(tiling, device.shared_bytes or _SHARED_BYTES)),
+        args=(
+            *(Pointer(buffer=name) for name in ("y", "x", "w", "w" if config["splits"] == 1 else _PARTS)),
+            *_ints(problem.n, problem.c, problem.k, *planar.spatial, *planar.out_spatial, tiling.tile_count),
+        ),
+    )
+
+
+def _finish_step(problem: ProblemDescription, config: Config, first: KernelStep, device: Device) -> KernelStep:
+    elements = 4 * _FINISH_THREADS // _lanes(config["splits"])
+    return KernelStep(
+        source="grouped_weights.cu",
+        entry="grouped_weights_finish",
+        grid=(ceil_div(problem.w.size, elements), 1, 1),
+        block=(_FINISH_THREADS, 1, 1),
+        defines=first.defines,
+        args=(Pointer(buffer=_PARTS), Pointer(buffer="w"), *_ints(problem.w.size, config["splits"])),
+        waits_itself=device.sm >= 90,
+    )
+
+
+_LAUNCH_MS = 0.0035
+
+
+def _config(rows: int, columns: int, images: int, units: int, warp_taps: int, warps: int, **deal: int) -> Config:
+    return Config.of(
+        rows=rows, columns=columns, images=images, units=units, warp_taps=warp_taps, warps=warps, **deal
+    )
+
+
+# What default_configs ranks by estimate; the last is valid for every applicable problem.
+_SHORT_LIST = (
+    *(
+        _config(rows, columns, images, units, 3, warps, stages=stages, splits=splits)
+        for rows in (4, 7, 8)
+        for columns, images in ((8, 2), (16, 1), (16, 2), (32, 1), (56, 2))
+        for units in (1, 2, 4)
+        for warps in (1, 2, 4)
+        for stages in (2, 3)
+        for splits in (4, 8, 16, 32, 64)
+    ),
+    _config(1, 16, 1, 1, 1, 1, stages=1, splits=1),
+)
+
+
+class ConvGroupedWeights(Solver):
+    """Backward weights of grouped convolutions: products of pixels on tensor cores, with float32 sums.
+
+    Pixels beyond the images are multiplied as zeros: an infinity or NaN spreads over taps that do not meet it.
+
+    Configuration: a warp adds 16 filters x 16 channels of a unit, the fewest groups that fill them, for `warp_taps`
+    rows of the filter, over `rows` x `columns` outputs of `images` images at a time; `warps` warps share the columns;
+    a block has `units` units and `stages` buffers; the outputs are dealt to `splits` blocks.
+    """
+
+    id = "ConvGroupedWeights"
+    algorithm = Algorithm.IMPLICIT_GEMM
+    keys = (
+        KernelKey(
+            place=Place.CUDA,
+            library=Library.PLAIN,
+            dtypes=frozenset({DataType.FLOAT16, DataType.BFLOAT16}),
+            layouts=frozenset({Layout.NWC, Layout.NHWC}),
+            min_sm=80,
+        ),
+    )
+    alignment_bytes = 16
+    parameters: ClassVar[Mapping[str, Sequence[ConfigValue]]] = {
+        "rows": (1, 2, 4, 7, 8),
+        "columns": (8, 16, 32, 56),
+        "images": (1, 2, 4),
+        "units": (1, 2, 4),
+        "warp_taps": (1, 3, 5),
+        "warps": (1, 2, 4),
+        "stages": (1, 2, 3),
+        "splits": (1, 4, 8, 16, 32, 64, 128),
+    }
+    sources = ("grouped_weights.cu",)
+
+    def examples(self) -> tuple[ProblemDescription, ...]:
+        def grouped(groups: int, c: int, k: int, **fields: object) -> ProblemDescription:
+            shape, taps = fields.pop("x"), fields.pop("w")
+            given = {"dtype": DataType.FLOAT16, "layout": Layout.NHWC, "padding": 1} | fields
+            return ProblemDescription.convolution(
+                x=(shape[0], groups * c, *shape[1:]),  # type: ignore[index]
+                w=(groups * k, c, *taps),  # type: ignore[misc]
+                groups=groups,
+                direction=Direction.BACKWARD_WEIGHTS,
+                **given,  # type: ignore[arg-type]
+            )
+
+        brain = DataType.BFLOAT16
+        return (
+            grouped(8, 4, 4, x=(2, 30, 29), w=(3, 3)),
+            grouped(4, 8, 8, x=(3, 28, 27), w=(3, 3), stride=2, dtype=brain),
+            grouped(3, 32, 32, x=(3, 7, 7), w=(3, 3)),
+            grouped(4, 6, 10, x=(2, 13, 9), w=(5, 3), padding=((4, 0), (1, 5)), dilation=(1, 2)),
+            grouped(2, 24, 64, x=(2, 9, 12), w=(1, 1), padding=0, dtype=brain),
+            grouped(4, 2, 4, x=(2, 50), w=(7,), stride=2, layout=Layout.NWC),
+        )
+
+    def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
+        if problem.direction is not Direction.BACKWARD_WEIGHTS:
+            return Applicability("serves backward weights: ConvGrouped serves the other directions")
+        reason = unserved(problem)
+        if reason:
+            return Applicability(reason)
+        if not self.is_valid_config(problem, device, _SHORT_LIST[-1]):
+            return Applicability(f"filter {problem.filter} or its stride or dilation is too large for a block")
+        return APPLICABLE
+
+    def is_valid_config(self, problem: ProblemDescription, device: Device, config: Config) -> bool:
+        tiling = GroupedWeightsTiling.of(problem, config)
+        out_h, out_w = problem.lifted(2).out_spatial
+        if config["rows"] >= 2 * out_h or config["columns"] >= 2 * max(16, out_w):
+            return False
+        if config["images"] >= 2 * problem.n or config["units"] >= 2 * tiling.channel_tiles * config["units"]:
+            return False
+        if config["warp_taps"] > max(1, problem.lifted(2).filter[0]) or config["warps"] > tiling.strips:
+            return False
+        if config["splits"] > tiling.tile_count or config["stages"] > ceil_div(tiling.tile_count, config["splits"]):
+            return False
+        if config["splits"] > 1 and 4 * config["splits"] * problem.w.size > _MAX_WORKSPACE_BYTES:
+            return False
+        if tiling.sums > _MAX_SUMS or tiling.threads > _MAX_THREADS or _registers(tiling) * tiling.threads > 65536:
+            return False
+        return tiling.shared_bytes <= (device.shared_bytes or _SHARED_BYTES)
+
+    def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
+        valid = [config for config in _SHORT_LIST if self.is_valid_config(problem, device, config)]
+        ranked = sorted(dict.fromkeys(valid), key=lambda config: self.estimate_ms(problem, device, config))
+        return tuple(ranked[:8])
+
+    def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
+        tiling = GroupedWeightsTiling.of(problem, config)
+        resident = _resident(tiling, device.shared_bytes or _SHARED_BYTES)
+        blocks = tiling.channel_tiles * config["splits"]
+        parts = 8 * problem.w.size * config["splits"] if config["splits"] > 1 else 0
+        memory = 1e3 * (problem.bytes + parts / 3) / device.bandwidth_bytes_per_s
+        full = ceil_div(blocks, device.sm_count * resident) * device.sm_count * resident
+        return _LAUNCH_MS + memory * min(4.0, full / blocks)
+
+    def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
+        step = _sum_step(problem, config, device)
+        if config["splits"] == 1:
+            return ConvSolution(steps=(step,))
+        parts = Region(name=_PARTS, bytes=4 * config["splits"] * problem.w.size)
+        return ConvSolution(
+            steps=(step, _finish_step(problem, config, step, device)), workspace=WorkspacePlan((parts,))
+        )
+
+
+SOLVERS = (ConvGroupedWeights(),)
