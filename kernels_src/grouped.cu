@@ -7,7 +7,7 @@
 // for one of SHARES shares of the results of a unit, for backward data of all stride_h * stride_w phases: coordinates modulo the
 // stride, each with taps of its own. A fragment of pixels serves all taps and rows of its column that meet it.
 // Defines: ELEMENT, GROUP_C, GROUP_K, FLIPPED (backward data), FILTER_*, STRIDE_*, DILATION_*, PAD_*, UNITS, SHARES,
-// ROWS, ROW_GROUPS, COLUMNS, SPAN (of COLUMNS that exist), COLUMN_TILES, IMAGES, CHANNELS_LAST, MIN_BLOCKS, SHARED_BYTES.
+// ROWS, ROW_GROUPS, COLUMNS, SPAN (of COLUMNS that exist), COLUMN_TILES, IMAGES, IN_H, IN_W, OUT_W, WHOLE_PLANES, CHANNELS_LAST, MIN_BLOCKS, SHARED_BYTES.
 #include "common/grouped.cuh"
 
 using Group = Groups<GROUP_C, GROUP_K>;
@@ -66,45 +66,64 @@ using Patch = Pixels<kImages, kPatchH, kPatchW, AxisW::kStep, kIn>;
 constexpr int kTapBytes = 2 * Group::kPackC, kFilterBytes = odd_words(kTaps * kTapBytes);
 constexpr int kFilters = kUnits * kUnitK, kFiltersAt = Patch::kBytes;
 
-// The staged results of one phase of columns: [image][row][phase of rows][column][channel].
-constexpr bool kOverlaid = AxisW::kPhases == 1;
-constexpr int kResultBytes = odd_words(2 * kOut), kTileRows = kTileH * AxisH::kPhases;
-constexpr int kResultsBytes = kImages * kTileRows * kSpan * kResultBytes;
-constexpr int kStagedBytes = Patch::kBytes + kFilters * kFilterBytes;
+// The staged results: channels last, of one phase of columns, [image][row][phase of rows][column][channel]; channels
+// first, of all phases, [image][channel][row][phase of rows][column][phase of columns], neighbouring channels 4 or 12
+// banks apart.
+constexpr bool kLast = CHANNELS_LAST, kOverlaid = AxisW::kPhases == 1;
+constexpr int kTileRows = kTileH * AxisH::kPhases, kTileColumns = kSpan * AxisW::kPhases;
+constexpr int kResultBytes = odd_words(2 * kOut), kPlane = round_up(kTileRows * kTileColumns - 8, 16) + 8;
+constexpr int kResultsBytes = kImages * (kLast ? kTileRows * kSpan * kResultBytes : 2 * kOut * kPlane);
+
+// Channels first, what arrives as it is in memory: whole planes if a block has all of them.
+constexpr bool kWhole = WHOLE_PLANES;
+constexpr int kShift = (AxisW::kFirst % 8 + 8) % 8;
+using Raw = Planes<Patch, IN_H, IN_W, kShift, kWhole>;
+constexpr int kRawFilterBytes = 2 * kFilters * kTaps * GROUP_C;
+constexpr int kRawAt = Patch::kBytes + kFilters * kFilterBytes, kRawFiltersAt = kRawAt + Raw::kBytes;
+constexpr int kStagedBytes = kLast ? kRawAt : kRawFiltersAt + kRawFilterBytes;
 constexpr int kResultsAt = kOverlaid ? 0 : kStagedBytes;
 static_assert(SHARED_BYTES == (kOverlaid ? maximum(kStagedBytes, kResultsBytes) : kStagedBytes + kResultsBytes),
               "miofind/tiling/grouped.py counts otherwise");
 
-__device__ __forceinline__ void stage_filters(unsigned char* staged, unsigned address, const ELEMENT* filter,
-                                              int first, int filters) {
-  constexpr int kVector = greatest_divisor(8, GROUP_C);
-  if constexpr (Group::kPack == 1 && CHANNELS_LAST) {
-    constexpr int kWords = kTaps * GROUP_C / 8;
+// Starts to copy the filters from number `first` on, of `filters`, as they are in memory; 8 filters are whole words.
+__device__ __forceinline__ void stage_raw_filters(unsigned to, const ELEMENT* filter, int first, int filters) {
+  constexpr int kElements = kTaps * GROUP_C;
 #pragma unroll 4
-    for (int i = threadIdx.x; i < kFilters * kWords; i += kThreads) {
-      const int row = i / kWords, word = i % kWords;
-      const bool inside = first + row < filters;
-      copy_bytes<16>(address + row * kFilterBytes + 16 * word, filter + (inside ? (first * kWords + i) * 8 : 0), inside);
-    }
-  } else {
-    constexpr int kWords = Group::kPackC / 8, kPart = CHANNELS_LAST ? kVector : 1;
+  for (int i = threadIdx.x; i < kFilters * kElements / 8; i += kThreads) {
+    const bool inside = first * kElements + 8 * i < filters * kElements;
+    copy_bytes<16>(to + 16 * i, filter + (inside ? first * kElements + 8 * i : 0), inside);
+  }
+}
+
+// Starts to copy filters that need not be rearranged.
+__device__ __forceinline__ void stage_filters(unsigned to, const ELEMENT* filter, int first, int filters) {
+  constexpr int kWords = kTaps * GROUP_C / 8;
+#pragma unroll 4
+  for (int i = threadIdx.x; i < kFilters * kWords; i += kThreads) {
+    const bool inside = first + i / kWords < filters;
+    copy_bytes<16>(to + i / kWords * kFilterBytes + 16 * (i % kWords), filter + (inside ? (first * kWords + i) * 8 : 0),
+                   inside);
+  }
+}
+
+// Lays filters out that lie in memory from `filter` on, zeros from number `filters` on.
+__device__ __forceinline__ void arrange_filters(unsigned char* staged, const ELEMENT* filter, int filters) {
+  constexpr int kWords = Group::kPackC / 8, kPart = kLast ? greatest_divisor(8, GROUP_C) : 1;
 #pragma unroll 2
-    for (int i = threadIdx.x; i < kFilters * kTaps * kWords; i += kThreads) {
-      const int word = i % kWords, tap = i / kWords % kTaps, row = i / (kWords * kTaps);
-      const int group = row / GROUP_K % Group::kPack;
-      Vector<ELEMENT, 8> values = {};
+  for (int i = threadIdx.x; i < kFilters * kTaps * kWords; i += kThreads) {
+    const int word = i % kWords, tap = i / kWords % kTaps, row = i / (kWords * kTaps);
+    const int group = row / GROUP_K % Group::kPack;
+    Vector<ELEMENT, 8> values = {};
 #pragma unroll
-      for (int part = 0; part < 8; part += kPart) {
-        const int channel = 8 * word + part - group * GROUP_C;
-        if (channel < 0 || channel >= GROUP_C || first + row >= filters) continue;
-        const int at = CHANNELS_LAST ? ((first + row) * kTaps + tap) * GROUP_C + channel
-                                     : ((first + row) * GROUP_C + channel) * kTaps + tap;
-        const auto some = *reinterpret_cast<const Vector<ELEMENT, kPart>*>(filter + at);
+    for (int part = 0; part < 8; part += kPart) {
+      const int channel = 8 * word + part - group * GROUP_C;
+      if (channel < 0 || channel >= GROUP_C || row >= filters) continue;
+      const int at = kLast ? (row * kTaps + tap) * GROUP_C + channel : (row * GROUP_C + channel) * kTaps + tap;
+      const auto some = *reinterpret_cast<const Vector<ELEMENT, kPart>*>(filter + at);
 #pragma unroll
-        for (int e = 0; e < kPart; ++e) values.at[part + e] = some.at[e];
-      }
-      *reinterpret_cast<Vector<ELEMENT, 8>*>(staged + row * kFilterBytes + tap * kTapBytes + 16 * word) = values;
+      for (int e = 0; e < kPart; ++e) values.at[part + e] = some.at[e];
     }
+    *reinterpret_cast<Vector<ELEMENT, 8>*>(staged + row * kFilterBytes + tap * kTapBytes + 16 * word) = values;
   }
 }
 
@@ -211,13 +230,30 @@ __device__ __forceinline__ unsigned pixels_of(unsigned patch, const Part& part) 
 }
 
 // Rounds sums into the staged results.
-__device__ __forceinline__ void stage_sums(unsigned char* results, const Sums& sums, const Part& part) {
+__device__ __forceinline__ void stage_sums(unsigned char* results, const Sums& sums, const Part& part,
+                                           int columns_phase) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const Run run = run_at(part.first_run + half);
     const int column = run.column + lane / 4;
     if (part.first_run + half >= kRuns || column >= kSpan) continue;
+    if constexpr (!kLast) {
+      const int channel = part.unit * kUnitOut + 8 * part.block + lane % 4 * 2;
+      ELEMENT* const to = reinterpret_cast<ELEMENT*>(results) + (run.image * kOut + channel) * kPlane +
+                          run.row * AxisH::kPhases * kTileColumns + column * AxisW::kPhases + columns_phase;
+#pragma unroll
+      for (int row = 0; row < kRows; ++row)
+#pragma unroll
+        for (int phase = 0; phase < AxisH::kPhases; ++phase)
+#pragma unroll
+          for (int j = 0; j < kBlocksN; ++j)
+#pragma unroll
+            for (int e = 0; e < 2; ++e)
+              to[(8 * j + e) * kPlane + (row * AxisH::kPhases + phase) * kTileColumns] =
+                  convert<ELEMENT>(sums[phase][row][j][2 * half + e]);
+      continue;
+    }
     const int first = (run.image * kTileH + run.row) * AxisH::kPhases * kSpan + column;
     unsigned char* const to =
         results + first * kResultBytes + 2 * part.unit * kUnitOut + 16 * part.block + lane % 4 * 4;
@@ -250,6 +286,22 @@ __device__ __forceinline__ void store_results(ELEMENT* out, const unsigned char*
   }
 }
 
+// Stores staged planes of all phases.
+__device__ __forceinline__ void store_planes(ELEMENT* out, const unsigned char* results, const Images& images) {
+  constexpr int kVector = greatest_divisor(8, greatest_divisor(OUT_W, kTileColumns));
+  constexpr int kVectors = kTileColumns / kVector;
+#pragma unroll 4
+  for (int i = threadIdx.x; i < kImages * kOut * kTileRows * kVectors; i += kThreads) {
+    const int column = i % kVectors * kVector, row = i / kVectors % kTileRows, plane = i / (kVectors * kTileRows);
+    const int n = images.first_n + plane / kOut, channel = images.first_channel + plane % kOut;
+    const int h = images.first_row + row, v = images.first_column + column;
+    if (n >= images.n || channel >= images.channels || h >= images.height || v >= images.width) continue;
+    *reinterpret_cast<Vector<ELEMENT, kVector>*>(
+        out + ((n * images.channels + channel) * images.height + h) * images.width + v) =
+        *reinterpret_cast<const Vector<ELEMENT, kVector>*>(results + 2 * (plane * kPlane + row * kTileColumns + column));
+  }
+}
+
 extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
     grouped(const ELEMENT* __restrict__ in, const ELEMENT* __restrict__ filter, ELEMENT* __restrict__ out, int n,
             int in_channels, int out_channels, int in_height, int in_width, int out_height, int out_width) {
@@ -258,16 +310,37 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
   const int unit = blockIdx.x * kUnits, column = blockIdx.y % COLUMN_TILES * kColumns;
   const int row = blockIdx.y / COLUMN_TILES * kTileH, image = blockIdx.z * kImages;
 
-  stage_pixels<Patch, kThreads>(base, in,
-                                {n, in_channels, in_height, in_width, image, unit * kUnitIn,
-                                 row * AxisH::kStep + AxisH::kFirst, column * AxisW::kStep + AxisW::kFirst});
-  stage_filters(staged + kFiltersAt, base + kFiltersAt, filter, unit * kUnitK, kFlipped ? in_channels : out_channels);
-  commit_copies();
+  const Images source = {n,
+                         in_channels,
+                         in_height,
+                         in_width,
+                         image,
+                         unit * kUnitIn,
+                         row * AxisH::kStep + AxisH::kFirst,
+                         column * AxisW::kStep + AxisW::kFirst};
+  const int first_filter = unit * kUnitK, filters = kFlipped ? in_channels : out_channels;
+  if constexpr (kLast) {
+    stage_pixels<Patch, kThreads>(base, in, source);
+    if constexpr (Group::kPack == 1)
+      stage_filters(base + kFiltersAt, filter, first_filter, filters);
+    else
+      arrange_filters(staged + kFiltersAt, filter + first_filter * kTaps * GROUP_C, filters - first_filter);
+    commit_copies();
+  } else {
+    stage_planes<Patch, IN_H, IN_W, kShift, kWhole, kThreads>(staged + kRawAt, in, source);
+    stage_raw_filters(base + kRawFiltersAt, filter, first_filter, filters);
+    commit_copies();
+    wait_for_copies<0>();
+    __syncthreads();  // the planes and the filters have arrived
+    turn_planes<Patch, IN_H, IN_W, kShift, kWhole, kThreads>(
+        staged, reinterpret_cast<const ELEMENT*>(staged + kRawAt), source);
+    arrange_filters(staged + kFiltersAt, reinterpret_cast<const ELEMENT*>(staged + kRawFiltersAt), kFilters);
+  }
 
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
   const Part part = {warp % kUnits, warp / kUnits % kShares * kBlocksN, warp / (kUnits * kShares) * 2};
   const unsigned pixels = pixels_of(base, part);
-  const unsigned filters = base + kFiltersAt + part.unit * kUnitK * kFilterBytes +
+  const unsigned matrices = base + kFiltersAt + part.unit * kUnitK * kFilterBytes +
                            (kFlipped ? lane % 16 * kFilterBytes : lane % 8 * kFilterBytes + lane / 8 % 2 * 16);
   wait_for_copies<0>();
   __syncthreads();  // the patch and the filters have arrived
@@ -281,14 +354,23 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
       for (int tap = 0; tap < kFilterX; ++tap) {
         if (!AxisW::meets(phase, tap)) continue;
         const int shift = Patch::slot(AxisW::offset(phase, tap) - AxisW::kFirst);
-        add_column(sums, pixels + shift * Patch::kPixelBytes + 32 * depth, filters, tap, depth, part.block);
+        add_column(sums, pixels + shift * Patch::kPixelBytes + 32 * depth, matrices, tap, depth, part.block);
       }
-    if (kOverlaid || phase > 0) __syncthreads();  // every warp has read the patch, or stored the phase before
-    stage_sums(staged + kResultsAt, sums, part);
+    if (kOverlaid || (kLast && phase > 0)) __syncthreads();  // every warp has read the patch, or stored the phase before
+    stage_sums(staged + kResultsAt, sums, part, phase);
+    if (!kLast && phase < AxisW::kPhases - 1) continue;
     __syncthreads();  // the results of every warp are staged
-    store_results(out, staged + kResultsAt,
-                  {n, out_channels, out_height, out_width, image, unit * kUnitOut, row * AxisH::kPhases,
-                   column * AxisW::kPhases},
-                  phase);
+    const Images target = {n,
+                           out_channels,
+                           out_height,
+                           out_width,
+                           image,
+                           unit * kUnitOut,
+                           row * AxisH::kPhases,
+                           column * AxisW::kPhases};
+    if constexpr (kLast)
+      store_results(out, staged + kResultsAt, target, phase);
+    else
+      store_planes(out, staged + kResultsAt, target);
   }
 }

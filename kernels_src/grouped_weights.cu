@@ -7,7 +7,8 @@
 // serves the taps of its column, one of dy those of its row. Warps' sums are added in shared memory, blocks' by
 // `grouped_weights_finish`, in a fixed order.
 // Defines: ELEMENT, GROUP_C, GROUP_K, FILTER_*, STRIDE_*, DILATION_*, PAD_*, UNITS, ROWS, COLUMNS, SPAN (of COLUMNS that
-// exist), IMAGES, WARP_TAPS, WARPS, STAGES, ROW_TILES, COLUMN_TILES, CHANNELS_LAST, LANES, MIN_BLOCKS, SHARED_BYTES.
+// exist), IMAGES, WARP_TAPS, WARPS, STAGES, ROW_TILES, COLUMN_TILES, IN_*, OUT_*, CHANNELS_LAST, LANES, MIN_BLOCKS,
+// SHARED_BYTES.
 #include "common/early_launch.cuh"
 #include "common/grouped.cuh"
 
@@ -39,14 +40,22 @@ using Patch = Pixels<kImages, kPatchH, kPatchW, STRIDE_W, kC>;
 using Gradients = Pixels<kImages, kRows, kColumns, 1, kK>;
 constexpr int kRuns = kColumns / 8 * kImages, kStrips = kRuns / 2;
 static_assert(kColumns % 8 == 0 && kRuns % 2 == 0, "strips are pairs of runs of 8 columns");
-constexpr int kStageBytes = Patch::kBytes + Gradients::kBytes;
+constexpr int kTileBytes = Patch::kBytes + Gradients::kBytes;
+
+// Channels first, what arrives as it is in memory: whole planes if a tile has all of them.
+constexpr bool kLast = CHANNELS_LAST, kWhole = ROW_TILES == 1 && COLUMN_TILES == 1;
+constexpr int kShift = (8 - PAD_W % 8) % 8;
+using RawPatch = Planes<Patch, IN_H, IN_W, kShift, kWhole>;
+using RawGradients = Planes<Gradients, OUT_H, OUT_W, 0, kWhole>;
+constexpr int kStageBytes = kLast ? kTileBytes : RawPatch::kBytes + RawGradients::kBytes;
+constexpr int kStagesAt = kLast ? 0 : kTileBytes;
 
 // The warps' sums, one set of a block's filters each, in the order of w; rows of neighbouring filters are 8 or 24 banks
 // apart.
 constexpr int kFilterFloats = kTaps * GROUP_C;
 constexpr int kSumPitch = round_up(kFilterFloats, 4) + ((8 - round_up(kFilterFloats, 4)) % 16 + 16) % 16;
 constexpr int kSumBytes = 4 * kWarps * kK * kSumPitch;
-static_assert(SHARED_BYTES == maximum(kStages * kStageBytes, kSumBytes), "miofind/tiling/grouped.py counts otherwise");
+static_assert(SHARED_BYTES == maximum(kStagesAt + kStages * kStageBytes, kSumBytes), "miofind/tiling/grouped.py counts otherwise");
 
 // What a warp computes of each tile.
 struct Part {
@@ -68,16 +77,39 @@ struct Sizes {
   int n, channels, filters, height, width, out_height, out_width;
 };
 
-__device__ __forceinline__ void stage_tile(unsigned to, const ELEMENT* x, const ELEMENT* dy, const Sizes& sizes,
-                                           int tile) {
+// A tile's parts of x and of dy.
+struct Place {
+  Images x, dy;
+};
+
+__device__ __forceinline__ Place place_of(const Sizes& sizes, int tile) {
   const int column = tile % COLUMN_TILES * kColumns, row = tile / COLUMN_TILES % ROW_TILES * kRows;
   const int image = tile / (COLUMN_TILES * ROW_TILES) * kImages, unit = blockIdx.x * kUnits;
-  stage_pixels<Patch, kThreads>(to, x,
-                                {sizes.n, sizes.channels, sizes.height, sizes.width, image, unit * kUnitC,
-                                 row * STRIDE_H - PAD_H, column * STRIDE_W - PAD_W});
-  stage_pixels<Gradients, kThreads>(
-      to + Patch::kBytes, dy,
-      {sizes.n, sizes.filters, sizes.out_height, sizes.out_width, image, unit * kUnitK, row, column});
+  return {{sizes.n, sizes.channels, sizes.height, sizes.width, image, unit * kUnitC, row * STRIDE_H - PAD_H,
+           column * STRIDE_W - PAD_W},
+          {sizes.n, sizes.filters, sizes.out_height, sizes.out_width, image, unit * kUnitK, row, column}};
+}
+
+// Starts to copy a tile.
+__device__ __forceinline__ void stage_tile(unsigned char* to, const ELEMENT* x, const ELEMENT* dy, const Sizes& sizes,
+                                           int tile) {
+  const Place place = place_of(sizes, tile);
+  if constexpr (kLast) {
+    const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(to));
+    stage_pixels<Patch, kThreads>(address, x, place.x);
+    stage_pixels<Gradients, kThreads>(address + Patch::kBytes, dy, place.dy);
+  } else {
+    stage_planes<Patch, IN_H, IN_W, kShift, kWhole, kThreads>(to, x, place.x);
+    stage_planes<Gradients, OUT_H, OUT_W, 0, kWhole, kThreads>(to + RawPatch::kBytes, dy, place.dy);
+  }
+}
+
+// Lays a tile that has arrived channels first out as pixels.
+__device__ __forceinline__ void turn_tile(unsigned char* to, const unsigned char* from, const Sizes& sizes, int tile) {
+  const Place place = place_of(sizes, tile);
+  turn_planes<Patch, IN_H, IN_W, kShift, kWhole, kThreads>(to, reinterpret_cast<const ELEMENT*>(from), place.x);
+  turn_planes<Gradients, OUT_H, OUT_W, 0, kWhole, kThreads>(
+      to + Patch::kBytes, reinterpret_cast<const ELEMENT*>(from + RawPatch::kBytes), place.dy);
 }
 
 // Number of a strip's run and column for a lane.
@@ -202,7 +234,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
 #pragma unroll
   for (int stage = 0; stage < kStages - 1; ++stage) {
     const int tile = blockIdx.y + stage * step;
-    if (tile < tiles) stage_tile(base + stage * kStageBytes, x, dy, sizes, tile);
+    if (tile < tiles) stage_tile(staged + kStagesAt + stage * kStageBytes, x, dy, sizes, tile);
     commit_copies();
   }
   Sums sums = {};
@@ -211,7 +243,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
   for (int tile = blockIdx.y; tile < tiles; tile += step) {
     if constexpr (kStages == 1) {
       __syncthreads();  // every warp has read the tile before
-      stage_tile(base, x, dy, sizes, tile);
+      stage_tile(staged + kStagesAt, x, dy, sizes, tile);
       commit_copies();
       wait_for_copies<0>();
       __syncthreads();  // the tile has arrived
@@ -219,10 +251,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
       wait_for_copies<kStages - 2>();
       __syncthreads();  // the tile has arrived, and every warp has read the one that is overwritten next
       const int next = tile + (kStages - 1) * step, to = at == 0 ? kStages - 1 : at - 1;
-      if (next < tiles) stage_tile(base + to * kStageBytes, x, dy, sizes, next);
+      if (next < tiles) stage_tile(staged + kStagesAt + to * kStageBytes, x, dy, sizes, next);
       commit_copies();
     }
-    add_tile(sums, base + at * kStageBytes, part);
+    if constexpr (!kLast) {
+      turn_tile(staged, staged + kStagesAt + at * kStageBytes, sizes, tile);
+      __syncthreads();  // the tile is laid out
+    }
+    add_tile(sums, base + (kLast ? at * kStageBytes : 0), part);
     at = at + 1 == kStages ? 0 : at + 1;
   }
   wait_for_copies<0>();

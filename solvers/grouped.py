@@ -14,7 +14,7 @@ from miofind.device import Device, Library, Place
 from miofind.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.solution import Config, ConfigValue, ConvSolution, KernelStep, Pointer, Scalar
 from miofind.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
-from miofind.tiling.grouped import GroupedTiling, units_of, unserved
+from miofind.tiling.grouped import SOURCE, GroupedTiling, units_of, unserved
 
 _MAX_SUMS = 128
 _MAX_REGISTERS = 255
@@ -39,8 +39,7 @@ def _launch(problem: ProblemDescription, config: Config, shared_bytes: int) -> K
     planar = problem.lifted(2)
     tiling = GroupedTiling.of(problem, config)
     channel_tiles, row_tiles, column_tiles, image_tiles = tiling.tiles
-    flipped = problem.direction is Direction.BACKWARD_DATA
-    source, target = ("y", "x") if flipped else ("x", "y")
+    source, target = SOURCE[problem.direction], problem.direction.output
     read, written = planar.tensor(source).shape, planar.tensor(target).shape
     sizes = (problem.n, read[1], written[1], *read[2:], *written[2:])
     return KernelStep(
@@ -60,7 +59,7 @@ def _launch(problem: ProblemDescription, config: Config, shared_bytes: int) -> K
 def _defines(
     planar: ProblemDescription, config: Config, tiling: GroupedTiling, resident: int
 ) -> tuple[tuple[str, str | int], ...]:
-    conv = planar.conv
+    conv, source = planar.conv, planar.tensor(SOURCE[planar.direction]).shape[2:]
     pairs = {
         "FILTER": ("YX", planar.filter),
         "STRIDE": ("HW", conv.stride),
@@ -81,6 +80,10 @@ def _defines(
         ("SPAN", tiling.span),
         ("COLUMN_TILES", tiling.tiles[2]),
         ("IMAGES", config["images"]),
+        ("IN_H", source[0]),
+        ("IN_W", source[1]),
+        ("OUT_W", planar.output.shape[3]),
+        ("WHOLE_PLANES", int(tiling.is_whole)),
         ("CHANNELS_LAST", int(planar.x.layout.channels_last)),
         ("MIN_BLOCKS", resident),
         ("SHARED_BYTES", tiling.shared_bytes),
@@ -130,7 +133,7 @@ class ConvGrouped(Solver):
             place=Place.CUDA,
             library=Library.PLAIN,
             dtypes=frozenset({DataType.FLOAT16, DataType.BFLOAT16}),
-            layouts=frozenset({Layout.NWC, Layout.NHWC}),
+            layouts=frozenset({Layout.NWC, Layout.NHWC, Layout.NCW, Layout.NCHW}),
             min_sm=80,
         ),
     )

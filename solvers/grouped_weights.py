@@ -29,7 +29,7 @@ _PARTS = "parts"
 
 def _registers(tiling: GroupedWeightsTiling) -> int:
     """Registers of a thread that spills nothing: sums, fragments, and addresses."""
-    return 8 * math.ceil((tiling.sums + 4 * tiling.taps[0] + 56) / 8)
+    return 8 * math.ceil((tiling.sums + 4 * tiling.taps[0] + 64) / 8)
 
 
 def _resident(tiling: GroupedWeightsTiling, shared_bytes: int) -> int:
@@ -70,6 +70,7 @@ def _defines(
         ("STAGES", config["stages"]),
         ("ROW_TILES", tiling.tiles[0]),
         ("COLUMN_TILES", tiling.tiles[1]),
+        *zip(("IN_H", "IN_W", "OUT_H", "OUT_W"), (*planar.spatial, *planar.out_spatial)),
         ("CHANNELS_LAST", int(planar.x.layout.channels_last)),
         ("LANES", _lanes(config["splits"])),
         ("MIN_BLOCKS", resident),
@@ -151,7 +152,7 @@ class ConvGroupedWeights(Solver):
             place=Place.CUDA,
             library=Library.PLAIN,
             dtypes=frozenset({DataType.FLOAT16, DataType.BFLOAT16}),
-            layouts=frozenset({Layout.NWC, Layout.NHWC}),
+            layouts=frozenset({Layout.NWC, Layout.NHWC, Layout.NCW, Layout.NCHW}),
             min_sm=80,
         ),
     )

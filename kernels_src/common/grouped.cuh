@@ -39,6 +39,17 @@ struct Pixels {
   static constexpr int slot(int column) { return column % kStep * kRun + column / kStep; }
 };
 
+// Channels-first pixels on their way to `Shape`: [image][channel][row][column] as in the tensor, of height kHeight and
+// width kWidth: whole planes if kWhole, else the shape's rows from kShift columns before its first column on, which is
+// then a multiple of 8.
+template <typename Shape, int kHeight, int kWidth, int kShift, bool kWhole>
+struct Planes {
+  static constexpr int kVector = kWhole ? 8 : greatest_divisor(8, kWidth);
+  static constexpr int kRow = kWhole ? kWidth : round_up(kShift + Shape::kColumns, 8);
+  static constexpr int kChannel = kWhole ? kHeight * kWidth : Shape::kRows * kRow;
+  static constexpr int kImage = Shape::kChannels * kChannel, kBytes = 2 * Shape::kImages * kImage;
+};
+
 // A tensor's sizes, and where a block's part of it begins; rows and columns may begin outside.
 struct Images {
   int n, channels, height, width;
@@ -62,5 +73,69 @@ __device__ __forceinline__ void stage_pixels(unsigned to, const T* tensor, const
     copy_bytes<16>(to + image * Shape::kImageBytes + row * Shape::kRowBytes +
                        Shape::slot(column) * Shape::kPixelBytes + 16 * word,
                    tensor + offset, inside);
+  }
+}
+
+template <int kVector, typename T>
+__device__ __forceinline__ void stage_vector(unsigned char* to, const T* from, bool inside) {
+  if constexpr (kVector > 1)
+    copy_bytes<2 * kVector>(static_cast<unsigned>(__cvta_generic_to_shared(to)), from, inside);
+  else
+    *reinterpret_cast<T*>(to) = inside ? *from : convert<T>(0.0f);
+}
+
+// Starts to copy planes; complete after wait_for_copies and a barrier.
+template <typename Shape, int kHeight, int kWidth, int kShift, bool kWhole, int kThreads, typename T>
+__device__ __forceinline__ void stage_planes(unsigned char* to, const T* tensor, const Images& images) {
+  using Raw = Planes<Shape, kHeight, kWidth, kShift, kWhole>;
+  constexpr int kVector = Raw::kVector, kVectors = kWhole ? Raw::kImage / kVector : Raw::kRow / kVector;
+  constexpr int kRuns = kWhole ? Shape::kImages : Shape::kImages * Shape::kChannels * Shape::kRows;
+#pragma unroll 4
+  for (int i = threadIdx.x; i < kRuns * kVectors; i += kThreads) {
+    const int at = i % kVectors * kVector, run = i / kVectors;
+    int offset;
+    bool inside;
+    if constexpr (kWhole) {
+      const int n = images.first_n + run;
+      offset = images.first_channel * (kHeight * kWidth) + at;
+      inside = n < images.n && offset < images.channels * (kHeight * kWidth);
+      offset += n * images.channels * (kHeight * kWidth);
+    } else {
+      const int channel = images.first_channel + run / Shape::kRows % Shape::kChannels;
+      const int n = images.first_n + run / (Shape::kRows * Shape::kChannels);
+      const int h = images.first_row + run % Shape::kRows, v = images.first_column - kShift + at;
+      inside = n < images.n && channel < images.channels && static_cast<unsigned>(h) < static_cast<unsigned>(kHeight) &&
+               static_cast<unsigned>(v) < static_cast<unsigned>(kWidth);
+      offset = ((n * images.channels + channel) * kHeight + h) * kWidth + v;
+    }
+    stage_vector<kVector>(to + 2 * kVector * i, tensor + (inside ? offset : 0), inside);
+  }
+}
+
+// Lays planes that have arrived out as pixels.
+template <typename Shape, int kHeight, int kWidth, int kShift, bool kWhole, int kThreads, typename T>
+__device__ __forceinline__ void turn_planes(unsigned char* to, const T* planes, const Images& images) {
+  using Raw = Planes<Shape, kHeight, kWidth, kShift, kWhole>;
+  constexpr int kWords = Shape::kChannels / 8;
+#pragma unroll 2
+  for (int i = threadIdx.x; i < Shape::kImages * Shape::kRows * kWords * Shape::kColumns; i += kThreads) {
+    const int column = i % Shape::kColumns, word = i / Shape::kColumns % kWords;
+    const int row = i / (Shape::kColumns * kWords) % Shape::kRows, image = i / (Shape::kColumns * kWords * Shape::kRows);
+    bool inside = true;
+    int from = image * Raw::kImage + 8 * word * Raw::kChannel;
+    if constexpr (kWhole) {
+      const int h = images.first_row + row, v = images.first_column + column;
+      inside = static_cast<unsigned>(h) < static_cast<unsigned>(kHeight) &&
+               static_cast<unsigned>(v) < static_cast<unsigned>(kWidth);
+      from += h * kWidth + v;
+    } else {
+      from += row * Raw::kRow + kShift + column;
+    }
+    Vector<T, 8> values = {};
+    if (inside)
+#pragma unroll
+      for (int e = 0; e < 8; ++e) values.at[e] = planes[from + e * Raw::kChannel];
+    *reinterpret_cast<Vector<T, 8>*>(to + image * Shape::kImageBytes + row * Shape::kRowBytes +
+                                     Shape::slot(column) * Shape::kPixelBytes + 16 * word) = values;
   }
 }

@@ -9,12 +9,15 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from miofind.problem import Direction, ProblemDescription
+from miofind.problem import Direction, ProblemDescription, TensorDescriptor
 from miofind.solution import Config
 from miofind.tiling.correlation import ceil_div, round_up
 
 MAX_ELEMENTS = 2**31 - 2**22
 """Elements of a tensor, and blocks of a grid, that are counted in 32 bits."""
+
+SOURCE = {Direction.FORWARD: "x", Direction.BACKWARD_DATA: "y"}
+"""The tensor that is read beside the filter."""
 
 _FEWEST, _MOST = 2, 64  # channels of a group
 _MOST_TAPS, _MOST_STRIDE = 31, 8
@@ -126,6 +129,7 @@ class GroupedTiling:
         fragments: pairs of runs of 8 outputs.
         patch: input rows and columns staged, of an image.
         shares: warps that share the results of a unit.
+        is_whole: whether a block has whole images.
         threads: of a block.
         shared_bytes: of a block.
         tiles: across channels, rows, columns and images.
@@ -141,6 +145,7 @@ class GroupedTiling:
     fragments: int
     patch: tuple[int, int]
     shares: int
+    is_whole: bool
     threads: int
     shared_bytes: int
     tiles: tuple[int, int, int, int]
@@ -170,8 +175,16 @@ class GroupedTiling:
         patch_bytes = images * patch_h * slots * odd_words(2 * units * unit_in)
         unit_k = unit_in if problem.direction is Direction.BACKWARD_DATA else unit_out
         filter_bytes = units * unit_k * odd_words(math.prod(planar.filter) * 2 * packs.c)
-        results = images * tile_h * height.phases * span * odd_words(2 * units * unit_out)
-        staged = patch_bytes + filter_bytes
+        staged, tile_rows = patch_bytes + filter_bytes, tile_h * height.phases
+        is_whole = columns >= width.outputs and tile_h >= height.outputs
+        if planar.x.layout.channels_last:
+            results = images * tile_rows * span * odd_words(2 * units * unit_out)
+        else:
+            results = 2 * images * units * unit_out * (round_up(tile_rows * span * width.phases - 8, 16) + 8)
+            staged += raw_bytes(planar.tensor(SOURCE[problem.direction]), (patch_h, patch_w), width.first, whole=is_whole) * (
+                images * units * unit_in
+            )
+            staged += 2 * units * unit_k * math.prod(planar.w.shape[1:])
         return GroupedTiling(
             axes=axes,
             in_blocks=unit_in // 8,
@@ -183,6 +196,7 @@ class GroupedTiling:
             fragments=fragments,
             patch=(patch_h, patch_w),
             shares=config["shares"],
+            is_whole=is_whole,
             threads=32 * fragments * units * config["shares"],
             shared_bytes=max(staged, results) if width.phases == 1 else staged + results,
             tiles=(
@@ -210,3 +224,11 @@ def unit_channels(problem: ProblemDescription) -> tuple[int, int]:
 def units_of(problem: ProblemDescription) -> int:
     """Units that a problem's groups make, the last perhaps not full."""
     return ceil_div(problem.groups, Packs.of(problem).groups * packs_of_unit(problem))
+
+
+def raw_bytes(tensor: TensorDescriptor, patch: tuple[int, int], first_column: int, *, whole: bool) -> int:
+    """Bytes of one channel of an image on its way to a patch of so many rows and columns, as `Planes` has them."""
+    if whole:
+        return 2 * math.prod(tensor.shape[2:])
+    return 2 * patch[0] * round_up(first_column % 8 + patch[1], 8)
+

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from miofind.problem import ProblemDescription
 from miofind.solution import Config
 from miofind.tiling.correlation import ceil_div, round_up
-from miofind.tiling.grouped import Packs, odd_words
+from miofind.tiling.grouped import Packs, odd_words, raw_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,8 +71,16 @@ class GroupedWeightsTiling:
         patch_h = (rows - 1) * conv.stride[0] + (filter_y - 1) * conv.dilation[0] + 1
         patch_w = (span - 1) * conv.stride[1] + (filter_x - 1) * conv.dilation[1] + 1
         slots = round_up(patch_w, conv.stride[1])
-        stage = images * patch_h * slots * odd_words(2 * units * unit_c)
-        stage += images * rows * columns * odd_words(2 * units * unit_k)
+        tiles = (ceil_div(out_h, rows), ceil_div(out_w, columns), ceil_div(problem.n, images))
+        tile = images * patch_h * slots * odd_words(2 * units * unit_c)
+        tile += images * rows * columns * odd_words(2 * units * unit_k)
+        if planar.x.layout.channels_last:
+            staged = config["stages"] * tile
+        else:
+            is_whole = tiles[:2] == (1, 1)
+            x = raw_bytes(planar.x, (patch_h, patch_w), -conv.pad_before[1], whole=is_whole)
+            y = raw_bytes(planar.y, (rows, columns), 0, whole=is_whole)
+            staged = tile + config["stages"] * images * units * (unit_c * x + unit_k * y)
         sums = 4 * config["warps"] * units * unit_k * _sum_pitch(filter_y * filter_x * problem.w.shape[1])
         return GroupedWeightsTiling(
             unit_c=unit_c,
@@ -85,9 +93,9 @@ class GroupedWeightsTiling:
             rows=rows,
             patch=(patch_h, patch_w),
             threads=32 * units * items * ceil_div(filter_y, warp_taps) * config["warps"],
-            shared_bytes=max(config["stages"] * stage, sums),
+            shared_bytes=max(staged, sums),
             channel_tiles=ceil_div(problem.groups, packs.groups * unit_packs * units),
-            tiles=(ceil_div(out_h, rows), ceil_div(out_w, columns), ceil_div(problem.n, images)),
+            tiles=tiles,
         )
 
 
