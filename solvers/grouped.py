@@ -90,7 +90,37 @@ def _defines(
     )
 
 
-_LAUNCH_MS = 0.0025
+# Issue slots, in a warp's instructions, to move 16 bytes into and out of shared memory, channels last and first; cycles
+# of shared memory for 128 bytes, and of tensor cores for a product of depth 16; cycles that a block waits.
+_MOVE, _TURN = 20, 60
+_PRODUCT = 2.0
+_BLOCK_LATENCY = 3500
+_SHORT_RUN = 12  # bytes that a run of channels costs besides its own
+_LAUNCH_MS = 0.0022
+
+
+def _busy_ms(problem: ProblemDescription, device: Device, tiling: GroupedTiling, resident: int) -> float:
+    """Milliseconds of the multiprocessors, device memory aside."""
+    height, width = tiling.axes
+    warps, taps_h, taps_w = tiling.threads // 32, height.taps, width.taps
+    rows_in = (tiling.rows - 1) * height.stride + height.reach + 1
+    blocks_n, depth = tiling.out_blocks // tiling.shares, tiling.in_blocks // 2
+    products = tiling.rows * taps_h * taps_w * (depth * blocks_n if tiling.is_dense else tiling.in_blocks / 2)
+    reads = depth * taps_w * (rows_in * 4 + taps_h * blocks_n * 2)
+    read = tiling.images * math.prod(tiling.patch) * tiling.units * tiling.in_blocks
+    written = tiling.images * tiling.rows * tiling.row_groups * height.phases * width.phases * tiling.span
+    written *= tiling.units * tiling.out_blocks
+    move = _MOVE if problem.x.layout.channels_last else _TURN
+    slots = (read + written) * move / 32 + tiling.filter_bytes / 16 * move / 32
+    slots += warps * (1.5 * products + reads / 2 + 200)
+    shared = (3 * read + 4 * written) / 8 + warps * reads
+    busy = max(slots / 3, shared, warps * products * _PRODUCT)
+    alone = _BLOCK_LATENCY + slots / min(4, warps) / 2
+    full, rest = divmod(tiling.blocks, device.sm_count * resident)
+    cycles = full * max(resident * busy, alone)
+    if rest:
+        cycles += max(math.ceil(rest / device.sm_count) * busy, alone)
+    return float(1e3 * cycles / device.clock_hz)
 
 
 def _config(rows: int, row_groups: int, columns: int, images: int, units: int, shares: int) -> Config:
@@ -104,10 +134,10 @@ _SHORT_LIST = (
     *(
         _config(rows, row_groups, columns, images, units, shares)
         for rows in (2, 4, 7, 8)
-        for row_groups in (1, 2)
+        for row_groups in (1, 2, 4)
         for columns in (8, 16, 32, 56)
-        for images in (1, 2)
-        for units in (1, 2, 4)
+        for images in (1, 2, 4)
+        for units in (1, 2, 4, 8)
         for shares in (1, 2)
     ),
     _config(1, 1, 8, 1, 1, 1),
@@ -206,9 +236,9 @@ class ConvGrouped(Solver):
     def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
         tiling = GroupedTiling.of(problem, config)
         resident = _resident(tiling, device.shared_bytes or _SHARED_BYTES)
-        memory = 1e3 * problem.bytes / device.bandwidth_bytes_per_s
-        waves = tiling.blocks / (device.sm_count * resident)
-        return _LAUNCH_MS + max(memory, 0.002 * math.ceil(waves))
+        run_bytes = 16 * tiling.units * min(tiling.in_blocks, tiling.out_blocks)
+        memory = 1e3 * problem.bytes * (1 + _SHORT_RUN / run_bytes) / device.bandwidth_bytes_per_s
+        return _LAUNCH_MS + math.hypot(memory, _busy_ms(problem, device, tiling, resident))
 
     def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
         return ConvSolution(steps=(_launch(problem, config, device.shared_bytes or _SHARED_BYTES),))

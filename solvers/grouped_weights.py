@@ -111,7 +111,42 @@ def _finish_step(problem: ProblemDescription, config: Config, first: KernelStep,
     )
 
 
-_LAUNCH_MS = 0.0035
+# Issue slots, in a warp's instructions, to move 16 bytes into shared memory, channels last and first; cycles of tensor
+# cores for a product; cycles that a block waits for its first tile and the end, and for each tile; milliseconds of the
+# launch and of the second one.
+_MOVE, _TURN = 20, 60
+_PRODUCT = 2.0
+_BLOCK_LATENCY, _TILE_LATENCY = 4000, 400
+_LAUNCH_MS, _FINISH_MS = 0.002, 0.0015
+_SHORT_RUN = 12  # bytes that a run of channels costs besides its own
+
+
+def _busy_ms(problem: ProblemDescription, device: Device, tiling: GroupedWeightsTiling, config: Config) -> float:
+    """Milliseconds of the multiprocessors, device memory aside."""
+    planar = problem.lifted(2)
+    (stride, _), (dilation, _) = planar.conv.stride, planar.conv.dilation
+    shares = ceil_div(planar.filter[0], tiling.taps[0])
+    rows_in = (tiling.rows - 1) * stride + (tiling.taps[0] - 1) * dilation + 1
+    read = tiling.images * tiling.units * math.prod(tiling.patch) * tiling.unit_c / 8
+    read += tiling.images * tiling.units * tiling.rows * tiling.columns * tiling.unit_k / 8
+    items = tiling.units * tiling.items * shares * tiling.strips
+    products = items * tiling.rows * 2 * math.prod(tiling.taps)
+    reads = items * 4 * (tiling.rows + rows_in * tiling.taps[1])
+    move = _MOVE if problem.x.layout.channels_last else _TURN
+    slots = read * move / 32 + 1.3 * products + reads / 3
+    shared = 3 * read / 8 + reads
+    busy = max(slots / 3, shared, products * _PRODUCT)
+    waits = tiling.rows * math.prod(tiling.taps) * 2 * 6 * ceil_div(tiling.strips, config["warps"])
+    alone = _TILE_LATENCY + waits + slots / min(4, tiling.threads // 32) / 2
+    if config["stages"] == 1:
+        alone += _BLOCK_LATENCY / 2
+    resident = _resident(tiling, device.shared_bytes or _SHARED_BYTES)
+    turns, blocks = ceil_div(tiling.tile_count, config["splits"]), tiling.channel_tiles * config["splits"]
+    full, rest = divmod(blocks, device.sm_count * resident)
+    cycles = full * (_BLOCK_LATENCY + turns * max(resident * busy, alone))
+    if rest:
+        cycles += _BLOCK_LATENCY + turns * max(math.ceil(rest / device.sm_count) * busy, alone)
+    return float(1e3 * cycles / device.clock_hz)
 
 
 def _config(rows: int, columns: int, images: int, units: int, warp_taps: int, warps: int, **deal: int) -> Config:
@@ -125,11 +160,11 @@ _SHORT_LIST = (
     *(
         _config(rows, columns, images, units, 3, warps, stages=stages, splits=splits)
         for rows in (4, 7, 8)
-        for columns, images in ((8, 2), (16, 1), (16, 2), (32, 1), (56, 2))
+        for columns, images in ((8, 2), (8, 4), (16, 1), (16, 2), (32, 1), (32, 2), (56, 2))
         for units in (1, 2, 4)
         for warps in (1, 2, 4)
-        for stages in (2, 3)
-        for splits in (4, 8, 16, 32, 64)
+        for stages in (1, 2, 3)
+        for splits in (4, 8, 16, 32, 64, 128)
     ),
     _config(1, 16, 1, 1, 1, 1, stages=1, splits=1),
 )
@@ -225,12 +260,12 @@ class ConvGroupedWeights(Solver):
 
     def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
         tiling = GroupedWeightsTiling.of(problem, config)
-        resident = _resident(tiling, device.shared_bytes or _SHARED_BYTES)
-        blocks = tiling.channel_tiles * config["splits"]
         parts = 8 * problem.w.size * config["splits"] if config["splits"] > 1 else 0
-        memory = 1e3 * (problem.bytes + parts / 3) / device.bandwidth_bytes_per_s
-        full = ceil_div(blocks, device.sm_count * resident) * device.sm_count * resident
-        return _LAUNCH_MS + memory * min(4.0, full / blocks)
+        run_bytes = 2 * tiling.units * min(tiling.unit_c, tiling.unit_k)
+        read = problem.bytes * (1 + _SHORT_RUN / run_bytes)
+        memory = 1e3 * (read + parts / 2) / device.bandwidth_bytes_per_s
+        launches = _LAUNCH_MS + (_FINISH_MS if parts else 0.0)
+        return launches + math.hypot(memory, _busy_ms(problem, device, tiling, config))
 
     def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
         step = _sum_step(problem, config, device)

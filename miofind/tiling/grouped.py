@@ -125,6 +125,8 @@ class GroupedTiling:
         axes: rows and columns.
         in_blocks, out_blocks: 8 x 8 blocks across a unit's summed and resulting channels.
         is_dense: whether all blocks of a unit hold filters.
+        rows, row_groups, images, units: as configured.
+        filter_bytes: of staged filters.
         columns, span: outputs of a tile's rows, in runs of 8, and those that exist.
         fragments: pairs of runs of 8 outputs.
         patch: input rows and columns staged, of an image.
@@ -140,6 +142,10 @@ class GroupedTiling:
     out_blocks: int
     is_dense: bool
     rows: int
+    row_groups: int
+    images: int
+    units: int
+    filter_bytes: int
     columns: int
     span: int
     fragments: int
@@ -191,6 +197,10 @@ class GroupedTiling:
             out_blocks=unit_out // 8,
             is_dense=packs.groups == 1 and packs_of_unit(problem) == 1,
             rows=config["rows"],
+            row_groups=config["row_groups"],
+            images=images,
+            units=units,
+            filter_bytes=filter_bytes,
             columns=columns,
             span=span,
             fragments=fragments,

@@ -20,6 +20,7 @@ class GroupedWeightsTiling:
 
     Attributes:
         unit_c, unit_k: channels and filters of a unit: packs of groups that have multiples of 16 of both.
+        units, images: as configured.
         items: pairs of 16 filters and 16 channels of a unit that have a group in common.
         columns, span: outputs of a tile's rows, in runs of 8, and those that exist.
         strips: pairs of runs of 8 outputs.
@@ -34,6 +35,8 @@ class GroupedWeightsTiling:
 
     unit_c: int
     unit_k: int
+    units: int
+    images: int
     items: int
     columns: int
     span: int
@@ -85,6 +88,8 @@ class GroupedWeightsTiling:
         return GroupedWeightsTiling(
             unit_c=unit_c,
             unit_k=unit_k,
+            units=units,
+            images=images,
             items=items,
             columns=columns,
             span=span,
