@@ -7,7 +7,7 @@
 // serves the taps of its column, one of dy those of its row. Warps' sums are added in shared memory, blocks' by
 // `grouped_weights_finish`, in a fixed order.
 // Defines: ELEMENT, GROUP_C, GROUP_K, FILTER_*, STRIDE_*, DILATION_*, PAD_*, UNITS, ROWS, COLUMNS, SPAN (of COLUMNS that
-// exist), IMAGES, WARP_TAPS, WARPS, STAGES, ROW_TILES, COLUMN_TILES, IN_*, OUT_*, CHANNELS_LAST, LANES, MIN_BLOCKS,
+// exist), IMAGES, WARP_TAPS, TAP_BLOCKS, WARPS, STAGES, ROW_TILES, COLUMN_TILES, IN_*, OUT_*, CHANNELS_LAST, LANES, MIN_BLOCKS,
 // SHARED_BYTES.
 #include "common/early_launch.cuh"
 #include "common/grouped.cuh"
@@ -31,7 +31,9 @@ constexpr int item_count() {
   return count;
 }
 constexpr int kItems = item_count();
-constexpr int kWarpTaps = WARP_TAPS, kTapShares = ceil_div(kFilterY, kWarpTaps), kWarps = WARPS;
+constexpr int kWarpTaps = WARP_TAPS, kAllShares = ceil_div(kFilterY, kWarpTaps), kWarps = WARPS;
+constexpr int kTapShares = TAP_BLOCKS == 1 ? kAllShares : 1;  // of a block
+static_assert(TAP_BLOCKS == 1 || TAP_BLOCKS == kAllShares, "shares of the filter are in one block or in as many");
 constexpr int kThreads = 32 * kUnits * kItems * kTapShares * kWarps;
 
 constexpr int kPatchH = (kRows - 1) * STRIDE_H + (kFilterY - 1) * DILATION_H + 1;
@@ -63,7 +65,8 @@ struct Part {
 };
 
 __device__ __forceinline__ Part part_of(int warp) {
-  const int share = warp / (kUnits * kItems) % kTapShares;  // the last one may share rows with the one before
+  const int share = TAP_BLOCKS == 1 ? warp / (kUnits * kItems) % kTapShares : blockIdx.z;
+  // The last share may have rows of the one before too.
   Part part = {warp % kUnits, 0, 0, min(share * kWarpTaps, kFilterY - kWarpTaps),
                warp / (kUnits * kItems * kTapShares)};
   int item = warp / kUnits % kItems;
@@ -197,15 +200,21 @@ __device__ __forceinline__ void stage_sums(float* staged, const Sums& sums, cons
     }
 }
 
+// Whether a block has summed what is there in a row of w.
+__device__ __forceinline__ bool is_summed(int place, int first_tap) {
+  const int tap = (CHANNELS_LAST ? place / GROUP_C : place % kTaps) / kFilterX;
+  return TAP_BLOCKS == 1 || (tap >= first_tap && tap < first_tap + kWarpTaps);
+}
+
 // Adds the warps' sums and stores them: elements if there is one block for them, else floats.
 template <typename T>
-__device__ __forceinline__ void store_sums(T* out, const float* staged, int filters) {
-  constexpr int kVector = greatest_divisor(4, kFilterFloats), kVectors = kFilterFloats / kVector;
+__device__ __forceinline__ void store_sums(T* out, const float* staged, int filters, int first_tap) {
+  constexpr int kVector = TAP_BLOCKS == 1 ? greatest_divisor(4, kFilterFloats) : 1, kVectors = kFilterFloats / kVector;
   const int first = blockIdx.x * kK;
 #pragma unroll 2
   for (int i = threadIdx.x; i < kK * kVectors; i += kThreads) {
     const int k = i / kVectors, at = i % kVectors * kVector;
-    if (first + k >= filters) continue;
+    if (first + k >= filters || !is_summed(at, first_tap)) continue;
     Vector<float, kVector> sum = {};
 #pragma unroll
     for (int warp = 0; warp < kWarps; ++warp) {
@@ -268,9 +277,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
   stage_sums(warps_sums, sums, part);
   __syncthreads();  // the sums of every warp are staged
   if (gridDim.y == 1)
-    store_sums(dw, warps_sums, filters);
+    store_sums(dw, warps_sums, filters, part.first_tap);
   else
-    store_sums(parts + static_cast<int64>(blockIdx.y) * filters * kFilterFloats, warps_sums, filters);
+    store_sums(parts + static_cast<int64>(blockIdx.y) * filters * kFilterFloats, warps_sums, filters,
+               part.first_tap);
 }
 
 // Adds the blocks' sums: LANES threads (a power of two) share 4 neighbours, each for every LANES-th part.

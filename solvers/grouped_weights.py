@@ -66,6 +66,7 @@ def _defines(
         ("SPAN", tiling.span),
         ("IMAGES", config["images"]),
         ("WARP_TAPS", tiling.taps[0]),
+        ("TAP_BLOCKS", tiling.tap_blocks),
         ("WARPS", config["warps"]),
         ("STAGES", config["stages"]),
         ("ROW_TILES", tiling.tiles[0]),
@@ -87,7 +88,7 @@ def _sum_step(problem: ProblemDescription, config: Config, device: Device) -> Ke
     return KernelStep(
         source="grouped_weights.cu",
         entry="grouped_weights",
-        grid=(tiling.channel_tiles, config["splits"], 1),
+        grid=(tiling.channel_tiles, config["splits"], tiling.tap_blocks),
         block=(tiling.threads, 1, 1),
         shared_bytes=tiling.shared_bytes,
         defines=_defines(problem, config, tiling, _resident(tiling, device.shared_bytes or _SHARED_BYTES)),
@@ -125,7 +126,7 @@ def _busy_ms(problem: ProblemDescription, device: Device, tiling: GroupedWeights
     """Milliseconds of the multiprocessors, device memory aside."""
     planar = problem.lifted(2)
     (stride, _), (dilation, _) = planar.conv.stride, planar.conv.dilation
-    shares = ceil_div(planar.filter[0], tiling.taps[0])
+    shares = ceil_div(planar.filter[0], tiling.taps[0]) // tiling.tap_blocks
     rows_in = (tiling.rows - 1) * stride + (tiling.taps[0] - 1) * dilation + 1
     read = tiling.images * tiling.units * math.prod(tiling.patch) * tiling.unit_c / 8
     read += tiling.images * tiling.units * tiling.rows * tiling.columns * tiling.unit_k / 8
@@ -141,7 +142,7 @@ def _busy_ms(problem: ProblemDescription, device: Device, tiling: GroupedWeights
     if config["stages"] == 1:
         alone += _BLOCK_LATENCY / 2
     resident = _resident(tiling, device.shared_bytes or _SHARED_BYTES)
-    turns, blocks = ceil_div(tiling.tile_count, config["splits"]), tiling.channel_tiles * config["splits"]
+    turns, blocks = ceil_div(tiling.tile_count, config["splits"]), tiling.channel_tiles * config["splits"] * tiling.tap_blocks
     full, rest = divmod(blocks, device.sm_count * resident)
     cycles = full * (_BLOCK_LATENCY + turns * max(resident * busy, alone))
     if rest:

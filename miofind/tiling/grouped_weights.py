@@ -14,6 +14,9 @@ from miofind.tiling.correlation import ceil_div, round_up
 from miofind.tiling.grouped import Packs, odd_words, raw_bytes
 
 
+_MANY_WARPS = 12
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupedWeightsTiling:
     """A configuration applied to a problem: what the kernel's constants come to.
@@ -27,6 +30,7 @@ class GroupedWeightsTiling:
         taps: rows and columns of the filter of a warp.
         rows: outputs of a tile.
         patch: input rows and columns staged, of an image.
+        tap_blocks: blocks that share the filter's rows; 1 where the warps of a block do, unless they were too many.
         threads: of a block.
         shared_bytes: of a block.
         channel_tiles: of all units.
@@ -44,6 +48,7 @@ class GroupedWeightsTiling:
     taps: tuple[int, int]
     rows: int
     patch: tuple[int, int]
+    tap_blocks: int
     threads: int
     shared_bytes: int
     channel_tiles: int
@@ -71,6 +76,8 @@ class GroupedWeightsTiling:
         if columns // 8 * images % 2:
             columns += 8
         span, warp_taps = min(columns, out_w), min(config["warp_taps"], filter_y)
+        shares = ceil_div(filter_y, warp_taps)
+        tap_blocks = shares if units == config["warps"] == 1 and items * shares > _MANY_WARPS else 1
         patch_h = (rows - 1) * conv.stride[0] + (filter_y - 1) * conv.dilation[0] + 1
         patch_w = (span - 1) * conv.stride[1] + (filter_x - 1) * conv.dilation[1] + 1
         slots = round_up(patch_w, conv.stride[1])
@@ -97,7 +104,8 @@ class GroupedWeightsTiling:
             taps=(warp_taps, filter_x),
             rows=rows,
             patch=(patch_h, patch_w),
-            threads=32 * units * items * ceil_div(filter_y, warp_taps) * config["warps"],
+            tap_blocks=tap_blocks,
+            threads=32 * units * items * (shares // tap_blocks) * config["warps"],
             shared_bytes=max(staged, sums),
             channel_tiles=ceil_div(problem.groups, packs.groups * unit_packs * units),
             tiles=tiles,
