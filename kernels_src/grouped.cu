@@ -1,13 +1,15 @@
 // Grouped convolution with few channels a group, per group
-//   forward:        y[n,k,oh,ow] = sum_{c,i,j} x[n, c, oh*stride - pad + i*dilation, ow*stride - pad + j*dilation] * w[k,c,i,j]
-//   backward data: dx[n,c,h,w] = sum_{k,i,j} dy[n, k, (h + pad - i*dilation) / stride, likewise] * w[k,c,i,j], where whole.
+//   forward:        y[n,k,oh,ow] = sum_{c,i,j} x[n, c, oh*stride - pad + i*dilation, ow*stride - pad + j*dilation] *
+//   w[k,c,i,j] backward data: dx[n,c,h,w] = sum_{k,i,j} dy[n, k, (h + pad - i*dilation) / stride, likewise] *
+//   w[k,c,i,j], where whole.
 //
 // Implicit GEMM on tensor cores with filters as block-diagonal matrices. A block stages a patch of IMAGES images and
-// UNITS units of groups, channels last, and their filters. A warp computes ROWS rows of 16 pixels (two runs of 8 columns)
-// for one of SHARES shares of the results of a unit, for backward data of all stride_h * stride_w phases: coordinates modulo the
-// stride, each with taps of its own. A fragment of pixels serves all taps and rows of its column that meet it.
-// Defines: ELEMENT, GROUP_C, GROUP_K, FLIPPED (backward data), FILTER_*, STRIDE_*, DILATION_*, PAD_*, UNITS, SHARES,
-// ROWS, ROW_GROUPS, COLUMNS, SPAN (of COLUMNS that exist), COLUMN_TILES, IMAGES, IN_H, IN_W, OUT_W, WHOLE_PLANES, CHANNELS_LAST, MIN_BLOCKS, SHARED_BYTES.
+// UNITS units of groups, channels last, and their filters. A warp computes ROWS rows of 16 pixels (two runs of 8
+// columns) for one of SHARES shares of the results of a unit, for backward data of all stride_h * stride_w phases:
+// coordinates modulo the stride, each with taps of its own. A fragment of pixels serves all taps and rows of its column
+// that meet it. Defines: ELEMENT, GROUP_C, GROUP_K, FLIPPED (backward data), FILTER_*, STRIDE_*, DILATION_*, PAD_*,
+// UNITS, SHARES, ROWS, ROW_GROUPS, COLUMNS, SPAN (of COLUMNS that exist), COLUMN_TILES, IMAGES, IN_H, IN_W, OUT_W,
+// WHOLE_PLANES, CHANNELS_LAST, MIN_BLOCKS, SHARED_BYTES.
 #include "common/grouped.cuh"
 
 using Group = Groups<GROUP_C, GROUP_K>;
@@ -163,7 +165,8 @@ __device__ __forceinline__ void load_filter(Filter& to, unsigned filters, int ta
     if (!low && !high) continue;
     const int in = 2 * depth + !low, out = first_block + j;
     const int row = kFlipped ? 8 * in : 8 * out, channel = kFlipped ? 8 * out : 8 * in;
-    const unsigned from = filters + row * kFilterBytes + tap * kTapBytes + 2 * (kDense ? channel : channel % Group::kPackC);
+    const unsigned from =
+        filters + row * kFilterBytes + tap * kTapBytes + 2 * (kDense ? channel : channel % Group::kPackC);
     if (low && high)
       load_matrix_pair<kFlipped>(to[j], from);
     else
@@ -204,7 +207,8 @@ __device__ __forceinline__ void add_column(Sums& sums, unsigned pixels, unsigned
                                            int first_block) {
   Filter filter[kFilterY];
 #pragma unroll
-  for (int tap = 0; tap < kFilterY; ++tap) load_filter(filter[tap], filters, tap * kFilterX + column, depth, first_block);
+  for (int tap = 0; tap < kFilterY; ++tap)
+    load_filter(filter[tap], filters, tap * kFilterX + column, depth, first_block);
 #pragma unroll
   for (int row = 0; row < (kRows - 1) * AxisH::kStep + AxisH::kReach + 1; ++row) {
     if (!is_used(row)) continue;
@@ -225,8 +229,8 @@ __device__ __forceinline__ unsigned pixels_of(unsigned patch, const Part& part) 
   const int lane = threadIdx.x % 32;
   const Run run = run_at(min(part.first_run + lane / 8 % 2, kRuns - 1));
   const int column = min(run.column + lane % 8, kSpan - 1);
-  return patch + run.image * Patch::kImageBytes + run.row * AxisH::kStep * Patch::kRowBytes + column * Patch::kPixelBytes +
-         2 * part.unit * kUnitIn + lane / 16 * 16;
+  return patch + run.image * Patch::kImageBytes + run.row * AxisH::kStep * Patch::kRowBytes +
+         column * Patch::kPixelBytes + 2 * part.unit * kUnitIn + lane / 16 * 16;
 }
 
 // Rounds sums into the staged results.
@@ -264,8 +268,8 @@ __device__ __forceinline__ void stage_sums(unsigned char* results, const Sums& s
 #pragma unroll
         for (int j = 0; j < kBlocksN; ++j) {
           const float* sum = sums[phase][row][j] + 2 * half;
-          *reinterpret_cast<Vector<ELEMENT, 2>*>(to + (row * AxisH::kPhases + phase) * kSpan * kResultBytes + 16 * j) =
-              {convert<ELEMENT>(sum[0]), convert<ELEMENT>(sum[1])};
+          *reinterpret_cast<Vector<ELEMENT, 2>*>(to + (row * AxisH::kPhases + phase) * kSpan * kResultBytes +
+                                                 16 * j) = {convert<ELEMENT>(sum[0]), convert<ELEMENT>(sum[1])};
         }
   }
 }
@@ -298,7 +302,8 @@ __device__ __forceinline__ void store_planes(ELEMENT* out, const unsigned char* 
     if (n >= images.n || channel >= images.channels || h >= images.height || v >= images.width) continue;
     *reinterpret_cast<Vector<ELEMENT, kVector>*>(
         out + ((n * images.channels + channel) * images.height + h) * images.width + v) =
-        *reinterpret_cast<const Vector<ELEMENT, kVector>*>(results + 2 * (plane * kPlane + row * kTileColumns + column));
+        *reinterpret_cast<const Vector<ELEMENT, kVector>*>(results +
+                                                           2 * (plane * kPlane + row * kTileColumns + column));
   }
 }
 
@@ -332,8 +337,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
     commit_copies();
     wait_for_copies<0>();
     __syncthreads();  // the planes and the filters have arrived
-    turn_planes<Patch, IN_H, IN_W, kShift, kWhole, kThreads>(
-        staged, reinterpret_cast<const ELEMENT*>(staged + kRawAt), source);
+    turn_planes<Patch, IN_H, IN_W, kShift, kWhole, kThreads>(staged, reinterpret_cast<const ELEMENT*>(staged + kRawAt),
+                                                             source);
     arrange_filters(staged + kFiltersAt, reinterpret_cast<const ELEMENT*>(staged + kRawFiltersAt), kFilters);
   }
 
@@ -341,7 +346,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
   const Part part = {warp % kUnits, warp / kUnits % kShares * kBlocksN, warp / (kUnits * kShares) * 2};
   const unsigned pixels = pixels_of(base, part);
   const unsigned matrices = base + kFiltersAt + part.unit * kUnitK * kFilterBytes +
-                           (kFlipped ? lane % 16 * kFilterBytes : lane % 8 * kFilterBytes + lane / 8 % 2 * 16);
+                            (kFlipped ? lane % 16 * kFilterBytes : lane % 8 * kFilterBytes + lane / 8 % 2 * 16);
   wait_for_copies<0>();
   __syncthreads();  // the patch and the filters have arrived
 
@@ -356,18 +361,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
         const int shift = Patch::slot(AxisW::offset(phase, tap) - AxisW::kFirst);
         add_column(sums, pixels + shift * Patch::kPixelBytes + 32 * depth, matrices, tap, depth, part.block);
       }
-    if (kOverlaid || (kLast && phase > 0)) __syncthreads();  // every warp has read the patch, or stored the phase before
+    if (kOverlaid || (kLast && phase > 0))
+      __syncthreads();  // every warp has read the patch, or stored the phase before
     stage_sums(staged + kResultsAt, sums, part, phase);
     if (!kLast && phase < AxisW::kPhases - 1) continue;
     __syncthreads();  // the results of every warp are staged
-    const Images target = {n,
-                           out_channels,
-                           out_height,
-                           out_width,
-                           image,
-                           unit * kUnitOut,
-                           row * AxisH::kPhases,
-                           column * AxisW::kPhases};
+    const Images target = {n,     out_channels,    out_height,           out_width,
+                           image, unit * kUnitOut, row * AxisH::kPhases, column * AxisW::kPhases};
     if constexpr (kLast)
       store_results(out, staged + kResultsAt, target, phase);
     else

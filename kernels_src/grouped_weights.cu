@@ -6,9 +6,9 @@
 // the filter, from one in WARPS strips of 16 columns (two runs of 8): products whose depth is pixels. A fragment of x
 // serves the taps of its column, one of dy those of its row. Warps' sums are added in shared memory, blocks' by
 // `grouped_weights_finish`, in a fixed order.
-// Defines: ELEMENT, GROUP_C, GROUP_K, FILTER_*, STRIDE_*, DILATION_*, PAD_*, UNITS, ROWS, COLUMNS, SPAN (of COLUMNS that
-// exist), IMAGES, WARP_TAPS, TAP_BLOCKS, WARPS, STAGES, ROW_TILES, COLUMN_TILES, IN_*, OUT_*, CHANNELS_LAST, LANES, MIN_BLOCKS,
-// SHARED_BYTES.
+// Defines: ELEMENT, GROUP_C, GROUP_K, FILTER_*, STRIDE_*, DILATION_*, PAD_*, UNITS, ROWS, COLUMNS, SPAN (of COLUMNS
+// that exist), IMAGES, WARP_TAPS, TAP_BLOCKS, WARPS, STAGES, ROW_TILES, COLUMN_TILES, IN_*, OUT_*, CHANNELS_LAST,
+// LANES, MIN_BLOCKS, SHARED_BYTES.
 #include "common/early_launch.cuh"
 #include "common/grouped.cuh"
 
@@ -57,7 +57,8 @@ constexpr int kStagesAt = kLast ? 0 : kTileBytes;
 constexpr int kFilterFloats = kTaps * GROUP_C;
 constexpr int kSumPitch = round_up(kFilterFloats, 4) + ((8 - round_up(kFilterFloats, 4)) % 16 + 16) % 16;
 constexpr int kSumBytes = 4 * kWarps * kK * kSumPitch;
-static_assert(SHARED_BYTES == maximum(kStagesAt + kStages * kStageBytes, kSumBytes), "miofind/tiling/grouped.py counts otherwise");
+static_assert(SHARED_BYTES == maximum(kStagesAt + kStages * kStageBytes, kSumBytes),
+              "miofind/tiling/grouped.py counts otherwise");
 
 // What a warp computes of each tile.
 struct Part {
@@ -193,8 +194,8 @@ __device__ __forceinline__ void stage_sums(float* staged, const Sums& sums, cons
         for (int y = 0; y < kWarpTaps; ++y)
 #pragma unroll
           for (int x = 0; x < kFilterX; ++x) {
-            to[(part.unit * kUnitK + k) * kSumPitch +
-               place_in_filter((part.first_tap + y) * kFilterX + x, channel)] = sums[y][x][j][2 * half + e];
+            to[(part.unit * kUnitK + k) * kSumPitch + place_in_filter((part.first_tap + y) * kFilterX + x, channel)] =
+                sums[y][x][j][2 * half + e];
           }
       }
     }
@@ -218,8 +219,7 @@ __device__ __forceinline__ void store_sums(T* out, const float* staged, int filt
     Vector<float, kVector> sum = {};
 #pragma unroll
     for (int warp = 0; warp < kWarps; ++warp) {
-      const auto more =
-          *reinterpret_cast<const Vector<float, kVector>*>(staged + (warp * kK + k) * kSumPitch + at);
+      const auto more = *reinterpret_cast<const Vector<float, kVector>*>(staged + (warp * kK + k) * kSumPitch + at);
 #pragma unroll
       for (int e = 0; e < kVector; ++e) sum.at[e] += more.at[e];
     }
@@ -279,8 +279,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
   if (gridDim.y == 1)
     store_sums(dw, warps_sums, filters, part.first_tap);
   else
-    store_sums(parts + static_cast<int64>(blockIdx.y) * filters * kFilterFloats, warps_sums, filters,
-               part.first_tap);
+    store_sums(parts + static_cast<int64>(blockIdx.y) * filters * kFilterFloats, warps_sums, filters, part.first_tap);
 }
 
 // Adds the blocks' sums: LANES threads (a power of two) share 4 neighbours, each for every LANES-th part.

@@ -71,7 +71,7 @@ def _defines(
         ("GROUP_C", planar.c // planar.groups),
         ("GROUP_K", planar.k // planar.groups),
         ("FLIPPED", int(planar.direction is Direction.BACKWARD_DATA)),
-        *((f"{name}_{axis}", size) for name, (axes, sizes) in pairs.items() for axis, size in zip(axes, sizes)),
+        *((f"{name}_{axis}", size) for name, (axes, sizes) in pairs.items() for axis, size in zip(axes, sizes, strict=True)),
         ("UNITS", config["units"]),
         ("SHARES", tiling.shares),
         ("ROWS", config["rows"]),
@@ -124,9 +124,7 @@ def _busy_ms(problem: ProblemDescription, device: Device, tiling: GroupedTiling,
 
 
 def _config(rows: int, row_groups: int, columns: int, images: int, units: int, shares: int) -> Config:
-    return Config.of(
-        rows=rows, row_groups=row_groups, columns=columns, images=images, units=units, shares=shares
-    )
+    return Config.of(rows=rows, row_groups=row_groups, columns=columns, images=images, units=units, shares=shares)
 
 
 # What default_configs ranks by estimate; the last is valid for every applicable problem.

@@ -59,7 +59,7 @@ def _defines(
         ("ELEMENT", planar.x.dtype.value),
         ("GROUP_C", planar.c // planar.groups),
         ("GROUP_K", planar.k // planar.groups),
-        *((f"{name}_{axis}", size) for name, (axes, sizes) in pairs.items() for axis, size in zip(axes, sizes)),
+        *((f"{name}_{axis}", size) for name, (axes, sizes) in pairs.items() for axis, size in zip(axes, sizes, strict=True)),
         ("UNITS", config["units"]),
         ("ROWS", config["rows"]),
         ("COLUMNS", tiling.columns),
@@ -71,7 +71,7 @@ def _defines(
         ("STAGES", config["stages"]),
         ("ROW_TILES", tiling.tiles[0]),
         ("COLUMN_TILES", tiling.tiles[1]),
-        *zip(("IN_H", "IN_W", "OUT_H", "OUT_W"), (*planar.spatial, *planar.out_spatial)),
+        *zip(("IN_H", "IN_W", "OUT_H", "OUT_W"), (*planar.spatial, *planar.out_spatial), strict=True),
         ("CHANNELS_LAST", int(planar.x.layout.channels_last)),
         ("LANES", _lanes(config["splits"])),
         ("MIN_BLOCKS", resident),
@@ -142,7 +142,10 @@ def _busy_ms(problem: ProblemDescription, device: Device, tiling: GroupedWeights
     if config["stages"] == 1:
         alone += _BLOCK_LATENCY / 2
     resident = _resident(tiling, device.shared_bytes or _SHARED_BYTES)
-    turns, blocks = ceil_div(tiling.tile_count, config["splits"]), tiling.channel_tiles * config["splits"] * tiling.tap_blocks
+    turns, blocks = (
+        ceil_div(tiling.tile_count, config["splits"]),
+        tiling.channel_tiles * config["splits"] * tiling.tap_blocks,
+    )
     full, rest = divmod(blocks, device.sm_count * resident)
     cycles = full * (_BLOCK_LATENCY + turns * max(resident * busy, alone))
     if rest:
@@ -151,9 +154,7 @@ def _busy_ms(problem: ProblemDescription, device: Device, tiling: GroupedWeights
 
 
 def _config(rows: int, columns: int, images: int, units: int, warp_taps: int, warps: int, **deal: int) -> Config:
-    return Config.of(
-        rows=rows, columns=columns, images=images, units=units, warp_taps=warp_taps, warps=warps, **deal
-    )
+    return Config.of(rows=rows, columns=columns, images=images, units=units, warp_taps=warp_taps, warps=warps, **deal)
 
 
 # What default_configs ranks by estimate; the last is valid for every applicable problem.

@@ -19,9 +19,7 @@ struct Groups {
   static constexpr int kPackC = kPack * kC, kPackK = kPack * kK;
 
   // Whether 8 channels from 8 * c on and 8 filters from 8 * k on have a group in common.
-  static constexpr bool meet(int c, int k) {
-    return 8 * c / kC <= (8 * k + 7) / kK && 8 * k / kK <= (8 * c + 7) / kC;
-  }
+  static constexpr bool meet(int c, int k) { return 8 * c / kC <= (8 * k + 7) / kK && 8 * k / kK <= (8 * c + 7) / kC; }
 };
 
 // Bytes rounded up to an odd number of 16-byte words, so that 8 neighbours meet all banks.
@@ -70,9 +68,9 @@ __device__ __forceinline__ void stage_pixels(unsigned to, const T* tensor, const
                         static_cast<unsigned>(h) < static_cast<unsigned>(images.height) &&
                         static_cast<unsigned>(v) < static_cast<unsigned>(images.width);
     const int offset = inside ? ((n * images.height + h) * images.width + v) * images.channels + channel : 0;
-    copy_bytes<16>(to + image * Shape::kImageBytes + row * Shape::kRowBytes +
-                       Shape::slot(column) * Shape::kPixelBytes + 16 * word,
-                   tensor + offset, inside);
+    copy_bytes<16>(
+        to + image * Shape::kImageBytes + row * Shape::kRowBytes + Shape::slot(column) * Shape::kPixelBytes + 16 * word,
+        tensor + offset, inside);
   }
 }
 
@@ -120,7 +118,8 @@ __device__ __forceinline__ void turn_planes(unsigned char* to, const T* planes, 
 #pragma unroll 2
   for (int i = threadIdx.x; i < Shape::kImages * Shape::kRows * kWords * Shape::kColumns; i += kThreads) {
     const int column = i % Shape::kColumns, word = i / Shape::kColumns % kWords;
-    const int row = i / (Shape::kColumns * kWords) % Shape::kRows, image = i / (Shape::kColumns * kWords * Shape::kRows);
+    const int row = i / (Shape::kColumns * kWords) % Shape::kRows,
+              image = i / (Shape::kColumns * kWords * Shape::kRows);
     bool inside = true;
     int from = image * Raw::kImage + 8 * word * Raw::kChannel;
     if constexpr (kWhole) {

@@ -187,9 +187,9 @@ class GroupedTiling:
             results = images * tile_rows * span * odd_words(2 * units * unit_out)
         else:
             results = 2 * images * units * unit_out * (round_up(tile_rows * span * width.phases - 8, 16) + 8)
-            staged += raw_bytes(planar.tensor(SOURCE[problem.direction]), (patch_h, patch_w), width.first, whole=is_whole) * (
-                images * units * unit_in
-            )
+            staged += raw_bytes(
+                planar.tensor(SOURCE[problem.direction]), (patch_h, patch_w), width.first, whole=is_whole
+            ) * (images * units * unit_in)
             staged += 2 * units * unit_k * math.prod(planar.w.shape[1:])
         return GroupedTiling(
             axes=axes,
@@ -241,4 +241,3 @@ def raw_bytes(tensor: TensorDescriptor, patch: tuple[int, int], first_column: in
     if whole:
         return 2 * math.prod(tensor.shape[2:])
     return 2 * patch[0] * round_up(first_column % 8 + patch[1], 8)
-

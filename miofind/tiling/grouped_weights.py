@@ -13,7 +13,6 @@ from miofind.solution import Config
 from miofind.tiling.correlation import ceil_div, round_up
 from miofind.tiling.grouped import Packs, odd_words, raw_bytes
 
-
 _MANY_WARPS = 12
 
 
