@@ -277,16 +277,24 @@ __device__ __forceinline__ void stage_sums(unsigned char* results, const Sums& s
 // Stores the staged results of one phase of columns; `images` counts rows and columns of the output tensor.
 __device__ __forceinline__ void store_results(ELEMENT* out, const unsigned char* results, const Images& images,
                                               int phase) {
-  constexpr int kWords = kOut / 8;
-#pragma unroll 4
-  for (int i = threadIdx.x; i < kImages * kTileRows * kSpan * kWords; i += kThreads) {
-    const int word = i % kWords, pixel = i / kWords, column = pixel % kSpan, row = pixel / kSpan % kTileRows;
-    const int n = images.first_n + pixel / (kSpan * kTileRows), channel = images.first_channel + 8 * word;
-    const int h = images.first_row + row, v = images.first_column + column * AxisW::kPhases + phase;
-    if (n >= images.n || channel >= images.channels || h >= images.height || v >= images.width) continue;
-    *reinterpret_cast<Vector<ELEMENT, 8>*>(out + ((n * images.height + h) * images.width + v) * images.channels +
-                                           channel) =
-        *reinterpret_cast<const Vector<ELEMENT, 8>*>(results + pixel * kResultBytes + 16 * word);
+  constexpr int kWords = kOut / 8, kColumnWords = kSpan * kWords;
+  const unsigned row_step = images.width * images.channels;
+  const int rows = min(kTileRows, images.height - images.first_row);
+#pragma unroll 1
+  for (int i = threadIdx.x; i < kImages * kColumnWords; i += kThreads) {
+    const int word = i % kWords, column = i / kWords % kSpan, image = i / kColumnWords;
+    const int n = images.first_n + image, channel = images.first_channel + 8 * word;
+    const int v = images.first_column + column * AxisW::kPhases + phase;
+    if (n >= images.n || channel >= images.channels || v >= images.width) continue;
+    const unsigned char* from = results + (image * kTileRows * kSpan + column) * kResultBytes + 16 * word;
+    unsigned offset = (n * images.height + images.first_row) * row_step + v * images.channels + channel;
+#pragma unroll(rows_at_once(kTileRows))
+    for (int row = 0; row < kTileRows; ++row) {
+      if (row >= rows) break;
+      *reinterpret_cast<Vector<ELEMENT, 8>*>(out + offset) =
+          *reinterpret_cast<const Vector<ELEMENT, 8>*>(from + row * kSpan * kResultBytes);
+      offset += row_step;
+    }
   }
 }
 

@@ -71,7 +71,11 @@ def _defines(
         ("GROUP_C", planar.c // planar.groups),
         ("GROUP_K", planar.k // planar.groups),
         ("FLIPPED", int(planar.direction is Direction.BACKWARD_DATA)),
-        *((f"{name}_{axis}", size) for name, (axes, sizes) in pairs.items() for axis, size in zip(axes, sizes, strict=True)),
+        *(
+            (f"{name}_{axis}", size)
+            for name, (axes, sizes) in pairs.items()
+            for axis, size in zip(axes, sizes, strict=True)
+        ),
         ("UNITS", config["units"]),
         ("SHARES", tiling.shares),
         ("ROWS", config["rows"]),

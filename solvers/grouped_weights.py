@@ -59,7 +59,11 @@ def _defines(
         ("ELEMENT", planar.x.dtype.value),
         ("GROUP_C", planar.c // planar.groups),
         ("GROUP_K", planar.k // planar.groups),
-        *((f"{name}_{axis}", size) for name, (axes, sizes) in pairs.items() for axis, size in zip(axes, sizes, strict=True)),
+        *(
+            (f"{name}_{axis}", size)
+            for name, (axes, sizes) in pairs.items()
+            for axis, size in zip(axes, sizes, strict=True)
+        ),
         ("UNITS", config["units"]),
         ("ROWS", config["rows"]),
         ("COLUMNS", tiling.columns),

@@ -54,23 +54,31 @@ struct Images {
   int first_n, first_channel, first_row, first_column;
 };
 
-// Starts to copy pixels, zeros outside the tensor; complete after wait_for_copies and a barrier.
+// Turns of a loop over `count` rows that are unrolled.
+constexpr int rows_at_once(int count) {
+  return count <= 12 ? count : 6;
+}
+
+// Starts to copy pixels, zeros outside the tensor; complete after wait_for_copies and a barrier. A thread copies its
+// words of a column row by row, which takes few instructions.
 template <typename Shape, int kThreads, typename T>
 __device__ __forceinline__ void stage_pixels(unsigned to, const T* tensor, const Images& images) {
-  constexpr int kWords = Shape::kChannels / 8, kPixels = Shape::kRows * Shape::kColumns;
-#pragma unroll 4
-  for (int i = threadIdx.x; i < Shape::kImages * kPixels * kWords; i += kThreads) {
-    const int word = i % kWords, pixel = i / kWords, column = pixel % Shape::kColumns;
-    const int row = pixel / Shape::kColumns % Shape::kRows, image = pixel / kPixels;
-    const int n = images.first_n + image, channel = images.first_channel + 8 * word;
-    const int h = images.first_row + row, v = images.first_column + column;
-    const bool inside = n < images.n && channel < images.channels &&
-                        static_cast<unsigned>(h) < static_cast<unsigned>(images.height) &&
-                        static_cast<unsigned>(v) < static_cast<unsigned>(images.width);
-    const int offset = inside ? ((n * images.height + h) * images.width + v) * images.channels + channel : 0;
-    copy_bytes<16>(
-        to + image * Shape::kImageBytes + row * Shape::kRowBytes + Shape::slot(column) * Shape::kPixelBytes + 16 * word,
-        tensor + offset, inside);
+  constexpr int kWords = Shape::kChannels / 8, kColumnWords = Shape::kColumns * kWords;
+  const unsigned row_step = images.width * images.channels;
+#pragma unroll 1
+  for (int i = threadIdx.x; i < Shape::kImages * kColumnWords; i += kThreads) {
+    const int word = i % kWords, column = i / kWords % Shape::kColumns, image = i / kColumnWords;
+    const int n = images.first_n + image, channel = images.first_channel + 8 * word, v = images.first_column + column;
+    const bool inside =
+        n < images.n && channel < images.channels && static_cast<unsigned>(v) < static_cast<unsigned>(images.width);
+    const unsigned at = to + image * Shape::kImageBytes + Shape::slot(column) * Shape::kPixelBytes + 16 * word;
+    unsigned offset = (n * images.height + images.first_row) * row_step + v * images.channels + channel;
+#pragma unroll(rows_at_once(Shape::kRows))
+    for (int row = 0; row < Shape::kRows; ++row) {
+      const bool there = inside && static_cast<unsigned>(images.first_row + row) < static_cast<unsigned>(images.height);
+      copy_bytes<16>(at + row * Shape::kRowBytes, tensor + (there ? offset : 0u), there);
+      offset += row_step;
+    }
   }
 }
 
