@@ -7,6 +7,7 @@ candidates are chosen.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
@@ -16,6 +17,7 @@ from miofind.solution import Config, ConfigValue, ConvSolution, KernelStep, Poin
 from miofind.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
 from miofind.tiling.grouped import SOURCE, GroupedTiling, units_of, unserved
 
+_DEFAULTS, _MOST_ALIKE = 8, 2
 _MAX_SUMS = 128
 _MAX_REGISTERS = 255
 _MAX_THREADS = 512
@@ -94,17 +96,22 @@ def _defines(
     )
 
 
-# Issue slots, in a warp's instructions, to move 16 bytes into and out of shared memory, channels last and first; cycles
-# of shared memory for 128 bytes, and of tensor cores for a product of depth 16; cycles that a block waits.
-_MOVE, _TURN = 20, 60
-_PRODUCT = 2.0
-_BLOCK_LATENCY = 3500
-_SHORT_RUN = 12  # bytes that a run of channels costs besides its own
-_LAUNCH_MS = 0.0022
+# Set against ResNeXt-50's layers at batch 32 on an H200: the best and the first configuration of each by an earlier
+# model, and that eighteen more took longer. Issue slots, in a warp's instructions, to move 16 bytes, channels last and
+# first; cycles of tensor cores for a product of depth 16; cycles of a block at least, for each 16 bytes of a thread, and
+# for each product of a warp.
+_MOVE, _TURN = 52, 80
+_PRODUCT = 0.5
+_BLOCK_LATENCY, _MOVE_LATENCY, _PRODUCT_LATENCY = 840, 11, 2.4
+_SHORT_RUN = 9  # bytes that a run of channels costs besides its own
+_AGAIN = 0.13  # share of bytes read once more that device memory sees
+_APART, _ALONE = 0.24, 0.37  # share of the shorter of memory and multiprocessors that does not overlap; with one block
+_BANDWIDTH_SHARE = 0.89  # of the nominal one that copies reach
+_LAUNCH_MS = 0.0035
 
 
-def _busy_ms(problem: ProblemDescription, device: Device, tiling: GroupedTiling, resident: int) -> float:
-    """Milliseconds of the multiprocessors, device memory aside."""
+def _work_ms(problem: ProblemDescription, device: Device, tiling: GroupedTiling, resident: int) -> float:
+    """Milliseconds of multiprocessors and memory together."""
     height, width = tiling.axes
     warps, taps_h, taps_w = tiling.threads // 32, height.taps, width.taps
     rows_in = (tiling.rows - 1) * height.stride + height.reach + 1
@@ -114,17 +121,25 @@ def _busy_ms(problem: ProblemDescription, device: Device, tiling: GroupedTiling,
     read = tiling.images * math.prod(tiling.patch) * tiling.units * tiling.in_blocks
     written = tiling.images * tiling.rows * tiling.row_groups * height.phases * width.phases * tiling.span
     written *= tiling.units * tiling.out_blocks
-    move = _MOVE if problem.x.layout.channels_last else _TURN
-    slots = (read + written) * move / 32 + tiling.filter_bytes / 16 * move / 32
-    slots += warps * (1.5 * products + reads / 2 + 200)
+    moved = read + written + tiling.filter_bytes / 16
+    slots = moved * (_MOVE if problem.x.layout.channels_last else _TURN) / 32
+    slots += warps * (1.3 * products + reads / 2 + 150)
     shared = (3 * read + 4 * written) / 8 + warps * reads
     busy = max(slots / 3, shared, warps * products * _PRODUCT)
-    alone = _BLOCK_LATENCY + slots / min(4, warps) / 2
+    alone = _BLOCK_LATENCY + _MOVE_LATENCY * moved / tiling.threads + _PRODUCT_LATENCY * products
     full, rest = divmod(tiling.blocks, device.sm_count * resident)
     cycles = full * max(resident * busy, alone)
     if rest:
         cycles += max(math.ceil(rest / device.sm_count) * busy, alone)
-    return float(1e3 * cycles / device.clock_hz)
+    processing = 1e3 * cycles / device.clock_hz
+    run_bytes = 2 * tiling.span
+    if problem.x.layout.channels_last:
+        run_bytes = 16 * tiling.units * min(tiling.in_blocks, tiling.out_blocks)
+    again = max(0.0, (16 * read + tiling.filter_bytes) * tiling.blocks - problem.bytes / 2)
+    through = problem.bytes * (1 + _SHORT_RUN / run_bytes) + _AGAIN * again
+    memory = 1e3 * through / (_BANDWIDTH_SHARE * device.bandwidth_bytes_per_s)
+    together = min(resident, math.ceil(tiling.blocks / device.sm_count))
+    return max(memory, processing) + min(memory, processing) * (_APART + _ALONE / together)
 
 
 def _config(rows: int, row_groups: int, columns: int, images: int, units: int, shares: int) -> Config:
@@ -144,6 +159,17 @@ _SHORT_LIST = (
     ),
     _config(1, 1, 8, 1, 1, 1),
 )
+
+
+def _varied(ranked: Sequence[Config]) -> list[Config]:
+    """The first few of each number of rows, in order: registers, and so blocks at once, depend on it most."""
+    taken: Counter[int] = Counter()
+    chosen = []
+    for config in ranked:
+        taken[config["rows"]] += 1
+        if taken[config["rows"]] <= _MOST_ALIKE:
+            chosen.append(config)
+    return chosen
 
 
 class ConvGrouped(Solver):
@@ -233,14 +259,12 @@ class ConvGrouped(Solver):
     def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
         valid = [config for config in _SHORT_LIST if self.is_valid_config(problem, device, config)]
         ranked = sorted(dict.fromkeys(valid), key=lambda config: self.estimate_ms(problem, device, config))
-        return tuple(ranked[:8])
+        return tuple(_varied(ranked)[:_DEFAULTS])
 
     def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
         tiling = GroupedTiling.of(problem, config)
         resident = _resident(tiling, device.shared_bytes or _SHARED_BYTES)
-        run_bytes = 16 * tiling.units * min(tiling.in_blocks, tiling.out_blocks)
-        memory = 1e3 * problem.bytes * (1 + _SHORT_RUN / run_bytes) / device.bandwidth_bytes_per_s
-        return _LAUNCH_MS + math.hypot(memory, _busy_ms(problem, device, tiling, resident))
+        return _LAUNCH_MS + _work_ms(problem, device, tiling, resident)
 
     def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
         return ConvSolution(steps=(_launch(problem, config, device.shared_bytes or _SHARED_BYTES),))

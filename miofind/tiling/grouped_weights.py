@@ -14,6 +14,7 @@ from miofind.tiling.correlation import ceil_div, round_up
 from miofind.tiling.grouped import Packs, odd_words, raw_bytes
 
 _MANY_WARPS = 12
+_MOST_SUMS = 80
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +60,11 @@ class GroupedWeightsTiling:
         return math.prod(self.tiles)
 
     @property
+    def units_in_all(self) -> int:
+        """As many as the grid's blocks have room for."""
+        return self.channel_tiles * self.units
+
+    @property
     def sums(self) -> int:
         """Registers of a thread that hold sums."""
         return 8 * math.prod(self.taps)
@@ -74,7 +80,7 @@ class GroupedWeightsTiling:
         columns, rows, images = min(config["columns"], round_up(out_w, 8)), config["rows"], config["images"]
         if columns // 8 * images % 2:
             columns += 8
-        span, warp_taps = min(columns, out_w), min(config["warp_taps"], filter_y)
+        span, warp_taps = min(columns, out_w), _rows_of_a_warp(filter_y, filter_x)
         shares = ceil_div(filter_y, warp_taps)
         tap_blocks = shares if units == config["warps"] == 1 and items * shares > _MANY_WARPS else 1
         patch_h = (rows - 1) * conv.stride[0] + (filter_y - 1) * conv.dilation[0] + 1
@@ -109,6 +115,11 @@ class GroupedWeightsTiling:
             channel_tiles=ceil_div(problem.groups, packs.groups * unit_packs * units),
             tiles=tiles,
         )
+
+
+def _rows_of_a_warp(filter_y: int, filter_x: int) -> int:
+    """Rows of the filter whose sums leave registers for all else."""
+    return max(1, min(filter_y, _MOST_SUMS // (8 * filter_x)))
 
 
 def _items(problem: ProblemDescription, unit_c: int, unit_k: int) -> int:
