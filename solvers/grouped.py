@@ -15,9 +15,10 @@ from miofind.device import Device, Library, Place
 from miofind.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.solution import Config, ConfigValue, ConvSolution, KernelStep, Pointer, Scalar
 from miofind.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
-from miofind.tiling.grouped import SOURCE, GroupedTiling, units_of, unserved
+from miofind.tiling.grouped import SOURCE, GroupedTiling, is_ample, units_of, unserved
 
 _DEFAULTS, _MOST_ALIKE = 8, 2
+_ROWS, _COLUMNS = (1, 2, 4, 7, 8), (8, 16, 32, 56)
 _MAX_SUMS = 128
 _MAX_REGISTERS = 255
 _MAX_THREADS = 512
@@ -98,8 +99,8 @@ def _defines(
 
 # Set against ResNeXt-50's layers at batch 32 on an H200: the best and the first configuration of each by an earlier
 # model, and that eighteen more took longer. Issue slots, in a warp's instructions, to move 16 bytes, channels last and
-# first; cycles of tensor cores for a product of depth 16; cycles of a block at least, for each 16 bytes of a thread, and
-# for each product of a warp.
+# first; cycles of tensor cores for a product of depth 16; cycles of a block at least, for each 16 bytes of a thread,
+# and for each product of a warp.
 _MOVE, _TURN = 52, 80
 _PRODUCT = 0.5
 _BLOCK_LATENCY, _MOVE_LATENCY, _PRODUCT_LATENCY = 840, 11, 2.4
@@ -151,10 +152,10 @@ _SHORT_LIST = (
     *(
         _config(rows, row_groups, columns, images, units, shares)
         for rows in (2, 4, 7, 8)
-        for row_groups in (1, 2, 4)
-        for columns in (8, 16, 32, 56)
+        for row_groups in (1, 2)
+        for columns in (8, 16, 32)
         for images in (1, 2, 4)
-        for units in (1, 2, 4, 8)
+        for units in (1, 2, 4)
         for shares in (1, 2)
     ),
     _config(1, 1, 8, 1, 1, 1),
@@ -197,9 +198,9 @@ class ConvGrouped(Solver):
     )
     alignment_bytes = 16
     parameters: ClassVar[Mapping[str, Sequence[ConfigValue]]] = {
-        "rows": (1, 2, 4, 7, 8),
+        "rows": _ROWS,
         "row_groups": (1, 2, 4),
-        "columns": (8, 16, 32, 56),
+        "columns": _COLUMNS,
         "images": (1, 2, 4),
         "units": (1, 2, 4, 8),
         "shares": (1, 2, 4),
@@ -246,7 +247,9 @@ class ConvGrouped(Solver):
         tile_h = config["rows"] * config["row_groups"]
         if config["shares"] > 1 and (not tiling.is_dense or tiling.out_blocks % config["shares"]):
             return False
-        if tile_h >= 2 * height.outputs or config["columns"] >= 2 * max(8, width.outputs):
+        if tile_h >= 2 * height.outputs or is_ample(config["rows"], _ROWS, height.outputs):
+            return False
+        if is_ample(config["columns"], _COLUMNS, width.outputs):
             return False
         if config["images"] >= 2 * problem.n or config["units"] >= 2 * units_of(problem):
             return False

@@ -6,8 +6,9 @@ Kernels: kernels_src/grouped_weights.cu. Knows nothing of how candidates are cho
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import ClassVar
 
 from miofind.device import Device, Library, Place
@@ -15,11 +16,12 @@ from miofind.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.solution import Config, ConfigValue, ConvSolution, KernelStep, Pointer, Region, Scalar, WorkspacePlan
 from miofind.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
 from miofind.tiling.correlation import ceil_div
-from miofind.tiling.grouped import unserved
-from miofind.tiling.grouped_weights import GroupedWeightsTiling
+from miofind.tiling.grouped import is_ample, unserved
+from miofind.tiling.grouped_weights import GroupedWeightsTiling, units_in_all
 
 _DEFAULTS = 8
 _MOST_BLOCKS = 4  # of a multiprocessor, so that parts are few
+_ROWS, _COLUMNS = (1, 2, 4, 7, 8), (8, 16, 32, 56)
 _MAX_SUMS = 128
 _MAX_THREADS = 1024
 _MAX_GRID = 2**16 - 1
@@ -163,26 +165,29 @@ def _work_ms(problem: ProblemDescription, device: Device, tiling: GroupedWeights
     through = problem.bytes * (1 + _SHORT_RUN / run_bytes) + _AGAIN * again + _PARTS_SHARE * parts
     memory = 1e3 * through / (_BANDWIDTH_SHARE * device.bandwidth_bytes_per_s)
     together = config["stages"] * min(resident, ceil_div(blocks, device.sm_count))
-    return max(memory, processing) + min(memory, processing) * _ALONE / together
+    return float(max(memory, processing) + min(memory, processing) * _ALONE / together)
 
 
 def _config(rows: int, columns: int, images: int, units: int, warps: int, **deal: int) -> Config:
     return Config.of(rows=rows, columns=columns, images=images, units=units, warps=warps, **deal)
 
 
-# What default_configs ranks by estimate; the last is valid for every applicable problem.
-_SHORT_LIST = (
-    *(
-        _config(rows, columns, images, units, warps, stages=stages, splits=splits)
-        for rows in (4, 7, 8)
-        for columns, images in ((8, 2), (8, 4), (16, 1), (16, 2), (32, 1), (32, 2), (56, 2))
-        for units in (1, 2, 4)
-        for warps in (1, 2, 4)
-        for stages in (1, 2, 3)
-        for splits in (4, 8, 16, 32, 64, 128)
-    ),
-    _config(1, 16, 1, 1, 1, stages=1, splits=1),
-)
+_SPLITS = (1, 4, 8, 16, 32, 64, 128)
+_LAST_RESORT = _config(1, 8, 1, 1, 1, stages=1, splits=1)  # valid for every applicable problem
+
+
+def _likely(problem: ProblemDescription, device: Device) -> Iterator[Config]:
+    """What default_configs ranks by estimate: as many blocks as there are multiprocessors, or about twice as many."""
+    for units in (1, 2, 4):
+        tiles = ceil_div(units_in_all(problem), units)
+        for splits in _SPLITS:
+            if splits > 1 and not 0.6 <= tiles * splits / device.sm_count <= 2.4:
+                continue
+            for rows, (columns, images), warps, stages in itertools.product(
+                (2, 4, 7, 8), ((8, 1), (8, 2), (8, 4), (16, 1), (16, 2), (32, 1)), (1, 2), (2, 3)
+            ):
+                yield _config(rows, columns, images, units, warps, stages=stages, splits=splits)
+    yield _LAST_RESORT
 
 
 class ConvGroupedWeights(Solver):
@@ -208,13 +213,13 @@ class ConvGroupedWeights(Solver):
     )
     alignment_bytes = 16
     parameters: ClassVar[Mapping[str, Sequence[ConfigValue]]] = {
-        "rows": (1, 2, 4, 7, 8),
-        "columns": (8, 16, 32, 56),
+        "rows": _ROWS,
+        "columns": _COLUMNS,
         "images": (1, 2, 4),
         "units": (1, 2, 4, 8),
         "warps": (1, 2, 4),
         "stages": (1, 2, 3),
-        "splits": (1, 4, 8, 16, 32, 64, 128),
+        "splits": _SPLITS,
     }
     sources = ("grouped_weights.cu",)
 
@@ -246,16 +251,16 @@ class ConvGroupedWeights(Solver):
         reason = unserved(problem)
         if reason:
             return Applicability(reason)
-        if not self.is_valid_config(problem, device, _SHORT_LIST[-1]):
+        if not self.is_valid_config(problem, device, _LAST_RESORT):
             return Applicability(f"filter {problem.filter} or its stride or dilation is too large for a block")
         return APPLICABLE
 
     def is_valid_config(self, problem: ProblemDescription, device: Device, config: Config) -> bool:
         tiling = GroupedWeightsTiling.of(problem, config)
         out_h, out_w = problem.lifted(2).out_spatial
-        if config["rows"] >= 2 * out_h or config["columns"] >= 2 * max(16, out_w):
+        if is_ample(config["rows"], _ROWS, out_h) or is_ample(config["columns"], _COLUMNS, out_w):
             return False
-        if config["images"] >= 2 * problem.n or config["units"] >= 2 * tiling.units_in_all:
+        if config["images"] >= 2 * problem.n or config["units"] >= 2 * units_in_all(problem):
             return False
         if tiling.strips % config["warps"]:
             return False
@@ -270,7 +275,7 @@ class ConvGroupedWeights(Solver):
         return tiling.shared_bytes <= (device.shared_bytes or _SHARED_BYTES)
 
     def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
-        valid = [config for config in _SHORT_LIST if self.is_valid_config(problem, device, config)]
+        valid = [config for config in _likely(problem, device) if self.is_valid_config(problem, device, config)]
         ranked = sorted(dict.fromkeys(valid), key=lambda config: self.estimate_ms(problem, device, config))
         return tuple(ranked[:_DEFAULTS])
 

@@ -7,6 +7,7 @@ and common/grouped.cuh. Knows nothing of devices, kernels or solvers.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from miofind.problem import Direction, ProblemDescription, TensorDescriptor
@@ -241,3 +242,8 @@ def raw_bytes(tensor: TensorDescriptor, patch: tuple[int, int], first_column: in
     if whole:
         return 2 * math.prod(tensor.shape[2:])
     return 2 * patch[0] * round_up(first_column % 8 + patch[1], 8)
+
+
+def is_ample(value: int, menu: Sequence[int], needed: int) -> bool:
+    """Whether a smaller choice would do too, so that this one computes the same or more."""
+    return any(needed <= other < value for other in menu)

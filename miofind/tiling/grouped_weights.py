@@ -60,11 +60,6 @@ class GroupedWeightsTiling:
         return math.prod(self.tiles)
 
     @property
-    def units_in_all(self) -> int:
-        """As many as the grid's blocks have room for."""
-        return self.channel_tiles * self.units
-
-    @property
     def sums(self) -> int:
         """Registers of a thread that hold sums."""
         return 8 * math.prod(self.taps)
@@ -73,8 +68,7 @@ class GroupedWeightsTiling:
     def of(problem: ProblemDescription, config: Config) -> GroupedWeightsTiling:
         planar = problem.lifted(2)
         (filter_y, filter_x), (out_h, out_w), conv = planar.filter, planar.out_spatial, planar.conv
-        packs = Packs.of(problem)
-        unit_packs = 2 if packs.c % 16 or packs.k % 16 else 1
+        packs, unit_packs = Packs.of(problem), packs_of_unit(problem)
         unit_c, unit_k, units = unit_packs * packs.c, unit_packs * packs.k, config["units"]
         items = _items(problem, unit_c, unit_k)
         columns, rows, images = min(config["columns"], round_up(out_w, 8)), config["rows"], config["images"]
@@ -112,9 +106,20 @@ class GroupedWeightsTiling:
             tap_blocks=tap_blocks,
             threads=32 * units * items * (shares // tap_blocks) * config["warps"],
             shared_bytes=max(staged, sums),
-            channel_tiles=ceil_div(problem.groups, packs.groups * unit_packs * units),
+            channel_tiles=ceil_div(units_in_all(problem), units),
             tiles=tiles,
         )
+
+
+def packs_of_unit(problem: ProblemDescription) -> int:
+    """Packs that are taken together so that their channels and filters are multiples of 16."""
+    packs = Packs.of(problem)
+    return 2 if packs.c % 16 or packs.k % 16 else 1
+
+
+def units_in_all(problem: ProblemDescription) -> int:
+    """Units that a problem's groups make, the last perhaps not full."""
+    return ceil_div(problem.groups, Packs.of(problem).groups * packs_of_unit(problem))
 
 
 def _rows_of_a_warp(filter_y: int, filter_x: int) -> int:
