@@ -173,7 +173,8 @@ def _config(rows: int, columns: int, images: int, units: int, warps: int, **deal
 
 
 _SPLITS = (1, 4, 8, 16, 32, 64, 128)
-_LAST_RESORT = _config(1, 8, 1, 1, 1, stages=1, splits=1)  # valid for every applicable problem
+# One of them is valid for every applicable problem.
+_LAST_RESORTS = tuple(_config(1, columns, 1, 1, 1, stages=1, splits=1) for columns in (8, 16))
 
 
 def _likely(problem: ProblemDescription, device: Device) -> Iterator[Config]:
@@ -184,10 +185,10 @@ def _likely(problem: ProblemDescription, device: Device) -> Iterator[Config]:
             if splits > 1 and not 0.6 <= tiles * splits / device.sm_count <= 2.4:
                 continue
             for rows, (columns, images), warps, stages in itertools.product(
-                (2, 4, 7, 8), ((8, 1), (8, 2), (8, 4), (16, 1), (16, 2), (32, 1)), (1, 2), (2, 3)
+                (2, 4, 7, 8), ((8, 2), (8, 4), (16, 1), (16, 2), (32, 1)), (1, 2), (2, 3)
             ):
                 yield _config(rows, columns, images, units, warps, stages=stages, splits=splits)
-    yield _LAST_RESORT
+    yield from _LAST_RESORTS
 
 
 class ConvGroupedWeights(Solver):
@@ -251,7 +252,7 @@ class ConvGroupedWeights(Solver):
         reason = unserved(problem)
         if reason:
             return Applicability(reason)
-        if not self.is_valid_config(problem, device, _LAST_RESORT):
+        if not any(self.is_valid_config(problem, device, config) for config in _LAST_RESORTS):
             return Applicability(f"filter {problem.filter} or its stride or dilation is too large for a block")
         return APPLICABLE
 
@@ -259,6 +260,8 @@ class ConvGroupedWeights(Solver):
         tiling = GroupedWeightsTiling.of(problem, config)
         out_h, out_w = problem.lifted(2).out_spatial
         if is_ample(config["rows"], _ROWS, out_h) or is_ample(config["columns"], _COLUMNS, out_w):
+            return False
+        if tiling.columns > config["columns"] and out_w > config["columns"]:
             return False
         if config["images"] >= 2 * problem.n or config["units"] >= 2 * units_in_all(problem):
             return False
