@@ -1,15 +1,14 @@
-// Grouped convolution with few channels a group, per group
-//   forward:        y[n,k,oh,ow] = sum_{c,i,j} x[n, c, oh*stride - pad + i*dilation, ow*stride - pad + j*dilation] *
-//   w[k,c,i,j] backward data: dx[n,c,h,w] = sum_{k,i,j} dy[n, k, (h + pad - i*dilation) / stride, likewise] *
-//   w[k,c,i,j], where whole.
+// Grouped convolution with few channels a group; per group, forward and backward data,
+//   y[n,k,oh,ow] = sum_{c,i,j} x[n, c, oh*stride - pad + i*dilation, ow*stride - pad + j*dilation] * w[k,c,i,j],
+//   dx[n,c,h,w] = sum_{k,i,j} dy[n, k, (h + pad - i*dilation) / stride, likewise] * w[k,c,i,j], where whole.
+// Implicit GEMM on tensor cores, filters as block-diagonal matrices. A block stages a patch of IMAGES images and UNITS
+// units of groups, channels last, and their filters. A warp computes ROWS rows of 16 pixels (two runs of 8 columns) for
+// one of SHARES shares of a unit's results. A fragment of pixels serves all taps and rows of its column that meet it.
+// Backward data has stride_h * stride_w phases, coordinates modulo the stride, each met by taps of its own.
 //
-// Implicit GEMM on tensor cores with filters as block-diagonal matrices. A block stages a patch of IMAGES images and
-// UNITS units of groups, channels last, and their filters. A warp computes ROWS rows of 16 pixels (two runs of 8
-// columns) for one of SHARES shares of the results of a unit, for backward data of all stride_h * stride_w phases:
-// coordinates modulo the stride, each with taps of its own. A fragment of pixels serves all taps and rows of its column
-// that meet it. Defines: ELEMENT, GROUP_C, GROUP_K, FLIPPED (backward data), FILTER_*, STRIDE_*, DILATION_*, PAD_*,
-// UNITS, SHARES, ROWS, ROW_GROUPS, COLUMNS, SPAN (of COLUMNS that exist), COLUMN_TILES, IMAGES, IN_H, IN_W, OUT_W,
-// WHOLE_PLANES, CHANNELS_LAST, MIN_BLOCKS, SHARED_BYTES.
+// Defines: ELEMENT, GROUP_C, GROUP_K, FLIPPED (backward data), FILTER_*, STRIDE_*, DILATION_*, PAD_*, UNITS, SHARES,
+// ROWS, ROW_GROUPS, COLUMNS, SPAN (of COLUMNS that exist), COLUMN_TILES, IMAGES, IN_*, OUT_*, WHOLE_PLANES,
+// CHANNELS_LAST, MIN_BLOCKS, SHARED_BYTES.
 #include "common/grouped.cuh"
 
 using Group = Groups<GROUP_C, GROUP_K>;
@@ -298,20 +297,51 @@ __device__ __forceinline__ void store_results(ELEMENT* out, const unsigned char*
   }
 }
 
-// Stores staged planes of all phases.
+// Stores staged planes of all phases: row by row, or, of whole planes without gaps, in one run of all channels.
 __device__ __forceinline__ void store_planes(ELEMENT* out, const unsigned char* results, const Images& images) {
-  constexpr int kVector = greatest_divisor(8, greatest_divisor(OUT_W, kTileColumns));
-  constexpr int kVectors = kTileColumns / kVector;
-#pragma unroll 4
-  for (int i = threadIdx.x; i < kImages * kOut * kTileRows * kVectors; i += kThreads) {
-    const int column = i % kVectors * kVector, row = i / kVectors % kTileRows, plane = i / (kVectors * kTileRows);
-    const int n = images.first_n + plane / kOut, channel = images.first_channel + plane % kOut;
-    const int h = images.first_row + row, v = images.first_column + column;
-    if (n >= images.n || channel >= images.channels || h >= images.height || v >= images.width) continue;
-    *reinterpret_cast<Vector<ELEMENT, kVector>*>(
-        out + ((n * images.channels + channel) * images.height + h) * images.width + v) =
-        *reinterpret_cast<const Vector<ELEMENT, kVector>*>(results +
-                                                           2 * (plane * kPlane + row * kTileColumns + column));
+  constexpr bool kOneRun = kWhole && kTileColumns == OUT_W;
+  constexpr int kArea = OUT_H * OUT_W;
+  const ELEMENT* const from = reinterpret_cast<const ELEMENT*>(results);
+  if constexpr (kOneRun) {
+    constexpr int kVector = greatest_divisor(8, kArea) >= 4 ? greatest_divisor(8, kArea) : 8;
+    constexpr int kVectors = kOut * kArea / kVector;
+#pragma unroll 2
+    for (int i = threadIdx.x; i < kImages * kVectors; i += kThreads) {
+      const int first = i % kVectors * kVector, n = images.first_n + i / kVectors;
+      if (n >= images.n || images.first_channel + first / kArea >= images.channels) continue;
+      int plane = i / kVectors * kOut + first / kArea, at = first % kArea;
+      Vector<ELEMENT, kVector> values;
+      if constexpr (kArea % kVector == 0) {
+        values = *reinterpret_cast<const Vector<ELEMENT, kVector>*>(from + plane * kPlane + at);
+      } else {
+#pragma unroll
+        for (int e = 0; e < kVector; ++e) {
+          values.at[e] = from[plane * kPlane + at];
+          if (++at == kArea) at = 0, ++plane;
+        }
+      }
+      *reinterpret_cast<Vector<ELEMENT, kVector>*>(out + (n * images.channels + images.first_channel) * kArea + first) =
+          values;
+    }
+  } else {
+    constexpr int kVector = greatest_divisor(8, greatest_divisor(OUT_W, kTileColumns));
+    constexpr int kVectors = kTileColumns / kVector;
+    const int rows = min(kTileRows, images.height - images.first_row);
+#pragma unroll 1
+    for (int i = threadIdx.x; i < kImages * kOut * kVectors; i += kThreads) {
+      const int column = i % kVectors * kVector, plane = i / kVectors;
+      const int n = images.first_n + plane / kOut, channel = images.first_channel + plane % kOut;
+      const int v = images.first_column + column;
+      if (n >= images.n || channel >= images.channels || v >= images.width) continue;
+      unsigned offset = ((n * images.channels + channel) * images.height + images.first_row) * images.width + v;
+#pragma unroll(rows_at_once(kTileRows))
+      for (int row = 0; row < kTileRows; ++row) {
+        if (row >= rows) break;
+        *reinterpret_cast<Vector<ELEMENT, kVector>*>(out + offset) =
+            *reinterpret_cast<const Vector<ELEMENT, kVector>*>(from + plane * kPlane + row * kTileColumns + column);
+        offset += images.width;
+      }
+    }
   }
 }
 

@@ -1,11 +1,11 @@
 // Backward weights of grouped convolutions with few channels a group, on tensor cores, per group
 //   dw[k,c,i,j] = sum_{n,oh,ow} dy[n,k,oh,ow] * x[n, c, oh*stride - pad + i*dilation, ow*stride - pad + j*dilation].
-//
 // A block adds up UNITS units of groups over tiles of IMAGES x ROWS x COLUMNS outputs, every gridDim.y-th, which
-// cp.async stages channels last STAGES deep. A warp computes one item, 16 filters x 16 channels, for WARP_TAPS rows of
-// the filter, from one in WARPS strips of 16 columns (two runs of 8): products whose depth is pixels. A fragment of x
-// serves the taps of its column, one of dy those of its row. Warps' sums are added in shared memory, blocks' by
+// cp.async stages STAGES deep. A warp computes one item, 16 filters x 16 channels, for WARP_TAPS rows of the filter,
+// from one in WARPS strips of 16 columns (two runs of 8): products whose depth is pixels. A fragment of x serves the
+// taps of its column, one of dy those of its row. Warps' sums are added in shared memory, blocks' by
 // `grouped_weights_finish`, in a fixed order.
+//
 // Defines: ELEMENT, GROUP_C, GROUP_K, FILTER_*, STRIDE_*, DILATION_*, PAD_*, UNITS, ROWS, COLUMNS, SPAN (of COLUMNS
 // that exist), IMAGES, WARP_TAPS, TAP_BLOCKS, WARPS, STAGES, ROW_TILES, COLUMN_TILES, IN_*, OUT_*, CHANNELS_LAST,
 // LANES, MIN_BLOCKS, SHARED_BYTES.

@@ -15,7 +15,7 @@ from miofind.device import Device, Library, Place
 from miofind.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.solution import Config, ConfigValue, ConvSolution, KernelStep, Pointer, Scalar
 from miofind.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
-from miofind.tiling.grouped import SOURCE, GroupedTiling, is_ample, units_of, unserved
+from miofind.tiling.grouped import SOURCE, GroupedTiling, is_ample, resident_blocks, units_of, unserved
 
 _DEFAULTS, _MOST_ALIKE = 8, 2
 _ROWS, _COLUMNS = (1, 2, 4, 7, 8), (8, 16, 32, 56)
@@ -33,9 +33,7 @@ def _registers(tiling: GroupedTiling) -> int:
 
 def _resident(tiling: GroupedTiling, shared_bytes: int) -> int:
     """Blocks that a multiprocessor holds at once."""
-    by_registers = 65536 // (_registers(tiling) * tiling.threads)
-    by_shared = (shared_bytes + 1024) // (tiling.shared_bytes + 1024)
-    return max(1, min(by_registers, by_shared, 2048 // tiling.threads, 16))
+    return resident_blocks(_registers(tiling), tiling.threads, tiling.shared_bytes, shared_bytes)
 
 
 def _launch(problem: ProblemDescription, config: Config, shared_bytes: int) -> KernelStep:
@@ -89,6 +87,7 @@ def _defines(
         ("IMAGES", config["images"]),
         ("IN_H", source[0]),
         ("IN_W", source[1]),
+        ("OUT_H", planar.output.shape[2]),
         ("OUT_W", planar.output.shape[3]),
         ("WHOLE_PLANES", int(tiling.is_whole)),
         ("CHANNELS_LAST", int(planar.x.layout.channels_last)),
@@ -255,9 +254,9 @@ class ConvGrouped(Solver):
             return False
         if tiling.sums > _MAX_SUMS or tiling.threads > _MAX_THREADS:
             return False
-        fits_registers = _registers(tiling) <= _MAX_REGISTERS and _registers(tiling) * tiling.threads <= 65536
-        fits_shared = tiling.shared_bytes <= (device.shared_bytes or _SHARED_BYTES)
-        return fits_registers and fits_shared and tiling.tiles[1] * tiling.tiles[2] <= _MAX_GRID >= tiling.tiles[3]
+        if tiling.tiles[1] * tiling.tiles[2] > _MAX_GRID or tiling.tiles[3] > _MAX_GRID:
+            return False
+        return _registers(tiling) <= _MAX_REGISTERS and _resident(tiling, device.shared_bytes or _SHARED_BYTES) > 0
 
     def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
         valid = [config for config in _SHORT_LIST if self.is_valid_config(problem, device, config)]

@@ -16,7 +16,7 @@ from miofind.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.solution import Config, ConfigValue, ConvSolution, KernelStep, Pointer, Region, Scalar, WorkspacePlan
 from miofind.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
 from miofind.tiling.correlation import ceil_div
-from miofind.tiling.grouped import is_ample, unserved
+from miofind.tiling.grouped import is_ample, resident_blocks, unserved
 from miofind.tiling.grouped_weights import GroupedWeightsTiling, units_in_all
 
 _DEFAULTS = 8
@@ -38,9 +38,7 @@ def _registers(tiling: GroupedWeightsTiling) -> int:
 
 def _resident(tiling: GroupedWeightsTiling, shared_bytes: int) -> int:
     """Blocks that a multiprocessor holds at once."""
-    by_registers = 65536 // (_registers(tiling) * tiling.threads)
-    by_shared = (shared_bytes + 1024) // (tiling.shared_bytes + 1024)
-    return max(1, min(by_registers, by_shared, 2048 // tiling.threads, 16))
+    return resident_blocks(_registers(tiling), tiling.threads, tiling.shared_bytes, shared_bytes)
 
 
 def _lanes(splits: int) -> int:
@@ -273,9 +271,9 @@ class ConvGroupedWeights(Solver):
             return False
         if config["splits"] > 1 and 4 * config["splits"] * problem.w.size > _MAX_WORKSPACE_BYTES:
             return False
-        if tiling.sums > _MAX_SUMS or tiling.threads > _MAX_THREADS or _registers(tiling) * tiling.threads > 65536:
+        if tiling.sums > _MAX_SUMS or tiling.threads > _MAX_THREADS:
             return False
-        return tiling.shared_bytes <= (device.shared_bytes or _SHARED_BYTES)
+        return _resident(tiling, device.shared_bytes or _SHARED_BYTES) > 0
 
     def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
         valid = [config for config in _likely(problem, device) if self.is_valid_config(problem, device, config)]

@@ -38,13 +38,13 @@ struct Pixels {
 };
 
 // Channels-first pixels on their way to `Shape`: [image][channel][row][column] as in the tensor, of height kHeight and
-// width kWidth: whole planes if kWhole, else the shape's rows from kShift columns before its first column on, which is
-// then a multiple of 8.
+// width kWidth: whole planes without gaps if kWhole, else the shape's rows from kShift columns before its first column
+// on, which is then a multiple of 8, and an odd number of 16-byte words a channel, so that 8 channels meet all banks.
 template <typename Shape, int kHeight, int kWidth, int kShift, bool kWhole>
 struct Planes {
   static constexpr int kVector = kWhole ? 8 : greatest_divisor(8, kWidth);
   static constexpr int kRow = kWhole ? kWidth : round_up(kShift + Shape::kColumns, 8);
-  static constexpr int kChannel = kWhole ? kHeight * kWidth : Shape::kRows * kRow;
+  static constexpr int kChannel = kWhole ? kHeight * kWidth : odd_words(2 * Shape::kRows * kRow) / 2;
   static constexpr int kImage = Shape::kChannels * kChannel, kBytes = 2 * Shape::kImages * kImage;
 };
 
@@ -94,55 +94,86 @@ __device__ __forceinline__ void stage_vector(unsigned char* to, const T* from, b
 template <typename Shape, int kHeight, int kWidth, int kShift, bool kWhole, int kThreads, typename T>
 __device__ __forceinline__ void stage_planes(unsigned char* to, const T* tensor, const Images& images) {
   using Raw = Planes<Shape, kHeight, kWidth, kShift, kWhole>;
-  constexpr int kVector = Raw::kVector, kVectors = kWhole ? Raw::kImage / kVector : Raw::kRow / kVector;
-  constexpr int kRuns = kWhole ? Shape::kImages : Shape::kImages * Shape::kChannels * Shape::kRows;
+  constexpr int kVector = Raw::kVector, kVectors = (kWhole ? Raw::kImage : Raw::kRow) / kVector;
+  if constexpr (kWhole) {
+    constexpr int kPlane = kHeight * kWidth;
 #pragma unroll 4
-  for (int i = threadIdx.x; i < kRuns * kVectors; i += kThreads) {
-    const int at = i % kVectors * kVector, run = i / kVectors;
-    int offset;
-    bool inside;
-    if constexpr (kWhole) {
-      const int n = images.first_n + run;
-      offset = images.first_channel * (kHeight * kWidth) + at;
-      inside = n < images.n && offset < images.channels * (kHeight * kWidth);
-      offset += n * images.channels * (kHeight * kWidth);
-    } else {
-      const int channel = images.first_channel + run / Shape::kRows % Shape::kChannels;
-      const int n = images.first_n + run / (Shape::kRows * Shape::kChannels);
-      const int h = images.first_row + run % Shape::kRows, v = images.first_column - kShift + at;
-      inside = n < images.n && channel < images.channels && static_cast<unsigned>(h) < static_cast<unsigned>(kHeight) &&
-               static_cast<unsigned>(v) < static_cast<unsigned>(kWidth);
-      offset = ((n * images.channels + channel) * kHeight + h) * kWidth + v;
+    for (int i = threadIdx.x; i < Shape::kImages * kVectors; i += kThreads) {
+      const int n = images.first_n + i / kVectors, at = images.first_channel * kPlane + i % kVectors * kVector;
+      const bool inside = n < images.n && at < images.channels * kPlane;
+      stage_vector<kVector>(to + 2 * kVector * i, tensor + (inside ? n * images.channels * kPlane + at : 0), inside);
     }
-    stage_vector<kVector>(to + 2 * kVector * i, tensor + (inside ? offset : 0), inside);
+  } else {
+#pragma unroll 1
+    for (int i = threadIdx.x; i < Shape::kImages * Shape::kChannels * kVectors; i += kThreads) {
+      const int at = i % kVectors * kVector, channel = i / kVectors % Shape::kChannels;
+      const int image = i / (kVectors * Shape::kChannels), n = images.first_n + image;
+      const int c = images.first_channel + channel, v = images.first_column - kShift + at;
+      const bool inside =
+          n < images.n && c < images.channels && static_cast<unsigned>(v) < static_cast<unsigned>(kWidth);
+      unsigned offset = ((n * images.channels + c) * kHeight + images.first_row) * kWidth + v;
+#pragma unroll(rows_at_once(Shape::kRows))
+      for (int row = 0; row < Shape::kRows; ++row) {
+        const bool there = inside && static_cast<unsigned>(images.first_row + row) < static_cast<unsigned>(kHeight);
+        stage_vector<kVector>(to + 2 * (image * Raw::kImage + channel * Raw::kChannel + row * Raw::kRow + at),
+                              tensor + (there ? offset : 0u), there);
+        offset += kWidth;
+      }
+    }
   }
 }
 
-// Lays planes that have arrived out as pixels.
+// Lays planes that have arrived out as pixels: whole planes element by element, others by transposing matrices of 8
+// channels x 8 columns, four at a time.
 template <typename Shape, int kHeight, int kWidth, int kShift, bool kWhole, int kThreads, typename T>
 __device__ __forceinline__ void turn_planes(unsigned char* to, const T* planes, const Images& images) {
   using Raw = Planes<Shape, kHeight, kWidth, kShift, kWhole>;
   constexpr int kWords = Shape::kChannels / 8;
+  if constexpr (kWhole) {
+#pragma unroll 1
+    for (int i = threadIdx.x; i < Shape::kImages * kWords * Shape::kColumns; i += kThreads) {
+      const int column = i % Shape::kColumns, word = i / Shape::kColumns % kWords,
+                image = i / (Shape::kColumns * kWords);
+      const int v = images.first_column + column;
+      const bool inside = static_cast<unsigned>(v) < static_cast<unsigned>(kWidth);
+      const T* from = planes + image * Raw::kImage + 8 * word * Raw::kChannel + images.first_row * kWidth + v;
+      unsigned char* const at = to + image * Shape::kImageBytes + Shape::slot(column) * Shape::kPixelBytes + 16 * word;
 #pragma unroll 2
-  for (int i = threadIdx.x; i < Shape::kImages * Shape::kRows * kWords * Shape::kColumns; i += kThreads) {
-    const int column = i % Shape::kColumns, word = i / Shape::kColumns % kWords;
-    const int row = i / (Shape::kColumns * kWords) % Shape::kRows,
-              image = i / (Shape::kColumns * kWords * Shape::kRows);
-    bool inside = true;
-    int from = image * Raw::kImage + 8 * word * Raw::kChannel;
-    if constexpr (kWhole) {
-      const int h = images.first_row + row, v = images.first_column + column;
-      inside = static_cast<unsigned>(h) < static_cast<unsigned>(kHeight) &&
-               static_cast<unsigned>(v) < static_cast<unsigned>(kWidth);
-      from += h * kWidth + v;
-    } else {
-      from += row * Raw::kRow + kShift + column;
-    }
-    Vector<T, 8> values = {};
-    if (inside)
+      for (int row = 0; row < Shape::kRows; ++row) {
+        Vector<T, 8> values = {};
+        if (inside && static_cast<unsigned>(images.first_row + row) < static_cast<unsigned>(kHeight))
 #pragma unroll
-      for (int e = 0; e < 8; ++e) values.at[e] = planes[from + e * Raw::kChannel];
-    *reinterpret_cast<Vector<T, 8>*>(to + image * Shape::kImageBytes + row * Shape::kRowBytes +
-                                     Shape::slot(column) * Shape::kPixelBytes + 16 * word) = values;
+          for (int e = 0; e < 8; ++e) values.at[e] = from[row * kWidth + e * Raw::kChannel];
+        *reinterpret_cast<Vector<T, 8>*>(at + row * Shape::kRowBytes) = values;
+      }
+    }
+  } else {
+    constexpr int kGroups = Raw::kRow / 8, kPairs = kWords / 2, kTurns = Shape::kImages * Shape::kRows * kGroups;
+    static_assert(kWords % 2 == 0, "channels are multiples of 16");
+    const int lane = threadIdx.x % 32;
+    // Of four matrices two are blocks of channels, and two turns.
+#pragma unroll 2
+    for (int i = threadIdx.x / 32; i < ceil_div(kTurns, 2) * kPairs; i += kThreads / 32) {
+      const int pair = i % kPairs, first = i / kPairs * 2;
+      const int source = min(first + lane / 16, kTurns - 1);
+      const unsigned from =
+          static_cast<unsigned>(__cvta_generic_to_shared(planes)) +
+          2 * (source / (kGroups * Shape::kRows) * Raw::kImage + (16 * pair + lane % 16) * Raw::kChannel +
+               source / kGroups % Shape::kRows * Raw::kRow + source % kGroups * 8);
+      unsigned matrices[4];
+      load_transposed(matrices, from);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int turn = first + half, column = turn % kGroups * 8 + lane / 4 - kShift;
+        if (turn >= kTurns || column < 0 || column >= Shape::kColumns) continue;
+        unsigned* const at =
+            reinterpret_cast<unsigned*>(to + turn / (kGroups * Shape::kRows) * Shape::kImageBytes +
+                                        turn / kGroups % Shape::kRows * Shape::kRowBytes +
+                                        Shape::slot(column) * Shape::kPixelBytes + 32 * pair + 4 * (lane % 4));
+        at[0] = matrices[2 * half];
+        at[4] = matrices[2 * half + 1];
+      }
+      __syncwarp();  // matrices are loaded by whole warps
+    }
   }
 }
