@@ -229,6 +229,8 @@ class ConvGrouped(Solver):
             grouped(2, 24, 64, x=(2, 9, 12), w=(1, 1), padding=0, dtype=brain),
             grouped(8, 4, 4, x=(2, 30, 29), w=(3, 3), direction=data, dtype=brain),
             grouped(2, 16, 16, x=(3, 15, 14), w=(3, 3), stride=2, direction=data),
+            grouped(2, 16, 32, x=(3, 14, 14), w=(3, 3), stride=2, layout=Layout.NCHW),
+            grouped(8, 4, 4, x=(2, 30, 28), w=(3, 3), direction=data, layout=Layout.NCHW),
             grouped(8, 3, 5, x=(2, 11, 12), w=(4, 3), stride=(2, 3), dilation=(3, 1), direction=data),
             grouped(4, 2, 4, x=(2, 50), w=(7,), stride=2, layout=Layout.NWC),
         )

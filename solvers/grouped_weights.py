@@ -241,6 +241,7 @@ class ConvGroupedWeights(Solver):
             grouped(3, 32, 32, x=(3, 7, 7), w=(3, 3)),
             grouped(4, 6, 10, x=(2, 13, 9), w=(5, 3), padding=((4, 0), (1, 5)), dilation=(1, 2)),
             grouped(2, 24, 64, x=(2, 9, 12), w=(1, 1), padding=0, dtype=brain),
+            grouped(2, 64, 64, x=(2, 9, 8), w=(3, 3), layout=Layout.NCHW),
             grouped(4, 2, 4, x=(2, 50), w=(7,), stride=2, layout=Layout.NWC),
         )
 

@@ -129,6 +129,14 @@ def test_items_are_blocks_with_a_group_in_common(c: int, k: int, items: int) -> 
     assert len(blocks) == items
 
 
+@pytest.mark.parametrize("taps", [(1, 1), (3, 3), (5, 5)])
+def test_groups_of_64_channels_are_served(taps: tuple[int, int]) -> None:
+    """Their 16 items of warps leave no registers for more than a row of the filter each."""
+    problem = grouped(2, 64, 64, taps=taps, padding=2, direction=Direction.BACKWARD_WEIGHTS)
+    assert WEIGHTS.applicability(problem, H200)
+    assert FORWARD.applicability(replace(problem, direction=Direction.BACKWARD_DATA), H200)
+
+
 def test_parts_are_planned() -> None:
     problem = resnext(4, 56, 1, Direction.BACKWARD_WEIGHTS, Layout.NHWC)
     for config in WEIGHTS.default_configs(problem, H200):

@@ -74,7 +74,7 @@ class GroupedWeightsTiling:
         columns, rows, images = min(config["columns"], round_up(out_w, 8)), config["rows"], config["images"]
         if columns // 8 * images % 2:
             columns += 8
-        span, warp_taps = min(columns, out_w), _rows_of_a_warp(filter_y, filter_x)
+        span, warp_taps = min(columns, out_w), _rows_of_a_warp(filter_y, filter_x, items)
         shares = ceil_div(filter_y, warp_taps)
         tap_blocks = shares if units == config["warps"] == 1 and items * shares > _MANY_WARPS else 1
         patch_h = (rows - 1) * conv.stride[0] + (filter_y - 1) * conv.dilation[0] + 1
@@ -122,8 +122,10 @@ def units_in_all(problem: ProblemDescription) -> int:
     return ceil_div(problem.groups, Packs.of(problem).groups * packs_of_unit(problem))
 
 
-def _rows_of_a_warp(filter_y: int, filter_x: int) -> int:
-    """Rows of the filter whose sums leave registers for all else."""
+def _rows_of_a_warp(filter_y: int, filter_x: int, items: int) -> int:
+    """Rows of the filter whose sums leave registers for all else, and for as many warps as there are items."""
+    if items > _MANY_WARPS:
+        return 1
     return max(1, min(filter_y, _MOST_SUMS // (8 * filter_x)))
 
 
