@@ -17,7 +17,7 @@ from miofind.solution import Config, ConfigValue, ConvSolution, KernelStep, Poin
 from miofind.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
 from miofind.tiling.grouped import SOURCE, GroupedTiling, is_ample, resident_blocks, units_of, unserved
 
-_DEFAULTS, _MOST_ALIKE = 8, 2
+_DEFAULTS, _FIRST, _MOST_ALIKE = 8, 4, 3
 _ROWS, _COLUMNS = (1, 2, 4, 7, 8), (8, 16, 32, 56)
 _MAX_SUMS = 128
 _MAX_REGISTERS = 255
@@ -165,14 +165,18 @@ _SHORT_LIST = (
 
 
 def _varied(ranked: Sequence[Config]) -> list[Config]:
-    """The first few of each number of rows, in order: registers, and so blocks at once, depend on it most."""
+    """The first few, then the first of each number of rows and units, a few of each number of rows.
+
+    Registers, and so blocks at once, depend on rows most, and what runs of channels cost on units.
+    """
+    chosen: dict[tuple[int, int], Config] = {}
     taken: Counter[int] = Counter()
-    chosen = []
     for config in ranked:
-        taken[config["rows"]] += 1
-        if taken[config["rows"]] <= _MOST_ALIKE:
-            chosen.append(config)
-    return chosen
+        rows, units = config["rows"], config["units"]
+        if (rows, units) not in chosen and taken[rows] < _MOST_ALIKE:
+            chosen[rows, units] = config
+            taken[rows] += 1
+    return list(dict.fromkeys([*ranked[:_FIRST], *chosen.values()]))
 
 
 class ConvGrouped(Solver):

