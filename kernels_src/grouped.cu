@@ -1,0 +1,414 @@
+// Grouped convolution with few channels a group; per group, forward and backward data,
+//   y[n,k,oh,ow] = sum_{c,i,j} x[n, c, oh*stride - pad + i*dilation, ow*stride - pad + j*dilation] * w[k,c,i,j],
+//   dx[n,c,h,w] = sum_{k,i,j} dy[n, k, (h + pad - i*dilation) / stride, likewise] * w[k,c,i,j], where whole.
+// Implicit GEMM on tensor cores, filters as block-diagonal matrices. A block stages a patch of IMAGES images and UNITS
+// units of groups, channels last, and their filters. A warp computes ROWS rows of 16 pixels (two runs of 8 columns) for
+// one of SHARES shares of a unit's results. A fragment of pixels serves all taps and rows of its column that meet it.
+// Backward data has stride_h * stride_w phases, coordinates modulo the stride, each met by taps of its own.
+//
+// Defines: ELEMENT, GROUP_C, GROUP_K, FLIPPED (backward data), FILTER_*, STRIDE_*, DILATION_*, PAD_*, UNITS, SHARES,
+// ROWS, ROW_GROUPS, COLUMNS, SPAN (of COLUMNS that exist), COLUMN_TILES, IMAGES, IN_*, OUT_*, WHOLE_PLANES,
+// CHANNELS_LAST, MIN_BLOCKS, SHARED_BYTES.
+#include "common/grouped.cuh"
+
+using Group = Groups<GROUP_C, GROUP_K>;
+constexpr bool kFlipped = FLIPPED;
+constexpr int kFilterY = FILTER_Y, kFilterX = FILTER_X, kTaps = kFilterY * kFilterX;
+
+// A unit: packs of groups whose summed channels are a multiple of 16.
+constexpr int kUnitPacks = (kFlipped ? Group::kPackK : Group::kPackC) % 16 ? 2 : 1;
+constexpr int kUnitC = kUnitPacks * Group::kPackC, kUnitK = kUnitPacks * Group::kPackK;
+constexpr int kUnitIn = kFlipped ? kUnitK : kUnitC, kUnitOut = kFlipped ? kUnitC : kUnitK;
+constexpr int kUnits = UNITS, kIn = kUnits * kUnitIn, kOut = kUnits * kUnitOut;
+constexpr int kDepth = kUnitIn / 16, kShares = SHARES, kBlocksN = kUnitOut / 8 / kShares;
+static_assert(kUnitOut / 8 % kShares == 0, "warps share the results of a unit evenly");
+
+// How outputs of one axis meet inputs: output `step * i + phase` meets input i * stride + offset(phase, tap).
+template <int kStride, int kDilation, int kPad, int kFilter>
+struct Axis {
+  static constexpr int kPhases = kFlipped ? kStride : 1, kStep = kFlipped ? 1 : kStride;
+  static constexpr bool meets(int phase, int tap) {
+    return !kFlipped || (phase + kPad - tap * kDilation) % kStride == 0;
+  }
+  static constexpr int offset(int phase, int tap) {
+    return kFlipped ? (phase + kPad - tap * kDilation) / kStride : tap * kDilation - kPad;
+  }
+  static constexpr int first() {
+    int least = 1 << 30;
+    for (int phase = 0; phase < kPhases; ++phase)
+      for (int tap = 0; tap < kFilter; ++tap)
+        if (meets(phase, tap) && offset(phase, tap) < least) least = offset(phase, tap);
+    return least;
+  }
+  static constexpr int last() {
+    int most = -(1 << 30);
+    for (int phase = 0; phase < kPhases; ++phase)
+      for (int tap = 0; tap < kFilter; ++tap)
+        if (meets(phase, tap) && offset(phase, tap) > most) most = offset(phase, tap);
+    return most;
+  }
+  static constexpr int kFirst = first(), kReach = last() - first();
+};
+using AxisH = Axis<STRIDE_H, DILATION_H, PAD_H, kFilterY>;
+using AxisW = Axis<STRIDE_W, DILATION_W, PAD_W, kFilterX>;
+
+constexpr int kRows = ROWS, kTileH = ROWS * ROW_GROUPS, kColumns = COLUMNS, kSpan = SPAN, kImages = IMAGES;
+constexpr int kRuns = kColumns / 8 * ROW_GROUPS * kImages;  // of 8 pixels in ROWS rows
+constexpr int kFragments = ceil_div(kRuns, 2);
+constexpr int kThreads = 32 * kFragments * kShares * kUnits;
+static_assert(kColumns % 8 == 0 && kSpan <= kColumns && kSpan > kColumns - 8, "runs of 8 columns, the last one cut");
+
+// The staged patch.
+constexpr int kPatchH = (kTileH - 1) * AxisH::kStep + AxisH::kReach + 1;
+constexpr int kPatchW = (kSpan - 1) * AxisW::kStep + AxisW::kReach + 1;
+using Patch = Pixels<kImages, kPatchH, kPatchW, AxisW::kStep, kIn>;
+
+// The staged filters: a row a filter, [tap][channel of its pack], zeros where the groups differ.
+constexpr int kTapBytes = 2 * Group::kPackC, kFilterBytes = odd_words(kTaps * kTapBytes);
+constexpr int kFilters = kUnits * kUnitK, kFiltersAt = Patch::kBytes;
+
+// The staged results: channels last, of one phase of columns, [image][row][phase of rows][column][channel]; channels
+// first, of all phases, [image][channel][row][phase of rows][column][phase of columns], neighbouring channels 4 or 12
+// banks apart.
+constexpr bool kLast = CHANNELS_LAST, kOverlaid = AxisW::kPhases == 1;
+constexpr int kTileRows = kTileH * AxisH::kPhases, kTileColumns = kSpan * AxisW::kPhases;
+constexpr int kResultBytes = odd_words(2 * kOut), kPlane = round_up(kTileRows * kTileColumns - 8, 16) + 8;
+constexpr int kResultsBytes = kImages * (kLast ? kTileRows * kSpan * kResultBytes : 2 * kOut * kPlane);
+
+// Channels first, what arrives as it is in memory: whole planes if a block has all of them.
+constexpr bool kWhole = WHOLE_PLANES;
+constexpr int kShift = (AxisW::kFirst % 8 + 8) % 8;
+using Raw = Planes<Patch, IN_H, IN_W, kShift, kWhole>;
+constexpr int kRawFilterBytes = 2 * kFilters * kTaps * GROUP_C;
+constexpr int kRawAt = Patch::kBytes + kFilters * kFilterBytes, kRawFiltersAt = kRawAt + Raw::kBytes;
+constexpr int kStagedBytes = kLast ? kRawAt : kRawFiltersAt + kRawFilterBytes;
+constexpr int kResultsAt = kOverlaid ? 0 : kStagedBytes;
+static_assert(SHARED_BYTES == (kOverlaid ? maximum(kStagedBytes, kResultsBytes) : kStagedBytes + kResultsBytes),
+              "miofind/tiling/grouped.py counts otherwise");
+
+// Starts to copy the filters from number `first` on, of `filters`, as they are in memory; 8 filters are whole words.
+__device__ __forceinline__ void stage_raw_filters(unsigned to, const ELEMENT* filter, int first, int filters) {
+  constexpr int kElements = kTaps * GROUP_C;
+#pragma unroll 4
+  for (int i = threadIdx.x; i < kFilters * kElements / 8; i += kThreads) {
+    const bool inside = first * kElements + 8 * i < filters * kElements;
+    copy_bytes<16>(to + 16 * i, filter + (inside ? first * kElements + 8 * i : 0), inside);
+  }
+}
+
+// Starts to copy filters that need not be rearranged.
+__device__ __forceinline__ void stage_filters(unsigned to, const ELEMENT* filter, int first, int filters) {
+  constexpr int kWords = kTaps * GROUP_C / 8;
+#pragma unroll 4
+  for (int i = threadIdx.x; i < kFilters * kWords; i += kThreads) {
+    const bool inside = first + i / kWords < filters;
+    copy_bytes<16>(to + i / kWords * kFilterBytes + 16 * (i % kWords), filter + (inside ? (first * kWords + i) * 8 : 0),
+                   inside);
+  }
+}
+
+// Lays filters out that lie in memory from `filter` on, zeros from number `filters` on.
+__device__ __forceinline__ void arrange_filters(unsigned char* staged, const ELEMENT* filter, int filters) {
+  constexpr int kWords = Group::kPackC / 8, kPart = kLast ? greatest_divisor(8, GROUP_C) : 1;
+#pragma unroll 2
+  for (int i = threadIdx.x; i < kFilters * kTaps * kWords; i += kThreads) {
+    const int word = i % kWords, tap = i / kWords % kTaps, row = i / (kWords * kTaps);
+    const int group = row / GROUP_K % Group::kPack;
+    Vector<ELEMENT, 8> values = {};
+#pragma unroll
+    for (int part = 0; part < 8; part += kPart) {
+      const int channel = 8 * word + part - group * GROUP_C;
+      if (channel < 0 || channel >= GROUP_C || row >= filters) continue;
+      const int at = kLast ? (row * kTaps + tap) * GROUP_C + channel : (row * GROUP_C + channel) * kTaps + tap;
+      const auto some = *reinterpret_cast<const Vector<ELEMENT, kPart>*>(filter + at);
+#pragma unroll
+      for (int e = 0; e < kPart; ++e) values.at[part + e] = some.at[e];
+    }
+    *reinterpret_cast<Vector<ELEMENT, 8>*>(staged + row * kFilterBytes + tap * kTapBytes + 16 * word) = values;
+  }
+}
+
+// A run of 8 pixels in ROWS rows.
+struct Run {
+  int image, row, column;
+};
+
+__device__ __forceinline__ Run run_at(int number) {
+  constexpr int kAcross = kColumns / 8;
+  return {number / (kAcross * ROW_GROUPS), number / kAcross % ROW_GROUPS * kRows, number % kAcross * 8};
+}
+
+// What a warp computes: a unit, the first of its blocks of 8 results, and two runs.
+struct Part {
+  int unit, block, first_run;
+};
+
+using Sums = float[AxisH::kPhases][kRows][kBlocksN][4];
+using Filter = unsigned[kBlocksN][2];
+
+constexpr bool meet(int in_block, int out_block) {
+  return kFlipped ? Group::meet(out_block, in_block) : Group::meet(in_block, out_block);
+}
+
+// Whether every block of a unit's matrix holds filters: all parts of the depth are then alike.
+constexpr bool kDense = kUnitPacks == 1 && Group::kPack == 1;
+
+// The matrix of one tap: 16 summed channels, SHARES * 8 results. A warp's share of results is known only at run time
+// where the matrix is dense, else it has all of them.
+static_assert(kDense || kShares == 1, "warps share the results of dense matrices only");
+
+__device__ __forceinline__ void load_filter(Filter& to, unsigned filters, int tap, int depth, int first_block) {
+#pragma unroll
+  for (int j = 0; j < kBlocksN; ++j) {
+    const bool low = kDense || meet(2 * depth, j), high = kDense || meet(2 * depth + 1, j);
+    if (!low && !high) continue;
+    const int in = 2 * depth + !low, out = first_block + j;
+    const int row = kFlipped ? 8 * in : 8 * out, channel = kFlipped ? 8 * out : 8 * in;
+    const unsigned from =
+        filters + row * kFilterBytes + tap * kTapBytes + 2 * (kDense ? channel : channel % Group::kPackC);
+    if (low && high)
+      load_matrix_pair<kFlipped>(to[j], from);
+    else
+      to[j][!low] = load_matrix<kFlipped>(from);
+  }
+}
+
+__device__ __forceinline__ void add_products(float (&sums)[kBlocksN][4], const unsigned (&pixels)[4],
+                                             const Filter& filter, int depth) {
+#pragma unroll
+  for (int j = 0; j < kBlocksN; ++j) {
+    const bool low = kDense || meet(2 * depth, j), high = kDense || meet(2 * depth + 1, j);
+    if (low && high)
+      multiply_add<ELEMENT>(sums[j], pixels, filter[j][0], filter[j][1]);
+    else if (low)
+      multiply_add_half<ELEMENT>(sums[j], pixels[0], pixels[1], filter[j][0]);
+    else if (high)
+      multiply_add_half<ELEMENT>(sums[j], pixels[2], pixels[3], filter[j][1]);
+  }
+}
+
+// The row of outputs, of one run, that patch row `row` contributes to by a tap in a phase; negative if none.
+constexpr int output_row(int row, int phase, int tap) {
+  if (!AxisH::meets(phase, tap)) return -1;
+  const int from = row - (AxisH::offset(phase, tap) - AxisH::kFirst);
+  return from >= 0 && from % AxisH::kStep == 0 && from / AxisH::kStep < kRows ? from / AxisH::kStep : -1;
+}
+
+constexpr bool is_used(int row) {
+  for (int phase = 0; phase < AxisH::kPhases; ++phase)
+    for (int tap = 0; tap < kFilterY; ++tap)
+      if (output_row(row, phase, tap) >= 0) return true;
+  return false;
+}
+
+// Adds what one column of taps and 16 channels contribute.
+__device__ __forceinline__ void add_column(Sums& sums, unsigned pixels, unsigned filters, int column, int depth,
+                                           int first_block) {
+  Filter filter[kFilterY];
+#pragma unroll
+  for (int tap = 0; tap < kFilterY; ++tap)
+    load_filter(filter[tap], filters, tap * kFilterX + column, depth, first_block);
+#pragma unroll
+  for (int row = 0; row < (kRows - 1) * AxisH::kStep + AxisH::kReach + 1; ++row) {
+    if (!is_used(row)) continue;
+    unsigned fragment[4];
+    load_matrices(fragment, pixels + row * Patch::kRowBytes);
+#pragma unroll
+    for (int phase = 0; phase < AxisH::kPhases; ++phase)
+#pragma unroll
+      for (int tap = 0; tap < kFilterY; ++tap) {
+        const int to = output_row(row, phase, tap);
+        if (to >= 0) add_products(sums[phase][to], fragment, filter[tap], depth);
+      }
+  }
+}
+
+// Address of a lane's pixel and word for load_matrices: run (lane / 8) % 2, pixel lane % 8, words lane / 16.
+__device__ __forceinline__ unsigned pixels_of(unsigned patch, const Part& part) {
+  const int lane = threadIdx.x % 32;
+  const Run run = run_at(min(part.first_run + lane / 8 % 2, kRuns - 1));
+  const int column = min(run.column + lane % 8, kSpan - 1);
+  return patch + run.image * Patch::kImageBytes + run.row * AxisH::kStep * Patch::kRowBytes +
+         column * Patch::kPixelBytes + 2 * part.unit * kUnitIn + lane / 16 * 16;
+}
+
+// Rounds sums into the staged results.
+__device__ __forceinline__ void stage_sums(unsigned char* results, const Sums& sums, const Part& part,
+                                           int columns_phase) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const Run run = run_at(part.first_run + half);
+    const int column = run.column + lane / 4;
+    if (part.first_run + half >= kRuns || column >= kSpan) continue;
+    if constexpr (!kLast) {
+      const int channel = part.unit * kUnitOut + 8 * part.block + lane % 4 * 2;
+      ELEMENT* const to = reinterpret_cast<ELEMENT*>(results) + (run.image * kOut + channel) * kPlane +
+                          run.row * AxisH::kPhases * kTileColumns + column * AxisW::kPhases + columns_phase;
+#pragma unroll
+      for (int row = 0; row < kRows; ++row)
+#pragma unroll
+        for (int phase = 0; phase < AxisH::kPhases; ++phase)
+#pragma unroll
+          for (int j = 0; j < kBlocksN; ++j)
+#pragma unroll
+            for (int e = 0; e < 2; ++e)
+              to[(8 * j + e) * kPlane + (row * AxisH::kPhases + phase) * kTileColumns] =
+                  convert<ELEMENT>(sums[phase][row][j][2 * half + e]);
+      continue;
+    }
+    const int first = (run.image * kTileH + run.row) * AxisH::kPhases * kSpan + column;
+    unsigned char* const to =
+        results + first * kResultBytes + 2 * part.unit * kUnitOut + 16 * part.block + lane % 4 * 4;
+#pragma unroll
+    for (int row = 0; row < kRows; ++row)
+#pragma unroll
+      for (int phase = 0; phase < AxisH::kPhases; ++phase)
+#pragma unroll
+        for (int j = 0; j < kBlocksN; ++j) {
+          const float* sum = sums[phase][row][j] + 2 * half;
+          *reinterpret_cast<Vector<ELEMENT, 2>*>(to + (row * AxisH::kPhases + phase) * kSpan * kResultBytes +
+                                                 16 * j) = {convert<ELEMENT>(sum[0]), convert<ELEMENT>(sum[1])};
+        }
+  }
+}
+
+// Stores the staged results of one phase of columns; `images` counts rows and columns of the output tensor.
+__device__ __forceinline__ void store_results(ELEMENT* out, const unsigned char* results, const Images& images,
+                                              int phase) {
+  constexpr int kWords = kOut / 8, kColumnWords = kSpan * kWords;
+  const unsigned row_step = images.width * images.channels;
+  const int rows = min(kTileRows, images.height - images.first_row);
+#pragma unroll 1
+  for (int i = threadIdx.x; i < kImages * kColumnWords; i += kThreads) {
+    const int word = i % kWords, column = i / kWords % kSpan, image = i / kColumnWords;
+    const int n = images.first_n + image, channel = images.first_channel + 8 * word;
+    const int v = images.first_column + column * AxisW::kPhases + phase;
+    if (n >= images.n || channel >= images.channels || v >= images.width) continue;
+    const unsigned char* from = results + (image * kTileRows * kSpan + column) * kResultBytes + 16 * word;
+    unsigned offset = (n * images.height + images.first_row) * row_step + v * images.channels + channel;
+#pragma unroll(rows_at_once(kTileRows))
+    for (int row = 0; row < kTileRows; ++row) {
+      if (row >= rows) break;
+      *reinterpret_cast<Vector<ELEMENT, 8>*>(out + offset) =
+          *reinterpret_cast<const Vector<ELEMENT, 8>*>(from + row * kSpan * kResultBytes);
+      offset += row_step;
+    }
+  }
+}
+
+// Stores staged planes of all phases: row by row, or, of whole planes without gaps, in one run of all channels.
+__device__ __forceinline__ void store_planes(ELEMENT* out, const unsigned char* results, const Images& images) {
+  constexpr bool kOneRun = kWhole && kTileColumns == OUT_W;
+  constexpr int kArea = OUT_H * OUT_W;
+  const ELEMENT* const from = reinterpret_cast<const ELEMENT*>(results);
+  if constexpr (kOneRun) {
+    constexpr int kVector = greatest_divisor(8, kArea) >= 4 ? greatest_divisor(8, kArea) : 8;
+    constexpr int kVectors = kOut * kArea / kVector;
+#pragma unroll 2
+    for (int i = threadIdx.x; i < kImages * kVectors; i += kThreads) {
+      const int first = i % kVectors * kVector, n = images.first_n + i / kVectors;
+      if (n >= images.n || images.first_channel + first / kArea >= images.channels) continue;
+      int plane = i / kVectors * kOut + first / kArea, at = first % kArea;
+      Vector<ELEMENT, kVector> values;
+      if constexpr (kArea % kVector == 0) {
+        values = *reinterpret_cast<const Vector<ELEMENT, kVector>*>(from + plane * kPlane + at);
+      } else {
+#pragma unroll
+        for (int e = 0; e < kVector; ++e) {
+          values.at[e] = from[plane * kPlane + at];
+          if (++at == kArea) at = 0, ++plane;
+        }
+      }
+      *reinterpret_cast<Vector<ELEMENT, kVector>*>(out + (n * images.channels + images.first_channel) * kArea + first) =
+          values;
+    }
+  } else {
+    constexpr int kVector = greatest_divisor(8, greatest_divisor(OUT_W, kTileColumns));
+    constexpr int kVectors = kTileColumns / kVector;
+    const int rows = min(kTileRows, images.height - images.first_row);
+#pragma unroll 1
+    for (int i = threadIdx.x; i < kImages * kOut * kVectors; i += kThreads) {
+      const int column = i % kVectors * kVector, plane = i / kVectors;
+      const int n = images.first_n + plane / kOut, channel = images.first_channel + plane % kOut;
+      const int v = images.first_column + column;
+      if (n >= images.n || channel >= images.channels || v >= images.width) continue;
+      unsigned offset = ((n * images.channels + channel) * images.height + images.first_row) * images.width + v;
+#pragma unroll(rows_at_once(kTileRows))
+      for (int row = 0; row < kTileRows; ++row) {
+        if (row >= rows) break;
+        *reinterpret_cast<Vector<ELEMENT, kVector>*>(out + offset) =
+            *reinterpret_cast<const Vector<ELEMENT, kVector>*>(from + plane * kPlane + row * kTileColumns + column);
+        offset += images.width;
+      }
+    }
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
+    grouped(const ELEMENT* __restrict__ in, const ELEMENT* __restrict__ filter, ELEMENT* __restrict__ out, int n,
+            int in_channels, int out_channels, int in_height, int in_width, int out_height, int out_width) {
+  extern __shared__ __align__(16) unsigned char staged[];
+  const unsigned base = static_cast<unsigned>(__cvta_generic_to_shared(staged));
+  const int unit = blockIdx.x * kUnits, column = blockIdx.y % COLUMN_TILES * kColumns;
+  const int row = blockIdx.y / COLUMN_TILES * kTileH, image = blockIdx.z * kImages;
+
+  const Images source = {n,
+                         in_channels,
+                         in_height,
+                         in_width,
+                         image,
+                         unit * kUnitIn,
+                         row * AxisH::kStep + AxisH::kFirst,
+                         column * AxisW::kStep + AxisW::kFirst};
+  const int first_filter = unit * kUnitK, filters = kFlipped ? in_channels : out_channels;
+  if constexpr (kLast) {
+    stage_pixels<Patch, kThreads>(base, in, source);
+    if constexpr (Group::kPack == 1)
+      stage_filters(base + kFiltersAt, filter, first_filter, filters);
+    else
+      arrange_filters(staged + kFiltersAt, filter + first_filter * kTaps * GROUP_C, filters - first_filter);
+    commit_copies();
+  } else {
+    stage_planes<Patch, IN_H, IN_W, kShift, kWhole, kThreads>(staged + kRawAt, in, source);
+    stage_raw_filters(base + kRawFiltersAt, filter, first_filter, filters);
+    commit_copies();
+    wait_for_copies<0>();
+    __syncthreads();  // the planes and the filters have arrived
+    turn_planes<Patch, IN_H, IN_W, kShift, kWhole, kThreads>(staged, reinterpret_cast<const ELEMENT*>(staged + kRawAt),
+                                                             source);
+    arrange_filters(staged + kFiltersAt, reinterpret_cast<const ELEMENT*>(staged + kRawFiltersAt), kFilters);
+  }
+
+  const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
+  const Part part = {warp % kUnits, warp / kUnits % kShares * kBlocksN, warp / (kUnits * kShares) * 2};
+  const unsigned pixels = pixels_of(base, part);
+  const unsigned matrices = base + kFiltersAt + part.unit * kUnitK * kFilterBytes +
+                            (kFlipped ? lane % 16 * kFilterBytes : lane % 8 * kFilterBytes + lane / 8 % 2 * 16);
+  wait_for_copies<0>();
+  __syncthreads();  // the patch and the filters have arrived
+
+#pragma unroll 1
+  for (int phase = 0; phase < AxisW::kPhases; ++phase) {
+    Sums sums = {};
+#pragma unroll(kDense ? 1 : kDepth)
+    for (int depth = 0; depth < kDepth; ++depth)
+#pragma unroll(kFilterX <= 3 ? kFilterX : 1)
+      for (int tap = 0; tap < kFilterX; ++tap) {
+        if (!AxisW::meets(phase, tap)) continue;
+        const int shift = Patch::slot(AxisW::offset(phase, tap) - AxisW::kFirst);
+        add_column(sums, pixels + shift * Patch::kPixelBytes + 32 * depth, matrices, tap, depth, part.block);
+      }
+    if (kOverlaid || (kLast && phase > 0))
+      __syncthreads();  // every warp has read the patch, or stored the phase before
+    stage_sums(staged + kResultsAt, sums, part, phase);
+    if (!kLast && phase < AxisW::kPhases - 1) continue;
+    __syncthreads();  // the results of every warp are staged
+    const Images target = {n,     out_channels,    out_height,           out_width,
+                           image, unit * kUnitOut, row * AxisH::kPhases, column * AxisW::kPhases};
+    if constexpr (kLast)
+      store_results(out, staged + kResultsAt, target, phase);
+    else
+      store_planes(out, staged + kResultsAt, target);
+  }
+}
