@@ -1,0 +1,121 @@
+"""Depthwise convolution of channels-last images on a GPU: the host's reference, within guard bands."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+from device_buffers import Buffer, download, integers, upload
+
+from miofind.compiler import Compiler
+from miofind.device import Device
+from miofind.invoker import make_invoker
+from miofind.problem import DataType, Direction, Layout, ProblemDescription
+from miofind.reference import numpy_dtype, reference_on_host
+from miofind.solution import Config
+from miofind.solver import Solver, solver_by_id
+
+cupy = pytest.importorskip("cupy")
+pytestmark = pytest.mark.gpu
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "3x3": {"x": (3, 72, 14, 14), "w": (72, 1, 3, 3), "padding": 1, "groups": 72},
+    "5x5_stride": {"x": (2, 48, 28, 27), "w": (48, 1, 5, 5), "padding": 2, "stride": 2, "groups": 48},
+    "7x7": {"x": (5, 40, 7, 9), "w": (40, 1, 7, 7), "padding": 3, "groups": 40},
+    "odd_channels": {"x": (2, 13, 17, 15), "w": (13, 1, 3, 3), "padding": ((1, 0), (2, 1)), "groups": 13},
+    "uneven": {"x": (2, 20, 11, 33), "w": (20, 1, 2, 5), "padding": ((4, 0), (1, 6)), "stride": (3, 2), "groups": 20},
+    "dilated": {"x": (1, 16, 33, 20), "w": (16, 1, 3, 3), "padding": 6, "dilation": (6, 2), "groups": 16},
+    "dilated_stride": {
+        "x": (2, 24, 21, 22), "w": (24, 1, 3, 3), "padding": 3, "dilation": 3, "stride": 2, "groups": 24,
+    },
+    "multiplier": {"x": (2, 16, 9, 10), "w": (48, 1, 3, 3), "padding": 1, "stride": 2, "groups": 16},
+    "no_tap_meets": {"x": (2, 8, 9, 9), "w": (8, 1, 1, 1), "stride": 3, "groups": 8},
+    "1d": {"x": (3, 32, 100), "w": (32, 1, 7), "padding": ((6, 0),), "groups": 32},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def device() -> Device:
+    return Device.cuda()
+
+
+@pytest.fixture(scope="module")
+def compiler() -> Compiler:
+    return Compiler()
+
+
+def make(shape: str, **fields: Any) -> ProblemDescription:
+    layout = Layout.of(len(SHAPES[shape]["x"]) - 2, channels_last=True)
+    return ProblemDescription.convolution(**SHAPES[shape], layout=layout, **fields)
+
+
+def solver_of(problem: ProblemDescription) -> Solver:
+    weights = problem.direction is Direction.BACKWARD_WEIGHTS
+    return solver_by_id("ConvDepthwiseChannelsLastWeights" if weights else "ConvDepthwiseChannelsLast")
+
+
+def run(
+    problem: ProblemDescription, inputs: dict[str, np.ndarray], config: Config, device: Device, compiler: Compiler
+) -> np.ndarray:
+    """The output as float64; guard bands are checked."""
+    invoker = make_invoker(problem, device, solver_of(problem), config, compiler)
+    buffers, workspace = upload(problem, inputs), Buffer(invoker.workspace_bytes)
+    tensors = [buffers[name].address for name in ("x", "w", "y")]
+    invoker.run(*tensors, workspace.address, cupy.cuda.get_current_stream().ptr)
+    result = download(problem, buffers)
+    workspace.read(np.dtype(np.uint8))
+    return result
+
+
+def spread(problem: ProblemDescription, device: Device, count: int) -> list[Config]:
+    """The first default configurations and `count` more."""
+    solver = solver_of(problem)
+    every = list(solver.configs(problem, device))
+    chosen = random.Random(len(every)).sample(every, min(count, len(every)))
+    return list(dict.fromkeys([*solver.default_configs(problem, device)[:2], *chosen]))
+
+
+@pytest.mark.parametrize("direction", list(Direction))
+@pytest.mark.parametrize("dtype", [DataType.FLOAT16, DataType.BFLOAT16, DataType.FLOAT32])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_small_integers_are_exact(
+    shape: str, dtype: DataType, direction: Direction, device: Device, compiler: Compiler
+) -> None:
+    problem = make(shape, direction=direction, dtype=dtype)
+    assert solver_of(problem).applicability(problem, device)
+    inputs = integers(problem, seed=len(shape))
+    expected = reference_on_host(problem, **inputs).astype(numpy_dtype(dtype)).astype(np.float64)
+    for config in spread(problem, device, 3):
+        result = run(problem, inputs, config, device, compiler)
+        np.testing.assert_array_equal(result, expected, err_msg=config.json)
+
+
+@pytest.mark.parametrize("direction", list(Direction))
+def test_infinities_stay_where_they_are_met(direction: Direction, device: Device, compiler: Compiler) -> None:
+    """No structural zero is multiplied by an infinite element of x or dy."""
+    problem = ProblemDescription.convolution(
+        x=(2, 16, 13, 11), w=(16, 1, 3, 3), padding=1, groups=16, dtype="float16", layout="NHWC", direction=direction
+    )
+    inputs = {name: np.abs(values) + 1 for name, values in integers(problem, seed=3).items()}
+    image = "y" if direction is Direction.BACKWARD_DATA else "x"
+    inputs[image][1, 5, 12, 10] = inputs[image][0, 7, 0, 4] = np.inf
+    with np.errstate(invalid="ignore", over="ignore"):
+        expected = reference_on_host(problem, **inputs)
+    for config in spread(problem, device, 4):
+        result = run(problem, inputs, config, device, compiler)
+        np.testing.assert_array_equal(np.isinf(result), np.isinf(expected), err_msg=config.json)
+        assert not np.isnan(result).any(), config.json
+
+
+def test_weights_are_the_same_bits_on_every_run(device: Device, compiler: Compiler) -> None:
+    problem = make("3x3", direction="backward_weights", dtype="float32")
+    generator = np.random.default_rng(4)
+    inputs = {
+        name: generator.standard_normal(problem.tensor(name).shape).astype(np.float32)
+        for name in problem.direction.inputs
+    }
+    config = solver_of(problem).default_configs(problem, device)[0]
+    results = [run(problem, inputs, config, device, compiler) for _ in range(3)]
+    assert all((result == results[0]).all() for result in results)
