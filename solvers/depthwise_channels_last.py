@@ -1,7 +1,6 @@
 """ConvDepthwiseChannelsLast: depthwise convolution with small filters, channels-last, forward and backward data.
 
-Kernel: kernels_src/depthwise_channels_last.cu. Backward weights have one of their own:
-ConvDepthwiseChannelsLastWeights. Knows nothing of how candidates are chosen.
+Kernel: kernels_src/depthwise_channels_last.cu. Knows nothing of how candidates are chosen.
 """
 
 from __future__ import annotations
@@ -270,7 +269,7 @@ class ConvDepthwiseChannelsLast(Solver):
 
     def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
         if problem.direction is Direction.BACKWARD_WEIGHTS:
-            return Applicability("serves forward and backward data: ConvDepthwiseChannelsLastWeights serves weights")
+            return Applicability("serves forward and backward data")
         reason = row_unserved(problem)
         if reason:
             return Applicability(reason)

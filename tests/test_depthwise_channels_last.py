@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from miofind.device import Device
 from miofind.problem import Direction, ProblemDescription
 from miofind.solution import Config
-from miofind.solver import Solver, solver_by_id
+from miofind.solver import solver_by_id
 from miofind.tiling.channels_last_rows import (
     RowAxis,
     RowTiling,
@@ -26,16 +26,13 @@ from miofind.tiling.channels_last_rows import (
 )
 
 H200 = Device.virtual("90a")
-DATA, WEIGHTS = solver_by_id("ConvDepthwiseChannelsLast"), solver_by_id("ConvDepthwiseChannelsLastWeights")
+SOLVER = solver_by_id("ConvDepthwiseChannelsLast")
+DIRECTIONS = (Direction.FORWARD, Direction.BACKWARD_DATA)
 
 
 def depthwise(c: int = 32, **fields: Any) -> ProblemDescription:
     shape = {"x": (2, c, 14, 14), "w": (c, 1, 3, 3), "padding": 1, "dtype": "float16", "layout": "NHWC", "groups": c}
     return ProblemDescription.convolution(**{**shape, **fields})
-
-
-def solver_of(problem: ProblemDescription) -> Solver:
-    return WEIGHTS if problem.direction is Direction.BACKWARD_WEIGHTS else DATA
 
 
 def axis_of(size: int, taps: int, pad: int, stride: int, dilation: int) -> RowAxis:
@@ -134,13 +131,12 @@ def test_pitches_hold_a_pixel_and_conflict_less_than_tight_ones(channels: int, v
     assert bank_conflicts(2 * pitch, 2 * vector, step, runs) <= bank_conflicts(2 * channels, 2 * vector, step, runs)
 
 
-@pytest.mark.parametrize("direction", list(Direction))
+@pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("stride", [1, 2, 3])
 @pytest.mark.parametrize("size", [7, 14, 15, 28])
 def test_tiles_cover_the_output(direction: Direction, stride: int, size: int) -> None:
     problem = depthwise(48, x=(5, 48, size, size + 3), stride=stride, direction=direction)
-    solver = solver_of(problem)
-    for config in list(solver.configs(problem, H200))[::29]:
+    for config in list(SOLVER.configs(problem, H200))[::29]:
         tiling = RowTiling.of(problem, config, 1)
         backward = direction is Direction.BACKWARD_DATA
         height, width = row_axes(problem)
@@ -171,6 +167,7 @@ def test_phases_are_of_undilated_problems() -> None:
         ({"groups": 16, "w": (32, 2, 3, 3)}, "one input channel a group"),
         ({"layout": "NCHW"}, "NCHW"),
         ({"layout": {"x": "NHWC", "w": "NCHW", "y": "NHWC"}}, "NCHW"),
+        ({"direction": "backward_weights"}, "serves forward and backward data"),
         ({"direction": "backward_data", "stride": 2, "dilation": 2, "padding": 2}, "common divisor"),
         ({"w": (32, 1, 13, 13), "padding": 6}, "too large"),
         ({"padding": (2**20 + 1, 1)}, "padding"),
@@ -179,14 +176,14 @@ def test_phases_are_of_undilated_problems() -> None:
 )
 def test_refusals_name_their_reason(fields: dict[str, Any], reason: str) -> None:
     problem = depthwise(**fields)
-    answer = solver_of(problem).applicability(problem, H200)
+    answer = SOLVER.applicability(problem, H200)
     assert not answer
     assert reason in answer.reason
 
 
 @pytest.mark.parametrize("filter_size", [3, 5, 7])
 @pytest.mark.parametrize("stride", [1, 2])
-@pytest.mark.parametrize("direction", list(Direction))
+@pytest.mark.parametrize("direction", DIRECTIONS)
 def test_small_filters_have_a_space_worth_searching(filter_size: int, stride: int, direction: Direction) -> None:
     problem = depthwise(
         144,
@@ -196,36 +193,26 @@ def test_small_filters_have_a_space_worth_searching(filter_size: int, stride: in
         stride=stride,
         direction=direction,
     )
-    count = sum(1 for _ in solver_of(problem).configs(problem, H200))
+    count = sum(1 for _ in SOLVER.configs(problem, H200))
     assert 50 <= count <= 2000
-
-
-def test_parts_are_in_the_workspace() -> None:
-    problem = depthwise(direction="backward_weights")
-    for config in list(WEIGHTS.configs(problem, H200))[::17]:
-        solution = WEIGHTS.solution(problem, H200, config)
-        parts = RowTiling.of(problem, config, 1).parts
-        assert solution.workspace.bytes >= (4 * parts * problem.w.size if parts > 1 else 0)
-        assert len(solution.steps) == (2 if parts > 1 else 1)
 
 
 def test_odd_channels_are_served_one_by_one() -> None:
     problem = depthwise(7, x=(1, 7, 9, 9), w=(7, 1, 3, 3))
-    assert {config["vector"] for config in DATA.configs(problem, H200)} == {1}
+    assert {config["vector"] for config in SOLVER.configs(problem, H200)} == {1}
 
 
 def test_estimates_grow_with_the_problem() -> None:
     def best_ms(problem: ProblemDescription) -> float:
-        solver = solver_of(problem)
-        return min(solver.estimate_ms(problem, H200, c) for c in solver.default_configs(problem, H200))
+        return min(SOLVER.estimate_ms(problem, H200, c) for c in SOLVER.default_configs(problem, H200))
 
-    for direction in Direction:
+    for direction in DIRECTIONS:
         small, large = (depthwise(x=(n, 32, 56, 56), direction=direction) for n in (8, 128))
         assert best_ms(small) < best_ms(large)
 
 
 def test_a_wider_thread_than_the_image_is_no_point() -> None:
     problem = depthwise()
-    assert not DATA.is_valid_config(
-        problem, H200, Config({**DATA.default_configs(problem, H200)[0], "rows": 14, "columns": 64})
+    assert not SOLVER.is_valid_config(
+        problem, H200, Config({**SOLVER.default_configs(problem, H200)[0], "rows": 14, "columns": 64})
     )
