@@ -159,7 +159,7 @@ def main() -> None:
     compiler = Compiler(BinaryCache())
     report: dict[str, Any] = {"command": shlex.join(["python", *sys.argv]), "figures": []}
     for device in devices():
-        report.setdefault("device", device.name)
+        report.setdefault("gpu", device.name)
         report.setdefault("versions", versions(device))
         for shape in SHAPES:
             for kind in TYPES:
