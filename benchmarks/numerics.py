@@ -98,7 +98,7 @@ def errors(
             print(f"{problem.network_config} {solver.id} {config.json}: {error}", file=sys.stderr)
             continue
         if not verdict.ok:
-            print(f"{problem.network_config} {solver.id} {config.json}: {verdict.message}", file=sys.stderr)
+            sys.exit(f"{problem.network_config} {solver.id} {config.json}: {verdict.message}")
         if verdict.max_error is not None and verdict.bound_ratio is not None:
             yield growth, verdict.max_error, verdict.bound_ratio
 
