@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import logging
@@ -219,6 +220,18 @@ def limit_exceeded(planned: Planned, problem: ProblemDescription, options: FindO
     if options.max_error is None and planned.solver.error_growth(problem, planned.candidate.config) > 1:
         return "has a wider error bound than direct summation; set max_error to allow it"
     return ""
+
+
+def solvers_of_wider_bounds(problem: ProblemDescription, device: Device, options: FindOptions) -> tuple[str, ...]:
+    """Ids of the solvers that apply and whose default configurations all ask for a `max_error`, where there is none."""
+    found: list[str] = []
+    for solver in solvers().values() if options.max_error is None else ():
+        with contextlib.suppress(Exception):  # make_plan has told of it
+            if options.allows(solver) and solver.applicability(problem, device):
+                configs = solver.default_configs(problem, device)
+                if all(solver.error_growth(problem, config) > 1 for config in configs):
+                    found.append(solver.id)
+    return tuple(found)
 
 
 def search_space(problem: ProblemDescription, device: Device, solver: Solver) -> Iterable[Config]:
