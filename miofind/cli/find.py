@@ -27,7 +27,7 @@ from miofind.cli.solution_table import solution_json, solution_sheet
 from miofind.device import Device
 from miofind.driver.line import driver_line
 from miofind.errors import DatabaseError, NoSolutionError
-from miofind.find.plan import solvers_of_wider_bounds
+from miofind.find.plan import wider_bounds
 from miofind.finddb import user_path
 from miofind.found import Solution
 from miofind.handle import Handle
@@ -42,14 +42,14 @@ class _Found:
     Attributes:
         measured: candidates that the FindDB has times of.
         database: the file that has them.
-        wider_bounds: solvers that only `max_error` lets in.
+        wider_bounds: by solver, how many default configurations only `max_error` lets in.
     """
 
     problem: ProblemDescription
     solutions: list[Solution] = field(default_factory=list)
     measured: int = 0
     database: Path | None = None
-    wider_bounds: tuple[str, ...] = ()
+    wider_bounds: dict[str, int] = field(default_factory=dict)
 
 
 @click.command(
@@ -115,9 +115,8 @@ def find(
 def _find(problem: ProblemDescription, options: FindOptions, handle: Handle) -> _Found:
     with stderr().status(f"finding: {driver_line(problem)}"):
         solutions = find_solutions(problem, options=options, handle=handle)
-        found = _Found(
-            problem=problem, solutions=solutions, wider_bounds=solvers_of_wider_bounds(problem, handle.device, options)
-        )
+        wider = wider_bounds(problem, handle.device, options)
+        found = _Found(problem=problem, solutions=solutions, wider_bounds=wider)
     for store in handle.database.layers:
         with contextlib.suppress(DatabaseError):  # a find goes on without a database, and so does what is told of it
             history = store.history(handle.device.identity, problem.network_config)
@@ -141,7 +140,8 @@ def _show(found: _Found, top: int | None, *, in_order_of_workspace: bool) -> Non
     if not in_order_of_workspace and times != sorted(times):
         print_text("a slower one above a faster one is its tie: of ties the smaller workspace, then error, comes first")
     if found.wider_bounds:
-        print_text(f"left out for wider error bounds, unless --max-error lets them in: {', '.join(found.wider_bounds)}")
+        left_out = ", ".join(f"{count} of {name}" for name, count in found.wider_bounds.items())
+        print_text(f"configurations left out for wider error bounds, unless --max-error lets them in: {left_out}")
     if found.measured > len(solutions) and found.database is not None:
         named = "" if str(found.database) == user_path() else f" --db {shlex.quote(str(found.database))}"
         print_text(
@@ -154,6 +154,6 @@ def _json(found: _Found, top: int | None) -> dict[str, object]:
     shown = [solution_json(solution) for solution in found.solutions[:top]]
     return problem_json(found.problem) | {
         "measured": found.measured,
-        "wider_bounds": list(found.wider_bounds),
+        "wider_bounds": found.wider_bounds,
         "solutions": shown,
     }

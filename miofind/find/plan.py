@@ -222,16 +222,15 @@ def limit_exceeded(planned: Planned, problem: ProblemDescription, options: FindO
     return ""
 
 
-def solvers_of_wider_bounds(problem: ProblemDescription, device: Device, options: FindOptions) -> tuple[str, ...]:
-    """Ids of the solvers that apply and whose default configurations all ask for a `max_error`, where there is none."""
-    found: list[str] = []
+def wider_bounds(problem: ProblemDescription, device: Device, options: FindOptions) -> dict[str, int]:
+    """By id of the solvers that apply, how many default configurations only a `max_error` lets in."""
+    found: dict[str, int] = {}
     for solver in solvers().values() if options.max_error is None else ():
         with contextlib.suppress(Exception):  # make_plan has told of it
             if options.allows(solver) and solver.applicability(problem, device):
-                configs = solver.default_configs(problem, device)
-                if all(solver.error_growth(problem, config) > 1 for config in configs):
-                    found.append(solver.id)
-    return tuple(found)
+                growths = [solver.error_growth(problem, c) for c in solver.default_configs(problem, device)]
+                found[solver.id] = sum(growth > 1 for growth in growths)
+    return {name: count for name, count in found.items() if count}
 
 
 def search_space(problem: ProblemDescription, device: Device, solver: Solver) -> Iterable[Config]:
