@@ -35,6 +35,8 @@
 constexpr int kPlanes = PLANES, kBands = BANDS, kUnits = UNITS, kThreads = THREADS, kMultiplier = MULTIPLIER;
 static_assert(kPlanes == 1 || kBands == 1, "a unit has whole planes or a band of one");
 static_assert(32 % kPlanes == 0 && kThreads % 32 == 0, "lanes of one filter recur");
+static_assert(BUFFERS >= 1 && SPLITS >= 1 && (!CLUSTERED || (SPLITS > 1 && SPLITS <= 8)),
+              "a cluster has 2 to 8 blocks");
 constexpr int kRowStrips = ceil_div(OUT_H, ROWS), kColumnStrips = ceil_div(OUT_W, COLUMNS);
 constexpr int kBandStrips = ceil_div(kRowStrips, kBands);
 static_assert((kBands - 1) * kBandStrips < kRowStrips, "no band is empty");
@@ -293,9 +295,10 @@ extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, MIN_BLOCKS)
 }
 #if !CLUSTERED
 
-// dw[i] = sum of parts[split][i] over the splits, in order.
+// dw[i] = sum of parts[split][i] over the splits, in order. The parts are written while this grid waits: they are not
+// const __restrict__, which would let the compiler read them as memory that never changes.
 extern "C" __global__ void __launch_bounds__(128)
-    depthwise_channels_first_weights_finish(const float* __restrict__ parts, ELEMENT* __restrict__ dw) {
+    depthwise_channels_first_weights_finish(const float* parts, ELEMENT* dw) {
   next_step_may_begin();
   previous_step_done();
   const int i = blockIdx.x * 128 + threadIdx.x;

@@ -24,6 +24,9 @@
     !defined(WHOLE_GROUPS) || !defined(COLUMN_STEP)
 #error "define COPY_VECTOR, FILTER_VECTOR, PIXEL_PITCH, WHOLE_ROWS, WHOLE_GROUPS and COLUMN_STEP"
 #endif
+#if !defined(THREADS) || !defined(SHARED_BYTES)
+#error "define THREADS and SHARED_BYTES"
+#endif
 
 constexpr bool kBackward = BACKWARD;
 constexpr int kVector = VECTOR, kColumns = COLUMNS, kGroups = GROUPS;
@@ -34,7 +37,8 @@ constexpr int kOutChannels = CHANNELS * (kBackward ? 1 : MULTIPLIER);
 constexpr int kSummed = kBackward ? MULTIPLIER : 1;  // channels of the input that add up
 constexpr int kRuns = kOutChannels / kVector, kThreads = round_up(kRuns * kGroups, 32);
 static_assert(kOutChannels % kVector == 0 && (MULTIPLIER == 1 || kVector == 1), "a thread has whole vectors");
-static_assert(kThreads <= 1024 && kStages >= 2, "a block has up to 1024 threads and two stages or more");
+static_assert(kThreads == THREADS && kThreads <= 1024, "the host and the kernel agree on threads");
+static_assert(kStages >= 2 && kStep >= 1, "one stage is computed while others are copied");
 
 // Input indices that `outputs` neighbouring units of output meet: how many, and the first less the first unit's own.
 constexpr int lead_of(int taps, int stride, int phase) {
@@ -51,6 +55,10 @@ constexpr int kOutColumns = kColumns * (kBackward ? STRIDE_W : 1);
 constexpr int kWindow = inputs_of(kColumns, kFilterX, STRIDE_W, PHASE_W);  // input columns that a thread reads
 constexpr int kGroupStep = kColumns * (kBackward ? 1 : STRIDE_W);          // input columns from one group to the next
 constexpr int kRowColumns = kGroupStep * (kGroups - 1) + kWindow, kRowElements = kRowColumns * PIXEL_PITCH;
+
+static_assert(SHARED_BYTES ==
+                  static_cast<int>(sizeof(ELEMENT)) * (kSlots * kRowElements + CHANNELS * MULTIPLIER * kTaps),
+              "the host and the kernel agree on shared memory");
 
 using Copies = RowCopies<ELEMENT, 1, kRowColumns, kInChannels, PIXEL_PITCH, COPY_VECTOR, kThreads>;
 using Sums = float[kOutRows][kOutColumns][kVector];

@@ -15,6 +15,7 @@ from miofind.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.solution import Config, ConfigValue, ConvSolution, KernelStep, Pointer, int32s
 from miofind.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
 from miofind.tiling.correlation import ceil_div, round_up
+from miofind.tiling.residency import resident_blocks
 from miofind.tiling.strip_time import Load, estimate_ms, row_reads
 from miofind.tiling.strips import (
     MAX_DEFAULTS,
@@ -23,7 +24,6 @@ from miofind.tiling.strips import (
     StripAxis,
     StripTiling,
     bands_of,
-    resident_blocks,
     room,
     tap_pitch,
     unserved,
@@ -109,13 +109,12 @@ class _Tiling(StripTiling):
         beside = 54 if is_odd else 38  # each source of a row is then tested by itself
         return round_up(self.down.length * self.across.length + taps + self.across.met + beside, 8)
 
-    @property
-    def resident(self) -> int:
+    def resident(self, device: Device) -> int:
         """Blocks that a multiprocessor holds at once."""
-        return max(1, resident_blocks(self.registers, self.threads, self.shared_bytes))
+        return max(1, resident_blocks(self.registers, self.threads, self.shared_bytes, device))
 
 
-def _launch(problem: ProblemDescription, config: Config) -> KernelStep:
+def _launch(problem: ProblemDescription, config: Config, device: Device) -> KernelStep:
     tiling = _Tiling.of(problem, config)
     source, target = ("y", "x") if tiling.transposed else ("x", "y")
     return KernelStep(
@@ -124,7 +123,7 @@ def _launch(problem: ProblemDescription, config: Config) -> KernelStep:
         grid=(tiling.blocks, 1, 1),
         block=(tiling.threads, 1, 1),
         shared_bytes=tiling.shared_bytes,
-        defines=_defines(tiling),
+        defines=_defines(tiling, device),
         args=(
             *(Pointer(buffer=name) for name in (source, "w", target)),
             *int32s(tiling.all_planes, problem.tensor(source).size),
@@ -132,14 +131,14 @@ def _launch(problem: ProblemDescription, config: Config) -> KernelStep:
     )
 
 
-def _defines(tiling: _Tiling) -> tuple[tuple[str, str | int], ...]:
+def _defines(tiling: _Tiling, device: Device) -> tuple[tuple[str, str | int], ...]:
     return (
         *tiling.defines,
         ("TRANSPOSED", int(tiling.transposed)),
         ("STAGED", int(tiling.staged)),
         ("ROLLED", int(tiling.rolled)),
         ("THREADS", tiling.threads),
-        ("MIN_BLOCKS", tiling.resident),
+        ("MIN_BLOCKS", tiling.resident(device)),
         ("SHARED_BYTES", tiling.shared_bytes),
     )
 
@@ -238,7 +237,9 @@ class ConvDepthwiseChannelsFirst(Solver):
             return False
         if max(tiling.down.window, tiling.across.window) > MAX_WINDOW:
             return False
-        fits_registers = tiling.registers <= _MAX_REGISTERS and resident_blocks(tiling.registers, tiling.threads, 0) > 0
+        fits_registers = (
+            tiling.registers <= _MAX_REGISTERS and resident_blocks(tiling.registers, tiling.threads, 0, device) > 0
+        )
         fits_shared = tiling.shared_bytes <= (device.shared_bytes or _SHARED_BYTES)
         return (fits_registers or is_last) and fits_shared
 
@@ -249,10 +250,10 @@ class ConvDepthwiseChannelsFirst(Solver):
         return tuple(sorted(likely, key=ranked.index))
 
     def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
-        return estimate_ms(_load(_Tiling.of(problem, config)), device)
+        return estimate_ms(_load(_Tiling.of(problem, config), device), device)
 
     def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
-        return ConvSolution(steps=(_launch(problem, config),))
+        return ConvSolution(steps=(_launch(problem, config, device),))
 
 
 def _is_sensible(tiling: _Tiling, config: Config) -> bool:
@@ -270,7 +271,7 @@ def _is_sensible(tiling: _Tiling, config: Config) -> bool:
     return not tiling.is_wasteful(_ROWS, _COLUMNS)
 
 
-def _load(tiling: _Tiling) -> Load:
+def _load(tiling: _Tiling, device: Device) -> Load:
     down, across = tiling.down, tiling.across
     turns = ceil_div(tiling.items, tiling.threads) * tiling.terms
     stores = down.length * across.length / tiling.vector * (2 if tiling.staged else 1)
@@ -280,7 +281,7 @@ def _load(tiling: _Tiling) -> Load:
     return Load(
         blocks=tiling.blocks,
         threads=tiling.threads,
-        resident=tiling.resident,
+        resident=tiling.resident(device),
         instructions=turns * strip + 12 * copies + 100,
         reads=turns * (rows * row_reads(tiling.itemsize, across) + stores),
         bytes=tiling.problem.bytes,

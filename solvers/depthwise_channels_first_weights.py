@@ -15,6 +15,7 @@ from miofind.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.solution import Config, ConfigValue, ConvSolution, KernelStep, Pointer, Region, Scalar, WorkspacePlan
 from miofind.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
 from miofind.tiling.correlation import ceil_div, round_up
+from miofind.tiling.residency import resident_blocks
 from miofind.tiling.strip_time import Load, estimate_ms, row_reads
 from miofind.tiling.strips import (
     MAX_DEFAULTS,
@@ -23,7 +24,6 @@ from miofind.tiling.strips import (
     StripAxis,
     StripTiling,
     bands_of,
-    resident_blocks,
     room,
     unserved,
 )
@@ -108,10 +108,9 @@ class _Tiling(StripTiling):
         """Registers of a thread that spills nothing: sums, a strip, a window's row, and addresses."""
         return round_up(self.down.length * self.across.length + self.taps + self.across.met + 54, 8)
 
-    @property
-    def resident(self) -> int:
+    def resident(self, device: Device) -> int:
         """Blocks that a multiprocessor holds at once."""
-        return max(1, resident_blocks(self.registers, self.threads, self.shared_bytes))
+        return max(1, resident_blocks(self.registers, self.threads, self.shared_bytes, device))
 
 
 def _odd_room(itemsize: int, count: int) -> int:
@@ -120,9 +119,9 @@ def _odd_room(itemsize: int, count: int) -> int:
     return (room(itemsize, count) // wide | 1) * wide
 
 
-def _steps(problem: ProblemDescription, config: Config) -> tuple[KernelStep, ...]:
+def _steps(problem: ProblemDescription, config: Config, device: Device) -> tuple[KernelStep, ...]:
     tiling = _Tiling.of(problem, config)
-    defines = _defines(tiling)
+    defines = _defines(tiling, device)
     # A block that leaves sums to the second kernel is told of the output, too, so that both have one signature.
     parts = _PARTS if tiling.has_parts else "w"
     add = KernelStep(
@@ -148,12 +147,12 @@ def _steps(problem: ProblemDescription, config: Config) -> tuple[KernelStep, ...
     return add, finish
 
 
-def _defines(tiling: _Tiling) -> tuple[tuple[str, str | int], ...]:
+def _defines(tiling: _Tiling, device: Device) -> tuple[tuple[str, str | int], ...]:
     return (
         *tiling.defines,
         *((name.upper(), getattr(tiling, name)) for name in ("units", "buffers", "splits", "threads")),
         ("CLUSTERED", int(tiling.clustered)),
-        ("MIN_BLOCKS", tiling.resident),
+        ("MIN_BLOCKS", tiling.resident(device)),
         ("SHARED_BYTES", tiling.shared_bytes),
     )
 
@@ -280,7 +279,9 @@ class ConvDepthwiseChannelsFirstWeights(Solver):
             return False
         if max(tiling.down.window, tiling.across.window) > MAX_WINDOW:
             return False
-        fits_registers = tiling.registers <= _MAX_REGISTERS and resident_blocks(tiling.registers, tiling.threads, 0) > 0
+        fits_registers = (
+            tiling.registers <= _MAX_REGISTERS and resident_blocks(tiling.registers, tiling.threads, 0, device) > 0
+        )
         fits_shared = tiling.shared_bytes <= (device.shared_bytes or _SHARED_BYTES)
         return (fits_registers or is_last) and fits_shared
 
@@ -292,12 +293,12 @@ class ConvDepthwiseChannelsFirstWeights(Solver):
 
     def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
         tiling = _Tiling.of(problem, config)
-        return estimate_ms(_load(tiling), device) + (_FINISH_MS if tiling.has_parts else 0)
+        return estimate_ms(_load(tiling, device), device) + (_FINISH_MS if tiling.has_parts else 0)
 
     def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
         parts = Region(name=_PARTS, bytes=4 * config["splits"] * problem.w.size)
         regions = (parts,) if _Tiling.of(problem, config).has_parts else ()
-        return ConvSolution(steps=_steps(problem, config), workspace=WorkspacePlan(regions))
+        return ConvSolution(steps=_steps(problem, config, device), workspace=WorkspacePlan(regions))
 
 
 def _is_sensible(tiling: _Tiling, config: Config) -> bool:
@@ -317,7 +318,7 @@ def _is_sensible(tiling: _Tiling, config: Config) -> bool:
     return not tiling.is_wasteful(_ROWS, _COLUMNS)
 
 
-def _load(tiling: _Tiling) -> Load:
+def _load(tiling: _Tiling, device: Device) -> Load:
     down, across = tiling.down, tiling.across
     stages = ceil_div(tiling.stages, tiling.splits)
     turns = ceil_div(tiling.items, tiling.threads) * stages
@@ -328,7 +329,7 @@ def _load(tiling: _Tiling) -> Load:
     return Load(
         blocks=tiling.blocks,
         threads=tiling.threads,
-        resident=tiling.resident,
+        resident=tiling.resident(device),
         instructions=turns * instructions + 14 * copies + 150 + 4 * tiling.taps,
         reads=turns * reads + 2 * tiling.taps,
         bytes=tiling.problem.bytes,

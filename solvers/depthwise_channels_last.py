@@ -153,6 +153,8 @@ def _defines(problem: ProblemDescription, config: Config, tiling: _Tiling) -> tu
         ("COLUMN_STEP", width.dilation * problem.c if backward else width.y_step * problem.k),
         ("WHOLE_ROWS", int(tiling.whole_rows)),
         ("WHOLE_GROUPS", int(tiling.whole_groups)),
+        ("THREADS", tiling.blocks.threads),
+        ("SHARED_BYTES", tiling.shared_bytes),
     )
 
 
@@ -217,9 +219,9 @@ def _is_economical(problem: ProblemDescription, config: Config, tiling: _Tiling)
 class ConvDepthwiseChannelsLast(Solver):
     """Depthwise convolution of channels-last images with filters in registers, with float32 sums.
 
-    Configuration: a block streams rows of `channels` channels through shared memory, `stages` rows (with a stride of s,
-    s rows each) at a time, for tiles of up to `tile` output columns and strips of up to `rows` output rows of `images`
-    images; a thread computes `columns` columns of `vector` channels. Backward data counts s x s outputs as one.
+    Configuration: a block streams rows of `channels` channels through shared memory, `step` of its input's rows at a
+    time through `stages` stages, for tiles of up to `tile` output columns and strips of up to `rows` output rows of an
+    image; a thread computes `columns` columns of `vector` channels. Backward data counts s x s outputs as one.
     """
 
     id = "ConvDepthwiseChannelsLast"

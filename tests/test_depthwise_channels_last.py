@@ -144,7 +144,8 @@ def test_tiles_cover_the_output(direction: Direction, stride: int, size: int) ->
         assert tiling.column_tiles * tiling.groups * config["columns"] >= width.units(backward=backward)
         assert (tiling.strips - 1) * config["rows"] < height.units(backward=backward)
         assert tiling.channel_blocks * tiling.channels >= problem.c > (tiling.channel_blocks - 1) * tiling.channels
-        assert tiling.image_runs * config.get("images", 1) >= problem.n
+        blocks = tiling.channel_blocks * tiling.column_tiles * tiling.strips * problem.n
+        assert tiling.blocks == blocks * height.y_step * width.y_step
 
 
 def test_whole_parts_leave_nothing_over() -> None:

@@ -15,6 +15,7 @@ from miofind.solution import Config, Scalar, int32s
 from miofind.tiling.correlation import ceil_div, round_up
 from miofind.tiling.divisor import divisors
 from miofind.tiling.limits import MAX_ELEMENTS, mixed, overpadded, oversized
+from miofind.tiling.residency import resident_blocks
 
 _COPY_BYTES = 16
 _BANK_BYTES = 128
@@ -188,9 +189,15 @@ def axis_scalars(problem: ProblemDescription) -> tuple[Scalar, ...]:
     return int32s(*(value for pair in pairs for value in pair))
 
 
+def channel_share(problem: ProblemDescription, config: Config) -> int:
+    """Channels of x that a block takes, about `channels`: whole vectors, and whole copies where there are such."""
+    unit = max(config["vector"], math.gcd(_COPY_BYTES // problem.x.dtype.itemsize, problem.c))
+    return even_share(problem.c, config["channels"], unit)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowTiling:
-    """A configuration of `channels`, `vector`, `columns`, `tile`, `rows`, `images` and `stages` applied to a problem.
+    """A configuration of `channels`, `vector`, `columns`, `tile` and `rows` applied to a problem.
 
     The kernels compute the same from their defines.
 
@@ -198,7 +205,8 @@ class RowTiling:
         channels: of x that a block takes.
         groups: of lanes in a block, each at its own columns.
         rows: units of rows that a strip has: see RowAxis.units.
-        channel_blocks, column_tiles, strips, classes, image_runs: their product is the grid.
+        channel_blocks, column_tiles, strips, classes: their product is the grid of an image.
+        images: of the problem.
         threads: of a block.
     """
 
@@ -209,7 +217,7 @@ class RowTiling:
     column_tiles: int
     strips: int
     classes: int
-    image_runs: int
+    images: int
     threads: int
 
     @staticmethod
@@ -218,8 +226,7 @@ class RowTiling:
         height, width = row_axes(problem)
         backward = problem.direction is Direction.BACKWARD_DATA
         vector, columns = config["vector"], config["columns"]
-        unit = max(vector, math.gcd(_COPY_BYTES // problem.x.dtype.itemsize, problem.c))
-        channels = even_share(problem.c, config["channels"], unit)
+        channels = channel_share(problem, config)
         column_units = width.units(backward=backward, aligned=is_dilated(problem))
         row_units = height.units(backward=backward, aligned=is_dilated(problem))
         groups = ceil_div(even_share(column_units, config["tile"]), columns)
@@ -232,18 +239,14 @@ class RowTiling:
             column_tiles=ceil_div(column_units, groups * columns),
             strips=ceil_div(row_units, rows),
             classes=height.y_step * width.y_step,
-            image_runs=ceil_div(problem.n, config.get("images", 1)),
-            threads=round_up(channels * lane_channels // vector * groups * config.get("together", 1), 32),
+            images=problem.n,
+            threads=round_up(channels * lane_channels // vector * groups, 32),
         )
 
     @property
-    def parts(self) -> int:
-        """Blocks that share the same channels."""
-        return self.column_tiles * self.strips * self.classes * self.image_runs
-
-    @property
     def blocks(self) -> int:
-        return self.channel_blocks * self.parts
+        """In the grid."""
+        return self.channel_blocks * self.column_tiles * self.strips * self.classes * self.images
 
     @property
     def divisors(self) -> tuple[Scalar, ...]:
@@ -285,8 +288,8 @@ class RowWork:
 
     def time_ms(self, tiling: RowTiling, device: Device, rates: RowRates) -> float:
         """Milliseconds, launches and all."""
-        by_registers = 65536 // (round_up(self.registers, 8) * tiling.threads)
-        resident = max(1, min(by_registers, _SHARED // (self.shared_bytes + 1024), 2048 // tiling.threads, 32))
+        registers = round_up(self.registers, 8)
+        resident = max(1, resident_blocks(registers, tiling.threads, self.shared_bytes, device))
         full, rest = divmod(tiling.blocks, device.sm_count * resident)
         waves = full * self._wave(resident * tiling.threads, rates)
         if rest:
@@ -300,6 +303,5 @@ class RowWork:
         return max(rates.alone, rates.issue * ceil_div(threads, 32 * _SCHEDULERS))
 
 
-_SHARED = 220 << 10
 _SCHEDULERS = 4
 _BANDWIDTH_SHARE = 0.95

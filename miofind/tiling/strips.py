@@ -263,18 +263,6 @@ class StripTiling:
         return self.products > _MAX_PRODUCTS or down.length * across.length > _MAX_STRIP
 
 
-def resident_blocks(registers: int, threads: int, shared_bytes: int) -> int:
-    """Blocks that a multiprocessor holds at once, 0 if its four schedulers lack registers for one.
-
-    Args:
-        registers: of a thread.
-        threads, shared_bytes: of a block.
-    """
-    warps = 4 * (16384 // (32 * registers))
-    by_shared = (226 << 10) // (shared_bytes + 1024)
-    return min(warps // (threads // 32), max(1, by_shared), 2048 // threads, 32)
-
-
 def bands_of(down: StripAxis, rows: int) -> int:
     """Bands of about so many rows that a plane is cut into; one where rows is 0."""
     return ceil_div(down.count, max(1, rows // down.length)) if rows else 1

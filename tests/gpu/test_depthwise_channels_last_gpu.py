@@ -15,13 +15,10 @@ from miofind.invoker import make_invoker
 from miofind.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.reference import numpy_dtype, reference_on_host
 from miofind.solution import Config
-from miofind.solver import solver_by_id
+from miofind.solver import Solver, solver_by_id
 
 cupy = pytest.importorskip("cupy")
 pytestmark = pytest.mark.gpu
-
-SOLVER = solver_by_id("ConvDepthwiseChannelsLast")
-DIRECTIONS = (Direction.FORWARD, Direction.BACKWARD_DATA)
 
 SHAPES: dict[str, dict[str, Any]] = {
     "3x3": {"x": (3, 72, 14, 14), "w": (72, 1, 3, 3), "padding": 1, "groups": 72},
@@ -54,11 +51,16 @@ def make(shape: str, **fields: Any) -> ProblemDescription:
     return ProblemDescription.convolution(**SHAPES[shape], layout=layout, **fields)
 
 
+def solver_of(problem: ProblemDescription) -> Solver:
+    weights = problem.direction is Direction.BACKWARD_WEIGHTS
+    return solver_by_id("ConvDepthwiseChannelsLastWeights" if weights else "ConvDepthwiseChannelsLast")
+
+
 def run(
     problem: ProblemDescription, inputs: dict[str, np.ndarray], config: Config, device: Device, compiler: Compiler
 ) -> np.ndarray:
     """The output as float64; guard bands are checked."""
-    invoker = make_invoker(problem, device, SOLVER, config, compiler)
+    invoker = make_invoker(problem, device, solver_of(problem), config, compiler)
     buffers, workspace = upload(problem, inputs), Buffer(invoker.workspace_bytes)
     tensors = [buffers[name].address for name in ("x", "w", "y")]
     invoker.run(*tensors, workspace.address, cupy.cuda.get_current_stream().ptr)
@@ -69,19 +71,20 @@ def run(
 
 def spread(problem: ProblemDescription, device: Device, count: int) -> list[Config]:
     """The first default configurations and `count` more."""
-    every = list(SOLVER.configs(problem, device))
+    solver = solver_of(problem)
+    every = list(solver.configs(problem, device))
     chosen = random.Random(len(every)).sample(every, min(count, len(every)))
-    return list(dict.fromkeys([*SOLVER.default_configs(problem, device)[:2], *chosen]))
+    return list(dict.fromkeys([*solver.default_configs(problem, device)[:2], *chosen]))
 
 
-@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("direction", list(Direction))
 @pytest.mark.parametrize("dtype", [DataType.FLOAT16, DataType.BFLOAT16, DataType.FLOAT32])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_small_integers_are_exact(
     shape: str, dtype: DataType, direction: Direction, device: Device, compiler: Compiler
 ) -> None:
     problem = make(shape, direction=direction, dtype=dtype)
-    assert SOLVER.applicability(problem, device)
+    assert solver_of(problem).applicability(problem, device)
     inputs = integers(problem, seed=len(shape))
     expected = reference_on_host(problem, **inputs).astype(numpy_dtype(dtype)).astype(np.float64)
     for config in spread(problem, device, 3):
@@ -89,7 +92,7 @@ def test_small_integers_are_exact(
         np.testing.assert_array_equal(result, expected, err_msg=config.json)
 
 
-@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("direction", list(Direction))
 def test_infinities_stay_where_they_are_met(direction: Direction, device: Device, compiler: Compiler) -> None:
     """No structural zero is multiplied by an infinite element of x or dy."""
     problem = ProblemDescription.convolution(
@@ -104,3 +107,15 @@ def test_infinities_stay_where_they_are_met(direction: Direction, device: Device
         result = run(problem, inputs, config, device, compiler)
         np.testing.assert_array_equal(np.isinf(result), np.isinf(expected), err_msg=config.json)
         assert not np.isnan(result).any(), config.json
+
+
+def test_weights_are_the_same_bits_on_every_run(device: Device, compiler: Compiler) -> None:
+    problem = make("3x3", direction="backward_weights", dtype="float32")
+    generator = np.random.default_rng(4)
+    inputs = {
+        name: generator.standard_normal(problem.tensor(name).shape).astype(np.float32)
+        for name in problem.direction.inputs
+    }
+    config = solver_of(problem).default_configs(problem, device)[0]
+    results = [run(problem, inputs, config, device, compiler) for _ in range(3)]
+    assert all((result == results[0]).all() for result in results)

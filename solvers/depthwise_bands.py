@@ -1,0 +1,293 @@
+"""ConvDepthwiseBands: depthwise convolution with filters of up to 8 columns on tensor cores, channels first.
+
+Forward and backward data. Kernel: kernels_src/depthwise_bands.cu. Knows nothing of how candidates are chosen.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from miofind.device import Device, Library, Place
+from miofind.problem import DataType, Direction, Layout, ProblemDescription
+from miofind.solution import Config, ConfigValue, ConvSolution, KernelStep, Pointer, int32s
+from miofind.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
+from miofind.tiling.bands import BandAxis, band_pitch, band_unserved
+from miofind.tiling.correlation import Correlation, ceil_div, correlations, round_up
+from miofind.tiling.residency import resident_blocks
+
+_SHARED_BYTES = 48 << 10
+_ITEMSIZE = 2
+_MAX_WHOLE = 60  # words of a plane that a thread keeps
+_MAX_REGISTERS = 208
+_MAX_PRODUCTS = 1200  # of unrolled code
+_MAX_THREADS = 512
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Tiling:
+    """A configuration applied to one correlation: what the kernel's constants come to.
+
+    kernels_src/depthwise_bands.cu computes the same from the defines and refuses to compile where it differs.
+
+    Attributes:
+        across: columns of inputs and outputs.
+        ring: rows of inputs that a thread keeps.
+        is_whole: whether they are all that a plane's outputs meet.
+        target: where outputs go: over the inputs, beside them, or to device memory at once.
+        shared_bytes: of a block.
+        registers: of a thread, about.
+        products: of unrolled code.
+    """
+
+    across: BandAxis
+    ring: int
+    is_whole: bool
+    target: int
+    shared_bytes: int
+    registers: int
+    products: int
+    threads: int
+    blocks: int
+
+    @staticmethod
+    def of(conv: Correlation, config: Config) -> _Tiling:
+        height, width = conv.axes
+        channels, images, bands, rows = (config[name] for name in ("channels", "images", "bands", "rows"))
+        across = BandAxis.of(width.size, width.outputs, width.taps, width.pad)
+        blocks, words = across.blocks, across.words
+        met = height.outputs + height.taps - 1
+        is_whole = bands == 1 and height.size * words <= _MAX_WHOLE
+        ring = round_up(met if is_whole else 2 * rows + height.taps - 1, rows)
+        same = height.size == height.outputs and width.size == width.outputs
+        target = 2 if config["direct"] else 0 if same and bands == 1 else 1
+        pitches = [band_pitch(channels * plane) for plane in (height.size * width.size, height.outputs * width.outputs)]
+        matrices = (1.5 if across.is_odd else 1) * min(6, 2 * words) * height.taps
+        turns = ceil_div(height.outputs, rows) if is_whole else ring // rows
+        return _Tiling(
+            across=across,
+            ring=ring,
+            is_whole=is_whole or (bands == 1 and ring >= met),
+            target=target,
+            shared_bytes=_ITEMSIZE * images * (pitches[0] + (pitches[1] if target == 1 else 0)),
+            registers=round_up(min(ring, height.size) * words + 4 * blocks * rows + math.ceil(matrices) + 44, 8),
+            products=turns * rows * height.taps * blocks * min(2, words),
+            threads=32 * channels * bands,
+            blocks=ceil_div(conv.problem.c, channels) * ceil_div(conv.problem.n, images),
+        )
+
+    def resident(self, device: Device) -> int:
+        """Blocks that a multiprocessor holds at once."""
+        return max(1, resident_blocks(self.registers, self.threads, self.shared_bytes, device))
+
+
+def _launch(conv: Correlation, config: Config, device: Device) -> KernelStep:
+    tiling = _Tiling.of(conv, config)
+    source, target = ("y", "x") if conv.flipped else ("x", "y")
+    return KernelStep(
+        source="depthwise_bands.cu",
+        entry="depthwise_bands",
+        grid=(tiling.blocks, 1, 1),
+        block=(tiling.threads, 1, 1),
+        shared_bytes=tiling.shared_bytes,
+        defines=_defines(conv, config, device),
+        args=(*(Pointer(buffer=name) for name in (source, "w", target)), *int32s(conv.problem.n, conv.problem.c)),
+    )
+
+
+def _defines(conv: Correlation, config: Config, device: Device) -> tuple[tuple[str, str | int], ...]:
+    tiling = _Tiling.of(conv, config)
+    height, width = conv.axes
+    return (
+        ("ELEMENT", conv.problem.x.dtype.value),
+        ("H", height.size),
+        ("W", width.size),
+        ("OUT_H", height.outputs),
+        ("OUT_W", width.outputs),
+        ("FILTER_Y", height.taps),
+        ("FILTER_X", width.taps),
+        ("PAD_H", height.pad),
+        ("PAD_W", width.pad),
+        ("FLIPPED", int(conv.flipped)),
+        ("SHIFT", tiling.across.shift),
+        *((name.upper(), config[name]) for name in ("channels", "images", "bands", "rows")),
+        ("TARGET", tiling.target),
+        ("RING", tiling.ring),
+        ("PARTIAL", int(_has_partial_words(conv, config))),
+        ("MIN_BLOCKS", tiling.resident(device)),
+        ("SHARED_BYTES", tiling.shared_bytes),
+    )
+
+
+# Cycles of a scheduler for a product, an instruction, and the latency of a product whose sums another one needs; of a
+# block to load, and to store. A launch, in milliseconds. Guesses, until measured: estimates only order candidates.
+_PRODUCT, _PRODUCT_LATENCY = 8.0, 34.0
+_LOAD_CYCLES, _STORE_CYCLES = 1500, 500
+_LAUNCH_MS = 0.0022
+_APART = 0.35  # of the shorter of moving and computing, which does not overlap the longer
+
+
+def _busy_ms(conv: Correlation, config: Config, device: Device) -> float:
+    """Milliseconds of the multiprocessors, device memory aside."""
+    tiling = _Tiling.of(conv, config)
+    height, width = conv.axes
+    rows = height.outputs / config["bands"]
+    # Products of depth 16; rows of padding are left out where the compiler knows them.
+    met = 1 - height.taps / (4 * height.size + height.taps) if tiling.is_whole else 1.0
+    products = rows * height.taps * met * min(1.5 * tiling.across.blocks, tiling.across.words / 2)
+    reads = (height.size / config["bands"] + (0 if tiling.is_whole else tiling.ring)) * tiling.across.words
+    writes = rows * width.outputs / 8
+    instructions = 2.6 * reads + (8 if tiling.across.is_odd else 5) * writes + 1.5 * products
+    groups = ceil_div(min(config["images"], conv.problem.n), 8)
+    chains = config["rows"] * tiling.across.blocks
+    alone = max(products * _PRODUCT_LATENCY / chains, products * _PRODUCT, instructions * 2)
+    setup = 200 + 9 * height.taps * (2 if tiling.across.is_odd else 1)
+    moved = 2 * config["images"] * config["channels"] * (height.size * width.size + height.outputs * width.outputs)
+    # Words of 16 bytes at either end of a run are written element by element.
+    edges = 60 * config["images"] if not config["direct"] and _has_partial_words(conv, config) else 0
+    per_warp = groups * max(products * _PRODUCT, instructions) + setup + (moved / 16 * 20 + edges) / tiling.threads
+    warps = tiling.threads / 128  # of a scheduler
+    resident = tiling.resident(device)
+    blocks = tiling.blocks / device.sm_count
+    waves = max(1.0, math.ceil(blocks) / resident)
+    here = min(resident, math.ceil(blocks))
+    cycles = waves * max(here * warps * per_warp, groups * alone + setup) + _LOAD_CYCLES + _STORE_CYCLES
+    return float(1e3 * cycles / device.clock_hz)
+
+
+def _config(channels: int, images: int, bands: int, rows: int, *, direct: bool = False) -> Config:
+    return Config.of(channels=channels, images=images, bands=bands, rows=rows, direct=direct)
+
+
+# What default_configs ranks by estimate; the last are valid for every applicable problem.
+_SHORT_LIST = (
+    *(_config(channels, images, 1, rows) for channels in (2, 4, 8) for images in (8, 16, 32) for rows in (1, 2, 4)),
+    *(
+        _config(channels, 8, bands, rows, direct=True)
+        for channels, bands in ((1, 1), (2, 1), (4, 1), (1, 2), (1, 4), (2, 2))
+        for rows in (1, 2)
+    ),
+)
+_SHAPE = ("channels", "images", "bands", "direct")
+_FALLBACKS = (_config(1, 8, 1, 1), _config(1, 8, 1, 2), _config(2, 8, 1, 2))
+
+
+class ConvDepthwiseBands(Solver):
+    """Depthwise convolution as products with band matrices of the filter's rows, with float32 sums.
+
+    Structural zeros of those matrices and rows of padding are multiplied: an infinity or NaN of the input spreads over
+    its row's outputs, and one of the filter over its channel.
+
+    Configuration: a block computes whole planes of `channels` channels of `images` images; `bands` warps share a
+    channel's rows, `rows` of them at a time; outputs are staged, or go to memory at once if `direct`.
+    """
+
+    id = "ConvDepthwiseBands"
+    algorithm = Algorithm.DIRECT
+    keys = (
+        KernelKey(
+            place=Place.CUDA,
+            library=Library.PLAIN,
+            dtypes=frozenset({DataType.FLOAT16, DataType.BFLOAT16}),
+            layouts=frozenset({Layout.NCW, Layout.NCHW}),
+            min_sm=80,
+        ),
+    )
+    alignment_bytes = 16
+    parameters: ClassVar[Mapping[str, Sequence[ConfigValue]]] = {
+        "channels": (1, 2, 4, 8, 16),
+        "images": (8, 16, 32),
+        "bands": (1, 2, 4),
+        "rows": (1, 2, 4),
+        "direct": (False, True),
+    }
+    sources = ("depthwise_bands.cu",)
+
+    def examples(self) -> tuple[ProblemDescription, ...]:
+        def depthwise(c: int, **fields: object) -> ProblemDescription:
+            shape = fields.pop("w")
+            return ProblemDescription.convolution(w=(c, 1, *shape), groups=c, **fields)  # type: ignore[misc, arg-type]
+
+        half, brain = DataType.FLOAT16, DataType.BFLOAT16
+        back = Direction.BACKWARD_DATA
+        return (
+            depthwise(32, x=(16, 32, 14, 14), w=(7, 7), padding=3, dtype=half),
+            depthwise(40, x=(9, 40, 7, 7), w=(5, 5), padding=2, dtype=brain, direction=back),
+            depthwise(12, x=(8, 12, 56, 56), w=(7, 7), padding=3, dtype=half),
+            depthwise(6, x=(3, 6, 28, 30), w=(5, 3), padding=((4, 0), (1, 6)), dtype=brain),
+            depthwise(4, x=(2, 4, 15, 17), w=(4, 6), padding=(1, 2), dtype=half, direction=back),
+            depthwise(8, x=(5, 8, 100), w=(7,), padding=((6, 0),), dtype=half),
+        )
+
+    def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
+        if problem.direction is Direction.BACKWARD_WEIGHTS:
+            return Applicability("serves forward and backward data")
+        reason = band_unserved(problem)
+        if reason:
+            return Applicability(reason)
+        if not any(self.is_valid_config(problem, device, config) for config in _FALLBACKS):
+            return Applicability(
+                f"eight images of {problem.x.shape[2:]}, or a filter of {problem.filter}, are too large"
+            )
+        return APPLICABLE
+
+    def is_valid_config(self, problem: ProblemDescription, device: Device, config: Config) -> bool:
+        (conv,) = correlations(problem)
+        if config not in _FALLBACKS and not _is_economical(conv, config):
+            return False
+        tiling = _Tiling.of(conv, config)
+        if tiling.across.is_odd and not _serves_odd_rows(conv, config):
+            return False
+        if not tiling.across.is_served:
+            return False
+        if tiling.target == 2 and tiling.across.is_odd:
+            return False
+        if tiling.products > _MAX_PRODUCTS or tiling.registers > _MAX_REGISTERS or tiling.threads > _MAX_THREADS:
+            return False
+        fits_registers = tiling.registers * tiling.threads <= 65536
+        return fits_registers and tiling.shared_bytes <= (device.shared_bytes or _SHARED_BYTES)
+
+    def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
+        ranked = self.ranked(problem, device, (*_SHORT_LIST, *_FALLBACKS))
+        # The best of each shape of a block: estimates of one shape err alike.
+        best = {tuple(config[name] for name in _SHAPE): config for config in reversed(ranked)}
+        return tuple(sorted(best.values(), key=ranked.index)[:8])
+
+    def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
+        (conv,) = correlations(problem)
+        busy_ms = _busy_ms(conv, config, device)
+        moved_ms = 1e3 * problem.bytes / (0.9 * device.bandwidth_bytes_per_s)
+        return _LAUNCH_MS + max(busy_ms, moved_ms) + _APART * min(busy_ms, moved_ms)
+
+    def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
+        (conv,) = correlations(problem)
+        return ConvSolution(steps=(_launch(conv, config, device),))
+
+
+def _serves_odd_rows(conv: Correlation, config: Config) -> bool:
+    """Whether rows of all images begin alike, and turns of rows do."""
+    height, width = conv.axes
+    images = (conv.problem.c * height.size * width.size, conv.problem.c * height.outputs * width.outputs)
+    return all(count % 2 == 0 for count in images) and config["rows"] % 2 == 0
+
+
+def _has_partial_words(conv: Correlation, config: Config) -> bool:
+    """Whether some block's runs of outputs begin or end within a word of 16 bytes."""
+    plane = conv.axes[0].outputs * conv.axes[1].outputs
+    return any(channels * plane % 8 for channels in (config["channels"], conv.problem.c))
+
+
+def _is_economical(conv: Correlation, config: Config) -> bool:
+    """Whether no smaller value of a parameter does the same."""
+    height, width = conv.axes
+    rows, blocks = config["rows"], ceil_div(width.outputs, 16)
+    if config["channels"] >= 2 * conv.problem.c or config["images"] >= 2 * max(8, conv.problem.n):
+        return False
+    if config["bands"] > 1 and height.outputs < 8 * config["bands"]:
+        return False
+    return bool(rows < height.outputs + 4 and (rows <= 2 or rows * blocks <= 8))
+
+
+SOLVERS = (ConvDepthwiseBands(),)

@@ -1,0 +1,89 @@
+"""Depthwise convolution by band matrices on a GPU: the host's reference, within guard bands."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+from device_buffers import Buffer, download, integers, upload
+
+from miofind.compiler import Compiler
+from miofind.device import Device
+from miofind.invoker import make_invoker
+from miofind.problem import DataType, Direction, Layout, ProblemDescription
+from miofind.reference import numpy_dtype, reference_on_host
+from miofind.solution import Config
+from miofind.solver import solver_by_id
+from miofind.verify.verifier import Verifier
+
+cupy = pytest.importorskip("cupy")
+pytestmark = pytest.mark.gpu
+
+SOLVER = solver_by_id("ConvDepthwiseBands")
+DIRECTIONS = (Direction.FORWARD, Direction.BACKWARD_DATA)
+SHAPES: dict[str, dict[str, Any]] = {
+    "7x7": {"x": (33, 40, 7, 7), "w": (40, 1, 5, 5), "padding": 2, "groups": 40},
+    "7x7 wide filter": {"x": (5, 24, 7, 7), "w": (24, 1, 7, 7), "padding": 3, "groups": 24},
+    "14x14": {"x": (17, 36, 14, 14), "w": (36, 1, 7, 7), "padding": 3, "groups": 36},
+    "28x28": {"x": (9, 12, 28, 28), "w": (12, 1, 5, 5), "padding": 2, "groups": 12},
+    "56x56": {"x": (8, 6, 56, 56), "w": (6, 1, 7, 7), "padding": 3, "groups": 6},
+    "odd and even": {"x": (3, 4, 15, 17), "w": (4, 1, 4, 6), "padding": (1, 2), "groups": 4},
+    "uneven padding": {"x": (3, 6, 33, 44), "w": (6, 1, 3, 5), "padding": ((2, 4), (9, 0)), "groups": 6},
+    "1d": {"x": (6, 6, 200), "w": (6, 1, 7), "padding": 3, "groups": 6},
+}
+
+
+@pytest.fixture(scope="module")
+def device() -> Device:
+    return Device.cuda()
+
+
+@pytest.fixture(scope="module")
+def compiler() -> Compiler:
+    return Compiler()
+
+
+def make(shape: str, **fields: Any) -> ProblemDescription:
+    layout = Layout.of(len(SHAPES[shape]["x"]) - 2, channels_last=False)
+    return ProblemDescription.convolution(**SHAPES[shape], layout=layout, **fields)
+
+
+def spread(problem: ProblemDescription, device: Device, count: int) -> list[Config]:
+    """The default configurations and `count` more."""
+    every = list(SOLVER.configs(problem, device))
+    chosen = random.Random(len(every)).sample(every, min(count, len(every)))
+    return list(dict.fromkeys([*SOLVER.default_configs(problem, device)[:3], *chosen]))
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("dtype", [DataType.FLOAT16, DataType.BFLOAT16])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_small_integers_are_exact(
+    shape: str, dtype: DataType, direction: Direction, device: Device, compiler: Compiler
+) -> None:
+    problem = make(shape, dtype=dtype, direction=direction)
+    assert SOLVER.applicability(problem, device)
+    inputs = integers(problem, seed=3)
+    expected = reference_on_host(problem, **inputs).astype(numpy_dtype(problem.output.dtype)).astype(np.float64)
+    for config in spread(problem, device, 6):
+        invoker = make_invoker(problem, device, SOLVER, config, compiler)
+        buffers, workspace = upload(problem, inputs), Buffer(invoker.workspace_bytes)
+        tensors = [buffers[name].address for name in ("x", "w", "y")]
+        invoker.run(*tensors, workspace.address, cupy.cuda.get_current_stream().ptr)
+        np.testing.assert_array_equal(download(problem, buffers), expected, err_msg=config.json)
+        workspace.read(np.dtype(np.uint8))
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("shape", ["7x7", "28x28"])
+def test_sums_of_normal_numbers_keep_their_bound(
+    shape: str, direction: Direction, device: Device, compiler: Compiler
+) -> None:
+    problem = make(shape, dtype=DataType.FLOAT16, direction=direction)
+    with Verifier(problem, device, compiler, seed=7) as verifier:
+        for config in spread(problem, device, 2):
+            invoker = make_invoker(problem, device, SOLVER, config, compiler)
+            verdict = verifier.verify(invoker, growth=SOLVER.error_growth(problem, config), exact=True)
+            assert verdict.ok, f"{config.json}: {verdict.message}"
