@@ -9,7 +9,20 @@
 // Defines: ELEMENT, GROUP_C, GROUP_K, FLIPPED (backward data), FILTER_*, STRIDE_*, DILATION_*, PAD_*, UNITS, SHARES,
 // ROWS, ROW_GROUPS, COLUMNS, SPAN (of COLUMNS that exist), COLUMN_TILES, IMAGES, IN_*, OUT_*, WHOLE_PLANES,
 // CHANNELS_LAST, MIN_BLOCKS, SHARED_BYTES.
+#include "common/group_axis.cuh"
+#include "common/group_filters.cuh"
 #include "common/grouped.cuh"
+
+#if !defined(ELEMENT) || !defined(GROUP_C) || !defined(GROUP_K) || !defined(FLIPPED) || !defined(FILTER_Y) || \
+    !defined(FILTER_X) || !defined(STRIDE_H) || !defined(STRIDE_W) || !defined(DILATION_H) || !defined(DILATION_W)
+#error "define the convolution: ELEMENT, GROUP_*, FLIPPED, FILTER_*, STRIDE_* and DILATION_*"
+#endif
+#if !defined(PAD_H) || !defined(PAD_W) || !defined(IN_H) || !defined(IN_W) || !defined(OUT_H) || !defined(OUT_W) || \
+    !defined(UNITS) || !defined(SHARES) || !defined(ROWS) || !defined(ROW_GROUPS) || !defined(COLUMNS) ||           \
+    !defined(SPAN) || !defined(COLUMN_TILES) || !defined(IMAGES) || !defined(WHOLE_PLANES) ||                       \
+    !defined(CHANNELS_LAST) || !defined(MIN_BLOCKS) || !defined(SHARED_BYTES)
+#error "define PAD_*, IN_*, OUT_* and the tiling: UNITS, SHARES, ROW*, COLUMN*, SPAN, IMAGES, WHOLE_PLANES, ..."
+#endif
 
 using Group = Groups<GROUP_C, GROUP_K>;
 constexpr bool kFlipped = FLIPPED;
@@ -23,34 +36,8 @@ constexpr int kUnits = UNITS, kIn = kUnits * kUnitIn, kOut = kUnits * kUnitOut;
 constexpr int kDepth = kUnitIn / 16, kShares = SHARES, kBlocksN = kUnitOut / 8 / kShares;
 static_assert(kUnitOut / 8 % kShares == 0, "warps share the results of a unit evenly");
 
-// How outputs of one axis meet inputs: output `step * i + phase` meets input i * stride + offset(phase, tap).
-template <int kStride, int kDilation, int kPad, int kFilter>
-struct Axis {
-  static constexpr int kPhases = kFlipped ? kStride : 1, kStep = kFlipped ? 1 : kStride;
-  static constexpr bool meets(int phase, int tap) {
-    return !kFlipped || (phase + kPad - tap * kDilation) % kStride == 0;
-  }
-  static constexpr int offset(int phase, int tap) {
-    return kFlipped ? (phase + kPad - tap * kDilation) / kStride : tap * kDilation - kPad;
-  }
-  static constexpr int first() {
-    int least = 1 << 30;
-    for (int phase = 0; phase < kPhases; ++phase)
-      for (int tap = 0; tap < kFilter; ++tap)
-        if (meets(phase, tap) && offset(phase, tap) < least) least = offset(phase, tap);
-    return least;
-  }
-  static constexpr int last() {
-    int most = -(1 << 30);
-    for (int phase = 0; phase < kPhases; ++phase)
-      for (int tap = 0; tap < kFilter; ++tap)
-        if (meets(phase, tap) && offset(phase, tap) > most) most = offset(phase, tap);
-    return most;
-  }
-  static constexpr int kFirst = first(), kReach = last() - first();
-};
-using AxisH = Axis<STRIDE_H, DILATION_H, PAD_H, kFilterY>;
-using AxisW = Axis<STRIDE_W, DILATION_W, PAD_W, kFilterX>;
+using AxisH = GroupAxis<kFlipped, STRIDE_H, DILATION_H, PAD_H, kFilterY>;
+using AxisW = GroupAxis<kFlipped, STRIDE_W, DILATION_W, PAD_W, kFilterX>;
 
 constexpr int kRows = ROWS, kTileH = ROWS * ROW_GROUPS, kColumns = COLUMNS, kSpan = SPAN, kImages = IMAGES;
 constexpr int kRuns = kColumns / 8 * ROW_GROUPS * kImages;  // of 8 pixels in ROWS rows
@@ -63,9 +50,9 @@ constexpr int kPatchH = (kTileH - 1) * AxisH::kStep + AxisH::kReach + 1;
 constexpr int kPatchW = (kSpan - 1) * AxisW::kStep + AxisW::kReach + 1;
 using Patch = Pixels<kImages, kPatchH, kPatchW, AxisW::kStep, kIn>;
 
-// The staged filters: a row a filter, [tap][channel of its pack], zeros where the groups differ.
-constexpr int kTapBytes = 2 * Group::kPackC, kFilterBytes = odd_words(kTaps * kTapBytes);
-constexpr int kFilters = kUnits * kUnitK, kFiltersAt = Patch::kBytes;
+// The staged filters, and what arrives of them as it is in memory.
+using Filters = FilterRows<GROUP_C, GROUP_K, kTaps, kUnits * kUnitK, CHANNELS_LAST>;
+constexpr int kFiltersAt = Patch::kBytes;
 
 // The staged results: channels last, of one phase of columns, [image][row][phase of rows][column][channel]; channels
 // first, of all phases, [image][channel][row][phase of rows][column][phase of columns], neighbouring channels 4 or 12
@@ -79,54 +66,11 @@ constexpr int kResultsBytes = kImages * (kLast ? kTileRows * kSpan * kResultByte
 constexpr bool kWhole = WHOLE_PLANES;
 constexpr int kShift = (AxisW::kFirst % 8 + 8) % 8;
 using Raw = Planes<Patch, IN_H, IN_W, kShift, kWhole>;
-constexpr int kRawFilterBytes = 2 * kFilters * kTaps * GROUP_C;
-constexpr int kRawAt = Patch::kBytes + kFilters * kFilterBytes, kRawFiltersAt = kRawAt + Raw::kBytes;
-constexpr int kStagedBytes = kLast ? kRawAt : kRawFiltersAt + kRawFilterBytes;
+constexpr int kRawAt = Patch::kBytes + Filters::kBytes, kRawFiltersAt = kRawAt + Raw::kBytes;
+constexpr int kStagedBytes = kLast ? kRawAt : kRawFiltersAt + Filters::kRawBytes;
 constexpr int kResultsAt = kOverlaid ? 0 : kStagedBytes;
 static_assert(SHARED_BYTES == (kOverlaid ? maximum(kStagedBytes, kResultsBytes) : kStagedBytes + kResultsBytes),
               "miofind/tiling/grouped.py counts otherwise");
-
-// Starts to copy the filters from number `first` on, of `filters`, as they are in memory; 8 filters are whole words.
-__device__ __forceinline__ void stage_raw_filters(unsigned to, const ELEMENT* filter, int first, int filters) {
-  constexpr int kElements = kTaps * GROUP_C;
-#pragma unroll 4
-  for (int i = threadIdx.x; i < kFilters * kElements / 8; i += kThreads) {
-    const bool inside = first * kElements + 8 * i < filters * kElements;
-    copy_bytes<16>(to + 16 * i, filter + (inside ? first * kElements + 8 * i : 0), inside);
-  }
-}
-
-// Starts to copy filters that need not be rearranged.
-__device__ __forceinline__ void stage_filters(unsigned to, const ELEMENT* filter, int first, int filters) {
-  constexpr int kWords = kTaps * GROUP_C / 8;
-#pragma unroll 4
-  for (int i = threadIdx.x; i < kFilters * kWords; i += kThreads) {
-    const bool inside = first + i / kWords < filters;
-    copy_bytes<16>(to + i / kWords * kFilterBytes + 16 * (i % kWords), filter + (inside ? (first * kWords + i) * 8 : 0),
-                   inside);
-  }
-}
-
-// Lays filters out that lie in memory from `filter` on, zeros from number `filters` on.
-__device__ __forceinline__ void arrange_filters(unsigned char* staged, const ELEMENT* filter, int filters) {
-  constexpr int kWords = Group::kPackC / 8, kPart = kLast ? greatest_divisor(8, GROUP_C) : 1;
-#pragma unroll 2
-  for (int i = threadIdx.x; i < kFilters * kTaps * kWords; i += kThreads) {
-    const int word = i % kWords, tap = i / kWords % kTaps, row = i / (kWords * kTaps);
-    const int group = row / GROUP_K % Group::kPack;
-    Vector<ELEMENT, 8> values = {};
-#pragma unroll
-    for (int part = 0; part < 8; part += kPart) {
-      const int channel = 8 * word + part - group * GROUP_C;
-      if (channel < 0 || channel >= GROUP_C || row >= filters) continue;
-      const int at = kLast ? (row * kTaps + tap) * GROUP_C + channel : (row * GROUP_C + channel) * kTaps + tap;
-      const auto some = *reinterpret_cast<const Vector<ELEMENT, kPart>*>(filter + at);
-#pragma unroll
-      for (int e = 0; e < kPart; ++e) values.at[part + e] = some.at[e];
-    }
-    *reinterpret_cast<Vector<ELEMENT, 8>*>(staged + row * kFilterBytes + tap * kTapBytes + 16 * word) = values;
-  }
-}
 
 // A run of 8 pixels in ROWS rows.
 struct Run {
@@ -164,8 +108,8 @@ __device__ __forceinline__ void load_filter(Filter& to, unsigned filters, int ta
     if (!low && !high) continue;
     const int in = 2 * depth + !low, out = first_block + j;
     const int row = kFlipped ? 8 * in : 8 * out, channel = kFlipped ? 8 * out : 8 * in;
-    const unsigned from =
-        filters + row * kFilterBytes + tap * kTapBytes + 2 * (kDense ? channel : channel % Group::kPackC);
+    const unsigned from = filters + row * Filters::kRowBytes + tap * Filters::kTapBytes +
+                          2 * (kDense ? channel : channel % Group::kPackC);
     if (low && high)
       load_matrix_pair<kFlipped>(to[j], from);
     else
@@ -187,20 +131,6 @@ __device__ __forceinline__ void add_products(float (&sums)[kBlocksN][4], const u
   }
 }
 
-// The row of outputs, of one run, that patch row `row` contributes to by a tap in a phase; negative if none.
-constexpr int output_row(int row, int phase, int tap) {
-  if (!AxisH::meets(phase, tap)) return -1;
-  const int from = row - (AxisH::offset(phase, tap) - AxisH::kFirst);
-  return from >= 0 && from % AxisH::kStep == 0 && from / AxisH::kStep < kRows ? from / AxisH::kStep : -1;
-}
-
-constexpr bool is_used(int row) {
-  for (int phase = 0; phase < AxisH::kPhases; ++phase)
-    for (int tap = 0; tap < kFilterY; ++tap)
-      if (output_row(row, phase, tap) >= 0) return true;
-  return false;
-}
-
 // Adds what one column of taps and 16 channels contribute.
 __device__ __forceinline__ void add_column(Sums& sums, unsigned pixels, unsigned filters, int column, int depth,
                                            int first_block) {
@@ -210,14 +140,14 @@ __device__ __forceinline__ void add_column(Sums& sums, unsigned pixels, unsigned
     load_filter(filter[tap], filters, tap * kFilterX + column, depth, first_block);
 #pragma unroll
   for (int row = 0; row < (kRows - 1) * AxisH::kStep + AxisH::kReach + 1; ++row) {
-    if (!is_used(row)) continue;
+    if (!AxisH::is_used<kRows>(row)) continue;
     unsigned fragment[4];
     load_matrices(fragment, pixels + row * Patch::kRowBytes);
 #pragma unroll
     for (int phase = 0; phase < AxisH::kPhases; ++phase)
 #pragma unroll
       for (int tap = 0; tap < kFilterY; ++tap) {
-        const int to = output_row(row, phase, tap);
+        const int to = AxisH::output<kRows>(row, phase, tap);
         if (to >= 0) add_products(sums[phase][to], fragment, filter[tap], depth);
       }
   }
@@ -365,26 +295,29 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
   if constexpr (kLast) {
     stage_pixels<Patch, kThreads>(base, in, source);
     if constexpr (Group::kPack == 1)
-      stage_filters(base + kFiltersAt, filter, first_filter, filters);
+      stage_filters<Filters, kThreads>(base + kFiltersAt, filter, first_filter, filters);
     else
-      arrange_filters(staged + kFiltersAt, filter + first_filter * kTaps * GROUP_C, filters - first_filter);
+      arrange_filters<Filters, kThreads>(staged + kFiltersAt, filter + first_filter * kTaps * GROUP_C,
+                                         filters - first_filter);
     commit_copies();
   } else {
     stage_planes<Patch, IN_H, IN_W, kShift, kWhole, kThreads>(staged + kRawAt, in, source);
-    stage_raw_filters(base + kRawFiltersAt, filter, first_filter, filters);
+    stage_raw_filters<Filters, kThreads>(base + kRawFiltersAt, filter, first_filter, filters);
     commit_copies();
     wait_for_copies<0>();
     __syncthreads();  // the planes and the filters have arrived
     turn_planes<Patch, IN_H, IN_W, kShift, kWhole, kThreads>(staged, reinterpret_cast<const ELEMENT*>(staged + kRawAt),
                                                              source);
-    arrange_filters(staged + kFiltersAt, reinterpret_cast<const ELEMENT*>(staged + kRawFiltersAt), kFilters);
+    arrange_filters<Filters, kThreads>(staged + kFiltersAt, reinterpret_cast<const ELEMENT*>(staged + kRawFiltersAt),
+                                       Filters::kFilters);
   }
 
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
   const Part part = {warp % kUnits, warp / kUnits % kShares * kBlocksN, warp / (kUnits * kShares) * 2};
   const unsigned pixels = pixels_of(base, part);
-  const unsigned matrices = base + kFiltersAt + part.unit * kUnitK * kFilterBytes +
-                            (kFlipped ? lane % 16 * kFilterBytes : lane % 8 * kFilterBytes + lane / 8 % 2 * 16);
+  const unsigned matrices =
+      base + kFiltersAt + part.unit * kUnitK * Filters::kRowBytes +
+      (kFlipped ? lane % 16 * Filters::kRowBytes : lane % 8 * Filters::kRowBytes + lane / 8 % 2 * 16);
   wait_for_copies<0>();
   __syncthreads();  // the patch and the filters have arrived
 

@@ -9,8 +9,20 @@
 // Defines: ELEMENT, GROUP_C, GROUP_K, FILTER_*, STRIDE_*, DILATION_*, PAD_*, UNITS, ROWS, COLUMNS, SPAN (of COLUMNS
 // that exist), IMAGES, WARP_TAPS, TAP_BLOCKS, WARPS, STAGES, ROW_TILES, COLUMN_TILES, IN_*, OUT_*, CHANNELS_LAST,
 // LANES, MIN_BLOCKS, SHARED_BYTES.
-#include "common/early_launch.cuh"
+#include "common/add_parts.cuh"
 #include "common/grouped.cuh"
+
+#if !defined(ELEMENT) || !defined(GROUP_C) || !defined(GROUP_K) || !defined(FILTER_Y) || !defined(FILTER_X) ||     \
+    !defined(STRIDE_H) || !defined(STRIDE_W) || !defined(DILATION_H) || !defined(DILATION_W) || !defined(PAD_H) || \
+    !defined(PAD_W) || !defined(IN_H) || !defined(IN_W) || !defined(OUT_H) || !defined(OUT_W)
+#error "define the problem: ELEMENT, GROUP_*, FILTER_*, STRIDE_*, DILATION_*, PAD_*, IN_* and OUT_*"
+#endif
+#if !defined(UNITS) || !defined(ROWS) || !defined(COLUMNS) || !defined(SPAN) || !defined(IMAGES) ||              \
+    !defined(WARP_TAPS) || !defined(TAP_BLOCKS) || !defined(WARPS) || !defined(STAGES) || !defined(ROW_TILES) || \
+    !defined(COLUMN_TILES) || !defined(CHANNELS_LAST) || !defined(LANES) || !defined(MIN_BLOCKS) ||              \
+    !defined(SHARED_BYTES)
+#error "define the tiling: UNITS, ROW*, COLUMN*, SPAN, IMAGES, WARP_TAPS, TAP_BLOCKS, WARPS, STAGES, LANES, ..."
+#endif
 
 using Group = Groups<GROUP_C, GROUP_K>;
 constexpr int kFilterY = FILTER_Y, kFilterX = FILTER_X, kTaps = kFilterY * kFilterX;
@@ -60,15 +72,19 @@ constexpr int kSumBytes = 4 * kWarps * kK * kSumPitch;
 static_assert(SHARED_BYTES == maximum(kStagesAt + kStages * kStageBytes, kSumBytes),
               "miofind/tiling/grouped.py counts otherwise");
 
-// What a warp computes of each tile.
+// What a warp computes of each tile: rows of taps from first_tap on, of which those from own_tap on are its own.
 struct Part {
-  int unit, k, c, first_tap, strip;
+  int unit, k, c, first_tap, own_tap, strip;
 };
 
 __device__ __forceinline__ Part part_of(int warp) {
   const int share = TAP_BLOCKS == 1 ? warp / (kUnits * kItems) % kTapShares : blockIdx.z;
-  // The last share may have rows of the one before too.
-  Part part = {warp % kUnits, 0, 0, min(share * kWarpTaps, kFilterY - kWarpTaps),
+  // The last share may compute rows of the one before too, which it leaves to that one.
+  Part part = {warp % kUnits,
+               0,
+               0,
+               min(share * kWarpTaps, kFilterY - kWarpTaps),
+               share * kWarpTaps,
                warp / (kUnits * kItems * kTapShares)};
   int item = warp / kUnits % kItems;
   for (; part.k < kUnitK / 16; ++part.k)
@@ -191,31 +207,32 @@ __device__ __forceinline__ void stage_sums(float* staged, const Sums& sums, cons
         const int c = 16 * part.c + 8 * j + lane % 4 * 2 + e, channel = c - k / GROUP_K * GROUP_C;
         if (channel < 0 || channel >= GROUP_C) continue;
 #pragma unroll
-        for (int y = 0; y < kWarpTaps; ++y)
+        for (int y = 0; y < kWarpTaps; ++y) {
+          if (kFilterY % kWarpTaps != 0 && part.first_tap + y < part.own_tap) continue;
 #pragma unroll
-          for (int x = 0; x < kFilterX; ++x) {
+          for (int x = 0; x < kFilterX; ++x)
             to[(part.unit * kUnitK + k) * kSumPitch + place_in_filter((part.first_tap + y) * kFilterX + x, channel)] =
                 sums[y][x][j][2 * half + e];
-          }
+        }
       }
     }
 }
 
 // Whether a block has summed what is there in a row of w.
-__device__ __forceinline__ bool is_summed(int place, int first_tap) {
+__device__ __forceinline__ bool is_summed(int place, int own_tap) {
   const int tap = (CHANNELS_LAST ? place / GROUP_C : place % kTaps) / kFilterX;
-  return TAP_BLOCKS == 1 || (tap >= first_tap && tap < first_tap + kWarpTaps);
+  return TAP_BLOCKS == 1 || (tap >= own_tap && tap < own_tap + kWarpTaps);
 }
 
 // Adds the warps' sums and stores them: elements if there is one block for them, else floats.
 template <typename T>
-__device__ __forceinline__ void store_sums(T* out, const float* staged, int filters, int first_tap) {
+__device__ __forceinline__ void store_sums(T* out, const float* staged, int filters, int own_tap) {
   constexpr int kVector = TAP_BLOCKS == 1 ? greatest_divisor(4, kFilterFloats) : 1, kVectors = kFilterFloats / kVector;
   const int first = blockIdx.x * kK;
 #pragma unroll 2
   for (int i = threadIdx.x; i < kK * kVectors; i += kThreads) {
     const int k = i / kVectors, at = i % kVectors * kVector;
-    if (first + k >= filters || !is_summed(at, first_tap)) continue;
+    if (first + k >= filters || !is_summed(at, own_tap)) continue;
     Vector<float, kVector> sum = {};
 #pragma unroll
     for (int warp = 0; warp < kWarps; ++warp) {
@@ -277,37 +294,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
   stage_sums(warps_sums, sums, part);
   __syncthreads();  // the sums of every warp are staged
   if (gridDim.y == 1)
-    store_sums(dw, warps_sums, filters, part.first_tap);
+    store_sums(dw, warps_sums, filters, part.own_tap);
   else
-    store_sums(parts + static_cast<int64>(blockIdx.y) * filters * kFilterFloats, warps_sums, filters, part.first_tap);
+    store_sums(parts + static_cast<int64>(blockIdx.y) * filters * kFilterFloats, warps_sums, filters, part.own_tap);
 }
 
-// Adds the blocks' sums: LANES threads (a power of two) share 4 neighbours, each for every LANES-th part.
-constexpr int kFinishThreads = 256, kLanes = LANES, kFours = kFinishThreads / kLanes;
+constexpr int kFinishThreads = 256;
 
 extern "C" __global__ void __launch_bounds__(kFinishThreads)
-    grouped_weights_finish(const float* __restrict__ parts, ELEMENT* __restrict__ dw, int size, int splits) {
-  __shared__ Vector<float, 4> staged[kFinishThreads];
-  const int first = threadIdx.x / kFours, at = (blockIdx.x * kFours + threadIdx.x % kFours) * 4;
-  Vector<float, 4> sum = {};
-  previous_step_done();
-  if (at < size)
-#pragma unroll 8
-    for (int split = first; split < splits; split += kLanes) {
-      const auto more = *reinterpret_cast<const Vector<float, 4>*>(parts + static_cast<int64>(split) * size + at);
-#pragma unroll
-      for (int e = 0; e < 4; ++e) sum.at[e] += more.at[e];
-    }
-  staged[threadIdx.x] = sum;
-  __syncthreads();  // every thread's sum is there
-  if (first > 0 || at >= size) return;
-  Vector<ELEMENT, 4> rounded;
-#pragma unroll
-  for (int e = 0; e < 4; ++e) {
-    float total = sum.at[e];
-#pragma unroll
-    for (int lane = 1; lane < kLanes; ++lane) total += staged[lane * kFours + threadIdx.x].at[e];
-    rounded.at[e] = convert<ELEMENT>(total);
-  }
-  *reinterpret_cast<Vector<ELEMENT, 4>*>(dw + at) = rounded;
+    grouped_weights_finish(const float* parts, ELEMENT* dw, int size, int splits) {
+  add_parts<kFinishThreads, LANES>(dw, parts, size, splits);
 }

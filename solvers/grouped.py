@@ -149,7 +149,7 @@ def _config(rows: int, row_groups: int, columns: int, images: int, units: int, s
     return Config.of(rows=rows, row_groups=row_groups, columns=columns, images=images, units=units, shares=shares)
 
 
-# What default_configs ranks by estimate; the last is valid for every applicable problem.
+# What default_configs ranks by estimate. A problem is served if one of them is valid.
 _SHORT_LIST = (
     *(
         _config(rows, row_groups, columns, images, units, shares)

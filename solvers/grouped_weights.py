@@ -110,7 +110,7 @@ def _sum_step(problem: ProblemDescription, config: Config, device: Device) -> Ke
     )
 
 
-def _finish_step(problem: ProblemDescription, config: Config, first: KernelStep, device: Device) -> KernelStep:
+def _finish_step(problem: ProblemDescription, config: Config, first: KernelStep) -> KernelStep:
     elements = 4 * _FINISH_THREADS // _lanes(config["splits"])
     return KernelStep(
         source="grouped_weights.cu",
@@ -119,7 +119,7 @@ def _finish_step(problem: ProblemDescription, config: Config, first: KernelStep,
         block=(_FINISH_THREADS, 1, 1),
         defines=first.defines,
         args=(Pointer(buffer=_PARTS), Pointer(buffer="w"), *int32s(problem.w.size, config["splits"])),
-        waits_itself=device.sm >= 90,
+        waits_itself=True,
     )
 
 
@@ -294,9 +294,7 @@ class ConvGroupedWeights(Solver):
         if config["splits"] == 1:
             return ConvSolution(steps=(step,))
         parts = Region(name=_PARTS, bytes=4 * config["splits"] * problem.w.size)
-        return ConvSolution(
-            steps=(step, _finish_step(problem, config, step, device)), workspace=WorkspacePlan((parts,))
-        )
+        return ConvSolution(steps=(step, _finish_step(problem, config, step)), workspace=WorkspacePlan((parts,)))
 
 
 SOLVERS = (ConvGroupedWeights(),)
