@@ -222,7 +222,7 @@ class ConvGroupedPlanes(Solver):
         height = GroupedAxis.of(problem.lifted(2), 0)
         if is_ample(config["rows"], _ROWS, height.outputs):
             return False
-        if (config["row_groups"] - 1) * config["rows"] >= height.outputs:
+        if config["row_groups"] > 1 and config["row_groups"] // 2 * config["rows"] >= height.outputs:
             return False
         if config["images"] >= 2 * problem.n or config["units"] >= 2 * planes_units(problem):
             return False

@@ -174,7 +174,9 @@ def _config(rows: int, row_groups: int, images: int, units: int, warps: int, **d
 
 
 # One of them is valid for every applicable problem.
-_LAST_RESORTS = tuple(_config(rows, 1, 1, 1, 1, shares=1, stages=1, splits=1) for rows in _ROWS)
+_LAST_RESORTS = tuple(
+    _config(rows, row_groups, 1, 1, 1, shares=1, stages=1, splits=1) for rows in _ROWS for row_groups in (1, 2, 4)
+)
 
 
 def _likely(problem: ProblemDescription, device: Device) -> Iterator[Config]:
@@ -271,7 +273,9 @@ class ConvGroupedPlanesWeights(Solver):
             return False
         if units >= 2 * ceil_div(problem.groups, packs.groups) or config["images"] >= 2 * problem.n:
             return False
-        if is_ample(config["rows"], _ROWS, out_h) or (config["row_groups"] - 1) * config["rows"] >= out_h:
+        if is_ample(config["rows"], _ROWS, out_h):
+            return False
+        if config["row_groups"] > 1 and config["row_groups"] // 2 * config["rows"] >= out_h:
             return False
         tiling = PlanesWeightsTiling.of(problem, config)
         if config["images"] > 1 and tiling.row_tiles > 1:
