@@ -2,13 +2,14 @@
 //   y[n,k,oh,ow] = sum_{c,i,j} x[n, c, oh*stride - pad + i*dilation, ow*stride - pad + j*dilation] * w[k,c,i,j],
 //   dx[n,c,h,w] = sum_{k,i,j} dy[n, k, (h + pad - i*dilation) / stride, likewise] * w[k,c,i,j], where whole.
 // Implicit GEMM on tensor cores, filters as block-diagonal matrices. A block stages a patch of IMAGES images and UNITS
-// units of groups, channels last, and their filters. A warp computes ROWS rows of 16 pixels (two runs of 8 columns) for
-// one of SHARES shares of a unit's results. A fragment of pixels serves all taps and rows of its column that meet it.
-// Backward data has stride_h * stride_w phases, coordinates modulo the stride, each met by taps of its own.
+// units of groups, channels last, and their filters; of several STAGES, every gridDim.y-th patch, ahead of the warps. A
+// warp computes ROWS rows of 16 pixels (two runs of 8 columns) for one of SHARES shares of a unit's results. A fragment
+// of pixels serves all taps and rows of its column that meet it. Backward data has stride_h * stride_w phases,
+// coordinates modulo the stride, each met by taps of its own.
 //
 // Defines: ELEMENT, GROUP_C, GROUP_K, FLIPPED (backward data), FILTER_*, STRIDE_*, DILATION_*, PAD_*, UNITS, SHARES,
-// ROWS, ROW_GROUPS, COLUMNS, SPAN (of COLUMNS that exist), COLUMN_TILES, IMAGES, IN_*, OUT_*, WHOLE_PLANES,
-// CHANNELS_LAST, MIN_BLOCKS, SHARED_BYTES.
+// ROWS, ROW_GROUPS, COLUMNS, SPAN (of COLUMNS that exist), COLUMN_TILES, ROW_TILES, STAGES, IMAGES, IN_*, OUT_*,
+// WHOLE_PLANES, CHANNELS_LAST, MIN_BLOCKS, SHARED_BYTES.
 #include "common/group_axis.cuh"
 #include "common/group_filters.cuh"
 #include "common/grouped.cuh"
@@ -19,8 +20,8 @@
 #endif
 #if !defined(PAD_H) || !defined(PAD_W) || !defined(IN_H) || !defined(IN_W) || !defined(OUT_H) || !defined(OUT_W) || \
     !defined(UNITS) || !defined(SHARES) || !defined(ROWS) || !defined(ROW_GROUPS) || !defined(COLUMNS) ||           \
-    !defined(SPAN) || !defined(COLUMN_TILES) || !defined(IMAGES) || !defined(WHOLE_PLANES) ||                       \
-    !defined(CHANNELS_LAST) || !defined(MIN_BLOCKS) || !defined(SHARED_BYTES)
+    !defined(SPAN) || !defined(COLUMN_TILES) || !defined(ROW_TILES) || !defined(STAGES) || !defined(IMAGES) ||      \
+    !defined(WHOLE_PLANES) || !defined(CHANNELS_LAST) || !defined(MIN_BLOCKS) || !defined(SHARED_BYTES)
 #error "define PAD_*, IN_*, OUT_* and the tiling: UNITS, SHARES, ROW*, COLUMN*, SPAN, IMAGES, WHOLE_PLANES, ..."
 #endif
 
@@ -39,7 +40,8 @@ static_assert(kUnitOut / 8 % kShares == 0, "warps share the results of a unit ev
 using AxisH = GroupAxis<kFlipped, STRIDE_H, DILATION_H, PAD_H, kFilterY>;
 using AxisW = GroupAxis<kFlipped, STRIDE_W, DILATION_W, PAD_W, kFilterX>;
 
-constexpr int kRows = ROWS, kTileH = ROWS * ROW_GROUPS, kColumns = COLUMNS, kSpan = SPAN, kImages = IMAGES;
+constexpr int kRows = ROWS, kTileH = ROWS * ROW_GROUPS, kColumns = COLUMNS, kSpan = SPAN, kImages = IMAGES,
+              kStages = STAGES;
 constexpr int kRuns = kColumns / 8 * ROW_GROUPS * kImages;  // of 8 pixels in ROWS rows
 constexpr int kFragments = ceil_div(kRuns, 2);
 constexpr int kThreads = 32 * kFragments * kShares * kUnits;
@@ -52,12 +54,13 @@ using Patch = Pixels<kImages, kPatchH, kPatchW, AxisW::kStep, kIn>;
 
 // The staged filters, and what arrives of them as it is in memory.
 using Filters = FilterRows<GROUP_C, GROUP_K, kTaps, kUnits * kUnitK, CHANNELS_LAST>;
-constexpr int kFiltersAt = Patch::kBytes;
+constexpr int kFiltersAt = kStages * Patch::kBytes;
 
 // The staged results: channels last, of one phase of columns, [image][row][phase of rows][column][channel]; channels
 // first, of all phases, [image][channel][row][phase of rows][column][phase of columns], neighbouring channels 4 or 12
 // banks apart.
-constexpr bool kLast = CHANNELS_LAST, kOverlaid = AxisW::kPhases == 1;
+constexpr bool kLast = CHANNELS_LAST, kOverlaid = AxisW::kPhases == 1 && kStages == 1;
+static_assert(kLast || kStages == 1, "planes are turned where they arrive");
 constexpr int kTileRows = kTileH * AxisH::kPhases, kTileColumns = kSpan * AxisW::kPhases;
 constexpr int kResultBytes = odd_words(2 * kOut), kPlane = round_up(kTileRows * kTileColumns - 8, 16) + 8;
 constexpr int kResultsBytes = kImages * (kLast ? kTileRows * kSpan * kResultBytes : 2 * kOut * kPlane);
@@ -66,7 +69,7 @@ constexpr int kResultsBytes = kImages * (kLast ? kTileRows * kSpan * kResultByte
 constexpr bool kWhole = WHOLE_PLANES;
 constexpr int kShift = (AxisW::kFirst % 8 + 8) % 8;
 using Raw = Planes<Patch, IN_H, IN_W, kShift, kWhole>;
-constexpr int kRawAt = Patch::kBytes + Filters::kBytes, kRawFiltersAt = kRawAt + Raw::kBytes;
+constexpr int kRawAt = kFiltersAt + Filters::kBytes, kRawFiltersAt = kRawAt + Raw::kBytes;
 constexpr int kStagedBytes = kLast ? kRawAt : kRawFiltersAt + Filters::kRawBytes;
 constexpr int kResultsAt = kOverlaid ? 0 : kStagedBytes;
 static_assert(SHARED_BYTES == (kOverlaid ? maximum(kStagedBytes, kResultsBytes) : kStagedBytes + kResultsBytes),
@@ -275,31 +278,96 @@ __device__ __forceinline__ void store_planes(ELEMENT* out, const unsigned char* 
   }
 }
 
+// Computes a tile from its staged patch and stores it.
+__device__ __forceinline__ void compute_tile(ELEMENT* out, unsigned char* results, unsigned pixels, unsigned matrices,
+                                             const Part& part, const Images& target) {
+#pragma unroll 1
+  for (int phase = 0; phase < AxisW::kPhases; ++phase) {
+    Sums sums = {};
+#pragma unroll(kDense ? 1 : kDepth)
+    for (int depth = 0; depth < kDepth; ++depth)
+#pragma unroll(kFilterX <= 3 ? kFilterX : 1)
+      for (int tap = 0; tap < kFilterX; ++tap) {
+        if (!AxisW::meets(phase, tap)) continue;
+        const int shift = Patch::slot(AxisW::offset(phase, tap) - AxisW::kFirst);
+        add_column(sums, pixels + shift * Patch::kPixelBytes + 32 * depth, matrices, tap, depth, part.block);
+      }
+    if (kOverlaid || (kLast && phase > 0))
+      __syncthreads();  // every warp has read the patch, or stored the phase before
+    stage_sums(results, sums, part, phase);
+    if (!kLast && phase < AxisW::kPhases - 1) continue;
+    __syncthreads();  // the results of every warp are staged
+    if constexpr (kLast)
+      store_results(out, results, target, phase);
+    else
+      store_planes(out, results, target);
+  }
+}
+
+struct Sizes {
+  int n, in_channels, out_channels, in_height, in_width, out_height, out_width;
+};
+
+// A tile's first output row and column of a phase, and its first image.
+struct TileAt {
+  int row, column, image;
+};
+
+__device__ __forceinline__ TileAt tile_at(int number) {
+  return {number / COLUMN_TILES % ROW_TILES * kTileH, number % COLUMN_TILES * kColumns,
+          number / (COLUMN_TILES * ROW_TILES) * kImages};
+}
+
+__device__ __forceinline__ Images source_of(const Sizes& sizes, const TileAt& tile) {
+  return {sizes.n,
+          sizes.in_channels,
+          sizes.in_height,
+          sizes.in_width,
+          tile.image,
+          static_cast<int>(blockIdx.x) * kUnits * kUnitIn,
+          tile.row * AxisH::kStep + AxisH::kFirst,
+          tile.column * AxisW::kStep + AxisW::kFirst};
+}
+
+__device__ __forceinline__ Images target_of(const Sizes& sizes, const TileAt& tile) {
+  return {sizes.n,
+          sizes.out_channels,
+          sizes.out_height,
+          sizes.out_width,
+          tile.image,
+          static_cast<int>(blockIdx.x) * kUnits * kUnitOut,
+          tile.row * AxisH::kPhases,
+          tile.column * AxisW::kPhases};
+}
+
 extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
     grouped(const ELEMENT* __restrict__ in, const ELEMENT* __restrict__ filter, ELEMENT* __restrict__ out, int n,
-            int in_channels, int out_channels, int in_height, int in_width, int out_height, int out_width) {
+            int in_channels, int out_channels, int in_height, int in_width, int out_height, int out_width, int tiles) {
   extern __shared__ __align__(16) unsigned char staged[];
   const unsigned base = static_cast<unsigned>(__cvta_generic_to_shared(staged));
-  const int unit = blockIdx.x * kUnits, column = blockIdx.y % COLUMN_TILES * kColumns;
-  const int row = blockIdx.y / COLUMN_TILES * kTileH, image = blockIdx.z * kImages;
-
-  const Images source = {n,
-                         in_channels,
-                         in_height,
-                         in_width,
-                         image,
-                         unit * kUnitIn,
-                         row * AxisH::kStep + AxisH::kFirst,
-                         column * AxisW::kStep + AxisW::kFirst};
-  const int first_filter = unit * kUnitK, filters = kFlipped ? in_channels : out_channels;
+  const Sizes sizes = {n, in_channels, out_channels, in_height, in_width, out_height, out_width};
+  const int first_filter = blockIdx.x * kUnits * kUnitK, filters = kFlipped ? in_channels : out_channels;
+  const int step = gridDim.y;
+  // Blocks of one stage have a tile each, others every gridDim.y-th.
+  const TileAt first = kStages > 1 ? tile_at(blockIdx.y)
+                                   : TileAt{static_cast<int>(blockIdx.y) / COLUMN_TILES * kTileH,
+                                            static_cast<int>(blockIdx.y) % COLUMN_TILES * kColumns,
+                                            static_cast<int>(blockIdx.z) * kImages};
+  const Images source = source_of(sizes, first);
   if constexpr (kLast) {
     stage_pixels<Patch, kThreads>(base, in, source);
-    if constexpr (Group::kPack == 1)
-      stage_filters<Filters, kThreads>(base + kFiltersAt, filter, first_filter, filters);
-    else
+    if constexpr (Group::kPack == 1) stage_filters<Filters, kThreads>(base + kFiltersAt, filter, first_filter, filters);
+    commit_copies();
+#pragma unroll
+    for (int stage = 1; stage < kStages - 1; ++stage) {
+      const int tile = blockIdx.y + stage * step;
+      if (tile < tiles)
+        stage_pixels<Patch, kThreads>(base + stage * Patch::kBytes, in, source_of(sizes, tile_at(tile)));
+      commit_copies();
+    }
+    if constexpr (Group::kPack != 1)
       arrange_filters<Filters, kThreads>(staged + kFiltersAt, filter + first_filter * kTaps * GROUP_C,
                                          filters - first_filter);
-    commit_copies();
   } else {
     stage_planes<Patch, IN_H, IN_W, kShift, kWhole, kThreads>(staged + kRawAt, in, source);
     stage_raw_filters<Filters, kThreads>(base + kRawFiltersAt, filter, first_filter, filters);
@@ -318,30 +386,22 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
   const unsigned matrices =
       base + kFiltersAt + part.unit * kUnitK * Filters::kRowBytes +
       (kFlipped ? lane % 16 * Filters::kRowBytes : lane % 8 * Filters::kRowBytes + lane / 8 % 2 * 16);
-  wait_for_copies<0>();
-  __syncthreads();  // the patch and the filters have arrived
-
+  if constexpr (kStages == 1) {
+    wait_for_copies<0>();
+    __syncthreads();  // the patch and the filters have arrived
+    compute_tile(out, staged + kResultsAt, pixels, matrices, part, target_of(sizes, first));
+  } else {
+    int at = 0;
 #pragma unroll 1
-  for (int phase = 0; phase < AxisW::kPhases; ++phase) {
-    Sums sums = {};
-#pragma unroll(kDense ? 1 : kDepth)
-    for (int depth = 0; depth < kDepth; ++depth)
-#pragma unroll(kFilterX <= 3 ? kFilterX : 1)
-      for (int tap = 0; tap < kFilterX; ++tap) {
-        if (!AxisW::meets(phase, tap)) continue;
-        const int shift = Patch::slot(AxisW::offset(phase, tap) - AxisW::kFirst);
-        add_column(sums, pixels + shift * Patch::kPixelBytes + 32 * depth, matrices, tap, depth, part.block);
-      }
-    if (kOverlaid || (kLast && phase > 0))
-      __syncthreads();  // every warp has read the patch, or stored the phase before
-    stage_sums(staged + kResultsAt, sums, part, phase);
-    if (!kLast && phase < AxisW::kPhases - 1) continue;
-    __syncthreads();  // the results of every warp are staged
-    const Images target = {n,     out_channels,    out_height,           out_width,
-                           image, unit * kUnitOut, row * AxisH::kPhases, column * AxisW::kPhases};
-    if constexpr (kLast)
-      store_results(out, staged + kResultsAt, target, phase);
-    else
-      store_planes(out, staged + kResultsAt, target);
+    for (int tile = blockIdx.y; tile < tiles; tile += step) {
+      wait_for_copies<kStages - 2>();
+      __syncthreads();  // the patch has arrived, and every warp has read the one before and stored its results
+      const int next = tile + (kStages - 1) * step, to = at == 0 ? kStages - 1 : at - 1;
+      if (next < tiles) stage_pixels<Patch, kThreads>(base + to * Patch::kBytes, in, source_of(sizes, tile_at(next)));
+      commit_copies();
+      compute_tile(out, staged + kResultsAt, pixels + at * Patch::kBytes, matrices, part,
+                   target_of(sizes, tile_at(tile)));
+      at = at + 1 == kStages ? 0 : at + 1;
+    }
   }
 }
