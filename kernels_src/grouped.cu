@@ -319,25 +319,14 @@ __device__ __forceinline__ TileAt tile_at(int number) {
 }
 
 __device__ __forceinline__ Images source_of(const Sizes& sizes, const TileAt& tile) {
-  return {sizes.n,
-          sizes.in_channels,
-          sizes.in_height,
-          sizes.in_width,
-          tile.image,
-          static_cast<int>(blockIdx.x) * kUnits * kUnitIn,
-          tile.row * AxisH::kStep + AxisH::kFirst,
-          tile.column * AxisW::kStep + AxisW::kFirst};
+  const int channel = blockIdx.x * kIn, row = tile.row * AxisH::kStep + AxisH::kFirst;
+  const int column = tile.column * AxisW::kStep + AxisW::kFirst;
+  return {sizes.n, sizes.in_channels, sizes.in_height, sizes.in_width, tile.image, channel, row, column};
 }
 
 __device__ __forceinline__ Images target_of(const Sizes& sizes, const TileAt& tile) {
-  return {sizes.n,
-          sizes.out_channels,
-          sizes.out_height,
-          sizes.out_width,
-          tile.image,
-          static_cast<int>(blockIdx.x) * kUnits * kUnitOut,
-          tile.row * AxisH::kPhases,
-          tile.column * AxisW::kPhases};
+  const int channel = blockIdx.x * kOut, row = tile.row * AxisH::kPhases, column = tile.column * AxisW::kPhases;
+  return {sizes.n, sizes.out_channels, sizes.out_height, sizes.out_width, tile.image, channel, row, column};
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)

@@ -202,17 +202,28 @@ __device__ __forceinline__ void add_taps(Sums& sums, const Row& pixels, const Ma
     add_taps<kPhase + 1, 0>(sums, pixels, filters, row, depth);
 }
 
+// The first row of a warp's patch, from `row` on, that contributes to any output, or their count.
+constexpr int kRowsIn = (kRows - 1) * AxisH::kStep + AxisH::kReach + 1;
+constexpr int used_from(int row) {
+  while (row < kRowsIn && !AxisH::is_used<kRows>(row)) ++row;
+  return row;
+}
+
 __device__ __forceinline__ void add_rows(Sums& sums, unsigned pixels, const Matrices& filters) {
+  Row fragments[2][kDepth];
+  load_row(fragments[0], pixels + used_from(0) * Inputs::kRowBytes);
 #pragma unroll
-  for (int row = 0; row < (kRows - 1) * AxisH::kStep + AxisH::kReach + 1; ++row) {
+  for (int row = 0, turn = 0; row < kRowsIn; ++row) {
     if (!AxisH::is_used<kRows>(row)) continue;
-    Row fragments[kDepth];
-    load_row(fragments, pixels + row * Inputs::kRowBytes);
+    const int next = used_from(row + 1);
+    if (next < kRowsIn) load_row(fragments[(turn + 1) % 2], pixels + next * Inputs::kRowBytes);
+    __syncwarp();  // no order of memory is needed: it keeps the compiler from loading more rows than the next one
 #pragma unroll
     for (int depth = 0; depth < kDepth; ++depth) {
-      if constexpr (AxisW::kStep == 2) part_columns(fragments[depth]);
-      add_taps<0, 0>(sums, fragments[depth], filters, row, depth);
+      if constexpr (AxisW::kStep == 2) part_columns(fragments[turn % 2][depth]);
+      add_taps<0, 0>(sums, fragments[turn % 2][depth], filters, row, depth);
     }
+    ++turn;
   }
 }
 

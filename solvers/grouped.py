@@ -31,7 +31,7 @@ def _registers(tiling: GroupedTiling) -> int:
     """Registers of a thread that spills nothing: sums, fragments of a column of taps, and addresses."""
     blocks_n = tiling.out_blocks // tiling.shares
     unrolled = 32 if not tiling.is_dense and blocks_n > 2 else 0  # all of the depth is, and loads run ahead
-    addresses = 48 if tiling.axes[0].stride == 1 else 56
+    addresses = 64 if tiling.stages > 1 else 48 if tiling.axes[0].stride == 1 else 56
     return 8 * math.ceil((tiling.sums + 2 * tiling.axes[0].taps * blocks_n + addresses + unrolled) / 8)
 
 

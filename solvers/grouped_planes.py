@@ -23,8 +23,7 @@ _DEFAULTS = 8
 _ROWS = (1, 2, 3, 4, 7)
 _TURNS = (1, 2, 4, 8, 16)
 _MAX_DEPTH, _MAX_MATRICES = 2, 100
-_MAX_SUMS = (116, 136)  # registers of sums and of a row of pixels, with one phase and with several
-_MAX_REGISTERS = 255
+_MAX_SUMS, _MAX_REGISTERS = 128, 255
 _LEAST_THREADS, _MAX_THREADS = 32, 512
 _MAX_GRID = 2**16 - 1
 _SHARED_BYTES = 99 << 10
@@ -234,9 +233,7 @@ class ConvGroupedPlanes(Solver):
             return False
         if ceil_div(tiling.tile_count, config["turns"]) > _MAX_GRID:
             return False
-        if tiling.sums + 2 * tiling.depth * tiling.in_tiles > _MAX_SUMS[height.phases > 1]:
-            return False
-        if not _LEAST_THREADS <= tiling.threads <= _MAX_THREADS:
+        if tiling.sums > _MAX_SUMS or not _LEAST_THREADS <= tiling.threads <= _MAX_THREADS:
             return False
         if _registers(problem, tiling) > _MAX_REGISTERS:
             return False

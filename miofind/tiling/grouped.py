@@ -6,6 +6,7 @@ and common/grouped.cuh. Knows nothing of devices, kernels or solvers.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -61,6 +62,7 @@ class Packs:
     k: int
 
     @staticmethod
+    @functools.lru_cache(maxsize=256)  # asked for each configuration of a problem
     def of(problem: ProblemDescription) -> Packs:
         c, k = problem.c // problem.groups, problem.k // problem.groups
         groups = _BLOCK // math.gcd(_BLOCK, c, k)
@@ -90,6 +92,7 @@ class GroupedAxis:
     taps: int
 
     @staticmethod
+    @functools.lru_cache(maxsize=256)
     def of(problem: ProblemDescription, dim: int) -> GroupedAxis:
         """That of a problem of two dimensions, forward or backward data."""
         conv, taps = problem.conv, range(problem.filter[dim])

@@ -193,6 +193,7 @@ def shifts(problem: ProblemDescription) -> range:
     return range(-conv.pad_before[1], (problem.filter[1] - 1) * conv.dilation[1] - conv.pad_before[1] + 1)
 
 
+@functools.lru_cache(maxsize=256)
 def _x_pitch(planar: ProblemDescription) -> int:
     """Elements from row to row of x, which hold the padding and what whole runs of 8 outputs meet."""
     width, out_w, stride, reached = planar.spatial[1], planar.out_spatial[1], planar.conv.stride[1], shifts(planar)
