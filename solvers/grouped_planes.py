@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
@@ -19,7 +20,7 @@ from miofind.tiling.correlation import ceil_div
 from miofind.tiling.grouped import SOURCE, GroupedAxis, is_ample, resident_blocks, unserved
 from miofind.tiling.grouped_planes import PlanesTiling, planes_unit, planes_units
 
-_DEFAULTS = 8
+_DEFAULTS, _MOST_ALIKE = 8, 2
 _ROWS = (1, 2, 3, 4, 7)
 _TURNS = (1, 2, 4, 8, 16)
 _MAX_DEPTH, _MAX_MATRICES = 2, 100
@@ -134,6 +135,18 @@ _SHORT_LIST = (
 )
 
 
+def _varied(ranked: Sequence[Config]) -> tuple[Config, ...]:
+    """The likely best, at most two of each shape of a tile: estimates of others differ by less than they are off."""
+    taken: Counter[tuple[int, ...]] = Counter()
+    chosen = []
+    for config in ranked:
+        shape = (config["rows"], config["row_groups"], config["images"])
+        if taken[shape] < _MOST_ALIKE:
+            chosen.append(config)
+        taken[shape] += 1
+    return tuple(chosen[:_DEFAULTS])
+
+
 class ConvGroupedPlanes(Solver):
     """Grouped channels-first convolution: block-diagonal matrices of filters times rows of pixels, float32 sums.
 
@@ -240,7 +253,7 @@ class ConvGroupedPlanes(Solver):
         return _resident(problem, tiling, device) > 0
 
     def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
-        return tuple(self.ranked(problem, device, _SHORT_LIST)[:_DEFAULTS])
+        return _varied(self.ranked(problem, device, _SHORT_LIST))
 
     def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
         return _LAUNCH_MS + _work_ms(problem, device, PlanesTiling.of(problem, config), config)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import ClassVar
 
@@ -20,7 +21,7 @@ from miofind.tiling.correlation import ceil_div
 from miofind.tiling.grouped import Packs, is_ample, resident_blocks, unserved
 from miofind.tiling.grouped_planes import PlanesWeightsTiling, shifts
 
-_DEFAULTS = 8
+_DEFAULTS, _MOST_ALIKE = 8, 2
 _MOST_BLOCKS = 8  # of a multiprocessor, so that parts are few
 _ROWS = (1, 2, 4, 7, 14)
 _SPLITS = (1, 2, 4, 8, 16, 32, 64)
@@ -195,7 +196,7 @@ def _likely(problem: ProblemDescription, device: Device) -> Iterator[Config]:
     packs, out_h = ceil_div(problem.groups, Packs.of(problem).groups), problem.lifted(2).out_spatial[0]
     tiles = [
         (rows, row_groups, images)
-        for rows, row_groups, images in itertools.product((4, 7, 14), (1, 2, 4), (1, 4))
+        for rows, row_groups, images in itertools.product((4, 7, 14), (1, 2, 4), (1, 4, 8))
         if rows * row_groups < 2 * out_h and (images == 1 or rows * row_groups >= out_h)
     ]
     for (units, shares), splits in itertools.product(((1, 1), (2, 1), (1, 2), (1, 4)), _SPLITS):
@@ -204,6 +205,18 @@ def _likely(problem: ProblemDescription, device: Device) -> Iterator[Config]:
         for tile, warps, stages in itertools.product(tiles, (1, 2, 4), (2, 3)):
             yield _config(*tile, units, warps, shares, stages, splits)
     yield from _LAST_RESORTS
+
+
+def _varied(ranked: Sequence[Config]) -> tuple[Config, ...]:
+    """The likely best, at most two of each way to deal outputs: estimates of others differ less than they are off."""
+    taken: Counter[tuple[int, ...]] = Counter()
+    chosen = []
+    for config in ranked:
+        deal = (config["units"], config["shares"], config["splits"])
+        if taken[deal] < _MOST_ALIKE:
+            chosen.append(config)
+        taken[deal] += 1
+    return tuple(chosen[:_DEFAULTS])
 
 
 class ConvGroupedPlanesWeights(Solver):
@@ -309,7 +322,7 @@ class ConvGroupedPlanesWeights(Solver):
         return _resident(problem, tiling, device) > 0
 
     def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
-        return tuple(self.ranked(problem, device, _likely(problem, device))[:_DEFAULTS])
+        return _varied(self.ranked(problem, device, _likely(problem, device)))
 
     def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
         tiling = PlanesWeightsTiling.of(problem, config)

@@ -34,7 +34,9 @@ struct PlanesAt {
 // Zeroes all that copies leave as it is. A barrier is needed before the rows are copied or laid out.
 template <typename Shape, int kThreads>
 __device__ __forceinline__ void clear_margins(unsigned char* rows) {
-  constexpr int kWords = Shape::kPitch / 8, kKept = Shape::kWidth / 8, kTail = kWords - kKept;
+  // Copies fill part of a row's last word of pixels, laying out all of it.
+  constexpr int kKept = Shape::kFlat ? ceil_div(Shape::kWidth, 8) : Shape::kWidth / 8;
+  constexpr int kWords = Shape::kPitch / 8, kTail = kWords - kKept;
   constexpr int kSlack = (Shape::kChannelBytes - Shape::kImages * Shape::kImageBytes) / 16;
   constexpr int kAllRows = Shape::kImages * Shape::kRows;
   const uint4 zero = {};
