@@ -7,16 +7,17 @@
 // of pixels serves all taps and rows of its column that meet it. Backward data has stride_h * stride_w phases,
 // coordinates modulo the stride, each met by taps of its own.
 //
-// Defines: ELEMENT, GROUP_C, GROUP_K, FLIPPED (backward data), FILTER_*, STRIDE_*, DILATION_*, PAD_*, UNITS, SHARES,
-// ROWS, ROW_GROUPS, COLUMNS, SPAN (of COLUMNS that exist), COLUMN_TILES, ROW_TILES, STAGES, IMAGES, IN_*, OUT_*,
-// WHOLE_PLANES, CHANNELS_LAST, MIN_BLOCKS, SHARED_BYTES.
+// Defines: ELEMENT, GROUPS, GROUP_C, GROUP_K, FLIPPED (backward data), FILTER_*, STRIDE_*, DILATION_*, PAD_*, UNITS,
+// SHARES, ROWS, ROW_GROUPS, COLUMNS, SPAN (of COLUMNS that exist), COLUMN_TILES, ROW_TILES, STAGES, IMAGES, IN_*,
+// OUT_*, WHOLE_PLANES, CHANNELS_LAST, MIN_BLOCKS, SHARED_BYTES.
 #include "common/group_axis.cuh"
 #include "common/group_filters.cuh"
 #include "common/grouped.cuh"
 
-#if !defined(ELEMENT) || !defined(GROUP_C) || !defined(GROUP_K) || !defined(FLIPPED) || !defined(FILTER_Y) || \
-    !defined(FILTER_X) || !defined(STRIDE_H) || !defined(STRIDE_W) || !defined(DILATION_H) || !defined(DILATION_W)
-#error "define the convolution: ELEMENT, GROUP_*, FLIPPED, FILTER_*, STRIDE_* and DILATION_*"
+#if !defined(ELEMENT) || !defined(GROUPS) || !defined(GROUP_C) || !defined(GROUP_K) || !defined(FLIPPED) ||         \
+    !defined(FILTER_Y) || !defined(FILTER_X) || !defined(STRIDE_H) || !defined(STRIDE_W) || !defined(DILATION_H) || \
+    !defined(DILATION_W)
+#error "define the convolution: ELEMENT, GROUP*, FLIPPED, FILTER_*, STRIDE_* and DILATION_*"
 #endif
 #if !defined(PAD_H) || !defined(PAD_W) || !defined(IN_H) || !defined(IN_W) || !defined(OUT_H) || !defined(OUT_W) || \
     !defined(UNITS) || !defined(SHARES) || !defined(ROWS) || !defined(ROW_GROUPS) || !defined(COLUMNS) ||           \
@@ -36,6 +37,9 @@ constexpr int kUnitIn = kFlipped ? kUnitK : kUnitC, kUnitOut = kFlipped ? kUnitC
 constexpr int kUnits = UNITS, kIn = kUnits * kUnitIn, kOut = kUnits * kUnitOut;
 constexpr int kDepth = kUnitIn / 16, kShares = SHARES, kBlocksN = kUnitOut / 8 / kShares;
 static_assert(kUnitOut / 8 % kShares == 0, "warps share the results of a unit evenly");
+
+constexpr int kInRow = IN_W * GROUPS * (kFlipped ? GROUP_K : GROUP_C),
+              kOutRow = OUT_W * GROUPS * (kFlipped ? GROUP_C : GROUP_K);
 
 using AxisH = GroupAxis<kFlipped, STRIDE_H, DILATION_H, PAD_H, kFilterY>;
 using AxisW = GroupAxis<kFlipped, STRIDE_W, DILATION_W, PAD_W, kFilterX>;
@@ -210,7 +214,6 @@ __device__ __forceinline__ void stage_sums(unsigned char* results, const Sums& s
 __device__ __forceinline__ void store_results(ELEMENT* out, const unsigned char* results, const Images& images,
                                               int phase) {
   constexpr int kWords = kOut / 8, kColumnWords = kSpan * kWords;
-  const unsigned row_step = images.width * images.channels;
   const int rows = min(kTileRows, images.height - images.first_row);
 #pragma unroll 1
   for (int i = threadIdx.x; i < kImages * kColumnWords; i += kThreads) {
@@ -219,13 +222,13 @@ __device__ __forceinline__ void store_results(ELEMENT* out, const unsigned char*
     const int v = images.first_column + column * AxisW::kPhases + phase;
     if (n >= images.n || channel >= images.channels || v >= images.width) continue;
     const unsigned char* from = results + (image * kTileRows * kSpan + column) * kResultBytes + 16 * word;
-    unsigned offset = (n * images.height + images.first_row) * row_step + v * images.channels + channel;
+    ELEMENT* const to =
+        out + static_cast<int64>(n * images.height + images.first_row) * kOutRow + (v * images.channels + channel);
 #pragma unroll(rows_at_once(kTileRows))
     for (int row = 0; row < kTileRows; ++row) {
       if (row >= rows) break;
-      *reinterpret_cast<Vector<ELEMENT, 8>*>(out + offset) =
+      *reinterpret_cast<Vector<ELEMENT, 8>*>(to + row * kOutRow) =
           *reinterpret_cast<const Vector<ELEMENT, 8>*>(from + row * kSpan * kResultBytes);
-      offset += row_step;
     }
   }
 }
@@ -344,14 +347,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
                                             static_cast<int>(blockIdx.z) * kImages};
   const Images source = source_of(sizes, first);
   if constexpr (kLast) {
-    stage_pixels<Patch, kThreads>(base, in, source);
+    stage_pixels<Patch, kInRow, kThreads>(base, in, source);
     if constexpr (Group::kPack == 1) stage_filters<Filters, kThreads>(base + kFiltersAt, filter, first_filter, filters);
     commit_copies();
 #pragma unroll
     for (int stage = 1; stage < kStages - 1; ++stage) {
       const int tile = blockIdx.y + stage * step;
       if (tile < tiles)
-        stage_pixels<Patch, kThreads>(base + stage * Patch::kBytes, in, source_of(sizes, tile_at(tile)));
+        stage_pixels<Patch, kInRow, kThreads>(base + stage * Patch::kBytes, in, source_of(sizes, tile_at(tile)));
       commit_copies();
     }
     if constexpr (Group::kPack != 1)
@@ -386,7 +389,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
       wait_for_copies<kStages - 2>();
       __syncthreads();  // the patch has arrived, and every warp has read the one before and stored its results
       const int next = tile + (kStages - 1) * step, to = at == 0 ? kStages - 1 : at - 1;
-      if (next < tiles) stage_pixels<Patch, kThreads>(base + to * Patch::kBytes, in, source_of(sizes, tile_at(next)));
+      if (next < tiles)
+        stage_pixels<Patch, kInRow, kThreads>(base + to * Patch::kBytes, in, source_of(sizes, tile_at(next)));
       commit_copies();
       compute_tile(out, staged + kResultsAt, pixels + at * Patch::kBytes, matrices, part,
                    target_of(sizes, tile_at(tile)));

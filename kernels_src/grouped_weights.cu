@@ -6,16 +6,16 @@
 // taps of its column, one of dy those of its row. Warps' sums are added in shared memory, blocks' by
 // `grouped_weights_finish`, in a fixed order.
 //
-// Defines: ELEMENT, GROUP_C, GROUP_K, FILTER_*, STRIDE_*, DILATION_*, PAD_*, UNITS, SHARES_C, SHARES_K (of a unit),
-// ROWS, COLUMNS, SPAN (of COLUMNS that exist), IMAGES, WARP_TAPS, TAP_BLOCKS, WARPS, STAGES, ROW_TILES, COLUMN_TILES,
-// IN_*, OUT_*, CHANNELS_LAST, LANES, MIN_BLOCKS, SHARED_BYTES.
+// Defines: ELEMENT, GROUPS, GROUP_C, GROUP_K, FILTER_*, STRIDE_*, DILATION_*, PAD_*, UNITS, SHARES_C, SHARES_K (of a
+// unit), ROWS, COLUMNS, SPAN (of COLUMNS that exist), IMAGES, WARP_TAPS, TAP_BLOCKS, WARPS, STAGES, ROW_TILES,
+// COLUMN_TILES, IN_*, OUT_*, CHANNELS_LAST, LANES, MIN_BLOCKS, SHARED_BYTES.
 #include "common/add_parts.cuh"
 #include "common/grouped.cuh"
 
-#if !defined(ELEMENT) || !defined(GROUP_C) || !defined(GROUP_K) || !defined(FILTER_Y) || !defined(FILTER_X) ||     \
-    !defined(STRIDE_H) || !defined(STRIDE_W) || !defined(DILATION_H) || !defined(DILATION_W) || !defined(PAD_H) || \
-    !defined(PAD_W) || !defined(IN_H) || !defined(IN_W) || !defined(OUT_H) || !defined(OUT_W)
-#error "define the problem: ELEMENT, GROUP_*, FILTER_*, STRIDE_*, DILATION_*, PAD_*, IN_* and OUT_*"
+#if !defined(ELEMENT) || !defined(GROUPS) || !defined(GROUP_C) || !defined(GROUP_K) || !defined(FILTER_Y) ||          \
+    !defined(FILTER_X) || !defined(STRIDE_H) || !defined(STRIDE_W) || !defined(DILATION_H) || !defined(DILATION_W) || \
+    !defined(PAD_H) || !defined(PAD_W) || !defined(IN_H) || !defined(IN_W) || !defined(OUT_H) || !defined(OUT_W)
+#error "define the problem: ELEMENT, GROUP*, FILTER_*, STRIDE_*, DILATION_*, PAD_*, IN_* and OUT_*"
 #endif
 #if !defined(UNITS) || !defined(SHARES_C) || !defined(SHARES_K) || !defined(ROWS) || !defined(COLUMNS) ||              \
     !defined(SPAN) || !defined(IMAGES) || !defined(WARP_TAPS) || !defined(TAP_BLOCKS) || !defined(WARPS) ||            \
@@ -131,8 +131,8 @@ __device__ __forceinline__ void stage_tile(unsigned char* to, const ELEMENT* x, 
   const Place place = place_of(sizes, tile);
   if constexpr (kLast) {
     const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(to));
-    stage_pixels<Patch, kThreads>(address, x, place.x);
-    stage_pixels<Gradients, kThreads>(address + Patch::kBytes, dy, place.dy);
+    stage_pixels<Patch, IN_W * GROUPS * GROUP_C, kThreads>(address, x, place.x);
+    stage_pixels<Gradients, OUT_W * GROUPS * GROUP_K, kThreads>(address + Patch::kBytes, dy, place.dy);
   } else {
     stage_planes<Patch, IN_H, IN_W, kShift, kWhole, kThreads>(to, x, place.x);
     stage_planes<Gradients, OUT_H, OUT_W, 0, kWhole, kThreads>(to + RawPatch::kBytes, dy, place.dy);

@@ -81,6 +81,7 @@ def _defines(
     }
     return (
         ("ELEMENT", planar.x.dtype.value),
+        ("GROUPS", planar.groups),
         ("GROUP_C", planar.c // planar.groups),
         ("GROUP_K", planar.k // planar.groups),
         ("FLIPPED", int(planar.direction is Direction.BACKWARD_DATA)),
@@ -114,7 +115,7 @@ def _defines(
 # model, and that eighteen more took longer. Issue slots, in a warp's instructions, to move 16 bytes, channels last and
 # first; cycles of tensor cores for a product of depth 16; cycles of a block at least, for each 16 bytes of a thread,
 # and for each product of a warp.
-_MOVE, _TURN = 52, 80
+_MOVE, _TURN = 34, 72  # 52 and 80 measured with more instructions a copy; reckoned since
 _PRODUCT = 0.5
 _BLOCK_LATENCY, _MOVE_LATENCY, _PRODUCT_LATENCY = 840, 11, 2.4
 _SHORT_RUN = 9  # bytes that a run of channels costs besides its own

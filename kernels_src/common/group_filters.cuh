@@ -41,25 +41,52 @@ __device__ __forceinline__ void stage_filters(unsigned to, const T* filter, int 
   }
 }
 
-// Lays filters out that lie in memory from `filter` on, zeros from number `filters` on.
+// What holds kBytes bytes.
+template <int kBytes>
+struct Bits;
+template <>
+struct Bits<2> {
+  using Type = unsigned short;
+};
+template <>
+struct Bits<4> {
+  using Type = unsigned;
+};
+template <>
+struct Bits<8> {
+  using Type = uint2;
+};
+template <>
+struct Bits<16> {
+  using Type = uint4;
+};
+
+// Lays filters out that lie in memory from `filter` on, zeros from number `filters` on. A thread copies 8 channels of a
+// filter tap by tap, which takes few instructions.
 template <typename Shape, int kThreads, typename T>
 __device__ __forceinline__ void arrange_filters(unsigned char* staged, const T* filter, int filters) {
-  constexpr int kC = Shape::kC, kTaps = Shape::kTaps;
-  constexpr int kWords = Shape::Group::kPackC / 8, kPart = Shape::kLast ? greatest_divisor(8, kC) : 1;
-#pragma unroll 2
-  for (int i = threadIdx.x; i < Shape::kFilters * kTaps * kWords; i += kThreads) {
-    const int word = i % kWords, tap = i / kWords % kTaps, row = i / (kWords * kTaps);
-    const int group = row / Shape::kK % Shape::Group::kPack;
-    Vector<T, 8> values = {};
+  constexpr int kC = Shape::kC, kTaps = Shape::kTaps, kWords = Shape::Group::kPackC / 8;
+  constexpr int kPart = Shape::kLast ? greatest_divisor(8, kC) : 1;
+  constexpr int kChannelStep = Shape::kLast ? 1 : kTaps, kTapStep = Shape::kLast ? kC : 1;
+  using Part = typename Bits<2 * kPart>::Type;
+  struct alignas(16) Eight {
+    Part at[8 / kPart];
+  };
+#pragma unroll 1
+  for (int i = threadIdx.x; i < Shape::kFilters * kWords; i += kThreads) {
+    const int word = i % kWords, row = i / kWords, first = 8 * word - row / Shape::kK % Shape::Group::kPack * kC;
+    const T* const from = filter + row * kTaps * kC;
+    unsigned char* const to = staged + row * Shape::kRowBytes + 16 * word;
+#pragma unroll(kTaps <= 12 ? kTaps : 4)
+    for (int tap = 0; tap < kTaps; ++tap) {
+      Eight values = {};
 #pragma unroll
-    for (int part = 0; part < 8; part += kPart) {
-      const int channel = 8 * word + part - group * kC;
-      if (channel < 0 || channel >= kC || row >= filters) continue;
-      const int at = Shape::kLast ? (row * kTaps + tap) * kC + channel : (row * kC + channel) * kTaps + tap;
-      const auto some = *reinterpret_cast<const Vector<T, kPart>*>(filter + at);
-#pragma unroll
-      for (int e = 0; e < kPart; ++e) values.at[part + e] = some.at[e];
+      for (int part = 0; part < 8; part += kPart) {
+        const int channel = first + part;
+        if (channel >= 0 && channel < kC && row < filters)
+          values.at[part / kPart] = *reinterpret_cast<const Part*>(from + channel * kChannelStep + tap * kTapStep);
+      }
+      *reinterpret_cast<Eight*>(to + tap * Shape::kTapBytes) = values;
     }
-    *reinterpret_cast<Vector<T, 8>*>(staged + row * Shape::kRowBytes + tap * Shape::kTapBytes + 16 * word) = values;
   }
 }

@@ -37,15 +37,14 @@ struct Images {
 
 // Turns of a loop over `count` rows that are unrolled.
 constexpr int rows_at_once(int count) {
-  return count <= 12 ? count : 6;
+  return count <= 16 ? count : 6;
 }
 
-// Starts to copy pixels, zeros outside the tensor; complete after wait_for_copies and a barrier. A thread copies its
-// words of a column row by row, which takes few instructions.
-template <typename Shape, int kThreads, typename T>
+// Starts to copy pixels, zeros outside the tensor, whose rows are kTensorRow elements apart; complete after
+// wait_for_copies and a barrier. A thread copies its words of a column row by row, which takes few instructions.
+template <typename Shape, int kTensorRow, int kThreads, typename T>
 __device__ __forceinline__ void stage_pixels(unsigned to, const T* tensor, const Images& images) {
   constexpr int kWords = Shape::kChannels / 8, kColumnWords = Shape::kColumns * kWords;
-  const unsigned row_step = images.width * images.channels;
 #pragma unroll 1
   for (int i = threadIdx.x; i < Shape::kImages * kColumnWords; i += kThreads) {
     const int word = i % kWords, column = i / kWords % Shape::kColumns, image = i / kColumnWords;
@@ -53,12 +52,13 @@ __device__ __forceinline__ void stage_pixels(unsigned to, const T* tensor, const
     const bool inside =
         n < images.n && channel < images.channels && static_cast<unsigned>(v) < static_cast<unsigned>(images.width);
     const unsigned at = to + image * Shape::kImageBytes + Shape::slot(column) * Shape::kPixelBytes + 16 * word;
-    unsigned offset = (n * images.height + images.first_row) * row_step + v * images.channels + channel;
+    // May name memory outside the tensor, which a copy of zeros does not read: one address serves all rows.
+    const T* const from = tensor + static_cast<int64>(n * images.height + images.first_row) * kTensorRow +
+                          (v * images.channels + channel);
 #pragma unroll(rows_at_once(Shape::kRows))
     for (int row = 0; row < Shape::kRows; ++row) {
       const bool there = inside && static_cast<unsigned>(images.first_row + row) < static_cast<unsigned>(images.height);
-      copy_bytes<16>(at + row * Shape::kRowBytes, tensor + (there ? offset : 0u), there);
-      offset += row_step;
+      copy_bytes<16>(at + row * Shape::kRowBytes, from + row * kTensorRow, there);
     }
   }
 }

@@ -82,14 +82,16 @@ __device__ __forceinline__ void stage_rows(unsigned to, const T* tensor, const P
       const bool inside = n < place.n && c < place.channels;
       const unsigned row_at =
           to + 16 + channel * Shape::kChannelBytes + image * Shape::kImageBytes + share * Shape::kRowBytes + 2 * at;
-      unsigned offset = (n * place.channels + c) * Shape::kPlane + first * Shape::kWidth + at;
+      // May name memory outside the tensor, which a copy of zeros does not read: one address serves all rows.
+      const T* const from = tensor + static_cast<unsigned>((n * place.channels + c) * Shape::kPlane + at) +
+                            static_cast<int64>(first) * Shape::kWidth;
 #pragma unroll(kTurns <= 20 ? kTurns : 8)
       for (int turn = 0; turn < kTurns; ++turn) {
         if (Shape::kRows % kShares != 0 && turn * kShares + share >= Shape::kRows) break;
         const bool there =
             inside && static_cast<unsigned>(first + turn * kShares) < static_cast<unsigned>(Shape::kHeight);
-        copy_bytes<2 * kVector>(row_at + turn * kShares * Shape::kRowBytes, tensor + (there ? offset : 0u), there);
-        offset += kShares * Shape::kWidth;
+        copy_bytes<2 * kVector>(row_at + turn * kShares * Shape::kRowBytes, from + turn * kShares * Shape::kWidth,
+                                there);
       }
     }
   }
