@@ -261,18 +261,38 @@ __device__ __forceinline__ void stage_sums(ELEMENT* results, const Sums& sums, c
 
 // Stores the staged results: whole planes in one run of all channels, else runs of rows.
 __device__ __forceinline__ void store_results(ELEMENT* out, const ELEMENT* results, const PlanesAt& place) {
-  constexpr int kRun = kWhole ? kOut * kArea : kOutRows * OUT_W;
-  constexpr int kVector = kWhole ? 8 : greatest_divisor(8, greatest_divisor(kRun, kArea));
-  constexpr int kVectors = kRun / kVector, kRuns = kWhole ? kImages : kImages * kOut;
-#pragma unroll 2
-  for (int i = threadIdx.x; i < kRuns * kVectors; i += kThreads) {
-    const int run = i / kVectors, at = i % kVectors * kVector;
-    const int n = place.first_n + (kWhole ? run : run / kOut),
-              channel = place.first_channel + (kWhole ? 0 : run % kOut);
-    const int first = place.first_row * OUT_W + at, left = kWhole ? (place.channels - channel) * kArea : kArea;
-    if (n >= place.n || channel >= place.channels || first >= left) continue;
-    *reinterpret_cast<Vector<ELEMENT, kVector>*>(out + (n * place.channels + channel) * kArea + first) =
-        *reinterpret_cast<const Vector<ELEMENT, kVector>*>(results + run * (kWhole ? kOut * kArea : kPlane) + at);
+  if constexpr (kWhole) {
+    using Eight = Vector<ELEMENT, 8>;  // channels are multiples of 8
+    const int vectors = min(kOut, place.channels - place.first_channel) * kArea / 8;
+    for (int image = 0; image < kImages && place.first_n + image < place.n; ++image) {
+      const Eight* const from = reinterpret_cast<const Eight*>(results + image * kOut * kArea);
+      Eight* const to = reinterpret_cast<Eight*>(
+          out + static_cast<unsigned>((place.first_n + image) * place.channels + place.first_channel) * kArea);
+#pragma unroll 4
+      for (int i = threadIdx.x; i < vectors; i += kThreads) to[i] = from[i];
+    }
+  } else {
+    static_assert(kWhole || kImages == 1, "tiles of several images have whole planes");
+    constexpr int kVector = greatest_divisor(8, greatest_divisor(kOutRows * OUT_W, kArea));
+    constexpr int kVectors = kOutRows * OUT_W / kVector;
+    constexpr int kTurns = kThreads < 2 * kVectors ? kOut : maximum(1, ceil_div(kOut, kThreads / kVectors));
+    constexpr int kStep = ceil_div(kOut, kTurns);  // channels that threads store at once
+    const int vectors = min(kVectors, (OUT_H - place.first_row) * OUT_W / kVector);
+#pragma unroll 1
+    for (int i = threadIdx.x; i < kVectors * kStep; i += kThreads) {
+      const int at = i % kVectors, first = i / kVectors, channel = place.first_channel + first;
+      const int left = min(kOut - first, place.channels - channel);
+      if (at >= vectors) continue;
+      const ELEMENT* const from = results + first * kPlane + at * kVector;
+      ELEMENT* const to = out + static_cast<unsigned>((place.first_n * place.channels + channel) * kArea +
+                                                      place.first_row * OUT_W + at * kVector);
+#pragma unroll(kTurns <= 16 ? kTurns : 8)
+      for (int turn = 0; turn < kTurns; ++turn) {
+        if (turn * kStep >= left) continue;
+        *reinterpret_cast<Vector<ELEMENT, kVector>*>(to + turn * kStep * kArea) =
+            *reinterpret_cast<const Vector<ELEMENT, kVector>*>(from + turn * kStep * kPlane);
+      }
+    }
   }
 }
 

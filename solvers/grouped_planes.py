@@ -80,7 +80,7 @@ def _defines(
 # Reckoned, not yet measured: issue slots of a thread to copy a vector, to lay out 16 bytes and to store 16; a warp's
 # instructions besides products for a fragment of 16 channels x 8 pixels and for a tile of 8 pixels of results; cycles
 # of a scheduler for a product; cycles of a tile and of a block at least.
-_COPY, _LAY_OUT, _STORE = 7, 24, 14
+_COPY, _LAY_OUT, _STORE = 5, 30, 7
 _FRAGMENT, _SHIFT, _RESULT = 2, 2, 8
 _PRODUCT = 6.5
 _ISSUED = 0.6  # instructions of a scheduler in a cycle

@@ -123,7 +123,7 @@ def _finish_step(problem: ProblemDescription, config: Config, first: KernelStep)
 # Reckoned, not yet measured: issue slots of a thread to copy a vector and to lay out 16 bytes; a warp's instructions
 # besides products for a row of x and for one of dy; cycles of a scheduler for a product; cycles of a tile and of a
 # block at least.
-_COPY, _LAY_OUT = 7, 24
+_COPY, _LAY_OUT = 5, 30
 _ROW_OF_X, _ROW_OF_DY = 14, 3
 _PRODUCT = 6.5
 _ISSUED = 0.6  # instructions of a scheduler in a cycle
