@@ -315,6 +315,8 @@ class ConvGroupedPlanesWeights(Solver):
             return False
         if config["splits"] > tiling.tile_count or config["stages"] > ceil_div(tiling.tile_count, config["splits"]):
             return False
+        if config["stages"] == 1 < config["splits"] < tiling.tile_count:
+            return False  # copies and products of several tiles overlap
         if config["splits"] > 1 and 4 * config["splits"] * problem.w.size > _MAX_WORKSPACE_BYTES:
             return False
         if tiling.sums > _MAX_SUMS or _registers(problem, tiling) > _MAX_REGISTERS:
