@@ -188,7 +188,12 @@ def _config(
 
 
 # One of them is valid for every applicable problem.
-_LAST_RESORTS = tuple(_config(rows, row_groups, 1, 1, 1, 1, 1, 1) for rows in _ROWS for row_groups in (1, 2, 4))
+_LAST_RESORTS = tuple(
+    _config(rows, row_groups, 1, 1, 1, shares, 1, 1)
+    for rows in _ROWS
+    for row_groups in (1, 2, 4)
+    for shares in (4, 2, 1)
+)
 
 
 def _likely(problem: ProblemDescription, device: Device) -> Iterator[Config]:
