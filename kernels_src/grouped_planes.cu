@@ -6,7 +6,8 @@
 // STAGES deep. A warp computes 16 results of a unit for ROWS rows of all columns. Columns of taps are shifts between
 // lanes: each fragment of pixels is read from shared memory once. Forward with stride 2, even and odd columns are
 // parted between lanes, which leaves the columns of a product as 0, 4, 1, 5, 2, 6, 3, 7. Backward data has stride_h *
-// stride_w phases, coordinates modulo the stride, each met by taps of its own. Defines: ELEMENT, GROUP_C, GROUP_K,
+// stride_w phases, coordinates modulo the stride, each met by taps of its own.
+// Defines: ELEMENT, GROUP_C, GROUP_K,
 // FLIPPED (backward data), FILTER_*, STRIDE_*, DILATION_*, PAD_*, IN_*, OUT_* (sizes of what is read and written),
 // UNITS, IMAGES, ROW_GROUPS, ROWS, ROW_TILES, STAGES, PITCH, MIN_BLOCKS, SHARED_BYTES.
 #include "common/group_axis.cuh"

@@ -6,7 +6,8 @@
 // columns down ROWS rows; which pixels make the depth is free, as long as x and dy agree. Columns of taps are shifts by
 // single pixels within registers. A warp computes an item, 8 or 16 channels x 8 * ITEM_BLOCKS filters, from one in
 // WARPS sets of four streams; of SHARES blocks each has some of a pack's channels. Sums are added in shared memory,
-// those of blocks by `grouped_planes_weights_finish`, in a fixed order. Defines: ELEMENT, GROUP_C, GROUP_K, FILTER_*,
+// those of blocks by `grouped_planes_weights_finish`, in a fixed order.
+// Defines: ELEMENT, GROUP_C, GROUP_K, FILTER_*,
 // STRIDE_*, DILATION_*, PAD_*, IN_*, OUT_*, UNITS, SHARES, ITEM_BLOCKS, IMAGES, ROW_GROUPS, ROWS, ROW_TILES, WARPS,
 // STAGES, X_PITCH, DY_PITCH, X_CHANNEL, DY_CHANNEL, LANES, MIN_BLOCKS, SHARED_BYTES.
 #include "common/add_parts.cuh"
