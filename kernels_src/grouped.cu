@@ -2,14 +2,29 @@
 //   y[n,k,oh,ow] = sum_{c,i,j} x[n, c, oh*stride - pad + i*dilation, ow*stride - pad + j*dilation] * w[k,c,i,j],
 //   dx[n,c,h,w] = sum_{k,i,j} dy[n, k, (h + pad - i*dilation) / stride, likewise] * w[k,c,i,j], where whole.
 // Implicit GEMM on tensor cores, filters as block-diagonal matrices. A block stages a patch of IMAGES images and UNITS
-// units of groups, channels last, and their filters. A warp computes ROWS rows of 16 pixels (two runs of 8 columns) for
-// one of SHARES shares of a unit's results. A fragment of pixels serves all taps and rows of its column that meet it.
-// Backward data has stride_h * stride_w phases, coordinates modulo the stride, each met by taps of its own.
+// units of groups, channels last, and their filters; of several STAGES, every gridDim.y-th patch, ahead of the warps. A
+// warp computes ROWS rows of 16 pixels (two runs of 8 columns) for one of SHARES shares of a unit's results. A fragment
+// of pixels serves all taps and rows of its column that meet it. Backward data has stride_h * stride_w phases,
+// coordinates modulo the stride, each met by taps of its own.
 //
-// Defines: ELEMENT, GROUP_C, GROUP_K, FLIPPED (backward data), FILTER_*, STRIDE_*, DILATION_*, PAD_*, UNITS, SHARES,
-// ROWS, ROW_GROUPS, COLUMNS, SPAN (of COLUMNS that exist), COLUMN_TILES, IMAGES, IN_*, OUT_*, WHOLE_PLANES,
-// CHANNELS_LAST, MIN_BLOCKS, SHARED_BYTES.
+// Defines: ELEMENT, GROUPS, GROUP_C, GROUP_K, FLIPPED (backward data), FILTER_*, STRIDE_*, DILATION_*, PAD_*, UNITS,
+// SHARES, ROWS, ROW_GROUPS, COLUMNS, SPAN (of COLUMNS that exist), COLUMN_TILES, ROW_TILES, STAGES, IMAGES, IN_*,
+// OUT_*, WHOLE_PLANES, CHANNELS_LAST, MIN_BLOCKS, SHARED_BYTES.
+#include "common/group_axis.cuh"
+#include "common/group_filters.cuh"
 #include "common/grouped.cuh"
+
+#if !defined(ELEMENT) || !defined(GROUPS) || !defined(GROUP_C) || !defined(GROUP_K) || !defined(FLIPPED) ||         \
+    !defined(FILTER_Y) || !defined(FILTER_X) || !defined(STRIDE_H) || !defined(STRIDE_W) || !defined(DILATION_H) || \
+    !defined(DILATION_W)
+#error "define the convolution: ELEMENT, GROUP*, FLIPPED, FILTER_*, STRIDE_* and DILATION_*"
+#endif
+#if !defined(PAD_H) || !defined(PAD_W) || !defined(IN_H) || !defined(IN_W) || !defined(OUT_H) || !defined(OUT_W) || \
+    !defined(UNITS) || !defined(SHARES) || !defined(ROWS) || !defined(ROW_GROUPS) || !defined(COLUMNS) ||           \
+    !defined(SPAN) || !defined(COLUMN_TILES) || !defined(ROW_TILES) || !defined(STAGES) || !defined(IMAGES) ||      \
+    !defined(WHOLE_PLANES) || !defined(CHANNELS_LAST) || !defined(MIN_BLOCKS) || !defined(SHARED_BYTES)
+#error "define PAD_*, IN_*, OUT_* and the tiling: UNITS, SHARES, ROW*, COLUMN*, SPAN, IMAGES, WHOLE_PLANES, ..."
+#endif
 
 using Group = Groups<GROUP_C, GROUP_K>;
 constexpr bool kFlipped = FLIPPED;
@@ -23,36 +38,14 @@ constexpr int kUnits = UNITS, kIn = kUnits * kUnitIn, kOut = kUnits * kUnitOut;
 constexpr int kDepth = kUnitIn / 16, kShares = SHARES, kBlocksN = kUnitOut / 8 / kShares;
 static_assert(kUnitOut / 8 % kShares == 0, "warps share the results of a unit evenly");
 
-// How outputs of one axis meet inputs: output `step * i + phase` meets input i * stride + offset(phase, tap).
-template <int kStride, int kDilation, int kPad, int kFilter>
-struct Axis {
-  static constexpr int kPhases = kFlipped ? kStride : 1, kStep = kFlipped ? 1 : kStride;
-  static constexpr bool meets(int phase, int tap) {
-    return !kFlipped || (phase + kPad - tap * kDilation) % kStride == 0;
-  }
-  static constexpr int offset(int phase, int tap) {
-    return kFlipped ? (phase + kPad - tap * kDilation) / kStride : tap * kDilation - kPad;
-  }
-  static constexpr int first() {
-    int least = 1 << 30;
-    for (int phase = 0; phase < kPhases; ++phase)
-      for (int tap = 0; tap < kFilter; ++tap)
-        if (meets(phase, tap) && offset(phase, tap) < least) least = offset(phase, tap);
-    return least;
-  }
-  static constexpr int last() {
-    int most = -(1 << 30);
-    for (int phase = 0; phase < kPhases; ++phase)
-      for (int tap = 0; tap < kFilter; ++tap)
-        if (meets(phase, tap) && offset(phase, tap) > most) most = offset(phase, tap);
-    return most;
-  }
-  static constexpr int kFirst = first(), kReach = last() - first();
-};
-using AxisH = Axis<STRIDE_H, DILATION_H, PAD_H, kFilterY>;
-using AxisW = Axis<STRIDE_W, DILATION_W, PAD_W, kFilterX>;
+constexpr int kInRow = IN_W * GROUPS * (kFlipped ? GROUP_K : GROUP_C),
+              kOutRow = OUT_W * GROUPS * (kFlipped ? GROUP_C : GROUP_K);
 
-constexpr int kRows = ROWS, kTileH = ROWS * ROW_GROUPS, kColumns = COLUMNS, kSpan = SPAN, kImages = IMAGES;
+using AxisH = GroupAxis<kFlipped, STRIDE_H, DILATION_H, PAD_H, kFilterY>;
+using AxisW = GroupAxis<kFlipped, STRIDE_W, DILATION_W, PAD_W, kFilterX>;
+
+constexpr int kRows = ROWS, kTileH = ROWS * ROW_GROUPS, kColumns = COLUMNS, kSpan = SPAN, kImages = IMAGES,
+              kStages = STAGES;
 constexpr int kRuns = kColumns / 8 * ROW_GROUPS * kImages;  // of 8 pixels in ROWS rows
 constexpr int kFragments = ceil_div(kRuns, 2);
 constexpr int kThreads = 32 * kFragments * kShares * kUnits;
@@ -63,14 +56,15 @@ constexpr int kPatchH = (kTileH - 1) * AxisH::kStep + AxisH::kReach + 1;
 constexpr int kPatchW = (kSpan - 1) * AxisW::kStep + AxisW::kReach + 1;
 using Patch = Pixels<kImages, kPatchH, kPatchW, AxisW::kStep, kIn>;
 
-// The staged filters: a row a filter, [tap][channel of its pack], zeros where the groups differ.
-constexpr int kTapBytes = 2 * Group::kPackC, kFilterBytes = odd_words(kTaps * kTapBytes);
-constexpr int kFilters = kUnits * kUnitK, kFiltersAt = Patch::kBytes;
+// The staged filters, and what arrives of them as it is in memory.
+using Filters = FilterRows<GROUP_C, GROUP_K, kTaps, kUnits * kUnitK, CHANNELS_LAST>;
+constexpr int kFiltersAt = kStages * Patch::kBytes;
 
 // The staged results: channels last, of one phase of columns, [image][row][phase of rows][column][channel]; channels
 // first, of all phases, [image][channel][row][phase of rows][column][phase of columns], neighbouring channels 4 or 12
 // banks apart.
-constexpr bool kLast = CHANNELS_LAST, kOverlaid = AxisW::kPhases == 1;
+constexpr bool kLast = CHANNELS_LAST, kOverlaid = AxisW::kPhases == 1 && kStages == 1;
+static_assert(kLast || kStages == 1, "planes are turned where they arrive");
 constexpr int kTileRows = kTileH * AxisH::kPhases, kTileColumns = kSpan * AxisW::kPhases;
 constexpr int kResultBytes = odd_words(2 * kOut), kPlane = round_up(kTileRows * kTileColumns - 8, 16) + 8;
 constexpr int kResultsBytes = kImages * (kLast ? kTileRows * kSpan * kResultBytes : 2 * kOut * kPlane);
@@ -79,54 +73,11 @@ constexpr int kResultsBytes = kImages * (kLast ? kTileRows * kSpan * kResultByte
 constexpr bool kWhole = WHOLE_PLANES;
 constexpr int kShift = (AxisW::kFirst % 8 + 8) % 8;
 using Raw = Planes<Patch, IN_H, IN_W, kShift, kWhole>;
-constexpr int kRawFilterBytes = 2 * kFilters * kTaps * GROUP_C;
-constexpr int kRawAt = Patch::kBytes + kFilters * kFilterBytes, kRawFiltersAt = kRawAt + Raw::kBytes;
-constexpr int kStagedBytes = kLast ? kRawAt : kRawFiltersAt + kRawFilterBytes;
+constexpr int kRawAt = kFiltersAt + Filters::kBytes, kRawFiltersAt = kRawAt + Raw::kBytes;
+constexpr int kStagedBytes = kLast ? kRawAt : kRawFiltersAt + Filters::kRawBytes;
 constexpr int kResultsAt = kOverlaid ? 0 : kStagedBytes;
 static_assert(SHARED_BYTES == (kOverlaid ? maximum(kStagedBytes, kResultsBytes) : kStagedBytes + kResultsBytes),
               "miofind/tiling/grouped.py counts otherwise");
-
-// Starts to copy the filters from number `first` on, of `filters`, as they are in memory; 8 filters are whole words.
-__device__ __forceinline__ void stage_raw_filters(unsigned to, const ELEMENT* filter, int first, int filters) {
-  constexpr int kElements = kTaps * GROUP_C;
-#pragma unroll 4
-  for (int i = threadIdx.x; i < kFilters * kElements / 8; i += kThreads) {
-    const bool inside = first * kElements + 8 * i < filters * kElements;
-    copy_bytes<16>(to + 16 * i, filter + (inside ? first * kElements + 8 * i : 0), inside);
-  }
-}
-
-// Starts to copy filters that need not be rearranged.
-__device__ __forceinline__ void stage_filters(unsigned to, const ELEMENT* filter, int first, int filters) {
-  constexpr int kWords = kTaps * GROUP_C / 8;
-#pragma unroll 4
-  for (int i = threadIdx.x; i < kFilters * kWords; i += kThreads) {
-    const bool inside = first + i / kWords < filters;
-    copy_bytes<16>(to + i / kWords * kFilterBytes + 16 * (i % kWords), filter + (inside ? (first * kWords + i) * 8 : 0),
-                   inside);
-  }
-}
-
-// Lays filters out that lie in memory from `filter` on, zeros from number `filters` on.
-__device__ __forceinline__ void arrange_filters(unsigned char* staged, const ELEMENT* filter, int filters) {
-  constexpr int kWords = Group::kPackC / 8, kPart = kLast ? greatest_divisor(8, GROUP_C) : 1;
-#pragma unroll 2
-  for (int i = threadIdx.x; i < kFilters * kTaps * kWords; i += kThreads) {
-    const int word = i % kWords, tap = i / kWords % kTaps, row = i / (kWords * kTaps);
-    const int group = row / GROUP_K % Group::kPack;
-    Vector<ELEMENT, 8> values = {};
-#pragma unroll
-    for (int part = 0; part < 8; part += kPart) {
-      const int channel = 8 * word + part - group * GROUP_C;
-      if (channel < 0 || channel >= GROUP_C || row >= filters) continue;
-      const int at = kLast ? (row * kTaps + tap) * GROUP_C + channel : (row * GROUP_C + channel) * kTaps + tap;
-      const auto some = *reinterpret_cast<const Vector<ELEMENT, kPart>*>(filter + at);
-#pragma unroll
-      for (int e = 0; e < kPart; ++e) values.at[part + e] = some.at[e];
-    }
-    *reinterpret_cast<Vector<ELEMENT, 8>*>(staged + row * kFilterBytes + tap * kTapBytes + 16 * word) = values;
-  }
-}
 
 // A run of 8 pixels in ROWS rows.
 struct Run {
@@ -164,8 +115,8 @@ __device__ __forceinline__ void load_filter(Filter& to, unsigned filters, int ta
     if (!low && !high) continue;
     const int in = 2 * depth + !low, out = first_block + j;
     const int row = kFlipped ? 8 * in : 8 * out, channel = kFlipped ? 8 * out : 8 * in;
-    const unsigned from =
-        filters + row * kFilterBytes + tap * kTapBytes + 2 * (kDense ? channel : channel % Group::kPackC);
+    const unsigned from = filters + row * Filters::kRowBytes + tap * Filters::kTapBytes +
+                          2 * (kDense ? channel : channel % Group::kPackC);
     if (low && high)
       load_matrix_pair<kFlipped>(to[j], from);
     else
@@ -187,20 +138,6 @@ __device__ __forceinline__ void add_products(float (&sums)[kBlocksN][4], const u
   }
 }
 
-// The row of outputs, of one run, that patch row `row` contributes to by a tap in a phase; negative if none.
-constexpr int output_row(int row, int phase, int tap) {
-  if (!AxisH::meets(phase, tap)) return -1;
-  const int from = row - (AxisH::offset(phase, tap) - AxisH::kFirst);
-  return from >= 0 && from % AxisH::kStep == 0 && from / AxisH::kStep < kRows ? from / AxisH::kStep : -1;
-}
-
-constexpr bool is_used(int row) {
-  for (int phase = 0; phase < AxisH::kPhases; ++phase)
-    for (int tap = 0; tap < kFilterY; ++tap)
-      if (output_row(row, phase, tap) >= 0) return true;
-  return false;
-}
-
 // Adds what one column of taps and 16 channels contribute.
 __device__ __forceinline__ void add_column(Sums& sums, unsigned pixels, unsigned filters, int column, int depth,
                                            int first_block) {
@@ -210,14 +147,14 @@ __device__ __forceinline__ void add_column(Sums& sums, unsigned pixels, unsigned
     load_filter(filter[tap], filters, tap * kFilterX + column, depth, first_block);
 #pragma unroll
   for (int row = 0; row < (kRows - 1) * AxisH::kStep + AxisH::kReach + 1; ++row) {
-    if (!is_used(row)) continue;
+    if (!AxisH::is_used<kRows>(row)) continue;
     unsigned fragment[4];
     load_matrices(fragment, pixels + row * Patch::kRowBytes);
 #pragma unroll
     for (int phase = 0; phase < AxisH::kPhases; ++phase)
 #pragma unroll
       for (int tap = 0; tap < kFilterY; ++tap) {
-        const int to = output_row(row, phase, tap);
+        const int to = AxisH::output<kRows>(row, phase, tap);
         if (to >= 0) add_products(sums[phase][to], fragment, filter[tap], depth);
       }
   }
@@ -277,7 +214,6 @@ __device__ __forceinline__ void stage_sums(unsigned char* results, const Sums& s
 __device__ __forceinline__ void store_results(ELEMENT* out, const unsigned char* results, const Images& images,
                                               int phase) {
   constexpr int kWords = kOut / 8, kColumnWords = kSpan * kWords;
-  const unsigned row_step = images.width * images.channels;
   const int rows = min(kTileRows, images.height - images.first_row);
 #pragma unroll 1
   for (int i = threadIdx.x; i < kImages * kColumnWords; i += kThreads) {
@@ -286,13 +222,13 @@ __device__ __forceinline__ void store_results(ELEMENT* out, const unsigned char*
     const int v = images.first_column + column * AxisW::kPhases + phase;
     if (n >= images.n || channel >= images.channels || v >= images.width) continue;
     const unsigned char* from = results + (image * kTileRows * kSpan + column) * kResultBytes + 16 * word;
-    unsigned offset = (n * images.height + images.first_row) * row_step + v * images.channels + channel;
+    ELEMENT* const to =
+        out + static_cast<int64>(n * images.height + images.first_row) * kOutRow + (v * images.channels + channel);
 #pragma unroll(rows_at_once(kTileRows))
     for (int row = 0; row < kTileRows; ++row) {
       if (row >= rows) break;
-      *reinterpret_cast<Vector<ELEMENT, 8>*>(out + offset) =
+      *reinterpret_cast<Vector<ELEMENT, 8>*>(to + row * kOutRow) =
           *reinterpret_cast<const Vector<ELEMENT, 8>*>(from + row * kSpan * kResultBytes);
-      offset += row_step;
     }
   }
 }
@@ -345,49 +281,9 @@ __device__ __forceinline__ void store_planes(ELEMENT* out, const unsigned char* 
   }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
-    grouped(const ELEMENT* __restrict__ in, const ELEMENT* __restrict__ filter, ELEMENT* __restrict__ out, int n,
-            int in_channels, int out_channels, int in_height, int in_width, int out_height, int out_width) {
-  extern __shared__ __align__(16) unsigned char staged[];
-  const unsigned base = static_cast<unsigned>(__cvta_generic_to_shared(staged));
-  const int unit = blockIdx.x * kUnits, column = blockIdx.y % COLUMN_TILES * kColumns;
-  const int row = blockIdx.y / COLUMN_TILES * kTileH, image = blockIdx.z * kImages;
-
-  const Images source = {n,
-                         in_channels,
-                         in_height,
-                         in_width,
-                         image,
-                         unit * kUnitIn,
-                         row * AxisH::kStep + AxisH::kFirst,
-                         column * AxisW::kStep + AxisW::kFirst};
-  const int first_filter = unit * kUnitK, filters = kFlipped ? in_channels : out_channels;
-  if constexpr (kLast) {
-    stage_pixels<Patch, kThreads>(base, in, source);
-    if constexpr (Group::kPack == 1)
-      stage_filters(base + kFiltersAt, filter, first_filter, filters);
-    else
-      arrange_filters(staged + kFiltersAt, filter + first_filter * kTaps * GROUP_C, filters - first_filter);
-    commit_copies();
-  } else {
-    stage_planes<Patch, IN_H, IN_W, kShift, kWhole, kThreads>(staged + kRawAt, in, source);
-    stage_raw_filters(base + kRawFiltersAt, filter, first_filter, filters);
-    commit_copies();
-    wait_for_copies<0>();
-    __syncthreads();  // the planes and the filters have arrived
-    turn_planes<Patch, IN_H, IN_W, kShift, kWhole, kThreads>(staged, reinterpret_cast<const ELEMENT*>(staged + kRawAt),
-                                                             source);
-    arrange_filters(staged + kFiltersAt, reinterpret_cast<const ELEMENT*>(staged + kRawFiltersAt), kFilters);
-  }
-
-  const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
-  const Part part = {warp % kUnits, warp / kUnits % kShares * kBlocksN, warp / (kUnits * kShares) * 2};
-  const unsigned pixels = pixels_of(base, part);
-  const unsigned matrices = base + kFiltersAt + part.unit * kUnitK * kFilterBytes +
-                            (kFlipped ? lane % 16 * kFilterBytes : lane % 8 * kFilterBytes + lane / 8 % 2 * 16);
-  wait_for_copies<0>();
-  __syncthreads();  // the patch and the filters have arrived
-
+// Computes a tile from its staged patch and stores it.
+__device__ __forceinline__ void compute_tile(ELEMENT* out, unsigned char* results, unsigned pixels, unsigned matrices,
+                                             const Part& part, const Images& target) {
 #pragma unroll 1
   for (int phase = 0; phase < AxisW::kPhases; ++phase) {
     Sums sums = {};
@@ -401,14 +297,104 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
       }
     if (kOverlaid || (kLast && phase > 0))
       __syncthreads();  // every warp has read the patch, or stored the phase before
-    stage_sums(staged + kResultsAt, sums, part, phase);
+    stage_sums(results, sums, part, phase);
     if (!kLast && phase < AxisW::kPhases - 1) continue;
     __syncthreads();  // the results of every warp are staged
-    const Images target = {n,     out_channels,    out_height,           out_width,
-                           image, unit * kUnitOut, row * AxisH::kPhases, column * AxisW::kPhases};
     if constexpr (kLast)
-      store_results(out, staged + kResultsAt, target, phase);
+      store_results(out, results, target, phase);
     else
-      store_planes(out, staged + kResultsAt, target);
+      store_planes(out, results, target);
+  }
+}
+
+struct Sizes {
+  int n, in_channels, out_channels, in_height, in_width, out_height, out_width;
+};
+
+// A tile's first output row and column of a phase, and its first image.
+struct TileAt {
+  int row, column, image;
+};
+
+__device__ __forceinline__ TileAt tile_at(int number) {
+  return {number / COLUMN_TILES % ROW_TILES * kTileH, number % COLUMN_TILES * kColumns,
+          number / (COLUMN_TILES * ROW_TILES) * kImages};
+}
+
+__device__ __forceinline__ Images source_of(const Sizes& sizes, const TileAt& tile) {
+  const int channel = blockIdx.x * kIn, row = tile.row * AxisH::kStep + AxisH::kFirst;
+  const int column = tile.column * AxisW::kStep + AxisW::kFirst;
+  return {sizes.n, sizes.in_channels, sizes.in_height, sizes.in_width, tile.image, channel, row, column};
+}
+
+__device__ __forceinline__ Images target_of(const Sizes& sizes, const TileAt& tile) {
+  const int channel = blockIdx.x * kOut, row = tile.row * AxisH::kPhases, column = tile.column * AxisW::kPhases;
+  return {sizes.n, sizes.out_channels, sizes.out_height, sizes.out_width, tile.image, channel, row, column};
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
+    grouped(const ELEMENT* __restrict__ in, const ELEMENT* __restrict__ filter, ELEMENT* __restrict__ out, int n,
+            int in_channels, int out_channels, int in_height, int in_width, int out_height, int out_width, int tiles) {
+  extern __shared__ __align__(16) unsigned char staged[];
+  const unsigned base = static_cast<unsigned>(__cvta_generic_to_shared(staged));
+  const Sizes sizes = {n, in_channels, out_channels, in_height, in_width, out_height, out_width};
+  const int first_filter = blockIdx.x * kUnits * kUnitK, filters = kFlipped ? in_channels : out_channels;
+  const int step = gridDim.y;
+  // Blocks of one stage have a tile each, others every gridDim.y-th.
+  const TileAt first = kStages > 1 ? tile_at(blockIdx.y)
+                                   : TileAt{static_cast<int>(blockIdx.y) / COLUMN_TILES * kTileH,
+                                            static_cast<int>(blockIdx.y) % COLUMN_TILES * kColumns,
+                                            static_cast<int>(blockIdx.z) * kImages};
+  const Images source = source_of(sizes, first);
+  if constexpr (kLast) {
+    stage_pixels<Patch, kInRow, kThreads>(base, in, source);
+    if constexpr (Group::kPack == 1) stage_filters<Filters, kThreads>(base + kFiltersAt, filter, first_filter, filters);
+    commit_copies();
+#pragma unroll
+    for (int stage = 1; stage < kStages - 1; ++stage) {
+      const int tile = blockIdx.y + stage * step;
+      if (tile < tiles)
+        stage_pixels<Patch, kInRow, kThreads>(base + stage * Patch::kBytes, in, source_of(sizes, tile_at(tile)));
+      commit_copies();
+    }
+    if constexpr (Group::kPack != 1)
+      arrange_filters<Filters, kThreads>(staged + kFiltersAt, filter + first_filter * kTaps * GROUP_C,
+                                         filters - first_filter);
+  } else {
+    stage_planes<Patch, IN_H, IN_W, kShift, kWhole, kThreads>(staged + kRawAt, in, source);
+    stage_raw_filters<Filters, kThreads>(base + kRawFiltersAt, filter, first_filter, filters);
+    commit_copies();
+    wait_for_copies<0>();
+    __syncthreads();  // the planes and the filters have arrived
+    turn_planes<Patch, IN_H, IN_W, kShift, kWhole, kThreads>(staged, reinterpret_cast<const ELEMENT*>(staged + kRawAt),
+                                                             source);
+    arrange_filters<Filters, kThreads>(staged + kFiltersAt, reinterpret_cast<const ELEMENT*>(staged + kRawFiltersAt),
+                                       Filters::kFilters);
+  }
+
+  const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
+  const Part part = {warp % kUnits, warp / kUnits % kShares * kBlocksN, warp / (kUnits * kShares) * 2};
+  const unsigned pixels = pixels_of(base, part);
+  const unsigned matrices =
+      base + kFiltersAt + part.unit * kUnitK * Filters::kRowBytes +
+      (kFlipped ? lane % 16 * Filters::kRowBytes : lane % 8 * Filters::kRowBytes + lane / 8 % 2 * 16);
+  if constexpr (kStages == 1) {
+    wait_for_copies<0>();
+    __syncthreads();  // the patch and the filters have arrived
+    compute_tile(out, staged + kResultsAt, pixels, matrices, part, target_of(sizes, first));
+  } else {
+    int at = 0;
+#pragma unroll 1
+    for (int tile = blockIdx.y; tile < tiles; tile += step) {
+      wait_for_copies<kStages - 2>();
+      __syncthreads();  // the patch has arrived, and every warp has read the one before and stored its results
+      const int next = tile + (kStages - 1) * step, to = at == 0 ? kStages - 1 : at - 1;
+      if (next < tiles)
+        stage_pixels<Patch, kInRow, kThreads>(base + to * Patch::kBytes, in, source_of(sizes, tile_at(next)));
+      commit_copies();
+      compute_tile(out, staged + kResultsAt, pixels + at * Patch::kBytes, matrices, part,
+                   target_of(sizes, tile_at(tile)));
+      at = at + 1 == kStages ? 0 : at + 1;
+    }
   }
 }

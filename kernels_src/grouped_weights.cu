@@ -6,17 +6,34 @@
 // taps of its column, one of dy those of its row. Warps' sums are added in shared memory, blocks' by
 // `grouped_weights_finish`, in a fixed order.
 //
-// Defines: ELEMENT, GROUP_C, GROUP_K, FILTER_*, STRIDE_*, DILATION_*, PAD_*, UNITS, ROWS, COLUMNS, SPAN (of COLUMNS
-// that exist), IMAGES, WARP_TAPS, TAP_BLOCKS, WARPS, STAGES, ROW_TILES, COLUMN_TILES, IN_*, OUT_*, CHANNELS_LAST,
-// LANES, MIN_BLOCKS, SHARED_BYTES.
-#include "common/early_launch.cuh"
+// Defines: ELEMENT, GROUPS, GROUP_C, GROUP_K, FILTER_*, STRIDE_*, DILATION_*, PAD_*, UNITS, SHARES_C, SHARES_K (of a
+// unit), ROWS, COLUMNS, SPAN (of COLUMNS that exist), IMAGES, WARP_TAPS, TAP_BLOCKS, WARPS, STAGES, ROW_TILES,
+// COLUMN_TILES, IN_*, OUT_*, CHANNELS_LAST, LANES, MIN_BLOCKS, SHARED_BYTES.
+#include "common/add_parts.cuh"
 #include "common/grouped.cuh"
+
+#if !defined(ELEMENT) || !defined(GROUPS) || !defined(GROUP_C) || !defined(GROUP_K) || !defined(FILTER_Y) ||          \
+    !defined(FILTER_X) || !defined(STRIDE_H) || !defined(STRIDE_W) || !defined(DILATION_H) || !defined(DILATION_W) || \
+    !defined(PAD_H) || !defined(PAD_W) || !defined(IN_H) || !defined(IN_W) || !defined(OUT_H) || !defined(OUT_W)
+#error "define the problem: ELEMENT, GROUP*, FILTER_*, STRIDE_*, DILATION_*, PAD_*, IN_* and OUT_*"
+#endif
+#if !defined(UNITS) || !defined(SHARES_C) || !defined(SHARES_K) || !defined(ROWS) || !defined(COLUMNS) ||              \
+    !defined(SPAN) || !defined(IMAGES) || !defined(WARP_TAPS) || !defined(TAP_BLOCKS) || !defined(WARPS) ||            \
+    !defined(STAGES) || !defined(ROW_TILES) || !defined(COLUMN_TILES) || !defined(CHANNELS_LAST) || !defined(LANES) || \
+    !defined(MIN_BLOCKS) || !defined(SHARED_BYTES)
+#error "define the tiling: UNITS, ROW*, COLUMN*, SPAN, IMAGES, WARP_TAPS, TAP_BLOCKS, WARPS, STAGES, LANES, ..."
+#endif
 
 using Group = Groups<GROUP_C, GROUP_K>;
 constexpr int kFilterY = FILTER_Y, kFilterX = FILTER_X, kTaps = kFilterY * kFilterX;
 constexpr int kUnitPacks = Group::kPackC % 16 || Group::kPackK % 16 ? 2 : 1;
 constexpr int kUnitC = kUnitPacks * Group::kPackC, kUnitK = kUnitPacks * Group::kPackK;
-constexpr int kUnits = UNITS, kC = kUnits * kUnitC, kK = kUnits * kUnitK;
+constexpr int kUnits = UNITS, kShareC = kUnitC / SHARES_C, kShareK = kUnitK / SHARES_K;
+constexpr int kC = kUnits * kShareC, kK = kUnits * kShareK, kRowC = SHARES_C == 1 ? GROUP_C : kShareC;
+constexpr bool kShared = SHARES_C * SHARES_K > 1;
+static_assert(!kShared || (UNITS == 1 && Group::kPack == 1 && kUnitPacks == 1 && TAP_BLOCKS == 1 && kShareC % 16 == 0 &&
+                           kShareK % 16 == 0),
+              "blocks share items of one group");
 constexpr int kRows = ROWS, kColumns = COLUMNS, kSpan = SPAN, kImages = IMAGES, kStages = STAGES;
 
 // Items of a unit: pairs of 16 filters and 16 channels that have a group in common.
@@ -26,8 +43,8 @@ constexpr bool item_meets(int k, int c) {
 }
 constexpr int item_count() {
   int count = 0;
-  for (int k = 0; k < kUnitK / 16; ++k)
-    for (int c = 0; c < kUnitC / 16; ++c) count += item_meets(k, c);
+  for (int k = 0; k < kShareK / 16; ++k)
+    for (int c = 0; c < kShareC / 16; ++c) count += item_meets(k, c);
   return count;
 }
 constexpr int kItems = item_count();
@@ -54,27 +71,39 @@ constexpr int kStagesAt = kLast ? 0 : kTileBytes;
 
 // The warps' sums, one set of a block's filters each, in the order of w; rows of neighbouring filters are 8 or 24 banks
 // apart.
-constexpr int kFilterFloats = kTaps * GROUP_C;
+constexpr int kFilterFloats = kTaps * kRowC;
 constexpr int kSumPitch = round_up(kFilterFloats, 4) + ((8 - round_up(kFilterFloats, 4)) % 16 + 16) % 16;
 constexpr int kSumBytes = 4 * kWarps * kK * kSumPitch;
 static_assert(SHARED_BYTES == maximum(kStagesAt + kStages * kStageBytes, kSumBytes),
               "miofind/tiling/grouped.py counts otherwise");
 
-// What a warp computes of each tile.
+// What a warp computes of each tile: rows of taps from first_tap on, of which those from own_tap on are its own.
 struct Part {
-  int unit, k, c, first_tap, strip;
+  int unit, k, c, first_tap, own_tap, strip;
 };
 
 __device__ __forceinline__ Part part_of(int warp) {
   const int share = TAP_BLOCKS == 1 ? warp / (kUnits * kItems) % kTapShares : blockIdx.z;
-  // The last share may have rows of the one before too.
-  Part part = {warp % kUnits, 0, 0, min(share * kWarpTaps, kFilterY - kWarpTaps),
+  // The last share may compute rows of the one before too, which it leaves to that one.
+  Part part = {warp % kUnits,
+               0,
+               0,
+               min(share * kWarpTaps, kFilterY - kWarpTaps),
+               share * kWarpTaps,
                warp / (kUnits * kItems * kTapShares)};
   int item = warp / kUnits % kItems;
-  for (; part.k < kUnitK / 16; ++part.k)
-    for (part.c = 0; part.c < kUnitC / 16; ++part.c)
+  for (; part.k < kShareK / 16; ++part.k)
+    for (part.c = 0; part.c < kShareC / 16; ++part.c)
       if (item_meets(part.k, part.c) && item-- == 0) return part;
   return part;
+}
+
+// Which of a group's channels and filters a block has.
+__device__ __forceinline__ int share_of_channels() {
+  return kShared ? blockIdx.z % SHARES_C : 0;
+}
+__device__ __forceinline__ int share_of_filters() {
+  return kShared ? blockIdx.z / SHARES_C : 0;
 }
 
 struct Sizes {
@@ -89,9 +118,11 @@ struct Place {
 __device__ __forceinline__ Place place_of(const Sizes& sizes, int tile) {
   const int column = tile % COLUMN_TILES * kColumns, row = tile / COLUMN_TILES % ROW_TILES * kRows;
   const int image = tile / (COLUMN_TILES * ROW_TILES) * kImages, unit = blockIdx.x * kUnits;
-  return {{sizes.n, sizes.channels, sizes.height, sizes.width, image, unit * kUnitC, row * STRIDE_H - PAD_H,
+  const int channel = unit * kUnitC + share_of_channels() * kShareC,
+            filter = unit * kUnitK + share_of_filters() * kShareK;
+  return {{sizes.n, sizes.channels, sizes.height, sizes.width, image, channel, row * STRIDE_H - PAD_H,
            column * STRIDE_W - PAD_W},
-          {sizes.n, sizes.filters, sizes.out_height, sizes.out_width, image, unit * kUnitK, row, column}};
+          {sizes.n, sizes.filters, sizes.out_height, sizes.out_width, image, filter, row, column}};
 }
 
 // Starts to copy a tile.
@@ -100,8 +131,8 @@ __device__ __forceinline__ void stage_tile(unsigned char* to, const ELEMENT* x, 
   const Place place = place_of(sizes, tile);
   if constexpr (kLast) {
     const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(to));
-    stage_pixels<Patch, kThreads>(address, x, place.x);
-    stage_pixels<Gradients, kThreads>(address + Patch::kBytes, dy, place.dy);
+    stage_pixels<Patch, IN_W * GROUPS * GROUP_C, kThreads>(address, x, place.x);
+    stage_pixels<Gradients, OUT_W * GROUPS * GROUP_K, kThreads>(address + Patch::kBytes, dy, place.dy);
   } else {
     stage_planes<Patch, IN_H, IN_W, kShift, kWhole, kThreads>(to, x, place.x);
     stage_planes<Gradients, OUT_H, OUT_W, 0, kWhole, kThreads>(to + RawPatch::kBytes, dy, place.dy);
@@ -165,9 +196,9 @@ __device__ __forceinline__ void add_tile(Sums& sums, unsigned stage, const Part&
     const Run in = run_at(2 * strip + lane / 8 % 2), out = run_at(2 * strip + lane / 16);
     const int column = min(in.column + lane % 8, kSpan - 1);  // past the last one, dy is zero
     const unsigned x = stage + in.image * Patch::kImageBytes + part.first_tap * DILATION_H * Patch::kRowBytes +
-                       column * Patch::kPixelBytes + 2 * (part.unit * kUnitC + 16 * part.c) + lane / 16 * 16;
+                       column * Patch::kPixelBytes + 2 * (part.unit * kShareC + 16 * part.c) + lane / 16 * 16;
     const unsigned dy = stage + Patch::kBytes + out.image * Gradients::kImageBytes +
-                        (out.column + lane % 8) * Gradients::kPixelBytes + 2 * (part.unit * kUnitK + 16 * part.k) +
+                        (out.column + lane % 8) * Gradients::kPixelBytes + 2 * (part.unit * kShareK + 16 * part.k) +
                         lane / 8 % 2 * 16;
     add_strip(sums, x, dy);
   }
@@ -175,7 +206,7 @@ __device__ __forceinline__ void add_tile(Sums& sums, unsigned stage, const Part&
 
 // Where a sum's filter, tap and channel are in a row of w.
 __device__ __forceinline__ int place_in_filter(int tap, int channel) {
-  return CHANNELS_LAST ? tap * GROUP_C + channel : channel * kTaps + tap;
+  return CHANNELS_LAST ? tap * kRowC + channel : channel * kTaps + tap;
 }
 
 __device__ __forceinline__ void stage_sums(float* staged, const Sums& sums, const Part& part) {
@@ -191,31 +222,33 @@ __device__ __forceinline__ void stage_sums(float* staged, const Sums& sums, cons
         const int c = 16 * part.c + 8 * j + lane % 4 * 2 + e, channel = c - k / GROUP_K * GROUP_C;
         if (channel < 0 || channel >= GROUP_C) continue;
 #pragma unroll
-        for (int y = 0; y < kWarpTaps; ++y)
+        for (int y = 0; y < kWarpTaps; ++y) {
+          if (kFilterY % kWarpTaps != 0 && part.first_tap + y < part.own_tap) continue;
 #pragma unroll
-          for (int x = 0; x < kFilterX; ++x) {
-            to[(part.unit * kUnitK + k) * kSumPitch + place_in_filter((part.first_tap + y) * kFilterX + x, channel)] =
+          for (int x = 0; x < kFilterX; ++x)
+            to[(part.unit * kShareK + k) * kSumPitch + place_in_filter((part.first_tap + y) * kFilterX + x, channel)] =
                 sums[y][x][j][2 * half + e];
-          }
+        }
       }
     }
 }
 
 // Whether a block has summed what is there in a row of w.
-__device__ __forceinline__ bool is_summed(int place, int first_tap) {
-  const int tap = (CHANNELS_LAST ? place / GROUP_C : place % kTaps) / kFilterX;
-  return TAP_BLOCKS == 1 || (tap >= first_tap && tap < first_tap + kWarpTaps);
+__device__ __forceinline__ bool is_summed(int place, int own_tap) {
+  const int tap = (CHANNELS_LAST ? place / kRowC : place % kTaps) / kFilterX;
+  return TAP_BLOCKS == 1 || (tap >= own_tap && tap < own_tap + kWarpTaps);
 }
 
 // Adds the warps' sums and stores them: elements if there is one block for them, else floats.
 template <typename T>
-__device__ __forceinline__ void store_sums(T* out, const float* staged, int filters, int first_tap) {
-  constexpr int kVector = TAP_BLOCKS == 1 ? greatest_divisor(4, kFilterFloats) : 1, kVectors = kFilterFloats / kVector;
-  const int first = blockIdx.x * kK;
+__device__ __forceinline__ void store_sums(T* out, const float* staged, int filters, int own_tap) {
+  constexpr int kVector = TAP_BLOCKS > 1 ? 1 : greatest_divisor(4, SHARES_C == 1 ? kFilterFloats : kRowC),
+                kVectors = kFilterFloats / kVector;
+  const int first = blockIdx.x * kUnits * kUnitK + share_of_filters() * kShareK;
 #pragma unroll 2
   for (int i = threadIdx.x; i < kK * kVectors; i += kThreads) {
     const int k = i / kVectors, at = i % kVectors * kVector;
-    if (first + k >= filters || !is_summed(at, first_tap)) continue;
+    if (first + k >= filters || !is_summed(at, own_tap)) continue;
     Vector<float, kVector> sum = {};
 #pragma unroll
     for (int warp = 0; warp < kWarps; ++warp) {
@@ -226,7 +259,10 @@ __device__ __forceinline__ void store_sums(T* out, const float* staged, int filt
     Vector<T, kVector> rounded;
 #pragma unroll
     for (int e = 0; e < kVector; ++e) rounded.at[e] = convert<T>(sum.at[e]);
-    *reinterpret_cast<Vector<T, kVector>*>(out + (first + k) * kFilterFloats + at) = rounded;
+    const int place = CHANNELS_LAST ? at / kRowC * GROUP_C + share_of_channels() * kRowC + at % kRowC
+                                    : share_of_channels() * kFilterFloats + at;
+    *reinterpret_cast<Vector<T, kVector>*>(out + (first + k) * kTaps * GROUP_C + (SHARES_C == 1 ? at : place)) =
+        rounded;
   }
 }
 
@@ -277,37 +313,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
   stage_sums(warps_sums, sums, part);
   __syncthreads();  // the sums of every warp are staged
   if (gridDim.y == 1)
-    store_sums(dw, warps_sums, filters, part.first_tap);
+    store_sums(dw, warps_sums, filters, part.own_tap);
   else
-    store_sums(parts + static_cast<int64>(blockIdx.y) * filters * kFilterFloats, warps_sums, filters, part.first_tap);
+    store_sums(parts + static_cast<int64>(blockIdx.y) * filters * kTaps * GROUP_C, warps_sums, filters, part.own_tap);
 }
 
-// Adds the blocks' sums: LANES threads (a power of two) share 4 neighbours, each for every LANES-th part.
-constexpr int kFinishThreads = 256, kLanes = LANES, kFours = kFinishThreads / kLanes;
+constexpr int kFinishThreads = 256;
 
 extern "C" __global__ void __launch_bounds__(kFinishThreads)
-    grouped_weights_finish(const float* __restrict__ parts, ELEMENT* __restrict__ dw, int size, int splits) {
-  __shared__ Vector<float, 4> staged[kFinishThreads];
-  const int first = threadIdx.x / kFours, at = (blockIdx.x * kFours + threadIdx.x % kFours) * 4;
-  Vector<float, 4> sum = {};
-  previous_step_done();
-  if (at < size)
-#pragma unroll 8
-    for (int split = first; split < splits; split += kLanes) {
-      const auto more = *reinterpret_cast<const Vector<float, 4>*>(parts + static_cast<int64>(split) * size + at);
-#pragma unroll
-      for (int e = 0; e < 4; ++e) sum.at[e] += more.at[e];
-    }
-  staged[threadIdx.x] = sum;
-  __syncthreads();  // every thread's sum is there
-  if (first > 0 || at >= size) return;
-  Vector<ELEMENT, 4> rounded;
-#pragma unroll
-  for (int e = 0; e < 4; ++e) {
-    float total = sum.at[e];
-#pragma unroll
-    for (int lane = 1; lane < kLanes; ++lane) total += staged[lane * kFours + threadIdx.x].at[e];
-    rounded.at[e] = convert<ELEMENT>(total);
-  }
-  *reinterpret_cast<Vector<ELEMENT, 4>*>(dw + at) = rounded;
+    grouped_weights_finish(const float* parts, ELEMENT* dw, int size, int splits) {
+  add_parts<kFinishThreads, LANES>(dw, parts, size, splits);
 }

@@ -15,6 +15,7 @@ from miofind.device import Device, Library, Place
 from miofind.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.solution import Config, ConfigValue, ConvSolution, KernelStep, Pointer, int32s
 from miofind.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
+from miofind.tiling.correlation import ceil_div
 from miofind.tiling.grouped import SOURCE, GroupedTiling, is_ample, resident_blocks, units_of, unserved
 
 _DEFAULTS, _FIRST, _MOST_ALIKE = 8, 4, 3
@@ -30,7 +31,7 @@ def _registers(tiling: GroupedTiling) -> int:
     """Registers of a thread that spills nothing: sums, fragments of a column of taps, and addresses."""
     blocks_n = tiling.out_blocks // tiling.shares
     unrolled = 32 if not tiling.is_dense and blocks_n > 2 else 0  # all of the depth is, and loads run ahead
-    addresses = 48 if tiling.axes[0].stride == 1 else 56
+    addresses = 64 if tiling.stages > 1 else 48 if tiling.axes[0].stride == 1 else 56
     return 8 * math.ceil((tiling.sums + 2 * tiling.axes[0].taps * blocks_n + addresses + unrolled) / 8)
 
 
@@ -39,23 +40,31 @@ def _resident(tiling: GroupedTiling, shared_bytes: int) -> int:
     return resident_blocks(_registers(tiling), tiling.threads, tiling.shared_bytes, shared_bytes)
 
 
-def _launch(problem: ProblemDescription, config: Config, shared_bytes: int) -> KernelStep:
-    planar = problem.lifted(2)
+def _turns(tiling: GroupedTiling, resident: int, device: Device) -> int:
+    """Tiles that a block of several stages computes one after another: all blocks are resident at once."""
+    return ceil_div(tiling.spatial_tiles, max(1, device.sm_count * resident // tiling.tiles[0]))
+
+
+def _launch(problem: ProblemDescription, config: Config, device: Device) -> KernelStep:
+    planar, shared_bytes = problem.lifted(2), device.shared_bytes or _SHARED_BYTES
     tiling = GroupedTiling.of(problem, config)
     channel_tiles, row_tiles, column_tiles, image_tiles = tiling.tiles
+    across = (row_tiles * column_tiles, image_tiles)
+    if tiling.stages > 1:
+        across = (ceil_div(tiling.spatial_tiles, _turns(tiling, _resident(tiling, shared_bytes), device)), 1)
     source, target = SOURCE[problem.direction], problem.direction.output
     read, written = planar.tensor(source).shape, planar.tensor(target).shape
     sizes = (problem.n, read[1], written[1], *read[2:], *written[2:])
     return KernelStep(
         source="grouped.cu",
         entry="grouped",
-        grid=(channel_tiles, row_tiles * column_tiles, image_tiles),
+        grid=(channel_tiles, *across),
         block=(tiling.threads, 1, 1),
         shared_bytes=tiling.shared_bytes,
         defines=_defines(planar, config, tiling, _resident(tiling, shared_bytes)),
         args=(
             *(Pointer(buffer=name) for name in (source, "w", target)),
-            *int32s(*sizes),
+            *int32s(*sizes, tiling.spatial_tiles),
         ),
     )
 
@@ -72,6 +81,7 @@ def _defines(
     }
     return (
         ("ELEMENT", planar.x.dtype.value),
+        ("GROUPS", planar.groups),
         ("GROUP_C", planar.c // planar.groups),
         ("GROUP_K", planar.k // planar.groups),
         ("FLIPPED", int(planar.direction is Direction.BACKWARD_DATA)),
@@ -87,6 +97,8 @@ def _defines(
         ("COLUMNS", tiling.columns),
         ("SPAN", tiling.span),
         ("COLUMN_TILES", tiling.tiles[2]),
+        ("ROW_TILES", tiling.tiles[1]),
+        ("STAGES", config["stages"]),
         ("IMAGES", config["images"]),
         ("IN_H", source[0]),
         ("IN_W", source[1]),
@@ -103,11 +115,12 @@ def _defines(
 # model, and that eighteen more took longer. Issue slots, in a warp's instructions, to move 16 bytes, channels last and
 # first; cycles of tensor cores for a product of depth 16; cycles of a block at least, for each 16 bytes of a thread,
 # and for each product of a warp.
-_MOVE, _TURN = 52, 80
+_MOVE, _TURN = 34, 72  # 52 and 80 measured with more instructions a copy; reckoned since
 _PRODUCT = 0.5
 _BLOCK_LATENCY, _MOVE_LATENCY, _PRODUCT_LATENCY = 840, 11, 2.4
 _SHORT_RUN = 9  # bytes that a run of channels costs besides its own
 _AGAIN = 0.13  # share of bytes read once more that device memory sees
+_STAGED = 0.7  # share of a block's cycles that staging ahead leaves; reckoned, not measured
 _APART, _ALONE = 0.24, 0.37  # share of the shorter of memory and multiprocessors that does not overlap; with one block
 _BANDWIDTH_SHARE = 0.89  # of the nominal one that copies reach
 _LAUNCH_MS = 0.0035
@@ -130,10 +143,16 @@ def _work_ms(problem: ProblemDescription, device: Device, tiling: GroupedTiling,
     shared = (3 * read + 4 * written) / 8 + warps * reads
     busy = max(slots / 3, shared, warps * products * _PRODUCT)
     alone = _BLOCK_LATENCY + _MOVE_LATENCY * moved / tiling.threads + _PRODUCT_LATENCY * products
-    full, rest = divmod(tiling.blocks, device.sm_count * resident)
-    cycles = full * max(resident * busy, alone)
-    if rest:
-        cycles += max(math.ceil(rest / device.sm_count) * busy, alone)
+    together = min(resident, math.ceil(tiling.blocks / device.sm_count))
+    if tiling.stages > 1:
+        turns = _turns(tiling, resident, device)
+        together = min(resident, ceil_div(tiling.tiles[0] * ceil_div(tiling.spatial_tiles, turns), device.sm_count))
+        cycles = 2 * _BLOCK_LATENCY + turns * max(together * busy, _STAGED * alone)
+    else:
+        full, rest = divmod(tiling.blocks, device.sm_count * resident)
+        cycles = full * max(resident * busy, alone)
+        if rest:
+            cycles += max(math.ceil(rest / device.sm_count) * busy, alone)
     processing = 1e3 * cycles / device.clock_hz
     run_bytes = 2 * tiling.span
     if problem.x.layout.channels_last:
@@ -141,26 +160,28 @@ def _work_ms(problem: ProblemDescription, device: Device, tiling: GroupedTiling,
     again = max(0.0, (16 * read + tiling.filter_bytes) * tiling.blocks - problem.bytes / 2)
     through = problem.bytes * (1 + _SHORT_RUN / run_bytes) + _AGAIN * again
     memory = 1e3 * through / (_BANDWIDTH_SHARE * device.bandwidth_bytes_per_s)
-    together = min(resident, math.ceil(tiling.blocks / device.sm_count))
-    return max(memory, processing) + min(memory, processing) * (_APART + _ALONE / together)
+    return max(memory, processing) + min(memory, processing) * (_APART + _ALONE / (together * tiling.stages))
 
 
-def _config(rows: int, row_groups: int, columns: int, images: int, units: int, shares: int) -> Config:
-    return Config.of(rows=rows, row_groups=row_groups, columns=columns, images=images, units=units, shares=shares)
+def _config(rows: int, row_groups: int, columns: int, images: int, units: int, shares: int, stages: int) -> Config:
+    return Config.of(
+        rows=rows, row_groups=row_groups, columns=columns, images=images, units=units, shares=shares, stages=stages
+    )
 
 
-# What default_configs ranks by estimate; the last is valid for every applicable problem.
+# What default_configs ranks by estimate. A problem is served if one of them is valid.
 _SHORT_LIST = (
     *(
-        _config(rows, row_groups, columns, images, units, shares)
+        _config(rows, row_groups, columns, images, units, shares, stages)
         for rows in (2, 4, 7, 8)
         for row_groups in (1, 2)
         for columns in (8, 16, 32)
         for images in (1, 2, 4)
         for units in (1, 2, 4)
         for shares in (1, 2)
+        for stages in (1, 2)
     ),
-    _config(1, 1, 8, 1, 1, 1),
+    _config(1, 1, 8, 1, 1, 1, 1),
 )
 
 
@@ -188,7 +209,8 @@ class ConvGrouped(Solver):
 
     Configuration: a warp computes `rows` rows of 16 pixels for one of `shares` shares of the results of a unit, the
     fewest groups whose channels fill a product; a block has `row_groups` times as many rows, `columns` columns,
-    `images` images and `units` units.
+    `images` images and `units` units. With several `stages`, as many buffers, blocks that are resident at once share
+    the tiles, channels last.
     """
 
     id = "ConvGrouped"
@@ -210,6 +232,7 @@ class ConvGrouped(Solver):
         "images": (1, 2, 4),
         "units": (1, 2, 4, 8),
         "shares": (1, 2, 4),
+        "stages": (1, 2, 3),
     }
     sources = ("grouped.cu",)
 
@@ -263,6 +286,12 @@ class ConvGrouped(Solver):
             return False
         if config["images"] >= 2 * problem.n or config["units"] >= 2 * units_of(problem):
             return False
+        if tiling.stages > 1 and not problem.x.layout.channels_last:
+            return False
+        if tiling.stages > 1:
+            resident = _resident(tiling, device.shared_bytes or _SHARED_BYTES)
+            if resident == 0 or tiling.stages > _turns(tiling, resident, device):
+                return False
         if tiling.sums > _MAX_SUMS or tiling.threads > _MAX_THREADS:
             return False
         if tiling.tiles[1] * tiling.tiles[2] > _MAX_GRID or tiling.tiles[3] > _MAX_GRID:
@@ -271,7 +300,9 @@ class ConvGrouped(Solver):
 
     def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
         ranked = self.ranked(problem, device, _SHORT_LIST)
-        return tuple(_varied(ranked)[:_DEFAULTS])
+        staged = _varied([config for config in ranked if config["stages"] > 1])[: _DEFAULTS // 2]
+        plain = _varied([config for config in ranked if config["stages"] == 1])[: _DEFAULTS - len(staged)]
+        return tuple(self.ranked(problem, device, [*plain, *staged]))
 
     def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
         tiling = GroupedTiling.of(problem, config)
@@ -279,7 +310,7 @@ class ConvGrouped(Solver):
         return _LAUNCH_MS + _work_ms(problem, device, tiling, resident)
 
     def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
-        return ConvSolution(steps=(_launch(problem, config, device.shared_bytes or _SHARED_BYTES),))
+        return ConvSolution(steps=(_launch(problem, config, device),))
 
 
 SOLVERS = (ConvGrouped(),)

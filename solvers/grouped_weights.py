@@ -26,7 +26,7 @@ from miofind.solution import (
 from miofind.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
 from miofind.tiling.correlation import ceil_div
 from miofind.tiling.grouped import is_ample, resident_blocks, unserved
-from miofind.tiling.grouped_weights import GroupedWeightsTiling, units_in_all
+from miofind.tiling.grouped_weights import SHARES, GroupedWeightsTiling, may_share, units_in_all
 
 _DEFAULTS = 8
 _MOST_BLOCKS = 4  # of a multiprocessor, so that parts are few
@@ -68,6 +68,7 @@ def _defines(
     }
     return (
         ("ELEMENT", planar.x.dtype.value),
+        ("GROUPS", planar.groups),
         ("GROUP_C", planar.c // planar.groups),
         ("GROUP_K", planar.k // planar.groups),
         *(
@@ -76,6 +77,7 @@ def _defines(
             for axis, size in zip(axes, sizes, strict=True)
         ),
         ("UNITS", config["units"]),
+        *zip(("SHARES_C", "SHARES_K"), SHARES[config["shares"]], strict=True),
         ("ROWS", config["rows"]),
         ("COLUMNS", tiling.columns),
         ("SPAN", tiling.span),
@@ -99,7 +101,7 @@ def _sum_step(problem: ProblemDescription, config: Config, device: Device) -> Ke
     return KernelStep(
         source="grouped_weights.cu",
         entry="grouped_weights",
-        grid=(tiling.channel_tiles, config["splits"], tiling.tap_blocks),
+        grid=(tiling.channel_tiles // config["shares"], config["splits"], tiling.tap_blocks * config["shares"]),
         block=(tiling.threads, 1, 1),
         shared_bytes=tiling.shared_bytes,
         defines=_defines(problem, config, tiling, _resident(tiling, device.shared_bytes or _SHARED_BYTES)),
@@ -110,7 +112,7 @@ def _sum_step(problem: ProblemDescription, config: Config, device: Device) -> Ke
     )
 
 
-def _finish_step(problem: ProblemDescription, config: Config, first: KernelStep, device: Device) -> KernelStep:
+def _finish_step(problem: ProblemDescription, config: Config, first: KernelStep) -> KernelStep:
     elements = 4 * _FINISH_THREADS // _lanes(config["splits"])
     return KernelStep(
         source="grouped_weights.cu",
@@ -119,14 +121,14 @@ def _finish_step(problem: ProblemDescription, config: Config, first: KernelStep,
         block=(_FINISH_THREADS, 1, 1),
         defines=first.defines,
         args=(Pointer(buffer=_PARTS), Pointer(buffer="w"), *int32s(problem.w.size, config["splits"])),
-        waits_itself=device.sm >= 90,
+        waits_itself=True,
     )
 
 
 # Set against ResNeXt-50's layers at batch 32 on an H200, as in ConvGrouped: off by less than a tenth. Issue slots, in a
 # warp's instructions, to move 16 bytes, channels last and first; cycles of tensor cores for a product; cycles of a
 # block's start and end, of each tile, for each 16 bytes of a thread, and for each product of a warp.
-_MOVE, _TURN = 20, 50
+_MOVE, _TURN = 14, 46  # 20 and 50 measured with more instructions a copy; reckoned since
 _PRODUCT = 0.66
 _BLOCK_LATENCY, _TILE_LATENCY, _MOVE_LATENCY, _PRODUCT_LATENCY = 4000, 670, 5.6, 3.7
 _SHORT_RUN = 14  # bytes that a run of channels costs besides its own
@@ -177,20 +179,21 @@ def _config(rows: int, columns: int, images: int, units: int, warps: int, **deal
 
 _SPLITS = (1, 4, 8, 16, 32, 64, 128)
 # One of them is valid for every applicable problem.
-_LAST_RESORTS = tuple(_config(1, columns, 1, 1, 1, stages=1, splits=1) for columns in (8, 16))
+_LAST_RESORTS = tuple(_config(1, columns, 1, 1, 1, stages=1, splits=1, shares=1) for columns in (8, 16))
 
 
 def _likely(problem: ProblemDescription, device: Device) -> Iterator[Config]:
     """What default_configs ranks by estimate: as many blocks as there are multiprocessors, or about twice as many."""
-    for units in (1, 2, 4):
-        tiles = ceil_div(units_in_all(problem), units)
+    shared = [(1, shares) for shares in SHARES if may_share(problem, shares)]
+    for units, shares in (*shared, (2, 1), (4, 1)):
+        tiles = ceil_div(units_in_all(problem), units) * shares
         for splits in _SPLITS:
             if splits > 1 and not 0.6 <= tiles * splits / device.sm_count <= 2.4:
                 continue
             for rows, (columns, images), warps, stages in itertools.product(
                 (2, 4, 7, 8), ((8, 2), (8, 4), (16, 1), (16, 2), (32, 1)), (1, 2), (2, 3)
             ):
-                yield _config(rows, columns, images, units, warps, stages=stages, splits=splits)
+                yield _config(rows, columns, images, units, warps, stages=stages, splits=splits, shares=shares)
     yield from _LAST_RESORTS
 
 
@@ -201,7 +204,8 @@ class ConvGroupedWeights(Solver):
 
     Configuration: a warp adds 16 filters x 16 channels of a unit, the fewest groups that fill them, for some
     rows of the filter, over `rows` x `columns` outputs of `images` images at a time; `warps` warps share the columns;
-    a block has `units` units and `stages` buffers; the outputs are dealt to `splits` blocks.
+    a block has `units` units, or one in `shares` shares of a unit's items, and `stages` buffers; the outputs are dealt
+    to `splits` blocks.
     """
 
     id = "ConvGroupedWeights"
@@ -224,6 +228,7 @@ class ConvGroupedWeights(Solver):
         "warps": (1, 2, 4),
         "stages": (1, 2, 3),
         "splits": _SPLITS,
+        "shares": tuple(SHARES),
     }
     sources = ("grouped_weights.cu",)
 
@@ -261,7 +266,11 @@ class ConvGroupedWeights(Solver):
         return APPLICABLE
 
     def is_valid_config(self, problem: ProblemDescription, device: Device, config: Config) -> bool:
+        if not may_share(problem, config["shares"]) or config["shares"] > 1 < config["units"]:
+            return False
         tiling = GroupedWeightsTiling.of(problem, config)
+        if config["shares"] > 1 < tiling.tap_blocks:
+            return False
         out_h, out_w = problem.lifted(2).out_spatial
         if is_ample(config["rows"], _ROWS, out_h) or is_ample(config["columns"], _COLUMNS, out_w):
             return False
@@ -282,7 +291,10 @@ class ConvGroupedWeights(Solver):
         return _resident(tiling, device.shared_bytes or _SHARED_BYTES) > 0
 
     def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
-        return tuple(self.ranked(problem, device, _likely(problem, device))[:_DEFAULTS])
+        ranked = self.ranked(problem, device, _likely(problem, device))
+        of_shares = {config["shares"]: config for config in reversed(ranked)}
+        best = [config for config in ranked if config not in of_shares.values()][: _DEFAULTS - len(of_shares)]
+        return tuple(self.ranked(problem, device, [*of_shares.values(), *best]))
 
     def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
         tiling = GroupedWeightsTiling.of(problem, config)
@@ -294,9 +306,7 @@ class ConvGroupedWeights(Solver):
         if config["splits"] == 1:
             return ConvSolution(steps=(step,))
         parts = Region(name=_PARTS, bytes=4 * config["splits"] * problem.w.size)
-        return ConvSolution(
-            steps=(step, _finish_step(problem, config, step, device)), workspace=WorkspacePlan((parts,))
-        )
+        return ConvSolution(steps=(step, _finish_step(problem, config, step)), workspace=WorkspacePlan((parts,)))
 
 
 SOLVERS = (ConvGroupedWeights(),)

@@ -118,7 +118,8 @@ def test_tiles_cover_all_outputs() -> None:
 @pytest.mark.parametrize(("c", "k", "items"), [(4, 4, 1), (16, 16, 1), (32, 32, 4), (8, 32, 4), (24, 24, 7)])
 def test_items_are_blocks_with_a_group_in_common(c: int, k: int, items: int) -> None:
     problem = grouped(8, c, k, direction=Direction.BACKWARD_WEIGHTS)
-    tiling = GroupedWeightsTiling.of(problem, WEIGHTS.default_configs(problem, H200)[0])
+    config = next(config for config in WEIGHTS.default_configs(problem, H200) if config["shares"] == 1)
+    tiling = GroupedWeightsTiling.of(problem, config)
     assert tiling.items == items
     blocks = {
         (g * c + i) // 16 * 1000 + (g * k + j) // 16
@@ -135,6 +136,35 @@ def test_groups_of_64_channels_are_served(taps: tuple[int, int]) -> None:
     problem = grouped(2, 64, 64, taps=taps, padding=2, direction=Direction.BACKWARD_WEIGHTS)
     assert WEIGHTS.applicability(problem, H200)
     assert FORWARD.applicability(replace(problem, direction=Direction.BACKWARD_DATA), H200)
+
+
+@pytest.mark.parametrize(("width", "shares"), [(4, {1}), (16, {1}), (32, {1, 2, 4})])
+def test_blocks_share_the_items_of_wide_groups(width: int, shares: set[int]) -> None:
+    problem = resnext(width, 14, 1, Direction.BACKWARD_WEIGHTS, Layout.NHWC)
+    configs = list(WEIGHTS.configs(problem, H200))
+    assert {config["shares"] for config in configs} == shares
+    assert {config["shares"] for config in WEIGHTS.default_configs(problem, H200)} == shares
+    for config in configs[:: max(1, len(configs) // 50)]:
+        tiling = GroupedWeightsTiling.of(problem, config)
+        x, y, z = WEIGHTS.solution(problem, H200, config).kernels[0].grid
+        assert x * z == tiling.channel_tiles * tiling.tap_blocks
+        assert y == config["splits"]
+        assert tiling.channel_tiles * config["units"] * tiling.unit_c * tiling.unit_k >= problem.c * width
+
+
+@pytest.mark.parametrize("direction", [Direction.FORWARD, Direction.BACKWARD_DATA])
+def test_blocks_of_several_stages_share_the_tiles(direction: Direction) -> None:
+    problem = resnext(8, 28, 1, direction, Layout.NHWC)
+    staged = [config for config in FORWARD.default_configs(problem, H200) if config["stages"] > 1]
+    assert staged
+    for config in staged:
+        tiling = GroupedTiling.of(problem, config)
+        channels, tiles, one = FORWARD.solution(problem, H200, config).kernels[0].grid
+        assert (channels, one) == (tiling.tiles[0], 1)
+        assert tiles < tiling.spatial_tiles
+        assert -(-tiling.spatial_tiles // tiles) >= config["stages"]
+    planes = resnext(8, 28, 1, direction, Layout.NCHW)
+    assert {config["stages"] for config in FORWARD.configs(planes, H200)} == {1}
 
 
 def test_parts_are_planned() -> None:

@@ -1,31 +1,12 @@
-// What the kernels of grouped convolutions share: how groups fill matrices, and pixels in shared memory. The same
-// arithmetic: miofind/tiling/grouped.py. Groups are taken `kPack` at a time, as many as have multiples of 8 channels on
-// both sides; blocks of 8 x 8 in which no group meets itself are left out.
+// Pixels of grouped convolutions in shared memory, channels last whatever the tensor's layout. The same arithmetic:
+// miofind/tiling/grouped.py.
 #pragma once
 
 #include "common/copy_bytes.cuh"
+#include "common/groups.cuh"
 #include "common/mma.cuh"
 #include "common/small_matrices.cuh"
 #include "common/tile.cuh"
-
-constexpr int greatest_divisor(int a, int b) {
-  return b == 0 ? a : greatest_divisor(b, a % b);
-}
-
-// Groups of kC input and kK output channels each.
-template <int kC, int kK>
-struct Groups {
-  static constexpr int kPack = 8 / greatest_divisor(8, greatest_divisor(kC, kK));
-  static constexpr int kPackC = kPack * kC, kPackK = kPack * kK;
-
-  // Whether 8 channels from 8 * c on and 8 filters from 8 * k on have a group in common.
-  static constexpr bool meet(int c, int k) { return 8 * c / kC <= (8 * k + 7) / kK && 8 * k / kK <= (8 * c + 7) / kC; }
-};
-
-// Bytes rounded up to an odd number of 16-byte words, so that 8 neighbours meet all banks.
-constexpr int odd_words(int bytes) {
-  return 16 * (ceil_div(bytes, 16) | 1);
-}
 
 // Pixels of images in shared memory: [image][row][slot][channel]. Columns that are kStep apart lie side by side.
 template <int kImageCount, int kRowCount, int kColumnCount, int kColumnStep, int kChannelCount>
@@ -56,15 +37,14 @@ struct Images {
 
 // Turns of a loop over `count` rows that are unrolled.
 constexpr int rows_at_once(int count) {
-  return count <= 12 ? count : 6;
+  return count <= 16 ? count : 6;
 }
 
-// Starts to copy pixels, zeros outside the tensor; complete after wait_for_copies and a barrier. A thread copies its
-// words of a column row by row, which takes few instructions.
-template <typename Shape, int kThreads, typename T>
+// Starts to copy pixels, zeros outside the tensor, whose rows are kTensorRow elements apart; complete after
+// wait_for_copies and a barrier. A thread copies its words of a column row by row, which takes few instructions.
+template <typename Shape, int kTensorRow, int kThreads, typename T>
 __device__ __forceinline__ void stage_pixels(unsigned to, const T* tensor, const Images& images) {
   constexpr int kWords = Shape::kChannels / 8, kColumnWords = Shape::kColumns * kWords;
-  const unsigned row_step = images.width * images.channels;
 #pragma unroll 1
   for (int i = threadIdx.x; i < Shape::kImages * kColumnWords; i += kThreads) {
     const int word = i % kWords, column = i / kWords % Shape::kColumns, image = i / kColumnWords;
@@ -72,12 +52,13 @@ __device__ __forceinline__ void stage_pixels(unsigned to, const T* tensor, const
     const bool inside =
         n < images.n && channel < images.channels && static_cast<unsigned>(v) < static_cast<unsigned>(images.width);
     const unsigned at = to + image * Shape::kImageBytes + Shape::slot(column) * Shape::kPixelBytes + 16 * word;
-    unsigned offset = (n * images.height + images.first_row) * row_step + v * images.channels + channel;
+    // May name memory outside the tensor, which a copy of zeros does not read: one address serves all rows.
+    const T* const from = tensor + static_cast<int64>(n * images.height + images.first_row) * kTensorRow +
+                          (v * images.channels + channel);
 #pragma unroll(rows_at_once(Shape::kRows))
     for (int row = 0; row < Shape::kRows; ++row) {
       const bool there = inside && static_cast<unsigned>(images.first_row + row) < static_cast<unsigned>(images.height);
-      copy_bytes<16>(at + row * Shape::kRowBytes, tensor + (there ? offset : 0u), there);
-      offset += row_step;
+      copy_bytes<16>(at + row * Shape::kRowBytes, from + row * kTensorRow, there);
     }
   }
 }

@@ -6,6 +6,7 @@ and common/grouped.cuh. Knows nothing of devices, kernels or solvers.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -61,6 +62,7 @@ class Packs:
     k: int
 
     @staticmethod
+    @functools.lru_cache(maxsize=256)  # asked for each configuration of a problem
     def of(problem: ProblemDescription) -> Packs:
         c, k = problem.c // problem.groups, problem.k // problem.groups
         groups = _BLOCK // math.gcd(_BLOCK, c, k)
@@ -90,6 +92,7 @@ class GroupedAxis:
     taps: int
 
     @staticmethod
+    @functools.lru_cache(maxsize=256)
     def of(problem: ProblemDescription, dim: int) -> GroupedAxis:
         """That of a problem of two dimensions, forward or backward data."""
         conv, taps = problem.conv, range(problem.filter[dim])
@@ -131,6 +134,7 @@ class GroupedTiling:
         patch: input rows and columns staged, of an image.
         shares: warps that share the results of a unit.
         is_whole: whether a block has whole images.
+        stages: patches staged at once.
         threads: of a block.
         shared_bytes: of a block.
         tiles: across channels, rows, columns and images.
@@ -151,6 +155,7 @@ class GroupedTiling:
     patch: tuple[int, int]
     shares: int
     is_whole: bool
+    stages: int
     threads: int
     shared_bytes: int
     tiles: tuple[int, int, int, int]
@@ -159,6 +164,11 @@ class GroupedTiling:
     def blocks(self) -> int:
         """In the grid."""
         return math.prod(self.tiles)
+
+    @property
+    def spatial_tiles(self) -> int:
+        """Of all rows, columns and images."""
+        return math.prod(self.tiles[1:])
 
     @property
     def sums(self) -> int:
@@ -180,7 +190,8 @@ class GroupedTiling:
         patch_bytes = images * patch_h * slots * odd_words(2 * units * unit_in)
         unit_k = unit_in if problem.direction is Direction.BACKWARD_DATA else unit_out
         filter_bytes = units * unit_k * odd_words(math.prod(planar.filter) * 2 * packs.c)
-        staged, tile_rows = patch_bytes + filter_bytes, tile_h * height.phases
+        stages, tile_rows = config["stages"], tile_h * height.phases
+        staged = stages * patch_bytes + filter_bytes
         is_whole = columns >= width.outputs and tile_h >= height.outputs
         if planar.x.layout.channels_last:
             results = images * tile_rows * span * odd_words(2 * units * unit_out)
@@ -206,8 +217,9 @@ class GroupedTiling:
             patch=(patch_h, patch_w),
             shares=config["shares"],
             is_whole=is_whole,
+            stages=stages,
             threads=32 * fragments * units * config["shares"],
-            shared_bytes=max(staged, results) if width.phases == 1 else staged + results,
+            shared_bytes=max(staged, results) if width.phases == stages == 1 else staged + results,
             tiles=(
                 ceil_div(units_of(problem), units),
                 ceil_div(height.outputs, tile_h),

@@ -16,13 +16,17 @@ from miofind.tiling.grouped import Packs, odd_words, raw_bytes
 _MANY_WARPS = 12
 _MOST_SUMS = 80
 
+SHARES = {1: (1, 1), 2: (2, 1), 4: (2, 2)}
+"""How many blocks share a unit's channels, and its filters, by a configuration's `shares`."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupedWeightsTiling:
     """A configuration applied to a problem: what the kernel's constants come to.
 
     Attributes:
-        unit_c, unit_k: channels and filters of a unit: packs of groups that have multiples of 16 of both.
+        unit_c, unit_k: channels and filters of a unit, packs of groups that have multiples of 16 of both, or of a
+            share.
         units, images: as configured.
         items: pairs of 16 filters and 16 channels of a unit that have a group in common.
         columns, span: outputs of a tile's rows, in runs of 8, and those that exist.
@@ -33,7 +37,7 @@ class GroupedWeightsTiling:
         tap_blocks: blocks that share the filter's rows; 1 where the warps of a block do, unless they were too many.
         threads: of a block.
         shared_bytes: of a block.
-        channel_tiles: of all units.
+        channel_tiles: blocks for all units.
         tiles: of rows, columns and images.
     """
 
@@ -70,6 +74,8 @@ class GroupedWeightsTiling:
         (filter_y, filter_x), (out_h, out_w), conv = planar.filter, planar.out_spatial, planar.conv
         packs, unit_packs = Packs.of(problem), packs_of_unit(problem)
         unit_c, unit_k, units = unit_packs * packs.c, unit_packs * packs.k, config["units"]
+        shares_c, shares_k = SHARES[config["shares"]]
+        unit_c, unit_k = unit_c // shares_c, unit_k // shares_k
         items = _items(problem, unit_c, unit_k)
         columns, rows, images = min(config["columns"], round_up(out_w, 8)), config["rows"], config["images"]
         if columns // 8 * images % 2:
@@ -90,7 +96,7 @@ class GroupedWeightsTiling:
             x = raw_bytes(planar.x, (patch_h, patch_w), -conv.pad_before[1], whole=is_whole)
             y = raw_bytes(planar.y, (rows, columns), 0, whole=is_whole)
             staged = tile + config["stages"] * images * units * (unit_c * x + unit_k * y)
-        sums = 4 * config["warps"] * units * unit_k * _sum_pitch(filter_y * filter_x * problem.w.shape[1])
+        sums = 4 * config["warps"] * units * unit_k * _sum_pitch(filter_y * filter_x * problem.w.shape[1] // shares_c)
         return GroupedWeightsTiling(
             unit_c=unit_c,
             unit_k=unit_k,
@@ -106,7 +112,7 @@ class GroupedWeightsTiling:
             tap_blocks=tap_blocks,
             threads=32 * units * items * (shares // tap_blocks) * config["warps"],
             shared_bytes=max(staged, sums),
-            channel_tiles=ceil_div(units_in_all(problem), units),
+            channel_tiles=ceil_div(units_in_all(problem), units) * config["shares"],
             tiles=tiles,
         )
 
@@ -120,6 +126,13 @@ def packs_of_unit(problem: ProblemDescription) -> int:
 def units_in_all(problem: ProblemDescription) -> int:
     """Units that a problem's groups make, the last perhaps not full."""
     return ceil_div(problem.groups, Packs.of(problem).groups * packs_of_unit(problem))
+
+
+def may_share(problem: ProblemDescription, shares: int) -> bool:
+    """Whether a unit is one group whose items `shares` blocks can share."""
+    c, k = problem.c // problem.groups, problem.k // problem.groups
+    shares_c, shares_k = SHARES[shares]
+    return shares == 1 or (c % (16 * shares_c) == 0 and k % (16 * shares_k) == 0)
 
 
 def _rows_of_a_warp(filter_y: int, filter_x: int, items: int) -> int:

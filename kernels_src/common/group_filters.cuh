@@ -1,0 +1,92 @@
+// Filters of groups in shared memory as rows of block-diagonal matrices: a row a filter, [tap][channel of its pack],
+// zeros where the groups differ.
+#pragma once
+
+#include "common/copy_bytes.cuh"
+#include "common/groups.cuh"
+#include "common/types.cuh"
+
+// kFilterCount filters, a multiple of 8, of kTapCount taps; in memory [tap][channel] if kChannelsLast, else the other
+// way round.
+template <int kGroupC, int kGroupK, int kTapCount, int kFilterCount, bool kChannelsLast>
+struct FilterRows {
+  using Group = Groups<kGroupC, kGroupK>;
+  static constexpr int kC = kGroupC, kK = kGroupK, kTaps = kTapCount, kFilters = kFilterCount;
+  static constexpr bool kLast = kChannelsLast;
+  static constexpr int kTapBytes = 2 * Group::kPackC, kRowBytes = odd_words(kTaps * kTapBytes);
+  static constexpr int kBytes = kFilters * kRowBytes, kRawBytes = 2 * kFilters * kTaps * kC;
+  static_assert(kFilters % 8 == 0, "filters in memory are whole 16-byte words");
+};
+
+// Starts to copy the filters from number `first` on, of `filters`, as they are in memory.
+template <typename Shape, int kThreads, typename T>
+__device__ __forceinline__ void stage_raw_filters(unsigned to, const T* filter, int first, int filters) {
+  constexpr int kElements = Shape::kTaps * Shape::kC;
+#pragma unroll 4
+  for (int i = threadIdx.x; i < Shape::kFilters * kElements / 8; i += kThreads) {
+    const bool inside = first * kElements + 8 * i < filters * kElements;
+    copy_bytes<16>(to + 16 * i, filter + (inside ? first * kElements + 8 * i : 0), inside);
+  }
+}
+
+// Starts to copy filters that need not be rearranged: channels last, a group a pack.
+template <typename Shape, int kThreads, typename T>
+__device__ __forceinline__ void stage_filters(unsigned to, const T* filter, int first, int filters) {
+  constexpr int kWords = Shape::kTaps * Shape::kC / 8;
+#pragma unroll 4
+  for (int i = threadIdx.x; i < Shape::kFilters * kWords; i += kThreads) {
+    const bool inside = first + i / kWords < filters;
+    copy_bytes<16>(to + i / kWords * Shape::kRowBytes + 16 * (i % kWords),
+                   filter + (inside ? (first * kWords + i) * 8 : 0), inside);
+  }
+}
+
+// What holds kBytes bytes.
+template <int kBytes>
+struct Bits;
+template <>
+struct Bits<2> {
+  using Type = unsigned short;
+};
+template <>
+struct Bits<4> {
+  using Type = unsigned;
+};
+template <>
+struct Bits<8> {
+  using Type = uint2;
+};
+template <>
+struct Bits<16> {
+  using Type = uint4;
+};
+
+// Lays filters out that lie in memory from `filter` on, zeros from number `filters` on. A thread copies 8 channels of a
+// filter tap by tap, which takes few instructions.
+template <typename Shape, int kThreads, typename T>
+__device__ __forceinline__ void arrange_filters(unsigned char* staged, const T* filter, int filters) {
+  constexpr int kC = Shape::kC, kTaps = Shape::kTaps, kWords = Shape::Group::kPackC / 8;
+  constexpr int kPart = Shape::kLast ? greatest_divisor(8, kC) : 1;
+  constexpr int kChannelStep = Shape::kLast ? 1 : kTaps, kTapStep = Shape::kLast ? kC : 1;
+  using Part = typename Bits<2 * kPart>::Type;
+  struct alignas(16) Eight {
+    Part at[8 / kPart];
+  };
+#pragma unroll 1
+  for (int i = threadIdx.x; i < Shape::kFilters * kWords; i += kThreads) {
+    const int word = i % kWords, row = i / kWords, first = 8 * word - row / Shape::kK % Shape::Group::kPack * kC;
+    const T* const from = filter + row * kTaps * kC;
+    unsigned char* const to = staged + row * Shape::kRowBytes + 16 * word;
+#pragma unroll(kTaps <= 12 ? kTaps : 4)
+    for (int tap = 0; tap < kTaps; ++tap) {
+      Eight values = {};
+#pragma unroll
+      for (int part = 0; part < 8; part += kPart) {
+        const int channel = first + part;
+        if (channel >= 0 && channel < kC && row < filters)
+          values.at[part / kPart] = *reinterpret_cast<const Part*>(from + channel * kChannelStep + tap * kTapStep);
+      }
+      *reinterpret_cast<Eight*>(to + tap * Shape::kTapBytes) = values;
+    }
+  }
+}

@@ -1,0 +1,126 @@
+// Rows of channels-first images in shared memory, of 16-bit elements: [channel][image][row][column], each row whole
+// 16-byte words, the columns past the tensor's zero: they are the padding right of their row and left of the next one.
+// Rows whose width is even are copied as they are; planes of odd width arrive without gaps and are then laid out.
+#pragma once
+
+#include "common/copy_bytes.cuh"
+#include "common/groups.cuh"
+#include "common/tile.cuh"
+
+// kPitch elements lie between rows, kChannelBytes between channels, and 16 bytes of zeros before the first and after
+// the last.
+template <int kChannelCount, int kImageCount, int kRowCount, int kTensorHeight, int kTensorWidth, int kRowPitch,
+          int kChannelPitchBytes>
+struct PlaneRows {
+  static constexpr int kChannels = kChannelCount, kImages = kImageCount, kRows = kRowCount;
+  static constexpr int kHeight = kTensorHeight, kWidth = kTensorWidth, kPitch = kRowPitch;
+  static constexpr int kRowBytes = 2 * kPitch, kImageBytes = kRows * kRowBytes, kChannelBytes = kChannelPitchBytes;
+  static constexpr int kBytes = 16 + kChannels * kChannelBytes + 16;
+  static constexpr int kVector = greatest_divisor(8, kWidth);
+  static constexpr bool kFlat = kVector == 1;
+  static constexpr int kPlane = kHeight * kWidth, kImageElements = kChannels * kPlane;
+  static constexpr int kArrivingBytes = kFlat ? 2 * kImages * kImageElements + 16 : kBytes;
+  static_assert(kChannels % 8 == 0, "channels of an image are whole 16-byte words");
+  static_assert(kPitch % 8 == 0 && kPitch > kWidth - 8 && kChannelBytes % 16 == 0, "rows are whole 16-byte words");
+  static_assert(kChannelBytes >= kImages * kImageBytes, "channels do not overlap");
+};
+
+// Where a block's rows begin in a tensor of `n` images of `channels` channels; the row may be outside.
+struct PlanesAt {
+  int n, channels;
+  int first_n, first_channel, first_row;
+};
+
+// Zeroes all that copies leave as it is. A barrier is needed before the rows are copied or laid out.
+template <typename Shape, int kThreads>
+__device__ __forceinline__ void clear_margins(unsigned char* rows) {
+  // Copies fill part of a row's last word of pixels, laying out all of it.
+  constexpr int kKept = Shape::kFlat ? ceil_div(Shape::kWidth, 8) : Shape::kWidth / 8;
+  constexpr int kWords = Shape::kPitch / 8, kTail = kWords - kKept;
+  constexpr int kSlack = (Shape::kChannelBytes - Shape::kImages * Shape::kImageBytes) / 16;
+  constexpr int kAllRows = Shape::kImages * Shape::kRows;
+  const uint4 zero = {};
+#pragma unroll 1
+  for (int i = threadIdx.x; i < Shape::kChannels * kAllRows * kTail; i += kThreads) {
+    const int word = i % maximum(1, kTail), row = i / maximum(1, kTail) % kAllRows;
+    const int channel = i / (maximum(1, kTail) * kAllRows);
+    const int at = channel * Shape::kChannelBytes + row * Shape::kRowBytes + 16 * (kKept + word);
+    *reinterpret_cast<uint4*>(rows + 16 + at) = zero;
+  }
+#pragma unroll 1
+  for (int i = threadIdx.x; i < Shape::kChannels * kSlack; i += kThreads) {
+    const int channel = i / maximum(1, kSlack), word = i % maximum(1, kSlack);
+    *reinterpret_cast<uint4*>(rows + 16 + channel * Shape::kChannelBytes + Shape::kImages * Shape::kImageBytes +
+                              16 * word) = zero;
+  }
+  if (threadIdx.x < 2) *reinterpret_cast<uint4*>(rows + threadIdx.x * (Shape::kBytes - 16)) = zero;
+}
+
+// Starts to copy what a tile has of a tensor, zeros outside it; complete after wait_for_copies and a barrier. A thread
+// copies its columns of a channel row by row, which takes few instructions.
+template <typename Shape, int kThreads, typename T>
+__device__ __forceinline__ void stage_rows(unsigned to, const T* tensor, const PlanesAt& place) {
+  if constexpr (Shape::kFlat) {
+    constexpr int kVectors = Shape::kImageElements / 8;
+    const int first = place.first_channel * Shape::kPlane, all = place.channels * Shape::kPlane;
+#pragma unroll 2
+    for (int i = threadIdx.x; i < Shape::kImages * kVectors; i += kThreads) {
+      const int n = place.first_n + i / kVectors, at = first + i % kVectors * 8;
+      const bool inside = n < place.n && at < all;
+      copy_bytes<16>(to + 16 * i, tensor + (inside ? n * all + at : 0), inside);
+    }
+  } else {
+    constexpr int kVector = Shape::kVector, kVectors = Shape::kWidth / kVector;
+    constexpr int kColumns = Shape::kImages * Shape::kChannels * kVectors;
+    constexpr int kShares = kThreads < 2 * kColumns ? 1 : -maximum(-(kThreads / kColumns), -Shape::kRows);
+    constexpr int kTurns = ceil_div(Shape::kRows, kShares);
+#pragma unroll 1
+    for (int i = threadIdx.x; i < kColumns * kShares; i += kThreads) {
+      const int at = i % kVectors * kVector, channel = i / kVectors % Shape::kChannels;
+      const int image = i / (kVectors * Shape::kChannels) % Shape::kImages, share = i / kColumns;
+      const int n = place.first_n + image, c = place.first_channel + channel, first = place.first_row + share;
+      const bool inside = n < place.n && c < place.channels;
+      const unsigned row_at =
+          to + 16 + channel * Shape::kChannelBytes + image * Shape::kImageBytes + share * Shape::kRowBytes + 2 * at;
+      // May name memory outside the tensor, which a copy of zeros does not read: one address serves all rows.
+      const T* const from = tensor + static_cast<unsigned>((n * place.channels + c) * Shape::kPlane + at) +
+                            static_cast<int64>(first) * Shape::kWidth;
+#pragma unroll(kTurns <= 20 ? kTurns : 8)
+      for (int turn = 0; turn < kTurns; ++turn) {
+        if (Shape::kRows % kShares != 0 && turn * kShares + share >= Shape::kRows) break;
+        const bool there =
+            inside && static_cast<unsigned>(first + turn * kShares) < static_cast<unsigned>(Shape::kHeight);
+        copy_bytes<2 * kVector>(row_at + turn * kShares * Shape::kRowBytes, from + turn * kShares * Shape::kWidth,
+                                there);
+      }
+    }
+  }
+}
+
+// Lays planes of odd width that have arrived out as rows, a thread 8 columns at a time.
+template <typename Shape, int kThreads>
+__device__ __forceinline__ void lay_out_rows(unsigned char* to, const unsigned char* arrived, int first_row) {
+  constexpr int kWords = ceil_div(Shape::kWidth, 8), kAllRows = Shape::kImages * Shape::kRows;
+#pragma unroll 1
+  for (int i = threadIdx.x; i < Shape::kChannels * kAllRows * kWords; i += kThreads) {
+    const int word = i % kWords, row = i / kWords % Shape::kRows, image = i / (kWords * Shape::kRows) % Shape::kImages;
+    const int channel = i / (kWords * kAllRows), h = first_row + row;
+    uint4 values = {};
+    if (static_cast<unsigned>(h) < static_cast<unsigned>(Shape::kHeight)) {
+      const int at = (image * Shape::kChannels + channel) * Shape::kPlane + h * Shape::kWidth + 8 * word;
+      const unsigned* const pairs = reinterpret_cast<const unsigned*>(arrived) + at / 2;
+      const int bits = at % 2 * 16, left = Shape::kWidth - 8 * word;
+      unsigned in[5], out[4];
+#pragma unroll
+      for (int e = 0; e < 5; ++e) in[e] = pairs[e];
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const unsigned both = __funnelshift_r(in[e], in[e + 1], bits);
+        out[e] = left >= 2 * e + 2 ? both : left == 2 * e + 1 ? both & 0xffffu : 0u;
+      }
+      values = {out[0], out[1], out[2], out[3]};
+    }
+    *reinterpret_cast<uint4*>(to + 16 + channel * Shape::kChannelBytes + image * Shape::kImageBytes +
+                              row * Shape::kRowBytes + 16 * word) = values;
+  }
+}

@@ -1,0 +1,110 @@
+"""The solvers of grouped channels-first convolutions on a GPU: the host's reference bit for bit, within guard bands."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+from device_buffers import Buffer, download, integers, upload
+
+from miofind.compiler import Compiler
+from miofind.device import Device
+from miofind.invoker import make_invoker
+from miofind.problem import DataType, Direction, Layout, ProblemDescription
+from miofind.reference import numpy_dtype, reference_on_host
+from miofind.solution import Config
+from miofind.solver import Solver, solver_by_id
+from miofind.verify.verifier import Verifier
+
+cupy = pytest.importorskip("cupy")
+pytestmark = pytest.mark.gpu
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "4_channels": {"x": (2, 32, 30, 28), "w": (32, 4, 3, 3), "padding": 1, "groups": 8},
+    "8_channels_stride": {"x": (3, 32, 28, 28), "w": (32, 8, 3, 3), "padding": 1, "stride": 2, "groups": 4},
+    "16_channels": {"x": (3, 32, 14, 14), "w": (32, 16, 3, 3), "padding": 1, "groups": 2},
+    "32_channels": {"x": (5, 96, 7, 7), "w": (96, 32, 3, 3), "padding": 1, "groups": 3},
+    "32_channels_stride": {"x": (5, 64, 14, 14), "w": (64, 32, 3, 3), "padding": 1, "stride": 2, "groups": 2},
+    "64_channels": {"x": (2, 128, 9, 12), "w": (128, 64, 1, 1), "groups": 2},
+    "uneven_groups": {"x": (2, 16, 13, 9), "w": (24, 4, 5, 3), "padding": ((4, 0), (1, 2)), "groups": 4},
+    "odd_groups": {"x": (2, 24, 11, 12), "w": (16, 3, 2, 3), "stride": (2, 1), "dilation": (3, 1), "groups": 8},
+    "no_padding": {"x": (2, 32, 8, 17), "w": (32, 8, 3, 3), "stride": 2, "groups": 4},
+    "wide": {"x": (1, 16, 5, 130), "w": (16, 2, 3, 3), "padding": (1, 2), "groups": 8},
+    "seven_runs": {"x": (3, 16, 15, 56), "w": (16, 8, 3, 3), "padding": 1, "groups": 2},
+    "padding_beyond_the_filter": {"x": (1, 16, 6, 7), "w": (32, 4, 2, 2), "padding": (5, 2), "groups": 4},
+    "1d": {"x": (2, 8, 50), "w": (16, 2, 5), "padding": 2, "stride": 2, "groups": 4},
+}
+
+
+@pytest.fixture(scope="module")
+def device() -> Device:
+    return Device.cuda()
+
+
+@pytest.fixture(scope="module")
+def compiler() -> Compiler:
+    return Compiler()
+
+
+def solver_of(direction: Direction) -> Solver:
+    name = "ConvGroupedPlanesWeights" if direction is Direction.BACKWARD_WEIGHTS else "ConvGroupedPlanes"
+    return solver_by_id(name)
+
+
+def check(problem: ProblemDescription, solver: Solver, config: Config, device: Device, compiler: Compiler) -> None:
+    """Exact results from small integers, guard bands intact."""
+    inputs = integers(problem, seed=len(config.json))
+    invoker = make_invoker(problem, device, solver, config, compiler)
+    buffers = upload(problem, inputs)
+    workspace = Buffer(invoker.workspace_bytes)
+    tensors = [buffers[name].address for name in ("x", "w", "y")]
+    invoker.run(*tensors, workspace.address, cupy.cuda.get_current_stream().ptr)
+    result = download(problem, buffers)
+    workspace.read(np.dtype(np.uint8))
+    expected = reference_on_host(problem, **inputs).astype(numpy_dtype(problem.output.dtype)).astype(np.float64)
+    np.testing.assert_array_equal(result, expected, err_msg=config.json)
+
+
+@pytest.mark.parametrize("dtype", [DataType.FLOAT16, DataType.BFLOAT16])
+@pytest.mark.parametrize("direction", list(Direction))
+@pytest.mark.parametrize("shape", SHAPES)
+def test_small_integers_are_exact(
+    shape: str, direction: Direction, dtype: DataType, device: Device, compiler: Compiler
+) -> None:
+    layout = Layout.of(len(SHAPES[shape]["x"]) - 2, channels_last=False)
+    problem = ProblemDescription.convolution(**SHAPES[shape], layout=layout, direction=direction, dtype=dtype)
+    solver = solver_of(direction)
+    answer = solver.applicability(problem, device)
+    if not answer:
+        pytest.skip(answer.reason)
+    every = list(solver.configs(problem, device))
+    chosen = random.Random(len(every)).sample(every, min(4, len(every)))
+    for config in dict.fromkeys([*solver.default_configs(problem, device)[:3], *chosen]):
+        check(problem, solver, config, device, compiler)
+
+
+@pytest.mark.parametrize("direction", list(Direction))
+@pytest.mark.parametrize(
+    ("width", "size", "stride"), [(4, 56, 1), (8, 28, 1), (16, 28, 2), (16, 14, 1), (32, 14, 2), (32, 7, 1)]
+)
+def test_layers_of_resnext_pass_both_gates(
+    width: int, size: int, stride: int, direction: Direction, device: Device, compiler: Compiler
+) -> None:
+    problem = ProblemDescription.convolution(
+        x=(8, 32 * width, size, size),
+        w=(32 * width, width, 3, 3),
+        padding=1,
+        stride=stride,
+        groups=32,
+        dtype="float16",
+        layout="NCHW",
+        direction=direction,
+    )
+    solver = solver_of(direction)
+    with Verifier(problem, device, compiler, seed=3) as verifier:
+        for config in solver.default_configs(problem, device):
+            invoker = make_invoker(problem, device, solver, config, compiler)
+            verdict = verifier.verify(invoker, growth=solver.error_growth(problem, config), exact=True)
+            assert verdict.ok, f"{config.json}: {verdict.message}"
