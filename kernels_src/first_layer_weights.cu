@@ -278,11 +278,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
   store_part(parts + (static_cast<int64>(split) * k + first_k) * kTaps, joined, min(kTileK, k - first_k));
 }
 
-// dw[i] = sum of part[i] over the parts. A block adds 32 elements; its warps share the parts.
+// dw[i] = sum of part[i] over the parts. A block adds 32 elements; its warps share the parts, which the grid before may
+// still be writing when this one begins: no __restrict__, for loads of the read-only path could be moved or be stale.
 constexpr int kShares = 32;
 
 extern "C" __global__ void __launch_bounds__(32 * kShares)
-    first_layer_weights_finish(const float* __restrict__ parts, ELEMENT* __restrict__ dw, int size, int splits) {
+    first_layer_weights_finish(const float* parts, ELEMENT* dw, int size, int splits) {
   __shared__ float sums[kShares][33];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, at = blockIdx.x * 32 + lane;
   previous_step_done();

@@ -11,18 +11,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from miofind.device import Device, Library, Place
-from miofind.problem import DataType, Direction, Layout, ProblemDescription
+from miofind.device import Device
+from miofind.few_channels import FewChannelsSolver
+from miofind.problem import Direction, ProblemDescription
 from miofind.solution import Config, ConfigValue, ConvSolution, KernelStep, Pointer, int32s
-from miofind.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
 from miofind.tiling.correlation import ceil_div, round_up
 from miofind.tiling.divisor import divisors
-from miofind.tiling.windows import WindowTile, unserved
+from miofind.tiling.grouped import resident_blocks
+from miofind.tiling.windows import WindowTile
 
 _MAX_SUMS = 128
 _MAX_REGISTERS = 216
 _SHARED_BYTES = 48 << 10
-_SM_SHARED_BYTES = 227 << 10
 _MAX_RESIDENT = 8
 
 
@@ -55,7 +55,7 @@ class _Tiling:
     tiles: int
 
     @staticmethod
-    def of(problem: ProblemDescription, config: Config) -> _Tiling:
+    def of(problem: ProblemDescription, config: Config, device: Device) -> _Tiling:
         tile = WindowTile.of(problem, config["tile_h"], config["tile_w"])
         tile_k, threads = config["tile_k"], 32 * config["warps"]
         last = problem.y.layout.channels_last
@@ -65,8 +65,7 @@ class _Tiling:
         shared_bytes = filters + max(tile.patch_bytes, raw)
         out_vector = math.gcd(8, problem.k) if last else tile.plane_vector(problem)
         registers = _registers(problem, config, tile, 0 if last else 8 // out_vector)
-        by_registers = 65536 // (registers * threads)
-        by_shared = _SM_SHARED_BYTES // (shared_bytes + 1024)
+        resident = resident_blocks(registers, threads, shared_bytes, device.shared_bytes or _SHARED_BYTES)
         return _Tiling(
             tile=tile,
             filter_tiles=ceil_div(problem.k, tile_k),
@@ -75,7 +74,7 @@ class _Tiling:
             threads=threads,
             registers=registers,
             shared_bytes=shared_bytes,
-            resident=max(1, min(by_registers, by_shared, 2048 // threads, _MAX_RESIDENT)),
+            resident=min(resident, _MAX_RESIDENT),
             tiles=tile.image_tiles * problem.n,
         )
 
@@ -89,10 +88,8 @@ def _registers(problem: ProblemDescription, config: Config, tile: WindowTile, of
     """Registers of a thread that spills nothing: sums, fragments, a patch on its way, `offsets` and addresses."""
     blocks = config["blocks"]
     sums = blocks * tile.outputs * config["tile_k"] // 2
-    loads = ceil_div(tile.in_rows * tile.in_columns, tile.vector * 32 * config["warps"])
-    words = problem.c * max(1, tile.vector // 2)
-    most = 32 // words if tile.vector >= 4 else 4
-    moved = loads * words if loads <= most else 0
+    patch = tile.patch_load(problem.c, 32 * config["warps"])
+    moved = patch.registers if patch.is_whole else 0  # else sums are not yet there
     steps = tile.row_steps if not problem.x.layout.channels_last and tile.outputs * problem.conv.stride[1] == 2 else 1
     return round_up(sums + moved + blocks * (4 + steps) + offsets + 48, 8)
 
@@ -148,7 +145,7 @@ _LAUNCH_MS = 0.00225
 _EXPOSED = 0.274
 
 
-class ConvFirstLayer(Solver):
+class ConvFirstLayer(FewChannelsSolver):
     """Implicit GEMM for up to four channels: windows of a staged patch are operands of tensor cores as they lie.
 
     Zeros around a filter's rows are multiplied: an infinity or NaN of the input spreads to outputs up to 17 columns
@@ -159,17 +156,7 @@ class ConvFirstLayer(Solver):
     """
 
     id = "ConvFirstLayer"
-    algorithm = Algorithm.IMPLICIT_GEMM
-    keys = (
-        KernelKey(
-            place=Place.CUDA,
-            library=Library.PLAIN,
-            dtypes=frozenset({DataType.FLOAT16, DataType.BFLOAT16}),
-            layouts=frozenset({Layout.NCHW, Layout.NHWC}),
-            min_sm=80,
-        ),
-    )
-    alignment_bytes = 16
+    direction = Direction.FORWARD
     parameters: ClassVar[Mapping[str, Sequence[ConfigValue]]] = {
         "tile_h": (1, 2, 4, 8, 16),
         "tile_w": (32, 64, 128, 256, 512),
@@ -178,29 +165,6 @@ class ConvFirstLayer(Solver):
         "blocks": (1, 2, 4),
     }
     sources = ("first_layer.cu",)
-
-    def examples(self) -> tuple[ProblemDescription, ...]:
-        conv, half, brain, last = ProblemDescription.convolution, DataType.FLOAT16, DataType.BFLOAT16, Layout.NHWC
-        return (
-            conv(x=(2, 3, 64, 64), w=(64, 3, 7, 7), padding=3, stride=2, dtype=half, layout=last),
-            conv(x=(2, 3, 64, 64), w=(64, 3, 7, 7), padding=3, stride=2, dtype=half),
-            conv(x=(2, 3, 32, 40), w=(32, 3, 3, 3), padding=1, dtype=brain, layout=last),
-            conv(x=(2, 3, 32, 40), w=(32, 3, 3, 3), padding=1, dtype=brain),
-            conv(x=(2, 3, 32, 32), w=(96, 3, 4, 4), stride=4, dtype=half, layout=last),
-            conv(x=(3, 1, 28, 28), w=(6, 1, 5, 5), padding=2, dtype=half),
-            conv(x=(2, 4, 17, 23), w=(37, 4, 3, 2), padding=((4, 0), (5, 1)), stride=(1, 3), dtype=brain, layout=last),
-            conv(x=(1, 2, 33, 31), w=(19, 2, 5, 11), padding=2, stride=(3, 1), dtype=half),
-        )
-
-    def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
-        if problem.direction is not Direction.FORWARD:
-            return Applicability(f"computes forward only, not {problem.direction}")
-        reason = unserved(problem)
-        if reason:
-            return Applicability(reason)
-        if not any(self.is_valid_config(problem, device, config) for config in _SHORT_LIST):
-            return Applicability(f"filter {problem.filter} or stride {problem.conv.stride} is too large for a block")
-        return APPLICABLE
 
     def is_valid_config(self, problem: ProblemDescription, device: Device, config: Config) -> bool:
         (out_h, out_w), last = problem.out_spatial, problem.x.layout.channels_last
@@ -213,18 +177,17 @@ class ConvFirstLayer(Solver):
             return False
         if config["blocks"] * outputs * config["tile_k"] // 2 > _MAX_SUMS:
             return False
-        tiling = _Tiling.of(problem, config)
+        tiling = _Tiling.of(problem, config, device)
         shares = ceil_div(tiling.tile.windows, 16 * config["blocks"])
         if config["warps"] >= max(8, 2 * shares) or (config["blocks"] >= 4 and shares == 1):
             return False
-        fits_shared = tiling.shared_bytes <= (device.shared_bytes or _SHARED_BYTES)
-        return fits_shared and tiling.registers <= _MAX_REGISTERS and tiling.registers * tiling.threads <= 65536
+        return tiling.registers <= _MAX_REGISTERS and tiling.resident > 0
 
-    def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
-        return tuple(self.ranked(problem, device, _SHORT_LIST)[:8])
+    def short_list(self) -> Sequence[Config]:
+        return _SHORT_LIST
 
     def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
-        tiling = _Tiling.of(problem, config)
+        tiling = _Tiling.of(problem, config, device)
         moved_ms = 1e3 * problem.bytes / device.bandwidth_bytes_per_s
         tile, blocks = tiling.tile, tiling.blocks(device)
         steps, columns = tiling.depth // 16, tile.outputs * config["tile_k"] // 8
@@ -244,7 +207,7 @@ class ConvFirstLayer(Solver):
         return float(_LAUNCH_MS + max(moved_ms, busy_ms) + _EXPOSED * min(moved_ms, busy_ms))
 
     def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
-        tiling = _Tiling.of(problem, config)
+        tiling = _Tiling.of(problem, config, device)
         tile = tiling.tile
         step = KernelStep(
             source="first_layer.cu",

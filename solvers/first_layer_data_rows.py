@@ -9,14 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
-from miofind.device import Device, Library, Place
-from miofind.problem import DataType, Direction, Layout, ProblemDescription
+from miofind.device import Device
+from miofind.few_channels import FewChannelsSolver
+from miofind.problem import Direction, ProblemDescription
 from miofind.solution import Config, ConfigValue, ConvSolution, KernelStep, Pointer, int32s
-from miofind.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
 from miofind.tiling.correlation import ceil_div
 from miofind.tiling.divisor import divisors
 from miofind.tiling.gradient_rows import GradientRows
-from miofind.tiling.windows import unserved
 
 _MAX_HELD = 184
 _MAX_WARPS = 12
@@ -74,7 +73,7 @@ _LAUNCH_MS = 0.0018
 _EXPOSED = 0.2
 
 
-class ConvFirstLayerDataRows(Solver):
+class ConvFirstLayerDataRows(FewChannelsSolver):
     """Backward data for up to four channels: rows of dy times all filters; products that meet a pixel are added.
 
     dy is read once but for the ends of strips. Sums are float32; equal inputs give equal bits.
@@ -85,17 +84,7 @@ class ConvFirstLayerDataRows(Solver):
     """
 
     id = "ConvFirstLayerDataRows"
-    algorithm = Algorithm.IMPLICIT_GEMM
-    keys = (
-        KernelKey(
-            place=Place.CUDA,
-            library=Library.PLAIN,
-            dtypes=frozenset({DataType.FLOAT16, DataType.BFLOAT16}),
-            layouts=frozenset({Layout.NCHW, Layout.NHWC}),
-            min_sm=80,
-        ),
-    )
-    alignment_bytes = 16
+    direction = Direction.BACKWARD_DATA
     parameters: ClassVar[Mapping[str, Sequence[ConfigValue]]] = {
         "blocks": (1, 2, 3, 4),
         "warps_m": (1, 2, 4, 7, 8),
@@ -105,34 +94,6 @@ class ConvFirstLayerDataRows(Solver):
         "resident": (1, 2, 3, 4),
     }
     sources = ("first_layer_data_rows.cu",)
-
-    def examples(self) -> tuple[ProblemDescription, ...]:
-        half, brain, last = DataType.FLOAT16, DataType.BFLOAT16, Layout.NHWC
-
-        def conv(**fields: object) -> ProblemDescription:
-            return ProblemDescription.convolution(direction=Direction.BACKWARD_DATA, **fields)  # type: ignore[arg-type]
-
-        return (
-            conv(x=(2, 3, 64, 64), w=(64, 3, 7, 7), padding=3, stride=2, dtype=half, layout=last),
-            conv(x=(2, 3, 64, 64), w=(64, 3, 7, 7), padding=3, stride=2, dtype=half),
-            conv(x=(2, 3, 32, 40), w=(32, 3, 3, 3), padding=1, dtype=brain, layout=last),
-            conv(x=(2, 3, 32, 40), w=(32, 3, 3, 3), padding=1, dtype=brain),
-            conv(x=(2, 3, 32, 32), w=(96, 3, 4, 4), stride=4, dtype=half, layout=last),
-            conv(x=(3, 1, 28, 28), w=(6, 1, 5, 5), padding=2, dtype=half),
-            conv(x=(2, 4, 17, 23), w=(37, 4, 3, 2), padding=((4, 0), (5, 1)), stride=(1, 3), dtype=brain, layout=last),
-            conv(x=(1, 2, 33, 31), w=(19, 2, 5, 11), padding=2, stride=(3, 1), dtype=half),
-        )
-
-    def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
-        if problem.direction is not Direction.BACKWARD_DATA:
-            return Applicability(f"computes backward data only, not {problem.direction}")
-        reason = unserved(problem)
-        if reason:
-            return Applicability(reason)
-        if not any(self.is_valid_config(problem, device, config) for config in _SHORT_LIST):
-            sizes = f"k={problem.k} filter {problem.filter}"
-            return Applicability(f"filters are too large for the registers of a block: {sizes}")
-        return APPLICABLE
 
     def is_valid_config(self, problem: ProblemDescription, device: Device, config: Config) -> bool:
         if not 4 <= config["warps_m"] * config["warps_n"] * config["warps_k"] <= _MAX_WARPS:
@@ -147,8 +108,8 @@ class ConvFirstLayerDataRows(Solver):
         fits_shared = tiling.shared_bytes <= (device.shared_bytes or _SHARED_BYTES)
         return fits_shared and tiling.resident == config["resident"]
 
-    def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
-        return tuple(self.ranked(problem, device, _SHORT_LIST)[:8])
+    def short_list(self) -> Sequence[Config]:
+        return _SHORT_LIST
 
     def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
         tiling = GradientRows.of(problem, config, device)

@@ -12,8 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from miofind.device import Device, Library, Place
-from miofind.problem import DataType, Direction, Layout, ProblemDescription
+from miofind.device import Device
+from miofind.few_channels import FewChannelsSolver
+from miofind.problem import Direction, ProblemDescription
 from miofind.solution import (
     Config,
     ConfigValue,
@@ -24,17 +25,16 @@ from miofind.solution import (
     WorkspacePlan,
     int32s,
 )
-from miofind.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
 from miofind.tiling.correlation import ceil_div, round_up
 from miofind.tiling.divisor import divisors
-from miofind.tiling.windows import WindowTile, unserved
+from miofind.tiling.grouped import resident_blocks
+from miofind.tiling.windows import WindowTile
 
 _MAX_SUMS = 128
 _MAX_WARPS = 8
 _MAX_REGISTERS = 248
 _MAX_WORKSPACE_BYTES = 1 << 30
 _SHARED_BYTES = 48 << 10
-_SM_SHARED_BYTES = 227 << 10
 _SHARES = 32
 
 
@@ -69,7 +69,7 @@ class _Tiling:
     tiles: int
 
     @staticmethod
-    def of(problem: ProblemDescription, config: Config) -> _Tiling:
+    def of(problem: ProblemDescription, config: Config, device: Device) -> _Tiling:
         tile = WindowTile.of(problem, config["tile_h"], config["tile_w"])
         tile_k, threads = config["tile_k"], 32 * config["warps_y"] * config["warps_k"] * config["warps_p"]
         last, taps_y = problem.y.layout.channels_last, problem.filter[0]
@@ -80,8 +80,9 @@ class _Tiling:
         pitch = 2 * tile_k + 16 if last else round_up(2 * tile.outputs * slots, 32) + 16
         stage = pitch * (tile.outputs * slots if last else tile_k) + tile.patch_bytes
         shared_bytes = max(2 * stage, 4 * tile.outputs * tile_k * (8 * taps_y * row_words + 8))
-        registers = round_up(sums + _moved_registers(problem, tile, threads) + 8 * filters * tile.outputs + 60, 8)
-        by_shared = _SM_SHARED_BYTES // (shared_bytes + 1024)
+        moved = tile.patch_load(problem.c, threads).registers
+        registers = round_up(sums + moved + 8 * filters * tile.outputs + 60, 8)
+        resident = resident_blocks(registers, threads, shared_bytes, device.shared_bytes or _SHARED_BYTES)
         return _Tiling(
             tile=tile,
             filter_tiles=ceil_div(problem.k, tile_k),
@@ -91,20 +92,13 @@ class _Tiling:
             threads=threads,
             registers=registers,
             shared_bytes=shared_bytes,
-            resident=max(1, min(65536 // (registers * threads), by_shared, config["resident"])),
+            resident=min(resident, config["resident"]),
             tiles=tile.image_tiles * problem.n,
         )
 
     def splits(self, device: Device) -> int:
         """Blocks that share the tiles of a block of filters."""
         return min(self.tiles, max(1, device.sm_count * self.resident // self.filter_tiles))
-
-
-def _moved_registers(problem: ProblemDescription, tile: WindowTile, threads: int) -> int:
-    """Registers of a patch on its way; none where it is too large to be held."""
-    loads, words = ceil_div(tile.in_rows * tile.in_columns, tile.vector * threads), problem.c * max(1, tile.vector // 2)
-    most = 32 // words if tile.vector >= 4 else 4
-    return loads * words if loads <= most else most * words
 
 
 def _defines(problem: ProblemDescription, config: Config, tiling: _Tiling) -> tuple[tuple[str, str | int], ...]:
@@ -198,7 +192,7 @@ _LAUNCH_MS = 0.00407
 _EXPOSED = 0.591
 
 
-class ConvFirstLayerWeights(Solver):
+class ConvFirstLayerWeights(FewChannelsSolver):
     """Backward weights for up to four channels: windows of a staged patch are operands of tensor cores as they lie.
 
     Zeros around the images and beyond a filter's rows are multiplied: an infinity or NaN spreads over taps that do not
@@ -210,17 +204,7 @@ class ConvFirstLayerWeights(Solver):
     """
 
     id = "ConvFirstLayerWeights"
-    algorithm = Algorithm.IMPLICIT_GEMM
-    keys = (
-        KernelKey(
-            place=Place.CUDA,
-            library=Library.PLAIN,
-            dtypes=frozenset({DataType.FLOAT16, DataType.BFLOAT16}),
-            layouts=frozenset({Layout.NCHW, Layout.NHWC}),
-            min_sm=80,
-        ),
-    )
-    alignment_bytes = 16
+    direction = Direction.BACKWARD_WEIGHTS
     parameters: ClassVar[Mapping[str, Sequence[ConfigValue]]] = {
         "tile_h": (1, 2, 4, 8),
         "tile_w": (32, 64, 128, 256, 512),
@@ -231,33 +215,6 @@ class ConvFirstLayerWeights(Solver):
         "resident": (1, 2, 3, 4),
     }
     sources = ("first_layer_weights.cu",)
-
-    def examples(self) -> tuple[ProblemDescription, ...]:
-        half, brain, last = DataType.FLOAT16, DataType.BFLOAT16, Layout.NHWC
-
-        def conv(**fields: object) -> ProblemDescription:
-            return ProblemDescription.convolution(direction=Direction.BACKWARD_WEIGHTS, **fields)  # type: ignore[arg-type]
-
-        return (
-            conv(x=(2, 3, 64, 64), w=(64, 3, 7, 7), padding=3, stride=2, dtype=half, layout=last),
-            conv(x=(2, 3, 64, 64), w=(64, 3, 7, 7), padding=3, stride=2, dtype=half),
-            conv(x=(2, 3, 32, 40), w=(32, 3, 3, 3), padding=1, dtype=brain, layout=last),
-            conv(x=(2, 3, 32, 40), w=(32, 3, 3, 3), padding=1, dtype=brain),
-            conv(x=(2, 3, 32, 32), w=(96, 3, 4, 4), stride=4, dtype=half, layout=last),
-            conv(x=(3, 1, 28, 28), w=(6, 1, 5, 5), padding=2, dtype=half),
-            conv(x=(2, 4, 17, 23), w=(37, 4, 3, 2), padding=((4, 0), (5, 1)), stride=(1, 3), dtype=brain, layout=last),
-            conv(x=(1, 2, 33, 31), w=(19, 2, 5, 11), padding=2, stride=(3, 1), dtype=half),
-        )
-
-    def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
-        if problem.direction is not Direction.BACKWARD_WEIGHTS:
-            return Applicability(f"computes backward weights only, not {problem.direction}")
-        reason = unserved(problem)
-        if reason:
-            return Applicability(reason)
-        if not any(self.is_valid_config(problem, device, config) for config in _SHORT_LIST):
-            return Applicability(f"filter {problem.filter} or stride {problem.conv.stride} is too large for a block")
-        return APPLICABLE
 
     def is_valid_config(self, problem: ProblemDescription, device: Device, config: Config) -> bool:
         out_h, out_w = problem.out_spatial
@@ -270,18 +227,18 @@ class ConvFirstLayerWeights(Solver):
         warps = config["warps_y"] * config["warps_k"] * config["warps_p"]
         if not 4 <= warps <= _MAX_WARPS:
             return False
-        tiling = _Tiling.of(problem, config)
+        tiling = _Tiling.of(problem, config, device)
         if tiling.sums > _MAX_SUMS or tiling.registers > _MAX_REGISTERS or tiling.resident < config["resident"]:
             return False
         if 4 * tiling.splits(device) * problem.w.size > _MAX_WORKSPACE_BYTES:
             return False
         return tiling.shared_bytes <= (device.shared_bytes or _SHARED_BYTES)
 
-    def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
-        return tuple(self.ranked(problem, device, _SHORT_LIST)[:8])
+    def short_list(self) -> Sequence[Config]:
+        return _SHORT_LIST
 
     def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
-        tiling = _Tiling.of(problem, config)
+        tiling = _Tiling.of(problem, config, device)
         moved_ms = 1e3 * problem.bytes / device.bandwidth_bytes_per_s
         tile, splits = tiling.tile, tiling.splits(device)
         warps_y, warps_k, warps_p = config["warps_y"], config["warps_k"], config["warps_p"]
@@ -302,7 +259,7 @@ class ConvFirstLayerWeights(Solver):
         return float(_LAUNCH_MS + max(moved_ms, busy_ms) + _EXPOSED * min(moved_ms, busy_ms) + parts_ms)
 
     def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
-        tiling = _Tiling.of(problem, config)
+        tiling = _Tiling.of(problem, config, device)
         steps = (_sum_step(problem, device, config, tiling), _finish_step(problem, device, config, tiling))
         parts = Region(name="parts", bytes=4 * tiling.splits(device) * problem.w.size)
         return ConvSolution(steps=steps, workspace=WorkspacePlan((parts,)))

@@ -18,7 +18,21 @@ MAX_CHANNELS = 4
 
 _PIXEL_BYTES = 8
 _MOST = 8  # elements of 16 bytes
+_HELD_WORDS, _HELD_LOADS = 32, 4  # that a thread has on their way: words of long vectors, or short vectors a channel
 _MAX_STRIDE = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PatchLoad:
+    """How a thread moves its share of a patch.
+
+    Attributes:
+        registers: for what it loads at once.
+        is_whole: whether that is all of it.
+    """
+
+    registers: int
+    is_whole: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +109,13 @@ class WindowTile:
     def patch_bytes(self) -> int:
         """Shared memory of a patch."""
         return 16 * self.in_rows * self.row_words
+
+    def patch_load(self, channels: int, threads: int) -> PatchLoad:
+        """How each of `threads` threads moves a patch: PatchLoader of kernels_src/common/patch.cuh, with its limits."""
+        loads = ceil_div(self.in_rows * self.in_columns, self.vector * threads)
+        words = channels * max(1, self.vector // 2)
+        most = _HELD_WORDS // words if self.vector >= 4 else _HELD_LOADS
+        return PatchLoad(registers=min(loads, most) * words, is_whole=loads <= most)
 
     def plane_vector(self, problem: ProblemDescription) -> int:
         """Elements of a plane of y that move at once and lie within a row of a tile, or within its rows."""
