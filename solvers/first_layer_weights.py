@@ -31,10 +31,11 @@ from miofind.tiling.grouped import resident_blocks
 from miofind.tiling.windows import WindowTile
 
 _MAX_SUMS = 128
-_MAX_WARPS = 8
+_MAX_WARPS = 14
 _MAX_REGISTERS = 248
 _MAX_WORKSPACE_BYTES = 1 << 30
 _SHARED_BYTES = 48 << 10
+_OTHER_REGISTERS, _FEWEST_REGISTERS = 28, 88
 _SHARES = 32
 
 
@@ -78,10 +79,12 @@ class _Tiling:
         sums = 4 * filters * tile.outputs * rows * row_words
         slots = round_up(tile.windows, 16)
         pitch = 2 * tile_k + 16 if last else round_up(2 * tile.outputs * slots, 32) + 16
-        stage = pitch * (tile.outputs * slots if last else tile_k) + tile.patch_bytes
-        shared_bytes = max(2 * stage, 4 * tile.outputs * tile_k * (8 * taps_y * row_words + 8))
+        staged = config["stages"] * pitch * (tile.outputs * slots if last else tile_k) + 2 * tile.patch_bytes
+        shared_bytes = max(staged, 4 * tile.outputs * tile_k * (8 * taps_y * row_words + 8))
         moved = tile.patch_load(problem.c, threads).registers
-        registers = round_up(sums + moved + 8 * filters * tile.outputs + 60, 8)
+        words = 4 * ceil_div(row_words, 2) * min(2, rows) + (0 if last or tile.outputs == 1 else 8)
+        registers = sums + moved + 4 * filters * tile.outputs + words
+        registers = max(_FEWEST_REGISTERS, round_up(registers + _OTHER_REGISTERS, 8))
         resident = resident_blocks(registers, threads, shared_bytes, device.shared_bytes or _SHARED_BYTES)
         return _Tiling(
             tile=tile,
@@ -117,6 +120,7 @@ def _defines(problem: ProblemDescription, config: Config, tiling: _Tiling) -> tu
         ("OFFSET", tile.offset),
         ("IN_VECTOR", tile.vector),
         ("OUT_VECTOR", tiling.out_vector),
+        ("STAGES", config["stages"]),
         ("MIN_BLOCKS", tiling.resident),
         ("SHARED_BYTES", tiling.shared_bytes),
     )
@@ -151,7 +155,8 @@ def _finish_step(problem: ProblemDescription, device: Device, config: Config, ti
     )
 
 
-def _config(tile_h: int, tile_w: int, tile_k: int, warps_y: int, warps_k: int, warps_p: int, resident: int) -> Config:
+def _config(tile: Sequence[int], tile_k: int, warps: Sequence[int], resident: int) -> Config:
+    (tile_h, tile_w, stages), (warps_y, warps_k, warps_p) = tile, warps
     return Config.of(
         tile_h=tile_h,
         tile_w=tile_w,
@@ -159,31 +164,42 @@ def _config(tile_h: int, tile_w: int, tile_k: int, warps_y: int, warps_k: int, w
         warps_y=warps_y,
         warps_k=warps_k,
         warps_p=warps_p,
+        stages=stages,
         resident=resident,
     )
 
 
-_WARPS = ((1, 1, 8), (1, 1, 4), (1, 2, 4), (1, 2, 2), (2, 1, 4), (2, 2, 2), (4, 1, 2), (4, 1, 1), (4, 2, 1), (8, 1, 1))
+_TILES = (
+    (1, 128, 3),
+    (1, 256, 2),
+    (2, 64, 3),
+    (2, 128, 2),
+    (2, 128, 3),
+    (4, 64, 2),
+    (4, 64, 3),
+    (4, 32, 3),
+    (4, 128, 2),
+)
+_WARPS = ((1, 2, 2), (1, 2, 4), (1, 1, 4), (2, 2, 1), (2, 2, 2), (3, 2, 1), (4, 1, 1), (4, 2, 1), (7, 1, 1), (7, 1, 2))
 # What default_configs ranks by estimate; few filters, for those whose sums fill a warp's registers, come last.
 _SHORT_LIST = tuple(
-    _config(tile_h, tile_w, tile_k, *warps, resident)
-    for tile_k, tiles, most in ((32, (1, 2, 4), 3), (64, (1, 2, 4), 2), (96, (1, 2, 4), 2), (16, (1,), 1))
-    for tile_h in tiles
-    for tile_w in (32, 64, 128, 256, 512)
-    for warps in _WARPS
-    for resident in range(1, most + 1)
+    _config(tile, tile_k, warps, resident)
+    for tile_k, residents in ((32, (1, 2, 3)), (64, (1, 2)), (96, (1, 2)), (16, (1,)))
+    for tile in (_TILES if tile_k > 16 else ((1, 32, 2), (1, 64, 2)))
+    for warps in (_WARPS if tile_k > 16 else ((4, 1, 1), (1, 1, 4), (7, 1, 1)))
+    for resident in residents
 )
 
 # Cycles of a multiprocessor for a product of fragments, to read one, to stage a vector of x, to load one of dy, and to
-# join a sum; cycles that a block waits for a tile, and a warp for a block of windows and for a product. How often parts
-# move as long as memory would take. Share of the time to move all tensors, or to compute if that is shorter, that the
-# other does not hide. Fitted to 360 measurements on an H200: root mean square of the error 7 %; the configuration with
-# the least estimate takes 2 % longer than the best.
+# join a sum; cycles that a block waits for a tile, with two stages or more, and a warp for a block of windows and for a
+# product. How often parts move as long as memory would take. Share of the time to move all tensors, or to compute if
+# that is shorter, that the other does not hide. Fitted to 360 measurements on an H200 with two stages; since then loads
+# take fewer instructions, and what they and more stages cost is reckoned.
 _PRODUCT = 1.8
 _READ = 3.99
 _STAGED = 0.493
-_LOADED = 0.255
-_TILE = 1350.0
+_LOADED = 0.13
+_TILE, _STAGED_TILE = 1200.0, 600.0
 _BLOCK = 159.0
 _LATENCY = 13.3
 _JOIN = 14.7
@@ -199,8 +215,8 @@ class ConvFirstLayerWeights(FewChannelsSolver):
     meet it. Sums are float32; equal inputs give equal bits.
 
     Configuration: a block computes `tile_k` filters from `tile_h` x `tile_w` outputs at a time; `warps_y` warps share a
-    filter's rows, `warps_k` its filters and `warps_p` the outputs; the tiles are dealt to `resident` blocks of a
-    multiprocessor.
+    filter's rows, `warps_k` its filters and `warps_p` the outputs; `stages` tiles of dy are in shared memory, and tiles
+    are dealt to `resident` blocks of a multiprocessor.
     """
 
     id = "ConvFirstLayerWeights"
@@ -209,10 +225,11 @@ class ConvFirstLayerWeights(FewChannelsSolver):
         "tile_h": (1, 2, 4, 8),
         "tile_w": (32, 64, 128, 256, 512),
         "tile_k": (16, 32, 64, 96),
-        "warps_y": (1, 2, 4, 8),
+        "warps_y": (1, 2, 3, 4, 7),
         "warps_k": (1, 2),
-        "warps_p": (1, 2, 4, 8),
-        "resident": (1, 2, 3, 4),
+        "warps_p": (1, 2, 4),
+        "stages": (2, 3),
+        "resident": (1, 2, 3),
     }
     sources = ("first_layer_weights.cu",)
 
@@ -220,8 +237,11 @@ class ConvFirstLayerWeights(FewChannelsSolver):
         out_h, out_w = problem.out_spatial
         if config["tile_h"] >= 2 * out_h or config["tile_w"] >= 2 * max(32, out_w):
             return False
-        if config["tile_k"] >= 32 + round_up(problem.k, 16) or config["warps_y"] >= 2 * problem.filter[0]:
+        if config["tile_k"] >= 32 + round_up(problem.k, 16):
             return False
+        taps_y, warps_y = problem.filter[0], config["warps_y"]
+        if ceil_div(taps_y, ceil_div(taps_y, warps_y)) != warps_y:
+            return False  # a warp would have no rows
         if config["tile_k"] // 16 % config["warps_k"]:
             return False
         warps = config["warps_y"] * config["warps_k"] * config["warps_p"]
@@ -250,7 +270,12 @@ class ConvFirstLayerWeights(FewChannelsSolver):
         loaded = tile.outputs * tile.windows * config["tile_k"] / tiling.out_vector
         moved = _STAGED * staged + _LOADED * loaded
         busy = max(_PRODUCT * products, _READ * reads) + moved
-        alone = _TILE + turn * _BLOCK + _LATENCY * products / (warps_y * warps_k * warps_p) + moved
+        alone = (
+            (_TILE if config["stages"] == 2 else _STAGED_TILE)
+            + turn * _BLOCK
+            + _LATENCY * products / (warps_y * warps_k * warps_p)
+            + moved
+        )
         turns = ceil_div(tiling.tiles, splits)
         together = min(tiling.resident, ceil_div(splits * tiling.filter_tiles, device.sm_count))
         cycles = _JOIN * warps_p * tiling.sums * together + turns * max(together * busy, alone)
