@@ -127,7 +127,7 @@ _SHORT_LIST = tuple(
     for tile_h in (1, 2, 4, 8)
     for tile_w in (32, 64, 128, 256, 512)
     for tile_k in (32, 64, 96, 128)
-    for warps, blocks in ((4, 1), (4, 2), (8, 1), (8, 2))
+    for warps, blocks in ((4, 1), (4, 2), (7, 2), (8, 1), (8, 2))
 )
 
 # Cycles of a multiprocessor for a product of fragments, to read one, to stage and to store a vector, and to lay out 8
@@ -161,7 +161,7 @@ class ConvFirstLayer(FewChannelsSolver):
         "tile_h": (1, 2, 4, 8, 16),
         "tile_w": (32, 64, 128, 256, 512),
         "tile_k": (32, 64, 96, 128),
-        "warps": (4, 8),
+        "warps": (4, 7, 8),
         "blocks": (1, 2, 4),
     }
     sources = ("first_layer.cu",)
@@ -179,7 +179,7 @@ class ConvFirstLayer(FewChannelsSolver):
             return False
         tiling = _Tiling.of(problem, config, device)
         shares = ceil_div(tiling.tile.windows, 16 * config["blocks"])
-        if config["warps"] >= max(8, 2 * shares) or (config["blocks"] >= 4 and shares == 1):
+        if 4 < config["warps"] >= 2 * shares or (config["blocks"] >= 4 and shares == 1):
             return False
         return tiling.registers <= _MAX_REGISTERS and tiling.resident > 0
 
