@@ -124,10 +124,10 @@ def _config(tile_h: int, tile_w: int, tile_k: int, warps: int, blocks: int) -> C
 # What default_configs ranks by estimate.
 _SHORT_LIST = tuple(
     _config(tile_h, tile_w, tile_k, warps, blocks)
-    for tile_h in (1, 2, 4, 8)
+    for tile_h in (1, 2, 4, 7, 8, 14)
     for tile_w in (32, 64, 128, 256, 512)
     for tile_k in (32, 64, 96, 128)
-    for warps, blocks in ((4, 1), (4, 2), (7, 2), (8, 1), (8, 2))
+    for warps, blocks in ((8, 2), (7, 2), (4, 2), (8, 1), (4, 1))
 )
 
 # Cycles of a multiprocessor for a product of fragments, to read one, to stage and to store a vector, and to lay out 8
@@ -158,7 +158,7 @@ class ConvFirstLayer(FewChannelsSolver):
     id = "ConvFirstLayer"
     direction = Direction.FORWARD
     parameters: ClassVar[Mapping[str, Sequence[ConfigValue]]] = {
-        "tile_h": (1, 2, 4, 8, 16),
+        "tile_h": (1, 2, 4, 7, 8, 14, 16),
         "tile_w": (32, 64, 128, 256, 512),
         "tile_k": (32, 64, 96, 128),
         "warps": (4, 7, 8),

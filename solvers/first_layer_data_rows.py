@@ -60,8 +60,9 @@ _SHORT_LIST = tuple(
 
 # Cycles of a multiprocessor for a product of fragments, to read one, to stage 16 bytes, and to write or add 32 products
 # through shared memory; cycles that a block waits for a row, a warp for a product, and a block before its first row.
-# Share of the time to move all tensors, or to compute if that is shorter, that the other does not hide. Products, reads
-# and copies as fitted for ConvFirstLayerData on an H200, the others reckoned.
+# Share of the time to move all tensors, or to compute if that is shorter, that the other does not hide, and of the time
+# to read dy that rows and columns cost which several blocks read. Products, reads and copies as fitted for
+# ConvFirstLayerData on an H200, the others reckoned.
 _PRODUCT = 1.8
 _READ = 3.9
 _STAGED = 0.33
@@ -71,6 +72,7 @@ _LATENCY = 11.2
 _BEGIN = 3000.0
 _LAUNCH_MS = 0.0018
 _EXPOSED = 0.2
+_ROWS_AGAIN, _COLUMNS_AGAIN = 0.5, 0.25
 
 
 class ConvFirstLayerDataRows(FewChannelsSolver):
@@ -128,7 +130,8 @@ class ConvFirstLayerDataRows(FewChannelsSolver):
         turns = ceil_div(tiling.blocks, device.sm_count * tiling.resident)
         cycles = turns * (_BEGIN + tiling.strip_steps * max(busy, alone))
         busy_ms = 1e3 * cycles / device.clock_hz
-        again = 0.5 * (tiling.strip_steps / tiling.rows - 1)
+        columns_again = tiling.columns * tiling.column_tiles / problem.out_spatial[1] - 1
+        again = _ROWS_AGAIN * (tiling.strip_steps / tiling.rows - 1) + _COLUMNS_AGAIN * columns_again
         moved_ms = 1e3 * problem.bytes * (1 + again) / device.bandwidth_bytes_per_s
         return float(_LAUNCH_MS + max(moved_ms, busy_ms) + _EXPOSED * min(moved_ms, busy_ms))
 
