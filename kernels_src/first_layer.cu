@@ -40,8 +40,7 @@ constexpr int kColumns = round_up(kLead + (kRowWindows - 1) * kWindowPixels + 4 
 constexpr bool kTurned = !CHANNELS_LAST && kWindowPixels == 2;
 using Pixels =
     Patch<CHANNELS, (kTileH - 1) * STRIDE_Y + FILTER_Y, kColumns, kFirstPixel, IN_VECTOR, CHANNELS_LAST, kTurned>;
-constexpr int kInFlight = IN_VECTOR >= 4 ? 32 / (CHANNELS * IN_VECTOR / 2) : 4;
-using Loader = PatchLoader<Pixels, kThreads, kInFlight, ELEMENT>;
+using Loader = PatchLoader<Pixels, kThreads, ELEMENT>;
 
 // Filters in shared memory: an odd number of 16-byte words lies between them, so that eight meet every bank once.
 constexpr int kDepth = FILTER_Y * kRowSteps * 16, kFilterPitch = kDepth + 8;

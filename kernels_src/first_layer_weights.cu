@@ -41,8 +41,7 @@ constexpr int kColumns =
     round_up(kLead + (kRowWindows - 1) * kWindowPixels + round_up(2 * kRowWords, 4) - kFirstPixel, IN_VECTOR);
 using Pixels =
     Patch<CHANNELS, (kTileH - 1) * STRIDE_Y + FILTER_Y, kColumns, kFirstPixel, IN_VECTOR, CHANNELS_LAST, false>;
-constexpr int kInFlight = IN_VECTOR >= 4 ? 32 / (CHANNELS * IN_VECTOR / 2) : 4;
-using Loader = PatchLoader<Pixels, kThreads, kInFlight, ELEMENT>;
+using Loader = PatchLoader<Pixels, kThreads, ELEMENT>;
 
 // Outputs in shared memory, an odd number of 16-byte words from row to row, so that eight meet every bank once: rows
 // are windows of filters, for each output of a window, if CHANNELS_LAST; else filters of outputs.

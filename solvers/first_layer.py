@@ -18,7 +18,7 @@ from miofind.solution import Config, ConfigValue, ConvSolution, KernelStep, Poin
 from miofind.tiling.correlation import ceil_div, round_up
 from miofind.tiling.divisor import divisors
 from miofind.tiling.grouped import resident_blocks
-from miofind.tiling.windows import WindowTile
+from miofind.tiling.windows import WindowTile, is_same_load
 
 _MAX_SUMS = 128
 _MAX_REGISTERS = 216
@@ -56,7 +56,7 @@ class _Tiling:
 
     @staticmethod
     def of(problem: ProblemDescription, config: Config, device: Device) -> _Tiling:
-        tile = WindowTile.of(problem, config["tile_h"], config["tile_w"])
+        tile = WindowTile.of(problem, config["tile_h"], config["tile_w"], config["vector"])
         tile_k, threads = config["tile_k"], 32 * config["warps"]
         last = problem.y.layout.channels_last
         depth = 16 * problem.filter[0] * tile.row_steps
@@ -118,7 +118,7 @@ def _defines(problem: ProblemDescription, config: Config, tiling: _Tiling) -> tu
 
 
 def _config(tile_h: int, tile_w: int, tile_k: int, warps: int, blocks: int) -> Config:
-    return Config.of(tile_h=tile_h, tile_w=tile_w, tile_k=tile_k, warps=warps, blocks=blocks)
+    return Config.of(tile_h=tile_h, tile_w=tile_w, tile_k=tile_k, warps=warps, blocks=blocks, vector=2)
 
 
 # What default_configs ranks by estimate.
@@ -130,13 +130,13 @@ _SHORT_LIST = tuple(
     for warps, blocks in ((8, 2), (7, 2), (4, 2), (8, 1), (4, 1))
 )
 
-# Cycles of a multiprocessor for a product of fragments, to read one, to stage and to store a vector, and to lay out 8
-# taps; cycles that a block waits for a tile, and a warp for a product. Share of the time to move all tensors, or to
-# compute if that is shorter, that the other does not hide. Fitted to 359 measurements on an H200: root mean square of
-# the error 12 %; the configuration with the least estimate takes 6 % longer than the best.
+# Cycles of a multiprocessor for a product of fragments, to read one, to stage a pixel of x by vectors of some length,
+# to store a vector, and to lay out 8 taps; cycles that a block waits for a tile, and a warp for a product. Share of the
+# time to move all tensors, or to compute if that is shorter, that the other does not hide. Fitted to 359 measurements
+# on an H200; since then operands are read ahead and pixels staged in pairs: what that costs is reckoned.
 _PRODUCT = 1.71
 _READ = 3.79
-_STAGED = 0.451
+_STAGED: Mapping[int, float] = {8: 0.5, 4: 0.35, 2: 0.3, 1: 0.4}
 _STORED = 0.56
 _TILE = 1540.0
 _LATENCY = 12.2
@@ -152,7 +152,7 @@ class ConvFirstLayer(FewChannelsSolver):
     away, and one of the filter to outputs at the border. Sums are float32.
 
     Configuration: a block computes `tile_h` x `tile_w` outputs of `tile_k` filters at a time; each of its `warps` warps
-    takes `blocks` blocks of 16 windows at once.
+    takes `blocks` blocks of 16 windows at once. A thread loads up to `vector` pixels of x at once.
     """
 
     id = "ConvFirstLayer"
@@ -163,6 +163,7 @@ class ConvFirstLayer(FewChannelsSolver):
         "tile_k": (32, 64, 96, 128),
         "warps": (4, 7, 8),
         "blocks": (1, 2, 4),
+        "vector": (2, 4, 8),
     }
     sources = ("first_layer.cu",)
 
@@ -171,6 +172,8 @@ class ConvFirstLayer(FewChannelsSolver):
         if config["tile_h"] >= 2 * out_h or config["tile_w"] >= 2 * max(32, out_w):
             return False
         if config["tile_k"] >= 32 + round_up(problem.k, 32):
+            return False
+        if is_same_load(problem, config["vector"]):
             return False
         outputs = 1 + problem.conv.stride[1] % 2
         if not last and config["blocks"] * outputs % 2:
@@ -194,11 +197,11 @@ class ConvFirstLayer(FewChannelsSolver):
         shares = ceil_div(ceil_div(tile.windows, 16), config["blocks"])
         fragments = shares * config["blocks"] * steps
         products, reads = fragments * columns, fragments * (1 + columns / 2 / config["blocks"])
-        staged = tile.in_rows * tile.in_columns / tile.vector * (problem.c + tile.vector)
+        staged = tile.in_rows * tile.in_columns
         stored = tile.tile_h * tile.tile_w * config["tile_k"] / tiling.out_vector
-        busy = max(_PRODUCT * products, _READ * reads) + _STAGED * staged + _STORED * stored
+        busy = max(_PRODUCT * products, _READ * reads) + _STAGED[tile.vector] * staged + _STORED * stored
         turn = ceil_div(shares, config["warps"]) * config["blocks"] * steps * columns
-        alone = _TILE + _LATENCY * turn + _STAGED * staged + _STORED * stored
+        alone = _TILE + _LATENCY * turn + _STAGED[tile.vector] * staged + _STORED * stored
         turns = ceil_div(tiling.tiles * tiling.filter_tiles, blocks)
         together = min(tiling.resident, ceil_div(blocks, device.sm_count))
         laid = tile.outputs * config["tile_k"] * tiling.depth / 8

@@ -28,7 +28,7 @@ from miofind.solution import (
 from miofind.tiling.correlation import ceil_div, round_up
 from miofind.tiling.divisor import divisors
 from miofind.tiling.grouped import resident_blocks
-from miofind.tiling.windows import WindowTile
+from miofind.tiling.windows import WindowTile, is_same_load
 
 _MAX_SUMS = 128
 _MAX_WARPS = 14
@@ -36,6 +36,7 @@ _MAX_REGISTERS = 248
 _MAX_WORKSPACE_BYTES = 1 << 30
 _SHARED_BYTES = 48 << 10
 _OTHER_REGISTERS, _FEWEST_REGISTERS = 28, 88
+_FEWEST_OUTPUTS, _MOST_OUTPUTS = 64, 512  # of a tile
 _SHARES = 32
 
 
@@ -71,7 +72,7 @@ class _Tiling:
 
     @staticmethod
     def of(problem: ProblemDescription, config: Config, device: Device) -> _Tiling:
-        tile = WindowTile.of(problem, config["tile_h"], config["tile_w"])
+        tile = WindowTile.of(problem, config["tile_h"], config["tile_w"], config["vector"])
         tile_k, threads = config["tile_k"], 32 * config["warps_y"] * config["warps_k"] * config["warps_p"]
         last, taps_y = problem.y.layout.channels_last, problem.filter[0]
         row_words = ceil_div(problem.filter[1] + (tile.outputs - 1) * problem.conv.stride[1], 2)
@@ -166,6 +167,7 @@ def _config(tile: Sequence[int], tile_k: int, warps: Sequence[int], resident: in
         warps_p=warps_p,
         stages=stages,
         resident=resident,
+        vector=2,
     )
 
 
@@ -185,19 +187,19 @@ _WARPS = ((1, 2, 2), (1, 2, 4), (1, 1, 4), (2, 2, 1), (2, 2, 2), (3, 2, 1), (4, 
 _SHORT_LIST = tuple(
     _config(tile, tile_k, warps, resident)
     for tile_k, residents in ((32, (1, 2, 3)), (64, (1, 2)), (96, (1, 2)), (16, (1,)))
-    for tile in (_TILES if tile_k > 16 else ((1, 32, 2), (1, 64, 2)))
+    for tile in (_TILES if tile_k > 16 else ((1, 64, 2), (2, 32, 2)))
     for warps in (_WARPS if tile_k > 16 else ((4, 1, 1), (1, 1, 4), (7, 1, 1)))
     for resident in residents
 )
 
-# Cycles of a multiprocessor for a product of fragments, to read one, to stage a vector of x, to load one of dy, and to
-# join a sum; cycles that a block waits for a tile, with two stages or more, and a warp for a block of windows and for a
-# product. How often parts move as long as memory would take. Share of the time to move all tensors, or to compute if
-# that is shorter, that the other does not hide. Fitted to 360 measurements on an H200 with two stages; since then loads
-# take fewer instructions, and what they and more stages cost is reckoned.
+# Cycles of a multiprocessor for a product of fragments, to read one, to stage a pixel of x by vectors of some length,
+# to load a vector of dy, and to join a sum; cycles that a block waits for a tile, with two stages or more, and a warp
+# for a block of windows and for a product. How often parts move as long as memory would take. Share of the time to move
+# all tensors, or to compute if that is shorter, that the other does not hide. Fitted to 360 measurements on an H200;
+# since then loads take fewer instructions and pixels are staged in pairs: what these and more stages cost is reckoned.
 _PRODUCT = 1.8
 _READ = 3.99
-_STAGED = 0.493
+_STAGED: Mapping[int, float] = {8: 0.5, 4: 0.35, 2: 0.3, 1: 0.4}
 _LOADED = 0.13
 _TILE, _STAGED_TILE = 1200.0, 600.0
 _BLOCK = 159.0
@@ -216,20 +218,21 @@ class ConvFirstLayerWeights(FewChannelsSolver):
 
     Configuration: a block computes `tile_k` filters from `tile_h` x `tile_w` outputs at a time; `warps_y` warps share a
     filter's rows, `warps_k` its filters and `warps_p` the outputs; `stages` tiles of dy are in shared memory, and tiles
-    are dealt to `resident` blocks of a multiprocessor.
+    are dealt to `resident` blocks of a multiprocessor. A thread loads up to `vector` pixels of x at once.
     """
 
     id = "ConvFirstLayerWeights"
     direction = Direction.BACKWARD_WEIGHTS
     parameters: ClassVar[Mapping[str, Sequence[ConfigValue]]] = {
         "tile_h": (1, 2, 4, 8),
-        "tile_w": (32, 64, 128, 256, 512),
+        "tile_w": (32, 64, 128, 256),
         "tile_k": (16, 32, 64, 96),
         "warps_y": (1, 2, 3, 4, 7),
         "warps_k": (1, 2),
         "warps_p": (1, 2, 4),
         "stages": (2, 3),
         "resident": (1, 2, 3),
+        "vector": (2, 8),
     }
     sources = ("first_layer_weights.cu",)
 
@@ -237,7 +240,9 @@ class ConvFirstLayerWeights(FewChannelsSolver):
         out_h, out_w = problem.out_spatial
         if config["tile_h"] >= 2 * out_h or config["tile_w"] >= 2 * max(32, out_w):
             return False
-        if config["tile_k"] >= 32 + round_up(problem.k, 16):
+        if config["tile_k"] >= 32 + round_up(problem.k, 16) or is_same_load(problem, config["vector"]):
+            return False
+        if not _FEWEST_OUTPUTS <= config["tile_h"] * config["tile_w"] <= _MOST_OUTPUTS:
             return False
         taps_y, warps_y = problem.filter[0], config["warps_y"]
         if ceil_div(taps_y, ceil_div(taps_y, warps_y)) != warps_y:
@@ -266,9 +271,9 @@ class ConvFirstLayerWeights(FewChannelsSolver):
         turn = ceil_div(ceil_div(tile.windows, 16), warps_p)
         products = turn * warps_p * filters * rows * tiling.row_words
         reads = turn * warps_p * (filters * warps_y + rows * ceil_div(tiling.row_words, 2) * warps_k)
-        staged = tile.in_rows * tile.in_columns / tile.vector * (problem.c + tile.vector)
+        staged = tile.in_rows * tile.in_columns
         loaded = tile.outputs * tile.windows * config["tile_k"] / tiling.out_vector
-        moved = _STAGED * staged + _LOADED * loaded
+        moved = _STAGED[tile.vector] * staged + _LOADED * loaded
         busy = max(_PRODUCT * products, _READ * reads) + moved
         alone = (
             (_TILE if config["stages"] == 2 else _STAGED_TILE)

@@ -37,6 +37,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "wide": {"x": (1, 2, 9, 600), "w": (16, 2, 3, 5), "padding": (1, 2), "stride": (2, 1)},
     "uneven": {"x": (2, 4, 23, 30), "w": (20, 4, 2, 9), "padding": ((4, 0), (9, 1)), "stride": (1, 3)},
     "padding_beyond_the_filter": {"x": (1, 3, 6, 7), "w": (8, 3, 2, 2), "padding": 5, "stride": 2},
+    "many_images": {"x": (300, 1, 17, 20), "w": (8, 1, 3, 3), "padding": 1},
     "stride_beyond_the_filter": {"x": (2, 3, 30, 31), "w": (8, 3, 2, 1), "stride": (3, 4)},
 }
 
