@@ -6,20 +6,25 @@ Which kernels and configurations each has is its own. Knows nothing of how candi
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Sequence
 from typing import ClassVar
 
 from miofind.device import Device, Library, Place
 from miofind.problem import DataType, Direction, Layout, ProblemDescription
-from miofind.solution import Config
+from miofind.solution import Config, ConfigValue
 from miofind.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
 from miofind.tiling.windows import unserved
+
+_DEFAULTS, _MOST_ALIKE = 8, 2
 
 
 class FewChannelsSolver(Solver):
     """Implicit GEMM of 16-bit types on tensor cores for one direction and up to four channels."""
 
     direction: ClassVar[Direction]
+    kind: ClassVar[tuple[str, ...]]
+    """Parameters of which few defaults share all: estimates of near configurations do not tell them apart."""
     algorithm = Algorithm.IMPLICIT_GEMM
     keys = (
         KernelKey(
@@ -64,4 +69,11 @@ class FewChannelsSolver(Solver):
         return APPLICABLE
 
     def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
-        return tuple(self.ranked(problem, device, self.short_list())[:8])
+        chosen: list[Config] = []
+        alike: Counter[tuple[ConfigValue, ...]] = Counter()
+        for config in self.ranked(problem, device, self.short_list()):
+            kind = tuple(config[name] for name in self.kind)
+            alike[kind] += 1
+            if alike[kind] <= _MOST_ALIKE:
+                chosen.append(config)
+        return tuple(chosen[:_DEFAULTS])

@@ -157,6 +157,7 @@ class ConvFirstLayer(FewChannelsSolver):
 
     id = "ConvFirstLayer"
     direction = Direction.FORWARD
+    kind = ("tile_h", "tile_w")
     parameters: ClassVar[Mapping[str, Sequence[ConfigValue]]] = {
         "tile_h": (1, 2, 4, 7, 8, 14, 16),
         "tile_w": (32, 64, 128, 256, 512),

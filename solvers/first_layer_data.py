@@ -202,6 +202,7 @@ class ConvFirstLayerData(FewChannelsSolver):
 
     id = "ConvFirstLayerData"
     direction = Direction.BACKWARD_DATA
+    kind = ("rows", "warps_y", "warps_x")
     parameters: ClassVar[Mapping[str, Sequence[ConfigValue]]] = {
         "rows": (1, 2, 4, 8),
         "warps_y": (1, 2, 4),

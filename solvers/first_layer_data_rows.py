@@ -87,6 +87,7 @@ class ConvFirstLayerDataRows(FewChannelsSolver):
 
     id = "ConvFirstLayerDataRows"
     direction = Direction.BACKWARD_DATA
+    kind = ("blocks", "warps_m", "resident")
     parameters: ClassVar[Mapping[str, Sequence[ConfigValue]]] = {
         "blocks": (1, 2, 3, 4),
         "warps_m": (1, 2, 4, 7, 8),

@@ -223,6 +223,7 @@ class ConvFirstLayerWeights(FewChannelsSolver):
 
     id = "ConvFirstLayerWeights"
     direction = Direction.BACKWARD_WEIGHTS
+    kind = ("tile_h", "tile_w", "tile_k")
     parameters: ClassVar[Mapping[str, Sequence[ConfigValue]]] = {
         "tile_h": (1, 2, 4, 8),
         "tile_w": (32, 64, 128, 256),
