@@ -36,7 +36,7 @@ _MAX_REGISTERS = 248
 _MAX_WORKSPACE_BYTES = 1 << 30
 _SHARED_BYTES = 48 << 10
 _OTHER_REGISTERS, _FEWEST_REGISTERS = 28, 88
-_FEWEST_OUTPUTS, _MOST_OUTPUTS = 64, 512  # of a tile
+_MOST_OUTPUTS = 512  # of a tile
 _SHARES = 32
 
 
@@ -187,8 +187,8 @@ _WARPS = ((1, 2, 2), (1, 2, 4), (1, 1, 4), (2, 2, 1), (2, 2, 2), (3, 2, 1), (4, 
 _SHORT_LIST = tuple(
     _config(tile, tile_k, warps, resident)
     for tile_k, residents in ((32, (1, 2, 3)), (64, (1, 2)), (96, (1, 2)), (16, (1,)))
-    for tile in (_TILES if tile_k > 16 else ((1, 64, 2), (2, 32, 2)))
-    for warps in (_WARPS if tile_k > 16 else ((4, 1, 1), (1, 1, 4), (7, 1, 1)))
+    for tile in (_TILES if tile_k > 16 else ((1, 32, 2), (1, 64, 2), (2, 32, 2)))
+    for warps in (_WARPS if tile_k > 16 else ((1, 1, 4), *((warps_y, 1, 1) for warps_y in (4, 5, 6, 7, 8))))
     for resident in residents
 )
 
@@ -225,10 +225,10 @@ class ConvFirstLayerWeights(FewChannelsSolver):
     direction = Direction.BACKWARD_WEIGHTS
     kind = ("tile_h", "tile_w", "tile_k")
     parameters: ClassVar[Mapping[str, Sequence[ConfigValue]]] = {
-        "tile_h": (1, 2, 4, 8),
+        "tile_h": (1, 2, 4),
         "tile_w": (32, 64, 128, 256),
         "tile_k": (16, 32, 64, 96),
-        "warps_y": (1, 2, 3, 4, 7),
+        "warps_y": (1, 2, 3, 4, 5, 6, 7, 8),
         "warps_k": (1, 2),
         "warps_p": (1, 2, 4),
         "stages": (2, 3),
@@ -243,7 +243,7 @@ class ConvFirstLayerWeights(FewChannelsSolver):
             return False
         if config["tile_k"] >= 32 + round_up(problem.k, 16) or is_same_load(problem, config["vector"]):
             return False
-        if not _FEWEST_OUTPUTS <= config["tile_h"] * config["tile_w"] <= _MOST_OUTPUTS:
+        if config["tile_h"] * config["tile_w"] > _MOST_OUTPUTS:
             return False
         taps_y, warps_y = problem.filter[0], config["warps_y"]
         if ceil_div(taps_y, ceil_div(taps_y, warps_y)) != warps_y:

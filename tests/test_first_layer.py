@@ -165,3 +165,33 @@ def test_common_first_layers_are_served(solver_id: str) -> None:
     assert unserved(layer(direction=direction)) == ""
     for fields in ({"w": (64, 3, 7, 7), "padding": 3, "stride": 2}, {"w": (96, 3, 4, 4), "padding": 0, "stride": 4}):
         assert solver.applicability(layer(direction=direction, **fields), DEVICE)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"x": (8, 3, 64, 64), "w": (80, 3, 15, 15), "padding": 7},
+        {"x": (2, 1, 157, 681), "w": (32, 1, 5, 20), "padding": 0},
+        {"x": (2, 3, 224, 224), "w": (64, 3, 11, 11), "padding": 2},
+        {"x": (32, 2, 3, 3), "w": (1, 2, 3, 3), "padding": 0},
+    ],
+)
+def test_weights_of_long_filters_and_single_outputs_are_served(fields: dict[str, Any]) -> None:
+    solver = solver_by_id("ConvFirstLayerWeights")
+    problem = layer(direction=Direction.BACKWARD_WEIGHTS, **fields)
+    assert solver.applicability(problem, DEVICE)
+    assert solver.default_configs(problem, DEVICE)
+
+
+def test_no_warp_is_without_rows_of_a_filter() -> None:
+    solver = solver_by_id("ConvFirstLayerWeights")
+    problem = layer(direction=Direction.BACKWARD_WEIGHTS, w=(64, 3, 7, 7), padding=3, stride=2)
+    assert {config["warps_y"] for config in solver.configs(problem, DEVICE)} == {1, 2, 3, 4, 7}
+
+
+def test_defaults_differ_in_tiles() -> None:
+    problem = layer(x=(32, 3, 224, 224), w=(64, 3, 7, 7), padding=3, stride=2)
+    configs = solver_by_id("ConvFirstLayer").default_configs(problem, DEVICE)
+    tiles = [(config["tile_h"], config["tile_w"]) for config in configs]
+    assert len(tiles) == 8
+    assert all(tiles.count(tile) <= 2 for tile in tiles)
