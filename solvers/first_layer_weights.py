@@ -83,7 +83,7 @@ class _Tiling:
         staged = config["stages"] * pitch * (tile.outputs * slots if last else tile_k) + 2 * tile.patch_bytes
         shared_bytes = max(staged, 4 * tile.outputs * tile_k * (8 * taps_y * row_words + 8))
         moved = tile.patch_load(problem.c, threads).registers
-        words = 4 * ceil_div(row_words, 2) * min(2, rows) + (0 if last or tile.outputs == 1 else 8)
+        words = 4 * ceil_div(row_words, 2) * min(2, rows) + (0 if last or tile.outputs == rows == 1 else 8)
         registers = sums + moved + 4 * filters * tile.outputs + words
         registers = max(_FEWEST_REGISTERS, round_up(registers + _OTHER_REGISTERS, 8))
         resident = resident_blocks(registers, threads, shared_bytes, device.shared_bytes or _SHARED_BYTES)

@@ -115,9 +115,10 @@ class WindowTile:
         loads = ceil_div(self.in_rows * self.in_columns, self.vector * threads)
         words = channels * max(1, self.vector // 2)
         most = min(_HELD_WORDS // words, _HELD_LOADS)
-        many = self.vector < _MOST and (self.outputs > 1 or channels == MAX_CHANNELS)
         at_once = min(loads, most)
-        addresses = (8 + at_once) * self.outputs if many else 0
+        addresses = (8 + at_once) * self.outputs if self.outputs > 1 or channels == MAX_CHANNELS else at_once
+        if self.vector == _MOST:
+            addresses = 0  # few loads, whose addresses are not kept
         return PatchLoad(registers=at_once * words + addresses, is_whole=loads <= most)
 
     def plane_vector(self, problem: ProblemDescription) -> int:
