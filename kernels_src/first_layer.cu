@@ -40,8 +40,7 @@ constexpr int kColumns = round_up(kLead + (kRowWindows - 1) * kWindowPixels + 4 
 constexpr bool kTurned = !CHANNELS_LAST && kWindowPixels == 2;
 using Pixels =
     Patch<CHANNELS, (kTileH - 1) * STRIDE_Y + FILTER_Y, kColumns, kFirstPixel, IN_VECTOR, CHANNELS_LAST, kTurned>;
-constexpr int kInFlight = IN_VECTOR >= 4 ? 32 / (CHANNELS * IN_VECTOR / 2) : 4;
-using Loader = PatchLoader<Pixels, kThreads, kInFlight, ELEMENT>;
+using Loader = PatchLoader<Pixels, kThreads, ELEMENT>;
 
 // Filters in shared memory: an odd number of 16-byte words lies between them, so that eight meet every bank once.
 constexpr int kDepth = FILTER_Y * kRowSteps * 16, kFilterPitch = kDepth + 8;
@@ -109,19 +108,30 @@ __device__ __forceinline__ void multiply(Sums& sums, unsigned filters, unsigned 
     for (int step = 0; step < kPlaces; ++step)
       windows[b][step] = patch + 16 * (row * STRIDE_Y * Pixels::kRowWords + Pixels::turned(word + 2 * step));
   }
+  // What the next products need is on its way while these are computed.
+  unsigned pixels[kBlocks][4], taps[4];
+#pragma unroll
+  for (int b = 0; b < kBlocks; ++b) load_matrices(pixels[b], windows[b][0]);
+  load_matrices(taps, filters);
 #pragma unroll(FILTER_Y* kRowSteps <= 16 ? FILTER_Y : 1)
   for (int r = 0; r < FILTER_Y; ++r)
 #pragma unroll
     for (int step = 0; step < kRowSteps; ++step) {
-      unsigned pixels[kBlocks][4];
+      const bool is_last_step = step + 1 == kRowSteps, is_last = is_last_step && r + 1 == FILTER_Y;
+      const int next_r = is_last_step ? r + 1 : r, next_step = is_last_step ? 0 : step + 1;
+      unsigned next_pixels[kBlocks][4];
+      if (!is_last) {
 #pragma unroll
-      for (int b = 0; b < kBlocks; ++b)
-        load_matrices(pixels[b],
-                      windows[b][kTurned ? step : 0] + 16 * r * Pixels::kRowWords + (kTurned ? 0 : 32 * step));
+        for (int b = 0; b < kBlocks; ++b)
+          load_matrices(next_pixels[b], windows[b][kTurned ? next_step : 0] + 16 * next_r * Pixels::kRowWords +
+                                            (kTurned ? 0 : 32 * next_step));
+      }
 #pragma unroll
       for (int f = 0; f < kFilterBlocks; ++f) {
-        unsigned taps[4];
-        load_matrices(taps, filters + 2 * (16 * f * kFilterPitch + (r * kRowSteps + step) * 16));
+        unsigned next_taps[4];
+        const bool same = f + 1 < kFilterBlocks;
+        const int block = same ? f + 1 : 0, depth = same ? r * kRowSteps + step : next_r * kRowSteps + next_step;
+        if (same || !is_last) load_matrices(next_taps, filters + 2 * (16 * block * kFilterPitch + depth * 16));
 #pragma unroll
         for (int b = 0; b < kBlocks; ++b)
 #pragma unroll
@@ -131,7 +141,13 @@ __device__ __forceinline__ void multiply(Sums& sums, unsigned filters, unsigned 
             else
               multiply_add<ELEMENT>(sums[b][f][h], taps, pixels[b][2 * h], pixels[b][2 * h + 1]);
           }
+#pragma unroll
+        for (int i = 0; i < 4; ++i) taps[i] = next_taps[i];
       }
+#pragma unroll
+      for (int b = 0; b < kBlocks; ++b)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) pixels[b][i] = next_pixels[b][i];
     }
 }
 

@@ -1,13 +1,13 @@
 // dw[k,c,r,s] = sum_{n,i,j} dy[n,k,i,j] * x[n, c, i*STRIDE_Y - pad_y + r, j*STRIDE_X - pad_x + s] for CHANNELS <= 4
 // channels, on tensor cores with float32 sums.
 //
-// A block stages tiles of TILE_H x TILE_W outputs, two at a time: TILE_K filters of dy, and the patch of x that they
-// meet, with pixels of four channels. A window is what one output, or two neighbours if STRIDE_X is odd, meets of the
-// patch: of each row a run of pixels that starts with an even one. The product's depth is windows, its rows are
-// filters, for each output of a window, its columns the elements of a window; ldmatrix reads both as they lie. WARPS_Y
-// warps share the filter's rows, WARPS_K its filters and WARPS_P the windows. The sums of a window's outputs join at
-// the end. Grid: blocks of filters, times `splits` blocks that tiles are dealt to. Each writes float32 parts, which
-// first_layer_weights_finish adds in a fixed order.
+// A block stages tiles of TILE_H x TILE_W outputs: TILE_K filters of dy, STAGES tiles at a time, and the patch of x
+// that they meet, two at a time, with pixels of four channels. A window is what one output, or two neighbours if
+// STRIDE_X is odd, meets of the patch: of each row a run of pixels that starts with an even one. The product's depth is
+// windows, its rows are filters, for each output of a window, its columns the elements of a window; ldmatrix reads both
+// as they lie. WARPS_Y warps share the filter's rows, WARPS_K its filters and WARPS_P the windows. The sums of a
+// window's outputs join at the end. Grid: blocks of filters, times `splits` blocks that tiles are dealt to. Each writes
+// float32 parts, which first_layer_weights_finish adds in a fixed order.
 #include "common/copy_bytes.cuh"
 #include "common/divisor.cuh"
 #include "common/early_launch.cuh"
@@ -23,8 +23,8 @@
 #if !defined(WARPS_Y) || !defined(WARPS_K) || !defined(WARPS_P) || !defined(CHANNELS_LAST) || !defined(OFFSET)
 #error "define WARPS_Y, WARPS_K, WARPS_P, CHANNELS_LAST and OFFSET"
 #endif
-#if !defined(IN_VECTOR) || !defined(OUT_VECTOR) || !defined(MIN_BLOCKS) || !defined(SHARED_BYTES)
-#error "define IN_VECTOR, OUT_VECTOR, MIN_BLOCKS and SHARED_BYTES"
+#if !defined(IN_VECTOR) || !defined(OUT_VECTOR) || !defined(STAGES) || !defined(MIN_BLOCKS) || !defined(SHARED_BYTES)
+#error "define IN_VECTOR, OUT_VECTOR, STAGES, MIN_BLOCKS and SHARED_BYTES"
 #endif
 
 constexpr int kThreads = 32 * WARPS_Y * WARPS_K * WARPS_P, kTileH = TILE_H, kTileW = TILE_W, kTileK = TILE_K;
@@ -41,19 +41,19 @@ constexpr int kColumns =
     round_up(kLead + (kRowWindows - 1) * kWindowPixels + round_up(2 * kRowWords, 4) - kFirstPixel, IN_VECTOR);
 using Pixels =
     Patch<CHANNELS, (kTileH - 1) * STRIDE_Y + FILTER_Y, kColumns, kFirstPixel, IN_VECTOR, CHANNELS_LAST, false>;
-constexpr int kInFlight = IN_VECTOR >= 4 ? 32 / (CHANNELS * IN_VECTOR / 2) : 4;
-using Loader = PatchLoader<Pixels, kThreads, kInFlight, ELEMENT>;
+using Loader = PatchLoader<Pixels, kThreads, ELEMENT>;
 
 // Outputs in shared memory, an odd number of 16-byte words from row to row, so that eight meet every bank once: rows
 // are windows of filters, for each output of a window, if CHANNELS_LAST; else filters of outputs.
 constexpr int kOutPitch = CHANNELS_LAST ? 2 * kTileK + 16 : round_up(2 * kOutputs * kSlots, 32) + 16;
 constexpr int kOutBytes = CHANNELS_LAST ? kOutputs * kSlots * kOutPitch : kTileK * kOutPitch;
-constexpr int kStageBytes = kOutBytes + Pixels::kBytes;
+constexpr int kRowOutputs = kOutputs * kRowWindows, kPatchAt = STAGES * kOutBytes;
+static_assert(STAGES >= 2, "a tile is loaded while another is read");
 
 // A warp's share of the product, and the sums of a block when warps add theirs.
 constexpr int kWarpRows = ceil_div(FILTER_Y, WARPS_Y), kWarpFilters = kTileK / 16 / WARPS_K;
 constexpr int kTaps = CHANNELS * FILTER_Y * FILTER_X, kSumPitch = FILTER_Y * kRowWords * 8 + 8;
-static_assert(SHARED_BYTES == maximum(2 * kStageBytes, 4 * kOutputs * kTileK * kSumPitch),
+static_assert(SHARED_BYTES == maximum(kPatchAt + 2 * Pixels::kBytes, 4 * kOutputs * kTileK * kSumPitch),
               "the host and the kernel agree on shared memory");
 
 // Where a tile's outputs are.
@@ -62,7 +62,7 @@ struct Outputs {
   int image, first_k, row, column;
 };
 
-// OUT_VECTOR elements to shared memory, asynchronously where they can be.
+// OUT_VECTOR elements to shared memory, asynchronously where they can be; zeros, and nothing is read, if not `inside`.
 __device__ __forceinline__ void copy_outputs(unsigned char* to, const ELEMENT* from, bool inside) {
   if constexpr (OUT_VECTOR > 1)
     copy_bytes<2 * OUT_VECTOR>(static_cast<unsigned>(__cvta_generic_to_shared(to)), from, inside);
@@ -70,33 +70,56 @@ __device__ __forceinline__ void copy_outputs(unsigned char* to, const ELEMENT* f
     *reinterpret_cast<ELEMENT*>(to) = inside ? *from : convert<ELEMENT>(0.0f);
 }
 
-// Starts to stage a tile's outputs, zeros where there are none.
+// Starts to stage a tile's outputs as one group, zeros where there are none. A thread copies the same place of every
+// row, or of every few filters, so that places are reckoned once.
 __device__ __forceinline__ void load_outputs(unsigned char* to, const ELEMENT* __restrict__ dy, const Outputs& from) {
   if constexpr (CHANNELS_LAST) {
-    constexpr int kRuns = kTileK / OUT_VECTOR;
-#pragma unroll 4
-    for (int i = threadIdx.x; i < kOutputs * kSlots * kRuns; i += kThreads) {
-      const int at = i % kRuns * OUT_VECTOR, pixel = i / kRuns, window = pixel / kOutputs, output = pixel % kOutputs;
-      const int row = from.row + window / kRowWindows, k = from.first_k + at;
-      const int column = from.column + window % kRowWindows * kOutputs + output;
-      const bool inside = window < kWindows && row < from.height && column < from.width && k < from.k;
-      const int offset = ((from.image * from.height + row) * from.width + column) * from.k + k;
-      copy_outputs(to + (output * kSlots + window) * kOutPitch + 2 * at, dy + (inside ? offset : 0), inside);
+    constexpr unsigned kRuns = kTileK / OUT_VECTOR;
+    const int row_elements = from.width * from.k, rows = from.height - from.row;
+    const ELEMENT* const first =
+        dy + ((from.image * from.height + from.row) * from.width + from.column) * from.k + from.first_k;
+#pragma unroll 1
+    for (unsigned i = threadIdx.x; i < kRowOutputs * kRuns; i += kThreads) {
+      const int k = i % kRuns * OUT_VECTOR, column = i / kRuns;
+      const bool inside = column < from.width - from.column && k < from.k - from.first_k;
+      const ELEMENT* const source = first + column * from.k + k;
+      unsigned char* const at = to + (column % kOutputs * kSlots + column / kOutputs) * kOutPitch + 2 * k;
+#pragma unroll
+      for (int row = 0; row < kTileH; ++row)
+        copy_outputs(at + row * kRowWindows * kOutPitch, source + row * row_elements, inside && row < rows);
     }
   } else {
-    constexpr int kRuns = kOutputs * kSlots / OUT_VECTOR, kRowOutputs = kOutputs * kRowWindows;
-    const int plane = from.height * from.width;
-#pragma unroll 4
-    for (int i = threadIdx.x; i < kTileK * kRuns; i += kThreads) {
-      const int pixel = i % kRuns * OUT_VECTOR, k = i / kRuns;
-      const int row = from.row + pixel / kRowOutputs, column = from.column + pixel % kRowOutputs;
-      const bool inside =
-          pixel < kTileH * kRowOutputs && row < from.height && column < from.width && from.first_k + k < from.k;
-      const int offset = (from.image * from.k + from.first_k + k) * plane + row * from.width + column;
-      copy_outputs(to + k * kOutPitch + 2 * pixel, dy + (inside ? offset : 0), inside);
+    constexpr int kRuns = ceil_div(kTileH * kRowOutputs, OUT_VECTOR), kLanes = kRuns < kThreads ? kRuns : kThreads;
+    constexpr int kGroups = kThreads / kLanes;
+    const int plane = from.height * from.width, filters = from.k - from.first_k;
+    const ELEMENT* const first = dy + (from.image * from.k + from.first_k) * plane;
+    const int lane = threadIdx.x % kLanes, group = threadIdx.x / kLanes;
+#pragma unroll 1
+    for (int run = lane; run < kRuns && group < kGroups; run += kLanes) {
+      const int pixel = run * OUT_VECTOR, row = from.row + pixel / kRowOutputs;
+      const int column = from.column + pixel % kRowOutputs;
+      const bool inside = row < from.height && column < from.width;
+      const ELEMENT* const source = first + row * from.width + column;
+#pragma unroll 8
+      for (int k = group; k < kTileK; k += kGroups)
+        copy_outputs(to + k * kOutPitch + 2 * pixel, source + k * plane, inside && k < filters);
     }
   }
   commit_copies();
+}
+
+// Clears what is staged beyond a tile's last window, once: tiles that are loaded leave it as it is.
+__device__ __forceinline__ void clear_rest(unsigned char* to) {
+  constexpr int kLoaded = CHANNELS_LAST ? kWindows : round_up(kTileH * kRowOutputs, OUT_VECTOR);
+  constexpr int kRest = (CHANNELS_LAST ? kSlots : kOutputs * kSlots) - kLoaded;
+  constexpr int kAcross = CHANNELS_LAST ? kTileK : 1, kTimes = CHANNELS_LAST ? kOutputs : kTileK;
+  if constexpr (kRest > 0)
+    for (int i = threadIdx.x; i < STAGES * kTimes * kRest * kAcross; i += kThreads) {
+      const int k = i % kAcross, slot = kLoaded + i / kAcross % kRest, time = i / kAcross / kRest % kTimes;
+      unsigned char* const stage = to + i / kAcross / kRest / kTimes * kOutBytes;
+      const int at = CHANNELS_LAST ? (time * kSlots + slot) * kOutPitch + 2 * k : time * kOutPitch + 2 * slot;
+      *reinterpret_cast<ELEMENT*>(stage + at) = convert<ELEMENT>(0.0f);
+    }
 }
 
 // The window that counts as number `depth` of 16 in the product. Channels first, a register holds a window's two
@@ -149,21 +172,26 @@ __device__ __forceinline__ void add_tile(Sums& sums, unsigned outputs, unsigned 
     const unsigned row = patch + 16 * ((window / kRowWindows * STRIDE_Y + first_y) * Pixels::kRowWords + word);
     Filters filters;
     read_outputs(filters, outputs, block, first_filter);
+    // The words of the next row are on their way while those of this one are multiplied.
+    constexpr int kPairs = ceil_div(kRowWords, 2);
+    unsigned words[2][kPairs][4];
 #pragma unroll
-    for (int r = 0; r < kWarpRows; ++r) {
+    for (int r = -1; r < kWarpRows; ++r) {
+      if (r + 1 < kWarpRows && (FILTER_Y % WARPS_Y == 0 || first_y + r + 1 < FILTER_Y)) {
+#pragma unroll
+        for (int j = 0; j < kPairs; ++j)
+          load_transposed(words[(r + 1) % 2][j], row + 16 * ((r + 1) * Pixels::kRowWords + 2 * j));
+      }
+      if (r < 0) continue;
       if (FILTER_Y % WARPS_Y != 0 && first_y + r >= FILTER_Y) break;
 #pragma unroll
-      for (int j = 0; j < kRowWords; j += 2) {
-        unsigned words[4];
-        load_transposed(words, row + 16 * (r * Pixels::kRowWords + j));
+      for (int j = 0; j < kRowWords; ++j)
 #pragma unroll
-        for (int h = 0; h < 2 && j + h < kRowWords; ++h)
+        for (int f = 0; f < kWarpFilters; ++f)
 #pragma unroll
-          for (int f = 0; f < kWarpFilters; ++f)
-#pragma unroll
-            for (int p = 0; p < kOutputs; ++p)
-              multiply_add<ELEMENT>(sums[f][p][r][j + h], filters[f][p], words[2 * h], words[2 * h + 1]);
-      }
+          for (int p = 0; p < kOutputs; ++p)
+            multiply_add<ELEMENT>(sums[f][p][r][j], filters[f][p], words[r % 2][j / 2][j % 2 * 2],
+                                  words[r % 2][j / 2][j % 2 * 2 + 1]);
     }
   }
 }
@@ -248,41 +276,62 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
   const int share = warp / (WARPS_Y * WARPS_K);
 
   Loader loader;
-  go_to(split);
-  load_outputs(shared, dy, from);
-  loader.move(shared + kOutBytes, x, place());
-  Sums sums = {};
-  int stage = 0;
 #pragma unroll 1
-  for (int tile = split; tile < tiles; tile += splits, stage ^= 1) {
-    wait_for_copies<0>();
-    __syncthreads();  // the tile has arrived, and every warp has read the one that is overwritten next
-    unsigned char* const next = shared + (stage ^ 1) * kStageBytes;
-    const bool more = tile + splits < tiles;
-    if (more) {
+  for (int ahead = 0; ahead < STAGES - 1; ++ahead) {
+    const int tile = split + ahead * splits;
+    if (tile >= tiles) break;
+    go_to(tile);
+    load_outputs(shared + ahead * kOutBytes, dy, from);
+  }
+  clear_rest(shared);
+  go_to(split);
+  loader.move(shared + kPatchAt, x, place());
+  if (split + splits < tiles) {
+    go_to(split + splits);
+    if (Loader::kIsWhole) loader.take(x, place());
+  }
+  Sums sums = {};
+  int stage = 0, half = 0;
+#pragma unroll 1
+  for (int tile = split; tile < tiles; tile += splits) {
+    // Groups of tiles that are not there were not committed: the last tiles wait for all.
+    if (tile + (STAGES - 2) * splits < tiles)
+      wait_for_copies<STAGES - 2>();
+    else
+      wait_for_copies<0>();
+    __syncthreads();  // the tile has arrived, and every warp has read those that are overwritten next
+    const int ahead = tile + (STAGES - 1) * splits;
+    if (ahead < tiles) {
+      go_to(ahead);
+      load_outputs(shared + (stage == 0 ? STAGES - 1 : stage - 1) * kOutBytes, dy, from);
+    }
+    // The next patch was taken a turn before, and now the one after it is.
+    unsigned char* const patch = shared + kPatchAt + (half ^ 1) * Pixels::kBytes;
+    if (Loader::kIsWhole && tile + splits < tiles) {
+      loader.put(patch);
+      go_to(tile + 2 * splits);
+      if (tile + 2 * splits < tiles) loader.take(x, place());
+    }
+    const unsigned now = base + stage * kOutBytes;
+    if (first_y < FILTER_Y) add_tile(sums, now, base + kPatchAt + half * Pixels::kBytes, first_y, first_filter, share);
+    if (!Loader::kIsWhole && tile + splits < tiles) {
       go_to(tile + splits);
-      load_outputs(next, dy, from);
-      if (Loader::kIsWhole) loader.take(x, place());
+      loader.move(patch, x, place());
     }
-    const unsigned now = base + stage * kStageBytes;
-    if (first_y < FILTER_Y) add_tile(sums, now, now + kOutBytes, first_y, first_filter, share);
-    if (more) {
-      if (Loader::kIsWhole)
-        loader.put(next + kOutBytes);
-      else
-        loader.move(next + kOutBytes, x, place());
-    }
+    stage = stage + 1 == STAGES ? 0 : stage + 1;
+    half ^= 1;
   }
   float* const joined = reinterpret_cast<float*>(shared);
   join_sums(joined, sums, first_y, first_filter, share);
   store_part(parts + (static_cast<int64>(split) * k + first_k) * kTaps, joined, min(kTileK, k - first_k));
 }
 
-// dw[i] = sum of part[i] over the parts. A block adds 32 elements; its warps share the parts.
+// dw[i] = sum of part[i] over the parts. A block adds 32 elements; its warps share the parts, which the grid before may
+// still be writing when this one begins: no __restrict__, for loads of the read-only path could be moved or be stale.
 constexpr int kShares = 32;
 
 extern "C" __global__ void __launch_bounds__(32 * kShares)
-    first_layer_weights_finish(const float* __restrict__ parts, ELEMENT* __restrict__ dw, int size, int splits) {
+    first_layer_weights_finish(const float* parts, ELEMENT* dw, int size, int splits) {
   __shared__ float sums[kShares][33];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, at = blockIdx.x * 32 + lane;
   previous_step_done();

@@ -11,18 +11,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from miofind.device import Device, Library, Place
-from miofind.problem import DataType, Direction, Layout, ProblemDescription
+from miofind.device import Device
+from miofind.few_channels import FewChannelsSolver
+from miofind.problem import Direction, ProblemDescription
 from miofind.solution import Config, ConfigValue, ConvSolution, KernelStep, Pointer, int32s
-from miofind.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
 from miofind.tiling.correlation import ceil_div, round_up
 from miofind.tiling.divisor import divisors
-from miofind.tiling.windows import WindowTile, unserved
+from miofind.tiling.grouped import resident_blocks
+from miofind.tiling.windows import WindowTile, is_same_load
 
 _MAX_SUMS = 128
 _MAX_REGISTERS = 216
 _SHARED_BYTES = 48 << 10
-_SM_SHARED_BYTES = 227 << 10
 _MAX_RESIDENT = 8
 
 
@@ -55,8 +55,8 @@ class _Tiling:
     tiles: int
 
     @staticmethod
-    def of(problem: ProblemDescription, config: Config) -> _Tiling:
-        tile = WindowTile.of(problem, config["tile_h"], config["tile_w"])
+    def of(problem: ProblemDescription, config: Config, device: Device) -> _Tiling:
+        tile = WindowTile.of(problem, config["tile_h"], config["tile_w"], config["vector"])
         tile_k, threads = config["tile_k"], 32 * config["warps"]
         last = problem.y.layout.channels_last
         depth = 16 * problem.filter[0] * tile.row_steps
@@ -65,8 +65,7 @@ class _Tiling:
         shared_bytes = filters + max(tile.patch_bytes, raw)
         out_vector = math.gcd(8, problem.k) if last else tile.plane_vector(problem)
         registers = _registers(problem, config, tile, 0 if last else 8 // out_vector)
-        by_registers = 65536 // (registers * threads)
-        by_shared = _SM_SHARED_BYTES // (shared_bytes + 1024)
+        resident = resident_blocks(registers, threads, shared_bytes, device.shared_bytes or _SHARED_BYTES)
         return _Tiling(
             tile=tile,
             filter_tiles=ceil_div(problem.k, tile_k),
@@ -75,7 +74,7 @@ class _Tiling:
             threads=threads,
             registers=registers,
             shared_bytes=shared_bytes,
-            resident=max(1, min(by_registers, by_shared, 2048 // threads, _MAX_RESIDENT)),
+            resident=min(resident, _MAX_RESIDENT),
             tiles=tile.image_tiles * problem.n,
         )
 
@@ -89,10 +88,8 @@ def _registers(problem: ProblemDescription, config: Config, tile: WindowTile, of
     """Registers of a thread that spills nothing: sums, fragments, a patch on its way, `offsets` and addresses."""
     blocks = config["blocks"]
     sums = blocks * tile.outputs * config["tile_k"] // 2
-    loads = ceil_div(tile.in_rows * tile.in_columns, tile.vector * 32 * config["warps"])
-    words = problem.c * max(1, tile.vector // 2)
-    most = 32 // words if tile.vector >= 4 else 4
-    moved = loads * words if loads <= most else 0
+    patch = tile.patch_load(problem.c, 32 * config["warps"])
+    moved = patch.registers if patch.is_whole else 0  # else sums are not yet there
     steps = tile.row_steps if not problem.x.layout.channels_last and tile.outputs * problem.conv.stride[1] == 2 else 1
     return round_up(sums + moved + blocks * (4 + steps) + offsets + 48, 8)
 
@@ -121,25 +118,25 @@ def _defines(problem: ProblemDescription, config: Config, tiling: _Tiling) -> tu
 
 
 def _config(tile_h: int, tile_w: int, tile_k: int, warps: int, blocks: int) -> Config:
-    return Config.of(tile_h=tile_h, tile_w=tile_w, tile_k=tile_k, warps=warps, blocks=blocks)
+    return Config.of(tile_h=tile_h, tile_w=tile_w, tile_k=tile_k, warps=warps, blocks=blocks, vector=2)
 
 
 # What default_configs ranks by estimate.
 _SHORT_LIST = tuple(
     _config(tile_h, tile_w, tile_k, warps, blocks)
-    for tile_h in (1, 2, 4, 8)
+    for tile_h in (1, 2, 4, 7, 8, 14)
     for tile_w in (32, 64, 128, 256, 512)
     for tile_k in (32, 64, 96, 128)
-    for warps, blocks in ((4, 1), (4, 2), (8, 1), (8, 2))
+    for warps, blocks in ((8, 2), (7, 2), (4, 2), (8, 1), (4, 1))
 )
 
-# Cycles of a multiprocessor for a product of fragments, to read one, to stage and to store a vector, and to lay out 8
-# taps; cycles that a block waits for a tile, and a warp for a product. Share of the time to move all tensors, or to
-# compute if that is shorter, that the other does not hide. Fitted to 359 measurements on an H200: root mean square of
-# the error 12 %; the configuration with the least estimate takes 6 % longer than the best.
+# Cycles of a multiprocessor for a product of fragments, to read one, to stage a pixel of x by vectors of some length,
+# to store a vector, and to lay out 8 taps; cycles that a block waits for a tile, and a warp for a product. Share of the
+# time to move all tensors, or to compute if that is shorter, that the other does not hide. Fitted to 359 measurements
+# on an H200; since then operands are read ahead and pixels staged in pairs: what that costs is reckoned.
 _PRODUCT = 1.71
 _READ = 3.79
-_STAGED = 0.451
+_STAGED: Mapping[int, float] = {8: 0.5, 4: 0.35, 2: 0.3, 1: 0.4}
 _STORED = 0.56
 _TILE = 1540.0
 _LATENCY = 12.2
@@ -148,59 +145,28 @@ _LAUNCH_MS = 0.00225
 _EXPOSED = 0.274
 
 
-class ConvFirstLayer(Solver):
+class ConvFirstLayer(FewChannelsSolver):
     """Implicit GEMM for up to four channels: windows of a staged patch are operands of tensor cores as they lie.
 
     Zeros around a filter's rows are multiplied: an infinity or NaN of the input spreads to outputs up to 17 columns
     away, and one of the filter to outputs at the border. Sums are float32.
 
     Configuration: a block computes `tile_h` x `tile_w` outputs of `tile_k` filters at a time; each of its `warps` warps
-    takes `blocks` blocks of 16 windows at once.
+    takes `blocks` blocks of 16 windows at once. A thread loads up to `vector` pixels of x at once.
     """
 
     id = "ConvFirstLayer"
-    algorithm = Algorithm.IMPLICIT_GEMM
-    keys = (
-        KernelKey(
-            place=Place.CUDA,
-            library=Library.PLAIN,
-            dtypes=frozenset({DataType.FLOAT16, DataType.BFLOAT16}),
-            layouts=frozenset({Layout.NCHW, Layout.NHWC}),
-            min_sm=80,
-        ),
-    )
-    alignment_bytes = 16
+    direction = Direction.FORWARD
+    kind = ("tile_h", "tile_w")
     parameters: ClassVar[Mapping[str, Sequence[ConfigValue]]] = {
-        "tile_h": (1, 2, 4, 8, 16),
+        "tile_h": (1, 2, 4, 7, 8, 14, 16),
         "tile_w": (32, 64, 128, 256, 512),
         "tile_k": (32, 64, 96, 128),
-        "warps": (4, 8),
+        "warps": (4, 7, 8),
         "blocks": (1, 2, 4),
+        "vector": (2, 4, 8),
     }
     sources = ("first_layer.cu",)
-
-    def examples(self) -> tuple[ProblemDescription, ...]:
-        conv, half, brain, last = ProblemDescription.convolution, DataType.FLOAT16, DataType.BFLOAT16, Layout.NHWC
-        return (
-            conv(x=(2, 3, 64, 64), w=(64, 3, 7, 7), padding=3, stride=2, dtype=half, layout=last),
-            conv(x=(2, 3, 64, 64), w=(64, 3, 7, 7), padding=3, stride=2, dtype=half),
-            conv(x=(2, 3, 32, 40), w=(32, 3, 3, 3), padding=1, dtype=brain, layout=last),
-            conv(x=(2, 3, 32, 40), w=(32, 3, 3, 3), padding=1, dtype=brain),
-            conv(x=(2, 3, 32, 32), w=(96, 3, 4, 4), stride=4, dtype=half, layout=last),
-            conv(x=(3, 1, 28, 28), w=(6, 1, 5, 5), padding=2, dtype=half),
-            conv(x=(2, 4, 17, 23), w=(37, 4, 3, 2), padding=((4, 0), (5, 1)), stride=(1, 3), dtype=brain, layout=last),
-            conv(x=(1, 2, 33, 31), w=(19, 2, 5, 11), padding=2, stride=(3, 1), dtype=half),
-        )
-
-    def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
-        if problem.direction is not Direction.FORWARD:
-            return Applicability(f"computes forward only, not {problem.direction}")
-        reason = unserved(problem)
-        if reason:
-            return Applicability(reason)
-        if not any(self.is_valid_config(problem, device, config) for config in _SHORT_LIST):
-            return Applicability(f"filter {problem.filter} or stride {problem.conv.stride} is too large for a block")
-        return APPLICABLE
 
     def is_valid_config(self, problem: ProblemDescription, device: Device, config: Config) -> bool:
         (out_h, out_w), last = problem.out_spatial, problem.x.layout.channels_last
@@ -208,34 +174,35 @@ class ConvFirstLayer(Solver):
             return False
         if config["tile_k"] >= 32 + round_up(problem.k, 32):
             return False
+        if is_same_load(problem, config["vector"]):
+            return False
         outputs = 1 + problem.conv.stride[1] % 2
         if not last and config["blocks"] * outputs % 2:
             return False
         if config["blocks"] * outputs * config["tile_k"] // 2 > _MAX_SUMS:
             return False
-        tiling = _Tiling.of(problem, config)
+        tiling = _Tiling.of(problem, config, device)
         shares = ceil_div(tiling.tile.windows, 16 * config["blocks"])
-        if config["warps"] >= max(8, 2 * shares) or (config["blocks"] >= 4 and shares == 1):
+        if 4 < config["warps"] >= 2 * shares or (config["blocks"] >= 4 and shares == 1):
             return False
-        fits_shared = tiling.shared_bytes <= (device.shared_bytes or _SHARED_BYTES)
-        return fits_shared and tiling.registers <= _MAX_REGISTERS and tiling.registers * tiling.threads <= 65536
+        return tiling.registers <= _MAX_REGISTERS and tiling.resident > 0
 
-    def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
-        return tuple(self.ranked(problem, device, _SHORT_LIST)[:8])
+    def short_list(self) -> Sequence[Config]:
+        return _SHORT_LIST
 
     def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
-        tiling = _Tiling.of(problem, config)
+        tiling = _Tiling.of(problem, config, device)
         moved_ms = 1e3 * problem.bytes / device.bandwidth_bytes_per_s
         tile, blocks = tiling.tile, tiling.blocks(device)
         steps, columns = tiling.depth // 16, tile.outputs * config["tile_k"] // 8
         shares = ceil_div(ceil_div(tile.windows, 16), config["blocks"])
         fragments = shares * config["blocks"] * steps
         products, reads = fragments * columns, fragments * (1 + columns / 2 / config["blocks"])
-        staged = tile.in_rows * tile.in_columns / tile.vector * (problem.c + tile.vector)
+        staged = tile.in_rows * tile.in_columns
         stored = tile.tile_h * tile.tile_w * config["tile_k"] / tiling.out_vector
-        busy = max(_PRODUCT * products, _READ * reads) + _STAGED * staged + _STORED * stored
+        busy = max(_PRODUCT * products, _READ * reads) + _STAGED[tile.vector] * staged + _STORED * stored
         turn = ceil_div(shares, config["warps"]) * config["blocks"] * steps * columns
-        alone = _TILE + _LATENCY * turn + _STAGED * staged + _STORED * stored
+        alone = _TILE + _LATENCY * turn + _STAGED[tile.vector] * staged + _STORED * stored
         turns = ceil_div(tiling.tiles * tiling.filter_tiles, blocks)
         together = min(tiling.resident, ceil_div(blocks, device.sm_count))
         laid = tile.outputs * config["tile_k"] * tiling.depth / 8
@@ -244,7 +211,7 @@ class ConvFirstLayer(Solver):
         return float(_LAUNCH_MS + max(moved_ms, busy_ms) + _EXPOSED * min(moved_ms, busy_ms))
 
     def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
-        tiling = _Tiling.of(problem, config)
+        tiling = _Tiling.of(problem, config, device)
         tile = tiling.tile
         step = KernelStep(
             source="first_layer.cu",

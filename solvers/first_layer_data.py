@@ -11,21 +11,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from miofind.device import Device, Library, Place
-from miofind.problem import DataType, Direction, Layout, ProblemDescription
+from miofind.device import Device
+from miofind.few_channels import FewChannelsSolver
+from miofind.problem import Direction, ProblemDescription
 from miofind.solution import Config, ConfigValue, ConvSolution, KernelStep, Pointer, int32s
-from miofind.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
 from miofind.tiling.cells import Cells
 from miofind.tiling.correlation import ceil_div, round_up
 from miofind.tiling.divisor import divisors
-from miofind.tiling.windows import unserved
+from miofind.tiling.grouped import resident_blocks
 
 _MAX_SUMS = 96
 _MAX_FRAGMENTS = 64
 _MAX_WARPS = 8
 _MAX_REGISTERS = 232
 _SHARED_BYTES = 48 << 10
-_SM_SHARED_BYTES = 227 << 10
 _MAX_RESIDENT = 8
 _DEPTHS = (32, 64, 96, 512)
 
@@ -71,7 +70,7 @@ class _Tiling:
     tiles: int
 
     @staticmethod
-    def of(problem: ProblemDescription, config: Config) -> _Tiling:
+    def of(problem: ProblemDescription, config: Config, device: Device) -> _Tiling:
         stride_y, stride_x = problem.conv.stride
         step = 2 if stride_x == 1 else 1
         height, width = Cells.of(problem, 0, stride_y), Cells.of(problem, 1, step * stride_x)
@@ -95,7 +94,7 @@ class _Tiling:
         fragments = round_up(height.taps * column_blocks, 2) * 2
         moved = 0 if last else 64 if in_vector >= 4 else 32
         registers = round_up(sums + max(fragments + 8, moved) + (56 if column_blocks <= 2 else 64), 8)
-        by_registers, by_shared = 65536 // (registers * threads), _SM_SHARED_BYTES // (shared_bytes + 1024)
+        resident = resident_blocks(registers, threads, shared_bytes, device.shared_bytes or _SHARED_BYTES)
         row_tiles = ceil_div(height.count, rows * warps_y)
         column_tiles = ceil_div(width.count, 16 * warps_x)
         return _Tiling(
@@ -112,7 +111,7 @@ class _Tiling:
             threads=threads,
             registers=registers,
             shared_bytes=shared_bytes,
-            resident=max(1, min(by_registers, by_shared, 2048 // threads, _MAX_RESIDENT)),
+            resident=min(resident, _MAX_RESIDENT),
             row_tiles=row_tiles,
             column_tiles=column_tiles,
             tiles=row_tiles * column_tiles * problem.n,
@@ -191,7 +190,7 @@ _LAUNCH_MS = 0.00136
 _EXPOSED = 0.998
 
 
-class ConvFirstLayerData(Solver):
+class ConvFirstLayerData(FewChannelsSolver):
     """Backward data for up to four channels: products of outputs and filters, for all pixels that a stride divides.
 
     Products with zeros complete the filters: an infinity or NaN of dy spreads to pixels near those that meet it. Sums
@@ -202,17 +201,8 @@ class ConvFirstLayerData(Solver):
     """
 
     id = "ConvFirstLayerData"
-    algorithm = Algorithm.IMPLICIT_GEMM
-    keys = (
-        KernelKey(
-            place=Place.CUDA,
-            library=Library.PLAIN,
-            dtypes=frozenset({DataType.FLOAT16, DataType.BFLOAT16}),
-            layouts=frozenset({Layout.NCHW, Layout.NHWC}),
-            min_sm=80,
-        ),
-    )
-    alignment_bytes = 16
+    direction = Direction.BACKWARD_DATA
+    kind = ("rows", "warps_y", "warps_x")
     parameters: ClassVar[Mapping[str, Sequence[ConfigValue]]] = {
         "rows": (1, 2, 4, 8),
         "warps_y": (1, 2, 4),
@@ -223,40 +213,12 @@ class ConvFirstLayerData(Solver):
     }
     sources = ("first_layer_data.cu",)
 
-    def examples(self) -> tuple[ProblemDescription, ...]:
-        half, brain, last = DataType.FLOAT16, DataType.BFLOAT16, Layout.NHWC
-
-        def conv(**fields: object) -> ProblemDescription:
-            return ProblemDescription.convolution(direction=Direction.BACKWARD_DATA, **fields)  # type: ignore[arg-type]
-
-        return (
-            conv(x=(2, 3, 64, 64), w=(64, 3, 7, 7), padding=3, stride=2, dtype=half, layout=last),
-            conv(x=(2, 3, 64, 64), w=(64, 3, 7, 7), padding=3, stride=2, dtype=half),
-            conv(x=(2, 3, 32, 40), w=(32, 3, 3, 3), padding=1, dtype=brain, layout=last),
-            conv(x=(2, 3, 32, 40), w=(32, 3, 3, 3), padding=1, dtype=brain),
-            conv(x=(2, 3, 32, 32), w=(96, 3, 4, 4), stride=4, dtype=half, layout=last),
-            conv(x=(3, 1, 28, 28), w=(6, 1, 5, 5), padding=2, dtype=half),
-            conv(x=(2, 4, 17, 23), w=(37, 4, 3, 2), padding=((4, 0), (5, 1)), stride=(1, 3), dtype=brain, layout=last),
-            conv(x=(1, 2, 33, 31), w=(19, 2, 5, 11), padding=2, stride=(3, 1), dtype=half),
-        )
-
-    def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
-        if problem.direction is not Direction.BACKWARD_DATA:
-            return Applicability(f"computes backward data only, not {problem.direction}")
-        reason = unserved(problem)
-        if reason:
-            return Applicability(reason)
-        if not any(self.is_valid_config(problem, device, config) for config in _SHORT_LIST):
-            sizes = f"k={problem.k} filter {problem.filter} stride {problem.conv.stride}"
-            return Applicability(f"filters are too large for a block: {sizes}")
-        return APPLICABLE
-
     def is_valid_config(self, problem: ProblemDescription, device: Device, config: Config) -> bool:
         if not 4 <= config["warps_y"] * config["warps_x"] * config["warps_k"] <= _MAX_WARPS:
             return False
         if any(problem.k <= depth < config["depth"] for depth in _DEPTHS):
             return False
-        tiling = _Tiling.of(problem, config)
+        tiling = _Tiling.of(problem, config, device)
         if config["warps_k"] > max(4, tiling.depth // 16):
             return False
         if config["rows"] * config["warps_y"] >= 2 * max(4, tiling.height.count):
@@ -267,14 +229,13 @@ class ConvFirstLayerData(Solver):
             return False
         if config["stages"] == 2 and not problem.y.layout.channels_last:
             return False
-        fits_registers = tiling.registers * tiling.threads <= 65536
-        return fits_registers and tiling.shared_bytes <= (device.shared_bytes or _SHARED_BYTES)
+        return tiling.resident > 0
 
-    def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
-        return tuple(self.ranked(problem, device, _SHORT_LIST)[:8])
+    def short_list(self) -> Sequence[Config]:
+        return _SHORT_LIST
 
     def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
-        tiling = _Tiling.of(problem, config)
+        tiling = _Tiling.of(problem, config, device)
         moved_ms = 1e3 * problem.bytes / device.bandwidth_bytes_per_s
         rows, taps_y = config["rows"], tiling.height.taps
         steps = tiling.width.taps * tiling.depth // 16 * tiling.chunks
@@ -296,7 +257,7 @@ class ConvFirstLayerData(Solver):
         return float(_LAUNCH_MS + max(moved_ms, busy_ms) + _EXPOSED * min(moved_ms, busy_ms))
 
     def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
-        tiling = _Tiling.of(problem, config)
+        tiling = _Tiling.of(problem, config, device)
         step = KernelStep(
             source="first_layer_data.cu",
             entry="first_layer_data",

@@ -12,8 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from miofind.device import Device, Library, Place
-from miofind.problem import DataType, Direction, Layout, ProblemDescription
+from miofind.device import Device
+from miofind.few_channels import FewChannelsSolver
+from miofind.problem import Direction, ProblemDescription
 from miofind.solution import (
     Config,
     ConfigValue,
@@ -24,17 +25,18 @@ from miofind.solution import (
     WorkspacePlan,
     int32s,
 )
-from miofind.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
 from miofind.tiling.correlation import ceil_div, round_up
 from miofind.tiling.divisor import divisors
-from miofind.tiling.windows import WindowTile, unserved
+from miofind.tiling.grouped import resident_blocks
+from miofind.tiling.windows import WindowTile, is_same_load
 
 _MAX_SUMS = 128
-_MAX_WARPS = 8
+_MAX_WARPS = 14
 _MAX_REGISTERS = 248
 _MAX_WORKSPACE_BYTES = 1 << 30
 _SHARED_BYTES = 48 << 10
-_SM_SHARED_BYTES = 227 << 10
+_OTHER_REGISTERS, _FEWEST_REGISTERS = 28, 88
+_MOST_OUTPUTS = 512  # of a tile
 _SHARES = 32
 
 
@@ -69,8 +71,8 @@ class _Tiling:
     tiles: int
 
     @staticmethod
-    def of(problem: ProblemDescription, config: Config) -> _Tiling:
-        tile = WindowTile.of(problem, config["tile_h"], config["tile_w"])
+    def of(problem: ProblemDescription, config: Config, device: Device) -> _Tiling:
+        tile = WindowTile.of(problem, config["tile_h"], config["tile_w"], config["vector"])
         tile_k, threads = config["tile_k"], 32 * config["warps_y"] * config["warps_k"] * config["warps_p"]
         last, taps_y = problem.y.layout.channels_last, problem.filter[0]
         row_words = ceil_div(problem.filter[1] + (tile.outputs - 1) * problem.conv.stride[1], 2)
@@ -78,10 +80,13 @@ class _Tiling:
         sums = 4 * filters * tile.outputs * rows * row_words
         slots = round_up(tile.windows, 16)
         pitch = 2 * tile_k + 16 if last else round_up(2 * tile.outputs * slots, 32) + 16
-        stage = pitch * (tile.outputs * slots if last else tile_k) + tile.patch_bytes
-        shared_bytes = max(2 * stage, 4 * tile.outputs * tile_k * (8 * taps_y * row_words + 8))
-        registers = round_up(sums + _moved_registers(problem, tile, threads) + 8 * filters * tile.outputs + 60, 8)
-        by_shared = _SM_SHARED_BYTES // (shared_bytes + 1024)
+        staged = config["stages"] * pitch * (tile.outputs * slots if last else tile_k) + 2 * tile.patch_bytes
+        shared_bytes = max(staged, 4 * tile.outputs * tile_k * (8 * taps_y * row_words + 8))
+        moved = tile.patch_load(problem.c, threads).registers
+        words = 4 * ceil_div(row_words, 2) * min(2, rows) + (0 if last or tile.outputs == rows == 1 else 8)
+        registers = sums + moved + 4 * filters * tile.outputs + words
+        registers = max(_FEWEST_REGISTERS, round_up(registers + _OTHER_REGISTERS, 8))
+        resident = resident_blocks(registers, threads, shared_bytes, device.shared_bytes or _SHARED_BYTES)
         return _Tiling(
             tile=tile,
             filter_tiles=ceil_div(problem.k, tile_k),
@@ -91,20 +96,13 @@ class _Tiling:
             threads=threads,
             registers=registers,
             shared_bytes=shared_bytes,
-            resident=max(1, min(65536 // (registers * threads), by_shared, config["resident"])),
+            resident=min(resident, config["resident"]),
             tiles=tile.image_tiles * problem.n,
         )
 
     def splits(self, device: Device) -> int:
         """Blocks that share the tiles of a block of filters."""
         return min(self.tiles, max(1, device.sm_count * self.resident // self.filter_tiles))
-
-
-def _moved_registers(problem: ProblemDescription, tile: WindowTile, threads: int) -> int:
-    """Registers of a patch on its way; none where it is too large to be held."""
-    loads, words = ceil_div(tile.in_rows * tile.in_columns, tile.vector * threads), problem.c * max(1, tile.vector // 2)
-    most = 32 // words if tile.vector >= 4 else 4
-    return loads * words if loads <= most else most * words
 
 
 def _defines(problem: ProblemDescription, config: Config, tiling: _Tiling) -> tuple[tuple[str, str | int], ...]:
@@ -123,6 +121,7 @@ def _defines(problem: ProblemDescription, config: Config, tiling: _Tiling) -> tu
         ("OFFSET", tile.offset),
         ("IN_VECTOR", tile.vector),
         ("OUT_VECTOR", tiling.out_vector),
+        ("STAGES", config["stages"]),
         ("MIN_BLOCKS", tiling.resident),
         ("SHARED_BYTES", tiling.shared_bytes),
     )
@@ -157,7 +156,8 @@ def _finish_step(problem: ProblemDescription, device: Device, config: Config, ti
     )
 
 
-def _config(tile_h: int, tile_w: int, tile_k: int, warps_y: int, warps_k: int, warps_p: int, resident: int) -> Config:
+def _config(tile: Sequence[int], tile_k: int, warps: Sequence[int], resident: int) -> Config:
+    (tile_h, tile_w, stages), (warps_y, warps_k, warps_p) = tile, warps
     return Config.of(
         tile_h=tile_h,
         tile_w=tile_w,
@@ -165,31 +165,43 @@ def _config(tile_h: int, tile_w: int, tile_k: int, warps_y: int, warps_k: int, w
         warps_y=warps_y,
         warps_k=warps_k,
         warps_p=warps_p,
+        stages=stages,
         resident=resident,
+        vector=2,
     )
 
 
-_WARPS = ((1, 1, 8), (1, 1, 4), (1, 2, 4), (1, 2, 2), (2, 1, 4), (2, 2, 2), (4, 1, 2), (4, 1, 1), (4, 2, 1), (8, 1, 1))
+_TILES = (
+    (1, 128, 3),
+    (1, 256, 2),
+    (2, 64, 3),
+    (2, 128, 2),
+    (2, 128, 3),
+    (4, 64, 2),
+    (4, 64, 3),
+    (4, 32, 3),
+    (4, 128, 2),
+)
+_WARPS = ((1, 2, 2), (1, 2, 4), (1, 1, 4), (2, 2, 1), (2, 2, 2), (3, 2, 1), (4, 1, 1), (4, 2, 1), (7, 1, 1), (7, 1, 2))
 # What default_configs ranks by estimate; few filters, for those whose sums fill a warp's registers, come last.
 _SHORT_LIST = tuple(
-    _config(tile_h, tile_w, tile_k, *warps, resident)
-    for tile_k, tiles, most in ((32, (1, 2, 4), 3), (64, (1, 2, 4), 2), (96, (1, 2, 4), 2), (16, (1,), 1))
-    for tile_h in tiles
-    for tile_w in (32, 64, 128, 256, 512)
-    for warps in _WARPS
-    for resident in range(1, most + 1)
+    _config(tile, tile_k, warps, resident)
+    for tile_k, residents in ((32, (1, 2, 3)), (64, (1, 2)), (96, (1, 2)), (16, (1,)))
+    for tile in (_TILES if tile_k > 16 else ((1, 32, 2), (1, 64, 2), (2, 32, 2)))
+    for warps in (_WARPS if tile_k > 16 else ((1, 1, 4), *((warps_y, 1, 1) for warps_y in (4, 5, 6, 7, 8))))
+    for resident in residents
 )
 
-# Cycles of a multiprocessor for a product of fragments, to read one, to stage a vector of x, to load one of dy, and to
-# join a sum; cycles that a block waits for a tile, and a warp for a block of windows and for a product. How often parts
-# move as long as memory would take. Share of the time to move all tensors, or to compute if that is shorter, that the
-# other does not hide. Fitted to 360 measurements on an H200: root mean square of the error 7 %; the configuration with
-# the least estimate takes 2 % longer than the best.
+# Cycles of a multiprocessor for a product of fragments, to read one, to stage a pixel of x by vectors of some length,
+# to load a vector of dy, and to join a sum; cycles that a block waits for a tile, with two stages or more, and a warp
+# for a block of windows and for a product. How often parts move as long as memory would take. Share of the time to move
+# all tensors, or to compute if that is shorter, that the other does not hide. Fitted to 360 measurements on an H200;
+# since then loads take fewer instructions and pixels are staged in pairs: what these and more stages cost is reckoned.
 _PRODUCT = 1.8
 _READ = 3.99
-_STAGED = 0.493
-_LOADED = 0.255
-_TILE = 1350.0
+_STAGED: Mapping[int, float] = {8: 0.5, 4: 0.35, 2: 0.3, 1: 0.4}
+_LOADED = 0.13
+_TILE, _STAGED_TILE = 1200.0, 600.0
 _BLOCK = 159.0
 _LATENCY = 13.3
 _JOIN = 14.7
@@ -198,90 +210,61 @@ _LAUNCH_MS = 0.00407
 _EXPOSED = 0.591
 
 
-class ConvFirstLayerWeights(Solver):
+class ConvFirstLayerWeights(FewChannelsSolver):
     """Backward weights for up to four channels: windows of a staged patch are operands of tensor cores as they lie.
 
     Zeros around the images and beyond a filter's rows are multiplied: an infinity or NaN spreads over taps that do not
     meet it. Sums are float32; equal inputs give equal bits.
 
     Configuration: a block computes `tile_k` filters from `tile_h` x `tile_w` outputs at a time; `warps_y` warps share a
-    filter's rows, `warps_k` its filters and `warps_p` the outputs; the tiles are dealt to `resident` blocks of a
-    multiprocessor.
+    filter's rows, `warps_k` its filters and `warps_p` the outputs; `stages` tiles of dy are in shared memory, and tiles
+    are dealt to `resident` blocks of a multiprocessor. A thread loads up to `vector` pixels of x at once.
     """
 
     id = "ConvFirstLayerWeights"
-    algorithm = Algorithm.IMPLICIT_GEMM
-    keys = (
-        KernelKey(
-            place=Place.CUDA,
-            library=Library.PLAIN,
-            dtypes=frozenset({DataType.FLOAT16, DataType.BFLOAT16}),
-            layouts=frozenset({Layout.NCHW, Layout.NHWC}),
-            min_sm=80,
-        ),
-    )
-    alignment_bytes = 16
+    direction = Direction.BACKWARD_WEIGHTS
+    kind = ("tile_h", "tile_w", "tile_k")
     parameters: ClassVar[Mapping[str, Sequence[ConfigValue]]] = {
-        "tile_h": (1, 2, 4, 8),
-        "tile_w": (32, 64, 128, 256, 512),
+        "tile_h": (1, 2, 4),
+        "tile_w": (32, 64, 128, 256),
         "tile_k": (16, 32, 64, 96),
-        "warps_y": (1, 2, 4, 8),
+        "warps_y": (1, 2, 3, 4, 5, 6, 7, 8),
         "warps_k": (1, 2),
-        "warps_p": (1, 2, 4, 8),
-        "resident": (1, 2, 3, 4),
+        "warps_p": (1, 2, 4),
+        "stages": (2, 3),
+        "resident": (1, 2, 3),
+        "vector": (2, 8),
     }
     sources = ("first_layer_weights.cu",)
-
-    def examples(self) -> tuple[ProblemDescription, ...]:
-        half, brain, last = DataType.FLOAT16, DataType.BFLOAT16, Layout.NHWC
-
-        def conv(**fields: object) -> ProblemDescription:
-            return ProblemDescription.convolution(direction=Direction.BACKWARD_WEIGHTS, **fields)  # type: ignore[arg-type]
-
-        return (
-            conv(x=(2, 3, 64, 64), w=(64, 3, 7, 7), padding=3, stride=2, dtype=half, layout=last),
-            conv(x=(2, 3, 64, 64), w=(64, 3, 7, 7), padding=3, stride=2, dtype=half),
-            conv(x=(2, 3, 32, 40), w=(32, 3, 3, 3), padding=1, dtype=brain, layout=last),
-            conv(x=(2, 3, 32, 40), w=(32, 3, 3, 3), padding=1, dtype=brain),
-            conv(x=(2, 3, 32, 32), w=(96, 3, 4, 4), stride=4, dtype=half, layout=last),
-            conv(x=(3, 1, 28, 28), w=(6, 1, 5, 5), padding=2, dtype=half),
-            conv(x=(2, 4, 17, 23), w=(37, 4, 3, 2), padding=((4, 0), (5, 1)), stride=(1, 3), dtype=brain, layout=last),
-            conv(x=(1, 2, 33, 31), w=(19, 2, 5, 11), padding=2, stride=(3, 1), dtype=half),
-        )
-
-    def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
-        if problem.direction is not Direction.BACKWARD_WEIGHTS:
-            return Applicability(f"computes backward weights only, not {problem.direction}")
-        reason = unserved(problem)
-        if reason:
-            return Applicability(reason)
-        if not any(self.is_valid_config(problem, device, config) for config in _SHORT_LIST):
-            return Applicability(f"filter {problem.filter} or stride {problem.conv.stride} is too large for a block")
-        return APPLICABLE
 
     def is_valid_config(self, problem: ProblemDescription, device: Device, config: Config) -> bool:
         out_h, out_w = problem.out_spatial
         if config["tile_h"] >= 2 * out_h or config["tile_w"] >= 2 * max(32, out_w):
             return False
-        if config["tile_k"] >= 32 + round_up(problem.k, 16) or config["warps_y"] >= 2 * problem.filter[0]:
+        if config["tile_k"] >= 32 + round_up(problem.k, 16) or is_same_load(problem, config["vector"]):
             return False
+        if config["tile_h"] * config["tile_w"] > _MOST_OUTPUTS:
+            return False
+        taps_y, warps_y = problem.filter[0], config["warps_y"]
+        if ceil_div(taps_y, ceil_div(taps_y, warps_y)) != warps_y:
+            return False  # a warp would have no rows
         if config["tile_k"] // 16 % config["warps_k"]:
             return False
         warps = config["warps_y"] * config["warps_k"] * config["warps_p"]
         if not 4 <= warps <= _MAX_WARPS:
             return False
-        tiling = _Tiling.of(problem, config)
+        tiling = _Tiling.of(problem, config, device)
         if tiling.sums > _MAX_SUMS or tiling.registers > _MAX_REGISTERS or tiling.resident < config["resident"]:
             return False
         if 4 * tiling.splits(device) * problem.w.size > _MAX_WORKSPACE_BYTES:
             return False
         return tiling.shared_bytes <= (device.shared_bytes or _SHARED_BYTES)
 
-    def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
-        return tuple(self.ranked(problem, device, _SHORT_LIST)[:8])
+    def short_list(self) -> Sequence[Config]:
+        return _SHORT_LIST
 
     def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
-        tiling = _Tiling.of(problem, config)
+        tiling = _Tiling.of(problem, config, device)
         moved_ms = 1e3 * problem.bytes / device.bandwidth_bytes_per_s
         tile, splits = tiling.tile, tiling.splits(device)
         warps_y, warps_k, warps_p = config["warps_y"], config["warps_k"], config["warps_p"]
@@ -289,11 +272,16 @@ class ConvFirstLayerWeights(Solver):
         turn = ceil_div(ceil_div(tile.windows, 16), warps_p)
         products = turn * warps_p * filters * rows * tiling.row_words
         reads = turn * warps_p * (filters * warps_y + rows * ceil_div(tiling.row_words, 2) * warps_k)
-        staged = tile.in_rows * tile.in_columns / tile.vector * (problem.c + tile.vector)
+        staged = tile.in_rows * tile.in_columns
         loaded = tile.outputs * tile.windows * config["tile_k"] / tiling.out_vector
-        moved = _STAGED * staged + _LOADED * loaded
+        moved = _STAGED[tile.vector] * staged + _LOADED * loaded
         busy = max(_PRODUCT * products, _READ * reads) + moved
-        alone = _TILE + turn * _BLOCK + _LATENCY * products / (warps_y * warps_k * warps_p) + moved
+        alone = (
+            (_TILE if config["stages"] == 2 else _STAGED_TILE)
+            + turn * _BLOCK
+            + _LATENCY * products / (warps_y * warps_k * warps_p)
+            + moved
+        )
         turns = ceil_div(tiling.tiles, splits)
         together = min(tiling.resident, ceil_div(splits * tiling.filter_tiles, device.sm_count))
         cycles = _JOIN * warps_p * tiling.sums * together + turns * max(together * busy, alone)
@@ -302,7 +290,7 @@ class ConvFirstLayerWeights(Solver):
         return float(_LAUNCH_MS + max(moved_ms, busy_ms) + _EXPOSED * min(moved_ms, busy_ms) + parts_ms)
 
     def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
-        tiling = _Tiling.of(problem, config)
+        tiling = _Tiling.of(problem, config, device)
         steps = (_sum_step(problem, device, config, tiling), _finish_step(problem, device, config, tiling))
         parts = Region(name="parts", bytes=4 * tiling.splits(device) * problem.w.size)
         return ConvSolution(steps=steps, workspace=WorkspacePlan((parts,)))

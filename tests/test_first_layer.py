@@ -12,14 +12,15 @@ from hypothesis import strategies as st
 
 from miofind.device import Device
 from miofind.problem import DataType, Direction, Layout, ProblemDescription
-from miofind.solver import Solver, solver_by_id
+from miofind.solver import solver_by_id
 from miofind.tiling.cells import Cells
 from miofind.tiling.windows import WindowTile, unserved
 
 SOLVERS = {
-    Direction.FORWARD: "ConvFirstLayer",
-    Direction.BACKWARD_DATA: "ConvFirstLayerData",
-    Direction.BACKWARD_WEIGHTS: "ConvFirstLayerWeights",
+    "ConvFirstLayer": Direction.FORWARD,
+    "ConvFirstLayerData": Direction.BACKWARD_DATA,
+    "ConvFirstLayerDataRows": Direction.BACKWARD_DATA,
+    "ConvFirstLayerWeights": Direction.BACKWARD_WEIGHTS,
 }
 DEVICE = Device.virtual("90a")
 
@@ -27,10 +28,6 @@ DEVICE = Device.virtual("90a")
 def layer(**fields: Any) -> ProblemDescription:
     base = {"x": (4, 3, 64, 64), "w": (32, 3, 3, 3), "padding": 1, "dtype": "float16", "layout": "NHWC"}
     return ProblemDescription.convolution(**(base | fields))
-
-
-def solver_of(direction: Direction) -> Solver:
-    return solver_by_id(SOLVERS[direction])
 
 
 @st.composite
@@ -119,7 +116,7 @@ def test_cells_meet_every_output_of_their_pixels_once(problem: ProblemDescriptio
             assert met == {(i, r) for i in range(-20, 80) for r in range(taps) if i * stride - pad + r == pixel}
 
 
-@pytest.mark.parametrize("direction", list(Direction))
+@pytest.mark.parametrize("solver_id", SOLVERS)
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
@@ -133,36 +130,68 @@ def test_cells_meet_every_output_of_their_pixels_once(problem: ProblemDescriptio
         ({"x": (1, 1, 2**16, 2**15), "w": (1, 1, 3, 3)}, "32 bits"),
     ],
 )
-def test_refusals(direction: Direction, fields: dict[str, Any], reason: str) -> None:
-    problem = layer(direction=direction, **fields)
-    answer = solver_of(direction).applicability(problem, DEVICE)
+def test_refusals(solver_id: str, fields: dict[str, Any], reason: str) -> None:
+    problem = layer(direction=SOLVERS[solver_id], **fields)
+    answer = solver_by_id(solver_id).applicability(problem, DEVICE)
     assert reason in answer.reason
 
 
-@pytest.mark.parametrize("direction", list(Direction))
-def test_other_directions_are_refused(direction: Direction) -> None:
-    for other in set(Direction) - {direction}:
-        assert not solver_of(other).applicability(layer(direction=direction), DEVICE)
+@pytest.mark.parametrize("solver_id", SOLVERS)
+def test_other_directions_are_refused(solver_id: str) -> None:
+    for other in set(Direction) - {SOLVERS[solver_id]}:
+        assert not solver_by_id(solver_id).applicability(layer(direction=other), DEVICE)
 
 
 def test_filters_beyond_a_block_are_refused() -> None:
     forward, data = layer(w=(32, 3, 64, 64), padding=32), layer(w=(4096, 3, 16, 16), stride=16)
-    assert "too large" in solver_of(Direction.FORWARD).applicability(forward, DEVICE).reason
+    assert "too large" in solver_by_id("ConvFirstLayer").applicability(forward, DEVICE).reason
     backward = replace(data, direction=Direction.BACKWARD_DATA)
-    assert "too large" in solver_of(Direction.BACKWARD_DATA).applicability(backward, DEVICE).reason
+    assert "too large" in solver_by_id("ConvFirstLayerData").applicability(backward, DEVICE).reason
+    assert "too large" in solver_by_id("ConvFirstLayerDataRows").applicability(backward, DEVICE).reason
 
 
-@pytest.mark.parametrize("direction", list(Direction))
+@pytest.mark.parametrize("solver_id", SOLVERS)
 @pytest.mark.parametrize("layout", [Layout.NHWC, Layout.NCHW])
-def test_larger_batches_take_longer(direction: Direction, layout: Layout) -> None:
-    solver = solver_of(direction)
+def test_larger_batches_take_longer(solver_id: str, layout: Layout) -> None:
+    solver, direction = solver_by_id(solver_id), SOLVERS[solver_id]
     small, large = (layer(x=(n, 3, 224, 224), direction=direction, layout=layout) for n in (8, 64))
     for config in solver.default_configs(small, DEVICE):
         assert solver.estimate_ms(small, DEVICE, config) < solver.estimate_ms(large, DEVICE, config)
 
 
-@pytest.mark.parametrize("direction", list(Direction))
-def test_common_first_layers_are_served(direction: Direction) -> None:
+@pytest.mark.parametrize("solver_id", SOLVERS)
+def test_common_first_layers_are_served(solver_id: str) -> None:
+    solver, direction = solver_by_id(solver_id), SOLVERS[solver_id]
     assert unserved(layer(direction=direction)) == ""
     for fields in ({"w": (64, 3, 7, 7), "padding": 3, "stride": 2}, {"w": (96, 3, 4, 4), "padding": 0, "stride": 4}):
-        assert solver_of(direction).applicability(layer(direction=direction, **fields), DEVICE)
+        assert solver.applicability(layer(direction=direction, **fields), DEVICE)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"x": (8, 3, 64, 64), "w": (80, 3, 15, 15), "padding": 7},
+        {"x": (2, 1, 157, 681), "w": (32, 1, 5, 20), "padding": 0},
+        {"x": (2, 3, 224, 224), "w": (64, 3, 11, 11), "padding": 2},
+        {"x": (32, 2, 3, 3), "w": (1, 2, 3, 3), "padding": 0},
+    ],
+)
+def test_weights_of_long_filters_and_single_outputs_are_served(fields: dict[str, Any]) -> None:
+    solver = solver_by_id("ConvFirstLayerWeights")
+    problem = layer(direction=Direction.BACKWARD_WEIGHTS, **fields)
+    assert solver.applicability(problem, DEVICE)
+    assert solver.default_configs(problem, DEVICE)
+
+
+def test_no_warp_is_without_rows_of_a_filter() -> None:
+    solver = solver_by_id("ConvFirstLayerWeights")
+    problem = layer(direction=Direction.BACKWARD_WEIGHTS, w=(64, 3, 7, 7), padding=3, stride=2)
+    assert {config["warps_y"] for config in solver.configs(problem, DEVICE)} == {1, 2, 3, 4, 7}
+
+
+def test_defaults_differ_in_tiles() -> None:
+    problem = layer(x=(32, 3, 224, 224), w=(64, 3, 7, 7), padding=3, stride=2)
+    configs = solver_by_id("ConvFirstLayer").default_configs(problem, DEVICE)
+    tiles = [(config["tile_h"], config["tile_w"]) for config in configs]
+    assert len(tiles) == 8
+    assert all(tiles.count(tile) <= 2 for tile in tiles)

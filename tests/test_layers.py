@@ -30,6 +30,7 @@ LAYERS = (
     ("early_launch",),
     ("compiler",),
     ("solvers",),
+    ("few_channels",),
     ("solver", "options"),
     ("candidate", "reference", "geometry", "tiling", "environment", "libraries", "tensor_maps"),
     ("solution",),

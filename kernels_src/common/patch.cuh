@@ -17,6 +17,7 @@ struct Patch {
   static constexpr int kRowWords = round_up(kFirst + kColumns, 16) / 2, kBytes = 16 * kRows * kRowWords;
   static_assert(kChannels >= 1 && kChannels <= 4, "pixels hold four channels");
   static_assert(kColumns % kVector == 0, "a vector lies within a row");
+  static_assert(kFirst == 0 || kFirst == 1, "a row begins with its first word");
 
   static __device__ __forceinline__ int turned(int word) { return kIsTurned ? word ^ (word / 8 % 4 * 2) : word; }
 };
@@ -28,15 +29,32 @@ struct PatchPlace {
   int image, row, column;
 };
 
-// Moves a patch through registers; all kThreads threads of a block take part, with at most kMost vectors of a channel
-// each at a time.
-template <typename Shape, int kThreads, int kMost, typename T>
+// Moves a patch through registers; all kThreads threads of a block take part, each with as many vectors at a time as 32
+// registers hold.
+template <typename Shape, int kThreads, typename T>
 struct PatchLoader {
   static constexpr int kVector = Shape::kVector, kChannels = Shape::kChannels, kColumnRuns = Shape::kColumns / kVector;
+  static constexpr int kHeld = 32 / (kChannels * (kVector > 1 ? kVector / 2 : 1)), kMost = kHeld < 8 ? kHeld : 8;
   static constexpr int kAll = ceil_div(Shape::kRuns, kThreads), kLoads = kAll < kMost ? kAll : kMost;
   static constexpr bool kIsWhole = kAll <= kMost;
 
+  using Pixel = Vector<T, 4>;
+  struct alignas(16) PixelPair {
+    Pixel at[2];
+  };
+
   Vector<T, kVector> values[kLoads][kChannels];
+
+  // Pixel j of load i, absent channels zero.
+  __device__ __forceinline__ Pixel pixel_of(int i, int j) const {
+    Pixel channels = {};
+#pragma unroll
+    for (int c = 0; c < kChannels; ++c) {
+      const int at = j * kChannels + c;
+      channels.at[c] = Shape::kChannelsLast ? values[i][at / kVector].at[at % kVector] : values[i][c].at[j];
+    }
+    return channels;
+  }
 
   // Starts to load, from vector `first` on.
   __device__ __forceinline__ void take(const T* __restrict__ x, const PatchPlace& place, int first = 0) {
@@ -67,16 +85,20 @@ struct PatchLoader {
       if (rank >= Shape::kRuns) break;
       unsigned char* const row = patch + rank / kColumnRuns * 16 * Shape::kRowWords;
       const int pixel = Shape::kFirst + rank % kColumnRuns * kVector;
+      if constexpr (kVector % 2 == 0) {
+        // Two pixels of a word are written at once: lanes are kVector pixels apart, and meet banks less often.
 #pragma unroll
-      for (int j = 0; j < kVector; ++j) {
-        Vector<T, 4> channels = {};
-#pragma unroll
-        for (int c = 0; c < kChannels; ++c) {
-          const int at = j * kChannels + c;
-          channels.at[c] = Shape::kChannelsLast ? values[i][at / kVector].at[at % kVector] : values[i][c].at[j];
+        for (int j = -Shape::kFirst; j < kVector; j += 2) {
+          unsigned char* const to = row + 16 * Shape::turned((pixel + j) / 2);
+          if (j >= 0 && j + 1 < kVector)
+            *reinterpret_cast<PixelPair*>(to) = {pixel_of(i, j), pixel_of(i, j + 1)};
+          else
+            *reinterpret_cast<Pixel*>(to + (j < 0 ? 8 : 0)) = pixel_of(i, j < 0 ? 0 : j);
         }
-        const int word = Shape::turned((pixel + j) / 2), half = (Shape::kFirst + j) % 2;
-        *reinterpret_cast<Vector<T, 4>*>(row + 16 * word + 8 * (kVector % 2 == 0 ? half : (pixel + j) % 2)) = channels;
+      } else {
+#pragma unroll
+        for (int j = 0; j < kVector; ++j)
+          *reinterpret_cast<Pixel*>(row + 16 * Shape::turned((pixel + j) / 2) + (pixel + j) % 2 * 8) = pixel_of(i, j);
       }
     }
   }

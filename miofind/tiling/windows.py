@@ -18,7 +18,21 @@ MAX_CHANNELS = 4
 
 _PIXEL_BYTES = 8
 _MOST = 8  # elements of 16 bytes
+_HELD_WORDS, _HELD_LOADS = 32, 8  # that a thread has on their way at most
 _MAX_STRIDE = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PatchLoad:
+    """How a thread moves its share of a patch.
+
+    Attributes:
+        registers: for what it loads at once, and where.
+        is_whole: whether that is all of it.
+    """
+
+    registers: int
+    is_whole: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,8 +67,8 @@ class WindowTile:
     flat: bool
 
     @staticmethod
-    def of(problem: ProblemDescription, tile_h: int, tile_w: int) -> WindowTile:
-        """Tiles of at most `tile_h` rows and `tile_w` columns, as equal as may be."""
+    def of(problem: ProblemDescription, tile_h: int, tile_w: int, most: int = _MOST) -> WindowTile:
+        """Tiles of at most `tile_h` rows and `tile_w` columns, as equal as may be, with vectors of at most `most`."""
         (out_h, out_w), (stride_y, stride_x), (taps_y, taps_x) = (
             problem.out_spatial,
             problem.conv.stride,
@@ -66,7 +80,7 @@ class WindowTile:
         outputs = 1 + stride_x % 2
         row_windows = ceil_div(tile_w, outputs)
         row_steps = ceil_div(MAX_CHANNELS * (taps_x + (outputs - 1) * stride_x), 16)
-        vector = math.gcd(_MOST, problem.spatial[1])
+        vector = math.gcd(most, problem.spatial[1])
         offset = -problem.conv.pad_before[1] % vector
         met = offset + (row_windows - 1) * outputs * stride_x + 4 * row_steps
         in_rows, in_columns = (tile_h - 1) * stride_y + taps_y, round_up(met, vector)
@@ -96,12 +110,28 @@ class WindowTile:
         """Shared memory of a patch."""
         return 16 * self.in_rows * self.row_words
 
+    def patch_load(self, channels: int, threads: int) -> PatchLoad:
+        """How each of `threads` threads moves a patch: PatchLoader of kernels_src/common/patch.cuh, with its limits."""
+        loads = ceil_div(self.in_rows * self.in_columns, self.vector * threads)
+        words = channels * max(1, self.vector // 2)
+        most = min(_HELD_WORDS // words, _HELD_LOADS)
+        at_once = min(loads, most)
+        addresses = (8 + at_once) * self.outputs if self.outputs > 1 or channels == MAX_CHANNELS else at_once
+        if self.vector == _MOST:
+            addresses = 0  # few loads, whose addresses are not kept
+        return PatchLoad(registers=at_once * words + addresses, is_whole=loads <= most)
+
     def plane_vector(self, problem: ProblemDescription) -> int:
         """Elements of a plane of y that move at once and lie within a row of a tile, or within its rows."""
         out_h, out_w = problem.out_spatial
         if self.flat and self.tile_w % self.outputs == 0:
             return math.gcd(_MOST, out_h * out_w, self.tile_h * out_w)
         return math.gcd(_MOST, out_w, self.tile_w)
+
+
+def is_same_load(problem: ProblemDescription, most: int) -> bool:
+    """Whether rows of x have no vectors of `most` elements, so that a lower limit means the same."""
+    return most > 2 and math.gcd(_MOST, problem.spatial[1]) < most
 
 
 def unserved(problem: ProblemDescription) -> str:

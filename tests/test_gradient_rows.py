@@ -1,0 +1,90 @@
+"""Strips and column tiles of rows of dy: every pixel of dx is completed once, from all outputs that it meets."""
+
+from __future__ import annotations
+
+import random
+
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from miofind.device import Device
+from miofind.problem import DataType, Direction, Layout, ProblemDescription
+from miofind.solution import Config
+from miofind.solver import solver_by_id
+from miofind.tiling.gradient_rows import GradientRows, StrideCells
+
+DEVICE = Device.virtual("90a")
+SOLVER = solver_by_id("ConvFirstLayerDataRows")
+
+
+@st.composite
+def layers(draw: st.DrawFn) -> ProblemDescription:
+    sizes = [draw(st.integers(1, 40)), draw(st.integers(1, 200))]
+    taps = [draw(st.integers(1, 5)), draw(st.integers(1, 9))]
+    pads = [(draw(st.integers(0, 9)), draw(st.integers(0, 9))) for _ in range(2)]
+    assume(all(size + sum(pad) >= tap for size, pad, tap in zip(sizes, pads, taps, strict=True)))
+    return ProblemDescription.convolution(
+        x=(draw(st.integers(1, 3)), 2, *sizes),
+        w=(draw(st.sampled_from([8, 37])), 2, *taps),
+        padding=pads,
+        stride=[draw(st.integers(1, 5)) for _ in range(2)],
+        dtype=DataType.FLOAT16,
+        layout=draw(st.sampled_from([Layout.NHWC, Layout.NCHW])),
+        direction=Direction.BACKWARD_DATA,
+    )
+
+
+def drawn_config(problem: ProblemDescription, seed: int) -> Config:
+    names = SOLVER.parameters.items()
+    return Config({name: random.Random(seed + rank).choice(values) for rank, (name, values) in enumerate(names)})
+
+
+@given(problem=layers())
+def test_cells_meet_every_output_of_their_pixels_once(problem: ProblemDescription) -> None:
+    for axis in range(2):
+        stride, pad, taps = problem.conv.stride[axis], problem.conv.pad_before[axis], problem.filter[axis]
+        cells = StrideCells.of(problem, axis)
+        for pixel in range(problem.spatial[axis]):
+            cell, within = divmod(pixel + pad, stride)
+            assert cells.first <= cell < cells.end
+            met = {(cell - i, tap) for i in range(cells.met) if (tap := within + i * stride) < taps}
+            assert met == {(i, r) for i in range(-20, 250) for r in range(taps) if i * stride - pad + r == pixel}
+
+
+@given(problem=layers(), seed=st.integers(0, 10**6))
+def test_column_tiles_complete_every_cell_once(problem: ProblemDescription, seed: int) -> None:
+    tiling = GradientRows.of(problem, drawn_config(problem, seed), DEVICE)
+    width, columns = tiling.width, problem.out_spatial[1]
+    assert tiling.base % tiling.in_vector == 0 or problem.y.layout.channels_last
+    assert tiling.column_step % tiling.in_vector == 0 or problem.y.layout.channels_last
+    assert tiling.columns % 16 == 0
+    completed = []
+    for tile in range(tiling.column_tiles):
+        begin = tiling.base + tile * tiling.column_step
+        assert tile == 0 or begin < columns
+        first = width.first if tile == 0 else begin + width.met - 1
+        last_tile = tile + 1 == tiling.column_tiles
+        end = width.end if last_tile else begin + tiling.column_step + width.met - 1
+        for cell in range(first, end):
+            completed.append(cell)
+            met = [column for column in range(cell - width.met + 1, cell + 1) if 0 <= column < columns]
+            assert all(begin <= column < begin + tiling.columns for column in met)
+    assert completed == list(range(width.first, width.end))
+
+
+@given(problem=layers(), seed=st.integers(0, 10**6))
+def test_strips_cover_the_rows_and_none_is_empty(problem: ProblemDescription, seed: int) -> None:
+    tiling = GradientRows.of(problem, drawn_config(problem, seed), DEVICE)
+    count = tiling.height.end - tiling.height.first
+    assert tiling.rows * (tiling.strips - 1) < count <= tiling.rows * tiling.strips
+    assert tiling.blocks == problem.n * tiling.column_tiles * tiling.strips
+
+
+def test_strips_of_large_batches_fill_the_device_evenly() -> None:
+    """16 images of 224 rows on 132 multiprocessors: strips of 28 rows, not one more turn for a few."""
+    problem = ProblemDescription.convolution(
+        x=(16, 3, 224, 224), w=(64, 3, 3, 3), padding=1, dtype="float16", layout="NHWC", direction="backward_data"
+    )
+    config = Config.of(blocks=2, warps_m=7, warps_n=1, warps_k=1, stages=4, resident=1)
+    tiling = GradientRows.of(problem, config, DEVICE)
+    assert (tiling.column_tiles, tiling.columns, tiling.rows, tiling.blocks) == (1, 224, 28, 128)
