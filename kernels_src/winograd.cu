@@ -73,6 +73,21 @@ struct Row {
   float at[kSize * kLanes];
 };
 
+// A row of a matrix times values. Nothing is added to 0, which the compiler would not leave out.
+template <class Matrix, class Values>
+__device__ __forceinline__ float dot(int row, Values values) {
+  float sum = 0.0f;
+  bool is_first = true;
+#pragma unroll
+  for (int j = 0; j < Matrix::kColumns; ++j) {
+    const float factor = Matrix::at(row * Matrix::kColumns + j);
+    if (factor == 0.0f) continue;
+    sum = is_first ? factor * values(j) : sum + factor * values(j);
+    is_first = false;
+  }
+  return sum;
+}
+
 // Down * (what `load` gives row by row) * Across^T; `store` takes it row by row.
 template <class Down, class Across, int kLanes, class Load, class Store>
 __device__ __forceinline__ void transform(Load load, Store store) {
@@ -84,13 +99,7 @@ __device__ __forceinline__ void transform(Load load, Store store) {
     for (int i = 0; i < Across::kRows; ++i) {
 #pragma unroll
       for (int lane = 0; lane < kLanes; ++lane) {
-        float sum = 0.0f;
-#pragma unroll
-        for (int j = 0; j < Across::kColumns; ++j) {
-          const float factor = Across::at(i * Across::kColumns + j);
-          if (factor != 0.0f) sum += factor * row.at[j * kLanes + lane];
-        }
-        half[r].at[i * kLanes + lane] = sum;
+        half[r].at[i * kLanes + lane] = dot<Across>(i, [&](int j) { return row.at[j * kLanes + lane]; });
       }
     }
   }
@@ -101,13 +110,7 @@ __device__ __forceinline__ void transform(Load load, Store store) {
     for (int j = 0; j < Across::kRows; ++j) {
 #pragma unroll
       for (int lane = 0; lane < kLanes; ++lane) {
-        float sum = 0.0f;
-#pragma unroll
-        for (int r = 0; r < Down::kColumns; ++r) {
-          const float factor = Down::at(i * Down::kColumns + r);
-          if (factor != 0.0f) sum += factor * half[r].at[j * kLanes + lane];
-        }
-        row.at[j * kLanes + lane] = sum;
+        row.at[j * kLanes + lane] = dot<Down>(i, [&](int r) { return half[r].at[j * kLanes + lane]; });
       }
     }
     store(i, row);

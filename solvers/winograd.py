@@ -34,6 +34,10 @@ _EXACT_POINTS = 3  # 0, 1 and -1: what small integers become is exact
 _TILES = (_EXACT_TILE, 4, 6)
 _MOST_TAPS = 5
 _LEAST_CHANNELS = 4  # of a group: with fewer, transforms take longer than direct summation
+# Errors are those of a whole tile, and the bound is that of an element's own sum: in shorter sums of normal data some
+# elements are so much smaller than their tile that they break it. 16 channels leave a factor of two (simulated).
+_LEAST_SUMMED = 16
+_LEAST_PIXELS = 64
 _VECTORS = (1, 2, 4)
 _MOST_REGISTERS = 128  # floats of a tile that a thread holds without spilling
 _SLICES = (1, 2, 4, 8, 16, 32)
@@ -84,17 +88,18 @@ class ConvWinograd(Solver):
 
     def examples(self) -> tuple[ProblemDescription, ...]:
         conv = ProblemDescription.convolution
+        x, w, odd = (3, 32, 9, 8), (32, 16, 3, 3), ((1, 0), (0, 1))
         return (
             *(
-                conv(x=(3, 8, 9, 8), w=(12, 4, 3, 3), padding=((1, 0), (0, 1)), groups=2, layout=layout, direction=way)
-                for way in Direction
+                conv(x=x, w=w, padding=odd, groups=2, layout=layout, direction=direction)
+                for direction in Direction
                 for layout in (Layout.NCHW, Layout.NHWC)
             ),
-            conv(x=(2, 6, 9, 8), w=(4, 6, 5, 1), padding=(2, 0), layout=Layout.NHWC),
-            conv(x=(2, 6, 12, 20), w=(6, 6, 1, 3), padding=(0, 1), math="tf32", direction="backward_data"),
-            conv(x=(1, 8, 20), w=(5, 8, 3), dtype=DataType.FLOAT16),
+            conv(x=(2, 18, 9, 8), w=(5, 18, 5, 1), padding=(2, 0), layout=Layout.NHWC),
+            conv(x=(2, 6, 12, 20), w=(20, 6, 1, 3), padding=(0, 1), math="tf32", direction="backward_data"),
+            conv(x=(1, 16, 20), w=(5, 16, 3), padding=1, dtype=DataType.FLOAT16),
             conv(x=(2, 16, 8, 8), w=(8, 16, 3, 3), padding=1, dtype=DataType.BFLOAT16, layout=Layout.NHWC),
-            conv(x=(2, 6, 9, 9), w=(7, 6, 5, 5), padding=2, layout={"x": "NHWC", "w": "NCHW", "y": "NCHW"}),
+            conv(x=(2, 20, 9, 9), w=(7, 20, 5, 5), padding=2, layout={"x": "NHWC", "w": "NCHW", "y": "NCHW"}),
         )
 
     def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
@@ -111,12 +116,19 @@ class ConvWinograd(Solver):
             return Applicability("serves tensors of one dtype")
         if min(problem.w.shape[1], problem.k // problem.groups) < _LEAST_CHANNELS:
             return Applicability(f"saves nothing with fewer than {_LEAST_CHANNELS} channels a group")
+        is_weights = problem.direction is Direction.BACKWARD_WEIGHTS
+        summed, least = _summed(problem), _LEAST_PIXELS if is_weights else _LEAST_SUMMED
+        if summed < least:
+            what = "pixels" if is_weights else "channels"
+            return Applicability(f"keeps its error bound in sums over {least} {what} or more, not {summed}")
         if problem.output.size == 0 or problem.flops == 0:
             return Applicability("has no empty products")
         if has_empty_sums(problem):
             return Applicability("rounds sums of nothing but padding as it does their neighbours, not to 0")
         if index_bits(problem) != 32:
             return Applicability("needs tensors that 32-bit offsets reach")
+        if not any(_serves(problem, tile) for tile in _TILES):
+            return Applicability("cannot hold what becomes of float16 in tiles for such filters")
         if not self.default_configs(problem, device):
             return Applicability("needs more workspace than 32-bit offsets reach")
         return APPLICABLE
@@ -144,8 +156,10 @@ class ConvWinograd(Solver):
             if type(config[name]) is not int or config[name] not in values:
                 raise InvalidConfigError(f"{self.id}: {name}={config[name]!r} must be one of {list(values)}")
         check_int(self.id, config, "tiles", 1, 2**30)
-        if not _serves(problem, config["tile"]) or (reason := _refusal(_plan(problem.lifted(3), config))):
-            reason = reason if _serves(problem, config["tile"]) else "has no points for such tiles"
+        if not _serves(problem, config["tile"]):
+            raise InvalidConfigError(f"{self.id}: tile={config['tile']} has no points that serve {problem}")
+        reason = _refusal(_plan(problem.lifted(3), config))
+        if reason:
             raise InvalidConfigError(f"{self.id}: config {config.json} cannot run {problem}: {reason}")
 
     def is_valid_config(self, problem: ProblemDescription, device: Device, config: Config) -> bool:
@@ -193,8 +207,19 @@ def _estimate_ms(lifted: ProblemDescription, device: Device, config: Config) -> 
     return _plan(lifted, config).estimate_ms(device, config["workspace_bytes"])
 
 
+def _summed(problem: ProblemDescription) -> int:
+    """Channels, or for backward weights pixels, that one result is summed over; not counting taps."""
+    taps = 1 if problem.direction is Direction.BACKWARD_WEIGHTS else math.prod(problem.filter)
+    return problem.reduction_length // taps
+
+
 def _serves(problem: ProblemDescription, tile: int) -> bool:
-    """Whether there are points for a tile, and for the smallest such as keep small integers exact."""
+    """Whether there are points for a tile, and for the smallest such as keep small integers exact.
+
+    Larger tiles' inputs become up to 255 times as large, which float16 cannot hold.
+    """
+    if tile > _EXACT_TILE and problem.x.dtype is DataType.FLOAT16:
+        return False
     return tile + max(problem.filter) - 2 <= (_EXACT_POINTS if tile == _EXACT_TILE else MOST_POINTS)
 
 
