@@ -129,7 +129,7 @@ class ConvWinograd(Solver):
             return Applicability("needs tensors that 32-bit offsets reach")
         if not any(_serves(problem, tile) for tile in _TILES):
             return Applicability("cannot hold what becomes of float16 in tiles for such filters")
-        if not self.default_configs(problem, device):
+        if next(_heuristic_configs(problem), None) is None:
             return Applicability("needs more workspace than 32-bit offsets reach")
         return APPLICABLE
 
