@@ -1,15 +1,13 @@
 // Winograd's minimal filtering around products of matrices: y = A ((G g) * (B d)), along both axes of a tile.
 //
-// winograd_operands transforms tiles of the images and, in its first blocks, the other operand: filters, or for
-// backward weights tiles of dy. winograd_results transforms products back to tiles of y, winograd_weights to filters. A
-// thread has a whole tile in registers: of one channel where channels come first, with tiles along the lanes, else of
-// kLanes.
-//
-// Of each of the PRODUCTS_H x PRODUCTS_W places of a tile, operands hold [group][slice][channel][tile] or, channels
-// last, [group][slice][tile][channel]; tiles beyond the last are zeros. Filters hold [group][slice][k][c]. Offsets in
-// elements fit 30 bits. Sums are float32. Source: Lavin and Gray, CVPR 2016, section 4. Defines: ELEMENT, OPERAND;
-// TILE_ (from one tile to the next), TAPS_, PRODUCTS_, and the matrices B: INPUT_, G: OTHER_, A: OUTPUT_, each _H and
-// _W; WEIGHTS; of x, the other operand and the result, _LAST, _LANES, _VECTOR and INPUT_LEAD.
+// winograd_operands transforms tiles of images and, in its first blocks, filters, or for backward weights tiles of dy.
+// winograd_results transforms products back to tiles of y, winograd_weights to filters. A thread has a whole tile in
+// registers, with tiles along the lanes where channels come first, else of some neighbouring channels.
+// Of each of a tile's places, operands hold [group][slice][channel][tile] or, channels last, [group][slice][tile]
+// [channel], tiles beyond the last as zeros; filters [group][slice][k][c]. Offsets fit 30 bits. Sums are float32.
+// Defines: ELEMENT, OPERAND, WEIGHTS, MIN_BLOCKS on an SM, INPUT_LEAD; TILE_ (from one tile to the next), TAPS_,
+// PRODUCTS_ and the matrices B: INPUT_, G: OTHER_, A: OUTPUT_, each _H and _W; of each tensor _LAST, _LANES, _VECTOR.
+// Source: Lavin and Gray, Fast Algorithms for Convolutional Neural Networks, CVPR 2016, section 4.
 #include "common/divisor.cuh"
 #include "common/types.cuh"
 
@@ -18,6 +16,7 @@
 #endif
 
 constexpr int kThreads = 128;
+constexpr int kMinBlocks = MIN_BLOCKS;
 constexpr int kProductsH = PRODUCTS_H, kProductsW = PRODUCTS_W;
 constexpr int kTaps = TAPS_H * TAPS_W;
 
@@ -317,7 +316,7 @@ __device__ __forceinline__ void transform_back(const float* __restrict__ product
    name##_before_w, DIVISOR(name##_group), DIVISOR(name##_items)}
 
 #if WEIGHTS
-extern "C" __global__ void __launch_bounds__(kThreads)
+extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     winograd_operands(const ELEMENT* __restrict__ x, OPERAND* __restrict__ inputs, const ELEMENT* __restrict__ dy,
                       OPERAND* __restrict__ others, int other_blocks, TILES_PARAMETERS, OPERAND_PARAMETERS(x),
                       OPERAND_PARAMETERS(dy)) {
@@ -334,7 +333,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads)
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
     winograd_weights(const float* __restrict__ products, ELEMENT* __restrict__ dw, int pairs, int slices,
                      DIVISOR_OF(group_channels), DIVISOR_OF(group_pairs)) {
   __shared__ ELEMENT staged[OUTPUT_LAST ? 1 : kThreads * kTaps];
@@ -370,7 +369,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   }
 }
 #else
-extern "C" __global__ void __launch_bounds__(kThreads)
+extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     winograd_operands(const ELEMENT* __restrict__ x, OPERAND* __restrict__ inputs, const ELEMENT* __restrict__ w,
                       OPERAND* __restrict__ others, int other_blocks, TILES_PARAMETERS, OPERAND_PARAMETERS(x),
                       int pairs, DIVISOR_OF(group_channels)) {
@@ -387,7 +386,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads)
+extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     winograd_results(const float* __restrict__ products, ELEMENT* __restrict__ y, TILES_PARAMETERS,
                      OPERAND_PARAMETERS(y)) {
   const Tiles tiles = TILES;

@@ -39,7 +39,10 @@ _LEAST_CHANNELS = 4  # of a group: with fewer, transforms take longer than direc
 _LEAST_SUMMED = 16
 _LEAST_PIXELS = 64
 _VECTORS = (1, 2, 4)
-_MOST_REGISTERS = 128  # floats of a tile that a thread holds without spilling
+_BLOCKS = (4, 1, 8)
+# Blocks of a multiprocessor that have registers for so many floats of a thread's tiles, the likely best first: more of
+# them where loads of a thread are few, fewer where all its loads may be under way at once.
+_BLOCKS_BY_FLOATS = ((32, (4,)), (36, (4, 8)), (72, (4, 1)), (128, (1,)))
 _SLICES = (1, 2, 4, 8, 16, 32)
 _LEAST_SLICE = 64  # tiles
 _CHUNK_BYTES = (24 << 20, 96 << 20, 384 << 20, 1536 << 20)  # of transformed tiles; the first stays in an L2 cache
@@ -49,7 +52,7 @@ _RECORDED = 6
 _LAYOUTS = frozenset(Layout)
 _ROUNDOFF = {DataType.FLOAT16: 2.0**-11, DataType.BFLOAT16: 2.0**-8}
 _ROUNDOFF_FLOAT32 = 2.0**-24
-_NAMES = frozenset({"tile", "tiles", "slices", "vector", "algorithm", "workspace_bytes"})
+_NAMES = frozenset({"tile", "tiles", "slices", "vector", "blocks", "algorithm", "workspace_bytes"})
 
 
 class ConvWinograd(Solver):
@@ -57,9 +60,10 @@ class ConvWinograd(Solver):
 
     Configuration: `tile`, the outputs of a tile along an axis, for backward weights its pixels of y; `tiles`, how many
     are transformed at once; `slices`, parts of their sum for backward weights; `vector`, channels a thread where they
-    are last; the library's `algorithm` and `workspace_bytes`. Transformed data has the tensors' type, products and
-    sums are float32. The error bound is wider than direct summation's by the product of `Filtering.error_growth` over
-    the axes: 1.7 for F(2x2, 3x3), 10 for F(4x4, 3x3), 46 for F(6x6, 3x3); 16-bit operands are rounded once more.
+    are last; `blocks` that a multiprocessor has registers for; the library's `algorithm` and `workspace_bytes`.
+    Transformed data has the tensors' type, products and sums are float32. The error bound is wider than direct
+    summation's by the product of `Filtering.error_growth` over the axes: 1.7 for F(2x2, 3x3), 10 for F(4x4, 3x3), 46
+    for F(6x6, 3x3); 16-bit operands are rounded once more.
 
     Source: Lavin and Gray, Fast Algorithms for Convolutional Neural Networks, CVPR 2016, section 4.
     """
@@ -134,9 +138,12 @@ class ConvWinograd(Solver):
         return APPLICABLE
 
     def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
-        """The likely best, and of every tile the best and one of the smallest workspace."""
+        """The likely best, and of every tile the best, so that a bound on the error leaves some."""
         lifted = problem.lifted(3)
-        ranked = sorted(_heuristic_configs(problem), key=lambda config: _estimate_ms(lifted, device, config))
+        different: dict[tuple[int, ...], Config] = {}  # but for blocks, of which estimates know nothing
+        for config in _heuristic_configs(problem):
+            different.setdefault(tuple(config[name] for name in ("tile", "tiles", "slices", "vector")), config)
+        ranked = sorted(different.values(), key=lambda config: _estimate_ms(lifted, device, config))
         firsts = [next((c for c in ranked if c["tile"] == tile), None) for tile in _TILES]
         return tuple(dict.fromkeys([*ranked[:1], *filter(None, firsts), *ranked]))[:_DEFAULTS]
 
@@ -152,7 +159,7 @@ class ConvWinograd(Solver):
         if set(config) != _NAMES:
             raise InvalidConfigError(f"{self.id}: config {config.json} must have the parameters {sorted(_NAMES)}")
         check_library_choice(self.id, config)
-        for name, values in (("tile", _TILES), ("vector", _VECTORS), ("slices", _SLICES)):
+        for name, values in (("tile", _TILES), ("vector", _VECTORS), ("blocks", _BLOCKS), ("slices", _SLICES)):
             if type(config[name]) is not int or config[name] not in values:
                 raise InvalidConfigError(f"{self.id}: {name}={config[name]!r} must be one of {list(values)}")
         check_int(self.id, config, "tiles", 1, 2**30)
@@ -200,6 +207,7 @@ def _plan(lifted: ProblemDescription, config: Mapping[str, int]) -> WinogradPlan
         tiles=config["tiles"],
         slices=config["slices"],
         vector=config["vector"],
+        blocks=config["blocks"],
     )
 
 
@@ -233,8 +241,9 @@ def _refusal(plan: WinogradPlan) -> str:
         return "only backward weights sums over tiles"
     if plan.slices > 1 and plan.tiles < plan.slices * _LEAST_SLICE:
         return f"slices of fewer than {_LEAST_SLICE} tiles save nothing"
-    if plan.vector > 1 and plan.vector * plan.places > _MOST_REGISTERS:
-        return f"a thread holds at most {_MOST_REGISTERS} floats"
+    floats = plan.lanes * plan.places
+    if plan.blocks not in next((blocks for most, blocks in _BLOCKS_BY_FLOATS if floats <= most), ()):
+        return f"{plan.blocks} blocks are not tried with {floats} floats a thread"
     if plan.vector not in (1, plan.lanes):
         return "no tensor has such vectors"
     return plan.refusal()
@@ -247,8 +256,8 @@ def _heuristic_configs(problem: ProblemDescription) -> Iterator[Config]:
         if not _serves(problem, tile):
             continue
         for tiles in _chunk_sizes(lifted, tile):
-            for slices, vector in itertools.product(_SLICES, _VECTORS):
-                config = {"tile": tile, "tiles": tiles, "slices": slices, "vector": vector}
+            for slices, vector, blocks in itertools.product(_SLICES, _VECTORS, _BLOCKS):
+                config = {"tile": tile, "tiles": tiles, "slices": slices, "vector": vector, "blocks": blocks}
                 if not _refusal(_plan(lifted, config)):
                     yield Config.of(**config, algorithm={}, workspace_bytes=WORKSPACE_BYTES)
 

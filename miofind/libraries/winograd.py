@@ -29,7 +29,7 @@ PRODUCTS = "products"
 
 _THREADS = 128
 _MOST_BLOCKS = 2**31 // _THREADS - 1
-_BANDWIDTH_SHARE = 0.8  # of the device's, that transforms are taken to reach
+_BANDWIDTH_SHARES = {1: 0.76, 2: 0.79, 4: 0.8}  # of the device's, that transforms are taken to reach, by vector
 _L2_SHARE = 0.5  # of the L2 cache, that what is written is read again from
 _L2_GAIN = 0.5  # of the traffic, that is left then
 
@@ -44,6 +44,7 @@ class WinogradPlan:
         tiles: that are transformed at once.
         slices: parts of a chunk's tiles whose products are summed apart, for backward weights.
         vector: elements of neighbouring channels that a thread transforms at most, where channels are last.
+        blocks: that a multiprocessor has registers for: many threads, or many loads of a thread under way.
     """
 
     problem: ProblemDescription
@@ -51,6 +52,7 @@ class WinogradPlan:
     tiles: int
     slices: int = 1
     vector: int = 1
+    blocks: int = 1
 
     @property
     def is_weights(self) -> bool:
@@ -184,7 +186,7 @@ class WinogradPlan:
         else:
             moved = share * whole * (inputs + products) + others + p.bytes
         steps = (1 if self.is_weights else 2) * self.chunk_count + 1
-        traffic = moved / (_BANDWIDTH_SHARE * device.bandwidth_bytes_per_s)
+        traffic = moved / (_BANDWIDTH_SHARES[self.vector] * device.bandwidth_bytes_per_s)
         return whole * product + 1e3 * traffic + STEP_MS * steps
 
     def refusal(self) -> str:
@@ -287,6 +289,7 @@ class WinogradPlan:
             *((f"{name}_LAST", int(tensor.layout.channels_last)) for name, tensor, _ in tensors),
             *((f"{name}_LANES", lanes) for name, _, (lanes, _) in tensors),
             *((f"{name}_VECTOR", columns) for name, _, (_, columns) in tensors),
+            ("MIN_BLOCKS", self.blocks),
             ("INPUT_LEAD", self._before[1] % self._columns(x)),
         )
 
