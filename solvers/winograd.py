@@ -138,14 +138,16 @@ class ConvWinograd(Solver):
         return APPLICABLE
 
     def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
-        """The likely best, and of every tile the best, so that a bound on the error leaves some."""
+        """The likely best, of every tile the best, so that a bound on the error leaves some, and the smallest."""
         lifted = problem.lifted(3)
         different: dict[tuple[int, ...], Config] = {}  # but for blocks, of which estimates know nothing
         for config in _heuristic_configs(problem):
             different.setdefault(tuple(config[name] for name in ("tile", "tiles", "slices", "vector")), config)
         ranked = sorted(different.values(), key=lambda config: _estimate_ms(lifted, device, config))
         firsts = [next((c for c in ranked if c["tile"] == tile), None) for tile in _TILES]
-        return tuple(dict.fromkeys([*ranked[:1], *filter(None, firsts), *ranked]))[:_DEFAULTS]
+        best = list(dict.fromkeys([*ranked[:1], *filter(None, firsts), *ranked]))[: _DEFAULTS - 1]
+        least = min(ranked, key=lambda config: sum(region.bytes for region in _plan(lifted, config).regions()))
+        return (*best, Config({**least, "workspace_bytes": 0}))
 
     def configs(self, problem: ProblemDescription, device: Device) -> Iterator[Config]:
         defaults = self.default_configs(problem, device)

@@ -129,6 +129,7 @@ def test_smaller_chunks_take_less_workspace() -> None:
     sizes = {
         (config["tile"], config["tiles"]): SOLVER.workspace_bytes(LARGE, DEVICE, config)
         for config in SOLVER.configs(LARGE, DEVICE)
+        if config["workspace_bytes"]
     }
     for tile in (2, 4, 6):
         ordered = [size for (of, _), size in sorted(sizes.items()) if of == tile]
@@ -145,6 +146,14 @@ def test_defaults_have_every_tile() -> None:
         assert {config["tile"] for config in defaults} == {2, 4, 6}
         estimates = [SOLVER.estimate_ms(problem, DEVICE, config) for config in defaults]
         assert estimates[0] == min(estimates)
+
+
+def test_the_last_default_has_the_smallest_workspace() -> None:
+    for direction in Direction:
+        problem = dataclasses.replace(LARGE, direction=direction)
+        sizes = [SOLVER.workspace_bytes(problem, DEVICE, config) for config in SOLVER.configs(problem, DEVICE)]
+        *_, last = SOLVER.default_configs(problem, DEVICE)
+        assert SOLVER.workspace_bytes(problem, DEVICE, last) == min(sizes)
 
 
 def test_large_tiles_win_where_tiles_are_many_and_small_ones_where_filters_are() -> None:

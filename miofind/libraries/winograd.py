@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from miofind.device import Device
-from miofind.libraries.gemm import STEP_MS, Operand, Product, product_ms
+from miofind.libraries.gemm import STEP_MS, Operand, Product, product_ms, transpose
 from miofind.problem import DataType, Direction, ProblemDescription, TensorDescriptor
 from miofind.solution import KernelStep, Pointer, Region, Scalar, Step
 from miofind.tiling.chunks import chunks
@@ -28,7 +28,6 @@ OTHERS = "others"
 PRODUCTS = "products"
 
 _THREADS = 128
-_MOST_BLOCKS = 2**31 // _THREADS - 1
 _BANDWIDTH_SHARES = {1: 0.76, 2: 0.79, 4: 0.8}  # of the device's, that transforms are taken to reach, by vector
 _L2_SHARE = 0.5  # of the L2 cache, that what is written is read again from
 _L2_GAIN = 0.5  # of the traffic, that is left then
@@ -160,11 +159,11 @@ class WinogradPlan:
         k, c = p.k // p.groups, p.w.shape[1]
         filters = self._filters(OTHERS, p.w.dtype)
         if p.direction is Direction.BACKWARD_WEIGHTS:
-            left, right = _transpose(self._tiled(OTHERS, p.y, k)), self._tiled(INPUTS, p.x, c)
+            left, right = transpose(self._tiled(OTHERS, p.y, k)), self._tiled(INPUTS, p.x, c)
             out, sizes = self._filters(PRODUCTS, DataType.FLOAT32), (k, c, self.slice_tiles)
             return self._product(sizes, left, right, out, accumulate=accumulate)
         if p.direction is Direction.FORWARD:
-            left, right, out = self._tiled(INPUTS, p.x, c), _transpose(filters), self._tiled(PRODUCTS, p.y, k)
+            left, right, out = self._tiled(INPUTS, p.x, c), transpose(filters), self._tiled(PRODUCTS, p.y, k)
             sizes = (count, k, c)
         else:
             left, right, out = self._tiled(INPUTS, p.y, k), filters, self._tiled(PRODUCTS, p.x, c)
@@ -172,7 +171,7 @@ class WinogradPlan:
         if not out.transposed:
             return self._product(sizes, left, right, out)
         rows, columns, depth = sizes
-        return self._product((columns, rows, depth), _transpose(right), _transpose(left), _transpose(out))
+        return self._product((columns, rows, depth), transpose(right), transpose(left), transpose(out))
 
     def estimate_ms(self, device: Device, workspace_bytes: int) -> float:
         """Analytic milliseconds: products, and what transforms read and write."""
@@ -371,17 +370,6 @@ class WinogradPlan:
             *divisor(channels // self.problem.groups),
             *divisor(channels // self._lanes(tensor) if tensor.layout.channels_last else tiles),
         )
-
-
-def _transpose(operand: Operand) -> Operand:
-    return Operand(
-        buffer=operand.buffer,
-        dtype=operand.dtype,
-        ld=operand.ld,
-        transposed=not operand.transposed,
-        image_stride=operand.image_stride,
-        group_stride=operand.group_stride,
-    )
 
 
 def _list(matrix: NDArray[np.float64]) -> str:
