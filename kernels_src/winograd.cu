@@ -5,7 +5,7 @@
 // registers, with tiles along the lanes where channels come first, else of some neighbouring channels.
 // Of each of a tile's places, operands hold [group][slice][channel][tile] or, channels last, [group][slice][tile]
 // [channel], tiles beyond the last as zeros; filters [group][slice][k][c]. Offsets fit 30 bits. Sums are float32.
-// Defines: ELEMENT, OPERAND, WEIGHTS, MIN_BLOCKS on an SM, INPUT_LEAD; TILE_ (from one tile to the next), TAPS_,
+// Defines: ELEMENT, OPERAND, WEIGHTS, MIN_BLOCKS on an SM, INPUT_LEAD, PLACES_WITHIN; TILE_ (the next tile), TAPS_,
 // PRODUCTS_ and the matrices B: INPUT_, G: OTHER_, A: OUTPUT_, each _H and _W; of each tensor _LAST, _LANES, _VECTOR.
 // Source: Lavin and Gray, Fast Algorithms for Convolutional Neural Networks, CVPR 2016, section 4.
 #include "common/divisor.cuh"
@@ -157,9 +157,14 @@ __device__ __forceinline__ Item item_of(const Operand& operand, int rank) {
   return kLast ? Item{fast * kLanes, slow} : Item{slow, fast};
 }
 
+// Whether places of a tile lie side by side: [tile][place][channel] of all groups.
+template <bool kLast>
+constexpr bool kPlacesWithin = kLast && PLACES_WITHIN;
+
 // Where an item's elements lie in transformed data, of the first place.
 template <bool kLast>
 __device__ __forceinline__ int transformed_offset(const Operand& operand, const Tiles& tiles, const Item& item) {
+  if (kPlacesWithin<kLast>) return item.tile * (kProductsH * kProductsW) * operand.channels + item.channel;
   const int channels = operand.group_channels.by;
   const int group = item.channel / operand.group_channels, channel = item.channel - group * channels;
   const int slice = item.tile / tiles.per_slice, tile = item.tile - slice * tiles.per_slice.by;
@@ -167,8 +172,10 @@ __device__ __forceinline__ int transformed_offset(const Operand& operand, const 
   return matrix + (kLast ? tile * channels + channel : channel * tiles.per_slice.by + tile);
 }
 
-__device__ __forceinline__ int transformed_size(const Operand& operand, const Tiles& tiles) {
-  return operand.channels * tiles.slices * tiles.per_slice.by;
+// Elements from one place to the next.
+template <bool kLast>
+__device__ __forceinline__ int place_step(const Operand& operand, const Tiles& tiles) {
+  return kPlacesWithin<kLast> ? operand.channels : operand.channels * tiles.slices * tiles.per_slice.by;
 }
 
 // The row and column that a tile begins at, and its image.
@@ -223,11 +230,11 @@ __device__ __forceinline__ void transform_tile(const ELEMENT* __restrict__ tenso
     return row;
   };
   OPERAND* to = transformed + transformed_offset<kLast>(operand, tiles, item);
-  const int size = transformed_size(operand, tiles);
+  const int step = place_step<kLast>(operand, tiles);
   transform<Down, Across, kLanes>(load, [&](int i, const Row<Across::kRows, kLanes>& row) {
 #pragma unroll
     for (int j = 0; j < Across::kRows; ++j)
-      store_vector<kLanes>(to + (i * Across::kRows + j) * size, row.at + j * kLanes);
+      store_vector<kLanes>(to + (i * Across::kRows + j) * step, row.at + j * kLanes);
   });
 }
 
@@ -285,11 +292,11 @@ __device__ __forceinline__ void transform_back(const float* __restrict__ product
   const int plane = (kLast ? corner.image : corner.image * result.channels + item.channel) * result.height;
   const int start = (plane + corner.h) * row_step + corner.w * column_step + (kLast ? item.channel : 0);
   const float* from = products + transformed_offset<kLast>(result, tiles, item);
-  const int size = transformed_size(result, tiles);
+  const int step = place_step<kLast>(result, tiles);
   const auto load = [&](int r) {
     Row<kProductsW, kLanes> row;
 #pragma unroll
-    for (int j = 0; j < kProductsW; ++j) load_vector<kLanes>(row.at + j * kLanes, from + (r * kProductsW + j) * size);
+    for (int j = 0; j < kProductsW; ++j) load_vector<kLanes>(row.at + j * kLanes, from + (r * kProductsW + j) * step);
     return row;
   };
   transform<OutputH, OutputW, kLanes>(load, [&](int i, const Row<OutputW::kRows, kLanes>& row) {

@@ -81,13 +81,14 @@ class Operand:
     last: bool
     lanes: int
     vector: int
+    places_within: bool
 
     @staticmethod
     def of(arguments: Arguments, defines: dict[str, Any], name: str) -> Operand:
         numbers = [arguments.number() for _ in range(5)]
         divisors = [arguments.divisor() for _ in range(2)]
         last, lanes, vector = (defines[f"{name}_{field}"] for field in ("LAST", "LANES", "VECTOR"))
-        return Operand(*numbers, *divisors, bool(last), lanes, vector)
+        return Operand(*numbers, *divisors, bool(last), lanes, vector, bool(defines["PLACES_WITHIN"]))
 
     def check(self, defines: dict[str, Any], tiles: int) -> int:
         """The threads it takes; vectors are whole."""
@@ -111,7 +112,10 @@ class Operand:
         """A view as (places, channels, slices, tiles of a slice)."""
         groups, size = self.channels // self.group_channels, self.group_channels
         flat = flat[: places * self.channels * tiles.padded]
-        if self.last:
+        if self.last and self.places_within:
+            assert tiles.slices == 1
+            whole = flat.reshape(1, tiles.per_slice, places, groups, size).transpose(2, 3, 4, 0, 1)
+        elif self.last:
             whole = flat.reshape(places, groups, tiles.slices, tiles.per_slice, size).transpose(0, 1, 4, 2, 3)
         else:
             whole = flat.reshape(places, groups, tiles.slices, size, tiles.per_slice).transpose(0, 1, 3, 2, 4)

@@ -7,7 +7,7 @@ library, and the products transformed back. One product a chunk serves all place
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -44,6 +44,8 @@ class WinogradPlan:
         slices: parts of a chunk's tiles whose products are summed apart, for backward weights.
         vector: elements of neighbouring channels that a thread transforms at most, where channels are last.
         blocks: that a multiprocessor has registers for: many threads, or many loads of a thread under way.
+        places_within: transformed tiles are (tiles, places, groups, channels) where channels are last, not
+            (places, groups, slices, tiles, channels), as `product` takes them; with one slice.
     """
 
     problem: ProblemDescription
@@ -52,6 +54,7 @@ class WinogradPlan:
     slices: int = 1
     vector: int = 1
     blocks: int = 1
+    places_within: bool = False
 
     @property
     def is_weights(self) -> bool:
@@ -142,12 +145,19 @@ class WinogradPlan:
             Region(name=PRODUCTS, bytes=products * wide),
         )
 
-    def steps(self) -> Iterator[Step]:
-        """The steps in order; products have no algorithm and no workspace yet."""
+    def steps(self, multiply: Callable[[], Iterable[Step]] | None = None) -> Iterator[Step]:
+        """The steps in order; products have no algorithm and no workspace yet.
+
+        Args:
+            multiply: steps of one chunk's products, of all `slice_tiles`, instead of `product`.
+        """
         for chunk in chunks(self.all_tiles, self.tiles):
             is_first = chunk.start == 0
             yield self._operands_step(chunk.start, chunk.stop - chunk.start, others=self.is_weights or is_first)
-            yield from self.product(chunk.stop - chunk.start, accumulate=not is_first).steps()
+            if multiply is None:
+                yield from self.product(chunk.stop - chunk.start, accumulate=not is_first).steps()
+            else:
+                yield from multiply()
             if not self.is_weights:
                 yield self._results_step(chunk.start, chunk.stop - chunk.start)
         if self.is_weights:
@@ -174,19 +184,22 @@ class WinogradPlan:
         return self._product((columns, rows, depth), transpose(right), transpose(left), transpose(out))
 
     def estimate_ms(self, device: Device, workspace_bytes: int) -> float:
-        """Analytic milliseconds: products, and what transforms read and write."""
-        p = self.problem
+        """Analytic milliseconds of all steps."""
         product = product_ms(self.product(self.tiles), device, splits=workspace_bytes > 0)
+        return self.all_tiles / self.tiles * product + self.transforms_ms(device)
+
+    def transforms_ms(self, device: Device) -> float:
+        """Analytic milliseconds of what transforms read and write."""
         inputs, others, products = (region.bytes for region in self.regions())
         share = _L2_GAIN if self.transformed_bytes < _L2_SHARE * device.l2_bytes else 1.0
         whole = self.all_tiles / self.tiles
         if self.is_weights:
-            moved = share * whole * (inputs + others) + products + p.bytes
+            moved = share * whole * (inputs + others) + products + self.problem.bytes
         else:
-            moved = share * whole * (inputs + products) + others + p.bytes
+            moved = share * whole * (inputs + products) + others + self.problem.bytes
         steps = (1 if self.is_weights else 2) * self.chunk_count + 1
         traffic = moved / (_BANDWIDTH_SHARES[self.vector] * device.bandwidth_bytes_per_s)
-        return whole * product + 1e3 * traffic + STEP_MS * steps
+        return 1e3 * traffic + STEP_MS * steps
 
     def refusal(self) -> str:
         """Why sizes overflow the kernels' counts, "" if they do not."""
@@ -289,6 +302,7 @@ class WinogradPlan:
             *((f"{name}_LANES", lanes) for name, _, (lanes, _) in tensors),
             *((f"{name}_VECTOR", columns) for name, _, (_, columns) in tensors),
             ("MIN_BLOCKS", self.blocks),
+            ("PLACES_WITHIN", int(self.places_within)),
             ("INPUT_LEAD", self._before[1] % self._columns(x)),
         )
 

@@ -97,7 +97,14 @@ def serves(problem: ProblemDescription, tile: int) -> bool:
 
 def plan_of(problem: ProblemDescription, config: Mapping[str, Any]) -> WinogradPlan:
     """The plan that a configuration names."""
-    return WinogradPlan(problem=problem.lifted(3), **{name: int(config[name]) for name in PLAN_NAMES})
+    return WinogradPlan(
+        problem=problem.lifted(3),
+        tile=int(config["tile"]),
+        tiles=int(config["tiles"]),
+        slices=int(config["slices"]),
+        vector=int(config["vector"]),
+        blocks=int(config["blocks"]),
+    )
 
 
 def values_of(plan: WinogradPlan) -> dict[str, int]:
