@@ -141,14 +141,18 @@ class ConvWinograd(Solver):
     def is_exact(self, config: Config) -> bool:
         return int(config["tile"]) == EXACT_TILE
 
+    def workspace_bytes(self, problem: ProblemDescription, device: Device, config: Config) -> int:
+        return _workspace(plan_of(problem, config), config).bytes
+
     def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
         plan = plan_of(problem, config)
-        regions = list(plan.regions())
-        if config["workspace_bytes"]:
-            regions.append(Region(name=WORKSPACE_REGION, bytes=config["workspace_bytes"]))
-        return ConvSolution(
-            steps=with_library_choice(tuple(plan.steps()), config), workspace=WorkspacePlan(tuple(regions))
-        )
+        return ConvSolution(steps=with_library_choice(tuple(plan.steps()), config), workspace=_workspace(plan, config))
+
+
+def _workspace(plan: WinogradPlan, config: Config) -> WorkspacePlan:
+    size = config["workspace_bytes"]
+    library = (Region(name=WORKSPACE_REGION, bytes=size),) if size else ()
+    return WorkspacePlan((*plan.regions(), *library))
 
 
 def _heuristic_config(plan: WinogradPlan) -> Config:

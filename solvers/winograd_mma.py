@@ -27,7 +27,7 @@ from miofind.libraries.winograd_choice import (
     values_of,
 )
 from miofind.problem import DataType, Direction, Layout, MathMode, ProblemDescription
-from miofind.solution import Config, ConvSolution, KernelStep, Region, WorkspacePlan
+from miofind.solution import Config, ConvSolution, Region, WorkspacePlan
 from miofind.solver import Algorithm, Applicability, KernelKey, Solver, solver_by_id
 
 _INNER = "ConvImplicitGemmMma"
@@ -144,20 +144,19 @@ class ConvWinogradMma(Solver):
     def is_exact(self, config: Config) -> bool:
         return int(config["tile"]) == EXACT_TILE and self._inner.is_exact(Config(config["product"]))
 
+    def workspace_bytes(self, problem: ProblemDescription, device: Device, config: Config) -> int:
+        plan = self.plan(problem, config)
+        return _workspace(plan, self._products(plan, device, config)).bytes
+
     def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
         plan = self.plan(problem, config)
-        inner = self._inner.solution(product_problem(plan), device, Config(config["product"]))
-        own = {region.name: f"product_{region.name}" for region in inner.workspace.regions}
-        steps = [step.on_buffers(product_tensors(plan) | own) for step in inner.kernels]
-
-        def multiply() -> list[KernelStep]:
-            return steps
-
-        regions = (Region(name=own[region.name], bytes=region.bytes) for region in inner.workspace.regions)
+        products = self._products(plan, device, config)
+        names = product_tensors(plan) | {region.name: _own(region) for region in products.workspace.regions}
+        steps = [step.on_buffers(names) for step in products.kernels]
         return ConvSolution(
-            steps=tuple(plan.steps(multiply)),
-            workspace=WorkspacePlan((*plan.regions(), *regions)),
-            deterministic=inner.deterministic,
+            steps=tuple(plan.steps(lambda: steps)),
+            workspace=_workspace(plan, products),
+            deterministic=products.deterministic,
         )
 
     def plan(self, problem: ProblemDescription, config: Config) -> WinogradPlan:
@@ -176,6 +175,9 @@ class ConvWinogradMma(Solver):
         if plan.slices > 1 or (plan.is_weights and plan.chunk_count > 1):
             return False
         return bool(self._inner.applicability(product_problem(plan), device))
+
+    def _products(self, plan: WinogradPlan, device: Device, config: Config) -> ConvSolution:
+        return self._inner.solution(product_problem(plan), device, Config(config["product"]))
 
     def _with_products(self, plan: WinogradPlan, device: Device, count: int) -> list[Config]:
         values: dict[str, Any] = values_of(plan)
@@ -197,6 +199,16 @@ def product_problem(plan: WinogradPlan) -> ProblemDescription:
         direction=p.direction,
         math=p.math,
     )
+
+
+def _own(region: Region) -> str:
+    """The name of a region of the products' solution among those of the plan."""
+    return f"product_{region.name}"
+
+
+def _workspace(plan: WinogradPlan, products: ConvSolution) -> WorkspacePlan:
+    regions = (Region(name=_own(region), bytes=region.bytes) for region in products.workspace.regions)
+    return WorkspacePlan((*plan.regions(), *regions))
 
 
 def product_tensors(plan: WinogradPlan) -> dict[str, str]:

@@ -6,6 +6,7 @@ library, and the products transformed back. One product a chunk serves all place
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -267,7 +268,6 @@ class WinogradPlan:
         down, across = pads
         return down, across
 
-    @property
     def _defines(self) -> tuple[tuple[str, str | int], ...]:
         p = self.problem
         x, result = p.tensor(self.source), p.output
@@ -355,7 +355,7 @@ class WinogradPlan:
         return KernelStep(
             source=SOURCE,
             entry=f"winograd_{name}",
-            defines=self._defines,
+            defines=_defines(self),
             grid=(blocks, 1, 1),
             block=(_THREADS, 1, 1),
             args=tuple(arg for part in args for arg in part),
@@ -384,6 +384,11 @@ class WinogradPlan:
             *divisor(channels // self.problem.groups),
             *divisor(channels // self._lanes(tensor) if tensor.layout.channels_last else tiles),
         )
+
+
+@functools.lru_cache(maxsize=64)  # every chunk's steps ask
+def _defines(plan: WinogradPlan) -> tuple[tuple[str, str | int], ...]:
+    return plan._defines()
 
 
 def _list(matrix: NDArray[np.float64]) -> str:
