@@ -21,8 +21,8 @@ from miofind.solution import Config, ConfigValue, ConvSolution, HostStep, Region
 from miofind.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
 from miofind.tiling.chunks import chunks
 from miofind.tiling.correlation import ceil_div
-from miofind.tiling.overlap import has_empty_sums
-from miofind.tiling.winograd import MOST_POINTS, Filtering
+from miofind.tiling.overlap import has_empty_sums, least_pixels
+from miofind.tiling.winograd import MOST_POINTS, Filtering, bound_growth
 
 # Of the BLAS ceiling, and passes over what is transformed. Two-core Xeon with OpenBLAS.
 _EFFICIENCY = 0.4
@@ -31,6 +31,8 @@ _CHUNK_BYTES = 64 << 20
 _EXACT_TILE = 2
 _EXACT_POINTS = 3  # 0, 1 and -1: what small integers become is exact
 _MOST_TAPS = 5
+# An element's error comes from all of its tile, its bound from what is summed for itself: both are alike for so many.
+_LEAST_CHANNELS, _LEAST_PIXELS = 16, 64
 
 _Array = NDArray[Any]
 
@@ -181,12 +183,20 @@ def _transformed(matrices: Sequence[_Array], array: _Array) -> _Array:
     return array
 
 
+def _summed(problem: ProblemDescription) -> tuple[int, int]:
+    """Terms that are summed at each place of a tile, and how many there must be."""
+    if problem.direction is Direction.BACKWARD_WEIGHTS:
+        return least_pixels(problem), _LEAST_PIXELS
+    channels = problem.c if problem.direction is Direction.FORWARD else problem.k
+    return channels // problem.groups, _LEAST_CHANNELS
+
+
 class ConvCpuWinograd(Solver):
     """Winograd's minimal filtering F(tile, taps) along every axis of more than one tap, stride 1.
 
     Configuration: `tile`, the outputs of a tile along an axis, for backward weights its pixels of y. Arithmetic is in
-    float32, or float64 for float64. The error bound is wider than direct summation's by the product of
-    `Filtering.error_growth` over the axes: 1.7 for F(2x2, 3x3), 10 for F(4x4, 3x3), 46 for F(6x6, 3x3).
+    float32, or float64 for float64. The error bound is direct summation's for F(2x2, 3x3), 10 times as wide for
+    F(4x4, 3x3) and 46 times for F(6x6, 3x3): `bound_growth` tells why.
 
     Source: Lavin and Gray, Fast Algorithms for Convolutional Neural Networks, CVPR 2016, section 4.
     """
@@ -201,13 +211,13 @@ class ConvCpuWinograd(Solver):
         return (
             *(
                 ProblemDescription.convolution(
-                    x=(3, 4, 9, 8), w=(6, 2, 3, 2), padding=((1, 0), (0, 1)), groups=2, direction=direction
+                    x=(3, 32, 9, 8), w=(38, 16, 3, 2), padding=((1, 0), (0, 1)), groups=2, direction=direction
                 )
                 for direction in Direction
             ),
-            ProblemDescription.convolution(x=(2, 6, 9, 8), w=(4, 6, 5, 1), padding=(2, 0), layout=Layout.NHWC),
-            ProblemDescription.convolution(x=(1, 3, 20), w=(5, 3, 3), dtype=DataType.FLOAT64),
-            ProblemDescription.convolution(x=(1, 2, 4, 5, 6), w=(2, 2, 3, 3, 3), padding=1, dtype=DataType.FLOAT16),
+            ProblemDescription.convolution(x=(2, 17, 9, 8), w=(4, 17, 5, 1), padding=(2, 0), layout=Layout.NHWC),
+            ProblemDescription.convolution(x=(1, 16, 20), w=(5, 16, 3), dtype=DataType.FLOAT64),
+            ProblemDescription.convolution(x=(1, 16, 4, 5, 6), w=(2, 16, 3, 3, 3), padding=1, dtype=DataType.FLOAT16),
         )
 
     def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
@@ -222,6 +232,9 @@ class ConvCpuWinograd(Solver):
             return Applicability("has no empty products")
         if has_empty_sums(problem):
             return Applicability("rounds sums of nothing but padding as it does their neighbours, not to 0")
+        summed, least = _summed(problem)
+        if summed < least:
+            return Applicability(f"bounds errors by the element's own sum: {summed} terms say too little of its tile's")
         return APPLICABLE
 
     def is_valid_config(self, problem: ProblemDescription, device: Device, config: Config) -> bool:
@@ -240,7 +253,7 @@ class ConvCpuWinograd(Solver):
         return 0.1 + 1e3 * (flops / (_EFFICIENCY * ceiling) + moved_bytes / device.bandwidth_bytes_per_s)
 
     def error_growth(self, problem: ProblemDescription, config: Config) -> float:
-        return math.prod(axis.error_growth for axis in _Plan.of(problem, config).axes)
+        return bound_growth(_Plan.of(problem, config).axes)
 
     def is_exact(self, config: Config) -> bool:
         return int(config["tile"]) == _EXACT_TILE
