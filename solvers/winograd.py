@@ -50,9 +50,9 @@ class ConvWinograd(Solver):
     Configuration: `tile`, the outputs of a tile along an axis, for backward weights its pixels of y; `tiles`, how many
     are transformed at once; `slices`, parts of their sum for backward weights; `vector`, channels a thread where they
     are last; `blocks` that a multiprocessor has registers for; the library's `algorithm` and `workspace_bytes`.
-    Transformed data has the tensors' type, products and sums are float32. The error bound is wider than direct
-    summation's by the product of `Filtering.error_growth` over the axes: 1.7 for F(2x2, 3x3), 10 for F(4x4, 3x3), 46
-    for F(6x6, 3x3); 16-bit operands are rounded once more.
+    Transformed data has the tensors' type, products and sums are float32. The error bound is direct summation's
+    for F(2x2, 3x3), 10 times as wide for F(4x4, 3x3) and 46 times for F(6x6, 3x3) (`tiling.winograd.bound_growth`);
+    16-bit operands are rounded once more.
 
     Source: Lavin and Gray, Fast Algorithms for Convolutional Neural Networks, CVPR 2016, section 4.
     """
@@ -132,11 +132,10 @@ class ConvWinograd(Solver):
         The bound of their errors is 8 * u of their type, whatever the length of the sum, as 8 * u * sqrt(length) is of
         float32 sums.
         """
-        growth = plan_of(problem, config).error_growth
-        roundoff = _ROUNDOFF.get(problem.x.dtype)
+        plan, roundoff = plan_of(problem, config), _ROUNDOFF.get(problem.x.dtype)
         if roundoff is None:
-            return growth
-        return growth * (1 + roundoff / (_ROUNDOFF_FLOAT32 * math.sqrt(problem.reduction_length)))
+            return plan.bound_growth
+        return plan.error_growth * (1 + roundoff / (_ROUNDOFF_FLOAT32 * math.sqrt(problem.reduction_length)))
 
     def is_exact(self, config: Config) -> bool:
         return int(config["tile"]) == EXACT_TILE

@@ -139,7 +139,7 @@ class ConvWinogradMma(Solver):
 
     def error_growth(self, problem: ProblemDescription, config: Config) -> float:
         plan = self.plan(problem, config)
-        return plan.error_growth * self._inner.error_growth(product_problem(plan), Config(config["product"]))
+        return plan.bound_growth * self._inner.error_growth(product_problem(plan), Config(config["product"]))
 
     def is_exact(self, config: Config) -> bool:
         return int(config["tile"]) == EXACT_TILE and self._inner.is_exact(Config(config["product"]))

@@ -21,7 +21,7 @@ from miofind.solution import KernelStep, Pointer, Region, Scalar, Step
 from miofind.tiling.chunks import chunks
 from miofind.tiling.correlation import ceil_div, round_up
 from miofind.tiling.divisor import divisor
-from miofind.tiling.winograd import Filtering
+from miofind.tiling.winograd import Filtering, bound_growth
 
 SOURCE = "winograd.cu"
 INPUTS = "inputs"
@@ -87,6 +87,11 @@ class WinogradPlan:
     def error_growth(self) -> float:
         """Of the root mean square error over direct summation's, in arithmetic of one precision."""
         return math.prod(axis.error_growth for axis in self.axes)
+
+    @property
+    def bound_growth(self) -> float:
+        """Of the error bound over direct summation's, in arithmetic of one precision."""
+        return bound_growth(self.axes)
 
     @property
     def places(self) -> int:

@@ -17,7 +17,7 @@ from miofind.libraries.matmul_choice import check_int
 from miofind.libraries.winograd import WinogradPlan
 from miofind.problem import DataType, Direction, ProblemDescription
 from miofind.tiling.correlation import ceil_div, round_up
-from miofind.tiling.overlap import has_empty_sums
+from miofind.tiling.overlap import has_empty_sums, least_pixels
 from miofind.tiling.winograd import MOST_POINTS
 
 EXACT_TILE = 2
@@ -61,15 +61,15 @@ def refusal(problem: ProblemDescription) -> str:
 
 
 def _refusal_of_sums(problem: ProblemDescription) -> str:
+    if problem.output.size == 0 or problem.flops == 0:
+        return "has no empty products"
+    if has_empty_sums(problem):
+        return "rounds sums of nothing but padding as it does their neighbours, not to 0"
     is_weights = problem.direction is Direction.BACKWARD_WEIGHTS
     summed, least = _summed(problem), _LEAST_PIXELS if is_weights else _LEAST_SUMMED
     if summed < least:
         what = "pixels" if is_weights else "channels"
         return f"keeps its error bound in sums over {least} {what} or more, not {summed}"
-    if problem.output.size == 0 or problem.flops == 0:
-        return "has no empty products"
-    if has_empty_sums(problem):
-        return "rounds sums of nothing but padding as it does their neighbours, not to 0"
     if index_bits(problem) != 32:
         return "needs tensors that 32-bit offsets reach"
     if not any(serves(problem, tile) for tile in TILES):
@@ -80,9 +80,10 @@ def _refusal_of_sums(problem: ProblemDescription) -> str:
 
 
 def _summed(problem: ProblemDescription) -> int:
-    """Channels, or for backward weights pixels, that one result is summed over; not counting taps."""
-    taps = 1 if problem.direction is Direction.BACKWARD_WEIGHTS else math.prod(problem.filter)
-    return problem.reduction_length // taps
+    """Channels that one result is summed over, not counting taps; for backward weights pixels, at least."""
+    if problem.direction is Direction.BACKWARD_WEIGHTS:
+        return least_pixels(problem)
+    return problem.reduction_length // math.prod(problem.filter)
 
 
 def serves(problem: ProblemDescription, tile: int) -> bool:
