@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from miofind.device import Library
@@ -230,6 +230,20 @@ class KernelStep:
     shared_bytes: int = 0
     package: str = "miofind.kernels_src"
     waits_itself: bool = False
+
+    def on_buffers(self, names: Mapping[str, str]) -> KernelStep:
+        """The step with buffers of some names under others."""
+
+        def moved(pointer: Pointer) -> Pointer:
+            return replace(pointer, buffer=names.get(pointer.buffer, pointer.buffer))
+
+        args: list[Pointer | Scalar | TensorMap] = []
+        for arg in self.args:
+            if isinstance(arg, TensorMap):
+                args.append(replace(arg, pointer=moved(arg.pointer)))
+            else:
+                args.append(moved(arg) if isinstance(arg, Pointer) else arg)
+        return replace(self, args=tuple(args))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

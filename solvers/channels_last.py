@@ -14,7 +14,7 @@ from dataclasses import replace
 from miofind.device import Device, Library, Place
 from miofind.errors import InvalidConfigError, UnknownSolverError
 from miofind.problem import DataType, Direction, Layout, ProblemDescription
-from miofind.solution import Config, ConvSolution, KernelStep, Pointer, Region, Scalar, TensorMap, WorkspacePlan
+from miofind.solution import Config, ConvSolution, KernelStep, Region, WorkspacePlan
 from miofind.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver, solver_by_id
 from miofind.tiling.turn import BANDWIDTH_SHARE, SOURCE, Turn, turning
 
@@ -59,21 +59,6 @@ def _before(problem: ProblemDescription, turns: dict[str, Turn]) -> list[KernelS
 def _after(problem: ProblemDescription, turns: dict[str, Turn]) -> list[KernelStep]:
     """The launch that turns the result back, if it is turned."""
     return [turning((turn.back,)) for name, turn in turns.items() if name == problem.direction.output]
-
-
-def _on_buffers(step: KernelStep, names: dict[str, str]) -> KernelStep:
-    """The step with its tensors elsewhere."""
-
-    def moved(pointer: Pointer) -> Pointer:
-        return replace(pointer, buffer=names.get(pointer.buffer, pointer.buffer))
-
-    args: list[Pointer | Scalar | TensorMap] = []
-    for arg in step.args:
-        if isinstance(arg, TensorMap):
-            args.append(replace(arg, pointer=moved(arg.pointer)))
-        else:
-            args.append(moved(arg) if isinstance(arg, Pointer) else arg)
-    return replace(step, args=tuple(args))
 
 
 @functools.lru_cache(maxsize=64)  # every configuration's estimate and solution asks
@@ -178,7 +163,7 @@ class ConvChannelsLast(Solver):
         inner = solver_by_id(config["solver"]).solution(form, device, Config(config["config"]))
         turns = _turns(problem, form)
         names = {name: turn.target for name, turn in turns.items()}
-        steps = [_on_buffers(step, names) for step in inner.kernels]
+        steps = [step.on_buffers(names) for step in inner.kernels]
         regions = [Region(name=turn.target, bytes=turn.bytes) for turn in turns.values()]
         return ConvSolution(
             steps=(*_before(problem, turns), *steps, *_after(problem, turns)),

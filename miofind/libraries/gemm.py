@@ -174,8 +174,8 @@ class ColumnProducts:
         columns, y, w = self._columns(images.first_column), self._y(images.first), self._w()
         pixels, count = self._merged(images.count)
         if self.y_pixel_major:
-            return self._product((pixels, self.outputs, self.depth), columns, _transpose(w), y, count)
-        return self._product((self.outputs, pixels, self.depth), w, _transpose(columns), _transpose(y), count)
+            return self._product((pixels, self.outputs, self.depth), columns, transpose(w), y, count)
+        return self._product((self.outputs, pixels, self.depth), w, transpose(columns), transpose(y), count)
 
     def backward_data(self, images: ImageRange) -> Product:
         """The columns of the images."""
@@ -184,14 +184,14 @@ class ColumnProducts:
         if self.columns_pixel_major:
             return self._product((pixels, self.depth, self.outputs), y, w, columns, count)
         sizes = (self.depth, pixels, self.outputs)
-        return self._product(sizes, _transpose(w), _transpose(y), _transpose(columns), count)
+        return self._product(sizes, transpose(w), transpose(y), transpose(columns), count)
 
     def backward_weights(self, images: ImageRange, filters: Operand, *, accumulate: bool) -> Product:
         """w of each image, or of all of them where images merge, written to or added to `filters`."""
         columns, y = self._columns(images.first_column), self._y(images.first)
         pixels, count = self._merged(images.count)
         sizes = (self.outputs, self.depth, pixels)
-        product = self._product(sizes, _transpose(y), columns, filters, count)
+        product = self._product(sizes, transpose(y), columns, filters, count)
         return dataclasses.replace(product, accumulate=accumulate)
 
     def filters(self, buffer: str, dtype: DataType) -> Operand:
@@ -245,7 +245,8 @@ class ColumnProducts:
         )
 
 
-def _transpose(operand: Operand) -> Operand:
+def transpose(operand: Operand) -> Operand:
+    """The transposed matrix in the same memory."""
     return dataclasses.replace(operand, transposed=not operand.transposed)
 
 

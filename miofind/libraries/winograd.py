@@ -1,0 +1,401 @@
+"""Winograd's minimal filtering around products of matrices: the steps of one solution, chunk by chunk of tiles.
+
+Both operands are transformed by kernels_src/winograd.cu into the workspace, multiplied place by place of a tile by the
+library, and the products transformed back. One product a chunk serves all places, groups and slices.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from miofind.device import Device
+from miofind.libraries.gemm import STEP_MS, Operand, Product, product_ms, transpose
+from miofind.problem import DataType, Direction, ProblemDescription, TensorDescriptor
+from miofind.solution import KernelStep, Pointer, Region, Scalar, Step
+from miofind.tiling.chunks import chunks
+from miofind.tiling.correlation import ceil_div, round_up
+from miofind.tiling.divisor import divisor
+from miofind.tiling.winograd import Filtering, bound_growth
+
+SOURCE = "winograd.cu"
+INPUTS = "inputs"
+OTHERS = "others"
+PRODUCTS = "products"
+
+_THREADS = 128
+_BANDWIDTH_SHARES = {1: 0.76, 2: 0.79, 4: 0.8}  # of the device's, that transforms are taken to reach, by vector
+_L2_SHARE = 0.5  # of the L2 cache, that what is written is read again from
+_L2_GAIN = 0.5  # of the traffic, that is left then
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WinogradPlan:
+    """One way to compute a problem by minimal filtering.
+
+    Attributes:
+        problem: lifted to three spatial dimensions, the first of size 1.
+        tile: outputs of a tile along axes of several taps; for backward weights pixels of y.
+        tiles: that are transformed at once.
+        slices: parts of a chunk's tiles whose products are summed apart, for backward weights.
+        vector: elements of neighbouring channels that a thread transforms at most, where channels are last.
+        blocks: that a multiprocessor has registers for: many threads, or many loads of a thread under way.
+        places_within: transformed tiles are (tiles, places, groups, channels) where channels are last, not
+            (places, groups, slices, tiles, channels), as `product` takes them; with one slice.
+    """
+
+    problem: ProblemDescription
+    tile: int
+    tiles: int
+    slices: int = 1
+    vector: int = 1
+    blocks: int = 1
+    places_within: bool = False
+
+    @property
+    def is_weights(self) -> bool:
+        """Whether filters are the result."""
+        return self.problem.direction is Direction.BACKWARD_WEIGHTS
+
+    @property
+    def taps(self) -> tuple[int, int]:
+        """Of a filter, down and across."""
+        _, down, across = self.problem.filter
+        return down, across
+
+    @property
+    def steps_of_tiles(self) -> tuple[int, int]:
+        """Rows and columns from one tile to the next."""
+        down, across = (1 if taps == 1 else self.tile for taps in self.taps)
+        return down, across
+
+    @property
+    def axes(self) -> tuple[Filtering, Filtering]:
+        """The algorithm down and across."""
+        down, across = (
+            Filtering.of(taps, step) if self.is_weights else Filtering.of(step, taps)
+            for step, taps in zip(self.steps_of_tiles, self.taps, strict=True)
+        )
+        return down, across
+
+    @property
+    def error_growth(self) -> float:
+        """Of the root mean square error over direct summation's, in arithmetic of one precision."""
+        return math.prod(axis.error_growth for axis in self.axes)
+
+    @property
+    def bound_growth(self) -> float:
+        """Of the error bound over direct summation's, in arithmetic of one precision."""
+        return bound_growth(self.axes)
+
+    @property
+    def places(self) -> int:
+        """Products of one tile for each pair of channels."""
+        return math.prod(axis.products for axis in self.axes)
+
+    @property
+    def source(self) -> str:
+        """The images that filters slide over: "x", or "y" for backward data."""
+        return "y" if self.problem.direction is Direction.BACKWARD_DATA else "x"
+
+    @property
+    def tiles_of_image(self) -> tuple[int, int]:
+        """Down and across what the tiles cover: the result, or y for backward weights."""
+        p = self.problem
+        covered = p.spatial if p.direction is Direction.BACKWARD_DATA else p.out_spatial
+        down, across = (ceil_div(size, step) for size, step in zip(covered[1:], self.steps_of_tiles, strict=True))
+        return down, across
+
+    @property
+    def all_tiles(self) -> int:
+        """Tiles of the whole batch."""
+        return self.problem.n * math.prod(self.tiles_of_image)
+
+    @property
+    def slice_tiles(self) -> int:
+        """Tiles of a slice, with zeros behind the last so that matrices begin at whole vectors."""
+        tiles = ceil_div(self.tiles, self.slices)
+        return round_up(tiles, 32 if tiles >= 256 else 8)
+
+    @property
+    def chunk_count(self) -> int:
+        """Chunks of all tiles."""
+        return ceil_div(self.all_tiles, self.tiles)
+
+    @property
+    def lanes(self) -> int:
+        """Channels of the widest vector that a thread transforms."""
+        return max(self._lanes(self.problem.x), self._lanes(self.problem.y))
+
+    @property
+    def transformed_bytes(self) -> int:
+        """Of the tiles of a chunk, both operands or operand and products."""
+        filters = PRODUCTS if self.is_weights else OTHERS
+        return sum(region.bytes for region in self.regions() if region.name != filters)
+
+    def regions(self) -> tuple[Region, ...]:
+        """Workspace for transformed operands and products."""
+        p = self.problem
+        tiles, pairs = self.places * self.slices * self.slice_tiles, self.places * p.w.size // math.prod(p.filter)
+        channels, results = (p.k, p.c) if p.direction is Direction.BACKWARD_DATA else (p.c, p.k)
+        size, wide = p.x.dtype.itemsize, DataType.FLOAT32.itemsize
+        others, products = (tiles * results, pairs * self.slices) if self.is_weights else (pairs, tiles * results)
+        return (
+            Region(name=INPUTS, bytes=tiles * channels * size),
+            Region(name=OTHERS, bytes=others * size),
+            Region(name=PRODUCTS, bytes=products * wide),
+        )
+
+    def steps(self, multiply: Callable[[], Iterable[Step]] | None = None) -> Iterator[Step]:
+        """The steps in order; products have no algorithm and no workspace yet.
+
+        Args:
+            multiply: steps of one chunk's products, of all `slice_tiles`, instead of `product`.
+        """
+        for chunk in chunks(self.all_tiles, self.tiles):
+            is_first = chunk.start == 0
+            yield self._operands_step(chunk.start, chunk.stop - chunk.start, others=self.is_weights or is_first)
+            if multiply is None:
+                yield from self.product(chunk.stop - chunk.start, accumulate=not is_first).steps()
+            else:
+                yield from multiply()
+            if not self.is_weights:
+                yield self._results_step(chunk.start, chunk.stop - chunk.start)
+        if self.is_weights:
+            yield self._weights_step()
+
+    def product(self, count: int, *, accumulate: bool = False) -> Product:
+        """The products of a chunk of `count` tiles, summed over channels, or over tiles for backward weights."""
+        p = self.problem
+        k, c = p.k // p.groups, p.w.shape[1]
+        filters = self._filters(OTHERS, p.w.dtype)
+        if p.direction is Direction.BACKWARD_WEIGHTS:
+            left, right = transpose(self._tiled(OTHERS, p.y, k)), self._tiled(INPUTS, p.x, c)
+            out, sizes = self._filters(PRODUCTS, DataType.FLOAT32), (k, c, self.slice_tiles)
+            return self._product(sizes, left, right, out, accumulate=accumulate)
+        if p.direction is Direction.FORWARD:
+            left, right, out = self._tiled(INPUTS, p.x, c), transpose(filters), self._tiled(PRODUCTS, p.y, k)
+            sizes = (count, k, c)
+        else:
+            left, right, out = self._tiled(INPUTS, p.y, k), filters, self._tiled(PRODUCTS, p.x, c)
+            sizes = (count, c, k)
+        if not out.transposed:
+            return self._product(sizes, left, right, out)
+        rows, columns, depth = sizes
+        return self._product((columns, rows, depth), transpose(right), transpose(left), transpose(out))
+
+    def estimate_ms(self, device: Device, workspace_bytes: int) -> float:
+        """Analytic milliseconds of all steps."""
+        product = product_ms(self.product(self.tiles), device, splits=workspace_bytes > 0)
+        return self.all_tiles / self.tiles * product + self.transforms_ms(device)
+
+    def transforms_ms(self, device: Device) -> float:
+        """Analytic milliseconds of what transforms read and write."""
+        inputs, others, products = (region.bytes for region in self.regions())
+        share = _L2_GAIN if self.transformed_bytes < _L2_SHARE * device.l2_bytes else 1.0
+        whole = self.all_tiles / self.tiles
+        if self.is_weights:
+            moved = share * whole * (inputs + others) + products + self.problem.bytes
+        else:
+            moved = share * whole * (inputs + products) + others + self.problem.bytes
+        steps = (1 if self.is_weights else 2) * self.chunk_count + 1
+        traffic = moved / (_BANDWIDTH_SHARES[self.vector] * device.bandwidth_bytes_per_s)
+        return 1e3 * traffic + STEP_MS * steps
+
+    def refusal(self) -> str:
+        """Why sizes overflow the kernels' counts, "" if they do not."""
+        most = 4 * 2**29
+        for region in self.regions():
+            if region.bytes > most:
+                return f"{region.name} of {self.tiles} tiles take {region.bytes} bytes, at most {most} are served"
+        if self.all_tiles > 2**30:
+            return f"takes {self.all_tiles} tiles, at most {2**30} are served"
+        return ""
+
+    def _product(
+        self, sizes: tuple[int, int, int], left: Operand, right: Operand, out: Operand, *, accumulate: bool = False
+    ) -> Product:
+        rows, columns, depth = sizes
+        return Product(
+            rows=rows,
+            columns=columns,
+            depth=depth,
+            left=left,
+            right=right,
+            out=out,
+            images=self.places,
+            groups=self.problem.groups * self.slices,
+            accumulate=accumulate,
+            math=self.problem.math,
+        )
+
+    def _tiled(self, buffer: str, tensor: TensorDescriptor, channels: int) -> Operand:
+        """Transformed tiles of a tensor: (tiles x channels of a group)."""
+        size = self.slice_tiles * channels
+        last = tensor.layout.channels_last
+        return Operand(
+            buffer=buffer,
+            dtype=DataType.FLOAT32 if buffer == PRODUCTS else tensor.dtype,
+            ld=channels if last else self.slice_tiles,
+            transposed=not last,
+            image_stride=self.problem.groups * self.slices * size,
+            group_stride=size,
+        )
+
+    def _filters(self, buffer: str, dtype: DataType) -> Operand:
+        """Transformed filters, or products that become filters: (k x c of a group), for backward weights a slice."""
+        p = self.problem
+        c = p.w.shape[1]
+        size = p.k // p.groups * c
+        slices = self.slices if self.is_weights else 1
+        return Operand(buffer=buffer, dtype=dtype, ld=c, image_stride=p.groups * slices * size, group_stride=size)
+
+    def _lanes(self, tensor: TensorDescriptor) -> int:
+        """Channels that a thread transforms."""
+        return math.gcd(self.vector, tensor.shape[1] // self.problem.groups) if tensor.layout.channels_last else 1
+
+    def _columns(self, tensor: TensorDescriptor) -> int:
+        """Columns of a row that a thread loads or stores at once."""
+        most = 16 // tensor.dtype.itemsize
+        return 1 if tensor.layout.channels_last else math.gcd(most, self.steps_of_tiles[1], tensor.shape[-1])
+
+    @property
+    def _before(self) -> tuple[int, int]:
+        """Rows and columns before the image that the first tile begins."""
+        _, *pads = self.problem.conv.pad_before
+        if self.problem.direction is Direction.BACKWARD_DATA:
+            pads = [taps - 1 - pad for taps, pad in zip(self.taps, pads, strict=True)]
+        down, across = pads
+        return down, across
+
+    def _defines(self) -> tuple[tuple[str, str | int], ...]:
+        p = self.problem
+        x, result = p.tensor(self.source), p.output
+        other = p.y if self.is_weights else p.w
+        filters = [axis.filter for axis in self.axes]
+        if p.direction is Direction.BACKWARD_DATA:
+            filters = [matrix[:, ::-1] for matrix in filters]
+        matrices = (
+            ("INPUT", [axis.input for axis in self.axes]),
+            ("OTHER", filters),
+            ("OUTPUT", [axis.output for axis in self.axes]),
+        )
+        sizes = (
+            ("TILE", self.steps_of_tiles),
+            ("TAPS", self.taps),
+            ("PRODUCTS", [axis.products for axis in self.axes]),
+        )
+        vectors = (1, 1) if self.is_weights else (self._lanes(result), self._columns(result))
+        others = (self._lanes(other), self._columns(other)) if self.is_weights else (1, 1)
+        tensors = (
+            ("INPUT", x, (self._lanes(x), self._columns(x))),
+            ("OTHER", other, others),
+            ("OUTPUT", result, vectors),
+        )
+        return (
+            ("ELEMENT", p.x.dtype.value),
+            ("OPERAND", p.x.dtype.value),
+            ("WEIGHTS", int(self.is_weights)),
+            *((f"{name}_{axis}", size) for name, pair in sizes for axis, size in zip("HW", pair, strict=True)),
+            *((f"{name}_{axis}", _list(one)) for name, pair in matrices for axis, one in zip("HW", pair, strict=True)),
+            *((f"{name}_LAST", int(tensor.layout.channels_last)) for name, tensor, _ in tensors),
+            *((f"{name}_LANES", lanes) for name, _, (lanes, _) in tensors),
+            *((f"{name}_VECTOR", columns) for name, _, (_, columns) in tensors),
+            ("MIN_BLOCKS", self.blocks),
+            ("PLACES_WITHIN", int(self.places_within)),
+            ("INPUT_LEAD", self._before[1] % self._columns(x)),
+        )
+
+    def _operands_step(self, first: int, count: int, *, others: bool) -> KernelStep:
+        """Both operands of a chunk, or its tiles of the images alone."""
+        p = self.problem
+        x = p.tensor(self.source)
+        pairs = p.k * p.w.shape[1]
+        padded = self.slices * self.slice_tiles
+        other_items = self._items(p.y, padded) if self.is_weights else pairs
+        other_blocks = ceil_div(other_items, _THREADS) if others else 0
+        second = (
+            self._operand(p.y, (0, 0), padded)
+            if self.is_weights
+            else (Scalar(ctype="int32", value=pairs), *divisor(p.w.shape[1]))
+        )
+        return self._kernel(
+            "operands",
+            other_blocks + ceil_div(self._items(x, padded), _THREADS),
+            (Pointer(buffer=self.source), Pointer(buffer=INPUTS)),
+            (Pointer(buffer="y" if self.is_weights else "w"), Pointer(buffer=OTHERS)),
+            (Scalar(ctype="int32", value=other_blocks),),
+            self._tiles(first, count),
+            self._operand(x, self._before, padded),
+            second,
+        )
+
+    def _results_step(self, first: int, count: int) -> KernelStep:
+        result = self.problem.output
+        return self._kernel(
+            "results",
+            ceil_div(self._items(result, count), _THREADS),
+            (Pointer(buffer=PRODUCTS), Pointer(buffer=self.problem.direction.output)),
+            self._tiles(first, count),
+            self._operand(result, (0, 0), count),
+        )
+
+    def _weights_step(self) -> KernelStep:
+        p = self.problem
+        pairs, c = p.k * p.w.shape[1], p.w.shape[1]
+        return self._kernel(
+            "weights",
+            ceil_div(pairs, _THREADS),
+            (Pointer(buffer=PRODUCTS), Pointer(buffer="w")),
+            tuple(Scalar(ctype="int32", value=value) for value in (pairs, self.slices)),
+            (*divisor(c), *divisor(pairs // p.groups)),
+        )
+
+    def _kernel(self, name: str, blocks: int, *args: tuple[Pointer | Scalar, ...]) -> KernelStep:
+        return KernelStep(
+            source=SOURCE,
+            entry=f"winograd_{name}",
+            defines=_defines(self),
+            grid=(blocks, 1, 1),
+            block=(_THREADS, 1, 1),
+            args=tuple(arg for part in args for arg in part),
+        )
+
+    def _items(self, tensor: TensorDescriptor, tiles: int) -> int:
+        """Threads that transform so many tiles of all channels."""
+        return tiles * tensor.shape[1] // self._lanes(tensor)
+
+    def _tiles(self, first: int, count: int) -> tuple[Scalar, ...]:
+        """The kernels' `Tiles`."""
+        down, across = self.tiles_of_image
+        return (
+            *(Scalar(ctype="int32", value=value) for value in (first, count)),
+            *divisor(down),
+            *divisor(across),
+            *divisor(self.slice_tiles),
+            Scalar(ctype="int32", value=self.slices),
+        )
+
+    def _operand(self, tensor: TensorDescriptor, before: tuple[int, int], tiles: int) -> tuple[Scalar, ...]:
+        """The kernels' `Operand`."""
+        _, channels, _, height, width = tensor.shape
+        return (
+            *(Scalar(ctype="int32", value=value) for value in (channels, height, width, *before)),
+            *divisor(channels // self.problem.groups),
+            *divisor(channels // self._lanes(tensor) if tensor.layout.channels_last else tiles),
+        )
+
+
+@functools.lru_cache(maxsize=64)  # every chunk's steps ask
+def _defines(plan: WinogradPlan) -> tuple[tuple[str, str | int], ...]:
+    return plan._defines()
+
+
+def _list(matrix: NDArray[np.float64]) -> str:
+    """A matrix by rows, each number the float32 nearest to it."""
+    return ",".join(f"{float(np.float32(value))!r}f" for value in matrix.ravel())
