@@ -98,7 +98,7 @@ def errors(
             print(f"{problem.network_config} {solver.id} {config.json}: {error}", file=sys.stderr)
             continue
         if not verdict.ok:
-            print(f"{problem.network_config} {solver.id} {config.json}: {verdict.message}", file=sys.stderr)
+            sys.exit(f"{problem.network_config} {solver.id} {config.json}: {verdict.message}")
         if verdict.max_error is not None and verdict.bound_ratio is not None:
             yield growth, verdict.max_error, verdict.bound_ratio
 
@@ -159,7 +159,7 @@ def main() -> None:
     compiler = Compiler(BinaryCache())
     report: dict[str, Any] = {"command": shlex.join(["python", *sys.argv]), "figures": []}
     for device in devices():
-        report.setdefault("device", device.name)
+        report.setdefault("gpu", device.name)
         report.setdefault("versions", versions(device))
         for shape in SHAPES:
             for kind in TYPES:

@@ -31,6 +31,8 @@ _CHUNK_BYTES = 64 << 20
 _EXACT_TILE = 2
 _EXACT_POINTS = 3  # 0, 1 and -1: what small integers become is exact
 _MOST_TAPS = 5
+# An element's error comes from all of its tile, its bound from what is summed for itself: both are alike for so many.
+_LEAST_CHANNELS, _LEAST_PIXELS = 16, 64
 
 _Array = NDArray[Any]
 
@@ -181,6 +183,14 @@ def _transformed(matrices: Sequence[_Array], array: _Array) -> _Array:
     return array
 
 
+def _summed(problem: ProblemDescription) -> tuple[int, int]:
+    """Terms that are summed at each place of a tile, and how many there must be."""
+    if problem.direction is Direction.BACKWARD_WEIGHTS:
+        return problem.n * math.prod(problem.out_spatial), _LEAST_PIXELS
+    channels = problem.c if problem.direction is Direction.FORWARD else problem.k
+    return channels // problem.groups, _LEAST_CHANNELS
+
+
 class ConvCpuWinograd(Solver):
     """Winograd's minimal filtering F(tile, taps) along every axis of more than one tap, stride 1.
 
@@ -201,13 +211,13 @@ class ConvCpuWinograd(Solver):
         return (
             *(
                 ProblemDescription.convolution(
-                    x=(3, 4, 9, 8), w=(6, 2, 3, 2), padding=((1, 0), (0, 1)), groups=2, direction=direction
+                    x=(3, 32, 9, 8), w=(38, 16, 3, 2), padding=((1, 0), (0, 1)), groups=2, direction=direction
                 )
                 for direction in Direction
             ),
-            ProblemDescription.convolution(x=(2, 6, 9, 8), w=(4, 6, 5, 1), padding=(2, 0), layout=Layout.NHWC),
-            ProblemDescription.convolution(x=(1, 3, 20), w=(5, 3, 3), dtype=DataType.FLOAT64),
-            ProblemDescription.convolution(x=(1, 2, 4, 5, 6), w=(2, 2, 3, 3, 3), padding=1, dtype=DataType.FLOAT16),
+            ProblemDescription.convolution(x=(2, 17, 9, 8), w=(4, 17, 5, 1), padding=(2, 0), layout=Layout.NHWC),
+            ProblemDescription.convolution(x=(1, 16, 20), w=(5, 16, 3), dtype=DataType.FLOAT64),
+            ProblemDescription.convolution(x=(1, 16, 4, 5, 6), w=(2, 16, 3, 3, 3), padding=1, dtype=DataType.FLOAT16),
         )
 
     def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
@@ -220,6 +230,9 @@ class ConvCpuWinograd(Solver):
             return Applicability(f"loses too many digits with more than {_MOST_TAPS} taps along an axis")
         if problem.output.size == 0 or problem.flops == 0:
             return Applicability("has no empty products")
+        summed, least = _summed(problem)
+        if summed < least:
+            return Applicability(f"bounds errors by the element's own sum: {summed} terms say too little of its tile's")
         if has_empty_sums(problem):
             return Applicability("rounds sums of nothing but padding as it does their neighbours, not to 0")
         return APPLICABLE

@@ -175,7 +175,7 @@ def _work(problem: ProblemDescription, config: Config, tiling: _Tiling) -> RowWo
     copies = ceil_div(
         (tiling.group_step * (tiling.blocks.groups - 1) + tiling.window)
         * tiling.in_channels
-        // copy_vector(problem, tiling.in_channels, problem.c),
+        // copy_vector(problem, tiling.in_channels, problem.k if backward else problem.c),
         tiling.blocks.threads,
     )
     row = multiplier * tiling.window * (1 + converts * vector) + 12 + 9 * copies + 12 / config["step"]

@@ -245,8 +245,10 @@ class ConvGrouped(Solver):
         reason = unserved(problem)
         if reason:
             return Applicability(reason)
-        if not self.is_valid_config(problem, device, _SHORT_LIST[-1]):
-            return Applicability(f"filter {problem.filter} or its stride or dilation is too large for a block")
+        if not any(self.is_valid_config(problem, device, config) for config in reversed(_SHORT_LIST)):
+            return Applicability(
+                f"filter {problem.filter} or its stride or dilation is too large for a block, or the image for a grid"
+            )
         return APPLICABLE
 
     def is_valid_config(self, problem: ProblemDescription, device: Device, config: Config) -> bool:

@@ -34,8 +34,9 @@ def compiler(tmp_path_factory: pytest.TempPathFactory) -> Compiler:
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("solver", SOLVERS, ids=lambda solver: solver.id)
 def test_default_configurations_compile(compiler: Compiler, solver: Solver, arch: str) -> None:
+    """The four that are thought fastest; `full_matrix` has them all."""
     device = Device.virtual(arch)
-    check(compiler, steps_of(solver, device, lambda problem: solver.default_configs(problem, device)), arch)
+    check(compiler, steps_of(solver, device, lambda problem: solver.default_configs(problem, device)[:4]), arch)
 
 
 @pytest.mark.full_matrix

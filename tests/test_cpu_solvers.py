@@ -122,13 +122,13 @@ def test_errors_are_within_the_bound_of_the_dtype(
 @pytest.mark.parametrize("solver", SOLVERS, ids=lambda solver: solver.id)
 def test_dtypes_and_layouts_may_differ(solver: Solver) -> None:
     problem = ProblemDescription.convolution(
-        x=(2, 6, 7, 5),
-        w=(4, 6, 1, 1),
+        x=(2, 16, 7, 5),
+        w=(4, 16, 1, 1),
         dtype={"x": "float16", "w": "bfloat16", "y": "float32"},
         layout={"x": "NHWC", "w": "NCHW", "y": "NHWC"},
     )
     if not solver.applicability(problem, Device.cpu()):
-        problem = replace(problem, w=replace(problem.w, shape=(4, 6, 3, 3)), y=replace(problem.y, shape=(2, 4, 5, 3)))
+        problem = replace(problem, w=replace(problem.w, shape=(4, 16, 3, 3)), y=replace(problem.y, shape=(2, 4, 5, 3)))
     assert solver.applicability(problem, Device.cpu())
     buffers = buffers_of(problem, integers=True)
     config = solver.default_configs(problem, Device.cpu())[0]
@@ -140,11 +140,11 @@ def test_dtypes_and_layouts_may_differ(solver: Solver) -> None:
 
 FILTERED: dict[str, dict[str, Any]] = {
     "3x3": {"x": (2, 40, 13, 12), "w": (24, 40, 3, 3), "padding": 1},
-    "3x2": {"x": (2, 8, 11, 9), "w": (6, 4, 3, 2), "padding": ((2, 0), (1, 1)), "groups": 2},
-    "5x1": {"x": (1, 16, 17, 4), "w": (8, 16, 5, 1)},
-    "4": {"x": (3, 6, 41), "w": (5, 6, 4), "padding": 3},
-    "two_pixels": {"x": (2, 3, 2, 2), "w": (4, 3, 3, 3), "padding": 1},
-    "3x3x3": {"x": (1, 4, 5, 6, 7), "w": (3, 4, 3, 3, 3), "padding": 1},
+    "3x2": {"x": (2, 32, 11, 9), "w": (34, 16, 3, 2), "padding": ((2, 0), (1, 1)), "groups": 2},
+    "5x1": {"x": (2, 16, 17, 4), "w": (18, 16, 5, 1)},
+    "4": {"x": (3, 16, 41), "w": (17, 16, 4), "padding": 3},
+    "two_pixels": {"x": (16, 17, 2, 2), "w": (16, 17, 3, 3), "padding": 1},
+    "3x3x3": {"x": (1, 16, 5, 6, 7), "w": (16, 16, 3, 3, 3), "padding": 1},
 }
 
 
@@ -170,15 +170,28 @@ def test_transforms_pass_both_gates(name: str, shape: str, direction: Direction,
     [
         ({"stride": 2}, "stride and dilation 1"),
         ({"dilation": 2}, "stride and dilation 1"),
-        ({"w": (4, 6, 1, 1)}, "one tap"),
-        ({"w": (4, 6, 7, 3)}, "more than 5 taps"),
+        ({"w": (16, 16, 1, 1)}, "one tap"),
+        ({"w": (16, 16, 7, 3)}, "more than 5 taps"),
         ({"padding": ((3, 0), (0, 0))}, "nothing but padding"),
-        ({"x": (2, 6, 1, 9), "padding": 1, "direction": "backward_weights"}, "nothing but padding"),
+        ({"x": (8, 16, 1, 9), "padding": 1, "direction": "backward_weights"}, "nothing but padding"),
+        ({"x": (2, 15, 9, 9), "w": (16, 15, 3, 3)}, "15 terms say too little"),
+        ({"w": (15, 16, 3, 3), "direction": "backward_data"}, "15 terms say too little"),
+        ({"x": (1, 16, 9, 9), "direction": "backward_weights"}, "49 terms say too little"),
     ],
-    ids=["stride", "dilation", "one tap", "many taps", "outputs of padding", "taps of padding"],
+    ids=[
+        "stride",
+        "dilation",
+        "one tap",
+        "many taps",
+        "outputs of padding",
+        "taps of padding",
+        "few channels",
+        "few filters",
+        "few pixels",
+    ],
 )
 def test_winograd_refuses_with_a_reason(fields: dict[str, Any], words: str) -> None:
-    problem = ProblemDescription.convolution(**{"x": (2, 6, 9, 9), "w": (4, 6, 3, 3), **fields})
+    problem = ProblemDescription.convolution(**{"x": (2, 16, 9, 9), "w": (16, 16, 3, 3), **fields})
     assert words in solver_by_id("ConvCpuWinograd").applicability(problem, Device.cpu()).reason
 
 

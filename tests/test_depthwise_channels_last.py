@@ -168,6 +168,18 @@ def test_phases_are_of_undilated_problems() -> None:
         ({"layout": "NCHW"}, "NCHW"),
         ({"layout": {"x": "NHWC", "w": "NCHW", "y": "NHWC"}}, "NCHW"),
         ({"direction": "backward_weights"}, "serves forward and backward data"),
+        (
+            {
+                "x": (1, 512, 8, 488281),
+                "w": (512, 1, 3, 3),
+                "groups": 512,
+                "stride": (2, 1),
+                "dilation": (9, 1),
+                "padding": (9, 1),
+                "direction": "backward_data",
+            },
+            "reach too far",
+        ),
         ({"direction": "backward_data", "stride": 2, "dilation": 2, "padding": 2}, "common divisor"),
         ({"w": (32, 1, 13, 13), "padding": 6}, "too large"),
         ({"padding": (2**20 + 1, 1)}, "padding"),

@@ -126,6 +126,8 @@ def test_cells_meet_every_output_of_their_pixels_once(problem: ProblemDescriptio
         ({"x": (4, 5, 64, 64), "w": (32, 5, 3, 3)}, "up to 4 channels"),
         ({"x": (4, 4, 64, 64), "w": (32, 2, 3, 3), "groups": 2}, "one group"),
         ({"dilation": 2}, "dilation 1"),
+        ({"stride": (1, 65)}, "strides up to 64"),
+        ({"stride": 2**20}, "strides up to 64"),
         ({"layout": {"x": "NHWC", "w": "NCHW", "y": "NHWC"}}, "one layout"),
         ({"dtype": {"x": "float16", "w": "float16", "y": "bfloat16"}}, "one dtype"),
         ({"x": (1, 1, 2**16, 2**15), "w": (1, 1, 3, 3)}, "32 bits"),

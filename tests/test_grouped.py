@@ -170,3 +170,12 @@ def test_refusals_say_why(fields: dict[str, Any], reason: str, direction: Direct
 def test_directions_name_each_other() -> None:
     assert "ConvGroupedWeights" in FORWARD.applicability(grouped(8, 4, 4, direction="backward_weights"), H200).reason
     assert "ConvGrouped " in WEIGHTS.applicability(grouped(8, 4, 4), H200).reason
+
+
+def test_large_images_are_served() -> None:
+    solver, device = solver_by_id("ConvGrouped"), Device.virtual("90a")
+    problem = ProblemDescription.convolution(
+        x=(1, 64, 1024, 1024), w=(64, 4, 3, 3), padding=1, groups=16, dtype="float16", layout="NHWC"
+    )
+    assert solver.applicability(problem, device)
+    assert solver.default_configs(problem, device)

@@ -171,7 +171,15 @@ def row_unserved(problem: ProblemDescription) -> str:
         for stride, dilation, taps in zip(conv.stride, conv.dilation, problem.filter, strict=True):
             if taps > 1 and math.gcd(stride, dilation) > 1:
                 return f"needs stride and dilation without a common divisor, not {conv.stride} and {conv.dilation}"
+        if problem.x.size + _reach(problem) > MAX_ELEMENTS:
+            return f"counts elements in 32 bits: stride {conv.stride} and dilation {conv.dilation} reach too far"
     return ""
+
+
+def _reach(problem: ProblemDescription) -> int:
+    """Elements of x, at most, that the rows and columns of one residue lie apart or begin before the tensor."""
+    steps = [stride * dilation for stride, dilation in zip(problem.conv.stride, problem.conv.dilation, strict=True)]
+    return sum(step * problem.c * math.prod(problem.spatial[dim + 1 :]) for dim, step in enumerate(steps))
 
 
 def axis_scalars(problem: ProblemDescription) -> tuple[Scalar, ...]:

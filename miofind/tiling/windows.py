@@ -20,6 +20,7 @@ MAX_ELEMENTS = 2**31 - 2**22
 _PIXEL_BYTES = 8
 _MOST = 8  # elements of 16 bytes
 _MAX_PADDING = 2**20
+_MAX_STRIDE = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,6 +117,8 @@ def unserved(problem: ProblemDescription) -> str:
         return "needs one dtype and one layout for x, w and y"
     if max(tensor.size for tensor in tensors) > MAX_ELEMENTS:
         return f"counts elements in 32 bits: a tensor has more than {MAX_ELEMENTS}"
-    if max(*problem.conv.pad_before, *problem.conv.pad_after, *problem.conv.stride) > _MAX_PADDING:
-        return f"counts coordinates in 32 bits: padding or stride is more than {_MAX_PADDING}"
+    if max(problem.conv.stride) > _MAX_STRIDE:
+        return f"stages whole windows, of strides up to {_MAX_STRIDE}, not {problem.conv.stride}"
+    if max(*problem.conv.pad_before, *problem.conv.pad_after) > _MAX_PADDING:
+        return f"counts coordinates in 32 bits: padding is more than {_MAX_PADDING}"
     return ""
