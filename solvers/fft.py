@@ -5,29 +5,20 @@ Kernels: kernels_src/fft.cu and fft_product.cu. The steps and their workspace ar
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from typing import ClassVar
 
 from miofind.device import Device, Library, Place
-from miofind.geometry import index_bits
-from miofind.libraries.fft import PRODUCT_SOURCE, SOURCE, FftPlan
+from miofind.libraries.fft import PRODUCT_SOURCE, SOURCE, TILES_SOURCE, FftPlan
+from miofind.libraries.fft_choice import CHUNKS_MIB, error_growth, is_valid, refusal
 from miofind.libraries.fft_product import PRODUCTS
-from miofind.problem import DataType, Direction, Layout, MathMode, ProblemDescription
+from miofind.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.solution import Config, ConfigValue, ConvSolution, WorkspacePlan
 from miofind.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
-from miofind.tiling.fourier import least_products, whole_length
-from miofind.tiling.overlap import has_empty_sums
 
 _DEFAULTS = 8
-_DIRECT_ERROR = 8.0  # of direct summation in float32, in roundoffs times the root of the terms (verify/accuracy.py)
-_TF32_ERROR = 16.0 * 2**13  # of inputs rounded to TF32, in roundoffs of float32
-# Errors are those of a whole tile, and the bound is that of an element's own sum: in shorter sums of normal data some
-# elements are so much smaller than their tile that they break it.
-_LEAST_PRODUCTS = 16
-_LEAST_TILE = 2  # times the taps along an axis that is cut
-_CHUNKS_MIB = (16, 64, 256, 1024, 4096)  # the first stays in an L2 cache
-_MOST_WORKSPACE = 64 << 30
+_SHARED_BYTES = 96 << 10  # of a block, so that two of them share a multiprocessor
 
 
 class ConvFft(Solver):
@@ -57,10 +48,10 @@ class ConvFft(Solver):
     is_dynamic = True
     parameters: ClassVar[Mapping[str, Sequence[ConfigValue]]] = {
         "tile": (0, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768),
-        "chunk_mib": _CHUNKS_MIB,
+        "chunk_mib": CHUNKS_MIB,
         "product": tuple(PRODUCTS),
     }
-    sources = (SOURCE, PRODUCT_SOURCE)
+    sources: ClassVar[tuple[str, ...]] = (SOURCE, PRODUCT_SOURCE)
 
     def examples(self) -> tuple[ProblemDescription, ...]:
         conv = ProblemDescription.convolution
@@ -75,60 +66,32 @@ class ConvFft(Solver):
         )
 
     def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
-        if max(problem.conv.dilation) > 1:
-            return Applicability("transforms filters without gaps: dilation 1")
-        if problem.spatial_dims > 2:
-            return Applicability("serves one or two spatial dimensions")
-        if max(problem.filter) == 1:
-            return Applicability("saves nothing with filters of one tap")
-        if problem.output.size == 0 or problem.flops == 0:
-            return Applicability("has no empty products")
-        if index_bits(problem) != 32:
-            return Applicability("needs tensors that 32-bit offsets reach")
-        if has_empty_sums(problem):
-            return Applicability("rounds sums of nothing but padding as it does their neighbours, not to 0")
-        if (least := least_products(problem)) < _LEAST_PRODUCTS:
-            return Applicability(f"keeps its error bound in sums of {_LEAST_PRODUCTS} products or more, not {least}")
+        if reason := refusal(problem):
+            return Applicability(reason)
         if next(self.configs(problem, device), None) is None:
-            return Applicability(f"needs more than {_MOST_WORKSPACE >> 30} GiB or 32-bit offsets for its transforms")
+            return Applicability("needs longer transforms, or more of them at once, than it serves")
         return APPLICABLE
 
     def is_valid_config(self, problem: ProblemDescription, device: Device, config: Config) -> bool:
-        """Whether tiles are shorter than an axis and half of each at least is kept, and all is within bounds."""
-        tile = config["tile"]
-        axes = [axis for axis in range(problem.spatial_dims) if problem.filter[axis] > 1]
-        cut = [axis for axis in axes if tile < whole_length(problem, axis)]
-        if tile and (not cut or any(tile < _LEAST_TILE * problem.filter[axis] for axis in cut)):
-            return False
-        plan = FftPlan.of(problem, config)
-        if not plan.product.serves(*plan.sizes(plan.at_once)[:2]) or self._repeats_a_smaller_chunk(problem, config):
-            return False
-        return self.workspace_bytes(problem, device, config) <= _MOST_WORKSPACE and not plan.refusal()
-
-    def _repeats_a_smaller_chunk(self, problem: ProblemDescription, config: Config) -> bool:
-        smaller = [size for size in _CHUNKS_MIB if size < config["chunk_mib"]]
-        if not smaller:
-            return False
-        other = FftPlan.of(problem, {**config, "chunk_mib": max(smaller)})
-        return other.at_once == FftPlan.of(problem, config).at_once
+        return is_valid(problem, config)
 
     def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
         """The likely fastest, of different tiles first, and the one of the smallest workspace."""
-        ranked = sorted(self.configs(problem, device), key=lambda config: self.estimate_ms(problem, device, config))
+        ranked = sorted(self._told_apart(problem, device), key=lambda one: self.estimate_ms(problem, device, one))
         by_tile = {config["tile"]: config for config in reversed(ranked)}
         firsts = sorted(by_tile.values(), key=ranked.index)[: _DEFAULTS // 2]
         least = min(ranked, key=lambda config: self.workspace_bytes(problem, device, config))
         return tuple(list(dict.fromkeys([*firsts, least, *ranked]))[:_DEFAULTS])
 
+    def _told_apart(self, problem: ProblemDescription, device: Device) -> Iterator[Config]:
+        """Valid configurations that estimates tell apart."""
+        return self.configs(problem, device)
+
     def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
         return FftPlan.of(problem, config).estimate_ms(device)
 
     def error_growth(self, problem: ProblemDescription, config: Config) -> float:
-        """That of an element whose own products are the fewest, over direct summation's of the longest sum."""
-        length = problem.reduction_length
-        edge = math.sqrt(length / least_products(problem))
-        direct = _DIRECT_ERROR * math.sqrt(length) + (_TF32_ERROR if problem.math is MathMode.TF32 else 0.0)
-        return max(1.0, edge * FftPlan.of(problem, config).error() / direct)
+        return error_growth(problem, config)
 
     def is_exact(self, config: Config) -> bool:
         return False
@@ -141,4 +104,49 @@ class ConvFft(Solver):
         return ConvSolution(steps=tuple(plan.steps()), workspace=WorkspacePlan(plan.regions()))
 
 
-SOLVERS = (ConvFft(),)
+class ConvFftTiles(ConvFft):
+    """The same, with transforms of our own: a thread block has whole tiles in shared memory.
+
+    Elements are read, and results written, by the kernels that transform, which saves four to six passes over the
+    planes. Tiles have up to 64 rows of 128. Configuration: `planes` that a block transforms, besides those of ConvFft.
+    """
+
+    id = "ConvFftTiles"
+    keys = (
+        KernelKey(
+            place=Place.CUDA,
+            library=Library.PLAIN,
+            dtypes=frozenset({DataType.FLOAT32, DataType.FLOAT16, DataType.BFLOAT16}),
+            layouts=frozenset(Layout),
+            min_sm=80,
+        ),
+    )
+    is_dynamic = False
+    parameters: ClassVar[Mapping[str, Sequence[ConfigValue]]] = {
+        "tile": (0, 16, 24, 32, 48, 64),
+        "chunk_mib": CHUNKS_MIB,
+        "product": tuple(PRODUCTS),
+        "planes": (8, 4, 16),  # the first that is valid is the default
+    }
+    sources: ClassVar[tuple[str, ...]] = (TILES_SOURCE, PRODUCT_SOURCE)
+
+    def examples(self) -> tuple[ProblemDescription, ...]:
+        return tuple(problem for problem in super().examples() if not refusal(problem) and max(problem.filter) < 64)
+
+    def is_valid_config(self, problem: ProblemDescription, device: Device, config: Config) -> bool:
+        if not is_valid(problem, config):
+            return False
+        return FftPlan.of(problem, config).shared_bytes <= _SHARED_BYTES
+
+    def _told_apart(self, problem: ProblemDescription, device: Device) -> Iterator[Config]:
+        names = ("tile", "chunk_mib", "product")
+        for planes in self.parameters["planes"]:
+            product = itertools.product(*(self.parameters[name] for name in names))
+            configs = (Config({**dict(zip(names, values, strict=True)), "planes": planes}) for values in product)
+            found = [config for config in configs if self.is_valid_config(problem, device, config)]
+            if found:
+                yield from found
+                return
+
+
+SOLVERS = (ConvFft(), ConvFftTiles())

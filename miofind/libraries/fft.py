@@ -1,14 +1,14 @@
 """Convolution as products of Fourier transforms: the steps of one solution, chunk by chunk of tiles.
 
-kernels_src/fft.cu lays tiles out as planes and writes the results, cuFFT transforms the planes in place, and
-kernels_src/fft_product.cu multiplies the transforms frequency by frequency.
+Either kernels_src/fft.cu lays tiles out as planes and writes the results, and cuFFT transforms the planes in place; or
+kernels_src/fft_tiles.cu does all of it. kernels_src/fft_product.cu multiplies the transforms frequency by frequency.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,11 +17,12 @@ from miofind.libraries.fft_product import PRODUCTS, ProductTile
 from miofind.problem import Direction, ProblemDescription, TensorDescriptor
 from miofind.solution import FftStep, KernelStep, Pointer, Region, Scalar, Step
 from miofind.tiling.chunks import chunks
-from miofind.tiling.correlation import ceil_div
+from miofind.tiling.correlation import ceil_div, round_up
 from miofind.tiling.divisor import divisor
 from miofind.tiling.fourier import Axis, smooth, spectrum, whole_length
 
 SOURCE = "fft.cu"
+TILES_SOURCE = "fft_tiles.cu"
 PRODUCT_SOURCE = "fft_product.cu"
 SCRATCH = "scratch"
 REGIONS = {"x": "inputs", "w": "filters", "y": "outputs"}
@@ -35,6 +36,9 @@ _L2_SHARE = 0.5  # of the L2 cache, that what is written is read again from
 _L2_GAIN = 0.4  # of the traffic, that is left then
 _ONE_PASS_BITS = 13  # of the points that the library is taken to transform in one pass over memory
 _MOST_LENGTH = 1 << 17
+# Lengths that fft_tiles.cu holds in a thread's registers: columns, and rows of half as many complex numbers.
+_OWN_HEIGHTS = (1, 8, 10, 12, 14, 16, 18, 20, 21, 24, 27, 28, 30, 32, 35, 36, 40, 42, 45, 48, 54, 56, 64)
+_OWN_WIDTHS = (8, 12, 16, 20, 24, 28, 32, 36, 40, 48, 56, 60, 64, 72, 80, 96, 112, 128)
 _MOST_CHUNKS = 64
 
 
@@ -48,6 +52,7 @@ class FftPlan:
         axes: tiles along them, in that order.
         at_once: tiles that are transformed at once.
         product: how a thread block multiplies.
+        planes: that a thread block transforms, 0 for transforms by the library.
     """
 
     problem: ProblemDescription
@@ -55,12 +60,14 @@ class FftPlan:
     axes: tuple[Axis, Axis]
     at_once: int
     product: ProductTile
+    planes: int = 0
 
     @staticmethod
     def of(problem: ProblemDescription, config: Mapping[str, Any]) -> FftPlan:
-        """The plan that a configuration names."""
-        plan = _plan_of(problem, int(config["tile"]), int(config["chunk_mib"]))
-        return replace(plan, product=PRODUCTS[config["product"]])
+        """The plan that a configuration names; one with "planes" is of our own transforms."""
+        planes = int(config.get("planes", 0))
+        plan = _plan_of(problem, int(config["tile"]), int(config["chunk_mib"]), planes > 0)
+        return replace(plan, product=PRODUCTS[config["product"]], planes=planes)
 
     @property
     def is_weights(self) -> bool:
@@ -97,9 +104,10 @@ class FftPlan:
         """Workspace for transforms, and for the library."""
         p, plane = self.problem, _COMPLEX_BYTES * self.frequencies
         planes = {"x": self.at_once * p.c, "w": self.filters, "y": self.at_once * p.k}
-        scratch = plane * max(self._batch(count) for count in planes.values())
-        regions = (Region(name=REGIONS[name], bytes=plane * count) for name, count in planes.items())
-        return (*regions, Region(name=SCRATCH, bytes=scratch))
+        regions = tuple(Region(name=REGIONS[name], bytes=plane * count) for name, count in planes.items())
+        if self.planes:
+            return regions
+        return (*regions, Region(name=SCRATCH, bytes=plane * max(self._batch(count) for count in planes.values())))
 
     def steps(self) -> Iterator[Step]:
         """The steps in order."""
@@ -119,13 +127,49 @@ class FftPlan:
 
     def _transformed(self, name: str, first: int, count: int) -> Iterator[Step]:
         """Tiles of a tensor, or filters of so many outputs, into transforms."""
-        channels = self.problem.tensor(name).shape[1]
+        if self.planes:
+            yield self._tiles(name, first, count, inverse=False)
+            return
         yield self._pack(name, first, count)
-        yield from self._transforms(name, count * channels, inverse=False)
+        yield from self._transforms(name, count * self.problem.tensor(name).shape[1], inverse=False)
 
     def _results(self, name: str, first: int, count: int) -> Iterator[Step]:
+        if self.planes:
+            yield self._tiles(name, first, count, inverse=True)
+            return
         yield from self._transforms(name, count * self.problem.tensor(name).shape[1], inverse=True)
         yield self._unpack(name, first, count)
+
+    def _tiles(self, name: str, first: int, count: int, *, inverse: bool) -> KernelStep:
+        """The kernels of fft_tiles.cu: elements to transforms, or back."""
+        tensor = self.problem.tensor(name)
+        channels, (height, width) = tensor.shape[1], self.lengths
+        columns = self.planes * (width // 2 + 1)
+        threads = round_up(ceil_div(columns, ceil_div(columns, _THREADS)), 32)
+        defines = (("LENGTH_H", height), ("LENGTH_W", width), ("PLANES", self.planes), ("THREADS", threads))
+        pointers = (Pointer(buffer=name), Pointer(buffer=REGIONS[name]))
+        scale = (Scalar(ctype="float32", value=1.0 / math.prod(self.lengths)),)
+        return KernelStep(
+            source=TILES_SOURCE,
+            entry="fft_tiles_backward" if inverse else "fft_tiles_forward",
+            defines=(*_element(tensor), *defines),
+            grid=(ceil_div(count * channels, self.planes), 1, 1),
+            block=(threads, 1, 1),
+            shared_bytes=self.shared_bytes,
+            args=(
+                *(reversed(pointers) if inverse else pointers),
+                Scalar(ctype="int32", value=count * channels),
+                *(scale if inverse else ()),
+                *self._tensor(name),
+                *self._grid(name, first),
+                *self._axes(name),
+            ),
+        )
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of fft_tiles.cu."""
+        return _COMPLEX_BYTES * self.planes * ((self.frequencies + 13) // 16 * 16 + 2)
 
     def _batch(self, planes: int) -> int:
         """Planes that the library transforms at once, so that what it wants itself is bounded."""
@@ -223,38 +267,44 @@ class FftPlan:
             if last
             else (ceil_div(items, _THREADS), 1, 1)
         )
-        of_image = 1 if name == "w" else math.prod(axis.tiles for axis in self.axes)
-        across = 1 if name == "w" else self.axes[1].tiles
-        strides = _strides(tensor)
         return KernelStep(
             source=SOURCE,
             entry=entry,
-            defines=(("ELEMENT", tensor.dtype.value), ("CHANNELS_LAST", int(last))),
+            defines=_element(tensor),
             grid=grid,
             block=(_THREADS, 1, 1),
             args=(
                 *(Pointer(buffer=REGIONS[name] if buffer == "planes" else buffer) for buffer in buffers),
                 Scalar(ctype="int32", value=items),
                 *extra,
-                *(Scalar(ctype="int32", value=value) for value in strides[:2]),
-                *divisor(channels),
-                Scalar(ctype="int32", value=first),
-                *divisor(of_image),
-                *divisor(across),
+                *self._tensor(name),
+                *self._grid(name, first),
                 *divisor(self.frequencies),
                 *divisor(spectrum(self.lengths)[1]),
-                *(scalar for place in (0, 1) for scalar in self._axis(name, place, strides)),
+                *self._axes(name),
             ),
         )
 
-    def _axis(self, name: str, place: int, strides: tuple[int, ...]) -> tuple[Scalar, ...]:
-        """The kernels' `TileAxis`."""
-        axis, index = self.axes[place], self.order[place]
-        placement = axis.placement(self.problem, index, name)
-        step = 0 if name == "w" else axis.step
-        size = self.problem.tensor(name).shape[2 + index]
-        values = (size, strides[2 + index], step, placement.shift, placement.low, placement.high)
-        return (*(Scalar(ctype="int32", value=value) for value in values), *divisor(placement.spread))
+    def _tensor(self, name: str) -> tuple[Scalar, ...]:
+        """The kernels' TENSOR_OF."""
+        tensor = self.problem.tensor(name)
+        image, channel, *_ = _strides(tensor)
+        return (*(Scalar(ctype="int32", value=value) for value in (image, channel)), *divisor(tensor.shape[1]))
+
+    def _grid(self, name: str, first: int) -> tuple[Scalar, ...]:
+        """The kernels' `TileGrid`, from a tile on; filters are one tile each."""
+        down, across = (1, 1) if name == "w" else (axis.tiles for axis in self.axes)
+        return (Scalar(ctype="int32", value=first), *divisor(down * across), *divisor(across))
+
+    def _axes(self, name: str) -> Iterator[Scalar]:
+        """The kernels' `TileAxis` twice."""
+        tensor = self.problem.tensor(name)
+        for axis, index in zip(self.axes, self.order, strict=True):
+            place = axis.placement(self.problem, index, name)
+            step = 0 if name == "w" else axis.step
+            values = (tensor.shape[2 + index], _strides(tensor)[2 + index], step, place.shift, place.low, place.high)
+            yield from (Scalar(ctype="int32", value=value) for value in values)
+            yield from divisor(place.spread)
 
     def refusal(self) -> str:
         """Why the plan is out of bounds, "" if it is not."""
@@ -292,12 +342,14 @@ class FftPlan:
         p = self.problem
         bandwidth = _BANDWIDTH_SHARE * device.bandwidth_bytes_per_s / 1e3
         plane = _COMPLEX_BYTES * self.frequencies
-        passes = sum(2 * ceil_div((n - 1).bit_length(), _ONE_PASS_BITS) for n in self.lengths if n > 1)
+        passes = (
+            0 if self.planes else sum(2 * ceil_div((n - 1).bit_length(), _ONE_PASS_BITS) for n in self.lengths if n > 1)
+        )
         images, filters = self.all_tiles * (p.c + p.k) * plane, self.filters * plane
         in_cache = self.at_once * self.tile_bytes < _L2_SHARE * device.l2_bytes
         share = _L2_GAIN if in_cache else 1.0
         count = ceil_div(self.all_tiles, self.at_once)
-        traffic = (passes + 2) * (share * images + filters) + p.x.bytes + p.w.bytes + p.y.bytes
+        traffic = (passes + 2 - (self.planes > 0)) * (share * images + filters) + p.bytes
         tiles = min(self.at_once, self.all_tiles)
         product = self.product.estimate_ms(device, self.sizes(tiles), self.frequencies, p.groups)
         return 5 * count * _STEP_MS + traffic / bandwidth + count * product
@@ -317,6 +369,11 @@ _TRANSFORM_ERROR = 6.0
 _SUM_ERROR = 8.0
 
 
+def _element(tensor: TensorDescriptor) -> tuple[tuple[str, str | int], ...]:
+    """The defines of kernels that read or write a tensor."""
+    return (("ELEMENT", tensor.dtype.value), ("CHANNELS_LAST", int(tensor.layout.channels_last)))
+
+
 def _strides(tensor: TensorDescriptor) -> tuple[int, ...]:
     """Elements from one to the next along n, c, h and w."""
     _, c, h, w = tensor.shape
@@ -324,18 +381,29 @@ def _strides(tensor: TensorDescriptor) -> tuple[int, ...]:
 
 
 @functools.lru_cache(maxsize=256)  # a problem's configurations are asked about one by one
-def _plan_of(problem: ProblemDescription, tile: int, chunk_mib: int) -> FftPlan:
+def _plan_of(problem: ProblemDescription, tile: int, chunk_mib: int, is_own: bool) -> FftPlan:
     lifted = problem.lifted(2)
     order = (1, 0) if lifted.filter[1] == 1 else (0, 1)
-    outer, inner = (_axis(lifted, index, tile) for index in order)
+    fit = (own_height, own_width) if is_own else (smooth, smooth)
+    outer, inner = (_axis(lifted, index, tile, length) for index, length in zip(order, fit, strict=True))
     plan = FftPlan(problem=lifted, order=order, axes=(outer, inner), at_once=1, product=PRODUCTS["32x32"])
     parts = ceil_div(plan.all_tiles, max(1, (chunk_mib << 20) // plan.tile_bytes))
     return replace(plan, at_once=ceil_div(plan.all_tiles, parts))
 
 
-def _axis(lifted: ProblemDescription, axis: int, tile: int) -> Axis:
-    """Tiles along an axis: none where filters have one tap, one where the axis is no longer than a tile."""
+def own_height(size: int) -> int:
+    """The least length of columns from `size` on that fft_tiles.cu transforms; 0 where there is none."""
+    return next((length for length in _OWN_HEIGHTS if length >= size), 0)
+
+
+def own_width(size: int) -> int:
+    """The least length of rows from `size` on that fft_tiles.cu transforms; 0 where there is none."""
+    return next((length for length in _OWN_WIDTHS if length >= size), 0)
+
+
+def _axis(lifted: ProblemDescription, axis: int, tile: int, fit: Callable[[int], int]) -> Axis:
+    """Tiles along an axis: of one point where filters have one tap, one where the axis is no longer than a tile."""
     if lifted.filter[axis] == 1:
         return Axis.tiled(lifted, axis, 1)
     whole = whole_length(lifted, axis)
-    return Axis.tiled(lifted, axis, tile) if tile and tile < whole else Axis.whole(lifted, axis, smooth(whole))
+    return Axis.tiled(lifted, axis, tile) if tile and tile < whole else Axis.whole(lifted, axis, fit(whole))

@@ -1,0 +1,80 @@
+"""Which problems products of Fourier transforms serve on GPUs, and by which plans. Knows no solver.
+
+A configuration has "tile", "chunk_mib" and "product" of a `FftPlan`, and "planes" for transforms of our own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from miofind.geometry import index_bits
+from miofind.libraries.fft import FftPlan, own_height, own_width
+from miofind.problem import MathMode, ProblemDescription
+from miofind.solution import WorkspacePlan
+from miofind.tiling.fourier import least_products, whole_length
+from miofind.tiling.overlap import has_empty_sums
+
+CHUNKS_MIB = (16, 64, 256, 1024, 4096)  # the first stays in an L2 cache
+
+_DIRECT_ERROR = 8.0  # of direct summation in float32, in roundoffs times the root of the terms (verify/accuracy.py)
+_TF32_ERROR = 16.0 * 2**13  # of inputs rounded to TF32, in roundoffs of float32
+# Errors are those of a whole tile, and the bound is that of an element's own sum: in shorter sums of normal data some
+# elements are so much smaller than their tile that they break it.
+_LEAST_PRODUCTS = 16
+_LEAST_TILE = 2  # times the taps along an axis that is cut
+_MOST_WORKSPACE = 64 << 30
+
+
+def refusal(problem: ProblemDescription) -> str:
+    """Why transforms do not serve a problem, whatever the plan; "" if they do."""
+    if max(problem.conv.dilation) > 1:
+        return "transforms filters without gaps: dilation 1"
+    if problem.spatial_dims > 2:
+        return "serves one or two spatial dimensions"
+    if max(problem.filter) == 1:
+        return "saves nothing with filters of one tap"
+    if problem.output.size == 0 or problem.flops == 0:
+        return "has no empty products"
+    if index_bits(problem) != 32:
+        return "needs tensors that 32-bit offsets reach"
+    if has_empty_sums(problem):
+        return "rounds sums of nothing but padding as it does their neighbours, not to 0"
+    if (least := least_products(problem)) < _LEAST_PRODUCTS:
+        return f"keeps its error bound in sums of {_LEAST_PRODUCTS} products or more, not {least}"
+    return ""
+
+
+def is_valid(problem: ProblemDescription, config: Mapping[str, Any]) -> bool:
+    """Whether a configuration's tiles serve, its chunks differ from smaller ones, and all is within bounds."""
+    if not _tile_serves(problem, config["tile"], is_own="planes" in config):
+        return False
+    plan = FftPlan.of(problem, config)
+    if not plan.product.serves(*plan.sizes(plan.at_once)[:2]) or plan.refusal():
+        return False
+    smaller = max((size for size in CHUNKS_MIB if size < config["chunk_mib"]), default=0)
+    if smaller and FftPlan.of(problem, {**config, "chunk_mib": smaller}).at_once == plan.at_once:
+        return False
+    return WorkspacePlan(plan.regions()).bytes <= _MOST_WORKSPACE
+
+
+def _tile_serves(problem: ProblemDescription, tile: int, *, is_own: bool) -> bool:
+    """Whether a tile is shorter than some axis and half of it at least is kept, and there are transforms so long."""
+    whole = [whole_length(problem, axis) for axis in range(problem.spatial_dims) if problem.filter[axis] > 1]
+    taps = [taps for taps in problem.filter if taps > 1]
+    if tile and not any(tile < length for length in whole):
+        return False
+    if tile and any(tile < length and tile < _LEAST_TILE * count for length, count in zip(whole, taps, strict=True)):
+        return False
+    lengths = [min(tile, length) if tile else length for length in whole]
+    fits = (own_height, own_width)[-len(lengths) :]
+    return not is_own or all(fit(length) > 0 for fit, length in zip(fits, lengths, strict=True))
+
+
+def error_growth(problem: ProblemDescription, config: Mapping[str, Any]) -> float:
+    """Of the error of an element whose own products are the fewest, over direct summation's of the longest sum."""
+    length = problem.reduction_length
+    edge = math.sqrt(length / least_products(problem))
+    direct = _DIRECT_ERROR * math.sqrt(length) + (_TF32_ERROR if problem.math is MathMode.TF32 else 0.0)
+    return max(1.0, edge * FftPlan.of(problem, config).error() / direct)
