@@ -119,7 +119,7 @@ class FftPlan:
             for name in self.problem.direction.inputs:
                 if name != "w":
                     yield from self._transformed(name, first, count)
-            yield self._product(count, accumulate=first > 0)
+            yield self._product(count, accumulate=self.is_weights and first > 0)
             if not self.is_weights:
                 yield from self._results(result, first, count)
         if self.is_weights:
