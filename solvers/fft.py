@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import ClassVar
 
 from miofind.device import Device, Library, Place
-from miofind.libraries.fft import PRODUCT_SOURCE, SOURCE, TILES_SOURCE, FftPlan
+from miofind.libraries.fft import LINES_SOURCE, PRODUCT_SOURCE, SOURCE, TILES_SOURCE, FftPlan
 from miofind.libraries.fft_choice import CHUNKS_MIB, error_growth, is_valid, refusal
 from miofind.libraries.fft_product import PRODUCTS
 from miofind.problem import DataType, Direction, Layout, ProblemDescription
@@ -18,7 +18,9 @@ from miofind.solution import Config, ConfigValue, ConvSolution, WorkspacePlan
 from miofind.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
 
 _DEFAULTS = 8
-_SHARED_BYTES = 96 << 10  # of a block, so that two of them share a multiprocessor
+_SHARED_BYTES = 80 << 10  # of a block, so that two of them share a multiprocessor
+_LINES_SHARED_BYTES = 140 << 10  # of a block with the longest line
+_OFFSETS_BYTES = 14 << 10  # that a block has besides
 
 
 class ConvFft(Solver):
@@ -62,7 +64,7 @@ class ConvFft(Solver):
             conv(x=(2, 8, 30, 31), w=(8, 1, 13, 13), padding=6, groups=8, dtype=DataType.BFLOAT16),
             conv(x=(1, 3, 1400), w=(5, 3, 256)),
             conv(x=(2, 4, 700), w=(8, 1, 64), padding=32, groups=4, layout=Layout.NWC, direction="backward_data"),
-            conv(x=(2, 9, 50, 12), w=(12, 9, 21, 1), padding=(10, 0), layout={"x": "NHWC", "w": "NCHW", "y": "NCHW"}),
+            conv(x=(2, 9, 60, 12), w=(12, 9, 25, 1), padding=(12, 0), layout={"x": "NHWC", "w": "NCHW", "y": "NCHW"}),
         )
 
     def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
@@ -108,7 +110,8 @@ class ConvFftTiles(ConvFft):
     """The same, with transforms of our own: a thread block has whole tiles in shared memory.
 
     Elements are read, and results written, by the kernels that transform, which saves four to six passes over the
-    planes. Tiles have up to 64 rows of 128. Configuration: `planes` that a block transforms, besides those of ConvFft.
+    planes. Tiles have up to 64 rows of 128, or one row of up to 32768. Configuration: `planes` that a block transforms,
+    or of whose 512 numbers its lines are, besides those of ConvFft.
     """
 
     id = "ConvFftTiles"
@@ -123,20 +126,22 @@ class ConvFftTiles(ConvFft):
     )
     is_dynamic = False
     parameters: ClassVar[Mapping[str, Sequence[ConfigValue]]] = {
-        "tile": (0, 16, 24, 32, 48, 64),
+        "tile": (0, 16, 24, 32, 48, 64, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768),
         "chunk_mib": CHUNKS_MIB,
         "product": tuple(PRODUCTS),
-        "planes": (8, 4, 16),  # the first that is valid is the default
+        "planes": (8, 4, 16),  # defaults have the first that is valid
     }
-    sources: ClassVar[tuple[str, ...]] = (TILES_SOURCE, PRODUCT_SOURCE)
+    sources: ClassVar[tuple[str, ...]] = (TILES_SOURCE, LINES_SOURCE, PRODUCT_SOURCE)
 
     def examples(self) -> tuple[ProblemDescription, ...]:
-        return tuple(problem for problem in super().examples() if not refusal(problem) and max(problem.filter) < 64)
+        return super().examples()
 
     def is_valid_config(self, problem: ProblemDescription, device: Device, config: Config) -> bool:
         if not is_valid(problem, config):
             return False
-        return FftPlan.of(problem, config).shared_bytes <= _SHARED_BYTES
+        plan = FftPlan.of(problem, config)
+        most = _LINES_SHARED_BYTES if plan.has_lines else _SHARED_BYTES
+        return plan.shared_bytes <= min(most, device.shared_bytes - _OFFSETS_BYTES)
 
     def _told_apart(self, problem: ProblemDescription, device: Device) -> Iterator[Config]:
         names = ("tile", "chunk_mib", "product")

@@ -113,6 +113,8 @@ def carry_out(step: KernelStep | FftStep, buffers: Buffers) -> None:
         "fft_unpack": _unpack,
         "fft_tiles_forward": _tiles_forward,
         "fft_tiles_backward": _tiles_backward,
+        "fft_lines_forward": _tiles_forward,  # the order of frequencies is theirs alone
+        "fft_lines_backward": _tiles_backward,
         "fft_product": _product,
         "fft_product_direct": _product,
     }
@@ -196,7 +198,7 @@ def _tiles_backward(step: KernelStep, given: Arguments, buffers: Buffers) -> Non
 
 def _lengths(step: KernelStep) -> tuple[int, int]:
     defines = dict(step.defines)
-    return int(defines["LENGTH_H"]), int(defines["LENGTH_W"])
+    return int(defines.get("LENGTH_H", 1)), int(defines["LENGTH_W" if "LENGTH_W" in defines else "LENGTH"])
 
 
 def _product(step: KernelStep, given: Arguments, buffers: Buffers) -> None:

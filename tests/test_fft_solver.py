@@ -24,10 +24,10 @@ SHAPES: dict[str, dict[str, Any]] = {
     "11x11": {"x": (2, 3, 20, 18), "w": (5, 3, 11, 11), "padding": 5},
     "groups": {"x": (2, 10, 16, 15), "w": (40, 5, 7, 5), "padding": ((1, 0), (0, 2)), "stride": (2, 1), "groups": 2},
     "depthwise": {"x": (3, 4, 17, 19), "w": (4, 1, 9, 9), "padding": 4, "groups": 4},
-    "tall": {"x": (2, 9, 50, 3), "w": (12, 9, 21, 1), "padding": (10, 0)},
-    "wide": {"x": (2, 9, 3, 50), "w": (12, 9, 1, 21), "padding": (0, 10)},
+    "tall": {"x": (2, 9, 60, 3), "w": (12, 9, 25, 1), "padding": (12, 0)},
+    "wide": {"x": (2, 9, 3, 60), "w": (12, 9, 1, 25), "padding": (0, 12)},
     "tiles": {"x": (2, 4, 37, 50), "w": (4, 4, 7, 5), "padding": (3, 2)},
-    "1d": {"x": (2, 6, 150), "w": (8, 3, 16), "padding": 8, "groups": 2, "stride": 2},
+    "1d": {"x": (2, 6, 150), "w": (8, 3, 28), "padding": 14, "groups": 2, "stride": 2},
 }
 
 
@@ -127,7 +127,7 @@ def test_long_sums_need_no_wider_bound() -> None:
     for problem, is_wider in (
         (ProblemDescription.convolution(x=(8, 64, 56, 56), w=(64, 64, 11, 11), padding=5), False),
         (ProblemDescription.convolution(x=(8, 64, 9000), w=(64, 1, 1024), padding=512, groups=64), False),
-        (ProblemDescription.convolution(x=(8, 16, 56, 56), w=(16, 16, 3, 3), padding=1), True),
+        (ProblemDescription.convolution(x=(8, 4, 56, 56), w=(4, 4, 5, 5), padding=2), True),
     ):
         config = solver.default_configs(problem, DEVICE)[0]
         assert (solver.error_growth(problem, config) > 1) is is_wider
@@ -138,12 +138,12 @@ def test_long_sums_need_no_wider_bound() -> None:
     ("fields", "words"),
     [
         ({"dilation": 2}, "dilation 1"),
-        ({"w": (4, 6, 1, 1)}, "one tap"),
+        ({"w": (4, 6, 4, 6)}, "fewer than 25 taps"),
         ({"padding": ((11, 0), (5, 5))}, "nothing but padding"),
         ({"padding": 0, "direction": "backward_data"}, "16 products or more, not 4"),
         ({"x": (2, 6, 8, 20, 20), "w": (4, 6, 3, 3, 3), "padding": 1}, "one or two"),
     ],
-    ids=["dilation", "one tap", "outputs of padding", "few products", "3-D"],
+    ids=["dilation", "few taps", "outputs of padding", "few products", "3-D"],
 )
 def test_refusals_have_reasons(name: str, fields: dict[str, Any], words: str) -> None:
     problem = ProblemDescription.convolution(**{"x": (2, 6, 20, 20), "w": (4, 6, 11, 11), "padding": 5, **fields})
@@ -151,9 +151,19 @@ def test_refusals_have_reasons(name: str, fields: dict[str, Any], words: str) ->
 
 
 def test_own_transforms_refuse_long_ones() -> None:
-    problem = ProblemDescription.convolution(x=(1, 4, 3000), w=(4, 4, 512), padding=256)
+    problem = ProblemDescription.convolution(x=(1, 4, 70000), w=(4, 4, 20000), padding=10000)
     assert "longer transforms" in solver_by_id("ConvFftTiles").applicability(problem, DEVICE).reason
     assert solver_by_id("ConvFft").applicability(problem, DEVICE)
+
+
+def test_small_shared_memory_leaves_shorter_lines() -> None:
+    """32768 numbers of a line do not fit the 99 KiB of some architectures."""
+    solver = solver_by_id("ConvFftTiles")
+    problem = ProblemDescription.convolution(x=(1, 4, 70000), w=(4, 4, 4096), padding=2048)
+    longest = [
+        max(config["tile"] for config in solver.configs(problem, Device.virtual(arch))) for arch in ("86", "90a")
+    ]
+    assert longest == [16384, 32768]
 
 
 def test_configurations_that_cannot_run_are_refused() -> None:

@@ -1,7 +1,8 @@
 """Convolution as products of Fourier transforms: the steps of one solution, chunk by chunk of tiles.
 
 Either kernels_src/fft.cu lays tiles out as planes and writes the results, and cuFFT transforms the planes in place; or
-kernels_src/fft_tiles.cu does all of it. kernels_src/fft_product.cu multiplies the transforms frequency by frequency.
+kernels_src/fft_tiles.cu does all of it, and fft_lines.cu where tiles are long and one row high.
+kernels_src/fft_product.cu multiplies the transforms frequency by frequency.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from miofind.tiling.fourier import Axis, smooth, spectrum, whole_length
 
 SOURCE = "fft.cu"
 TILES_SOURCE = "fft_tiles.cu"
+LINES_SOURCE = "fft_lines.cu"
 PRODUCT_SOURCE = "fft_product.cu"
 SCRATCH = "scratch"
 REGIONS = {"x": "inputs", "w": "filters", "y": "outputs"}
@@ -39,6 +41,9 @@ _MOST_LENGTH = 1 << 17
 # Lengths that fft_tiles.cu holds in a thread's registers: columns, and rows of half as many complex numbers.
 _OWN_HEIGHTS = (1, 8, 10, 12, 14, 16, 18, 20, 21, 24, 27, 28, 30, 32, 35, 36, 40, 42, 45, 48, 54, 56, 64)
 _OWN_WIDTHS = (8, 12, 16, 20, 24, 28, 32, 36, 40, 48, 56, 60, 64, 72, 80, 96, 112, 128)
+_OWN_LINES = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768)  # and those of fft_lines.cu
+_LINE_OF_PLANE = 512  # numbers of a line for each plane that a block has
+_LEAST_PLANES = 4
 _MOST_CHUNKS = 64
 
 
@@ -141,24 +146,22 @@ class FftPlan:
         yield self._unpack(name, first, count)
 
     def _tiles(self, name: str, first: int, count: int, *, inverse: bool) -> KernelStep:
-        """The kernels of fft_tiles.cu: elements to transforms, or back."""
+        """The kernels of fft_tiles.cu or fft_lines.cu: elements to transforms, or back."""
         tensor = self.problem.tensor(name)
-        channels, (height, width) = tensor.shape[1], self.lengths
-        columns = self.planes * (width // 2 + 1)
-        threads = round_up(ceil_div(columns, ceil_div(columns, _THREADS)), 32)
-        defines = (("LENGTH_H", height), ("LENGTH_W", width), ("PLANES", self.planes), ("THREADS", threads))
+        planes, source = count * tensor.shape[1], LINES_SOURCE if self.has_lines else TILES_SOURCE
+        of_block, threads, sizes = self._lines() if self.has_lines else self._planes()
         pointers = (Pointer(buffer=name), Pointer(buffer=REGIONS[name]))
         scale = (Scalar(ctype="float32", value=1.0 / math.prod(self.lengths)),)
         return KernelStep(
-            source=TILES_SOURCE,
-            entry="fft_tiles_backward" if inverse else "fft_tiles_forward",
-            defines=(*_element(tensor), *defines),
-            grid=(ceil_div(count * channels, self.planes), 1, 1),
+            source=source,
+            entry=f"{source.removesuffix('.cu')}_{'backward' if inverse else 'forward'}",
+            defines=(*_element(tensor), *sizes, ("THREADS", threads)),
+            grid=(ceil_div(planes, of_block), 1, 1),
             block=(threads, 1, 1),
             shared_bytes=self.shared_bytes,
             args=(
                 *(reversed(pointers) if inverse else pointers),
-                Scalar(ctype="int32", value=count * channels),
+                Scalar(ctype="int32", value=planes),
                 *(scale if inverse else ()),
                 *self._tensor(name),
                 *self._grid(name, first),
@@ -166,10 +169,37 @@ class FftPlan:
             ),
         )
 
+    def _planes(self) -> tuple[int, int, tuple[tuple[str, int], ...]]:
+        """Planes and threads of a block of fft_tiles.cu, and its defines: a thread a column, or some in turn."""
+        height, width = self.lengths
+        columns = self.planes * (width // 2 + 1)
+        threads = round_up(ceil_div(columns, ceil_div(columns, _THREADS)), 32)
+        return self.planes, threads, (("LENGTH_H", height), ("LENGTH_W", width), ("PLANES", self.planes))
+
+    def _lines(self) -> tuple[int, int, tuple[tuple[str, int], ...]]:
+        """Lines and threads of a block of fft_lines.cu, and its defines: a thread some butterflies."""
+        length = self.lengths[1]
+        lines = max(1, self.planes * _LINE_OF_PLANE // length)
+        threads = min(512, max(64, lines * length // 16))
+        return lines, threads, (("LENGTH", length), ("LINES", lines))
+
+    @property
+    def has_lines(self) -> bool:
+        """Whether fft_lines.cu transforms, for tiles of one row that no thread's registers hold."""
+        return self.planes > 0 and self.lengths[1] > _OWN_WIDTHS[-1]
+
     @property
     def shared_bytes(self) -> int:
-        """Dynamic shared memory of fft_tiles.cu."""
+        """Dynamic shared memory of our own transforms."""
+        if self.has_lines:
+            points = self.lengths[1] // 2
+            return _COMPLEX_BYTES * self._lines()[0] * (points + points // 16 + 2)
         return _COMPLEX_BYTES * self.planes * ((self.frequencies + 13) // 16 * 16 + 2)
+
+    @property
+    def repeats_fewer_planes(self) -> bool:
+        """Whether a block would have the one line that it has with fewer planes, too."""
+        return self.has_lines and self.planes * _LINE_OF_PLANE < self.lengths[1] and self.planes > _LEAST_PLANES
 
     def _batch(self, planes: int) -> int:
         """Planes that the library transforms at once, so that what it wants itself is bounded."""
@@ -365,7 +395,7 @@ class FftPlan:
 
 # Largest errors simulated with NumPy's float32 transforms, 150 problems, of 2 to 2048 points along an axis: 2.2 a
 # doubling of points, and 3.1 times the root of the terms of sums (miofind/verify/accuracy.py).
-_TRANSFORM_ERROR = 6.0
+_TRANSFORM_ERROR = 8.0
 _SUM_ERROR = 8.0
 
 
@@ -384,7 +414,8 @@ def _strides(tensor: TensorDescriptor) -> tuple[int, ...]:
 def _plan_of(problem: ProblemDescription, tile: int, chunk_mib: int, is_own: bool) -> FftPlan:
     lifted = problem.lifted(2)
     order = (1, 0) if lifted.filter[1] == 1 else (0, 1)
-    fit = (own_height, own_width) if is_own else (smooth, smooth)
+    width = own_line if lifted.filter[order[0]] == 1 else own_width
+    fit = (own_height, width) if is_own else (smooth, smooth)
     outer, inner = (_axis(lifted, index, tile, length) for index, length in zip(order, fit, strict=True))
     plan = FftPlan(problem=lifted, order=order, axes=(outer, inner), at_once=1, product=PRODUCTS["32x32"])
     parts = ceil_div(plan.all_tiles, max(1, (chunk_mib << 20) // plan.tile_bytes))
@@ -399,6 +430,11 @@ def own_height(size: int) -> int:
 def own_width(size: int) -> int:
     """The least length of rows from `size` on that fft_tiles.cu transforms; 0 where there is none."""
     return next((length for length in _OWN_WIDTHS if length >= size), 0)
+
+
+def own_line(size: int) -> int:
+    """The least length from `size` on that fft_tiles.cu or fft_lines.cu transforms alone; 0 where there is none."""
+    return own_width(size) or next((length for length in _OWN_LINES if length >= size), 0)
 
 
 def _axis(lifted: ProblemDescription, axis: int, tile: int, fit: Callable[[int], int]) -> Axis:

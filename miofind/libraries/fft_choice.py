@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from miofind.geometry import index_bits
-from miofind.libraries.fft import FftPlan, own_height, own_width
+from miofind.libraries.fft import FftPlan, own_height, own_line, own_width
 from miofind.problem import MathMode, ProblemDescription
 from miofind.solution import WorkspacePlan
 from miofind.tiling.fourier import least_products, whole_length
@@ -23,6 +23,7 @@ _TF32_ERROR = 16.0 * 2**13  # of inputs rounded to TF32, in roundoffs of float32
 # Errors are those of a whole tile, and the bound is that of an element's own sum: in shorter sums of normal data some
 # elements are so much smaller than their tile that they break it.
 _LEAST_PRODUCTS = 16
+_LEAST_TAPS = 25
 _LEAST_TILE = 2  # times the taps along an axis that is cut
 _MOST_WORKSPACE = 64 << 30
 
@@ -33,8 +34,8 @@ def refusal(problem: ProblemDescription) -> str:
         return "transforms filters without gaps: dilation 1"
     if problem.spatial_dims > 2:
         return "serves one or two spatial dimensions"
-    if max(problem.filter) == 1:
-        return "saves nothing with filters of one tap"
+    if math.prod(problem.filter) < _LEAST_TAPS:
+        return f"saves nothing with fewer than {_LEAST_TAPS} taps"
     if problem.output.size == 0 or problem.flops == 0:
         return "has no empty products"
     if index_bits(problem) != 32:
@@ -51,7 +52,7 @@ def is_valid(problem: ProblemDescription, config: Mapping[str, Any]) -> bool:
     if not _tile_serves(problem, config["tile"], is_own="planes" in config):
         return False
     plan = FftPlan.of(problem, config)
-    if not plan.product.serves(*plan.sizes(plan.at_once)[:2]) or plan.refusal():
+    if not plan.product.serves(*plan.sizes(plan.at_once)[:2]) or plan.repeats_fewer_planes or plan.refusal():
         return False
     smaller = max((size for size in CHUNKS_MIB if size < config["chunk_mib"]), default=0)
     if smaller and FftPlan.of(problem, {**config, "chunk_mib": smaller}).at_once == plan.at_once:
@@ -68,7 +69,7 @@ def _tile_serves(problem: ProblemDescription, tile: int, *, is_own: bool) -> boo
     if tile and any(tile < length and tile < _LEAST_TILE * count for length, count in zip(whole, taps, strict=True)):
         return False
     lengths = [min(tile, length) if tile else length for length in whole]
-    fits = (own_height, own_width)[-len(lengths) :]
+    fits = (own_height, own_width) if len(lengths) > 1 else (own_line,)
     return not is_own or all(fit(length) > 0 for fit, length in zip(fits, lengths, strict=True))
 
 

@@ -9,7 +9,8 @@ from miofind.device import Device
 from miofind.problem import DataType
 from miofind.tiling.correlation import ceil_div
 
-_FLOPS_SHARE = 0.7  # of the device's, that a full grid of blocks is taken to reach
+_FLOPS_SHARE = 0.8  # of the device's instructions, that a full grid of blocks is taken to issue
+_OTHER_INSTRUCTIONS = 12  # of a thread a term: copies, addresses and the loop
 _BANDWIDTH_SHARE = 0.7
 _MOST_WASTE = 4
 _MOST_BLOCKS = 8  # down and across, without staging
@@ -69,6 +70,12 @@ class ProductTile:
             return False
         return self.stages > 0 or rows < _MOST_BLOCKS * self.rows or columns < _MOST_BLOCKS * self.columns
 
+    @property
+    def _flops_share(self) -> float:
+        """Of instructions those that multiply and add, and of these what is taken to be issued in time."""
+        sums, operands = 4 * self.tile_m * self.tile_n, self.tile_m + self.tile_n
+        return _FLOPS_SHARE * sums / (sums + operands + _OTHER_INSTRUCTIONS)
+
     def estimate_ms(self, device: Device, sizes: tuple[int, int, int], frequencies: int, groups: int) -> float:
         """Time of one launch."""
         rows, columns, terms = sizes
@@ -77,7 +84,7 @@ class ProductTile:
         waves = blocks / (device.sm_count * resident)
         idle = max(1.0, math.ceil(waves) / waves)
         flops = 8.0 * blocks * self.bins * self.rows * self.columns * terms
-        ceiling = _FLOPS_SHARE * device.peak_flops_per_s(DataType.FLOAT32, tensor_cores=False)
+        ceiling = self._flops_share * device.peak_flops_per_s(DataType.FLOAT32, tensor_cores=False)
         loaded = 8.0 * blocks * self.bins * (self.rows + self.columns) * terms
         least = 8.0 * frequencies * groups * (rows * terms + columns * terms + rows * columns)
         bandwidth = _BANDWIDTH_SHARE * device.bandwidth_bytes_per_s

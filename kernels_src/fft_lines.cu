@@ -1,0 +1,198 @@
+// Fourier transforms of long lines in shared memory: from a tensor to its transforms, and back to the elements kept.
+//
+// A block has LINES lines [tile][channel] of LENGTH real numbers as half as many complex ones. Passes of radix 8 and 16
+// work in place (decimation in frequency), a thread a butterfly in registers; the way back undoes them in reverse.
+// Frequencies stay in the order of their reversed digits, so that nothing is permuted: products do not ask which one is
+// which. Frequency LENGTH / 2 comes last. Shared memory has a gap after every 16 numbers, so that strides of 8 and 16
+// meet every bank. Sums are float32.
+// Defines: ELEMENT, CHANNELS_LAST, LENGTH (a power of two), LINES, THREADS.
+// Source: Gentleman and Sande, Fast Fourier Transforms: for Fun and Profit, 1966.
+#include "common/fft_registers.cuh"
+#include "common/fourier.cuh"
+#include "common/types.cuh"
+
+#if !defined(ELEMENT) || !defined(CHANNELS_LAST) || !defined(LENGTH) || !defined(LINES) || !defined(THREADS)
+#error "define ELEMENT, CHANNELS_LAST, LENGTH, LINES and THREADS"
+#endif
+
+constexpr int kLength = LENGTH, kLines = LINES, kThreads = THREADS;
+constexpr int kPoints = kLength / 2, kFrequencies = kPoints + 1;
+static_assert((kLength & (kLength - 1)) == 0 && kPoints >= 128, "two passes or more");
+static_assert(kThreads % 32 == 0 && kThreads <= 1024, "whole warps");
+
+// Where a point of a line lies.
+__device__ __forceinline__ constexpr int slot_of(int point) {
+  return point + point / 16;
+}
+// 4 floats modulo 32 times an odd number, so that four points of eight lines meet every bank.
+constexpr int kPitch = kPoints + kPoints / 16 + 2;
+
+// The radix of the pass over blocks of a size: as many of 8 as leave passes of 16.
+constexpr int radix_at(int size) {
+  int bits = 0;
+  for (int rest = size; rest > 1; rest /= 2) ++bits;
+  return bits % 4 == 0 ? 16 : 8;
+}
+
+// v[k] times exp(-2 pi i * at * k / kSize), or its conjugate; powers by products of few factors.
+template <int kSize, int kRadix, bool kBack>
+__device__ __forceinline__ void twiddle(float2 (&v)[kRadix], int at) {
+  float2 powers[kRadix];
+  sincospif(2.0f * at / kSize, &powers[1].y, &powers[1].x);
+  if (!kBack) powers[1].y = -powers[1].y;
+#pragma unroll
+  for (int k = 2; k < kRadix; ++k) {
+    const float2 a = powers[k / 2], b = powers[k - k / 2];
+    powers[k] = make_float2(a.x * b.x - a.y * b.y, a.x * b.y + a.y * b.x);
+  }
+#pragma unroll
+  for (int k = 1; k < kRadix; ++k)
+    v[k] = make_float2(v[k].x * powers[k].x - v[k].y * powers[k].y, v[k].x * powers[k].y + v[k].y * powers[k].x);
+}
+
+// One pass over blocks of kSize points, in place; then those over what they fall into, or before it for the way back.
+template <int kSize, bool kBack>
+__device__ __forceinline__ void passes(float2* lines) {
+  if constexpr (kSize > 1) {
+    constexpr int kRadix = radix_at(kSize), kApart = kSize / kRadix;
+    static_assert(kRadix * kApart == kSize, "whole passes");
+    if constexpr (kBack) passes<kApart, kBack>(lines);
+    for (int i = threadIdx.x; i < kLines * (kPoints / kRadix); i += kThreads) {
+      const int line = i / (kPoints / kRadix), within = i % (kPoints / kRadix);
+      const int at = within % kApart, first = within / kApart * kSize + at;
+      float2* points = lines + line * kPitch;
+      float2 values[kRadix];
+#pragma unroll
+      for (int r = 0; r < kRadix; ++r) values[r] = points[slot_of(first + r * kApart)];
+      if constexpr (kBack && kApart > 1) twiddle<kSize, kRadix, kBack>(values, at);
+      transform<kRadix, kBack>(values);
+      if constexpr (!kBack && kApart > 1) twiddle<kSize, kRadix, kBack>(values, at);
+#pragma unroll
+      for (int r = 0; r < kRadix; ++r) points[slot_of(first + r * kApart)] = values[r];
+    }
+    __syncthreads();  // the next pass takes what other threads wrote
+    if constexpr (!kBack) passes<kApart, kBack>(lines);
+  }
+}
+
+// The frequency at a place, and the place of the frequency kPoints - `frequency`; digits of the passes, the first most
+// significant in a place and least in a frequency.
+template <int kSize>
+__device__ __forceinline__ int frequency_at(int place) {
+  if constexpr (kSize == 1) {
+    return 0;
+  } else {
+    constexpr int kApart = kSize / radix_at(kSize);
+    return place / kApart + radix_at(kSize) * frequency_at<kApart>(place % kApart);
+  }
+}
+template <int kSize>
+__device__ __forceinline__ int place_of(int frequency) {
+  if constexpr (kSize == 1) {
+    return 0;
+  } else {
+    constexpr int kRadix = radix_at(kSize), kApart = kSize / kRadix;
+    return frequency % kRadix * kApart + place_of<kApart>(frequency / kRadix);
+  }
+}
+
+// Where a block's lines are in the tensor: offset of the row, -1 where there is none, and the tile's place along it.
+struct Rows {
+  int offset[kLines], column[kLines];
+};
+
+__device__ __forceinline__ void find_rows(Rows& found, int planes, const Divisor& channels, int image_stride,
+                                          int channel_stride, const TileGrid& grid, const TileAxis& rows) {
+  for (int line = threadIdx.x; line < kLines; line += kThreads) {
+    const int plane = blockIdx.x * kLines + line, tile = plane / channels;
+    const TilePlace at = grid.place(tile);
+    const int down = plane < planes ? rows.offset(at.row, rows.low) : -1;
+    found.offset[line] = down < 0 ? -1 : at.image * image_stride + (plane - tile * channels.by) * channel_stride + down;
+    found.column[line] = at.column;
+  }
+}
+
+struct Item {
+  int line, position;
+};
+
+// In the order of memory: channels innermost, or positions.
+__device__ __forceinline__ Item item_of(int i) {
+  if constexpr (CHANNELS_LAST) return {i % kLines, i / kLines};
+  return {i / kLength, i % kLength};
+}
+
+__device__ __forceinline__ float* number_of(float2* lines, const Item& item) {
+  return reinterpret_cast<float*>(lines + item.line * kPitch + slot_of(item.position / 2)) + item.position % 2;
+}
+
+__device__ __forceinline__ int offset_of(const Rows& found, const TileAxis& columns, const Item& item) {
+  const int row = found.offset[item.line];
+  const int across = columns.offset(found.column[item.line], item.position);
+  return row < 0 || across < 0 ? -1 : row + across;
+}
+
+#define TENSOR_OF int image_stride, int channel_stride, DIVISOR_OF(channels)
+
+extern "C" __global__ void __launch_bounds__(kThreads)
+    fft_lines_forward(const ELEMENT* __restrict__ tensor, float2* __restrict__ transforms, int planes, TENSOR_OF,
+                      GRID_OF, AXIS_OF(row), AXIS_OF(column)) {
+  extern __shared__ float2 lines[];
+  __shared__ Rows found;
+  const TileAxis rows = AXIS(row), columns = AXIS(column);
+  find_rows(found, planes, DIVISOR(channels), image_stride, channel_stride, GRID, rows);
+  __syncthreads();  // all rows are found
+#pragma unroll 8
+  for (int i = threadIdx.x; i < kLines * kLength; i += kThreads) {
+    const Item item = item_of(i);
+    const int offset = offset_of(found, columns, item);
+    *number_of(lines, item) = offset < 0 ? 0.0f : convert<float>(tensor[offset]);
+  }
+  __syncthreads();  // all numbers are there
+  passes<kPoints, false>(lines);
+  for (int i = threadIdx.x; i < kLines * kPoints; i += kThreads) {
+    const int line = i / kPoints, place = i % kPoints;
+    const long long plane = static_cast<long long>(blockIdx.x) * kLines + line;
+    if (plane >= planes) break;
+    const int frequency = frequency_at<kPoints>(place);
+    const float2* points = lines + line * kPitch;
+    const float2 a = points[slot_of(place)], b = points[slot_of(place_of<kPoints>((kPoints - frequency) % kPoints))];
+    const float2 even = make_float2(0.5f * (a.x + b.x), 0.5f * (a.y - b.y));
+    const float2 odd = make_float2(0.5f * (a.y + b.y), 0.5f * (b.x - a.x));
+    float c, s;
+    sincospif(static_cast<float>(frequency) / kPoints, &s, &c);
+    float2* to = transforms + plane * kFrequencies;
+    to[place] = make_float2(even.x + odd.x * c + odd.y * s, even.y + odd.y * c - odd.x * s);
+    if (place == 0) to[kPoints] = minus(even, odd);  // half a turn further: exp(-i pi) = -1
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads)
+    fft_lines_backward(const float2* __restrict__ transforms, ELEMENT* __restrict__ tensor, int planes, float scale,
+                       TENSOR_OF, GRID_OF, AXIS_OF(row), AXIS_OF(column)) {
+  extern __shared__ float2 lines[];
+  __shared__ Rows found;
+  const TileAxis rows = AXIS(row), columns = AXIS(column);
+  find_rows(found, planes, DIVISOR(channels), image_stride, channel_stride, GRID, rows);
+#pragma unroll 4
+  for (int i = threadIdx.x; i < kLines * kPoints; i += kThreads) {
+    const int line = i / kPoints, place = i % kPoints;
+    const long long plane = min(static_cast<long long>(blockIdx.x) * kLines + line, planes - 1LL);
+    const int frequency = frequency_at<kPoints>(place);
+    const float2* from = transforms + plane * kFrequencies;
+    const float2 a = from[place], b = from[frequency == 0 ? kPoints : place_of<kPoints>(kPoints - frequency)];
+    const float2 even = make_float2(a.x + b.x, a.y - b.y), apart = make_float2(a.x - b.x, a.y + b.y);
+    float c, s;
+    sincospif(static_cast<float>(frequency) / kPoints, &s, &c);
+    const float2 odd = make_float2(apart.x * c - apart.y * s, apart.y * c + apart.x * s);
+    lines[line * kPitch + slot_of(place)] = make_float2(even.x - odd.y, even.y + odd.x);
+  }
+  __syncthreads();  // all frequencies are there, and all rows are found
+  passes<kPoints, true>(lines);
+#pragma unroll 4
+  for (int i = threadIdx.x; i < kLines * kLength; i += kThreads) {
+    const Item item = item_of(i);
+    const int offset = offset_of(found, columns, item);
+    if (offset >= 0) tensor[offset] = convert<ELEMENT>(scale * *number_of(lines, item));
+  }
+}
