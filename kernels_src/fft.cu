@@ -13,7 +13,9 @@
 #endif
 
 constexpr int kThreads = 256;
+#if CHANNELS_LAST
 constexpr int kLanes = 32, kRows = kThreads / kLanes;
+#endif
 
 struct Tensor {
   int image_stride, channel_stride, channels;
@@ -46,7 +48,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
              AXIS_OF(row), AXIS_OF(column)) {
   const TileAxis rows = AXIS(row), columns = AXIS(column);
   const TileGrid grid = GRID;
-  const Divisor of_plane = DIVISOR(plane_pairs), of_row = DIVISOR(row_pairs);
+  const Divisor of_row = DIVISOR(row_pairs);
 #if CHANNELS_LAST
   __shared__ float turned[kLanes][2 * kLanes + 1];
   const int lane = threadIdx.x % kLanes, slot = threadIdx.x / kLanes;
@@ -75,7 +77,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 #else
   const int item = blockIdx.x * kThreads + threadIdx.x;
   if (item >= items) return;
-  const Divisor of_tile = DIVISOR(channels);
+  const Divisor of_tile = DIVISOR(channels), of_plane = DIVISOR(plane_pairs);
   const int plane = item / of_plane, pair = item - plane * plane_pairs;
   const int tile = plane / of_tile, channel = plane - tile * channels;
   const int r = pair / of_row;
@@ -106,7 +108,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
                AXIS_OF(column)) {
   const TileAxis rows = AXIS(row), columns = AXIS(column);
   const TileGrid grid = GRID;
-  const Divisor of_plane = DIVISOR(kept_plane), of_row = DIVISOR(kept_row);
+  const Divisor of_row = DIVISOR(kept_row);
   const int pitch = 2 * row_pairs;
 #if CHANNELS_LAST
   __shared__ float turned[kLanes][kLanes + 1];
@@ -132,7 +134,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 #else
   const int item = blockIdx.x * kThreads + threadIdx.x;
   if (item >= items) return;
-  const Divisor of_tile = DIVISOR(channels);
+  const Divisor of_tile = DIVISOR(channels), of_plane = DIVISOR(kept_plane);
   const int plane = item / of_plane, rest = item - plane * kept_plane;
   const int tile = plane / of_tile, channel = plane - tile * channels;
   const int down = rest / of_row;

@@ -18,6 +18,8 @@
 constexpr int kLength = LENGTH, kLines = LINES, kThreads = THREADS;
 constexpr int kPoints = kLength / 2, kFrequencies = kPoints + 1;
 static_assert((kLength & (kLength - 1)) == 0 && kPoints >= 128, "two passes or more");
+constexpr int kBatch = 8;  // loads of a thread under way
+static_assert(kLines * kLength % (kBatch * kThreads) == 0, "batches are whole");
 static_assert(kThreads % 32 == 0 && kThreads <= 1024, "whole warps");
 
 // Where a point of a line lies.
@@ -142,11 +144,15 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   const TileAxis rows = AXIS(row), columns = AXIS(column);
   find_rows(found, planes, DIVISOR(channels), image_stride, channel_stride, GRID, rows);
   __syncthreads();  // all rows are found
-#pragma unroll 8
-  for (int i = threadIdx.x; i < kLines * kLength; i += kThreads) {
-    const Item item = item_of(i);
-    const int offset = offset_of(found, columns, item);
-    *number_of(lines, item) = offset < 0 ? 0.0f : convert<float>(tensor[offset]);
+  for (int first_item = threadIdx.x; first_item < kLines * kLength; first_item += kBatch * kThreads) {
+    float values[kBatch];
+#pragma unroll
+    for (int b = 0; b < kBatch; ++b) {
+      const int offset = offset_of(found, columns, item_of(first_item + b * kThreads));
+      values[b] = offset < 0 ? 0.0f : convert<float>(tensor[offset]);
+    }
+#pragma unroll
+    for (int b = 0; b < kBatch; ++b) *number_of(lines, item_of(first_item + b * kThreads)) = values[b];
   }
   __syncthreads();  // all numbers are there
   passes<kPoints, false>(lines);

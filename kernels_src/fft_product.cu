@@ -15,10 +15,9 @@
 #endif
 
 constexpr int kTileM = TILE_M, kTileN = TILE_N, kBlocksM = BLOCKS_M, kBlocksN = BLOCKS_N;
-constexpr int kBins = BINS, kDepth = DEPTH, kStages = STAGES;
+constexpr int kBins = BINS, kDepth = DEPTH;
 constexpr int kThreads = kBins * kBlocksM * kBlocksN;
 constexpr int kRowsM = kTileM * kBlocksM, kRowsN = kTileN * kBlocksN;
-constexpr int kRows = kRowsM + kRowsN;
 
 static_assert(kThreads % 32 == 0 && kThreads <= 1024, "blocks are whole warps");
 
@@ -44,22 +43,31 @@ struct Sums {
     }
   }
 
-  __device__ __forceinline__ void store(float2* __restrict__ to, const Matrix& out, int row, int column, int rows,
-                                        int columns, int bins, bool accumulate) const {
+  // To the matrix from its element (row, column) on, at one frequency; added to what is there or not.
+  template <bool kAdd>
+  __device__ __forceinline__ void store(float2* __restrict__ to, const Matrix& out, int rows, int columns,
+                                        int bins) const {
+    const long long down = static_cast<long long>(out.row) * bins, across = static_cast<long long>(out.term) * bins;
 #pragma unroll
-    for (int i = 0; i < kTileM; ++i) {
+    for (int i = 0; i < kTileM; ++i, to += down) {
+      if (i >= rows) break;
+      float2* next = to;
 #pragma unroll
-      for (int j = 0; j < kTileN; ++j) {
-        if (row + i >= rows || column + j >= columns) continue;
-        float2* at_bin = to + (static_cast<long long>(row + i) * out.row + (column + j) * out.term) * bins;
-        float2 sum = at[i][j];
-        if (accumulate) {
-          sum.x += at_bin->x;
-          sum.y += at_bin->y;
-        }
-        *at_bin = sum;
+      for (int j = 0; j < kTileN; ++j, next += across) {
+        if (j >= columns) break;
+        const float2 before = kAdd ? *next : make_float2(0.0f, 0.0f);
+        *next = kAdd ? make_float2(before.x + at[i][j].x, before.y + at[i][j].y) : at[i][j];
       }
     }
+  }
+
+  __device__ __forceinline__ void store(float2* __restrict__ to, const Matrix& out, int row, int column, int rows,
+                                        int columns, int bins, bool accumulate) const {
+    to += (static_cast<long long>(row) * out.row + static_cast<long long>(column) * out.term) * bins;
+    if (accumulate)
+      store<true>(to, out, rows - row, columns - column, bins);
+    else
+      store<false>(to, out, rows - row, columns - column, bins);
   }
 };
 
@@ -113,6 +121,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) fft_product_direct(PRODUC
              bins, accumulate != 0);
 }
 #else
+constexpr int kStages = STAGES, kRows = kRowsM + kRowsN;
 static_assert(kTileM % kBlocksN == 0 && kTileN % kBlocksM == 0, "threads copy whole rows each");
 constexpr int kSlots = kBlocksM * kBlocksN;
 constexpr int kCopiesM = kRowsM / kSlots, kCopiesN = kRowsN / kSlots;

@@ -17,7 +17,7 @@
 constexpr int kHeight = LENGTH_H, kWidth = LENGTH_W, kPlanes = PLANES, kThreads = THREADS;
 constexpr int kHalf = kWidth / 2, kSlots = kHalf + 1;
 constexpr int kFrequencies = kHeight * kSlots;
-constexpr int kPositions = kHeight * kWidth;
+constexpr int kBatch = 8;  // loads of a thread under way
 // 4 floats modulo 32, so that four columns of eight neighbouring planes lie in different banks.
 constexpr int kPlanePitch = (kFrequencies + 13) / 16 * 16 + 2;
 
@@ -42,14 +42,15 @@ struct Position {
   int plane, row, column;
 };
 
-// In the order of memory: channels innermost, or columns.
+// In the order of memory, rows outermost: channels innermost, or columns.
 __device__ __forceinline__ Position position_of(int item) {
-  if constexpr (CHANNELS_LAST) {
-    const int within = item / kPlanes;
-    return {item % kPlanes, within / kWidth, within % kWidth};
-  }
-  const int within = item % kPositions;
-  return {item / kPositions, within / kWidth, within % kWidth};
+  const int within = item % (kPlanes * kWidth);
+  if constexpr (CHANNELS_LAST) return {within % kPlanes, item / (kPlanes * kWidth), within / kPlanes};
+  return {within / kWidth, item / (kPlanes * kWidth), within % kWidth};
+}
+
+__device__ __forceinline__ float* number_of(float2* tile, const Position& at) {
+  return reinterpret_cast<float*>(tile + at.plane * kPlanePitch + at.row * kSlots) + at.column;
 }
 
 __device__ __forceinline__ void find_offsets(Offsets& offsets, int planes, const Divisor& channels, int image_stride,
@@ -82,19 +83,25 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   find_offsets(offsets, planes, DIVISOR(channels), image_stride, channel_stride, GRID, rows, columns);
   __syncthreads();                           // all offsets are there
   const int used = min(rows.high, kHeight);  // rows below it are zero
-#pragma unroll 4
-  for (int i = threadIdx.x; i < kPlanes * kPositions; i += kThreads) {
-    const Position at = position_of(i);
-    if (at.row >= used) continue;
-    const int offset = offsets.at(at.plane, at.row, at.column);
-    float* row = reinterpret_cast<float*>(tile + at.plane * kPlanePitch + at.row * kSlots);
-    row[at.column] = offset < 0 ? 0.0f : convert<float>(tensor[offset]);
+  const int items = used * kPlanes * kWidth;
+  for (int first_item = threadIdx.x; first_item < items; first_item += kBatch * kThreads) {
+    float values[kBatch];
+#pragma unroll
+    for (int b = 0; b < kBatch; ++b) {
+      const int item = first_item + b * kThreads;
+      const Position at = position_of(item);
+      const int offset = item < items ? offsets.at(at.plane, at.row, at.column) : -1;
+      values[b] = offset < 0 ? 0.0f : convert<float>(tensor[offset]);
+    }
+#pragma unroll
+    for (int b = 0; b < kBatch; ++b) {
+      const int item = first_item + b * kThreads;
+      if (item < items) *number_of(tile, position_of(item)) = values[b];
+    }
   }
   __syncthreads();  // all elements are there
-  for (int i = threadIdx.x; i < kPlanes * kHeight; i += kThreads) {
-    const int plane = i / kHeight, row = i % kHeight;
-    if (row >= used) continue;
-    float2* slots = tile + plane * kPlanePitch + row * kSlots;
+  for (int i = threadIdx.x; i < used * kPlanes; i += kThreads) {
+    float2* slots = tile + i % kPlanes * kPlanePitch + i / kPlanes * kSlots;
     float2 values[kHalf], out[kSlots];
 #pragma unroll
     for (int j = 0; j < kHalf; ++j) values[j] = slots[j];
@@ -143,10 +150,8 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     }
   }
   __syncthreads();  // all columns are transformed, and all offsets are there
-  for (int i = threadIdx.x; i < kPlanes * kHeight; i += kThreads) {
-    const int plane = i / kHeight, row = i % kHeight;
-    if (row < low || row >= high) continue;
-    float2* slots = tile + plane * kPlanePitch + row * kSlots;
+  for (int i = threadIdx.x; i < (high - low) * kPlanes; i += kThreads) {
+    float2* slots = tile + i % kPlanes * kPlanePitch + (low + i / kPlanes) * kSlots;
     float2 in[kSlots], values[kHalf];
 #pragma unroll
     for (int j = 0; j < kSlots; ++j) in[j] = slots[j];
@@ -157,10 +162,9 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   }
   __syncthreads();  // all elements are there
 #pragma unroll 4
-  for (int i = threadIdx.x; i < kPlanes * kPositions; i += kThreads) {
+  for (int i = low * kPlanes * kWidth + threadIdx.x; i < high * kPlanes * kWidth; i += kThreads) {
     const Position at = position_of(i);
     const int offset = offsets.at(at.plane, at.row, at.column);
-    const float* row = reinterpret_cast<const float*>(tile + at.plane * kPlanePitch + at.row * kSlots);
-    if (offset >= 0) tensor[offset] = convert<ELEMENT>(scale * row[at.column]);
+    if (offset >= 0) tensor[offset] = convert<ELEMENT>(scale * *number_of(tile, at));
   }
 }
