@@ -136,7 +136,7 @@ __device__ __forceinline__ int offset_of(const Rows& found, const TileAxis& colu
 
 #define TENSOR_OF int image_stride, int channel_stride, DIVISOR_OF(channels)
 
-extern "C" __global__ void __launch_bounds__(kThreads)
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
     fft_lines_forward(const ELEMENT* __restrict__ tensor, float2* __restrict__ transforms, int planes, TENSOR_OF,
                       GRID_OF, AXIS_OF(row), AXIS_OF(column)) {
   extern __shared__ float2 lines[];
@@ -173,7 +173,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads)
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
     fft_lines_backward(const float2* __restrict__ transforms, ELEMENT* __restrict__ tensor, int planes, float scale,
                        TENSOR_OF, GRID_OF, AXIS_OF(row), AXIS_OF(column)) {
   extern __shared__ float2 lines[];

@@ -74,7 +74,7 @@ __device__ __forceinline__ void find_offsets(Offsets& offsets, int planes, const
 
 #define TENSOR_OF int image_stride, int channel_stride, DIVISOR_OF(channels)
 
-extern "C" __global__ void __launch_bounds__(kThreads)
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
     fft_tiles_forward(const ELEMENT* __restrict__ tensor, float2* __restrict__ transforms, int planes, TENSOR_OF,
                       GRID_OF, AXIS_OF(row), AXIS_OF(column)) {
   extern __shared__ float2 tile[];
@@ -126,7 +126,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads)
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
     fft_tiles_backward(const float2* __restrict__ transforms, ELEMENT* __restrict__ tensor, int planes, float scale,
                        TENSOR_OF, GRID_OF, AXIS_OF(row), AXIS_OF(column)) {
   extern __shared__ float2 tile[];

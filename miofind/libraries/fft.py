@@ -39,7 +39,7 @@ _L2_GAIN = 0.4  # of the traffic, that is left then
 _ONE_PASS_BITS = 13  # of the points that the library is taken to transform in one pass over memory
 _MOST_LENGTH = 1 << 17
 # Lengths that fft_tiles.cu holds in a thread's registers: columns, and rows of half as many complex numbers.
-_OWN_HEIGHTS = (1, 8, 10, 12, 14, 16, 18, 20, 21, 24, 27, 28, 30, 32, 35, 36, 40, 42, 45, 48, 54, 56, 64)
+_OWN_HEIGHTS = (1, 8, 10, 12, 14, 16, 18, 20, 21, 24, 27, 28, 30, 32, 35, 36, 40, 42, 45, 48, 54, 56, 60, 64)
 _OWN_WIDTHS = (8, 12, 16, 20, 24, 28, 32, 36, 40, 48, 56, 60, 64, 72, 80, 96, 112, 128)
 _OWN_LINES = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768)  # and those of fft_lines.cu
 _LINE_OF_PLANE = 512  # numbers of a line for each plane that a block has
