@@ -194,15 +194,14 @@ def run_suite(
         "rows": sum(entry.count for entry in entries),
         "distinct": len(entries),
         "problems": 0,
-        "naive": 0,
-        "second": 0,
         "compile_seconds": round(time.monotonic() - start, 1),
         "refusals": Counter(),
         "accepted": Counter(),
         "outcomes": Counter(),
         "failures": [],
-        "without_second": [],
     }
+    if not arguments.configs:
+        tally |= {"naive": 0, "second": 0, "without_second": []}
     for entry in entries:
         if time.monotonic() > deadline:
             break
@@ -217,10 +216,10 @@ def run_suite(
 
 def print_tally(name: str, tally: dict[str, Any]) -> None:
     """Print a suite's counts, its refusals by reason and its failures."""
+    solved = f"; {NAIVE} solves {tally['naive']}, a second solver {tally['second']}" if "naive" in tally else ""
     print(
         f"\n{name}: {tally['problems']} of {tally['distinct']} distinct problems ({tally['rows']} rows) in "
-        f"{tally['seconds']} s; {NAIVE} solves {tally['naive']}, a second solver {tally['second']}; "
-        f"{len(tally['failures'])} failures"
+        f"{tally['seconds']} s{solved}; {len(tally['failures'])} failures"
     )
     for counts in (tally["accepted"], tally["outcomes"]):
         print("  " + ", ".join(f"{name} {count}" for name, count in sorted(counts.items())))

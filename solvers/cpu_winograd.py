@@ -21,8 +21,8 @@ from miofind.solution import Config, ConfigValue, ConvSolution, HostStep, Region
 from miofind.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
 from miofind.tiling.chunks import chunks
 from miofind.tiling.correlation import ceil_div
-from miofind.tiling.overlap import has_empty_sums
-from miofind.tiling.winograd import MOST_POINTS, Filtering
+from miofind.tiling.overlap import has_empty_sums, least_pixels
+from miofind.tiling.winograd import MOST_POINTS, Filtering, bound_growth
 
 # Of the BLAS ceiling, and passes over what is transformed. Two-core Xeon with OpenBLAS.
 _EFFICIENCY = 0.4
@@ -186,7 +186,7 @@ def _transformed(matrices: Sequence[_Array], array: _Array) -> _Array:
 def _summed(problem: ProblemDescription) -> tuple[int, int]:
     """Terms that are summed at each place of a tile, and how many there must be."""
     if problem.direction is Direction.BACKWARD_WEIGHTS:
-        return problem.n * math.prod(problem.out_spatial), _LEAST_PIXELS
+        return least_pixels(problem), _LEAST_PIXELS
     channels = problem.c if problem.direction is Direction.FORWARD else problem.k
     return channels // problem.groups, _LEAST_CHANNELS
 
@@ -195,8 +195,8 @@ class ConvCpuWinograd(Solver):
     """Winograd's minimal filtering F(tile, taps) along every axis of more than one tap, stride 1.
 
     Configuration: `tile`, the outputs of a tile along an axis, for backward weights its pixels of y. Arithmetic is in
-    float32, or float64 for float64. The error bound is wider than direct summation's by the product of
-    `Filtering.error_growth` over the axes: 1.7 for F(2x2, 3x3), 10 for F(4x4, 3x3), 46 for F(6x6, 3x3).
+    float32, or float64 for float64. The error bound is direct summation's for F(2x2, 3x3), 10 times as wide for
+    F(4x4, 3x3) and 46 times for F(6x6, 3x3): `bound_growth` tells why.
 
     Source: Lavin and Gray, Fast Algorithms for Convolutional Neural Networks, CVPR 2016, section 4.
     """
@@ -230,11 +230,11 @@ class ConvCpuWinograd(Solver):
             return Applicability(f"loses too many digits with more than {_MOST_TAPS} taps along an axis")
         if problem.output.size == 0 or problem.flops == 0:
             return Applicability("has no empty products")
+        if has_empty_sums(problem):
+            return Applicability("rounds sums of nothing but padding as it does their neighbours, not to 0")
         summed, least = _summed(problem)
         if summed < least:
             return Applicability(f"bounds errors by the element's own sum: {summed} terms say too little of its tile's")
-        if has_empty_sums(problem):
-            return Applicability("rounds sums of nothing but padding as it does their neighbours, not to 0")
         return APPLICABLE
 
     def is_valid_config(self, problem: ProblemDescription, device: Device, config: Config) -> bool:
@@ -253,7 +253,7 @@ class ConvCpuWinograd(Solver):
         return 0.1 + 1e3 * (flops / (_EFFICIENCY * ceiling) + moved_bytes / device.bandwidth_bytes_per_s)
 
     def error_growth(self, problem: ProblemDescription, config: Config) -> float:
-        return math.prod(axis.error_growth for axis in _Plan.of(problem, config).axes)
+        return bound_growth(_Plan.of(problem, config).axes)
 
     def is_exact(self, config: Config) -> bool:
         return int(config["tile"]) == _EXACT_TILE

@@ -1,7 +1,8 @@
 """Imported by measuring processes of test_sandbox: makes ConvCpuGemm1x1 misbehave as FAULT says.
 
-No candidate is cut off or left behind in the race, so that what happens there does not depend on times: a first run
-that a busy machine breaks off for some milliseconds was far behind, and with one failed there was no final left.
+No candidate is left behind in the race, nor cut off beside a faulty one, so that what happens there does not depend on
+times: a first run that a busy machine breaks off for some milliseconds was far behind, and with the faulty one failed
+there was nobody left for a final.
 
 Faults of a run come after FAULT_AFTER runs that go well. Those that come once leave a file FAULT_ONCE behind.
 """
@@ -148,7 +149,8 @@ def _break_compilation(fault: Any) -> None:
 
 
 for effort, schedule in effort_module._SCHEDULES.items():
-    effort_module._SCHEDULES[effort] = replace(schedule, keep=1e9, cutoff=1e9, long_cutoff=1e9)
+    cutoff = {"cutoff": 1e9, "long_cutoff": 1e9} if _FAULT else {}
+    effort_module._SCHEDULES[effort] = replace(schedule, keep=1e9, **cutoff)
 
 if _FAULT in _RUNS:
     cpu_gemm1x1.multiply = _faulty

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import miofind
-from miofind.candidate import Outcome
+from miofind.candidate import Candidate, Outcome
 from miofind.errors import (
     InvalidArrayError,
     InvalidOptionError,
@@ -375,19 +375,22 @@ def test_isolated_find(handle: miofind.Handle) -> None:
 
 
 def recorded_failure(handle: miofind.Handle, status: str) -> str:
-    """The best solution's id, after a newer measurement of it failed."""
-    best = miofind.find_solutions(PROBLEM, handle=handle)[0]
-    solver = solver_by_id(best.solver_id)
+    """The id of one of a solver's candidates, after a find and a newer measurement in which it failed."""
+    miofind.find_solutions(PROBLEM, handle=handle)
+    solver = solver_by_id("ConvCpuIm2colGemm")
+    config, *others = solver.default_configs(PROBLEM, handle.device)
+    assert others
+    candidate = Candidate(network_config=PROBLEM.network_config, solver_id=solver.id, config=config)
     failed = Row(
         solver_id=solver.id,
         solver_version=solver.version,
-        config=best.config.json,
+        config=config.json,
         status=status,
         source_hash=validity.solver_hash(solver),
     )
     handle.database.record(handle.device.identity, PROBLEM.network_config, [failed])
     handle.forget()
-    return best.id
+    return candidate.id
 
 
 @pytest.mark.parametrize("status", ["wrong_result", "crashed"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -54,10 +55,11 @@ def test_json_has_the_solutions_and_nothing_else() -> None:
     [
         (PROBLEM.network_config,),
         (" ".join(FORWARD),),
+        ("4-6-5-3x3-2-6-5-1-1x1-1x1-1x1-0-NCHW-FP32-F",),
         ("./bin/MIOpenDriver", *FORWARD, "-V", "0", "-i", "10", "-t", "1"),
         tuple(LONG_FLAGS.split()),
     ],
-    ids=["network_config", "one word", "as MIOpen logs it", "long flags"],
+    ids=["network_config", "one word", "as MIOpen's find-db has it", "as MIOpen logs it", "long flags"],
 )
 def test_forms_of_a_problem(words: tuple[str, ...]) -> None:
     printed = cpu("find", *words, "--only", "ConvCpuDirect")
@@ -93,7 +95,40 @@ def test_what_was_measured_and_is_not_shown_is_told(tmp_path: Path) -> None:
 
 
 def test_a_find_in_memory_tells_of_no_file() -> None:
-    assert "db show" not in run("find", *FORWARD, "--device", "cpu", "--db", ":memory:").stdout
+    result = run("find", *FORWARD, "--device", "cpu", "--db", ":memory:")
+    assert "db show" not in result.stdout
+    assert result.stderr == ""
+
+
+def test_a_new_finddb_is_told_of(tmp_path: Path) -> None:
+    command = ("find", *FORWARD, "--device", "cpu", "--db", str(tmp_path / "typed wrong" / "new.db"))
+    assert run(*command).stderr == f"there is no FindDB at {command[-1]} yet: a new one begins there\n"
+    assert run(*command).stderr == ""
+
+
+def test_configurations_of_wider_bounds_are_told_of() -> None:
+    wide = ("conv", "-n", "2", "-c", "32", "-H", "9", "-W", "9", "-k", "4", "-y", "3", "-x", "3", "-F", "1")
+    assert cpu("find", *wide)["problems"][0]["wider_bounds"] == {"ConvCpuWinograd": 2}
+    told = "configurations left out for wider error bounds, unless --max-error lets them in: 2 of ConvCpuWinograd"
+    assert told in run("find", *wide, "--device", "cpu").stdout.splitlines()
+    allowed = cpu("find", *wide, "--max-error", "1e-3", "--find-mode", "normal")["problems"][0]
+    assert allowed["wider_bounds"] == {}
+    assert len([s for s in allowed["solutions"] if s["solver"] == "ConvCpuWinograd"]) == 3
+    assert cpu("find", *wide, "--only", "direct")["problems"][0]["wider_bounds"] == {}
+
+
+@pytest.mark.parametrize(("times", "is_told"), [((1.02, 1.0, 3.0), True), ((1.0, 1.02, 3.0), False)])
+def test_an_order_that_times_contradict_is_explained(
+    monkeypatch: pytest.MonkeyPatch, times: tuple[float, ...], is_told: bool
+) -> None:
+    def found(*arguments: Any, **settings: Any) -> list[miofind.Solution]:
+        first = miofind.find_solutions(*arguments, **settings)[0]
+        return [replace(first, time_ms=time_ms) for time_ms in times]
+
+    monkeypatch.setattr("miofind.cli.find.find_solutions", found)
+    told = "a slower one above a faster one is its tie"
+    assert (told in run("find", *FORWARD, "--device", "cpu").stdout) == is_told
+    assert told not in run("find", *FORWARD, "--device", "cpu", "--order", "workspace").stdout
 
 
 def test_an_unsolvable_problem_fails_with_each_reason() -> None:

@@ -18,7 +18,7 @@ from miofind.problem import DataType, Direction, Layout, ProblemDescription, Ten
 from miofind.reference import numpy_dtype, reference_on_host, round_once
 from miofind.solution import Config, HostStep
 from miofind.solver import Solver, solver_by_id, solvers
-from miofind.tiling.overlap import has_empty_sums
+from miofind.tiling.overlap import has_empty_sums, least_pixels
 from miofind.verify.verifier import Verifier
 
 SOLVERS = [solver for solver in solvers().values() if solver.keys[0].place is Place.CPU]
@@ -177,6 +177,7 @@ def test_transforms_pass_both_gates(name: str, shape: str, direction: Direction,
         ({"x": (2, 15, 9, 9), "w": (16, 15, 3, 3)}, "15 terms say too little"),
         ({"w": (15, 16, 3, 3), "direction": "backward_data"}, "15 terms say too little"),
         ({"x": (1, 16, 9, 9), "direction": "backward_weights"}, "49 terms say too little"),
+        ({"x": (9, 16, 3, 3), "w": (16, 16, 5, 5), "padding": 3, "direction": "backward_weights"}, "36 terms say"),
     ],
     ids=[
         "stride",
@@ -188,6 +189,7 @@ def test_transforms_pass_both_gates(name: str, shape: str, direction: Direction,
         "few channels",
         "few filters",
         "few pixels",
+        "few pixels for one tap",
     ],
 )
 def test_winograd_refuses_with_a_reason(fields: dict[str, Any], words: str) -> None:
@@ -208,7 +210,10 @@ def test_empty_sums_are_told(direction: Direction, size: int, taps: int, stride:
         x=(1, 1, size), w=(1, 1, taps), padding=(pads,), stride=stride, direction=direction
     )
     ones = {name: np.ones(problem.tensor(name).shape) for name in direction.inputs}
-    assert has_empty_sums(problem) is bool((reference_on_host(problem, **ones) == 0).any())
+    terms = reference_on_host(problem, **ones)
+    assert has_empty_sums(problem) is bool((terms == 0).any())
+    if direction is Direction.BACKWARD_WEIGHTS:
+        assert least_pixels(problem) == terms.min()
 
 
 @pytest.mark.parametrize(

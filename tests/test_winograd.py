@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from miofind.tiling.winograd import MOST_POINTS, Filtering, matrices
+from miofind.tiling.winograd import MOST_POINTS, Filtering, bound_growth, matrices
 
 SIZES = [(m, r) for m in range(1, MOST_POINTS + 2) for r in range(1, MOST_POINTS + 2) if m + r - 2 <= MOST_POINTS]
 
@@ -65,3 +65,10 @@ def test_errors_grow_as_the_norms_tell(size: tuple[int, int]) -> None:
     ratio = errors[0] / errors[1]
     assert ratio <= 1.2 * algorithm.error_growth
     assert algorithm.error_growth <= 6 * ratio
+
+
+def test_the_smallest_tiles_keep_the_bound_of_direct_sums() -> None:
+    axes = {size: Filtering.of(*size) for size in ((2, 3), (3, 2), (4, 3), (6, 3))}
+    assert bound_growth([axes[2, 3]] * 2) == bound_growth([axes[3, 2]] * 2) == 1
+    assert bound_growth([axes[2, 3]] * 3) == pytest.approx(axes[2, 3].error_growth ** 3)
+    assert 10 < bound_growth([axes[4, 3]] * 2) < 11 < 46 < bound_growth([axes[6, 3]] * 2)

@@ -54,7 +54,7 @@ _MEANS = ("class", "problems", "ratio", "least", "of floor")
 @time_budget_option
 @limit_options
 @device_option
-@db_option
+@db_option()
 @click.option("--json", "json_file", metavar="FILE", help="Write the figures to this file; - for stdout.")
 @verbose_option
 def bench_(

@@ -43,7 +43,7 @@ def _command(name: str, *examples: str, **settings: Any) -> Callable[[Callable[.
     """A command of the group, with the options all of them have."""
 
     def decorate(function: Callable[..., None]) -> click.Command:
-        function = db_option(json_option(verbose_option(function)))
+        function = db_option(tells_of_new=False)(json_option(verbose_option(function)))
         return db.command(name, epilog=example(*examples), **settings)(function)
 
     return decorate

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shlex
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,21 +27,29 @@ from miofind.cli.solution_table import solution_json, solution_sheet
 from miofind.device import Device
 from miofind.driver.line import driver_line
 from miofind.errors import DatabaseError, NoSolutionError
+from miofind.find.plan import wider_bounds
 from miofind.finddb import user_path
 from miofind.found import Solution
 from miofind.handle import Handle
-from miofind.options import FindOptions
+from miofind.options import FindOptions, Order
 from miofind.problem import ProblemDescription
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Found:
-    """The solutions of a problem, how many candidates the FindDB has times of, and its file."""
+    """The solutions of a problem and what to say below them.
+
+    Attributes:
+        measured: candidates that the FindDB has times of.
+        database: the file that has them.
+        wider_bounds: by solver, how many default configurations only `max_error` lets in.
+    """
 
     problem: ProblemDescription
     solutions: list[Solution] = field(default_factory=list)
     measured: int = 0
     database: Path | None = None
+    wider_bounds: dict[str, int] = field(default_factory=dict)
 
 
 @click.command(
@@ -54,7 +62,7 @@ class _Found:
 @problem_argument
 @find_options
 @device_option
-@db_option
+@db_option()
 @click.option("--top", type=click.IntRange(min=1), metavar="N", help="Show the first N solutions only.")
 @click.option(
     "--save",
@@ -76,7 +84,7 @@ def find(
     """Find the solutions of PROBLEM, fastest first.
 
     PROBLEM is a MIOpenDriver line (conv, convfp16 or convbfp16 and its flags; -F 0 asks for all three directions, and
-    --layout, --dtype, --math and --pad_after_h say what the driver cannot) or a network_config.
+    --layout, --dtype, --math and --pad_after_h say what the driver cannot) or a network_config, miofind's or MIOpen's.
     """
     problems = problems_of(line)
     options = find_options_of(**find_values)
@@ -99,7 +107,7 @@ def find(
     else:
         print_text(f"{device.name}, {device.place.value}")
         for each in found:
-            _show(each, top)
+            _show(each, top, in_order_of_workspace=options.order is Order.WORKSPACE)
     if unsolved:
         raise NoSolutionError("\n".join(map(str, unsolved)))
 
@@ -107,16 +115,18 @@ def find(
 def _find(problem: ProblemDescription, options: FindOptions, handle: Handle) -> _Found:
     with stderr().status(f"finding: {driver_line(problem)}"):
         solutions = find_solutions(problem, options=options, handle=handle)
+        wider = wider_bounds(problem, handle.device, options)
+        found = _Found(problem=problem, solutions=solutions, wider_bounds=wider)
     for store in handle.database.layers:
         with contextlib.suppress(DatabaseError):  # a find goes on without a database, and so does what is told of it
             history = store.history(handle.device.identity, problem.network_config)
             if history is not None:
                 measured = {row.candidate for row in history.rows if row.time_ms is not None}
-                return _Found(problem=problem, solutions=solutions, measured=len(measured), database=store.path)
-    return _Found(problem=problem, solutions=solutions)
+                return replace(found, measured=len(measured), database=store.path)
+    return found
 
 
-def _show(found: _Found, top: int | None) -> None:
+def _show(found: _Found, top: int | None, *, in_order_of_workspace: bool) -> None:
     problem, solutions = found.problem, found.solutions
     work = f"{problem.flops / 1e9:.3g} GFLOP, {bytes_text(problem.bytes)}"
     title = f"\n{problem.direction.value}  {driver_line(problem)}  ({work})"
@@ -126,6 +136,12 @@ def _show(found: _Found, top: int | None) -> None:
     solution_sheet(title, solutions[:top]).print()
     if top is not None and len(solutions) > top:
         print_text(f"{len(solutions) - top} more: leave --top out to see them")
+    times = [solution.time_ms for solution in solutions[:top]]
+    if not in_order_of_workspace and times != sorted(times):
+        print_text("a slower one above a faster one is its tie: of ties the smaller workspace, then error, comes first")
+    if found.wider_bounds:
+        left_out = ", ".join(f"{count} of {name}" for name, count in found.wider_bounds.items())
+        print_text(f"configurations left out for wider error bounds, unless --max-error lets them in: {left_out}")
     if found.measured > len(solutions) and found.database is not None:
         named = "" if str(found.database) == user_path() else f" --db {shlex.quote(str(found.database))}"
         print_text(
@@ -136,4 +152,8 @@ def _show(found: _Found, top: int | None) -> None:
 
 def _json(found: _Found, top: int | None) -> dict[str, object]:
     shown = [solution_json(solution) for solution in found.solutions[:top]]
-    return problem_json(found.problem) | {"measured": found.measured, "solutions": shown}
+    return problem_json(found.problem) | {
+        "measured": found.measured,
+        "wider_bounds": found.wider_bounds,
+        "solutions": shown,
+    }

@@ -11,9 +11,11 @@ from typing import Any, TypeVar
 
 import click
 
+from miofind.cli.output import print_note
 from miofind.device import Device
 from miofind.errors import NoDeviceError
 from miofind.find.search import DEFAULT_PATIENCE
+from miofind.finddb.location import checked_path
 from miofind.options import MAX_COUNT, FindEnforce, FindMode, FindOptions, Order
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -58,16 +60,31 @@ def _names(ctx: click.Context, parameter: click.Parameter, values: tuple[str, ..
     return names
 
 
+def _database(ctx: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
+    """The path as it is; a file that is not there yet is told of, since a typing error would make it."""
+    path = checked_path(value) if value else None
+    if path is not None and not path.exists():
+        print_note(f"there is no FindDB at {value} yet: a new one begins there")
+    return value
+
+
 device_option = click.option(
     "--device", callback=_device, metavar="NAME", help="cuda, cuda:N or cpu.  [default: the first GPU, else cpu]"
 )
-db_option = click.option(
-    "--db",
-    "database",
-    type=click.Path(dir_okay=False),
-    metavar="PATH",
-    help="FindDB to read and write.  [default: MIOFIND_DB, else the user's]",
-)
+
+
+def db_option(*, tells_of_new: bool = True) -> Callable[[Command], Command]:
+    """--db, whose new file is told of where `tells_of_new`."""
+    return click.option(
+        "--db",
+        "database",
+        callback=_database if tells_of_new else None,
+        type=click.Path(dir_okay=False),
+        metavar="PATH",
+        help="FindDB to read and write.  [default: MIOFIND_DB, else the user's]",
+    )
+
+
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 arch_option = click.option(
     "--arch",

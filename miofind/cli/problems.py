@@ -16,7 +16,7 @@ from miofind.driver.line import driver_line, parse_driver_line
 from miofind.errors import InvalidOptionError
 from miofind.problem import DataType, Direction, Layout, MathMode, ProblemDescription
 from miofind.suites import Suite, SuiteProblem, load, load_csv, load_lines, problem_class
-from miofind.suites.find_db_text import load_find_db
+from miofind.suites.find_db_text import load_find_db, parse_find_db_key
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +32,8 @@ optional_problem_argument = click.argument("line", nargs=-1, type=click.UNPROCES
 def problems_of(line: Sequence[str]) -> tuple[ProblemDescription, ...]:
     """The problems that the words of a command line name: a driver line, one a direction, or a network_config.
 
+    A network_config is miofind's, or MIOpen's as its find-db and its log have it.
+
     Raises:
         InvalidProblemError: the message names the flag and the value.
         UsageError: there are no words.
@@ -43,6 +45,8 @@ def problems_of(line: Sequence[str]) -> tuple[ProblemDescription, ...]:
     text = line[0] if len(line) == 1 else shlex.join(line)
     if re.match(r"conv\dd-", text):
         return (ProblemDescription.from_network_config(text),)
+    if re.match(r"\d+-\d+-", text):
+        return (parse_find_db_key(text),)
     return parse_driver_line(text)
 
 

@@ -62,7 +62,7 @@ class _Run:
 @click.option("--verify", is_flag=True, help="Check the result against the float64 reference.")
 @find_options
 @device_option
-@db_option
+@db_option()
 @json_option
 @verbose_option
 def run(

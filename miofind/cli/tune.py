@@ -99,7 +99,7 @@ def _gpus(ctx: click.Context, parameter: click.Parameter, value: str | None) -> 
 @device_option
 @click.option("--gpus", callback=_gpus, metavar="NAMES", help="All GPUs of this host, or some: all, or 0,1.")
 @arch_option
-@db_option
+@db_option()
 @json_option
 @verbose_option
 def tune(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import logging
@@ -219,6 +220,17 @@ def limit_exceeded(planned: Planned, problem: ProblemDescription, options: FindO
     if options.max_error is None and planned.solver.error_growth(problem, planned.candidate.config) > 1:
         return "has a wider error bound than direct summation; set max_error to allow it"
     return ""
+
+
+def wider_bounds(problem: ProblemDescription, device: Device, options: FindOptions) -> dict[str, int]:
+    """By id of the solvers that apply, how many default configurations only a `max_error` lets in."""
+    found: dict[str, int] = {}
+    for solver in solvers().values() if options.max_error is None else ():
+        with contextlib.suppress(Exception):  # make_plan has told of it
+            if options.allows(solver) and solver.applicability(problem, device):
+                growths = [solver.error_growth(problem, c) for c in solver.default_configs(problem, device)]
+                found[solver.id] = sum(growth > 1 for growth in growths)
+    return {name: count for name, count in found.items() if count}
 
 
 def search_space(problem: ProblemDescription, device: Device, solver: Solver) -> Iterable[Config]:

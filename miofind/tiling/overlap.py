@@ -1,16 +1,24 @@
-"""Which results of a convolution are sums of nothing but padding, or of nothing at all.
+"""Which results of a convolution are sums of little but padding, or of nothing at all; dilation 1.
 
-Algorithms that transform whole tiles or images round them as they do their neighbours, so they do not come out as 0.
+Algorithms that transform whole tiles or images round such results as they do their neighbours: a sum of nothing does
+not come out as 0, and one of a few products is no more exact than its neighbours' long sums.
 """
 
 from __future__ import annotations
+
+import math
 
 from miofind.problem import Direction, ProblemDescription
 
 
 def has_empty_sums(problem: ProblemDescription) -> bool:
-    """Whether along some axis an output meets no input, an input no output, or a tap neither; dilation 1."""
+    """Whether along some axis an output meets no input, an input no output, or a tap neither."""
     return any(_has_empty_sums(problem, axis) for axis in range(problem.spatial_dims))
+
+
+def least_pixels(problem: ProblemDescription) -> int:
+    """Of all taps the fewest outputs, counted over images, that one joins with an input."""
+    return problem.n * math.prod(min(_met_by_taps(problem, axis)) for axis in range(problem.spatial_dims))
 
 
 def _has_empty_sums(problem: ProblemDescription, axis: int) -> bool:
@@ -23,10 +31,15 @@ def _has_empty_sums(problem: ProblemDescription, axis: int) -> bool:
         return before >= taps or last >= size
     if problem.direction is Direction.BACKWARD_DATA:
         return last + taps < size or any((at + before) % stride >= taps for at in range(min(size, stride)))
-    return any(not _is_met(tap - before, last + tap, stride, size) for tap in range(taps))
+    return min(_met_by_taps(problem, axis)) == 0
 
 
-def _is_met(first: int, last: int, stride: int, size: int) -> bool:
-    """Whether one of first, first + stride, ... last is in 0 ... size - 1."""
-    met = first if first >= 0 else first % stride
-    return met <= min(last, size - 1)
+def _met_by_taps(problem: ProblemDescription, axis: int) -> list[int]:
+    """Outputs along an axis that each tap joins with an input."""
+    stride, before, size = problem.conv.stride[axis], problem.conv.pad_before[axis], problem.spatial[axis]
+    met = []
+    for tap in range(problem.filter[axis]):
+        first = max(0, -((tap - before) // stride))  # output whose input is the first in the image
+        beyond = -((tap - before - size) // stride)  # and the first whose input is past it
+        met.append(max(0, min(problem.out_spatial[axis], beyond) - first))
+    return met
