@@ -112,6 +112,11 @@ class Scalar:
     value: int | float
 
 
+def int32s(*values: int) -> tuple[Scalar, ...]:
+    """Numbers that a kernel takes as `int`, in order."""
+    return tuple(Scalar(ctype="int32", value=value) for value in values)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Im2col:
     """How a copy walks the pixels of a tensor of dimensions C, (D, H,) W, N, innermost first.

@@ -174,6 +174,11 @@ class Solver(ABC):
             if self.is_valid_config(problem, device, config):
                 yield config
 
+    def ranked(self, problem: ProblemDescription, device: Device, configs: Iterable[Config]) -> list[Config]:
+        """Those of `configs` that are valid, each once, the least estimate first."""
+        valid = dict.fromkeys(config for config in configs if self.is_valid_config(problem, device, config))
+        return sorted(valid, key=lambda config: self.estimate_ms(problem, device, config))
+
     def check_config(self, problem: ProblemDescription, device: Device, config: Config) -> None:
         """Do nothing for a configuration of the schema.
 

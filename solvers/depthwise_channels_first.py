@@ -12,7 +12,7 @@ from typing import ClassVar
 
 from miofind.device import Device, Library, Place
 from miofind.problem import DataType, Direction, Layout, ProblemDescription
-from miofind.solution import Config, ConfigValue, ConvSolution, KernelStep, Pointer, Scalar
+from miofind.solution import Config, ConfigValue, ConvSolution, KernelStep, Pointer, int32s
 from miofind.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
 from miofind.tiling.correlation import ceil_div, round_up
 from miofind.tiling.strip_time import Load, estimate_ms, row_reads
@@ -127,7 +127,7 @@ def _launch(problem: ProblemDescription, config: Config) -> KernelStep:
         defines=_defines(tiling),
         args=(
             *(Pointer(buffer=name) for name in (source, "w", target)),
-            *(Scalar(ctype="int32", value=value) for value in (tiling.all_planes, problem.tensor(source).size)),
+            *int32s(tiling.all_planes, problem.tensor(source).size),
         ),
     )
 
@@ -243,8 +243,7 @@ class ConvDepthwiseChannelsFirst(Solver):
         return (fits_registers or is_last) and fits_shared
 
     def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
-        valid = [config for config in _SHORT_LIST if self.is_valid_config(problem, device, config)]
-        ranked = sorted(dict.fromkeys(valid), key=lambda config: self.estimate_ms(problem, device, config))
+        ranked = self.ranked(problem, device, _SHORT_LIST)
         rolled = [config for config in ranked if config["rolled"]][:_ROLLED_DEFAULTS]
         likely = [config for config in ranked if not config["rolled"]][: MAX_DEFAULTS - len(rolled)] + rolled
         return tuple(sorted(likely, key=ranked.index))

@@ -285,8 +285,7 @@ class ConvDepthwiseChannelsFirstWeights(Solver):
         return (fits_registers or is_last) and fits_shared
 
     def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
-        valid = [config for config in _SHORT_LIST if self.is_valid_config(problem, device, config)]
-        ranked = sorted(dict.fromkeys(valid), key=lambda config: self.estimate_ms(problem, device, config))
+        ranked = self.ranked(problem, device, _SHORT_LIST)
         clustered = [config for config in ranked if config["clustered"]][:_CLUSTERED_DEFAULTS]
         others = [config for config in ranked if not config["clustered"]][: MAX_DEFAULTS - len(clustered)]
         return tuple(sorted(clustered + others, key=ranked.index))

@@ -11,10 +11,9 @@ from typing import ClassVar
 
 from miofind.device import Device, Library, Place
 from miofind.problem import DataType, Direction, Layout, ProblemDescription
-from miofind.solution import Config, ConfigValue, ConvSolution, KernelStep, Pointer, Scalar
+from miofind.solution import Config, ConfigValue, ConvSolution, KernelStep, Pointer, int32s
 from miofind.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
 from miofind.tiling.channels_last_rows import (
-    MAX_ELEMENTS,
     RowRates,
     RowTiling,
     RowWork,
@@ -28,6 +27,7 @@ from miofind.tiling.channels_last_rows import (
     row_unserved,
 )
 from miofind.tiling.correlation import ceil_div, round_up
+from miofind.tiling.limits import MAX_ELEMENTS
 
 _SHARED_BYTES = 48 << 10
 _MAX_REGISTERS = 232
@@ -111,7 +111,6 @@ class _Tiling:
 def _launch(problem: ProblemDescription, config: Config) -> KernelStep:
     tiling = _Tiling.of(problem, config)
     source, target = ("y", "x") if problem.direction is Direction.BACKWARD_DATA else ("x", "y")
-    sizes = (Scalar(ctype="int32", value=problem.n), Scalar(ctype="int32", value=problem.c))
     return KernelStep(
         source="depthwise_channels_last.cu",
         entry="depthwise_channels_last",
@@ -121,7 +120,7 @@ def _launch(problem: ProblemDescription, config: Config) -> KernelStep:
         defines=_defines(problem, config, tiling),
         args=(
             *(Pointer(buffer=name) for name in (source, "w", target)),
-            *sizes,
+            *int32s(problem.n, problem.c),
             *axis_scalars(problem),
             *tiling.blocks.divisors,
         ),
@@ -293,8 +292,7 @@ class ConvDepthwiseChannelsLast(Solver):
         return tiling.shared_bytes <= (device.shared_bytes or _SHARED_BYTES)
 
     def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
-        valid = [config for config in (*_FALLBACKS, *_SHORT_LIST) if self.is_valid_config(problem, device, config)]
-        ranked = sorted(dict.fromkeys(valid), key=lambda config: self.estimate_ms(problem, device, config))
+        ranked = self.ranked(problem, device, (*_FALLBACKS, *_SHORT_LIST))
         # The best of each shape of a thread's work: estimates of one shape err alike.
         best = {(config["vector"], config["columns"]): config for config in reversed(ranked)}
         return tuple(sorted(best.values(), key=ranked.index)[:8])

@@ -13,11 +13,11 @@ from typing import ClassVar
 
 from miofind.device import Device, Library, Place
 from miofind.problem import DataType, Direction, Layout, ProblemDescription
-from miofind.solution import Config, ConfigValue, ConvSolution, KernelStep, Pointer, Scalar
+from miofind.solution import Config, ConfigValue, ConvSolution, KernelStep, Pointer, int32s
 from miofind.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
 from miofind.tiling.correlation import Axis, Correlation, ceil_div, correlations, round_up
+from miofind.tiling.limits import MAX_ELEMENTS
 from miofind.tiling.planes import (
-    MAX_ELEMENTS,
     PlaneVector,
     StagedColumns,
     gap_slots,
@@ -163,7 +163,7 @@ def _launch(conv: Correlation, config: Config) -> KernelStep:
         defines=_defines(conv, config, tiling),
         args=(
             *(Pointer(buffer=name) for name in (source, "w", target)),
-            *(Scalar(ctype="int32", value=value) for value in values),
+            *int32s(*values),
         ),
     )
 
@@ -321,9 +321,7 @@ class ConvDepthwiseLarge(Solver):
         return fits_registers and fits_shared and tiling.blocks <= MAX_ELEMENTS
 
     def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
-        valid = [config for config in _SHORT_LIST if self.is_valid_config(problem, device, config)]
-        ranked = sorted(dict.fromkeys(valid), key=lambda config: self.estimate_ms(problem, device, config))
-        return tuple(ranked[:8])
+        return tuple(self.ranked(problem, device, _SHORT_LIST)[:8])
 
     def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
         (conv,) = correlations(problem)

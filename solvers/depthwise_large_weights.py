@@ -13,11 +13,20 @@ from typing import ClassVar
 
 from miofind.device import Device, Library, Place
 from miofind.problem import DataType, Direction, Layout, ProblemDescription
-from miofind.solution import Config, ConfigValue, ConvSolution, KernelStep, Pointer, Region, Scalar, WorkspacePlan
+from miofind.solution import (
+    Config,
+    ConfigValue,
+    ConvSolution,
+    KernelStep,
+    Pointer,
+    Region,
+    WorkspacePlan,
+    int32s,
+)
 from miofind.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
 from miofind.tiling.correlation import Axis, ceil_div, forward_axes, round_up
+from miofind.tiling.limits import MAX_ELEMENTS
 from miofind.tiling.planes import (
-    MAX_ELEMENTS,
     PlaneVector,
     StagedColumns,
     gap_slots,
@@ -149,10 +158,6 @@ def _defines(problem: ProblemDescription, config: Config, tiling: _Tiling) -> tu
     )
 
 
-def _ints(*values: int) -> tuple[Scalar, ...]:
-    return tuple(Scalar(ctype="int32", value=value) for value in values)
-
-
 def _sum_step(problem: ProblemDescription, config: Config, tiling: _Tiling) -> KernelStep:
     height, width = tiling.axes
     result = "w" if config["splits"] == 1 else "partial"
@@ -165,8 +170,8 @@ def _sum_step(problem: ProblemDescription, config: Config, tiling: _Tiling) -> K
         defines=_defines(problem, config, tiling),
         args=(
             *(Pointer(buffer=name) for name in ("y", "x", result)),
-            *_ints(problem.n, problem.c, height.size, width.size, height.outputs, width.outputs),
-            *_ints(height.pad, tiling.columns.first, config["splits"]),
+            *int32s(problem.n, problem.c, height.size, width.size, height.outputs, width.outputs),
+            *int32s(height.pad, tiling.columns.first, config["splits"]),
         ),
     )
 
@@ -178,7 +183,7 @@ def _finish_step(problem: ProblemDescription, config: Config, tiling: _Tiling) -
         grid=(ceil_div(problem.w.size, 256), 1, 1),
         block=(256, 1, 1),
         defines=_defines(problem, config, tiling),
-        args=(Pointer(buffer="partial"), Pointer(buffer="w"), *_ints(problem.w.size, config["splits"])),
+        args=(Pointer(buffer="partial"), Pointer(buffer="w"), *int32s(problem.w.size, config["splits"])),
     )
 
 
@@ -336,9 +341,7 @@ class ConvDepthwiseLargeWeights(Solver):
         return fits_shared and tiling.blocks <= MAX_ELEMENTS
 
     def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
-        valid = [config for config in _SHORT_LIST if self.is_valid_config(problem, device, config)]
-        ranked = sorted(valid, key=lambda config: self.estimate_ms(problem, device, config))
-        return tuple(ranked[:8])
+        return tuple(self.ranked(problem, device, _SHORT_LIST)[:8])
 
     def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
         partial_bytes = 8 * config["splits"] * problem.w.size if config["splits"] > 1 else 0

@@ -13,9 +13,10 @@ from typing import ClassVar
 
 from miofind.device import Device, Library, Place
 from miofind.problem import DataType, Direction, Layout, ProblemDescription
-from miofind.solution import Config, ConfigValue, ConvSolution, KernelStep, Pointer, Scalar
+from miofind.solution import Config, ConfigValue, ConvSolution, KernelStep, Pointer, int32s
 from miofind.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
 from miofind.tiling.correlation import Correlation, ceil_div, correlations, round_up
+from miofind.tiling.limits import mixed, overpadded, oversized
 from miofind.tiling.tile_cost import TileRates, TileWork, plane_pitch, tile_ms
 
 _MAX_ELEMENTS = 2**31 - 1
@@ -163,7 +164,7 @@ def _launch(conv: Correlation, config: Config) -> KernelStep:
             Pointer(buffer=source),
             Pointer(buffer="w", offset_bytes=filter_first * itemsize),
             Pointer(buffer=target, offset_bytes=out_first * itemsize),
-            *(Scalar(ctype="int32", value=value) for value in values),
+            *int32s(*values),
         ),
     )
 
@@ -331,13 +332,8 @@ class ConvDirectTiled(Solver):
     def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
         if problem.direction is Direction.BACKWARD_WEIGHTS:
             return Applicability("serves forward and backward data: ConvDirectTiledWeights serves backward weights")
-        tensors = (problem.x, problem.w, problem.y)
-        if len({(tensor.dtype, tensor.layout) for tensor in tensors}) > 1:
-            return Applicability("needs one dtype and one layout for x, w and y")
-        if max(tensor.size for tensor in tensors) > _MAX_ELEMENTS:
-            return Applicability(f"counts elements in 32 bits: a tensor has more than {_MAX_ELEMENTS}")
-        if max(*problem.conv.pad_before, *problem.conv.pad_after) > 2**20:
-            return Applicability("counts coordinates in 32 bits: padding is more than 2**20")
+        if reason := mixed(problem) or oversized(problem, _MAX_ELEMENTS) or overpadded(problem):
+            return Applicability(reason)
         launches = math.prod(problem.conv.stride) if problem.direction is Direction.BACKWARD_DATA else 1
         if launches > _MAX_LAUNCHES:
             return Applicability(f"backward data with stride {problem.conv.stride} would take {launches} launches")
@@ -354,8 +350,7 @@ class ConvDirectTiled(Solver):
         return all(_fits(conv, config, limit) for conv in correlations(problem))
 
     def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
-        valid = [config for config in _SHORT_LIST if self.is_valid_config(problem, device, config)]
-        return tuple(sorted(valid, key=lambda config: self.estimate_ms(problem, device, config))[:4])
+        return tuple(self.ranked(problem, device, _SHORT_LIST)[:4])
 
     def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
         rates = _OVERLAPPED if config["stages"] == 2 else _RATES

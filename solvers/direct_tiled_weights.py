@@ -13,9 +13,19 @@ from typing import ClassVar
 
 from miofind.device import Device, Library, Place
 from miofind.problem import DataType, Direction, Layout, ProblemDescription
-from miofind.solution import Config, ConfigValue, ConvSolution, KernelStep, Pointer, Region, Scalar, WorkspacePlan
+from miofind.solution import (
+    Config,
+    ConfigValue,
+    ConvSolution,
+    KernelStep,
+    Pointer,
+    Region,
+    WorkspacePlan,
+    int32s,
+)
 from miofind.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
 from miofind.tiling.correlation import Axis, ceil_div, forward_axes, round_up
+from miofind.tiling.limits import mixed, overpadded, oversized
 from miofind.tiling.tile_cost import TileRates, TileWork, plane_pitch, tile_ms
 
 _MAX_ELEMENTS = 2**31 - 1
@@ -151,10 +161,6 @@ def _defines(problem: ProblemDescription, config: Config, tiling: _Tiling) -> tu
     )
 
 
-def _ints(*values: int) -> tuple[Scalar, ...]:
-    return tuple(Scalar(ctype="int32", value=value) for value in values)
-
-
 def _sum_step(problem: ProblemDescription, config: Config, tiling: _Tiling) -> KernelStep:
     planar = problem.lifted(2)
     height, width = tiling.axes
@@ -169,9 +175,9 @@ def _sum_step(problem: ProblemDescription, config: Config, tiling: _Tiling) -> K
             Pointer(buffer="y"),
             Pointer(buffer="x"),
             Pointer(buffer="partial"),
-            *_ints(problem.n, problem.c, problem.k, problem.groups, config["splits"]),
-            *_ints(height.size, width.size, *planar.x.strides, height.outputs, width.outputs, *planar.y.strides),
-            *_ints(height.pad, width.pad),
+            *int32s(problem.n, problem.c, problem.k, problem.groups, config["splits"]),
+            *int32s(height.size, width.size, *planar.x.strides, height.outputs, width.outputs, *planar.y.strides),
+            *int32s(height.pad, width.pad),
         ),
     )
 
@@ -187,7 +193,7 @@ def _finish_step(problem: ProblemDescription, config: Config, tiling: _Tiling) -
         args=(
             Pointer(buffer="partial"),
             Pointer(buffer="w"),
-            *_ints(w.size, config["splits"], w.shape[1], *w.strides),
+            *int32s(w.size, config["splits"], w.shape[1], *w.strides),
         ),
     )
 
@@ -310,13 +316,8 @@ class ConvDirectTiledWeights(Solver):
     def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
         if problem.direction is not Direction.BACKWARD_WEIGHTS:
             return Applicability("serves backward weights: ConvDirectTiled serves the other directions")
-        tensors = (problem.x, problem.w, problem.y)
-        if len({(tensor.dtype, tensor.layout) for tensor in tensors}) > 1:
-            return Applicability("needs one dtype and one layout for x, w and y")
-        if max(tensor.size for tensor in tensors) > _MAX_ELEMENTS:
-            return Applicability(f"counts elements in 32 bits: a tensor has more than {_MAX_ELEMENTS}")
-        if max(*problem.conv.pad_before, *problem.conv.pad_after) > 2**20:
-            return Applicability("counts coordinates in 32 bits: padding is more than 2**20")
+        if reason := mixed(problem) or oversized(problem, _MAX_ELEMENTS) or overpadded(problem):
+            return Applicability(reason)
         if not any(self.is_valid_config(problem, device, config) for config in _SHORT_LIST[-2:]):
             return Applicability(f"filter {problem.filter} is too large for a block")
         return APPLICABLE
@@ -346,8 +347,7 @@ class ConvDirectTiledWeights(Solver):
     def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
         splits = self.parameters["splits"]
         every = (Config({**config, "splits": count}) for config in _SHORT_LIST for count in splits)
-        valid = [config for config in every if self.is_valid_config(problem, device, config)]
-        return tuple(sorted(valid, key=lambda config: self.estimate_ms(problem, device, config))[:4])
+        return tuple(self.ranked(problem, device, every)[:4])
 
     def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
         busy_ms = tile_ms(_work(problem, config), _RATES, device)

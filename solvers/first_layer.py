@@ -13,10 +13,10 @@ from typing import ClassVar
 
 from miofind.device import Device, Library, Place
 from miofind.problem import DataType, Direction, Layout, ProblemDescription
-from miofind.solution import Config, ConfigValue, ConvSolution, KernelStep, Pointer, Scalar
+from miofind.solution import Config, ConfigValue, ConvSolution, KernelStep, Pointer, int32s
 from miofind.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
 from miofind.tiling.correlation import ceil_div, round_up
-from miofind.tiling.divisor import divisor
+from miofind.tiling.divisor import divisors
 from miofind.tiling.windows import WindowTile, unserved
 
 _MAX_SUMS = 128
@@ -95,10 +95,6 @@ def _registers(problem: ProblemDescription, config: Config, tile: WindowTile, of
     moved = loads * words if loads <= most else 0
     steps = tile.row_steps if not problem.x.layout.channels_last and tile.outputs * problem.conv.stride[1] == 2 else 1
     return round_up(sums + moved + blocks * (4 + steps) + offsets + 48, 8)
-
-
-def _ints(*values: int) -> tuple[Scalar, ...]:
-    return tuple(Scalar(ctype="int32", value=value) for value in values)
 
 
 def _defines(problem: ProblemDescription, config: Config, tiling: _Tiling) -> tuple[tuple[str, str | int], ...]:
@@ -225,9 +221,7 @@ class ConvFirstLayer(Solver):
         return fits_shared and tiling.registers <= _MAX_REGISTERS and tiling.registers * tiling.threads <= 65536
 
     def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
-        valid = [config for config in _SHORT_LIST if self.is_valid_config(problem, device, config)]
-        ranked = sorted(valid, key=lambda config: self.estimate_ms(problem, device, config))
-        return tuple(ranked[:8])
+        return tuple(self.ranked(problem, device, _SHORT_LIST)[:8])
 
     def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
         tiling = _Tiling.of(problem, config)
@@ -252,7 +246,6 @@ class ConvFirstLayer(Solver):
     def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
         tiling = _Tiling.of(problem, config)
         tile = tiling.tile
-        divisors = (divisor(by) for by in (tiling.filter_tiles, tile.image_tiles, tile.column_tiles))
         step = KernelStep(
             source="first_layer.cu",
             entry="first_layer",
@@ -262,8 +255,8 @@ class ConvFirstLayer(Solver):
             defines=_defines(problem, config, tiling),
             args=(
                 *(Pointer(buffer=name) for name in ("x", "w", "y")),
-                *_ints(problem.k, *problem.spatial, *problem.out_spatial, *problem.conv.pad_before, tiling.tiles),
-                *(number for numbers in divisors for number in numbers),
+                *int32s(problem.k, *problem.spatial, *problem.out_spatial, *problem.conv.pad_before, tiling.tiles),
+                *divisors(tiling.filter_tiles, tile.image_tiles, tile.column_tiles),
             ),
         )
         return ConvSolution(steps=(step,))

@@ -13,11 +13,11 @@ from typing import ClassVar
 
 from miofind.device import Device, Library, Place
 from miofind.problem import DataType, Direction, Layout, ProblemDescription
-from miofind.solution import Config, ConfigValue, ConvSolution, KernelStep, Pointer, Scalar
+from miofind.solution import Config, ConfigValue, ConvSolution, KernelStep, Pointer, int32s
 from miofind.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
 from miofind.tiling.cells import Cells
 from miofind.tiling.correlation import ceil_div, round_up
-from miofind.tiling.divisor import divisor
+from miofind.tiling.divisor import divisors
 from miofind.tiling.windows import unserved
 
 _MAX_SUMS = 96
@@ -159,10 +159,6 @@ def _defines(problem: ProblemDescription, config: Config, tiling: _Tiling) -> tu
     )
 
 
-def _ints(*values: int) -> tuple[Scalar, ...]:
-    return tuple(Scalar(ctype="int32", value=value) for value in values)
-
-
 def _config(rows: int, warps_y: int, warps_x: int, warps_k: int, depth: int, stages: int) -> Config:
     return Config.of(rows=rows, warps_y=warps_y, warps_x=warps_x, warps_k=warps_k, depth=depth, stages=stages)
 
@@ -275,9 +271,7 @@ class ConvFirstLayerData(Solver):
         return fits_registers and tiling.shared_bytes <= (device.shared_bytes or _SHARED_BYTES)
 
     def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
-        valid = [config for config in _SHORT_LIST if self.is_valid_config(problem, device, config)]
-        ranked = sorted(valid, key=lambda config: self.estimate_ms(problem, device, config))
-        return tuple(ranked[:8])
+        return tuple(self.ranked(problem, device, _SHORT_LIST)[:8])
 
     def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
         tiling = _Tiling.of(problem, config)
@@ -303,7 +297,6 @@ class ConvFirstLayerData(Solver):
 
     def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
         tiling = _Tiling.of(problem, config)
-        divisors = (divisor(by) for by in (tiling.row_tiles * tiling.column_tiles, tiling.column_tiles))
         step = KernelStep(
             source="first_layer_data.cu",
             entry="first_layer_data",
@@ -313,8 +306,8 @@ class ConvFirstLayerData(Solver):
             defines=_defines(problem, config, tiling),
             args=(
                 *(Pointer(buffer=name) for name in ("y", "w", "x")),
-                *_ints(*problem.spatial, *problem.out_spatial, tiling.height.first, tiling.width.first, tiling.tiles),
-                *(number for numbers in divisors for number in numbers),
+                *int32s(*problem.spatial, *problem.out_spatial, tiling.height.first, tiling.width.first, tiling.tiles),
+                *divisors(tiling.row_tiles * tiling.column_tiles, tiling.column_tiles),
             ),
         )
         return ConvSolution(steps=(step,))

@@ -14,10 +14,19 @@ from typing import ClassVar
 
 from miofind.device import Device, Library, Place
 from miofind.problem import DataType, Direction, Layout, ProblemDescription
-from miofind.solution import Config, ConfigValue, ConvSolution, KernelStep, Pointer, Region, Scalar, WorkspacePlan
+from miofind.solution import (
+    Config,
+    ConfigValue,
+    ConvSolution,
+    KernelStep,
+    Pointer,
+    Region,
+    WorkspacePlan,
+    int32s,
+)
 from miofind.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
 from miofind.tiling.correlation import ceil_div, round_up
-from miofind.tiling.divisor import divisor
+from miofind.tiling.divisor import divisors
 from miofind.tiling.windows import WindowTile, unserved
 
 _MAX_SUMS = 128
@@ -98,10 +107,6 @@ def _moved_registers(problem: ProblemDescription, tile: WindowTile, threads: int
     return loads * words if loads <= most else most * words
 
 
-def _ints(*values: int) -> tuple[Scalar, ...]:
-    return tuple(Scalar(ctype="int32", value=value) for value in values)
-
-
 def _defines(problem: ProblemDescription, config: Config, tiling: _Tiling) -> tuple[tuple[str, str | int], ...]:
     tile, (stride_y, stride_x) = tiling.tile, problem.conv.stride
     return (
@@ -125,7 +130,6 @@ def _defines(problem: ProblemDescription, config: Config, tiling: _Tiling) -> tu
 
 def _sum_step(problem: ProblemDescription, device: Device, config: Config, tiling: _Tiling) -> KernelStep:
     tile, splits = tiling.tile, tiling.splits(device)
-    divisors = (divisor(by) for by in (tiling.filter_tiles, tile.image_tiles, tile.column_tiles))
     return KernelStep(
         source="first_layer_weights.cu",
         entry="first_layer_weights",
@@ -135,8 +139,8 @@ def _sum_step(problem: ProblemDescription, device: Device, config: Config, tilin
         defines=_defines(problem, config, tiling),
         args=(
             *(Pointer(buffer=name) for name in ("x", "y", "parts")),
-            *_ints(problem.k, *problem.spatial, *problem.out_spatial, *problem.conv.pad_before, tiling.tiles, splits),
-            *(number for numbers in divisors for number in numbers),
+            *int32s(problem.k, *problem.spatial, *problem.out_spatial, *problem.conv.pad_before, tiling.tiles, splits),
+            *divisors(tiling.filter_tiles, tile.image_tiles, tile.column_tiles),
         ),
     )
 
@@ -148,7 +152,7 @@ def _finish_step(problem: ProblemDescription, device: Device, config: Config, ti
         grid=(ceil_div(problem.w.size, 32), 1, 1),
         block=(32 * _SHARES, 1, 1),
         defines=_defines(problem, config, tiling),
-        args=(Pointer(buffer="parts"), Pointer(buffer="w"), *_ints(problem.w.size, tiling.splits(device))),
+        args=(Pointer(buffer="parts"), Pointer(buffer="w"), *int32s(problem.w.size, tiling.splits(device))),
         waits_itself=True,
     )
 
@@ -274,9 +278,7 @@ class ConvFirstLayerWeights(Solver):
         return tiling.shared_bytes <= (device.shared_bytes or _SHARED_BYTES)
 
     def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
-        valid = [config for config in _SHORT_LIST if self.is_valid_config(problem, device, config)]
-        ranked = sorted(valid, key=lambda config: self.estimate_ms(problem, device, config))
-        return tuple(ranked[:8])
+        return tuple(self.ranked(problem, device, _SHORT_LIST)[:8])
 
     def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
         tiling = _Tiling.of(problem, config)

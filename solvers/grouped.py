@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from miofind.device import Device, Library, Place
 from miofind.problem import DataType, Direction, Layout, ProblemDescription
-from miofind.solution import Config, ConfigValue, ConvSolution, KernelStep, Pointer, Scalar
+from miofind.solution import Config, ConfigValue, ConvSolution, KernelStep, Pointer, int32s
 from miofind.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
 from miofind.tiling.grouped import SOURCE, GroupedTiling, is_ample, resident_blocks, units_of, unserved
 
@@ -55,7 +55,7 @@ def _launch(problem: ProblemDescription, config: Config, shared_bytes: int) -> K
         defines=_defines(planar, config, tiling, _resident(tiling, shared_bytes)),
         args=(
             *(Pointer(buffer=name) for name in (source, "w", target)),
-            *(Scalar(ctype="int32", value=size) for size in sizes),
+            *int32s(*sizes),
         ),
     )
 
@@ -270,8 +270,7 @@ class ConvGrouped(Solver):
         return _registers(tiling) <= _MAX_REGISTERS and _resident(tiling, device.shared_bytes or _SHARED_BYTES) > 0
 
     def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
-        valid = [config for config in _SHORT_LIST if self.is_valid_config(problem, device, config)]
-        ranked = sorted(dict.fromkeys(valid), key=lambda config: self.estimate_ms(problem, device, config))
+        ranked = self.ranked(problem, device, _SHORT_LIST)
         return tuple(_varied(ranked)[:_DEFAULTS])
 
     def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:

@@ -13,7 +13,16 @@ from typing import ClassVar
 
 from miofind.device import Device, Library, Place
 from miofind.problem import DataType, Direction, Layout, ProblemDescription
-from miofind.solution import Config, ConfigValue, ConvSolution, KernelStep, Pointer, Region, Scalar, WorkspacePlan
+from miofind.solution import (
+    Config,
+    ConfigValue,
+    ConvSolution,
+    KernelStep,
+    Pointer,
+    Region,
+    WorkspacePlan,
+    int32s,
+)
 from miofind.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
 from miofind.tiling.correlation import ceil_div
 from miofind.tiling.grouped import is_ample, resident_blocks, unserved
@@ -85,10 +94,6 @@ def _defines(
     )
 
 
-def _ints(*values: int) -> tuple[Scalar, ...]:
-    return tuple(Scalar(ctype="int32", value=value) for value in values)
-
-
 def _sum_step(problem: ProblemDescription, config: Config, device: Device) -> KernelStep:
     tiling, planar = GroupedWeightsTiling.of(problem, config), problem.lifted(2)
     return KernelStep(
@@ -100,7 +105,7 @@ def _sum_step(problem: ProblemDescription, config: Config, device: Device) -> Ke
         defines=_defines(problem, config, tiling, _resident(tiling, device.shared_bytes or _SHARED_BYTES)),
         args=(
             *(Pointer(buffer=name) for name in ("y", "x", "w", "w" if config["splits"] == 1 else _PARTS)),
-            *_ints(problem.n, problem.c, problem.k, *planar.spatial, *planar.out_spatial, tiling.tile_count),
+            *int32s(problem.n, problem.c, problem.k, *planar.spatial, *planar.out_spatial, tiling.tile_count),
         ),
     )
 
@@ -113,7 +118,7 @@ def _finish_step(problem: ProblemDescription, config: Config, first: KernelStep,
         grid=(ceil_div(problem.w.size, elements), 1, 1),
         block=(_FINISH_THREADS, 1, 1),
         defines=first.defines,
-        args=(Pointer(buffer=_PARTS), Pointer(buffer="w"), *_ints(problem.w.size, config["splits"])),
+        args=(Pointer(buffer=_PARTS), Pointer(buffer="w"), *int32s(problem.w.size, config["splits"])),
         waits_itself=device.sm >= 90,
     )
 
@@ -277,9 +282,7 @@ class ConvGroupedWeights(Solver):
         return _resident(tiling, device.shared_bytes or _SHARED_BYTES) > 0
 
     def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
-        valid = [config for config in _likely(problem, device) if self.is_valid_config(problem, device, config)]
-        ranked = sorted(dict.fromkeys(valid), key=lambda config: self.estimate_ms(problem, device, config))
-        return tuple(ranked[:_DEFAULTS])
+        return tuple(self.ranked(problem, device, _likely(problem, device))[:_DEFAULTS])
 
     def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
         tiling = GroupedWeightsTiling.of(problem, config)

@@ -17,13 +17,12 @@ from miofind.solution import Config, ConfigValue, ConvSolution, KernelStep, Poin
 from miofind.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
 from miofind.tiling.correlation import ceil_div
 from miofind.tiling.divisor import divisor
+from miofind.tiling.limits import MAX_ELEMENTS, MAX_PADDING, mixed, overpadded, oversized
 from miofind.tiling.product import Index, Product, Steps, linear_step, products
 from miofind.tiling.product_tiles import ProductTiling, products_of_tf32, threads_of
 from miofind.tiling.product_time import estimate_ms
 
-_MAX_ELEMENTS = 2**31 - 2**22
 _MAX_COORDINATE = 2**30
-_MAX_PADDING = 2**20
 _MAX_LAUNCHES = 16
 _MAX_WORKSPACE_BYTES = 1 << 30
 _MAX_REGISTERS = 255
@@ -270,16 +269,11 @@ class ConvImplicitGemmMma(Solver):
         )
 
     def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
-        tensors = (problem.x, problem.w, problem.y)
-        if len({(tensor.dtype, tensor.layout) for tensor in tensors}) > 1:
-            return Applicability("needs one dtype and one layout for x, w and y")
+        if reason := mixed(problem) or oversized(problem) or overpadded(problem):
+            return Applicability(reason)
         if problem.groups > 1 and problem.groups == problem.c == problem.k:
             return Applicability("depthwise filters have no product for tensor cores")
-        if max(tensor.size for tensor in tensors) > _MAX_ELEMENTS:
-            return Applicability(f"counts elements in 32 bits: a tensor has more than {_MAX_ELEMENTS}")
-        if max(*problem.conv.pad_before, *problem.conv.pad_after) > _MAX_PADDING:
-            return Applicability(f"counts coordinates in 32 bits: padding is more than {_MAX_PADDING}")
-        if max(*problem.spatial, *problem.conv.stride, *problem.conv.dilation) > _MAX_COORDINATE - 2 * _MAX_PADDING:
+        if max(*problem.spatial, *problem.conv.stride, *problem.conv.dilation) > _MAX_COORDINATE - 2 * MAX_PADDING:
             return Applicability("counts coordinates in 32 bits: a size, stride or dilation is too large")
         if problem.direction is Direction.BACKWARD_DATA and math.prod(problem.conv.stride) > _MAX_LAUNCHES:
             return Applicability(f"stride {problem.conv.stride} takes more than {_MAX_LAUNCHES} launches")
@@ -315,8 +309,7 @@ class ConvImplicitGemmMma(Solver):
         return max(1.0, 1.5 / math.sqrt(problem.reduction_length))
 
     def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
-        valid = [config for config in _SHORT_LIST if self.is_valid_config(problem, device, config)]
-        ranked = sorted(valid, key=lambda config: self.estimate_ms(problem, device, config))
+        ranked = self.ranked(problem, device, _SHORT_LIST)
         resorts = [config for config in _LAST_RESORTS if self.is_valid_config(problem, device, config)]
         return tuple(_varied(ranked)[:8]) or tuple(resorts[:1])
 
@@ -353,7 +346,7 @@ def _fits(tiling: ProductTiling, config: Config, device: Device) -> bool:
         return False
     if tiling.gathers and config["tile_n"] // tiling.out_vector > threads:
         return False
-    if tiling.tiles * config["splits"] > _MAX_ELEMENTS:
+    if tiling.tiles * config["splits"] > MAX_ELEMENTS:
         return False
     if tiling.registers > _MAX_REGISTERS or tiling.registers * threads > 65536:
         return False

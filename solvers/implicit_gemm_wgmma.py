@@ -24,10 +24,11 @@ from miofind.solution import (
     Scalar,
     TensorMap,
     WorkspacePlan,
+    int32s,
 )
 from miofind.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
 from miofind.tiling.correlation import ceil_div
-from miofind.tiling.divisor import divisor
+from miofind.tiling.divisor import divisors
 from miofind.tiling.turn import SOURCE as _TURNING
 from miofind.tiling.turn import Turn, turning
 from miofind.tiling.wgmma import ROW_BLOCK, SPANS_BYTES, WgmmaTiling
@@ -166,7 +167,7 @@ def _multiply(tiling: WgmmaTiling, device: Device) -> KernelStep:
         *(tiling.steps, tiling.items),
     )
     shares = tiling.cluster[2]
-    divisors = (product.taps[1], tiling.chunks, *tiling.walked, tiles_m, tiles_n, tiling.splits * shares)
+    numbers = (product.taps[1], tiling.chunks, *tiling.walked, tiles_m, tiles_n, tiling.splits * shares)
     blocks = math.prod(tiling.cluster)
     # Blocks that add what they have computed take one item each.
     clusters = tiling.items if shares > 1 else min(tiling.items, max(1, device.sm_count * tiling.blocks // blocks))
@@ -180,8 +181,8 @@ def _multiply(tiling: WgmmaTiling, device: Device) -> KernelStep:
         args=(
             *_maps(tiling),
             Pointer(buffer=_PARTS if tiling.splits > 1 else problem.direction.output),
-            *(Scalar(ctype="int32", value=value) for value in values),
-            *(scalar for by in divisors for scalar in divisor(by)),
+            *int32s(*values),
+            *divisors(*numbers),
         ),
         waits_itself=True,
     )

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from miofind.device import Device
 from miofind.libraries.gemm import MAX_BATCH, STEP_MS, ColumnProducts, ImageRange, Product, product_ms
 from miofind.problem import DataType, Direction, ProblemDescription
-from miofind.solution import KernelStep, Pointer, Region, Scalar, Step
+from miofind.solution import KernelStep, Pointer, Region, Scalar, Step, int32s
 
 SOURCE = "im2col.cu"
 COLUMNS = "columns"
@@ -263,7 +263,7 @@ class ColumnPlan:
             block=(*block, 1),
             args=(
                 *((columns, x) if self._folds else (x, columns)),
-                *(Scalar(ctype="int32", value=s) for s in sizes),
+                *int32s(*sizes),
             ),
         )
 

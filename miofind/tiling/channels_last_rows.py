@@ -11,16 +11,13 @@ from dataclasses import dataclass
 
 from miofind.device import Device
 from miofind.problem import Direction, ProblemDescription
-from miofind.solution import Config, Scalar
+from miofind.solution import Config, Scalar, int32s
 from miofind.tiling.correlation import ceil_div, round_up
-from miofind.tiling.divisor import divisor
-
-MAX_ELEMENTS = 2**31 - 2**22
-"""Elements of a tensor, and blocks of a grid, that are counted in 32 bits."""
+from miofind.tiling.divisor import divisors
+from miofind.tiling.limits import MAX_ELEMENTS, mixed, overpadded, oversized
 
 _COPY_BYTES = 16
 _BANK_BYTES = 128
-_MAX_PADDING = 2**20
 _MAX_STEP = 2**15
 
 
@@ -157,14 +154,9 @@ def row_unserved(problem: ProblemDescription) -> str:
     """Why kernels on rows of channels cannot compute a problem, whatever its direction; "" if they can."""
     if problem.groups != problem.c:
         return f"needs one input channel a group: groups={problem.groups} c={problem.c}"
-    tensors = (problem.x, problem.w, problem.y)
-    if len({(tensor.dtype, tensor.layout) for tensor in tensors}) > 1:
-        return "needs one dtype and one layout for x, w and y"
-    if max(tensor.size for tensor in tensors) > MAX_ELEMENTS:
-        return f"counts elements in 32 bits: a tensor has more than {MAX_ELEMENTS}"
+    if reason := mixed(problem) or oversized(problem) or overpadded(problem):
+        return reason
     conv = problem.conv
-    if max(*conv.pad_before, *conv.pad_after) > _MAX_PADDING:
-        return f"counts coordinates in 32 bits: padding is more than {_MAX_PADDING}"
     if max(*conv.stride, *conv.dilation) > _MAX_STEP:
         return f"counts coordinates in 32 bits: stride or dilation is more than {_MAX_STEP}"
     if problem.direction is Direction.BACKWARD_DATA:
@@ -193,7 +185,7 @@ def axis_scalars(problem: ProblemDescription) -> tuple[Scalar, ...]:
         (height.dilation, width.dilation),
         (height.y_step, width.y_step),
     )
-    return tuple(Scalar(ctype="int32", value=value) for pair in pairs for value in pair)
+    return int32s(*(value for pair in pairs for value in pair))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -255,8 +247,7 @@ class RowTiling:
 
     @property
     def divisors(self) -> tuple[Scalar, ...]:
-        counts = (self.channel_blocks, self.column_tiles, self.strips)
-        return tuple(scalar for by in counts for scalar in divisor(by))
+        return divisors(self.channel_blocks, self.column_tiles, self.strips)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,3 +23,8 @@ def divisor(by: int) -> tuple[Scalar, Scalar, Scalar]:
         Scalar(ctype="uint32", value=multiplier),
         Scalar(ctype="int32", value=shift),
     )
+
+
+def divisors(*numbers: int) -> tuple[Scalar, ...]:
+    """The arguments of several divisors, one after the other."""
+    return tuple(scalar for number in numbers for scalar in divisor(number))

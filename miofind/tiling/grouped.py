@@ -13,9 +13,7 @@ from dataclasses import dataclass
 from miofind.problem import Direction, ProblemDescription, TensorDescriptor
 from miofind.solution import Config
 from miofind.tiling.correlation import ceil_div, round_up
-
-MAX_ELEMENTS = 2**31 - 2**22
-"""Elements of a tensor, and blocks of a grid, that are counted in 32 bits."""
+from miofind.tiling.limits import mixed, oversized
 
 SOURCE = {Direction.FORWARD: "x", Direction.BACKWARD_DATA: "y"}
 """The tensor that is read beside the filter."""
@@ -36,13 +34,10 @@ def unserved(problem: ProblemDescription) -> str:
     c, k = problem.c // problem.groups, problem.k // problem.groups
     if not _FEWEST <= min(c, k) <= max(c, k) <= _MOST:
         return f"serves {_FEWEST} to {_MOST} channels a group on both sides, not {c} and {k}"
-    tensors = (problem.x, problem.w, problem.y)
-    if len({(tensor.dtype, tensor.layout) for tensor in tensors}) > 1:
-        return "needs one dtype and one layout for x, w and y"
+    if reason := mixed(problem) or oversized(problem):
+        return reason
     if problem.c % _BLOCK or problem.k % _BLOCK:
         return f"moves {_BLOCK} channels at once: c={problem.c} or k={problem.k} is no multiple"
-    if max(tensor.size for tensor in tensors) > MAX_ELEMENTS:
-        return f"counts elements in 32 bits: a tensor has more than {MAX_ELEMENTS}"
     conv = problem.conv
     if max(problem.filter) > _MOST_TAPS or max(conv.stride) > _MOST_STRIDE:
         return f"serves filters up to {_MOST_TAPS} and strides up to {_MOST_STRIDE}"

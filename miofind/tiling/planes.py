@@ -10,13 +10,10 @@ from dataclasses import dataclass
 
 from miofind.problem import ProblemDescription, TensorDescriptor
 from miofind.tiling.correlation import Axis
-
-MAX_ELEMENTS = 2**31 - 2**22
-"""Elements of a tensor, and blocks of a grid, that are counted in 32 bits."""
+from miofind.tiling.limits import mixed, overpadded, oversized
 
 _MOST = 8  # elements of 16 bytes
 _LEAST_FILTER = 5
-_MAX_PADDING = 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,11 +90,4 @@ def unserved(problem: ProblemDescription) -> str:
         return f"needs stride 1 and dilation 1, not {stride} and {dilation}"
     if max(problem.filter) < _LEAST_FILTER:
         return f"serves filters from {_LEAST_FILTER} on, not {problem.filter}"
-    tensors = (problem.x, problem.w, problem.y)
-    if len({(tensor.dtype, tensor.layout) for tensor in tensors}) > 1:
-        return "needs one dtype and one layout for x, w and y"
-    if max(tensor.size for tensor in tensors) > MAX_ELEMENTS:
-        return f"counts elements in 32 bits: a tensor has more than {MAX_ELEMENTS}"
-    if max(*problem.conv.pad_before, *problem.conv.pad_after) > _MAX_PADDING:
-        return f"counts coordinates in 32 bits: padding is more than {_MAX_PADDING}"
-    return ""
+    return mixed(problem) or oversized(problem) or overpadded(problem)

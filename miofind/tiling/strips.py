@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from miofind.problem import ProblemDescription
 from miofind.tiling.correlation import ceil_div, round_up
-from miofind.tiling.planes import MAX_ELEMENTS
+from miofind.tiling.limits import overpadded, oversized
 
 WIDE_BYTES = 16
 MAX_TAPS = 64
@@ -28,7 +28,6 @@ _MAX_REACH = 96
 _MAX_PRODUCTS = 2048  # of a strip: each is an instruction of a kernel
 _MAX_STRIP = 64  # elements of a strip: each is a register of a thread
 _MAX_STRIDE = 8
-_MAX_PADDING = 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -291,11 +290,9 @@ def unserved(problem: ProblemDescription) -> str:
         return f"keeps at most {MAX_TAPS} taps in registers, not a filter of {problem.filter}"
     if min(tensor.size for tensor in (problem.x, problem.w, problem.y)) == 0:
         return "serves no empty tensors"
-    if max(tensor.size for tensor in (problem.x, problem.w, problem.y)) > MAX_ELEMENTS:
-        return f"counts elements in 32 bits: a tensor has more than {MAX_ELEMENTS}"
+    if reason := oversized(problem) or overpadded(problem):
+        return reason
     conv = problem.conv
-    if max(*conv.pad_before, *conv.pad_after) > _MAX_PADDING:
-        return f"counts coordinates in 32 bits: padding is more than {_MAX_PADDING}"
     if max(conv.stride) > _MAX_STRIDE:
         return f"serves strides up to {_MAX_STRIDE}, not {conv.stride}"
     if max((t - 1) * d for t, d in zip(problem.filter, conv.dilation, strict=True)) > _MAX_REACH:

@@ -9,9 +9,9 @@ import math
 from dataclasses import dataclass, replace
 
 from miofind.problem import DataType, ProblemDescription
-from miofind.solution import KernelStep, Pointer, Scalar
+from miofind.solution import KernelStep, Pointer, Scalar, int32s
 from miofind.tiling.correlation import ceil_div
-from miofind.tiling.divisor import divisor
+from miofind.tiling.divisor import divisors
 
 SOURCE = "transpose.cu"
 
@@ -115,8 +115,8 @@ class Turn:
         return (
             Pointer(buffer=self.source),
             Pointer(buffer=self.target),
-            *(Scalar(ctype="int32", value=value) for value in (self.rows, self.columns)),
-            *(scalar for count in self.tiles for scalar in divisor(count)),
+            *int32s(self.rows, self.columns),
+            *divisors(*self.tiles),
         )
 
 
@@ -163,7 +163,7 @@ def turning(turns: tuple[Turn, ...]) -> KernelStep:
         ),
         args=(
             *(arg for turn in turns for arg in turn.args),
-            *(Scalar(ctype="int32", value=count) for count in blocks[:-1]),
+            *int32s(*blocks[:-1]),
         ),
         waits_itself=True,
     )

@@ -11,15 +11,13 @@ from dataclasses import dataclass
 
 from miofind.problem import ProblemDescription
 from miofind.tiling.correlation import ceil_div, round_up
+from miofind.tiling.limits import mixed, overpadded, oversized
 
 MAX_CHANNELS = 4
 """Channels of a pixel."""
-MAX_ELEMENTS = 2**31 - 2**22
-"""Elements of a tensor that are counted in 32 bits."""
 
 _PIXEL_BYTES = 8
 _MOST = 8  # elements of 16 bytes
-_MAX_PADDING = 2**20
 _MAX_STRIDE = 64
 
 
@@ -112,13 +110,6 @@ def unserved(problem: ProblemDescription) -> str:
         return f"serves one group of up to {MAX_CHANNELS} channels, not groups={problem.groups} c={problem.c}"
     if any(size != 1 for size in problem.conv.dilation):
         return f"needs dilation 1, not {problem.conv.dilation}"
-    tensors = (problem.x, problem.w, problem.y)
-    if len({(tensor.dtype, tensor.layout) for tensor in tensors}) > 1:
-        return "needs one dtype and one layout for x, w and y"
-    if max(tensor.size for tensor in tensors) > MAX_ELEMENTS:
-        return f"counts elements in 32 bits: a tensor has more than {MAX_ELEMENTS}"
     if max(problem.conv.stride) > _MAX_STRIDE:
         return f"stages whole windows, of strides up to {_MAX_STRIDE}, not {problem.conv.stride}"
-    if max(*problem.conv.pad_before, *problem.conv.pad_after) > _MAX_PADDING:
-        return f"counts coordinates in 32 bits: padding is more than {_MAX_PADDING}"
-    return ""
+    return mixed(problem) or oversized(problem) or overpadded(problem)
