@@ -5,13 +5,15 @@ Kernels: kernels_src/fft.cu and fft_product.cu. The steps and their workspace ar
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import ClassVar
 
 from miofind.device import Device, Library, Place
-from miofind.libraries.fft import LINES_SOURCE, PRODUCT_SOURCE, SOURCE, TILES_SOURCE, FftPlan
+from miofind.libraries.fft import PRODUCT_SOURCE, SOURCE, FftPlan
 from miofind.libraries.fft_choice import CHUNKS_MIB, error_growth, is_valid, refusal
+from miofind.libraries.fft_own import LINES_SOURCE, TILES_SOURCE
 from miofind.libraries.fft_product import PRODUCTS
 from miofind.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.solution import Config, ConfigValue, ConvSolution, WorkspacePlan
@@ -79,15 +81,15 @@ class ConvFft(Solver):
 
     def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
         """The likely fastest, of different tiles first, and the one of the smallest workspace."""
-        ranked = sorted(self._told_apart(problem, device), key=lambda one: self.estimate_ms(problem, device, one))
+        ranked = self.ranked(problem, device, self._told_apart(problem, device))
         by_tile = {config["tile"]: config for config in reversed(ranked)}
         firsts = sorted(by_tile.values(), key=ranked.index)[: _DEFAULTS // 2]
         least = min(ranked, key=lambda config: self.workspace_bytes(problem, device, config))
         return tuple(list(dict.fromkeys([*firsts, least, *ranked]))[:_DEFAULTS])
 
-    def _told_apart(self, problem: ProblemDescription, device: Device) -> Iterator[Config]:
-        """Valid configurations that estimates tell apart."""
-        return self.configs(problem, device)
+    def _told_apart(self, problem: ProblemDescription, device: Device) -> Iterable[Config]:
+        """Configurations that estimates tell apart, some of them valid."""
+        return _product(self)
 
     def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
         return FftPlan.of(problem, config).estimate_ms(device)
@@ -139,19 +141,23 @@ class ConvFftTiles(ConvFft):
     def is_valid_config(self, problem: ProblemDescription, device: Device, config: Config) -> bool:
         if not is_valid(problem, config):
             return False
-        plan = FftPlan.of(problem, config)
-        most = _LINES_SHARED_BYTES if plan.has_lines else _SHARED_BYTES
-        return plan.shared_bytes <= min(most, device.shared_bytes - _OFFSETS_BYTES)
+        block = FftPlan.of(problem, config).own_block
+        most = _LINES_SHARED_BYTES if block.has_lines else _SHARED_BYTES
+        return block.shared_bytes <= min(most, device.shared_bytes - _OFFSETS_BYTES)
 
-    def _told_apart(self, problem: ProblemDescription, device: Device) -> Iterator[Config]:
-        names = ("tile", "chunk_mib", "product")
+    def _told_apart(self, problem: ProblemDescription, device: Device) -> Iterable[Config]:
         for planes in self.parameters["planes"]:
-            product = itertools.product(*(self.parameters[name] for name in names))
-            configs = (Config({**dict(zip(names, values, strict=True)), "planes": planes}) for values in product)
-            found = [config for config in configs if self.is_valid_config(problem, device, config)]
-            if found:
-                yield from found
-                return
+            configs = _product(self, planes)
+            if any(self.is_valid_config(problem, device, config) for config in configs):
+                return configs
+        return ()
+
+
+@functools.cache  # writing configurations as JSON takes longest
+def _product(solver: ConvFft, planes: ConfigValue | None = None) -> tuple[Config, ...]:
+    """The product of a solver's parameters, or its part of so many planes."""
+    values = solver.parameters if planes is None else {**solver.parameters, "planes": (planes,)}
+    return tuple(Config(dict(zip(values, one, strict=True))) for one in itertools.product(*values.values()))
 
 
 SOLVERS = (ConvFft(), ConvFftTiles())

@@ -14,17 +14,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from miofind.device import Device
+from miofind.libraries.fft_own import OwnBlock, own_height, own_line, own_width
 from miofind.libraries.fft_product import PRODUCTS, ProductTile
 from miofind.problem import Direction, ProblemDescription, TensorDescriptor
-from miofind.solution import FftStep, KernelStep, Pointer, Region, Scalar, Step
+from miofind.solution import FftStep, KernelStep, Pointer, Region, Scalar, Step, int32s
 from miofind.tiling.chunks import chunks
-from miofind.tiling.correlation import ceil_div, round_up
-from miofind.tiling.divisor import divisor
+from miofind.tiling.correlation import ceil_div
+from miofind.tiling.divisor import divisors
 from miofind.tiling.fourier import Axis, smooth, spectrum, whole_length
 
 SOURCE = "fft.cu"
-TILES_SOURCE = "fft_tiles.cu"
-LINES_SOURCE = "fft_lines.cu"
 PRODUCT_SOURCE = "fft_product.cu"
 SCRATCH = "scratch"
 REGIONS = {"x": "inputs", "w": "filters", "y": "outputs"}
@@ -38,13 +37,11 @@ _L2_SHARE = 0.5  # of the L2 cache, that what is written is read again from
 _L2_GAIN = 0.4  # of the traffic, that is left then
 _ONE_PASS_BITS = 13  # of the points that the library is taken to transform in one pass over memory
 _MOST_LENGTH = 1 << 17
-# Lengths that fft_tiles.cu holds in a thread's registers: columns, and rows of half as many complex numbers.
-_OWN_HEIGHTS = (1, 8, 10, 12, 14, 16, 18, 20, 21, 24, 27, 28, 30, 32, 35, 36, 40, 42, 45, 48, 54, 56, 60, 64)
-_OWN_WIDTHS = (8, 12, 16, 20, 24, 28, 32, 36, 40, 48, 56, 60, 64, 72, 80, 96, 112, 128)
-_OWN_LINES = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768)  # and those of fft_lines.cu
-_LINE_OF_PLANE = 512  # numbers of a line for each plane that a block has
-_LEAST_PLANES = 4
 _MOST_CHUNKS = 64
+# Largest errors simulated with NumPy's float32 transforms, 150 problems, of 2 to 2048 points along an axis: 2.2 a
+# doubling of points; and 3.1 times the root of the terms of sums (miofind/verify/accuracy.py).
+_TRANSFORM_ERROR = 8.0
+_SUM_ERROR = 8.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,73 +130,48 @@ class FftPlan:
     def _transformed(self, name: str, first: int, count: int) -> Iterator[Step]:
         """Tiles of a tensor, or filters of so many outputs, into transforms."""
         if self.planes:
-            yield self._tiles(name, first, count, inverse=False)
+            yield self._own(name, first, count, inverse=False)
             return
         yield self._pack(name, first, count)
         yield from self._transforms(name, count * self.problem.tensor(name).shape[1], inverse=False)
 
     def _results(self, name: str, first: int, count: int) -> Iterator[Step]:
         if self.planes:
-            yield self._tiles(name, first, count, inverse=True)
+            yield self._own(name, first, count, inverse=True)
             return
         yield from self._transforms(name, count * self.problem.tensor(name).shape[1], inverse=True)
         yield self._unpack(name, first, count)
 
-    def _tiles(self, name: str, first: int, count: int, *, inverse: bool) -> KernelStep:
-        """The kernels of fft_tiles.cu or fft_lines.cu: elements to transforms, or back."""
-        tensor = self.problem.tensor(name)
-        planes, source = count * tensor.shape[1], LINES_SOURCE if self.has_lines else TILES_SOURCE
-        of_block, threads, sizes = self._lines() if self.has_lines else self._planes()
-        pointers = (Pointer(buffer=name), Pointer(buffer=REGIONS[name]))
-        scale = (Scalar(ctype="float32", value=1.0 / math.prod(self.lengths)),)
+    @property
+    def own_block(self) -> OwnBlock:
+        """The thread block of our own transforms."""
+        return OwnBlock(self.lengths, self.planes)
+
+    def _own(self, name: str, first: int, count: int, *, inverse: bool) -> KernelStep:
+        """Elements to transforms, or back."""
+        tensor, block = self.problem.tensor(name), self.own_block
+        planes = count * tensor.shape[1]
+        buffers = (REGIONS[name], name) if inverse else (name, REGIONS[name])
         return KernelStep(
-            source=source,
-            entry=f"{source.removesuffix('.cu')}_{'backward' if inverse else 'forward'}",
-            defines=(*_element(tensor), *sizes, ("THREADS", threads)),
-            grid=(ceil_div(planes, of_block), 1, 1),
-            block=(threads, 1, 1),
-            shared_bytes=self.shared_bytes,
+            source=block.source,
+            entry=f"{block.source.removesuffix('.cu')}_{'backward' if inverse else 'forward'}",
+            defines=(*_element(tensor), *block.defines),
+            grid=(ceil_div(planes, block.count), 1, 1),
+            block=(block.threads, 1, 1),
+            shared_bytes=block.shared_bytes,
             args=(
-                *(reversed(pointers) if inverse else pointers),
-                Scalar(ctype="int32", value=planes),
-                *(scale if inverse else ()),
-                *self._tensor(name),
-                *self._grid(name, first),
+                *(Pointer(buffer=buffer) for buffer in buffers),
+                *int32s(planes),
+                *((self._scale,) if inverse else ()),
+                *self._where(name, first),
                 *self._axes(name),
             ),
         )
 
-    def _planes(self) -> tuple[int, int, tuple[tuple[str, int], ...]]:
-        """Planes and threads of a block of fft_tiles.cu, and its defines: a thread a column, or some in turn."""
-        height, width = self.lengths
-        columns = self.planes * (width // 2 + 1)
-        threads = round_up(ceil_div(columns, ceil_div(columns, _THREADS)), 32)
-        return self.planes, threads, (("LENGTH_H", height), ("LENGTH_W", width), ("PLANES", self.planes))
-
-    def _lines(self) -> tuple[int, int, tuple[tuple[str, int], ...]]:
-        """Lines and threads of a block of fft_lines.cu, and its defines: a thread some butterflies."""
-        length = self.lengths[1]
-        lines = max(1, self.planes * _LINE_OF_PLANE // length)
-        threads = min(512, max(64, lines * length // 16))
-        return lines, threads, (("LENGTH", length), ("LINES", lines))
-
     @property
-    def has_lines(self) -> bool:
-        """Whether fft_lines.cu transforms, for tiles of one row that no thread's registers hold."""
-        return self.planes > 0 and self.lengths[1] > _OWN_WIDTHS[-1]
-
-    @property
-    def shared_bytes(self) -> int:
-        """Dynamic shared memory of our own transforms."""
-        if self.has_lines:
-            points = self.lengths[1] // 2
-            return _COMPLEX_BYTES * self._lines()[0] * (points + points // 16 + 2)
-        return _COMPLEX_BYTES * self.planes * ((self.frequencies + 13) // 16 * 16 + 2)
-
-    @property
-    def repeats_fewer_planes(self) -> bool:
-        """Whether a block would have the one line that it has with fewer planes, too."""
-        return self.has_lines and self.planes * _LINE_OF_PLANE < self.lengths[1] and self.planes > _LEAST_PLANES
+    def _scale(self) -> Scalar:
+        """Of what is transformed back."""
+        return Scalar(ctype="float32", value=1.0 / math.prod(self.lengths))
 
     def _batch(self, planes: int) -> int:
         """Planes that the library transforms at once, so that what it wants itself is bounded."""
@@ -234,7 +206,6 @@ class FftPlan:
             turned = ((1, p.k, k), (1, p.c, c), w)
             names, strides, conjugates = "yxw", turned, (1, 0)
         blocks = self._blocks(tiles)
-        scalars = (*sizes, self.frequencies, int(accumulate), *(one for triple in strides for one in triple))
         return KernelStep(
             source=PRODUCT_SOURCE,
             entry="fft_product" if tile.stages else "fft_product_direct",
@@ -244,8 +215,9 @@ class FftPlan:
             shared_bytes=tile.shared_bytes,
             args=(
                 *(Pointer(buffer=REGIONS[name]) for name in names),
-                *(Scalar(ctype="int32", value=value) for value in scalars),
-                *(scalar for count in blocks for scalar in divisor(count)),
+                *int32s(*sizes, self.frequencies, int(accumulate)),
+                *(scalar for triple in strides for scalar in int32s(*triple)),
+                *divisors(*blocks),
             ),
         )
 
@@ -256,20 +228,12 @@ class FftPlan:
         return ceil_div(columns, tile.columns), ceil_div(rows, tile.rows), ceil_div(self.frequencies, tile.bins)
 
     def _pack(self, name: str, first: int, count: int) -> KernelStep:
-        channels, pairs = self.problem.tensor(name).shape[1], self.frequencies
-        items = count * channels * pairs
-        return self._copy(name, "fft_pack", (count, pairs, channels, items), (), (first, (name, "planes")))
+        return self._copy("fft_pack", (name, REGIONS[name]), (name, first, count), self.frequencies)
 
     def _unpack(self, name: str, first: int, count: int) -> KernelStep:
-        """Results of a chunk; of a tile's elements at most `kept` of a row and of a column are kept."""
-        channels = self.problem.tensor(name).shape[1]
         across, plane = self.kept(name)
-        scale = Scalar(ctype="float32", value=1.0 / math.prod(self.lengths))
-        items = count * channels * plane
-        sizes = (count, plane, channels, items)
-        return self._copy(
-            name, "fft_unpack", sizes, (scale, *divisor(plane), *divisor(across)), (first, ("planes", name))
-        )
+        extra = (self._scale, *divisors(plane, across))
+        return self._copy("fft_unpack", (REGIONS[name], name), (name, first, count), plane, extra)
 
     def kept(self, name: str) -> tuple[int, int]:
         """Most elements that a tile is kept of: of a row, and of all."""
@@ -281,22 +245,19 @@ class FftPlan:
 
     def _copy(
         self,
-        name: str,
         entry: str,
-        sizes: tuple[int, int, int, int],
-        extra: tuple[Scalar, ...],
-        where: tuple[int, tuple[str, str]],
+        buffers: tuple[str, str],
+        tiles: tuple[str, int, int],
+        of_plane: int,
+        extra: tuple[Scalar, ...] = (),
     ) -> KernelStep:
-        """A kernel of fft.cu: `sizes` are tiles, items of a plane, channels and all items."""
+        """A kernel of fft.cu on a tensor's tiles, from one on so many, each plane so many items."""
+        name, first, count = tiles
         tensor = self.problem.tensor(name)
-        tiles, of_plane, channels, items = sizes
-        first, buffers = where
-        last = tensor.layout.channels_last
-        grid = (
-            (tiles, ceil_div(of_plane, _LANES), ceil_div(channels, _LANES))
-            if last
-            else (ceil_div(items, _THREADS), 1, 1)
-        )
+        items = count * tensor.shape[1] * of_plane
+        grid = (ceil_div(items, _THREADS), 1, 1)
+        if tensor.layout.channels_last:
+            grid = (count, ceil_div(of_plane, _LANES), ceil_div(tensor.shape[1], _LANES))
         return KernelStep(
             source=SOURCE,
             entry=entry,
@@ -304,27 +265,26 @@ class FftPlan:
             grid=grid,
             block=(_THREADS, 1, 1),
             args=(
-                *(Pointer(buffer=REGIONS[name] if buffer == "planes" else buffer) for buffer in buffers),
-                Scalar(ctype="int32", value=items),
+                *(Pointer(buffer=buffer) for buffer in buffers),
+                *int32s(items),
                 *extra,
-                *self._tensor(name),
-                *self._grid(name, first),
-                *divisor(self.frequencies),
-                *divisor(spectrum(self.lengths)[1]),
+                *self._where(name, first),
+                *divisors(self.frequencies, spectrum(self.lengths)[1]),
                 *self._axes(name),
             ),
         )
 
-    def _tensor(self, name: str) -> tuple[Scalar, ...]:
-        """The kernels' TENSOR_OF."""
+    def _where(self, name: str, first: int) -> tuple[Scalar, ...]:
+        """The kernels' TENSOR_OF, and their `TileGrid` from a tile on; filters are one tile each."""
         tensor = self.problem.tensor(name)
         image, channel, *_ = _strides(tensor)
-        return (*(Scalar(ctype="int32", value=value) for value in (image, channel)), *divisor(tensor.shape[1]))
-
-    def _grid(self, name: str, first: int) -> tuple[Scalar, ...]:
-        """The kernels' `TileGrid`, from a tile on; filters are one tile each."""
         down, across = (1, 1) if name == "w" else (axis.tiles for axis in self.axes)
-        return (Scalar(ctype="int32", value=first), *divisor(down * across), *divisor(across))
+        return (
+            *int32s(image, channel),
+            *divisors(tensor.shape[1]),
+            *int32s(first),
+            *divisors(down * across, across),
+        )
 
     def _axes(self, name: str) -> Iterator[Scalar]:
         """The kernels' `TileAxis` twice."""
@@ -333,8 +293,7 @@ class FftPlan:
             place = axis.placement(self.problem, index, name)
             step = 0 if name == "w" else axis.step
             values = (tensor.shape[2 + index], _strides(tensor)[2 + index], step, place.shift, place.low, place.high)
-            yield from (Scalar(ctype="int32", value=value) for value in values)
-            yield from divisor(place.spread)
+            yield from (*int32s(*values), *divisors(place.spread))
 
     def refusal(self) -> str:
         """Why the plan is out of bounds, "" if it is not."""
@@ -344,12 +303,11 @@ class FftPlan:
         if ceil_div(self.all_tiles, self.at_once) > _MOST_CHUNKS:
             return f"takes more than {_MOST_CHUNKS} chunks"
         planes = max(self.at_once * max(p.c, p.k), self.filters)
-        if planes * max(self.frequencies, *(self.kept(p.direction.output)[1:])) >= 2**31:
+        if planes * max(self.frequencies, self.kept(p.direction.output)[1]) >= 2**30:
             return "needs more planes at once than 32-bit offsets reach"
         if math.prod(self._blocks(self.at_once)) * p.groups >= 2**31:
             return "needs more thread blocks than a launch has"
-        tiles = max(self.at_once, p.k)
-        if tiles >= 2**31 or ceil_div(self.frequencies, _LANES) >= 2**16 or max(p.c, p.k) >= 2**20:
+        if max(self.frequencies, p.c, p.k) >= 2**16 * _LANES:
             return "needs a larger grid than a launch has"
         return ""
 
@@ -372,14 +330,12 @@ class FftPlan:
         p = self.problem
         bandwidth = _BANDWIDTH_SHARE * device.bandwidth_bytes_per_s / 1e3
         plane = _COMPLEX_BYTES * self.frequencies
-        passes = (
-            0 if self.planes else sum(2 * ceil_div((n - 1).bit_length(), _ONE_PASS_BITS) for n in self.lengths if n > 1)
-        )
+        passes = 1 if self.planes else 2 + sum(2 * ceil_div((n - 1).bit_length(), _ONE_PASS_BITS) for n in self.lengths)
         images, filters = self.all_tiles * (p.c + p.k) * plane, self.filters * plane
         in_cache = self.at_once * self.tile_bytes < _L2_SHARE * device.l2_bytes
         share = _L2_GAIN if in_cache else 1.0
         count = ceil_div(self.all_tiles, self.at_once)
-        traffic = (passes + 2 - (self.planes > 0)) * (share * images + filters) + p.bytes
+        traffic = passes * (share * images + filters) + p.bytes
         tiles = min(self.at_once, self.all_tiles)
         product = self.product.estimate_ms(device, self.sizes(tiles), self.frequencies, p.groups)
         return 5 * count * _STEP_MS + traffic / bandwidth + count * product
@@ -391,12 +347,6 @@ class FftPlan:
         if p.direction is Direction.FORWARD:
             return tiles, k, c
         return (tiles, c, k) if p.direction is Direction.BACKWARD_DATA else (k, c, tiles)
-
-
-# Largest errors simulated with NumPy's float32 transforms, 150 problems, of 2 to 2048 points along an axis: 2.2 a
-# doubling of points, and 3.1 times the root of the terms of sums (miofind/verify/accuracy.py).
-_TRANSFORM_ERROR = 8.0
-_SUM_ERROR = 8.0
 
 
 def _element(tensor: TensorDescriptor) -> tuple[tuple[str, str | int], ...]:
@@ -420,21 +370,6 @@ def _plan_of(problem: ProblemDescription, tile: int, chunk_mib: int, is_own: boo
     plan = FftPlan(problem=lifted, order=order, axes=(outer, inner), at_once=1, product=PRODUCTS["32x32"])
     parts = ceil_div(plan.all_tiles, max(1, (chunk_mib << 20) // plan.tile_bytes))
     return replace(plan, at_once=ceil_div(plan.all_tiles, parts))
-
-
-def own_height(size: int) -> int:
-    """The least length of columns from `size` on that fft_tiles.cu transforms; 0 where there is none."""
-    return next((length for length in _OWN_HEIGHTS if length >= size), 0)
-
-
-def own_width(size: int) -> int:
-    """The least length of rows from `size` on that fft_tiles.cu transforms; 0 where there is none."""
-    return next((length for length in _OWN_WIDTHS if length >= size), 0)
-
-
-def own_line(size: int) -> int:
-    """The least length from `size` on that fft_tiles.cu or fft_lines.cu transforms alone; 0 where there is none."""
-    return own_width(size) or next((length for length in _OWN_LINES if length >= size), 0)
 
 
 def _axis(lifted: ProblemDescription, axis: int, tile: int, fit: Callable[[int], int]) -> Axis:

@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from miofind.geometry import index_bits
-from miofind.libraries.fft import FftPlan, own_height, own_line, own_width
+from miofind.libraries.fft import FftPlan
+from miofind.libraries.fft_own import own_height, own_line, own_width
 from miofind.problem import MathMode, ProblemDescription
 from miofind.solution import WorkspacePlan
 from miofind.tiling.fourier import least_products, whole_length
@@ -52,7 +53,9 @@ def is_valid(problem: ProblemDescription, config: Mapping[str, Any]) -> bool:
     if not _tile_serves(problem, config["tile"], is_own="planes" in config):
         return False
     plan = FftPlan.of(problem, config)
-    if not plan.product.serves(*plan.sizes(plan.at_once)[:2]) or plan.repeats_fewer_planes or plan.refusal():
+    if not plan.product.serves(*plan.sizes(plan.at_once)[:2]) or plan.refusal():
+        return False
+    if plan.planes and plan.own_block.repeats_fewer_planes:
         return False
     smaller = max((size for size in CHUNKS_MIB if size < config["chunk_mib"]), default=0)
     if smaller and FftPlan.of(problem, {**config, "chunk_mib": smaller}).at_once == plan.at_once:
