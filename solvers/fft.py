@@ -20,6 +20,7 @@ from miofind.solution import Config, ConfigValue, ConvSolution, WorkspacePlan
 from miofind.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
 
 _DEFAULTS = 8
+_PLANES = (8, 4, 16)  # defaults have the first that is valid
 _SHARED_BYTES = 80 << 10  # of a block, so that two of them share a multiprocessor
 _LINES_SHARED_BYTES = 140 << 10  # of a block with the longest line
 _OFFSETS_BYTES = 14 << 10  # that a block has besides
@@ -131,7 +132,7 @@ class ConvFftTiles(ConvFft):
         "tile": (0, 16, 24, 32, 48, 64, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768),
         "chunk_mib": CHUNKS_MIB,
         "product": tuple(PRODUCTS),
-        "planes": (8, 4, 16),  # defaults have the first that is valid
+        "planes": _PLANES,
     }
     sources: ClassVar[tuple[str, ...]] = (TILES_SOURCE, LINES_SOURCE, PRODUCT_SOURCE)
 
@@ -146,7 +147,7 @@ class ConvFftTiles(ConvFft):
         return block.shared_bytes <= min(most, device.shared_bytes - _OFFSETS_BYTES)
 
     def _told_apart(self, problem: ProblemDescription, device: Device) -> Iterable[Config]:
-        for planes in self.parameters["planes"]:
+        for planes in _PLANES:
             configs = _product(self, planes)
             if any(self.is_valid_config(problem, device, config) for config in configs):
                 return configs
@@ -154,9 +155,9 @@ class ConvFftTiles(ConvFft):
 
 
 @functools.cache  # writing configurations as JSON takes longest
-def _product(solver: ConvFft, planes: ConfigValue | None = None) -> tuple[Config, ...]:
+def _product(solver: ConvFft, planes: int = 0) -> tuple[Config, ...]:
     """The product of a solver's parameters, or its part of so many planes."""
-    values = solver.parameters if planes is None else {**solver.parameters, "planes": (planes,)}
+    values = {**solver.parameters, "planes": (planes,)} if planes else solver.parameters
     return tuple(Config(dict(zip(values, one, strict=True))) for one in itertools.product(*values.values()))
 
 
