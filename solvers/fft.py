@@ -60,7 +60,7 @@ class ConvFft(Solver):
 
     def examples(self) -> tuple[ProblemDescription, ...]:
         conv = ProblemDescription.convolution
-        x, w, pads = (3, 10, 26, 25), (40, 5, 9, 7), ((1, 0), (0, 2))
+        x, w, pads = (3, 10, 26, 25), (40, 5, 11, 13), ((1, 0), (0, 2))
         return (
             *(conv(x=x, w=w, padding=pads, stride=2, groups=2, direction=direction) for direction in Direction),
             conv(x=(2, 6, 40, 38), w=(20, 6, 11, 11), padding=5, layout=Layout.NHWC, dtype=DataType.FLOAT16),

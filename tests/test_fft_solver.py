@@ -22,12 +22,12 @@ DEVICE = Device.virtual("90a")
 IDS = ("ConvFft", "ConvFftTiles")
 SHAPES: dict[str, dict[str, Any]] = {
     "11x11": {"x": (2, 3, 20, 18), "w": (5, 3, 11, 11), "padding": 5},
-    "groups": {"x": (2, 10, 16, 15), "w": (40, 5, 7, 5), "padding": ((1, 0), (0, 2)), "stride": (2, 1), "groups": 2},
+    "groups": {"x": (2, 10, 16, 15), "w": (40, 5, 9, 7), "padding": ((1, 0), (0, 2)), "stride": (2, 1), "groups": 2},
     "depthwise": {"x": (3, 4, 17, 19), "w": (4, 1, 9, 9), "padding": 4, "groups": 4},
     "tall": {"x": (2, 9, 60, 3), "w": (12, 9, 25, 1), "padding": (12, 0)},
     "wide": {"x": (2, 9, 3, 60), "w": (12, 9, 1, 25), "padding": (0, 12)},
     "tiles": {"x": (2, 4, 37, 50), "w": (4, 4, 7, 5), "padding": (3, 2)},
-    "1d": {"x": (2, 6, 150), "w": (8, 3, 28), "padding": 14, "groups": 2, "stride": 2},
+    "1d": {"x": (2, 6, 150), "w": (8, 3, 64), "padding": 32, "groups": 2, "stride": 2},
 }
 
 
@@ -139,11 +139,12 @@ def test_long_sums_need_no_wider_bound() -> None:
     [
         ({"dilation": 2}, "dilation 1"),
         ({"w": (4, 6, 4, 6)}, "fewer than 25 taps"),
+        ({"stride": (2, 3)}, "fewer than 25 taps"),
         ({"padding": ((11, 0), (5, 5))}, "nothing but padding"),
         ({"padding": 0, "direction": "backward_data"}, "16 products or more, not 4"),
         ({"x": (2, 6, 8, 20, 20), "w": (4, 6, 3, 3, 3), "padding": 1}, "one or two"),
     ],
-    ids=["dilation", "few taps", "outputs of padding", "few products", "3-D"],
+    ids=["dilation", "few taps", "long strides", "outputs of padding", "few products", "3-D"],
 )
 def test_refusals_have_reasons(name: str, fields: dict[str, Any], words: str) -> None:
     problem = ProblemDescription.convolution(**{"x": (2, 6, 20, 20), "w": (4, 6, 11, 11), "padding": 5, **fields})

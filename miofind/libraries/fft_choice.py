@@ -35,8 +35,8 @@ def refusal(problem: ProblemDescription) -> str:
         return "transforms filters without gaps: dilation 1"
     if problem.spatial_dims > 2:
         return "serves one or two spatial dimensions"
-    if math.prod(problem.filter) < _LEAST_TAPS:
-        return f"saves nothing with fewer than {_LEAST_TAPS} taps"
+    if math.prod(problem.filter) < _LEAST_TAPS * math.prod(problem.conv.stride):
+        return f"saves nothing with fewer than {_LEAST_TAPS} taps for each output of stride 1"
     if problem.output.size == 0 or problem.flops == 0:
         return "has no empty products"
     if index_bits(problem) != 32:

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.gpu
 SHAPES: dict[str, dict[str, Any]] = {
     "11x11": {"x": (4, 32, 28, 28), "w": (48, 32, 11, 11), "padding": 5},
     "odd": {"x": (3, 33, 37, 35), "w": (35, 33, 9, 7), "padding": ((4, 3), (2, 5))},
-    "stride": {"x": (2, 24, 61, 55), "w": (40, 12, 13, 11), "padding": 5, "stride": (2, 3), "groups": 2},
+    "stride": {"x": (2, 24, 61, 55), "w": (40, 12, 13, 15), "padding": 5, "stride": (2, 3), "groups": 2},
     "depthwise": {"x": (4, 64, 56, 56), "w": (64, 1, 31, 31), "padding": 15, "groups": 64},
     "multiplier": {"x": (2, 20, 40, 40), "w": (60, 1, 15, 15), "padding": 7, "groups": 20},
     "tall": {"x": (2, 32, 90, 20), "w": (32, 32, 25, 1), "padding": (12, 0)},
