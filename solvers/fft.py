@@ -1,6 +1,6 @@
 """ConvFft: products of Fourier transforms by cuFFT, of whole images or of tiles that overlap (overlap-save).
 
-Kernels: kernels_src/fft.cu and fft_product.cu. The steps and their workspace are made by `miofind.libraries.fft`.
+Kernels: kernels_src/fft*.cu. The steps and their workspace are made by `miofind.libraries.fft`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import ClassVar
 from miofind.device import Device, Library, Place
 from miofind.libraries.fft import PRODUCT_SOURCE, SOURCE, FftPlan
 from miofind.libraries.fft_choice import CHUNKS_MIB, error_growth, is_valid, refusal
+from miofind.libraries.fft_edges import EDGES_SOURCE
 from miofind.libraries.fft_own import LINES_SOURCE, TILES_SOURCE
 from miofind.libraries.fft_product import PRODUCTS
 from miofind.problem import DataType, Direction, Layout, ProblemDescription
@@ -32,8 +33,9 @@ class ConvFft(Solver):
     Configuration: `tile`, the length of a transform along each axis that is longer, 0 for whole images; `chunk_mib`
     bounds the transforms of images and results that are held at once (one tile's at least); `product`, rows x columns
     of a frequency that a thread block sums. Strides are outputs left out, or zeros between those of y. Transforms,
-    products and sums are float32 whatever the dtype. Errors follow the tile, not the sum of one output: where long sums
-    do not allow as much, the bound is wider than direct summation's (`FftPlan.error`).
+    products and sums are float32 whatever the dtype. Errors follow the tile, not the sum of one output: results near
+    corners that are sums of few products are summed directly, and where the longest sums do not allow as much, the
+    bound is wider than direct summation's (`FftPlan.error`).
 
     Source: Mathieu, Henaff and LeCun, Fast Training of Convolutional Networks through FFTs, ICLR 2014; Vasilache et
     al., Fast Convolutional Nets with fbfft, ICLR 2015.
@@ -56,7 +58,7 @@ class ConvFft(Solver):
         "chunk_mib": CHUNKS_MIB,
         "product": tuple(PRODUCTS),
     }
-    sources: ClassVar[tuple[str, ...]] = (SOURCE, PRODUCT_SOURCE)
+    sources: ClassVar[tuple[str, ...]] = (SOURCE, PRODUCT_SOURCE, EDGES_SOURCE)
 
     def examples(self) -> tuple[ProblemDescription, ...]:
         conv = ProblemDescription.convolution
@@ -134,7 +136,7 @@ class ConvFftTiles(ConvFft):
         "product": tuple(PRODUCTS),
         "planes": _PLANES,
     }
-    sources: ClassVar[tuple[str, ...]] = (TILES_SOURCE, LINES_SOURCE, PRODUCT_SOURCE)
+    sources: ClassVar[tuple[str, ...]] = (TILES_SOURCE, LINES_SOURCE, PRODUCT_SOURCE, EDGES_SOURCE)
 
     def examples(self) -> tuple[ProblemDescription, ...]:
         return super().examples()

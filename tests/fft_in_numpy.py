@@ -115,6 +115,7 @@ def carry_out(step: KernelStep | FftStep, buffers: Buffers) -> None:
         "fft_tiles_backward": _tiles_backward,
         "fft_lines_forward": _tiles_forward,  # the order of frequencies is theirs alone
         "fft_lines_backward": _tiles_backward,
+        "fft_edges": _edges,
         "fft_product": _product,
         "fft_product_direct": _product,
     }
@@ -222,3 +223,65 @@ def _product(step: KernelStep, given: Arguments, buffers: Buffers) -> None:
         found = np.einsum("itf,jtf->ijf", left, right)
         place = row * strides[2][0] + column.T * strides[2][1] + group * strides[2][2]
         out[place] = found + (out[place] if accumulate else 0)
+
+
+@dataclass(frozen=True)
+class Ends:
+    """An axis of fft_edges.cu."""
+
+    source_size: int
+    result_size: int
+    taps: int
+    pad: int
+    stride: int
+    leading: int
+    steps: tuple[int, ...]
+    asked: int
+
+    @staticmethod
+    def of(arguments: Arguments) -> Ends:
+        sizes = arguments.numbers(4)
+        stride = arguments.divisor()
+        leading, *steps = arguments.numbers(4)
+        return Ends(*sizes, stride, leading, tuple(steps), arguments.divisor())
+
+    def results(self) -> list[int]:
+        """Those that are asked about."""
+        return [*range(self.leading), *range(self.result_size - self.asked + self.leading, self.result_size)]
+
+    def met(self, result: int, *, backward: bool) -> list[tuple[int, int]]:
+        """Pairs of a source and a tap."""
+        if backward:
+            pairs = [divmod(result + self.pad - tap, self.stride) for tap in range(self.taps)]
+            found = [(at, tap) for tap, (at, rest) in enumerate(pairs) if rest == 0]
+        else:
+            found = [(result * self.stride - self.pad + tap, tap) for tap in range(self.taps)]
+        return [(at, tap) for at, tap in found if 0 <= at < self.source_size]
+
+
+def _edges(step: KernelStep, given: Arguments, buffers: Buffers) -> None:
+    source, w, result = given.buffer(), given.buffer(), given.buffer()
+    items, limit, terms = given.numbers(3)
+    channels, of_group = given.divisor(), given.divisor()
+    image_step, channel_step, term_step, filter_step, group_step, result_image, result_channel = given.numbers(7)
+    rows, columns = Ends.of(given), Ends.of(given)
+    given.end()
+    backward, term = dict(step.defines)["BACKWARD"] == 1, np.arange(terms)
+    asked = [(i, j) for i in rows.results() for j in columns.results()]
+    assert items % (channels * len(asked)) == 0
+    for image in range(items // (channels * len(asked))):
+        for channel in range(channels):
+            group, within = divmod(channel, of_group)
+            for i, j in asked:
+                pairs = [(a, b) for a in rows.met(i, backward=backward) for b in columns.met(j, backward=backward)]
+                if len(pairs) * terms >= limit:
+                    continue
+                first = image * image_step + group * terms * channel_step
+                filters = group * group_step + within * filter_step
+                total = 0.0
+                for (at_row, tap_row), (at_column, tap_column) in pairs:
+                    at = first + at_row * rows.steps[0] + at_column * columns.steps[0]
+                    tap = filters + tap_row * rows.steps[1] + tap_column * columns.steps[1]
+                    total += float(buffers[source][at + term * channel_step] @ buffers[w][tap + term * term_step])
+                place = image * result_image + channel * result_channel + i * rows.steps[2] + j * columns.steps[2]
+                buffers[result][place] = total

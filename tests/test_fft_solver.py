@@ -47,10 +47,15 @@ def result_of(problem: ProblemDescription, plan: FftPlan, inputs: dict[str, np.n
     for step in plan.steps():
         assert isinstance(step, (KernelStep, FftStep))
         carry_out(step, buffers)
+    return logical(problem, buffers[out])
+
+
+def logical(problem: ProblemDescription, result: np.ndarray) -> np.ndarray:
+    """The result in logical order."""
     shape = problem.output.shape
     if not problem.output.layout.channels_last:
-        return buffers[out].reshape(shape)
-    return np.moveaxis(buffers[out].reshape(shape[0], *shape[2:], shape[1]), -1, 1)
+        return result.reshape(shape)
+    return np.moveaxis(result.reshape(shape[0], *shape[2:], shape[1]), -1, 1)
 
 
 def drawn(problem: ProblemDescription) -> dict[str, np.ndarray]:
@@ -141,7 +146,7 @@ def test_long_sums_need_no_wider_bound() -> None:
         ({"w": (4, 6, 4, 6)}, "fewer than 25 taps"),
         ({"stride": (2, 3)}, "fewer than 25 taps"),
         ({"padding": ((11, 0), (5, 5))}, "nothing but padding"),
-        ({"padding": 0, "direction": "backward_data"}, "16 products or more, not 4"),
+        ({"x": (1, 6, 8, 8), "direction": "backward_weights"}, "16 products or more, not 9"),
         ({"x": (2, 6, 8, 20, 20), "w": (4, 6, 3, 3, 3), "padding": 1}, "one or two"),
     ],
     ids=["dilation", "few taps", "long strides", "outputs of padding", "few products", "3-D"],
@@ -149,6 +154,40 @@ def test_long_sums_need_no_wider_bound() -> None:
 def test_refusals_have_reasons(name: str, fields: dict[str, Any], words: str) -> None:
     problem = ProblemDescription.convolution(**{"x": (2, 6, 20, 20), "w": (4, 6, 11, 11), "padding": 5, **fields})
     assert words in solver_by_id(name).applicability(problem, DEVICE).reason
+
+
+EDGES: dict[str, dict[str, Any]] = {
+    "causal": {"x": (2, 3, 600), "w": (3, 1, 256), "padding": ((255, 0),), "groups": 3},
+    "unpadded": {"x": (2, 3, 600), "w": (3, 1, 256), "groups": 3, "direction": "backward_data"},
+    "corners": {"x": (1, 8, 20, 23), "w": (8, 8, 9, 7), "padding": ((8, 3), (2, 6))},
+    "corners_of_data": {"x": (1, 8, 20, 23), "w": (8, 8, 9, 7), "padding": 2, "direction": "backward_data"},
+    "strided": {"x": (2, 16, 61), "w": (16, 8, 60), "padding": ((59, 20),), "stride": 2, "groups": 2},
+    "strided_data": {"x": (2, 8, 91), "w": (8, 8, 60), "padding": 4, "stride": 2, "direction": "backward_data"},
+}
+
+
+@pytest.mark.parametrize("channels_last", [False, True], ids=["channels_first", "channels_last"])
+@pytest.mark.parametrize("shape", EDGES)
+def test_sums_of_few_products_are_direct(shape: str, channels_last: bool) -> None:
+    """Each one that is below the limit, by the step that comes last; no other one."""
+    layout = Layout.of(len(EDGES[shape]["x"]) - 2, channels_last=channels_last)
+    solver, problem = solver_by_id("ConvFft"), ProblemDescription.convolution(**EDGES[shape], layout=layout)
+    direction = problem.direction
+    ones = {name: np.ones(problem.tensor(name).shape) for name in direction.inputs}
+    products = reference_on_host(problem, **ones)
+    inputs = drawn(problem)
+    expected = reference_on_host(problem, **inputs)
+    for config in solver.default_configs(problem, DEVICE):
+        plan = FftPlan.of(problem, config)
+        assert products.min() < plan.summed_directly
+        *_, last = plan.steps()
+        assert isinstance(last, KernelStep)
+        buffers = {name: in_memory(problem, name, values) for name, values in inputs.items()}
+        buffers[direction.output] = np.full(problem.output.size, np.nan)
+        carry_out(last, buffers)
+        got = logical(problem, buffers[direction.output])
+        np.testing.assert_array_equal(np.isfinite(got), products < plan.summed_directly)
+        np.testing.assert_allclose(got[np.isfinite(got)], expected[np.isfinite(got)], atol=1e-9)
 
 
 def test_own_transforms_refuse_long_ones() -> None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from miofind.device import Device
+from miofind.libraries.fft_edges import edge_items, edges_step, strides
 from miofind.libraries.fft_own import OwnBlock, own_height, own_line, own_width
 from miofind.libraries.fft_product import PRODUCTS, ProductTile
 from miofind.problem import Direction, ProblemDescription, TensorDescriptor
@@ -21,7 +22,7 @@ from miofind.solution import FftStep, KernelStep, Pointer, Region, Scalar, Step,
 from miofind.tiling.chunks import chunks
 from miofind.tiling.correlation import ceil_div
 from miofind.tiling.divisor import divisors
-from miofind.tiling.fourier import Axis, smooth, spectrum, whole_length
+from miofind.tiling.fourier import Axis, least_products, smooth, spectrum, whole_length
 
 SOURCE = "fft.cu"
 PRODUCT_SOURCE = "fft_product.cu"
@@ -42,6 +43,13 @@ _MOST_CHUNKS = 64
 # doubling of points; and 3.1 times the root of the terms of sums (miofind/verify/accuracy.py).
 _TRANSFORM_ERROR = 8.0
 _SUM_ERROR = 8.0
+# Of direct summation, times the root of the terms (miofind/verify/accuracy.py).
+DIRECT_ERROR = 8.0
+# Errors are those of a whole tile, and the bound is that of an element's own sum: in shorter sums of normal data some
+# elements are so much smaller than their tile that they break it.
+LEAST_PRODUCTS = 16
+_MOST_DIRECT = 0.02  # products that are summed directly at most, of all operations
+_FREE_DIRECT = 1 << 24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,6 +134,13 @@ class FftPlan:
                 yield from self._results(result, first, count)
         if self.is_weights:
             yield from self._results(result, 0, self.problem.k)
+        if limit := self.summed_directly:
+            yield edges_step(self.problem, limit)
+
+    @property
+    def summed_directly(self) -> int:
+        """Results of fewer products are summed directly, lest their bound were wider: 0 for none."""
+        return _summed_directly(self.problem, self.error)
 
     def _transformed(self, name: str, first: int, count: int) -> Iterator[Step]:
         """Tiles of a tensor, or filters of so many outputs, into transforms."""
@@ -277,7 +292,7 @@ class FftPlan:
     def _where(self, name: str, first: int) -> tuple[Scalar, ...]:
         """The kernels' TENSOR_OF, and their `TileGrid` from a tile on; filters are one tile each."""
         tensor = self.problem.tensor(name)
-        image, channel, *_ = _strides(tensor)
+        image, channel, *_ = strides(tensor)
         down, across = (1, 1) if name == "w" else (axis.tiles for axis in self.axes)
         return (
             *int32s(image, channel),
@@ -292,7 +307,7 @@ class FftPlan:
         for axis, index in zip(self.axes, self.order, strict=True):
             place = axis.placement(self.problem, index, name)
             step = 0 if name == "w" else axis.step
-            values = (tensor.shape[2 + index], _strides(tensor)[2 + index], step, place.shift, place.low, place.high)
+            values = (tensor.shape[2 + index], strides(tensor)[2 + index], step, place.shift, place.low, place.high)
             yield from (*int32s(*values), *divisors(place.spread))
 
     def refusal(self) -> str:
@@ -311,6 +326,7 @@ class FftPlan:
             return "needs a larger grid than a launch has"
         return ""
 
+    @property
     def error(self) -> float:
         """Largest error in float32 roundoffs, over sqrt(x^2 * w^2) of an element that sums as many products as any."""
         terms = self.reduced
@@ -354,10 +370,24 @@ def _element(tensor: TensorDescriptor) -> tuple[tuple[str, str | int], ...]:
     return (("ELEMENT", tensor.dtype.value), ("CHANNELS_LAST", int(tensor.layout.channels_last)))
 
 
-def _strides(tensor: TensorDescriptor) -> tuple[int, ...]:
-    """Elements from one to the next along n, c, h and w."""
-    _, c, h, w = tensor.shape
-    return (c * h * w, 1, w * c, c) if tensor.layout.channels_last else (c * h * w, h * w, w, 1)
+@functools.lru_cache(maxsize=256)
+def _summed_directly(lifted: ProblemDescription, error: float) -> int:
+    """Products below which a result is summed directly, so that the others keep direct summation's bound if they can.
+
+    Where that is much to sum, or the longest sums are not much longer, only those are that have no bound at all.
+    """
+    least, longest = least_products(lifted), lifted.reduction_length
+    if lifted.direction is Direction.BACKWARD_WEIGHTS:
+        return 0
+    for limit in (math.ceil((error / DIRECT_ERROR) ** 2), LEAST_PRODUCTS):
+        if limit > LEAST_PRODUCTS and 2 * limit > longest:
+            continue
+        if least >= limit:
+            return 0
+        items = edge_items(lifted, limit)
+        if items < 2**30 and items * limit <= max(_MOST_DIRECT * lifted.flops, _FREE_DIRECT):
+            return limit
+    return 0
 
 
 @functools.lru_cache(maxsize=256)  # a problem's configurations are asked about one by one

@@ -10,20 +10,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from miofind.geometry import index_bits
-from miofind.libraries.fft import FftPlan
+from miofind.libraries.fft import DIRECT_ERROR, LEAST_PRODUCTS, FftPlan
 from miofind.libraries.fft_own import own_height, own_line, own_width
-from miofind.problem import MathMode, ProblemDescription
+from miofind.problem import Direction, MathMode, ProblemDescription
 from miofind.solution import WorkspacePlan
 from miofind.tiling.fourier import least_products, whole_length
 from miofind.tiling.overlap import has_empty_sums
 
 CHUNKS_MIB = (16, 64, 256, 1024, 4096)  # the first stays in an L2 cache
 
-_DIRECT_ERROR = 8.0  # of direct summation in float32, in roundoffs times the root of the terms (verify/accuracy.py)
 _TF32_ERROR = 16.0 * 2**13  # of inputs rounded to TF32, in roundoffs of float32
-# Errors are those of a whole tile, and the bound is that of an element's own sum: in shorter sums of normal data some
-# elements are so much smaller than their tile that they break it.
-_LEAST_PRODUCTS = 16
 _LEAST_TAPS = 25
 _LEAST_TILE = 2  # times the taps along an axis that is cut
 _MOST_WORKSPACE = 64 << 30
@@ -43,8 +39,9 @@ def refusal(problem: ProblemDescription) -> str:
         return "needs tensors that 32-bit offsets reach"
     if has_empty_sums(problem):
         return "rounds sums of nothing but padding as it does their neighbours, not to 0"
-    if (least := least_products(problem)) < _LEAST_PRODUCTS:
-        return f"keeps its error bound in sums of {_LEAST_PRODUCTS} products or more, not {least}"
+    least, is_weights = least_products(problem), problem.direction is Direction.BACKWARD_WEIGHTS
+    if is_weights and least < LEAST_PRODUCTS:
+        return f"keeps its error bound in sums of {LEAST_PRODUCTS} products or more, not {least}"
     return ""
 
 
@@ -54,6 +51,8 @@ def is_valid(problem: ProblemDescription, config: Mapping[str, Any]) -> bool:
         return False
     plan = FftPlan.of(problem, config)
     if not plan.product.serves(*plan.sizes(plan.at_once)[:2]) or plan.refusal():
+        return False
+    if max(least_products(problem), plan.summed_directly) < LEAST_PRODUCTS:
         return False
     if plan.planes and plan.own_block.repeats_fewer_planes:
         return False
@@ -77,8 +76,8 @@ def _tile_serves(problem: ProblemDescription, tile: int, *, is_own: bool) -> boo
 
 
 def error_growth(problem: ProblemDescription, config: Mapping[str, Any]) -> float:
-    """Of the error of an element whose own products are the fewest, over direct summation's of the longest sum."""
-    length = problem.reduction_length
-    edge = math.sqrt(length / least_products(problem))
-    direct = _DIRECT_ERROR * math.sqrt(length) + (_TF32_ERROR if problem.math is MathMode.TF32 else 0.0)
-    return max(1.0, edge * FftPlan.of(problem, config).error() / direct)
+    """Of the error of a result whose own products are the fewest, over direct summation's of the longest sum."""
+    plan, length = FftPlan.of(problem, config), problem.reduction_length
+    edge = math.sqrt(length / min(length, max(least_products(problem), plan.summed_directly)))
+    direct = DIRECT_ERROR * math.sqrt(length) + (_TF32_ERROR if problem.math is MathMode.TF32 else 0.0)
+    return max(1.0, edge * plan.error / direct)
