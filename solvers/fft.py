@@ -12,16 +12,17 @@ from typing import ClassVar
 
 from miofind.device import Device, Library, Place
 from miofind.libraries.fft import PRODUCT_SOURCE, SOURCE, FftPlan
-from miofind.libraries.fft_choice import CHUNKS_MIB, error_growth, is_valid, refusal
+from miofind.libraries.fft_choice import CHUNKS_MIB, error_growth, is_valid, refusal, tile_serves
 from miofind.libraries.fft_edges import EDGES_SOURCE
-from miofind.libraries.fft_own import LINES_SOURCE, TILES_SOURCE
+from miofind.libraries.fft_own import LINES_SOURCE, TILES_SOURCE, OwnBlock
 from miofind.libraries.fft_product import PRODUCTS
 from miofind.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.solution import Config, ConfigValue, ConvSolution, WorkspacePlan
 from miofind.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
 
 _DEFAULTS = 8
-_PLANES = (8, 4, 16)  # defaults have the first that is valid
+_OWN_TILES = (0, 16, 24, 32, 48, 64, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
+_PLANES = (8, 4, 16)  # defaults have the first that fits
 _SHARED_BYTES = 80 << 10  # of a block, so that two of them share a multiprocessor
 _LINES_SHARED_BYTES = 140 << 10  # of a block with the longest line
 _OFFSETS_BYTES = 14 << 10  # that a block has besides
@@ -131,7 +132,7 @@ class ConvFftTiles(ConvFft):
     )
     is_dynamic = False
     parameters: ClassVar[Mapping[str, Sequence[ConfigValue]]] = {
-        "tile": (0, 16, 24, 32, 48, 64, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768),
+        "tile": _OWN_TILES,
         "chunk_mib": CHUNKS_MIB,
         "product": tuple(PRODUCTS),
         "planes": _PLANES,
@@ -142,24 +143,32 @@ class ConvFftTiles(ConvFft):
         return super().examples()
 
     def is_valid_config(self, problem: ProblemDescription, device: Device, config: Config) -> bool:
-        if not is_valid(problem, config):
-            return False
-        block = FftPlan.of(problem, config).own_block
-        most = _LINES_SHARED_BYTES if block.has_lines else _SHARED_BYTES
-        return block.shared_bytes <= min(most, device.shared_bytes - _OFFSETS_BYTES)
+        return is_valid(problem, config) and _fits(FftPlan.of(problem, config).own_block, device)
 
     def _told_apart(self, problem: ProblemDescription, device: Device) -> Iterable[Config]:
-        for planes in _PLANES:
-            configs = _product(self, planes)
-            if any(self.is_valid_config(problem, device, config) for config in configs):
-                return configs
-        return ()
+        """Those of as many planes as fit, by tile."""
+        planes = {tile: self._planes(problem, device, tile) for tile in _OWN_TILES}
+        return (config for config in _product(self) if planes[config["tile"]] == config["planes"])
+
+    def _planes(self, problem: ProblemDescription, device: Device, tile: int) -> int:
+        """The first number of planes that fits, 0 where the tile does not serve."""
+        if not tile_serves(problem, tile, is_own=True):
+            return 0
+        any_other = {"tile": tile, "chunk_mib": CHUNKS_MIB[0], "product": next(iter(PRODUCTS))}
+        blocks = (FftPlan.of(problem, {**any_other, "planes": planes}).own_block for planes in _PLANES)
+        return next((one.planes for one in blocks if _fits(one, device) and not one.repeats_fewer_planes), 0)
+
+
+def _fits(block: OwnBlock, device: Device) -> bool:
+    """Whether a multiprocessor has shared memory for it, and for two where there are planes."""
+    most = _LINES_SHARED_BYTES if block.has_lines else _SHARED_BYTES
+    return block.shared_bytes <= min(most, device.shared_bytes - _OFFSETS_BYTES)
 
 
 @functools.cache  # writing configurations as JSON takes longest
-def _product(solver: ConvFft, planes: int = 0) -> tuple[Config, ...]:
-    """The product of a solver's parameters, or its part of so many planes."""
-    values = {**solver.parameters, "planes": (planes,)} if planes else solver.parameters
+def _product(solver: ConvFft) -> tuple[Config, ...]:
+    """The product of a solver's parameters."""
+    values = solver.parameters
     return tuple(Config(dict(zip(values, one, strict=True))) for one in itertools.product(*values.values()))
 
 

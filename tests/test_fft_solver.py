@@ -206,6 +206,21 @@ def test_small_shared_memory_leaves_shorter_lines() -> None:
     assert longest == [16384, 32768]
 
 
+@pytest.mark.parametrize("name", IDS)
+@pytest.mark.parametrize("taps", [256, 1024, 4096])
+def test_lines_of_any_length_have_defaults_of_several_tiles(name: str, taps: int) -> None:
+    solver = solver_by_id(name)
+    problem = ProblemDescription.convolution(x=(4, 16, 131072), w=(16, 16, taps), padding=taps // 2)
+    assert len({config["tile"] for config in solver.default_configs(problem, DEVICE)}) >= 3
+
+
+def test_large_tiles_are_among_the_defaults() -> None:
+    """Those of which fewer planes fit shared memory than of others."""
+    problem = ProblemDescription.convolution(x=(32, 64, 56, 56), w=(64, 64, 11, 11), padding=5)
+    defaults = solver_by_id("ConvFftTiles").default_configs(problem, DEVICE)
+    assert {(config["tile"], config["planes"]) for config in defaults} >= {(0, 4), (24, 8)}
+
+
 def test_configurations_that_cannot_run_are_refused() -> None:
     solver = solver_by_id("ConvFft")
     problem = ProblemDescription.convolution(**SHAPES["11x11"])

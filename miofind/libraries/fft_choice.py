@@ -47,7 +47,7 @@ def refusal(problem: ProblemDescription) -> str:
 
 def is_valid(problem: ProblemDescription, config: Mapping[str, Any]) -> bool:
     """Whether a configuration's tiles serve, its chunks differ from smaller ones, and all is within bounds."""
-    if not _tile_serves(problem, config["tile"], is_own="planes" in config):
+    if not tile_serves(problem, config["tile"], is_own="planes" in config):
         return False
     plan = FftPlan.of(problem, config)
     if not plan.product.serves(*plan.sizes(plan.at_once)[:2]) or plan.refusal():
@@ -62,7 +62,7 @@ def is_valid(problem: ProblemDescription, config: Mapping[str, Any]) -> bool:
     return WorkspacePlan(plan.regions()).bytes <= _MOST_WORKSPACE
 
 
-def _tile_serves(problem: ProblemDescription, tile: int, *, is_own: bool) -> bool:
+def tile_serves(problem: ProblemDescription, tile: int, *, is_own: bool) -> bool:
     """Whether a tile is shorter than some axis and half of it at least is kept, and there are transforms so long."""
     whole = [whole_length(problem, axis) for axis in range(problem.spatial_dims) if problem.filter[axis] > 1]
     taps = [taps for taps in problem.filter if taps > 1]

@@ -14,6 +14,7 @@ _OTHER_INSTRUCTIONS = 12  # of a thread a term: copies, addresses and the loop
 _BANDWIDTH_SHARE = 0.7
 _MOST_WASTE = 4
 _MOST_BLOCKS = 8  # down and across, without staging
+_RESIDENT_SUMS = 128 * 128  # complex sums that a multiprocessor has registers for
 _L2_SPEED = 2.5  # times the bandwidth of memory
 
 
@@ -80,7 +81,7 @@ class ProductTile:
         """Time of one launch."""
         rows, columns, terms = sizes
         blocks = ceil_div(rows, self.rows) * ceil_div(columns, self.columns) * ceil_div(frequencies, self.bins) * groups
-        resident = max(1, 512 // self.threads)
+        resident = max(1, _RESIDENT_SUMS // (self.threads * self.tile_m * self.tile_n))
         waves = blocks / (device.sm_count * resident)
         idle = max(1.0, math.ceil(waves) / waves)
         flops = 8.0 * blocks * self.bins * self.rows * self.columns * terms
