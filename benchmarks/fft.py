@@ -35,6 +35,7 @@ from miofind.solver import Solver, solver_by_id
 from miofind.verify.verifier import Verifier
 
 SAMPLES = 9
+SOLVERS = ["ConvFft", "ConvFftTiles", "ConvFftDepthwise"]
 
 # n, c, sizes, k, taps along each axis, groups; padded by half the taps.
 DENSE = (
@@ -196,7 +197,7 @@ def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write the rows to this file, after each problem")
     parser.add_argument("--problems", type=lambda text: text.split(","), default=["dense", "lines"], metavar="LISTS")
-    parser.add_argument("--solvers", type=lambda text: text.split(","), default=["ConvFft", "ConvFftTiles"])
+    parser.add_argument("--solvers", type=lambda text: text.split(","), default=SOLVERS)
     parser.add_argument("--directions", type=lambda text: [Direction(one) for one in text.split(",")])
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--channels-last", action="store_true")

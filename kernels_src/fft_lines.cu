@@ -1,13 +1,10 @@
 // Fourier transforms of long lines in shared memory: from a tensor to its transforms, and back to the elements kept.
 //
-// A block has LINES lines [tile][channel] of LENGTH real numbers as half as many complex ones. Passes of radix 8 and 16
-// work in place (decimation in frequency), a thread a butterfly in registers; the way back undoes them in reverse.
-// Frequencies stay in the order of their reversed digits, so that nothing is permuted: products do not ask which one is
-// which. Frequency LENGTH / 2 comes last. Shared memory has a gap after every 16 numbers, so that strides of 8 and 16
-// meet every bank. Sums are float32.
+// A block has LINES lines [tile][channel] of LENGTH real numbers as half as many complex ones. Frequencies stay in the
+// order that common/fft_passes.cuh leaves them in, LENGTH / 2 last: products do not ask which one is which. Sums are
+// float32.
 // Defines: ELEMENT, CHANNELS_LAST, LENGTH (a power of two), LINES, THREADS.
-// Source: Gentleman and Sande, Fast Fourier Transforms: for Fun and Profit, 1966.
-#include "common/fft_registers.cuh"
+#include "common/fft_passes.cuh"
 #include "common/fourier.cuh"
 #include "common/types.cuh"
 
@@ -22,60 +19,7 @@ constexpr int kBatch = 8;  // loads of a thread under way
 static_assert(kLines * kLength % (kBatch * kThreads) == 0, "batches are whole");
 static_assert(kThreads % 32 == 0 && kThreads <= 1024, "whole warps");
 
-// Where a point of a line lies.
-__device__ __forceinline__ constexpr int slot_of(int point) {
-  return point + point / 16;
-}
-// 4 floats modulo 32 times an odd number, so that four points of eight lines meet every bank.
-constexpr int kPitch = kPoints + kPoints / 16 + 2;
-
-// The radix of the pass over blocks of a size: as many of 8 as leave passes of 16.
-constexpr int radix_at(int size) {
-  int bits = 0;
-  for (int rest = size; rest > 1; rest /= 2) ++bits;
-  return bits % 4 == 0 ? 16 : 8;
-}
-
-// v[k] times exp(-2 pi i * at * k / kSize), or its conjugate; powers by products of few factors.
-template <int kSize, int kRadix, bool kBack>
-__device__ __forceinline__ void twiddle(float2 (&v)[kRadix], int at) {
-  float2 powers[kRadix];
-  sincospif(2.0f * at / kSize, &powers[1].y, &powers[1].x);
-  if (!kBack) powers[1].y = -powers[1].y;
-#pragma unroll
-  for (int k = 2; k < kRadix; ++k) {
-    const float2 a = powers[k / 2], b = powers[k - k / 2];
-    powers[k] = make_float2(a.x * b.x - a.y * b.y, a.x * b.y + a.y * b.x);
-  }
-#pragma unroll
-  for (int k = 1; k < kRadix; ++k)
-    v[k] = make_float2(v[k].x * powers[k].x - v[k].y * powers[k].y, v[k].x * powers[k].y + v[k].y * powers[k].x);
-}
-
-// One pass over blocks of kSize points, in place; then those over what they fall into, or before it for the way back.
-template <int kSize, bool kBack>
-__device__ __forceinline__ void passes(float2* lines) {
-  if constexpr (kSize > 1) {
-    constexpr int kRadix = radix_at(kSize), kApart = kSize / kRadix;
-    static_assert(kRadix * kApart == kSize, "whole passes");
-    if constexpr (kBack) passes<kApart, kBack>(lines);
-    for (int i = threadIdx.x; i < kLines * (kPoints / kRadix); i += kThreads) {
-      const int line = i / (kPoints / kRadix), within = i % (kPoints / kRadix);
-      const int at = within % kApart, first = within / kApart * kSize + at;
-      float2* points = lines + line * kPitch;
-      float2 values[kRadix];
-#pragma unroll
-      for (int r = 0; r < kRadix; ++r) values[r] = points[slot_of(first + r * kApart)];
-      if constexpr (kBack && kApart > 1) twiddle<kSize, kRadix, kBack>(values, at);
-      transform<kRadix, kBack>(values);
-      if constexpr (!kBack && kApart > 1) twiddle<kSize, kRadix, kBack>(values, at);
-#pragma unroll
-      for (int r = 0; r < kRadix; ++r) points[slot_of(first + r * kApart)] = values[r];
-    }
-    __syncthreads();  // the next pass takes what other threads wrote
-    if constexpr (!kBack) passes<kApart, kBack>(lines);
-  }
-}
+constexpr int kPitch = line_pitch(kPoints);
 
 // The frequency at a place, and the place of the frequency kPoints - `frequency`; digits of the passes, the first most
 // significant in a place and least in a frequency.
@@ -155,7 +99,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     for (int b = 0; b < kBatch; ++b) *number_of(lines, item_of(first_item + b * kThreads)) = values[b];
   }
   __syncthreads();  // all numbers are there
-  passes<kPoints, false>(lines);
+  passes<kPoints, kPoints, kLines, kThreads, false>(lines);
   for (int i = threadIdx.x; i < kLines * kPoints; i += kThreads) {
     const int line = i / kPoints, place = i % kPoints;
     const long long plane = static_cast<long long>(blockIdx.x) * kLines + line;
@@ -194,7 +138,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     lines[line * kPitch + slot_of(place)] = make_float2(even.x - odd.y, even.y + odd.x);
   }
   __syncthreads();  // all frequencies are there, and all rows are found
-  passes<kPoints, true>(lines);
+  passes<kPoints, kPoints, kLines, kThreads, true>(lines);
 #pragma unroll 4
   for (int i = threadIdx.x; i < kLines * kLength; i += kThreads) {
     const Item item = item_of(i);

@@ -115,6 +115,8 @@ def carry_out(step: KernelStep | FftStep, buffers: Buffers) -> None:
         "fft_tiles_backward": _tiles_backward,
         "fft_lines_forward": _tiles_forward,  # the order of frequencies is theirs alone
         "fft_lines_backward": _tiles_backward,
+        "fft_depthwise_filters": _depthwise_filters,
+        "fft_depthwise": _depthwise,
         "fft_edges": _edges,
         "fft_product": _product,
         "fft_product_direct": _product,
@@ -223,6 +225,39 @@ def _product(step: KernelStep, given: Arguments, buffers: Buffers) -> None:
         found = np.einsum("itf,jtf->ijf", left, right)
         place = row * strides[2][0] + column.T * strides[2][1] + group * strides[2][2]
         out[place] = found + (out[place] if accumulate else 0)
+
+
+def _depthwise_filters(step: KernelStep, given: Arguments, buffers: Buffers) -> None:
+    source, target = given.buffer(), given.buffer()
+    channels, taps, channel_step, tap_step = given.numbers(4)
+    given.end()
+    length = _lengths(step)[1]
+    assert step.grid[0] * dict(step.defines)["LINES"] >= channels
+    at = np.arange(channels)[:, None] * channel_step + np.arange(taps) * tap_step
+    buffers[target][: channels * length] = np.fft.fft(buffers[source][at], length).ravel()
+
+
+def _depthwise(step: KernelStep, given: Arguments, buffers: Buffers) -> None:
+    source, filters, target = given.buffer(), given.buffer(), given.buffer()
+    lines, tiles, scale = int(given.number()), int(given.number()), given.number()
+    from_steps, to_steps, channels = given.numbers(2), given.numbers(2), given.divisor()
+    first, per_image, across = int(given.number()), given.divisor(), given.divisor()
+    axes = [Axis.of(given) for _ in range(4)]
+    given.end()
+    length = _lengths(step)[1]
+    assert lines == (tiles + 1) // 2 * channels
+    assert step.grid[0] * dict(step.defines)["LINES"] >= lines
+    real = np.zeros((tiles * channels, 1, length))
+    origin = Tensor(*from_steps, channels, first, per_image, across)
+    for plane, row, column, offset in origin.elements(tiles, (1, length), axes[:2]):
+        real[plane, row, column] = buffers[source][offset]
+    transforms = buffers[filters][: channels * length].reshape(channels, length)
+    transforms = transforms.conj() if dict(step.defines)["CONJUGATE"] else transforms
+    spectra = np.fft.fft(real.reshape(tiles, channels, length)) * transforms
+    back = scale * length * np.fft.ifft(spectra).real.reshape(tiles * channels, length)
+    result = Tensor(*to_steps, channels, first, per_image, across)
+    for plane, _, column, offset in result.elements(tiles, (1, length), axes[2:]):
+        buffers[target][offset] = back[plane, column]
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""ConvFft and ConvFftTiles without a GPU: their steps in NumPy against the reference, their workspace and refusals."""
+"""ConvFft, ConvFftTiles and ConvFftDepthwise without a GPU: steps in NumPy, workspaces, bounds and refusals."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from fft_in_numpy import carry_out
 from miofind.device import Device
 from miofind.errors import InvalidConfigError
 from miofind.libraries.fft import FftPlan
+from miofind.libraries.fft_depthwise import DepthwisePlan
 from miofind.problem import Direction, Layout, ProblemDescription
 from miofind.reference import reference_on_host
 from miofind.solution import Config, FftStep, KernelStep
@@ -37,7 +38,7 @@ def in_memory(problem: ProblemDescription, name: str, values: np.ndarray) -> np.
     return np.ascontiguousarray(np.moveaxis(values, 1, -1) if last else values).ravel()
 
 
-def result_of(problem: ProblemDescription, plan: FftPlan, inputs: dict[str, np.ndarray]) -> np.ndarray:
+def result_of(problem: ProblemDescription, plan: FftPlan | DepthwisePlan, inputs: dict[str, np.ndarray]) -> np.ndarray:
     """The logical result of the steps, from workspace full of NaN."""
     out = problem.direction.output
     buffers = {name: in_memory(problem, name, values) for name, values in inputs.items()}
@@ -219,6 +220,47 @@ def test_large_tiles_are_among_the_defaults() -> None:
     problem = ProblemDescription.convolution(x=(32, 64, 56, 56), w=(64, 64, 11, 11), padding=5)
     defaults = solver_by_id("ConvFftTiles").default_configs(problem, DEVICE)
     assert {(config["tile"], config["planes"]) for config in defaults} >= {(0, 4), (24, 8)}
+
+
+LINES: dict[str, dict[str, Any]] = {
+    "causal": {"x": (3, 5, 900), "w": (5, 1, 100), "padding": ((99, 0),), "groups": 5},
+    "padded": {"x": (2, 4, 700), "w": (4, 1, 121), "padding": 60, "groups": 4, "direction": "backward_data"},
+    "strided": {"x": (1, 3, 1100), "w": (3, 1, 120), "padding": 30, "stride": 3, "groups": 3},
+    "wide": {"x": (1, 4, 3, 600), "w": (4, 1, 1, 90), "padding": (0, 45), "groups": 4},
+    "tall": {"x": (2, 3, 600, 5), "w": (3, 1, 70, 1), "groups": 3, "direction": "backward_data"},
+}
+
+
+@pytest.mark.parametrize("channels_last", [False, True], ids=["channels_first", "channels_last"])
+@pytest.mark.parametrize("shape", LINES)
+def test_depthwise_lines_compute_the_convolution(shape: str, channels_last: bool) -> None:
+    solver, layout = (
+        solver_by_id("ConvFftDepthwise"),
+        Layout.of(len(LINES[shape]["x"]) - 2, channels_last=channels_last),
+    )
+    problem = ProblemDescription.convolution(**LINES[shape], layout=layout)
+    assert solver.applicability(problem, DEVICE)
+    inputs = drawn(problem)
+    expected = reference_on_host(problem, **inputs)
+    for config in solver.configs(problem, DEVICE):
+        got = result_of(problem, DepthwisePlan.of(problem, config["tile"], config["points"]), inputs)
+        np.testing.assert_allclose(got, expected, atol=1e-9, err_msg=config.json)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"w": (8, 2, 100), "groups": 2}, "one filter a channel"),
+        ({"w": (8, 1, 100), "groups": 4}, "one filter a channel"),
+        ({"direction": "backward_weights"}, "forward and backward data"),
+        ({"x": (2, 4, 60, 60), "w": (4, 1, 9, 9)}, "along one axis"),
+        ({"x": (2, 4, 90000), "w": (4, 1, 9000)}, "256 to 16384"),
+    ],
+    ids=["dense", "multiplier", "weights", "2-D", "long filters"],
+)
+def test_depthwise_lines_refuse_with_a_reason(fields: dict[str, Any], words: str) -> None:
+    problem = ProblemDescription.convolution(**{"x": (2, 4, 900), "w": (4, 1, 100), "groups": 4, **fields})
+    assert words in solver_by_id("ConvFftDepthwise").applicability(problem, DEVICE).reason
 
 
 def test_configurations_that_cannot_run_are_refused() -> None:

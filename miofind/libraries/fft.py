@@ -179,7 +179,7 @@ class FftPlan:
                 *int32s(planes),
                 *((self._scale,) if inverse else ()),
                 *self._where(name, first),
-                *self._axes(name),
+                *self.tile_axes(name),
             ),
         )
 
@@ -285,23 +285,22 @@ class FftPlan:
                 *extra,
                 *self._where(name, first),
                 *divisors(self.frequencies, spectrum(self.lengths)[1]),
-                *self._axes(name),
+                *self.tile_axes(name),
             ),
         )
 
     def _where(self, name: str, first: int) -> tuple[Scalar, ...]:
-        """The kernels' TENSOR_OF, and their `TileGrid` from a tile on; filters are one tile each."""
+        """The kernels' TENSOR_OF, and their `TileGrid`."""
         tensor = self.problem.tensor(name)
         image, channel, *_ = strides(tensor)
-        down, across = (1, 1) if name == "w" else (axis.tiles for axis in self.axes)
-        return (
-            *int32s(image, channel),
-            *divisors(tensor.shape[1]),
-            *int32s(first),
-            *divisors(down * across, across),
-        )
+        return (*int32s(image, channel), *divisors(tensor.shape[1]), *self.grid(name, first))
 
-    def _axes(self, name: str) -> Iterator[Scalar]:
+    def grid(self, name: str, first: int) -> tuple[Scalar, ...]:
+        """The kernels' `TileGrid` from a tile on; filters are one tile each."""
+        down, across = (1, 1) if name == "w" else (axis.tiles for axis in self.axes)
+        return (*int32s(first), *divisors(down * across, across))
+
+    def tile_axes(self, name: str) -> Iterator[Scalar]:
         """The kernels' `TileAxis` twice."""
         tensor = self.problem.tensor(name)
         for axis, index in zip(self.axes, self.order, strict=True):

@@ -12,7 +12,7 @@ LINES_SOURCE = "fft_lines.cu"
 # Lengths that a thread of fft_tiles.cu holds in registers: columns, and rows of half as many complex numbers.
 _HEIGHTS = (1, 8, 10, 12, 14, 16, 18, 20, 21, 24, 27, 28, 30, 32, 35, 36, 40, 42, 45, 48, 54, 56, 60, 64)
 _WIDTHS = (8, 12, 16, 20, 24, 28, 32, 36, 40, 48, 56, 60, 64, 72, 80, 96, 112, 128)
-_LINES = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768)  # of fft_lines.cu
+OWN_LINES = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768)  # of fft_lines.cu
 _LINE_OF_PLANE = 512  # numbers of a line for each plane that a block has
 _LEAST_PLANES = 4
 _THREADS = 256
@@ -32,7 +32,7 @@ def own_width(size: int) -> int:
 
 def own_line(size: int) -> int:
     """The least length of a single row from `size` on that either of them transforms; 0 where there is none."""
-    return own_width(size) or next((length for length in _LINES if length >= size), 0)
+    return own_width(size) or next((length for length in OWN_LINES if length >= size), 0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,6 +39,14 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
+LINES: dict[str, dict[str, Any]] = {
+    "padded": {"x": (3, 37, 9000), "w": (37, 1, 1024), "padding": 512, "groups": 37},
+    "causal": {"x": (2, 64, 2500), "w": (64, 1, 256), "padding": ((255, 0),), "groups": 64},
+    "strided": {"x": (2, 16, 30000), "w": (16, 1, 4096), "padding": 2048, "stride": 2, "groups": 16},
+    "tall": {"x": (2, 24, 700, 9), "w": (24, 1, 121, 1), "padding": (60, 0), "groups": 24},
+}
+
+
 @pytest.fixture(params=["ConvFft", "ConvFftTiles"])
 def solver(request: pytest.FixtureRequest) -> Solver:
     return solver_by_id(request.param)
@@ -92,6 +100,20 @@ def test_configurations_keep_their_bounds(
     problem = ProblemDescription.convolution(**SHAPES[shape], dtype=dtype, direction=direction, layout=layout)
     assert solver.applicability(problem, device)
     check(solver, problem, spread(solver, problem, device, 6), device, compiler)
+
+
+@pytest.mark.parametrize("channels_last", [False, True], ids=["channels_first", "channels_last"])
+@pytest.mark.parametrize("direction", [Direction.FORWARD, Direction.BACKWARD_DATA])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("shape", LINES)
+def test_depthwise_lines_keep_their_bounds(
+    shape: str, dtype: str, direction: Direction, channels_last: bool, device: Device, compiler: Compiler
+) -> None:
+    solver = solver_by_id("ConvFftDepthwise")
+    layout = Layout.of(len(LINES[shape]["x"]) - 2, channels_last=channels_last)
+    problem = ProblemDescription.convolution(**LINES[shape], dtype=dtype, direction=direction, layout=layout)
+    assert solver.applicability(problem, device)
+    check(solver, problem, list(solver.configs(problem, device)), device, compiler)
 
 
 @pytest.mark.parametrize("direction", list(Direction))
