@@ -57,7 +57,7 @@ __device__ __forceinline__ Met met_by(const Axis& axis, int result) {
    name##_leading,     name##_source_step, name##_filter_step, name##_result_step}
 
 // terms: channels of a group that are summed; items: results asked about of all images and channels.
-extern "C" __global__ void __launch_bounds__(kThreads)
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
     fft_edges(const T_SOURCE* __restrict__ source, const T_W* __restrict__ w, T_RESULT* __restrict__ results, int items,
               int limit, int terms, DIVISOR_OF(channels), DIVISOR_OF(group_channels), int source_image,
               int source_channel, int filter_term, int filter_channel, int filter_group, int result_image,
