@@ -91,7 +91,10 @@ __device__ __forceinline__ Block block_of(const Divisor& columns, const Divisor&
       DIVISOR_OF(row_blocks), DIVISOR_OF(bin_blocks)
 
 #if STAGES == 0
-extern "C" __global__ void __launch_bounds__(kThreads) fft_product_direct(PRODUCT_PARAMETERS) {
+// Few sums need few registers, and leave room for many loads under way.
+constexpr int kMinBlocks = kTileM * kTileN <= 2 ? 8 : 1;
+
+extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) fft_product_direct(PRODUCT_PARAMETERS) {
   const Block block = block_of(DIVISOR(column_blocks), DIVISOR(row_blocks), DIVISOR(bin_blocks));
   const Matrix left = MATRIX(a), right = MATRIX(b), result = MATRIX(out);
   const int bin = block.bin + threadIdx.x % kBins, slot = threadIdx.x / kBins;
