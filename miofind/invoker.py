@@ -26,6 +26,7 @@ from miofind.solution import (
     Config,
     ConvSolution,
     CudnnStep,
+    FftStep,
     HostStep,
     KernelStep,
     MatmulStep,
@@ -193,6 +194,24 @@ class _BoundCudnn:
         self._launch(bases[0], bases[1], bases[2], bases[3] + self._offset, stream)
 
 
+class _BoundFft:
+    """A batch of cuFFT's transforms on the bases."""
+
+    __slots__ = ("_data", "_launch", "_workspace")
+
+    def __init__(self, step: FftStep, device: Device, place: Callable[[Pointer], _Place]) -> None:
+        from miofind.libraries.cufft import fft_plan
+
+        self._data = place(step.data)
+        self._workspace = None if step.workspace is None else place(Pointer(buffer=step.workspace))
+        self._launch = fft_plan(step, device).launch
+
+    def __call__(self, bases: Sequence[int], stream: int) -> None:
+        given = self._workspace
+        workspace = 0 if given is None else bases[given.base] + given.offset
+        self._launch(bases[self._data.base] + self._data.offset, workspace, stream)
+
+
 class Invoker(ABC):
     """One solution, bound to a device and ready to run.
 
@@ -270,6 +289,8 @@ class _CudaInvoker(Invoker):
             return _BoundKernel(step, self._kernels[step], place, early=early and self._launches_early)
         if isinstance(step, MatmulStep):
             return _BoundMatmul(step, self.device, place)
+        if isinstance(step, FftStep):
+            return _BoundFft(step, self.device, place)
         if isinstance(step, CudnnStep):
             return _BoundCudnn(step, self.problem, self.device, plan)
         raise LaunchError(f"{self.solver_id}: a {type(step).__name__} does not run on {self.device.place}")

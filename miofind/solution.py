@@ -318,6 +318,33 @@ class CudnnStep:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FftStep:
+    """One batch of cuFFT's float32 transforms in place: real to complex, or back and then not scaled.
+
+    Attributes:
+        lengths: of a transform, one or two, the last even. Rows hold 2 * (last / 2 + 1) floats: real numbers and two
+            that mean nothing, or last / 2 + 1 complex numbers.
+        batch: transforms, one after another.
+        inverse: whether complex becomes real.
+        data: the first number.
+        workspace: region given to the library, or None.
+        workspace_bytes: bytes of it; a plan that wants more is refused.
+    """
+
+    lengths: tuple[int, ...]
+    batch: int
+    inverse: bool
+    data: Pointer
+    workspace: str | None = None
+    workspace_bytes: int = 0
+
+    @property
+    def library(self) -> Library:
+        """The library that carries the step out."""
+        return Library.CUFFT
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class HostStep:
     """One call of a Python function on the CPU place.
 
@@ -329,7 +356,7 @@ class HostStep:
     function: str
 
 
-Step = KernelStep | MatmulStep | CudnnStep | HostStep
+Step = KernelStep | MatmulStep | CudnnStep | FftStep | HostStep
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ import pytest
 from miofind.device import Device, Place
 from miofind.errors import InvalidConfigError
 from miofind.problem import DataType, Direction, Layout, ProblemDescription
-from miofind.solution import Config, CudnnStep, HostStep, KernelStep, MatmulStep, Pointer, Scalar, TensorMap
+from miofind.solution import Config, CudnnStep, FftStep, HostStep, KernelStep, MatmulStep, Pointer, Scalar, TensorMap
 from miofind.solver import MAX_DEFAULT_CONFIGS, Algorithm, KernelKey, Solver, solvers
 
 SOLVERS = list(solvers().values())
@@ -223,18 +223,21 @@ def test_steps_name_known_buffers_and_write_the_output(case: Case) -> None:
             assert TENSORS | set(regions) <= used | workspaces(solution.steps)
 
 
-def pointers(step: KernelStep | MatmulStep | CudnnStep | HostStep) -> list[Pointer]:
+def pointers(step: KernelStep | MatmulStep | CudnnStep | FftStep | HostStep) -> list[Pointer]:
     if isinstance(step, KernelStep):
         buffers = [arg.pointer if isinstance(arg, TensorMap) else arg for arg in step.args]
         return [arg for arg in buffers if isinstance(arg, Pointer)]
     if isinstance(step, MatmulStep):
         return [step.a, step.b, step.c]
+    if isinstance(step, FftStep):
+        return [step.data]
     return []
 
 
 def workspaces(steps: tuple[object, ...]) -> set[str]:
     """Regions that are handed to libraries."""
-    return {step.workspace for step in steps if isinstance(step, (MatmulStep, CudnnStep)) and step.workspace}
+    libraries = (MatmulStep, CudnnStep, FftStep)
+    return {step.workspace for step in steps if isinstance(step, libraries) and step.workspace}
 
 
 @each_case

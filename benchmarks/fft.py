@@ -1,0 +1,240 @@
+"""Fourier and Winograd transforms against PyTorch, on problems that suit them.
+
+    python benchmarks/fft.py --json benchmarks/results/fft_h200.json
+    python benchmarks/fft.py --problems winograd --solvers ConvWinograd,ConvWinogradMma --configs 8
+    python benchmarks/fft.py --list
+
+Needs a GPU and PyTorch (cudnn.benchmark=True, every algorithm tried). The default configurations of each solver, and
+--configs more drawn at random, are verified and timed by the protocol of `miofind bench`; the fastest is compared. A
+ratio above 1 says how many times faster than PyTorch it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from miofind.bench.torch_rival import TorchRival
+from miofind.compiler import Compiler
+from miofind.device import Device
+from miofind.environment import versions
+from miofind.errors import MiofindError
+from miofind.invoker import make_invoker
+from miofind.measure.stage import Runnable, Stage
+from miofind.problem import Direction, Layout, ProblemDescription
+from miofind.solution import Config
+from miofind.solver import Solver, solver_by_id
+from miofind.verify.verifier import Verifier
+
+SAMPLES = 9
+SOLVERS = ["ConvFft", "ConvFftTiles", "ConvFftDepthwise"]
+
+# n, c, sizes, k, taps along each axis, groups; padded by half the taps.
+DENSE = (
+    (32, 64, (56, 56), 64, 11, 1),
+    (16, 64, (112, 112), 64, 11, 1),
+    (32, 128, (28, 28), 128, 11, 1),
+    (32, 256, (14, 14), 256, 11, 1),
+    (32, 256, (28, 28), 256, 11, 1),
+    (1, 64, (256, 256), 64, 11, 1),
+    (32, 128, (28, 28), 128, 13, 1),
+    (16, 96, (56, 56), 96, 15, 1),
+    (8, 16, (224, 224), 16, 17, 1),
+    (16, 32, (128, 128), 32, 21, 1),
+    (1, 32, (512, 512), 32, 25, 1),
+    (8, 64, (64, 64), 64, 31, 1),
+    (8, 3, (256, 256), 64, 15, 1),
+)
+LINES = (
+    (32, 64, (4096,), 64, 256, 1),
+    (8, 256, (4096,), 256, 256, 1),
+    (16, 128, (8192,), 128, 512, 1),
+    (8, 64, (16384,), 64, 1024, 1),
+    (4, 32, (65536,), 32, 2048, 1),
+    (4, 16, (131072,), 16, 4096, 1),
+    (8, 1024, (4096,), 1024, 256, 1024),
+    (16, 256, (8192,), 256, 512, 256),
+    (8, 512, (16384,), 512, 1024, 512),
+    (4, 64, (65536,), 64, 4096, 64),
+)
+WINOGRAD = (
+    (32, 64, (56, 56), 64, 3, 1),
+    (32, 128, (28, 28), 128, 3, 1),
+    (32, 256, (14, 14), 256, 3, 1),
+    (32, 512, (7, 7), 512, 3, 1),
+    (8, 64, (224, 224), 64, 3, 1),
+    (8, 256, (56, 56), 256, 3, 1),
+    (8, 512, (28, 28), 512, 3, 1),
+    (16, 96, (35, 35), 96, 5, 1),
+)
+LISTS = {"dense": DENSE, "lines": LINES, "winograd": WINOGRAD}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One problem and the list it comes from."""
+
+    kind: str
+    problem: ProblemDescription
+
+
+def jobs(asked: argparse.Namespace) -> Iterator[Job]:
+    """The problems asked for, direction by direction of each."""
+    for kind in asked.problems:
+        for n, c, sizes, k, taps, groups in LISTS[kind]:
+            for direction in asked.directions:
+                problem = ProblemDescription.convolution(
+                    x=(n, c, *sizes),
+                    w=(k, c // groups, *(taps for _ in sizes)),
+                    padding=taps // 2,
+                    groups=groups,
+                    dtype=asked.dtype,
+                    layout=Layout.of(len(sizes), channels_last=asked.channels_last),
+                    direction=direction,
+                )
+                yield Job(kind=kind, problem=problem)
+
+
+def configurations(solver: Solver, problem: ProblemDescription, device: Device, count: int) -> list[Config]:
+    """The defaults and `count` more at random."""
+    every = list(solver.configs(problem, device))
+    drawn = random.Random(problem.network_config).sample(every, min(count, len(every)))
+    return list(dict.fromkeys([*solver.default_configs(problem, device), *drawn]))
+
+
+def candidates(problem: ProblemDescription, asked: argparse.Namespace, device: Device) -> list[tuple[Solver, Config]]:
+    """What is timed for a problem."""
+    found = []
+    for name in asked.solvers:
+        solver = solver_by_id(name)
+        if solver.applicability(problem, device):
+            found += [(solver, config) for config in configurations(solver, problem, device, asked.configs)]
+    return found
+
+
+def median_ms(stage: Stage, runs: Runnable, count: int = SAMPLES) -> float:
+    """Of `count` samples."""
+    return statistics.median(stage.samples(stage.track(runs), runs, count))
+
+
+def measured(job: Job, asked: argparse.Namespace, device: Device, compiler: Compiler) -> dict[str, Any]:
+    """One problem's times in milliseconds, ours best first; what failed, by configuration."""
+    problem, times, failures = job.problem, [], []
+    with Verifier(problem, device, compiler) as verifier, Stage(problem, device, compiler) as stage:
+        for solver, config in candidates(problem, asked, device):
+            try:
+                invoker = make_invoker(problem, device, solver, config, compiler)
+                growth = solver.error_growth(problem, config)
+                verdict = verifier.verify(invoker, growth=growth, exact=solver.is_exact(config))
+                if not verdict.ok:
+                    failures.append(f"{solver.id} {config.json}: {verdict.message[:300]}")
+                    continue
+                estimate_ms = solver.estimate_ms(problem, device, config)
+                times.append((median_ms(stage, invoker), solver.id, config.json, estimate_ms, growth))
+            except (MiofindError, MemoryError) as error:
+                failures.append(f"{solver.id} {config.json}: {str(error)[:300]}")
+        rival_ms = None
+        if asked.torch:
+            try:
+                rival_ms = median_ms(stage, TorchRival(problem, device.index), 5)
+            except (MiofindError, MemoryError) as error:
+                failures.append(f"torch: {error}")
+    times.sort()
+    names = ("ms", "solver", "config", "estimate_ms", "growth")
+    rows = [dict(zip(names, one, strict=True)) for one in times]
+    ratio = rival_ms / times[0][0] if times and rival_ms else None
+    return {
+        "kind": job.kind,
+        "network_config": problem.network_config,
+        "direction": problem.direction.value,
+        "torch_ms": rival_ms,
+        "ratio": ratio,
+        "rows": rows,
+        "failures": failures,
+    }
+
+
+def line(row: dict[str, Any]) -> str:
+    """A row as it is printed."""
+    if not row["rows"]:
+        return f"{row['network_config']}: nothing passed"
+    best = row["rows"][0]
+    rival = "" if row["ratio"] is None else f"  torch {row['torch_ms']:.3f} ms, ratio {row['ratio']:.2f}"
+    estimate = f"(estimate {best['estimate_ms']:.3f})"
+    return f"{row['network_config']}: {best['ms']:.3f} ms {estimate} {best['solver']} {best['config']}{rival}"
+
+
+def means(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Geometric means of the ratio by list and direction, and by list."""
+    groups: dict[str, list[float]] = {}
+    for row in rows:
+        if row["ratio"] is not None:
+            for key in (row["kind"], f"{row['kind']} {row['direction']}"):
+                groups.setdefault(key, []).append(math.log(row["ratio"]))
+    return {key: math.exp(statistics.fmean(logs)) for key, logs in sorted(groups.items())}
+
+
+def build_ahead(problems: Sequence[Job], asked: argparse.Namespace, device: Device, compiler: Compiler) -> None:
+    """Compile all kernels in parallel, so that the GPU does not wait for them."""
+    steps = {}
+    for job in problems:
+        for solver, config in candidates(job.problem, asked, device):
+            for step in solver.solution(job.problem, device, config).kernels:
+                steps[step.source, step.entry, step.defines] = step
+    for _ in compiler.build_all(steps.values(), device.arch):
+        pass
+
+
+def parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="write the rows to this file, after each problem")
+    parser.add_argument("--problems", type=lambda text: text.split(","), default=["dense", "lines"], metavar="LISTS")
+    parser.add_argument("--solvers", type=lambda text: text.split(","), default=SOLVERS)
+    parser.add_argument("--directions", type=lambda text: [Direction(one) for one in text.split(",")])
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--channels-last", action="store_true")
+    parser.add_argument("--configs", type=int, default=0, help="configurations besides the defaults")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no problem after so long")
+    parser.add_argument("--part", default="0/1", help="every n-th problem from the i-th on, as i/n")
+    parser.add_argument("--no-torch", dest="torch", action="store_false")
+    parser.add_argument("--list", action="store_true", help="only print the problems and how many configurations")
+    asked = parser.parse_args()
+    asked.directions = asked.directions or list(Direction)
+    return asked
+
+
+def main() -> None:
+    asked = parsed()
+    first, step = map(int, asked.part.split("/"))
+    chosen = list(jobs(asked))[first::step]
+    if asked.list:
+        device = Device.virtual("90a")
+        for job in chosen:
+            print(job.problem.network_config, len(candidates(job.problem, asked, device)))
+        return
+    device, compiler, started, rows = Device.cuda(), Compiler(), time.monotonic(), []
+    build_ahead(chosen, asked, device, compiler)
+    for job in chosen:
+        if time.monotonic() - started > asked.seconds:
+            break
+        rows.append(measured(job, asked, device, compiler))
+        print(line(rows[-1]), flush=True)
+        for failure in rows[-1]["failures"]:
+            print(f"  FAILED {failure}", flush=True)
+        if asked.json:
+            report = {"device": device.identity, "versions": versions(device), "means": means(rows), "rows": rows}
+            asked.json.write_text(json.dumps(report, indent=1) + "\n")
+    for key, mean in means(rows).items():
+        print(f"{key}: PyTorch's time over ours, geometric mean {mean:.2f}")
+
+
+if __name__ == "__main__":
+    main()

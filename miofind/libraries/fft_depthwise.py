@@ -1,0 +1,176 @@
+"""Depthwise convolution of long lines by kernels_src/fft_depthwise.cu: plans, and the steps of one solution."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from miofind.device import Device
+from miofind.libraries.fft import FftPlan
+from miofind.libraries.fft_choice import tile_serves
+from miofind.libraries.fft_edges import edges_step, strides
+from miofind.libraries.fft_own import OWN_LINES
+from miofind.problem import Direction, ProblemDescription
+from miofind.solution import KernelStep, Pointer, Region, Scalar, Step, int32s
+from miofind.tiling.correlation import ceil_div
+from miofind.tiling.divisor import divisors
+
+SOURCE = "fft_depthwise.cu"
+FILTERS = "filters"
+POINTS = (2048, 4096)
+
+_COMPLEX_BYTES = 8
+_MOST_THREADS = 512
+_STEP_MS = 0.002
+_BANDWIDTH_SHARE = 0.6  # of the device's, that lines are taken to pass with
+_L2_SPEED = 2.5  # times that, with which filters come from the cache
+_FREE_SHARED_BYTES = 1 << 10  # that a block has besides its lines
+
+
+@dataclass(frozen=True, slots=True)
+class DepthwisePlan:
+    """One way to compute a problem.
+
+    Attributes:
+        tiles: how its lines are cut.
+        points: complex numbers that a thread block transforms at once, of one line at least.
+    """
+
+    tiles: FftPlan
+    points: int
+
+    @staticmethod
+    def of(problem: ProblemDescription, tile: int, points: int) -> DepthwisePlan:
+        """The plan of tiles of a length, 0 for whole lines."""
+        return DepthwisePlan(FftPlan.of(problem, as_tiles(tile)), points)
+
+    @property
+    def length(self) -> int:
+        """Of a transform."""
+        return self.tiles.lengths[1]
+
+    @property
+    def lines(self) -> int:
+        """Of a thread block."""
+        return max(1, self.points // self.length)
+
+    @property
+    def threads(self) -> int:
+        """Of a block: one for each butterfly of eight numbers."""
+        return min(_MOST_THREADS, self.lines * self.length // 8)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a block."""
+        return _COMPLEX_BYTES * self.lines * (self.length + self.length // 16 + 2)
+
+    @property
+    def all_lines(self) -> int:
+        """Pairs of tiles times channels."""
+        return ceil_div(self.tiles.all_tiles, 2) * self.tiles.problem.c
+
+    def regions(self) -> tuple[Region, ...]:
+        """Workspace for the transforms of filters."""
+        return (Region(name=FILTERS, bytes=_COMPLEX_BYTES * self.length * self.tiles.problem.k),)
+
+    def steps(self) -> Iterator[Step]:
+        """The steps in order."""
+        yield self._filters()
+        yield self._lines()
+        if limit := self.tiles.summed_directly:
+            yield edges_step(self.tiles.problem, limit)
+
+    def _filters(self) -> KernelStep:
+        problem, inner = self.tiles.problem, self.tiles.order[1]
+        steps = strides(problem.w)
+        return self._kernel(
+            "fft_depthwise_filters",
+            ceil_div(problem.k, self.lines),
+            ("w", FILTERS),
+            int32s(problem.k, problem.filter[inner], steps[0], steps[2 + inner]),
+        )
+
+    def _lines(self) -> KernelStep:
+        problem, plan = self.tiles.problem, self.tiles
+        source, result = self._names()
+        scale = Scalar(ctype="float32", value=1.0 / self.length)
+        images = (strides(problem.tensor(name))[:2] for name in (source, result))
+        return self._kernel(
+            "fft_depthwise",
+            ceil_div(self.all_lines, self.lines),
+            (source, FILTERS, result),
+            (
+                *int32s(self.all_lines, plan.all_tiles),
+                scale,
+                *(number for pair in images for number in int32s(*pair)),
+                *divisors(problem.c),
+                *plan.grid(source, 0),
+                *plan.tile_axes(source),
+                *plan.tile_axes(result),
+            ),
+        )
+
+    def _names(self) -> tuple[str, str]:
+        """The tensor that is transformed, and the result."""
+        return ("y", "x") if self.tiles.problem.direction is Direction.BACKWARD_DATA else ("x", "y")
+
+    def _kernel(self, entry: str, blocks: int, buffers: tuple[str, ...], scalars: tuple[Scalar, ...]) -> KernelStep:
+        problem = self.tiles.problem
+        source, result = map(problem.tensor, self._names())
+        return KernelStep(
+            source=SOURCE,
+            entry=entry,
+            defines=(
+                ("T_SOURCE", source.dtype.value),
+                ("T_W", problem.w.dtype.value),
+                ("T_RESULT", result.dtype.value),
+                ("SOURCE_LAST", int(source.layout.channels_last)),
+                ("RESULT_LAST", int(result.layout.channels_last)),
+                ("CONJUGATE", int(problem.direction is Direction.FORWARD)),
+                ("LENGTH", self.length),
+                ("LINES", self.lines),
+                ("THREADS", self.threads),
+            ),
+            grid=(blocks, 1, 1),
+            block=(self.threads, 1, 1),
+            shared_bytes=self.shared_bytes,
+            args=(*(Pointer(buffer=buffer) for buffer in buffers), *scalars),
+        )
+
+    def estimate_ms(self, device: Device) -> float:
+        """Time of all steps."""
+        problem, bandwidth = self.tiles.problem, _BANDWIDTH_SHARE * device.bandwidth_bytes_per_s / 1e3
+        overlap = math.prod(axis.length / axis.step for axis in self.tiles.axes)
+        line_bytes = _COMPLEX_BYTES * self.length
+        filters = line_bytes * (problem.k + self.all_lines / _L2_SPEED)
+        return 3 * _STEP_MS + (overlap * problem.bytes + filters) / bandwidth
+
+
+def as_tiles(tile: int) -> dict[str, Any]:
+    """The configuration of a `FftPlan` that cuts lines alike."""
+    return {"tile": tile, "chunk_mib": 16, "product": "1x1", "planes": 8}
+
+
+def depthwise_refusal(problem: ProblemDescription) -> str:
+    """Why lines of one channel do not serve a problem that transforms serve, "" if they do."""
+    if problem.direction is Direction.BACKWARD_WEIGHTS:
+        return "computes forward and backward data"
+    if not problem.groups == problem.c == problem.k:
+        return f"needs one filter a channel: groups={problem.groups} c={problem.c} k={problem.k}"
+    if sum(taps > 1 for taps in problem.filter) > 1:
+        return "transforms along one axis"
+    return ""
+
+
+def is_valid(problem: ProblemDescription, device: Device, tile: int, points: int) -> bool:
+    """Whether a plan's lines are cut and fit shared memory, and more points at once are more lines."""
+    if not tile_serves(problem, tile, is_own=True):
+        return False
+    plan = DepthwisePlan.of(problem, tile, points)
+    if plan.length < OWN_LINES[0] or plan.tiles.refusal():
+        return False
+    if points > POINTS[0] and plan.lines == DepthwisePlan(plan.tiles, POINTS[0]).lines:
+        return False
+    return plan.shared_bytes <= device.shared_bytes - _FREE_SHARED_BYTES
