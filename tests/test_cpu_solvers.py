@@ -236,15 +236,28 @@ def test_fft_refuses_with_a_reason(fields: dict[str, Any], words: str) -> None:
 def test_long_filters_by_fft_pass_both_gates(dtype: DataType, direction: Direction) -> None:
     solver, device = solver_by_id("ConvCpuFft"), Device.cpu()
     for fields in (
-        {"x": (2, 3, 1500), "w": (4, 3, 700), "padding": 350, "stride": 3},
+        {"x": (2, 3, 1500), "w": (4, 3, 400), "padding": 200, "stride": 3},
         {"x": (2, 6, 35, 31), "w": (4, 3, 11, 9), "padding": ((5, 2), (0, 8)), "groups": 2, "stride": (2, 1)},
     ):
         problem = ProblemDescription.convolution(**fields, dtype=dtype, direction=direction)
         assert solver.applicability(problem, device)
-        invoker = make_invoker(problem, device, solver, Config(), Compiler())
+        configs = list(solver.configs(problem, device))
+        assert {config["tile"] > 0 for config in configs} == {False, True}
         with Verifier(problem, device, Compiler(), seed=6) as verifier:
-            verdict = verifier.verify(invoker, growth=solver.error_growth(problem, Config()), exact=False)
-        assert verdict.ok, verdict.message
+            for config in configs:
+                invoker = make_invoker(problem, device, solver, config, Compiler())
+                verdict = verifier.verify(invoker, growth=solver.error_growth(problem, config), exact=False)
+                assert verdict.ok, f"{config.json}: {verdict.message}"
+
+
+def test_tiles_bound_the_workspace_of_fft() -> None:
+    solver, device = solver_by_id("ConvCpuFft"), Device.cpu()
+    problem = ProblemDescription.convolution(x=(2, 8, 200_000), w=(8, 8, 500))
+    needed = {config["tile"]: 0 for config in solver.configs(problem, device)}
+    for config in solver.configs(problem, device):
+        needed[config["tile"]] = max(needed[config["tile"]], solver.workspace_bytes(problem, device, config))
+    assert needed[0] > 150e6
+    assert max(needed[1024], needed[4096]) < 68e6
 
 
 @pytest.mark.parametrize("dtype", [DataType.FLOAT32, DataType.FLOAT16, DataType.BFLOAT16])
