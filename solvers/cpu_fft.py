@@ -20,7 +20,7 @@ from miofind.solution import Config, ConfigValue, ConvSolution, HostStep, Region
 from miofind.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
 from miofind.tiling.chunks import chunks
 from miofind.tiling.fourier import Axis, smooth, spectrum, whole_length
-from miofind.tiling.overlap import has_empty_sums
+from miofind.tiling.overlap import least_products
 
 # Of the BLAS ceiling in float64, for products of complex numbers; transforms of so many points a nanosecond. Two-core
 # Xeon with OpenBLAS.
@@ -28,6 +28,7 @@ _EFFICIENCY = 0.3
 _POINTS_PER_S = 2.0e8
 _MAX_FILTER_BYTES = 256 << 20
 _DEFAULTS = 3
+_LEAST_PRODUCTS = 16
 # Largest error of a transform there and back, in units of roundoff, of the logarithm of its length and of the root
 # mean square of its result; two transforms meet in one, and the reference is no more exact.
 _TRANSFORM = 4.0
@@ -197,6 +198,11 @@ def _back(plan: _Plan, spectra: _Array) -> _Array:
     return np.fft.irfftn(ordered, s=plan.sizes, axes=tuple(range(2, 2 + len(plan.sizes))))
 
 
+def _is_wide(problem: ProblemDescription) -> bool:
+    """Whether the bound is float64's, in which the transforms are computed."""
+    return DataType.FLOAT64 in {tensor.dtype for tensor in (problem.x, problem.w, problem.y)}
+
+
 class ConvCpuFft(Solver):
     """Products of Fourier transforms of filters and of images, or of tiles that overlap by the filter (overlap-save).
 
@@ -237,8 +243,10 @@ class ConvCpuFft(Solver):
             return Applicability("transforms filters without gaps: dilation 1")
         if problem.output.size == 0 or problem.flops == 0:
             return Applicability("has no empty products")
-        if has_empty_sums(problem):
+        if least_products(problem) == 0:
             return Applicability("rounds sums of nothing but padding as it does their neighbours, not to 0")
+        if _is_wide(problem) and least_products(problem) < _LEAST_PRODUCTS:
+            return Applicability(f"bounds float64's errors in sums of {_LEAST_PRODUCTS} products or more")
         if next(self.configs(problem, device), None) is None:
             return Applicability(f"transforms of its filters take more than {_MAX_FILTER_BYTES >> 20} MiB")
         return APPLICABLE
@@ -266,7 +274,7 @@ class ConvCpuFft(Solver):
         return 0.1 + 0.02 * tiles + 1e3 * (transforms * points / _POINTS_PER_S + flops / (_EFFICIENCY * ceiling))
 
     def error_growth(self, problem: ProblemDescription, config: Config) -> float:
-        if DataType.FLOAT64 not in {tensor.dtype for tensor in (problem.x, problem.w, problem.y)}:
+        if not _is_wide(problem):
             return 1.0  # far below what float32 sums are allowed
         points = math.prod(_Plan.of(problem, config).sizes)
         return _TRANSFORM * math.log2(max(2, points)) * math.sqrt(points / math.prod(problem.filter))

@@ -21,7 +21,7 @@ from miofind.solution import Config, ConfigValue, ConvSolution, HostStep, Region
 from miofind.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
 from miofind.tiling.chunks import chunks
 from miofind.tiling.correlation import ceil_div
-from miofind.tiling.overlap import has_empty_sums, least_pixels
+from miofind.tiling.overlap import least_products
 from miofind.tiling.winograd import MOST_POINTS, Filtering, bound_growth
 
 # Of the BLAS ceiling, and passes over what is transformed. Two-core Xeon with OpenBLAS.
@@ -186,7 +186,7 @@ def _transformed(matrices: Sequence[_Array], array: _Array) -> _Array:
 def _summed(problem: ProblemDescription) -> tuple[int, int]:
     """Terms that are summed at each place of a tile, and how many there must be."""
     if problem.direction is Direction.BACKWARD_WEIGHTS:
-        return least_pixels(problem), _LEAST_PIXELS
+        return least_products(problem), _LEAST_PIXELS
     channels = problem.c if problem.direction is Direction.FORWARD else problem.k
     return channels // problem.groups, _LEAST_CHANNELS
 
@@ -230,7 +230,7 @@ class ConvCpuWinograd(Solver):
             return Applicability(f"loses too many digits with more than {_MOST_TAPS} taps along an axis")
         if problem.output.size == 0 or problem.flops == 0:
             return Applicability("has no empty products")
-        if has_empty_sums(problem):
+        if least_products(problem) == 0:
             return Applicability("rounds sums of nothing but padding as it does their neighbours, not to 0")
         summed, least = _summed(problem)
         if summed < least:

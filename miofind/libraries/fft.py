@@ -22,7 +22,8 @@ from miofind.solution import FftStep, KernelStep, Pointer, Region, Scalar, Step,
 from miofind.tiling.chunks import chunks
 from miofind.tiling.correlation import ceil_div
 from miofind.tiling.divisor import divisors
-from miofind.tiling.fourier import Axis, least_products, smooth, spectrum, whole_length
+from miofind.tiling.fourier import Axis, smooth, spectrum, whole_length
+from miofind.tiling.overlap import least_products
 
 SOURCE = "fft.cu"
 PRODUCT_SOURCE = "fft_product.cu"

@@ -14,8 +14,8 @@ from miofind.libraries.fft import DIRECT_ERROR, LEAST_PRODUCTS, FftPlan
 from miofind.libraries.fft_own import own_height, own_line, own_width
 from miofind.problem import Direction, MathMode, ProblemDescription
 from miofind.solution import WorkspacePlan
-from miofind.tiling.fourier import least_products, whole_length
-from miofind.tiling.overlap import has_empty_sums
+from miofind.tiling.fourier import whole_length
+from miofind.tiling.overlap import least_products
 
 CHUNKS_MIB = (16, 64, 256, 1024, 4096)  # the first stays in an L2 cache
 
@@ -37,7 +37,7 @@ def refusal(problem: ProblemDescription) -> str:
         return "has no empty products"
     if index_bits(problem) != 32:
         return "needs tensors that 32-bit offsets reach"
-    if has_empty_sums(problem):
+    if least_products(problem) == 0:
         return "rounds sums of nothing but padding as it does their neighbours, not to 0"
     least, is_weights = least_products(problem), problem.direction is Direction.BACKWARD_WEIGHTS
     if is_weights and least < LEAST_PRODUCTS:

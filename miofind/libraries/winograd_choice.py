@@ -17,7 +17,7 @@ from miofind.libraries.matmul_choice import check_int
 from miofind.libraries.winograd import WinogradPlan
 from miofind.problem import DataType, Direction, ProblemDescription
 from miofind.tiling.correlation import ceil_div, round_up
-from miofind.tiling.overlap import has_empty_sums, least_pixels
+from miofind.tiling.overlap import least_products
 from miofind.tiling.winograd import MOST_POINTS
 
 EXACT_TILE = 2
@@ -63,7 +63,7 @@ def refusal(problem: ProblemDescription) -> str:
 def _refusal_of_sums(problem: ProblemDescription) -> str:
     if problem.output.size == 0 or problem.flops == 0:
         return "has no empty products"
-    if has_empty_sums(problem):
+    if least_products(problem) == 0:
         return "rounds sums of nothing but padding as it does their neighbours, not to 0"
     is_weights = problem.direction is Direction.BACKWARD_WEIGHTS
     summed, least = _summed(problem), _LEAST_PIXELS if is_weights else _LEAST_SUMMED
@@ -82,7 +82,7 @@ def _refusal_of_sums(problem: ProblemDescription) -> str:
 def _summed(problem: ProblemDescription) -> int:
     """Channels that one result is summed over, not counting taps; for backward weights pixels, at least."""
     if problem.direction is Direction.BACKWARD_WEIGHTS:
-        return least_pixels(problem)
+        return least_products(problem)
     return problem.reduction_length // math.prod(problem.filter)
 
 

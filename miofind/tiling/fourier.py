@@ -10,7 +10,6 @@ Source: Oppenheim and Schafer, Discrete-Time Signal Processing, section 8.7.3 (o
 from __future__ import annotations
 
 import functools
-import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -106,37 +105,6 @@ def smooth(size: int) -> int:
 def spectrum(lengths: Sequence[int]) -> tuple[int, ...]:
     """Frequencies of a real transform of those lengths: half of them and one along the last."""
     return (*lengths[:-1], lengths[-1] // 2 + 1)
-
-
-def least_products(problem: ProblemDescription) -> int:
-    """The fewest products that any element of the result is a sum of; dilation 1."""
-    met = math.prod(_least_met(problem, axis) for axis in range(problem.spatial_dims))
-    per_tap = {
-        Direction.FORWARD: problem.c // problem.groups,
-        Direction.BACKWARD_DATA: problem.k // problem.groups,
-        Direction.BACKWARD_WEIGHTS: problem.n,
-    }
-    return met * per_tap[problem.direction]
-
-
-def _least_met(problem: ProblemDescription, axis: int) -> int:
-    """The fewest pairs along an axis: taps that an output or an input meets, or outputs that a tap does."""
-    taps, stride, before = problem.filter[axis], problem.conv.stride[axis], problem.conv.pad_before[axis]
-    size, outputs = problem.spatial[axis], problem.out_spatial[axis]
-    if problem.direction is Direction.FORWARD:
-        ends = (0, outputs - 1)
-        return min(max(0, min(size, o * stride - before + taps) - max(0, o * stride - before)) for o in ends)
-    if problem.direction is Direction.BACKWARD_DATA:
-        near = {*range(min(stride, size)), *range(max(0, size - stride), size)}
-        return min(_count(i + before - taps + 1, i + before, stride, outputs) for i in near)
-    # Tap t meets output o at input o * stride + t - before.
-    edges = {0, *range(max(0, taps - stride), taps)}
-    return min(_count(before - t, before - t + size - 1, stride, outputs) for t in edges)
-
-
-def _count(first: int, last: int, stride: int, outputs: int) -> int:
-    """How many of 0, stride, ... (outputs - 1) * stride are in first ... last."""
-    return max(0, min(last // stride, outputs - 1) - max(0, ceil_div(first, stride)) + 1)
 
 
 def _outputs(problem: ProblemDescription, axis: int) -> int:

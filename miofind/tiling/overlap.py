@@ -1,7 +1,8 @@
-"""Which results of a convolution are sums of little but padding, or of nothing at all; dilation 1.
+"""How few products a result of a convolution is a sum of.
 
 Algorithms that transform whole tiles or images round such results as they do their neighbours: a sum of nothing does
-not come out as 0, and one of a few products is no more exact than its neighbours' long sums.
+not come out as 0, and one of a few products is no more exact than its neighbours' long sums. Pure arithmetic on shapes:
+knows nothing of devices, kernels or solvers.
 """
 
 from __future__ import annotations
@@ -9,37 +10,35 @@ from __future__ import annotations
 import math
 
 from miofind.problem import Direction, ProblemDescription
+from miofind.tiling.correlation import ceil_div
 
 
-def has_empty_sums(problem: ProblemDescription) -> bool:
-    """Whether along some axis an output meets no input, an input no output, or a tap neither."""
-    return any(_has_empty_sums(problem, axis) for axis in range(problem.spatial_dims))
+def least_products(problem: ProblemDescription) -> int:
+    """The fewest products that any element of the result is a sum of; dilation 1."""
+    met = math.prod(_least_met(problem, axis) for axis in range(problem.spatial_dims))
+    per_tap = {
+        Direction.FORWARD: problem.c // problem.groups,
+        Direction.BACKWARD_DATA: problem.k // problem.groups,
+        Direction.BACKWARD_WEIGHTS: problem.n,
+    }
+    return met * per_tap[problem.direction]
 
 
-def least_pixels(problem: ProblemDescription) -> int:
-    """Of all taps the fewest outputs, counted over images, that one joins with an input."""
-    return problem.n * math.prod(min(_met_by_taps(problem, axis)) for axis in range(problem.spatial_dims))
-
-
-def _has_empty_sums(problem: ProblemDescription, axis: int) -> bool:
+def _least_met(problem: ProblemDescription, axis: int) -> int:
+    """The fewest pairs along an axis: taps that an output or an input meets, or outputs that a tap does."""
     taps, stride, before = problem.filter[axis], problem.conv.stride[axis], problem.conv.pad_before[axis]
-    size, last = (
-        problem.spatial[axis],
-        (problem.out_spatial[axis] - 1) * stride - before,
-    )  # where the last output begins
+    size, outputs = problem.spatial[axis], problem.out_spatial[axis]
     if problem.direction is Direction.FORWARD:
-        return before >= taps or last >= size
+        ends = (0, outputs - 1)
+        return min(max(0, min(size, o * stride - before + taps) - max(0, o * stride - before)) for o in ends)
     if problem.direction is Direction.BACKWARD_DATA:
-        return last + taps < size or any((at + before) % stride >= taps for at in range(min(size, stride)))
-    return min(_met_by_taps(problem, axis)) == 0
+        near = {*range(min(stride, size)), *range(max(0, size - stride), size)}
+        return min(_count(i + before - taps + 1, i + before, stride, outputs) for i in near)
+    # Tap t meets output o at input o * stride + t - before.
+    edges = {0, *range(max(0, taps - stride), taps)}
+    return min(_count(before - t, before - t + size - 1, stride, outputs) for t in edges)
 
 
-def _met_by_taps(problem: ProblemDescription, axis: int) -> list[int]:
-    """Outputs along an axis that each tap joins with an input."""
-    stride, before, size = problem.conv.stride[axis], problem.conv.pad_before[axis], problem.spatial[axis]
-    met = []
-    for tap in range(problem.filter[axis]):
-        first = max(0, -((tap - before) // stride))  # output whose input is the first in the image
-        beyond = -((tap - before - size) // stride)  # and the first whose input is past it
-        met.append(max(0, min(problem.out_spatial[axis], beyond) - first))
-    return met
+def _count(first: int, last: int, stride: int, outputs: int) -> int:
+    """How many of 0, stride, ... (outputs - 1) * stride are in first ... last."""
+    return max(0, min(last // stride, outputs - 1) - max(0, ceil_div(first, stride)) + 1)
