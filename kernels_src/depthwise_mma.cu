@@ -1,0 +1,265 @@
+// Depthwise convolution, channels last, forward and backward data:
+//   y[n,oh,ow,c] = sum_{i,j} x[n, oh*stride - pad + i*dilation, ow*stride - pad + j*dilation, c] * w[c,i,j],
+//   dx[n,h,v,c] = sum_{i,j} dy[n, (h + pad - i*dilation) / stride, likewise, c] * w[c,i,j], where whole.
+// Implicit GEMM on tensor cores, a product of depth 16 for two taps: 8 pairs of neighbouring pixels of a row, times
+// 8 x 8 diagonal matrices of the taps of 8 channels. A block stages the pixels that CHANNELS channels of ROW_GROUPS *
+// ROWS rows and 2 * PAIRS columns of IMAGES images meet. A warp keeps the filters of 16 channels in registers and walks
+// down ROWS rows of 8 pairs at a time; a row's pixels serve all taps of the rows that meet them. SHARES warps share
+// the pairs of 16 channels. Backward data has stride_w phases, columns modulo the stride, one after the other.
+//
+// Defines: as checked below; ALL_CHANNELS, IN_H, IN_W, OUT_H, OUT_W of the tensors that are read and written.
+#include "common/depthwise_mma.cuh"
+
+#if !defined(ELEMENT) || !defined(FLIPPED) || !defined(FILTER_Y) || !defined(FILTER_X) || !defined(STRIDE_H) || \
+    !defined(STRIDE_W) || !defined(DILATION_H) || !defined(DILATION_W) || !defined(PAD_H) || !defined(PAD_W)
+#error "define ELEMENT, FLIPPED (backward data), FILTER_Y and _X, STRIDE_H and _W, DILATION_H and _W, PAD_H and _W"
+#endif
+#if !defined(ROWS) || !defined(ROW_GROUPS) || !defined(PAIRS) || !defined(IMAGES) || !defined(CHANNELS) || \
+    !defined(SHARES) || !defined(ROW_TILES) || !defined(COLUMN_TILES)
+#error "define ROWS, ROW_GROUPS, PAIRS, IMAGES, CHANNELS, SHARES, ROW_TILES and COLUMN_TILES"
+#endif
+#if !defined(ALL_CHANNELS) || !defined(IN_H) || !defined(IN_W) || !defined(OUT_H) || !defined(OUT_W) || \
+    !defined(MIN_BLOCKS) || !defined(SHARED_BYTES)
+#error "define ALL_CHANNELS, IN_H, IN_W, OUT_H, OUT_W, MIN_BLOCKS and SHARED_BYTES"
+#endif
+
+constexpr int kFilterY = FILTER_Y, kFilterX = FILTER_X, kTaps = kFilterY * kFilterX;
+using AxisH = UnitAxis<FLIPPED, STRIDE_H, DILATION_H, PAD_H, kFilterY>;
+using AxisW = UnitAxis<FLIPPED, STRIDE_W, DILATION_W, PAD_W, kFilterX>;
+
+constexpr int kRows = ROWS, kPairs = PAIRS, kImages = IMAGES, kChannels = CHANNELS, kAllChannels = ALL_CHANNELS;
+constexpr int kLanes = kImages * kPairs, kTurns = ceil_div(kLanes, 8) * ROW_GROUPS;
+constexpr int kWarps = kChannels / 16, kThreads = 32 * kWarps * SHARES;
+static_assert(kChannels % 16 == 0 && kAllChannels % 8 == 0, "a warp has 16 channels, a copy 8");
+static_assert(kThreads <= 1024 && SHARES <= kTurns, "every warp of a block of up to 1024 threads has work");
+
+// Input rows that a walk meets, and that all walks of a block meet. Those of a sole walk that do not exist are not
+// staged.
+constexpr int kWalked = (kRows - 1) * AxisH::kStep + AxisH::kReach + 1;
+constexpr int kMet = (ROW_GROUPS * kRows - 1) * AxisH::kStep + AxisH::kReach + 1;
+constexpr int kWalks = ROW_TILES * ROW_GROUPS, kWalkStep = kRows * AxisH::kStep;
+constexpr int kTop = kWalks == 1 ? maximum(0, -AxisH::kFirst) : 0;
+constexpr int kBottom = kWalks == 1 ? -maximum(-kMet, AxisH::kFirst - IN_H) : kMet;
+using Patch = PairedPixels<kImages, maximum(1, kBottom - kTop), kPairs, AxisW::kStep, AxisW::kReach, kChannels>;
+static_assert(SHARED_BYTES == Patch::kBytes + 2 * kChannels * kTaps,
+              "miofind/tiling/depthwise_mma.py counts otherwise");
+
+constexpr bool is_inside(int walk, int row) {
+  const int at = walk * kWalkStep + AxisH::kFirst + row;
+  return at >= 0 && at < IN_H;
+}
+
+// The unit of a walk that meets its row at a tap in a phase; negative if none.
+constexpr int unit_of(int row, int phase, int tap) {
+  if (!AxisH::meets(phase, tap)) return -1;
+  const int from = row - AxisH::pixel(0, phase, tap);
+  return from >= 0 && from % AxisH::kStep == 0 && from / AxisH::kStep < kRows ? from / AxisH::kStep : -1;
+}
+
+constexpr bool is_met(int row) {
+  if (kWalks == 1 && !is_inside(0, row)) return false;
+  for (int phase = 0; phase < AxisH::kPhases; ++phase)
+    for (int tap = 0; tap < kFilterY; ++tap)
+      if (unit_of(row, phase, tap) >= 0) return true;
+  return false;
+}
+
+// The row whose matrices are loaded before those of `row` are multiplied; with many taps that is no use.
+constexpr int next_met(int row) {
+  if (kTaps > 16) return row;
+  int next = row + 1;
+  while (next < kWalked - 1 && !is_met(next)) ++next;
+  return next < kWalked ? next : row;
+}
+
+// The last row of a walk that a unit meets in a phase; its own if it meets none.
+constexpr int last_met(int unit, int phase) {
+  int last = unit * AxisH::kStep;
+  for (int tap = 0; tap < kFilterY; ++tap)
+    if (AxisH::meets(phase, tap)) last = maximum(last, AxisH::pixel(unit, phase, tap));
+  return last;
+}
+
+// The taps of a filter's row that meet pixels in a phase of columns.
+template <int kPhase>
+struct Taps {
+  static constexpr int count() {
+    int taps = 0;
+    for (int tap = 0; tap < kFilterX; ++tap) taps += AxisW::meets(kPhase, tap);
+    return taps;
+  }
+  static constexpr int kCount = count();
+
+  // Number k in the order of the pixels that they meet. Of four, the first and the third are taken together: at stride
+  // 1 their fragment is four matrices in a row.
+  static constexpr int number(int k) {
+    const int of_four = kCount - k / 4 * 4 == 2 ? k % 4 : k % 4 == 1 ? 2 : k % 4 == 2 ? 1 : k % 4;
+    k = k / 4 * 4 + of_four;
+    for (int i = 0; i < kFilterX; ++i) {
+      const int tap = FLIPPED ? kFilterX - 1 - i : i;
+      if (AxisW::meets(kPhase, tap) && k-- == 0) return tap;
+    }
+    return 0;
+  }
+  static constexpr int pixel(int k) { return AxisW::pixel(0, kPhase, number(k)); }
+
+  // Diagonal matrices of 8 channels each, as a lane holds them: rows 2t and 2t + 1 of column g.
+  unsigned at[2][kFilterY][maximum(1, kCount)];
+
+  __device__ __forceinline__ explicit Taps(const unsigned short* filters) {
+    const int lane = threadIdx.x % 32, g = lane / 4;
+    const unsigned place = g / 2 != lane % 4 ? 0 : g % 2 == 0 ? 1 : 1 << 16;
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+#pragma unroll
+      for (int y = 0; y < kFilterY; ++y)
+#pragma unroll
+        for (int k = 0; k < kCount; ++k)
+          at[half][y][k] = place * filters[(8 * half + g) * kTaps + y * kFilterX + number(k)];
+  }
+};
+
+using Sums = float[kRows][AxisH::kPhases][2][4];
+
+// The matrices of a row, of 2 x 8 channels.
+using Row = unsigned[2][kHeld<Patch>];
+
+// Adds what a walk's row contributes.
+template <int kPhase>
+__device__ __forceinline__ void add_row(Sums& sums, const Taps<kPhase>& taps, const Row& matrices, int row) {
+  constexpr int kCount = Taps<kPhase>::kCount, kStep = AxisW::kStep;
+#pragma unroll
+  for (int half = 0; half < 2; ++half)
+#pragma unroll
+    for (int k = 0; k < kCount; k += 2) {
+      const unsigned* const low = matrices[half] + Taps<kPhase>::pixel(k);
+      const unsigned* const high = matrices[half] + Taps<kPhase>::pixel(k + 1 < kCount ? k + 1 : k);
+      const unsigned fragment[4] = {low[0], low[kStep], high[0], high[kStep]};
+#pragma unroll
+      for (int phase = 0; phase < AxisH::kPhases; ++phase)
+#pragma unroll
+        for (int y = 0; y < kFilterY; ++y) {
+          const int unit = unit_of(row, phase, y);
+          if (unit < 0) continue;
+          if (k + 1 < kCount)
+            multiply_add<ELEMENT>(sums[unit][phase][half], fragment, taps.at[half][y][k], taps.at[half][y][k + 1]);
+          else
+            multiply_add_half<ELEMENT>(sums[unit][phase][half], fragment[0], fragment[1], taps.at[half][y][k]);
+        }
+    }
+}
+
+// Words 0 ... 3 of each of four neighbouring lanes: lane i gets their words i.
+__device__ __forceinline__ void turn_words(unsigned (&words)[4]) {
+  const bool odd = threadIdx.x & 1, high = threadIdx.x & 2;
+  const unsigned a = __shfl_xor_sync(0xffffffffu, odd ? words[0] : words[1], 1);
+  const unsigned b = __shfl_xor_sync(0xffffffffu, odd ? words[2] : words[3], 1);
+  words[0] = odd ? a : words[0], words[1] = odd ? words[1] : a;
+  words[2] = odd ? b : words[2], words[3] = odd ? words[3] : b;
+  const unsigned c = __shfl_xor_sync(0xffffffffu, high ? words[0] : words[2], 2);
+  const unsigned d = __shfl_xor_sync(0xffffffffu, high ? words[1] : words[3], 2);
+  words[0] = high ? c : words[0], words[2] = high ? words[2] : c;
+  words[1] = high ? d : words[1], words[3] = high ? words[3] : d;
+}
+
+// Stores 8 pairs of pixels of 16 channels, 8 channels a lane: first pixel or second, first half of channels or second.
+__device__ __forceinline__ void store_pairs(ELEMENT* to, const float (&sums)[2][4], bool stores) {
+  unsigned words[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float* const sum = sums[i % 2] + i / 2 * 2;
+    const Vector<ELEMENT, 2> rounded = {convert<ELEMENT>(sum[0]), convert<ELEMENT>(sum[1])};
+    words[i] = *reinterpret_cast<const unsigned*>(&rounded);
+  }
+  turn_words(words);
+  if (stores) *reinterpret_cast<Vector<unsigned, 4>*>(to) = {words[0], words[1], words[2], words[3]};
+}
+
+// A walk of a warp: the address of a lane's pixel in row 0; the number of row 0 in the tensor; where a lane stores
+// row 0 of the results, of which `rows` exist, and whether.
+struct Walk {
+  unsigned pixels;
+  int first_row;
+  ELEMENT* results;
+  int rows;
+  bool stores;
+};
+
+template <int kPhase>
+__device__ __forceinline__ void walk_down(const Taps<kPhase>& taps, const Walk& walk) {
+  Sums sums = {};
+  Row rows[kWalked];
+  int loaded = 0;
+#pragma unroll
+  for (int row = 0; row < kWalked; ++row) {
+#pragma unroll
+    for (; loaded <= next_met(row); ++loaded)
+      if (is_met(loaded))
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+          load_pairs<Patch, false>(rows[loaded][half], walk.pixels + loaded * Patch::kRowBytes + 16 * half);
+    const bool always = is_inside(0, row) && is_inside(kWalks - 1, row);
+    if (is_met(row) && (always || static_cast<unsigned>(walk.first_row + row) < static_cast<unsigned>(IN_H)))
+      add_row<kPhase>(sums, taps, rows[row], row);
+    __syncwarp();  // keeps the compiler from loading many rows ahead, for which there are no registers
+#pragma unroll
+    for (int unit = 0; unit < kRows; ++unit)
+#pragma unroll
+      for (int phase = 0; phase < AxisH::kPhases; ++phase) {
+        if (last_met(unit, phase) != row) continue;
+        const int result = unit * AxisH::kPhases + phase;
+        if (kWalks * kRows * AxisH::kPhases == OUT_H || result < walk.rows)
+          store_pairs(walk.results + result * OUT_W * kAllChannels, sums[unit][phase], walk.stores);
+      }
+  }
+}
+
+// A block's first image, channel, unit of columns, and walk.
+struct Place {
+  int image, channel, column, walk;
+};
+
+template <int kPhase>
+__device__ __forceinline__ void compute(unsigned patch, const unsigned short* filters, ELEMENT* out, const Place& tile,
+                                        int n) {
+  const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
+  const int first = warp % kWarps * 16, quarter = lane % 4, channel = tile.channel + first + quarter % 2 * 8;
+  const Taps<kPhase> taps(filters + first * kTaps);
+#pragma unroll 1
+  for (int turn = warp / kWarps; turn < kTurns; turn += SHARES) {
+    const int group = turn % ROW_GROUPS, from = turn / ROW_GROUPS * 8, number = tile.walk + group;
+    const int read = min(from + lane % 8, kLanes - 1), written = from + lane / 4;
+    const int image = tile.image + written / kPairs;
+    const int column = (tile.column + written % kPairs * 2 + quarter / 2) * AxisW::kPhases + kPhase;
+    const int row = number * kRows * AxisH::kPhases;
+    const Walk walk = {patch + read / kPairs * Patch::kImageBytes + read % kPairs * Patch::kPixelBytes + 2 * first +
+                           matrix_of_lane<Patch>() + (group * kWalkStep - kTop) * Patch::kRowBytes,
+                       number * kWalkStep + AxisH::kFirst,
+                       out + ((image * OUT_H + row) * OUT_W + column) * kAllChannels + channel, OUT_H - row,
+                       written < kLanes && image < n && column < OUT_W && channel < kAllChannels};
+    walk_down<kPhase>(taps, walk);
+  }
+  if constexpr (kPhase + 1 < AxisW::kPhases) compute<kPhase + 1>(patch, filters, out, tile, n);
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
+    depthwise_mma(const ELEMENT* __restrict__ in, const ELEMENT* __restrict__ filter, ELEMENT* __restrict__ out,
+                  int n) {
+  extern __shared__ __align__(16) unsigned char staged[];
+  const unsigned base = static_cast<unsigned>(__cvta_generic_to_shared(staged));
+  const int row_tile = blockIdx.y / COLUMN_TILES, column = (blockIdx.y - row_tile * COLUMN_TILES) * 2 * kPairs;
+  const Place tile = {static_cast<int>(blockIdx.z) * kImages, static_cast<int>(blockIdx.x) * kChannels, column,
+                      row_tile * ROW_GROUPS};
+  constexpr int kFirst = AxisH::kFirst + kTop, kLast = (ROW_TILES - 1) * ROW_GROUPS * kWalkStep + kFirst;
+  stage_pairs<Patch, kThreads, kAllChannels, false, -kFirst, IN_H - kLast>(
+      base, in,
+      {n, kAllChannels, IN_H, IN_W, tile.image, tile.channel, tile.walk * kWalkStep + kFirst,
+       column * AxisW::kStep + AxisW::kFirst});
+  const ELEMENT* const filters = filter + tile.channel * kTaps;
+  for (int i = threadIdx.x; i < min(kChannels, kAllChannels - tile.channel) * kTaps / 8; i += kThreads)
+    copy_bytes<16>(base + Patch::kBytes + 16 * i, filters + 8 * i, true);
+  commit_copies();
+  wait_for_copies<0>();
+  __syncthreads();  // the pixels and the filters have arrived
+  compute<0>(base, reinterpret_cast<const unsigned short*>(staged + Patch::kBytes), out, tile, n);
+}
