@@ -1,0 +1,410 @@
+// Backward weights of float32 as TF32, channels last, as a matrix product on Hopper's tensor cores, float32 sums:
+//   dw[k, tap, c] = sum_m x[m at tap, c] * dy[m, k]; m: output pixels, 32 a step.
+// Rows are channels, in blocks of 32 of one tap; columns are filters. TF32 products take shared memory with the depth
+// side by side alone, but pixels lie outermost in both operands. So x comes to products through registers, and two
+// warps turn dy where it lies. Two more warps copy (TMA), x in im2col mode with its padding, into a ring of STAGES;
+// CONSUMERS warpgroups multiply, ROWS blocks of 64 rows each. Blocks are persistent and take tiles, or SPLITS parts of
+// each tile's pixels, which `add_parts` adds in order. POINTWISE: one tap, stride 1 and no padding: x comes as boxes.
+// Pixel 8 j + 2 t is term t of product j of a step, the next one term t + 4: so lanes of a fragment meet all banks.
+// Design after the public description of Hopper's warp-specialised GEMMs (CUTLASS, sm90).
+#if !defined(TILE_N) || !defined(STAGES) || !defined(CONSUMERS) || !defined(ROWS) || !defined(BLOCKS)
+#error "define TILE_N, STAGES, CONSUMERS, ROWS and BLOCKS"
+#endif
+#ifndef POINTWISE
+#error "define POINTWISE"
+#endif
+#define PRODUCT_COLUMNS TILE_N
+
+#include "common/divisor.cuh"
+#include "common/wgmma_registers.cuh"
+
+static_assert(ROWS == 1 || ROWS == 2, "a warp's rows lie in one block of channels");
+static_assert(TILE_N % 32 == 0 && ROWS * TILE_N <= 256, "sums stay in registers");
+
+// Blocks of 32 pixels by 32 channels or filters, 128 bytes a pixel and swizzled so; turned, 128 bytes a filter.
+constexpr int kWide = 32, kTileK = 32, kSpan = 128, kBlock = kTileK * kSpan;
+constexpr int kTileM = 64 * CONSUMERS * ROWS, kRowBlocks = kTileM / kWide, kColumnBlocks = TILE_N / kWide;
+constexpr int kRowBytes = kRowBlocks * kBlock, kStageBytes = kRowBytes + kColumnBlocks * kBlock;
+constexpr int kThreads = 128 * (CONSUMERS + 1), kSums = TILE_N / 2, kTurners = 2;
+constexpr int kTogether = 2;  // products along the depth that are begun at once, with two times as many in registers
+constexpr unsigned long long kColumnForm = operand_form(16, 8 * kSpan, kSpan);
+
+// Registers of a thread at the start, of those that copy and turn, and of those that multiply.
+constexpr int kGiven = 65536 / (kThreads * BLOCKS) / 8 * 8, kFew = 96;
+constexpr int kMost = (kGiven * (CONSUMERS + 1) - kFew) / CONSUMERS / 8 * 8;
+constexpr bool kShares = kGiven < 248;
+static_assert(!kShares || (kMost > kGiven && kMost <= 256), "those that multiply get what others leave");
+
+// Of one convolution; filters and channels of one group. A tap has `chunks` blocks of channels.
+struct Shape {
+  int filters, channels, groups, taps;
+  Divisor taps_x, chunks, height, width;
+  int stride_h, stride_w, low_h, low_w, dilation_h, dilation_w;
+  Divisor tiles_m, tiles_n, splits;
+  int steps, items, size;
+};
+
+struct Item {
+  int tile_m, tile_n, group, split, first, last;
+};
+
+__device__ __forceinline__ Item item_at(const Shape& shape, int number) {
+  const int row = number / shape.tiles_n, part = row / shape.tiles_m;
+  Item item;
+  item.tile_n = number - row * shape.tiles_n.by;
+  item.tile_m = row - part * shape.tiles_m.by;
+  item.group = part / shape.splits;
+  item.split = part - item.group * shape.splits.by;
+  item.first = shape.steps * item.split / shape.splits;
+  item.last = shape.steps * (item.split + 1) / shape.splits;
+  return item;
+}
+
+// A block of rows: its tap, and where its channels begin.
+struct Rows {
+  int tap, first;
+};
+
+__device__ __forceinline__ Rows rows_at(const Shape& shape, const Item& item, int block) {
+  const int number = item.tile_m * kRowBlocks + block, tap = number / shape.chunks;
+  return {tap, (number - tap * shape.chunks.by) * kWide};
+}
+
+struct Pixel {
+  int n, h, w;
+};
+
+__device__ __forceinline__ Pixel pixel_at(const Shape& shape, int number) {
+  const int row = number / shape.width, n = row / shape.height;
+  return {n, row - n * shape.height.by, number - row * shape.width.by};
+}
+
+__device__ __forceinline__ Pixel sum(const Shape& shape, Pixel a, const Pixel& b) {
+  a.w += b.w;
+  a.h += b.h;
+  a.n += b.n;
+  if (a.w >= shape.width.by) {
+    a.w -= shape.width.by;
+    a.h++;
+  }
+  if (a.h >= shape.height.by) {
+    a.h -= shape.height.by;
+    a.n++;
+  }
+  return a;
+}
+
+// Where a role is in the ring of stages.
+struct Place {
+  int slot = 0;
+  unsigned parity;
+
+  __device__ __forceinline__ explicit Place(unsigned first) : parity(first) {}
+
+  __device__ __forceinline__ void next() {
+    if (++slot == STAGES) {
+      slot = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+// Addresses of the stages, and of each one's barriers: x has come, dy has come, dy is turned, all is read.
+struct Ring {
+  unsigned stages, x_here, y_here, turned, empty;
+
+  __device__ __forceinline__ unsigned stage(const Place& at) const { return stages + at.slot * kStageBytes; }
+};
+
+// This item's copies of x, step by step.
+struct PixelCopies {
+  int number, bytes;
+  Pixel pixel, stride;
+  int first[kRowBlocks];
+  unsigned short tap_h[kRowBlocks], tap_w[kRowBlocks];
+
+  __device__ __forceinline__ PixelCopies(const Shape& shape, const Item& item)
+      : number(item.first * kTileK),
+        bytes(kRowBytes),
+        pixel(pixel_at(shape, number)),
+        stride(pixel_at(shape, kTileK)) {
+#pragma unroll
+    for (int block = 0; block < kRowBlocks; block++) {
+      const Rows rows = rows_at(shape, item, block);
+      const int tap_y = rows.tap / shape.taps_x, tap_x = rows.tap - tap_y * shape.taps_x.by;
+      first[block] = rows.tap < shape.taps ? item.group * (POINTWISE ? 0 : shape.channels) + rows.first : -1;
+      tap_h[block] = tap_y * shape.dilation_h;
+      tap_w[block] = tap_x * shape.dilation_w;
+      if (first[block] < 0) bytes -= kBlock;
+    }
+  }
+
+  __device__ __forceinline__ void begin(const Shape& shape, const Item& item, const TensorMap* map, unsigned stage,
+                                        unsigned barrier) const {
+    const int w = pixel.w * shape.stride_w + shape.low_w, h = pixel.h * shape.stride_h + shape.low_h;
+#pragma unroll
+    for (int block = 0; block < kRowBlocks; block++) {
+      if (first[block] < 0) break;
+      if constexpr (POINTWISE)
+        copy_box(stage + block * kBlock, map, barrier, first[block], item.group, number);
+      else
+        copy_pixels(stage + block * kBlock, map, barrier, first[block], w, h, pixel.n, tap_w[block], tap_h[block]);
+    }
+  }
+
+  __device__ __forceinline__ void next(const Shape& shape) {
+    number += kTileK;
+    pixel = sum(shape, pixel, stride);
+  }
+};
+
+// Likewise of dy; what lies beyond its filters or pixels is zero.
+struct FilterCopies {
+  static constexpr int bytes = kColumnBlocks * kBlock;
+  int number;
+
+  __device__ __forceinline__ FilterCopies(const Shape&, const Item& item) : number(item.first * kTileK) {}
+
+  __device__ __forceinline__ void begin(const Shape&, const Item& item, const TensorMap* map, unsigned stage,
+                                        unsigned barrier) const {
+#pragma unroll
+    for (int block = 0; block < kColumnBlocks; block++)
+      copy_box(stage + kRowBytes + block * kBlock, map, barrier, item.tile_n * TILE_N + block * kWide, item.group,
+               number);
+  }
+
+  __device__ __forceinline__ void next(const Shape&) { number += kTileK; }
+};
+
+// One thread's work.
+template <typename Copies>
+__device__ __forceinline__ void produce(const Shape& shape, const TensorMap* map, const Ring& ring, unsigned here) {
+  prefetch(map);
+  previous_step_done();
+  Place at(1);  // the first round finds all stages empty
+  for (int number = blockIdx.x; number < shape.items; number += gridDim.x) {
+    const Item item = item_at(shape, number);
+    Copies copies(shape, item);
+    for (int step = item.first; step < item.last; step++) {
+      barrier_wait(ring.empty + 8 * at.slot, at.parity);
+      barrier_expect(here + 8 * at.slot, copies.bytes);
+      copies.begin(shape, item, map, ring.stage(at), here + 8 * at.slot);
+      copies.next(shape);
+      at.next();
+    }
+  }
+  next_step_may_begin();
+}
+
+// Turns a block in place, by a warp: from 128 bytes a pixel to 128 bytes a filter, both swizzled; a lane is a filter.
+// Reads of a pixel meet all banks once, and so do writes of 16 bytes by 8 lanes.
+__device__ __forceinline__ void turn(unsigned block) {
+  const int lane = threadIdx.x % 32;
+  unsigned pixels[kTileK];
+#pragma unroll
+  for (int m = 0; m < kTileK; m++)
+    pixels[m] = load_word(block + m * kSpan + 16 * (lane / 4 ^ m % 8) + 4 * (lane % 4));
+  __syncwarp();  // all lanes have read
+#pragma unroll
+  for (int word = 0; word < kTileK / 4; word++) {
+    const int first = word / 2 * 8 + word % 2;
+    store_words(block + lane * kSpan + 16 * (word ^ lane % 8), pixels[first], pixels[first + 2], pixels[first + 4],
+                pixels[first + 6]);
+  }
+}
+
+__device__ __forceinline__ void turn_all(const Shape& shape, const Ring& ring, int warp) {
+  Place at(0);
+  for (int number = blockIdx.x; number < shape.items; number += gridDim.x) {
+    const Item item = item_at(shape, number);
+    for (int step = item.first; step < item.last; step++) {
+      barrier_wait(ring.y_here + 8 * at.slot, at.parity);
+#pragma unroll 1
+      for (int block = warp; block < kColumnBlocks; block += kTurners)
+        turn(ring.stage(at) + kRowBytes + block * kBlock);
+      shared_writes_done();  // products read what this thread has written, and later copies write there
+      __syncwarp();          // all lanes have done so
+      if (threadIdx.x % 32 == 0) barrier_arrive(ring.turned + 8 * at.slot);
+      at.next();
+    }
+  }
+}
+
+// A warp's part of a block of rows: two blocks of 16 products' rows are all of its channels, one is half of them. A
+// lane has 2 * ROWS neighbouring channels, in the order of rows g and g + 8 of the first product, then of the second.
+struct Lane {
+  int block, channel, t;
+  unsigned low, high;  // where pixels 2 t and 2 t + 1 of its channels are in a stage
+
+  __device__ __forceinline__ explicit Lane(int consumer) {
+    const int warp = threadIdx.x / 32 % 4, g = threadIdx.x % 32 / 4;
+    t = threadIdx.x % 4;
+    block = ROWS == 2 ? 4 * consumer + warp : 2 * consumer + warp / 2;
+    channel = ROWS == 2 ? 4 * g : 16 * (warp % 2) + 2 * g;
+    low = block * kBlock + 2 * t * kSpan + 16 * (channel / 4 ^ 2 * t) + 4 * (channel % 4);
+    high = (low + kSpan) ^ 16;
+  }
+
+  __device__ __forceinline__ void load(unsigned (&a)[ROWS][4], unsigned stage, int k) const {
+    unsigned first[2 * ROWS], second[2 * ROWS];
+    load_words(first, stage + low + k * 8 * kSpan);
+    load_words(second, stage + high + k * 8 * kSpan);
+#pragma unroll
+    for (int r = 0; r < ROWS; r++)
+#pragma unroll
+      for (int below = 0; below < 2; below++) {
+        a[r][below] = first[2 * r + below];
+        a[r][2 + below] = second[2 * r + below];
+      }
+  }
+};
+
+// The tile's sums, to the tensor or to this part's place.
+__device__ __forceinline__ void write(const Shape& shape, const Item& item, const Lane& lane, float* out,
+                                      const float (&sums)[ROWS][kSums]) {
+  const Rows rows = rows_at(shape, item, lane.block);
+  const int channel = rows.first + lane.channel;
+  if (rows.tap >= shape.taps || channel >= shape.channels) return;
+  const int first = item.tile_n * TILE_N + 2 * lane.t;
+  const int64 pitch = static_cast<int64>(shape.taps) * shape.channels;
+  float* to = out + item.split * static_cast<int64>(shape.size) + (item.group * shape.filters + first) * pitch +
+              rows.tap * shape.channels + channel;
+#pragma unroll
+  for (int j = 0; j < TILE_N / 8; j++, to += 8 * pitch) {
+    if (first + 8 * j >= shape.filters) break;
+#pragma unroll
+    for (int next = 0; next < 2; next++) {
+      Vector<float, 2 * ROWS> values;
+#pragma unroll
+      for (int i = 0; i < 2 * ROWS; i++) values.at[i] = sums[i / 2][4 * j + 2 * (i % 2) + next];
+      *reinterpret_cast<Vector<float, 2 * ROWS>*>(to + next * pitch) = values;
+    }
+  }
+}
+
+// A number of which the compiler does not know that it knows it.
+__device__ __forceinline__ int forgotten(int number) {
+  asm volatile("" : "+r"(number));
+  return number;
+}
+
+__device__ __forceinline__ void consume(const Shape& shape, const Ring& ring, float* out, int consumer) {
+  const Lane lane(consumer);
+  Place at(0);
+  for (int number = blockIdx.x; number < shape.items; number += gridDim.x) {
+    int steps;
+    {
+      const Item item = item_at(shape, number);
+      steps = item.last - item.first;
+    }
+    float sums[ROWS][kSums];
+    int before = -1;
+    for (int step = 0; step < steps; step++) {
+      const unsigned stage = ring.stage(at);
+      barrier_wait(ring.x_here + 8 * at.slot, at.parity);
+#pragma unroll
+      for (int k = 0; k < kTileK / 8; k += kTogether) {
+        unsigned a[kTogether][ROWS][4];
+#pragma unroll
+        for (int i = 0; i < kTogether; i++) lane.load(a[i], stage, k + i);
+        if (k == 0) barrier_wait(ring.turned + 8 * at.slot, at.parity);
+        products_begin();
+#pragma unroll
+        for (int i = 0; i < kTogether; i++)
+#pragma unroll
+          for (int r = 0; r < ROWS; r++)
+            begin_tf32(sums[r], a[i][r], operand(kColumnForm, stage + kRowBytes + (k + i) * 32),
+                       step > 0 || k + i > 0);
+        products_commit();
+        products_wait<1>();  // those begun before, whose registers are loaded next
+        // The step before is done: all its loads have come, or its last products had not begun.
+        if (k == 0 && before >= 0) {
+          __syncwarp();
+          if (threadIdx.x % 32 == 0) barrier_arrive(ring.empty + 8 * before);
+        }
+      }
+      before = at.slot;
+      at.next();
+    }
+    products_wait<0>();
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) barrier_arrive(ring.empty + 8 * before);
+    write(shape, item_at(shape, forgotten(number)), lane, out, sums);  // not kept in registers beside the sums
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
+    implicit_gemm_wgmma_turned(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap y, float* out,
+                               int filters, int channels, int groups, int taps, int stride_h, int stride_w, int low_h,
+                               int low_w, int dilation_h, int dilation_w, int steps, int items, int size, int taps_x,
+                               unsigned taps_x_multiplier, int taps_x_shift, int chunks, unsigned chunks_multiplier,
+                               int chunks_shift, int height, unsigned height_multiplier, int height_shift, int width,
+                               unsigned width_multiplier, int width_shift, int tiles_m, unsigned tiles_m_multiplier,
+                               int tiles_m_shift, int tiles_n, unsigned tiles_n_multiplier, int tiles_n_shift,
+                               int splits, unsigned splits_multiplier, int splits_shift) {
+  const Shape shape{filters,
+                    channels,
+                    groups,
+                    taps,
+                    {taps_x, taps_x_multiplier, taps_x_shift},
+                    {chunks, chunks_multiplier, chunks_shift},
+                    {height, height_multiplier, height_shift},
+                    {width, width_multiplier, width_shift},
+                    stride_h,
+                    stride_w,
+                    low_h,
+                    low_w,
+                    dilation_h,
+                    dilation_w,
+                    {tiles_m, tiles_m_multiplier, tiles_m_shift},
+                    {tiles_n, tiles_n_multiplier, tiles_n_shift},
+                    {splits, splits_multiplier, splits_shift},
+                    steps,
+                    items,
+                    size};
+  extern __shared__ char shared[];
+  __shared__ alignas(8) unsigned long long barriers[4 * STAGES];
+  const unsigned first = shared_address(barriers);
+  const Ring ring{(shared_address(shared) + 1023) / 1024 * 1024, first, first + 8 * STAGES, first + 16 * STAGES,
+                  first + 24 * STAGES};
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < STAGES; i++) {
+      barrier_init(ring.x_here + 8 * i, 1);
+      barrier_init(ring.y_here + 8 * i, 1);
+      barrier_init(ring.turned + 8 * i, kTurners);
+      barrier_init(ring.empty + 8 * i, 4 * CONSUMERS);
+    }
+    barrier_init_done();
+  }
+  block_barrier();  // barriers are ready
+  const int role = threadIdx.x / 128;
+  if (role < CONSUMERS) {
+    if constexpr (kShares) take_registers<kMost>();
+    consume(shape, ring, out, role);
+  } else {
+    if constexpr (kShares) keep_registers<kFew>();
+    const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+    if (warp < kTurners)
+      turn_all(shape, ring, warp);
+    else if (warp == kTurners && lane == 0)
+      produce<PixelCopies>(shape, &x, ring, ring.x_here);
+    else if (warp == kTurners + 1 && lane == 0)
+      produce<FilterCopies>(shape, &y, ring, ring.y_here);
+  }
+}
+
+// out[i] = sum of part[i] over the parts, in order.
+extern "C" __global__ void __launch_bounds__(256) add_parts(const float* parts, float* out, int64 count, int splits) {
+  const int64 at = 4 * (blockIdx.x * 256ll + threadIdx.x);
+  next_step_may_begin();
+  previous_step_done();
+  if (at >= count) return;
+  Vector<float, 4> sum = *reinterpret_cast<const Vector<float, 4>*>(parts + at);
+#pragma unroll 4
+  for (int split = 1; split < splits; split++) {
+    const Vector<float, 4> part = *reinterpret_cast<const Vector<float, 4>*>(parts + split * count + at);
+#pragma unroll
+    for (int i = 0; i < 4; i++) sum.at[i] += part.at[i];
+  }
+  *reinterpret_cast<Vector<float, 4>*>(out + at) = sum;
+}
