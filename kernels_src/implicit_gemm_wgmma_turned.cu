@@ -124,10 +124,7 @@ struct PixelCopies {
   unsigned short tap_h[kRowBlocks], tap_w[kRowBlocks];
 
   __device__ __forceinline__ PixelCopies(const Shape& shape, const Item& item)
-      : number(item.first * kTileK),
-        bytes(kRowBytes),
-        pixel(pixel_at(shape, number)),
-        stride(pixel_at(shape, kTileK)) {
+      : number(item.first * kTileK), bytes(kRowBytes), pixel(pixel_at(shape, number)), stride(pixel_at(shape, kTileK)) {
 #pragma unroll
     for (int block = 0; block < kRowBlocks; block++) {
       const Rows rows = rows_at(shape, item, block);
@@ -202,8 +199,7 @@ __device__ __forceinline__ void turn(unsigned block) {
   const int lane = threadIdx.x % 32;
   unsigned pixels[kTileK];
 #pragma unroll
-  for (int m = 0; m < kTileK; m++)
-    pixels[m] = load_word(block + m * kSpan + 16 * (lane / 4 ^ m % 8) + 4 * (lane % 4));
+  for (int m = 0; m < kTileK; m++) pixels[m] = load_word(block + m * kSpan + 16 * (lane / 4 ^ m % 8) + 4 * (lane % 4));
   __syncwarp();  // all lanes have read
 #pragma unroll
   for (int word = 0; word < kTileK / 4; word++) {
@@ -313,8 +309,7 @@ __device__ __forceinline__ void consume(const Shape& shape, const Ring& ring, fl
         for (int i = 0; i < kTogether; i++)
 #pragma unroll
           for (int r = 0; r < ROWS; r++)
-            begin_tf32(sums[r], a[i][r], operand(kColumnForm, stage + kRowBytes + (k + i) * 32),
-                       step > 0 || k + i > 0);
+            begin_tf32(sums[r], a[i][r], operand(kColumnForm, stage + kRowBytes + (k + i) * 32), step > 0 || k + i > 0);
         products_commit();
         products_wait<1>();  // those begun before, whose registers are loaded next
         // The step before is done: all its loads have come, or its last products had not begun.

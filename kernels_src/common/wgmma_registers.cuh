@@ -27,7 +27,7 @@
   "{" AT_0 ", " AT_1 ", " AT_2 ", " AT_3 ", " AT_4 ", " AT_5 "}, {%96, %97, %98, %99}, %100, go, 1, 1"
 #define REGISTERS_GO "%101"
 #elif PRODUCT_COLUMNS == 256
-#define REGISTERS_AT                                                       \
+#define REGISTERS_AT                                                             \
   "{" AT_0 ", " AT_1 ", " AT_2 ", " AT_3 ", " AT_4 ", " AT_5 ", " AT_6 ", " AT_7 \
   "}, {%128, %129, %130, %131}, %132, go, 1, 1"
 #define REGISTERS_GO "%133"
