@@ -3,15 +3,16 @@
 // Rows are channels, in blocks of 32 of one tap; columns are filters. TF32 products take shared memory with the depth
 // side by side alone, but pixels lie outermost in both operands. So x comes to products through registers, and two
 // warps turn dy where it lies. Two more warps copy (TMA), x in im2col mode with its padding, into a ring of STAGES;
-// CONSUMERS warpgroups multiply, ROWS blocks of 64 rows each. Blocks are persistent and take tiles, or SPLITS parts of
-// each tile's pixels, which `add_parts` adds in order. POINTWISE: one tap, stride 1 and no padding: x comes as boxes.
+// CONSUMERS warpgroups multiply, ROWS blocks of 64 rows each. Blocks are persistent and take tiles, or parts of each
+// tile's pixels, which `add_parts` adds in order; or SHARES blocks of a cluster share a part, and add what they have in
+// order. POINTWISE: one tap, stride 1 and no padding: x comes as boxes.
 // Pixel 8 j + 2 t is term t of product j of a step, the next one term t + 4: so lanes of a fragment meet all banks.
 // Design after the public description of Hopper's warp-specialised GEMMs (CUTLASS, sm90).
 #if !defined(TILE_N) || !defined(STAGES) || !defined(CONSUMERS) || !defined(ROWS) || !defined(BLOCKS)
 #error "define TILE_N, STAGES, CONSUMERS, ROWS and BLOCKS"
 #endif
-#ifndef POINTWISE
-#error "define POINTWISE"
+#if !defined(POINTWISE) || !defined(SHARES)
+#error "define POINTWISE and SHARES"
 #endif
 #define PRODUCT_COLUMNS TILE_N
 
@@ -26,6 +27,9 @@ constexpr int kWide = 32, kTileK = 32, kSpan = 128, kBlock = kTileK * kSpan;
 constexpr int kTileM = 64 * CONSUMERS * ROWS, kRowBlocks = kTileM / kWide, kColumnBlocks = TILE_N / kWide;
 constexpr int kRowBytes = kRowBlocks * kBlock, kStageBytes = kRowBytes + kColumnBlocks * kBlock;
 constexpr int kThreads = 128 * (CONSUMERS + 1), kSums = TILE_N / 2, kTurners = 2;
+constexpr int kSharePitch = kTileM + 4;  // floats, so that lanes that write shares at once meet all banks
+static_assert(SHARES == 1 || STAGES * kStageBytes >= 4 * TILE_N * kSharePitch, "shares take the place of the ring");
+static_assert(TILE_N % SHARES == 0, "blocks add as many filters each");
 constexpr int kTogether = 2;  // products along the depth that are begun at once, with two times as many in registers
 constexpr unsigned long long kColumnForm = operand_form(16, 8 * kSpan, kSpan);
 
@@ -48,6 +52,20 @@ struct Item {
   int tile_m, tile_n, group, split, first, last;
 };
 
+// Where a share of a part of the pixels begins.
+__device__ __forceinline__ int first_step(const Shape& shape, int split, int share) {
+  return shape.steps * (split * SHARES + share) / shape.splits / SHARES;
+}
+
+// The item that a block begins with; the cluster's blocks have the same.
+__device__ __forceinline__ int first_item() {
+  return blockIdx.x / SHARES;
+}
+
+__device__ __forceinline__ int item_after(int number) {
+  return number + gridDim.x / SHARES;
+}
+
 __device__ __forceinline__ Item item_at(const Shape& shape, int number) {
   const int row = number / shape.tiles_n, part = row / shape.tiles_m;
   Item item;
@@ -55,8 +73,9 @@ __device__ __forceinline__ Item item_at(const Shape& shape, int number) {
   item.tile_m = row - part * shape.tiles_m.by;
   item.group = part / shape.splits;
   item.split = part - item.group * shape.splits.by;
-  item.first = shape.steps * item.split / shape.splits;
-  item.last = shape.steps * (item.split + 1) / shape.splits;
+  const int share = SHARES > 1 ? cluster_rank() : 0;
+  item.first = first_step(shape, item.split, share);
+  item.last = first_step(shape, item.split, share + 1);
   return item;
 }
 
@@ -179,7 +198,7 @@ __device__ __forceinline__ void produce(const Shape& shape, const TensorMap* map
   prefetch(map);
   previous_step_done();
   Place at(1);  // the first round finds all stages empty
-  for (int number = blockIdx.x; number < shape.items; number += gridDim.x) {
+  for (int number = first_item(); number < shape.items; number = item_after(number)) {
     const Item item = item_at(shape, number);
     Copies copies(shape, item);
     for (int step = item.first; step < item.last; step++) {
@@ -211,7 +230,7 @@ __device__ __forceinline__ void turn(unsigned block) {
 
 __device__ __forceinline__ void turn_all(const Shape& shape, const Ring& ring, int warp) {
   Place at(0);
-  for (int number = blockIdx.x; number < shape.items; number += gridDim.x) {
+  for (int number = first_item(); number < shape.items; number = item_after(number)) {
     const Item item = item_at(shape, number);
     for (int step = item.first; step < item.last; step++) {
       barrier_wait(ring.y_here + 8 * at.slot, at.parity);
@@ -278,6 +297,55 @@ __device__ __forceinline__ void write(const Shape& shape, const Item& item, cons
   }
 }
 
+// Likewise to this block's shared memory, where the ring was: channels of a filter side by side.
+__device__ __forceinline__ void write_share(unsigned to, int consumer, const Lane& lane,
+                                            const float (&sums)[ROWS][kSums]) {
+  consumers_barrier<128 * CONSUMERS>(1);  // all have read the ring
+  const unsigned there = to + 4 * (2 * lane.t * kSharePitch + lane.block * kWide + lane.channel);
+#pragma unroll
+  for (int j = 0; j < TILE_N / 8; j++)
+#pragma unroll
+    for (int next = 0; next < 2; next++) {
+      const unsigned line = there + 4 * (8 * j + next) * kSharePitch;
+      if constexpr (ROWS == 2)
+        store_words(line, __float_as_uint(sums[0][4 * j + next]), __float_as_uint(sums[0][4 * j + 2 + next]),
+                    __float_as_uint(sums[1][4 * j + next]), __float_as_uint(sums[1][4 * j + 2 + next]));
+      else
+        store_pair(line, sums[0][4 * j + next], sums[0][4 * j + 2 + next]);
+    }
+}
+
+// Adds this block's filters of the cluster's shares, in order, and writes them as `write` does.
+__device__ __forceinline__ void add_shares(const Shape& shape, unsigned from, float* out) {
+  constexpr int kQuads = kTileM / 4, kFilters = TILE_N / SHARES;
+  const int rank = cluster_rank();
+  const Item item = item_at(shape, first_item());
+  for (int number = threadIdx.x; number < kFilters * kQuads; number += 128 * CONSUMERS) {
+    const int column = rank * kFilters + number / kQuads, row = number % kQuads * 4;
+    const Rows rows = rows_at(shape, item, row / kWide);
+    const int channel = rows.first + row % kWide, filter = item.tile_n * TILE_N + column;
+    if (rows.tap >= shape.taps || channel >= shape.channels || filter >= shape.filters) continue;
+    Vector<float, 4> parts[SHARES];  // all on their way before the first is added
+#pragma unroll
+    for (int share = 0; share < SHARES; share++)
+      parts[share] = load_floats(address_of(from + 4 * (column * kSharePitch + row), share));
+    Vector<float, 4> total = parts[0];
+#pragma unroll
+    for (int share = 1; share < SHARES; share++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) total.at[i] += parts[share].at[i];
+    const int64 line = static_cast<int64>(item.group * shape.filters + filter) * shape.taps + rows.tap;
+    *reinterpret_cast<Vector<float, 4>*>(out + item.split * static_cast<int64>(shape.size) + line * shape.channels +
+                                         channel) = total;
+  }
+}
+
+// All threads of the cluster come here twice: between, shares are read; afterwards no block reads another's.
+__device__ __forceinline__ void meet() {
+  cluster_arrive<true>();
+  cluster_wait();
+}
+
 // A number of which the compiler does not know that it knows it.
 __device__ __forceinline__ int forgotten(int number) {
   asm volatile("" : "+r"(number));
@@ -287,7 +355,7 @@ __device__ __forceinline__ int forgotten(int number) {
 __device__ __forceinline__ void consume(const Shape& shape, const Ring& ring, float* out, int consumer) {
   const Lane lane(consumer);
   Place at(0);
-  for (int number = blockIdx.x; number < shape.items; number += gridDim.x) {
+  for (int number = first_item(); number < shape.items; number = item_after(number)) {
     int steps;
     {
       const Item item = item_at(shape, number);
@@ -323,12 +391,22 @@ __device__ __forceinline__ void consume(const Shape& shape, const Ring& ring, fl
     }
     products_wait<0>();
     __syncwarp();
+    if constexpr (SHARES > 1) {  // one item a block, so nobody waits for the last stages
+      write_share(ring.stages, consumer, lane, sums);
+      break;
+    }
     if (threadIdx.x % 32 == 0) barrier_arrive(ring.empty + 8 * before);
     write(shape, item_at(shape, forgotten(number)), lane, out, sums);  // not kept in registers beside the sums
   }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
+#if SHARES > 1
+#define IN_CLUSTERS __cluster_dims__(SHARES, 1, 1)
+#else
+#define IN_CLUSTERS
+#endif
+
+extern "C" __global__ void IN_CLUSTERS __launch_bounds__(kThreads, BLOCKS)
     implicit_gemm_wgmma_turned(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap y, float* out,
                                int filters, int channels, int groups, int taps, int stride_h, int stride_w, int low_h,
                                int low_w, int dilation_h, int dilation_w, int steps, int items, int size, int taps_x,
@@ -376,6 +454,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
   if (role < CONSUMERS) {
     if constexpr (kShares) take_registers<kMost>();
     consume(shape, ring, out, role);
+    if constexpr (SHARES > 1) {
+      meet();
+      add_shares(shape, ring.stages, out);
+      meet();
+    }
   } else {
     if constexpr (kShares) keep_registers<kFew>();
     const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
@@ -385,6 +468,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
       produce<PixelCopies>(shape, &x, ring, ring.x_here);
     else if (warp == kTurners + 1 && lane == 0)
       produce<FilterCopies>(shape, &y, ring, ring.y_here);
+    if constexpr (SHARES > 1) {
+      __syncwarp();
+      meet();
+      meet();
+    }
   }
 }
 

@@ -32,7 +32,7 @@ from miofind.tiling.correlation import ceil_div
 from miofind.tiling.divisor import divisors
 from miofind.tiling.limits import mixed, oversized
 from miofind.tiling.wgmma_product import WgmmaProduct
-from miofind.tiling.wgmma_turned import SPLITS, TILE_K, WIDE, WIDTHS, TurnedTiling, estimate_ms, likely_tilings
+from miofind.tiling.wgmma_turned import SHARES, SPLITS, TILE_K, WIDE, WIDTHS, TurnedTiling, estimate_ms, likely_tilings
 
 _SOURCE = "implicit_gemm_wgmma_turned.cu"
 _PARTS = "parts"
@@ -73,6 +73,7 @@ def _defines(tiling: TurnedTiling, stages: int) -> tuple[tuple[str, int], ...]:
         ("CONSUMERS", tiling.consumers),
         ("ROWS", tiling.row_blocks),
         ("BLOCKS", tiling.blocks),
+        ("SHARES", tiling.shares),
         ("POINTWISE", int(tiling.product.is_pointwise)),
     )
 
@@ -81,6 +82,9 @@ def _multiply(tiling: TurnedTiling, device: Device) -> KernelStep:
     product, problem = tiling.product, tiling.product.problem
     tiles_m, tiles_n = tiling.tiles
     stages = tiling.stages(_shared_bytes(device))
+    # Blocks that add what they have take one item each.
+    persistent = min(tiling.items, max(1, device.sm_count) * tiling.blocks)
+    blocks = tiling.items * tiling.shares if tiling.shares > 1 else persistent
     values = (
         *(tiling.filters, product.columns, problem.groups, math.prod(product.taps)),
         *(*problem.conv.stride, *product.low, *product.dilation),
@@ -90,7 +94,7 @@ def _multiply(tiling: TurnedTiling, device: Device) -> KernelStep:
     return KernelStep(
         source=_SOURCE,
         entry="implicit_gemm_wgmma_turned",
-        grid=(min(tiling.items, max(1, device.sm_count) * tiling.blocks), 1, 1),
+        grid=(blocks, 1, 1),
         block=(tiling.threads, 1, 1),
         shared_bytes=tiling.shared_bytes(stages),
         defines=_defines(tiling, stages),
@@ -133,10 +137,10 @@ class ConvImplicitGemmWgmmaTurned(Solver):
 
     TF32 products take operands in shared memory with the depth side by side alone, and the depth here is of pixels:
     x comes through registers, and dy is turned in shared memory. Channels and filters of a group are multiples of 4.
-    Parts of the pixels are added in order by a second pass, so equal inputs give equal bits.
+    Parts of the pixels are added in order, within a cluster and by a second pass, so equal inputs give equal bits.
 
     Configuration: `consumers` warpgroups multiply `rows` blocks of 64 channels by `tile_n` filters each; pixels are cut
-    into `splits` parts; a multiprocessor has `blocks` blocks.
+    into `splits` parts, which `shares` blocks of a cluster share; a multiprocessor has `blocks` blocks.
 
     Source: NVIDIA CUTLASS, include/cutlass/conv, for im2col copies; PTX ISA, wgmma.
     """
@@ -161,6 +165,7 @@ class ConvImplicitGemmWgmmaTurned(Solver):
         "rows": (1, 2),
         "tile_n": WIDTHS,
         "splits": SPLITS,
+        "shares": SHARES,
         "blocks": (1, 2),
     }
 

@@ -128,8 +128,18 @@ def test_shared_memory_and_registers_suffice(problem: ProblemDescription) -> Non
         assert threads == 128 * (defines["CONSUMERS"] + 1)
         given = 65536 // (threads * blocks) // 8 * 8
         most = (given * (defines["CONSUMERS"] + 1) - 96) // defines["CONSUMERS"] // 8 * 8
+        pitch = 64 * defines["CONSUMERS"] * defines["ROWS"] + 4
+        assert defines["SHARES"] == 1 or 4 * defines["TILE_N"] * pitch <= defines["STAGES"] * stage_bytes
         assert given >= 248 or given < most <= 256
         assert defines["ROWS"] * defines["TILE_N"] // 2 < min(most, 255)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_lanes_that_write_shares_at_once_meet_all_banks(rows: int) -> None:
+    for lanes in np.arange(32).reshape(-1, 32 // (2 * rows)):
+        first = 2 * (lanes % 4) * (128 * rows + 4) + 2 * rows * (lanes // 4)
+        words = [word + i for word in first for i in range(2 * rows)]
+        assert sorted(word % 32 for word in words) == list(range(32))
 
 
 @each_shape
@@ -179,6 +189,7 @@ def test_parts_are_kept_within_the_workspace() -> None:
         splits = config["splits"]
         assert solution.workspace.bytes == (4 * splits * problem.w.size if splits > 1 else 0)
         named = named_args(solution.kernels[0])
-        assert 2 * splits <= named["steps"] or splits == 1
+        parts = splits * config["shares"]
+        assert 2 * parts <= named["steps"] or parts == 1
         if splits > 1:
             assert named_args(solution.kernels[1]) == {"count": problem.w.size, "splits": splits}

@@ -88,13 +88,16 @@ class Launch:
         self.named, self.memory, self.grid = named, memory, step.grid[0]
         self.rows, self.pointwise = int(defines["ROWS"]), bool(defines["POINTWISE"])
         self.row_blocks = 2 * int(defines["CONSUMERS"]) * self.rows
-        self.column_blocks = int(defines["TILE_N"]) // WIDE
+        self.column_blocks, self.shares = int(defines["TILE_N"]) // WIDE, int(defines["SHARES"])
 
     def run(self) -> Array:
         """Elements of the result in memory, all parts one after another; NaN where nothing was written."""
         out = np.full(self.named["splits"] * self.named["size"], np.nan)
-        for block in range(self.grid):
-            for number in range(block, self.named["items"], self.grid):
+        clusters, rest = divmod(self.grid, self.shares)
+        assert rest == 0
+        assert self.shares == 1 or clusters == self.named["items"]  # blocks that add what they have take one item each
+        for cluster in range(clusters):
+            for number in range(cluster, self.named["items"], clusters):
                 self._compute(number, out)
         return out
 
@@ -103,7 +106,9 @@ class Launch:
         row, tile_n = divmod(number, named["tiles_n"])
         part, tile_m = divmod(row, named["tiles_m"])
         group, split = divmod(part, named["splits"])
-        first, last = (named["steps"] * (split + more) // named["splits"] for more in (0, 1))
+        ends = [self._first_step(split, share) for share in range(self.shares + 1)]
+        assert ends[-1] == self._first_step(split + 1, 0)
+        assert ends == sorted(set(ends))  # none is empty
         for block in range(self.row_blocks):
             tap, chunk = divmod(tile_m * self.row_blocks + block, named["chunks"])
             if tap >= named["taps"]:
@@ -111,10 +116,13 @@ class Launch:
             for column in range(self.column_blocks):
                 filters = (tile_n * self.column_blocks + column) * WIDE
                 sums = np.zeros((WIDE, WIDE))
-                for pixel in range(first * WIDE, last * WIDE, WIDE):
+                for pixel in range(ends[0] * WIDE, ends[-1] * WIDE, WIDE):
                     x = self._pixels(group, tap, chunk * WIDE, pixel)
                     sums += multiplied(x, copied_box(self.y, self.memory["y"], filters, group, pixel), self.rows)
                 self._write(out, split, (group, filters, tap, chunk * WIDE), sums)
+
+    def _first_step(self, split: int, share: int) -> int:
+        return int(self.named["steps"] * (split * self.shares + share) // self.named["splits"] // self.shares)
 
     def _pixels(self, group: int, tap: int, channel: int, pixel: int) -> Array:
         named, memory = self.named, self.memory["x"]

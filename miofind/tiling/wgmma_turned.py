@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from miofind.device import Device
 from miofind.solution import Config
@@ -22,6 +22,7 @@ TILE_K = 32
 """Pixels of a step."""
 
 WIDTHS = (32, 64, 96, 128, 160, 192, 256)
+SHARES = (1, 2, 4, 8)
 SPLITS = (*range(1, 13), 14, 16, 18, 20, 22, 24, 28, 32, 36, 40, 44, 48, 56, 64, 80, 96, 112, 128)
 _WARPGROUPS = ((2, 2), (3, 1), (2, 1), (1, 2), (1, 1))
 """Consumers, and blocks of 64 rows of each."""
@@ -48,6 +49,9 @@ _STEP_CYCLES = 260
 _TILE_CYCLES = 1200
 _SHARED_TILE_CYCLES = 340
 _PARTS_BYTES = 100
+_SHARES_BYTES = 40
+_CLUSTER_TILE_CYCLES = 440
+_CLUSTERED = 0.91  # share of the multiprocessors where clusters of four and more find a place
 _FIRST_MS = 0.00257
 _LAUNCH_MS = 0.00022
 _PART_MS = 9.4e-05
@@ -64,6 +68,7 @@ class TurnedTiling:
         row_blocks: blocks of 64 rows of each.
         tile_n: filters of a tile.
         splits: parts of the pixels that a second pass adds.
+        shares: blocks of a cluster that share a part, and add what they have.
         blocks: of a multiprocessor.
     """
 
@@ -72,6 +77,7 @@ class TurnedTiling:
     row_blocks: int
     tile_n: int
     splits: int
+    shares: int
     blocks: int
 
     @staticmethod
@@ -83,6 +89,7 @@ class TurnedTiling:
             row_blocks=int(config["rows"]),
             tile_n=int(config["tile_n"]),
             splits=int(config["splits"]),
+            shares=int(config["shares"]),
             blocks=int(config["blocks"]),
         )
 
@@ -94,6 +101,7 @@ class TurnedTiling:
             rows=self.row_blocks,
             tile_n=self.tile_n,
             splits=self.splits,
+            shares=self.shares,
             blocks=self.blocks,
         )
 
@@ -129,7 +137,7 @@ class TurnedTiling:
 
     @property
     def items(self) -> int:
-        """Parts of tiles that blocks compute."""
+        """Parts of tiles that blocks, or clusters, compute."""
         return math.prod(self.tiles) * self.product.problem.groups * self.splits
 
     @property
@@ -158,7 +166,9 @@ class TurnedTiling:
             and self._has_sums()
             and self.stages(shared_bytes) > 0
             and self._is_divisible()
-            and max(self.items, self.steps * self.splits, self.tiles[0] * self.tile_m) <= _MAX_INT
+            and self._has_cluster(shared_bytes)
+            and max(self.items, self.steps * self.splits) * self.shares <= _MAX_INT
+            and self.tiles[0] * self.tile_m <= _MAX_INT
         )
 
     @property
@@ -175,11 +185,20 @@ class TurnedTiling:
         sums = self.row_blocks * self.tile_n // 2
         return sums <= 128 and sums + 16 * self.row_blocks + _OTHER_REGISTERS <= most
 
+    def _has_cluster(self, shared_bytes: int) -> bool:
+        """Whether blocks can share a part: the ring holds the sums, and tiles leave multiprocessors idle."""
+        if self.shares == 1:
+            return True
+        ring, sums = self.stages(shared_bytes) * self.stage_bytes, 4 * self.tile_n * (self.tile_m + 4)
+        return self.blocks == 1 and self.tile_n % self.shares == 0 and sums <= ring
+
     def _is_divisible(self) -> bool:
         """Whether the depth has that many parts, and each can be kept."""
-        if self.splits == 1:
+        if self.splits * self.shares == 1:
             return True
-        return self.steps >= 2 * self.splits and 4 * self.splits * self.product.problem.output.size <= _MAX_PARTS_BYTES
+        if self.steps < 2 * self.splits * self.shares:
+            return False
+        return 4 * self.splits * self.product.problem.output.size <= _MAX_PARTS_BYTES
 
 
 def _step_cycles(tiling: TurnedTiling) -> tuple[float, float]:
@@ -197,12 +216,15 @@ def _step_cycles(tiling: TurnedTiling) -> tuple[float, float]:
 def estimate_ms(tiling: TurnedTiling, device: Device, shared_bytes: int) -> float:
     """Milliseconds that a product takes on a device with that much shared memory, with a cold L2 cache."""
     problem, byte_ms = tiling.product.problem, 1e3 / device.bandwidth_bytes_per_s
-    processors, items, splits = max(1, device.sm_count), tiling.items, tiling.splits
+    processors, items, splits = max(1, device.sm_count), tiling.items * tiling.shares, tiling.splits
     shared, alone = _step_cycles(tiling)
     turn = ceil_div(tiling.tile_n, 2 * WIDE) * _TURN_CYCLES
     arrive = (_LATENCY_CYCLES + turn + 2 * shared) / max(1, tiling.stages(shared_bytes))
-    steps = tiling.steps / splits
+    steps = tiling.steps / (splits * tiling.shares)
     write = 4 * tiling.tile_m * tiling.tile_n / _PARTS_BYTES
+    if tiling.shares > 1:
+        processors = int(_CLUSTERED * processors) if tiling.shares > 2 else processors
+        write += 4 * tiling.tile_m * tiling.tile_n / _SHARES_BYTES + _CLUSTER_TILE_CYCLES
     one = ceil_div(items, processors * tiling.blocks) * (steps * max(alone, arrive) + _TILE_CYCLES + write)
     all_ = ceil_div(items, processors) * (steps * shared + _SHARED_TILE_CYCLES + write / 2)
     ms = _FIRST_MS + 1e3 * max(one, all_) / _CLOCK_HZ + _EXPOSED * problem.bytes * byte_ms
@@ -216,14 +238,28 @@ def likely_tilings(product: WgmmaProduct, device: Device, shared_bytes: int) -> 
     for consumers, row_blocks in _WARPGROUPS:
         for tile_n in WIDTHS:
             for blocks in (1, 2) if consumers == 1 else (1,):
-                fields = {"consumers": consumers, "row_blocks": row_blocks, "tile_n": tile_n, "blocks": blocks}
-                whole = TurnedTiling(product=product, splits=1, **fields)
-                if not whole.is_valid(shared_bytes):
-                    continue
-                at_once = max(1, device.sm_count) * blocks
-                most = [turns * at_once // whole.items for turns in range(1, _FULL_DEVICES + 1)]
-                fitting = {max((s for s in SPLITS if s <= min(count, whole.steps // 2)), default=1) for count in most}
-                for splits in sorted(fitting | {1}):
-                    tiling = TurnedTiling(product=product, splits=splits, **fields)
-                    if tiling.is_valid(shared_bytes):
-                        yield tiling
+                tile = TurnedTiling(
+                    product=product,
+                    consumers=consumers,
+                    row_blocks=row_blocks,
+                    tile_n=tile_n,
+                    splits=1,
+                    shares=1,
+                    blocks=blocks,
+                )
+                if tile.is_valid(shared_bytes):
+                    yield from _parts(tile, device, shared_bytes)
+
+
+def _parts(tile: TurnedTiling, device: Device, shared_bytes: int) -> Iterator[TurnedTiling]:
+    """All pixels at once, and in parts that fill the device in turns."""
+    at_once = max(1, device.sm_count) * tile.blocks
+    for shares in SHARES:
+        found = {1}
+        for turns in range(1, (_FULL_DEVICES if shares == 1 else 1) + 1):
+            most = min(turns * at_once // (tile.items * shares), tile.steps // (2 * shares))
+            found.add(max((count for count in SPLITS if count <= most), default=1))
+        for splits in sorted(found):
+            tiling = replace(tile, splits=splits, shares=shares)
+            if (shares == 1 or tiling.items * shares <= at_once) and tiling.is_valid(shared_bytes):
+                yield tiling
