@@ -29,7 +29,7 @@ _WARPGROUPS = ((2, 2), (3, 1), (2, 1), (1, 2), (1, 1))
 
 _STAGES = range(3, 9)
 _REGISTERS = 1 << 16
-_COPYING_REGISTERS = 96  # of a thread that copies or turns
+_COPYING_REGISTERS = 64  # of a thread that copies or turns
 _OTHER_REGISTERS = 24  # of one that multiplies, besides its sums and 16 for each block of rows
 _ALIGNMENT_BYTES = 1024  # of stages in shared memory; a block besides costs as much of it
 _STATIC_BYTES = 256  # at most, of the barriers
@@ -178,7 +178,9 @@ class TurnedTiling:
 
     def _has_sums(self) -> bool:
         """Whether registers hold the sums, and what is loaded beside them."""
-        if self.blocks > 1 and self.consumers > 1:
+        if (self.consumers, self.row_blocks) not in _WARPGROUPS or (self.blocks > 1 and self.consumers > 1):
+            return False
+        if self.row_blocks > 1 and self.tile_n == min(WIDTHS):
             return False
         given = min(255, _REGISTERS // (self.threads * self.blocks) // 8 * 8)
         most = (given * (self.consumers + 1) - _COPYING_REGISTERS) // self.consumers // 8 * 8 if given < 248 else given
