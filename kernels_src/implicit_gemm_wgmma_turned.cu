@@ -3,15 +3,16 @@
 // Rows are channels, in blocks of 32 of one tap; columns are filters. TF32 products take shared memory with the depth
 // side by side alone, but pixels lie outermost in both operands. So x comes to products through registers, and two
 // warps turn dy where it lies. Two more warps copy (TMA), x in im2col mode with its padding, into a ring of STAGES;
-// CONSUMERS warpgroups multiply, ROWS blocks of 64 rows each. Blocks are persistent and take tiles, or parts of each
-// tile's pixels, which `add_parts` adds in order; or SHARES blocks of a cluster share a part, and add what they have in
-// order. POINTWISE: one tap, stride 1 and no padding: x comes as boxes.
+// CONSUMERS warpgroups multiply, ROWS blocks of 64 rows each, TOGETHER products at once. Blocks are persistent and take
+// tiles, or parts of each tile's pixels, which `add_parts` adds in order; or SHARES blocks of a cluster share a part,
+// and add what they have in order. POINTWISE: one tap, stride 1 and no padding: x comes as boxes.
 // Pixel 8 j + 2 t is term t of product j of a step, the next one term t + 4: so lanes of a fragment meet all banks.
 // Design after the public description of Hopper's warp-specialised GEMMs (CUTLASS, sm90).
 #include "common/wgmma_turned.cuh"
 
-// Products along the depth that are begun at once; with one, compilers wait for each before its registers are loaded.
-constexpr int kTogether = 2;
+// With one product at once, compilers wait for each before the next one's registers are loaded.
+constexpr int kTogether = TOGETHER;
+static_assert(kTogether == 2 || kTogether == 4, "products along the depth of a step, 8 pixels each");
 
 // Turned columns, as PTX ISA has operands with the depth side by side and 128-byte swizzles: 8 of them, 128 bytes each,
 // are a repetition, and the next 8 come 1024 bytes later; the other offset is not used.

@@ -32,7 +32,17 @@ from miofind.tiling.correlation import ceil_div
 from miofind.tiling.divisor import divisors
 from miofind.tiling.limits import mixed, oversized
 from miofind.tiling.wgmma_product import WgmmaProduct
-from miofind.tiling.wgmma_turned import SHARES, SPLITS, TILE_K, WIDE, WIDTHS, TurnedTiling, estimate_ms, likely_tilings
+from miofind.tiling.wgmma_turned import (
+    SHARES,
+    SPLITS,
+    TILE_K,
+    TOGETHER,
+    WIDE,
+    WIDTHS,
+    TurnedTiling,
+    estimate_ms,
+    likely_tilings,
+)
 
 _SOURCE = "implicit_gemm_wgmma_turned.cu"
 _PARTS = "parts"
@@ -74,6 +84,7 @@ def _defines(tiling: TurnedTiling, stages: int) -> tuple[tuple[str, int], ...]:
         ("ROWS", tiling.row_blocks),
         ("BLOCKS", tiling.blocks),
         ("SHARES", tiling.shares),
+        ("TOGETHER", tiling.together),
         ("POINTWISE", int(tiling.product.is_pointwise)),
     )
 
@@ -139,8 +150,9 @@ class ConvImplicitGemmWgmmaTurned(Solver):
     x comes through registers, and dy is turned in shared memory. Channels and filters of a group are multiples of 4.
     Parts of the pixels are added in order, within a cluster and by a second pass, so equal inputs give equal bits.
 
-    Configuration: `consumers` warpgroups multiply `rows` blocks of 64 channels by `tile_n` filters each; pixels are cut
-    into `splits` parts, which `shares` blocks of a cluster share; a multiprocessor has `blocks` blocks.
+    Configuration: `consumers` warpgroups multiply `rows` blocks of 64 channels by `tile_n` filters each, `together`
+    products of 8 pixels at once; pixels are cut into `splits` parts, which `shares` blocks of a cluster share; a
+    multiprocessor has `blocks` blocks.
 
     Source: NVIDIA CUTLASS, include/cutlass/conv, for im2col copies; PTX ISA, wgmma.
     """
@@ -167,6 +179,7 @@ class ConvImplicitGemmWgmmaTurned(Solver):
         "splits": SPLITS,
         "shares": SHARES,
         "blocks": (1, 2),
+        "together": TOGETHER,
     }
 
     def examples(self) -> tuple[ProblemDescription, ...]:

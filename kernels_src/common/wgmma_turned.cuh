@@ -5,8 +5,8 @@
 #if !defined(TILE_N) || !defined(STAGES) || !defined(CONSUMERS) || !defined(ROWS) || !defined(BLOCKS)
 #error "define TILE_N, STAGES, CONSUMERS, ROWS and BLOCKS"
 #endif
-#if !defined(POINTWISE) || !defined(SHARES)
-#error "define POINTWISE and SHARES"
+#if !defined(POINTWISE) || !defined(SHARES) || !defined(TOGETHER)
+#error "define POINTWISE, SHARES and TOGETHER"
 #endif
 #define PRODUCT_COLUMNS TILE_N
 

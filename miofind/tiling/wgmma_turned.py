@@ -23,14 +23,15 @@ TILE_K = 32
 
 WIDTHS = (32, 64, 96, 128, 160, 192, 256)
 SHARES = (1, 2, 4, 8)
-SPLITS = (*range(1, 13), 14, 16, 18, 20, 22, 24, 28, 32, 36, 40, 44, 48, 56, 64, 80, 96, 112, 128)
+SPLITS = (*range(1, 9), 10, 11, 12, 14, 16, 18, 22, 24, 28, 32, 40, 44, 48, 64, 88, 128)
+TOGETHER = (2, 4)
 _WARPGROUPS = ((2, 2), (3, 1), (2, 1), (1, 2), (1, 1))
 """Consumers, and blocks of 64 rows of each."""
 
 _STAGES = range(3, 9)
 _REGISTERS = 1 << 16
 _COPYING_REGISTERS = 64  # of a thread that copies or turns
-_OTHER_REGISTERS = 24  # of one that multiplies, besides its sums and 16 for each block of rows
+_OTHER_REGISTERS = (24, 40)  # of one that multiplies, besides its sums and two times what products at once load
 _ALIGNMENT_BYTES = 1024  # of stages in shared memory; a block besides costs as much of it
 _STATIC_BYTES = 256  # at most, of the barriers
 _MAX_INT = 2**31 - 1
@@ -70,6 +71,7 @@ class TurnedTiling:
         splits: parts of the pixels that a second pass adds.
         shares: blocks of a cluster that share a part, and add what they have.
         blocks: of a multiprocessor.
+        together: products along a step's depth that are begun at once.
     """
 
     product: WgmmaProduct
@@ -79,6 +81,7 @@ class TurnedTiling:
     splits: int
     shares: int
     blocks: int
+    together: int
 
     @staticmethod
     def of(product: WgmmaProduct, config: Config) -> TurnedTiling:
@@ -91,6 +94,7 @@ class TurnedTiling:
             splits=int(config["splits"]),
             shares=int(config["shares"]),
             blocks=int(config["blocks"]),
+            together=int(config["together"]),
         )
 
     @property
@@ -103,6 +107,7 @@ class TurnedTiling:
             splits=self.splits,
             shares=self.shares,
             blocks=self.blocks,
+            together=self.together,
         )
 
     @property
@@ -180,12 +185,13 @@ class TurnedTiling:
         """Whether registers hold the sums, and what is loaded beside them."""
         if (self.consumers, self.row_blocks) not in _WARPGROUPS or (self.blocks > 1 and self.consumers > 1):
             return False
-        if self.row_blocks > 1 and self.tile_n == min(WIDTHS):
-            return False
+        is_long = self.together > min(TOGETHER)
+        if self.row_blocks > 1 and (self.tile_n == min(WIDTHS) or is_long):
+            return False  # compilers wait for each product
         given = min(255, _REGISTERS // (self.threads * self.blocks) // 8 * 8)
         most = (given * (self.consumers + 1) - _COPYING_REGISTERS) // self.consumers // 8 * 8 if given < 248 else given
         sums = self.row_blocks * self.tile_n // 2
-        return sums <= 128 and sums + 16 * self.row_blocks + _OTHER_REGISTERS <= most
+        return sums <= 128 and sums + 8 * self.together * self.row_blocks + _OTHER_REGISTERS[is_long] <= most
 
     def _has_cluster(self, shared_bytes: int) -> bool:
         """Whether blocks can share a part: the ring holds the sums, and tiles leave multiprocessors idle."""
@@ -240,16 +246,21 @@ def likely_tilings(product: WgmmaProduct, device: Device, shared_bytes: int) -> 
     for consumers, row_blocks in _WARPGROUPS:
         for tile_n in WIDTHS:
             for blocks in (1, 2) if consumers == 1 else (1,):
-                tile = TurnedTiling(
-                    product=product,
-                    consumers=consumers,
-                    row_blocks=row_blocks,
-                    tile_n=tile_n,
-                    splits=1,
-                    shares=1,
-                    blocks=blocks,
+                tiles = (
+                    TurnedTiling(
+                        product=product,
+                        consumers=consumers,
+                        row_blocks=row_blocks,
+                        tile_n=tile_n,
+                        splits=1,
+                        shares=1,
+                        blocks=blocks,
+                        together=together,
+                    )
+                    for together in reversed(TOGETHER)
                 )
-                if tile.is_valid(shared_bytes):
+                tile = next((tile for tile in tiles if tile.is_valid(shared_bytes)), None)
+                if tile is not None:
                     yield from _parts(tile, device, shared_bytes)
 
 
