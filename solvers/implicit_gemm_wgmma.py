@@ -27,6 +27,7 @@ from miofind.solution import (
     int32s,
 )
 from miofind.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
+from miofind.tiling.copies import packed_map, uncopied
 from miofind.tiling.correlation import ceil_div
 from miofind.tiling.divisor import divisors
 from miofind.tiling.turn import SOURCE as _TURNING
@@ -41,9 +42,6 @@ _PARTS = "parts"
 _FILTERS = "filters"
 _MAX_INT = 2**31 - 1
 _SHARED_BYTES = 227 << 10
-_MAX_CORNER = 127
-_MAX_TAP_OFFSET = 255
-_MAX_STRIDE = 8
 _MAX_DATA_STRIDE = 2
 _DEFAULTS = 8
 _KINDS = {Direction.FORWARD: "FORWARD", Direction.BACKWARD_DATA: "DATA", Direction.BACKWARD_WEIGHTS: "WEIGHTS"}
@@ -52,18 +50,7 @@ _KINDS = {Direction.FORWARD: "FORWARD", Direction.BACKWARD_DATA: "DATA", Directi
 def _map(
     product: WgmmaProduct, buffer: str, sizes: Sequence[int], copy: Box | Im2col, *, loads: bool = True
 ) -> TensorMap:
-    """A map of a packed tensor, dimensions innermost first; what a copy takes of the innermost is swizzled together."""
-    itemsize, element = product.element_bytes, product.problem.x.dtype.value
-    strides = [itemsize * math.prod(sizes[: i + 1]) for i in range(len(sizes) - 1)]
-    innermost = copy.sizes[0] if isinstance(copy, Box) else copy.channels
-    return TensorMap(
-        pointer=Pointer(buffer=buffer),
-        element="tfloat32" if element == "float32" and loads else element,
-        sizes=tuple(sizes),
-        strides_bytes=tuple(strides),
-        copy=copy,
-        swizzle_bytes=itemsize * innermost,
-    )
+    return packed_map(product.problem, buffer, sizes, copy, loads=loads)
 
 
 def _pixels(tiling: WgmmaTiling) -> TensorMap:
@@ -351,15 +338,8 @@ class ConvImplicitGemmWgmma(Solver):
         if max(tensor.size for tensor in (problem.x, problem.w, problem.y)) > _MAX_INT:
             return Applicability(f"counts elements in 32 bits: a tensor has more than {_MAX_INT}")
         product = WgmmaProduct.of(problem)
-        if max(map(abs, (*product.low, *product.high))) > _MAX_CORNER:
-            return Applicability(
-                f"copies meet pixels up to {_MAX_CORNER} beyond the tensor: padding or filter is too large"
-            )
-        planar = product.problem
-        if max((t - 1) * d for t, d in zip(planar.filter, planar.conv.dilation, strict=True)) > _MAX_TAP_OFFSET:
-            return Applicability(f"taps reach at most {_MAX_TAP_OFFSET} pixels: the filter is too large")
-        if max(conv.stride) > _MAX_STRIDE:
-            return Applicability(f"stride {conv.stride} is more than {_MAX_STRIDE}")
+        if reason := uncopied(product):
+            return Applicability(reason)
         if next(likely_tilings(product, device, _shared_bytes(device)), None) is None:
             return Applicability("has groups whose channels or filters fit no tile")
         return APPLICABLE

@@ -1,0 +1,94 @@
+"""ConvImplicitGemmWgmmaTurned on a GPU: the host's reference bit for bit, within guard bands, and both gates."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+from device_buffers import Buffer, download, integers, upload
+
+from miofind.compiler import Compiler
+from miofind.device import Device
+from miofind.invoker import make_invoker
+from miofind.problem import ProblemDescription
+from miofind.reference import reference_on_host
+from miofind.solution import Config
+from miofind.solver import solver_by_id
+from miofind.verify.verifier import Verifier
+
+cupy = pytest.importorskip("cupy")
+pytestmark = pytest.mark.gpu
+
+SOLVER = solver_by_id("ConvImplicitGemmWgmmaTurned")
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "3x3": {"x": (3, 100, 14, 13), "w": (136, 100, 3, 3), "padding": 1},
+    "strides": {"x": (2, 72, 19, 22), "w": (100, 72, 3, 2), "padding": ((0, 2), (1, 0)), "stride": (2, 3)},
+    "dilation": {"x": (3, 40, 18, 17), "w": (36, 40, 2, 3), "padding": 4, "dilation": (1, 2)},
+    "pointwise": {"x": (3, 300, 15, 17), "w": (260, 300, 1, 1)},
+    "one_tap_strided": {"x": (3, 40, 19, 17), "w": (80, 40, 1, 1), "stride": 2},
+    "groups": {"x": (2, 120, 16, 17), "w": (72, 60, 3, 1), "padding": (1, 0), "groups": 2},
+    "pointwise_groups": {"x": (2, 216, 16, 7), "w": (360, 72, 1, 1), "groups": 3},
+    "padding_beyond_the_filter": {"x": (1, 16, 6, 7), "w": (32, 16, 2, 2), "padding": 5, "stride": 2},
+    "few_pixels": {"x": (1, 64, 2, 3), "w": (64, 64, 1, 1)},
+    "1d": {"x": (2, 68, 150), "w": (132, 68, 5), "padding": 2, "layout": "NWC"},
+}
+
+
+def weights(**fields: Any) -> ProblemDescription:
+    given = {"dtype": "float32", "math": "tf32", "layout": "NHWC", "direction": "backward_weights"}
+    return ProblemDescription.convolution(**{**given, **fields})
+
+
+@pytest.fixture(scope="module")
+def device() -> Device:
+    return Device.cuda()
+
+
+@pytest.fixture(scope="module")
+def compiler() -> Compiler:
+    return Compiler()
+
+
+def check(problem: ProblemDescription, config: Config, device: Device, compiler: Compiler) -> None:
+    """Exact results from small integers, guard bands intact."""
+    inputs = integers(problem, seed=len(config.json))
+    invoker = make_invoker(problem, device, SOLVER, config, compiler)
+    buffers = upload(problem, inputs)
+    workspace = Buffer(invoker.workspace_bytes)
+    tensors = [buffers[name].address for name in ("x", "w", "y")]
+    invoker.run(*tensors, workspace.address, cupy.cuda.get_current_stream().ptr)
+    result = download(problem, buffers)
+    workspace.read(np.dtype(np.uint8))
+    expected = reference_on_host(problem, **inputs).astype(np.float32).astype(np.float64)
+    np.testing.assert_array_equal(result, expected, err_msg=config.json)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_small_integers_are_exact(shape: str, device: Device, compiler: Compiler) -> None:
+    problem = weights(**SHAPES[shape])
+    answer = SOLVER.applicability(problem, device)
+    if not answer:
+        pytest.skip(answer.reason)
+    every = list(SOLVER.configs(problem, device))
+    chosen = random.Random(len(every)).sample(every, min(12, len(every)))
+    for config in dict.fromkeys([*SOLVER.default_configs(problem, device)[:4], *chosen]):
+        check(problem, config, device, compiler)
+
+
+@pytest.mark.parametrize(("channels", "size", "taps", "stride"), [(64, 56, 3, 1), (256, 14, 3, 2), (256, 28, 1, 1)])
+def test_layers_of_resnet_pass_both_gates(
+    channels: int, size: int, taps: int, stride: int, device: Device, compiler: Compiler
+) -> None:
+    shapes = {"x": (8, channels, size, size), "w": (128, channels, taps, taps)}
+    problem = weights(**shapes, padding=taps // 2, stride=stride)
+    answer = SOLVER.applicability(problem, device)
+    if not answer:
+        pytest.skip(answer.reason)
+    with Verifier(problem, device, compiler, seed=3) as verifier:
+        for config in SOLVER.default_configs(problem, device):
+            invoker = make_invoker(problem, device, SOLVER, config, compiler)
+            verdict = verifier.verify(invoker, growth=SOLVER.error_growth(problem, config), exact=True)
+            assert verdict.ok, f"{config.json}: {verdict.message}"
