@@ -7,12 +7,12 @@ import platform
 import random
 import shlex
 import sqlite3
-import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 import sqlalchemy
+from commit import commit
 
 import miofind
 from miofind.finddb import Row
@@ -78,7 +78,7 @@ def provenance() -> dict[str, object]:
             "sqlite": sqlite3.sqlite_version,
             "sqlalchemy": sqlalchemy.__version__,
         },
-        "commit": _commit(),
+        "commit": commit(),
         "command": shlex.join(["python", *sys.argv]),
     }
 
@@ -89,9 +89,3 @@ def _cpu_name() -> str:
     except OSError:
         return platform.processor()
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "")
-
-
-def _commit() -> str:
-    command = ["git", "describe", "--always", "--dirty"]
-    told = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
-    return told.stdout.strip()

@@ -18,8 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from commit import commit
+
 from miofind.compiler import BinaryCache, Compiler
-from miofind.device import Device
+from miofind.device import Device, Place
 from miofind.environment import versions
 from miofind.errors import MiofindError, MissingLibraryError, NoDeviceError
 from miofind.invoker import make_invoker
@@ -157,9 +159,9 @@ def main() -> None:
         print_tables(json.loads(arguments.table.read_text()))
         return
     compiler = Compiler(BinaryCache())
-    report: dict[str, Any] = {"command": shlex.join(["python", *sys.argv]), "figures": []}
+    report: dict[str, Any] = {"commit": commit(), "command": shlex.join(["python", *sys.argv]), "figures": []}
     for device in devices():
-        report.setdefault("gpu", device.name)
+        report.setdefault("gpu", device.name if device.place is Place.CUDA else "none: the CPU place")
         report.setdefault("versions", versions(device))
         for shape in SHAPES:
             for kind in TYPES:
