@@ -74,6 +74,7 @@ class FindOptions:
         max_error: largest |error| / (|x| * |w|) allowed; None leaves out algorithms whose error bound is wider than
             direct summation's in the problem's math mode.
         deterministic: only solutions that give equal bits on every run.
+        strict_nonfinite: only solutions in which an infinity or NaN reaches those results alone that sum it.
         find_mode, find_enforce, on_miss: see the enums; None for find_mode takes MIOFIND_FIND_MODE, else HYBRID.
         tuning: search the solvers' configurations instead of measuring their defaults.
         time_budget_s: seconds of measuring after which what is found is taken; None for ten, or no limit with tuning.
@@ -94,6 +95,7 @@ class FindOptions:
     workspace_limit_bytes: int | None = None
     max_error: float | None = None
     deterministic: bool = False
+    strict_nonfinite: bool = False
     find_mode: FindMode | None = None
     find_enforce: FindEnforce = FindEnforce.NONE
     tuning: bool = False
@@ -121,7 +123,7 @@ class FindOptions:
             object.__setattr__(self, name, _count(name, getattr(self, name), least, may_be_none=name != "seed"))
         for name in ("only", "exclude"):
             object.__setattr__(self, name, _names(name, getattr(self, name)))
-        for name in ("deterministic", "tuning", "retry_failed", "isolate"):
+        for name in ("deterministic", "strict_nonfinite", "tuning", "retry_failed", "isolate"):
             _check_flag(name, getattr(self, name))
         object.__setattr__(self, "_hash", hash(tuple(getattr(self, name) for name in _COMPARED)))
 

@@ -203,6 +203,13 @@ class Solver(ABC):
         """How much wider the error bound is than direct summation's in the problem's math mode; 1 unless documented."""
         return 1.0
 
+    def spreads_nonfinite(self, problem: ProblemDescription, config: Config) -> bool:
+        """Whether an infinity or NaN of an input may reach results that do not sum it, or an infinity come out as NaN.
+
+        Padding is zeros that are summed. False unless documented.
+        """
+        return False
+
     def is_exact(self, config: Config) -> bool:
         """Whether small integers give exact results; false for F(4,3) and wider Winograd and for FFT."""
         return True

@@ -175,6 +175,10 @@ class ConvChannelsLast(Solver):
         last = _with_last(problem, _TENSORS)
         return solver_by_id(config["solver"]).error_growth(last, Config(config["config"]))
 
+    def spreads_nonfinite(self, problem: ProblemDescription, config: Config) -> bool:
+        last = _with_last(problem, _TENSORS)
+        return solver_by_id(config["solver"]).spreads_nonfinite(last, Config(config["config"]))
+
     def is_exact(self, config: Config) -> bool:
         return solver_by_id(config["solver"]).is_exact(Config(config["config"]))
 

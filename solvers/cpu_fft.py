@@ -259,6 +259,9 @@ class ConvCpuFft(Solver):
             return False
         return _filter_bytes(problem, _Plan.of(problem, config)) <= _MAX_FILTER_BYTES
 
+    def spreads_nonfinite(self, problem: ProblemDescription, config: Config) -> bool:
+        return True
+
     def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
         """The likely fastest, and the one of the smallest workspace."""
         ranked = sorted(self.configs(problem, device), key=lambda config: self.estimate_ms(problem, device, config))

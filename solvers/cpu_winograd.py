@@ -241,6 +241,9 @@ class ConvCpuWinograd(Solver):
         tile = int(config["tile"])
         return tile + max(problem.filter) - 2 <= (_EXACT_POINTS if tile == _EXACT_TILE else MOST_POINTS)
 
+    def spreads_nonfinite(self, problem: ProblemDescription, config: Config) -> bool:
+        return True
+
     def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
         return tuple(self.configs(problem, device))
 

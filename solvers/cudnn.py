@@ -121,6 +121,9 @@ class ConvCudnn(Solver):
             return Applicability(f"serves tensors of at most {_MAX_ELEMENTS} elements, {problem} has a larger one")
         return APPLICABLE
 
+    def spreads_nonfinite(self, problem: ProblemDescription, config: Config) -> bool:
+        return self.error_growth(problem, config) > 1
+
     def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
         """The heuristics' best plans, direct ones first; the heuristics' choice on a device that is not there."""
         plans = sorted(self._plans(problem, device), key=lambda plan: plan.growth > 1)

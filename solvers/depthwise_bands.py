@@ -249,6 +249,9 @@ class ConvDepthwiseBands(Solver):
         fits_registers = tiling.registers * tiling.threads <= 65536
         return fits_registers and tiling.shared_bytes <= (device.shared_bytes or _SHARED_BYTES)
 
+    def spreads_nonfinite(self, problem: ProblemDescription, config: Config) -> bool:
+        return True
+
     def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
         ranked = self.ranked(problem, device, (*_SHORT_LIST, *_FALLBACKS))
         # The best of each shape of a block: estimates of one shape err alike.

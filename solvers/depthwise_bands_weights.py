@@ -279,6 +279,9 @@ class ConvDepthwiseBandsWeights(Solver):
         fits_registers = tiling.registers * tiling.threads <= 65536 and tiling.blocks <= MAX_ELEMENTS
         return fits_registers and tiling.shared_bytes <= (device.shared_bytes or _SHARED_BYTES)
 
+    def spreads_nonfinite(self, problem: ProblemDescription, config: Config) -> bool:
+        return True
+
     def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
         every = (
             _config(channels, images, bands, warps)

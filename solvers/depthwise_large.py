@@ -320,6 +320,9 @@ class ConvDepthwiseLarge(Solver):
         fits_shared = tiling.shared_bytes <= (device.shared_bytes or _SHARED_BYTES)
         return fits_registers and fits_shared and tiling.blocks <= MAX_ELEMENTS
 
+    def spreads_nonfinite(self, problem: ProblemDescription, config: Config) -> bool:
+        return True
+
     def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
         return tuple(self.ranked(problem, device, _SHORT_LIST)[:8])
 

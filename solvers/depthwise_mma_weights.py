@@ -303,6 +303,9 @@ class ConvDepthwiseMmaWeights(Solver):
             return False
         return tiling.registers <= _MAX_REGISTERS and _resident(tiling, device.shared_bytes or _SHARED_BYTES) > 0
 
+    def spreads_nonfinite(self, problem: ProblemDescription, config: Config) -> bool:
+        return True
+
     def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
         return tuple(_varied(self.ranked(problem, device, _SHORT_LIST))[:_DEFAULTS])
 

@@ -83,6 +83,9 @@ class ConvFft(Solver):
     def is_valid_config(self, problem: ProblemDescription, device: Device, config: Config) -> bool:
         return is_valid(problem, config)
 
+    def spreads_nonfinite(self, problem: ProblemDescription, config: Config) -> bool:
+        return True
+
     def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
         """The likely fastest, of different tiles first, and the one of the smallest workspace."""
         ranked = self.ranked(problem, device, self._told_apart(problem, device))

@@ -68,6 +68,9 @@ class ConvFftDepthwise(Solver):
     def is_valid_config(self, problem: ProblemDescription, device: Device, config: Config) -> bool:
         return is_valid(problem, device, config["tile"], config["points"])
 
+    def spreads_nonfinite(self, problem: ProblemDescription, config: Config) -> bool:
+        return True
+
     def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
         return tuple(self.ranked(problem, device, self.configs(problem, device))[:_DEFAULTS])
 

@@ -234,6 +234,9 @@ class ConvFirstLayerData(FewChannelsSolver):
     def short_list(self) -> Sequence[Config]:
         return _SHORT_LIST
 
+    def spreads_nonfinite(self, problem: ProblemDescription, config: Config) -> bool:
+        return True
+
     def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
         tiling = _Tiling.of(problem, config, device)
         moved_ms = 1e3 * problem.bytes / device.bandwidth_bytes_per_s

@@ -298,6 +298,9 @@ class ConvGrouped(Solver):
             return False
         return _registers(tiling) <= _MAX_REGISTERS and _resident(tiling, device.shared_bytes or _SHARED_BYTES) > 0
 
+    def spreads_nonfinite(self, problem: ProblemDescription, config: Config) -> bool:
+        return any(channels // problem.groups % 8 for channels in (problem.c, problem.k))
+
     def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
         ranked = self.ranked(problem, device, _SHORT_LIST)
         staged = _varied([config for config in ranked if config["stages"] > 1])[: _DEFAULTS // 2]

@@ -252,6 +252,9 @@ class ConvGroupedPlanes(Solver):
             return False
         return _resident(problem, tiling, device) > 0
 
+    def spreads_nonfinite(self, problem: ProblemDescription, config: Config) -> bool:
+        return any(channels // problem.groups % 16 for channels in (problem.c, problem.k))
+
     def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
         return _varied(self.ranked(problem, device, _SHORT_LIST))
 

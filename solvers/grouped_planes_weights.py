@@ -328,6 +328,9 @@ class ConvGroupedPlanesWeights(Solver):
             return False
         return _resident(problem, tiling, device) > 0
 
+    def spreads_nonfinite(self, problem: ProblemDescription, config: Config) -> bool:
+        return True
+
     def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
         return _varied(self.ranked(problem, device, _likely(problem, device)))
 

@@ -290,6 +290,9 @@ class ConvGroupedWeights(Solver):
             return False
         return _resident(tiling, device.shared_bytes or _SHARED_BYTES) > 0
 
+    def spreads_nonfinite(self, problem: ProblemDescription, config: Config) -> bool:
+        return True
+
     def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
         ranked = self.ranked(problem, device, _likely(problem, device))
         of_shares = {config["shares"]: config for config in reversed(ranked)}

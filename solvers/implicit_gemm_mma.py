@@ -308,6 +308,9 @@ class ConvImplicitGemmMma(Solver):
             return 1.0
         return max(1.0, 1.5 / math.sqrt(problem.reduction_length))
 
+    def spreads_nonfinite(self, problem: ProblemDescription, config: Config) -> bool:
+        return products_of_tf32(problem) == 3
+
     def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
         ranked = self.ranked(problem, device, _SHORT_LIST)
         resorts = [config for config in _LAST_RESORTS if self.is_valid_config(problem, device, config)]

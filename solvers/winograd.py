@@ -98,6 +98,9 @@ class ConvWinograd(Solver):
     def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
         return Applicability(refusal(problem))
 
+    def spreads_nonfinite(self, problem: ProblemDescription, config: Config) -> bool:
+        return True
+
     def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
         """The likely best, of every tile the best, so that a bound on the error leaves some, and the smallest."""
         ranked = sorted(different_plans(problem), key=lambda plan: plan.estimate_ms(device, WORKSPACE_BYTES))

@@ -88,6 +88,9 @@ class ConvWinogradMma(Solver):
             return Applicability("has more tiles than one sum takes, or than the solver of its products")
         return Applicability("")
 
+    def spreads_nonfinite(self, problem: ProblemDescription, config: Config) -> bool:
+        return True
+
     def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
         """The likely best plans, of each tile one, and one of the smallest; the best with several products."""
         ranked = sorted(

@@ -123,6 +123,7 @@ def count_runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         ({"find_enforce": "search_db_update"}, 1),
         ({"find_enforce": "db_clean"}, 1),
         ({"deterministic": True}, 0),
+        ({"strict_nonfinite": True}, 0),
         ({"workspace_limit_bytes": 1 << 40}, 0),
         ({"tuning": True}, 1),
     ],
@@ -135,6 +136,17 @@ def test_which_requests_measure_on_a_hit(
     runs = count_runs(monkeypatch)
     assert miofind.find_solutions(PROBLEM, options=miofind.FindOptions(**options), handle=handle)
     assert len(runs) == runs_on_hit
+
+
+def test_strict_requests_leave_out_what_spreads_infinities(handle: miofind.Handle) -> None:
+    everything = {s.solver_id for s in miofind.find_solutions(PROBLEM, handle=handle)}
+    strict = miofind.FindOptions(strict_nonfinite=True)
+    of_finddb = {s.solver_id for s in miofind.find_solutions(PROBLEM, options=strict, handle=handle)}
+    assert everything - of_finddb == {"ConvCpuFft"}
+    anew = replace(strict, find_mode="normal")
+    assert {s.solver_id for s in miofind.find_solutions(PROBLEM, options=anew, handle=handle)} == of_finddb
+    with pytest.raises(NoSolutionError, match="may spread an infinity"):
+        miofind.find_solutions(PROBLEM, options=replace(anew, only=("fft",)), handle=handle)
 
 
 def test_process_cache_answers_without_the_finddb(handle: miofind.Handle, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from nonfinite import infinities
 
 from miofind.compiler import Compiler
 from miofind.device import Device, Place
@@ -117,6 +118,23 @@ def test_errors_are_within_the_bound_of_the_dtype(
     ) * 1.01 * np.abs(exact)
     error = np.abs(buffers[direction.output].astype(np.float64) - exact)
     assert (error <= bound + 2.0**-24).all()
+
+
+@pytest.mark.parametrize("direction", list(Direction))
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("solver", SOLVERS, ids=lambda solver: solver.id)
+def test_infinities_reach_what_sums_them(solver: Solver, shape: str, direction: Direction) -> None:
+    problem = accepted(solver, shape, direction=direction)
+    for config in solver.default_configs(problem, Device.cpu()):
+        if solver.spreads_nonfinite(problem, config):
+            continue
+        for infinity in infinities(problem, seed=4):
+            buffers = buffers_of(problem, integers=True)
+            for name, values in infinity.inputs.items():
+                buffers[name][...] = values
+            with np.errstate(invalid="ignore"):
+                run(solver, problem, config, buffers)
+            infinity.check(buffers[direction.output])
 
 
 @pytest.mark.parametrize("solver", SOLVERS, ids=lambda solver: solver.id)

@@ -67,6 +67,7 @@ def bench_(
     time_budget_s: float | None,
     workspace_limit_bytes: int | None,
     deterministic: bool,
+    strict_nonfinite: bool,
     max_error: float | None,
     device: Device,
     database: str | None,
@@ -89,6 +90,7 @@ def bench_(
         exclude=(*exclude, *exclude_library),
         workspace_limit_bytes=workspace_limit_bytes,
         deterministic=deterministic,
+        strict_nonfinite=strict_nonfinite,
         max_error=max_error,
     )
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())

@@ -137,6 +137,11 @@ _LIMITS = (
     ),
     click.option("--deterministic", is_flag=True, help="Only what gives equal bits on every run."),
     click.option(
+        "--strict-nonfinite",
+        is_flag=True,
+        help="Only what lets an infinity or NaN reach those results alone that sum it.",
+    ),
+    click.option(
         "--max-error",
         type=click.FloatRange(min=0),
         help="Largest |error| / (|x| * |w|) allowed; lets in algorithms with wider bounds.",
@@ -201,7 +206,7 @@ def _all(options: tuple[Callable[[Command], Command], ...]) -> Callable[[Command
 
 
 def limit_options(command: Command) -> Command:
-    """--workspace-limit, --deterministic, --max-error: fields of FindOptions."""
+    """--workspace-limit, --deterministic, --strict-nonfinite, --max-error: fields of FindOptions."""
     return _all(_LIMITS)(command)
 
 

@@ -50,7 +50,7 @@ from miofind.tune.service import tune as tune_problems
 logger = logging.getLogger(__name__)
 
 _FIND = (
-    *("only", "exclude", "workspace_limit_bytes", "deterministic", "max_error"),
+    *("only", "exclude", "workspace_limit_bytes", "deterministic", "strict_nonfinite", "max_error"),
     *("trials", "patience", "seed", "retry_failed"),
 )
 _EXIT_CODES = {TuneEnd.INTERRUPTED: 130, TuneEnd.DEVICE_LOST: 1}

@@ -217,6 +217,8 @@ def limit_exceeded(planned: Planned, problem: ProblemDescription, options: FindO
         return f"needs {planned.workspace_bytes} bytes of workspace, the limit is {limit}"
     if options.deterministic and not planned.deterministic:
         return "is not deterministic"
+    if options.strict_nonfinite and planned.solver.spreads_nonfinite(problem, planned.candidate.config):
+        return "may spread an infinity or NaN to results that do not sum it"
     if options.max_error is None and planned.solver.error_growth(problem, planned.candidate.config) > 1:
         return "has a wider error bound than direct summation; set max_error to allow it"
     return ""

@@ -154,12 +154,14 @@ def _is_within(row: _Stored, problem: ProblemDescription, options: FindOptions) 
     solver = solvers()[row.solver_id]
     if (options.only or options.exclude) and not options.allows(solver):
         return False
-    if options.max_error is not None:
-        return row.max_error is not None and row.max_error <= options.max_error
+    if options.max_error is not None and (row.max_error is None or row.max_error > options.max_error):
+        return False
     try:
-        return solver.error_growth(problem, _stored_config(row.config)) <= 1
+        if options.strict_nonfinite and solver.spreads_nonfinite(problem, _stored_config(row.config)):
+            return False
+        return options.max_error is not None or solver.error_growth(problem, _stored_config(row.config)) <= 1
     except Exception as error:  # a solver's own code may raise anything: its rows are no answer, those of others are
-        logger.debug("%s cannot say how its errors grow with %s: %r", solver.id, row.config, error)
+        logger.debug("%s cannot say what becomes of errors with %s: %r", solver.id, row.config, error)
         return False
 
 

@@ -34,6 +34,8 @@ def scope_of(options: FindOptions, considered: Mapping[str, int], *, complete: b
         filters["solvers"] = sorted(considered)
     if options.deterministic:
         filters["deterministic"] = True
+    if options.strict_nonfinite:
+        filters["strict_nonfinite"] = True
     if options.max_error is not None:
         considered = {**considered, WIDE_BOUNDS: 1}
     return Scope(
