@@ -32,9 +32,7 @@ class Infinity:
     def check(self, result: NDArray[Any]) -> None:
         """Fail where the infinity got lost, became NaN or reached another result."""
         assert np.isposinf(result[self.met]).all(), f"an infinity of {self.name} is lost, or is NaN"
-        assert np.isfinite(result[~self.allowed]).all(), (
-            f"an infinity of {self.name} reaches other results"
-        )
+        assert np.isfinite(result[~self.allowed]).all(), f"an infinity of {self.name} reaches other results"
 
 
 def infinities(problem: ProblemDescription, seed: int) -> Iterator[Infinity]:
