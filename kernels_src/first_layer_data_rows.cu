@@ -122,11 +122,11 @@ __device__ __forceinline__ void load_row(unsigned char* to, const ELEMENT* __res
 
 // Clears what is staged beyond the last filter, once: rows that are loaded leave it as it is.
 __device__ __forceinline__ void clear_rest(unsigned char* stages) {
-  constexpr int kRest = 16 * kSteps - FILTERS;
+  constexpr int kRest = 16 * kSteps - FILTERS, kSome = maximum(1, kRest);
   if constexpr (kRest > 0)
     for (int i = threadIdx.x; i < STAGES * kRest * COLUMNS; i += kThreads) {
-      const int column = i % COLUMNS, k = FILTERS + i / COLUMNS % kRest;
-      unsigned char* const stage = stages + i / COLUMNS / kRest * kRowBytes;
+      const int column = i % COLUMNS, k = FILTERS + i / COLUMNS % kSome;
+      unsigned char* const stage = stages + i / COLUMNS / kSome * kRowBytes;
       const int at = CHANNELS_LAST ? column * kPitch + 2 * k : k * kPitch + 2 * column;
       *reinterpret_cast<ELEMENT*>(stage + at) = convert<ELEMENT>(0.0f);
     }

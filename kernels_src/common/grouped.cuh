@@ -58,7 +58,7 @@ __device__ __forceinline__ void stage_pixels(unsigned to, const T* tensor, const
 #pragma unroll(rows_at_once(Shape::kRows))
     for (int row = 0; row < Shape::kRows; ++row) {
       const bool there = inside && static_cast<unsigned>(images.first_row + row) < static_cast<unsigned>(images.height);
-      copy_bytes<16>(at + row * Shape::kRowBytes, from + row * kTensorRow, there);
+      copy_bytes<16>(at + row * Shape::kRowBytes, from + static_cast<int64>(row) * kTensorRow, there);
     }
   }
 }

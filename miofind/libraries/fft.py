@@ -39,6 +39,7 @@ _L2_SHARE = 0.5  # of the L2 cache, that what is written is read again from
 _L2_GAIN = 0.4  # of the traffic, that is left then
 _ONE_PASS_BITS = 13  # of the points that the library is taken to transform in one pass over memory
 _MOST_LENGTH = 1 << 17
+_MOST_BLOCKS = 65535  # along the second and third axes of a grid
 _MOST_CHUNKS = 64
 # Largest errors simulated with NumPy's float32 transforms, 150 problems, of 2 to 2048 points along an axis: 2.2 a
 # doubling of points; and 3.1 times the root of the terms of sums (miofind/verify/accuracy.py).
@@ -322,7 +323,7 @@ class FftPlan:
             return "needs more planes at once than 32-bit offsets reach"
         if math.prod(self._blocks(self.at_once)) * p.groups >= 2**31:
             return "needs more thread blocks than a launch has"
-        if max(self.frequencies, p.c, p.k) >= 2**16 * _LANES:
+        if max(self.frequencies, *(self.kept(name)[1] for name in "xwy"), p.c, p.k) > _MOST_BLOCKS * _LANES:
             return "needs a larger grid than a launch has"
         return ""
 
