@@ -72,6 +72,23 @@ constexpr int next_met(int row) {
   return next < kWalked ? next : row;
 }
 
+// Of each row the last one loaded before its products, and whether it is met: a table, since loops whose bounds the
+// compiler computes are not unrolled, and their rows would lie in local memory.
+struct Ahead {
+  int last[kWalked];
+  bool met[kWalked];
+};
+constexpr Ahead ahead() {
+  Ahead rows = {};
+  for (int row = 0; row < kWalked; ++row) rows.last[row] = next_met(row), rows.met[row] = is_met(row);
+  return rows;
+}
+constexpr Ahead kAhead = ahead();
+// Whether row `other` is loaded just before the products of `row`.
+constexpr bool is_loaded_before(int other, int row) {
+  return other <= kAhead.last[row] && (row == 0 || other > kAhead.last[row == 0 ? 0 : row - 1]);
+}
+
 // The last row of a walk that a unit meets in a phase; its own if it meets none.
 constexpr int last_met(int unit, int phase) {
   int last = unit * AxisH::kStep;
@@ -189,17 +206,16 @@ template <int kPhase>
 __device__ __forceinline__ void walk_down(const Taps<kPhase>& taps, const Walk& walk) {
   Sums sums = {};
   Row rows[kWalked];
-  int loaded = 0;
 #pragma unroll
   for (int row = 0; row < kWalked; ++row) {
 #pragma unroll
-    for (; loaded <= next_met(row); ++loaded)
-      if (is_met(loaded))
+    for (int loaded = 0; loaded < kWalked; ++loaded)
+      if (is_loaded_before(loaded, row) && kAhead.met[loaded])
 #pragma unroll
         for (int half = 0; half < 2; ++half)
           load_pairs<Patch, false>(rows[loaded][half], walk.pixels + loaded * Patch::kRowBytes + 16 * half);
     const bool always = is_inside(0, row) && is_inside(kWalks - 1, row);
-    if (is_met(row) && (always || static_cast<unsigned>(walk.first_row + row) < static_cast<unsigned>(IN_H)))
+    if (kAhead.met[row] && (always || static_cast<unsigned>(walk.first_row + row) < static_cast<unsigned>(IN_H)))
       add_row<kPhase>(sums, taps, rows[row], row);
     __syncwarp();  // keeps the compiler from loading many rows ahead, for which there are no registers
 #pragma unroll

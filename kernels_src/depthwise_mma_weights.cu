@@ -75,6 +75,23 @@ constexpr int next_met(int row) {
   return next < kMet ? next : row;
 }
 
+// Of each row the last one loaded before its products, and whether it is met: a table, since loops whose bounds the
+// compiler computes are not unrolled, and their rows would lie in local memory.
+struct Ahead {
+  int last[kMet];
+  bool met[kMet];
+};
+constexpr Ahead ahead() {
+  Ahead rows = {};
+  for (int row = 0; row < kMet; ++row) rows.last[row] = next_met(row), rows.met[row] = is_met(row);
+  return rows;
+}
+constexpr Ahead kAhead = ahead();
+// Whether row `other` is loaded just before the products of `row`.
+constexpr bool is_loaded_before(int other, int row) {
+  return other <= kAhead.last[row] && (row == 0 || other > kAhead.last[row == 0 ? 0 : row - 1]);
+}
+
 // A tile's first image, row and column of dy.
 struct Place {
   int image, row, column;
@@ -109,19 +126,20 @@ struct Sums {
 // bits where a lane's pixels of dy are: what is beside them is another pair, met already.
 __device__ __forceinline__ void add_pairs(Sums& sums, unsigned x, unsigned dy, int first_row, unsigned exists) {
   unsigned gradients[kRows][kHeld<YPixels>], pixels[kMet][kHeld<XPixels>], lasts[kMet][2];
-  int loaded = 0;
 #pragma unroll
   for (int row = 0; row < kMet; ++row) {
 #pragma unroll
-    for (; loaded <= next_met(row); ++loaded) {
-      if (is_met(loaded)) load_pairs<XPixels, true>(pixels[loaded], x + loaded * XPixels::kRowBytes);
+    for (int loaded = 0; loaded < kMet; ++loaded) {
+      if (!is_loaded_before(loaded, row)) continue;
+      if (kAhead.met[loaded]) load_pairs<XPixels, true>(pixels[loaded], x + loaded * XPixels::kRowBytes);
       if (loaded % AxisH::kStep != 0 || loaded / AxisH::kStep >= kRows) continue;
       unsigned (&gradient)[kHeld<YPixels>] = gradients[loaded / AxisH::kStep];
       load_pairs<YPixels, true>(gradient, dy + loaded / AxisH::kStep * YPixels::kRowBytes);
       if (kLanes % 8 != 0) gradient[0] &= exists, gradient[1] &= exists;
     }
     const bool always = is_inside(0, row) && is_inside(ROW_TILES - 1, row);
-    const bool inside = is_met(row) && (always || static_cast<unsigned>(first_row + row) < static_cast<unsigned>(IN_H));
+    const bool inside =
+        kAhead.met[row] && (always || static_cast<unsigned>(first_row + row) < static_cast<unsigned>(IN_H));
     if (inside) {
 #pragma unroll
       for (int k = 0; k < kFilterX / 2; ++k) {

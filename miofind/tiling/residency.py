@@ -12,7 +12,7 @@ _RESERVED_BYTES = 1 << 10  # of shared memory, for each block
 _SHARED_BYTES = 48 << 10  # that every device has
 _MANY_THREADS, _THREADS = 2048, 1536
 _WITH_MANY_THREADS = frozenset({80, 90, 100, 103})
-_MOST = 32
+_MOST, _FEWER = 32, {75: 16, 86: 16, 87: 16, 89: 24, 120: 24, 121: 24}  # blocks, by compute capability
 
 
 def resident_blocks(registers: int, threads: int, shared_bytes: int, device: Device) -> int:
@@ -28,4 +28,4 @@ def resident_blocks(registers: int, threads: int, shared_bytes: int, device: Dev
     warps = _SCHEDULERS * (_SCHEDULER_REGISTERS // (32 * registers))
     by_shared = ((device.shared_bytes or _SHARED_BYTES) - _RESERVED_BYTES) // (shared_bytes + _RESERVED_BYTES)
     by_threads = (_MANY_THREADS if device.sm in _WITH_MANY_THREADS else _THREADS) // threads
-    return min(warps // (threads // 32), max(1, by_shared), by_threads, _MOST)
+    return min(warps // (threads // 32), max(1, by_shared), by_threads, _FEWER.get(device.sm, _MOST))
