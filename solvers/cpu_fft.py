@@ -243,9 +243,10 @@ class ConvCpuFft(Solver):
             return Applicability("transforms filters without gaps: dilation 1")
         if problem.output.size == 0 or problem.flops == 0:
             return Applicability("has no empty products")
-        if least_products(problem) == 0:
+        least = least_products(problem)
+        if least == 0:
             return Applicability("rounds sums of nothing but padding as it does their neighbours, not to 0")
-        if _is_wide(problem) and least_products(problem) < _LEAST_PRODUCTS:
+        if _is_wide(problem) and least < _LEAST_PRODUCTS:
             return Applicability(f"bounds float64's errors in sums of {_LEAST_PRODUCTS} products or more")
         if next(self.configs(problem, device), None) is None:
             return Applicability(f"transforms of its filters take more than {_MAX_FILTER_BYTES >> 20} MiB")

@@ -81,3 +81,9 @@ def test_lengths_are_even_and_of_small_factors(size: int) -> None:
 def test_a_real_spectrum_is_half() -> None:
     assert spectrum((6, 8)) == (6, 5)
     assert math.prod(spectrum((1, 1))) == 1
+
+
+def test_least_products_of_huge_axes_are_told_at_once() -> None:
+    sizes = {"x": (1, 1, 2**30), "w": (1, 1, 2), "stride": 2**29}
+    told = [least_products(ProblemDescription.convolution(**sizes, direction=direction)) for direction in Direction]
+    assert told == [2, 0, 2]

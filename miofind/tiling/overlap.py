@@ -32,11 +32,18 @@ def _least_met(problem: ProblemDescription, axis: int) -> int:
         ends = (0, outputs - 1)
         return min(max(0, min(size, o * stride - before + taps) - max(0, o * stride - before)) for o in ends)
     if problem.direction is Direction.BACKWARD_DATA:
-        near = {*range(min(stride, size)), *range(max(0, size - stride), size)}
-        return min(_count(i + before - taps + 1, i + before, stride, outputs) for i in near)
-    # Tap t meets output o at input o * stride + t - before.
-    edges = {0, *range(max(0, taps - stride), taps)}
-    return min(_count(before - t, before - t + size - 1, stride, outputs) for t in edges)
+        return _fewest(before, size, taps, stride, outputs)
+    return _fewest(before + size - taps, taps, size, stride, outputs)  # the last tap's inputs end there
+
+
+def _fewest(first: int, count: int, window: int, stride: int, outputs: int) -> int:
+    """The fewest of 0, stride, ... (outputs - 1) * stride that end at most `window` before one of `count` places.
+
+    Within the outputs every window holds window // stride or one more, and beyond either end ever fewer.
+    """
+    fewest = min(_count(at - window + 1, at, stride, outputs) for at in (first, first + count - 1))
+    holds_least = count > window % stride - first % stride
+    return min(fewest, window // stride) if holds_least else fewest
 
 
 def _count(first: int, last: int, stride: int, outputs: int) -> int:

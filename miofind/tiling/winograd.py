@@ -68,8 +68,8 @@ class Filtering:
 def bound_growth(axes: Iterable[Filtering]) -> float:
     """How much wider the error bound of nested algorithms is than direct summation's.
 
-    The worst errors of direct sums take less than half of their bound (miofind/verify/accuracy.py: 3.1 of 8, and of
-    TF32's inputs 7.3 of 16), so an algorithm with errors up to twice as large, such as F(2x2, 3x3), keeps that bound.
+    The worst errors of direct float32 sums take less than half of their bound (miofind/verify/accuracy.py: 3.1 of 8),
+    so an algorithm with errors up to twice as large, such as F(2x2, 3x3), keeps that bound.
     Larger tiles have the whole of their growth: next to padding an element sums fewer products than its tile does.
     """
     growth = math.prod(axis.error_growth for axis in axes)

@@ -47,16 +47,6 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def device() -> Device:
-    return Device.cuda()
-
-
-@pytest.fixture(scope="module")
-def compiler() -> Compiler:
-    return Compiler()
-
-
 def make(shape: str, channels_last: bool, **fields: Any) -> ProblemDescription:
     layout = Layout.of(len(SHAPES[shape]["x"]) - 2, channels_last=channels_last)
     return ProblemDescription.convolution(**SHAPES[shape], layout=layout, **fields)

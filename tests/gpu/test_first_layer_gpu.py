@@ -42,16 +42,6 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def device() -> Device:
-    return Device.cuda()
-
-
-@pytest.fixture(scope="module")
-def compiler() -> Compiler:
-    return Compiler()
-
-
 def check(problem: ProblemDescription, solver: Solver, config: Config, device: Device, compiler: Compiler) -> None:
     inputs = integers(problem, seed=len(config.json))
     invoker = make_invoker(problem, device, solver, config, compiler)

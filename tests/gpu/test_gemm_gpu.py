@@ -48,11 +48,6 @@ def device() -> Device:
     return Device.cuda(0)
 
 
-@pytest.fixture(scope="module")
-def compiler() -> Compiler:
-    return Compiler()
-
-
 def solver_of(problem: ProblemDescription) -> Solver:
     return ConvGemm1x1() if problem.is_1x1 else ConvIm2colGemm()
 

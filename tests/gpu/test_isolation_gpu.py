@@ -34,11 +34,6 @@ IN_SCREENING = 20
 IN_THE_FINAL = 400
 
 
-@pytest.fixture(scope="module")
-def device() -> Device:
-    return Device.cuda()
-
-
 @pytest.fixture
 def executor(device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Isolated]:
     package = make_package(tmp_path, monkeypatch)

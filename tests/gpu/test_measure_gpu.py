@@ -23,16 +23,6 @@ SMALL = ProblemDescription.convolution(x=(1, 16, 14, 14), w=(16, 16, 3, 3), padd
 LARGE = ProblemDescription.convolution(x=(32, 256, 56, 56), w=(64, 256, 1, 1), dtype="float16")
 
 
-@pytest.fixture(scope="module")
-def device() -> Device:
-    return Device.cuda()
-
-
-@pytest.fixture(scope="module")
-def compiler() -> Compiler:
-    return Compiler()
-
-
 def naive(problem: ProblemDescription, device: Device, compiler: Compiler) -> Invoker:
     solver = solver_by_id("ConvDirectNaive")
     return make_invoker(problem, device, solver, solver.default_configs(problem, device)[0], compiler)

@@ -36,11 +36,6 @@ def device() -> Device:
     return found
 
 
-@pytest.fixture(scope="module")
-def compiler() -> Compiler:
-    return Compiler()
-
-
 def turn(name: str, rows: int, columns: int, dtype: DataType, batch: int = 3) -> Turn:
     return Turn(source=name, target=f"{name}_last", dtype=dtype, batch=batch, rows=rows, columns=columns)
 

@@ -26,16 +26,6 @@ Fault = Callable[[dict[str, int], int], None]
 SAMPLED = SampleBudget(products=1 << 20, least=500, most=2000)
 
 
-@pytest.fixture(scope="module")
-def device() -> Device:
-    return Device.cuda()
-
-
-@pytest.fixture(scope="module")
-def compiler() -> Compiler:
-    return Compiler()
-
-
 def conv(direction: Direction = Direction.FORWARD, dtype: str = "float32", layout: str = "NCHW") -> ProblemDescription:
     return ProblemDescription.convolution(
         x=(3, 24, 17, 15),

@@ -99,11 +99,6 @@ def device() -> Device:
     return found
 
 
-@pytest.fixture(scope="module")
-def compiler() -> Compiler:
-    return Compiler()
-
-
 def make(shape: str, kind: str, *, channels_last: bool = True, **fields: Any) -> ProblemDescription:
     layout = Layout.of(len(SHAPES[shape]["x"]) - 2, channels_last=channels_last)
     return ProblemDescription.convolution(**SHAPES[shape], **KINDS[kind], layout=layout, **fields)
