@@ -3,9 +3,10 @@
 //   dx[n,h,v,c] = sum_{i,j} dy[n, (h + pad - i*dilation) / stride, likewise, c] * w[c,i,j], where whole.
 // Implicit GEMM on tensor cores, a product of depth 16 for two taps: 8 pairs of neighbouring pixels of a row, times
 // 8 x 8 diagonal matrices of the taps of 8 channels. A block stages the pixels that CHANNELS channels of ROW_GROUPS *
-// ROWS rows and 2 * PAIRS columns of IMAGES images meet. A warp keeps the filters of 16 channels in registers and walks
-// down ROWS rows of 8 pairs at a time; a row's pixels serve all taps of the rows that meet them. SHARES warps share
-// the pairs of 16 channels. Backward data has stride_w phases, columns modulo the stride, one after the other.
+// ROWS rows and 2 * PAIRS columns of IMAGES images meet. A warp keeps the filters of WARP_CHANNELS channels, 8 or 16, in
+// registers and walks down ROWS rows of 8 pairs at a time; a row's pixels serve all taps of the rows that meet them.
+// SHARES warps share the pairs of so many channels. Backward data has stride_w phases, columns modulo the stride, one
+// after the other.
 //
 // Defines: as checked below; ALL_CHANNELS, IN_H, IN_W, OUT_H, OUT_W of the tensors that are read and written.
 #include "common/depthwise_mma.cuh"
@@ -15,8 +16,8 @@
 #error "define ELEMENT, FLIPPED (backward data), FILTER_Y and _X, STRIDE_H and _W, DILATION_H and _W, PAD_H and _W"
 #endif
 #if !defined(ROWS) || !defined(ROW_GROUPS) || !defined(PAIRS) || !defined(IMAGES) || !defined(CHANNELS) || \
-    !defined(SHARES) || !defined(ROW_TILES) || !defined(COLUMN_TILES)
-#error "define ROWS, ROW_GROUPS, PAIRS, IMAGES, CHANNELS, SHARES, ROW_TILES and COLUMN_TILES"
+    !defined(WARP_CHANNELS) || !defined(SHARES) || !defined(ROW_TILES) || !defined(COLUMN_TILES)
+#error "define ROWS, ROW_GROUPS, PAIRS, IMAGES, CHANNELS, WARP_CHANNELS, SHARES, ROW_TILES and COLUMN_TILES"
 #endif
 #if !defined(ALL_CHANNELS) || !defined(IN_H) || !defined(IN_W) || !defined(OUT_H) || !defined(OUT_W) || \
     !defined(MIN_BLOCKS) || !defined(SHARED_BYTES)
@@ -29,8 +30,10 @@ using AxisW = UnitAxis<FLIPPED, STRIDE_W, DILATION_W, PAD_W, kFilterX>;
 
 constexpr int kRows = ROWS, kPairs = PAIRS, kImages = IMAGES, kChannels = CHANNELS, kAllChannels = ALL_CHANNELS;
 constexpr int kLanes = kImages * kPairs, kTurns = ceil_div(kLanes, 8) * ROW_GROUPS;
-constexpr int kWarps = kChannels / 16, kThreads = 32 * kWarps * SHARES;
-static_assert(kChannels % 16 == 0 && kAllChannels % 8 == 0, "a warp has 16 channels, a copy 8");
+constexpr int kWarpChannels = WARP_CHANNELS, kHalves = kWarpChannels / 8;
+constexpr int kWarps = kChannels / kWarpChannels, kThreads = 32 * kWarps * SHARES;
+static_assert(kWarpChannels == 8 || kWarpChannels == 16, "results of a pair lie in four lanes");
+static_assert(kChannels % 16 == 0 && kAllChannels % 8 == 0, "a warp has whole halves of 16 channels, a copy 8");
 static_assert(kThreads <= 1024 && SHARES <= kTurns, "every warp of a block of up to 1024 threads has work");
 
 // Input rows that a walk meets, and that all walks of a block meet. Those of a sole walk that do not exist are not
@@ -121,13 +124,13 @@ struct Taps {
   static constexpr int pixel(int k) { return AxisW::pixel(0, kPhase, number(k)); }
 
   // Diagonal matrices of 8 channels each, as a lane holds them: rows 2t and 2t + 1 of column g.
-  unsigned at[2][kFilterY][maximum(1, kCount)];
+  unsigned at[kHalves][kFilterY][maximum(1, kCount)];
 
   __device__ __forceinline__ explicit Taps(const unsigned short* filters) {
     const int lane = threadIdx.x % 32, g = lane / 4;
     const unsigned place = g / 2 != lane % 4 ? 0 : g % 2 == 0 ? 1 : 1 << 16;
 #pragma unroll
-    for (int half = 0; half < 2; ++half)
+    for (int half = 0; half < kHalves; ++half)
 #pragma unroll
       for (int y = 0; y < kFilterY; ++y)
 #pragma unroll
@@ -136,17 +139,17 @@ struct Taps {
   }
 };
 
-using Sums = float[kRows][AxisH::kPhases][2][4];
+using Sums = float[kRows][AxisH::kPhases][kHalves][4];
 
-// The matrices of a row, of 2 x 8 channels.
-using Row = unsigned[2][kHeld<Patch>];
+// The matrices of a row, of 8 channels each.
+using Row = unsigned[kHalves][kHeld<Patch>];
 
 // Adds what a walk's row contributes.
 template <int kPhase>
 __device__ __forceinline__ void add_row(Sums& sums, const Taps<kPhase>& taps, const Row& matrices, int row) {
   constexpr int kCount = Taps<kPhase>::kCount, kStep = AxisW::kStep;
 #pragma unroll
-  for (int half = 0; half < 2; ++half)
+  for (int half = 0; half < kHalves; ++half)
 #pragma unroll
     for (int k = 0; k < kCount; k += 2) {
       const unsigned* const low = matrices[half] + Taps<kPhase>::pixel(k);
@@ -166,6 +169,13 @@ __device__ __forceinline__ void add_row(Sums& sums, const Taps<kPhase>& taps, co
     }
 }
 
+// Words 0 and 1 of each of two neighbouring lanes: lane i gets their words i.
+__device__ __forceinline__ void turn_words(unsigned (&words)[2]) {
+  const bool odd = threadIdx.x & 1;
+  const unsigned other = __shfl_xor_sync(0xffffffffu, odd ? words[0] : words[1], 1);
+  words[0] = odd ? other : words[0], words[1] = odd ? words[1] : other;
+}
+
 // Words 0 ... 3 of each of four neighbouring lanes: lane i gets their words i.
 __device__ __forceinline__ void turn_words(unsigned (&words)[4]) {
   const bool odd = threadIdx.x & 1, high = threadIdx.x & 2;
@@ -179,17 +189,20 @@ __device__ __forceinline__ void turn_words(unsigned (&words)[4]) {
   words[1] = high ? d : words[1], words[3] = high ? words[3] : d;
 }
 
-// Stores 8 pairs of pixels of 16 channels, 8 channels a lane: first pixel or second, first half of channels or second.
-__device__ __forceinline__ void store_pairs(ELEMENT* to, const float (&sums)[2][4], bool stores) {
-  unsigned words[4];
+// Stores 8 pairs of pixels, of a lane a pixel's kWarpChannels / 2 channels: those that lie in it and its neighbours.
+__device__ __forceinline__ void store_pairs(ELEMENT* to, const float (&sums)[kHalves][4], bool stores) {
+  unsigned words[2 * kHalves];
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const float* const sum = sums[i % 2] + i / 2 * 2;
+  for (int i = 0; i < 2 * kHalves; ++i) {
+    const float* const sum = sums[i % kHalves] + i / kHalves * 2;
     const Vector<ELEMENT, 2> rounded = {convert<ELEMENT>(sum[0]), convert<ELEMENT>(sum[1])};
     words[i] = *reinterpret_cast<const unsigned*>(&rounded);
   }
   turn_words(words);
-  if (stores) *reinterpret_cast<Vector<unsigned, 4>*>(to) = {words[0], words[1], words[2], words[3]};
+  if (!stores) return;
+  auto& stored = *reinterpret_cast<Vector<unsigned, 2 * kHalves>*>(to);
+#pragma unroll
+  for (int i = 0; i < 2 * kHalves; ++i) stored.at[i] = words[i];
 }
 
 // A walk of a warp: the address of a lane's pixel in row 0; the number of row 0 in the tensor; where a lane stores
@@ -212,7 +225,7 @@ __device__ __forceinline__ void walk_down(const Taps<kPhase>& taps, const Walk& 
     for (int loaded = 0; loaded < kWalked; ++loaded)
       if (is_loaded_before(loaded, row) && kAhead.met[loaded])
 #pragma unroll
-        for (int half = 0; half < 2; ++half)
+        for (int half = 0; half < kHalves; ++half)
           load_pairs<Patch, false>(rows[loaded][half], walk.pixels + loaded * Patch::kRowBytes + 16 * half);
     const bool always = is_inside(0, row) && is_inside(kWalks - 1, row);
     if (kAhead.met[row] && (always || static_cast<unsigned>(walk.first_row + row) < static_cast<unsigned>(IN_H)))
@@ -239,14 +252,20 @@ template <int kPhase>
 __device__ __forceinline__ void compute(unsigned patch, const unsigned short* filters, ELEMENT* out, const Place& tile,
                                         int n) {
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
-  const int first = warp % kWarps * 16, quarter = lane % 4, channel = tile.channel + first + quarter % 2 * 8;
+  const int first = warp % kWarps * kWarpChannels, quarter = lane % 4;
+  const int second = kHalves == 2 ? quarter / 2 : quarter % 2;  // whether a lane stores the second pixel of a pair
+  const int channel = tile.channel + first + (kHalves == 2 ? quarter % 2 * 8 : quarter / 2 * 4);
   const Taps<kPhase> taps(filters + first * kTaps);
+  if constexpr (kPhase == 0) {
+    wait_for_copies<0>();
+    __syncthreads();  // the pixels have arrived
+  }
 #pragma unroll 1
   for (int turn = warp / kWarps; turn < kTurns; turn += SHARES) {
     const int group = turn % ROW_GROUPS, from = turn / ROW_GROUPS * 8, number = tile.walk + group;
     const int read = min(from + lane % 8, kLanes - 1), written = from + lane / 4;
     const int image = tile.image + written / kPairs;
-    const int column = (tile.column + written % kPairs * 2 + quarter / 2) * AxisW::kPhases + kPhase;
+    const int column = (tile.column + written % kPairs * 2 + second) * AxisW::kPhases + kPhase;
     const int row = number * kRows * AxisH::kPhases;
     const Walk walk = {patch + read / kPairs * Patch::kImageBytes + read % kPairs * Patch::kPixelBytes + 2 * first +
                            matrix_of_lane<Patch>() + (group * kWalkStep - kTop) * Patch::kRowBytes,
@@ -266,16 +285,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
   const int row_tile = blockIdx.y / COLUMN_TILES, column = (blockIdx.y - row_tile * COLUMN_TILES) * 2 * kPairs;
   const Place tile = {static_cast<int>(blockIdx.z) * kImages, static_cast<int>(blockIdx.x) * kChannels, column,
                       row_tile * ROW_GROUPS};
+  const ELEMENT* const filters = filter + tile.channel * kTaps;
+  for (int i = threadIdx.x; i < min(kChannels, kAllChannels - tile.channel) * kTaps / 8; i += kThreads)
+    copy_bytes<16>(base + Patch::kBytes + 16 * i, filters + 8 * i, true);
+  commit_copies();
   constexpr int kFirst = AxisH::kFirst + kTop, kLast = (ROW_TILES - 1) * ROW_GROUPS * kWalkStep + kFirst;
   stage_pairs<Patch, kThreads, kAllChannels, false, -kFirst, IN_H - kLast>(
       base, in,
       {n, kAllChannels, IN_H, IN_W, tile.image, tile.channel, tile.walk * kWalkStep + kFirst,
        column * AxisW::kStep + AxisW::kFirst});
-  const ELEMENT* const filters = filter + tile.channel * kTaps;
-  for (int i = threadIdx.x; i < min(kChannels, kAllChannels - tile.channel) * kTaps / 8; i += kThreads)
-    copy_bytes<16>(base + Patch::kBytes + 16 * i, filters + 8 * i, true);
   commit_copies();
-  wait_for_copies<0>();
-  __syncthreads();  // the pixels and the filters have arrived
+  wait_for_copies<1>();
+  __syncthreads();  // the filters have arrived
   compute<0>(base, reinterpret_cast<const unsigned short*>(staged + Patch::kBytes), out, tile, n);
 }

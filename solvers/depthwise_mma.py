@@ -71,6 +71,7 @@ def _defines(planar: ProblemDescription, tiling: DepthwiseTiling, resident: int)
         ("PAIRS", tiling.pairs),
         ("IMAGES", tiling.images),
         ("CHANNELS", tiling.channels),
+        ("WARP_CHANNELS", tiling.warp_channels),
         ("SHARES", tiling.shares),
         ("ROW_TILES", tiling.tiles[1]),
         ("COLUMN_TILES", tiling.tiles[2]),
@@ -100,11 +101,12 @@ def _work_ms(problem: ProblemDescription, device: Device, tiling: DepthwiseTilin
     rows_read = (height.outputs - 1) * height.stride + height.reach + 1
     met = min(1.0, in_rows / rows_read + 0.02)  # share of rows that are not padding
     products = met * tiling.products * width.phases
-    loads = met * walked * tiling.pixels.loaded * width.phases / 2
-    stores = tiling.rows * height.phases * width.phases * _STORE
+    halves = tiling.warp_channels // 8
+    loads = met * walked * tiling.pixels.loaded * width.phases * halves / 4
+    stores = tiling.rows * height.phases * width.phases * _STORE * halves / 2
     copies = tiling.images * tiling.staged_rows * tiling.pixels.columns * tiling.channels / 8 / 32
-    walks = tiling.turns * tiling.channels / 16
-    taps = 2 * height.taps * width.taps
+    walks = tiling.turns * tiling.channels / tiling.warp_channels
+    taps = halves * height.taps * width.taps
     slots = walks * (products * 1.15 + loads + stores) + copies * _COPY + warps * (taps * _TAP + 100)
     shared = walks * (4 * loads + stores / 4) + 4 * copies
     busy = max(slots / 3.5, shared, walks * products * _PRODUCT)
@@ -123,21 +125,30 @@ def _work_ms(problem: ProblemDescription, device: Device, tiling: DepthwiseTilin
     return max(memory, processing) + min(memory, processing) * (_APART + _ALONE / together)
 
 
-def _config(rows: int, row_groups: int, columns: int, images: int, channels: int, shares: int) -> Config:
-    return Config.of(rows=rows, row_groups=row_groups, columns=columns, images=images, channels=channels, shares=shares)
+def _config(rows: int, row_groups: int, columns: int, images: int, channels: int, warp: int, shares: int) -> Config:
+    return Config.of(
+        rows=rows,
+        row_groups=row_groups,
+        columns=columns,
+        images=images,
+        channels=channels,
+        warp_channels=warp,
+        shares=shares,
+    )
 
 
 # What default_configs ranks by estimate; the last is valid for every applicable problem.
 _SHORT_LIST = (
     *(
-        _config(rows, groups, columns, images, channels, shares)
+        _config(rows, groups, columns, images, channels, warp, shares)
         for rows, groups in ((2, 1), (4, 1), (7, 1), (8, 1), (14, 1), (7, 2), (8, 2))
         for columns in (8, 16, 32, 64)
         for images in (1, 2, 4)
         for channels in (32, 64)
+        for warp in (8, 16)
         for shares in (1, 2)
     ),
-    _config(2, 1, 8, 1, 16, 1),
+    _config(2, 1, 8, 1, 16, 8, 1),
 )
 
 
@@ -154,9 +165,9 @@ class ConvDepthwiseMma(Solver):
     channels with which it shares a matrix, as NaN. Columns of padding are multiplied as zeros: an infinity or NaN of
     the filter spreads to outputs at the border.
 
-    Configuration: a warp computes `rows` rows of 8 pairs of neighbouring pixels of 16 channels at a time; a block has
-    `row_groups` times as many rows, about `columns` columns, `images` images and `channels` channels, and `shares`
-    warps for each 16 of these.
+    Configuration: a warp computes `rows` rows of 8 pairs of neighbouring pixels of `warp_channels` channels at a time;
+    a block has `row_groups` times as many rows, about `columns` columns, `images` images and `channels` channels, and
+    `shares` warps for each `warp_channels` of these.
     """
 
     id = "ConvDepthwiseMma"
@@ -177,6 +188,7 @@ class ConvDepthwiseMma(Solver):
         "columns": _COLUMNS,
         "images": (1, 2, 4, 8),
         "channels": _CHANNELS,
+        "warp_channels": (8, 16),
         "shares": (1, 2, 4),
     }
     sources = ("depthwise_mma.cu",)

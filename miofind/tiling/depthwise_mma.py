@@ -97,7 +97,7 @@ class DepthwiseTiling:
 
     Attributes:
         axes: rows and columns.
-        rows, row_groups, images, channels, shares: as configured.
+        rows, row_groups, images, channels, warp_channels, shares: as configured.
         pairs: of outputs, across a tile.
         pixels: staged.
         staged_rows: of an image.
@@ -114,6 +114,7 @@ class DepthwiseTiling:
     row_groups: int
     images: int
     channels: int
+    warp_channels: int
     shares: int
     pairs: int
     pixels: PairedPixels
@@ -142,24 +143,29 @@ class DepthwiseTiling:
             size = problem.lifted(2).tensor(_source(problem)).shape[2]
             met = max(1, min(met, size - height.first) - max(0, -height.first))
         pixels = PairedPixels.of(width, images=images, rows=met, pairs=pairs, channels=channels)
-        dilation = problem.lifted(2).conv.dilation[1]
-        taps = ceil_div(width.taps, width.phases // math.gcd(width.phases, dilation))  # of a phase, at most
-        ahead = ceil_div(pixels.loaded, 4) * (16 if height.taps * width.taps <= _LOADED_AHEAD else 6)
-        sums = min(height.taps, min(rows, height.reach // height.stride + 1) * height.phases)
+        planar = problem.lifted(2)
+        taps = ceil_div(width.taps, width.phases // math.gcd(width.phases, planar.conv.dilation[1]))  # of a phase, at most
+        halves = config["warp_channels"] // _BLOCK
+        ahead = ceil_div(pixels.loaded, 4) * (8 if height.taps * width.taps <= _LOADED_AHEAD else 3)
+        sums = min(rows, height.reach // height.stride + 1) * height.phases
+        if planar.conv.dilation[0] == 1:
+            sums = min(height.taps, sums)
+        held = halves * (4 * sums + 13 * height.taps * taps // 10 + ahead)
         return DepthwiseTiling(
             axes=axes,
             rows=rows,
             row_groups=groups,
             images=images,
             channels=channels,
+            warp_channels=config["warp_channels"],
             shares=config["shares"],
             pairs=pairs,
             pixels=pixels,
             staged_rows=met,
             turns=ceil_div(images * pairs, 8) * groups,
-            threads=2 * channels * config["shares"],
-            registers=round_up(_dilated(problem) + 8 * sums + 13 * height.taps * taps // 5 + ahead + 24, 8),
-            products=2 * rows * height.taps * ceil_div(taps, 2),
+            threads=4 * channels // halves * config["shares"],
+            registers=round_up(_dilated(problem) * 2 // 3 + held + 24, 8),
+            products=halves * rows * height.taps * ceil_div(taps, 2),
             shared_bytes=pixels.shared_bytes + 2 * channels * height.taps * width.taps,
             tiles=(
                 ceil_div(problem.c, channels),
