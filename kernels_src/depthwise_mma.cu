@@ -3,8 +3,8 @@
 //   dx[n,h,v,c] = sum_{i,j} dy[n, (h + pad - i*dilation) / stride, likewise, c] * w[c,i,j], where whole.
 // Implicit GEMM on tensor cores, a product of depth 16 for two taps: 8 pairs of neighbouring pixels of a row, times
 // 8 x 8 diagonal matrices of the taps of 8 channels. A block stages the pixels that CHANNELS channels of ROW_GROUPS *
-// ROWS rows and 2 * PAIRS columns of IMAGES images meet. A warp keeps the filters of WARP_CHANNELS channels, 8 or 16, in
-// registers and walks down ROWS rows of 8 pairs at a time; a row's pixels serve all taps of the rows that meet them.
+// ROWS rows and 2 * PAIRS columns of IMAGES images meet. A warp keeps the filters of WARP_CHANNELS channels, 8 or 16,
+// in registers and walks down ROWS rows of 8 pairs at a time; a row's pixels serve all taps of the rows that meet them.
 // SHARES warps share the pairs of so many channels. Backward data has stride_w phases, columns modulo the stride, one
 // after the other.
 //
@@ -69,7 +69,7 @@ constexpr bool is_met(int row) {
 
 // The row whose matrices are loaded before those of `row` are multiplied; with many taps that is no use.
 constexpr int next_met(int row) {
-  if (kTaps > 16) return row;
+  if (kHalves * kTaps > 49) return row;
   int next = row + 1;
   while (next < kWalked - 1 && !is_met(next)) ++next;
   return next < kWalked ? next : row;
@@ -102,7 +102,7 @@ constexpr int last_met(int unit, int phase) {
 
 // The taps of a filter's row that meet pixels in a phase of columns.
 template <int kPhase>
-struct Taps {
+struct Order {
   static constexpr int count() {
     int taps = 0;
     for (int tap = 0; tap < kFilterX; ++tap) taps += AxisW::meets(kPhase, tap);
@@ -110,21 +110,61 @@ struct Taps {
   }
   static constexpr int kCount = count();
 
-  // Number k in the order of the pixels that they meet. Of four, the first and the third are taken together: at stride
-  // 1 their fragment is four matrices in a row.
+  // Number k in the order of the pixels that they meet.
   static constexpr int number(int k) {
-    const int of_four = kCount - k / 4 * 4 == 2 ? k % 4 : k % 4 == 1 ? 2 : k % 4 == 2 ? 1 : k % 4;
-    k = k / 4 * 4 + of_four;
     for (int i = 0; i < kFilterX; ++i) {
       const int tap = FLIPPED ? kFilterX - 1 - i : i;
       if (AxisW::meets(kPhase, tap) && k-- == 0) return tap;
     }
     return 0;
   }
-  static constexpr int pixel(int k) { return AxisW::pixel(0, kPhase, number(k)); }
+
+  // A fragment has the pixels of both outputs of a pair at two taps, or at a last one: the slots of its matrices.
+  static constexpr int kFragments = ceil_div(kCount, 2);
+  static constexpr int slot(int fragment, int i) {
+    return Patch::slot(AxisW::pixel(0, kPhase, number(2 * fragment + i / 2)) + i % 2 * AxisW::kStep);
+  }
+  static constexpr int matrices(int fragment) { return 2 * fragment + 1 < kCount ? 4 : 2; }
+
+  // The first fragment whose matrices lie as those of another: lanes add the same to its address.
+  static constexpr int like(int fragment) {
+    for (int first = 0; first < fragment; ++first) {
+      bool alike = true;
+      for (int i = 0; i < matrices(fragment); ++i)
+        alike = alike && slot(first, i) - slot(first, 0) == slot(fragment, i) - slot(fragment, 0);
+      if (alike) return first;
+    }
+    return fragment;
+  }
+
+};
+
+// The same as tables, since the compiler counts what it computes against loops that are to be unrolled.
+template <int kPhase>
+struct Tables {
+  int number[maximum(1, Order<kPhase>::kCount)], slot[maximum(1, Order<kPhase>::kFragments)],
+      like[maximum(1, Order<kPhase>::kFragments)];
+};
+template <int kPhase>
+constexpr Tables<kPhase> tables() {
+  using Of = Order<kPhase>;
+  Tables<kPhase> all = {};
+  for (int k = 0; k < Of::kCount; ++k) all.number[k] = Of::number(k);
+  for (int i = 0; i < Of::kFragments; ++i) all.slot[i] = Of::slot(i, 0), all.like[i] = Of::like(i);
+  return all;
+}
+template <int kPhase>
+constexpr Tables<kPhase> kTables = tables<kPhase>();
+
+// What a warp holds in a phase of columns.
+template <int kPhase>
+struct Taps : Order<kPhase> {
+  using Order<kPhase>::kCount, Order<kPhase>::kFragments, Order<kPhase>::slot, Order<kPhase>::matrices;
 
   // Diagonal matrices of 8 channels each, as a lane holds them: rows 2t and 2t + 1 of column g.
   unsigned at[kHalves][kFilterY][maximum(1, kCount)];
+  // What a lane adds to the addresses of fragments: where its row's matrix lies, from the first one on.
+  unsigned offsets[maximum(1, kFragments)];
 
   __device__ __forceinline__ explicit Taps(const unsigned short* filters) {
     const int lane = threadIdx.x % 32, g = lane / 4;
@@ -135,36 +175,57 @@ struct Taps {
       for (int y = 0; y < kFilterY; ++y)
 #pragma unroll
         for (int k = 0; k < kCount; ++k)
-          at[half][y][k] = place * filters[(8 * half + g) * kTaps + y * kFilterX + number(k)];
+          at[half][y][k] = place * filters[(8 * half + g) * kTaps + y * kFilterX + kTables<kPhase>.number[k]];
+#pragma unroll
+    for (int fragment = 0; fragment < kFragments; ++fragment) {
+      offsets[fragment] = 0;
+#pragma unroll
+      for (int i = 1; i < matrices(fragment); ++i)
+        if (lane / 8 == i) offsets[fragment] = (slot(fragment, i) - slot(fragment, 0)) * Patch::kPixelBytes;
+    }
   }
 };
 
 using Sums = float[kRows][AxisH::kPhases][kHalves][4];
 
-// The matrices of a row, of 8 channels each.
-using Row = unsigned[kHalves][kHeld<Patch>];
-
-// Adds what a walk's row contributes.
+// The fragments of a row, of 8 channels each.
 template <int kPhase>
-__device__ __forceinline__ void add_row(Sums& sums, const Taps<kPhase>& taps, const Row& matrices, int row) {
-  constexpr int kCount = Taps<kPhase>::kCount, kStep = AxisW::kStep;
+using Row = unsigned[kHalves][maximum(1, Taps<kPhase>::kFragments)][4];
+
+// Each fragment is loaded as it is multiplied: registers moved between products would wait for these.
+template <int kPhase>
+__device__ __forceinline__ void load_row(Row<kPhase>& row, const Taps<kPhase>& taps, unsigned pixels) {
 #pragma unroll
   for (int half = 0; half < kHalves; ++half)
 #pragma unroll
-    for (int k = 0; k < kCount; k += 2) {
-      const unsigned* const low = matrices[half] + Taps<kPhase>::pixel(k);
-      const unsigned* const high = matrices[half] + Taps<kPhase>::pixel(k + 1 < kCount ? k + 1 : k);
-      const unsigned fragment[4] = {low[0], low[kStep], high[0], high[kStep]};
+    for (int fragment = 0; fragment < Taps<kPhase>::kFragments; ++fragment) {
+      const unsigned from = pixels + 16 * half + kTables<kPhase>.slot[fragment] * Patch::kPixelBytes +
+                            taps.offsets[kTables<kPhase>.like[fragment]];
+      if (Taps<kPhase>::matrices(fragment) == 4)
+        load_matrices(row[half][fragment], from);
+      else
+        load_matrix_pair<false>(reinterpret_cast<unsigned (&)[2]>(row[half][fragment]), from);
+    }
+}
+
+// Adds what a walk's row contributes.
+template <int kPhase>
+__device__ __forceinline__ void add_row(Sums& sums, const Taps<kPhase>& taps, const Row<kPhase>& fragments, int row) {
+#pragma unroll
+  for (int fragment = 0; fragment < Taps<kPhase>::kFragments; ++fragment)
+#pragma unroll
+    for (int half = 0; half < kHalves; ++half) {
+      const unsigned (&pixels)[4] = fragments[half][fragment];
 #pragma unroll
       for (int phase = 0; phase < AxisH::kPhases; ++phase)
 #pragma unroll
         for (int y = 0; y < kFilterY; ++y) {
-          const int unit = unit_of(row, phase, y);
+          const int unit = unit_of(row, phase, y), k = 2 * fragment;
           if (unit < 0) continue;
-          if (k + 1 < kCount)
-            multiply_add<ELEMENT>(sums[unit][phase][half], fragment, taps.at[half][y][k], taps.at[half][y][k + 1]);
+          if (Taps<kPhase>::matrices(fragment) == 4)
+            multiply_add<ELEMENT>(sums[unit][phase][half], pixels, taps.at[half][y][k], taps.at[half][y][k + 1]);
           else
-            multiply_add_half<ELEMENT>(sums[unit][phase][half], fragment[0], fragment[1], taps.at[half][y][k]);
+            multiply_add_half<ELEMENT>(sums[unit][phase][half], pixels[0], pixels[1], taps.at[half][y][k]);
         }
     }
 }
@@ -200,12 +261,10 @@ __device__ __forceinline__ void store_pairs(ELEMENT* to, const float (&sums)[kHa
   }
   turn_words(words);
   if (!stores) return;
-  auto& stored = *reinterpret_cast<Vector<unsigned, 2 * kHalves>*>(to);
-#pragma unroll
-  for (int i = 0; i < 2 * kHalves; ++i) stored.at[i] = words[i];
+  *reinterpret_cast<Vector<unsigned, 2 * kHalves>*>(to) = reinterpret_cast<Vector<unsigned, 2 * kHalves>&>(words);
 }
 
-// A walk of a warp: the address of a lane's pixel in row 0; the number of row 0 in the tensor; where a lane stores
+// A walk of a warp: the address of a lane's pair in row 0; the number of row 0 in the tensor; where a lane stores
 // row 0 of the results, of which `rows` exist, and whether.
 struct Walk {
   unsigned pixels;
@@ -218,15 +277,13 @@ struct Walk {
 template <int kPhase>
 __device__ __forceinline__ void walk_down(const Taps<kPhase>& taps, const Walk& walk) {
   Sums sums = {};
-  Row rows[kWalked];
+  Row<kPhase> rows[kWalked];
 #pragma unroll
   for (int row = 0; row < kWalked; ++row) {
 #pragma unroll
     for (int loaded = 0; loaded < kWalked; ++loaded)
       if (is_loaded_before(loaded, row) && kAhead.met[loaded])
-#pragma unroll
-        for (int half = 0; half < kHalves; ++half)
-          load_pairs<Patch, false>(rows[loaded][half], walk.pixels + loaded * Patch::kRowBytes + 16 * half);
+        load_row<kPhase>(rows[loaded], taps, walk.pixels + loaded * Patch::kRowBytes);
     const bool always = is_inside(0, row) && is_inside(kWalks - 1, row);
     if (kAhead.met[row] && (always || static_cast<unsigned>(walk.first_row + row) < static_cast<unsigned>(IN_H)))
       add_row<kPhase>(sums, taps, rows[row], row);
@@ -268,7 +325,7 @@ __device__ __forceinline__ void compute(unsigned patch, const unsigned short* fi
     const int column = (tile.column + written % kPairs * 2 + second) * AxisW::kPhases + kPhase;
     const int row = number * kRows * AxisH::kPhases;
     const Walk walk = {patch + read / kPairs * Patch::kImageBytes + read % kPairs * Patch::kPixelBytes + 2 * first +
-                           matrix_of_lane<Patch>() + (group * kWalkStep - kTop) * Patch::kRowBytes,
+                           (group * kWalkStep - kTop) * Patch::kRowBytes,
                        number * kWalkStep + AxisH::kFirst,
                        out + ((image * OUT_H + row) * OUT_W + column) * kAllChannels + channel, OUT_H - row,
                        written < kLanes && image < n && column < OUT_W && channel < kAllChannels};

@@ -20,7 +20,7 @@ _MOST_TAPS = 64
 _MOST_REACH = 16
 _MOST_STRIDE = 4
 _BLOCK = 8
-_LOADED_AHEAD = 16  # taps of filters that leave registers for a row's matrices besides those in use
+_LOADED_AHEAD = 49  # matrices of taps that leave registers for a row's pixels besides those in use
 
 
 def unserved(problem: ProblemDescription) -> str:
@@ -104,6 +104,7 @@ class DepthwiseTiling:
         turns: walks of a warp's channels.
         threads: of a block.
         registers: of a thread that spills nothing.
+        fragments: of a row's pixels and 8 channels, at two taps each, in a phase of columns.
         products: of a walk, in units of depth 16.
         shared_bytes: of a block.
         tiles: across channels, rows, columns and images.
@@ -122,6 +123,7 @@ class DepthwiseTiling:
     turns: int
     threads: int
     registers: int
+    fragments: int
     products: int
     shared_bytes: int
     tiles: tuple[int, int, int, int]
@@ -146,7 +148,8 @@ class DepthwiseTiling:
         planar = problem.lifted(2)
         taps = ceil_div(width.taps, width.phases // math.gcd(width.phases, planar.conv.dilation[1]))  # of a phase, at most
         halves = config["warp_channels"] // _BLOCK
-        ahead = ceil_div(pixels.loaded, 4) * (8 if height.taps * width.taps <= _LOADED_AHEAD else 3)
+        fragments = ceil_div(taps, 2)
+        ahead = fragments * (7 if halves * height.taps * width.taps <= _LOADED_AHEAD else 3)
         sums = min(rows, height.reach // height.stride + 1) * height.phases
         if planar.conv.dilation[0] == 1:
             sums = min(height.taps, sums)
@@ -165,7 +168,8 @@ class DepthwiseTiling:
             turns=ceil_div(images * pairs, 8) * groups,
             threads=4 * channels // halves * config["shares"],
             registers=round_up(_dilated(problem) * 2 // 3 + held + 24, 8),
-            products=halves * rows * height.taps * ceil_div(taps, 2),
+            fragments=fragments,
+            products=halves * rows * height.taps * fragments,
             shared_bytes=pixels.shared_bytes + 2 * channels * height.taps * width.taps,
             tiles=(
                 ceil_div(problem.c, channels),
