@@ -136,7 +136,6 @@ struct Order {
     }
     return fragment;
   }
-
 };
 
 // The same as tables, since the compiler counts what it computes against loops that are to be unrolled.

@@ -122,16 +122,78 @@ struct Sums {
   float pairs[kFilterY][maximum(1, kFilterX / 2)][4], lasts[ceil_div(kFilterY, 2)][4];
 };
 
+// A fragment has the pixels of both outputs of a pair at two taps of a row: the slots of its matrices; the last pixel
+// of an odd row has two.
+constexpr int kFragments = kFilterX / 2;
+constexpr int slot_of(int fragment, int i) {
+  return XPixels::slot(AxisW::pixel(0, 0, 2 * fragment + i % 2) + i / 2 * AxisW::kStep);
+}
+constexpr int last_slot(int i) {
+  return XPixels::slot(AxisW::pixel(0, 0, kFilterX - 1) + i * AxisW::kStep);
+}
+
+// Of each fragment its first slot, and the first fragment whose matrices lie as its own: lanes add the same to their
+// addresses. A table for the same reason.
+struct Slots {
+  int first[maximum(1, kFragments)], like[maximum(1, kFragments)];
+};
+constexpr Slots slots() {
+  Slots all = {};
+  for (int fragment = 0; fragment < kFragments; ++fragment) {
+    all.first[fragment] = slot_of(fragment, 0), all.like[fragment] = fragment;
+    for (int first = fragment; first-- > 0;) {
+      bool alike = true;
+      for (int i = 0; i < 4; ++i)
+        alike = alike && slot_of(first, i) - slot_of(first, 0) == slot_of(fragment, i) - slot_of(fragment, 0);
+      if (alike) all.like[fragment] = first;
+    }
+  }
+  return all;
+}
+constexpr Slots kSlots = slots();
+
+// What a lane adds to the addresses of fragments, and of an odd row's last pixels: where its row's matrix lies.
+struct Offsets {
+  unsigned fragments[maximum(1, kFragments)], last;
+};
+__device__ __forceinline__ Offsets lane_offsets() {
+  const int lane = threadIdx.x % 32;
+  Offsets offsets = {};
+#pragma unroll
+  for (int fragment = 0; fragment < kFragments; ++fragment)
+#pragma unroll
+    for (int i = 1; i < 4; ++i)
+      if (lane / 8 == i)
+        offsets.fragments[fragment] = (slot_of(fragment, i) - slot_of(fragment, 0)) * XPixels::kPixelBytes;
+  offsets.last = last_slot(lane / 8 % 2) * XPixels::kPixelBytes;
+  return offsets;
+}
+
+// The pixels of a row that 8 pairs meet. Each fragment is loaded as it is multiplied: registers moved between products
+// would wait for these.
+struct Row {
+  unsigned pairs[maximum(1, kFragments)][4], last[2];
+};
+__device__ __forceinline__ void load_row(Row& row, const Offsets& offsets, unsigned x) {
+#pragma unroll
+  for (int fragment = 0; fragment < kFragments; ++fragment)
+    load_transposed(row.pairs[fragment],
+                    x + kSlots.first[fragment] * XPixels::kPixelBytes + offsets.fragments[kSlots.like[fragment]]);
+  if (kOdd) load_matrix_pair<true>(row.last, x + offsets.last);
+}
+
 // Adds what 8 pairs of a tile contribute; `first_row` is the number in the tensor of the first row of x. `exists` is 1
 // bits where a lane's pixels of dy are: what is beside them is another pair, met already.
-__device__ __forceinline__ void add_pairs(Sums& sums, unsigned x, unsigned dy, int first_row, unsigned exists) {
-  unsigned gradients[kRows][kHeld<YPixels>], pixels[kMet][kHeld<XPixels>], lasts[kMet][2];
+__device__ __forceinline__ void add_pairs(Sums& sums, const Offsets& offsets, unsigned x, unsigned dy, int first_row,
+                                          unsigned exists) {
+  unsigned gradients[kRows][kHeld<YPixels>], lasts[kMet][2];
+  Row rows[kMet];
 #pragma unroll
   for (int row = 0; row < kMet; ++row) {
 #pragma unroll
     for (int loaded = 0; loaded < kMet; ++loaded) {
       if (!is_loaded_before(loaded, row)) continue;
-      if (kAhead.met[loaded]) load_pairs<XPixels, true>(pixels[loaded], x + loaded * XPixels::kRowBytes);
+      if (kAhead.met[loaded]) load_row(rows[loaded], offsets, x + loaded * XPixels::kRowBytes);
       if (loaded % AxisH::kStep != 0 || loaded / AxisH::kStep >= kRows) continue;
       unsigned (&gradient)[kHeld<YPixels>] = gradients[loaded / AxisH::kStep];
       load_pairs<YPixels, true>(gradient, dy + loaded / AxisH::kStep * YPixels::kRowBytes);
@@ -142,20 +204,17 @@ __device__ __forceinline__ void add_pairs(Sums& sums, unsigned x, unsigned dy, i
         kAhead.met[row] && (always || static_cast<unsigned>(first_row + row) < static_cast<unsigned>(IN_H));
     if (inside) {
 #pragma unroll
-      for (int k = 0; k < kFilterX / 2; ++k) {
-        const unsigned* const low = pixels[row] + AxisW::pixel(0, 0, 2 * k);
-        const unsigned* const high = pixels[row] + AxisW::pixel(0, 0, 2 * k + 1);
-        const unsigned fragment[4] = {low[0], high[0], low[AxisW::kStep], high[AxisW::kStep]};
+      for (int k = 0; k < kFragments; ++k) {
 #pragma unroll
         for (int y = 0; y < kFilterY; ++y) {
           const int met = row_of_dy(row, y);
-          if (met >= 0) multiply_add<ELEMENT>(sums.pairs[y][k], fragment, gradients[met][0], gradients[met][1]);
+          if (met >= 0)
+            multiply_add<ELEMENT>(sums.pairs[y][k], rows[row].pairs[k], gradients[met][0], gradients[met][1]);
         }
       }
     }
 #pragma unroll
-    for (int i = 0; kOdd && i < 2; ++i)
-      lasts[row][i] = inside ? pixels[row][AxisW::pixel(0, 0, kFilterX - 1) + i * AxisW::kStep] : 0u;
+    for (int i = 0; kOdd && i < 2; ++i) lasts[row][i] = inside ? rows[row].last[i] : 0u;
 #pragma unroll
     for (int y = 0; kOdd && y < kFilterY; ++y) {
       const int met = row_of_dy(row, y), other = y % 2 == 1 ? row - DILATION_H : row;
@@ -169,16 +228,17 @@ __device__ __forceinline__ void add_pairs(Sums& sums, unsigned x, unsigned dy, i
 
 __device__ __forceinline__ void add_tile(Sums& sums, unsigned stage, int tile, int group, int warp) {
   const int lane = threadIdx.x % 32, first_row = place_of(tile).row * AxisH::kStep + AxisH::kFirst;
+  const Offsets offsets = lane_offsets();
 #pragma unroll 1
   for (int turn = warp; turn < kTurns; turn += WARPS) {
     const int at = min(8 * turn + lane % 8, kLanes - 1), image = at / kPairs, pair = at % kPairs;
     const int left = kLanes - 8 * turn - lane % 4 * 2;  // pairs from the first of the two of a lane's fragment of dy on
     const unsigned exists = left <= 0 ? 0u : left == 1 ? 0xffffu : 0xffffffffu;
-    const unsigned x = stage + image * XPixels::kImageBytes + pair * XPixels::kPixelBytes + 16 * group +
-                       matrix_of_lane<XPixels>() - kTop * XPixels::kRowBytes;
+    const unsigned x =
+        stage + image * XPixels::kImageBytes + pair * XPixels::kPixelBytes + 16 * group - kTop * XPixels::kRowBytes;
     const unsigned dy = stage + XPixels::kBytes + image * YPixels::kImageBytes + pair * YPixels::kPixelBytes +
                         16 * group + lane / 8 % 2 * YPixels::slot(1) * YPixels::kPixelBytes;
-    add_pairs(sums, x, dy, first_row, exists);
+    add_pairs(sums, offsets, x, dy, first_row, exists);
   }
 }
 

@@ -94,6 +94,7 @@ _APART, _ALONE = 0.25, 0.22  # share of the shorter of memory and multiprocessor
 _BANDWIDTH_SHARE = 0.82  # of the nominal one that copies reach
 _LAUNCH_MS = 0.0029
 
+
 def _work_ms(problem: ProblemDescription, device: Device, tiling: DepthwiseTiling, resident: int) -> float:
     """Milliseconds of multiprocessors and memory together."""
     height, width = tiling.axes

@@ -28,7 +28,7 @@ from miofind.tiling.depthwise_mma import DepthwiseWeightsTiling, unbalance, unit
 from miofind.tiling.grouped import is_ample, resident_blocks
 
 _DEFAULTS, _FIRST = 8, 3
-_ROWS, _COLUMNS, _CHANNELS, _BLOCKS = (2, 4, 7, 8, 14), (8, 16, 32, 64), (16, 32, 64), (0, 1, 2, 4)
+_ROWS, _COLUMNS, _CHANNELS, _BLOCKS = (2, 4, 7, 8, 14), (8, 16, 32), (16, 32, 64), (0, 1, 2)
 _MAX_PRODUCTS = 500  # of a tile's rows, all unrolled
 _MAX_REGISTERS = 255
 _MAX_THREADS = 1024
@@ -144,16 +144,19 @@ def _finish_step(problem: ProblemDescription, splits: int, first: KernelStep) ->
     )
 
 
-# Cycles of a multiprocessor for a product of depth 16; instructions of a warp to start copying 32 words of 16 bytes;
-# cycles of a block at least, of a tile while it waits for the copies, and for each product of a warp.
-_PRODUCT = 1.6
-_COPY = 6
-_BLOCK_LATENCY, _TILE_LATENCY, _PRODUCT_LATENCY = 1500, 1200, 2.5
-_AGAIN = 0.13  # share of bytes read once more that device memory sees
-_PARTS_SHARE = 0.4  # of the bytes of parts, which the cache holds
-_ALONE = 0.5  # share of the shorter of memory and multiprocessors that does not overlap, with one buffer at a time
-_BANDWIDTH_SHARE = 0.85  # of the nominal one that copies reach
-_LAUNCH_MS, _FINISH_MS, _CLUSTER_MS = 0.0016, 0.0012, 0.0005
+# Set against 495 measurements on an H200, of each product's costs but three quarters, for the reason at Row of the
+# kernel. Cycles of a multiprocessor for a product of depth 16; instructions of a warp for a product, for 8 pairs of a
+# tile, and to start copying 32 words of 16 bytes; cycles of a block at least, for each tap of its sums, of a tile while
+# it waits for the copies, and for each product of a warp.
+_PRODUCT, _PRODUCT_SLOTS, _WALK_SLOTS = 2.5, 2.6, 150
+_COPY = 10
+_BLOCK_LATENCY, _TAP_LATENCY, _TILE_LATENCY, _PRODUCT_LATENCY = 600, 25, 1150, 7
+_SLOTS = 3.7  # instructions that a multiprocessor issues a cycle
+_AGAIN = 0.5  # share of bytes read once more that device memory sees
+_PARTS_SHARE = 0.2  # of the bytes of parts, which the cache holds
+_ALONE = 0.7  # share of the shorter of memory and multiprocessors that does not overlap, with one buffer at a time
+_BANDWIDTH_SHARE = 0.78  # of the nominal one that copies reach
+_LAUNCH_MS, _FINISH_MS, _CLUSTER_MS = 0.0037, 0.0012, 0.0002
 
 
 def _work_ms(problem: ProblemDescription, device: Device, tiling: DepthwiseWeightsTiling, config: Config) -> float:
@@ -166,8 +169,8 @@ def _work_ms(problem: ProblemDescription, device: Device, tiling: DepthwiseWeigh
     products = met * tiling.products
     loads = met * tiling.staged_rows * tiling.x.loaded + 2 * tiling.rows
     walks = tiling.turns * groups
-    slots = walks * (products * 1.6 + loads / 2 + 40) + copies * _COPY
-    busy = max(slots / 3.5, walks * loads + 4 * copies, walks * products * _PRODUCT)
+    slots = walks * (products * _PRODUCT_SLOTS + loads / 2 + _WALK_SLOTS) + copies * _COPY
+    busy = max(slots / _SLOTS, walks * loads + 4 * copies, walks * products * _PRODUCT)
     serial = ceil_div(tiling.turns, tiling.warps) * products
     alone = _TILE_LATENCY * (2 if config["stages"] == 1 else 1) + 32 * copies * _COPY / tiling.threads
     alone += serial * _PRODUCT_LATENCY
@@ -176,7 +179,7 @@ def _work_ms(problem: ProblemDescription, device: Device, tiling: DepthwiseWeigh
     turns, taps = ceil_div(tiling.tile_count, splits), problem.w.size // problem.c
     blocks = tiling.channel_tiles * splits
     full, rest = divmod(blocks, device.sm_count * resident)
-    first = _BLOCK_LATENCY + 8 * taps + warps * taps / 4
+    first = _BLOCK_LATENCY + _TAP_LATENCY * taps + warps * taps / 4
     cycles = full * (first + turns * max(resident * busy * unbalance(resident * warps), alone))
     if rest:
         last = math.ceil(rest / device.sm_count)
@@ -201,7 +204,7 @@ _SHORT_LIST = (
     *(
         _config(rows, columns, images, channels, warps, stages=2, blocks=blocks, cluster=cluster)
         for rows in (4, 7, 8, 14)
-        for columns, images in ((8, 1), (8, 2), (8, 4), (16, 1), (16, 2), (32, 1), (64, 1))
+        for columns, images in ((8, 1), (8, 2), (8, 4), (16, 1), (16, 2), (32, 1))
         for channels in (16, 32, 64)
         for warps in (1, 2)
         for blocks, cluster in ((1, 1), (2, 1), (0, 8))
@@ -210,7 +213,7 @@ _SHORT_LIST = (
         _config(rows, columns, images, 32, warps, stages=1, blocks=blocks, cluster=cluster)
         for rows, columns, images in ((7, 8, 2), (7, 8, 4), (8, 16, 1), (14, 16, 1), (14, 16, 2))
         for warps in (1, 2)
-        for blocks, cluster in ((2, 1), (4, 1), (0, 4), (0, 8))
+        for blocks, cluster in ((2, 1), (0, 4), (0, 8))
     ),
     _LAST_RESORT,
 )
@@ -251,7 +254,7 @@ class ConvDepthwiseMmaWeights(Solver):
         "columns": _COLUMNS,
         "images": (1, 2, 4),
         "channels": _CHANNELS,
-        "warps": (1, 2, 4),
+        "warps": (1, 2),
         "stages": (1, 2, 3),
         "blocks": _BLOCKS,
         "cluster": (1, 4, 8),

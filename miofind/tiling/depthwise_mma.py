@@ -146,7 +146,8 @@ class DepthwiseTiling:
             met = max(1, min(met, size - height.first) - max(0, -height.first))
         pixels = PairedPixels.of(width, images=images, rows=met, pairs=pairs, channels=channels)
         planar = problem.lifted(2)
-        taps = ceil_div(width.taps, width.phases // math.gcd(width.phases, planar.conv.dilation[1]))  # of a phase, at most
+        of_phase = width.phases // math.gcd(width.phases, planar.conv.dilation[1])
+        taps = ceil_div(width.taps, of_phase)  # of a phase, at most
         halves = config["warp_channels"] // _BLOCK
         fragments = ceil_div(taps, 2)
         ahead = fragments * (7 if halves * height.taps * width.taps <= _LOADED_AHEAD else 3)
