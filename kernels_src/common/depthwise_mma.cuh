@@ -72,12 +72,6 @@ __device__ __forceinline__ void stage_pairs(unsigned to, const T* tensor, const 
   }
 }
 
-// Offset of a lane's row among the first four matrices, from its pair's first pixel on.
-template <typename Shape>
-__device__ __forceinline__ unsigned matrix_of_lane() {
-  return Shape::slot(threadIdx.x % 32 / 8) * Shape::kPixelBytes;
-}
-
 // Registers that hold a row's matrices.
 template <typename Shape>
 constexpr int kHeld = round_up(Shape::kLoaded, 4);
