@@ -271,7 +271,7 @@ class _CudaInvoker(Invoker):
 
         steps = self.solution.steps
         with cupy.cuda.Device(self.device.index):
-            cupy.cuda.runtime.free(0)
+            cupy.cuda.runtime.setDevice(self.device.index)  # binds the context, and may be called in a capture
             bound = tuple(self._bound(step, early) for step, early in zip(steps, may_begin_early(steps), strict=True))
         self._local.steps = bound
         return bound
