@@ -10,7 +10,7 @@ region of the workspace.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -366,6 +366,13 @@ class HostStep:
 
 
 Step = KernelStep | MatmulStep | CudnnStep | FftStep | HostStep
+
+
+def on_buffers(steps: Iterable[Step], names: Mapping[str, str]) -> Iterator[Step]:
+    """Steps with buffers of some names under others; those that name no buffers cannot be among them."""
+    for step in steps:
+        assert isinstance(step, KernelStep | MatmulStep | FftStep)
+        yield step.on_buffers(names)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,13 +20,13 @@ from miofind.problem import DataType, Direction, ProblemDescription, TensorDescr
 from miofind.solution import (
     ConvSolution,
     KernelStep,
-    MatmulStep,
     Packing,
     Pointer,
     Region,
     Scalar,
     Step,
     WorkspacePlan,
+    on_buffers,
 )
 from miofind.tiling.chunks import chunks
 from miofind.tiling.correlation import ceil_div, round_up
@@ -173,12 +173,11 @@ class WinogradPlan:
         filters = replace(both, grid=(both.grid[0] - images.grid[0], 1, 1))  # which the first blocks transform
         regions = {region.name: region for region in whole.workspace.regions}
         transformed = regions.pop(OTHERS)
-        rest = (step for step in whole.steps[1:] if isinstance(step, KernelStep | MatmulStep))
         return Packing(
             pack=ConvSolution(steps=(filters.on_buffers({self.source: "w", INPUTS: "y", OTHERS: "y"}),)),
             run=replace(
                 whole,
-                steps=tuple(step.on_buffers({OTHERS: "w"}) for step in (images, *rest)),
+                steps=tuple(on_buffers((images, *whole.steps[1:]), {OTHERS: "w"})),
                 workspace=WorkspacePlan(tuple(regions.values())),
             ),
             bytes=transformed.bytes,
