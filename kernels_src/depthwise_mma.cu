@@ -2,11 +2,10 @@
 //   y[n,oh,ow,c] = sum_{i,j} x[n, oh*stride - pad + i*dilation, ow*stride - pad + j*dilation, c] * w[c,i,j],
 //   dx[n,h,v,c] = sum_{i,j} dy[n, (h + pad - i*dilation) / stride, likewise, c] * w[c,i,j], where whole.
 // Implicit GEMM on tensor cores, a product of depth 16 for two taps: 8 pairs of neighbouring pixels of a row, times
-// 8 x 8 diagonal matrices of the taps of 8 channels. A block stages the pixels that CHANNELS channels of ROW_GROUPS *
-// ROWS rows and 2 * PAIRS columns of IMAGES images meet. A warp keeps the filters of WARP_CHANNELS channels, 8 or 16,
-// in registers and walks down ROWS rows of 8 pairs at a time; a row's pixels serve all taps of the rows that meet them.
-// SHARES warps share the pairs of so many channels. Backward data has stride_w phases, columns modulo the stride, one
-// after the other.
+// 8 x 8 diagonal matrices of the taps of 8 channels. A block stages the pixels that CHANNELS channels of ROWS rows and
+// 2 * PAIRS columns of IMAGES images meet. A warp keeps the filters of WARP_CHANNELS channels, 8 or 16, in registers
+// and walks down the rows of 8 pairs at a time; a row's pixels serve all taps of the rows that meet them. Backward data
+// has stride_w phases, columns modulo the stride, one after the other.
 //
 // Defines: as checked below; ALL_CHANNELS, IN_H, IN_W, OUT_H, OUT_W of the tensors that are read and written.
 #include "common/depthwise_mma.cuh"
@@ -15,9 +14,9 @@
     !defined(STRIDE_W) || !defined(DILATION_H) || !defined(DILATION_W) || !defined(PAD_H) || !defined(PAD_W)
 #error "define ELEMENT, FLIPPED (backward data), FILTER_Y and _X, STRIDE_H and _W, DILATION_H and _W, PAD_H and _W"
 #endif
-#if !defined(ROWS) || !defined(ROW_GROUPS) || !defined(PAIRS) || !defined(IMAGES) || !defined(CHANNELS) || \
-    !defined(WARP_CHANNELS) || !defined(SHARES) || !defined(ROW_TILES) || !defined(COLUMN_TILES)
-#error "define ROWS, ROW_GROUPS, PAIRS, IMAGES, CHANNELS, WARP_CHANNELS, SHARES, ROW_TILES and COLUMN_TILES"
+#if !defined(ROWS) || !defined(PAIRS) || !defined(IMAGES) || !defined(CHANNELS) || !defined(WARP_CHANNELS) || \
+    !defined(ROW_TILES) || !defined(COLUMN_TILES)
+#error "define ROWS, PAIRS, IMAGES, CHANNELS, WARP_CHANNELS, ROW_TILES and COLUMN_TILES"
 #endif
 #if !defined(ALL_CHANNELS) || !defined(IN_H) || !defined(IN_W) || !defined(OUT_H) || !defined(OUT_W) || \
     !defined(MIN_BLOCKS) || !defined(SHARED_BYTES)
@@ -29,20 +28,21 @@ using AxisH = UnitAxis<FLIPPED, STRIDE_H, DILATION_H, PAD_H, kFilterY>;
 using AxisW = UnitAxis<FLIPPED, STRIDE_W, DILATION_W, PAD_W, kFilterX>;
 
 constexpr int kRows = ROWS, kPairs = PAIRS, kImages = IMAGES, kChannels = CHANNELS, kAllChannels = ALL_CHANNELS;
-constexpr int kLanes = kImages * kPairs, kTurns = ceil_div(kLanes, 8) * ROW_GROUPS;
+constexpr int kLanes = kImages * kPairs;
 constexpr int kWarpChannels = WARP_CHANNELS, kHalves = kWarpChannels / 8;
-constexpr int kWarps = kChannels / kWarpChannels, kThreads = 32 * kWarps * SHARES;
+constexpr int kWarps = kChannels / kWarpChannels, kThreads = 32 * kWarps;
 static_assert(kWarpChannels == 8 || kWarpChannels == 16, "results of a pair lie in four lanes");
 static_assert(kChannels % 16 == 0 && kAllChannels % 8 == 0, "a warp has whole halves of 16 channels, a copy 8");
-static_assert(kThreads <= 1024 && SHARES <= kTurns, "every warp of a block of up to 1024 threads has work");
 
-// Input rows that a walk meets, and that all walks of a block meet. Those of a sole walk that do not exist are not
-// staged.
+// With few taps, neither a barrier before the pixels arrive pays, to build the filters' matrices, nor loading pixels
+// twice to save moves between registers.
+constexpr bool kFewTaps = kTaps <= 9;
+
+// Input rows that a walk meets. Those of a sole walk that do not exist are not staged.
 constexpr int kWalked = (kRows - 1) * AxisH::kStep + AxisH::kReach + 1;
-constexpr int kMet = (ROW_GROUPS * kRows - 1) * AxisH::kStep + AxisH::kReach + 1;
-constexpr int kWalks = ROW_TILES * ROW_GROUPS, kWalkStep = kRows * AxisH::kStep;
+constexpr int kWalks = ROW_TILES, kWalkStep = kRows * AxisH::kStep;
 constexpr int kTop = kWalks == 1 ? maximum(0, -AxisH::kFirst) : 0;
-constexpr int kBottom = kWalks == 1 ? -maximum(-kMet, AxisH::kFirst - IN_H) : kMet;
+constexpr int kBottom = kWalks == 1 ? -maximum(-kWalked, AxisH::kFirst - IN_H) : kWalked;
 using Patch = PairedPixels<kImages, maximum(1, kBottom - kTop), kPairs, AxisW::kStep, AxisW::kReach, kChannels>;
 static_assert(SHARED_BYTES == Patch::kBytes + 2 * kChannels * kTaps,
               "miofind/tiling/depthwise_mma.py counts otherwise");
@@ -111,13 +111,18 @@ struct Order {
   static constexpr int kCount = count();
 
   // Number k in the order of the pixels that they meet.
-  static constexpr int number(int k) {
+  static constexpr int met(int k) {
     for (int i = 0; i < kFilterX; ++i) {
       const int tap = FLIPPED ? kFilterX - 1 - i : i;
       if (AxisW::meets(kPhase, tap) && k-- == 0) return tap;
     }
     return 0;
   }
+
+  // Three taps of neighbouring pixels are taken with the middle one last: the fragment of the others holds its pixels.
+  static constexpr bool kMiddleLast = kFewTaps && kCount == 3 && AxisW::kStep == 1 &&
+                                      AxisW::pixel(0, kPhase, met(2)) == AxisW::pixel(0, kPhase, met(0)) + 2;
+  static constexpr int number(int k) { return met(kMiddleLast && k > 0 ? 3 - k : k); }
 
   // A fragment has the pixels of both outputs of a pair at two taps, or at a last one: the slots of its matrices.
   static constexpr int kFragments = ceil_div(kCount, 2);
@@ -202,6 +207,8 @@ __device__ __forceinline__ void load_row(Row<kPhase>& row, const Taps<kPhase>& t
                             taps.offsets[kTables<kPhase>.like[fragment]];
       if (Taps<kPhase>::matrices(fragment) == 4)
         load_matrices(row[half][fragment], from);
+      else if (Taps<kPhase>::kMiddleLast)
+        row[half][1][0] = row[half][0][1], row[half][1][1] = row[half][0][2];
       else
         load_matrix_pair<false>(reinterpret_cast<unsigned (&)[2]>(row[half][fragment]), from);
     }
@@ -308,24 +315,25 @@ template <int kPhase>
 __device__ __forceinline__ void compute(unsigned patch, const unsigned short* filters, ELEMENT* out, const Place& tile,
                                         int n) {
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
-  const int first = warp % kWarps * kWarpChannels, quarter = lane % 4;
+  const int first = warp * kWarpChannels, quarter = lane % 4;
   const int second = kHalves == 2 ? quarter / 2 : quarter % 2;  // whether a lane stores the second pixel of a pair
   const int channel = tile.channel + first + (kHalves == 2 ? quarter % 2 * 8 : quarter / 2 * 4);
   const Taps<kPhase> taps(filters + first * kTaps);
-  if constexpr (kPhase == 0) {
+  if constexpr (kPhase == 0 && !kFewTaps) {
     wait_for_copies<0>();
     __syncthreads();  // the pixels have arrived
   }
+  int from = 0;
+  asm volatile("" : "+r"(from));  // a loop even of one turn: filters are built before it, not between its products
 #pragma unroll 1
-  for (int turn = warp / kWarps; turn < kTurns; turn += SHARES) {
-    const int group = turn % ROW_GROUPS, from = turn / ROW_GROUPS * 8, number = tile.walk + group;
+  for (; from < kLanes; from += 8) {
     const int read = min(from + lane % 8, kLanes - 1), written = from + lane / 4;
     const int image = tile.image + written / kPairs;
     const int column = (tile.column + written % kPairs * 2 + second) * AxisW::kPhases + kPhase;
-    const int row = number * kRows * AxisH::kPhases;
-    const Walk walk = {patch + read / kPairs * Patch::kImageBytes + read % kPairs * Patch::kPixelBytes + 2 * first +
-                           (group * kWalkStep - kTop) * Patch::kRowBytes,
-                       number * kWalkStep + AxisH::kFirst,
+    const int row = tile.walk * kRows * AxisH::kPhases;
+    const Walk walk = {patch + read / kPairs * Patch::kImageBytes + read % kPairs * Patch::kPixelBytes + 2 * first -
+                           kTop * Patch::kRowBytes,
+                       tile.walk * kWalkStep + AxisH::kFirst,
                        out + ((image * OUT_H + row) * OUT_W + column) * kAllChannels + channel, OUT_H - row,
                        written < kLanes && image < n && column < OUT_W && channel < kAllChannels};
     walk_down<kPhase>(taps, walk);
@@ -340,18 +348,18 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
   const unsigned base = static_cast<unsigned>(__cvta_generic_to_shared(staged));
   const int row_tile = blockIdx.y / COLUMN_TILES, column = (blockIdx.y - row_tile * COLUMN_TILES) * 2 * kPairs;
   const Place tile = {static_cast<int>(blockIdx.z) * kImages, static_cast<int>(blockIdx.x) * kChannels, column,
-                      row_tile * ROW_GROUPS};
+                      row_tile};
   const ELEMENT* const filters = filter + tile.channel * kTaps;
   for (int i = threadIdx.x; i < min(kChannels, kAllChannels - tile.channel) * kTaps / 8; i += kThreads)
     copy_bytes<16>(base + Patch::kBytes + 16 * i, filters + 8 * i, true);
   commit_copies();
-  constexpr int kFirst = AxisH::kFirst + kTop, kLast = (ROW_TILES - 1) * ROW_GROUPS * kWalkStep + kFirst;
+  constexpr int kFirst = AxisH::kFirst + kTop, kLast = (ROW_TILES - 1) * kWalkStep + kFirst;
   stage_pairs<Patch, kThreads, kAllChannels, false, -kFirst, IN_H - kLast>(
       base, in,
       {n, kAllChannels, IN_H, IN_W, tile.image, tile.channel, tile.walk * kWalkStep + kFirst,
        column * AxisW::kStep + AxisW::kFirst});
   commit_copies();
-  wait_for_copies<1>();
-  __syncthreads();  // the filters have arrived
+  wait_for_copies<kFewTaps ? 0 : 1>();
+  __syncthreads();  // the filters have arrived; with few taps, the pixels too
   compute<0>(base, reinterpret_cast<const unsigned short*>(staged + Patch::kBytes), out, tile, n);
 }

@@ -18,11 +18,10 @@ from miofind.tiling.correlation import ceil_div
 from miofind.tiling.depthwise_mma import DepthwiseTiling, unbalance, unit_axes, unserved
 from miofind.tiling.grouped import SOURCE, is_ample, resident_blocks
 
-_DEFAULTS, _FIRST = 8, 3
-_ROWS, _COLUMNS, _CHANNELS = (2, 4, 7, 8, 14), (8, 16, 32), (16, 32, 64, 128)
+_DEFAULTS = 8
+_ROWS, _COLUMNS, _CHANNELS = (2, 4, 7, 8, 14), (8, 16), (16, 32, 64)
 _MAX_PRODUCTS = 1000  # of a walk, all unrolled
 _MAX_REGISTERS = 255
-_MAX_THREADS = 512
 _MAX_GRID = 2**16 - 1
 _SHARED_BYTES = 99 << 10
 
@@ -67,12 +66,10 @@ def _defines(planar: ProblemDescription, tiling: DepthwiseTiling, resident: int)
             for axis, size in zip(axes, sizes, strict=True)
         ),
         ("ROWS", tiling.rows),
-        ("ROW_GROUPS", tiling.row_groups),
         ("PAIRS", tiling.pairs),
         ("IMAGES", tiling.images),
         ("CHANNELS", tiling.channels),
         ("WARP_CHANNELS", tiling.warp_channels),
-        ("SHARES", tiling.shares),
         ("ROW_TILES", tiling.tiles[1]),
         ("COLUMN_TILES", tiling.tiles[2]),
         ("ALL_CHANNELS", planar.c),
@@ -81,24 +78,23 @@ def _defines(planar: ProblemDescription, tiling: DepthwiseTiling, resident: int)
     )
 
 
-# Set against 472 measurements on an H200, of each product's cycles but two thirds, for the reason at load_row of the
-# kernel. Cycles of a multiprocessor for a product of depth 16; instructions of a warp to start copying 32 words of 16
-# bytes, to store a row of 8 pairs of 16 channels, and for each tap at first; cycles of a block at least, for each
-# product of a warp and for each row of a walk.
-_PRODUCT, _PRODUCT_SLOTS = 2.2, 1.15
-_COPY, _STORE, _TAP = 9, 50, 2
-_BLOCK_LATENCY, _PRODUCT_LATENCY, _ROW_LATENCY = 1200, 2.5, 120
-_SLOTS = 2.9  # instructions that a multiprocessor issues a cycle
-_AGAIN = 0.08  # share of bytes read once more that device memory sees
-_APART, _ALONE = 0.25, 0.22  # share of the shorter of memory and multiprocessors that does not overlap; with one block
-_BANDWIDTH_SHARE = 0.82  # of the nominal one that copies reach
-_LAUNCH_MS = 0.0029
+# Set against 165 measurements on an H200. Cycles of a multiprocessor for a product of depth 16; instructions of a warp
+# for a product, to start copying 32 words of 16 bytes, to store a row of 8 pairs of 16 channels, and for each tap at
+# first; cycles of a block at least, for each product of a warp and for each row of a walk.
+_PRODUCT, _PRODUCT_SLOTS = 2.8, 2.4
+_COPY, _STORE, _TAP = 14, 39, 14
+_BLOCK_LATENCY, _PRODUCT_LATENCY, _ROW_LATENCY = 500, 2.45, 100
+_SLOTS = 3.6  # instructions that a multiprocessor issues a cycle
+_AGAIN = 0.06  # share of bytes read once more that device memory sees
+_APART, _ALONE = 0.21, 0.27  # share of the shorter of memory and multiprocessors that does not overlap; with one block
+_BANDWIDTH_SHARE = 0.773  # of the nominal one that copies reach
+_LAUNCH_MS = 0.00256
 
 
 def _work_ms(problem: ProblemDescription, device: Device, tiling: DepthwiseTiling, resident: int) -> float:
     """Milliseconds of multiprocessors and memory together."""
     height, width = tiling.axes
-    warps, turns = tiling.threads // 32, ceil_div(tiling.turns, tiling.shares)
+    warps = tiling.threads // 32
     walked = (tiling.rows - 1) * height.stride + height.reach + 1
     in_rows = problem.lifted(2).tensor(SOURCE[problem.direction]).shape[2]
     rows_read = (height.outputs - 1) * height.stride + height.reach + 1
@@ -114,7 +110,7 @@ def _work_ms(problem: ProblemDescription, device: Device, tiling: DepthwiseTilin
     shared = walks * (4 * loads + stores / 4) + 4 * copies
     busy = max(slots / _SLOTS, shared, walks * products * _PRODUCT)
     alone = _BLOCK_LATENCY + taps * _TAP + 32 * copies * _COPY / tiling.threads
-    alone += turns * (products * _PRODUCT_LATENCY + walked * _ROW_LATENCY * width.phases)
+    alone += tiling.turns * (products * _PRODUCT_LATENCY + walked * _ROW_LATENCY * width.phases)
     full, rest = divmod(tiling.blocks, device.sm_count * resident)
     cycles = full * max(resident * busy * unbalance(resident * warps), alone)
     if rest:
@@ -123,42 +119,28 @@ def _work_ms(problem: ProblemDescription, device: Device, tiling: DepthwiseTilin
     processing = 1e3 * cycles / device.clock_hz
     again = max(0.0, 512 * copies * tiling.blocks - problem.bytes / 2)
     through = problem.bytes * (1 + 4 / tiling.channels) + _AGAIN * again
+    if halves == 1:
+        through += problem.output.bytes  # 8 channels are half of a sector, which counts as a whole one
     memory = 1e3 * through / (_BANDWIDTH_SHARE * device.bandwidth_bytes_per_s)
     together = min(resident, ceil_div(tiling.blocks, device.sm_count))
     return max(memory, processing) + min(memory, processing) * (_APART + _ALONE / together)
 
 
-def _config(rows: int, row_groups: int, columns: int, images: int, channels: int, warp: int, shares: int) -> Config:
-    return Config.of(
-        rows=rows,
-        row_groups=row_groups,
-        columns=columns,
-        images=images,
-        channels=channels,
-        warp_channels=warp,
-        shares=shares,
-    )
+def _config(rows: int, columns: int, images: int, channels: int, warp: int) -> Config:
+    return Config.of(rows=rows, columns=columns, images=images, channels=channels, warp_channels=warp)
 
 
 # What default_configs ranks by estimate; the last is valid for every applicable problem.
 _SHORT_LIST = (
     *(
-        _config(rows, groups, columns, images, channels, warp, shares)
-        for rows, groups in ((2, 1), (4, 1), (7, 1), (8, 1), (14, 1), (7, 2), (8, 2))
-        for columns in (8, 16, 32)
-        for images in (1, 2, 4)
+        _config(rows, columns, images, channels, warp)
+        for rows in _ROWS
+        for columns, images in ((8, 1), (8, 2), (16, 1))
         for channels in (32, 64)
         for warp in (8, 16)
-        for shares in (1, 2)
     ),
-    _config(2, 1, 8, 1, 16, 8, 1),
+    _config(2, 8, 1, 16, 8),
 )
-
-
-def _varied(ranked: Sequence[Config]) -> list[Config]:
-    """The first few, then the first of each number of rows and of a warp's channels, which are estimated least well."""
-    chosen = {(config["warp_channels"], config["rows"]): config for config in reversed(ranked)}
-    return list(dict.fromkeys([*ranked[:_FIRST], *(config for config in ranked if config in chosen.values())]))
 
 
 class ConvDepthwiseMma(Solver):
@@ -169,8 +151,7 @@ class ConvDepthwiseMma(Solver):
     the filter spreads to outputs at the border.
 
     Configuration: a warp computes `rows` rows of 8 pairs of neighbouring pixels of `warp_channels` channels at a time;
-    a block has `row_groups` times as many rows, about `columns` columns, `images` images and `channels` channels, and
-    `shares` warps for each `warp_channels` of these.
+    a block has about `columns` columns of these, `images` images and `channels` channels.
     """
 
     id = "ConvDepthwiseMma"
@@ -187,12 +168,10 @@ class ConvDepthwiseMma(Solver):
     alignment_bytes = 16
     parameters: ClassVar[Mapping[str, Sequence[ConfigValue]]] = {
         "rows": _ROWS,
-        "row_groups": (1, 2),
         "columns": _COLUMNS,
-        "images": (1, 2, 4),
+        "images": (1, 2),
         "channels": _CHANNELS,
         "warp_channels": (8, 16),
-        "shares": (1, 2),
     }
     sources = ("depthwise_mma.cu",)
 
@@ -227,16 +206,12 @@ class ConvDepthwiseMma(Solver):
 
     def is_valid_config(self, problem: ProblemDescription, device: Device, config: Config) -> bool:
         height, width = unit_axes(problem)
-        rows, groups, images, channels = (config[name] for name in ("rows", "row_groups", "images", "channels"))
+        rows, images, channels = (config[name] for name in ("rows", "images", "channels"))
         if is_ample(rows, _ROWS, height.outputs) or is_ample(config["columns"], _COLUMNS, width.outputs):
-            return False
-        if groups > 1 and rows * groups >= 2 * height.outputs:
             return False
         if images >= 2 * problem.n or is_ample(channels, _CHANNELS, problem.c):
             return False
         tiling = DepthwiseTiling.of(problem, config)
-        if config["shares"] > tiling.turns or tiling.threads > _MAX_THREADS:
-            return False
         if tiling.products > _MAX_PRODUCTS and rows > min(_ROWS):
             return False
         if tiling.tiles[1] * tiling.tiles[2] > _MAX_GRID or tiling.tiles[3] > _MAX_GRID:
@@ -247,7 +222,10 @@ class ConvDepthwiseMma(Solver):
         return True
 
     def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
-        return tuple(_varied(self.ranked(problem, device, _SHORT_LIST))[:_DEFAULTS])
+        ranked = self.ranked(problem, device, _SHORT_LIST)
+        # The best of each shape of a warp's and a block's work: estimates of one shape err alike.
+        best = {(config["warp_channels"], config["rows"], config["channels"]): config for config in reversed(ranked)}
+        return tuple(sorted(best.values(), key=ranked.index)[:_DEFAULTS])
 
     def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
         tiling = DepthwiseTiling.of(problem, config)

@@ -145,7 +145,7 @@ def test_layers_have_configurations_in_bounds(c: int, size: int, taps: int, stri
     assert 4 <= len(defaults) <= 8
     estimates = [solver.estimate_ms(problem, H200, config) for config in defaults]
     assert estimates[0] == min(estimates)
-    assert 50 <= sum(1 for _ in solver.configs(problem, H200)) <= 2000
+    assert 20 <= sum(1 for _ in solver.configs(problem, H200)) <= 2000
     for config in defaults:
         step = solver.solution(problem, H200, config).kernels[0]
         assert step.shared_bytes <= H200.shared_bytes
@@ -160,10 +160,9 @@ def test_tiles_cover_all_outputs(direction: Direction) -> None:
         tiling = DepthwiseTiling.of(problem, config)
         channels, rows, columns, images = tiling.tiles
         assert (channels - 1) * tiling.channels < 72 <= channels * tiling.channels
-        assert rows * tiling.rows * tiling.row_groups >= height.outputs
+        assert rows * tiling.rows >= height.outputs
         assert columns * 2 * tiling.pairs >= width.outputs
         assert images * tiling.images >= 5
-        assert tiling.shares <= tiling.turns
 
 
 def test_every_tile_is_dealt_and_every_buffer_is_used() -> None:

@@ -97,7 +97,7 @@ class DepthwiseTiling:
 
     Attributes:
         axes: rows and columns.
-        rows, row_groups, images, channels, warp_channels, shares: as configured.
+        rows, images, channels, warp_channels: as configured.
         pairs: of outputs, across a tile.
         pixels: staged.
         staged_rows: of an image.
@@ -112,11 +112,9 @@ class DepthwiseTiling:
 
     axes: tuple[GroupedAxis, GroupedAxis]
     rows: int
-    row_groups: int
     images: int
     channels: int
     warp_channels: int
-    shares: int
     pairs: int
     pixels: PairedPixels
     staged_rows: int
@@ -137,11 +135,11 @@ class DepthwiseTiling:
     @functools.lru_cache(maxsize=1024)  # to be valid and to be estimated, a configuration is asked for twice
     def of(problem: ProblemDescription, config: Config) -> DepthwiseTiling:
         height, width = axes = unit_axes(problem)
-        rows, groups, images, channels = (config[name] for name in ("rows", "row_groups", "images", "channels"))
+        rows, images, channels = (config[name] for name in ("rows", "images", "channels"))
         pairs = pairs_of(width.outputs, config["columns"])
-        row_tiles = ceil_div(height.outputs, rows * groups)
-        met = (rows * groups - 1) * height.stride + height.reach + 1
-        if row_tiles * groups == 1:
+        row_tiles = ceil_div(height.outputs, rows)
+        met = (rows - 1) * height.stride + height.reach + 1
+        if row_tiles == 1:
             size = problem.lifted(2).tensor(_source(problem)).shape[2]
             met = max(1, min(met, size - height.first) - max(0, -height.first))
         pixels = PairedPixels.of(width, images=images, rows=met, pairs=pairs, channels=channels)
@@ -158,16 +156,14 @@ class DepthwiseTiling:
         return DepthwiseTiling(
             axes=axes,
             rows=rows,
-            row_groups=groups,
             images=images,
             channels=channels,
             warp_channels=config["warp_channels"],
-            shares=config["shares"],
             pairs=pairs,
             pixels=pixels,
             staged_rows=met,
-            turns=ceil_div(images * pairs, 8) * groups,
-            threads=4 * channels // halves * config["shares"],
+            turns=ceil_div(images * pairs, 8),
+            threads=4 * channels // halves,
             registers=round_up(_dilated(problem) * 2 // 3 + held + 24, 8),
             fragments=fragments,
             products=halves * rows * height.taps * fragments,
