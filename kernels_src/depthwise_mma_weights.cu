@@ -186,7 +186,7 @@ __device__ __forceinline__ void load_row(Row& row, const Offsets& offsets, unsig
 // bits where a lane's pixels of dy are: what is beside them is another pair, met already.
 __device__ __forceinline__ void add_pairs(Sums& sums, const Offsets& offsets, unsigned x, unsigned dy, int first_row,
                                           unsigned exists) {
-  unsigned gradients[kRows][kHeld<YPixels>], lasts[kMet][2];
+  unsigned gradients[kRows][2], lasts[kMet][2];
   Row rows[kMet];
 #pragma unroll
   for (int row = 0; row < kMet; ++row) {
@@ -195,8 +195,8 @@ __device__ __forceinline__ void add_pairs(Sums& sums, const Offsets& offsets, un
       if (!is_loaded_before(loaded, row)) continue;
       if (kAhead.met[loaded]) load_row(rows[loaded], offsets, x + loaded * XPixels::kRowBytes);
       if (loaded % AxisH::kStep != 0 || loaded / AxisH::kStep >= kRows) continue;
-      unsigned (&gradient)[kHeld<YPixels>] = gradients[loaded / AxisH::kStep];
-      load_pairs<YPixels, true>(gradient, dy + loaded / AxisH::kStep * YPixels::kRowBytes);
+      unsigned (&gradient)[2] = gradients[loaded / AxisH::kStep];
+      load_matrix_pair<true>(gradient, dy + loaded / AxisH::kStep * YPixels::kRowBytes);
       if (kLanes % 8 != 0) gradient[0] &= exists, gradient[1] &= exists;
     }
     const bool always = is_inside(0, row) && is_inside(ROW_TILES - 1, row);

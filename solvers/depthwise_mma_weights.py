@@ -32,7 +32,6 @@ _ROWS, _COLUMNS, _CHANNELS, _BLOCKS = (2, 4, 7, 8, 14), (8, 16, 32), (16, 32, 64
 _MAX_PRODUCTS = 500  # of a tile's rows, all unrolled
 _MAX_REGISTERS = 255
 _MAX_THREADS = 1024
-_MOST_TURNS = 4  # of 8 pairs of several images
 _MAX_WORKSPACE_BYTES = 1 << 28
 _SHARED_BYTES = 99 << 10
 _MIN_CLUSTER_SM = 90
@@ -144,19 +143,18 @@ def _finish_step(problem: ProblemDescription, splits: int, first: KernelStep) ->
     )
 
 
-# Set against 495 measurements on an H200, of each product's costs but three quarters, for the reason at Row of the
-# kernel. Cycles of a multiprocessor for a product of depth 16; instructions of a warp for a product, for 8 pairs of a
-# tile, and to start copying 32 words of 16 bytes; cycles of a block at least, for each tap of its sums, of a tile while
-# it waits for the copies, and for each product of a warp.
-_PRODUCT, _PRODUCT_SLOTS, _WALK_SLOTS = 2.5, 2.6, 150
-_COPY = 10
-_BLOCK_LATENCY, _TAP_LATENCY, _TILE_LATENCY, _PRODUCT_LATENCY = 600, 25, 1150, 7
-_SLOTS = 3.7  # instructions that a multiprocessor issues a cycle
-_AGAIN = 0.5  # share of bytes read once more that device memory sees
-_PARTS_SHARE = 0.2  # of the bytes of parts, which the cache holds
-_ALONE = 0.7  # share of the shorter of memory and multiprocessors that does not overlap, with one buffer at a time
-_BANDWIDTH_SHARE = 0.78  # of the nominal one that copies reach
-_LAUNCH_MS, _FINISH_MS, _CLUSTER_MS = 0.0037, 0.0012, 0.0002
+# Set against 381 measurements on an H200. Cycles of a multiprocessor for a product of depth 16; instructions of a warp
+# for a product, for 8 pairs of a tile, and to start copying 32 words of 16 bytes; cycles of a block at least, for each
+# tap of its sums, of a tile while it waits for the copies, and for each product of a warp.
+_PRODUCT, _PRODUCT_SLOTS, _WALK_SLOTS = 3.3, 3.5, 110
+_COPY = 11
+_BLOCK_LATENCY, _TAP_LATENCY, _TILE_LATENCY, _PRODUCT_LATENCY = 500, 13, 830, 8.4
+_SLOTS = 2.0  # instructions that a multiprocessor issues a cycle
+_AGAIN = 0.22  # share of bytes read once more that device memory sees
+_PARTS_SHARE = 0.33  # of the bytes of parts, which the cache holds
+_ALONE = 0.75  # share of the shorter of memory and multiprocessors that does not overlap, with one buffer at a time
+_BANDWIDTH_SHARE = 0.777  # of the nominal one that copies reach
+_LAUNCH_MS, _FINISH_MS, _CLUSTER_MS = 0.00374, 0.00102, 0.00008
 
 
 def _work_ms(problem: ProblemDescription, device: Device, tiling: DepthwiseWeightsTiling, config: Config) -> float:
@@ -202,19 +200,14 @@ _LAST_RESORT = _config(2, 8, 1, 16, 1, stages=1, blocks=0, cluster=1)
 # What default_configs ranks by estimate; the last is valid for every applicable problem.
 _SHORT_LIST = (
     *(
-        _config(rows, columns, images, channels, warps, stages=2, blocks=blocks, cluster=cluster)
+        _config(rows, columns, images, channels, warps, stages=stages, blocks=blocks, cluster=cluster)
         for rows in (4, 7, 8, 14)
-        for columns, images in ((8, 1), (8, 2), (8, 4), (16, 1), (16, 2), (32, 1))
-        for channels in (16, 32, 64)
+        for columns, images in ((8, 1), (8, 2), (16, 1), (16, 2), (32, 1))
+        for channels in (32, 64)
         for warps in (1, 2)
-        for blocks, cluster in ((1, 1), (2, 1), (0, 8))
+        for blocks, cluster, stages in ((1, 1, 2), (2, 1, 2), (0, 4, 3), (0, 8, 2))
     ),
-    *(
-        _config(rows, columns, images, 32, warps, stages=1, blocks=blocks, cluster=cluster)
-        for rows, columns, images in ((7, 8, 2), (7, 8, 4), (8, 16, 1), (14, 16, 1), (14, 16, 2))
-        for warps in (1, 2)
-        for blocks, cluster in ((2, 1), (0, 4), (0, 8))
-    ),
+    *(_config(7, 8, 2, 32, 1, stages=1, blocks=blocks, cluster=cluster) for blocks, cluster in ((2, 1), (0, 8))),
     _LAST_RESORT,
 )
 
@@ -252,7 +245,7 @@ class ConvDepthwiseMmaWeights(Solver):
     parameters: ClassVar[Mapping[str, Sequence[ConfigValue]]] = {
         "rows": _ROWS,
         "columns": _COLUMNS,
-        "images": (1, 2, 4),
+        "images": (1, 2),
         "channels": _CHANNELS,
         "warps": (1, 2),
         "stages": (1, 2, 3),
@@ -296,8 +289,6 @@ class ConvDepthwiseMmaWeights(Solver):
         if config["cluster"] > 1 and config["blocks"] > 0:
             return False
         tiling = DepthwiseWeightsTiling.of(problem, config)
-        if config["images"] > 1 and tiling.turns > _MOST_TURNS:
-            return False
         if config["warps"] > tiling.turns or tiling.threads > _MAX_THREADS:
             return False
         if tiling.products > _MAX_PRODUCTS and config["rows"] > min(_ROWS):

@@ -71,26 +71,3 @@ __device__ __forceinline__ void stage_pairs(unsigned to, const T* tensor, const 
     }
   }
 }
-
-// Registers that hold a row's matrices.
-template <typename Shape>
-constexpr int kHeld = round_up(Shape::kLoaded, 4);
-
-// The matrices of 8 channels of one row of 8 pairs, each transposed if so asked.
-template <typename Shape, bool kTransposed>
-__device__ __forceinline__ void load_pairs(unsigned (&to)[kHeld<Shape>], unsigned address) {
-#pragma unroll
-  for (int j = 0; j < Shape::kLoaded; j += 4) {
-    const unsigned from = address + Shape::slot(j) * Shape::kPixelBytes;
-    if (Shape::kLoaded - j >= 4) {
-      if constexpr (kTransposed)
-        load_transposed(reinterpret_cast<unsigned (&)[4]>(to[j]), from);
-      else
-        load_matrices(reinterpret_cast<unsigned (&)[4]>(to[j]), from);
-    } else if (Shape::kLoaded - j == 2) {
-      load_matrix_pair<kTransposed>(reinterpret_cast<unsigned (&)[2]>(to[j]), from);
-    } else {
-      to[j] = load_matrix<kTransposed>(from);
-    }
-  }
-}
