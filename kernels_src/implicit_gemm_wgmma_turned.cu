@@ -46,9 +46,6 @@ __device__ __forceinline__ void turn(unsigned block) {
 // one before it is done, and of those that all warps turn at once, if there are enough stages.
 constexpr int kAtOnce = kHelpers > kColumnBlocks ? kHelpers / kColumnBlocks : 1;
 constexpr int kLag = STAGES < 4 ? 2 : STAGES / 2 < 2 + kAtOnce ? STAGES / 2 : 2 + kAtOnce;
-// Who has nothing to copy waits for stages all the same, and is at most so many steps from its next block to turn.
-static_assert((kHelpers - 1) / kColumnBlocks <= STAGES - kLag,
-              "no stage is filled twice while a warp waits for it once");
 
 __device__ __forceinline__ void help(const Shape& shape, const TensorMap* x, const TensorMap* y, const Ring& ring,
                                      int warp) {
