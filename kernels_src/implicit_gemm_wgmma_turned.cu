@@ -149,37 +149,25 @@ __device__ __forceinline__ void write_share(unsigned to, int consumer, const Lan
 
 // Adds this block's filters of the cluster's shares, in order, and writes them as `write` does.
 __device__ __forceinline__ void add_shares(const Shape& shape, unsigned from, float* out) {
-  constexpr int kQuads = kTileM / 4, kFilters = TILE_N / SHARES, kCount = kFilters * kQuads;
-  constexpr int kAtOnce = SHARES < 8 ? 8 / SHARES : 1, kAdders = 128 * CONSUMERS;
+  constexpr int kQuads = kTileM / 4, kFilters = TILE_N / SHARES;
   const Item item = item_at(shape, first_item());
-  const int own = own_share();
-  for (int first = threadIdx.x; first < kCount; first += kAtOnce * kAdders) {
-    Vector<float, 4> parts[kAtOnce][SHARES];  // all on their way before the first is added
+  for (int number = threadIdx.x; number < kFilters * kQuads; number += 128 * CONSUMERS) {
+    const int column = own_share() * kFilters + number / kQuads, row = number % kQuads * 4;
+    const Rows rows = rows_at(shape, item, row / kWide);
+    const int channel = rows.first + row % kWide, filter = item.tile_n * TILE_N + column;
+    if (rows.tap >= shape.taps || channel >= shape.channels || filter >= shape.filters) continue;
+    Vector<float, 4> parts[SHARES];  // all on their way before the first is added
 #pragma unroll
-    for (int i = 0; i < kAtOnce; i++) {
-      const int number = first + i * kAdders;
-      const int column = own * kFilters + number / kQuads, row = number % kQuads * 4;
-      if (number < kCount)
+    for (int share = 0; share < SHARES; share++)
+      parts[share] = load_floats(address_of(from + 4 * (column * kSharePitch + row), share));
+    Vector<float, 4> total = parts[0];
 #pragma unroll
-        for (int share = 0; share < SHARES; share++)
-          parts[i][share] = load_floats(address_of(from + 4 * (column * kSharePitch + row), share));
-    }
+    for (int share = 1; share < SHARES; share++)
 #pragma unroll
-    for (int i = 0; i < kAtOnce; i++) {
-      const int number = first + i * kAdders;
-      const int column = own * kFilters + number / kQuads, row = number % kQuads * 4;
-      const Rows rows = rows_at(shape, item, row / kWide);
-      const int channel = rows.first + row % kWide, filter = item.tile_n * TILE_N + column;
-      if (number >= kCount || rows.tap >= shape.taps || channel >= shape.channels || filter >= shape.filters) continue;
-      Vector<float, 4> total = parts[i][0];
-#pragma unroll
-      for (int share = 1; share < SHARES; share++)
-#pragma unroll
-        for (int j = 0; j < 4; j++) total.at[j] += parts[i][share].at[j];
-      const int64 line = static_cast<int64>(item.group * shape.filters + filter) * shape.taps + rows.tap;
-      *reinterpret_cast<Vector<float, 4>*>(out + item.split * static_cast<int64>(shape.size) + line * shape.channels +
-                                           channel) = total;
-    }
+      for (int i = 0; i < 4; i++) total.at[i] += parts[share].at[i];
+    const int64 line = static_cast<int64>(item.group * shape.filters + filter) * shape.taps + rows.tap;
+    *reinterpret_cast<Vector<float, 4>*>(out + item.split * static_cast<int64>(shape.size) + line * shape.channels +
+                                         channel) = total;
   }
 }
 
