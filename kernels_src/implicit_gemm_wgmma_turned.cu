@@ -1,9 +1,9 @@
 // Backward weights of float32 as TF32, channels last, as a matrix product on Hopper's tensor cores, float32 sums:
 //   dw[k, tap, c] = sum_m x[m at tap, c] * dy[m, k]; m: output pixels, 32 a step.
 // Rows are channels, in blocks of 32 of one tap; columns are filters. TF32 products take shared memory with the depth
-// side by side alone, but pixels lie outermost in both operands. So x comes to products through registers, and four
-// warps copy both into a ring of STAGES (TMA; x in im2col mode with its padding) and turn dy where it lies; CONSUMERS
-// warpgroups multiply, ROWS blocks of 64 rows each, TOGETHER products at once. Blocks are persistent and take
+// side by side alone, but pixels lie outermost in both operands. So x comes to products through registers, and two
+// warps turn dy where it lies. Two more warps copy (TMA), x in im2col mode with its padding, into a ring of STAGES;
+// CONSUMERS warpgroups multiply, ROWS blocks of 64 rows each, TOGETHER products at once. Blocks are persistent and take
 // tiles, or parts of each tile's pixels, which `add_parts` adds in order; or SHARES blocks of a cluster share a part,
 // and add what they have in order. POINTWISE: one tap, stride 1 and no padding: x comes as boxes.
 // Pixel 8 j + 2 t is term t of product j of a step, the next one term t + 4: so lanes of a fragment meet all banks.
@@ -19,7 +19,7 @@ static_assert(kTogether == 2 || kTogether == 4, "products along the depth of a s
 constexpr unsigned long long kColumnForm = operand_form(16, 8 * kSpan, kSpan);
 
 // Registers of a thread at the start, of those that copy and turn, and of those that multiply.
-constexpr int kGiven = 65536 / (kThreads * BLOCKS) / 8 * 8, kFew = 80;
+constexpr int kGiven = 65536 / (kThreads * BLOCKS) / 8 * 8, kFew = 64;
 constexpr int kMost = (kGiven * (CONSUMERS + 1) - kFew) / CONSUMERS / 8 * 8;
 constexpr bool kShares = kGiven < 248;
 static_assert(!kShares || (kMost > kGiven && kMost <= 256), "those that multiply get what others leave");
@@ -41,40 +41,21 @@ __device__ __forceinline__ void turn(unsigned block) {
   }
 }
 
-// One of the warps that copy and turn, block by block in turns. Copies go ahead: at first into all stages, and then,
-// before a step is turned, into the stage of kLag steps ago: of two steps at least, as products of a step say that the
-// one before it is done, and of those that all warps turn at once, if there are enough stages.
-constexpr int kAtOnce = kHelpers > kColumnBlocks ? kHelpers / kColumnBlocks : 1;
-constexpr int kLag = STAGES < 4 ? 2 : STAGES / 2 < 2 + kAtOnce ? STAGES / 2 : 2 + kAtOnce;
-
-__device__ __forceinline__ void help(const Shape& shape, const TensorMap* x, const TensorMap* y, const Ring& ring,
-                                     int warp) {
-  const bool copies = threadIdx.x % 32 == 0;
-  previous_step_done();
-  Copier copier(shape, warp);
+__device__ __forceinline__ void turn_all(const Shape& shape, const Ring& ring, int warp) {
   Place at(0);
-  int block = warp, copied = 0, due = STAGES, passed = 0;
   for (int number = first_item(); number < shape.items; number = item_after(number)) {
     const Item item = item_at(shape, number);
     for (int step = item.first; step < item.last; step++) {
-      if (++passed > kLag) due++;
-      if (copies)
+      barrier_wait(ring.y_here + 8 * at.slot, at.parity);
 #pragma unroll 1
-        for (; copied < due; copied++) copier.copy(shape, x, y, ring);
-      __syncwarp();
-      if (block < kColumnBlocks) barrier_wait(ring.y_here + 8 * at.slot, at.parity);
-#pragma unroll 1
-      for (; block < kColumnBlocks; block += kHelpers) {
+      for (int block = warp; block < kColumnBlocks; block += kTurners)
         turn(ring.stage(at) + kRowBytes + block * kBlock);
-        shared_writes_done();  // products read what this thread has written, and later copies write there
-        __syncwarp();          // all lanes have done so
-        if (copies) barrier_arrive(ring.turned + 8 * at.slot);
-      }
-      block -= kColumnBlocks;
+      shared_writes_done();  // products read what this thread has written, and later copies write there
+      __syncwarp();          // all lanes have done so
+      if (threadIdx.x % 32 == 0) barrier_arrive(ring.turned + 8 * at.slot);
       at.next();
     }
   }
-  if (copies) next_step_may_begin();
 }
 
 // A warp's part of a block of rows: two blocks of 16 products' rows are all of its channels, one is half of them. A
@@ -274,18 +255,17 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(kThreads, BLOCKS)
   const unsigned first = shared_address(barriers);
   const Ring ring{(shared_address(shared) + 1023) / 1024 * 1024, first, first + 8 * STAGES, first + 16 * STAGES,
                   first + 24 * STAGES};
-  const int role = threadIdx.x / 128;
-  if (threadIdx.x == 128 * CONSUMERS) prefetch(&y);
-  if (threadIdx.x == 128 * CONSUMERS + 32) prefetch(&x);
-  if (threadIdx.x < STAGES) {
-    const int i = threadIdx.x;
-    barrier_init(ring.x_here + 8 * i, 1);
-    barrier_init(ring.y_here + 8 * i, 1);
-    barrier_init(ring.turned + 8 * i, kColumnBlocks);
-    barrier_init(ring.empty + 8 * i, 4 * CONSUMERS);
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < STAGES; i++) {
+      barrier_init(ring.x_here + 8 * i, 1);
+      barrier_init(ring.y_here + 8 * i, 1);
+      barrier_init(ring.turned + 8 * i, kTurners);
+      barrier_init(ring.empty + 8 * i, 4 * CONSUMERS);
+    }
     barrier_init_done();
   }
   block_barrier();  // barriers are ready
+  const int role = threadIdx.x / 128;
   if (role < CONSUMERS) {
     if constexpr (kShares) take_registers<kMost>();
     consume(shape, ring, out, role);
@@ -296,7 +276,13 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(kThreads, BLOCKS)
     }
   } else {
     if constexpr (kShares) keep_registers<kFew>();
-    help(shape, &x, &y, ring, threadIdx.x / 32 % 4);
+    const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+    if (warp < kTurners)
+      turn_all(shape, ring, warp);
+    else if (warp == kTurners && lane == 0)
+      produce<PixelCopies>(shape, &x, ring, ring.x_here);
+    else if (warp == kTurners + 1 && lane == 0)
+      produce<FilterCopies>(shape, &y, ring, ring.y_here);
     if constexpr (SHARES > 1) {
       __syncwarp();
       meet();
@@ -305,32 +291,18 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(kThreads, BLOCKS)
   }
 }
 
-// out[i] = sum of part[i] over the parts, in order: by `adders` threads, a power of two, each of neighbouring parts.
-extern "C" __global__ void __launch_bounds__(256)
-    add_parts(const float* parts, float* out, int64 count, int splits, int adders) {
-  __shared__ Vector<float, 4> sums[256];
-  const int quads = blockDim.x / adders, adder = threadIdx.x / quads;
-  const int first = splits * adder / adders, last = splits * (adder + 1) / adders;
-  const int64 at = 4 * (static_cast<int64>(blockIdx.x) * quads + threadIdx.x % quads);
+// out[i] = sum of part[i] over the parts, in order.
+extern "C" __global__ void __launch_bounds__(256) add_parts(const float* parts, float* out, int64 count, int splits) {
+  const int64 at = 4 * (blockIdx.x * 256ll + threadIdx.x);
   next_step_may_begin();
   previous_step_done();
-  Vector<float, 4> sum = {};
-  if (at < count) {
-    sum = *reinterpret_cast<const Vector<float, 4>*>(parts + first * count + at);
+  if (at >= count) return;
+  Vector<float, 4> sum = *reinterpret_cast<const Vector<float, 4>*>(parts + at);
 #pragma unroll 4
-    for (int split = first + 1; split < last; split++) {
-      const Vector<float, 4> part = *reinterpret_cast<const Vector<float, 4>*>(parts + split * count + at);
+  for (int split = 1; split < splits; split++) {
+    const Vector<float, 4> part = *reinterpret_cast<const Vector<float, 4>*>(parts + split * count + at);
 #pragma unroll
-      for (int i = 0; i < 4; i++) sum.at[i] += part.at[i];
-    }
+    for (int i = 0; i < 4; i++) sum.at[i] += part.at[i];
   }
-  if (adders > 1) {
-    sums[threadIdx.x] = sum;
-    __syncthreads();  // all have their sums
-    if (adder > 0) return;
-    for (int other = 1; other < adders; other++)
-#pragma unroll
-      for (int i = 0; i < 4; i++) sum.at[i] += sums[other * quads + threadIdx.x].at[i];
-  }
-  if (at < count) *reinterpret_cast<Vector<float, 4>*>(out + at) = sum;
+  *reinterpret_cast<Vector<float, 4>*>(out + at) = sum;
 }

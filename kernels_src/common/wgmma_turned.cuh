@@ -1,5 +1,5 @@
 // Of kernels_src/implicit_gemm_wgmma_turned.cu, which says what its macros mean: how backward weights are cut into
-// tiles and steps, and how steps of both operands are copied into the ring of stages.
+// tiles and steps, and the two threads that copy steps of both operands into the ring of stages.
 #pragma once
 
 #if !defined(TILE_N) || !defined(STAGES) || !defined(CONSUMERS) || !defined(ROWS) || !defined(BLOCKS)
@@ -20,7 +20,7 @@ static_assert(TILE_N % 32 == 0 && ROWS * TILE_N <= 256, "sums stay in registers"
 constexpr int kWide = 32, kTileK = 32, kSpan = 128, kBlock = kTileK * kSpan;
 constexpr int kTileM = 64 * CONSUMERS * ROWS, kRowBlocks = kTileM / kWide, kColumnBlocks = TILE_N / kWide;
 constexpr int kRowBytes = kRowBlocks * kBlock, kStageBytes = kRowBytes + kColumnBlocks * kBlock;
-constexpr int kThreads = 128 * (CONSUMERS + 1), kSums = TILE_N / 2, kHelpers = 4;
+constexpr int kThreads = 128 * (CONSUMERS + 1), kSums = TILE_N / 2, kTurners = 2;
 constexpr int kSharePitch = kTileM + 4;  // floats, so that lanes that write shares at once meet all banks
 static_assert(SHARES == 1 || STAGES * kStageBytes >= 4 * TILE_N * kSharePitch, "shares take the place of the ring");
 static_assert(TILE_N % SHARES == 0, "blocks add as many filters each");
@@ -126,66 +126,79 @@ struct Ring {
   __device__ __forceinline__ unsigned stage(const Place& at) const { return stages + at.slot * kStageBytes; }
 };
 
-// What a warp copies: of each step every fourth block of rows, and of columns after them. One of its lanes goes through
-// the steps of all items.
-struct Copier {
-  static constexpr int kRows = (kRowBlocks + kHelpers - 1) / kHelpers;
-  int warp, number, step, last, group, column, bytes;
-  Pixel pixel;
-  int first[kRows];  // of each block's channels, negative if it is beyond the last row
-  unsigned short tap_h[kRows], tap_w[kRows];
-  Place at;
+// This item's copies of x, step by step.
+struct PixelCopies {
+  int number, bytes;
+  Pixel pixel, stride;
+  int first[kRowBlocks];
+  unsigned short tap_h[kRowBlocks], tap_w[kRowBlocks];
 
-  __device__ __forceinline__ Copier(const Shape& shape, int warp) : warp(warp), number(first_item()), at(1) {
-    begin(shape);  // stages are empty in the first round
-  }
-
-  __device__ __forceinline__ void begin(const Shape& shape) {
-    const Item item = item_at(shape, number);
-    step = item.first;
-    last = item.last;
-    group = item.group;
-    column = item.tile_n * TILE_N;
-    bytes = min(kRowBlocks, shape.taps * shape.chunks.by - item.tile_m * kRowBlocks) * kBlock;
-    if constexpr (!POINTWISE) pixel = pixel_at(shape, step * kTileK);
+  __device__ __forceinline__ PixelCopies(const Shape& shape, const Item& item)
+      : number(item.first * kTileK), bytes(kRowBytes), pixel(pixel_at(shape, number)), stride(pixel_at(shape, kTileK)) {
 #pragma unroll
-    for (int i = 0; i < kRows; i++) {
-      const Rows rows = rows_at(shape, item, warp + i * kHelpers);
+    for (int block = 0; block < kRowBlocks; block++) {
+      const Rows rows = rows_at(shape, item, block);
       const int tap_y = rows.tap / shape.taps_x, tap_x = rows.tap - tap_y * shape.taps_x.by;
-      first[i] = rows.tap < shape.taps ? (POINTWISE ? 0 : group * shape.channels) + rows.first : -1;
-      tap_h[i] = tap_y * shape.dilation_h;
-      tap_w[i] = tap_x * shape.dilation_w;
+      first[block] = rows.tap < shape.taps ? item.group * (POINTWISE ? 0 : shape.channels) + rows.first : -1;
+      tap_h[block] = tap_y * shape.dilation_h;
+      tap_w[block] = tap_x * shape.dilation_w;
+      if (first[block] < 0) bytes -= kBlock;
     }
   }
 
-  // The next step, once its stage is empty; nothing after the last one. Barriers count bytes that come before they are
-  // expected, too: who expects arrives, and without that no phase ends.
-  __device__ __forceinline__ void copy(const Shape& shape, const TensorMap* x, const TensorMap* y, const Ring& ring) {
-    if (number >= shape.items) return;
-    const unsigned stage = ring.stage(at), x_here = ring.x_here + 8 * at.slot, y_here = ring.y_here + 8 * at.slot;
-    barrier_wait(ring.empty + 8 * at.slot, at.parity);
-    if (warp == 0) barrier_expect(x_here, bytes);
-    if (warp == kHelpers - 1) barrier_expect(y_here, kColumnBlocks * kBlock);
+  __device__ __forceinline__ void begin(const Shape& shape, const Item& item, const TensorMap* map, unsigned stage,
+                                        unsigned barrier) const {
+    const int w = pixel.w * shape.stride_w + shape.low_w, h = pixel.h * shape.stride_h + shape.low_h;
 #pragma unroll
-    for (int i = 0; i < kColumnBlocks; i += kHelpers) {
-      const int block = i + (warp + kRowBlocks) % kHelpers;
-      if (block < kColumnBlocks)
-        copy_box(stage + kRowBytes + block * kBlock, y, y_here, column + block * kWide, group, step * kTileK);
-    }
-#pragma unroll
-    for (int i = 0; i < kRows; i++) {
-      const int block = warp + i * kHelpers;
-      if (block >= kRowBlocks || first[i] < 0) break;
+    for (int block = 0; block < kRowBlocks; block++) {
+      if (first[block] < 0) break;
       if constexpr (POINTWISE)
-        copy_box(stage + block * kBlock, x, x_here, first[i], group, step * kTileK);
+        copy_box(stage + block * kBlock, map, barrier, first[block], item.group, number);
       else
-        copy_pixels(stage + block * kBlock, x, x_here, first[i], pixel.w * shape.stride_w + shape.low_w,
-                    pixel.h * shape.stride_h + shape.low_h, pixel.n, tap_w[i], tap_h[i]);
+        copy_pixels(stage + block * kBlock, map, barrier, first[block], w, h, pixel.n, tap_w[block], tap_h[block]);
     }
-    at.next();
-    if constexpr (!POINTWISE) pixel = sum(shape, pixel, pixel_at(shape, kTileK));
-    if (++step < last) return;
-    number = item_after(number);
-    if (number < shape.items) begin(shape);
+  }
+
+  __device__ __forceinline__ void next(const Shape& shape) {
+    number += kTileK;
+    pixel = sum(shape, pixel, stride);
   }
 };
+
+// Likewise of dy; what lies beyond its filters or pixels is zero.
+struct FilterCopies {
+  static constexpr int bytes = kColumnBlocks * kBlock;
+  int number;
+
+  __device__ __forceinline__ FilterCopies(const Shape&, const Item& item) : number(item.first * kTileK) {}
+
+  __device__ __forceinline__ void begin(const Shape&, const Item& item, const TensorMap* map, unsigned stage,
+                                        unsigned barrier) const {
+#pragma unroll
+    for (int block = 0; block < kColumnBlocks; block++)
+      copy_box(stage + kRowBytes + block * kBlock, map, barrier, item.tile_n * TILE_N + block * kWide, item.group,
+               number);
+  }
+
+  __device__ __forceinline__ void next(const Shape&) { number += kTileK; }
+};
+
+// One thread's work.
+template <typename Copies>
+__device__ __forceinline__ void produce(const Shape& shape, const TensorMap* map, const Ring& ring, unsigned here) {
+  prefetch(map);
+  previous_step_done();
+  Place at(1);  // the first round finds all stages empty
+  for (int number = first_item(); number < shape.items; number = item_after(number)) {
+    const Item item = item_at(shape, number);
+    Copies copies(shape, item);
+    for (int step = item.first; step < item.last; step++) {
+      barrier_wait(ring.empty + 8 * at.slot, at.parity);
+      barrier_expect(here + 8 * at.slot, copies.bytes);
+      copies.begin(shape, item, map, ring.stage(at), here + 8 * at.slot);
+      copies.next(shape);
+      at.next();
+    }
+  }
+  next_step_may_begin();
+}

@@ -21,9 +21,6 @@ WIDE = 32
 TILE_K = 32
 """Pixels of a step."""
 
-HELPERS = 4
-"""Warps that copy and turn."""
-
 WIDTHS = (32, 64, 96, 128, 160, 192, 256)
 SHARES = (1, 2, 4, 8)
 SPLITS = (*range(1, 9), 10, 11, 12, 14, 16, 18, 22, 24, 28, 32, 40, 44, 48, 64, 88, 128)
@@ -31,42 +28,35 @@ TOGETHER = (2, 4)
 _WARPGROUPS = ((2, 2), (3, 1), (2, 1), (1, 2), (1, 1))
 """Consumers, and blocks of 64 rows of each."""
 
-_STAGES = range(3, 13)
+_STAGES = range(3, 9)
 _REGISTERS = 1 << 16
-_COPYING_REGISTERS = 80  # of a thread that copies or turns
+_COPYING_REGISTERS = 64  # of a thread that copies or turns
 _OTHER_REGISTERS = (24, 40)  # of one that multiplies, besides its sums and two times what products at once load
 _ALIGNMENT_BYTES = 1024  # of stages in shared memory; a block besides costs as much of it
-_STATIC_BYTES = 384  # at most, of the barriers
+_STATIC_BYTES = 256  # at most, of the barriers
 _MAX_INT = 2**31 - 1
-_MAX_ADDERS, _PARTS_AT_ONCE, _ADDERS_AT_ONCE = 32, 4, 1024
 _MAX_PARTS_BYTES = 1 << 30
-_FILLED = (0.5, 0.75, 1, 2, 3, 4)  # shares of the device that parts fill
+_FULL_DEVICES = 4
 
-# Of an H200, fitted to 126 problems with 6 configurations each, of a kernel that turned more slowly: root mean square
-# of the error 7 %. Cycles: of a step at least, of a block that one warp turns, until a copy has come, of a tile besides
-# its steps, and where other blocks hide most of it.
-_CLOCK_HZ = 1.755e9
+# Expected of an H200, not measured: as kernels_src/implicit_gemm_wgmma.cu takes them, where they are the same.
+_CLOCK_HZ = 1.75e9
 _SHARED_MEMORY_BYTES = 128
 _OPERATIONS = 1024
-_STEP_CYCLES = 250
-_TURN_CYCLES = 400
-_LATENCY_CYCLES = 1530
-_TILE_CYCLES = 3180
-_SHARED_TILE_CYCLES = 950
-# Bytes a cycle of sums that a multiprocessor writes, and that it adds of a cluster's.
-_WRITTEN_BYTES = 46
-_SHARES_BYTES = 17
-# Of a launch with all that precedes the first product, of a cluster, of one of more than four blocks, of a second
-# launch, of adding one part after another; times that parts' bytes are moved; share of the shorter of moving all
-# tensors and multiplying that the longer does not hide.
-_FIRST_MS = 0.00167
-_CLUSTER_MS = 0.00053
-_LARGE_CLUSTER_MS = 0.00033
-_LAUNCH_MS = 0.00078
-_PART_MS = 9.3e-05
-_PARTS_MOVED = 1.25
-_EXPOSED = 0.17
+_COPY_ROW_CYCLES = 1.55
+_COPY_CYCLES = 120
+_TURN_CYCLES = 250
+_LATENCY_CYCLES = 1350
+_STEP_CYCLES = 260
+_TILE_CYCLES = 1200
+_SHARED_TILE_CYCLES = 340
+_PARTS_BYTES = 100
+_SHARES_BYTES = 40
+_CLUSTER_TILE_CYCLES = 440
 _CLUSTERED = 0.91  # share of the multiprocessors where clusters of four and more find a place
+_FIRST_MS = 0.00257
+_LAUNCH_MS = 0.00022
+_PART_MS = 9.4e-05
+_EXPOSED = 0.59
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,15 +164,6 @@ class TurnedTiling:
         """Dynamic shared memory."""
         return _ALIGNMENT_BYTES + stages * self.stage_bytes
 
-    def adders(self, device: Device) -> int:
-        """Threads of the second pass that add parts of the same elements: more while the device has room for them."""
-        adders, quads = 1, self.product.problem.output.size // 4
-        while adders < _MAX_ADDERS and adders * _PARTS_AT_ONCE < self.splits:
-            if adders * quads >= max(1, device.sm_count) * _ADDERS_AT_ONCE:
-                break
-            adders *= 2
-        return adders
-
     def is_valid(self, shared_bytes: int) -> bool:
         """Whether the kernel serves it on a multiprocessor with that much shared memory for a block."""
         return (
@@ -228,46 +209,35 @@ class TurnedTiling:
         return 4 * self.splits * self.product.problem.output.size <= _MAX_PARTS_BYTES
 
 
-def _step_cycles(tiling: TurnedTiling, shared_bytes: int) -> tuple[float, float]:
+def _step_cycles(tiling: TurnedTiling) -> tuple[float, float]:
     """Cycles of a step: of the busiest unit that blocks of a multiprocessor share, and of a block alone."""
-    tile_m, tile_n, stages = tiling.tile_m, tiling.tile_n, max(2, tiling.stages(shared_bytes))
+    tile_m, tile_n = tiling.tile_m, tiling.tile_n
     # Products read columns once for each block of rows; both operands come, rows are read, columns read and written.
     moved = tile_m // ROW_BLOCK * tile_n * 128 + 256 * tile_m + 384 * tile_n
-    shared = max(tile_m * tile_n * TILE_K / _OPERATIONS, moved / _SHARED_MEMORY_BYTES)
-    turn = _TURN_CYCLES * max(1.0, tile_n / (WIDE * HELPERS))
-    at_once = max(1, WIDE * HELPERS // tile_n)
-    ahead = max(1, stages - max(2, min(stages // 2, 2 + at_once)))  # steps that are copied ahead of those turned
-    return shared, max(shared, _STEP_CYCLES, _TURN_CYCLES * tile_n / (WIDE * HELPERS), (_LATENCY_CYCLES + turn) / ahead)
-
-
-def _moved_ms(product: WgmmaProduct, byte_ms: float) -> float:
-    """Time to move all tensors once; filters narrower than their strides skip some of x."""
-    problem = product.problem
-    met = math.prod(
-        min(1.0, taps / stride) for taps, stride in zip(problem.w.shape[2:], problem.conv.stride, strict=True)
-    )
-    return (problem.bytes - (1 - met) * problem.x.bytes) * byte_ms
+    multiply = max(tile_m * tile_n * TILE_K / _OPERATIONS, moved / _SHARED_MEMORY_BYTES)
+    copy = (tile_m + tile_n) * _COPY_ROW_CYCLES
+    copies = max(tile_m, tile_n) // WIDE * _COPY_CYCLES
+    turn = ceil_div(tile_n, 2 * WIDE) * _TURN_CYCLES
+    return max(multiply, copy), max(multiply, _STEP_CYCLES, copy, copies, turn)
 
 
 def estimate_ms(tiling: TurnedTiling, device: Device, shared_bytes: int) -> float:
     """Milliseconds that a product takes on a device with that much shared memory, with a cold L2 cache."""
     problem, byte_ms = tiling.product.problem, 1e3 / device.bandwidth_bytes_per_s
-    items, splits, shares = tiling.items * tiling.shares, tiling.splits, tiling.shares
-    processors = max(1, int((_CLUSTERED if shares > 2 else 1) * device.sm_count))
-    shared, alone = _step_cycles(tiling, shared_bytes)
-    steps, tile_bytes = ceil_div(tiling.steps, splits * shares), 4 * tiling.tile_m * tiling.tile_n
-    turns = ceil_div(items, processors)
-    one = ceil_div(items, processors * tiling.blocks) * (steps * alone + _TILE_CYCLES)
-    busy = max(one, turns * (steps * shared + _SHARED_TILE_CYCLES)) + turns * tile_bytes / shares / _WRITTEN_BYTES
-    busy_ms, moved_ms = 1e3 * busy / _CLOCK_HZ, _moved_ms(tiling.product, byte_ms)
-    ms = _FIRST_MS + max(busy_ms, moved_ms) + _EXPOSED * min(busy_ms, moved_ms)
-    if shares > 1:
-        ms += _CLUSTER_MS + 1e3 * tile_bytes / _SHARES_BYTES / _CLOCK_HZ
-        ms += _LARGE_CLUSTER_MS if shares > 4 else 0
+    processors, items, splits = max(1, device.sm_count), tiling.items * tiling.shares, tiling.splits
+    shared, alone = _step_cycles(tiling)
+    turn = ceil_div(tiling.tile_n, 2 * WIDE) * _TURN_CYCLES
+    arrive = (_LATENCY_CYCLES + turn + 2 * shared) / max(1, tiling.stages(shared_bytes))
+    steps = tiling.steps / (splits * tiling.shares)
+    write = 4 * tiling.tile_m * tiling.tile_n / _PARTS_BYTES
+    if tiling.shares > 1:
+        processors = int(_CLUSTERED * processors) if tiling.shares > 2 else processors
+        write += 4 * tiling.tile_m * tiling.tile_n / _SHARES_BYTES + _CLUSTER_TILE_CYCLES
+    one = ceil_div(items, processors * tiling.blocks) * (steps * max(alone, arrive) + _TILE_CYCLES + write)
+    all_ = ceil_div(items, processors) * (steps * shared + _SHARED_TILE_CYCLES + write / 2)
+    ms = _FIRST_MS + 1e3 * max(one, all_) / _CLOCK_HZ + _EXPOSED * problem.bytes * byte_ms
     if splits > 1:
-        adders = tiling.adders(device)
-        one_by_one = splits / adders + (adders > 1)
-        ms += _LAUNCH_MS + _PARTS_MOVED * 4 * splits * problem.output.size * byte_ms + _PART_MS * one_by_one
+        ms += _LAUNCH_MS + max(problem.output.size * (8 * splits + 4) * byte_ms, splits * _PART_MS)
     return ms
 
 
@@ -299,8 +269,8 @@ def _parts(tile: TurnedTiling, device: Device, shared_bytes: int) -> Iterator[Tu
     at_once = max(1, device.sm_count) * tile.blocks
     for shares in SHARES:
         found = {1}
-        for filled in _FILLED:
-            most = min(int(filled * at_once) // (tile.items * shares), tile.steps // (2 * shares))
+        for turns in range(1, (_FULL_DEVICES if shares == 1 else 1) + 1):
+            most = min(turns * at_once // (tile.items * shares), tile.steps // (2 * shares))
             found.add(max((count for count in SPLITS if count <= most), default=1))
         for splits in sorted(found):
             tiling = replace(tile, splits=splits, shares=shares)
