@@ -121,18 +121,18 @@ def _multiply(tiling: TurnedTiling, device: Device) -> KernelStep:
 
 
 def _add(tiling: TurnedTiling, device: Device) -> KernelStep:
-    size = tiling.product.problem.output.size
+    size, adders = tiling.product.problem.output.size, tiling.adders(device)
     return KernelStep(
         source=_SOURCE,
         entry="add_parts",
-        grid=(ceil_div(size, _VECTOR * _ADDING_THREADS), 1, 1),
+        grid=(ceil_div(size * adders, _VECTOR * _ADDING_THREADS), 1, 1),
         block=(_ADDING_THREADS, 1, 1),
         defines=_defines(tiling, tiling.stages(_shared_bytes(device))),
         args=(
             Pointer(buffer=_PARTS),
             Pointer(buffer="w"),
             Scalar(ctype="int64", value=size),
-            *int32s(tiling.splits),
+            *int32s(tiling.splits, adders),
         ),
         waits_itself=True,
     )

@@ -36,6 +36,7 @@ _ALIGNMENT_BYTES = 1024  # of stages in shared memory; a block besides costs as 
 _STATIC_BYTES = 256  # at most, of the barriers
 _MAX_INT = 2**31 - 1
 _MAX_PARTS_BYTES = 1 << 30
+_MAX_ADDERS, _PARTS_AT_ONCE, _ADDERS_AT_ONCE = 32, 4, 1024
 _FULL_DEVICES = 4
 
 # Expected of an H200, not measured: as kernels_src/implicit_gemm_wgmma.cu takes them, where they are the same.
@@ -163,6 +164,15 @@ class TurnedTiling:
     def shared_bytes(self, stages: int) -> int:
         """Dynamic shared memory."""
         return _ALIGNMENT_BYTES + stages * self.stage_bytes
+
+    def adders(self, device: Device) -> int:
+        """Threads of the second pass that add parts of the same elements: more while the device has room for them."""
+        adders, quads = 1, self.product.problem.output.size // 4
+        while adders < _MAX_ADDERS and 2 * adders * _PARTS_AT_ONCE <= self.splits:
+            if adders * quads >= max(1, device.sm_count) * _ADDERS_AT_ONCE:
+                break
+            adders *= 2
+        return adders
 
     def is_valid(self, shared_bytes: int) -> bool:
         """Whether the kernel serves it on a multiprocessor with that much shared memory for a block."""
