@@ -36,7 +36,6 @@ from miofind.tiling.wgmma_turned import (
     SHARES,
     SPLITS,
     TILE_K,
-    TOGETHER,
     WIDE,
     WIDTHS,
     TurnedTiling,
@@ -150,9 +149,8 @@ class ConvImplicitGemmWgmmaTurned(Solver):
     x comes through registers, and dy is turned in shared memory. Channels and filters of a group are multiples of 4.
     Parts of the pixels are added in order, within a cluster and by a second pass, so equal inputs give equal bits.
 
-    Configuration: `consumers` warpgroups multiply `rows` blocks of 64 channels by `tile_n` filters each, `together`
-    products of 8 pixels at once; pixels are cut into `splits` parts, which `shares` blocks of a cluster share; a
-    multiprocessor has `blocks` blocks.
+    Configuration: `consumers` warpgroups multiply `rows` blocks of 64 channels by `tile_n` filters each; pixels are cut
+    into `splits` parts, which `shares` blocks of a cluster share; a multiprocessor has `blocks` blocks.
 
     Source: NVIDIA CUTLASS, include/cutlass/conv, for im2col copies; PTX ISA, wgmma.
     """
@@ -179,7 +177,6 @@ class ConvImplicitGemmWgmmaTurned(Solver):
         "splits": SPLITS,
         "shares": SHARES,
         "blocks": (1, 2),
-        "together": TOGETHER,
     }
 
     def examples(self) -> tuple[ProblemDescription, ...]:
