@@ -159,11 +159,11 @@ class ConvFirstLayer(FewChannelsSolver):
     direction = Direction.FORWARD
     kind = ("tile_h", "tile_w")
     parameters: ClassVar[Mapping[str, Sequence[ConfigValue]]] = {
-        "tile_h": (1, 2, 4, 7, 8, 14, 16),
+        "tile_h": (1, 2, 4, 7, 8, 14),
         "tile_w": (32, 64, 128, 256, 512),
         "tile_k": (32, 64, 96, 128),
         "warps": (4, 7, 8),
-        "blocks": (1, 2, 4),
+        "blocks": (1, 2),
         "vector": (2, 4, 8),
     }
     sources = ("first_layer.cu",)

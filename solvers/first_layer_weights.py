@@ -173,7 +173,6 @@ def _config(tile: Sequence[int], tile_k: int, warps: Sequence[int], resident: in
 
 _TILES = (
     (1, 128, 3),
-    (1, 256, 2),
     (2, 64, 3),
     (2, 128, 2),
     (2, 128, 3),
@@ -226,7 +225,7 @@ class ConvFirstLayerWeights(FewChannelsSolver):
     kind = ("tile_h", "tile_w", "tile_k")
     parameters: ClassVar[Mapping[str, Sequence[ConfigValue]]] = {
         "tile_h": (1, 2, 4),
-        "tile_w": (32, 64, 128, 256),
+        "tile_w": (32, 64, 128),
         "tile_k": (16, 32, 64, 96),
         "warps_y": (1, 2, 3, 4, 5, 6, 7, 8),
         "warps_k": (1, 2),
