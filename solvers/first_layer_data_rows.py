@@ -86,6 +86,7 @@ class ConvFirstLayerDataRows(FewChannelsSolver):
     """
 
     id = "ConvFirstLayerDataRows"
+    version = 2
     direction = Direction.BACKWARD_DATA
     kind = ("blocks", "warps_m", "resident")
     parameters: ClassVar[Mapping[str, Sequence[ConfigValue]]] = {
