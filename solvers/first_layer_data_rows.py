@@ -54,6 +54,7 @@ _SHORT_LIST = tuple(
     for warps in (
         *((4, 1, 1), (7, 1, 1), (8, 1, 1), (4, 2, 1), (2, 2, 1), (4, 3, 1), (2, 3, 1)),
         *((1, 1, 4), (2, 1, 4), (1, 2, 4), (2, 1, 2), (4, 1, 2)),
+        *((2, 4, 1), (1, 4, 2), (2, 5, 1), (1, 5, 2), (2, 6, 1), (1, 6, 2), (1, 7, 1)),  # rows of long filters
     )
     for stages, resident in ((4, 1), (3, 2), (4, 2), (3, 3), (6, 1))
 )
@@ -93,7 +94,7 @@ class ConvFirstLayerDataRows(FewChannelsSolver):
     parameters: ClassVar[Mapping[str, Sequence[ConfigValue]]] = {
         "blocks": (1, 2, 3, 4),
         "warps_m": (1, 2, 4, 7, 8),
-        "warps_n": (1, 2, 3),
+        "warps_n": (1, 2, 3, 4, 5, 6, 7),
         "warps_k": (1, 2, 4),
         "stages": (2, 3, 4, 6),
         "resident": (1, 2, 3, 4),
