@@ -326,28 +326,23 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
   store_part(parts + (static_cast<int64>(split) * k + first_k) * kTaps, joined, min(kTileK, k - first_k));
 }
 
-// dw[i] = sum of part[i] over the parts. A block adds kAdded elements, a sector of each part; its threads share the
-// parts, which the grid before may still be writing when this one begins: no __restrict__, for loads of the read-only
-// path could be moved or be stale. Blocks are small, to be there beside those of the grid before when it ends.
-constexpr int kShares = 32, kAdded = 8, kWarpShares = 32 / kAdded;
+// dw[i] = sum of part[i] over the parts. A block adds 32 elements; its warps share the parts, which the grid before may
+// still be writing when this one begins: no __restrict__, for loads of the read-only path could be moved or be stale.
+constexpr int kShares = 32;
 
-extern "C" __global__ void __launch_bounds__(kAdded* kShares, 8)
+extern "C" __global__ void __launch_bounds__(32 * kShares)
     first_layer_weights_finish(const float* parts, ELEMENT* dw, int size, int splits) {
-  __shared__ float sums[kShares / kWarpShares][kAdded];
-  const int lane = threadIdx.x % 32, element = lane % kAdded, at = blockIdx.x * kAdded + element;
+  __shared__ float sums[kShares][33];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, at = blockIdx.x * 32 + lane;
   previous_step_done();
   float sum = 0;
   if (at < size)
 #pragma unroll 8
-    for (int split = threadIdx.x / kAdded; split < splits; split += kShares)
-      sum += parts[static_cast<int64>(split) * size + at];
-#pragma unroll
-  for (int apart = 16; apart >= kAdded; apart /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, apart);
-  if (lane < kAdded) sums[threadIdx.x / 32][element] = sum;
+    for (int split = warp; split < splits; split += kShares) sum += parts[static_cast<int64>(split) * size + at];
+  sums[warp][lane] = sum;
   __syncthreads();  // every warp's share is there
-  if (threadIdx.x >= kAdded || at >= size) return;
-  sum = 0;
+  sum = sums[lane][warp];
 #pragma unroll
-  for (int warp = 0; warp < kShares / kWarpShares; ++warp) sum += sums[warp][element];
-  dw[at] = convert<ELEMENT>(sum);
+  for (int apart = 16; apart > 0; apart /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, apart);
+  if (lane == 0 && blockIdx.x * 32 + warp < size) dw[blockIdx.x * 32 + warp] = convert<ELEMENT>(sum);
 }

@@ -37,7 +37,7 @@ _MAX_WORKSPACE_BYTES = 1 << 30
 _SHARED_BYTES = 48 << 10
 _OTHER_REGISTERS, _FEWEST_REGISTERS = 28, 88
 _MOST_OUTPUTS = 512  # of a tile
-_ADDED, _SHARES = 8, 32  # elements that a block of the finish adds, and threads of each
+_SHARES = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,8 +148,8 @@ def _finish_step(problem: ProblemDescription, device: Device, config: Config, ti
     return KernelStep(
         source="first_layer_weights.cu",
         entry="first_layer_weights_finish",
-        grid=(ceil_div(problem.w.size, _ADDED), 1, 1),
-        block=(_ADDED * _SHARES, 1, 1),
+        grid=(ceil_div(problem.w.size, 32), 1, 1),
+        block=(32 * _SHARES, 1, 1),
         defines=_defines(problem, config, tiling),
         args=(Pointer(buffer="parts"), Pointer(buffer="w"), *int32s(problem.w.size, tiling.splits(device))),
         waits_itself=True,
