@@ -1,13 +1,13 @@
 // dx[n,c,h,v] = sum_{k,r,s} dy[n,k,i,j] * w[k,c,r,s], h = i*STRIDE_Y - pad_y + r, v = j*STRIDE_X - pad_x + s, for
 // CHANNELS <= 4 channels, on tensor cores with float32 sums.
 //
-// Cells of CELL_X = STEP * STRIDE_X neighbouring pixels of a row all meet outputs in the same way: cell I meets columns
-// I*STEP + first ... + TAPS_X - 1 of dy, pixel e through tap LAST_TAP + e - i*STRIDE_X. A block goes down a strip of
+// Cells of STRIDE_X neighbouring pixels of a row all meet outputs in the same way: cell I meets columns
+// I + first ... + TAPS_X - 1 of dy, pixel e through tap LAST_TAP + e - i*STRIDE_X. A block goes down a strip of
 // cells: rows of dy stream through STAGES buffers, in the tensor's layout. A row is multiplied by all filters: product
 // rows are cells, columns the elements of a cell, its depth is TAPS_X columns of dy with all filters, for each filter
 // row r. Sums of FILTER_Y rows of dx are in registers and move up by STRIDE_Y from row to row of dy; complete rows are
-// written from there. If HELD, fragments of filters are in registers too, else in shared memory. WARPS warps share the
-// cells, in BLOCKS blocks of 16. Grid: strips, times tiles of cells, times images.
+// written from there. Fragments of filters stay in registers, too. WARPS warps share the cells, in BLOCKS blocks of 16.
+// Grid: strips, times tiles of cells, times images.
 #include "common/column_copies.cuh"
 #include "common/divisor.cuh"
 #include "common/mma.cuh"
@@ -16,11 +16,11 @@
 #if !defined(ELEMENT) || !defined(CHANNELS) || !defined(FILTERS) || !defined(FILTER_Y) || !defined(FILTER_X)
 #error "define ELEMENT, CHANNELS, FILTERS, FILTER_Y and FILTER_X"
 #endif
-#if !defined(STRIDE_Y) || !defined(STRIDE_X) || !defined(STEP) || !defined(TAPS_X) || !defined(LAST_TAP)
-#error "define STRIDE_Y, STRIDE_X, STEP, TAPS_X and LAST_TAP"
+#if !defined(STRIDE_Y) || !defined(STRIDE_X) || !defined(TAPS_X) || !defined(LAST_TAP)
+#error "define STRIDE_Y, STRIDE_X, TAPS_X and LAST_TAP"
 #endif
-#if !defined(BLOCKS) || !defined(WARPS) || !defined(STAGES) || !defined(HELD) || !defined(CHANNELS_LAST)
-#error "define BLOCKS, WARPS, STAGES, HELD and CHANNELS_LAST"
+#if !defined(BLOCKS) || !defined(WARPS) || !defined(STAGES) || !defined(CHANNELS_LAST)
+#error "define BLOCKS, WARPS, STAGES and CHANNELS_LAST"
 #endif
 #if !defined(CELLS) || !defined(IN_VECTOR) || !defined(PAIRS) || !defined(MIN_BLOCKS) || !defined(SHARED_BYTES)
 #error "define CELLS, IN_VECTOR, PAIRS, MIN_BLOCKS and SHARED_BYTES"
@@ -29,25 +29,23 @@
 constexpr int kThreads = 32 * WARPS, kTaps = CHANNELS * FILTER_Y * FILTER_X;
 static_assert(STAGES >= 2, "a row is loaded while another is read");
 static_assert(CELLS % 16 == 0 && CELLS <= 16 * BLOCKS * WARPS, "the warps have all cells, in blocks of 16");
-static_assert(CHANNELS_LAST || (STEP == 1 && TAPS_X == 1), "matrices of planes begin at every eighth column alone");
+static_assert(CHANNELS_LAST || TAPS_X == 1, "matrices of planes begin at every eighth column alone");
 
 // Rows of dy that meet a row of dx, and rows of dx that a row of dy completes and that meet it.
 constexpr int kMetY = ceil_div(FILTER_Y, STRIDE_Y), kDone = STRIDE_Y < FILTER_Y ? STRIDE_Y : FILTER_Y;
 // The product: steps of 16 filters, elements of a cell in blocks of 8.
-constexpr int kSteps = ceil_div(FILTERS, 16), kCellX = STEP * STRIDE_X, kElements = kCellX * CHANNELS;
+constexpr int kSteps = ceil_div(FILTERS, 16), kElements = STRIDE_X * CHANNELS;
 constexpr int kElementBlocks = ceil_div(kElements, 8);
 
-// A staged row: columns of filters if CHANNELS_LAST, those of each residue modulo STEP together, else filters of
-// columns; an odd number of 16-byte words from one to the next, so that the eight that a matrix is read from meet every
-// bank once.
-constexpr int kRun = CELLS + ceil_div(TAPS_X, STEP) - 1, kColumns = STEP * kRun;
+// A staged row: columns of filters if CHANNELS_LAST, else filters of columns; an odd number of 16-byte words from one
+// to the next, so that the eight that a matrix is read from meet every bank once.
+constexpr int kColumns = CELLS + TAPS_X - 1;
 constexpr int kPitch = CHANNELS_LAST ? 32 * kSteps + 16 : 2 * kColumns + 16;
 constexpr int kRowBytes = (CHANNELS_LAST ? kColumns : 16 * kSteps) * kPitch;
 // The filters as they come lie where the last row is staged and beyond, which is loaded when they are laid out.
 constexpr int kRawBytes = round_up(2 * FILTERS * kTaps, 16), kFragments = kSteps * TAPS_X * FILTER_Y * kElementBlocks;
-constexpr int kStagesAt = HELD ? 0 : 256 * kFragments, kRawAt = kStagesAt + (STAGES - 1) * kRowBytes;
-constexpr int kFragmentsAt = HELD ? kRawAt + kRawBytes : 0;
-static_assert(SHARED_BYTES == maximum(kRawAt + kRowBytes, HELD ? kFragmentsAt + 256 * kFragments : kRawAt + kRawBytes),
+constexpr int kRawAt = (STAGES - 1) * kRowBytes, kFragmentsAt = kRawAt + kRawBytes;
+static_assert(SHARED_BYTES == maximum(STAGES * kRowBytes, kFragmentsAt + 256 * kFragments),
               "the host and the kernel agree on shared memory");
 
 __device__ __forceinline__ void load_filters(unsigned raw, const ELEMENT* filters) {
@@ -64,8 +62,8 @@ __device__ __forceinline__ void spread_filters(unsigned char* to, const ELEMENT*
     const int lane = i % 32, block = i / 32 % kElementBlocks, r = i / 32 / kElementBlocks % FILTER_Y;
     const int depth = i / 32 / kElementBlocks / FILTER_Y, column = depth % TAPS_X;
     const int first_k = depth / TAPS_X * 16 + lane % 4 * 2, element = 8 * block + lane / 4;
-    const int c = CHANNELS_LAST ? element % CHANNELS : element / kCellX;
-    const int pixel = CHANNELS_LAST ? element / CHANNELS : element % kCellX;
+    const int c = CHANNELS_LAST ? element % CHANNELS : element / STRIDE_X;
+    const int pixel = CHANNELS_LAST ? element / CHANNELS : element % STRIDE_X;
     const int s = LAST_TAP + pixel - column * STRIDE_X;
     const int at = CHANNELS_LAST ? (r * FILTER_X + s) * CHANNELS + c : (c * FILTER_Y + r) * FILTER_X + s;
     const bool inside = element < kElements && s >= 0 && s < FILTER_X;
@@ -77,11 +75,6 @@ __device__ __forceinline__ void spread_filters(unsigned char* to, const ELEMENT*
     }
     *reinterpret_cast<Vector<ELEMENT, 4>*>(to + 8 * i) = values;
   }
-}
-
-// Where a staged column lies among those of its row.
-__device__ __forceinline__ int place_of(int column) {
-  return column % STEP * kRun + column / STEP;
 }
 
 // What of dy a block reads: the image's rows, from the column on that would be staged first; of those staged, columns
@@ -96,8 +89,8 @@ struct Source {
 __device__ __forceinline__ void load_row(unsigned char* to, const Source& from, int row, bool wanted) {
   if (wanted && row >= 0 && row < from.height) {
     if constexpr (CHANNELS_LAST) {
-      copy_columns<kThreads, kColumns, FILTERS, IN_VECTOR, kPitch, STEP>(to, from.dy + row * from.width * FILTERS,
-                                                                         from.first, from.end, place_of);
+      copy_columns<kThreads, kColumns, FILTERS, IN_VECTOR, kPitch>(to, from.dy + row * from.width * FILTERS, from.first,
+                                                                   from.end);
     } else {
       copy_planes<kThreads, kColumns, FILTERS, IN_VECTOR, kPitch>(to, from.dy + row * from.width,
                                                                   from.height * from.width, from.end);
@@ -109,7 +102,7 @@ __device__ __forceinline__ void load_row(unsigned char* to, const Source& from, 
 // Clears what is staged beyond the columns and the filters, once: rows that are loaded leave it as it is.
 __device__ __forceinline__ void clear_rest(unsigned char* stages, const Source& from) {
   const auto clear = [&](int column, int k) {
-    const int at = CHANNELS_LAST ? place_of(column) * kPitch + 2 * k : k * kPitch + 2 * column;
+    const int at = CHANNELS_LAST ? column * kPitch + 2 * k : k * kPitch + 2 * column;
 #pragma unroll 1
     for (int stage = 0; stage < STAGES; ++stage)
       *reinterpret_cast<ELEMENT*>(stages + stage * kRowBytes + at) = convert<ELEMENT>(0.0f);
@@ -123,7 +116,7 @@ __device__ __forceinline__ void clear_rest(unsigned char* stages, const Source& 
   }
 }
 
-using Filters = unsigned[HELD ? kSteps * TAPS_X * FILTER_Y * kElementBlocks : 1][2];
+using Filters = unsigned[kFragments][2];
 using Sums = float[BLOCKS][FILTER_Y][kElementBlocks][4];
 
 __device__ __forceinline__ void read_fragment(unsigned (&to)[2], const unsigned char* fragments, int rank) {
@@ -137,8 +130,7 @@ __device__ __forceinline__ bool has_block(int b, int warp) {
 }
 
 // Adds the products of a staged row. Where a warp has one block less, it multiplies the last of all once more.
-__device__ __forceinline__ void multiply(Sums& sums, const Filters& filters, const unsigned char* fragments,
-                                         unsigned row, int warp) {
+__device__ __forceinline__ void multiply(Sums& sums, const Filters& filters, unsigned row, int warp) {
   const int lane = threadIdx.x % 32;
   constexpr int kBlockBytes = CHANNELS_LAST ? 16 * kPitch : 32, kStepBytes = CHANNELS_LAST ? 32 : 16 * kPitch;
   const unsigned first = row + (CHANNELS_LAST ? lane % 16 * kPitch + lane / 16 * 16
@@ -149,11 +141,11 @@ __device__ __forceinline__ void multiply(Sums& sums, const Filters& filters, con
     const int block = b * WARPS + warp;
     blocks[b] = first + kBlockBytes * (b + 1 < BLOCKS ? block : min(block, CELLS / 16 - 1));
   }
-#pragma unroll(HELD ? kSteps : 1)
+#pragma unroll
   for (int step = 0; step < kSteps; ++step)
 #pragma unroll
     for (int i = 0; i < TAPS_X; ++i) {
-      const int depth = step * TAPS_X + i, shift = CHANNELS_LAST ? (i % STEP * kRun + i / STEP) * kPitch : 0;
+      const int depth = step * TAPS_X + i, shift = CHANNELS_LAST ? i * kPitch : 0;
       unsigned outputs[BLOCKS][4];
 #pragma unroll
       for (int b = 0; b < BLOCKS; ++b) {
@@ -167,15 +159,9 @@ __device__ __forceinline__ void multiply(Sums& sums, const Filters& filters, con
 #pragma unroll
         for (int t = 0; t < kElementBlocks; ++t) {
           const int rank = (depth * FILTER_Y + r) * kElementBlocks + t;
-          unsigned two[2];
-          if constexpr (HELD) {
-            two[0] = filters[rank][0];
-            two[1] = filters[rank][1];
-          } else {
-            read_fragment(two, fragments, rank);
-          }
 #pragma unroll
-          for (int b = 0; b < BLOCKS; ++b) multiply_add<ELEMENT>(sums[b][r][t], outputs[b], two[0], two[1]);
+          for (int b = 0; b < BLOCKS; ++b)
+            multiply_add<ELEMENT>(sums[b][r][t], outputs[b], filters[rank][0], filters[rank][1]);
         }
     }
 }
@@ -203,8 +189,8 @@ __device__ __forceinline__ void store_row(const Target& to, const float (&sums)[
       pair.at[1] = convert<ELEMENT>(any ? sums[t][2 * half + 1] : 0.0f);
 #pragma unroll
       for (int e = 0; e < 2; e += 1 + PAIRS) {
-        const int c = (element + e) / kCellX, within = CHANNELS_LAST ? element + e : (element + e) % kCellX;
-        const int at = to.first + cells * (CHANNELS_LAST ? kElements : kCellX) + within;
+        const int c = (element + e) / STRIDE_X, within = CHANNELS_LAST ? element + e : (element + e) % STRIDE_X;
+        const int at = to.first + cells * (CHANNELS_LAST ? kElements : STRIDE_X) + within;
         if (static_cast<unsigned>(at) >= static_cast<unsigned>(to.size) || element + e >= kElements) continue;
         ELEMENT* const dx = to.dx + (CHANNELS_LAST ? h * to.width * CHANNELS : (c * to.height + h) * to.width) + at;
         if constexpr (PAIRS)
@@ -257,44 +243,41 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
   const int image = static_cast<int>(blockIdx.x) / by_image, rank = blockIdx.x - image * image_strips;
   const int strip = rank / by_tile, cell = (rank - strip * cell_tiles) * CELLS;
   const int begin = first_row + strip * rows, end = min(begin + rows, end_row);
-  const int column = cell * STEP + first_column, first_there = min(max(-column, 0), kColumns);
+  const int column = cell + first_column, first_there = min(max(-column, 0), kColumns);
   const int end_there = max(min(kColumns, out_width - column), first_there);
   const Source source = {dy + image * FILTERS * out_height * out_width + column * (CHANNELS_LAST ? FILTERS : 1),
                          out_height, out_width, first_there, end_there};
-  unsigned char *const stages = shared + kStagesAt, *const raw = shared + kRawAt;
-  unsigned char* const fragments = shared + kFragmentsAt;
+  unsigned char *const raw = shared + kRawAt, *const fragments = shared + kFragmentsAt;
 
   load_filters(static_cast<unsigned>(__cvta_generic_to_shared(raw)), w);
   // Rows above the first of dy meet nothing.
   int row = max(begin - kMetY + 1, 0);
 #pragma unroll 1
   for (int stage = 0; stage < STAGES - 1; ++stage)
-    load_row(stages + stage * kRowBytes, source, row + stage, row + stage < end);
+    load_row(shared + stage * kRowBytes, source, row + stage, row + stage < end);
   wait_for_copies<STAGES - 1>();
   __syncthreads();  // the filters have arrived
   spread_filters(fragments, reinterpret_cast<const ELEMENT*>(raw));
   __syncthreads();  // the filters are laid out
   Filters filters;
-  if constexpr (HELD) {
 #pragma unroll
-    for (int i = 0; i < kFragments; ++i) read_fragment(filters[i], fragments, i);
-    __syncthreads();  // no fragment lies where rows are staged
-  }
-  clear_rest(stages, source);
+  for (int i = 0; i < kFragments; ++i) read_fragment(filters[i], fragments, i);
+  __syncthreads();  // no fragment lies where rows are staged
+  clear_rest(shared, source);
 
   const int lane = threadIdx.x % 32, warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
-  const int first = (cell + 16 * warp + lane / 4) * kCellX - origin, per_column = CHANNELS_LAST ? CHANNELS : 1;
+  const int first = (cell + 16 * warp + lane / 4) * STRIDE_X - origin, per_column = CHANNELS_LAST ? CHANNELS : 1;
   const Target target = {dx + image * CHANNELS * height * width, height, width, first * per_column, width * per_column};
   Sums sums = {};
-  const unsigned base = static_cast<unsigned>(__cvta_generic_to_shared(stages));
+  const unsigned base = static_cast<unsigned>(__cvta_generic_to_shared(shared));
   int stage = 0;
 #pragma unroll 1
   for (; row < end; ++row) {
     wait_for_copies<STAGES - 2>();
     __syncthreads();  // the row has arrived, and every warp has read the one that is overwritten next
     const int next = row + STAGES - 1;
-    load_row(stages + (stage == 0 ? STAGES - 1 : stage - 1) * kRowBytes, source, next, next < end);
-    if (row >= 0 && row < out_height) multiply(sums, filters, fragments, base + stage * kRowBytes, warp);
+    load_row(shared + (stage == 0 ? STAGES - 1 : stage - 1) * kRowBytes, source, next, next < end);
+    if (row >= 0 && row < out_height) multiply(sums, filters, base + stage * kRowBytes, warp);
     if (row >= begin) store_rows(target, sums, row * STRIDE_Y - pad_y, warp);
     move_up(sums);
     stage = stage + 1 == STAGES ? 0 : stage + 1;

@@ -95,8 +95,7 @@ __device__ __forceinline__ void load_row(unsigned char* to, const ELEMENT* __res
     const ELEMENT* const image = dy + strip.image * FILTERS * size.height * size.width;
     const int at = row * size.width + strip.column, columns = min(COLUMNS, size.width - strip.column);
     if constexpr (CHANNELS_LAST)
-      copy_columns<kThreads, COLUMNS, FILTERS, IN_VECTOR, kPitch, 1>(to, image + at * FILTERS, 0, columns,
-                                                                     [](int column) { return column; });
+      copy_columns<kThreads, COLUMNS, FILTERS, IN_VECTOR, kPitch>(to, image + at * FILTERS, 0, columns);
     else
       copy_planes<kThreads, COLUMNS, FILTERS, IN_VECTOR, kPitch>(to, image + at, size.height * size.width, columns);
   }
@@ -212,31 +211,36 @@ struct Target {
   int pad_y, pad_x, out_width;
 };
 
-// Adds the products that meet the pixels of a row of cells, and writes the pixels: a thread has a cell of a row of dx.
+// Adds the products that meet the pixels of a row of cells, and writes the pixels. A thread has a cell of a row of dx,
+// whose taps are known when this is compiled, but a pixel where cells are wide: stores of a warp would be far apart.
 __device__ __forceinline__ void fold(const Target& to, const float* products, const Strip& strip, int row) {
-  const int count = strip.end_cell - strip.first_cell;
+  constexpr int kPixels = STRIDE_X <= 2 ? STRIDE_X : 1, kParts = STRIDE_X / kPixels;
+  const int count = kParts * (strip.end_cell - strip.first_cell);
 #pragma unroll 1
   for (int i = threadIdx.x; i < STRIDE_Y * count; i += kThreads) {
     int e = 0;
 #pragma unroll
     for (int other = 1; other < STRIDE_Y; ++other) e += i >= other * count;
-    const int cell = strip.first_cell + i - e * count, h = row * STRIDE_Y + e - to.pad_y;
+    const int part = i - e * count, cell = strip.first_cell + part / kParts, begin = part % kParts;
+    const int h = row * STRIDE_Y + e - to.pad_y;
     if (static_cast<unsigned>(h) >= static_cast<unsigned>(to.size.height)) continue;
-    float sums[STRIDE_X][CHANNELS] = {};
+    float sums[kPixels][CHANNELS] = {};
     const float* const from = products + e * WARPS_K * kProductTaps * kProductPitch + cell - strip.column;
 #pragma unroll
     for (int q = 0; q < kCellsX; ++q) {
       if (static_cast<unsigned>(cell - q) >= static_cast<unsigned>(to.out_width) || e >= FILTER_Y) continue;
 #pragma unroll
-      for (int within = 0; within < STRIDE_X && within + q * STRIDE_X < FILTER_X; ++within)
+      for (int p = 0; p < kPixels; ++p) {
+        const int s = begin + p + q * STRIDE_X;
+        if (s >= FILTER_X) continue;
 #pragma unroll
         for (int share = 0; share < WARPS_K; ++share)
 #pragma unroll
           for (int c = 0; c < CHANNELS; ++c)
-            sums[within][c] +=
-                from[(share * kProductTaps + (within + q * STRIDE_X) * CHANNELS + c) * kProductPitch - q];
+            sums[p][c] += from[(share * kProductTaps + s * CHANNELS + c) * kProductPitch - q];
+      }
     }
-    const int first = cell * STRIDE_X - to.pad_x, rest = CHANNELS_LAST ? CHANNELS : 1;
+    const int first = cell * STRIDE_X + begin - to.pad_x, rest = CHANNELS_LAST ? CHANNELS : 1;
     ELEMENT* const dx =
         to.dx +
         (CHANNELS_LAST ? strip.image * to.size.height + h : strip.image * CHANNELS * to.size.height + h) *
@@ -244,11 +248,10 @@ __device__ __forceinline__ void fold(const Target& to, const float* products, co
         first * rest;
     const int plane = to.size.height * to.size.width;
 #pragma unroll
-    for (int within = 0; within < STRIDE_X; ++within) {
-      if (static_cast<unsigned>(first + within) >= static_cast<unsigned>(to.size.width)) continue;
+    for (int p = 0; p < kPixels; ++p) {
+      if (static_cast<unsigned>(first + p) >= static_cast<unsigned>(to.size.width)) continue;
 #pragma unroll
-      for (int c = 0; c < CHANNELS; ++c)
-        dx[within * rest + c * (CHANNELS_LAST ? 1 : plane)] = convert<ELEMENT>(sums[within][c]);
+      for (int c = 0; c < CHANNELS; ++c) dx[p * rest + c * (CHANNELS_LAST ? 1 : plane)] = convert<ELEMENT>(sums[p][c]);
     }
   }
 }

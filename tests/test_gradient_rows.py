@@ -86,18 +86,18 @@ def test_strips_cover_the_rows_and_none_is_empty(problem: ProblemDescription, se
 def test_tiles_of_cells_cover_a_row_and_stage_what_they_meet(problem: ProblemDescription, seed: int) -> None:
     config = drawn_config(seed, CELL_SOLVER)
     tiling = CellRows.of(problem, config, DEVICE)
-    width, step, stride = tiling.width, config["step"], problem.conv.stride[1]
+    width, stride = tiling.width, problem.conv.stride[1]
     assert tiling.cells % 16 == 0
     assert tiling.cells <= 16 * config["blocks"] * config["warps"]
     assert tiling.cells * (tiling.cell_tiles - 1) < width.count <= tiling.cells * tiling.cell_tiles
     for pixel in range(problem.spatial[1]):
         cell, within = divmod(pixel + width.origin, width.size)
-        staged = cell // tiling.cells * tiling.cells * step + width.first  # the first column of the tile
+        staged = cell // tiling.cells * tiling.cells + width.first  # the first column of the tile
         for column in range(problem.out_spatial[1]):
             tap = pixel + problem.conv.pad_before[1] - column * stride
             if not 0 <= tap < problem.filter[1]:
                 continue
-            depth = column - cell * step - width.first  # of the cell's product
+            depth = column - cell - width.first  # of the cell's product
             assert 0 <= depth < width.taps
             assert tap == width.last_tap + within - depth * stride
             assert staged <= column < staged + tiling.columns

@@ -13,26 +13,25 @@ __device__ __forceinline__ void copy_vector(unsigned char* to, const T* from) {
     *reinterpret_cast<T*>(to) = *from;
 }
 
-// Starts to copy columns `first` to before `end` of kColumns, of kDepth elements each, column i to place_of(i) *
-// kPitch. `from` is where column 0 would be. A thread copies the same elements of every kAtOnce-th column, so that
-// places are reckoned once; that kStep divides kAtOnce where it can lets them be evenly spaced.
-template <int kThreads, int kColumns, int kDepth, int kVector, int kPitch, int kStep, typename T, typename Place>
-__device__ __forceinline__ void copy_columns(unsigned char* to, const T* __restrict__ from, int first, int end,
-                                             const Place& place_of) {
-  constexpr int kRuns = kDepth / kVector, kMost = kThreads / kRuns;
-  if constexpr (kMost > 0) {
-    constexpr int kAtOnce = kMost >= kStep ? kMost / kStep * kStep : kMost, kTimes = (kColumns - 1) / kAtOnce + 1;
+// Starts to copy columns `first` to before `end` of kColumns, of kDepth elements each, each to kPitch bytes after the
+// one before. `from` is where column 0 would be. A thread copies the same elements of every kAtOnce-th column, so that
+// places are reckoned once.
+template <int kThreads, int kColumns, int kDepth, int kVector, int kPitch, typename T>
+__device__ __forceinline__ void copy_columns(unsigned char* to, const T* __restrict__ from, int first, int end) {
+  constexpr int kRuns = kDepth / kVector, kAtOnce = kThreads / kRuns;
+  if constexpr (kAtOnce > 0) {
+    constexpr int kTimes = (kColumns - 1) / kAtOnce + 1;
     const int run = threadIdx.x % kRuns, column = threadIdx.x / kRuns;
     if (kAtOnce * kRuns != kThreads && column >= kAtOnce) return;
 #pragma unroll(kTimes <= 16 ? kTimes : 8)
     for (int i = 0; i < kTimes; ++i) {
       const int at = column + i * kAtOnce;
       if (at >= first && at < end)
-        copy_vector<kVector>(to + place_of(at) * kPitch + 2 * kVector * run, from + at * kDepth + run * kVector);
+        copy_vector<kVector>(to + at * kPitch + 2 * kVector * run, from + at * kDepth + run * kVector);
     }
   } else {
     for (int i = first * kRuns + threadIdx.x; i < end * kRuns; i += kThreads)
-      copy_vector<kVector>(to + place_of(i / kRuns) * kPitch + 2 * kVector * (i % kRuns), from + i * kVector);
+      copy_vector<kVector>(to + i / kRuns * kPitch + 2 * kVector * (i % kRuns), from + i * kVector);
   }
 }
 

@@ -32,7 +32,7 @@ class CellRows:
         in_vector: elements of dy that are loaded at once.
         steps, element_blocks: of 16 filters, and of 8 elements of a cell.
         fragments: of the filters.
-        kept: registers of a thread for sums and, if they are held, fragments.
+        kept: registers of a thread for sums and fragments.
         registers: of a thread that spills nothing.
         shared_bytes: of a block.
         resident: blocks of a multiprocessor.
@@ -62,20 +62,19 @@ class CellRows:
     @staticmethod
     def of(problem: ProblemDescription, config: Config, device: Device) -> CellRows:
         """Tiles of as many cells as the warps take, and strips that fill the device."""
-        step, blocks, warps, stages, held = (config[name] for name in ("step", "blocks", "warps", "stages", "held"))
-        height, width = StrideCells.of(problem, 0), Cells.of(problem, 1, step * problem.conv.stride[1])
+        blocks, warps, stages = (config[name] for name in ("blocks", "warps", "stages"))
+        height, width = StrideCells.of(problem, 0), Cells.of(problem, 1, problem.conv.stride[1])
         last, (taps_y, _) = problem.y.layout.channels_last, problem.filter
         cell_tiles = ceil_div(width.count, 16 * blocks * warps)
         cells = round_up(ceil_div(width.count, cell_tiles), 16)
         cell_tiles = ceil_div(width.count, cells)
-        columns = step * (cells + ceil_div(width.taps, step) - 1)
+        columns = cells + width.taps - 1
         steps, element_blocks = ceil_div(problem.k, 16), ceil_div(width.size * problem.c, 8)
         fragments = steps * width.taps * taps_y * element_blocks
         row_bytes = (32 * steps + 16) * columns if last else (2 * columns + 16) * 16 * steps
         raw = (stages - 1) * row_bytes + round_up(2 * problem.w.size, 16)
-        shared_bytes = max(stages * row_bytes, raw + (256 * fragments if held else 0))
-        shared_bytes += 0 if held else 256 * fragments
-        kept = 4 * blocks * taps_y * element_blocks + (2 * fragments if held else 0)
+        shared_bytes = max(stages * row_bytes, raw + 256 * fragments)
+        kept = 4 * blocks * taps_y * element_blocks + 2 * fragments
         registers = round_up(kept + 4 * blocks + 44, 8)
         shared_most = device.shared_bytes or _SHARED_BYTES
         resident = min(config["resident"], resident_blocks(registers, 32 * warps, shared_bytes, shared_most))

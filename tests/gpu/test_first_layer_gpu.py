@@ -65,7 +65,7 @@ def test_first_layers_are_exact(
     direction, solver = SOLVERS[solver_id], solver_by_id(solver_id)
     problem = ProblemDescription.convolution(**SHAPES[shape], dtype=dtype, layout=layout, direction=direction)
     answer = solver.applicability(problem, device)
-    if solver_id == "ConvFirstLayerData" and layout is Layout.NCHW and "planes of dy" in answer.reason:
+    if solver_id == "ConvFirstLayerData" and ("strides above 1" in answer.reason or "too large" in answer.reason):
         pytest.skip(answer.reason)
     assert answer, answer.reason
     every = list(solver.configs(problem, device))
