@@ -30,7 +30,7 @@ class CellRows:
         cells, cell_tiles: of a tile, a multiple of 16; tiles of a row.
         columns: of dy that are staged.
         in_vector: elements of dy that are loaded at once.
-        steps, element_blocks: of 16 filters, and of 8 elements of a cell.
+        steps: of 16 filters.
         fragments: of the filters.
         kept: registers of a thread for sums and fragments.
         registers: of a thread that spills nothing.
@@ -48,7 +48,6 @@ class CellRows:
     columns: int
     in_vector: int
     steps: int
-    element_blocks: int
     fragments: int
     kept: int
     registers: int
@@ -88,7 +87,6 @@ class CellRows:
             columns=columns,
             in_vector=math.gcd(8, problem.k if last else problem.out_spatial[1]),
             steps=steps,
-            element_blocks=element_blocks,
             fragments=fragments,
             kept=kept,
             registers=registers,
