@@ -171,7 +171,7 @@ class FftPlan:
         return KernelStep(
             source=block.source,
             entry=f"{block.source.removesuffix('.cu')}_{'backward' if inverse else 'forward'}",
-            defines=(*_element(tensor), *self._spread(name), *block.defines),
+            defines=(*_element(tensor), ("SPREAD", int(self._has_gaps(name))), *block.defines),
             grid=(ceil_div(planes, block.count), 1, 1),
             block=(block.threads, 1, 1),
             shared_bytes=block.shared_bytes,
@@ -184,10 +184,10 @@ class FftPlan:
             ),
         )
 
-    def _spread(self, name: str) -> tuple[tuple[str, int], ...]:
-        """The define of long lines alone: whether a tile has gaps between a tensor's elements."""
-        across = self.axes[1].placement(self.problem, self.order[1], name)
-        return (("SPREAD", int(across.spread > 1)),) if self.own_block.has_lines else ()
+    def _has_gaps(self, name: str) -> bool:
+        """Whether a tile has gaps between a tensor's elements."""
+        placed = (axis.placement(self.problem, index, name) for axis, index in zip(self.axes, self.order, strict=True))
+        return any(placement.spread > 1 for placement in placed)
 
     @property
     def _scale(self) -> Scalar:

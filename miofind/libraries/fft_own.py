@@ -26,8 +26,8 @@ _LANES, _SCHEDULERS = 32, 4
 _ISSUED_SHARE = 0.7  # of the time of a scheduler, that it is taken to issue in
 _WANTED_THREADS = 1024  # of a multiprocessor; with half of them it is taken to issue a third less
 # Bytes of transforms of planes that a multiprocessor computes a cycle, were it only columns, or only rows that are not
-# left out: 0.61 to 1.54 TB/s of tiles of 64 x 64 with all rows down to 11 of them (H200).
-_COLUMNS_BYTES, _ROWS_BYTES = 12.0, 3.3
+# left out: tiles of 64 x 64 with 11 to 64 of them on an H200, before rows took a third of the instructions.
+_COLUMNS_BYTES, _ROWS_BYTES = 12.0, 7.0
 
 
 def own_height(size: int) -> int:
