@@ -31,7 +31,7 @@ from miofind.libraries.winograd_choice import (
     values_of,
 )
 from miofind.problem import DataType, Direction, Layout, ProblemDescription
-from miofind.solution import Config, ConvSolution, Region, WorkspacePlan
+from miofind.solution import Config, ConvSolution, Packing, Region, WorkspacePlan
 from miofind.solver import Algorithm, Applicability, KernelKey, Solver
 
 _DEFAULTS = 8
@@ -139,6 +139,9 @@ class ConvWinograd(Solver):
 
     def workspace_bytes(self, problem: ProblemDescription, device: Device, config: Config) -> int:
         return _workspace(plan_of(problem, config), config).bytes
+
+    def packing(self, problem: ProblemDescription, device: Device, config: Config) -> Packing | None:
+        return plan_of(problem, config).packing(self.solution(problem, device, config))
 
     def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
         plan = plan_of(problem, config)

@@ -26,7 +26,7 @@ from miofind.libraries.winograd_choice import (
     values_of,
 )
 from miofind.problem import DataType, Direction, Layout, MathMode, ProblemDescription
-from miofind.solution import Config, ConvSolution, Region, WorkspacePlan
+from miofind.solution import Config, ConvSolution, Packing, Region, WorkspacePlan
 from miofind.solver import Algorithm, Applicability, KernelKey, Solver, solver_by_id
 
 _INNER = "ConvImplicitGemmMma"
@@ -148,6 +148,9 @@ class ConvWinogradMma(Solver):
     def workspace_bytes(self, problem: ProblemDescription, device: Device, config: Config) -> int:
         plan = self.plan(problem, config)
         return _workspace(plan, self._products(plan, device, config)).bytes
+
+    def packing(self, problem: ProblemDescription, device: Device, config: Config) -> Packing | None:
+        return self.plan(problem, config).packing(self.solution(problem, device, config))
 
     def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
         plan = self.plan(problem, config)

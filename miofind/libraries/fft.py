@@ -18,7 +18,19 @@ from miofind.libraries.fft_edges import edge_items, edges_step, strides
 from miofind.libraries.fft_own import OwnBlock, own_height, own_line, own_width
 from miofind.libraries.fft_product import PRODUCTS, ProductTile
 from miofind.problem import Direction, ProblemDescription, TensorDescriptor
-from miofind.solution import FftStep, KernelStep, Pointer, Region, Scalar, Step, int32s
+from miofind.solution import (
+    ConvSolution,
+    FftStep,
+    KernelStep,
+    Packing,
+    Pointer,
+    Region,
+    Scalar,
+    Step,
+    WorkspacePlan,
+    int32s,
+    on_buffers,
+)
 from miofind.tiling.chunks import chunks
 from miofind.tiling.correlation import ceil_div
 from miofind.tiling.divisor import divisors
@@ -142,6 +154,25 @@ class FftPlan:
     def summed_directly(self) -> int:
         """Results of fewer products are summed directly, lest their bound were wider: 0 for none."""
         return _summed_directly(self.problem, self.error)
+
+    def packing(self) -> Packing | None:
+        """The steps in two parts: the filters' transforms, and the rest; None where that reads the filters, too."""
+        if self.is_weights or self.summed_directly:
+            return None
+        filters = tuple(self._transformed("w", 0, self.problem.k))
+        rest = tuple(self.steps())[len(filters) :]
+        regions = {region.name: region for region in self.regions()}
+        transforms = regions.pop(REGIONS["w"])
+        scratch = (regions[SCRATCH],) if SCRATCH in regions else ()
+        return Packing(
+            pack=ConvSolution(
+                steps=tuple(on_buffers(filters, {transforms.name: "y"})), workspace=WorkspacePlan(scratch)
+            ),
+            run=ConvSolution(
+                steps=tuple(on_buffers(rest, {transforms.name: "w"})), workspace=WorkspacePlan(tuple(regions.values()))
+            ),
+            bytes=transforms.bytes,
+        )
 
     def _transformed(self, name: str, first: int, count: int) -> Iterator[Step]:
         """Tiles of a tensor, or filters of so many outputs, into transforms."""

@@ -13,7 +13,7 @@ from miofind.libraries.fft_choice import tile_serves
 from miofind.libraries.fft_edges import edges_step, strides
 from miofind.libraries.fft_own import OWN_LINES, line_ms, passes_of, waiting
 from miofind.problem import Direction, ProblemDescription
-from miofind.solution import KernelStep, Pointer, Region, Scalar, Step, int32s
+from miofind.solution import ConvSolution, KernelStep, Packing, Pointer, Region, Scalar, Step, int32s
 from miofind.tiling.correlation import ceil_div
 from miofind.tiling.divisor import divisors
 
@@ -81,6 +81,18 @@ class DepthwisePlan:
         yield self._lines()
         if limit := self.tiles.summed_directly:
             yield edges_step(self.tiles.problem, limit)
+
+    def packing(self) -> Packing | None:
+        """The steps in two parts: the filters' transforms, and the rest; None where that reads the filters, too."""
+        if self.tiles.summed_directly:
+            return None
+        (transforms,) = self.regions()
+        filters, rest = self._filters(), self._lines()
+        return Packing(
+            pack=ConvSolution(steps=(filters.on_buffers({FILTERS: "y"}),)),
+            run=ConvSolution(steps=(rest.on_buffers({FILTERS: "w"}),)),
+            bytes=transforms.bytes,
+        )
 
     def _filters(self) -> KernelStep:
         problem, inner = self.tiles.problem, self.tiles.order[1]

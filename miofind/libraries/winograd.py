@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +17,17 @@ from numpy.typing import NDArray
 from miofind.device import Device
 from miofind.libraries.gemm import STEP_MS, Operand, Product, product_ms, transpose
 from miofind.problem import DataType, Direction, ProblemDescription, TensorDescriptor
-from miofind.solution import KernelStep, Pointer, Region, Scalar, Step
+from miofind.solution import (
+    ConvSolution,
+    KernelStep,
+    Packing,
+    Pointer,
+    Region,
+    Scalar,
+    Step,
+    WorkspacePlan,
+    on_buffers,
+)
 from miofind.tiling.chunks import chunks
 from miofind.tiling.correlation import ceil_div, round_up
 from miofind.tiling.divisor import divisor
@@ -152,6 +162,25 @@ class WinogradPlan:
             Region(name=INPUTS, bytes=tiles * channels * size),
             Region(name=OTHERS, bytes=others * size),
             Region(name=PRODUCTS, bytes=products * wide),
+        )
+
+    def packing(self, whole: ConvSolution) -> Packing | None:
+        """A solution of this plan's steps in two parts: the filters' transform, and the rest."""
+        if self.is_weights:
+            return None
+        first = next(iter(chunks(self.all_tiles, self.tiles)))
+        both, images = (self._operands_step(first.start, first.stop - first.start, others=o) for o in (True, False))
+        filters = replace(both, grid=(both.grid[0] - images.grid[0], 1, 1))  # which the first blocks transform
+        regions = {region.name: region for region in whole.workspace.regions}
+        transformed = regions.pop(OTHERS)
+        return Packing(
+            pack=ConvSolution(steps=(filters.on_buffers({self.source: "w", INPUTS: "y", OTHERS: "y"}),)),
+            run=replace(
+                whole,
+                steps=tuple(on_buffers((images, *whole.steps[1:]), {OTHERS: "w"})),
+                workspace=WorkspacePlan(tuple(regions.values())),
+            ),
+            bytes=transformed.bytes,
         )
 
     def steps(self, multiply: Callable[[], Iterable[Step]] | None = None) -> Iterator[Step]:
