@@ -11,8 +11,8 @@
 // BANDS bands of its rows. TARGET says where outputs go: 0 over the inputs, 1 beside them, 2 to device memory at once.
 // Grid: one dimension, channels innermost, then images.
 #include "common/bands.cuh"
+#include "common/even_runs.cuh"
 #include "common/mma.cuh"
-#include "common/runs.cuh"
 #include "common/small_matrices.cuh"
 #include "common/transposed_matrix.cuh"
 
@@ -25,8 +25,8 @@
 #if !defined(CHANNELS) || !defined(IMAGES) || !defined(BANDS) || !defined(TARGET) || !defined(ROWS)
 #error "define CHANNELS, IMAGES, BANDS, TARGET and ROWS"
 #endif
-#if !defined(RING) || !defined(PARTIAL) || !defined(MIN_BLOCKS) || !defined(SHARED_BYTES)
-#error "define RING, PARTIAL, MIN_BLOCKS and SHARED_BYTES"
+#if !defined(RING) || !defined(ALIKE) || !defined(PARTIAL) || !defined(MIN_BLOCKS) || !defined(SHARED_BYTES)
+#error "define RING, ALIKE, PARTIAL, MIN_BLOCKS and SHARED_BYTES"
 #endif
 
 constexpr int kChannels = CHANNELS, kImages = IMAGES, kBands = BANDS, kThreads = 32 * kChannels * kBands;
@@ -194,29 +194,6 @@ __device__ __forceinline__ void compute(const Share& share, const Matrix (&matri
   }
 }
 
-// Writes the staged runs of outputs, 16 bytes at a time, but for words that belong to neighbours, too: PARTIAL says
-// whether there are any.
-__device__ __forceinline__ void write_runs(ELEMENT* out, const ELEMENT* staged, int image, int images, int channel,
-                                           int channels) {
-  constexpr int kRunWords = room<ELEMENT>(kChannels * kOutPlane) / kWide<ELEMENT>;
-  const int count = min(kChannels, channels - channel) * kOutPlane;
-#pragma unroll(unrolled<kThreads>(kImages * kRunWords))
-  for (int turn = 0; turn < turns<kThreads>(kImages * kRunWords); ++turn) {
-    const int i = turn * kThreads + threadIdx.x, slot = i / kRunWords, at = i % kRunWords * kWide<ELEMENT>;
-    const int first = ((image + slot) * channels + channel) * kOutPlane, skipped = first % kWide<ELEMENT>;
-    if (slot >= kImages || image + slot >= images || at >= skipped + count) continue;
-    const ELEMENT* const from = staged + slot * kOutPitch + at;
-    ELEMENT* const to = out + (first - skipped + at);
-    if (at >= skipped && at + kWide<ELEMENT> <= skipped + count) {
-      *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(from);
-    } else if constexpr (PARTIAL) {
-#pragma unroll
-      for (int k = 0; k < kWide<ELEMENT>; ++k)
-        if (at + k >= skipped && at + k < skipped + count) to[k] = from[k];
-    }
-  }
-}
-
 extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
     depthwise_bands(const ELEMENT* __restrict__ in, const ELEMENT* __restrict__ filter, ELEMENT* __restrict__ out,
                     int images, int channels) {
@@ -224,9 +201,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
   const int channel_tiles = (channels + kChannels - 1) / kChannels;
   const int image = blockIdx.x / channel_tiles * kImages, channel = blockIdx.x % channel_tiles * kChannels;
   const int here = min(kChannels, channels - channel);
-  load_runs<kThreads, kImages, kChannels * kPlane, kPitch>(staged, in, images * channels * kPlane, [&](int slot) {
-    return Run{((image + slot) * channels + channel) * kPlane, image + slot < images ? here * kPlane : 0};
-  });
+  // Runs of planes of `plane` elements: of the block's channels, an image each.
+  const auto runs_of = [&](unsigned plane) {
+    const unsigned first = image * channels + channel;
+    return EvenRuns{first * plane, channels * plane, static_cast<unsigned>(images - image), here * plane};
+  };
+  load_even_runs<kThreads, kImages, kChannels * kPlane, kPitch, ALIKE>(staged, in, images * channels * kPlane,
+                                                                       runs_of(kPlane));
   commit_copies();
 
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
@@ -259,6 +240,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
   }
   if constexpr (!kDirect) {
     __syncthreads();  // the outputs of every warp are staged
-    write_runs(out, staged + kOutAt, image, images, channel, channels);
+    store_even_runs<kThreads, kImages, kChannels * kOutPlane, kOutPitch, ALIKE, PARTIAL>(out, staged + kOutAt,
+                                                                                         runs_of(kOutPlane));
   }
 }

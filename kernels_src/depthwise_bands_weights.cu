@@ -12,7 +12,7 @@
 // Grid: one dimension, channels innermost, then bands of rows, then images.
 #include "common/bands.cuh"
 #include "common/early_launch.cuh"
-#include "common/runs.cuh"
+#include "common/even_runs.cuh"
 #include "common/small_matrices.cuh"
 #include "common/transposed_matrix.cuh"
 
@@ -25,8 +25,8 @@
 #if !defined(IMAGES) || !defined(BAND_ROWS) || !defined(BANDS) || !defined(RING) || !defined(PARTS)
 #error "define IMAGES, BAND_ROWS, BANDS, RING and PARTS"
 #endif
-#if !defined(WARPS) || !defined(MIN_BLOCKS) || !defined(SHARED_BYTES)
-#error "define WARPS, MIN_BLOCKS and SHARED_BYTES"
+#if !defined(WARPS) || !defined(ALIKE) || !defined(MIN_BLOCKS) || !defined(SHARED_BYTES)
+#error "define WARPS, ALIKE, MIN_BLOCKS and SHARED_BYTES"
 #endif
 
 constexpr int kChannels = CHANNELS, kImages = IMAGES, kBands = BANDS, kWarps = WARPS;
@@ -210,15 +210,20 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
   const int end_in = kBands == 1 ? H : max(0, min(H, end_row - PAD_H + kFilterY - 1));
 
   ELEMENT* const staged_dy = staged + kSlots * kPitch;
-  // Slots are channel by channel.
-  const auto plane_of = [&](int slot) { return (image + slot % kImages) * channels + channel + slot / kImages; };
-  const auto exists = [&](int slot) { return image + slot % kImages < images && slot / kImages < here; };
-  load_runs<kThreads, kSlots, kRun, kPitch>(staged, x, images * channels * (H * W), [&](int slot) {
-    return Run{(plane_of(slot) * H + first_in) * W, exists(slot) ? max(0, end_in - first_in) * W : 0};
-  });
-  load_runs<kThreads, kSlots, kOutRun, kOutPitch>(staged_dy, dy, images * channels * (OUT_H * OUT_W), [&](int slot) {
-    return Run{(plane_of(slot) * OUT_H + first_row) * OUT_W, exists(slot) ? (end_row - first_row) * OUT_W : 0};
-  });
+  // Slots are channel by channel: a channel's images are runs of the rows [first, end) of planes of `plane` elements.
+  const unsigned first_plane = image * channels + channel;
+  const auto runs_of = [&](int own, unsigned plane, int first, int end, unsigned width) {
+    return EvenRuns{(first_plane + own) * plane + first * width, channels * plane,
+                    static_cast<unsigned>(own < here ? images - image : 0), max(0, end - first) * width};
+  };
+#pragma unroll
+  for (int own = 0; own < kChannels; ++own) {
+    load_even_runs<kThreads, kImages, kRun, kPitch, ALIKE>(
+        staged + own * kImages * kPitch, x, images * channels * (H * W), runs_of(own, H * W, first_in, end_in, W));
+    load_even_runs<kThreads, kImages, kOutRun, kOutPitch, ALIKE>(
+        staged_dy + own * kImages * kOutPitch, dy, images * channels * (OUT_H * OUT_W),
+        runs_of(own, OUT_H * OUT_W, first_row, end_row, OUT_W));
+  }
   commit_copies();
   next_step_may_begin();
 
@@ -240,15 +245,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
   if (computes) {
 #pragma unroll 1
     for (int group = warp % kWarps; group < kImages / 8 && image + 8 * group < images; group += kWarps) {
-      const int slot = own * kImages + 8 * group + lane / 4;
-      const int first = (plane_of(slot) * H + first_in) * W, first_out = (plane_of(slot) * OUT_H + first_row) * OUT_W;
+      const int slot = own * kImages + 8 * group + lane / 4, of_image = image + 8 * group + lane / 4;
+      const unsigned of_plane = of_image * channels + plane;
+      const unsigned first = (of_plane * H + first_in) * W, first_out = (of_plane * OUT_H + first_row) * OUT_W;
       Share share;
       share.x = staged + slot * kPitch + first % kWide<ELEMENT> - first_in * W + column - SHIFT;
       share.dy = staged_dy + slot * kOutPitch + first_out % kWide<ELEMENT> - first_row * OUT_W + column;
       share.first_row = first_row;
       share.end_row = end_row;
       share.end_in = end_in;
-      share.exists = exists(slot);
+      share.exists = of_image < images;
       add_rows(sums, share, masks, begin);
     }
   }
