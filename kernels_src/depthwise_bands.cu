@@ -61,8 +61,11 @@ constexpr int kOutAt = TARGET == 1 ? kImages * kPitch : 0;
 static_assert(SHARED_BYTES == 2 * (kImages * kPitch + (TARGET == 1 ? kImages * kOutPitch : 0)),
               "the host and the kernel agree on shared memory");
 
-// Fragments of a band matrix, 8 x 8 each, by diagonals: word - half block of outputs = -1, 0, 1 and 2.
-using Matrix = unsigned[4];
+// Fragments of a band matrix, 8 x 8 each, by diagonals: word - half block of outputs = -1, 0, 1 and 2. Or, where rows
+// are of whole quads of outputs, the matrix has its rows in such an order that a lane's outputs of both halves are a
+// quad: row g of half h is output g / 2 * 4 + g % 2 + 2 * h, and fragments are by half and word.
+constexpr bool kHasQuads = !kIsOdd && OUT_W % 4 == 0;
+using Matrix = unsigned[kHasQuads ? 6 : 4];
 using Words = unsigned[kWords];
 
 // Filter rows whose matrix is the same for all rows of outputs: inputs and outputs begin alike.
@@ -83,6 +86,7 @@ __device__ __forceinline__ void read_matrices(Matrix (&matrices)[2][kFilterY], c
                                               const Begin& begin) {
   const unsigned short* const taps = reinterpret_cast<const unsigned short*>(filter);
   const int lane = threadIdx.x % 32, first = lane % 4 * 2 - lane / 4 + kFirstTap;
+  const int quad_first = lane % 4 * 2 - (lane / 8 * 4 + lane / 4 % 2) + kFirstTap;
 #pragma unroll
   for (int y = 0; y < kFilterY; ++y)
 #pragma unroll
@@ -90,6 +94,11 @@ __device__ __forceinline__ void read_matrices(Matrix (&matrices)[2][kFilterY], c
       if (odd > 0 && is_alike(y)) continue;
       const int shift = is_alike(y) ? 0 : begin.of_out(odd) - begin.of_in(odd + y + PAD_H);
       const unsigned short* const row = taps + (FLIPPED ? (kFilterY - 1 - y) * kFilterX + kFilterX - 1 : y * kFilterX);
+      if constexpr (kHasQuads) {
+#pragma unroll
+        for (int i = 0; i < 6; ++i) matrices[odd][y][i] = taps_from(row, quad_first - i % 2 * 2 + i / 2 * 8);
+        continue;
+      }
 #pragma unroll
       for (int d = -1; d < 3; ++d) {
         const bool is_zero = 8 * d + 7 + kFirstTap + kOdd < 0 || 8 * d - 7 + kFirstTap - kOdd >= kFilterX;
@@ -102,6 +111,18 @@ __device__ __forceinline__ void read_matrices(Matrix (&matrices)[2][kFilterY], c
 __device__ __forceinline__ void add_row(float (&sums)[kBlocks][4], const Matrix& matrix, const Words& row) {
 #pragma unroll
   for (int j = 0; j < kBlocks; ++j) {
+    if constexpr (kHasQuads) {
+      if (Row::is_met(j, 2 * j) && Row::is_met(j, 2 * j + 1)) {
+        const unsigned rows[4] = {matrix[0], matrix[1], matrix[2], matrix[3]};
+        multiply_add<ELEMENT>(sums[j], rows, row[2 * j], row[2 * j + 1]);
+      } else if (Row::is_met(j, 2 * j)) {
+        multiply_add_half<ELEMENT>(sums[j], matrix[0], matrix[1], row[2 * j]);
+      } else if (Row::is_met(j, 2 * j + 1)) {
+        multiply_add_half<ELEMENT>(sums[j], matrix[2], matrix[3], row[2 * j + 1]);
+      }
+      if (Row::is_met(j, 2 * j + 2)) multiply_add_half<ELEMENT>(sums[j], matrix[4], matrix[5], row[2 * j + 2]);
+      continue;
+    }
     if (Row::is_met(j, 2 * j) && Row::is_met(j, 2 * j + 1)) {
       const unsigned rows[4] = {matrix[1], matrix[0], matrix[2], matrix[1]};
       multiply_add<ELEMENT>(sums[j], rows, row[2 * j], row[2 * j + 1]);
@@ -126,6 +147,17 @@ __device__ __forceinline__ void read_row(Words& words, const ELEMENT* lane_plane
 
 // Writes the sums of a row to `to`, where the lane's image has the row's column 0; the row begins `odd` elements late.
 __device__ __forceinline__ void write_row(ELEMENT* to, const float (&sums)[kBlocks][4], int odd, bool writes) {
+  if constexpr (kHasQuads) {
+#pragma unroll
+    for (int block = 0; block < kBlocks; ++block) {
+      const unsigned low = transposed_matrix(pack(ELEMENT{}, sums[block][0], sums[block][1]));
+      const unsigned high = transposed_matrix(pack(ELEMENT{}, sums[block][2], sums[block][3]));
+      const int column = 16 * block + threadIdx.x % 4 * 4;
+      if (writes && (16 * block + 16 <= OUT_W || column < OUT_W))
+        *reinterpret_cast<uint2*>(to + column) = make_uint2(low, high);
+    }
+    return;
+  }
   const int first = threadIdx.x % 4 * 2 - odd;
 #pragma unroll
   for (int block = 0; block < 2 * kBlocks; ++block) {
@@ -184,7 +216,7 @@ __device__ __forceinline__ void compute(const Share& share, const Matrix (&matri
           add_row(sums[i], matrices[is_alike(y) ? 0 : at & 1][y], ring[(at + y) % kRing]);
         }
       // Other lanes may have read what a lane's outputs replace, unless words of inputs and of outputs are the same.
-      if (TARGET == 0 && !Row::kIsNarrow) __syncwarp();
+      if (TARGET == 0 && (!Row::kIsNarrow || kHasQuads)) __syncwarp();
 #pragma unroll
       for (int i = 0; i < kRows; ++i)
         if (row + i < (kIsWhole ? OUT_H : share.end_row))

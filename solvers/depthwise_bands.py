@@ -65,7 +65,8 @@ class _Tiling:
         same = height.size == height.outputs and width.size == width.outputs
         target = 2 if config["direct"] else 0 if same and bands == 1 else 1
         pitches = [band_pitch(channels * plane) for plane in (height.size * width.size, height.outputs * width.outputs)]
-        matrices = (1.5 if across.is_odd else 1) * min(6, 2 * words) * height.taps
+        has_quads = not across.is_odd and width.outputs % 4 == 0
+        matrices = (1.5 if across.is_odd else 1) * (6 if has_quads else min(6, 2 * words)) * height.taps
         turns = ceil_div(height.outputs, rows) if is_whole else ring // rows
         return _Tiling(
             across=across,
