@@ -81,6 +81,27 @@ __device__ __forceinline__ unsigned taps_from(const unsigned short* row, int tap
   return low | high << 16;
 }
 
+// Reads what the matrices of a filter row have in words kFirst and on for a lane that has tap `first` in word 0. Taps
+// of a word are eight apart from those of the next one, so that a filter of up to eight columns has one of them at
+// most.
+template <int kFirst, int kCount>
+__device__ __forceinline__ void read_taps(unsigned (&to)[kCount], const unsigned short* row, int first) {
+  if constexpr (kFilterX > 8) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) to[i] = taps_from(row, first + 8 * (kFirst + i));
+    return;
+  }
+  constexpr int kStep = FLIPPED ? -1 : 1;
+  const int low = first & 7, high = (first + 1) & 7;
+  unsigned pair = low < kFilterX ? row[kStep * low] : 0u;
+  pair |= (high < kFilterX ? row[kStep * high] : 0u) << 16;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    const bool has_low = kFirst + i == -(first >> 3), has_high = kFirst + i == -((first + 1) >> 3);
+    to[i] = pair & ((has_low ? 0xffffu : 0u) | (has_high ? 0xffff0000u : 0u));
+  }
+}
+
 // Reads the matrices of a channel: those for outputs of even and of odd rows.
 __device__ __forceinline__ void read_matrices(Matrix (&matrices)[2][kFilterY], const ELEMENT* filter,
                                               const Begin& begin) {
@@ -96,13 +117,14 @@ __device__ __forceinline__ void read_matrices(Matrix (&matrices)[2][kFilterY], c
       const unsigned short* const row = taps + (FLIPPED ? (kFilterY - 1 - y) * kFilterX + kFilterX - 1 : y * kFilterX);
       if constexpr (kHasQuads) {
 #pragma unroll
-        for (int i = 0; i < 6; ++i) matrices[odd][y][i] = taps_from(row, quad_first - i % 2 * 2 + i / 2 * 8);
-        continue;
-      }
+        for (int half = 0; half < 2; ++half) {
+          unsigned words[3];
+          read_taps<0>(words, row, quad_first - 2 * half);
 #pragma unroll
-      for (int d = -1; d < 3; ++d) {
-        const bool is_zero = 8 * d + 7 + kFirstTap + kOdd < 0 || 8 * d - 7 + kFirstTap - kOdd >= kFilterX;
-        matrices[odd][y][d + 1] = is_zero ? 0u : taps_from(row, first + shift + 8 * d);
+          for (int i = 0; i < 3; ++i) matrices[odd][y][2 * i + half] = words[i];
+        }
+      } else {
+        read_taps<-1>(matrices[odd][y], row, first + shift);
       }
     }
 }

@@ -129,7 +129,7 @@ def _defines(conv: Correlation, config: Config, device: Device) -> tuple[tuple[s
 # copied. Cycles that a block waits: for a word that each of its threads copies, a group of images, a product whose sums
 # the next one needs. Fitted to 430 times of an H200, of forward and backward data, float16.
 _LAUNCH_MS = 0.0029
-_PRODUCT, _HALF_PRODUCT, _READ, _READ_ODD, _WRITE, _WRITE_DIRECT, _TAPS, _COPY = 4.2, 4.0, 5.8, 11.8, 20, 58, 10, 12
+_PRODUCT, _HALF_PRODUCT, _READ, _READ_ODD, _WRITE, _WRITE_DIRECT, _TAPS, _COPY = 4.2, 4.0, 5.8, 11.8, 20, 58, 5, 12
 _COPY_WAIT, _EDGE_WAIT, _GROUP_WAIT, _PRODUCT_WAIT = 60, 60, 110, 3.3
 _APART = 0.3  # of the shorter of moving and computing, which does not overlap the longer
 _BANDWIDTH_SHARE = 0.85
@@ -156,7 +156,7 @@ def _busy_ms(conv: Correlation, config: Config, device: Device) -> float:
         products * _PRODUCT
         + halves * _HALF_PRODUCT
         + reads * (_READ + _READ_ODD * across.is_odd)
-        + writes * (_WRITE_DIRECT if config["direct"] else _WRITE)
+        + writes * (_WRITE if not config["direct"] else _WRITE_DIRECT / (2 if width.outputs % 4 == 0 else 1))
     )
     per_warp = groups * group + _TAPS * height.taps * (2 if across.is_odd else 1) + copies * _COPY
     chain = (products + halves) / (config["rows"] * across.blocks)
