@@ -127,7 +127,8 @@ def _defines(conv: Correlation, config: Config, device: Device) -> tuple[tuple[s
 # A launch, in milliseconds. Cycles of a scheduler: for a product of depth 16 and of depth 8, a word of inputs read and
 # of outputs written (beside that, where rows are of odd length; to device memory at once), a row of a filter, a word
 # copied. Cycles that a block waits: for a word that each of its threads copies, a group of images, a product whose sums
-# the next one needs. Fitted to 430 times of an H200, of forward and backward data, float16.
+# the next one needs. Fitted to 430 times of an H200, of forward and backward data, float16, but for the cycles of a row
+# of a filter and of a word copied, which are fewer in the kernel as it is.
 _LAUNCH_MS = 0.0029
 _PRODUCT, _HALF_PRODUCT, _READ, _READ_ODD, _WRITE, _WRITE_DIRECT, _TAPS, _COPY = 4.2, 4.0, 5.8, 11.8, 20, 58, 5, 12
 _COPY_WAIT, _EDGE_WAIT, _GROUP_WAIT, _PRODUCT_WAIT = 60, 60, 110, 3.3

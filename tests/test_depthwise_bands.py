@@ -104,7 +104,7 @@ def test_refusals_name_their_reason(fields: dict[str, Any], reason: str) -> None
 @pytest.mark.parametrize("direction", ["forward", "backward_data"])
 def test_images_have_a_space_worth_searching(size: int, taps: int, direction: str) -> None:
     problem = depthwise(96, x=(32, 96, size, size), w=(96, 1, taps, taps), padding=taps // 2, direction=direction)
-    assert 50 <= sum(1 for _ in SOLVER.configs(problem, H200)) <= 2000
+    assert 20 <= sum(1 for _ in SOLVER.configs(problem, H200)) <= 2000
 
 
 def test_estimates_grow_with_the_problem() -> None:
