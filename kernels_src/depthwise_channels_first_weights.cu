@@ -7,7 +7,6 @@
 // buffers. A thread multiplies strips of ROWS x COLUMNS of dy by their windows of x into sums of all taps. They are
 // added over the block's threads through shared memory, and over SPLITS blocks by the second kernel, in order.
 // Grid: one dimension, splits innermost. Defines: see below.
-#include "common/even_runs.cuh"
 #include "common/strips.cuh"
 
 #if !defined(ELEMENT) || !defined(FILTERS) || !defined(MULTIPLIER) || !defined(H) || !defined(W) || !defined(OUT_H)
@@ -98,32 +97,17 @@ __device__ __forceinline__ int first_out_of(const Share& share, const Unit& unit
 // Starts to copy the units from rank `first` on, up to rank `end`.
 __device__ __forceinline__ void load_units(ELEMENT* buffer, const ELEMENT* x, const ELEMENT* dy, const Share& share,
                                            int first, int end, int images) {
-  if constexpr (kBands == 1) {
-    constexpr unsigned kImage = FILTERS / kMultiplier * (H * W), kOutImage = FILTERS * (OUT_H * OUT_W);
-    constexpr bool kAlike = kImage % kWide<ELEMENT> == 0 && kOutImage % kWide<ELEMENT> == 0;
-    const Unit unit = unit_of(first);
-    const unsigned units = max(0, end - first);
-    load_even_runs<kThreads, kUnits, kRun, kPitch, kAlike>(
-        buffer, x, images * kImage,
-        EvenRuns{static_cast<unsigned>(first_of(share, unit)), kImage, units,
-                 static_cast<unsigned>(share.channels * (H * W))});
-    load_even_runs<kThreads, kUnits, kOutRun, kOutPitch, kAlike>(
-        buffer + kUnits * kPitch, dy, images * kOutImage,
-        EvenRuns{static_cast<unsigned>(first_out_of(share, unit)), kOutImage, units,
-                 static_cast<unsigned>(share.filters * (OUT_H * OUT_W))});
-    return;
-  }
   load_runs<kThreads, kUnits, kRun, kPitch>(buffer, x, images * (FILTERS / kMultiplier) * (H * W), [&](int slot) {
     if (first + slot >= end) return Run{0, 0};
     const Unit unit = unit_of(first + slot);
-    return Run{first_of(share, unit), unit.rows * W};
+    return Run{first_of(share, unit), (kBands == 1 ? share.channels * H : unit.rows) * W};
   });
-  load_runs<kThreads, kUnits, kOutRun, kOutPitch>(buffer + kUnits * kPitch, dy, images * FILTERS * (OUT_H * OUT_W),
-                                                  [&](int slot) {
-                                                    if (first + slot >= end) return Run{0, 0};
-                                                    const Unit unit = unit_of(first + slot);
-                                                    return Run{first_out_of(share, unit), unit.out_rows * OUT_W};
-                                                  });
+  load_runs<kThreads, kUnits, kOutRun, kOutPitch>(
+      buffer + kUnits * kPitch, dy, images * FILTERS * (OUT_H * OUT_W), [&](int slot) {
+        if (first + slot >= end) return Run{0, 0};
+        const Unit unit = unit_of(first + slot);
+        return Run{first_out_of(share, unit), (kBands == 1 ? share.filters * OUT_H : unit.out_rows) * OUT_W};
+      });
 }
 
 // A strip of dy as floats, and which of it exists where that is not known to the compiler.
