@@ -54,8 +54,9 @@ constexpr int odd_room(int count) {
 }
 constexpr int kPitch = odd_room(kChannels * kPlane), kOutPitch = odd_room(kChannels * kOutPlane);
 constexpr bool kDirect = TARGET == 2;
-static_assert(TARGET != 0 || (H == OUT_H && W == OUT_W && kBands == 1 && kFilterY > PAD_H),
-              "a warp's outputs replace inputs that it has read");
+static_assert(TARGET != 0 ||
+                  (H == OUT_H && W == OUT_W && kBands == 1 && kFilterY > PAD_H && (kChannels == 1 || kPlane % 2 == 0)),
+              "a warp's outputs replace inputs that it has read, in words that no other warp reads");
 static_assert(!kDirect || !kIsOdd, "words are written whole");
 constexpr int kOutAt = TARGET == 1 ? kImages * kPitch : 0;
 static_assert(SHARED_BYTES == 2 * (kImages * kPitch + (TARGET == 1 ? kImages * kOutPitch : 0)),
