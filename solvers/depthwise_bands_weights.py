@@ -170,15 +170,13 @@ def _defines(problem: ProblemDescription, config: Config, device: Device) -> tup
 
 
 # Launches, in milliseconds. Cycles of a scheduler: for a product of depth 8, a word read, a word copied, and at the end
-# for a filter row's sums, 32 taps, and sums of warps that share a channel. Cycles that a block waits: for a word that
-# each of its threads copies, a group of images, a product, and the end. A byte of parts costs as much as five of the
-# tensors: it is written, read, and waited for. Fitted to 240 times of an H200, float16, but for the cycles of a word
-# copied, which are fewer in the kernel as it is.
-_LAUNCH_MS, _FINISH_MS = 0.0016, 0.0009
-_PRODUCT, _READ, _COPY, _SUMS, _TAPS, _SHARED = 1.5, 5, 15, 13, 200, 130
-_COPY_WAIT, _GROUP_WAIT, _PRODUCT_WAIT, _TAPS_WAIT, _SHARED_WAIT = 20, 550, 2.3, 870, 490
-_PARTS_COST = 5.2
-_APART = 0.6  # of the shorter of moving and computing, which does not overlap the longer
+# for a filter row's sums and for 32 taps. Cycles that a block waits: for a word that each of its threads copies for the
+# first groups of images, a product, and sums of warps that share a channel. Fitted to 160 times of an H200, float16 and
+# bfloat16.
+_LAUNCH_MS, _FINISH_MS = 0.0021, 0.0014
+_PRODUCT, _READ, _COPY, _SUMS, _TAPS = 2.6, 9.4, 24, 4, 540
+_COPY_WAIT, _PRODUCT_WAIT, _SHARED_WAIT = 47, 2.3, 1160
+_APART = 0.4  # of the shorter of moving and computing, which does not overlap the longer
 _BANDWIDTH_SHARE = 0.85
 
 
@@ -193,11 +191,9 @@ def _busy_ms(problem: ProblemDescription, config: Config, device: Device) -> flo
     rows = tiling.band_rows + (0 if tiling.bands == 1 else taps - 1)
     runs = (rows * planar.spatial[1], tiling.band_rows * planar.out_spatial[1])
     copies = sum(config["images"] * (run / 8 + 1) / (32 * config["warps"]) for run in runs)
-    turns, shared = ceil_div(taps * planar.filter[1], 32), config["warps"] > 1
-    end = _SUMS * taps * tiling.met * (1.5 if across.is_odd else 1) + _TAPS * turns + _SHARED * shared
+    end = _SUMS * taps * tiling.met * (1.5 if across.is_odd else 1) + _TAPS * ceil_div(taps * planar.filter[1], 32)
     per_warp = groups * (products * _PRODUCT + words * _READ) + copies * _COPY + end
-    alone = copies * _COPY_WAIT + groups * (_GROUP_WAIT + products * _PRODUCT_WAIT)
-    alone += turns * _TAPS_WAIT + shared * _SHARED_WAIT
+    alone = copies / groups * _COPY_WAIT + groups * products * _PRODUCT_WAIT + (config["warps"] > 1) * _SHARED_WAIT
     blocks = ceil_div(tiling.blocks, device.sm_count)
     waves = max(1.0, blocks / tiling.resident(device))
     cycles = blocks * tiling.threads / 128 * per_warp + waves * alone
@@ -230,7 +226,7 @@ class ConvDepthwiseBandsWeights(Solver):
     )
     alignment_bytes = 16
     parameters: ClassVar[Mapping[str, Sequence[ConfigValue]]] = {
-        "channels": (1, 2, 4, 8),
+        "channels": (1, 2),
         "images": (8, 16, 32, 64),
         "bands": _BANDS,
         "warps": (1, 2, 4),
@@ -293,7 +289,7 @@ class ConvDepthwiseBandsWeights(Solver):
     def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
         every = (
             _config(channels, images, bands, warps)
-            for channels in (1, 2, 4)
+            for channels in (1, 2)
             for images, warps in ((8, 1), (16, 1), (16, 2), (32, 1), (32, 2), (32, 4))
             for bands in _BANDS
         )
@@ -309,7 +305,7 @@ class ConvDepthwiseBandsWeights(Solver):
         launches_ms = _LAUNCH_MS
         if tiling.parts > 1:
             parts_bytes = 8 * tiling.parts * problem.w.size
-            launches_ms += _FINISH_MS + 1e3 * _PARTS_COST * parts_bytes / device.bandwidth_bytes_per_s
+            launches_ms += _FINISH_MS + 1e3 * parts_bytes / device.bandwidth_bytes_per_s
         return launches_ms + max(busy_ms, moved_ms) + _APART * min(busy_ms, moved_ms)
 
     def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
