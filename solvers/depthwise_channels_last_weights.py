@@ -240,12 +240,14 @@ def _config(vector: int, channels: int, columns: int, rows: int, threads: int, t
 
 # What default_configs ranks by estimate, after those that are valid wherever one is.
 _FALLBACKS = (_config(1, 32, 1, 28, 128, 8, 1), _config(1, 32, 1, 7, 128, 1, 1))
+_WORKS = ((128, 1, 2), (256, 1, 2), (256, 4, 2))  # threads, turns, ahead
+_WIDE_WORKS = ((128, 1, 1), (256, 1, 1), (256, 4, 1), (128, 4, 2))
 _SHORT_LIST = tuple(
-    _config(vector, channels, columns, rows, threads, turns, 2 if vector < 4 else 1)
+    _config(vector, channels, columns, rows, threads, turns, ahead)
     for vector, channels in ((1, 32), (2, 32), (2, 64), (4, 64))
     for columns in (2, 4, 7)
     for rows in (4, 7, 14)
-    for threads, turns in ((128, 1), (256, 1), (256, 2), (256, 4))
+    for threads, turns, ahead in (_WORKS if vector < 4 else _WIDE_WORKS)
 )
 
 
@@ -285,11 +287,11 @@ class ConvDepthwiseChannelsLastWeights(Solver):
     alignment_bytes = 16
     parameters: ClassVar[Mapping[str, Sequence[ConfigValue]]] = {
         "vector": (1, 2, 4),
-        "channels": (32, 64, 128),
+        "channels": (32, 64),
         "columns": (1, 2, 4, 7),
         "rows": (4, 7, 14, 28),
         "threads": (128, 256),
-        "turns": (1, 2, 4, 8),
+        "turns": (1, 4, 8),
         "ahead": (1, 2),
     }
     sources = (_SOURCE,)
