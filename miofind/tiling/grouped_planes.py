@@ -107,6 +107,7 @@ class PlanesWeightsTiling:
         channel_tiles: blocks for all packs.
         warps: that share the streams.
         sums: registers of a thread that hold sums.
+        sums_in_fours: whether a filter's sums are stored four at a time.
         threads: of a block.
         shared_bytes: of a block.
     """
@@ -124,6 +125,7 @@ class PlanesWeightsTiling:
     channel_tiles: int
     warps: int
     sums: int
+    sums_in_fours: bool
     threads: int
     shared_bytes: int
 
@@ -182,6 +184,7 @@ class PlanesWeightsTiling:
             channel_tiles=ceil_div(ceil_div(problem.groups, packs.groups), units) * config["shares"],
             warps=config["warps"],
             sums=4 * products * item_blocks,
+            sums_in_fours=row_floats % 4 == 0,
             threads=32 * items * config["warps"],
             shared_bytes=max(staged + zeros, 4 * config["warps"] * filters * _sum_pitch(row_floats)),
         )
@@ -282,7 +285,9 @@ class PlanesTiling:
         row_tiles, area = ceil_div(height.outputs, tile_rows), out_h * out_w
         plane = area if row_tiles == 1 else odd_words(2 * tile_rows * height.phases * out_w) // 2
         taps = math.prod(planar.filter)
-        filters = units * unit_k * (odd_words(taps * 2 * packs.c) + 2 * taps * (packs.c // packs.groups)) + _WORD
+        filters = units * unit_k * odd_words(taps * 2 * packs.c)
+        if packs.groups > 1:  # which arrive in another order
+            filters += _WORD + units * unit_k * 2 * taps * (packs.c // packs.groups)
         staged = source.laid_bytes + config["stages"] * source.arriving_bytes
         shares = unit_out // 16
         return PlanesTiling(
