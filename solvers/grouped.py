@@ -111,19 +111,18 @@ def _defines(
     )
 
 
-# Set against ResNeXt-50's layers at batch 32 on an H200: the best and the first configuration of each by an earlier
-# model, and that eighteen more took longer. Issue slots, in a warp's instructions, to move 16 bytes, channels last and
-# first; cycles of tensor cores for a product of depth 16; cycles of a block at least, for each 16 bytes of a thread,
-# and for each product of a warp.
-_MOVE, _TURN = 34, 72  # 52 and 80 measured with more instructions a copy; reckoned since
+# Set against ResNeXt-50's layers at batch 32 on an H200, the best and 17 others of each. Issue slots, in a warp's
+# instructions, to move 16 bytes, channels last and first; cycles of tensor cores for a product of depth 16; cycles of a
+# block at least, for each 16 bytes of a thread, and for each product of a warp.
+_MOVE, _TURN = 35, 72  # channels first reckoned
 _PRODUCT = 0.5
-_BLOCK_LATENCY, _MOVE_LATENCY, _PRODUCT_LATENCY = 840, 11, 2.4
-_SHORT_RUN = 9  # bytes that a run of channels costs besides its own
-_AGAIN = 0.13  # share of bytes read once more that device memory sees
-_STAGED = 0.7  # share of a block's cycles that staging ahead leaves; reckoned, not measured
-_APART, _ALONE = 0.24, 0.37  # share of the shorter of memory and multiprocessors that does not overlap; with one block
+_BLOCK_LATENCY, _MOVE_LATENCY, _PRODUCT_LATENCY = 180, 35, 2.1
+_SHORT_RUN = 18  # bytes that a run of channels costs besides its own
+_AGAIN = 0.044  # share of bytes read once more that device memory sees
+_STAGED = 1.05  # share of a block's cycles that a tile takes with patches staged ahead
+_APART, _ALONE = 0.063, 0.51  # share of the shorter of memory and multiprocessors that does not overlap; with one block
 _BANDWIDTH_SHARE = 0.89  # of the nominal one that copies reach
-_LAUNCH_MS = 0.0035
+_LAUNCH_MS = 0.0036
 
 
 def _work_ms(problem: ProblemDescription, device: Device, tiling: GroupedTiling, resident: int) -> float:
@@ -179,7 +178,7 @@ _SHORT_LIST = (
         for images in (1, 2, 4)
         for units in (1, 2, 4)
         for shares in (1, 2)
-        for stages in (1, 2)
+        for stages in (1, 2, 3)
     ),
     _config(1, 1, 8, 1, 1, 1, 1),
 )
