@@ -22,15 +22,16 @@ from miofind.tiling.grouped import Packs, is_ample, resident_blocks, unserved
 from miofind.tiling.grouped_planes import PlanesWeightsTiling, shifts
 
 _DEFAULTS, _MOST_ALIKE = 8, 2
-_MOST_BLOCKS = 8  # of a multiprocessor, so that parts are few
+_MOST_BLOCKS = 4  # of a multiprocessor, so that parts are few
 _ROWS = (1, 2, 4, 7, 14)
-_SPLITS = (1, 2, 4, 8, 16, 32, 64)
+_SPLITS = (1, 2, 4, 8, 16, 32)
 _MAX_PAIR = 2  # pixels that shifts may reach before a run
 _MAX_SUMS, _MAX_REGISTERS = 128, 255
 _LEAST_THREADS, _MAX_THREADS = 32, 512
 _MAX_GRID = 2**16 - 1
 _MAX_WORKSPACE_BYTES = 1 << 28
 _SHARED_BYTES = 99 << 10
+_MIN_CLUSTER_SM, _MOST_IN_CLUSTER = 90, 8
 _FINISH_THREADS = 256
 _PARTS = "parts"
 
@@ -85,7 +86,8 @@ def _defines(
         ("DY_PITCH", tiling.y.pitch),
         ("X_CHANNEL", tiling.x.channel_bytes),
         ("DY_CHANNEL", tiling.y.channel_bytes),
-        ("LANES", _lanes(config["splits"])),
+        ("CLUSTER", config["cluster"]),
+        ("LANES", _lanes(config["splits"] // config["cluster"])),
         ("MIN_BLOCKS", resident),
         ("SHARED_BYTES", tiling.shared_bytes),
     )
@@ -101,38 +103,44 @@ def _sum_step(problem: ProblemDescription, config: Config, device: Device) -> Ke
         shared_bytes=tiling.shared_bytes,
         defines=_defines(problem, config, tiling, _resident(problem, tiling, device)),
         args=(
-            *(Pointer(buffer=name) for name in ("y", "x", "w", "w" if config["splits"] == 1 else _PARTS)),
+            *(Pointer(buffer=name) for name in ("y", "x", "w", _PARTS if _has_parts(config) else "w")),
             *int32s(problem.n, problem.c, problem.k, tiling.tile_count),
         ),
     )
 
 
+def _has_parts(config: Config) -> bool:
+    """Whether a second kernel adds what clusters have summed."""
+    return bool(config["splits"] > config["cluster"])
+
+
 def _finish_step(problem: ProblemDescription, config: Config, first: KernelStep) -> KernelStep:
-    elements = 4 * _FINISH_THREADS // _lanes(config["splits"])
+    parts = config["splits"] // config["cluster"]
+    elements = 4 * _FINISH_THREADS // _lanes(parts)
     return KernelStep(
         source="grouped_planes_weights.cu",
         entry="grouped_planes_weights_finish",
         grid=(ceil_div(problem.w.size, elements), 1, 1),
         block=(_FINISH_THREADS, 1, 1),
         defines=first.defines,
-        args=(Pointer(buffer=_PARTS), Pointer(buffer="w"), *int32s(problem.w.size, config["splits"])),
+        args=(Pointer(buffer=_PARTS), Pointer(buffer="w"), *int32s(problem.w.size, parts)),
         waits_itself=True,
     )
 
 
-# Reckoned, not yet measured: issue slots of a thread to copy a vector and to lay out 16 bytes; a warp's instructions
-# besides products for a row of x and for one of dy; cycles of a scheduler for a product; cycles of a tile and of a
-# block at least.
-_COPY, _LAY_OUT = 5, 30
-_ROW_OF_X, _ROW_OF_DY = 14, 3
+# Set against ResNeXt-50's layers at batch 32 on an H200, the best and 33 others of each, but for clusters, which are
+# reckoned: issue slots of a thread to copy a vector and to lay out 16 bytes; a warp's instructions besides products for
+# a row of x and for one of dy; cycles of a scheduler for a product; cycles of a tile and of a block at least.
+_COPY, _LAY_OUT = 9.4, 52
+_ROW_OF_X, _ROW_OF_DY = 21, 5.5
 _PRODUCT = 6.5
-_ISSUED = 0.6  # instructions of a scheduler in a cycle
-_ALONE = 1.6  # how much longer the warps of one block take, if each had a scheduler of its own
-_TILE_LATENCY, _BLOCK_LATENCY = 900, 3500
-_PARTS_SHARE = 0.6  # of the bytes of parts that device memory sees
-_APART = 0.35  # share of the shorter of memory and multiprocessors that does not overlap
+_ISSUED = 0.4  # instructions of a scheduler in a cycle
+_ALONE = 0.71  # how much longer the warps of one block take, if each had a scheduler of its own
+_TILE_LATENCY, _BLOCK_LATENCY = 900, 3600
+_PARTS_SHARE = 1.1  # of the bytes of parts that device memory sees
+_APART = 0.53  # share of the shorter of memory and multiprocessors that does not overlap
 _BANDWIDTH_SHARE = 0.87  # of the nominal one that copies reach
-_LAUNCH_MS, _FINISH_MS = 0.0035, 0.0012
+_LAUNCH_MS, _FINISH_MS, _CLUSTER_MS = 0.0021, 0.0008, 0.0005
 
 
 def _busy_cycles(problem: ProblemDescription, tiling: PlanesWeightsTiling) -> float:
@@ -164,7 +172,7 @@ def _work_ms(problem: ProblemDescription, device: Device, tiling: PlanesWeightsT
     if rest:
         cycles += _BLOCK_LATENCY + turns * max(ceil_div(rest, device.sm_count) * busy, alone)
     processing = 1e3 * cycles / device.clock_hz
-    parts = 8 * problem.w.size * config["splits"] if config["splits"] > 1 else 0
+    parts = 8 * problem.w.size * (config["splits"] // config["cluster"]) if _has_parts(config) else 0
     halo = 0.1 * (tiling.x.rows - tiling.rows * problem.lifted(2).conv.stride[0]) / tiling.x.rows
     through = problem.bytes * (1 + halo) + _PARTS_SHARE * parts
     memory = 1e3 * through / (_BANDWIDTH_SHARE * device.bandwidth_bytes_per_s)
@@ -173,7 +181,7 @@ def _work_ms(problem: ProblemDescription, device: Device, tiling: PlanesWeightsT
 
 @functools.cache
 def _config(
-    rows: int, row_groups: int, images: int, units: int, warps: int, shares: int, stages: int, splits: int
+    rows: int, row_groups: int, images: int, units: int, warps: int, shares: int, stages: int, splits: int, cluster: int
 ) -> Config:
     return Config.of(
         rows=rows,
@@ -184,16 +192,22 @@ def _config(
         shares=shares,
         stages=stages,
         splits=splits,
+        cluster=cluster,
     )
 
 
 # One of them is valid for every applicable problem.
 _LAST_RESORTS = tuple(
-    _config(rows, row_groups, 1, 1, 1, shares, 1, 1)
+    _config(rows, row_groups, 1, 1, 1, shares, 1, 1, 1)
     for rows in _ROWS
     for row_groups in (1, 2, 4)
     for shares in (4, 2, 1)
 )
+
+
+def _clusters(splits: int, device: Device) -> tuple[int, ...]:
+    """Of one block, and of as many as add their sums without the help of others, up to the most that are portable."""
+    return (1, min(splits, _MOST_IN_CLUSTER)) if splits > 1 and device.sm >= _MIN_CLUSTER_SM else (1,)
 
 
 def _likely(problem: ProblemDescription, device: Device) -> Iterator[Config]:
@@ -205,10 +219,11 @@ def _likely(problem: ProblemDescription, device: Device) -> Iterator[Config]:
         if rows * row_groups < 2 * out_h and (images == 1 or rows * row_groups >= out_h)
     ]
     for (units, shares), splits in itertools.product(((1, 1), (2, 1), (1, 2), (1, 4)), _SPLITS):
-        if splits > 1 and not 0.8 <= ceil_div(packs, units) * shares * splits / device.sm_count <= 4:
+        if splits > 1 and not 0.8 <= ceil_div(packs, units) * shares * splits / device.sm_count <= _MOST_BLOCKS:
             continue
         for tile, warps, stages in itertools.product(tiles, (1, 2, 4), (2, 3)):
-            yield _config(*tile, units, warps, shares, stages, splits)
+            for cluster in _clusters(splits, device):
+                yield _config(*tile, units, warps, shares, stages, splits, cluster)
     yield from _LAST_RESORTS
 
 
@@ -232,7 +247,7 @@ class ConvGroupedPlanesWeights(Solver):
     Configuration: a warp adds 8 or 16 channels x some filters of a pack, the fewest groups that fill 8 of each, over
     runs of 8 outputs down `rows` rows; a tile has `row_groups` times as many rows of `images` images, whose runs
     `warps` warps share; a block has `units` packs, or one in `shares` shares of a pack's channels, and `stages`
-    buffers; the outputs are dealt to `splits` blocks.
+    buffers; the outputs are dealt to `splits` blocks, of which each `cluster` add their sums themselves.
     """
 
     id = "ConvGroupedPlanesWeights"
@@ -256,6 +271,7 @@ class ConvGroupedPlanesWeights(Solver):
         "warps": (1, 2, 4),
         "stages": (1, 2, 3),
         "splits": _SPLITS,
+        "cluster": (1, 2, 4, 8),
     }
     sources = ("grouped_planes_weights.cu",)
 
@@ -322,6 +338,10 @@ class ConvGroupedPlanesWeights(Solver):
             return False
         if config["stages"] == 1 < config["splits"] < tiling.tile_count:
             return False  # copies and products of several tiles overlap
+        if config["cluster"] not in _clusters(config["splits"], device):
+            return False
+        if config["cluster"] > 1 and not tiling.sums_in_fours:
+            return False
         if config["splits"] > 1 and 4 * config["splits"] * problem.w.size > _MAX_WORKSPACE_BYTES:
             return False
         if tiling.sums > _MAX_SUMS or _registers(problem, tiling) > _MAX_REGISTERS:
@@ -336,14 +356,15 @@ class ConvGroupedPlanesWeights(Solver):
 
     def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
         tiling = PlanesWeightsTiling.of(problem, config)
-        launches = _LAUNCH_MS + (_FINISH_MS if config["splits"] > 1 else 0.0)
+        launches = _LAUNCH_MS + (_FINISH_MS if _has_parts(config) else 0.0)
+        launches += _CLUSTER_MS if config["cluster"] > 1 else 0.0
         return launches + _work_ms(problem, device, tiling, config)
 
     def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
         step = _sum_step(problem, config, device)
-        if config["splits"] == 1:
+        if not _has_parts(config):
             return ConvSolution(steps=(step,))
-        parts = Region(name=_PARTS, bytes=4 * config["splits"] * problem.w.size)
+        parts = Region(name=_PARTS, bytes=4 * (config["splits"] // config["cluster"]) * problem.w.size)
         return ConvSolution(steps=(step, _finish_step(problem, config, step)), workspace=WorkspacePlan((parts,)))
 
 

@@ -143,7 +143,8 @@ def test_parts_are_planned() -> None:
     problem = resnext(8, 28, 1, Direction.BACKWARD_WEIGHTS)
     for config in WEIGHTS.default_configs(problem, H200):
         solution = WEIGHTS.solution(problem, H200, config)
-        expected = 4 * config["splits"] * problem.w.size if config["splits"] > 1 else 0
+        parts = config["splits"] // config["cluster"]
+        expected = 4 * parts * problem.w.size if parts > 1 else 0
         assert solution.workspace.bytes == expected
         assert len(solution.steps) == (2 if expected else 1)
         assert all(step.waits_itself for step in solution.kernels[1:])
