@@ -1,10 +1,11 @@
 """The measured error of every algorithm in every type: what docs/numerics.md shows.
 
     python benchmarks/numerics.py --json benchmarks/results/numerics_h200.json   # on a GPU and on the CPU place
+    python benchmarks/numerics.py --place cuda --shapes "depthwise 7x7" --types float32,TF32
     python benchmarks/numerics.py --table benchmarks/results/numerics_h200.json  # the figures as Markdown
 
 Each solver's default configurations compute normal inputs; errors are against float64. Without a GPU only the CPU
-place's solvers are measured.
+place's solvers are measured. Kernels are compiled before, in parallel.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import argparse
 import json
 import shlex
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +27,7 @@ from miofind.device import Device, Place
 from miofind.environment import versions
 from miofind.errors import MiofindError, MissingLibraryError, NoDeviceError
 from miofind.invoker import make_invoker
-from miofind.problem import Direction, ProblemDescription
+from miofind.problem import Direction, Layout, ProblemDescription
 from miofind.solver import Solver, solvers
 from miofind.verify.verifier import Verifier
 
@@ -33,6 +35,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "3x3, 256 channels": {"x": (2, 256, 14, 14), "w": (64, 256, 3, 3), "padding": 1},
     "depthwise 7x7": {"x": (2, 64, 14, 14), "w": (64, 1, 7, 7), "padding": 3, "groups": 64},
     "13x13, 16 channels": {"x": (2, 16, 28, 28), "w": (16, 16, 13, 13), "padding": 6},
+    "256 taps, 8 channels": {"x": (1, 8, 1500), "w": (8, 8, 256), "padding": 128},
+    "depthwise 256 taps": {"x": (2, 16, 1500), "w": (16, 1, 256), "padding": 128, "groups": 16},
 }
 TYPES: dict[str, dict[str, Any]] = {
     "float64": {"dtype": "float64"},
@@ -41,7 +45,6 @@ TYPES: dict[str, dict[str, Any]] = {
     "float16": {"dtype": "float16"},
     "bfloat16": {"dtype": "bfloat16"},
 }
-LAYOUTS = ("NCHW", "NHWC")
 _SEED = 2026
 
 
@@ -69,20 +72,36 @@ class Figure:
     runs: int
 
 
-def devices() -> Iterator[Device]:
+def devices(places: list[str]) -> Iterator[Device]:
     """The current GPU, if there is one, and the CPU place."""
-    try:
-        yield Device.cuda()
-    except (NoDeviceError, MissingLibraryError) as error:
-        print(f"without a GPU: {error}", file=sys.stderr)
-    yield Device.cpu()
+    if Place.CUDA.value in places:
+        try:
+            yield Device.cuda()
+        except (NoDeviceError, MissingLibraryError) as error:
+            print(f"without a GPU: {error}", file=sys.stderr)
+    if Place.CPU.value in places:
+        yield Device.cpu()
 
 
 def problems(shape: str, kind: str) -> Iterator[ProblemDescription]:
     """A shape's problems of one type, in all directions and layouts."""
     for direction in Direction:
-        for layout in LAYOUTS:
+        for channels_last in (False, True):
+            layout = Layout.of(len(SHAPES[shape]["x"]) - 2, channels_last=channels_last)
             yield ProblemDescription.convolution(**SHAPES[shape], **TYPES[kind], layout=layout, direction=direction)
+
+
+def build_ahead(device: Device, compiler: Compiler, every: list[ProblemDescription]) -> None:
+    """Compile all kernels in parallel, so that the GPU does not wait for them."""
+    steps = {}
+    for problem in every:
+        for solver in solvers().values():
+            if solver.applicability(problem, device):
+                for config in solver.default_configs(problem, device):
+                    for step in solver.solution(problem, device, config).kernels:
+                        steps[step.source, step.entry, step.defines] = step
+    for _ in compiler.build_all(steps.values(), device.arch):
+        pass
 
 
 def errors(
@@ -153,6 +172,9 @@ def _cell(figure: Figure) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write the figures to this file")
+    parser.add_argument("--place", type=lambda text: text.split(","), default=["cuda", "cpu"], help="cuda, cpu or both")
+    parser.add_argument("--shapes", type=lambda text: text.split(";"), default=[*SHAPES], help="separated by ;")
+    parser.add_argument("--types", type=lambda text: text.split(","), default=[*TYPES])
     parser.add_argument("--table", type=Path, help="only print the tables of this file")
     arguments = parser.parse_args()
     if arguments.table:
@@ -160,16 +182,22 @@ def main() -> None:
         return
     compiler = Compiler(BinaryCache())
     report: dict[str, Any] = {"commit": commit(), "command": shlex.join(["python", *sys.argv]), "figures": []}
-    for device in devices():
+    started = time.monotonic()
+    for device in devices(arguments.place):
         report.setdefault("gpu", device.name if device.place is Place.CUDA else "none: the CPU place")
         report.setdefault("versions", versions(device))
-        for shape in SHAPES:
-            for kind in TYPES:
+        if device.place is Place.CUDA:
+            every = [one for shape in arguments.shapes for kind in arguments.types for one in problems(shape, kind)]
+            build_ahead(device, compiler, every)
+            print(f"compiled in {time.monotonic() - started:.0f} s", file=sys.stderr)
+        for shape in arguments.shapes:
+            for kind in arguments.types:
                 for figure in measured(device, compiler, shape, kind):
                     report["figures"].append({name: getattr(figure, name) for name in Figure.__slots__})
     if arguments.json:
         arguments.json.write_text(json.dumps(report, indent=1) + "\n")
     print_tables(report)
+    print(f"took {time.monotonic() - started:.0f} s", file=sys.stderr)
 
 
 if __name__ == "__main__":

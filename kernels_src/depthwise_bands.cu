@@ -183,8 +183,7 @@ __device__ __forceinline__ void compute(const Share& share, const Matrix (&matri
           if (kIsWhole && (in_row < 0 || in_row >= H || at >= OUT_H)) continue;
           add_row(sums[i], matrices[is_alike(y) ? 0 : at & 1][y], ring[(at + y) % kRing]);
         }
-      // Other lanes may have read what a lane's outputs replace, unless words of inputs and of outputs are the same.
-      if (TARGET == 0 && !Row::kIsNarrow) __syncwarp();
+      if (TARGET == 0) __syncwarp();  // other lanes have read what a lane's outputs replace
 #pragma unroll
       for (int i = 0; i < kRows; ++i)
         if (row + i < (kIsWhole ? OUT_H : share.end_row))

@@ -2,61 +2,44 @@
 //
 // y = (x * conj(W)) transformed back, or with W itself for backward data. Two tiles of a channel are the real and the
 // imaginary part of one complex line, which products with the transform of real filters keep apart. A block has LINES
-// such lines [pair of tiles][channel] of LENGTH in shared memory; fft_depthwise_filters writes W [channel][LENGTH] in
-// the order that common/fft_passes.cuh leaves frequencies in, so that nothing is ever permuted. Sums are float32.
-// Defines: T_SOURCE, T_W, T_RESULT (dtype names), SOURCE_LAST, RESULT_LAST (channels last), CONJUGATE, LENGTH, LINES,
-// THREADS.
+// such lines [pair of tiles][channel] of LENGTH: the first pass takes elements from memory, the last stores them, and
+// products are between the two passes over neighbouring frequencies, which nothing permutes. fft_depthwise_filters
+// writes W [channel][place in a block of frequencies][block]. Sums are float32.
+// Defines: T_SOURCE, T_W, T_RESULT (dtype names), SOURCE_LAST, RESULT_LAST (channels last), SOURCE_SPREAD,
+// RESULT_SPREAD (elements have gaps between them), CONJUGATE, LENGTH, LINES, THREADS.
 #include "common/fft_passes.cuh"
-#include "common/fourier.cuh"
+#include "common/fft_rows.cuh"
 #include "common/types.cuh"
 
 #if !defined(T_SOURCE) || !defined(T_W) || !defined(T_RESULT) || !defined(LENGTH) || !defined(LINES)
-#error "define T_SOURCE, T_W, T_RESULT, SOURCE_LAST, RESULT_LAST, CONJUGATE, LENGTH, LINES and THREADS"
+#error "define T_SOURCE, T_W, T_RESULT, SOURCE_*, RESULT_*, CONJUGATE, LENGTH, LINES and THREADS"
 #endif
 
-constexpr int kPoints = LENGTH, kLines = LINES, kThreads = THREADS, kPitch = line_pitch(kPoints);
-constexpr int kBatch = 4;  // pairs of loads of a thread under way
+constexpr int kPoints = LENGTH, kLines = LINES, kThreads = THREADS;
+constexpr int kFirstApart = kPoints / radix_at(kPoints);
 static_assert((kPoints & (kPoints - 1)) == 0 && kPoints >= 256, "two passes or more");
 static_assert(kThreads % 32 == 0 && kThreads <= 1024, "whole warps");
-static_assert(kLines * kPoints % (kBatch * kThreads) == 0, "batches are whole");
 
-// Where a line's two tiles are in a tensor: offset of the row, -1 where there is none, and the tile's place along it.
+constexpr int last_radix(int size) {
+  return size == radix_at(size) ? size : last_radix(size / radix_at(size));
+}
+constexpr int kNeighbours = last_radix(kPoints), kBlocks = kPoints / kNeighbours;
+
 struct Rows {
-  int offset[kLines][2], column[kLines][2];
+  Row at[kLines][2];
 };
 
+template <bool kSpread>
 __device__ __forceinline__ void find_rows(Rows& found, int lines, int tiles, const Divisor& channels, int image_stride,
-                                          int channel_stride, const TileGrid& grid, const TileAxis& rows) {
+                                          int channel_stride, const TileGrid& grid, const TileAxis& rows,
+                                          const TileAxis& columns) {
   for (int i = threadIdx.x; i < 2 * kLines; i += kThreads) {
     const int line = i / 2, rank = blockIdx.x * kLines + line;
     const int pair = rank / channels, tile = 2 * pair + i % 2;
     const TilePlace at = grid.place(tile);
-    const int down = rank < lines && tile < tiles ? rows.offset(at.row, rows.low) : -1;
-    found.offset[line][i % 2] =
-        down < 0 ? -1 : at.image * image_stride + (rank - pair * channels.by) * channel_stride + down;
-    found.column[line][i % 2] = at.column;
+    const int plane = at.image * image_stride + (rank - pair * channels.by) * channel_stride;
+    found.at[line][i % 2] = row_of<kSpread>(at, plane, rank < lines && tile < tiles, rows, columns);
   }
-}
-
-struct Item {
-  int line, position;
-};
-
-// In the order of memory: channels innermost, or positions.
-template <bool kLast>
-__device__ __forceinline__ Item item_of(int i) {
-  if constexpr (kLast) return {i % kLines, i / kLines};
-  return {i / kPoints, i % kPoints};
-}
-
-__device__ __forceinline__ int offset_of(const Rows& found, const TileAxis& columns, const Item& item, int half) {
-  const int row = found.offset[item.line][half];
-  const int across = columns.offset(found.column[item.line][half], item.position);
-  return row < 0 || across < 0 ? -1 : row + across;
-}
-
-__device__ __forceinline__ float2* number_of(float2* lines, const Item& item) {
-  return lines + item.line * kPitch + slot_of(item.position);
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads)
@@ -64,24 +47,57 @@ extern "C" __global__ void __launch_bounds__(kThreads)
                           int channel_stride, int tap_stride) {
   extern __shared__ float2 lines[];
   const int first = blockIdx.x * kLines;
+  const auto load = [&](const Butterfly& butterfly, int r) {
+    const int channel = first + butterfly.line, tap = butterfly.first + r * kFirstApart;
+    const bool inside = channel < channels && tap < taps;
+    return make_float2(inside ? convert<float>(w[channel * channel_stride + tap * tap_stride]) : 0.0f, 0.0f);
+  };
+  pass<kPoints, kPoints, kLines, kThreads, false, false>(load, InLines<kPoints>{lines});
+  __syncthreads();  // all points of the first pass are there
+  passes<kFirstApart, kPoints, kLines, kThreads, false>(lines);
   for (int i = threadIdx.x; i < kLines * kPoints; i += kThreads) {
-    const Item item = item_of<false>(i);
-    const int channel = first + item.line;
-    const bool inside = channel < channels && item.position < taps;
-    const float tap = inside ? convert<float>(w[channel * channel_stride + item.position * tap_stride]) : 0.0f;
-    *number_of(lines, item) = make_float2(tap, 0.0f);
-  }
-  __syncthreads();  // all taps are there
-  passes<kPoints, kPoints, kLines, kThreads, false>(lines);
-  for (int i = threadIdx.x; i < kLines * kPoints; i += kThreads) {
-    const Item item = item_of<false>(i);
-    const int channel = first + item.line;
+    const int line = i / kPoints, place = i % kPoints, channel = first + line;
+    const int point = place % kBlocks * kNeighbours + place / kBlocks;
     if (channel < channels)
-      filters[static_cast<long long>(channel) * kPoints + item.position] = *number_of(lines, item);
+      filters[static_cast<long long>(channel) * kPoints + place] = lines[line * line_pitch(kPoints) + slot_of(point)];
   }
 }
 
-// lines: pairs of tiles times channels.
+// Transforms blocks of kSize points, multiplies them by filters and transforms them back.
+template <int kSize>
+__device__ __forceinline__ void multiply(float2* lines, const float2* __restrict__ filters, int all_lines,
+                                         const Divisor& channels) {
+  if constexpr (kSize > kNeighbours) {
+    pass_in_place<kSize, kPoints, kLines, kThreads, false>(lines);
+    multiply<kSize / radix_at(kSize)>(lines, filters, all_lines, channels);
+    pass_in_place<kSize, kPoints, kLines, kThreads, true>(lines);
+  } else {
+    for (int i = threadIdx.x; i < kLines * kBlocks; i += kThreads) {
+      const Butterfly butterfly = butterfly_of<kSize, kPoints, kLines, false>(i);
+      const int rank = min(static_cast<int>(blockIdx.x) * kLines + butterfly.line, all_lines - 1);
+      const int channel = rank - rank / channels * channels.by;
+      const float2* factors = filters + static_cast<long long>(channel) * kPoints + butterfly.first / kNeighbours;
+      const InLines<kSize> numbers{lines};
+      float2 values[kNeighbours];
+#pragma unroll
+      for (int r = 0; r < kNeighbours; ++r) values[r] = numbers(butterfly, r);
+      transform<kNeighbours, false>(values);
+#pragma unroll
+      for (int r = 0; r < kNeighbours; ++r) {
+        float2 w = factors[r * kBlocks];
+        if (CONJUGATE) w.y = -w.y;
+        const float2 value = values[r];
+        values[r] = make_float2(value.x * w.x - value.y * w.y, value.x * w.y + value.y * w.x);
+      }
+      transform<kNeighbours, true>(values);
+#pragma unroll
+      for (int r = 0; r < kNeighbours; ++r) numbers(butterfly, r, values[r]);
+    }
+    __syncthreads();  // the next pass takes what other threads wrote
+  }
+}
+
+// all_lines: pairs of tiles times channels.
 extern "C" __global__ void __launch_bounds__(kThreads)
     fft_depthwise(const T_SOURCE* __restrict__ source, const float2* __restrict__ filters,
                   T_RESULT* __restrict__ results, int all_lines, int tiles, float scale, int source_image,
@@ -93,42 +109,32 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   const Divisor of_pair = DIVISOR(channels);
   const TileAxis rows = AXIS(source_row), columns = AXIS(source_column);
   const TileAxis kept_rows = AXIS(result_row), kept_columns = AXIS(result_column);
-  find_rows(from, all_lines, tiles, of_pair, source_image, source_channel, grid, rows);
-  find_rows(to, all_lines, tiles, of_pair, result_image, result_channel, grid, kept_rows);
+  find_rows<SOURCE_SPREAD>(from, all_lines, tiles, of_pair, source_image, source_channel, grid, rows, columns);
+  find_rows<RESULT_SPREAD>(to, all_lines, tiles, of_pair, result_image, result_channel, grid, kept_rows, kept_columns);
   __syncthreads();  // all rows are found
-  for (int first = threadIdx.x; first < kLines * kPoints; first += kBatch * kThreads) {
-    float2 values[kBatch];
-#pragma unroll
-    for (int b = 0; b < kBatch; ++b) {
-      const Item item = item_of<SOURCE_LAST>(first + b * kThreads);
-      const int real = offset_of(from, columns, item, 0), imaginary = offset_of(from, columns, item, 1);
-      values[b].x = real < 0 ? 0.0f : convert<float>(source[real]);
-      values[b].y = imaginary < 0 ? 0.0f : convert<float>(source[imaginary]);
-    }
-#pragma unroll
-    for (int b = 0; b < kBatch; ++b) *number_of(lines, item_of<SOURCE_LAST>(first + b * kThreads)) = values[b];
-  }
-  __syncthreads();  // all numbers are there
-  passes<kPoints, kPoints, kLines, kThreads, false>(lines);
-#pragma unroll 4
-  for (int i = threadIdx.x; i < kLines * kPoints; i += kThreads) {
-    const Item item = item_of<false>(i);
-    const int rank = min(static_cast<int>(blockIdx.x) * kLines + item.line, all_lines - 1);
-    const int channel = rank - rank / of_pair * channels;
-    float2 w = filters[static_cast<long long>(channel) * kPoints + item.position];
-    if (CONJUGATE) w.y = -w.y;
-    float2* number = number_of(lines, item);
-    const float2 value = *number;
-    *number = make_float2(value.x * w.x - value.y * w.y, value.x * w.y + value.y * w.x);
-  }
-  __syncthreads();  // all products are there
-  passes<kPoints, kPoints, kLines, kThreads, true>(lines);
-#pragma unroll 2
-  for (int i = threadIdx.x; i < kLines * kPoints; i += kThreads) {
-    const Item item = item_of<RESULT_LAST>(i);
-    const int real = offset_of(to, kept_columns, item, 0), imaginary = offset_of(to, kept_columns, item, 1);
-    const float2 value = *number_of(lines, item);
-    if (real >= 0) results[real] = convert<T_RESULT>(scale * value.x);
-    if (imaginary >= 0) results[imaginary] = convert<T_RESULT>(scale * value.y);
-  }
+  const auto element = [&](const Row& row, int position) {
+    const Place place = place_of<SOURCE_SPREAD>(row, columns, position);
+    const T_SOURCE value = source[place.holds ? place.offset : 0];  // loads need not wait for a branch
+    return place.holds ? convert<float>(value) : 0.0f;
+  };
+  const auto load = [&](const Butterfly& butterfly, int r) {
+    const Row real = from.at[butterfly.line][0], imaginary = from.at[butterfly.line][1];
+    const int position = butterfly.first + r * kFirstApart;
+    return make_float2(element(real, position), element(imaginary, position));
+  };
+  pass<kPoints, kPoints, kLines, kThreads, false, SOURCE_LAST>(load, InLines<kPoints>{lines});
+  __syncthreads();  // all points of the first pass are there
+  multiply<kFirstApart>(lines, filters, all_lines, of_pair);
+  const auto keep = [&](const Row& row, int position, float value) {
+    const Place place = place_of<RESULT_SPREAD>(row, kept_columns, position);
+    const T_RESULT result = convert<T_RESULT>(scale * value);
+    if (place.holds) results[place.offset] = result;
+  };
+  const auto store = [&](const Butterfly& butterfly, int r, float2 value) {
+    const Row real = to.at[butterfly.line][0], imaginary = to.at[butterfly.line][1];
+    const int position = butterfly.first + r * kFirstApart;
+    keep(real, position, value.x);
+    keep(imaginary, position, value.y);
+  };
+  pass<kPoints, kPoints, kLines, kThreads, true, RESULT_LAST>(InLines<kPoints>{lines}, store);
 }

@@ -1,28 +1,25 @@
 // Fourier transforms of long lines in shared memory: from a tensor to its transforms, and back to the elements kept.
 //
-// A block has LINES lines [tile][channel] of LENGTH real numbers as half as many complex ones. Frequencies stay in the
-// order that common/fft_passes.cuh leaves them in, LENGTH / 2 last: products do not ask which one is which. Sums are
-// float32.
-// Defines: ELEMENT, CHANNELS_LAST, LENGTH (a power of two), LINES, THREADS.
+// A block has LINES lines [tile][channel] of LENGTH real numbers as half as many complex ones: the first pass takes
+// elements from memory, the last of the way back stores them. Frequencies stay in the order that common/fft_passes.cuh
+// leaves them in, LENGTH / 2 last: products do not ask which one is which. Sums are float32.
+// Defines: ELEMENT, CHANNELS_LAST, SPREAD (elements have gaps between them), LENGTH (a power of two), LINES, THREADS.
 #include "common/fft_passes.cuh"
-#include "common/fourier.cuh"
+#include "common/fft_rows.cuh"
 #include "common/types.cuh"
 
-#if !defined(ELEMENT) || !defined(CHANNELS_LAST) || !defined(LENGTH) || !defined(LINES) || !defined(THREADS)
-#error "define ELEMENT, CHANNELS_LAST, LENGTH, LINES and THREADS"
+#if !defined(ELEMENT) || !defined(CHANNELS_LAST) || !defined(SPREAD) || !defined(LENGTH) || !defined(LINES)
+#error "define ELEMENT, CHANNELS_LAST, SPREAD, LENGTH, LINES and THREADS"
 #endif
 
 constexpr int kLength = LENGTH, kLines = LINES, kThreads = THREADS;
-constexpr int kPoints = kLength / 2, kFrequencies = kPoints + 1;
+constexpr int kPoints = kLength / 2, kFrequencies = kPoints + 1, kFirstApart = kPoints / radix_at(kPoints);
 static_assert((kLength & (kLength - 1)) == 0 && kPoints >= 128, "two passes or more");
-constexpr int kBatch = 8;  // loads of a thread under way
-static_assert(kLines * kLength % (kBatch * kThreads) == 0, "batches are whole");
 static_assert(kThreads % 32 == 0 && kThreads <= 1024, "whole warps");
 
 constexpr int kPitch = line_pitch(kPoints);
 
-// The frequency at a place, and the place of the frequency kPoints - `frequency`; digits of the passes, the first most
-// significant in a place and least in a frequency.
+// The frequency at a place; digits of the passes, the first most significant in a place and least in a frequency.
 template <int kSize>
 __device__ __forceinline__ int frequency_at(int place) {
   if constexpr (kSize == 1) {
@@ -32,50 +29,44 @@ __device__ __forceinline__ int frequency_at(int place) {
     return place / kApart + radix_at(kSize) * frequency_at<kApart>(place % kApart);
   }
 }
+
+// Places of frequencies f and kPoints - f. Those of a first digit that is not 0 mirror each other, for all digits
+// become what is left to the greatest, and the first to the radix; with a first digit of 0 the next one decides.
+struct Pair {
+  int place, mirror;
+};
+
 template <int kSize>
-__device__ __forceinline__ int place_of(int frequency) {
-  if constexpr (kSize == 1) {
-    return 0;
+__device__ __forceinline__ Pair pair_of(int i) {
+  constexpr int kApart = kSize / radix_at(kSize), kPairs = (kSize - kApart) / 2;
+  if constexpr (kApart == 1) {
+    return {i, i == 0 ? kSize / 2 : kSize - i};  // the pair of 0 is none: two that are their own mirrors
   } else {
-    constexpr int kRadix = radix_at(kSize), kApart = kSize / kRadix;
-    return frequency % kRadix * kApart + place_of<kApart>(frequency / kRadix);
+    if (i < kPairs) return {kApart + i, kSize - 1 - i};
+    return pair_of<kApart>(i - kPairs);
   }
 }
 
-// Where a block's lines are in the tensor: offset of the row, -1 where there is none, and the tile's place along it.
 struct Rows {
-  int offset[kLines], column[kLines];
+  Row at[kLines];
 };
 
 __device__ __forceinline__ void find_rows(Rows& found, int planes, const Divisor& channels, int image_stride,
-                                          int channel_stride, const TileGrid& grid, const TileAxis& rows) {
+                                          int channel_stride, const TileGrid& grid, const TileAxis& rows,
+                                          const TileAxis& columns) {
   for (int line = threadIdx.x; line < kLines; line += kThreads) {
-    const int plane = blockIdx.x * kLines + line, tile = plane / channels;
+    const int rank = blockIdx.x * kLines + line, tile = rank / channels;
     const TilePlace at = grid.place(tile);
-    const int down = plane < planes ? rows.offset(at.row, rows.low) : -1;
-    found.offset[line] = down < 0 ? -1 : at.image * image_stride + (plane - tile * channels.by) * channel_stride + down;
-    found.column[line] = at.column;
+    const int plane = at.image * image_stride + (rank - tile * channels.by) * channel_stride;
+    found.at[line] = row_of<SPREAD>(at, plane, rank < planes, rows, columns);
   }
 }
 
-struct Item {
-  int line, position;
-};
-
-// In the order of memory: channels innermost, or positions.
-__device__ __forceinline__ Item item_of(int i) {
-  if constexpr (CHANNELS_LAST) return {i % kLines, i / kLines};
-  return {i / kLength, i % kLength};
-}
-
-__device__ __forceinline__ float* number_of(float2* lines, const Item& item) {
-  return reinterpret_cast<float*>(lines + item.line * kPitch + slot_of(item.position / 2)) + item.position % 2;
-}
-
-__device__ __forceinline__ int offset_of(const Rows& found, const TileAxis& columns, const Item& item) {
-  const int row = found.offset[item.line];
-  const int across = columns.offset(found.column[item.line], item.position);
-  return row < 0 || across < 0 ? -1 : row + across;
+// cos and sin of half a turn times frequency / kPoints.
+__device__ __forceinline__ float2 half_turn(int place) {
+  float2 found;
+  sincospif(static_cast<float>(frequency_at<kPoints>(place)) / kPoints, &found.y, &found.x);
+  return found;
 }
 
 #define TENSOR_OF int image_stride, int channel_stride, DIVISOR_OF(channels)
@@ -86,34 +77,40 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   extern __shared__ float2 lines[];
   __shared__ Rows found;
   const TileAxis rows = AXIS(row), columns = AXIS(column);
-  find_rows(found, planes, DIVISOR(channels), image_stride, channel_stride, GRID, rows);
+  find_rows(found, planes, DIVISOR(channels), image_stride, channel_stride, GRID, rows, columns);
   __syncthreads();  // all rows are found
-  for (int first_item = threadIdx.x; first_item < kLines * kLength; first_item += kBatch * kThreads) {
-    float values[kBatch];
-#pragma unroll
-    for (int b = 0; b < kBatch; ++b) {
-      const int offset = offset_of(found, columns, item_of(first_item + b * kThreads));
-      values[b] = offset < 0 ? 0.0f : convert<float>(tensor[offset]);
-    }
-#pragma unroll
-    for (int b = 0; b < kBatch; ++b) *number_of(lines, item_of(first_item + b * kThreads)) = values[b];
-  }
-  __syncthreads();  // all numbers are there
-  passes<kPoints, kPoints, kLines, kThreads, false>(lines);
-  for (int i = threadIdx.x; i < kLines * kPoints; i += kThreads) {
-    const int line = i / kPoints, place = i % kPoints;
+  const auto element = [&](const Row& row, int position) {
+    const Place place = place_of<SPREAD>(row, columns, position);
+    const ELEMENT value = tensor[place.holds ? place.offset : 0];  // loads need not wait for a branch
+    return place.holds ? convert<float>(value) : 0.0f;
+  };
+  const auto load = [&](const Butterfly& butterfly, int r) {
+    const Row row = found.at[butterfly.line];
+    const int position = 2 * (butterfly.first + r * kFirstApart);
+    return make_float2(element(row, position), element(row, position + 1));
+  };
+  pass<kPoints, kPoints, kLines, kThreads, false, CHANNELS_LAST>(load, InLines<kPoints>{lines});
+  __syncthreads();  // all points of the first pass are there
+  passes<kFirstApart, kPoints, kLines, kThreads, false>(lines);
+  for (int i = threadIdx.x; i < kLines * (kPoints / 2); i += kThreads) {
+    const int line = i / (kPoints / 2);
     const long long plane = static_cast<long long>(blockIdx.x) * kLines + line;
     if (plane >= planes) break;
-    const int frequency = frequency_at<kPoints>(place);
+    const Pair pair = pair_of<kPoints>(i % (kPoints / 2));
     const float2* points = lines + line * kPitch;
-    const float2 a = points[slot_of(place)], b = points[slot_of(place_of<kPoints>((kPoints - frequency) % kPoints))];
-    const float2 even = make_float2(0.5f * (a.x + b.x), 0.5f * (a.y - b.y));
-    const float2 odd = make_float2(0.5f * (a.y + b.y), 0.5f * (b.x - a.x));
-    float c, s;
-    sincospif(static_cast<float>(frequency) / kPoints, &s, &c);
+    const float2 a = points[slot_of(pair.place)], b = points[slot_of(pair.mirror)];
     float2* to = transforms + plane * kFrequencies;
-    to[place] = make_float2(even.x + odd.x * c + odd.y * s, even.y + odd.y * c - odd.x * s);
-    if (place == 0) to[kPoints] = minus(even, odd);  // half a turn further: exp(-i pi) = -1
+    if (pair.place == 0) {
+      to[0] = make_float2(a.x + a.y, 0.0f);
+      to[kPoints] = make_float2(a.x - a.y, 0.0f);
+      to[pair.mirror] = make_float2(b.x, -b.y);
+    } else {
+      const float2 even = make_float2(0.5f * (a.x + b.x), 0.5f * (a.y - b.y));
+      const float2 odd = make_float2(0.5f * (a.y + b.y), 0.5f * (b.x - a.x)), turn = half_turn(pair.place);
+      const float2 turned = make_float2(odd.x * turn.x + odd.y * turn.y, odd.y * turn.x - odd.x * turn.y);
+      to[pair.place] = plus(even, turned);
+      to[pair.mirror] = make_float2(even.x - turned.x, turned.y - even.y);
+    }
   }
 }
 
@@ -123,26 +120,39 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   extern __shared__ float2 lines[];
   __shared__ Rows found;
   const TileAxis rows = AXIS(row), columns = AXIS(column);
-  find_rows(found, planes, DIVISOR(channels), image_stride, channel_stride, GRID, rows);
+  find_rows(found, planes, DIVISOR(channels), image_stride, channel_stride, GRID, rows, columns);
 #pragma unroll 4
-  for (int i = threadIdx.x; i < kLines * kPoints; i += kThreads) {
-    const int line = i / kPoints, place = i % kPoints;
+  for (int i = threadIdx.x; i < kLines * (kPoints / 2); i += kThreads) {
+    const int line = i / (kPoints / 2);
     const long long plane = min(static_cast<long long>(blockIdx.x) * kLines + line, planes - 1LL);
-    const int frequency = frequency_at<kPoints>(place);
+    const Pair pair = pair_of<kPoints>(i % (kPoints / 2));
     const float2* from = transforms + plane * kFrequencies;
-    const float2 a = from[place], b = from[frequency == 0 ? kPoints : place_of<kPoints>(kPoints - frequency)];
-    const float2 even = make_float2(a.x + b.x, a.y - b.y), apart = make_float2(a.x - b.x, a.y + b.y);
-    float c, s;
-    sincospif(static_cast<float>(frequency) / kPoints, &s, &c);
-    const float2 odd = make_float2(apart.x * c - apart.y * s, apart.y * c + apart.x * s);
-    lines[line * kPitch + slot_of(place)] = make_float2(even.x - odd.y, even.y + odd.x);
+    const float2 a = from[pair.place], b = from[pair.mirror];
+    float2* points = lines + line * kPitch;
+    if (pair.place == 0) {
+      const float last = from[kPoints].x;
+      points[0] = make_float2(a.x + last, a.x - last);
+      points[slot_of(pair.mirror)] = make_float2(2.0f * b.x, -2.0f * b.y);
+    } else {
+      const float2 even = make_float2(a.x + b.x, a.y - b.y), apart = make_float2(a.x - b.x, a.y + b.y);
+      const float2 turn = half_turn(pair.place);
+      const float2 odd = make_float2(apart.x * turn.x - apart.y * turn.y, apart.y * turn.x + apart.x * turn.y);
+      points[slot_of(pair.place)] = make_float2(even.x - odd.y, even.y + odd.x);
+      points[slot_of(pair.mirror)] = make_float2(even.x + odd.y, odd.x - even.y);
+    }
   }
   __syncthreads();  // all frequencies are there, and all rows are found
-  passes<kPoints, kPoints, kLines, kThreads, true>(lines);
-#pragma unroll 4
-  for (int i = threadIdx.x; i < kLines * kLength; i += kThreads) {
-    const Item item = item_of(i);
-    const int offset = offset_of(found, columns, item);
-    if (offset >= 0) tensor[offset] = convert<ELEMENT>(scale * *number_of(lines, item));
-  }
+  passes<kFirstApart, kPoints, kLines, kThreads, true>(lines);
+  const auto keep = [&](const Row& row, int position, float value) {
+    const Place place = place_of<SPREAD>(row, columns, position);
+    const ELEMENT result = convert<ELEMENT>(scale * value);
+    if (place.holds) tensor[place.offset] = result;
+  };
+  const auto store = [&](const Butterfly& butterfly, int r, float2 value) {
+    const Row row = found.at[butterfly.line];
+    const int position = 2 * (butterfly.first + r * kFirstApart);
+    keep(row, position, value.x);
+    keep(row, position + 1, value.y);
+  };
+  pass<kPoints, kPoints, kLines, kThreads, true, CHANNELS_LAST>(InLines<kPoints>{lines}, store);
 }

@@ -19,6 +19,7 @@ from miofind.errors import MiofindError
 from miofind.found import Solution
 from miofind.handle import Handle, default_handle
 from miofind.options import FindEnforce, FindMode, FindOptions, OnMiss, Order
+from miofind.packed import PackedSolution
 from miofind.problem import (
     ConvolutionDescriptor,
     DataType,
@@ -45,6 +46,7 @@ __all__ = [
     "MiofindError",
     "OnMiss",
     "Order",
+    "PackedSolution",
     "ProblemDescription",
     "Solution",
     "TensorDescriptor",

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from miofind.device import Device, Library
 from miofind.problem import ProblemDescription
@@ -16,6 +16,7 @@ from miofind.solver import Algorithm
 
 if TYPE_CHECKING:
     from miofind.handle import Handle
+    from miofind.packed import PackedSolution
 
 
 class Source(StrEnum):
@@ -86,6 +87,22 @@ class Solution:
         """
         self.runner.prepare()
         return self
+
+    def pack(self, w: Any, stream: Any = None) -> PackedSolution:
+        """The solution for weights that stay the same: what depends on them alone is computed here, once.
+
+        Args:
+            w: (k, c/groups, *filter); it must stay as it is as long as the packed solution is used.
+            stream: to compute on, as in `run_solution`; runs on other streams must wait for it.
+
+        Raises:
+            InvalidOptionError: the weights are the problem's result.
+            InvalidArrayError: w is not what the problem wants.
+            CompileError, LaunchError, MissingLibraryError: it cannot be made ready.
+        """
+        from miofind.packed import PackedSolution
+
+        return PackedSolution(self, w, stream)
 
     def save(self, path: str | Path) -> None:
         """Write the solution and its binaries to a JSON file that `Solution.load` reads.

@@ -271,7 +271,7 @@ class _CudaInvoker(Invoker):
 
         steps = self.solution.steps
         with cupy.cuda.Device(self.device.index):
-            cupy.cuda.runtime.free(0)
+            cupy.cuda.runtime.setDevice(self.device.index)  # binds the context, and may be called in a capture
             bound = tuple(self._bound(step, early) for step, early in zip(steps, may_begin_early(steps), strict=True))
         self._local.steps = bound
         return bound
@@ -345,16 +345,24 @@ class _HostInvoker(Invoker):
 
 
 def make_invoker(
-    problem: ProblemDescription, device: Device, solver: Solver, config: Config, compiler: Compiler
+    problem: ProblemDescription,
+    device: Device,
+    solver: Solver,
+    config: Config,
+    compiler: Compiler,
+    part: ConvSolution | None = None,
 ) -> Invoker:
     """The invoker of one solver and configuration.
+
+    Args:
+        part: of the solver's solution, to be run alone; the whole if left out.
 
     Raises:
         InvalidConfigError: the configuration is outside the solver's schema.
         CompileError, MissingLibraryError, LaunchError: a step cannot be made ready.
     """
     solver.check_config(problem, device, config)
-    solution = solver.solution(problem, device, config)
+    solution = solver.solution(problem, device, config) if part is None else part
     origin = InvokerOrigin(problem, device, solver, config)
     if device.place is Place.CPU:
         return _HostInvoker(origin, solution)

@@ -76,20 +76,24 @@ class Runner:
             return self._active.prepare()
         if self._invoker is None:
             try:
-                invoker = self.handle.invoker(self.problem, self._solver_id, self._config, self._kernel_hash)
+                invoker = self._made()
             except _FALL_BACK_ON as error:
                 return self._fall_back(error).prepare()
             alignment = invoker.alignment_bytes
             x, w, y = (self._check_of(name, alignment) for name in _TENSORS)
             self._check = operands.check_of_all((x, w, y), alignment)
             self._overlaps = operands.overlap_check(
-                (self.problem.x.bytes, self.problem.w.bytes, self.problem.y.bytes),
-                _TENSORS.index(self._direction.output),
-                self._index,
+                self._sizes_bytes(), _TENSORS.index(self._direction.output), self._index
             )
             self._workspace_bytes = invoker.workspace_bytes
             self._invoker = invoker
         return self._invoker
+
+    def _made(self) -> Invoker:
+        return self.handle.invoker(self.problem, self._solver_id, self._config, self._kernel_hash)
+
+    def _sizes_bytes(self) -> tuple[int, int, int]:
+        return (self.problem.x.bytes, self.problem.w.bytes, self.problem.y.bytes)
 
     def _check_of(self, tensor: str, alignment_bytes: int) -> operands.Check:
         is_written = tensor == self._direction.output

@@ -10,7 +10,7 @@ region of the workspace.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -98,6 +98,10 @@ class Pointer:
 
     buffer: str
     offset_bytes: int = 0
+
+    def on_buffers(self, names: Mapping[str, str]) -> Pointer:
+        """The address with buffers of some names under others."""
+        return replace(self, buffer=names.get(self.buffer, self.buffer))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,16 +237,12 @@ class KernelStep:
 
     def on_buffers(self, names: Mapping[str, str]) -> KernelStep:
         """The step with buffers of some names under others."""
-
-        def moved(pointer: Pointer) -> Pointer:
-            return replace(pointer, buffer=names.get(pointer.buffer, pointer.buffer))
-
         args: list[Pointer | Scalar | TensorMap] = []
         for arg in self.args:
             if isinstance(arg, TensorMap):
-                args.append(replace(arg, pointer=moved(arg.pointer)))
+                args.append(replace(arg, pointer=arg.pointer.on_buffers(names)))
             else:
-                args.append(moved(arg) if isinstance(arg, Pointer) else arg)
+                args.append(arg.on_buffers(names) if isinstance(arg, Pointer) else arg)
         return replace(self, args=tuple(args))
 
 
@@ -286,6 +286,11 @@ class MatmulStep:
     algorithm: tuple[tuple[str, int], ...] = ()
     workspace: str | None = None
     workspace_bytes: int = 0
+
+    def on_buffers(self, names: Mapping[str, str]) -> MatmulStep:
+        """The step with operands of some names under others."""
+        a, b, c = (pointer.on_buffers(names) for pointer in (self.a, self.b, self.c))
+        return replace(self, a=a, b=b, c=c)
 
     @property
     def library(self) -> Library:
@@ -338,6 +343,10 @@ class FftStep:
     workspace: str | None = None
     workspace_bytes: int = 0
 
+    def on_buffers(self, names: Mapping[str, str]) -> FftStep:
+        """The step with its data under another name."""
+        return replace(self, data=self.data.on_buffers(names))
+
     @property
     def library(self) -> Library:
         """The library that carries the step out."""
@@ -359,6 +368,13 @@ class HostStep:
 Step = KernelStep | MatmulStep | CudnnStep | FftStep | HostStep
 
 
+def on_buffers(steps: Iterable[Step], names: Mapping[str, str]) -> Iterator[Step]:
+    """Steps with buffers of some names under others; those that name no buffers cannot be among them."""
+    for step in steps:
+        assert isinstance(step, KernelStep | MatmulStep | FftStep)
+        yield step.on_buffers(names)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConvSolution:
     """Everything needed to compute one problem, as data.
@@ -377,3 +393,18 @@ class ConvSolution:
     def kernels(self) -> tuple[KernelStep, ...]:
         """The steps that launch our own kernels."""
         return tuple(step for step in self.steps if isinstance(step, KernelStep))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Packing:
+    """A solution in two parts, for weights that stay the same: what depends on them alone, and the rest.
+
+    Attributes:
+        pack: reads the weights, "w", and writes what the rest needs of them, here named "y".
+        run: the rest; here "w" is what `pack` wrote.
+        bytes: of what `pack` writes.
+    """
+
+    pack: ConvSolution
+    run: ConvSolution
+    bytes: int

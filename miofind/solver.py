@@ -23,7 +23,7 @@ from typing import ClassVar
 from miofind.device import INSTALL_CUDA, Device, Library, Place
 from miofind.errors import InvalidConfigError, MiofindError, UnknownSolverError
 from miofind.problem import DataType, Layout, ProblemDescription
-from miofind.solution import Config, ConfigValue, ConvSolution
+from miofind.solution import Config, ConfigValue, ConvSolution, Packing
 
 logger = logging.getLogger(__name__)
 
@@ -198,6 +198,10 @@ class Solver(ABC):
     def workspace_bytes(self, problem: ProblemDescription, device: Device, config: Config) -> int:
         """Bytes of workspace the solution needs."""
         return self.solution(problem, device, config).workspace.bytes
+
+    def packing(self, problem: ProblemDescription, device: Device, config: Config) -> Packing | None:
+        """The solution in two parts, for weights that stay the same; None where nothing depends on them alone."""
+        return None
 
     def error_growth(self, problem: ProblemDescription, config: Config) -> float:
         """How much wider the error bound is than direct summation's in the problem's math mode; 1 unless documented."""

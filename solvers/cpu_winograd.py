@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from miofind.device import Device, Library, Place
 from miofind.problem import DataType, Direction, Layout, ProblemDescription
-from miofind.solution import Config, ConfigValue, ConvSolution, HostStep, Region, WorkspacePlan
+from miofind.solution import Config, ConfigValue, ConvSolution, HostStep, Packing, Region, WorkspacePlan
 from miofind.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
 from miofind.tiling.chunks import chunks
 from miofind.tiling.correlation import ceil_div
@@ -96,20 +96,44 @@ def convolve(problem: ProblemDescription, config: Config, buffers: Mapping[str, 
     plan, groups = _Plan.of(problem, config), problem.groups
     if problem.direction is Direction.BACKWARD_WEIGHTS:
         _weights(plan, groups, buffers)
-        return
-    w = buffers["w"].astype(plan.wide, copy=False)
-    w = w.reshape(groups, problem.k // groups, *w.shape[1:])
+    else:
+        _correlate(problem, plan, _filters(problem, plan, buffers["w"]), buffers)
+
+
+def pack(problem: ProblemDescription, config: Config, buffers: Mapping[str, _Array]) -> None:
+    """Write transformed filters for `convolve_packed` to "y"."""
+    plan = _Plan.of(problem, config)
+    _packed(problem, plan, buffers["y"])[...] = _filters(problem, plan, buffers["w"])
+
+
+def convolve_packed(problem: ProblemDescription, config: Config, buffers: Mapping[str, _Array]) -> None:
+    """Write the output of the problem, with filters that `pack` transformed in "w"."""
+    plan = _Plan.of(problem, config)
+    _correlate(problem, plan, _packed(problem, plan, buffers["w"]), buffers)
+
+
+def _packed(problem: ProblemDescription, plan: _Plan, memory: _Array) -> _Array:
+    """Bytes as transformed filters."""
+    k, c = problem.k // problem.groups, problem.c // problem.groups
+    results, summed = (c, k) if problem.direction is Direction.BACKWARD_DATA else (k, c)
+    return memory.view(plan.wide).reshape(plan.products, problem.groups, results, summed)
+
+
+def _filters(problem: ProblemDescription, plan: _Plan, w: _Array) -> _Array:
+    """Transformed filters (products, groups, channels of results, channels summed), all of a group."""
+    w = w.astype(plan.wide, copy=False).reshape(problem.groups, -1, *w.shape[1:])
+    if problem.direction is Direction.BACKWARD_DATA:
+        w = np.flip(w.swapaxes(1, 2), axis=tuple(range(3, w.ndim)))
+    filters = _transformed([axis.filter for axis in plan.axes], w)
+    return filters.reshape(*w.shape[:3], -1).transpose(3, 0, 1, 2)
+
+
+def _correlate(problem: ProblemDescription, plan: _Plan, filters: _Array, buffers: Mapping[str, _Array]) -> None:
+    """target[n, (g, k), o] = sum of source[n, (g, c), o + tap - before] * w[g, k, c, tap], of transformed filters."""
     source, target = buffers["x"], buffers["y"]
     if problem.direction is Direction.BACKWARD_DATA:
         source, target = target, source
-        w = np.flip(w.swapaxes(1, 2), axis=tuple(range(3, w.ndim)))
-    _correlate(plan, source, w, target, buffers)
-
-
-def _correlate(plan: _Plan, source: _Array, w: _Array, target: _Array, buffers: Mapping[str, _Array]) -> None:
-    """target[n, (g, k), o] = sum of source[n, (g, c), o + tap - before] * w[g, k, c, tap]."""
-    groups, k, c = w.shape[:3]
-    filters = _transformed([axis.filter for axis in plan.axes], w).reshape(groups, k, c, -1).transpose(3, 0, 1, 2)
+    _, groups, k, c = filters.shape
     lengths = [axis.products for axis in plan.axes]
     for chunk in chunks(len(source), plan.images):
         images = len(source[chunk])
@@ -262,14 +286,31 @@ class ConvCpuWinograd(Solver):
         return int(config["tile"]) == _EXACT_TILE
 
     def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
+        return _solution(problem, config, "convolve")
+
+    def packing(self, problem: ProblemDescription, device: Device, config: Config) -> Packing | None:
+        if problem.direction is Direction.BACKWARD_WEIGHTS:
+            return None
         plan = _Plan.of(problem, config)
-        step = HostStep(module="miofind.solvers.cpu_winograd", function="convolve")
-        data = problem.direction is Direction.BACKWARD_DATA
-        regions = (
-            Region(name="inputs", bytes=plan.bytes(problem.k if data else problem.c)),
-            Region(name="results", bytes=plan.bytes(problem.c if data else problem.k)),
+        return Packing(
+            pack=ConvSolution(steps=(_step("pack"),)),
+            run=_solution(problem, config, "convolve_packed"),
+            bytes=plan.products * problem.w.size // math.prod(problem.filter) * plan.wide.itemsize,
         )
-        return ConvSolution(steps=(step,), workspace=WorkspacePlan(regions))
+
+
+def _step(function: str) -> HostStep:
+    return HostStep(module="miofind.solvers.cpu_winograd", function=function)
+
+
+def _solution(problem: ProblemDescription, config: Config, function: str) -> ConvSolution:
+    plan = _Plan.of(problem, config)
+    data = problem.direction is Direction.BACKWARD_DATA
+    regions = (
+        Region(name="inputs", bytes=plan.bytes(problem.k if data else problem.c)),
+        Region(name="results", bytes=plan.bytes(problem.c if data else problem.k)),
+    )
+    return ConvSolution(steps=(_step(function),), workspace=WorkspacePlan(regions))
 
 
 SOLVERS = (ConvCpuWinograd(),)

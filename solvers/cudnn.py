@@ -122,7 +122,8 @@ class ConvCudnn(Solver):
         return APPLICABLE
 
     def spreads_nonfinite(self, problem: ProblemDescription, config: Config) -> bool:
-        return self.error_growth(problem, config) > 1
+        """Winograd's and FFT's plans do; those of groups may multiply all channels, other groups' by zeros."""
+        return problem.groups > 1 or self.error_growth(problem, config) > 1
 
     def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
         """The heuristics' best plans, direct ones first; the heuristics' choice on a device that is not there."""

@@ -344,6 +344,11 @@ class ConvDirectTiledWeights(Solver):
         shared_limit = device.shared_bytes or _SHARED_BYTES
         return tiling.threads <= 512 and fits_registers and tiling.shared_bytes <= shared_limit
 
+    def spreads_nonfinite(self, problem: ProblemDescription, config: Config) -> bool:
+        """Where tiles reach beyond the outputs: zeros there meet inputs that no output of theirs meets."""
+        height, width = _Tiling.of(problem, config).axes
+        return bool(height.outputs % config["tile_h"] or width.outputs % config["tile_w"])
+
     def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
         splits = self.parameters["splits"]
         every = (Config({**config, "splits": count}) for config in _SHORT_LIST for count in splits)

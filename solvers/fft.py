@@ -17,7 +17,7 @@ from miofind.libraries.fft_edges import EDGES_SOURCE
 from miofind.libraries.fft_own import LINES_SOURCE, TILES_SOURCE, OwnBlock
 from miofind.libraries.fft_product import PRODUCTS
 from miofind.problem import DataType, Direction, Layout, ProblemDescription
-from miofind.solution import Config, ConfigValue, ConvSolution, WorkspacePlan
+from miofind.solution import Config, ConfigValue, ConvSolution, Packing, WorkspacePlan
 from miofind.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
 
 _DEFAULTS = 8
@@ -113,6 +113,9 @@ class ConvFft(Solver):
     def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
         plan = FftPlan.of(problem, config)
         return ConvSolution(steps=tuple(plan.steps()), workspace=WorkspacePlan(plan.regions()))
+
+    def packing(self, problem: ProblemDescription, device: Device, config: Config) -> Packing | None:
+        return FftPlan.of(problem, config).packing()
 
 
 class ConvFftTiles(ConvFft):

@@ -13,7 +13,7 @@ from miofind.libraries.fft_choice import error_growth, refusal
 from miofind.libraries.fft_depthwise import POINTS, SOURCE, DepthwisePlan, as_tiles, depthwise_refusal, is_valid
 from miofind.libraries.fft_edges import EDGES_SOURCE
 from miofind.problem import DataType, Layout, ProblemDescription
-from miofind.solution import Config, ConfigValue, ConvSolution, WorkspacePlan
+from miofind.solution import Config, ConfigValue, ConvSolution, Packing, WorkspacePlan
 from miofind.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
 
 _DEFAULTS = 6
@@ -86,6 +86,9 @@ class ConvFftDepthwise(Solver):
     def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
         plan = DepthwisePlan.of(problem, config["tile"], config["points"])
         return ConvSolution(steps=tuple(plan.steps()), workspace=WorkspacePlan(plan.regions()))
+
+    def packing(self, problem: ProblemDescription, device: Device, config: Config) -> Packing | None:
+        return DepthwisePlan.of(problem, config["tile"], config["points"]).packing()
 
 
 SOLVERS = (ConvFftDepthwise(),)

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 
 from miofind.device import Device, Library, Place
 from miofind.errors import InvalidConfigError
-from miofind.libraries.listed_algorithms import listed_configs
 from miofind.libraries.matmul_choice import (
     TENSOR_ALIGNMENT,
     WORKSPACE_BYTES,
@@ -24,7 +23,6 @@ from miofind.libraries.winograd_choice import (
     PLAN_NAMES,
     TILES,
     check_plan,
-    different_plans,
     plan_of,
     plan_refusal,
     plans,
@@ -33,11 +31,10 @@ from miofind.libraries.winograd_choice import (
     values_of,
 )
 from miofind.problem import DataType, Direction, Layout, ProblemDescription
-from miofind.solution import Config, ConvSolution, Region, WorkspacePlan
+from miofind.solution import Config, ConvSolution, Packing, Region, WorkspacePlan
 from miofind.solver import Algorithm, Applicability, KernelKey, Solver
 
 _DEFAULTS = 8
-_RECORDED = 6
 _LAYOUTS = frozenset(Layout)
 _ROUNDOFF = {DataType.FLOAT16: 2.0**-11, DataType.BFLOAT16: 2.0**-8}
 _ROUNDOFF_FLOAT32 = 2.0**-24
@@ -49,7 +46,7 @@ class ConvWinograd(Solver):
 
     Configuration: `tile`, the outputs of a tile along an axis, for backward weights its pixels of y; `tiles`, how many
     are transformed at once; `slices`, parts of their sum for backward weights; `vector`, channels a thread where they
-    are last; `blocks` that a multiprocessor has registers for; the library's `algorithm` and `workspace_bytes`.
+    are last; the library's `workspace_bytes`. It is left the choice of its algorithm.
     Transformed data has the tensors' type, products and sums are float32. The error bound is direct summation's
     for F(2x2, 3x3), 10 times as wide for F(4x4, 3x3) and 46 times for F(6x6, 3x3) (`tiling.winograd.bound_growth`);
     16-bit operands are rounded once more.
@@ -103,7 +100,7 @@ class ConvWinograd(Solver):
 
     def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
         """The likely best, of every tile the best, so that a bound on the error leaves some, and the smallest."""
-        ranked = sorted(different_plans(problem), key=lambda plan: plan.estimate_ms(device, WORKSPACE_BYTES))
+        ranked = sorted(plans(problem), key=lambda plan: plan.estimate_ms(device, WORKSPACE_BYTES))
         firsts = [next((plan for plan in ranked if plan.tile == tile), None) for tile in TILES]
         best = list(dict.fromkeys([*ranked[:1], *filter(None, firsts), *ranked]))[: _DEFAULTS - 1]
         least = min(ranked, key=lambda plan: sum(region.bytes for region in plan.regions()))
@@ -113,9 +110,6 @@ class ConvWinograd(Solver):
         defaults = self.default_configs(problem, device)
         yield from defaults
         yield from (config for config in map(_heuristic_config, plans(problem)) if config not in defaults)
-        for config in defaults[: len(TILES)]:
-            steps = self.solution(problem, device, config).steps
-            yield from listed_configs(problem, steps, config, device, _RECORDED)
 
     def check_config(self, problem: ProblemDescription, device: Device, config: Config) -> None:
         if set(config) != _NAMES:
@@ -145,6 +139,9 @@ class ConvWinograd(Solver):
 
     def workspace_bytes(self, problem: ProblemDescription, device: Device, config: Config) -> int:
         return _workspace(plan_of(problem, config), config).bytes
+
+    def packing(self, problem: ProblemDescription, device: Device, config: Config) -> Packing | None:
+        return plan_of(problem, config).packing(self.solution(problem, device, config))
 
     def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
         plan = plan_of(problem, config)

@@ -6,7 +6,7 @@ kernels_src/winograd.cu, and those of the other solver, which is known by its id
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +18,6 @@ from miofind.libraries.winograd_choice import (
     PLAN_NAMES,
     TILES,
     check_plan,
-    different_plans,
     plan_of,
     plan_refusal,
     plans,
@@ -27,7 +26,7 @@ from miofind.libraries.winograd_choice import (
     values_of,
 )
 from miofind.problem import DataType, Direction, Layout, MathMode, ProblemDescription
-from miofind.solution import Config, ConvSolution, Region, WorkspacePlan
+from miofind.solution import Config, ConvSolution, Packing, Region, WorkspacePlan
 from miofind.solver import Algorithm, Applicability, KernelKey, Solver, solver_by_id
 
 _INNER = "ConvImplicitGemmMma"
@@ -35,9 +34,9 @@ _NAMES = (PLAN_NAMES - {"slices"}) | {"product"}
 _DEFAULTS = 8
 _PRODUCTS_EACH = 4  # configurations of the other solver that a search tries with each plan
 _RANKED_FLOPS_PER_S_AND_SM = 0.45e12  # of three products of TF32 each on an H200, to rank plans by
-_IEEE_OVER_ESTIMATE = (
-    1.75  # time of three products of TF32 over what the other solver estimates; 3x3, 256 channels, H200
-)
+_IEEE_OVER_ESTIMATE = 1.6  # time of three products of TF32 over what the other solver estimates; 3x3 layers, H200
+_NARROW, _NARROW_SLOWER = 64, 1.15  # a block's rows or columns, and how much more three products take with fewer
+_SHALLOW, _SHALLOW_SLOWER = 32, 1.06  # likewise of the depth of a stage
 
 
 class ConvWinogradMma(Solver):
@@ -94,15 +93,16 @@ class ConvWinogradMma(Solver):
     def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
         """The likely best plans, of each tile one, and one of the smallest; the best with several products."""
         ranked = sorted(
-            (plan for plan in different_plans(problem) if self._serves(plan, device)),
+            self._plans(problem, device),
             key=lambda plan: plan.transforms_ms(device) + _ranked_ms(plan, device),
         )
         firsts = [next((plan for plan in ranked if plan.tile == tile), None) for tile in TILES]
         least = min(ranked, key=lambda plan: sum(region.bytes for region in plan.regions()))
         chosen = list(dict.fromkeys([*ranked[:1], *filter(None, firsts), *ranked[:3], least]))
         configs = [config for plan in chosen for config in self._with_products(plan, device, 1)]
-        more = self._with_products(ranked[0], device, _PRODUCTS_EACH)
-        return tuple(dict.fromkeys([*configs, *more]))[:_DEFAULTS]
+        first = min(configs, key=lambda config: self.estimate_ms(problem, device, config))
+        more = self._with_products(self.plan(problem, first), device, _PRODUCTS_EACH)
+        return tuple(dict.fromkeys([first, *configs, *more]))[:_DEFAULTS]
 
     def configs(self, problem: ProblemDescription, device: Device) -> Iterator[Config]:
         found = dict.fromkeys(self.default_configs(problem, device))
@@ -136,9 +136,7 @@ class ConvWinogradMma(Solver):
 
     def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
         plan = self.plan(problem, config)
-        product_ms = self._inner.estimate_ms(product_problem(plan), device, Config(config["product"]))
-        slower = _IEEE_OVER_ESTIMATE if problem.math is MathMode.IEEE else 1.0
-        return plan.transforms_ms(device) + plan.chunk_count * slower * product_ms
+        return plan.transforms_ms(device) + plan.chunk_count * self._product_ms(plan, device, config["product"])
 
     def error_growth(self, problem: ProblemDescription, config: Config) -> float:
         plan = self.plan(problem, config)
@@ -150,6 +148,9 @@ class ConvWinogradMma(Solver):
     def workspace_bytes(self, problem: ProblemDescription, device: Device, config: Config) -> int:
         plan = self.plan(problem, config)
         return _workspace(plan, self._products(plan, device, config)).bytes
+
+    def packing(self, problem: ProblemDescription, device: Device, config: Config) -> Packing | None:
+        return self.plan(problem, config).packing(self.solution(problem, device, config))
 
     def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
         plan = self.plan(problem, config)
@@ -185,8 +186,20 @@ class ConvWinogradMma(Solver):
     def _with_products(self, plan: WinogradPlan, device: Device, count: int) -> list[Config]:
         values: dict[str, Any] = values_of(plan)
         del values["slices"]
-        products = self._inner.default_configs(product_problem(plan), device)[:count]
-        return [Config({**values, "product": dict(product)}) for product in products]
+        products = sorted(
+            self._inner.default_configs(product_problem(plan), device),
+            key=lambda product: self._product_ms(plan, device, product),
+        )
+        return [Config({**values, "product": dict(product)}) for product in products[:count]]
+
+    def _product_ms(self, plan: WinogradPlan, device: Device, product: Mapping[str, Any]) -> float:
+        """Of one chunk."""
+        estimate = self._inner.estimate_ms(product_problem(plan), device, Config(product))
+        if plan.problem.math is not MathMode.IEEE:
+            return estimate
+        narrow = _NARROW_SLOWER if min(product["tile_m"], product["tile_n"]) < _NARROW else 1.0
+        shallow = _SHALLOW_SLOWER if product["tile_k"] < _SHALLOW else 1.0
+        return _IEEE_OVER_ESTIMATE * narrow * shallow * estimate
 
 
 def product_problem(plan: WinogradPlan) -> ProblemDescription:

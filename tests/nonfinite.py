@@ -36,14 +36,13 @@ class Infinity:
 
 
 def infinities(problem: ProblemDescription, seed: int) -> Iterator[Infinity]:
-    """An infinity in each input: at a border of its image, then anywhere."""
+    """An infinity in each input: in its last element, at a border of its image, then anywhere."""
     generator = np.random.default_rng(seed)
     for name in problem.direction.inputs:
         shape = problem.tensor(name).shape
-        for at_border in (True, False):
-            at = tuple(int(generator.integers(0, size)) for size in shape)
-            if at_border:
-                at = at[:2] + tuple(int(generator.choice([0, size - 1])) for size in shape[2:])
+        anywhere, at_border = (tuple(int(generator.integers(0, size)) for size in shape) for _ in range(2))
+        at_border = at_border[:2] + tuple(int(generator.choice([0, size - 1])) for size in shape[2:])
+        for at in (tuple(size - 1 for size in shape), at_border, anywhere):
             yield _infinity(problem, name, at, generator)
 
 

@@ -91,7 +91,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Driver:
     made = Driver()
     cupy, below = types.ModuleType("cupy"), types.ModuleType("cupy.cuda")
     calls = types.SimpleNamespace(launchKernel=made.plainly, CUDADriverError=DriverError)
-    runtime = types.SimpleNamespace(free=lambda address: None, driverGetVersion=lambda: made.version)
+    runtime = types.SimpleNamespace(setDevice=lambda index: None, driverGetVersion=lambda: made.version)
     vars(below).update(driver=calls, runtime=runtime, Device=lambda index: contextlib.nullcontext())
     vars(cupy).update(cuda=below)
     for module in (cupy, below):

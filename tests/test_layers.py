@@ -21,7 +21,7 @@ LAYERS = (
     ("miofind", "api", "bench"),
     ("tune", "null_test", "row_check"),
     ("find",),
-    ("found", "runner", "solution_file", "handle"),
+    ("found", "packed", "runner", "solution_file", "handle"),
     ("sandbox",),
     ("evaluate", "health"),
     ("measure", "verify"),
@@ -44,6 +44,7 @@ LAYERS = (
 # Methods that lead into a module above: imported inside a function, nowhere else.
 FRONT_DOORS = {
     ("problem", "array_problem"),
+    ("found", "packed"),
     ("found", "solution_file"),
 }
 

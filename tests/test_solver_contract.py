@@ -15,7 +15,17 @@ import pytest
 from miofind.device import Device, Place
 from miofind.errors import InvalidConfigError
 from miofind.problem import DataType, Direction, Layout, ProblemDescription
-from miofind.solution import Config, CudnnStep, FftStep, HostStep, KernelStep, MatmulStep, Pointer, Scalar, TensorMap
+from miofind.solution import (
+    Config,
+    CudnnStep,
+    FftStep,
+    HostStep,
+    KernelStep,
+    MatmulStep,
+    Pointer,
+    Scalar,
+    TensorMap,
+)
 from miofind.solver import MAX_DEFAULT_CONFIGS, Algorithm, KernelKey, Solver, solvers
 
 SOLVERS = list(solvers().values())
@@ -238,6 +248,35 @@ def workspaces(steps: tuple[object, ...]) -> set[str]:
     """Regions that are handed to libraries."""
     libraries = (MatmulStep, CudnnStep, FftStep)
     return {step.workspace for step in steps if isinstance(step, libraries) and step.workspace}
+
+
+@each_case
+def test_packings_are_two_parts_of_a_solution(case: Case) -> None:
+    """The first knows the weights and what it makes of them; the second no longer reads the problem's weights."""
+    for config in case.solver.default_configs(case.problem, case.device):
+        packing = case.solver.packing(case.problem, case.device, config)
+        if packing is None:
+            continue
+        assert case.problem.direction is not Direction.BACKWARD_WEIGHTS
+        assert packing.bytes > 0
+        whole = case.solver.solution(case.problem, case.device, config)
+        assert packing.run.workspace.bytes <= whole.workspace.bytes
+        assert packing.run.deterministic == whole.deterministic
+        known = dict.fromkeys(whole.kernels)
+        images = {n: case.problem.tensor(n).bytes for n in ("x", "y")}
+        for part, tensors in (
+            (packing.pack, {"w": case.problem.w.bytes, "y": packing.bytes}),
+            (packing.run, {**images, "w": packing.bytes}),
+        ):
+            sizes = tensors | {region.name: region.bytes for region in part.workspace.regions}
+            used = {pointer.buffer for step in part.steps for pointer in pointers(step)}
+            assert all(0 <= at.offset_bytes < sizes[at.buffer] for step in part.steps for at in pointers(step))
+            assert not used or set(sizes) <= used | workspaces(part.steps)
+            assert {binary_of(step) for step in part.kernels} <= set(map(binary_of, known))
+
+
+def binary_of(step: KernelStep) -> tuple[object, ...]:
+    return step.source, step.defines, step.options, step.package
 
 
 @each_case

@@ -92,7 +92,7 @@ def test_chunks_end_anywhere(direction: Direction) -> None:
     base = SOLVER.default_configs(problem, DEVICE)[0]
     plan = WinogradPlan(problem=problem.lifted(3), tile=4, tiles=1)
     for tiles in (1, 3, plan.all_tiles - 1, plan.all_tiles):
-        check(problem, Config({**base, "tile": 4, "vector": 1, "blocks": 4, "tiles": tiles}))
+        check(problem, Config({**base, "tile": 4, "vector": 1, "tiles": tiles}))
 
 
 @pytest.mark.parametrize("layout", ["NCHW", "NHWC"])
@@ -102,7 +102,7 @@ def test_slices_are_summed(layout: str) -> None:
     )
     base = SOLVER.default_configs(problem, DEVICE)[0]
     for slices, tiles in ((2, 480), (4, 300), (4, 479)):
-        config = Config({**base, "tile": 2, "vector": 1, "blocks": 4, "tiles": tiles, "slices": slices})
+        config = Config({**base, "tile": 2, "vector": 1, "tiles": tiles, "slices": slices})
         SOLVER.check_config(problem, DEVICE, config)
         check(problem, config)
 
@@ -209,7 +209,7 @@ def test_refusals_say_why(case: tuple[dict[str, Any], str]) -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [{"tiles": 10**6}, {"tiles": 1}, {"slices": 2}, {"tile": 3}, {"vector": 2}, {"vector": 3}, {"blocks": 8}],
+    [{"tiles": 10**6}, {"tiles": 1}, {"slices": 2}, {"tile": 3}, {"vector": 2}, {"vector": 3}],
     ids=str,
 )
 def test_configurations_that_cannot_run_are_refused(change: dict[str, int]) -> None:

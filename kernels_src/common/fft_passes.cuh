@@ -40,27 +40,69 @@ __device__ __forceinline__ void twiddle(float2 (&v)[kRadix], int at) {
     v[k] = make_float2(v[k].x * powers[k].x - v[k].y * powers[k].y, v[k].x * powers[k].y + v[k].y * powers[k].x);
 }
 
-// One pass over blocks of kSize points, in place; then those over what they fall into, or before it for the way back.
+// The points of a block of kSize that a thread transforms at once: `first` and each kApart after it, of one line.
+struct Butterfly {
+  int line, first;
+  int slot;  // of the first, among all lines
+};
+
+template <int kSize, int kPoints, int kLines, bool kLinesFirst>
+__device__ __forceinline__ Butterfly butterfly_of(int i) {
+  constexpr int kApart = kSize / radix_at(kSize), kCount = kPoints / radix_at(kSize);
+  static_assert(kApart == 1 || kApart % 8 == 0, "from a butterfly's first slot to the others is known");
+  const int line = kLinesFirst ? i % kLines : i / kCount, within = kLinesFirst ? i / kLines : i % kCount;
+  const int first = within / kApart * kSize + within % kApart;
+  return {line, first, line * line_pitch(kPoints) + slot_of(first)};
+}
+
+// One pass over blocks of kSize points: values[r] = load(butterfly, r), and store(butterfly, r, values[r]). Threads
+// take neighbouring points, or with kLinesFirst neighbouring lines.
+template <int kSize, int kPoints, int kLines, int kThreads, bool kBack, bool kLinesFirst, class Load, class Store>
+__device__ __forceinline__ void pass(const Load& load, const Store& store) {
+  constexpr int kRadix = radix_at(kSize), kApart = kSize / kRadix;
+  static_assert(kRadix * kApart == kSize, "whole passes");
+  for (int i = threadIdx.x; i < kLines * (kPoints / kRadix); i += kThreads) {
+    const Butterfly butterfly = butterfly_of<kSize, kPoints, kLines, kLinesFirst>(i);
+    float2 values[kRadix];
+#pragma unroll
+    for (int r = 0; r < kRadix; ++r) values[r] = load(butterfly, r);
+    if constexpr (kBack && kApart > 1) twiddle<kSize, kRadix, kBack>(values, butterfly.first % kApart);
+    transform<kRadix, kBack>(values);
+    if constexpr (!kBack && kApart > 1) twiddle<kSize, kRadix, kBack>(values, butterfly.first % kApart);
+#pragma unroll
+    for (int r = 0; r < kRadix; ++r) store(butterfly, r, values[r]);
+  }
+}
+
+// A butterfly's numbers in shared memory.
+template <int kSize>
+struct InLines {
+  float2* lines;
+
+  __device__ __forceinline__ float2& at(const Butterfly& butterfly, int r) const {
+    return lines[butterfly.slot + slot_of(r * (kSize / radix_at(kSize)))];
+  }
+  __device__ __forceinline__ float2 operator()(const Butterfly& butterfly, int r) const { return at(butterfly, r); }
+  __device__ __forceinline__ void operator()(const Butterfly& butterfly, int r, float2 value) const {
+    at(butterfly, r) = value;
+  }
+};
+
+// One pass in place.
+template <int kSize, int kPoints, int kLines, int kThreads, bool kBack>
+__device__ __forceinline__ void pass_in_place(float2* lines) {
+  const InLines<kSize> numbers{lines};
+  pass<kSize, kPoints, kLines, kThreads, kBack, false>(numbers, numbers);
+  __syncthreads();  // the next pass takes what other threads wrote
+}
+
+// All passes over blocks of kSize points, in place.
 template <int kSize, int kPoints, int kLines, int kThreads, bool kBack>
 __device__ __forceinline__ void passes(float2* lines) {
   if constexpr (kSize > 1) {
-    constexpr int kRadix = radix_at(kSize), kApart = kSize / kRadix;
-    static_assert(kRadix * kApart == kSize, "whole passes");
+    constexpr int kApart = kSize / radix_at(kSize);
     if constexpr (kBack) passes<kApart, kPoints, kLines, kThreads, kBack>(lines);
-    for (int i = threadIdx.x; i < kLines * (kPoints / kRadix); i += kThreads) {
-      const int line = i / (kPoints / kRadix), within = i % (kPoints / kRadix);
-      const int at = within % kApart, first = within / kApart * kSize + at;
-      float2* points = lines + line * line_pitch(kPoints);
-      float2 values[kRadix];
-#pragma unroll
-      for (int r = 0; r < kRadix; ++r) values[r] = points[slot_of(first + r * kApart)];
-      if constexpr (kBack && kApart > 1) twiddle<kSize, kRadix, kBack>(values, at);
-      transform<kRadix, kBack>(values);
-      if constexpr (!kBack && kApart > 1) twiddle<kSize, kRadix, kBack>(values, at);
-#pragma unroll
-      for (int r = 0; r < kRadix; ++r) points[slot_of(first + r * kApart)] = values[r];
-    }
-    __syncthreads();  // the next pass takes what other threads wrote
+    pass_in_place<kSize, kPoints, kLines, kThreads, kBack>(lines);
     if constexpr (!kBack) passes<kApart, kPoints, kLines, kThreads, kBack>(lines);
   }
 }

@@ -102,7 +102,7 @@ def engine_plans(problem: ProblemDescription, device: Device) -> tuple[EnginePla
 def _handle(device: Device) -> Handle:
     import cupy
 
-    cupy.cuda.runtime.free(0)  # makes the device's context current in a thread that has none
+    cupy.cuda.runtime.setDevice(device.index)  # makes the device's context current in a thread that has none
     return backend.thread_handle(device.index)
 
 

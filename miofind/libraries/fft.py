@@ -18,7 +18,19 @@ from miofind.libraries.fft_edges import edge_items, edges_step, strides
 from miofind.libraries.fft_own import OwnBlock, own_height, own_line, own_width
 from miofind.libraries.fft_product import PRODUCTS, ProductTile
 from miofind.problem import Direction, ProblemDescription, TensorDescriptor
-from miofind.solution import FftStep, KernelStep, Pointer, Region, Scalar, Step, int32s
+from miofind.solution import (
+    ConvSolution,
+    FftStep,
+    KernelStep,
+    Packing,
+    Pointer,
+    Region,
+    Scalar,
+    Step,
+    WorkspacePlan,
+    int32s,
+    on_buffers,
+)
 from miofind.tiling.chunks import chunks
 from miofind.tiling.correlation import ceil_div
 from miofind.tiling.divisor import divisors
@@ -35,9 +47,8 @@ _LANES = 32
 _COMPLEX_BYTES = 8
 _STEP_MS = 0.002  # from the end of a small step to the end of the next
 _BANDWIDTH_SHARE = 0.7  # of the device's, that steps are taken to reach
-_L2_SHARE = 0.5  # of the L2 cache, that what is written is read again from
-_L2_GAIN = 0.4  # of the traffic, that is left then
 _ONE_PASS_BITS = 13  # of the points that the library is taken to transform in one pass over memory
+_ANY_LENGTH = 64  # longer ones take it another pass each way unless they are powers of two
 _MOST_LENGTH = 1 << 17
 _MOST_BLOCKS = 65535  # along the second and third axes of a grid
 _MOST_CHUNKS = 64
@@ -144,6 +155,25 @@ class FftPlan:
         """Results of fewer products are summed directly, lest their bound were wider: 0 for none."""
         return _summed_directly(self.problem, self.error)
 
+    def packing(self) -> Packing | None:
+        """The steps in two parts: the filters' transforms, and the rest; None where that reads the filters, too."""
+        if self.is_weights or self.summed_directly:
+            return None
+        filters = tuple(self._transformed("w", 0, self.problem.k))
+        rest = tuple(self.steps())[len(filters) :]
+        regions = {region.name: region for region in self.regions()}
+        transforms = regions.pop(REGIONS["w"])
+        scratch = (regions[SCRATCH],) if SCRATCH in regions else ()
+        return Packing(
+            pack=ConvSolution(
+                steps=tuple(on_buffers(filters, {transforms.name: "y"})), workspace=WorkspacePlan(scratch)
+            ),
+            run=ConvSolution(
+                steps=tuple(on_buffers(rest, {transforms.name: "w"})), workspace=WorkspacePlan(tuple(regions.values()))
+            ),
+            bytes=transforms.bytes,
+        )
+
     def _transformed(self, name: str, first: int, count: int) -> Iterator[Step]:
         """Tiles of a tensor, or filters of so many outputs, into transforms."""
         if self.planes:
@@ -172,7 +202,7 @@ class FftPlan:
         return KernelStep(
             source=block.source,
             entry=f"{block.source.removesuffix('.cu')}_{'backward' if inverse else 'forward'}",
-            defines=(*_element(tensor), *block.defines),
+            defines=(*_element(tensor), *self._spread(name), *block.defines),
             grid=(ceil_div(planes, block.count), 1, 1),
             block=(block.threads, 1, 1),
             shared_bytes=block.shared_bytes,
@@ -184,6 +214,11 @@ class FftPlan:
                 *self.tile_axes(name),
             ),
         )
+
+    def _spread(self, name: str) -> tuple[tuple[str, int], ...]:
+        """The define of long lines alone: whether a tile has gaps between a tensor's elements."""
+        across = self.axes[1].placement(self.problem, self.order[1], name)
+        return (("SPREAD", int(across.spread > 1)),) if self.own_block.has_lines else ()
 
     @property
     def _scale(self) -> Scalar:
@@ -345,17 +380,25 @@ class FftPlan:
     def estimate_ms(self, device: Device) -> float:
         """Time of all steps."""
         p = self.problem
-        bandwidth = _BANDWIDTH_SHARE * device.bandwidth_bytes_per_s / 1e3
-        plane = _COMPLEX_BYTES * self.frequencies
-        passes = 1 if self.planes else 2 + sum(2 * ceil_div((n - 1).bit_length(), _ONE_PASS_BITS) for n in self.lengths)
-        images, filters = self.all_tiles * (p.c + p.k) * plane, self.filters * plane
-        in_cache = self.at_once * self.tile_bytes < _L2_SHARE * device.l2_bytes
-        share = _L2_GAIN if in_cache else 1.0
         count = ceil_div(self.all_tiles, self.at_once)
-        traffic = passes * (share * images + filters) + p.bytes
         tiles = min(self.at_once, self.all_tiles)
         product = self.product.estimate_ms(device, self.sizes(tiles), self.frequencies, p.groups)
+        planes = {"x": self.all_tiles * p.c, "w": self.filters, "y": self.all_tiles * p.k}
+        bandwidth = _BANDWIDTH_SHARE * device.bandwidth_bytes_per_s / 1e3
+        plane = _COMPLEX_BYTES * self.frequencies
+        if self.planes:
+            least = plane * sum(planes.values()) / bandwidth
+            transforms = sum(self._own_ms(device, name, number) for name, number in planes.items())
+            return 3 * count * _STEP_MS + max(transforms, least) + count * product
+        passes = 2 + sum(2 * ceil_div((n - 1).bit_length(), _ONE_PASS_BITS) for n in self.lengths)
+        if any(n > _ANY_LENGTH and n & (n - 1) for n in self.lengths):
+            passes += 2
+        traffic = passes * plane * sum(planes.values()) + p.bytes
         return 5 * count * _STEP_MS + traffic / bandwidth + count * product
+
+    def _own_ms(self, device: Device, name: str, planes: int) -> float:
+        across, kept = self.kept(name)
+        return self.own_block.estimate_ms(device, planes, kept // across)
 
     def sizes(self, tiles: int) -> tuple[int, int, int]:
         """Rows, columns and terms of a chunk's products."""

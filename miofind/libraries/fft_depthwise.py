@@ -11,9 +11,9 @@ from miofind.device import Device
 from miofind.libraries.fft import FftPlan
 from miofind.libraries.fft_choice import tile_serves
 from miofind.libraries.fft_edges import edges_step, strides
-from miofind.libraries.fft_own import OWN_LINES
+from miofind.libraries.fft_own import OWN_LINES, line_ms, passes_of, waiting
 from miofind.problem import Direction, ProblemDescription
-from miofind.solution import KernelStep, Pointer, Region, Scalar, Step, int32s
+from miofind.solution import ConvSolution, KernelStep, Packing, Pointer, Region, Scalar, Step, int32s
 from miofind.tiling.correlation import ceil_div
 from miofind.tiling.divisor import divisors
 
@@ -25,7 +25,7 @@ _COMPLEX_BYTES = 8
 _MOST_THREADS = 512
 _STEP_MS = 0.002
 _BANDWIDTH_SHARE = 0.6  # of the device's, that lines are taken to pass with
-_L2_SPEED = 2.5  # times that, with which filters come from the cache
+_EDGES_INSTRUCTIONS = 64  # for a point: between memory and registers and back, and the product
 _FREE_SHARED_BYTES = 1 << 10  # that a block has besides its lines
 
 
@@ -58,8 +58,8 @@ class DepthwisePlan:
 
     @property
     def threads(self) -> int:
-        """Of a block: one for each butterfly of eight numbers."""
-        return min(_MOST_THREADS, self.lines * self.length // 8)
+        """Of a block: one for each butterfly of sixteen numbers."""
+        return min(_MOST_THREADS, self.lines * self.length // 16)
 
     @property
     def shared_bytes(self) -> int:
@@ -81,6 +81,18 @@ class DepthwisePlan:
         yield self._lines()
         if limit := self.tiles.summed_directly:
             yield edges_step(self.tiles.problem, limit)
+
+    def packing(self) -> Packing | None:
+        """The steps in two parts: the filters' transforms, and the rest; None where that reads the filters, too."""
+        if self.tiles.summed_directly:
+            return None
+        (transforms,) = self.regions()
+        filters, rest = self._filters(), self._lines()
+        return Packing(
+            pack=ConvSolution(steps=(filters.on_buffers({FILTERS: "y"}),)),
+            run=ConvSolution(steps=(rest.on_buffers({FILTERS: "w"}),)),
+            bytes=transforms.bytes,
+        )
 
     def _filters(self) -> KernelStep:
         problem, inner = self.tiles.problem, self.tiles.order[1]
@@ -116,9 +128,14 @@ class DepthwisePlan:
         """The tensor that is transformed, and the result."""
         return ("y", "x") if self.tiles.problem.direction is Direction.BACKWARD_DATA else ("x", "y")
 
+    def _spread(self, name: str) -> int:
+        """From one element of a tensor to the next in a tile."""
+        return self.tiles.axes[1].placement(self.tiles.problem, self.tiles.order[1], name).spread
+
     def _kernel(self, entry: str, blocks: int, buffers: tuple[str, ...], scalars: tuple[Scalar, ...]) -> KernelStep:
         problem = self.tiles.problem
-        source, result = map(problem.tensor, self._names())
+        source_name, result_name = self._names()
+        source, result = problem.tensor(source_name), problem.tensor(result_name)
         return KernelStep(
             source=SOURCE,
             entry=entry,
@@ -128,6 +145,8 @@ class DepthwisePlan:
                 ("T_RESULT", result.dtype.value),
                 ("SOURCE_LAST", int(source.layout.channels_last)),
                 ("RESULT_LAST", int(result.layout.channels_last)),
+                ("SOURCE_SPREAD", int(self._spread(source_name) > 1)),
+                ("RESULT_SPREAD", int(self._spread(result_name) > 1)),
                 ("CONJUGATE", int(problem.direction is Direction.FORWARD)),
                 ("LENGTH", self.length),
                 ("LINES", self.lines),
@@ -143,9 +162,11 @@ class DepthwisePlan:
         """Time of all steps."""
         problem, bandwidth = self.tiles.problem, _BANDWIDTH_SHARE * device.bandwidth_bytes_per_s / 1e3
         overlap = math.prod(axis.length / axis.step for axis in self.tiles.axes)
-        line_bytes = _COMPLEX_BYTES * self.length
-        filters = line_bytes * (problem.k + self.all_lines / _L2_SPEED)
-        return 3 * _STEP_MS + (overlap * problem.bytes + filters) / bandwidth
+        least = overlap * problem.bytes / bandwidth
+        there_and_back = 2 * (passes_of(self.length) - 1)
+        lines = line_ms(self.length * self.all_lines, _EDGES_INSTRUCTIONS, there_and_back, device)
+        filters = _COMPLEX_BYTES * self.length * problem.k / bandwidth
+        return 3 * _STEP_MS + max(least, lines * waiting(device, self.threads, self.shared_bytes)) + filters
 
 
 def as_tiles(tile: int) -> dict[str, Any]:

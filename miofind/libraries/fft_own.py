@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from miofind.device import Device
 from miofind.tiling.correlation import ceil_div, round_up
 
 TILES_SOURCE = "fft_tiles.cu"
@@ -18,6 +19,15 @@ _LEAST_PLANES = 4
 _THREADS = 256
 _MOST_THREADS = 512
 _COMPLEX_BYTES = 8
+# Issued for a point, counted in the machine code of long lines: by the pass between memory and registers, by each
+# other pass, and by what tells two real numbers apart that are one complex number.
+_EDGE_INSTRUCTIONS, _PASS_INSTRUCTIONS, _SPLIT_INSTRUCTIONS = 40, 23, 48
+_LANES, _SCHEDULERS = 32, 4
+_ISSUED_SHARE = 0.7  # of the time of a scheduler, that it is taken to issue in
+_WANTED_THREADS = 1024  # of a multiprocessor; with half of them it is taken to issue a third less
+# Bytes of transforms of planes that a multiprocessor computes a cycle, were it only columns, or only rows that are not
+# left out: 0.61 to 1.54 TB/s of tiles of 64 x 64 with all rows down to 11 of them (H200).
+_COLUMNS_BYTES, _ROWS_BYTES = 12.0, 3.3
 
 
 def own_height(size: int) -> int:
@@ -33,6 +43,23 @@ def own_width(size: int) -> int:
 def own_line(size: int) -> int:
     """The least length of a single row from `size` on that either of them transforms; 0 where there is none."""
     return own_width(size) or next((length for length in OWN_LINES if length >= size), 0)
+
+
+def passes_of(points: int) -> int:
+    """Passes of radix 8 or 16 over lines (kernels_src/common/fft_passes.cuh)."""
+    return ceil_div(points.bit_length() - 1, 4)
+
+
+def line_ms(points: int, edge: int, passes: int, device: Device) -> float:
+    """Milliseconds of so many points, by `edge` instructions and so many passes, were all threads there."""
+    instructions = points * (edge + _PASS_INSTRUCTIONS * passes) / _LANES
+    return 1e3 * instructions / (_SCHEDULERS * _ISSUED_SHARE * device.sm_count * device.clock_hz)
+
+
+def waiting(device: Device, threads: int, shared_bytes: int) -> float:
+    """How many times longer than that blocks take, of which too few share a multiprocessor."""
+    resident = min(_WANTED_THREADS, max(1, device.shared_bytes // (shared_bytes + 1024)) * threads)
+    return 0.5 + 0.5 * _WANTED_THREADS / resident
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +91,10 @@ class OwnBlock:
 
     @property
     def threads(self) -> int:
-        """Of a block: one for each column, or some in turn; one for each butterfly of eight complex numbers."""
+        """Of a block: one for each column, or some in turn; one for each butterfly of sixteen complex numbers."""
         width = self.lengths[1]
         if self.has_lines:
-            return min(_MOST_THREADS, self.count * width // 16)
+            return min(_MOST_THREADS, self.count * width // 32)
         columns = self.planes * (width // 2 + 1)
         return round_up(ceil_div(columns, ceil_div(columns, _THREADS)), 32)
 
@@ -86,6 +113,17 @@ class OwnBlock:
         if self.has_lines:
             return _COMPLEX_BYTES * self.count * (width // 2 + width // 32 + 2)
         return _COMPLEX_BYTES * self.planes * ((height * (width // 2 + 1) + 13) // 16 * 16 + 2)
+
+    def estimate_ms(self, device: Device, planes: int, rows: int) -> float:
+        """Time of so many planes' transforms, of which so many rows are elements."""
+        height, width = self.lengths
+        if self.has_lines:
+            points = width // 2
+            edge = _EDGE_INSTRUCTIONS + _SPLIT_INSTRUCTIONS
+            one = line_ms(planes * points, edge, passes_of(points) - 1, device)
+            return one * waiting(device, self.threads, self.shared_bytes)
+        moved = _COMPLEX_BYTES * planes * height * (width // 2 + 1) / (device.sm_count * device.clock_hz)
+        return 1e3 * moved * (1 / _COLUMNS_BYTES + rows / height / _ROWS_BYTES)
 
     @property
     def repeats_fewer_planes(self) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +17,17 @@ from numpy.typing import NDArray
 from miofind.device import Device
 from miofind.libraries.gemm import STEP_MS, Operand, Product, product_ms, transpose
 from miofind.problem import DataType, Direction, ProblemDescription, TensorDescriptor
-from miofind.solution import KernelStep, Pointer, Region, Scalar, Step
+from miofind.solution import (
+    ConvSolution,
+    KernelStep,
+    Packing,
+    Pointer,
+    Region,
+    Scalar,
+    Step,
+    WorkspacePlan,
+    on_buffers,
+)
 from miofind.tiling.chunks import chunks
 from miofind.tiling.correlation import ceil_div, round_up
 from miofind.tiling.divisor import divisor
@@ -29,9 +39,9 @@ OTHERS = "others"
 PRODUCTS = "products"
 
 _THREADS = 128
-_BANDWIDTH_SHARES = {1: 0.76, 2: 0.79, 4: 0.8}  # of the device's, that transforms are taken to reach, by vector
-_L2_SHARE = 0.5  # of the L2 cache, that what is written is read again from
-_L2_GAIN = 0.5  # of the traffic, that is left then
+_FEW_FLOATS = 36  # of a thread's tiles: F(4x4, 3x3) of one channel
+_BLOCKS = {True: 8, False: 4}  # of a multiprocessor, for few floats and for many: so many have registers for them
+_BANDWIDTH_SHARES = {True: 0.82, False: 0.7}  # of the device's, that transforms reach on an H200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +54,6 @@ class WinogradPlan:
         tiles: that are transformed at once.
         slices: parts of a chunk's tiles whose products are summed apart, for backward weights.
         vector: elements of neighbouring channels that a thread transforms at most, where channels are last.
-        blocks: that a multiprocessor has registers for: many threads, or many loads of a thread under way.
         places_within: transformed tiles are (tiles, places, groups, channels) where channels are last, not
             (places, groups, slices, tiles, channels), as `product` takes them; with one slice.
     """
@@ -54,7 +63,6 @@ class WinogradPlan:
     tiles: int
     slices: int = 1
     vector: int = 1
-    blocks: int = 1
     places_within: bool = False
 
     @property
@@ -133,6 +141,11 @@ class WinogradPlan:
         return max(self._lanes(self.problem.x), self._lanes(self.problem.y))
 
     @property
+    def floats(self) -> int:
+        """Of a thread's tiles."""
+        return self.lanes * self.places
+
+    @property
     def transformed_bytes(self) -> int:
         """Of the tiles of a chunk, both operands or operand and products."""
         filters = PRODUCTS if self.is_weights else OTHERS
@@ -149,6 +162,25 @@ class WinogradPlan:
             Region(name=INPUTS, bytes=tiles * channels * size),
             Region(name=OTHERS, bytes=others * size),
             Region(name=PRODUCTS, bytes=products * wide),
+        )
+
+    def packing(self, whole: ConvSolution) -> Packing | None:
+        """A solution of this plan's steps in two parts: the filters' transform, and the rest."""
+        if self.is_weights:
+            return None
+        first = next(iter(chunks(self.all_tiles, self.tiles)))
+        both, images = (self._operands_step(first.start, first.stop - first.start, others=o) for o in (True, False))
+        filters = replace(both, grid=(both.grid[0] - images.grid[0], 1, 1))  # which the first blocks transform
+        regions = {region.name: region for region in whole.workspace.regions}
+        transformed = regions.pop(OTHERS)
+        return Packing(
+            pack=ConvSolution(steps=(filters.on_buffers({self.source: "w", INPUTS: "y", OTHERS: "y"}),)),
+            run=replace(
+                whole,
+                steps=tuple(on_buffers((images, *whole.steps[1:]), {OTHERS: "w"})),
+                workspace=WorkspacePlan(tuple(regions.values())),
+            ),
+            bytes=transformed.bytes,
         )
 
     def steps(self, multiply: Callable[[], Iterable[Step]] | None = None) -> Iterator[Step]:
@@ -197,14 +229,13 @@ class WinogradPlan:
     def transforms_ms(self, device: Device) -> float:
         """Analytic milliseconds of what transforms read and write."""
         inputs, others, products = (region.bytes for region in self.regions())
-        share = _L2_GAIN if self.transformed_bytes < _L2_SHARE * device.l2_bytes else 1.0
         whole = self.all_tiles / self.tiles
         if self.is_weights:
-            moved = share * whole * (inputs + others) + products + self.problem.bytes
+            moved = whole * (inputs + others) + products + self.problem.bytes
         else:
-            moved = share * whole * (inputs + products) + others + self.problem.bytes
+            moved = whole * (inputs + products) + others + self.problem.bytes
         steps = (1 if self.is_weights else 2) * self.chunk_count + 1
-        traffic = moved / (_BANDWIDTH_SHARES[self.vector] * device.bandwidth_bytes_per_s)
+        traffic = moved / (_BANDWIDTH_SHARES[self.floats <= _FEW_FLOATS] * device.bandwidth_bytes_per_s)
         return 1e3 * traffic + STEP_MS * steps
 
     def refusal(self) -> str:
@@ -306,7 +337,7 @@ class WinogradPlan:
             *((f"{name}_LAST", int(tensor.layout.channels_last)) for name, tensor, _ in tensors),
             *((f"{name}_LANES", lanes) for name, _, (lanes, _) in tensors),
             *((f"{name}_VECTOR", columns) for name, _, (_, columns) in tensors),
-            ("MIN_BLOCKS", self.blocks),
+            ("MIN_BLOCKS", _BLOCKS[self.floats <= _FEW_FLOATS]),
             ("PLACES_WITHIN", int(self.places_within)),
             ("INPUT_LEAD", self._before[1] % self._columns(x)),
         )

@@ -1,6 +1,6 @@
 """Which problems minimal filtering serves on GPUs, and by which plans. Knows no solver, and not who multiplies.
 
-A configuration of either solver has "tile", "tiles", "slices", "vector" and "blocks" of a `WinogradPlan`.
+A configuration of either solver has "tile", "tiles", "slices" and "vector" of a `WinogradPlan`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from miofind.tiling.winograd import MOST_POINTS
 
 EXACT_TILE = 2
 TILES = (EXACT_TILE, 4, 6)
-PLAN_NAMES = frozenset({"tile", "tiles", "slices", "vector", "blocks"})
+PLAN_NAMES = frozenset({"tile", "tiles", "slices", "vector"})
 
 _EXACT_POINTS = 3  # 0, 1 and -1: what small integers become is exact
 _MOST_TAPS = 5
@@ -32,13 +32,10 @@ _LEAST_CHANNELS = 4  # of a group: with fewer, transforms take longer than direc
 _LEAST_SUMMED = 16
 _LEAST_PIXELS = 64
 _VECTORS = (1, 2, 4)
-_BLOCKS = (4, 1, 8)
-# Blocks of a multiprocessor that have registers for so many floats of a thread's tiles, the likely best first: more of
-# them where loads of a thread are few, fewer where all its loads may be under way at once.
-_BLOCKS_BY_FLOATS = ((32, (4,)), (36, (4, 8)), (72, (4, 1)), (128, (1,)))
+_MOST_FLOATS = 72  # of a thread: with more of them too few threads share a multiprocessor
 _SLICES = (1, 2, 4, 8, 16, 32)
 _LEAST_SLICE = 64  # tiles
-_CHUNK_BYTES = (24 << 20, 96 << 20, 384 << 20, 1536 << 20)  # of transformed tiles; the first stays in an L2 cache
+_CHUNK_BYTES = (24 << 20, 96 << 20, 384 << 20, 1536 << 20)  # of transformed tiles
 _MOST_CHUNKS = 512
 
 
@@ -104,7 +101,6 @@ def plan_of(problem: ProblemDescription, config: Mapping[str, Any]) -> WinogradP
         tiles=int(config["tiles"]),
         slices=int(config["slices"]),
         vector=int(config["vector"]),
-        blocks=int(config["blocks"]),
     )
 
 
@@ -119,7 +115,7 @@ def check_plan(solver_id: str, problem: ProblemDescription, config: Mapping[str,
     Raises:
         InvalidConfigError: they do not.
     """
-    for name, values in (("tile", TILES), ("vector", _VECTORS), ("blocks", _BLOCKS), ("slices", _SLICES)):
+    for name, values in (("tile", TILES), ("vector", _VECTORS), ("slices", _SLICES)):
         if type(config[name]) is not int or config[name] not in values:
             raise InvalidConfigError(f"{solver_id}: {name}={config[name]!r} must be one of {list(values)}")
     check_int(solver_id, config, "tiles", 1, 2**30)
@@ -140,29 +136,23 @@ def plan_refusal(plan: WinogradPlan) -> str:
         return "only backward weights sums over tiles"
     if plan.slices > 1 and plan.tiles < plan.slices * _LEAST_SLICE:
         return f"slices of fewer than {_LEAST_SLICE} tiles save nothing"
-    floats = plan.lanes * plan.places
-    if plan.blocks not in next((blocks for most, blocks in _BLOCKS_BY_FLOATS if floats <= most), ()):
-        return f"{plan.blocks} blocks are not tried with {floats} floats a thread"
+    if plan.vector > 1 and plan.floats > _MOST_FLOATS:
+        return f"a thread would transform {plan.floats} floats, more than {_MOST_FLOATS}"
     if plan.vector not in (1, plan.lanes):
         return "no tensor has such vectors"
     return plan.refusal()
 
 
 def plans(problem: ProblemDescription) -> Iterator[WinogradPlan]:
-    """All plans that can run; those that differ in `blocks` alone follow each other, the likely best first."""
+    """All plans that can run."""
     lifted = problem.lifted(3)
     for tile in (tile for tile in TILES if serves(problem, tile)):
         for tiles in _chunk_sizes(lifted, tile):
             base = WinogradPlan(problem=lifted, tile=tile, tiles=tiles)
-            for slices, vector, blocks in itertools.product(_SLICES, _VECTORS, _BLOCKS):
-                plan = replace(base, slices=slices, vector=vector, blocks=blocks)
+            for slices, vector in itertools.product(_SLICES, _VECTORS):
+                plan = replace(base, slices=slices, vector=vector)
                 if not plan_refusal(plan):
                     yield plan
-
-
-def different_plans(problem: ProblemDescription) -> list[WinogradPlan]:
-    """Plans that differ in more than `blocks`, of which estimates know nothing."""
-    return list({replace(plan, blocks=1): plan for plan in reversed(list(plans(problem)))}.values())[::-1]
 
 
 def _chunk_sizes(lifted: ProblemDescription, tile: int) -> list[int]:

@@ -155,6 +155,34 @@ def test_graph_replays_right(handle: miofind.Handle) -> None:
         assert_close(cupy.asnumpy(out), PROBLEM, given)
 
 
+def test_the_first_run_of_a_thread_can_be_captured(handle: miofind.Handle) -> None:
+    """And does not break off a capture of another thread."""
+    given = operands(PROBLEM)
+    x, w = cupy.asarray(given["x"]), cupy.asarray(given["w"])
+    solutions = [s for s in miofind.find_solutions(PROBLEM, handle=handle) if s.library == "plain"]
+    first, second = cupy.cuda.Stream(non_blocking=True), cupy.cuda.Stream(non_blocking=True)
+
+    def capture(solution: miofind.Solution, out: cupy.ndarray, workspace: cupy.ndarray) -> cupy.cuda.Graph:
+        with second:
+            second.begin_capture()
+            miofind.run_solution(solution, x, w, out=out, workspace=workspace)
+            return second.end_capture()
+
+    for solution in solutions[:1] + solutions[-1:]:
+        out = cupy.zeros(PROBLEM.y.shape, cupy.float16)
+        workspace = cupy.empty(max(1, solution.workspace_bytes), cupy.uint8)
+        solution.prepare()
+        cupy.cuda.Device().synchronize()
+        with ThreadPoolExecutor(1) as pool:
+            first.begin_capture()
+            captured = pool.submit(capture, solution, out, workspace)
+            captured.exception(timeout=60)
+            first.end_capture()
+        captured.result().launch(second)
+        second.synchronize()
+        assert_close(cupy.asnumpy(out), PROBLEM, given)
+
+
 def test_find_under_capture_is_refused(handle: miofind.Handle) -> None:
     problem = miofind.ProblemDescription.convolution(x=(1, 8, 5, 5), w=(8, 8, 3, 3), dtype="float16")
     stream = cupy.cuda.Stream(non_blocking=True)

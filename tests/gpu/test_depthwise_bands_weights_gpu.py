@@ -34,16 +34,6 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def device() -> Device:
-    return Device.cuda()
-
-
-@pytest.fixture(scope="module")
-def compiler() -> Compiler:
-    return Compiler()
-
-
 def make(shape: str, **fields: Any) -> ProblemDescription:
     layout = Layout.of(len(SHAPES[shape]["x"]) - 2, channels_last=False)
     direction = Direction.BACKWARD_WEIGHTS

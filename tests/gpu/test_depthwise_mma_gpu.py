@@ -38,16 +38,6 @@ SHAPES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def device() -> Device:
-    return Device.cuda()
-
-
-@pytest.fixture(scope="module")
-def compiler() -> Compiler:
-    return Compiler()
-
-
 def solver_of(direction: Direction) -> Solver:
     return solver_by_id("ConvDepthwiseMmaWeights" if direction is Direction.BACKWARD_WEIGHTS else "ConvDepthwiseMma")
 

@@ -52,16 +52,6 @@ def solver(request: pytest.FixtureRequest) -> Solver:
     return solver_by_id(request.param)
 
 
-@pytest.fixture(scope="module")
-def device() -> Device:
-    return Device.cuda()
-
-
-@pytest.fixture(scope="module")
-def compiler() -> Compiler:
-    return Compiler()
-
-
 def spread(solver: Solver, problem: ProblemDescription, device: Device, count: int) -> list[Config]:
     """The default configurations and `count` more."""
     every = list(solver.configs(problem, device))

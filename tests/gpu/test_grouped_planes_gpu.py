@@ -38,16 +38,6 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def device() -> Device:
-    return Device.cuda()
-
-
-@pytest.fixture(scope="module")
-def compiler() -> Compiler:
-    return Compiler()
-
-
 def solver_of(direction: Direction) -> Solver:
     name = "ConvGroupedPlanesWeights" if direction is Direction.BACKWARD_WEIGHTS else "ConvGroupedPlanes"
     return solver_by_id(name)

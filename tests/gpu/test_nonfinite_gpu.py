@@ -21,16 +21,6 @@ _MOST_ELEMENTS = 1 << 20
 _PROBLEMS = 6
 
 
-@pytest.fixture(scope="module")
-def device() -> Device:
-    return Device.cuda()
-
-
-@pytest.fixture(scope="module")
-def compiler() -> Compiler:
-    return Compiler()
-
-
 def cases() -> Iterator[tuple[Solver, ProblemDescription]]:
     """A few examples of every solver, each as float16 where that is served."""
     for solver in solvers().values():

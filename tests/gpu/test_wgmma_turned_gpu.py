@@ -42,16 +42,6 @@ def weights(**fields: Any) -> ProblemDescription:
     return ProblemDescription.convolution(**{**given, **fields})
 
 
-@pytest.fixture(scope="module")
-def device() -> Device:
-    return Device.cuda()
-
-
-@pytest.fixture(scope="module")
-def compiler() -> Compiler:
-    return Compiler()
-
-
 def check(problem: ProblemDescription, config: Config, device: Device, compiler: Compiler) -> None:
     """Exact results from small integers, guard bands intact."""
     inputs = integers(problem, seed=len(config.json))

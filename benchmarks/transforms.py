@@ -1,12 +1,13 @@
 """Fourier and Winograd transforms against PyTorch, on problems that suit them.
 
-    python benchmarks/fft.py --json benchmarks/results/fft_h200.json
-    python benchmarks/fft.py --problems winograd --solvers ConvWinograd,ConvWinogradMma --configs 8
-    python benchmarks/fft.py --list
+    python benchmarks/transforms.py --json benchmarks/results/transforms_h200.json
+    python benchmarks/transforms.py --problems winograd --layouts NCHW --sample 12
+    python benchmarks/transforms.py --list
 
 Needs a GPU and PyTorch (cudnn.benchmark=True, every algorithm tried). The default configurations of each solver, and
 --configs more drawn at random, are verified and timed by the protocol of `miofind bench`; the fastest is compared. A
-ratio above 1 says how many times faster than PyTorch it is.
+ratio above 1 says how many times faster than PyTorch it is. Winograd's problems are the 3x3 layers of stride 1 of the
+yardstick suite that have 64 channels or more on either side.
 """
 
 from __future__ import annotations
@@ -15,12 +16,16 @@ import argparse
 import json
 import math
 import random
+import shlex
 import statistics
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from commit import commit
 
 from miofind.bench.torch_rival import TorchRival
 from miofind.compiler import Compiler
@@ -32,10 +37,13 @@ from miofind.measure.stage import Runnable, Stage
 from miofind.problem import Direction, Layout, ProblemDescription
 from miofind.solution import Config
 from miofind.solver import Solver, solver_by_id
+from miofind.suites import load_suite
 from miofind.verify.verifier import Verifier
 
 SAMPLES = 9
-SOLVERS = ["ConvFft", "ConvFftTiles", "ConvFftDepthwise"]
+FFT = ("ConvFft", "ConvFftTiles", "ConvFftDepthwise")
+SOLVERS = {"dense": FFT, "lines": FFT, "winograd": ("ConvWinogradMma", "ConvWinograd")}
+LEAST_CHANNELS = 64
 
 # n, c, sizes, k, taps along each axis, groups; padded by half the taps.
 DENSE = (
@@ -65,17 +73,7 @@ LINES = (
     (8, 512, (16384,), 512, 1024, 512),
     (4, 64, (65536,), 64, 4096, 64),
 )
-WINOGRAD = (
-    (32, 64, (56, 56), 64, 3, 1),
-    (32, 128, (28, 28), 128, 3, 1),
-    (32, 256, (14, 14), 256, 3, 1),
-    (32, 512, (7, 7), 512, 3, 1),
-    (8, 64, (224, 224), 64, 3, 1),
-    (8, 256, (56, 56), 256, 3, 1),
-    (8, 512, (28, 28), 512, 3, 1),
-    (16, 96, (35, 35), 96, 5, 1),
-)
-LISTS = {"dense": DENSE, "lines": LINES, "winograd": WINOGRAD}
+LISTS = {"dense": DENSE, "lines": LINES}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,20 +85,45 @@ class Job:
 
 
 def jobs(asked: argparse.Namespace) -> Iterator[Job]:
-    """The problems asked for, direction by direction of each."""
+    """The problems asked for, layout by layout and direction by direction of each."""
     for kind in asked.problems:
-        for n, c, sizes, k, taps, groups in LISTS[kind]:
-            for direction in asked.directions:
-                problem = ProblemDescription.convolution(
-                    x=(n, c, *sizes),
-                    w=(k, c // groups, *(taps for _ in sizes)),
-                    padding=taps // 2,
-                    groups=groups,
-                    dtype=asked.dtype,
-                    layout=Layout.of(len(sizes), channels_last=asked.channels_last),
-                    direction=direction,
-                )
-                yield Job(kind=kind, problem=problem)
+        for base in bases(kind):
+            for channels_last in asked.channels_last:
+                for direction in asked.directions:
+                    problem = ProblemDescription.convolution(
+                        x=base.x.shape,
+                        w=base.w.shape,
+                        padding=base.conv.pad_before,
+                        groups=base.groups,
+                        dtype=asked.dtype,
+                        layout=Layout.of(base.spatial_dims, channels_last=channels_last),
+                        direction=direction,
+                        math=asked.math,
+                    )
+                    yield Job(kind=kind, problem=problem)
+
+
+def bases(kind: str) -> Iterator[ProblemDescription]:
+    """The forward problems of a list."""
+    if kind == "winograd":
+        yield from filter(suits_winograd, (entry.problem for entry in load_suite("yardstick").problems()))
+        return
+    for n, c, sizes, k, taps, groups in LISTS[kind]:
+        filters = (k, c // groups, *(taps for _ in sizes))
+        yield ProblemDescription.convolution(x=(n, c, *sizes), w=filters, padding=taps // 2, groups=groups)
+
+
+def suits_winograd(problem: ProblemDescription) -> bool:
+    """Whether a layer is one that the figure asked for is about."""
+    if problem.filter != (3, 3) or max(*problem.conv.stride, *problem.conv.dilation, problem.groups) > 1:
+        return False
+    return min(problem.c, problem.k) >= LEAST_CHANNELS
+
+
+def sampled(every: list[Job], count: int) -> list[Job]:
+    """So many of them, alike every time; in their order."""
+    chosen = sorted(random.Random(count).sample(range(len(every)), min(count, len(every))))
+    return [every[i] for i in chosen]
 
 
 def configurations(solver: Solver, problem: ProblemDescription, device: Device, count: int) -> list[Config]:
@@ -110,10 +133,10 @@ def configurations(solver: Solver, problem: ProblemDescription, device: Device, 
     return list(dict.fromkeys([*solver.default_configs(problem, device), *drawn]))
 
 
-def candidates(problem: ProblemDescription, asked: argparse.Namespace, device: Device) -> list[tuple[Solver, Config]]:
+def candidates(job: Job, asked: argparse.Namespace, device: Device) -> list[tuple[Solver, Config]]:
     """What is timed for a problem."""
-    found = []
-    for name in asked.solvers:
+    found, problem = [], job.problem
+    for name in asked.solvers or SOLVERS[job.kind]:
         solver = solver_by_id(name)
         if solver.applicability(problem, device):
             found += [(solver, config) for config in configurations(solver, problem, device, asked.configs)]
@@ -129,7 +152,7 @@ def measured(job: Job, asked: argparse.Namespace, device: Device, compiler: Comp
     """One problem's times in milliseconds, ours best first; what failed, by configuration."""
     problem, times, failures = job.problem, [], []
     with Verifier(problem, device, compiler) as verifier, Stage(problem, device, compiler) as stage:
-        for solver, config in candidates(problem, asked, device):
+        for solver, config in candidates(job, asked, device):
             try:
                 invoker = make_invoker(problem, device, solver, config, compiler)
                 growth = solver.error_growth(problem, config)
@@ -155,6 +178,7 @@ def measured(job: Job, asked: argparse.Namespace, device: Device, compiler: Comp
         "kind": job.kind,
         "network_config": problem.network_config,
         "direction": problem.direction.value,
+        "channels_last": problem.x.layout.channels_last,
         "torch_ms": rival_ms,
         "ratio": ratio,
         "rows": rows,
@@ -173,20 +197,25 @@ def line(row: dict[str, Any]) -> str:
 
 
 def means(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Geometric means of the ratio by list and direction, and by list."""
+    """Geometric means of the ratio by list, layout and direction, and of each solver alone."""
     groups: dict[str, list[float]] = {}
     for row in rows:
-        if row["ratio"] is not None:
-            for key in (row["kind"], f"{row['kind']} {row['direction']}"):
-                groups.setdefault(key, []).append(math.log(row["ratio"]))
-    return {key: math.exp(statistics.fmean(logs)) for key, logs in sorted(groups.items())}
+        if row["torch_ms"] is None or not row["rows"]:
+            continue
+        order = "channels last" if row["channels_last"] else "channels first"
+        groups.setdefault(f"{row['kind']}, {order}, {row['direction']}", []).append(math.log(row["ratio"]))
+        best = {one["solver"]: one["ms"] for one in reversed(row["rows"])}
+        for solver, ms in best.items():
+            key = f"{row['kind']}, {order}, {row['direction']}, {solver} alone"
+            groups.setdefault(key, []).append(math.log(row["torch_ms"] / ms))
+    return {f"{key} ({len(logs)})": math.exp(statistics.fmean(logs)) for key, logs in sorted(groups.items())}
 
 
 def build_ahead(problems: Sequence[Job], asked: argparse.Namespace, device: Device, compiler: Compiler) -> None:
     """Compile all kernels in parallel, so that the GPU does not wait for them."""
     steps = {}
     for job in problems:
-        for solver, config in candidates(job.problem, asked, device):
+        for solver, config in candidates(job, asked, device):
             for step in solver.solution(job.problem, device, config).kernels:
                 steps[step.source, step.entry, step.defines] = step
     for _ in compiler.build_all(steps.values(), device.arch):
@@ -196,32 +225,35 @@ def build_ahead(problems: Sequence[Job], asked: argparse.Namespace, device: Devi
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write the rows to this file, after each problem")
-    parser.add_argument("--problems", type=lambda text: text.split(","), default=["dense", "lines"], metavar="LISTS")
-    parser.add_argument("--solvers", type=lambda text: text.split(","), default=SOLVERS)
+    parser.add_argument("--problems", type=lambda text: text.split(","), default=[*SOLVERS], metavar="LISTS")
+    parser.add_argument("--solvers", type=lambda text: text.split(","), help="others than each list's own")
     parser.add_argument("--directions", type=lambda text: [Direction(one) for one in text.split(",")])
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--channels-last", action="store_true")
+    parser.add_argument("--math", default="ieee", help="ieee or tf32")
+    parser.add_argument("--layouts", default="NCHW,NHWC", help="NCHW (channels first), NHWC (last) or both")
     parser.add_argument("--configs", type=int, default=0, help="configurations besides the defaults")
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin no problem after so long")
-    parser.add_argument("--part", default="0/1", help="every n-th problem from the i-th on, as i/n")
+    parser.add_argument("--sample", type=int, help="measure only so many problems")
     parser.add_argument("--no-torch", dest="torch", action="store_false")
     parser.add_argument("--list", action="store_true", help="only print the problems and how many configurations")
     asked = parser.parse_args()
     asked.directions = asked.directions or list(Direction)
+    asked.channels_last = [name == "NHWC" for name in asked.layouts.split(",")]
     return asked
 
 
 def main() -> None:
     asked = parsed()
-    first, step = map(int, asked.part.split("/"))
-    chosen = list(jobs(asked))[first::step]
+    every = list(jobs(asked))
+    chosen = sampled(every, asked.sample) if asked.sample else every
     if asked.list:
         device = Device.virtual("90a")
         for job in chosen:
-            print(job.problem.network_config, len(candidates(job.problem, asked, device)))
+            print(job.problem.network_config, len(candidates(job, asked, device)))
         return
     device, compiler, started, rows = Device.cuda(), Compiler(), time.monotonic(), []
     build_ahead(chosen, asked, device, compiler)
+    built = time.monotonic()
     for job in chosen:
         if time.monotonic() - started > asked.seconds:
             break
@@ -230,10 +262,21 @@ def main() -> None:
         for failure in rows[-1]["failures"]:
             print(f"  FAILED {failure}", flush=True)
         if asked.json:
-            report = {"device": device.identity, "versions": versions(device), "means": means(rows), "rows": rows}
+            report = {
+                "device": device.identity,
+                "versions": versions(device),
+                "commit": commit(),
+                "command": shlex.join(["python", *sys.argv]),
+                "means": means(rows),
+                "rows": rows,
+            }
             asked.json.write_text(json.dumps(report, indent=1) + "\n")
     for key, mean in means(rows).items():
         print(f"{key}: PyTorch's time over ours, geometric mean {mean:.2f}")
+    seconds = time.monotonic() - built
+    whole = seconds * len(every) / max(1, len(rows))
+    took = f"{len(rows)} of {len(every)} problems in {seconds:.0f} s, after {built - started:.0f} s of compilation"
+    print(f"{took}: all take about {whole:.0f} s")
 
 
 if __name__ == "__main__":
