@@ -6,11 +6,10 @@
 // columns down ROWS rows; which pixels make the depth is free, as long as x and dy agree. Columns of taps are shifts by
 // single pixels within registers. A warp computes an item, 8 or 16 channels x 8 * ITEM_BLOCKS filters, from one in
 // WARPS sets of four streams; of SHARES blocks each has some of a pack's channels. Sums are added in shared memory,
-// those of blocks in a cluster of CLUSTER, of clusters by `grouped_planes_weights_finish`, in a fixed order.
+// those of blocks by `grouped_planes_weights_finish`, in a fixed order.
 // Defines: ELEMENT, GROUP_C, GROUP_K, FILTER_*,
 // STRIDE_*, DILATION_*, PAD_*, IN_*, OUT_*, UNITS, SHARES, ITEM_BLOCKS, IMAGES, ROW_GROUPS, ROWS, ROW_TILES, WARPS,
-// STAGES, X_PITCH, DY_PITCH, X_CHANNEL, DY_CHANNEL, CLUSTER, LANES, MIN_BLOCKS, SHARED_BYTES.
-#include "common/add_cluster.cuh"
+// STAGES, X_PITCH, DY_PITCH, X_CHANNEL, DY_CHANNEL, LANES, MIN_BLOCKS, SHARED_BYTES.
 #include "common/add_parts.cuh"
 #include "common/mma.cuh"
 #include "common/plane_rows.cuh"
@@ -23,7 +22,7 @@
 #if !defined(UNITS) || !defined(SHARES) || !defined(ITEM_BLOCKS) || !defined(IMAGES) || !defined(ROW_GROUPS) ||     \
     !defined(ROWS) || !defined(ROW_TILES) || !defined(WARPS) || !defined(STAGES) || !defined(X_PITCH) ||            \
     !defined(DY_PITCH) || !defined(X_CHANNEL) || !defined(DY_CHANNEL) || !defined(LANES) || !defined(MIN_BLOCKS) || \
-    !defined(SHARED_BYTES) || !defined(CLUSTER)
+    !defined(SHARED_BYTES)
 #error "define the tiling: UNITS, SHARES, ITEM_BLOCKS, IMAGES, ROW*, WARPS, STAGES, *_PITCH, *_CHANNEL, LANES, ..."
 #endif
 
@@ -245,20 +244,19 @@ __device__ __forceinline__ void stage_sums(float* staged, const Sums& sums, cons
     }
 }
 
-// Adds the sums of a cluster's warps and stores them: elements if there is one block for them, else floats.
+// Adds the warps' sums and stores them: elements if there is one block for them, else floats.
 template <typename T>
 __device__ __forceinline__ void store_sums(T* out, const float* staged, int filters) {
   constexpr int kVector = greatest_divisor(4, kRowFloats), kVectors = kRowFloats / kVector;
   const int first = blockIdx.x * kK;
 #pragma unroll 2
-  for (int i = place_in_cluster<kThreads>(); i < kK * kVectors; i += CLUSTER * kThreads) {
+  for (int i = threadIdx.x; i < kK * kVectors; i += kThreads) {
     const int k = i / kVectors, at = i % kVectors * kVector;
     if (first + k >= filters) continue;
     Vector<float, kVector> sum = {};
 #pragma unroll
-    for (int part = 0; part < CLUSTER * kWarps; ++part) {
-      const float* const from = staged + (part % kWarps * kK + k) * kSumPitch + at;
-      const auto more = sums_of_block<kVector>(from, part / kWarps);
+    for (int warp = 0; warp < kWarps; ++warp) {
+      const auto more = *reinterpret_cast<const Vector<float, kVector>*>(staged + (warp * kK + k) * kSumPitch + at);
 #pragma unroll
       for (int e = 0; e < kVector; ++e) sum.at[e] += more.at[e];
     }
@@ -270,7 +268,7 @@ __device__ __forceinline__ void store_sums(T* out, const float* staged, int filt
   }
 }
 
-extern "C" __global__ void IN_CLUSTER __launch_bounds__(kThreads, MIN_BLOCKS)
+extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
     grouped_planes_weights(const ELEMENT* __restrict__ dy, const ELEMENT* __restrict__ x, ELEMENT* __restrict__ dw,
                            float* __restrict__ parts, int n, int channels, int filters, int tiles) {
   extern __shared__ __align__(16) unsigned char staged[];
@@ -334,12 +332,11 @@ extern "C" __global__ void IN_CLUSTER __launch_bounds__(kThreads, MIN_BLOCKS)
   next_step_may_begin();
   float* const warps_sums = reinterpret_cast<float*>(staged);
   stage_sums(warps_sums, sums, part);
-  cluster_barrier();  // the sums of every warp of the cluster are staged
-  if (gridDim.y == CLUSTER)
+  __syncthreads();  // the sums of every warp are staged
+  if (gridDim.y == 1)
     store_sums(dw, warps_sums, filters);
   else
-    store_sums(parts + static_cast<int64>(blockIdx.y / CLUSTER) * filters * GROUP_C * kTaps, warps_sums, filters);
-  if (CLUSTER > 1) cluster_barrier();  // other blocks have read these sums, which end with the block
+    store_sums(parts + static_cast<int64>(blockIdx.y) * filters * GROUP_C * kTaps, warps_sums, filters);
 }
 
 constexpr int kFinishThreads = 256;

@@ -3,13 +3,12 @@
 // A block adds up UNITS units of groups over tiles of IMAGES x ROWS x COLUMNS outputs, every gridDim.y-th, which
 // cp.async stages STAGES deep. A warp computes one item, 16 filters x 16 channels, for WARP_TAPS rows of the filter,
 // from one in WARPS strips of 16 columns (two runs of 8): products whose depth is pixels. A fragment of x serves the
-// taps of its column, one of dy those of its row. Warps' sums are added in shared memory, blocks' in a
-// cluster of CLUSTER, clusters' by `grouped_weights_finish`, in a fixed order.
+// taps of its column, one of dy those of its row. Warps' sums are added in shared memory, blocks' by
+// `grouped_weights_finish`, in a fixed order.
 //
 // Defines: ELEMENT, GROUPS, GROUP_C, GROUP_K, FILTER_*, STRIDE_*, DILATION_*, PAD_*, UNITS, SHARES_C, SHARES_K (of a
 // unit), ROWS, COLUMNS, SPAN (of COLUMNS that exist), IMAGES, WARP_TAPS, TAP_BLOCKS, WARPS, STAGES, ROW_TILES,
-// COLUMN_TILES, IN_*, OUT_*, CHANNELS_LAST, CLUSTER, LANES, MIN_BLOCKS, SHARED_BYTES.
-#include "common/add_cluster.cuh"
+// COLUMN_TILES, IN_*, OUT_*, CHANNELS_LAST, LANES, MIN_BLOCKS, SHARED_BYTES.
 #include "common/add_parts.cuh"
 #include "common/grouped.cuh"
 
@@ -21,7 +20,7 @@
 #if !defined(UNITS) || !defined(SHARES_C) || !defined(SHARES_K) || !defined(ROWS) || !defined(COLUMNS) ||              \
     !defined(SPAN) || !defined(IMAGES) || !defined(WARP_TAPS) || !defined(TAP_BLOCKS) || !defined(WARPS) ||            \
     !defined(STAGES) || !defined(ROW_TILES) || !defined(COLUMN_TILES) || !defined(CHANNELS_LAST) || !defined(LANES) || \
-    !defined(CLUSTER) || !defined(MIN_BLOCKS) || !defined(SHARED_BYTES)
+    !defined(MIN_BLOCKS) || !defined(SHARED_BYTES)
 #error "define the tiling: UNITS, ROW*, COLUMN*, SPAN, IMAGES, WARP_TAPS, TAP_BLOCKS, WARPS, STAGES, LANES, ..."
 #endif
 
@@ -240,21 +239,20 @@ __device__ __forceinline__ bool is_summed(int place, int own_tap) {
   return TAP_BLOCKS == 1 || (tap >= own_tap && tap < own_tap + kWarpTaps);
 }
 
-// Adds the sums of a cluster's warps and stores them: elements if there is one block for them, else floats.
+// Adds the warps' sums and stores them: elements if there is one block for them, else floats.
 template <typename T>
 __device__ __forceinline__ void store_sums(T* out, const float* staged, int filters, int own_tap) {
   constexpr int kVector = TAP_BLOCKS > 1 ? 1 : greatest_divisor(4, SHARES_C == 1 ? kFilterFloats : kRowC),
                 kVectors = kFilterFloats / kVector;
   const int first = blockIdx.x * kUnits * kUnitK + share_of_filters() * kShareK;
 #pragma unroll 2
-  for (int i = place_in_cluster<kThreads>(); i < kK * kVectors; i += CLUSTER * kThreads) {
+  for (int i = threadIdx.x; i < kK * kVectors; i += kThreads) {
     const int k = i / kVectors, at = i % kVectors * kVector;
     if (first + k >= filters || !is_summed(at, own_tap)) continue;
     Vector<float, kVector> sum = {};
 #pragma unroll
-    for (int part = 0; part < CLUSTER * kWarps; ++part) {
-      const float* const from = staged + (part % kWarps * kK + k) * kSumPitch + at;
-      const auto more = sums_of_block<kVector>(from, part / kWarps);
+    for (int warp = 0; warp < kWarps; ++warp) {
+      const auto more = *reinterpret_cast<const Vector<float, kVector>*>(staged + (warp * kK + k) * kSumPitch + at);
 #pragma unroll
       for (int e = 0; e < kVector; ++e) sum.at[e] += more.at[e];
     }
@@ -268,7 +266,7 @@ __device__ __forceinline__ void store_sums(T* out, const float* staged, int filt
   }
 }
 
-extern "C" __global__ void IN_CLUSTER __launch_bounds__(kThreads, MIN_BLOCKS)
+extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
     grouped_weights(const ELEMENT* __restrict__ dy, const ELEMENT* __restrict__ x, ELEMENT* __restrict__ dw,
                     float* __restrict__ parts, int n, int channels, int filters, int height, int width, int out_height,
                     int out_width, int tiles) {
@@ -313,13 +311,11 @@ extern "C" __global__ void IN_CLUSTER __launch_bounds__(kThreads, MIN_BLOCKS)
   next_step_may_begin();
   float* const warps_sums = reinterpret_cast<float*>(staged);
   stage_sums(warps_sums, sums, part);
-  cluster_barrier();  // the sums of every warp of the cluster are staged
-  if (gridDim.y == CLUSTER)
+  __syncthreads();  // the sums of every warp are staged
+  if (gridDim.y == 1)
     store_sums(dw, warps_sums, filters, part.own_tap);
   else
-    store_sums(parts + static_cast<int64>(blockIdx.y / CLUSTER) * filters * kTaps * GROUP_C, warps_sums, filters,
-               part.own_tap);
-  if (CLUSTER > 1) cluster_barrier();  // other blocks have read these sums, which end with the block
+    store_sums(parts + static_cast<int64>(blockIdx.y) * filters * kTaps * GROUP_C, warps_sums, filters, part.own_tap);
 }
 
 constexpr int kFinishThreads = 256;

@@ -21,8 +21,8 @@ from miofind.tiling.grouped import SOURCE, GroupedAxis, Packs, is_ample, residen
 from miofind.tiling.grouped_planes import PlanesTiling, planes_unit, planes_units
 
 _DEFAULTS, _MOST_ALIKE = 8, 2
-_ROWS = (1, 2, 3, 4, 7)
-_TURNS = (0, 1, 2, 4, 8, 16)
+_ROWS = (1, 2, 3, 4, 7)  # 3 serves odd planes that nothing else does
+_TURNS = (0, 1, 2, 4, 8)
 _MAX_DEPTH, _MAX_MATRICES = 2, 100
 _MAX_SUMS, _MAX_REGISTERS = 128, 255
 _LEAST_THREADS, _MAX_THREADS = 32, 512
@@ -85,20 +85,19 @@ def _defines(
     )
 
 
-# Set against ResNeXt-50's layers at batch 32 on an H200, the best and 21 others of each: issue slots of a thread to
+# Set against ResNeXt-50's layers at batch 32 on an H200, some 30 configurations of each: issue slots of a thread to
 # copy a vector, to lay out 16 bytes and to store 16; a warp's instructions besides products for a fragment of 16
 # channels x 8 pixels and for a tile of 8 pixels of results; cycles of a scheduler for a product; cycles of a tile and
 # of a block at least.
-_COPY, _LAY_OUT, _STORE = 6.9, 30, 8.1
-_FRAGMENT, _SHIFT, _RESULT = 4.2, 2.9, 4.9
-_PRODUCT = 9.7
-_ISSUED = 0.6  # instructions of a scheduler in a cycle
-_ALONE = 1.6  # how much longer the warps of one block take, if each had a scheduler of its own
-_TILE_LATENCY, _BLOCK_LATENCY = 1100, 3600
-_ARRANGED, _LOADED = 0.22, 1.5  # cycles of shared memory to arrange an element; to load a word, reckoned
-_APART = 0.46  # share of the shorter of memory and multiprocessors that does not overlap
-_BANDWIDTH_SHARE = 1.0  # of the nominal one that copies reach: results end in the cache
-_LAUNCH_MS = 0.0027
+_COPY, _LAY_OUT, _STORE = 14, 18, 4
+_FRAGMENT, _SHIFT, _RESULT = 1.1, 1.9, 1.4
+_PRODUCT = 4.1
+_ALONE = 3.7  # how much longer the warps of one block take, if each had a scheduler of its own
+_TILE_LATENCY, _BLOCK_LATENCY = 1000, 4300
+_ARRANGED, _LOADED = 0.15, 1.7  # cycles of shared memory to arrange an element, and to load a word
+_APART = 0.59  # share of the shorter of memory and multiprocessors that does not overlap
+_BANDWIDTH_SHARE = 0.885  # of the nominal one that copies reach
+_LAUNCH_MS = 0.0017
 
 
 def _busy_cycles(tiling: PlanesTiling) -> float:
@@ -113,7 +112,7 @@ def _busy_cycles(tiling: PlanesTiling) -> float:
     products = tiling.rows * tiling.width * height.taps * width.taps * tiling.depth
     results = tiling.rows * tiling.width * height.phases * width.phases
     slots += warps * (fragments * (_FRAGMENT + _SHIFT * shifts / width.stride) + results * _RESULT + products)
-    return max(slots / (4 * _ISSUED), warps * products * _PRODUCT / 4)
+    return max(slots / 4, warps * products * _PRODUCT / 4)
 
 
 def _filter_cycles(problem: ProblemDescription, tiling: PlanesTiling) -> float:
@@ -196,7 +195,7 @@ class ConvGroupedPlanes(Solver):
         "rows": _ROWS,
         "row_groups": (1, 2, 4),
         "images": (1, 2, 4),
-        "units": (1, 2, 4),
+        "units": (1, 2),
         "stages": (1, 2, 3),
         "turns": _TURNS,
     }
@@ -273,11 +272,17 @@ class ConvGroupedPlanes(Solver):
 
     @staticmethod
     def _is_dealt(problem: ProblemDescription, tiling: PlanesTiling, device: Device, config: Config) -> bool:
-        """Whether blocks use all their buffers, and no number of turns would deal the tiles to as many."""
+        """Whether blocks use all their buffers, and are dealt more than two tiles where there is no number of turns.
+
+        Of one or two tiles, a number of turns deals the same to each block, which measured faster.
+        """
         splits = _splits(problem, tiling, device, config["turns"])
         if splits > _MAX_GRID or config["stages"] > ceil_div(tiling.tile_count, splits) + 1:
             return False
-        return config["turns"] > 0 or all(ceil_div(tiling.tile_count, turns) != splits for turns in _TURNS if turns)
+        if config["turns"]:
+            return True
+        dealt = {ceil_div(tiling.tile_count, turns) for turns in _TURNS if turns}
+        return tiling.tile_count > 2 * splits and splits not in dealt
 
     def spreads_nonfinite(self, problem: ProblemDescription, config: Config) -> bool:
         return any(channels // problem.groups % 16 for channels in (problem.c, problem.k))

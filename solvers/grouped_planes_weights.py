@@ -31,7 +31,6 @@ _LEAST_THREADS, _MAX_THREADS = 32, 512
 _MAX_GRID = 2**16 - 1
 _MAX_WORKSPACE_BYTES = 1 << 28
 _SHARED_BYTES = 99 << 10
-_MIN_CLUSTER_SM, _MOST_IN_CLUSTER = 90, 8
 _FINISH_THREADS = 256
 _PARTS = "parts"
 
@@ -86,8 +85,7 @@ def _defines(
         ("DY_PITCH", tiling.y.pitch),
         ("X_CHANNEL", tiling.x.channel_bytes),
         ("DY_CHANNEL", tiling.y.channel_bytes),
-        ("CLUSTER", config["cluster"]),
-        ("LANES", _lanes(config["splits"] // config["cluster"])),
+        ("LANES", _lanes(config["splits"])),
         ("MIN_BLOCKS", resident),
         ("SHARED_BYTES", tiling.shared_bytes),
     )
@@ -103,44 +101,36 @@ def _sum_step(problem: ProblemDescription, config: Config, device: Device) -> Ke
         shared_bytes=tiling.shared_bytes,
         defines=_defines(problem, config, tiling, _resident(problem, tiling, device)),
         args=(
-            *(Pointer(buffer=name) for name in ("y", "x", "w", _PARTS if _has_parts(config) else "w")),
+            *(Pointer(buffer=name) for name in ("y", "x", "w", "w" if config["splits"] == 1 else _PARTS)),
             *int32s(problem.n, problem.c, problem.k, tiling.tile_count),
         ),
     )
 
 
-def _has_parts(config: Config) -> bool:
-    """Whether a second kernel adds what clusters have summed."""
-    return bool(config["splits"] > config["cluster"])
-
-
 def _finish_step(problem: ProblemDescription, config: Config, first: KernelStep) -> KernelStep:
-    parts = config["splits"] // config["cluster"]
-    elements = 4 * _FINISH_THREADS // _lanes(parts)
+    elements = 4 * _FINISH_THREADS // _lanes(config["splits"])
     return KernelStep(
         source="grouped_planes_weights.cu",
         entry="grouped_planes_weights_finish",
         grid=(ceil_div(problem.w.size, elements), 1, 1),
         block=(_FINISH_THREADS, 1, 1),
         defines=first.defines,
-        args=(Pointer(buffer=_PARTS), Pointer(buffer="w"), *int32s(problem.w.size, parts)),
+        args=(Pointer(buffer=_PARTS), Pointer(buffer="w"), *int32s(problem.w.size, config["splits"])),
         waits_itself=True,
     )
 
 
-# Set against ResNeXt-50's layers at batch 32 on an H200, the best and 33 others of each, but for clusters, which are
-# reckoned: issue slots of a thread to copy a vector and to lay out 16 bytes; a warp's instructions besides products for
-# a row of x and for one of dy; cycles of a scheduler for a product; cycles of a tile and of a block at least.
-_COPY, _LAY_OUT = 9.4, 52
-_ROW_OF_X, _ROW_OF_DY = 21, 5.5
-_PRODUCT = 6.5
+# Set against ResNeXt-50's layers at batch 32 on an H200, some 30 configurations of each: issue slots of a thread to
+# copy a vector and to lay out 16 bytes; a warp's instructions besides products for a row of x and for one of dy; cycles
+# of a scheduler for a product; cycles of a tile and of a block at least.
+_COPY, _LAY_OUT = 13, 71
+_ROW_OF_X, _ROW_OF_DY = 29, 9.6
+_PRODUCT = 2.1
 _ISSUED = 0.4  # instructions of a scheduler in a cycle
-_ALONE = 0.71  # how much longer the warps of one block take, if each had a scheduler of its own
-_TILE_LATENCY, _BLOCK_LATENCY = 900, 3600
-_PARTS_SHARE = 1.1  # of the bytes of parts that device memory sees
-_APART = 0.53  # share of the shorter of memory and multiprocessors that does not overlap
-_BANDWIDTH_SHARE = 0.87  # of the nominal one that copies reach
-_LAUNCH_MS, _FINISH_MS, _CLUSTER_MS = 0.0021, 0.0008, 0.0005
+_TILE_LATENCY, _BLOCK_LATENCY = 350, 1800
+_PARTS_SHARE = 1.14  # of the bytes of parts that device memory sees
+_APART = 0.69  # share of the shorter of memory and multiprocessors that does not overlap
+_LAUNCH_MS, _FINISH_MS = 0.0015, 0.00057
 
 
 def _busy_cycles(problem: ProblemDescription, tiling: PlanesWeightsTiling) -> float:
@@ -166,22 +156,22 @@ def _work_ms(problem: ProblemDescription, device: Device, tiling: PlanesWeightsT
     """Milliseconds of multiprocessors and memory together."""
     resident, turns = _resident(problem, tiling, device), ceil_div(tiling.tile_count, config["splits"])
     busy = _busy_cycles(problem, tiling)
-    alone = _TILE_LATENCY * (2 if config["stages"] == 1 else 1) + _ALONE * 128 * busy / tiling.threads
+    alone = _TILE_LATENCY * (2 if config["stages"] == 1 else 1) + 128 * busy / tiling.threads
     full, rest = divmod(tiling.channel_tiles * config["splits"], device.sm_count * resident)
     cycles = full * (_BLOCK_LATENCY + turns * max(resident * busy, alone))
     if rest:
         cycles += _BLOCK_LATENCY + turns * max(ceil_div(rest, device.sm_count) * busy, alone)
     processing = 1e3 * cycles / device.clock_hz
-    parts = 8 * problem.w.size * (config["splits"] // config["cluster"]) if _has_parts(config) else 0
+    parts = 8 * problem.w.size * config["splits"] if config["splits"] > 1 else 0
     halo = 0.1 * (tiling.x.rows - tiling.rows * problem.lifted(2).conv.stride[0]) / tiling.x.rows
     through = problem.bytes * (1 + halo) + _PARTS_SHARE * parts
-    memory = 1e3 * through / (_BANDWIDTH_SHARE * device.bandwidth_bytes_per_s)
+    memory = 1e3 * through / device.bandwidth_bytes_per_s
     return float(max(memory, processing) + _APART * min(memory, processing))
 
 
 @functools.cache
 def _config(
-    rows: int, row_groups: int, images: int, units: int, warps: int, shares: int, stages: int, splits: int, cluster: int
+    rows: int, row_groups: int, images: int, units: int, warps: int, shares: int, stages: int, splits: int
 ) -> Config:
     return Config.of(
         rows=rows,
@@ -192,22 +182,16 @@ def _config(
         shares=shares,
         stages=stages,
         splits=splits,
-        cluster=cluster,
     )
 
 
 # One of them is valid for every applicable problem.
 _LAST_RESORTS = tuple(
-    _config(rows, row_groups, 1, 1, 1, shares, 1, 1, 1)
+    _config(rows, row_groups, 1, 1, 1, shares, 1, 1)
     for rows in _ROWS
     for row_groups in (1, 2, 4)
     for shares in (4, 2, 1)
 )
-
-
-def _clusters(splits: int, device: Device) -> tuple[int, ...]:
-    """Of one block, and of as many as add their sums without the help of others, up to the most that are portable."""
-    return (1, min(splits, _MOST_IN_CLUSTER)) if splits > 1 and device.sm >= _MIN_CLUSTER_SM else (1,)
 
 
 def _likely(problem: ProblemDescription, device: Device) -> Iterator[Config]:
@@ -222,8 +206,7 @@ def _likely(problem: ProblemDescription, device: Device) -> Iterator[Config]:
         if splits > 1 and not 0.8 <= ceil_div(packs, units) * shares * splits / device.sm_count <= _MOST_BLOCKS:
             continue
         for tile, warps, stages in itertools.product(tiles, (1, 2, 4), (2, 3)):
-            for cluster in _clusters(splits, device):
-                yield _config(*tile, units, warps, shares, stages, splits, cluster)
+            yield _config(*tile, units, warps, shares, stages, splits)
     yield from _LAST_RESORTS
 
 
@@ -247,7 +230,7 @@ class ConvGroupedPlanesWeights(Solver):
     Configuration: a warp adds 8 or 16 channels x some filters of a pack, the fewest groups that fill 8 of each, over
     runs of 8 outputs down `rows` rows; a tile has `row_groups` times as many rows of `images` images, whose runs
     `warps` warps share; a block has `units` packs, or one in `shares` shares of a pack's channels, and `stages`
-    buffers; the outputs are dealt to `splits` blocks, of which each `cluster` add their sums themselves.
+    buffers; the outputs are dealt to `splits` blocks.
     """
 
     id = "ConvGroupedPlanesWeights"
@@ -266,12 +249,11 @@ class ConvGroupedPlanesWeights(Solver):
         "rows": _ROWS,
         "row_groups": (1, 2, 4),
         "images": (1, 2, 4, 8),
-        "units": (1, 2, 4),
+        "units": (1, 2),
         "shares": (1, 2, 4),
         "warps": (1, 2, 4),
         "stages": (1, 2, 3),
         "splits": _SPLITS,
-        "cluster": (1, 2, 4, 8),
     }
     sources = ("grouped_planes_weights.cu",)
 
@@ -338,10 +320,6 @@ class ConvGroupedPlanesWeights(Solver):
             return False
         if config["stages"] == 1 < config["splits"] < tiling.tile_count:
             return False  # copies and products of several tiles overlap
-        if config["cluster"] not in _clusters(config["splits"], device):
-            return False
-        if config["cluster"] > 1 and not tiling.sums_in_fours:
-            return False
         if config["splits"] > 1 and 4 * config["splits"] * problem.w.size > _MAX_WORKSPACE_BYTES:
             return False
         if tiling.sums > _MAX_SUMS or _registers(problem, tiling) > _MAX_REGISTERS:
@@ -356,15 +334,14 @@ class ConvGroupedPlanesWeights(Solver):
 
     def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
         tiling = PlanesWeightsTiling.of(problem, config)
-        launches = _LAUNCH_MS + (_FINISH_MS if _has_parts(config) else 0.0)
-        launches += _CLUSTER_MS if config["cluster"] > 1 else 0.0
+        launches = _LAUNCH_MS + (_FINISH_MS if config["splits"] > 1 else 0.0)
         return launches + _work_ms(problem, device, tiling, config)
 
     def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
         step = _sum_step(problem, config, device)
-        if not _has_parts(config):
+        if config["splits"] == 1:
             return ConvSolution(steps=(step,))
-        parts = Region(name=_PARTS, bytes=4 * (config["splits"] // config["cluster"]) * problem.w.size)
+        parts = Region(name=_PARTS, bytes=4 * config["splits"] * problem.w.size)
         return ConvSolution(steps=(step, _finish_step(problem, config, step)), workspace=WorkspacePlan((parts,)))
 
 

@@ -37,7 +37,6 @@ _MAX_THREADS = 1024
 _MAX_GRID = 2**16 - 1
 _MAX_WORKSPACE_BYTES = 1 << 28
 _SHARED_BYTES = 99 << 10
-_MIN_CLUSTER_SM, _MOST_IN_CLUSTER = 90, 8
 _FINISH_THREADS = 256
 _PARTS = "parts"
 
@@ -92,8 +91,7 @@ def _defines(
         ("COLUMN_TILES", tiling.tiles[1]),
         *zip(("IN_H", "IN_W", "OUT_H", "OUT_W"), (*planar.spatial, *planar.out_spatial), strict=True),
         ("CHANNELS_LAST", int(planar.x.layout.channels_last)),
-        ("CLUSTER", config["cluster"]),
-        ("LANES", _lanes(config["splits"] // config["cluster"])),
+        ("LANES", _lanes(config["splits"])),
         ("MIN_BLOCKS", resident),
         ("SHARED_BYTES", tiling.shared_bytes),
     )
@@ -109,35 +107,28 @@ def _sum_step(problem: ProblemDescription, config: Config, device: Device) -> Ke
         shared_bytes=tiling.shared_bytes,
         defines=_defines(problem, config, tiling, _resident(tiling, device.shared_bytes or _SHARED_BYTES)),
         args=(
-            *(Pointer(buffer=name) for name in ("y", "x", "w", _PARTS if _has_parts(config) else "w")),
+            *(Pointer(buffer=name) for name in ("y", "x", "w", "w" if config["splits"] == 1 else _PARTS)),
             *int32s(problem.n, problem.c, problem.k, *planar.spatial, *planar.out_spatial, tiling.tile_count),
         ),
     )
 
 
-def _has_parts(config: Config) -> bool:
-    """Whether a second kernel adds what clusters have summed."""
-    return bool(config["splits"] > config["cluster"])
-
-
 def _finish_step(problem: ProblemDescription, config: Config, first: KernelStep) -> KernelStep:
-    parts = config["splits"] // config["cluster"]
-    elements = 4 * _FINISH_THREADS // _lanes(parts)
+    elements = 4 * _FINISH_THREADS // _lanes(config["splits"])
     return KernelStep(
         source="grouped_weights.cu",
         entry="grouped_weights_finish",
         grid=(ceil_div(problem.w.size, elements), 1, 1),
         block=(_FINISH_THREADS, 1, 1),
         defines=first.defines,
-        args=(Pointer(buffer=_PARTS), Pointer(buffer="w"), *int32s(problem.w.size, parts)),
+        args=(Pointer(buffer=_PARTS), Pointer(buffer="w"), *int32s(problem.w.size, config["splits"])),
         waits_itself=True,
     )
 
 
-# Set against ResNeXt-50's layers at batch 32 on an H200, the best and 23 others of each, but for clusters, which are
-# reckoned. Issue slots, in a warp's instructions, to move 16 bytes, channels last and first; cycles of tensor cores for
-# a product; cycles of a block's start and end, of each tile, for each 16 bytes of a thread, and for each product of a
-# warp.
+# Set against ResNeXt-50's layers at batch 32 on an H200, some 20 configurations of each. Issue slots, in a warp's
+# instructions, to move 16 bytes, channels last and first; cycles of tensor cores for a product; cycles of a block's
+# start and end, of each tile, for each 16 bytes of a thread, and for each product of a warp.
 _MOVE, _TURN = 14, 46  # channels first reckoned
 _PRODUCT = 0.66
 _BLOCK_LATENCY, _TILE_LATENCY, _MOVE_LATENCY, _PRODUCT_LATENCY = 4000, 740, 21, 2.4
@@ -145,7 +136,7 @@ _SHORT_RUN = 30  # bytes that a run of channels costs besides its own
 _AGAIN, _PARTS_SHARE = 0.51, 1.2  # shares of bytes read once more, and of parts, that device memory sees
 _ALONE = 0.45  # share of the shorter of memory and multiprocessors that does not overlap with one buffer at a time
 _BANDWIDTH_SHARE = 0.89  # of the nominal one that copies reach
-_LAUNCH_MS, _FINISH_MS, _CLUSTER_MS = 0.0021, 0.0008, 0.0005
+_LAUNCH_MS, _FINISH_MS = 0.0021, 0.0008
 
 
 def _work_ms(problem: ProblemDescription, device: Device, tiling: GroupedWeightsTiling, config: Config) -> float:
@@ -172,7 +163,7 @@ def _work_ms(problem: ProblemDescription, device: Device, tiling: GroupedWeights
     if rest:
         cycles += _BLOCK_LATENCY + turns * max(math.ceil(rest / device.sm_count) * busy, alone)
     processing = 1e3 * cycles / device.clock_hz
-    parts = 8 * problem.w.size * (config["splits"] // config["cluster"]) if _has_parts(config) else 0
+    parts = 8 * problem.w.size * config["splits"] if config["splits"] > 1 else 0
     run_bytes = 2 * tiling.span
     if problem.x.layout.channels_last:
         run_bytes = 2 * tiling.units * min(tiling.unit_c, tiling.unit_k)
@@ -189,12 +180,7 @@ def _config(rows: int, columns: int, images: int, units: int, warps: int, **deal
 
 _SPLITS = (1, 4, 8, 16, 32, 64)
 # One of them is valid for every applicable problem.
-_LAST_RESORTS = tuple(_config(1, columns, 1, 1, 1, stages=1, splits=1, cluster=1, shares=1) for columns in (8, 16))
-
-
-def _clusters(splits: int, device: Device) -> tuple[int, ...]:
-    """Of one block, and of as many as add their sums without the help of others, up to the most that are portable."""
-    return (1, min(splits, _MOST_IN_CLUSTER)) if splits > 1 and device.sm >= _MIN_CLUSTER_SM else (1,)
+_LAST_RESORTS = tuple(_config(1, columns, 1, 1, 1, stages=1, splits=1, shares=1) for columns in (8, 16))
 
 
 def _likely(problem: ProblemDescription, device: Device) -> Iterator[Config]:
@@ -208,18 +194,7 @@ def _likely(problem: ProblemDescription, device: Device) -> Iterator[Config]:
             for rows, (columns, images), warps, stages in itertools.product(
                 (2, 4, 7, 8), ((8, 2), (8, 4), (16, 1), (16, 2), (32, 1)), (1, 2), (2, 3)
             ):
-                for cluster in _clusters(splits, device):
-                    yield _config(
-                        rows,
-                        columns,
-                        images,
-                        units,
-                        warps,
-                        stages=stages,
-                        splits=splits,
-                        cluster=cluster,
-                        shares=shares,
-                    )
+                yield _config(rows, columns, images, units, warps, stages=stages, splits=splits, shares=shares)
     yield from _LAST_RESORTS
 
 
@@ -231,7 +206,7 @@ class ConvGroupedWeights(Solver):
     Configuration: a warp adds 16 filters x 16 channels of a unit, the fewest groups that fill them, for some
     rows of the filter, over `rows` x `columns` outputs of `images` images at a time; `warps` warps share the columns;
     a block has `units` units, or one in `shares` shares of a unit's items, and `stages` buffers; the outputs are dealt
-    to `splits` blocks, of which each `cluster` add their sums themselves.
+    to `splits` blocks.
     """
 
     id = "ConvGroupedWeights"
@@ -254,7 +229,6 @@ class ConvGroupedWeights(Solver):
         "warps": (1, 2),
         "stages": (1, 2, 3),
         "splits": _SPLITS,
-        "cluster": (1, 2, 4, 8),
         "shares": tuple(SHARES),
     }
     sources = ("grouped_weights.cu",)
@@ -317,10 +291,6 @@ class ConvGroupedWeights(Solver):
             return False  # copies and products of several tiles overlap
         if config["splits"] > tiling.tile_count or config["stages"] > ceil_div(tiling.tile_count, config["splits"]):
             return False
-        if config["cluster"] not in _clusters(config["splits"], device):
-            return False
-        if config["cluster"] > 1 and not tiling.sums_in_fours:
-            return False
         if config["splits"] > 1 and 4 * config["splits"] * problem.w.size > _MAX_WORKSPACE_BYTES:
             return False
         if tiling.sums > _MAX_SUMS or tiling.threads > _MAX_THREADS:
@@ -338,15 +308,14 @@ class ConvGroupedWeights(Solver):
 
     def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
         tiling = GroupedWeightsTiling.of(problem, config)
-        launches = _LAUNCH_MS + (_FINISH_MS if _has_parts(config) else 0.0)
-        launches += _CLUSTER_MS if config["cluster"] > 1 else 0.0
+        launches = _LAUNCH_MS + (_FINISH_MS if config["splits"] > 1 else 0.0)
         return launches + _work_ms(problem, device, tiling, config)
 
     def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
         step = _sum_step(problem, config, device)
-        if not _has_parts(config):
+        if config["splits"] == 1:
             return ConvSolution(steps=(step,))
-        parts = Region(name=_PARTS, bytes=4 * (config["splits"] // config["cluster"]) * problem.w.size)
+        parts = Region(name=_PARTS, bytes=4 * config["splits"] * problem.w.size)
         return ConvSolution(steps=(step, _finish_step(problem, config, step)), workspace=WorkspacePlan((parts,)))
 
 

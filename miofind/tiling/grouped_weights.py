@@ -36,7 +36,6 @@ class GroupedWeightsTiling:
         patch: input rows and columns staged, of an image.
         tap_blocks: blocks that share the filter's rows; 1 where the warps of a block do, unless they were too many.
         threads: of a block.
-        sums_in_fours: whether a filter's sums are stored four at a time.
         shared_bytes: of a block.
         channel_tiles: blocks for all units.
         tiles: of rows, columns and images.
@@ -55,7 +54,6 @@ class GroupedWeightsTiling:
     patch: tuple[int, int]
     tap_blocks: int
     threads: int
-    sums_in_fours: bool
     shared_bytes: int
     channel_tiles: int
     tiles: tuple[int, int, int]
@@ -98,8 +96,7 @@ class GroupedWeightsTiling:
             x = raw_bytes(planar.x, (patch_h, patch_w), -conv.pad_before[1], whole=is_whole)
             y = raw_bytes(planar.y, (rows, columns), 0, whole=is_whole)
             staged = tile + config["stages"] * images * units * (unit_c * x + unit_k * y)
-        row_floats = problem.w.shape[1] // shares_c
-        sums = 4 * config["warps"] * units * unit_k * _sum_pitch(filter_y * filter_x * row_floats)
+        sums = 4 * config["warps"] * units * unit_k * _sum_pitch(filter_y * filter_x * problem.w.shape[1] // shares_c)
         return GroupedWeightsTiling(
             unit_c=unit_c,
             unit_k=unit_k,
@@ -114,8 +111,6 @@ class GroupedWeightsTiling:
             patch=(patch_h, patch_w),
             tap_blocks=tap_blocks,
             threads=32 * units * items * (shares // tap_blocks) * config["warps"],
-            sums_in_fours=tap_blocks == 1
-            and (row_floats if shares_c > 1 else filter_y * filter_x * row_floats) % 4 == 0,
             shared_bytes=max(staged, sums),
             channel_tiles=ceil_div(units_in_all(problem), units) * config["shares"],
             tiles=tiles,
