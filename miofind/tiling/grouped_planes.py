@@ -107,7 +107,6 @@ class PlanesWeightsTiling:
         channel_tiles: blocks for all packs.
         warps: that share the streams.
         sums: registers of a thread that hold sums.
-        sums_in_fours: whether a filter's sums are stored four at a time.
         threads: of a block.
         shared_bytes: of a block.
     """
@@ -125,7 +124,6 @@ class PlanesWeightsTiling:
     channel_tiles: int
     warps: int
     sums: int
-    sums_in_fours: bool
     threads: int
     shared_bytes: int
 
@@ -184,7 +182,6 @@ class PlanesWeightsTiling:
             channel_tiles=ceil_div(ceil_div(problem.groups, packs.groups), units) * config["shares"],
             warps=config["warps"],
             sums=4 * products * item_blocks,
-            sums_in_fours=row_floats % 4 == 0,
             threads=32 * items * config["warps"],
             shared_bytes=max(staged + zeros, 4 * config["warps"] * filters * _sum_pitch(row_floats)),
         )
