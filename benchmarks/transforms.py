@@ -1,18 +1,21 @@
 """Fourier and Winograd transforms against PyTorch, on problems that suit them.
 
-    python benchmarks/transforms.py --json benchmarks/results/transforms_h200.json
-    python benchmarks/transforms.py --problems winograd --layouts NCHW --sample 12
+    python benchmarks/transforms.py --problems winograd --share 1/2 --seconds 80 --json winograd.json
+    python benchmarks/transforms.py --problems dense,lines --layouts NCHW --seconds 60 --json fft.json
     python benchmarks/transforms.py --list
 
 Needs a GPU and PyTorch (cudnn.benchmark=True, every algorithm tried). The default configurations of each solver, and
---configs more drawn at random, are verified and timed by the protocol of `miofind bench`; the fastest is compared. A
-ratio above 1 says how many times faster than PyTorch it is. Winograd's problems are the 3x3 layers of stride 1 of the
-yardstick suite that have 64 channels or more on either side.
+--configs more drawn at random, are timed by the protocol of `miofind bench`; each solver's fastest that passes
+verification is compared. A ratio above 1 says how many times faster than PyTorch it is. Winograd's problems are the 3x3
+layers of stride 1 of the yardstick suite that have 64 channels or more on either side. Problems of every list, layout
+and direction take turns, so that the first ones stand for all: --share 1/2 is every other problem, and --seconds begins
+no problem after so long, compilation included.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import random
@@ -20,7 +23,8 @@ import shlex
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,13 +36,15 @@ from miofind.compiler import Compiler
 from miofind.device import Device
 from miofind.environment import versions
 from miofind.errors import MiofindError
-from miofind.invoker import make_invoker
+from miofind.invoker import Invoker, make_invoker
 from miofind.measure.stage import Runnable, Stage
 from miofind.problem import Direction, Layout, ProblemDescription
 from miofind.solution import Config
 from miofind.solver import Solver, solver_by_id
 from miofind.suites import load_suite
 from miofind.verify.verifier import Verifier
+
+Candidate = tuple[Solver, Config]
 
 SAMPLES = 9
 FFT = ("ConvFft", "ConvFftTiles", "ConvFftDepthwise")
@@ -120,20 +126,41 @@ def suits_winograd(problem: ProblemDescription) -> bool:
     return min(problem.c, problem.k) >= LEAST_CHANNELS
 
 
-def sampled(every: list[Job], count: int) -> list[Job]:
-    """So many of them, alike every time; in their order."""
-    chosen = sorted(random.Random(count).sample(range(len(every)), min(count, len(every))))
-    return [every[i] for i in chosen]
+def in_turns(every: Sequence[Job]) -> list[Job]:
+    """One of each list, layout and direction after another, each of these shuffled; alike every time."""
+    groups: dict[tuple[str, bool, Direction], list[Job]] = {}
+    for job in every:
+        groups.setdefault((job.kind, job.problem.x.layout.channels_last, job.problem.direction), []).append(job)
+    for (kind, *_), group in groups.items():  # alike, so that shares have the same layers in each
+        random.Random(kind).shuffle(group)
+    rounds = itertools.zip_longest(*groups.values())
+    return [job for one in rounds for job in one if job is not None]
+
+
+def share(every: Sequence[Job], part: str) -> list[Job]:
+    """Part "I/N" of the problems, with every list, layout and direction in it."""
+    number, count = (int(one) for one in part.split("/"))
+    seen: Counter[tuple[str, bool, Direction]] = Counter()
+    chosen = []
+    for job in every:
+        key = (job.kind, job.problem.x.layout.channels_last, job.problem.direction)
+        if seen[key] % count == number - 1:
+            chosen.append(job)
+        seen[key] += 1
+    return chosen
 
 
 def configurations(solver: Solver, problem: ProblemDescription, device: Device, count: int) -> list[Config]:
     """The defaults and `count` more at random."""
+    defaults = list(solver.default_configs(problem, device))
+    if count == 0:
+        return defaults
     every = list(solver.configs(problem, device))
     drawn = random.Random(problem.network_config).sample(every, min(count, len(every)))
-    return list(dict.fromkeys([*solver.default_configs(problem, device), *drawn]))
+    return list(dict.fromkeys([*defaults, *drawn]))
 
 
-def candidates(job: Job, asked: argparse.Namespace, device: Device) -> list[tuple[Solver, Config]]:
+def candidates(job: Job, asked: argparse.Namespace, device: Device) -> list[Candidate]:
     """What is timed for a problem."""
     found, problem = [], job.problem
     for name in asked.solvers or SOLVERS[job.kind]:
@@ -148,39 +175,62 @@ def median_ms(stage: Stage, runs: Runnable, count: int = SAMPLES) -> float:
     return statistics.median(stage.samples(stage.track(runs), runs, count))
 
 
-def measured(job: Job, asked: argparse.Namespace, device: Device, compiler: Compiler) -> dict[str, Any]:
+def refused(verifier: Verifier, invoker: Invoker, solver: Solver, config: Config) -> str:
+    """Why a configuration does not pass, "" if it does."""
+    try:
+        growth = solver.error_growth(verifier.problem, config)
+        verdict = verifier.verify(invoker, growth=growth, exact=solver.is_exact(config))
+    except (MiofindError, MemoryError) as error:
+        return str(error) or type(error).__name__
+    return "" if verdict.ok else verdict.message or "wrong"
+
+
+def measured(
+    job: Job, found: Sequence[Candidate], device: Device, compiler: Compiler, *, torch: bool
+) -> dict[str, Any]:
     """One problem's times in milliseconds, ours best first; what failed, by configuration."""
     problem, times, failures = job.problem, [], []
     with Verifier(problem, device, compiler) as verifier, Stage(problem, device, compiler) as stage:
-        for solver, config in candidates(job, asked, device):
+        for solver, config in found:
             try:
                 invoker = make_invoker(problem, device, solver, config, compiler)
-                growth = solver.error_growth(problem, config)
-                verdict = verifier.verify(invoker, growth=growth, exact=solver.is_exact(config))
-                if not verdict.ok:
-                    failures.append(f"{solver.id} {config.json}: {verdict.message[:300]}")
-                    continue
-                estimate_ms = solver.estimate_ms(problem, device, config)
-                times.append((median_ms(stage, invoker), solver.id, config.json, estimate_ms, growth))
+                times.append((median_ms(stage, invoker), solver, config, invoker))
             except (MiofindError, MemoryError) as error:
                 failures.append(f"{solver.id} {config.json}: {str(error)[:300]}")
+        times.sort(key=lambda one: one[0])
+        wrong = set()
+        for name in dict.fromkeys(solver.id for solver, _ in found):
+            for place, (_, solver, config, invoker) in enumerate(times):
+                if solver.id != name:
+                    continue
+                if not (message := refused(verifier, invoker, solver, config)):
+                    break
+                wrong.add(place)
+                failures.append(f"{name} {config.json}: {message[:300]}")
         rival_ms = None
-        if asked.torch:
+        if torch:
             try:
                 rival_ms = median_ms(stage, TorchRival(problem, device.index), 5)
             except (MiofindError, MemoryError) as error:
                 failures.append(f"torch: {error}")
-    times.sort()
-    names = ("ms", "solver", "config", "estimate_ms", "growth")
-    rows = [dict(zip(names, one, strict=True)) for one in times]
-    ratio = rival_ms / times[0][0] if times and rival_ms else None
+    rows = [
+        {
+            "ms": ms,
+            "solver": solver.id,
+            "config": config.json,
+            "estimate_ms": solver.estimate_ms(problem, device, config),
+            "growth": solver.error_growth(problem, config),
+        }
+        for place, (ms, solver, config, _) in enumerate(times)
+        if place not in wrong
+    ]
     return {
         "kind": job.kind,
         "network_config": problem.network_config,
         "direction": problem.direction.value,
         "channels_last": problem.x.layout.channels_last,
         "torch_ms": rival_ms,
-        "ratio": ratio,
+        "ratio": rival_ms / rows[0]["ms"] if rows and rival_ms else None,
         "rows": rows,
         "failures": failures,
     }
@@ -211,11 +261,11 @@ def means(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
     return {f"{key} ({len(logs)})": math.exp(statistics.fmean(logs)) for key, logs in sorted(groups.items())}
 
 
-def build_ahead(problems: Sequence[Job], asked: argparse.Namespace, device: Device, compiler: Compiler) -> None:
+def build_ahead(found: Mapping[Job, Sequence[Candidate]], device: Device, compiler: Compiler) -> None:
     """Compile all kernels in parallel, so that the GPU does not wait for them."""
     steps = {}
-    for job in problems:
-        for solver, config in candidates(job, asked, device):
+    for job, pairs in found.items():
+        for solver, config in pairs:
             for step in solver.solution(job.problem, device, config).kernels:
                 steps[step.source, step.entry, step.defines] = step
     for _ in compiler.build_all(steps.values(), device.arch):
@@ -233,7 +283,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--layouts", default="NCHW,NHWC", help="NCHW (channels first), NHWC (last) or both")
     parser.add_argument("--configs", type=int, default=0, help="configurations besides the defaults")
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin no problem after so long")
-    parser.add_argument("--sample", type=int, help="measure only so many problems")
+    parser.add_argument("--share", default="1/1", metavar="I/N", help="measure only the I-th of N parts")
     parser.add_argument("--no-torch", dest="torch", action="store_false")
     parser.add_argument("--list", action="store_true", help="only print the problems and how many configurations")
     asked = parser.parse_args()
@@ -244,20 +294,21 @@ def parsed() -> argparse.Namespace:
 
 def main() -> None:
     asked = parsed()
-    every = list(jobs(asked))
-    chosen = sampled(every, asked.sample) if asked.sample else every
+    every = in_turns(list(jobs(asked)))
+    chosen = share(every, asked.share)
     if asked.list:
         device = Device.virtual("90a")
         for job in chosen:
             print(job.problem.network_config, len(candidates(job, asked, device)))
         return
     device, compiler, started, rows = Device.cuda(), Compiler(), time.monotonic(), []
-    build_ahead(chosen, asked, device, compiler)
+    found = {job: candidates(job, asked, device) for job in chosen}
+    build_ahead(found, device, compiler)
     built = time.monotonic()
     for job in chosen:
         if time.monotonic() - started > asked.seconds:
             break
-        rows.append(measured(job, asked, device, compiler))
+        rows.append(measured(job, found[job], device, compiler, torch=asked.torch))
         print(line(rows[-1]), flush=True)
         for failure in rows[-1]["failures"]:
             print(f"  FAILED {failure}", flush=True)

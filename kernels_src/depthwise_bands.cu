@@ -11,8 +11,8 @@
 // BANDS bands of its rows. TARGET says where outputs go: 0 over the inputs, 1 beside them, 2 to device memory at once.
 // Grid: one dimension, channels innermost, then images.
 #include "common/bands.cuh"
+#include "common/even_runs.cuh"
 #include "common/mma.cuh"
-#include "common/runs.cuh"
 #include "common/small_matrices.cuh"
 #include "common/transposed_matrix.cuh"
 
@@ -25,8 +25,8 @@
 #if !defined(CHANNELS) || !defined(IMAGES) || !defined(BANDS) || !defined(TARGET) || !defined(ROWS)
 #error "define CHANNELS, IMAGES, BANDS, TARGET and ROWS"
 #endif
-#if !defined(RING) || !defined(PARTIAL) || !defined(MIN_BLOCKS) || !defined(SHARED_BYTES)
-#error "define RING, PARTIAL, MIN_BLOCKS and SHARED_BYTES"
+#if !defined(RING) || !defined(ALIKE) || !defined(PARTIAL) || !defined(MIN_BLOCKS) || !defined(SHARED_BYTES)
+#error "define RING, ALIKE, PARTIAL, MIN_BLOCKS and SHARED_BYTES"
 #endif
 
 constexpr int kChannels = CHANNELS, kImages = IMAGES, kBands = BANDS, kThreads = 32 * kChannels * kBands;
@@ -54,15 +54,19 @@ constexpr int odd_room(int count) {
 }
 constexpr int kPitch = odd_room(kChannels * kPlane), kOutPitch = odd_room(kChannels * kOutPlane);
 constexpr bool kDirect = TARGET == 2;
-static_assert(TARGET != 0 || (H == OUT_H && W == OUT_W && kBands == 1 && kFilterY > PAD_H),
-              "a warp's outputs replace inputs that it has read");
+static_assert(TARGET != 0 ||
+                  (H == OUT_H && W == OUT_W && kBands == 1 && kFilterY > PAD_H && (kChannels == 1 || kPlane % 2 == 0)),
+              "a warp's outputs replace inputs that it has read, in words that no other warp reads");
 static_assert(!kDirect || !kIsOdd, "words are written whole");
 constexpr int kOutAt = TARGET == 1 ? kImages * kPitch : 0;
 static_assert(SHARED_BYTES == 2 * (kImages * kPitch + (TARGET == 1 ? kImages * kOutPitch : 0)),
               "the host and the kernel agree on shared memory");
 
-// Fragments of a band matrix, 8 x 8 each, by diagonals: word - half block of outputs = -1, 0, 1 and 2.
-using Matrix = unsigned[4];
+// Fragments of a band matrix, 8 x 8 each, by diagonals: word - half block of outputs = -1, 0, 1 and 2. Or, where rows
+// are of whole quads of outputs, the matrix has its rows in such an order that a lane's outputs of both halves are a
+// quad: row g of half h is output g / 2 * 4 + g % 2 + 2 * h, and fragments are by half and word.
+constexpr bool kHasQuads = !kIsOdd && OUT_W % 4 == 0;
+using Matrix = unsigned[kHasQuads ? 6 : 4];
 using Words = unsigned[kWords];
 
 // Filter rows whose matrix is the same for all rows of outputs: inputs and outputs begin alike.
@@ -78,11 +82,33 @@ __device__ __forceinline__ unsigned taps_from(const unsigned short* row, int tap
   return low | high << 16;
 }
 
+// Reads what the matrices of a filter row have in words kFirst and on for a lane that has tap `first` in word 0. Taps
+// of a word are eight apart from those of the next one, so that a filter of up to eight columns has one of them at
+// most.
+template <int kFirst, int kCount>
+__device__ __forceinline__ void read_taps(unsigned (&to)[kCount], const unsigned short* row, int first) {
+  if constexpr (kFilterX > 8) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) to[i] = taps_from(row, first + 8 * (kFirst + i));
+    return;
+  }
+  constexpr int kStep = FLIPPED ? -1 : 1;
+  const int low = first & 7, high = (first + 1) & 7;
+  unsigned pair = low < kFilterX ? row[kStep * low] : 0u;
+  pair |= (high < kFilterX ? row[kStep * high] : 0u) << 16;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    const bool has_low = kFirst + i == -(first >> 3), has_high = kFirst + i == -((first + 1) >> 3);
+    to[i] = pair & ((has_low ? 0xffffu : 0u) | (has_high ? 0xffff0000u : 0u));
+  }
+}
+
 // Reads the matrices of a channel: those for outputs of even and of odd rows.
 __device__ __forceinline__ void read_matrices(Matrix (&matrices)[2][kFilterY], const ELEMENT* filter,
                                               const Begin& begin) {
   const unsigned short* const taps = reinterpret_cast<const unsigned short*>(filter);
   const int lane = threadIdx.x % 32, first = lane % 4 * 2 - lane / 4 + kFirstTap;
+  const int quad_first = lane % 4 * 2 - (lane / 8 * 4 + lane / 4 % 2) + kFirstTap;
 #pragma unroll
   for (int y = 0; y < kFilterY; ++y)
 #pragma unroll
@@ -90,10 +116,16 @@ __device__ __forceinline__ void read_matrices(Matrix (&matrices)[2][kFilterY], c
       if (odd > 0 && is_alike(y)) continue;
       const int shift = is_alike(y) ? 0 : begin.of_out(odd) - begin.of_in(odd + y + PAD_H);
       const unsigned short* const row = taps + (FLIPPED ? (kFilterY - 1 - y) * kFilterX + kFilterX - 1 : y * kFilterX);
+      if constexpr (kHasQuads) {
 #pragma unroll
-      for (int d = -1; d < 3; ++d) {
-        const bool is_zero = 8 * d + 7 + kFirstTap + kOdd < 0 || 8 * d - 7 + kFirstTap - kOdd >= kFilterX;
-        matrices[odd][y][d + 1] = is_zero ? 0u : taps_from(row, first + shift + 8 * d);
+        for (int half = 0; half < 2; ++half) {
+          unsigned words[3];
+          read_taps<0>(words, row, quad_first - 2 * half);
+#pragma unroll
+          for (int i = 0; i < 3; ++i) matrices[odd][y][2 * i + half] = words[i];
+        }
+      } else {
+        read_taps<-1>(matrices[odd][y], row, first + shift);
       }
     }
 }
@@ -102,6 +134,18 @@ __device__ __forceinline__ void read_matrices(Matrix (&matrices)[2][kFilterY], c
 __device__ __forceinline__ void add_row(float (&sums)[kBlocks][4], const Matrix& matrix, const Words& row) {
 #pragma unroll
   for (int j = 0; j < kBlocks; ++j) {
+    if constexpr (kHasQuads) {
+      if (Row::is_met(j, 2 * j) && Row::is_met(j, 2 * j + 1)) {
+        const unsigned rows[4] = {matrix[0], matrix[1], matrix[2], matrix[3]};
+        multiply_add<ELEMENT>(sums[j], rows, row[2 * j], row[2 * j + 1]);
+      } else if (Row::is_met(j, 2 * j)) {
+        multiply_add_half<ELEMENT>(sums[j], matrix[0], matrix[1], row[2 * j]);
+      } else if (Row::is_met(j, 2 * j + 1)) {
+        multiply_add_half<ELEMENT>(sums[j], matrix[2], matrix[3], row[2 * j + 1]);
+      }
+      if (Row::is_met(j, 2 * j + 2)) multiply_add_half<ELEMENT>(sums[j], matrix[4], matrix[5], row[2 * j + 2]);
+      continue;
+    }
     if (Row::is_met(j, 2 * j) && Row::is_met(j, 2 * j + 1)) {
       const unsigned rows[4] = {matrix[1], matrix[0], matrix[2], matrix[1]};
       multiply_add<ELEMENT>(sums[j], rows, row[2 * j], row[2 * j + 1]);
@@ -126,6 +170,17 @@ __device__ __forceinline__ void read_row(Words& words, const ELEMENT* lane_plane
 
 // Writes the sums of a row to `to`, where the lane's image has the row's column 0; the row begins `odd` elements late.
 __device__ __forceinline__ void write_row(ELEMENT* to, const float (&sums)[kBlocks][4], int odd, bool writes) {
+  if constexpr (kHasQuads) {
+#pragma unroll
+    for (int block = 0; block < kBlocks; ++block) {
+      const unsigned low = transposed_matrix(pack(ELEMENT{}, sums[block][0], sums[block][1]));
+      const unsigned high = transposed_matrix(pack(ELEMENT{}, sums[block][2], sums[block][3]));
+      const int column = 16 * block + threadIdx.x % 4 * 4;
+      if (writes && (16 * block + 16 <= OUT_W || column < OUT_W))
+        *reinterpret_cast<uint2*>(to + column) = make_uint2(low, high);
+    }
+    return;
+  }
   const int first = threadIdx.x % 4 * 2 - odd;
 #pragma unroll
   for (int block = 0; block < 2 * kBlocks; ++block) {
@@ -193,29 +248,6 @@ __device__ __forceinline__ void compute(const Share& share, const Matrix (&matri
   }
 }
 
-// Writes the staged runs of outputs, 16 bytes at a time, but for words that belong to neighbours, too: PARTIAL says
-// whether there are any.
-__device__ __forceinline__ void write_runs(ELEMENT* out, const ELEMENT* staged, int image, int images, int channel,
-                                           int channels) {
-  constexpr int kRunWords = room<ELEMENT>(kChannels * kOutPlane) / kWide<ELEMENT>;
-  const int count = min(kChannels, channels - channel) * kOutPlane;
-#pragma unroll(unrolled<kThreads>(kImages * kRunWords))
-  for (int turn = 0; turn < turns<kThreads>(kImages * kRunWords); ++turn) {
-    const int i = turn * kThreads + threadIdx.x, slot = i / kRunWords, at = i % kRunWords * kWide<ELEMENT>;
-    const int first = ((image + slot) * channels + channel) * kOutPlane, skipped = first % kWide<ELEMENT>;
-    if (slot >= kImages || image + slot >= images || at >= skipped + count) continue;
-    const ELEMENT* const from = staged + slot * kOutPitch + at;
-    ELEMENT* const to = out + (first - skipped + at);
-    if (at >= skipped && at + kWide<ELEMENT> <= skipped + count) {
-      *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(from);
-    } else if constexpr (PARTIAL) {
-#pragma unroll
-      for (int k = 0; k < kWide<ELEMENT>; ++k)
-        if (at + k >= skipped && at + k < skipped + count) to[k] = from[k];
-    }
-  }
-}
-
 extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
     depthwise_bands(const ELEMENT* __restrict__ in, const ELEMENT* __restrict__ filter, ELEMENT* __restrict__ out,
                     int images, int channels) {
@@ -223,9 +255,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
   const int channel_tiles = (channels + kChannels - 1) / kChannels;
   const int image = blockIdx.x / channel_tiles * kImages, channel = blockIdx.x % channel_tiles * kChannels;
   const int here = min(kChannels, channels - channel);
-  load_runs<kThreads, kImages, kChannels * kPlane, kPitch>(staged, in, images * channels * kPlane, [&](int slot) {
-    return Run{((image + slot) * channels + channel) * kPlane, image + slot < images ? here * kPlane : 0};
-  });
+  // Runs of planes of `plane` elements: of the block's channels, an image each.
+  const auto runs_of = [&](unsigned plane) {
+    const unsigned first = image * channels + channel;
+    return EvenRuns{first * plane, channels * plane, static_cast<unsigned>(images - image), here * plane};
+  };
+  load_even_runs<kThreads, kImages, kChannels * kPlane, kPitch, ALIKE>(staged, in, images * channels * kPlane,
+                                                                       runs_of(kPlane));
   commit_copies();
 
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
@@ -258,6 +294,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
   }
   if constexpr (!kDirect) {
     __syncthreads();  // the outputs of every warp are staged
-    write_runs(out, staged + kOutAt, image, images, channel, channels);
+    store_even_runs<kThreads, kImages, kChannels * kOutPlane, kOutPitch, ALIKE, PARTIAL>(out, staged + kOutAt,
+                                                                                         runs_of(kOutPlane));
   }
 }

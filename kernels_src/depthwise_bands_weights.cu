@@ -12,7 +12,7 @@
 // Grid: one dimension, channels innermost, then bands of rows, then images.
 #include "common/bands.cuh"
 #include "common/early_launch.cuh"
-#include "common/runs.cuh"
+#include "common/even_runs.cuh"
 #include "common/small_matrices.cuh"
 #include "common/transposed_matrix.cuh"
 
@@ -25,8 +25,8 @@
 #if !defined(IMAGES) || !defined(BAND_ROWS) || !defined(BANDS) || !defined(RING) || !defined(PARTS)
 #error "define IMAGES, BAND_ROWS, BANDS, RING and PARTS"
 #endif
-#if !defined(WARPS) || !defined(MIN_BLOCKS) || !defined(SHARED_BYTES)
-#error "define WARPS, MIN_BLOCKS and SHARED_BYTES"
+#if !defined(WARPS) || !defined(ALIKE) || !defined(MIN_BLOCKS) || !defined(SHARED_BYTES)
+#error "define WARPS, ALIKE, MIN_BLOCKS and SHARED_BYTES"
 #endif
 
 constexpr int kChannels = CHANNELS, kImages = IMAGES, kBands = BANDS, kWarps = WARPS;
@@ -58,6 +58,8 @@ constexpr int odd_room(int count) {
   return (room<ELEMENT>(count) / kWide<ELEMENT> | 1) * kWide<ELEMENT>;
 }
 constexpr int kPitch = odd_room(kRun), kOutPitch = odd_room(kOutRun), kSlots = kChannels * kImages;
+constexpr int kTogether = 8 * kWarps, kStages = kImages / kTogether;  // images that warps need at once
+static_assert(kImages % kTogether == 0, "stages are whole");
 
 // Sums: of diagonals of 8 x 8 columns, from FIRST_WORD on, for each filter row; twice where parities differ.
 constexpr bool is_alike(int y) {
@@ -198,6 +200,14 @@ __device__ __forceinline__ void write_taps(T* to, float* staged, const Sums& sum
   }
 }
 
+// Waits for all but the last `stages` stages of copies.
+template <int kMost>
+__device__ __forceinline__ void wait_for_all_but(int stages) {
+  if constexpr (kMost > 0)
+    if (stages < kMost) return wait_for_all_but<kMost - 1>(stages);
+  wait_for_copies<kMost>();
+}
+
 extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
     depthwise_bands_weights(const ELEMENT* __restrict__ dy, const ELEMENT* __restrict__ x, ELEMENT* dw, float* parts,
                             int images, int channels) {
@@ -210,16 +220,28 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
   const int end_in = kBands == 1 ? H : max(0, min(H, end_row - PAD_H + kFilterY - 1));
 
   ELEMENT* const staged_dy = staged + kSlots * kPitch;
-  // Slots are channel by channel.
-  const auto plane_of = [&](int slot) { return (image + slot % kImages) * channels + channel + slot / kImages; };
-  const auto exists = [&](int slot) { return image + slot % kImages < images && slot / kImages < here; };
-  load_runs<kThreads, kSlots, kRun, kPitch>(staged, x, images * channels * (H * W), [&](int slot) {
-    return Run{(plane_of(slot) * H + first_in) * W, exists(slot) ? max(0, end_in - first_in) * W : 0};
-  });
-  load_runs<kThreads, kSlots, kOutRun, kOutPitch>(staged_dy, dy, images * channels * (OUT_H * OUT_W), [&](int slot) {
-    return Run{(plane_of(slot) * OUT_H + first_row) * OUT_W, exists(slot) ? (end_row - first_row) * OUT_W : 0};
-  });
-  commit_copies();
+  // Slots are channel by channel: a channel's images are runs of the rows [first, end) of planes of `plane` elements.
+  // They are copied in the order in which warps need them, a group of eight images for each warp at a time.
+  const auto runs_of = [&](int own, int first_image, unsigned plane, int first, int end, unsigned width) {
+    const unsigned first_plane = (image + first_image) * channels + channel + own;
+    return EvenRuns{first_plane * plane + first * width, channels * plane,
+                    static_cast<unsigned>(own < here ? max(0, images - image - first_image) : 0),
+                    max(0, end - first) * width};
+  };
+#pragma unroll 1
+  for (int stage = 0; stage < kStages; ++stage) {
+    const int first = stage * kTogether;
+#pragma unroll
+    for (int own = 0; own < kChannels; ++own) {
+      const int slot = own * kImages + first;
+      load_even_runs<kThreads, kTogether, kRun, kPitch, ALIKE>(staged + slot * kPitch, x, images * channels * (H * W),
+                                                               runs_of(own, first, H * W, first_in, end_in, W));
+      load_even_runs<kThreads, kTogether, kOutRun, kOutPitch, ALIKE>(
+          staged_dy + slot * kOutPitch, dy, images * channels * (OUT_H * OUT_W),
+          runs_of(own, first, OUT_H * OUT_W, first_row, end_row, OUT_W));
+    }
+    commit_copies();
+  }
   next_step_may_begin();
 
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
@@ -235,20 +257,22 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
     for (int i = 0; i < kOutWords; ++i) masks.dy[odd][i] = existing<OUT_W>(8 * i + column - begin.of_out(odd));
   }
   Sums sums = {};
-  wait_for_copies<0>();
-  __syncthreads();  // the planes have arrived
-  if (computes) {
 #pragma unroll 1
-    for (int group = warp % kWarps; group < kImages / 8 && image + 8 * group < images; group += kWarps) {
-      const int slot = own * kImages + 8 * group + lane / 4;
-      const int first = (plane_of(slot) * H + first_in) * W, first_out = (plane_of(slot) * OUT_H + first_row) * OUT_W;
+  for (int stage = 0; stage < kStages && image + stage * kTogether < images; ++stage) {
+    wait_for_all_but<kStages - 1>(kStages - 1 - stage);
+    __syncthreads();  // the stage has arrived
+    const int group = stage * kWarps + warp % kWarps;
+    if (computes && image + 8 * group < images) {
+      const int slot = own * kImages + 8 * group + lane / 4, of_image = image + 8 * group + lane / 4;
+      const unsigned of_plane = of_image * channels + plane;
+      const unsigned first = (of_plane * H + first_in) * W, first_out = (of_plane * OUT_H + first_row) * OUT_W;
       Share share;
       share.x = staged + slot * kPitch + first % kWide<ELEMENT> - first_in * W + column - SHIFT;
       share.dy = staged_dy + slot * kOutPitch + first_out % kWide<ELEMENT> - first_row * OUT_W + column;
       share.first_row = first_row;
       share.end_row = end_row;
       share.end_in = end_in;
-      share.exists = exists(slot);
+      share.exists = of_image < images;
       add_rows(sums, share, masks, begin);
     }
   }

@@ -38,7 +38,8 @@ __device__ __forceinline__ void find_rows(Rows& found, int lines, int tiles, con
     const int pair = rank / channels, tile = 2 * pair + i % 2;
     const TilePlace at = grid.place(tile);
     const int plane = at.image * image_stride + (rank - pair * channels.by) * channel_stride;
-    found.at[line][i % 2] = row_of<kSpread>(at, plane, rank < lines && tile < tiles, rows, columns);
+    const int down = rank < lines && tile < tiles ? rows.offset(at.row, rows.low) : -1;
+    found.at[line][i % 2] = row_of<kSpread>(at.column, plane + down, down >= 0, columns);
   }
 }
 

@@ -58,7 +58,8 @@ __device__ __forceinline__ void find_rows(Rows& found, int planes, const Divisor
     const int rank = blockIdx.x * kLines + line, tile = rank / channels;
     const TilePlace at = grid.place(tile);
     const int plane = at.image * image_stride + (rank - tile * channels.by) * channel_stride;
-    found.at[line] = row_of<SPREAD>(at, plane, rank < planes, rows, columns);
+    const int down = rank < planes ? rows.offset(at.row, rows.low) : -1;
+    found.at[line] = row_of<SPREAD>(at.column, plane + down, down >= 0, columns);
   }
 }
 

@@ -5,9 +5,10 @@
 // real numbers as one complex, then split), a thread a column of the half that is kept, from registers to memory.
 // Backward: the same in reverse, of the rows that are kept. Shared memory holds rows of kSlots complex numbers; it is
 // an odd number, so that neighbouring rows begin in different banks. Sums are float32. Defines: ELEMENT, CHANNELS_LAST,
-// LENGTH_H, LENGTH_W, PLANES, THREADS. Source: Vasilache et al., Fast Convolutional Nets with fbfft, ICLR 2015.
+// SPREAD (elements have gaps between them), LENGTH_H, LENGTH_W, PLANES, THREADS. Source: Vasilache et al., Fast
+// Convolutional Nets with fbfft, ICLR 2015.
 #include "common/fft_registers.cuh"
-#include "common/fourier.cuh"
+#include "common/fft_rows.cuh"
 #include "common/types.cuh"
 
 #if !defined(ELEMENT) || !defined(CHANNELS_LAST) || !defined(LENGTH_H) || !defined(LENGTH_W) || !defined(PLANES)
@@ -17,7 +18,7 @@
 constexpr int kHeight = LENGTH_H, kWidth = LENGTH_W, kPlanes = PLANES, kThreads = THREADS;
 constexpr int kHalf = kWidth / 2, kSlots = kHalf + 1;
 constexpr int kFrequencies = kHeight * kSlots;
-constexpr int kBatch = 8;  // loads of a thread under way
+constexpr int kBatch = LENGTH_H < 8 ? LENGTH_H : 8;  // loads of a thread under way
 // 4 floats modulo 32, so that four columns of eight neighbouring planes lie in different banks.
 constexpr int kPlanePitch = (kFrequencies + 13) / 16 * 16 + 2;
 
@@ -25,50 +26,35 @@ static_assert(kWidth % 4 == 0, "rows of an odd number of slots");
 static_assert(kPlanePitch >= kFrequencies, "planes do not overlap");
 static_assert(kThreads % 32 == 0 && kThreads <= 1024, "whole warps");
 
-// Where the positions of a block's planes are in the tensor: a row's and a column's offset add up; -1 where there is no
-// element.
-struct Offsets {
-  int base[kPlanes];
-  int rows[kPlanes][kHeight];
-  int columns[kPlanes][kWidth];
-
-  __device__ __forceinline__ int at(int plane, int row, int column) const {
-    const int down = rows[plane][row], across = columns[plane][column];
-    return down < 0 || across < 0 ? -1 : base[plane] + down + across;
-  }
+// Where a block's planes are in the tensor: offsets down and across add up.
+struct Planes {
+  Row down[kPlanes], across[kPlanes];
 };
 
-struct Position {
-  int plane, row, column;
+struct Column {
+  int plane, across;
 };
 
-// In the order of memory, rows outermost: channels innermost, or columns.
-__device__ __forceinline__ Position position_of(int item) {
-  const int within = item % (kPlanes * kWidth);
-  if constexpr (CHANNELS_LAST) return {within % kPlanes, item / (kPlanes * kWidth), within / kPlanes};
-  return {within / kWidth, item / (kPlanes * kWidth), within % kWidth};
+// In the order of memory: channels innermost, or columns.
+__device__ __forceinline__ Column column_of(int item) {
+  if constexpr (CHANNELS_LAST) return {item % kPlanes, item / kPlanes};
+  return {item / kWidth, item % kWidth};
 }
 
-__device__ __forceinline__ float* number_of(float2* tile, const Position& at) {
-  return reinterpret_cast<float*>(tile + at.plane * kPlanePitch + at.row * kSlots) + at.column;
+// A column's number in the first row; rows have kSlots pairs of numbers each.
+__device__ __forceinline__ float* top_of(float2* tile, const Column& column) {
+  return reinterpret_cast<float*>(tile + column.plane * kPlanePitch) + column.across;
 }
 
-__device__ __forceinline__ void find_offsets(Offsets& offsets, int planes, const Divisor& channels, int image_stride,
-                                             int channel_stride, const TileGrid& grid, const TileAxis& rows,
-                                             const TileAxis& columns) {
-  for (int i = threadIdx.x; i < kPlanes * (kHeight + kWidth); i += kThreads) {
-    const int slot = i / (kHeight + kWidth), place = i % (kHeight + kWidth);
-    const int plane = blockIdx.x * kPlanes + slot;
-    const int tile = plane / channels;
+__device__ __forceinline__ void find_planes(Planes& found, int planes, const Divisor& channels, int image_stride,
+                                            int channel_stride, const TileGrid& grid, const TileAxis& rows,
+                                            const TileAxis& columns) {
+  for (int slot = threadIdx.x; slot < kPlanes; slot += kThreads) {
+    const int plane = blockIdx.x * kPlanes + slot, tile = plane / channels;
     const TilePlace at = grid.place(tile);
-    const bool is_row = place < kHeight;
-    int offset = is_row ? rows.offset(at.row, place) : columns.offset(at.column, place - kHeight);
-    if (plane >= planes) offset = -1;
-    if (is_row)
-      offsets.rows[slot][place] = offset;
-    else
-      offsets.columns[slot][place - kHeight] = offset;
-    if (place == 0) offsets.base[slot] = at.image * image_stride + (plane - tile * channels.by) * channel_stride;
+    const int start = at.image * image_stride + (plane - tile * channels.by) * channel_stride;
+    found.down[slot] = row_of<SPREAD>(at.row, start, plane < planes, rows);
+    found.across[slot] = row_of<SPREAD>(at.column, 0, true, columns);
   }
 }
 
@@ -78,25 +64,29 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     fft_tiles_forward(const ELEMENT* __restrict__ tensor, float2* __restrict__ transforms, int planes, TENSOR_OF,
                       GRID_OF, AXIS_OF(row), AXIS_OF(column)) {
   extern __shared__ float2 tile[];
-  __shared__ Offsets offsets;
+  __shared__ Planes found;
   const TileAxis rows = AXIS(row), columns = AXIS(column);
-  find_offsets(offsets, planes, DIVISOR(channels), image_stride, channel_stride, GRID, rows, columns);
-  __syncthreads();                           // all offsets are there
+  find_planes(found, planes, DIVISOR(channels), image_stride, channel_stride, GRID, rows, columns);
+  __syncthreads();                           // all planes are found
   const int used = min(rows.high, kHeight);  // rows below it are zero
-  const int items = used * kPlanes * kWidth;
-  for (int first_item = threadIdx.x; first_item < items; first_item += kBatch * kThreads) {
-    float values[kBatch];
+  for (int item = threadIdx.x; item < kPlanes * kWidth; item += kThreads) {
+    const Column column = column_of(item);
+    const Place across = place_of<SPREAD>(found.across[column.plane], columns, column.across);
+    const Row down = found.down[column.plane];
+    float* top = top_of(tile, column);
+    for (int first = 0; first < used; first += kBatch) {
+      float values[kBatch];
 #pragma unroll
-    for (int b = 0; b < kBatch; ++b) {
-      const int item = first_item + b * kThreads;
-      const Position at = position_of(item);
-      const int offset = item < items ? offsets.at(at.plane, at.row, at.column) : -1;
-      values[b] = offset < 0 ? 0.0f : convert<float>(tensor[offset]);
-    }
+      for (int b = 0; b < kBatch; ++b) {
+        const Place place = place_of<SPREAD>(down, rows, first + b);
+        const bool holds = across.holds && place.holds;
+        const ELEMENT value = tensor[holds ? across.offset + place.offset : 0];  // loads need not wait for a branch
+        values[b] = holds ? convert<float>(value) : 0.0f;
+      }
 #pragma unroll
-    for (int b = 0; b < kBatch; ++b) {
-      const int item = first_item + b * kThreads;
-      if (item < items) *number_of(tile, position_of(item)) = values[b];
+      for (int b = 0; b < kBatch; ++b) {
+        if (first + b < used) top[2 * kSlots * (first + b)] = values[b];
+      }
     }
   }
   __syncthreads();  // all elements are there
@@ -130,9 +120,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     fft_tiles_backward(const float2* __restrict__ transforms, ELEMENT* __restrict__ tensor, int planes, float scale,
                        TENSOR_OF, GRID_OF, AXIS_OF(row), AXIS_OF(column)) {
   extern __shared__ float2 tile[];
-  __shared__ Offsets offsets;
+  __shared__ Planes found;
   const TileAxis rows = AXIS(row), columns = AXIS(column);
-  find_offsets(offsets, planes, DIVISOR(channels), image_stride, channel_stride, GRID, rows, columns);
+  find_planes(found, planes, DIVISOR(channels), image_stride, channel_stride, GRID, rows, columns);
   const int low = rows.low, high = min(rows.high, kHeight);  // rows that are kept
   for (int i = threadIdx.x; i < kPlanes * kSlots; i += kThreads) {
     const int slot = i / kSlots, column = i % kSlots;
@@ -149,7 +139,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       if (j >= low && j < high) to[j * kSlots] = values[j];
     }
   }
-  __syncthreads();  // all columns are transformed, and all offsets are there
+  __syncthreads();  // all columns are transformed, and all planes are found
   for (int i = threadIdx.x; i < (high - low) * kPlanes; i += kThreads) {
     float2* slots = tile + i % kPlanes * kPlanePitch + (low + i / kPlanes) * kSlots;
     float2 in[kSlots], values[kHalf];
@@ -161,10 +151,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     for (int j = 0; j < kHalf; ++j) slots[j] = values[j];
   }
   __syncthreads();  // all elements are there
-#pragma unroll 4
-  for (int i = low * kPlanes * kWidth + threadIdx.x; i < high * kPlanes * kWidth; i += kThreads) {
-    const Position at = position_of(i);
-    const int offset = offsets.at(at.plane, at.row, at.column);
-    if (offset >= 0) tensor[offset] = convert<ELEMENT>(scale * *number_of(tile, at));
+  for (int item = threadIdx.x; item < kPlanes * kWidth; item += kThreads) {
+    const Column column = column_of(item);
+    const Place across = place_of<SPREAD>(found.across[column.plane], columns, column.across);
+    if (!across.holds) continue;
+    const Row down = found.down[column.plane];
+    const float* top = top_of(tile, column);
+#pragma unroll 8
+    for (int row = low; row < high; ++row) {
+      const Place place = place_of<SPREAD>(down, rows, row);
+      const ELEMENT value = convert<ELEMENT>(scale * top[2 * kSlots * row]);
+      if (place.holds) tensor[across.offset + place.offset] = value;
+    }
   }
 }

@@ -1,13 +1,14 @@
 // dx[n,c,h,v] = sum_{k,r,s} dy[n,k,i,j] * w[k,c,r,s], h = i*STRIDE_Y - pad_y + r, v = j*STRIDE_X - pad_x + s, for
 // CHANNELS <= 4 channels, on tensor cores with float32 sums.
 //
-// The input is divided into cells of STRIDE_Y x CELL_X pixels: all cells meet outputs in the same way, TAPS_Y x TAPS_X
-// of them around a cell. Rows of the product are cells, columns a cell's elements, its depth is filters, for each of
-// those outputs. The filters are laid out so once, with zeros where an output does not meet a pixel. A block stages the
-// outputs that WARPS_Y * ROWS rows of WARPS_X * 16 cells meet, DEPTH filters of them at a time, filters innermost
-// whatever the layout. A warp reads a row of outputs once for all ROWS rows of cells that meet it. WARPS_K warps share
-// the depth and add their sums. Grid: persistent; blocks go through tiles of cells.
-#include "common/copy_bytes.cuh"
+// Cells of STRIDE_X neighbouring pixels of a row all meet outputs in the same way: cell I meets columns
+// I + first ... + TAPS_X - 1 of dy, pixel e through tap LAST_TAP + e - i*STRIDE_X. A block goes down a strip of
+// cells: rows of dy stream through STAGES buffers, in the tensor's layout. A row is multiplied by all filters: product
+// rows are cells, columns the elements of a cell, its depth is TAPS_X columns of dy with all filters, for each filter
+// row r. Sums of FILTER_Y rows of dx are in registers and move up by STRIDE_Y from row to row of dy; complete rows are
+// written from there. Fragments of filters stay in registers, too. WARPS warps share the cells, in BLOCKS blocks of 16.
+// Grid: strips, times tiles of cells, times images.
+#include "common/column_copies.cuh"
 #include "common/divisor.cuh"
 #include "common/mma.cuh"
 #include "common/tile.cuh"
@@ -15,58 +16,37 @@
 #if !defined(ELEMENT) || !defined(CHANNELS) || !defined(FILTERS) || !defined(FILTER_Y) || !defined(FILTER_X)
 #error "define ELEMENT, CHANNELS, FILTERS, FILTER_Y and FILTER_X"
 #endif
-#if !defined(STRIDE_Y) || !defined(STRIDE_X) || !defined(CELL_X) || !defined(TAPS_Y) || !defined(TAPS_X)
-#error "define STRIDE_Y, STRIDE_X, CELL_X, TAPS_Y and TAPS_X"
+#if !defined(STRIDE_Y) || !defined(STRIDE_X) || !defined(TAPS_X) || !defined(LAST_TAP)
+#error "define STRIDE_Y, STRIDE_X, TAPS_X and LAST_TAP"
 #endif
-#if !defined(LAST_TAP_Y) || !defined(LAST_TAP_X) || !defined(ORIGIN_Y) || !defined(ORIGIN_X) || !defined(OFFSET)
-#error "define LAST_TAP_Y, LAST_TAP_X, ORIGIN_Y, ORIGIN_X and OFFSET"
+#if !defined(BLOCKS) || !defined(WARPS) || !defined(STAGES) || !defined(CHANNELS_LAST)
+#error "define BLOCKS, WARPS, STAGES and CHANNELS_LAST"
 #endif
-#if !defined(ROWS) || !defined(WARPS_Y) || !defined(WARPS_X) || !defined(WARPS_K) || !defined(DEPTH)
-#error "define ROWS, WARPS_Y, WARPS_X, WARPS_K and DEPTH"
-#endif
-#if !defined(STAGES) || !defined(CHANNELS_LAST) || !defined(IN_VECTOR) || !defined(PAIRS) || !defined(MIN_BLOCKS)
-#error "define STAGES, CHANNELS_LAST, IN_VECTOR, PAIRS and MIN_BLOCKS"
-#endif
-#ifndef SHARED_BYTES
-#error "define SHARED_BYTES"
+#if !defined(CELLS) || !defined(IN_VECTOR) || !defined(PAIRS) || !defined(MIN_BLOCKS) || !defined(SHARED_BYTES)
+#error "define CELLS, IN_VECTOR, PAIRS, MIN_BLOCKS and SHARED_BYTES"
 #endif
 
-constexpr int kThreads = 32 * WARPS_Y * WARPS_X * WARPS_K, kChunks = ceil_div(FILTERS, DEPTH);
-static_assert(DEPTH % 16 == 0, "products are 16 deep");
-static_assert(CELL_X % STRIDE_X == 0, "outputs recur from cell to cell");
+constexpr int kThreads = 32 * WARPS, kTaps = CHANNELS * FILTER_Y * FILTER_X;
+static_assert(STAGES >= 2, "a row is loaded while another is read");
+static_assert(CELLS % 16 == 0 && CELLS <= 16 * BLOCKS * WARPS, "the warps have all cells, in blocks of 16");
+static_assert(CHANNELS_LAST || TAPS_X == 1, "matrices of planes begin at every eighth column alone");
 
-// Columns of the product in blocks of 8: one, or an even number, which are read two at a time.
-constexpr int kElements = STRIDE_Y * CELL_X * CHANNELS, kBlocks = kElements <= 8 ? 1 : ceil_div(kElements, 16) * 2;
-// A column's filters: for each tap column, each tap row, all filters; an odd number of 16-byte words from one to the
-// next, so that eight meet every bank once.
-constexpr int kTapDepth = kChunks * DEPTH, kFilterPitch = 2 * TAPS_X * TAPS_Y * kTapDepth + 16;
-constexpr int kFilterBytes = 8 * kBlocks * kFilterPitch;
-constexpr int kTaps = CHANNELS * FILTER_Y * FILTER_X, kRawBytes = round_up(2 * FILTERS * kTaps, 16);
+// Rows of dy that meet a row of dx, and rows of dx that a row of dy completes and that meet it.
+constexpr int kMetY = ceil_div(FILTER_Y, STRIDE_Y), kDone = STRIDE_Y < FILTER_Y ? STRIDE_Y : FILTER_Y;
+// The product: steps of 16 filters, elements of a cell in blocks of 8.
+constexpr int kSteps = ceil_div(FILTERS, 16), kElements = STRIDE_X * CHANNELS;
+constexpr int kElementBlocks = ceil_div(kElements, 8);
 
-// Staged outputs: pixels of DEPTH filters. Of two outputs a cell along a row, all first ones lie before all others, so
-// that those of neighbouring cells are neighbours.
-constexpr int kTileH = WARPS_Y * ROWS, kTileW = 16 * WARPS_X, kStep = CELL_X / STRIDE_X;
-constexpr int kInRows = kTileH + TAPS_Y - 1;
-constexpr int kColumns = round_up(OFFSET + (kTileW - 1) * kStep + TAPS_X, CHANNELS_LAST ? 1 : IN_VECTOR);
-constexpr int kHalf = ceil_div(kColumns, kStep), kRowPixels = kStep * kHalf;
-constexpr int kPitch = 2 * DEPTH + 16, kStageBytes = kInRows * kRowPixels * kPitch;
-
-// The sums of warps that share the depth, but for the first.
-constexpr int kSums = 4 * ROWS * kBlocks;
-constexpr int kJoinAt = kFilterBytes + STAGES * kStageBytes;
-constexpr int kJoinBytes = (WARPS_K - 1) * WARPS_Y * WARPS_X * kSums * 128;
-// The filters as they come lie behind the first outputs, which come at the same time.
-constexpr int kRawAt = kFilterBytes + kStageBytes;
-static_assert(SHARED_BYTES == maximum(kJoinAt + kJoinBytes, kRawAt + kRawBytes),
+// A staged row: columns of filters if CHANNELS_LAST, else filters of columns; an odd number of 16-byte words from one
+// to the next, so that the eight that a matrix is read from meet every bank once.
+constexpr int kColumns = CELLS + TAPS_X - 1;
+constexpr int kPitch = CHANNELS_LAST ? 32 * kSteps + 16 : 2 * kColumns + 16;
+constexpr int kRowBytes = (CHANNELS_LAST ? kColumns : 16 * kSteps) * kPitch;
+// The filters as they come lie where the last row is staged and beyond, which is loaded when they are laid out.
+constexpr int kRawBytes = round_up(2 * FILTERS * kTaps, 16), kFragments = kSteps * TAPS_X * FILTER_Y * kElementBlocks;
+constexpr int kRawAt = (STAGES - 1) * kRowBytes, kFragmentsAt = kRawAt + kRawBytes;
+static_assert(SHARED_BYTES == maximum(STAGES * kRowBytes, kFragmentsAt + 256 * kFragments),
               "the host and the kernel agree on shared memory");
-
-// A tensor's place that a tile starts from.
-struct Place {
-  int image, row, column;
-};
-struct Size {
-  int height, width;
-};
 
 __device__ __forceinline__ void load_filters(unsigned raw, const ELEMENT* filters) {
   constexpr int kCount = FILTERS * kTaps;
@@ -75,262 +55,231 @@ __device__ __forceinline__ void load_filters(unsigned raw, const ELEMENT* filter
   commit_copies();
 }
 
-// An element of a cell: of a row of pixels all channels are neighbours if CHANNELS_LAST, else of a channel its pixels.
-struct Element {
-  int row, column, channel;
-};
-__device__ __forceinline__ Element element_of(int rank) {
-  if (CHANNELS_LAST) return {rank / (CELL_X * CHANNELS), rank / CHANNELS % CELL_X, rank % CHANNELS};
-  return {rank / CELL_X % STRIDE_Y, rank % CELL_X, rank / (CELL_X * STRIDE_Y)};
-}
-
-// Lays out the filters for the product.
+// Lays out the filters as the fragments of the product, zeros beyond the filters and where a pixel does not meet a
+// column.
 __device__ __forceinline__ void spread_filters(unsigned char* to, const ELEMENT* raw) {
-  constexpr int kTapWords = kTapDepth / 8, kWords = TAPS_X * TAPS_Y * kTapWords;
-  for (int i = threadIdx.x; i < 8 * kBlocks * kWords; i += kThreads) {
-    // Neighbours lay out neighbouring elements of a cell, whose taps are neighbours as they come.
-    const int rank = i % (8 * kBlocks), word = i / (8 * kBlocks);
-    const int first_k = word % kTapWords * 8, tap = word / kTapWords;
-    const Element element = element_of(rank);
-    const int r = LAST_TAP_Y + element.row - tap % TAPS_Y * STRIDE_Y;
-    const int s = LAST_TAP_X + element.column - tap / TAPS_Y * STRIDE_X;
-    const bool meets = rank < kElements && r >= 0 && r < FILTER_Y && s >= 0 && s < FILTER_X;
-    const int at = CHANNELS_LAST ? (r * FILTER_X + s) * CHANNELS + element.channel
-                                 : (element.channel * FILTER_Y + r) * FILTER_X + s;
-    Vector<ELEMENT, 8> taps;
+  for (int i = threadIdx.x; i < 32 * kFragments; i += kThreads) {
+    const int lane = i % 32, block = i / 32 % kElementBlocks, r = i / 32 / kElementBlocks % FILTER_Y;
+    const int depth = i / 32 / kElementBlocks / FILTER_Y, column = depth % TAPS_X;
+    const int first_k = depth / TAPS_X * 16 + lane % 4 * 2, element = 8 * block + lane / 4;
+    const int c = CHANNELS_LAST ? element % CHANNELS : element / STRIDE_X;
+    const int pixel = CHANNELS_LAST ? element / CHANNELS : element % STRIDE_X;
+    const int s = LAST_TAP + pixel - column * STRIDE_X;
+    const int at = CHANNELS_LAST ? (r * FILTER_X + s) * CHANNELS + c : (c * FILTER_Y + r) * FILTER_X + s;
+    const bool inside = element < kElements && s >= 0 && s < FILTER_X;
+    Vector<ELEMENT, 4> values;
 #pragma unroll
-    for (int k = 0; k < 8; ++k)
-      taps.at[k] = meets && first_k + k < FILTERS ? raw[(first_k + k) * kTaps + at] : convert<ELEMENT>(0.0f);
-    *reinterpret_cast<Vector<ELEMENT, 8>*>(to + rank * kFilterPitch + 16 * word) = taps;
+    for (int e = 0; e < 4; ++e) {
+      const int k = first_k + e / 2 * 8 + e % 2;
+      values.at[e] = inside && k < FILTERS ? raw[k * kTaps + at] : convert<ELEMENT>(0.0f);
+    }
+    *reinterpret_cast<Vector<ELEMENT, 4>*>(to + 8 * i) = values;
   }
 }
 
-// Where a column's pixel lies in a staged row.
-__device__ __forceinline__ int pixel_of(int column) {
-  return kStep == 1 ? column : column % kStep * kHalf + column / kStep;
-}
+// What of dy a block reads: the image's rows, from the column on that would be staged first; of those staged, columns
+// `first` to before `end` are there.
+struct Source {
+  const ELEMENT* dy;
+  int height, width;
+  int first, end;
+};
 
-// IN_VECTOR elements as they are loaded: two in a word, or a single one.
-#if IN_VECTOR > 1
-using Run = Vector<unsigned, IN_VECTOR / 2>;
-#else
-using Run = Vector<unsigned short, 1>;
-#endif
-
-// The lower halves of two words, or the upper ones.
-__device__ __forceinline__ unsigned joined(unsigned low, unsigned high, int half) {
-  return __byte_perm(low, high, half == 0 ? 0x5410 : 0x7632);
-}
-
-// Stages DEPTH filters of dy from number first_k on, zeros where there are none; complete after wait_for_copies<0>()
-// and a barrier. `from` is the first output.
-__device__ __forceinline__ void load_outputs(unsigned char* to, const ELEMENT* __restrict__ dy, const Size& size,
-                                             const Place& from, int first_k) {
-  if constexpr (CHANNELS_LAST) {
-    constexpr int kRuns = DEPTH / IN_VECTOR;
-#pragma unroll 4
-    for (int i = threadIdx.x; i < kInRows * kColumns * kRuns; i += kThreads) {
-      const int k = i % kRuns * IN_VECTOR, pixel = i / kRuns, column = pixel % kColumns, row = pixel / kColumns;
-      const int h = from.row + row, v = from.column + column;
-      const bool inside = static_cast<unsigned>(h) < static_cast<unsigned>(size.height) &&
-                          static_cast<unsigned>(v) < static_cast<unsigned>(size.width) && first_k + k < FILTERS;
-      const int offset = ((from.image * size.height + h) * size.width + v) * FILTERS + first_k + k;
-      unsigned char* const at = to + (row * kRowPixels + pixel_of(column)) * kPitch + 2 * k;
-      const ELEMENT* const source = dy + (inside ? offset : 0);
-      if constexpr (IN_VECTOR > 1)
-        copy_bytes<2 * IN_VECTOR>(static_cast<unsigned>(__cvta_generic_to_shared(at)), source, inside);
-      else
-        *reinterpret_cast<ELEMENT*>(at) = inside ? *source : convert<ELEMENT>(0.0f);
+// Starts to copy a row of dy, as one group, and nothing if there is none.
+__device__ __forceinline__ void load_row(unsigned char* to, const Source& from, int row, bool wanted) {
+  if (wanted && row >= 0 && row < from.height) {
+    if constexpr (CHANNELS_LAST) {
+      copy_columns<kThreads, kColumns, FILTERS, IN_VECTOR, kPitch>(to, from.dy + row * from.width * FILTERS, from.first,
+                                                                   from.end);
+    } else {
+      copy_planes<kThreads, kColumns, FILTERS, IN_VECTOR, kPitch>(to, from.dy + row * from.width,
+                                                                  from.height * from.width, from.end);
     }
-    commit_copies();
-  } else {
-    constexpr int kGroups = DEPTH / 8, kRuns = kColumns / IN_VECTOR, kItems = kInRows * kRuns * kGroups;
-    constexpr int kAtOnce = IN_VECTOR == 8 ? 2 : 4;
-    const int plane = size.height * size.width;
+  }
+  commit_copies();
+}
+
+// Clears what is staged beyond the columns and the filters, once: rows that are loaded leave it as it is.
+__device__ __forceinline__ void clear_rest(unsigned char* stages, const Source& from) {
+  const auto clear = [&](int column, int k) {
+    const int at = CHANNELS_LAST ? column * kPitch + 2 * k : k * kPitch + 2 * column;
 #pragma unroll 1
-    for (int first = threadIdx.x; first < kItems; first += kAtOnce * kThreads) {
-      // All loads are under way before the first is waited for.
-      Run runs[kAtOnce][8];
-#pragma unroll
-      for (int a = 0; a < kAtOnce; ++a) {
-        const int i = first + a * kThreads, k = first_k + i % kGroups * 8, run = i / kGroups;
-        const int h = from.row + run / kRuns, v = from.column + run % kRuns * IN_VECTOR;
-        const bool inside = i < kItems && static_cast<unsigned>(h) < static_cast<unsigned>(size.height) &&
-                            static_cast<unsigned>(v) < static_cast<unsigned>(size.width);
-        const int offset = (from.image * FILTERS + k) * plane + h * size.width + v;
-#pragma unroll
-        for (int f = 0; f < 8; ++f) {
-          runs[a][f] = {};
-          if (inside && k + f < FILTERS) runs[a][f] = *reinterpret_cast<const Run*>(dy + offset + f * plane);
-        }
-      }
-#pragma unroll
-      for (int a = 0; a < kAtOnce; ++a) {
-        const int i = first + a * kThreads, run = i / kGroups;
-        if (i >= kItems) break;
-        unsigned char* const row = to + run / kRuns * kRowPixels * kPitch + 16 * (i % kGroups);
-#pragma unroll
-        for (int j = 0; j < IN_VECTOR; ++j) {
-          Vector<unsigned, 4> filters;
-#pragma unroll
-          for (int f = 0; f < 8; f += 2)
-            filters.at[f / 2] = joined(runs[a][f].at[j / 2], runs[a][f + 1].at[j / 2], j % 2);
-          *reinterpret_cast<Vector<unsigned, 4>*>(row + pixel_of(run % kRuns * IN_VECTOR + j) * kPitch) = filters;
-        }
-      }
-    }
+    for (int stage = 0; stage < STAGES; ++stage)
+      *reinterpret_cast<ELEMENT*>(stages + stage * kRowBytes + at) = convert<ELEMENT>(0.0f);
+  };
+  constexpr int kRest = 16 * kSteps - FILTERS, kSome = maximum(1, kRest);
+  if constexpr (kRest > 0)
+    for (int i = threadIdx.x; i < kRest * kColumns; i += kThreads) clear(i / kSome, FILTERS + i % kSome);
+  for (int i = threadIdx.x; i < (kColumns - from.end + from.first) * FILTERS; i += kThreads) {
+    const int rank = i / FILTERS;
+    clear(rank < from.first ? rank : rank + from.end - from.first, i % FILTERS);
   }
 }
 
-using Sums = float[ROWS][kBlocks][4];
+using Filters = unsigned[kFragments][2];
+using Sums = float[BLOCKS][FILTER_Y][kElementBlocks][4];
 
-// Adds the products of a chunk, whose filters start at address `filters`; both addresses are the lane's.
-__device__ __forceinline__ void multiply(Sums& sums, unsigned filters, unsigned outputs, int share) {
-  constexpr int kFragments = TAPS_Y * kBlocks;
+__device__ __forceinline__ void read_fragment(unsigned (&to)[2], const unsigned char* fragments, int rank) {
+  const auto two = *reinterpret_cast<const Vector<unsigned, 2>*>(fragments + 256 * rank + threadIdx.x % 32 * 8);
+  to[0] = two.at[0];
+  to[1] = two.at[1];
+}
+
+__device__ __forceinline__ bool has_block(int b, int warp) {
+  return CELLS == 16 * BLOCKS * WARPS || b * WARPS + warp < CELLS / 16;
+}
+
+// Adds the products of a staged row. Where a warp has one block less, it multiplies the last of all once more.
+__device__ __forceinline__ void multiply(Sums& sums, const Filters& filters, unsigned row, int warp) {
   const int lane = threadIdx.x % 32;
-#pragma unroll 1
-  for (int tap = 0; tap < TAPS_X; ++tap) {
-    const unsigned columns = outputs + pixel_of(OFFSET + tap) * kPitch;
-#pragma unroll 1
-    for (int step = share; step < DEPTH / 16; step += WARPS_K) {
-      unsigned taps[round_up(kFragments, 2)][2];
+  constexpr int kBlockBytes = CHANNELS_LAST ? 16 * kPitch : 32, kStepBytes = CHANNELS_LAST ? 32 : 16 * kPitch;
+  const unsigned first = row + (CHANNELS_LAST ? lane % 16 * kPitch + lane / 16 * 16
+                                              : (lane / 16 * 8 + lane % 8) * kPitch + lane / 8 % 2 * 16);
+  unsigned blocks[BLOCKS];
 #pragma unroll
-      for (int f = 0; f < kFragments; f += 2) {
-        // Two fragments at once: of two blocks of columns, or of two tap rows.
-        const int y = kBlocks == 1 ? min(f + lane / 16, TAPS_Y - 1) : f / kBlocks;
-        const int rank = kBlocks == 1 ? 0 : f % kBlocks * 8 + lane / 16 * 8;
-        unsigned two[4];
-        load_matrices(two, filters + rank * kFilterPitch + 2 * ((tap * TAPS_Y + y) * kTapDepth + 16 * step));
-        taps[f][0] = two[0];
-        taps[f][1] = two[1];
-        taps[f + 1][0] = two[2];
-        taps[f + 1][1] = two[3];
+  for (int b = 0; b < BLOCKS; ++b) {
+    const int block = b * WARPS + warp;
+    blocks[b] = first + kBlockBytes * (b + 1 < BLOCKS ? block : min(block, CELLS / 16 - 1));
+  }
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step)
+#pragma unroll
+    for (int i = 0; i < TAPS_X; ++i) {
+      const int depth = step * TAPS_X + i, shift = CHANNELS_LAST ? i * kPitch : 0;
+      unsigned outputs[BLOCKS][4];
+#pragma unroll
+      for (int b = 0; b < BLOCKS; ++b) {
+        if (CHANNELS_LAST)
+          load_matrices(outputs[b], blocks[b] + step * kStepBytes + shift);
+        else
+          load_transposed(outputs[b], blocks[b] + step * kStepBytes);
       }
 #pragma unroll
-      for (int row = 0; row < ROWS + TAPS_Y - 1; ++row) {
-        unsigned pixels[4];
-        load_matrices(pixels, columns + row * kRowPixels * kPitch + 32 * step);
+      for (int r = 0; r < FILTER_Y; ++r)
 #pragma unroll
-        for (int y = 0; y < TAPS_Y; ++y) {
-          if (row < y || row - y >= ROWS) continue;
+        for (int t = 0; t < kElementBlocks; ++t) {
+          const int rank = (depth * FILTER_Y + r) * kElementBlocks + t;
 #pragma unroll
-          for (int b = 0; b < kBlocks; ++b)
-            multiply_add<ELEMENT>(sums[row - y][b], pixels, taps[y * kBlocks + b][0], taps[y * kBlocks + b][1]);
+          for (int b = 0; b < BLOCKS; ++b)
+            multiply_add<ELEMENT>(sums[b][r][t], outputs[b], filters[rank][0], filters[rank][1]);
         }
-      }
     }
-  }
 }
 
-// Adds the sums of warps that share the depth, in order, to those of the first.
-__device__ __forceinline__ void join_sums(Sums& sums, unsigned char* shared, int place, int share) {
-  if constexpr (WARPS_K == 1) return;
-  float* const joined = reinterpret_cast<float*>(shared + kJoinAt) + place * kSums * 32 + threadIdx.x % 32;
-  constexpr int kShare = WARPS_Y * WARPS_X * kSums * 32;
-  if (share > 0) {
-#pragma unroll
-    for (int i = 0; i < kSums; ++i)
-      joined[(share - 1) * kShare + 32 * i] = sums[i / (4 * kBlocks)][i / 4 % kBlocks][i % 4];
-  }
-  __syncthreads();  // every share is there
-  if (share > 0) return;
-#pragma unroll 1
-  for (int other = 0; other < WARPS_K - 1; ++other)
-#pragma unroll
-    for (int i = 0; i < kSums; ++i) sums[i / (4 * kBlocks)][i / 4 % kBlocks][i % 4] += joined[other * kShare + 32 * i];
-}
+// Where a thread's results go, in elements of a row if CHANNELS_LAST, else in columns: that of its first cell, and how
+// many there are of all; the image, and its rows.
+struct Target {
+  ELEMENT* dx;
+  int height, width;
+  int first, size;
+};
 
-// Writes the sums of the warp's cells, of which `from` is the first.
-__device__ __forceinline__ void store(ELEMENT* __restrict__ dx, const Sums& sums, const Size& size, const Place& from) {
+// Writes a row of dx.
+__device__ __forceinline__ void store_row(const Target& to, const float (&sums)[kElementBlocks][4], int b, int h,
+                                          bool any) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
-  for (int b = 0; b < kBlocks; ++b)
+  for (int t = 0; t < kElementBlocks; ++t) {
+    const int element = 8 * t + lane % 4 * 2;
 #pragma unroll
-    for (int i = 0; i < 2; i += 1 + PAIRS) {
-      const int rank = 8 * b + lane % 4 * 2 + i;
-      const Element element = element_of(rank);
-      if (rank >= kElements) continue;
+    for (int half = 0; half < 2; ++half) {
+      const int cells = 16 * WARPS * b + 8 * half;
+      Vector<ELEMENT, 2> pair;
+      pair.at[0] = convert<ELEMENT>(any ? sums[t][2 * half] : 0.0f);
+      pair.at[1] = convert<ELEMENT>(any ? sums[t][2 * half + 1] : 0.0f);
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int v = (from.column + 8 * half + lane / 4) * CELL_X + element.column - ORIGIN_X;
-        if (v < 0 || v >= size.width) continue;
-#pragma unroll
-        for (int row = 0; row < ROWS; ++row) {
-          const int h = (from.row + row) * STRIDE_Y + element.row - ORIGIN_Y;
-          if (h < 0 || h >= size.height) continue;
-          const int offset = CHANNELS_LAST
-                                 ? ((from.image * size.height + h) * size.width + v) * CHANNELS + element.channel
-                                 : ((from.image * CHANNELS + element.channel) * size.height + h) * size.width + v;
-          const float* const sum = sums[row][b] + 2 * half;
-          if constexpr (PAIRS)
-            *reinterpret_cast<Vector<ELEMENT, 2>*>(dx + offset) = {convert<ELEMENT>(sum[0]), convert<ELEMENT>(sum[1])};
-          else
-            dx[offset] = convert<ELEMENT>(sum[i]);
-        }
+      for (int e = 0; e < 2; e += 1 + PAIRS) {
+        const int c = (element + e) / STRIDE_X, within = CHANNELS_LAST ? element + e : (element + e) % STRIDE_X;
+        const int at = to.first + cells * (CHANNELS_LAST ? kElements : STRIDE_X) + within;
+        if (static_cast<unsigned>(at) >= static_cast<unsigned>(to.size) || element + e >= kElements) continue;
+        ELEMENT* const dx = to.dx + (CHANNELS_LAST ? h * to.width * CHANNELS : (c * to.height + h) * to.width) + at;
+        if constexpr (PAIRS)
+          *reinterpret_cast<Vector<ELEMENT, 2>*>(dx) = pair;
+        else
+          *dx = pair.at[e];
       }
     }
+  }
+}
+
+// Writes the rows of dx that are complete.
+__device__ __forceinline__ void store_rows(const Target& to, const Sums& sums, int first_h, int warp) {
+#pragma unroll
+  for (int e = 0; e < STRIDE_Y; ++e) {
+    if (static_cast<unsigned>(first_h + e) >= static_cast<unsigned>(to.height)) continue;
+#pragma unroll
+    for (int b = 0; b < BLOCKS; ++b) {
+      if (!has_block(b, warp)) break;
+      store_row(to, sums[b][e < kDone ? e : 0], b, first_h + e, e < kDone);
+    }
+  }
+}
+
+// Makes way for the next row of dy.
+__device__ __forceinline__ void move_up(Sums& sums) {
+#pragma unroll
+  for (int b = 0; b < BLOCKS; ++b)
+#pragma unroll
+    for (int r = 0; r < FILTER_Y; ++r)
+#pragma unroll
+      for (int t = 0; t < kElementBlocks; ++t)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) sums[b][r][t][i] = r + STRIDE_Y < FILTER_Y ? sums[b][r + STRIDE_Y][t][i] : 0.0f;
 }
 
 #define DIVISOR_PARAMETERS(d) int d, unsigned d##_multiplier, int d##_shift
 #define DIVISOR(d) {d, d##_multiplier, d##_shift}
 
+// Rows of dx are taken in groups of STRIDE_Y, the first of which that has any is `first_row` and begins pad_y rows
+// later; those before `end_row` have all. A strip has `rows` of them. Cells begin `origin` columns before dx, and cell
+// 0 meets columns from `first_column` on.
 extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
     first_layer_data(const ELEMENT* __restrict__ dy, const ELEMENT* __restrict__ w, ELEMENT* __restrict__ dx,
-                     int height, int width, int out_height, int out_width, int first_row, int first_column, int tiles,
-                     DIVISOR_PARAMETERS(image_tiles), DIVISOR_PARAMETERS(row_tiles)) {
+                     int height, int width, int out_height, int out_width, int pad_y, int origin, int first_row,
+                     int end_row, int first_column, int rows, DIVISOR_PARAMETERS(image_strips),
+                     DIVISOR_PARAMETERS(cell_tiles)) {
   extern __shared__ __align__(16) unsigned char shared[];
-  const Divisor by_image = DIVISOR(image_tiles), by_row = DIVISOR(row_tiles);
-  const Size size = {height, width}, out_size = {out_height, out_width};
-  const unsigned base = static_cast<unsigned>(__cvta_generic_to_shared(shared));
-  unsigned char* const stages = shared + kFilterBytes;
-  const auto tile_of = [&](int tile) {
-    const int image = tile / by_image;
-    tile -= image * image_tiles;
-    const int row = tile / by_row;
-    return Place{image, row * kTileH, (tile - row * row_tiles) * kTileW};
-  };
-  const auto load = [&](int stage, int tile, int chunk) {
-    const Place at = tile_of(tile);
-    load_outputs(stages + stage * kStageBytes, dy, out_size,
-                 {at.image, at.row + first_row, at.column * kStep + first_column - OFFSET}, chunk * DEPTH);
-  };
+  const Divisor by_image = DIVISOR(image_strips), by_tile = DIVISOR(cell_tiles);
+  const int image = static_cast<int>(blockIdx.x) / by_image, rank = blockIdx.x - image * image_strips;
+  const int strip = rank / by_tile, cell = (rank - strip * cell_tiles) * CELLS;
+  const int begin = first_row + strip * rows, end = min(begin + rows, end_row);
+  const int column = cell + first_column, first_there = min(max(-column, 0), kColumns);
+  const int end_there = max(min(kColumns, out_width - column), first_there);
+  const Source source = {dy + image * FILTERS * out_height * out_width + column * (CHANNELS_LAST ? FILTERS : 1),
+                         out_height, out_width, first_there, end_there};
+  unsigned char *const raw = shared + kRawAt, *const fragments = shared + kFragmentsAt;
 
-  load_filters(base + kRawAt, w);
-  load(0, blockIdx.x, 0);
-  wait_for_copies<0>();
+  load_filters(static_cast<unsigned>(__cvta_generic_to_shared(raw)), w);
+  // Rows above the first of dy meet nothing.
+  int row = max(begin - kMetY + 1, 0);
+#pragma unroll 1
+  for (int stage = 0; stage < STAGES - 1; ++stage)
+    load_row(shared + stage * kRowBytes, source, row + stage, row + stage < end);
+  wait_for_copies<STAGES - 1>();
   __syncthreads();  // the filters have arrived
-  spread_filters(shared, reinterpret_cast<const ELEMENT*>(shared + kRawAt));
+  spread_filters(fragments, reinterpret_cast<const ELEMENT*>(raw));
+  __syncthreads();  // the filters are laid out
+  Filters filters;
+#pragma unroll
+  for (int i = 0; i < kFragments; ++i) read_fragment(filters[i], fragments, i);
+  __syncthreads();  // no fragment lies where rows are staged
+  clear_rest(shared, source);
 
   const int lane = threadIdx.x % 32, warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
-  const int warp_y = warp % WARPS_Y, warp_x = warp / WARPS_Y % WARPS_X, share = warp / (WARPS_Y * WARPS_X);
-  const unsigned filters = base + lane % 8 * kFilterPitch + lane / 8 % 2 * 16;
-  const unsigned outputs =
-      base + kFilterBytes + lane / 16 * 16 + (warp_y * ROWS * kRowPixels + 16 * warp_x + lane % 16) * kPitch;
-
+  const int first = (cell + 16 * warp + lane / 4) * STRIDE_X - origin, per_column = CHANNELS_LAST ? CHANNELS : 1;
+  const Target target = {dx + image * CHANNELS * height * width, height, width, first * per_column, width * per_column};
   Sums sums = {};
-  int stage = 0, chunk = 0;
+  const unsigned base = static_cast<unsigned>(__cvta_generic_to_shared(shared));
+  int stage = 0;
 #pragma unroll 1
-  for (int tile = blockIdx.x; tile < tiles;) {
-    const bool is_last = chunk + 1 == kChunks;
-    const int next_tile = is_last ? tile + gridDim.x : tile, next_chunk = is_last ? 0 : chunk + 1;
-    wait_for_copies<0>();
-    __syncthreads();  // the outputs have arrived, and every warp has read those, or the filters, overwritten next
-    if (STAGES > 1 && next_tile < tiles) load(stage ^ 1, next_tile, next_chunk);
-    multiply(sums, filters + 2 * chunk * DEPTH, outputs + stage * kStageBytes, share);
-    if (is_last) {
-      join_sums(sums, shared, warp % (WARPS_Y * WARPS_X), share);
-      const Place at = tile_of(tile);
-      if (share == 0) store(dx, sums, size, {at.image, at.row + warp_y * ROWS, at.column + 16 * warp_x});
-#pragma unroll
-      for (int i = 0; i < kSums; ++i) sums[i / (4 * kBlocks)][i / 4 % kBlocks][i % 4] = 0;
-    }
-    if (STAGES == 1) {
-      __syncthreads();  // every warp has read the outputs before the next overwrite them
-      if (next_tile < tiles) load(0, next_tile, next_chunk);
-    } else {
-      stage ^= 1;
-    }
-    tile = next_tile;
-    chunk = next_chunk;
+  for (; row < end; ++row) {
+    wait_for_copies<STAGES - 2>();
+    __syncthreads();  // the row has arrived, and every warp has read the one that is overwritten next
+    const int next = row + STAGES - 1;
+    load_row(shared + (stage == 0 ? STAGES - 1 : stage - 1) * kRowBytes, source, next, next < end);
+    if (row >= 0 && row < out_height) multiply(sums, filters, base + stage * kRowBytes, warp);
+    if (row >= begin) store_rows(target, sums, row * STRIDE_Y - pad_y, warp);
+    move_up(sums);
+    stage = stage + 1 == STAGES ? 0 : stage + 1;
   }
 }

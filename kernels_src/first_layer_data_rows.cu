@@ -8,7 +8,7 @@
 // stay in registers. WARPS_M warps share the columns, in BLOCKS blocks of 16, WARPS_N the taps, WARPS_K the filters.
 // A block completes pixels of `cells`, runs of STRIDE pixels: cell I of dx meets rows I, I - 1, ... of dy.
 // Grid: strips, times column tiles, times images.
-#include "common/copy_bytes.cuh"
+#include "common/column_copies.cuh"
 #include "common/divisor.cuh"
 #include "common/mma.cuh"
 #include "common/tile.cuh"
@@ -87,35 +87,17 @@ struct Size {
   int height, width;
 };
 
-__device__ __forceinline__ void copy_run(unsigned char* to, const ELEMENT* from) {
-  if constexpr (IN_VECTOR > 1)
-    copy_bytes<2 * IN_VECTOR>(static_cast<unsigned>(__cvta_generic_to_shared(to)), from, true);
-  else
-    *reinterpret_cast<ELEMENT*>(to) = *from;
-}
-
 // Starts to copy a row of dy, as one group, and nothing if there is none. Columns that dy lacks stay as they are: no
 // cell reads their products.
 __device__ __forceinline__ void load_row(unsigned char* to, const ELEMENT* __restrict__ dy, const Size& size,
                                          const Strip& strip, int row, bool wanted) {
   if (wanted && row >= 0 && row < size.height) {
-    if constexpr (CHANNELS_LAST) {
-      constexpr unsigned kRuns = FILTERS / IN_VECTOR;
-      const unsigned runs = min(COLUMNS, size.width - strip.column) * kRuns;
-      const ELEMENT* const from = dy + ((strip.image * size.height + row) * size.width + strip.column) * FILTERS;
-#pragma unroll 4
-      for (unsigned i = threadIdx.x; i < runs; i += kThreads)
-        copy_run(to + i / kRuns * kPitch + i % kRuns * 2 * IN_VECTOR, from + i * IN_VECTOR);
-    } else {
-      constexpr unsigned kRuns = COLUMNS / IN_VECTOR;
-      const int plane = size.height * size.width, columns = size.width - strip.column;
-      const ELEMENT* const from = dy + strip.image * FILTERS * plane + row * size.width + strip.column;
-#pragma unroll 4
-      for (unsigned i = threadIdx.x; i < FILTERS * kRuns; i += kThreads) {
-        const int k = i / kRuns, column = i % kRuns * IN_VECTOR;
-        if (column < columns) copy_run(to + k * kPitch + 2 * column, from + k * plane + column);
-      }
-    }
+    const ELEMENT* const image = dy + strip.image * FILTERS * size.height * size.width;
+    const int at = row * size.width + strip.column, columns = min(COLUMNS, size.width - strip.column);
+    if constexpr (CHANNELS_LAST)
+      copy_columns<kThreads, COLUMNS, FILTERS, IN_VECTOR, kPitch>(to, image + at * FILTERS, 0, columns);
+    else
+      copy_planes<kThreads, COLUMNS, FILTERS, IN_VECTOR, kPitch>(to, image + at, size.height * size.width, columns);
   }
   commit_copies();
 }
@@ -229,37 +211,47 @@ struct Target {
   int pad_y, pad_x, out_width;
 };
 
-// Adds the products that meet the pixels of a row of cells, and writes the pixels.
+// Adds the products that meet the pixels of a row of cells, and writes the pixels. A thread has a cell of a row of dx,
+// whose taps are known when this is compiled, but a pixel where cells are wide: stores of a warp would be far apart.
 __device__ __forceinline__ void fold(const Target& to, const float* products, const Strip& strip, int row) {
-  const int first = strip.first_cell * STRIDE_X - to.pad_x;
-  const int begin = max(first, 0), end = min(strip.end_cell * STRIDE_X - to.pad_x, to.size.width);
-#pragma unroll
-  for (int e = 0; e < STRIDE_Y; ++e) {
-    const int h = row * STRIDE_Y + e - to.pad_y;
-    if (h < 0 || h >= to.size.height) continue;
+  constexpr int kPixels = STRIDE_X <= 2 ? STRIDE_X : 1, kParts = STRIDE_X / kPixels;
+  const int count = kParts * (strip.end_cell - strip.first_cell);
 #pragma unroll 1
-    for (int v = begin + threadIdx.x; v < end; v += kThreads) {
-      float sums[CHANNELS] = {};
-      if (e < FILTER_Y) {
-        const int cell = strip.first_cell + (v - first) / STRIDE_X, within = (v - first) % STRIDE_X;
-        const float* const from = products + e * WARPS_K * kProductTaps * kProductPitch - strip.column;
+  for (int i = threadIdx.x; i < STRIDE_Y * count; i += kThreads) {
+    int e = 0;
 #pragma unroll
-        for (int q = 0; q < kCellsX; ++q) {
-          const int s = within + q * STRIDE_X, column = cell - q;
-          if (column < 0 || column >= to.out_width || s >= FILTER_X) continue;
+    for (int other = 1; other < STRIDE_Y; ++other) e += i >= other * count;
+    const int part = i - e * count, cell = strip.first_cell + part / kParts, begin = part % kParts;
+    const int h = row * STRIDE_Y + e - to.pad_y;
+    if (static_cast<unsigned>(h) >= static_cast<unsigned>(to.size.height)) continue;
+    float sums[kPixels][CHANNELS] = {};
+    const float* const from = products + e * WARPS_K * kProductTaps * kProductPitch + cell - strip.column;
 #pragma unroll
-          for (int share = 0; share < WARPS_K; ++share)
+    for (int q = 0; q < kCellsX; ++q) {
+      if (static_cast<unsigned>(cell - q) >= static_cast<unsigned>(to.out_width) || e >= FILTER_Y) continue;
 #pragma unroll
-            for (int c = 0; c < CHANNELS; ++c)
-              sums[c] += from[(share * kProductTaps + s * CHANNELS + c) * kProductPitch + column];
-        }
+      for (int p = 0; p < kPixels; ++p) {
+        const int s = begin + p + q * STRIDE_X;
+        if (s >= FILTER_X) continue;
+#pragma unroll
+        for (int share = 0; share < WARPS_K; ++share)
+#pragma unroll
+          for (int c = 0; c < CHANNELS; ++c)
+            sums[p][c] += from[(share * kProductTaps + s * CHANNELS + c) * kProductPitch - q];
       }
+    }
+    const int first = cell * STRIDE_X + begin - to.pad_x, rest = CHANNELS_LAST ? CHANNELS : 1;
+    ELEMENT* const dx =
+        to.dx +
+        (CHANNELS_LAST ? strip.image * to.size.height + h : strip.image * CHANNELS * to.size.height + h) *
+            to.size.width * rest +
+        first * rest;
+    const int plane = to.size.height * to.size.width;
 #pragma unroll
-      for (int c = 0; c < CHANNELS; ++c) {
-        const int at = CHANNELS_LAST ? ((strip.image * to.size.height + h) * to.size.width + v) * CHANNELS + c
-                                     : ((strip.image * CHANNELS + c) * to.size.height + h) * to.size.width + v;
-        to.dx[at] = convert<ELEMENT>(sums[c]);
-      }
+    for (int p = 0; p < kPixels; ++p) {
+      if (static_cast<unsigned>(first + p) >= static_cast<unsigned>(to.size.width)) continue;
+#pragma unroll
+      for (int c = 0; c < CHANNELS; ++c) dx[p * rest + c * (CHANNELS_LAST ? 1 : plane)] = convert<ELEMENT>(sums[p][c]);
     }
   }
 }

@@ -7,9 +7,9 @@
 // lanes: each fragment of pixels is read from shared memory once. Forward with stride 2, even and odd columns are
 // parted between lanes, which leaves the columns of a product as 0, 4, 1, 5, 2, 6, 3, 7. Backward data has stride_h *
 // stride_w phases, coordinates modulo the stride, each met by taps of its own.
-// Defines: ELEMENT, GROUP_C, GROUP_K,
-// FLIPPED (backward data), FILTER_*, STRIDE_*, DILATION_*, PAD_*, IN_*, OUT_* (sizes of what is read and written),
-// UNITS, IMAGES, ROW_GROUPS, ROWS, ROW_TILES, STAGES, PITCH, MIN_BLOCKS, SHARED_BYTES.
+// Defines: ELEMENT, GROUP_C, GROUP_K, FLIPPED (backward data), FILTER_*, STRIDE_*, DILATION_*, PAD_*, IN_*, OUT_*
+// (sizes of what is read and written), UNITS, IMAGES, ROW_GROUPS, ROWS, ROW_TILES, STAGES, PITCH, MIN_BLOCKS,
+// SHARED_BYTES.
 #include "common/group_axis.cuh"
 #include "common/group_filters.cuh"
 #include "common/mma.cuh"
@@ -62,12 +62,15 @@ constexpr int kArea = OUT_H * OUT_W, kOutRows = kTileRows * AxisH::kPhases;
 constexpr int kPlane = kWhole ? kArea : odd_words(2 * kOutRows * OUT_W) / 2;
 constexpr int kResultBytes = 2 * kImages * kOut * kPlane;
 
-// Shared memory: rows laid out, the stages, then the results, where the filters are before.
+// Shared memory: rows laid out, the stages, then the results, where the filters are before. Filters of 8 channels and
+// more are read from rows as they lie in memory, others are arranged.
 using Filters = FilterRows<GROUP_C, GROUP_K, kTaps, kUnits * kUnitK, false>;
+constexpr bool kArranged = Group::kPack > 1;
 constexpr int kLaid = Inputs::kFlat ? Inputs::kBytes : 0, kStageBytes = Inputs::kArrivingBytes;
 constexpr int kResultsAt = kLaid + kStages * kStageBytes;
 constexpr int kZerosAt = kResultsAt + Filters::kBytes, kRawFiltersAt = kZerosAt + 16;
-static_assert(SHARED_BYTES == kResultsAt + maximum(kResultBytes, Filters::kBytes + 16 + Filters::kRawBytes),
+constexpr int kFilterBytes = Filters::kBytes + (kArranged ? 16 + Filters::kRawBytes : 0);
+static_assert(SHARED_BYTES == kResultsAt + maximum(kResultBytes, kFilterBytes),
               "miofind/tiling/grouped_planes.py counts otherwise");
 
 // What a warp computes of each tile.
@@ -100,6 +103,24 @@ __device__ __forceinline__ void load_filters(Matrices& to, unsigned filters, uns
         load_matrices(to[tap][depth], address);
     }
   }
+}
+
+// The same from filters that are not arranged: lane 4g + t has rows g, g + 8, columns 2t, 2t + 8 and the next ones.
+__device__ __forceinline__ void load_raw_filters(Matrices& to, const unsigned char* filters, const Part& part) {
+  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4 * 2;
+#pragma unroll
+  for (int depth = 0; depth < kDepth; ++depth)
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const int result = 8 * (2 * part.share + e % 2), summed = 8 * (2 * depth + e / 2);
+      const int k = kFlipped ? summed : result, c = kFlipped ? result : summed;
+      unsigned pairs[kTaps] = {};
+      if (k / Group::kPackK == c / Group::kPackC)
+        load_pairs<Filters, kFlipped>(pairs, filters, part.unit * kUnitK + k + (kFlipped ? t : g),
+                                      c % Group::kPackC + (kFlipped ? g : t));
+#pragma unroll
+      for (int tap = 0; tap < kTaps; ++tap) to[tap][depth][e] = pairs[tap];
+    }
 }
 
 // The values of lanes whose pixel is kBy further, given those of the tiles before, here and after.
@@ -310,7 +331,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
   };
 
   const int filters = kFlipped ? in_channels : out_channels;
-  stage_raw_filters<Filters, kThreads>(base + kRawFiltersAt, filter, unit * kUnitK, filters);
+  if constexpr (kArranged)
+    stage_raw_filters<Filters, kThreads>(base + kRawFiltersAt, filter, unit * kUnitK, filters);
+  else
+    stage_filters<Filters, kThreads>(base + kResultsAt, filter, unit * kUnitK, filters);
   commit_copies();
   // What copies never write is zeroed once.
   if constexpr (Inputs::kFlat) {
@@ -319,7 +343,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
 #pragma unroll
     for (int stage = 0; stage < kStages; ++stage) clear_margins<Inputs, kThreads>(staged + stage * kStageBytes);
   }
-  if (threadIdx.x == 0) *reinterpret_cast<uint4*>(staged + kZerosAt) = {};
+  if (kArranged && threadIdx.x == 0) *reinterpret_cast<uint4*>(staged + kZerosAt) = {};
   __syncthreads();  // words that hold margins beside pixels are zeroed before pixels arrive
 #pragma unroll
   for (int stage = 0; stage < kStages - 1; ++stage) {
@@ -329,11 +353,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
   }
   wait_for_copies<kStages - 1>();
   __syncthreads();  // the filters have arrived
-  arrange_filters<Filters, kThreads>(staged + kResultsAt, reinterpret_cast<const ELEMENT*>(staged + kRawFiltersAt),
-                                     filters - unit * kUnitK);
-  __syncthreads();  // the filters are laid out
   Matrices matrices;
-  load_filters(matrices, base + kResultsAt, base + kZerosAt, part);
+  if constexpr (kArranged) {
+    arrange_filters<Filters, kThreads>(staged + kResultsAt, reinterpret_cast<const ELEMENT*>(staged + kRawFiltersAt),
+                                       filters - unit * kUnitK);
+    __syncthreads();  // the filters are laid out
+    load_filters(matrices, base + kResultsAt, base + kZerosAt, part);
+  } else {
+    load_raw_filters(matrices, staged + kResultsAt, part);
+  }
 
   const int delta = lane / 16 * (kDepth == 1 ? 16 : 16 * Inputs::kChannelBytes);
   const unsigned pixels = base + 16 + (part.unit * kUnitIn + lane % 16) * Inputs::kChannelBytes +

@@ -291,18 +291,32 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(kThreads, BLOCKS)
   }
 }
 
-// out[i] = sum of part[i] over the parts, in order.
-extern "C" __global__ void __launch_bounds__(256) add_parts(const float* parts, float* out, int64 count, int splits) {
-  const int64 at = 4 * (blockIdx.x * 256ll + threadIdx.x);
+// out[i] = sum of part[i] over the parts, in order: by `adders` threads, a power of two, each of neighbouring parts.
+extern "C" __global__ void __launch_bounds__(256)
+    add_parts(const float* parts, float* out, int64 count, int splits, int adders) {
+  __shared__ Vector<float, 4> sums[256];
+  const int quads = blockDim.x / adders, adder = threadIdx.x / quads;
+  const int first = splits * adder / adders, last = splits * (adder + 1) / adders;
+  const int64 at = 4 * (static_cast<int64>(blockIdx.x) * quads + threadIdx.x % quads);
   next_step_may_begin();
   previous_step_done();
-  if (at >= count) return;
-  Vector<float, 4> sum = *reinterpret_cast<const Vector<float, 4>*>(parts + at);
+  Vector<float, 4> sum = {};
+  if (at < count) {
+    sum = *reinterpret_cast<const Vector<float, 4>*>(parts + first * count + at);
 #pragma unroll 4
-  for (int split = 1; split < splits; split++) {
-    const Vector<float, 4> part = *reinterpret_cast<const Vector<float, 4>*>(parts + split * count + at);
+    for (int split = first + 1; split < last; split++) {
+      const Vector<float, 4> part = *reinterpret_cast<const Vector<float, 4>*>(parts + split * count + at);
 #pragma unroll
-    for (int i = 0; i < 4; i++) sum.at[i] += part.at[i];
+      for (int i = 0; i < 4; i++) sum.at[i] += part.at[i];
+    }
   }
-  *reinterpret_cast<Vector<float, 4>*>(out + at) = sum;
+  if (adders > 1) {
+    sums[threadIdx.x] = sum;
+    __syncthreads();  // all have their sums
+    if (adder > 0) return;
+    for (int other = 1; other < adders; other++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) sum.at[i] += sums[other * quads + threadIdx.x].at[i];
+  }
+  if (at < count) *reinterpret_cast<Vector<float, 4>*>(out + at) = sum;
 }

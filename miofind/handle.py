@@ -16,7 +16,7 @@ from miofind.finddb import Layered, open_layered
 from miofind.invoker import Invoker, InvokerCache, make_invoker
 from miofind.problem import ProblemDescription
 from miofind.sandbox.executors import Executor, InProcess, Isolated
-from miofind.solution import Config
+from miofind.solution import Config, ConvSolution
 from miofind.solver import solver_by_id
 
 if TYPE_CHECKING:
@@ -98,8 +98,7 @@ class Handle:
         if self.device.place is Place.CUDA:
             check_fork()
         invoker = make_invoker(problem, self.device, solver_by_id(solver_id), config, self.compiler)
-        if expected_hash and kernel_hash(invoker.solution) != expected_hash:
-            raise LaunchError(f"{solver_id}:{config.json} was measured with other kernels than this release has")
+        check_kernels(invoker.solution, expected_hash, f"{solver_id}:{config.json}")
         return self.invokers.put(invoker)
 
     def forget_answers(self, network_config: str) -> None:
@@ -154,6 +153,16 @@ def as_device(device: Device | str | int | None) -> Device:
     if isinstance(device, Device):
         return device
     return Device.named(device)
+
+
+def check_kernels(solution: ConvSolution, expected_hash: str, name: str) -> None:
+    """Do nothing where a solution's kernels are those that were measured, or no hash is expected.
+
+    Raises:
+        LaunchError: they are others.
+    """
+    if expected_hash and kernel_hash(solution) != expected_hash:
+        raise LaunchError(f"{name} was measured with other kernels than this release has")
 
 
 _handles: weakref.WeakSet[Handle] = weakref.WeakSet()

@@ -205,11 +205,13 @@ def _raw_workspace(workspace: Any) -> _RawMemory:
             raise WorkspaceError("workspace is not contiguous: pass a contiguous array")
         if not workspace.flags.writeable:
             raise WorkspaceError("workspace is read-only: pass an array that can be written")
+        if isinstance(workspace, np.ma.MaskedArray):
+            raise WorkspaceError("workspace is a masked array: pass a plain one, such as numpy.empty(size, 'uint8')")
         if workspace.dtype.hasobject:
             raise WorkspaceError(
                 f"workspace has dtype {workspace.dtype}: pass bytes, such as numpy.empty(size, 'uint8')"
             )
-        return _RawMemory(workspace.ctypes.data, workspace.nbytes, -1, workspace.reshape(-1).view(np.uint8))
+        return _RawMemory(workspace.ctypes.data, workspace.nbytes, -1, np.asarray(workspace).reshape(-1).view(np.uint8))
     array = workspace if framework is Framework.CUPY else as_cupy(workspace, "workspace")
     if not array.flags.c_contiguous:
         raise WorkspaceError("workspace is not contiguous: pass a contiguous array")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from miofind import arrays, operands
-from miofind.errors import InvalidOptionError
+from miofind.device import Place, check_fork
+from miofind.errors import InvalidArrayError, InvalidOptionError
+from miofind.handle import check_kernels
 from miofind.invoker import Invoker, make_invoker
 from miofind.problem import Direction
 from miofind.runner import Runner
@@ -32,25 +34,38 @@ class PackedSolution:
         problem, handle = solution.problem, solution.found.handle
         if problem.direction is Direction.BACKWARD_WEIGHTS:
             raise InvalidOptionError("weights are the result of backward weights: there is nothing to pack")
+        queue = None if stream is None else operands.stream_address(stream)
         solver = solver_by_id(solution.solver_id)
         solver.check_config(problem, handle.device, solution.config)
         packing = solver.packing(problem, handle.device, solution.config)
         self.solution = solution
-        self._runner: Runner = solution.runner
-        self._w = w
-        self.packed_bytes = 0
+        self._runner: Runner
         if packing is not None:
-            runner = _PackedRunner(solution, packing)
-            self._w = runner.pack(w, stream)
-            self._runner = runner
+            if handle.device.place is Place.CUDA:
+                check_fork()
+            whole = solver.solution(problem, handle.device, solution.config)
+            check_kernels(whole, solution.kernel_hash, solution.id)
+            self._runner = runner = _PackedRunner(solution, packing)
+            self._w = runner.pack(w, queue)
             self.packed_bytes = packing.bytes
         else:
-            index = handle.device.index
-            operands.strict_check("w", problem.w, index, solution.runner.alignment_bytes)(w)
+            self._runner = solution.runner
+            operands.strict_check("w", problem.w, handle.device.index, self._runner.alignment_bytes)(w)
+            self._w = w.detach() if arrays.framework_of(w) is arrays.Framework.TORCH else w
+            self.packed_bytes = 0
         self.workspace_bytes = self._runner.prepare().workspace_bytes
 
     def __repr__(self) -> str:
         return f"<PackedSolution of {self.solution!r}, {self.packed_bytes} bytes packed>"
+
+    def __copy__(self) -> PackedSolution:
+        return self
+
+    def __deepcopy__(self, memo: object) -> PackedSolution:
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("packed weights are not pickled: pickle solution and weights, and pack where they arrive")
 
     def run(self, x: Any = None, *, dy: Any = None, out: Any = None, workspace: Any = None, stream: Any = None) -> Any:
         """The problem's output: y forward, dx for backward data; as `run_solution` does it, with the weights packed.
@@ -65,8 +80,14 @@ class PackedSolution:
         Raises:
             InvalidArrayError: what was given and what the problem wants.
             WorkspaceError: the workspace is too small.
-            LaunchError: the launch failed.
+            LaunchError: the launch failed; another solution of the same find does not take over packed weights.
         """
+        image, unused = (x, dy) if self.solution.problem.direction is Direction.FORWARD else (dy, x)
+        if image is None or unused is not None:
+            direction, given = self.solution.problem.direction, {"x": x, "dy": dy}
+            wanted = "x" if direction is Direction.FORWARD else "dy"
+            names = ", ".join(name for name, array in given.items() if array is not None) or "nothing"
+            raise InvalidArrayError(f"a packed {direction} solution takes {wanted}; given: {names}")
         return self._runner.run(x, self._w, dy, out, workspace, stream)
 
 
@@ -79,15 +100,14 @@ class _PackedRunner(Runner):
         super().__init__(solution.problem, solution.solver_id, solution.config, solution.found.handle)
         self._packing = packing
 
-    def pack(self, w: Any, stream: Any) -> Any:
+    def pack(self, w: Any, queue: int | None) -> Any:
         """The packed weights: bytes from the allocator of w's library."""
         invoker = self._invoker_of(self._packing.pack)
         address = super()._check_of("w", invoker.alignment_bytes)(w)
-        with operands.allocating_on(w, stream, self._index):
+        with operands.allocating_on(w, queue, self._index):
             packed = arrays.allocate_bytes(w, self._packing.bytes, self._index)
             scratch = self._scratch(w, invoker)
-        queue = self._queue(w) if stream is None else operands.stream_address(stream)
-        invoker.run(0, address, self._packed_address(packed), scratch, queue)
+        invoker.run(0, address, self._packed_address(packed), scratch, self._queue(w) if queue is None else queue)
         return packed
 
     def _scratch(self, w: Any, invoker: Invoker) -> Any:

@@ -125,7 +125,7 @@ def _filters(problem: ProblemDescription, plan: _Plan, w: _Array) -> _Array:
     if problem.direction is Direction.BACKWARD_DATA:
         w = np.flip(w.swapaxes(1, 2), axis=tuple(range(3, w.ndim)))
     filters = _transformed([axis.filter for axis in plan.axes], w)
-    return filters.reshape(*w.shape[:3], -1).transpose(3, 0, 1, 2)
+    return np.ascontiguousarray(filters.reshape(*w.shape[:3], -1).transpose(3, 0, 1, 2))
 
 
 def _correlate(problem: ProblemDescription, plan: _Plan, filters: _Array, buffers: Mapping[str, _Array]) -> None:

@@ -1,136 +1,32 @@
-"""ConvFirstLayerData: backward data of convolutions of few channels on tensor cores.
+"""ConvFirstLayerData: backward data of convolutions of few channels on tensor cores, complete in registers.
 
-The input is divided into cells that all meet outputs in the same way. Kernel: kernels_src/first_layer_data.cu. Knows
-nothing of how candidates are chosen.
+The input is divided into cells that all meet outputs in the same way. Kernel: kernels_src/first_layer_data.cu. Cells
+and strips: miofind/tiling/cell_rows.py. Knows nothing of how candidates are chosen.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import ClassVar
 
 from miofind.device import Device
 from miofind.few_channels import FewChannelsSolver
-from miofind.problem import Direction, ProblemDescription
+from miofind.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.solution import Config, ConfigValue, ConvSolution, KernelStep, Pointer, int32s
+from miofind.solver import Applicability
+from miofind.tiling.cell_rows import CellRows
 from miofind.tiling.cells import Cells
-from miofind.tiling.correlation import ceil_div, round_up
+from miofind.tiling.correlation import ceil_div
 from miofind.tiling.divisor import divisors
-from miofind.tiling.grouped import resident_blocks
+from miofind.tiling.windows import unserved
 
-_MAX_SUMS = 96
-_MAX_FRAGMENTS = 64
-_MAX_WARPS = 8
-_MAX_REGISTERS = 232
+_MAX_HELD = 184
+_MAX_REGISTERS = 240
 _SHARED_BYTES = 48 << 10
-_MAX_RESIDENT = 8
-_DEPTHS = (32, 64, 96, 512)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Tiling:
-    """A configuration applied to a problem: what the kernel's constants come to.
-
-    kernels_src/first_layer_data.cu computes the same from the defines and refuses to compile where it differs.
-
-    Attributes:
-        height, width: cells.
-        column_blocks: of 8 elements of a cell.
-        depth, chunks: filters that are staged at a time, and how often.
-        offset: columns staged before those that the first cell meets.
-        in_vector: elements of dy that are loaded at once.
-        in_pixels: staged.
-        sums, fragments: registers of a thread for sums and for filters.
-        threads: of a block.
-        registers: of a thread that spills nothing.
-        shared_bytes: of a block.
-        resident: blocks of a multiprocessor.
-        row_tiles, column_tiles: of an image.
-        tiles: of all images.
-    """
-
-    height: Cells
-    width: Cells
-    column_blocks: int
-    depth: int
-    chunks: int
-    offset: int
-    in_vector: int
-    in_pixels: int
-    sums: int
-    fragments: int
-    threads: int
-    registers: int
-    shared_bytes: int
-    resident: int
-    row_tiles: int
-    column_tiles: int
-    tiles: int
-
-    @staticmethod
-    def of(problem: ProblemDescription, config: Config, device: Device) -> _Tiling:
-        stride_y, stride_x = problem.conv.stride
-        step = 2 if stride_x == 1 else 1
-        height, width = Cells.of(problem, 0, stride_y), Cells.of(problem, 1, step * stride_x)
-        elements, last = height.size * width.size * problem.c, problem.y.layout.channels_last
-        column_blocks = 1 if elements <= 8 else 2 * ceil_div(elements, 16)
-        chunks = ceil_div(problem.k, config["depth"])
-        depth = round_up(ceil_div(problem.k, chunks), 16)
-        in_vector = math.gcd(8, problem.k if last else problem.out_spatial[1])
-        offset = 0 if last else width.first % in_vector
-        rows, warps_y, warps_x, warps_k = (config[name] for name in ("rows", "warps_y", "warps_x", "warps_k"))
-        columns = offset + (16 * warps_x - 1) * step + width.taps
-        row_pixels = step * ceil_div(columns if last else round_up(columns, in_vector), step)
-        in_rows = rows * warps_y + height.taps - 1
-        filters = 8 * column_blocks * (2 * height.taps * width.taps * chunks * depth + 16)
-        raw = round_up(2 * problem.w.size, 16)
-        sums = 4 * rows * column_blocks
-        staged = in_rows * row_pixels * (2 * depth + 16)
-        joined = (warps_k - 1) * warps_y * warps_x * sums * 128
-        shared_bytes = filters + max(config["stages"] * staged + joined, staged + raw)
-        threads = 32 * warps_y * warps_x * warps_k
-        fragments = round_up(height.taps * column_blocks, 2) * 2
-        moved = 0 if last else 64 if in_vector >= 4 else 32
-        registers = round_up(sums + max(fragments + 8, moved) + (56 if column_blocks <= 2 else 64), 8)
-        resident = resident_blocks(registers, threads, shared_bytes, device.shared_bytes or _SHARED_BYTES)
-        row_tiles = ceil_div(height.count, rows * warps_y)
-        column_tiles = ceil_div(width.count, 16 * warps_x)
-        return _Tiling(
-            height=height,
-            width=width,
-            column_blocks=column_blocks,
-            depth=depth,
-            chunks=chunks,
-            offset=offset,
-            in_vector=in_vector,
-            in_pixels=in_rows * row_pixels,
-            sums=sums,
-            fragments=fragments,
-            threads=threads,
-            registers=registers,
-            shared_bytes=shared_bytes,
-            resident=min(resident, _MAX_RESIDENT),
-            row_tiles=row_tiles,
-            column_tiles=column_tiles,
-            tiles=row_tiles * column_tiles * problem.n,
-        )
-
-    def blocks(self, device: Device) -> int:
-        """Blocks of the grid."""
-        return min(self.tiles, max(1, device.sm_count * self.resident))
-
-
-def _has_pairs(problem: ProblemDescription, tiling: _Tiling) -> bool:
-    """Whether two neighbouring elements of a cell are an aligned word of dx."""
-    width, columns = tiling.width, problem.spatial[1]
-    per_column = problem.c if problem.x.layout.channels_last else 1
-    return all(size * per_column % 2 == 0 for size in (width.size, width.origin, columns))
-
-
-def _defines(problem: ProblemDescription, config: Config, tiling: _Tiling) -> tuple[tuple[str, str | int], ...]:
-    height, width, (stride_y, stride_x) = tiling.height, tiling.width, problem.conv.stride
+def _defines(problem: ProblemDescription, config: Config, tiling: CellRows) -> tuple[tuple[str, str | int], ...]:
+    stride_y, stride_x = problem.conv.stride
     return (
         ("ELEMENT", problem.x.dtype.value),
         ("CHANNELS", problem.c),
@@ -139,17 +35,10 @@ def _defines(problem: ProblemDescription, config: Config, tiling: _Tiling) -> tu
         ("FILTER_X", problem.filter[1]),
         ("STRIDE_Y", stride_y),
         ("STRIDE_X", stride_x),
-        ("CELL_X", width.size),
-        ("TAPS_Y", height.taps),
-        ("TAPS_X", width.taps),
-        ("LAST_TAP_Y", height.last_tap),
-        ("LAST_TAP_X", width.last_tap),
-        ("ORIGIN_Y", height.origin),
-        ("ORIGIN_X", width.origin),
-        ("OFFSET", tiling.offset),
-        *((name.upper(), config[name]) for name in ("rows", "warps_y", "warps_x", "warps_k")),
-        ("DEPTH", tiling.depth),
-        ("STAGES", config["stages"]),
+        ("TAPS_X", tiling.width.taps),
+        ("LAST_TAP", tiling.width.last_tap),
+        ("CELLS", tiling.cells),
+        *((name.upper(), config[name]) for name in ("blocks", "warps", "stages")),
         ("CHANNELS_LAST", int(problem.x.layout.channels_last)),
         ("IN_VECTOR", tiling.in_vector),
         ("PAIRS", int(_has_pairs(problem, tiling))),
@@ -158,120 +47,139 @@ def _defines(problem: ProblemDescription, config: Config, tiling: _Tiling) -> tu
     )
 
 
-def _config(rows: int, warps_y: int, warps_x: int, warps_k: int, depth: int, stages: int) -> Config:
-    return Config.of(rows=rows, warps_y=warps_y, warps_x=warps_x, warps_k=warps_k, depth=depth, stages=stages)
+def _has_pairs(problem: ProblemDescription, tiling: CellRows) -> bool:
+    """Whether two neighbouring elements of a cell are an aligned word of dx."""
+    width, columns = tiling.width, problem.spatial[1]
+    per_column = problem.c if problem.x.layout.channels_last else 1
+    return all(size * per_column % 2 == 0 for size in (width.size, width.origin, columns))
+
+
+def _is_served(problem: ProblemDescription) -> bool:
+    """Whether cells have several pixels, and matrices of dy begin where they can be read."""
+    stride = problem.conv.stride[1]
+    width = Cells.of(problem, 1, stride)
+    return stride > 1 and (problem.x.layout.channels_last or (width.taps == 1 and width.first == 0))
 
 
 # What default_configs ranks by estimate.
 _SHORT_LIST = tuple(
-    _config(rows, *warps, depth, stages)
-    for rows in (1, 2, 4, 8)
-    for warps in ((1, 1, 4), (1, 1, 8), (2, 1, 2), (1, 2, 2), (1, 4, 1), (2, 2, 1), (4, 1, 1), (2, 4, 1), (4, 2, 1))
-    for depth in _DEPTHS
-    for stages in (1, 2)
+    Config.of(blocks=blocks, warps=warps, stages=stages, resident=resident)
+    for blocks in (1, 2, 4)
+    for warps in (4, 2)
+    for stages, resident in ((3, 2), (3, 3), (3, 4), (4, 4), (4, 1))
 )
 
-# Cycles of a multiprocessor for a product of fragments, to read one, to stage 8 filters of an output, channels last or
-# first, to store or to join a sum, and to lay out 8 taps; cycles that a block waits for a chunk and for its loads, and
-# a warp for a product. Share of the time to move all tensors, or to compute if that is shorter, that the other does not
-# hide. Fitted to 359 measurements on an H200: root mean square of the error 15 %; the configuration with the least
-# estimate takes 3 % longer than the best. Laying out and turning are set lower: both take fewer instructions since.
-_PRODUCT = 1.8
-_READ = 3.9
-_STAGED = 0.326
-_TURNED = 0.7
-_STORED = 2.75
-_JOIN = 1.13
-_TILE = 2120.0
-_LOAD = 334.0
-_LATENCY = 11.2
-_LAID = 1.5
-_LAUNCH_MS = 0.00136
-_EXPOSED = 0.998
+# Cycles of a multiprocessor to read a fragment of dy; instructions of a warp for a row, to stage 16 bytes a thread, and
+# for a product of fragments; cycles that a block waits for a row, a warp for a product, and a block before its first
+# row. Share of the time to move all tensors, or to compute if that is shorter, that the other does not hide, and of the
+# time to read dy that rows cost which several blocks read. Fitted to 38 measurements on an H200, the order of the
+# fastest first: the configuration with the least estimate takes 5 % longer than the best.
+_READ = 13.1
+_ROW_ISSUED = 74.0
+_STAGED_ISSUED = 27.0
+_PRODUCT_ISSUED = 0.82
+_ROW = 338.0
+_LATENCY = 20.8
+_BEGIN = 4580.0
+_LAUNCH_MS = 0.00248
+_EXPOSED = 0.66
+_ROWS_AGAIN = 0.48
 
 
 class ConvFirstLayerData(FewChannelsSolver):
-    """Backward data for up to four channels: products of outputs and filters, for all pixels that a stride divides.
+    """Backward data for up to four channels and strides above 1: rows of dy times all filters, complete in registers.
+
+    For few and small filters over large images, and for patches, where it is faster than ConvFirstLayerDataRows, which
+    serves the rest: all of the filters must fit a thread's registers, and of NCHW only patches are served.
 
     Products with zeros complete the filters: an infinity or NaN of dy spreads to pixels near those that meet it. Sums
     are float32; equal inputs give equal bits.
 
-    Configuration: a block of `warps_y` x `warps_x` x `warps_k` warps stages `depth` filters of dy in `stages` buffers;
-    a warp computes `rows` rows of 16 cells of pixels, and `warps_k` warps share the filters.
+    Configuration: a block of `warps` warps has rows of dy in `stages` buffers; a warp multiplies `blocks` blocks of 16
+    cells of a stride's pixels; there are as many strips as fill multiprocessors with `resident` blocks.
     """
 
     id = "ConvFirstLayerData"
+    version = 2
     direction = Direction.BACKWARD_DATA
-    kind = ("rows", "warps_y", "warps_x")
+    kind = ("blocks", "warps", "resident")
     parameters: ClassVar[Mapping[str, Sequence[ConfigValue]]] = {
-        "rows": (1, 2, 4, 8),
-        "warps_y": (1, 2, 4),
-        "warps_x": (1, 2, 4),
-        "warps_k": (1, 2, 4, 8),
-        "depth": _DEPTHS,
-        "stages": (1, 2),
+        "blocks": (1, 2, 4),
+        "warps": (1, 2, 4, 8),
+        "stages": (3, 4),
+        "resident": (1, 2, 3, 4),
     }
     sources = ("first_layer_data.cu",)
 
     def is_valid_config(self, problem: ProblemDescription, device: Device, config: Config) -> bool:
-        if not 4 <= config["warps_y"] * config["warps_x"] * config["warps_k"] <= _MAX_WARPS:
+        if not _is_served(problem):
             return False
-        if any(problem.k <= depth < config["depth"] for depth in _DEPTHS):
+        tiling = CellRows.of(problem, config, device)
+        if config["blocks"] != ceil_div(tiling.cells // 16, config["warps"]):
             return False
-        tiling = _Tiling.of(problem, config, device)
-        if config["warps_k"] > max(4, tiling.depth // 16):
+        if tiling.kept > _MAX_HELD or tiling.registers > _MAX_REGISTERS:
             return False
-        if config["rows"] * config["warps_y"] >= 2 * max(4, tiling.height.count):
-            return False
-        if config["warps_x"] > 1 and 16 * config["warps_x"] >= 2 * max(16, tiling.width.count):
-            return False
-        if tiling.sums > _MAX_SUMS or tiling.fragments > _MAX_FRAGMENTS or tiling.registers > _MAX_REGISTERS:
-            return False
-        if config["stages"] == 2 and not problem.y.layout.channels_last:
-            return False
-        return tiling.resident > 0
+        fits_shared = tiling.shared_bytes <= (device.shared_bytes or _SHARED_BYTES)
+        return fits_shared and tiling.resident == config["resident"]
 
     def short_list(self) -> Sequence[Config]:
         return _SHORT_LIST
+
+    def examples(self) -> tuple[ProblemDescription, ...]:
+        half, brain, last = DataType.FLOAT16, DataType.BFLOAT16, Layout.NHWC
+
+        def conv(**fields: object) -> ProblemDescription:
+            return ProblemDescription.convolution(direction=self.direction, **fields)  # type: ignore[arg-type]
+
+        return (
+            conv(x=(2, 3, 64, 64), w=(32, 3, 3, 3), padding=1, stride=2, dtype=half, layout=last),
+            conv(x=(2, 3, 32, 32), w=(96, 3, 4, 4), stride=4, dtype=brain, layout=last),
+            conv(x=(2, 3, 32, 32), w=(96, 3, 4, 4), stride=4, dtype=half),
+            conv(x=(2, 4, 17, 23), w=(37, 4, 3, 2), padding=((4, 0), (5, 1)), stride=(1, 3), dtype=brain, layout=last),
+            conv(x=(1, 1, 33, 31), w=(19, 1, 2, 2), stride=(1, 2), dtype=brain),
+        )
+
+    def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
+        if problem.direction is self.direction and not unserved(problem) and not _is_served(problem):
+            reason = f"filter {problem.filter} stride {problem.conv.stride} padding {problem.conv.pad_before}"
+            return Applicability(
+                f"serves strides above 1, and planes where a pixel meets one column of dy, not {reason}"
+            )
+        return super().is_applicable(problem, device)
 
     def spreads_nonfinite(self, problem: ProblemDescription, config: Config) -> bool:
         return True
 
     def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
-        tiling = _Tiling.of(problem, config, device)
-        moved_ms = 1e3 * problem.bytes / device.bandwidth_bytes_per_s
-        rows, taps_y = config["rows"], tiling.height.taps
-        steps = tiling.width.taps * tiling.depth // 16 * tiling.chunks
-        warps = config["warps_y"] * config["warps_x"]
-        products = steps * rows * taps_y * tiling.column_blocks
-        reads = steps * (rows + taps_y - 1 + taps_y * tiling.column_blocks / 2)
-        words = tiling.in_pixels * tiling.depth * tiling.chunks / 8
-        staged = words * (_STAGED if problem.y.layout.channels_last else _TURNED) * 8 / tiling.in_vector
-        stored = warps * tiling.sums * (_STORED + _JOIN * (config["warps_k"] - 1))
-        busy = warps * max(_PRODUCT * products, _READ * reads) + staged + stored
-        alone = _TILE * tiling.chunks + _LATENCY * products / config["warps_k"] + stored
-        if config["stages"] == 1 or (tiling.chunks == 1 and tiling.tiles <= tiling.blocks(device)):
-            alone += _LOAD * tiling.chunks + staged
-        blocks = tiling.blocks(device)
-        together, turns = min(tiling.resident, ceil_div(blocks, device.sm_count)), ceil_div(tiling.tiles, blocks)
-        laid = tiling.column_blocks * taps_y * tiling.width.taps * tiling.depth * tiling.chunks
-        cycles = _LAID * together * laid + turns * max(together * busy, alone)
+        tiling = CellRows.of(problem, config, device)
+        warps, turn = config["warps"], config["blocks"] * tiling.fragments
+        staged = tiling.columns * problem.k / tiling.in_vector
+        shared = _READ * (tiling.cells // 16) * tiling.width.taps * tiling.steps
+        issued = _ROW_ISSUED + _STAGED_ISSUED * ceil_div(int(staged), 32 * warps) + _PRODUCT_ISSUED * turn
+        together = min(tiling.resident, ceil_div(tiling.blocks, device.sm_count))
+        busy = max(together * shared, ceil_div(together * warps, 4) * issued)
+        alone = _ROW + _LATENCY * turn
+        turns = ceil_div(tiling.blocks, device.sm_count * tiling.resident)
+        cycles = turns * (_BEGIN + tiling.strip_steps * max(busy, alone))
         busy_ms = 1e3 * cycles / device.clock_hz
+        again = _ROWS_AGAIN * (tiling.strip_steps / tiling.rows - 1)
+        moved_ms = 1e3 * problem.bytes * (1 + again) / device.bandwidth_bytes_per_s
         return float(_LAUNCH_MS + max(moved_ms, busy_ms) + _EXPOSED * min(moved_ms, busy_ms))
 
     def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
-        tiling = _Tiling.of(problem, config, device)
+        tiling = CellRows.of(problem, config, device)
         step = KernelStep(
             source="first_layer_data.cu",
             entry="first_layer_data",
-            grid=(tiling.blocks(device), 1, 1),
-            block=(tiling.threads, 1, 1),
+            grid=(tiling.blocks, 1, 1),
+            block=(32 * config["warps"], 1, 1),
             shared_bytes=tiling.shared_bytes,
             defines=_defines(problem, config, tiling),
             args=(
                 *(Pointer(buffer=name) for name in ("y", "w", "x")),
-                *int32s(*problem.spatial, *problem.out_spatial, tiling.height.first, tiling.width.first, tiling.tiles),
-                *divisors(tiling.row_tiles * tiling.column_tiles, tiling.column_tiles),
+                *int32s(*problem.spatial, *problem.out_spatial, problem.conv.pad_before[0], tiling.width.origin),
+                *int32s(tiling.height.first, tiling.height.end, tiling.width.first, tiling.rows),
+                *divisors(tiling.strips * tiling.cell_tiles, tiling.cell_tiles),
             ),
         )
         return ConvSolution(steps=(step,))

@@ -19,7 +19,7 @@ from miofind.tiling.correlation import ceil_div
 from miofind.tiling.grouped import SOURCE, GroupedTiling, is_ample, resident_blocks, units_of, unserved
 
 _DEFAULTS, _FIRST, _MOST_ALIKE = 8, 4, 3
-_ROWS, _COLUMNS = (1, 2, 4, 7, 8), (8, 16, 32, 56)
+_ROWS, _COLUMNS = (1, 2, 4, 7, 8), (8, 16, 32)
 _MAX_SUMS = 128
 _MAX_REGISTERS = 255
 _MAX_THREADS = 512
@@ -111,19 +111,16 @@ def _defines(
     )
 
 
-# Set against ResNeXt-50's layers at batch 32 on an H200: the best and the first configuration of each by an earlier
-# model, and that eighteen more took longer. Issue slots, in a warp's instructions, to move 16 bytes, channels last and
-# first; cycles of tensor cores for a product of depth 16; cycles of a block at least, for each 16 bytes of a thread,
-# and for each product of a warp.
-_MOVE, _TURN = 34, 72  # 52 and 80 measured with more instructions a copy; reckoned since
+# Set against ResNeXt-50's layers at batch 32 on an H200, some 20 configurations of each. Issue slots, in a warp's
+# instructions, to move 16 bytes, channels last and first; cycles of tensor cores for a product of depth 16; cycles
+# between blocks that follow one another, for each 16 bytes of a thread, and for each product of a warp.
+_MOVE, _TURN = 45, 93  # channels first reckoned
 _PRODUCT = 0.5
-_BLOCK_LATENCY, _MOVE_LATENCY, _PRODUCT_LATENCY = 840, 11, 2.4
-_SHORT_RUN = 9  # bytes that a run of channels costs besides its own
-_AGAIN = 0.13  # share of bytes read once more that device memory sees
-_STAGED = 0.7  # share of a block's cycles that staging ahead leaves; reckoned, not measured
-_APART, _ALONE = 0.24, 0.37  # share of the shorter of memory and multiprocessors that does not overlap; with one block
+_WAVE_LATENCY, _MOVE_LATENCY, _PRODUCT_LATENCY = 1670, 73, 1.9
+_SHORT_RUN = 20  # bytes that a run of channels costs besides its own
+_APART, _ALONE = 0.085, 0.3  # share of the shorter of memory and multiprocessors that does not overlap; with one block
 _BANDWIDTH_SHARE = 0.89  # of the nominal one that copies reach
-_LAUNCH_MS = 0.0035
+_LAUNCH_MS = 0.0034
 
 
 def _work_ms(problem: ProblemDescription, device: Device, tiling: GroupedTiling, resident: int) -> float:
@@ -142,23 +139,22 @@ def _work_ms(problem: ProblemDescription, device: Device, tiling: GroupedTiling,
     slots += warps * (1.3 * products + reads / 2 + 150)
     shared = (3 * read + 4 * written) / 8 + warps * reads
     busy = max(slots / 3, shared, warps * products * _PRODUCT)
-    alone = _BLOCK_LATENCY + _MOVE_LATENCY * moved / tiling.threads + _PRODUCT_LATENCY * products
+    alone = _MOVE_LATENCY * moved / tiling.threads + _PRODUCT_LATENCY * products
     together = min(resident, math.ceil(tiling.blocks / device.sm_count))
     if tiling.stages > 1:
         turns = _turns(tiling, resident, device)
         together = min(resident, ceil_div(tiling.tiles[0] * ceil_div(tiling.spatial_tiles, turns), device.sm_count))
-        cycles = 2 * _BLOCK_LATENCY + turns * max(together * busy, _STAGED * alone)
+        cycles = turns * max(together * busy, alone)
     else:
         full, rest = divmod(tiling.blocks, device.sm_count * resident)
-        cycles = full * max(resident * busy, alone)
+        cycles = full * (_WAVE_LATENCY + max(resident * busy, alone))
         if rest:
-            cycles += max(math.ceil(rest / device.sm_count) * busy, alone)
+            cycles += _WAVE_LATENCY + max(math.ceil(rest / device.sm_count) * busy, alone)
     processing = 1e3 * cycles / device.clock_hz
     run_bytes = 2 * tiling.span
     if problem.x.layout.channels_last:
         run_bytes = 16 * tiling.units * min(tiling.in_blocks, tiling.out_blocks)
-    again = max(0.0, (16 * read + tiling.filter_bytes) * tiling.blocks - problem.bytes / 2)
-    through = problem.bytes * (1 + _SHORT_RUN / run_bytes) + _AGAIN * again
+    through = problem.bytes * (1 + _SHORT_RUN / run_bytes)
     memory = 1e3 * through / (_BANDWIDTH_SHARE * device.bandwidth_bytes_per_s)
     return max(memory, processing) + min(memory, processing) * (_APART + _ALONE / (together * tiling.stages))
 
@@ -179,7 +175,7 @@ _SHORT_LIST = (
         for images in (1, 2, 4)
         for units in (1, 2, 4)
         for shares in (1, 2)
-        for stages in (1, 2)
+        for stages in (1, 2, 3)
     ),
     _config(1, 1, 8, 1, 1, 1, 1),
 )

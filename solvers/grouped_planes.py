@@ -17,12 +17,12 @@ from miofind.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.solution import Config, ConfigValue, ConvSolution, KernelStep, Pointer, int32s
 from miofind.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
 from miofind.tiling.correlation import ceil_div
-from miofind.tiling.grouped import SOURCE, GroupedAxis, is_ample, resident_blocks, unserved
+from miofind.tiling.grouped import SOURCE, GroupedAxis, Packs, is_ample, resident_blocks, unserved
 from miofind.tiling.grouped_planes import PlanesTiling, planes_unit, planes_units
 
 _DEFAULTS, _MOST_ALIKE = 8, 2
-_ROWS = (1, 2, 3, 4, 7)
-_TURNS = (1, 2, 4, 8, 16)
+_ROWS = (1, 2, 3, 4, 7)  # 3 serves odd planes that nothing else does
+_TURNS = (0, 1, 2, 4, 8)
 _MAX_DEPTH, _MAX_MATRICES = 2, 100
 _MAX_SUMS, _MAX_REGISTERS = 128, 255
 _LEAST_THREADS, _MAX_THREADS = 32, 512
@@ -44,6 +44,14 @@ def _resident(problem: ProblemDescription, tiling: PlanesTiling, device: Device)
     """Blocks that a multiprocessor holds at once."""
     shared_bytes = device.shared_bytes or _SHARED_BYTES
     return resident_blocks(_registers(problem, tiling), tiling.threads, tiling.shared_bytes, shared_bytes)
+
+
+def _splits(problem: ProblemDescription, tiling: PlanesTiling, device: Device, turns: int) -> int:
+    """Blocks that share the tiles of a channel tile; without a number of turns, as many as are resident at once."""
+    if turns:
+        return ceil_div(tiling.tile_count, turns)
+    resident = device.sm_count * _resident(problem, tiling, device)
+    return min(tiling.tile_count, max(1, resident // tiling.channel_tiles))
 
 
 def _defines(
@@ -77,18 +85,19 @@ def _defines(
     )
 
 
-# Reckoned, not yet measured: issue slots of a thread to copy a vector, to lay out 16 bytes and to store 16; a warp's
-# instructions besides products for a fragment of 16 channels x 8 pixels and for a tile of 8 pixels of results; cycles
-# of a scheduler for a product; cycles of a tile and of a block at least.
-_COPY, _LAY_OUT, _STORE = 5, 30, 7
-_FRAGMENT, _SHIFT, _RESULT = 2, 2, 8
-_PRODUCT = 6.5
-_ISSUED = 0.6  # instructions of a scheduler in a cycle
-_ALONE = 1.6  # how much longer the warps of one block take, if each had a scheduler of its own
-_TILE_LATENCY, _BLOCK_LATENCY = 900, 2500
-_APART = 0.35  # share of the shorter of memory and multiprocessors that does not overlap
-_BANDWIDTH_SHARE = 0.87  # of the nominal one that copies reach
-_LAUNCH_MS = 0.0035
+# Set against ResNeXt-50's layers at batch 32 on an H200, some 30 configurations of each: issue slots of a thread to
+# copy a vector, to lay out 16 bytes and to store 16; a warp's instructions besides products for a fragment of 16
+# channels x 8 pixels and for a tile of 8 pixels of results; cycles of a scheduler for a product; cycles of a tile and
+# of a block at least.
+_COPY, _LAY_OUT, _STORE = 14, 18, 4
+_FRAGMENT, _SHIFT, _RESULT = 1.1, 1.9, 1.4
+_PRODUCT = 4.1
+_ALONE = 3.7  # how much longer the warps of one block take, if each had a scheduler of its own
+_TILE_LATENCY, _BLOCK_LATENCY = 1000, 4300
+_ARRANGED, _LOADED = 0.15, 1.7  # cycles of shared memory to arrange an element, and to load a word
+_APART = 0.59  # share of the shorter of memory and multiprocessors that does not overlap
+_BANDWIDTH_SHARE = 0.885  # of the nominal one that copies reach
+_LAUNCH_MS = 0.0017
 
 
 def _busy_cycles(tiling: PlanesTiling) -> float:
@@ -103,18 +112,29 @@ def _busy_cycles(tiling: PlanesTiling) -> float:
     products = tiling.rows * tiling.width * height.taps * width.taps * tiling.depth
     results = tiling.rows * tiling.width * height.phases * width.phases
     slots += warps * (fragments * (_FRAGMENT + _SHIFT * shifts / width.stride) + results * _RESULT + products)
-    return max(slots / (4 * _ISSUED), warps * products * _PRODUCT / 4)
+    return max(slots / 4, warps * products * _PRODUCT / 4)
+
+
+def _filter_cycles(problem: ProblemDescription, tiling: PlanesTiling) -> float:
+    """Cycles of a multiprocessor's shared memory that a block takes to have its filters in registers."""
+    if Packs.of(problem).groups == 1:
+        return _LOADED * tiling.threads / 32 * _matrices(problem)
+    return _ARRANGED * math.prod(problem.w.shape) / tiling.channel_tiles
 
 
 def _work_ms(problem: ProblemDescription, device: Device, tiling: PlanesTiling, config: Config) -> float:
     """Milliseconds of multiprocessors and memory together."""
     resident, busy = _resident(problem, tiling, device), _busy_cycles(tiling)
-    turns, blocks = config["turns"], tiling.channel_tiles * ceil_div(tiling.tile_count, config["turns"])
+    splits = _splits(problem, tiling, device, config["turns"])
+    turns, blocks = tiling.tile_count / splits, tiling.channel_tiles * splits
+    filters = _filter_cycles(problem, tiling)
     alone = _TILE_LATENCY * (2 if config["stages"] == 1 else 1) + _ALONE * 128 * busy / tiling.threads
     full, rest = divmod(blocks, device.sm_count * resident)
-    cycles = full * (_BLOCK_LATENCY / 2 + turns * max(resident * busy, alone)) + _BLOCK_LATENCY / 2
+    latency = math.ceil(turns) * alone
+    cycles = full * (_BLOCK_LATENCY / 2 + max(resident * (turns * busy + filters), latency)) + _BLOCK_LATENCY / 2
     if rest:
-        cycles += _BLOCK_LATENCY / 2 + turns * max(ceil_div(rest, device.sm_count) * busy, alone)
+        most = ceil_div(rest, device.sm_count) * (turns * busy + filters)
+        cycles += _BLOCK_LATENCY / 2 + max(most, latency + filters)
     processing = 1e3 * cycles / device.clock_hz
     halo = 0.1 * (tiling.source.rows - tiling.rows * config["row_groups"] * tiling.axes[0].stride) / tiling.source.rows
     memory = 1e3 * problem.bytes * (1 + max(0.0, halo)) / (_BANDWIDTH_SHARE * device.bandwidth_bytes_per_s)
@@ -129,7 +149,7 @@ def _config(rows: int, row_groups: int, images: int, units: int, stages: int, tu
 _SHORT_LIST = (
     *(
         _config(*choice)
-        for choice in itertools.product((1, 2, 4, 7), (1, 2, 4), (1, 2, 4), (1, 2), (2, 3), (1, 2, 4, 8))
+        for choice in itertools.product((1, 2, 4, 7), (1, 2, 4), (1, 2, 4), (1, 2), (2, 3), (0, 1, 2, 4, 8))
     ),
     *(_config(rows, row_groups, 1, 1, 1, 1) for rows in _ROWS for row_groups in (1, 2, 4)),
 )
@@ -156,7 +176,7 @@ class ConvGroupedPlanes(Solver):
 
     Configuration: a warp computes 16 results of a unit, the fewest groups that fill them, for `rows` whole rows; a
     block has `row_groups` times as many rows, `images` images and `units` units, computes `turns` tiles one after
-    another, and has `stages` buffers for them.
+    another, or with 0 as many as let all blocks be resident at once, and has `stages` buffers for them.
     """
 
     id = "ConvGroupedPlanes"
@@ -175,7 +195,7 @@ class ConvGroupedPlanes(Solver):
         "rows": _ROWS,
         "row_groups": (1, 2, 4),
         "images": (1, 2, 4),
-        "units": (1, 2, 4),
+        "units": (1, 2),
         "stages": (1, 2, 3),
         "turns": _TURNS,
     }
@@ -242,15 +262,27 @@ class ConvGroupedPlanes(Solver):
         tiling = PlanesTiling.of(problem, config)
         if tiling.row_tiles > 1 and (config["images"] > 1 or tiling.source.is_flat):
             return False
-        if config["turns"] > tiling.tile_count or config["stages"] > config["turns"] + 1:
-            return False
-        if ceil_div(tiling.tile_count, config["turns"]) > _MAX_GRID:
+        if config["turns"] > tiling.tile_count:
             return False
         if tiling.sums > _MAX_SUMS or not _LEAST_THREADS <= tiling.threads <= _MAX_THREADS:
             return False
-        if _registers(problem, tiling) > _MAX_REGISTERS:
+        if _registers(problem, tiling) > _MAX_REGISTERS or _resident(problem, tiling, device) == 0:
             return False
-        return _resident(problem, tiling, device) > 0
+        return self._is_dealt(problem, tiling, device, config)
+
+    @staticmethod
+    def _is_dealt(problem: ProblemDescription, tiling: PlanesTiling, device: Device, config: Config) -> bool:
+        """Whether blocks use all their buffers, and are dealt more than two tiles where there is no number of turns.
+
+        Of one or two tiles, a number of turns deals the same to each block, which measured faster.
+        """
+        splits = _splits(problem, tiling, device, config["turns"])
+        if splits > _MAX_GRID or config["stages"] > ceil_div(tiling.tile_count, splits) + 1:
+            return False
+        if config["turns"]:
+            return True
+        dealt = {ceil_div(tiling.tile_count, turns) for turns in _TURNS if turns}
+        return tiling.tile_count > 2 * splits and splits not in dealt
 
     def spreads_nonfinite(self, problem: ProblemDescription, config: Config) -> bool:
         return any(channels // problem.groups % 16 for channels in (problem.c, problem.k))
@@ -267,7 +299,7 @@ class ConvGroupedPlanes(Solver):
         step = KernelStep(
             source="grouped_planes.cu",
             entry="grouped_planes",
-            grid=(tiling.channel_tiles, ceil_div(tiling.tile_count, config["turns"]), 1),
+            grid=(tiling.channel_tiles, _splits(problem, tiling, device, config["turns"]), 1),
             block=(tiling.threads, 1, 1),
             shared_bytes=tiling.shared_bytes,
             defines=_defines(problem, config, tiling, _resident(problem, tiling, device)),

@@ -22,9 +22,9 @@ from miofind.tiling.grouped import Packs, is_ample, resident_blocks, unserved
 from miofind.tiling.grouped_planes import PlanesWeightsTiling, shifts
 
 _DEFAULTS, _MOST_ALIKE = 8, 2
-_MOST_BLOCKS = 8  # of a multiprocessor, so that parts are few
+_MOST_BLOCKS = 4  # of a multiprocessor, so that parts are few
 _ROWS = (1, 2, 4, 7, 14)
-_SPLITS = (1, 2, 4, 8, 16, 32, 64)
+_SPLITS = (1, 2, 4, 8, 16, 32)
 _MAX_PAIR = 2  # pixels that shifts may reach before a run
 _MAX_SUMS, _MAX_REGISTERS = 128, 255
 _LEAST_THREADS, _MAX_THREADS = 32, 512
@@ -120,19 +120,17 @@ def _finish_step(problem: ProblemDescription, config: Config, first: KernelStep)
     )
 
 
-# Reckoned, not yet measured: issue slots of a thread to copy a vector and to lay out 16 bytes; a warp's instructions
-# besides products for a row of x and for one of dy; cycles of a scheduler for a product; cycles of a tile and of a
-# block at least.
-_COPY, _LAY_OUT = 5, 30
-_ROW_OF_X, _ROW_OF_DY = 14, 3
-_PRODUCT = 6.5
-_ISSUED = 0.6  # instructions of a scheduler in a cycle
-_ALONE = 1.6  # how much longer the warps of one block take, if each had a scheduler of its own
-_TILE_LATENCY, _BLOCK_LATENCY = 900, 3500
-_PARTS_SHARE = 0.6  # of the bytes of parts that device memory sees
-_APART = 0.35  # share of the shorter of memory and multiprocessors that does not overlap
-_BANDWIDTH_SHARE = 0.87  # of the nominal one that copies reach
-_LAUNCH_MS, _FINISH_MS = 0.0035, 0.0012
+# Set against ResNeXt-50's layers at batch 32 on an H200, some 30 configurations of each: issue slots of a thread to
+# copy a vector and to lay out 16 bytes; a warp's instructions besides products for a row of x and for one of dy; cycles
+# of a scheduler for a product; cycles of a tile and of a block at least.
+_COPY, _LAY_OUT = 13, 71
+_ROW_OF_X, _ROW_OF_DY = 29, 9.6
+_PRODUCT = 2.1
+_ISSUED = 0.4  # instructions of a scheduler in a cycle
+_TILE_LATENCY, _BLOCK_LATENCY = 350, 1800
+_PARTS_SHARE = 1.14  # of the bytes of parts that device memory sees
+_APART = 0.69  # share of the shorter of memory and multiprocessors that does not overlap
+_LAUNCH_MS, _FINISH_MS = 0.0015, 0.00057
 
 
 def _busy_cycles(problem: ProblemDescription, tiling: PlanesWeightsTiling) -> float:
@@ -158,7 +156,7 @@ def _work_ms(problem: ProblemDescription, device: Device, tiling: PlanesWeightsT
     """Milliseconds of multiprocessors and memory together."""
     resident, turns = _resident(problem, tiling, device), ceil_div(tiling.tile_count, config["splits"])
     busy = _busy_cycles(problem, tiling)
-    alone = _TILE_LATENCY * (2 if config["stages"] == 1 else 1) + _ALONE * 128 * busy / tiling.threads
+    alone = _TILE_LATENCY * (2 if config["stages"] == 1 else 1) + 128 * busy / tiling.threads
     full, rest = divmod(tiling.channel_tiles * config["splits"], device.sm_count * resident)
     cycles = full * (_BLOCK_LATENCY + turns * max(resident * busy, alone))
     if rest:
@@ -167,7 +165,7 @@ def _work_ms(problem: ProblemDescription, device: Device, tiling: PlanesWeightsT
     parts = 8 * problem.w.size * config["splits"] if config["splits"] > 1 else 0
     halo = 0.1 * (tiling.x.rows - tiling.rows * problem.lifted(2).conv.stride[0]) / tiling.x.rows
     through = problem.bytes * (1 + halo) + _PARTS_SHARE * parts
-    memory = 1e3 * through / (_BANDWIDTH_SHARE * device.bandwidth_bytes_per_s)
+    memory = 1e3 * through / device.bandwidth_bytes_per_s
     return float(max(memory, processing) + _APART * min(memory, processing))
 
 
@@ -205,7 +203,7 @@ def _likely(problem: ProblemDescription, device: Device) -> Iterator[Config]:
         if rows * row_groups < 2 * out_h and (images == 1 or rows * row_groups >= out_h)
     ]
     for (units, shares), splits in itertools.product(((1, 1), (2, 1), (1, 2), (1, 4)), _SPLITS):
-        if splits > 1 and not 0.8 <= ceil_div(packs, units) * shares * splits / device.sm_count <= 4:
+        if splits > 1 and not 0.8 <= ceil_div(packs, units) * shares * splits / device.sm_count <= _MOST_BLOCKS:
             continue
         for tile, warps, stages in itertools.product(tiles, (1, 2, 4), (2, 3)):
             yield _config(*tile, units, warps, shares, stages, splits)
@@ -251,7 +249,7 @@ class ConvGroupedPlanesWeights(Solver):
         "rows": _ROWS,
         "row_groups": (1, 2, 4),
         "images": (1, 2, 4, 8),
-        "units": (1, 2, 4),
+        "units": (1, 2),
         "shares": (1, 2, 4),
         "warps": (1, 2, 4),
         "stages": (1, 2, 3),

@@ -29,8 +29,9 @@ from miofind.tiling.grouped import is_ample, resident_blocks, unserved
 from miofind.tiling.grouped_weights import SHARES, GroupedWeightsTiling, may_share, units_in_all
 
 _DEFAULTS = 8
-_MOST_BLOCKS = 4  # of a multiprocessor, so that parts are few
-_ROWS, _COLUMNS = (1, 2, 4, 7, 8), (8, 16, 32, 56)
+_MOST_BLOCKS = 3  # of a multiprocessor, so that parts are few
+_ROWS, _COLUMNS = (1, 2, 4, 7, 8), (8, 16, 32)
+_MOST_COLUMNS = 32  # of all images of a tile
 _MAX_SUMS = 128
 _MAX_THREADS = 1024
 _MAX_GRID = 2**16 - 1
@@ -125,17 +126,17 @@ def _finish_step(problem: ProblemDescription, config: Config, first: KernelStep)
     )
 
 
-# Set against ResNeXt-50's layers at batch 32 on an H200, as in ConvGrouped: off by less than a tenth. Issue slots, in a
-# warp's instructions, to move 16 bytes, channels last and first; cycles of tensor cores for a product; cycles of a
-# block's start and end, of each tile, for each 16 bytes of a thread, and for each product of a warp.
-_MOVE, _TURN = 14, 46  # 20 and 50 measured with more instructions a copy; reckoned since
+# Set against ResNeXt-50's layers at batch 32 on an H200, some 20 configurations of each. Issue slots, in a warp's
+# instructions, to move 16 bytes, channels last and first; cycles of tensor cores for a product; cycles of a block's
+# start and end, of each tile, for each 16 bytes of a thread, and for each product of a warp.
+_MOVE, _TURN = 14, 46  # channels first reckoned
 _PRODUCT = 0.66
-_BLOCK_LATENCY, _TILE_LATENCY, _MOVE_LATENCY, _PRODUCT_LATENCY = 4000, 670, 5.6, 3.7
-_SHORT_RUN = 14  # bytes that a run of channels costs besides its own
-_AGAIN, _PARTS_SHARE = 0.11, 0.68  # shares of bytes read once more, and of parts, that device memory sees
-_ALONE = 0.5  # share of the shorter of memory and multiprocessors that does not overlap with one buffer at a time
+_BLOCK_LATENCY, _TILE_LATENCY, _MOVE_LATENCY, _PRODUCT_LATENCY = 4000, 740, 21, 2.4
+_SHORT_RUN = 30  # bytes that a run of channels costs besides its own
+_AGAIN, _PARTS_SHARE = 0.51, 1.2  # shares of bytes read once more, and of parts, that device memory sees
+_ALONE = 0.45  # share of the shorter of memory and multiprocessors that does not overlap with one buffer at a time
 _BANDWIDTH_SHARE = 0.89  # of the nominal one that copies reach
-_LAUNCH_MS, _FINISH_MS = 0.0035, 0.0012
+_LAUNCH_MS, _FINISH_MS = 0.0021, 0.0008
 
 
 def _work_ms(problem: ProblemDescription, device: Device, tiling: GroupedWeightsTiling, config: Config) -> float:
@@ -177,7 +178,7 @@ def _config(rows: int, columns: int, images: int, units: int, warps: int, **deal
     return Config.of(rows=rows, columns=columns, images=images, units=units, warps=warps, **deal)
 
 
-_SPLITS = (1, 4, 8, 16, 32, 64, 128)
+_SPLITS = (1, 4, 8, 16, 32, 64)
 # One of them is valid for every applicable problem.
 _LAST_RESORTS = tuple(_config(1, columns, 1, 1, 1, stages=1, splits=1, shares=1) for columns in (8, 16))
 
@@ -224,8 +225,8 @@ class ConvGroupedWeights(Solver):
         "rows": _ROWS,
         "columns": _COLUMNS,
         "images": (1, 2, 4),
-        "units": (1, 2, 4, 8),
-        "warps": (1, 2, 4),
+        "units": (1, 2, 4),
+        "warps": (1, 2),
         "stages": (1, 2, 3),
         "splits": _SPLITS,
         "shares": tuple(SHARES),
@@ -276,12 +277,18 @@ class ConvGroupedWeights(Solver):
             return False
         if tiling.columns > config["columns"] and out_w > config["columns"]:
             return False
+        if config["rows"] == 1 < min(out_h, config["splits"]):
+            return False  # serves what no other number of rows does
+        if config["images"] * config["columns"] > _MOST_COLUMNS:
+            return False
         if config["images"] >= 2 * problem.n or config["units"] >= 2 * units_in_all(problem):
             return False
         if tiling.strips % config["warps"]:
             return False
         if config["splits"] > 1 and config["splits"] * tiling.channel_tiles > _MOST_BLOCKS * device.sm_count:
             return False
+        if config["stages"] == 1 < config["splits"] < tiling.tile_count:
+            return False  # copies and products of several tiles overlap
         if config["splits"] > tiling.tile_count or config["stages"] > ceil_div(tiling.tile_count, config["splits"]):
             return False
         if config["splits"] > 1 and 4 * config["splits"] * problem.w.size > _MAX_WORKSPACE_BYTES:

@@ -36,7 +36,6 @@ from miofind.tiling.wgmma_turned import (
     SHARES,
     SPLITS,
     TILE_K,
-    TOGETHER,
     WIDE,
     WIDTHS,
     TurnedTiling,
@@ -121,18 +120,18 @@ def _multiply(tiling: TurnedTiling, device: Device) -> KernelStep:
 
 
 def _add(tiling: TurnedTiling, device: Device) -> KernelStep:
-    size = tiling.product.problem.output.size
+    size, adders = tiling.product.problem.output.size, tiling.adders(device)
     return KernelStep(
         source=_SOURCE,
         entry="add_parts",
-        grid=(ceil_div(size, _VECTOR * _ADDING_THREADS), 1, 1),
+        grid=(ceil_div(size * adders, _VECTOR * _ADDING_THREADS), 1, 1),
         block=(_ADDING_THREADS, 1, 1),
         defines=_defines(tiling, tiling.stages(_shared_bytes(device))),
         args=(
             Pointer(buffer=_PARTS),
             Pointer(buffer="w"),
             Scalar(ctype="int64", value=size),
-            *int32s(tiling.splits),
+            *int32s(tiling.splits, adders),
         ),
         waits_itself=True,
     )
@@ -150,9 +149,8 @@ class ConvImplicitGemmWgmmaTurned(Solver):
     x comes through registers, and dy is turned in shared memory. Channels and filters of a group are multiples of 4.
     Parts of the pixels are added in order, within a cluster and by a second pass, so equal inputs give equal bits.
 
-    Configuration: `consumers` warpgroups multiply `rows` blocks of 64 channels by `tile_n` filters each, `together`
-    products of 8 pixels at once; pixels are cut into `splits` parts, which `shares` blocks of a cluster share; a
-    multiprocessor has `blocks` blocks.
+    Configuration: `consumers` warpgroups multiply `rows` blocks of 64 channels by `tile_n` filters each; pixels are cut
+    into `splits` parts, which `shares` blocks of a cluster share; a multiprocessor has `blocks` blocks.
 
     Source: NVIDIA CUTLASS, include/cutlass/conv, for im2col copies; PTX ISA, wgmma.
     """
@@ -179,7 +177,6 @@ class ConvImplicitGemmWgmmaTurned(Solver):
         "splits": SPLITS,
         "shares": SHARES,
         "blocks": (1, 2),
-        "together": TOGETHER,
     }
 
     def examples(self) -> tuple[ProblemDescription, ...]:

@@ -100,7 +100,7 @@ class ConvWinograd(Solver):
 
     def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
         """The likely best, of every tile the best, so that a bound on the error leaves some, and the smallest."""
-        ranked = sorted(plans(problem), key=lambda plan: plan.estimate_ms(device, WORKSPACE_BYTES))
+        ranked = sorted(plans(problem), key=lambda plan: plan.estimate_ms(device))
         firsts = [next((plan for plan in ranked if plan.tile == tile), None) for tile in TILES]
         best = list(dict.fromkeys([*ranked[:1], *filter(None, firsts), *ranked]))[: _DEFAULTS - 1]
         least = min(ranked, key=lambda plan: sum(region.bytes for region in plan.regions()))
@@ -121,7 +121,7 @@ class ConvWinograd(Solver):
         return serves(problem, config["tile"]) and not plan_refusal(plan_of(problem, config))
 
     def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
-        return plan_of(problem, config).estimate_ms(device, config["workspace_bytes"])
+        return plan_of(problem, config).estimate_ms(device)
 
     def error_growth(self, problem: ProblemDescription, config: Config) -> float:
         """That of the transforms; operands of 16 bits are rounded to them, which direct summation does not do.

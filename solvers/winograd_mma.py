@@ -30,20 +30,22 @@ from miofind.solution import Config, ConvSolution, Packing, Region, WorkspacePla
 from miofind.solver import Algorithm, Applicability, KernelKey, Solver, solver_by_id
 
 _INNER = "ConvImplicitGemmMma"
-_NAMES = (PLAN_NAMES - {"slices"}) | {"product"}
+_FIXED = {"slices": 1, "vector": 1}  # of a plan; wider vectors of channels are no faster in float32
+_NAMES = (PLAN_NAMES - set(_FIXED)) | {"product"}
 _DEFAULTS = 8
 _PRODUCTS_EACH = 4  # configurations of the other solver that a search tries with each plan
 _RANKED_FLOPS_PER_S_AND_SM = 0.45e12  # of three products of TF32 each on an H200, to rank plans by
 _IEEE_OVER_ESTIMATE = 1.6  # time of three products of TF32 over what the other solver estimates; 3x3 layers, H200
 _NARROW, _NARROW_SLOWER = 64, 1.15  # a block's rows or columns, and how much more three products take with fewer
+_SMALL_SLOWER = 1.04  # likewise of a block with no more rows and columns than that
 _SHALLOW, _SHALLOW_SLOWER = 32, 1.06  # likewise of the depth of a stage
 
 
 class ConvWinogradMma(Solver):
     """Winograd's minimal filtering F(tile, taps), float32, with products by ConvImplicitGemmMma.
 
-    Configuration: as `ConvWinograd` has it, without slices and library, and `product`, the other solver's. The error
-    bound is wider than direct summation's by the transforms' growth times the other solver's.
+    Configuration: as `ConvWinograd` has it, without slices, vectors and library, and `product`, the other solver's. The
+    error bound is wider than direct summation's by the transforms' growth times the other solver's.
 
     Source: Lavin and Gray, Fast Algorithms for Convolutional Neural Networks, CVPR 2016, section 4.
     """
@@ -117,7 +119,7 @@ class ConvWinogradMma(Solver):
             raise InvalidConfigError(f"{self.id}: config {config.json} must have the parameters {sorted(_NAMES)}")
         if not isinstance(config["product"], dict):
             raise InvalidConfigError(f"{self.id}: config {config.json} has no configuration of {_INNER}")
-        check_plan(self.id, problem, {**config, "slices": 1})
+        check_plan(self.id, problem, {**config, **_FIXED})
         plan = self.plan(problem, config)
         if not self._serves(plan, device):
             raise InvalidConfigError(f"{self.id}: config {config.json} has no products of one sum for {problem}")
@@ -165,7 +167,7 @@ class ConvWinogradMma(Solver):
 
     def plan(self, problem: ProblemDescription, config: Config) -> WinogradPlan:
         """What a configuration transforms, and how."""
-        return replace(plan_of(problem, {**config, "slices": 1}), places_within=True)
+        return replace(plan_of(problem, {**config, **_FIXED}), places_within=True)
 
     @property
     def _inner(self) -> Solver:
@@ -176,7 +178,7 @@ class ConvWinogradMma(Solver):
 
     def _serves(self, plan: WinogradPlan, device: Device) -> bool:
         """Whether its products are one convolution of the other solver; it adds to no earlier sum."""
-        if plan.slices > 1 or (plan.is_weights and plan.chunk_count > 1):
+        if plan.slices > 1 or plan.vector > 1 or (plan.is_weights and plan.chunk_count > 1):
             return False
         return bool(self._inner.applicability(product_problem(plan), device))
 
@@ -184,8 +186,7 @@ class ConvWinogradMma(Solver):
         return self._inner.solution(product_problem(plan), device, Config(config["product"]))
 
     def _with_products(self, plan: WinogradPlan, device: Device, count: int) -> list[Config]:
-        values: dict[str, Any] = values_of(plan)
-        del values["slices"]
+        values: dict[str, Any] = {name: value for name, value in values_of(plan).items() if name not in _FIXED}
         products = sorted(
             self._inner.default_configs(product_problem(plan), device),
             key=lambda product: self._product_ms(plan, device, product),
@@ -197,7 +198,8 @@ class ConvWinogradMma(Solver):
         estimate = self._inner.estimate_ms(product_problem(plan), device, Config(product))
         if plan.problem.math is not MathMode.IEEE:
             return estimate
-        narrow = _NARROW_SLOWER if min(product["tile_m"], product["tile_n"]) < _NARROW else 1.0
+        least, most = sorted((product["tile_m"], product["tile_n"]))
+        narrow = _NARROW_SLOWER if least < _NARROW else _SMALL_SLOWER if most <= _NARROW else 1.0
         shallow = _SHALLOW_SLOWER if product["tile_k"] < _SHALLOW else 1.0
         return _IEEE_OVER_ESTIMATE * narrow * shallow * estimate
 

@@ -86,6 +86,20 @@ def test_directions(arguments: tuple[str, ...], directions: list[str]) -> None:
     assert [result["direction"] for result in run_json("tune", *arguments, *HERE)["results"]] == directions
 
 
+def test_classes_choose_problems() -> None:
+    asked = ("tune", "--suite", "yardstick", "--direction", "forward", "--device", "cpu", "--dry-run")
+
+    def count(*classes: str) -> int:
+        return int(run_json(*asked, *classes)["forecasts"][0]["problems"])
+
+    assert count() == 191
+    assert count("--class", "grouped") == 7
+    assert count("--class", "Depthwise", "--class", "first layer") == 32
+    assert count("--class", "1x1", "--limit", "5") == 5
+    error = run("tune", *TINY, "--class", "dilated", code=2).stderr
+    assert "no problem is of --class dilated; there are: first layer" in error
+
+
 def test_options_hold_for_suites_and_driver_lines_alike(table: str) -> None:
     asked = ("--dtype", "float16", "--layout", "NHWC", *HERE)
     printed = run_json("tune", *FORWARD, "--csv", table, *asked)["results"]
@@ -312,7 +326,9 @@ def test_a_dry_run_makes_no_finddb(where: str, tmp_path: Path) -> None:
     assert "on http" in run("tune", *FORWARD, *HERE, "--dry-run", "--db", "http://host/x", code=4).stderr
 
 
-@pytest.mark.parametrize("words", ["--batch 4", "--dtype float16", "--layout nhwc", "--direction all", "--math tf32"])
+@pytest.mark.parametrize(
+    "words", ["--batch 4", "--dtype float16", "--layout nhwc", "--direction all", "--math tf32", "--class 1x1"]
+)
 def test_a_recheck_of_all_that_is_queued_takes_no_variant(words: str) -> None:
     flag = words.split()[0]
     assert f"leave {flag} out" in run("tune", "--recheck", *HERE, *words.split(), code=2).stderr

@@ -64,6 +64,14 @@ def test_outputs_replace_inputs_only_of_equal_planes() -> None:
     assert defines_of(depthwise(), Config({**config, "direct": True}))["TARGET"] == 2
 
 
+def test_warps_never_write_words_that_others_read() -> None:
+    """Planes of odd size: a word has the last element of a channel and the first one of the next."""
+    config = Config.of(channels=2, images=8, bands=1, rows=2, direct=False)
+    assert defines_of(depthwise(x=(8, 32, 7, 7)), config)["TARGET"] == 1
+    assert defines_of(depthwise(x=(8, 32, 7, 7)), Config({**config, "channels": 1}))["TARGET"] == 0
+    assert defines_of(depthwise(x=(8, 32, 8, 7)), config)["TARGET"] == 0
+
+
 def test_rows_of_odd_length_are_computed_in_pairs_and_staged() -> None:
     problem = depthwise(x=(16, 32, 7, 7))
     configs = list(SOLVER.configs(problem, H200))
@@ -104,7 +112,7 @@ def test_refusals_name_their_reason(fields: dict[str, Any], reason: str) -> None
 @pytest.mark.parametrize("direction", ["forward", "backward_data"])
 def test_images_have_a_space_worth_searching(size: int, taps: int, direction: str) -> None:
     problem = depthwise(96, x=(32, 96, size, size), w=(96, 1, taps, taps), padding=taps // 2, direction=direction)
-    assert 50 <= sum(1 for _ in SOLVER.configs(problem, H200)) <= 2000
+    assert 20 <= sum(1 for _ in SOLVER.configs(problem, H200)) <= 2000
 
 
 def test_estimates_grow_with_the_problem() -> None:

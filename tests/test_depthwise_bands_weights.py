@@ -99,4 +99,4 @@ def test_refusals_name_their_reason(fields: dict[str, Any], reason: str) -> None
 @pytest.mark.parametrize("taps", [3, 5, 7])
 def test_images_have_a_space_worth_searching(size: int, taps: int) -> None:
     problem = depthwise(96, x=(32, 96, size, size), w=(96, 1, taps, taps), padding=taps // 2)
-    assert 50 <= sum(1 for _ in SOLVER.configs(problem, H200)) <= 2000
+    assert 30 <= sum(1 for _ in SOLVER.configs(problem, H200)) <= 2000

@@ -122,6 +122,23 @@ def test_defaults_come_in_the_order_of_their_estimates(shape: str, direction: Di
     assert len(estimates) == 8
 
 
+@pytest.mark.parametrize(("c", "size", "taps"), [(192, 28, 3), (576, 14, 3), (672, 14, 5), (144, 56, 5)])
+def test_defaults_of_strided_dx_are_of_several_strips_and_differ(c: int, size: int, taps: int) -> None:
+    """Strips of dx are of whole strides: rows of 1 and of 2 are the same, and columns of 7 and of 8."""
+    problem = ProblemDescription.convolution(
+        x=(32, c, size, size),
+        w=(c, 1, taps, taps),
+        padding=taps // 2,
+        stride=2,
+        groups=c,
+        dtype=DataType.FLOAT16,
+        direction=Direction.BACKWARD_DATA,
+    )
+    launches = [steps(problem, config)[0] for config in FORWARD.default_configs(problem, H200)]
+    assert len({(step.defines, step.grid) for step in launches}) == len(launches)
+    assert len({(define(step, "ROWS"), define(step, "COLUMNS")) for step in launches}) >= 3
+
+
 @pytest.mark.parametrize(
     ("problem", "measured_ms"),
     [

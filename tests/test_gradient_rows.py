@@ -10,11 +10,13 @@ from hypothesis import strategies as st
 from miofind.device import Device
 from miofind.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.solution import Config
-from miofind.solver import solver_by_id
+from miofind.solver import Solver, solver_by_id
+from miofind.tiling.cell_rows import CellRows
 from miofind.tiling.gradient_rows import GradientRows, StrideCells
 
 DEVICE = Device.virtual("90a")
 SOLVER = solver_by_id("ConvFirstLayerDataRows")
+CELL_SOLVER = solver_by_id("ConvFirstLayerData")
 
 
 @st.composite
@@ -34,8 +36,8 @@ def layers(draw: st.DrawFn) -> ProblemDescription:
     )
 
 
-def drawn_config(problem: ProblemDescription, seed: int) -> Config:
-    names = SOLVER.parameters.items()
+def drawn_config(seed: int, solver: Solver = SOLVER) -> Config:
+    names = solver.parameters.items()
     return Config({name: random.Random(seed + rank).choice(values) for rank, (name, values) in enumerate(names)})
 
 
@@ -53,7 +55,7 @@ def test_cells_meet_every_output_of_their_pixels_once(problem: ProblemDescriptio
 
 @given(problem=layers(), seed=st.integers(0, 10**6))
 def test_column_tiles_complete_every_cell_once(problem: ProblemDescription, seed: int) -> None:
-    tiling = GradientRows.of(problem, drawn_config(problem, seed), DEVICE)
+    tiling = GradientRows.of(problem, drawn_config(seed), DEVICE)
     width, columns = tiling.width, problem.out_spatial[1]
     assert tiling.base % tiling.in_vector == 0 or problem.y.layout.channels_last
     assert tiling.column_step % tiling.in_vector == 0 or problem.y.layout.channels_last
@@ -74,10 +76,31 @@ def test_column_tiles_complete_every_cell_once(problem: ProblemDescription, seed
 
 @given(problem=layers(), seed=st.integers(0, 10**6))
 def test_strips_cover_the_rows_and_none_is_empty(problem: ProblemDescription, seed: int) -> None:
-    tiling = GradientRows.of(problem, drawn_config(problem, seed), DEVICE)
+    tiling = GradientRows.of(problem, drawn_config(seed), DEVICE)
     count = tiling.height.end - tiling.height.first
     assert tiling.rows * (tiling.strips - 1) < count <= tiling.rows * tiling.strips
     assert tiling.blocks == problem.n * tiling.column_tiles * tiling.strips
+
+
+@given(problem=layers(), seed=st.integers(0, 10**6))
+def test_tiles_of_cells_cover_a_row_and_stage_what_they_meet(problem: ProblemDescription, seed: int) -> None:
+    config = drawn_config(seed, CELL_SOLVER)
+    tiling = CellRows.of(problem, config, DEVICE)
+    width, stride = tiling.width, problem.conv.stride[1]
+    assert tiling.cells % 16 == 0
+    assert tiling.cells <= 16 * config["blocks"] * config["warps"]
+    assert tiling.cells * (tiling.cell_tiles - 1) < width.count <= tiling.cells * tiling.cell_tiles
+    for pixel in range(problem.spatial[1]):
+        cell, within = divmod(pixel + width.origin, width.size)
+        staged = cell // tiling.cells * tiling.cells + width.first  # the first column of the tile
+        for column in range(problem.out_spatial[1]):
+            tap = pixel + problem.conv.pad_before[1] - column * stride
+            if not 0 <= tap < problem.filter[1]:
+                continue
+            depth = column - cell - width.first  # of the cell's product
+            assert 0 <= depth < width.taps
+            assert tap == width.last_tap + within - depth * stride
+            assert staged <= column < staged + tiling.columns
 
 
 def test_strips_of_large_batches_fill_the_device_evenly() -> None:

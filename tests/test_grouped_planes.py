@@ -89,7 +89,22 @@ def test_tiles_cover_all_rows_and_images() -> None:
         assert tiling.image_tiles * config["images"] >= problem.n
         assert tiling.channel_tiles * config["units"] * planes_unit(problem)[0] >= problem.k
         grid = PLANES.solution(problem, H200, config).kernels[0].grid
-        assert grid[1] * config["turns"] >= tiling.tile_count
+        assert grid[1] * (config["turns"] or tiling.tile_count) >= tiling.tile_count
+
+
+@pytest.mark.parametrize("direction", [Direction.FORWARD, Direction.BACKWARD_DATA])
+@pytest.mark.parametrize(("width", "size", "stride"), RESNEXT)
+def test_blocks_are_resident_at_once_where_each_has_several_tiles(
+    width: int, size: int, stride: int, direction: Direction
+) -> None:
+    problem = resnext(width, size, stride, direction)
+    for config in PLANES.configs(problem, H200):
+        if config["turns"] == 0:
+            step = PLANES.solution(problem, H200, config).kernels[0]
+            assert PlanesTiling.of(problem, config).tile_count > 2 * step.grid[1]
+            at_once = math.ceil(math.prod(step.grid) / H200.sm_count)
+            assert at_once * step.shared_bytes <= H200.shared_bytes
+            assert at_once * step.block[0] <= 2048
 
 
 @pytest.mark.parametrize("lanes", [(0, 16, 32, 48), (0, 32, 64, 96), (0, 16, 224, 240), (0, 144, 288, 432)])

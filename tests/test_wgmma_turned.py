@@ -192,4 +192,17 @@ def test_parts_are_kept_within_the_workspace() -> None:
         parts = splits * config["shares"]
         assert 2 * parts <= named["steps"] or parts == 1
         if splits > 1:
-            assert named_args(solution.kernels[1]) == {"count": problem.w.size, "splits": splits}
+            adders = TurnedTiling.of(WgmmaProduct.of(problem), config).adders(H200)
+            assert named_args(solution.kernels[1]) == {"count": problem.w.size, "splits": splits, "adders": adders}
+
+
+@pytest.mark.parametrize(
+    ("filters", "splits", "adders"), [(8, 7, 1), (8, 8, 2), (8, 44, 8), (8, 128, 32), (4096, 32, 1)]
+)
+def test_few_elements_are_added_by_several_threads(filters: int, splits: int, adders: int) -> None:
+    """256 threads a block, of whom as many as `adders` add parts of the same four elements; none is left out."""
+    problem = weights(x=(32, 512, 28, 28), w=(filters, 512, 1, 1))
+    config = Config.of(consumers=1, rows=1, tile_n=32, splits=splits, shares=1, blocks=1)
+    assert TurnedTiling.of(WgmmaProduct.of(problem), config).adders(H200) == adders
+    add = SOLVER.solution(problem, H200, config).kernels[1]
+    assert add.grid[0] * (256 // adders) >= problem.w.size / 4 > (add.grid[0] - 1) * (256 // adders)

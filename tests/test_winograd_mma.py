@@ -85,7 +85,7 @@ def test_steps_compute_the_convolution(shape: str, direction: Direction, last: b
 def test_each_chunk_has_its_products(direction: Direction, last: bool) -> None:
     problem = make("groups", last, direction)
     base = SOLVER.default_configs(problem, DEVICE)[0]
-    whole = {**base, "tile": 2, "vector": 1}
+    whole = {**base, "tile": 2}
     all_tiles = SOLVER.plan(problem, Config({**whole, "tiles": 1})).all_tiles
     for tiles in (5, all_tiles - 1):
         config = Config({**whole, "tiles": tiles})

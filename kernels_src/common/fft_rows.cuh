@@ -1,21 +1,19 @@
-// Lines of tiles that are transformed: where in memory the elements of a line are, found once for all of its positions.
+// Tiles that are transformed: where in memory the elements along an axis are, found once for all of its positions.
 #pragma once
 
 #include "common/fourier.cuh"
 
-// A tile along a row of a tensor: `count` positions from `low` on hold elements, or some of them do.
+// A tile along an axis of a tensor: `count` positions from `low` on hold elements, or some of them do.
 struct Row {
   int start, ahead, low, count;
 };
 
-// A line of a tile, which begins at `plane`; none where `exists` is false.
+// Positions of one axis of a tile, the `tile`-th along it; offsets begin at `start`. None where `exists` is false.
 template <bool kSpread>
-__device__ __forceinline__ Row row_of(const TilePlace& at, int plane, bool exists, const TileAxis& rows,
-                                      const TileAxis& columns) {
-  const int down = exists ? rows.offset(at.row, rows.low) : -1;
-  const int ahead = at.column * columns.step - columns.shift, low = max(columns.low, -ahead);
-  const int high = min(columns.high, columns.size * columns.spread.by - ahead);
-  return {plane + down + (kSpread ? 0 : ahead * columns.stride), ahead, low, down < 0 ? 0 : max(0, high - low)};
+__device__ __forceinline__ Row row_of(int tile, int start, bool exists, const TileAxis& axis) {
+  const int ahead = tile * axis.step - axis.shift, low = max(axis.low, -ahead);
+  const int high = min(axis.high, axis.size * axis.spread.by - ahead);
+  return {start + (kSpread ? 0 : ahead * axis.stride), ahead, low, exists ? max(0, high - low) : 0};
 }
 
 // Whether a position holds an element, and its offset in memory if it does.

@@ -29,7 +29,7 @@ __device__ __forceinline__ void stage_raw_filters(unsigned to, const T* filter, 
   }
 }
 
-// Starts to copy filters that need not be rearranged: channels last, a group a pack.
+// Starts to copy filters of packs of one group row by row, in the order of memory.
 template <typename Shape, int kThreads, typename T>
 __device__ __forceinline__ void stage_filters(unsigned to, const T* filter, int first, int filters) {
   constexpr int kWords = Shape::kTaps * Shape::kC / 8;
@@ -88,5 +88,40 @@ __device__ __forceinline__ void arrange_filters(unsigned char* staged, const T* 
       }
       *reinterpret_cast<Eight*>(to + tap * Shape::kTapBytes) = values;
     }
+  }
+}
+
+// The taps of two neighbours in pairs, from rows that lie as in memory, channels first, in packs of one group: of
+// filter k and channels c, which is even, and c + 1, or, if kAcross, of filters k and k + 1 and channel c. A warp
+// whose lanes 4g + t read k = g and c = 2t, or k = 2t and c = g, meets each bank once.
+template <typename Shape, bool kAcross>
+__device__ __forceinline__ void load_pairs(unsigned (&to)[Shape::kTaps], const unsigned char* rows, int k, int c) {
+  constexpr int kTaps = Shape::kTaps;
+  if constexpr (kAcross) {
+    constexpr int kWords = (kTaps + 1) / 2;
+    const int first = c * kTaps, bits = first % 2 * 16;
+    unsigned taps[2][kWords];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const unsigned* const from = reinterpret_cast<const unsigned*>(rows + (k + half) * Shape::kRowBytes) + first / 2;
+      unsigned words[kWords];
+#pragma unroll
+      for (int i = 0; i < kWords; ++i) words[i] = from[i];
+#pragma unroll
+      for (int i = 0; i < kWords; ++i)
+        taps[half][i] = __funnelshift_r(words[i], words[i + 1 < kWords ? i + 1 : i], bits);
+    }
+#pragma unroll
+    for (int tap = 0; tap < kTaps; ++tap)
+      to[tap] = __byte_perm(taps[0][tap / 2], taps[1][tap / 2], tap % 2 ? 0x7632u : 0x5410u);
+  } else {
+    const unsigned* const from = reinterpret_cast<const unsigned*>(rows + k * Shape::kRowBytes) + c * kTaps / 2;
+    unsigned words[kTaps];
+#pragma unroll
+    for (int i = 0; i < kTaps; ++i) words[i] = from[i];
+#pragma unroll
+    for (int tap = 0; tap < kTaps; ++tap)
+      to[tap] = __byte_perm(words[tap / 2], words[(kTaps + tap) / 2],
+                            (tap % 2 ? 0x32u : 0x10u) | ((kTaps + tap) % 2 ? 0x7600u : 0x5400u));
   }
 }

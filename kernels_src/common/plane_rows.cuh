@@ -56,8 +56,21 @@ __device__ __forceinline__ void clear_margins(unsigned char* rows) {
   if (threadIdx.x < 2) *reinterpret_cast<uint4*>(rows + threadIdx.x * (Shape::kBytes - 16)) = zero;
 }
 
+// Threads that share the channels of a vector of a patch, a power of 2 that divides them: so that few of the copies'
+// instructions find threads without work.
+constexpr int shares_of_channels(int vectors, int channels, int threads) {
+  constexpr int kEach = 2, kStart = 14;  // instructions of a copy, and before the first
+  int best = 1;
+  for (int shares = 2; channels % shares == 0; shares *= 2)
+    if (ceil_div(vectors * shares, threads) * (channels / shares * kEach + kStart) <
+        ceil_div(vectors * best, threads) * (channels / best * kEach + kStart))
+      best = shares;
+  return best;
+}
+
 // Starts to copy what a tile has of a tensor, zeros outside it; complete after wait_for_copies and a barrier. A thread
-// copies its columns of a channel row by row, which takes few instructions.
+// copies a vector of a row of channel after channel, which takes few instructions; neighbours copy what lies side by
+// side in memory.
 template <typename Shape, int kThreads, typename T>
 __device__ __forceinline__ void stage_rows(unsigned to, const T* tensor, const PlanesAt& place) {
   if constexpr (Shape::kFlat) {
@@ -70,29 +83,27 @@ __device__ __forceinline__ void stage_rows(unsigned to, const T* tensor, const P
       copy_bytes<16>(to + 16 * i, tensor + (inside ? n * all + at : 0), inside);
     }
   } else {
-    constexpr int kVector = Shape::kVector, kVectors = Shape::kWidth / kVector;
-    constexpr int kColumns = Shape::kImages * Shape::kChannels * kVectors;
-    constexpr int kShares = kThreads < 2 * kColumns ? 1 : -maximum(-(kThreads / kColumns), -Shape::kRows);
-    constexpr int kTurns = ceil_div(Shape::kRows, kShares);
+    constexpr int kVector = Shape::kVector, kAcross = Shape::kWidth / kVector;
+    constexpr int kVectors = Shape::kImages * Shape::kRows * kAcross;
+    constexpr int kShares = shares_of_channels(kVectors, Shape::kChannels, kThreads);
+    constexpr int kTurns = Shape::kChannels / kShares;
 #pragma unroll 1
-    for (int i = threadIdx.x; i < kColumns * kShares; i += kThreads) {
-      const int at = i % kVectors * kVector, channel = i / kVectors % Shape::kChannels;
-      const int image = i / (kVectors * Shape::kChannels) % Shape::kImages, share = i / kColumns;
-      const int n = place.first_n + image, c = place.first_channel + channel, first = place.first_row + share;
-      const bool inside = n < place.n && c < place.channels;
+    for (int i = threadIdx.x; i < kVectors * kShares; i += kThreads) {
+      const int at = i % kAcross * kVector, row = i / kAcross % Shape::kRows;
+      const int image = i / (kAcross * Shape::kRows) % Shape::kImages, share = i / kVectors;
+      const int n = place.first_n + image, h = place.first_row + row;
+      const int left = place.channels - place.first_channel - share;
+      const bool inside = n < place.n && static_cast<unsigned>(h) < static_cast<unsigned>(Shape::kHeight);
       const unsigned row_at =
-          to + 16 + channel * Shape::kChannelBytes + image * Shape::kImageBytes + share * Shape::kRowBytes + 2 * at;
-      // May name memory outside the tensor, which a copy of zeros does not read: one address serves all rows.
-      const T* const from = tensor + static_cast<unsigned>((n * place.channels + c) * Shape::kPlane + at) +
-                            static_cast<int64>(first) * Shape::kWidth;
-#pragma unroll(kTurns <= 20 ? kTurns : 8)
-      for (int turn = 0; turn < kTurns; ++turn) {
-        if (Shape::kRows % kShares != 0 && turn * kShares + share >= Shape::kRows) break;
-        const bool there =
-            inside && static_cast<unsigned>(first + turn * kShares) < static_cast<unsigned>(Shape::kHeight);
-        copy_bytes<2 * kVector>(row_at + turn * kShares * Shape::kRowBytes, from + turn * kShares * Shape::kWidth,
-                                there);
-      }
+          to + 16 + share * Shape::kChannelBytes + image * Shape::kImageBytes + row * Shape::kRowBytes + 2 * at;
+      // May name memory outside the tensor, which a copy of zeros does not read: one address serves all channels.
+      const T* const from =
+          tensor + static_cast<unsigned>((n * place.channels + place.first_channel + share) * Shape::kPlane + at) +
+          static_cast<int64>(h) * Shape::kWidth;
+#pragma unroll(kTurns <= 32 ? kTurns : 8)
+      for (int turn = 0; turn < kTurns; ++turn)
+        copy_bytes<2 * kVector>(row_at + turn * kShares * Shape::kChannelBytes, from + turn * kShares * Shape::kPlane,
+                                inside && turn * kShares < left);
     }
   }
 }

@@ -15,7 +15,7 @@ from miofind.cli.options import choice
 from miofind.driver.line import driver_line, parse_driver_line
 from miofind.errors import InvalidOptionError
 from miofind.problem import DataType, Direction, Layout, MathMode, ProblemDescription
-from miofind.suites import Suite, SuiteProblem, load, load_csv, load_lines, problem_class
+from miofind.suites import PROBLEM_CLASSES, Suite, SuiteProblem, load, load_csv, load_lines, problem_class
 from miofind.suites.find_db_text import load_find_db, parse_find_db_key
 
 logger = logging.getLogger(__name__)
@@ -105,6 +105,13 @@ _REQUESTS = (
         type=click.Choice(["all", *(d.value for d in Direction)], case_sensitive=False),
         help="Direction; repeatable.  [default: as the suite says]",
     ),
+    click.option(
+        "--class",
+        "classes",
+        multiple=True,
+        type=click.Choice(PROBLEM_CLASSES, case_sensitive=False),
+        help="Only problems of this class; repeatable.",
+    ),
     click.option("--limit", type=click.IntRange(min=1), metavar="N", help="Only the first N problems."),
 )
 
@@ -136,6 +143,7 @@ def named_requests(
     line_files: Sequence[str],
     fdbs: Sequence[str],
     line: Sequence[str],
+    classes: Sequence[str],
     limit: int | None,
     **variant: Any,
 ) -> list[SuiteProblem] | None:
@@ -156,7 +164,11 @@ def named_requests(
     requests = _distinct([*(request for table in tables for request in asked.of(table)), *named])
     if not requests:
         raise InvalidOptionError("the files named hold no problem: add one")
-    return requests[:limit]
+    kept = [request for request in requests if not classes or problem_class(request.problem) in classes]
+    if not kept:
+        here = ", ".join(dict.fromkeys(problem_class(request.problem) for request in requests))
+        raise InvalidOptionError(f"no problem is of --class {', '.join(classes)}; there are: {here}")
+    return kept[:limit]
 
 
 def _find_db(path: str) -> Suite:

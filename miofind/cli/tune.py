@@ -182,9 +182,9 @@ def _requests(values: dict[str, Any], handles: Sequence[Handle], *, recheck: boo
     requests = named_requests(needed=not recheck, **values)
     if requests is not None:
         return requests
-    for name in ("batch", "dtype", "math", "layout", "directions"):
-        if values[name] is not None:
-            flag = f"--{name.removesuffix('s')}"
+    for name in ("batch", "dtype", "math", "layout", "directions", "classes"):
+        if values[name]:
+            flag = "--class" if name == "classes" else f"--{name.removesuffix('s')}"
             raise click.UsageError(f"{flag} says what is asked of suites and files: name one, or leave {flag} out")
     kinds = dict.fromkeys(handle.device.identity for handle in handles)
     noted = dict.fromkeys(note.network_config for kind in kinds for note in handles[0].database.rechecks(kind))

@@ -202,7 +202,7 @@ class FftPlan:
         return KernelStep(
             source=block.source,
             entry=f"{block.source.removesuffix('.cu')}_{'backward' if inverse else 'forward'}",
-            defines=(*_element(tensor), *self._spread(name), *block.defines),
+            defines=(*_element(tensor), ("SPREAD", int(self._has_gaps(name))), *block.defines),
             grid=(ceil_div(planes, block.count), 1, 1),
             block=(block.threads, 1, 1),
             shared_bytes=block.shared_bytes,
@@ -215,10 +215,10 @@ class FftPlan:
             ),
         )
 
-    def _spread(self, name: str) -> tuple[tuple[str, int], ...]:
-        """The define of long lines alone: whether a tile has gaps between a tensor's elements."""
-        across = self.axes[1].placement(self.problem, self.order[1], name)
-        return (("SPREAD", int(across.spread > 1)),) if self.own_block.has_lines else ()
+    def _has_gaps(self, name: str) -> bool:
+        """Whether a tile has gaps between a tensor's elements."""
+        placed = (axis.placement(self.problem, index, name) for axis, index in zip(self.axes, self.order, strict=True))
+        return any(placement.spread > 1 for placement in placed)
 
     @property
     def _scale(self) -> Scalar:
@@ -382,19 +382,21 @@ class FftPlan:
         p = self.problem
         count = ceil_div(self.all_tiles, self.at_once)
         tiles = min(self.at_once, self.all_tiles)
-        product = self.product.estimate_ms(device, self.sizes(tiles), self.frequencies, p.groups)
+        product = count * self.product.estimate_ms(device, self.sizes(tiles), self.frequencies, p.groups)
         planes = {"x": self.all_tiles * p.c, "w": self.filters, "y": self.all_tiles * p.k}
         bandwidth = _BANDWIDTH_SHARE * device.bandwidth_bytes_per_s / 1e3
         plane = _COMPLEX_BYTES * self.frequencies
+        if self.is_weights:  # later chunks read the sums of earlier ones, and write them again
+            product += 2 * (count - 1) * plane * self.filters / bandwidth
         if self.planes:
             least = plane * sum(planes.values()) / bandwidth
             transforms = sum(self._own_ms(device, name, number) for name, number in planes.items())
-            return 3 * count * _STEP_MS + max(transforms, least) + count * product
+            return 3 * count * _STEP_MS + max(transforms, least) + product
         passes = 2 + sum(2 * ceil_div((n - 1).bit_length(), _ONE_PASS_BITS) for n in self.lengths)
         if any(n > _ANY_LENGTH and n & (n - 1) for n in self.lengths):
             passes += 2
         traffic = passes * plane * sum(planes.values()) + p.bytes
-        return 5 * count * _STEP_MS + traffic / bandwidth + count * product
+        return 5 * count * _STEP_MS + traffic / bandwidth + product
 
     def _own_ms(self, device: Device, name: str, planes: int) -> float:
         across, kept = self.kept(name)

@@ -9,7 +9,7 @@ from miofind.device import Device
 from miofind.problem import DataType
 from miofind.tiling.correlation import ceil_div
 
-_FLOPS_SHARE = 0.8  # of the device's instructions, that a full grid of blocks is taken to issue
+_FLOPS_SHARE = 0.58  # of the device's instructions, that a full grid of blocks issues on an H200
 _OTHER_INSTRUCTIONS = 12  # of a thread a term: copies, addresses and the loop
 _BANDWIDTH_SHARE = 0.7
 _MOST_WASTE = 4
@@ -94,7 +94,6 @@ class ProductTile:
 
 PRODUCTS = {
     "32x32": ProductTile(tile_m=8, tile_n=8, blocks_m=4, blocks_n=4, bins=16, depth=4, stages=3),
-    "64x32": ProductTile(tile_m=8, tile_n=8, blocks_m=8, blocks_n=4, bins=8, depth=4, stages=3),
     "16x16": ProductTile(tile_m=8, tile_n=8, blocks_m=2, blocks_n=2, bins=32, depth=4, stages=3),
     "16x16 of 4x4": ProductTile(tile_m=4, tile_n=4, blocks_m=4, blocks_n=4, bins=16, depth=4, stages=3),
     "1x8": ProductTile(tile_m=1, tile_n=8, bins=128, depth=2),

@@ -221,9 +221,9 @@ class WinogradPlan:
         rows, columns, depth = sizes
         return self._product((columns, rows, depth), transpose(right), transpose(left), transpose(out))
 
-    def estimate_ms(self, device: Device, workspace_bytes: int) -> float:
-        """Analytic milliseconds of all steps."""
-        product = product_ms(self.product(self.tiles), device, splits=workspace_bytes > 0)
+    def estimate_ms(self, device: Device) -> float:
+        """Analytic milliseconds of all steps; the library splits no sums of products in batches."""
+        product = product_ms(self.product(self.tiles), device, splits=False)
         return self.all_tiles / self.tiles * product + self.transforms_ms(device)
 
     def transforms_ms(self, device: Device) -> float:
@@ -231,7 +231,8 @@ class WinogradPlan:
         inputs, others, products = (region.bytes for region in self.regions())
         whole = self.all_tiles / self.tiles
         if self.is_weights:
-            moved = whole * (inputs + others) + products + self.problem.bytes
+            again = 2 * (self.chunk_count - 1) * products  # sums that later chunks add to
+            moved = whole * (inputs + others) + products + again + self.problem.bytes
         else:
             moved = whole * (inputs + products) + others + self.problem.bytes
         steps = (1 if self.is_weights else 2) * self.chunk_count + 1

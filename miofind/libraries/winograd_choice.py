@@ -1,6 +1,6 @@
 """Which problems minimal filtering serves on GPUs, and by which plans. Knows no solver, and not who multiplies.
 
-A configuration of either solver has "tile", "tiles", "slices" and "vector" of a `WinogradPlan`.
+A configuration has "tile", "tiles", "slices" and "vector" of a `WinogradPlan`, unless a solver has one value of them.
 """
 
 from __future__ import annotations

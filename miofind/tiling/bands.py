@@ -62,6 +62,11 @@ def band_pitch(count: int) -> int:
     return (room(_ITEMSIZE, count) // _WORD | 1) * _WORD
 
 
+def images_begin_alike(problem: ProblemDescription) -> bool:
+    """Whether a channel begins at the same place of a 16-byte word in every image, of inputs and of outputs."""
+    return all(math.prod(tensor.shape[1:]) % _WORD == 0 for tensor in (problem.x, problem.y))
+
+
 def band_unserved(problem: ProblemDescription) -> str:
     """Why no configuration can compute a problem, whatever its direction; "" if one might."""
     if not problem.groups == problem.c == problem.k:

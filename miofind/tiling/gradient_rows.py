@@ -110,7 +110,7 @@ class GradientRows:
         registers = round_up(held + 48, 8)
         threads, shared_most = 32 * warps_m * warps_n * warps_k, device.shared_bytes or _SHARED_BYTES
         resident = min(config["resident"], resident_blocks(registers, threads, shared_bytes, shared_most))
-        rows = _strip_rows(height, problem.n * column_tiles, device.sm_count * max(1, resident))
+        rows = strip_rows(height, problem.n * column_tiles, device.sm_count * max(1, resident))
         strips = ceil_div(height.end - height.first, rows)
         return GradientRows(
             height=height,
@@ -134,7 +134,7 @@ class GradientRows:
         )
 
 
-def _strip_rows(height: StrideCells, units: int, slots: int) -> int:
+def strip_rows(height: StrideCells, units: int, slots: int) -> int:
     """Rows of a strip that let `slots` blocks at a time finish soonest, of images and columns in `units`."""
     count = height.end - height.first
 

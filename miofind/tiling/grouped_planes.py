@@ -282,7 +282,9 @@ class PlanesTiling:
         row_tiles, area = ceil_div(height.outputs, tile_rows), out_h * out_w
         plane = area if row_tiles == 1 else odd_words(2 * tile_rows * height.phases * out_w) // 2
         taps = math.prod(planar.filter)
-        filters = units * unit_k * (odd_words(taps * 2 * packs.c) + 2 * taps * (packs.c // packs.groups)) + _WORD
+        filters = units * unit_k * odd_words(taps * 2 * packs.c)
+        if packs.groups > 1:  # which arrive in another order
+            filters += _WORD + units * unit_k * 2 * taps * (packs.c // packs.groups)
         staged = source.laid_bytes + config["stages"] * source.arriving_bytes
         shares = unit_out // 16
         return PlanesTiling(

@@ -22,6 +22,7 @@ class Load:
         instructions: of a thread.
         reads: of them, reads of shared memory.
         bytes: moved from and to device memory.
+        waits: cycles of a block in which it computes nothing.
     """
 
     blocks: int
@@ -30,6 +31,7 @@ class Load:
     instructions: float
     reads: float
     bytes: float
+    waits: float = 0
 
 
 # Fitted to 541 measurements of forward and backward data in float16 on an H200: half of the estimates of configurations
@@ -48,7 +50,8 @@ def estimate_ms(load: Load, device: Device) -> float:
     waves = max(1.0, blocks / load.resident)
     warps = min(blocks, load.resident) * load.threads / 128
     instructions = load.instructions + _READ * load.reads
-    computing = 1e3 * waves * max(warps, _ALONE) * instructions / (_CLOCK_SHARE * device.clock_hz)
+    cycles = max(warps, _ALONE) * instructions + load.waits
+    computing = 1e3 * waves * cycles / (_CLOCK_SHARE * device.clock_hz)
     busiest = blocks * device.sm_count / load.blocks  # over the mean
     moving = 1e3 * busiest * load.bytes / (_BANDWIDTH_SHARE * device.bandwidth_bytes_per_s)
     apart = _APART + _FIRST_APART / waves

@@ -21,10 +21,10 @@ WIDE = 32
 TILE_K = 32
 """Pixels of a step."""
 
-WIDTHS = (32, 64, 96, 128, 160, 192, 256)
+WIDTHS = (32, 64, 96, 128, 160, 192)
 SHARES = (1, 2, 4, 8)
-SPLITS = (*range(1, 9), 10, 11, 12, 14, 16, 18, 22, 24, 28, 32, 40, 44, 48, 64, 88, 128)
-TOGETHER = (2, 4)
+SPLITS = (*range(1, 9), 10, 11, 12, 14, 16, 22, 24, 32, 44, 64, 128)
+_TOGETHER = (4, 2)
 _WARPGROUPS = ((2, 2), (3, 1), (2, 1), (1, 2), (1, 1))
 """Consumers, and blocks of 64 rows of each."""
 
@@ -36,27 +36,35 @@ _ALIGNMENT_BYTES = 1024  # of stages in shared memory; a block besides costs as 
 _STATIC_BYTES = 256  # at most, of the barriers
 _MAX_INT = 2**31 - 1
 _MAX_PARTS_BYTES = 1 << 30
+_MAX_ADDERS, _PARTS_AT_ONCE, _ADDERS_AT_ONCE = 32, 4, 1024
 _FULL_DEVICES = 4
 
-# Expected of an H200, not measured: as kernels_src/implicit_gemm_wgmma.cu takes them, where they are the same.
-_CLOCK_HZ = 1.75e9
-_SHARED_MEMORY_BYTES = 128
-_OPERATIONS = 1024
-_COPY_ROW_CYCLES = 1.55
-_COPY_CYCLES = 120
-_TURN_CYCLES = 250
-_LATENCY_CYCLES = 1350
-_STEP_CYCLES = 260
-_TILE_CYCLES = 1200
-_SHARED_TILE_CYCLES = 340
-_PARTS_BYTES = 100
-_SHARES_BYTES = 40
-_CLUSTER_TILE_CYCLES = 440
+# Of an H200, fitted to 126 problems with 6 configurations each, whose parts one thread an element added: root mean
+# square of the error 7 %. Cycles: of a step's bytes in shared memory (at more than the 128 a cycle that it moves, so
+# they are counted high), of a round of two blocks that are turned, until a copy has come, of a tile besides its steps,
+# and where other blocks hide most of it.
+_CLOCK_HZ = 1.755e9
+_SHARED_MEMORY_BYTES = 160
+_ROUND_CYCLES = 150
+_LATENCY_CYCLES = 1530
+_TILE_CYCLES = 3450
+_SHARED_TILE_CYCLES = 1080
+# Bytes a cycle of sums that a multiprocessor writes, and that it adds of a cluster's.
+_WRITTEN_BYTES = 60
+_SHARES_BYTES = 17.6
+# Of a launch with all that precedes the first product, of a cluster, of one of more than four blocks, of a second
+# launch, of adding one part after another; the share of the latter that several threads for an element spare (by
+# comparison with another kernel, not measured alone); times that parts' bytes are moved; share of the shorter of moving
+# all tensors and multiplying that the longer does not hide.
+_FIRST_MS = 0.0017
+_CLUSTER_MS = 0.00047
+_LARGE_CLUSTER_MS = 0.00029
+_LAUNCH_MS = 0.00067
+_PART_MS = 8.8e-05
+_SPARED = 0.5
+_PARTS_MOVED = 1.28
+_EXPOSED = 0.25
 _CLUSTERED = 0.91  # share of the multiprocessors where clusters of four and more find a place
-_FIRST_MS = 0.00257
-_LAUNCH_MS = 0.00022
-_PART_MS = 9.4e-05
-_EXPOSED = 0.59
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +79,6 @@ class TurnedTiling:
         splits: parts of the pixels that a second pass adds.
         shares: blocks of a cluster that share a part, and add what they have.
         blocks: of a multiprocessor.
-        together: products along a step's depth that are begun at once.
     """
 
     product: WgmmaProduct
@@ -81,7 +88,6 @@ class TurnedTiling:
     splits: int
     shares: int
     blocks: int
-    together: int
 
     @staticmethod
     def of(product: WgmmaProduct, config: Config) -> TurnedTiling:
@@ -94,7 +100,6 @@ class TurnedTiling:
             splits=int(config["splits"]),
             shares=int(config["shares"]),
             blocks=int(config["blocks"]),
-            together=int(config["together"]),
         )
 
     @property
@@ -107,7 +112,6 @@ class TurnedTiling:
             splits=self.splits,
             shares=self.shares,
             blocks=self.blocks,
-            together=self.together,
         )
 
     @property
@@ -164,11 +168,20 @@ class TurnedTiling:
         """Dynamic shared memory."""
         return _ALIGNMENT_BYTES + stages * self.stage_bytes
 
+    def adders(self, device: Device) -> int:
+        """Threads of the second pass that add parts of the same elements: more while the device has room for them."""
+        adders, quads = 1, self.product.problem.output.size // 4
+        while adders < _MAX_ADDERS and 2 * adders * _PARTS_AT_ONCE <= self.splits:
+            if adders * quads >= max(1, device.sm_count) * _ADDERS_AT_ONCE:
+                break
+            adders *= 2
+        return adders
+
     def is_valid(self, shared_bytes: int) -> bool:
         """Whether the kernel serves it on a multiprocessor with that much shared memory for a block."""
         return (
             self.is_filled
-            and self._has_sums()
+            and self.together > 0
             and self.stages(shared_bytes) > 0
             and self._is_divisible()
             and self._has_cluster(shared_bytes)
@@ -181,17 +194,22 @@ class TurnedTiling:
         """Whether a tile is not mostly empty."""
         return self.tile_n < 2 * max(WIDE, self.filters) and self.tile_m < 2 * max(ROW_BLOCK, self.all_rows)
 
-    def _has_sums(self) -> bool:
-        """Whether registers hold the sums, and what is loaded beside them."""
+    @property
+    def together(self) -> int:
+        """Products along a step's depth that are begun at once: as many as registers hold beside the sums, or 0."""
         if (self.consumers, self.row_blocks) not in _WARPGROUPS or (self.blocks > 1 and self.consumers > 1):
-            return False
-        is_long = self.together > min(TOGETHER)
+            return 0
+        return next((count for count in _TOGETHER if self._has_sums(count)), 0)
+
+    def _has_sums(self, together: int) -> bool:
+        """Whether registers hold the sums, and what so many products load."""
+        is_long = together > min(_TOGETHER)
         if self.row_blocks > 1 and (self.tile_n == min(WIDTHS) or is_long):
             return False  # compilers wait for each product
         given = min(255, _REGISTERS // (self.threads * self.blocks) // 8 * 8)
         most = (given * (self.consumers + 1) - _COPYING_REGISTERS) // self.consumers // 8 * 8 if given < 248 else given
         sums = self.row_blocks * self.tile_n // 2
-        return sums <= 128 and sums + 8 * self.together * self.row_blocks + _OTHER_REGISTERS[is_long] <= most
+        return sums <= 128 and sums + 8 * together * self.row_blocks + _OTHER_REGISTERS[is_long] <= most
 
     def _has_cluster(self, shared_bytes: int) -> bool:
         """Whether blocks can share a part: the ring holds the sums, and tiles leave multiprocessors idle."""
@@ -209,35 +227,43 @@ class TurnedTiling:
         return 4 * self.splits * self.product.problem.output.size <= _MAX_PARTS_BYTES
 
 
-def _step_cycles(tiling: TurnedTiling) -> tuple[float, float]:
-    """Cycles of a step: of the busiest unit that blocks of a multiprocessor share, and of a block alone."""
+def _step_cycles(tiling: TurnedTiling) -> float:
+    """Cycles of a step where copies are ahead: of moving both operands in shared memory, and of turning one."""
     tile_m, tile_n = tiling.tile_m, tiling.tile_n
     # Products read columns once for each block of rows; both operands come, rows are read, columns read and written.
     moved = tile_m // ROW_BLOCK * tile_n * 128 + 256 * tile_m + 384 * tile_n
-    multiply = max(tile_m * tile_n * TILE_K / _OPERATIONS, moved / _SHARED_MEMORY_BYTES)
-    copy = (tile_m + tile_n) * _COPY_ROW_CYCLES
-    copies = max(tile_m, tile_n) // WIDE * _COPY_CYCLES
-    turn = ceil_div(tile_n, 2 * WIDE) * _TURN_CYCLES
-    return max(multiply, copy), max(multiply, _STEP_CYCLES, copy, copies, turn)
+    return moved / _SHARED_MEMORY_BYTES + ceil_div(tile_n, 2 * WIDE) * _ROUND_CYCLES
+
+
+def _moved_ms(product: WgmmaProduct, byte_ms: float) -> float:
+    """Time to move all tensors once; filters narrower than their strides skip some of x."""
+    problem = product.problem
+    met = math.prod(
+        min(1.0, taps / stride) for taps, stride in zip(problem.w.shape[2:], problem.conv.stride, strict=True)
+    )
+    return (problem.bytes - (1 - met) * problem.x.bytes) * byte_ms
 
 
 def estimate_ms(tiling: TurnedTiling, device: Device, shared_bytes: int) -> float:
     """Milliseconds that a product takes on a device with that much shared memory, with a cold L2 cache."""
     problem, byte_ms = tiling.product.problem, 1e3 / device.bandwidth_bytes_per_s
-    processors, items, splits = max(1, device.sm_count), tiling.items * tiling.shares, tiling.splits
-    shared, alone = _step_cycles(tiling)
-    turn = ceil_div(tiling.tile_n, 2 * WIDE) * _TURN_CYCLES
-    arrive = (_LATENCY_CYCLES + turn + 2 * shared) / max(1, tiling.stages(shared_bytes))
-    steps = tiling.steps / (splits * tiling.shares)
-    write = 4 * tiling.tile_m * tiling.tile_n / _PARTS_BYTES
-    if tiling.shares > 1:
-        processors = int(_CLUSTERED * processors) if tiling.shares > 2 else processors
-        write += 4 * tiling.tile_m * tiling.tile_n / _SHARES_BYTES + _CLUSTER_TILE_CYCLES
-    one = ceil_div(items, processors * tiling.blocks) * (steps * max(alone, arrive) + _TILE_CYCLES + write)
-    all_ = ceil_div(items, processors) * (steps * shared + _SHARED_TILE_CYCLES + write / 2)
-    ms = _FIRST_MS + 1e3 * max(one, all_) / _CLOCK_HZ + _EXPOSED * problem.bytes * byte_ms
+    items, splits, shares = tiling.items * tiling.shares, tiling.splits, tiling.shares
+    processors = max(1, int((_CLUSTERED if shares > 2 else 1) * device.sm_count))
+    step = _step_cycles(tiling)
+    alone = max(step, (_LATENCY_CYCLES + step) / max(1, tiling.stages(shared_bytes)))
+    steps, tile_bytes = ceil_div(tiling.steps, splits * shares), 4 * tiling.tile_m * tiling.tile_n
+    turns = ceil_div(items, processors)
+    one = ceil_div(items, processors * tiling.blocks) * (steps * alone + _TILE_CYCLES)
+    busy = max(one, turns * (steps * step + _SHARED_TILE_CYCLES)) + turns * tile_bytes / shares / _WRITTEN_BYTES
+    busy_ms, moved_ms = 1e3 * busy / _CLOCK_HZ, _moved_ms(tiling.product, byte_ms)
+    ms = _FIRST_MS + max(busy_ms, moved_ms) + _EXPOSED * min(busy_ms, moved_ms)
+    if shares > 1:
+        ms += _CLUSTER_MS + 1e3 * tile_bytes / _SHARES_BYTES / _CLOCK_HZ
+        ms += _LARGE_CLUSTER_MS if shares > 4 else 0
     if splits > 1:
-        ms += _LAUNCH_MS + max(problem.output.size * (8 * splits + 4) * byte_ms, splits * _PART_MS)
+        adders = tiling.adders(device)
+        spared = _SPARED * (splits - splits / adders - (adders > 1))
+        ms += _LAUNCH_MS + _PARTS_MOVED * 4 * splits * problem.output.size * byte_ms + _PART_MS * (splits - spared)
     return ms
 
 
@@ -246,21 +272,16 @@ def likely_tilings(product: WgmmaProduct, device: Device, shared_bytes: int) -> 
     for consumers, row_blocks in _WARPGROUPS:
         for tile_n in WIDTHS:
             for blocks in (1, 2) if consumers == 1 else (1,):
-                tiles = (
-                    TurnedTiling(
-                        product=product,
-                        consumers=consumers,
-                        row_blocks=row_blocks,
-                        tile_n=tile_n,
-                        splits=1,
-                        shares=1,
-                        blocks=blocks,
-                        together=together,
-                    )
-                    for together in reversed(TOGETHER)
+                tile = TurnedTiling(
+                    product=product,
+                    consumers=consumers,
+                    row_blocks=row_blocks,
+                    tile_n=tile_n,
+                    splits=1,
+                    shares=1,
+                    blocks=blocks,
                 )
-                tile = next((tile for tile in tiles if tile.is_valid(shared_bytes)), None)
-                if tile is not None:
+                if tile.is_valid(shared_bytes):
                     yield from _parts(tile, device, shared_bytes)
 
 
