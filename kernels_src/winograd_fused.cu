@@ -79,57 +79,63 @@ __device__ __forceinline__ void make_table(int* table, const Images& from, const
   }
 }
 
-// Starts to copy the patches of channels first ... first + kChannels - 1 of a group.
+// Starts to copy the patches of channels first ... first + kChannels - 1 of a group. Where zeros are written nothing is
+// read: addresses there may lie outside.
 __device__ __forceinline__ void copy_patches(float* stage, const float* __restrict__ x, const int* table, int first,
                                              int channels, int channel_stride) {
   const unsigned to = static_cast<unsigned>(__cvta_generic_to_shared(stage));
   if constexpr (kLast) {
-    constexpr int kVectors = kChannels / VECTOR;
-#pragma unroll 4
-    for (int i = threadIdx.x; i < kPixels * kVectors; i += kThreads) {
-      const int pixel = i / kVectors, channel = i % kVectors * VECTOR, offset = table[pixel];
-      const bool inside = offset >= 0 && first + channel < channels;
-      copy_bytes<4 * VECTOR>(to + 4 * (pixel * kPixelPitch + channel), x + (inside ? offset + first + channel : 0),
-                             inside);
+    constexpr int kVectors = kChannels / VECTOR, kStep = kThreads / kVectors, kItems = ceil_div(kPixels, kStep);
+    const int start = threadIdx.x / kVectors, channel = threadIdx.x % kVectors * VECTOR;
+    const bool exists = first + channel < channels;
+    const float* const from = x + (first + channel);
+    const unsigned at = to + 4 * (start * kPixelPitch + channel);
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) {
+      if ((i + 1) * kStep > kPixels && start + i * kStep >= kPixels) break;
+      const int offset = table[start + i * kStep];
+      copy_bytes<4 * VECTOR>(at + 4 * i * kStep * kPixelPitch, from + offset, exists && offset >= 0);
     }
   } else {
-    const int lane = threadIdx.x % 32;
-#pragma unroll 1
-    for (int channel = threadIdx.x / 32; channel < kChannels; channel += kThreads / 32) {
-      const bool exists = first + channel < channels;
-      const int plane = (first + channel) * channel_stride;
-#pragma unroll 4
-      for (int pixel = lane; pixel < kPixels; pixel += 32) {
-        const int offset = table[pixel];
-        const bool inside = exists && offset >= 0;
-        copy_bytes<4>(to + 4 * (channel * kChannelPitch + pixel), x + (inside ? offset + plane : 0), inside);
-      }
+    constexpr int kWarps = kThreads / 32, kOwn = ceil_div(kChannels, kWarps);
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    if (warp >= kChannels) return;
+    const float* from[kOwn];
+    bool exists[kOwn];
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) {
+      exists[i] = first + warp + i * kWarps < channels;
+      from[i] = x + (first + warp + i * kWarps) * channel_stride;
+    }
+    const unsigned at = to + 4 * (warp * kChannelPitch + lane);
+#pragma unroll
+    for (int pixel = 0; pixel < kPixels; pixel += 32) {
+      if (pixel + 32 > kPixels && lane + pixel >= kPixels) break;
+      const int offset = table[lane + pixel];
+#pragma unroll
+      for (int i = 0; i < kOwn; ++i)
+        copy_bytes<4>(at + 4 * (i * kWarps * kChannelPitch + pixel), from[i] + offset, exists[i] && offset >= 0);
     }
   }
 }
 
-// Starts to copy the filters of a stage: units `step` ... of the block's filters.
+// Starts to copy the filters of a stage, from 8 channels number `step` on.
 __device__ __forceinline__ void copy_filters(float* stage, const float* __restrict__ filters, const Part& part,
                                              int step, int steps, int units) {
-  constexpr int kUnits = kFilters / 8;
-  const unsigned to = static_cast<unsigned>(__cvta_generic_to_shared(stage + kPatchFloats));
-#pragma unroll 4
-  for (int i = threadIdx.x; i < kWarpsC * kUnits * (kUnit / 4); i += kThreads) {
-    const int number = i / (kUnit / 4), share = number / kUnits, unit = part.filter / 8 + number % kUnits;
-    const bool inside = step + share < steps && unit < units;
-    const int offset = ((part.group * steps + step + share) * units + unit) * kUnit + i % (kUnit / 4) * 4;
-    copy_bytes<16>(to + 16 * i, filters + (inside ? offset : 0), inside);
+  constexpr int kFloats = kFilters / 8 * kUnit, kAtOnce = 4 * kThreads;  // of 8 channels, and of all threads
+  static_assert(kFloats % kAtOnce == 0 || kAtOnce % kFloats == 0, "threads stay in their place of 8 channels");
+  const int share = 4 * threadIdx.x / kFloats, at = 4 * threadIdx.x % kFloats, unit = part.filter / 8;
+  const int end = (units - unit) * kUnit - at;
+  const float* from = filters + ((part.group * steps + step + share) * units + unit) * kUnit + at;
+  const unsigned to = static_cast<unsigned>(__cvta_generic_to_shared(stage + kPatchFloats)) + 16 * threadIdx.x;
+#pragma unroll
+  for (int i = 0; i < kWarpsC * kFloats; i += kAtOnce) {
+    copy_bytes<16>(to + 4 * i, from + i % kFloats, step + share + i / kFloats < steps && i % kFloats < end);
+    if ((i + kAtOnce) % kFloats == 0 || kAtOnce > kFloats) from += maximum(1, kAtOnce / kFloats) * units * kUnit;
   }
 }
 
-struct Pair {
-  float x, y;
-};
-
-__device__ __forceinline__ Pair load_pair(const float* from) {
-  const Vector<float, 2> pair = *reinterpret_cast<const Vector<float, 2>*>(from);
-  return {pair.at[0], pair.at[1]};
-}
+using Pair = Vector<float, 2>;
 
 // A row of B d: rows `first` + sign * `second` of a tile's patch, of two channels.
 struct Lane {
@@ -138,8 +144,9 @@ struct Lane {
 };
 
 __device__ __forceinline__ Pair combined(const float* patch, const Lane& lane, int at) {
-  const Pair a = load_pair(patch + lane.first + at), b = load_pair(patch + lane.second + at);
-  return {fmaf(lane.sign, b.x, a.x), fmaf(lane.sign, b.y, a.y)};
+  const Pair a = *reinterpret_cast<const Pair*>(patch + lane.first + at);
+  const Pair b = *reinterpret_cast<const Pair*>(patch + lane.second + at);
+  return {fmaf(lane.sign, b.at[0], a.at[0]), fmaf(lane.sign, b.at[1], a.at[1])};
 }
 
 // One row of places of a tile, of the lane's two channels: fragments' elements `row` and `row` + 2 of each place.
@@ -150,10 +157,10 @@ __device__ __forceinline__ void transform_tile(float (&places)[4][MT][4], int m,
   for (int i = 0; i < 4; ++i) {
     if constexpr (kLast) {
       const Pair both = combined(patch, lane, i * kPixelStep);
-      columns[i][0] = both.x, columns[i][1] = both.y;
+      columns[i][0] = both.at[0], columns[i][1] = both.at[1];
     } else {
       const Pair both = combined(patch, lane, i / 2 * kChannelStep + i % 2 * 2);
-      columns[i % 2 * 2][i / 2] = both.x, columns[i % 2 * 2 + 1][i / 2] = both.y;
+      columns[i % 2 * 2][i / 2] = both.at[0], columns[i % 2 * 2 + 1][i / 2] = both.at[1];
     }
   }
 #pragma unroll
@@ -165,48 +172,39 @@ __device__ __forceinline__ void transform_tile(float (&places)[4][MT][4], int m,
   }
 }
 
-// The nearest tf32 in `whole`, and what it leaves, of which tensor cores ignore the last bits, in `rest`.
+// Of three products' factors the nearest tf32 in `whole`, by two instructions where cvt.rna.tf32 takes four, and what
+// it leaves, of which tensor cores ignore the last bits, in `rest`: NaN if the value is not finite.
 __device__ __forceinline__ void split(float value, unsigned& whole, unsigned& rest) {
-  whole = nearest_tf32(value);
+  whole = __float_as_uint(value);
+  if (kProducts == 3) whole = (whole + 0x1000u) & 0xffffe000u;
   rest = __float_as_uint(value - __uint_as_float(whole));
+}
+
+__device__ __forceinline__ void multiply_all(float (&sums)[MT][NT][4], const unsigned (&a)[MT][4],
+                                             const unsigned (&b)[NT][2]) {
+#pragma unroll
+  for (int n = 0; n < NT; ++n)
+#pragma unroll
+    for (int m = 0; m < MT; ++m) multiply_add<float32>(sums[m][n], a[m], b[n][0], b[n][1]);
 }
 
 // Adds the products of one place.
 __device__ __forceinline__ void multiply_place(float (&sums)[MT][NT][4], const float (&a)[MT][4],
                                                const float (&b)[NT][2]) {
-  unsigned a_whole[MT][4], b_whole[NT][2];
-  if constexpr (kProducts == 3) {
-    unsigned a_rest[MT][4], b_rest[NT][2];
+  unsigned a_whole[MT][4], b_whole[NT][2], a_rest[MT][4], b_rest[NT][2];
 #pragma unroll
-    for (int m = 0; m < MT; ++m)
+  for (int m = 0; m < MT; ++m)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) split(a[m][i], a_whole[m][i], a_rest[m][i]);
-#pragma unroll
-    for (int n = 0; n < NT; ++n)
-#pragma unroll
-      for (int i = 0; i < 2; ++i) split(b[n][i], b_whole[n][i], b_rest[n][i]);
-#pragma unroll
-    for (int n = 0; n < NT; ++n)
-#pragma unroll
-      for (int m = 0; m < MT; ++m) multiply_add<float32>(sums[m][n], a_rest[m], b_whole[n][0], b_whole[n][1]);
-#pragma unroll
-    for (int n = 0; n < NT; ++n)
-#pragma unroll
-      for (int m = 0; m < MT; ++m) multiply_add<float32>(sums[m][n], a_whole[m], b_rest[n][0], b_rest[n][1]);
-  } else {
-#pragma unroll
-    for (int m = 0; m < MT; ++m)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) a_whole[m][i] = __float_as_uint(a[m][i]);
-#pragma unroll
-    for (int n = 0; n < NT; ++n)
-#pragma unroll
-      for (int i = 0; i < 2; ++i) b_whole[n][i] = __float_as_uint(b[n][i]);
-  }
+    for (int i = 0; i < 4; ++i) split(a[m][i], a_whole[m][i], a_rest[m][i]);
 #pragma unroll
   for (int n = 0; n < NT; ++n)
 #pragma unroll
-    for (int m = 0; m < MT; ++m) multiply_add<float32>(sums[m][n], a_whole[m], b_whole[n][0], b_whole[n][1]);
+    for (int i = 0; i < 2; ++i) split(b[n][i], b_whole[n][i], b_rest[n][i]);
+  if constexpr (kProducts == 3) {
+    multiply_all(sums, a_rest, b_whole);
+    multiply_all(sums, a_whole, b_rest);
+  }
+  multiply_all(sums, a_whole, b_whole);
 }
 
 // Adds 8 channels: `tiles` are the floats from a patch's first to the lane's tiles, two for each of MT.
@@ -239,26 +237,22 @@ __device__ __forceinline__ void exchange(float* shared, const Sums& sums, int fi
 #pragma unroll
     for (int n = 0; n < NT; ++n)
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        float* to = shared + (first_tile + 16 * m + 8 * i + lane / 4) * kTileStep +
-                    (first_filter + 8 * n + lane % 4 * 2) * kFilterStep;
-        Pair columns[2];
+      for (int i = 0; i < 4; i += 2) {
+        const int tile = first_tile + 16 * m + 4 * i + lane / 4, filter = first_filter + 8 * n + lane % 4 * 2;
+        float* const to = shared + tile * kTileStep + filter * kFilterStep;
+        Pair left, right;
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
-          const float middle = sums[1][m][n][2 * i + j], other = sums[2][m][n][2 * i + j];
-          const float left = sums[0][m][n][2 * i + j] + middle + other,
-                      right = middle - other - sums[3][m][n][2 * i + j];
-          (j == 0 ? columns[0].x : columns[0].y) = left;
-          (j == 0 ? columns[1].x : columns[1].y) = right;
+          const float a = sums[1][m][n][i + j], b = sums[2][m][n][i + j];
+          left.at[j] = sums[0][m][n][i + j] + a + b;
+          right.at[j] = a - b - sums[3][m][n][i + j];
         }
-#pragma unroll
-        for (int column = 0; column < 2; ++column) {
-          if constexpr (kLast) {
-            *reinterpret_cast<Vector<float, 2>*>(to + column * kPlane) = {columns[column].x, columns[column].y};
-          } else {
-            to[column * kPlane] = columns[column].x;
-            to[column * kPlane + kFilterStep] = columns[column].y;
-          }
+        if constexpr (kLast) {
+          *reinterpret_cast<Pair*>(to) = left;
+          *reinterpret_cast<Pair*>(to + kPlane) = right;
+        } else {
+          to[0] = left.at[0], to[kFilterStep] = left.at[1];
+          to[kPlane] = right.at[0], to[kPlane + kFilterStep] = right.at[1];
         }
       }
 }
@@ -347,9 +341,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
 
   make_table(table, from, part, before_h, before_w);
   __syncthreads();  // the table is there
+#pragma unroll 1
   for (int stage = 0; stage < kStages - 1 && stage < turns; ++stage)
     copy_patches(stages + stage * kStageFloats, source, table, stage * kChannels, x_channels, x_channel);
   previous_step_done();
+#pragma unroll 1
   for (int stage = 0; stage < kStages - 1; ++stage) {
     if (stage < turns) copy_filters(stages + stage * kStageFloats, filters, part, stage * kWarpsC, steps, units);
     commit_copies();

@@ -36,7 +36,7 @@ from miofind.tiling.winograd_fused import COLS, ROWS, FusedTiling
 
 _FILTERS = "filters"
 _DEFAULTS, _MOST_ALIKE = 8, 2
-_MAX_THREADS, _MAX_REGISTERS = 512, 255
+_MAX_THREADS = 512
 _MAX_BLOCKS, _MAX_FILTER_BYTES = 2**30, 4 * 2**30
 _FILTER_WARPS = 4  # of a block that transforms filters
 _MOST_WASTE = 1.34  # tiles of all blocks over the fewest that blocks of as many tiles have
@@ -75,6 +75,7 @@ _SHORT_LIST = tuple(
             (16, 32, 1, 1, 2, 3),
             (16, 32, 1, 1, 4, 2),
             (16, 16, 1, 1, 4, 3),
+            (16, 8, 1, 1, 4, 3),
             (16, 16, 1, 1, 2, 3),
             (16, 16, 1, 1, 1, 2),
         ),
@@ -112,7 +113,7 @@ class ConvWinogradFused(Solver):
     is_dynamic = True
     parameters: ClassVar[Mapping[str, Sequence[ConfigValue]]] = {
         "tiles": (16, 32),
-        "filters": (16, 32),
+        "filters": (8, 16, 32),
         "warps_t": (1, 2),
         "warps_k": (1, 2),
         "warps_c": (1, 2, 4),
@@ -165,7 +166,7 @@ class ConvWinogradFused(Solver):
             return False
         if tiling.blocks > _MAX_BLOCKS or tiling.filter_bytes > _MAX_FILTER_BYTES:
             return False
-        return tiling.registers <= _MAX_REGISTERS and _fits(tiling, device)
+        return _fits(tiling, device)
 
     def error_growth(self, problem: ProblemDescription, config: Config) -> float:
         axis = Filtering.of(2, 3)

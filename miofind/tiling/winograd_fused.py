@@ -19,8 +19,8 @@ ROWS, COLS = (1, 2, 4, 8), (4, 8)
 
 _UNIT_BYTES = 4096  # of transformed filters, of 8 channels of 8 filters
 _ROWS_OF_PLACES = 4
-# Registers besides sums and factors: what -Xptxas -v says of sm_90a, and some.
-_REGISTERS_BESIDES = 44
+# Of a thread; besides sums and factors, by products: what ptxas says of sm_90a and sm_80, and some.
+_MAX_REGISTERS, _REGISTERS_BESIDES = 255, {3: 52, 1: 56}
 
 # Reckoned, not yet measured: cycles of a scheduler for a product of 16 x 8 x 8; instructions of a scheduler in a cycle;
 # a thread's issue slots to copy once and to finish a tile of a filter; bytes that a multiprocessor takes from the
@@ -189,7 +189,8 @@ class FusedTiling:
         tiles, filters = self.tiles // 16, self.filters // 8
         factors = 16 * tiles + 4 * filters
         halves = 4 * tiles + 4 * filters if self.products == 3 else 0
-        return 8 * ceil_div(16 * tiles * filters + factors + halves + _REGISTERS_BESIDES, 8)
+        used = 16 * tiles * filters + factors + halves + _REGISTERS_BESIDES[self.products]
+        return min(_MAX_REGISTERS, 8 * ceil_div(used, 8))
 
     def resident(self, device: Device) -> int:
         """Blocks that a multiprocessor holds at once."""
