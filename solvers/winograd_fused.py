@@ -154,6 +154,8 @@ class ConvWinogradFused(Solver):
         tiling = FusedTiling.of(problem, config)
         if tiling.images < 1 or tiling.threads > _MAX_THREADS:
             return False
+        if config["filters"] < config["tiles"] // 2:  # too few products for what is transformed
+            return False
         if tiling.block_filters >= 2 * max(16, tiling.results):
             return False
         if config["warps_c"] > 1 and 8 * (config["warps_c"] // 2) >= tiling.channels:

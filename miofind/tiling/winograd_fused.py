@@ -20,7 +20,7 @@ ROWS, COLS = (1, 2, 4, 8), (4, 8)
 _UNIT_BYTES = 4096  # of transformed filters, of 8 channels of 8 filters
 _ROWS_OF_PLACES = 4
 # Of a thread; besides sums and factors, by products: what ptxas says of sm_90a and sm_80, and some.
-_MAX_REGISTERS, _REGISTERS_BESIDES = 255, {3: 52, 1: 56}
+_MAX_REGISTERS, _REGISTERS_BESIDES = 255, {3: 52, 1: 72}
 
 # Reckoned, not yet measured: cycles of a scheduler for a product of 16 x 8 x 8; instructions of a scheduler in a cycle;
 # a thread's issue slots to copy once and to finish a tile of a filter; bytes that a multiprocessor takes from the
