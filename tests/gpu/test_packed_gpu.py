@@ -45,6 +45,7 @@ def test_every_solver_that_transforms_weights_is_tried() -> None:
         "ConvFftDepthwise",
         "ConvFftTiles",
         "ConvWinograd",
+        "ConvWinogradFused",
         "ConvWinogradMma",
     }
 

@@ -1,0 +1,90 @@
+"""kernels_src/winograd_fused.cu and winograd_fused_filters.cu in NumPy, block by block.
+
+Knows a launch by its defines and scalars alone, and how the kernels count with them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from miofind.solution import KernelStep, Pointer, Scalar
+
+Array = NDArray[np.float64]
+_B = np.array([[1, 0, -1, 0], [0, 1, 1, 0], [0, -1, 1, 0], [0, 1, 0, -1]], dtype=np.float64)
+_G = np.array([[2, 0, 0], [1, 1, 1], [1, -1, 1], [0, 0, 2]], dtype=np.float64) / 2
+_A = np.array([[1, 1, 1, 0], [0, 1, -1, -1]], dtype=np.float64)
+
+
+def carry_out(step: KernelStep, buffers: Mapping[str, Array]) -> None:
+    """Runs one step on flat buffers."""
+    flat = [buffers[arg.buffer] for arg in step.args if isinstance(arg, Pointer)]
+    scalars = [int(arg.value) for arg in step.args if isinstance(arg, Scalar)]
+    defines = {name: int(value) for name, value in step.defines}
+    if step.entry == "winograd_fused_filters":
+        _filters(flat[0], flat[1], scalars, flipped=bool(defines["FLIPPED"]))
+        return
+    for block in range(step.grid[0]):
+        _block(block, flat, scalars, defines)
+
+
+def _filters(w: Array, to: Array, scalars: list[int], *, flipped: bool) -> None:
+    outputs, channels, of_group, of_output, of_channel, of_tap, units, _, _, steps, _, _, total = scalars
+    for number in range(total):
+        line, unit = divmod(number, units)
+        group, step = divmod(line, steps)
+        for lane, half in itertools.product(range(32), range(2)):
+            output, channel = 8 * unit + lane // 4, 8 * step + lane % 4 * 2 + half
+            taps = np.zeros((3, 3))
+            if output < outputs and channel < channels:
+                at = group * of_group + output * of_output + channel * of_channel
+                taps = w[at + of_tap * np.arange(9)].reshape(3, 3)
+            places = _G @ (taps[::-1, ::-1] if flipped else taps) @ _G.T
+            fragments = to[1024 * number : 1024 * (number + 1)].reshape(4, 2, 32, 2, 2)
+            fragments[:, :, lane, :, half] = places.reshape(4, 2, 2)
+
+
+def _block(block: int, flat: list[Array], scalars: list[int], defines: Mapping[str, int]) -> None:
+    x, filters, y = flat
+    count, before, grid = scalars[0], scalars[15:17], scalars[17::3]
+    channels, height, width, *from_strides = scalars[1:8]
+    results, out_height, out_width, *to_strides = scalars[8:15]
+    blocks, groups, across, down = grid
+    rows, cols, images = defines["TILE_ROWS"], defines["TILE_COLS"], defines["IMAGES"]
+    assert images * rows * cols == 16 * defines["MT"] * defines["WARPS_T"]
+    number, of_filter = divmod(block, blocks)
+    tile, group = divmod(number, groups)
+    line, column = divmod(tile, across)
+    image, row = divmod(line, down)
+    own = 8 * defines["NT"] * defines["WARPS_K"]
+    first, last = of_filter * own, min(results, (of_filter + 1) * own)
+    factors = _unpacked(filters, group, channels, results)[:, :, :, first:last]
+    for i, r, c in itertools.product(range(images), range(rows), range(cols)):
+        n, h, w = image * images + i, 2 * (row * rows + r), 2 * (column * cols + c)
+        if n >= count or h >= out_height or w >= out_width:
+            continue
+        patch = np.zeros((4, 4, channels))
+        for a, b in itertools.product(range(4), range(4)):
+            at_h, at_w = h - before[0] + a, w - before[1] + b
+            if 0 <= at_h < height and 0 <= at_w < width:
+                at = np.dot((n, at_h, at_w), (from_strides[0], *from_strides[2:]))
+                patch[a, b] = x[at + (group * channels + np.arange(channels)) * from_strides[1]]
+        places = np.einsum("ia,abc,jb->ijc", _B, patch, _B)
+        tiled = np.einsum("ai,ijk,bj->abk", _A, np.einsum("ijc,ijck->ijk", places, factors), _A)
+        for a, b in itertools.product(range(2), range(2)):
+            if h + a < out_height and w + b < out_width:
+                at = np.dot((n, h + a, w + b), (to_strides[0], *to_strides[2:]))
+                y[at + (group * results + np.arange(first, last)) * to_strides[1]] = tiled[a, b]
+
+
+def _unpacked(filters: Array, group: int, channels: int, results: int) -> Array:
+    """A group's transformed filters, (4, 4, channels, results)."""
+    steps, units = -(-channels // 8), -(-results // 8)
+    size = steps * units * 1024
+    parts = filters[group * size : (group + 1) * size].reshape(steps, units, 4, 2, 8, 4, 2, 2)
+    # step, unit, row, pair, filter, channel // 2, place of the pair, channel % 2
+    places = parts.transpose(2, 3, 6, 0, 5, 7, 1, 4).reshape(4, 4, 8 * steps, 8 * units)
+    return places[:, :, :channels, :results]
