@@ -48,7 +48,7 @@ Candidate = tuple[Solver, Config]
 
 SAMPLES = 9
 FFT = ("ConvFft", "ConvFftTiles", "ConvFftDepthwise")
-SOLVERS = {"dense": FFT, "lines": FFT, "winograd": ("ConvWinogradMma", "ConvWinograd")}
+SOLVERS = {"dense": FFT, "lines": FFT, "winograd": ("ConvWinogradFused", "ConvWinogradMma", "ConvWinograd")}
 LEAST_CHANNELS = 64
 
 # n, c, sizes, k, taps along each axis, groups; padded by half the taps.
