@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 from cli_runner import run, use_own_folders
 
+import miofind
 import miofind.bench.comparison as module
 from miofind import Handle, ProblemDescription
 from miofind.bench.ceilings import Ceilings
 from miofind.bench.comparison import BenchRow, bench, class_means
 from miofind.errors import NoSolutionError
-from miofind.options import FindOptions
+from miofind.options import FindMode, FindOptions
 from miofind.suites import SuiteProblem
 
 DEPTHWISE = ProblemDescription.convolution(x=(4, 8, 9, 9), w=(8, 1, 3, 3), groups=8)
@@ -64,6 +65,26 @@ def test_one_problem_without_a_solution_does_not_end_the_rest(monkeypatch: pytes
         rows = bench(entries, handle, FindOptions(), against_torch=False)
     assert [r.message.startswith("nothing for conv2d") for r in rows] == [True, True]
     assert all(r.floor_ms is not None and r.time_ms is None for r in rows)
+
+
+def test_what_the_finddb_lacks_is_measured_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """An answer that a solver of this release did not take part in is none to compare with."""
+    asked: list[FindMode | None] = []
+
+    def unsolved(problem: ProblemDescription, *, options: FindOptions, **_: Any) -> None:
+        asked.append(options.find_mode)
+        raise NoSolutionError("nothing")
+
+    ceilings = Ceilings(copy_bytes_per_s=1e12, flops_per_s={"float32": 1e12})
+    monkeypatch.setattr(module, "measure_ceilings", lambda device: ceilings)
+    monkeypatch.setattr(module, "find_solutions", unsolved)
+    entry = SuiteProblem(problem=POINTWISE, suite="a", layer="b", count=1)
+    with Handle("cpu", database=tmp_path / "finddb.db") as handle:
+        miofind.find_solutions(POINTWISE, options=FindOptions(exclude="ConvCpuDirect"), handle=handle)
+        bench([entry], handle, FindOptions(), against_torch=False)
+        miofind.find_solutions(POINTWISE, options=FindOptions(find_mode=FindMode.NORMAL), handle=handle)
+        bench([entry], handle, FindOptions(), against_torch=False)
+    assert asked == [FindMode.NORMAL, None]
 
 
 def test_the_command_needs_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -76,9 +76,9 @@ def bench_(
 ) -> None:
     """Time the best solution of each problem.
 
-    It is found first where the FindDB does not know it. The ratio is the other library's time over miofind's, both
-    measured in turn in this run. The floor is the larger of arithmetic and traffic at the ceilings measured at the
-    start, plus 1 us.
+    It is found first where the FindDB does not know what every solver takes. The ratio is the other library's time over
+    miofind's, both measured in turn in this run. The floor is the larger of arithmetic and traffic at the ceilings
+    measured at the start, plus 1 us.
     """
     if device.place is Place.CPU:
         raise NoDeviceError("bench needs a GPU, and this machine has none that can be used: see `miofind doctor`")
