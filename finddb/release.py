@@ -6,6 +6,7 @@ and which release it came after. Equal sources make equal releases, whatever the
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
@@ -28,6 +29,9 @@ from miofind.finddb.sqlite_file import (
 from miofind.finddb.store import Store
 from miofind.finddb.values import History, ProblemKey, Release, Row, Scope, Verdict, canonical_json
 
+OUTRUN = 1.05
+"""How much slower than a void row an answer may be that is left without it."""
+
 Keep = Callable[[ProblemKey, Row], bool]
 Widen = Callable[[ProblemKey, Scope], Scope]
 
@@ -40,7 +44,8 @@ def write_release(
     A link is followed. A log beside the replaced file ends with it, so that nobody takes it for one of the new file.
 
     It holds the best rows (`ranking.release_rows`), what their finds considered, and each problem's newest verdict;
-    failures, replaced rows, rows measured under contention and all of a solver whose fastest was stay behind. Rows and
+    failures, replaced rows, rows measured under contention and all of a solver whose fastest was stay behind, and so
+    does a problem whose fastest row is not kept. Rows and
     environments name no machine or person, since no store takes that in.
 
     Args:
@@ -116,6 +121,8 @@ def _predecessor(path: Path, sources: Sequence[Store]) -> Release | None:
 def _shipped(history: History, keep: Keep | None, widen: Widen | None) -> History:
     key = ProblemKey(device=history.device, network_config=history.network_config)
     chosen = [row for row in history.rows if keep is None or keep(key, row)]
+    if _is_outrun(chosen, history.rows):
+        return replace(history, rows=(), scopes=(), verdicts=(), environments={})
     rows = ranking.release_rows(_undisturbed(chosen, history.verdicts), history.verdicts)
     while (fewer := ranking.release_rows(rows, _verdicts(history, rows))) != rows:
         rows = fewer  # without what stays behind others lead: a release of the release keeps all of it
@@ -123,6 +130,12 @@ def _shipped(history: History, keep: Keep | None, widen: Widen | None) -> Histor
     found = replace(history, rows=tuple(rows), scopes=tuple(scopes), verdicts=_verdicts(history, rows))
     named = found.named_environments
     return replace(found, environments={name: v for name, v in sorted(history.environments.items()) if name in named})
+
+
+def _is_outrun(kept: Sequence[Row], rows: Sequence[Row]) -> bool:
+    """Whether what is no longer true of this release was the fastest: better measured anew than answered without it."""
+    best, left = (min((row.time_ms or 0.0 for row in ranking.usable_rows(r)), default=math.inf) for r in (rows, kept))
+    return OUTRUN * best < left
 
 
 def _undisturbed(rows: Sequence[Row], verdicts: Sequence[Verdict]) -> list[Row]:

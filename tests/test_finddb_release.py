@@ -193,6 +193,15 @@ def test_a_release_holds_the_rows_that_were_chosen(store, tmp_path):
         assert shipped.stats().environments == 0
 
 
+@pytest.mark.parametrize(("time_ms", "problems"), [(0.9, 1), (0.99, 2), (2.0, 2)])
+def test_a_problem_whose_fastest_is_not_kept_is_left_to_be_measured(store, tmp_path, time_ms, problems):
+    store.record(DEVICE, "other", [row("ConvA", time_ms=1.0), row("ConvB", time_ms=time_ms)])
+    with released(store, tmp_path, keep=lambda key, row: row.solver_id != "ConvB") as shipped:
+        assert shipped.stats().problems == problems
+        assert (shipped.answer(DEVICE, "other") is None) == (problems == 1)
+        assert shipped.check() == ()
+
+
 def test_what_only_contention_saw_stays_behind_and_is_not_covered(store, tmp_path):
     considered = scope("ConvA", "ConvB", "ConvC")
     store.record(DEVICE, PROBLEM, [row("ConvB", contended=True), row("ConvC", status="crashed")], scope=considered)
