@@ -107,6 +107,29 @@ def test_networks_have_configurations_in_bounds(n: int, c: int, size: int, layou
         assert FusedTiling.of(problem, config).registers * math.prod(step.block) <= 65536
 
 
+# Microseconds of both kernels on an H200, rounded, and tiles, filters, warps_t, warps_k, warps_c, rows, cols, stages.
+MEASURED: dict[str, tuple[float, tuple[int, int, int, int, int, int, int, int]]] = {
+    "n1-c128-i28x28-k128-f3x3-p1x1-float32-NCHW": (12.7, (16, 16, 1, 1, 4, 4, 4, 3)),
+    "n1-c128-i28x28-k128-f3x3-p1x1-float32-NHWC-tf32": (10.6, (16, 16, 1, 1, 4, 4, 4, 3)),
+    "n1-c64-i56x56-k64-f3x3-p1x1-float32-NHWC": (9.7, (32, 16, 1, 1, 2, 4, 8, 3)),
+    "n2-c640-i32x32-k640-f3x3-p1x1-float32-NCHW": (273, (32, 32, 1, 1, 2, 4, 8, 2)),
+    "n32-c64-i56x56-k64-f3x3-p1x1-float32-NCHW": (98, (32, 32, 1, 1, 1, 4, 4, 3)),
+    "n32-c64-i56x56-k64-f3x3-p1x1-float32-NHWC": (80, (32, 32, 1, 1, 1, 4, 4, 3)),
+    "n32-c64-i56x56-k64-f3x3-p1x1-float32-NHWC-tf32": (69, (32, 32, 2, 1, 1, 4, 4, 3)),
+}
+
+
+@pytest.mark.parametrize("shape", MEASURED)
+def test_estimates_are_near_what_was_measured(shape: str) -> None:
+    """FAST mode compares estimates of different solvers."""
+    microseconds, values = MEASURED[shape]
+    problem = ProblemDescription.from_network_config(f"conv2d-forward-{shape}")
+    names = ("tiles", "filters", "warps_t", "warps_k", "warps_c", "rows", "cols", "stages")
+    config = Config(zip(names, values, strict=True))
+    assert SOLVER.estimate_ms(problem, H200, config) * 1e3 == pytest.approx(microseconds, rel=0.16)
+    assert config in SOLVER.default_configs(problem, H200)
+
+
 def test_long_sums_are_dealt_to_more_warps() -> None:
     """Tensor cores truncate: the longer a running sum, the further off it is."""
     shape: dict[str, Any] = {"x": (1, 1280, 16, 16), "w": (64, 1280, 3, 3), "padding": 1}
