@@ -8,7 +8,7 @@ from miofind.finddb.differences import Change, ChangeKind, differences
 from miofind.finddb.layered import Layered, open_layered
 from miofind.finddb.location import MEMORY, network_file_system, shipped_paths, user_path
 from miofind.finddb.migration import Upgrade, upgrade
-from miofind.finddb.release import OUTRUN, write_release
+from miofind.finddb.release import write_release
 from miofind.finddb.schema import SCHEMA_VERSION
 from miofind.finddb.store import Store
 from miofind.finddb.validation import RefusedEntryError
@@ -28,7 +28,6 @@ from miofind.finddb.values import (
 
 __all__ = [
     "MEMORY",
-    "OUTRUN",
     "SCHEMA_VERSION",
     "Answer",
     "Change",

@@ -29,15 +29,19 @@ from miofind.finddb.sqlite_file import (
 from miofind.finddb.store import Store
 from miofind.finddb.values import History, ProblemKey, Release, Row, Scope, Verdict, canonical_json
 
-OUTRUN = 1.05
-"""How much slower than a void row an answer may be that is left without it."""
+_OUTRUN = 1.05  # how much slower than a void row an answer may be that is left without it
 
 Keep = Callable[[ProblemKey, Row], bool]
 Widen = Callable[[ProblemKey, Scope], Scope]
 
 
 def write_release(
-    sources: Sequence[Store], path: str | Path, *, keep: Keep | None = None, widen: Widen | None = None
+    sources: Sequence[Store],
+    path: str | Path,
+    *,
+    keep: Keep | None = None,
+    void: Keep | None = None,
+    widen: Widen | None = None,
 ) -> Release:
     """Write a FindDB that gives the answers of all the sources merged, into a new file that replaces `path`.
 
@@ -45,12 +49,13 @@ def write_release(
 
     It holds the best rows (`ranking.release_rows`), what their finds considered, and each problem's newest verdict;
     failures, replaced rows, rows measured under contention and all of a solver whose fastest was stay behind, and so
-    does a problem whose fastest row is not kept. Rows and
+    does a problem whose fastest row is void. Rows and
     environments name no machine or person, since no store takes that in.
 
     Args:
         sources: files that are written to, or releases, of this schema version or older ones.
         keep: which rows to consider, all if left out.
+        void: which of the others were true once: measured with kernels that have changed since.
         widen: adds to a scope what needs no measurement to be known, such as solvers that refuse the problem.
 
     Raises:
@@ -61,7 +66,7 @@ def write_release(
     with Store(MEMORY) as union, Store(MEMORY) as chosen:
         for source in sources:
             union.merge(source)
-        chosen.add(found for history in union.histories() if (found := _shipped(history, keep, widen)).rows)
+        chosen.add(found for history in union.histories() if (found := _shipped(history, keep, void, widen)).rows)
         shipped = tuple(chosen.histories())
     if not shipped:
         raise DatabaseError(f"no row of the sources may ship: {shown(path)} stays as it is")
@@ -118,10 +123,10 @@ def _predecessor(path: Path, sources: Sequence[Store]) -> Release | None:
     return next((release for release in releases if release is not None), None)
 
 
-def _shipped(history: History, keep: Keep | None, widen: Widen | None) -> History:
+def _shipped(history: History, keep: Keep | None, void: Keep | None, widen: Widen | None) -> History:
     key = ProblemKey(device=history.device, network_config=history.network_config)
     chosen = [row for row in history.rows if keep is None or keep(key, row)]
-    if _is_outrun(chosen, history.rows):
+    if void is not None and _is_outrun(chosen, [row for row in history.rows if void(key, row)]):
         return replace(history, rows=(), scopes=(), verdicts=(), environments={})
     rows = ranking.release_rows(_undisturbed(chosen, history.verdicts), history.verdicts)
     while (fewer := ranking.release_rows(rows, _verdicts(history, rows))) != rows:
@@ -132,10 +137,14 @@ def _shipped(history: History, keep: Keep | None, widen: Widen | None) -> Histor
     return replace(found, environments={name: v for name, v in sorted(history.environments.items()) if name in named})
 
 
-def _is_outrun(kept: Sequence[Row], rows: Sequence[Row]) -> bool:
-    """Whether what is no longer true of this release was the fastest: better measured anew than answered without it."""
-    best, left = (min((row.time_ms or 0.0 for row in ranking.usable_rows(r)), default=math.inf) for r in (rows, kept))
-    return OUTRUN * best < left
+def _is_outrun(kept: Sequence[Row], void: Sequence[Row]) -> bool:
+    """Whether the fastest row is void, and its solver has no other: the problem is better measured anew."""
+    known = {row.solver_id for row in ranking.usable_rows(kept)}
+    lost = [row for row in ranking.usable_rows(void) if row.solver_id not in known]
+    left, best = (
+        min((row.time_ms or 0.0 for row in rows), default=math.inf) for rows in (ranking.usable_rows(kept), lost)
+    )
+    return _OUTRUN * best < left
 
 
 def _undisturbed(rows: Sequence[Row], verdicts: Sequence[Verdict]) -> list[Row]:

@@ -74,6 +74,14 @@ class Shipping:
         return True
 
 
+def is_lost(key: ProblemKey, row: Row) -> bool:
+    """Whether a row tells of a solver that serves the problem still, and was measured as an earlier release had it."""
+    problem, device, solver = _problem(key.network_config), device_of(key.device), solvers().get(row.solver_id)
+    if is_current(row) or solver is None or device is None or isinstance(problem, str):
+        return False
+    return may_serve(solver, problem, device)
+
+
 def with_refusals(key: ProblemKey, scope: Scope) -> Scope:
     """A scope with the solvers, too, that came after its find and refuse the problem: asking them measures nothing."""
     problem, device = _problem(key.network_config), device_of(key.device)

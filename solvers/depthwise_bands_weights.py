@@ -61,6 +61,7 @@ class _Tiling:
     across: BandAxis
     band_rows: int
     bands: int
+    pad: int
     ring: int
     is_whole: bool
     met: int
@@ -70,6 +71,11 @@ class _Tiling:
     shared_bytes: int
     registers: int
     products: int
+
+    @property
+    def last_row(self) -> int:
+        """Row of x that the last band meets first."""
+        return (self.bands - 1) * self.band_rows - self.pad
 
     @staticmethod
     def of(problem: ProblemDescription, config: Config) -> _Tiling:
@@ -97,6 +103,7 @@ class _Tiling:
             across=across,
             band_rows=band_rows,
             bands=bands,
+            pad=planar.conv.pad_before[0],
             ring=ring,
             is_whole=is_whole or (bands == 1 and ring >= met_rows),
             met=met,
@@ -272,6 +279,8 @@ class ConvDepthwiseBandsWeights(Solver):
             return False
         if tiling.bands != config["bands"] or not tiling.across.is_served:
             return False
+        if tiling.bands > 1 and tiling.last_row >= problem.lifted(2).spatial[0]:
+            return False  # the kernel copies rows for each band, and the last would meet padding alone
         if tiling.across.is_odd and any(
             problem.c * math.prod(tensor.shape[2:]) % 2 for tensor in (problem.x, problem.y)
         ):

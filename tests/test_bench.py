@@ -69,22 +69,27 @@ def test_one_problem_without_a_solution_does_not_end_the_rest(monkeypatch: pytes
 
 def test_what_the_finddb_lacks_is_measured_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """An answer that a solver of this release did not take part in is none to compare with."""
-    asked: list[FindMode | None] = []
+    measured: list[bool] = []
 
-    def unsolved(problem: ProblemDescription, *, options: FindOptions, **_: Any) -> None:
-        asked.append(options.find_mode)
+    def refused(*_: Any) -> None:
+        measured.append(True)
         raise NoSolutionError("nothing")
+
+    def broken(*_: Any, **__: Any) -> None:
+        raise MemoryError
 
     ceilings = Ceilings(copy_bytes_per_s=1e12, flops_per_s={"float32": 1e12})
     monkeypatch.setattr(module, "measure_ceilings", lambda device: ceilings)
-    monkeypatch.setattr(module, "find_solutions", unsolved)
+    monkeypatch.setattr(module, "measure", refused)
+    monkeypatch.setattr(module, "Stage", broken)
     entry = SuiteProblem(problem=POINTWISE, suite="a", layer="b", count=1)
     with Handle("cpu", database=tmp_path / "finddb.db") as handle:
         miofind.find_solutions(POINTWISE, options=FindOptions(exclude="ConvCpuDirect"), handle=handle)
-        bench([entry], handle, FindOptions(), against_torch=False)
+        (row,) = bench([entry], handle, FindOptions(), against_torch=False)
+        assert (measured, row.message) == ([True], "nothing")
         miofind.find_solutions(POINTWISE, options=FindOptions(find_mode=FindMode.NORMAL), handle=handle)
-        bench([entry], handle, FindOptions(), against_torch=False)
-    assert asked == [FindMode.NORMAL, None]
+        (row,) = bench([entry], handle, FindOptions(), against_torch=False)
+    assert (measured, row.message) == ([True], "MemoryError()"), "what fails later has its message, too"
 
 
 def test_the_command_needs_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from miofind.find.recording import Recording
 from miofind.finddb import History, Row
 from miofind.handle import Handle
 from miofind.measure.verdict import Comparison, Verdict
-from miofind.options import FindOptions, OnMiss
+from miofind.options import FindOptions
 from miofind.problem import ProblemDescription
 
 PROBLEM = ProblemDescription.convolution(x=(1, 4, 6, 5), w=(3, 4, 1, 1))
@@ -219,20 +219,6 @@ def test_a_void_row_of_a_solver_that_refuses_the_problem_asks_for_nothing(handle
     handle.database.record(handle.device.identity, problem.network_config, [void])
     assert records.look_up(problem, OPTIONS, handle, partial=False)
     assert handle.database.rechecks() == ()
-
-
-@pytest.mark.parametrize(("time_ms", "answers"), [(0.5, False), (0.99, True), (2.0, True)])
-def test_an_answer_without_what_was_fastest_is_measured_anew(handle: Handle, time_ms: float, answers: bool) -> None:
-    """Its row is void since its solver changed; who cannot measure takes the rest."""
-    first, *others = candidates(handle)
-    record(handle, *(outcome(other) for other in others if other.solver_id != first.solver_id))
-    old = Row(solver_id=first.solver_id, solver_version=99, config="{}", status="ok", time_ms=time_ms)
-    handle.database.record(handle.device.identity, PROBLEM.network_config, [old])
-    assert records.look_up(PROBLEM, OPTIONS, handle)
-    assert bool(records.look_up(PROBLEM, OPTIONS, handle, outrun=False)) is answers
-    found = find_solutions(PROBLEM, options=replace(OPTIONS, on_miss=OnMiss.ESTIMATE), handle=handle)
-    assert {solution.source for solution in found} == {"finddb"}
-    assert ({solution.source for solution in find_solutions(PROBLEM, handle=handle)} == {"finddb"}) is answers
 
 
 def test_a_look_up_that_is_only_a_question_notes_nothing(handle: Handle) -> None:

@@ -8,17 +8,18 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from miofind.api import find_solutions
 from miofind.bench.ceilings import Ceilings, measure_ceilings
 from miofind.bench.torch_rival import TorchRival
 from miofind.errors import MiofindError
 from miofind.find import records
+from miofind.find.pipeline import measure
 from miofind.found import Solution
 from miofind.handle import Handle
 from miofind.measure.stage import Runnable, Stage, Track
-from miofind.options import FindMode, FindOptions
+from miofind.options import FindOptions
 from miofind.suites import PROBLEM_CLASSES, SuiteProblem, problem_class
 
 BLOCKS = 12
@@ -97,21 +98,25 @@ def _row(
     floor_ms = ceilings.floor_ms(entry.problem)
     try:
         if records.look_up(entry.problem, options, handle, partial=False) is None:
-            options = replace(options, find_mode=FindMode.NORMAL)  # measures what the FindDB's answer lacks, too
+            measure(entry.problem, options, handle)  # what the FindDB's answer lacks, too
         solution = find_solutions(entry.problem, options=options, handle=handle)[0]
     except MiofindError as error:
         return BenchRow(entry=entry, floor_ms=floor_ms, message=str(error))
     message, rival_ms = "", None
-    with Stage(entry.problem, handle.device, handle.compiler) as stage:
-        rival = None
-        if against_torch:
-            try:
-                rival = TorchRival(entry.problem, handle.device.index)
-                rival_ms, time_ms = _interleaved(stage, rival, solution)
-            except (MiofindError, MemoryError) as error:
-                message, rival = f"torch: {error}", None
-        if rival is None:
-            time_ms = _alone(stage, solution)
+    try:
+        solution.runner.prepare()
+        with Stage(entry.problem, handle.device, handle.compiler) as stage:
+            rival = None
+            if against_torch:
+                try:
+                    rival = TorchRival(entry.problem, handle.device.index)
+                    rival_ms, time_ms = _interleaved(stage, rival, solution)
+                except (MiofindError, MemoryError) as error:
+                    message, rival = f"torch: {error}", None
+            if rival is None:
+                time_ms = _alone(stage, solution)
+    except (MiofindError, MemoryError) as error:
+        return BenchRow(entry=entry, solution=solution, floor_ms=floor_ms, message=str(error) or repr(error))
     return BenchRow(
         entry=entry, solution=solution, time_ms=time_ms, rival_ms=rival_ms, floor_ms=floor_ms, message=message
     )

@@ -13,7 +13,7 @@ from miofind.cli.output import bytes_text, print_json, print_note, print_text
 from miofind.cli.session import verbose_option
 from miofind.device import device_text
 from miofind.finddb import Release, Store, write_release
-from miofind.row_check import Shipping, with_refusals
+from miofind.row_check import Shipping, is_lost, with_refusals
 
 _MOST_FINDINGS = 10
 
@@ -34,7 +34,7 @@ def release(sources: tuple[Path, ...], out: str, as_json: bool) -> None:
     keep = Shipping()
     with contextlib.ExitStack() as stack:
         stores = [stack.enter_context(Store(source, read_only=True)) for source in sources]
-        made = write_release(stores, out, keep=keep, widen=with_refusals)
+        made = write_release(stores, out, keep=keep, void=is_lost, widen=with_refusals)
     path = Path(out).expanduser()
     if as_json:
         print_json({"database": str(path), "bytes": path.stat().st_size} | asdict(made) | {"left_out": _left_out(keep)})

@@ -48,8 +48,7 @@ def find(problem: ProblemDescription, options: FindOptions, handle: Handle) -> l
         handle.forget_answers(problem.network_config)
     if mode is not FindMode.NORMAL and options.find_enforce not in _ALWAYS_MEASURES:
         dynamic_only = mode is FindMode.DYNAMIC_HYBRID
-        measures = mode is not FindMode.FAST and options.on_miss is OnMiss.FIND
-        hit = records.look_up(problem, options, handle, dynamic_only=dynamic_only, outrun=not measures)
+        hit = records.look_up(problem, options, handle, dynamic_only=dynamic_only)
         if hit is not None:
             verified = mode is not FindMode.TRUST_VERIFY or _still_holds(hit[0], options, handle)
             return _ordered(hit if verified else measure(problem, options, handle, also=hit, afresh=True), options)
@@ -62,7 +61,7 @@ def find(problem: ProblemDescription, options: FindOptions, handle: Handle) -> l
             return _ordered(estimates(problem, options, handle), options)
         with handle.measuring:
             # another thread may have measured it meanwhile
-            answer = records.look_up(problem, options, handle, dynamic_only=dynamic_only, outrun=False)
+            answer = records.look_up(problem, options, handle, dynamic_only=dynamic_only)
             if answer is None:
                 answer = measure(problem, options, handle, dynamic_only=dynamic_only)
         return _ordered(answer, options)

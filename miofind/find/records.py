@@ -16,7 +16,7 @@ from typing import NamedTuple
 from miofind.find.failures import newest_statuses
 from miofind.find.scopes import WIDE_BOUNDS, requested_scope
 from miofind.find.validity import current_environment, is_current, may_serve
-from miofind.finddb import OUTRUN, Answer, Scope
+from miofind.finddb import Answer, Scope
 from miofind.found import Found, Solution, Source
 from miofind.handle import Handle
 from miofind.options import FindOptions
@@ -50,7 +50,6 @@ def look_up(
     measured: Iterable[str] = (),
     partial: bool = True,
     dynamic_only: bool = False,
-    outrun: bool = True,
     queue: bool = True,
 ) -> list[Solution] | None:
     """Solutions that the FindDB has for a request, fastest first; None where it has none or has not looked far enough.
@@ -60,7 +59,6 @@ def look_up(
         partial: whether an answer counts that lacks solvers which came or changed since it was measured, or whose find
             ran out of time.
         dynamic_only: ask for no more than shape-generic solvers.
-        outrun: whether an answer counts that is slower than what rows say which changed kernels made void.
         queue: note for a re-check what is stale or incomplete.
     """
     fresh = frozenset(measured)
@@ -81,7 +79,7 @@ def look_up(
         if late and not partial:
             return None
     found = Found(handle)
-    void: dict[str, float] = {}
+    void = set()
     stale = False
     environment = current_environment(handle.device)
     solutions = found.solutions
@@ -91,17 +89,15 @@ def look_up(
         if version not in current:
             current[version] = is_current(*version, handle.device)
         if not current[version]:
-            void.setdefault(row.solver_id, row.time_ms)
+            void.add(row.solver_id)
         elif _is_within(row, problem, options):
             source = Source.MEASURED if fresh and f"{row.solver_id}:{row.config}" in fresh else Source.FINDDB
             solutions.append(_as_solution(problem, row, found, source))
             stale = stale or row.environment != environment
     if void:
-        missing = sorted(set(request.solvers) & void.keys() - {solution.solver_id for solution in solutions})
-        wanted = [name for name in missing if may_serve(solvers()[name], problem, handle.device)]
-        late = (*late, *wanted)
-        if not outrun and solutions and any(OUTRUN * void[name] < solutions[0].time_ms for name in wanted):
-            return None
+        void -= {solution.solver_id for solution in solutions}
+        wanted = sorted(void & set(request.solvers))
+        late = (*late, *(name for name in wanted if may_serve(solvers()[name], problem, handle.device)))
     if late and not fresh and not partial:
         return None
     if fresh or not queue:
