@@ -22,11 +22,11 @@ _DEFAULTS = 6
 class ConvFftDepthwise(Solver):
     """Overlap-save along one axis, from tensor to tensor.
 
-    A thread block transforms two tiles of a channel as one complex line, multiplies it by the filter's transform and
-    transforms it back.
+    A thread block transforms two tiles of a channel of one image as one complex line, multiplies it by the filter's
+    transform and transforms it back; images of several are cut into tiles of even number.
 
     Configuration: `tile`, the length of a transform, 0 for whole lines; `points` of lines that a block has at once.
-    Transforms are float32 whatever the dtype; errors are those of ConvFft.
+    Transforms are float32 whatever the dtype; errors are those of ConvFft with tiles twice as long.
 
     Source: Oppenheim and Schafer, Discrete-Time Signal Processing, section 8.7.3.
     """
@@ -62,7 +62,9 @@ class ConvFftDepthwise(Solver):
         if reason := refusal(problem) or depthwise_refusal(problem):
             return Applicability(reason)
         if next(self.configs(problem, device), None) is None:
-            return Applicability("transforms lines of 256 to 16384 points, half of which at least are kept")
+            return Applicability(
+                "transforms an even number of lines an image, of 256 to 16384 points, half of them kept"
+            )
         return APPLICABLE
 
     def is_valid_config(self, problem: ProblemDescription, device: Device, config: Config) -> bool:

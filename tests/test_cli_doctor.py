@@ -99,8 +99,9 @@ def test_the_shipped_coverage_is_told_without_a_gpu(monkeypatch: pytest.MonkeyPa
     text = run("doctor").stdout
     coverage_text = text[text.index("\nCoverage") : text.index("\nBinary cache")]
     assert "NVIDIA H200, 132 SMs, sm_90: " in coverage_text
-    rows = [line.split()[:5] for line in coverage_text.splitlines()]
-    assert ["resnet50", "32", "23", "23", "23"] in rows
+    rows = [line.split() for line in coverage_text.splitlines()]
+    assert ["resnet50", "32", "23", "22", "22", "bfloat16"] in rows
+    assert ["23", "23", "tf32"] in rows
 
 
 def test_shipped_databases_are_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

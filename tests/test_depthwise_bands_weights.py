@@ -100,3 +100,13 @@ def test_refusals_name_their_reason(fields: dict[str, Any], reason: str) -> None
 def test_images_have_a_space_worth_searching(size: int, taps: int) -> None:
     problem = depthwise(96, x=(32, 96, size, size), w=(96, 1, taps, taps), padding=taps // 2)
     assert 30 <= sum(1 for _ in SOLVER.configs(problem, H200)) <= 2000
+
+
+@pytest.mark.parametrize(("pad", "valid"), [((0, 40), False), ((0, 3), True), ((1, 1), True)])
+def test_no_band_meets_padding_alone(pad: tuple[int, int], valid: bool) -> None:
+    """The kernel copies rows of x for each band."""
+    problem = ProblemDescription.convolution(
+        x=(8, 8, 8, 7), w=(8, 1, 3, 3), padding=(pad, 1), groups=8, dtype="float16", direction="backward_weights"
+    )
+    assert SOLVER.is_valid_config(problem, H200, Config.of(channels=1, images=8, bands=1, warps=1))
+    assert SOLVER.is_valid_config(problem, H200, Config.of(channels=1, images=8, bands=2, warps=1)) is valid

@@ -71,6 +71,12 @@ class DepthwisePlan:
         """Pairs of tiles times channels."""
         return ceil_div(self.tiles.all_tiles, 2) * self.tiles.problem.c
 
+    @property
+    def pairs_images(self) -> bool:
+        """Whether tiles of two images would share a complex line, and the larger one's errors reach the other."""
+        tiles = self.tiles
+        return tiles.problem.n > 1 and tiles.all_tiles // tiles.problem.n % 2 > 0
+
     def regions(self) -> tuple[Region, ...]:
         """Workspace for the transforms of filters."""
         return (Region(name=FILTERS, bytes=_COMPLEX_BYTES * self.length * self.tiles.problem.k),)
@@ -190,7 +196,7 @@ def is_valid(problem: ProblemDescription, device: Device, tile: int, points: int
     if not tile_serves(problem, tile, is_own=True):
         return False
     plan = DepthwisePlan.of(problem, tile, points)
-    if plan.length < OWN_LINES[0] or plan.tiles.refusal():
+    if plan.length < OWN_LINES[0] or plan.tiles.refusal() or plan.pairs_images:
         return False
     if points > POINTS[0] and plan.lines == DepthwisePlan(plan.tiles, POINTS[0]).lines:
         return False
