@@ -110,7 +110,7 @@ _REQUESTS = (
         "classes",
         multiple=True,
         type=click.Choice(PROBLEM_CLASSES, case_sensitive=False),
-        help="Only problems of this class; repeatable.",
+        help="Only problems of this class, 'first layer' in quotes; repeatable.",
     ),
     click.option("--limit", type=click.IntRange(min=1), metavar="N", help="Only the first N problems."),
 )
