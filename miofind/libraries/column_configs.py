@@ -6,12 +6,12 @@ product) and the library's choice of `matmul_choice`; a solver may add parameter
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 
-from miofind.device import Device
-from miofind.errors import InvalidConfigError
+from miofind.device import Device, Library, Place
+from miofind.errors import InvalidConfigError, MiofindError
 from miofind.libraries.columns import ColumnPlan
-from miofind.libraries.listed_algorithms import listed_configs
 from miofind.libraries.matmul_choice import (
     WORKSPACE_BYTES,
     WORKSPACE_REGION,
@@ -19,7 +19,9 @@ from miofind.libraries.matmul_choice import (
     with_library_choice,
 )
 from miofind.problem import ProblemDescription
-from miofind.solution import Config, ConfigValue, ConvSolution, Region, WorkspacePlan
+from miofind.solution import Config, ConfigValue, ConvSolution, MatmulStep, Region, WorkspacePlan
+
+logger = logging.getLogger(__name__)
 
 MAX_STEPS = 4096
 MAX_COLUMN_BYTES = 8 << 30
@@ -77,7 +79,22 @@ def plan_refusal(plan: ColumnPlan) -> str:
 
 def recorded_configs(plan: ColumnPlan, config: Config, device: Device, limit: int) -> Iterator[Config]:
     """`config` with each algorithm that cuBLASLt lists for the plan's first product; none without a live device."""
-    return listed_configs(plan.problem, column_solution(plan, config).steps, config, device, limit)
+    if device.place is not Place.CUDA or device.index < 0 or device.library_version(Library.CUBLAS) is None:
+        return
+    from miofind.libraries.cublaslt import matmul_algorithms
+
+    steps = column_solution(plan, config).steps
+    first = next(step for step in steps if isinstance(step, MatmulStep))
+    try:
+        found = matmul_algorithms(first, device, limit)
+    except MiofindError as error:
+        logger.warning("cuBLASLt lists no algorithms for %s: %s", plan.problem, error)
+        return
+    for algorithm in found:
+        chosen: dict[str, ConfigValue] = dict(config)
+        chosen["algorithm"] = dict(algorithm.algorithm)
+        chosen["workspace_bytes"] = algorithm.workspace_bytes
+        yield Config(chosen)
 
 
 def check_column_config(solver_id: str, config: Config, names: frozenset[str]) -> None:

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from device_buffers import Buffer, download, integers, upload
+from device_buffers import upload
+from exact_results import check_exact
 
 from miofind.compiler import Compiler
 from miofind.device import Device
@@ -52,20 +53,6 @@ def make(shape: str, channels_last: bool, **fields: Any) -> ProblemDescription:
     return ProblemDescription.convolution(**SHAPES[shape], layout=layout, **fields)
 
 
-def check(problem: ProblemDescription, solver: Solver, config: Config, device: Device, compiler: Compiler) -> None:
-    """Exact results from small integers, guard bands intact."""
-    inputs = integers(problem, seed=len(config.json))
-    invoker = make_invoker(problem, device, solver, config, compiler)
-    buffers = upload(problem, inputs)
-    workspace = Buffer(invoker.workspace_bytes)
-    tensors = [buffers[name].address for name in ("x", "w", "y")]
-    invoker.run(*tensors, workspace.address, cupy.cuda.get_current_stream().ptr)
-    result = download(problem, buffers)
-    workspace.read(np.dtype(np.uint8))
-    expected = reference_on_host(problem, **inputs).astype(numpy_dtype(problem.output.dtype)).astype(np.float64)
-    np.testing.assert_array_equal(result, expected, err_msg=config.json)
-
-
 def spread(solver: Solver, problem: ProblemDescription, device: Device, count: int) -> list[Config]:
     """The default configurations and `count` more."""
     every = list(solver.configs(problem, device))
@@ -86,7 +73,7 @@ def test_float32_is_exact(
     if not answer:
         pytest.skip(answer.reason)
     for config in spread(solver, problem, device, 4):
-        check(problem, solver, config, device, compiler)
+        check_exact(problem, solver, config, device, compiler)
 
 
 @pytest.mark.parametrize("channels_last", [False, True], ids=["channels_first", "channels_last"])
@@ -109,7 +96,7 @@ def test_other_dtypes_are_exact(
     if not answer:
         pytest.skip(answer.reason)
     for config in spread(solver, problem, device, 2):
-        check(problem, solver, config, device, compiler)
+        check_exact(problem, solver, config, device, compiler)
 
 
 @pytest.mark.parametrize("channels_last", [False, True], ids=["channels_first", "channels_last"])
@@ -124,7 +111,7 @@ def test_depthwise_on_tensor_cores_is_exact(
         if not solver.applicability(problem, device):
             continue
         for config in spread(solver, problem, device, 6):
-            check(problem, solver, config, device, compiler)
+            check_exact(problem, solver, config, device, compiler)
 
 
 @pytest.mark.parametrize("channels_last", [False, True], ids=["channels_first", "channels_last"])
@@ -140,7 +127,7 @@ def test_implicit_gemm_is_exact(
     if not answer:
         pytest.skip(answer.reason)
     for config in spread(solver, problem, device, 4):
-        check(problem, solver, config, device, compiler)
+        check_exact(problem, solver, config, device, compiler)
 
 
 def random_problem(seed: int) -> ProblemDescription:
@@ -171,7 +158,7 @@ def test_implicit_gemm_is_exact_on_random_problems(seed: int, device: Device, co
     solver = solver_by_id("ConvImplicitGemmMma")
     assert solver.applicability(problem, device)
     for config in spread(solver, problem, device, 6):
-        check(problem, solver, config, device, compiler)
+        check_exact(problem, solver, config, device, compiler)
 
 
 @pytest.mark.parametrize("math", ["ieee", "tf32"])
@@ -207,7 +194,7 @@ def test_naive_mixes_dtypes_and_layouts(direction: Direction, device: Device, co
     )
     solver = solver_by_id("ConvDirectNaive")
     for config in solver.configs(problem, device):
-        check(problem, solver, config, device, compiler)
+        check_exact(problem, solver, config, device, compiler)
 
 
 @pytest.mark.parametrize("dtype", list(DataType))

@@ -5,16 +5,13 @@ from __future__ import annotations
 import random
 from typing import Any
 
-import numpy as np
 import pytest
-from device_buffers import Buffer, download, integers, upload
+from exact_results import check_exact
 
 from miofind.compiler import Compiler
 from miofind.device import Device
 from miofind.invoker import make_invoker
 from miofind.problem import DataType, Direction, Layout, ProblemDescription
-from miofind.reference import numpy_dtype, reference_on_host
-from miofind.solution import Config
 from miofind.solver import Solver, solver_by_id
 from miofind.verify.verifier import Verifier
 
@@ -43,20 +40,6 @@ def solver_of(direction: Direction) -> Solver:
     return solver_by_id(name)
 
 
-def check(problem: ProblemDescription, solver: Solver, config: Config, device: Device, compiler: Compiler) -> None:
-    """Exact results from small integers, guard bands intact."""
-    inputs = integers(problem, seed=len(config.json))
-    invoker = make_invoker(problem, device, solver, config, compiler)
-    buffers = upload(problem, inputs)
-    workspace = Buffer(invoker.workspace_bytes)
-    tensors = [buffers[name].address for name in ("x", "w", "y")]
-    invoker.run(*tensors, workspace.address, cupy.cuda.get_current_stream().ptr)
-    result = download(problem, buffers)
-    workspace.read(np.dtype(np.uint8))
-    expected = reference_on_host(problem, **inputs).astype(numpy_dtype(problem.output.dtype)).astype(np.float64)
-    np.testing.assert_array_equal(result, expected, err_msg=config.json)
-
-
 @pytest.mark.parametrize("dtype", [DataType.FLOAT16, DataType.BFLOAT16])
 @pytest.mark.parametrize("direction", list(Direction))
 @pytest.mark.parametrize("shape", SHAPES)
@@ -72,7 +55,7 @@ def test_small_integers_are_exact(
     every = list(solver.configs(problem, device))
     chosen = random.Random(len(every)).sample(every, min(4, len(every)))
     for config in dict.fromkeys([*solver.default_configs(problem, device)[:3], *chosen]):
-        check(problem, solver, config, device, compiler)
+        check_exact(problem, solver, config, device, compiler)
 
 
 @pytest.mark.parametrize("direction", list(Direction))

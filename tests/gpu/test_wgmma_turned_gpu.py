@@ -5,16 +5,13 @@ from __future__ import annotations
 import random
 from typing import Any
 
-import numpy as np
 import pytest
-from device_buffers import Buffer, download, integers, upload
+from exact_results import check_exact
 
 from miofind.compiler import Compiler
 from miofind.device import Device
 from miofind.invoker import make_invoker
 from miofind.problem import ProblemDescription
-from miofind.reference import reference_on_host
-from miofind.solution import Config
 from miofind.solver import solver_by_id
 from miofind.verify.verifier import Verifier
 
@@ -42,20 +39,6 @@ def weights(**fields: Any) -> ProblemDescription:
     return ProblemDescription.convolution(**{**given, **fields})
 
 
-def check(problem: ProblemDescription, config: Config, device: Device, compiler: Compiler) -> None:
-    """Exact results from small integers, guard bands intact."""
-    inputs = integers(problem, seed=len(config.json))
-    invoker = make_invoker(problem, device, SOLVER, config, compiler)
-    buffers = upload(problem, inputs)
-    workspace = Buffer(invoker.workspace_bytes)
-    tensors = [buffers[name].address for name in ("x", "w", "y")]
-    invoker.run(*tensors, workspace.address, cupy.cuda.get_current_stream().ptr)
-    result = download(problem, buffers)
-    workspace.read(np.dtype(np.uint8))
-    expected = reference_on_host(problem, **inputs).astype(np.float32).astype(np.float64)
-    np.testing.assert_array_equal(result, expected, err_msg=config.json)
-
-
 @pytest.mark.parametrize("shape", SHAPES)
 def test_small_integers_are_exact(shape: str, device: Device, compiler: Compiler) -> None:
     problem = weights(**SHAPES[shape])
@@ -65,7 +48,7 @@ def test_small_integers_are_exact(shape: str, device: Device, compiler: Compiler
     every = list(SOLVER.configs(problem, device))
     chosen = random.Random(len(every)).sample(every, min(12, len(every)))
     for config in dict.fromkeys([*SOLVER.default_configs(problem, device)[:4], *chosen]):
-        check(problem, config, device, compiler)
+        check_exact(problem, SOLVER, config, device, compiler)
 
 
 @pytest.mark.parametrize(("channels", "size", "taps", "stride"), [(64, 56, 3, 1), (256, 14, 3, 2), (256, 28, 1, 1)])

@@ -1,0 +1,32 @@
+"""Small integers through a solver on a GPU, for its tests. Imports CuPy when it is used."""
+
+from __future__ import annotations
+
+import numpy as np
+from device_buffers import Buffer, download, integers, upload
+
+from miofind.compiler import Compiler
+from miofind.device import Device
+from miofind.invoker import make_invoker
+from miofind.problem import ProblemDescription
+from miofind.reference import numpy_dtype, reference_on_host
+from miofind.solution import Config
+from miofind.solver import Solver
+
+
+def check_exact(
+    problem: ProblemDescription, solver: Solver, config: Config, device: Device, compiler: Compiler
+) -> None:
+    """Exact results from small integers, guard bands intact."""
+    import cupy
+
+    inputs = integers(problem, seed=len(config.json))
+    invoker = make_invoker(problem, device, solver, config, compiler)
+    buffers = upload(problem, inputs)
+    workspace = Buffer(invoker.workspace_bytes)
+    tensors = [buffers[name].address for name in ("x", "w", "y")]
+    invoker.run(*tensors, workspace.address, cupy.cuda.get_current_stream().ptr)
+    result = download(problem, buffers)
+    workspace.read(np.dtype(np.uint8))
+    expected = reference_on_host(problem, **inputs).astype(numpy_dtype(problem.output.dtype)).astype(np.float64)
+    np.testing.assert_array_equal(result, expected, err_msg=config.json)
