@@ -11,7 +11,7 @@ from miofind.handle import check_kernels
 from miofind.invoker import Invoker, make_invoker
 from miofind.problem import Direction
 from miofind.runner import Runner
-from miofind.solution import Packing
+from miofind.solution import ConvSolution, Packing
 from miofind.solver import solver_by_id
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ class _PackedRunner(Runner):
     def _packed_address(self, packed: Any) -> Any:
         return operands.workspace_address(packed, self._packing.bytes, self._index)
 
-    def _invoker_of(self, part: Any) -> Invoker:
+    def _invoker_of(self, part: ConvSolution) -> Invoker:
         handle = self.handle
         solver = solver_by_id(self._solver_id)
         return make_invoker(self.problem, handle.device, solver, self._config, handle.compiler, part)

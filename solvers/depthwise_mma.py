@@ -14,6 +14,7 @@ from miofind.device import Device, Library, Place
 from miofind.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.solution import Config, ConfigValue, ConvSolution, KernelStep, Pointer, int32s
 from miofind.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
+from miofind.tiling.axis_defines import axis_defines
 from miofind.tiling.correlation import ceil_div
 from miofind.tiling.depthwise_mma import DepthwiseTiling, unbalance, unit_axes, unserved
 from miofind.tiling.grouped import SOURCE, is_ample, resident_blocks
@@ -47,24 +48,11 @@ def _launch(problem: ProblemDescription, config: Config, shared_bytes: int) -> K
 
 
 def _defines(planar: ProblemDescription, tiling: DepthwiseTiling, resident: int) -> tuple[tuple[str, str | int], ...]:
-    conv = planar.conv
     read, written = planar.tensor(SOURCE[planar.direction]).shape, planar.output.shape
-    pairs = {
-        "FILTER": ("YX", planar.filter),
-        "STRIDE": ("HW", conv.stride),
-        "DILATION": ("HW", conv.dilation),
-        "PAD": ("HW", conv.pad_before),
-        "IN": ("HW", read[2:]),
-        "OUT": ("HW", written[2:]),
-    }
     return (
         ("ELEMENT", planar.x.dtype.value),
         ("FLIPPED", int(planar.direction is Direction.BACKWARD_DATA)),
-        *(
-            (f"{name}_{axis}", size)
-            for name, (axes, sizes) in pairs.items()
-            for axis, size in zip(axes, sizes, strict=True)
-        ),
+        *axis_defines(planar, IN=read[2:], OUT=written[2:]),
         ("ROWS", tiling.rows),
         ("PAIRS", tiling.pairs),
         ("IMAGES", tiling.images),

@@ -23,9 +23,11 @@ from miofind.solution import (
     int32s,
 )
 from miofind.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
+from miofind.tiling.axis_defines import axis_defines
 from miofind.tiling.correlation import ceil_div
 from miofind.tiling.depthwise_mma import DepthwiseWeightsTiling, unbalance, unit_axes, unserved
 from miofind.tiling.grouped import is_ample, resident_blocks
+from miofind.tiling.parts import adding_lanes
 
 _DEFAULTS, _FIRST = 8, 3
 _ROWS, _COLUMNS, _CHANNELS, _BLOCKS = (2, 4, 7, 8, 14), (8, 16, 32), (16, 32, 64), (0, 1, 2)
@@ -72,31 +74,13 @@ def _is_dealt(problem: ProblemDescription, device: Device, config: Config) -> bo
     return not fewer or splits > _splits(problem, device, Config({**config, "blocks": max(fewer)}))
 
 
-def _lanes(splits: int) -> int:
-    """Threads that share the addition of one element's parts."""
-    return min(32, 1 << max(0, ceil_div(splits, 4) - 1).bit_length())
-
-
 def _defines(
     problem: ProblemDescription, config: Config, splits: int, tiling: DepthwiseWeightsTiling, resident: int
 ) -> tuple[tuple[str, str | int], ...]:
     planar = problem.lifted(2)
-    conv = planar.conv
-    pairs = {
-        "FILTER": ("YX", planar.filter),
-        "STRIDE": ("HW", conv.stride),
-        "DILATION": ("HW", conv.dilation),
-        "PAD": ("HW", conv.pad_before),
-        "IN": ("HW", planar.spatial),
-        "OUT": ("HW", planar.out_spatial),
-    }
     return (
         ("ELEMENT", planar.x.dtype.value),
-        *(
-            (f"{name}_{axis}", size)
-            for name, (axes, sizes) in pairs.items()
-            for axis, size in zip(axes, sizes, strict=True)
-        ),
+        *axis_defines(planar, IN=planar.spatial, OUT=planar.out_spatial),
         ("ROWS", tiling.rows),
         ("PAIRS", tiling.pairs),
         ("IMAGES", tiling.images),
@@ -107,7 +91,7 @@ def _defines(
         ("COLUMN_TILES", tiling.tiles[1]),
         ("ALL_CHANNELS", planar.c),
         ("CLUSTER", config["cluster"]),
-        ("LANES", _lanes(splits)),
+        ("LANES", adding_lanes(splits)),
         ("MIN_BLOCKS", resident),
         ("SHARED_BYTES", tiling.shared_bytes),
     )
@@ -131,7 +115,7 @@ def _sum_step(problem: ProblemDescription, device: Device, config: Config) -> Ke
 
 
 def _finish_step(problem: ProblemDescription, splits: int, first: KernelStep) -> KernelStep:
-    fours = _FINISH_THREADS // _lanes(splits)
+    fours = _FINISH_THREADS // adding_lanes(splits)
     return KernelStep(
         source="depthwise_mma_weights.cu",
         entry="depthwise_mma_weights_finish",

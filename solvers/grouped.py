@@ -15,6 +15,7 @@ from miofind.device import Device, Library, Place
 from miofind.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.solution import Config, ConfigValue, ConvSolution, KernelStep, Pointer, int32s
 from miofind.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
+from miofind.tiling.axis_defines import axis_defines
 from miofind.tiling.correlation import ceil_div
 from miofind.tiling.grouped import SOURCE, GroupedTiling, is_ample, resident_blocks, units_of, unserved
 
@@ -72,24 +73,14 @@ def _launch(problem: ProblemDescription, config: Config, device: Device) -> Kern
 def _defines(
     planar: ProblemDescription, config: Config, tiling: GroupedTiling, resident: int
 ) -> tuple[tuple[str, str | int], ...]:
-    conv, source = planar.conv, planar.tensor(SOURCE[planar.direction]).shape[2:]
-    pairs = {
-        "FILTER": ("YX", planar.filter),
-        "STRIDE": ("HW", conv.stride),
-        "DILATION": ("HW", conv.dilation),
-        "PAD": ("HW", conv.pad_before),
-    }
+    source = planar.tensor(SOURCE[planar.direction]).shape[2:]
     return (
         ("ELEMENT", planar.x.dtype.value),
         ("GROUPS", planar.groups),
         ("GROUP_C", planar.c // planar.groups),
         ("GROUP_K", planar.k // planar.groups),
         ("FLIPPED", int(planar.direction is Direction.BACKWARD_DATA)),
-        *(
-            (f"{name}_{axis}", size)
-            for name, (axes, sizes) in pairs.items()
-            for axis, size in zip(axes, sizes, strict=True)
-        ),
+        *axis_defines(planar),
         ("UNITS", config["units"]),
         ("SHARES", tiling.shares),
         ("ROWS", config["rows"]),

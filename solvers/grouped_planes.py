@@ -16,6 +16,7 @@ from miofind.device import Device, Library, Place
 from miofind.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.solution import Config, ConfigValue, ConvSolution, KernelStep, Pointer, int32s
 from miofind.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
+from miofind.tiling.axis_defines import axis_defines
 from miofind.tiling.correlation import ceil_div
 from miofind.tiling.grouped import SOURCE, GroupedAxis, Packs, is_ample, resident_blocks, unserved
 from miofind.tiling.grouped_planes import PlanesTiling, planes_unit, planes_units
@@ -58,25 +59,12 @@ def _defines(
     problem: ProblemDescription, config: Config, tiling: PlanesTiling, resident: int
 ) -> tuple[tuple[str, str | int], ...]:
     planar = problem.lifted(2)
-    conv = planar.conv
-    pairs = {
-        "FILTER": ("YX", planar.filter),
-        "STRIDE": ("HW", conv.stride),
-        "DILATION": ("HW", conv.dilation),
-        "PAD": ("HW", conv.pad_before),
-        "IN": ("HW", planar.tensor(SOURCE[planar.direction]).shape[2:]),
-        "OUT": ("HW", planar.output.shape[2:]),
-    }
     return (
         ("ELEMENT", planar.x.dtype.value),
         ("GROUP_C", planar.c // planar.groups),
         ("GROUP_K", planar.k // planar.groups),
         ("FLIPPED", int(planar.direction is Direction.BACKWARD_DATA)),
-        *(
-            (f"{name}_{axis}", size)
-            for name, (axes, sizes) in pairs.items()
-            for axis, size in zip(axes, sizes, strict=True)
-        ),
+        *axis_defines(planar, IN=planar.tensor(SOURCE[planar.direction]).shape[2:], OUT=planar.output.shape[2:]),
         *((name.upper(), config[name]) for name in ("units", "images", "row_groups", "rows", "stages")),
         ("ROW_TILES", tiling.row_tiles),
         ("PITCH", tiling.source.pitch),

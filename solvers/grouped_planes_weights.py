@@ -17,9 +17,11 @@ from miofind.device import Device, Library, Place
 from miofind.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.solution import Config, ConfigValue, ConvSolution, KernelStep, Pointer, Region, WorkspacePlan, int32s
 from miofind.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
+from miofind.tiling.axis_defines import axis_defines
 from miofind.tiling.correlation import ceil_div
 from miofind.tiling.grouped import Packs, is_ample, resident_blocks, unserved
 from miofind.tiling.grouped_planes import PlanesWeightsTiling, shifts
+from miofind.tiling.parts import adding_lanes
 
 _DEFAULTS, _MOST_ALIKE = 8, 2
 _MOST_BLOCKS = 4  # of a multiprocessor, so that parts are few
@@ -49,33 +51,15 @@ def _resident(problem: ProblemDescription, tiling: PlanesWeightsTiling, device: 
     return resident_blocks(_registers(problem, tiling), tiling.threads, tiling.shared_bytes, shared_bytes)
 
 
-def _lanes(splits: int) -> int:
-    """Threads that share the addition of one element's parts."""
-    return min(32, 1 << max(0, ceil_div(splits, 4) - 1).bit_length())
-
-
 def _defines(
     problem: ProblemDescription, config: Config, tiling: PlanesWeightsTiling, resident: int
 ) -> tuple[tuple[str, str | int], ...]:
     planar = problem.lifted(2)
-    conv = planar.conv
-    pairs = {
-        "FILTER": ("YX", planar.filter),
-        "STRIDE": ("HW", conv.stride),
-        "DILATION": ("HW", conv.dilation),
-        "PAD": ("HW", conv.pad_before),
-        "IN": ("HW", planar.spatial),
-        "OUT": ("HW", planar.out_spatial),
-    }
     return (
         ("ELEMENT", planar.x.dtype.value),
         ("GROUP_C", planar.c // planar.groups),
         ("GROUP_K", planar.k // planar.groups),
-        *(
-            (f"{name}_{axis}", size)
-            for name, (axes, sizes) in pairs.items()
-            for axis, size in zip(axes, sizes, strict=True)
-        ),
+        *axis_defines(planar, IN=planar.spatial, OUT=planar.out_spatial),
         *((name.upper(), config[name]) for name in ("units", "shares", "images", "row_groups", "rows")),
         ("ITEM_BLOCKS", tiling.item_blocks),
         ("ROW_TILES", tiling.row_tiles),
@@ -85,7 +69,7 @@ def _defines(
         ("DY_PITCH", tiling.y.pitch),
         ("X_CHANNEL", tiling.x.channel_bytes),
         ("DY_CHANNEL", tiling.y.channel_bytes),
-        ("LANES", _lanes(config["splits"])),
+        ("LANES", adding_lanes(config["splits"])),
         ("MIN_BLOCKS", resident),
         ("SHARED_BYTES", tiling.shared_bytes),
     )
@@ -108,7 +92,7 @@ def _sum_step(problem: ProblemDescription, config: Config, device: Device) -> Ke
 
 
 def _finish_step(problem: ProblemDescription, config: Config, first: KernelStep) -> KernelStep:
-    elements = 4 * _FINISH_THREADS // _lanes(config["splits"])
+    elements = 4 * _FINISH_THREADS // adding_lanes(config["splits"])
     return KernelStep(
         source="grouped_planes_weights.cu",
         entry="grouped_planes_weights_finish",

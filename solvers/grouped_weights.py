@@ -24,9 +24,11 @@ from miofind.solution import (
     int32s,
 )
 from miofind.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
+from miofind.tiling.axis_defines import axis_defines
 from miofind.tiling.correlation import ceil_div
 from miofind.tiling.grouped import is_ample, resident_blocks, unserved
 from miofind.tiling.grouped_weights import SHARES, GroupedWeightsTiling, may_share, units_in_all
+from miofind.tiling.parts import adding_lanes
 
 _DEFAULTS = 8
 _MOST_BLOCKS = 3  # of a multiprocessor, so that parts are few
@@ -51,32 +53,16 @@ def _resident(tiling: GroupedWeightsTiling, shared_bytes: int) -> int:
     return resident_blocks(_registers(tiling), tiling.threads, tiling.shared_bytes, shared_bytes)
 
 
-def _lanes(splits: int) -> int:
-    """Threads that share the addition of one element's parts."""
-    return min(32, 1 << max(0, ceil_div(splits, 4) - 1).bit_length())
-
-
 def _defines(
     problem: ProblemDescription, config: Config, tiling: GroupedWeightsTiling, resident: int
 ) -> tuple[tuple[str, str | int], ...]:
     planar = problem.lifted(2)
-    conv = planar.conv
-    pairs = {
-        "FILTER": ("YX", planar.filter),
-        "STRIDE": ("HW", conv.stride),
-        "DILATION": ("HW", conv.dilation),
-        "PAD": ("HW", conv.pad_before),
-    }
     return (
         ("ELEMENT", planar.x.dtype.value),
         ("GROUPS", planar.groups),
         ("GROUP_C", planar.c // planar.groups),
         ("GROUP_K", planar.k // planar.groups),
-        *(
-            (f"{name}_{axis}", size)
-            for name, (axes, sizes) in pairs.items()
-            for axis, size in zip(axes, sizes, strict=True)
-        ),
+        *axis_defines(planar),
         ("UNITS", config["units"]),
         *zip(("SHARES_C", "SHARES_K"), SHARES[config["shares"]], strict=True),
         ("ROWS", config["rows"]),
@@ -91,7 +77,7 @@ def _defines(
         ("COLUMN_TILES", tiling.tiles[1]),
         *zip(("IN_H", "IN_W", "OUT_H", "OUT_W"), (*planar.spatial, *planar.out_spatial), strict=True),
         ("CHANNELS_LAST", int(planar.x.layout.channels_last)),
-        ("LANES", _lanes(config["splits"])),
+        ("LANES", adding_lanes(config["splits"])),
         ("MIN_BLOCKS", resident),
         ("SHARED_BYTES", tiling.shared_bytes),
     )
@@ -114,7 +100,7 @@ def _sum_step(problem: ProblemDescription, config: Config, device: Device) -> Ke
 
 
 def _finish_step(problem: ProblemDescription, config: Config, first: KernelStep) -> KernelStep:
-    elements = 4 * _FINISH_THREADS // _lanes(config["splits"])
+    elements = 4 * _FINISH_THREADS // adding_lanes(config["splits"])
     return KernelStep(
         source="grouped_weights.cu",
         entry="grouped_weights_finish",
