@@ -1,0 +1,296 @@
+// y[n,k,i,j] = sum_{c,r,s} x[n, c, i*STRIDE_Y - pad_y + r*DILATION_Y, j*STRIDE_X - pad_x + s] * w[k,c,r,s] for CHANNELS
+// <= 4 channels, on Hopper's warpgroup products with float32 sums.
+//
+// A product's rows are filters, FILTER_BLOCKS blocks of 64 in a block of threads, laid out once with zeros around the
+// taps and once more for each output of a window (common/pixel_windows.cuh), in registers if HELD. Its columns are
+// COLUMNS windows of a row of y, read from staged rows of x as they lie. A step is ROWS rows of y, one a warpgroup and
+// block of filters. Rows of x arrive in chunks, as many as a step moves on, through registers into a ring: those of the
+// step after next are loaded, and those of the next one written, while products are under way. Results go through
+// shared memory to words of 16 bytes in the tensor's order. Grid: persistent; a block keeps its filters and goes through
+// strips of `strip` rows and COLUMNS windows of images.
+#include "common/copy_bytes.cuh"
+#include "common/divisor.cuh"
+#include "common/pixel_windows.cuh"
+
+#if !defined(ELEMENT) || !defined(CHANNELS) || !defined(FILTER_Y) || !defined(FILTER_X)
+#error "define ELEMENT, CHANNELS, FILTER_Y and FILTER_X"
+#endif
+#if !defined(STRIDE_Y) || !defined(STRIDE_X) || !defined(DILATION_Y) || !defined(COLUMNS) || !defined(ROWS)
+#error "define STRIDE_Y, STRIDE_X, DILATION_Y, COLUMNS and ROWS"
+#endif
+#if !defined(FILTER_BLOCKS) || !defined(HELD) || !defined(CHANNELS_LAST) || !defined(OFFSET) || !defined(IN_VECTOR)
+#error "define FILTER_BLOCKS, HELD, CHANNELS_LAST, OFFSET and IN_VECTOR"
+#endif
+#if !defined(OUT_VECTOR) || !defined(MIN_BLOCKS) || !defined(SHARED_BYTES)
+#error "define OUT_VECTOR, MIN_BLOCKS and SHARED_BYTES"
+#endif
+#define PRODUCT_COLUMNS COLUMNS
+#include "common/filter_products.cuh"
+
+using Row = Windows<FILTER_X, STRIDE_X>;
+constexpr int kColumns = COLUMNS, kOutputs = Row::kOutputs, kTileW = kColumns * kOutputs;
+constexpr int kGroups = ROWS * FILTER_BLOCKS, kThreads = 128 * kGroups;
+constexpr int kBlockFilters = 64 / kOutputs, kTileK = FILTER_BLOCKS * kBlockFilters;
+
+// Rows of x: of a chunk, that an output meets, and whole chunks that a step meets before its own. The last row that a
+// step meets is the last of its chunk. The ring has a chunk more, for the next step.
+constexpr int kChunkRows = ROWS * STRIDE_Y, kMet = (FILTER_Y - 1) * DILATION_Y + 1;
+constexpr int kEarlier = maximum(0, ceil_div(kMet - STRIDE_Y, kChunkRows));
+constexpr int kChunks = kEarlier + 2, kRingRows = kChunks * kChunkRows;
+// From the first row of the earliest chunk to the first row that the step's first output meets.
+constexpr int kBefore = kEarlier * kChunkRows - (kMet - STRIDE_Y);
+using Chunk = WindowRows<Row, CHANNELS, kChunkRows, kColumns, OFFSET, IN_VECTOR, CHANNELS_LAST>;
+using Loader = PatchLoader<Chunk, kThreads, ELEMENT>;
+static_assert(Loader::kIsWhole, "a chunk is loaded at once");
+constexpr int kLoaderWords = Loader::kLoads * CHANNELS * maximum(1, IN_VECTOR / 2);
+constexpr int kAtOnce = kLoaderWords * (kEarlier + 1) <= 48 ? kEarlier + 1 : maximum(1, 48 / kLoaderWords);
+
+// Filters: words of 8 elements, [word][64 rows] of a block of filters. Words lie an odd number of 16 bytes apart, so
+// that a filter's are written to different banks.
+constexpr int kRowWords = 2 * Row::kSteps, kSteps = FILTER_Y * Row::kSteps;
+constexpr int kWordBytes = 16 * 64 + 16, kBlockBytes = 2 * kSteps * kWordBytes;
+constexpr int kFilterBytes = FILTER_BLOCKS * kBlockBytes, kTaps = CHANNELS * FILTER_Y * FILTER_X;
+// Results of a warpgroup: pixels of kBlockFilters elements if CHANNELS_LAST, else filters of kTileW; places are apart so
+// that 8 that are written together meet every bank once.
+constexpr int kPixelWords = 8 / kOutputs, kPixelBytes = 16 * (kPixelWords + 1);
+constexpr int kHalfBytes = kOutputs == 1 ? 16 : kColumns * kPixelBytes + 64;
+constexpr int kPlaneWords = kTileW / 8, kPlaneBytes = 16 * (kOutputs == 1 ? kPlaneWords | 1 : kPlaneWords + 2);
+constexpr int kResultBytes = CHANNELS_LAST ? (kOutputs == 1 ? 0 : kHalfBytes) + kColumns * kPixelBytes  //
+                                           : kBlockFilters * kPlaneBytes;
+constexpr int kResultsAt = kFilterBytes + kRingRows * Chunk::kRowBytes;
+constexpr int kRawBytes = round_up(2 * kTileK * kTaps, 16);
+static_assert(SHARED_BYTES == kResultsAt + maximum(kGroups * kResultBytes, kRawBytes),
+              "the host and the kernel agree on shared memory");
+static_assert(kResultBytes % 16 == 0, "results of each warpgroup are whole words");
+
+// Starts to copy `count` elements, from an address that is a multiple of 16 bytes.
+__device__ __forceinline__ void load_filters(unsigned raw, const ELEMENT* filters, int count) {
+  for (int i = 8 * threadIdx.x; i < count; i += 8 * kThreads)
+    copy_some(raw + 2 * i, filters + i, min(16, 2 * (count - i)));
+  commit_copies();
+}
+
+// Lays out the filters for the products, zeros beyond the `count` of them. Row 16 * w + r of a block is filter 16 * w +
+// r, or, of two outputs, filter 8 * w + r % 8 for output r / 8.
+__device__ __forceinline__ void spread_filters(unsigned char* to, const ELEMENT* raw, int count) {
+  constexpr int kWords = FILTER_Y * kRowWords;
+#pragma unroll 2
+  for (int i = threadIdx.x; i < FILTER_BLOCKS * 64 * kWords; i += kThreads) {
+    const int word = i % kWords, slot = i / kWords, row = slot % 64;
+    const int output = kOutputs == 1 ? 0 : row / 8 % 2;
+    const int k = slot / 64 * kBlockFilters + (kOutputs == 1 ? row : row / 16 * 8 + row % 8);
+    const int r = word / kRowWords, pixel = word % kRowWords * 2 - output * STRIDE_X;
+    Vector<ELEMENT, 8> taps;
+#pragma unroll
+    for (int e = 0; e < 8; ++e) {
+      const int s = pixel + e / 4, c = e % 4;
+      const int at = CHANNELS_LAST ? ((k * FILTER_Y + r) * FILTER_X + s) * CHANNELS + c
+                                   : ((k * CHANNELS + c) * FILTER_Y + r) * FILTER_X + s;
+      const bool inside = c < CHANNELS && s >= 0 && s < FILTER_X && k < count;
+      taps.at[e] = inside ? raw[at] : convert<ELEMENT>(0.0f);
+    }
+    *reinterpret_cast<Vector<ELEMENT, 8>*>(to + slot / 64 * kBlockBytes + word * kWordBytes + row * 16) = taps;
+  }
+}
+
+using Sums = float[kColumns / 2];
+using Held = unsigned[HELD ? kSteps : 1][4];
+
+// This thread's fragments of all steps of a block of filters.
+__device__ __forceinline__ void hold_filters(Held& held, const unsigned char* block) {
+  const int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16 + lane / 4;
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step)
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      held[HELD ? step : 0][i] = *reinterpret_cast<const unsigned*>(block + (2 * step + i / 2) * kWordBytes +
+                                                                    (row + i % 2 * 8) * 16 + lane % 4 * 4);
+}
+
+// Begins the products of a row of windows, whose first row of x is number `first` of the ring, perhaps once around it.
+__device__ __forceinline__ void begin_products(Sums& sums, const Held& held, unsigned filters, unsigned ring,
+                                               int first) {
+  products_begin();
+#pragma unroll
+  for (int r = 0; r < FILTER_Y; ++r) {
+    const int row = first + r * DILATION_Y;
+    const unsigned long long windows = operand(plain_form(Chunk::kNextWordBytes, Chunk::kEightWindowsBytes),
+                                               ring + (row < kRingRows ? row : row - kRingRows) * Chunk::kRowBytes);
+#pragma unroll
+    for (int i = 0; i < Row::kSteps; ++i) {
+      const int step = r * Row::kSteps + i;
+      if constexpr (HELD)
+        FilterProducts<ELEMENT>::begin(sums, held[step], windows + Chunk::step_bytes(i) / 16, step > 0);
+      else
+        FilterProducts<ELEMENT>::begin(sums, operand(plain_form(kWordBytes, 128), filters + 2 * step * kWordBytes),
+                                       windows + Chunk::step_bytes(i) / 16, step > 0);
+    }
+  }
+  products_commit();
+}
+
+__device__ __forceinline__ unsigned packed(float first, float second) {
+  Vector<ELEMENT, 2> pair;
+  pair.at[0] = convert<ELEMENT>(first);
+  pair.at[1] = convert<ELEMENT>(second);
+  return *reinterpret_cast<const unsigned*>(&pair);
+}
+
+// The sums of a warpgroup as elements at `results` in shared memory, rows of filters or of pixels as the tensor has
+// them.
+__device__ __forceinline__ void lay_out(unsigned char* results, const Sums& sums) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32, half = lane / 8 % 2;
+  const unsigned to = shared_address(results);
+  if constexpr (!CHANNELS_LAST && kOutputs == 2) {
+    unsigned char* const at = results + (8 * warp + lane / 4) * kPlaneBytes + lane % 4 * 8;
+#pragma unroll
+    for (int j = 0; j < kColumns / 8; ++j) {
+      Vector<unsigned, 2> four;
+      four.at[0] = packed(sums[4 * j], sums[4 * j + 2]);
+      four.at[1] = packed(sums[4 * j + 1], sums[4 * j + 3]);
+      *reinterpret_cast<Vector<unsigned, 2>*>(at + 32 * j) = four;
+    }
+  } else {
+    const unsigned from = CHANNELS_LAST ? to + half * kHalfBytes + (lane / 16 * 8 + lane % 8) * kPixelBytes +
+                                              warp * (kOutputs == 1 ? 32 : 16)
+                                        : to + (16 * warp + lane % 16) * kPlaneBytes + lane / 16 * 16;
+#pragma unroll
+    for (int j = 0; j < kColumns / 8; j += 2) {
+      const unsigned a = packed(sums[4 * j], sums[4 * j + 1]), b = packed(sums[4 * j + 2], sums[4 * j + 3]);
+      const unsigned c = packed(sums[4 * j + 4], sums[4 * j + 5]), d = packed(sums[4 * j + 6], sums[4 * j + 7]);
+      if constexpr (CHANNELS_LAST)
+        store_transposed(from + 8 * j * kPixelBytes, a, b, c, d);
+      else
+        store_matrices(from + 16 * j, a, b, c, d);
+    }
+  }
+}
+
+// Where results of a warpgroup go: a row of y from a column on, and the first filter.
+struct Target {
+  ELEMENT* y;
+  int k, height, width;
+  int image, row, column, first_k;
+};
+
+// Writes what has been laid out, words of 8 elements in the tensor's order.
+__device__ __forceinline__ void store(const Target& to, const unsigned char* results) {
+  using Few = Vector<ELEMENT, OUT_VECTOR>;
+  constexpr int kWords = CHANNELS_LAST ? kTileW * kPixelWords : kBlockFilters * kPlaneWords;
+  static_assert(kWords == kColumns * 8, "a warpgroup has a word for 8 sums");
+  const int thread = threadIdx.x % 128, columns = to.width - to.column, filters = to.k - to.first_k;
+  ELEMENT* const y = CHANNELS_LAST ? to.y + ((to.image * to.height + to.row) * to.width + to.column) * to.k + to.first_k
+                                   : to.y + ((to.image * to.k + to.first_k) * to.height + to.row) * to.width + to.column;
+#pragma unroll
+  for (int turn = 0; turn < kColumns / 16; ++turn) {
+    const int number = 128 * turn + thread;
+    int pixel, filter;
+    const unsigned char* from;
+    if constexpr (CHANNELS_LAST) {
+      pixel = number / kPixelWords;
+      filter = number % kPixelWords * 8;
+      from = results + pixel % kOutputs * kHalfBytes + pixel / kOutputs * kPixelBytes + filter * 2;
+    } else {
+      pixel = number % kPlaneWords * 8;
+      filter = number / kPlaneWords;
+      from = results + filter * kPlaneBytes + pixel * 2;
+    }
+    if (pixel >= columns || filter >= filters) continue;
+    const auto values = *reinterpret_cast<const Vector<ELEMENT, 8>*>(from);
+    ELEMENT* const at = y + (CHANNELS_LAST ? pixel * to.k + filter : filter * to.height * to.width + pixel);
+#pragma unroll
+    for (int i = 0; i < 8; i += OUT_VECTOR)
+      if ((CHANNELS_LAST ? filter + i < filters : pixel + i < columns))
+        *reinterpret_cast<Few*>(at + i) = *reinterpret_cast<const Few*>(values.at + i);
+  }
+}
+
+#define DIVISOR_PARAMETERS(d) int d, unsigned d##_multiplier, int d##_shift
+#define DIVISOR(d) {d, d##_multiplier, d##_shift}
+
+extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
+    first_layer_wgmma(const ELEMENT* __restrict__ x, const ELEMENT* __restrict__ w, ELEMENT* __restrict__ y, int k,
+                      int height, int width, int out_height, int out_width, int pad_y, int pad_x, int strip, int tiles,
+                      DIVISOR_PARAMETERS(filter_tiles), DIVISOR_PARAMETERS(image_tiles),
+                      DIVISOR_PARAMETERS(strip_tiles)) {
+  extern __shared__ __align__(128) unsigned char shared[];
+  const Divisor by_filters = DIVISOR(filter_tiles), by_image = DIVISOR(image_tiles), by_strip = DIVISOR(strip_tiles);
+  const int first_tile = static_cast<int>(blockIdx.x) / by_filters, tile_step = static_cast<int>(gridDim.x) / by_filters;
+  const int first_k = (blockIdx.x - first_tile * filter_tiles) * kTileK, count = min(kTileK, k - first_k);
+  const int group = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0), row_of_step = group / FILTER_BLOCKS;
+  unsigned char* const raw = shared + kResultsAt;
+  unsigned char* const results = raw + group * kResultBytes;
+  unsigned char* const block = shared + group % FILTER_BLOCKS * kBlockBytes;
+  const unsigned ring = shared_address(shared) + kFilterBytes;
+
+  Target to = {y, k, out_height, out_width, 0, 0, 0, first_k + group % FILTER_BLOCKS * kBlockFilters};
+  PatchPlace place = {height, width, 0, 0, 0};
+  int last;  // row of y that ends the strip
+  const auto load = [&](Loader& loader) {
+    loader.take(x, place);
+    place.row += kChunkRows;
+  };
+  const auto write = [&](const Loader& loader, int chunk) {
+    loader.put(shared + kFilterBytes + chunk * Chunk::kBytes);
+  };
+  // Goes to a tile: loads what its first step meets, and begins to load what the next one adds.
+  Loader loader;
+  const auto begin = [&](int tile) {
+    to.image = tile / by_image;
+    tile -= to.image * image_tiles;
+    const int strip_number = tile / by_strip;
+    to.row = strip_number * strip;
+    to.column = (tile - strip_number * strip_tiles) * kTileW;
+    last = min(to.row + strip, out_height);
+    place.image = to.image;
+    place.row = to.row * STRIDE_Y - pad_y - kBefore;
+    place.column = to.column * STRIDE_X - pad_x - OFFSET;
+#pragma unroll 1
+    for (int chunk = 0; chunk <= kEarlier; chunk += kAtOnce) {
+      Loader some[kAtOnce];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i)
+        if (chunk + i <= kEarlier) load(some[i]);
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i)
+        if (chunk + i <= kEarlier) write(some[i], chunk + i);
+    }
+    if (to.row + ROWS < last) load(loader);
+  };
+
+  load_filters(shared_address(raw), w + first_k * kTaps, count * kTaps);
+  begin(first_tile);
+  wait_for_copies<0>();
+  __syncthreads();  // the filters have arrived
+  spread_filters(shared, reinterpret_cast<const ELEMENT*>(raw), count);
+  __syncthreads();  // the filters are laid out, and no longer needed where results go
+  Held held;
+  if constexpr (HELD) hold_filters(held, block);
+
+#pragma unroll 1
+  for (int tile = first_tile; tile < tiles;) {
+    int chunk = 0;  // the earliest that the step meets
+#pragma unroll 1
+    for (; to.row < last; to.row += ROWS) {
+      shared_writes_done();
+      __syncthreads();  // the step's chunks are in place, and results of the last step have been read
+      Sums sums;  // beyond the strip's last row they are computed, too, but not stored
+      begin_products(sums, held, shared_address(block), ring, chunk * kChunkRows + kBefore + row_of_step * STRIDE_Y);
+      if (to.row + ROWS < last) write(loader, chunk == 0 ? kChunks - 1 : chunk - 1);
+      if (to.row + 2 * ROWS < last) load(loader);
+      products_wait<0>();
+      if (to.row + row_of_step < last) {
+        lay_out(results, sums);
+        warpgroup_barrier(1 + group);  // results are laid out
+        Target target = to;
+        target.row += row_of_step;
+        store(target, results);
+      }
+      chunk = chunk + 1 < kChunks ? chunk + 1 : 0;
+    }
+    tile += tile_step;
+    if (tile >= tiles) break;
+    __syncthreads();  // all products have read the ring
+    begin(tile);
+  }
+}

@@ -1,0 +1,346 @@
+"""ConvFirstLayerWgmma: forward convolution of few channels by Hopper's warpgroup products, which read windows in place.
+
+Kernel: kernels_src/first_layer_wgmma.cu; how windows lie: kernels_src/common/pixel_windows.cuh. Knows nothing of how
+candidates are chosen.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from miofind.device import Device, Library, Place
+from miofind.few_channels import FewChannelsSolver
+from miofind.problem import DataType, Direction, Layout, ProblemDescription
+from miofind.solution import Config, ConfigValue, ConvSolution, KernelStep, Pointer, int32s
+from miofind.solver import APPLICABLE, Applicability, KernelKey
+from miofind.tiling.correlation import ceil_div, round_up
+from miofind.tiling.divisor import divisors
+from miofind.tiling.grouped import resident_blocks
+from miofind.tiling.limits import mixed, overpadded, oversized
+from miofind.tiling.windows import MAX_CHANNELS, is_same_load
+
+_ROWS = 64  # of a product
+_MAX_STEPS = 64  # of 16 elements, that a window takes
+_MAX_STRIDE = 64
+_MAX_GROUPS = 4
+_MAX_REGISTERS = 232
+_MAX_RESIDENT = 8
+_SHARED_BYTES = 227 << 10
+_HELD_WORDS, _HELD_LOADS, _LEAD_WORDS = 32, 8, 48  # that a thread has on their way at most, and before a strip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Tiling:
+    """A configuration applied to a problem: what the kernel's constants come to.
+
+    kernels_src/first_layer_wgmma.cu computes the same from the defines and refuses to compile where it differs.
+
+    Attributes:
+        outputs: of a window.
+        columns: windows of a tile, and columns of a product.
+        steps: products of 16 elements of a window.
+        offset: columns staged before those that the first output meets.
+        vector: columns that are loaded at once.
+        out_vector: elements that are stored at once.
+        tile_k: filters of a block of threads.
+        filter_tiles: blocks of filters.
+        threads: of a block.
+        chunk_rows, chunk_pixels: of the part of x that a step moves on by.
+        earlier: chunks that a step meets before its own.
+        loads_whole: whether threads load a chunk at once.
+        registers: of a thread that spills nothing.
+        shared_bytes: of a block.
+        resident: blocks of a multiprocessor.
+        strip: rows of y of a tile.
+        strip_tiles, image_tiles, tiles: tiles of a strip of an image, of an image and of all.
+    """
+
+    outputs: int
+    columns: int
+    steps: int
+    offset: int
+    vector: int
+    out_vector: int
+    tile_k: int
+    filter_tiles: int
+    threads: int
+    chunk_rows: int
+    chunk_pixels: int
+    earlier: int
+    loads_whole: bool
+    registers: int
+    shared_bytes: int
+    resident: int
+    strip: int
+    strip_tiles: int
+    image_tiles: int
+    tiles: int
+
+    @staticmethod
+    def of(problem: ProblemDescription, config: Config, device: Device) -> _Tiling:
+        (out_h, out_w), (stride_y, stride_x) = problem.out_spatial, problem.conv.stride
+        (taps_y, taps_x), last = problem.filter, problem.x.layout.channels_last
+        rows, blocks = config["rows"], config["blocks"]
+        outputs = 1 + stride_x % 2
+        windows = ceil_div(out_w, outputs)
+        strip_tiles = ceil_div(windows, config["tile_w"])
+        columns = round_up(ceil_div(windows, strip_tiles), 16)
+        strip_tiles = ceil_div(windows, columns)
+        strips = ceil_div(out_h, config["strip"])
+        strip = round_up(ceil_div(out_h, strips), rows)
+        image_tiles = ceil_div(out_h, strip) * strip_tiles
+        row_steps = ceil_div(taps_x + (outputs - 1) * stride_x, 4)
+        steps, threads = taps_y * row_steps, 128 * rows * blocks
+        tile_k = blocks * _ROWS // outputs
+
+        vector = math.gcd(config["vector"], problem.spatial[1])
+        offset = -problem.conv.pad_before[1] % vector
+        pixels = round_up(offset + (columns - 1) * outputs * stride_x + 4 * row_steps, vector)
+        met = (taps_y - 1) * problem.conv.dilation[0] + 1
+        chunk_rows = rows * stride_y
+        earlier = max(0, ceil_div(met - stride_y, chunk_rows))
+        words = problem.c * max(1, vector // 2)
+        all_loads, most = ceil_div(chunk_rows * pixels, vector * threads), min(_HELD_WORDS // words, _HELD_LOADS)
+        moved = min(all_loads, most) * words
+
+        planes = outputs * stride_x // 2
+        first = offset % 2
+        skipped = -((offset + first) // 2) % planes
+        row_words = planes * (ceil_div(skipped + ceil_div(first + pixels, 2), planes) | 1)
+        ring = 16 * (earlier + 2) * chunk_rows * row_words
+        filters = blocks * 2 * steps * (16 * _ROWS + 16)
+        raw = round_up(2 * tile_k * problem.c * taps_y * taps_x, 16)
+        shared_bytes = filters + ring + max(rows * blocks * _result_bytes(columns, outputs, last), raw)
+        lead = max(1, min(earlier + 1, _LEAD_WORDS // moved)) * moved if moved else 0
+        held = 4 * steps if config["held"] else 0
+        registers = round_up(held + max(columns // 2 + moved, lead) + _OTHERS, 8)
+        resident = resident_blocks(registers, threads, shared_bytes, device.shared_bytes or _SHARED_BYTES)
+        return _Tiling(
+            outputs=outputs,
+            columns=columns,
+            steps=steps,
+            offset=offset,
+            vector=vector,
+            out_vector=math.gcd(8, problem.k if last else out_w),
+            tile_k=tile_k,
+            filter_tiles=ceil_div(problem.k, tile_k),
+            threads=threads,
+            chunk_rows=chunk_rows,
+            chunk_pixels=chunk_rows * pixels,
+            earlier=earlier,
+            loads_whole=all_loads <= most,
+            registers=registers,
+            shared_bytes=shared_bytes,
+            resident=min(resident, _MAX_RESIDENT),
+            strip=strip,
+            strip_tiles=strip_tiles,
+            image_tiles=image_tiles,
+            tiles=image_tiles * problem.n,
+        )
+
+    def blocks(self, device: Device) -> int:
+        """Blocks of the grid: as many for each block of filters."""
+        most = max(1, device.sm_count * self.resident // self.filter_tiles)
+        return self.filter_tiles * min(self.tiles, most)
+
+
+_OTHERS = 48  # registers for addresses and counters
+
+
+def _result_bytes(columns: int, outputs: int, last: bool) -> int:
+    """Shared memory that a warpgroup's results go through."""
+    if last:
+        pixel = 16 * (8 // outputs + 1)
+        return columns * pixel * outputs + (64 if outputs == 2 else 0)
+    words = columns * outputs // 8
+    return 16 * (_ROWS // outputs) * (words | 1 if outputs == 1 else words + 2)
+
+
+def _defines(problem: ProblemDescription, config: Config, tiling: _Tiling) -> tuple[tuple[str, str | int], ...]:
+    stride_y, stride_x = problem.conv.stride
+    return (
+        ("ELEMENT", problem.x.dtype.value),
+        ("CHANNELS", problem.c),
+        ("FILTER_Y", problem.filter[0]),
+        ("FILTER_X", problem.filter[1]),
+        ("STRIDE_Y", stride_y),
+        ("STRIDE_X", stride_x),
+        ("DILATION_Y", problem.conv.dilation[0]),
+        ("COLUMNS", tiling.columns),
+        ("ROWS", config["rows"]),
+        ("FILTER_BLOCKS", config["blocks"]),
+        ("HELD", config["held"]),
+        ("CHANNELS_LAST", int(problem.x.layout.channels_last)),
+        ("OFFSET", tiling.offset),
+        ("IN_VECTOR", tiling.vector),
+        ("OUT_VECTOR", tiling.out_vector),
+        ("MIN_BLOCKS", tiling.resident),
+        ("SHARED_BYTES", tiling.shared_bytes),
+    )
+
+
+# What default_configs ranks by estimate.
+_SHORT_LIST = tuple(
+    Config.of(tile_w=tile_w, rows=rows, blocks=blocks, held=held, strip=strip, vector=vector)
+    for tile_w, (rows, blocks), held, strip, vector in itertools.product(
+        (64, 128), ((1, 1), (2, 1), (4, 1), (1, 2), (2, 2)), (0, 1), (1, 2, 4, 8, 14, 28, 56), (2, 4)
+    )
+)
+
+# Cycles of a multiprocessor: for a product of 16 elements by a column; of shared memory for 128 bytes; to stage a pixel
+# by vectors of some length; of a block to lay out and store a row beside that, to begin a strip, and to lay out its
+# filters. Share of the time to move all tensors, or to compute if that is shorter, that the other does not hide.
+# Reckoned from the instructions' rates.
+_PRODUCT = 0.5
+_STAGED: Mapping[int, float] = {8: 0.5, 4: 0.35, 2: 0.3, 1: 0.4}
+_ROW = 350.0
+_STRIP = 1200.0
+_CHUNK = 300.0
+_FILTERS = 1200.0
+_LAUNCH_MS = 0.0025
+_EXPOSED = 0.3
+
+
+class ConvFirstLayerWgmma(FewChannelsSolver):
+    """Implicit GEMM for up to four channels: warpgroup products read windows of staged rows as they lie.
+
+    Zeros around a filter's rows are multiplied: an infinity or NaN of the input spreads to outputs up to 4 columns
+    away, and one of the filter to outputs at the border. Sums are float32.
+
+    Configuration: a block computes `rows` rows of up to `tile_w` windows at a time, each of `blocks` blocks of 64
+    filters (32 if STRIDE_X is odd) by a warpgroup of its own, which keeps its filters in registers if `held`; it goes
+    down strips of about `strip` rows. A thread loads up to `vector` pixels of x at once.
+    """
+
+    id = "ConvFirstLayerWgmma"
+    direction = Direction.FORWARD
+    kind = ("rows", "blocks", "held")
+    keys = (
+        KernelKey(
+            place=Place.CUDA,
+            library=Library.PLAIN,
+            dtypes=frozenset({DataType.FLOAT16, DataType.BFLOAT16}),
+            layouts=frozenset({Layout.NCHW, Layout.NHWC}),
+            min_sm=90,
+            archs=("90a",),
+        ),
+    )
+    parameters: ClassVar[Mapping[str, Sequence[ConfigValue]]] = {
+        "tile_w": (64, 128),
+        "rows": (1, 2, 3, 4),
+        "blocks": (1, 2, 3),
+        "held": (0, 1),
+        "strip": (1, 2, 4, 8, 14, 28, 56),
+        "vector": (2, 4, 8),
+    }
+    sources = ("first_layer_wgmma.cu",)
+
+    def examples(self) -> tuple[ProblemDescription, ...]:
+        half, brain, last = DataType.FLOAT16, DataType.BFLOAT16, Layout.NHWC
+        conv = ProblemDescription.convolution
+        return (
+            conv(x=(2, 3, 64, 64), w=(64, 3, 7, 7), padding=3, stride=2, dtype=half, layout=last),
+            conv(x=(2, 3, 64, 64), w=(64, 3, 7, 7), padding=3, stride=2, dtype=half),
+            conv(x=(2, 3, 32, 40), w=(32, 3, 3, 3), padding=1, dtype=brain, layout=last),
+            conv(x=(2, 3, 32, 40), w=(32, 3, 3, 3), padding=1, dtype=brain),
+            conv(x=(2, 3, 32, 32), w=(96, 3, 4, 4), stride=4, dtype=half, layout=last),
+            conv(x=(3, 1, 28, 28), w=(6, 1, 5, 5), padding=2, dtype=half),
+            conv(x=(2, 4, 17, 23), w=(37, 4, 3, 2), padding=((4, 0), (5, 1)), stride=(1, 4), dtype=brain, layout=last),
+            conv(x=(1, 2, 33, 31), w=(19, 2, 5, 11), padding=2, stride=(3, 1), dilation=(2, 1), dtype=half),
+        )
+
+    def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
+        if problem.direction is not self.direction:
+            return Applicability(f"computes {self.direction} only, not {problem.direction}")
+        if reason := _unserved(problem):
+            return Applicability(reason)
+        if not any(self.is_valid_config(problem, device, config) for config in self.short_list()):
+            sizes = f"k={problem.k} filter {problem.filter} stride {problem.conv.stride}"
+            return Applicability(f"filters or strides are too large for a block: {sizes}")
+        return APPLICABLE
+
+    def is_valid_config(self, problem: ProblemDescription, device: Device, config: Config) -> bool:
+        out_h, out_w = problem.out_spatial
+        outputs = 1 + problem.conv.stride[1] % 2
+        rows, blocks = config["rows"], config["blocks"]
+        if rows * blocks > _MAX_GROUPS or rows >= 2 * out_h or rows > 2 * config["strip"]:
+            return False
+        if config["strip"] >= 2 * out_h or config["tile_w"] >= 2 * max(64, ceil_div(out_w, outputs)):
+            return False
+        if blocks >= 1 + ceil_div(problem.k, _ROWS // outputs):
+            return False
+        if is_same_load(problem, config["vector"]):
+            return False
+        tiling = _Tiling.of(problem, config, device)
+        return tiling.loads_whole and tiling.registers <= _MAX_REGISTERS and tiling.resident > 0
+
+    def short_list(self) -> Sequence[Config]:
+        return _SHORT_LIST
+
+    def spreads_nonfinite(self, problem: ProblemDescription, config: Config) -> bool:
+        return True
+
+    def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
+        """Time to move all tensors and to compute, of which the longer hides most of the other.
+
+        A step's products take the tensor cores, or shared memory that is read by them, written and read once more; what
+        follows them takes a while that other blocks of the multiprocessor can fill.
+        """
+        tiling = _Tiling.of(problem, config, device)
+        moved_ms = 1e3 * problem.bytes / device.bandwidth_bytes_per_s
+        groups, columns = tiling.threads // 128, tiling.columns
+        staged = _STAGED[tiling.vector] * tiling.chunk_pixels
+        shared = tiling.steps * (columns / 4 + (0 if config["held"] else 16)) + 2.5 * columns
+        products = tiling.steps * columns * _PRODUCT
+        busy = groups * max(products, shared) + staged
+        alone = groups * products + staged + _ROW + columns
+        blocks = tiling.blocks(device)
+        turns = ceil_div(tiling.tiles * tiling.filter_tiles, blocks)
+        together = min(tiling.resident, ceil_div(blocks, device.sm_count))
+        strip = ceil_div(tiling.strip, config["rows"]) * max(together * busy, alone)
+        begun = _STRIP + tiling.earlier * max(_CHUNK, together * staged)
+        filters = _FILTERS + 0.6 * together * tiling.tile_k * tiling.outputs * tiling.steps
+        busy_ms = 1e3 * (filters + turns * (begun + strip)) / device.clock_hz
+        return float(_LAUNCH_MS + max(moved_ms, busy_ms) + _EXPOSED * min(moved_ms, busy_ms))
+
+    def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
+        tiling = _Tiling.of(problem, config, device)
+        step = KernelStep(
+            source="first_layer_wgmma.cu",
+            entry="first_layer_wgmma",
+            grid=(tiling.blocks(device), 1, 1),
+            block=(tiling.threads, 1, 1),
+            shared_bytes=tiling.shared_bytes,
+            defines=_defines(problem, config, tiling),
+            args=(
+                *(Pointer(buffer=name) for name in ("x", "w", "y")),
+                *int32s(problem.k, *problem.spatial, *problem.out_spatial, *problem.conv.pad_before),
+                *int32s(tiling.strip, tiling.tiles),
+                *divisors(tiling.filter_tiles, tiling.image_tiles, tiling.strip_tiles),
+            ),
+        )
+        return ConvSolution(steps=(step,))
+
+
+def _unserved(problem: ProblemDescription) -> str:
+    """Why no configuration can compute a forward problem; "" if one may."""
+    stride_x = problem.conv.stride[1]
+    if problem.groups != 1 or problem.c > MAX_CHANNELS:
+        return f"serves one group of up to {MAX_CHANNELS} channels, not groups={problem.groups} c={problem.c}"
+    if problem.conv.dilation[1] != 1:
+        return f"reads neighbouring columns: needs dilation 1 along them, not {problem.conv.dilation}"
+    if stride_x > 2 and stride_x % 4:
+        return f"reads windows in place at strides of 1, 2 and multiples of 4 columns, not {stride_x}"
+    if max(problem.conv.stride) > _MAX_STRIDE:
+        return f"stages whole windows, of strides up to {_MAX_STRIDE}, not {problem.conv.stride}"
+    taps_y, taps_x = problem.filter
+    if taps_y * ceil_div(taps_x + stride_x % 2, 4) > _MAX_STEPS:
+        return f"takes up to {_MAX_STEPS} products of four taps, not a filter of {problem.filter}"
+    return mixed(problem) or oversized(problem) or overpadded(problem)
+
+
+SOLVERS = (ConvFirstLayerWgmma(),)
