@@ -6,11 +6,11 @@
 // COLUMNS windows of a row of y, read from staged rows of x as they lie. A step is ROWS rows of y, one a warpgroup and
 // block of filters. Rows of x arrive in chunks, as many as a step moves on, through registers into a ring: those of the
 // step after next are loaded, and those of the next one written, while products are under way. Results go through
-// shared memory to words of 16 bytes in the tensor's order. Grid: persistent; a block keeps its filters and goes through
-// strips of `strip` rows and COLUMNS windows of images.
+// shared memory to words of 16 bytes in the tensor's order. Grid: persistent; a block keeps its filters and goes
+// through strips of `strip` rows, the first `longer` of an image of one more, and COLUMNS windows.
 #include "common/copy_bytes.cuh"
 #include "common/divisor.cuh"
-#include "common/pixel_windows.cuh"
+#include "common/window_loader.cuh"
 
 #if !defined(ELEMENT) || !defined(CHANNELS) || !defined(FILTER_Y) || !defined(FILTER_X)
 #error "define ELEMENT, CHANNELS, FILTER_Y and FILTER_X"
@@ -40,8 +40,7 @@ constexpr int kChunks = kEarlier + 2, kRingRows = kChunks * kChunkRows;
 // From the first row of the earliest chunk to the first row that the step's first output meets.
 constexpr int kBefore = kEarlier * kChunkRows - (kMet - STRIDE_Y);
 using Chunk = WindowRows<Row, CHANNELS, kChunkRows, kColumns, OFFSET, IN_VECTOR, CHANNELS_LAST>;
-using Loader = PatchLoader<Chunk, kThreads, ELEMENT>;
-static_assert(Loader::kIsWhole, "a chunk is loaded at once");
+using Loader = WindowLoader<Chunk, kThreads, ELEMENT>;
 constexpr int kLoaderWords = Loader::kLoads * CHANNELS * maximum(1, IN_VECTOR / 2);
 constexpr int kAtOnce = kLoaderWords * (kEarlier + 1) <= 48 ? kEarlier + 1 : maximum(1, 48 / kLoaderWords);
 
@@ -50,8 +49,8 @@ constexpr int kAtOnce = kLoaderWords * (kEarlier + 1) <= 48 ? kEarlier + 1 : max
 constexpr int kRowWords = 2 * Row::kSteps, kSteps = FILTER_Y * Row::kSteps;
 constexpr int kWordBytes = 16 * 64 + 16, kBlockBytes = 2 * kSteps * kWordBytes;
 constexpr int kFilterBytes = FILTER_BLOCKS * kBlockBytes, kTaps = CHANNELS * FILTER_Y * FILTER_X;
-// Results of a warpgroup: pixels of kBlockFilters elements if CHANNELS_LAST, else filters of kTileW; places are apart so
-// that 8 that are written together meet every bank once.
+// Results of a warpgroup: pixels of kBlockFilters elements if CHANNELS_LAST, else filters of kTileW; places are apart
+// so that 8 that are written together meet every bank once.
 constexpr int kPixelWords = 8 / kOutputs, kPixelBytes = 16 * (kPixelWords + 1);
 constexpr int kHalfBytes = kOutputs == 1 ? 16 : kColumns * kPixelBytes + 64;
 constexpr int kPlaneWords = kTileW / 8, kPlaneBytes = 16 * (kOutputs == 1 ? kPlaneWords | 1 : kPlaneWords + 2);
@@ -62,6 +61,13 @@ constexpr int kRawBytes = round_up(2 * kTileK * kTaps, 16);
 static_assert(SHARED_BYTES == kResultsAt + maximum(kGroups * kResultBytes, kRawBytes),
               "the host and the kernel agree on shared memory");
 static_assert(kResultBytes % 16 == 0, "results of each warpgroup are whole words");
+
+constexpr int power_of_two(int least) {
+  return least <= 1 ? 1 : 2 * power_of_two((least + 1) / 2);
+}
+// Threads that store a pixel, or a filter's row, of a word each; some have none where a row's words are no power of
+// two.
+constexpr int kSlots = CHANNELS_LAST ? kPixelWords : power_of_two(kPlaneWords), kLines = 128 / kSlots;
 
 // Starts to copy `count` elements, from an address that is a multiple of 16 bytes.
 __device__ __forceinline__ void load_filters(unsigned raw, const ELEMENT* filters, int count) {
@@ -175,33 +181,38 @@ struct Target {
 
 // Writes what has been laid out, words of 8 elements in the tensor's order.
 __device__ __forceinline__ void store(const Target& to, const unsigned char* results) {
-  using Few = Vector<ELEMENT, OUT_VECTOR>;
-  constexpr int kWords = CHANNELS_LAST ? kTileW * kPixelWords : kBlockFilters * kPlaneWords;
-  static_assert(kWords == kColumns * 8, "a warpgroup has a word for 8 sums");
-  const int thread = threadIdx.x % 128, columns = to.width - to.column, filters = to.k - to.first_k;
-  ELEMENT* const y = CHANNELS_LAST ? to.y + ((to.image * to.height + to.row) * to.width + to.column) * to.k + to.first_k
-                                   : to.y + ((to.image * to.k + to.first_k) * to.height + to.row) * to.width + to.column;
+  constexpr int kTurns = CHANNELS_LAST ? kTileW / kLines : kBlockFilters / kLines;
+  static_assert(kTurns * kLines == (CHANNELS_LAST ? kTileW : kBlockFilters), "a turn is whole pixels or filters");
+  const int line = threadIdx.x % 128 / kSlots, word = threadIdx.x % kSlots * 8, plane = to.height * to.width;
+  const int lines = CHANNELS_LAST ? to.width - to.column : to.k - to.first_k;
+  const int words = CHANNELS_LAST ? to.k - to.first_k : min(kTileW, to.width - to.column);
+  const int line_step = CHANNELS_LAST ? to.k : plane;
+  if (word >= words) return;
+  ELEMENT* y = to.y + word + line * line_step +
+               (CHANNELS_LAST ? ((to.image * to.height + to.row) * to.width + to.column) * to.k + to.first_k
+                              : (to.image * to.k + to.first_k) * plane + to.row * to.width + to.column);
 #pragma unroll
-  for (int turn = 0; turn < kColumns / 16; ++turn) {
-    const int number = 128 * turn + thread;
-    int pixel, filter;
-    const unsigned char* from;
-    if constexpr (CHANNELS_LAST) {
-      pixel = number / kPixelWords;
-      filter = number % kPixelWords * 8;
-      from = results + pixel % kOutputs * kHalfBytes + pixel / kOutputs * kPixelBytes + filter * 2;
-    } else {
-      pixel = number % kPlaneWords * 8;
-      filter = number / kPlaneWords;
-      from = results + filter * kPlaneBytes + pixel * 2;
+  for (int turn = 0; turn < kTurns; ++turn, y += kLines * line_step) {
+    const int number = kLines * turn + line;
+    if (number >= lines) break;
+    const uint4 values = *reinterpret_cast<const uint4*>(
+        results + 2 * word +
+        (CHANNELS_LAST ? number % kOutputs * kHalfBytes + number / kOutputs * kPixelBytes : number * kPlaneBytes));
+    if constexpr (OUT_VECTOR == 8) {
+      *reinterpret_cast<uint4*>(y) = values;
+      continue;
     }
-    if (pixel >= columns || filter >= filters) continue;
-    const auto values = *reinterpret_cast<const Vector<ELEMENT, 8>*>(from);
-    ELEMENT* const at = y + (CHANNELS_LAST ? pixel * to.k + filter : filter * to.height * to.width + pixel);
+    const unsigned pairs[4] = {values.x, values.y, values.z, values.w};
 #pragma unroll
-    for (int i = 0; i < 8; i += OUT_VECTOR)
-      if ((CHANNELS_LAST ? filter + i < filters : pixel + i < columns))
-        *reinterpret_cast<Few*>(at + i) = *reinterpret_cast<const Few*>(values.at + i);
+    for (int i = 0; i < 8; i += OUT_VECTOR) {
+      if (word + i >= words) break;
+      if constexpr (OUT_VECTOR == 4)
+        *reinterpret_cast<uint2*>(y + i) = make_uint2(pairs[i / 2], pairs[i / 2 + 1]);
+      else if constexpr (OUT_VECTOR == 2)
+        *reinterpret_cast<unsigned*>(y + i) = pairs[i / 2];
+      else
+        *reinterpret_cast<unsigned short*>(y + i) = static_cast<unsigned short>(pairs[i / 2] >> 16 * (i % 2));
+    }
   }
 }
 
@@ -210,12 +221,13 @@ __device__ __forceinline__ void store(const Target& to, const unsigned char* res
 
 extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
     first_layer_wgmma(const ELEMENT* __restrict__ x, const ELEMENT* __restrict__ w, ELEMENT* __restrict__ y, int k,
-                      int height, int width, int out_height, int out_width, int pad_y, int pad_x, int strip, int tiles,
-                      DIVISOR_PARAMETERS(filter_tiles), DIVISOR_PARAMETERS(image_tiles),
+                      int height, int width, int out_height, int out_width, int pad_y, int pad_x, int strip, int longer,
+                      int tiles, DIVISOR_PARAMETERS(filter_tiles), DIVISOR_PARAMETERS(image_tiles),
                       DIVISOR_PARAMETERS(strip_tiles)) {
   extern __shared__ __align__(128) unsigned char shared[];
   const Divisor by_filters = DIVISOR(filter_tiles), by_image = DIVISOR(image_tiles), by_strip = DIVISOR(strip_tiles);
-  const int first_tile = static_cast<int>(blockIdx.x) / by_filters, tile_step = static_cast<int>(gridDim.x) / by_filters;
+  const int first_tile = static_cast<int>(blockIdx.x) / by_filters,
+            tile_step = static_cast<int>(gridDim.x) / by_filters;
   const int first_k = (blockIdx.x - first_tile * filter_tiles) * kTileK, count = min(kTileK, k - first_k);
   const int group = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0), row_of_step = group / FILTER_BLOCKS;
   unsigned char* const raw = shared + kResultsAt;
@@ -239,9 +251,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
     to.image = tile / by_image;
     tile -= to.image * image_tiles;
     const int strip_number = tile / by_strip;
-    to.row = strip_number * strip;
+    to.row = strip_number * strip + min(strip_number, longer);
     to.column = (tile - strip_number * strip_tiles) * kTileW;
-    last = min(to.row + strip, out_height);
+    last = to.row + strip + (strip_number < longer);
     place.image = to.image;
     place.row = to.row * STRIDE_Y - pad_y - kBefore;
     place.column = to.column * STRIDE_X - pad_x - OFFSET;
@@ -255,6 +267,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
       for (int i = 0; i < kAtOnce; ++i)
         if (chunk + i <= kEarlier) write(some[i], chunk + i);
     }
+    shared_writes_done();  // before the next loads begin: it would wait for them
     if (to.row + ROWS < last) load(loader);
   };
 
@@ -263,6 +276,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
   wait_for_copies<0>();
   __syncthreads();  // the filters have arrived
   spread_filters(shared, reinterpret_cast<const ELEMENT*>(raw), count);
+  shared_writes_done();
   __syncthreads();  // the filters are laid out, and no longer needed where results go
   Held held;
   if constexpr (HELD) hold_filters(held, block);
@@ -272,11 +286,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
     int chunk = 0;  // the earliest that the step meets
 #pragma unroll 1
     for (; to.row < last; to.row += ROWS) {
-      shared_writes_done();
       __syncthreads();  // the step's chunks are in place, and results of the last step have been read
-      Sums sums;  // beyond the strip's last row they are computed, too, but not stored
+      Sums sums;        // beyond the strip's last row they are computed, too, but not stored
       begin_products(sums, held, shared_address(block), ring, chunk * kChunkRows + kBefore + row_of_step * STRIDE_Y);
-      if (to.row + ROWS < last) write(loader, chunk == 0 ? kChunks - 1 : chunk - 1);
+      if (to.row + ROWS < last) {
+        write(loader, chunk == 0 ? kChunks - 1 : chunk - 1);
+        shared_writes_done();
+      }
       if (to.row + 2 * ROWS < last) load(loader);
       products_wait<0>();
       if (to.row + row_of_step < last) {

@@ -30,7 +30,7 @@ _MAX_GROUPS = 4
 _MAX_REGISTERS = 232
 _MAX_RESIDENT = 8
 _SHARED_BYTES = 227 << 10
-_HELD_WORDS, _HELD_LOADS, _LEAD_WORDS = 32, 8, 48  # that a thread has on their way at most, and before a strip
+_MOST_MOVED, _LEAD_WORDS = 48, 48  # registers of what a thread has on its way, and of several chunks before a strip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,11 +51,11 @@ class _Tiling:
         threads: of a block.
         chunk_rows, chunk_pixels: of the part of x that a step moves on by.
         earlier: chunks that a step meets before its own.
-        loads_whole: whether threads load a chunk at once.
+        moved: registers of a chunk on its way.
         registers: of a thread that spills nothing.
         shared_bytes: of a block.
         resident: blocks of a multiprocessor.
-        strip: rows of y of a tile.
+        strips: of an image, as equal as may be.
         strip_tiles, image_tiles, tiles: tiles of a strip of an image, of an image and of all.
     """
 
@@ -71,11 +71,11 @@ class _Tiling:
     chunk_rows: int
     chunk_pixels: int
     earlier: int
-    loads_whole: bool
+    moved: int
     registers: int
     shared_bytes: int
     resident: int
-    strip: int
+    strips: int
     strip_tiles: int
     image_tiles: int
     tiles: int
@@ -91,8 +91,7 @@ class _Tiling:
         columns = round_up(ceil_div(windows, strip_tiles), 16)
         strip_tiles = ceil_div(windows, columns)
         strips = ceil_div(out_h, config["strip"])
-        strip = round_up(ceil_div(out_h, strips), rows)
-        image_tiles = ceil_div(out_h, strip) * strip_tiles
+        image_tiles = strips * strip_tiles
         row_steps = ceil_div(taps_x + (outputs - 1) * stride_x, 4)
         steps, threads = taps_y * row_steps, 128 * rows * blocks
         tile_k = blocks * _ROWS // outputs
@@ -103,9 +102,7 @@ class _Tiling:
         met = (taps_y - 1) * problem.conv.dilation[0] + 1
         chunk_rows = rows * stride_y
         earlier = max(0, ceil_div(met - stride_y, chunk_rows))
-        words = problem.c * max(1, vector // 2)
-        all_loads, most = ceil_div(chunk_rows * pixels, vector * threads), min(_HELD_WORDS // words, _HELD_LOADS)
-        moved = min(all_loads, most) * words
+        moved = ceil_div(chunk_rows * pixels, vector * threads) * problem.c * max(1, vector // 2)
 
         planes = outputs * stride_x // 2
         first = offset % 2
@@ -115,7 +112,7 @@ class _Tiling:
         filters = blocks * 2 * steps * (16 * _ROWS + 16)
         raw = round_up(2 * tile_k * problem.c * taps_y * taps_x, 16)
         shared_bytes = filters + ring + max(rows * blocks * _result_bytes(columns, outputs, last), raw)
-        lead = max(1, min(earlier + 1, _LEAD_WORDS // moved)) * moved if moved else 0
+        lead = max(1, min(earlier + 1, _LEAD_WORDS // moved)) * moved
         held = 4 * steps if config["held"] else 0
         registers = round_up(held + max(columns // 2 + moved, lead) + _OTHERS, 8)
         resident = resident_blocks(registers, threads, shared_bytes, device.shared_bytes or _SHARED_BYTES)
@@ -132,11 +129,11 @@ class _Tiling:
             chunk_rows=chunk_rows,
             chunk_pixels=chunk_rows * pixels,
             earlier=earlier,
-            loads_whole=all_loads <= most,
+            moved=moved,
             registers=registers,
             shared_bytes=shared_bytes,
             resident=min(resident, _MAX_RESIDENT),
-            strip=strip,
+            strips=strips,
             strip_tiles=strip_tiles,
             image_tiles=image_tiles,
             tiles=image_tiles * problem.n,
@@ -148,7 +145,7 @@ class _Tiling:
         return self.filter_tiles * min(self.tiles, most)
 
 
-_OTHERS = 48  # registers for addresses and counters
+_OTHERS = 40  # registers for addresses and counters
 
 
 def _result_bytes(columns: int, outputs: int, last: bool) -> int:
@@ -187,7 +184,7 @@ def _defines(problem: ProblemDescription, config: Config, tiling: _Tiling) -> tu
 _SHORT_LIST = tuple(
     Config.of(tile_w=tile_w, rows=rows, blocks=blocks, held=held, strip=strip, vector=vector)
     for tile_w, (rows, blocks), held, strip, vector in itertools.product(
-        (64, 128), ((1, 1), (2, 1), (4, 1), (1, 2), (2, 2)), (0, 1), (1, 2, 4, 8, 14, 28, 56), (2, 4)
+        (64, 128), ((1, 1), (2, 1), (4, 1), (1, 2), (2, 2)), (0, 1), (1, 2, 4, 7, 10, 14, 28, 56), (2, 4)
     )
 )
 
@@ -213,7 +210,7 @@ class ConvFirstLayerWgmma(FewChannelsSolver):
 
     Configuration: a block computes `rows` rows of up to `tile_w` windows at a time, each of `blocks` blocks of 64
     filters (32 if STRIDE_X is odd) by a warpgroup of its own, which keeps its filters in registers if `held`; it goes
-    down strips of about `strip` rows. A thread loads up to `vector` pixels of x at once.
+    down strips of up to `strip` rows. A thread loads up to `vector` pixels of x at once.
     """
 
     id = "ConvFirstLayerWgmma"
@@ -234,7 +231,7 @@ class ConvFirstLayerWgmma(FewChannelsSolver):
         "rows": (1, 2, 3, 4),
         "blocks": (1, 2, 3),
         "held": (0, 1),
-        "strip": (1, 2, 4, 8, 14, 28, 56),
+        "strip": (1, 2, 4, 7, 10, 14, 28, 56),
         "vector": (2, 4, 8),
     }
     sources = ("first_layer_wgmma.cu",)
@@ -267,7 +264,7 @@ class ConvFirstLayerWgmma(FewChannelsSolver):
         out_h, out_w = problem.out_spatial
         outputs = 1 + problem.conv.stride[1] % 2
         rows, blocks = config["rows"], config["blocks"]
-        if rows * blocks > _MAX_GROUPS or rows >= 2 * out_h or rows > 2 * config["strip"]:
+        if rows * blocks > _MAX_GROUPS or rows > min(out_h, config["strip"]):
             return False
         if config["strip"] >= 2 * out_h or config["tile_w"] >= 2 * max(64, ceil_div(out_w, outputs)):
             return False
@@ -276,7 +273,7 @@ class ConvFirstLayerWgmma(FewChannelsSolver):
         if is_same_load(problem, config["vector"]):
             return False
         tiling = _Tiling.of(problem, config, device)
-        return tiling.loads_whole and tiling.registers <= _MAX_REGISTERS and tiling.resident > 0
+        return tiling.moved <= _MOST_MOVED and tiling.registers <= _MAX_REGISTERS and tiling.resident > 0
 
     def short_list(self) -> Sequence[Config]:
         return _SHORT_LIST
@@ -301,7 +298,7 @@ class ConvFirstLayerWgmma(FewChannelsSolver):
         blocks = tiling.blocks(device)
         turns = ceil_div(tiling.tiles * tiling.filter_tiles, blocks)
         together = min(tiling.resident, ceil_div(blocks, device.sm_count))
-        strip = ceil_div(tiling.strip, config["rows"]) * max(together * busy, alone)
+        strip = ceil_div(ceil_div(problem.out_spatial[0], tiling.strips), config["rows"]) * max(together * busy, alone)
         begun = _STRIP + tiling.earlier * max(_CHUNK, together * staged)
         filters = _FILTERS + 0.6 * together * tiling.tile_k * tiling.outputs * tiling.steps
         busy_ms = 1e3 * (filters + turns * (begun + strip)) / device.clock_hz
@@ -319,7 +316,7 @@ class ConvFirstLayerWgmma(FewChannelsSolver):
             args=(
                 *(Pointer(buffer=name) for name in ("x", "w", "y")),
                 *int32s(problem.k, *problem.spatial, *problem.out_spatial, *problem.conv.pad_before),
-                *int32s(tiling.strip, tiling.tiles),
+                *int32s(*divmod(problem.out_spatial[0], tiling.strips), tiling.tiles),
                 *divisors(tiling.filter_tiles, tiling.image_tiles, tiling.strip_tiles),
             ),
         )

@@ -2,8 +2,8 @@
 // or in shared memory, b in shared memory, both K-major without swizzling. Any multiple of 16 columns up to 128.
 //
 // Fragments of a, warp w, lane l with g = l / 4 and t = l % 4, as PTX ISA has them for wgmma.m64nNk16: a[0] holds (row
-// 16 * w + g, terms 2 * t and 2 * t + 1), a[1] row + 8, a[2] terms + 8, a[3] both. Sums: sums[4 * j] holds (row 16 * w +
-// g, column 8 * j + 2 * t), [4 * j + 1] the next column, [4 * j + 2] and [4 * j + 3] row + 8.
+// 16 * w + g, terms 2 * t and 2 * t + 1), a[1] row + 8, a[2] terms + 8, a[3] both. Sums: sums[4 * j] holds (row 16 * w
+// + g, column 8 * j + 2 * t), [4 * j + 1] the next column, [4 * j + 2] and [4 * j + 3] row + 8.
 #pragma once
 
 #include "common/hopper.cuh"
@@ -20,7 +20,7 @@
 #define SUMS_AT_5 SUMS_AT_4 ", %40, %41, %42, %43, %44, %45, %46, %47"
 #define SUMS_AT_6 SUMS_AT_5 ", %48, %49, %50, %51, %52, %53, %54, %55"
 #define SUMS_AT_7 SUMS_AT_6 ", %56, %57, %58, %59, %60, %61, %62, %63"
-#define EIGHT_SUMS(i)                                                                                          \
+#define EIGHT_SUMS(i)                                                                                           \
   "+f"(sums[i]), "+f"(sums[i + 1]), "+f"(sums[i + 2]), "+f"(sums[i + 3]), "+f"(sums[i + 4]), "+f"(sums[i + 5]), \
       "+f"(sums[i + 6]), "+f"(sums[i + 7])
 #define ALL_SUMS_0 EIGHT_SUMS(0)
@@ -81,12 +81,14 @@
 #define TEXT_OF_VALUE(value) #value
 // `at` is two arguments: the operands and whether to add; `ways` says that operands in shared memory are K-major.
 #define FILTER_PRODUCT(kind, ways, at, ...) FILTER_PRODUCT_AT(kind, ways, at, __VA_ARGS__)
-#define FILTER_PRODUCT_AT(kind, ways, operands, go, ...)                                                        \
-  asm volatile("{\n\t.reg .pred go;\n\tsetp.ne.b32 go, " go ", 0;\n\t"                                          \
+#define FILTER_PRODUCT_AT(kind, ways, operands, go, ...)                                                          \
+  asm volatile("{\n\t.reg .pred go;\n\tsetp.ne.b32 go, " go                                                       \
+               ", 0;\n\t"                                                                                         \
                "wgmma.mma_async.sync.aligned.m64n" TEXT_OF(PRODUCT_COLUMNS) "k16.f32." kind "." kind " {" SUMS_AT \
-               "}, " operands ", go, 1, 1, " ways ";\n\t}"                                                      \
-               : ALL_SUMS                                                                                       \
-               : __VA_ARGS__, "l"(b), "r"(static_cast<int>(adds))                                               \
+                                                                            "}, " operands ", go, 1, 1, " ways    \
+                                                                            ";\n\t}"                              \
+               : ALL_SUMS                                                                                         \
+               : __VA_ARGS__, "l"(b), "r"(static_cast<int>(adds))                                                 \
                : "memory")
 
 // Begins the product; without `adds` the sums are replaced. Neither sums nor an `a` in registers may be written before
