@@ -30,6 +30,7 @@ _MAX_GROUPS = 4
 _MAX_REGISTERS = 232
 _MAX_RESIDENT = 8
 _SHARED_BYTES = 227 << 10
+_OTHERS, _PLANES, _LONG = 40, 8, 8  # registers for addresses and counters; more for planes and for the longest loads
 _MOST_MOVED, _LEAD_WORDS = 48, 48  # registers of what a thread has on its way, and of several chunks before a strip
 
 
@@ -114,7 +115,8 @@ class _Tiling:
         shared_bytes = filters + ring + max(rows * blocks * _result_bytes(columns, outputs, last), raw)
         lead = max(1, min(earlier + 1, _LEAD_WORDS // moved)) * moved
         held = 4 * steps if config["held"] else 0
-        registers = round_up(held + max(columns // 2 + moved, lead) + _OTHERS, 8)
+        others = _OTHERS + (0 if last else _PLANES) + (_LONG if vector == 8 else 0)
+        registers = round_up(held + max(columns // 2 + moved, lead) + others, 8)
         resident = resident_blocks(registers, threads, shared_bytes, device.shared_bytes or _SHARED_BYTES)
         return _Tiling(
             outputs=outputs,
@@ -143,9 +145,6 @@ class _Tiling:
         """Blocks of the grid: as many for each block of filters."""
         most = max(1, device.sm_count * self.resident // self.filter_tiles)
         return self.filter_tiles * min(self.tiles, most)
-
-
-_OTHERS = 40  # registers for addresses and counters
 
 
 def _result_bytes(columns: int, outputs: int, last: bool) -> int:
@@ -180,11 +179,13 @@ def _defines(problem: ProblemDescription, config: Config, tiling: _Tiling) -> tu
     )
 
 
+_STRIPS = (1, 2, 4, 7, 10, 14, 28, 56)
+
 # What default_configs ranks by estimate.
 _SHORT_LIST = tuple(
     Config.of(tile_w=tile_w, rows=rows, blocks=blocks, held=held, strip=strip, vector=vector)
     for tile_w, (rows, blocks), held, strip, vector in itertools.product(
-        (64, 128), ((1, 1), (2, 1), (4, 1), (1, 2), (2, 2)), (0, 1), (1, 2, 4, 7, 10, 14, 28, 56), (2, 4)
+        (64, 128), ((1, 1), (2, 1), (4, 1), (1, 2), (2, 2)), (0, 1), _STRIPS, (2, 4)
     )
 )
 
@@ -231,7 +232,7 @@ class ConvFirstLayerWgmma(FewChannelsSolver):
         "rows": (1, 2, 3, 4),
         "blocks": (1, 2, 3),
         "held": (0, 1),
-        "strip": (1, 2, 4, 7, 10, 14, 28, 56),
+        "strip": _STRIPS,
         "vector": (2, 4, 8),
     }
     sources = ("first_layer_wgmma.cu",)
@@ -266,7 +267,10 @@ class ConvFirstLayerWgmma(FewChannelsSolver):
         rows, blocks = config["rows"], config["blocks"]
         if rows * blocks > _MAX_GROUPS or rows > min(out_h, config["strip"]):
             return False
-        if config["strip"] >= 2 * out_h or config["tile_w"] >= 2 * max(64, ceil_div(out_w, outputs)):
+        shorter = max((strip for strip in _STRIPS if rows <= strip < config["strip"]), default=0)
+        if shorter and ceil_div(out_h, shorter) == ceil_div(out_h, config["strip"]):
+            return False
+        if config["tile_w"] >= 2 * max(64, ceil_div(out_w, outputs)):
             return False
         if blocks >= 1 + ceil_div(problem.k, _ROWS // outputs):
             return False
@@ -330,10 +334,10 @@ def _unserved(problem: ProblemDescription) -> str:
         return f"serves one group of up to {MAX_CHANNELS} channels, not groups={problem.groups} c={problem.c}"
     if problem.conv.dilation[1] != 1:
         return f"reads neighbouring columns: needs dilation 1 along them, not {problem.conv.dilation}"
-    if stride_x > 2 and stride_x % 4:
-        return f"reads windows in place at strides of 1, 2 and multiples of 4 columns, not {stride_x}"
     if max(problem.conv.stride) > _MAX_STRIDE:
         return f"stages whole windows, of strides up to {_MAX_STRIDE}, not {problem.conv.stride}"
+    if stride_x > 2 and stride_x % 4:
+        return f"reads windows in place at strides of 1, 2 and multiples of 4 columns, not {stride_x}"
     taps_y, taps_x = problem.filter
     if taps_y * ceil_div(taps_x + stride_x % 2, 4) > _MAX_STEPS:
         return f"takes up to {_MAX_STEPS} products of four taps, not a filter of {problem.filter}"

@@ -18,6 +18,7 @@ from miofind.tiling.windows import WindowTile, unserved
 
 SOLVERS = {
     "ConvFirstLayer": Direction.FORWARD,
+    "ConvFirstLayerWgmma": Direction.FORWARD,
     "ConvFirstLayerData": Direction.BACKWARD_DATA,
     "ConvFirstLayerDataRows": Direction.BACKWARD_DATA,
     "ConvFirstLayerWeights": Direction.BACKWARD_WEIGHTS,
@@ -134,6 +135,33 @@ def test_refusals(solver_id: str, fields: dict[str, Any], reason: str) -> None:
     problem = layer(direction=SOLVERS[solver_id], **fields)
     answer = solver_by_id(solver_id).applicability(problem, DEVICE)
     assert reason in answer.reason
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"stride": (1, 3)}, "multiples of 4"),
+        ({"stride": (1, 6)}, "multiples of 4"),
+        ({"w": (32, 3, 13, 17), "padding": 8}, "up to 64 products"),
+        ({"x": (1, 3, 2000, 300), "w": (32, 3, 3, 7), "dilation": (600, 1)}, "too large"),
+    ],
+)
+def test_warpgroup_products_refuse_what_they_cannot_read_in_place(fields: dict[str, Any], reason: str) -> None:
+    assert reason in solver_by_id("ConvFirstLayerWgmma").applicability(layer(**fields), DEVICE).reason
+
+
+def test_warpgroup_products_serve_rows_apart() -> None:
+    problem = layer(w=(32, 3, 3, 3), padding=(2, 1), dilation=(2, 1))
+    assert solver_by_id("ConvFirstLayerWgmma").applicability(problem, DEVICE)
+
+
+@pytest.mark.parametrize("fields", [{}, {"stride": 2}, {"stride": 4}, {"padding": 3, "w": (320, 3, 7, 7)}])
+@pytest.mark.parametrize("layout", [Layout.NHWC, Layout.NCHW])
+def test_configurations_of_warpgroup_products_differ(fields: dict[str, Any], layout: Layout) -> None:
+    """No two say the same, so that none is measured twice."""
+    solver, problem = solver_by_id("ConvFirstLayerWgmma"), layer(layout=layout, **fields)
+    made = [solver.solution(problem, DEVICE, config) for config in solver.configs(problem, DEVICE)]
+    assert len({repr(solution) for solution in made}) == len(made)
 
 
 @pytest.mark.parametrize("solver_id", SOLVERS)
