@@ -65,9 +65,32 @@ static_assert(kResultBytes % 16 == 0, "results of each warpgroup are whole words
 constexpr int power_of_two(int least) {
   return least <= 1 ? 1 : 2 * power_of_two((least + 1) / 2);
 }
-// Threads that store a pixel, or a filter's row, of a word each; some have none where a row's words are no power of
-// two.
-constexpr int kSlots = CHANNELS_LAST ? kPixelWords : power_of_two(kPlaneWords), kLines = 128 / kSlots;
+// What a thread stores at once, and threads that store a line (a pixel, or a filter's row) together; some have nothing
+// to store where a line is no power of two.
+template <int kCount>
+struct UnitOf;
+template <>
+struct UnitOf<8> {
+  using Type = uint4;
+};
+template <>
+struct UnitOf<4> {
+  using Type = uint2;
+};
+template <>
+struct UnitOf<2> {
+  using Type = unsigned;
+};
+template <>
+struct UnitOf<1> {
+  using Type = unsigned short;
+};
+using Unit = UnitOf<OUT_VECTOR>::Type;
+constexpr int kLines = CHANNELS_LAST ? kTileW : kBlockFilters;
+constexpr int kLineUnits = (CHANNELS_LAST ? kBlockFilters : kTileW) / OUT_VECTOR;
+constexpr int kPowerUnits = power_of_two(kLineUnits), kSlots = kPowerUnits < 128 ? kPowerUnits : 128;
+constexpr int kLineParts = ceil_div(kLineUnits, kSlots), kTurnLines = 128 / kSlots,
+              kTurns = ceil_div(kLines, kTurnLines);
 
 // Starts to copy `count` elements, from an address that is a multiple of 16 bytes.
 __device__ __forceinline__ void load_filters(unsigned raw, const ELEMENT* filters, int count) {
@@ -179,39 +202,28 @@ struct Target {
   int image, row, column, first_k;
 };
 
-// Writes what has been laid out, words of 8 elements in the tensor's order.
+// Writes what has been laid out, in the tensor's order.
 __device__ __forceinline__ void store(const Target& to, const unsigned char* results) {
-  constexpr int kTurns = CHANNELS_LAST ? kTileW / kLines : kBlockFilters / kLines;
-  static_assert(kTurns * kLines == (CHANNELS_LAST ? kTileW : kBlockFilters), "a turn is whole pixels or filters");
-  const int line = threadIdx.x % 128 / kSlots, word = threadIdx.x % kSlots * 8, plane = to.height * to.width;
-  const int lines = CHANNELS_LAST ? to.width - to.column : to.k - to.first_k;
-  const int words = CHANNELS_LAST ? to.k - to.first_k : min(kTileW, to.width - to.column);
-  const int line_step = CHANNELS_LAST ? to.k : plane;
-  if (word >= words) return;
-  ELEMENT* y = to.y + word + line * line_step +
+  const int first = threadIdx.x % 128 / kSlots, element = threadIdx.x % kSlots * OUT_VECTOR;
+  const int plane = to.height * to.width, line_step = CHANNELS_LAST ? to.k : plane;
+  const int columns = to.width - to.column, filters = to.k - to.first_k;
+  const int lines = min(kLines, CHANNELS_LAST ? columns : filters);
+  const int elements = min(kLineUnits * OUT_VECTOR, CHANNELS_LAST ? filters : columns);
+  ELEMENT* y = to.y + element + first * line_step +
                (CHANNELS_LAST ? ((to.image * to.height + to.row) * to.width + to.column) * to.k + to.first_k
                               : (to.image * to.k + to.first_k) * plane + to.row * to.width + to.column);
+#pragma unroll(kTurns* kLineParts <= 8 ? kTurns : 4)
+  for (int turn = 0; turn < kTurns; ++turn, y += kTurnLines * line_step) {
+    const int line = kTurnLines * turn + first;
+    if (line >= lines) break;
+    const unsigned char* const from =
+        results + 2 * element +
+        (CHANNELS_LAST ? line % kOutputs * kHalfBytes + line / kOutputs * kPixelBytes : line * kPlaneBytes);
 #pragma unroll
-  for (int turn = 0; turn < kTurns; ++turn, y += kLines * line_step) {
-    const int number = kLines * turn + line;
-    if (number >= lines) break;
-    const uint4 values = *reinterpret_cast<const uint4*>(
-        results + 2 * word +
-        (CHANNELS_LAST ? number % kOutputs * kHalfBytes + number / kOutputs * kPixelBytes : number * kPlaneBytes));
-    if constexpr (OUT_VECTOR == 8) {
-      *reinterpret_cast<uint4*>(y) = values;
-      continue;
-    }
-    const unsigned pairs[4] = {values.x, values.y, values.z, values.w};
-#pragma unroll
-    for (int i = 0; i < 8; i += OUT_VECTOR) {
-      if (word + i >= words) break;
-      if constexpr (OUT_VECTOR == 4)
-        *reinterpret_cast<uint2*>(y + i) = make_uint2(pairs[i / 2], pairs[i / 2 + 1]);
-      else if constexpr (OUT_VECTOR == 2)
-        *reinterpret_cast<unsigned*>(y + i) = pairs[i / 2];
-      else
-        *reinterpret_cast<unsigned short*>(y + i) = static_cast<unsigned short>(pairs[i / 2] >> 16 * (i % 2));
+    for (int part = 0; part < kLineParts; ++part) {
+      const int ahead = part * kSlots * OUT_VECTOR;
+      if (element + ahead < elements)
+        *reinterpret_cast<Unit*>(y + ahead) = *reinterpret_cast<const Unit*>(from + 2 * ahead);
     }
   }
 }
