@@ -30,7 +30,7 @@ _MAX_GROUPS = 4
 _MAX_REGISTERS = 232
 _MAX_RESIDENT = 8
 _SHARED_BYTES = 227 << 10
-_OTHERS, _PLANES, _LONG = 40, 8, 8  # registers for addresses and counters; more for planes and for the longest loads
+_OTHERS, _PLANES, _LONG = 40, 8, 16  # registers for addresses and counters; more for planes and for the longest loads
 _MOST_MOVED, _LEAD_WORDS = 48, 48  # registers of what a thread has on its way, and of several chunks before a strip
 
 
