@@ -100,25 +100,38 @@ __device__ __forceinline__ void load_filters(unsigned raw, const ELEMENT* filter
 }
 
 // Lays out the filters for the products, zeros beyond the `count` of them. Row 16 * w + r of a block is filter 16 * w +
-// r, or, of two outputs, filter 8 * w + r % 8 for output r / 8.
+// r, or, of two outputs, filter 8 * w + r % 8 for output r / 8. A thread takes a row of taps; neighbours take those of
+// the next filter, or, where filters lie so that they would read from few banks, the next row.
 __device__ __forceinline__ void spread_filters(unsigned char* to, const ELEMENT* raw, int count) {
-  constexpr int kWords = FILTER_Y * kRowWords;
-#pragma unroll 2
-  for (int i = threadIdx.x; i < FILTER_BLOCKS * 64 * kWords; i += kThreads) {
-    const int word = i % kWords, slot = i / kWords, row = slot % 64;
-    const int output = kOutputs == 1 ? 0 : row / 8 % 2;
-    const int k = slot / 64 * kBlockFilters + (kOutputs == 1 ? row : row / 16 * 8 + row % 8);
-    const int r = word / kRowWords, pixel = word % kRowWords * 2 - output * STRIDE_X;
-    Vector<ELEMENT, 8> taps;
+  constexpr bool kRowsFirst = kTaps % 8 == 0;
+  constexpr int kTogether = kRowWords <= 8 ? kRowWords : 2;
+#pragma unroll 1
+  for (int i = threadIdx.x; i < kTileK * FILTER_Y; i += kThreads) {
+    const int k = kRowsFirst ? i / FILTER_Y : i % kTileK, r = kRowsFirst ? i % FILTER_Y : i / kTileK;
+    const int filter = k % kBlockFilters, row = kOutputs == 1 ? filter : filter / 8 * 16 + filter % 8;
+    unsigned char* const line = to + k / kBlockFilters * kBlockBytes + r * kRowWords * kWordBytes + row * 16;
+    const ELEMENT* const taps =
+        raw + (CHANNELS_LAST ? (k * FILTER_Y + r) * FILTER_X * CHANNELS : (k * CHANNELS * FILTER_Y + r) * FILTER_X);
 #pragma unroll
-    for (int e = 0; e < 8; ++e) {
-      const int s = pixel + e / 4, c = e % 4;
-      const int at = CHANNELS_LAST ? ((k * FILTER_Y + r) * FILTER_X + s) * CHANNELS + c
-                                   : ((k * CHANNELS + c) * FILTER_Y + r) * FILTER_X + s;
-      const bool inside = c < CHANNELS && s >= 0 && s < FILTER_X && k < count;
-      taps.at[e] = inside ? raw[at] : convert<ELEMENT>(0.0f);
-    }
-    *reinterpret_cast<Vector<ELEMENT, 8>*>(to + slot / 64 * kBlockBytes + word * kWordBytes + row * 16) = taps;
+    for (int output = 0; output < kOutputs; ++output)
+#pragma unroll 1
+      for (int first = 0; first < kRowWords; first += kTogether) {
+        unsigned pairs[kTogether][4];
+#pragma unroll
+        for (int word = 0; word < kTogether; ++word)
+#pragma unroll
+          for (int e = 0; e < 8; ++e) {
+            const int s = 2 * (first + word) - output * STRIDE_X + e / 4, c = e % 4;
+            const bool inside = c < CHANNELS && s >= 0 && s < FILTER_X;
+            const int at = CHANNELS_LAST ? s * CHANNELS + c : c * FILTER_Y * FILTER_X + s;
+            const unsigned tap = inside && k < count ? *reinterpret_cast<const unsigned short*>(taps + at) : 0;
+            pairs[word][e / 2] = e % 2 ? pairs[word][e / 2] | tap << 16 : tap;
+          }
+#pragma unroll
+        for (int word = 0; word < kTogether; ++word)
+          *reinterpret_cast<uint4*>(line + (first + word) * kWordBytes + output * 128) =
+              make_uint4(pairs[word][0], pairs[word][1], pairs[word][2], pairs[word][3]);
+      }
   }
 }
 
