@@ -172,12 +172,12 @@ __device__ __forceinline__ void transform_tile(float (&places)[4][MT][4], int m,
   }
 }
 
-// Of three products' factors the nearest tf32 in `whole`, by two instructions where cvt.rna.tf32 takes four, and what
-// it leaves, of which tensor cores ignore the last bits, in `rest`: NaN if the value is not finite.
+// Factors of three products are split in two, others are cut to tf32 by tensor cores.
 __device__ __forceinline__ void split(float value, unsigned& whole, unsigned& rest) {
-  whole = __float_as_uint(value);
-  if (kProducts == 3) whole = (whole + 0x1000u) & 0xffffe000u;
-  rest = __float_as_uint(value - __uint_as_float(whole));
+  if constexpr (kProducts == 3)
+    split_tf32(value, whole, rest);
+  else
+    whole = __float_as_uint(value);
 }
 
 __device__ __forceinline__ void multiply_all(float (&sums)[MT][NT][4], const unsigned (&a)[MT][4],
