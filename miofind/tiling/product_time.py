@@ -20,7 +20,7 @@ _LAUNCH_MS = 0.002
 _STEP_CYCLES = 450  # latency of a step where a block is alone: barrier, ldmatrix, products in a row
 _START_CYCLES = 2500  # first tiles from device memory, and the results
 _COPY_CYCLES = 10  # issue slots of a copy with its address and tests
-_SPLIT_CYCLES = 20  # of four float32 elements of a lane, into two tf32 each
+_SPLIT_CYCLES = 12  # of four float32 elements of a lane, into two tf32 each
 _ELEMENT_CYCLES = 4  # each element of one that passes through registers, besides
 
 
