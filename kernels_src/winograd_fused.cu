@@ -66,7 +66,8 @@ struct Part {
   int filter, group;
 };
 
-// Offsets of a patch's pixels of the first channel of the group, -1 outside the image.
+// Offsets of a patch's pixels of the first channel of the group; -4 outside the image, where nothing is read, but
+// addresses are to be aligned.
 __device__ __forceinline__ void make_table(int* table, const Images& from, const Part& part, int before_h,
                                            int before_w) {
   for (int pixel = threadIdx.x; pixel < kPixels; pixel += kThreads) {
@@ -75,7 +76,7 @@ __device__ __forceinline__ void make_table(int* table, const Images& from, const
     const int w = 2 * part.column - before_w + rest - row * kPatchCols;
     const bool inside = n < from.count && static_cast<unsigned>(h) < static_cast<unsigned>(from.height) &&
                         static_cast<unsigned>(w) < static_cast<unsigned>(from.width);
-    table[pixel] = inside ? n * from.image_stride + h * from.row_stride + w * from.column_stride : -1;
+    table[pixel] = inside ? n * from.image_stride + h * from.row_stride + w * from.column_stride : -4;
   }
 }
 

@@ -149,7 +149,7 @@ def _work_ms(problem: ProblemDescription, device: Device, tiling: DepthwiseWeigh
     pixels = tiling.images * (tiling.staged_rows * tiling.x.columns + tiling.rows * tiling.dy.columns)
     copies = pixels * tiling.channels / 8 / 32
     products = met * tiling.products
-    loads = met * tiling.staged_rows * tiling.x.loaded + 2 * tiling.rows
+    loads = met * tiling.staged_rows * tiling.x.matrices + 2 * tiling.rows
     walks = tiling.turns * groups
     slots = walks * (products * _PRODUCT_SLOTS + loads / 2 + _WALK_SLOTS) + copies * _COPY
     busy = max(slots / _SLOTS, walks * loads + 4 * copies, walks * products * _PRODUCT)
