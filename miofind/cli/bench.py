@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from miofind.bench.comparison import BenchRow, ClassMeans, bench, class_means
 from miofind.cli.options import (
@@ -22,8 +21,9 @@ from miofind.cli.options import (
     only_option,
     time_budget_option,
 )
-from miofind.cli.output import Sheet, print_note, print_text, ratio_text, stderr, time_text
+from miofind.cli.output import Sheet, print_note, print_text, ratio_text, time_text
 from miofind.cli.problems import problem_json, request_options, requests_of, short_direction, short_problem
+from miofind.cli.progress import counted
 from miofind.cli.session import verbose_option
 from miofind.compiler import CompilePool
 from miofind.device import Device, Library, Place
@@ -94,18 +94,16 @@ def bench_(
         strict_nonfinite=strict_nonfinite,
         max_error=max_error,
     )
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     rows: list[BenchRow] = []
     with (
         Handle(device, database=database) as handle,
         CompilePool() as pool,
-        Progress(*columns, console=stderr(), transient=True) as progress,
+        counted("found, then timed", 2 * len(requests)) as advance,
     ):
-        finding, timing = (progress.add_task(name, total=len(requests)) for name in ("finding", "timing"))
 
         def take(row: BenchRow) -> None:
             rows.append(row)
-            progress.advance(timing)
+            advance()
 
         try:
             bench(
@@ -114,7 +112,7 @@ def bench_(
                 options,
                 against_torch=against == "torch",
                 pool=pool,
-                on_found=lambda: progress.advance(finding),
+                on_found=advance,
                 on_row=take,
             )
         except KeyboardInterrupt:
