@@ -6,6 +6,7 @@ kernels_src/winograd.cu, and those of the other solver, which is known by its id
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -101,10 +102,9 @@ class ConvWinogradMma(Solver):
         firsts = [next((plan for plan in ranked if plan.tile == tile), None) for tile in TILES]
         least = min(ranked, key=lambda plan: sum(region.bytes for region in plan.regions()))
         chosen = list(dict.fromkeys([*ranked[:1], *filter(None, firsts), *ranked[:3], least]))
-        configs = [config for plan in chosen for config in self._with_products(plan, device, 1)]
-        first = min(configs, key=lambda config: self.estimate_ms(problem, device, config))
-        more = self._with_products(self.plan(problem, first), device, _PRODUCTS_EACH)
-        return tuple(dict.fromkeys([first, *configs, *more]))[:_DEFAULTS]
+        choices = [self._with_products(plan, device, _PRODUCTS_EACH) for plan in chosen]
+        best = min(choices, key=lambda configs: self.estimate_ms(problem, device, configs[0]))
+        return tuple(dict.fromkeys([best[0], *(configs[0] for configs in choices), *best]))[:_DEFAULTS]
 
     def configs(self, problem: ProblemDescription, device: Device) -> Iterator[Config]:
         found = dict.fromkeys(self.default_configs(problem, device))
@@ -174,7 +174,8 @@ class ConvWinogradMma(Solver):
         return solver_by_id(_INNER)
 
     def _plans(self, problem: ProblemDescription, device: Device) -> Iterator[WinogradPlan]:
-        return (plan for plan in plans(problem) if self._serves(plan, device))
+        one_each = plans(problem, slices_of=(_FIXED["slices"],), vectors=(_FIXED["vector"],))
+        return (plan for plan in one_each if self._serves(plan, device))
 
     def _serves(self, plan: WinogradPlan, device: Device) -> bool:
         """Whether its products are one convolution of the other solver; it adds to no earlier sum."""
@@ -204,6 +205,7 @@ class ConvWinogradMma(Solver):
         return _IEEE_OVER_ESTIMATE * narrow * shallow * estimate
 
 
+@functools.lru_cache(maxsize=256)  # every configuration asks, for each of its products' estimates
 def product_problem(plan: WinogradPlan) -> ProblemDescription:
     """The products of a chunk as a convolution: x and y are tiles, places of tiles are groups."""
     p = plan.problem
