@@ -226,8 +226,8 @@ class WinogradPlan:
         product = product_ms(self.product(self.tiles), device, splits=False)
         return self.all_tiles / self.tiles * product + self.transforms_ms(device)
 
-    def transforms_ms(self, device: Device) -> float:
-        """Analytic milliseconds of what transforms read and write."""
+    def transforms_ms(self, device: Device, *, step_ms: float = STEP_MS) -> float:
+        """Analytic milliseconds of what transforms read and write, and of each step's start."""
         inputs, others, products = (region.bytes for region in self.regions())
         whole = self.all_tiles / self.tiles
         if self.is_weights:
@@ -237,7 +237,7 @@ class WinogradPlan:
             moved = whole * (inputs + products) + others + self.problem.bytes
         steps = (1 if self.is_weights else 2) * self.chunk_count + 1
         traffic = moved / (_BANDWIDTH_SHARES[self.floats <= _FEW_FLOATS] * device.bandwidth_bytes_per_s)
-        return 1e3 * traffic + STEP_MS * steps
+        return 1e3 * traffic + step_ms * steps
 
     def refusal(self) -> str:
         """Why sizes overflow the kernels' counts, "" if they do not."""
