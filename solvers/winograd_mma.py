@@ -26,6 +26,7 @@ from miofind.libraries.winograd_choice import (
     serves,
     values_of,
 )
+from miofind.libraries.winograd_time import transforms_ms
 from miofind.problem import DataType, Direction, Layout, MathMode, ProblemDescription
 from miofind.solution import Config, ConvSolution, Packing, Region, WorkspacePlan
 from miofind.solver import Algorithm, Applicability, KernelKey, Solver, solver_by_id
@@ -162,7 +163,7 @@ class ConvWinogradMma(Solver):
         names = product_tensors(plan) | {region.name: _own(region) for region in products.workspace.regions}
         steps = [step.on_buffers(names) for step in products.kernels]
         return ConvSolution(
-            steps=tuple(plan.steps(lambda: steps)),
+            steps=tuple(plan.steps(lambda count, accumulate: steps)),
             workspace=_workspace(plan, products),
             deterministic=products.deterministic,
         )
@@ -243,7 +244,7 @@ def product_tensors(plan: WinogradPlan) -> dict[str, str]:
 
 
 def _transforms_ms(plan: WinogradPlan, device: Device) -> float:
-    return plan.transforms_ms(device, step_ms=_TRANSFORM_START_MS)
+    return transforms_ms(plan, device, step_ms=_TRANSFORM_START_MS)
 
 
 def _ranked_ms(plan: WinogradPlan, device: Device) -> float:
