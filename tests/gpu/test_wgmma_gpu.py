@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 from collections.abc import Mapping
 from typing import Any
@@ -127,10 +128,15 @@ def splits(config: Config) -> int:
 
 def sampled(solver: Solver, problem: ProblemDescription, device: Device, count: int, each: int) -> list[Config]:
     """The default configurations, `count` more and up to `each` of every kind of tiling, the same in every run."""
-    chosen = list(drawn_wgmma(WGMMA, asked(solver, problem, device), device, count, each))
-    if solver is not WGMMA:
-        chosen = [Config.of(solver=WGMMA.id, config=dict(config)) for config in chosen]
-    return list(dict.fromkeys([*solver.default_configs(problem, device), *chosen]))
+    defaults = solver.default_configs(problem, device)
+    if any(config.get("solver", WGMMA.id) != WGMMA.id for config in defaults):  # ConvImplicitGemmMma's
+        every = list(solver.configs(problem, device))
+        chosen = random.Random(problem.network_config).sample(every, min(2 * count, len(every)))
+    else:
+        chosen = list(drawn_wgmma(WGMMA, asked(solver, problem, device), device, count, each))
+        if solver is not WGMMA:
+            chosen = [Config.of(solver=WGMMA.id, config=dict(config)) for config in chosen]
+    return list(dict.fromkeys([*defaults, *chosen]))
 
 
 def check(
