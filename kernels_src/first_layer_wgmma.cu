@@ -6,7 +6,8 @@
 // COLUMNS windows of a row of y, read from staged rows of x as they lie. A step is ROWS rows of y, one a warpgroup and
 // block of filters. Rows of x arrive in chunks, as many as a step moves on, through registers into a ring: those of the
 // step after next are loaded, and those of the next one written, while products are under way. Results go through
-// shared memory to words of 16 bytes in the tensor's order. Grid: persistent; a block keeps its filters and goes
+// shared memory to words of 16 bytes in the tensor's order, and on at once, or, if LATE, while the next products are
+// under way. Grid: persistent; a block keeps its filters and goes
 // through strips of `strip` rows, the first `longer` of an image of one more, and COLUMNS windows.
 #include "common/copy_bytes.cuh"
 #include "common/divisor.cuh"
@@ -21,8 +22,8 @@
 #if !defined(FILTER_BLOCKS) || !defined(HELD) || !defined(CHANNELS_LAST) || !defined(OFFSET) || !defined(IN_VECTOR)
 #error "define FILTER_BLOCKS, HELD, CHANNELS_LAST, OFFSET and IN_VECTOR"
 #endif
-#if !defined(OUT_VECTOR) || !defined(MIN_BLOCKS) || !defined(SHARED_BYTES)
-#error "define OUT_VECTOR, MIN_BLOCKS and SHARED_BYTES"
+#if !defined(LATE) || !defined(OUT_VECTOR) || !defined(MIN_BLOCKS) || !defined(SHARED_BYTES)
+#error "define LATE, OUT_VECTOR, MIN_BLOCKS and SHARED_BYTES"
 #endif
 #define PRODUCT_COLUMNS COLUMNS
 #include "common/filter_products.cuh"
@@ -262,13 +263,19 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
 
   Target to = {y, k, out_height, out_width, 0, 0, 0, first_k + group % FILTER_BLOCKS * kBlockFilters};
   PatchPlace place = {height, width, 0, 0, 0};
-  int last;  // row of y that ends the strip
+  int first, last;  // row of y that begins the strip, and the one that ends it
   const auto load = [&](Loader& loader) {
     loader.take(x, place);
     place.row += kChunkRows;
   };
   const auto write = [&](const Loader& loader, int chunk) {
     loader.put(shared + kFilterBytes + chunk * Chunk::kBytes);
+  };
+  // Stores what this warpgroup has laid out, of the step that began with a row.
+  const auto store_step = [&](int row) {
+    Target target = to;
+    target.row = row + row_of_step;
+    store(target, results);
   };
   // Goes to a tile: loads what its first step meets, and begins to load what the next one adds.
   Loader loader;
@@ -278,7 +285,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
     const int strip_number = tile / by_strip;
     to.row = strip_number * strip + min(strip_number, longer);
     to.column = (tile - strip_number * strip_tiles) * kTileW;
-    last = to.row + strip + (strip_number < longer);
+    first = to.row;
+    last = first + strip + (strip_number < longer);
     place.image = to.image;
     place.row = to.row * STRIDE_Y - pad_y - kBefore;
     place.column = to.column * STRIDE_X - pad_x - OFFSET;
@@ -311,7 +319,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
     int chunk = 0;  // the earliest that the step meets
 #pragma unroll 1
     for (; to.row < last; to.row += ROWS) {
-      __syncthreads();  // the step's chunks are in place, and results of the last step have been read
+      __syncthreads();  // the step's chunks are in place; results of the last step are laid out, or stored unless LATE
       Sums sums;        // beyond the strip's last row they are computed, too, but not stored
       begin_products(sums, held, shared_address(block), ring, chunk * kChunkRows + kBefore + row_of_step * STRIDE_Y);
       if (to.row + ROWS < last) {
@@ -319,19 +327,23 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
         shared_writes_done();
       }
       if (to.row + 2 * ROWS < last) load(loader);
+      if (LATE && to.row > first) store_step(to.row - ROWS);
       products_wait<0>();
+      if constexpr (LATE) warpgroup_barrier(1 + group);  // results of the last step have been read
       if (to.row + row_of_step < last) {
         lay_out(results, sums);
-        warpgroup_barrier(1 + group);  // results are laid out
-        Target target = to;
-        target.row += row_of_step;
-        store(target, results);
+        if constexpr (!LATE) {
+          warpgroup_barrier(1 + group);  // results are laid out
+          store_step(to.row);
+        }
       }
       chunk = chunk + 1 < kChunks ? chunk + 1 : 0;
     }
     tile += tile_step;
-    if (tile >= tiles) break;
-    __syncthreads();  // all products have read the ring
+    if (!LATE && tile >= tiles) break;
+    __syncthreads();  // all products have read the ring; if LATE, results of the last step are laid out
+    if (LATE && to.row - ROWS + row_of_step < last) store_step(to.row - ROWS);
+    if (LATE && tile >= tiles) break;
     begin(tile);
   }
 }

@@ -164,6 +164,20 @@ def test_configurations_of_warpgroup_products_differ(fields: dict[str, Any], lay
     assert len({repr(solution) for solution in made}) == len(made)
 
 
+def test_defaults_of_warpgroup_products_differ_in_kind_and_time_to_store() -> None:
+    problem = layer(x=(32, 3, 224, 224), w=(128, 3, 7, 7), padding=3, stride=2)
+    configs = solver_by_id("ConvFirstLayerWgmma").default_configs(problem, DEVICE)
+    assert [config["late"] for config in configs] == [1, 0] * 4
+    assert len({(config["rows"], config["blocks"]) for config in configs}) == 4
+
+
+def test_nothing_is_stored_late_where_a_strip_is_one_step() -> None:
+    problem = layer(x=(1, 3, 10, 64), w=(64, 3, 3, 3), padding=1)
+    configs = list(solver_by_id("ConvFirstLayerWgmma").configs(problem, DEVICE))
+    assert {config["strip"] for config in configs if config["rows"] == 4 and config["late"]} == {7, 10}
+    assert not any(config["late"] for config in configs if config["rows"] == config["strip"])
+
+
 @pytest.mark.parametrize("solver_id", SOLVERS)
 def test_other_directions_are_refused(solver_id: str) -> None:
     for other in set(Direction) - {SOLVERS[solver_id]}:
