@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -133,9 +133,17 @@ def _nearest(answers: Iterable[Answer], request: Scope) -> _Nearest | None:
     for answer in answers:
         missing = answer.missing(request.solvers)
         rest = {name: version for name, version in request.solvers.items() if name not in missing}
-        if WIDE_BOUNDS not in missing and rest and answer.covers(replace(request, solvers=rest)):
+        if WIDE_BOUNDS not in missing and rest and answer.covers(_only(request, rest)):
             return _Nearest(answer, missing)
     return None
+
+
+def _only(request: Scope, rest: Mapping[str, int]) -> Scope:
+    """A request as it was before there were other solvers: a filter names those that it lets in."""
+    filters = dict(request.filters)
+    if "solvers" in filters:
+        filters["solvers"] = sorted(rest)
+    return replace(request, solvers=rest, filters=filters)
 
 
 @functools.lru_cache(maxsize=1 << 16)
