@@ -37,6 +37,7 @@ _MAX_STEPS = 32  # whose products are unrolled
 _SHARED_BYTES = 227 << 10
 _OTHER_REGISTERS, _FEWEST_REGISTERS = 56, 80
 _HELD_WORDS, _HELD_LOADS = 32, 8  # of x that a thread has on their way at most
+_WIDTHS = (32, 56, 64, 112, 128)
 _MOST_ROWS = 8  # of a filter in one product
 _PATCHES = 3
 _SHARES = 32
@@ -248,17 +249,20 @@ _SHORT_LIST = tuple(
 )
 
 # Cycles of a multiprocessor for 128 bytes that products read of shared memory, or for 8 columns of a product, whichever
-# takes longer; to stage a vector of x and to load a vector of dy. Cycles that a block waits for a tile. How often parts
-# move as long as memory would take. Share of the shorter of moving all tensors and computing that the other does not
-# hide. All but the first two, which are the device's, are guesses.
+# takes longer; to stage a vector of x and to load a vector of dy; that a block waits for a tile, shared by its
+# warpgroups, and that a tile takes at least. Bytes a multiprocessor has on their way when memory is busy. How often
+# parts move as long as memory would take. Share of the shorter of moving all tensors and computing that the other does
+# not hide. All but the first two, which are the device's, are guesses.
 _READ = 1.0
 _COLUMNS = 4.0
 _STAGED = 0.6
 _LOADED = 0.3
-_TILE = 250.0
+_TILE = 200.0
+_LATENCY = 900.0
+_BUSY_BYTES = 40e3
 _PARTS = 2.0
 _LAUNCH_MS = 0.0048
-_EXPOSED = 0.3
+_EXPOSED = 0.15
 
 
 class ConvFirstLayerWgmmaWeights(FewChannelsSolver):
@@ -288,7 +292,7 @@ class ConvFirstLayerWgmmaWeights(FewChannelsSolver):
     )
     parameters: ClassVar[Mapping[str, Sequence[ConfigValue]]] = {
         "tile_h": (1, 2, 4, 8),
-        "tile_w": (32, 56, 64, 112, 128),
+        "tile_w": _WIDTHS,
         "tile_k": (64, 128, 192),
         "groups_s": (1, 2, 3, 4, 5, 6),
         "loaders": (0, 1, 2),
@@ -301,11 +305,13 @@ class ConvFirstLayerWgmmaWeights(FewChannelsSolver):
 
     def is_valid_config(self, problem: ProblemDescription, device: Device, config: Config) -> bool:
         out_h, out_w = problem.out_spatial
-        if config["tile_h"] >= 2 * out_h or config["tile_w"] >= 2 * max(32, out_w):
+        if config["tile_h"] >= 2 * out_h:
             return False
         if config["tile_k"] >= 64 + round_up(problem.k, 64):
             return False
-        vector = config["vector"]
+        tile_w, vector = config["tile_w"], config["vector"]
+        if any(less < tile_w and ceil_div(out_w, less) == ceil_div(out_w, tile_w) for less in _WIDTHS):
+            return False  # tiles are the same
         if vector > 2 and problem.spatial[1] % vector:
             return False  # as a lower limit
         if ceil_div(problem.filter[1], 2) % config["groups_s"]:
@@ -318,6 +324,8 @@ class ConvFirstLayerWgmmaWeights(FewChannelsSolver):
             return False
         if tiling.registers > _MAX_REGISTERS or tiling.resident < config["resident"]:
             return False
+        if config["stages"] > 4 and ceil_div(tiling.tiles, tiling.splits) < config["stages"] - 2:
+            return False  # a block has fewer tiles
         if config["least"] > 1 and tiling.tiles >= config["least"] * device.sm_count * tiling.resident:
             return False  # blocks have as many anyway
         if tiling.splits * tiling.part_bytes(problem) > _MAX_WORKSPACE_BYTES:
@@ -332,21 +340,24 @@ class ConvFirstLayerWgmmaWeights(FewChannelsSolver):
 
     def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
         tiling = _Tiling.of(problem, config, device)
-        moved_ms = 1e3 * problem.bytes / device.bandwidth_bytes_per_s
         parts = ceil_div(problem.filter[0], tiling.column_blocks)
         products = tiling.steps * tiling.groups_k * tiling.chunks * parts
-        product = max(_COLUMNS * tiling.column_blocks, _READ * (16 + 2 * tiling.column_blocks))
-        slots = tiling.tile_h * tiling.tile_w
-        stride_y, stride_x = problem.conv.stride
+        multiplied = products * max(_COLUMNS * tiling.column_blocks, _READ * (16 + 2 * tiling.column_blocks))
+        slots, (stride_y, stride_x) = tiling.tile_h * tiling.tile_w, problem.conv.stride
         rows = (tiling.tile_h - 1) * stride_y + problem.filter[0]
         staged = rows * ((tiling.tile_w - 1) * stride_x + problem.filter[1]) / tiling.in_vector
-        multiplied = products * product
         moved = _STAGED * staged + _LOADED * slots * tiling.tile_k / tiling.out_vector
         alone = max(multiplied, moved) if config["loaders"] else multiplied + moved
+        alone = max(alone, _LATENCY) + _TILE / (tiling.groups_s * tiling.groups_k)
         turns = ceil_div(tiling.tiles, tiling.splits)
         blocks = tiling.splits * tiling.filter_tiles(problem)
         together = min(tiling.resident, ceil_div(blocks, device.sm_count))
-        busy_ms = 1e3 * turns * max(together * max(multiplied, moved), alone + _TILE) / device.clock_hz
+        busy_ms = 1e3 * turns * max(together * max(multiplied, moved), alone) / device.clock_hz
+        # Memory is busy if enough is on its way; edges of tiles are moved, too.
+        y_share = tiling.tiles * slots * tiling.filter_tiles(problem) * tiling.tile_k / problem.y.size
+        under_way = together * (config["stages"] - 2) * 2 * slots * tiling.tile_k
+        moved_bytes = problem.bytes * max(1.0, _BUSY_BYTES / under_way) * (1 + 0.25 * (y_share - 1))
+        moved_ms = 1e3 * moved_bytes / device.bandwidth_bytes_per_s
         parts_ms = _PARTS * 1e3 * tiling.splits * tiling.part_bytes(problem) / device.bandwidth_bytes_per_s
         return float(_LAUNCH_MS + max(moved_ms, busy_ms) + _EXPOSED * min(moved_ms, busy_ms) + parts_ms)
 
