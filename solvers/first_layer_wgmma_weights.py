@@ -239,7 +239,10 @@ def _config(tile: Sequence[int], block: Sequence[int], flow: Sequence[int]) -> C
 # What default_configs ranks by estimate.
 _SHORT_LIST = tuple(
     _config(tile, (tile_k, groups_s, loaders, resident), (stages, 2, least))
-    for tile in ((1, 56), (2, 56), (4, 56), (1, 64), (2, 64), (4, 64), (1, 112), (2, 112), (2, 128), (4, 32), (8, 32))
+    for tile in (
+        *((tile_h, tile_w) for tile_h in (1, 2, 4) for tile_w in (32, 56, 64)),
+        *((1, 112), (2, 112), (2, 128), (8, 32)),
+    )
     for tile_k in (64, 128, 192)
     for groups_s in (1, 2, 3, 4, 5)
     for loaders in (0, 1)
