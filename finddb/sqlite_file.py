@@ -49,7 +49,8 @@ _ADVICE = {
     sqlite3.SQLITE_CORRUPT: "it is damaged: move it away, then import an export of it or let it be filled anew",
     sqlite3.SQLITE_TOOBIG: f"it holds a text of more than {MAX_VALUE_BYTES >> 20} MiB, which no FindDB does: do not "
     "trust it, name another file",
-    sqlite3.SQLITE_NOTADB: "it is not an SQLite database: name another file, or move this one away",
+    sqlite3.SQLITE_NOTADB: "it is not an SQLite database: name another file, or move this one away; of an export, "
+    "`miofind db import --db NEW_FILE` makes a FindDB",
 }
 _ADVICE[sqlite3.SQLITE_LOCKED] = _ADVICE[sqlite3.SQLITE_BUSY]
 _ADVICE[sqlite3.SQLITE_PERM] = _ADVICE[sqlite3.SQLITE_CANTOPEN]

@@ -7,6 +7,7 @@
 // met it. Warps' sums are added in shared memory, blocks' in a cluster of CLUSTER or by `.._finish`, in a fixed order.
 //
 // Defines: as checked below; ALL_CHANNELS, IN_H and IN_W of x, OUT_H and OUT_W of dy.
+#include "common/add_parts.cuh"
 #include "common/depthwise_mma.cuh"
 
 #if !defined(ELEMENT) || !defined(FILTER_Y) || !defined(FILTER_X) || !defined(STRIDE_H) || !defined(STRIDE_W) || \
@@ -348,33 +349,10 @@ extern "C" __global__ void IN_CLUSTER __launch_bounds__(kThreads, MIN_BLOCKS)
 #endif
 }
 
-// Adds the blocks' sums: LANES threads (a power of two) share 4 neighbours, each for every LANES-th part.
-constexpr int kFinishThreads = 256, kLanesOfSum = LANES, kFours = kFinishThreads / kLanesOfSum;
-constexpr int kSize = kAllChannels * kTaps;
+constexpr int kFinishThreads = 256;
 
+// Adds the blocks' sums.
 extern "C" __global__ void __launch_bounds__(kFinishThreads)
     depthwise_mma_weights_finish(const float* parts, ELEMENT* dw, int splits) {
-  __shared__ Vector<float, 4> staged[kFinishThreads];
-  const int first = threadIdx.x / kFours, at = (blockIdx.x * kFours + threadIdx.x % kFours) * 4;
-  Vector<float, 4> sum = {};
-  previous_step_done();
-  if (at < kSize)
-#pragma unroll 8
-    for (int split = first; split < splits; split += kLanesOfSum) {
-      const auto more = *reinterpret_cast<const Vector<float, 4>*>(parts + static_cast<int64>(split) * kSize + at);
-#pragma unroll
-      for (int e = 0; e < 4; ++e) sum.at[e] += more.at[e];
-    }
-  staged[threadIdx.x] = sum;
-  __syncthreads();  // every thread's sum is there
-  if (first > 0 || at >= kSize) return;
-  Vector<ELEMENT, 4> rounded;
-#pragma unroll
-  for (int e = 0; e < 4; ++e) {
-    float total = sum.at[e];
-#pragma unroll
-    for (int lane = 1; lane < kLanesOfSum; ++lane) total += staged[lane * kFours + threadIdx.x].at[e];
-    rounded.at[e] = convert<ELEMENT>(total);
-  }
-  *reinterpret_cast<Vector<ELEMENT, 4>*>(dw + at) = rounded;
+  add_parts<kFinishThreads, LANES>(dw, parts, kAllChannels * kTaps, splits);
 }

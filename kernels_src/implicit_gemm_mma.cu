@@ -82,11 +82,7 @@ __device__ __forceinline__ void split(unsigned (&values)[kCount][4], unsigned (&
 #pragma unroll
   for (int i = 0; i < kCount; ++i)
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const float value = __uint_as_float(values[i][j]);
-      values[i][j] = nearest_tf32(value);
-      rest[i][j] = nearest_tf32(value - __uint_as_float(values[i][j]));
-    }
+    for (int j = 0; j < 4; ++j) split_tf32(__uint_as_float(values[i][j]), values[i][j], rest[i][j]);
 }
 
 __device__ __forceinline__ void multiply_all(Sums& sums, const unsigned (&a)[kWarpM / 16][4],

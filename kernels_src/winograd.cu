@@ -1,10 +1,10 @@
 // Winograd's minimal filtering around products of matrices: y = A ((G g) * (B d)), along both axes of a tile.
 //
-// winograd_operands transforms tiles of images and, in its first blocks, filters, or for backward weights tiles of dy.
-// winograd_results transforms products back to tiles of y, winograd_weights to filters. A thread has a whole tile in
-// registers, with tiles along the lanes where channels come first, else of some neighbouring channels.
-// Of each of a tile's places, operands hold [group][slice][channel][tile] or, channels last, [group][slice][tile]
-// [channel], tiles beyond the last as zeros; filters [group][slice][k][c]. Offsets fit 30 bits. Sums are float32.
+// winograd_operands transforms tiles of images and, in its first blocks, filters, or for backward weights tiles of dy;
+// winograd_results products to tiles of y, winograd_weights to filters. A thread has a whole tile in registers, with
+// tiles along the lanes where channels come first, else of some channels. Of a place of tiles, operands hold [group]
+// [slice][channel][tile] or, channels last, [group][slice][tile][channel], with zeros beyond the last; filters
+// [group][slice][k][c]. Offsets fit 30 bits. Sums are float32.
 // Defines: ELEMENT, OPERAND, WEIGHTS, MIN_BLOCKS on an SM, INPUT_LEAD, PLACES_WITHIN; TILE_ (the next tile), TAPS_,
 // PRODUCTS_ and the matrices B: INPUT_, G: OTHER_, A: OUTPUT_, each _H and _W; of each tensor _LAST, _LANES, _VECTOR.
 // Source: Lavin and Gray, Fast Algorithms for Convolutional Neural Networks, CVPR 2016, section 4.
@@ -245,8 +245,7 @@ struct Taps {
   int pairs;
   Divisor group_channels;
 
-  // Element of a pair's tap, channels last.
-  __device__ __forceinline__ int offset(int pair, int tap) const {
+  __device__ __forceinline__ int offset(int pair, int tap) const {  // of a pair's tap, channels last
     const int k = pair / group_channels;
     return (k * kTaps + tap) * group_channels.by + pair - k * group_channels.by;
   }
@@ -256,8 +255,7 @@ template <bool kLast>
 __device__ __forceinline__ void transform_filters(const ELEMENT* __restrict__ w, OPERAND* __restrict__ transformed,
                                                   ELEMENT* staged, const Taps<kLast>& taps) {
   const int pair = taps.first + threadIdx.x;
-  if constexpr (!kLast) {
-    // A thread's taps are neighbours in memory: the block reads them in order.
+  if constexpr (!kLast) {  // a thread's taps are neighbours in memory: the block reads them in order
     const int count = min(kThreads, taps.pairs - taps.first) * kTaps;
     for (int i = threadIdx.x; i < count; i += kThreads) staged[i] = w[taps.first * kTaps + i];
     __syncthreads();  // all filters of the block are there
@@ -279,8 +277,7 @@ __device__ __forceinline__ void transform_filters(const ELEMENT* __restrict__ w,
   });
 }
 
-// Transforms products of kLanes channels of one tile back; where channels come first, kVector columns are stored at
-// once.
+// Transforms products of kLanes channels of one tile back; stores kVector columns at once where channels come first.
 template <bool kLast, int kLanes, int kVector>
 __device__ __forceinline__ void transform_back(const float* __restrict__ products, ELEMENT* __restrict__ tensor,
                                                const Operand& result, const Tiles& tiles, int rank) {
@@ -347,8 +344,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   const Taps<OUTPUT_LAST> taps{static_cast<int>(blockIdx.x) * kThreads, pairs, DIVISOR(group_channels)};
   const int pair = taps.first + threadIdx.x;
   if (pair < pairs) {
-    // Slices of a group's products lie one after another.
-    const Divisor of_group = DIVISOR(group_pairs);
+    const Divisor of_group = DIVISOR(group_pairs);  // slices of a group's products lie one after another
     const float* from = products + pair + pair / of_group * (slices - 1) * group_pairs;
     Row<kProductsW, 1> sums[kProductsH] = {};
     for (int slice = 0; slice < slices; ++slice, from += group_pairs) {

@@ -66,7 +66,8 @@ struct Part {
   int filter, group;
 };
 
-// Offsets of a patch's pixels of the first channel of the group, -1 outside the image.
+// Offsets of a patch's pixels of the first channel of the group; -4 outside the image, where nothing is read, but
+// addresses are to be aligned.
 __device__ __forceinline__ void make_table(int* table, const Images& from, const Part& part, int before_h,
                                            int before_w) {
   for (int pixel = threadIdx.x; pixel < kPixels; pixel += kThreads) {
@@ -75,7 +76,7 @@ __device__ __forceinline__ void make_table(int* table, const Images& from, const
     const int w = 2 * part.column - before_w + rest - row * kPatchCols;
     const bool inside = n < from.count && static_cast<unsigned>(h) < static_cast<unsigned>(from.height) &&
                         static_cast<unsigned>(w) < static_cast<unsigned>(from.width);
-    table[pixel] = inside ? n * from.image_stride + h * from.row_stride + w * from.column_stride : -1;
+    table[pixel] = inside ? n * from.image_stride + h * from.row_stride + w * from.column_stride : -4;
   }
 }
 
@@ -172,12 +173,12 @@ __device__ __forceinline__ void transform_tile(float (&places)[4][MT][4], int m,
   }
 }
 
-// Of three products' factors the nearest tf32 in `whole`, by two instructions where cvt.rna.tf32 takes four, and what
-// it leaves, of which tensor cores ignore the last bits, in `rest`: NaN if the value is not finite.
+// Factors of three products are split in two, others are cut to tf32 by tensor cores.
 __device__ __forceinline__ void split(float value, unsigned& whole, unsigned& rest) {
-  whole = __float_as_uint(value);
-  if (kProducts == 3) whole = (whole + 0x1000u) & 0xffffe000u;
-  rest = __float_as_uint(value - __uint_as_float(whole));
+  if constexpr (kProducts == 3)
+    split_tf32(value, whole, rest);
+  else
+    whole = __float_as_uint(value);
 }
 
 __device__ __forceinline__ void multiply_all(float (&sums)[MT][NT][4], const unsigned (&a)[MT][4],

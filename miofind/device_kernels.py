@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from miofind.bound_steps import make_step_launcher
 from miofind.device import Device
-from miofind.invoker import make_step_launcher
 from miofind.solution import KernelStep, Pointer, Scalar
 from miofind.tensor import TensorDescriptor
 from miofind.values import Values

@@ -7,6 +7,7 @@
     ├── InvalidOptionError       a find option or argument with an impossible value
     ├── UnknownSolverError       a solver id that is not registered
     ├── NoSolutionError          nothing usable answers the request
+    │   └── NoPlaceError         it needs a GPU or a library that is not here; a MissingEnvironmentError, too
     ├── WorkspaceError           a workspace that is too small
     ├── MissingEnvironmentError        something this machine lacks
     │   ├── NoDeviceError        no usable GPU
@@ -78,6 +79,10 @@ class MissingEnvironmentError(MiofindError):
     """Something that this machine or environment lacks."""
 
     exit_code: ClassVar[int] = 3
+
+
+class NoPlaceError(NoSolutionError, MissingEnvironmentError):
+    """Every solver that was asked for runs on a GPU, or with a library, that this machine lacks."""
 
 
 class NoDeviceError(MissingEnvironmentError):

@@ -344,5 +344,5 @@ def _crashed(candidate: Candidate, reason: str) -> Outcome:
 def _device_lost(candidate: Candidate, reason: str) -> DeviceLostError:
     return DeviceLostError(
         f"{candidate.id} destroyed the CUDA context of this process ({reason}): restart it, and find with "
-        "isolate=True or exclude this solver"
+        "isolate=True (--isolate), or exclude this solver"
     )

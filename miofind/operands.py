@@ -22,6 +22,8 @@ from miofind.tensor import TensorDescriptor
 Check = Callable[[Any], Any]
 """Takes an array; gives its device address, or the NumPy array over its host memory."""
 
+_DESCRIBED = "find solutions of the problem that the arrays have, ProblemDescription.from_arrays(...)"
+
 CheckOfAll = Callable[[Any, Any, Any], tuple[Any, Any, Any]]
 """Takes the arrays of x, w and y; gives what their checks give."""
 
@@ -131,12 +133,15 @@ def overlap_check(
 def _checked(array: Any, name: str, tensor: TensorDescriptor, device_index: int, alignment: int) -> Any:
     """The same checks, slower: with messages, size-1 dimensions ignored and every kind of array."""
     if array is None:
-        raise InvalidArrayError(f"{name} is missing: the problem wants an array of shape {tensor.shape}")
+        raise InvalidArrayError(f"{name} is missing: pass an array of shape {tensor.shape}, which the problem wants")
     v = view(array, name)
     if v.shape != tensor.shape:
-        raise InvalidArrayError(f"{name} has shape {v.shape}, the problem wants {tensor.shape}")
+        advice = _shape_advice(name, v.shape, tensor.shape)
+        raise InvalidArrayError(f"{name} has shape {v.shape}, the problem wants {tensor.shape}: {advice}")
     if v.dtype is not tensor.dtype:
-        raise InvalidArrayError(f"{name} has dtype {v.dtype}, the problem wants {tensor.dtype}")
+        raise InvalidArrayError(
+            f"{name} has dtype {v.dtype}, the problem wants {tensor.dtype}: convert it, or {_DESCRIBED}"
+        )
     if v.device_index != device_index:
         given, wanted = _device_name(v.device_index), _device_name(device_index)
         raise InvalidArrayError(f"{name} is on {given}, the solution runs on {wanted}: move the array there")
@@ -157,6 +162,16 @@ def _checked(array: Any, name: str, tensor: TensorDescriptor, device_index: int,
             "pass a copy, or another of the solutions found"
         )
     return v.address
+
+
+def _shape_advice(name: str, given: tuple[int, ...], wanted: tuple[int, ...]) -> str:
+    """What to do about a shape: one that is in the order of memory where channels are last is seen wrongly."""
+    axes = (0, len(wanted) - 1, *range(1, len(wanted) - 1))
+    if len(given) == len(wanted) and tuple(given[axis] for axis in axes) == wanted:
+        return (
+            f"shapes have channels second in every layout: pass {name}.transpose{axes}, in PyTorch {name}.permute{axes}"
+        )
+    return f"pass such an array, or {_DESCRIBED}"
 
 
 def _device_name(index: int) -> str:

@@ -199,8 +199,14 @@ def _names(name: str, value: str | Iterable[str]) -> tuple[str, ...]:
     given = (value,) if isinstance(value, str) else tuple(value)
     if not given:
         return ()
-    known = {s.id.lower() for s in solvers().values()} | {a.value for a in Algorithm} | {lib.value for lib in Library}
-    for item in given:
-        if str(item).lower() not in known:
-            raise UnknownSolverError(f"{name}={item!r} is no solver, algorithm or library: known are {sorted(known)}")
+    if reason := unknown(given):
+        raise UnknownSolverError(f"{name}={reason}")
     return tuple(sorted({item.lower() for item in given}))
+
+
+def unknown(names: Iterable[object]) -> str:
+    """Which of them is no solver, algorithm or library, and what is; "" if all are."""
+    known = [*solvers(), *Algorithm, *Library]
+    lowered = {name.lower() for name in known}
+    wrong = [name for name in names if str(name).lower() not in lowered]
+    return f"{wrong[0]!r} is no solver, algorithm or library: known are {', '.join(known)}" if wrong else ""

@@ -13,12 +13,12 @@ from dataclasses import replace
 
 from miofind.device import Device, Library, Place
 from miofind.errors import InvalidConfigError, UnknownSolverError
-from miofind.problem import DataType, Direction, Layout, ProblemDescription
+from miofind.problem import DataType, Direction, Layout, MathMode, ProblemDescription
 from miofind.solution import Config, ConvSolution, KernelStep, Region, WorkspacePlan
 from miofind.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver, solver_by_id
 from miofind.tiling.turn import BANDWIDTH_SHARE, SOURCE, Turn, turning
 
-_INNER = ("ConvImplicitGemmWgmma",)
+_INNER = ("ConvImplicitGemmWgmma", "ConvImplicitGemmMma")
 _DEFAULTS_EACH = 4
 _STEP_MS = 1.5e-3
 _MAX_BLOCKS = 2**31 - 1
@@ -61,6 +61,15 @@ def _after(problem: ProblemDescription, turns: dict[str, Turn]) -> list[KernelSt
     return [turning((turn.back,)) for name, turn in turns.items() if name == problem.direction.output]
 
 
+def _suits(name: str, problem: ProblemDescription) -> bool:
+    """Whether turning may pay: ConvImplicitGemmMma takes channels first as they lie, well but for strided gradients."""
+    if name == "ConvImplicitGemmMma":
+        strided = max(problem.conv.stride) > 1
+        ieee = problem.x.dtype is DataType.FLOAT32 and problem.math is MathMode.IEEE
+        return problem.direction is Direction.BACKWARD_DATA and strided and ieee
+    return True
+
+
 @functools.lru_cache(maxsize=64)  # every configuration's estimate and solution asks
 def _form(inner: Solver, problem: ProblemDescription, device: Device) -> ProblemDescription | None:
     """The first form of a problem that another solver serves."""
@@ -87,7 +96,7 @@ class ConvChannelsLast(Solver):
         ),
     )
     alignment_bytes = 16
-    sources = (SOURCE, "implicit_gemm_wgmma.cu")
+    sources = (SOURCE, "implicit_gemm_wgmma.cu", "implicit_gemm_mma.cu")
 
     def examples(self) -> tuple[ProblemDescription, ...]:
         def conv(direction: Direction = Direction.FORWARD, **values: object) -> ProblemDescription:
@@ -100,12 +109,14 @@ class ConvChannelsLast(Solver):
             conv(x=(3, 24, 15, 9), w=(40, 24, 1, 1), stride=2, dtype=DataType.BFLOAT16),
             conv(data, x=(2, 72, 12, 11), w=(64, 72, 5, 3), padding=(2, 1)),
             conv(weights, x=(2, 64, 14, 13), w=(72, 64, 3, 3), padding=1, dilation=2),
+            conv(data, x=(2, 48, 14, 13), w=(40, 48, 3, 3), padding=1, stride=2, dtype=DataType.FLOAT32),
         )
 
     def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
         forms = self._served(problem, device)
         if not forms:
-            answers = {name: self._answer(name, _with_last(problem, _TENSORS), device) for name in _INNER}
+            asked = [name for name in _INNER if _suits(name, problem)]
+            answers = {name: self._answer(name, _with_last(problem, _TENSORS), device) for name in asked}
             return Applicability("; ".join(f"{name}: {answer.reason}" for name, answer in answers.items()))
         for form in forms.values():
             turns = _turns(problem, form)
@@ -185,7 +196,7 @@ class ConvChannelsLast(Solver):
     def _served(self, problem: ProblemDescription, device: Device) -> dict[str, ProblemDescription]:
         """The forms that other solvers serve, by their ids."""
         served: dict[str, ProblemDescription] = {}
-        for name in _INNER:
+        for name in (name for name in _INNER if _suits(name, problem)):
             with contextlib.suppress(UnknownSolverError):
                 if (form := _form(solver_by_id(name), problem, device)) is not None:
                     served[name] = form

@@ -18,8 +18,6 @@ from miofind.solution import (
     ConvSolution,
     KernelStep,
     Pointer,
-    Region,
-    WorkspacePlan,
     int32s,
 )
 from miofind.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
@@ -27,7 +25,7 @@ from miofind.tiling.axis_defines import axis_defines
 from miofind.tiling.correlation import ceil_div
 from miofind.tiling.depthwise_mma import DepthwiseWeightsTiling, unbalance, unit_axes, unserved
 from miofind.tiling.grouped import is_ample, resident_blocks
-from miofind.tiling.parts import adding_lanes
+from miofind.tiling.parts import PARTS, added_up, adding_lanes
 
 _DEFAULTS, _FIRST = 8, 3
 _ROWS, _COLUMNS, _CHANNELS, _BLOCKS = (2, 4, 7, 8, 14), (8, 16, 32), (16, 32, 64), (0, 1, 2)
@@ -37,8 +35,6 @@ _MAX_THREADS = 1024
 _MAX_WORKSPACE_BYTES = 1 << 28
 _SHARED_BYTES = 99 << 10
 _MIN_CLUSTER_SM = 90
-_FINISH_THREADS = 256
-_PARTS = "parts"
 
 
 def _resident(tiling: DepthwiseWeightsTiling, shared_bytes: int) -> int:
@@ -108,22 +104,9 @@ def _sum_step(problem: ProblemDescription, device: Device, config: Config) -> Ke
         shared_bytes=tiling.shared_bytes,
         defines=_defines(problem, config, splits, tiling, resident),
         args=(
-            *(Pointer(buffer=name) for name in ("y", "x", "w", _PARTS if _has_parts(config, splits) else "w")),
+            *(Pointer(buffer=name) for name in ("y", "x", "w", PARTS if _has_parts(config, splits) else "w")),
             *int32s(problem.n, tiling.tile_count),
         ),
-    )
-
-
-def _finish_step(problem: ProblemDescription, splits: int, first: KernelStep) -> KernelStep:
-    fours = _FINISH_THREADS // adding_lanes(splits)
-    return KernelStep(
-        source="depthwise_mma_weights.cu",
-        entry="depthwise_mma_weights_finish",
-        grid=(ceil_div(problem.w.size, 4 * fours), 1, 1),
-        block=(_FINISH_THREADS, 1, 1),
-        defines=first.defines,
-        args=(Pointer(buffer=_PARTS), Pointer(buffer="w"), *int32s(splits)),
-        waits_itself=True,
     )
 
 
@@ -149,7 +132,7 @@ def _work_ms(problem: ProblemDescription, device: Device, tiling: DepthwiseWeigh
     pixels = tiling.images * (tiling.staged_rows * tiling.x.columns + tiling.rows * tiling.dy.columns)
     copies = pixels * tiling.channels / 8 / 32
     products = met * tiling.products
-    loads = met * tiling.staged_rows * tiling.x.loaded + 2 * tiling.rows
+    loads = met * tiling.staged_rows * tiling.x.matrices + 2 * tiling.rows
     walks = tiling.turns * groups
     slots = walks * (products * _PRODUCT_SLOTS + loads / 2 + _WALK_SLOTS) + copies * _COPY
     busy = max(slots / _SLOTS, walks * loads + 4 * copies, walks * products * _PRODUCT)
@@ -298,8 +281,7 @@ class ConvDepthwiseMmaWeights(Solver):
         step, splits = _sum_step(problem, device, config), _splits(problem, device, config)
         if not _has_parts(config, splits):
             return ConvSolution(steps=(step,))
-        parts = Region(name=_PARTS, bytes=4 * splits * problem.w.size)
-        return ConvSolution(steps=(step, _finish_step(problem, splits, step)), workspace=WorkspacePlan((parts,)))
+        return added_up(step, problem.w.size, splits, told=(splits,))
 
 
 SOLVERS = (ConvDepthwiseMmaWeights(),)

@@ -16,6 +16,7 @@ from miofind.libraries.fft_choice import CHUNKS_MIB, error_growth, is_valid, ref
 from miofind.libraries.fft_edges import EDGES_SOURCE
 from miofind.libraries.fft_own import LINES_SOURCE, TILES_SOURCE, OwnBlock
 from miofind.libraries.fft_product import PRODUCTS
+from miofind.libraries.fft_time import estimate_ms
 from miofind.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.solution import Config, ConfigValue, ConvSolution, Packing, WorkspacePlan
 from miofind.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
@@ -99,7 +100,7 @@ class ConvFft(Solver):
         return _product(self)
 
     def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
-        return FftPlan.of(problem, config).estimate_ms(device)
+        return estimate_ms(FftPlan.of(problem, config), device)
 
     def error_growth(self, problem: ProblemDescription, config: Config) -> float:
         return error_growth(problem, config)

@@ -15,13 +15,13 @@ from typing import ClassVar
 
 from miofind.device import Device, Library, Place
 from miofind.problem import DataType, Direction, Layout, ProblemDescription
-from miofind.solution import Config, ConfigValue, ConvSolution, KernelStep, Pointer, Region, WorkspacePlan, int32s
+from miofind.solution import Config, ConfigValue, ConvSolution, KernelStep, Pointer, int32s
 from miofind.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
 from miofind.tiling.axis_defines import axis_defines
 from miofind.tiling.correlation import ceil_div
 from miofind.tiling.grouped import Packs, is_ample, resident_blocks, unserved
 from miofind.tiling.grouped_planes import PlanesWeightsTiling, shifts
-from miofind.tiling.parts import adding_lanes
+from miofind.tiling.parts import PARTS, added_up, adding_lanes
 
 _DEFAULTS, _MOST_ALIKE = 8, 2
 _MOST_BLOCKS = 4  # of a multiprocessor, so that parts are few
@@ -33,8 +33,6 @@ _LEAST_THREADS, _MAX_THREADS = 32, 512
 _MAX_GRID = 2**16 - 1
 _MAX_WORKSPACE_BYTES = 1 << 28
 _SHARED_BYTES = 99 << 10
-_FINISH_THREADS = 256
-_PARTS = "parts"
 
 
 def _registers(problem: ProblemDescription, tiling: PlanesWeightsTiling) -> int:
@@ -85,22 +83,9 @@ def _sum_step(problem: ProblemDescription, config: Config, device: Device) -> Ke
         shared_bytes=tiling.shared_bytes,
         defines=_defines(problem, config, tiling, _resident(problem, tiling, device)),
         args=(
-            *(Pointer(buffer=name) for name in ("y", "x", "w", "w" if config["splits"] == 1 else _PARTS)),
+            *(Pointer(buffer=name) for name in ("y", "x", "w", "w" if config["splits"] == 1 else PARTS)),
             *int32s(problem.n, problem.c, problem.k, tiling.tile_count),
         ),
-    )
-
-
-def _finish_step(problem: ProblemDescription, config: Config, first: KernelStep) -> KernelStep:
-    elements = 4 * _FINISH_THREADS // adding_lanes(config["splits"])
-    return KernelStep(
-        source="grouped_planes_weights.cu",
-        entry="grouped_planes_weights_finish",
-        grid=(ceil_div(problem.w.size, elements), 1, 1),
-        block=(_FINISH_THREADS, 1, 1),
-        defines=first.defines,
-        args=(Pointer(buffer=_PARTS), Pointer(buffer="w"), *int32s(problem.w.size, config["splits"])),
-        waits_itself=True,
     )
 
 
@@ -325,8 +310,8 @@ class ConvGroupedPlanesWeights(Solver):
         step = _sum_step(problem, config, device)
         if config["splits"] == 1:
             return ConvSolution(steps=(step,))
-        parts = Region(name=_PARTS, bytes=4 * config["splits"] * problem.w.size)
-        return ConvSolution(steps=(step, _finish_step(problem, config, step)), workspace=WorkspacePlan((parts,)))
+        size, splits = problem.w.size, config["splits"]
+        return added_up(step, size, splits, told=(size, splits))
 
 
 SOLVERS = (ConvGroupedPlanesWeights(),)

@@ -19,8 +19,6 @@ from miofind.solution import (
     ConvSolution,
     KernelStep,
     Pointer,
-    Region,
-    WorkspacePlan,
     int32s,
 )
 from miofind.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
@@ -28,7 +26,7 @@ from miofind.tiling.axis_defines import axis_defines
 from miofind.tiling.correlation import ceil_div
 from miofind.tiling.grouped import is_ample, resident_blocks, unserved
 from miofind.tiling.grouped_weights import SHARES, GroupedWeightsTiling, may_share, units_in_all
-from miofind.tiling.parts import adding_lanes
+from miofind.tiling.parts import PARTS, added_up, adding_lanes
 
 _DEFAULTS = 8
 _MOST_BLOCKS = 3  # of a multiprocessor, so that parts are few
@@ -39,8 +37,6 @@ _MAX_THREADS = 1024
 _MAX_GRID = 2**16 - 1
 _MAX_WORKSPACE_BYTES = 1 << 28
 _SHARED_BYTES = 99 << 10
-_FINISH_THREADS = 256
-_PARTS = "parts"
 
 
 def _registers(tiling: GroupedWeightsTiling) -> int:
@@ -93,22 +89,9 @@ def _sum_step(problem: ProblemDescription, config: Config, device: Device) -> Ke
         shared_bytes=tiling.shared_bytes,
         defines=_defines(problem, config, tiling, _resident(tiling, device.shared_bytes or _SHARED_BYTES)),
         args=(
-            *(Pointer(buffer=name) for name in ("y", "x", "w", "w" if config["splits"] == 1 else _PARTS)),
+            *(Pointer(buffer=name) for name in ("y", "x", "w", "w" if config["splits"] == 1 else PARTS)),
             *int32s(problem.n, problem.c, problem.k, *planar.spatial, *planar.out_spatial, tiling.tile_count),
         ),
-    )
-
-
-def _finish_step(problem: ProblemDescription, config: Config, first: KernelStep) -> KernelStep:
-    elements = 4 * _FINISH_THREADS // adding_lanes(config["splits"])
-    return KernelStep(
-        source="grouped_weights.cu",
-        entry="grouped_weights_finish",
-        grid=(ceil_div(problem.w.size, elements), 1, 1),
-        block=(_FINISH_THREADS, 1, 1),
-        defines=first.defines,
-        args=(Pointer(buffer=_PARTS), Pointer(buffer="w"), *int32s(problem.w.size, config["splits"])),
-        waits_itself=True,
     )
 
 
@@ -301,8 +284,8 @@ class ConvGroupedWeights(Solver):
         step = _sum_step(problem, config, device)
         if config["splits"] == 1:
             return ConvSolution(steps=(step,))
-        parts = Region(name=_PARTS, bytes=4 * config["splits"] * problem.w.size)
-        return ConvSolution(steps=(step, _finish_step(problem, config, step)), workspace=WorkspacePlan((parts,)))
+        size, splits = problem.w.size, config["splits"]
+        return added_up(step, size, splits, told=(size, splits))
 
 
 SOLVERS = (ConvGroupedWeights(),)

@@ -6,6 +6,7 @@ of how candidates are chosen.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -18,8 +19,8 @@ from miofind.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solv
 from miofind.tiling.correlation import ceil_div
 from miofind.tiling.divisor import divisor
 from miofind.tiling.limits import MAX_ELEMENTS, MAX_PADDING, mixed, overpadded, oversized
-from miofind.tiling.product import Index, Product, Steps, linear_step, products
-from miofind.tiling.product_tiles import ProductTiling, products_of_tf32, threads_of
+from miofind.tiling.product import Index, Product, Steps, largest, linear_step, products
+from miofind.tiling.product_tiles import ProductTiling, alike, products_of_tf32, threads_of, tilings
 from miofind.tiling.product_time import estimate_ms
 
 _MAX_COORDINATE = 2**30
@@ -213,6 +214,12 @@ _SHORT_LIST = tuple(
 _LAST_RESORTS = (_config(16, 16, 16, 1, 1, 2, 1, 1), _config(16, 16, 32, 1, 1, 2, 1, 1))
 
 
+@functools.cache
+def _short_list(itemsize: int) -> tuple[Config, ...]:
+    """Those that tile sums of such elements."""
+    return tuple(config for config in _SHORT_LIST if config["tile_k"] * itemsize in _SUM_BYTES)
+
+
 class ConvImplicitGemmMma(Solver):
     """Implicit GEMM by mma.sync, cp.async and ldmatrix with float32 sums; split sums are added in a second pass.
 
@@ -282,37 +289,30 @@ class ConvImplicitGemmMma(Solver):
         return APPLICABLE
 
     def is_valid_config(self, problem: ProblemDescription, device: Device, config: Config) -> bool:
-        if config["tile_k"] * problem.x.dtype.itemsize not in _SUM_BYTES:
+        splits = config["splits"]
+        if splits > 1 and splits > ceil_div(largest(problem).k, config["tile_k"]):
             return False
-        warp_m, warp_n = config["tile_m"] // config["warps_m"], config["tile_n"] // config["warps_n"]
-        if warp_m < 16 or warp_n < 16 or warp_m * warp_n > 64 * 64:
+        blocks = _most_blocks(problem, device, alike(problem, config))
+        if blocks is None or blocks * splits > MAX_ELEMENTS:
             return False
-        if config["splits"] > 1 and 4 * config["splits"] * problem.output.size > _MAX_WORKSPACE_BYTES:
-            return False
-        launches = [(product, ProductTiling.of(problem, product, config)) for product in products(problem)]
-        if config["splits"] > max(1, *(tiling.steps for _, tiling in launches)):
-            return False
-        most_m, most_n = (max(getattr(product, i).count for product, _ in launches) for i in "mn")
-        if config["tile_m"] >= 2 * max(16, most_m) or config["tile_n"] >= 2 * max(16, most_n):
-            return False
-        return all(_fits(tiling, config, device) for _, tiling in launches)
+        return bool(splits == 1 or 4 * splits * problem.output.size <= _MAX_WORKSPACE_BYTES)
 
     def error_growth(self, problem: ProblemDescription, config: Config) -> float:
-        """Direct summation's bound, but for sums of two products and of one.
+        """Direct summation's bound, but for sums of three products and fewer.
 
-        In 3xTF32 a product is off by up to 12 units of 2**-24 of its size: 2 where each factor's second part is
-        rounded, 4 of the parts left out, 4 of truncated sums; direct summation's bound for one product is 8. Longer
+        In 3xTF32 a product is off by up to 16 units of 2**-24 of its size: 4 where each factor's second part is
+        truncated, 4 of the parts left out, 4 of truncated sums; direct summation's bound for one product is 8. Longer
         sums of a tile are truncated at every step, but tiles are short and added rounding to nearest.
         """
         if products_of_tf32(problem) == 1:
             return 1.0
-        return max(1.0, 1.5 / math.sqrt(problem.reduction_length))
+        return max(1.0, 2.0 / math.sqrt(problem.reduction_length))
 
     def spreads_nonfinite(self, problem: ProblemDescription, config: Config) -> bool:
         return products_of_tf32(problem) == 3
 
     def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
-        ranked = self.ranked(problem, device, _SHORT_LIST)
+        ranked = self.ranked(problem, device, _short_list(problem.x.dtype.itemsize))
         resorts = [config for config in _LAST_RESORTS if self.is_valid_config(problem, device, config)]
         return tuple(_varied(ranked)[:8]) or tuple(resorts[:1])
 
@@ -341,15 +341,32 @@ def _varied(ranked: Sequence[Config]) -> list[Config]:
     return kept
 
 
+@functools.lru_cache(maxsize=1 << 12)  # a ranking asks for each of hundreds of configurations
+def _most_blocks(problem: ProblemDescription, device: Device, config: Config) -> int | None:
+    """Blocks of the largest launch, for a sum in one part; None where blocks cannot run, or smaller ones would do.
+
+    Args:
+        config: that `alike` gave.
+    """
+    if config["tile_k"] * problem.x.dtype.itemsize not in _SUM_BYTES:
+        return None
+    warp_m, warp_n = config["tile_m"] // config["warps_m"], config["tile_n"] // config["warps_n"]
+    if warp_m < 16 or warp_n < 16 or warp_m * warp_n > 64 * 64:
+        return None
+    most = largest(problem)
+    if config["tile_m"] >= 2 * max(16, most.m) or config["tile_n"] >= 2 * max(16, most.n):
+        return None
+    launches = tilings(problem, config)
+    return max(one.tiles for one in launches) if all(_fits(one, config, device) for one in launches) else None
+
+
 def _fits(tiling: ProductTiling, config: Config, device: Device) -> bool:
-    """Whether a launch is within what a block, a thread and a grid have."""
+    """Whether a launch is within what a block and a thread have."""
     threads = threads_of(config)
     sides = (tiling.a, tiling.b)
     if any(side.row_vectors > threads or side.loads > _MAX_LOADS for side in sides):
         return False
     if tiling.gathers and config["tile_n"] // tiling.out_vector > threads:
-        return False
-    if tiling.tiles * config["splits"] > MAX_ELEMENTS:
         return False
     if tiling.registers > _MAX_REGISTERS or tiling.registers * threads > 65536:
         return False

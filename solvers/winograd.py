@@ -30,6 +30,8 @@ from miofind.libraries.winograd_choice import (
     serves,
     values_of,
 )
+from miofind.libraries.winograd_product import library_product
+from miofind.libraries.winograd_time import estimate_ms
 from miofind.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.solution import Config, ConvSolution, Packing, Region, WorkspacePlan
 from miofind.solver import Algorithm, Applicability, KernelKey, Solver
@@ -100,7 +102,7 @@ class ConvWinograd(Solver):
 
     def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
         """The likely best, of every tile the best, so that a bound on the error leaves some, and the smallest."""
-        ranked = sorted(plans(problem), key=lambda plan: plan.estimate_ms(device))
+        ranked = sorted(plans(problem), key=lambda plan: estimate_ms(plan, device))
         firsts = [next((plan for plan in ranked if plan.tile == tile), None) for tile in TILES]
         best = list(dict.fromkeys([*ranked[:1], *filter(None, firsts), *ranked]))[: _DEFAULTS - 1]
         least = min(ranked, key=lambda plan: sum(region.bytes for region in plan.regions()))
@@ -121,7 +123,7 @@ class ConvWinograd(Solver):
         return serves(problem, config["tile"]) and not plan_refusal(plan_of(problem, config))
 
     def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
-        return plan_of(problem, config).estimate_ms(device)
+        return estimate_ms(plan_of(problem, config), device)
 
     def error_growth(self, problem: ProblemDescription, config: Config) -> float:
         """That of the transforms; operands of 16 bits are rounded to them, which direct summation does not do.
@@ -145,7 +147,8 @@ class ConvWinograd(Solver):
 
     def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
         plan = plan_of(problem, config)
-        return ConvSolution(steps=with_library_choice(tuple(plan.steps()), config), workspace=_workspace(plan, config))
+        steps = plan.steps(lambda count, accumulate: library_product(plan, count, accumulate).steps())
+        return ConvSolution(steps=with_library_choice(tuple(steps), config), workspace=_workspace(plan, config))
 
 
 def _workspace(plan: WinogradPlan, config: Config) -> WorkspacePlan:

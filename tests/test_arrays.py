@@ -92,12 +92,14 @@ def test_check_accepts_any_stride_of_a_size_one_dimension() -> None:
     ("array", "message"),
     [
         (channels_last((2, 3, 4, 6)), r"x has shape \(2, 3, 4, 6\), the problem wants \(2, 3, 4, 5\)"),
-        (channels_last((2, 3, 4, 5), "float16"), "x has dtype float16, the problem wants float32"),
+        (np.zeros((2, 4, 5, 3), np.float32), r"wants \(2, 3, 4, 5\): .*x.transpose\(0, 3, 1, 2\), in PyTorch"),
+        (np.zeros((2, 3, 4), np.float32), r"wants \(2, 3, 4, 5\): .*from_arrays"),
+        (channels_last((2, 3, 4, 5), "float16"), "x has dtype float16, the problem wants float32: convert it"),
         (np.zeros((2, 3, 4, 5), np.float32), "x has strides .* NHWC wants"),
         ("text", "x is a str"),
         (None, "x is missing"),
     ],
-    ids=["shape", "dtype", "strides", "str", "none"],
+    ids=["shape", "order", "dimensions", "dtype", "strides", "str", "none"],
 )
 def test_check_refuses(array: object, message: str) -> None:
     with pytest.raises(InvalidArrayError, match=message):

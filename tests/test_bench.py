@@ -15,6 +15,7 @@ import miofind.bench.comparison as module
 from miofind import Handle, ProblemDescription
 from miofind.bench.ceilings import Ceilings
 from miofind.bench.comparison import BenchRow, bench, class_means
+from miofind.compiler import CompilePool
 from miofind.errors import NoSolutionError
 from miofind.options import FindMode, FindOptions
 from miofind.suites import SuiteProblem
@@ -71,7 +72,7 @@ def test_what_the_finddb_lacks_is_measured_first(monkeypatch: pytest.MonkeyPatch
     """An answer that a solver of this release did not take part in is none to compare with."""
     measured: list[bool] = []
 
-    def refused(*_: Any) -> None:
+    def refused(*_: Any, **__: Any) -> None:
         measured.append(True)
         raise NoSolutionError("nothing")
 
@@ -90,6 +91,32 @@ def test_what_the_finddb_lacks_is_measured_first(monkeypatch: pytest.MonkeyPatch
         miofind.find_solutions(POINTWISE, options=FindOptions(find_mode=FindMode.NORMAL), handle=handle)
         (row,) = bench([entry], handle, FindOptions(), against_torch=False)
     assert (measured, row.message) == ([True], "MemoryError()"), "what fails later has its message, too"
+
+
+def test_all_are_found_before_one_is_timed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No compiler works beside what is timed."""
+    events: list[str] = []
+
+    def broken(*_: Any, **__: Any) -> None:
+        events.append("timed")
+        raise MemoryError
+
+    ceilings = Ceilings(copy_bytes_per_s=1e12, flops_per_s={"float32": 1e12})
+    monkeypatch.setattr(module, "measure_ceilings", lambda device: ceilings)
+    monkeypatch.setattr(module, "Stage", broken)
+    entries = [SuiteProblem(problem=p, suite="a", layer="b", count=1) for p in (DEPTHWISE, POINTWISE)]
+    with Handle("cpu", database=tmp_path / "finddb.db") as handle, CompilePool(workers=1) as pool:
+        rows = bench(
+            entries,
+            handle,
+            FindOptions(),
+            against_torch=False,
+            pool=pool,
+            on_found=lambda: events.append("found"),
+            on_row=lambda row: events.append("row"),
+        )
+    assert events == ["found", "found", "timed", "row", "timed", "row"]
+    assert [row.solution is not None for row in rows] == [True, True]
 
 
 def test_the_command_needs_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -90,7 +90,7 @@ def test_the_table_of_suites(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     _, header, _, row, rest = capsys.readouterr().out.splitlines()
     assert header.split() == ["suite", "batch", "layers", "NCHW", "NHWC", "types"]
     assert row.split() == ["vgg16", "16", "9", "9/0/0", "9", "bfloat16,", "float16"]
-    assert "less than half: resnet50 3/23" in rest
+    assert "less than half of the distinct layers: resnet50 3/23" in rest
 
 
 def test_the_shipped_coverage_is_told_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -132,9 +132,43 @@ def test_an_order_that_times_contradict_is_explained(
 
 
 def test_an_unsolvable_problem_fails_with_each_reason() -> None:
-    result = run("find", *TINY, "-F", "0", "--device", "cpu", "--only", "ConvDirectNaive", "--json", code=1)
-    assert result.stderr.count("ConvDirectNaive: runs on cuda, not on cpu") == 3
+    result = run("find", *TINY, "-F", "0", "--device", "cpu", "--only", "ConvCpuGemm1x1", "--json", code=1)
+    assert result.stderr.count("\n  ConvCpuGemm1x1: ") == 3
+    assert result.stderr.count("others: left out by only, exclude or the find mode") == 3
     assert [problem["solutions"] for problem in json.loads(result.stdout)["problems"]] == [[], [], []]
+
+
+@pytest.mark.parametrize("command", ["find", "run"])
+@pytest.mark.parametrize("only", ["ConvDirectNaive", "cudnn,fft"])
+def test_what_runs_elsewhere_alone_is_missing_here(command: str, only: str) -> None:
+    """The place's refusal comes first, and the exit code is that of a machine that lacks something."""
+    wanted = ("--only", only, "--exclude", "ConvCpuFft", "--device", "cpu")
+    told = run(command, *FORWARD, *wanted, code=3).stderr.splitlines()
+    reasons = [line for line in told if line.startswith("  ")]
+    assert all(line.endswith("runs on cuda, not on cpu") for line in reasons[:-1])
+    assert "others: left out by only, exclude or the find mode" in reasons[-1]
+
+
+@pytest.mark.parametrize("options", [(), ("--exclude", "ConvCpuDirect")])
+def test_what_nothing_is_allowed_for_is_no_lack(options: tuple[str, ...]) -> None:
+    told = run("find", *FORWARD, "--device", "cpu", "--only", "ConvCpuDirect", "--exclude", "direct", *options, code=1)
+    assert "  all " in told.stderr
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("--only", "ConvCdnn"),
+        ("--exclude", "cpu"),
+        ("--max-error", "nan"),
+        ("--time-budget", "nan"),
+        ("--workspace-limit", "99999999999G"),
+    ],
+)
+def test_impossible_options_are_named_as_they_were_given(option: str, value: str) -> None:
+    told = run("find", *FORWARD, "--device", "cpu", option, value, code=2).stderr
+    assert f"'{option}'" in told
+    assert value in told
 
 
 def test_an_unusable_finddb_costs_a_warning(tmp_path: Path) -> None:

@@ -70,16 +70,16 @@ def test_all_that_pairs_read_is_staged(
 ) -> None:
     """Each output of a pair meets pixels that are staged, in slots of their own, and no matrix leaves its row."""
     pixels = PairedPixels.of(axis(2 * pairs, step, reach), images=images, rows=rows, pairs=pairs, channels=channels)
-    run = pairs + (pixels.loaded - 1) // (2 * step)
+    run = pairs + (pixels.matrices - 1) // (2 * step)
     met = {(2 * pair + half) * step + at for pair in range(pairs) for half in range(2) for at in range(reach + 1)}
     assert max(met) == pixels.columns - 1
     slots = [slot(column, step, run) for column in range(pixels.columns)]
     assert len(set(slots)) == len(slots)
-    read = {slot(2 * step * pair + j, step, run) for pair in range(pairs) for j in range(pixels.loaded)}
+    read = {slot(2 * step * pair + j, step, run) for pair in range(pairs) for j in range(pixels.matrices)}
     row_slots = 2 * step * run
     assert max(read | set(slots)) < row_slots
     assert pixels.shared_bytes >= images * rows * row_slots * odd_words(2 * channels)
-    assert reach + step < pixels.loaded
+    assert reach + step < pixels.matrices
 
 
 @given(**paired)
@@ -120,7 +120,7 @@ def test_matrices_hold_all_that_a_pair_meets(
         if backward and at % stride:
             continue
         matrix = (at // stride if backward else at) - width.first
-        assert 0 <= matrix <= matrix + width.stride < pixels.loaded
+        assert 0 <= matrix <= matrix + width.stride < pixels.matrices
 
 
 @given(outputs=st.integers(1, 300), columns=st.sampled_from([8, 16, 32, 64]))

@@ -263,6 +263,25 @@ def test_depthwise_lines_refuse_with_a_reason(fields: dict[str, Any], words: str
     assert words in solver_by_id("ConvFftDepthwise").applicability(problem, DEVICE).reason
 
 
+@pytest.mark.parametrize("direction", ["forward", "backward_data"])
+def test_depthwise_lines_have_no_chunks_to_bound(direction: str) -> None:
+    """All transforms of these tiles take 3 GiB, of which none is written: ConvFft would take 190 chunks of 16 MiB."""
+    solver = solver_by_id("ConvFftDepthwise")
+    problem = ProblemDescription.convolution(
+        x=(8, 768, 32768), w=(768, 1, 256), padding=((255, 0),), groups=768, dtype="float16", direction=direction
+    )
+    assert solver.applicability(problem, DEVICE)
+    for config in solver.configs(problem, DEVICE):
+        assert solver.workspace_bytes(problem, DEVICE, config) == 8 * 768 * config["tile"]
+
+
+def test_depthwise_lines_bound_the_filters_transforms() -> None:
+    """A line of every channel has offsets that fit 32 bits."""
+    problem = ProblemDescription.convolution(x=(1, 1 << 17, 8000), w=(1 << 17, 1, 4000), groups=1 << 17)
+    assert DepthwisePlan.of(problem, 8192, 2048).refusal()
+    assert not DepthwisePlan.of(problem, 4096, 2048).refusal()
+
+
 def test_configurations_that_cannot_run_are_refused() -> None:
     solver = solver_by_id("ConvFft")
     problem = ProblemDescription.convolution(**SHAPES["11x11"])

@@ -27,6 +27,7 @@ LAYERS = (
     ("measure", "verify"),
     ("device_kernels",),
     ("invoker",),
+    ("bound_steps",),
     ("early_launch",),
     ("compiler",),
     ("solvers",),

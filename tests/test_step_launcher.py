@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from miofind import tensor_maps
-from miofind.invoker import make_step_launcher
+from miofind.bound_steps import make_step_launcher
 from miofind.solution import Box, KernelStep, Pointer, Scalar, TensorMap
 
 

@@ -83,12 +83,12 @@ def test_batch_counts_samples() -> None:
 
 @pytest.mark.parametrize("name", ["yardstick", "wild", "deepbench_train"])
 def test_batch_of_a_suite_that_has_its_own_is_refused(name: str) -> None:
-    with pytest.raises(InvalidOptionError, match=f"batch=8: the rows of suite '{name}'"):
+    with pytest.raises(InvalidOptionError, match=f"a batch of 8: the rows of suite '{name}'"):
         load_suite(name).problems(batch=8)
 
 
 def test_batch_below_one_is_refused() -> None:
-    with pytest.raises(InvalidOptionError, match="batch=0 must be at least 1"):
+    with pytest.raises(InvalidOptionError, match="a batch of 0 must be at least 1"):
         load_suite("resnet50").problems(batch=0)
 
 

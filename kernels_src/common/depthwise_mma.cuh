@@ -36,13 +36,11 @@ template <int kImageCount, int kRowCount, int kPairCount, int kColumnStep, int k
 struct PairedPixels {
   static constexpr int kImages = kImageCount, kRows = kRowCount, kPairs = kPairCount, kChannels = kChannelCount;
   static constexpr int kStep = kColumnStep, kClasses = 2 * kStep, kMatrices = kReach + kStep + 1;
-  static constexpr int kLoaded = kMatrices % 4 == 3 ? kMatrices + 1 : kMatrices;
   static constexpr int kColumns = (2 * kPairs - 1) * kStep + kReach + 1;
-  static constexpr int kRun = kPairs + (kLoaded - 1) / kClasses;
+  static constexpr int kRun = kPairs + (kMatrices - 1) / kClasses;
   static constexpr int kPixelBytes = odd_words(2 * kChannels), kRowBytes = kClasses * kRun * kPixelBytes;
   static constexpr int kGap = kImages == 1 ? 0 : ((kPairs * kPixelBytes - kRows * kRowBytes) % 128 + 128) % 128;
   static constexpr int kImageBytes = kRows * kRowBytes + kGap, kBytes = kImages * kImageBytes;
-  static_assert(4 % kClasses == 0 || kClasses % 4 == 0, "four matrices from number 4 * i on lie as the first four do");
   static constexpr int slot(int column) { return column % kClasses * kRun + column / kClasses; }
 };
 

@@ -19,9 +19,9 @@ __device__ __forceinline__ void multiply_add<float32>(float (&sums)[4], const un
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b_low), "r"(b_high));
 }
 
-// The tf32 nearest to a float, as the bits of a float.
-__device__ __forceinline__ unsigned nearest_tf32(float value) {
-  unsigned bits;
-  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(bits) : "f"(value));
-  return bits;
+// The tf32 nearest to a float in `whole`, by two instructions where cvt.rna.tf32 takes four on sm_90, and what it
+// leaves in `rest`, of which tensor cores ignore the last bits: NaN if the float is not finite.
+__device__ __forceinline__ void split_tf32(float value, unsigned& whole, unsigned& rest) {
+  whole = (__float_as_uint(value) + 0x1000u) & 0xffffe000u;
+  rest = __float_as_uint(value - __uint_as_float(whole));
 }

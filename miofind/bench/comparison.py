@@ -1,10 +1,13 @@
 """miofind's best against PyTorch and against the floor, problem by problem, in one process on the same buffers.
 
-Both sides are timed by one protocol, a few samples of each in turn. Knows nothing of the command line.
+Both sides are timed by one protocol, a few samples of each in turn. What the FindDB lacks is found before anything is
+timed, so that no compiler works beside. Knows nothing of the command line.
 """
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
@@ -13,6 +16,7 @@ from dataclasses import dataclass
 from miofind.api import find_solutions
 from miofind.bench.ceilings import Ceilings, measure_ceilings
 from miofind.bench.torch_rival import TorchRival
+from miofind.compiler import CompilePool
 from miofind.errors import MiofindError
 from miofind.find import records
 from miofind.find.pipeline import measure
@@ -20,7 +24,9 @@ from miofind.found import Solution
 from miofind.handle import Handle
 from miofind.measure.stage import Runnable, Stage, Track
 from miofind.options import FindOptions
+from miofind.problem import ProblemDescription
 from miofind.suites import PROBLEM_CLASSES, SuiteProblem, problem_class
+from miofind.tune.ahead import Ahead
 
 BLOCKS = 12
 SAMPLES_A_BLOCK = 3
@@ -80,16 +86,54 @@ def bench(
     options: FindOptions,
     *,
     against_torch: bool,
+    pool: CompilePool | None = None,
+    on_found: Callable[[], None] = lambda: None,
     on_row: Callable[[BenchRow], None] = lambda row: None,
 ) -> list[BenchRow]:
-    """A row for each problem, in order; a problem that fails has a message and the benchmark goes on."""
+    """A row for each problem, in order; a problem that fails has a message and the benchmark goes on.
+
+    Args:
+        pool: compiles each problem's kernels while the one before is found.
+        on_found: called once a problem, when its solutions are known.
+        on_row: called once a problem, when it is timed.
+    """
     ceilings = measure_ceilings(handle.device)
+    failures = _find(entries, handle, options, pool, on_found)
     rows = []
     for entry in entries:
-        row = _row(entry, handle, options, ceilings, against_torch=against_torch)
+        if entry.problem in failures:
+            message = failures[entry.problem]
+            row = BenchRow(entry=entry, floor_ms=ceilings.floor_ms(entry.problem), message=message)
+        else:
+            row = _row(entry, handle, options, ceilings, against_torch=against_torch)
         rows.append(row)
         on_row(row)
     return rows
+
+
+def _find(
+    entries: Sequence[SuiteProblem],
+    handle: Handle,
+    options: FindOptions,
+    pool: CompilePool | None,
+    on_found: Callable[[], None],
+) -> dict[ProblemDescription, str]:
+    """Measure what the FindDB's answers lack; the messages of problems that have no solution."""
+    failures: dict[ProblemDescription, str] = {}
+    with contextlib.ExitStack() as stack:
+        ahead = None
+        if pool is not None:
+            ahead = stack.enter_context(contextlib.closing(Ahead(pool, options)))
+        for entry, following in itertools.zip_longest(entries, entries[1:]):
+            if ahead is not None and following is not None:
+                ahead.prepare(following.problem, handle)
+            try:
+                if records.look_up(entry.problem, options, handle, partial=False) is None:
+                    measure(entry.problem, options, handle, ahead=pool)
+            except MiofindError as error:
+                failures[entry.problem] = str(error)
+            on_found()
+    return failures
 
 
 def _row(
@@ -97,8 +141,6 @@ def _row(
 ) -> BenchRow:
     floor_ms = ceilings.floor_ms(entry.problem)
     try:
-        if records.look_up(entry.problem, options, handle, partial=False) is None:
-            measure(entry.problem, options, handle)  # what the FindDB's answer lacks, too
         solution = find_solutions(entry.problem, options=options, handle=handle)[0]
     except MiofindError as error:
         return BenchRow(entry=entry, floor_ms=floor_ms, message=str(error))

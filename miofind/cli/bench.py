@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from miofind.bench.comparison import BenchRow, ClassMeans, bench, class_means
 from miofind.cli.options import (
@@ -22,9 +21,11 @@ from miofind.cli.options import (
     only_option,
     time_budget_option,
 )
-from miofind.cli.output import Sheet, print_note, print_text, ratio_text, stderr, time_text
+from miofind.cli.output import Sheet, print_note, print_text, ratio_text, time_text
 from miofind.cli.problems import problem_json, request_options, requests_of, short_direction, short_problem
+from miofind.cli.progress import counted
 from miofind.cli.session import verbose_option
+from miofind.compiler import CompilePool
 from miofind.device import Device, Library, Place
 from miofind.environment import versions
 from miofind.errors import InvalidOptionError, NoDeviceError
@@ -76,9 +77,9 @@ def bench_(
 ) -> None:
     """Time the best solution of each problem.
 
-    It is found first where the FindDB does not know what every solver takes. The ratio is the other library's time over
-    miofind's, both measured in turn in this run. The floor is the larger of arithmetic and traffic at the ceilings
-    measured at the start, plus 1 us.
+    All are found first where the FindDB does not know what every solver takes. The ratio is the other library's time
+    over miofind's, both measured in turn in this run. The floor is the larger of arithmetic and traffic at the ceilings
+    measured at the start, plus 1 us. Ctrl-C ends with the rows measured so far.
     """
     if device.place is Place.CPU:
         raise NoDeviceError("bench needs a GPU, and this machine has none that can be used: see `miofind doctor`")
@@ -93,17 +94,37 @@ def bench_(
         strict_nonfinite=strict_nonfinite,
         max_error=max_error,
     )
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Handle(device, database=database) as handle, Progress(*columns, console=stderr(), transient=True) as progress:
-        task = progress.add_task("timing", total=len(requests))
-        rows = bench(
-            requests, handle, options, against_torch=against == "torch", on_row=lambda row: progress.advance(task)
-        )
+    rows: list[BenchRow] = []
+    with (
+        Handle(device, database=database) as handle,
+        CompilePool() as pool,
+        counted("found, then timed", 2 * len(requests)) as advance,
+    ):
+
+        def take(row: BenchRow) -> None:
+            rows.append(row)
+            advance()
+
+        try:
+            bench(
+                requests,
+                handle,
+                options,
+                against_torch=against == "torch",
+                pool=pool,
+                on_found=advance,
+                on_row=take,
+            )
+        except KeyboardInterrupt:
+            if not rows:
+                raise
     means = class_means(rows)
     if json_file is not None:
         _write_json(json_file, _report(rows, means, device))
     if json_file != "-":
         _print(rows, means, device)
+    if len(rows) < len(requests):
+        raise KeyboardInterrupt
     if any(row.time_ms is None for row in rows):
         raise click.exceptions.Exit(1)
 

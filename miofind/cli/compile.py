@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import click
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from miofind.cli.options import DRIVER_LINE, arch_option, example, exclude_option, json_option, only_option
-from miofind.cli.output import Sheet, bytes_text, print_json, print_note, print_text, seconds_text, stderr
+from miofind.cli.output import Sheet, bytes_text, print_json, print_note, print_text, seconds_text
 from miofind.cli.problems import request_options, requests_of
+from miofind.cli.progress import counted
 from miofind.cli.session import verbose_option
 from miofind.compiler import BinaryCache, Compiler, KernelResources
 from miofind.device import Device, Place
@@ -113,7 +113,7 @@ def _steps(
     """The kernels that finds would launch, each with its solver's id; launch geometry plays no part."""
     wanted: dict[KernelStep, str] = {}
     chosen = [s for s in registered().values() if s.sources and options.allows(s)]
-    with stderr().status("listing kernels"):
+    with counted("listing kernels", len(problems)) as advance:
         for problem in problems:
             for solver in chosen:
                 try:
@@ -121,6 +121,7 @@ def _steps(
                         wanted.setdefault(step, solver.id)
                 except MiofindError as error:
                     report.refused[f"{solver.id}: {problem}"] = str(error)
+            advance()
     return _one_a_binary(wanted)
 
 
@@ -140,18 +141,13 @@ def _one_a_binary(wanted: dict[KernelStep, str]) -> dict[KernelStep, str]:
 
 
 def _build(compiler: Compiler, steps: dict[KernelStep, str], arch: str, workers: int | None) -> Iterator[_Built]:
-    results = compiler.build_all(steps, arch, workers=workers)
-    for step, result in _with_bar(results, len(steps), f"compile sm_{arch}"):
-        if isinstance(result, CompileError):
-            yield _Built(solver_id=steps[step], arch=arch, step=step, resources=None, error=result)
-        else:
-            yield _Built(solver_id=steps[step], arch=arch, step=step, resources=result.resources.get(step.entry))
-
-
-def _with_bar(results: Iterable[Any], total: int, label: str) -> Iterator[Any]:
-    columns = (TextColumn(label), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=stderr(), transient=True, disable=not stderr().is_terminal) as bar:
-        yield from bar.track(results, total=total)
+    with counted(f"compile sm_{arch}", len(steps)) as advance:
+        for step, result in compiler.build_all(steps, arch, workers=workers):
+            advance()
+            if isinstance(result, CompileError):
+                yield _Built(solver_id=steps[step], arch=arch, step=step, resources=None, error=result)
+            else:
+                yield _Built(solver_id=steps[step], arch=arch, step=step, resources=result.resources.get(step.entry))
 
 
 def _show(report: _Report, compiler: Compiler, seconds: float) -> None:

@@ -35,10 +35,10 @@ def show_suites(held: DeviceCoverage) -> None:
         if not before:
             in_part.append(f"{suite.suite} {max(suite.answered.values())}/{suite.layers}")
     if len(made):
-        print_text("  Layers of suites that are answered: forward/data/weights, or one number for all")
+        print_text("  Distinct layers of suites that are answered: forward/data/weights, or one number for all")
         made.print()
     if in_part:
-        print_text(f"  Answered by less than half: {', '.join(in_part)}; --json counts all")
+        print_text(f"  Answered by less than half of the distinct layers: {', '.join(in_part)}; --json counts all")
 
 
 def _rows(suite: SuiteCoverage) -> Iterator[tuple[tuple[str, ...], tuple[str, ...]]]:

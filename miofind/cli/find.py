@@ -26,7 +26,7 @@ from miofind.cli.session import verbose_option
 from miofind.cli.solution_table import solution_json, solution_sheet
 from miofind.device import Device
 from miofind.driver.line import driver_line
-from miofind.errors import DatabaseError, NoSolutionError
+from miofind.errors import DatabaseError, NoPlaceError, NoSolutionError
 from miofind.find.plan import wider_bounds
 from miofind.finddb import user_path
 from miofind.found import Solution
@@ -109,7 +109,8 @@ def find(
         for each in found:
             _show(each, top, in_order_of_workspace=options.order is Order.WORKSPACE)
     if unsolved:
-        raise NoSolutionError("\n".join(map(str, unsolved)))
+        is_elsewhere = all(isinstance(error, NoPlaceError) for error in unsolved)
+        raise (NoPlaceError if is_elsewhere else NoSolutionError)("\n".join(map(str, unsolved)))
 
 
 def _find(problem: ProblemDescription, options: FindOptions, handle: Handle) -> _Found:

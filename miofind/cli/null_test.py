@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-
 import click
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from miofind.cli.options import DRIVER_LINE, device_option, example, json_option, only_option
-from miofind.cli.output import Sheet, print_json, print_text, stderr
+from miofind.cli.options import DRIVER_LINE, Number, device_option, example, json_option, only_option
+from miofind.cli.output import Sheet, print_json, print_text
 from miofind.cli.problems import optional_problem_argument, problem_json, problems_of
+from miofind.cli.progress import counted
 from miofind.cli.session import verbose_option
 from miofind.compiler import BinaryCache, Compiler
 from miofind.device import Device
@@ -40,7 +37,7 @@ from miofind.options import FindOptions
 @click.option(
     "--slowdown",
     "percent",
-    type=click.FloatRange(0.5, 100),
+    type=Number(0.5, 100),
     default=3.0,
     show_default=True,
     metavar="PERCENT",
@@ -62,7 +59,7 @@ def null_test_command(
     if len(problems) > 1:
         raise click.UsageError("null-test takes one direction: add -F 1, -F 2 or -F 4")
     options = NullTestOptions(pairs=pairs, slowdown=percent / 100, find=FindOptions(only=only))
-    with _progress(2 * pairs) as advance:
+    with counted("null-test", 2 * pairs) as advance:
         report = null_test(problems[0], device, Compiler(BinaryCache()), options, advance)
     if as_json:
         print_json(_json(report, device))
@@ -70,14 +67,6 @@ def null_test_command(
         _show(report, device)
     if not report.ok:
         raise click.exceptions.Exit(1)
-
-
-@contextmanager
-def _progress(total: int) -> Iterator[Callable[[], None]]:
-    columns = (TextColumn("null-test"), BarColumn(bar_width=24), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=stderr(), transient=True, disable=not stderr().is_terminal) as bar:
-        task = bar.add_task("", total=total)
-        yield lambda: bar.update(task, advance=1)
 
 
 _COLUMNS = ("pairs", "count", "called different", "share", "bound", "noise", "blocks", "contended")

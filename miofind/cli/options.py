@@ -5,6 +5,7 @@ Driver lines own every short flag and MIOpenDriver's long ones, so options here 
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -16,7 +17,7 @@ from miofind.device import Device
 from miofind.errors import NoDeviceError
 from miofind.find.search import DEFAULT_PATIENCE
 from miofind.finddb.location import checked_path
-from miofind.options import MAX_COUNT, FindEnforce, FindMode, FindOptions, Order
+from miofind.options import MAX_COUNT, FindEnforce, FindMode, FindOptions, Order, unknown
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -35,7 +36,20 @@ def _bytes(ctx: click.Context, parameter: click.Parameter, value: str | None) ->
     match = re.fullmatch(r"(\d{1,18})\s*(?:([kmg])(?:i?b)?|b)?", value.strip().lower(), re.ASCII)
     if match is None:
         raise click.BadParameter(f"{value!r} is no size: write bytes, or a number with K, M or G")
-    return int(match[1]) << {"k": 10, "m": 20, "g": 30}.get(match[2], 0)
+    count = int(match[1]) << {"k": 10, "m": 20, "g": 30}.get(match[2], 0)
+    if count >= 2**63:
+        raise click.BadParameter(f"{value!r} is no size: it has 2**63 bytes or more")
+    return count
+
+
+class Number(click.FloatRange):
+    """A range of numbers without NaN, which is in none and outside none."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        number: float = super().convert(value, param, ctx)
+        if math.isnan(number):
+            self.fail(f"{value!r} is no number", param, ctx)
+        return number
 
 
 def _device(ctx: click.Context, parameter: click.Parameter, value: str | None) -> Device:
@@ -57,6 +71,8 @@ def _names(ctx: click.Context, parameter: click.Parameter, values: tuple[str, ..
     names = tuple(name.strip() for value in values for name in value.split(",") if name.strip())
     if values and not names:
         raise click.BadParameter(f"{','.join(values)!r} names nothing")
+    if reason := unknown(names):
+        raise click.BadParameter(reason)
     return names
 
 
@@ -111,7 +127,7 @@ exclude_option = click.option(
 time_budget_option = click.option(
     "--time-budget",
     "time_budget_s",
-    type=click.FloatRange(min=0),
+    type=Number(min=0),
     metavar="S",
     help="Seconds of measuring a problem; what is found by then is taken.",
 )
@@ -143,7 +159,7 @@ _LIMITS = (
     ),
     click.option(
         "--max-error",
-        type=click.FloatRange(min=0),
+        type=Number(min=0),
         help="Largest |error| / (|x| * |w|) allowed; lets in algorithms with wider bounds.",
     ),
 )

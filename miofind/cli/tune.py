@@ -17,6 +17,7 @@ from click.core import ParameterSource
 
 from miofind.cli.options import (
     DRIVER_LINE,
+    Number,
     arch_option,
     db_option,
     device_option,
@@ -88,7 +89,7 @@ def _gpus(ctx: click.Context, parameter: click.Parameter, value: str | None) -> 
 @click.option(
     "--stop-after",
     "stop_after_s",
-    type=click.FloatRange(min=0),
+    type=Number(min=0),
     default=math.inf,
     metavar="S",
     help="Seconds after which no further problem is begun.",

@@ -12,7 +12,7 @@ from miofind.compiler import CompilePool
 from miofind.device import Place
 from miofind.driver.line import driver_line
 from miofind.environment import versions
-from miofind.errors import LaunchError, NoSolutionError
+from miofind.errors import LaunchError, NoPlaceError, NoSolutionError
 from miofind.evaluate import Job
 from miofind.find import failures, records
 from miofind.find.known import candidate_of, incumbent, known_times
@@ -39,7 +39,8 @@ def find(problem: ProblemDescription, options: FindOptions, handle: Handle) -> l
     """Solutions of a problem in the order asked for, by the mode asked for.
 
     Raises:
-        NoSolutionError: nothing usable; the message lists each solver's reason.
+        NoSolutionError: nothing usable; the message lists each solver's reason. NoPlaceError where all that is asked
+            for needs a GPU or a library that is not here.
         DatabaseError: the FindDB cannot be used, with a strict handle.
     """
     mode = find_mode(options)
@@ -135,7 +136,7 @@ def measure(
     if measured:
         answer = records.look_up(problem, options, handle, measured=measured, dynamic_only=dynamic_only)
     if not answer:
-        raise NoSolutionError(_nothing_found(problem, plan, outcomes))
+        raise _nothing_found(problem, plan, outcomes)
     return answer
 
 
@@ -145,7 +146,10 @@ def _left_out(problem: ProblemDescription, options: FindOptions, handle: Handle)
     quarantined = frozenset() if options.retry_failed else failures.quarantined(problem, handle)
     if not options.isolate:  # what destroyed a process before must not do it to this one
         quarantined |= {name for name, status in failed.items() if status is Status.CRASHED}
-    return {name: f"failed here before ({failed[name]}): retry_failed measures it again" for name in quarantined}
+    return {
+        name: f"failed here before ({failed[name]}): retry_failed (--retry-failed) measures it again"
+        for name in quarantined
+    }
 
 
 def _search(
@@ -161,11 +165,16 @@ def _search(
     )
 
 
-def _nothing_found(problem: ProblemDescription, plan: Plan, outcomes: list[Outcome]) -> str:
-    reasons = [f"  {name}: {reason}" for name, reason in plan.refusals.items()]
-    reasons += [f"  {o.candidate.id}: {o.status} {o.message}" for o in outcomes if not o.status.usable]
-    listed = "\n".join(reasons) or "  no solver is registered"
-    return f"no solution of {problem} is usable ({driver_line(problem)}):\n{listed}"
+def _nothing_found(problem: ProblemDescription, plan: Plan, outcomes: list[Outcome]) -> NoSolutionError:
+    reasons = [f"{name}: {reason}" for name, reason in plan.refusals.items()]
+    reasons += [f"{o.candidate.id}: {o.status} {o.message}" for o in outcomes if not o.status.usable]
+    if plan.left_out:
+        which = f"{len(plan.left_out)} others" if reasons else f"all {len(plan.left_out)} solvers"
+        reasons.append(f"{which}: left out by only, exclude or the find mode")
+    listed = "\n".join(f"  {reason}" for reason in reasons) or "  no solver is registered"
+    is_elsewhere = not outcomes and bool(plan.refusals) and plan.refusals.keys() <= plan.absent
+    kind = NoPlaceError if is_elsewhere else NoSolutionError
+    return kind(f"no solution of {problem} is usable ({driver_line(problem)}):\n{listed}")
 
 
 def _candidate(solution: Solution) -> Candidate:
@@ -204,7 +213,7 @@ def estimates(problem: ProblemDescription, options: FindOptions, handle: Handle)
     planned = [p for p in plan.candidates if p.candidate.id not in failed]
     planned = planned or [p for p in plan.last_resort if p.candidate.id not in failed]
     if not planned:
-        raise NoSolutionError(_nothing_found(problem, plan, []))
+        raise _nothing_found(problem, plan, [])
     found = Found(handle)
     found.solutions = [
         Solution(

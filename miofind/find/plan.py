@@ -51,7 +51,9 @@ class Plan:
         spaces: what a search may measure, one a solver; () for a request that searches nothing.
         considered: version by id of every solver that was asked.
         is_filtered: whether the find mode, not only `only` and `exclude`, kept solvers out.
-        refusals: reason by solver id, or by candidate id where a limit left one out.
+        left_out: solvers that any of these kept out.
+        absent: the others whose place or library this machine lacks.
+        refusals: reason by solver id, or by candidate id where a limit left one out; nothing of what was left out.
     """
 
     candidates: tuple[Planned, ...]
@@ -59,6 +61,8 @@ class Plan:
     considered: dict[str, int]
     is_filtered: bool
     refusals: dict[str, str]
+    left_out: tuple[str, ...] = ()
+    absent: frozenset[str] = frozenset()
     spaces: tuple[Space, ...] = ()
 
     def without(self, reasons: Mapping[str, str]) -> Plan:
@@ -89,14 +93,17 @@ def make_plan(
     """
     considered: dict[str, int] = {}
     refusals: dict[str, str] = {}
+    left_out, absent = [], set()
     planned: list[Planned] = []
     spaces: list[Space] = []
     for solver in solvers().values():
         if not options.allows(solver) or (dynamic_only and not solver.is_dynamic):
-            refusals[solver.id] = "left out by only, exclude or the find mode"
+            left_out.append(solver.id)
             continue
         if any(key.place is device.place and device.library_version(key.library) is not None for key in solver.keys):
             considered[solver.id] = solver.version
+        else:
+            absent.add(solver.id)
         try:
             applicability = solver.applicability(problem, device)
             if not applicability:
@@ -122,6 +129,8 @@ def make_plan(
         considered=considered,
         is_filtered=dynamic_only,
         refusals=refusals,
+        left_out=tuple(left_out),
+        absent=frozenset(absent),
         spaces=tuple(spaces),
     )
 
@@ -220,7 +229,7 @@ def limit_exceeded(planned: Planned, problem: ProblemDescription, options: FindO
     if options.strict_nonfinite and planned.solver.spreads_nonfinite(problem, planned.candidate.config):
         return "may spread an infinity or NaN to results that do not sum it"
     if options.max_error is None and planned.solver.error_growth(problem, planned.candidate.config) > 1:
-        return "has a wider error bound than direct summation; set max_error to allow it"
+        return "has a wider error bound than direct summation; set max_error (--max-error) to allow it"
     return ""
 
 

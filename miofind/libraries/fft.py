@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from miofind.device import Device
-from miofind.libraries.fft_edges import edge_items, edges_step, strides
+from miofind.libraries.fft_edges import edges_step, strides
+from miofind.libraries.fft_error import product_error, summed_directly
 from miofind.libraries.fft_own import OwnBlock, own_height, own_line, own_width
 from miofind.libraries.fft_product import PRODUCTS, ProductTile
 from miofind.problem import Direction, ProblemDescription, TensorDescriptor
@@ -35,7 +35,6 @@ from miofind.tiling.chunks import chunks
 from miofind.tiling.correlation import ceil_div
 from miofind.tiling.divisor import divisors
 from miofind.tiling.fourier import Axis, smooth, spectrum, whole_length
-from miofind.tiling.overlap import least_products
 
 SOURCE = "fft.cu"
 PRODUCT_SOURCE = "fft_product.cu"
@@ -44,25 +43,10 @@ REGIONS = {"x": "inputs", "w": "filters", "y": "outputs"}
 
 _THREADS = 256
 _LANES = 32
-_COMPLEX_BYTES = 8
-_STEP_MS = 0.002  # from the end of a small step to the end of the next
-_BANDWIDTH_SHARE = 0.7  # of the device's, that steps are taken to reach
-_ONE_PASS_BITS = 13  # of the points that the library is taken to transform in one pass over memory
-_ANY_LENGTH = 64  # longer ones take it another pass each way unless they are powers of two
+COMPLEX_BYTES = 8
 _MOST_LENGTH = 1 << 17
 _MOST_BLOCKS = 65535  # along the second and third axes of a grid
 _MOST_CHUNKS = 64
-# Largest errors simulated with NumPy's float32 transforms, 150 problems, of 2 to 2048 points along an axis: 2.2 a
-# doubling of points; and 3.1 times the root of the terms of sums (miofind/verify/accuracy.py).
-_TRANSFORM_ERROR = 8.0
-_SUM_ERROR = 8.0
-# Of direct summation, times the root of the terms (miofind/verify/accuracy.py).
-DIRECT_ERROR = 8.0
-# Errors are those of a whole tile, and the bound is that of an element's own sum: in shorter sums of normal data some
-# elements are so much smaller than their tile that they break it.
-LEAST_PRODUCTS = 16
-_MOST_DIRECT = 0.02  # products that are summed directly at most, of all operations
-_FREE_DIRECT = 1 << 24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,11 +105,11 @@ class FftPlan:
     @property
     def tile_bytes(self) -> int:
         """Of one tile's transforms, of the images and of the results."""
-        return _COMPLEX_BYTES * self.frequencies * (self.problem.c + self.problem.k)
+        return COMPLEX_BYTES * self.frequencies * (self.problem.c + self.problem.k)
 
     def regions(self) -> tuple[Region, ...]:
         """Workspace for transforms, and for the library."""
-        p, plane = self.problem, _COMPLEX_BYTES * self.frequencies
+        p, plane = self.problem, COMPLEX_BYTES * self.frequencies
         planes = {"x": self.at_once * p.c, "w": self.filters, "y": self.at_once * p.k}
         regions = tuple(Region(name=REGIONS[name], bytes=plane * count) for name, count in planes.items())
         if self.planes:
@@ -153,7 +137,7 @@ class FftPlan:
     @property
     def summed_directly(self) -> int:
         """Results of fewer products are summed directly, lest their bound were wider: 0 for none."""
-        return _summed_directly(self.problem, self.error)
+        return summed_directly(self.problem, self.error)
 
     def packing(self) -> Packing | None:
         """The steps in two parts: the filters' transforms, and the rest; None where that reads the filters, too."""
@@ -231,7 +215,7 @@ class FftPlan:
         return ceil_div(planes, ceil_div(planes, most))
 
     def _transforms(self, name: str, planes: int, *, inverse: bool) -> Iterator[FftStep]:
-        plane = _COMPLEX_BYTES * self.frequencies
+        plane = COMPLEX_BYTES * self.frequencies
         lengths = self.lengths if self.lengths[0] > 1 else self.lengths[1:]
         batch = self._batch(planes)
         for chunk in chunks(planes, batch):
@@ -365,9 +349,7 @@ class FftPlan:
     @property
     def error(self) -> float:
         """Largest error in float32 roundoffs, over sqrt(x^2 * w^2) of an element that sums as many products as any."""
-        terms = self.reduced
-        points = max(2, math.prod(self.lengths))
-        return _TRANSFORM_ERROR * math.log2(points) + _SUM_ERROR * math.sqrt(terms)
+        return product_error(math.prod(self.lengths), self.reduced)
 
     @property
     def reduced(self) -> int:
@@ -376,31 +358,6 @@ class FftPlan:
         if self.is_weights:
             return self.all_tiles
         return (p.c if p.direction is Direction.FORWARD else p.k) // p.groups
-
-    def estimate_ms(self, device: Device) -> float:
-        """Time of all steps."""
-        p = self.problem
-        count = ceil_div(self.all_tiles, self.at_once)
-        tiles = min(self.at_once, self.all_tiles)
-        product = count * self.product.estimate_ms(device, self.sizes(tiles), self.frequencies, p.groups)
-        planes = {"x": self.all_tiles * p.c, "w": self.filters, "y": self.all_tiles * p.k}
-        bandwidth = _BANDWIDTH_SHARE * device.bandwidth_bytes_per_s / 1e3
-        plane = _COMPLEX_BYTES * self.frequencies
-        if self.is_weights:  # later chunks read the sums of earlier ones, and write them again
-            product += 2 * (count - 1) * plane * self.filters / bandwidth
-        if self.planes:
-            least = plane * sum(planes.values()) / bandwidth
-            transforms = sum(self._own_ms(device, name, number) for name, number in planes.items())
-            return 3 * count * _STEP_MS + max(transforms, least) + product
-        passes = 2 + sum(2 * ceil_div((n - 1).bit_length(), _ONE_PASS_BITS) for n in self.lengths)
-        if any(n > _ANY_LENGTH and n & (n - 1) for n in self.lengths):
-            passes += 2
-        traffic = passes * plane * sum(planes.values()) + p.bytes
-        return 5 * count * _STEP_MS + traffic / bandwidth + product
-
-    def _own_ms(self, device: Device, name: str, planes: int) -> float:
-        across, kept = self.kept(name)
-        return self.own_block.estimate_ms(device, planes, kept // across)
 
     def sizes(self, tiles: int) -> tuple[int, int, int]:
         """Rows, columns and terms of a chunk's products."""
@@ -414,26 +371,6 @@ class FftPlan:
 def _element(tensor: TensorDescriptor) -> tuple[tuple[str, str | int], ...]:
     """The defines of kernels that read or write a tensor."""
     return (("ELEMENT", tensor.dtype.value), ("CHANNELS_LAST", int(tensor.layout.channels_last)))
-
-
-@functools.lru_cache(maxsize=256)
-def _summed_directly(lifted: ProblemDescription, error: float) -> int:
-    """Products below which a result is summed directly, so that the others keep direct summation's bound if they can.
-
-    Where that is much to sum, or the longest sums are not much longer, only those are that have no bound at all.
-    """
-    least, longest = least_products(lifted), lifted.reduction_length
-    if lifted.direction is Direction.BACKWARD_WEIGHTS:
-        return 0
-    for limit in (math.ceil((error / DIRECT_ERROR) ** 2), LEAST_PRODUCTS):
-        if limit > LEAST_PRODUCTS and 2 * limit > longest:
-            continue
-        if least >= limit:
-            return 0
-        items = edge_items(lifted, limit)
-        if items < 2**30 and items * limit <= max(_MOST_DIRECT * lifted.flops, _FREE_DIRECT):
-            return limit
-    return 0
 
 
 @functools.lru_cache(maxsize=256)  # a problem's configurations are asked about one by one

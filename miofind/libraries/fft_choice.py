@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from miofind.geometry import index_bits
-from miofind.libraries.fft import DIRECT_ERROR, LEAST_PRODUCTS, FftPlan
+from miofind.libraries.fft import FftPlan
+from miofind.libraries.fft_error import DIRECT_ERROR, LEAST_PRODUCTS
 from miofind.libraries.fft_own import own_height, own_line, own_width
 from miofind.problem import Direction, MathMode, ProblemDescription
 from miofind.solution import WorkspacePlan

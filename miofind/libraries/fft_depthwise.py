@@ -27,6 +27,7 @@ _STEP_MS = 0.002
 _BANDWIDTH_SHARE = 0.6  # of the device's, that lines are taken to pass with
 _EDGES_INSTRUCTIONS = 64  # for a point: between memory and registers and back, and the product
 _FREE_SHARED_BYTES = 1 << 10  # that a block has besides its lines
+_MOST_POINTS = 1 << 30  # of a line of every channel: as many as elements of a tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +77,16 @@ class DepthwisePlan:
         """Whether tiles of two images would share a complex line, and the larger one's errors reach the other."""
         tiles = self.tiles
         return tiles.problem.n > 1 and tiles.all_tiles // tiles.problem.n % 2 > 0
+
+    def refusal(self) -> str:
+        """Why the plan is out of bounds, "" if it is not.
+
+        Tensors that 32-bit offsets reach have fewer lines than a launch has blocks; offsets of a line's points beyond a
+        tensor's end must fit 32 bits, too.
+        """
+        if self.length * self.tiles.problem.k >= _MOST_POINTS:
+            return "needs filters' transforms of fewer points"
+        return ""
 
     def regions(self) -> tuple[Region, ...]:
         """Workspace for the transforms of filters."""
@@ -196,7 +207,7 @@ def is_valid(problem: ProblemDescription, device: Device, tile: int, points: int
     if not tile_serves(problem, tile, is_own=True):
         return False
     plan = DepthwisePlan.of(problem, tile, points)
-    if plan.length < OWN_LINES[0] or plan.tiles.refusal() or plan.pairs_images:
+    if plan.length < OWN_LINES[0] or plan.refusal() or plan.pairs_images:
         return False
     if points > POINTS[0] and plan.lines == DepthwisePlan(plan.tiles, POINTS[0]).lines:
         return False

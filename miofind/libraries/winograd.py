@@ -1,7 +1,7 @@
 """Winograd's minimal filtering around products of matrices: the steps of one solution, chunk by chunk of tiles.
 
-Both operands are transformed by kernels_src/winograd.cu into the workspace, multiplied place by place of a tile by the
-library, and the products transformed back. One product a chunk serves all places, groups and slices.
+Both operands are transformed by kernels_src/winograd.cu into the workspace and multiplied place by place of a tile, and
+the products are transformed back. Knows not who multiplies.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from miofind.device import Device
-from miofind.libraries.gemm import STEP_MS, Operand, Product, product_ms, transpose
 from miofind.problem import DataType, Direction, ProblemDescription, TensorDescriptor
 from miofind.solution import (
     ConvSolution,
@@ -39,9 +37,8 @@ OTHERS = "others"
 PRODUCTS = "products"
 
 _THREADS = 128
-_FEW_FLOATS = 36  # of a thread's tiles: F(4x4, 3x3) of one channel
+FEW_FLOATS = 36  # of a thread's tiles: F(4x4, 3x3) of one channel
 _BLOCKS = {True: 8, False: 4}  # of a multiprocessor, for few floats and for many: so many have registers for them
-_BANDWIDTH_SHARES = {True: 0.82, False: 0.7}  # of the device's, that transforms reach on an H200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +52,7 @@ class WinogradPlan:
         slices: parts of a chunk's tiles whose products are summed apart, for backward weights.
         vector: elements of neighbouring channels that a thread transforms at most, where channels are last.
         places_within: transformed tiles are (tiles, places, groups, channels) where channels are last, not
-            (places, groups, slices, tiles, channels), as `product` takes them; with one slice.
+            (places, groups, slices, tiles, channels), as the library takes them; with one slice.
     """
 
     problem: ProblemDescription
@@ -183,61 +180,20 @@ class WinogradPlan:
             bytes=transformed.bytes,
         )
 
-    def steps(self, multiply: Callable[[], Iterable[Step]] | None = None) -> Iterator[Step]:
-        """The steps in order; products have no algorithm and no workspace yet.
+    def steps(self, multiply: Callable[[int, bool], Iterable[Step]]) -> Iterator[Step]:
+        """The steps in order.
 
         Args:
-            multiply: steps of one chunk's products, of all `slice_tiles`, instead of `product`.
+            multiply: steps of the products of a chunk of so many tiles, and whether they are added to earlier ones.
         """
         for chunk in chunks(self.all_tiles, self.tiles):
             is_first = chunk.start == 0
             yield self._operands_step(chunk.start, chunk.stop - chunk.start, others=self.is_weights or is_first)
-            if multiply is None:
-                yield from self.product(chunk.stop - chunk.start, accumulate=not is_first).steps()
-            else:
-                yield from multiply()
+            yield from multiply(chunk.stop - chunk.start, self.is_weights and not is_first)
             if not self.is_weights:
                 yield self._results_step(chunk.start, chunk.stop - chunk.start)
         if self.is_weights:
             yield self._weights_step()
-
-    def product(self, count: int, *, accumulate: bool = False) -> Product:
-        """The products of a chunk of `count` tiles, summed over channels, or over tiles for backward weights."""
-        p = self.problem
-        k, c = p.k // p.groups, p.w.shape[1]
-        filters = self._filters(OTHERS, p.w.dtype)
-        if p.direction is Direction.BACKWARD_WEIGHTS:
-            left, right = transpose(self._tiled(OTHERS, p.y, k)), self._tiled(INPUTS, p.x, c)
-            out, sizes = self._filters(PRODUCTS, DataType.FLOAT32), (k, c, self.slice_tiles)
-            return self._product(sizes, left, right, out, accumulate=accumulate)
-        if p.direction is Direction.FORWARD:
-            left, right, out = self._tiled(INPUTS, p.x, c), transpose(filters), self._tiled(PRODUCTS, p.y, k)
-            sizes = (count, k, c)
-        else:
-            left, right, out = self._tiled(INPUTS, p.y, k), filters, self._tiled(PRODUCTS, p.x, c)
-            sizes = (count, c, k)
-        if not out.transposed:
-            return self._product(sizes, left, right, out)
-        rows, columns, depth = sizes
-        return self._product((columns, rows, depth), transpose(right), transpose(left), transpose(out))
-
-    def estimate_ms(self, device: Device) -> float:
-        """Analytic milliseconds of all steps; the library splits no sums of products in batches."""
-        product = product_ms(self.product(self.tiles), device, splits=False)
-        return self.all_tiles / self.tiles * product + self.transforms_ms(device)
-
-    def transforms_ms(self, device: Device) -> float:
-        """Analytic milliseconds of what transforms read and write."""
-        inputs, others, products = (region.bytes for region in self.regions())
-        whole = self.all_tiles / self.tiles
-        if self.is_weights:
-            again = 2 * (self.chunk_count - 1) * products  # sums that later chunks add to
-            moved = whole * (inputs + others) + products + again + self.problem.bytes
-        else:
-            moved = whole * (inputs + products) + others + self.problem.bytes
-        steps = (1 if self.is_weights else 2) * self.chunk_count + 1
-        traffic = moved / (_BANDWIDTH_SHARES[self.floats <= _FEW_FLOATS] * device.bandwidth_bytes_per_s)
-        return 1e3 * traffic + STEP_MS * steps
 
     def refusal(self) -> str:
         """Why sizes overflow the kernels' counts, "" if they do not."""
@@ -248,44 +204,6 @@ class WinogradPlan:
         if self.all_tiles > 2**30:
             return f"takes {self.all_tiles} tiles, at most {2**30} are served"
         return ""
-
-    def _product(
-        self, sizes: tuple[int, int, int], left: Operand, right: Operand, out: Operand, *, accumulate: bool = False
-    ) -> Product:
-        rows, columns, depth = sizes
-        return Product(
-            rows=rows,
-            columns=columns,
-            depth=depth,
-            left=left,
-            right=right,
-            out=out,
-            images=self.places,
-            groups=self.problem.groups * self.slices,
-            accumulate=accumulate,
-            math=self.problem.math,
-        )
-
-    def _tiled(self, buffer: str, tensor: TensorDescriptor, channels: int) -> Operand:
-        """Transformed tiles of a tensor: (tiles x channels of a group)."""
-        size = self.slice_tiles * channels
-        last = tensor.layout.channels_last
-        return Operand(
-            buffer=buffer,
-            dtype=DataType.FLOAT32 if buffer == PRODUCTS else tensor.dtype,
-            ld=channels if last else self.slice_tiles,
-            transposed=not last,
-            image_stride=self.problem.groups * self.slices * size,
-            group_stride=size,
-        )
-
-    def _filters(self, buffer: str, dtype: DataType) -> Operand:
-        """Transformed filters, or products that become filters: (k x c of a group), for backward weights a slice."""
-        p = self.problem
-        c = p.w.shape[1]
-        size = p.k // p.groups * c
-        slices = self.slices if self.is_weights else 1
-        return Operand(buffer=buffer, dtype=dtype, ld=c, image_stride=p.groups * slices * size, group_stride=size)
 
     def _lanes(self, tensor: TensorDescriptor) -> int:
         """Channels that a thread transforms."""
@@ -338,7 +256,7 @@ class WinogradPlan:
             *((f"{name}_LAST", int(tensor.layout.channels_last)) for name, tensor, _ in tensors),
             *((f"{name}_LANES", lanes) for name, _, (lanes, _) in tensors),
             *((f"{name}_VECTOR", columns) for name, _, (_, columns) in tensors),
-            ("MIN_BLOCKS", _BLOCKS[self.floats <= _FEW_FLOATS]),
+            ("MIN_BLOCKS", _BLOCKS[self.floats <= FEW_FLOATS]),
             ("PLACES_WITHIN", int(self.places_within)),
             ("INPUT_LEAD", self._before[1] % self._columns(x)),
         )

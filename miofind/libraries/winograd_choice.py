@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -143,13 +143,15 @@ def plan_refusal(plan: WinogradPlan) -> str:
     return plan.refusal()
 
 
-def plans(problem: ProblemDescription) -> Iterator[WinogradPlan]:
-    """All plans that can run."""
+def plans(
+    problem: ProblemDescription, *, slices_of: Sequence[int] = _SLICES, vectors: Sequence[int] = _VECTORS
+) -> Iterator[WinogradPlan]:
+    """All plans that can run, of some slices and vectors."""
     lifted = problem.lifted(3)
     for tile in (tile for tile in TILES if serves(problem, tile)):
         for tiles in _chunk_sizes(lifted, tile):
             base = WinogradPlan(problem=lifted, tile=tile, tiles=tiles)
-            for slices, vector in itertools.product(_SLICES, _VECTORS):
+            for slices, vector in itertools.product(slices_of, vectors):
                 plan = replace(base, slices=slices, vector=vector)
                 if not plan_refusal(plan):
                     yield plan

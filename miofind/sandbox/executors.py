@@ -75,7 +75,7 @@ class InProcess:
         """
         for event in evaluate(job, self._device, self._compiler):
             if isinstance(event, Spoiled):
-                logger.warning("%s: measure with isolate=True to keep it from the others", event.reason)
+                logger.warning("%s: measure with isolate=True (--isolate) to keep it from the others", event.reason)
             else:
                 yield event
 

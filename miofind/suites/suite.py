@@ -101,10 +101,10 @@ class Suite:
         if batch is None:
             return
         if batch < 1:
-            raise InvalidOptionError(f"batch={batch} must be at least 1")
+            raise InvalidOptionError(f"a batch of {batch} must be at least 1")
         if not self.is_scalable:
             raise InvalidOptionError(
-                f"batch={batch}: the rows of suite {self.name!r} have their batch set; leave it out"
+                f"a batch of {batch}: the rows of suite {self.name!r} have their batch set; leave it out"
             )
 
 

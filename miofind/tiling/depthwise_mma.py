@@ -57,25 +57,24 @@ class PairedPixels:
 
     Attributes:
         columns: staged of a row.
-        loaded: 8 x 8 matrices that a warp loads of a row of 8 pairs and 8 channels.
+        matrices: of 8 x 8 that a warp meets in a row of 8 pairs and 8 channels.
         shared_bytes: of all images.
     """
 
     columns: int
-    loaded: int
+    matrices: int
     shared_bytes: int
 
     @staticmethod
     def of(width: GroupedAxis, *, images: int, rows: int, pairs: int, channels: int) -> PairedPixels:
         step = width.stride
         matrices = width.reach + step + 1
-        loaded = matrices + (matrices % 4 == 3)
         pixel = odd_words(2 * channels)
-        plane = rows * 2 * step * (pairs + (loaded - 1) // (2 * step)) * pixel
+        plane = rows * 2 * step * (pairs + (matrices - 1) // (2 * step)) * pixel
         gap = (pairs * pixel - plane) % 128 if images > 1 else 0
         return PairedPixels(
             columns=(2 * pairs - 1) * step + width.reach + 1,
-            loaded=loaded,
+            matrices=matrices,
             shared_bytes=images * (plane + gap),
         )
 
@@ -244,7 +243,7 @@ class DepthwiseWeightsTiling:
             staged_rows=met,
             turns=ceil_div(images * pairs, 8),
             threads=4 * channels * config["warps"],
-            registers=round_up(_dilated(problem) + 4 * products + 2 * kept + 6 * ceil_div(x.loaded, 4) + 48, 8),
+            registers=round_up(_dilated(problem) + 4 * products + 2 * kept + 6 * ceil_div(x.matrices, 4) + 48, 8),
             products=rows * products,
             shared_bytes=max(stages, 4 * config["warps"] * channels * height.taps * width.taps),
             channel_tiles=ceil_div(problem.c, channels),

@@ -95,6 +95,26 @@ class Product:
     window: Window | None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Extents:
+    """Values of each index."""
+
+    m: int
+    n: int
+    k: int
+
+
+@functools.lru_cache(maxsize=64)
+def largest(problem: ProblemDescription) -> Extents:
+    """The most that a launch has, of each index."""
+    launches = products(problem)
+    return Extents(
+        m=max(product.m.count for product in launches),
+        n=max(product.n.count for product in launches),
+        k=max(product.k.count for product in launches),
+    )
+
+
 @functools.lru_cache(maxsize=64)  # a search asks for each of thousands of configurations
 def products(problem: ProblemDescription) -> tuple[Product, ...]:
     """The launches that compute a problem whose tensors have one layout."""

@@ -6,13 +6,14 @@ on shapes: knows nothing of devices, kernels or solvers.
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 
 from miofind.problem import DataType, MathMode, ProblemDescription
 from miofind.solution import Config
 from miofind.tiling.correlation import ceil_div, round_up
-from miofind.tiling.product import Operand, Product, linear_step, run_length, used_steps, vector_length
+from miofind.tiling.product import Operand, Product, linear_step, products, run_length, used_steps, vector_length
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,3 +148,22 @@ class ProductTiling:
             * problem.groups,
             steps=ceil_div(product.k.count, config["tile_k"]),
         )
+
+
+def alike(problem: ProblemDescription, config: Config) -> Config:
+    """One configuration for all that are tiled alike: they differ in the parts of a sum, of several or of any number.
+
+    A ranking asks for each of hundreds of configurations: what is known of this one is worth keeping.
+    """
+    return _with_splits(config, 1 if config["splits"] == 1 or problem.x.dtype.itemsize > 2 else 2)
+
+
+@functools.lru_cache(maxsize=1 << 14)  # of all problems together
+def _with_splits(config: Config, splits: int) -> Config:
+    return Config({**config, "splits": splits})
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def tilings(problem: ProblemDescription, config: Config) -> tuple[ProductTiling, ...]:
+    """Those of all launches, of a configuration that `alike` gave."""
+    return tuple(ProductTiling.of(problem, product, config) for product in products(problem))

@@ -5,14 +5,16 @@ Knows nothing of which configurations are worth a question.
 
 from __future__ import annotations
 
+import functools
 import math
+from dataclasses import dataclass
 
 from miofind.device import Device
 from miofind.problem import DataType, MathMode, ProblemDescription
 from miofind.solution import Config
 from miofind.tiling.correlation import ceil_div
 from miofind.tiling.product import Product, products
-from miofind.tiling.product_tiles import ProductTiling, products_of_tf32, threads_of
+from miofind.tiling.product_tiles import ProductTiling, alike, products_of_tf32, threads_of, tilings
 
 # First principles, for an H200: mma.sync reaches 60 % of the peak of wgmma, in blocks of 16 x 8 x 16.
 _MMA_SHARE = 0.6
@@ -20,7 +22,7 @@ _LAUNCH_MS = 0.002
 _STEP_CYCLES = 450  # latency of a step where a block is alone: barrier, ldmatrix, products in a row
 _START_CYCLES = 2500  # first tiles from device memory, and the results
 _COPY_CYCLES = 10  # issue slots of a copy with its address and tests
-_SPLIT_CYCLES = 20  # of four float32 elements of a lane, into two tf32 each
+_SPLIT_CYCLES = 12  # of four float32 elements of a lane, into two tf32 each
 _ELEMENT_CYCLES = 4  # each element of one that passes through registers, besides
 
 
@@ -42,10 +44,58 @@ def _issued(problem: ProblemDescription, product: Product, config: Config) -> fl
     return blocks_m * a_reads + blocks_n * b_reads + splits + 2 * blocks_m * blocks_n * products_of_tf32(problem)
 
 
-def _launch_ms(problem: ProblemDescription, product: Product, config: Config, device: Device) -> float:
-    """Milliseconds of one launch: arithmetic, copies and latency in waves of blocks."""
-    tiling, threads = ProductTiling.of(problem, product, config), threads_of(config)
-    steps = ceil_div(tiling.steps, config["splits"])
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Launch:
+    """What a launch's time is made of, however many parts of sums there are, if there are several.
+
+    Attributes:
+        tiles, steps: of the product.
+        resident: blocks that a multiprocessor holds at once.
+        step_cycles: that a multiprocessor is busy with a step of a block.
+        copy_cycles: that a block takes at least for the copies of a step.
+    """
+
+    tiles: int
+    steps: int
+    resident: int
+    step_cycles: float
+    copy_cycles: float
+
+    def ms(self, splits: int, device: Device) -> float:
+        """Milliseconds: arithmetic, copies and latency in waves of blocks."""
+        steps = ceil_div(self.steps, splits)
+        busy = steps * self.step_cycles + 600
+        alone = steps * (max(busy / max(1, steps), self.copy_cycles) + _STEP_CYCLES) + _START_CYCLES
+        full, rest = divmod(self.tiles * splits, device.sm_count * self.resident)
+        cycles = full * max(self.resident * busy, alone)
+        if rest:
+            cycles += max(math.ceil(rest / device.sm_count) * busy, alone)
+        return float(1e3 * cycles / device.clock_hz)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Work:
+    """All launches of configurations that are tiled alike; bytes are the problem's, and of its output as float32."""
+
+    launches: tuple[_Launch, ...]
+    problem_bytes: int
+    output_bytes: int
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _work(problem: ProblemDescription, device: Device, config: Config) -> _Work:
+    tiled = zip(products(problem), tilings(problem, config), strict=True)
+    return _Work(
+        launches=tuple(_launch(problem, device, config, product, tiling) for product, tiling in tiled),
+        problem_bytes=problem.bytes,
+        output_bytes=4 * problem.output.size,
+    )
+
+
+def _launch(
+    problem: ProblemDescription, device: Device, config: Config, product: Product, tiling: ProductTiling
+) -> _Launch:
+    threads = threads_of(config)
     sum_bytes = config["tile_k"] * problem.x.dtype.itemsize
     math_mode = MathMode.TF32 if problem.x.dtype is DataType.FLOAT32 else problem.math
     peak = (
@@ -60,26 +110,20 @@ def _launch_ms(problem: ProblemDescription, product: Product, config: Config, de
         for side in (tiling.a, tiling.b)
     )
     issued = copies + warps / 4 * (8 + sum_bytes / 32 * _issued(problem, product, config))
-    busy = steps * max(step_flops / flops_a_cycle, read_bytes / 128, issued) + 600
-    alone = steps * (max(busy / max(1, steps), copies * 4 / warps) + _STEP_CYCLES) + _START_CYCLES
-    blocks = tiling.tiles * config["splits"]
-    resident = _resident_blocks(tiling, threads)
-    full, rest = divmod(blocks, device.sm_count * resident)
-    cycles = full * max(resident * busy, alone)
-    if rest:
-        cycles += max(math.ceil(rest / device.sm_count) * busy, alone)
-    return float(1e3 * cycles / device.clock_hz)
-
-
-def _moved_bytes(problem: ProblemDescription, config: Config) -> int:
-    partial = 0 if config["splits"] == 1 else 8 * config["splits"] * problem.output.size
-    return problem.bytes + partial
+    return _Launch(
+        tiles=tiling.tiles,
+        steps=tiling.steps,
+        resident=_resident_blocks(tiling, threads),
+        step_cycles=max(step_flops / flops_a_cycle, read_bytes / 128, issued),
+        copy_cycles=copies * 4 / warps,
+    )
 
 
 def estimate_ms(problem: ProblemDescription, device: Device, config: Config) -> float:
     """Milliseconds that all launches of a configuration take, with a cold L2 cache."""
-    launches = products(problem)
-    busy_ms = sum(_launch_ms(problem, product, config, device) for product in launches)
-    moved_ms = 1e3 * _moved_bytes(problem, config) / device.bandwidth_bytes_per_s
-    count = len(launches) + int(config["splits"] > 1)
+    work, splits = _work(problem, device, alike(problem, config)), config["splits"]
+    busy_ms = sum(launch.ms(splits, device) for launch in work.launches)
+    moved = work.problem_bytes + (2 * splits * work.output_bytes if splits > 1 else 0)  # parts are written and read
+    moved_ms = 1e3 * moved / device.bandwidth_bytes_per_s
+    count = len(work.launches) + int(splits > 1)
     return float(_LAUNCH_MS * count + max(busy_ms, moved_ms) + 0.3 * min(busy_ms, moved_ms))

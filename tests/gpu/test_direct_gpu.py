@@ -10,9 +10,10 @@ import pytest
 from device_buffers import upload
 from exact_results import check_exact
 
+from miofind.bound_steps import make_step_launcher
 from miofind.compiler import Compiler
 from miofind.device import Device
-from miofind.invoker import make_invoker, make_step_launcher
+from miofind.invoker import make_invoker
 from miofind.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.reference import numpy_dtype, reference_on_host, reference_step
 from miofind.solution import Config

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 from device_buffers import POISON, Buffer
 
+from miofind.bound_steps import make_step_launcher
 from miofind.compiler import Compiler
 from miofind.device import Device
 from miofind.early_launch import launches_early, may_begin_early
-from miofind.invoker import Invoker, make_invoker, make_step_launcher
+from miofind.invoker import Invoker, make_invoker
 from miofind.problem import DataType, ProblemDescription
 from miofind.solution import ConvSolution, Region, WorkspacePlan
 from miofind.solver import solver_by_id
