@@ -1,13 +1,14 @@
 // dw[k,c,r,s] = sum_{n,i,j} dy[n,k,i,j] * x[n, c, i*STRIDE_Y - pad_y + r, j*STRIDE_X - pad_x + s] for CHANNELS <= 4
 // channels, on Hopper's tensor cores (wgmma, compute capability 9.0) with float32 sums.
 //
-// A block stages tiles of TILE_H x TILE_W outputs: TILE_K filters of dy, STAGES tiles at a time, and the patch of x
-// that they meet, three at a time, as 16-byte words of two neighbouring pixels of four channels: of every second pixel,
-// or of every pixel if STRIDE_X is odd. What eight neighbouring outputs meet of a pair of taps is then eight words side
-// by side, a block of an operand as it lies. A product's depth is 16 outputs, its rows are 64 filters, its columns a
-// pair of taps of all (or of up to eight) rows of the filter. GROUPS_K warpgroups share the filters and GROUPS_S the
-// pairs of taps; LOADERS more load. Grid: blocks of filters, times `splits` blocks that tiles are dealt to. Each writes
-// float32 parts, which first_layer_wgmma_weights_finish adds in a fixed order.
+// A block stages tiles of TILE_H x TILE_W outputs: TILE_K filters of dy, and the patch of x that they meet as 16-byte
+// words of two neighbouring pixels of four channels: of every second pixel, or of every pixel if STRIDE_X is odd. What
+// eight neighbouring outputs meet of a pair of taps is then eight words side by side, a block of an operand as it lies.
+// A product's depth is 16 outputs, its rows are 64 filters, its columns a pair of taps of all (or of up to eight) rows
+// of the filter. GROUPS_K warpgroups share the filters and GROUPS_S the pairs of taps. LOADERS more load, a tile each
+// in turn, through registers: what is on its way is in registers, and a tile is in shared memory when it is complete.
+// Grid: blocks of filters, times `splits` blocks that tiles are dealt to. Each writes float32 parts, which
+// first_layer_wgmma_weights_finish adds in a fixed order.
 #if !defined(ELEMENT) || !defined(CHANNELS) || !defined(FILTER_Y) || !defined(FILTER_X)
 #error "define ELEMENT, CHANNELS, FILTER_Y and FILTER_X"
 #endif
@@ -20,18 +21,18 @@
 #if !defined(LOADERS)
 #error "define LOADERS"
 #endif
-#if !defined(IN_VECTOR) || !defined(OUT_VECTOR) || !defined(STAGES) || !defined(MIN_BLOCKS) || !defined(SHARED_BYTES)
-#error "define IN_VECTOR, OUT_VECTOR, STAGES, MIN_BLOCKS and SHARED_BYTES"
+#if !defined(IN_VECTOR) || !defined(OUT_VECTOR) || !defined(MIN_BLOCKS) || !defined(SHARED_BYTES)
+#error "define IN_VECTOR, OUT_VECTOR, MIN_BLOCKS and SHARED_BYTES"
 #endif
 
-#include "common/copy_bytes.cuh"
 #include "common/divisor.cuh"
 #include "common/early_launch.cuh"
 #include "common/narrow_products.cuh"
 #include "common/patch.cuh"
 
-// The first kLoaders threads load; without LOADERS of their own they are those that multiply.
-constexpr int kWorkers = 128 * GROUPS_K * GROUPS_S, kLoaders = LOADERS > 0 ? 128 * LOADERS : kWorkers;
+// Teams of kLoaders threads load: each of the first LOADERS warpgroups, or all of those that multiply.
+constexpr int kWorkers = 128 * GROUPS_K * GROUPS_S, kLoaders = LOADERS > 0 ? 128 : kWorkers;
+constexpr int kTeams = maximum(1, LOADERS);
 constexpr int kThreads = 128 * LOADERS + kWorkers, kTileH = TILE_H, kTileW = TILE_W, kTileK = TILE_K;
 static_assert(kTileW % 8 == 0, "eight neighbours in a tile are outputs of one row");
 static_assert(kTileK % 8 == 0 && ceil_div(kTileK, 64) == GROUPS_K, "a warpgroup has up to 64 filters");
@@ -53,20 +54,21 @@ using Staged =
 
 struct Pixels : Staged {
   static constexpr int kWords = ceil_div(kFirstPixel + kColumns, kWordPixels), kPlaneWords = ceil_div(kWords, kPlanes);
-  static constexpr int kRowWords = kPlanes * kPlaneWords, kPitch = 16 * kRowWords, kBytes = kRows * kPitch;
+  // An odd number, so that the same word of eight rows is in different banks.
+  static constexpr int kRowWords = kPlanes * kPlaneWords | 1, kPitch = 16 * kRowWords, kBytes = kRows * kPitch;
 
   static __device__ __forceinline__ int turned(int word) { return word % kPlanes * kPlaneWords + word / kPlanes; }
 };
 
 struct Loader : PatchLoader<Pixels, kLoaders, ELEMENT> {
   // Writes what take() loaded, a pixel into both words that hold it.
-  __device__ __forceinline__ void put_words(unsigned char* patch) const {
+  __device__ __forceinline__ void put_words(unsigned char* patch, int first) const {
     if constexpr (kWordPixels == 2) {
-      put(patch);
+      put(patch, first);
     } else {
 #pragma unroll
       for (int i = 0; i < kLoads; ++i) {
-        const int rank = i * kLoaders + threadIdx.x;
+        const int rank = first + i * kLoaders + threadIdx.x;
         if (rank >= Pixels::kRuns) break;
         unsigned char* const row = patch + rank / kColumnRuns * Pixels::kPitch;
         const int column = rank % kColumnRuns * kVector;
@@ -83,15 +85,15 @@ struct Loader : PatchLoader<Pixels, kLoaders, ELEMENT> {
 static_assert(Loader::kIsWhole, "a thread holds its share of a patch");
 
 // Outputs in shared memory: blocks of 8 outputs and 8 filters, which lie as in the tensor. Gaps between blocks let
-// eight copies meet every bank once.
+// eight writes meet every bank once.
 constexpr int kOctets = kTileH * kTileW / 8, kRowOctets = kTileW / 8, kSteps = ceil_div(kOctets, 2);
 constexpr int kFilterBlocks = kTileK / 8, kBlockGap = CHANNELS_LAST ? 16 * maximum(1, 8 / kFilterBlocks) : 0;
-constexpr int kBlockPitch = 128 + kBlockGap, kOctetPitch = kFilterBlocks * kBlockPitch + (CHANNELS_LAST ? 0 : 16);
-constexpr int kOutBytes = 2 * kSteps * kOctetPitch, kPatches = 3, kPatchAt = STAGES * kOutBytes;
+constexpr int kBlockPitch = 128 + kBlockGap, kOctetGap = CHANNELS_LAST ? 0 : 16 * maximum(1, 8 / kRowOctets);
+constexpr int kOctetPitch = kFilterBlocks * kBlockPitch + kOctetGap;
+constexpr int kOutBytes = 2 * kSteps * kOctetPitch, kStages = 3, kPatchAt = kStages * kOutBytes;
 // Products read rows of filters and columns of taps that there are not, of which nothing is kept.
 constexpr int kSpare = maximum((8 * GROUPS_K - kFilterBlocks) * kBlockPitch, kSpareRows* Pixels::kPitch);
-static_assert(SHARED_BYTES == kPatchAt + kPatches * Pixels::kBytes + kSpare, "the host and the kernel agree");
-static_assert(STAGES >= 3, "tiles are loaded while two are read");
+static_assert(SHARED_BYTES == kPatchAt + kStages * Pixels::kBytes + kSpare, "the host and the kernel agree");
 
 // A thread's sums, in fours as it writes them.
 constexpr int kFragments = 128 * GROUPS_K * kChunks * FILTER_Y;
@@ -104,42 +106,73 @@ struct Outputs {
   int image, first_k, row, column;
 };
 
-// OUT_VECTOR elements to shared memory, asynchronously where they can be; zeros, and nothing is read, if not `inside`.
-__device__ __forceinline__ void copy_outputs(unsigned char* to, const ELEMENT* from, bool inside) {
-  if constexpr (OUT_VECTOR > 1)
-    copy_bytes<2 * OUT_VECTOR>(shared_address(to), from, inside);
-  else
-    *reinterpret_cast<ELEMENT*>(to) = inside ? *from : convert<ELEMENT>(0.0f);
-}
+// Moves a tile's outputs through registers, zeros where there are none. A thread moves the same places of every row.
+struct OutLoader {
+  static constexpr int kRuns = (CHANNELS_LAST ? kTileK : kTileW) / OUT_VECTOR;
+  static constexpr int kPlaces = kRuns * (CHANNELS_LAST ? kTileW : kTileK), kLoads = ceil_div(kPlaces, kLoaders);
+  static constexpr int kWords = OUT_VECTOR > 1 ? OUT_VECTOR / 2 : 1;
+  using Few = Vector<unsigned, kWords>;
 
-// Starts to stage a tile's outputs, zeros where there are none. A thread copies the same place of every row, so that
-// places are reckoned once.
-__device__ __forceinline__ void load_outputs(unsigned char* to, const ELEMENT* __restrict__ dy, const Outputs& from) {
-  constexpr unsigned kRuns = (CHANNELS_LAST ? kTileK : kTileW) / OUT_VECTOR;
-  constexpr unsigned kCopies = kRuns * (CHANNELS_LAST ? kTileW : kTileK);
-  const int rows = from.height - from.row, columns = from.width - from.column, filters = from.k - from.first_k;
-  const int pixel = from.row * from.width + from.column, plane = from.height * from.width;
-  const ELEMENT* const first = dy + (CHANNELS_LAST ? (from.image * plane + pixel) * from.k + from.first_k
-                                                   : (from.image * from.k + from.first_k) * plane + pixel);
-  const int row_elements = CHANNELS_LAST ? from.width * from.k : from.width;
-#pragma unroll 1
-  for (unsigned i = threadIdx.x; i < kCopies; i += kLoaders) {
-    const int run = i % kRuns * OUT_VECTOR, other = i / kRuns;
-    const int k = CHANNELS_LAST ? run : other, column = CHANNELS_LAST ? other : run;
-    const bool inside = column < columns && k < filters;
-    const ELEMENT* const source = first + (CHANNELS_LAST ? column * from.k + k : k * plane + column);
-    unsigned char* const at = to + k / 8 * kBlockPitch + column / 8 * kOctetPitch +
-                              (CHANNELS_LAST ? column % 8 * 16 + k % 8 * 2 : k % 8 * 16 + column % 8 * 2);
-#pragma unroll
-    for (int row = 0; row < kTileH; ++row)
-      copy_outputs(at + row * kRowOctets * kOctetPitch, source + row * row_elements, inside && row < rows);
+  Few values[kLoads][kTileH];
+
+  // Filter and column of a place.
+  static __device__ __forceinline__ int filter_of(int place) {
+    return CHANNELS_LAST ? place % kRuns * OUT_VECTOR : place / kRuns;
   }
-}
+  static __device__ __forceinline__ int column_of(int place) {
+    return CHANNELS_LAST ? place / kRuns : place % kRuns * OUT_VECTOR;
+  }
+
+  // Starts to load.
+  __device__ __forceinline__ void take(const ELEMENT* __restrict__ dy, const Outputs& from, int thread) {
+    const int rows = from.height - from.row, columns = from.width - from.column, filters = from.k - from.first_k;
+    const int pixel = from.row * from.width + from.column, plane = from.height * from.width;
+    const ELEMENT* const first = dy + (CHANNELS_LAST ? (from.image * plane + pixel) * from.k + from.first_k
+                                                     : (from.image * from.k + from.first_k) * plane + pixel);
+    const int row_elements = CHANNELS_LAST ? from.width * from.k : from.width;
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) {
+      const int place = thread + i * kLoaders, k = filter_of(place), column = column_of(place);
+      const bool inside = place < kPlaces && column < columns && k < filters;
+      const ELEMENT* const source = first + (CHANNELS_LAST ? column * from.k + k : k * plane + column);
+#pragma unroll
+      for (int row = 0; row < kTileH; ++row) {
+        Few loaded = {};
+        if (inside && row < rows) {
+          if constexpr (OUT_VECTOR == 1)
+            loaded.at[0] = *reinterpret_cast<const unsigned short*>(source + row * row_elements);
+          else
+            loaded = *reinterpret_cast<const Few*>(source + row * row_elements);
+        }
+        values[i][row] = loaded;
+      }
+    }
+  }
+
+  // Writes what take() loaded.
+  __device__ __forceinline__ void put(unsigned char* to, int thread) const {
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) {
+      const int place = thread + i * kLoaders, k = filter_of(place), column = column_of(place);
+      if (place >= kPlaces) break;
+      unsigned char* const at = to + k / 8 * kBlockPitch + column / 8 * kOctetPitch +
+                                (CHANNELS_LAST ? column % 8 * 16 + k % 8 * 2 : k % 8 * 16 + column % 8 * 2);
+#pragma unroll
+      for (int row = 0; row < kTileH; ++row) {
+        unsigned char* const here = at + row * kRowOctets * kOctetPitch;
+        if constexpr (OUT_VECTOR == 1)
+          *reinterpret_cast<unsigned short*>(here) = static_cast<unsigned short>(values[i][row].at[0]);
+        else
+          *reinterpret_cast<Few*>(here) = values[i][row];
+      }
+    }
+  }
+};
 
 // Clears what is staged beyond a tile's last output, once: tiles that are loaded leave it as it is.
 __device__ __forceinline__ void clear_rest(unsigned char* to) {
   if constexpr (kOctets % 2 != 0)
-    for (int i = threadIdx.x; i < STAGES * kOctetPitch / 16; i += kLoaders) {
+    for (int i = threadIdx.x; i < kStages * kOctetPitch / 16; i += kTeams * kLoaders) {
       unsigned char* const octet = to + i / (kOctetPitch / 16) * kOutBytes + kOctets * kOctetPitch;
       *reinterpret_cast<Four*>(octet + i % (kOctetPitch / 16) * 16) = {};
     }
@@ -231,51 +264,50 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
       from.row = row * kTileH;
       from.column = (tile - row * row_tiles) * kTileW;
     };
-    Loader loader;
-    const auto take = [&](int tile) {
+    Loader pixels;
+    OutLoader outputs;
+    // Of a team that loads: starts to load a tile, and puts it in place.
+    const int team = LOADERS > 0 ? warpgroup : 0, thread = threadIdx.x - 128 * team;
+    const auto load = [&](int tile) {
       if (tile >= tiles) return;
       go_to(tile);
-      loader.take(x, PatchPlace{height, width, from.image, from.row * STRIDE_Y - pad_y,
-                                from.column * STRIDE_X - pad_x - OFFSET});
+      pixels.take(
+          x,
+          PatchPlace{height, width, from.image, from.row * STRIDE_Y - pad_y, from.column * STRIDE_X - pad_x - OFFSET},
+          -128 * team);
+      outputs.take(dy, from, thread);
     };
-    // A group of copies a tile, also of those that are not there.
-    const auto load = [&](int tile, int stage) {
-      if (tile < tiles) {
-        go_to(tile);
-        load_outputs(shared + stage * kOutBytes, dy, from);
-      }
-      commit_copies();
+    const auto put = [&](int tile, int stage) {
+      if (tile >= tiles) return;
+      pixels.put_words(shared + kPatchAt + stage * Pixels::kBytes, -128 * team);
+      outputs.put(shared + stage * kOutBytes, thread);
+      shared_writes_done();  // waits for loads, too: none of this thread may be on its way for a later tile
     };
     if constexpr (kLoads) {
-      take(split);
-#pragma unroll 1
-      for (int ahead = 0; ahead < STAGES - 2; ++ahead) load(split + ahead * splits, ahead);
       clear_rest(shared);
-      loader.put_words(shared + kPatchAt);
-      take(split + splits);
+      shared_writes_done();
+      load(split + team * splits);
+      if (team == 0) put(split, 0);
+      if (kTeams == 1) load(split + splits);
     }
     Sums sums = {};
-    int stage = 0, refilled = STAGES - 2, patch = 0;
+    int stage = 0, turn = 0;  // of the tile: its number modulo kStages and kTeams
 #pragma unroll 1
     for (int tile = split; tile < tiles; tile += splits) {
-      if constexpr (kLoads) {
-        wait_for_copies<STAGES - 3>();
-        shared_writes_done();
-      }
-      block_barrier();  // the tile has arrived, and products have read those that are overwritten next: all but the
-                        // last
+      // The tile is in place, and products have read the one that is overwritten next: all but the last.
+      block_barrier();
       if constexpr (kMultiplies)
         add_tile(sums, shared_address(shared) + stage * kOutBytes + group_k * 8 * kBlockPitch,
-                 shared_address(shared) + kPatchAt + patch * Pixels::kBytes, first_chunk);
-      patch = patch + 1 == kPatches ? 0 : patch + 1;
+                 shared_address(shared) + kPatchAt + stage * Pixels::kBytes, first_chunk);
+      stage = stage + 1 == kStages ? 0 : stage + 1;
       if constexpr (kLoads) {
-        load(tile + (STAGES - 2) * splits, refilled);
-        if (tile + splits < tiles) loader.put_words(shared + kPatchAt + patch * Pixels::kBytes);
-        take(tile + 2 * splits);
+        // The team that put this tile in place goes on to load, and another puts the next in place.
+        const int next = turn + 1 == kTeams ? 0 : turn + 1;
+        if (team == next) put(tile + splits, stage);
+        if (team == turn) load(tile + maximum(2, kTeams) * splits);
+        turn = next;
       }
       if constexpr (kMultiplies) products_wait<1>();
-      stage = stage + 1 == STAGES ? 0 : stage + 1;
-      refilled = refilled + 1 == STAGES ? 0 : refilled + 1;
     }
     if constexpr (kMultiplies) {
       products_wait<0>();

@@ -7,7 +7,7 @@ Kernels: kernels_src/first_layer_wgmma_weights.cu. Knows nothing of how candidat
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -37,9 +37,10 @@ _MAX_STEPS = 32  # whose products are unrolled
 _SHARED_BYTES = 227 << 10
 _OTHER_REGISTERS, _FEWEST_REGISTERS = 56, 80
 _HELD_WORDS, _HELD_LOADS = 32, 8  # of x that a thread has on their way at most
+_HELD_OUT_WORDS = 64  # of dy
 _WIDTHS = (32, 56, 64, 112, 128)
 _MOST_ROWS = 8  # of a filter in one product
-_PATCHES = 3
+_STAGES = 3
 _SHARES = 32
 
 
@@ -59,7 +60,8 @@ class _Tiling:
         steps: of 16 outputs.
         offset: columns staged before those that the first output meets.
         in_vector, out_vector: elements of x and of dy that are loaded at once.
-        loads: of vectors of x by a thread.
+        loads, out_loads: of vectors of x and of dy by a thread, of a tile.
+        held: registers of a thread for what it loads.
         threads: of a block.
         sums: of a thread.
         registers: of a thread that spills nothing.
@@ -83,6 +85,8 @@ class _Tiling:
     in_vector: int
     out_vector: int
     loads: int
+    out_loads: int
+    held: int
     threads: int
     sums: int
     registers: int
@@ -101,8 +105,8 @@ class _Tiling:
         groups_k, groups_s, chunks = ceil_div(tile_k, 64), config["groups_s"], ceil_div(taps_x, 2)
         parts = ceil_div(taps_y, _MOST_ROWS)
         column_blocks = ceil_div(taps_y, parts)
-        workers, loaders = 128 * groups_k * groups_s, 128 * config["loaders"]
-        threads = workers + loaders
+        workers, loaders = 128 * groups_k * groups_s, config["loaders"]
+        threads = workers + 128 * loaders
         # The patch of x.
         in_vector = math.gcd(config["vector"], problem.spatial[1])
         offset = -problem.conv.pad_before[1] % in_vector
@@ -111,16 +115,20 @@ class _Tiling:
         word_pixels = 1 + (stride_x + 1) % 2
         first_pixel = offset % 2 if word_pixels == 2 else 0
         planes = stride_x // word_pixels
-        pitch = 16 * planes * ceil_div(ceil_div(first_pixel + columns, word_pixels), planes)
-        loads = ceil_div(rows * columns, in_vector * (loaders or workers))
+        pitch = 16 * (planes * ceil_div(ceil_div(first_pixel + columns, word_pixels), planes) | 1)
+        loads = ceil_div(rows * columns, in_vector * (128 if loaders else workers))
         # Outputs.
         blocks, steps = tile_k // 8, ceil_div(tile_h * tile_w, 16)
         block_pitch = 128 + (16 * max(1, 8 // blocks) if last else 0)
-        out_bytes = 2 * steps * (blocks * block_pitch + (0 if last else 16))
+        out_bytes = 2 * steps * (blocks * block_pitch + (0 if last else 16 * max(1, 64 // tile_w)))
         spare = max((8 * groups_k - blocks) * block_pitch, (parts * column_blocks - taps_y) * pitch)
-        shared_bytes = config["stages"] * out_bytes + _PATCHES * rows * pitch + spare
+        shared_bytes = _STAGES * (out_bytes + rows * pitch) + spare
         sums = 4 * chunks // groups_s * parts * column_blocks
-        held = loads * (problem.c * max(1, in_vector // 2) + 1)
+        out_vector = math.gcd(8, problem.k if last else out_w)
+        places = ceil_div(tile_w * tile_k // out_vector, 128 if loaders else workers)
+        out_loads = tile_h * places
+        # Values, and where they come from and go.
+        held = loads * (problem.c * max(1, in_vector // 2) + 2) + out_loads * max(1, out_vector // 2) + 2 * places
         most = max(sums, held) if loaders else sums + held
         registers = max(_FEWEST_REGISTERS, round_up(most + _OTHER_REGISTERS, 8))
         resident = resident_blocks(registers, threads, shared_bytes, device.shared_bytes or _SHARED_BYTES)
@@ -141,7 +149,9 @@ class _Tiling:
             steps=steps,
             offset=offset,
             in_vector=in_vector,
-            out_vector=math.gcd(8, problem.k if last else out_w),
+            out_vector=out_vector,
+            held=held,
+            out_loads=out_loads,
             loads=loads,
             threads=threads,
             sums=sums,
@@ -181,7 +191,6 @@ def _defines(problem: ProblemDescription, config: Config, tiling: _Tiling) -> tu
         ("OFFSET", tiling.offset),
         ("IN_VECTOR", tiling.in_vector),
         ("OUT_VECTOR", tiling.out_vector),
-        ("STAGES", config["stages"]),
         ("MIN_BLOCKS", tiling.resident),
         ("SHARED_BYTES", tiling.shared_bytes),
     )
@@ -222,14 +231,13 @@ def _finish_step(problem: ProblemDescription, config: Config, tiling: _Tiling) -
 
 
 def _config(tile: Sequence[int], block: Sequence[int], flow: Sequence[int]) -> Config:
-    (tile_h, tile_w), (tile_k, groups_s, loaders, resident), (stages, vector, least) = tile, block, flow
+    (tile_h, tile_w), (tile_k, groups_s, loaders, resident), (vector, least) = tile, block, flow
     return Config.of(
         tile_h=tile_h,
         tile_w=tile_w,
         tile_k=tile_k,
         groups_s=groups_s,
         loaders=loaders,
-        stages=stages,
         resident=resident,
         vector=vector,
         least=least,
@@ -238,34 +246,33 @@ def _config(tile: Sequence[int], block: Sequence[int], flow: Sequence[int]) -> C
 
 # What default_configs ranks by estimate.
 _SHORT_LIST = tuple(
-    _config(tile, (tile_k, groups_s, loaders, resident), (stages, 2, least))
+    _config(tile, (tile_k, groups_s, loaders, resident), (2, least))
     for tile in (
         *((tile_h, tile_w) for tile_h in (1, 2, 4) for tile_w in (32, 56, 64)),
         *((1, 112), (2, 112), (2, 128), (8, 32)),
     )
-    for tile_k in (64, 128, 192)
+    for tile_k in (64, 128)
     for groups_s in (1, 2, 3, 4, 5)
-    for loaders in (0, 1)
+    for loaders in (0, 1, 2, 3)
     for resident in (1, 2, 3)
-    for stages in (4, 6)
     for least in (1, 2)
 )
 
 # Cycles of a multiprocessor for 128 bytes that products read of shared memory, or for 8 columns of a product, whichever
-# takes longer; to stage a vector of x and to load a vector of dy; that a block waits for a tile, shared by its
-# warpgroups, and that a tile takes at least. Bytes a multiprocessor has on their way when memory is busy. How often
-# parts move as long as memory would take. Share of the shorter of moving all tensors and computing that the other does
-# not hide. All but the first two, which are the device's, are guesses.
+# takes longer; of a thread to load and to write a vector of x, and of dy; from a load to what it loads, and that a tile
+# takes at least. Bytes a multiprocessor has on their way when memory is busy. How often parts move as long as memory
+# would take. Share of the shorter of moving all tensors and computing that the other does not hide. All but the first
+# two, which are the device's, are guesses.
 _READ = 1.0
 _COLUMNS = 4.0
-_STAGED = 0.6
-_LOADED = 0.3
-_TILE = 200.0
-_LATENCY = 900.0
+_STAGED = 90.0
+_LOADED = 30.0
+_LATENCY = 1500.0
+_TILE = 250.0
 _BUSY_BYTES = 40e3
 _PARTS = 2.0
 _LAUNCH_MS = 0.0048
-_EXPOSED = 0.15
+_EXPOSED = 0.2
 
 
 class ConvFirstLayerWgmmaWeights(FewChannelsSolver):
@@ -275,14 +282,14 @@ class ConvFirstLayerWgmmaWeights(FewChannelsSolver):
     meet it. Sums are float32; equal inputs give equal bits.
 
     Configuration: a block computes `tile_k` filters from `tile_h` x `tile_w` outputs at a time; 64 filters are a
-    warpgroup's, `groups_s` warpgroups share the pairs of a filter row's taps, and `loaders` more load (without, all do
-    both); `stages` tiles of dy are in shared memory, and tiles are dealt to `resident` blocks of a multiprocessor, at
-    least `least` to each. A thread loads up to `vector` pixels of x at once.
+    warpgroup's, and `groups_s` warpgroups share the pairs of a filter row's taps. `loaders` more load, each a tile in
+    turn (without, all do both). Tiles are dealt to `resident` blocks of a multiprocessor, at least `least` to each. A
+    thread loads up to `vector` pixels of x at once.
     """
 
     id = "ConvFirstLayerWgmmaWeights"
     direction = Direction.BACKWARD_WEIGHTS
-    kind = ("tile_h", "tile_w", "tile_k")
+    kind = ("loaders", "resident")
     keys = (
         KernelKey(
             place=Place.CUDA,
@@ -296,13 +303,12 @@ class ConvFirstLayerWgmmaWeights(FewChannelsSolver):
     parameters: ClassVar[Mapping[str, Sequence[ConfigValue]]] = {
         "tile_h": (1, 2, 4, 8),
         "tile_w": _WIDTHS,
-        "tile_k": (64, 128, 192),
+        "tile_k": (64, 128),
         "groups_s": (1, 2, 3, 4, 5, 6),
-        "loaders": (0, 1, 2),
-        "stages": (4, 5, 6),
+        "loaders": (0, 1, 2, 3),
         "resident": (1, 2, 3),
-        "vector": (2, 4, 8),
-        "least": (1, 2, 4),
+        "vector": (2, 8),
+        "least": (1, 2),
     }
     sources = ("first_layer_wgmma_weights.cu",)
 
@@ -325,9 +331,11 @@ class ConvFirstLayerWgmmaWeights(FewChannelsSolver):
         words = problem.c * max(1, tiling.in_vector // 2)
         if tiling.loads > min(_HELD_LOADS, _HELD_WORDS // words):
             return False
+        if tiling.out_loads * max(1, tiling.out_vector // 2) > _HELD_OUT_WORDS:
+            return False
         if tiling.registers > _MAX_REGISTERS or tiling.resident < config["resident"]:
             return False
-        if config["stages"] > 4 and ceil_div(tiling.tiles, tiling.splits) < config["stages"] - 2:
+        if config["loaders"] > max(1, ceil_div(tiling.tiles, tiling.splits)):
             return False  # a block has fewer tiles
         if config["least"] > 1 and tiling.tiles >= config["least"] * device.sm_count * tiling.resident:
             return False  # blocks have as many anyway
@@ -338,6 +346,19 @@ class ConvFirstLayerWgmmaWeights(FewChannelsSolver):
     def short_list(self) -> Sequence[Config]:
         return _SHORT_LIST
 
+    def ranked(self, problem: ProblemDescription, device: Device, configs: Iterable[Config]) -> list[Config]:
+        """By estimate; of those with the same tiles, loaders and blocks of a multiprocessor, the first alone."""
+        chosen: dict[tuple[ConfigValue, ...], Config] = {}
+        for config in super().ranked(problem, device, configs):
+            chosen.setdefault(tuple(config[name] for name in (*self.kind, "tile_h", "tile_w", "tile_k")), config)
+        return list(chosen.values())
+
+    def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
+        """Those of the least estimates, and the first with longer loads: estimates do not tell these apart."""
+        chosen = super().default_configs(problem, device)
+        longer = Config({**chosen[0], "vector": 8})
+        return (*chosen[:-1], longer) if self.is_valid_config(problem, device, longer) else chosen
+
     def spreads_nonfinite(self, problem: ProblemDescription, config: Config) -> bool:
         return True
 
@@ -346,19 +367,19 @@ class ConvFirstLayerWgmmaWeights(FewChannelsSolver):
         parts = ceil_div(problem.filter[0], tiling.column_blocks)
         products = tiling.steps * tiling.groups_k * tiling.chunks * parts
         multiplied = products * max(_COLUMNS * tiling.column_blocks, _READ * (16 + 2 * tiling.column_blocks))
-        slots, (stride_y, stride_x) = tiling.tile_h * tiling.tile_w, problem.conv.stride
-        rows = (tiling.tile_h - 1) * stride_y + problem.filter[0]
-        staged = rows * ((tiling.tile_w - 1) * stride_x + problem.filter[1]) / tiling.in_vector
-        moved = _STAGED * staged + _LOADED * slots * tiling.tile_k / tiling.out_vector
-        alone = max(multiplied, moved) if config["loaders"] else multiplied + moved
-        alone = max(alone, _LATENCY) + _TILE / (tiling.groups_s * tiling.groups_k)
+        moved = _STAGED * tiling.loads + _LOADED * tiling.out_loads
+        loaders, workers = config["loaders"], tiling.groups_k * tiling.groups_s
+        alone = max(multiplied + (0 if loaders else moved), (moved + _LATENCY) / max(1, loaders)) + _TILE
+        # What loads wait for their own instructions, four warpgroups need not.
+        busy = max(multiplied, moved * (1 if loaders else workers) / 4)
         turns = ceil_div(tiling.tiles, tiling.splits)
         blocks = tiling.splits * tiling.filter_tiles(problem)
         together = min(tiling.resident, ceil_div(blocks, device.sm_count))
-        busy_ms = 1e3 * turns * max(together * max(multiplied, moved), alone) / device.clock_hz
+        busy_ms = 1e3 * turns * max(together * busy, alone) / device.clock_hz
         # Memory is busy if enough is on its way; edges of tiles are moved, too.
+        slots = tiling.tile_h * tiling.tile_w
         y_share = tiling.tiles * slots * tiling.filter_tiles(problem) * tiling.tile_k / problem.y.size
-        under_way = together * (config["stages"] - 2) * 2 * slots * tiling.tile_k
+        under_way = together * max(1, loaders) * 2 * slots * tiling.tile_k
         moved_bytes = problem.bytes * max(1.0, _BUSY_BYTES / under_way) * (1 + 0.25 * (y_share - 1))
         moved_ms = 1e3 * moved_bytes / device.bandwidth_bytes_per_s
         parts_ms = _PARTS * 1e3 * tiling.splits * tiling.part_bytes(problem) / device.bandwidth_bytes_per_s
