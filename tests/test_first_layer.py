@@ -22,6 +22,7 @@ SOLVERS = {
     "ConvFirstLayerData": Direction.BACKWARD_DATA,
     "ConvFirstLayerDataRows": Direction.BACKWARD_DATA,
     "ConvFirstLayerWeights": Direction.BACKWARD_WEIGHTS,
+    "ConvFirstLayerWgmmaWeights": Direction.BACKWARD_WEIGHTS,
 }
 DEVICE = Device.virtual("90a")
 
@@ -220,16 +221,26 @@ def test_common_first_layers_are_served(solver_id: str) -> None:
     ],
 )
 def test_weights_of_long_filters_and_single_outputs_are_served(fields: dict[str, Any]) -> None:
-    solver = solver_by_id("ConvFirstLayerWeights")
     problem = layer(direction=Direction.BACKWARD_WEIGHTS, **fields)
-    assert solver.applicability(problem, DEVICE)
-    assert solver.default_configs(problem, DEVICE)
+    solvers = ["ConvFirstLayerWeights"]
+    if problem.filter != (15, 15):  # whose sums fill a multiprocessor's registers
+        solvers.append("ConvFirstLayerWgmmaWeights")
+    for solver in map(solver_by_id, solvers):
+        assert solver.applicability(problem, DEVICE)
+        assert solver.default_configs(problem, DEVICE)
 
 
 def test_no_warp_is_without_rows_of_a_filter() -> None:
     solver = solver_by_id("ConvFirstLayerWeights")
     problem = layer(direction=Direction.BACKWARD_WEIGHTS, w=(64, 3, 7, 7), padding=3, stride=2)
     assert {config["warps_y"] for config in solver.configs(problem, DEVICE)} == {1, 2, 3, 4, 7}
+
+
+def test_warpgroups_share_pairs_of_taps_evenly() -> None:
+    solver = solver_by_id("ConvFirstLayerWgmmaWeights")
+    for taps, shares in ((7, {1, 2, 4}), (3, {1, 2}), (5, {1, 3}), (2, {1})):
+        problem = layer(direction=Direction.BACKWARD_WEIGHTS, w=(64, 3, 3, taps), stride=2)
+        assert {config["groups_s"] for config in solver.configs(problem, DEVICE)} == shares
 
 
 def test_defaults_differ_in_tiles() -> None:

@@ -30,30 +30,40 @@ struct PatchPlace {
 };
 
 // Moves a patch through registers; all kThreads threads of a block take part, each with as many vectors at a time as 32
-// registers hold.
+// registers hold. What has been loaded stays in whole registers until it is written: nothing waits for a load before.
 template <typename Shape, int kThreads, typename T>
 struct PatchLoader {
   static constexpr int kVector = Shape::kVector, kChannels = Shape::kChannels, kColumnRuns = Shape::kColumns / kVector;
-  static constexpr int kHeld = 32 / (kChannels * (kVector > 1 ? kVector / 2 : 1)), kMost = kHeld < 8 ? kHeld : 8;
+  // A vector's registers, a single element's upper half unused.
+  static constexpr int kVectorWords = kVector > 1 ? kVector / 2 : 1, kWords = kChannels * kVectorWords;
+  static constexpr int kHeld = 32 / kWords, kMost = kHeld < 8 ? kHeld : 8;
   static constexpr int kAll = ceil_div(Shape::kRuns, kThreads), kLoads = kAll < kMost ? kAll : kMost;
   static constexpr bool kIsWhole = kAll <= kMost;
+  static_assert(sizeof(T) == 2, "two elements are a register");
 
-  using Pixel = Vector<T, 4>;
+  using Pixel = Vector<unsigned, 2>;
   struct alignas(16) PixelPair {
     Pixel at[2];
   };
 
-  Vector<T, kVector> values[kLoads][kChannels];
+  unsigned words[kLoads][kWords];
+
+  // Which half of a load's registers pixel j's channel c is; -1 if the channel is absent.
+  static constexpr __device__ __forceinline__ int half_of(int j, int c) {
+    if (c >= kChannels) return -1;
+    const int at = j * kChannels + c;
+    return Shape::kChannelsLast ? at / kVector * 2 * kVectorWords + at % kVector : c * 2 * kVectorWords + j;
+  }
+
+  // Two halves of load i as one register; -1 is a zero.
+  __device__ __forceinline__ unsigned joined(int i, int first, int second) const {
+    const unsigned low = first < 0 ? 0 : words[i][first / 2], high = second < 0 ? 0 : words[i][second / 2];
+    return __byte_perm(low, high, (first % 2 == 1 ? 0x32 : 0x10) | (second % 2 == 1 ? 0x7600 : 0x5400));
+  }
 
   // Pixel j of load i, absent channels zero.
   __device__ __forceinline__ Pixel pixel_of(int i, int j) const {
-    Pixel channels = {};
-#pragma unroll
-    for (int c = 0; c < kChannels; ++c) {
-      const int at = j * kChannels + c;
-      channels.at[c] = Shape::kChannelsLast ? values[i][at / kVector].at[at % kVector] : values[i][c].at[j];
-    }
-    return channels;
+    return {joined(i, half_of(j, 0), half_of(j, 1)), joined(i, half_of(j, 2), half_of(j, 3))};
   }
 
   // Starts to load, from vector `first` on.
@@ -69,10 +79,16 @@ struct PatchLoader {
                                           : place.image * kChannels * plane + h * place.width + v;
 #pragma unroll
       for (int c = 0; c < kChannels; ++c) {
-        values[i][c] = {};
-        if (inside)
-          values[i][c] =
-              *reinterpret_cast<const Vector<T, kVector>*>(x + at + c * (Shape::kChannelsLast ? kVector : plane));
+        const T* const from = x + at + c * (Shape::kChannelsLast ? kVector : plane);
+        Vector<unsigned, kVectorWords> loaded = {};
+        if (inside) {
+          if constexpr (kVector == 1)
+            loaded.at[0] = *reinterpret_cast<const unsigned short*>(from);
+          else
+            loaded = *reinterpret_cast<const Vector<unsigned, kVectorWords>*>(from);
+        }
+#pragma unroll
+        for (int word = 0; word < kVectorWords; ++word) words[i][c * kVectorWords + word] = loaded.at[word];
       }
     }
   }

@@ -26,6 +26,7 @@ SOLVERS = {
     "ConvFirstLayerData": Direction.BACKWARD_DATA,
     "ConvFirstLayerDataRows": Direction.BACKWARD_DATA,
     "ConvFirstLayerWeights": Direction.BACKWARD_WEIGHTS,
+    "ConvFirstLayerWgmmaWeights": Direction.BACKWARD_WEIGHTS,
 }
 SHAPES: dict[str, dict[str, Any]] = {
     "7x7_stride": {"x": (2, 3, 64, 64), "w": (64, 3, 7, 7), "padding": 3, "stride": 2},
