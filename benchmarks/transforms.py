@@ -201,28 +201,19 @@ def measured(job: Job, asked: argparse.Namespace, device: Device, compiler: Comp
             except (MiofindError, MemoryError) as error:
                 failures.append(f"{solver.id} {config.json}: {str(error)[:300]}")
         times.sort(key=lambda one: one[0])
-        wrong = set()
-        for name in dict.fromkeys(solver.id for solver, _ in found):
-            for place, (_, solver, config, invoker) in enumerate(times):
-                if solver.id != name:
-                    continue
-                if not (message := refused(verifier, invoker, solver, config)):
-                    break
-                wrong.add(place)
-                failures.append(f"{name} {config.json}: {message[:300]}")
-        rows: list[dict[str, Any]] = [
-            {
-                "ms": ms,
-                "solver": solver.id,
-                "config": config.json,
-                "estimate_ms": solver.estimate_ms(problem, device, config),
-                "growth": solver.error_growth(problem, config),
-            }
-            for place, (ms, solver, config, _) in enumerate(times)
-            if place not in wrong
-        ]
-        fastest = {(row["solver"], row["growth"] > 1): row for row in reversed(rows)}
-        yield {"rows": [row for row in rows if row in fastest.values()], "failures": failures}
+        rows, verified = [], set()
+        for ms, solver, config, invoker in times:
+            growth = solver.error_growth(problem, config)
+            if (solver.id, growth > 1) in verified:
+                continue  # a faster one stands for it
+            if message := refused(verifier, invoker, solver, config):
+                failures.append(f"{solver.id} {config.json}: {message[:300]}")
+                continue
+            verified.add((solver.id, growth > 1))
+            estimate_ms = solver.estimate_ms(problem, device, config)
+            row = {"ms": ms, "solver": solver.id, "config": config.json, "estimate_ms": estimate_ms, "growth": growth}
+            rows.append(row)
+        yield {"rows": rows, "failures": failures}
         if asked.torch:
             try:
                 yield {"torch_ms": median_ms(stage, TorchRival(problem, device.index), 5)}
@@ -245,6 +236,12 @@ class Worker:
         self._asked = asked
         self._start()
 
+    def _restart(self) -> None:
+        self._pipe.close()
+        self._process.kill()
+        self._process.join()
+        self._start()
+
     def _start(self) -> None:
         self._pipe, theirs = multiprocessing.Pipe()
         self._process = multiprocessing.get_context("spawn").Process(target=work, args=(theirs, self._asked))
@@ -253,17 +250,20 @@ class Worker:
         theirs.close()
 
     def row(self, job: Job) -> dict[str, Any]:
-        """What is written of a problem."""
-        self._pipe.send(job)
-        ours = self._pipe.recv()
+        """What is written of a problem; a process that ends over it fails that problem alone."""
+        ours: dict[str, Any] = {"rows": [], "failures": ["the process that measures ended"]}
         rival: dict[str, Any] = {}
-        if self._asked.torch and self._pipe.poll(self._asked.torch_seconds):
-            rival = self._pipe.recv()
-        elif self._asked.torch:
-            self._process.kill()
-            self._process.join()
-            self._start()
-            rival = {"failures": [f"torch: given up after {self._asked.torch_seconds:g} s"]}
+        try:
+            self._pipe.send(job)
+            ours = self._pipe.recv()
+            if self._asked.torch and self._pipe.poll(self._asked.torch_seconds):
+                rival = self._pipe.recv()
+            elif self._asked.torch:
+                rival = {"failures": [f"torch: given up after {self._asked.torch_seconds:g} s"]}
+                self._restart()
+        except (EOFError, OSError):
+            rival = {"failures": ["torch: its process ended"]} if ours["rows"] else {}
+            self._restart()
         rival_ms = rival.get("torch_ms")
         return {
             "kind": job.kind,

@@ -7,7 +7,7 @@
     ├── InvalidOptionError       a find option or argument with an impossible value
     ├── UnknownSolverError       a solver id that is not registered
     ├── NoSolutionError          nothing usable answers the request
-    │   └── NoPlaceError         it needs a GPU or a library that is not here; a MissingEnvironmentError, too
+    │   └── NoPlaceError         it needs another place or a library that is not here; a MissingEnvironmentError, too
     ├── WorkspaceError           a workspace that is too small
     ├── MissingEnvironmentError        something this machine lacks
     │   ├── NoDeviceError        no usable GPU
@@ -82,7 +82,7 @@ class MissingEnvironmentError(MiofindError):
 
 
 class NoPlaceError(NoSolutionError, MissingEnvironmentError):
-    """Every solver that was asked for runs on a GPU, or with a library, that this machine lacks."""
+    """Every solver that was asked for runs elsewhere: on a GPU, on the CPU place or with a library that is missing."""
 
 
 class NoDeviceError(MissingEnvironmentError):

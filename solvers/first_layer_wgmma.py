@@ -256,6 +256,7 @@ class ConvFirstLayerWgmma(FewChannelsSolver):
             conv(x=(3, 1, 28, 28), w=(6, 1, 5, 5), padding=2, dtype=half),
             conv(x=(2, 4, 17, 23), w=(37, 4, 3, 2), padding=((4, 0), (5, 1)), stride=(1, 4), dtype=brain, layout=last),
             conv(x=(1, 2, 33, 31), w=(19, 2, 5, 11), padding=2, stride=(3, 1), dilation=(2, 1), dtype=half),
+            conv(x=(1, 3, 32, 224), w=(64, 3, 16, 4), padding=(8, 2), stride=(16, 4), dtype=half),
         )
 
     def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
@@ -293,8 +294,14 @@ class ConvFirstLayerWgmma(FewChannelsSolver):
 
     def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
         """The least estimate of each kind, then the next of each; each stored late and at once, not estimated well."""
-        vector = 4 if problem.conv.stride[1] % 4 == 0 and problem.spatial[1] % 4 == 0 else 2
-        ranked = self.ranked(problem, device, (Config({**config, "vector": vector}) for config in _SHORT_LIST))
+        wide = problem.conv.stride[1] % 4 == 0 and problem.spatial[1] % 4 == 0
+
+        def loading(config: Config) -> Config:
+            """With wide loads where these pay and fit."""
+            wider = Config({**config, "vector": 4})
+            return wider if wide and self.is_valid_config(problem, device, wider) else config
+
+        ranked = self.ranked(problem, device, dict.fromkeys(map(loading, _SHORT_LIST)))
         turns: Counter[tuple[ConfigValue, ...]] = Counter()
 
         def turn(config: Config) -> int:

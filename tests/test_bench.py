@@ -97,6 +97,11 @@ def test_all_are_found_before_one_is_timed(monkeypatch: pytest.MonkeyPatch, tmp_
     """No compiler works beside what is timed."""
     events: list[str] = []
 
+    class Pool(CompilePool):
+        def close(self) -> None:
+            events.append("closed")
+            super().close()
+
     def broken(*_: Any, **__: Any) -> None:
         events.append("timed")
         raise MemoryError
@@ -105,7 +110,7 @@ def test_all_are_found_before_one_is_timed(monkeypatch: pytest.MonkeyPatch, tmp_
     monkeypatch.setattr(module, "measure_ceilings", lambda device: ceilings)
     monkeypatch.setattr(module, "Stage", broken)
     entries = [SuiteProblem(problem=p, suite="a", layer="b", count=1) for p in (DEPTHWISE, POINTWISE)]
-    with Handle("cpu", database=tmp_path / "finddb.db") as handle, CompilePool(workers=1) as pool:
+    with Handle("cpu", database=tmp_path / "finddb.db") as handle, Pool(workers=1) as pool:
         rows = bench(
             entries,
             handle,
@@ -115,7 +120,7 @@ def test_all_are_found_before_one_is_timed(monkeypatch: pytest.MonkeyPatch, tmp_
             on_found=lambda: events.append("found"),
             on_row=lambda row: events.append("row"),
         )
-    assert events == ["found", "found", "timed", "row", "timed", "row"]
+    assert events == ["found", "found", "closed", "timed", "row", "timed", "row", "closed"]
     assert [row.solution is not None for row in rows] == [True, True]
 
 

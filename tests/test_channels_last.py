@@ -13,7 +13,7 @@ from drawn_configs import drawn_wgmma
 from numpy.typing import NDArray
 from turn_in_numpy import ENTRIES, carry_out, tensors
 
-import miofind.solvers.channels_last as channels_last
+import miofind.channels_last as channels_last
 from miofind.device import Device
 from miofind.errors import InvalidConfigError, UnknownSolverError
 from miofind.problem import Layout, ProblemDescription
@@ -215,7 +215,7 @@ def test_serves_what_the_inner_solver_serves(problem: ProblemDescription) -> Non
     answer = SOLVER.applicability(problem, DEVICE)
     assert answer, answer.reason
     assert INNER.applicability(form(problem), DEVICE)
-    assert SOLVER.form(INNER.id, problem, DEVICE) == form(problem)
+    assert SOLVER.form(problem, DEVICE) == form(problem)
 
 
 def test_configurations_are_the_inner_solvers() -> None:
@@ -238,7 +238,7 @@ def test_configurations_of_another_problem_are_refused() -> None:
     problem = PROBLEMS["forward"]
     good = SOLVER.default_configs(problem, DEVICE)[0]
     bad: dict[str, Config] = {
-        "must name a solver": Config.of(solver="ConvDirectNaive", config=dict(good["config"])),
+        "must name": Config.of(solver="ConvDirectNaive", config=dict(good["config"])),
         "and its config": Config.of(solver=good["solver"]),
         "has no configuration": Config.of(solver=good["solver"], config="splits=1"),
         "must have the parameters": Config.of(solver=good["solver"], config={"splits": 1}),
@@ -248,7 +248,7 @@ def test_configurations_of_another_problem_are_refused() -> None:
     for words, config in bad.items():
         with pytest.raises(InvalidConfigError, match=words):
             SOLVER.check_config(problem, DEVICE, config)
-    with pytest.raises(InvalidConfigError, match="refuses the problem: copies 16 bytes"):
+    with pytest.raises(InvalidConfigError, match="ConvImplicitGemmWgmma: copies 16 bytes"):
         SOLVER.check_config(conv(x=(2, 12, 8, 8), w=(16, 12, 3, 3)), DEVICE, good)
 
 
@@ -271,3 +271,23 @@ def test_an_inner_solver_that_is_missing_is_a_refusal(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(channels_last, "solver_by_id", missing)
     assert "is not registered" in SOLVER.applicability(PROBLEMS["forward"], DEVICE).reason
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"stride": 2}, ""),
+        ({"stride": (1, 2)}, ""),
+        ({}, "but for strided backward data"),
+        ({"stride": 2, "direction": "backward_weights"}, "but for strided backward data"),
+        ({"stride": 2, "math": "tf32"}, "faster products of TF32"),
+        ({"stride": 2, "dtype": "float16"}, "x is float16"),
+        ({"stride": 2, "layout": "NHWC"}, "x is NHWC"),
+    ],
+    ids=str,
+)
+def test_float32_is_turned_for_strided_gradients_alone(fields: dict[str, Any], words: str) -> None:
+    """Elsewhere the inner solver does as well with channels first."""
+    given = {"x": (2, 16, 9, 6), "w": (24, 16, 3, 3), "padding": 1, "direction": "backward_data", **fields}
+    answer = solver_by_id("ConvChannelsLastMma").applicability(ProblemDescription.convolution(**given), DEVICE)
+    assert words in answer.reason if words else answer

@@ -31,7 +31,7 @@ LAYERS = (
     ("early_launch",),
     ("compiler",),
     ("solvers",),
-    ("few_channels",),
+    ("few_channels", "channels_last"),
     ("solver", "options"),
     ("candidate", "reference", "geometry", "tiling", "environment", "libraries", "tensor_maps"),
     ("solution",),

@@ -93,12 +93,14 @@ def bench(
     """A row for each problem, in order; a problem that fails has a message and the benchmark goes on.
 
     Args:
-        pool: compiles each problem's kernels while the one before is found.
+        pool: compiles each problem's kernels while the one before is found; closed before anything is timed.
         on_found: called once a problem, when its solutions are known.
         on_row: called once a problem, when it is timed.
     """
     ceilings = measure_ceilings(handle.device)
     failures = _find(entries, handle, options, pool, on_found)
+    if pool is not None:
+        pool.close()  # what was compiled ahead in vain would go on beside what is timed
     rows = []
     for entry in entries:
         if entry.problem in failures:

@@ -24,6 +24,7 @@ cupy = pytest.importorskip("cupy")
 pytestmark = pytest.mark.gpu
 
 SOLVERS = ("ConvDirectNaive", "ConvDirectTiled", "ConvDirectTiledWeights")
+TURNED = solver_by_id("ConvChannelsLastMma")
 TENSOR_CORE_SOLVERS = ("ConvDepthwiseLarge", "ConvDepthwiseLargeWeights")
 SHAPES: dict[str, dict[str, Any]] = {
     "3x3": {"x": (4, 64, 28, 28), "w": (64, 64, 3, 3), "padding": 1},
@@ -160,6 +161,13 @@ def test_implicit_gemm_is_exact_on_random_problems(seed: int, device: Device, co
     assert solver.applicability(problem, device)
     for config in spread(solver, problem, device, 6):
         check_exact(problem, solver, config, device, compiler)
+
+
+@pytest.mark.parametrize("problem", TURNED.examples(), ids=str)
+def test_turned_implicit_gemm_is_exact(problem: ProblemDescription, device: Device, compiler: Compiler) -> None:
+    assert TURNED.applicability(problem, device)
+    for config in spread(TURNED, problem, device, 6):
+        check_exact(problem, TURNED, config, device, compiler)
 
 
 @pytest.mark.parametrize("math", ["ieee", "tf32"])

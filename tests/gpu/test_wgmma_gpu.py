@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import threading
 from collections.abc import Mapping
 from typing import Any
@@ -107,7 +106,7 @@ def make(shape: str, kind: str, *, channels_last: bool = True, **fields: Any) ->
 
 def asked(solver: Solver, problem: ProblemDescription, device: Device) -> ProblemDescription:
     """What wgmma's solver is asked: the problem, or what the other one makes of it."""
-    return solver.form(WGMMA.id, problem, device) if isinstance(solver, ConvChannelsLast) else problem
+    return solver.form(problem, device) if isinstance(solver, ConvChannelsLast) else problem
 
 
 def named(value: object) -> str:
@@ -128,15 +127,10 @@ def splits(config: Config) -> int:
 
 def sampled(solver: Solver, problem: ProblemDescription, device: Device, count: int, each: int) -> list[Config]:
     """The default configurations, `count` more and up to `each` of every kind of tiling, the same in every run."""
-    defaults = solver.default_configs(problem, device)
-    if any(config.get("solver", WGMMA.id) != WGMMA.id for config in defaults):  # ConvImplicitGemmMma's
-        every = list(solver.configs(problem, device))
-        chosen = random.Random(problem.network_config).sample(every, min(2 * count, len(every)))
-    else:
-        chosen = list(drawn_wgmma(WGMMA, asked(solver, problem, device), device, count, each))
-        if solver is not WGMMA:
-            chosen = [Config.of(solver=WGMMA.id, config=dict(config)) for config in chosen]
-    return list(dict.fromkeys([*defaults, *chosen]))
+    chosen = list(drawn_wgmma(WGMMA, asked(solver, problem, device), device, count, each))
+    if solver is not WGMMA:
+        chosen = [Config.of(solver=WGMMA.id, config=dict(config)) for config in chosen]
+    return list(dict.fromkeys([*solver.default_configs(problem, device), *chosen]))
 
 
 def check(
