@@ -11,7 +11,7 @@ import functools
 import json
 import math
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from itertools import product
 from types import NoneType
@@ -201,14 +201,6 @@ class Answer:
     def covers(self, request: Scope) -> bool:
         """Whether one of the scopes covers what a find of `request` would time."""
         return any(scope.covers(request) for scope in self.scopes)
-
-    def missing(self, solvers: Mapping[str, int]) -> tuple[str, ...]:
-        """Ids of the solvers, given as {id: version}, that no scope has considered at that version."""
-        return tuple(
-            solver_id
-            for solver_id, version in solvers.items()
-            if not any(scope.solvers.get(solver_id) == version for scope in self.scopes)
-        )
 
 
 @functools.cache

@@ -11,7 +11,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from miofind.finddb import Comparison, History, Row, Scope, Store, Verdict, environment_id
+from miofind.finddb import Answer, Comparison, History, Row, Scope, Store, Verdict, environment_id
 
 DEVICE = "NVIDIA H200|132|9.0|"
 PROBLEM = "2d-fwd-n32-c64-h56x56-k64-y3x3-pad1x1"
@@ -27,6 +27,11 @@ def row(solver_id: str = "ConvA", config: str = "{}", time_ms: float | None = 1.
 def scope(*solver_ids: str, **fields: Any) -> Scope:
     """A scope of the solvers, each at version 1."""
     return Scope(solvers=dict.fromkeys(solver_ids or ("ConvA",), 1), **fields)
+
+
+def lacking(answer: Answer, *solver_ids: str) -> list[str]:
+    """Those of the solvers, each at version 1, that no find of an answer considered."""
+    return [name for name in solver_ids if not any(scope.solvers.get(name) == 1 for scope in answer.scopes)]
 
 
 def verdict(winner: str = "ConvA:{}", *ties: str, low: float = 1.02, high: float = 1.05, **fields: Any) -> Verdict:

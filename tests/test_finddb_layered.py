@@ -12,7 +12,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from finddb_entries import DEVICE, PROBLEM, VERSIONS, row, scope, verdict
+from finddb_entries import DEVICE, PROBLEM, VERSIONS, lacking, row, scope, verdict
 
 from miofind.errors import DatabaseError, SchemaVersionError
 from miofind.finddb import (
@@ -70,7 +70,7 @@ def test_recording_copies_up_what_was_shipped(tmp_path, shipped):
     with Layered(Store(tmp_path / "user.db"), [shipped]) as layered:
         answer = layered.record(DEVICE, PROBLEM, [row("Mine", time_ms=1.0)], scope=scope("Mine"))
         assert solver_ids(answer) == ["Mine", "Shipped"]
-        assert answer.missing({"Mine": 1, "ConvA": 1}) == ()
+        assert lacking(answer, "Mine", "ConvA") == []
         assert layered.answer(DEVICE, PROBLEM) == answer
         assert layered.user.environment(answer.rows[1].environment) == VERSIONS
         layered.record(DEVICE, PROBLEM, [row("Shipped", status="crashed", time_ms=None)])

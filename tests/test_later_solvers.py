@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import miofind
 from miofind import FindOptions, options, solver
+from miofind.device import Place
+from miofind.errors import NoSolutionError
 from miofind.find import plan, records, scopes, validity
+from miofind.finddb import Scope
 from miofind.options import FindMode
 from miofind.problem import ProblemDescription
 from miofind.solver import Applicability, Solver, solvers
@@ -35,14 +40,65 @@ def comes(monkeypatch: pytest.MonkeyPatch, later: Solver) -> None:
 
 @pytest.mark.parametrize("serves", [False, True], ids=["refuses", "serves"])
 @pytest.mark.parametrize("request_", REQUESTS, ids=["all", "plain"])
-def test_an_answer_is_whole_unless_a_later_solver_may_serve(
+def test_an_answer_is_whole_until_a_later_solver_may_serve(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request_: FindOptions, serves: bool
 ) -> None:
-    """Whether or not the request filters."""
+    """Then it goes on to answer who asks for all; for others it may have been the filter that left the solver out."""
     with miofind.Handle("cpu", database=tmp_path / "finddb.db", strict=True) as handle:
         miofind.find_solutions(PROBLEM, options=request_, handle=handle)
         body = {"id": "vendor/Later", "is_applicable": lambda *_: Applicability("" if serves else "refused")}
         comes(monkeypatch, type("Later", (DIRECT,), body)())
         whole = records.look_up(PROBLEM, request_, handle, partial=False)
         assert (whole is None) is serves
-        assert records.look_up(PROBLEM, request_, handle), "it is an answer all the same"
+        assert bool(records.look_up(PROBLEM, request_, handle)) is not (serves and bool(request_.only))
+
+
+def test_finds_of_some_solvers_each_make_one_answer(tmp_path: Path) -> None:
+    """What was tuned library by library, or solver by solver, is not measured again by a find of all."""
+    every = [item.id for item in solvers().values() if any(key.place is Place.CPU for key in item.keys)]
+    half = len(every) // 2
+    whole = FindOptions(find_mode=FindMode.NORMAL)
+    with miofind.Handle("cpu", database=tmp_path / "finddb.db", strict=True) as handle:
+        for some in (every[:half], every[half:]):
+            assert records.look_up(PROBLEM, whole, handle) is None, "a filter's answer is none to who asks for all"
+            with contextlib.suppress(NoSolutionError):
+                miofind.find_solutions(PROBLEM, options=replace(whole, only=tuple(some)), handle=handle)
+        assert records.look_up(PROBLEM, whole, handle, partial=False)
+
+
+def test_what_a_filter_left_out_did_not_come_later(tmp_path: Path) -> None:
+    with miofind.Handle("cpu", database=tmp_path / "finddb.db", strict=True) as handle:
+        miofind.find_solutions(PROBLEM, options=FindOptions(only=("ConvCpuDirect",)), handle=handle)
+        assert records.look_up(PROBLEM, FindOptions(only=("plain",)), handle) is None
+        assert records.look_up(PROBLEM, FindOptions(), handle) is None
+
+
+@pytest.mark.parametrize(
+    ("filters", "counts"),
+    [
+        ({}, True),
+        ({"solvers": ["B"]}, True),
+        ({"deterministic": True}, False),
+        ({"solvers": ["B"], "deterministic": True}, False),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("limit", [None, 8])
+def test_a_find_of_fewer_candidates_counts_for_none_of_its_solvers(
+    filters: dict[str, object], counts: bool, limit: int | None
+) -> None:
+    request = Scope(solvers={"A": 1, "B": 1, "C": 2})
+    earlier = [
+        Scope(solvers={"A": 1, "C": 1}),
+        Scope(solvers={"B": 1}, filters=filters, workspace_limit_bytes=limit),
+    ]
+    expected = {"A", "B"} if counts and limit is None else {"A"}
+    assert scopes.considered(request, earlier) == expected
+    assert scopes.asked_all(request, earlier)
+    assert scopes.asked_all(request, earlier[1:]) == (not filters and limit is None)
+
+
+def test_any_error_bound_counts_where_it_was_asked_for() -> None:
+    request = Scope(solvers={"A": 1, "B": 1, scopes.WIDE_BOUNDS: 1})
+    earlier = [Scope(solvers={"A": 1}), Scope(solvers={"B": 1, scopes.WIDE_BOUNDS: 1})]
+    assert scopes.considered(request, earlier) == {"B", scopes.WIDE_BOUNDS}

@@ -9,12 +9,12 @@ from __future__ import annotations
 import functools
 import logging
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from miofind.find.failures import newest_statuses
-from miofind.find.scopes import WIDE_BOUNDS, requested_scope
+from miofind.find.scopes import WIDE_BOUNDS, asked_all, considered, requested_scope
 from miofind.find.validity import current_environment, is_current, may_serve
 from miofind.finddb import Answer, Scope
 from miofind.found import Found, Solution, Source
@@ -71,13 +71,10 @@ def look_up(
         return None
     late: tuple[str, ...] = ()
     if not fresh and not answer.covers(request):
-        nearest = _nearest(handle.database.answers(device, problem.network_config), request)
+        nearest = _nearest(problem, request, handle, partial=partial)
         if nearest is None:
             return None
-        answer = nearest.answer
-        late = tuple(name for name in nearest.missing if may_serve(solvers()[name], problem, handle.device))
-        if late and not partial:
-            return None
+        answer, late = nearest.answer, nearest.missing
     found = Found(handle)
     void = set()
     stale = False
@@ -122,28 +119,27 @@ def _wants_all(problem: ProblemDescription, options: FindOptions, handle: Handle
 
 @dataclass(frozen=True, slots=True)
 class _Nearest:
-    """An answer and the solvers it has not considered."""
+    """An answer and the solvers that might serve and that it has not considered."""
 
     answer: Answer
     missing: tuple[str, ...]
 
 
-def _nearest(answers: Iterable[Answer], request: Scope) -> _Nearest | None:
-    """The first FindDB's answer that covers a request but for solvers that are new since; None if there is none."""
-    for answer in answers:
-        missing = answer.missing(request.solvers)
-        rest = {name: version for name, version in request.solvers.items() if name not in missing}
-        if WIDE_BOUNDS not in missing and rest and answer.covers(_only(request, rest)):
-            return _Nearest(answer, missing)
+def _nearest(problem: ProblemDescription, request: Scope, handle: Handle, *, partial: bool) -> _Nearest | None:
+    """The first FindDB's answer whose finds together considered what a request wants; None if there is none.
+
+    What refuses the problem need not have been considered. What came since a find that asked all solvers may be
+    missing from a partial answer; what a filter left out may not.
+    """
+    for answer in handle.database.answers(handle.device.identity, problem.network_config):
+        known = considered(request, answer.scopes)
+        missing = request.solvers.keys() - known
+        if not known or WIDE_BOUNDS in missing:
+            continue
+        late = tuple(name for name in sorted(missing) if may_serve(solvers()[name], problem, handle.device))
+        if not late or (partial and asked_all(request, answer.scopes)):
+            return _Nearest(answer, late)
     return None
-
-
-def _only(request: Scope, rest: Mapping[str, int]) -> Scope:
-    """A request as it was before there were other solvers: a filter names those that it lets in."""
-    filters = dict(request.filters)
-    if "solvers" in filters:
-        filters["solvers"] = sorted(rest)
-    return replace(request, solvers=rest, filters=filters)
 
 
 @functools.lru_cache(maxsize=1 << 16)

@@ -1,9 +1,10 @@
-"""The scope of a request: what an earlier find must have considered for its answer to count."""
+"""The scope of a request: what earlier finds must have considered for their answer to count."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 
 from miofind.device import Device
 from miofind.finddb import Scope
@@ -45,3 +46,25 @@ def scope_of(options: FindOptions, considered: Mapping[str, int], *, complete: b
         effort="search" if options.searches else "defaults",
         complete=complete,
     )
+
+
+def considered(request: Scope, scopes: Iterable[Scope]) -> frozenset[str]:
+    """Ids of a request's solvers that earlier finds considered as it would, each find some of them."""
+    known = (scope.solvers.items() & request.solvers.items() for scope in _alike(request, scopes))
+    return frozenset(name for some in known for name, _ in some)
+
+
+def asked_all(request: Scope, scopes: Iterable[Scope]) -> bool:
+    """Whether one of the finds asked all the solvers that there were, as a request would."""
+    return any("solvers" not in scope.filters for scope in _alike(request, scopes))
+
+
+def _alike(request: Scope, scopes: Iterable[Scope]) -> Iterator[Scope]:
+    """Finds that left out no more of a solver's candidates than a request does."""
+    bounds = {WIDE_BOUNDS: 1} if WIDE_BOUNDS in request.solvers else {}
+    wanted = {name: value for name, value in request.filters.items() if name != "solvers"}
+    least = replace(request, solvers=bounds, filters=wanted)
+    for scope in scopes:
+        others = {name: value for name, value in scope.filters.items() if name != "solvers"}
+        if replace(scope, filters=others).covers(least):
+            yield scope
