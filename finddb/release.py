@@ -32,7 +32,7 @@ from miofind.finddb.values import History, ProblemKey, Release, Row, Scope, Verd
 _OUTRUN = 1.05  # how much slower than a void row an answer may be that is left without it
 
 Keep = Callable[[ProblemKey, Row], bool]
-Widen = Callable[[ProblemKey, Scope], Scope]
+Widen = Callable[[ProblemKey, Sequence[Scope]], Sequence[Scope]]
 
 
 def write_release(
@@ -56,7 +56,8 @@ def write_release(
         sources: files that are written to, or releases, of this schema version or older ones.
         keep: which rows to consider, all if left out.
         void: which of the others were true once: measured with kernels that have changed since.
-        widen: adds to a scope what needs no measurement to be known, such as solvers that refuse the problem.
+        widen: adds to scopes what needs no measurement to be known, such as solvers that refuse the problem, and joins
+            those that say together what one could.
 
     Raises:
         DatabaseError: a source cannot be read, nothing of them may ship, or the file cannot be written; `path` is as it
@@ -131,8 +132,10 @@ def _shipped(history: History, keep: Keep | None, void: Keep | None, widen: Wide
     rows = ranking.release_rows(_undisturbed(chosen, history.verdicts), history.verdicts)
     while (fewer := ranking.release_rows(rows, _verdicts(history, rows))) != rows:
         rows = fewer  # without what stays behind others lead: a release of the release keeps all of it
-    scopes = [scope if widen is None else widen(key, scope) for scope in _scopes(history, rows)]
-    found = replace(history, rows=tuple(rows), scopes=tuple(scopes), verdicts=_verdicts(history, rows))
+    scopes = _scopes(history, rows)
+    if widen is not None:
+        scopes = tuple(ranking.widest_scopes(widen(key, scopes)))
+    found = replace(history, rows=tuple(rows), scopes=scopes, verdicts=_verdicts(history, rows))
     named = found.named_environments
     return replace(found, environments={name: v for name, v in sorted(history.environments.items()) if name in named})
 

@@ -6,10 +6,12 @@ Rows of another solver version or other sources are void, not wrong: they are co
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import replace
 
 from miofind.device import IDENTITY, Device
 from miofind.errors import InvalidConfigError, InvalidProblemError, MiofindError
+from miofind.find.scopes import joined
 from miofind.find.validity import may_serve, solver_hash
 from miofind.finddb import ProblemKey, Row, Scope
 from miofind.problem import ProblemDescription
@@ -82,19 +84,23 @@ def is_lost(key: ProblemKey, row: Row) -> bool:
     return may_serve(solver, problem, device)
 
 
-def with_refusals(key: ProblemKey, scope: Scope) -> Scope:
-    """A scope with the solvers, too, that came after its find and refuse the problem: asking them measures nothing."""
+def with_refusals(key: ProblemKey, scopes: Sequence[Scope]) -> list[Scope]:
+    """Scopes joined where they may be, with the solvers, too, that came after a find of all and refuse the problem."""
     problem, device = _problem(key.network_config), device_of(key.device)
-    if isinstance(problem, str) or device is None or scope.filters:
-        return scope
+    whole = joined(scopes)
+    if isinstance(problem, str) or device is None:
+        return whole
     refusing = {
         solver.id: solver.version
         for solver in solvers().values()
-        if solver.id not in scope.solvers
-        and any(key.place is device.place for key in solver.keys)
-        and not may_serve(solver, problem, device)
+        if any(key.place is device.place for key in solver.keys) and not may_serve(solver, problem, device)
     }
-    return replace(scope, solvers={**scope.solvers, **refusing}, id="") if refusing else scope
+    return [
+        scope
+        if scope.filters or scope.solvers.keys() >= refusing.keys()
+        else replace(scope, solvers={**refusing, **scope.solvers}, id="")
+        for scope in whole
+    ]
 
 
 def is_current(row: Row) -> bool:

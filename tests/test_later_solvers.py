@@ -102,3 +102,18 @@ def test_any_error_bound_counts_where_it_was_asked_for() -> None:
     request = Scope(solvers={"A": 1, "B": 1, scopes.WIDE_BOUNDS: 1})
     earlier = [Scope(solvers={"A": 1}), Scope(solvers={"B": 1, scopes.WIDE_BOUNDS: 1})]
     assert scopes.considered(request, earlier) == {"B", scopes.WIDE_BOUNDS}
+
+
+def test_a_release_joins_finds_of_some_solvers_to_one_of_all() -> None:
+    """They say the same with a third of the words; filters of another kind, searches and bounds stay on their own."""
+    apart = [
+        Scope(solvers={"D": 1}, filters={"solvers": ["D"], "deterministic": True}),
+        Scope(solvers={"D": 1}, filters={"solvers": ["D"]}, effort="search"),
+        Scope(solvers={"D": 1, scopes.WIDE_BOUNDS: 1}, filters={"solvers": ["D"]}),
+    ]
+    whole, some = Scope(solvers={"A": 1, "B": 1}, created_at="1"), Scope(solvers={"B": 2, "C": 1}, created_at="2")
+    some = replace(some, filters={"solvers": ["B", "C"]})
+    made = scopes.joined([some, *apart, whole])
+    assert Scope(solvers={"A": 1, "B": 2, "C": 1}, created_at="2") in made
+    assert sorted(made, key=repr) == sorted([*apart, Scope(solvers={"A": 1, "B": 2, "C": 1}, created_at="2")], key=repr)
+    assert scopes.joined([some]) == [some], "without a find of all a filter stays"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from miofind.device import Device
@@ -68,3 +68,21 @@ def _alike(request: Scope, scopes: Iterable[Scope]) -> Iterator[Scope]:
         others = {name: value for name, value in scope.filters.items() if name != "solvers"}
         if replace(scope, filters=others).covers(least):
             yield scope
+
+
+def joined(scopes: Sequence[Scope]) -> list[Scope]:
+    """Scopes with fewer words: finds of some solvers each become part of one of all solvers that differs in no more."""
+    groups: dict[tuple[object, ...], list[Scope]] = {}
+    for scope in sorted(scopes, key=lambda scope: (scope.created_at, scope.id)):
+        others = {name: value for name, value in scope.filters.items() if name != "solvers"}
+        kind = (repr(sorted(others.items())), scope.workspace_limit_bytes, scope.effort, scope.complete)
+        groups.setdefault((*kind, WIDE_BOUNDS in scope.solvers), []).append(scope)
+    made = []
+    for group in groups.values():
+        whole = [scope for scope in group if "solvers" not in scope.filters]
+        if not whole or len(group) == 1:
+            made += group
+            continue
+        every = {name: version for scope in group for name, version in scope.solvers.items()}
+        made.append(replace(whole[-1], solvers=every, created_at=group[-1].created_at, id=""))
+    return made
