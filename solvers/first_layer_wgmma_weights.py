@@ -116,7 +116,7 @@ class _Tiling:
         first_pixel = offset % 2 if word_pixels == 2 else 0
         planes = stride_x // word_pixels
         pitch = 16 * (planes * ceil_div(ceil_div(first_pixel + columns, word_pixels), planes) | 1)
-        loads = ceil_div(rows * columns, in_vector * (128 if loaders else workers))
+        loads = ceil_div(rows * columns, in_vector * 128)
         # Outputs.
         blocks, steps = tile_k // 8, ceil_div(tile_h * tile_w, 16)
         block_pitch = 128 + (16 * max(1, 8 // blocks) if last else 0)
@@ -125,12 +125,11 @@ class _Tiling:
         shared_bytes = _STAGES * (out_bytes + rows * pitch) + spare
         sums = 4 * chunks // groups_s * parts * column_blocks
         out_vector = math.gcd(8, problem.k if last else out_w)
-        places = ceil_div(tile_w * tile_k // out_vector, 128 if loaders else workers)
+        places = ceil_div(tile_w * tile_k // out_vector, 128)
         out_loads = tile_h * places
         # Values, and where they come from and go.
         held = loads * (problem.c * max(1, in_vector // 2) + 2) + out_loads * max(1, out_vector // 2) + 2 * places
-        most = max(sums, held) if loaders else sums + held
-        registers = max(_FEWEST_REGISTERS, round_up(most + _OTHER_REGISTERS, 8))
+        registers = max(_FEWEST_REGISTERS, round_up(max(sums, held) + _OTHER_REGISTERS, 8))
         resident = resident_blocks(registers, threads, shared_bytes, device.shared_bytes or _SHARED_BYTES)
         resident = min(resident, config["resident"])
         row_tiles = ceil_div(out_h, tile_h)
@@ -253,7 +252,7 @@ _SHORT_LIST = tuple(
     )
     for tile_k in (64, 128)
     for groups_s in (1, 2, 3, 4, 5)
-    for loaders in (0, 1, 2, 3)
+    for loaders in (1, 2, 3)
     for resident in (1, 2, 3)
     for least in (1, 2)
 )
@@ -283,8 +282,8 @@ class ConvFirstLayerWgmmaWeights(FewChannelsSolver):
 
     Configuration: a block computes `tile_k` filters from `tile_h` x `tile_w` outputs at a time; 64 filters are a
     warpgroup's, and `groups_s` warpgroups share the pairs of a filter row's taps. `loaders` more load, each a tile in
-    turn (without, all do both). Tiles are dealt to `resident` blocks of a multiprocessor, at least `least` to each. A
-    thread loads up to `vector` pixels of x at once.
+    turn (the kernel could do without, but ptxas gives up asynchronous products then). Tiles are dealt to `resident`
+    blocks of a multiprocessor, at least `least` to each. A thread loads up to `vector` pixels of x at once.
     """
 
     id = "ConvFirstLayerWgmmaWeights"
@@ -305,7 +304,7 @@ class ConvFirstLayerWgmmaWeights(FewChannelsSolver):
         "tile_w": _WIDTHS,
         "tile_k": (64, 128),
         "groups_s": (1, 2, 3, 4, 5, 6),
-        "loaders": (0, 1, 2, 3),
+        "loaders": (1, 2, 3),
         "resident": (1, 2, 3),
         "vector": (2, 8),
         "least": (1, 2),
@@ -368,10 +367,9 @@ class ConvFirstLayerWgmmaWeights(FewChannelsSolver):
         products = tiling.steps * tiling.groups_k * tiling.chunks * parts
         multiplied = products * max(_COLUMNS * tiling.column_blocks, _READ * (16 + 2 * tiling.column_blocks))
         moved = _STAGED * tiling.loads + _LOADED * tiling.out_loads
-        loaders, workers = config["loaders"], tiling.groups_k * tiling.groups_s
-        alone = max(multiplied + (0 if loaders else moved), (moved + _LATENCY) / max(1, loaders)) + _TILE
+        alone = max(multiplied, (moved + _LATENCY) / config["loaders"]) + _TILE
         # What loads wait for their own instructions, four warpgroups need not.
-        busy = max(multiplied, moved * (1 if loaders else workers) / 4)
+        busy = max(multiplied, moved / 4)
         turns = ceil_div(tiling.tiles, tiling.splits)
         blocks = tiling.splits * tiling.filter_tiles(problem)
         together = min(tiling.resident, ceil_div(blocks, device.sm_count))
@@ -379,7 +377,7 @@ class ConvFirstLayerWgmmaWeights(FewChannelsSolver):
         # Memory is busy if enough is on its way; edges of tiles are moved, too.
         slots = tiling.tile_h * tiling.tile_w
         y_share = tiling.tiles * slots * tiling.filter_tiles(problem) * tiling.tile_k / problem.y.size
-        under_way = together * max(1, loaders) * 2 * slots * tiling.tile_k
+        under_way = together * config["loaders"] * 2 * slots * tiling.tile_k
         moved_bytes = problem.bytes * max(1.0, _BUSY_BYTES / under_way) * (1 + 0.25 * (y_share - 1))
         moved_ms = 1e3 * moved_bytes / device.bandwidth_bytes_per_s
         parts_ms = _PARTS * 1e3 * tiling.splits * tiling.part_bytes(problem) / device.bandwidth_bytes_per_s

@@ -223,7 +223,7 @@ def test_common_first_layers_are_served(solver_id: str) -> None:
 def test_weights_of_long_filters_and_single_outputs_are_served(fields: dict[str, Any]) -> None:
     problem = layer(direction=Direction.BACKWARD_WEIGHTS, **fields)
     solvers = ["ConvFirstLayerWeights"]
-    if problem.filter != (15, 15):  # whose sums fill a multiprocessor's registers
+    if problem.filter not in ((15, 15), (11, 11)):  # whose sums fill a multiprocessor's registers
         solvers.append("ConvFirstLayerWgmmaWeights")
     for solver in map(solver_by_id, solvers):
         assert solver.applicability(problem, DEVICE)
