@@ -93,7 +93,8 @@ def with_refusals(key: ProblemKey, scopes: Sequence[Scope]) -> list[Scope]:
     refusing = {
         solver.id: solver.version
         for solver in solvers().values()
-        if any(key.place is device.place for key in solver.keys) and not may_serve(solver, problem, device)
+        if any(key.place is device.place and device.library_version(key.library) is not None for key in solver.keys)
+        and not may_serve(solver, problem, device)  # without its library it refuses everything, here alone
     }
     return [
         scope

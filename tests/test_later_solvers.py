@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 import miofind
-from miofind import FindOptions, options, solver
-from miofind.device import Place
+from miofind import FindOptions, options, row_check, solver
+from miofind.device import Device, Library, Place
 from miofind.errors import NoSolutionError
 from miofind.find import plan, records, scopes, validity
-from miofind.finddb import Scope
+from miofind.finddb import ProblemKey, Scope
 from miofind.options import FindMode
 from miofind.problem import ProblemDescription
 from miofind.solver import Applicability, Solver, solvers
@@ -117,3 +117,17 @@ def test_a_release_joins_finds_of_some_solvers_to_one_of_all() -> None:
     assert Scope(solvers={"A": 1, "B": 2, "C": 1}, created_at="2") in made
     assert sorted(made, key=repr) == sorted([*apart, Scope(solvers={"A": 1, "B": 2, "C": 1}, created_at="2")], key=repr)
     assert scopes.joined([some]) == [some], "without a find of all a filter stays"
+
+
+def test_a_release_counts_no_solver_as_refusing_for_a_library_that_is_missing_here(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Who has the library has that solver measured."""
+    virtual = Device.virtual("90a")
+    monkeypatch.setattr(row_check, "device_of", lambda identity: virtual)
+    key = ProblemKey(device=virtual.identity, network_config="conv2d-forward-n2-c8-i9x9-k8-f3x3-p1x1-float64-NCHW")
+    (refusals,) = row_check.with_refusals(key, [Scope(solvers={"ConvDirectNaive": 1})])
+    assert {"ConvCudnn", "ConvImplicitGemmWgmma"} <= refusals.solvers.keys(), "they refuse float64"
+    monkeypatch.setattr(Device, "library_version", lambda self, library: None if library is Library.CUDNN else "")
+    (missing,) = row_check.with_refusals(key, [Scope(solvers={"ConvDirectNaive": 1})])
+    assert refusals.solvers.keys() - missing.solvers.keys() == {"ConvCudnn"}
