@@ -8,6 +8,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import ClassVar
 
 from miofind.device import Device, Library, Place
@@ -17,6 +18,15 @@ from miofind.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solv
 from miofind.tiling.windows import unserved
 
 _DEFAULTS, _MOST_ALIKE = 8, 2
+_KEY = KernelKey(
+    place=Place.CUDA,
+    library=Library.PLAIN,
+    dtypes=frozenset({DataType.FLOAT16, DataType.BFLOAT16}),
+    layouts=frozenset({Layout.NCHW, Layout.NHWC}),
+    min_sm=80,
+)
+HOPPER_KEYS = (replace(_KEY, min_sm=90, archs=("90a",)),)
+"""Of kernels that multiply by wgmma."""
 
 
 class FewChannelsSolver(Solver):
@@ -26,20 +36,16 @@ class FewChannelsSolver(Solver):
     kind: ClassVar[tuple[str, ...]]
     """Parameters of which few defaults share all: estimates of near configurations do not tell them apart."""
     algorithm = Algorithm.IMPLICIT_GEMM
-    keys = (
-        KernelKey(
-            place=Place.CUDA,
-            library=Library.PLAIN,
-            dtypes=frozenset({DataType.FLOAT16, DataType.BFLOAT16}),
-            layouts=frozenset({Layout.NCHW, Layout.NHWC}),
-            min_sm=80,
-        ),
-    )
+    keys = (_KEY,)
     alignment_bytes = 16
 
     @abstractmethod
     def short_list(self) -> Sequence[Config]:
         """Configurations that default_configs ranks by estimate."""
+
+    def unserved(self, problem: ProblemDescription) -> str:
+        """Why no configuration can compute a problem of its direction; "" if one may."""
+        return unserved(problem)
 
     def examples(self) -> tuple[ProblemDescription, ...]:
         half, brain, last = DataType.FLOAT16, DataType.BFLOAT16, Layout.NHWC
@@ -61,7 +67,7 @@ class FewChannelsSolver(Solver):
     def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
         if problem.direction is not self.direction:
             return Applicability(f"computes {self.direction} only, not {problem.direction}")
-        if reason := unserved(problem):
+        if reason := self.unserved(problem):
             return Applicability(reason)
         if not any(self.is_valid_config(problem, device, config) for config in self.short_list()):
             sizes = f"k={problem.k} filter {problem.filter} stride {problem.conv.stride}"

@@ -13,11 +13,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from miofind.device import Device, Library, Place
-from miofind.few_channels import FewChannelsSolver
+from miofind.device import Device
+from miofind.few_channels import HOPPER_KEYS, FewChannelsSolver
 from miofind.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.solution import Config, ConfigValue, ConvSolution, KernelStep, Pointer, int32s
-from miofind.solver import APPLICABLE, Applicability, KernelKey
 from miofind.tiling.correlation import ceil_div, round_up
 from miofind.tiling.divisor import divisors
 from miofind.tiling.grouped import resident_blocks
@@ -223,16 +222,7 @@ class ConvFirstLayerWgmma(FewChannelsSolver):
     id = "ConvFirstLayerWgmma"
     direction = Direction.FORWARD
     kind = ("rows", "blocks")
-    keys = (
-        KernelKey(
-            place=Place.CUDA,
-            library=Library.PLAIN,
-            dtypes=frozenset({DataType.FLOAT16, DataType.BFLOAT16}),
-            layouts=frozenset({Layout.NCHW, Layout.NHWC}),
-            min_sm=90,
-            archs=("90a",),
-        ),
-    )
+    keys = HOPPER_KEYS
     parameters: ClassVar[Mapping[str, Sequence[ConfigValue]]] = {
         "tile_w": (64, 128),
         "rows": (1, 2, 4),
@@ -259,15 +249,20 @@ class ConvFirstLayerWgmma(FewChannelsSolver):
             conv(x=(1, 3, 32, 224), w=(64, 3, 16, 4), padding=(8, 2), stride=(16, 4), dtype=half),
         )
 
-    def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
-        if problem.direction is not self.direction:
-            return Applicability(f"computes {self.direction} only, not {problem.direction}")
-        if reason := _unserved(problem):
-            return Applicability(reason)
-        if not any(self.is_valid_config(problem, device, config) for config in self.short_list()):
-            sizes = f"k={problem.k} filter {problem.filter} stride {problem.conv.stride}"
-            return Applicability(f"filters or strides are too large for a block: {sizes}")
-        return APPLICABLE
+    def unserved(self, problem: ProblemDescription) -> str:
+        stride_x = problem.conv.stride[1]
+        if problem.groups != 1 or problem.c > MAX_CHANNELS:
+            return f"serves one group of up to {MAX_CHANNELS} channels, not groups={problem.groups} c={problem.c}"
+        if problem.conv.dilation[1] != 1:
+            return f"reads neighbouring columns: needs dilation 1 along them, not {problem.conv.dilation}"
+        if max(problem.conv.stride) > _MAX_STRIDE:
+            return f"stages whole windows, of strides up to {_MAX_STRIDE}, not {problem.conv.stride}"
+        if stride_x > 2 and stride_x % 4:
+            return f"reads windows in place at strides of 1, 2 and multiples of 4 columns, not {stride_x}"
+        taps_y, taps_x = problem.filter
+        if taps_y * ceil_div(taps_x + stride_x % 2, 4) > _MAX_STEPS:
+            return f"takes up to {_MAX_STEPS} products of four taps, not a filter of {problem.filter}"
+        return mixed(problem) or oversized(problem) or overpadded(problem)
 
     def is_valid_config(self, problem: ProblemDescription, device: Device, config: Config) -> bool:
         out_h, out_w = problem.out_spatial
@@ -357,23 +352,6 @@ class ConvFirstLayerWgmma(FewChannelsSolver):
             ),
         )
         return ConvSolution(steps=(step,))
-
-
-def _unserved(problem: ProblemDescription) -> str:
-    """Why no configuration can compute a forward problem; "" if one may."""
-    stride_x = problem.conv.stride[1]
-    if problem.groups != 1 or problem.c > MAX_CHANNELS:
-        return f"serves one group of up to {MAX_CHANNELS} channels, not groups={problem.groups} c={problem.c}"
-    if problem.conv.dilation[1] != 1:
-        return f"reads neighbouring columns: needs dilation 1 along them, not {problem.conv.dilation}"
-    if max(problem.conv.stride) > _MAX_STRIDE:
-        return f"stages whole windows, of strides up to {_MAX_STRIDE}, not {problem.conv.stride}"
-    if stride_x > 2 and stride_x % 4:
-        return f"reads windows in place at strides of 1, 2 and multiples of 4 columns, not {stride_x}"
-    taps_y, taps_x = problem.filter
-    if taps_y * ceil_div(taps_x + stride_x % 2, 4) > _MAX_STEPS:
-        return f"takes up to {_MAX_STEPS} products of four taps, not a filter of {problem.filter}"
-    return mixed(problem) or oversized(problem) or overpadded(problem)
 
 
 SOLVERS = (ConvFirstLayerWgmma(),)

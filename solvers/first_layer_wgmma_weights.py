@@ -11,9 +11,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from miofind.device import Device, Library, Place
-from miofind.few_channels import FewChannelsSolver
-from miofind.problem import DataType, Direction, Layout, ProblemDescription
+from miofind.device import Device
+from miofind.few_channels import HOPPER_KEYS, FewChannelsSolver
+from miofind.problem import Direction, ProblemDescription
 from miofind.solution import (
     Config,
     ConfigValue,
@@ -24,7 +24,6 @@ from miofind.solution import (
     WorkspacePlan,
     int32s,
 )
-from miofind.solver import KernelKey
 from miofind.tiling.correlation import ceil_div, round_up
 from miofind.tiling.divisor import divisors
 from miofind.tiling.grouped import resident_blocks
@@ -289,16 +288,7 @@ class ConvFirstLayerWgmmaWeights(FewChannelsSolver):
     id = "ConvFirstLayerWgmmaWeights"
     direction = Direction.BACKWARD_WEIGHTS
     kind = ("loaders", "resident")
-    keys = (
-        KernelKey(
-            place=Place.CUDA,
-            library=Library.PLAIN,
-            dtypes=frozenset({DataType.FLOAT16, DataType.BFLOAT16}),
-            layouts=frozenset({Layout.NCHW, Layout.NHWC}),
-            min_sm=90,
-            archs=("90a",),
-        ),
-    )
+    keys = HOPPER_KEYS
     parameters: ClassVar[Mapping[str, Sequence[ConfigValue]]] = {
         "tile_h": (1, 2, 4, 8),
         "tile_w": _WIDTHS,

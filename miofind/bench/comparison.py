@@ -122,10 +122,7 @@ def _find(
 ) -> dict[ProblemDescription, str]:
     """Measure what the FindDB's answers lack; the messages of problems that have no solution."""
     failures: dict[ProblemDescription, str] = {}
-    with contextlib.ExitStack() as stack:
-        ahead = None
-        if pool is not None:
-            ahead = stack.enter_context(contextlib.closing(Ahead(pool, options)))
+    with contextlib.nullcontext() if pool is None else contextlib.closing(Ahead(pool, options)) as ahead:
         for entry, following in itertools.zip_longest(entries, entries[1:]):
             if ahead is not None and following is not None:
                 ahead.prepare(following.problem, handle)

@@ -62,20 +62,22 @@ def asked_all(request: Scope, scopes: Iterable[Scope]) -> bool:
 def _alike(request: Scope, scopes: Iterable[Scope]) -> Iterator[Scope]:
     """Finds that left out no more of a solver's candidates than a request does."""
     bounds = {WIDE_BOUNDS: 1} if WIDE_BOUNDS in request.solvers else {}
-    wanted = {name: value for name, value in request.filters.items() if name != "solvers"}
-    least = replace(request, solvers=bounds, filters=wanted)
+    least = replace(request, solvers=bounds, filters=_others(request))
     for scope in scopes:
-        others = {name: value for name, value in scope.filters.items() if name != "solvers"}
-        if replace(scope, filters=others).covers(least):
+        if replace(scope, filters=_others(scope)).covers(least):
             yield scope
+
+
+def _others(scope: Scope) -> dict[str, object]:
+    """The filters that are on candidates, not on solvers."""
+    return {name: value for name, value in scope.filters.items() if name != "solvers"}
 
 
 def joined(scopes: Sequence[Scope]) -> list[Scope]:
     """Scopes with fewer words: finds of some solvers each become part of one of all solvers that differs in no more."""
     groups: dict[tuple[object, ...], list[Scope]] = {}
     for scope in sorted(scopes, key=lambda scope: (scope.created_at, scope.id)):
-        others = {name: value for name, value in scope.filters.items() if name != "solvers"}
-        kind = (repr(sorted(others.items())), scope.workspace_limit_bytes, scope.effort, scope.complete)
+        kind = (repr(sorted(_others(scope).items())), scope.workspace_limit_bytes, scope.effort, scope.complete)
         groups.setdefault((*kind, WIDE_BOUNDS in scope.solvers), []).append(scope)
     made = []
     for group in groups.values():
