@@ -7,8 +7,8 @@
 // Starts to copy kVector elements.
 template <int kVector, typename T>
 __device__ __forceinline__ void copy_vector(unsigned char* to, const T* from) {
-  if constexpr (kVector > 1)
-    copy_bytes<2 * kVector>(static_cast<unsigned>(__cvta_generic_to_shared(to)), from, true);
+  if constexpr (kVector * sizeof(T) > 2)
+    copy_bytes<kVector * sizeof(T)>(static_cast<unsigned>(__cvta_generic_to_shared(to)), from, true);
   else
     *reinterpret_cast<T*>(to) = *from;
 }
@@ -27,11 +27,11 @@ __device__ __forceinline__ void copy_columns(unsigned char* to, const T* __restr
     for (int i = 0; i < kTimes; ++i) {
       const int at = column + i * kAtOnce;
       if (at >= first && at < end)
-        copy_vector<kVector>(to + at * kPitch + 2 * kVector * run, from + at * kDepth + run * kVector);
+        copy_vector<kVector>(to + at * kPitch + int(sizeof(T)) * kVector * run, from + at * kDepth + run * kVector);
     }
   } else {
     for (int i = first * kRuns + threadIdx.x; i < end * kRuns; i += kThreads)
-      copy_vector<kVector>(to + i / kRuns * kPitch + 2 * kVector * (i % kRuns), from + i * kVector);
+      copy_vector<kVector>(to + i / kRuns * kPitch + int(sizeof(T)) * kVector * (i % kRuns), from + i * kVector);
   }
 }
 
@@ -45,7 +45,7 @@ __device__ __forceinline__ void copy_planes(unsigned char* to, const T* __restri
     const int column = threadIdx.x % kRuns * kVector, group = threadIdx.x / kRuns;
     if (column >= end || (kAtOnce * kRuns != kThreads && group >= kAtOnce)) return;
     const T* source = from + group * plane + column;
-    unsigned char* const first = to + group * kPitch + 2 * column;
+    unsigned char* const first = to + group * kPitch + int(sizeof(T)) * column;
 #pragma unroll(kTimes <= 16 ? kTimes : 8)
     for (int i = 0; i < kTimes; ++i) {
       if (kDepth % kAtOnce == 0 || i * kAtOnce + group < kDepth)
@@ -55,7 +55,7 @@ __device__ __forceinline__ void copy_planes(unsigned char* to, const T* __restri
   } else {
     for (int i = threadIdx.x; i < kDepth * kRuns; i += kThreads) {
       const int k = i / kRuns, column = i % kRuns * kVector;
-      if (column < end) copy_vector<kVector>(to + k * kPitch + 2 * column, from + k * plane + column);
+      if (column < end) copy_vector<kVector>(to + k * kPitch + int(sizeof(T)) * column, from + k * plane + column);
     }
   }
 }
