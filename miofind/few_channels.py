@@ -17,7 +17,7 @@ from miofind.solution import Config, ConfigValue
 from miofind.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
 from miofind.tiling.windows import unserved
 
-_DEFAULTS, _MOST_ALIKE = 8, 2
+_DEFAULTS = 8
 _KEY = KernelKey(
     place=Place.CUDA,
     library=Library.PLAIN,
@@ -35,6 +35,8 @@ class FewChannelsSolver(Solver):
     direction: ClassVar[Direction]
     kind: ClassVar[tuple[str, ...]]
     """Parameters of which few defaults share all: estimates of near configurations do not tell them apart."""
+    most_alike: ClassVar[int] = 2
+    """Defaults that share all of `kind`."""
     algorithm = Algorithm.IMPLICIT_GEMM
     keys = (_KEY,)
     alignment_bytes = 16
@@ -80,6 +82,6 @@ class FewChannelsSolver(Solver):
         for config in self.ranked(problem, device, self.short_list()):
             kind = tuple(config[name] for name in self.kind)
             alike[kind] += 1
-            if alike[kind] <= _MOST_ALIKE:
+            if alike[kind] <= self.most_alike:
                 chosen.append(config)
         return tuple(chosen[:_DEFAULTS])

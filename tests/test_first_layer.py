@@ -21,6 +21,7 @@ SOLVERS = {
     "ConvFirstLayerWgmma": Direction.FORWARD,
     "ConvFirstLayerData": Direction.BACKWARD_DATA,
     "ConvFirstLayerDataRows": Direction.BACKWARD_DATA,
+    "ConvFirstLayerDataRowsTf32": Direction.BACKWARD_DATA,
     "ConvFirstLayerWeights": Direction.BACKWARD_WEIGHTS,
     "ConvFirstLayerWgmmaWeights": Direction.BACKWARD_WEIGHTS,
 }
@@ -30,6 +31,12 @@ DEVICE = Device.virtual("90a")
 def layer(**fields: Any) -> ProblemDescription:
     base = {"x": (4, 3, 64, 64), "w": (32, 3, 3, 3), "padding": 1, "dtype": "float16", "layout": "NHWC"}
     return ProblemDescription.convolution(**(base | fields))
+
+
+def served_layer(solver_id: str, **fields: Any) -> ProblemDescription:
+    """Of a type and a direction that a solver serves."""
+    dtype = "float32" if solver_id.endswith("Tf32") else "float16"
+    return layer(**({"dtype": dtype, "direction": SOLVERS[solver_id]} | fields))
 
 
 @st.composite
@@ -133,9 +140,9 @@ def test_cells_meet_every_output_of_their_pixels_once(problem: ProblemDescriptio
     ],
 )
 def test_refusals(solver_id: str, fields: dict[str, Any], reason: str) -> None:
-    problem = layer(direction=SOLVERS[solver_id], **fields)
+    problem = served_layer(solver_id, **fields)
     answer = solver_by_id(solver_id).applicability(problem, DEVICE)
-    assert reason in answer.reason
+    assert reason in answer.reason or (solver_id.endswith("Tf32") and "served are float32" in answer.reason)
 
 
 @pytest.mark.parametrize(
@@ -182,7 +189,7 @@ def test_nothing_is_stored_late_where_a_strip_is_one_step() -> None:
 @pytest.mark.parametrize("solver_id", SOLVERS)
 def test_other_directions_are_refused(solver_id: str) -> None:
     for other in set(Direction) - {SOLVERS[solver_id]}:
-        assert not solver_by_id(solver_id).applicability(layer(direction=other), DEVICE)
+        assert not solver_by_id(solver_id).applicability(served_layer(solver_id, direction=other), DEVICE)
 
 
 def test_filters_beyond_a_block_are_refused() -> None:
@@ -190,25 +197,27 @@ def test_filters_beyond_a_block_are_refused() -> None:
     assert "too large" in solver_by_id("ConvFirstLayer").applicability(forward, DEVICE).reason
     backward = replace(data, direction=Direction.BACKWARD_DATA)
     assert "too large" in solver_by_id("ConvFirstLayerData").applicability(backward, DEVICE).reason
-    assert "too large" in solver_by_id("ConvFirstLayerDataRows").applicability(backward, DEVICE).reason
+    for solver_id in ("ConvFirstLayerDataRows", "ConvFirstLayerDataRowsTf32"):
+        problem = served_layer(solver_id, w=(4096, 3, 16, 16), stride=16)
+        assert "too large" in solver_by_id(solver_id).applicability(problem, DEVICE).reason
 
 
 @pytest.mark.parametrize("solver_id", SOLVERS)
 @pytest.mark.parametrize("layout", [Layout.NHWC, Layout.NCHW])
 def test_larger_batches_take_longer(solver_id: str, layout: Layout) -> None:
-    solver, direction = solver_by_id(solver_id), SOLVERS[solver_id]
-    small, large = (layer(x=(n, 3, 224, 224), direction=direction, layout=layout) for n in (8, 64))
+    solver = solver_by_id(solver_id)
+    small, large = (served_layer(solver_id, x=(n, 3, 224, 224), layout=layout) for n in (8, 64))
     for config in solver.default_configs(small, DEVICE):
         assert solver.estimate_ms(small, DEVICE, config) < solver.estimate_ms(large, DEVICE, config)
 
 
 @pytest.mark.parametrize("solver_id", SOLVERS)
 def test_common_first_layers_are_served(solver_id: str) -> None:
-    solver, direction = solver_by_id(solver_id), SOLVERS[solver_id]
-    assert unserved(layer(direction=direction)) == ""
+    solver = solver_by_id(solver_id)
+    assert unserved(served_layer(solver_id)) == ""
     large = () if solver_id == "ConvFirstLayerData" else ({"w": (64, 3, 7, 7), "padding": 3, "stride": 2},)
     for fields in ({"stride": 2}, {"w": (96, 3, 4, 4), "padding": 0, "stride": 4}, *large):
-        assert solver.applicability(layer(direction=direction, **fields), DEVICE)
+        assert solver.applicability(served_layer(solver_id, **fields), DEVICE)
 
 
 @pytest.mark.parametrize(
@@ -251,3 +260,21 @@ def test_defaults_differ_in_tiles() -> None:
     assert all(tiles[:6].count(tile) <= 2 for tile in tiles)
     assert [config["vector"] for config in configs] == [2] * 6 + [4] * 2
     assert tiles[6:] == tiles[:2]
+
+
+@pytest.mark.parametrize("math", ["ieee", "tf32"])
+def test_infinities_become_nan_only_where_float32_is_split(math: str) -> None:
+    solver_id = "ConvFirstLayerDataRowsTf32"
+    solver, problem = solver_by_id(solver_id), served_layer(solver_id, math=math)
+    for config in solver.default_configs(problem, DEVICE):
+        assert solver.spreads_nonfinite(problem, config) == (math == "ieee")
+
+
+@pytest.mark.parametrize("stride", [1, 2, 4])
+@pytest.mark.parametrize("layout", [Layout.NHWC, Layout.NCHW])
+def test_defaults_in_float32_share_no_arrangement_of_warps(stride: int, layout: Layout) -> None:
+    solver_id = "ConvFirstLayerDataRowsTf32"
+    problem = served_layer(solver_id, x=(32, 3, 224, 224), w=(64, 3, 4, 4), stride=stride, layout=layout)
+    configs = solver_by_id(solver_id).default_configs(problem, DEVICE)
+    names = ("warps_m", "warps_n", "warps_k", "filters")
+    assert len({tuple(config[name] for name in names) for config in configs}) == len(configs) == 8

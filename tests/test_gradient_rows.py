@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
@@ -12,15 +13,17 @@ from miofind.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.solution import Config
 from miofind.solver import Solver, solver_by_id
 from miofind.tiling.cell_rows import CellRows
-from miofind.tiling.gradient_rows import GradientRows, StrideCells
+from miofind.tiling.gradient_rows import ColumnTiles, GradientRows, StrideCells
+from miofind.tiling.gradient_rows_tf32 import GradientRowsTf32, TapBlocks
 
 DEVICE = Device.virtual("90a")
 SOLVER = solver_by_id("ConvFirstLayerDataRows")
+SPLIT_SOLVER = solver_by_id("ConvFirstLayerDataRowsTf32")
 CELL_SOLVER = solver_by_id("ConvFirstLayerData")
 
 
 @st.composite
-def layers(draw: st.DrawFn) -> ProblemDescription:
+def layers(draw: st.DrawFn, dtype: DataType = DataType.FLOAT16) -> ProblemDescription:
     sizes = [draw(st.integers(1, 40)), draw(st.integers(1, 200))]
     taps = [draw(st.integers(1, 5)), draw(st.integers(1, 9))]
     pads = [(draw(st.integers(0, 9)), draw(st.integers(0, 9))) for _ in range(2)]
@@ -30,7 +33,7 @@ def layers(draw: st.DrawFn) -> ProblemDescription:
         w=(draw(st.sampled_from([8, 37])), 2, *taps),
         padding=pads,
         stride=[draw(st.integers(1, 5)) for _ in range(2)],
-        dtype=DataType.FLOAT16,
+        dtype=dtype,
         layout=draw(st.sampled_from([Layout.NHWC, Layout.NCHW])),
         direction=Direction.BACKWARD_DATA,
     )
@@ -53,24 +56,23 @@ def test_cells_meet_every_output_of_their_pixels_once(problem: ProblemDescriptio
             assert met == {(i, r) for i in range(-20, 250) for r in range(taps) if i * stride - pad + r == pixel}
 
 
-@given(problem=layers(), seed=st.integers(0, 10**6))
-def test_column_tiles_complete_every_cell_once(problem: ProblemDescription, seed: int) -> None:
-    tiling = GradientRows.of(problem, drawn_config(seed), DEVICE)
-    width, columns = tiling.width, problem.out_spatial[1]
-    assert tiling.base % tiling.in_vector == 0 or problem.y.layout.channels_last
-    assert tiling.column_step % tiling.in_vector == 0 or problem.y.layout.channels_last
-    assert tiling.columns % 16 == 0
+@given(problem=layers(), most=st.integers(1, 20), vector=st.sampled_from([1, 2, 4, 8]))
+def test_column_tiles_complete_every_cell_once(problem: ProblemDescription, most: int, vector: int) -> None:
+    width, columns = StrideCells.of(problem, 1), problem.out_spatial[1]
+    tiles = ColumnTiles.of(problem, width, 16 * most, vector)
+    assert tiles.base % vector == tiles.step % vector == 0
+    assert tiles.columns % 16 == 0
+    assert tiles.count == 1 or tiles.columns <= 16 * most
     completed = []
-    for tile in range(tiling.column_tiles):
-        begin = tiling.base + tile * tiling.column_step
+    for tile in range(tiles.count):
+        begin = tiles.base + tile * tiles.step
         assert tile == 0 or begin < columns
         first = width.first if tile == 0 else begin + width.met - 1
-        last_tile = tile + 1 == tiling.column_tiles
-        end = width.end if last_tile else begin + tiling.column_step + width.met - 1
+        end = width.end if tile + 1 == tiles.count else begin + tiles.step + width.met - 1
         for cell in range(first, end):
             completed.append(cell)
             met = [column for column in range(cell - width.met + 1, cell + 1) if 0 <= column < columns]
-            assert all(begin <= column < begin + tiling.columns for column in met)
+            assert all(begin <= column < begin + tiles.columns for column in met)
     assert completed == list(range(width.first, width.end))
 
 
@@ -80,6 +82,43 @@ def test_strips_cover_the_rows_and_none_is_empty(problem: ProblemDescription, se
     count = tiling.height.end - tiling.height.first
     assert tiling.rows * (tiling.strips - 1) < count <= tiling.rows * tiling.strips
     assert tiling.blocks == problem.n * tiling.column_tiles * tiling.strips
+
+
+@given(problem=layers(DataType.FLOAT32), seed=st.integers(0, 10**6))
+def test_float32_is_cut_into_whole_shares(problem: ProblemDescription, seed: int) -> None:
+    config = drawn_config(seed, SPLIT_SOLVER)
+    tiling = GradientRowsTf32.of(problem, config, DEVICE)
+    count = tiling.height.end - tiling.height.first
+    assert tiling.rows * (tiling.strips - 1) < count <= tiling.rows * tiling.strips
+    assert tiling.blocks == problem.n * tiling.tiles.count * tiling.strips
+    assert 8 * tiling.steps >= problem.k
+    assert tiling.steps % config["warps_k"] == 0
+    assert tiling.steps // config["warps_k"] % tiling.chunk == 0
+
+
+@given(problem=layers(DataType.FLOAT32), warps=st.integers(1, 3))
+def test_every_tap_is_a_column_and_packed_rows_move_up_by_pairs(problem: ProblemDescription, warps: int) -> None:
+    taps, rows = TapBlocks.of(problem, warps), problem.filter[0]
+    row_taps, stride = problem.filter[1] * problem.c, problem.conv.stride[0]
+    pitch = row_taps + row_taps % 2
+    if not taps.packed:
+        assert taps.groups == rows
+        assert 8 * (taps.count - 1) < row_taps <= 8 * taps.count
+        return
+    assert (taps.groups, 8 * taps.count >= rows * pitch) == (1, True)
+    assert taps.count < rows * -(-row_taps // 8)
+    assert stride >= rows or warps == 1
+    shift = stride * pitch // 2  # in pairs of columns, of which a lane has one in every block of four
+    for pair in range(rows * pitch // 2 - shift):
+        block, lane = divmod(pair, 4)
+        source = block + shift // 4 + (lane + shift % 4 >= 4), (lane + shift) % 4
+        assert source == divmod(pair + shift, 4)
+
+
+@pytest.mark.parametrize(("channels", "taps", "blocks"), [(3, 3, 4), (4, 3, 5), (1, 3, 2), (3, 7, 20)])
+def test_small_filters_share_blocks(channels: int, taps: int, blocks: int) -> None:
+    problem = ProblemDescription.convolution(x=(1, channels, 64, 64), w=(64, channels, taps, taps), padding=1)
+    assert TapBlocks.of(problem, 1) == TapBlocks(packed=True, groups=1, count=blocks)
 
 
 @given(problem=layers(), seed=st.integers(0, 10**6))

@@ -45,6 +45,35 @@ class StrideCells:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ColumnTiles:
+    """Tiles of columns of dy that complete every cell of a row once.
+
+    Attributes:
+        base: of dy, from which the first begins.
+        columns: of a tile, a multiple of 16.
+        step: from one to the next, 0 if there is but one.
+        count: how many.
+    """
+
+    base: int
+    columns: int
+    step: int
+    count: int
+
+    @staticmethod
+    def of(problem: ProblemDescription, width: StrideCells, most: int, aligned: int) -> ColumnTiles:
+        """Those of up to `most` columns that begin at multiples of `aligned`."""
+        base = max(0, width.first - width.met + 1) // aligned * aligned
+        met = max(1, min(width.end, problem.out_spatial[1]) - base)
+        columns, overlap = round_up(met, 16), round_up(width.met - 1, aligned)
+        if not columns > most > overlap:
+            return ColumnTiles(base=base, columns=columns, step=0, count=1)
+        count = ceil_div(met - overlap, most - overlap)
+        step = round_up(ceil_div(met - overlap, count), aligned)
+        return ColumnTiles(base=base, columns=round_up(step + overlap, 16), step=step, count=count)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GradientRows:
     """A configuration applied to a problem: what the kernel's constants come to.
 
@@ -91,15 +120,8 @@ class GradientRows:
         height, width, last = StrideCells.of(problem, 0), StrideCells.of(problem, 1), problem.y.layout.channels_last
         blocks, warps_m, warps_n, warps_k = (config[name] for name in ("blocks", "warps_m", "warps_n", "warps_k"))
         in_vector = math.gcd(8, problem.k if last else problem.out_spatial[1])
-        aligned = 1 if last else in_vector
-        base = max(0, width.first - width.met + 1) // aligned * aligned
-        met = max(1, min(width.end, problem.out_spatial[1]) - base)
-        columns, column_step, column_tiles = round_up(met, 16), 0, 1
-        most, overlap = 16 * blocks * warps_m, round_up(width.met - 1, aligned)
-        if columns > most > overlap:
-            column_tiles = ceil_div(met - overlap, most - overlap)
-            column_step = round_up(ceil_div(met - overlap, column_tiles), aligned)
-            columns = round_up(column_step + overlap, 16)
+        tiles = ColumnTiles.of(problem, width, 16 * blocks * warps_m, 1 if last else in_vector)
+        columns = tiles.columns
         steps, row_taps = ceil_div(problem.k, 16), problem.filter[1] * problem.c
         tap_blocks, done = ceil_div(row_taps, 8), min(problem.conv.stride[0], problem.filter[0])
         pitch = 32 * steps + 16 if last else 2 * columns + 16
@@ -110,15 +132,15 @@ class GradientRows:
         registers = round_up(held + 48, 8)
         threads, shared_most = 32 * warps_m * warps_n * warps_k, device.shared_bytes or _SHARED_BYTES
         resident = min(config["resident"], resident_blocks(registers, threads, shared_bytes, shared_most))
-        rows = strip_rows(height, problem.n * column_tiles, device.sm_count * max(1, resident))
+        rows = strip_rows(height, problem.n * tiles.count, device.sm_count * max(1, resident))
         strips = ceil_div(height.end - height.first, rows)
         return GradientRows(
             height=height,
             width=width,
-            base=base,
+            base=tiles.base,
             columns=columns,
-            column_step=column_step,
-            column_tiles=column_tiles,
+            column_step=tiles.step,
+            column_tiles=tiles.count,
             in_vector=in_vector,
             steps=steps,
             tap_blocks=tap_blocks,
@@ -130,7 +152,7 @@ class GradientRows:
             rows=rows,
             strips=strips,
             strip_steps=rows + height.met - 1,
-            blocks=problem.n * column_tiles * strips,
+            blocks=problem.n * tiles.count * strips,
         )
 
 

@@ -12,7 +12,7 @@ from device_buffers import Buffer, download, integers, upload
 from miofind.compiler import Compiler
 from miofind.device import Device
 from miofind.invoker import make_invoker
-from miofind.problem import DataType, Direction, Layout, ProblemDescription
+from miofind.problem import DataType, Direction, Layout, MathMode, ProblemDescription
 from miofind.reference import numpy_dtype, reference_on_host
 from miofind.solution import Config
 from miofind.solver import Solver, solver_by_id
@@ -25,6 +25,7 @@ SOLVERS = {
     "ConvFirstLayerWgmma": Direction.FORWARD,
     "ConvFirstLayerData": Direction.BACKWARD_DATA,
     "ConvFirstLayerDataRows": Direction.BACKWARD_DATA,
+    "ConvFirstLayerDataRowsTf32": Direction.BACKWARD_DATA,
     "ConvFirstLayerWeights": Direction.BACKWARD_WEIGHTS,
     "ConvFirstLayerWgmmaWeights": Direction.BACKWARD_WEIGHTS,
 }
@@ -59,15 +60,24 @@ def check(problem: ProblemDescription, solver: Solver, config: Config, device: D
     np.testing.assert_array_equal(result, expected, err_msg=config.json)
 
 
+# What a solver computes in: its types, or the arithmetic of float32.
+HALF = ({"dtype": DataType.FLOAT16}, {"dtype": DataType.BFLOAT16})
+SINGLE = ({"dtype": DataType.FLOAT32}, {"dtype": DataType.FLOAT32, "math": MathMode.TF32})
+ARITHMETIC = [(solver, kind) for solver in SOLVERS for kind in (SINGLE if solver.endswith("Tf32") else HALF)]
+
+
 @pytest.mark.parametrize("layout", [Layout.NCHW, Layout.NHWC])
-@pytest.mark.parametrize("solver_id", SOLVERS)
-@pytest.mark.parametrize("dtype", [DataType.FLOAT16, DataType.BFLOAT16])
+@pytest.mark.parametrize(
+    ("solver_id", "kind"),
+    ARITHMETIC,
+    ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else value,
+)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_first_layers_are_exact(
-    shape: str, dtype: DataType, solver_id: str, layout: Layout, device: Device, compiler: Compiler
+    shape: str, kind: dict[str, Any], solver_id: str, layout: Layout, device: Device, compiler: Compiler
 ) -> None:
     direction, solver = SOLVERS[solver_id], solver_by_id(solver_id)
-    problem = ProblemDescription.convolution(**SHAPES[shape], dtype=dtype, layout=layout, direction=direction)
+    problem = ProblemDescription.convolution(**SHAPES[shape], **kind, layout=layout, direction=direction)
     answer = solver.applicability(problem, device)
     if solver_id == "ConvFirstLayerData" and ("strides above 1" in answer.reason or "too large" in answer.reason):
         pytest.skip(answer.reason)
