@@ -30,7 +30,7 @@ HOPPER_KEYS = (replace(_KEY, min_sm=90, archs=("90a",)),)
 
 
 class FewChannelsSolver(Solver):
-    """Implicit GEMM of 16-bit types on tensor cores for one direction and up to four channels."""
+    """Implicit GEMM on tensor cores for one direction and up to four channels, of 16-bit types unless `keys` differ."""
 
     direction: ClassVar[Direction]
     kind: ClassVar[tuple[str, ...]]

@@ -74,9 +74,9 @@ _SHORT_LIST = tuple(
 # Reckoned, not measured. Cycles of a multiprocessor for a product of fragments (ConvFirstLayerDataRows was measured to
 # take 3.3 for one of twice the depth, all included), to read a fragment of dy and of filters, to stage 16 bytes, and to
 # write or add 32 products through shared memory; cycles of a scheduler to split an element of a fragment, to add the
-# sums of a chunk and to issue a product; share of what takes less that what takes longest does not hide; cycles that a
-# block waits for a row, a warp for a product, and a block before its first row. Shares of the time to move all tensors,
-# or to compute, as in ConvFirstLayerDataRows.
+# sums of a chunk and to issue a product; share of what takes less that what takes longest does not hide, where a
+# scheduler has one warp; cycles that a block waits for a row, a warp for a product, and a block before its first row.
+# Shares of the time to move all tensors, or to compute, as in ConvFirstLayerDataRows.
 _PRODUCT = 2.6
 _READ = 8.0
 _READ_FILTERS = 2.5
@@ -85,7 +85,7 @@ _FOLDED = 3.1
 _SPLIT = 5.0
 _ADDED = 4.0
 _ISSUED = 2.0
-_BESIDE = 0.25
+_BESIDE = 0.7
 _ROW = 966.0
 _LATENCY = 9.0
 _BEGIN = 2000.0
@@ -181,7 +181,8 @@ class ConvFirstLayerDataRowsTf32(FewChannelsSolver):
         together = min(tiling.resident, ceil_div(tiling.blocks, device.sm_count))
         scheduled = ceil_div(together * warps, 4)
         uses = (_PRODUCT * 4 * scheduled * turn, scheduled * (issued + _ISSUED * turn), together * shared)
-        busy = (1 - _BESIDE) * max(uses) + _BESIDE * sum(uses)
+        exposed = _BESIDE / scheduled
+        busy = (1 - exposed) * max(uses) + exposed * sum(uses)
         alone = _ROW + _LATENCY * turn
         turns = ceil_div(tiling.blocks, device.sm_count * tiling.resident)
         cycles = turns * (_BEGIN + tiling.strip_steps * max(busy, alone))

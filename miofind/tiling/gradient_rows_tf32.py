@@ -137,12 +137,18 @@ class GradientRowsTf32:
 
 
 def _registers(blocks: int, chunk: int, products: int, warp_blocks: int, held: int) -> int:
-    """Those of a thread: sums, filters that are held, fragments of dy and of filters at work, and the rest.
-
-    The rest is what 700 configurations took for sm_90a where it mattered: ptxas reads ahead.
-    """
+    """Those of a thread: sums, filters that are held, fragments of dy and of filters at work, and the rest."""
     beside = 1 if products == 1 or blocks >= 3 else 2
     parts = 2 if products == 3 else 1
     at_work = 4 * parts * blocks * chunk + 2 * parts * chunk * beside + (4 * blocks * beside if products == 3 else 0)
-    ahead = 8 if products == 1 else 24 if not held else 56 if chunk == 1 else 0
+    ahead = _read_ahead(chunk, products, held)
     return round_up(4 * blocks * warp_blocks + held + at_work + ahead + _BASE_REGISTERS, 8)
+
+
+def _read_ahead(chunk: int, products: int, held: int) -> int:
+    """Registers of what ptxas reads ahead, as 1,500 configurations for sm_90a tell where more would spill."""
+    if not held:
+        return 16 if products == 1 else 24
+    if products == 1:
+        return 8
+    return 56 if chunk == 1 else 0
