@@ -17,7 +17,7 @@ TIE = 1.01
 
 BEST_PER_SOLVER = 3
 BEST_OVERALL = 4
-RELEASE_OVERALL = 3
+RELEASE_OVERALL = 2
 MAX_SCOPES = 8
 
 
@@ -70,32 +70,28 @@ def best_rows(rows: Iterable[Row], verdicts: Iterable[Verdict] = ()) -> list[Row
     They are the best three of each solver, the four best of all, and each row that no better-ranked row of its solver
     matches in workspace, determinism and error: a caller's limits on those find the same row as in the whole history.
     """
-    kept: list[Row] = []
-    of_solver: dict[str, list[Row]] = {}
-    for place, row in enumerate(rank(usable_rows(rows), verdicts)):
-        better = of_solver.setdefault(row.solver_id, [])
-        matched = any(_matches(other, row) for other in better)
-        better.append(row)
-        if place < BEST_OVERALL or len(better) <= BEST_PER_SOLVER or not matched:
-            kept.append(row)
-    return kept
+    return _kept(rank(usable_rows(rows), verdicts), overall=BEST_OVERALL, per_solver=BEST_PER_SOLVER)
 
 
 def release_rows(rows: Iterable[Row], verdicts: Iterable[Verdict] = ()) -> list[Row]:
     """The rows that a release keeps of a problem, in rank order; few, for it holds thousands of problems.
 
-    They are the three best, the best of each solver, the best that needs no workspace and the best that is
-    deterministic.
+    They are the two best and, as in an answer, each row that no better-ranked row of its solver matches: a release's
+    scopes cover requests with limits, too.
     """
+    return _kept(rank(usable_rows(rows), verdicts), overall=RELEASE_OVERALL, per_solver=1)
+
+
+def _kept(ranked: Iterable[Row], *, overall: int, per_solver: int) -> list[Row]:
+    """The first rows of all and of each solver, and each that no better-ranked row of its solver matches."""
     kept: list[Row] = []
-    seen: set[str] = set()
-    for place, row in enumerate(rank(usable_rows(rows), verdicts)):
-        first = {row.solver_id}
-        first |= {"no workspace"} if row.workspace_bytes == 0 else set()
-        first |= {"deterministic"} if row.deterministic else set()
-        if place < RELEASE_OVERALL or not first <= seen:
+    of_solver: dict[str, list[Row]] = {}
+    for place, row in enumerate(ranked):
+        better = of_solver.setdefault(row.solver_id, [])
+        matched = any(_matches(other, row) for other in better)
+        better.append(row)
+        if place < overall or len(better) <= per_solver or not matched:
             kept.append(row)
-        seen |= first
     return kept
 
 
