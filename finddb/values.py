@@ -155,10 +155,14 @@ class Scope:
     id: str = ""
 
     def covers(self, other: Scope) -> bool:
-        """Whether a find of this scope timed all that a find of `other` would."""
-        if self.complete < other.complete:
-            return False
-        if EFFORTS.index(self.effort) < EFFORTS.index(other.effort):
+        """Whether a find of this scope timed all that a find of `other` would.
+
+        A search that a budget ended says nothing of the defaults: it may not have come to all of them.
+        """
+        if self.effort == other.effort:
+            if self.complete < other.complete:
+                return False
+        elif not self.complete or EFFORTS.index(self.effort) < EFFORTS.index(other.effort):
             return False
         if self.filters and self.filters != other.filters:
             return False

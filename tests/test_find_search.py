@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -213,6 +214,28 @@ def test_as_many_trials_are_known_and_more_go_on_where_it_stopped(handle: Handle
     assert not first & {*measurer.screened}
     assert len(first | later) == 60
     assert known(replace(limited, trials=60), handle)
+
+
+def test_a_search_answers_for_the_defaults_once_it_has_come_to_all_of_them(handle: Handle, measurer: Measurer) -> None:
+    """One trial answered whoever asked for the defaults, of which there are two."""
+    defaults = replace(OPTIONS, tuning=False)
+    measure(PROBLEM, replace(OPTIONS, trials=1), handle)
+    assert records.look_up(PROBLEM, defaults, handle) is None
+    assert known(replace(OPTIONS, trials=1), handle)
+    measure(PROBLEM, replace(OPTIONS, trials=2), handle)
+    assert known(defaults, handle)
+    assert not known(OPTIONS, handle)
+
+
+def test_a_default_that_failed_before_counts_as_tried(handle: Handle, measurer: Measurer) -> None:
+    measurer.failing = {
+        f"TestWide:{config.json}": Status.WRONG_RESULT for config in Wide().default_configs(PROBLEM, handle.device)[:1]
+    }
+    for trials in (1, 2):
+        with contextlib.suppress(NoSolutionError):
+            measure(PROBLEM, replace(OPTIONS, trials=trials), handle)
+    assert len({candidate for job in measurer.jobs for candidate in job.candidates}) == 2
+    assert known(replace(OPTIONS, tuning=False), handle)
 
 
 def test_a_search_that_ran_out_of_time_counts_where_time_is_limited(

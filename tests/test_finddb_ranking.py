@@ -195,6 +195,15 @@ def test_scopes_cover(wider, narrower):
     assert len(answered(scopes=(wider, narrower)).scopes) == 1
 
 
+@pytest.mark.parametrize("complete", [True, False])
+def test_a_search_that_was_ended_early_covers_no_find_of_the_defaults(complete):
+    cut_off = scope("A", effort="search", complete=False)
+    assert not cut_off.covers(scope("A", complete=complete))
+    assert cut_off.covers(cut_off)
+    assert scope("A", effort="search").covers(cut_off)
+    assert not scope("A").covers(cut_off)
+
+
 def test_a_scope_of_another_version_or_filter_covers_nothing():
     assert not Scope(solvers={"A": 2}).covers(Scope(solvers={"A": 1}))
     assert not scope("A", filters={"only": ["fft"]}).covers(scope("A", filters={"only": ["gemm"]}))

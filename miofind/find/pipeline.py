@@ -120,6 +120,7 @@ def measure(
         if plan.spaces:
             known = {} if afresh else known_times(problem, handle)
             known |= {candidate_of(name, problem): None for name in left_out}
+            recording.know(known)
             search = _search(problem, options, plan, known)
             outcomes = searched(search, measuring, besides)
             recording.search_ended = search.is_complete
