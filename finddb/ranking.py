@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 
-from miofind.finddb.values import MOMENTARY_STATUSES, Row, Scope, Verdict
+from miofind.finddb.values import MOMENTARY_STATUSES, Row, Scope, Verdict, failed_code
 
 TIE = 1.01
 """Times within 1 % of the fastest of a group are a tie: the race cannot tell them apart."""
@@ -108,6 +109,23 @@ def widest_scopes(scopes: Iterable[Scope]) -> list[Scope]:
         )
     ]
     return widest[:MAX_SCOPES]
+
+
+def with_failures(scopes: Iterable[Scope], rows: Iterable[Row]) -> list[Scope]:
+    """Scopes that tell with which sources solvers failed of which nothing is usable: those may have changed since."""
+    in_force = _in_force(rows)
+    usable = {row.solver_id for row in in_force if row.usable}
+    failed = {row.solver_id: row for row in in_force if row.source_hash and row.solver_id not in usable}
+    return [_with_failures(scope, failed) for scope in scopes]
+
+
+def _with_failures(scope: Scope, failed: Mapping[str, Row]) -> Scope:
+    codes = {
+        name: failed_code(row.solver_version, row.source_hash)
+        for name, row in failed.items()
+        if scope.solvers.get(name) == row.solver_version
+    }
+    return replace(scope, solvers={**scope.solvers, **codes}, id="") if codes else scope
 
 
 def newest_verdict(verdicts: Iterable[Verdict]) -> Verdict | None:

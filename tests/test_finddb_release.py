@@ -18,7 +18,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from miofind.errors import DatabaseError
-from miofind.finddb import MEMORY, Comparison, Release, Store, Verdict, write_release
+from miofind.finddb import MEMORY, Comparison, Release, Store, Verdict, failed_code, write_release
 from miofind.finddb.ranking import TIE
 
 some_histories = st.lists(made.histories, max_size=3)
@@ -207,6 +207,24 @@ def test_a_release_has_the_row_that_wins_within_a_limit(tmp_path):
     assert answer.covers(scope("ConvA", workspace_limit_bytes=100))
     assert next(row.time_ms for row in answer.rows if row.workspace_bytes <= 100) == 4.0
     assert next(row.time_ms for row in answer.rows if row.max_error <= 1e-4) == 5.0
+
+
+@pytest.mark.parametrize("newer_ms", [None, 2.0], ids=["still fails", "runs again"])
+def test_a_release_tells_with_which_sources_a_solver_failed(tmp_path, newer_ms):
+    """What ships of it is that it was considered: that would hold whatever became of its kernels."""
+    failed = row("ConvB", status="wrong_result", time_ms=None, source_hash="ab")
+    with Store(MEMORY) as store:
+        store.record(DEVICE, PROBLEM, [row("ConvA"), failed], scope=scope("ConvA", "ConvB"))
+        if newer_ms is not None:
+            store.record(DEVICE, PROBLEM, [row("ConvB", time_ms=newer_ms, source_hash="cd")])
+        told = {"ConvA": 1, "ConvB": failed_code(1, "ab") if newer_ms is None else 1}
+        assert [item.solvers for item in store.answer(DEVICE, PROBLEM).scopes] == [told]
+        with released(store, tmp_path) as shipped, Store(MEMORY) as own:
+            assert [item.solvers for item in shipped.answer(DEVICE, PROBLEM).scopes] == [told]
+            assert shipped.check() == store.check() == ()
+            own.merge(shipped)
+            assert [item.solvers for item in own.answer(DEVICE, PROBLEM).scopes] == [told]
+    assert failed_code(1, "ab") != failed_code(2, "ab")
 
 
 @pytest.mark.parametrize("size", [0, 8])
