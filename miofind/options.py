@@ -78,8 +78,8 @@ class FindOptions:
         find_mode, find_enforce, on_miss: see the enums; None for find_mode takes MIOFIND_FIND_MODE, else HYBRID.
         tuning: search the solvers' configurations instead of measuring their defaults.
         time_budget_s: seconds of measuring after which what is found is taken; None for ten, or no limit with tuning.
-        trials: configurations of a problem that a search measures at most, those of earlier searches included; None for
-            no limit.
+        trials: configurations of a problem that a search measures at most, those of the same solvers that earlier ones
+            measured included; None for no limit.
         patience: rounds without a gain of 1 % after which a search ends; None for the search's own.
         seed: chooses among equally promising configurations; equal seeds and times give equal searches.
         retry_failed: measure again what failed here before, too.

@@ -19,10 +19,11 @@ from miofind.compiler import CompileTimeoutError
 from miofind.device import Device, Library, Place
 from miofind.errors import CompileError, NoSolutionError
 from miofind.evaluate import Job
-from miofind.find import records, rounds
+from miofind.find import records, rounds, validity
 from miofind.find.pipeline import find, measure
 from miofind.find.rounds import Measuring, Request
 from miofind.find.search import FINALISTS, ROUND
+from miofind.finddb import Row
 from miofind.found import Solution
 from miofind.handle import Handle
 from miofind.measure.effort import Effort
@@ -214,6 +215,16 @@ def test_as_many_trials_are_known_and_more_go_on_where_it_stopped(handle: Handle
     assert not first & {*measurer.screened}
     assert len(first | later) == 60
     assert known(replace(limited, trials=60), handle)
+
+
+def test_trials_count_candidates_of_allowed_solvers_alone(handle: Handle, measurer: Measurer) -> None:
+    """What was tried of others counted as a search's own trials, and nothing more was measured."""
+    measure(PROBLEM, replace(OPTIONS, trials=2), handle)
+    of_another = Row(solver_id="ConvCpuDirect", solver_version=1, config="{}", status="ok", time_ms=1.0)
+    handle.database.record(handle.device.identity, PROBLEM.network_config, [of_another])
+    assert validity.is_valid(of_another, handle.device)
+    assert known(replace(OPTIONS, trials=2), handle)
+    assert not known(replace(OPTIONS, trials=3), handle)
 
 
 def test_a_search_answers_for_the_defaults_once_it_has_come_to_all_of_them(handle: Handle, measurer: Measurer) -> None:

@@ -166,11 +166,13 @@ class _Asked(NamedTuple):
 def _wants_all(problem: ProblemDescription, options: FindOptions, handle: Handle) -> bool:
     """Whether only a find that came to its own end counts, not one that a budget ended.
 
-    For a search with `trials`: unless as many candidates were tried, by whatever finds and whatever became of them, so
-    that more trials search on and as many do not. Otherwise: unless the time budget is finite.
+    For a search with `trials`: unless as many candidates of the solvers that the options allow were tried, by whatever
+    finds and whatever became of them, so that more trials search on and as many do not. Otherwise: unless the time
+    budget is finite.
     """
     if options.searches and options.trials is not None:
-        return len(newest_statuses(problem, handle, ignored=frozenset())) < options.trials
+        tried = newest_statuses(problem, handle, ignored=frozenset())
+        return sum(options.allows(solvers()[name.partition(":")[0]]) for name in tried) < options.trials
     return math.isinf(options.budget_s)
 
 
