@@ -25,8 +25,10 @@ class FindMode(StrEnum):
     """How a request is answered.
 
     NORMAL always measures. FAST takes the FindDB, else estimates. HYBRID takes the FindDB, else measures.
-    DYNAMIC_HYBRID does so with shape-generic solvers only. TRUST_VERIFY times the FindDB's answer once more, and
-    measures anew where it no longer holds.
+    DYNAMIC_HYBRID takes the FindDB, too, whosever solutions it has, else measures shape-generic solvers only.
+    TRUST_VERIFY times the FindDB's answer once more, and measures anew where it no longer holds.
+
+    Source: MIOpen, docs/how-to/find-and-immediate.rst, find modes.
     """
 
     NORMAL = "normal"

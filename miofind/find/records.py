@@ -73,7 +73,7 @@ def look_up(
         measured: ids of solutions measured just now.
         partial: whether an answer counts that lacks solvers which came or changed since it was measured, or whose find
             ran out of time.
-        dynamic_only: ask for no more than shape-generic solvers.
+        dynamic_only: an answer counts that lacks others than shape-generic solvers; what it has of these is given, too.
         queue: note for a re-check what is stale or incomplete.
     """
     request = requested_scope(options, handle.device, dynamic_only)
