@@ -24,6 +24,7 @@ from miofind.finddb.values import (
     Stats,
     Verdict,
     environment_id,
+    failed_code,
 )
 
 __all__ = [
@@ -49,6 +50,7 @@ __all__ = [
     "Verdict",
     "differences",
     "environment_id",
+    "failed_code",
     "network_file_system",
     "open_layered",
     "shipped_paths",

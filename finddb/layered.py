@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -61,16 +61,14 @@ class Layered:
 
     def answer(self, device: str, network_config: str) -> Answer | None:
         """The answer of the first FindDB that has one, None if none has."""
+        return next(self.answers(device, network_config), None)
+
+    def answers(self, device: str, network_config: str) -> Iterator[Answer]:
+        """Every FindDB's answer, the user's first, each read when it is its turn: mostly the first will do."""
         for layer in self._layers:
             found = self._read(layer, lambda store: store.answer(device, network_config))
             if found is not None:
-                return found
-        return None
-
-    def answers(self, device: str, network_config: str) -> tuple[Answer, ...]:
-        """Every FindDB's answer, the user's first: a shipped one may cover what the user's does not."""
-        found = (self._read(layer, lambda store: store.answer(device, network_config)) for layer in self._layers)
-        return tuple(answer for answer in found if answer is not None)
+                yield found
 
     def histories(self, device: str, network_config: str) -> tuple[History, ...]:
         """All that every FindDB holds of a problem, failures too, the user's first."""

@@ -9,15 +9,16 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 
-from miofind.finddb.values import MOMENTARY_STATUSES, Row, Scope, Verdict
+from miofind.finddb.values import MOMENTARY_STATUSES, Row, Scope, Verdict, failed_code
 
 TIE = 1.01
 """Times within 1 % of the fastest of a group are a tie: the race cannot tell them apart."""
 
 BEST_PER_SOLVER = 3
 BEST_OVERALL = 4
-RELEASE_OVERALL = 3
+RELEASE_OVERALL = 2
 MAX_SCOPES = 8
 
 
@@ -70,32 +71,28 @@ def best_rows(rows: Iterable[Row], verdicts: Iterable[Verdict] = ()) -> list[Row
     They are the best three of each solver, the four best of all, and each row that no better-ranked row of its solver
     matches in workspace, determinism and error: a caller's limits on those find the same row as in the whole history.
     """
-    kept: list[Row] = []
-    of_solver: dict[str, list[Row]] = {}
-    for place, row in enumerate(rank(usable_rows(rows), verdicts)):
-        better = of_solver.setdefault(row.solver_id, [])
-        matched = any(_matches(other, row) for other in better)
-        better.append(row)
-        if place < BEST_OVERALL or len(better) <= BEST_PER_SOLVER or not matched:
-            kept.append(row)
-    return kept
+    return _kept(rank(usable_rows(rows), verdicts), overall=BEST_OVERALL, per_solver=BEST_PER_SOLVER)
 
 
 def release_rows(rows: Iterable[Row], verdicts: Iterable[Verdict] = ()) -> list[Row]:
     """The rows that a release keeps of a problem, in rank order; few, for it holds thousands of problems.
 
-    They are the three best, the best of each solver, the best that needs no workspace and the best that is
-    deterministic.
+    They are the two best and, as in an answer, each row that no better-ranked row of its solver matches: a release's
+    scopes cover requests with limits, too.
     """
+    return _kept(rank(usable_rows(rows), verdicts), overall=RELEASE_OVERALL, per_solver=1)
+
+
+def _kept(ranked: Iterable[Row], *, overall: int, per_solver: int) -> list[Row]:
+    """The first rows of all and of each solver, and each that no better-ranked row of its solver matches."""
     kept: list[Row] = []
-    seen: set[str] = set()
-    for place, row in enumerate(rank(usable_rows(rows), verdicts)):
-        first = {row.solver_id}
-        first |= {"no workspace"} if row.workspace_bytes == 0 else set()
-        first |= {"deterministic"} if row.deterministic else set()
-        if place < RELEASE_OVERALL or not first <= seen:
+    of_solver: dict[str, list[Row]] = {}
+    for place, row in enumerate(ranked):
+        better = of_solver.setdefault(row.solver_id, [])
+        matched = any(_matches(other, row) for other in better)
+        better.append(row)
+        if place < overall or len(better) <= per_solver or not matched:
             kept.append(row)
-        seen |= first
     return kept
 
 
@@ -112,6 +109,23 @@ def widest_scopes(scopes: Iterable[Scope]) -> list[Scope]:
         )
     ]
     return widest[:MAX_SCOPES]
+
+
+def with_failures(scopes: Iterable[Scope], rows: Iterable[Row]) -> list[Scope]:
+    """Scopes that tell with which sources solvers failed of which nothing is usable: those may have changed since."""
+    in_force = _in_force(rows)
+    usable = {row.solver_id for row in in_force if row.usable}
+    failed = {row.solver_id: row for row in in_force if row.source_hash and row.solver_id not in usable}
+    return [_with_failures(scope, failed) for scope in scopes]
+
+
+def _with_failures(scope: Scope, failed: Mapping[str, Row]) -> Scope:
+    codes = {
+        name: failed_code(row.solver_version, row.source_hash)
+        for name, row in failed.items()
+        if scope.solvers.get(name) == row.solver_version
+    }
+    return replace(scope, solvers={**scope.solvers, **codes}, id="") if codes else scope
 
 
 def newest_verdict(verdicts: Iterable[Verdict]) -> Verdict | None:

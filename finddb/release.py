@@ -163,7 +163,7 @@ def _scopes(history: History, shipped: Sequence[Row]) -> tuple[Scope, ...]:
     """The widest scopes, without solvers whose every row stays behind: whoever has the release measures them anew."""
     lost = {row.solver_id for row in ranking.usable_rows(history.rows)} - {row.solver_id for row in shipped}
     scopes = []
-    for scope in history.scopes:
+    for scope in ranking.with_failures(history.scopes, history.rows):
         left = {name: version for name, version in scope.solvers.items() if name not in lost}
         scopes.append(scope if len(left) == len(scope.solvers) else replace(scope, solvers=left, id=""))
     return tuple(ranking.widest_scopes(scopes))

@@ -11,7 +11,7 @@ import pytest
 
 from miofind import find_solutions
 from miofind.candidate import Candidate, Outcome, Status, Timing
-from miofind.find import failures, records, validity
+from miofind.find import failures, records, scopes, validity
 from miofind.find import recording as recording_module
 from miofind.find.plan import make_plan
 from miofind.find.recording import Recording
@@ -75,6 +75,29 @@ def test_a_later_success_lifts_a_quarantine(handle: Handle) -> None:
     record(handle, outcome(first, Status.CRASHED))
     record(handle, outcome(first))
     assert failures.quarantined(PROBLEM, handle) == frozenset()
+
+
+def test_a_solver_that_failed_with_other_sources_was_not_considered(
+    handle: Handle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its failures were void, and yet no find tried it again after its kernels were mended."""
+    sources = "ab"
+    broken = candidates(handle)[-1].solver_id
+    for module in (recording_module, scopes, validity):
+        monkeypatch.setattr(module, "solver_hash", lambda solver: sources if solver.id == broken else "")
+    validity.is_current.cache_clear()
+    outcomes = [
+        outcome(each, Status.WRONG_RESULT if each.solver_id == broken else Status.OK) for each in candidates(handle)
+    ]
+    record(handle, *outcomes)
+    assert records.look_up(PROBLEM, OPTIONS, handle, partial=False), "it failed with the sources that it has"
+    sources = "cd"
+    validity.is_current.cache_clear()
+    assert records.look_up(PROBLEM, OPTIONS, handle, partial=False) is None
+    assert records.look_up(PROBLEM, OPTIONS, handle)
+    assert [note.reason for note in handle.database.rechecks()] == [f"not measured yet: {broken}"]
+    record(handle, *map(outcome, candidates(handle)))
+    assert records.look_up(PROBLEM, OPTIONS, handle, partial=False)
 
 
 def test_running_out_of_memory_lifts_no_quarantine(handle: Handle) -> None:
