@@ -18,11 +18,8 @@
 #if !defined(GROUPS_K) || !defined(GROUPS_S) || !defined(CHANNELS_LAST) || !defined(OFFSET) || !defined(COLUMN_BLOCKS)
 #error "define GROUPS_K, GROUPS_S, CHANNELS_LAST, OFFSET and COLUMN_BLOCKS"
 #endif
-#if !defined(LOADERS)
-#error "define LOADERS"
-#endif
-#if !defined(IN_VECTOR) || !defined(OUT_VECTOR) || !defined(MIN_BLOCKS) || !defined(SHARED_BYTES)
-#error "define IN_VECTOR, OUT_VECTOR, MIN_BLOCKS and SHARED_BYTES"
+#if !defined(LOADERS) || !defined(IN_VECTOR) || !defined(OUT_VECTOR) || !defined(MIN_BLOCKS) || !defined(SHARED_BYTES)
+#error "define LOADERS, IN_VECTOR, OUT_VECTOR, MIN_BLOCKS and SHARED_BYTES"
 #endif
 
 #include "common/divisor.cuh"
@@ -30,10 +27,11 @@
 #include "common/narrow_products.cuh"
 #include "common/patch.cuh"
 
-// Teams of kLoaders threads load: each of the first LOADERS warpgroups, or all of those that multiply.
-constexpr int kWorkers = 128 * GROUPS_K * GROUPS_S, kLoaders = LOADERS > 0 ? 128 : kWorkers;
-constexpr int kTeams = maximum(1, LOADERS);
-constexpr int kThreads = 128 * LOADERS + kWorkers, kTileH = TILE_H, kTileW = TILE_W, kTileK = TILE_K;
+// Teams of kLoaders threads load: the first LOADERS warpgroups. A warpgroup that loads and multiplies, too, would have
+// its products serialized by ptxas.
+constexpr int kWorkers = 128 * GROUPS_K * GROUPS_S, kLoaders = 128, kTeams = LOADERS;
+static_assert(kTeams > 0, "warpgroups of their own load");
+constexpr int kThreads = kTeams * kLoaders + kWorkers, kTileH = TILE_H, kTileW = TILE_W, kTileK = TILE_K;
 static_assert(kTileW % 8 == 0, "eight neighbours in a tile are outputs of one row");
 static_assert(kTileK % 8 == 0 && ceil_div(kTileK, 64) == GROUPS_K, "a warpgroup has up to 64 filters");
 
@@ -250,12 +248,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
   extern __shared__ __align__(16) unsigned char shared[];
   const Divisor by_filters = DIVISOR(filter_tiles), by_image = DIVISOR(image_tiles), by_row = DIVISOR(row_tiles);
   const int split = static_cast<int>(blockIdx.x) / by_filters, first_k = (blockIdx.x - split * filter_tiles) * kTileK;
-  const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0), worker = warpgroup - LOADERS;
+  const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0), worker = warpgroup - kTeams;
   const int first_chunk = worker % GROUPS_S * kGroupChunks, group_k = worker / GROUPS_S;
   next_step_may_begin();
 
-  const auto work = [&](auto loads, auto multiplies) {
-    constexpr bool kLoads = decltype(loads)::value, kMultiplies = decltype(multiplies)::value;
+  const auto work = [&](auto loads) {
+    constexpr bool kLoads = decltype(loads)::value;
     Outputs from = {k, out_height, out_width, 0, first_k, 0, 0};
     const auto go_to = [&](int tile) {
       from.image = tile / by_image;
@@ -267,19 +265,19 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
     Loader pixels;
     OutLoader outputs;
     // Of a team that loads: starts to load a tile, and puts it in place.
-    const int team = LOADERS > 0 ? warpgroup : 0, thread = threadIdx.x - 128 * team;
+    const int team = warpgroup, thread = threadIdx.x - kLoaders * team;
     const auto load = [&](int tile) {
       if (tile >= tiles) return;
       go_to(tile);
       pixels.take(
           x,
           PatchPlace{height, width, from.image, from.row * STRIDE_Y - pad_y, from.column * STRIDE_X - pad_x - OFFSET},
-          -128 * team);
+          -kLoaders * team);
       outputs.take(dy, from, thread);
     };
     const auto put = [&](int tile, int stage) {
       if (tile >= tiles) return;
-      pixels.put_words(shared + kPatchAt + stage * Pixels::kBytes, -128 * team);
+      pixels.put_words(shared + kPatchAt + stage * Pixels::kBytes, -kLoaders * team);
       outputs.put(shared + stage * kOutBytes, thread);
       shared_writes_done();  // waits for loads, too: none of this thread may be on its way for a later tile
     };
@@ -296,7 +294,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
     for (int tile = split; tile < tiles; tile += splits) {
       // The tile is in place, and products have read the one that is overwritten next: all but the last.
       block_barrier();
-      if constexpr (kMultiplies)
+      if constexpr (!kLoads)
         add_tile(sums, shared_address(shared) + stage * kOutBytes + group_k * 8 * kBlockPitch,
                  shared_address(shared) + kPatchAt + stage * Pixels::kBytes, first_chunk);
       stage = stage + 1 == kStages ? 0 : stage + 1;
@@ -307,20 +305,18 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
         if (team == turn) load(tile + maximum(2, kTeams) * splits);
         turn = next;
       }
-      if constexpr (kMultiplies) products_wait<1>();
+      if constexpr (!kLoads) products_wait<1>();
     }
-    if constexpr (kMultiplies) {
+    if constexpr (!kLoads) {
       products_wait<0>();
       store_sums(reinterpret_cast<Four*>(parts) + static_cast<int64>(blockIdx.x) * kFragments, sums,
                  group_k * kChunks + first_chunk, min(kTileK, k - first_k));
     }
   };
-  if constexpr (LOADERS == 0)
-    work(Flag<true>{}, Flag<true>{});
-  else if (warpgroup < LOADERS)
-    work(Flag<true>{}, Flag<false>{});
+  if (warpgroup < kTeams)
+    work(Flag<true>{});
   else
-    work(Flag<false>{}, Flag<true>{});
+    work(Flag<false>{});
 }
 
 // dw[i] = sum of part[i] over the parts. A block adds 32 fragments; its warps share the parts, which the grid before
