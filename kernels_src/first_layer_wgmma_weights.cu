@@ -53,7 +53,7 @@ using Staged =
 struct Pixels : Staged {
   static constexpr int kWords = ceil_div(kFirstPixel + kColumns, kWordPixels), kPlaneWords = ceil_div(kWords, kPlanes);
   // An odd number, so that the same word of eight rows is in different banks.
-  static constexpr int kRowWords = kPlanes * kPlaneWords | 1, kPitch = 16 * kRowWords, kBytes = kRows * kPitch;
+  static constexpr int kRowWords = kPlanes * kPlaneWords | 1, kRowBytes = 16 * kRowWords, kBytes = kRows * kRowBytes;
 
   static __device__ __forceinline__ int turned(int word) { return word % kPlanes * kPlaneWords + word / kPlanes; }
 };
@@ -68,7 +68,7 @@ struct Loader : PatchLoader<Pixels, kLoaders, ELEMENT> {
       for (int i = 0; i < kLoads; ++i) {
         const int rank = first + i * kLoaders + threadIdx.x;
         if (rank >= Pixels::kRuns) break;
-        unsigned char* const row = patch + rank / kColumnRuns * Pixels::kPitch;
+        unsigned char* const row = patch + rank / kColumnRuns * Pixels::kRowBytes;
         const int column = rank % kColumnRuns * kVector;
         const auto word = [&](int at) { return row + 16 * Pixels::turned(at); };
         if (column > 0) *reinterpret_cast<Pixel*>(word(column - 1) + 8) = pixel_of(i, 0);
@@ -90,7 +90,7 @@ constexpr int kBlockPitch = 128 + kBlockGap, kOctetGap = CHANNELS_LAST ? 0 : 16 
 constexpr int kOctetPitch = kFilterBlocks * kBlockPitch + kOctetGap;
 constexpr int kOutBytes = 2 * kSteps * kOctetPitch, kStages = 3, kPatchAt = kStages * kOutBytes;
 // Products read rows of filters and columns of taps that there are not, of which nothing is kept.
-constexpr int kSpare = maximum((8 * GROUPS_K - kFilterBlocks) * kBlockPitch, kSpareRows* Pixels::kPitch);
+constexpr int kSpare = maximum((8 * GROUPS_K - kFilterBlocks) * kBlockPitch, kSpareRows* Pixels::kRowBytes);
 static_assert(SHARED_BYTES == kPatchAt + kStages * Pixels::kBytes + kSpare, "the host and the kernel agree");
 
 // A thread's sums, in fours as it writes them.
@@ -178,7 +178,7 @@ __device__ __forceinline__ void clear_rest(unsigned char* to) {
 
 // Bytes from the patch's start to what an octet of outputs meets of the first row and chunk.
 __device__ __forceinline__ constexpr int place_of(int octet) {
-  return octet / kRowOctets * STRIDE_Y * Pixels::kPitch + octet % kRowOctets * 128;
+  return octet / kRowOctets * STRIDE_Y * Pixels::kRowBytes + octet % kRowOctets * 128;
 }
 
 // Begins a staged tile's products. Of the last 8 terms there may be none: they are zeros times what is there.
@@ -192,14 +192,14 @@ __device__ __forceinline__ void add_tile(Sums& sums, unsigned outputs, unsigned 
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
     const int at = place_of(2 * step), next = 2 * step + 1 < kOctets ? place_of(2 * step + 1) : at;
-    const unsigned long long form = plain_form(next - at, Pixels::kPitch);
+    const unsigned long long form = plain_form(next - at, Pixels::kRowBytes);
 #pragma unroll
     for (int part = 0; part < kParts; ++part)
 #pragma unroll
       for (int c = 0; c < kGroupChunks; ++c)
         NarrowProducts<ELEMENT>::begin<CHANNELS_LAST, 1>(
             sums[c][part], filters + (2 * step * kOctetPitch >> 4),
-            operand(form, chunks[c] + at + part * COLUMN_BLOCKS * Pixels::kPitch));
+            operand(form, chunks[c] + at + part * COLUMN_BLOCKS * Pixels::kRowBytes));
   }
   products_commit();
 }
