@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from miofind.errors import DatabaseError
-from miofind.finddb import location
+from miofind.finddb import location, ranking
 from miofind.finddb.answers import Answer
 from miofind.finddb.store import Store
 from miofind.finddb.validation import RefusedEntryError
@@ -69,6 +69,16 @@ class Layered:
             found = self._read(layer, lambda store: store.answer(device, network_config))
             if found is not None:
                 yield found
+
+    def best_rows(self, device: str, network_config: str, admits: Callable[[Row], bool]) -> list[Row]:
+        """The best of those rows of all FindDBs that are admitted, in rank order.
+
+        An answer has few rows of each solver: they may all be of a kind that a request does not take.
+        """
+        histories = self.histories(device, network_config)
+        rows = ranking.usable_rows(row for history in histories for row in history.rows)
+        verdicts = [verdict for history in histories for verdict in history.verdicts]
+        return ranking.best_rows(filter(admits, rows), verdicts)
 
     def histories(self, device: str, network_config: str) -> tuple[History, ...]:
         """All that every FindDB holds of a problem, failures too, the user's first."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from miofind.finddb.values import MOMENTARY_STATUSES, Row, Scope, Verdict, failed_code
@@ -74,21 +74,25 @@ def best_rows(rows: Iterable[Row], verdicts: Iterable[Verdict] = ()) -> list[Row
     return _kept(rank(usable_rows(rows), verdicts), overall=BEST_OVERALL, per_solver=BEST_PER_SOLVER)
 
 
-def release_rows(rows: Iterable[Row], verdicts: Iterable[Verdict] = ()) -> list[Row]:
+def release_rows(
+    rows: Iterable[Row], verdicts: Iterable[Verdict] = (), *, kind: Callable[[Row], Hashable] = lambda row: None
+) -> list[Row]:
     """The rows that a release keeps of a problem, in rank order; few, for it holds thousands of problems.
 
-    They are the two best and, as in an answer, each row that no better-ranked row of its solver matches: a release's
-    scopes cover requests with limits, too.
+    They are the two best and, as in an answer, each row that no better-ranked row of its solver and kind matches: a
+    release's scopes cover requests with limits, too, and without the history there is no other row to take.
     """
-    return _kept(rank(usable_rows(rows), verdicts), overall=RELEASE_OVERALL, per_solver=1)
+    return _kept(rank(usable_rows(rows), verdicts), overall=RELEASE_OVERALL, per_solver=1, kind=kind)
 
 
-def _kept(ranked: Iterable[Row], *, overall: int, per_solver: int) -> list[Row]:
-    """The first rows of all and of each solver, and each that no better-ranked row of its solver matches."""
+def _kept(
+    ranked: Iterable[Row], *, overall: int, per_solver: int, kind: Callable[[Row], Hashable] = lambda row: None
+) -> list[Row]:
+    """The first rows of all and of each solver and kind, and each that no better-ranked row of these matches."""
     kept: list[Row] = []
-    of_solver: dict[str, list[Row]] = {}
+    of_solver: dict[Hashable, list[Row]] = {}
     for place, row in enumerate(ranked):
-        better = of_solver.setdefault(row.solver_id, [])
+        better = of_solver.setdefault((row.solver_id, kind(row)), [])
         matched = any(_matches(other, row) for other in better)
         better.append(row)
         if place < overall or len(better) <= per_solver or not matched:
@@ -97,7 +101,10 @@ def _kept(ranked: Iterable[Row], *, overall: int, per_solver: int) -> list[Row]:
 
 
 def widest_scopes(scopes: Iterable[Scope]) -> list[Scope]:
-    """The scopes that no other covers, the newest of equals, the newest first."""
+    """The scopes that no other covers, the newest of equals: those of all solvers, then the others, the newest first.
+
+    Few of the others are kept. What they say is lost then: never that of a find of all.
+    """
     newest_first = sorted(scopes, key=lambda scope: (scope.created_at, scope.id), reverse=True)
     widest = [
         scope
@@ -108,7 +115,7 @@ def widest_scopes(scopes: Iterable[Scope]) -> list[Scope]:
             if other_place != place
         )
     ]
-    return widest[:MAX_SCOPES]
+    return sorted(widest, key=lambda scope: "solvers" in scope.filters)[:MAX_SCOPES]
 
 
 def with_failures(scopes: Iterable[Scope], rows: Iterable[Row]) -> list[Scope]:

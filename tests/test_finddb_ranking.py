@@ -175,6 +175,19 @@ def test_dropped_scopes_cover_nothing_more(scopes, request):
     assert not any(a.covers(b) for a in kept for b in kept if a is not b)
 
 
+def test_many_finds_of_some_solvers_do_not_push_out_a_find_of_all():
+    filters = [{"solvers": ["A"], "n": i} for i in range(12)]
+    some = [scope("A", effort="search", filters=each, created_at=at(2 + i)) for i, each in enumerate(filters)]
+    answer = answered(row("A"), scopes=(scope("A", "B", created_at=at(1)), *some))
+    assert answer.covers(scope("A", "B"))
+
+
+def test_a_release_keeps_the_best_row_of_each_kind():
+    rows = [row("A", config=f'{{"tile":{i}}}', time_ms=1.0 + i) for i in range(6)]
+    kept = release_rows(rows, kind=lambda row: row.config == rows[4].config)
+    assert [each.time_ms for each in kept] == [1.0, 2.0, 5.0]
+
+
 @pytest.mark.parametrize(
     ("wider", "narrower"),
     [

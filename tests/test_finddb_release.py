@@ -18,7 +18,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from miofind.errors import DatabaseError
-from miofind.finddb import MEMORY, Comparison, Release, Store, Verdict, failed_code, write_release
+from miofind.finddb import MEMORY, Comparison, Release, ReleaseRules, Store, Verdict, failed_code, write_release
 from miofind.finddb.ranking import TIE
 
 some_histories = st.lists(made.histories, max_size=3)
@@ -34,7 +34,7 @@ def store():
 
 def released(store: Store, folder: Path, **settings) -> Store:
     """A release of the store, opened."""
-    write_release([store], folder / "release.db", **settings)
+    write_release([store], folder / "release.db", ReleaseRules(**settings))
     return Store(folder / "release.db", read_only=True)
 
 
@@ -333,7 +333,7 @@ def test_a_release_of_nothing_is_refused(store, tmp_path):
     with Store(MEMORY) as empty, pytest.raises(DatabaseError, match="stays as it is"):
         write_release([empty], path)
     with pytest.raises(DatabaseError, match="no row of the sources may ship"):
-        write_release([store], path, keep=lambda key, row: False)
+        write_release([store], path, ReleaseRules(keep=lambda key, row: False))
     assert path.read_bytes() == before
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
+import operator
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import NamedTuple
@@ -16,7 +17,7 @@ from typing import NamedTuple
 from miofind.find.failures import newest_statuses
 from miofind.find.scopes import WIDE_BOUNDS, asked_all, considered, requested_scope
 from miofind.find.validity import current_environment, is_current, may_serve
-from miofind.finddb import Answer, Scope
+from miofind.finddb import Answer, Row, Scope
 from miofind.found import Found, Solution, Source
 from miofind.handle import Handle
 from miofind.options import FindOptions
@@ -40,6 +41,21 @@ class _Stored(NamedTuple):
     deterministic: bool
     max_error: float | None
     environment: str
+
+
+class _Taken(NamedTuple):
+    """What became of rows.
+
+    Attributes:
+        void: solvers with rows of other versions or sources than they have now.
+        hidden: solvers with rows within the limits of which none is of a kind that the request takes.
+        is_stale: whether other versions of libraries or driver measured some of the solutions.
+    """
+
+    solutions: list[Solution]
+    void: set[str]
+    hidden: set[str]
+    is_stale: bool
 
 
 class _Held(NamedTuple):
@@ -122,26 +138,53 @@ class _Asked(NamedTuple):
         late = self._not_considered(answer)
         if late is None:
             return None
-        problem, options, handle, request, fresh, _ = self
+        taken = self._taken(map(_Stored._make, answer.rows.columns(*_Stored._fields)))
+        void = taken.void
+        if taken.hidden:
+            taken = self._taken(map(_Stored._make, map(_stored_fields, self._best_of_all(answer))))
+        if void and not self.fresh:
+            void -= {solution.solver_id for solution in taken.solutions}
+            late = tuple(sorted({*late, *self._serving(void & self.request.solvers.keys())}))
+        return _Held(taken.solutions, late, taken.is_stale) if taken.solutions else None
+
+    def _taken(self, rows: Iterable[_Stored]) -> _Taken:
+        """Solutions of those of the rows that a request takes."""
+        problem, options, handle, _, fresh, _ = self
         found = Found(handle)
-        solutions = found.solutions
-        void, stale = set(), False
+        taken = _Taken(found.solutions, set(), set(), False)
         environment = current_environment(handle.device)
         current: dict[tuple[str, int, str], bool] = {}
-        for row in map(_Stored._make, answer.rows.columns(*_Stored._fields)):
+        stale = False
+        for row in rows:
             version = row[:3]
             if version not in current:
                 current[version] = is_current(*version, handle.device)
             if not current[version]:
-                void.add(row.solver_id)
-            elif _is_within(row, problem, options):
+                taken.void.add(row.solver_id)
+            elif not _is_within(row, options):
+                continue
+            elif not _is_taken(row, problem, options):
+                taken.hidden.add(row.solver_id)
+            else:
                 source = Source.MEASURED if fresh and f"{row.solver_id}:{row.config}" in fresh else Source.FINDDB
-                solutions.append(_as_solution(problem, row, found, source))
+                found.solutions.append(_as_solution(problem, row, found, source))
                 stale = stale or row.environment != environment
-        if void and not fresh:
-            void -= {solution.solver_id for solution in solutions}
-            late = tuple(sorted({*late, *self._serving(void & request.solvers.keys())}))
-        return _Held(solutions, late, stale) if solutions else None
+        hidden = taken.hidden - {solution.solver_id for solution in found.solutions} if taken.hidden else taken.hidden
+        return taken._replace(hidden=hidden, is_stale=stale)
+
+    def _best_of_all(self, answer: Answer) -> list[Row]:
+        """The best rows that a request takes, of the whole history."""
+        device = self.handle.device
+
+        def admits(row: Row) -> bool:
+            stored = _Stored._make(_stored_fields(row))
+            return (
+                is_current(*stored[:3], device)
+                and _is_within(stored, self.options)
+                and _is_taken(stored, self.problem, self.options)
+            )
+
+        return self.handle.database.best_rows(answer.device, answer.network_config, admits)
 
     def _not_considered(self, answer: Answer) -> tuple[str, ...] | None:
         """The solvers that might serve and that an answer's finds together have not considered; None if it is none.
@@ -182,18 +225,24 @@ def _stored_config(text: str) -> Config:
     return Config.from_json(text)
 
 
-def _is_within(row: _Stored, problem: ProblemDescription, options: FindOptions) -> bool:
+_stored_fields = operator.attrgetter(*_Stored._fields)
+
+
+def _is_within(row: _Stored, options: FindOptions) -> bool:
     """Whether a row keeps the caller's limits."""
     limit = options.workspace_limit_bytes
     if limit is not None and row.workspace_bytes > limit:
         return False
     if options.deterministic and not row.deterministic:
         return False
+    if (options.only or options.exclude) and not options.allows(solvers()[row.solver_id]):
+        return False
+    return options.max_error is None or (row.max_error is not None and row.max_error <= options.max_error)
+
+
+def _is_taken(row: _Stored, problem: ProblemDescription, options: FindOptions) -> bool:
+    """Whether a row is of a kind that a request takes, which its solver alone can tell."""
     solver = solvers()[row.solver_id]
-    if (options.only or options.exclude) and not options.allows(solver):
-        return False
-    if options.max_error is not None and (row.max_error is None or row.max_error > options.max_error):
-        return False
     try:
         if options.strict_nonfinite and solver.spreads_nonfinite(problem, _stored_config(row.config)):
             return False
