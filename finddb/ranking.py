@@ -11,7 +11,7 @@ import operator
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from miofind.finddb.values import MOMENTARY_STATUSES, Row, Scope, Verdict, failed_code
+from miofind.finddb.values import MOMENTARY_STATUSES, Row, Scope, Verdict, canonical_json, failed_code
 
 TIE = 1.01
 """Times within 1 % of the fastest of a group are a tie: the race cannot tell them apart."""
@@ -101,12 +101,20 @@ def _kept(
 
 
 def widest_scopes(scopes: Iterable[Scope]) -> list[Scope]:
-    """The scopes that no other covers, the newest of equals: those of all solvers, then the others, the newest first.
+    """What an answer says of scopes: `uncovered_scopes`, if they are few.
 
-    Few of the others are kept. What they say is lost then: never that of a find of all.
+    Of more, those of some solvers each that differ in no more are joined, and those of all solvers go first.
     """
+    widest = uncovered_scopes(scopes)
+    if len(widest) > MAX_SCOPES:
+        widest = sorted(_joined(widest), key=lambda scope: _asked(scope) is not None)
+    return widest[:MAX_SCOPES]
+
+
+def uncovered_scopes(scopes: Iterable[Scope]) -> list[Scope]:
+    """The scopes that no other covers, the newest of equals, the newest first."""
     newest_first = sorted(scopes, key=lambda scope: (scope.created_at, scope.id), reverse=True)
-    widest = [
+    return [
         scope
         for place, scope in enumerate(newest_first)
         if not any(
@@ -115,7 +123,30 @@ def widest_scopes(scopes: Iterable[Scope]) -> list[Scope]:
             if other_place != place
         )
     ]
-    return sorted(widest, key=lambda scope: "solvers" in scope.filters)[:MAX_SCOPES]
+
+
+def _asked(scope: Scope) -> set[str] | None:
+    """The solvers that a find of some was asked for; None for one of all."""
+    names = scope.filters.get("solvers")
+    return {str(name) for name in names} if isinstance(names, (list, tuple)) else None
+
+
+def _joined(newest_first: Sequence[Scope]) -> list[Scope]:
+    """Scopes of some solvers each as one of all of these, where they were asked for alike."""
+    groups: dict[str, list[Scope]] = {}
+    for scope in newest_first:
+        asked = _asked(scope)
+        filters = {name: value for name, value in scope.filters.items() if name != "solvers"}
+        others = sorted(scope.solvers.keys() - asked) if asked is not None else scope.id
+        kind = (filters, others, scope.workspace_limit_bytes, scope.effort, scope.complete)
+        groups.setdefault(canonical_json(kind), []).append(scope)
+    return [group[0] if len(group) == 1 else _of_all(group) for group in groups.values()]
+
+
+def _of_all(newest_first: Sequence[Scope]) -> Scope:
+    names = sorted({name for scope in newest_first for name in _asked(scope) or ()})
+    solvers = {name: version for scope in reversed(newest_first) for name, version in scope.solvers.items()}
+    return replace(newest_first[0], solvers=solvers, filters={**newest_first[0].filters, "solvers": names}, id="")
 
 
 def with_failures(scopes: Iterable[Scope], rows: Iterable[Row]) -> list[Scope]:

@@ -148,8 +148,9 @@ def _shipped(history: History, rules: ReleaseRules) -> History:
         rows = fewer  # without what stays behind others lead: a release of the release keeps all of it
     scopes = _scopes(history, rows)
     if rules.widen is not None:
-        scopes = tuple(ranking.widest_scopes(rules.widen(key, scopes)))
-    found = replace(history, rows=tuple(rows), scopes=scopes, verdicts=_verdicts(history, rows))
+        scopes = rules.widen(key, scopes)
+    widest = tuple(ranking.widest_scopes(scopes))  # joined before few are kept
+    found = replace(history, rows=tuple(rows), scopes=widest, verdicts=_verdicts(history, rows))
     named = found.named_environments
     return replace(found, environments={name: v for name, v in sorted(history.environments.items()) if name in named})
 
@@ -173,14 +174,14 @@ def _undisturbed(rows: Sequence[Row], verdicts: Sequence[Verdict]) -> list[Row]:
     return [row for row in rows if not row.usable or not (row.contended or row.solver_id in disturbed)]
 
 
-def _scopes(history: History, shipped: Sequence[Row]) -> tuple[Scope, ...]:
-    """The widest scopes, without solvers whose every row stays behind: whoever has the release measures them anew."""
+def _scopes(history: History, shipped: Sequence[Row]) -> Sequence[Scope]:
+    """The scopes, without solvers whose every row stays behind: whoever has the release measures them anew."""
     lost = {row.solver_id for row in ranking.usable_rows(history.rows)} - {row.solver_id for row in shipped}
     scopes = []
     for scope in ranking.with_failures(history.scopes, history.rows):
         left = {name: version for name, version in scope.solvers.items() if name not in lost}
         scopes.append(scope if len(left) == len(scope.solvers) else replace(scope, solvers=left, id=""))
-    return tuple(ranking.widest_scopes(scopes))
+    return scopes
 
 
 def _verdicts(history: History, shipped: Sequence[Row]) -> tuple[Verdict, ...]:

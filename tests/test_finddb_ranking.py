@@ -182,6 +182,15 @@ def test_many_finds_of_some_solvers_do_not_push_out_a_find_of_all():
     assert answer.covers(scope("A", "B"))
 
 
+def test_of_many_finds_of_some_solvers_those_asked_alike_are_joined():
+    some = [scope(name, filters={"solvers": [name]}, created_at=at(1 + i)) for i, name in enumerate("ABCDE")]
+    strict = [replace(each, filters={**each.filters, "deterministic": True}, effort="search") for each in some]
+    kept = widest_scopes([*some, *strict])
+    assert [sorted(each.solvers) for each in kept] == [[*"ABCDE"]] * 2
+    assert [each.filters.get("deterministic", False) for each in kept].count(True) == 1
+    assert widest_scopes(kept) == kept
+
+
 def test_a_release_keeps_the_best_row_of_each_kind():
     rows = [row("A", config=f'{{"tile":{i}}}', time_ms=1.0 + i) for i in range(6)]
     kept = release_rows(rows, kind=lambda row: row.config == rows[4].config)
