@@ -8,7 +8,7 @@ from miofind.finddb.differences import Change, ChangeKind, differences
 from miofind.finddb.layered import Layered, open_layered
 from miofind.finddb.location import MEMORY, network_file_system, shipped_paths, user_path
 from miofind.finddb.migration import Upgrade, upgrade
-from miofind.finddb.release import write_release
+from miofind.finddb.release import ReleaseRules, write_release
 from miofind.finddb.schema import SCHEMA_VERSION
 from miofind.finddb.store import Store
 from miofind.finddb.validation import RefusedEntryError
@@ -24,6 +24,7 @@ from miofind.finddb.values import (
     Stats,
     Verdict,
     environment_id,
+    failed_code,
 )
 
 __all__ = [
@@ -41,6 +42,7 @@ __all__ = [
     "Recheck",
     "RefusedEntryError",
     "Release",
+    "ReleaseRules",
     "Row",
     "Scope",
     "Stats",
@@ -49,6 +51,7 @@ __all__ = [
     "Verdict",
     "differences",
     "environment_id",
+    "failed_code",
     "network_file_system",
     "open_layered",
     "shipped_paths",

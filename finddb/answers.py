@@ -65,7 +65,9 @@ _raw_decode = json.JSONDecoder(parse_constant=_refuse).raw_decode
 
 def encode(rows: Iterable[Row], scopes: Iterable[Scope], verdicts: Iterable[Verdict] = ()) -> str:
     """The answer that rows, scopes and verdicts give, as text."""
-    return text_of(ranking.best_rows(rows, verdicts), ranking.widest_scopes(scopes))
+    rows = list(rows)
+    told = ranking.with_failures(scopes, rows)
+    return text_of(ranking.best_rows(rows, verdicts), ranking.widest_scopes(told))
 
 
 def text_of(rows: Iterable[Row], scopes: Iterable[Scope]) -> str:

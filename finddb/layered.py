@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
 from miofind.errors import DatabaseError
-from miofind.finddb import location
+from miofind.finddb import location, ranking
 from miofind.finddb.answers import Answer
 from miofind.finddb.store import Store
 from miofind.finddb.validation import RefusedEntryError
@@ -61,16 +61,24 @@ class Layered:
 
     def answer(self, device: str, network_config: str) -> Answer | None:
         """The answer of the first FindDB that has one, None if none has."""
+        return next(self.answers(device, network_config), None)
+
+    def answers(self, device: str, network_config: str) -> Iterator[Answer]:
+        """Every FindDB's answer, the user's first, each read when it is its turn: mostly the first will do."""
         for layer in self._layers:
             found = self._read(layer, lambda store: store.answer(device, network_config))
             if found is not None:
-                return found
-        return None
+                yield found
 
-    def answers(self, device: str, network_config: str) -> tuple[Answer, ...]:
-        """Every FindDB's answer, the user's first: a shipped one may cover what the user's does not."""
-        found = (self._read(layer, lambda store: store.answer(device, network_config)) for layer in self._layers)
-        return tuple(answer for answer in found if answer is not None)
+    def best_rows(self, device: str, network_config: str, admits: Callable[[Row], bool]) -> list[Row]:
+        """The best of those rows of all FindDBs that are admitted, in rank order.
+
+        An answer has few rows of each solver: they may all be of a kind that a request does not take.
+        """
+        histories = self.histories(device, network_config)
+        rows = ranking.usable_rows(row for history in histories for row in history.rows)
+        verdicts = [verdict for history in histories for verdict in history.verdicts]
+        return ranking.best_rows(filter(admits, rows), verdicts)
 
     def histories(self, device: str, network_config: str) -> tuple[History, ...]:
         """All that every FindDB holds of a problem, failures too, the user's first."""

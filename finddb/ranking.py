@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import replace
 
-from miofind.finddb.values import MOMENTARY_STATUSES, Row, Scope, Verdict
+from miofind.finddb.values import MOMENTARY_STATUSES, Row, Scope, Verdict, canonical_json, failed_code
 
 TIE = 1.01
 """Times within 1 % of the fastest of a group are a tie: the race cannot tell them apart."""
 
 BEST_PER_SOLVER = 3
 BEST_OVERALL = 4
-RELEASE_OVERALL = 3
+RELEASE_OVERALL = 2
 MAX_SCOPES = 8
 
 
@@ -70,39 +71,50 @@ def best_rows(rows: Iterable[Row], verdicts: Iterable[Verdict] = ()) -> list[Row
     They are the best three of each solver, the four best of all, and each row that no better-ranked row of its solver
     matches in workspace, determinism and error: a caller's limits on those find the same row as in the whole history.
     """
-    kept: list[Row] = []
-    of_solver: dict[str, list[Row]] = {}
-    for place, row in enumerate(rank(usable_rows(rows), verdicts)):
-        better = of_solver.setdefault(row.solver_id, [])
-        matched = any(_matches(other, row) for other in better)
-        better.append(row)
-        if place < BEST_OVERALL or len(better) <= BEST_PER_SOLVER or not matched:
-            kept.append(row)
-    return kept
+    return _kept(rank(usable_rows(rows), verdicts), overall=BEST_OVERALL, per_solver=BEST_PER_SOLVER)
 
 
-def release_rows(rows: Iterable[Row], verdicts: Iterable[Verdict] = ()) -> list[Row]:
+def release_rows(
+    rows: Iterable[Row], verdicts: Iterable[Verdict] = (), *, kind: Callable[[Row], Hashable] = lambda row: None
+) -> list[Row]:
     """The rows that a release keeps of a problem, in rank order; few, for it holds thousands of problems.
 
-    They are the three best, the best of each solver, the best that needs no workspace and the best that is
-    deterministic.
+    They are the two best and, as in an answer, each row that no better-ranked row of its solver and kind matches: a
+    release's scopes cover requests with limits, too, and without the history there is no other row to take.
     """
+    return _kept(rank(usable_rows(rows), verdicts), overall=RELEASE_OVERALL, per_solver=1, kind=kind)
+
+
+def _kept(
+    ranked: Iterable[Row], *, overall: int, per_solver: int, kind: Callable[[Row], Hashable] = lambda row: None
+) -> list[Row]:
+    """The first rows of all and of each solver and kind, and each that no better-ranked row of these matches."""
     kept: list[Row] = []
-    seen: set[str] = set()
-    for place, row in enumerate(rank(usable_rows(rows), verdicts)):
-        first = {row.solver_id}
-        first |= {"no workspace"} if row.workspace_bytes == 0 else set()
-        first |= {"deterministic"} if row.deterministic else set()
-        if place < RELEASE_OVERALL or not first <= seen:
+    of_solver: dict[Hashable, list[Row]] = {}
+    for place, row in enumerate(ranked):
+        better = of_solver.setdefault((row.solver_id, kind(row)), [])
+        matched = any(_matches(other, row) for other in better)
+        better.append(row)
+        if place < overall or len(better) <= per_solver or not matched:
             kept.append(row)
-        seen |= first
     return kept
 
 
 def widest_scopes(scopes: Iterable[Scope]) -> list[Scope]:
+    """What an answer says of scopes: `uncovered_scopes`, if they are few.
+
+    Of more, those of some solvers each that differ in no more are joined, and those of all solvers go first.
+    """
+    widest = uncovered_scopes(scopes)
+    if len(widest) > MAX_SCOPES:
+        widest = sorted(_joined(widest), key=lambda scope: _asked(scope) is not None)
+    return widest[:MAX_SCOPES]
+
+
+def uncovered_scopes(scopes: Iterable[Scope]) -> list[Scope]:
     """The scopes that no other covers, the newest of equals, the newest first."""
     newest_first = sorted(scopes, key=lambda scope: (scope.created_at, scope.id), reverse=True)
-    widest = [
+    return [
         scope
         for place, scope in enumerate(newest_first)
         if not any(
@@ -111,7 +123,47 @@ def widest_scopes(scopes: Iterable[Scope]) -> list[Scope]:
             if other_place != place
         )
     ]
-    return widest[:MAX_SCOPES]
+
+
+def _asked(scope: Scope) -> set[str] | None:
+    """The solvers that a find of some was asked for; None for one of all."""
+    names = scope.filters.get("solvers")
+    return {str(name) for name in names} if isinstance(names, (list, tuple)) else None
+
+
+def _joined(newest_first: Sequence[Scope]) -> list[Scope]:
+    """Scopes of some solvers each as one of all of these, where they were asked for alike."""
+    groups: dict[str, list[Scope]] = {}
+    for scope in newest_first:
+        asked = _asked(scope)
+        filters = {name: value for name, value in scope.filters.items() if name != "solvers"}
+        others = sorted(scope.solvers.keys() - asked) if asked is not None else scope.id
+        kind = (filters, others, scope.workspace_limit_bytes, scope.effort, scope.complete)
+        groups.setdefault(canonical_json(kind), []).append(scope)
+    return [group[0] if len(group) == 1 else _of_all(group) for group in groups.values()]
+
+
+def _of_all(newest_first: Sequence[Scope]) -> Scope:
+    names = sorted({name for scope in newest_first for name in _asked(scope) or ()})
+    solvers = {name: version for scope in reversed(newest_first) for name, version in scope.solvers.items()}
+    return replace(newest_first[0], solvers=solvers, filters={**newest_first[0].filters, "solvers": names}, id="")
+
+
+def with_failures(scopes: Iterable[Scope], rows: Iterable[Row]) -> list[Scope]:
+    """Scopes that tell with which sources solvers failed of which nothing is usable: those may have changed since."""
+    in_force = _in_force(rows)
+    usable = {row.solver_id for row in in_force if row.usable}
+    failed = {row.solver_id: row for row in in_force if row.source_hash and row.solver_id not in usable}
+    return [_with_failures(scope, failed) for scope in scopes]
+
+
+def _with_failures(scope: Scope, failed: Mapping[str, Row]) -> Scope:
+    codes = {
+        name: failed_code(row.solver_version, row.source_hash)
+        for name, row in failed.items()
+        if scope.solvers.get(name) == row.solver_version
+    }
+    return replace(scope, solvers={**scope.solvers, **codes}, id="") if codes else scope
 
 
 def newest_verdict(verdicts: Iterable[Verdict]) -> Verdict | None:

@@ -6,11 +6,12 @@ and which release it came after. Equal sources make equal releases, whatever the
 
 from __future__ import annotations
 
+import functools
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import closing, suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from miofind.errors import DatabaseError
@@ -32,17 +33,32 @@ from miofind.finddb.values import History, ProblemKey, Release, Row, Scope, Verd
 _OUTRUN = 1.05  # how much slower than a void row an answer may be that is left without it
 
 Keep = Callable[[ProblemKey, Row], bool]
+Kind = Callable[[ProblemKey, Row], Hashable]
 Widen = Callable[[ProblemKey, Sequence[Scope]], Sequence[Scope]]
 
 
-def write_release(
-    sources: Sequence[Store],
-    path: str | Path,
-    *,
-    keep: Keep | None = None,
-    void: Keep | None = None,
-    widen: Widen | None = None,
-) -> Release:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReleaseRules:
+    """What a release asks of those who know the solvers.
+
+    Attributes:
+        keep: which rows to consider, all if left out.
+        void: which of the others were true once: measured with kernels that have changed since.
+        widen: adds to scopes what needs no measurement to be known, such as solvers that refuse the problem, and joins
+            those that say together what one could.
+        kind: what tells a solver's rows apart that some requests take and others do not, beyond what rows say.
+    """
+
+    keep: Keep | None = None
+    void: Keep | None = None
+    widen: Widen | None = None
+    kind: Kind = lambda key, row: None
+
+
+_NO_RULES = ReleaseRules()
+
+
+def write_release(sources: Sequence[Store], path: str | Path, rules: ReleaseRules = _NO_RULES) -> Release:
     """Write a FindDB that gives the answers of all the sources merged, into a new file that replaces `path`.
 
     A link is followed. A log beside the replaced file ends with it, so that nobody takes it for one of the new file.
@@ -54,10 +70,6 @@ def write_release(
 
     Args:
         sources: files that are written to, or releases, of this schema version or older ones.
-        keep: which rows to consider, all if left out.
-        void: which of the others were true once: measured with kernels that have changed since.
-        widen: adds to scopes what needs no measurement to be known, such as solvers that refuse the problem, and joins
-            those that say together what one could.
 
     Raises:
         DatabaseError: a source cannot be read, nothing of them may ship, or the file cannot be written; `path` is as it
@@ -67,7 +79,7 @@ def write_release(
     with Store(MEMORY) as union, Store(MEMORY) as chosen:
         for source in sources:
             union.merge(source)
-        chosen.add(found for history in union.histories() if (found := _shipped(history, keep, void, widen)).rows)
+        chosen.add(found for history in union.histories() if (found := _shipped(history, rules)).rows)
         shipped = tuple(chosen.histories())
     if not shipped:
         raise DatabaseError(f"no row of the sources may ship: {shown(path)} stays as it is")
@@ -124,18 +136,21 @@ def _predecessor(path: Path, sources: Sequence[Store]) -> Release | None:
     return next((release for release in releases if release is not None), None)
 
 
-def _shipped(history: History, keep: Keep | None, void: Keep | None, widen: Widen | None) -> History:
+def _shipped(history: History, rules: ReleaseRules) -> History:
     key = ProblemKey(device=history.device, network_config=history.network_config)
-    chosen = [row for row in history.rows if keep is None or keep(key, row)]
+    chosen = [row for row in history.rows if rules.keep is None or rules.keep(key, row)]
+    void = rules.void
     if void is not None and _is_outrun(chosen, [row for row in history.rows if void(key, row)]):
         return replace(history, rows=(), scopes=(), verdicts=(), environments={})
-    rows = ranking.release_rows(_undisturbed(chosen, history.verdicts), history.verdicts)
-    while (fewer := ranking.release_rows(rows, _verdicts(history, rows))) != rows:
+    kind = functools.partial(rules.kind, key)
+    rows = ranking.release_rows(_undisturbed(chosen, history.verdicts), history.verdicts, kind=kind)
+    while (fewer := ranking.release_rows(rows, _verdicts(history, rows), kind=kind)) != rows:
         rows = fewer  # without what stays behind others lead: a release of the release keeps all of it
     scopes = _scopes(history, rows)
-    if widen is not None:
-        scopes = tuple(ranking.widest_scopes(widen(key, scopes)))
-    found = replace(history, rows=tuple(rows), scopes=scopes, verdicts=_verdicts(history, rows))
+    if rules.widen is not None:
+        scopes = rules.widen(key, scopes)
+    widest = tuple(ranking.widest_scopes(scopes))  # joined before few are kept
+    found = replace(history, rows=tuple(rows), scopes=widest, verdicts=_verdicts(history, rows))
     named = found.named_environments
     return replace(found, environments={name: v for name, v in sorted(history.environments.items()) if name in named})
 
@@ -159,14 +174,14 @@ def _undisturbed(rows: Sequence[Row], verdicts: Sequence[Verdict]) -> list[Row]:
     return [row for row in rows if not row.usable or not (row.contended or row.solver_id in disturbed)]
 
 
-def _scopes(history: History, shipped: Sequence[Row]) -> tuple[Scope, ...]:
-    """The widest scopes, without solvers whose every row stays behind: whoever has the release measures them anew."""
+def _scopes(history: History, shipped: Sequence[Row]) -> Sequence[Scope]:
+    """The scopes, without solvers whose every row stays behind: whoever has the release measures them anew."""
     lost = {row.solver_id for row in ranking.usable_rows(history.rows)} - {row.solver_id for row in shipped}
     scopes = []
-    for scope in history.scopes:
+    for scope in ranking.with_failures(history.scopes, history.rows):
         left = {name: version for name, version in scope.solvers.items() if name not in lost}
         scopes.append(scope if len(left) == len(scope.solvers) else replace(scope, solvers=left, id=""))
-    return tuple(ranking.widest_scopes(scopes))
+    return scopes
 
 
 def _verdicts(history: History, shipped: Sequence[Row]) -> tuple[Verdict, ...]:

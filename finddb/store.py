@@ -373,7 +373,7 @@ def _prune_problem(connection: Connection, number: int, what: Prune, *, keep: bo
         if what is Prune.FAILED:
             return entries.remove(connection, number, ranking.failed_rows(rows))
         scopes, verdicts = entries.scopes_of(connection, number), entries.verdicts_of(connection, number)
-        wanted: list[Entry | None] = [*ranking.widest_scopes(scopes), ranking.newest_verdict(verdicts)]
+        wanted: list[Entry | None] = [*ranking.uncovered_scopes(scopes), ranking.newest_verdict(verdicts)]
         found: list[Entry] = [*scopes, *verdicts]
         unwanted = [entry for entry in found if entry not in wanted]
         return entries.remove(connection, number, [*ranking.superseded_rows(rows), *unwanted])

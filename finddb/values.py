@@ -138,7 +138,8 @@ class Scope:
     """What one find considered.
 
     Attributes:
-        solvers: {solver id: version} of the solvers considered, applicable or not.
+        solvers: {solver id: version} of the solvers considered, applicable or not. In answers and releases the version
+            of a solver of which nothing was usable is a `failed_code`.
         filters: options that left candidates out, {} when nothing did. Filters only ever narrow a find.
         workspace_limit_bytes: None is no limit.
         effort: "defaults" timed default configurations, "search" searched them.
@@ -155,10 +156,14 @@ class Scope:
     id: str = ""
 
     def covers(self, other: Scope) -> bool:
-        """Whether a find of this scope timed all that a find of `other` would."""
-        if self.complete < other.complete:
-            return False
-        if EFFORTS.index(self.effort) < EFFORTS.index(other.effort):
+        """Whether a find of this scope timed all that a find of `other` would.
+
+        A search that a budget ended says nothing of the defaults: it may not have come to all of them.
+        """
+        if self.effort == other.effort:
+            if self.complete < other.complete:
+                return False
+        elif not self.complete or EFFORTS.index(self.effort) < EFFORTS.index(other.effort):
             return False
         if self.filters and self.filters != other.filters:
             return False
@@ -275,6 +280,11 @@ def canonical_json(value: object) -> str:
 def environment_id(versions: Mapping[str, str]) -> str:
     """Id of a set of versions, such as {"driver": "580.65", "nvrtc": "13.0"}; a row whose id differs is stale."""
     return _digest(dict(versions), 8)
+
+
+def failed_code(solver_version: int, source_hash: str) -> int:
+    """A number of a solver's version and sources: what failed with these says nothing of it with others."""
+    return int(_digest([solver_version, source_hash], 6), 16)
 
 
 def content_id(device: str, network_config: str, entry: Entry) -> str:

@@ -11,7 +11,7 @@
 // through strips of `strip` rows, the first `longer` of an image of one more, and COLUMNS windows.
 #include "common/copy_bytes.cuh"
 #include "common/divisor.cuh"
-#include "common/window_loader.cuh"
+#include "common/pixel_windows.cuh"
 
 #if !defined(ELEMENT) || !defined(CHANNELS) || !defined(FILTER_Y) || !defined(FILTER_X)
 #error "define ELEMENT, CHANNELS, FILTER_Y and FILTER_X"
@@ -41,7 +41,7 @@ constexpr int kChunks = kEarlier + 2, kRingRows = kChunks * kChunkRows;
 // From the first row of the earliest chunk to the first row that the step's first output meets.
 constexpr int kBefore = kEarlier * kChunkRows - (kMet - STRIDE_Y);
 using Chunk = WindowRows<Row, CHANNELS, kChunkRows, kColumns, OFFSET, IN_VECTOR, CHANNELS_LAST>;
-using Loader = WindowLoader<Chunk, kThreads, ELEMENT>;
+using Loader = PatchLoader<Chunk, kThreads, ELEMENT, true>;
 constexpr int kLoaderWords = Loader::kLoads * CHANNELS * maximum(1, IN_VECTOR / 2);
 constexpr int kAtOnce = kLoaderWords * (kEarlier + 1) <= 48 ? kEarlier + 1 : maximum(1, 48 / kLoaderWords);
 

@@ -18,11 +18,8 @@
 #if !defined(GROUPS_K) || !defined(GROUPS_S) || !defined(CHANNELS_LAST) || !defined(OFFSET) || !defined(COLUMN_BLOCKS)
 #error "define GROUPS_K, GROUPS_S, CHANNELS_LAST, OFFSET and COLUMN_BLOCKS"
 #endif
-#if !defined(LOADERS)
-#error "define LOADERS"
-#endif
-#if !defined(IN_VECTOR) || !defined(OUT_VECTOR) || !defined(MIN_BLOCKS) || !defined(SHARED_BYTES)
-#error "define IN_VECTOR, OUT_VECTOR, MIN_BLOCKS and SHARED_BYTES"
+#if !defined(LOADERS) || !defined(IN_VECTOR) || !defined(OUT_VECTOR) || !defined(MIN_BLOCKS) || !defined(SHARED_BYTES)
+#error "define LOADERS, IN_VECTOR, OUT_VECTOR, MIN_BLOCKS and SHARED_BYTES"
 #endif
 
 #include "common/divisor.cuh"
@@ -30,10 +27,11 @@
 #include "common/narrow_products.cuh"
 #include "common/patch.cuh"
 
-// Teams of kLoaders threads load: each of the first LOADERS warpgroups, or all of those that multiply.
-constexpr int kWorkers = 128 * GROUPS_K * GROUPS_S, kLoaders = LOADERS > 0 ? 128 : kWorkers;
-constexpr int kTeams = maximum(1, LOADERS);
-constexpr int kThreads = 128 * LOADERS + kWorkers, kTileH = TILE_H, kTileW = TILE_W, kTileK = TILE_K;
+// Teams of kLoaders threads load: the first LOADERS warpgroups. A warpgroup that loads and multiplies, too, would have
+// its products serialized by ptxas.
+constexpr int kWorkers = 128 * GROUPS_K * GROUPS_S, kLoaders = 128, kTeams = LOADERS;
+static_assert(kTeams > 0, "warpgroups of their own load");
+constexpr int kThreads = kTeams * kLoaders + kWorkers, kTileH = TILE_H, kTileW = TILE_W, kTileK = TILE_K;
 static_assert(kTileW % 8 == 0, "eight neighbours in a tile are outputs of one row");
 static_assert(kTileK % 8 == 0 && ceil_div(kTileK, 64) == GROUPS_K, "a warpgroup has up to 64 filters");
 
@@ -55,7 +53,7 @@ using Staged =
 struct Pixels : Staged {
   static constexpr int kWords = ceil_div(kFirstPixel + kColumns, kWordPixels), kPlaneWords = ceil_div(kWords, kPlanes);
   // An odd number, so that the same word of eight rows is in different banks.
-  static constexpr int kRowWords = kPlanes * kPlaneWords | 1, kPitch = 16 * kRowWords, kBytes = kRows * kPitch;
+  static constexpr int kRowWords = kPlanes * kPlaneWords | 1, kRowBytes = 16 * kRowWords, kBytes = kRows * kRowBytes;
 
   static __device__ __forceinline__ int turned(int word) { return word % kPlanes * kPlaneWords + word / kPlanes; }
 };
@@ -70,7 +68,7 @@ struct Loader : PatchLoader<Pixels, kLoaders, ELEMENT> {
       for (int i = 0; i < kLoads; ++i) {
         const int rank = first + i * kLoaders + threadIdx.x;
         if (rank >= Pixels::kRuns) break;
-        unsigned char* const row = patch + rank / kColumnRuns * Pixels::kPitch;
+        unsigned char* const row = patch + rank / kColumnRuns * Pixels::kRowBytes;
         const int column = rank % kColumnRuns * kVector;
         const auto word = [&](int at) { return row + 16 * Pixels::turned(at); };
         if (column > 0) *reinterpret_cast<Pixel*>(word(column - 1) + 8) = pixel_of(i, 0);
@@ -92,7 +90,7 @@ constexpr int kBlockPitch = 128 + kBlockGap, kOctetGap = CHANNELS_LAST ? 0 : 16 
 constexpr int kOctetPitch = kFilterBlocks * kBlockPitch + kOctetGap;
 constexpr int kOutBytes = 2 * kSteps * kOctetPitch, kStages = 3, kPatchAt = kStages * kOutBytes;
 // Products read rows of filters and columns of taps that there are not, of which nothing is kept.
-constexpr int kSpare = maximum((8 * GROUPS_K - kFilterBlocks) * kBlockPitch, kSpareRows* Pixels::kPitch);
+constexpr int kSpare = maximum((8 * GROUPS_K - kFilterBlocks) * kBlockPitch, kSpareRows* Pixels::kRowBytes);
 static_assert(SHARED_BYTES == kPatchAt + kStages * Pixels::kBytes + kSpare, "the host and the kernel agree");
 
 // A thread's sums, in fours as it writes them.
@@ -180,7 +178,7 @@ __device__ __forceinline__ void clear_rest(unsigned char* to) {
 
 // Bytes from the patch's start to what an octet of outputs meets of the first row and chunk.
 __device__ __forceinline__ constexpr int place_of(int octet) {
-  return octet / kRowOctets * STRIDE_Y * Pixels::kPitch + octet % kRowOctets * 128;
+  return octet / kRowOctets * STRIDE_Y * Pixels::kRowBytes + octet % kRowOctets * 128;
 }
 
 // Begins a staged tile's products. Of the last 8 terms there may be none: they are zeros times what is there.
@@ -194,14 +192,14 @@ __device__ __forceinline__ void add_tile(Sums& sums, unsigned outputs, unsigned 
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
     const int at = place_of(2 * step), next = 2 * step + 1 < kOctets ? place_of(2 * step + 1) : at;
-    const unsigned long long form = plain_form(next - at, Pixels::kPitch);
+    const unsigned long long form = plain_form(next - at, Pixels::kRowBytes);
 #pragma unroll
     for (int part = 0; part < kParts; ++part)
 #pragma unroll
       for (int c = 0; c < kGroupChunks; ++c)
         NarrowProducts<ELEMENT>::begin<CHANNELS_LAST, 1>(
             sums[c][part], filters + (2 * step * kOctetPitch >> 4),
-            operand(form, chunks[c] + at + part * COLUMN_BLOCKS * Pixels::kPitch));
+            operand(form, chunks[c] + at + part * COLUMN_BLOCKS * Pixels::kRowBytes));
   }
   products_commit();
 }
@@ -250,12 +248,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
   extern __shared__ __align__(16) unsigned char shared[];
   const Divisor by_filters = DIVISOR(filter_tiles), by_image = DIVISOR(image_tiles), by_row = DIVISOR(row_tiles);
   const int split = static_cast<int>(blockIdx.x) / by_filters, first_k = (blockIdx.x - split * filter_tiles) * kTileK;
-  const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0), worker = warpgroup - LOADERS;
+  const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0), worker = warpgroup - kTeams;
   const int first_chunk = worker % GROUPS_S * kGroupChunks, group_k = worker / GROUPS_S;
   next_step_may_begin();
 
-  const auto work = [&](auto loads, auto multiplies) {
-    constexpr bool kLoads = decltype(loads)::value, kMultiplies = decltype(multiplies)::value;
+  const auto work = [&](auto loads) {
+    constexpr bool kLoads = decltype(loads)::value;
     Outputs from = {k, out_height, out_width, 0, first_k, 0, 0};
     const auto go_to = [&](int tile) {
       from.image = tile / by_image;
@@ -267,19 +265,19 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
     Loader pixels;
     OutLoader outputs;
     // Of a team that loads: starts to load a tile, and puts it in place.
-    const int team = LOADERS > 0 ? warpgroup : 0, thread = threadIdx.x - 128 * team;
+    const int team = warpgroup, thread = threadIdx.x - kLoaders * team;
     const auto load = [&](int tile) {
       if (tile >= tiles) return;
       go_to(tile);
       pixels.take(
           x,
           PatchPlace{height, width, from.image, from.row * STRIDE_Y - pad_y, from.column * STRIDE_X - pad_x - OFFSET},
-          -128 * team);
+          -kLoaders * team);
       outputs.take(dy, from, thread);
     };
     const auto put = [&](int tile, int stage) {
       if (tile >= tiles) return;
-      pixels.put_words(shared + kPatchAt + stage * Pixels::kBytes, -128 * team);
+      pixels.put_words(shared + kPatchAt + stage * Pixels::kBytes, -kLoaders * team);
       outputs.put(shared + stage * kOutBytes, thread);
       shared_writes_done();  // waits for loads, too: none of this thread may be on its way for a later tile
     };
@@ -296,7 +294,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
     for (int tile = split; tile < tiles; tile += splits) {
       // The tile is in place, and products have read the one that is overwritten next: all but the last.
       block_barrier();
-      if constexpr (kMultiplies)
+      if constexpr (!kLoads)
         add_tile(sums, shared_address(shared) + stage * kOutBytes + group_k * 8 * kBlockPitch,
                  shared_address(shared) + kPatchAt + stage * Pixels::kBytes, first_chunk);
       stage = stage + 1 == kStages ? 0 : stage + 1;
@@ -307,20 +305,18 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
         if (team == turn) load(tile + maximum(2, kTeams) * splits);
         turn = next;
       }
-      if constexpr (kMultiplies) products_wait<1>();
+      if constexpr (!kLoads) products_wait<1>();
     }
-    if constexpr (kMultiplies) {
+    if constexpr (!kLoads) {
       products_wait<0>();
       store_sums(reinterpret_cast<Four*>(parts) + static_cast<int64>(blockIdx.x) * kFragments, sums,
                  group_k * kChunks + first_chunk, min(kTileK, k - first_k));
     }
   };
-  if constexpr (LOADERS == 0)
-    work(Flag<true>{}, Flag<true>{});
-  else if (warpgroup < LOADERS)
-    work(Flag<true>{}, Flag<false>{});
+  if (warpgroup < kTeams)
+    work(Flag<true>{});
   else
-    work(Flag<false>{}, Flag<true>{});
+    work(Flag<false>{});
 }
 
 // dw[i] = sum of part[i] over the parts. A block adds 32 fragments; its warps share the parts, which the grid before

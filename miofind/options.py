@@ -25,8 +25,10 @@ class FindMode(StrEnum):
     """How a request is answered.
 
     NORMAL always measures. FAST takes the FindDB, else estimates. HYBRID takes the FindDB, else measures.
-    DYNAMIC_HYBRID does so with shape-generic solvers only. TRUST_VERIFY times the FindDB's answer once more, and
-    measures anew where it no longer holds.
+    DYNAMIC_HYBRID takes the FindDB, too, whosever solutions it has, else measures shape-generic solvers only.
+    TRUST_VERIFY times the FindDB's answer once more, and measures anew where it no longer holds.
+
+    Source: MIOpen, docs/how-to/find-and-immediate.rst, find modes.
     """
 
     NORMAL = "normal"
@@ -78,8 +80,8 @@ class FindOptions:
         find_mode, find_enforce, on_miss: see the enums; None for find_mode takes MIOFIND_FIND_MODE, else HYBRID.
         tuning: search the solvers' configurations instead of measuring their defaults.
         time_budget_s: seconds of measuring after which what is found is taken; None for ten, or no limit with tuning.
-        trials: configurations of a problem that a search measures at most, those of earlier searches included; None for
-            no limit.
+        trials: configurations of a problem that a search measures at most, those of the same solvers that earlier ones
+            measured included; None for no limit.
         patience: rounds without a gain of 1 % after which a search ends; None for the search's own.
         seed: chooses among equally promising configurations; equal seeds and times give equal searches.
         retry_failed: measure again what failed here before, too.

@@ -104,6 +104,21 @@ def with_refusals(key: ProblemKey, scopes: Sequence[Scope]) -> list[Scope]:
     ]
 
 
+def kind_of(key: ProblemKey, row: Row) -> tuple[bool, bool] | None:
+    """Whether a row's errors may exceed the default bound and whether it spreads infinities; None if unknown.
+
+    Requests without `max_error` and with `strict_nonfinite` leave such rows out.
+    """
+    problem, solver = _problem(key.network_config), solvers().get(row.solver_id)
+    if isinstance(problem, str) or solver is None:
+        return None
+    try:
+        config = Config.from_json(row.config)
+        return solver.error_growth(problem, config) > 1, bool(solver.spreads_nonfinite(problem, config))
+    except Exception:  # a solver's own code may raise anything: its rows are all alike then
+        return None
+
+
 def is_current(row: Row) -> bool:
     """Whether a row was measured with a solver as this release has it."""
     solver = solvers().get(row.solver_id)

@@ -13,7 +13,7 @@ import miofind
 from miofind import options, row_check, solver
 from miofind.errors import NoSolutionError
 from miofind.find import plan, records, scopes, validity
-from miofind.finddb import Store, write_release
+from miofind.finddb import ReleaseRules, Store, write_release
 from miofind.solution import ConvSolution
 from miofind.solver import Solver, solvers
 from miofind.suites import SuiteProblem
@@ -140,7 +140,7 @@ def test_a_check_and_a_release_go_on(known: Path, monkeypatch: pytest.MonkeyPatc
     shipping = row_check.Shipping()
     with Store(known, read_only=True) as store:
         findings = store.check(row_check.RowCheck())
-        write_release([store], known.with_name("out.db"), keep=shipping, widen=row_check.with_refusals)
+        write_release([store], known.with_name("out.db"), ReleaseRules(keep=shipping, widen=row_check.with_refusals))
     assert bool(findings) is bool(shipping.findings) is fails_a_check
     assert all("vendor/Broken fails over it: ValueError('told by the solver')" in line for line in findings)
     with Store(known.with_name("out.db"), read_only=True) as shipped:

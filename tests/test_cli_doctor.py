@@ -100,8 +100,7 @@ def test_the_shipped_coverage_is_told_without_a_gpu(monkeypatch: pytest.MonkeyPa
     coverage_text = text[text.index("\nCoverage") : text.index("\nBinary cache")]
     assert "NVIDIA H200, 132 SMs, sm_90: " in coverage_text
     rows = [line.split() for line in coverage_text.splitlines()]
-    assert ["resnet50", "32", "23", "22", "22", "bfloat16"] in rows
-    assert ["23", "23", "float16,", "tf32"] in rows
+    assert any(row[:5] == ["resnet50", "32", "23", "23", "23"] and "float16," in row for row in rows)
 
 
 def test_shipped_databases_are_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

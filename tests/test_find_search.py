@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,10 +19,11 @@ from miofind.compiler import CompileTimeoutError
 from miofind.device import Device, Library, Place
 from miofind.errors import CompileError, NoSolutionError
 from miofind.evaluate import Job
-from miofind.find import records, rounds
+from miofind.find import records, rounds, validity
 from miofind.find.pipeline import find, measure
 from miofind.find.rounds import Measuring, Request
 from miofind.find.search import FINALISTS, ROUND
+from miofind.finddb import Row
 from miofind.found import Solution
 from miofind.handle import Handle
 from miofind.measure.effort import Effort
@@ -213,6 +215,38 @@ def test_as_many_trials_are_known_and_more_go_on_where_it_stopped(handle: Handle
     assert not first & {*measurer.screened}
     assert len(first | later) == 60
     assert known(replace(limited, trials=60), handle)
+
+
+def test_trials_count_candidates_of_allowed_solvers_alone(handle: Handle, measurer: Measurer) -> None:
+    """What was tried of others counted as a search's own trials, and nothing more was measured."""
+    measure(PROBLEM, replace(OPTIONS, trials=2), handle)
+    of_another = Row(solver_id="ConvCpuDirect", solver_version=1, config="{}", status="ok", time_ms=1.0)
+    handle.database.record(handle.device.identity, PROBLEM.network_config, [of_another])
+    assert validity.is_valid(of_another, handle.device)
+    assert known(replace(OPTIONS, trials=2), handle)
+    assert not known(replace(OPTIONS, trials=3), handle)
+
+
+def test_a_search_answers_for_the_defaults_once_it_has_come_to_all_of_them(handle: Handle, measurer: Measurer) -> None:
+    """One trial answered whoever asked for the defaults, of which there are two."""
+    defaults = replace(OPTIONS, tuning=False)
+    measure(PROBLEM, replace(OPTIONS, trials=1), handle)
+    assert records.look_up(PROBLEM, defaults, handle) is None
+    assert known(replace(OPTIONS, trials=1), handle)
+    measure(PROBLEM, replace(OPTIONS, trials=2), handle)
+    assert known(defaults, handle)
+    assert not known(OPTIONS, handle)
+
+
+def test_a_default_that_failed_before_counts_as_tried(handle: Handle, measurer: Measurer) -> None:
+    measurer.failing = {
+        f"TestWide:{config.json}": Status.WRONG_RESULT for config in Wide().default_configs(PROBLEM, handle.device)[:1]
+    }
+    for trials in (1, 2):
+        with contextlib.suppress(NoSolutionError):
+            measure(PROBLEM, replace(OPTIONS, trials=trials), handle)
+    assert len({candidate for job in measurer.jobs for candidate in job.candidates}) == 2
+    assert known(replace(OPTIONS, tuning=False), handle)
 
 
 def test_a_search_that_ran_out_of_time_counts_where_time_is_limited(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import replace
 
@@ -12,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from miofind.finddb import MEMORY, Answer, Row, Scope, Store
-from miofind.finddb.ranking import best_rows, rank, usable_rows, widest_scopes
+from miofind.finddb.ranking import best_rows, rank, release_rows, usable_rows, widest_scopes
 from miofind.finddb.validation import checked_row
 
 
@@ -137,13 +138,27 @@ def test_an_answer_keeps_the_best_row_within_each_limit():
     assert next(row.time_ms for row in found if row.deterministic) == 60.0
 
 
-@given(rows=st.lists(made.rows, max_size=40), limit=st.sampled_from([0, 256, 1 << 20]), strict=st.booleans())
-def test_limits_find_in_the_kept_rows_what_they_find_in_all(rows, limit, strict):
+@pytest.mark.parametrize("kept", [best_rows, release_rows], ids=["answer", "release"])
+@given(
+    rows=st.lists(made.rows, max_size=40),
+    limit=st.sampled_from([0, 256, 1 << 20]),
+    strict=st.booleans(),
+    error=st.sampled_from([0.0, 1e-6, 1e-5, math.inf]),
+    solver_id=st.sampled_from(["", "ConvA", "ConvB"]),
+)
+def test_limits_find_in_the_kept_rows_what_they_find_in_all(kept, rows, limit, strict, error, solver_id):
     def first(candidates):
-        passing = (r for r in candidates if r.workspace_bytes <= limit and r.deterministic >= strict)
+        passing = (
+            r
+            for r in candidates
+            if r.workspace_bytes <= limit
+            and r.deterministic >= strict
+            and (error == math.inf or (r.max_error is not None and r.max_error <= error))
+            and r.solver_id.startswith(solver_id)
+        )
         return next(passing, None)
 
-    assert first(best_rows(rows)) == first(rank(usable_rows(rows)))
+    assert first(kept(rows)) == first(rank(usable_rows(rows)))
 
 
 @given(rows=st.lists(made.rows, max_size=20), seed=st.integers(0, 9))
@@ -158,6 +173,28 @@ def test_dropped_scopes_cover_nothing_more(scopes, request):
     kept = widest_scopes(scopes)
     assert any(s.covers(request) for s in kept) == any(s.covers(request) for s in scopes)
     assert not any(a.covers(b) for a in kept for b in kept if a is not b)
+
+
+def test_many_finds_of_some_solvers_do_not_push_out_a_find_of_all():
+    filters = [{"solvers": ["A"], "n": i} for i in range(12)]
+    some = [scope("A", effort="search", filters=each, created_at=at(2 + i)) for i, each in enumerate(filters)]
+    answer = answered(row("A"), scopes=(scope("A", "B", created_at=at(1)), *some))
+    assert answer.covers(scope("A", "B"))
+
+
+def test_of_many_finds_of_some_solvers_those_asked_alike_are_joined():
+    some = [scope(name, filters={"solvers": [name]}, created_at=at(1 + i)) for i, name in enumerate("ABCDE")]
+    strict = [replace(each, filters={**each.filters, "deterministic": True}, effort="search") for each in some]
+    kept = widest_scopes([*some, *strict])
+    assert [sorted(each.solvers) for each in kept] == [[*"ABCDE"]] * 2
+    assert [each.filters.get("deterministic", False) for each in kept].count(True) == 1
+    assert widest_scopes(kept) == kept
+
+
+def test_a_release_keeps_the_best_row_of_each_kind():
+    rows = [row("A", config=f'{{"tile":{i}}}', time_ms=1.0 + i) for i in range(6)]
+    kept = release_rows(rows, kind=lambda row: row.config == rows[4].config)
+    assert [each.time_ms for each in kept] == [1.0, 2.0, 5.0]
 
 
 @pytest.mark.parametrize(
@@ -178,6 +215,15 @@ def test_scopes_cover(wider, narrower):
     assert not narrower.covers(wider)
     assert answered(scopes=(narrower, wider)).scopes[0].solvers == wider.solvers
     assert len(answered(scopes=(wider, narrower)).scopes) == 1
+
+
+@pytest.mark.parametrize("complete", [True, False])
+def test_a_search_that_was_ended_early_covers_no_find_of_the_defaults(complete):
+    cut_off = scope("A", effort="search", complete=False)
+    assert not cut_off.covers(scope("A", complete=complete))
+    assert cut_off.covers(cut_off)
+    assert scope("A", effort="search").covers(cut_off)
+    assert not scope("A").covers(cut_off)
 
 
 def test_a_scope_of_another_version_or_filter_covers_nothing():

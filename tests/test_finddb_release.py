@@ -18,7 +18,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from miofind.errors import DatabaseError
-from miofind.finddb import MEMORY, Comparison, Release, Store, Verdict, write_release
+from miofind.finddb import MEMORY, Comparison, Release, ReleaseRules, Store, Verdict, failed_code, write_release
 from miofind.finddb.ranking import TIE
 
 some_histories = st.lists(made.histories, max_size=3)
@@ -34,7 +34,7 @@ def store():
 
 def released(store: Store, folder: Path, **settings) -> Store:
     """A release of the store, opened."""
-    write_release([store], folder / "release.db", **settings)
+    write_release([store], folder / "release.db", ReleaseRules(**settings))
     return Store(folder / "release.db", read_only=True)
 
 
@@ -105,7 +105,7 @@ def test_a_release_of_ties_keeps_all_of_itself(tmp_path):
     with Store(MEMORY) as store:
         store.record(DEVICE, PROBLEM, rows, environment=VERSIONS)
         made = write_release([store], tmp_path / "release.db")
-    assert sum(made.rows.values()) == 3
+    assert sum(made.rows.values()) == 2
     with Store(tmp_path / "release.db", read_only=True) as first:
         assert write_release([first], tmp_path / "again.db").rows == made.rows
 
@@ -191,6 +191,48 @@ def test_a_release_holds_the_rows_that_were_chosen(store, tmp_path):
     with released(store, tmp_path, keep=lambda key, row: row.solver_id != "ConvA") as shipped:
         assert [row.solver_id for _, row in shipped.rows()] == ["ConvB"]
         assert shipped.stats().environments == 0
+
+
+def test_a_release_has_the_row_that_wins_within_a_limit(tmp_path):
+    """Its scope covers requests with limits, which were answered by whatever rows had come along."""
+    sizes = [1000, 900, 800, 100, 100, 0]
+    rows = [
+        row(config=f'{{"tile":{i}}}', time_ms=1.0 + i, workspace_bytes=size, max_error=10.0**-i)
+        for i, size in enumerate(sizes)
+    ]
+    with Store(MEMORY) as store:
+        store.record(DEVICE, PROBLEM, rows, scope=scope("ConvA"))
+        with released(store, tmp_path) as shipped:
+            answer = shipped.answer(DEVICE, PROBLEM)
+    assert answer.covers(scope("ConvA", workspace_limit_bytes=100))
+    assert next(row.time_ms for row in answer.rows if row.workspace_bytes <= 100) == 4.0
+    assert next(row.time_ms for row in answer.rows if row.max_error <= 1e-4) == 5.0
+
+
+@pytest.mark.parametrize("newer_ms", [None, 2.0], ids=["still fails", "runs again"])
+def test_a_release_tells_with_which_sources_a_solver_failed(tmp_path, newer_ms):
+    """What ships of it is that it was considered: that would hold whatever became of its kernels."""
+    failed = row("ConvB", status="wrong_result", time_ms=None, source_hash="ab")
+    with Store(MEMORY) as store:
+        store.record(DEVICE, PROBLEM, [row("ConvA"), failed], scope=scope("ConvA", "ConvB"))
+        if newer_ms is not None:
+            store.record(DEVICE, PROBLEM, [row("ConvB", time_ms=newer_ms, source_hash="cd")])
+        told = {"ConvA": 1, "ConvB": failed_code(1, "ab") if newer_ms is None else 1}
+        assert [item.solvers for item in store.answer(DEVICE, PROBLEM).scopes] == [told]
+        with released(store, tmp_path) as shipped, Store(MEMORY) as own:
+            assert [item.solvers for item in shipped.answer(DEVICE, PROBLEM).scopes] == [told]
+            assert shipped.check() == store.check() == ()
+            own.merge(shipped)
+            assert [item.solvers for item in own.answer(DEVICE, PROBLEM).scopes] == [told]
+    assert failed_code(1, "ab") != failed_code(2, "ab")
+
+
+@pytest.mark.parametrize("size", [0, 8])
+def test_what_no_limit_asks_for_stays_behind(tmp_path, size):
+    rows = [row(config=f'{{"tile":{i}}}', time_ms=1.0 + i, workspace_bytes=size) for i in range(9)]
+    with Store(MEMORY) as store:
+        store.record(DEVICE, PROBLEM, rows)
+        assert sum(write_release([store], tmp_path / "release.db").rows.values()) == 2
 
 
 @pytest.mark.parametrize(("time_ms", "problems"), [(0.9, 1), (0.99, 2), (2.0, 2)])
@@ -291,7 +333,7 @@ def test_a_release_of_nothing_is_refused(store, tmp_path):
     with Store(MEMORY) as empty, pytest.raises(DatabaseError, match="stays as it is"):
         write_release([empty], path)
     with pytest.raises(DatabaseError, match="no row of the sources may ship"):
-        write_release([store], path, keep=lambda key, row: False)
+        write_release([store], path, ReleaseRules(keep=lambda key, row: False))
     assert path.read_bytes() == before
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import sqlite3
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +15,8 @@ from miofind import FindOptions, options, row_check, solver
 from miofind.device import Device, Library, Place
 from miofind.errors import NoSolutionError
 from miofind.find import plan, records, scopes, validity
-from miofind.finddb import ProblemKey, Scope
+from miofind.finddb import ProblemKey, Scope, Store
+from miofind.found import Solution, Source
 from miofind.options import FindMode
 from miofind.problem import ProblemDescription
 from miofind.solver import Applicability, Solver, solvers
@@ -27,15 +29,21 @@ REQUESTS = (FindOptions(find_mode=FindMode.NORMAL), FindOptions(find_mode=FindMo
 @pytest.fixture(autouse=True)
 def forgotten() -> Iterator[None]:
     yield
+    forget()
+
+
+def forget() -> None:
+    """Drop what was remembered of the solvers that were registered."""
     scopes.requested_scope.cache_clear()
+    validity.is_current.cache_clear()
 
 
 def comes(monkeypatch: pytest.MonkeyPatch, later: Solver) -> None:
     """A solver is registered."""
-    registry = {**solvers(), later.id: later}
+    registry = {**solver.solvers(), later.id: later}
     for module in (solver, plan, records, scopes, validity, options):
         monkeypatch.setattr(module, "solvers", lambda: registry)
-    scopes.requested_scope.cache_clear()
+    forget()
 
 
 @pytest.mark.parametrize("serves", [False, True], ids=["refuses", "serves"])
@@ -51,6 +59,106 @@ def test_an_answer_is_whole_until_a_later_solver_may_serve(
         whole = records.look_up(PROBLEM, request_, handle, partial=False)
         assert (whole is None) is serves
         assert bool(records.look_up(PROBLEM, request_, handle)) is not (serves and bool(request_.only))
+
+
+class _Layers:
+    """FindDBs of one problem on the CPU place: the user's and the one that ships, each filled by finds."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("MIOFIND_SYSTEM_DB", "")
+        self._files = {name: folder / f"{name}.db" for name in ("user", "shipped")}
+        self._monkeypatch = monkeypatch
+
+    def measured(self, name: str, options: FindOptions = REQUESTS[0]) -> list[Solution]:
+        with miofind.Handle("cpu", database=self._files[name], strict=True) as handle:
+            return miofind.find_solutions(PROBLEM, options=options, handle=handle)
+
+    def make_void(self, name: str, *solver_ids: str) -> None:
+        """Have rows tell of sources that their solvers no longer have."""
+        with contextlib.closing(sqlite3.connect(self._files[name])) as connection:
+            for solver_id in solver_ids:
+                connection.execute("UPDATE measurement SET source_hash = 'ab' WHERE solver_id = ?", (solver_id,))
+            connection.commit()
+        with Store(self._files[name]) as store:
+            store.rebuild()
+
+    def open(self) -> miofind.Handle:
+        """A handle of the user's FindDB over the shipped one."""
+        self._monkeypatch.setenv("MIOFIND_SYSTEM_DB", str(self._files["shipped"]))
+        return miofind.Handle("cpu", database=self._files["user"], strict=True)
+
+
+@pytest.fixture
+def layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> _Layers:
+    return _Layers(tmp_path, monkeypatch)
+
+
+def later_solver(name: str) -> Solver:
+    return type("Later", (DIRECT,), {"id": name})()
+
+
+def solver_ids(solutions: Sequence[Solution] | None) -> set[str]:
+    return {solution.solver_id for solution in solutions or ()}
+
+
+@pytest.mark.parametrize("partial", [True, False], ids=["find", "tune"])
+def test_an_answer_from_before_a_solver_came_does_not_hide_a_shipped_one_that_has_it(
+    layers: _Layers, monkeypatch: pytest.MonkeyPatch, partial: bool
+) -> None:
+    layers.measured("user")
+    comes(monkeypatch, later_solver("vendor/Later"))
+    layers.measured("shipped")
+    with layers.open() as handle:
+        assert "vendor/Later" in solver_ids(records.look_up(PROBLEM, FindOptions(), handle, partial=partial))
+        assert handle.database.rechecks() == (), "nothing is missing"
+
+
+@pytest.mark.parametrize("partial", [True, False], ids=["find", "tune"])
+@pytest.mark.parametrize("lost", ["best", "all"])
+def test_an_answer_whose_best_rows_are_void_does_not_hide_a_shipped_one_that_holds(
+    layers: _Layers, lost: str, partial: bool
+) -> None:
+    found = layers.measured("user")
+    layers.measured("shipped")
+    layers.make_void("user", *solver_ids(found if lost == "all" else found[:1]))
+    with layers.open() as handle:
+        assert solver_ids(records.look_up(PROBLEM, FindOptions(), handle, partial=partial)) == solver_ids(found)
+        assert handle.database.rechecks() == ()
+
+
+def test_of_answers_that_all_lack_solvers_the_one_that_lacks_the_fewest_is_given_and_noted(
+    layers: _Layers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layers.measured("user")
+    comes(monkeypatch, later_solver("vendor/First"))
+    layers.measured("shipped")
+    comes(monkeypatch, later_solver("vendor/Second"))
+    with layers.open() as handle:
+        assert records.look_up(PROBLEM, FindOptions(), handle, partial=False) is None
+        assert "vendor/First" in solver_ids(records.look_up(PROBLEM, FindOptions(), handle))
+        assert [note.reason for note in handle.database.rechecks()] == ["not measured yet: vendor/Second"]
+
+
+def test_an_answer_of_which_all_is_void_does_not_hide_one_that_holds_in_part(
+    layers: _Layers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It made the find measure, though what shipped had solutions."""
+    found = layers.measured("user")
+    layers.measured("shipped")
+    layers.make_void("user", *solver_ids(found))
+    comes(monkeypatch, later_solver("vendor/Later"))
+    with layers.open() as handle:
+        assert solver_ids(records.look_up(PROBLEM, FindOptions(), handle)) == solver_ids(found)
+
+
+def test_what_was_measured_just_now_is_the_answer_whatever_ships(
+    layers: _Layers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layers.measured("shipped")
+    with layers.open() as handle:
+        only = FindOptions(find_mode=FindMode.NORMAL, only=("ConvCpuDirect",))
+        assert {s.source for s in miofind.find_solutions(PROBLEM, options=only, handle=handle)} == {Source.MEASURED}
+        assert len(list(handle.database.answers(handle.device.identity, PROBLEM.network_config))) == 2
 
 
 def test_finds_of_some_solvers_each_make_one_answer(tmp_path: Path) -> None:

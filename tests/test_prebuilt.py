@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from miofind.finddb import Store, shipped_paths, write_release
+from miofind.finddb import ReleaseRules, Store, shipped_paths, write_release
 from miofind.finddb.sqlite_file import is_portable
 from miofind.row_check import RowCheck, Shipping
 
@@ -42,7 +42,7 @@ def test_a_shipped_file_is_small_and_of_one_kind_of_device(path: Path) -> None:
 def test_a_release_of_a_shipped_file_is_sound(path: Path, tmp_path: Path) -> None:
     keep = Shipping()
     with Store(path, read_only=True) as store:
-        made = write_release([store], tmp_path / path.name, keep=keep)
+        made = write_release([store], tmp_path / path.name, ReleaseRules(keep=keep))
         rows = store.stats().rows
     assert 0 < sum(made.rows.values()) <= rows - keep.void
     assert keep.findings == []

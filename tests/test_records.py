@@ -11,7 +11,7 @@ import pytest
 
 from miofind import find_solutions
 from miofind.candidate import Candidate, Outcome, Status, Timing
-from miofind.find import failures, records, validity
+from miofind.find import failures, records, scopes, validity
 from miofind.find import recording as recording_module
 from miofind.find.plan import make_plan
 from miofind.find.recording import Recording
@@ -20,6 +20,7 @@ from miofind.handle import Handle
 from miofind.measure.verdict import Comparison, Verdict
 from miofind.options import FindOptions
 from miofind.problem import ProblemDescription
+from miofind.solver import solver_by_id
 
 PROBLEM = ProblemDescription.convolution(x=(1, 4, 6, 5), w=(3, 4, 1, 1))
 OPTIONS = FindOptions()
@@ -75,6 +76,29 @@ def test_a_later_success_lifts_a_quarantine(handle: Handle) -> None:
     record(handle, outcome(first, Status.CRASHED))
     record(handle, outcome(first))
     assert failures.quarantined(PROBLEM, handle) == frozenset()
+
+
+def test_a_solver_that_failed_with_other_sources_was_not_considered(
+    handle: Handle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its failures were void, and yet no find tried it again after its kernels were mended."""
+    sources = "ab"
+    broken = candidates(handle)[-1].solver_id
+    for module in (recording_module, scopes, validity):
+        monkeypatch.setattr(module, "solver_hash", lambda solver: sources if solver.id == broken else "")
+    validity.is_current.cache_clear()
+    outcomes = [
+        outcome(each, Status.WRONG_RESULT if each.solver_id == broken else Status.OK) for each in candidates(handle)
+    ]
+    record(handle, *outcomes)
+    assert records.look_up(PROBLEM, OPTIONS, handle, partial=False), "it failed with the sources that it has"
+    sources = "cd"
+    validity.is_current.cache_clear()
+    assert records.look_up(PROBLEM, OPTIONS, handle, partial=False) is None
+    assert records.look_up(PROBLEM, OPTIONS, handle)
+    assert [note.reason for note in handle.database.rechecks()] == [f"not measured yet: {broken}"]
+    record(handle, *map(outcome, candidates(handle)))
+    assert records.look_up(PROBLEM, OPTIONS, handle, partial=False)
 
 
 def test_running_out_of_memory_lifts_no_quarantine(handle: Handle) -> None:
@@ -232,6 +256,24 @@ def test_a_look_up_that_is_only_a_question_notes_nothing(handle: Handle) -> None
 
 def stale_row(handle: Handle) -> Row:
     return replace(history(handle).rows[0], time_ms=0.1, environment="", created_at="", id="")
+
+
+def test_rows_that_a_request_leaves_out_hide_no_slower_one_that_it_takes(
+    handle: Handle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An answer held the best three of a solver, all of which let infinities spread."""
+    solver = solver_by_id("ConvCpuIm2colGemm")
+    *spreading, last = list(solver.configs(PROBLEM, handle.device))[:5]
+    monkeypatch.setattr(type(solver), "spreads_nonfinite", lambda self, problem, config: config != last)
+    every = [
+        Candidate(network_config=PROBLEM.network_config, solver_id=solver.id, config=config)
+        for config in (*spreading, last)
+    ]
+    record(handle, *map(outcome, candidates(handle)))
+    record(handle, *(replace(outcome(each), timing=replace(TIMING, time_ms=1.0 + i)) for i, each in enumerate(every)))
+    for fresh in ((), [every[-1].id]):
+        strict = records.look_up(PROBLEM, FindOptions(strict_nonfinite=True), handle, measured=fresh)
+        assert [one.config for one in strict or () if one.solver_id == solver.id] == [last]
 
 
 @pytest.mark.parametrize("options", [OPTIONS, FindOptions(workspace_limit_bytes=1 << 30)], ids=["whole", "limited"])

@@ -57,6 +57,13 @@ def test_a_small_space_is_covered_once_and_its_best_is_found() -> None:
     assert search.is_complete
 
 
+def test_the_one_configuration_of_a_solver_without_parameters_is_tried() -> None:
+    landscape = Landscape(seed=1, parameters={})
+    search = Search(NETWORK_CONFIG, [landscape.space(whole=True)])
+    assert [candidate.config for batch in rounds(search, landscape) for candidate in batch] == [Config()]
+    assert search.is_complete
+
+
 @pytest.mark.parametrize("estimate_noise", [0.6, math.inf], ids=["rough-estimate", "no-estimate"])
 def test_within_five_percent_of_a_large_space_where_random_search_is_not(estimate_noise: float) -> None:
     """160 of 3564 configurations, the mean over landscapes and seeds."""

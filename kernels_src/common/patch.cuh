@@ -14,7 +14,8 @@ struct Patch {
   static constexpr int kChannels = kChannelCount, kRows = kRowCount, kColumns = kColumnCount, kFirst = kFirstPixel;
   static constexpr int kVector = kVectorLength, kRuns = kRows * kColumns / kVector;
   static constexpr bool kChannelsLast = kChannelsAreLast;
-  static constexpr int kRowWords = round_up(kFirst + kColumns, 16) / 2, kBytes = 16 * kRows * kRowWords;
+  static constexpr int kRowWords = round_up(kFirst + kColumns, 16) / 2, kRowBytes = 16 * kRowWords;
+  static constexpr int kBytes = kRows * kRowBytes;
   static_assert(kChannels >= 1 && kChannels <= 4, "pixels hold four channels");
   static_assert(kColumns % kVector == 0, "a vector lies within a row");
   static_assert(kFirst == 0 || kFirst == 1, "a row begins with its first word");
@@ -30,14 +31,15 @@ struct PatchPlace {
 };
 
 // Moves a patch through registers; all kThreads threads of a block take part, each with as many vectors at a time as 32
-// registers hold. What has been loaded stays in whole registers until it is written: nothing waits for a load before.
-template <typename Shape, int kThreads, typename T>
+// registers hold, or with all if kAllAtOnce. What has been loaded stays in whole registers until it is written: nothing
+// waits for a load before.
+template <typename Shape, int kThreads, typename T, bool kAllAtOnce = false>
 struct PatchLoader {
   static constexpr int kVector = Shape::kVector, kChannels = Shape::kChannels, kColumnRuns = Shape::kColumns / kVector;
   // A vector's registers, a single element's upper half unused.
   static constexpr int kVectorWords = kVector > 1 ? kVector / 2 : 1, kWords = kChannels * kVectorWords;
   static constexpr int kHeld = 32 / kWords, kMost = kHeld < 8 ? kHeld : 8;
-  static constexpr int kAll = ceil_div(Shape::kRuns, kThreads), kLoads = kAll < kMost ? kAll : kMost;
+  static constexpr int kAll = ceil_div(Shape::kRuns, kThreads), kLoads = kAllAtOnce || kAll < kMost ? kAll : kMost;
   static constexpr bool kIsWhole = kAll <= kMost;
   static_assert(sizeof(T) == 2, "two elements are a register");
 
@@ -99,7 +101,7 @@ struct PatchLoader {
     for (int i = 0; i < kLoads; ++i) {
       const int rank = first + i * kThreads + threadIdx.x;
       if (rank >= Shape::kRuns) break;
-      unsigned char* const row = patch + rank / kColumnRuns * 16 * Shape::kRowWords;
+      unsigned char* const row = patch + rank / kColumnRuns * Shape::kRowBytes;
       const int pixel = Shape::kFirst + rank % kColumnRuns * kVector;
       if constexpr (kVector % 2 == 0) {
         // Two pixels of a word are written at once: lanes are kVector pixels apart, and meet banks less often.

@@ -12,8 +12,8 @@ from miofind.cli.options import example, json_option
 from miofind.cli.output import bytes_text, print_json, print_note, print_text
 from miofind.cli.session import verbose_option
 from miofind.device import device_text
-from miofind.finddb import Release, Store, write_release
-from miofind.row_check import Shipping, is_lost, with_refusals
+from miofind.finddb import Release, ReleaseRules, Store, write_release
+from miofind.row_check import Shipping, is_lost, kind_of, with_refusals
 
 _MOST_FINDINGS = 10
 
@@ -32,9 +32,10 @@ def release(sources: tuple[Path, ...], out: str, as_json: bool) -> None:
     read: `miofind db merge` brings what it holds into a FindDB that is written to.
     """
     keep = Shipping()
+    rules = ReleaseRules(keep=keep, void=is_lost, widen=with_refusals, kind=kind_of)
     with contextlib.ExitStack() as stack:
         stores = [stack.enter_context(Store(source, read_only=True)) for source in sources]
-        made = write_release(stores, out, keep=keep, void=is_lost, widen=with_refusals)
+        made = write_release(stores, out, rules)
     path = Path(out).expanduser()
     if as_json:
         print_json({"database": str(path), "bytes": path.stat().st_size} | asdict(made) | {"left_out": _left_out(keep)})

@@ -189,8 +189,8 @@ _FIND = (
     click.option(
         "--find-mode",
         type=choice(FindMode),
-        help="normal measures; hybrid asks the FindDB first; fast never measures; dynamic_hybrid compiles for no shape "
-        "alone; trust_verify measures the FindDB's answer once more.  [default: hybrid]",
+        help="normal measures; hybrid asks the FindDB first; fast never measures; dynamic_hybrid asks it first, else "
+        "compiles nothing for one shape alone; trust_verify measures the FindDB's answer once more.  [default: hybrid]",
     ),
     click.option(
         "--enforce",

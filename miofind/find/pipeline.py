@@ -59,7 +59,7 @@ def find(problem: ProblemDescription, options: FindOptions, handle: Handle) -> l
                 f"tune it with `miofind tune`, or allow a find. Problem: {driver_line(problem)}"
             )
         if mode is FindMode.FAST or options.on_miss is OnMiss.ESTIMATE:
-            return _ordered(estimates(problem, options, handle), options)
+            return _ordered(estimates(problem, options, handle, dynamic_only=dynamic_only), options)
         with handle.measuring:
             # another thread may have measured it meanwhile
             answer = records.look_up(problem, options, handle, dynamic_only=dynamic_only)
@@ -120,6 +120,7 @@ def measure(
         if plan.spaces:
             known = {} if afresh else known_times(problem, handle)
             known |= {candidate_of(name, problem): None for name in left_out}
+            recording.know(known)
             search = _search(problem, options, plan, known)
             outcomes = searched(search, measuring, besides)
             recording.search_ended = search.is_complete
@@ -202,13 +203,18 @@ def _still_holds(best: Solution, options: FindOptions, handle: Handle) -> bool:
     return False
 
 
-def estimates(problem: ProblemDescription, options: FindOptions, handle: Handle) -> list[Solution]:
+def estimates(
+    problem: ProblemDescription, options: FindOptions, handle: Handle, *, dynamic_only: bool = False
+) -> list[Solution]:
     """Solutions ordered by their solvers' estimates; nothing is measured.
+
+    Args:
+        dynamic_only: leave out solvers that compile for each shape.
 
     Raises:
         NoSolutionError: no solver applies.
     """
-    plan = make_plan(problem, handle.device, options)
+    plan = make_plan(problem, handle.device, options, dynamic_only=dynamic_only)
     failed = failures.failures(problem, handle)
     planned = [p for p in plan.candidates if p.candidate.id not in failed]
     planned = planned or [p for p in plan.last_resort if p.candidate.id not in failed]

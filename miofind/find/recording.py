@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
+from dataclasses import replace
 
-from miofind.candidate import Outcome, Status
+from miofind.candidate import Candidate, Outcome, Status
 from miofind.environment import versions
 from miofind.find.plan import Plan
 from miofind.find.scopes import scope_of
@@ -62,6 +64,7 @@ def _rounded(value: float) -> float:
 class Recording:
     """Writes the outcomes of one find with its verdict and scope when it ends; of a search, in batches as they come.
 
+    A search that a budget ended counts as a find of the defaults, too, where it had come to all of them.
     A find that ends drops the problem's notes for a re-check, since it was one. It leaves one where something speaks of
     the moment alone: a candidate ran out of memory, and not in a re-check for that reason, or was measured while
     another process used the device.
@@ -84,6 +87,10 @@ class Recording:
 
     def __enter__(self) -> Recording:
         return self
+
+    def know(self, candidates: Iterable[Candidate]) -> None:
+        """Count candidates as tried that need not be: the FindDB has them, or they are left out."""
+        self._tried.update(candidate.id for candidate in candidates)
 
     def add(self, outcome: Outcome) -> None:
         """Take one outcome."""
@@ -119,6 +126,8 @@ class Recording:
             )
         if self._pending or scope is not None or self._verdict is not None:
             self._write(scope, self._verdict)
+        if scope is not None and not scope.complete and self._has_tried_defaults:
+            self._write(replace(scope, effort="defaults", complete=True))
         key = (self._handle.device.identity, self._problem.network_config)
         momentary = set(self._momentary.values())
         if _MEMORY_RAN_OUT in momentary and _MEMORY_RAN_OUT in self._noted():
@@ -144,6 +153,12 @@ class Recording:
         if self._plan.spaces:
             return self.search_ended
         return self._tried.issuperset(planned.candidate.id for planned in self._plan.candidates)
+
+    @property
+    def _has_tried_defaults(self) -> bool:
+        """Whether a search has tried all that it begins with, the defaults among them."""
+        seeds = (f"{space.solver_id}:{config.json}" for space in self._plan.spaces for config in space.seeds)
+        return bool(self._plan.spaces) and self._tried.issuperset(seeds)
 
     def _write(self, scope: Scope | None = None, verdict: StoredVerdict | None = None) -> None:
         rows, self._pending = self._pending, []

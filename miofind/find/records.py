@@ -9,14 +9,15 @@ from __future__ import annotations
 import functools
 import logging
 import math
+import operator
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 from miofind.find.failures import newest_statuses
 from miofind.find.scopes import WIDE_BOUNDS, asked_all, considered, requested_scope
 from miofind.find.validity import current_environment, is_current, may_serve
-from miofind.finddb import Answer, Scope
+from miofind.finddb import Answer, Row, Scope
 from miofind.found import Found, Solution, Source
 from miofind.handle import Handle
 from miofind.options import FindOptions
@@ -42,6 +43,34 @@ class _Stored(NamedTuple):
     environment: str
 
 
+class _Taken(NamedTuple):
+    """What became of rows.
+
+    Attributes:
+        void: solvers with rows of other versions or sources than they have now.
+        hidden: solvers with rows within the limits of which none is of a kind that the request takes.
+        is_stale: whether other versions of libraries or driver measured some of the solutions.
+    """
+
+    solutions: list[Solution]
+    void: set[str]
+    hidden: set[str]
+    is_stale: bool
+
+
+class _Held(NamedTuple):
+    """What one FindDB has for a request.
+
+    Attributes:
+        late: solvers that might serve, and that came or changed since it was measured.
+        is_stale: whether other versions of libraries or driver measured some of it.
+    """
+
+    solutions: list[Solution]
+    late: tuple[str, ...]
+    is_stale: bool
+
+
 def look_up(
     problem: ProblemDescription,
     options: FindOptions,
@@ -52,94 +81,142 @@ def look_up(
     dynamic_only: bool = False,
     queue: bool = True,
 ) -> list[Solution] | None:
-    """Solutions that the FindDB has for a request, fastest first; None where it has none or has not looked far enough.
+    """Solutions that a FindDB has for a request, fastest first; None where none has any or has looked far enough.
+
+    They are those of the first FindDB that lacks no solver, else of the one that lacks the fewest.
 
     Args:
         measured: ids of solutions measured just now.
         partial: whether an answer counts that lacks solvers which came or changed since it was measured, or whose find
             ran out of time.
-        dynamic_only: ask for no more than shape-generic solvers.
+        dynamic_only: an answer counts that lacks others than shape-generic solvers; what it has of these is given, too.
         queue: note for a re-check what is stale or incomplete.
     """
-    fresh = frozenset(measured)
     request = requested_scope(options, handle.device, dynamic_only)
     if not partial and _wants_all(problem, options, handle):
         request = replace(request, complete=True)
+    asked = _Asked(problem, options, handle, request, frozenset(measured), partial)
     device = handle.device.identity
-    answer = handle.database.answer(device, problem.network_config)
-    if answer is None:
+    found = _chosen(map(asked.held, handle.database.answers(device, problem.network_config)))
+    if found is None or (found.late and not partial):
         return None
-    late: tuple[str, ...] = ()
-    if not fresh and not answer.covers(request):
-        nearest = _nearest(problem, request, handle, partial=partial)
-        if nearest is None:
+    if queue and not asked.fresh:
+        if found.late:
+            handle.database.queue_recheck(device, problem.network_config, f"not measured yet: {', '.join(found.late)}")
+        elif found.is_stale:
+            handle.database.queue_recheck(device, problem.network_config, "measured with other versions")
+    return found.solutions
+
+
+def _chosen(held: Iterable[_Held | None]) -> _Held | None:
+    """The first that lacks no solver, else the first of those that lack the fewest."""
+    partly = []
+    for each in held:
+        if each is not None and not each.late:
+            return each
+        if each is not None:
+            partly.append(each)
+    return min(partly, key=lambda each: len(each.late), default=None)
+
+
+class _Asked(NamedTuple):
+    """A request as answers are held against it.
+
+    Attributes:
+        fresh: ids of solutions measured just now; where there are any, what they were recorded in is the answer.
+    """
+
+    problem: ProblemDescription
+    options: FindOptions
+    handle: Handle
+    request: Scope
+    fresh: frozenset[str]
+    partial: bool
+
+    def held(self, answer: Answer) -> _Held | None:
+        """What an answer has for the request, None where that is nothing, or too little was considered for it."""
+        late = self._not_considered(answer)
+        if late is None:
             return None
-        answer, late = nearest.answer, nearest.missing
-    found = Found(handle)
-    void = set()
-    stale = False
-    environment = current_environment(handle.device)
-    solutions = found.solutions
-    current: dict[tuple[str, int, str], bool] = {}
-    for row in map(_Stored._make, answer.rows.columns(*_Stored._fields)):
-        version = row[:3]
-        if version not in current:
-            current[version] = is_current(*version, handle.device)
-        if not current[version]:
-            void.add(row.solver_id)
-        elif _is_within(row, problem, options):
-            source = Source.MEASURED if fresh and f"{row.solver_id}:{row.config}" in fresh else Source.FINDDB
-            solutions.append(_as_solution(problem, row, found, source))
-            stale = stale or row.environment != environment
-    if void:
-        void -= {solution.solver_id for solution in solutions}
-        wanted = sorted(void & set(request.solvers))
-        late = (*late, *(name for name in wanted if may_serve(solvers()[name], problem, handle.device)))
-    if late and not fresh and not partial:
-        return None
-    if fresh or not queue:
-        return solutions or None
-    if late:
-        handle.database.queue_recheck(device, problem.network_config, f"not measured yet: {', '.join(late)}")
-    elif stale:
-        handle.database.queue_recheck(device, problem.network_config, "measured with other versions")
-    return solutions or None
+        taken = self._taken(map(_Stored._make, answer.rows.columns(*_Stored._fields)))
+        void = taken.void
+        if taken.hidden:
+            taken = self._taken(map(_Stored._make, map(_stored_fields, self._best_of_all(answer))))
+        if void and not self.fresh:
+            void -= {solution.solver_id for solution in taken.solutions}
+            late = tuple(sorted({*late, *self._serving(void & self.request.solvers.keys())}))
+        return _Held(taken.solutions, late, taken.is_stale) if taken.solutions else None
+
+    def _taken(self, rows: Iterable[_Stored]) -> _Taken:
+        """Solutions of those of the rows that a request takes."""
+        problem, options, handle, _, fresh, _ = self
+        found = Found(handle)
+        taken = _Taken(found.solutions, set(), set(), False)
+        environment = current_environment(handle.device)
+        current: dict[tuple[str, int, str], bool] = {}
+        stale = False
+        for row in rows:
+            version = row[:3]
+            if version not in current:
+                current[version] = is_current(*version, handle.device)
+            if not current[version]:
+                taken.void.add(row.solver_id)
+            elif not _is_within(row, options):
+                continue
+            elif not _is_taken(row, problem, options):
+                taken.hidden.add(row.solver_id)
+            else:
+                source = Source.MEASURED if fresh and f"{row.solver_id}:{row.config}" in fresh else Source.FINDDB
+                found.solutions.append(_as_solution(problem, row, found, source))
+                stale = stale or row.environment != environment
+        hidden = taken.hidden - {solution.solver_id for solution in found.solutions} if taken.hidden else taken.hidden
+        return taken._replace(hidden=hidden, is_stale=stale)
+
+    def _best_of_all(self, answer: Answer) -> list[Row]:
+        """The best rows that a request takes, of the whole history."""
+        device = self.handle.device
+
+        def admits(row: Row) -> bool:
+            stored = _Stored._make(_stored_fields(row))
+            return (
+                is_current(*stored[:3], device)
+                and _is_within(stored, self.options)
+                and _is_taken(stored, self.problem, self.options)
+            )
+
+        return self.handle.database.best_rows(answer.device, answer.network_config, admits)
+
+    def _not_considered(self, answer: Answer) -> tuple[str, ...] | None:
+        """The solvers that might serve and that an answer's finds together have not considered; None if it is none.
+
+        What refuses the problem need not have been considered. What came since a find that asked all solvers may be
+        missing from a partial answer; what a filter left out may not.
+        """
+        if self.fresh or answer.covers(self.request):
+            return ()
+        known = considered(self.request, answer.scopes)
+        missing = self.request.solvers.keys() - known
+        if not known or WIDE_BOUNDS in missing:
+            return None
+        late = self._serving(missing)
+        return late if not late or (self.partial and asked_all(self.request, answer.scopes)) else None
+
+    def _serving(self, names: Iterable[str]) -> tuple[str, ...]:
+        """Those of the solvers that do not refuse the problem."""
+        return tuple(name for name in sorted(names) if may_serve(solvers()[name], self.problem, self.handle.device))
 
 
 def _wants_all(problem: ProblemDescription, options: FindOptions, handle: Handle) -> bool:
     """Whether only a find that came to its own end counts, not one that a budget ended.
 
-    For a search with `trials`: unless as many candidates were tried, by whatever finds and whatever became of them, so
-    that more trials search on and as many do not. Otherwise: unless the time budget is finite.
+    For a search with `trials`: unless as many candidates of the solvers that the options allow were tried, by whatever
+    finds and whatever became of them, so that more trials search on and as many do not. Otherwise: unless the time
+    budget is finite.
     """
     if options.searches and options.trials is not None:
-        return len(newest_statuses(problem, handle, ignored=frozenset())) < options.trials
+        tried = newest_statuses(problem, handle, ignored=frozenset())
+        return sum(options.allows(solvers()[name.partition(":")[0]]) for name in tried) < options.trials
     return math.isinf(options.budget_s)
-
-
-@dataclass(frozen=True, slots=True)
-class _Nearest:
-    """An answer and the solvers that might serve and that it has not considered."""
-
-    answer: Answer
-    missing: tuple[str, ...]
-
-
-def _nearest(problem: ProblemDescription, request: Scope, handle: Handle, *, partial: bool) -> _Nearest | None:
-    """The first FindDB's answer whose finds together considered what a request wants; None if there is none.
-
-    What refuses the problem need not have been considered. What came since a find that asked all solvers may be
-    missing from a partial answer; what a filter left out may not.
-    """
-    for answer in handle.database.answers(handle.device.identity, problem.network_config):
-        known = considered(request, answer.scopes)
-        missing = request.solvers.keys() - known
-        if not known or WIDE_BOUNDS in missing:
-            continue
-        late = tuple(name for name in sorted(missing) if may_serve(solvers()[name], problem, handle.device))
-        if not late or (partial and asked_all(request, answer.scopes)):
-            return _Nearest(answer, late)
-    return None
 
 
 @functools.lru_cache(maxsize=1 << 16)
@@ -148,18 +225,24 @@ def _stored_config(text: str) -> Config:
     return Config.from_json(text)
 
 
-def _is_within(row: _Stored, problem: ProblemDescription, options: FindOptions) -> bool:
+_stored_fields = operator.attrgetter(*_Stored._fields)
+
+
+def _is_within(row: _Stored, options: FindOptions) -> bool:
     """Whether a row keeps the caller's limits."""
     limit = options.workspace_limit_bytes
     if limit is not None and row.workspace_bytes > limit:
         return False
     if options.deterministic and not row.deterministic:
         return False
+    if (options.only or options.exclude) and not options.allows(solvers()[row.solver_id]):
+        return False
+    return options.max_error is None or (row.max_error is not None and row.max_error <= options.max_error)
+
+
+def _is_taken(row: _Stored, problem: ProblemDescription, options: FindOptions) -> bool:
+    """Whether a row is of a kind that a request takes, which its solver alone can tell."""
     solver = solvers()[row.solver_id]
-    if (options.only or options.exclude) and not options.allows(solver):
-        return False
-    if options.max_error is not None and (row.max_error is None or row.max_error > options.max_error):
-        return False
     try:
         if options.strict_nonfinite and solver.spreads_nonfinite(problem, _stored_config(row.config)):
             return False

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from miofind.device import Device
-from miofind.finddb import Scope
+from miofind.find.validity import solver_hash
+from miofind.finddb import Scope, failed_code
 from miofind.options import FindOptions
 from miofind.solver import solvers
 
@@ -49,9 +50,22 @@ def scope_of(options: FindOptions, considered: Mapping[str, int], *, complete: b
 
 
 def considered(request: Scope, scopes: Iterable[Scope]) -> frozenset[str]:
-    """Ids of a request's solvers that earlier finds considered as it would, each find some of them."""
-    known = (scope.solvers.items() & request.solvers.items() for scope in _alike(request, scopes))
-    return frozenset(name for some in known for name, _ in some)
+    """Ids of a request's solvers that earlier finds considered as it would, each find some of them.
+
+    One that failed altogether counts while its sources are those that it failed with.
+    """
+    wanted = request.solvers
+    return frozenset(
+        name
+        for scope in _alike(request, scopes)
+        for name, version in scope.solvers.items()
+        if name in wanted and (version == wanted[name] or version == _failed_code(name))
+    )
+
+
+def _failed_code(solver_id: str) -> int | None:
+    solver = solvers().get(solver_id)
+    return None if solver is None else failed_code(solver.version, solver_hash(solver))
 
 
 def asked_all(request: Scope, scopes: Iterable[Scope]) -> bool:

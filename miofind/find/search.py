@@ -123,10 +123,12 @@ class _Arm:
     def propose(self) -> Config | None:
         """The next configuration, counted as tried from now on; None where there is none left."""
         is_opening = self.space.is_whole or self.position < len(self.space.seeds) + _OPENING
+        sources = [self._child, self._next_listed]
         if is_opening or self.proposals % _LISTED_EVERY == 0:
-            config = self._next_listed() or self._child()
-        else:
-            config = self._child() or self._next_listed()
+            sources.reverse()
+        config = sources[0]()
+        if config is None:  # one without parameters is false
+            config = sources[1]()
         if config is None:
             self.is_exhausted = True
             return None
