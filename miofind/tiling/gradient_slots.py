@@ -1,0 +1,129 @@
+"""Cells of dx in slots of warpgroup products: what kernels_src/first_layer_data_wgmma.cu computes.
+
+Pure arithmetic on shapes: knows nothing of kernels or solvers.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from miofind.device import Device
+from miofind.problem import ProblemDescription
+from miofind.solution import Config
+from miofind.tiling.correlation import ceil_div, round_up
+from miofind.tiling.gradient_rows import StrideCells, strip_rows
+from miofind.tiling.grouped import resident_blocks
+
+_ROWS = 64  # of a product
+_OTHERS = 56  # registers for addresses and counters
+_SHARED_BYTES = 227 << 10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GradientSlots:
+    """A configuration applied to a problem: what the kernel's constants come to.
+
+    kernels_src/first_layer_data_wgmma.cu computes the same from the defines and refuses to compile where it differs.
+
+    Attributes:
+        height: cells of stride rows.
+        first_cell, cells: along a row, of `widen` strides; cell I has pixels from I * widen * stride - pad on.
+        shifts: columns of dy that a cell meets.
+        columns, tiles: cells of a tile, a multiple of 8; how many tiles a row has.
+        in_vector: elements of dy that are loaded at once.
+        slot, groups: rows of the product of a row of cells; warpgroups of a team, of 64 rows of the product each.
+        products: of 16 filters, that a row of dy takes.
+        staged: columns of dy of a tile.
+        filter_bytes, stage_bytes, turned_bytes: of a block's filters, and of a team's row, as it comes and, for planes
+            alone, as words.
+        threads: of a block.
+        registers: of a thread that spills nothing.
+        shared_bytes: of a block.
+        resident: blocks of a multiprocessor.
+        rows, row_strips: of cells of a strip; how many strips an image's rows make.
+        strip_steps: rows of dy that a strip meets.
+        strips, blocks: of all images and tiles; of the grid.
+    """
+
+    height: StrideCells
+    first_cell: int
+    cells: int
+    shifts: int
+    columns: int
+    tiles: int
+    in_vector: int
+    slot: int
+    groups: int
+    products: int
+    staged: int
+    filter_bytes: int
+    stage_bytes: int
+    turned_bytes: int
+    threads: int
+    registers: int
+    shared_bytes: int
+    resident: int
+    rows: int
+    row_strips: int
+    strip_steps: int
+    strips: int
+    blocks: int
+
+    @staticmethod
+    def of(problem: ProblemDescription, config: Config, device: Device) -> GradientSlots:
+        """Tiles of as equal as may be of up to `tile_w` cells, and strips that fill the device."""
+        last, (stride_y, stride_x) = problem.y.layout.channels_last, problem.conv.stride
+        height, widen, teams = StrideCells.of(problem, 0), config["widen"], config["teams"]
+        pad, wide = problem.conv.pad_before[1], widen * stride_x
+        first_cell = pad // wide
+        cells = (problem.spatial[1] - 1 + pad) // wide + 1 - first_cell
+        columns = round_up(ceil_div(cells, ceil_div(cells, config["tile_w"])), 8)
+        tiles = ceil_div(cells, columns)
+        shifts = ceil_div(problem.filter[1], stride_x) + widen - 1
+
+        slot, steps = stride_y * wide * problem.c, ceil_div(problem.k, 16)
+        groups, products = ceil_div(height.met * slot, _ROWS), shifts * steps
+        staged = (columns - 1) * widen + shifts
+        if not last:
+            staged = round_up(7 + staged, 8)
+        word_bytes = 32 * steps * (widen * ceil_div(staged, widen) | 1)
+        stage_bytes = word_bytes if last else 256 * steps * (staged // 8 | 1)
+        turned_bytes = 0 if last else word_bytes
+        spare_rows = _ROWS * groups - height.met * slot
+        filter_bytes = 16 * (2 * products * (2 * height.met - 1) * slot + spare_rows)
+        before = config["stages"] - 1 if last else config["stages"]
+        latest = teams * (stage_bytes if last else 2 * turned_bytes)
+        shared_bytes = filter_bytes + before * teams * stage_bytes + max(latest, round_up(2 * problem.w.size, 16))
+
+        threads, registers = 128 * groups * teams, round_up(columns // 2 + _OTHERS, 8)
+        shared_most = device.shared_bytes or _SHARED_BYTES
+        resident = min(config["resident"], resident_blocks(registers, threads, shared_bytes, shared_most))
+        rows = strip_rows(height, problem.n * tiles, device.sm_count * teams * max(1, resident))
+        row_strips = ceil_div(height.end - height.first, rows)
+        strips = problem.n * tiles * row_strips
+        return GradientSlots(
+            height=height,
+            first_cell=first_cell,
+            cells=cells,
+            shifts=shifts,
+            columns=columns,
+            tiles=tiles,
+            in_vector=math.gcd(8, problem.k if last else problem.out_spatial[1]),
+            slot=slot,
+            groups=groups,
+            products=products,
+            staged=staged,
+            filter_bytes=filter_bytes,
+            stage_bytes=stage_bytes,
+            turned_bytes=turned_bytes,
+            threads=threads,
+            registers=registers,
+            shared_bytes=shared_bytes,
+            resident=resident,
+            rows=rows,
+            row_strips=row_strips,
+            strip_steps=rows + height.met - 1,
+            strips=strips,
+            blocks=ceil_div(strips, teams),
+        )

@@ -1,0 +1,164 @@
+"""ConvFirstLayerDataWgmma: backward data of convolutions of few channels by Hopper's warpgroup products.
+
+Kernel: kernels_src/first_layer_data_wgmma.cu. Cells, slots and strips: miofind/tiling/gradient_slots.py. Knows nothing
+of how candidates are chosen.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+from miofind.device import Device
+from miofind.few_channels import HOPPER_KEYS, FewChannelsSolver
+from miofind.problem import Direction, ProblemDescription
+from miofind.solution import Config, ConfigValue, ConvSolution, KernelStep, Pointer, int32s
+from miofind.tiling.correlation import ceil_div
+from miofind.tiling.divisor import divisors
+from miofind.tiling.gradient_slots import GradientSlots
+
+_MAX_THREADS = 512
+_MAX_GROUPS = 4
+_MAX_PRODUCTS = 128  # of a row of dy: they are unrolled
+_MAX_REGISTERS = 232
+_SHARED_BYTES = 227 << 10
+_TILES_W = (16, 32, 64, 128, 256)
+
+
+def _defines(problem: ProblemDescription, config: Config, tiling: GradientSlots) -> tuple[tuple[str, str | int], ...]:
+    stride_y, stride_x = problem.conv.stride
+    return (
+        ("ELEMENT", problem.x.dtype.value),
+        ("CHANNELS", problem.c),
+        ("FILTERS", problem.k),
+        ("FILTER_Y", problem.filter[0]),
+        ("FILTER_X", problem.filter[1]),
+        ("STRIDE_Y", stride_y),
+        ("STRIDE_X", stride_x),
+        ("WIDEN", config["widen"]),
+        ("COLUMNS", tiling.columns),
+        ("TEAMS", config["teams"]),
+        ("STAGES", config["stages"]),
+        ("CHANNELS_LAST", int(problem.x.layout.channels_last)),
+        ("IN_VECTOR", tiling.in_vector),
+        ("MIN_BLOCKS", tiling.resident),
+        ("SHARED_BYTES", tiling.shared_bytes),
+    )
+
+
+# What default_configs ranks by estimate.
+_SHORT_LIST = tuple(
+    Config.of(tile_w=tile_w, widen=widen, teams=teams, stages=stages, resident=resident)
+    for tile_w, widen, (teams, resident), stages in itertools.product(
+        _TILES_W, (1, 2, 4), ((1, 1), (1, 2), (2, 1), (2, 2), (3, 1), (4, 1), (1, 3)), (2, 3, 4)
+    )
+)
+
+# Reckoned, not measured. Cycles of a multiprocessor: for a product of 16 filters by a column, and for the rows of its
+# other operand; of shared memory for 128 bytes. Cycles that a team waits for a row beside its products (for barriers,
+# the products' latency, and to write pixels), for each product and each 8 cells that are written, and that a block
+# takes before its first row. Bytes under way that the memory's latency takes to move at its bandwidth, of a
+# multiprocessor. Share of the bandwidth that is reached, and of the time to move all tensors, or to compute if that is
+# shorter, that the other does not hide.
+_PRODUCT = 0.5
+_SHARED = 1.1
+_ROW = 400.0
+_LATENCY = 12.0
+_WRITTEN = 24.0
+_BEGIN = 3000.0
+_UNDER_WAY = 28e3
+_LAUNCH_MS = 0.0026
+_REACHED = 0.9
+_EXPOSED = 0.35
+
+
+class ConvFirstLayerDataWgmma(FewChannelsSolver):
+    """Backward data for up to four channels: warpgroup products of filters by rows of dy, whose columns shift in place.
+
+    Pixels are completed in registers, cells of a stride's rows and columns at a time. dy is read once but for the ends
+    of strips and tiles. Zeros around filters and rows of dy are multiplied: an infinity or NaN of dy spreads to pixels
+    of the cells that it meets, and one of the filter to pixels at the border. Sums are float32; equal inputs give equal
+    bits.
+
+    Configuration: each of the `teams` of a block goes down a strip of up to `tile_w` cells, each of `widen` strides;
+    its rows of dy are in `stages` buffers. There are as many strips as fill multiprocessors with `resident` blocks.
+    """
+
+    id = "ConvFirstLayerDataWgmma"
+    direction = Direction.BACKWARD_DATA
+    kind = ("tile_w", "widen")
+    keys = HOPPER_KEYS
+    parameters: ClassVar[Mapping[str, Sequence[ConfigValue]]] = {
+        "tile_w": _TILES_W,
+        "widen": (1, 2, 4),
+        "teams": (1, 2, 3, 4),
+        "stages": (2, 3, 4, 6),
+        "resident": (1, 2, 3, 4),
+    }
+    sources = ("first_layer_data_wgmma.cu",)
+
+    def is_valid_config(self, problem: ProblemDescription, device: Device, config: Config) -> bool:
+        tiling = GradientSlots.of(problem, config, device)
+        if tiling.groups > _MAX_GROUPS or tiling.threads > _MAX_THREADS or tiling.products > _MAX_PRODUCTS:
+            return False
+        narrower = max((width for width in _TILES_W if width < config["tile_w"]), default=0)
+        if narrower and ceil_div(tiling.cells, narrower) == tiling.tiles:
+            return False  # the same tiles
+        if config["widen"] > 1 and tiling.cells < 2:
+            return False
+        if tiling.registers > _MAX_REGISTERS or tiling.shared_bytes > (device.shared_bytes or _SHARED_BYTES):
+            return False
+        return bool(tiling.resident == config["resident"])
+
+    def short_list(self) -> Sequence[Config]:
+        return _SHORT_LIST
+
+    def spreads_nonfinite(self, problem: ProblemDescription, config: Config) -> bool:
+        return True
+
+    def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
+        """Time to move all tensors and to compute, of which the longer hides most of the other.
+
+        A row's products take the tensor cores, or shared memory that holds their operands and that the row is staged
+        in; a team alone waits for each and then writes pixels, which other teams of the multiprocessor can fill.
+        """
+        tiling = GradientSlots.of(problem, config, device)
+        columns, row_products = tiling.columns, tiling.groups * tiling.products
+        read = row_products * (16 + columns / 4)
+        staged = tiling.stage_bytes / 128 + 3 * tiling.turned_bytes / 128
+        written = _WRITTEN * columns / 8
+        busy = max(_PRODUCT * row_products * columns, _SHARED * (read + staged + written))
+        alone = _ROW + tiling.products * max(_LATENCY, _PRODUCT * columns) + 2 * written
+        slots = device.sm_count * tiling.resident * config["teams"]
+        together = min(tiling.resident * config["teams"], ceil_div(tiling.strips, device.sm_count))
+        turns = ceil_div(tiling.strips, slots)
+        cycles = turns * (_BEGIN + tiling.strip_steps * max(together * busy, alone))
+        busy_ms = 1e3 * cycles / device.clock_hz
+        again = (tiling.strip_steps / tiling.rows - 1) / 8
+        ahead = together * (config["stages"] - 1) * tiling.stage_bytes
+        reached = _REACHED * min(1.0, ahead / _UNDER_WAY)
+        moved_ms = 1e3 * problem.bytes * (1 + again) / (reached * device.bandwidth_bytes_per_s)
+        return float(_LAUNCH_MS + max(moved_ms, busy_ms) + _EXPOSED * min(moved_ms, busy_ms))
+
+    def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
+        tiling = GradientSlots.of(problem, config, device)
+        step = KernelStep(
+            source="first_layer_data_wgmma.cu",
+            entry="first_layer_data_wgmma",
+            grid=(tiling.blocks, 1, 1),
+            block=(tiling.threads, 1, 1),
+            shared_bytes=tiling.shared_bytes,
+            defines=_defines(problem, config, tiling),
+            args=(
+                *(Pointer(buffer=name) for name in ("y", "w", "x")),
+                *int32s(*problem.spatial, *problem.out_spatial, *problem.conv.pad_before),
+                *int32s(tiling.height.first, tiling.height.end, tiling.first_cell),
+                *int32s(tiling.rows, tiling.strip_steps, tiling.strips),
+                *divisors(tiling.row_strips * tiling.tiles, tiling.tiles),
+            ),
+        )
+        return ConvSolution(steps=(step,))
+
+
+SOLVERS = (ConvFirstLayerDataWgmma(),)
