@@ -35,7 +35,7 @@ __device__ __forceinline__ void spread_filters(unsigned char* to, const ELEMENT*
   for (int i = threadIdx.x; i < 2 * kProducts * kRows; i += kThreads) {
     const int row = i % kRows, octet = i / kRows, first_k = octet % kOctets * 8, shift = octet / kOctets;
     const Pixel pixel(row % kSlot);
-    const int r = row / kSlot * STRIDE_Y + pixel.y, s = pixel.x + (kCellsX - 1 - shift) * STRIDE_X;
+    const int r = row / kSlot * STRIDE_Y + pixel.y, s = pixel.x - PHASE + (kCellsX - 1 - shift) * STRIDE_X;
     const bool inside = r < FILTER_Y && s >= 0 && s < FILTER_X;
     const int at = CHANNELS_LAST ? (r * FILTER_X + s) * CHANNELS + pixel.c : (pixel.c * FILTER_Y + r) * FILTER_X + s;
     Vector<ELEMENT, 8> word;
@@ -64,56 +64,65 @@ __device__ __forceinline__ void begin_products(Sums& sums, unsigned filters, uns
   products_commit();
 }
 
-// Where a strip's results go.
+// Where a strip's results go; `left` is as many columns to the left of dx as cells begin.
 struct Target {
   ELEMENT* dx;
   Size size;
-  int pad_y, pad_x;
+  int top, left;
 };
 
-// Writes the sums of the slot that is complete, if `wanted`, of a row of cells, and clears them.
+// Writes the sums of the slot that is complete, if `wanted`, of a row of cells, and clears them. If PAIRED two lanes
+// exchange what each has of two cells, so that both write two elements side by side.
 __device__ __forceinline__ void finish(Sums& sums, const Target& to, const Strip& strip, int row, int slot,
                                        bool wanted) {
-  const int lane = threadIdx.x % 32, first_row = threadIdx.x % kTeam / 32 * 16 + lane / 4;
+  constexpr int kColumn = CHANNELS_LAST ? CHANNELS : 1;
+  const int lane = threadIdx.x % 32, odd = PAIRED ? lane / 4 % 2 : 0;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const int in_slot = first_row + 8 * half - slot * kSlot;
+    const int warp_row = threadIdx.x % kTeam / 32 * 16 + 8 * half - slot * kSlot, in_slot = warp_row + lane / 4;
+    if (warp_row <= -8 || warp_row >= kSlot) continue;
     const bool mine = in_slot >= 0 && in_slot < kSlot;
-    const Pixel pixel(mine ? in_slot : 0);
-    const int h = row * STRIDE_Y + pixel.y - to.pad_y;
-    const int v = (strip.cell + lane % 4 * 2) * kCell + pixel.x - to.pad_x;
+    const Pixel pixel(mine ? in_slot - odd : 0);
+    const int h = row * STRIDE_Y + pixel.y - to.top;
+    const int v = (strip.cell + lane % 4 * 2 + odd) * kCell + pixel.x - to.left;
     const bool inside = mine && wanted && static_cast<unsigned>(h) < static_cast<unsigned>(to.size.height);
-    constexpr int kColumn = CHANNELS_LAST ? CHANNELS : 1;
+    const unsigned width = inside ? to.size.width : 0;
     ELEMENT* const dx =
-        to.dx + (CHANNELS_LAST
-                     ? ((strip.image * to.size.height + h) * to.size.width + v) * CHANNELS + pixel.c
-                     : ((strip.image * CHANNELS + pixel.c) * to.size.height + h) * to.size.width + v);
-    if (inside) {
+        to.dx + (CHANNELS_LAST ? ((strip.image * to.size.height + h) * to.size.width + v) * CHANNELS + pixel.c
+                               : ((strip.image * CHANNELS + pixel.c) * to.size.height + h) * to.size.width + v);
 #pragma unroll
-      for (int j = 0; j < COLUMNS / 8; ++j)
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          const int right = (8 * j + e) * kCell;
-          if (static_cast<unsigned>(v + right) < static_cast<unsigned>(to.size.width))
-            dx[right * kColumn] = convert<ELEMENT>(sums[4 * j + 2 * half + e]);
-        }
+    for (int j = 0; j < COLUMNS / 8; ++j) {
+      float& first = sums[4 * j + 2 * half];
+      float& second = sums[4 * j + 2 * half + 1];
+      const int right = 8 * j * kCell;
+      if constexpr (PAIRED) {
+        const float other = __shfl_xor_sync(0xffffffffu, odd ? first : second, 4);
+        Vector<ELEMENT, 2> pair;
+        pair.at[0] = convert<ELEMENT>(odd ? other : first);
+        pair.at[1] = convert<ELEMENT>(odd ? second : other);
+        if (static_cast<unsigned>(v + right) < width)
+          *reinterpret_cast<Vector<ELEMENT, 2>*>(dx + right * kColumn) = pair;
+      } else {
+        if (static_cast<unsigned>(v + right) < width) dx[right * kColumn] = convert<ELEMENT>(first);
+        if (static_cast<unsigned>(v + right + kCell) < width)
+          dx[(right + kCell) * kColumn] = convert<ELEMENT>(second);
+      }
+      first = mine ? 0.0f : first;
+      second = mine ? 0.0f : second;
     }
-#pragma unroll
-    for (int j = 0; j < COLUMNS / 8; ++j)
-#pragma unroll
-      for (int e = 0; e < 2; ++e) sums[4 * j + 2 * half + e] = mine ? 0.0f : sums[4 * j + 2 * half + e];
   }
 }
 
 #define DIVISOR_PARAMETERS(d) int d, unsigned d##_multiplier, int d##_shift
 #define DIVISOR(d) {d, d##_multiplier, d##_shift}
 
-// The pixels are in rows of cells from `first_row` to before `end_row`, in columns of cells from `first_cell` on; a
+// Cells begin `top` rows and `left` columns before dx, and the last column of dy that a cell I meets is WIDEN * (I + 1) -
+// 1 - ahead. The pixels are in rows of cells from `first_row` to before `end_row`, in columns from `first_cell` on; a
 // strip has `rows` rows of them, which meet `steps` rows of dy, and there are `strips` strips of all images.
 extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
     first_layer_data_wgmma(const ELEMENT* __restrict__ dy, const ELEMENT* __restrict__ w, ELEMENT* __restrict__ dx,
-                           int height, int width, int out_height, int out_width, int pad_y, int pad_x, int first_row,
-                           int end_row, int first_cell, int rows, int steps, int strips, DIVISOR_PARAMETERS(image_strips),
+                           int height, int width, int out_height, int out_width, int top, int left, int ahead,
+                           int first_row, int end_row, int first_cell, int rows, int steps, int strips, DIVISOR_PARAMETERS(image_strips),
                            DIVISOR_PARAMETERS(tiles)) {
   extern __shared__ __align__(128) unsigned char shared[];
   const Divisor by_image = DIVISOR(image_strips), by_tile = DIVISOR(tiles);
@@ -123,9 +132,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
   const Strip strip = {image, first_cell + tile * COLUMNS};
   const int begin = first_row + strip_rank * rows, end = number < strips ? min(begin + rows, end_row) : 0;
   const Size out_size = {out_height, out_width};
-  const Target target = {dx, {height, width}, pad_y, pad_x};
+  const Target target = {dx, {height, width}, top, left};
   // Of dy, where words and what is staged begin.
-  const int column = strip.cell * WIDEN - (kCellsX - 1), lead = CHANNELS_LAST ? 0 : column & 7;
+  const int column = strip.cell * WIDEN - ahead - (kCellsX - 1), lead = CHANNELS_LAST ? 0 : column & 7;
   unsigned char* const stages = shared + kStagesAt + team * kStageBytes;
   // Rows that dy lacks are zeros.
   const auto load = [&](int stage, int row) {

@@ -37,6 +37,8 @@ def _defines(problem: ProblemDescription, config: Config, tiling: GradientSlots)
         ("STRIDE_Y", stride_y),
         ("STRIDE_X", stride_x),
         ("WIDEN", config["widen"]),
+        ("PHASE", tiling.phase),
+        ("PAIRED", int(tiling.paired)),
         ("COLUMNS", tiling.columns),
         ("TEAMS", config["teams"]),
         ("STAGES", config["stages"]),
@@ -152,7 +154,8 @@ class ConvFirstLayerDataWgmma(FewChannelsSolver):
             defines=_defines(problem, config, tiling),
             args=(
                 *(Pointer(buffer=name) for name in ("y", "w", "x")),
-                *int32s(*problem.spatial, *problem.out_spatial, *problem.conv.pad_before),
+                *int32s(*problem.spatial, *problem.out_spatial),
+                *int32s(problem.conv.pad_before[0], tiling.left, tiling.ahead),
                 *int32s(tiling.height.first, tiling.height.end, tiling.first_cell),
                 *int32s(tiling.rows, tiling.strip_steps, tiling.strips),
                 *divisors(tiling.row_strips * tiling.tiles, tiling.tiles),

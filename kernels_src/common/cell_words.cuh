@@ -14,15 +14,20 @@
 #if !defined(STAGES) || !defined(CHANNELS_LAST) || !defined(IN_VECTOR) || !defined(MIN_BLOCKS) || !defined(SHARED_BYTES)
 #error "define STAGES, CHANNELS_LAST, IN_VECTOR, MIN_BLOCKS and SHARED_BYTES"
 #endif
+#if !defined(PHASE) || !defined(PAIRED)
+#error "define PHASE and PAIRED"
+#endif
 #define PRODUCT_COLUMNS COLUMNS
 #include "common/column_products.cuh"
 
 static_assert(STAGES >= 2, "a row is loaded while another is read");
 
-// Outputs along an axis that meet a pixel, columns of dy that a cell meets, and columns of dx that it has.
+// Outputs along an axis that meet a cell of one stride, PHASE columns after where taps begin; columns of dy that a cell
+// meets, and columns of dx that it has.
 constexpr int kTaps = CHANNELS * FILTER_Y * FILTER_X;
-constexpr int kCellsY = ceil_div(FILTER_Y, STRIDE_Y), kCellsX = ceil_div(FILTER_X, STRIDE_X);
+constexpr int kCellsY = ceil_div(FILTER_Y, STRIDE_Y), kCellsX = ceil_div(FILTER_X + PHASE, STRIDE_X);
 constexpr int kShifts = kCellsX + WIDEN - 1, kCell = WIDEN * STRIDE_X;
+static_assert(!PAIRED || kCell * CHANNELS % 2 == 0, "two elements side by side are of one cell");
 // Rows of the product: of a slot, of all, and 64 of a warpgroup. Steps of 16 filters.
 constexpr int kSlot = STRIDE_Y * kCell * CHANNELS, kRows = kCellsY * kSlot, kGroups = ceil_div(kRows, 64);
 constexpr int kSteps = ceil_div(FILTERS, 16), kOctets = 2 * kSteps, kProducts = kShifts * kSteps;
@@ -72,8 +77,8 @@ __device__ __forceinline__ void clear_stage(unsigned char* stage) {
 __device__ __forceinline__ void load_row(unsigned char* to, const ELEMENT* __restrict__ dy, const Size& size, int image,
                                          int row, int first) {
   const int thread = threadIdx.x % kTeam, begin = max(0, -first), end = min(kStaged, size.width - first);
+  constexpr int kRuns = (CHANNELS_LAST ? FILTERS : kStaged) / IN_VECTOR, kAtOnce = maximum(1, kTeam / kRuns);
   if constexpr (CHANNELS_LAST) {
-    constexpr int kRuns = FILTERS / IN_VECTOR, kAtOnce = maximum(1, kTeam / kRuns);
     const ELEMENT* const from = dy + ((image * size.height + row) * size.width + first) * FILTERS;
     for (int run = kRuns > kTeam ? thread : thread % kRuns; run < kRuns; run += kTeam) {
       unsigned char* const words = to + run * IN_VECTOR / 8 * 16 * kPitch + run * IN_VECTOR % 8 * 2;
@@ -85,7 +90,6 @@ __device__ __forceinline__ void load_row(unsigned char* to, const ELEMENT* __res
           copy_vector<IN_VECTOR>(words + 16 * place_of(column), from + column * FILTERS + run * IN_VECTOR);
     }
   } else {
-    constexpr int kRuns = kStaged / IN_VECTOR;
     const int plane = size.height * size.width;
     const ELEMENT* const from = dy + image * FILTERS * plane + row * size.width + first;
 #pragma unroll 4

@@ -28,7 +28,10 @@ class GradientSlots:
 
     Attributes:
         height: cells of stride rows.
-        first_cell, cells: along a row, of `widen` strides; cell I has pixels from I * widen * stride - pad on.
+        left: columns before dx where cells begin: the padding, or one more, so that two elements side by side are aligned.
+        phase, ahead: how far that is from where taps begin: columns of dx less than a stride, and columns of dy.
+        paired: two elements of a cell side by side lie at a multiple of their size.
+        first_cell, cells: along a row, of `widen` strides; cell I has pixels from I * widen * stride - left on.
         shifts: columns of dy that a cell meets.
         columns, tiles: cells of a tile, a multiple of 8; how many tiles a row has.
         in_vector: elements of dy that are loaded at once.
@@ -47,6 +50,10 @@ class GradientSlots:
     """
 
     height: StrideCells
+    left: int
+    phase: int
+    ahead: int
+    paired: bool
     first_cell: int
     cells: int
     shifts: int
@@ -76,11 +83,15 @@ class GradientSlots:
         last, (stride_y, stride_x) = problem.y.layout.channels_last, problem.conv.stride
         height, widen, teams = StrideCells.of(problem, 0), config["widen"], config["teams"]
         pad, wide = problem.conv.pad_before[1], widen * stride_x
-        first_cell = pad // wide
-        cells = (problem.spatial[1] - 1 + pad) // wide + 1 - first_cell
+        pixel = problem.c if last else 1  # elements side by side
+        even = wide * pixel % 2 == problem.spatial[1] * pixel % 2 == 0
+        left = pad + 1 if even and pad * pixel % 2 and _fits_a_column_more(problem) else pad
+        ahead, phase = divmod(left - pad, stride_x)
+        first_cell = left // wide
+        cells = (problem.spatial[1] - 1 + left) // wide + 1 - first_cell
         columns = round_up(ceil_div(cells, ceil_div(cells, config["tile_w"])), 8)
         tiles = ceil_div(cells, columns)
-        shifts = ceil_div(problem.filter[1], stride_x) + widen - 1
+        shifts = ceil_div(problem.filter[1] + phase, stride_x) + widen - 1
 
         slot, steps = stride_y * wide * problem.c, ceil_div(problem.k, 16)
         groups, products = ceil_div(height.met * slot, _ROWS), shifts * steps
@@ -104,6 +115,10 @@ class GradientSlots:
         strips = problem.n * tiles * row_strips
         return GradientSlots(
             height=height,
+            left=left,
+            phase=phase,
+            ahead=ahead,
+            paired=even and left * pixel % 2 == 0,
             first_cell=first_cell,
             cells=cells,
             shifts=shifts,
@@ -127,3 +142,9 @@ class GradientSlots:
             strips=strips,
             blocks=ceil_div(strips, teams),
         )
+
+
+def _fits_a_column_more(problem: ProblemDescription) -> bool:
+    """Whether cells that begin a column earlier meet no more columns of dy."""
+    taps, stride = problem.filter[1], problem.conv.stride[1]
+    return stride == 1 or ceil_div(taps + 1, stride) == ceil_div(taps, stride)
