@@ -2,10 +2,10 @@
 // CHANNELS <= 4 channels, on Hopper's tensor cores (wgmma, compute capability 9.0) with float32 sums.
 //
 // A cell is STRIDE_Y rows of WIDEN * STRIDE_X columns of dx. Product rows are its pixels' elements, columns are COLUMNS
-// cells side by side, the depth is filters of kShifts columns of dy: 8 filters of a column are a word of 16 bytes, words
-// of columns (of every WIDEN-th) lie side by side, and an operand begins at any word, so that a shift is an address.
-// Sums are of the kCellsY rows of cells that a row of dy meets, each in a slot of the product's rows. It stays there
-// until complete, and the filters go round: they are laid out as slot 0, 1, ... of a row's, more than once over.
+// cells side by side, the depth is filters of kShifts columns of dy: 8 filters of a column are a word of 16 bytes,
+// words of columns (of every WIDEN-th) lie side by side, and an operand begins at any word, so that a shift is an
+// address. Sums are of the kCellsY rows of cells that a row of dy meets, each in a slot of the product's rows. It stays
+// there until complete, and the filters go round: they are laid out as slot 0, 1, ... of a row's, more than once over.
 // A team of a warpgroup for each 64 product rows goes down a strip of cells, whose rows of dy stream through STAGES
 // buffers; unless CHANNELS_LAST each is turned into words by one more step. A block's TEAMS share the filters.
 // Grid: strips, times tiles of COLUMNS cells, times images, dealt to teams.
@@ -29,22 +29,36 @@ __device__ __forceinline__ void load_filters(unsigned raw, const ELEMENT* filter
   commit_copies();
 }
 
-// Lays out the filters as words, zeros beyond filters and taps: of each shift and 8 filters, rows of all slots.
+// Lays out the filters as words, zeros beyond filters and taps: of each shift and 8 filters, rows of all slots. A
+// thread has the same row of every kAtOnce-th 8 filters.
 __device__ __forceinline__ void spread_filters(unsigned char* to, const ELEMENT* raw) {
-#pragma unroll 1
-  for (int i = threadIdx.x; i < 2 * kProducts * kRows; i += kThreads) {
-    const int row = i % kRows, octet = i / kRows, first_k = octet % kOctets * 8, shift = octet / kOctets;
-    const Pixel pixel(row % kSlot);
-    const int r = row / kSlot * STRIDE_Y + pixel.y, s = pixel.x - PHASE + (kCellsX - 1 - shift) * STRIDE_X;
+  constexpr int kAtOnce = kThreads / kRows;
+  static_assert(kAtOnce > 0, "every row has a thread");
+  const int row = threadIdx.x % kRows, first_octet = threadIdx.x / kRows;
+  if (first_octet >= kAtOnce) return;
+  const Pixel pixel(row % kSlot);
+  const int r = row / kSlot * STRIDE_Y + pixel.y, first_s = pixel.x - PHASE + (kCellsX - 1) * STRIDE_X;
+  unsigned char* const line = to + 16 * row;
+#pragma unroll 2
+  for (int octet = first_octet; octet < 2 * kProducts; octet += kAtOnce) {
+    const int first_k = octet % kOctets * 8, s = first_s - octet / kOctets * STRIDE_X;
     const bool inside = r < FILTER_Y && s >= 0 && s < FILTER_X;
     const int at = CHANNELS_LAST ? (r * FILTER_X + s) * CHANNELS + pixel.c : (pixel.c * FILTER_Y + r) * FILTER_X + s;
-    Vector<ELEMENT, 8> word;
+    const ELEMENT* const taps = raw + (inside ? at : 0);
+    Vector<unsigned, 4> word;
 #pragma unroll
-    for (int e = 0; e < 8; ++e)
-      word.at[e] = inside && first_k + e < FILTERS ? raw[(first_k + e) * kTaps + at] : convert<ELEMENT>(0.0f);
-    unsigned char* const first = to + 16 * (octet * kFilterRows + row);
-    *reinterpret_cast<Vector<ELEMENT, 8>*>(first) = word;
-    if (row < kRows - kSlot) *reinterpret_cast<Vector<ELEMENT, 8>*>(first + 16 * kRows) = word;
+    for (int e = 0; e < 4; ++e) {
+      Vector<ELEMENT, 2> pair;
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int k = first_k + 2 * e + i;
+        pair.at[i] = FILTERS % 16 == 0 || k < FILTERS ? taps[k * kTaps] : convert<ELEMENT>(0.0f);
+      }
+      word.at[e] = inside ? *reinterpret_cast<const unsigned*>(&pair) : 0;
+    }
+    unsigned char* const first = line + 16 * octet * kFilterRows;
+    *reinterpret_cast<Vector<unsigned, 4>*>(first) = word;
+    if (row < kRows - kSlot) *reinterpret_cast<Vector<unsigned, 4>*>(first + 16 * kRows) = word;
   }
 }
 
@@ -104,8 +118,7 @@ __device__ __forceinline__ void finish(Sums& sums, const Target& to, const Strip
           *reinterpret_cast<Vector<ELEMENT, 2>*>(dx + right * kColumn) = pair;
       } else {
         if (static_cast<unsigned>(v + right) < width) dx[right * kColumn] = convert<ELEMENT>(first);
-        if (static_cast<unsigned>(v + right + kCell) < width)
-          dx[(right + kCell) * kColumn] = convert<ELEMENT>(second);
+        if (static_cast<unsigned>(v + right + kCell) < width) dx[(right + kCell) * kColumn] = convert<ELEMENT>(second);
       }
       first = mine ? 0.0f : first;
       second = mine ? 0.0f : second;
@@ -116,14 +129,14 @@ __device__ __forceinline__ void finish(Sums& sums, const Target& to, const Strip
 #define DIVISOR_PARAMETERS(d) int d, unsigned d##_multiplier, int d##_shift
 #define DIVISOR(d) {d, d##_multiplier, d##_shift}
 
-// Cells begin `top` rows and `left` columns before dx, and the last column of dy that a cell I meets is WIDEN * (I + 1) -
-// 1 - ahead. The pixels are in rows of cells from `first_row` to before `end_row`, in columns from `first_cell` on; a
+// Cells begin `top` rows and `left` columns before dx, and the last column of dy that a cell I meets is WIDEN * (I + 1)
+// - 1 - ahead. The pixels are in rows of cells from `first_row` to before `end_row`, in columns from `first_cell` on; a
 // strip has `rows` rows of them, which meet `steps` rows of dy, and there are `strips` strips of all images.
 extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
     first_layer_data_wgmma(const ELEMENT* __restrict__ dy, const ELEMENT* __restrict__ w, ELEMENT* __restrict__ dx,
                            int height, int width, int out_height, int out_width, int top, int left, int ahead,
-                           int first_row, int end_row, int first_cell, int rows, int steps, int strips, DIVISOR_PARAMETERS(image_strips),
-                           DIVISOR_PARAMETERS(tiles)) {
+                           int first_row, int end_row, int first_cell, int rows, int steps, int strips,
+                           DIVISOR_PARAMETERS(image_strips), DIVISOR_PARAMETERS(tiles)) {
   extern __shared__ __align__(128) unsigned char shared[];
   const Divisor by_image = DIVISOR(image_strips), by_tile = DIVISOR(tiles);
   const int team = TEAMS == 1 ? 0 : __shfl_sync(0xffffffffu, threadIdx.x / kTeam, 0);
@@ -178,8 +191,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
     shared_writes_done();
     // This row, or its words and the next row, has arrived; every product has read what is overwritten next.
     barrier();
-    const unsigned words = CHANNELS_LAST ? shared_address(stages) + stage * kTeamsStage
-                                         : shared_address(turned) + half * kTurnedBytes;
+    const unsigned words =
+        CHANNELS_LAST ? shared_address(stages) + stage * kTeamsStage : shared_address(turned) + half * kTurnedBytes;
     begin_products(sums, filters + (slot == 0 ? 0 : kCellsY - slot) * kSlot * 16, words, lead);
     const int next = stage + 1 == STAGES ? 0 : stage + 1;
     if constexpr (CHANNELS_LAST) {

@@ -7,6 +7,7 @@ of how candidates are chosen.
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
@@ -57,18 +58,25 @@ _SHORT_LIST = tuple(
     )
 )
 
-# Reckoned, not measured. Cycles of a multiprocessor: for a product of 16 filters by a column, and for the rows of its
-# other operand; of shared memory for 128 bytes. Cycles that a team waits for a row beside its products (for barriers,
-# the products' latency, and to write pixels), for each product and each 8 cells that are written, and that a block
-# takes before its first row. Bytes under way that the memory's latency takes to move at its bandwidth, of a
-# multiprocessor. Share of the bandwidth that is reached, and of the time to move all tensors, or to compute if that is
-# shorter, that the other does not hide.
+_DEFAULTS = 8
+
+# Reckoned, not measured. Cycles of a multiprocessor: of its tensor cores for a product of 16 filters by a column, of
+# shared memory for 128 bytes, and to write one element, or two side by side, of 32 lanes; share of what takes less
+# that what takes longest does not hide. Cycles that a team alone takes for a row (barriers, and copies that are
+# begun), for a product's latency, and to complete 8 cells; cycles of a block before its first row, and of a
+# scheduler for a word of filters that is laid out, of which one warp alone reaches but a share. Bytes that a
+# multiprocessor needs under way to move as many as it may. Share of the bandwidth that is reached, and of the time
+# to move all tensors, or to compute if that is shorter, that the other does not hide.
 _PRODUCT = 0.5
-_SHARED = 1.1
-_ROW = 400.0
-_LATENCY = 12.0
-_WRITTEN = 24.0
-_BEGIN = 3000.0
+_SHARED = 1.0
+_WRITTEN = (8.0, 5.0)
+_BESIDE = 0.15
+_ROW = 300.0
+_LATENCY = 16.0
+_COMPLETED = 50.0
+_BEGIN = 1500.0
+_LAID = 0.3
+_ALONE = 0.4
 _UNDER_WAY = 28e3
 _LAUNCH_MS = 0.0026
 _REACHED = 0.9
@@ -116,6 +124,18 @@ class ConvFirstLayerDataWgmma(FewChannelsSolver):
     def short_list(self) -> Sequence[Config]:
         return _SHORT_LIST
 
+    def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
+        """The least estimates that differ in more than stages, two for cells of a width in tiles of a width."""
+        chosen: dict[tuple[ConfigValue, ...], Config] = {}
+        alike: Counter[tuple[ConfigValue, ...]] = Counter()
+        for config in self.ranked(problem, device, _SHORT_LIST):
+            kind = tuple(config[name] for name in self.kind)
+            beside = (*kind, config["teams"] * config["resident"])
+            if beside not in chosen and alike[kind] < self.most_alike:
+                chosen[beside] = config
+                alike[kind] += 1
+        return tuple(itertools.islice(chosen.values(), _DEFAULTS))
+
     def spreads_nonfinite(self, problem: ProblemDescription, config: Config) -> bool:
         return True
 
@@ -126,21 +146,26 @@ class ConvFirstLayerDataWgmma(FewChannelsSolver):
         in; a team alone waits for each and then writes pixels, which other teams of the multiprocessor can fill.
         """
         tiling = GradientSlots.of(problem, config, device)
-        columns, row_products = tiling.columns, tiling.groups * tiling.products
-        read = row_products * (16 + columns / 4)
-        staged = tiling.stage_bytes / 128 + 3 * tiling.turned_bytes / 128
-        written = _WRITTEN * columns / 8
-        busy = max(_PRODUCT * row_products * columns, _SHARED * (read + staged + written))
-        alone = _ROW + tiling.products * max(_LATENCY, _PRODUCT * columns) + 2 * written
-        slots = device.sm_count * tiling.resident * config["teams"]
-        together = min(tiling.resident * config["teams"], ceil_div(tiling.strips, device.sm_count))
-        turns = ceil_div(tiling.strips, slots)
-        cycles = turns * (_BEGIN + tiling.strip_steps * max(together * busy, alone))
+        columns, together = (
+            tiling.columns,
+            min(tiling.resident * config["teams"], ceil_div(tiling.strips, device.sm_count)),
+        )
+        halves = 1 + tiling.slot / 8  # of 8 rows of the product, that a slot meets
+        written = halves * columns / 8 * _WRITTEN[tiling.paired] * (1 if tiling.paired else 2)
+        moved = tiling.stage_bytes * (2 if tiling.turned_bytes else 1) + tiling.turned_bytes
+        row_products = tiling.groups * tiling.products
+        tensor = _PRODUCT * row_products * columns
+        shared = _SHARED * (row_products * (16 + columns / 4) + moved / 128) + written
+        busy = together * (max(tensor, shared) + _BESIDE * min(tensor, shared))
+        alone = _ROW + tiling.products * max(_LATENCY, _PRODUCT * columns) + _COMPLETED * min(2, halves) * columns / 8
+        turns = ceil_div(tiling.strips, device.sm_count * tiling.resident * config["teams"])
+        words = 2 * tiling.products * tiling.height.met * tiling.slot * tiling.resident
+        laid = _LAID * words / min(1.0, _ALONE * tiling.resident * tiling.threads / 128)
+        cycles = turns * (_BEGIN + laid + tiling.strip_steps * max(busy, alone))
         busy_ms = 1e3 * cycles / device.clock_hz
-        again = (tiling.strip_steps / tiling.rows - 1) / 8
         ahead = together * (config["stages"] - 1) * tiling.stage_bytes
         reached = _REACHED * min(1.0, ahead / _UNDER_WAY)
-        moved_ms = 1e3 * problem.bytes * (1 + again) / (reached * device.bandwidth_bytes_per_s)
+        moved_ms = 1e3 * problem.bytes / (reached * device.bandwidth_bytes_per_s)
         return float(_LAUNCH_MS + max(moved_ms, busy_ms) + _EXPOSED * min(moved_ms, busy_ms))
 
     def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:

@@ -22,6 +22,7 @@ SOLVERS = {
     "ConvFirstLayerData": Direction.BACKWARD_DATA,
     "ConvFirstLayerDataRows": Direction.BACKWARD_DATA,
     "ConvFirstLayerDataRowsTf32": Direction.BACKWARD_DATA,
+    "ConvFirstLayerDataWgmma": Direction.BACKWARD_DATA,
     "ConvFirstLayerWeights": Direction.BACKWARD_WEIGHTS,
     "ConvFirstLayerWgmmaWeights": Direction.BACKWARD_WEIGHTS,
 }
@@ -197,7 +198,7 @@ def test_filters_beyond_a_block_are_refused() -> None:
     assert "too large" in solver_by_id("ConvFirstLayer").applicability(forward, DEVICE).reason
     backward = replace(data, direction=Direction.BACKWARD_DATA)
     assert "too large" in solver_by_id("ConvFirstLayerData").applicability(backward, DEVICE).reason
-    for solver_id in ("ConvFirstLayerDataRows", "ConvFirstLayerDataRowsTf32"):
+    for solver_id in ("ConvFirstLayerDataRows", "ConvFirstLayerDataRowsTf32", "ConvFirstLayerDataWgmma"):
         problem = served_layer(solver_id, w=(4096, 3, 16, 16), stride=16)
         assert "too large" in solver_by_id(solver_id).applicability(problem, DEVICE).reason
 

@@ -35,8 +35,8 @@ constexpr int kTeam = 128 * kGroups, kThreads = TEAMS * kTeam;
 
 // Words of 8 filters, of WIDEN planes of columns; an odd number from 8 filters to the next, so that eight words of a
 // column meet every bank once. Planes begin with the column at a multiple of 8 before the first that is met.
-constexpr int kStaged = CHANNELS_LAST ? (COLUMNS - 1) * WIDEN + kShifts
-                                      : round_up(7 + (COLUMNS - 1) * WIDEN + kShifts, 8);
+constexpr int kStaged =
+    CHANNELS_LAST ? (COLUMNS - 1) * WIDEN + kShifts : round_up(7 + (COLUMNS - 1) * WIDEN + kShifts, 8);
 constexpr int kPlane = ceil_div(kStaged, WIDEN), kPitch = WIDEN * kPlane | 1;
 constexpr int kWordBytes = 16 * kOctets * kPitch;
 // A row of columns as it comes, likewise, and the words that it is turned into.

@@ -1,8 +1,9 @@
 // sums (64 x PRODUCT_COLUMNS) += a (64 x 16) * b (16 x PRODUCT_COLUMNS) of 16-bit types, by a warpgroup: both operands
 // K-major in shared memory without swizzling. Any multiple of 8 columns up to 256.
 //
-// An operand is words of 16 bytes, 8 terms of a row of a or of a column of b; those of eight neighbouring rows or columns
-// lie side by side, and so do eight and the next eight: an operand may begin at any word. Sums as in narrow_products.cuh.
+// An operand is words of 16 bytes, 8 terms of a row of a or of a column of b; those of eight neighbouring rows or
+// columns lie side by side, and so do eight and the next eight: an operand may begin at any word. Sums as in
+// narrow_products.cuh.
 #pragma once
 
 #include "common/hopper.cuh"
@@ -13,14 +14,14 @@
 #if PRODUCT_COLUMNS % 8 != 0 || PRODUCT_COLUMNS < 8 || PRODUCT_COLUMNS > 256
 #error "PRODUCT_COLUMNS is a multiple of 8 up to 256"
 #endif
-static_assert(PRODUCT_COLUMNS % 8 == 0, "whole blocks of columns");
 
 // Descriptor of an operand without its address: words from 8 terms to the next.
 __device__ __forceinline__ constexpr unsigned long long words_form(int words) {
   return static_cast<unsigned long long>(words) << 16 | static_cast<unsigned long long>(128 >> 4) << 32;
 }
 
-// Sums of the first COLUMNS columns: where they are among the operands of asm, after those of a and b, and what they are.
+// Sums of the first COLUMNS columns: where they are among the operands of asm, after those of a and b, and what they
+// are.
 // clang-format off
 #define FOUR_SUMS(i) "+f"(sums[i]), "+f"(sums[i + 1]), "+f"(sums[i + 2]), "+f"(sums[i + 3])
 #define SUMS_AT_8 "%2, %3, %4, %5"
@@ -93,7 +94,7 @@ __device__ __forceinline__ constexpr unsigned long long words_form(int words) {
 #define JOINED_TO(name, columns) name##columns
 #define TEXT_OF(value) TEXT_OF_VALUE(value)
 #define TEXT_OF_VALUE(value) #value
-#define COLUMN_PRODUCT(kind)                                                                                          \
+#define COLUMN_PRODUCT(kind) \
   asm volatile("{\n\t.reg .pred go;\n\tsetp.eq.b32 go, 0, 0;\n\twgmma.mma_async.sync.aligned.m64n" TEXT_OF(           \
                    PRODUCT_COLUMNS) "k16.f32." kind "." kind " {" JOINED(SUMS_AT_, PRODUCT_COLUMNS) "}, %0, %1, go, " \
                                                                                                     "1, 1, 0, 0;\n\t}" \

@@ -28,7 +28,8 @@ class GradientSlots:
 
     Attributes:
         height: cells of stride rows.
-        left: columns before dx where cells begin: the padding, or one more, so that two elements side by side are aligned.
+        left: columns before dx where cells begin: the padding, or one more, so that two elements side by side are
+            aligned.
         phase, ahead: how far that is from where taps begin: columns of dx less than a stride, and columns of dy.
         paired: two elements of a cell side by side lie at a multiple of their size.
         first_cell, cells: along a row, of `widen` strides; cell I has pixels from I * widen * stride - left on.

@@ -26,6 +26,7 @@ SOLVERS = {
     "ConvFirstLayerData": Direction.BACKWARD_DATA,
     "ConvFirstLayerDataRows": Direction.BACKWARD_DATA,
     "ConvFirstLayerDataRowsTf32": Direction.BACKWARD_DATA,
+    "ConvFirstLayerDataWgmma": Direction.BACKWARD_DATA,
     "ConvFirstLayerWeights": Direction.BACKWARD_WEIGHTS,
     "ConvFirstLayerWgmmaWeights": Direction.BACKWARD_WEIGHTS,
 }
