@@ -85,8 +85,9 @@ struct Target {
   int top, left;
 };
 
-// Writes the sums of the slot that is complete, if `wanted`, of a row of cells, and clears them. If PAIRED two lanes
-// exchange what each has of two cells, so that both write two elements side by side.
+// Writes the sums of the slot that is complete, if `wanted`, of a row of cells, and clears them. Which rows of the
+// product a warp has in it is the same for its lanes. If PAIRED two lanes exchange what each has of two cells, so that
+// both write two elements side by side.
 __device__ __forceinline__ void finish(Sums& sums, const Target& to, const Strip& strip, int row, int slot,
                                        bool wanted) {
   constexpr int kColumn = CHANNELS_LAST ? CHANNELS : 1;

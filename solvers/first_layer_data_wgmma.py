@@ -115,8 +115,8 @@ class ConvFirstLayerDataWgmma(FewChannelsSolver):
         narrower = max((width for width in _TILES_W if width < config["tile_w"]), default=0)
         if narrower and ceil_div(tiling.cells, narrower) == tiling.tiles:
             return False  # the same tiles
-        if config["widen"] > 1 and tiling.cells < 2:
-            return False
+        if config["teams"] > tiling.strips or config["stages"] > max(2, tiling.strip_steps + 1):
+            return False  # teams without a strip, stages without a row
         if tiling.registers > _MAX_REGISTERS or tiling.shared_bytes > (device.shared_bytes or _SHARED_BYTES):
             return False
         return bool(tiling.resident == config["resident"])
@@ -146,10 +146,8 @@ class ConvFirstLayerDataWgmma(FewChannelsSolver):
         in; a team alone waits for each and then writes pixels, which other teams of the multiprocessor can fill.
         """
         tiling = GradientSlots.of(problem, config, device)
-        columns, together = (
-            tiling.columns,
-            min(tiling.resident * config["teams"], ceil_div(tiling.strips, device.sm_count)),
-        )
+        columns, teams = tiling.columns, tiling.resident * config["teams"]
+        together = min(teams, ceil_div(tiling.strips, device.sm_count))
         halves = 1 + tiling.slot / 8  # of 8 rows of the product, that a slot meets
         written = halves * columns / 8 * _WRITTEN[tiling.paired] * (1 if tiling.paired else 2)
         moved = tiling.stage_bytes * (2 if tiling.turned_bytes else 1) + tiling.turned_bytes
@@ -158,7 +156,7 @@ class ConvFirstLayerDataWgmma(FewChannelsSolver):
         shared = _SHARED * (row_products * (16 + columns / 4) + moved / 128) + written
         busy = together * (max(tensor, shared) + _BESIDE * min(tensor, shared))
         alone = _ROW + tiling.products * max(_LATENCY, _PRODUCT * columns) + _COMPLETED * min(2, halves) * columns / 8
-        turns = ceil_div(tiling.strips, device.sm_count * tiling.resident * config["teams"])
+        turns = ceil_div(tiling.strips, device.sm_count * teams)
         words = 2 * tiling.products * tiling.height.met * tiling.slot * tiling.resident
         laid = _LAID * words / min(1.0, _ALONE * tiling.resident * tiling.threads / 128)
         cycles = turns * (_BEGIN + laid + tiling.strip_steps * max(busy, alone))
