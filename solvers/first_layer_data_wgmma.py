@@ -147,7 +147,7 @@ class ConvFirstLayerDataWgmma(FewChannelsSolver):
         """
         tiling = GradientSlots.of(problem, config, device)
         columns, teams = tiling.columns, tiling.resident * config["teams"]
-        together = min(teams, ceil_div(tiling.strips, device.sm_count))
+        together = min(teams, ceil_div(tiling.blocks, device.sm_count) * config["teams"])
         halves = 1 + tiling.slot / 8  # of 8 rows of the product, that a slot meets
         written = halves * columns / 8 * _WRITTEN[tiling.paired] * (1 if tiling.paired else 2)
         moved = tiling.stage_bytes * (2 if tiling.turned_bytes else 1) + tiling.turned_bytes
