@@ -284,6 +284,29 @@ def test_release_refuses_what_it_cannot_make(tmp_path: Path) -> None:
     assert "SOURCE" in run("db", "release", str(old), code=2).stderr
 
 
+def test_release_does_not_replace_a_finddb(filled: Path, tmp_path: Path) -> None:
+    """Without OUT the last source was taken for it, and its rows were lost."""
+    own, before = tmp_path / "own.db", filled.read_bytes()
+    run("db", "merge", str(filled), "--db", str(own))
+    for names in ((filled, own), (own, own)):
+        told = run("db", "release", *map(str, names), code=4).stderr
+        assert "own.db is a FindDB and no release, so its rows would be lost: name another file" in told
+    assert run_json("db", "stats", "--db", str(own))["problems"] == 3
+    assert filled.read_bytes() == before
+    out = tmp_path / "out.db"
+    for _ in range(2):
+        run("db", "release", str(own), str(out))
+    assert run_json("db", "check", str(out))["sound"]
+
+
+def test_export_does_not_replace_a_database(filled: Path, tmp_path: Path) -> None:
+    """FILE was taken for the FindDB to export, and another's lines replaced it."""
+    own = tmp_path / "own.db"
+    run("db", "merge", str(filled), "--db", str(own))
+    assert "own.db is a database, not an export: name another file" in run("db", "export", str(own), code=4).stderr
+    assert run_json("db", "stats", "--db", str(own))["problems"] == 3
+
+
 def test_diff_lists_what_changed(filled: Path, tmp_path: Path) -> None:
     other = tmp_path / "other.db"
     run("db", "merge", str(filled), "--db", str(other))
