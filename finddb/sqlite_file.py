@@ -76,6 +76,17 @@ def legible() -> Iterator[None]:
         raise UnreadableEntryError(str(error)) from error
 
 
+def checked_text(value: object) -> str:
+    """What a column of texts holds: SQLite keeps values of any kind in it.
+
+    Raises:
+        UnreadableEntryError: it is no text.
+    """
+    if isinstance(value, str):
+        return value
+    raise UnreadableEntryError(f"{value!r:.60} is no text" if value is not None else "a text is missing")
+
+
 def check_writable_place(path: Path) -> None:
     """Refuses a path at which no database can be written safely.
 

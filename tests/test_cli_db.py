@@ -196,6 +196,18 @@ def test_a_damaged_finddb_is_an_error_of_the_database(command: str, tmp_path: Pa
     assert result.stdout == ""
 
 
+@pytest.mark.parametrize("command", ["stats", "show --all", "export out.jsonl", "diff finddb.db finddb.db"])
+def test_a_device_that_is_no_text_is_an_error_of_the_database(
+    command: str, filled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Commands failed over it one by one, as if miofind were at fault."""
+    monkeypatch.chdir(tmp_path)
+    with sqlite3.connect(filled) as connection:
+        connection.execute("UPDATE device SET identity = X'FF00'")
+    connection.close()
+    assert "holds an entry that cannot be read" in run("db", *command.split(), code=4).stderr
+
+
 def test_a_torn_page_is_found(filled: Path) -> None:
     with sqlite3.connect(filled) as connection:
         connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
