@@ -6,6 +6,7 @@ and which release it came after. Equal sources make equal releases, whatever the
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 from collections.abc import Callable, Sequence
@@ -111,6 +112,8 @@ def _target(path: str | Path) -> Path:
         raise DatabaseError(f"a release is a file, {MEMORY} is none: name one")
     with translated(shown(file)):
         file = Path(os.path.realpath(file))
+        if file.is_symlink():
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
         if file.exists() and not file.is_file():
             raise DatabaseError(f"{shown(file)} is no regular file, which a release could replace: name another")
     return file
