@@ -16,7 +16,7 @@ from miofind.cli.db_release import release
 from miofind.cli.db_show import HistoryView, list_problems, show_history
 from miofind.cli.null_test import null_test_command
 from miofind.cli.options import DRIVER_LINE, choice, db_option, device_option, example, json_option
-from miofind.cli.output import Sheet, bytes_text, print_json, print_note, print_text
+from miofind.cli.output import Sheet, bytes_text, print_json, print_note, print_text, reader_may_leave
 from miofind.cli.problems import optional_problem_argument, problems_of
 from miofind.cli.session import verbose_option
 from miofind.device import Device, device_text
@@ -153,8 +153,9 @@ def export(file: str, database: str | None, as_json: bool) -> None:
         raise click.UsageError("--json and - would both write to stdout: name a file")
     with _reading(database) as store:
         if file == "-":
-            store.export_jsonl(sys.stdout)
-            sys.stdout.flush()
+            with reader_may_leave():
+                store.export_jsonl(sys.stdout)
+                sys.stdout.flush()
             return
         try:
             if is_database(Path(file)):
