@@ -10,6 +10,7 @@ from miofind.finddb.location import MEMORY, network_file_system, shipped_paths, 
 from miofind.finddb.migration import Upgrade, upgrade
 from miofind.finddb.release import ReleaseRules, write_release
 from miofind.finddb.schema import SCHEMA_VERSION
+from miofind.finddb.sqlite_file import is_database
 from miofind.finddb.store import Store
 from miofind.finddb.validation import RefusedEntryError
 from miofind.finddb.values import (
@@ -52,6 +53,7 @@ __all__ = [
     "differences",
     "environment_id",
     "failed_code",
+    "is_database",
     "network_file_system",
     "open_layered",
     "shipped_paths",

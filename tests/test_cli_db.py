@@ -196,6 +196,18 @@ def test_a_damaged_finddb_is_an_error_of_the_database(command: str, tmp_path: Pa
     assert result.stdout == ""
 
 
+@pytest.mark.parametrize("command", ["stats", "show --all", "export out.jsonl", "diff finddb.db finddb.db"])
+def test_a_device_that_is_no_text_is_an_error_of_the_database(
+    command: str, filled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Commands failed over it one by one, as if miofind were at fault."""
+    monkeypatch.chdir(tmp_path)
+    with sqlite3.connect(filled) as connection:
+        connection.execute("UPDATE device SET identity = X'FF00'")
+    connection.close()
+    assert "holds an entry that cannot be read" in run("db", *command.split(), code=4).stderr
+
+
 def test_a_torn_page_is_found(filled: Path) -> None:
     with sqlite3.connect(filled) as connection:
         connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
@@ -282,6 +294,29 @@ def test_release_refuses_what_it_cannot_make(tmp_path: Path) -> None:
     assert not (tmp_path / "out.db").exists()
     assert "does not exist" in run("db", "release", "missing.db", str(tmp_path / "out.db"), code=4).stderr
     assert "SOURCE" in run("db", "release", str(old), code=2).stderr
+
+
+def test_release_does_not_replace_a_finddb(filled: Path, tmp_path: Path) -> None:
+    """Without OUT the last source was taken for it, and its rows were lost."""
+    own, before = tmp_path / "own.db", filled.read_bytes()
+    run("db", "merge", str(filled), "--db", str(own))
+    for names in ((filled, own), (own, own)):
+        told = run("db", "release", *map(str, names), code=4).stderr
+        assert "own.db is a FindDB and no release, so its rows would be lost: name another file" in told
+    assert run_json("db", "stats", "--db", str(own))["problems"] == 3
+    assert filled.read_bytes() == before
+    out = tmp_path / "out.db"
+    for _ in range(2):
+        run("db", "release", str(own), str(out))
+    assert run_json("db", "check", str(out))["sound"]
+
+
+def test_export_does_not_replace_a_database(filled: Path, tmp_path: Path) -> None:
+    """FILE was taken for the FindDB to export, and another's lines replaced it."""
+    own = tmp_path / "own.db"
+    run("db", "merge", str(filled), "--db", str(own))
+    assert "own.db is a database, not an export: name another file" in run("db", "export", str(own), code=4).stderr
+    assert run_json("db", "stats", "--db", str(own))["problems"] == 3
 
 
 def test_diff_lists_what_changed(filled: Path, tmp_path: Path) -> None:

@@ -27,9 +27,10 @@ def release(sources: tuple[Path, ...], out: str, as_json: bool) -> None:
     """Make a FindDB to ship from others.
 
     It holds the best solutions of each problem, measured with the solvers of this release and with the device to
-    themselves, and replaces OUT. Equal sources make equal releases: a hash of the content is part of the file, and
-    `miofind db check` compares it. SOURCE may be of an older schema, or an earlier release. OUT is packed and only
-    read: `miofind db merge` brings what it holds into a FindDB that is written to.
+    themselves. Equal sources make equal releases: a hash of the content is part of the file, and `miofind db check`
+    compares it. SOURCE may be of an older schema, or an earlier release. An OUT that is a release is replaced, another
+    FindDB is not. OUT is packed and only read: `miofind db merge` brings what it holds into a FindDB that is written
+    to.
     """
     keep = Shipping()
     rules = ReleaseRules(keep=keep, void=is_lost, widen=with_refusals, kind=kind_of)
