@@ -290,10 +290,27 @@ def test_release_takes_what_may_ship(filled: Path, tmp_path: Path) -> None:
 
 def test_release_refuses_what_it_cannot_make(tmp_path: Path) -> None:
     old = version_1(tmp_path / "old.db")
-    assert "no row of the sources may ship" in run("db", "release", str(old), str(tmp_path / "out.db"), code=4).stderr
+    command = ("db", "release", str(old), str(tmp_path / "out.db"), "--of", "H200")
+    assert "no row of the sources may ship" in run(*command, code=4).stderr
     assert not (tmp_path / "out.db").exists()
     assert "does not exist" in run("db", "release", "missing.db", str(tmp_path / "out.db"), code=4).stderr
     assert "SOURCE" in run("db", "release", str(old), code=2).stderr
+
+
+def test_a_release_is_of_one_kind_of_device(filled: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.db"
+    with Store(filled) as store:
+        (device, *_) = {key.device for key in store.problems()}
+        for history in tuple(store.histories()):
+            rows = [replace(row, id="", created_at="") for row in history.rows]
+            store.record("NVIDIA B1|148|10.0|", history.network_config, rows)
+    told = run("db", "release", str(filled), str(out), code=2).stderr
+    assert "NVIDIA B1, 148 SMs, sm_100" in told
+    assert "choose by --of" in told
+    assert "is in no device's name" in run("db", "release", str(filled), str(out), "--of", "B300", code=2).stderr
+    assert not out.exists()
+    name = device.partition("|")[0]
+    assert list(run_json("db", "release", str(filled), str(out), "--of", name)["problems"]) == [device]
 
 
 def test_release_does_not_replace_a_finddb(filled: Path, tmp_path: Path) -> None:

@@ -202,8 +202,17 @@ def test_a_find_of_fewer_candidates_counts_for_none_of_its_solvers(
     ]
     expected = {"A", "B"} if counts and limit is None else {"A"}
     assert scopes.considered(request, earlier) == expected
-    assert scopes.asked_all(request, earlier)
-    assert scopes.asked_all(request, earlier[1:]) == (not filters and limit is None)
+    assert scopes.asked(["C"], request, earlier)
+    assert scopes.asked(["C"], request, earlier[1:]) == (not filters and limit is None)
+
+
+def test_a_filtered_find_asked_the_solvers_that_it_names() -> None:
+    """One that a filter let in and that has changed since is late; a find of it was answered by nothing."""
+    request = Scope(solvers={"A": 1, "B": 2, "C": 1})
+    earlier = [Scope(solvers={"A": 1}, filters={"solvers": ["A", "B"]})]
+    assert scopes.considered(request, earlier) == {"A"}
+    assert scopes.asked(["B"], request, earlier)
+    assert not scopes.asked(["B", "C"], request, earlier)
 
 
 def test_any_error_bound_counts_where_it_was_asked_for() -> None:

@@ -32,7 +32,7 @@ _MOST_FINDINGS = 50
 
 @click.group(epilog=example("miofind db stats", "miofind db merge other.db"))
 def db() -> None:
-    """Show, check and move FindDBs. Works on the user's unless --db names another file."""
+    """Show, check and move FindDBs. Each works on the user's unless its own --db names another file."""
 
 
 for _command_of_its_own in (diff, null_test_command, release):

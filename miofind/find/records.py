@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from miofind.find.failures import newest_statuses
-from miofind.find.scopes import WIDE_BOUNDS, asked_all, considered, requested_scope
+from miofind.find.scopes import WIDE_BOUNDS, asked, considered, requested_scope
 from miofind.find.validity import current_environment, is_current, may_serve
 from miofind.finddb import Answer, Row, Scope
 from miofind.found import Found, Solution, Source
@@ -189,8 +189,8 @@ class _Asked(NamedTuple):
     def _not_considered(self, answer: Answer) -> tuple[str, ...] | None:
         """The solvers that might serve and that an answer's finds together have not considered; None if it is none.
 
-        What refuses the problem need not have been considered. What came since a find that asked all solvers may be
-        missing from a partial answer; what a filter left out may not.
+        What refuses the problem need not have been considered. What came since a find that asked all solvers, or
+        changed since one that asked it, may be missing from a partial answer; what a filter left out may not.
         """
         if self.fresh or answer.covers(self.request):
             return ()
@@ -199,7 +199,7 @@ class _Asked(NamedTuple):
         if not known or WIDE_BOUNDS in missing:
             return None
         late = self._serving(missing)
-        return late if not late or (self.partial and asked_all(self.request, answer.scopes)) else None
+        return late if not late or (self.partial and asked(late, self.request, answer.scopes)) else None
 
     def _serving(self, names: Iterable[str]) -> tuple[str, ...]:
         """Those of the solvers that do not refuse the problem."""

@@ -68,9 +68,14 @@ def _failed_code(solver_id: str) -> int | None:
     return None if solver is None else failed_code(solver.version, solver_hash(solver))
 
 
-def asked_all(request: Scope, scopes: Iterable[Scope]) -> bool:
-    """Whether one of the finds asked all the solvers that there were, as a request would."""
-    return any("solvers" not in scope.filters for scope in _alike(request, scopes))
+def asked(names: Iterable[str], request: Scope, scopes: Iterable[Scope]) -> bool:
+    """Whether the finds asked these solvers, as a request would, or one of them all that there were.
+
+    They count as not considered nevertheless where they came or changed since.
+    """
+    alike = [scope.filters.get("solvers") for scope in _alike(request, scopes)]
+    named = {name for some in alike if isinstance(some, (list, tuple)) for name in some}
+    return None in alike or named.issuperset(names)
 
 
 def _alike(request: Scope, scopes: Iterable[Scope]) -> Iterator[Scope]:
