@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import os
 import re
 import sys
@@ -43,7 +44,7 @@ def at_least(least: Number) -> Callable[[str], Number]:
     def checked(text: str) -> Number:
         with contextlib.suppress(ValueError):
             value = type(least)(text)
-            if value >= least:  # NaN is not
+            if least <= value < math.inf:  # NaN is neither
                 return value
         kind = "whole number" if isinstance(least, int) else "number"
         raise argparse.ArgumentTypeError(f"{text!r} is no {kind} from {least} up")

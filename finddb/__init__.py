@@ -8,6 +8,7 @@ from miofind.finddb.differences import Change, ChangeKind, differences
 from miofind.finddb.layered import Layered, open_layered
 from miofind.finddb.location import MEMORY, network_file_system, shipped_paths, user_path
 from miofind.finddb.migration import Upgrade, upgrade
+from miofind.finddb.ranking import BEST_PER_SOLVER
 from miofind.finddb.release import ReleaseRules, write_release
 from miofind.finddb.schema import SCHEMA_VERSION
 from miofind.finddb.sqlite_file import is_database
@@ -29,6 +30,7 @@ from miofind.finddb.values import (
 )
 
 __all__ = [
+    "BEST_PER_SOLVER",
     "MEMORY",
     "SCHEMA_VERSION",
     "Answer",

@@ -66,10 +66,10 @@ def write_release(sources: Sequence[Store], path: str | Path, rules: ReleaseRule
     A release that is there is replaced, and what is no database, but no FindDB that is written to. A link is followed.
     A log beside the replaced file ends with it, so that nobody takes it for one of the new file.
 
-    It holds the best rows (`ranking.release_rows`), what their finds considered, and each problem's newest verdict;
-    failures, replaced rows, rows measured under contention and all of a solver whose fastest was stay behind, and so
-    does a problem whose fastest row is void. Rows and
-    environments name no machine or person, since no store takes that in.
+    It holds the best rows (`ranking.release_rows`), what their finds considered, and each problem's newest verdict.
+    Failures, replaced rows, rows measured under contention and all of a solver whose fastest was stay behind, and so
+    does a problem whose fastest row is void. Rows and environments name no machine or person, since no store takes that
+    in.
 
     Args:
         sources: files that are written to, or releases, of this schema version or older ones.

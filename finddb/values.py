@@ -6,6 +6,7 @@ versions. So merging two databases is a union by id. Nothing here touches a file
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import re
@@ -282,6 +283,7 @@ def environment_id(versions: Mapping[str, str]) -> str:
     return _digest(dict(versions), 8)
 
 
+@functools.lru_cache(maxsize=1 << 12)
 def failed_code(solver_version: int, source_hash: str) -> int:
     """A number of a solver's version and sources: what failed with these says nothing of it with others."""
     return int(_digest([solver_version, source_hash], 6), 16)

@@ -73,9 +73,10 @@ def asked(names: Iterable[str], request: Scope, scopes: Iterable[Scope]) -> bool
 
     They count as not considered nevertheless where they came or changed since.
     """
-    alike = [scope.filters.get("solvers") for scope in _alike(request, scopes)]
-    named = {name for some in alike if isinstance(some, (list, tuple)) for name in some}
-    return None in alike or named.issuperset(names)
+    alike = [scope.filters for scope in _alike(request, scopes)]
+    lists = [filters["solvers"] for filters in alike if "solvers" in filters]
+    named = {str(name) for some in lists if isinstance(some, (list, tuple)) for name in some}
+    return len(lists) < len(alike) or named.issuperset(names)
 
 
 def _alike(request: Scope, scopes: Iterable[Scope]) -> Iterator[Scope]:
