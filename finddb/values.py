@@ -156,6 +156,19 @@ class Scope:
     created_at: str = ""
     id: str = ""
 
+    @property
+    def asked(self) -> frozenset[str] | None:
+        """The solvers that a find of some was asked for; None for a find of all, none where nobody can tell."""
+        if "solvers" not in self.filters:
+            return None
+        names = self.filters["solvers"]
+        return frozenset(map(str, names)) if isinstance(names, (list, tuple)) else frozenset()
+
+    @property
+    def candidate_filters(self) -> dict[str, object]:
+        """The filters that are on candidates, not on solvers."""
+        return {name: value for name, value in self.filters.items() if name != "solvers"}
+
     def covers(self, other: Scope) -> bool:
         """Whether a find of this scope timed all that a find of `other` would.
 

@@ -6,9 +6,9 @@ What some solvers were measured for answers a find that asks for these, and no f
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache, partial
 
 from miofind.errors import InvalidProblemError
 from miofind.find.records import look_up
@@ -100,50 +100,53 @@ def suite_layers() -> list[SuiteLayers]:
 
 
 def coverage(
-    keys: Iterable[ProblemKey], suites: Iterable[SuiteLayers], answers: Callable[[str, str], bool] = lambda *_: True
+    keys: Iterable[ProblemKey],
+    suites: Iterable[SuiteLayers],
+    answered: Callable[[str, Set[str]], Set[str]] = lambda device, network_configs: network_configs,
 ) -> list[DeviceCoverage]:
     """What is known and answered for each device, the most first.
 
     Args:
         keys: of the problems that were measured; several FindDBs may name one.
-        answers: whether a find of a device and network_config is answered.
+        answered: those of a device's network_configs of which a find is answered.
     """
     by_device: dict[str, set[str]] = defaultdict(set)
     for key in keys:
         by_device[key.device].add(key.network_config)
-    found = [_of_device(device, texts, suites, partial(answers, device)) for device, texts in by_device.items()]
+    found = [_of_device(device, texts, suites, answered(device, texts)) for device, texts in by_device.items()]
     return sorted(found, key=lambda c: (-c.problems, c.device))
 
 
-def is_answered(device: str, network_config: str) -> bool:
-    """Whether the FindDBs in force answer a find without options, on a device that need not be here."""
-    handle = _handle(device)
-    if handle is None:
-        return False
-    problem = ProblemDescription.from_network_config(network_config)
-    return look_up(problem, FindOptions(), handle, queue=False) is not None
-
-
-@lru_cache(maxsize=1)
-def _handle(device: str) -> Handle | None:
+def answered_finds(device: str, network_configs: Set[str]) -> Set[str]:
+    """Those of which the FindDBs in force answer a find without options, on a device that need not be here."""
     known = device_of(device)
-    return None if known is None else Handle(known)
+    if known is None:
+        return frozenset()
+    with Handle(known) as handle:
+        return {text for text in network_configs if _is_answered(text, handle)}
+
+
+def _is_answered(network_config: str, handle: Handle) -> bool:
+    with suppress(InvalidProblemError):
+        problem = ProblemDescription.from_network_config(network_config)
+        return look_up(problem, FindOptions(), handle, queue=False) is not None
+    return False
 
 
 def _of_device(
-    device: str, network_configs: set[str], suites: Iterable[SuiteLayers], answers: Callable[[str], bool]
+    device: str, network_configs: Set[str], suites: Iterable[SuiteLayers], answered: Set[str]
 ) -> DeviceCoverage:
-    problems, answered = [], []
+    problems, found = [], []
     for text in network_configs:
         try:
             problems.append(parse_network_config(text))
         except InvalidProblemError:
             continue
-        if answers(text):
-            answered.append(problems[-1])
+        if text in answered:
+            found.append(problems[-1])
     types = Counter(map(_type, problems))
     types[_UNREADABLE] = len(network_configs) - len(problems)
-    covered = [suite.covered(answered) for suite in suites]
+    covered = [suite.covered(found) for suite in suites]
     return DeviceCoverage(
         device=device,
         problems=len(network_configs),

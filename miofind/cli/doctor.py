@@ -13,7 +13,7 @@ from typing import TypeVar
 import click
 
 from miofind import __version__
-from miofind.cli.coverage import DeviceCoverage, SuiteLayers, coverage, is_answered, suite_layers
+from miofind.cli.coverage import DeviceCoverage, SuiteLayers, answered_finds, coverage, suite_layers
 from miofind.cli.coverage_table import show_device, show_suites
 from miofind.cli.options import example, json_option
 from miofind.cli.output import bytes_text, print_json, print_text
@@ -89,7 +89,7 @@ def doctor(as_json: bool) -> None:
     found.suites = found.attempt("suites", suite_layers) or []
     paths = [(user_path(), "user"), *((str(p), "shipped") for p in found.attempt("FindDBs", shipped_paths) or ())]
     found.databases = [_database(path, kind, found.known) for path, kind in paths]
-    found.coverage = found.attempt("coverage", lambda: coverage(found.known, found.suites, is_answered)) or []
+    found.coverage = found.attempt("coverage", lambda: coverage(found.known, found.suites, answered_finds)) or []
     found.missing += [f"{db.kind} FindDB {db.path}: {db.note}" for db in found.databases if not db.usable]
     found.cache = found.attempt("binary cache", lambda: BinaryCache().stats())
     if found.cache is not None and found.cache.directory is None:
