@@ -6,8 +6,9 @@ worst error takes beyond the rounding of the output: near 1 the bound is too tig
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
+
+import script
 
 from miofind.compiler import Compiler
 from miofind.device import Device
@@ -51,7 +52,9 @@ def line(verifier: Verifier, problem: ProblemDescription, solver: Solver, device
 
 
 def main() -> None:
-    device = Device.cpu() if sys.argv[1:] == ["cpu"] else Device.cuda()
+    parser = script.parser(__doc__)
+    parser.add_argument("place", nargs="?", choices=["cuda", "cpu"], default="cuda")
+    device = Device.named(parser.parse_args().place)
     compiler = Compiler()
     for problem in problems():
         print(problem)
@@ -62,4 +65,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    script.run(main)

@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass, field
 from multiprocessing.queues import Queue
 from pathlib import Path
 
+import script
 from finddb_figures import DEVICE, VERSIONS, network_config, percentile, print_table, provenance, rows
 
 from miofind.errors import DatabaseError
@@ -187,14 +188,16 @@ def _number(key: ProblemKey) -> int:
 
 def main() -> None:
     """Run, print the figures, and write them where asked."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--writers", type=int, default=16)
-    parser.add_argument("--readers", type=int, default=16)
-    parser.add_argument("--seconds", type=float, default=60.0)
-    parser.add_argument("--rate", type=float, default=100.0, help="rows a second of each writer")
-    parser.add_argument("--batch", type=int, default=10, help="rows a record; a reader looks up as often as one writes")
-    parser.add_argument("--start-s", type=float, default=15.0, help="seconds the processes have to start")
-    parser.add_argument("--json", type=Path, help="file the figures are written to")
+    parser = script.parser(__doc__)
+    parser.add_argument("--writers", type=script.count, default=16)
+    parser.add_argument("--readers", type=script.at_least(0), default=16)
+    parser.add_argument("--seconds", type=script.seconds, default=60.0)
+    parser.add_argument("--rate", type=script.at_least(0.001), default=100.0, help="rows a second of each writer")
+    parser.add_argument(
+        "--batch", type=script.count, default=10, help="rows a record; a reader looks up as often as one writes"
+    )
+    parser.add_argument("--start-s", type=script.seconds, default=15.0, help="seconds the processes have to start")
+    parser.add_argument("--json", type=script.output, help="file the figures are written to")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         figures = asdict(crowd(Path(folder) / "crowd.db", arguments))
@@ -205,4 +208,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    script.run(main)

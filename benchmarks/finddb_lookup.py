@@ -25,6 +25,7 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
+import script
 from finddb_figures import DEVICE, SOLVERS, VERSIONS, network_config, percentile, print_table, provenance, rows
 
 from miofind.finddb import MEMORY, RankedRows, Scope, Store, environment_id, write_release
@@ -164,13 +165,15 @@ def compare(folder: Path, arguments: argparse.Namespace) -> dict[str, dict[str, 
 
 def main() -> None:
     """Run, print the figures, and write them where asked."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--problems", type=int, default=1_000_000)
-    parser.add_argument("--small", type=int, default=10_000, help="problems of the file that memory is compared with")
-    parser.add_argument("--rows", type=int, default=8, help="rows an answer")
-    parser.add_argument("--lookups", type=int, default=5_000)
+    parser = script.parser(__doc__)
+    parser.add_argument("--problems", type=script.at_least(2), default=1_000_000)
+    parser.add_argument(
+        "--small", type=script.at_least(2), default=10_000, help="problems of the file that memory is compared with"
+    )
+    parser.add_argument("--rows", type=script.count, default=8, help="rows an answer")
+    parser.add_argument("--lookups", type=script.count, default=5_000)
     parser.add_argument("--folder", type=Path, help="where the files are made  [default: the temporary folder]")
-    parser.add_argument("--json", type=Path, help="file the figures are written to")
+    parser.add_argument("--json", type=script.output, help="file the figures are written to")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child:
@@ -188,4 +191,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    script.run(main)

@@ -10,7 +10,6 @@ place's solvers are measured. Kernels are compiled before, in parallel.
 
 from __future__ import annotations
 
-import argparse
 import json
 import shlex
 import sys
@@ -20,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import script
 from commit import commit
 
 from miofind.compiler import BinaryCache, Compiler
@@ -72,14 +72,14 @@ class Figure:
     runs: int
 
 
-def devices(places: list[str]) -> Iterator[Device]:
+def devices(places: list[Place]) -> Iterator[Device]:
     """The current GPU, if there is one, and the CPU place."""
-    if Place.CUDA.value in places:
+    if Place.CUDA in places:
         try:
             yield Device.cuda()
         except (NoDeviceError, MissingLibraryError) as error:
             print(f"without a GPU: {error}", file=sys.stderr)
-    if Place.CPU.value in places:
+    if Place.CPU in places:
         yield Device.cpu()
 
 
@@ -170,11 +170,11 @@ def _cell(figure: Figure) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
-    parser.add_argument("--place", type=lambda text: text.split(","), default=["cuda", "cpu"], help="cuda, cpu or both")
-    parser.add_argument("--shapes", type=lambda text: text.split(";"), default=[*SHAPES], help="separated by ;")
-    parser.add_argument("--types", type=lambda text: text.split(","), default=[*TYPES])
+    parser = script.parser(__doc__)
+    parser.add_argument("--json", type=script.output, help="write the figures to this file")
+    parser.add_argument("--place", type=script.several(Place), default=[*Place], help="cuda, cpu or both")
+    parser.add_argument("--shapes", type=script.several(SHAPES, ";"), default=[*SHAPES], help="separated by ;")
+    parser.add_argument("--types", type=script.several(TYPES), default=[*TYPES])
     parser.add_argument("--table", type=Path, help="only print the tables of this file")
     arguments = parser.parse_args()
     if arguments.table:
@@ -201,4 +201,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    script.run(main)

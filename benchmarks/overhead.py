@@ -7,7 +7,6 @@ Needs a GPU. Prints median and p99 of each figure beside the bound it is held to
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
@@ -20,9 +19,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import cupy
+import script
 
 import miofind
+from miofind.device import Device
 from miofind.environment import versions
 from miofind.find import records
 from miofind.find.validity import solver_hash
@@ -116,6 +116,8 @@ def repeated_find(handle: miofind.Handle, problem: miofind.ProblemDescription) -
 
 def launches(handle: miofind.Handle, problem: miofind.ProblemDescription) -> dict[str, Any]:
     """run_solution with out and workspace against a bare RawKernel launch, interleaved on one stream."""
+    import cupy
+
     options = miofind.FindOptions(only=("ConvDirectTiled",))
     solution = miofind.find_solutions(problem, options=options, handle=handle)[0].prepare()
     arrays = {name: cupy.zeros(problem.tensor(name).shape, cupy.float32) for name in ("x", "w", "y")}
@@ -220,9 +222,10 @@ def cold_find() -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    parser = script.parser(__doc__)
+    parser.add_argument("--json", type=script.output, help="write the figures to this file")
     arguments = parser.parse_args()
+    Device.cuda()  # raises where there is no GPU
     handle = miofind.default_handle()
     problem = miofind.ProblemDescription.convolution(**PROBLEM)
     figures = {
@@ -241,4 +244,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    script.run(main)

@@ -14,9 +14,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import script
+
 from miofind.candidate import Candidate, Outcome, Status, Timing
 from miofind.device import Device
-from miofind.errors import MiofindError
 from miofind.find.search import Search, Space
 from miofind.finddb import Row, Store
 from miofind.problem import ProblemDescription
@@ -120,16 +121,15 @@ def _mean(regrets: Sequence[float]) -> float:
 
 
 def main() -> None:
-    if len(sys.argv) < 2:
-        sys.exit(__doc__)
-    try:
-        spaces = list(measured_spaces(Path(sys.argv[1]), Device.virtual((*sys.argv[2:], "90a")[0])))
-    except MiofindError as error:
-        sys.exit(str(error))
+    parser = script.parser(__doc__)
+    parser.add_argument("path", type=Path, metavar="PATH", help="a FindDB")
+    parser.add_argument("arch", type=script.arch, nargs="?", default="90a", metavar="ARCH")
+    arguments = parser.parse_args()
+    spaces = list(measured_spaces(arguments.path, arguments.arch))
     if not spaces:
-        sys.exit(f"{sys.argv[1]} has no problem with {LEAST_ROWS} configurations of one solver measured")
+        sys.exit(f"{arguments.path} has no problem with {LEAST_ROWS} configurations of one solver measured")
     print("\n".join(table(spaces)))
 
 
 if __name__ == "__main__":
-    main()
+    script.run(main)

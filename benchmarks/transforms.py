@@ -29,9 +29,9 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
+import script
 from commit import commit
 
 from miofind.bench.torch_rival import TorchRival
@@ -41,7 +41,7 @@ from miofind.environment import versions
 from miofind.errors import MiofindError
 from miofind.invoker import Invoker, make_invoker
 from miofind.measure.stage import Runnable, Stage
-from miofind.problem import Direction, Layout, ProblemDescription
+from miofind.problem import DataType, Direction, Layout, MathMode, ProblemDescription
 from miofind.solution import Config
 from miofind.solver import Solver, solver_by_id
 from miofind.suites import load_suite
@@ -54,6 +54,7 @@ DEFAULT_BOUND = "within the default bound of errors"
 FFT = ("ConvFft", "ConvFftTiles", "ConvFftDepthwise")
 SOLVERS = {"dense": FFT, "lines": FFT, "winograd": ("ConvWinogradFused", "ConvWinogradMma", "ConvWinograd")}
 LEAST_CHANNELS = 64
+LAYOUTS = ["NCHW", "NHWC"]
 
 # n, c, sizes, k, taps along each axis, groups; padded by half the taps.
 DENSE = (
@@ -141,14 +142,14 @@ def in_turns(every: Sequence[Job]) -> list[Job]:
     return [job for one in rounds for job in one if job is not None]
 
 
-def share(every: Sequence[Job], part: str) -> list[Job]:
-    """Part "I/N" of the problems, with every list, layout and direction in it."""
-    number, count = (int(one) for one in part.split("/"))
+def share(every: Sequence[Job], part: tuple[int, int]) -> list[Job]:
+    """One of the parts of the problems, with every list, layout and direction in it."""
+    number, count = part
     seen: Counter[tuple[str, bool, Direction]] = Counter()
     chosen = []
     for job in every:
         key = (job.kind, job.problem.x.layout.channels_last, job.problem.direction)
-        if seen[key] % count == number - 1:
+        if seen[key] % count == number:
             chosen.append(job)
         seen[key] += 1
     return chosen
@@ -316,23 +317,26 @@ def build_ahead(found: Mapping[Job, Sequence[Candidate]], device: Device, compil
 
 
 def parsed() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="write the rows to this file, after each problem")
-    parser.add_argument("--problems", type=lambda text: text.split(","), default=[*SOLVERS], metavar="LISTS")
-    parser.add_argument("--solvers", type=lambda text: text.split(","), help="others than each list's own")
-    parser.add_argument("--directions", type=lambda text: [Direction(one) for one in text.split(",")])
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--math", default="ieee", help="ieee or tf32")
-    parser.add_argument("--layouts", default="NCHW,NHWC", help="NCHW (channels first), NHWC (last) or both")
-    parser.add_argument("--configs", type=int, default=0, help="configurations besides the defaults")
-    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no problem after so long")
-    parser.add_argument("--share", default="1/1", metavar="I/N", help="measure only the I-th of N parts")
+    parser = script.parser(__doc__)
+    parser.add_argument("--json", type=script.output, help="write the rows to this file, after each problem")
+    parser.add_argument("--problems", type=script.several(SOLVERS), default=[*SOLVERS], metavar="LISTS")
+    parser.add_argument("--solvers", type=script.solver_ids, help="others than each list's own")
+    parser.add_argument("--directions", type=script.several(Direction), default=[*Direction])
+    parser.add_argument("--dtype", choices=[*map(str, DataType)], default="float32")
+    parser.add_argument("--math", choices=[*map(str, MathMode)], default="ieee")
+    parser.add_argument("--layouts", type=script.several(LAYOUTS), default=LAYOUTS, help="channels first, last or both")
+    parser.add_argument("--configs", type=script.at_least(0), default=0, help="configurations besides the defaults")
+    parser.add_argument("--seconds", type=script.seconds, default=math.inf, help="begin no problem after so long")
+    parser.add_argument(
+        "--share", type=script.share, default=(0, 1), metavar="I/N", help="measure only the I-th of N parts"
+    )
     parser.add_argument("--no-torch", dest="torch", action="store_false")
-    parser.add_argument("--torch-seconds", type=float, default=40, help="give PyTorch up on a problem after so long")
+    parser.add_argument(
+        "--torch-seconds", type=script.seconds, default=40, help="give PyTorch up on a problem after so long"
+    )
     parser.add_argument("--list", action="store_true", help="only print the problems and how many configurations")
     asked = parser.parse_args()
-    asked.directions = asked.directions or list(Direction)
-    asked.channels_last = [name == "NHWC" for name in asked.layouts.split(",")]
+    asked.channels_last = [name == "NHWC" for name in asked.layouts]
     return asked
 
 
@@ -375,4 +379,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    script.run(main)

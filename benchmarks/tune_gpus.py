@@ -10,7 +10,6 @@ to share, since each kind measures all.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shlex
@@ -20,6 +19,8 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 from typing import Any
+
+import script
 
 DEFAULT = ("--suite", "yardstick", "--dtype", "float16", "--layout", "NHWC", "--direction", "all")
 
@@ -67,10 +68,10 @@ def agreement(one: dict[str, Any], all_: dict[str, Any]) -> float:
 
 def main() -> None:
     """Tune three times, print both timed runs and the speed-up, and write the figures where asked."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script.parser(__doc__)
     parser.add_argument("--gpus", default="all", help="the GPUs of the second run")
     parser.add_argument("--one", default="0", help="the GPU of the first")
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    parser.add_argument("--json", type=script.output, help="write the figures to this file")
     parser.add_argument("--keep", type=Path, help="keep the FindDBs and the binary cache in this folder")
     parser.add_argument("asked", nargs="*", help="words of `miofind tune`, behind --")
     arguments = parser.parse_args()
@@ -101,4 +102,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    script.run(main)

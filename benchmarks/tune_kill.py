@@ -9,7 +9,6 @@ candidates, each as often, and all that a run told of before it was killed. Ends
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
@@ -23,6 +22,8 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+import script
 
 from miofind.finddb import Store
 
@@ -179,10 +180,10 @@ def compare(folder: Path, asked: list[str], kills: int, seed: int) -> Comparison
 
 def main() -> None:
     """Compare, print the figures, and write them where asked."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=8, help="runs that are killed")
+    parser = script.parser(__doc__)
+    parser.add_argument("--kills", type=script.at_least(0), default=8, help="runs that are killed")
     parser.add_argument("--seed", type=int, default=0, help="of the moments")
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    parser.add_argument("--json", type=script.output, help="write the figures to this file")
     parser.add_argument("asked", nargs="*", help="words of `miofind tune`, behind --")
     arguments = parser.parse_args()
     asked = arguments.asked or list(ON_CPU)
@@ -198,4 +199,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    script.run(main)

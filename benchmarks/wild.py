@@ -12,24 +12,26 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import random
 import shlex
 import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any
+
+import script
 
 import miofind
 from miofind.candidate import Candidate, Status
 from miofind.compiler import BinaryCache, Compiler
-from miofind.device import Library
+from miofind.device import Device, Library
 from miofind.environment import versions
 from miofind.errors import MiofindError
 from miofind.health import context_error
 from miofind.invoker import make_invoker
-from miofind.problem import ProblemDescription
+from miofind.problem import Layout, MathMode, ProblemDescription
 from miofind.solution import Config, KernelStep
 from miofind.solver import Solver, solver_by_id, solvers
 from miofind.suites import SuiteProblem, load_suite
@@ -150,22 +152,24 @@ def run_problem(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    parser = script.parser(__doc__)
+    parser.add_argument("--json", type=script.output, help="write the figures to this file")
     parser.add_argument("--all", action="store_true", help="ask every solver")
+    parser.add_argument("--stop-after", type=script.seconds, default=math.inf, help="begin no problem after so long")
+    parser.add_argument("--limit", type=script.count, help="only the first N problems of each suite")
+    parser.add_argument("--share", type=script.share, default=(0, 1), metavar="I/N", help="only the I-th of N parts")
     parser.add_argument(
-        "--stop-after", type=float, default=float("inf"), help="seconds after which no problem is begun"
+        "--only", type=script.solver_ids, metavar="SOLVERS", help="ids of solvers, with commas, for --configs"
     )
-    parser.add_argument("--limit", type=int, help="only the first N problems of each suite")
-    parser.add_argument("--share", default="0/1", help="I/N: every N-th problem from the I-th on, to divide the work")
-    parser.add_argument("--only", help="ids of solvers, with commas, for --configs")
-    parser.add_argument("--configs", type=int, default=0, help="random configurations of each solver of --only")
-    parser.add_argument("--layout", help="of all tensors, instead of the suites'")
-    parser.add_argument("--math", help="of the float32 problems")
+    parser.add_argument(
+        "--configs", type=script.at_least(0), default=0, help="random configurations of each solver of --only"
+    )
+    parser.add_argument("--layout", choices=[*map(str, Layout)], help="of all tensors, instead of the suites'")
+    parser.add_argument("--math", choices=[*map(str, MathMode)], help="of the float32 problems")
     arguments = parser.parse_args()
     if bool(arguments.only) != bool(arguments.configs):
         parser.error("--only and --configs go together")
-    handle = miofind.Handle(compiler=Compiler(BinaryCache()))
+    handle = miofind.Handle(Device.cuda(), compiler=Compiler(BinaryCache()))
     report: dict[str, Any] = {
         "gpu": handle.device.name,
         "versions": versions(handle.device),
@@ -175,7 +179,7 @@ def main() -> None:
     started = time.monotonic()
     for name in ("wild_3d", "wild"):
         entries = load_suite(name).problems(layout=arguments.layout, math=arguments.math)[: arguments.limit]
-        first, every = map(int, arguments.share.split("/"))
+        first, every = arguments.share
         deadline = started + arguments.stop_after
         tally = report["suites"][name] = run_suite(entries[first::every], handle, arguments, deadline)
         print_tally(name, tally)
@@ -188,7 +192,7 @@ def run_suite(
 ) -> dict[str, Any]:
     """What became of each problem of a suite, counted."""
     start = time.monotonic()
-    asked = [solver_by_id(name) for name in arguments.only.split(",")] if arguments.only else list(solvers().values())
+    asked = [solver_by_id(name) for name in arguments.only] if arguments.only else list(solvers().values())
     compile_ahead((entry.problem for entry in entries), asked, handle, arguments.configs)
     tally: dict[str, Any] = {
         "rows": sum(entry.count for entry in entries),
@@ -230,4 +234,4 @@ def print_tally(name: str, tally: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    script.run(main)

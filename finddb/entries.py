@@ -13,7 +13,7 @@ from sqlalchemy.dialects.sqlite import insert
 
 from miofind.finddb import answers, packing, schema
 from miofind.finddb.packing import Packing
-from miofind.finddb.sqlite_file import legible
+from miofind.finddb.sqlite_file import checked_text, legible
 from miofind.finddb.validation import (
     RefusedEntryError,
     checked_environment,
@@ -146,7 +146,7 @@ def problems(connection: Connection, device: str | None = None) -> dict[int, Pro
     if device is not None:
         statement = statement.where(schema.device.c.identity == device)
     return {
-        number: ProblemKey(device=identity, network_config=network_config)
+        number: ProblemKey(device=checked_text(identity), network_config=checked_text(network_config))
         for number, identity, network_config in connection.execute(statement)
     }
 

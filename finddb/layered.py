@@ -70,13 +70,19 @@ class Layered:
             if found is not None:
                 yield found
 
-    def best_rows(self, device: str, network_config: str, admits: Callable[[Row], bool]) -> list[Row]:
-        """The best of those rows of all FindDBs that are admitted, in rank order.
+    def best_rows(
+        self, device: str, network_config: str, *, holds: Callable[[Row], bool], admits: Callable[[Row], bool]
+    ) -> list[Row]:
+        """The best rows of all FindDBs, in rank order.
 
         An answer has few rows of each solver: they may all be of a kind that a request does not take.
+
+        Args:
+            holds: which rows count, failures too: those of other code say nothing of any.
+            admits: which of those in force then to choose from.
         """
         histories = self.histories(device, network_config)
-        rows = ranking.usable_rows(row for history in histories for row in history.rows)
+        rows = ranking.usable_rows(row for history in histories for row in history.rows if holds(row))
         verdicts = [verdict for history in histories for verdict in history.verdicts]
         return ranking.best_rows(filter(admits, rows), verdicts)
 

@@ -107,7 +107,7 @@ def widest_scopes(scopes: Iterable[Scope]) -> list[Scope]:
     """
     widest = uncovered_scopes(scopes)
     if len(widest) > MAX_SCOPES:
-        widest = sorted(_joined(widest), key=lambda scope: _asked(scope) is not None)
+        widest = sorted(_joined(widest), key=lambda scope: scope.asked is not None)
     return widest[:MAX_SCOPES]
 
 
@@ -125,26 +125,22 @@ def uncovered_scopes(scopes: Iterable[Scope]) -> list[Scope]:
     ]
 
 
-def _asked(scope: Scope) -> set[str] | None:
-    """The solvers that a find of some was asked for; None for one of all."""
-    names = scope.filters.get("solvers")
-    return {str(name) for name in names} if isinstance(names, (list, tuple)) else None
-
-
 def _joined(newest_first: Sequence[Scope]) -> list[Scope]:
-    """Scopes of some solvers each as one of all of these, where they were asked for alike."""
+    """The scopes, those of some solvers each as one of all of these where they were asked for alike."""
     groups: dict[str, list[Scope]] = {}
+    others = []
     for scope in newest_first:
-        asked = _asked(scope)
-        filters = {name: value for name, value in scope.filters.items() if name != "solvers"}
-        others = sorted(scope.solvers.keys() - asked) if asked is not None else scope.id
-        kind = (filters, others, scope.workspace_limit_bytes, scope.effort, scope.complete)
+        if not scope.asked:
+            others.append(scope)
+            continue
+        marks = sorted(scope.solvers.keys() - scope.asked)
+        kind = (scope.candidate_filters, marks, scope.workspace_limit_bytes, scope.effort, scope.complete)
         groups.setdefault(canonical_json(kind), []).append(scope)
-    return [group[0] if len(group) == 1 else _of_all(group) for group in groups.values()]
+    return [*others, *(group[0] if len(group) == 1 else _together(group) for group in groups.values())]
 
 
-def _of_all(newest_first: Sequence[Scope]) -> Scope:
-    names = sorted({name for scope in newest_first for name in _asked(scope) or ()})
+def _together(newest_first: Sequence[Scope]) -> Scope:
+    names = sorted({name for scope in newest_first for name in scope.asked or ()})
     solvers = {name: version for scope in reversed(newest_first) for name, version in scope.solvers.items()}
     return replace(newest_first[0], solvers=solvers, filters={**newest_first[0].filters, "solvers": names}, id="")
 

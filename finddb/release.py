@@ -6,6 +6,7 @@ and which release it came after. Equal sources make equal releases, whatever the
 
 from __future__ import annotations
 
+import errno
 import functools
 import math
 import os
@@ -24,6 +25,7 @@ from miofind.finddb.sqlite_file import (
     connect,
     execute,
     fold_logs,
+    is_database,
     open_file,
     translated,
 )
@@ -61,21 +63,23 @@ _NO_RULES = ReleaseRules()
 def write_release(sources: Sequence[Store], path: str | Path, rules: ReleaseRules = _NO_RULES) -> Release:
     """Write a FindDB that gives the answers of all the sources merged, into a new file that replaces `path`.
 
-    A link is followed. A log beside the replaced file ends with it, so that nobody takes it for one of the new file.
+    A release that is there is replaced, and what is no database, but no FindDB that is written to. A link is followed.
+    A log beside the replaced file ends with it, so that nobody takes it for one of the new file.
 
-    It holds the best rows (`ranking.release_rows`), what their finds considered, and each problem's newest verdict;
-    failures, replaced rows, rows measured under contention and all of a solver whose fastest was stay behind, and so
-    does a problem whose fastest row is void. Rows and
-    environments name no machine or person, since no store takes that in.
+    It holds the best rows (`ranking.release_rows`), what their finds considered, and each problem's newest verdict.
+    Failures, replaced rows, rows measured under contention and all of a solver whose fastest was stay behind, and so
+    does a problem whose fastest row is void. Rows and environments name no machine or person, since no store takes that
+    in.
 
     Args:
         sources: files that are written to, or releases, of this schema version or older ones.
 
     Raises:
-        DatabaseError: a source cannot be read, nothing of them may ship, or the file cannot be written; `path` is as it
-            was then.
+        DatabaseError: a source cannot be read, nothing of them may ship, `path` is a database but no release, or the
+            file cannot be written; `path` is as it was then.
     """
     path = _target(path)
+    replaced = _replaced(path)
     with Store(MEMORY) as union, Store(MEMORY) as chosen:
         for source in sources:
             union.merge(source)
@@ -83,7 +87,7 @@ def write_release(sources: Sequence[Store], path: str | Path, rules: ReleaseRule
         shipped = tuple(chosen.histories())
     if not shipped:
         raise DatabaseError(f"no row of the sources may ship: {shown(path)} stays as it is")
-    release = release_of(shipped, parent=_predecessor(path, sources))
+    release = release_of(shipped, parent=replaced or _first_release(sources))
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         _write(temporary, shipped, release)
@@ -120,18 +124,34 @@ def _target(path: str | Path) -> Path:
         raise DatabaseError(f"a release is a file, {MEMORY} is none: name one")
     with translated(shown(file)):
         file = Path(os.path.realpath(file))
+        if file.is_symlink():
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
         if file.exists() and not file.is_file():
             raise DatabaseError(f"{shown(file)} is no regular file, which a release could replace: name another")
     return file
 
 
-def _predecessor(path: Path, sources: Sequence[Store]) -> Release | None:
-    """The release that a new one comes after: the one it replaces, else the first among its sources."""
-    if path.is_file():
-        with suppress(DatabaseError), Store(path, read_only=True) as replaced:
-            found = replaced.release()
-            if found is not None:
-                return found
+def _replaced(path: Path) -> Release | None:
+    """The release that a new one replaces; None where there is no database.
+
+    Raises:
+        DatabaseError: what is there is a FindDB that is written to, or another database: its rows would be lost.
+    """
+    with translated(shown(path)):
+        if not is_database(path):
+            return None
+    with Store(path, read_only=True) as store:
+        release = store.release()
+    if release is None:
+        raise DatabaseError(
+            f"{shown(path)} is a FindDB and no release, so its rows would be lost: name another file for the release, "
+            "or remove this one"
+        )
+    return release
+
+
+def _first_release(sources: Sequence[Store]) -> Release | None:
+    """The first release among sources, None where there is none."""
     releases = (source.release() for source in sources)
     return next((release for release in releases if release is not None), None)
 

@@ -251,9 +251,11 @@ def checked_version(connection: Connection, where: str) -> int:
 
     Raises:
         SchemaVersionError: a newer schema.
-        DatabaseError: no FindDB at all, or one with code in it.
+        DatabaseError: no FindDB at all, an empty database, or one with code in it.
     """
     stored = _stored_objects(connection)
+    if not stored:  # a full disk leaves such a file, which the next write makes a FindDB
+        raise DatabaseError(f"{where} is an empty database: fill it with `miofind tune`, or remove it")
     if not all(stored.values()):
         raise DatabaseError(
             f"{where} holds views or triggers, which no FindDB does: do not trust it, name another file"

@@ -13,7 +13,7 @@ from sqlalchemy import ColumnElement, Connection, Executable, Table, func, selec
 from miofind.errors import DatabaseError
 from miofind.finddb import answers, entries, exchange, schema
 from miofind.finddb.packing import Packing, text_of
-from miofind.finddb.sqlite_file import UnreadableEntryError, legible
+from miofind.finddb.sqlite_file import UnreadableEntryError, checked_text, legible
 from miofind.finddb.validation import checked_environment, checked_key, checked_row, checked_scope, checked_verdict
 from miofind.finddb.values import Entry, History, ProblemKey, Release, Row, Scope, Stats
 
@@ -149,4 +149,4 @@ def _count_by(connection: Connection, column: ColumnElement[str]) -> dict[str, i
 
 
 def _counts(connection: Connection, statement: Executable) -> dict[str, int]:
-    return {line[0]: line[1] for line in connection.execute(statement)}
+    return {checked_text(line[0]): line[1] for line in connection.execute(statement)}

@@ -35,6 +35,8 @@ WRITER_PRAGMAS = ("PRAGMA synchronous=NORMAL", "PRAGMA journal_size_limit=671088
 LOGS = ("-wal", "-journal")
 """What SQLite adds to a file's name for what belongs into it: a log of what is new, a journal of what was there."""
 
+_MAGIC = b"SQLite format 3\0"
+
 MAX_VALUE_BYTES = 1 << 24
 """Of one column's value: the answer to a problem is far smaller, and a file from elsewhere could hold a gigabyte."""
 
@@ -72,6 +74,17 @@ def legible() -> Iterator[None]:
         if isinstance(error, MiofindError):
             raise
         raise UnreadableEntryError(str(error)) from error
+
+
+def checked_text(value: object) -> str:
+    """What a column of texts holds: SQLite keeps values of any kind in it.
+
+    Raises:
+        UnreadableEntryError: it is no text.
+    """
+    if isinstance(value, str):
+        return value
+    raise UnreadableEntryError(f"{value!r:.60} is no text" if value is not None else "a text is missing")
 
 
 def check_writable_place(path: Path) -> None:
@@ -151,6 +164,14 @@ def connect_to_read(path: Path, *, immutable: bool) -> Connection:
         connection.close()
         raise
     return connection
+
+
+def is_database(path: Path) -> bool:
+    """Whether there is a file that begins as SQLite's do; an empty one, which SQLite takes for a new one, does not."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return file.read(len(_MAGIC)) == _MAGIC
 
 
 def is_portable(path: Path) -> bool:

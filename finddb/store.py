@@ -20,7 +20,7 @@ from miofind.finddb import answers, entries, exchange, location, ranking, schema
 from miofind.finddb.answers import Answer
 from miofind.finddb.database import Database
 from miofind.finddb.packing import Packing
-from miofind.finddb.sqlite_file import legible
+from miofind.finddb.sqlite_file import checked_text, legible
 from miofind.finddb.validation import checked_environment, checked_key, checked_reason
 from miofind.finddb.values import (
     Entry,
@@ -247,7 +247,8 @@ class Store:
         if device is not None:
             statement = statement.where(table.c.device == device)
         with self._database.read() as connection:
-            return tuple(Recheck(**values) for values in connection.execute(statement).mappings())
+            found = connection.execute(statement).mappings().all()
+            return tuple(Recheck(**{name: checked_text(values[name]) for name in values}) for values in found)
 
     def drop_rechecks(self, device: str, network_config: str) -> int:
         """Forget the notes on a problem, because it was measured again; returns how many there were."""

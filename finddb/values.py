@@ -6,6 +6,7 @@ versions. So merging two databases is a union by id. Nothing here touches a file
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import re
@@ -155,6 +156,19 @@ class Scope:
     created_at: str = ""
     id: str = ""
 
+    @property
+    def asked(self) -> frozenset[str] | None:
+        """The solvers that a find of some was asked for; None for a find of all, none where nobody can tell."""
+        if "solvers" not in self.filters:
+            return None
+        names = self.filters["solvers"]
+        return frozenset(map(str, names)) if isinstance(names, (list, tuple)) else frozenset()
+
+    @property
+    def candidate_filters(self) -> dict[str, object]:
+        """The filters that are on candidates, not on solvers."""
+        return {name: value for name, value in self.filters.items() if name != "solvers"}
+
     def covers(self, other: Scope) -> bool:
         """Whether a find of this scope timed all that a find of `other` would.
 
@@ -282,6 +296,7 @@ def environment_id(versions: Mapping[str, str]) -> str:
     return _digest(dict(versions), 8)
 
 
+@functools.lru_cache(maxsize=1 << 12)
 def failed_code(solver_version: int, source_hash: str) -> int:
     """A number of a solver's version and sources: what failed with these says nothing of it with others."""
     return int(_digest([solver_version, source_hash], 6), 16)

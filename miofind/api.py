@@ -88,7 +88,7 @@ def run_solution(
         w: (k, c/groups, *filter), for forward and backward data.
         dy: (n, k, *out_spatial), for both backward directions.
         out: the output, allocated like the first input if left out; it shares no memory with an input.
-        workspace: at least `solution.workspace_bytes` bytes, allocated if left out.
+        workspace: at least `solution.workspace_bytes` bytes, allocated if left out, not looked at where they are 0.
         stream: a CuPy or PyTorch stream or its address; the current stream of the first input's library if left out.
 
     Raises:

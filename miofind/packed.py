@@ -74,7 +74,7 @@ class PackedSolution:
             x: (n, c, *spatial), for forward.
             dy: (n, k, *out_spatial), for backward data.
             out: the output, allocated like the input if left out; it shares no memory with the input.
-            workspace: at least `workspace_bytes` bytes, allocated if left out.
+            workspace: at least `workspace_bytes` bytes, allocated if left out, not looked at where they are 0.
             stream: a CuPy or PyTorch stream or its address; the current stream of the input's library if left out.
 
         Raises:

@@ -17,7 +17,7 @@ import miofind
 from miofind.compiler import BinaryCache
 from miofind.errors import DatabaseError, InvalidOptionError, InvalidProblemError, SolutionFileError
 from miofind.files import replacing
-from miofind.finddb import Store, shipped_paths
+from miofind.finddb import Store, shipped_paths, write_release
 from miofind.solver import solver_by_id
 from miofind.suites import load_csv, load_lines
 from miofind.suites.find_db_text import load_find_db
@@ -98,6 +98,19 @@ def test_what_is_no_regular_file_is_written_not_replaced(saved: Path, tmp_path: 
     reader.join(timeout=10)
     assert pipe.is_fifo()
     assert json.loads(read[0])["format"] == "miofind-solution"
+
+
+def test_links_in_a_loop_are_not_replaced(saved: Path, tmp_path: Path) -> None:
+    """A release or an export took the place of one of them."""
+    one, other = tmp_path / "one", tmp_path / "other"
+    one.symlink_to(other)
+    other.symlink_to(one)
+    with pytest.raises(SolutionFileError, match="symbolic links"):
+        load(saved).save(one)
+    with Store(tmp_path / "finddb.db") as store, pytest.raises(DatabaseError, match="symbolic links"):
+        write_release([store], one)
+    assert one.is_symlink()
+    assert other.is_symlink()
 
 
 @pytest.mark.parametrize("name", ["missing/solution.json", "x" * 300, "nul\0"])

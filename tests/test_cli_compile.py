@@ -64,6 +64,14 @@ def test_a_kernel_that_fails_ends_with_1(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "line 3: error" in result.stderr
 
 
+@pytest.mark.parametrize("arch", ["901a", "300"])
+def test_an_architecture_that_nvrtc_does_not_know_is_refused(arch: str) -> None:
+    """Each kernel failed, and the command ended with 1."""
+    told = run("compile", *FORWARD, "--arch", "80", "--arch", arch, code=2).stderr
+    assert told.startswith(f"error: --arch {arch.rstrip('a')}a: NVRTC ")
+    assert "compiles for 75, 80, " in told
+
+
 def test_without_a_gpu_an_architecture_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("miofind.device.has_cuda", lambda: False)
     assert "--arch 90a" in run("compile", *FORWARD, code=2).stderr

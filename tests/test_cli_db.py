@@ -196,6 +196,18 @@ def test_a_damaged_finddb_is_an_error_of_the_database(command: str, tmp_path: Pa
     assert result.stdout == ""
 
 
+@pytest.mark.parametrize("command", ["stats", "show --all", "export out.jsonl", "diff finddb.db finddb.db"])
+def test_a_device_that_is_no_text_is_an_error_of_the_database(
+    command: str, filled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Commands failed over it one by one, as if miofind were at fault."""
+    monkeypatch.chdir(tmp_path)
+    with sqlite3.connect(filled) as connection:
+        connection.execute("UPDATE device SET identity = X'FF00'")
+    connection.close()
+    assert "holds an entry that cannot be read" in run("db", *command.split(), code=4).stderr
+
+
 def test_a_torn_page_is_found(filled: Path) -> None:
     with sqlite3.connect(filled) as connection:
         connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
@@ -278,10 +290,50 @@ def test_release_takes_what_may_ship(filled: Path, tmp_path: Path) -> None:
 
 def test_release_refuses_what_it_cannot_make(tmp_path: Path) -> None:
     old = version_1(tmp_path / "old.db")
-    assert "no row of the sources may ship" in run("db", "release", str(old), str(tmp_path / "out.db"), code=4).stderr
+    command = ("db", "release", str(old), str(tmp_path / "out.db"), "--of", "H200")
+    assert "no row of the sources may ship" in run(*command, code=4).stderr
     assert not (tmp_path / "out.db").exists()
     assert "does not exist" in run("db", "release", "missing.db", str(tmp_path / "out.db"), code=4).stderr
     assert "SOURCE" in run("db", "release", str(old), code=2).stderr
+
+
+def test_a_release_is_of_one_kind_of_device(filled: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.db"
+    with Store(filled) as store:
+        (device, *_) = {key.device for key in store.problems()}
+        for history in tuple(store.histories()):
+            rows = [replace(row, id="", created_at="") for row in history.rows]
+            store.record("NVIDIA B1|148|10.0|", history.network_config, rows)
+    told = run("db", "release", str(filled), str(out), code=2).stderr
+    assert "NVIDIA B1, 148 SMs, sm_100" in told
+    assert "choose by --of" in told
+    assert "is in no device's name" in run("db", "release", str(filled), str(out), "--of", "B300", code=2).stderr
+    assert not out.exists()
+    name = device.partition("|")[0]
+    assert list(run_json("db", "release", str(filled), str(out), "--of", name)["problems"]) == [device]
+
+
+def test_release_does_not_replace_a_finddb(filled: Path, tmp_path: Path) -> None:
+    """Without OUT the last source was taken for it, and its rows were lost."""
+    own, before = tmp_path / "own.db", filled.read_bytes()
+    run("db", "merge", str(filled), "--db", str(own))
+    for names in ((filled, own), (own, own)):
+        told = run("db", "release", *map(str, names), code=4).stderr
+        assert "own.db is a FindDB and no release, so its rows would be lost: name another file" in told
+    assert run_json("db", "stats", "--db", str(own))["problems"] == 3
+    assert filled.read_bytes() == before
+    out = tmp_path / "out.db"
+    for _ in range(2):
+        run("db", "release", str(own), str(out))
+    assert run_json("db", "check", str(out))["sound"]
+
+
+def test_export_does_not_replace_a_database(filled: Path, tmp_path: Path) -> None:
+    """FILE was taken for the FindDB to export, and another's lines replaced it."""
+    own = tmp_path / "own.db"
+    run("db", "merge", str(filled), "--db", str(own))
+    assert "own.db is a database, not an export: name another file" in run("db", "export", str(own), code=4).stderr
+    assert run_json("db", "stats", "--db", str(own))["problems"] == 3
 
 
 def test_diff_lists_what_changed(filled: Path, tmp_path: Path) -> None:

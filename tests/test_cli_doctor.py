@@ -11,9 +11,10 @@ import pytest
 from cli_runner import FORWARD, run, run_json, use_own_folders
 
 from miofind.cli import doctor as doctor_module
-from miofind.cli.coverage import SuiteLayers, coverage
+from miofind.cli.coverage import SuiteLayers, answered_finds, coverage
 from miofind.cli.coverage_table import show_suites
 from miofind.device import Device
+from miofind.driver.line import parse_driver_line
 from miofind.errors import MissingLibraryError, NoDeviceError
 from miofind.finddb import ProblemKey
 from miofind.problem import Direction
@@ -99,8 +100,24 @@ def test_the_shipped_coverage_is_told_without_a_gpu(monkeypatch: pytest.MonkeyPa
     text = run("doctor").stdout
     coverage_text = text[text.index("\nCoverage") : text.index("\nBinary cache")]
     assert "NVIDIA H200, 132 SMs, sm_90: " in coverage_text
-    rows = [line.split() for line in coverage_text.splitlines()]
-    assert any(row[:5] == ["resnet50", "32", "23", "23", "23"] and "float16," in row for row in rows)
+    (held,) = run_json("doctor")["coverage"]
+    answered = [
+        suite["answered"]
+        for suite in held["suites"]
+        if (suite["suite"], suite["batch"], suite["type"]) == ("resnet50", 32, "float16")
+    ]
+    assert answered == [23] * 6
+
+
+def test_what_is_answered_is_asked_of_the_databases_in_force(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The databases of the first question answered later ones, and one unreadable problem took all coverage with it."""
+    (problem,) = parse_driver_line(" ".join(FORWARD))
+    device, known = Device.cpu().identity, {problem.network_config, "what another release wrote"}
+    assert answered_finds(device, known) == set()
+    run("find", *FORWARD, "--device", "cpu", "--db", str(tmp_path / "other.db"))
+    monkeypatch.setenv("MIOFIND_SYSTEM_DB", str(tmp_path / "other.db"))
+    assert answered_finds(device, known) == {problem.network_config}
+    assert answered_finds("no device", known) == set()
 
 
 def test_shipped_databases_are_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

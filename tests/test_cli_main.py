@@ -16,6 +16,7 @@ from cli_runner import FORWARD, run, run_json, use_own_folders
 from miofind import interrupts
 from miofind.cli import main
 from miofind.driver.flags import FLAGS
+from miofind.finddb import Row, Store
 
 # These say for all problems of a command what the driver's flags of that name say for one, or how it is run.
 SHARED_WITH_THE_DRIVER = {"dtype", "layout", "math", "search", "solution", "verify"}
@@ -154,10 +155,29 @@ def test_ctrl_c_ends_any_command(monkeypatch: pytest.MonkeyPatch) -> None:
     assert result.stderr == "interrupted\n"
 
 
-def test_a_broken_pipe_is_silent() -> None:
-    command = f"{sys.executable} -m miofind solvers | {sys.executable} -c 'import sys; sys.stdin.close()'"
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        ("solvers", 0),
+        ("solvers --json", 0),
+        ("db export -", 0),
+        ("db check", 1),
+        ("solvers --only Nope", 2),
+    ],
+)
+def test_a_broken_pipe_is_silent_and_no_failure(
+    words: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Scripts with pipefail ended over `miofind ... | head`; what an exit code tells is still told."""
+    use_own_folders(tmp_path, monkeypatch)
+    unsound = Row(solver_id="ConvNone", solver_version=1, config="{}", status="crashed")
+    with Store(tmp_path / "finddb.db") as store:
+        store.record("no device", "no problem", [unsound])
+    reader = f"{sys.executable} -c 'import sys; sys.stdin.close()'"
+    command = f"(sleep 0.5; {sys.executable} -m miofind {words}) | {reader}; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False, timeout=60)
-    assert done.stderr == ""
+    assert done.returncode == code
+    assert done.stderr == "" or code == 2
 
 
 def test_help_needs_no_gpu_library() -> None:

@@ -395,6 +395,25 @@ def test_impossible_entries_are_findings(path, table, column, value):
     assert use_all(path)
 
 
+@pytest.mark.parametrize(
+    ("statement", "use"),
+    [
+        ("UPDATE device SET identity = X'FF00'", Store.problems),
+        ("UPDATE device SET identity = X'FF00'", Store.stats),
+        ("UPDATE problem SET network_config = X'FF00'", Store.problems),
+        ("UPDATE measurement SET status = X'FF00'", Store.stats),
+        ("INSERT INTO recheck VALUES ('a', X'FF00', 'why', '')", Store.rechecks),
+    ],
+)
+def test_names_that_are_no_texts_are_not_read(path, statement, use):
+    """SQLite keeps them in columns of texts; sorted, counted or printed, they were called a defect of miofind."""
+    spoil(path, statement)
+    with Store(path, read_only=True) as store:
+        with pytest.raises(DatabaseError, match=r"an entry that cannot be read .* is no text"):
+            use(store)
+        assert store.check() or use is Store.rechecks
+
+
 @pytest.mark.parametrize("table", ["answer", "measurement", "meta", "problem"])
 def test_texts_without_end_are_not_read(path, table):
     column = {"answer": "payload", "measurement": "message", "meta": "value", "problem": "network_config"}[table]

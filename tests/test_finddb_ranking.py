@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from miofind.finddb import MEMORY, Answer, Row, Scope, Store
-from miofind.finddb.ranking import best_rows, rank, release_rows, usable_rows, widest_scopes
+from miofind.finddb.ranking import best_rows, rank, release_rows, usable_rows, widest_scopes, with_failures
 from miofind.finddb.validation import checked_row
 
 
@@ -189,6 +189,18 @@ def test_of_many_finds_of_some_solvers_those_asked_alike_are_joined():
     assert [sorted(each.solvers) for each in kept] == [[*"ABCDE"]] * 2
     assert [each.filters.get("deterministic", False) for each in kept].count(True) == 1
     assert widest_scopes(kept) == kept
+
+
+def test_finds_of_all_solvers_are_never_joined():
+    """Those of which a solver had failed lost their ids, and became one find of none."""
+    wide = scope("A", "any error bound", created_at=at(1))
+    whole = scope("A", "B", created_at=at(2))
+    some = [scope(f"C{i}", filters={"solvers": [f"C{i}"], "n": i}, created_at=at(3 + i)) for i in range(9)]
+    failed = row("F", status="crashed", time_ms=None)
+    with_f = [replace(each, solvers={**each.solvers, "F": failed.solver_version}) for each in (wide, whole)]
+    kept = widest_scopes(with_failures([*with_f, *some], [row("A"), failed]))
+    assert [set(each.solvers) - {"F"} for each in kept[:2]] == [{"A", "B"}, {"A", "any error bound"}]
+    assert not any("solvers" in each.filters for each in kept[:2])
 
 
 def test_a_release_keeps_the_best_row_of_each_kind():

@@ -387,7 +387,8 @@ def test_a_release_names_hashes(text):
 
 
 def test_a_log_beside_the_replaced_file_does_not_reach_the_release(tmp_path, store):
-    path = tmp_path / "release.db"
+    released(store, tmp_path).close()
+    path = made.unpacked(tmp_path / "release.db", tmp_path / "older.db").replace(tmp_path / "release.db")
     if os.fork() == 0:
         killed = Store(path)
         for number in range(50):
@@ -399,10 +400,29 @@ def test_a_log_beside_the_replaced_file_does_not_reach_the_release(tmp_path, sto
         in_use.record("another", PROBLEM, [row()])
         with pytest.raises(DatabaseError, match="another process held it"):
             write_release([store], path)
-        assert len(in_use.problems()) == 51
+        assert len(in_use.problems()) == 52
     with released(store, tmp_path) as shipped:
         assert shipped.check() == ()
         assert {key.device for key in shipped.problems()} == {DEVICE}
+
+
+def test_a_finddb_that_is_no_release_is_not_replaced(tmp_path, store):
+    with Store(tmp_path / "own.db") as own:
+        own.merge(store)
+        for sources in ([store], [own]):
+            with pytest.raises(DatabaseError, match=r"own\.db is a FindDB and no release.* name another file"):
+                write_release(sources, tmp_path / "own.db")
+        assert contents(own) == contents(store)
+
+
+def test_another_database_is_not_replaced(tmp_path, store):
+    path = tmp_path / "other.db"
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("CREATE TABLE contacts (name)")
+    before = path.read_bytes()
+    with pytest.raises(DatabaseError, match="a database of something else"):
+        write_release([store], path)
+    assert path.read_bytes() == before
 
 
 def test_a_log_of_a_file_that_is_gone_does_not_reach_the_release(tmp_path, store):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from finddb_entries import DEVICE, PROBLEM, VERSIONS, answers, at, contents, row, scope
+from finddb_entries import DEVICE, PROBLEM, VERSIONS, answers, at, contents, files_end_at, row, scope
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -383,6 +383,18 @@ def test_a_read_only_store_sees_what_others_write(tmp_path):
         assert reading.answer("cpu|2||", "new") is None
         writing.record("cpu|2||", "new", [row()])
         assert reading.answer("cpu|2||", "new") is not None
+
+
+def test_what_a_full_disk_leaves_of_a_new_file_is_empty(tmp_path):
+    """It was called a database of something else, and another file was asked for; the next write makes it a FindDB."""
+    path = tmp_path / "finddb.db"
+    with files_end_at(48 << 10), Store(path) as full, pytest.raises(DatabaseError, match=r"make room|check its room"):
+        full.record(DEVICE, PROBLEM, [row()])
+    with Store(path, read_only=True) as read, pytest.raises(DatabaseError, match="is an empty database: fill it"):
+        read.stats()
+    with Store(path) as store:
+        assert store.record(DEVICE, PROBLEM, [row()]) is not None
+        assert store.check() == ()
 
 
 def test_a_url_of_a_server_is_refused():

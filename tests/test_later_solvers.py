@@ -75,9 +75,13 @@ class _Layers:
 
     def make_void(self, name: str, *solver_ids: str) -> None:
         """Have rows tell of sources that their solvers no longer have."""
+        self.change(name, "source_hash = 'ab'", *solver_ids)
+
+    def change(self, name: str, fields: str, *solver_ids: str) -> None:
+        """Change fields of all rows of solvers."""
         with contextlib.closing(sqlite3.connect(self._files[name])) as connection:
             for solver_id in solver_ids:
-                connection.execute("UPDATE measurement SET source_hash = 'ab' WHERE solver_id = ?", (solver_id,))
+                connection.execute(f"UPDATE measurement SET {fields} WHERE solver_id = ?", (solver_id,))
             connection.commit()
         with Store(self._files[name]) as store:
             store.rebuild()
@@ -137,6 +141,35 @@ def test_of_answers_that_all_lack_solvers_the_one_that_lacks_the_fewest_is_given
         assert records.look_up(PROBLEM, FindOptions(), handle, partial=False) is None
         assert "vendor/First" in solver_ids(records.look_up(PROBLEM, FindOptions(), handle))
         assert [note.reason for note in handle.database.rechecks()] == ["not measured yet: vendor/Second"]
+
+
+def test_own_rows_that_are_faster_lead_a_shipped_answer_that_has_more_solvers(
+    layers: _Layers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a user had tuned was forgotten until the next find was recorded."""
+    own = layers.measured("user")[0]
+    layers.change("user", "time_ms = 1e-6, created_at = '2100-01-01T00:00:00.000000Z'", own.solver_id)
+    comes(monkeypatch, later_solver("vendor/Later"))
+    layers.measured("shipped")
+    with layers.open() as handle:
+        found = records.look_up(PROBLEM, FindOptions(), handle)
+        assert found is not None
+        assert (found[0].solver_id, found[0].time_ms) == (own.solver_id, 1e-6)
+        assert "vendor/Later" in solver_ids(found)
+
+
+def test_own_rows_of_other_code_hide_no_shipped_ones_that_hold(layers: _Layers) -> None:
+    found = layers.measured("shipped")
+    layers.measured("user")
+    layers.make_void("user", "ConvCpuIm2colGemm")
+    with layers.open() as handle:
+        rows = handle.database.best_rows(
+            handle.device.identity,
+            PROBLEM.network_config,
+            holds=lambda row: validity.is_valid(row, handle.device),
+            admits=lambda row: True,
+        )
+        assert {row.solver_id for row in rows} == solver_ids(found)
 
 
 def test_an_answer_of_which_all_is_void_does_not_hide_one_that_holds_in_part(
@@ -202,8 +235,19 @@ def test_a_find_of_fewer_candidates_counts_for_none_of_its_solvers(
     ]
     expected = {"A", "B"} if counts and limit is None else {"A"}
     assert scopes.considered(request, earlier) == expected
-    assert scopes.asked_all(request, earlier)
-    assert scopes.asked_all(request, earlier[1:]) == (not filters and limit is None)
+    assert scopes.asked(["C"], request, earlier)
+    assert scopes.asked(["C"], request, earlier[1:]) == (not filters and limit is None)
+
+
+def test_a_filtered_find_asked_the_solvers_that_it_names() -> None:
+    """One that a filter let in and that has changed since is late; a find of it was answered by nothing."""
+    request = Scope(solvers={"A": 1, "B": 2, "C": 1})
+    earlier = [Scope(solvers={"A": 1}, filters={"solvers": ["A", "B"]})]
+    assert scopes.considered(request, earlier) == {"A"}
+    assert scopes.asked(["B"], request, earlier)
+    assert not scopes.asked(["B", "C"], request, earlier)
+    for altered in ([["A"]], None, 5, "AB"):
+        assert not scopes.asked(["B"], request, [replace(earlier[0], filters={"solvers": altered})])
 
 
 def test_any_error_bound_counts_where_it_was_asked_for() -> None:

@@ -89,6 +89,20 @@ def test_bad_weights_and_operands_are_refused(tmp_path: Path, solver: str) -> No
         packed.run(given["x"], workspace=np.empty(16, np.uint8))
 
 
+def test_a_workspace_that_is_not_needed_is_not_looked_at(tmp_path: Path) -> None:
+    solution = solutions_of(tmp_path, "forward", "ConvCpuDirect")[0]
+    given = operands(solution.problem)
+    want = miofind.run_solution(solution, **given)
+    unaligned = np.full(17, 0xA5, np.uint8)[1:]
+    out = np.full_like(want, np.nan)
+    assert miofind.run_solution(solution, **given, out=out, workspace=unaligned) is out
+    np.testing.assert_array_equal(out, want)
+    packed = solution.pack(given["w"])
+    np.testing.assert_array_equal(packed.run(given["x"], workspace=unaligned), want)
+    assert solution.workspace_bytes == packed.workspace_bytes == 0
+    assert (unaligned == 0xA5).all()
+
+
 def test_weights_that_are_the_result_are_not_packed(tmp_path: Path) -> None:
     solution = solutions_of(tmp_path, "backward_weights", "ConvCpuIm2colGemm")[0]
     with pytest.raises(InvalidOptionError, match="nothing to pack"):

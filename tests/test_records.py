@@ -276,6 +276,29 @@ def test_rows_that_a_request_leaves_out_hide_no_slower_one_that_it_takes(
         assert [one.config for one in strict or () if one.solver_id == solver.id] == [last]
 
 
+def test_a_slow_row_that_is_kept_for_its_workspace_hides_no_faster_one(
+    handle: Handle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    solver = solver_by_id("ConvCpuIm2colGemm")
+    *spreading, fast, small = list(solver.configs(PROBLEM, handle.device))[:5]
+    monkeypatch.setattr(type(solver), "spreads_nonfinite", lambda self, problem, config: config in spreading)
+    made = (
+        Candidate(network_config=PROBLEM.network_config, solver_id=solver.id, config=config)
+        for config in (*spreading, fast, small)
+    )
+    sizes = zip(made, (1.0, 2.0, 3.0, 4.0, 400.0), (100, 100, 100, 100, 0), strict=True)
+    record(handle, *map(outcome, candidates(handle)))
+    record(
+        handle,
+        *(
+            replace(outcome(each), timing=replace(TIMING, time_ms=time_ms), workspace_bytes=size)
+            for each, time_ms, size in sizes
+        ),
+    )
+    strict = records.look_up(PROBLEM, FindOptions(strict_nonfinite=True), handle)
+    assert [one.config for one in strict or () if one.solver_id == solver.id] == [fast, small]
+
+
 @pytest.mark.parametrize("options", [OPTIONS, FindOptions(workspace_limit_bytes=1 << 30)], ids=["whole", "limited"])
 def test_only_a_whole_find_drops_the_notes(handle: Handle, options: FindOptions) -> None:
     handle.database.queue_recheck(handle.device.identity, PROBLEM.network_config, "why")

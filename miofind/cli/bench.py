@@ -21,7 +21,7 @@ from miofind.cli.options import (
     only_option,
     time_budget_option,
 )
-from miofind.cli.output import Sheet, print_note, print_text, ratio_text, time_text
+from miofind.cli.output import Sheet, print_note, print_text, ratio_text, reader_may_leave, time_text
 from miofind.cli.problems import problem_json, request_options, requests_of, short_direction, short_problem
 from miofind.cli.progress import counted
 from miofind.cli.session import verbose_option
@@ -210,7 +210,8 @@ def _versions(device: Device) -> dict[str, str]:
 def _write_json(target: str, report: dict[str, object]) -> None:
     text = json.dumps(report, indent=1, allow_nan=False)
     if target == "-":
-        click.echo(text)
+        with reader_may_leave():
+            click.echo(text)
         return
     try:
         with replacing(Path(target)) as file:

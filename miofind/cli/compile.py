@@ -14,7 +14,7 @@ from miofind.cli.output import Sheet, bytes_text, print_json, print_note, print_
 from miofind.cli.problems import request_options, requests_of
 from miofind.cli.progress import counted
 from miofind.cli.session import verbose_option
-from miofind.compiler import BinaryCache, Compiler, KernelResources
+from miofind.compiler import BinaryCache, Compiler, KernelResources, toolchain
 from miofind.device import Device, Place
 from miofind.errors import CompileError, InvalidOptionError, MiofindError, NoSolutionError
 from miofind.find.plan import search_space
@@ -82,7 +82,7 @@ def compile_(
     """
     problems = [request.problem for request in requests_of(**values)]
     options = FindOptions(only=only, exclude=exclude, tuning=search)
-    devices = archs or (_present_device(),)
+    devices = _known(archs) or (_present_device(),)
     compiler, report, began = Compiler(BinaryCache()), _Report(), time.monotonic()
     for device in devices:
         steps = _steps(problems, device, options, report)
@@ -98,6 +98,20 @@ def compile_(
         raise click.exceptions.Exit(CompileError.exit_code)
     if any(built.error for built in report.built):
         raise click.exceptions.Exit(CompileError.exit_code)
+
+
+def _known(archs: tuple[Device, ...]) -> tuple[Device, ...]:
+    """The architectures of --arch, which NVRTC must know: each kernel would fail.
+
+    Raises:
+        InvalidOptionError: it does not know one.
+    """
+    for device in archs:
+        if device.sm not in toolchain().sms:
+            known = ", ".join(Device.virtual(str(sm)).arch for sm in sorted(toolchain().sms))
+            told = f"NVRTC {toolchain().version} compiles for {known}: choose of these, or install a newer NVRTC"
+            raise InvalidOptionError(f"--arch {device.arch}: {told}")
+    return archs
 
 
 def _present_device() -> Device:

@@ -1,14 +1,23 @@
-"""What FindDBs answer: problems by device and type, and how many layers of each suite in which variant."""
+"""What FindDBs know and answer: problems by device and type, and layers of each suite in which variant.
+
+What some solvers were measured for answers a find that asks for these, and no find of all: that counts as known.
+"""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
+from contextlib import suppress
 from dataclasses import dataclass
 
 from miofind.errors import InvalidProblemError
+from miofind.find.records import look_up
 from miofind.finddb import ProblemKey
+from miofind.handle import Handle
 from miofind.network_config import ConvolutionArguments, parse_network_config
+from miofind.options import FindOptions
+from miofind.problem import ProblemDescription
+from miofind.row_check import device_of
 from miofind.suites import load_suite, suite_names
 
 _UNREADABLE = "unreadable"
@@ -40,11 +49,11 @@ class SuiteCoverage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceCoverage:
-    """What is answered for one device.
+    """What is known of one device.
 
     Attributes:
-        problems: how many.
-        types: problems by type.
+        problems: how many were measured, by all solvers or some.
+        types: these by type.
         suites: those of which a layer is answered.
     """
 
@@ -90,29 +99,54 @@ def suite_layers() -> list[SuiteLayers]:
     return [SuiteLayers(name) for name in suite_names()]
 
 
-def coverage(keys: Iterable[ProblemKey], suites: Iterable[SuiteLayers]) -> list[DeviceCoverage]:
-    """What is answered for each device, the most first.
+def coverage(
+    keys: Iterable[ProblemKey],
+    suites: Iterable[SuiteLayers],
+    answered: Callable[[str, Set[str]], Set[str]] = lambda device, network_configs: network_configs,
+) -> list[DeviceCoverage]:
+    """What is known and answered for each device, the most first.
 
     Args:
-        keys: of the problems that have an answer; several FindDBs may name one.
+        keys: of the problems that were measured; several FindDBs may name one.
+        answered: those of a device's network_configs of which a find is answered.
     """
     by_device: dict[str, set[str]] = defaultdict(set)
     for key in keys:
         by_device[key.device].add(key.network_config)
-    found = [_of_device(device, texts, suites) for device, texts in by_device.items()]
+    found = [_of_device(device, texts, suites, answered(device, texts)) for device, texts in by_device.items()]
     return sorted(found, key=lambda c: (-c.problems, c.device))
 
 
-def _of_device(device: str, network_configs: set[str], suites: Iterable[SuiteLayers]) -> DeviceCoverage:
-    problems = []
+def answered_finds(device: str, network_configs: Set[str]) -> Set[str]:
+    """Those of which the FindDBs in force answer a find without options, on a device that need not be here."""
+    known = device_of(device)
+    if known is None:
+        return frozenset()
+    with Handle(known) as handle:
+        return {text for text in network_configs if _is_answered(text, handle)}
+
+
+def _is_answered(network_config: str, handle: Handle) -> bool:
+    with suppress(InvalidProblemError):
+        problem = ProblemDescription.from_network_config(network_config)
+        return look_up(problem, FindOptions(), handle, queue=False) is not None
+    return False
+
+
+def _of_device(
+    device: str, network_configs: Set[str], suites: Iterable[SuiteLayers], answered: Set[str]
+) -> DeviceCoverage:
+    problems, found = [], []
     for text in network_configs:
         try:
             problems.append(parse_network_config(text))
         except InvalidProblemError:
             continue
+        if text in answered:
+            found.append(problems[-1])
     types = Counter(map(_type, problems))
     types[_UNREADABLE] = len(network_configs) - len(problems)
-    covered = [suite.covered(problems) for suite in suites]
+    covered = [suite.covered(found) for suite in suites]
     return DeviceCoverage(
         device=device,
         problems=len(network_configs),

@@ -35,7 +35,7 @@ def show_suites(held: DeviceCoverage) -> None:
         if not before:
             in_part.append(f"{suite.suite} {max(suite.answered.values())}/{suite.layers}")
     if len(made):
-        print_text("  Distinct layers measured, by all solvers or some: forward/data/weights, or one number for all")
+        print_text("  Distinct layers that a find is answered for: forward/data/weights, or one number for all")
         made.print()
     if in_part:
         print_text(f"  Answered by less than half of the distinct layers: {', '.join(in_part)}; --json counts all")

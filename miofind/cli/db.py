@@ -16,13 +16,13 @@ from miofind.cli.db_release import release
 from miofind.cli.db_show import HistoryView, list_problems, show_history
 from miofind.cli.null_test import null_test_command
 from miofind.cli.options import DRIVER_LINE, choice, db_option, device_option, example, json_option
-from miofind.cli.output import Sheet, bytes_text, print_json, print_note, print_text
+from miofind.cli.output import Sheet, bytes_text, print_json, print_note, print_text, reader_may_leave
 from miofind.cli.problems import optional_problem_argument, problems_of
 from miofind.cli.session import verbose_option
 from miofind.device import Device, device_text
 from miofind.errors import DatabaseError
 from miofind.files import replacing
-from miofind.finddb import SCHEMA_VERSION, Prune, Stats, Store, shipped_paths, upgrade, user_path
+from miofind.finddb import SCHEMA_VERSION, Prune, Stats, Store, is_database, shipped_paths, upgrade, user_path
 from miofind.row_check import RowCheck
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -32,7 +32,7 @@ _MOST_FINDINGS = 50
 
 @click.group(epilog=example("miofind db stats", "miofind db merge other.db"))
 def db() -> None:
-    """Show, check and move FindDBs. Works on the user's unless --db names another file."""
+    """Show, check and move FindDBs. Each works on the user's unless its own --db names another file."""
 
 
 for _command_of_its_own in (diff, null_test_command, release):
@@ -145,15 +145,21 @@ def show(line: tuple[str, ...], everything: bool, database: str | None, as_json:
 @_command("export", "miofind db export finddb.jsonl", "miofind db export - | gzip > finddb.jsonl.gz")
 @click.argument("file", metavar="FILE")
 def export(file: str, database: str | None, as_json: bool) -> None:
-    """Write everything as JSON lines. - is stdout."""
+    """Write everything as JSON lines. - is stdout.
+
+    A FILE that is there is replaced, but no database.
+    """
     if file == "-" and as_json:
         raise click.UsageError("--json and - would both write to stdout: name a file")
     with _reading(database) as store:
         if file == "-":
-            store.export_jsonl(sys.stdout)
-            sys.stdout.flush()
+            with reader_may_leave():
+                store.export_jsonl(sys.stdout)
+                sys.stdout.flush()
             return
         try:
+            if is_database(Path(file)):
+                raise DatabaseError(f"{file} is a database, not an export: name another file; --db is what is exported")
             with replacing(Path(file)) as target:
                 count = store.export_jsonl(target)
         except OSError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from miofind.cli.options import example, json_option
 from miofind.cli.output import bytes_text, print_json, print_note, print_text
 from miofind.cli.session import verbose_option
 from miofind.device import device_text
+from miofind.errors import InvalidOptionError
 from miofind.finddb import Release, ReleaseRules, Store, write_release
 from miofind.row_check import Shipping, is_lost, kind_of, with_refusals
 
@@ -21,20 +23,28 @@ _MOST_FINDINGS = 10
 @click.command("release", epilog=example("miofind db release tuned1.db tuned2.db finddb/prebuilt/nvidia_h200.db"))
 @click.argument("sources", nargs=-1, required=True, metavar="SOURCE...", type=click.Path(path_type=Path))
 @click.argument("out", metavar="OUT", type=click.Path(dir_okay=False))
+@click.option("--of", "name", metavar="NAME", default="", help="Only of the kind of device with this in its name.")
 @json_option
 @verbose_option
-def release(sources: tuple[Path, ...], out: str, as_json: bool) -> None:
-    """Make a FindDB to ship from others.
+def release(sources: tuple[Path, ...], out: str, name: str, as_json: bool) -> None:
+    """Make a FindDB to ship from others, for one kind of device.
 
     It holds the best solutions of each problem, measured with the solvers of this release and with the device to
-    themselves, and replaces OUT. Equal sources make equal releases: a hash of the content is part of the file, and
-    `miofind db check` compares it. SOURCE may be of an older schema, or an earlier release. OUT is packed and only
-    read: `miofind db merge` brings what it holds into a FindDB that is written to.
+    themselves. Equal sources make equal releases: a hash of the content is part of the file, and `miofind db check`
+    compares it. SOURCE may be of an older schema, or an earlier release. An OUT that is a release is replaced, another
+    FindDB is not. OUT is packed and only read: `miofind db merge` brings what it holds into a FindDB that is written
+    to.
     """
     keep = Shipping()
-    rules = ReleaseRules(keep=keep, void=is_lost, widen=with_refusals, kind=kind_of)
     with contextlib.ExitStack() as stack:
         stores = [stack.enter_context(Store(source, read_only=True)) for source in sources]
+        device = _device_of(stores, name)
+        rules = ReleaseRules(
+            keep=lambda key, row: key.device == device and keep(key, row),
+            void=lambda key, row: key.device == device and is_lost(key, row),
+            widen=with_refusals,
+            kind=kind_of,
+        )
         made = write_release(stores, out, rules)
     path = Path(out).expanduser()
     if as_json:
@@ -45,6 +55,23 @@ def release(sources: tuple[Path, ...], out: str, as_json: bool) -> None:
     _print(path, made, keep)
 
 
+def _device_of(stores: Sequence[Store], name: str) -> str:
+    """The kind of device that a release is made for.
+
+    Raises:
+        InvalidOptionError: the sources know several, or none, with that in its name.
+    """
+    known = {key.device: device_text(key.device) for store in stores for key in store.problems()}
+    named = {device: text for device, text in known.items() if name.casefold() in text.casefold()}
+    if len(named) > 1:
+        several = "; ".join(sorted(named.values()))
+        raise InvalidOptionError(f"a file to ship is of one kind of device, the sources know {several}: choose by --of")
+    if name and not named:
+        several = "; ".join(sorted(known.values())) or "no device"
+        raise InvalidOptionError(f"--of {name!r} is in no device's name: the sources know {several}")
+    return next(iter(named), "")
+
+
 def _print(out: Path, made: Release, keep: Shipping) -> None:
     print_text(f"{out}: {bytes_text(out.stat().st_size)}, content {made.content_hash[:16]}")
     print_text(f"  after {made.parent[:16]}" if made.parent else "  the first of its line")
@@ -52,8 +79,6 @@ def _print(out: Path, made: Release, keep: Shipping) -> None:
         print_text(f"  {device_text(device)}: {count} problems, {made.rows[device]} rows")
     left_out = [f"{count} {why}" for why, count in _left_out(keep).items() if count]
     print_text(f"  rows left out: {', '.join([*left_out, 'failures, and what better ones replace'])}")
-    if len(made.problems) > 1:
-        print_note(f"{out} holds {len(made.problems)} kinds of devices: a file to ship is of one")
 
 
 def _left_out(keep: Shipping) -> dict[str, int]:

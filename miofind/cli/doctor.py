@@ -13,7 +13,7 @@ from typing import TypeVar
 import click
 
 from miofind import __version__
-from miofind.cli.coverage import DeviceCoverage, SuiteLayers, coverage, suite_layers
+from miofind.cli.coverage import DeviceCoverage, SuiteLayers, answered_finds, coverage, suite_layers
 from miofind.cli.coverage_table import show_device, show_suites
 from miofind.cli.options import example, json_option
 from miofind.cli.output import bytes_text, print_json, print_text
@@ -57,7 +57,7 @@ class _Examination:
     libraries: dict[str, str] = field(default_factory=dict)
     databases: list[_Database] = field(default_factory=list)
     suites: list[SuiteLayers] = field(default_factory=list)
-    answered: set[ProblemKey] = field(default_factory=set)
+    known: set[ProblemKey] = field(default_factory=set)
     coverage: list[DeviceCoverage] = field(default_factory=list)
     cache: CacheStats | None = None
     missing: list[str] = field(default_factory=list)
@@ -88,8 +88,8 @@ def doctor(as_json: bool) -> None:
     _find_missing_libraries(found)
     found.suites = found.attempt("suites", suite_layers) or []
     paths = [(user_path(), "user"), *((str(p), "shipped") for p in found.attempt("FindDBs", shipped_paths) or ())]
-    found.databases = [_database(path, kind, found.answered) for path, kind in paths]
-    found.coverage = coverage(found.answered, found.suites)
+    found.databases = [_database(path, kind, found.known) for path, kind in paths]
+    found.coverage = found.attempt("coverage", lambda: coverage(found.known, found.suites, answered_finds)) or []
     found.missing += [f"{db.kind} FindDB {db.path}: {db.note}" for db in found.databases if not db.usable]
     found.cache = found.attempt("binary cache", lambda: BinaryCache().stats())
     if found.cache is not None and found.cache.directory is None:
@@ -134,11 +134,11 @@ def _find_unknown_devices(found: _Examination) -> None:
         )
 
 
-def _database(path: str, kind: str, answered: set[ProblemKey]) -> _Database:
+def _database(path: str, kind: str, known: set[ProblemKey]) -> _Database:
     """One FindDB, opened as a find would open it; one that does not exist yet is not made.
 
     Args:
-        answered: what it answers is added.
+        known: the problems that it has solutions of are added.
     """
     try:
         if kind == "user" and not _exists(path):
@@ -147,7 +147,7 @@ def _database(path: str, kind: str, answered: set[ProblemKey]) -> _Database:
             if kind == "user":
                 store.add(())  # what a find would do: refused where the file cannot be written
             stats = store.stats()
-            answered.update(key for key in store.problems() if _is_answered(store, key))
+            known.update(key for key in store.problems() if _has_solutions(store, key))
     except Exception as error:
         return _Database(path=path, kind=kind, usable=False, note=str(error))
     return _Database(
@@ -160,7 +160,7 @@ def _database(path: str, kind: str, answered: set[ProblemKey]) -> _Database:
     )
 
 
-def _is_answered(store: Store, key: ProblemKey) -> bool:
+def _has_solutions(store: Store, key: ProblemKey) -> bool:
     answer = store.answer(key.device, key.network_config)
     return answer is not None and len(answer.rows) > 0
 

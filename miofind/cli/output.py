@@ -15,7 +15,7 @@ import os
 import shutil
 import sys
 import unicodedata
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import IO, Any, cast
 
 import click
@@ -49,9 +49,18 @@ def prepare_streams() -> None:
 
 
 def discard_output() -> None:
-    """Let what stdout still holds go nowhere: its disk is full, and Python would complain of it once more at exit."""
+    """Let what stdout still holds, and what is written from now on, go nowhere: Python would complain of it at exit."""
     with contextlib.suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+@contextlib.contextmanager
+def reader_may_leave() -> Iterator[None]:
+    """For what writes to stdout: who reads it, such as `head`, may have enough, and the command ends as it would."""
+    try:
+        yield
+    except BrokenPipeError:
+        discard_output()
 
 
 class _Stderr:
@@ -70,6 +79,13 @@ class _Stderr:
         return getattr(sys.stderr, name)
 
 
+class _Stdout(Console):
+    """As `reader_may_leave`, where rich itself would end the command with 1."""
+
+    def on_broken_pipe(self) -> None:
+        discard_output()
+
+
 def _width(stream: IO[str]) -> int | None:
     """Columns of a stream; None where rich finds them: with COLUMNS=0, which some terminals set, it prints none."""
     named = os.environ.get("COLUMNS")
@@ -82,7 +98,7 @@ def _width(stream: IO[str]) -> int | None:
 
 def stdout() -> Console:
     """The console for results."""
-    return Console(width=_width(sys.stdout), highlight=False, markup=False, emoji=False)
+    return _Stdout(width=_width(sys.stdout), highlight=False, markup=False, emoji=False)
 
 
 @functools.cache
@@ -93,7 +109,9 @@ def stderr() -> Console:
 
 def print_json(value: object) -> None:
     """Print a value as JSON; infinite numbers become null."""
-    click.echo(json.dumps(_finite(value), indent=2, allow_nan=False))
+    text = json.dumps(_finite(value), indent=2, allow_nan=False)
+    with reader_may_leave():
+        click.echo(text)
 
 
 def _finite(value: object) -> object:

@@ -103,7 +103,7 @@ _REQUESTS = (
         multiple=True,
         callback=_directions,
         type=click.Choice(["all", *(d.value for d in Direction)], case_sensitive=False),
-        help="Direction; repeatable.  [default: as the suite says]",
+        help="Direction; repeatable.  [default: as the suite says, else forward]",
     ),
     click.option(
         "--class",

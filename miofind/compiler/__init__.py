@@ -6,7 +6,7 @@ Building needs no GPU and no CuPy. It knows steps, not solvers, problems or what
 from miofind.compiler.build import Compiler, kernel_hash, processors
 from miofind.compiler.cache import Binary, BinaryCache, CacheStats
 from miofind.compiler.load import Kernel
-from miofind.compiler.nvrtc import nvrtc_version
+from miofind.compiler.nvrtc import nvrtc_version, toolchain
 from miofind.compiler.pool import CompilePool, CompileTimeoutError
 from miofind.compiler.resources import KernelResources
 from miofind.compiler.sources import source_hash
@@ -24,4 +24,5 @@ __all__ = [
     "nvrtc_version",
     "processors",
     "source_hash",
+    "toolchain",
 ]

@@ -127,7 +127,8 @@ class Recording:
         if self._pending or scope is not None or self._verdict is not None:
             self._write(scope, self._verdict)
         if scope is not None and not scope.complete and self._has_tried_defaults:
-            self._write(replace(scope, effort="defaults", complete=True))
+            scope = replace(scope, effort="defaults", complete=True)
+            self._write(scope)
         key = (self._handle.device.identity, self._problem.network_config)
         momentary = set(self._momentary.values())
         if _MEMORY_RAN_OUT in momentary and _MEMORY_RAN_OUT in self._noted():

@@ -10,14 +10,15 @@ import functools
 import logging
 import math
 import operator
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import NamedTuple
 
 from miofind.find.failures import newest_statuses
-from miofind.find.scopes import WIDE_BOUNDS, asked_all, considered, requested_scope
-from miofind.find.validity import current_environment, is_current, may_serve
-from miofind.finddb import Answer, Row, Scope
+from miofind.find.scopes import WIDE_BOUNDS, asked, considered, requested_scope
+from miofind.find.validity import current_environment, is_current, is_valid, may_serve
+from miofind.finddb import BEST_PER_SOLVER, Answer, Row, Scope
 from miofind.found import Found, Solution, Source
 from miofind.handle import Handle
 from miofind.options import FindOptions
@@ -48,13 +49,14 @@ class _Taken(NamedTuple):
 
     Attributes:
         void: solvers with rows of other versions or sources than they have now.
-        hidden: solvers with rows within the limits of which none is of a kind that the request takes.
+        is_thin: whether the history may have faster rows that the request takes: of a solver of which an answer keeps
+            the best alone, some of these are not taken.
         is_stale: whether other versions of libraries or driver measured some of the solutions.
     """
 
     solutions: list[Solution]
-    void: set[str]
-    hidden: set[str]
+    void: frozenset[str]
+    is_thin: bool
     is_stale: bool
 
 
@@ -81,9 +83,10 @@ def look_up(
     dynamic_only: bool = False,
     queue: bool = True,
 ) -> list[Solution] | None:
-    """Solutions that a FindDB has for a request, fastest first; None where none has any or has looked far enough.
+    """Solutions that FindDBs have for a request, fastest first; None where no FindDB has any or has looked far enough.
 
-    They are those of the first FindDB that lacks no solver, else of the one that lacks the fewest.
+    The first FindDB that lacks no solver answers, else the one that lacks the fewest; where another one came before it,
+    with the rows of all.
 
     Args:
         measured: ids of solutions measured just now.
@@ -97,9 +100,11 @@ def look_up(
         request = replace(request, complete=True)
     asked = _Asked(problem, options, handle, request, frozenset(measured), partial)
     device = handle.device.identity
-    found = _chosen(map(asked.held, handle.database.answers(device, problem.network_config)))
+    found, *others = _chosen(map(asked.held, handle.database.answers(device, problem.network_config)))
     if found is None or (found.late and not partial):
         return None
+    if others and (whole := asked.of_all_histories()).solutions:
+        found = found._replace(solutions=whole.solutions, is_stale=whole.is_stale)
     if queue and not asked.fresh:
         if found.late:
             handle.database.queue_recheck(device, problem.network_config, f"not measured yet: {', '.join(found.late)}")
@@ -108,15 +113,15 @@ def look_up(
     return found.solutions
 
 
-def _chosen(held: Iterable[_Held | None]) -> _Held | None:
-    """The first that lacks no solver, else the first of those that lack the fewest."""
-    partly = []
+def _chosen(held: Iterable[_Held | None]) -> list[_Held | None]:
+    """The first that lacks no solver, else the first of those that lack the fewest; then what was asked besides."""
+    seen = []
     for each in held:
-        if each is not None and not each.late:
-            return each
         if each is not None:
-            partly.append(each)
-    return min(partly, key=lambda each: len(each.late), default=None)
+            seen.append(each)
+            if not each.late:
+                break
+    return [*sorted(seen, key=lambda each: len(each.late))] or [None]
 
 
 class _Asked(NamedTuple):
@@ -140,57 +145,59 @@ class _Asked(NamedTuple):
             return None
         taken = self._taken(map(_Stored._make, answer.rows.columns(*_Stored._fields)))
         void = taken.void
-        if taken.hidden:
-            taken = self._taken(map(_Stored._make, map(_stored_fields, self._best_of_all(answer))))
+        if taken.is_thin:
+            taken = self.of_all_histories()
         if void and not self.fresh:
             void -= {solution.solver_id for solution in taken.solutions}
             late = tuple(sorted({*late, *self._serving(void & self.request.solvers.keys())}))
         return _Held(taken.solutions, late, taken.is_stale) if taken.solutions else None
 
+    def of_all_histories(self) -> _Taken:
+        """Solutions of the best rows of all FindDBs that the request takes."""
+        device = self.handle.device
+
+        def admits(row: Row) -> bool:
+            stored = _Stored._make(_stored_fields(row))
+            return _is_within(stored, self.options) and _is_of_kind(stored, self.problem, self.options)
+
+        rows = self.handle.database.best_rows(
+            device.identity, self.problem.network_config, holds=lambda row: is_valid(row, device), admits=admits
+        )
+        return self._taken(map(_Stored._make, map(_stored_fields, rows)))
+
     def _taken(self, rows: Iterable[_Stored]) -> _Taken:
         """Solutions of those of the rows that a request takes."""
-        problem, options, handle, _, fresh, _ = self
+        problem, handle, fresh = self.problem, self.handle, self.fresh
         found = Found(handle)
-        taken = _Taken(found.solutions, set(), set(), False)
         environment = current_environment(handle.device)
         current: dict[tuple[str, int, str], bool] = {}
-        stale = False
+        void, stale = set(), False
+        kept: Counter[str] = Counter()
+        passed_over: set[str] = set()
         for row in rows:
             version = row[:3]
             if version not in current:
                 current[version] = is_current(*version, handle.device)
             if not current[version]:
-                taken.void.add(row.solver_id)
-            elif not _is_within(row, options):
+                void.add(row.solver_id)
                 continue
-            elif not _is_taken(row, problem, options):
-                taken.hidden.add(row.solver_id)
-            else:
-                source = Source.MEASURED if fresh and f"{row.solver_id}:{row.config}" in fresh else Source.FINDDB
-                found.solutions.append(_as_solution(problem, row, found, source))
-                stale = stale or row.environment != environment
-        hidden = taken.hidden - {solution.solver_id for solution in found.solutions} if taken.hidden else taken.hidden
-        return taken._replace(hidden=hidden, is_stale=stale)
-
-    def _best_of_all(self, answer: Answer) -> list[Row]:
-        """The best rows that a request takes, of the whole history."""
-        device = self.handle.device
-
-        def admits(row: Row) -> bool:
-            stored = _Stored._make(_stored_fields(row))
-            return (
-                is_current(*stored[:3], device)
-                and _is_within(stored, self.options)
-                and _is_taken(stored, self.problem, self.options)
-            )
-
-        return self.handle.database.best_rows(answer.device, answer.network_config, admits)
+            kept[row.solver_id] += 1
+            if not _is_within(row, self.options):
+                continue
+            if not _is_of_kind(row, problem, self.options):
+                passed_over.add(row.solver_id)
+                continue
+            source = Source.MEASURED if fresh and f"{row.solver_id}:{row.config}" in fresh else Source.FINDDB
+            found.solutions.append(_as_solution(problem, row, found, source))
+            stale = stale or row.environment != environment
+        is_thin = any(kept[solver_id] >= BEST_PER_SOLVER for solver_id in passed_over)
+        return _Taken(found.solutions, frozenset(void), is_thin, stale)
 
     def _not_considered(self, answer: Answer) -> tuple[str, ...] | None:
         """The solvers that might serve and that an answer's finds together have not considered; None if it is none.
 
-        What refuses the problem need not have been considered. What came since a find that asked all solvers may be
-        missing from a partial answer; what a filter left out may not.
+        What refuses the problem need not have been considered. What came since a find that asked all solvers, or
+        changed since one that asked it, may be missing from a partial answer; what a filter left out may not.
         """
         if self.fresh or answer.covers(self.request):
             return ()
@@ -199,7 +206,7 @@ class _Asked(NamedTuple):
         if not known or WIDE_BOUNDS in missing:
             return None
         late = self._serving(missing)
-        return late if not late or (self.partial and asked_all(self.request, answer.scopes)) else None
+        return late if not late or (self.partial and asked(late, self.request, answer.scopes)) else None
 
     def _serving(self, names: Iterable[str]) -> tuple[str, ...]:
         """Those of the solvers that do not refuse the problem."""
@@ -240,7 +247,7 @@ def _is_within(row: _Stored, options: FindOptions) -> bool:
     return options.max_error is None or (row.max_error is not None and row.max_error <= options.max_error)
 
 
-def _is_taken(row: _Stored, problem: ProblemDescription, options: FindOptions) -> bool:
+def _is_of_kind(row: _Stored, problem: ProblemDescription, options: FindOptions) -> bool:
     """Whether a row is of a kind that a request takes, which its solver alone can tell."""
     solver = solvers()[row.solver_id]
     try:

@@ -68,34 +68,42 @@ def _failed_code(solver_id: str) -> int | None:
     return None if solver is None else failed_code(solver.version, solver_hash(solver))
 
 
-def asked_all(request: Scope, scopes: Iterable[Scope]) -> bool:
-    """Whether one of the finds asked all the solvers that there were, as a request would."""
-    return any("solvers" not in scope.filters for scope in _alike(request, scopes))
+def asked(names: Iterable[str], request: Scope, scopes: Iterable[Scope]) -> bool:
+    """Whether the finds asked these solvers, as a request would, or one of them all that there were.
+
+    They count as not considered nevertheless where they came or changed since.
+    """
+    named: set[str] = set()
+    for scope in _alike(request, scopes):
+        if scope.asked is None:
+            return True
+        named |= scope.asked
+    return named.issuperset(names)
 
 
 def _alike(request: Scope, scopes: Iterable[Scope]) -> Iterator[Scope]:
     """Finds that left out no more of a solver's candidates than a request does."""
     bounds = {WIDE_BOUNDS: 1} if WIDE_BOUNDS in request.solvers else {}
-    least = replace(request, solvers=bounds, filters=_others(request))
+    least = replace(request, solvers=bounds, filters=request.candidate_filters)
     for scope in scopes:
-        if replace(scope, filters=_others(scope)).covers(least):
+        if replace(scope, filters=scope.candidate_filters).covers(least):
             yield scope
-
-
-def _others(scope: Scope) -> dict[str, object]:
-    """The filters that are on candidates, not on solvers."""
-    return {name: value for name, value in scope.filters.items() if name != "solvers"}
 
 
 def joined(scopes: Sequence[Scope]) -> list[Scope]:
     """Scopes with fewer words: finds of some solvers each become part of one of all solvers that differs in no more."""
     groups: dict[tuple[object, ...], list[Scope]] = {}
     for scope in sorted(scopes, key=lambda scope: (scope.created_at, scope.id)):
-        kind = (repr(sorted(_others(scope).items())), scope.workspace_limit_bytes, scope.effort, scope.complete)
+        kind = (
+            repr(sorted(scope.candidate_filters.items())),
+            scope.workspace_limit_bytes,
+            scope.effort,
+            scope.complete,
+        )
         groups.setdefault((*kind, WIDE_BOUNDS in scope.solvers), []).append(scope)
     made = []
     for group in groups.values():
-        whole = [scope for scope in group if "solvers" not in scope.filters]
+        whole = [scope for scope in group if scope.asked is None]
         if not whole or len(group) == 1:
             made += group
             continue
