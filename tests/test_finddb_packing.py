@@ -80,6 +80,14 @@ def test_a_dictionary_takes_what_fits_beside_what_does_not():
     assert dictionary_of(["x" * 100_000, "y" * 10] * 2) == "y" * 10
 
 
+def test_pieces_that_are_much_alike_leave_room_for_others():
+    common = "".join(f"Solver{number:04}," for number in range(100))
+    alike = [common[:start] + common[start + 11 :] for start in range(0, len(common), 11)]
+    others = [random.Random(seed).randbytes(30).hex() for seed in range(100)]
+    dictionary = dictionary_of([*alike, *alike, *others, *others])
+    assert all(other in dictionary for other in others)
+
+
 def test_a_text_without_end_is_not_packed(tmp_path, monkeypatch):
     monkeypatch.setattr(packing, "MAX_TEXT_CHARS", 100)
     with Store(MEMORY) as store:
