@@ -14,7 +14,8 @@ from typing import ClassVar
 from miofind.device import Device
 from miofind.few_channels import HOPPER_KEYS, FewChannelsSolver
 from miofind.problem import Direction, ProblemDescription
-from miofind.solution import Config, ConfigValue, ConvSolution, KernelStep, Pointer, int32s
+from miofind.solution import Box, Config, ConfigValue, ConvSolution, KernelStep, Pointer, TensorMap, int32s
+from miofind.tiling.copies import packed_map
 from miofind.tiling.correlation import ceil_div
 from miofind.tiling.divisor import divisors
 from miofind.tiling.gradient_slots import GradientSlots
@@ -44,10 +45,24 @@ def _defines(problem: ProblemDescription, config: Config, tiling: GradientSlots)
         ("TEAMS", config["teams"]),
         ("STAGES", config["stages"]),
         ("CHANNELS_LAST", int(problem.x.layout.channels_last)),
-        ("IN_VECTOR", tiling.in_vector),
+        *_staging(tiling),
         ("MIN_BLOCKS", tiling.resident),
         ("SHARED_BYTES", tiling.shared_bytes),
     )
+
+
+def _staging(tiling: GradientSlots) -> tuple[tuple[str, int], ...]:
+    boxes = tiling.boxes
+    return (("TOGETHER", boxes.together), ("LEAD", boxes.lead)) if boxes else (("IN_VECTOR", tiling.in_vector),)
+
+
+def _gradients(problem: ProblemDescription, tiling: GradientSlots) -> Pointer | TensorMap:
+    """dy as the kernel takes it: in boxes rows of all images are one dimension."""
+    if not (boxes := tiling.boxes):
+        return Pointer(buffer="y")
+    height, width = problem.out_spatial
+    box = Box(sizes=(boxes.span // 2, boxes.rows, 1), steps=(1, boxes.apart, 1))
+    return packed_map(problem, "y", (boxes.together * problem.k, width // boxes.together, problem.n * height), box)
 
 
 # What default_configs ranks by estimate.
@@ -121,6 +136,16 @@ class ConvFirstLayerDataWgmma(FewChannelsSolver):
             return False
         return bool(tiling.resident == config["resident"])
 
+    def unserved(self, problem: ProblemDescription) -> str:
+        if reason := super().unserved(problem):
+            return reason
+        if problem.y.layout.channels_last and problem.k % 8:
+            return f"copies filters of NHWC pixels in 16-byte words: needs k in multiples of 8, not {problem.k}"
+        return ""
+
+    def examples(self) -> tuple[ProblemDescription, ...]:
+        return tuple(problem for problem in super().examples() if not self.unserved(problem))
+
     def short_list(self) -> Sequence[Config]:
         return _SHORT_LIST
 
@@ -176,7 +201,8 @@ class ConvFirstLayerDataWgmma(FewChannelsSolver):
             shared_bytes=tiling.shared_bytes,
             defines=_defines(problem, config, tiling),
             args=(
-                *(Pointer(buffer=name) for name in ("y", "w", "x")),
+                _gradients(problem, tiling),
+                *(Pointer(buffer=name) for name in ("w", "x")),
                 *int32s(*problem.spatial, *problem.out_spatial),
                 *int32s(problem.conv.pad_before[0], tiling.left, tiling.ahead),
                 *int32s(tiling.height.first, tiling.height.end, tiling.first_cell),
