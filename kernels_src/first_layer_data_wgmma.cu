@@ -6,8 +6,9 @@
 // WIDEN-th), so that a shift is an address. Sums are of the kCellsY rows of cells that a row of dy meets, each in a
 // slot of the product's rows. It stays there until complete, and the filters go round: they are laid out as slot 0, 1,
 // ... of a row's, more than once over. A team of a warpgroup for each 64 product rows goes down a strip of cells, whose
-// rows of dy stream through STAGES buffers. A block's TEAMS share the filters. Grid: strips, times tiles of COLUMNS
-// cells, times images, dealt to teams.
+// rows of dy stream through STAGES buffers. A block's TEAMS share the filters.
+//
+// Grid: strips, times tiles of COLUMNS cells, times images, dealt to teams.
 #include "common/divisor.cuh"
 #if CHANNELS_LAST
 #include "common/cell_boxes.cuh"
