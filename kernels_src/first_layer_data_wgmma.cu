@@ -2,25 +2,19 @@
 // CHANNELS <= 4 channels, on Hopper's tensor cores (wgmma, compute capability 9.0) with float32 sums.
 //
 // A cell is STRIDE_Y rows of WIDEN * STRIDE_X columns of dx. Product rows are its pixels' elements, columns are COLUMNS
-// cells side by side, the depth is filters of kShifts columns of dy: 8 filters of a column are a word of 16 bytes,
-// words of columns (of every WIDEN-th) lie side by side, and an operand begins at any word, so that a shift is an
-// address. Sums are of the kCellsY rows of cells that a row of dy meets, each in a slot of the product's rows. It stays
-// there until complete, and the filters go round: they are laid out as slot 0, 1, ... of a row's, more than once over.
-// A team of a warpgroup for each 64 product rows goes down a strip of cells, whose rows of dy stream through STAGES
-// buffers; unless CHANNELS_LAST each is turned into words by one more step. A block's TEAMS share the filters.
+// cells side by side, the depth is filters of kShifts columns of dy: an operand begins at any column of dy (of every
+// WIDEN-th), so that a shift is an address. Sums are of the kCellsY rows of cells that a row of dy meets, each in a
+// slot of the product's rows. It stays there until complete, and the filters go round: they are laid out as slot 0, 1,
+// ... of a row's, more than once over. A team of a warpgroup for each 64 product rows goes down a strip of cells, whose
+// rows of dy stream through STAGES buffers. A block's TEAMS share the filters.
+//
 // Grid: strips, times tiles of COLUMNS cells, times images, dealt to teams.
-#include "common/cell_words.cuh"
 #include "common/divisor.cuh"
-
-// Of 8 filters of each cell's element, from one to the next; a product may read rows that there are not.
-constexpr int kFilterRows = (2 * kCellsY - 1) * kSlot, kFilterWords = 2 * kProducts * kFilterRows;
-constexpr int kSpareRows = 64 * kGroups - kRows, kStagesAt = 16 * (kFilterWords + kSpareRows);
-constexpr int kTeamsStage = TEAMS * kStageBytes;
-// Filters as they come take the place of what is written last: the last stage, or rows that are turned.
-constexpr int kLastAt = kStagesAt + (CHANNELS_LAST ? STAGES - 1 : STAGES) * kTeamsStage;
-constexpr int kLastBytes = TEAMS * (CHANNELS_LAST ? kStageBytes : 2 * kTurnedBytes);
-constexpr int kRawBytes = round_up(2 * FILTERS * kTaps, 16);
-static_assert(SHARED_BYTES == kLastAt + maximum(kLastBytes, kRawBytes), "the host and the kernel agree");
+#if CHANNELS_LAST
+#include "common/cell_boxes.cuh"
+#else
+#include "common/cell_planes.cuh"
+#endif
 
 __device__ __forceinline__ void load_filters(unsigned raw, const ELEMENT* filters) {
   constexpr int kCount = FILTERS * kTaps;
@@ -64,16 +58,18 @@ __device__ __forceinline__ void spread_filters(unsigned char* to, const ELEMENT*
 
 using Sums = float[COLUMNS / 2];
 
-// Begins a row's products: `filters` is the word of the first slot's first row, `words` that of the first column.
-__device__ __forceinline__ void begin_products(Sums& sums, unsigned filters, unsigned words, int lead) {
+// Begins a row's products: `filters` is the word of the first slot's first row, `columns` where the first column is.
+__device__ __forceinline__ void begin_products(Sums& sums, unsigned filters, unsigned columns, int lead) {
   const unsigned long long a = operand(words_form(kFilterRows), filters);
   products_begin();
 #pragma unroll
   for (int shift = 0; shift < kShifts; ++shift) {
-    const unsigned long long b = operand(words_form(kPitch), words + 16 * place_of(lead + shift));
+    const int word = word_of(lead + shift, 0);
+    const unsigned long long b = operand(kColumnsForm, columns) + word;
 #pragma unroll
     for (int step = 0; step < kSteps; ++step)
-      ColumnProducts<ELEMENT>::begin(sums, a + 2 * (shift * kSteps + step) * kFilterRows, b + 2 * step * kPitch);
+      ColumnProducts<ELEMENT>::begin(sums, a + 2 * (shift * kSteps + step) * kFilterRows,
+                                     b + (word_of(lead + shift, step) - word));
   }
   products_commit();
 }
@@ -134,78 +130,41 @@ __device__ __forceinline__ void finish(Sums& sums, const Target& to, const Strip
 // - 1 - ahead. The pixels are in rows of cells from `first_row` to before `end_row`, in columns from `first_cell` on; a
 // strip has `rows` rows of them, which meet `steps` rows of dy, and there are `strips` strips of all images.
 extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
-    first_layer_data_wgmma(const ELEMENT* __restrict__ dy, const ELEMENT* __restrict__ w, ELEMENT* __restrict__ dx,
-                           int height, int width, int out_height, int out_width, int top, int left, int ahead,
-                           int first_row, int end_row, int first_cell, int rows, int steps, int strips,
-                           DIVISOR_PARAMETERS(image_strips), DIVISOR_PARAMETERS(tiles)) {
-  extern __shared__ __align__(128) unsigned char shared[];
+    first_layer_data_wgmma(DY, const ELEMENT* __restrict__ w, ELEMENT* __restrict__ dx, int height, int width,
+                           int out_height, int out_width, int top, int left, int ahead, int first_row, int end_row,
+                           int first_cell, int rows, int steps, int strips, DIVISOR_PARAMETERS(image_strips),
+                           DIVISOR_PARAMETERS(tiles)) {
+  extern __shared__ __align__(1024) unsigned char shared[];
   const Divisor by_image = DIVISOR(image_strips), by_tile = DIVISOR(tiles);
   const int team = TEAMS == 1 ? 0 : __shfl_sync(0xffffffffu, threadIdx.x / kTeam, 0);
   const int number = static_cast<int>(blockIdx.x) * TEAMS + team, image = number / by_image;
   const int rank = number - image * image_strips, strip_rank = rank / by_tile, tile = rank - strip_rank * tiles;
   const Strip strip = {image, first_cell + tile * COLUMNS};
   const int begin = first_row + strip_rank * rows, end = number < strips ? min(begin + rows, end_row) : 0;
-  const Size out_size = {out_height, out_width};
   const Target target = {dx, {height, width}, top, left};
-  // Of dy, where words and what is staged begin.
-  const int column = strip.cell * WIDEN - ahead - (kCellsX - 1), lead = CHANNELS_LAST ? 0 : column & 7;
-  unsigned char* const stages = shared + kStagesAt + team * kStageBytes;
-  // Rows that dy lacks are zeros.
-  const auto load = [&](int stage, int row) {
-    unsigned char* const to = stages + stage * kTeamsStage;
-    if (row >= 0 && row < min(end, out_height))
-      load_row(to, dy, out_size, image, row, column - lead);
-    else if (row < end)
-      clear_stage(to);
-    commit_copies();
-  };
-  const auto barrier = [&] { consumers_barrier<kTeam>(1 + team); };
 
   load_filters(shared_address(shared + kLastAt), w);
-  constexpr int kFirst = CHANNELS_LAST ? STAGES - 1 : STAGES;
-#pragma unroll 1
-  for (int stage = 0; stage < kFirst; ++stage) clear_stage(stages + stage * kTeamsStage);
-  barrier();  // stages are clear
   int row = begin - kCellsY + 1;
-#pragma unroll 1
-  for (int stage = 0; stage < STAGES - 1; ++stage) load(stage, row + stage);
-  wait_for_copies<STAGES - 1>();
+  Rows staged(dy, shared, team, {out_height, out_width}, image, strip.cell * WIDEN - ahead - (kCellsX - 1), row, end,
+              steps);
+  staged.begin();
+  wait_for_copies<Rows::kBegun>();
   __syncthreads();  // the filters have arrived
   spread_filters(shared, reinterpret_cast<const ELEMENT*>(shared + kLastAt));
   shared_writes_done();
   __syncthreads();  // the filters are laid out
-  if (CHANNELS_LAST) clear_stage(stages + (STAGES - 1) * kTeamsStage);
+  staged.filters_done();
 
   const unsigned filters = shared_address(shared) + threadIdx.x % kTeam / 128 * 64 * 16;
-  unsigned char* const turned = shared + kLastAt + team * 2 * kTurnedBytes;
-  int stage = 0, half = 0, slot = 0;
-  if constexpr (!CHANNELS_LAST) {
-    wait_for_copies<STAGES - 2>();
-    barrier();  // the first row has arrived
-    turn_row(turned, stages);
-    load(STAGES - 1, row + STAGES - 1);
-  }
   Sums sums = {};
+  int slot = 0;
 #pragma unroll 1
   for (int step = 0; step < steps; ++step, ++row) {
-    wait_for_copies<STAGES - 2>();
-    shared_writes_done();
-    // This row, or its words and the next row, has arrived; every product has read what is overwritten next.
-    barrier();
-    const unsigned words =
-        CHANNELS_LAST ? shared_address(stages) + stage * kTeamsStage : shared_address(turned) + half * kTurnedBytes;
-    begin_products(sums, filters + (slot == 0 ? 0 : kCellsY - slot) * kSlot * 16, words, lead);
-    const int next = stage + 1 == STAGES ? 0 : stage + 1;
-    if constexpr (CHANNELS_LAST) {
-      load(stage == 0 ? STAGES - 1 : stage - 1, row + STAGES - 1);
-    } else {
-      load(stage, row + STAGES);
-      turn_row(turned + (half ^ 1) * kTurnedBytes, stages + next * kTeamsStage);
-      half ^= 1;
-    }
+    const unsigned columns = staged.arrived();
+    begin_products(sums, filters + (slot == 0 ? 0 : kCellsY - slot) * kSlot * 16, columns, staged.lead);
+    staged.next();
     products_wait<0>();
     finish(sums, target, strip, row, slot, row >= begin && row < end);
-    stage = next;
     slot = slot + 1 == kCellsY ? 0 : slot + 1;
   }
 }

@@ -141,9 +141,15 @@ class Im2col:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Box:
-    """How a copy cuts a box out of a tensor: its elements by dimension, innermost first."""
+    """How a copy cuts a box out of a tensor, by dimension, innermost first.
+
+    Attributes:
+        sizes: elements that it takes; times their steps at most 256.
+        steps: from one to the next in the tensor; empty for neighbours.
+    """
 
     sizes: tuple[int, ...]
+    steps: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

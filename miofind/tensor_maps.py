@@ -39,8 +39,9 @@ def encoded(tensor_map: TensorMap, address: int) -> bytes:
     )
     copy = tensor_map.copy
     if isinstance(copy, Box):
-        box = [driver.cuuint32_t(size) for size in copy.sizes]
-        steps = [driver.cuuint32_t(1)] * len(box)
+        apart = copy.steps or (1,) * len(copy.sizes)
+        box = [driver.cuuint32_t(size * step) for size, step in zip(copy.sizes, apart, strict=True)]
+        steps = [driver.cuuint32_t(step) for step in apart]
         status, made = driver.cuTensorMapEncodeTiled(*common, box, steps, *kind)
     else:
         steps = [driver.cuuint32_t(stride) for stride in (1, *copy.strides, 1)]

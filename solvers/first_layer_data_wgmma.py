@@ -14,7 +14,8 @@ from typing import ClassVar
 from miofind.device import Device
 from miofind.few_channels import HOPPER_KEYS, FewChannelsSolver
 from miofind.problem import Direction, ProblemDescription
-from miofind.solution import Config, ConfigValue, ConvSolution, KernelStep, Pointer, int32s
+from miofind.solution import Box, Config, ConfigValue, ConvSolution, KernelStep, Pointer, TensorMap, int32s
+from miofind.tiling.copies import packed_map
 from miofind.tiling.correlation import ceil_div
 from miofind.tiling.divisor import divisors
 from miofind.tiling.gradient_slots import GradientSlots
@@ -44,10 +45,24 @@ def _defines(problem: ProblemDescription, config: Config, tiling: GradientSlots)
         ("TEAMS", config["teams"]),
         ("STAGES", config["stages"]),
         ("CHANNELS_LAST", int(problem.x.layout.channels_last)),
-        ("IN_VECTOR", tiling.in_vector),
+        *_staging(tiling),
         ("MIN_BLOCKS", tiling.resident),
         ("SHARED_BYTES", tiling.shared_bytes),
     )
+
+
+def _staging(tiling: GradientSlots) -> tuple[tuple[str, int], ...]:
+    boxes = tiling.boxes
+    return (("TOGETHER", boxes.together), ("LEAD", boxes.lead)) if boxes else (("IN_VECTOR", tiling.in_vector),)
+
+
+def _gradients(problem: ProblemDescription, tiling: GradientSlots) -> Pointer | TensorMap:
+    """dy as the kernel takes it: in boxes rows of all images are one dimension."""
+    if not (boxes := tiling.boxes):
+        return Pointer(buffer="y")
+    height, width = problem.out_spatial
+    box = Box(sizes=(boxes.span // 2, boxes.rows, 1), steps=(1, boxes.apart, 1))
+    return packed_map(problem, "y", (boxes.together * problem.k, width // boxes.together, problem.n * height), box)
 
 
 # What default_configs ranks by estimate.
@@ -60,27 +75,29 @@ _SHORT_LIST = tuple(
 
 _DEFAULTS = 8
 
-# Reckoned, not measured. Cycles of a multiprocessor: of its tensor cores for a product of 16 filters by a column, of
-# shared memory for 128 bytes, and to write one element, or two side by side, of 32 lanes; share of what takes less
-# that what takes longest does not hide. Cycles that a team alone takes for a row (barriers, and copies that are
-# begun), for a product's latency, and to complete 8 cells; cycles of a block before its first row, and of a
-# scheduler for a word of filters that is laid out, of which one warp alone reaches but a share. Bytes that a
-# multiprocessor needs under way to move as many as it may. Share of the bandwidth that is reached, and of the time
-# to move all tensors, or to compute if that is shorter, that the other does not hide.
+# What a box and its rows cost was measured on an H200, from L2 with all multiprocessors at it; the others were fitted
+# to 250 configurations with channels first there. Cycles of a multiprocessor: of its tensor cores for a product of 16
+# filters by a column, of shared memory for 128 bytes, and to write one element, or two side by side, of 32 lanes, of
+# its copy engine; share of what takes less that what takes longest does not hide. Cycles that a team alone takes for a
+# row (barriers, and copies that are begun), for a product's latency, and to complete 8 cells; cycles of a block before
+# its first row, and of a scheduler for a word of filters that is laid out, of which one warp alone reaches but a share.
+# Bytes that a multiprocessor needs under way to move as many as it may. Share of the bandwidth that is reached, and of
+# the time to move all tensors, or to compute if that is shorter, that the other does not hide.
 _PRODUCT = 0.5
-_SHARED = 1.0
+_SHARED = 1.4
 _WRITTEN = (8.0, 5.0)
-_BESIDE = 0.15
-_ROW = 300.0
-_LATENCY = 16.0
-_COMPLETED = 50.0
-_BEGIN = 1500.0
-_LAID = 0.3
+_BOX, _BOX_ROW = 60.0, 4.5
+_BESIDE = 0.05
+_ROW = 250.0
+_LATENCY = 12.0
+_COMPLETED = 60.0
+_BEGIN = 3300.0
+_LAID = 0.2
 _ALONE = 0.4
 _UNDER_WAY = 28e3
 _LAUNCH_MS = 0.0026
-_REACHED = 0.9
-_EXPOSED = 0.35
+_REACHED = 0.92
+_EXPOSED = 0.5
 
 
 class ConvFirstLayerDataWgmma(FewChannelsSolver):
@@ -121,6 +138,16 @@ class ConvFirstLayerDataWgmma(FewChannelsSolver):
             return False
         return bool(tiling.resident == config["resident"])
 
+    def unserved(self, problem: ProblemDescription) -> str:
+        if reason := super().unserved(problem):
+            return reason
+        if problem.y.layout.channels_last and problem.k % 8:
+            return f"copies filters of NHWC pixels in 16-byte words: needs k in multiples of 8, not {problem.k}"
+        return ""
+
+    def examples(self) -> tuple[ProblemDescription, ...]:
+        return tuple(problem for problem in super().examples() if not self.unserved(problem))
+
     def short_list(self) -> Sequence[Config]:
         return _SHORT_LIST
 
@@ -150,11 +177,14 @@ class ConvFirstLayerDataWgmma(FewChannelsSolver):
         together = min(teams, ceil_div(tiling.blocks, device.sm_count) * config["teams"])
         halves = 1 + tiling.slot / 8  # of 8 rows of the product, that a slot meets
         written = halves * columns / 8 * _WRITTEN[tiling.paired] * (1 if tiling.paired else 2)
-        moved = tiling.stage_bytes * (2 if tiling.turned_bytes else 1) + tiling.turned_bytes
         row_products = tiling.groups * tiling.products
         tensor = _PRODUCT * row_products * columns
-        shared = _SHARED * (row_products * (16 + columns / 4) + moved / 128) + written
-        busy = together * (max(tensor, shared) + _BESIDE * min(tensor, shared))
+        operands = row_products * (16 + columns / 4) + (tiling.stage_bytes + 2 * tiling.turned_bytes) / 128
+        shared = _SHARED * operands + written
+        boxes = tiling.boxes
+        copied = boxes.count * (_BOX + _BOX_ROW * boxes.rows) if boxes else 0.0
+        longest = max(tensor, shared, copied)
+        busy = together * (longest + _BESIDE * (tensor + shared + copied - longest))
         alone = _ROW + tiling.products * max(_LATENCY, _PRODUCT * columns) + _COMPLETED * min(2, halves) * columns / 8
         turns = ceil_div(tiling.strips, device.sm_count * teams)
         words = 2 * tiling.products * tiling.height.met * tiling.slot * tiling.resident
@@ -176,7 +206,8 @@ class ConvFirstLayerDataWgmma(FewChannelsSolver):
             shared_bytes=tiling.shared_bytes,
             defines=_defines(problem, config, tiling),
             args=(
-                *(Pointer(buffer=name) for name in ("y", "w", "x")),
+                _gradients(problem, tiling),
+                *(Pointer(buffer=name) for name in ("w", "x")),
                 *int32s(*problem.spatial, *problem.out_spatial),
                 *int32s(problem.conv.pad_before[0], tiling.left, tiling.ahead),
                 *int32s(tiling.height.first, tiling.height.end, tiling.first_cell),

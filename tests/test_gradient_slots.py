@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from miofind.device import Device
 from miofind.problem import Direction, Layout, ProblemDescription
-from miofind.solution import Config
+from miofind.solution import Box, Config, TensorMap
 from miofind.solver import solver_by_id
 from miofind.tiling.gradient_slots import GradientSlots
 
@@ -27,7 +27,7 @@ def layers(draw: st.DrawFn) -> ProblemDescription:
     channels = draw(st.integers(1, 4))
     return ProblemDescription.convolution(
         x=(draw(st.integers(1, 3)), channels, *sizes),
-        w=(draw(st.sampled_from([8, 37])), channels, *taps),
+        w=(draw(st.sampled_from([8, 16, 37, 40, 96])), channels, *taps),
         padding=pads,
         stride=[draw(st.integers(1, 5)) for _ in range(2)],
         dtype="float16",
@@ -74,18 +74,45 @@ def test_tiles_and_strips_cover_every_pixel_once(problem: ProblemDescription, se
     assert config["teams"] * (tiling.blocks - 1) < tiling.strips <= config["teams"] * tiling.blocks
 
 
+def met_columns(tiling: GradientSlots, widen: int) -> list[range]:
+    """Columns of dy that each tile of a row meets."""
+    cells = [tiling.first_cell + tile * tiling.columns for tile in range(tiling.tiles)]
+    firsts = [cell * widen - tiling.ahead - (tiling.shifts - widen) for cell in cells]
+    return [range(first, first + (tiling.columns - 1) * widen + tiling.shifts) for first in firsts]
+
+
 @given(problem=layers(), seed=st.integers(0, 10**6))
-def test_what_tiles_meet_is_staged(problem: ProblemDescription, seed: int) -> None:
-    """Planes are staged from a multiple of 8 columns on, so that vectors of a row are aligned and lie within."""
+def test_what_tiles_meet_is_staged_of_planes(problem: ProblemDescription, seed: int) -> None:
+    """From a multiple of 8 columns on, so that vectors of a row are aligned and lie within."""
+    assume(not problem.y.layout.channels_last)
+    config = drawn_config(seed)
+    tiling = GradientSlots.of(problem, config, DEVICE)
+    assert tiling.boxes is None
+    for met in met_columns(tiling, config["widen"]):
+        assert met[-1] < met[0] - met[0] % 8 + tiling.staged
+        assert (met[0] - met[0] % 8) % tiling.in_vector == tiling.staged % tiling.in_vector == 0
+
+
+@given(problem=layers(), seed=st.integers(0, 10**6))
+def test_what_tiles_meet_is_in_boxes(problem: ProblemDescription, seed: int) -> None:
+    """Boxes begin with whole groups of columns; every 16 filters of a column lie within a row of a box."""
+    assume(problem.y.layout.channels_last and problem.k % 8 == 0)
     config = drawn_config(seed)
     tiling, widen = GradientSlots.of(problem, config, DEVICE), config["widen"]
-    last = problem.y.layout.channels_last
-    for tile in range(tiling.tiles):
-        cell = tiling.first_cell + tile * tiling.columns
-        column = cell * widen - tiling.ahead - (tiling.shifts - widen)
-        lead = 0 if last else column % 8
-        assert lead + (tiling.columns - 1) * widen + tiling.shifts <= tiling.staged
-        assert last or (column - lead) % tiling.in_vector == tiling.staged % tiling.in_vector == 0
+    boxes = tiling.boxes
+    assert boxes is not None
+    assert boxes.together * boxes.apart == widen
+    assert problem.out_spatial[1] % boxes.together == 0
+    parts = -(-2 * boxes.together * problem.k // boxes.span)
+    assert boxes.count % (parts * boxes.apart) == 0
+    rows = boxes.count // (parts * boxes.apart) * boxes.rows
+    assert boxes.bytes == parts * boxes.apart * -(-rows // 8) * 8 * boxes.span
+    for met in met_columns(tiling, widen):
+        assert (met[0] - boxes.lead) % boxes.together == 0
+        assert met[-1] < met[0] - boxes.lead + rows * widen
+    for column in range(boxes.together):
+        for first in range(0, 2 * problem.k, 32):
+            assert (column * 2 * problem.k + first) % boxes.span <= boxes.span - 32
 
 
 @given(problem=layers(), seed=st.integers(0, 10**6))
@@ -122,6 +149,51 @@ def test_cells_begin_at_even_columns_where_that_costs_no_product(
     tiling = GradientSlots.of(problem, config, DEVICE)
     assert (tiling.left, tiling.paired) == (left, left % 2 == 0)
     assert tiling.shifts == -(-taps // stride) + 1
+
+
+@pytest.mark.parametrize(
+    ("k", "width", "widen", "together", "span", "count"),
+    [
+        (64, 112, 1, 1, 128, 1),
+        (64, 224, 2, 2, 128, 2),  # columns of a cell are neighbours in a row of two parts
+        (64, 109, 2, 1, 128, 2),  # they would not divide a row of dy: planes of every second
+        (32, 112, 2, 2, 128, 1),
+        (32, 112, 1, 1, 64, 1),
+        (96, 112, 2, 2, 128, 3),
+        (16, 112, 1, 1, 32, 1),
+        (40, 112, 2, 1, 128, 2),  # 16 filters from the 33rd on are not all of one column
+        (64, 521, 4, 1, 128, 12),  # a box has up to 256 columns of dy
+    ],
+)
+def test_rows_come_in_few_boxes(k: int, width: int, widen: int, together: int, span: int, count: int) -> None:
+    problem = ProblemDescription.convolution(
+        x=(1, 3, 8, width),
+        w=(k, 3, 3, 3),
+        padding=1,
+        dtype="float16",
+        layout=Layout.NHWC,
+        direction="backward_data",
+    )
+    config = Config.of(tile_w=256, widen=widen, teams=1, stages=2, resident=1)
+    boxes = GradientSlots.of(problem, config, DEVICE).boxes
+    assert boxes is not None
+    assert (boxes.together, boxes.span, boxes.count) == (together, span, count)
+    step = SOLVER.solution(problem, DEVICE, config).kernels[0]
+    [tensor_map] = [arg for arg in step.args if isinstance(arg, TensorMap)]
+    assert isinstance(tensor_map.copy, Box)
+    assert tensor_map.sizes == (together * k, width // together, 8)
+    assert max(size * apart for size, apart in zip(tensor_map.copy.sizes, tensor_map.copy.steps, strict=True)) <= 256
+
+
+def test_filters_that_are_no_whole_words_are_refused() -> None:
+    def reason(layout: Layout) -> str:
+        problem = ProblemDescription.convolution(
+            x=(1, 3, 8, 8), w=(12, 3, 3, 3), dtype="float16", layout=layout, direction="backward_data"
+        )
+        return SOLVER.applicability(problem, DEVICE).reason
+
+    assert "multiples of 8, not 12" in reason(Layout.NHWC)
+    assert not reason(Layout.NCHW)
 
 
 def test_configurations_differ() -> None:

@@ -113,6 +113,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "channels": {"copy": replace(WALK, channels=32)},
     "pixels": {"copy": replace(WALK, pixels=64)},
     "kind": {"copy": Box(sizes=(64, 1, 1, 128))},
+    "kind and box steps": {"copy": Box(sizes=(64, 1, 1, 128), steps=(1, 1, 1, 2))},
 }
 
 
@@ -145,6 +146,12 @@ def test_boxes_are_asked_for_in_the_drivers_order(stub: StubDriver) -> None:
         )
     ]
     assert encoded == bytes([1]) * 128
+
+
+def test_boxes_with_steps_span_what_they_step_over(stub: StubDriver) -> None:
+    tensor_maps.encoded(replace(FILTERS, copy=Box(sizes=(8, 3, 32), steps=(1, 3, 2))), 0x7000)
+    [(_, asked)] = stub.asked
+    assert asked[5:7] == [[8, 9, 64], [1, 3, 2]]
 
 
 def test_walks_are_asked_for_in_the_drivers_order(stub: StubDriver) -> None:

@@ -18,6 +18,51 @@ from miofind.tiling.grouped import resident_blocks
 _ROWS = 64  # of a product
 _OTHERS = 56  # registers for addresses and counters
 _SHARED_BYTES = 227 << 10
+_MOST = 256  # of a box, of the tensor's elements
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowBoxes:
+    """Boxes in which the copy engine takes a row of dy with channels last, as products read it.
+
+    Attributes:
+        together: columns whose filters are side by side in a row of a box: those of a cell, or one.
+        apart: columns of dy from one row of a box to the next, in units of `together`.
+        lead: columns that are staged before the first that is met.
+        span: bytes of a row of a box.
+        rows: of a box.
+        count: boxes of a row of dy.
+        bytes: of all, where each plane of columns begins where the swizzle repeats.
+    """
+
+    together: int
+    apart: int
+    lead: int
+    span: int
+    rows: int
+    count: int
+    bytes: int
+
+    @staticmethod
+    def of(problem: ProblemDescription, columns: int, shifts: int, widen: int, before: int) -> RowBoxes:
+        """Boxes of `columns` cells of `widen` columns of dy, the first of which meets `before` columns before it."""
+        divides = problem.k % 16 == problem.out_spatial[1] % widen == 0
+        together = widen if divides else 1
+        lead, apart, filters = -before % together, widen // together, together * problem.k
+        span = 32 if filters <= 16 else 64 if filters <= 32 else 128
+        plane = columns + (lead + shifts - 1) // widen
+        boxes = ceil_div(plane * apart, _MOST)
+        rows = plane if boxes == 1 else round_up(ceil_div(plane, boxes), 8)
+        planes = ceil_div(2 * filters, span) * apart
+        return RowBoxes(
+            together=together,
+            apart=apart,
+            lead=lead,
+            span=span,
+            rows=rows,
+            count=planes * boxes,
+            bytes=planes * round_up(boxes * rows, 8) * span,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,10 +80,11 @@ class GradientSlots:
         first_cell, cells: along a row, of `widen` strides; cell I has pixels from I * widen * stride - left on.
         shifts: columns of dy that a cell meets.
         columns, tiles: cells of a tile, a multiple of 8; how many tiles a row has.
-        in_vector: elements of dy that are loaded at once.
+        in_vector: elements of a plane of dy that are loaded at once.
         slot, groups: rows of the product of a row of cells; warpgroups of a team, of 64 rows of the product each.
         products: of 16 filters, that a row of dy takes.
         staged: columns of dy of a tile.
+        boxes: with channels last, how a team's row is copied.
         filter_bytes, stage_bytes, turned_bytes: of a block's filters, and of a team's row, as it comes and, for planes
             alone, as words.
         threads: of a block.
@@ -65,6 +111,7 @@ class GradientSlots:
     groups: int
     products: int
     staged: int
+    boxes: RowBoxes | None
     filter_bytes: int
     stage_bytes: int
     turned_bytes: int
@@ -99,14 +146,21 @@ class GradientSlots:
         staged = (columns - 1) * widen + shifts
         if not last:
             staged = round_up(7 + staged, 8)
-        word_bytes = 32 * steps * (widen * ceil_div(staged, widen) | 1)
-        stage_bytes = word_bytes if last else 256 * steps * (staged // 8 | 1)
-        turned_bytes = 0 if last else word_bytes
         spare_rows = _ROWS * groups - height.met * slot
         filter_bytes = 16 * (2 * products * (2 * height.met - 1) * slot + spare_rows)
-        before = config["stages"] - 1 if last else config["stages"]
-        latest = teams * (stage_bytes if last else 2 * turned_bytes)
-        shared_bytes = filter_bytes + before * teams * stage_bytes + max(latest, round_up(2 * problem.w.size, 16))
+        raw_bytes = round_up(2 * problem.w.size, 16)
+        boxes, turned_bytes = None, 0
+        if last:
+            boxes = RowBoxes.of(problem, columns, shifts, widen, ahead + shifts - widen)
+            stage_bytes = boxes.bytes
+            before = round_up(filter_bytes, 8 * boxes.span) + (config["stages"] - 1) * teams * stage_bytes
+            barrier_bytes = 8 * config["stages"] * teams
+            shared_bytes = before + max(teams * stage_bytes, raw_bytes) + barrier_bytes
+        else:
+            stage_bytes = 256 * steps * (staged // 8 | 1)
+            turned_bytes = 32 * steps * (widen * ceil_div(staged, widen) | 1)
+            before = filter_bytes + config["stages"] * teams * stage_bytes
+            shared_bytes = before + max(2 * teams * turned_bytes, raw_bytes)
 
         threads, registers = 128 * groups * teams, round_up(columns // 2 + _OTHERS, 8)
         shared_most = device.shared_bytes or _SHARED_BYTES
@@ -125,11 +179,12 @@ class GradientSlots:
             shifts=shifts,
             columns=columns,
             tiles=tiles,
-            in_vector=math.gcd(8, problem.k if last else problem.out_spatial[1]),
+            in_vector=math.gcd(8, problem.out_spatial[1]),
             slot=slot,
             groups=groups,
             products=products,
             staged=staged,
+            boxes=boxes,
             filter_bytes=filter_bytes,
             stage_bytes=stage_bytes,
             turned_bytes=turned_bytes,
