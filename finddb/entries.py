@@ -87,15 +87,16 @@ def add(connection: Connection, history: History) -> int:
     return added
 
 
-def rebuild(connection: Connection, problem_id: int) -> str:
-    """Derive a problem's answer anew; returns its text."""
-    with legible():
-        payload = answers.encode(
-            rows_of(connection, problem_id), scopes_of(connection, problem_id), verdicts_of(connection, problem_id)
-        )
+def rebuild(connection: Connection, problem_id: int) -> None:
+    """Derive a problem's answer anew."""
+    payload = _derived(connection, problem_id)
     statement = insert(schema.answer).values(problem_id=problem_id, payload=payload)
     connection.execute(statement.on_conflict_do_update(index_elements=["problem_id"], set_={"payload": payload}))
-    return payload
+
+
+def outdated(connection: Connection) -> list[int]:
+    """Numbers of the problems whose stored answer is not the one that this release derives from their entries."""
+    return [number for number in problems(connection) if payload(connection, number) != _derived(connection, number)]
 
 
 def now() -> str:
@@ -268,6 +269,12 @@ def write_packed(connection: Connection, histories: Sequence[History], notes: Ma
         for number, history in enumerate(histories, 1)
     ]
     connection.execute(insert(schema.packed_problem), problems)
+
+
+def _derived(connection: Connection, problem_id: int) -> str:
+    rows, scopes = rows_of(connection, problem_id), scopes_of(connection, problem_id)
+    with legible():
+        return answers.encode(rows, scopes, verdicts_of(connection, problem_id))
 
 
 def _problem_id(connection: Connection, device: str, network_config: str) -> int:

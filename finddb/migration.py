@@ -1,7 +1,8 @@
 """Makes a FindDB of an older release one of this release, with a copy of it beside it first.
 
-Own statements rather than a migration tool: a version is a few lines of SQL that SQLite runs as one transaction, in the
-tables as they are, whatever their size. Nothing here knows what the tables hold.
+Its tables, and its answers, whose rules may change while the tables stay. Own statements rather than a migration tool:
+a version is a few lines of SQL that SQLite runs as one transaction, in the tables as they are, whatever their size.
+Nothing here knows what the tables hold.
 """
 
 from __future__ import annotations
@@ -23,16 +24,22 @@ from miofind.finddb.sqlite_file import check_writable_place, connect, execute, o
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Upgrade:
-    """What an upgrade did; `backup` is None where the file was of this version already."""
+    """What an upgrade did.
+
+    Attributes:
+        answers: how many were derived anew from their measurements, since an older release had other rules for them.
+        backup: the file as it was, None where there was nothing to do.
+    """
 
     path: Path
     from_version: int
     to_version: int
+    answers: int
     backup: Path | None
 
 
 def upgrade(path: str | Path) -> Upgrade:
-    """Bring a FindDB to this release's schema, all of it or nothing; what other processes have stored in it stays.
+    """Bring a FindDB to this release's schema and rules, all of it or nothing; what other processes have stored stays.
 
     Processes of this release may use the file meanwhile: they wait. Those of an older one go on with what they have
     open, and refuse the file when they open it again.
@@ -47,7 +54,7 @@ def upgrade(path: str | Path) -> Upgrade:
         raise DatabaseError(f"{location.shown(file)} does not exist as a file: correct the path")
     check_writable_place(file)
     where = location.shown(file)
-    backup = None
+    backup, outdated = None, 0
     with translated(where), closing(connect(lambda: open_file(file, "rw"), is_writer=True)) as connection:
         execute(connection, "PRAGMA synchronous=FULL")
         try:
@@ -55,24 +62,27 @@ def upgrade(path: str | Path) -> Upgrade:
                 version = schema.checked_version(connection, where)
                 if version == schema.PACKED_VERSION:
                     raise schema.unwritable(where, version)
-                if version < schema.SCHEMA_VERSION:
+                if version < schema.SCHEMA_VERSION or entries.outdated(connection):
                     backup = _back_up(file, version)
-                    _run(connection, version)
+                    outdated = _run(connection, version)
         except Exception:
             if backup is not None:
                 backup.unlink(missing_ok=True)
             raise
-    return Upgrade(path=file, from_version=version, to_version=schema.SCHEMA_VERSION, backup=backup)
+    return Upgrade(path=file, from_version=version, to_version=schema.SCHEMA_VERSION, answers=outdated, backup=backup)
 
 
-def _run(connection: Connection, version: int) -> None:
+def _run(connection: Connection, version: int) -> int:
+    """Upgrade the tables, then the answers; returns how many of these it derived anew."""
     for number in range(version, schema.SCHEMA_VERSION):
         for statement in schema.UPGRADES[number]:
             connection.exec_driver_sql(statement)
-    for problem_id in entries.problems(connection):  # each release has its own rules of what an answer holds
+    outdated = entries.outdated(connection)
+    for problem_id in outdated:
         entries.rebuild(connection, problem_id)
     table = schema.meta
     connection.execute(update(table).where(table.c.key == "schema_version").values(value=str(schema.SCHEMA_VERSION)))
+    return len(outdated)
 
 
 def _back_up(file: Path, version: int) -> Path:

@@ -68,7 +68,7 @@ def problem_findings(
         same = packing.unpack(key.device, key.network_config, payload) == text_of(history)
         return [] if same else [f"{where}: the answer is not the one that its rows give: it was altered"]
     same = payload == answers.encode(history.rows, history.scopes, history.verdicts)
-    return [] if same else [f"{where}: the stored answer is not the one that its rows give: rebuild it"]
+    return [] if same else [f"{where}: the stored answer is not the one that its rows give: run `miofind db upgrade`"]
 
 
 def release_findings(release: Release, histories: Sequence[History]) -> list[str]:

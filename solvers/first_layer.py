@@ -18,12 +18,14 @@ from miofind.solution import Config, ConfigValue, ConvSolution, KernelStep, Poin
 from miofind.tiling.correlation import ceil_div, round_up
 from miofind.tiling.divisor import divisors
 from miofind.tiling.grouped import resident_blocks
+from miofind.tiling.residency import held_registers
 from miofind.tiling.windows import WindowTile, is_same_load
 
 _MAX_SUMS = 128
 _MAX_REGISTERS = 216
 _SHARED_BYTES = 48 << 10
 _MAX_RESIDENT = 8
+_UNROLLED_DEPTH = 256  # of a laid out filter, beyond which the kernel goes through its rows in a loop
 _DEFAULTS, _LONGER = 8, 2  # how many there are, and with loads of four pixels
 
 
@@ -93,6 +95,23 @@ def _registers(problem: ProblemDescription, config: Config, tile: WindowTile, of
     moved = patch.registers if patch.is_whole else 0  # else sums are not yet there
     steps = tile.row_steps if not problem.x.layout.channels_last and tile.outputs * problem.conv.stride[1] == 2 else 1
     return round_up(sums + moved + blocks * (4 + steps) + offsets + 48, 8)
+
+
+def _spills(problem: ProblemDescription, config: Config, tiling: _Tiling) -> bool:
+    """Whether a thread lacks registers beside as many blocks as the kernel is told to leave room for.
+
+    As 3,600 kernels for sm_90a have shown, some of odd sizes: little is to spare, and there are addresses of vectors of
+    eight pixels beside many sums, or two blocks of windows of one output each beside a large filter's rows, or beside
+    more sums than leave room for a fourth warp of a scheduler.
+    """
+    tile, held = tiling.tile, held_registers(tiling.resident, tiling.threads)
+    spare = held - tiling.registers
+    if spare >= 16:
+        return False
+    if tile.outputs == 2 or config["blocks"] == 1:
+        return tile.outputs == 2 and tile.vector == 8 and config["tile_k"] >= 96
+    row_steps, depth = (2, _UNROLLED_DEPTH) if problem.x.layout.channels_last else (3, 2 * _UNROLLED_DEPTH)
+    return (tile.row_steps > row_steps and tiling.depth > depth) or (held > 128 and spare < 8)
 
 
 def _defines(problem: ProblemDescription, config: Config, tiling: _Tiling) -> tuple[tuple[str, str | int], ...]:
@@ -182,7 +201,9 @@ class ConvFirstLayer(FewChannelsSolver):
         shares = ceil_div(tiling.tile.windows, 16 * config["blocks"])
         if 4 < config["warps"] >= 2 * shares or (config["blocks"] >= 4 and shares == 1):
             return False
-        return tiling.registers <= _MAX_REGISTERS and tiling.resident > 0
+        if tiling.registers > _MAX_REGISTERS or tiling.resident == 0:
+            return False
+        return not _spills(problem, config, tiling)
 
     def short_list(self) -> Sequence[Config]:
         return _SHORT_LIST

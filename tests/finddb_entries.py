@@ -43,8 +43,17 @@ def verdict(winner: str = "ConvA:{}", *ties: str, low: float = 1.02, high: float
 
 def version_1(path: Path) -> Path:
     """A FindDB that the last release of schema version 1 wrote, in the form of a shipped one."""
+    return _restored(path, "finddb_version1.sql")
+
+
+def older_answers(path: Path) -> Path:
+    """A FindDB of this schema by a release that kept the newest eight scopes of an answer, whatever they covered."""
+    return _restored(path, "finddb_version2.sql")
+
+
+def _restored(path: Path, dump: str) -> Path:
     with closing(sqlite3.connect(path)) as connection:
-        connection.executescript(Path(__file__).with_name("finddb_version1.sql").read_text(encoding="utf-8"))
+        connection.executescript(Path(__file__).with_name(dump).read_text(encoding="utf-8"))
     return path
 
 

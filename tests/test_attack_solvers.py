@@ -12,7 +12,7 @@ import pytest
 import miofind
 from miofind import options, row_check, solver
 from miofind.errors import NoSolutionError
-from miofind.find import plan, records, scopes, validity
+from miofind.find import plan, records, scopes, stored, validity
 from miofind.finddb import ReleaseRules, Store, write_release
 from miofind.solution import ConvSolution
 from miofind.solver import Solver, solvers
@@ -48,7 +48,7 @@ METHODS = ("is_applicable", "default_configs", "solution", "estimate_ms", "is_ex
 
 def register(monkeypatch: pytest.MonkeyPatch, *known: Solver) -> None:
     registry = {item.id: item for item in known}
-    for module in (solver, plan, records, scopes, validity, options, row_check):
+    for module in (solver, plan, records, scopes, stored, validity, options, row_check):
         monkeypatch.setattr(module, "solvers", lambda: registry)
     scopes.requested_scope.cache_clear()
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from cli_runner import FORWARD, TINY, run, run_json, use_own_folders
-from finddb_entries import version_1
+from finddb_entries import older_answers, version_1
 
 from miofind.device import Device
 from miofind.driver.line import parse_driver_line
@@ -267,6 +267,12 @@ def test_upgrade(tmp_path: Path) -> None:
     assert "does not exist" in run("db", "upgrade", code=4).stderr
     again = version_1(tmp_path / "again.db")
     assert "the file as it was: " in run("db", "upgrade", "--db", str(again)).stdout
+    older = older_answers(tmp_path / "older.db")
+    assert "run `miofind db upgrade`" in run("db", "check", str(older), code=1).stdout
+    text = run("db", "upgrade", "--db", str(older)).stdout
+    assert "schema version" not in text
+    assert "1 answers are derived anew from their measurements" in text
+    assert "the stored answer is not" not in run("db", "check", str(older), code=1).stdout
 
 
 def test_release_takes_what_may_ship(filled: Path, tmp_path: Path) -> None:

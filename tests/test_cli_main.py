@@ -146,6 +146,18 @@ def test_verbose_logs_to_stderr(arguments: tuple[str, ...]) -> None:
     assert not any("Stderr" in type(handler).__name__ for handler in logger.handlers)
 
 
+def test_twice_verbose_tells_of_each_candidate(tmp_path: Path) -> None:
+    database = ("--db", str(tmp_path / "finddb.db"))
+    first = run("-vv", "find", *FORWARD, "--device", "cpu", *database).stderr
+    assert "debug: without their place or library here: " in first
+    assert "debug: not measured: ConvCpuGemm1x1: serves unpadded filters of one tap" in first
+    assert "debug: planned: ConvCpuDirect:{}, estimated at " in first
+    assert re.search(r"debug: ConvCpuDirect:\{\}: ok, [0-9.e-]+ ms \(", first)
+    again = run("-vv", "find", *FORWARD, "--device", "cpu", *database).stderr
+    assert re.search(r"debug: the FindDB has [0-9]+ solutions: conv2d-forward", again)
+    assert "debug" not in run("-v", "find", *FORWARD, "--device", "cpu", "--find-mode", "normal", *database).stderr
+
+
 def test_ctrl_c_ends_any_command(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt

@@ -87,6 +87,47 @@ def test_wgmmas_full_tiles_do_not_spill(
             check(compiler, steps, "90a")
 
 
+DEPTHWISE = {"direction": "backward_weights", "dtype": "bfloat16"}
+LARGE = {"images": 1, "channels": 1, "splits": 4, "whole_filter": False}
+STEM = {"dtype": "bfloat16", "layout": "NHWC"}
+
+
+@pytest.mark.parametrize(
+    ("solver_id", "fields", "config"),
+    [
+        (
+            "ConvDepthwiseLargeWeights",
+            DEPTHWISE | {"x": (1, 8, 30, 31), "w": (8, 1, 13, 13), "padding": 6, "groups": 8, "layout": "NHWC"},
+            LARGE | {"tile": 16, "warps": 2, "warp_rows": 8},
+        ),
+        (
+            "ConvDepthwiseLargeWeights",
+            DEPTHWISE | {"x": (32, 16, 8, 25), "w": (16, 1, 17, 17), "padding": ((2, 9), (8, 8)), "groups": 16},
+            LARGE | {"images": 8, "tile": 32, "warps": 8, "warp_rows": 4},
+        ),
+        (
+            "ConvFirstLayer",
+            STEM | {"x": (2, 3, 32, 40), "w": (256, 3, 3, 3), "padding": 1},
+            {"tile_h": 14, "tile_w": 64, "tile_k": 96, "warps": 4, "blocks": 1, "vector": 8},
+        ),
+        (
+            "ConvFirstLayer",
+            STEM | {"x": (8, 3, 224, 224), "w": (64, 3, 11, 11), "padding": 2, "stride": 4},
+            {"tile_h": 4, "tile_w": 64, "tile_k": 64, "warps": 8, "blocks": 2, "vector": 2},
+        ),
+    ],
+    ids=["many sums", "rows of odd length", "vectors of eight pixels", "large filter"],
+)
+def test_odd_sizes_do_not_spill(
+    compiler: Compiler, solver_id: str, fields: dict[str, Any], config: dict[str, Any]
+) -> None:
+    """What did is not offered, and what is thought fastest of the rest does not."""
+    problem, solver, device = ProblemDescription.convolution(**fields), solvers()[solver_id], Device.virtual("90a")
+    assert not solver.is_valid_config(problem, device, Config(config))
+    configs = solver.default_configs(problem, device)[:2]
+    check(compiler, [step for config in configs for step in solver.solution(problem, device, config).kernels], "90a")
+
+
 def extremes(solver: Solver, problem: ProblemDescription, device: Device) -> Iterator[Config]:
     """The defaults, and each with one parameter at the first and the last of its values, where that can run."""
     for default in solver.default_configs(problem, device):

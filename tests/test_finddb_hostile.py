@@ -93,7 +93,7 @@ def test_an_answer_of_impossible_rows_is_refused(path, name, value):
     spoil(path, "UPDATE answer SET payload = ?", impossible_answer(path, name, value))
     with Store(path, read_only=True) as store:
         assert_rows_are_refused(store, name)
-        assert any("rebuild it" in finding for finding in store.check())
+        assert any("run `miofind db upgrade`" in finding for finding in store.check())
 
 
 @pytest.mark.parametrize(("name", "value"), IMPOSSIBLE_ROWS.values(), ids=IMPOSSIBLE_ROWS)

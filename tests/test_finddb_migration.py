@@ -17,6 +17,7 @@ from finddb_entries import (
     at,
     contents,
     files_end_at,
+    older_answers,
     row,
     scope,
     unpacked,
@@ -133,6 +134,7 @@ def test_an_upgraded_file_holds_what_it_held_and_a_new_ones_tables(old, tmp_path
     make(old)
     done = upgrade(old)
     assert (done.path, done.from_version, done.to_version) == (old, 1, SCHEMA_VERSION)
+    assert done.answers == 1, "one held a row of older code"
     with Store(old, read_only=True) as store:
         assert store.schema_version == SCHEMA_VERSION
         assert contents(store) == expected
@@ -185,6 +187,32 @@ def test_a_second_upgrade_does_nothing(old):
     assert upgrade(old).backup is None
     assert sorted(old.parent.iterdir()) == names
     assert old.read_bytes() == before
+
+
+def test_an_upgrade_brings_answers_to_the_rules_of_this_release(tmp_path):
+    """The scope of the find of all had been pushed out of the answer by those of nine solvers each."""
+    path = with_log(older_answers(tmp_path / "finddb.db"))
+    whole = scope("ConvA", "ConvB")
+    with Store(path, read_only=True) as store:
+        held = contents(store)
+        assert not store.answer(DEVICE, PROBLEM).covers(whole)
+        (finding,) = store.check()
+        assert finding.endswith("run `miofind db upgrade`")
+    before = path.read_bytes()
+    done = upgrade(path)
+    assert (done.from_version, done.to_version, done.answers) == (SCHEMA_VERSION, SCHEMA_VERSION, 1)
+    assert done.backup is not None
+    with Store(done.backup, read_only=True) as backup:
+        assert contents(backup) == held
+    with Store(path) as store:
+        assert contents(store) == held
+        assert store.answer(DEVICE, PROBLEM).covers(whole)
+        assert store.check() == ()
+        upgraded = answers(store)
+        store.rebuild()
+        assert answers(store) == upgraded
+    assert path.read_bytes() != before
+    assert upgrade(path).backup is None
 
 
 def test_merging_an_older_file_and_its_upgrade_changes_nothing(old, tmp_path):

@@ -14,7 +14,7 @@ import miofind
 from miofind import FindOptions, options, row_check, solver
 from miofind.device import Device, Library, Place
 from miofind.errors import NoSolutionError
-from miofind.find import plan, records, scopes, validity
+from miofind.find import plan, records, scopes, stored, validity
 from miofind.finddb import ProblemKey, Scope, Store
 from miofind.found import Solution, Source
 from miofind.options import FindMode
@@ -41,7 +41,7 @@ def forget() -> None:
 def comes(monkeypatch: pytest.MonkeyPatch, later: Solver) -> None:
     """A solver is registered."""
     registry = {**solver.solvers(), later.id: later}
-    for module in (solver, plan, records, scopes, validity, options):
+    for module in (solver, plan, records, scopes, stored, validity, options):
         monkeypatch.setattr(module, "solvers", lambda: registry)
     forget()
 

@@ -265,17 +265,20 @@ def prune(what: str, device: Device, database: str | None, as_json: bool) -> Non
 def upgrade_(database: str | None, as_json: bool) -> None:
     """Bring the FindDB to the schema of this release.
 
-    A copy of the file is kept beside it first, and named. All of it is done or nothing. Older releases of miofind
-    refuse the file from then on.
+    Answers are derived anew from the measurements where this release has other rules for them. A copy of the file is
+    kept beside it first, and named. All of it is done or nothing. Releases of an older schema refuse the file from then
+    on.
     """
     done = upgrade(database or user_path())
     if as_json:
         versions = {"from_version": done.from_version, "to_version": done.to_version}
         backup = None if done.backup is None else str(done.backup)
-        print_json({"database": str(done.path)} | versions | {"backup": backup})
+        print_json({"database": str(done.path)} | versions | {"answers": done.answers, "backup": backup})
         return
     if done.backup is None:
-        print_text(f"{done.path} has schema version {done.to_version} already")
+        print_text(f"{done.path} has schema version {done.to_version} already, and the answers of this release")
         return
-    print_text(f"{done.path}: schema version {done.from_version} is now {done.to_version}")
+    if done.from_version != done.to_version:
+        print_text(f"{done.path}: schema version {done.from_version} is now {done.to_version}")
+    print_text(f"{done.path}: {done.answers} answers are derived anew from their measurements")
     print_text(f"  the file as it was: {done.backup}")

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import threading
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import MappingProxyType
@@ -22,6 +24,8 @@ from miofind.compiler.sources import Source, read_source
 from miofind.device import Device
 from miofind.errors import CompileError, MissingLibraryError, SolutionFileError
 from miofind.solution import ConvSolution, KernelStep, Pointer, Scalar, TensorMap
+
+logger = logging.getLogger(__name__)
 
 _KEY_FORMAT = 1
 _POINTER_BYTES = 8
@@ -144,7 +148,10 @@ class Compiler:
             return self._in_memory.get(key) or self.cache.get(key) or self._compile(source, step, arch, key)
 
     def _compile(self, source: Source, step: KernelStep, arch: str, key: str) -> Binary:
+        began = time.monotonic()
         compiled = compile_source(source, compile_options(step.options, step.defines, arch), arch)
+        defines = " ".join(f"-D{name}={value}" for name, value in step.defines)
+        logger.debug("compiled in %.2f s for sm_%s: %s %s", time.monotonic() - began, arch, step.source, defines)
         binary = self.cache.put(key, compiled.cubin, parse_resources(compiled.log), compiled.log)
         if binary.path is None:
             self._in_memory[key] = binary

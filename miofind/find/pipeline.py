@@ -51,6 +51,7 @@ def find(problem: ProblemDescription, options: FindOptions, handle: Handle) -> l
         dynamic_only = mode is FindMode.DYNAMIC_HYBRID
         hit = records.look_up(problem, options, handle, dynamic_only=dynamic_only)
         if hit is not None:
+            logger.debug("the FindDB has %d solutions: %s", len(hit), problem)
             verified = mode is not FindMode.TRUST_VERIFY or _still_holds(hit[0], options, handle)
             return _ordered(hit if verified else measure(problem, options, handle, also=hit, afresh=True), options)
         if options.on_miss is OnMiss.ERROR:
@@ -111,6 +112,7 @@ def measure(
     winners = near.winners(problem, handle.database) if near else {}
     left_out = _left_out(problem, options, handle)
     plan = make_plan(problem, handle.device, options, dynamic_only=dynamic_only, winners=winners).without(left_out)
+    plan.log()
     besides = [candidate for candidate in map(_candidate, also) if candidate.id not in left_out]
     with handle.measuring, Recording(problem, options, handle, plan) as recording:
         request = Request(

@@ -76,6 +76,18 @@ class Plan:
             refusals=self.refusals | left_out,
         )
 
+    def log(self) -> None:
+        """Tell what is measured, best guess first, and why the rest is not."""
+        if self.left_out:
+            logger.debug("left out by only, exclude or the find mode: %s", ", ".join(self.left_out))
+        if self.absent:
+            logger.debug("without their place or library here: %s", ", ".join(sorted(self.absent)))
+        for name in sorted(self.refusals.keys() - self.absent):
+            logger.debug("not measured: %s: %s", name, self.refusals[name])
+        for planned in (*self.candidates, *self.last_resort):
+            resort = ", if nothing else is usable" if planned in self.last_resort else ""
+            logger.debug("planned: %s, estimated at %.4g ms%s", planned.candidate.id, planned.estimate_ms, resort)
+
 
 def make_plan(
     problem: ProblemDescription,

@@ -1,63 +1,26 @@
-"""Answers of the FindDBs: rows become solutions.
+"""Answers of the FindDBs: which of them a request is answered from.
 
-Holds the rules of a hit: a row is valid while its solver's version and sources are those of this release and its
-library is installed; an answer counts where the scope of an earlier find covers the request.
+Holds the rules of a hit: an answer counts where the scopes of earlier finds cover the request. What of its rows becomes
+solutions is said in stored.py.
 """
 
 from __future__ import annotations
 
-import functools
-import logging
 import math
-import operator
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import NamedTuple
 
 from miofind.find.failures import newest_statuses
 from miofind.find.scopes import WIDE_BOUNDS, asked, considered, requested_scope
-from miofind.find.validity import current_environment, is_current, is_valid, may_serve
-from miofind.finddb import BEST_PER_SOLVER, Answer, Row, Scope
-from miofind.found import Found, Solution, Source
+from miofind.find.stored import Stored, Taken, admits, of_answer, of_rows, taken
+from miofind.find.validity import is_valid, may_serve
+from miofind.finddb import Answer, Scope
+from miofind.found import Solution
 from miofind.handle import Handle
 from miofind.options import FindOptions
 from miofind.problem import ProblemDescription
-from miofind.solution import Config
 from miofind.solver import solvers
-
-logger = logging.getLogger(__name__)
-
-
-class _Stored(NamedTuple):
-    """What of a row becomes a solution."""
-
-    solver_id: str
-    solver_version: int
-    source_hash: str
-    kernel_hash: str
-    config: str
-    time_ms: float
-    workspace_bytes: int
-    deterministic: bool
-    max_error: float | None
-    environment: str
-
-
-class _Taken(NamedTuple):
-    """What became of rows.
-
-    Attributes:
-        void: solvers with rows of other versions or sources than they have now.
-        is_thin: whether the history may have faster rows that the request takes: of a solver of which an answer keeps
-            the best alone, some of these are not taken.
-        is_stale: whether other versions of libraries or driver measured some of the solutions.
-    """
-
-    solutions: list[Solution]
-    void: frozenset[str]
-    is_thin: bool
-    is_stale: bool
 
 
 class _Held(NamedTuple):
@@ -143,55 +106,28 @@ class _Asked(NamedTuple):
         late = self._not_considered(answer)
         if late is None:
             return None
-        taken = self._taken(map(_Stored._make, answer.rows.columns(*_Stored._fields)))
-        void = taken.void
-        if taken.is_thin:
-            taken = self.of_all_histories()
+        found = self._taken(of_answer(answer))
+        void = found.void
+        if found.is_thin:
+            found = self.of_all_histories()
         if void and not self.fresh:
-            void -= {solution.solver_id for solution in taken.solutions}
+            void -= {solution.solver_id for solution in found.solutions}
             late = tuple(sorted({*late, *self._serving(void & self.request.solvers.keys())}))
-        return _Held(taken.solutions, late, taken.is_stale) if taken.solutions else None
+        return _Held(found.solutions, late, found.is_stale) if found.solutions else None
 
-    def of_all_histories(self) -> _Taken:
+    def of_all_histories(self) -> Taken:
         """Solutions of the best rows of all FindDBs that the request takes."""
         device = self.handle.device
-
-        def admits(row: Row) -> bool:
-            stored = _Stored._make(_stored_fields(row))
-            return _is_within(stored, self.options) and _is_of_kind(stored, self.problem, self.options)
-
         rows = self.handle.database.best_rows(
-            device.identity, self.problem.network_config, holds=lambda row: is_valid(row, device), admits=admits
+            device.identity,
+            self.problem.network_config,
+            holds=lambda row: is_valid(row, device),
+            admits=lambda row: admits(row, self.problem, self.options),
         )
-        return self._taken(map(_Stored._make, map(_stored_fields, rows)))
+        return self._taken(of_rows(rows))
 
-    def _taken(self, rows: Iterable[_Stored]) -> _Taken:
-        """Solutions of those of the rows that a request takes."""
-        problem, handle, fresh = self.problem, self.handle, self.fresh
-        found = Found(handle)
-        environment = current_environment(handle.device)
-        current: dict[tuple[str, int, str], bool] = {}
-        void, stale = set(), False
-        kept: Counter[str] = Counter()
-        passed_over: set[str] = set()
-        for row in rows:
-            version = row[:3]
-            if version not in current:
-                current[version] = is_current(*version, handle.device)
-            if not current[version]:
-                void.add(row.solver_id)
-                continue
-            kept[row.solver_id] += 1
-            if not _is_within(row, self.options):
-                continue
-            if not _is_of_kind(row, problem, self.options):
-                passed_over.add(row.solver_id)
-                continue
-            source = Source.MEASURED if fresh and f"{row.solver_id}:{row.config}" in fresh else Source.FINDDB
-            found.solutions.append(_as_solution(problem, row, found, source))
-            stale = stale or row.environment != environment
-        is_thin = any(kept[solver_id] >= BEST_PER_SOLVER for solver_id in passed_over)
-        return _Taken(found.solutions, frozenset(void), is_thin, stale)
+    def _taken(self, rows: Iterable[Stored]) -> Taken:
+        return taken(rows, self.problem, self.options, self.handle, self.fresh)
 
     def _not_considered(self, answer: Answer) -> tuple[str, ...] | None:
         """The solvers that might serve and that an answer's finds together have not considered; None if it is none.
@@ -224,56 +160,3 @@ def _wants_all(problem: ProblemDescription, options: FindOptions, handle: Handle
         tried = newest_statuses(problem, handle, ignored=frozenset())
         return sum(options.allows(solvers()[name.partition(":")[0]]) for name in tried) < options.trials
     return math.isinf(options.budget_s)
-
-
-@functools.lru_cache(maxsize=1 << 16)
-def _stored_config(text: str) -> Config:
-    """A configuration from a FindDB: few texts serve many problems."""
-    return Config.from_json(text)
-
-
-_stored_fields = operator.attrgetter(*_Stored._fields)
-
-
-def _is_within(row: _Stored, options: FindOptions) -> bool:
-    """Whether a row keeps the caller's limits."""
-    limit = options.workspace_limit_bytes
-    if limit is not None and row.workspace_bytes > limit:
-        return False
-    if options.deterministic and not row.deterministic:
-        return False
-    if (options.only or options.exclude) and not options.allows(solvers()[row.solver_id]):
-        return False
-    return options.max_error is None or (row.max_error is not None and row.max_error <= options.max_error)
-
-
-def _is_of_kind(row: _Stored, problem: ProblemDescription, options: FindOptions) -> bool:
-    """Whether a row is of a kind that a request takes, which its solver alone can tell."""
-    solver = solvers()[row.solver_id]
-    try:
-        if options.strict_nonfinite and solver.spreads_nonfinite(problem, _stored_config(row.config)):
-            return False
-        return options.max_error is not None or solver.error_growth(problem, _stored_config(row.config)) <= 1
-    except Exception as error:  # a solver's own code may raise anything: its rows are no answer, those of others are
-        logger.debug("%s cannot say what becomes of errors with %s: %r", solver.id, row.config, error)
-        return False
-
-
-def _as_solution(problem: ProblemDescription, row: _Stored, found: Found, source: Source) -> Solution:
-    solver = solvers()[row.solver_id]
-    return Solution(
-        problem=problem,
-        device=found.handle.device,
-        solver_id=row.solver_id,
-        algorithm=solver.algorithm,
-        library=solver.library,
-        config=_stored_config(row.config),
-        time_ms=row.time_ms,
-        workspace_bytes=row.workspace_bytes,
-        deterministic=row.deterministic,
-        max_error=row.max_error,
-        source=source,
-        kernel_hash=row.kernel_hash,
-        found=found,
-        position=len(found.solutions),
-    )

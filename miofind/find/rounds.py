@@ -97,6 +97,18 @@ class Measuring:
     def _take(self, outcome: Outcome) -> None:
         if not outcome.status.usable:
             logger.info("%s: %s %s", outcome.candidate.id, outcome.status, outcome.message)
+        elif outcome.timing is not None:
+            logger.debug(
+                "%s: %s, %.4g ms (%d samples, from %.4g ms on%s), workspace of %d bytes, error %.2g",
+                outcome.candidate.id,
+                outcome.status,
+                outcome.timing.time_ms,
+                outcome.timing.samples,
+                outcome.timing.min_ms,
+                ", disturbed" if outcome.contended else "",
+                outcome.workspace_bytes,
+                outcome.max_error or 0.0,
+            )
         self._recording.add(outcome)
 
     def _left_s(self, share: float) -> float:

@@ -1,4 +1,4 @@
-"""How many blocks of a kernel a multiprocessor of a device holds at once.
+"""How many blocks of a kernel a multiprocessor of a device holds at once, and what that leaves to each thread.
 
 Pure arithmetic: knows nothing of problems, kernels or solvers.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from miofind.device import Device
 
-_SCHEDULERS, _SCHEDULER_REGISTERS = 4, 1 << 14
+_SCHEDULERS, _SCHEDULER_REGISTERS, _MOST_REGISTERS = 4, 1 << 14, 255
 _RESERVED_BYTES = 1 << 10  # of shared memory, for each block
 _SHARED_BYTES = 48 << 10  # that every device has
 _MANY_THREADS, _THREADS = 2048, 1536
@@ -29,3 +29,12 @@ def resident_blocks(registers: int, threads: int, shared_bytes: int, device: Dev
     by_shared = ((device.shared_bytes or _SHARED_BYTES) - _RESERVED_BYTES) // (shared_bytes + _RESERVED_BYTES)
     by_threads = (_MANY_THREADS if device.sm in _WITH_MANY_THREADS else _THREADS) // threads
     return min(warps // (threads // 32), max(1, by_shared), by_threads, _FEWER.get(device.sm, _MOST))
+
+
+def held_registers(blocks: int, threads: int) -> int:
+    """Registers of a thread, at most, where a multiprocessor is to hold that many blocks: a warp's are one scheduler's.
+
+    Source: as for `resident_blocks`.
+    """
+    scheduler_warps = -(-blocks * (threads // 32) // _SCHEDULERS)
+    return min(_MOST_REGISTERS, _SCHEDULER_REGISTERS // (32 * scheduler_warps) // 8 * 8)

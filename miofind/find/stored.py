@@ -1,0 +1,162 @@
+"""Rows of FindDBs become the solutions that a request takes.
+
+A row is valid while its solver's version and sources are those of this release and its library is installed; a request
+takes those within its limits and of its kind. Knows nothing of where the rows come from.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import operator
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+from miofind.find.validity import current_environment, is_current
+from miofind.finddb import BEST_PER_SOLVER, Answer, Row
+from miofind.found import Found, Solution, Source
+from miofind.handle import Handle
+from miofind.options import FindOptions
+from miofind.problem import ProblemDescription
+from miofind.solution import Config
+from miofind.solver import solvers
+
+logger = logging.getLogger(__name__)
+
+
+class Stored(NamedTuple):
+    """What of a row becomes a solution."""
+
+    solver_id: str
+    solver_version: int
+    source_hash: str
+    kernel_hash: str
+    config: str
+    time_ms: float
+    workspace_bytes: int
+    deterministic: bool
+    max_error: float | None
+    environment: str
+
+
+class Taken(NamedTuple):
+    """What became of rows.
+
+    Attributes:
+        void: solvers with rows of other versions or sources than they have now.
+        is_thin: whether the history may have faster rows that the request takes: of a solver of which an answer keeps
+            the best alone, some of these are not taken.
+        is_stale: whether other versions of libraries or driver measured some of the solutions.
+    """
+
+    solutions: list[Solution]
+    void: frozenset[str]
+    is_thin: bool
+    is_stale: bool
+
+
+_fields_of = operator.attrgetter(*Stored._fields)
+
+
+def of_answer(answer: Answer) -> Iterator[Stored]:
+    """The rows of an answer, of which less is decoded than of whole rows."""
+    return map(Stored._make, answer.rows.columns(*Stored._fields))
+
+
+def of_rows(rows: Iterable[Row]) -> Iterator[Stored]:
+    return map(Stored._make, map(_fields_of, rows))
+
+
+def admits(row: Row, problem: ProblemDescription, options: FindOptions) -> bool:
+    """Whether a request takes a row, as long as it is valid."""
+    stored = Stored._make(_fields_of(row))
+    return _is_within(stored, options) and _is_of_kind(stored, problem, options)
+
+
+def taken(
+    rows: Iterable[Stored],
+    problem: ProblemDescription,
+    options: FindOptions,
+    handle: Handle,
+    fresh: frozenset[str],
+) -> Taken:
+    """Solutions of those of the rows that a request takes.
+
+    Args:
+        fresh: ids of solutions measured just now.
+    """
+    found = Found(handle)
+    environment = current_environment(handle.device)
+    current: dict[tuple[str, int, str], bool] = {}
+    void, stale = set(), False
+    kept: Counter[str] = Counter()
+    passed_over: set[str] = set()
+    for row in rows:
+        version = row[:3]
+        if version not in current:
+            current[version] = is_current(*version, handle.device)
+        if not current[version]:
+            void.add(row.solver_id)
+            continue
+        kept[row.solver_id] += 1
+        if not _is_within(row, options):
+            continue
+        if not _is_of_kind(row, problem, options):
+            passed_over.add(row.solver_id)
+            continue
+        source = Source.MEASURED if fresh and f"{row.solver_id}:{row.config}" in fresh else Source.FINDDB
+        found.solutions.append(_as_solution(problem, row, found, source))
+        stale = stale or row.environment != environment
+    is_thin = any(kept[solver_id] >= BEST_PER_SOLVER for solver_id in passed_over)
+    return Taken(found.solutions, frozenset(void), is_thin, stale)
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _stored_config(text: str) -> Config:
+    """A configuration from a FindDB: few texts serve many problems."""
+    return Config.from_json(text)
+
+
+def _is_within(row: Stored, options: FindOptions) -> bool:
+    """Whether a row keeps the caller's limits."""
+    limit = options.workspace_limit_bytes
+    if limit is not None and row.workspace_bytes > limit:
+        return False
+    if options.deterministic and not row.deterministic:
+        return False
+    if (options.only or options.exclude) and not options.allows(solvers()[row.solver_id]):
+        return False
+    return options.max_error is None or (row.max_error is not None and row.max_error <= options.max_error)
+
+
+def _is_of_kind(row: Stored, problem: ProblemDescription, options: FindOptions) -> bool:
+    """Whether a row is of a kind that a request takes, which its solver alone can tell."""
+    solver = solvers()[row.solver_id]
+    try:
+        if options.strict_nonfinite and solver.spreads_nonfinite(problem, _stored_config(row.config)):
+            return False
+        return options.max_error is not None or solver.error_growth(problem, _stored_config(row.config)) <= 1
+    except Exception as error:  # a solver's own code may raise anything: its rows are no answer, those of others are
+        logger.debug("%s cannot say what becomes of errors with %s: %r", solver.id, row.config, error)
+        return False
+
+
+def _as_solution(problem: ProblemDescription, row: Stored, found: Found, source: Source) -> Solution:
+    solver = solvers()[row.solver_id]
+    return Solution(
+        problem=problem,
+        device=found.handle.device,
+        solver_id=row.solver_id,
+        algorithm=solver.algorithm,
+        library=solver.library,
+        config=_stored_config(row.config),
+        time_ms=row.time_ms,
+        workspace_bytes=row.workspace_bytes,
+        deterministic=row.deterministic,
+        max_error=row.max_error,
+        source=source,
+        kernel_hash=row.kernel_hash,
+        found=found,
+        position=len(found.solutions),
+    )
