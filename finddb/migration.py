@@ -41,8 +41,8 @@ class Upgrade:
 def upgrade(path: str | Path) -> Upgrade:
     """Bring a FindDB to this release's schema and rules, all of it or nothing; what other processes have stored stays.
 
-    Processes of this release may use the file meanwhile: they wait. Those of an older one go on with what they have
-    open, and refuse the file when they open it again.
+    Processes of this release may use the file meanwhile: they wait. Those of an older schema go on with what they have
+    open, and refuse the file when they open it again; those of this schema but older rules store by their own.
 
     Raises:
         DatabaseError: it does not exist, is a release, or cannot be copied or written; it is as it was then, with no
@@ -54,7 +54,7 @@ def upgrade(path: str | Path) -> Upgrade:
         raise DatabaseError(f"{location.shown(file)} does not exist as a file: correct the path")
     check_writable_place(file)
     where = location.shown(file)
-    backup, outdated = None, 0
+    backup, outdated = None, []
     with translated(where), closing(connect(lambda: open_file(file, "rw"), is_writer=True)) as connection:
         execute(connection, "PRAGMA synchronous=FULL")
         try:
@@ -62,27 +62,29 @@ def upgrade(path: str | Path) -> Upgrade:
                 version = schema.checked_version(connection, where)
                 if version == schema.PACKED_VERSION:
                     raise schema.unwritable(where, version)
-                if version < schema.SCHEMA_VERSION or entries.outdated(connection):
+                outdated = entries.outdated(connection) if version == schema.SCHEMA_VERSION else []
+                if version < schema.SCHEMA_VERSION or outdated:
                     backup = _back_up(file, version)
-                    outdated = _run(connection, version)
-        except Exception:
+                if version < schema.SCHEMA_VERSION:
+                    _upgrade_tables(connection, version)
+                    outdated = entries.outdated(connection)
+                for problem_id in outdated:
+                    entries.rebuild(connection, problem_id)
+        except BaseException:
             if backup is not None:
                 backup.unlink(missing_ok=True)
             raise
-    return Upgrade(path=file, from_version=version, to_version=schema.SCHEMA_VERSION, answers=outdated, backup=backup)
+    return Upgrade(
+        path=file, from_version=version, to_version=schema.SCHEMA_VERSION, answers=len(outdated), backup=backup
+    )
 
 
-def _run(connection: Connection, version: int) -> int:
-    """Upgrade the tables, then the answers; returns how many of these it derived anew."""
+def _upgrade_tables(connection: Connection, version: int) -> None:
     for number in range(version, schema.SCHEMA_VERSION):
         for statement in schema.UPGRADES[number]:
             connection.exec_driver_sql(statement)
-    outdated = entries.outdated(connection)
-    for problem_id in outdated:
-        entries.rebuild(connection, problem_id)
     table = schema.meta
     connection.execute(update(table).where(table.c.key == "schema_version").values(value=str(schema.SCHEMA_VERSION)))
-    return len(outdated)
 
 
 def _back_up(file: Path, version: int) -> Path:

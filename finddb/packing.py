@@ -42,7 +42,7 @@ _MAX_DICTIONARY_CHARS = 1 << 15  # what deflate can look back on
 _RAW = -15  # no header: each is of one form
 _CHECK_BYTES = 4
 _BREAK = "\n\n"
-_VARYING = re.compile(r'"\d{4}-\d\d-\d\dT[^"]*"|\d+\.\d+(?:e-\d+)?')
+_VARYING = re.compile(r'"\d{4}-\d\d-\d\dT[^"]*"|(?<!\d)\d+\.\d+(?:e-\d+)?')
 """What is of one row alone: its time stamp, its times and its error."""
 
 
@@ -153,8 +153,9 @@ def text_of(history: History) -> str:
 def dictionary_of(texts: Iterable[str]) -> str:
     """What texts share, the more it spares the later: what stands near is cheap to refer to. No order of theirs counts.
 
-    A piece spares what it takes compressed beside what the dictionary has, for each text but one that has it. That only
-    shrinks as the dictionary grows, so the piece that spares most is one that still does when it is looked at again.
+    A piece spares what it takes compressed beside what the dictionary has, for each text but one that has it. That
+    shrinks as the dictionary grows, but for a few bytes, so the piece that spares most is one that still does when it
+    is looked at again. Another zlib may choose another dictionary; each reads any.
 
     Source: RFC 1951, 3.2.5, for the cost of a distance; Minoux, Accelerated greedy algorithms, 1978, for the order.
     """

@@ -90,6 +90,7 @@ def test_wgmmas_full_tiles_do_not_spill(
 DEPTHWISE = {"direction": "backward_weights", "dtype": "bfloat16"}
 LARGE = {"images": 1, "channels": 1, "splits": 4, "whole_filter": False}
 STEM = {"dtype": "bfloat16", "layout": "NHWC"}
+GRADIENT = {"dtype": "bfloat16", "direction": "backward_data"}
 
 
 @pytest.mark.parametrize(
@@ -115,8 +116,21 @@ STEM = {"dtype": "bfloat16", "layout": "NHWC"}
             STEM | {"x": (8, 3, 224, 224), "w": (64, 3, 11, 11), "padding": 2, "stride": 4},
             {"tile_h": 4, "tile_w": 64, "tile_k": 64, "warps": 8, "blocks": 2, "vector": 2},
         ),
+        (
+            "ConvFirstLayerDataWgmma",
+            GRADIENT | {"x": (3, 4, 194, 509), "w": (32, 4, 1, 1), "padding": (0, 2), "stride": 5, "layout": "NCHW"},
+            {"tile_w": 128, "widen": 1, "teams": 2, "stages": 2, "resident": 1},
+        ),
+        (
+            "ConvFirstLayerDataWgmma",
+            GRADIENT | {"x": (8, 1, 224, 512), "w": (256, 1, 7, 7), "padding": 3, "stride": (44, 2), "layout": "NHWC"},
+            {"tile_w": 16, "widen": 1, "teams": 2, "stages": 2, "resident": 1},
+        ),
     ],
-    ids=["many sums", "rows of odd length", "vectors of eight pixels", "large filter"],
+    ids=[
+        *("many sums", "rows of odd length", "vectors of eight pixels", "large filter"),
+        *("elements written one by one", "filters in registers"),
+    ],
 )
 def test_odd_sizes_do_not_spill(
     compiler: Compiler, solver_id: str, fields: dict[str, Any], config: dict[str, Any]

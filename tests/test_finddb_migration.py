@@ -31,6 +31,7 @@ from miofind.finddb import (
     SCHEMA_VERSION,
     Layered,
     Store,
+    entries,
     migration,
     schema,
     sqlite_file,
@@ -313,6 +314,20 @@ def test_a_failure_after_the_backup_leaves_the_file_and_no_backup(old, monkeypat
     first, *_ = schema.UPGRADES[1]
     monkeypatch.setattr(schema, "UPGRADES", {1: (first, "CREATE TABLE meta (again TEXT)")})
     with pytest.raises(DatabaseError, match="already exists"):
+        upgrade(old)
+    assert [path.name for path in old.parent.iterdir()] == ["finddb.db"]
+    assert old.read_bytes() == before
+
+
+def test_ctrl_c_after_the_backup_leaves_the_file_and_no_backup(old, monkeypatch):
+    before = old.read_bytes()
+
+    def interrupted(*_: object) -> None:
+        assert len(list(old.parent.iterdir())) > 1
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(entries, "rebuild", interrupted)
+    with pytest.raises(KeyboardInterrupt):
         upgrade(old)
     assert [path.name for path in old.parent.iterdir()] == ["finddb.db"]
     assert old.read_bytes() == before

@@ -116,6 +116,41 @@ def test_what_tiles_meet_is_in_boxes(problem: ProblemDescription, seed: int) -> 
 
 
 @given(problem=layers(), seed=st.integers(0, 10**6))
+def test_products_read_what_boxes_bring(problem: ProblemDescription, seed: int) -> None:
+    """Copies and word_of of cell_boxes.cuh, in bytes of a stage without its swizzle: elements of a row of dy."""
+    assume(problem.y.layout.channels_last and problem.k % 8 == 0)
+    config, draw = drawn_config(seed), random.Random(seed)
+    tiling, widen, k, width = (
+        GradientSlots.of(problem, config, DEVICE),
+        config["widen"],
+        problem.k,
+        problem.out_spatial[1],
+    )
+    boxes = tiling.boxes
+    assert boxes is not None
+    part_bytes = boxes.bytes // -(-2 * boxes.together * k // boxes.span)
+    plane_bytes = part_bytes // boxes.apart
+    for columns in met_columns(tiling, widen):
+        first, rest = divmod(columns[0] - boxes.lead, boxes.together)
+        assert rest == 0
+        for _ in range(20):
+            shift, cell, term = draw.randrange(tiling.shifts), draw.randrange(tiling.columns), draw.randrange(k)
+            staged, (step, within) = boxes.lead + shift, divmod(term, 16)
+            part, in_row = divmod(staged % boxes.together * 2 * k + 32 * step, boxes.span)
+            at = part * part_bytes + staged % widen // boxes.together * plane_bytes
+            at += (staged // widen + cell) * boxes.span + in_row + 2 * within
+            part, rest = divmod(at, part_bytes)
+            plane, rest = divmod(rest, plane_bytes)
+            row, byte = divmod(rest, boxes.span)
+            element = part * boxes.span // 2 + byte // 2  # of the columns that are side by side
+            group = first + plane + row * boxes.apart
+            assert element < boxes.together * k
+            column = columns[0] + shift + cell * widen
+            assert group * boxes.together * k + element == column * k + term
+            assert (0 <= group < width // boxes.together) == (0 <= column < width)
+
+
+@given(problem=layers(), seed=st.integers(0, 10**6))
 def test_pairs_of_elements_are_aligned_and_of_pixels_that_there_are(problem: ProblemDescription, seed: int) -> None:
     config = drawn_config(seed)
     tiling = GradientSlots.of(problem, config, DEVICE)

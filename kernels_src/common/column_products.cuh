@@ -1,9 +1,9 @@
 // sums (64 x PRODUCT_COLUMNS) += a (64 x 16) * b (16 x PRODUCT_COLUMNS) of 16-bit types, by a warpgroup: both operands
-// K-major in shared memory without swizzling. Any multiple of 8 columns up to 256.
+// K-major in shared memory, each in the form that its descriptor says. Any multiple of 8 columns up to 256.
 //
-// An operand is words of 16 bytes, 8 terms of a row of a or of a column of b; those of eight neighbouring rows or
-// columns lie side by side, and so do eight and the next eight: an operand may begin at any word. Sums as in
-// narrow_products.cuh.
+// words_form is of operands without swizzling: words of 16 bytes, 8 terms of a row of a or of a column of b; those of
+// eight neighbouring rows or columns lie side by side, and so do eight and the next eight. Such an operand may begin at
+// any word, a swizzled one at any row (cell_boxes.cuh). Sums as in narrow_products.cuh.
 #pragma once
 
 #include "common/hopper.cuh"

@@ -99,7 +99,7 @@ class Measuring:
             logger.info("%s: %s %s", outcome.candidate.id, outcome.status, outcome.message)
         elif outcome.timing is not None:
             logger.debug(
-                "%s: %s, %.4g ms (%d samples, from %.4g ms on%s), workspace of %d bytes, error %.2g",
+                "%s: %s, %.4g ms (%d samples, from %.4g ms on%s), workspace of %d bytes, error %s",
                 outcome.candidate.id,
                 outcome.status,
                 outcome.timing.time_ms,
@@ -107,7 +107,7 @@ class Measuring:
                 outcome.timing.min_ms,
                 ", disturbed" if outcome.contended else "",
                 outcome.workspace_bytes,
-                outcome.max_error or 0.0,
+                "unknown" if outcome.max_error is None else f"{outcome.max_error:.2g}",
             )
         self._recording.add(outcome)
 

@@ -65,6 +65,7 @@ def of_answer(answer: Answer) -> Iterator[Stored]:
 
 
 def of_rows(rows: Iterable[Row]) -> Iterator[Stored]:
+    """What of each row a choice needs."""
     return map(Stored._make, map(_fields_of, rows))
 
 

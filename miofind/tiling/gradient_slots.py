@@ -83,7 +83,7 @@ class GradientSlots:
         in_vector: elements of a plane of dy that are loaded at once.
         slot, groups: rows of the product of a row of cells; warpgroups of a team, of 64 rows of the product each.
         products: of 16 filters, that a row of dy takes.
-        staged: columns of dy of a tile.
+        staged: columns of dy of a tile, of planes with some more.
         boxes: with channels last, how a team's row is copied.
         filter_bytes, stage_bytes, turned_bytes: of a block's filters, and of a team's row, as it comes and, for planes
             alone, as words.
