@@ -82,7 +82,9 @@ def test_first_layers_are_exact(
     direction, solver = SOLVERS[solver_id], solver_by_id(solver_id)
     problem = ProblemDescription.convolution(**SHAPES[shape], **kind, layout=layout, direction=direction)
     answer = solver.applicability(problem, device)
-    if solver_id == "ConvFirstLayerData" and ("strides above 1" in answer.reason or "too large" in answer.reason):
+    if solver_id == "ConvFirstLayerData" and "strides above 1" in answer.reason:
+        pytest.skip(answer.reason)
+    if solver_id in ("ConvFirstLayerData", "ConvFirstLayerWgmmaWeights") and "too large" in answer.reason:
         pytest.skip(answer.reason)
     if solver_id == "ConvFirstLayerDataWgmma" and "multiples of 8" in answer.reason:
         pytest.skip(answer.reason)
