@@ -90,9 +90,9 @@ def write_release(sources: Sequence[Store], path: str | Path, rules: ReleaseRule
     release = release_of(shipped, parent=replaced or _first_release(sources))
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
-        _write(temporary, shipped, release)
-        fold_logs(path)
         with translated(shown(path)):
+            _write(temporary, shipped, release)
+            fold_logs(path)
             os.replace(temporary, path)
     finally:
         for suffix in ("", *LOGS):
@@ -104,13 +104,12 @@ def write_release(sources: Sequence[Store], path: str | Path, rules: ReleaseRule
 def _write(path: Path, histories: Sequence[History], release: Release) -> None:
     """A new file, without the log of one that is written to: it can be copied by itself and lie on read-only media."""
     notes = {"release": canonical_json(asdict(release))}
-    with translated(shown(path)):
-        check_writable_place(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with closing(connect(lambda: open_file(path, "rwc"), is_writer=True)) as connection:
-            with connection.begin():
-                entries.write_packed(connection, histories, notes)
-            execute(connection, "VACUUM")
+    check_writable_place(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with closing(connect(lambda: open_file(path, "rwc"), is_writer=True)) as connection:
+        with connection.begin():
+            entries.write_packed(connection, histories, notes)
+        execute(connection, "VACUUM")
 
 
 def _target(path: str | Path) -> Path:
