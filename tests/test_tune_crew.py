@@ -250,6 +250,15 @@ def test_ctrl_c_before_a_process_was_begun(crew: Crew, faulty: Fault, monkeypatc
     assert (summary.end, summary.total) == (TuneEnd.INTERRUPTED, 5)
 
 
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """Ctrl-C raises KeyboardInterrupt, also in tests begun as a shell's background job, which ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_stops_what_is_measured_and_keeps_what_was(crew: Crew, faulty: Fault, tmp_path: Path) -> None:
     faulty("hang")
 
