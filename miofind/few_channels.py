@@ -29,6 +29,20 @@ HOPPER_KEYS = (replace(_KEY, min_sm=90, archs=("90a",)),)
 """Of kernels that multiply by wgmma."""
 
 
+def gradient_defines(problem: ProblemDescription) -> tuple[tuple[str, str | int], ...]:
+    """What each kernel of backward data has to know of a problem."""
+    stride_y, stride_x = problem.conv.stride
+    return (
+        ("ELEMENT", problem.x.dtype.value),
+        ("CHANNELS", problem.c),
+        ("FILTERS", problem.k),
+        ("FILTER_Y", problem.filter[0]),
+        ("FILTER_X", problem.filter[1]),
+        ("STRIDE_Y", stride_y),
+        ("STRIDE_X", stride_x),
+    )
+
+
 class FewChannelsSolver(Solver):
     """Implicit GEMM on tensor cores for one direction and up to four channels, of 16-bit types unless `keys` differ."""
 

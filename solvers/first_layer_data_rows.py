@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from miofind.device import Device
-from miofind.few_channels import FewChannelsSolver
+from miofind.few_channels import FewChannelsSolver, gradient_defines
 from miofind.problem import Direction, ProblemDescription
 from miofind.solution import Config, ConfigValue, ConvSolution, KernelStep, Pointer, int32s
 from miofind.tiling.correlation import ceil_div
@@ -24,15 +24,8 @@ _SHARED_BYTES = 48 << 10
 
 
 def _defines(problem: ProblemDescription, config: Config, tiling: GradientRows) -> tuple[tuple[str, str | int], ...]:
-    stride_y, stride_x = problem.conv.stride
     return (
-        ("ELEMENT", problem.x.dtype.value),
-        ("CHANNELS", problem.c),
-        ("FILTERS", problem.k),
-        ("FILTER_Y", problem.filter[0]),
-        ("FILTER_X", problem.filter[1]),
-        ("STRIDE_Y", stride_y),
-        ("STRIDE_X", stride_x),
+        *gradient_defines(problem),
         ("COLUMNS", tiling.columns),
         ("COLUMN_STEP", tiling.column_step),
         *((name.upper(), config[name]) for name in ("blocks", "warps_m", "warps_n", "warps_k", "stages")),

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import ClassVar
 
 from miofind.device import Device
-from miofind.few_channels import FewChannelsSolver
+from miofind.few_channels import FewChannelsSolver, gradient_defines
 from miofind.problem import DataType, Direction, Layout, MathMode, ProblemDescription
 from miofind.solution import Config, ConfigValue, ConvSolution, KernelStep, Pointer, int32s
 from miofind.tiling.correlation import ceil_div
@@ -29,15 +29,8 @@ _SHARED_BYTES = 48 << 10
 def _defines(
     problem: ProblemDescription, config: Config, tiling: GradientRowsTf32
 ) -> tuple[tuple[str, str | int], ...]:
-    stride_y, stride_x = problem.conv.stride
     return (
-        ("ELEMENT", problem.x.dtype.value),
-        ("CHANNELS", problem.c),
-        ("FILTERS", problem.k),
-        ("FILTER_Y", problem.filter[0]),
-        ("FILTER_X", problem.filter[1]),
-        ("STRIDE_Y", stride_y),
-        ("STRIDE_X", stride_x),
+        *gradient_defines(problem),
         ("COLUMNS", tiling.tiles.columns),
         ("COLUMN_STEP", tiling.tiles.step),
         *((name.upper(), config[name]) for name in ("blocks", "warps_m", "warps_n", "warps_k", "stages")),

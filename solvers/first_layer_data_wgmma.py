@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from miofind.device import Device
-from miofind.few_channels import HOPPER_KEYS, FewChannelsSolver
+from miofind.few_channels import HOPPER_KEYS, FewChannelsSolver, gradient_defines
 from miofind.problem import Direction, ProblemDescription
 from miofind.solution import Box, Config, ConfigValue, ConvSolution, KernelStep, Pointer, TensorMap, int32s
 from miofind.tiling.copies import packed_map
@@ -30,15 +30,8 @@ _TILES_W = (16, 32, 64, 128, 256)
 
 
 def _defines(problem: ProblemDescription, config: Config, tiling: GradientSlots) -> tuple[tuple[str, str | int], ...]:
-    stride_y, stride_x = problem.conv.stride
     return (
-        ("ELEMENT", problem.x.dtype.value),
-        ("CHANNELS", problem.c),
-        ("FILTERS", problem.k),
-        ("FILTER_Y", problem.filter[0]),
-        ("FILTER_X", problem.filter[1]),
-        ("STRIDE_Y", stride_y),
-        ("STRIDE_X", stride_x),
+        *gradient_defines(problem),
         ("WIDEN", config["widen"]),
         ("PHASE", tiling.phase),
         ("PAIRED", int(tiling.paired)),
