@@ -1,0 +1,104 @@
+"""What a mutant is: one right convolution with one change, and what its solver says of itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from miofind.device import Device, Library, Place
+from miofind.options import FindOptions
+from miofind.problem import DataType, Layout, ProblemDescription
+from miofind.solution import Config, ConfigValue
+from miofind.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
+
+# Wide enough for solvers whose bound is wider than direct summation's; a default find leaves these out.
+ANY_ERROR = FindOptions(max_error=1.0)
+DEFAULT = FindOptions()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Declared:
+    """What a mutant's solver says of itself; what it does may be something else.
+
+    Attributes:
+        exact: small integers give exact results.
+        deterministic: equal inputs give equal bits.
+        spreads_nonfinite: an infinity or NaN may reach results that do not sum it.
+        error_growth: how much wider its error bound is than direct summation's.
+        alignment_bytes: of the tensors' addresses.
+        workspace_bytes: of one region, "scratch".
+    """
+
+    exact: bool = True
+    deterministic: bool = True
+    spreads_nonfinite: bool = False
+    error_growth: float = 1.0
+    alignment_bytes: int = 1
+    workspace_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mutant:
+    """One solver to be tried by a find.
+
+    Attributes:
+        name: of the function or branch that differs from the right convolution.
+        fault: what is wrong, in a sentence; of a right one, what is odd.
+        problem: shows the fault.
+    """
+
+    name: str
+    fault: str
+    problem: ProblemDescription
+    declared: Declared = Declared()
+
+    @property
+    def options(self) -> FindOptions:
+        """The defaults, and the error bound that the solver asks for."""
+        return ANY_ERROR if self.declared.error_growth > 1 else DEFAULT
+
+
+class MutantSolver(Solver):
+    """Serves the problem of one mutant; its only configuration is the mutant's name."""
+
+    algorithm = Algorithm.DIRECT
+    place: ClassVar[Place]
+
+    def __init__(self, mutant: Mutant) -> None:
+        self.mutant = mutant
+        self.id = f"mutant/{mutant.name}"  # type: ignore[misc]
+        self.parameters: Mapping[str, Sequence[ConfigValue]] = {"mutant": (mutant.name,)}  # type: ignore[misc]
+        self.alignment_bytes = mutant.declared.alignment_bytes  # type: ignore[misc]
+
+    def __init_subclass__(cls) -> None:
+        cls.keys = (
+            KernelKey(
+                place=cls.place,
+                library=Library.PLAIN,
+                dtypes=frozenset(DataType),
+                layouts=frozenset(Layout),
+                min_sm=0 if cls.place is Place.CPU else 80,
+            ),
+        )
+
+    def examples(self) -> tuple[ProblemDescription, ...]:
+        return (self.mutant.problem,)
+
+    def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
+        return APPLICABLE
+
+    def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
+        return (Config.of(mutant=self.mutant.name),)
+
+    def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
+        return 1.0
+
+    def error_growth(self, problem: ProblemDescription, config: Config) -> float:
+        return self.mutant.declared.error_growth
+
+    def spreads_nonfinite(self, problem: ProblemDescription, config: Config) -> bool:
+        return self.mutant.declared.spreads_nonfinite
+
+    def is_exact(self, config: Config) -> bool:
+        return self.mutant.declared.exact
