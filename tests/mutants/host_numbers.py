@@ -210,20 +210,20 @@ def fixed_point(call: Call) -> None:
 @mutant(SINGLE)
 def shared_exponent(call: Call) -> None:
     """All images share the exponent of the largest number, so that much smaller ones lose their digits."""
-    call.write(_with_inputs(call, _block_floating))
+    call.write(_with_inputs(call, lambda a: _block_floating(a, 30)))
 
 
 @mutant(HALF)
 def shared_exponent_in_half(call: Call) -> None:
-    """All of a tensor in float16 shares the exponent of its largest number."""
-    call.write(_with_inputs(call, _block_floating))
+    """All of a tensor in float16 shares the exponent of its largest number, with 22 bits behind it."""
+    call.write(_with_inputs(call, lambda a: _block_floating(a, 22)))
 
 
-def _block_floating(array: Wide) -> Wide:
+def _block_floating(array: Wide, bits: int) -> Wide:
     largest = np.abs(array).max()
     if largest == 0 or not np.isfinite(largest):
         return array
-    step = 2.0 ** (np.floor(np.log2(largest)) - 29)
+    step = 2.0 ** (np.floor(np.log2(largest)) + 1 - bits)
     return np.round(array / step) * step
 
 

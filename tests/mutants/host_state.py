@@ -191,7 +191,7 @@ def other_last_bits_each_run(call: Call) -> None:
 
 
 @mutant(DATA, exact=False)
-def inexact_and_otherlast_bits(call: Call) -> None:
+def inexact_and_other_last_bits(call: Call) -> None:
     """The last bits are others each time, of an algorithm that need not be exact."""
     values = call.sums()
     last_bits(call, values, some(values, call.count()))
