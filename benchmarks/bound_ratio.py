@@ -16,6 +16,7 @@ from miofind.errors import MiofindError
 from miofind.invoker import make_invoker
 from miofind.problem import Direction, MathMode, ProblemDescription
 from miofind.solver import Solver, solvers
+from miofind.verify.claims import claims_of
 from miofind.verify.verifier import Verifier
 
 ARITHMETIC = (("float16", "ieee"), ("bfloat16", "ieee"), ("float32", "tf32"), ("float32", "ieee"), ("float64", "ieee"))
@@ -42,13 +43,15 @@ def line(verifier: Verifier, problem: ProblemDescription, solver: Solver, device
     config = solver.default_configs(problem, device)[0]
     try:
         invoker = make_invoker(problem, device, solver, config, compiler)
-        growth = solver.error_growth(problem, config)
-        verdict = verifier.verify(invoker, growth=growth, exact=solver.is_exact(config))
+        claims = claims_of(solver, problem, device, config, compiler)
+        verdict = verifier.verify(invoker, claims)
     except MiofindError as error:
         return f"  {solver.id:28} {type(error).__name__}: {str(error).splitlines()[0][:100]}"
     if verdict.bound_ratio is None:
         return f"  {solver.id:28} {verdict.message[:140]}"
-    return f"  {solver.id:28} ratio {verdict.bound_ratio:.3f}  growth {growth:<8.3g} error {verdict.max_error:.2g}"
+    return (
+        f"  {solver.id:28} ratio {verdict.bound_ratio:.3f}  growth {claims.growth:<8.3g} error {verdict.max_error:.2g}"
+    )
 
 
 def main() -> None:

@@ -29,6 +29,7 @@ from miofind.errors import MiofindError, MissingLibraryError, NoDeviceError
 from miofind.invoker import make_invoker
 from miofind.problem import Direction, Layout, ProblemDescription
 from miofind.solver import Solver, solvers
+from miofind.verify.claims import claims_of
 from miofind.verify.verifier import Verifier
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -114,7 +115,7 @@ def errors(
         growth = solver.error_growth(problem, config)
         try:
             invoker = make_invoker(problem, device, solver, config, compiler)
-            verdict = verifier.verify(invoker, growth=growth, exact=solver.is_exact(config))
+            verdict = verifier.verify(invoker, claims_of(solver, problem, device, config, compiler))
         except (MiofindError, MemoryError) as error:
             print(f"{problem.network_config} {solver.id} {config.json}: {error}", file=sys.stderr)
             continue

@@ -45,6 +45,7 @@ from miofind.problem import DataType, Direction, Layout, MathMode, ProblemDescri
 from miofind.solution import Config
 from miofind.solver import Solver, solver_by_id
 from miofind.suites import load_suite
+from miofind.verify.claims import claims_of
 from miofind.verify.verifier import Verifier
 
 Candidate = tuple[Solver, Config]
@@ -180,11 +181,11 @@ def median_ms(stage: Stage, runs: Runnable, count: int = SAMPLES) -> float:
     return statistics.median(stage.samples(stage.track(runs), runs, count))
 
 
-def refused(verifier: Verifier, invoker: Invoker, solver: Solver, config: Config) -> str:
+def refused(verifier: Verifier, invoker: Invoker, solver: Solver, compiler: Compiler) -> str:
     """Why a configuration does not pass, "" if it does."""
     try:
-        growth = solver.error_growth(verifier.problem, config)
-        verdict = verifier.verify(invoker, growth=growth, exact=solver.is_exact(config))
+        claims = claims_of(solver, verifier.problem, invoker.device, invoker.config, compiler)
+        verdict = verifier.verify(invoker, claims)
     except (MiofindError, MemoryError) as error:
         return str(error) or type(error).__name__
     return "" if verdict.ok else verdict.message or "wrong"
@@ -207,7 +208,7 @@ def measured(job: Job, asked: argparse.Namespace, device: Device, compiler: Comp
             growth = solver.error_growth(problem, config)
             if (solver.id, growth > 1) in verified:
                 continue  # a faster one stands for it
-            if message := refused(verifier, invoker, solver, config):
+            if message := refused(verifier, invoker, solver, compiler):
                 failures.append(f"{solver.id} {config.json}: {message[:300]}")
                 continue
             verified.add((solver.id, growth > 1))

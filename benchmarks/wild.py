@@ -35,6 +35,7 @@ from miofind.problem import Layout, MathMode, ProblemDescription
 from miofind.solution import Config, KernelStep
 from miofind.solver import Solver, solver_by_id, solvers
 from miofind.suites import SuiteProblem, load_suite
+from miofind.verify.claims import claims_of
 from miofind.verify.verifier import Verifier
 
 NAIVE = "ConvDirectNaive"
@@ -45,10 +46,9 @@ def verdict_of(
 ) -> tuple[Status, str]:
     """What became of one configuration, and why."""
     candidate = Candidate(network_config=problem.network_config, solver_id=solver.id, config=config)
-    growth = solver.error_growth(problem, config)
     try:
         invoker = make_invoker(problem, handle.device, solver, config, handle.compiler)
-        verdict = verifier.verify(invoker, growth=growth, exact=solver.is_exact(config))
+        verdict = verifier.verify(invoker, claims_of(solver, problem, handle.device, config, handle.compiler))
     except (MiofindError, MemoryError) as error:
         lost = context_error(handle.device)
         if lost:

@@ -1,8 +1,9 @@
-// Fills a tensor with values that depend on a seed and on each element's place in memory alone.
+// Fills a tensor with values that depend on a seed and on each element's place in memory alone, and plants others.
 //
-// kind 0: normal, mean 0 and standard deviation 1 (Box-Muller); kind 1: -1, 0 or 1, equally likely. Grid-stride over
-// the elements, any grid and block. The bits come from splitmix64 (Steele, Lea, Flood: "Fast splittable pseudorandom
-// number generators", 2014). Define: T (dtype name).
+// kind 0: normal, mean 0 and standard deviation 1 (Box-Muller), in float16 to multiples of 2^-12, so that they can be
+// divided by that exactly; kind 1: -1, 0 or 1, equally likely. All are multiplied by 2^even or 2^odd, by the parity of
+// place / stride % size. Grid-stride over the elements, any grid and block. The bits come from splitmix64 (Steele, Lea,
+// Flood: "Fast splittable pseudorandom number generators", 2014). Define: T (dtype name).
 #include "common/types.cuh"
 
 #ifndef T
@@ -23,11 +24,32 @@ __device__ __forceinline__ float normal(unsigned long long bits) {
   return sqrtf(-2.0f * logf(radius)) * cospif(turns);
 }
 
-extern "C" __global__ void random_inputs(T* __restrict__ out, int64 size, unsigned long long seed, int kind) {
+// `value` with what its type can hold of it: float64 gets the bits that the normal number lacks.
+template <typename Element>
+__device__ __forceinline__ double in_type(float value, unsigned long long bits) {
+  if constexpr (sizeof(Element) == 8) return value * (1.0 + static_cast<double>(bits >> 24 & 0xFFFFFFFFull) * 0x1p-55);
+  return value;
+}
+template <>
+__device__ __forceinline__ double in_type<float16>(float value, unsigned long long bits) {
+  return rintf(value * 0x1p12f) * 0x1p-12f;
+}
+
+extern "C" __global__ void random_inputs(T* __restrict__ out, int64 count, unsigned long long seed, int kind, int even,
+                                         int odd, int64 stride, int64 size) {
   const int64 step = int64(gridDim.x) * blockDim.x;
-  for (int64 i = int64(blockIdx.x) * blockDim.x + threadIdx.x; i < size; i += step) {
+  const double scales[2] = {scalbn(1.0, even), scalbn(1.0, odd)};
+  for (int64 i = int64(blockIdx.x) * blockDim.x + threadIdx.x; i < count; i += step) {
     const unsigned long long bits = random_bits(seed, i);
-    const float value = kind == 0 ? normal(bits) : static_cast<float>(static_cast<int>((bits >> 33) % 3) - 1);
-    out[i] = convert<T>(value);
+    const double value = kind == 0 ? in_type<T>(normal(bits), bits) : static_cast<int>((bits >> 33) % 3) - 1;
+    out[i] = convert<T>(even == odd ? value * scales[0] : value * scales[i / stride % size % 2]);
   }
+}
+
+// out[places[i]] = values[i].
+extern "C" __global__ void plant(T* __restrict__ out, const int64* __restrict__ places,
+                                 const double* __restrict__ values, int64 count) {
+  const int64 step = int64(gridDim.x) * blockDim.x;
+  for (int64 i = int64(blockIdx.x) * blockDim.x + threadIdx.x; i < count; i += step)
+    out[places[i]] = convert<T>(values[i]);
 }

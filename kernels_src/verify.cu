@@ -50,11 +50,39 @@ extern "C" __global__ void verify_written(const T* __restrict__ out, int64 size,
   raise_to(slots + 1, first);
 }
 
-// slots[0] += bytes that are not 0xFF.
-extern "C" __global__ void verify_guard(const unsigned char* __restrict__ guard, int64 bytes, Slot* slots) {
-  Slot changed = 0;
-  for (int64 i = first_item(); i < bytes; i += item_step()) changed += guard[i] != 0xFF;
-  add_to(slots, changed);
+// Four buffers and the bands of `band_bytes` bytes before and after each.
+struct Guarded {
+  unsigned char* start[4];
+  int64 bytes[4];
+  int64 band_bytes;
+
+  // Byte i of all bands together: that of band i / band_bytes, which is 2 * buffer or, behind it, 2 * buffer + 1.
+  __device__ __forceinline__ unsigned char* at(int64 i) const {
+    const int64 band = i / band_bytes;
+    unsigned char* byte = nullptr;
+#pragma unroll
+    for (int buffer = 0; buffer < 4; ++buffer)
+      if (band / 2 == buffer) byte = start[buffer] + (band % 2 ? bytes[buffer] : -band_bytes) + i % band_bytes;
+    return byte;
+  }
+};
+
+#define GUARDED_PARAMETERS                                                                                       \
+  unsigned char *start0, int64 bytes0, unsigned char *start1, int64 bytes1, unsigned char *start2, int64 bytes2, \
+      unsigned char *start3, int64 bytes3, int64 band_bytes, int poison
+#define GUARDED {{start0, start1, start2, start3}, {bytes0, bytes1, bytes2, bytes3}, band_bytes}
+
+// All bands filled with `poison`.
+extern "C" __global__ void verify_poison(GUARDED_PARAMETERS) {
+  const Guarded guarded = GUARDED;
+  for (int64 i = first_item(); i < 8 * band_bytes; i += item_step()) *guarded.at(i) = poison;
+}
+
+// slots[band] += bytes of a band that are not `poison`.
+extern "C" __global__ void verify_guards(GUARDED_PARAMETERS, Slot* slots) {
+  const Guarded guarded = GUARDED;
+  for (int64 i = first_item(); i < 8 * band_bytes; i += item_step())
+    if (*guarded.at(i) != poison) atomicAdd(slots + i / band_bytes, 1ull);
 }
 
 // slots[0] += a sum over (value, place) of all 16-bit words; equal contents give equal sums.
@@ -88,27 +116,42 @@ __device__ __forceinline__ double half_ulp(double value, int mantissa, int least
   return scalbn(1.0, (exponent > least ? exponent : least) - mantissa - 1);
 }
 
-// Compares listed elements with sums[3*i] = x*w, sums[3*i + 1] = |x|*|w|, sums[3*i + 2] = x^2 * w^2.
+// Compares listed elements with sums[3*i] = x*w, sums[3*i + 1] = |x|*|w|, sums[3*i + 2] = x^2 * w^2, each multiplied by
+// what the inputs were multiplied by: first_even or first_odd by the parity of the first coordinate, and second_even or
+// second_odd by that of the second, counted anew after `second_size`. A sum that is not finite must come out as it is,
+// NaN or an infinity of its sign, and one that may round to `overflow` may be infinite.
 // factor < 0: the output must equal the rounded reference. Otherwise |error| <= factor * sqrt(x^2 * w^2) + rounding.
 // slots: [0] += elements that are wrong, [1] raised to (ratio, position) of the worst of them, as 32 + 32 bits,
 // [2] to the largest |error| / (|x|*|w|), [3] to the largest ratio (|error| - rounding) / (factor * sqrt(x^2 * w^2));
 // ratios are bits of a float.
 extern "C" __global__ void verify_compare(const T* __restrict__ out, const int64* __restrict__ indices,
-                                          const double* __restrict__ sums, int64 count, double factor, int mantissa,
-                                          int least, int64 size_n, int64 size_c, int64 size_d, int64 size_h,
-                                          int64 size_w, int64 stride_n, int64 stride_c, int64 stride_d, int64 stride_h,
-                                          int64 stride_w, Slot* slots) {
+                                          const double* __restrict__ sums, int64 count, double first_even,
+                                          double first_odd, double second_even, double second_odd, int64 second_size,
+                                          double overflow, double factor, int mantissa, int least, int64 size_n,
+                                          int64 size_c, int64 size_d, int64 size_h, int64 size_w, int64 stride_n,
+                                          int64 stride_c, int64 stride_d, int64 stride_h, int64 stride_w, Slot* slots) {
   const Shape shape = {{size_n, size_c, size_d, size_h, size_w}, {stride_n, stride_c, stride_d, stride_h, stride_w}};
   const double infinity = __longlong_as_double(0x7FF0000000000000ll);
+  const int64 plane = size_d * size_h * size_w;
   Slot wrong = 0, worst = 0, relative = 0, ratio = 0;
   for (int64 i = first_item(); i < count; i += item_step()) {
     const double got = convert<double>(out[offset_of(indices[i], shape)]);
-    const double sum = sums[3 * i], magnitude = sums[3 * i + 1], square = sums[3 * i + 2];
+    const int64 second = indices[i] / plane % size_c, first = indices[i] / plane / size_c;
+    const double scale = (first % 2 ? first_odd : first_even) * (second % second_size % 2 ? second_odd : second_even);
+    const double sum = sums[3 * i] * scale, magnitude = sums[3 * i + 1] * scale,
+                 square = sums[3 * i + 2] * scale * scale;
+    if (!(fabs(sum) < infinity)) {
+      if (got == sum || (got != got && sum != sum)) continue;
+      ++wrong;
+      worst = larger(worst, ordered(infinity) << 32 | static_cast<Slot>(i));
+      continue;
+    }
     const bool exact = factor < 0;
     const double wanted = exact ? convert<double>(convert<T>(sum)) : sum;
     const double arithmetic = exact ? 0 : factor * sqrt(square);
     const double rounding = exact ? 0 : half_ulp(fabs(sum) + arithmetic, mantissa, least);
-    double error = fabs(got - wanted);
+    const bool overflows = fabs(got) == infinity && got * sum > 0 && fabs(sum) + arithmetic >= overflow;
+    double error = got == wanted || overflows ? 0 : fabs(got - wanted);
     if (!(error == error)) error = infinity;
     const Slot share = ordered(error <= rounding ? 0 : (error - rounding) / arithmetic);
     ratio = larger(ratio, share);

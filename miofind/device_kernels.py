@@ -64,9 +64,7 @@ class DeviceKernels:
 
     def fill(self, tensor: TensorDescriptor, address: int, values: Values, seed: int, stream: int) -> None:
         """Fill a packed tensor; equal seeds give equal values."""
-        kernel = GridStride(source="random_inputs.cu", entry="random_inputs", items=tensor.size, dtype=tensor.dtype)
-        arguments = ("out", int64(tensor.size), Scalar(ctype="uint64", value=seed), int32(values))
-        self.bind(kernel, arguments, {"out": address}, stream)()
+        self.bind(*filling(tensor, values, seed), {"out": address}, stream)()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,3 +90,38 @@ def int64(value: int) -> Scalar:
 def float64(value: float) -> Scalar:
     """A double argument."""
     return Scalar(ctype="float64", value=float(value))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scaling:
+    """Powers of two that a tensor is multiplied by along a dimension.
+
+    Attributes:
+        even, odd: at its even coordinates and at its odd ones.
+        stride: elements between neighbours of the dimension.
+        size: coordinates count anew after so many.
+    """
+
+    even: int = 0
+    odd: int = 0
+    stride: int = 1
+    size: int = 1
+
+
+def filling(
+    tensor: TensorDescriptor, values: Values, seed: int, scaling: Scaling | None = None
+) -> tuple[GridStride, tuple[Argument, ...]]:
+    """The kernel that fills a packed tensor, "out", and its arguments."""
+    scaling = scaling or Scaling()
+    kernel = GridStride(source="random_inputs.cu", entry="random_inputs", items=tensor.size, dtype=tensor.dtype)
+    arguments: tuple[Argument, ...] = (
+        "out",
+        int64(tensor.size),
+        Scalar(ctype="uint64", value=seed),
+        int32(values),
+        int32(scaling.even),
+        int32(scaling.odd),
+        int64(scaling.stride),
+        int64(scaling.size),
+    )
+    return kernel, arguments

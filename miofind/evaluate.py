@@ -8,6 +8,7 @@ knows whom to blame for its end. Knows nothing of FindDBs or options.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -18,7 +19,14 @@ from enum import StrEnum
 from miofind.candidate import Candidate, Outcome, Status
 from miofind.compiler import Compiler, kernel_hash
 from miofind.device import Device, Place
-from miofind.errors import CompileError, LaunchError, MeasurementError, MiofindError, MissingLibraryError
+from miofind.errors import (
+    CompileError,
+    LaunchError,
+    MeasurementError,
+    MiofindError,
+    MissingLibraryError,
+    WrongResultError,
+)
 from miofind.health import context_error, used_bytes
 from miofind.invoker import Invoker, make_invoker
 from miofind.measure.effort import Effort
@@ -26,7 +34,9 @@ from miofind.measure.race import Entrant, Race, RaceResult, Watcher
 from miofind.measure.stage import Stage
 from miofind.measure.verdict import Verdict
 from miofind.problem import ProblemDescription
-from miofind.solver import solver_by_id
+from miofind.solution import Config, KernelStep
+from miofind.solver import Solver, solver_by_id
+from miofind.verify.claims import Claims, claims_of
 from miofind.verify.verifier import Verifier
 
 MAX_MESSAGE = 2000
@@ -125,9 +135,9 @@ def evaluate(job: Job, device: Device, compiler: Compiler, journal: Journal | No
                 f"{problem} cannot be measured on {device.name}: twice its tensors' {problem.bytes} bytes do not fit "
                 f"the memory that is free ({error})"
             ) from error
+        entered: list[_Entered] = []
         watcher = _RaceWatcher({candidate.id: candidate for candidate in ready}, device, journal)
         race = Race(stage, job.effort, deadline=deadline, best_ms=job.best_ms, watcher=watcher)
-        entered: list[_Entered] = []
         for candidate in ready:
             if time.monotonic() > deadline and entered:
                 break
@@ -140,6 +150,7 @@ def evaluate(job: Job, device: Device, compiler: Compiler, journal: Journal | No
                 raise _device_lost(candidate, lost)
             if isinstance(result, _Entered):
                 entered.append(result)
+                watcher.confirms(result.candidate, functools.partial(result.confirm, verifier))
                 continue
             yield result
             if result.status is Status.OUT_OF_MEMORY and _holds_memory(device, used):
@@ -185,8 +196,13 @@ class _RaceWatcher(Watcher):
         self._candidates = candidates
         self._device = device
         self._journal = journal
+        self._confirm: dict[str, Callable[[], None]] = {}
         self._last = ""
         self._used = 0
+
+    def confirms(self, candidate: Candidate, confirm: Callable[[], None]) -> None:
+        """Take what is to be asked of a candidate once it has raced."""
+        self._confirm[candidate.id] = confirm
 
     def begin(self) -> None:
         """The race begins."""
@@ -209,6 +225,10 @@ class _RaceWatcher(Watcher):
         if self._journal is not None and status is Status.OUT_OF_MEMORY and _holds_memory(self._device, self._used):
             raise _BrokenOffError(_failed(self._candidates[key], status, error), _held(key))
 
+    def confirm(self, key: str) -> None:
+        """See `Watcher.confirm`."""
+        self._confirm[key]()
+
     def check(self) -> None:
         """Do nothing while the device answers.
 
@@ -226,7 +246,20 @@ class _Entered:
 
     candidate: Candidate
     invoker: Invoker
+    claims: Claims
     max_error: float | None
+    fingerprint: int | None
+
+    def confirm(self, verifier: Verifier) -> None:
+        """Do nothing where one more run is as right as the first ones were.
+
+        Raises:
+            WrongResultError: it is not.
+            LaunchError, MemoryError: it failed.
+        """
+        message = verifier.repeat(self.invoker, self.claims, self.fingerprint)
+        if message:
+            raise WrongResultError(message)
 
     def outcome(self, result: RaceResult) -> Outcome:
         """What the race made of it."""
@@ -268,7 +301,7 @@ class _Bench:
         try:
             solver = solver_by_id(candidate.solver_id)
             solver.check_config(self.problem, self.device, candidate.config)
-            kernels = solver.solution(self.problem, self.device, candidate.config).kernels
+            kernels = _all_kernels(solver, self.problem, self.device, candidate.config)
             if self.device.place is Place.CUDA:
                 for step in kernels:
                     self.compiler.build(step, self.device.arch)
@@ -285,14 +318,27 @@ class _Bench:
         solver = solver_by_id(candidate.solver_id)
         try:
             invoker = make_invoker(self.problem, self.device, solver, candidate.config, self.compiler)
-            growth = solver.error_growth(self.problem, candidate.config)
-            verdict = verifier.verify(invoker, growth=growth, exact=solver.is_exact(candidate.config))
+            claims = claims_of(solver, self.problem, self.device, candidate.config, self.compiler)
+            verdict = verifier.verify(invoker, claims)
             if not verdict.ok:
                 return _failed(candidate, Status.WRONG_RESULT, verdict.message)
             race.enter(Entrant(key=candidate.id, invoker=invoker, max_error=verdict.max_error or 0.0))
         except Exception as error:  # a solver's own code may raise anything
             return _failed(candidate, _status_of(error), error)
-        return _Entered(candidate=candidate, invoker=invoker, max_error=verdict.max_error)
+        return _Entered(
+            candidate=candidate,
+            invoker=invoker,
+            claims=claims,
+            max_error=verdict.max_error,
+            fingerprint=verdict.fingerprint,
+        )
+
+
+def _all_kernels(solver: Solver, problem: ProblemDescription, device: Device, config: Config) -> tuple[KernelStep, ...]:
+    """The kernels of a solution, and of its packed form where it has one."""
+    packing = solver.packing(problem, device, config)
+    parts = () if packing is None else (packing.pack, packing.run)
+    return tuple(step for part in (solver.solution(problem, device, config), *parts) for step in part.kernels)
 
 
 def _processors() -> int:
@@ -306,6 +352,8 @@ def _status_of(error: BaseException) -> Status:
     """The status an error stands for."""
     if isinstance(error, CompileError):
         return Status.COMPILE_FAILED
+    if isinstance(error, WrongResultError):
+        return Status.WRONG_RESULT
     cause: BaseException | None = error
     while cause is not None:
         if _is_out_of_memory(cause):

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from enum import IntEnum
 
+FLOAT16_GRID = 2.0**-12
+"""NORMAL values of float16 are multiples of it, so that they stay exact when they are multiplied by it."""
+
 
 class Values(IntEnum):
     """Distribution of an input's elements; the numbers are those of random_inputs.cu.

@@ -10,8 +10,8 @@ from miofind.compiler.sources import read_source
 from miofind.problem import DataType
 
 ENTRIES = {
-    "random_inputs.cu": ("random_inputs",),
-    "verify.cu": ("verify_written", "verify_guard", "verify_checksum", "verify_compare"),
+    "random_inputs.cu": ("random_inputs", "plant"),
+    "verify.cu": ("verify_written", "verify_poison", "verify_guards", "verify_checksum", "verify_compare"),
     "measure.cu": ("flush_l2",),
 }
 

@@ -20,6 +20,7 @@ from miofind.reference import numpy_dtype, reference_on_host, round_once
 from miofind.solution import Config, HostStep
 from miofind.solver import Solver, solver_by_id, solvers
 from miofind.tiling.overlap import least_products
+from miofind.verify.claims import claims_of
 from miofind.verify.verifier import Verifier
 
 SOLVERS = [solver for solver in solvers().values() if solver.keys[0].place is Place.CPU]
@@ -178,8 +179,7 @@ def test_transforms_pass_both_gates(name: str, shape: str, direction: Direction,
     with Verifier(problem, device, Compiler(), seed=4) as verifier:
         for config in configs:
             invoker = make_invoker(problem, device, solver, config, Compiler())
-            growth, exact = solver.error_growth(problem, config), solver.is_exact(config)
-            verdict = verifier.verify(invoker, growth=growth, exact=exact)
+            verdict = verifier.verify(invoker, claims_of(solver, problem, device, config, Compiler()))
             assert verdict.ok, f"{config.json}: {verdict.message}"
 
 
@@ -263,7 +263,7 @@ def test_long_filters_by_fft_pass_both_gates(dtype: DataType, direction: Directi
         with Verifier(problem, device, Compiler(), seed=6) as verifier:
             for config in configs:
                 invoker = make_invoker(problem, device, solver, config, Compiler())
-                verdict = verifier.verify(invoker, growth=solver.error_growth(problem, config), exact=False)
+                verdict = verifier.verify(invoker, claims_of(solver, problem, device, config, Compiler()))
                 assert verdict.ok, f"{config.json}: {verdict.message}"
 
 

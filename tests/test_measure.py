@@ -280,6 +280,9 @@ def test_a_watcher_hears_of_turns_before_and_of_failures_after() -> None:
         def failed(self, key: str, error: Exception) -> None:
             told.append(f"{key} failed: {error}")
 
+        def confirm(self, key: str) -> None:
+            told.append(f"{key} confirmed")
+
     stage = ScriptedStage({"a": 1.0, "b": 1.1})
     race = Race(stage, Effort.FIND, watcher=Told())
     for name in ("a", "b"):
@@ -290,7 +293,7 @@ def test_a_watcher_hears_of_turns_before_and_of_failures_after() -> None:
     turn, failure = [line for line in told if "b" in line]
     assert turn in ("b of 6", "b of 7")
     assert failure == "b failed: b failed"
-    assert told[-1] == f"a of {len(stage.log) - 1}"
+    assert told[-3:] == [f"a of {len(stage.log) - 1}", f"a of {len(stage.log)}", "a confirmed"]
 
 
 def test_disturbances_are_told() -> None:

@@ -17,6 +17,7 @@ from miofind.device import Device
 from miofind.errors import LaunchError
 from miofind.problem import DataType, Direction, ProblemDescription
 from miofind.reference import numpy_dtype, round_once
+from miofind.verify.claims import Claims
 from miofind.verify.verifier import Verdict, Verifier
 
 SMALL = ProblemDescription.convolution(x=(2, 8, 9, 9), w=(12, 8, 3, 3), padding=1)
@@ -29,7 +30,7 @@ DIRECTIONS = [
 
 def verify(problem: ProblemDescription, run: Run, *, exact: bool = True, workspace_bytes: int = 0) -> Verdict:
     with Verifier(problem, Device.cpu(), None, seed=7) as verifier:  # type: ignore[arg-type]
-        return verifier.verify(FakeInvoker(problem, run, workspace_bytes=workspace_bytes), growth=1.0, exact=exact)
+        return verifier.verify(FakeInvoker(problem, run, workspace_bytes=workspace_bytes), Claims(exact=exact))
 
 
 @given(problem=problems())
@@ -139,10 +140,10 @@ def test_an_overwritten_input_is_caught_and_mended(problem: ProblemDescription) 
         tensors[name].reshape(-1)[5] += 1
 
     with Verifier(problem, Device.cpu(), None) as verifier:  # type: ignore[arg-type]
-        verdict = verifier.verify(FakeInvoker(problem, then(right(problem), spoil)), growth=1.0, exact=True)
+        verdict = verifier.verify(FakeInvoker(problem, then(right(problem), spoil)), Claims())
         assert not verdict.ok
         assert f"overwritten: input {name}" in verdict.message
-        assert verifier.verify(FakeInvoker(problem, right(problem)), growth=1.0, exact=True).ok
+        assert verifier.verify(FakeInvoker(problem, right(problem)), Claims()).ok
 
 
 def test_accumulation_in_float16_is_caught_though_small_integers_come_out_right() -> None:
@@ -204,8 +205,8 @@ def test_growth_widens_the_numeric_gate_alone() -> None:
 
     with Verifier(SMALL, Device.cpu(), None) as verifier:  # type: ignore[arg-type]
         invoker = FakeInvoker(SMALL, run)
-        assert not verifier.verify(invoker, growth=1.0, exact=True).ok
-        verdict = verifier.verify(invoker, growth=100.0, exact=True)
+        assert not verifier.verify(invoker, Claims()).ok
+        verdict = verifier.verify(invoker, Claims(growth=100.0))
         assert verdict.ok
         assert verdict.max_error == pytest.approx(noise, rel=0.9)
 
@@ -217,11 +218,14 @@ def test_inputs_are_fresh_for_each_verifier_and_seeds_repeat_them() -> None:
         seen.append(tensors["x"].copy())
         right(SMALL)(tensors, None)
 
+    firsts = []
     for seed in (None, None, 3, 3):
+        seen.clear()
         with Verifier(SMALL, Device.cpu(), None, seed=seed) as verifier:  # type: ignore[arg-type]
-            verifier.verify(FakeInvoker(SMALL, run), growth=1.0, exact=False)
-    assert not np.array_equal(seen[0], seen[1])
-    np.testing.assert_array_equal(seen[2], seen[3])
+            verifier.verify(FakeInvoker(SMALL, run), Claims(exact=False))
+        firsts.append(seen[0])
+    assert not np.array_equal(firsts[0], firsts[1])
+    np.testing.assert_array_equal(firsts[2], firsts[3])
 
 
 def test_exactness_is_not_asked_of_those_that_do_not_claim_it() -> None:
@@ -232,9 +236,10 @@ def test_exactness_is_not_asked_of_those_that_do_not_claim_it() -> None:
         right(SMALL)(tensors, None)
 
     verify(SMALL, run, exact=False)
-    assert len(values) == 1
+    assert {-1.0, 0.0, 1.0} not in values
+    values.clear()
     verify(SMALL, run, exact=True)
-    assert values[1] == {-1.0, 0.0, 1.0}
+    assert values[0] == {-1.0, 0.0, 1.0}
 
 
 def test_what_a_candidate_raises_becomes_a_launch_error_with_its_cause() -> None:
@@ -268,8 +273,8 @@ def test_references_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rig_host, "reference_on_host", counted)
     with Verifier(SMALL, Device.cpu(), None) as verifier:  # type: ignore[arg-type]
         for _ in range(3):
-            assert verifier.verify(FakeInvoker(SMALL, right(SMALL)), growth=1.0, exact=True).ok
-    assert calls == 4
+            assert verifier.verify(FakeInvoker(SMALL, right(SMALL)), Claims()).ok
+    assert calls == 5  # sums; sums, magnitudes and squares; sums of planted infinities
 
 
 def test_a_fault_outside_the_sampled_box_is_still_seen_if_unwritten() -> None:

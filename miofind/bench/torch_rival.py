@@ -39,6 +39,7 @@ class TorchRival:
 
     solver_id = "torch"
     workspace_bytes = 0
+    deterministic = False
 
     def __init__(self, problem: ProblemDescription, device_index: int) -> None:
         self.problem = problem

@@ -30,6 +30,7 @@ from miofind.found import Solution
 from miofind.handle import Handle
 from miofind.measure.stage import Stage
 from miofind.solver import solver_by_id
+from miofind.verify.claims import claims_of
 from miofind.verify.verifier import Verdict, Verifier
 
 _SAMPLES = 15
@@ -104,9 +105,9 @@ def _run(solution: Solution, handle: Handle, verify: bool) -> _Run:
     problem, device, verdict = solution.problem, handle.device, None
     if verify:
         solver = solver_by_id(solution.solver_id)
+        claims = claims_of(solver, problem, device, solution.config, handle.compiler)
         with Verifier(problem, device, handle.compiler) as verifier:
-            growth = solver.error_growth(problem, solution.config)
-            verdict = verifier.verify(invoker, growth=growth, exact=solver.is_exact(solution.config))
+            verdict = verifier.verify(invoker, claims)
     with Stage(problem, device, handle.compiler) as stage:
         track = stage.track(invoker)
         timing = stage.timing(stage.samples(track, invoker, _SAMPLES))

@@ -12,10 +12,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from miofind.device import Device
 from miofind.device_kernels import DeviceKernels, GridStride, int64
 from miofind.device_memory import DeviceMemory
-from miofind.measure.stage import Lane, Runnable, Track
+from miofind.errors import WrongResultError
+from miofind.measure.stage import Lane, Repeatability, Runnable, Track
 from miofind.problem import ProblemDescription
 from miofind.values import Values
 
@@ -33,6 +36,7 @@ _GRAPH_BELOW_MS = 1.0
 _LEAST_FLUSH_BYTES = 32 << 20
 _MEMORY_LIMIT_BYTES = 2 << 30
 _ALIGNMENT = 512
+_TENSORS = ("x", "w", "y")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +69,7 @@ class CudaLane(Lane):
         self.memory = DeviceMemory(device.index)
         self.workspace = 0
         self._workspace_bytes = 0
+        self._checksums: dict[int, Callable[[], None]] = {}
         try:
             with self.memory:
                 self.flush = self._make_flush()
@@ -109,20 +114,48 @@ class CudaLane(Lane):
         return self._kernels.bind(kernel, ("buffer", int64(words), "sink"), addresses, self.memory.stream_address)
 
     def _make_sets(self, limit: int | None) -> list[_Set]:
-        descriptors = [self._problem.tensor(name) for name in ("x", "w", "y")]
-        sizes = [-(-descriptor.bytes // _ALIGNMENT) * _ALIGNMENT for descriptor in descriptors]
+        """Sets of tensors; their outputs lie one after another, so that one kernel sees them all."""
+        output = self._problem.direction.output
+        sizes = {name: self._aligned_bytes(name) for name in _TENSORS}
         if limit is None:
             limit = min(_MEMORY_LIMIT_BYTES, self.memory.free_bytes // 4)
         fastest_ms = max(_LEAST_RUN_MS, 1e3 * self._problem.bytes / self._device.bandwidth_bytes_per_s)
         wanted = min(_MOST_RUNS, 1 + int(_SAMPLE_MS / fastest_ms))
+        count = max(1, min(wanted, limit // sum(sizes.values())))
+        self._outputs = self.memory.allocate(count * sizes[output])
+        self._checksum = self.memory.allocate(8)
+        self.memory.set_bytes(self._outputs, 0, count * sizes[output])
         sets = []
-        for number in range(max(1, min(wanted, limit // sum(sizes)))):
-            addresses = [self.memory.allocate(size) for size in sizes]
-            for i, descriptor in enumerate(descriptors):
-                seed = 3 * number + i
-                self._kernels.fill(descriptor, addresses[i], Values.NORMAL, seed, self.memory.stream_address)
-            sets.append(_Set(x=addresses[0], w=addresses[1], y=addresses[2]))
+        for number in range(count):
+            addresses = {
+                name: self._outputs + number * size if name == output else self.memory.allocate(size)
+                for name, size in sizes.items()
+            }
+            for i, name in enumerate(_TENSORS):
+                seed, stream = 3 * number + i, self.memory.stream_address
+                self._kernels.fill(self._problem.tensor(name), addresses[name], Values.NORMAL, seed, stream)
+            sets.append(_Set(**addresses))
         return sets
+
+    def _aligned_bytes(self, name: str) -> int:
+        return -(-self._problem.tensor(name).bytes // _ALIGNMENT) * _ALIGNMENT
+
+    def begin_checksum(self, count: int) -> None:
+        """Sum the outputs of the first `count` sets up, asynchronously."""
+        self.memory.set_bytes(self._checksum, 0, 8)
+        if count not in self._checksums:
+            output = self._problem.direction.output
+            words = count * self._aligned_bytes(output) // 2
+            dtype = self._problem.output.dtype
+            kernel = GridStride(source="verify.cu", entry="verify_checksum", items=words, dtype=dtype)
+            addresses = {"words": self._outputs, "sum": self._checksum}
+            stream = self.memory.stream_address
+            self._checksums[count] = self._kernels.bind(kernel, ("words", int64(words), "sum"), addresses, stream)
+        self._checksums[count]()
+
+    def checksum(self) -> int:
+        """What `begin_checksum` asked for; waits for the stream."""
+        return int(self.memory.download(self._checksum, 1, np.uint64)[0])
 
 
 class _CudaTrack(Track):
@@ -132,6 +165,7 @@ class _CudaTrack(Track):
         self._lane = lane
         self._invoker = invoker
         self._runs = 1
+        self._repeatability = Repeatability(invoker)
         self._graph: Any = None
         self._graph_workspace = 0
         self._captures = False
@@ -162,6 +196,8 @@ class _CudaTrack(Track):
                 self._runs = runs
                 self._graph = self._captured()
                 self._timed(1)
+        except WrongResultError:
+            raise
         except Exception as error:  # whatever a library raises under capture: time direct launches instead
             logger.debug("%s cannot be captured, timed by launches: %s", self._invoker.solver_id, error)
             self._graph, self._captures = None, False
@@ -215,5 +251,8 @@ class _CudaTrack(Track):
                 self._graph.launch(stream)
             stop.record(stream)
             pairs.append((start, stop))
+        if self._repeatability.is_claimed:
+            self._lane.begin_checksum(self._runs)
+            self._repeatability.see(self._runs, self._lane.checksum())
         stream.synchronize()
         return [cupy.cuda.get_elapsed_time(start, stop) / self._runs for start, stop in pairs]

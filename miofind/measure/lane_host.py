@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from miofind.measure.stage import Lane, Runnable, Track
+from miofind.measure.stage import Lane, Repeatability, Runnable, Track
 from miofind.problem import ProblemDescription
 from miofind.values import Values
 from miofind.verify.rig_host import GuardedArray, random_values
@@ -27,6 +27,7 @@ class HostLane(Lane):
 
     def __init__(self, problem: ProblemDescription) -> None:
         self._problem = problem
+        self._outputs: list[GuardedArray] = []
         self.sets = [self._buffers(seed) for seed in range(_SETS)]
         self._workspace = np.empty(0, np.uint8)
 
@@ -42,16 +43,24 @@ class HostLane(Lane):
             self._workspace = GuardedArray(size).bytes
         return self._workspace[:size]
 
+    def output_checksum(self, number: int) -> int:
+        """Of the output of one set."""
+        return self._outputs[number].checksum
+
     def close(self) -> None:
         """Forget all buffers."""
         self.sets.clear()
+        self._outputs.clear()
 
     def _buffers(self, seed: int) -> Tensors:
         tensors: Tensors = {}
         for i, name in enumerate(("x", "w", "y")):
             descriptor = self._problem.tensor(name)
-            tensors[name] = GuardedArray(descriptor.bytes).tensor(descriptor)
-            tensors[name][...] = random_values(descriptor.shape, Values.NORMAL, 3 * seed + i)
+            buffer = GuardedArray(descriptor.bytes)
+            tensors[name] = buffer.tensor(descriptor)
+            if name == self._problem.direction.output:
+                self._outputs.append(buffer)
+            tensors[name][...] = random_values(descriptor, Values.NORMAL, 3 * seed + i)
         return tensors
 
 
@@ -59,6 +68,7 @@ class _HostTrack(Track):
     def __init__(self, lane: HostLane, invoker: Runnable) -> None:
         self._lane = lane
         self._invoker = invoker
+        self._repeatability = Repeatability(invoker)
         self._row(1)
         self.rough_ms = self._row(1)
         self._runs = int(min(_MOST_RUNS, max(1.0, _SAMPLE_MS / self.rough_ms)))
@@ -75,4 +85,8 @@ class _HostTrack(Track):
         for i in range(runs):
             tensors = sets[i % len(sets)]
             self._invoker.run(tensors["x"], tensors["w"], tensors["y"], workspace, 0)
-        return max(1, time.perf_counter_ns() - start) / 1e6 / runs
+        elapsed_ms = max(1, time.perf_counter_ns() - start) / 1e6
+        if self._repeatability.is_claimed:
+            for number in range(min(runs, len(sets))):
+                self._repeatability.see(number, self._lane.output_checksum(number))
+        return elapsed_ms / runs

@@ -7,11 +7,12 @@ in rounds of growing length and lets the finalists run in interleaved blocks, so
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import random
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import TYPE_CHECKING
@@ -79,6 +80,14 @@ class Watcher:
 
     def failed(self, key: str, error: MiofindError | MemoryError) -> None:
         """An entrant has failed in its turn; what this raises ends the race."""
+
+    def confirm(self, key: str) -> None:
+        """Do nothing where an entrant's results are right still, after all its samples.
+
+        Raises:
+            WrongResultError: they are not.
+            LaunchError, MemoryError: it failed over it.
+        """
 
 
 @dataclass(slots=True, eq=False)
@@ -187,6 +196,8 @@ class Race:
             finalists += [runner for runner in self._contenders()[:1] if runner not in finalists]
             self._final(finalists)
             self._final_of_late(finalists)
+        self._confirm_all()
+        if self._schedule.blocks:
             self.verdict = self._judged(incumbent)
         ordered = self._ordered(incumbent)
         return {runner.entrant.key: self._result(runner) for runner in ordered}
@@ -248,6 +259,23 @@ class Race:
         if late:
             self._final([*alive, *late])
 
+    def _confirm_all(self) -> None:
+        """Let those fail whose results are no longer right."""
+        for runner in self._runners.values():
+            if runner.failure is None:
+                self._watcher.turn(runner.entrant.key)
+                self._attempt(runner, functools.partial(self._watcher.confirm, runner.entrant.key))
+        self.blocks = {key: samples for key, samples in self.blocks.items() if self._runners[key].failure is None}
+
+    def _attempt(self, runner: _Runner, act: Callable[[], None]) -> None:
+        """Do something with an entrant; a failure is kept, not raised."""
+        try:
+            act()
+        except (MiofindError, MemoryError) as error:
+            logger.warning("%s failed in the race: %s", runner.entrant.key, error)
+            runner.failure = error
+            self._watcher.failed(runner.entrant.key, error)
+
     def _judged(self, incumbent: str) -> Verdict | None:
         finalists = [
             Finalist(
@@ -279,12 +307,7 @@ class Race:
         while count > 0 and runner.failure is None and (always or time.monotonic() <= self._deadline):
             chunk = count if not runner.samples else min(count, max(1, int(_CHUNK_MS / runner.time_ms)))
             self._watcher.turn(runner.entrant.key)
-            try:
-                runner.take(self._stage, chunk)
-            except (MiofindError, MemoryError) as error:
-                logger.warning("%s failed in the race: %s", runner.entrant.key, error)
-                runner.failure = error
-                self._watcher.failed(runner.entrant.key, error)
+            self._attempt(runner, functools.partial(runner.take, self._stage, chunk))
             count -= chunk
 
     def _result(self, runner: _Runner) -> RaceResult:

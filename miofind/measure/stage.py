@@ -18,7 +18,7 @@ import numpy as np
 
 from miofind.candidate import Timing
 from miofind.device import Device, Place
-from miofind.errors import LaunchError, MeasurementError, MiofindError
+from miofind.errors import LaunchError, MeasurementError, MiofindError, WrongResultError
 from miofind.measure.gpu_monitor import GpuMonitor, Reading, gpu_monitor
 from miofind.problem import ProblemDescription
 
@@ -51,6 +51,10 @@ class Runnable(Protocol):
     def workspace_bytes(self) -> int:
         """Bytes of workspace that a run needs."""
 
+    @property
+    def deterministic(self) -> bool:
+        """Whether equal inputs must give equal bits."""
+
     def run(self, x: Any, w: Any, y: Any, workspace: Any, stream: int) -> None:
         """Run once, as `Invoker.run` does."""
 
@@ -81,7 +85,42 @@ class Track(ABC):
 
     @abstractmethod
     def samples(self, count: int) -> list[float]:
-        """`count` further samples, each the mean of one run in a back-to-back row of runs, in milliseconds."""
+        """`count` further samples, each the mean of one run in a back-to-back row of runs, in milliseconds.
+
+        Raises:
+            WrongResultError: the last row's outputs are not those of the first row, of a deterministic candidate.
+        """
+
+
+class Repeatability:
+    """What a deterministic candidate's outputs were at first, to be held against what they are later.
+
+    Args:
+        runs: of whom; nothing is held against a candidate that is not deterministic.
+    """
+
+    def __init__(self, runs: Runnable) -> None:
+        self._runs = runs
+        self._first: dict[int, int] = {}
+
+    @property
+    def is_claimed(self) -> bool:
+        """Whether there is anything to look at."""
+        return self._runs.deterministic
+
+    def see(self, which: int, checksum: int) -> None:
+        """Take the checksum of an output, or of several under one number.
+
+        Raises:
+            WrongResultError: it was another one before.
+        """
+        if self._first.setdefault(which, checksum) == checksum:
+            return
+        runs = self._runs
+        raise WrongResultError(
+            f"{runs.problem.direction.output} changed between two runs of {runs.solver_id} {runs.config.json} on equal "
+            "inputs while it was timed, and the solution says that it is deterministic"
+        )
 
 
 class Lane(ABC):
@@ -153,6 +192,7 @@ class Stage:
 
         Raises:
             LaunchError: it failed to start or to finish; the cause is chained.
+            WrongResultError: its outputs are no longer those of its first runs, and it is deterministic.
             MeasurementError: the clock gave no positive time.
         """
         contended, dropped = False, 0

@@ -34,6 +34,12 @@ _LEAST_EXPONENT = {
     DataType.FLOAT16: -14,
     DataType.BFLOAT16: -126,
 }
+_LARGEST_EXPONENT = {
+    DataType.FLOAT64: 1023,
+    DataType.FLOAT32: 127,
+    DataType.FLOAT16: 15,
+    DataType.BFLOAT16: 127,
+}
 
 
 def direct_error(problem: ProblemDescription) -> float:
@@ -61,6 +67,12 @@ def half_ulp(values: NDArray[np.float64], dtype: DataType) -> NDArray[np.float64
     exponent = np.where(values == 0, least, np.maximum(exponent - 1, least))
     half: NDArray[np.float64] = np.ldexp(1.0, exponent - dtype.mantissa_bits - 1)
     return half
+
+
+def overflow(dtype: DataType) -> float:
+    """The least number that rounds to infinity."""
+    largest = _LARGEST_EXPONENT[dtype]
+    return math.ldexp(2.0 - 2.0 ** -(dtype.mantissa_bits + 1), largest) if largest < 1023 else math.inf
 
 
 def least_exponent(dtype: DataType) -> int:

@@ -6,19 +6,67 @@ The contract of the two rigs, for CUDA devices and for the CPU place. Bounds and
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from miofind.problem import ProblemDescription
 from miofind.values import Values
+from miofind.verify.plants import Plants, plants_of
+from miofind.verify.ranges import UNSCALED, Axis, Powers, axes
 
 if TYPE_CHECKING:
     from miofind.invoker import Invoker
 
 GUARD_BYTES = 4096
-POISON = 0xFF  # every element of every dtype is a NaN that no arithmetic produces
+PLACEMENT_BYTES = 512
+"""Addresses are multiples of this and an offset."""
+
+
+class Poison(IntEnum):
+    """What a run finds in its output: the byte that fills it.
+
+    NAN is a NaN in every dtype, so that what is left of it was not written. FINITE is a large number in every dtype,
+    for whoever adds to an output, or leaves elements as they are, unless they are NaN.
+    """
+
+    NAN = 0xFF
+    FINITE = 0x7B
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What one run is given.
+
+    Attributes:
+        values: distribution of both inputs.
+        powers: of two, that the inputs are multiplied by.
+        planted: the inputs hold infinities and NaN at a few places.
+        poison: what the output and the guard bands hold before the run.
+        keeps_workspace: the workspace is left as the run before left it; poisoned with NaN otherwise.
+        is_aligned: tensors lie at multiples of PLACEMENT_BYTES, else where no more is true of their addresses than
+            what the candidate asks for.
+    """
+
+    values: Values
+    powers: Powers = UNSCALED
+    planted: bool = False
+    poison: Poison = Poison.NAN
+    keeps_workspace: bool = False
+    is_aligned: bool = False
+
+    @property
+    def contents(self) -> Setting:
+        """What of it decides the inputs."""
+        return Setting(values=self.values, powers=self.powers, planted=self.planted)
+
+    @property
+    def reference(self) -> Setting:
+        """What of it decides the reference, but for the powers of two."""
+        return Setting(values=self.values, planted=self.planted)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,11 +92,12 @@ class Findings:
     Attributes:
         checked, wrong: elements compared with the reference, and those beyond the bound.
         worst: the element furthest beyond it.
-        unwritten: elements of the whole output that are NaN, which no correct run leaves.
+        unwritten: elements of the whole output that are NaN, which no correct run leaves; 0 where inputs hold NaN.
         first_unwritten: logical index of the first of them in memory.
         damaged: what was overwritten that the run may not touch, such as "the guard band after y" or "input x".
         max_error: largest |error| / (|x| * |w|) of the checked elements.
         bound_ratio: largest share of the arithmetic's bound that an error takes beyond the output's rounding.
+        fingerprint: a checksum of all bits of the output.
     """
 
     checked: int
@@ -59,28 +108,48 @@ class Findings:
     damaged: tuple[str, ...]
     max_error: float
     bound_ratio: float
+    fingerprint: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedForm:
+    """A candidate in two parts: `pack` reads w and writes `bytes` bytes, `run` reads those in place of w."""
+
+    pack: Invoker
+    run: Invoker
+    bytes: int
 
 
 class Rig(ABC):
     """Buffers, inputs and references of one problem, made once and used for every candidate.
 
-    x, w, y and the workspace lie between guard bands of 4096 bytes, at addresses that are multiples of 256.
+    x, w, y and the workspace lie between guard bands of 4096 bytes, each tensor at one address for all runs of a
+    placement: what a candidate keeps by address is stale at its next run.
     """
 
     def __init__(self, problem: ProblemDescription, seed: int) -> None:
         self.problem = problem
         self.seed = seed
+        self.plants: Mapping[str, Plants] = plants_of(problem, np.random.default_rng([seed, 1]))
 
     @abstractmethod
-    def trial(self, invoker: Invoker, values: Values, factor: float | None) -> Findings:
+    def trial(self, invoker: Invoker, setting: Setting, factor: float | None) -> Findings:
         """Run a candidate once.
 
         Args:
             invoker: the candidate.
-            values: what the inputs hold.
+            setting: what it is given.
             factor: bound of |error| in units of sqrt(x^2 * w^2), before rounding; None where the output must equal
                 the rounded reference.
         """
+
+    @abstractmethod
+    def pack(self, packed: PackedForm, settings: tuple[Setting, ...]) -> tuple[str, ...]:
+        """Pack the weights of each setting into a buffer of its own; what was overwritten that may not be."""
+
+    @abstractmethod
+    def packed_trial(self, packed: PackedForm, setting: Setting, factor: float | None) -> Findings:
+        """Run a candidate with the weights of a setting that `pack` was given, and nothing but NaN for w itself."""
 
     @abstractmethod
     def close(self) -> None:
@@ -90,6 +159,11 @@ class Rig(ABC):
         """Seed of one input's values, 64 bits."""
         entropy = np.random.SeedSequence([self.seed, int(values), "xwy".index(name)])
         return int(entropy.generate_state(1, np.uint64)[0])
+
+    def powers_of(self, name: str, setting: Setting) -> tuple[tuple[int, int], Axis]:
+        """The powers of two that an input is multiplied by, and along which axis."""
+        at = self.problem.direction.inputs.index(name)
+        return setting.powers.pairs[at], axes(self.problem)[at]
 
     def output_index(self, flat: int) -> tuple[int, ...]:
         """Logical index of the output element with that flat logical index."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -9,14 +11,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from miofind.device import Device
-from miofind.device_kernels import Argument, DeviceKernels, GridStride, float64, int32, int64
+from miofind.device_kernels import Argument, DeviceKernels, GridStride, Scaling, filling, float64, int32, int64
 from miofind.device_memory import DeviceMemory
 from miofind.problem import ProblemDescription
 from miofind.reference import numpy_dtype, reference_step, round_once
 from miofind.solution import Pointer
-from miofind.values import Values
-from miofind.verify.accuracy import error_bounds, least_exponent
-from miofind.verify.rig import GUARD_BYTES, POISON, Findings, Rig, WrongElement
+from miofind.verify.accuracy import error_bounds, least_exponent, overflow
+from miofind.verify.ranges import Powers, axes
+from miofind.verify.rig import (
+    GUARD_BYTES,
+    PLACEMENT_BYTES,
+    Findings,
+    PackedForm,
+    Poison,
+    Rig,
+    Setting,
+    WrongElement,
+)
 from miofind.verify.sampling import SampleBudget, sample_indices
 
 if TYPE_CHECKING:
@@ -27,12 +38,14 @@ if TYPE_CHECKING:
 _SLOT_BYTES = 8
 _WRITTEN = 0
 _COMPARED = 2
-_BEFORE = 6
-_AFTER = 8
+_INPUTS = 6
+_OUTPUT = 8
+_ONE = 9
 _GUARDS = 10
 _SLOTS = 18
 _TENSORS = ("x", "w", "y")
-_MOST_SHIFT = 512
+_WORKSPACE = "the workspace"
+_PACKED_WEIGHTS = "the packed weights"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +58,14 @@ class _Buffer:
 
 
 _NOTHING = _Buffer(base=0, address=0, bytes=-1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Sums:
+    """Where the sums of a reference are, and what its inputs were multiplied by."""
+
+    address: int
+    powers: Powers
 
 
 class CudaRig(Rig):
@@ -62,79 +83,205 @@ class CudaRig(Rig):
         self._kernels = DeviceKernels(device, compiler)
         self._memory = DeviceMemory(device.index)
         self._indices = sample_indices(problem, np.random.default_rng(seed), budget)
-        self._sums: dict[Values, int] = {}
+        self._sums: dict[Setting, _Sums] = {}
+        self._checksums: dict[tuple[str, Setting], int] = {}
+        self._planted: dict[str, tuple[int, int]] = {}
+        self._packed: dict[Setting, _Buffer] = {}
+        self._bound: dict[Hashable, Callable[[], None]] = {}
         try:
-            self._buffers = {name: self._guarded(problem.tensor(name).bytes) for name in _TENSORS}
-            self._buffers["the workspace"] = self._guarded(0)
-            self._report = self._memory.allocate(_SLOTS * _SLOT_BYTES)
-            self._indices_address = self._memory.upload(self._indices)
+            with self._memory:
+                self._buffers = {name: self._guarded(problem.tensor(name).bytes) for name in _TENSORS}
+                self._buffers[_WORKSPACE] = self._guarded(0)
+                self._report = self._memory.allocate(_SLOTS * _SLOT_BYTES)
+                self._indices_address = self._memory.upload(self._indices)
         except BaseException:
             self._memory.close()
             raise
 
-    def trial(self, invoker: Invoker, values: Values, factor: float | None) -> Findings:
+    def trial(self, invoker: Invoker, setting: Setting, factor: float | None) -> Findings:
         """See `Rig.trial`."""
         with self._memory:
-            self._place(invoker.alignment_bytes)
-            self._prepare(values, invoker.workspace_bytes)
-            if values not in self._sums:
-                self._sums[values] = self._reference()
-            x, w, y = (self._buffers[name].address for name in _TENSORS)
-            workspace = self._buffers["the workspace"].address if invoker.workspace_bytes else 0
-            invoker.run(x, w, y, workspace, self._memory.stream_address)
-            self._check(values, factor)
-            report = self._memory.download(self._report, _SLOTS, np.uint64)
-            return self._findings(report, values, factor)
+            self._begin(setting, invoker)
+            for name in self.problem.direction.inputs:
+                self._fill(name, setting)
+            sums = self._reference(setting)
+            self._run(invoker, {name: self._buffers[name].address for name in _TENSORS})
+            return self._findings(setting, factor, sums, self.problem.direction.inputs)
+
+    def pack(self, packed: PackedForm, settings: tuple[Setting, ...]) -> tuple[str, ...]:
+        """See `Rig.pack`."""
+        with self._memory:
+            self._memory.stream.synchronize()
+            for buffer in self._packed.values():
+                self._memory.free(buffer.base)
+            self._packed.clear()
+            for setting in settings:
+                into = self._packed[setting.contents] = self._guarded(packed.bytes)
+                self._memory.set_bytes(into.address, setting.poison, into.bytes)
+                self._begin(setting, packed.pack)
+                self._fill("w", setting)
+                self._guard("poison", setting.poison, {_PACKED_WEIGHTS: into})
+                self._run(packed.pack, {"x": 0, "w": self._buffers["w"].address, "y": into.address})
+                if damaged := self._packing_damage(setting, into):
+                    return damaged
+        return ()
+
+    def _packing_damage(self, setting: Setting, into: _Buffer) -> tuple[str, ...]:
+        buffers = {"w": self._buffers["w"], _WORKSPACE: self._buffers[_WORKSPACE], _PACKED_WEIGHTS: into}
+        self._checksum(self._buffers["w"], _INPUTS)
+        self._guard("guards", setting.poison, buffers)
+        report = self._memory.download(self._report, _SLOTS, np.uint64)
+        return self._damaged(report, buffers, setting, ("w",))
+
+    def packed_trial(self, packed: PackedForm, setting: Setting, factor: float | None) -> Findings:
+        """See `Rig.packed_trial`."""
+        with self._memory:
+            self._begin(setting, packed.run)
+            for name in self.problem.direction.inputs:
+                self._fill(name, setting)
+            sums = self._reference(setting)
+            weights, w = self._packed[setting.contents], self._buffers["w"]
+            self._memory.set_bytes(w.address, Poison.NAN, w.bytes)
+            before = self._checksum_now(weights)
+            self._guard("poison", setting.poison, {_PACKED_WEIGHTS: weights})
+            self._clear_report()
+            addresses = {name: self._buffers[name].address for name in _TENSORS} | {"w": weights.address}
+            self._run(packed.run, addresses)
+            image = tuple(name for name in self.problem.direction.inputs if name != "w")
+            findings = self._findings(setting, factor, sums, image, weights)
+            changed = [] if self._checksum_now(weights) == before else [_PACKED_WEIGHTS]
+            return replace(findings, damaged=(*findings.damaged, *changed))
 
     def close(self) -> None:
         """Give all memory back."""
+        self._bound.clear()
         self._memory.close()
 
     def _guarded(self, size: int) -> _Buffer:
-        base = self._memory.allocate(size + 2 * GUARD_BYTES + _MOST_SHIFT)
+        """Memory at a multiple of PLACEMENT_BYTES, poisoned, guard bands included."""
+        base = self._memory.allocate(size + 2 * GUARD_BYTES + PLACEMENT_BYTES)
+        self._memory.set_bytes(base, Poison.NAN, size + 2 * GUARD_BYTES + PLACEMENT_BYTES)
         return _Buffer(base=base, address=base + GUARD_BYTES, bytes=size)
+
+    def _begin(self, setting: Setting, invoker: Invoker) -> None:
+        """Place the tensors, poison what is not an input, empty the report."""
+        self._place(0 if setting.is_aligned else invoker.alignment_bytes)
+        self._reserve(invoker.workspace_bytes)
+        if not setting.keeps_workspace:
+            workspace = self._buffers[_WORKSPACE]
+            self._memory.set_bytes(workspace.address, setting.poison, workspace.bytes)
+        output = self._buffers[self.problem.direction.output]
+        self._memory.set_bytes(output.address, setting.poison, output.bytes)
+        self._guard("poison", setting.poison, self._buffers)
+        self._clear_report()
+
+    def _clear_report(self) -> None:
+        self._memory.set_bytes(self._report, 0, _SLOTS * _SLOT_BYTES)
 
     def _place(self, alignment: int) -> None:
         """Move the tensors to addresses that are multiples of what the candidate asks for, and of no more."""
+        offset = alignment % PLACEMENT_BYTES
         for name in _TENSORS:
             buffer = self._buffers[name]
-            address = buffer.base + GUARD_BYTES + alignment % _MOST_SHIFT
-            self._buffers[name] = replace(buffer, address=address)
+            address = buffer.base + GUARD_BYTES + offset
+            if address != buffer.address:
+                self._buffers[name] = replace(buffer, address=address)
+                self._memory.set_bytes(buffer.base, Poison.NAN, buffer.bytes + 2 * GUARD_BYTES + PLACEMENT_BYTES)
 
-    def _prepare(self, values: Values, workspace_bytes: int) -> None:
-        """Fresh inputs, everything else poisoned, an empty report with the inputs' checksums."""
-        stream = self._memory.stream_address
-        if self._buffers["the workspace"].bytes != workspace_bytes:
-            self._memory.free(self._buffers["the workspace"].base)
-            self._buffers["the workspace"] = _NOTHING
-            self._buffers["the workspace"] = self._guarded(workspace_bytes)
-        for buffer in self._buffers.values():
-            self._memory.set_bytes(buffer.address - GUARD_BYTES, POISON, buffer.bytes + 2 * GUARD_BYTES)
-        for name in self.problem.direction.inputs:
-            seed = self.tensor_seed(name, values)
-            self._kernels.fill(self.problem.tensor(name), self._buffers[name].address, values, seed, stream)
-        self._memory.set_bytes(self._report, 0, _SLOTS * _SLOT_BYTES)
-        self._checksums(_BEFORE)
+    def _reserve(self, workspace_bytes: int) -> None:
+        """Make the workspace that large, poisoned where it is made anew."""
+        if self._buffers[_WORKSPACE].bytes != workspace_bytes:
+            self._memory.stream.synchronize()
+            self._memory.free(self._buffers[_WORKSPACE].base)
+            self._buffers[_WORKSPACE] = _NOTHING
+            self._buffers[_WORKSPACE] = self._guarded(workspace_bytes)
 
-    def _reference(self) -> int:
-        """Address of the sums of the listed elements for the inputs that are in place."""
-        count = self._indices.size
-        sums = self._memory.allocate(3 * 8 * count)
-        addresses = {name: self._buffers[name].address for name in self.problem.direction.inputs}
-        addresses |= {"indices": self._indices_address, "sums": sums}
-        self._kernels.bind_step(reference_step(self.problem, count), addresses, self._memory.stream_address)()
-        return sums
+    def _fill(self, name: str, setting: Setting) -> None:
+        """Fill an input; the first time, take the checksum of what it holds."""
+        tensor, buffer = self.problem.tensor(name), self._buffers[name]
+        (even, odd), axis = self.powers_of(name, setting)
+        scaling = Scaling(even=even, odd=odd, stride=tensor.strides[axis.dimension], size=axis.size)
+        seed = self.tensor_seed(name, setting.values)
+        self._start(*filling(tensor, setting.values, seed, scaling if even or odd else None), buffer)
+        if setting.planted and name in self.plants:
+            self._plant(name)
+        if (name, setting.contents) not in self._checksums:
+            self._checksums[name, setting.contents] = self._checksum_now(buffer)
+            self._clear_report()
 
-    def _check(self, values: Values, factor: float | None) -> None:
+    def _plant(self, name: str) -> None:
+        plants = self.plants[name]
+        if name not in self._planted:
+            self._planted[name] = (self._memory.upload(plants.places), self._memory.upload(plants.values))
+        places, values = self._planted[name]
+        addresses = {"out": self._buffers[name].address, "places": places, "values": values}
+        kernel = GridStride(
+            source="random_inputs.cu", entry="plant", items=plants.places.size, dtype=self.problem.tensor(name).dtype
+        )
+        self._start(kernel, ("out", "places", "values", int64(plants.places.size)), addresses)
+
+    def _run(self, invoker: Invoker, addresses: Mapping[str, int]) -> None:
+        workspace = self._buffers[_WORKSPACE].address if invoker.workspace_bytes else 0
+        invoker.run(addresses["x"], addresses["w"], addresses["y"], workspace, self._memory.stream_address)
+
+    def _reference(self, setting: Setting) -> _Sums:
+        """The sums of the listed elements; computed from the inputs in place where they are not known."""
+        known = self._sums.get(setting.reference)
+        if known is None:
+            count = self._indices.size
+            address = self._memory.allocate(3 * 8 * count)
+            addresses = {name: self._buffers[name].address for name in self.problem.direction.inputs}
+            addresses |= {"indices": self._indices_address, "sums": address}
+            self._kernels.bind_step(reference_step(self.problem, count), addresses, self._memory.stream_address)()
+            known = self._sums[setting.reference] = _Sums(address=address, powers=setting.powers)
+        return known
+
+    def _findings(
+        self,
+        setting: Setting,
+        factor: float | None,
+        sums: _Sums,
+        inputs: tuple[str, ...],
+        weights: _Buffer | None = None,
+    ) -> Findings:
+        """What the report says of a run, after everything was checked; `weights` are the packed ones."""
         output = self.problem.output
-        addresses = {"out": self._buffers[self.problem.direction.output].address, "report": self._report}
-        self._launch("verify_written", output.size, ("out", int64(output.size), _slot(_WRITTEN)), addresses)
-        lifted = self.problem.lifted(3).output
+        buffer = self._buffers[self.problem.direction.output]
+        if not setting.planted:
+            self._start(self._check("written", output.size), ("out", int64(output.size), _slot(_WRITTEN)), buffer)
+        self._compare(setting, factor, sums)
+        self._checksum(buffer, _OUTPUT)
+        for i, name in enumerate(inputs):
+            self._checksum(self._buffers[name], _INPUTS + i)
+        guarded = self._guarded_buffers(inputs, weights)
+        self._guard("guards", setting.poison, guarded)
+        report = self._memory.download(self._report, _SLOTS, np.uint64)
+        unwritten, wrong = int(report[_WRITTEN]), int(report[_COMPARED])
+        first = output.size - int(report[_WRITTEN + 1])
+        at = int(report[_COMPARED + 1]) & 0xFFFFFFFF
+        return Findings(
+            checked=self._indices.size,
+            wrong=wrong,
+            worst=self._worst(at, setting, factor, sums) if wrong else None,
+            unwritten=unwritten,
+            first_unwritten=self.index_in_memory(first) if unwritten else None,
+            damaged=self._damaged(report, guarded, setting, inputs),
+            max_error=_float(report[_COMPARED + 2]),
+            bound_ratio=_float(report[_COMPARED + 3]),
+            fingerprint=int(report[_OUTPUT]),
+        )
+
+    def _compare(self, setting: Setting, factor: float | None, sums: _Sums) -> None:
+        output, lifted = self.problem.output, self.problem.lifted(3).output
+        _, second = axes(self.problem)
         arguments: tuple[Argument, ...] = (
             "out",
             "indices",
             "sums",
             int64(self._indices.size),
+            *(float64(scale) for pair in _scales(setting, sums) for scale in pair),
+            int64(second.size),
+            float64(overflow(output.dtype)),
             float64(-1.0 if factor is None else factor),
             int32(output.dtype.mantissa_bits),
             int32(least_exponent(output.dtype)),
@@ -142,66 +289,88 @@ class CudaRig(Rig):
             *map(int64, lifted.strides),
             _slot(_COMPARED),
         )
-        addresses |= {"indices": self._indices_address, "sums": self._sums[values]}
-        self._launch("verify_compare", self._indices.size, arguments, addresses)
-        self._checksums(_AFTER)
-        for i, buffer in enumerate(self._buffers.values()):
-            for side, start in enumerate((buffer.address - GUARD_BYTES, buffer.address + buffer.bytes)):
-                addresses = {"guard": start, "report": self._report}
-                arguments = ("guard", int64(GUARD_BYTES), _slot(_GUARDS + 2 * i + side))
-                self._launch("verify_guard", GUARD_BYTES, arguments, addresses)
+        addresses = {
+            "out": self._buffers[self.problem.direction.output].address,
+            "indices": self._indices_address,
+            "sums": sums.address,
+        }
+        self._start(self._check("compare", self._indices.size), arguments, addresses)
 
-    def _checksums(self, slot: int) -> None:
-        for i, name in enumerate(self.problem.direction.inputs):
-            buffer = self._buffers[name]
-            addresses = {"words": buffer.address, "report": self._report}
-            self._launch(
-                "verify_checksum", buffer.bytes // 2, ("words", int64(buffer.bytes // 2), _slot(slot + i)), addresses
-            )
+    def _checksum(self, buffer: _Buffer, slot: int) -> None:
+        words = buffer.bytes // 2
+        self._start(self._check("checksum", words), ("out", int64(words), _slot(slot)), buffer)
 
-    def _launch(self, entry: str, items: int, arguments: tuple[Argument, ...], addresses: dict[str, int]) -> None:
-        kernel = GridStride(source="verify.cu", entry=entry, items=items, dtype=self.problem.output.dtype)
-        self._kernels.bind(kernel, arguments, addresses, self._memory.stream_address)()
+    def _checksum_now(self, buffer: _Buffer) -> int:
+        """The checksum of a buffer, at once."""
+        slot = self._report + _SLOT_BYTES * _ONE
+        self._memory.set_bytes(slot, 0, _SLOT_BYTES)
+        self._checksum(buffer, _ONE)
+        return int(self._memory.download(slot, 1, np.uint64)[0])
 
-    def _findings(self, report: NDArray[np.uint64], values: Values, factor: float | None) -> Findings:
-        unwritten, wrong = int(report[_WRITTEN]), int(report[_COMPARED])
-        first = self.problem.output.size - int(report[_WRITTEN + 1])
-        worst = self._worst(int(report[_COMPARED + 1]) & 0xFFFFFFFF, values, factor) if wrong else None
-        return Findings(
-            checked=self._indices.size,
-            wrong=wrong,
-            worst=worst,
-            unwritten=unwritten,
-            first_unwritten=self.index_in_memory(first) if unwritten else None,
-            damaged=self._damaged(report),
-            max_error=_float(report[_COMPARED + 2]),
-            bound_ratio=_float(report[_COMPARED + 3]),
-        )
+    def _guarded_buffers(self, names: tuple[str, ...], weights: _Buffer | None) -> dict[str, _Buffer]:
+        """The buffers of a run, four at most, by name."""
+        buffers = {name: self._buffers[name] for name in (*names, self.problem.direction.output, _WORKSPACE)}
+        return buffers | ({} if weights is None else {_PACKED_WEIGHTS: weights})
 
-    def _damaged(self, report: NDArray[np.uint64]) -> tuple[str, ...]:
+    def _guard(self, action: str, poison: Poison, buffers: Mapping[str, _Buffer]) -> None:
+        """Poison or check the guard bands of four buffers at most."""
+        four = [*buffers.values()] + [next(iter(buffers.values()))] * (4 - len(buffers))
+        addresses = {f"buffer {i}": buffer.address for i, buffer in enumerate(four)}
+        sizes = [(name, int64(buffer.bytes)) for name, buffer in zip(addresses, four, strict=True)]
+        arguments: tuple[Argument, ...] = tuple(argument for pair in sizes for argument in pair)
+        arguments = (*arguments, int64(GUARD_BYTES), int32(poison))
+        if action == "guards":
+            arguments = (*arguments, _slot(_GUARDS))
+        self._start(self._check(action, 8 * GUARD_BYTES), arguments, addresses)
+
+    def _check(self, name: str, items: int) -> GridStride:
+        return GridStride(source="verify.cu", entry=f"verify_{name}", items=items, dtype=self.problem.output.dtype)
+
+    def _start(self, kernel: GridStride, arguments: tuple[Argument, ...], where: _Buffer | Mapping[str, int]) -> None:
+        """Launch a kernel; what it is given is bound once."""
+        addresses = {"out": where.address} if isinstance(where, _Buffer) else where
+        key = (kernel, arguments, *addresses.values())
+        launch = self._bound.get(key)
+        if launch is None:
+            named = {**addresses, "report": self._report}
+            launch = self._bound[key] = self._kernels.bind(kernel, arguments, named, self._memory.stream_address)
+        launch()
+
+    def _damaged(
+        self, report: NDArray[np.uint64], buffers: Mapping[str, _Buffer], setting: Setting, inputs: tuple[str, ...]
+    ) -> tuple[str, ...]:
         damaged = []
-        for i, name in enumerate(self._buffers):
-            for side, place in enumerate(("before", "after")):
-                if report[_GUARDS + 2 * i + side]:
-                    damaged.append(f"the guard band {place} {name}")
-        for i, name in enumerate(self.problem.direction.inputs):
-            if report[_BEFORE + i] != report[_AFTER + i]:
+        for i, name in enumerate(buffers):
+            sides = [side for j, side in enumerate(("before", "after")) if report[_GUARDS + 2 * i + j]]
+            damaged += [f"the guard band {side} {name}" for side in sides]
+        for i, name in enumerate(inputs):
+            if int(report[_INPUTS + i]) != self._checksums[name, setting.contents]:
                 damaged.append(f"input {name}")
         return tuple(damaged)
 
-    def _worst(self, position: int, values: Values, factor: float | None) -> WrongElement:
+    def _worst(self, position: int, setting: Setting, factor: float | None, reference: _Sums) -> WrongElement:
         output = self.problem.output
         index = self.output_index(int(self._indices[position]))
         place = sum(i * stride for i, stride in zip(index, output.strides, strict=True))
         address = self._buffers[self.problem.direction.output].address + place * output.dtype.itemsize
-        sums = self._memory.download(self._sums[values] + 24 * position, 3, np.float64)
-        wanted, bound = sums[:1], 0.0
+        sums = self._memory.download(reference.address + 24 * position, 3, np.float64)
+        parities = zip(_scales(setting, reference), index, axes(self.problem), strict=False)
+        scale = math.prod(pair[at % axis.size % 2] for pair, at, axis in parities)
+        wanted, squares, bound = sums[:1] * scale, sums[2:] * scale * scale, 0.0
         if factor is None:
             wanted = round_once(wanted, output.dtype).astype(np.float64)
-        else:
-            bound = float(error_bounds(sums[:1], sums[2:], factor, output.dtype).total[0])
+        elif np.isfinite(wanted).all():
+            bound = float(error_bounds(wanted, squares, factor, output.dtype).total[0])
         got = float(self._memory.download(address, 1, numpy_dtype(output.dtype))[0])
         return WrongElement(index=index, got=got, wanted=float(wanted[0]), bound=bound)
+
+
+def _scales(setting: Setting, sums: _Sums) -> tuple[tuple[float, float], ...]:
+    """What the sums are to be multiplied by, at even and odd coordinates of the output's first two dimensions."""
+    return tuple(
+        (2.0 ** (even - even_before), 2.0 ** (odd - odd_before))
+        for (even, odd), (even_before, odd_before) in zip(setting.powers.pairs, sums.powers.pairs, strict=True)
+    )
 
 
 def _slot(number: int) -> Pointer:

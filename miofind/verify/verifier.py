@@ -1,22 +1,28 @@
-"""The two gates every candidate passes before it is timed: exact sums of small integers, and bounded errors.
+"""The gates every candidate passes before it is timed, and the one that it passes again afterwards.
 
 Judges what a rig finds in a trial and words the verdict. Knows nothing of timing or databases.
 """
 
 from __future__ import annotations
 
+import functools
 import os
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
+
+import numpy as np
 
 from miofind.device import Device, Place
 from miofind.errors import LaunchError, MiofindError
 from miofind.problem import ProblemDescription
 from miofind.values import Values
 from miofind.verify.accuracy import direct_error
-from miofind.verify.rig import Findings, Rig
+from miofind.verify.claims import Claims
+from miofind.verify.ranges import numeric_powers, range_powers
+from miofind.verify.rig import Findings, PackedForm, Poison, Rig, Setting
 from miofind.verify.sampling import SampleBudget
 
 if TYPE_CHECKING:
@@ -24,11 +30,24 @@ if TYPE_CHECKING:
     from miofind.invoker import Invoker
 
 
+_Result = TypeVar("_Result")
+
+
 class Gate(StrEnum):
-    """EXACT: inputs from {-1, 0, 1}, bit for bit. NUMERIC: normal inputs, errors within their bound."""
+    """What a candidate is tried with.
+
+    EXACT: inputs from {-1, 0, 1}, bit for bit. NUMERIC: normal inputs, errors within their bound. RANGE: the same,
+    times large and small powers of two. NONFINITE: infinities and NaN at a few places reach the results that sum them
+    and no others. PACKED: the packed form, with two sets of weights. REPEAT: as NUMERIC once more after the race, equal
+    to the first run bit for bit where that is claimed.
+    """
 
     EXACT = "exact"
     NUMERIC = "numeric"
+    RANGE = "range"
+    NONFINITE = "nonfinite"
+    PACKED = "packed"
+    REPEAT = "repeat"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,17 +55,28 @@ class Verdict:
     """What verification says of one candidate.
 
     Attributes:
-        ok: both gates were passed (the numeric one alone where exactness is not claimed).
+        ok: all gates were passed that test what is claimed.
         message: which gate failed and how, with the seed that repeats it; "" if none did.
         max_error: largest |error| / (|x| * |w|) of the checked elements with normal inputs; None if that was not run.
         bound_ratio: largest share of the arithmetic's bound that an error takes beyond the output's rounding; at most 1
             in a right result, the smaller the wider the margin.
+        fingerprint: checksum of the output's bits with normal inputs, for `Verifier.repeat`.
     """
 
     ok: bool
     message: str = ""
     max_error: float | None = None
     bound_ratio: float | None = None
+    fingerprint: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Trial:
+    """One run of a gate; `factor` is None where results must be exact."""
+
+    gate: Gate
+    setting: Setting
+    factor: float | None
 
 
 class Verifier:
@@ -75,26 +105,47 @@ class Verifier:
         self.problem = problem
         self.seed = int.from_bytes(os.urandom(6), "little") if seed is None else seed
         self._rig = _rig(problem, device, compiler, self.seed, budget or SampleBudget())
+        self._powers = numeric_powers(problem)
 
-    def verify(self, invoker: Invoker, *, growth: float, exact: bool) -> Verdict:
-        """The verdict on one candidate, after one run a gate.
-
-        Args:
-            invoker: the candidate.
-            growth: how much wider its error bound is than direct summation's.
-            exact: whether it claims exact results for small integers.
+    def verify(self, invoker: Invoker, claims: Claims) -> Verdict:
+        """The verdict on one candidate, after one run a trial.
 
         Raises:
             LaunchError: it failed to start or to finish; the cause is chained.
             MemoryError: its workspace does not fit the device (CuPy's OutOfMemoryError is one).
         """
-        if exact:
-            message = self._complaint(Gate.EXACT, self._trial(invoker, Values.TERNARY, None))
+        numeric = None
+        for trial in self._trials(claims):
+            findings = self._tried(invoker, trial)
+            if trial.gate is Gate.NUMERIC:
+                numeric = findings
+            message = self._complaint(trial, findings)
             if message:
-                return Verdict(ok=False, message=message)
-        findings = self._trial(invoker, Values.NORMAL, growth * direct_error(self.problem))
-        message = self._complaint(Gate.NUMERIC, findings)
-        return Verdict(ok=not message, message=message, max_error=findings.max_error, bound_ratio=findings.bound_ratio)
+                return _verdict(message, numeric)
+        message = "" if claims.packed is None else self._packed_complaint(claims.packed, claims)
+        return _verdict(message, numeric)
+
+    def repeat(self, invoker: Invoker, claims: Claims, fingerprint: int | None) -> str:
+        """What is wrong with one more run of a candidate that was found right; "" if nothing is.
+
+        Args:
+            fingerprint: of its first verdict; the output's must be equal where the candidate is deterministic.
+
+        Raises:
+            LaunchError, MemoryError: as `verify`.
+        """
+        # Another poison than at first, so that bits that depend on what the output held differ.
+        setting = self._normal(poison=Poison.NAN if claims.exact else Poison.FINITE, keeps_workspace=True)
+        trial = _Trial(gate=Gate.REPEAT, setting=setting, factor=self._factor(claims))
+        findings = self._tried(invoker, trial)
+        message = self._complaint(trial, findings)
+        if not message and invoker.deterministic and findings.fingerprint != fingerprint:
+            output = self.problem.direction.output
+            return (
+                f"{Gate.REPEAT} gate, seed {self.seed}: {output} differs from that of the first run on equal inputs, "
+                "and the solution says that it is deterministic"
+            )
+        return message
 
     def close(self) -> None:
         """Give all memory back."""
@@ -108,16 +159,79 @@ class Verifier:
     ) -> None:
         self.close()
 
-    def _trial(self, invoker: Invoker, values: Values, factor: float | None) -> Findings:
+    def _trials(self, claims: Claims) -> Iterator[_Trial]:
+        """The runs of a candidate: the first on poisoned memory, all others on what the one before left behind."""
+        factor = self._factor(claims)
+        if claims.exact:
+            exact = Setting(values=Values.TERNARY, powers=self._powers)
+            yield _Trial(gate=Gate.EXACT, setting=exact, factor=None)
+            normal = self._normal(poison=Poison.FINITE, keeps_workspace=True)
+        else:
+            normal = self._normal()
+        yield _Trial(gate=Gate.NUMERIC, setting=normal, factor=factor)
+        for powers in range_powers(self.problem):
+            scaled = Setting(values=Values.NORMAL, powers=powers, poison=Poison.FINITE, keeps_workspace=True)
+            yield _Trial(gate=Gate.RANGE, setting=scaled, factor=factor)
+        if not claims.spreads_nonfinite:
+            planted = Setting(
+                values=Values.NORMAL,
+                powers=self._powers,
+                planted=True,
+                poison=Poison.FINITE,
+                keeps_workspace=True,
+            )
+            yield _Trial(gate=Gate.NONFINITE, setting=planted, factor=factor)
+
+    def _normal(self, *, poison: Poison = Poison.NAN, keeps_workspace: bool = False) -> Setting:
+        return Setting(
+            values=Values.NORMAL,
+            powers=self._powers,
+            poison=poison,
+            keeps_workspace=keeps_workspace,
+            is_aligned=True,
+        )
+
+    def _factor(self, claims: Claims) -> float:
+        return claims.growth * direct_error(self.problem)
+
+    def _packed_complaint(self, packed: PackedForm, claims: Claims) -> str:
+        """What is wrong with the packed form, with weights that were packed before others and after them."""
+        first = _Trial(
+            gate=Gate.PACKED,
+            setting=Setting(values=Values.NORMAL, powers=self._powers),
+            factor=self._factor(claims),
+        )
+        if claims.exact:
+            other = Setting(values=Values.TERNARY, powers=self._powers, poison=Poison.FINITE)
+        else:
+            other = Setting(values=Values.NORMAL, powers=range_powers(self.problem)[0], poison=Poison.FINITE)
+        second = _Trial(gate=Gate.PACKED, setting=other, factor=None if claims.exact else first.factor)
+        settings = (first.setting, second.setting)
+        damaged = self._found(packed.pack, functools.partial(self._rig.pack, packed, settings))
+        if damaged:
+            return f"{Gate.PACKED} gate, seed {self.seed}: overwritten while w was packed: {', '.join(damaged)}"
+        for trial in (first, second):
+            run = functools.partial(self._rig.packed_trial, packed, trial.setting, trial.factor)
+            findings = self._found(packed.run, run)
+            message = self._complaint(trial, findings)
+            if message:
+                return message
+        return ""
+
+    def _tried(self, invoker: Invoker, trial: _Trial) -> Findings:
+        return self._found(invoker, functools.partial(self._rig.trial, invoker, trial.setting, trial.factor))
+
+    def _found(self, invoker: Invoker, run: Callable[[], _Result]) -> _Result:
         try:
-            return self._rig.trial(invoker, values, factor)
+            with np.errstate(all="ignore"):  # infinities are meant, and what a caller makes of them is not asked
+                return run()
         except (MiofindError, MemoryError):
             raise
         except Exception as error:  # a candidate's own code, NumPy, CuPy: they share no base class below Exception
             name = f"{invoker.solver_id} {invoker.config.json}"
             raise LaunchError(f"{name} failed on {self.problem}: {type(error).__name__}: {error}") from error
 
-    def _complaint(self, gate: Gate, findings: Findings) -> str:
+    def _complaint(self, trial: _Trial, findings: Findings) -> str:
         """What is wrong, worst first; "" if nothing is."""
         faults = []
         output = self.problem.direction.output
@@ -137,7 +251,28 @@ class Verifier:
             )
         if not faults:
             return ""
-        return f"{gate} gate, seed {self.seed}: {'; '.join(faults)}"
+        return f"{trial.gate} gate{self._circumstances(trial.setting)}, seed {self.seed}: {'; '.join(faults)}"
+
+    def _circumstances(self, setting: Setting) -> str:
+        """The powers of two of a trial's inputs, "" where there are none."""
+        scales = [
+            f"{name} * 2^{even}" + ("" if even == odd else f" and 2^{odd}")
+            for name, (even, odd) in zip(self.problem.direction.inputs, setting.powers.pairs, strict=True)
+            if even or odd
+        ]
+        return f" ({', '.join(scales)})" if scales else ""
+
+
+def _verdict(message: str, numeric: Findings | None) -> Verdict:
+    if numeric is None:
+        return Verdict(ok=not message, message=message)
+    return Verdict(
+        ok=not message,
+        message=message,
+        max_error=numeric.max_error,
+        bound_ratio=numeric.bound_ratio,
+        fingerprint=numeric.fingerprint,
+    )
 
 
 def _rig(problem: ProblemDescription, device: Device, compiler: Compiler, seed: int, budget: SampleBudget) -> Rig:

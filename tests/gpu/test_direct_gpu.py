@@ -18,6 +18,7 @@ from miofind.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.reference import numpy_dtype, reference_on_host, reference_step
 from miofind.solution import Config
 from miofind.solver import Solver, solver_by_id
+from miofind.verify.claims import claims_of
 from miofind.verify.verifier import Verifier
 
 cupy = pytest.importorskip("cupy")
@@ -189,7 +190,7 @@ def test_implicit_gemm_of_float32_keeps_its_bound(
     with Verifier(problem, device, compiler, seed=7) as verifier:
         for config in spread(solver, problem, device, 4):
             invoker = make_invoker(problem, device, solver, config, compiler)
-            verdict = verifier.verify(invoker, growth=solver.error_growth(problem, config), exact=True)
+            verdict = verifier.verify(invoker, claims_of(solver, problem, device, config, compiler))
             assert verdict.ok, f"{config.json}: {verdict.message}"
 
 

@@ -20,6 +20,7 @@ from miofind.problem import Direction, Layout, ProblemDescription
 from miofind.reference import numpy_dtype, reference_on_host
 from miofind.solution import Config, FftStep, Pointer
 from miofind.solver import Solver, solver_by_id
+from miofind.verify.claims import claims_of
 from miofind.verify.verifier import Verifier
 
 cupy = pytest.importorskip("cupy")
@@ -67,7 +68,7 @@ def check(
     with Verifier(problem, device, compiler, seed=3) as verifier:
         for config in configs:
             invoker = make_invoker(problem, device, solver, config, compiler)
-            verdict = verifier.verify(invoker, growth=solver.error_growth(problem, config), exact=False)
+            verdict = verifier.verify(invoker, claims_of(solver, problem, device, config, compiler))
             if not verdict.ok:
                 failures.append(f"{config.json}: {verdict.message}")
     assert not failures, "\n".join(failures)

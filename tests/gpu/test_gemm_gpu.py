@@ -20,6 +20,7 @@ from miofind.solution import MatmulStep, Pointer
 from miofind.solver import Solver
 from miofind.solvers.gemm1x1 import ConvGemm1x1
 from miofind.solvers.im2col_gemm import ConvIm2colGemm
+from miofind.verify.claims import claims_of
 from miofind.verify.verifier import Verifier
 
 pytestmark = pytest.mark.gpu
@@ -60,7 +61,7 @@ def check(problem: ProblemDescription, device: Device, compiler: Compiler) -> No
     with Verifier(problem, device, compiler, seed=3) as verifier:
         for config in solver.configs(problem, device):
             invoker = make_invoker(problem, device, solver, config, compiler)
-            verdict = verifier.verify(invoker, growth=solver.error_growth(problem, config), exact=True)
+            verdict = verifier.verify(invoker, claims_of(solver, problem, device, config, compiler))
             if not verdict.ok:
                 failures.append(f"{config.json}: {verdict.message}")
     assert not failures, "\n".join(failures)

@@ -13,6 +13,7 @@ from miofind.device import Device
 from miofind.invoker import make_invoker
 from miofind.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.solver import Solver, solver_by_id
+from miofind.verify.claims import claims_of
 from miofind.verify.verifier import Verifier
 
 cupy = pytest.importorskip("cupy")
@@ -76,5 +77,5 @@ def test_layers_of_resnext_pass_both_gates(
     with Verifier(problem, device, compiler, seed=3) as verifier:
         for config in solver.default_configs(problem, device):
             invoker = make_invoker(problem, device, solver, config, compiler)
-            verdict = verifier.verify(invoker, growth=solver.error_growth(problem, config), exact=True)
+            verdict = verifier.verify(invoker, claims_of(solver, problem, device, config, compiler))
             assert verdict.ok, f"{config.json}: {verdict.message}"

@@ -15,6 +15,7 @@ from miofind.problem import Direction, ProblemDescription
 from miofind.reference import numpy_dtype, reference_on_host
 from miofind.solver import solver_by_id
 from miofind.values import Values
+from miofind.verify.claims import Claims
 from miofind.verify.sampling import SampleBudget
 from miofind.verify.verifier import Verdict, Verifier
 
@@ -66,7 +67,7 @@ def set_bytes(address: int, value: int, size: int, stream: int) -> None:
 
 def verdict_of(invoker: Invoker, compiler: Compiler, **options: Any) -> Verdict:
     with Verifier(invoker.problem, invoker.device, compiler, seed=11, **options) as verifier:
-        return verifier.verify(invoker, growth=1.0, exact=True)
+        return verifier.verify(invoker, Claims())
 
 
 @pytest.mark.parametrize("layout", ["NCHW", "NHWC"])
@@ -85,7 +86,7 @@ def test_right_results_pass(direction: Direction, dtype: str, layout: str, devic
 def test_sums_agree_with_the_host(direction: Direction, device: Device, compiler: Compiler) -> None:
     problem = conv(direction, "float16", "NHWC")
     with Verifier(problem, device, compiler, seed=3) as verifier:
-        verifier.verify(naive(problem, device, compiler), growth=1.0, exact=False)
+        verifier.verify(naive(problem, device, compiler), Claims(exact=False))
         rig: Any = verifier._rig
         with rig._memory:
             rig._prepare(Values.NORMAL, 0)
@@ -131,10 +132,10 @@ def test_faults_are_caught(direction: Direction, layout: str, device: Device, co
     inner = naive(problem, device, compiler)
     with Verifier(problem, device, compiler) as verifier:
         for words, fault in faults.items():
-            verdict = verifier.verify(Faulty(inner, fault, workspace_bytes=100), growth=1.0, exact=True)
+            verdict = verifier.verify(Faulty(inner, fault, workspace_bytes=100), Claims())
             assert not verdict.ok, words
             assert words in verdict.message, verdict.message
-            assert verifier.verify(inner, growth=1.0, exact=True).ok
+            assert verifier.verify(inner, Claims()).ok
 
 
 def test_a_workspace_beyond_the_device_is_a_memory_error(device: Device, compiler: Compiler) -> None:
@@ -143,5 +144,5 @@ def test_a_workspace_beyond_the_device_is_a_memory_error(device: Device, compile
         greedy = Faulty(inner, lambda at, stream: None, workspace_bytes=1 << 46)
         for _ in range(2):
             with pytest.raises(MemoryError):
-                verifier.verify(greedy, growth=1.0, exact=True)
-        assert verifier.verify(inner, growth=1.0, exact=True).ok
+                verifier.verify(greedy, Claims())
+        assert verifier.verify(inner, Claims()).ok

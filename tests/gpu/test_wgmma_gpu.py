@@ -21,6 +21,7 @@ from miofind.reference import reference_on_host, round_once
 from miofind.solution import Config
 from miofind.solver import Solver, solver_by_id
 from miofind.solvers.channels_last import ConvChannelsLast
+from miofind.verify.claims import claims_of
 from miofind.verify.verifier import Verifier
 
 cupy = pytest.importorskip("cupy")
@@ -141,8 +142,7 @@ def check(
     with Verifier(problem, device, compiler, seed=5) as verifier:
         for config in configs:
             invoker = make_invoker(problem, device, solver, config, compiler)
-            growth, exact = solver.error_growth(problem, config), solver.is_exact(config)
-            verdict = verifier.verify(invoker, growth=growth, exact=exact)
+            verdict = verifier.verify(invoker, claims_of(solver, problem, device, config, compiler))
             if not verdict.ok:
                 failures.append(f"{config.json}: {verdict.message}")
     assert not failures, "\n".join(failures)

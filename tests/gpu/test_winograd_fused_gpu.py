@@ -16,6 +16,7 @@ from miofind.problem import Direction, ProblemDescription
 from miofind.reference import numpy_dtype, reference_on_host
 from miofind.solution import Config
 from miofind.solver import solver_by_id
+from miofind.verify.claims import claims_of
 from miofind.verify.verifier import Verifier
 
 cupy = pytest.importorskip("cupy")
@@ -46,7 +47,7 @@ def check(problem: ProblemDescription, configs: list[Config], device: Device, co
     with Verifier(problem, device, compiler, seed=3) as verifier:
         for config in configs:
             invoker = make_invoker(problem, device, SOLVER, config, compiler)
-            verdict = verifier.verify(invoker, growth=SOLVER.error_growth(problem, config), exact=True)
+            verdict = verifier.verify(invoker, claims_of(SOLVER, problem, device, config, compiler))
             if not verdict.ok:
                 failures.append(f"{config.json}: {verdict.message}")
     assert not failures, "\n".join(failures)

@@ -1,0 +1,56 @@
+"""What a candidate claims of its results, and what verification holds it to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from miofind.device import Device
+from miofind.invoker import make_invoker
+from miofind.problem import ProblemDescription
+from miofind.solution import Config
+from miofind.verify.rig import PackedForm
+
+if TYPE_CHECKING:
+    from miofind.compiler import Compiler
+    from miofind.solver import Solver
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claims:
+    """What a candidate claims beside being right; determinism is its invoker's claim.
+
+    Attributes:
+        growth: how much wider its error bound is than direct summation's.
+        exact: small integers give exact results.
+        spreads_nonfinite: an infinity or NaN may reach results that do not sum it.
+        packed: the candidate in two parts, for weights that stay the same; None where it has none.
+    """
+
+    growth: float = 1.0
+    exact: bool = True
+    spreads_nonfinite: bool = False
+    packed: PackedForm | None = None
+
+
+def claims_of(
+    solver: Solver, problem: ProblemDescription, device: Device, config: Config, compiler: Compiler
+) -> Claims:
+    """The claims of a solver's configuration, with its packed form ready to run.
+
+    Raises:
+        CompileError, LaunchError, MissingLibraryError: the packed form cannot be made ready.
+    """
+    packing = solver.packing(problem, device, config)
+    packed = None
+    if packing is not None:
+        pack, run = (
+            make_invoker(problem, device, solver, config, compiler, part) for part in (packing.pack, packing.run)
+        )
+        packed = PackedForm(pack=pack, run=run, bytes=packing.bytes)
+    return Claims(
+        growth=solver.error_growth(problem, config),
+        exact=solver.is_exact(config),
+        spreads_nonfinite=solver.spreads_nonfinite(problem, config),
+        packed=packed,
+    )
