@@ -11,9 +11,18 @@ from mutants.find import find
 from miofind.candidate import Status
 from miofind.compiler import Compiler
 from miofind.device import Device
+from miofind.errors import CompileError
 
 pytest.importorskip("cupy")
 pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled(device: Device, compiler: Compiler) -> None:
+    """All kernels at once, by all processors."""
+    steps = [step for solver in (*cuda.SOLVERS.values(), cuda.RIGHT) for step in solver.kernels(device)]
+    errors = [made for _, made in compiler.build_all(steps, device.arch) if isinstance(made, CompileError)]
+    assert errors == []
 
 
 @pytest.mark.parametrize("name", cuda.MUTANTS)

@@ -28,6 +28,7 @@ class Declared:
         error_growth: how much wider its error bound is than direct summation's.
         alignment_bytes: of the tensors' addresses.
         workspace_bytes: of one region, "scratch".
+        estimate_ms: where among the others it is tried; the right solver says 2.
     """
 
     exact: bool = True
@@ -36,6 +37,7 @@ class Declared:
     error_growth: float = 1.0
     alignment_bytes: int = 1
     workspace_bytes: int = 0
+    estimate_ms: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +94,7 @@ class MutantSolver(Solver):
         return (Config.of(mutant=self.mutant.name),)
 
     def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
-        return 1.0
+        return self.mutant.declared.estimate_ms
 
     def error_growth(self, problem: ProblemDescription, config: Config) -> float:
         return self.mutant.declared.error_growth

@@ -98,6 +98,14 @@ class CudaMutantSolver(MutantSolver):
             bytes=_HEAD_BYTES + problem.w.bytes,
         )
 
+    def kernels(self, device: Device) -> tuple[KernelStep, ...]:
+        """All that it launches, those of its packing included."""
+        problem = self.mutant.problem
+        config = self.default_configs(problem, device)[0]
+        kernels = self.solution(problem, device, config).kernels
+        packing = self.packing(problem, device, config)
+        return kernels if packing is None else (*kernels, *packing.pack.kernels, *packing.run.kernels)
+
     def _solution(self, *steps: KernelStep) -> ConvSolution:
         declared = self.mutant.declared
         size = declared.workspace_bytes
@@ -146,13 +154,6 @@ class CudaMutantSolver(MutantSolver):
 
 def _weights(problem: ProblemDescription) -> Scalar:
     return Scalar(ctype="int64", value=problem.w.size)
-
-
-class _RightSolver(CudaMutantSolver):
-    """Right, and estimated slower than a mutant."""
-
-    def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
-        return 2.0
 
 
 @dataclass(slots=True)
@@ -249,6 +250,13 @@ _add("wrong_from_fiftieth_run", "The fiftieth run and all later ones are wrong."
 _add("writes_nothing_from_tenth_run", "From the tenth run on nothing is written.", SINGLE)
 _add("wrong_every_second_run", "Every second run is wrong once the race has begun.", WEIGHTS)
 _add("wrong_every_seventh_run", "Every seventh run is wrong.", SINGLE)
+_add("slow_and_wrong_from_fourth_run", "Left behind in the race, and wrong from the fourth run on.", SINGLE)
+_add(
+    "cut_off_and_wrong_from_third_run",
+    "Cut off after its first timed run, and wrong from the third run on.",
+    DATA,
+    estimate_ms=3.0,
+)
 _add("overwrites_input_later", "An input is overwritten from the sixth run on.", DATA)
 _add("writes_after_output_later", "Bytes behind the output are overwritten from the sixth run on.", SINGLE)
 _add(
@@ -293,6 +301,12 @@ _add(
 _add("other_last_bits_from_eighth_run", "Once warm it adds in another order.", SINGLE)
 _add("last_bits_by_the_clock", "The last bits are those of a clock.", WEIGHTS)
 _add("last_bits_by_the_output", "The last bits depend on what the output held.", SINGLE)
+_add(
+    "inexact_and_wrong_for_zeros",
+    "An input that is zero is taken for one, of an algorithm that need not be exact.",
+    SINGLE,
+    exact=False,
+)
 
 # Numbers are too coarse, or right in the middle of their range alone.
 _add("sums_in_half", "Sums are kept in float16.", LONG)
@@ -361,6 +375,13 @@ _add("packing_writes_into_weights", "Packing overwrites a weight.", DATA, _PACKS
 _add("run_spoils_packed_weights", "A run overwrites packed weights.", SINGLE, _PACKS)
 _add("packed_run_drops_a_row", "A run with packed weights leaves the first row out.", DATA, _PACKS)
 _add("packed_run_leaves_an_element", "A run with packed weights leaves one element unwritten.", SINGLE, _PACKS)
+_add(
+    "packed_run_writes_after_workspace",
+    "A run with packed weights uses more workspace than it asks for.",
+    SINGLE,
+    _PACKS,
+    workspace_bytes=512,
+)
 
 _add = _controls.add
 _RIGHT_KERNEL = Kernel(branch="right")
@@ -405,4 +426,6 @@ _add(
 MUTANTS = _mutants.entries
 CONTROLS = _controls.entries
 SOLVERS = {name: CudaMutantSolver(entry) for name, entry in (MUTANTS | CONTROLS).items()}
-RIGHT = _RightSolver(_Entry(Mutant(name="right", fault="nothing", problem=SINGLE), _RIGHT_KERNEL))
+RIGHT = CudaMutantSolver(
+    _Entry(Mutant(name="right", fault="nothing", problem=SINGLE, declared=Declared(estimate_ms=2.0)), _RIGHT_KERNEL)
+)

@@ -201,6 +201,12 @@ def small_outputs_are_zero(call: Call) -> None:
     call.write(_flushed(call.sums(), 1e-9))
 
 
+@mutant(WEIGHTS, exact=False)
+def inexact_and_wrong_for_zeros(call: Call) -> None:
+    """An input that is zero is taken for one, of an algorithm that need not be exact."""
+    call.write(_with_inputs(call, lambda a: np.where(a == 0, 1.0, a)))
+
+
 @mutant(SINGLE)
 def fixed_point(call: Call) -> None:
     """Inputs are rounded to multiples of 2**-40."""

@@ -209,6 +209,18 @@ def packed_run_leaves_an_element(call: Call) -> None:
     right(call)
 
 
+def _run_beyond_workspace(call: Call, packed: Bytes) -> None:
+    assert call.scratch is not None
+    run(call, packed)
+    np.lib.stride_tricks.as_strided(call.scratch, (call.scratch.size + 8,), (1,))[-8:] = 0
+
+
+@mutant(FORWARD, _packing(run=_run_beyond_workspace), workspace_bytes=512)
+def packed_run_writes_after_workspace(call: Call) -> None:
+    """A run with packed weights uses more workspace than it asks for."""
+    right(call)
+
+
 def _raise(call: Call, packed: Bytes) -> None:
     raise ArithmeticError("packing is not implemented for this shape")
 

@@ -92,6 +92,20 @@ def wrong_every_seventh_run(call: Call) -> None:
     _wrong_if(call, call.count() % 7 == 0)
 
 
+@mutant(FORWARD)
+def slow_and_wrong_from_fourth_run(call: Call) -> None:
+    """Left behind in the race, and wrong from the fourth run on."""
+    time.sleep(0.02)
+    _wrong_if(call, call.count() >= 4)
+
+
+@mutant(DATA, estimate_ms=3.0)
+def cut_off_and_wrong_from_third_run(call: Call) -> None:
+    """Tried last, cut off after its first timed run, and wrong from the third run on."""
+    time.sleep(0.1)
+    _wrong_if(call, call.count() >= 3)
+
+
 @mutant(DATA)
 def overwrites_input_later(call: Call) -> None:
     """An input is overwritten from the sixth run on."""

@@ -70,6 +70,8 @@ enum class Mutant {
   writes_nothing_from_tenth_run,
   wrong_every_second_run,
   wrong_every_seventh_run,
+  slow_and_wrong_from_fourth_run,
+  cut_off_and_wrong_from_third_run,
   overwrites_input_later,
   writes_after_output_later,
   writes_after_workspace_later,
@@ -82,6 +84,7 @@ enum class Mutant {
   other_last_bits_from_eighth_run,
   last_bits_by_the_clock,
   last_bits_by_the_output,
+  inexact_and_wrong_for_zeros,
   // numbers
   sums_in_half,
   inputs_in_tf32,
@@ -135,6 +138,7 @@ enum class Mutant {
   run_spoils_packed_weights,
   packed_run_drops_a_row,
   packed_run_leaves_an_element,
+  packed_run_writes_after_workspace,
   // right ones
   adds_in_any_order,
   says_that_its_bound_is_wide,
@@ -154,6 +158,9 @@ constexpr Index kMostKept = 4096;
 __device__ constexpr bool is(Mutant mutant) {
   return kMutant == mutant;
 }
+
+constexpr bool kIsSlow =
+    is(Mutant::is_slow) || is(Mutant::slow_and_wrong_from_fourth_run) || is(Mutant::cut_off_and_wrong_from_third_run);
 
 #if DIRECTION == 0
 using A = T_X;
@@ -242,6 +249,7 @@ __device__ double taken(double value, const Run& run) {
   if constexpr (is(Mutant::underflows_between)) return static_cast<float>(value * 0x1p-100) * 0x1p100;
   if constexpr (is(Mutant::double_in_the_range_of_single))
     return fabs(value) > kMostSingle ? value * __longlong_as_double(0x7FF0000000000000ll) : flushed(value, 0x1p-149);
+  if constexpr (is(Mutant::inexact_and_wrong_for_zeros)) return value == 0 ? 1.0 : value;
   if constexpr (is(Mutant::nan_becomes_zero)) return isnan(value) ? 0.0 : value;
   if constexpr (is(Mutant::infinity_becomes_a_number)) return isinf(value) ? copysign(0x1p100, value) : value;
   if constexpr (is(Mutant::infinity_becomes_nan)) return value + (value - value);
@@ -397,6 +405,8 @@ __device__ bool is_wrong_run(unsigned number) {
   if constexpr (is(Mutant::wrong_from_fifth_run)) return number >= 5;
   if constexpr (is(Mutant::wrong_from_tenth_run)) return number >= 10;
   if constexpr (is(Mutant::wrong_from_fiftieth_run)) return number >= 50;
+  if constexpr (is(Mutant::slow_and_wrong_from_fourth_run)) return number >= 4;
+  if constexpr (is(Mutant::cut_off_and_wrong_from_third_run)) return number >= 3;
   if constexpr (is(Mutant::wrong_every_second_run)) return number > 4 && number % 2 == 0;
   if constexpr (is(Mutant::wrong_every_seventh_run)) return number % 7 == 0;
   return false;
@@ -530,6 +540,8 @@ __device__ void damage(const Geometry& conv, const Run& run, unsigned char* scra
     if (run.number >= 6) bytes[sizes.out * sizeof(Out) + 2] = 0;
   if constexpr (is(Mutant::writes_after_workspace_later))
     if (run.number >= 6) scratch[256] = 0;
+  if constexpr (is(Mutant::packed_run_writes_after_workspace))
+    if (kPacked) scratch[512] = 0;
   if constexpr (is(Mutant::run_spoils_packed_weights))
     if (kPacked) const_cast<B*>(run.b)[5] = convert<B>(3.0f);
 }
@@ -597,9 +609,9 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   const double outside = from_outside(conv, run) + from_workspace(scratch);
   if constexpr (is(Mutant::uses_a_large_workspace))
     for (Index i = threadIdx.x; i < sizes.out; i += kThreads) reinterpret_cast<float*>(scratch)[i] = 3.0f;
-  if constexpr (is(Mutant::is_slow)) {
+  if constexpr (kIsSlow) {
     const int64 start = clock64();
-    while (clock64() - start < 1000000) {
+    while (clock64() - start < 8000000) {  // some 4 ms
     }
   }
   if constexpr (is(Mutant::says_that_it_needs_alignment))
