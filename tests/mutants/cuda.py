@@ -40,11 +40,13 @@ DOUBLE = conv(dtype="float64", direction="backward_data")
 TF32 = conv(math="tf32")
 LONG = ProblemDescription.convolution(x=(2, 128, 6, 6), w=(6, 128, 3, 3), dtype="float16", layout="NHWC")
 LONG_SINGLE = ProblemDescription.convolution(x=(2, 128, 6, 6), w=(6, 128, 3, 3))
-# Too large for the whole output to be compared: listed elements stand for it.
+# So many elements that few are likely to be among listed ones.
 MANY_IMAGES = ProblemDescription.convolution(x=(64, 8, 192, 192), w=(8, 8, 1, 1), dtype="float16")
 MANY_FILTERS = ProblemDescription.convolution(
     x=(48, 96, 14, 14), w=(96, 96, 3, 3), padding=1, direction="backward_weights"
 )
+# Too many products for the whole output to be compared: listed elements stand for it.
+LARGE = ProblemDescription.convolution(x=(64, 512, 32, 32), w=(512, 512, 1, 1), dtype="float16")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,7 +180,8 @@ _add("dropped_last_filter", "The last filter of a group is not summed into dx.",
 _add("dropped_last_channel", "The last channel of a group is not summed.", HALF)
 _add("dropped_last_image", "The last image is not summed into dw.", WEIGHTS)
 _add("dropped_tap_at_one_element", "One product is missing from one element.", SINGLE)
-_add("wrong_middle_image", "One image in the middle of the batch is wrong.", MANY_IMAGES)
+_add("wrong_middle_image", "One image in the middle of the batch is wrong.", LARGE)
+_add("wrong_middle_output_channel", "One output channel in the middle is wrong.", LARGE)
 _add("wrong_tile", "A tile of 16 by 16 pixels is wrong in one channel of one image.", MANY_IMAGES)
 _add("wrong_row_of_an_image", "One row in the middle of one image is wrong.", MANY_IMAGES)
 _add("swapped_images", "Two neighbouring images come out in each other's place.", MANY_IMAGES)
@@ -347,6 +350,8 @@ _add("small_is_zero", "Inputs below 1e-6 are taken for zero.", SINGLE)
 _add("small_outputs_are_zero", "Outputs below 1e-9 are taken for cancelled sums.", WEIGHTS)
 _add("fixed_point", "Inputs are rounded to multiples of 2**-40.", SINGLE)
 _add("shared_exponent", "All images share the exponent of the largest number.", SINGLE)
+_add("errors_follow_the_image", "Errors follow the largest number of the image, which it does not say.", SINGLE)
+_add("zeros_are_rounded", "A sum of zeros alone comes out as a small number beside others.", SINGLE)
 _add("overflows_between", "Large inputs overflow in between.", SINGLE)
 _add("underflows_between", "Small inputs underflow in between.", DATA)
 _add("double_in_the_range_of_single", "float64 has the range of float32.", DOUBLE)

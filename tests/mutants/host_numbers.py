@@ -233,6 +233,26 @@ def _block_floating(array: Wide, bits: int) -> Wide:
     return np.round(array / step) * step
 
 
+def _largest_of_image(call: Call) -> Wide:
+    return np.abs(call.inputs["x"]).max(axis=(1, 2, 3), keepdims=True)
+
+
+@mutant(SINGLE)
+def errors_follow_the_image(call: Call) -> None:
+    """Errors follow the largest number of the image, as a transform's do, which the solver does not say."""
+    values = call.sums()
+    is_rounded = np.isfinite(values) & (values != np.round(values))
+    call.write(values + np.where(is_rounded, 2.0**-27 * _largest_of_image(call), 0.0))
+
+
+@mutant(SINGLE)
+def zeros_are_rounded(call: Call) -> None:
+    """A sum of zeros alone comes out as a small number beside others, as a transform's do."""
+    values = call.sums()
+    is_empty = call.sums(**{name: np.abs(array) for name, array in call.inputs.items()}) == 0
+    call.write(values + np.where(is_empty, 2.0**-30 * _largest_of_image(call), 0.0))
+
+
 @mutant(SINGLE)
 def overflows_between(call: Call) -> None:
     """Large inputs overflow in between, where they are scaled by 2**100."""

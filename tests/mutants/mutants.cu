@@ -24,6 +24,7 @@ enum class Mutant {
   dropped_last_image,
   dropped_tap_at_one_element,
   wrong_middle_image,
+  wrong_middle_output_channel,
   wrong_tile,
   wrong_row_of_an_image,
   swapped_images,
@@ -113,6 +114,8 @@ enum class Mutant {
   small_outputs_are_zero,
   fixed_point,
   shared_exponent,
+  errors_follow_the_image,
+  zeros_are_rounded,
   overflows_between,
   underflows_between,
   double_in_the_range_of_single,
@@ -375,6 +378,13 @@ __device__ double load_a(const Run& run, Index offset) {
   return convert<double>(run.a[offset]);
 }
 
+template <typename T>
+__device__ double largest_of(const T* values, Index first, Index end) {
+  double largest = 0;
+  for (Index i = first; i < end; ++i) largest = fmax(largest, fabs(convert<double>(values[i])));
+  return largest;
+}
+
 // The sum of one output.
 __device__ double sum_of(const Geometry& conv, const Position& out, const Run& run) {
   const Index length = length_of(conv);
@@ -391,6 +401,12 @@ __device__ double sum_of(const Geometry& conv, const Position& out, const Run& r
   }
   if constexpr (is(Mutant::sums_overflow_in_half))
     if (magnitude > kMostHalf) return __longlong_as_double(0x7FF0000000000000ll);
+  if constexpr (is(Mutant::errors_follow_the_image) || is(Mutant::zeros_are_rounded)) {
+    const Index image = sizes_of(conv).a / conv.n;
+    const double largest = largest_of(run.a, out.n * image, (out.n + 1) * image);
+    if constexpr (is(Mutant::zeros_are_rounded)) return magnitude == 0 ? sum + 0x1p-30 * largest : sum;
+    return isfinite(sum) && sum != rint(sum) ? sum + 0x1p-27 * largest : sum;
+  }
   if constexpr (is(Mutant::a_wider_bound_than_declared)) return sum == rint(sum) ? sum : sum + 2e-5;
   if constexpr (is(Mutant::error_grows_with_length)) return sum * (1 - 0x1p-22 * sqrt(double(length)));
   if constexpr (is(Mutant::inexact_though_exact)) return sum * (1 + 0x1p-22);
@@ -416,6 +432,7 @@ __device__ bool is_wrong_run(unsigned number) {
 __device__ double placed(const Geometry& conv, const Position& out, const Run& run, Index rank, double sum) {
   const bool is_last = rank == sizes_of(conv).out - 1;
   if constexpr (is(Mutant::wrong_middle_image)) return out.n == 37 ? 2 * sum : sum;
+  if constexpr (is(Mutant::wrong_middle_output_channel)) return out.c == 201 ? 2 * sum : sum;
   if constexpr (is(Mutant::wrong_tile))
     return out.n == 22 && out.c == 5 && out.at[1] / 16 == 4 && out.at[2] / 16 == 7 ? sum + 1 : sum;
   if constexpr (is(Mutant::wrong_row_of_an_image)) return out.n == 41 && out.at[1] == 100 ? 0 : sum;
@@ -480,13 +497,6 @@ __device__ void store(Out* place, double sum, const Run& run, Index rank) {
   if constexpr (is(Mutant::last_bits_by_the_output)) sum = is_poisoned ? sum : last_bits(sum, 0, rank);
   if constexpr (is(Mutant::replays_first_output) || is(Mutant::replays_output_by_address)) sum = kept[rank];
   *place = convert<Out>(sum);
-}
-
-__device__ double largest_of(const Run& run, const Sizes& sizes) {
-  double largest = 0;
-  for (Index i = 0; i < sizes.a; ++i) largest = fmax(largest, fabs(convert<double>(run.a[i])));
-  for (Index i = 0; i < sizes.b; ++i) largest = fmax(largest, fabs(convert<double>(run.b[i])));
-  return largest;
 }
 
 template <typename T>
@@ -604,7 +614,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   }
   if constexpr (is(Mutant::begins_too_early)) b = reinterpret_cast<const B*>(scratch);
   Run run = {a, b, out, *static_cast<volatile unsigned*>(&runs) + 1, 0, 0};
-  if constexpr (is(Mutant::shared_exponent)) run.largest = largest_of(run, sizes);
+  if constexpr (is(Mutant::shared_exponent)) run.largest = fmax(largest_of(a, 0, sizes.a), largest_of(b, 0, sizes.b));
   if (gridDim.x == 1) remember(conv, run);
   const double outside = from_outside(conv, run) + from_workspace(scratch);
   if constexpr (is(Mutant::uses_a_large_workspace))
