@@ -40,6 +40,8 @@ DOUBLE = conv(dtype="float64", direction="backward_data")
 TF32 = conv(math="tf32")
 LONG = ProblemDescription.convolution(x=(2, 128, 6, 6), w=(6, 128, 3, 3), dtype="float16", layout="NHWC")
 LONG_SINGLE = ProblemDescription.convolution(x=(2, 128, 6, 6), w=(6, 128, 3, 3))
+# So short that a sample is a long row of runs, each on tensors of its own.
+TINY = ProblemDescription.convolution(x=(1, 2, 5, 5), w=(2, 2, 1, 1))
 # So many elements that few are likely to be among listed ones.
 MANY_IMAGES = ProblemDescription.convolution(x=(64, 8, 192, 192), w=(8, 8, 1, 1), dtype="float16")
 MANY_FILTERS = ProblemDescription.convolution(
@@ -249,10 +251,10 @@ _add("wrong_from_third_run", "The third run and all later ones are wrong.", WEIG
 _add("wrong_from_fifth_run", "The fifth run and all later ones are wrong, when the race has begun.", HALF)
 _add("wrong_from_tenth_run", "The tenth run and all later ones are wrong.", SINGLE)
 _add("nan_from_tenth_run", "The tenth run and all later ones leave a NaN.", DATA)
-_add("wrong_from_fiftieth_run", "The fiftieth run and all later ones are wrong.", SINGLE)
+_add("wrong_from_fiftieth_run", "The fiftieth run and all later ones are wrong.", TINY)
 _add("writes_nothing_from_tenth_run", "From the tenth run on nothing is written.", SINGLE)
-_add("wrong_every_second_run", "Every second run is wrong once the race has begun.", WEIGHTS)
-_add("wrong_every_seventh_run", "Every seventh run is wrong.", SINGLE)
+_add("wrong_every_second_run", "Every second run is wrong once the race has begun.", TINY)
+_add("wrong_every_seventh_run", "Every seventh run is wrong.", TINY)
 _add("slow_and_wrong_from_fourth_run", "Left behind in the race, and wrong from the fourth run on.", SINGLE)
 _add(
     "cut_off_and_wrong_from_third_run",
