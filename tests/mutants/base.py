@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from miofind.device import Device, Library, Place
 from miofind.options import FindOptions
@@ -15,6 +15,19 @@ from miofind.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solv
 # Wide enough for solvers whose bound is wider than direct summation's; a default find leaves these out.
 ANY_ERROR = FindOptions(max_error=1.0)
 DEFAULT = FindOptions()
+
+
+def conv(**fields: Any) -> ProblemDescription:
+    """A small problem that has everything: strides, dilations, uneven padding and groups."""
+    everything = {
+        "x": (3, 6, 11, 10),
+        "w": (8, 3, 3, 3),
+        "padding": ((1, 0), (1, 2)),
+        "stride": (2, 1),
+        "dilation": (1, 2),
+        "groups": 2,
+    }
+    return ProblemDescription.convolution(**(everything | fields))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,8 +22,7 @@ from miofind.solution import (
     Scalar,
     WorkspacePlan,
 )
-from mutants.base import Declared, Mutant, MutantSolver
-from mutants.host import conv
+from mutants.base import Declared, Mutant, MutantSolver, conv
 
 _SOURCE = "mutants.cu"
 _THREADS = 256

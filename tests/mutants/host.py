@@ -206,19 +206,6 @@ _RIGHT = _Entry(Mutant(name="right", fault="nothing", problem=_ANY, declared=Dec
 RIGHT = HostMutantSolver(_RIGHT)
 
 
-def conv(**fields: Any) -> ProblemDescription:
-    """A small problem that has everything: strides, dilations, uneven padding and groups."""
-    everything = {
-        "x": (3, 6, 11, 10),
-        "w": (8, 3, 3, 3),
-        "padding": ((1, 0), (1, 2)),
-        "stride": (2, 1),
-        "dilation": (1, 2),
-        "groups": 2,
-    }
-    return ProblemDescription.convolution(**(everything | fields))
-
-
 for _theme in ("places", "memory", "state", "numbers", "nonfinite", "packed", "controls"):
     importlib.import_module(f"mutants.host_{_theme}")
 

@@ -7,7 +7,8 @@ import numpy as np
 
 from miofind.problem import ProblemDescription
 from miofind.reference import reference_on_host, round_once
-from mutants.host import Array, Call, Wide, conv, mutant
+from mutants.base import conv
+from mutants.host import Array, Call, Wide, mutant
 
 SINGLE = conv()
 DATA = conv(direction="backward_data")

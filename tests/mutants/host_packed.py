@@ -9,7 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from miofind.problem import ProblemDescription
-from mutants.host import Call, Packed, Wide, conv, mutant
+from mutants.base import conv
+from mutants.host import Call, Packed, Wide, mutant
 
 Bytes = NDArray[np.uint8]
 

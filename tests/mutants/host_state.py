@@ -10,7 +10,8 @@ import numpy as np
 
 from miofind.problem import ProblemDescription
 from miofind.reference import round_once
-from mutants.host import Array, Call, Wide, conv, mutant
+from mutants.base import conv
+from mutants.host import Array, Call, Wide, mutant
 
 FORWARD = conv()
 DATA = conv(direction="backward_data")
