@@ -51,15 +51,8 @@ def compiler(tmp_path_factory: pytest.TempPathFactory) -> Compiler:
 
 @pytest.mark.parametrize("name", cuda.SOLVERS)
 def test_the_kernels_of_the_gpu_compile(compiler: Compiler, name: str) -> None:
-    solver, device = cuda.SOLVERS[name], Device.virtual("90a")
-    problem = solver.mutant.problem
-    config = solver.default_configs(problem, device)[0]
-    kernels = solver.solution(problem, device, config).kernels
-    packing = solver.packing(problem, device, config)
-    if packing is not None:
-        kernels += (*packing.pack.kernels, *packing.run.kernels)
-    for step in kernels:
-        compiler.build(step, device.arch)
+    for step in cuda.SOLVERS[name].kernels(Device.virtual("90a")):
+        compiler.build(step, "90a")
 
 
 def test_there_are_enough_of_them_on_the_gpu() -> None:

@@ -9,11 +9,28 @@ from mutants import cuda
 from mutants.find import find
 
 from miofind.candidate import Status
-from miofind.compiler import Compiler
+from miofind.compiler import BinaryCache, Compiler
 from miofind.device import Device
+from miofind.errors import CompileError
 
 pytest.importorskip("cupy")
 pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(scope="module")
+def cache(device: Device, tmp_path_factory: pytest.TempPathFactory) -> BinaryCache:
+    """All kernels, compiled at once by all processors."""
+    cache = BinaryCache(tmp_path_factory.mktemp("mutants") / "kernels")
+    steps = [step for solver in (*cuda.SOLVERS.values(), cuda.RIGHT) for step in solver.kernels(device)]
+    errors = [made for _, made in Compiler(cache).build_all(steps, device.arch) if isinstance(made, CompileError)]
+    assert errors == []
+    return cache
+
+
+@pytest.fixture
+def compiler(cache: BinaryCache) -> Compiler:
+    """A compiler of each test's own: kernels are loaded anew, and what they keep on the device is as at first."""
+    return Compiler(cache)
 
 
 @pytest.mark.parametrize("name", cuda.MUTANTS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from miofind.device import Device, Library, Place
 from miofind.options import FindOptions
@@ -15,6 +15,19 @@ from miofind.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solv
 # Wide enough for solvers whose bound is wider than direct summation's; a default find leaves these out.
 ANY_ERROR = FindOptions(max_error=1.0)
 DEFAULT = FindOptions()
+
+
+def conv(**fields: Any) -> ProblemDescription:
+    """A small problem that has everything: strides, dilations, uneven padding and groups."""
+    everything = {
+        "x": (3, 6, 11, 10),
+        "w": (8, 3, 3, 3),
+        "padding": ((1, 0), (1, 2)),
+        "stride": (2, 1),
+        "dilation": (1, 2),
+        "groups": 2,
+    }
+    return ProblemDescription.convolution(**(everything | fields))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +41,7 @@ class Declared:
         error_growth: how much wider its error bound is than direct summation's.
         alignment_bytes: of the tensors' addresses.
         workspace_bytes: of one region, "scratch".
+        estimate_ms: where among the others it is tried; the right solver says 2.
     """
 
     exact: bool = True
@@ -36,6 +50,7 @@ class Declared:
     error_growth: float = 1.0
     alignment_bytes: int = 1
     workspace_bytes: int = 0
+    estimate_ms: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +107,7 @@ class MutantSolver(Solver):
         return (Config.of(mutant=self.mutant.name),)
 
     def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
-        return 1.0
+        return self.mutant.declared.estimate_ms
 
     def error_growth(self, problem: ProblemDescription, config: Config) -> float:
         return self.mutant.declared.error_growth

@@ -22,8 +22,7 @@ from miofind.solution import (
     Scalar,
     WorkspacePlan,
 )
-from mutants.base import Declared, Mutant, MutantSolver
-from mutants.host import conv
+from mutants.base import Declared, Mutant, MutantSolver, conv
 
 _SOURCE = "mutants.cu"
 _THREADS = 256
@@ -40,11 +39,15 @@ DOUBLE = conv(dtype="float64", direction="backward_data")
 TF32 = conv(math="tf32")
 LONG = ProblemDescription.convolution(x=(2, 128, 6, 6), w=(6, 128, 3, 3), dtype="float16", layout="NHWC")
 LONG_SINGLE = ProblemDescription.convolution(x=(2, 128, 6, 6), w=(6, 128, 3, 3))
-# Too large for the whole output to be compared: listed elements stand for it.
+# So short that a sample is a long row of runs, each on tensors of its own.
+TINY = ProblemDescription.convolution(x=(1, 2, 5, 5), w=(2, 2, 1, 1))
+# So many elements that few are likely to be among listed ones.
 MANY_IMAGES = ProblemDescription.convolution(x=(64, 8, 192, 192), w=(8, 8, 1, 1), dtype="float16")
 MANY_FILTERS = ProblemDescription.convolution(
     x=(48, 96, 14, 14), w=(96, 96, 3, 3), padding=1, direction="backward_weights"
 )
+# Too many products for the whole output to be compared: listed elements stand for it.
+LARGE = ProblemDescription.convolution(x=(64, 512, 32, 32), w=(512, 512, 1, 1), dtype="float16")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +101,14 @@ class CudaMutantSolver(MutantSolver):
             bytes=_HEAD_BYTES + problem.w.bytes,
         )
 
+    def kernels(self, device: Device) -> tuple[KernelStep, ...]:
+        """All that it launches, those of its packing included."""
+        problem = self.mutant.problem
+        config = self.default_configs(problem, device)[0]
+        kernels = self.solution(problem, device, config).kernels
+        packing = self.packing(problem, device, config)
+        return kernels if packing is None else (*kernels, *packing.pack.kernels, *packing.run.kernels)
+
     def _solution(self, *steps: KernelStep) -> ConvSolution:
         declared = self.mutant.declared
         size = declared.workspace_bytes
@@ -148,13 +159,6 @@ def _weights(problem: ProblemDescription) -> Scalar:
     return Scalar(ctype="int64", value=problem.w.size)
 
 
-class _RightSolver(CudaMutantSolver):
-    """Right, and estimated slower than a mutant."""
-
-    def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
-        return 2.0
-
-
 @dataclass(slots=True)
 class _Registry:
     entries: dict[str, _Entry] = field(default_factory=dict)
@@ -177,7 +181,8 @@ _add("dropped_last_filter", "The last filter of a group is not summed into dx.",
 _add("dropped_last_channel", "The last channel of a group is not summed.", HALF)
 _add("dropped_last_image", "The last image is not summed into dw.", WEIGHTS)
 _add("dropped_tap_at_one_element", "One product is missing from one element.", SINGLE)
-_add("wrong_middle_image", "One image in the middle of the batch is wrong.", MANY_IMAGES)
+_add("wrong_middle_image", "One image in the middle of the batch is wrong.", LARGE)
+_add("wrong_middle_output_channel", "One output channel in the middle is wrong.", LARGE)
 _add("wrong_tile", "A tile of 16 by 16 pixels is wrong in one channel of one image.", MANY_IMAGES)
 _add("wrong_row_of_an_image", "One row in the middle of one image is wrong.", MANY_IMAGES)
 _add("swapped_images", "Two neighbouring images come out in each other's place.", MANY_IMAGES)
@@ -245,10 +250,17 @@ _add("wrong_from_third_run", "The third run and all later ones are wrong.", WEIG
 _add("wrong_from_fifth_run", "The fifth run and all later ones are wrong, when the race has begun.", HALF)
 _add("wrong_from_tenth_run", "The tenth run and all later ones are wrong.", SINGLE)
 _add("nan_from_tenth_run", "The tenth run and all later ones leave a NaN.", DATA)
-_add("wrong_from_fiftieth_run", "The fiftieth run and all later ones are wrong.", SINGLE)
+_add("wrong_from_fiftieth_run", "The fiftieth run and all later ones are wrong.", TINY)
 _add("writes_nothing_from_tenth_run", "From the tenth run on nothing is written.", SINGLE)
-_add("wrong_every_second_run", "Every second run is wrong once the race has begun.", WEIGHTS)
-_add("wrong_every_seventh_run", "Every seventh run is wrong.", SINGLE)
+_add("wrong_every_second_run", "Every second run is wrong once the race has begun.", TINY)
+_add("wrong_every_seventh_run", "Every seventh run is wrong.", TINY)
+_add("slow_and_wrong_from_fourth_run", "Left behind in the race, and wrong from the fourth run on.", SINGLE)
+_add(
+    "cut_off_and_wrong_from_third_run",
+    "Cut off after its first timed run, and wrong from the third run on.",
+    DATA,
+    estimate_ms=3.0,
+)
 _add("overwrites_input_later", "An input is overwritten from the sixth run on.", DATA)
 _add("writes_after_output_later", "Bytes behind the output are overwritten from the sixth run on.", SINGLE)
 _add(
@@ -293,6 +305,12 @@ _add(
 _add("other_last_bits_from_eighth_run", "Once warm it adds in another order.", SINGLE)
 _add("last_bits_by_the_clock", "The last bits are those of a clock.", WEIGHTS)
 _add("last_bits_by_the_output", "The last bits depend on what the output held.", SINGLE)
+_add(
+    "inexact_and_wrong_for_zeros",
+    "An input that is zero is taken for one, of an algorithm that need not be exact.",
+    SINGLE,
+    exact=False,
+)
 
 # Numbers are too coarse, or right in the middle of their range alone.
 _add("sums_in_half", "Sums are kept in float16.", LONG)
@@ -333,6 +351,8 @@ _add("small_is_zero", "Inputs below 1e-6 are taken for zero.", SINGLE)
 _add("small_outputs_are_zero", "Outputs below 1e-9 are taken for cancelled sums.", WEIGHTS)
 _add("fixed_point", "Inputs are rounded to multiples of 2**-40.", SINGLE)
 _add("shared_exponent", "All images share the exponent of the largest number.", SINGLE)
+_add("errors_follow_the_image", "Errors follow the largest number of the image, which it does not say.", SINGLE)
+_add("zeros_are_rounded", "A sum of zeros alone comes out as a small number beside others.", SINGLE)
 _add("overflows_between", "Large inputs overflow in between.", SINGLE)
 _add("underflows_between", "Small inputs underflow in between.", DATA)
 _add("double_in_the_range_of_single", "float64 has the range of float32.", DOUBLE)
@@ -361,6 +381,13 @@ _add("packing_writes_into_weights", "Packing overwrites a weight.", DATA, _PACKS
 _add("run_spoils_packed_weights", "A run overwrites packed weights.", SINGLE, _PACKS)
 _add("packed_run_drops_a_row", "A run with packed weights leaves the first row out.", DATA, _PACKS)
 _add("packed_run_leaves_an_element", "A run with packed weights leaves one element unwritten.", SINGLE, _PACKS)
+_add(
+    "packed_run_writes_after_workspace",
+    "A run with packed weights uses more workspace than it asks for.",
+    SINGLE,
+    _PACKS,
+    workspace_bytes=512,
+)
 
 _add = _controls.add
 _RIGHT_KERNEL = Kernel(branch="right")
@@ -405,4 +432,6 @@ _add(
 MUTANTS = _mutants.entries
 CONTROLS = _controls.entries
 SOLVERS = {name: CudaMutantSolver(entry) for name, entry in (MUTANTS | CONTROLS).items()}
-RIGHT = _RightSolver(_Entry(Mutant(name="right", fault="nothing", problem=SINGLE), _RIGHT_KERNEL))
+RIGHT = CudaMutantSolver(
+    _Entry(Mutant(name="right", fault="nothing", problem=SINGLE, declared=Declared(estimate_ms=2.0)), _RIGHT_KERNEL)
+)

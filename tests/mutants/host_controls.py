@@ -9,7 +9,8 @@ import numpy as np
 
 from miofind.problem import ProblemDescription
 from miofind.reference import reference_on_host
-from mutants.host import Call, Packed, Wide, control, conv
+from mutants.base import conv
+from mutants.host import Call, Packed, Wide, control
 from mutants.host_packed import FORWARD, pack, run
 from mutants.host_packed import right as _whole
 from mutants.host_state import last_bits, some

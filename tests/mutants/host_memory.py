@@ -6,7 +6,8 @@ import ctypes
 
 import numpy as np
 
-from mutants.host import Array, Call, conv, mutant
+from mutants.base import conv
+from mutants.host import Array, Call, mutant
 
 FORWARD = conv()
 DATA = conv(direction="backward_data", dtype="bfloat16", layout="NHWC")

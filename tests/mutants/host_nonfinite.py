@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from mutants.host import Call, Wide, conv, mutant
+from mutants.base import conv
+from mutants.host import Call, Wide, mutant
 
 SINGLE = conv()
 DATA = conv(direction="backward_data", dtype="float16")

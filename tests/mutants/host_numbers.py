@@ -7,7 +7,8 @@ import numpy as np
 
 from miofind.problem import ProblemDescription
 from miofind.reference import reference_on_host, round_once
-from mutants.host import Array, Call, Wide, conv, mutant
+from mutants.base import conv
+from mutants.host import Array, Call, Wide, mutant
 
 SINGLE = conv()
 DATA = conv(direction="backward_data")
@@ -201,6 +202,12 @@ def small_outputs_are_zero(call: Call) -> None:
     call.write(_flushed(call.sums(), 1e-9))
 
 
+@mutant(WEIGHTS, exact=False)
+def inexact_and_wrong_for_zeros(call: Call) -> None:
+    """An input that is zero is taken for one, of an algorithm that need not be exact."""
+    call.write(_with_inputs(call, lambda a: np.where(a == 0, 1.0, a)))
+
+
 @mutant(SINGLE)
 def fixed_point(call: Call) -> None:
     """Inputs are rounded to multiples of 2**-40."""
@@ -225,6 +232,26 @@ def _block_floating(array: Wide, bits: int) -> Wide:
         return array
     step = 2.0 ** (np.floor(np.log2(largest)) + 1 - bits)
     return np.round(array / step) * step
+
+
+def _largest_of_image(call: Call) -> Wide:
+    return np.abs(call.inputs["x"]).max(axis=(1, 2, 3), keepdims=True)
+
+
+@mutant(SINGLE)
+def errors_follow_the_image(call: Call) -> None:
+    """Errors follow the largest number of the image, as a transform's do, which the solver does not say."""
+    values = call.sums()
+    is_rounded = np.isfinite(values) & (values != np.round(values))
+    call.write(values + np.where(is_rounded, 2.0**-27 * _largest_of_image(call), 0.0))
+
+
+@mutant(SINGLE)
+def zeros_are_rounded(call: Call) -> None:
+    """A sum of zeros alone comes out as a small number beside others, as a transform's do."""
+    values = call.sums()
+    is_empty = call.sums(**{name: np.abs(array) for name, array in call.inputs.items()}) == 0
+    call.write(values + np.where(is_empty, 2.0**-30 * _largest_of_image(call), 0.0))
 
 
 @mutant(SINGLE)

@@ -9,7 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from miofind.problem import ProblemDescription
-from mutants.host import Call, Packed, Wide, conv, mutant
+from mutants.base import conv
+from mutants.host import Call, Packed, Wide, mutant
 
 Bytes = NDArray[np.uint8]
 
@@ -206,6 +207,18 @@ def _run_unwritten(call: Call, packed: Bytes) -> None:
 @_register(FORWARD, run=_run_unwritten)
 def packed_run_leaves_an_element(call: Call) -> None:
     """A run with packed weights leaves one element unwritten."""
+    right(call)
+
+
+def _run_beyond_workspace(call: Call, packed: Bytes) -> None:
+    assert call.scratch is not None
+    run(call, packed)
+    np.lib.stride_tricks.as_strided(call.scratch, (call.scratch.size + 8,), (1,))[-8:] = 0
+
+
+@mutant(FORWARD, _packing(run=_run_beyond_workspace), workspace_bytes=512)
+def packed_run_writes_after_workspace(call: Call) -> None:
+    """A run with packed weights uses more workspace than it asks for."""
     right(call)
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from miofind.problem import ProblemDescription
-from mutants.host import Call, Wide, conv, mutant
+from mutants.base import conv
+from mutants.host import Call, Wide, mutant
 
 FORWARD = conv()
 DATA = conv(direction="backward_data")

@@ -10,12 +10,15 @@ import numpy as np
 
 from miofind.problem import ProblemDescription
 from miofind.reference import round_once
-from mutants.host import Array, Call, Wide, conv, mutant
+from mutants.base import conv
+from mutants.host import Array, Call, Wide, mutant
 
 FORWARD = conv()
 DATA = conv(direction="backward_data")
 WEIGHTS = conv(direction="backward_weights")
 HALF = conv(dtype="float16", layout="NHWC")
+# Far faster than the right solver on any machine, so that a race has all its rounds for the mutant.
+TINY = ProblemDescription.convolution(x=(1, 2, 5, 5), w=(2, 2, 1, 1))
 LONG = ProblemDescription.convolution(x=(2, 64, 7, 7), w=(8, 64, 3, 3), padding=1)
 
 
@@ -65,7 +68,7 @@ def nan_from_tenth_run(call: Call) -> None:
     call.write(values)
 
 
-@mutant(FORWARD)
+@mutant(TINY)
 def wrong_from_twentieth_run(call: Call) -> None:
     """The twentieth run and all later ones are wrong, in the last blocks of the race."""
     _wrong_if(call, call.count() >= 20)
@@ -78,18 +81,32 @@ def writes_nothing_from_tenth_run(call: Call) -> None:
         call.write(call.sums())
 
 
-@mutant(WEIGHTS)
+@mutant(TINY)
 def wrong_every_second_run(call: Call) -> None:
     """Every second run is wrong once the race has begun, as with two buffers of which one is not cleared."""
     number = call.count()
     _wrong_if(call, number > 4 and number % 2 == 0)
 
 
-@mutant(FORWARD)
+@mutant(TINY)
 def wrong_every_seventh_run(call: Call) -> None:
     """Every seventh run is wrong."""
     time.sleep(0.0011)  # rows of one run, so that which run ends a row does not depend on times
     _wrong_if(call, call.count() % 7 == 0)
+
+
+@mutant(FORWARD)
+def slow_and_wrong_from_fourth_run(call: Call) -> None:
+    """Left behind in the race, and wrong from the fourth run on."""
+    time.sleep(0.02)
+    _wrong_if(call, call.count() >= 4)
+
+
+@mutant(DATA, estimate_ms=3.0)
+def cut_off_and_wrong_from_third_run(call: Call) -> None:
+    """Tried last, cut off after its first timed run, and wrong from the third run on."""
+    time.sleep(0.1)
+    _wrong_if(call, call.count() >= 3)
 
 
 @mutant(DATA)

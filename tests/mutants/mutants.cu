@@ -24,6 +24,7 @@ enum class Mutant {
   dropped_last_image,
   dropped_tap_at_one_element,
   wrong_middle_image,
+  wrong_middle_output_channel,
   wrong_tile,
   wrong_row_of_an_image,
   swapped_images,
@@ -70,6 +71,8 @@ enum class Mutant {
   writes_nothing_from_tenth_run,
   wrong_every_second_run,
   wrong_every_seventh_run,
+  slow_and_wrong_from_fourth_run,
+  cut_off_and_wrong_from_third_run,
   overwrites_input_later,
   writes_after_output_later,
   writes_after_workspace_later,
@@ -82,6 +85,7 @@ enum class Mutant {
   other_last_bits_from_eighth_run,
   last_bits_by_the_clock,
   last_bits_by_the_output,
+  inexact_and_wrong_for_zeros,
   // numbers
   sums_in_half,
   inputs_in_tf32,
@@ -110,6 +114,8 @@ enum class Mutant {
   small_outputs_are_zero,
   fixed_point,
   shared_exponent,
+  errors_follow_the_image,
+  zeros_are_rounded,
   overflows_between,
   underflows_between,
   double_in_the_range_of_single,
@@ -135,6 +141,7 @@ enum class Mutant {
   run_spoils_packed_weights,
   packed_run_drops_a_row,
   packed_run_leaves_an_element,
+  packed_run_writes_after_workspace,
   // right ones
   adds_in_any_order,
   says_that_its_bound_is_wide,
@@ -154,6 +161,9 @@ constexpr Index kMostKept = 4096;
 __device__ constexpr bool is(Mutant mutant) {
   return kMutant == mutant;
 }
+
+constexpr bool kIsSlow =
+    is(Mutant::is_slow) || is(Mutant::slow_and_wrong_from_fourth_run) || is(Mutant::cut_off_and_wrong_from_third_run);
 
 #if DIRECTION == 0
 using A = T_X;
@@ -242,6 +252,7 @@ __device__ double taken(double value, const Run& run) {
   if constexpr (is(Mutant::underflows_between)) return static_cast<float>(value * 0x1p-100) * 0x1p100;
   if constexpr (is(Mutant::double_in_the_range_of_single))
     return fabs(value) > kMostSingle ? value * __longlong_as_double(0x7FF0000000000000ll) : flushed(value, 0x1p-149);
+  if constexpr (is(Mutant::inexact_and_wrong_for_zeros)) return value == 0 ? 1.0 : value;
   if constexpr (is(Mutant::nan_becomes_zero)) return isnan(value) ? 0.0 : value;
   if constexpr (is(Mutant::infinity_becomes_a_number)) return isinf(value) ? copysign(0x1p100, value) : value;
   if constexpr (is(Mutant::infinity_becomes_nan)) return value + (value - value);
@@ -367,6 +378,13 @@ __device__ double load_a(const Run& run, Index offset) {
   return convert<double>(run.a[offset]);
 }
 
+template <typename T>
+__device__ double largest_of(const T* values, Index first, Index end) {
+  double largest = 0;
+  for (Index i = first; i < end; ++i) largest = fmax(largest, fabs(convert<double>(values[i])));
+  return largest;
+}
+
 // The sum of one output.
 __device__ double sum_of(const Geometry& conv, const Position& out, const Run& run) {
   const Index length = length_of(conv);
@@ -383,6 +401,12 @@ __device__ double sum_of(const Geometry& conv, const Position& out, const Run& r
   }
   if constexpr (is(Mutant::sums_overflow_in_half))
     if (magnitude > kMostHalf) return __longlong_as_double(0x7FF0000000000000ll);
+  if constexpr (is(Mutant::errors_follow_the_image) || is(Mutant::zeros_are_rounded)) {
+    const Index image = sizes_of(conv).a / conv.n;
+    const double largest = largest_of(run.a, out.n * image, (out.n + 1) * image);
+    if constexpr (is(Mutant::zeros_are_rounded)) return magnitude == 0 ? sum + 0x1p-30 * largest : sum;
+    return isfinite(sum) && sum != rint(sum) ? sum + 0x1p-27 * largest : sum;
+  }
   if constexpr (is(Mutant::a_wider_bound_than_declared)) return sum == rint(sum) ? sum : sum + 2e-5;
   if constexpr (is(Mutant::error_grows_with_length)) return sum * (1 - 0x1p-22 * sqrt(double(length)));
   if constexpr (is(Mutant::inexact_though_exact)) return sum * (1 + 0x1p-22);
@@ -397,6 +421,8 @@ __device__ bool is_wrong_run(unsigned number) {
   if constexpr (is(Mutant::wrong_from_fifth_run)) return number >= 5;
   if constexpr (is(Mutant::wrong_from_tenth_run)) return number >= 10;
   if constexpr (is(Mutant::wrong_from_fiftieth_run)) return number >= 50;
+  if constexpr (is(Mutant::slow_and_wrong_from_fourth_run)) return number >= 4;
+  if constexpr (is(Mutant::cut_off_and_wrong_from_third_run)) return number >= 3;
   if constexpr (is(Mutant::wrong_every_second_run)) return number > 4 && number % 2 == 0;
   if constexpr (is(Mutant::wrong_every_seventh_run)) return number % 7 == 0;
   return false;
@@ -406,6 +432,7 @@ __device__ bool is_wrong_run(unsigned number) {
 __device__ double placed(const Geometry& conv, const Position& out, const Run& run, Index rank, double sum) {
   const bool is_last = rank == sizes_of(conv).out - 1;
   if constexpr (is(Mutant::wrong_middle_image)) return out.n == 37 ? 2 * sum : sum;
+  if constexpr (is(Mutant::wrong_middle_output_channel)) return out.c == 201 ? 2 * sum : sum;
   if constexpr (is(Mutant::wrong_tile))
     return out.n == 22 && out.c == 5 && out.at[1] / 16 == 4 && out.at[2] / 16 == 7 ? sum + 1 : sum;
   if constexpr (is(Mutant::wrong_row_of_an_image)) return out.n == 41 && out.at[1] == 100 ? 0 : sum;
@@ -472,13 +499,6 @@ __device__ void store(Out* place, double sum, const Run& run, Index rank) {
   *place = convert<Out>(sum);
 }
 
-__device__ double largest_of(const Run& run, const Sizes& sizes) {
-  double largest = 0;
-  for (Index i = 0; i < sizes.a; ++i) largest = fmax(largest, fabs(convert<double>(run.a[i])));
-  for (Index i = 0; i < sizes.b; ++i) largest = fmax(largest, fabs(convert<double>(run.b[i])));
-  return largest;
-}
-
 template <typename T>
 __device__ double zero_times(const T* values, Index first, Index end) {
   double sum = 0;
@@ -530,6 +550,8 @@ __device__ void damage(const Geometry& conv, const Run& run, unsigned char* scra
     if (run.number >= 6) bytes[sizes.out * sizeof(Out) + 2] = 0;
   if constexpr (is(Mutant::writes_after_workspace_later))
     if (run.number >= 6) scratch[256] = 0;
+  if constexpr (is(Mutant::packed_run_writes_after_workspace))
+    if (kPacked) scratch[512] = 0;
   if constexpr (is(Mutant::run_spoils_packed_weights))
     if (kPacked) const_cast<B*>(run.b)[5] = convert<B>(3.0f);
 }
@@ -592,14 +614,14 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   }
   if constexpr (is(Mutant::begins_too_early)) b = reinterpret_cast<const B*>(scratch);
   Run run = {a, b, out, *static_cast<volatile unsigned*>(&runs) + 1, 0, 0};
-  if constexpr (is(Mutant::shared_exponent)) run.largest = largest_of(run, sizes);
+  if constexpr (is(Mutant::shared_exponent)) run.largest = fmax(largest_of(a, 0, sizes.a), largest_of(b, 0, sizes.b));
   if (gridDim.x == 1) remember(conv, run);
   const double outside = from_outside(conv, run) + from_workspace(scratch);
   if constexpr (is(Mutant::uses_a_large_workspace))
     for (Index i = threadIdx.x; i < sizes.out; i += kThreads) reinterpret_cast<float*>(scratch)[i] = 3.0f;
-  if constexpr (is(Mutant::is_slow)) {
+  if constexpr (kIsSlow) {
     const int64 start = clock64();
-    while (clock64() - start < 1000000) {
+    while (clock64() - start < 8000000) {  // some 4 ms
     }
   }
   if constexpr (is(Mutant::says_that_it_needs_alignment))
