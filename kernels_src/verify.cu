@@ -88,32 +88,33 @@ __device__ __forceinline__ double half_ulp(double value, int mantissa, int least
   return scalbn(1.0, (exponent > least ? exponent : least) - mantissa - 1);
 }
 
-// Compares listed elements with sums[3*i] = x*w, sums[3*i + 1] = |x|*|w|, sums[3*i + 2] = x^2 * w^2.
+// Compares listed elements, all where indices is null, with sums[i] = x*w, scales[2*i] = |x|*|w| and
+// scales[2*i + 1] = sqrt(x^2 * w^2); scales may be null where factor < 0, and |x*w| stands for |x|*|w| then.
 // factor < 0: the output must equal the rounded reference. Otherwise |error| <= factor * sqrt(x^2 * w^2) + rounding.
 // slots: [0] += elements that are wrong, [1] raised to (ratio, position) of the worst of them, as 32 + 32 bits,
 // [2] to the largest |error| / (|x|*|w|), [3] to the largest ratio (|error| - rounding) / (factor * sqrt(x^2 * w^2));
 // ratios are bits of a float.
 extern "C" __global__ void verify_compare(const T* __restrict__ out, const int64* __restrict__ indices,
-                                          const double* __restrict__ sums, int64 count, double factor, int mantissa,
-                                          int least, int64 size_n, int64 size_c, int64 size_d, int64 size_h,
-                                          int64 size_w, int64 stride_n, int64 stride_c, int64 stride_d, int64 stride_h,
-                                          int64 stride_w, Slot* slots) {
+                                          const double* __restrict__ sums, const float* __restrict__ scales,
+                                          int64 count, double factor, int mantissa, int least, int64 size_n,
+                                          int64 size_c, int64 size_d, int64 size_h, int64 size_w, int64 stride_n,
+                                          int64 stride_c, int64 stride_d, int64 stride_h, int64 stride_w, Slot* slots) {
   const Shape shape = {{size_n, size_c, size_d, size_h, size_w}, {stride_n, stride_c, stride_d, stride_h, stride_w}};
   const double infinity = __longlong_as_double(0x7FF0000000000000ll);
   Slot wrong = 0, worst = 0, relative = 0, ratio = 0;
   for (int64 i = first_item(); i < count; i += item_step()) {
-    const double got = convert<double>(out[offset_of(indices[i], shape)]);
-    const double sum = sums[3 * i], magnitude = sums[3 * i + 1], square = sums[3 * i + 2];
+    const double got = convert<double>(out[offset_of(indices == nullptr ? i : indices[i], shape)]);
+    const double sum = sums[i], magnitude = scales == nullptr ? fabs(sum) : double(scales[2 * i]);
     const bool exact = factor < 0;
     const double wanted = exact ? convert<double>(convert<T>(sum)) : sum;
-    const double arithmetic = exact ? 0 : factor * sqrt(square);
+    const double arithmetic = exact ? 0 : factor * scales[2 * i + 1];
     const double rounding = exact ? 0 : half_ulp(fabs(sum) + arithmetic, mantissa, least);
     double error = fabs(got - wanted);
     if (!(error == error)) error = infinity;
     const Slot share = ordered(error <= rounding ? 0 : (error - rounding) / arithmetic);
     ratio = larger(ratio, share);
     relative = larger(relative, ordered(error == 0 ? 0 : error / magnitude));
-    if (error <= arithmetic + rounding) continue;
+    if (error <= arithmetic + rounding && arithmetic < infinity) continue;  // a scale may have overflowed
     ++wrong;
     worst = larger(worst, share << 32 | static_cast<Slot>(i));
   }

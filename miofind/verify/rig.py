@@ -91,6 +91,10 @@ class Rig(ABC):
         entropy = np.random.SeedSequence([self.seed, int(values), "xwy".index(name)])
         return int(entropy.generate_state(1, np.uint64)[0])
 
+    def positions(self, values: Values) -> np.random.Generator:
+        """What draws the elements to check with one set of inputs: others for each set and each seed."""
+        return np.random.default_rng([self.seed, int(values)])
+
     def output_index(self, flat: int) -> tuple[int, ...]:
         """Logical index of the output element with that flat logical index."""
         return tuple(int(i) for i in np.unravel_index(flat, self.problem.output.shape))

@@ -33,6 +33,9 @@ _GUARDS = 10
 _SLOTS = 18
 _TENSORS = ("x", "w", "y")
 _MOST_SHIFT = 512
+_SUM_BYTES = 8
+_SCALE_BYTES = 2 * 4
+_MEMORY_SHARE = 4  # references take no more than a fourth of what the problem's tensors leave free
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +45,22 @@ class _Buffer:
     base: int
     address: int
     bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Sample:
+    """The elements that are checked with one set of inputs, and their references on the device.
+
+    Attributes:
+        count: how many.
+        indices: their flat logical indices; None for the whole output.
+        addresses: of "indices", 0 for the whole output, "sums" and "scales", 0 where results must be exact; as
+            `reference_step` has them.
+    """
+
+    count: int
+    indices: NDArray[np.int64] | None
+    addresses: dict[str, int]
 
 
 _NOTHING = _Buffer(base=0, address=0, bytes=-1)
@@ -56,18 +75,19 @@ class CudaRig(Rig):
         device: Device,
         compiler: Compiler,
         seed: int,
-        budget: SampleBudget,
+        budget: SampleBudget | None,
     ) -> None:
         super().__init__(problem, seed)
         self._kernels = DeviceKernels(device, compiler)
         self._memory = DeviceMemory(device.index)
-        self._indices = sample_indices(problem, np.random.default_rng(seed), budget)
-        self._sums: dict[Values, int] = {}
+        self._budget = budget or SampleBudget.of(device)
+        self._samples: dict[Values, _Sample] = {}
         try:
             self._buffers = {name: self._guarded(problem.tensor(name).bytes) for name in _TENSORS}
             self._buffers["the workspace"] = self._guarded(0)
             self._report = self._memory.allocate(_SLOTS * _SLOT_BYTES)
-            self._indices_address = self._memory.upload(self._indices)
+            budget = self._budget.within(self._memory.free_bytes // _MEMORY_SHARE)
+            self._whole = budget.covers(problem, sum(_SUM_BYTES + _scale_bytes(values) for values in Values))
         except BaseException:
             self._memory.close()
             raise
@@ -77,8 +97,8 @@ class CudaRig(Rig):
         with self._memory:
             self._place(invoker.alignment_bytes)
             self._prepare(values, invoker.workspace_bytes)
-            if values not in self._sums:
-                self._sums[values] = self._reference()
+            if values not in self._samples:
+                self._samples[values] = self._sample(values)
             x, w, y = (self._buffers[name].address for name in _TENSORS)
             workspace = self._buffers["the workspace"].address if invoker.workspace_bytes else 0
             invoker.run(x, w, y, workspace, self._memory.stream_address)
@@ -116,25 +136,35 @@ class CudaRig(Rig):
         self._memory.set_bytes(self._report, 0, _SLOTS * _SLOT_BYTES)
         self._checksums(_BEFORE)
 
-    def _reference(self) -> int:
-        """Address of the sums of the listed elements for the inputs that are in place."""
-        count = self._indices.size
-        sums = self._memory.allocate(3 * 8 * count)
+    def _sample(self, values: Values) -> _Sample:
+        """Which elements are checked with the inputs that are in place, and their references."""
+        sample = self._placed(values)
         addresses = {name: self._buffers[name].address for name in self.problem.direction.inputs}
-        addresses |= {"indices": self._indices_address, "sums": sums}
-        self._kernels.bind_step(reference_step(self.problem, count), addresses, self._memory.stream_address)()
-        return sums
+        step = reference_step(self.problem, None if sample.indices is None else sample.count)
+        self._kernels.bind_step(step, addresses | sample.addresses, self._memory.stream_address)()
+        return sample
+
+    def _placed(self, values: Values) -> _Sample:
+        """Memory for the references of the whole output where the budget allows, else of elements of its own."""
+        indices, listed, count = None, 0, self.problem.output.size
+        if not self._whole:
+            indices = sample_indices(self.problem, self.positions(values), self._budget)
+            listed, count = self._memory.upload(indices), indices.size
+        scales = self._memory.allocate(_scale_bytes(values) * count) if _scale_bytes(values) else 0
+        addresses = {"indices": listed, "sums": self._memory.allocate(_SUM_BYTES * count), "scales": scales}
+        return _Sample(count=count, indices=indices, addresses=addresses)
 
     def _check(self, values: Values, factor: float | None) -> None:
         output = self.problem.output
         addresses = {"out": self._buffers[self.problem.direction.output].address, "report": self._report}
         self._launch("verify_written", output.size, ("out", int64(output.size), _slot(_WRITTEN)), addresses)
-        lifted = self.problem.lifted(3).output
+        lifted, sample = self.problem.lifted(3).output, self._samples[values]
         arguments: tuple[Argument, ...] = (
             "out",
             "indices",
             "sums",
-            int64(self._indices.size),
+            "scales",
+            int64(sample.count),
             float64(-1.0 if factor is None else factor),
             int32(output.dtype.mantissa_bits),
             int32(least_exponent(output.dtype)),
@@ -142,8 +172,7 @@ class CudaRig(Rig):
             *map(int64, lifted.strides),
             _slot(_COMPARED),
         )
-        addresses |= {"indices": self._indices_address, "sums": self._sums[values]}
-        self._launch("verify_compare", self._indices.size, arguments, addresses)
+        self._launch("verify_compare", sample.count, arguments, addresses | sample.addresses)
         self._checksums(_AFTER)
         for i, buffer in enumerate(self._buffers.values()):
             for side, start in enumerate((buffer.address - GUARD_BYTES, buffer.address + buffer.bytes)):
@@ -168,7 +197,7 @@ class CudaRig(Rig):
         first = self.problem.output.size - int(report[_WRITTEN + 1])
         worst = self._worst(int(report[_COMPARED + 1]) & 0xFFFFFFFF, values, factor) if wrong else None
         return Findings(
-            checked=self._indices.size,
+            checked=self._samples[values].count,
             wrong=wrong,
             worst=worst,
             unwritten=unwritten,
@@ -190,18 +219,24 @@ class CudaRig(Rig):
         return tuple(damaged)
 
     def _worst(self, position: int, values: Values, factor: float | None) -> WrongElement:
-        output = self.problem.output
-        index = self.output_index(int(self._indices[position]))
+        output, sample = self.problem.output, self._samples[values]
+        index = self.output_index(position if sample.indices is None else int(sample.indices[position]))
         place = sum(i * stride for i, stride in zip(index, output.strides, strict=True))
         address = self._buffers[self.problem.direction.output].address + place * output.dtype.itemsize
-        sums = self._memory.download(self._sums[values] + 24 * position, 3, np.float64)
-        wanted, bound = sums[:1], 0.0
+        wanted, bound = self._memory.download(sample.addresses["sums"] + _SUM_BYTES * position, 1, np.float64), 0.0
         if factor is None:
             wanted = round_once(wanted, output.dtype).astype(np.float64)
         else:
-            bound = float(error_bounds(sums[:1], sums[2:], factor, output.dtype).total[0])
+            scales = self._memory.download(sample.addresses["scales"] + _SCALE_BYTES * position, 2, np.float32)
+            squares = scales[1:].astype(np.float64) ** 2
+            bound = float(error_bounds(wanted, squares, factor, output.dtype).total[0])
         got = float(self._memory.download(address, 1, numpy_dtype(output.dtype))[0])
         return WrongElement(index=index, got=got, wanted=float(wanted[0]), bound=bound)
+
+
+def _scale_bytes(values: Values) -> int:
+    """Bytes of the scales of an element; where sums are exact there is no bound for them to make."""
+    return 0 if values is Values.TERNARY else _SCALE_BYTES
 
 
 def _slot(number: int) -> Pointer:

@@ -1,27 +1,31 @@
-"""Trials on the CPU place: NumPy buffers between guard bands, and a dense float64 reference of a part of the output."""
+"""Trials on the CPU place: NumPy buffers between guard bands, and float64 references of an output or of parts of it."""
 
 from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from miofind.problem import ProblemDescription
+from miofind.problem import DataType, ProblemDescription
 from miofind.reference import numpy_dtype, reference_on_host, round_once
 from miofind.tensor import TensorDescriptor
 from miofind.values import Values
 from miofind.verify.accuracy import ErrorBounds, error_bounds
 from miofind.verify.rig import GUARD_BYTES, POISON, Findings, Rig, WrongElement
-from miofind.verify.sampling import Box, sample_box
+from miofind.verify.sampling import Indices
+from miofind.verify.strip_reference import Change, Tensors, Wide, strip_sums
+from miofind.verify.strips import of_images, sample_images, sample_strips, strip_indices
 
 if TYPE_CHECKING:
     from miofind.invoker import Invoker
 
+# Products of an output that is checked whole. Measured on two cores of a Xeon: some 2e9 to 1e10 a second, a fourth of
+# that where few channels make for thin matrix products; the first gate needs them once, the second three times.
 _DENSE_PRODUCTS = 1 << 27
 _THIN_PRODUCTS = 1 << 25
 _THIN_CHANNELS = 8
@@ -72,11 +76,26 @@ class _Inputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Reference:
-    """x * w over a box, and for normal inputs |x| * |w| and x^2 * w^2."""
+    """x * w of the elements that are checked, and for normal inputs |x| * |w| and x^2 * w^2.
 
-    sums: NDArray[np.float64]
-    magnitudes: NDArray[np.float64]
-    squares: NDArray[np.float64]
+    Attributes:
+        indices: flat logical indices of the elements; None for the whole output.
+        sums, magnitudes, squares: an element each.
+    """
+
+    indices: Indices | None
+    sums: Wide
+    magnitudes: Wide
+    squares: Wide
+
+    def of(self, output: NDArray[Any]) -> Wide:
+        """What an output of logical shape holds where the reference does."""
+        found = output.reshape(-1) if self.indices is None else output[np.unravel_index(self.indices, output.shape)]
+        return found.astype(np.float64)
+
+    def flat_index(self, place: int) -> int:
+        """Flat logical index of the element at a place in the reference."""
+        return place if self.indices is None else int(self.indices[place])
 
 
 class HostRig(Rig):
@@ -84,8 +103,6 @@ class HostRig(Rig):
 
     def __init__(self, problem: ProblemDescription, seed: int) -> None:
         super().__init__(problem, seed)
-        thin = min(problem.c, problem.k) // problem.groups < _THIN_CHANNELS
-        self._box = sample_box(problem, np.random.default_rng(seed), _THIN_PRODUCTS if thin else _DENSE_PRODUCTS)
         self._inputs: dict[Values, _Inputs] = {}
         self._references: dict[Values, _Reference] = {}
         self._output = GuardedArray(problem.output.bytes)
@@ -126,19 +143,31 @@ class HostRig(Rig):
         return self._inputs[values]
 
     def _reference(self, values: Values, inputs: _Inputs) -> _Reference:
-        tensors = {
-            name: buffer.tensor(self.problem.tensor(name))[self._box.select(name)].astype(np.float64)
-            for name, buffer in inputs.buffers.items()
-        }
-        part = self._box.part
-        sums = _dense(part, tensors)
-        if values is Values.TERNARY:
-            return _Reference(sums=sums, magnitudes=np.abs(sums), squares=np.zeros_like(sums))
-        return _Reference(
-            sums=sums,
-            magnitudes=_dense(part, {name: np.abs(t) for name, t in tensors.items()}),
-            squares=_dense(part, {name: t * t for name, t in tensors.items()}),
-        )
+        tensors = {name: buffer.tensor(self.problem.tensor(name)) for name, buffer in inputs.buffers.items()}
+        indices, [sums, *scales] = self._sums(values, tensors, _CHANGES[:1] if values is Values.TERNARY else _CHANGES)
+        magnitudes, squares = scales or (np.abs(sums), np.zeros_like(sums))
+        return _Reference(indices=indices, sums=sums, magnitudes=magnitudes, squares=squares)
+
+    def _sums(
+        self, values: Values, tensors: Tensors, changes: Sequence[Change]
+    ) -> tuple[Indices | None, Sequence[Wide]]:
+        """Which elements are checked, None for all, and their sums for each change of the inputs."""
+        problem = self.problem
+        thin = min(problem.c, problem.k) // problem.groups < _THIN_CHANNELS
+        if problem.flops // 2 <= (_THIN_PRODUCTS if thin else _DENSE_PRODUCTS):
+            return None, _dense(problem, tensors, changes)
+        random = self.positions(values)
+        strips, images = sample_strips(problem, random), sample_images(problem, random)
+        indices, sums = strip_indices(problem, strips), strip_sums(problem, tensors, strips, changes)
+        if not images.size:
+            return indices, sums
+        others, more = _of_whole_images(problem, tensors, images, changes)
+        seen = np.zeros(problem.output.size, np.bool_)
+        seen[indices] = True
+        new = ~seen[others]
+        return np.concatenate([indices, others[new]]), [
+            np.concatenate([some, rest[new]]) for some, rest in zip(sums, more, strict=True)
+        ]
 
     def _findings(self, values: Values, inputs: _Inputs, factor: float | None) -> Findings:
         output = self._output.tensor(self.problem.output)
@@ -148,8 +177,31 @@ class HostRig(Rig):
         damaged = self._damaged(inputs)
         if damaged:
             del self._inputs[values]
-        got = output[self._box.select(self.problem.direction.output)].astype(np.float64)
-        return _compare(self._box, got, self._references[values], factor).findings(unwritten, first, damaged)
+        return self._compared(self._references[values], factor).findings(unwritten, first, damaged)
+
+    def _compared(self, reference: _Reference, factor: float | None) -> _Comparison:
+        """The output that is there against a reference."""
+        dtype = self.problem.output.dtype
+        got = reference.of(self._output.tensor(self.problem.output))
+        wanted, bounds = _allowed(reference, factor, dtype)
+        errors = np.abs(got - wanted)
+        errors[np.isnan(errors)] = math.inf
+        ratios = _ratios(np.maximum(errors - bounds.rounding, 0.0), bounds.arithmetic)
+        wrong = ~(errors <= bounds.total)
+        worst = None
+        if wrong.any():
+            at = int(np.argmax(np.where(wrong, ratios, -1.0)))
+            index = self.output_index(reference.flat_index(at))
+            worst = WrongElement(
+                index=index, got=float(got[at]), wanted=float(wanted[at]), bound=float(bounds.total[at])
+            )
+        return _Comparison(
+            checked=errors.size,
+            wrong=int(np.count_nonzero(wrong)),
+            worst=worst,
+            max_error=float(_ratios(errors, reference.magnitudes).max()),
+            bound_ratio=float(ratios.max()),
+        )
 
     def _first_in_memory(self, empty: NDArray[np.bool_]) -> tuple[int, ...]:
         strides = self.problem.output.strides
@@ -166,13 +218,35 @@ class HostRig(Rig):
         return tuple(damaged + self._workspace.damage("the workspace"))
 
 
-def _dense(part: ProblemDescription, tensors: Mapping[str, NDArray[np.float64]]) -> NDArray[np.float64]:
-    return reference_on_host(part, x=tensors.get("x"), w=tensors.get("w"), y=tensors.get("y"))
+def _same(tensor: Wide) -> Wide:
+    return tensor
+
+
+_CHANGES: tuple[Change, ...] = (_same, np.abs, np.square)
+
+
+def _dense(problem: ProblemDescription, tensors: Tensors, changes: Sequence[Change]) -> list[Wide]:
+    """Sums of the whole output, flat, for each change of the inputs."""
+    wide = {name: tensor.astype(np.float64) for name, tensor in tensors.items()}
+    changed = ({name: change(tensor) for name, tensor in wide.items()} for change in changes)
+    return [
+        reference_on_host(problem, x=each.get("x"), w=each.get("w"), y=each.get("y")).reshape(-1) for each in changed
+    ]
+
+
+def _of_whole_images(
+    problem: ProblemDescription, tensors: Tensors, images: Indices, changes: Sequence[Change]
+) -> tuple[Indices, list[Wide]]:
+    """Flat logical indices of the elements of some images, and their sums."""
+    each = problem.output.size // problem.n
+    part = {name: tensor if name == "w" else tensor[images] for name, tensor in tensors.items()}
+    indices = (images[:, None] * each + np.arange(each)).reshape(-1)
+    return indices, _dense(of_images(problem, images.size), part, changes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Comparison:
-    """A box of the output against its reference."""
+    """The elements that were checked against their reference."""
 
     checked: int
     wrong: int
@@ -193,32 +267,12 @@ class _Comparison:
         )
 
 
-def _compare(box: Box, got: NDArray[np.float64], reference: _Reference, factor: float | None) -> _Comparison:
-    dtype = box.problem.output.dtype
-    zeros = np.zeros_like(reference.sums)
-    if factor is None:
-        wanted = round_once(reference.sums, dtype).astype(np.float64)
-        bounds = ErrorBounds(arithmetic=zeros, rounding=zeros)
-    else:
-        wanted = reference.sums
-        bounds = error_bounds(wanted, reference.squares, factor, dtype)
-    errors = np.abs(got - wanted)
-    errors[np.isnan(errors)] = math.inf
-    ratios = _ratios(np.maximum(errors - bounds.rounding, 0.0), bounds.arithmetic)
-    wrong = ~(errors <= bounds.total)
-    worst = None
-    if wrong.any():
-        at = np.unravel_index(int(np.argmax(np.where(wrong, ratios, -1.0))), wrong.shape)
-        worst = WrongElement(
-            index=box.index(at), got=float(got[at]), wanted=float(wanted[at]), bound=float(bounds.total[at])
-        )
-    return _Comparison(
-        checked=errors.size,
-        wrong=int(np.count_nonzero(wrong)),
-        worst=worst,
-        max_error=float(_ratios(errors, reference.magnitudes).max()),
-        bound_ratio=float(ratios.max()),
-    )
+def _allowed(reference: _Reference, factor: float | None, dtype: DataType) -> tuple[Wide, ErrorBounds]:
+    """What is wanted, and how far from it a result may be."""
+    if factor is not None:
+        return reference.sums, error_bounds(reference.sums, reference.squares, factor, dtype)
+    nothing = np.zeros_like(reference.sums)
+    return round_once(reference.sums, dtype).astype(np.float64), ErrorBounds(arithmetic=nothing, rounding=nothing)
 
 
 def _ratios(errors: NDArray[np.float64], scale: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -56,7 +56,7 @@ class Verifier:
         problem, device: what is computed, and where.
         compiler: builds the checking kernels; not used on the CPU place.
         seed: of inputs and sampled elements; fresh from the operating system by default.
-        budget: how much reference work one set of inputs may cost on a GPU.
+        budget: how much reference work one set of inputs may cost on a GPU; a tenth of a second's by default.
 
     Raises:
         MemoryError: the problem's tensors do not fit the device.
@@ -74,7 +74,7 @@ class Verifier:
     ) -> None:
         self.problem = problem
         self.seed = int.from_bytes(os.urandom(6), "little") if seed is None else seed
-        self._rig = _rig(problem, device, compiler, self.seed, budget or SampleBudget())
+        self._rig = _rig(problem, device, compiler, self.seed, budget)
 
     def verify(self, invoker: Invoker, *, growth: float, exact: bool) -> Verdict:
         """The verdict on one candidate, after one run a gate.
@@ -140,7 +140,9 @@ class Verifier:
         return f"{gate} gate, seed {self.seed}: {'; '.join(faults)}"
 
 
-def _rig(problem: ProblemDescription, device: Device, compiler: Compiler, seed: int, budget: SampleBudget) -> Rig:
+def _rig(
+    problem: ProblemDescription, device: Device, compiler: Compiler, seed: int, budget: SampleBudget | None
+) -> Rig:
     if device.place is Place.CPU:
         from miofind.verify.rig_host import HostRig
 
