@@ -1,4 +1,4 @@
-"""On outputs too large to be checked whole on the CPU place a wrong image, channel, row, column or tap is always seen."""
+"""On outputs too large to be checked whole on the CPU place, a wrong image, channel, row or column is always seen."""
 
 from __future__ import annotations
 

@@ -24,6 +24,7 @@ _SPLITS = 8
 _DESIGNED_SHARE = 4
 _EDGE_SHARE = 8
 _TAIL = 128
+_FEW_REPEATS = 16  # points so sparse seldom meet
 
 # Seconds of a device that the whole output may take, and what 132 multiprocessors of compute capability 9.0 are sure
 # to do in one; other devices by their rate of float64, which conversions from and to float64 share.
@@ -61,11 +62,13 @@ class SampleBudget:
     def covers(self, problem: ProblemDescription, element_bytes: int) -> bool:
         """Whether the whole output is checked, of which all sets of inputs keep `element_bytes` an element."""
         size = problem.output.size
-        return size * problem.reduction_length <= self.products and size * element_bytes <= self.bytes
+        # Of strided backward data most taps meet no output, and cost a look all the same.
+        products = max(problem.flops // 2, size * math.prod(problem.filter))
+        return products <= self.products and size * element_bytes <= self.bytes
 
 
 def sample_indices(problem: ProblemDescription, random: np.random.Generator, budget: SampleBudget) -> Indices:
-    """Flat logical indices of the output elements to check, increasing, without repeats.
+    """Flat logical indices of the output elements to check, increasing, each once.
 
     The output's shape is (n or k, c or k, *spatial or *filter). Certain to be among them, where `count` is the number
     of points:
@@ -86,7 +89,7 @@ def sample_indices(problem: ProblemDescription, random: np.random.Generator, bud
     swept = (count - designed.size) // 2
     sweep = np.stack([covering(n, swept, random, group_sizes) for n in shape])
     spread = stratified(size, count - designed.size - swept, random)
-    return np.unique(np.concatenate([designed, _flat(sweep, shape), spread]))
+    return filled(np.concatenate([designed, _flat(sweep, shape), spread]), count, size, random)
 
 
 def edge_coordinates(size: int, blocks: tuple[int, ...] = ()) -> Indices:
@@ -123,7 +126,16 @@ def covering(size: int, count: int, random: np.random.Generator, blocks: tuple[i
 def stratified(size: int, count: int, random: np.random.Generator) -> Indices:
     """`count` coordinates, increasing, one at random from each of `count` equal parts of an axis."""
     bounds = np.linspace(0, size, count + 1).astype(np.int64)
-    return random.integers(bounds[:-1], np.maximum(bounds[1:], bounds[:-1] + 1), dtype=np.int64)
+    return bounds[:-1] + (random.random(count) * np.diff(bounds)).astype(np.int64)
+
+
+def filled(points: Indices, count: int, size: int, random: np.random.Generator) -> Indices:
+    """Points below `size`, increasing, each once, and random ones to make `count` where many were there twice."""
+    chosen = np.unique(points).astype(np.int64)
+    if size > _FEW_REPEATS * count:
+        return chosen
+    others = np.delete(np.arange(size, dtype=np.int64), chosen)
+    return np.sort(np.concatenate([chosen, random.choice(others, count - chosen.size, replace=False)]))
 
 
 def flattened_edges(

@@ -6,7 +6,7 @@ Tested against `reference_on_host`, which computes whole outputs.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from miofind.verify.strips import Matrix, Strip
 Tensors = Mapping[str, NDArray[Any]]
 Wide = NDArray[np.float64]
 Change = Callable[[Wide], Wide]
+Taps = Sequence[Indices]
 
 _PIECE_ELEMENTS = 1 << 19  # of operands at a time: 4 MiB
 
@@ -47,48 +48,71 @@ def _row_sums(problem: ProblemDescription, tensors: Tensors, strip: Strip, chang
     """Sums of one strip, (changes, groups, rows, members)."""
     gather = _forward_rows if problem.direction is Direction.FORWARD else _backward_data_rows
     w = _filters(problem, tensors["w"], strip)
-    changed = [change(w) for change in changes]
-    sums = np.empty((len(changes), strip.groups.size, strip.rows.size, strip.members.size))
-    step = max(1, _PIECE_ELEMENTS // (strip.groups.size * w.shape[1]))
-    for start in range(0, strip.rows.size, step):
-        piece = slice(start, start + step)
-        operand = gather(problem, tensors, strip.groups, strip.rows[piece])
-        for i, change in enumerate(changes):
-            sums[i, :, piece] = change(operand) @ changed[i]
+    sums = np.zeros((len(changes), strip.groups.size, strip.rows.size, strip.members.size))
+    for alike, taps in _alike(problem, strip.rows):
+        chosen: tuple[Any, ...] = (..., *np.ix_(*taps))
+        part = w[chosen].reshape(*w.shape[:2], -1).swapaxes(1, 2)
+        changed = [change(part) for change in changes]
+        step = max(1, _PIECE_ELEMENTS // (strip.groups.size * part.shape[1]))
+        for start in range(0, alike.size, step):
+            piece = alike[start : start + step]
+            operand = gather(problem, tensors, strip.groups, (strip.rows[piece], taps))
+            for i, change in enumerate(changes):
+                sums[i, :, piece] = (change(operand) @ changed[i]).swapaxes(0, 1)
     return sums
 
 
+def _alike(problem: ProblemDescription, rows: Indices) -> Iterator[tuple[Indices, Taps]]:
+    """Places among `rows` of those that the same taps of each spatial axis make, and these taps; all forward.
+
+    Output o reaches input i through tap t where o * stride = i + pad - t * dilation.
+    """
+    conv, every = problem.conv, [np.arange(size, dtype=np.int64) for size in problem.filter]
+    if problem.direction is Direction.FORWARD or all(stride == 1 for stride in conv.stride):
+        yield np.arange(rows.size, dtype=np.int64), every
+        return
+    _, *spatial = np.unravel_index(rows, Matrix.of(problem).rows)
+    axes = list(zip(spatial, conv.pad_before, conv.stride, strict=True))
+    classes = np.ravel_multi_index([(at + pad) % stride for at, pad, stride in axes], conv.stride)
+    for each in np.unique(classes):
+        rests = zip(np.unravel_index(each, conv.stride), every, conv.dilation, conv.stride, strict=True)
+        taps = [all_[all_ * dilation % stride == rest] for rest, all_, dilation, stride in rests]
+        if all(some.size for some in taps):
+            yield np.flatnonzero(classes == each), taps
+
+
 def _filters(problem: ProblemDescription, w: NDArray[Any], strip: Strip) -> Wide:
-    """w as (groups, products of an element, members)."""
+    """w as (groups, members, channels that are summed, *filter)."""
     groups, members = strip.groups, strip.members
     k, c = problem.k // problem.groups, problem.c // problem.groups
-    forward = problem.direction is Direction.FORWARD
-    filters = groups[:, None] * k + (members if forward else np.arange(k))
-    chosen = w[filters.reshape(-1)].reshape(groups.size, -1, c, math.prod(problem.filter))
-    if not forward:
-        chosen = chosen[:, :, members].swapaxes(1, 2)
-    wide: Wide = chosen.reshape(groups.size, members.size, -1).astype(np.float64)
-    return wide.swapaxes(1, 2)
+    if problem.direction is Direction.FORWARD:
+        chosen = w[(groups[:, None] * k + members).reshape(-1)]
+        return np.asarray(chosen.reshape(groups.size, members.size, c, *problem.filter), np.float64)
+    chosen = w[(groups[:, None] * k + np.arange(k)).reshape(-1)].reshape(groups.size, k, c, *problem.filter)
+    return np.ascontiguousarray(chosen[:, :, members].swapaxes(1, 2), np.float64)
 
 
-def _forward_rows(problem: ProblemDescription, tensors: Tensors, groups: Indices, rows: Indices) -> Wide:
+def _forward_rows(problem: ProblemDescription, tensors: Tensors, groups: Indices, where: tuple[Indices, Taps]) -> Wide:
+    """What of x some rows and their taps multiply, (groups, rows, length)."""
+    rows, taps = where
     conv = problem.conv
     image, *out = np.unravel_index(rows, Matrix.of(problem).rows)
-    steps = zip(out, problem.filter, conv.stride, conv.pad_before, conv.dilation, strict=True)
-    at = [o[:, None] * stride - pad + np.arange(taps) * dilation for o, taps, stride, pad, dilation in steps]
+    steps = zip(out, taps, conv.stride, conv.pad_before, conv.dilation, strict=True)
+    at = [o[:, None] * stride - pad + tap * dilation for o, tap, stride, pad, dilation in steps]
     inside = [(each >= 0) & (each < size) for each, size in zip(at, problem.spatial, strict=True)]
     return _gathered(tensors["x"], [image, *at], inside, _channels(groups, problem.c // problem.groups))
 
 
-def _backward_data_rows(problem: ProblemDescription, tensors: Tensors, groups: Indices, rows: Indices) -> Wide:
+def _backward_data_rows(
+    problem: ProblemDescription, tensors: Tensors, groups: Indices, where: tuple[Indices, Taps]
+) -> Wide:
+    """What of dy some rows and their taps multiply, (groups, rows, length)."""
+    rows, taps = where
     conv = problem.conv
     image, *spatial = np.unravel_index(rows, Matrix.of(problem).rows)
-    at, inside = [], []
-    for dim, position in enumerate(spatial):
-        reach = position[:, None] + conv.pad_before[dim] - np.arange(problem.filter[dim]) * conv.dilation[dim]
-        out, rest = np.divmod(reach, conv.stride[dim])
-        at.append(out)
-        inside.append((rest == 0) & (out >= 0) & (out < problem.out_spatial[dim]))
+    steps = zip(spatial, taps, conv.stride, conv.pad_before, conv.dilation, strict=True)
+    at = [(i[:, None] + pad - tap * dilation) // stride for i, tap, stride, pad, dilation in steps]
+    inside = [(each >= 0) & (each < size) for each, size in zip(at, problem.out_spatial, strict=True)]
     return _gathered(tensors["y"], [image, *at], inside, _channels(groups, problem.k // problem.groups))
 
 

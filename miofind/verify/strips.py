@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from miofind.problem import Direction, ProblemDescription
-from miofind.verify.sampling import Indices, covering, flattened_edges, stratified
+from miofind.verify.sampling import Indices, covering, filled, flattened_edges, stratified
 
 _EDGE_SHARE = 4  # at most a fourth of the rows lie where they are put
 _WANTED_ROWS = 1024
@@ -64,7 +64,7 @@ class Matrix:
         axis: of the channels.
         rows: shape of the other axes.
         groups, members: groups, and channels in each.
-        length: products of an element.
+        length: products of an element, in the mean: strided backward data has fewer than taps.
     """
 
     axis: int
@@ -79,7 +79,8 @@ class Matrix:
         axis = 0 if problem.direction is Direction.BACKWARD_WEIGHTS else 1
         shape = problem.output.shape
         rows = tuple(size for i, size in enumerate(shape) if i != axis)
-        return Matrix(axis, rows, problem.groups, shape[axis] // problem.groups, problem.reduction_length)
+        length = max(1, problem.flops // 2 // problem.output.size)
+        return Matrix(axis, rows, problem.groups, shape[axis] // problem.groups, length)
 
 
 def sample_strips(
@@ -128,6 +129,7 @@ def _cut(matrix: Matrix, budget: StripBudget, operand_elements: int) -> _Cut:
     most = max(1, min(budget.products // matrix.length, budget.elements) // width)
     rows = max(rows, min(total, most, budget.gathered // (groups * matrix.length)))
     member_parts = min(matrix.members, max(1, rows // group_parts), -(-rows // most))
+    rows = max(rows, min(total, most * member_parts, budget.gathered // (groups * matrix.length)))
     return _Cut(rows=rows, group_parts=group_parts, member_parts=member_parts)
 
 
@@ -143,7 +145,7 @@ def _covering_rows(shape: tuple[int, ...], count: int, random: np.random.Generat
     swept = min(count - designed.size, max(*shape, (count - designed.size) // 2))
     sweep = np.stack([covering(size, swept, random) for size in shape])
     spread = stratified(total, count - designed.size - swept, random)
-    return np.unique(np.concatenate([designed, np.ravel_multi_index(tuple(sweep), shape), spread])).astype(np.int64)
+    return filled(np.concatenate([designed, np.ravel_multi_index(tuple(sweep), shape), spread]), count, total, random)
 
 
 def strip_indices(problem: ProblemDescription, strips: Sequence[Strip]) -> Indices:
