@@ -1,8 +1,10 @@
-// The definition of correctness on the GPU: float64 sums for listed elements of a convolution or of its gradients.
+// The definition of correctness on the GPU: float64 sums for elements of a convolution or of its gradients.
 //
-// For element indices[i] of the output, a flat index in logical (n, c, d, h, w) order whatever the layout, with a and b
-// the operands of each product: sums[3*i + 0] = sum a*b, sums[3*i + 1] = sum |a|*|b|, sums[3*i + 2] = sum a^2 * b^2.
-// One block an element, the reduction split over its THREADS threads and joined in a fixed order.
+// For element indices[i] of the output, a flat index in logical (n, c, d, h, w) order whatever the layout, or for
+// element i where indices is null: sums[i] = sum a*b over the products a*b that make it, and unless scales is null
+// scales[2*i] = sum |a|*|b| and scales[2*i + 1] = sqrt(sum a^2 * b^2), rounded up.
+// One block an element, the reduction split over its THREADS threads and joined in a fixed order; in the kernels for
+// whole outputs one thread an element.
 // Defines: T_X, T_W, T_Y (dtype names), INDEX_BITS, THREADS (a power of two, 32 to 1024).
 #include "common/geometry.cuh"
 
@@ -16,15 +18,24 @@ static_assert(kThreads >= 32 && kThreads <= 1024 && (kThreads & (kThreads - 1)) 
 struct Sums {
   double product, magnitude, square;
 
-  __device__ void add(double a, double b) {
-    product += a * b;
-    magnitude += fabs(a) * fabs(b);
-    square += a * a * b * b;
+  // Float64 is slow on most GPUs: what is not wanted is not summed.
+  __device__ __forceinline__ void add(double a, double b, bool scaled) {
+    const double term = a * b;
+    product += term;
+    if (!scaled) return;
+    magnitude += fabs(term);
+    square += term * term;
   }
   __device__ void add(const Sums& other) {
     product += other.product;
     magnitude += other.magnitude;
     square += other.square;
+  }
+  __device__ void write(int64 i, double* sums, float* scales) const {
+    sums[i] = product;
+    if (scales == nullptr) return;
+    scales[2 * i] = __double2float_ru(magnitude);
+    scales[2 * i + 1] = __double2float_ru(sqrt(square));
   }
 };
 
@@ -39,7 +50,11 @@ __device__ __forceinline__ bool inside(Index at, Index size) {
   return at >= 0 && at < size;
 }
 
-__device__ void write_sums(const Sums& mine, double* sums) {
+__device__ __forceinline__ int64 element_of(const int64* indices, int64 i) {
+  return indices == nullptr ? i : indices[i];
+}
+
+__device__ void write_joined(const Sums& mine, int64 i, double* sums, float* scales) {
   __shared__ Sums partial[kThreads];
   partial[threadIdx.x] = mine;
   __syncthreads();  // all parts are written before the tree reads them
@@ -47,90 +62,152 @@ __device__ void write_sums(const Sums& mine, double* sums) {
     if (threadIdx.x < half) partial[threadIdx.x].add(partial[threadIdx.x + half]);
     __syncthreads();  // one level of the tree is complete before the next reads it
   }
-  if (threadIdx.x == 0) {
-    sums[0] = partial[0].product;
-    sums[1] = partial[0].magnitude;
-    sums[2] = partial[0].square;
-  }
+  if (threadIdx.x == 0) partial[0].write(i, sums, scales);
   __syncthreads();  // the root is read before the next element overwrites it
+}
+
+// Where output `out` meets the input through `tap`; false where that is padding.
+__device__ __forceinline__ bool meets_input(const Geometry& conv, const Index (&out)[3], const Index (&tap)[3],
+                                            Index (&in)[3]) {
+  for (int dim = 0; dim < 3; ++dim) {
+    in[dim] = out[dim] * conv.stride[dim] - conv.pad[dim] + tap[dim] * conv.dilation[dim];
+    if (!inside(in[dim], conv.size[dim])) return false;
+  }
+  return true;
+}
+
+// Which output reaches input `in` through `tap`, if one does: out * stride = in + pad - tap * dilation.
+__device__ __forceinline__ bool meets_output(const Geometry& conv, const Index (&in)[3], const Index (&tap)[3],
+                                             Index (&out)[3]) {
+  for (int dim = 0; dim < 3; ++dim) {
+    const Index start = in[dim] + conv.pad[dim] - tap[dim] * conv.dilation[dim];
+    if (start % conv.stride[dim] != 0 || !inside(start / conv.stride[dim], conv.out[dim])) return false;
+    out[dim] = start / conv.stride[dim];
+  }
+  return true;
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads)
     reference_forward(const T_X* __restrict__ x, const T_W* __restrict__ w, const int64* __restrict__ indices,
-                      double* __restrict__ sums, int64 count, GEOMETRY_PARAMETERS) {
+                      double* __restrict__ sums, float* __restrict__ scales, int64 count, GEOMETRY_PARAMETERS) {
   const Geometry conv = GEOMETRY;
   const Index group_c = conv.c / conv.groups, group_k = conv.k / conv.groups;
   const Index length = group_c * conv.taps[0] * conv.taps[1] * conv.taps[2];
   for (int64 i = blockIdx.x; i < count; i += gridDim.x) {
-    const Position out = position_of<false>(indices[i], conv.k, conv.out);
+    const Position out = position_of<false>(element_of(indices, i), conv.k, conv.out);
     Sums mine = {};
     for (Index term = threadIdx.x; term < length; term += kThreads) {
       Index rest = term;
       const Index tx = take(rest, conv.taps[2]), ty = take(rest, conv.taps[1]), tz = take(rest, conv.taps[0]);
-      const Position in = {out.n,
-                           out.c / group_k * group_c + rest,
-                           {out.at[0] * conv.stride[0] - conv.pad[0] + tz * conv.dilation[0],
-                            out.at[1] * conv.stride[1] - conv.pad[1] + ty * conv.dilation[1],
-                            out.at[2] * conv.stride[2] - conv.pad[2] + tx * conv.dilation[2]}};
-      if (!inside(in.at[0], conv.size[0]) || !inside(in.at[1], conv.size[1]) || !inside(in.at[2], conv.size[2]))
-        continue;
       const Position tap = {out.c, rest, {tz, ty, tx}};
-      mine.add(convert<double>(x[offset_of(in, conv.x)]), convert<double>(w[offset_of(tap, conv.w)]));
+      Position in = {out.n, out.c / group_k * group_c + rest, {}};
+      if (!meets_input(conv, out.at, tap.at, in.at)) continue;
+      mine.add(convert<double>(x[offset_of(in, conv.x)]), convert<double>(w[offset_of(tap, conv.w)]),
+               scales != nullptr);
     }
-    write_sums(mine, sums + 3 * i);
+    write_joined(mine, i, sums, scales);
   }
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads)
     reference_backward_data(const T_Y* __restrict__ dy, const T_W* __restrict__ w, const int64* __restrict__ indices,
-                            double* __restrict__ sums, int64 count, GEOMETRY_PARAMETERS) {
+                            double* __restrict__ sums, float* __restrict__ scales, int64 count, GEOMETRY_PARAMETERS) {
   const Geometry conv = GEOMETRY;
   const Index group_c = conv.c / conv.groups, group_k = conv.k / conv.groups;
   const Index length = group_k * conv.taps[0] * conv.taps[1] * conv.taps[2];
   for (int64 i = blockIdx.x; i < count; i += gridDim.x) {
-    const Position in = position_of<false>(indices[i], conv.c, conv.size);
+    const Position in = position_of<false>(element_of(indices, i), conv.c, conv.size);
     Sums mine = {};
     for (Index term = threadIdx.x; term < length; term += kThreads) {
       Index rest = term;
       const Index tx = take(rest, conv.taps[2]), ty = take(rest, conv.taps[1]), tz = take(rest, conv.taps[0]);
       const Index k = in.c / group_c * group_k + rest;
-      // Output o reaches this input through tap t where o * stride = at + pad - t * dilation.
-      const Index d = in.at[0] + conv.pad[0] - tz * conv.dilation[0];
-      const Index h = in.at[1] + conv.pad[1] - ty * conv.dilation[1];
-      const Index v = in.at[2] + conv.pad[2] - tx * conv.dilation[2];
-      if (d % conv.stride[0] != 0 || h % conv.stride[1] != 0 || v % conv.stride[2] != 0) continue;
-      const Position out = {in.n, k, {d / conv.stride[0], h / conv.stride[1], v / conv.stride[2]}};
-      if (!inside(out.at[0], conv.out[0]) || !inside(out.at[1], conv.out[1]) || !inside(out.at[2], conv.out[2]))
-        continue;
       const Position tap = {k, in.c % group_c, {tz, ty, tx}};
-      mine.add(convert<double>(dy[offset_of(out, conv.y)]), convert<double>(w[offset_of(tap, conv.w)]));
+      Position out = {in.n, k, {}};
+      if (!meets_output(conv, in.at, tap.at, out.at)) continue;
+      mine.add(convert<double>(dy[offset_of(out, conv.y)]), convert<double>(w[offset_of(tap, conv.w)]),
+               scales != nullptr);
     }
-    write_sums(mine, sums + 3 * i);
+    write_joined(mine, i, sums, scales);
   }
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads)
     reference_backward_weights(const T_Y* __restrict__ dy, const T_X* __restrict__ x, const int64* __restrict__ indices,
-                               double* __restrict__ sums, int64 count, GEOMETRY_PARAMETERS) {
+                               double* __restrict__ sums, float* __restrict__ scales, int64 count,
+                               GEOMETRY_PARAMETERS) {
   const Geometry conv = GEOMETRY;
   const Index group_c = conv.c / conv.groups, group_k = conv.k / conv.groups;
   const Index length = conv.n * conv.out[0] * conv.out[1] * conv.out[2];
   for (int64 i = blockIdx.x; i < count; i += gridDim.x) {
-    const Position tap = position_of<false>(indices[i], group_c, conv.taps);
+    const Position tap = position_of<false>(element_of(indices, i), group_c, conv.taps);
     Sums mine = {};
     for (Index term = threadIdx.x; term < length; term += kThreads) {
       Index rest = term;
       const Index ow = take(rest, conv.out[2]), oh = take(rest, conv.out[1]), od = take(rest, conv.out[0]);
-      const Position in = {rest,
-                           tap.n / group_k * group_c + tap.c,
-                           {od * conv.stride[0] - conv.pad[0] + tap.at[0] * conv.dilation[0],
-                            oh * conv.stride[1] - conv.pad[1] + tap.at[1] * conv.dilation[1],
-                            ow * conv.stride[2] - conv.pad[2] + tap.at[2] * conv.dilation[2]}};
-      if (!inside(in.at[0], conv.size[0]) || !inside(in.at[1], conv.size[1]) || !inside(in.at[2], conv.size[2]))
-        continue;
       const Position out = {rest, tap.n, {od, oh, ow}};
-      mine.add(convert<double>(dy[offset_of(out, conv.y)]), convert<double>(x[offset_of(in, conv.x)]));
+      Position in = {rest, tap.n / group_k * group_c + tap.c, {}};
+      if (!meets_input(conv, out.at, tap.at, in.at)) continue;
+      mine.add(convert<double>(dy[offset_of(out, conv.y)]), convert<double>(x[offset_of(in, conv.x)]),
+               scales != nullptr);
     }
-    write_sums(mine, sums + 3 * i);
+    write_joined(mine, i, sums, scales);
+  }
+}
+
+// Adds `length` products of elements that lie `a_step` and `b_step` apart.
+template <typename A, typename B>
+__device__ __forceinline__ void add_products(Sums& mine, const A* a, Index a_step, const B* b, Index b_step,
+                                             Index length, bool scaled) {
+  for (Index i = 0; i < length; ++i) mine.add(convert<double>(a[i * a_step]), convert<double>(b[i * b_step]), scaled);
+}
+
+__device__ __forceinline__ int64 first_element() {
+  return int64(blockIdx.x) * kThreads + threadIdx.x;
+}
+__device__ __forceinline__ int64 element_step() {
+  return int64(gridDim.x) * kThreads;
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads)
+    reference_forward_whole(const T_X* __restrict__ x, const T_W* __restrict__ w, double* __restrict__ sums,
+                            float* __restrict__ scales, int64 count, GEOMETRY_PARAMETERS) {
+  const Geometry conv = GEOMETRY;
+  const Index group_c = conv.c / conv.groups, group_k = conv.k / conv.groups;
+  for (int64 i = first_element(); i < count; i += element_step()) {
+    const Position out = position_of<false>(i, conv.k, conv.out);
+    Sums mine = {};
+    for (Index tz = 0; tz < conv.taps[0]; ++tz)
+      for (Index ty = 0; ty < conv.taps[1]; ++ty)
+        for (Index tx = 0; tx < conv.taps[2]; ++tx) {
+          const Position tap = {out.c, 0, {tz, ty, tx}};
+          Position in = {out.n, out.c / group_k * group_c, {}};
+          if (!meets_input(conv, out.at, tap.at, in.at)) continue;
+          add_products(mine, x + offset_of(in, conv.x), conv.x.c, w + offset_of(tap, conv.w), conv.w.c, group_c,
+                       scales != nullptr);
+        }
+    mine.write(i, sums, scales);
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads)
+    reference_backward_data_whole(const T_Y* __restrict__ dy, const T_W* __restrict__ w, double* __restrict__ sums,
+                                  float* __restrict__ scales, int64 count, GEOMETRY_PARAMETERS) {
+  const Geometry conv = GEOMETRY;
+  const Index group_c = conv.c / conv.groups, group_k = conv.k / conv.groups;
+  for (int64 i = first_element(); i < count; i += element_step()) {
+    const Position in = position_of<false>(i, conv.c, conv.size);
+    const Index first_k = in.c / group_c * group_k;
+    Sums mine = {};
+    for (Index tz = 0; tz < conv.taps[0]; ++tz)
+      for (Index ty = 0; ty < conv.taps[1]; ++ty)
+        for (Index tx = 0; tx < conv.taps[2]; ++tx) {
+          const Position tap = {first_k, in.c % group_c, {tz, ty, tx}};
+          Position out = {in.n, first_k, {}};
+          if (!meets_output(conv, in.at, tap.at, out.at)) continue;
+          add_products(mine, dy + offset_of(out, conv.y), conv.y.c, w + offset_of(tap, conv.w), conv.w.n, group_k,
+                       scales != nullptr);
+        }
+    mine.write(i, sums, scales);
   }
 }

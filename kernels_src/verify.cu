@@ -1,7 +1,7 @@
 // What is checked after a run: the output against float64 sums, unwritten elements, guard bands, changed inputs.
 //
-// All kernels are grid-stride with any grid and a block that is a multiple of 32, and add to slots of 64 bits that the
-// host has cleared. Define: T (dtype name of the output).
+// All kernels are grid-stride with any grid and a block that is a multiple of 32, 1024 at most, and add to slots of 64
+// bits that the host has cleared. Define: T (dtype name of the output).
 #include "common/types.cuh"
 
 #ifndef T
@@ -21,15 +21,29 @@ __device__ __forceinline__ Slot larger(Slot a, Slot b) {
   return a > b ? a : b;
 }
 
-// Joins the warp's parts before one atomic a warp; every lane must come here.
+// Joins the block's parts in thread 0; every thread must come here.
+template <typename Join>
+__device__ __forceinline__ Slot joined(Slot part, Join join) {
+  __shared__ Slot of_warp[32];
+  for (int lane = 16; lane > 0; lane /= 2) part = join(part, __shfl_down_sync(~0u, part, lane));
+  __syncthreads();  // an earlier call's parts have been read
+  if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = part;
+  __syncthreads();  // all warps' parts are written before the first warp reads them
+  if (threadIdx.x >= 32) return 0;
+  part = threadIdx.x < blockDim.x / 32 ? of_warp[threadIdx.x] : 0;
+  for (int lane = 16; lane > 0; lane /= 2) part = join(part, __shfl_down_sync(~0u, part, lane));
+  return part;
+}
+
+// One atomic a block: some ten thousand to one address would take longer than what they count.
 __device__ __forceinline__ void add_to(Slot* slot, Slot part) {
-  for (int lane = 16; lane > 0; lane /= 2) part += __shfl_down_sync(~0u, part, lane);
-  if (threadIdx.x % 32 == 0 && part != 0) atomicAdd(slot, part);
+  part = joined(part, [](Slot a, Slot b) { return a + b; });
+  if (threadIdx.x == 0 && part != 0) atomicAdd(slot, part);
 }
 
 __device__ __forceinline__ void raise_to(Slot* slot, Slot part) {
-  for (int lane = 16; lane > 0; lane /= 2) part = larger(part, __shfl_down_sync(~0u, part, lane));
-  if (threadIdx.x % 32 == 0 && part != 0) atomicMax(slot, part);
+  part = joined(part, [](Slot a, Slot b) { return larger(a, b); });
+  if (threadIdx.x == 0 && part != 0) atomicMax(slot, part);
 }
 
 // Order of non-negative floats, infinity last, as order of integers. NaN does not come here.
@@ -116,47 +130,50 @@ __device__ __forceinline__ double half_ulp(double value, int mantissa, int least
   return scalbn(1.0, (exponent > least ? exponent : least) - mantissa - 1);
 }
 
-// Compares listed elements with sums[3*i] = x*w, sums[3*i + 1] = |x|*|w|, sums[3*i + 2] = x^2 * w^2, each multiplied by
-// what the inputs were multiplied by: first_even or first_odd by the parity of the first coordinate, and second_even or
-// second_odd by that of the second, counted anew after `second_size`. A sum that is not finite must come out as it is,
-// NaN or an infinity of its sign, and one that may round to `overflow` may be infinite.
+// Compares listed elements, all where indices is null, with sums[i] = x*w, scales[2*i] = |x|*|w| and
+// scales[2*i + 1] = sqrt(x^2 * w^2), each multiplied by what the inputs were multiplied by: first_even or first_odd by
+// the parity of the first coordinate, and second_even or second_odd by that of the second, counted anew after
+// `second_size`. scales may be null where factor < 0, and |x*w| stands for |x|*|w| then. A sum that is not finite must
+// come out as it is, NaN or an infinity of its sign, and one that may round to `overflow` may be infinite.
 // factor < 0: the output must equal the rounded reference. Otherwise |error| <= factor * sqrt(x^2 * w^2) + rounding.
 // slots: [0] += elements that are wrong, [1] raised to (ratio, position) of the worst of them, as 32 + 32 bits,
 // [2] to the largest |error| / (|x|*|w|), [3] to the largest ratio (|error| - rounding) / (factor * sqrt(x^2 * w^2));
 // ratios are bits of a float.
 extern "C" __global__ void verify_compare(const T* __restrict__ out, const int64* __restrict__ indices,
-                                          const double* __restrict__ sums, int64 count, double first_even,
-                                          double first_odd, double second_even, double second_odd, int64 second_size,
-                                          double overflow, double factor, int mantissa, int least, int64 size_n,
-                                          int64 size_c, int64 size_d, int64 size_h, int64 size_w, int64 stride_n,
-                                          int64 stride_c, int64 stride_d, int64 stride_h, int64 stride_w, Slot* slots) {
+                                          const double* __restrict__ sums, const float* __restrict__ scales,
+                                          int64 count, double first_even, double first_odd, double second_even,
+                                          double second_odd, int64 second_size, double overflow, double factor,
+                                          int mantissa, int least, int64 size_n, int64 size_c, int64 size_d,
+                                          int64 size_h, int64 size_w, int64 stride_n, int64 stride_c, int64 stride_d,
+                                          int64 stride_h, int64 stride_w, Slot* slots) {
   const Shape shape = {{size_n, size_c, size_d, size_h, size_w}, {stride_n, stride_c, stride_d, stride_h, stride_w}};
   const double infinity = __longlong_as_double(0x7FF0000000000000ll);
   const int64 plane = size_d * size_h * size_w;
   Slot wrong = 0, worst = 0, relative = 0, ratio = 0;
   for (int64 i = first_item(); i < count; i += item_step()) {
-    const double got = convert<double>(out[offset_of(indices[i], shape)]);
-    const int64 second = indices[i] / plane % size_c, first = indices[i] / plane / size_c;
-    const double scale = (first % 2 ? first_odd : first_even) * (second % second_size % 2 ? second_odd : second_even);
-    const double sum = sums[3 * i] * scale, magnitude = sums[3 * i + 1] * scale,
-                 square = sums[3 * i + 2] * scale * scale;
+    const int64 index = indices == nullptr ? i : indices[i];
+    const double got = convert<double>(out[offset_of(index, shape)]);
+    const double first = index / plane / size_c % 2 ? first_odd : first_even;
+    const double second = index / plane % size_c % second_size % 2 ? second_odd : second_even;
+    const double sum = sums[i] * first * second;
     if (!(fabs(sum) < infinity)) {
       if (got == sum || (got != got && sum != sum)) continue;
       ++wrong;
       worst = larger(worst, ordered(infinity) << 32 | static_cast<Slot>(i));
       continue;
     }
+    const double magnitude = scales == nullptr ? fabs(sum) : scales[2 * i] * first * second;
     const bool exact = factor < 0;
     const double wanted = exact ? convert<double>(convert<T>(sum)) : sum;
-    const double arithmetic = exact ? 0 : factor * sqrt(square);
+    const double arithmetic = exact ? 0 : factor * scales[2 * i + 1] * first * second;
     const double rounding = exact ? 0 : half_ulp(fabs(sum) + arithmetic, mantissa, least);
     const bool overflows = fabs(got) == infinity && got * sum > 0 && fabs(sum) + arithmetic >= overflow;
-    double error = got == wanted || overflows ? 0 : fabs(got - wanted);
+    double error = got == wanted || (overflows && !exact) ? 0 : fabs(got - wanted);
     if (!(error == error)) error = infinity;
     const Slot share = ordered(error <= rounding ? 0 : (error - rounding) / arithmetic);
     ratio = larger(ratio, share);
     relative = larger(relative, ordered(error == 0 ? 0 : error / magnitude));
-    if (error <= arithmetic + rounding) continue;
+    if (error <= arithmetic + rounding && arithmetic < infinity) continue;  // a scale may have overflowed
     ++wrong;
     worst = larger(worst, share << 32 | static_cast<Slot>(i));
   }

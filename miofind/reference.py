@@ -21,6 +21,9 @@ from miofind.problem import DataType, Direction, ProblemDescription
 from miofind.solution import KernelStep, Pointer, Scalar
 
 _MAX_BLOCKS = 2**20
+# From so many elements on a thread for each fills a GPU.
+_MANY_ELEMENTS = 2**17
+_WHOLE_THREADS = 256
 
 
 def numpy_dtype(dtype: DataType) -> np.dtype[Any]:
@@ -45,31 +48,36 @@ def _round_to_odd(values: NDArray[np.float64]) -> NDArray[np.float32]:
     return np.where(inexact, toward_zero | np.uint32(1), bits).astype(np.uint32).view(np.float32)
 
 
-def reference_step(problem: ProblemDescription, count: int) -> KernelStep:
-    """The launch that computes `count` listed elements of the output, with two bounds an element.
+def reference_step(problem: ProblemDescription, count: int | None = None) -> KernelStep:
+    """The launch that computes `count` listed elements of the output, or the whole output, with two scales an element.
 
     Buffers: the two inputs of the direction among "x", "w", "y"; "indices", int64 (count,), flat indices into the
-    output in logical order; "sums", float64 (count, 3), written: sum a*b, sum |a|*|b| and sum a^2 * b^2 over the
-    products a*b that make the element.
+    output in logical order, and null for the whole output; "sums", float64 (count,), written: sum a*b over the products
+    a*b that make the element; "scales", float32 (count, 2), written unless null: sum |a|*|b| and sqrt(sum a^2 * b^2).
     """
+    size = problem.output.size if count is None else count
+    by_thread = count is None and size >= _MANY_ELEMENTS and problem.direction is not Direction.BACKWARD_WEIGHTS
+    threads = _WHOLE_THREADS if by_thread else _threads(problem)
+    blocks = -(-size // threads) if by_thread else size
     inputs = tuple(Pointer(buffer=name) for name in problem.direction.inputs)
     return KernelStep(
         source="reference.cu",
-        entry=f"reference_{problem.direction.value}",
-        grid=(max(1, min(count, _MAX_BLOCKS)), 1, 1),
-        block=(_threads(problem), 1, 1),
+        entry=f"reference_{problem.direction.value}{'_whole' if by_thread else ''}",
+        grid=(max(1, min(blocks, _MAX_BLOCKS)), 1, 1),
+        block=(threads, 1, 1),
         defines=(
             ("T_X", problem.x.dtype.value),
             ("T_W", problem.w.dtype.value),
             ("T_Y", problem.y.dtype.value),
             ("INDEX_BITS", index_bits(problem)),
-            ("THREADS", _threads(problem)),
+            ("THREADS", threads),
         ),
         args=(
             *inputs,
-            Pointer(buffer="indices"),
+            *(() if by_thread else (Pointer(buffer="indices"),)),
             Pointer(buffer="sums"),
-            Scalar(ctype="int64", value=count),
+            Pointer(buffer="scales"),
+            Scalar(ctype="int64", value=size),
             *geometry_scalars(problem),
         ),
     )

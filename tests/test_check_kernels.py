@@ -7,7 +7,8 @@ import pytest
 from miofind.compiler.nvrtc import compile_options, compile_source
 from miofind.compiler.resources import parse_resources
 from miofind.compiler.sources import read_source
-from miofind.problem import DataType
+from miofind.problem import DataType, Direction, ProblemDescription
+from miofind.reference import reference_step
 
 ENTRIES = {
     "random_inputs.cu": ("random_inputs", "plant"),
@@ -24,3 +25,16 @@ def test_check_kernels_compile_without_spills(source: str, dtype: DataType, arch
     resources = parse_resources(compile_source(read_source(source), options, arch).log)
     assert set(ENTRIES[source]) <= resources.keys()
     assert [resources[entry].spill_bytes for entry in ENTRIES[source]] == [0] * len(ENTRIES[source])
+
+
+@pytest.mark.parametrize("arch", ["75", "90a"])
+@pytest.mark.parametrize("count", [None, 1000], ids=["whole", "listed"])
+@pytest.mark.parametrize("direction", Direction)
+def test_reference_kernels_compile_without_spills(direction: Direction, count: int | None, arch: str) -> None:
+    problem = ProblemDescription.convolution(
+        x=(32, 64, 56, 56), w=(64, 64, 3, 3), padding=1, direction=direction, dtype="float16"
+    )
+    step = reference_step(problem, count)
+    options = compile_options((), step.defines, arch)
+    resources = parse_resources(compile_source(read_source(step.source), options, arch).log)
+    assert resources[step.entry].spill_bytes == 0

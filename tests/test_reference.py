@@ -113,8 +113,20 @@ def test_kernel_step_names_the_inputs_and_its_regions(direction: Direction) -> N
     problem = ProblemDescription.convolution(**SHAPES["2d"], direction=direction)
     step = reference_step(problem, 10)
     names = [arg.buffer for arg in step.args if isinstance(arg, Pointer)]
-    assert names == [*direction.inputs, "indices", "sums"]
+    assert names == [*direction.inputs, "indices", "sums", "scales"]
     assert step.grid == (10, 1, 1)
+
+
+@pytest.mark.parametrize("direction", list(Direction))
+def test_a_whole_output_of_many_elements_needs_no_list_of_them(direction: Direction) -> None:
+    problem = ProblemDescription.convolution(x=(64, 64, 32, 32), w=(256, 64, 3, 3), padding=1, direction=direction)
+    step = reference_step(problem)
+    names = [arg.buffer for arg in step.args if isinstance(arg, Pointer)]
+    by_thread = direction is not Direction.BACKWARD_WEIGHTS
+    assert names == [*direction.inputs, *([] if by_thread else ["indices"]), "sums", "scales"]
+    assert step.entry.endswith("_whole") == by_thread
+    elements = step.grid[0] * (step.block[0] if by_thread else 1)
+    assert problem.output.size <= elements < problem.output.size + step.block[0]
 
 
 def test_indices_are_wide_where_a_size_or_a_coordinate_needs_it() -> None:

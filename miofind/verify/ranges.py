@@ -15,17 +15,20 @@ from numpy.typing import NDArray
 
 from miofind.problem import DataType, Direction, ProblemDescription
 
-# Normal values are below 2**3, and sums of K products below 8 * sqrt(K): what exceeds eight standard deviations has
-# a chance of 1e-15.
+# Sums of K normal products are below 8 * sqrt(K): what exceeds eight standard deviations has a chance of 1e-15.
 _SUM_BITS = 3
-# Values of float16 are multiples of 2**-12 (random_inputs.cu), so that they stay exact when they are divided by 2**12:
-# a fifth of them are subnormal then.
-_FLOAT16 = 12
+# Float16: its largest exponent, its least number, and the grid on which normal values lie (random_inputs.cu), so that
+# they stay exact when they are multiplied by it, though a fifth of them are subnormal then.
 _FLOAT16_LARGEST = 15
-_OVERFLOW = 4
-# A third of float32's and bfloat16's range of exponents either way: what transforms and split products need of it is
-# left to them. The lesser parts of split operands are 2**-22 times the greater ones and must be normal numbers, too.
+_FLOAT16_LEAST = -24
+_FLOAT16_GRID = -12
+# So many of the sums of small integers that are scaled highest exceed float16: about a third.
+_OVERFLOW = 3
+# A third of the other types' range of exponents either way: what transforms and split products need of it is left to
+# them. The lesser parts of split operands are 2**-22 times the greater ones and must be normal numbers, too.
 _WIDE = {DataType.FLOAT32: 48, DataType.BFLOAT16: 48, DataType.FLOAT64: 160}
+# Powers of two at which 1 is subnormal, and others by which its products with those are normal numbers again.
+_SUBNORMAL = {DataType.FLOAT32: (50, -130), DataType.BFLOAT16: (50, -130), DataType.FLOAT64: (400, -1040)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,34 +82,55 @@ def exponents_along(pair: tuple[int, int], axis: Axis, coordinates: NDArray[np.i
     return np.where(coordinates % axis.size % 2 == 0, pair[0], pair[1]).astype(np.int32)
 
 
+def exact_powers(problem: ProblemDescription) -> Powers:
+    """Powers of two for inputs from {-1, 0, 1}, whose results are exact at any of them.
+
+    Each input holds the least numbers of its type, or subnormal ones, beside large ones. Results in float16 lie beyond
+    its range (they are infinite), at its upper end, and among and below its subnormal numbers. Those of other types are
+    large, small, or far below the least number: subnormal results of these may be flushed to zero.
+    """
+    first, second = (problem.tensor(name).dtype for name in problem.direction.inputs)
+    if not _has_float16(problem):
+        return Powers(first=_SUBNORMAL[first], second=_SUBNORMAL[second])
+    large = _FLOAT16_LARGEST - 1
+    return Powers(first=(large, _FLOAT16_LEAST), second=(_room(problem) + _OVERFLOW - large, _FLOAT16_LEAST))
+
+
 def numeric_powers(problem: ProblemDescription) -> Powers:
-    """Powers of two for plain inputs: none, unless sums of normal ones could exceed the output's type."""
-    room = min(0, _room(problem))
-    first, second = room // 2, room - room // 2
+    """Powers of two for normal inputs, which leave as many digits to results as unscaled ones would have.
+
+    Float16: the first input is small and the second large, results are neither, but where unscaled ones could exceed
+    the type. Other types: both are large and small, results up to 2**96 and down to 2**-96 (2**320 in float64).
+    """
+    if not _has_float16(problem):
+        return _wide(problem)
+    first, second = _FLOAT16_GRID + min(0, _room(problem)), -_FLOAT16_GRID
     return Powers(first=(first, first), second=(second, second))
 
 
-def range_powers(problem: ProblemDescription) -> tuple[Powers, ...]:
-    """Powers of two that make each input large and small, and the results.
+def range_powers(problem: ProblemDescription) -> Powers:
+    """Powers of two for the normal inputs of candidates that are not exact: what `numeric_powers` leaves out.
 
-    Where a tensor is float16: inputs up to 2**14 and down to its least number 2**-24, results up to 2**15, beyond it
-    (they are infinite) and down to the subnormal ones. Else inputs of 2**48 and 2**-48 and results of 2**96 and 2**-96
-    (2**160 and 2**320 in float64). Subnormal numbers of those types are left to the hardware.
+    Float16: the first input is large and small, the second small, results are up to 2**15 and among the subnormal ones.
+    Other types: large is what was small there.
     """
-    first, second = (problem.tensor(name).dtype for name in problem.direction.inputs)
-    if DataType.FLOAT16 not in (first, second, problem.output.dtype):
-        wide = Powers(first=(_WIDE[first], -_WIDE[first]), second=(_WIDE[second], -_WIDE[second]))
-        swapped = Powers(first=wide.first[::-1], second=wide.second[::-1])
-        return (wide,) if all(axis.size > 1 for axis in axes(problem)) else (wide, swapped)
-    room = min(2 * _FLOAT16 - _OVERFLOW, _room(problem))
-    return (
-        Powers(first=(_FLOAT16, -_FLOAT16), second=(room - _FLOAT16, -_FLOAT16)),
-        Powers(first=(-_FLOAT16, room + _OVERFLOW - _FLOAT16), second=(-_FLOAT16, _FLOAT16)),
-    )
+    if not _has_float16(problem):
+        wide = _wide(problem)
+        return Powers(first=wide.first[::-1], second=wide.second[::-1])
+    large = -_FLOAT16_GRID
+    return Powers(first=(large, _FLOAT16_GRID), second=(_room(problem) - large, _FLOAT16_GRID))
+
+
+def _wide(problem: ProblemDescription) -> Powers:
+    first, second = (_WIDE[problem.tensor(name).dtype] for name in problem.direction.inputs)
+    return Powers(first=(first, -first), second=(second, -second))
+
+
+def _has_float16(problem: ProblemDescription) -> bool:
+    return DataType.FLOAT16 in (problem.x.dtype, problem.w.dtype, problem.y.dtype)
 
 
 def _room(problem: ProblemDescription) -> int:
-    """Powers of two by which results may grow before they exceed a float16 output; plenty for others."""
-    if problem.output.dtype is not DataType.FLOAT16:
-        return 2 * _FLOAT16
-    return _FLOAT16_LARGEST - _SUM_BITS - math.ceil(math.log2(problem.reduction_length) / 2)
+    """Powers of two by which results may grow before they exceed a float16 output; few for others, too."""
+    room = _FLOAT16_LARGEST - _SUM_BITS - math.ceil(math.log2(problem.reduction_length) / 2)
+    return room if problem.output.dtype is DataType.FLOAT16 else max(0, room)

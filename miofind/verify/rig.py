@@ -64,8 +64,8 @@ class Setting:
         return Setting(values=self.values, powers=self.powers, planted=self.planted)
 
     @property
-    def reference(self) -> Setting:
-        """What of it decides the reference, but for the powers of two."""
+    def unscaled(self) -> Setting:
+        """The inputs without powers of two, whose results are the reference but for those."""
         return Setting(values=self.values, planted=self.planted)
 
 
@@ -159,6 +159,10 @@ class Rig(ABC):
         """Seed of one input's values, 64 bits."""
         entropy = np.random.SeedSequence([self.seed, int(values), "xwy".index(name)])
         return int(entropy.generate_state(1, np.uint64)[0])
+
+    def positions(self, setting: Setting) -> np.random.Generator:
+        """What draws the elements to check with one set of inputs: others for each set and each seed."""
+        return np.random.default_rng([self.seed, int(setting.values), int(setting.planted)])
 
     def powers_of(self, name: str, setting: Setting) -> tuple[tuple[int, int], Axis]:
         """The powers of two that an input is multiplied by, and along which axis."""

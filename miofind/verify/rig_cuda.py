@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -16,8 +15,9 @@ from miofind.device_memory import DeviceMemory
 from miofind.problem import ProblemDescription
 from miofind.reference import numpy_dtype, reference_step, round_once
 from miofind.solution import Pointer
+from miofind.values import Values
 from miofind.verify.accuracy import error_bounds, least_exponent, overflow
-from miofind.verify.ranges import Powers, axes
+from miofind.verify.ranges import axes
 from miofind.verify.rig import (
     GUARD_BYTES,
     PLACEMENT_BYTES,
@@ -43,6 +43,12 @@ _OUTPUT = 8
 _ONE = 9
 _GUARDS = 10
 _SLOTS = 18
+# Of an element: a float64 sum, and two float32 scales where results are not exact. What is kept at most: sums of small
+# integers, of normal numbers, and of normal numbers with infinities.
+_SUM_BYTES = 8
+_SCALE_BYTES = 8
+_ELEMENT_BYTES = 3 * _SUM_BYTES + 2 * _SCALE_BYTES
+_MEMORY_SHARE = 4
 _TENSORS = ("x", "w", "y")
 _WORKSPACE = "the workspace"
 _PACKED_WEIGHTS = "the packed weights"
@@ -61,11 +67,19 @@ _NOTHING = _Buffer(base=0, address=0, bytes=-1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Sums:
-    """Where the sums of a reference are, and what its inputs were multiplied by."""
+class _Sample:
+    """The elements that are checked with one set of inputs, and their references on the device.
 
-    address: int
-    powers: Powers
+    Attributes:
+        count: how many.
+        indices: their flat logical indices; None for the whole output.
+        addresses: of "indices", 0 for the whole output, "sums" and "scales", 0 where results must be exact; as
+            `reference_step` has them.
+    """
+
+    count: int
+    indices: NDArray[np.int64] | None
+    addresses: dict[str, int]
 
 
 class CudaRig(Rig):
@@ -77,13 +91,13 @@ class CudaRig(Rig):
         device: Device,
         compiler: Compiler,
         seed: int,
-        budget: SampleBudget,
+        budget: SampleBudget | None,
     ) -> None:
         super().__init__(problem, seed)
         self._kernels = DeviceKernels(device, compiler)
         self._memory = DeviceMemory(device.index)
-        self._indices = sample_indices(problem, np.random.default_rng(seed), budget)
-        self._sums: dict[Setting, _Sums] = {}
+        self._budget = budget or SampleBudget.of(device)
+        self._samples: dict[Setting, _Sample] = {}
         self._checksums: dict[tuple[str, Setting], int] = {}
         self._planted: dict[str, tuple[int, int]] = {}
         self._packed: dict[Setting, _Buffer] = {}
@@ -93,7 +107,8 @@ class CudaRig(Rig):
                 self._buffers = {name: self._guarded(problem.tensor(name).bytes) for name in _TENSORS}
                 self._buffers[_WORKSPACE] = self._guarded(0)
                 self._report = self._memory.allocate(_SLOTS * _SLOT_BYTES)
-                self._indices_address = self._memory.upload(self._indices)
+                budget = self._budget.within(self._memory.free_bytes // _MEMORY_SHARE)
+                self._whole = budget.covers(problem, _ELEMENT_BYTES)
         except BaseException:
             self._memory.close()
             raise
@@ -102,11 +117,9 @@ class CudaRig(Rig):
         """See `Rig.trial`."""
         with self._memory:
             self._begin(setting, invoker)
-            for name in self.problem.direction.inputs:
-                self._fill(name, setting)
-            sums = self._reference(setting)
+            sample = self._sample(setting)
             self._run(invoker, {name: self._buffers[name].address for name in _TENSORS})
-            return self._findings(setting, factor, sums, self.problem.direction.inputs)
+            return self._findings(setting, factor, sample, self.problem.direction.inputs)
 
     def pack(self, packed: PackedForm, settings: tuple[Setting, ...]) -> tuple[str, ...]:
         """See `Rig.pack`."""
@@ -137,9 +150,7 @@ class CudaRig(Rig):
         """See `Rig.packed_trial`."""
         with self._memory:
             self._begin(setting, packed.run)
-            for name in self.problem.direction.inputs:
-                self._fill(name, setting)
-            sums = self._reference(setting)
+            sample = self._sample(setting)
             weights, w = self._packed[setting.contents], self._buffers["w"]
             self._memory.set_bytes(w.address, Poison.NAN, w.bytes)
             before = self._checksum_now(weights)
@@ -148,7 +159,7 @@ class CudaRig(Rig):
             addresses = {name: self._buffers[name].address for name in _TENSORS} | {"w": weights.address}
             self._run(packed.run, addresses)
             image = tuple(name for name in self.problem.direction.inputs if name != "w")
-            findings = self._findings(setting, factor, sums, image, weights)
+            findings = self._findings(setting, factor, sample, image, weights)
             changed = [] if self._checksum_now(weights) == before else [_PACKED_WEIGHTS]
             return replace(findings, damaged=(*findings.damaged, *changed))
 
@@ -224,23 +235,36 @@ class CudaRig(Rig):
         workspace = self._buffers[_WORKSPACE].address if invoker.workspace_bytes else 0
         invoker.run(addresses["x"], addresses["w"], addresses["y"], workspace, self._memory.stream_address)
 
-    def _reference(self, setting: Setting) -> _Sums:
-        """The sums of the listed elements; computed from the inputs in place where they are not known."""
-        known = self._sums.get(setting.reference)
+    def _sample(self, setting: Setting) -> _Sample:
+        """What is checked with a setting, and the references of its unscaled inputs; leaves scaled ones in place."""
+        known = self._samples.get(setting.unscaled)
         if known is None:
-            count = self._indices.size
-            address = self._memory.allocate(3 * 8 * count)
+            known = self._samples[setting.unscaled] = self._placed(setting.unscaled)
+            for name in self.problem.direction.inputs:
+                self._fill(name, setting.unscaled)
             addresses = {name: self._buffers[name].address for name in self.problem.direction.inputs}
-            addresses |= {"indices": self._indices_address, "sums": address}
-            self._kernels.bind_step(reference_step(self.problem, count), addresses, self._memory.stream_address)()
-            known = self._sums[setting.reference] = _Sums(address=address, powers=setting.powers)
+            step = reference_step(self.problem, None if known.indices is None else known.count)
+            self._kernels.bind_step(step, addresses | known.addresses, self._memory.stream_address)()
+        for name in self.problem.direction.inputs:
+            self._fill(name, setting)
         return known
+
+    def _placed(self, setting: Setting) -> _Sample:
+        """Memory for the references of the whole output where the budget allows, else of elements of its own."""
+        indices, listed, count = None, 0, self.problem.output.size
+        if not self._whole:
+            indices = sample_indices(self.problem, self.positions(setting), self._budget)
+            listed, count = self._memory.upload(indices), indices.size
+        exact = setting.values is Values.TERNARY
+        scales = 0 if exact else self._memory.allocate(_SCALE_BYTES * count)
+        addresses = {"indices": listed, "sums": self._memory.allocate(_SUM_BYTES * count), "scales": scales}
+        return _Sample(count=count, indices=indices, addresses=addresses)
 
     def _findings(
         self,
         setting: Setting,
         factor: float | None,
-        sums: _Sums,
+        sample: _Sample,
         inputs: tuple[str, ...],
         weights: _Buffer | None = None,
     ) -> Findings:
@@ -249,7 +273,7 @@ class CudaRig(Rig):
         buffer = self._buffers[self.problem.direction.output]
         if not setting.planted:
             self._start(self._check("written", output.size), ("out", int64(output.size), _slot(_WRITTEN)), buffer)
-        self._compare(setting, factor, sums)
+        self._compare(setting, factor, sample)
         self._checksum(buffer, _OUTPUT)
         for i, name in enumerate(inputs):
             self._checksum(self._buffers[name], _INPUTS + i)
@@ -260,9 +284,9 @@ class CudaRig(Rig):
         first = output.size - int(report[_WRITTEN + 1])
         at = int(report[_COMPARED + 1]) & 0xFFFFFFFF
         return Findings(
-            checked=self._indices.size,
+            checked=sample.count,
             wrong=wrong,
-            worst=self._worst(at, setting, factor, sums) if wrong else None,
+            worst=self._worst(at, setting, factor, sample) if wrong else None,
             unwritten=unwritten,
             first_unwritten=self.index_in_memory(first) if unwritten else None,
             damaged=self._damaged(report, guarded, setting, inputs),
@@ -271,15 +295,16 @@ class CudaRig(Rig):
             fingerprint=int(report[_OUTPUT]),
         )
 
-    def _compare(self, setting: Setting, factor: float | None, sums: _Sums) -> None:
+    def _compare(self, setting: Setting, factor: float | None, sample: _Sample) -> None:
         output, lifted = self.problem.output, self.problem.lifted(3).output
         _, second = axes(self.problem)
         arguments: tuple[Argument, ...] = (
             "out",
             "indices",
             "sums",
-            int64(self._indices.size),
-            *(float64(scale) for pair in _scales(setting, sums) for scale in pair),
+            "scales",
+            int64(sample.count),
+            *(float64(2.0**power) for pair in setting.powers.pairs for power in pair),
             int64(second.size),
             float64(overflow(output.dtype)),
             float64(-1.0 if factor is None else factor),
@@ -289,12 +314,8 @@ class CudaRig(Rig):
             *map(int64, lifted.strides),
             _slot(_COMPARED),
         )
-        addresses = {
-            "out": self._buffers[self.problem.direction.output].address,
-            "indices": self._indices_address,
-            "sums": sums.address,
-        }
-        self._start(self._check("compare", self._indices.size), arguments, addresses)
+        addresses = {"out": self._buffers[self.problem.direction.output].address, **sample.addresses}
+        self._start(self._check("compare", sample.count), arguments, addresses)
 
     def _checksum(self, buffer: _Buffer, slot: int) -> None:
         words = buffer.bytes // 2
@@ -329,7 +350,7 @@ class CudaRig(Rig):
     def _start(self, kernel: GridStride, arguments: tuple[Argument, ...], where: _Buffer | Mapping[str, int]) -> None:
         """Launch a kernel; what it is given is bound once."""
         addresses = {"out": where.address} if isinstance(where, _Buffer) else where
-        key = (kernel, arguments, *addresses.values())
+        key = (kernel.entry, kernel.items, kernel.dtype, arguments, *addresses.values())
         launch = self._bound.get(key)
         if launch is None:
             named = {**addresses, "report": self._report}
@@ -348,29 +369,23 @@ class CudaRig(Rig):
                 damaged.append(f"input {name}")
         return tuple(damaged)
 
-    def _worst(self, position: int, setting: Setting, factor: float | None, reference: _Sums) -> WrongElement:
+    def _worst(self, position: int, setting: Setting, factor: float | None, sample: _Sample) -> WrongElement:
         output = self.problem.output
-        index = self.output_index(int(self._indices[position]))
+        index = self.output_index(position if sample.indices is None else int(sample.indices[position]))
         place = sum(i * stride for i, stride in zip(index, output.strides, strict=True))
         address = self._buffers[self.problem.direction.output].address + place * output.dtype.itemsize
-        sums = self._memory.download(reference.address + 24 * position, 3, np.float64)
-        parities = zip(_scales(setting, reference), index, axes(self.problem), strict=False)
-        scale = math.prod(pair[at % axis.size % 2] for pair, at, axis in parities)
-        wanted, squares, bound = sums[:1] * scale, sums[2:] * scale * scale, 0.0
+        got = float(self._memory.download(address, 1, numpy_dtype(output.dtype))[0])
+        along = zip(setting.powers.pairs, index, axes(self.problem), strict=False)
+        scale = 2.0 ** sum(pair[at % axis.size % 2] for pair, at, axis in along)
+        wanted = scale * self._memory.download(sample.addresses["sums"] + _SUM_BYTES * position, 1, np.float64)
+        bound = 0.0
         if factor is None:
             wanted = round_once(wanted, output.dtype).astype(np.float64)
         elif np.isfinite(wanted).all():
+            scales = self._memory.download(sample.addresses["scales"] + _SCALE_BYTES * position, 2, np.float32)
+            squares = (scale * scales[1:].astype(np.float64)) ** 2
             bound = float(error_bounds(wanted, squares, factor, output.dtype).total[0])
-        got = float(self._memory.download(address, 1, numpy_dtype(output.dtype))[0])
         return WrongElement(index=index, got=got, wanted=float(wanted[0]), bound=bound)
-
-
-def _scales(setting: Setting, sums: _Sums) -> tuple[tuple[float, float], ...]:
-    """What the sums are to be multiplied by, at even and odd coordinates of the output's first two dimensions."""
-    return tuple(
-        (2.0 ** (even - even_before), 2.0 ** (odd - odd_before))
-        for (even, odd), (even_before, odd_before) in zip(setting.powers.pairs, sums.powers.pairs, strict=True)
-    )
 
 
 def _slot(number: int) -> Pointer:

@@ -1,10 +1,10 @@
-"""Trials on the CPU place: NumPy buffers between guard bands, and a dense float64 reference of a part of the output."""
+"""Trials on the CPU place: NumPy buffers between guard bands, and float64 references of an output or of parts of it."""
 
 from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -27,11 +27,15 @@ from miofind.verify.rig import (
     Setting,
     WrongElement,
 )
-from miofind.verify.sampling import Box, sample_box
+from miofind.verify.sampling import Indices
+from miofind.verify.strip_reference import Change, Tensors, Wide, strip_sums
+from miofind.verify.strips import of_images, sample_images, sample_strips, strip_indices
 
 if TYPE_CHECKING:
     from miofind.invoker import Invoker
 
+# Products of an output that is checked whole. Measured on two cores of a Xeon: some 2e9 to 1e10 a second, a fourth of
+# that where few channels make for thin matrix products; the first gate needs them once, the second three times.
 _DENSE_PRODUCTS = 1 << 27
 _THIN_PRODUCTS = 1 << 25
 _THIN_CHANNELS = 8
@@ -100,18 +104,34 @@ def random_values(descriptor: TensorDescriptor, values: Values, seed: int) -> ND
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Reference:
-    """x * w over a box, and for normal inputs |x| * |w| and x^2 * w^2."""
+    """x * w of the elements that are checked, and for normal inputs |x| * |w| and x^2 * w^2.
 
-    sums: NDArray[np.float64]
-    magnitudes: NDArray[np.float64]
-    squares: NDArray[np.float64]
+    Attributes:
+        indices: flat logical indices of the elements; None for the whole output.
+        sums, magnitudes, squares: an element each.
+    """
+
+    indices: Indices | None
+    sums: Wide
+    magnitudes: Wide
+    squares: Wide
+
+    def of(self, output: NDArray[Any]) -> NDArray[Any]:
+        """What an array of the output's logical shape holds where the reference does."""
+        return output.reshape(-1) if self.indices is None else output[np.unravel_index(self.indices, output.shape)]
+
+    def flat_index(self, place: int) -> int:
+        """Flat logical index of the element at a place in the reference."""
+        return place if self.indices is None else int(self.indices[place])
 
     def scaled(self, exponents: NDArray[np.int32]) -> _Reference:
-        """The same where the inputs' powers of two have these sums."""
-        return _Reference(
-            sums=np.ldexp(self.sums, exponents),
-            magnitudes=np.ldexp(self.magnitudes, exponents),
-            squares=np.ldexp(self.squares, 2 * exponents),
+        """The same where the inputs' powers of two have these sums, given in the output's logical shape."""
+        along = self.of(exponents)
+        return replace(
+            self,
+            sums=np.ldexp(self.sums, along),
+            magnitudes=np.ldexp(self.magnitudes, along),
+            squares=np.ldexp(self.squares, 2 * along),
         )
 
 
@@ -120,8 +140,6 @@ class HostRig(Rig):
 
     def __init__(self, problem: ProblemDescription, seed: int) -> None:
         super().__init__(problem, seed)
-        thin = min(problem.c, problem.k) // problem.groups < _THIN_CHANNELS
-        self._box = sample_box(problem, np.random.default_rng(seed), _THIN_PRODUCTS if thin else _DENSE_PRODUCTS)
         self._buffers = {name: GuardedArray(problem.tensor(name).bytes) for name in ("x", "w", "y")}
         self._workspace = GuardedArray(0)
         self._packed: dict[Setting, GuardedArray] = {}
@@ -193,16 +211,24 @@ class HostRig(Rig):
     def _fill(self, name: str, setting: Setting) -> int:
         """Fill an input; the checksum of what it holds."""
         descriptor, buffer = self.problem.tensor(name), self._buffers[name]
-        values = self._random.get((name, setting.values))
-        if values is None:
-            values = random_values(descriptor, setting.values, self.tensor_seed(name, setting.values))
-            self._random[name, setting.values] = values
         buffer.poison(setting.poison)
         tensor, exponents = buffer.tensor(descriptor), self._exponents(name, setting)
+        values = self._values(name, setting.values)
         tensor[...] = values if exponents is None else np.ldexp(values, exponents)
+        self._plant(tensor, name, setting)
+        return buffer.checksum
+
+    def _values(self, name: str, values: Values) -> NDArray[Any]:
+        """Unscaled values of an input, drawn once."""
+        known = self._random.get((name, values))
+        if known is None:
+            known = random_values(self.problem.tensor(name), values, self.tensor_seed(name, values))
+            self._random[name, values] = known
+        return known
+
+    def _plant(self, tensor: NDArray[Any], name: str, setting: Setting) -> None:
         if setting.planted and name in self.plants:
             tensor[self.plants[name].index] = self.plants[name].values
-        return buffer.checksum
 
     def _exponents(self, name: str, setting: Setting) -> NDArray[np.int32] | None:
         """The powers of two of an input's elements, in a shape that extends to its own; None for none."""
@@ -227,45 +253,53 @@ class HostRig(Rig):
         invoker.run(given["x"], given["w"], given["y"], workspace, 0)
 
     def _reference(self, setting: Setting) -> _Reference:
-        """The reference of a setting, whose inputs are in place where it was not asked for before."""
-        known = self._references.get(setting.reference)
+        """The reference of a setting; that of its unscaled inputs is computed once."""
+        known = self._references.get(setting.unscaled)
         if known is None:
-            known = self._references[setting.reference] = self._computed(setting)
+            known = self._references[setting.unscaled] = self._computed(setting.unscaled)
         return known.scaled(self._output_exponents(setting)) if setting.powers else known
 
     def _output_exponents(self, setting: Setting) -> NDArray[np.int32]:
-        """The powers of two of the elements in the box."""
-        coordinates = self._box.select(self.problem.direction.output)
-        pairs = zip(setting.powers.pairs, axes(self.problem), coordinates, strict=True)
-        rows, columns = (exponents_along(pair, axis, at) for pair, axis, at in pairs)
-        return (rows + columns).reshape(
-            *np.broadcast_shapes(rows.shape, columns.shape), *[1] * self.problem.spatial_dims
-        )
+        """The powers of two of the output's elements."""
+        shape = self.problem.output.shape
+        pairs = zip(setting.powers.pairs, axes(self.problem), shape, strict=False)
+        rows, columns = (exponents_along(pair, axis, np.arange(size)) for pair, axis, size in pairs)
+        both = (rows[:, None] + columns).reshape(*shape[:2], *[1] * self.problem.spatial_dims)
+        return np.broadcast_to(both, shape)
 
     def _computed(self, setting: Setting) -> _Reference:
         tensors = {name: self._unscaled(name, setting) for name in self.problem.direction.inputs}
-        part = self._box.part
-        with np.errstate(all="ignore"):
-            sums = _dense(part, tensors)
-            if setting.planted:
-                finite = self._references[Setting(values=setting.values)]
-                return _Reference(sums=sums, magnitudes=finite.magnitudes, squares=finite.squares)
-            if setting.values is Values.TERNARY:
-                return _Reference(sums=sums, magnitudes=np.abs(sums), squares=np.zeros_like(sums))
-            return _Reference(
-                sums=sums,
-                magnitudes=_dense(part, {name: np.abs(t) for name, t in tensors.items()}),
-                squares=_dense(part, {name: t * t for name, t in tensors.items()}),
-            )
+        exact = setting.values is Values.TERNARY
+        indices, [sums, *scales] = self._sums(setting, tensors, _CHANGES[:1] if exact else _CHANGES)
+        magnitudes, squares = scales or (np.abs(sums), np.zeros_like(sums))
+        return _Reference(indices=indices, sums=sums, magnitudes=magnitudes, squares=squares)
 
-    def _unscaled(self, name: str, setting: Setting) -> NDArray[np.float64]:
-        """The box's part of an input as it would be without powers of two."""
-        tensor, exponents = self._tensor(name), self._exponents(name, setting)
-        wide = tensor[self._box.select(name)].astype(np.float64)
-        if exponents is None:
-            return wide
-        whole = np.broadcast_to(exponents, tensor.shape)[self._box.select(name)]
-        return np.ldexp(wide, -whole)
+    def _unscaled(self, name: str, setting: Setting) -> NDArray[Any]:
+        """An input without powers of two."""
+        tensor = self._values(name, setting.values).astype(numpy_dtype(self.problem.tensor(name).dtype))
+        self._plant(tensor, name, setting)
+        return tensor
+
+    def _sums(
+        self, setting: Setting, tensors: Tensors, changes: Sequence[Change]
+    ) -> tuple[Indices | None, Sequence[Wide]]:
+        """Which elements are checked, None for all, and their sums for each change of the inputs."""
+        problem = self.problem
+        thin = min(problem.c, problem.k) // problem.groups < _THIN_CHANNELS
+        if problem.flops // 2 <= (_THIN_PRODUCTS if thin else _DENSE_PRODUCTS):
+            return None, _dense(problem, tensors, changes)
+        random = self.positions(setting)
+        strips, images = sample_strips(problem, random), sample_images(problem, random)
+        indices, sums = strip_indices(problem, strips), strip_sums(problem, tensors, strips, changes)
+        if not images.size:
+            return indices, sums
+        others, more = _of_whole_images(problem, tensors, images, changes)
+        seen = np.zeros(problem.output.size, np.bool_)
+        seen[indices] = True
+        new = ~seen[others]
+        return np.concatenate([indices, others[new]]), [
+            np.concatenate([some, rest[new]]) for some, rest in zip(sums, more, strict=True)
+        ]
 
     def _findings(
         self, setting: Setting, factor: float | None, reference: _Reference, checksums: Mapping[str, int]
@@ -273,10 +307,9 @@ class HostRig(Rig):
         output = self._tensor(self.problem.direction.output)
         empty = np.zeros(0, np.bool_) if setting.planted else np.isnan(output)
         unwritten = int(np.count_nonzero(empty))
-        got = output[self._box.select(self.problem.direction.output)].astype(np.float64)
-        comparison = _compare(self._box, got, reference, factor)
+        comparison = self._compared(reference, factor)
         return Findings(
-            checked=got.size,
+            checked=reference.sums.size,
             wrong=comparison.wrong,
             worst=comparison.worst,
             unwritten=unwritten,
@@ -285,6 +318,31 @@ class HostRig(Rig):
             max_error=comparison.max_error,
             bound_ratio=comparison.bound_ratio,
             fingerprint=self._buffers[self.problem.direction.output].checksum,
+        )
+
+    def _compared(self, reference: _Reference, factor: float | None) -> _Comparison:
+        """The output that is there against a reference."""
+        dtype = self.problem.output.dtype
+        got = reference.of(self._tensor(self.problem.direction.output)).astype(np.float64)
+        wanted, bounds = _allowed(reference, factor, dtype)
+        errors = np.abs(got - wanted)
+        errors[np.isnan(errors)] = math.inf
+        errors[(got == wanted) | (np.isnan(got) & np.isnan(wanted))] = 0.0
+        errors[_overflows(got, wanted, bounds.arithmetic, dtype)] = 0.0
+        ratios = _ratios(np.maximum(errors - bounds.rounding, 0.0), bounds.arithmetic)
+        wrong = ~(errors <= bounds.total)
+        worst = None
+        if wrong.any():
+            at = int(np.argmax(np.where(wrong, ratios, -1.0)))
+            index = self.output_index(reference.flat_index(at))
+            worst = WrongElement(
+                index=index, got=float(got[at]), wanted=float(wanted[at]), bound=float(bounds.total[at])
+            )
+        return _Comparison(
+            wrong=int(np.count_nonzero(wrong)),
+            worst=worst,
+            max_error=float(_ratios(errors, reference.magnitudes).max()),
+            bound_ratio=float(ratios.max()),
         )
 
     def _first_in_memory(self, empty: NDArray[np.bool_]) -> tuple[int, ...]:
@@ -310,13 +368,35 @@ def _read_only(array: NDArray[Any] | None) -> NDArray[Any] | None:
     return view
 
 
-def _dense(part: ProblemDescription, tensors: Mapping[str, NDArray[np.float64]]) -> NDArray[np.float64]:
-    return reference_on_host(part, x=tensors.get("x"), w=tensors.get("w"), y=tensors.get("y"))
+def _same(tensor: Wide) -> Wide:
+    return tensor
+
+
+_CHANGES: tuple[Change, ...] = (_same, np.abs, np.square)
+
+
+def _dense(problem: ProblemDescription, tensors: Tensors, changes: Sequence[Change]) -> list[Wide]:
+    """Sums of the whole output, flat, for each change of the inputs."""
+    wide = {name: tensor.astype(np.float64) for name, tensor in tensors.items()}
+    changed = ({name: change(tensor) for name, tensor in wide.items()} for change in changes)
+    return [
+        reference_on_host(problem, x=each.get("x"), w=each.get("w"), y=each.get("y")).reshape(-1) for each in changed
+    ]
+
+
+def _of_whole_images(
+    problem: ProblemDescription, tensors: Tensors, images: Indices, changes: Sequence[Change]
+) -> tuple[Indices, list[Wide]]:
+    """Flat logical indices of the elements of some images, and their sums."""
+    each = problem.output.size // problem.n
+    part = {name: tensor if name == "w" else tensor[images] for name, tensor in tensors.items()}
+    indices = (images[:, None] * each + np.arange(each)).reshape(-1)
+    return indices, _dense(of_images(problem, images.size), part, changes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Comparison:
-    """A box of the output against its reference."""
+    """The elements that were checked against their reference."""
 
     wrong: int
     worst: WrongElement | None
@@ -324,35 +404,14 @@ class _Comparison:
     bound_ratio: float
 
 
-def _compare(box: Box, got: NDArray[np.float64], reference: _Reference, factor: float | None) -> _Comparison:
-    dtype = box.problem.output.dtype
-    zeros = np.zeros_like(reference.sums)
-    finite = np.isfinite(reference.sums)
+def _allowed(reference: _Reference, factor: float | None, dtype: DataType) -> tuple[Wide, ErrorBounds]:
+    """What is wanted, and how far from it a result may be; nothing else will do for one that is not finite."""
+    nothing = np.zeros_like(reference.sums)
     if factor is None:
-        wanted = round_once(reference.sums, dtype).astype(np.float64)
-        bounds = ErrorBounds(arithmetic=zeros, rounding=zeros)
-    else:
-        wanted = reference.sums
-        bounds = error_bounds(np.where(finite, wanted, 0.0), reference.squares, factor, dtype)
-    with np.errstate(invalid="ignore"):
-        errors = np.abs(got - wanted)
-    errors[np.isnan(errors)] = math.inf
-    errors[(got == wanted) | (np.isnan(got) & np.isnan(wanted))] = 0.0
-    errors[_overflows(got, wanted, bounds.arithmetic, dtype)] = 0.0
-    ratios = _ratios(np.maximum(errors - bounds.rounding, 0.0), bounds.arithmetic)
-    wrong = ~(errors <= bounds.total)
-    worst = None
-    if wrong.any():
-        at = np.unravel_index(int(np.argmax(np.where(wrong, ratios, -1.0))), wrong.shape)
-        worst = WrongElement(
-            index=box.index(at), got=float(got[at]), wanted=float(wanted[at]), bound=float(bounds.total[at])
-        )
-    return _Comparison(
-        wrong=int(np.count_nonzero(wrong)),
-        worst=worst,
-        max_error=float(_ratios(errors, reference.magnitudes).max()),
-        bound_ratio=float(ratios.max()),
-    )
+        return round_once(reference.sums, dtype).astype(np.float64), ErrorBounds(arithmetic=nothing, rounding=nothing)
+    finite = np.isfinite(reference.sums)
+    sums, squares = (np.where(finite, each, 0.0) for each in (reference.sums, reference.squares))
+    return reference.sums, error_bounds(sums, squares, factor, dtype)
 
 
 def _overflows(

@@ -1,4 +1,4 @@
-"""Which elements of an output are checked: all where that is cheap, else those where kernels go wrong and random ones.
+"""Which elements of an output are checked: all where that is cheap, else points that leave no coordinate out.
 
 Pure index arithmetic on logical shapes; knows nothing of devices or buffers.
 """
@@ -7,90 +7,180 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from miofind.problem import Direction, ProblemDescription
+from miofind.device import Device
+from miofind.problem import ProblemDescription
 
 Indices = NDArray[np.int64]
 
-_TILES = (8, 16, 32, 64, 128, 256)
+_TILES = (128, 64, 32, 256, 16, 8)
+_SPLITS = 8
+# At most a fourth of the points, and an eighth of the coordinates of a long axis, lie where they are put: the others
+# make the chance that a single wrong element is seen.
+_DESIGNED_SHARE = 4
+_EDGE_SHARE = 8
+_TAIL = 128
+_FEW_REPEATS = 16  # points so sparse seldom meet
+
+# Seconds of a device that the whole output may take, and what 132 multiprocessors of compute capability 9.0 are sure
+# to do in one; other devices by their rate of float64, which conversions from and to float64 share.
+_WHOLE_S = 0.1
+_PRODUCTS_PER_SM_S = 1e9
+_SLOW_PRODUCTS_PER_SM_S = 2e8
+_FAST_FLOAT64 = (80, 90, 100)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleBudget:
-    """How much reference work one set of inputs may cost.
+    """How much the reference for one set of inputs may cost.
 
     Attributes:
-        products: multiply-adds of the reference.
-        full_size: largest output that is checked whole, if its products fit.
+        products: multiply-adds; an output whose reference takes no more is checked whole.
+        bytes: device memory for what all sets of inputs keep of an output that is checked whole.
         least, most: bounds of the number of elements otherwise; `least` outweighs `products`.
     """
 
     products: int = 1 << 29
-    full_size: int = 1 << 22
-    least: int = 1 << 10
+    bytes: int = 1 << 30
+    least: int = 1 << 12
     most: int = 1 << 16
+
+    @staticmethod
+    def of(device: Device) -> SampleBudget:
+        """What a tenth of a second of a CUDA device pays for, by a rate that it is sure to reach."""
+        rate = _PRODUCTS_PER_SM_S if device.sm in _FAST_FLOAT64 else _SLOW_PRODUCTS_PER_SM_S
+        return SampleBudget(products=int(_WHOLE_S * device.sm_count * rate))
+
+    def within(self, free_bytes: int) -> SampleBudget:
+        """The same with no more memory than that."""
+        return replace(self, bytes=min(self.bytes, free_bytes))
+
+    def covers(self, problem: ProblemDescription, element_bytes: int) -> bool:
+        """Whether the whole output is checked, of which all sets of inputs keep `element_bytes` an element."""
+        size = problem.output.size
+        # Of strided backward data most taps meet no output, and cost a look all the same.
+        products = max(problem.flops // 2, size * math.prod(problem.filter))
+        return products <= self.products and size * element_bytes <= self.bytes
 
 
 def sample_indices(problem: ProblemDescription, random: np.random.Generator, budget: SampleBudget) -> Indices:
-    """Flat logical indices of the output elements to check, increasing, without repeats.
+    """Flat logical indices of the output elements to check, increasing, each once.
 
-    Whole outputs where the budget allows; else corners, points at tile edges in each dimension and in the rows and
-    columns of the matrix product that a kernel may tile, the end of the last tile, and random points.
+    The output's shape is (n or k, c or k, *spatial or *filter). Certain to be among them, where `count` is the number
+    of points:
+
+    - every coordinate of every axis of up to 3/8 of `count`, so that no wrong image, channel, row or column of pixels
+      or of taps goes unseen; of a longer axis `edge_coordinates`, and one of every `size / (count / 4)`;
+    - corners, and `edge_coordinates` of the axes flattened as the rows or columns of a matrix product, or as memory;
+    - one of every `size / (3 / 8 * count)` elements in logical order.
+
+    A single element at a place that nothing singles out is seen with a chance of at least half of count / size.
     """
-    shape = problem.output.shape
     size = problem.output.size
-    length = problem.reduction_length
-    if size <= budget.full_size and size * length <= budget.products:
+    count = min(size, max(budget.least, min(budget.most, budget.products // problem.reduction_length)))
+    if count == size:
         return np.arange(size, dtype=np.int64)
-    count = min(size, max(budget.least, min(budget.most, budget.products // length)))
-    parts = [
-        _corners(shape),
-        _edges(shape, random, count // 4),
-        _matrix_edges(shape, random, count // 4),
-        np.arange(max(0, size - min(128, count // 8)), size, dtype=np.int64),
-        random.integers(0, size, count // 3, dtype=np.int64),
-    ]
-    return np.unique(np.concatenate(parts))
+    shape, group_sizes = problem.output.shape, _group_sizes(problem)
+    designed = _designed_points(shape, group_sizes, random)[: count // _DESIGNED_SHARE]
+    swept = (count - designed.size) // 2
+    sweep = np.stack([covering(n, swept, random, group_sizes) for n in shape])
+    spread = stratified(size, count - designed.size - swept, random)
+    return filled(np.concatenate([designed, _flat(sweep, shape), spread]), count, size, random)
 
 
-def edge_coordinates(size: int) -> Indices:
-    """First and last coordinates of a dimension, and those next to the first and the last edge of usual tiles."""
-    edges = {0, 1, size - 2, size - 1}
-    for tile in _TILES:
-        last = size // tile * tile
-        edges.update((tile - 1, tile, tile + 1, last - 1, last, last + 1))
-    return np.array(sorted(edge for edge in edges if 0 <= edge < size), dtype=np.int64)
+def edge_coordinates(size: int, blocks: tuple[int, ...] = ()) -> Indices:
+    """Coordinates of an axis where kernels go wrong, the likeliest first.
+
+    Its ends and its middle, where it is split in 2, 4 or 8, and both sides of the edges of the first tile, of the one
+    in the middle and of the last, for usual tiles and for `blocks`.
+    """
+    last = size - 1
+    edges = [0, last, size // 2, 1, last - 1]
+    for part in sorted(range(1, _SPLITS), key=lambda part: -math.gcd(part, _SPLITS)):
+        split = part * size // _SPLITS
+        edges += [split - 1, split, split + 1]
+    for tile in (*blocks, *_TILES):
+        for start in (tile, size // 2 // tile * tile, (size // 2 // tile + 1) * tile, last // tile * tile):
+            edges += [start - 1, start, start + 1]
+    inside = dict.fromkeys(edge for edge in edges if 0 <= edge < size)
+    return np.array(list(inside), dtype=np.int64)
 
 
-def _corners(shape: tuple[int, ...]) -> Indices:
-    points = list(itertools.product(*((0, size - 1) for size in shape)))
-    return _flat(np.array(points, dtype=np.int64).T, shape)
+def covering(size: int, count: int, random: np.random.Generator, blocks: tuple[int, ...] = ()) -> Indices:
+    """`count` coordinates of an axis in random order: every one of them if it has no more than `count`.
+
+    Of a longer axis up to an eighth are `edge_coordinates`, and the others one of each of as many equal parts.
+    """
+    if size <= count:
+        rounds = [random.permutation(size) for _ in range(-(-count // size))]
+        return np.concatenate(rounds)[:count].astype(np.int64)
+    edges = edge_coordinates(size, blocks)[: count // _EDGE_SHARE]
+    chosen = np.concatenate([edges, stratified(size, count - edges.size, random)])
+    return random.permutation(chosen)
 
 
-def _edges(shape: tuple[int, ...], random: np.random.Generator, count: int) -> Indices:
-    """Points whose every coordinate is at an edge with probability 1/2."""
-    coordinates = [_edge_or_any(size, random, count) for size in shape]
-    return _flat(np.stack(coordinates), shape)
+def stratified(size: int, count: int, random: np.random.Generator) -> Indices:
+    """`count` coordinates, increasing, one at random from each of `count` equal parts of an axis."""
+    bounds = np.linspace(0, size, count + 1).astype(np.int64)
+    return bounds[:-1] + (random.random(count) * np.diff(bounds)).astype(np.int64)
 
 
-def _matrix_edges(shape: tuple[int, ...], random: np.random.Generator, count: int) -> Indices:
-    """Points at the edges of tiles of the output as a matrix: one dimension a channel, the others flattened."""
-    points = []
-    for axis in (0, 1):
-        others = tuple(size for i, size in enumerate(shape) if i != axis)
-        rows = _edge_or_any(math.prod(others), random, count // 2)
-        columns = _edge_or_any(shape[axis], random, count // 2)
-        coordinates = list(np.unravel_index(rows, others))
-        coordinates.insert(axis, columns)
-        points.append(_flat(np.stack(coordinates), shape))
-    return np.concatenate(points)
+def filled(points: Indices, count: int, size: int, random: np.random.Generator) -> Indices:
+    """Points below `size`, increasing, each once, and random ones to make `count` where many were there twice."""
+    chosen = np.unique(points).astype(np.int64)
+    if size > _FEW_REPEATS * count:
+        return chosen
+    others = np.delete(np.arange(size, dtype=np.int64), chosen)
+    return np.sort(np.concatenate([chosen, random.choice(others, count - chosen.size, replace=False)]))
 
 
-def _edge_or_any(size: int, random: np.random.Generator, count: int) -> Indices:
+def flattened_edges(
+    shape: tuple[int, ...], axes: tuple[int, ...], random: np.random.Generator, blocks: tuple[int, ...] = ()
+) -> Indices:
+    """Flat indices of one point for each of the `edge_coordinates` of some axes flattened in the order given.
+
+    The other coordinates are edges of their axes with a chance of 1/2, and any otherwise.
+    """
+    sizes = [shape[axis] for axis in axes]
+    edges = edge_coordinates(math.prod(sizes), blocks)
+    points = np.stack([_edge_or_any(size, edges.size, random) for size in shape])
+    points[list(axes)] = np.stack(np.unravel_index(edges, sizes))
+    return _flat(points, shape)
+
+
+def _designed_points(shape: tuple[int, ...], group_sizes: tuple[int, ...], random: np.random.Generator) -> Indices:
+    """Corners, and edges of every way in which kernels flatten axes, those that come first in each first."""
+    corners = _flat(np.array(list(itertools.product(*((0, n - 1) for n in shape))), dtype=np.int64).T, shape)
+    views = [flattened_edges(shape, axes, random, group_sizes) for axes in _flattenings(len(shape))]
+    size = math.prod(shape)
+    tail = np.arange(size - 1, max(-1, size - 1 - _TAIL), -1, dtype=np.int64)
+    return np.concatenate([corners, _interleaved(views), tail])
+
+
+def _flattenings(rank: int) -> tuple[tuple[int, ...], ...]:
+    """Orders of axes as rows or columns of a matrix product, as one channel's or image's plane, and as memory."""
+    spatial = tuple(range(2, rank))
+    return ((0, *spatial), (1, *spatial), (*spatial, 1), (0, *spatial, 1), (0, 1, *spatial), spatial)
+
+
+def _interleaved(parts: list[Indices]) -> Indices:
+    """The first of each, then the second of each, and so on."""
+    rows = itertools.zip_longest(*(part.tolist() for part in parts))
+    return np.array([item for row in rows for item in row if item is not None], dtype=np.int64)
+
+
+def _group_sizes(problem: ProblemDescription) -> tuple[int, ...]:
+    """Channels of a group where there are several groups."""
+    if problem.groups == 1:
+        return ()
+    return tuple({problem.c // problem.groups, problem.k // problem.groups})
+
+
+def _edge_or_any(size: int, count: int, random: np.random.Generator) -> Indices:
     at_edge = random.choice(edge_coordinates(size), count)
     return np.where(random.random(count) < 0.5, at_edge, random.integers(0, size, count, dtype=np.int64))
 
@@ -98,99 +188,3 @@ def _edge_or_any(size: int, random: np.random.Generator, count: int) -> Indices:
 def _flat(coordinates: Indices, shape: tuple[int, ...]) -> Indices:
     flat: Indices = np.ravel_multi_index(tuple(coordinates), shape).astype(np.int64)
     return flat
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Box:
-    """A part of an output that is itself the output of a smaller convolution, so that a dense reference serves it.
-
-    Attributes:
-        problem: the problem it is a part of.
-        images: coordinates of the batch; all of it for backward weights, which sum over it.
-        groups: coordinates of the groups.
-        filters: output channels within each group; all of them for backward data.
-        channels: input channels within each group; all of them for the forward direction.
-    """
-
-    problem: ProblemDescription
-    images: Indices
-    groups: Indices
-    filters: Indices
-    channels: Indices
-
-    @property
-    def part(self) -> ProblemDescription:
-        """The smaller convolution."""
-        conv = self.problem.conv
-        return ProblemDescription.convolution(
-            x=(self.images.size, self.groups.size * self.channels.size, *self.problem.spatial),
-            w=(self.groups.size * self.filters.size, self.channels.size, *self.problem.filter),
-            padding=tuple(zip(conv.pad_before, conv.pad_after, strict=True)),
-            stride=conv.stride,
-            dilation=conv.dilation,
-            groups=self.groups.size,
-            direction=self.problem.direction,
-            dtype={name: self.problem.tensor(name).dtype for name in "xwy"},
-            layout={name: self.problem.tensor(name).layout for name in "xwy"},
-            math=self.problem.math,
-        )
-
-    def select(self, name: str) -> tuple[Indices, Indices]:
-        """Open mesh of the coordinates of the first two dimensions of tensor "x", "w" or "y"."""
-        rows, columns = self._axes()[name]
-        return rows[:, None], columns[None, :]
-
-    def index(self, at: tuple[np.intp, ...]) -> tuple[int, ...]:
-        """Logical index in the whole output of an element of the part's output."""
-        rows, columns = self._axes()[self.problem.direction.output]
-        return (int(rows[at[0]]), int(columns[at[1]]), *(int(i) for i in at[2:]))
-
-    def _axes(self) -> dict[str, tuple[Indices, Indices]]:
-        groups = self.problem.groups
-        x_channels = _within(self.groups, self.channels, self.problem.c // groups)
-        y_channels = _within(self.groups, self.filters, self.problem.k // groups)
-        return {
-            "x": (self.images, x_channels),
-            "w": (y_channels, self.channels),
-            "y": (self.images, y_channels),
-        }
-
-
-def sample_box(problem: ProblemDescription, random: np.random.Generator, products: int) -> Box:
-    """A part of the output whose reference takes about `products` multiply-adds: all of it where they suffice.
-
-    Batch, then groups, then channels are thinned, each down to two or more: first, last and random coordinates.
-    """
-    sizes = {
-        "images": problem.n,
-        "groups": problem.groups,
-        "filters": problem.k // problem.groups,
-        "channels": problem.c // problem.groups,
-    }
-    counts = dict(sizes)
-    spent = problem.flops // 2
-    for name in _THINNED[problem.direction]:
-        wanted = -(-counts[name] * products // spent)
-        counts[name] = min(sizes[name], max(2, wanted))
-        spent = spent * counts[name] // sizes[name]
-    chosen = {name: _spread(sizes[name], count, random) for name, count in counts.items()}
-    return Box(problem=problem, **chosen)
-
-
-_THINNED = {
-    Direction.FORWARD: ("images", "groups", "filters"),
-    Direction.BACKWARD_DATA: ("images", "groups", "channels"),
-    Direction.BACKWARD_WEIGHTS: ("groups", "filters", "channels"),
-}
-
-
-def _spread(size: int, count: int, random: np.random.Generator) -> Indices:
-    """`count` increasing coordinates, the first and the last among them."""
-    if count >= size:
-        return np.arange(size, dtype=np.int64)
-    inner = random.choice(np.arange(1, size - 1, dtype=np.int64), count - 2, replace=False)
-    return np.sort(np.concatenate([inner, np.array([0, size - 1], dtype=np.int64)]))
-
-
-def _within(groups: Indices, members: Indices, group_size: int) -> Indices:
-    return (groups[:, None] * group_size + members[None, :]).reshape(-1)

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from types import TracebackType
 from typing import TYPE_CHECKING, TypeVar
@@ -21,7 +21,7 @@ from miofind.problem import ProblemDescription
 from miofind.values import Values
 from miofind.verify.accuracy import direct_error
 from miofind.verify.claims import Claims
-from miofind.verify.ranges import numeric_powers, range_powers
+from miofind.verify.ranges import exact_powers, numeric_powers, range_powers
 from miofind.verify.rig import Findings, PackedForm, Poison, Rig, Setting
 from miofind.verify.sampling import SampleBudget
 
@@ -34,18 +34,17 @@ _Result = TypeVar("_Result")
 
 
 class Gate(StrEnum):
-    """What a candidate is tried with.
+    """What a candidate is tried with, always with large and small numbers among the inputs.
 
-    EXACT: inputs from {-1, 0, 1}, bit for bit. NUMERIC: normal inputs, errors within their bound. RANGE: the same,
-    times large and small powers of two. NONFINITE: infinities and NaN at a few places reach the results that sum them
-    and no others. PACKED: the packed form, with two sets of weights. REPEAT: as NUMERIC once more after the race, equal
-    to the first run bit for bit where that is claimed.
+    EXACT: inputs from {-1, 0, 1} times powers of two, bit for bit. NUMERIC: normal inputs, errors within their bound;
+    infinities and NaN at a few places reach the results that sum them and no others, where that is claimed. RANGE: the
+    same once more at other magnitudes, for those that are not exact. PACKED: the packed form, with two sets of weights.
+    REPEAT: as NUMERIC after the race, equal to that run bit for bit where that is claimed.
     """
 
     EXACT = "exact"
     NUMERIC = "numeric"
     RANGE = "range"
-    NONFINITE = "nonfinite"
     PACKED = "packed"
     REPEAT = "repeat"
 
@@ -86,7 +85,7 @@ class Verifier:
         problem, device: what is computed, and where.
         compiler: builds the checking kernels; not used on the CPU place.
         seed: of inputs and sampled elements; fresh from the operating system by default.
-        budget: how much reference work one set of inputs may cost on a GPU.
+        budget: how much reference work one set of inputs may cost on a GPU; a tenth of a second's by default.
 
     Raises:
         MemoryError: the problem's tensors do not fit the device.
@@ -104,8 +103,7 @@ class Verifier:
     ) -> None:
         self.problem = problem
         self.seed = int.from_bytes(os.urandom(6), "little") if seed is None else seed
-        self._rig = _rig(problem, device, compiler, self.seed, budget or SampleBudget())
-        self._powers = numeric_powers(problem)
+        self._rig = _rig(problem, device, compiler, self.seed, budget)
 
     def verify(self, invoker: Invoker, claims: Claims) -> Verdict:
         """The verdict on one candidate, after one run a trial.
@@ -135,7 +133,8 @@ class Verifier:
             LaunchError, MemoryError: as `verify`.
         """
         # Another poison than at first, so that bits that depend on what the output held differ.
-        setting = self._normal(poison=Poison.NAN if claims.exact else Poison.FINITE, keeps_workspace=True)
+        poison = Poison.NAN if claims.exact else Poison.FINITE
+        setting = replace(self._normal(claims), poison=poison, keeps_workspace=True)
         trial = _Trial(gate=Gate.REPEAT, setting=setting, factor=self._factor(claims))
         findings = self._tried(invoker, trial)
         message = self._complaint(trial, findings)
@@ -159,53 +158,46 @@ class Verifier:
     ) -> None:
         self.close()
 
-    def _trials(self, claims: Claims) -> Iterator[_Trial]:
-        """The runs of a candidate: the first on poisoned memory, all others on what the one before left behind."""
+    def _trials(self, claims: Claims) -> tuple[_Trial, _Trial]:
+        """The runs of a candidate: the first on memory of NaN, the second on numbers and what the first left behind."""
         factor = self._factor(claims)
         if claims.exact:
-            exact = Setting(values=Values.TERNARY, powers=self._powers)
-            yield _Trial(gate=Gate.EXACT, setting=exact, factor=None)
-            normal = self._normal(poison=Poison.FINITE, keeps_workspace=True)
+            first = _Trial(gate=Gate.EXACT, setting=self._exact(), factor=None)
+            second = _Trial(gate=Gate.NUMERIC, setting=self._normal(claims), factor=factor)
         else:
-            normal = self._normal()
-        yield _Trial(gate=Gate.NUMERIC, setting=normal, factor=factor)
-        for powers in range_powers(self.problem):
-            scaled = Setting(values=Values.NORMAL, powers=powers, poison=Poison.FINITE, keeps_workspace=True)
-            yield _Trial(gate=Gate.RANGE, setting=scaled, factor=factor)
-        if not claims.spreads_nonfinite:
-            planted = Setting(
-                values=Values.NORMAL,
-                powers=self._powers,
-                planted=True,
-                poison=Poison.FINITE,
-                keeps_workspace=True,
-            )
-            yield _Trial(gate=Gate.NONFINITE, setting=planted, factor=factor)
+            first = _Trial(gate=Gate.NUMERIC, setting=self._normal(claims), factor=factor)
+            second = _Trial(gate=Gate.RANGE, setting=self._ranging(), factor=factor)
+        later = replace(second.setting, poison=Poison.FINITE, keeps_workspace=True, is_aligned=True)
+        return first, replace(second, setting=later)
 
-    def _normal(self, *, poison: Poison = Poison.NAN, keeps_workspace: bool = False) -> Setting:
+    def _exact(self) -> Setting:
+        return Setting(values=Values.TERNARY, powers=exact_powers(self.problem))
+
+    def _normal(self, claims: Claims) -> Setting:
+        """Normal inputs; what is not exact shows what it left unwritten with them, and meets no NaN that is meant."""
         return Setting(
             values=Values.NORMAL,
-            powers=self._powers,
-            poison=poison,
-            keeps_workspace=keeps_workspace,
-            is_aligned=True,
+            powers=numeric_powers(self.problem),
+            planted=claims.exact and not claims.spreads_nonfinite,
+            is_aligned=claims.exact,
         )
+
+    def _ranging(self) -> Setting:
+        return Setting(values=Values.NORMAL, powers=range_powers(self.problem))
 
     def _factor(self, claims: Claims) -> float:
         return claims.growth * direct_error(self.problem)
 
     def _packed_complaint(self, packed: PackedForm, claims: Claims) -> str:
         """What is wrong with the packed form, with weights that were packed before others and after them."""
-        first = _Trial(
+        factor = self._factor(claims)
+        first = _Trial(gate=Gate.PACKED, setting=self._normal(claims), factor=factor)
+        other = self._exact() if claims.exact else self._ranging()
+        second = _Trial(
             gate=Gate.PACKED,
-            setting=Setting(values=Values.NORMAL, powers=self._powers),
-            factor=self._factor(claims),
+            setting=replace(other, poison=Poison.FINITE),
+            factor=None if claims.exact else factor,
         )
-        if claims.exact:
-            other = Setting(values=Values.TERNARY, powers=self._powers, poison=Poison.FINITE)
-        else:
-            other = Setting(values=Values.NORMAL, powers=range_powers(self.problem)[0], poison=Poison.FINITE)
-        second = _Trial(gate=Gate.PACKED, setting=other, factor=None if claims.exact else first.factor)
         settings = (first.setting, second.setting)
         damaged = self._found(packed.pack, functools.partial(self._rig.pack, packed, settings))
         if damaged:
@@ -254,12 +246,14 @@ class Verifier:
         return f"{trial.gate} gate{self._circumstances(trial.setting)}, seed {self.seed}: {'; '.join(faults)}"
 
     def _circumstances(self, setting: Setting) -> str:
-        """The powers of two of a trial's inputs, "" where there are none."""
+        """What the inputs of a trial were."""
         scales = [
             f"{name} * 2^{even}" + ("" if even == odd else f" and 2^{odd}")
             for name, (even, odd) in zip(self.problem.direction.inputs, setting.powers.pairs, strict=True)
             if even or odd
         ]
+        if setting.planted:
+            scales.append(f"infinities or NaN in {' and '.join(self._rig.plants)}")
         return f" ({', '.join(scales)})" if scales else ""
 
 
@@ -275,7 +269,9 @@ def _verdict(message: str, numeric: Findings | None) -> Verdict:
     )
 
 
-def _rig(problem: ProblemDescription, device: Device, compiler: Compiler, seed: int, budget: SampleBudget) -> Rig:
+def _rig(
+    problem: ProblemDescription, device: Device, compiler: Compiler, seed: int, budget: SampleBudget | None
+) -> Rig:
     if device.place is Place.CPU:
         from miofind.verify.rig_host import HostRig
 

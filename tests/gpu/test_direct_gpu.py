@@ -10,6 +10,7 @@ import pytest
 from device_buffers import upload
 from exact_results import check_exact
 
+from miofind import reference
 from miofind.bound_steps import make_step_launcher
 from miofind.compiler import Compiler
 from miofind.device import Device
@@ -212,28 +213,43 @@ def test_naive_mixes_dtypes_and_layouts(direction: Direction, device: Device, co
 @pytest.mark.parametrize("direction", list(Direction))
 @pytest.mark.parametrize("shape", ["odd", "stride_and_dilation", "groups", "3d"])
 def test_reference_kernel_is_the_host_reference(
-    shape: str, direction: Direction, channels_last: bool, dtype: DataType, device: Device, compiler: Compiler
+    shape: str,
+    direction: Direction,
+    channels_last: bool,
+    dtype: DataType,
+    device: Device,
+    compiler: Compiler,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """All three sums of listed elements, to the last few bits of float64."""
+    """All three sums of listed elements and of the whole output: to the last few bits of float64, and of float32."""
+    monkeypatch.setattr(reference, "_MANY_ELEMENTS", 1)
     problem = make(shape, channels_last, direction=direction, dtype=dtype)
     generator = np.random.default_rng(5)
     types = {name: numpy_dtype(problem.tensor(name).dtype) for name in direction.inputs}
     inputs = {name: generator.standard_normal(problem.tensor(name).shape).astype(t) for name, t in types.items()}
     wide = {name: values.astype(np.float64) for name, values in inputs.items()}
-    count = min(500, problem.output.size)
-    indices = generator.choice(problem.output.size, count, replace=False).astype(np.int64)
-
-    buffers = upload(problem, inputs)
-    listed, sums = cupy.asarray(indices), cupy.full((count, 3), cupy.nan)
-    step = reference_step(problem, count)
-    launch = make_step_launcher(step, compiler.load(step, device))
-    addresses = {name: buffer.address for name, buffer in buffers.items()}
-    launch(addresses | {"indices": listed.data.ptr, "sums": sums.data.ptr}, cupy.cuda.get_current_stream().ptr)
-
     operands = (wide, {n: np.abs(v) for n, v in wide.items()}, {n: v * v for n, v in wide.items()})
-    expected = np.stack([reference_on_host(problem, **each, indices=indices) for each in operands], axis=1)
-    scale = expected[:, 1:2] + expected[:, 2:]
-    assert (np.abs(sums.get() - expected) <= 1e-13 * scale).all()
+    buffers = upload(problem, inputs)
+    addresses = {name: buffer.address for name, buffer in buffers.items()}
+    some = generator.choice(problem.output.size, min(500, problem.output.size), replace=False).astype(np.int64)
+    for indices in (some, None):
+        count = problem.output.size if indices is None else indices.size
+        listed = None if indices is None else cupy.asarray(indices)
+        sums, scales = cupy.full(count, cupy.nan), cupy.full((count, 2), cupy.nan, cupy.float32)
+        step = reference_step(problem, None if indices is None else count)
+        launch = make_step_launcher(step, compiler.load(step, device))
+        own = {"indices": 0 if listed is None else listed.data.ptr, "sums": sums.data.ptr, "scales": scales.data.ptr}
+        launch(addresses | own, cupy.cuda.get_current_stream().ptr)
+        expected = [reference_on_host(problem, **each, indices=indices).reshape(-1) for each in operands]
+        scale = expected[1] + np.sqrt(expected[2])
+        assert (np.abs(sums.get() - expected[0]) <= 1e-13 * scale).all()
+        rounded_up = np.stack([expected[1], np.sqrt(expected[2])], axis=1)
+        assert (scales.get() >= rounded_up * (1 - 1e-12)).all()
+        assert (scales.get() <= rounded_up * (1 + 2.0**-22)).all()
+
+        sums_alone = cupy.full(count, cupy.nan)
+        launch(addresses | own | {"sums": sums_alone.data.ptr, "scales": 0}, cupy.cuda.get_current_stream().ptr)
+        assert (np.abs(sums_alone.get() - expected[0]) <= 1e-13 * scale).all()
 
 
 def test_naive_serves_tensors_beyond_32_bits(device: Device, compiler: Compiler) -> None:
