@@ -143,8 +143,8 @@ def _gathered(
     mask = held.reshape(count, -1)
     places = np.where(mask, offsets.reshape(mask.shape), 0)
     found = flat[places[None, :, None, :] + (channels * strides[1])[:, None, :, None]].astype(np.float64)
-    if not mask.all():
-        found *= mask[:, None, :]
+    if not mask.all():  # an infinity read in place of a zero is none
+        found = np.where(mask[:, None, :], found, 0.0)
     return found.reshape(channels.shape[0], count, -1)
 
 

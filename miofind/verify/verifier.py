@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from types import TracebackType
@@ -36,15 +36,16 @@ _Result = TypeVar("_Result")
 class Gate(StrEnum):
     """What a candidate is tried with, always with large and small numbers among the inputs.
 
-    EXACT: inputs from {-1, 0, 1} times powers of two, bit for bit. NUMERIC: normal inputs, errors within their bound;
-    infinities and NaN at a few places reach the results that sum them and no others, where that is claimed. RANGE: the
-    same once more at other magnitudes, for those that are not exact. PACKED: the packed form, with two sets of weights.
-    REPEAT: as NUMERIC after the race, equal to that run bit for bit where that is claimed.
+    EXACT: inputs from {-1, 0, 1} times powers of two, bit for bit. NUMERIC: normal inputs, errors within their bound.
+    RANGE: the same at other magnitudes, for those that are not exact. NONFINITE: infinities and NaN at a few places of
+    normal inputs reach the results that sum them and no others, where that is claimed. PACKED: the packed form, with two
+    sets of weights. REPEAT: as NUMERIC after the race, equal to that run bit for bit where that is claimed.
     """
 
     EXACT = "exact"
     NUMERIC = "numeric"
     RANGE = "range"
+    NONFINITE = "nonfinite"
     PACKED = "packed"
     REPEAT = "repeat"
 
@@ -134,7 +135,7 @@ class Verifier:
         """
         # Another poison than at first, so that bits that depend on what the output held differ.
         poison = Poison.NAN if claims.exact else Poison.FINITE
-        setting = replace(self._normal(claims), poison=poison, keeps_workspace=True)
+        setting = replace(_later(self._normal(claims)), poison=poison)
         trial = _Trial(gate=Gate.REPEAT, setting=setting, factor=self._factor(claims))
         findings = self._tried(invoker, trial)
         message = self._complaint(trial, findings)
@@ -158,29 +159,25 @@ class Verifier:
     ) -> None:
         self.close()
 
-    def _trials(self, claims: Claims) -> tuple[_Trial, _Trial]:
-        """The runs of a candidate: the first on memory of NaN, the second on numbers and what the first left behind."""
+    def _trials(self, claims: Claims) -> Iterator[_Trial]:
+        """The runs of a candidate: the first on memory of NaN, later ones on numbers and what the first left behind."""
         factor = self._factor(claims)
         if claims.exact:
-            first = _Trial(gate=Gate.EXACT, setting=self._exact(), factor=None)
-            second = _Trial(gate=Gate.NUMERIC, setting=self._normal(claims), factor=factor)
+            yield _Trial(gate=Gate.EXACT, setting=self._exact(), factor=None)
+            yield _Trial(gate=Gate.NUMERIC, setting=_later(self._normal(claims)), factor=factor)
         else:
-            first = _Trial(gate=Gate.NUMERIC, setting=self._normal(claims), factor=factor)
-            second = _Trial(gate=Gate.RANGE, setting=self._ranging(), factor=factor)
-        later = replace(second.setting, poison=Poison.FINITE, keeps_workspace=True, is_aligned=True)
-        return first, replace(second, setting=later)
+            yield _Trial(gate=Gate.NUMERIC, setting=self._normal(claims), factor=factor)
+            yield _Trial(gate=Gate.RANGE, setting=_later(self._ranging()), factor=factor)
+        if not claims.spreads_nonfinite:
+            planted = replace(_later(self._normal(claims)), planted=True)
+            yield _Trial(gate=Gate.NONFINITE, setting=planted, factor=factor)
 
     def _exact(self) -> Setting:
         return Setting(values=Values.TERNARY, powers=exact_powers(self.problem))
 
     def _normal(self, claims: Claims) -> Setting:
-        """Normal inputs; what is not exact shows what it left unwritten with them, and meets no NaN that is meant."""
-        return Setting(
-            values=Values.NORMAL,
-            powers=numeric_powers(self.problem),
-            planted=claims.exact and not claims.spreads_nonfinite,
-            is_aligned=claims.exact,
-        )
+        """Normal inputs; the second inputs of two lie at other addresses than the first."""
+        return Setting(values=Values.NORMAL, powers=numeric_powers(self.problem), is_aligned=claims.exact)
 
     def _ranging(self) -> Setting:
         return Setting(values=Values.NORMAL, powers=range_powers(self.problem))
@@ -255,6 +252,11 @@ class Verifier:
         if setting.planted:
             scales.append(f"infinities or NaN in {' and '.join(self._rig.plants)}")
         return f" ({', '.join(scales)})" if scales else ""
+
+
+def _later(setting: Setting) -> Setting:
+    """The setting for a run that is not the first."""
+    return replace(setting, poison=Poison.FINITE, keeps_workspace=True)
 
 
 def _verdict(message: str, numeric: Findings | None) -> Verdict:
