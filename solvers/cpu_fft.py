@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from miofind.device import Device, Library, Place
 from miofind.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.solution import Config, ConfigValue, ConvSolution, HostStep, Region, WorkspacePlan
-from miofind.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
+from miofind.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Reach, Solver
 from miofind.tiling.chunks import chunks
 from miofind.tiling.fourier import Axis, smooth, spectrum, whole_length
 from miofind.tiling.overlap import least_products
@@ -259,6 +259,9 @@ class ConvCpuFft(Solver):
         if tile and (not cut or any(tile < 2 * problem.filter[axis] for axis in cut)):
             return False
         return _filter_bytes(problem, _Plan.of(problem, config)) <= _MAX_FILTER_BYTES
+
+    def error_reach(self, problem: ProblemDescription, config: Config) -> Reach:
+        return Reach.TILE
 
     def spreads_nonfinite(self, problem: ProblemDescription, config: Config) -> bool:
         return True
