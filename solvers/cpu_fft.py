@@ -29,6 +29,7 @@ _POINTS_PER_S = 2.0e8
 _MAX_FILTER_BYTES = 256 << 20
 _DEFAULTS = 3
 _LEAST_PRODUCTS = 16
+_MOST_PADDED = 4  # times the longest of input, output and filter along an axis
 # Largest error of a transform there and back, in units of roundoff, of the logarithm of its length and of the root
 # mean square of its result; two transforms meet in one, and the reference is no more exact.
 _TRANSFORM = 4.0
@@ -198,6 +199,12 @@ def _back(plan: _Plan, spectra: _Array) -> _Array:
     return np.fft.irfftn(ordered, s=plan.sizes, axes=tuple(range(2, 2 + len(plan.sizes))))
 
 
+def _is_mostly_padding(problem: ProblemDescription, axis: int) -> bool:
+    """Whether an axis has few elements and vast padding, which transforms take for elements."""
+    padded = problem.conv.pad_before[axis] + problem.spatial[axis] + problem.conv.pad_after[axis]
+    return padded > _MOST_PADDED * max(problem.spatial[axis], problem.out_spatial[axis], problem.filter[axis])
+
+
 def _is_wide(problem: ProblemDescription) -> bool:
     """Whether the bound is float64's, in which the transforms are computed."""
     return DataType.FLOAT64 in {tensor.dtype for tensor in (problem.x, problem.w, problem.y)}
@@ -243,6 +250,10 @@ class ConvCpuFft(Solver):
             return Applicability("transforms filters without gaps: dilation 1")
         if problem.output.size == 0 or problem.flops == 0:
             return Applicability("has no empty products")
+        if any(_is_mostly_padding(problem, axis) for axis in range(problem.spatial_dims)):
+            return Applicability(
+                f"transforms padding, too: at most {_MOST_PADDED} times the tensors' length along an axis"
+            )
         least = least_products(problem)
         if least == 0:
             return Applicability("rounds sums of nothing but padding as it does their neighbours, not to 0")

@@ -193,6 +193,30 @@ def test_what_mixes_a_tile_answers_only_where_max_error_asks_for_it(handle: miof
         miofind.find_solutions(LARGE_PIXEL, options=replace(default, only=("fft",)), handle=handle)
 
 
+@pytest.mark.parametrize("direction", ["forward", "backward_data", "backward_weights"])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"padding": 10**6, "stride": 10**6 - 1},
+        {"padding": 10**6, "dilation": 10**6},
+        {"padding": ((10**6, 10**6), (1, 1)), "stride": (10**6, 1)},
+    ],
+    ids=["stride", "dilation", "one axis"],
+)
+def test_a_find_of_a_problem_with_vast_padding_takes_no_more_than_its_tensors(
+    handle: miofind.Handle, fields: dict[str, object], direction: str
+) -> None:
+    """Every candidate failed: the reference laid the input out among 4e12 zeros."""
+    problem = miofind.ProblemDescription.convolution(x=(16, 16, 6, 5), w=(16, 16, 3, 3), direction=direction, **fields)
+    solutions = miofind.find_solutions(problem, options=miofind.FindOptions(max_error=1.0), handle=handle)
+    assert {s.solver_id for s in solutions} == {"ConvCpuDirect", "ConvCpuIm2colGemm"}
+    given = {name: operands(problem)[name] for name in problem.direction.inputs}
+    named = {("dy" if name == "y" else name): array for name, array in given.items()}
+    wanted = reference_on_host(problem, **given)
+    for solution in solutions:
+        np.testing.assert_allclose(miofind.run_solution(solution, **named), wanted, atol=1e-4)
+
+
 def test_process_cache_answers_without_the_finddb(handle: miofind.Handle, monkeypatch: pytest.MonkeyPatch) -> None:
     first = miofind.find_solutions(PROBLEM, handle=handle)
     monkeypatch.setattr(records, "look_up", lambda *_, **__: pytest.fail("the FindDB was asked"))

@@ -288,8 +288,16 @@ def test_empty_sums_are_told(direction: Direction, size: int, taps: int, stride:
         ({"padding": ((3, 0), (0, 0))}, "nothing but padding"),
         ({"stride": 4, "direction": "backward_data"}, "nothing but padding"),
         ({"x": (2, 1, 9, 9), "w": (4, 1, 3, 3), "dtype": "float64"}, "sums of 16 products"),
+        ({"padding": 1000, "stride": (999, 1), "direction": "backward_weights"}, "transforms padding, too"),
     ],
-    ids=["dilation", "large transforms", "outputs of padding", "inputs that are not met", "short sums of float64"],
+    ids=[
+        "dilation",
+        "large transforms",
+        "outputs of padding",
+        "inputs that are not met",
+        "short sums of float64",
+        "vast padding",
+    ],
 )
 def test_fft_refuses_with_a_reason(fields: dict[str, Any], words: str) -> None:
     problem = ProblemDescription.convolution(**{"x": (2, 6, 9, 9), "w": (4, 6, 3, 3), **fields})
