@@ -216,7 +216,8 @@ class ConvCpuFft(Solver):
     Configuration: `tile`, the length of a transform along each axis that is longer, 0 for whole images; `chunk_mib`
     bounds the transforms of images that are held at once (one tile's at least). Arithmetic is in double precision
     whatever the dtype. Its error does not follow the sum of one output but the tile: for float64 the bound is wider
-    than direct summation's by the root of the transform's points over a filter's, times their logarithm.
+    than direct summation's by the root of the transform's points over a filter's, times their logarithm. A large value
+    spoils its whole tile: finds take it with `max_error` alone.
 
     Source: Mathieu, Henaff and LeCun, Fast Training of Convolutional Networks through FFTs, ICLR 2014; Higham, Accuracy
     and Stability of Numerical Algorithms, 2002, section 24.1, for the error.
@@ -251,9 +252,7 @@ class ConvCpuFft(Solver):
         if problem.output.size == 0 or problem.flops == 0:
             return Applicability("has no empty products")
         if any(_is_mostly_padding(problem, axis) for axis in range(problem.spatial_dims)):
-            return Applicability(
-                f"transforms padding, too: at most {_MOST_PADDED} times the tensors' length along an axis"
-            )
+            return Applicability(f"transforms padding, too: at most {_MOST_PADDED} times the tensors' length")
         least = least_products(problem)
         if least == 0:
             return Applicability("rounds sums of nothing but padding as it does their neighbours, not to 0")
