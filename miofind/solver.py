@@ -231,7 +231,7 @@ class Solver(ABC):
 
         Finds take others only with `FindOptions.max_error`.
         """
-        return self.error_growth(problem, config) <= 1 and self.error_reach(problem, config) <= Reach.INPUTS
+        return self.error_reach(problem, config) <= Reach.INPUTS and self.error_growth(problem, config) <= 1
 
     def spreads_nonfinite(self, problem: ProblemDescription, config: Config) -> bool:
         """Whether an infinity or NaN of an input may reach results that do not sum it, or an infinity come out as NaN.
