@@ -205,16 +205,16 @@ def measured(job: Job, asked: argparse.Namespace, device: Device, compiler: Comp
         times.sort(key=lambda one: one[0])
         rows, verified = [], set()
         for ms, solver, config, invoker in times:
-            growth = solver.error_growth(problem, config)
-            if (solver.id, growth > 1) in verified:
+            keeps_bound = solver.keeps_bound(problem, config)
+            if (solver.id, keeps_bound) in verified:
                 continue  # a faster one stands for it
             if message := refused(verifier, invoker, solver, compiler):
                 failures.append(f"{solver.id} {config.json}: {message[:300]}")
                 continue
-            verified.add((solver.id, growth > 1))
+            verified.add((solver.id, keeps_bound))
+            errors = {"growth": solver.error_growth(problem, config), "keeps_bound": keeps_bound}
             estimate_ms = solver.estimate_ms(problem, device, config)
-            row = {"ms": ms, "solver": solver.id, "config": config.json, "estimate_ms": estimate_ms, "growth": growth}
-            rows.append(row)
+            rows.append({"ms": ms, "solver": solver.id, "config": config.json, "estimate_ms": estimate_ms, **errors})
         yield {"rows": rows, "failures": failures}
         if asked.torch:
             try:
@@ -298,7 +298,7 @@ def means(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
         order = "channels last" if row["channels_last"] else "channels first"
         groups.setdefault(f"{row['kind']}, {order}, {row['direction']}", []).append(math.log(row["ratio"]))
         best = {f"{one['solver']} alone": one["ms"] for one in reversed(row["rows"])}
-        if usual := [one["ms"] for one in row["rows"] if one["growth"] <= 1]:
+        if usual := [one["ms"] for one in row["rows"] if one["keeps_bound"]]:
             best[DEFAULT_BOUND] = min(usual)
         for name, ms in best.items():
             key = f"{row['kind']}, {order}, {row['direction']}, {name}"

@@ -63,7 +63,7 @@ def verified(
     """What became of a solver's first default configuration that passes, else of its last."""
     status, message = Status.LAUNCH_FAILED, "no configuration"
     for config in solver.default_configs(problem, handle.device):
-        if solver.error_growth(problem, config) > 1:
+        if not solver.keeps_bound(problem, config):
             continue
         status, message = verdict_of(problem, solver, config, handle, verifier)
         if status is Status.OK:

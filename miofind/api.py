@@ -88,12 +88,13 @@ def run_solution(
         w: (k, c/groups, *filter), for forward and backward data.
         dy: (n, k, *out_spatial), for both backward directions.
         out: the output, allocated like the first input if left out; it shares no memory with an input.
-        workspace: at least `solution.workspace_bytes` bytes, allocated if left out, not looked at where they are 0.
+        workspace: at least `solution.workspace_bytes` bytes that are no other array's; allocated if left out, not
+            looked at where they are 0.
         stream: a CuPy or PyTorch stream or its address; the current stream of the first input's library if left out.
 
     Raises:
         InvalidArrayError: what was given and what the problem wants.
-        WorkspaceError: the workspace is too small.
+        WorkspaceError: the workspace is too small, or shares memory with another array.
         LaunchError: the launch failed and no other solution of the same find could take over.
     """
     if not isinstance(solution, Solution):
@@ -168,16 +169,16 @@ def _call(
     solutions = find_solutions(problem, options=options, handle=handle)
     solution = solutions[0]
     names = dict(given)
-    if handle.device.index >= 0:
-        addresses = [v.address for v in views.values()]
-        # A generator: runners behind the first that fits are not made on every call.
-        fitting = (s for s in solutions if not any(a % s.runner.alignment_bytes for a in addresses))
-        aligned = next(fitting, None)
-        if aligned is not None:
-            solution = aligned
-        else:
-            with operands.allocating_on(next(iter(given.values())), stream, handle.device.index):
-                names = {n: arrays.aligned_copy(array, solution.runner.alignment_bytes) for n, array in given.items()}
+    addresses = [v.address for v in views.values()]
+    # A generator: runners behind the first that fits are not made on every call.
+    fitting = (s for s in solutions if not any(a % s.runner.alignment_bytes for a in addresses))
+    aligned = next(fitting, None)
+    if aligned is not None:
+        solution = aligned
+    else:
+        index, alignment = handle.device.index, solution.runner.alignment_bytes
+        with operands.allocating_on(next(iter(given.values())), stream, index):
+            names = {n: arrays.aligned_copy(array, problem.tensor(n), index, alignment) for n, array in given.items()}
     return run_solution(
         solution, names.get("x"), names.get("w"), dy=names.get("y"), out=out, workspace=workspace, stream=stream
     )

@@ -232,24 +232,41 @@ def infer_layouts(arrays: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]])
     return {name: fits[0] if len(fits) == 1 or not settled else settled[0] for name, fits in found.items()}
 
 
-def allocate(like: Any, tensor: TensorDescriptor, device_index: int) -> Any:
-    """A new uninitialised array of the tensor's shape, dtype and layout, of the kind of `like`."""
+def allocate(like: Any, tensor: TensorDescriptor, device_index: int, alignment: int = 1) -> Any:
+    """A new uninitialised array of the tensor's shape, dtype and layout, of the kind of `like`.
+
+    Its address is a multiple of `alignment`, which device memory is of up to 256 bytes by itself.
+    """
     framework = framework_of(like)
-    order = (0, *range(2, len(tensor.shape)), 1) if tensor.layout.channels_last else tuple(range(len(tensor.shape)))
     if framework is Framework.TORCH:
         torch: Any = sys.modules["torch"]
         dtype = getattr(torch, tensor.dtype.value)
-        return torch.empty_strided(tensor.shape, tensor.strides, dtype=dtype, device=like.device)
+        made = torch.empty_strided(tensor.shape, tensor.strides, dtype=dtype, device=like.device)
+        if like.device.type != "cpu" or made.data_ptr() % alignment == 0:
+            return made
+        memory = torch.from_numpy(_aligned_bytes(tensor.bytes, alignment))
+        return memory.view(dtype).as_strided(tensor.shape, tensor.strides)
+    order = (0, *range(2, len(tensor.shape)), 1) if tensor.layout.channels_last else tuple(range(len(tensor.shape)))
     shape = tuple(tensor.shape[i] for i in order)
     inverse = tuple(order.index(i) for i in range(len(order)))
     dtype = NUMPY_DTYPES[tensor.dtype]
     if framework is Framework.NUMPY:
-        return np.empty(shape, dtype).transpose(inverse)
+        made = np.empty(shape, dtype)
+        if made.ctypes.data % alignment:
+            made = _aligned_bytes(tensor.bytes, alignment).view(dtype).reshape(shape)
+        return made.transpose(inverse)
     import cupy
 
     with cupy.cuda.Device(device_index):
         result = cupy.empty(shape, dtype).transpose(inverse)
     return result if framework is Framework.CUPY else _back(like, result)
+
+
+def _aligned_bytes(size: int, alignment: int) -> Any:
+    """Uninitialised bytes in host memory, at a multiple of `alignment`."""
+    memory = np.empty(size + alignment, np.uint8)
+    start = -memory.ctypes.data % alignment
+    return memory[start : start + size]
 
 
 def _back(like: Any, result: Any) -> Any:
@@ -260,13 +277,16 @@ def _back(like: Any, result: Any) -> Any:
     return namespace().from_dlpack(result)
 
 
-def aligned_copy(array: Any, alignment: int) -> Any:
-    """The array itself where its address is a multiple of `alignment`, else a copy of it in the same layout."""
+def aligned_copy(array: Any, tensor: TensorDescriptor, device_index: int, alignment: int) -> Any:
+    """The array itself where its address is a multiple of `alignment`, else a copy of it in the tensor's layout."""
     if view(array, "array").address % alignment == 0:
         return array
-    if framework_of(array) is Framework.TORCH:
-        return array.clone()
-    cupy_array = array if framework_of(array) is Framework.CUPY else as_cupy(array, "array")
+    framework = framework_of(array)
+    if framework in (Framework.TORCH, Framework.NUMPY):
+        copy = allocate(array, tensor, device_index, alignment)
+        copy[...] = array
+        return copy
+    cupy_array = array if framework is Framework.CUPY else as_cupy(array, "array")
     return cupy_array.copy(order="K")
 
 

@@ -15,7 +15,7 @@ from miofind.device import Device
 from miofind.errors import InvalidConfigError, UnknownSolverError
 from miofind.problem import Direction, Layout, ProblemDescription
 from miofind.solution import Config, ConvSolution, KernelStep, Region, WorkspacePlan
-from miofind.solver import APPLICABLE, Algorithm, Applicability, Solver, solver_by_id
+from miofind.solver import APPLICABLE, Algorithm, Applicability, Reach, Solver, solver_by_id
 from miofind.tiling.turn import BANDWIDTH_SHARE, Turn, turning
 
 _DEFAULTS = 4
@@ -148,6 +148,10 @@ class ChannelsLastSolver(Solver):
     def error_growth(self, problem: ProblemDescription, config: Config) -> float:
         last = _with_last(problem, _TENSORS)
         return solver_by_id(self.inner).error_growth(last, Config(config["config"]))
+
+    def error_reach(self, problem: ProblemDescription, config: Config) -> Reach:
+        last = _with_last(problem, _TENSORS)
+        return solver_by_id(self.inner).error_reach(last, Config(config["config"]))
 
     def spreads_nonfinite(self, problem: ProblemDescription, config: Config) -> bool:
         last = _with_last(problem, _TENSORS)

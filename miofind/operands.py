@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -150,8 +150,6 @@ def _checked(array: Any, name: str, tensor: TensorDescriptor, device_index: int,
             f"{name} has strides {v.strides} (elements), the problem's layout {tensor.layout} wants "
             f"{tensor.strides}: pass a contiguous copy in that layout, or describe the problem by from_arrays"
         )
-    if v.host is not None:
-        return v.host
     if v.address == 0:
         raise InvalidArrayError(
             f"{name} holds no memory (address 0): a {type(array).__name__} of real memory is needed"
@@ -161,7 +159,7 @@ def _checked(array: Any, name: str, tensor: TensorDescriptor, device_index: int,
             f"{name} begins at address {v.address:#x}, the solution needs a multiple of {alignment} bytes: "
             "pass a copy, or another of the solutions found"
         )
-    return v.address
+    return v.address if v.host is None else v.host
 
 
 def _shape_advice(name: str, given: tuple[int, ...], wanted: tuple[int, ...]) -> str:
@@ -178,8 +176,45 @@ def _device_name(index: int) -> str:
     return "the host" if index < 0 else f"cuda:{index}"
 
 
+def workspace_check(
+    tensors: Mapping[str, int], wanted_bytes: int, device_index: int
+) -> Callable[[Any, Any, Any, Any], Any]:
+    """What `workspace_address` gives of a workspace; takes it and what the checks of x, w and y gave.
+
+    Args:
+        tensors: what a user calls x, w and y, and the bytes of each.
+
+    Raises (when called):
+        WorkspaceError: as of `workspace_address`, or a byte that the solution needs is a tensor's, too.
+    """
+    names, (x_bytes, w_bytes, y_bytes) = tuple(tensors), tensors.values()
+
+    def check_on_host(workspace: Any, x: Any, w: Any, y: Any) -> Any:
+        scratch = workspace_address(workspace, wanted_bytes, device_index)
+        share = np.may_share_memory
+        shared = (share(scratch, x), share(scratch, w), share(scratch, y))
+        if True in shared:
+            raise _workspace_shared(names, shared)
+        return scratch
+
+    def check_on_device(workspace: Any, x: int, w: int, y: int) -> Any:
+        start = workspace_address(workspace, wanted_bytes, device_index)
+        end = start + wanted_bytes
+        shared = (x < end and start < x + x_bytes, w < end and start < w + w_bytes, y < end and start < y + y_bytes)
+        if True in shared:
+            raise _workspace_shared(names, shared)
+        return start
+
+    return check_on_host if device_index < 0 else check_on_device
+
+
+def _workspace_shared(names: tuple[str, ...], shared: tuple[bool, ...]) -> WorkspaceError:
+    which = " and ".join(name for name, is_shared in zip(names, shared, strict=True) if is_shared)
+    return WorkspaceError(f"workspace shares memory with {which}, which a run would overwrite: pass memory of its own")
+
+
 def workspace_address(workspace: Any, wanted_bytes: int, device_index: int) -> Any:
-    """Address of a workspace on the device, or a uint8 NumPy array of it in host memory.
+    """Address of a workspace on the device, or a uint8 NumPy array of its first `wanted_bytes` in host memory.
 
     Raises:
         WorkspaceError: smaller than wanted, on another device, misaligned or not contiguous.
@@ -191,7 +226,7 @@ def workspace_address(workspace: Any, wanted_bytes: int, device_index: int) -> A
         raise WorkspaceError(f"workspace is on {_device_name(raw.device_index)}, not on {_device_name(device_index)}")
     if raw.address % 16:
         raise WorkspaceError(f"workspace begins at address {raw.address:#x}, which is not a multiple of 16")
-    return raw.address if raw.host is None else raw.host
+    return raw.address if raw.host is None else raw.host[:wanted_bytes]
 
 
 @dataclass(frozen=True, slots=True)

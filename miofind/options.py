@@ -73,8 +73,10 @@ class FindOptions:
     Attributes:
         order: "time" (fastest first) or "workspace" (smallest first).
         workspace_limit_bytes: largest workspace allowed; None for no limit.
-        max_error: largest |error| / (|x| * |w|) allowed; None leaves out algorithms whose error bound is wider than
-            direct summation's in the problem's math mode.
+        max_error: largest |error| / (|x| * |w|) allowed, as verification measures it on normal inputs; None leaves out
+            algorithms whose error bound is wider than direct summation's in the problem's math mode, and those whose
+            errors may follow inputs that a result does not meet (FFT, and Winograd but for its tiles of 2): with them
+            one pixel of 1e6 among ones costs its neighbours in float32 six digits.
         deterministic: only solutions that give equal bits on every run.
         strict_nonfinite: only solutions in which an infinity or NaN reaches those results alone that sum it.
         find_mode, find_enforce, on_miss: see the enums; None for find_mode takes MIOFIND_FIND_MODE, else HYBRID.

@@ -90,20 +90,48 @@ def _threads(problem: ProblemDescription) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Tap:
-    """Indices of one filter position in w, and of the padded inputs that it meets, one an output."""
+    """One filter position that meets an input: its indices in w, the outputs it adds to and the inputs that they read.
+
+    Padding is in none of them: what a reference costs does not grow with it, nor with strides and dilations.
+    """
 
     at: tuple[Any, ...]
-    window: tuple[Any, ...]
+    outputs: tuple[Any, ...]
+    inputs: tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Met:
+    """Where one tap of an axis meets inputs, an output each."""
+
+    tap: int
+    outputs: slice
+    inputs: slice
 
 
 def _taps(problem: ProblemDescription) -> Iterator[_Tap]:
-    conv = problem.conv
-    for at in product(*(range(size) for size in problem.filter)):
-        spans = zip(at, conv.dilation, problem.out_spatial, conv.stride, strict=True)
-        window = (
-            slice(t * dilation, t * dilation + (out - 1) * stride + 1, stride) for t, dilation, out, stride in spans
+    met = (_met(problem, axis) for axis in range(problem.spatial_dims))
+    for along in product(*met):
+        yield _Tap(
+            (..., *(one.tap for one in along)),
+            (..., *(one.outputs for one in along)),
+            (..., *(one.inputs for one in along)),
         )
-        yield _Tap((..., *at), (..., *window))
+
+
+def _met(problem: ProblemDescription, axis: int) -> list[_Met]:
+    """Those of an axis' taps that meet an input: output o of tap t reads input o * stride - pad + t * dilation."""
+    conv, size, outputs = problem.conv, problem.spatial[axis], problem.out_spatial[axis]
+    stride = conv.stride[axis]
+    found = []
+    for tap in range(problem.filter[axis]):
+        start = tap * conv.dilation[axis] - conv.pad_before[axis]
+        first = max(0, -(start // stride))
+        last = min(outputs - 1, (size - 1 - start) // stride)
+        if first <= last:
+            inputs = slice(first * stride + start, last * stride + start + 1, stride)
+            found.append(_Met(tap, slice(first, last + 1), inputs))
+    return found
 
 
 def reference_on_host(
@@ -150,50 +178,35 @@ def _grouped(problem: ProblemDescription, name: str, array: NDArray[Any] | None)
     return np.ascontiguousarray(array, dtype=np.float64).reshape(split)
 
 
-def _padded(problem: ProblemDescription, x: NDArray[np.float64] | None) -> NDArray[np.float64]:
-    """x (n, groups, c/groups, *spatial) inside its zero padding, or the zeros alone."""
-    conv = problem.conv
-    spatial = [
-        before + size + after
-        for before, size, after in zip(conv.pad_before, problem.spatial, conv.pad_after, strict=True)
-    ]
-    padded = np.zeros((problem.n, problem.groups, problem.c // problem.groups, *spatial))
-    if x is not None:
-        padded[_interior(problem)] = x
-    return padded
-
-
-def _interior(problem: ProblemDescription) -> tuple[Any, ...]:
-    """Where x lies inside its padding."""
-    spans = zip(problem.conv.pad_before, problem.spatial, strict=True)
-    return (..., *(slice(before, before + size) for before, size in spans))
-
-
 def _forward(problem: ProblemDescription, x: NDArray[np.float64], w: NDArray[np.float64]) -> NDArray[np.float64]:
-    padded = _padded(problem, x)
-    n, groups, c = padded.shape[:3]
-    y = np.zeros((n, groups, w.shape[1], int(np.prod(problem.out_spatial))))
+    y = np.zeros((*x.shape[:2], w.shape[1], *problem.out_spatial))
     for tap in _taps(problem):
-        y += w[tap.at] @ padded[tap.window].reshape(n, groups, c, -1)
+        y[tap.outputs] += _product(w[tap.at], x[tap.inputs])
     return y
 
 
 def _backward_data(problem: ProblemDescription, dy: NDArray[np.float64], w: NDArray[np.float64]) -> NDArray[np.float64]:
-    padded = _padded(problem, None)
-    flat = dy.reshape(*dy.shape[:3], -1)
+    dx = np.zeros((*dy.shape[:2], w.shape[2], *problem.spatial))
     for tap in _taps(problem):
-        part = np.swapaxes(w[tap.at], 1, 2) @ flat
-        padded[tap.window] += part.reshape(*padded.shape[:3], *problem.out_spatial)
-    return np.ascontiguousarray(padded[_interior(problem)])
+        dx[tap.inputs] += _product(np.swapaxes(w[tap.at], 1, 2), dy[tap.outputs])
+    return dx
 
 
 def _backward_weights(
     problem: ProblemDescription, dy: NDArray[np.float64], x: NDArray[np.float64]
 ) -> NDArray[np.float64]:
-    padded = _padded(problem, x)
-    flat = dy.reshape(*dy.shape[:3], -1)
-    dw = np.empty((problem.groups, dy.shape[2], padded.shape[2], *problem.filter))
+    dw = np.zeros((problem.groups, dy.shape[2], x.shape[2], *problem.filter))
     for tap in _taps(problem):
-        window = padded[tap.window].reshape(*padded.shape[:3], -1)
-        dw[tap.at] = (flat @ np.swapaxes(window, 2, 3)).sum(axis=0)
+        dw[tap.at] = (_flat(dy[tap.outputs]) @ np.swapaxes(_flat(x[tap.inputs]), 2, 3)).sum(axis=0)
     return dw
+
+
+def _product(filter_: NDArray[np.float64], pixels: NDArray[np.float64]) -> NDArray[np.float64]:
+    """One tap (groups, rows, columns) times pixels (n, groups, columns, *spatial), as (n, groups, rows, *spatial)."""
+    products: NDArray[np.float64] = filter_ @ _flat(pixels)
+    return products.reshape(*products.shape[:3], *pixels.shape[3:])
+
+
+def _flat(pixels: NDArray[np.float64]) -> NDArray[np.float64]:
+    """(n, groups, channels, *spatial) as (n, groups, channels, pixels)."""
+    return pixels.reshape(*pixels.shape[:3], -1)

@@ -114,7 +114,7 @@ def kind_of(key: ProblemKey, row: Row) -> tuple[bool, bool] | None:
         return None
     try:
         config = Config.from_json(row.config)
-        return solver.error_growth(problem, config) > 1, bool(solver.spreads_nonfinite(problem, config))
+        return not solver.keeps_bound(problem, config), bool(solver.spreads_nonfinite(problem, config))
     except Exception:  # a solver's own code may raise anything: its rows are all alike then
         return None
 

@@ -40,8 +40,8 @@ class Runner:
         following: gives the runner of the next solution of the same find; None for the last.
     """
 
-    __slots__ = ("_active", "_check", "_config", "_direction", "_index", "_invoker", "_kernel_hash", "_overlaps",
-                 "_queue", "_solver_id", "_workspace_bytes", "following", "handle", "problem")  # fmt: skip
+    __slots__ = ("_active", "_check", "_check_workspace", "_config", "_direction", "_index", "_invoker", "_kernel_hash",
+                 "_overlaps", "_queue", "_solver_id", "_workspace_bytes", "following", "handle", "problem")  # fmt: skip
 
     def __init__(
         self, problem: ProblemDescription, solver_id: str, config: Config, handle: Handle, kernel_hash: str = ""
@@ -59,6 +59,7 @@ class Runner:
         self._workspace_bytes = 0
         self._check: operands.CheckOfAll = lambda *tensors: tensors
         self._overlaps: Callable[[Any, Any, Any], bool] = lambda *tensors: False
+        self._check_workspace: Callable[[Any, Any, Any, Any], Any] = lambda workspace, *tensors: workspace
         self._queue = operands.stream_reader(self._index)
 
     @property
@@ -86,6 +87,9 @@ class Runner:
                 self._sizes_bytes(), _TENSORS.index(self._direction.output), self._index
             )
             self._workspace_bytes = invoker.workspace_bytes
+            names = map(self._name_of, _TENSORS)
+            tensors = dict(zip(names, self._sizes_bytes(), strict=True))
+            self._check_workspace = operands.workspace_check(tensors, self._workspace_bytes, self._index)
             self._invoker = invoker
         return self._invoker
 
@@ -97,10 +101,13 @@ class Runner:
 
     def _check_of(self, tensor: str, alignment_bytes: int) -> operands.Check:
         is_written = tensor == self._direction.output
-        name = "out" if is_written else array_name(self._direction, tensor)
         return operands.strict_check(
-            name, self.problem.tensor(tensor), self._index, alignment_bytes, is_written=is_written
+            self._name_of(tensor), self.problem.tensor(tensor), self._index, alignment_bytes, is_written=is_written
         )
+
+    def _name_of(self, tensor: str) -> str:
+        """What a user of `run` calls the tensor "x", "w" or "y"."""
+        return "out" if tensor == self._direction.output else array_name(self._direction, tensor)
 
     def run(self, x: Any, w: Any, dy: Any, out: Any, workspace: Any, stream: Any) -> Any:
         """See `miofind.run_solution`."""
@@ -119,7 +126,7 @@ class Runner:
             raise InvalidArrayError("out shares memory with an input, which would be overwritten while it is read")
         scratch: Any = 0
         if self._workspace_bytes:
-            scratch = operands.workspace_address(workspace, self._workspace_bytes, self._index)
+            scratch = self._check_workspace(workspace, x_address, w_address, y_address)
         queue = self._queue(first) if stream is None else operands.stream_address(stream)
         try:
             invoker.run(x_address, w_address, y_address, scratch, queue)
@@ -143,7 +150,7 @@ class Runner:
         arrays.view(first, array_name(direction, direction.inputs[0]))
         with operands.allocating_on(first, stream, self._index):
             if out is None:
-                out = arrays.allocate(first, self.problem.output, self._index)
+                out = arrays.allocate(first, self.problem.output, self._index, invoker.alignment_bytes)
             if workspace is None and invoker.workspace_bytes:
                 workspace = arrays.allocate_bytes(first, invoker.workspace_bytes, self._index)
         return self.run(x, w, dy, out, workspace, stream)

@@ -17,7 +17,7 @@ import pkgutil
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
+from enum import IntEnum, StrEnum
 from typing import ClassVar
 
 from miofind.device import INSTALL_CUDA, Device, Library, Place
@@ -44,6 +44,21 @@ class Algorithm(StrEnum):
     WINOGRAD = "winograd"
     FFT = "fft"
     LIBRARY = "library"
+
+
+class Reach(IntEnum):
+    """Which finite inputs the rounding errors of a result may follow.
+
+    PRODUCTS: the products that it sums, as in direct summation.
+    INPUTS: the pixels and the taps that it meets, whatever it multiplies them by, as in Winograd's F(2, r): a tap of 0
+        does not keep a large pixel under it out of the errors, but the pixels beside the filter's window stay out.
+    TILE: what lies beside these, too, as far as a tile of a transform goes: one large pixel spoils results that never
+        meet it, and results of nothing but zeros are rounded as their neighbours are.
+    """
+
+    PRODUCTS = 0
+    INPUTS = 1
+    TILE = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +221,17 @@ class Solver(ABC):
     def error_growth(self, problem: ProblemDescription, config: Config) -> float:
         """How much wider the error bound is than direct summation's in the problem's math mode; 1 unless documented."""
         return 1.0
+
+    def error_reach(self, problem: ProblemDescription, config: Config) -> Reach:
+        """Which finite inputs the errors of a result may follow; its own products alone unless documented."""
+        return Reach.PRODUCTS
+
+    def keeps_bound(self, problem: ProblemDescription, config: Config) -> bool:
+        """Whether errors are bounded as direct summation's, by what a result meets, whatever finite values that has.
+
+        Finds take others only with `FindOptions.max_error`.
+        """
+        return self.error_reach(problem, config) <= Reach.INPUTS and self.error_growth(problem, config) <= 1
 
     def spreads_nonfinite(self, problem: ProblemDescription, config: Config) -> bool:
         """Whether an infinity or NaN of an input may reach results that do not sum it, or an infinity come out as NaN.

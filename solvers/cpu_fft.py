@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from miofind.device import Device, Library, Place
 from miofind.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.solution import Config, ConfigValue, ConvSolution, HostStep, Region, WorkspacePlan
-from miofind.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
+from miofind.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Reach, Solver
 from miofind.tiling.chunks import chunks
 from miofind.tiling.fourier import Axis, smooth, spectrum, whole_length
 from miofind.tiling.overlap import least_products
@@ -29,6 +29,7 @@ _POINTS_PER_S = 2.0e8
 _MAX_FILTER_BYTES = 256 << 20
 _DEFAULTS = 3
 _LEAST_PRODUCTS = 16
+_MOST_PADDED = 4  # times the longest of input, output and filter along an axis
 # Largest error of a transform there and back, in units of roundoff, of the logarithm of its length and of the root
 # mean square of its result; two transforms meet in one, and the reference is no more exact.
 _TRANSFORM = 4.0
@@ -198,6 +199,12 @@ def _back(plan: _Plan, spectra: _Array) -> _Array:
     return np.fft.irfftn(ordered, s=plan.sizes, axes=tuple(range(2, 2 + len(plan.sizes))))
 
 
+def _is_mostly_padding(problem: ProblemDescription, axis: int) -> bool:
+    """Whether an axis has few elements and vast padding, which transforms take for elements."""
+    padded = problem.conv.pad_before[axis] + problem.spatial[axis] + problem.conv.pad_after[axis]
+    return padded > _MOST_PADDED * max(problem.spatial[axis], problem.out_spatial[axis], problem.filter[axis])
+
+
 def _is_wide(problem: ProblemDescription) -> bool:
     """Whether the bound is float64's, in which the transforms are computed."""
     return DataType.FLOAT64 in {tensor.dtype for tensor in (problem.x, problem.w, problem.y)}
@@ -209,7 +216,8 @@ class ConvCpuFft(Solver):
     Configuration: `tile`, the length of a transform along each axis that is longer, 0 for whole images; `chunk_mib`
     bounds the transforms of images that are held at once (one tile's at least). Arithmetic is in double precision
     whatever the dtype. Its error does not follow the sum of one output but the tile: for float64 the bound is wider
-    than direct summation's by the root of the transform's points over a filter's, times their logarithm.
+    than direct summation's by the root of the transform's points over a filter's, times their logarithm. A large value
+    spoils its whole tile: finds take it with `max_error` alone.
 
     Source: Mathieu, Henaff and LeCun, Fast Training of Convolutional Networks through FFTs, ICLR 2014; Higham, Accuracy
     and Stability of Numerical Algorithms, 2002, section 24.1, for the error.
@@ -243,6 +251,8 @@ class ConvCpuFft(Solver):
             return Applicability("transforms filters without gaps: dilation 1")
         if problem.output.size == 0 or problem.flops == 0:
             return Applicability("has no empty products")
+        if any(_is_mostly_padding(problem, axis) for axis in range(problem.spatial_dims)):
+            return Applicability(f"transforms padding, too: at most {_MOST_PADDED} times the tensors' length")
         least = least_products(problem)
         if least == 0:
             return Applicability("rounds sums of nothing but padding as it does their neighbours, not to 0")
@@ -259,6 +269,9 @@ class ConvCpuFft(Solver):
         if tile and (not cut or any(tile < 2 * problem.filter[axis] for axis in cut)):
             return False
         return _filter_bytes(problem, _Plan.of(problem, config)) <= _MAX_FILTER_BYTES
+
+    def error_reach(self, problem: ProblemDescription, config: Config) -> Reach:
+        return Reach.TILE
 
     def spreads_nonfinite(self, problem: ProblemDescription, config: Config) -> bool:
         return True

@@ -18,11 +18,11 @@ from numpy.typing import NDArray
 from miofind.device import Device, Library, Place
 from miofind.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.solution import Config, ConfigValue, ConvSolution, HostStep, Packing, Region, WorkspacePlan
-from miofind.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
+from miofind.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Reach, Solver
 from miofind.tiling.chunks import chunks
 from miofind.tiling.correlation import ceil_div
 from miofind.tiling.overlap import least_products
-from miofind.tiling.winograd import MOST_POINTS, Filtering, bound_growth
+from miofind.tiling.winograd import MOST_POINTS, Filtering, bound_growth, is_local
 
 # Of the BLAS ceiling, and passes over what is transformed. Two-core Xeon with OpenBLAS.
 _EFFICIENCY = 0.4
@@ -264,6 +264,11 @@ class ConvCpuWinograd(Solver):
     def is_valid_config(self, problem: ProblemDescription, device: Device, config: Config) -> bool:
         tile = int(config["tile"])
         return tile + max(problem.filter) - 2 <= (_EXACT_POINTS if tile == _EXACT_TILE else MOST_POINTS)
+
+    def error_reach(self, problem: ProblemDescription, config: Config) -> Reach:
+        if problem.direction is Direction.BACKWARD_WEIGHTS:  # tiles at borders have pixels that some taps do not meet
+            return Reach.TILE
+        return Reach.INPUTS if is_local(_Plan.of(problem, config).axes) else Reach.TILE
 
     def spreads_nonfinite(self, problem: ProblemDescription, config: Config) -> bool:
         return True

@@ -24,7 +24,7 @@ from miofind.libraries.cudnn_notes import (
 )
 from miofind.problem import DataType, Layout, MathMode, ProblemDescription
 from miofind.solution import Config, ConvSolution, CudnnStep, Region, WorkspacePlan
-from miofind.solver import APPLICABLE, MAX_DEFAULT_CONFIGS, Algorithm, Applicability, KernelKey, Solver
+from miofind.solver import APPLICABLE, MAX_DEFAULT_CONFIGS, Algorithm, Applicability, KernelKey, Reach, Solver
 
 _PARAMETERS = frozenset({"engine", "knobs", "notes", "workspace_bytes"})
 # On an H200 the heuristics' first eight direct plans held the fastest or came within 0.7 % of it (geometric mean of 27
@@ -120,6 +120,10 @@ class ConvCudnn(Solver):
         if any(tensor.size > _MAX_ELEMENTS for tensor in tensors):
             return Applicability(f"serves tensors of at most {_MAX_ELEMENTS} elements, {problem} has a larger one")
         return APPLICABLE
+
+    def error_reach(self, problem: ProblemDescription, config: Config) -> Reach:
+        """Tiles for Winograd's and FFT's plans: of a Winograd plan, cuDNN does not say which transforms it has."""
+        return Reach.PRODUCTS if self.error_growth(problem, config) <= 1 else Reach.TILE
 
     def spreads_nonfinite(self, problem: ProblemDescription, config: Config) -> bool:
         """Winograd's and FFT's plans do; those of groups may multiply all channels, other groups' by zeros."""

@@ -19,7 +19,7 @@ from miofind.libraries.fft_product import PRODUCTS
 from miofind.libraries.fft_time import estimate_ms
 from miofind.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.solution import Config, ConfigValue, ConvSolution, Packing, WorkspacePlan
-from miofind.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
+from miofind.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Reach, Solver
 
 _DEFAULTS = 8
 _OWN_TILES = (0, 16, 24, 32, 48, 64, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
@@ -37,7 +37,8 @@ class ConvFft(Solver):
     of a frequency that a thread block sums. Strides are outputs left out, or zeros between those of y. Transforms,
     products and sums are float32 whatever the dtype. Errors follow the tile, not the sum of one output: results near
     corners that are sums of few products are summed directly, and where the longest sums do not allow as much, the
-    bound is wider than direct summation's (`FftPlan.error`).
+    bound is wider than direct summation's (`FftPlan.error`). A large value spoils its whole tile: finds take it with
+    `max_error` alone.
 
     Source: Mathieu, Henaff and LeCun, Fast Training of Convolutional Networks through FFTs, ICLR 2014; Vasilache et
     al., Fast Convolutional Nets with fbfft, ICLR 2015.
@@ -83,6 +84,9 @@ class ConvFft(Solver):
 
     def is_valid_config(self, problem: ProblemDescription, device: Device, config: Config) -> bool:
         return is_valid(problem, config)
+
+    def error_reach(self, problem: ProblemDescription, config: Config) -> Reach:
+        return Reach.TILE
 
     def spreads_nonfinite(self, problem: ProblemDescription, config: Config) -> bool:
         return True

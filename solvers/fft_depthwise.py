@@ -14,7 +14,7 @@ from miofind.libraries.fft_depthwise import POINTS, SOURCE, DepthwisePlan, as_ti
 from miofind.libraries.fft_edges import EDGES_SOURCE
 from miofind.problem import DataType, Layout, ProblemDescription
 from miofind.solution import Config, ConfigValue, ConvSolution, Packing, WorkspacePlan
-from miofind.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
+from miofind.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Reach, Solver
 
 _DEFAULTS = 6
 
@@ -69,6 +69,9 @@ class ConvFftDepthwise(Solver):
 
     def is_valid_config(self, problem: ProblemDescription, device: Device, config: Config) -> bool:
         return is_valid(problem, device, config["tile"], config["points"])
+
+    def error_reach(self, problem: ProblemDescription, config: Config) -> Reach:
+        return Reach.TILE
 
     def spreads_nonfinite(self, problem: ProblemDescription, config: Config) -> bool:
         return True

@@ -34,7 +34,7 @@ from miofind.libraries.winograd_product import library_product
 from miofind.libraries.winograd_time import estimate_ms
 from miofind.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.solution import Config, ConvSolution, Packing, Region, WorkspacePlan
-from miofind.solver import Algorithm, Applicability, KernelKey, Solver
+from miofind.solver import Algorithm, Applicability, KernelKey, Reach, Solver
 
 _DEFAULTS = 8
 _LAYOUTS = frozenset(Layout)
@@ -96,6 +96,9 @@ class ConvWinograd(Solver):
 
     def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
         return Applicability(refusal(problem))
+
+    def error_reach(self, problem: ProblemDescription, config: Config) -> Reach:
+        return Reach.INPUTS if plan_of(problem, config).is_local else Reach.TILE
 
     def spreads_nonfinite(self, problem: ProblemDescription, config: Config) -> bool:
         return True

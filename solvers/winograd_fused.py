@@ -28,7 +28,7 @@ from miofind.solution import (
     WorkspacePlan,
     int32s,
 )
-from miofind.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
+from miofind.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Reach, Solver
 from miofind.tiling.correlation import ceil_div
 from miofind.tiling.divisor import divisors
 from miofind.tiling.winograd import Filtering, bound_growth
@@ -173,6 +173,9 @@ class ConvWinogradFused(Solver):
     def error_growth(self, problem: ProblemDescription, config: Config) -> float:
         axis = Filtering.of(2, 3)
         return bound_growth((axis, axis))
+
+    def error_reach(self, problem: ProblemDescription, config: Config) -> Reach:
+        return Reach.INPUTS  # F(2x2, 3x3) is local
 
     def spreads_nonfinite(self, problem: ProblemDescription, config: Config) -> bool:
         return True

@@ -29,7 +29,7 @@ from miofind.libraries.winograd_choice import (
 from miofind.libraries.winograd_time import transforms_ms
 from miofind.problem import DataType, Direction, Layout, MathMode, ProblemDescription
 from miofind.solution import Config, ConvSolution, Packing, Region, WorkspacePlan
-from miofind.solver import Algorithm, Applicability, KernelKey, Solver, solver_by_id
+from miofind.solver import Algorithm, Applicability, KernelKey, Reach, Solver, solver_by_id
 
 _INNER = "ConvImplicitGemmMma"
 _FIXED = {"slices": 1, "vector": 1}  # of a plan; wider vectors of channels are no faster in float32
@@ -92,6 +92,9 @@ class ConvWinogradMma(Solver):
         if next(self._plans(problem, device), None) is None:
             return Applicability("has more tiles than one sum takes, or than the solver of its products")
         return Applicability("")
+
+    def error_reach(self, problem: ProblemDescription, config: Config) -> Reach:
+        return Reach.INPUTS if self.plan(problem, config).is_local else Reach.TILE
 
     def spreads_nonfinite(self, problem: ProblemDescription, config: Config) -> bool:
         return True

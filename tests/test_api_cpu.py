@@ -139,14 +139,82 @@ def test_which_requests_measure_on_a_hit(
 
 
 def test_strict_requests_leave_out_what_spreads_infinities(handle: miofind.Handle) -> None:
-    everything = {s.solver_id for s in miofind.find_solutions(PROBLEM, handle=handle)}
-    strict = miofind.FindOptions(strict_nonfinite=True)
+    lax = miofind.FindOptions(max_error=1.0)
+    everything = {s.solver_id for s in miofind.find_solutions(PROBLEM, options=lax, handle=handle)}
+    strict = replace(lax, strict_nonfinite=True)
     of_finddb = {s.solver_id for s in miofind.find_solutions(PROBLEM, options=strict, handle=handle)}
     assert everything - of_finddb == {"ConvCpuFft"}
     anew = replace(strict, find_mode="normal")
     assert {s.solver_id for s in miofind.find_solutions(PROBLEM, options=anew, handle=handle)} == of_finddb
     with pytest.raises(NoSolutionError, match="may spread an infinity"):
         miofind.find_solutions(PROBLEM, options=replace(anew, only=("fft",)), handle=handle)
+
+
+LARGE_PIXEL = miofind.ProblemDescription.convolution(x=(2, 32, 12, 11), w=(16, 32, 3, 3), padding=1)
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward_data", "backward_weights"])
+@pytest.mark.parametrize("large", [1e6, 3e35])
+def test_one_large_pixel_spoils_no_result_that_does_not_meet_it(
+    handle: miofind.Handle, direction: str, large: float
+) -> None:
+    """An FFT's errors follow the largest value of the tile, and its bound was said to be direct summation's."""
+    problem = replace(LARGE_PIXEL, direction=miofind.Direction(direction))
+    first, second = problem.direction.inputs
+    inputs = {name: operands(problem)[name] for name in (first, second)}
+    image = "y" if direction == "backward_data" else "x"
+    inputs[image][0, 5, -1, -1] = large
+    sums = reference_on_host(problem, **inputs)
+    squares = reference_on_host(problem, **{n: a.astype(np.float64) ** 2 for n, a in inputs.items()})
+    bound = 8 * 2.0**-24 * np.sqrt(problem.reduction_length * squares) + 2.0**-24 * np.abs(sums)
+    meets = np.abs(sums) > large * 1e-4
+    given = {("dy" if name == "y" else name): array for name, array in inputs.items()}
+    solutions = miofind.find_solutions(problem, handle=handle)
+    assert len({s.solver_id for s in solutions}) >= 2
+    for solution in solutions:
+        errors = np.abs(miofind.run_solution(solution, **given) - sums)
+        assert (errors <= bound)[~meets].all(), solution.id
+
+
+@pytest.mark.parametrize("anew", [False, True], ids=["stored", "measured"])
+def test_what_mixes_a_tile_answers_only_where_max_error_asks_for_it(handle: miofind.Handle, anew: bool) -> None:
+    """Rows that a find with max_error stored stay, and a find without it passes them over."""
+    lax, mode = miofind.FindOptions(max_error=1.0), "normal" if anew else "hybrid"
+    assert "ConvCpuFft" in {s.solver_id for s in miofind.find_solutions(LARGE_PIXEL, options=lax, handle=handle)}
+    default = miofind.FindOptions(find_mode=mode)
+    found = {s.solver_id for s in miofind.find_solutions(LARGE_PIXEL, options=default, handle=handle)}
+    assert "ConvCpuFft" not in found
+    assert {"ConvCpuWinograd", "ConvCpuDirect"} <= found
+    estimated = miofind.FindOptions(find_mode="fast", on_miss="estimate")
+    for problem in (LARGE_PIXEL, replace(LARGE_PIXEL, direction=miofind.Direction.BACKWARD_DATA)):
+        solutions = miofind.find_solutions(problem, options=estimated, handle=handle)
+        assert "ConvCpuFft" not in {s.solver_id for s in solutions}
+    with pytest.raises(NoSolutionError, match="lets a large value spoil results that do not meet it; set max_error"):
+        miofind.find_solutions(LARGE_PIXEL, options=replace(default, only=("fft",)), handle=handle)
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward_data", "backward_weights"])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"padding": 10**6, "stride": 10**6 - 1},
+        {"padding": 10**6, "dilation": 10**6},
+        {"padding": ((10**6, 10**6), (1, 1)), "stride": (10**6, 1)},
+    ],
+    ids=["stride", "dilation", "one axis"],
+)
+def test_a_find_of_a_problem_with_vast_padding_takes_no_more_than_its_tensors(
+    handle: miofind.Handle, fields: dict[str, object], direction: str
+) -> None:
+    """Every candidate failed: the reference laid the input out among 4e12 zeros."""
+    problem = miofind.ProblemDescription.convolution(x=(16, 16, 6, 5), w=(16, 16, 3, 3), direction=direction, **fields)
+    solutions = miofind.find_solutions(problem, options=miofind.FindOptions(max_error=1.0), handle=handle)
+    assert {s.solver_id for s in solutions} == {"ConvCpuDirect", "ConvCpuIm2colGemm"}
+    given = {name: operands(problem)[name] for name in problem.direction.inputs}
+    named = {("dy" if name == "y" else name): array for name, array in given.items()}
+    wanted = reference_on_host(problem, **given)
+    for solution in solutions:
+        np.testing.assert_allclose(miofind.run_solution(solution, **named), wanted, atol=1e-4)
 
 
 def test_process_cache_answers_without_the_finddb(handle: miofind.Handle, monkeypatch: pytest.MonkeyPatch) -> None:

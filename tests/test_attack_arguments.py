@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import miofind
+from miofind import operands
 from miofind.errors import (
     DatabaseError,
     InvalidArrayError,
@@ -18,6 +19,8 @@ from miofind.errors import (
     WorkspaceError,
 )
 from miofind.operands import overlap_check
+from miofind.reference import reference_on_host
+from miofind.solver import solver_by_id
 
 PROBLEM = miofind.ProblemDescription.convolution(x=(2, 2, 6, 5), w=(2, 2, 3, 3), padding=1)
 X = np.ones((2, 2, 6, 5), np.float32)
@@ -153,6 +156,121 @@ def test_device_addresses_overlap_by_their_bytes() -> None:
     assert overlaps(1000, 2000, 991)
     assert overlaps(1000, 2000, 2049)
     assert not overlaps(1000, 2000, 2050)
+
+
+def shaped(memory: np.ndarray, like: np.ndarray) -> np.ndarray:
+    """The first bytes of a memory as an array like another, and of its values."""
+    array = memory[: like.nbytes].view(like.dtype).reshape(like.shape)
+    array[...] = like
+    return array
+
+
+def aligned(size: int, alignment: int = 64) -> np.ndarray:
+    """Bytes that begin at a multiple of `alignment`, and of no larger power of two."""
+    memory = np.zeros(size + 4 * alignment, np.uint8)
+    start = -memory.ctypes.data % (2 * alignment) + alignment
+    return memory[start : start + size]
+
+
+@pytest.mark.parametrize("name", ["x", "w", "out"])
+@pytest.mark.parametrize("which", ["first", "last", "all"])
+def test_a_workspace_over_another_array_is_refused(with_workspace: miofind.Solution, name: str, which: str) -> None:
+    """It was written to while the other was read."""
+    given, size = {"x": X, "w": W, "out": np.zeros(X.shape, np.float32)}, with_workspace.workspace_bytes
+    wanted = given[name].nbytes
+    tensor_at, workspace_at = {"first": (size - 16, 0), "last": (0, wanted - 16), "all": (0, 0)}[which]
+    memory = aligned(size + wanted)
+    given[name] = shaped(memory[tensor_at:], given[name])
+    before = memory.copy()
+    workspace = memory[workspace_at : workspace_at + size]
+    with pytest.raises(WorkspaceError, match=f"workspace shares memory with {name}, which a run would overwrite"):
+        miofind.run_solution(with_workspace, given["x"], given["w"], out=given["out"], workspace=workspace)
+    np.testing.assert_array_equal(memory, before)
+
+
+def test_a_workspace_beside_another_array_is_taken(with_workspace: miofind.Solution) -> None:
+    """Only the bytes that the solution needs are its own."""
+    size = with_workspace.workspace_bytes
+    memory = aligned(size + X.nbytes)
+    x = shaped(memory[size:], X)
+    wanted = miofind.run_solution(with_workspace, X, W)
+    np.testing.assert_array_equal(miofind.run_solution(with_workspace, x, W, workspace=memory), wanted)
+
+
+def test_a_workspace_over_what_packed_weights_run_on_is_refused(with_workspace: miofind.Solution) -> None:
+    packed = with_workspace.pack(W)
+    memory = aligned(packed.workspace_bytes + X.nbytes)
+    x = shaped(memory, X)
+    with pytest.raises(WorkspaceError, match="shares memory with x, "):
+        packed.run(x, workspace=memory)
+    with pytest.raises(WorkspaceError, match="shares memory with out, "):
+        packed.run(X, out=x, workspace=memory)
+
+
+@pytest.fixture
+def wants_128_bytes(monkeypatch: pytest.MonkeyPatch) -> Iterator[miofind.Solution]:
+    """A solution of the CPU place whose solver asks for tensors at multiples of 128 bytes."""
+    solver = solver_by_id("ConvCpuDirect")
+    monkeypatch.setattr(type(solver), "alignment_bytes", 128)
+    with miofind.Handle("cpu", database=":memory:") as handle:
+        yield miofind.find_solutions(PROBLEM, options=miofind.FindOptions(only=(solver.id,)), handle=handle)[0]
+
+
+@pytest.mark.parametrize("name", ["x", "w", "out"])
+def test_an_alignment_is_asked_of_host_arrays(wants_128_bytes: miofind.Solution, name: str) -> None:
+    given = {n: shaped(aligned(a.nbytes, 128), a) for n, a in {"x": X, "w": W, "out": np.zeros_like(X)}.items()}
+    wanted = miofind.run_solution(wants_128_bytes, given["x"], given["w"], out=given["out"])
+    given[name] = shaped(aligned(given[name].nbytes, 64), given[name])
+    told = rf"{name} begins at address 0x[0-9a-f]*, the solution needs a multiple of 128 bytes"
+    with pytest.raises(InvalidArrayError, match=told):
+        miofind.run_solution(wants_128_bytes, given["x"], given["w"], out=given["out"])
+    assert wanted.any()
+
+
+def test_elements_of_host_arrays_are_aligned(with_workspace: miofind.Solution) -> None:
+    x = shaped(aligned(X.nbytes + 8)[2:], X)
+    with pytest.raises(InvalidArrayError, match=r"x begins at address 0x[0-9a-f]*, the solution needs a multiple of 4"):
+        miofind.run_solution(with_workspace, x, W)
+
+
+def test_what_miofind_allocates_on_the_host_has_the_alignment(wants_128_bytes: miofind.Solution) -> None:
+    given = [shaped(aligned(array.nbytes, 128), array) for array in (X, W)]
+    for _ in range(8):
+        assert miofind.run_solution(wants_128_bytes, *given).ctypes.data % 128 == 0
+
+
+@pytest.mark.parametrize("framework", ["numpy", "torch"])
+def test_convolution_copies_host_arrays_that_are_not_aligned(wants_128_bytes: miofind.Solution, framework: str) -> None:
+    handle, options = wants_128_bytes.found.handle, miofind.FindOptions(only=("ConvCpuDirect",))
+    x = shaped(aligned(X.nbytes, 64), np.arange(X.size, dtype=np.float32).reshape(X.shape))
+    wanted = reference_on_host(PROBLEM, x=x, w=W)
+    given = [x, W]
+    if framework == "torch":
+        torch = pytest.importorskip("torch")
+        given = [torch.from_numpy(array) for array in given]
+    y = miofind.convolution(*given, padding=1, options=options, handle=handle)
+    np.testing.assert_array_equal(np.asarray(y), wanted)
+
+
+def test_device_workspaces_share_by_the_bytes_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(operands, "workspace_address", lambda workspace, *_: workspace)
+    check = operands.workspace_check({"dy": 100, "w": 50, "out": 10}, 64, 0)
+    tensors = (1000, 2000, 3000)
+    for start in (0, 936, 1100, 2050, 1936, 2936, 3010):
+        assert check(start, *tensors) == start
+    for start, name in (
+        (937, "dy"),
+        (1099, "dy"),
+        (1050, "dy"),
+        (1937, "w"),
+        (2049, "w"),
+        (2937, "out"),
+        (3009, "out"),
+    ):
+        with pytest.raises(WorkspaceError, match=f"shares memory with {name}, which"):
+            check(start, *tensors)
+    with pytest.raises(WorkspaceError, match="shares memory with dy and w,"):
+        check(1990, 1980, 2000, 3000)
 
 
 @pytest.mark.parametrize(

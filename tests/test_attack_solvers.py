@@ -120,6 +120,7 @@ LATER = (
     "check_config",
     "workspace_bytes",
     "error_growth",
+    "error_reach",
 )
 
 

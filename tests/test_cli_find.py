@@ -108,8 +108,11 @@ def test_a_new_finddb_is_told_of(tmp_path: Path) -> None:
 
 def test_configurations_of_wider_bounds_are_told_of() -> None:
     wide = ("conv", "-n", "2", "-c", "32", "-H", "9", "-W", "9", "-k", "4", "-y", "3", "-x", "3", "-F", "1")
-    assert cpu("find", *wide)["problems"][0]["wider_bounds"] == {"ConvCpuWinograd": 2}
-    told = "configurations left out for wider error bounds, unless --max-error lets them in: 2 of ConvCpuWinograd"
+    assert cpu("find", *wide)["problems"][0]["wider_bounds"] == {"ConvCpuFft": 2, "ConvCpuWinograd": 2}
+    told = (
+        "configurations left out for wider error bounds, unless --max-error lets them in: "
+        "2 of ConvCpuFft, 2 of ConvCpuWinograd"
+    )
     assert told in run("find", *wide, "--device", "cpu").stdout.splitlines()
     allowed = cpu("find", *wide, "--max-error", "1e-3", "--find-mode", "normal")["problems"][0]
     assert allowed["wider_bounds"] == {}

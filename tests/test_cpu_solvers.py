@@ -11,6 +11,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from nonfinite import infinities
+from uneven import spoils, uneven_inputs
 
 from miofind.compiler import Compiler
 from miofind.device import Device, Place
@@ -18,7 +19,7 @@ from miofind.invoker import make_invoker
 from miofind.problem import DataType, Direction, Layout, ProblemDescription, TensorDescriptor
 from miofind.reference import numpy_dtype, reference_on_host, round_once
 from miofind.solution import Config, HostStep
-from miofind.solver import Solver, solver_by_id, solvers
+from miofind.solver import Reach, Solver, solver_by_id, solvers
 from miofind.tiling.overlap import least_products
 from miofind.verify.claims import claims_of
 from miofind.verify.verifier import Verifier
@@ -37,6 +38,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "inputs_left_over": {"x": (1, 2, 8, 9), "w": (3, 2, 2, 2), "stride": 3},
     "1d": {"x": (2, 3, 20), "w": (5, 3, 7), "dilation": 2},
     "3d": {"x": (1, 2, 4, 5, 6), "w": (2, 2, 3, 3, 3), "padding": 1, "stride": (1, 2, 1)},
+    "many_channels": {"x": (1, 18, 8, 9), "w": (17, 18, 3, 3), "padding": 1},
 }
 
 
@@ -136,6 +138,52 @@ def test_infinities_reach_what_sums_them(solver: Solver, shape: str, direction: 
             with np.errstate(invalid="ignore"):
                 run(solver, problem, config, buffers)
             infinity.check(buffers[direction.output])
+
+
+@pytest.mark.parametrize("dtype", list(DataType))
+@pytest.mark.parametrize("direction", list(Direction))
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("solver", SOLVERS, ids=lambda solver: solver.id)
+def test_the_bound_holds_whatever_finite_values_inputs_have(
+    solver: Solver, shape: str, direction: Direction, dtype: DataType
+) -> None:
+    problem = accepted(solver, shape, direction=direction, dtype=dtype)
+    kept = [c for c in solver.default_configs(problem, Device.cpu()) if solver.keeps_bound(problem, c)]
+    for config in kept:
+        for uneven in uneven_inputs(problem, seed=5):
+            buffers = buffers_of(problem, integers=True)
+            for name, values in uneven.inputs.items():
+                buffers[name][...] = values
+            run(solver, problem, config, buffers)
+            uneven.check(buffers[direction.output], solver.error_reach(problem, config))
+
+
+LARGE_PIXELS: dict[str, tuple[str, Direction]] = {
+    "fft": ("ConvCpuFft", Direction.FORWARD),
+    "fft_data": ("ConvCpuFft", Direction.BACKWARD_DATA),
+    "fft_weights": ("ConvCpuFft", Direction.BACKWARD_WEIGHTS),
+    "winograd_weights": ("ConvCpuWinograd", Direction.BACKWARD_WEIGHTS),
+}
+
+
+@pytest.mark.parametrize("case", LARGE_PIXELS)
+def test_what_mixes_a_tile_says_so_for_it_spoils_results_of_zeros(case: str) -> None:
+    name, direction = LARGE_PIXELS[case]
+    solver = solver_by_id(name)
+    problem = ProblemDescription.convolution(x=(16, 17, 12, 11), w=(16, 17, 3, 3), padding=1, direction=direction)
+    assert solver.applicability(problem, Device.cpu())
+    config = solver.default_configs(problem, Device.cpu())[0]
+    assert solver.error_growth(problem, config) == 1
+    assert solver.error_reach(problem, config) is Reach.TILE
+    assert not solver.keeps_bound(problem, config)
+    spoiled = False
+    for uneven in uneven_inputs(problem, seed=5):
+        buffers = buffers_of(problem, integers=True)
+        for tensor, values in uneven.inputs.items():
+            buffers[tensor][...] = values
+        run(solver, problem, config, buffers)
+        spoiled = spoiled or spoils(buffers[direction.output], problem, uneven.inputs)
+    assert spoiled, f"{name} is more exact than it says"
 
 
 @pytest.mark.parametrize("solver", SOLVERS, ids=lambda solver: solver.id)
@@ -240,8 +288,16 @@ def test_empty_sums_are_told(direction: Direction, size: int, taps: int, stride:
         ({"padding": ((3, 0), (0, 0))}, "nothing but padding"),
         ({"stride": 4, "direction": "backward_data"}, "nothing but padding"),
         ({"x": (2, 1, 9, 9), "w": (4, 1, 3, 3), "dtype": "float64"}, "sums of 16 products"),
+        ({"padding": 1000, "stride": (999, 1), "direction": "backward_weights"}, "transforms padding, too"),
     ],
-    ids=["dilation", "large transforms", "outputs of padding", "inputs that are not met", "short sums of float64"],
+    ids=[
+        "dilation",
+        "large transforms",
+        "outputs of padding",
+        "inputs that are not met",
+        "short sums of float64",
+        "vast padding",
+    ],
 )
 def test_fft_refuses_with_a_reason(fields: dict[str, Any], words: str) -> None:
     problem = ProblemDescription.convolution(**{"x": (2, 6, 9, 9), "w": (4, 6, 3, 3), **fields})

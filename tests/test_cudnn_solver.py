@@ -26,7 +26,7 @@ from miofind.libraries.cudnn_notes import (
 )
 from miofind.problem import Direction, ProblemDescription
 from miofind.solution import Config, CudnnStep
-from miofind.solver import MAX_DEFAULT_CONFIGS, Solver
+from miofind.solver import MAX_DEFAULT_CONFIGS, Reach, Solver
 from miofind.solvers import cudnn as module
 
 SOLVER: Solver = module.SOLVERS[0]
@@ -223,6 +223,9 @@ def test_estimates_prefer_tensor_cores(direction: Direction) -> None:
 def test_notes_say_how_exact_an_engine_is(notes: tuple[Note, ...], exact: bool, wider: bool) -> None:
     assert is_exact(frozenset(notes)) is exact
     assert (growth(frozenset(notes), problem()) > 1) is wider
+    config = Config.of(engine=1, knobs={}, notes=notes_text(frozenset(notes)), workspace_bytes=0)
+    assert SOLVER.error_reach(problem(), config) is (Reach.TILE if wider else Reach.PRODUCTS)
+    assert SOLVER.keeps_bound(problem(), config) is not wider
 
 
 def test_growth_follows_the_tile() -> None:

@@ -17,7 +17,7 @@ from miofind.libraries.fft_depthwise import DepthwisePlan
 from miofind.problem import Direction, Layout, ProblemDescription
 from miofind.reference import reference_on_host
 from miofind.solution import Config, FftStep, KernelStep
-from miofind.solver import solver_by_id
+from miofind.solver import Reach, solver_by_id
 
 DEVICE = Device.virtual("90a")
 IDS = ("ConvFft", "ConvFftTiles")
@@ -137,6 +137,8 @@ def test_long_sums_need_no_wider_bound() -> None:
     ):
         config = solver.default_configs(problem, DEVICE)[0]
         assert (solver.error_growth(problem, config) > 1) is is_wider
+        assert solver.error_reach(problem, config) is Reach.TILE
+        assert not solver.keeps_bound(problem, config)
 
 
 @pytest.mark.parametrize("name", IDS)

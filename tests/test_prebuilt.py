@@ -6,9 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from miofind.find.stored import admits
 from miofind.finddb import ReleaseRules, Store, shipped_paths, write_release
 from miofind.finddb.sqlite_file import is_portable
+from miofind.options import FindOptions
+from miofind.problem import Direction, ProblemDescription
 from miofind.row_check import RowCheck, Shipping
+from miofind.solver import Algorithm
 
 PREBUILT = shipped_paths({})
 MOST_BYTES_A_PROBLEM = 1 << 10
@@ -36,6 +40,27 @@ def test_a_shipped_file_is_small_and_of_one_kind_of_device(path: Path) -> None:
         stats = store.stats()
         assert len(stats.by_device) == 1
         assert stats.file_bytes <= MOST_BYTES_A_PROBLEM * stats.problems
+
+
+@pytest.mark.parametrize("path", PREBUILT, ids=lambda path: path.name)
+def test_a_default_request_finds_a_shipped_row_that_mixes_no_tiles(path: Path) -> None:
+    """Of problems that an FFT or Winograd leads, another row stays, and max_error still takes the leader."""
+    led = 0
+    with Store(path, read_only=True) as store:
+        for key in store.problems():
+            answer = store.answer(key.device, key.network_config)
+            assert answer is not None
+            if answer.rows[0].algorithm not in (Algorithm.FFT, Algorithm.WINOGRAD):
+                continue
+            led += 1
+            problem = ProblemDescription.from_network_config(key.network_config)
+            taken = [row for row in answer.rows if admits(row, problem, FindOptions())]
+            assert taken, key.network_config
+            assert not any(row.algorithm == Algorithm.FFT for row in taken)
+            if problem.direction is Direction.BACKWARD_WEIGHTS:
+                assert not any(row.algorithm == Algorithm.WINOGRAD for row in taken)
+            assert admits(answer.rows[0], problem, FindOptions(max_error=1.0))
+    assert led
 
 
 @pytest.mark.parametrize("path", PREBUILT, ids=lambda path: path.name)

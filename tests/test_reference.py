@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from typing import Any
 
 import ml_dtypes
@@ -25,6 +26,17 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
     "3d": {"x": (1, 2, 4, 5, 3), "w": (2, 1, 2, 3, 2), "groups": 2, "padding": 1, "stride": 2},
     "padding_beyond_the_filter": {"x": (1, 2, 3, 4), "w": (2, 2, 2, 2), "padding": 5, "dilation": (3, 1)},
+    "stride_beyond_the_input": {"x": (2, 2, 3, 4), "w": (2, 2, 3, 2), "padding": 4, "stride": (5, 7)},
+    "dilation_beyond_the_input": {"x": (1, 3, 3, 4), "w": (2, 3, 3, 3), "padding": (7, 9), "dilation": (6, 9)},
+    "padding_before_alone": {"x": (1, 2, 6), "w": (3, 2, 4), "padding": ((9, 0),), "stride": 2, "dilation": 3},
+    "padding_after_alone": {"x": (1, 2, 6), "w": (3, 2, 4), "padding": ((0, 9),), "stride": 3},
+    "nothing_but_padding": {"x": (1, 1, 2, 2), "w": (2, 1, 1, 1), "padding": 4, "stride": 7},
+}
+VAST: dict[str, dict[str, Any]] = {
+    "padding": {"x": (1, 2, 6, 5), "w": (2, 2, 3, 3), "padding": 10**6, "stride": 10**6 - 1},
+    "one_axis": {"x": (1, 2, 6, 5), "w": (2, 2, 3, 3), "padding": ((10**9, 10**9), (1, 1)), "stride": (10**9, 1)},
+    "dilation": {"x": (1, 2, 6, 5), "w": (2, 2, 3, 3), "padding": 10**6, "dilation": 10**6},
+    "3d": {"x": (1, 2, 4, 3, 2), "w": (2, 2, 3, 3, 3), "padding": 2**20, "stride": 2**20 - 1},
 }
 
 
@@ -64,6 +76,22 @@ def test_host_reference_is_the_definition(shape: str, direction: Direction) -> N
     problem = ProblemDescription.convolution(**SHAPES[shape], direction=direction)
     arrays = inputs_of(problem)
     np.testing.assert_allclose(reference_on_host(problem, **arrays), written_out(problem, arrays), atol=1e-12)
+
+
+@pytest.mark.parametrize("direction", list(Direction))
+@pytest.mark.parametrize("shape", VAST)
+def test_padding_costs_the_host_reference_nothing(shape: str, direction: Direction) -> None:
+    """It laid the input out among its zeros: padding of 1e6 took all memory, and every candidate failed."""
+    problem = ProblemDescription.convolution(**VAST[shape], direction=direction)
+    arrays = inputs_of(problem)
+    tracemalloc.start()
+    try:
+        found = reference_on_host(problem, **arrays)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    np.testing.assert_allclose(found, written_out(problem, arrays), atol=1e-12)
+    assert peak < 1 << 20
 
 
 def test_listed_elements_are_those_of_the_whole() -> None:

@@ -26,7 +26,7 @@ from miofind.solution import (
     Scalar,
     TensorMap,
 )
-from miofind.solver import MAX_DEFAULT_CONFIGS, Algorithm, KernelKey, Solver, solvers
+from miofind.solver import MAX_DEFAULT_CONFIGS, Algorithm, KernelKey, Reach, Solver, solvers
 
 SOLVERS = list(solvers().values())
 TENSORS = {"x", "w", "y"}
@@ -168,6 +168,7 @@ def test_configurations_are_valid_and_named_by_their_text(case: Case) -> None:
         assert Config.from_json(config.json) == config
         assert math.isfinite(case.solver.error_growth(case.problem, config))
         assert case.solver.error_growth(case.problem, config) >= 1
+        assert case.solver.error_reach(case.problem, config) in Reach
         assert isinstance(case.solver.is_exact(config), bool)
 
 

@@ -67,6 +67,22 @@ def test_errors_grow_as_the_norms_tell(size: tuple[int, int]) -> None:
     assert algorithm.error_growth <= 6 * ratio
 
 
+@pytest.mark.parametrize(("outputs", "taps"), [size for size in SIZES if size[1] > 1])
+def test_only_tiles_of_two_keep_a_large_input_out_of_outputs_that_do_not_meet_it(outputs: int, taps: int) -> None:
+    algorithm = Filtering.of(outputs, taps)
+    filter_ = np.random.default_rng(1).uniform(1, 2, taps).astype(np.float32)
+    spoiled = False
+    for at in range(algorithm.products):
+        tile = np.zeros(algorithm.products, np.float32)
+        tile[at] = np.float32(1.2345678e30)
+        products = (algorithm.filter.astype(np.float32) @ filter_) * (algorithm.input.astype(np.float32) @ tile)
+        results = algorithm.output.astype(np.float32) @ products
+        meets = np.array([i <= at < i + taps for i in range(outputs)])
+        spoiled = spoiled or bool(results[~meets].any())
+    assert spoiled is not algorithm.is_local
+    assert algorithm.is_local is (outputs <= 2)
+
+
 def test_the_smallest_tiles_keep_the_bound_of_direct_sums() -> None:
     axes = {size: Filtering.of(*size) for size in ((2, 3), (3, 2), (4, 3), (6, 3))}
     assert bound_growth([axes[2, 3]] * 2) == bound_growth([axes[3, 2]] * 2) == 1

@@ -16,6 +16,7 @@ from miofind.libraries.winograd import WinogradPlan
 from miofind.problem import DataType, Direction, ProblemDescription
 from miofind.reference import reference_on_host
 from miofind.solution import Config, KernelStep, MatmulStep
+from miofind.solver import Reach, solver_by_id
 from miofind.solvers.winograd import ConvWinograd
 
 SOLVER = ConvWinograd()
@@ -175,6 +176,20 @@ def test_error_growth_is_the_norms_and_more_for_operands_of_16_bits() -> None:
         problem = ProblemDescription.convolution(x=(2, 64, 8, 8), w=(64, 64, 3, 3), padding=1, dtype=dtype)
         narrow[dtype] = SOLVER.error_growth(problem, SOLVER.default_configs(problem, DEVICE)[0])
     assert 100 < narrow[DataType.FLOAT16] < narrow[DataType.BFLOAT16]
+
+
+@pytest.mark.parametrize("name", ["ConvWinograd", "ConvWinogradMma", "ConvWinogradFused"])
+@pytest.mark.parametrize("direction", list(Direction))
+def test_a_default_find_takes_tiles_of_two_forward_and_for_data(name: str, direction: Direction) -> None:
+    """A filter's gradient has tiles at borders with pixels that some of its taps do not meet."""
+    solver = solver_by_id(name)
+    problem = ProblemDescription.convolution(x=(8, 64, 28, 28), w=(64, 64, 3, 3), padding=1, direction=direction)
+    if not solver.applicability(problem, DEVICE):
+        pytest.skip("does not serve it")
+    for config in solver.default_configs(problem, DEVICE):
+        is_local = config.get("tile", 2) == 2 and direction is not Direction.BACKWARD_WEIGHTS
+        assert solver.error_reach(problem, config) is (Reach.INPUTS if is_local else Reach.TILE)
+        assert solver.keeps_bound(problem, config) is is_local
 
 
 def test_float16_takes_tiles_of_two_alone() -> None:

@@ -160,7 +160,8 @@ _LIMITS = (
     click.option(
         "--max-error",
         type=Number(min=0),
-        help="Largest |error| / (|x| * |w|) allowed; lets in algorithms with wider bounds.",
+        help="Largest |error| / (|x| * |w|) allowed on normal inputs; lets in algorithms with wider bounds, and those "
+        "that round by a whole tile (FFT and most of Winograd).",
     ),
 )
 _SEARCH = (

@@ -240,9 +240,18 @@ def limit_exceeded(planned: Planned, problem: ProblemDescription, options: FindO
         return "is not deterministic"
     if options.strict_nonfinite and planned.solver.spreads_nonfinite(problem, planned.candidate.config):
         return "may spread an infinity or NaN to results that do not sum it"
-    if options.max_error is None and planned.solver.error_growth(problem, planned.candidate.config) > 1:
-        return "has a wider error bound than direct summation; set max_error (--max-error) to allow it"
+    if options.max_error is None:
+        return _wide_bound(planned.solver, problem, planned.candidate.config)
     return ""
+
+
+def _wide_bound(solver: Solver, problem: ProblemDescription, config: Config) -> str:
+    """Why a configuration's errors may exceed direct summation's bound, "" if they keep it."""
+    if solver.keeps_bound(problem, config):
+        return ""
+    if solver.error_growth(problem, config) > 1:
+        return "has a wider error bound than direct summation; set max_error (--max-error) to allow it"
+    return "lets a large value spoil results that do not meet it; set max_error (--max-error) to allow it"
 
 
 def wider_bounds(problem: ProblemDescription, device: Device, options: FindOptions) -> dict[str, int]:
@@ -251,8 +260,8 @@ def wider_bounds(problem: ProblemDescription, device: Device, options: FindOptio
     for solver in solvers().values() if options.max_error is None else ():
         with contextlib.suppress(Exception):  # make_plan has told of it
             if options.allows(solver) and solver.applicability(problem, device):
-                growths = [solver.error_growth(problem, c) for c in solver.default_configs(problem, device)]
-                found[solver.id] = sum(growth > 1 for growth in growths)
+                kept = [solver.keeps_bound(problem, c) for c in solver.default_configs(problem, device)]
+                found[solver.id] = kept.count(False)
     return {name: count for name, count in found.items() if count}
 
 

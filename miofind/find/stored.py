@@ -137,7 +137,7 @@ def _is_of_kind(row: Stored, problem: ProblemDescription, options: FindOptions) 
     try:
         if options.strict_nonfinite and solver.spreads_nonfinite(problem, _stored_config(row.config)):
             return False
-        return options.max_error is not None or solver.error_growth(problem, _stored_config(row.config)) <= 1
+        return options.max_error is not None or solver.keeps_bound(problem, _stored_config(row.config))
     except Exception as error:  # a solver's own code may raise anything: its rows are no answer, those of others are
         logger.debug("%s cannot say what becomes of errors with %s: %r", solver.id, row.config, error)
         return False

@@ -29,7 +29,7 @@ from miofind.solution import (
 from miofind.tiling.chunks import chunks
 from miofind.tiling.correlation import ceil_div, round_up
 from miofind.tiling.divisor import divisor
-from miofind.tiling.winograd import Filtering, bound_growth
+from miofind.tiling.winograd import Filtering, bound_growth, is_local
 
 SOURCE = "winograd.cu"
 INPUTS = "inputs"
@@ -97,6 +97,14 @@ class WinogradPlan:
     def bound_growth(self) -> float:
         """Of the error bound over direct summation's, in arithmetic of one precision."""
         return bound_growth(self.axes)
+
+    @property
+    def is_local(self) -> bool:
+        """Whether a result is computed from the inputs alone that it meets.
+
+        A filter's gradient is not: the tiles at the borders of dy have pixels of x that only some of its taps meet.
+        """
+        return not self.is_weights and is_local(self.axes)
 
     @property
     def places(self) -> int:

@@ -37,6 +37,8 @@ class Filtering:
         output: A, outputs x products.
         filter: G, products x taps.
         input: B, products x inputs of a tile.
+        is_local: whether an output is computed from the inputs alone that its taps meet. So it is in F(2, r); in larger
+            tiles the inputs beside them cancel, but for rounding.
     """
 
     outputs: int
@@ -44,6 +46,7 @@ class Filtering:
     output: NDArray[np.float64]
     filter: NDArray[np.float64]
     input: NDArray[np.float64]
+    is_local: bool
 
     @staticmethod
     def of(outputs: int, taps: int) -> Filtering:
@@ -74,6 +77,11 @@ def bound_growth(axes: Iterable[Filtering]) -> float:
     """
     growth = math.prod(axis.error_growth for axis in axes)
     return growth if growth > _KEPT else 1.0
+
+
+def is_local(axes: Iterable[Filtering]) -> bool:
+    """Whether nested algorithms compute an output from the inputs alone that its taps meet."""
+    return all(axis.is_local for axis in axes)
 
 
 def matrices(outputs: int, taps: int) -> tuple[list[list[Fraction]], list[list[Fraction]], list[list[Fraction]]]:
@@ -107,4 +115,6 @@ def _polynomial(roots: Sequence[Fraction]) -> list[Fraction]:
 @functools.cache
 def _filtering(outputs: int, taps: int) -> Filtering:
     output, filter_, input_ = (np.array(matrix, dtype=np.float64) for matrix in matrices(outputs, taps))
-    return Filtering(outputs=outputs, taps=taps, output=output, filter=filter_, input=input_)
+    reads = (np.flatnonzero(input_[row != 0].any(axis=0)) for row in output)
+    is_local = all(i <= read[0] and read[-1] < i + taps for i, read in enumerate(reads))
+    return Filtering(outputs=outputs, taps=taps, output=output, filter=filter_, input=input_, is_local=bool(is_local))

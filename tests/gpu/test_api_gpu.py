@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import miofind
-from miofind.errors import ForkedProcessError, InvalidArrayError, LaunchError
+from miofind.errors import ForkedProcessError, InvalidArrayError, LaunchError, WorkspaceError
 from miofind.reference import reference_on_host
 
 cupy = pytest.importorskip("cupy")
@@ -221,6 +221,22 @@ def test_misaligned_slices(handle: miofind.Handle) -> None:
     with pytest.raises(InvalidArrayError, match="x begins at address"):
         miofind.run_solution(strict[0], x, w)
     assert_close(cupy.asnumpy(miofind.convolution(x, w, padding=1, handle=handle)), PROBLEM, given)
+
+
+@pytest.mark.parametrize("start", [256, 512, 768], ids=["before", "at", "behind"])
+@pytest.mark.parametrize("name", ["x", "w", "out"])
+def test_a_workspace_over_another_array_is_refused(handle: miofind.Handle, name: str, start: int) -> None:
+    """Where its first byte lies, of the array's first at 512."""
+    solution = next(s for s in miofind.find_solutions(PROBLEM, handle=handle) if s.workspace_bytes > 256)
+    tensors = {"x": PROBLEM.x, "w": PROBLEM.w, "out": PROBLEM.y}
+    given = {each: cupy.zeros(tensor.shape, cupy.float16) for each, tensor in tensors.items()}
+    size = tensors[name].bytes
+    memory = cupy.zeros(1024 + size + solution.workspace_bytes, cupy.uint8)
+    given[name] = memory[512 : 512 + size].view(cupy.float16).reshape(tensors[name].shape)
+    with pytest.raises(WorkspaceError, match=f"workspace shares memory with {name}, which"):
+        miofind.run_solution(solution, given["x"], given["w"], out=given["out"], workspace=memory[start:])
+    apart = memory[512 + size :]
+    miofind.run_solution(solution, given["x"], given["w"], out=given["out"], workspace=apart[-apart.data.ptr % 256 :])
 
 
 def test_saved_solutions_run(handle: miofind.Handle, tmp_path: Path) -> None:
