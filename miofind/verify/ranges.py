@@ -100,7 +100,8 @@ def numeric_powers(problem: ProblemDescription) -> Powers:
     """Powers of two for normal inputs, which leave as many digits to results as unscaled ones would have.
 
     Float16: the first input is small and the second large, results are neither, but where unscaled ones could exceed
-    the type. Other types: both are large and small, results up to 2**96 and down to 2**-96 (2**320 in float64).
+    the type. Other types: both are large and small, results up to 2**96 and down to 2**-96 (2**320 in float64), small
+    where `exact_powers` makes them large, so that what is off by a small number shows in one of the two.
     """
     if not _has_float16(problem):
         return _wide(problem)
@@ -123,7 +124,7 @@ def range_powers(problem: ProblemDescription) -> Powers:
 
 def _wide(problem: ProblemDescription) -> Powers:
     first, second = (_WIDE[problem.tensor(name).dtype] for name in problem.direction.inputs)
-    return Powers(first=(first, -first), second=(second, -second))
+    return Powers(first=(-first, first), second=(-second, second))
 
 
 def _has_float16(problem: ProblemDescription) -> bool:

@@ -38,8 +38,8 @@ class Gate(StrEnum):
 
     EXACT: inputs from {-1, 0, 1} times powers of two, bit for bit. NUMERIC: normal inputs, errors within their bound.
     RANGE: the same at other magnitudes, for those that are not exact. NONFINITE: infinities and NaN at a few places of
-    normal inputs reach the results that sum them and no others, where that is claimed. PACKED: the packed form, with two
-    sets of weights. REPEAT: as NUMERIC after the race, equal to that run bit for bit where that is claimed.
+    normal inputs reach the results that sum them and no others, where that is claimed. PACKED: the packed form, with
+    two sets of weights. REPEAT: as NUMERIC after the race, equal to that run bit for bit where that is claimed.
     """
 
     EXACT = "exact"

@@ -305,17 +305,10 @@ _add(
 _add("other_last_bits_from_eighth_run", "Once warm it adds in another order.", SINGLE)
 _add("last_bits_by_the_clock", "The last bits are those of a clock.", WEIGHTS)
 _add("last_bits_by_the_output", "The last bits depend on what the output held.", SINGLE)
-_add(
-    "inexact_and_wrong_for_zeros",
-    "An input that is zero is taken for one, of an algorithm that need not be exact.",
-    SINGLE,
-    exact=False,
-)
 
 # Numbers are too coarse, or right in the middle of their range alone.
 _add("sums_in_half", "Sums are kept in float16.", LONG)
 _add("inputs_in_tf32", "Inputs are cut to TF32 though the problem wants ieee.", SINGLE)
-_add("inputs_in_bfloat16", "Inputs are rounded to bfloat16 where the problem allows TF32.", TF32)
 _add("inputs_in_half", "Inputs are rounded to float16.", WEIGHTS)
 _add("double_in_single", "float64 is computed as float32.", DOUBLE)
 _add("cut_to_half", "The output is cut, not rounded, to float16.", HALF)
@@ -340,19 +333,11 @@ _add(
     Kernel(branch="flushes_subnormals", options=("--ftz=true",)),
 )
 _add("flushes_subnormal_inputs", "Subnormal inputs in float32 are taken for zero.", SINGLE)
-_add("flushes_subnormal_outputs", "Subnormal outputs in float32 are written as zero.", WEIGHTS)
-_add(
-    "flushes_subnormal_outputs_of_bfloat16",
-    "Subnormal outputs in bfloat16 are written as zero.",
-    BRAIN,
-    Kernel(branch="flushes_subnormal_outputs"),
-)
 _add("small_is_zero", "Inputs below 1e-6 are taken for zero.", SINGLE)
 _add("small_outputs_are_zero", "Outputs below 1e-9 are taken for cancelled sums.", WEIGHTS)
 _add("fixed_point", "Inputs are rounded to multiples of 2**-40.", SINGLE)
 _add("shared_exponent", "All images share the exponent of the largest number.", SINGLE)
 _add("errors_follow_the_image", "Errors follow the largest number of the image, which it does not say.", SINGLE)
-_add("zeros_are_rounded", "A sum of zeros alone comes out as a small number beside others.", SINGLE)
 _add("overflows_between", "Large inputs overflow in between.", SINGLE)
 _add("underflows_between", "Small inputs underflow in between.", DATA)
 _add("double_in_the_range_of_single", "float64 has the range of float32.", DOUBLE)

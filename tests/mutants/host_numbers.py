@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ml_dtypes
 import numpy as np
 
 from miofind.problem import ProblemDescription
@@ -48,12 +47,6 @@ def sums_in_half(call: Call) -> None:
 def inputs_in_tf32(call: Call) -> None:
     """Inputs are cut to TF32 though the problem wants ieee."""
     call.write(_with_inputs(call, lambda a: (a.astype(np.float32).view(np.uint32) & 0xFFFFE000).view(np.float32)))
-
-
-@mutant(TF32)
-def inputs_in_bfloat16(call: Call) -> None:
-    """Inputs are rounded to bfloat16 where the problem allows TF32."""
-    call.write(_with_inputs(call, lambda a: a.astype(ml_dtypes.bfloat16)))
 
 
 @mutant(WEIGHTS)
@@ -172,22 +165,10 @@ def loses_small_bfloat16(call: Call) -> None:
     call.write(_with_inputs(call, lambda a: np.clip(a.astype(np.float16), -_MOST_HALF, _MOST_HALF)))
 
 
-@mutant(BRAIN)
-def flushes_subnormal_outputs_of_bfloat16(call: Call) -> None:
-    """Subnormal outputs in bfloat16 are written as zero."""
-    call.write(_flushed(call.sums(), _LEAST_SINGLE))
-
-
 @mutant(SINGLE)
 def flushes_subnormal_inputs(call: Call) -> None:
     """Subnormal inputs in float32 are taken for zero."""
     call.write(_with_inputs(call, lambda a: _flushed(a, _LEAST_SINGLE)))
-
-
-@mutant(WEIGHTS)
-def flushes_subnormal_outputs(call: Call) -> None:
-    """Subnormal outputs in float32 are written as zero."""
-    call.write(_flushed(call.sums(), _LEAST_SINGLE))
 
 
 @mutant(SINGLE)
@@ -200,12 +181,6 @@ def small_is_zero(call: Call) -> None:
 def small_outputs_are_zero(call: Call) -> None:
     """Outputs below 1e-9 are taken for cancelled sums."""
     call.write(_flushed(call.sums(), 1e-9))
-
-
-@mutant(WEIGHTS, exact=False)
-def inexact_and_wrong_for_zeros(call: Call) -> None:
-    """An input that is zero is taken for one, of an algorithm that need not be exact."""
-    call.write(_with_inputs(call, lambda a: np.where(a == 0, 1.0, a)))
 
 
 @mutant(SINGLE)
@@ -244,14 +219,6 @@ def errors_follow_the_image(call: Call) -> None:
     values = call.sums()
     is_rounded = np.isfinite(values) & (values != np.round(values))
     call.write(values + np.where(is_rounded, 2.0**-27 * _largest_of_image(call), 0.0))
-
-
-@mutant(SINGLE)
-def zeros_are_rounded(call: Call) -> None:
-    """A sum of zeros alone comes out as a small number beside others, as a transform's do."""
-    values = call.sums()
-    is_empty = call.sums(**{name: np.abs(array) for name, array in call.inputs.items()}) == 0
-    call.write(values + np.where(is_empty, 2.0**-30 * _largest_of_image(call), 0.0))
 
 
 @mutant(SINGLE)
