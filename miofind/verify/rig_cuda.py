@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -61,6 +61,14 @@ class _Buffer:
     base: int
     address: int
     bytes: int
+
+
+class _Launch(NamedTuple):
+    """A kernel, its arguments, and addresses by the names in them."""
+
+    kernel: GridStride
+    arguments: tuple[Argument, ...]
+    addresses: Mapping[str, int]
 
 
 _NOTHING = _Buffer(base=0, address=0, bytes=-1)
@@ -210,10 +218,15 @@ class CudaRig(Rig):
     def _fill(self, name: str, setting: Setting) -> None:
         """Fill an input; the first time, take the checksum of what it holds."""
         tensor, buffer = self.problem.tensor(name), self._buffers[name]
-        (even, odd), axis = self.powers_of(name, setting)
-        scaling = Scaling(even=even, odd=odd, stride=tensor.strides[axis.dimension], size=axis.size)
-        seed = self.tensor_seed(name, setting.values)
-        self._start(*filling(tensor, setting.values, seed, scaling if even or odd else None), buffer)
+        pair, axis = self.powers_of(name, setting)
+
+        def launch() -> _Launch:
+            scaling = Scaling(even=pair[0], odd=pair[1], stride=tensor.strides[axis.dimension], size=axis.size)
+            seed = self.tensor_seed(name, setting.values)
+            kernel, arguments = filling(tensor, setting.values, seed, scaling)
+            return _Launch(kernel, arguments, {"out": buffer.address})
+
+        self._start(("fill", buffer.address, setting.values, pair), launch)
         if setting.planted and name in self.plants:
             self._plant(name)
         if (name, setting.contents) not in self._checksums:
@@ -226,10 +239,10 @@ class CudaRig(Rig):
             self._planted[name] = (self._memory.upload(plants.places), self._memory.upload(plants.values))
         places, values = self._planted[name]
         addresses = {"out": self._buffers[name].address, "places": places, "values": values}
-        kernel = GridStride(
-            source="random_inputs.cu", entry="plant", items=plants.places.size, dtype=self.problem.tensor(name).dtype
-        )
-        self._start(kernel, ("out", "places", "values", int64(plants.places.size)), addresses)
+        count, dtype = plants.places.size, self.problem.tensor(name).dtype
+        kernel = GridStride(source="random_inputs.cu", entry="plant", items=count, dtype=dtype)
+        arguments = ("out", "places", "values", int64(count))
+        self._start(("plant", addresses["out"]), lambda: _Launch(kernel, arguments, addresses))
 
     def _run(self, invoker: Invoker, addresses: Mapping[str, int]) -> None:
         workspace = self._buffers[_WORKSPACE].address if invoker.workspace_bytes else 0
@@ -272,7 +285,9 @@ class CudaRig(Rig):
         output = self.problem.output
         buffer = self._buffers[self.problem.direction.output]
         if not setting.planted:
-            self._start(self._check("written", output.size), ("out", int64(output.size), _slot(_WRITTEN)), buffer)
+            arguments = ("out", int64(output.size), _slot(_WRITTEN))
+            written = _Launch(self._check("written", output.size), arguments, {"out": buffer.address})
+            self._start(("written", buffer.address), lambda: written)
         self._compare(setting, factor, sample)
         self._checksum(buffer, _OUTPUT)
         for i, name in enumerate(inputs):
@@ -296,30 +311,38 @@ class CudaRig(Rig):
         )
 
     def _compare(self, setting: Setting, factor: float | None, sample: _Sample) -> None:
-        output, lifted = self.problem.output, self.problem.lifted(3).output
-        _, second = axes(self.problem)
-        arguments: tuple[Argument, ...] = (
-            "out",
-            "indices",
-            "sums",
-            "scales",
-            int64(sample.count),
-            *(float64(2.0**power) for pair in setting.powers.pairs for power in pair),
-            int64(second.size),
-            float64(overflow(output.dtype)),
-            float64(-1.0 if factor is None else factor),
-            int32(output.dtype.mantissa_bits),
-            int32(least_exponent(output.dtype)),
-            *map(int64, lifted.shape),
-            *map(int64, lifted.strides),
-            _slot(_COMPARED),
-        )
-        addresses = {"out": self._buffers[self.problem.direction.output].address, **sample.addresses}
-        self._start(self._check("compare", sample.count), arguments, addresses)
+        where = self._buffers[self.problem.direction.output].address
+
+        def launch() -> _Launch:
+            output, lifted = self.problem.output, self.problem.lifted(3).output
+            arguments: tuple[Argument, ...] = (
+                "out",
+                "indices",
+                "sums",
+                "scales",
+                int64(sample.count),
+                *(float64(2.0**power) for pair in setting.powers.pairs for power in pair),
+                int64(axes(self.problem)[1].size),
+                float64(overflow(output.dtype)),
+                float64(-1.0 if factor is None else factor),
+                int32(output.dtype.mantissa_bits),
+                int32(least_exponent(output.dtype)),
+                *map(int64, lifted.shape),
+                *map(int64, lifted.strides),
+                _slot(_COMPARED),
+            )
+            return _Launch(self._check("compare", sample.count), arguments, {"out": where, **sample.addresses})
+
+        self._start(("compare", where, setting.powers, sample.addresses["sums"], factor), launch)
 
     def _checksum(self, buffer: _Buffer, slot: int) -> None:
         words = buffer.bytes // 2
-        self._start(self._check("checksum", words), ("out", int64(words), _slot(slot)), buffer)
+
+        def launch() -> _Launch:
+            arguments = ("out", int64(words), _slot(slot))
+            return _Launch(self._check("checksum", words), arguments, {"out": buffer.address})
+
+        self._start(("checksum", buffer.address, words, slot), launch)
 
     def _checksum_now(self, buffer: _Buffer) -> int:
         """The checksum of a buffer, at once."""
@@ -336,26 +359,28 @@ class CudaRig(Rig):
     def _guard(self, action: str, poison: Poison, buffers: Mapping[str, _Buffer]) -> None:
         """Poison or check the guard bands of four buffers at most."""
         four = [*buffers.values()] + [next(iter(buffers.values()))] * (4 - len(buffers))
-        addresses = {f"buffer {i}": buffer.address for i, buffer in enumerate(four)}
-        sizes = [(name, int64(buffer.bytes)) for name, buffer in zip(addresses, four, strict=True)]
-        arguments: tuple[Argument, ...] = tuple(argument for pair in sizes for argument in pair)
-        arguments = (*arguments, int64(GUARD_BYTES), int32(poison))
-        if action == "guards":
-            arguments = (*arguments, _slot(_GUARDS))
-        self._start(self._check(action, 8 * GUARD_BYTES), arguments, addresses)
+
+        def launch() -> _Launch:
+            addresses = {f"buffer {i}": buffer.address for i, buffer in enumerate(four)}
+            arguments: list[Argument] = []
+            for name, buffer in zip(addresses, four, strict=True):
+                arguments += [name, int64(buffer.bytes)]
+            arguments += [int64(GUARD_BYTES), int32(poison), *([_slot(_GUARDS)] if action == "guards" else [])]
+            return _Launch(self._check(action, 8 * GUARD_BYTES), tuple(arguments), addresses)
+
+        self._start((action, poison, *((buffer.address, buffer.bytes) for buffer in four)), launch)
 
     def _check(self, name: str, items: int) -> GridStride:
         return GridStride(source="verify.cu", entry=f"verify_{name}", items=items, dtype=self.problem.output.dtype)
 
-    def _start(self, kernel: GridStride, arguments: tuple[Argument, ...], where: _Buffer | Mapping[str, int]) -> None:
-        """Launch a kernel; what it is given is bound once."""
-        addresses = {"out": where.address} if isinstance(where, _Buffer) else where
-        key = (kernel.entry, kernel.items, kernel.dtype, arguments, *addresses.values())
-        launch = self._bound.get(key)
-        if launch is None:
+    def _start(self, key: Hashable, launch: Callable[[], _Launch]) -> None:
+        """Start what a key names; it is bound once, which takes longer than a launch."""
+        bound = self._bound.get(key)
+        if bound is None:
+            kernel, arguments, addresses = launch()
             named = {**addresses, "report": self._report}
-            launch = self._bound[key] = self._kernels.bind(kernel, arguments, named, self._memory.stream_address)
-        launch()
+            bound = self._bound[key] = self._kernels.bind(kernel, arguments, named, self._memory.stream_address)
+        bound()
 
     def _damaged(
         self, report: NDArray[np.uint64], buffers: Mapping[str, _Buffer], setting: Setting, inputs: tuple[str, ...]
