@@ -1,4 +1,4 @@
-"""Text files that appear whole or not at all."""
+"""Text files that appear whole or not at all, and files of other people, read to a bound."""
 
 from __future__ import annotations
 
@@ -8,7 +8,22 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TextIO
+from typing import BinaryIO, TextIO
+
+_BLOCK_BYTES = 1 << 20
+
+
+def read_bounded(file: BinaryIO, limit_bytes: int) -> bytes:
+    """What a file or a pipe has; one byte more than the limit where it has more.
+
+    Takes memory for what is there, where `read(limit_bytes)` takes it for the limit.
+    """
+    blocks: list[bytes] = []
+    left = limit_bytes + 1
+    while left > 0 and (block := file.read(min(left, _BLOCK_BYTES))):
+        blocks.append(block)
+        left -= len(block)
+    return b"".join(blocks)
 
 
 @contextmanager

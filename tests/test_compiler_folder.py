@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import logging
 import os
@@ -275,12 +276,14 @@ def test_descriptors_end_with_their_cache(tmp_path: Path) -> None:
     """And threads that list the folder at a time each see all of it."""
     folder = tmp_path / "kernels"
     planted(folder)
+    gc.collect()
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(20):
         assert BinaryCache(folder).get(KEY) is not None
         (tmp_path / "file").touch()
         BinaryCache(tmp_path / "file" / "kernels").get(KEY)
-    assert len(os.listdir("/proc/self/fd")) == before
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) <= before
     private = PrivateFolder(folder)
     with ThreadPoolExecutor(8) as pool:
         assert {len(names) for names in pool.map(lambda _: private.names(), range(400))} == {2}

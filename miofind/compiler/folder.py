@@ -74,13 +74,13 @@ class PrivateFolder:
                 raise NotPrivateError(f"{name} in {self.path} is a link") from error
             raise
         with open(descriptor, "rb") as file:
-            complaint = _about_file(os.fstat(descriptor))
+            status = os.fstat(descriptor)
+            complaint = _about_file(status)
             if complaint:
                 raise NotPrivateError(f"{name} in {self.path} {complaint}")
-            content = file.read(_MAX_FILE_BYTES + 1)
-        if len(content) > _MAX_FILE_BYTES:
-            raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), name)
-        return content
+            if status.st_size > _MAX_FILE_BYTES:
+                raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), name)
+            return file.read(status.st_size)
 
     def replace(self, name: str, content: bytes) -> None:
         """Write a file so that a reader sees all of it or what was there before.
