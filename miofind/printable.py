@@ -13,6 +13,7 @@ LINE_CHARS = 2000
 
 NAME_CHARS = 120
 _WORD_CHARS = 500  # network_configs and paths are long
+_PATH_CHARS = 4096  # PATH_MAX of Linux (limits.h)
 _TOLD_CHARS = 40
 
 # Printable by Unicode's category, and yet nothing is seen of them (DerivedCoreProperties.txt,
@@ -29,7 +30,12 @@ def printable(text: str, limit: int = LINE_CHARS) -> str:
     What is not printable, line breaks included, is escaped as in Python's strings: control characters, marks that turn
     the direction of writing, and what has no width. Of what is longer the middle is left out.
     """
-    return _shortened(escaped(_shortened(text, limit)), limit)
+    return _shortened(_escaped(_shortened(text, limit)), limit)
+
+
+def printable_path(text: str) -> str:
+    """A path as one line, cut only where it is too long for any file: it may be used in other commands."""
+    return _escaped(_cut(text, _PATH_CHARS))
 
 
 def printable_lines(text: str) -> str:
@@ -42,8 +48,7 @@ def printable_name(text: str) -> str:
     return printable(text, NAME_CHARS)
 
 
-def escaped(text: str) -> str:
-    """The text, as long as it is, with what is not printable escaped."""
+def _escaped(text: str) -> str:
     if text.isprintable() and not _UNSEEN.search(text):
         return text
     return "".join(c if c.isprintable() and not _UNSEEN.match(c) else _escape(c) for c in text)

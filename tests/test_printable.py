@@ -49,11 +49,11 @@ def check(result: Result) -> str:
     return f"{result.stdout}{result.stderr}"
 
 
-def check_text(text: str) -> None:
+def check_text(text: str, limit: int = LINE_CHARS + 200) -> None:
     for line in text.split("\n"):
         assert line.isprintable(), [c for c in line if not c.isprintable()]
         assert not any(c in UNSEEN for c in line)
-        assert len(line) <= LINE_CHARS + 200
+        assert len(line) <= limit
         assert not re.match("error: forged", line)
 
 
@@ -167,6 +167,7 @@ def test_variables_are_told_in_a_line(name: str, value: str, monkeypatch: pytest
     monkeypatch.setenv(name, value)
     for command in (("doctor",), ("find", *FORWARD, "--device", "cpu"), ("db", "stats")):
         check(run(*command, code=None))
+    check_text(run("db", "path", code=None).stdout, limit=4200)
 
 
 def crafted(path: Path, name: str, time_ms: float) -> None:

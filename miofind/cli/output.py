@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.text import Text
 
 from miofind.errors import MiofindError
-from miofind.printable import LINE_CHARS, NAME_CHARS, escaped, printable, printable_lines
+from miofind.printable import LINE_CHARS, NAME_CHARS, printable, printable_lines, printable_path
 
 _PIPE_WIDTH = 1000
 """Columns where stdout is no terminal: nothing is wrapped or cut there."""
@@ -133,8 +133,8 @@ def print_text(*lines: str) -> None:
 
 
 def print_path(path: str, about: str = "") -> None:
-    """Print a line that begins with a path, which is cut nowhere: it may be used in other commands."""
-    stdout().print(f"{escaped(path)}{about}", soft_wrap=True)
+    """Print a line that begins with a path, which is cut only where it is too long for any file."""
+    stdout().print(f"{printable_path(path)}{about}", soft_wrap=True)
 
 
 def print_note(*lines: str) -> None:

@@ -266,7 +266,8 @@ class BinaryCache:
             if self._writable:
                 self._writable = False
                 where = self._asked or default_directory() if self._opened is None else self._opened.path
-                logger.warning("kernels are compiled but not kept, since %s cannot be written: %s", where, error)
+                reason = error if isinstance(error, NotPrivateError) else f"since {where} cannot be written: {error}"
+                logger.warning("kernels are compiled but not kept, %s", reason)
 
 
 def _names(key: str) -> tuple[str, str]:

@@ -43,10 +43,14 @@ def private_folder(directory: Path) -> PrivateFolder:
     try:
         return PrivateFolder(directory)
     except NotPrivateError as error:
-        temporary = PrivateFolder(_temporary_directory())
-        message = "kernels are kept in %s until this process ends, not in %s: %s (%s names the folder)"
-        logger.warning(message, temporary.path, directory.absolute(), error, CACHE_VARIABLE)
-        return temporary
+        reason = f"{directory.absolute()}: {error} ({CACHE_VARIABLE} names the folder)"
+    temporary = _temporary_directory()
+    try:
+        folder = PrivateFolder(temporary)
+    except NotPrivateError as error:
+        raise NotPrivateError(f"neither in {reason}, nor in {temporary}: {error}") from error
+    logger.warning("kernels are kept in %s until this process ends, not in %s", temporary, reason)
+    return folder
 
 
 @functools.cache

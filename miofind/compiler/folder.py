@@ -157,13 +157,14 @@ def _link_target(folder: int, name: str, where: PurePath) -> PurePath | None:
 
 def _entered(folder: int, name: str, where: PurePath) -> int:
     """Descriptor of a folder in a folder, made where it is missing; the descriptor of the outer one is closed."""
+    within = None if folder < 0 or name.startswith("/") else folder
     try:
-        if folder < 0 or name.startswith("/"):
-            inner = os.open(name, _FOLDER)
-        else:
-            with contextlib.suppress(FileExistsError):
-                os.mkdir(name, 0o700, dir_fd=folder)
-            inner = os.open(name, _FOLDER, dir_fd=folder)
+        try:
+            inner = os.open(name, _FOLDER, dir_fd=within)
+        except FileNotFoundError:
+            with contextlib.suppress(FileExistsError):  # another process was faster
+                os.mkdir(name, 0o700, dir_fd=within)
+            inner = os.open(name, _FOLDER, dir_fd=within)
     except OSError as error:
         error.filename = str(where)
         raise
