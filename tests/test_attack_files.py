@@ -313,13 +313,13 @@ def test_a_loaded_solution_that_was_pickled_leaves_its_binaries(tmp_path: Path, 
 
 
 def repeating(count: int, size: int, *, kind: int = 1, ident: bytes = b"\x7fELF\x02\x01") -> bytes:
-    """A cubin whose sections all are the whole file, each with a name of its own."""
+    """A cubin whose sections all are the whole file but a byte, each with a name of its own."""
     names = b"".join(b"s%d\0" % number for number in range(count))
     table = 64 + len(names)
     total = max(size, table + 64 * count)
     at, headers = 0, []
     for number in range(count):
-        offset, length = (64, len(names)) if number == 1 else (0, total)
+        offset, length = (64, len(names)) if number == 1 else (1, total - 1)
         headers.append(struct.pack("<IIQQQQIIQQ", at, 3 if number == 1 else kind, 0, 0, offset, length, 0, 0, 0, 0))
         at += len(b"s%d\0" % number)
     head = ident.ljust(16, b"\0") + struct.pack("<HHIQQQIHHHHHH", 2, 190, 1, 0, 0, table, 0, 64, 56, 0, 64, count, 1)
