@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-import threading
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -42,9 +42,10 @@ def replacing(path: Path) -> Iterator[TextIO]:
     path = Path(os.path.realpath(path))
     if path.is_symlink():
         raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
-    temporary = path.with_name(f".{path.name[:100]}.{os.getpid()}-{threading.get_ident()}.tmp")
+    temporary = path.with_name(f".{path.name[:100]}.{secrets.token_hex(8)}.tmp")
+    target = temporary.open("x", encoding="utf-8", newline="\n")  # in /tmp, a link of that name may lie in wait
     try:
-        with temporary.open("w", encoding="utf-8", newline="\n") as target:
+        with target:
             yield target
         os.replace(temporary, path)
     finally:

@@ -183,6 +183,21 @@ def test_a_replacement_that_fails_leaves_the_file(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_a_link_in_the_place_of_the_temporary_file_is_not_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In /tmp anybody can put one there."""
+    monkeypatch.setattr("secrets.token_hex", lambda count: "0" * 2 * count)
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    link = tmp_path / f".file.{'0' * 16}.tmp"
+    link.symlink_to(victim)
+    with pytest.raises(FileExistsError), replacing(tmp_path / "file") as target:
+        target.write("theirs")
+    assert victim.read_text() == "mine"
+    assert link.is_symlink()
+
+
 @pytest.mark.parametrize(
     ("rows", "told"),
     [

@@ -82,8 +82,7 @@ def test_a_file_that_others_may_have_written_is_rebuilt(
     assert cache.get(KEY) is None
     assert cache.get(KEY) is None
     (record,) = (record for record in caplog.records if record.levelno >= logging.WARNING)
-    caplog_text = record.getMessage()
-    assert "empty that folder" in caplog_text
+    assert "empty that folder" in record.getMessage()
     with pytest.raises(NotPrivateError, match=told):
         PrivateFolder(folder).read(f"{KEY}{suffix}")
     monkeypatch.undo()
