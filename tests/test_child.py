@@ -166,3 +166,24 @@ def test_a_command_runs_nothing_of_the_current_folder(
     done = subprocess.run(words, cwd=foreign, capture_output=True, text=True, check=False, timeout=300)
     assert not (foreign / "was-run").exists(), done.stderr
     assert done.returncode == 0, done.stderr
+
+
+def test_a_child_of_a_module_and_of_a_spawned_process_imports_what_they_import(tmp_path: Path) -> None:
+    """`python -m` has the current folder on its path on purpose, and so have the processes that it spawns."""
+    (tmp_path / "program.py").write_text(
+        "import multiprocessing\n"
+        "def work():\n"
+        f"    exec({PARENT.format(first='')!r}, {{}})\n"
+        "if __name__ == '__main__':\n"
+        "    work()\n"
+        "    process = multiprocessing.get_context('spawn').Process(target=work)\n"
+        "    process.start()\n"
+        "    process.join()\n"
+    )
+    command = [sys.executable, "-m", "program"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=240)
+    told = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(told) == 2, done.stderr
+    for (path, package, *_), parents in told:
+        assert path[0] == parents[0] == str(tmp_path)
+        assert package == miofind.__file__
