@@ -6,6 +6,7 @@ Knows nothing of what is said over the connection.
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import multiprocessing.connection
 import os
@@ -15,11 +16,23 @@ import sys
 import threading
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
 from typing import Any
 
 logger = logging.getLogger(__name__)
 
 _GONE_S = 60.0
+
+# The child's sys.path is the parent's, and so is its miofind, wherever the parent found it; then the entry is run.
+_START = """
+import importlib.util, json, sys
+entry, sys.path[:], package = json.loads(sys.argv.pop(1))
+spec = importlib.util.spec_from_file_location("miofind", package)
+sys.modules["miofind"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(sys.modules["miofind"])
+exec(entry)
+"""
+_PACKAGE = Path(__file__).with_name("__init__.py")
 
 
 class Line:
@@ -60,10 +73,13 @@ class Child:
     def __init__(self, entry: str, gpu: str, arguments: list[str]) -> None:
         self.connection: Connection[Any, Any]
         self.connection, theirs = multiprocessing.connection.Pipe()
+        path = _import_path()
+        start = json.dumps([entry, path, os.fspath(_PACKAGE)])
         # -c, not -m: what crosses must be of the module in both processes, never of __main__.
-        command = [sys.executable, "-c", entry, str(theirs.fileno()), *arguments]
+        command = [sys.executable, *_import_flags(), "-c", _START, start, str(theirs.fileno()), *arguments]
         environment = dict(os.environ)
-        environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+        # For what Python itself imports before it comes to _START: relative entries would be others by now.
+        environment["PYTHONPATH"] = os.pathsep.join(filter(_is_plain, path))
         if gpu:
             environment["CUDA_VISIBLE_DEVICES"] = gpu
         # A process group of its own: Ctrl-C reaches the parent alone, which ends the child.
@@ -104,3 +120,24 @@ class Child:
             self._process.wait(timeout=_GONE_S)
         except subprocess.TimeoutExpired:
             logger.warning("child process %d was killed %.0f s ago and is not gone", self.pid, _GONE_S)
+
+
+def _import_path() -> list[str]:
+    """This process's sys.path as it stands; relative names of folders, of which "" is one, made absolute."""
+    entries = []
+    for entry in filter(lambda entry: isinstance(entry, str), sys.path):
+        with contextlib.suppress(OSError):  # the current folder was removed: nothing can be imported from it
+            # What is no file is left as it is: it may be a name that an import hook knows.
+            entries.append(os.path.abspath(entry) if os.path.exists(entry or os.curdir) else entry)
+    return entries
+
+
+def _is_plain(entry: str) -> bool:
+    return os.path.isabs(entry) and os.pathsep not in entry
+
+
+def _import_flags() -> list[str]:
+    """Options of this process that say where Python looks for modules; -P: not by itself in the current folder."""
+    flags = sys.flags
+    told = {"-I": flags.isolated, "-E": flags.ignore_environment, "-s": flags.no_user_site, "-S": flags.no_site}
+    return ["-P", *(option for option, is_set in told.items() if is_set)]

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from miofind.errors import ForkedProcessError, MissingLibraryError, NoDeviceError
+from miofind.printable import printable_name
 from miofind.problem import DataType, MathMode
 
 logger = logging.getLogger(__name__)
@@ -284,11 +285,11 @@ def device_text(identity: str) -> str:
     """A device as people read it, such as "NVIDIA H200, 132 SMs, sm_90"; what is no identity stays as it is."""
     told = IDENTITY.fullmatch(identity)
     if told is None:
-        return identity
-    name, count = told["name"], told["sm_count"]
+        return printable_name(identity)
+    name, count = printable_name(told["name"]), told["sm_count"]
     if told["major"] == "0":
         return f"{name}, {count} cores"
-    mig = f"MIG {told['mig_profile']}"
+    mig = f"MIG {printable_name(told['mig_profile'])}"
     named = name if not told["mig_profile"] or name.endswith(mig) else f"{name} {mig}"
     return f"{named}, {count} SMs, sm_{told['major']}{told['minor']}"
 

@@ -21,18 +21,27 @@
     │   └── SchemaVersionError   a FindDB of another schema version
     └── SolutionFileError        a saved solution that cannot be loaded
 
-A message says what, where, the offending value and what to do. `exit_code` is what the command line ends with.
+A message says what, where, the offending value and what to do. `exit_code` is what the command line ends with. `str` of
+an error may be printed on a terminal, whatever names are in it; `args` has the message as it is.
 """
 
 from __future__ import annotations
 
 from typing import ClassVar
 
+from miofind.printable import printable, printable_lines
+
 
 class MiofindError(Exception):
     """Base class of all errors raised by miofind on purpose."""
 
     exit_code: ClassVar[int] = 1
+    has_lines: ClassVar[bool] = False
+    """Whether its message has several lines; in others a line break can only be part of a name."""
+
+    def __str__(self) -> str:
+        message = super().__str__()
+        return printable_lines(message) if self.has_lines else printable(message)
 
 
 class InvalidProblemError(MiofindError, ValueError):
@@ -67,6 +76,8 @@ class UnknownSolverError(MiofindError, LookupError):
 
 class NoSolutionError(MiofindError):
     """Nothing usable answers the request; the message lists each solver's reason."""
+
+    has_lines: ClassVar[bool] = True
 
 
 class WorkspaceError(MiofindError, ValueError):
@@ -106,6 +117,8 @@ class CompileError(MiofindError):
         log: the compiler's log, whole.
     """
 
+    has_lines: ClassVar[bool] = True
+
     def __init__(self, message: str, *, source: str, options: tuple[str, ...], log: str) -> None:
         super().__init__(message)
         self.source = source
@@ -113,7 +126,11 @@ class CompileError(MiofindError):
         self.log = log
 
     def __str__(self) -> str:
-        return f"{self.args[0]}\n  source:  {self.source}\n  options: {' '.join(self.options)}\n{self.log}".rstrip()
+        head = [
+            printable(line)
+            for line in (self.args[0], f"  source:  {self.source}", f"  options: {' '.join(self.options)}")
+        ]
+        return "\n".join([*head, printable_lines(self.log)]).rstrip()
 
     def __reduce__(self) -> tuple[object, ...]:
         return (_compile_error, (self.args[0], self.source, self.options, self.log))
@@ -128,7 +145,9 @@ class LaunchError(MiofindError):
 
 
 class WrongResultError(MiofindError):
-    """A solution failed verification."""
+    """Solutions failed verification; one a line."""
+
+    has_lines: ClassVar[bool] = True
 
 
 class MeasurementError(MiofindError):

@@ -1,14 +1,29 @@
-"""Text files that appear whole or not at all."""
+"""Text files that appear whole or not at all, and files of other people, read to a bound."""
 
 from __future__ import annotations
 
 import errno
 import os
-import threading
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TextIO
+from typing import BinaryIO, TextIO
+
+_BLOCK_BYTES = 1 << 20
+
+
+def read_bounded(file: BinaryIO, limit_bytes: int) -> bytes:
+    """What a file or a pipe has; one byte more than the limit where it has more.
+
+    Takes memory for what is there, where `read(limit_bytes)` takes it for the limit.
+    """
+    blocks: list[bytes] = []
+    left = limit_bytes + 1
+    while left > 0 and (block := file.read(min(left, _BLOCK_BYTES))):
+        blocks.append(block)
+        left -= len(block)
+    return b"".join(blocks)
 
 
 @contextmanager
@@ -27,9 +42,10 @@ def replacing(path: Path) -> Iterator[TextIO]:
     path = Path(os.path.realpath(path))
     if path.is_symlink():
         raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
-    temporary = path.with_name(f".{path.name[:100]}.{os.getpid()}-{threading.get_ident()}.tmp")
+    temporary = path.with_name(f".{path.name[:100]}.{secrets.token_hex(8)}.tmp")
+    target = temporary.open("x", encoding="utf-8", newline="\n")  # in /tmp, a link of that name may lie in wait
     try:
-        with temporary.open("w", encoding="utf-8", newline="\n") as target:
+        with target:
             yield target
         os.replace(temporary, path)
     finally:

@@ -105,7 +105,7 @@ class Solution:
         return PackedSolution(self, w, stream)
 
     def save(self, path: str | Path) -> None:
-        """Write the solution and its binaries to a JSON file that `Solution.load` reads.
+        """Write the solution and its binaries to a JSON file that `Solution.load` reads: such a file is code.
 
         Raises:
             SolutionFileError: the file cannot be written.
@@ -117,6 +117,10 @@ class Solution:
     @staticmethod
     def load(path: str | Path, handle: Handle | None = None) -> Solution:
         """A saved solution, ready to run with no look-up, find or compilation.
+
+        A file is code: its binaries run on the GPU with your rights, and its hashes find damage, not malice. Load what
+        you would run as a program. The binaries stay with this solution: others of the process, what they save and the
+        binary cache have their own.
 
         Raises:
             SolutionFileError: the file is damaged, of another architecture or of other sources.

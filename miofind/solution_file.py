@@ -1,7 +1,8 @@
 """Solutions on disk: JSON with the kernels' binaries attached and hashed, never pickle.
 
 A loaded solution runs with no look-up, find or compilation; one that a library backs rebuilds its plan. Everything in a
-file is checked before use: a configuration against its solver's schema, binaries against their hashes.
+file is checked before use: a configuration against its solver's schema, binaries against their hashes. The hashes find
+damage, not malice: a file is code, and its binaries run with the rights of who loads it. They stay with its solution.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ import math
 from pathlib import Path
 from typing import Any
 
-from miofind.compiler import kernel_hash
-from miofind.device import Device, Place, device_text
+from miofind.compiler import Compiler, kernel_hash
+from miofind.device import Place, device_text
 from miofind.errors import InvalidConfigError, InvalidProblemError, SolutionFileError, UnknownSolverError
-from miofind.files import replacing
+from miofind.files import read_bounded, replacing
 from miofind.found import Found, Solution, Source, alone
 from miofind.handle import Handle, default_handle
 from miofind.problem import ProblemDescription
@@ -25,7 +26,9 @@ from miofind.solver import solver_by_id
 
 FORMAT = "miofind-solution"
 VERSION = 1
-MAX_FILE_BYTES = 256 << 20
+MAX_FILE_BYTES = 64 << 20
+MAX_VALUES = 10_000
+"""In a file: it has a dozen, and two a binary. Of text that is all brackets, JSON makes thirty times its size."""
 
 _FIELDS = {
     "network_config": str,
@@ -72,7 +75,7 @@ def save_solution(solution: Solution, path: Path) -> None:
 
 
 def load_solution(path: Path, handle: Handle | None = None) -> Solution:
-    """A saved solution on a handle's device.
+    """A saved solution on a handle's device; load it from sources that you would run a program from.
 
     Raises:
         SolutionFileError: the file is missing, damaged, of another architecture, version or sources.
@@ -100,7 +103,8 @@ def load_solution(path: Path, handle: Handle | None = None) -> Solution:
     if solver.version != payload["solver_version"] or kernel_hash(steps) != payload["kernel_hash"]:
         raise SolutionFileError(f"{path} was saved with other sources of {solver.id} than this release has: find again")
     if device.place is Place.CUDA:
-        _adopt(path, handle, device, _distinct(steps.kernels), payload["binaries"])
+        handle = _own_handle(handle)
+        _adopt(path, handle, _distinct(steps.kernels), payload["binaries"])
     solution = Solution(
         problem=problem,
         device=device,
@@ -119,11 +123,16 @@ def load_solution(path: Path, handle: Handle | None = None) -> Solution:
     return alone(solution)
 
 
-def _adopt(path: Path, handle: Handle, device: Device, steps: list[KernelStep], packed: list[Any]) -> None:
+def _own_handle(handle: Handle) -> Handle:
+    """A handle for one solution: binaries from elsewhere answer for no other's kernels, and are saved with no other."""
+    return Handle(handle.device, compiler=Compiler(handle.compiler.cache))
+
+
+def _adopt(path: Path, handle: Handle, steps: list[KernelStep], packed: list[Any]) -> None:
     if len(packed) != len(steps):
         raise SolutionFileError(f"{path} holds {len(packed)} binaries, its solution has {len(steps)} kernels")
     for step, item in zip(steps, packed, strict=True):
-        handle.compiler.adopt(step, device.arch, _unpacked(path, item))
+        handle.compiler.adopt(step, handle.device.arch, _unpacked(path, item))
 
 
 def _distinct(steps: tuple[KernelStep, ...]) -> list[KernelStep]:
@@ -162,10 +171,12 @@ def _read(path: Path) -> dict[str, Any]:
     """The checked payload of a file."""
     try:
         with path.open("rb") as file:  # what is no regular file has no size, so that the reading is bounded
-            content = file.read(MAX_FILE_BYTES + 1)
+            content = read_bounded(file, MAX_FILE_BYTES)
         if len(content) > MAX_FILE_BYTES:
             raise SolutionFileError(f"{path} is larger than {MAX_FILE_BYTES} bytes: it is no saved solution")
-        document = json.loads(content.decode("utf-8"))
+        if sum(map(content.count, (b",", b"[", b"{"))) > MAX_VALUES:
+            raise SolutionFileError(f"{path} has more than {MAX_VALUES} values: it is no saved solution")
+        document = json.loads(content.decode("ascii"))  # as json.dumps writes it
     except SolutionFileError:
         raise
     except OSError as error:

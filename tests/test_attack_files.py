@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import base64
+import contextlib
 import hashlib
 import io
 import json
 import os
+import pickle
+import struct
 import threading
+import tracemalloc
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +20,12 @@ import pytest
 from cli_runner import FORWARD, run_json, use_own_folders
 
 import miofind
-from miofind.compiler import BinaryCache
+from miofind.compiler import BinaryCache, Compiler, kernel_hash
+from miofind.compiler.cubin import complaint, parameter_bytes
 from miofind.errors import DatabaseError, InvalidOptionError, InvalidProblemError, SolutionFileError
 from miofind.files import replacing
 from miofind.finddb import Store, shipped_paths, write_release
+from miofind.found import Found, Source, alone
 from miofind.solver import solver_by_id
 from miofind.suites import load_csv, load_lines
 from miofind.suites.find_db_text import load_find_db
@@ -175,6 +183,21 @@ def test_a_replacement_that_fails_leaves_the_file(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_a_link_in_the_place_of_the_temporary_file_is_not_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In /tmp anybody can put one there."""
+    monkeypatch.setattr("secrets.token_hex", lambda count: "0" * 2 * count)
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    link = tmp_path / f".file.{'0' * 16}.tmp"
+    link.symlink_to(victim)
+    with pytest.raises(FileExistsError), replacing(tmp_path / "file") as target:
+        target.write("theirs")
+    assert victim.read_text() == "mine"
+    assert link.is_symlink()
+
+
 @pytest.mark.parametrize(
     ("rows", "told"),
     [
@@ -217,3 +240,200 @@ def test_a_cache_of_an_unknown_user_keeps_nothing(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("MIOFIND_CACHE_DIR", "~no_such_user/cache")
     assert BinaryCache().directory is None
     assert list(tmp_path.iterdir()) == []
+
+
+GPU = miofind.Device.virtual("90a")
+
+
+def solution_of(problem: miofind.ProblemDescription, handle: miofind.Handle) -> miofind.Solution:
+    """A solution by the naive solver as a find would give it, on a GPU that need not be here."""
+    solver = solver_by_id("ConvDirectNaive")
+    config = solver.default_configs(problem, handle.device)[0]
+    steps = solver.solution(problem, handle.device, config)
+    solution = miofind.Solution(
+        problem=problem,
+        device=handle.device,
+        solver_id=solver.id,
+        algorithm=solver.algorithm,
+        library=solver.library,
+        config=config,
+        time_ms=1.0,
+        workspace_bytes=0,
+        deterministic=True,
+        max_error=None,
+        source=Source.MEASURED,
+        kernel_hash=kernel_hash(steps),
+        found=Found(handle),
+    )
+    return alone(solution)
+
+
+def binary_of(problem: miofind.ProblemDescription, handle: miofind.Handle) -> bytes:
+    """The binary that a solution of a handle would load, of the first kernel."""
+    solver = solver_by_id("ConvDirectNaive")
+    config = solver.default_configs(problem, handle.device)[0]
+    step = solver.solution(problem, handle.device, config).kernels[0]
+    return handle.compiler.build(step, handle.device.arch).cubin
+
+
+def binaries_in(path: Path) -> list[bytes]:
+    return [base64.b64decode(item["cubin"]) for item in json.loads(path.read_text())["solution"]["binaries"]]
+
+
+def with_binary(path: Path, cubin: bytes) -> None:
+    """Another first binary in a saved solution, with the hashes that belong to it."""
+    binaries = json.loads(path.read_text())["solution"]["binaries"]
+    binaries[0] = {"sha256": hashlib.sha256(cubin).hexdigest(), "cubin": base64.b64encode(cubin).decode()}
+    rewrite(path, binaries=binaries)
+
+
+@pytest.fixture
+def gpu(tmp_path: Path) -> Iterator[miofind.Handle]:
+    pytest.importorskip("cuda.bindings.nvrtc")
+    compiler = Compiler(BinaryCache(tmp_path / "cache"))
+    with miofind.Handle(GPU, database=":memory:", compiler=compiler) as handle:
+        yield handle
+
+
+@pytest.mark.parametrize("is_built", [False, True], ids=["before", "after"])
+def test_a_loaded_solutions_binary_answers_for_no_other(is_built: bool, tmp_path: Path, gpu: miofind.Handle) -> None:
+    """It answered for every problem of the process with that kernel, and went into the files that were saved later."""
+    file, other = tmp_path / "solution.json", tmp_path / "other.json"
+    fresh = miofind.Handle(GPU, database=":memory:", compiler=Compiler(BinaryCache(tmp_path / "fresh")))
+    solution_of(PROBLEM, fresh).save(file)
+    own = binary_of(PROBLEM, fresh)
+    foreign = own + b"foreign"
+    with_binary(file, foreign)
+    if is_built:
+        assert binary_of(PROBLEM, gpu) == own
+    loaded = miofind.Solution.load(file, gpu)
+    assert binary_of(PROBLEM, loaded.found.handle) == foreign
+    assert binary_of(PROBLEM, gpu) == own
+    assert binary_of(PROBLEM, miofind.Solution.load(file, gpu).found.handle) == foreign
+    assert loaded.found.handle.invokers is not gpu.invokers
+    solution_of(PROBLEM, gpu).save(other)
+    assert foreign not in binaries_in(other)
+    loaded.save(file)
+    assert foreign in binaries_in(file)
+    assert binary_of(PROBLEM, miofind.Handle(GPU, compiler=Compiler(BinaryCache(tmp_path / "cache")))) == own
+    assert not any(foreign == kept.read_bytes() for kept in (tmp_path / "cache").iterdir())
+
+
+def test_a_loaded_solution_that_was_pickled_leaves_its_binaries(tmp_path: Path, gpu: miofind.Handle) -> None:
+    file = tmp_path / "solution.json"
+    solution_of(PROBLEM, gpu).save(file)
+    foreign = binary_of(PROBLEM, gpu) + b"foreign"
+    with_binary(file, foreign)
+    assert b"foreign" not in pickle.dumps(miofind.Solution.load(file, gpu))
+
+
+def repeating(count: int, size: int, *, kind: int = 1, ident: bytes = b"\x7fELF\x02\x01") -> bytes:
+    """A cubin whose sections all are the whole file but a byte, each with a name of its own."""
+    names = b"".join(b"s%d\0" % number for number in range(count))
+    table = 64 + len(names)
+    total = max(size, table + 64 * count)
+    at, headers = 0, []
+    for number in range(count):
+        offset, length = (64, len(names)) if number == 1 else (1, total - 1)
+        headers.append(struct.pack("<IIQQQQIIQQ", at, 3 if number == 1 else kind, 0, 0, offset, length, 0, 0, 0, 0))
+        at += len(b"s%d\0" % number)
+    head = ident.ljust(16, b"\0") + struct.pack("<HHIQQQIHHHHHH", 2, 190, 1, 0, 0, table, 0, 64, 56, 0, 64, count, 1)
+    return (head + names + b"".join(headers)).ljust(total, b"\0")
+
+
+def segments_of(cubin: bytes, size: int) -> bytes:
+    """The cubin with one segment, of that size in memory."""
+    segment = struct.pack("<IIQQQQQQ", 1, 0, 0, 0, 0, 0, size, 0)
+    head = bytearray(cubin)
+    struct.pack_into("<Q", head, 0x20, len(cubin))
+    struct.pack_into("<HH", head, 0x36, 56, 1)
+    return bytes(head) + segment
+
+
+def unstored(size: int, *, kind: int = 8) -> bytes:
+    """A cubin with a section of that size which the file does not have."""
+    cubin = bytearray(repeating(3, 1000, kind=kind))
+    (table,) = struct.unpack_from("<Q", cubin, 0x28)
+    struct.pack_into("<Q", cubin, table + 2 * 64 + 0x20, size)
+    return bytes(cubin)
+
+
+CRAFTED = {
+    "whole file": lambda: repeating(5000, 1_400_000),
+    "most sections": lambda: repeating(0xFFFF, 6_000_000),
+    "nothing stored": lambda: unstored(1 << 33),
+    "beyond the file": lambda: unstored(1 << 20, kind=1),
+    "a large segment": lambda: segments_of(repeating(2, 1000), 1 << 33),
+    "no sections": lambda: repeating(2, 1000)[:0x3C] + bytes(2) + repeating(2, 1000)[0x3E:],
+    "table outside": lambda: repeating(2, 1000)[:0x28] + b"\xff" * 8 + repeating(2, 1000)[0x30:],
+    "other entries": lambda: repeating(2, 1000)[:0x3A] + bytes(2) + repeating(2, 1000)[0x3C:],
+    "32 bits": lambda: repeating(2, 1000, ident=b"\x7fELF\x01\x01"),
+    "another machine": lambda: repeating(2, 1000)[:0x12] + b"\x3e\0" + repeating(2, 1000)[0x14:],
+    "empty": lambda: b"",
+    "ELF alone": lambda: b"\x7fELF",
+    "a fat binary": lambda: b"\x50\xed\x55\xba" + bytes(100),
+}
+
+
+@pytest.mark.parametrize("kind", CRAFTED)
+def test_a_crafted_binary_is_refused_in_little_memory(kind: str, tmp_path: Path, gpu: miofind.Handle) -> None:
+    """One of 1.4 MB took 6.7 GB: each of its sections was the whole file."""
+    cubin = CRAFTED[kind]()
+    file = tmp_path / "solution.json"
+    solution_of(PROBLEM, gpu).save(file)
+    with_binary(file, cubin)
+    with peak_below(max(16 << 20, 16 * len(cubin))), pytest.raises(SolutionFileError, match=r"direct_naive\.cu"):
+        miofind.Solution.load(file, gpu)
+    with peak_below(max(16 << 20, 16 * len(cubin))):
+        assert parameter_bytes(cubin, "direct_naive_forward") is None
+    solution_of(PROBLEM, gpu).save(file)
+    miofind.Solution.load(file, gpu)
+
+
+@contextlib.contextmanager
+def peak_below(limit_bytes: int) -> Iterator[None]:
+    tracemalloc.start()
+    try:
+        yield
+        assert tracemalloc.get_traced_memory()[1] < limit_bytes
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("unit", ["{},", "[],", "0,", "[[1,2],"], ids=["objects", "lists", "numbers", "nested"])
+def test_a_file_of_many_values_is_no_saved_solution(unit: str, saved: Path) -> None:
+    """JSON makes of two characters an object of sixty bytes."""
+    count = (8 << 20) // len(unit)
+    saved.write_text(f'{{"format": "miofind-solution", "version": 1, "solution": [{unit * count}0]}}')
+    with peak_below(32 << 20), pytest.raises(SolutionFileError, match="has more than 10000 values"):
+        load(saved)
+
+
+def test_every_kernels_binary_is_as_a_compiler_writes_it(gpu: miofind.Handle) -> None:
+    """No saved solution of this release is refused."""
+    steps = {}
+    for solver_id in (
+        "ConvDirectNaive",
+        "ConvImplicitGemmWgmma",
+        "ConvImplicitGemmMma",
+        "ConvFft",
+        "ConvWinogradFused",
+    ):
+        solver = solver_by_id(solver_id)
+        problem = next(problem for problem in solver.examples() if solver.applicability(problem, GPU))
+        for step in solver.solution(problem, GPU, solver.default_configs(problem, GPU)[0]).kernels:
+            steps[step] = gpu.compiler.build(step, GPU.arch).cubin
+    assert len(steps) >= 5
+    for step, cubin in steps.items():
+        assert complaint(cubin) == "", step.source
+        assert parameter_bytes(cubin, step.entry)
+
+
+def test_a_header_of_the_current_folder_is_not_compiled(
+    tmp_path: Path, gpu: miofind.Handle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("common/types.cuh", "types.cuh", "cuda_fp16.h", "cuda_fp16.hpp", "cuda_bf16.h"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("#error foreign")
+    monkeypatch.chdir(tmp_path)
+    assert binary_of(PROBLEM, gpu)

@@ -144,6 +144,6 @@ def test_devices(identity: str, text: str) -> None:
 def test_a_pipe_gets_whole_lines(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.delenv("COLUMNS", raising=False)
     sheet = Sheet("title", ("name", "detail"))
-    sheet.add("a" * 150, "[bold]b[/bold]")
+    sheet.add("a" * 110, "[bold]b[/bold]")
     sheet.print()
-    assert f"{'a' * 150}  [bold]b[/bold]" in capsys.readouterr().out
+    assert f"{'a' * 110}  [bold]b[/bold]" in capsys.readouterr().out

@@ -7,16 +7,17 @@ import hashlib
 import json
 import logging
 import os
-import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from foreign_files import disown
 
 from miofind.compiler import Binary, BinaryCache, KernelResources
 from miofind.compiler.directory import default_directory
+from miofind.compiler.folder import PrivateFolder
 
 RESOURCES = {"scale": KernelResources(registers=32, spill_bytes=4, stack_bytes=8, shared_bytes=1024)}
 
@@ -205,8 +206,7 @@ def test_a_folder_of_another_user_is_not_used(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "kernels").mkdir(mode=0o700)
-    stranger = os.geteuid() + 1
-    monkeypatch.setattr(os, "geteuid", lambda: stranger)
+    disown(tmp_path / "kernels", monkeypatch)
     check_substitute(tmp_path / "kernels", caplog, "it belongs to user")
 
 
@@ -246,7 +246,7 @@ def test_a_folder_that_takes_no_files(
     def refuse(*args: object, **named: object) -> None:
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(tempfile, "mkstemp", refuse)
+    monkeypatch.setattr(PrivateFolder, "replace", refuse)
     assert put(cache, 2).path is None
     assert put(cache, 3).path is None
     assert cache.get(key_of(1)) == kept
@@ -259,7 +259,7 @@ def test_a_disk_that_fills_up_leaves_no_rest(
 ) -> None:
     folder(cache)
 
-    def refuse(source: str, target: Path) -> None:
+    def refuse(source: str, target: str, **folders: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "replace", refuse)

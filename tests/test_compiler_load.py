@@ -29,19 +29,19 @@ class DriverError(RuntimeError):
 
 @dataclass
 class FakeCupy:
-    """Counts what is loaded; a file must hold a cubin, and no kernel gets more than `shared_limit` bytes."""
+    """Notes the devices on which a cubin is loaded; no kernel gets more than `shared_limit` bytes."""
 
-    loads: list[tuple[str, int]] = field(default_factory=list)
+    loads: list[int] = field(default_factory=list)
     shared: dict[int, int] = field(default_factory=dict)
     shared_limit: int = 160 << 10
     static_bytes: int = 0
     refuses: bool = False
     current: int = -1
 
-    def load(self, kind: str, cubin: bytes) -> None:
+    def load(self, cubin: bytes) -> None:
         if self.refuses or not cubin.startswith(b"\x7fELF\x02"):
             raise DriverError("no kernel image")
-        self.loads.append((kind, self.current))
+        self.loads.append(self.current)
 
     def function(self) -> SimpleNamespace:
         return SimpleNamespace(ptr=1000 + len(self.loads))
@@ -58,17 +58,8 @@ class FakeCupy:
             yield
             self.current = before
 
-        def raw_module(path: str) -> SimpleNamespace:
-            def get_function(entry: str) -> SimpleNamespace:
-                self.load("file", Path(path).read_bytes())
-                return SimpleNamespace(kernel=self.function())
-
-            return SimpleNamespace(get_function=get_function)
-
         def memory_module() -> SimpleNamespace:
-            return SimpleNamespace(
-                load=lambda cubin: self.load("memory", cubin), get_function=lambda entry: self.function()
-            )
+            return SimpleNamespace(load=self.load, get_function=lambda entry: self.function())
 
         driver = SimpleNamespace(
             CUDADriverError=DriverError,
@@ -82,7 +73,7 @@ class FakeCupy:
             runtime=SimpleNamespace(CUDARuntimeError=DriverError),
             function=SimpleNamespace(Module=memory_module),
         )
-        return SimpleNamespace(cuda=cuda, RawModule=raw_module)
+        return SimpleNamespace(cuda=cuda)
 
 
 @pytest.fixture
@@ -104,9 +95,9 @@ def compiler(tmp_path: Path) -> Compiler:
     return Compiler(BinaryCache(tmp_path / "cache"))
 
 
-def test_loaded_once_a_device_from_its_file(cupy: FakeCupy, compiler: Compiler, package: CudaPackage) -> None:
+def test_loaded_once_a_device(cupy: FakeCupy, compiler: Compiler, package: CudaPackage) -> None:
     first, second = (compiler.load(package.step(), device) for device in DEVICES)
-    assert cupy.loads == [("file", 0), ("file", 1)]
+    assert cupy.loads == [0, 1]
     assert (first.device_index, second.device_index) == (0, 1)
     assert compiler.load(package.step(grid=(5, 1, 1)), DEVICES[0]) is first
     assert len(cupy.loads) == 2
@@ -125,14 +116,20 @@ def test_loaded_from_memory_where_nothing_is_kept(
 ) -> None:
     (tmp_path / "file").touch()
     Compiler(BinaryCache(tmp_path / "file" / "cache")).load(package.step(), DEVICES[0])
-    assert cupy.loads == [("memory", 0)]
+    assert cupy.loads == [0]
     assert len(caplog.records) == 1
 
 
-@pytest.mark.parametrize("content", [None, b"rubbish"], ids=["evicted", "replaced"])
-def test_loaded_from_memory_where_the_file_changed(
+@pytest.mark.parametrize(
+    "content", [None, b"rubbish", b"\x7fELF\x02 of another"], ids=["evicted", "rubbish", "swapped"]
+)
+def test_what_was_checked_is_what_is_loaded(
     cupy: FakeCupy, compiler: Compiler, package: CudaPackage, monkeypatch: pytest.MonkeyPatch, content: bytes | None
 ) -> None:
+    """The file was opened anew for CuPy, after its checksum had been checked."""
+    loaded: list[bytes] = []
+    monkeypatch.setattr(cupy, "load", loaded.append)
+    monkeypatch.setitem(sys.modules, "cupy", cupy.module())  # type: ignore[arg-type]
     binary = compiler.build(package.step(), "80")
     assert binary.path is not None
     binary.path.unlink()
@@ -140,7 +137,7 @@ def test_loaded_from_memory_where_the_file_changed(
         binary.path.write_bytes(content)
     monkeypatch.setattr(compiler, "build", lambda step, arch: binary)
     compiler.load(package.step(), DEVICES[0])
-    assert cupy.loads == [("memory", 0)]
+    assert loaded == [binary.cubin]
 
 
 def test_shared_memory_is_asked_for_where_it_is_needed(

@@ -40,6 +40,7 @@ LAYERS = (
     ("problem", "array_problem", "network_config", "tensor", "operands", "arrays", "values"),
     ("finddb", "kernels_src"),
     ("errors", "files", "child", "child_logs", "interrupts"),
+    ("printable",),
 )
 
 # Methods that lead into a module above: imported inside a function, nowhere else.

@@ -12,9 +12,10 @@ from typing import Any
 import click
 
 from miofind import __version__, interrupts
-from miofind.cli.output import discard_output, prepare_streams, print_note
+from miofind.cli.output import discard_output, prepare_streams, print_error, print_note
 from miofind.cli.session import configure_logging, reset_logging
 from miofind.errors import MiofindError
+from miofind.printable import printable
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +53,12 @@ class _Commands(click.Group):
             discard_output()
             sys.exit(MiofindError.exit_code)
 
+    def make_context(self, *arguments: Any, **settings: Any) -> click.Context:
+        try:
+            return super().make_context(*arguments, **settings)
+        except click.ClickException as error:
+            raise _printable(error) from error
+
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
@@ -71,12 +78,14 @@ class _Commands(click.Group):
         try:
             return super().invoke(ctx)
         except MiofindError as error:
-            print_note(f"error: {error}")
+            print_error(error)
             raise click.exceptions.Exit(error.exit_code) from error
         except KeyboardInterrupt:
             print_note("interrupted")
             raise click.exceptions.Exit(interrupts.INTERRUPTED) from None
-        except (click.ClickException, click.exceptions.Exit, click.Abort, OSError):
+        except click.ClickException as error:
+            raise _printable(error) from error
+        except (click.exceptions.Exit, click.Abort, OSError):
             raise
         except MemoryError as error:
             print_note(f"error: the memory of this machine does not suffice: {error}")
@@ -88,6 +97,13 @@ class _Commands(click.Group):
                 "`miofind -vv` and the same command shows where, please report it"
             )
             raise click.exceptions.Exit(MiofindError.exit_code) from error
+
+
+def _printable(error: click.ClickException) -> click.ClickException:
+    """The error, whose message names what was typed, as click is to show it."""
+    message = printable(error.format_message())
+    error.format_message = lambda: message  # type: ignore[method-assign]
+    return error
 
 
 @click.group(

@@ -32,6 +32,7 @@ from miofind.errors import InvalidOptionError, NoDeviceError
 from miofind.files import replacing
 from miofind.handle import Handle
 from miofind.options import FindOptions
+from miofind.printable import printable_name
 
 _COLUMNS = ("layer", "problem", "dir", "class", "solver", "ms", "torch ms", "ratio", "of floor")
 _MEANS = ("class", "problems", "ratio", "least", "of floor")
@@ -147,7 +148,8 @@ def _print(rows: list[BenchRow], means: list[ClassMeans], device: Device) -> Non
     sheet.print()
     for row in rows:
         if row.message:
-            print_note(f"{row.entry.layer} {row.entry.problem}: {row.message.splitlines()[0]}")
+            name = printable_name(row.entry.layer)
+            print_note(f"{name} {row.entry.problem}: {row.message.splitlines()[0]}")
     summary = Sheet("geometric means", _MEANS, right=_MEANS[1:])
     for mean in means:
         summary.add(

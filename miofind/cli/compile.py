@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from miofind.cli.options import DRIVER_LINE, arch_option, example, exclude_option, json_option, only_option
-from miofind.cli.output import Sheet, bytes_text, print_json, print_note, print_text, seconds_text
+from miofind.cli.output import Sheet, bytes_text, print_error, print_json, print_note, print_text, seconds_text
 from miofind.cli.problems import request_options, requests_of
 from miofind.cli.progress import counted
 from miofind.cli.session import verbose_option
@@ -180,7 +180,7 @@ def _show(report: _Report, compiler: Compiler, seconds: float) -> None:
         print_text(f"spills {built.resources.spill_bytes} bytes: {_named(built)}")
     for built in report.built:
         if built.error is not None:
-            print_note(f"error: {_named(built)}\n{built.error}")
+            print_error(built.error, f"{_named(built)}\n")
     for name, reason in report.refused.items():
         print_note(f"left out: {name}: {reason}")
     stats = compiler.cache.stats()

@@ -16,7 +16,7 @@ from miofind.cli.db_release import release
 from miofind.cli.db_show import HistoryView, list_problems, show_history
 from miofind.cli.null_test import null_test_command
 from miofind.cli.options import DRIVER_LINE, choice, db_option, device_option, example, json_option
-from miofind.cli.output import Sheet, bytes_text, print_json, print_note, print_text, reader_may_leave
+from miofind.cli.output import Sheet, bytes_text, print_json, print_note, print_path, print_text, reader_may_leave
 from miofind.cli.problems import optional_problem_argument, problems_of
 from miofind.cli.session import verbose_option
 from miofind.device import Device, device_text
@@ -76,9 +76,9 @@ def path_(database: str | None, as_json: bool) -> None:
     if as_json:
         print_json({"user": user, "shipped": shipped})
         return
-    print_text(user)
+    print_path(user)
     for path in shipped:
-        print_text(f"{path}  (shipped)")
+        print_path(path, "  (shipped)")
 
 
 @_command("stats", "miofind db stats", "miofind db stats --db results.db --json")

@@ -18,6 +18,7 @@ from miofind.cli.output import (
 from miofind.device import device_text
 from miofind.errors import InvalidConfigError, InvalidProblemError
 from miofind.finddb import ProblemKey, Row, Scope, Store, Verdict
+from miofind.printable import printable
 from miofind.problem import ProblemDescription
 from miofind.solution import Config, config_text
 
@@ -77,7 +78,7 @@ class HistoryView:
 
 def show_history(view: HistoryView) -> None:
     """Print one problem's rows and scopes."""
-    title = f"\n{view.key.network_config}\non {device_text(view.key.device)}"
+    title = f"\n{printable(view.key.network_config)}\non {device_text(view.key.device)}"
     made = Sheet(title, _ROWS, right=_ROWS[3:9], fold=("config",), spare=_SPARE)
     for row in view.rows:
         made.add(

@@ -132,7 +132,7 @@ def _show(found: _Found, top: int | None, *, in_order_of_workspace: bool) -> Non
     work = f"{problem.flops / 1e9:.3g} GFLOP, {bytes_text(problem.bytes)}"
     title = f"\n{problem.direction.value}  {driver_line(problem)}  ({work})"
     if not solutions:
-        print_text(f"{title}\n  no solution")
+        print_text(*title.split("\n"), "  no solution")
         return
     solution_sheet(title, solutions[:top]).print()
     if top is not None and len(solutions) > top:

@@ -14,7 +14,6 @@ import math
 import os
 import shutil
 import sys
-import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 from typing import IO, Any, cast
 
@@ -22,6 +21,9 @@ import click
 from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
+
+from miofind.errors import MiofindError
+from miofind.printable import LINE_CHARS, NAME_CHARS, printable, printable_lines, printable_path
 
 _PIPE_WIDTH = 1000
 """Columns where stdout is no terminal: nothing is wrapped or cut there."""
@@ -124,31 +126,41 @@ def _finite(value: object) -> object:
     return value
 
 
-def print_text(text: str) -> None:
-    """Print text for people, unwrapped."""
-    stdout().print(printable(text), soft_wrap=True)
+def print_text(*lines: str) -> None:
+    """Print lines for people, unwrapped."""
+    for line in lines:
+        stdout().print(printable(line), soft_wrap=True)
 
 
-def print_note(text: str) -> None:
-    """Print a line to stderr, unwrapped."""
-    stderr().print(printable(text), soft_wrap=True)
+def print_path(path: str, about: str = "") -> None:
+    """Print a line that begins with a path, which is cut only where it is too long for any file."""
+    stdout().print(f"{printable_path(path)}{about}", soft_wrap=True)
 
 
-def printable(text: str) -> str:
-    """The text without the control characters that would steer a terminal: names come from files of other people."""
-    return "".join(c if c in "\n\t" or unicodedata.category(c) != "Cc" else "\N{REPLACEMENT CHARACTER}" for c in text)
+def print_note(*lines: str) -> None:
+    """Print lines to stderr, unwrapped."""
+    for line in lines:
+        stderr().print(printable(line), soft_wrap=True)
+
+
+def print_error(error: BaseException, about: str = "") -> None:
+    """Print an error to stderr, after `about`."""
+    has_lines = isinstance(error, MiofindError) and error.has_lines
+    text = f"error: {about}{error}"
+    print_note(*(text.split("\n") if has_lines else [text]))
 
 
 class Sheet:
     """A table for any width: where not all columns fit, it folds some to lines of their own and gives up others.
 
     Args:
-        title: above it; "" for none.
+        title: the lines above it; "" for none.
         columns: headers.
         right: those of columns aligned to the right.
         fold: those that go to a line of their own where needed, in that order: above the row where they stand first
             in it, else below with their name.
         spare: those that may be given up, in that order.
+        long: those whose cells are long where all is well, as those of `fold` are; others have names and numbers.
     """
 
     def __init__(
@@ -159,20 +171,26 @@ class Sheet:
         right: Sequence[str] = (),
         fold: Sequence[str] = (),
         spare: Sequence[str] = (),
+        long: Sequence[str] = (),
     ) -> None:
         self._title = title
         self._columns = columns
         self._right = right
         self._fold = fold
         self._spare = spare
+        self._limits = [LINE_CHARS if name in (*fold, *long) else NAME_CHARS for name in columns]
         self._rows: list[tuple[tuple[str, ...], str]] = []
 
     def __len__(self) -> int:
         return len(self._rows)
 
-    def add(self, *cells: str, style: str = "") -> None:
-        """Add a row, one cell a column."""
-        self._rows.append((tuple(map(printable, cells)), style))
+    def add(self, *cells: str | Sequence[str], style: str = "") -> None:
+        """Add a row, one cell a column: a text, or several that stand below each other."""
+        shown = []
+        for cell, limit in zip(cells, self._limits, strict=True):
+            lines = (cell,) if isinstance(cell, str) else cell
+            shown.append("\n".join(printable(line, limit) for line in lines))
+        self._rows.append((tuple(shown), style))
 
     def print(self) -> None:
         """Print it to stdout."""
@@ -193,7 +211,7 @@ class Sheet:
             lines += [_INDENT + line for cell in named for line in _wrapped(cell, console.width - len(_INDENT))]
             text.append("".join(f"{line}\n" for line in lines), style)
         if self._title:
-            console.print(self._title, style="bold", soft_wrap=True)
+            console.print(printable_lines(self._title), style="bold", soft_wrap=True)
         console.print(text, soft_wrap=True, end="")
 
     def _fitting(self, width: int) -> tuple[list[int], list[int]]:

@@ -9,6 +9,7 @@ import click
 
 from miofind.cli.output import stderr
 from miofind.errors import InvalidOptionError
+from miofind.printable import printable, printable_lines
 
 _LEVELS = ("debug", "info", "warning", "error")
 _LOGGER = logging.getLogger("miofind")
@@ -20,7 +21,11 @@ class _StderrHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            text = f"{record.levelname.lower()}: {self.format(record)}"
+            text = f"{record.levelname.lower()}: {printable(record.getMessage())}"
+            if record.exc_info:
+                text += f"\n{printable_lines(logging.Formatter().formatException(record.exc_info))}"
+            elif record.exc_text:  # of a child process
+                text += f"\n{printable_lines(record.exc_text)}"
             stderr().print(text, markup=False, highlight=False, soft_wrap=True)
         except (OSError, ValueError):
             self.handleError(record)

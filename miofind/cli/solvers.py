@@ -142,7 +142,9 @@ def _solver_json(solver: Solver) -> dict[str, object]:
 
 def _show(device: Device, problem: ProblemDescription, services: list[_Service]) -> None:
     made = Sheet(
-        f"\n{driver_line(problem)}  on {device.name}", ("solver", "library", "configs", "defaults, or why not")
+        f"\n{driver_line(problem)}  on {device.name}",
+        ("solver", "library", "configs", "defaults, or why not"),
+        long=("defaults, or why not",),
     )
     for service in sorted(services, key=lambda s: bool(s.reason)):
         solver = service.solver
@@ -151,7 +153,7 @@ def _show(device: Device, problem: ProblemDescription, services: list[_Service])
             solver.id,
             solver.library.value,
             "-" if service.reason else count,
-            service.reason or "\n".join(config_text(config) or "(no parameters)" for config in service.defaults),
+            service.reason or [config_text(config) or "(no parameters)" for config in service.defaults],
             style="dim" if service.reason else "",
         )
     made.print()

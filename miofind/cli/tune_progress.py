@@ -11,10 +11,11 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from miofind.cli.output import print_note, printable, ratio_text, seconds_text, stderr, tflops_text, time_text
+from miofind.cli.output import print_note, ratio_text, seconds_text, stderr, tflops_text, time_text
 from miofind.cli.problems import short_direction, short_problem
 from miofind.cli.tune_board import Board, DeviceState
 from miofind.device import Device, Place
+from miofind.printable import printable, printable_name
 from miofind.suites import SuiteProblem
 from miofind.tune.service import OnEvent, TuneEvent, TuneFinished, TuneLost, TuneResult, TuneStatus
 
@@ -106,7 +107,7 @@ def _text(event: TuneEvent, board: Board) -> str:
 
 
 def _named(request: SuiteProblem) -> str:
-    return f"{request.layer} {short_problem(request.problem)} {short_direction(request.problem)}"
+    return f"{printable_name(request.layer)} {short_problem(request.problem)} {short_direction(request.problem)}"
 
 
 def _outcome(result: TuneResult) -> str:

@@ -19,6 +19,7 @@ from miofind.cli.solution_table import solution_json
 from miofind.found import Solution
 from miofind.handle import Handle
 from miofind.measure.race import TIE
+from miofind.printable import printable_name
 from miofind.solution import config_text
 from miofind.tune.service import TuneEnd, TuneResult, TuneStatus, TuneSummary, mean_gain
 
@@ -56,7 +57,8 @@ def print_report(summary: TuneSummary, handles: Sequence[Handle]) -> None:
             _winners(solved, handle).print()
     for result in summary.results:
         if not result.solutions:
-            print_text(f"failed: {result.request.layer} {_shortened(result.message)}")
+            first, *more = _shortened(result.message)
+            print_text(f"failed: {printable_name(result.request.layer)} {first}", *more)
     print_text(_summary_line(summary, handles))
 
 
@@ -124,10 +126,10 @@ def _behind(best: Solution, second: Solution) -> str:
     return "tie" if ratio <= TIE else ratio_text(ratio)
 
 
-def _shortened(message: str) -> str:
-    lines = message.splitlines()
+def _shortened(message: str) -> list[str]:
+    lines = message.split("\n")
     rest = len(lines) - _REASONS_SHOWN
-    return "\n".join(lines[:_REASONS_SHOWN] + ([f"  and {rest} more: see --json"] if rest > 0 else []))
+    return lines[:_REASONS_SHOWN] + ([f"  and {rest} more: see --json"] if rest > 0 else [])
 
 
 def _summary_line(summary: TuneSummary, handles: Sequence[Handle]) -> str:

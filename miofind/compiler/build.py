@@ -16,7 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from types import MappingProxyType
 
 from miofind.compiler.cache import Binary, BinaryCache
-from miofind.compiler.cubin import parameter_bytes
+from miofind.compiler.cubin import complaint, parameter_bytes
 from miofind.compiler.load import Kernel, load_kernel
 from miofind.compiler.nvrtc import compile_options, compile_source, toolchain
 from miofind.compiler.resources import parse_resources
@@ -124,18 +124,20 @@ class Compiler:
     def adopt(self, step: KernelStep, arch: str, cubin: bytes) -> None:
         """Take a step's binary from elsewhere, such as a saved solution, for the life of this compiler.
 
-        It stays in memory: another toolchain may have made it, so it must not answer for this one's in the cache.
+        It answers for the step whoever asks, so the compiler is to serve that solution alone; and it stays in memory:
+        nobody knows what made it, so it must not answer for this machine's own in the cache.
 
         Raises:
             CompileError: the step's source is missing or unreadable.
-            SolutionFileError: it is no binary, or it has no such entry.
+            SolutionFileError: it is no binary, is damaged, or has no such entry.
         """
         key = self.key(step, arch)
+        reason = complaint(cubin)
+        if reason:
+            raise SolutionFileError(f"the saved binary of {step.source} is damaged, {reason}: save anew")
         binary = Binary(key=key, cubin=cubin, path=None, resources=MappingProxyType({}), log="")
-        if not cubin.startswith(b"\x7fELF") or not binary.has_entry(step.entry):
-            raise SolutionFileError(
-                f"the saved binary of {step.source} is no cubin with a kernel {step.entry}: save anew"
-            )
+        if not binary.has_entry(step.entry):
+            raise SolutionFileError(f"the saved binary of {step.source} has no kernel {step.entry}: save anew")
         with self._lock:
             self._in_memory.setdefault(key, binary)
 

@@ -1,8 +1,8 @@
 """Compiled binaries on disk, private to their user: checksummed, bounded, shared by any number of processes.
 
 An entry is `<key>.cubin` and its sidecar `<key>.json`, each written to a temporary file and moved into place. An entry
-that is damaged, cut short or another's is a miss. Where the disk cannot be used the cache keeps nothing, with one
-warning. It knows keys and bytes, not how they are made.
+that is damaged, cut short, another's or that others may have written is a miss. Where the disk cannot be used the cache
+keeps nothing, with one warning. It knows keys and bytes, not how they are made.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import hashlib
 import json
 import logging
 import os
-import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -20,13 +19,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
 
-from miofind.compiler.directory import default_directory, private_directory
+from miofind.compiler.directory import default_directory, private_folder
+from miofind.compiler.folder import TEMPORARY, NotPrivateError, PrivateFolder
 from miofind.compiler.resources import KernelResources
 
 logger = logging.getLogger(__name__)
 
 _FORMAT = 1
-_TEMPORARY = ".writing-"
 _TEMPORARY_AGE_S = 3600
 _ELF = b"\x7fELF"
 
@@ -88,16 +87,18 @@ class BinaryCache:
         max_bytes: bound of the files' sizes. Processes that write at the same time may pass it by what they write
             between two looks at the folder.
 
-    A folder of another user, or one that others can write to, is not used: a private temporary one replaces it.
+    A folder that others own, can write to or can put another in the place of is not used: a private temporary one
+    replaces it. It is held open from its first use on: what takes its place later is not looked at.
     """
 
     def __init__(self, directory: Path | None = None, max_bytes: int = 1 << 30) -> None:
         self._asked = directory
         self._max_bytes = max_bytes
         self._lock = threading.RLock()
-        self._resolved: Path | None = None
-        self._is_resolved = False
+        self._opened: PrivateFolder | None = None
+        self._is_opened = False
         self._writable = True
+        self._has_warned = False
         self._bytes: int | None = None
         self._unseen_bytes = 0
         self._hits = 0
@@ -106,14 +107,19 @@ class BinaryCache:
     @property
     def directory(self) -> Path | None:
         """Folder in use, made on first use; None where the disk cannot be used."""
+        folder = self._folder
+        return None if folder is None else folder.path
+
+    @property
+    def _folder(self) -> PrivateFolder | None:
         with self._lock:
-            if not self._is_resolved:
-                self._is_resolved = True
+            if not self._is_opened:
+                self._is_opened = True
                 try:
-                    self._resolved = private_directory(self._asked or default_directory())
-                except OSError as error:
+                    self._opened = private_folder(self._asked or default_directory())
+                except (OSError, NotPrivateError) as error:
                     self._give_up(error)
-            return self._resolved
+            return self._opened
 
     def get(self, key: str) -> Binary | None:
         """The binary of that key, or None; counts as a use of it."""
@@ -126,10 +132,10 @@ class BinaryCache:
     def put(self, key: str, cubin: bytes, resources: Mapping[str, KernelResources], log: str) -> Binary:
         """Keep a binary. Its `path` is None where the disk cannot be used."""
         path = None
-        directory = self.directory
-        if directory is not None and self._writable:
+        folder = self._folder
+        if folder is not None and self._writable:
             try:
-                path = self._write(directory, key, cubin, _sidecar(key, cubin, resources, log))
+                path = self._write(folder, key, cubin, _sidecar(key, cubin, resources, log))
             except OSError as error:
                 self._give_up(error)
         return Binary(key=key, cubin=cubin, path=path, resources=resources, log=log)
@@ -156,30 +162,31 @@ class BinaryCache:
         return len(entries)
 
     def _read(self, key: str) -> Binary | None:
-        directory = self.directory
-        if directory is None:
+        folder = self._folder
+        if folder is None:
             return None
-        path, sidecar = directory / f"{key}.cubin", directory / f"{key}.json"
+        cubin, sidecar = _names(key)
         try:
-            text = sidecar.read_text(encoding="utf-8")
-            cubin = path.read_bytes()
-            binary = _checked(key, cubin, path, json.loads(text))
+            values = json.loads(folder.read(sidecar).decode())
+            binary = _checked(key, folder.read(cubin), folder.path / cubin, values)
         except OSError:
             return None
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            logger.info("binary %s in %s is damaged and will be rebuilt: %r", key, directory, error)
+        except NotPrivateError as error:
+            self._warn_once(error)
+            return None
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            logger.info("binary %s in %s is damaged and will be rebuilt: %r", key, folder.path, error)
             return None
         with contextlib.suppress(OSError):
-            os.utime(sidecar)
+            folder.touch(sidecar)
         return binary
 
-    def _write(self, directory: Path, key: str, cubin: bytes, sidecar: bytes) -> Path:
-        path = directory / f"{key}.cubin"
-        _replace(path, cubin)
-        _replace(directory / f"{key}.json", sidecar)
+    def _write(self, folder: PrivateFolder, key: str, cubin: bytes, sidecar: bytes) -> Path:
+        for name, content in zip(_names(key), (cubin, sidecar), strict=True):
+            folder.replace(name, content)
         with self._lock:
             self._account(len(cubin) + len(sidecar))
-        return path
+        return folder.path / _names(key)[0]
 
     def _account(self, written_bytes: int) -> None:
         """Count what was written; look at the folder when the bound is passed or other processes may have filled it."""
@@ -207,63 +214,65 @@ class BinaryCache:
         """What is in the folder, halves of entries included."""
         sizes: dict[str, int] = {}
         used: dict[str, int] = {}
-        for file in self._files():
-            key, _, suffix = file.name.partition(".")
+        for name, status in self._files():
+            key, _, suffix = name.partition(".")
             if suffix not in ("cubin", "json") or len(key) != 64:
                 continue
-            with contextlib.suppress(OSError):
-                status = file.stat()
-                sizes[key] = sizes.get(key, 0) + status.st_size
-                used[key] = max(used.get(key, 0), status.st_mtime_ns)
+            sizes[key] = sizes.get(key, 0) + status.st_size
+            used[key] = max(used.get(key, 0), status.st_mtime_ns)
         for key, size in sizes.items():
             yield _Entry(key=key, bytes=size, used_ns=used[key])
 
-    def _files(self) -> list[os.DirEntry[str]]:
-        directory = self.directory
-        if directory is None:
-            return []
-        try:
-            with os.scandir(directory) as files:
-                return list(files)
-        except OSError:
-            return []
+    def _files(self) -> Iterator[tuple[str, os.stat_result]]:
+        """Names of what is in the folder, links and the like included, with their sizes and times."""
+        folder = self._folder
+        if folder is None:
+            return
+        with contextlib.suppress(OSError):
+            for name in folder.names():
+                with contextlib.suppress(OSError):  # others may have removed it
+                    yield name, folder.status(name)
 
     def _remove(self, key: str) -> None:
-        directory = self.directory
-        if directory is None:
+        folder = self._folder
+        if folder is None:
             return
-        for suffix in ("json", "cubin"):  # the sidecar first: without it the entry is gone
+        for name in reversed(_names(key)):  # the sidecar first: without it the entry is gone
             with contextlib.suppress(OSError):
-                (directory / f"{key}.{suffix}").unlink()
+                folder.remove(name)
 
     def _remove_abandoned(self) -> None:
         """Remove temporary files of processes that died while they wrote."""
+        folder = self._folder
         oldest_s = time.time() - _TEMPORARY_AGE_S
-        for file in self._files():
-            with contextlib.suppress(OSError):
-                if file.name.startswith(_TEMPORARY) and file.stat().st_mtime < oldest_s:
-                    os.unlink(file.path)
+        for name, status in self._files():
+            if folder is not None and name.startswith(TEMPORARY) and status.st_mtime < oldest_s:
+                with contextlib.suppress(OSError):
+                    folder.remove(name)
 
-    def _give_up(self, error: OSError) -> None:
+    def _warn_once(self, error: NotPrivateError) -> None:
+        """Say that a file is not used; once, for where others could write one file they could write many."""
+        with self._lock:
+            is_first, self._has_warned = not self._has_warned, True
+        logger.log(
+            logging.WARNING if is_first else logging.INFO,
+            "a binary is not used and will be rebuilt, since %s: somebody else may have written it, empty that folder",
+            error,
+        )
+
+    def _give_up(self, error: OSError | NotPrivateError) -> None:
         """Write nothing more in this process; say so once."""
         with self._lock:
             if self._writable:
                 self._writable = False
-                where = self._resolved or self._asked or default_directory()
-                logger.warning("kernels are compiled but not kept, since %s cannot be written: %s", where, error)
+                where = self._asked or default_directory() if self._opened is None else self._opened.path
+                reason = error if isinstance(error, NotPrivateError) else f"since {where} cannot be written: {error}"
+                logger.warning("kernels are compiled but not kept, %s", reason)
 
 
-def _replace(path: Path, content: bytes) -> None:
-    """Write a file so that a reader sees all of it or what was there before."""
-    handle, temporary = tempfile.mkstemp(prefix=_TEMPORARY, dir=path.parent)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise
+def _names(key: str) -> tuple[str, str]:
+    """Files of an entry: the binary, then its sidecar."""
+    return f"{key}.cubin", f"{key}.json"
 
 
 def _sidecar(key: str, cubin: bytes, resources: Mapping[str, KernelResources], log: str) -> bytes:

@@ -1,16 +1,26 @@
-"""What a cubin says of its kernels' parameters.
+"""What a cubin says of its kernels' parameters, and whether its ELF tables are what a compiler writes.
 
 A cubin is an ELF file. Of the attributes in its section `.nv.info.<kernel>`, 0x17 (EIATTR_KPARAM_INFO) tells of a
 parameter its ordinal, its offset and, in the upper 14 bits, its size.
-Source: the layout as `cuobjdump -elf` and `readelf -x` show it; NVIDIA documents ELF sections, not these bits.
+Source: elf(5); the layout as `cuobjdump -elf` and `readelf -x` show it: NVIDIA documents ELF sections, not these bits.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from dataclasses import dataclass
 
+_IDENT = b"\x7fELF\x02\x01"  # 64 bits, little endian
+_EM_CUDA = 190
+_FILE_HEADER = struct.Struct("<16xHHIQQQIHHHHHH")
 _SECTION_HEADER = struct.Struct("<IIQQQQIIQQ")
+_SEGMENT_HEADER = struct.Struct("<IIQQQQQQ")
+_NOTHING_STORED = frozenset({0, 8})  # SHT_NULL, SHT_NOBITS
+_MAX_UNSTORED_BYTES = 16 << 20
+"""Of sections that take memory and none of the file; shared memory, of which a kernel has at most 228 KiB."""
+
+_UNREADABLE = (struct.error, ValueError, OverflowError)  # places beyond any file do not fit a size of C
+
 _INFO = ".nv.info."
 _SIZED = 0x04  # an attribute with a 16-bit size and as many bytes; others have 16 bits in all
 _PARAMETER = 0x17
@@ -18,29 +28,97 @@ _PARAMETER_INFO = struct.Struct("<IHHI")
 _SIZE_SHIFT = 18
 
 
+@dataclass(frozen=True, slots=True)
+class _Section:
+    """One section; `name_at` is where its name begins in the file."""
+
+    name_at: int
+    kind: int
+    at: int
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Header:
+    """Of the file: where its tables are, how many entries they have, and which section has the sections' names."""
+
+    segments_at: int
+    segments: int
+    sections_at: int
+    sections: int
+    names: int
+
+
+def complaint(cubin: bytes) -> str:
+    """What is wrong with a cubin's tables, "" for nothing: who follows them takes little more memory than the file."""
+    try:
+        header = _header(cubin)
+        sections = _sections(cubin, header)
+        sizes = [section.size_bytes for section in sections]
+        outside = any(s.kind not in _NOTHING_STORED and s.at + s.size_bytes > len(cubin) for s in sections)
+        segments = _segment_sizes(cubin, header)
+    except _UNREADABLE as error:
+        return f"its ELF tables cannot be read ({error})"
+    if outside:
+        return "a section of it lies outside of the file"
+    limit = 2 * len(cubin) + _MAX_UNSTORED_BYTES  # segments repeat what sections have, and may overlap
+    if max(sum(sizes), sum(segments)) > limit:
+        return f"it has {len(cubin)} bytes and asks for {max(sum(sizes), sum(segments))} bytes of memory"
+    return ""
+
+
 def parameter_bytes(cubin: bytes, kernel: str) -> tuple[int, ...] | None:
     """Sizes of a kernel's parameters in their order; None where the file does not tell."""
+    name = f"{_INFO}{kernel}\0".encode()
     try:
-        info = dict(_sections(cubin)).get(_INFO + kernel)
-        found = None if info is None else dict(_parameters(info))
-    except (struct.error, IndexError, ValueError):
+        named = (s for s in _sections(cubin, _header(cubin)) if cubin.startswith(name, s.name_at))
+        section = next(named, None)
+        found = None if section is None else _parameters(cubin[section.at : section.at + section.size_bytes])
+    except _UNREADABLE:
         return None
     if found is None or sorted(found) != list(range(len(found))):
         return None
     return tuple(found[ordinal] for ordinal in range(len(found)))
 
 
-def _sections(cubin: bytes) -> Iterator[tuple[str, bytes]]:
-    (table,) = struct.unpack_from("<Q", cubin, 0x28)
-    size, count, names_at = struct.unpack_from("<HHH", cubin, 0x3A)
-    headers = [_SECTION_HEADER.unpack_from(cubin, table + i * size) for i in range(count)]
-    names = headers[names_at][4]
-    for name, _, _, _, offset, length, *_ in headers:
-        start = names + name
-        yield cubin[start : cubin.index(b"\0", start)].decode(), cubin[offset : offset + length]
+def _header(cubin: bytes) -> _Header:
+    """The file's header.
+
+    Raises:
+        ValueError, struct.error: it is none of a cubin.
+    """
+    values = _FILE_HEADER.unpack_from(cubin)
+    _, machine, _, _, segments_at, sections_at, _, _, segment_bytes, segments, section_bytes, sections, names = values
+    if not cubin.startswith(_IDENT) or machine != _EM_CUDA:
+        raise ValueError("it is no 64-bit ELF file for CUDA")
+    if section_bytes != _SECTION_HEADER.size or (segments and segment_bytes != _SEGMENT_HEADER.size):
+        raise ValueError(f"its tables have entries of {section_bytes} and {segment_bytes} bytes")
+    return _Header(segments_at, segments, sections_at, sections, names)
 
 
-def _parameters(info: bytes) -> Iterator[tuple[int, int]]:
+def _sections(cubin: bytes, header: _Header) -> list[_Section]:
+    """The sections, none of them read: their headers may name the whole file again and again.
+
+    Raises:
+        ValueError, struct.error: the table does not lie in the file, or names none of its sections.
+    """
+    at, size = header.sections_at, _SECTION_HEADER.size
+    entries = [_SECTION_HEADER.unpack_from(cubin, at + number * size) for number in range(header.sections)]
+    if header.names >= len(entries):
+        raise ValueError(f"it has {len(entries)} sections, their names are in section {header.names}")
+    names_at = entries[header.names][4]
+    return [_Section(names_at + entry[0], entry[1], entry[4], entry[5]) for entry in entries]
+
+
+def _segment_sizes(cubin: bytes, header: _Header) -> list[int]:
+    """Bytes of memory that each segment takes."""
+    at, size = header.segments_at, _SEGMENT_HEADER.size
+    return [_SEGMENT_HEADER.unpack_from(cubin, at + number * size)[6] for number in range(header.segments)]
+
+
+def _parameters(info: bytes) -> dict[int, int]:
+    """Bytes of each parameter by ordinal."""
+    found: dict[int, int] = {}
     at = 0
     while at + 4 <= len(info):
         form, attribute, length = struct.unpack_from("<BBH", info, at)
@@ -49,5 +127,6 @@ def _parameters(info: bytes) -> Iterator[tuple[int, int]]:
             continue
         if attribute == _PARAMETER:
             _, ordinal, _, packed = _PARAMETER_INFO.unpack_from(info, at)
-            yield ordinal, packed >> _SIZE_SHIFT
+            found[ordinal] = packed >> _SIZE_SHIFT
         at += length
+    return found

@@ -1,6 +1,7 @@
 """Where binaries are kept: a folder that its user alone can read and write.
 
-A binary runs with the rights of who loads it, so a folder that another user owns or can write to is not trusted.
+A binary runs with the rights of who loads it, so a folder that another user owns, can write to or can put another in
+the place of is not trusted.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ import functools
 import logging
 import os
 import shutil
-import stat
 import tempfile
 from pathlib import Path
+
+from miofind.compiler.folder import NotPrivateError, PrivateFolder
 
 logger = logging.getLogger(__name__)
 
@@ -29,32 +31,26 @@ def default_directory() -> Path:
     return Path(named) / "kernels"
 
 
-def private_directory(directory: Path) -> Path:
-    """The folder, made with mode 0700 if it is missing; a temporary one, with a warning, if others own or can write it.
+def private_folder(directory: Path) -> PrivateFolder:
+    """The folder, made if it is missing; a temporary one, with a warning, where others may have written to it.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: it cannot be opened or made.
+        NotPrivateError: neither it nor a temporary one is private.
     """
     if directory.parts[:1] and directory.parts[0].startswith("~"):  # what expanduser leaves of an unknown user
         raise FileNotFoundError(errno.ENOENT, "no user of that name has a home folder", str(directory))
-    directory = directory.absolute()
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    directory.mkdir(mode=0o700, exist_ok=True)
-    status = directory.stat()
-    owner = os.geteuid()
-    if status.st_uid != owner:
-        return _substitute(directory, f"it belongs to user {status.st_uid}, not to {owner}")
-    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        return _substitute(directory, f"others can write to it (mode {stat.S_IMODE(status.st_mode):o}): chmod 700 it")
-    if status.st_mode & 0o077:
-        directory.chmod(0o700)
-    return directory
-
-
-def _substitute(directory: Path, reason: str) -> Path:
+    try:
+        return PrivateFolder(directory)
+    except NotPrivateError as error:
+        reason = f"{directory.absolute()}: {error} ({CACHE_VARIABLE} names the folder)"
     temporary = _temporary_directory()
-    logger.warning("kernels are kept in %s until this process ends, not in %s: %s", temporary, directory, reason)
-    return temporary
+    try:
+        folder = PrivateFolder(temporary)
+    except NotPrivateError as error:
+        raise NotPrivateError(f"neither in {reason}, nor in {temporary}: {error}") from error
+    logger.warning("kernels are kept in %s until this process ends, not in %s", temporary, reason)
+    return folder
 
 
 @functools.cache

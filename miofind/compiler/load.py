@@ -1,4 +1,4 @@
-"""Binaries onto a device: the only user of CuPy's RawModule."""
+"""Binaries onto a device: the only user of CuPy's Module."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def load_kernel(binary: Binary, entry: str, device: Device) -> Kernel:
     failures = (cupy.cuda.driver.CUDADriverError, cupy.cuda.runtime.CUDARuntimeError)
     try:
         with cupy.cuda.Device(device.index):
-            function = _function(binary, entry, failures)
+            function = _function(binary, entry)
     except failures as error:
         raise LaunchError(
             f"kernel {entry} cannot be loaded on {device.name} (device {device.index}): {error}"
@@ -79,15 +79,10 @@ def load_kernel(binary: Binary, entry: str, device: Device) -> Kernel:
     return Kernel(function=function.ptr, entry=entry, device_index=device.index, binary=binary, module=function)
 
 
-def _function(binary: Binary, entry: str, failures: tuple[type[Exception], ...]) -> Any:
-    """CuPy's Function, which keeps its module loaded; from memory where the file has been evicted or was never kept."""
+def _function(binary: Binary, entry: str) -> Any:
+    """CuPy's Function, which keeps its module loaded; from the bytes that were checked, never anew from their file."""
     import cupy
 
-    if binary.path is not None and binary.path.exists():
-        try:
-            return cupy.RawModule(path=str(binary.path)).get_function(entry).kernel
-        except failures:  # evicted or replaced since it was built: the bytes in memory are the checked ones
-            pass
     module = cupy.cuda.function.Module()
     module.load(binary.cubin)
     return module.get_function(entry)

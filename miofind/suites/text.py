@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 from miofind.errors import InvalidOptionError
+from miofind.files import read_bounded
 
 MAX_FILE_BYTES = 256 << 20
 MAX_LINE_CHARS = 1 << 18
@@ -40,6 +41,6 @@ def _content(path: Path) -> bytes:
     if path == Path("-"):
         if sys.stdin is None:
             raise OSError("stdin is closed")
-        return sys.stdin.buffer.read(MAX_FILE_BYTES + 1)
+        return read_bounded(sys.stdin.buffer, MAX_FILE_BYTES)
     with path.open("rb") as file:
-        return file.read(MAX_FILE_BYTES + 1)
+        return read_bounded(file, MAX_FILE_BYTES)

@@ -249,6 +249,20 @@ def test_saved_solutions_run(handle: miofind.Handle, tmp_path: Path) -> None:
         assert_close(cupy.asnumpy(miofind.run_solution(loaded, x, w)), PROBLEM, given)
 
 
+def test_a_loaded_solution_runs_apart_from_the_others(handle: miofind.Handle, tmp_path: Path) -> None:
+    """Its binaries and invokers are its own; those of the handle are made from this release's sources."""
+    given = operands(PROBLEM)
+    x, w = cupy.asarray(given["x"]), cupy.asarray(given["w"])
+    solution = next(s for s in miofind.find_solutions(PROBLEM, handle=handle) if s.library.value == "plain")
+    solution.save(tmp_path / "solution.json")
+    with miofind.Handle(handle.device, database=":memory:") as other:
+        loaded = miofind.Solution.load(tmp_path / "solution.json", other)
+        assert_close(cupy.asnumpy(miofind.run_solution(loaded, x, w)), PROBLEM, given)
+        assert_close(cupy.asnumpy(loaded.pack(w).run(x)), PROBLEM, given)
+        assert len(other.invokers) == 0
+        assert loaded.found.handle.compiler is not other.compiler
+
+
 def test_other_arrays_by_protocol(handle: miofind.Handle) -> None:
     class Foreign:
         def __init__(self, array: object) -> None:
