@@ -15,6 +15,7 @@ from miofind.errors import LaunchError
 from miofind.finddb import Layered, open_layered
 from miofind.invoker import Invoker, InvokerCache, make_invoker
 from miofind.problem import ProblemDescription
+from miofind.refusals import Refusals
 from miofind.sandbox.executors import Executor, InProcess, Isolated
 from miofind.solution import Config, ConvSolution
 from miofind.solver import solver_by_id
@@ -56,6 +57,7 @@ class Handle:
         self.compiler = compiler or Compiler(BinaryCache())
         self.invokers = InvokerCache()
         self.found: dict[tuple[str, FindOptions], list[Solution]] = {}
+        self._refusals: dict[str, Refusals] = {}
         self.lock = threading.RLock()
         self.measuring = threading.RLock()
         self._database_path = database
@@ -101,6 +103,17 @@ class Handle:
         check_kernels(invoker.solution, expected_hash, f"{solver_id}:{config.json}")
         return self.invokers.put(invoker)
 
+    def refusals(self, problem: ProblemDescription) -> Refusals:
+        """What solvers were asked of stored rows of a problem, and are asked from now on; kept like answers."""
+        known = self._refusals.get(problem.network_config)
+        if known is None or known.device is not self.device:
+            known = Refusals(problem, self.device)
+            with self.lock:
+                self._refusals[problem.network_config] = known
+                while len(self._refusals) > MAX_ANSWERS:
+                    self._refusals.pop(next(iter(self._refusals)))
+        return known
+
     def forget_answers(self, network_config: str) -> None:
         """Drop the answers to one problem kept in this process, whatever their options: its rows have changed."""
         for key in list(self.found):
@@ -115,8 +128,9 @@ class Handle:
                 self.found.pop(next(iter(self.found)))
 
     def forget(self) -> None:
-        """Drop the answers and invokers kept in this process; the FindDB and the binary cache stay."""
+        """Drop answers, invokers and what solvers said of rows in this process; FindDB and binary cache stay."""
         self.found.clear()
+        self._refusals.clear()
         self.invokers.clear()
 
     def leave_parent(self) -> None:

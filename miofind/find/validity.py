@@ -10,7 +10,6 @@ from miofind.device import Device, Place
 from miofind.environment import versions
 from miofind.errors import CompileError
 from miofind.finddb import Row, environment_id
-from miofind.problem import ProblemDescription
 from miofind.solver import Solver, solvers
 
 logger = logging.getLogger(__name__)
@@ -48,12 +47,3 @@ def solver_hash(solver: Solver) -> str:
         logger.debug("%s has no hash of its sources: %s", solver.id, error)
         return ""
     return host_hash(type(solver).__module__) if any(key.place is Place.CPU for key in solver.keys) else ""
-
-
-def may_serve(solver: Solver, problem: ProblemDescription, device: Device) -> bool:
-    """Whether a solver would have to be measured to be ranked: it does not refuse the problem."""
-    try:
-        return bool(solver.applicability(problem, device))
-    except Exception as error:  # a solver's own code may raise anything
-        logger.debug("%s cannot say whether it serves %s: %r", solver.id, problem, error)
-        return True
