@@ -18,7 +18,7 @@ from miofind.problem import ProblemDescription
 from miofind.refusals import Refusals
 from miofind.sandbox.executors import Executor, InProcess, Isolated
 from miofind.solution import Config, ConvSolution
-from miofind.solver import solver_by_id
+from miofind.solver import Solver, solver_by_id
 
 if TYPE_CHECKING:
     from miofind.found import Solution
@@ -92,14 +92,17 @@ class Handle:
         Raises:
             InvalidConfigError: the configuration is outside the solver's schema.
             CompileError, MissingLibraryError: it cannot be built.
-            LaunchError: it cannot be made ready, or its kernels are no longer those that were measured.
+            LaunchError: it cannot be made ready, its solver serves the problem no longer, or its kernels are no longer
+                those that were measured.
         """
         cached = self.invokers.get(problem.network_config, solver_id, config)
         if cached is not None:
             return cached
         if self.device.place is Place.CUDA:
             check_fork()
-        invoker = make_invoker(problem, self.device, solver_by_id(solver_id), config, self.compiler)
+        solver = solver_by_id(solver_id)
+        check_serves(solver, problem, self.device)
+        invoker = make_invoker(problem, self.device, solver, config, self.compiler)
         check_kernels(invoker.solution, expected_hash, f"{solver_id}:{config.json}")
         return self.invokers.put(invoker)
 
@@ -177,6 +180,17 @@ def check_kernels(solution: ConvSolution, expected_hash: str, name: str) -> None
     """
     if expected_hash and kernel_hash(solution) != expected_hash:
         raise LaunchError(f"{name} was measured with other kernels than this release has")
+
+
+def check_serves(solver: Solver, problem: ProblemDescription, device: Device) -> None:
+    """Do nothing where a solver serves a problem: a solution may come from a release in which it served more.
+
+    Raises:
+        LaunchError: it does not.
+    """
+    applicability = solver.applicability(problem, device)
+    if not applicability:
+        raise LaunchError(f"{solver.id} does not serve {problem} on {device.name}: {applicability.reason}. Find again")
 
 
 _handles: weakref.WeakSet[Handle] = weakref.WeakSet()

@@ -17,7 +17,7 @@ from miofind.finddb import ProblemKey, Row, Scope
 from miofind.problem import ProblemDescription
 from miofind.refusals import Measured, applicability_of, difference
 from miofind.solution import Config
-from miofind.solver import Solver, solvers
+from miofind.solver import Applicability, Solver, solvers
 
 
 class RowCheck:
@@ -132,6 +132,11 @@ def _may_serve(solver: Solver, problem: ProblemDescription, device: Device) -> b
     return applicability is None or bool(applicability)
 
 
+@functools.lru_cache(maxsize=256)  # the rows of a problem follow each other, several of a solver
+def _applicability(solver: Solver, problem: ProblemDescription, device: Device) -> Applicability:
+    return solver.applicability(problem, device)
+
+
 def _finding(solver: Solver, problem: ProblemDescription, device: Device | None, row: Row) -> str | None:
     if (row.algorithm, row.library) != (solver.algorithm.value, solver.library.value):
         return f"it says {row.algorithm}, {row.library}; {solver.id} is {solver.algorithm}, {solver.library}"
@@ -139,7 +144,7 @@ def _finding(solver: Solver, problem: ProblemDescription, device: Device | None,
         return None
     measured = Measured(row.config, row.workspace_bytes, row.deterministic, row.kernel_hash)
     try:
-        applicability = solver.applicability(problem, device)
+        applicability = _applicability(solver, problem, device)
         if not applicability:
             return f"{solver.id} does not serve the problem: {applicability.reason}"
         return difference(solver, problem, device, measured) or None
