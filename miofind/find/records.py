@@ -109,7 +109,7 @@ class _Asked(NamedTuple):
         if late is None:
             return None
         found = self._taken(of_answer(answer))
-        hidden |= found.void | ({name.partition(":")[0] for name in self.fresh} - found.current)
+        hidden |= found.void
         if found.is_thin or (hidden and self._lacking(hidden, found)):
             found = self.of_all_histories()
         if hidden and not self.fresh and (void := self._lacking(hidden, found)):

@@ -44,15 +44,13 @@ class Taken(NamedTuple):
     """What became of rows.
 
     Attributes:
-        current: solvers with rows of the version and sources that they have now.
-        void: solvers with rows of others, or with rows that they no longer stand by.
+        void: solvers with rows of other versions or sources than they have now, or that they no longer stand by.
         is_thin: whether the history may have faster rows that the request takes: of a solver of which an answer keeps
             the best alone, some of these are not taken.
         is_stale: whether other versions of libraries or driver measured some of the solutions.
     """
 
     solutions: list[Solution]
-    current: frozenset[str]
     void: frozenset[str]
     is_thin: bool
     is_stale: bool
@@ -124,7 +122,7 @@ def taken(
         found.solutions.append(_as_solution(problem, row, found, source))
         stale = stale or row.environment != environment
     is_thin = any(kept[solver_id] >= BEST_PER_SOLVER for solver_id in passed_over)
-    return Taken(found.solutions, frozenset(kept), frozenset(void), is_thin, stale)
+    return Taken(found.solutions, frozenset(void), is_thin, stale)
 
 
 def _is_within(row: Stored, options: FindOptions) -> bool:
