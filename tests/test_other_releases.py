@@ -138,6 +138,18 @@ def test_a_narrowed_refusal_voids_the_rows_of_what_is_refused_now(installed: Any
         assert handle.database.rechecks() == (), "nothing is missing: who refuses need not be measured"
 
 
+@pytest.mark.parametrize("refuses", [(False, False), (True, False), (True, True)])
+def test_what_is_answered_is_what_has_solutions(installed: Any, database: Path, refuses: tuple[bool, bool]) -> None:
+    installed(*both())
+    tuned(database)
+    a, b = (Terms(refuses=each) for each in refuses)
+    installed(*both(a, b))
+    with handle_of(database) as handle:
+        assert records.is_answered(PROBLEM, FindOptions(), handle) is (looked_up(database) is not None)
+        assert records.is_answered(PROBLEM, FindOptions(), handle) is not all(refuses)
+        assert not records.is_answered(PROBLEM, FindOptions(tuning=True), handle), "nobody searched"
+
+
 def test_what_all_solvers_refuse_now_has_no_answer(installed: Any, database: Path) -> None:
     installed(*both())
     tuned(database)
@@ -477,6 +489,7 @@ def test_what_another_release_knows_takes_nothing_from_what_this_one_measured(
             for partial in (True, False):
                 after = records.look_up(PROBLEM, FindOptions(), handle, partial=partial)
                 assert ids(after) == ids(before)
+                assert records.is_answered(PROBLEM, FindOptions(), handle) is bool(after)
                 assert {s.id: s.time_ms for s in after or ()} == {s.id: s.time_ms for s in before or ()}
             assert handle.database.rechecks() == ()
             assert failures.failures(PROBLEM, handle) == {}

@@ -76,6 +76,12 @@ def look_up(
     return found.solutions
 
 
+def is_answered(problem: ProblemDescription, options: FindOptions, handle: Handle) -> bool:
+    """Whether `look_up` has solutions; asks of one row where the first will do, and notes nothing for a re-check."""
+    asked = _Asked(problem, options, handle, requested_scope(options, handle.device, False), frozenset(), True)
+    return any(map(asked.holds_any, handle.database.answers(handle.device.identity, problem.network_config)))
+
+
 def _chosen(held: Iterable[_Held | None]) -> list[_Held | None]:
     """The first that lacks no solver, else the first of those that lack the fewest; then what was asked besides."""
     seen = []
@@ -115,6 +121,13 @@ class _Asked(NamedTuple):
         if hidden and not self.fresh and (void := self._lacking(hidden, found)):
             late = tuple(sorted({*late, *(void - self._settled())}))
         return _Held(found.solutions, late, found.is_stale) if found.solutions else None
+
+    def holds_any(self, answer: Answer) -> bool:
+        """Whether an answer has anything for the request."""
+        is_known = answer.covers(self.request) or self._not_considered(answer, frozenset()) is not None
+        if is_known and any(self._taken((row,)).solutions for row in of_answer(answer)):
+            return True
+        return self.held(answer) is not None
 
     def _hidden(self, answer: Answer) -> frozenset[str]:
         """Solvers that were measured as they are now, of which an answer tells only how they failed in another release.
