@@ -19,7 +19,7 @@ from miofind.found import Found, Solution, Source
 from miofind.handle import Handle
 from miofind.options import FindOptions
 from miofind.problem import ProblemDescription
-from miofind.refusals import Measured, stored_config
+from miofind.refusals import Measured, Refusals, stored_config
 from miofind.solver import solvers
 
 logger = logging.getLogger(__name__)
@@ -79,8 +79,12 @@ def admits(row: Row, problem: ProblemDescription, options: FindOptions, handle: 
 
 def answers_no_more(row: Row | Stored, problem: ProblemDescription, handle: Handle) -> bool:
     """Whether a row's solver, asked today, would do otherwise than the row says."""
+    return _is_refused(row, handle.refusals(problem))
+
+
+def _is_refused(row: Row | Stored, refusals: Refusals) -> bool:
     measured = Measured(row.config, row.workspace_bytes, row.deterministic, row.kernel_hash)
-    return bool(handle.refusals(problem).of_row(solvers()[row.solver_id], measured))
+    return bool(refusals.of_row(solvers()[row.solver_id], measured))
 
 
 def taken(
@@ -98,6 +102,7 @@ def taken(
     found = Found(handle)
     environment = current_environment(handle.device)
     current: dict[tuple[str, int, str], bool] = {}
+    refusals = handle.refusals(problem)
     void, stale = set(), False
     kept: Counter[str] = Counter()
     passed_over: set[str] = set()
@@ -111,7 +116,7 @@ def taken(
         kept[row.solver_id] += 1
         if not _is_within(row, options):
             continue
-        if answers_no_more(row, problem, handle):
+        if _is_refused(row, refusals):
             void.add(row.solver_id)
             passed_over.add(row.solver_id)
             continue
