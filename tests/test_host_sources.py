@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import shutil
 import sys
@@ -188,6 +189,20 @@ def test_a_solver_of_the_cpu_place_is_known_by_its_source(solver: object) -> Non
     assert kernel_hash(ConvSolution(steps=steps)) != kernel_hash(
         ConvSolution(steps=(HostStep(module="m", function="convolve"),))
     )
+
+
+def test_a_solver_of_another_package_is_known_by_its_source(package: Package) -> None:
+    """And by what it takes of this one."""
+    text = "from miofind.solvers.cpu_direct import ConvCpuDirect\n\nclass Own(ConvCpuDirect):\n    id = 'vendor/Own'\n"
+    hashes = []
+    for added in ("", "    is_dynamic = False\n"):
+        forget()
+        package.write("own.py", text + added)
+        sys.modules.pop(f"{package.name}.own", None)
+        importlib.invalidate_caches()
+        hashes.append(solver_hash(importlib.import_module(f"{package.name}.own").Own()))
+    assert len({*hashes, solver_hash(solvers()["ConvCpuDirect"]), ""}) == 4
+    assert "miofind.reference" in set(host_sources._followed("miofind.solvers.cpu_direct", of=f"{package.name}.own"))
 
 
 def test_solvers_of_the_cpu_place_have_hashes_of_their_own() -> None:
