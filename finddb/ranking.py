@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from miofind.finddb.values import MOMENTARY_STATUSES, Row, Scope, Verdict, canonical_json, failed_code
@@ -147,17 +147,25 @@ def _together(newest_first: Sequence[Scope]) -> Scope:
 
 def with_failures(scopes: Iterable[Scope], rows: Iterable[Row]) -> list[Scope]:
     """Scopes that tell with which sources solvers failed of which nothing is usable: those may have changed since."""
+    rows = list(rows)
     in_force = _in_force(rows)
     usable = {row.solver_id for row in in_force if row.usable}
-    failed = {row.solver_id: row for row in in_force if row.source_hash and row.solver_id not in usable}
-    return [_with_failures(scope, failed) for scope in scopes]
+    failed = {row.solver_id: row for row in in_force if row.solver_id not in usable}
+    hidden = {row.solver_id for row in rows if row.usable and row.solver_id in failed}
+    return [_with_failures(scope, failed, hidden) for scope in scopes]
 
 
-def _with_failures(scope: Scope, failed: Mapping[str, Row]) -> Scope:
+def _with_failures(scope: Scope, failed: Mapping[str, Row], hidden: Collection[str]) -> Scope:
+    """A scope with what failed.
+
+    Args:
+        hidden: solvers of which something was usable before, in another version or with other sources.
+    """
     codes = {
         name: failed_code(row.solver_version, row.source_hash)
         for name, row in failed.items()
-        if scope.solvers.get(name) == row.solver_version
+        if (row.source_hash and scope.solvers.get(name) == row.solver_version)
+        or (name in hidden and scope.solvers.get(name, row.solver_version) != row.solver_version)
     }
     return replace(scope, solvers={**scope.solvers, **codes}, id="") if codes else scope
 

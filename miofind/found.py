@@ -108,7 +108,7 @@ class Solution:
         """Write the solution and its binaries to a JSON file that `Solution.load` reads: such a file is code.
 
         Raises:
-            SolutionFileError: the file cannot be written.
+            SolutionFileError: the file cannot be written, or the solution is of another release than its solver.
         """
         from miofind.solution_file import save_solution
 

@@ -15,9 +15,10 @@ from miofind.errors import LaunchError
 from miofind.finddb import Layered, open_layered
 from miofind.invoker import Invoker, InvokerCache, make_invoker
 from miofind.problem import ProblemDescription
+from miofind.refusals import Refusals
 from miofind.sandbox.executors import Executor, InProcess, Isolated
 from miofind.solution import Config, ConvSolution
-from miofind.solver import solver_by_id
+from miofind.solver import Solver, solver_by_id
 
 if TYPE_CHECKING:
     from miofind.found import Solution
@@ -56,6 +57,7 @@ class Handle:
         self.compiler = compiler or Compiler(BinaryCache())
         self.invokers = InvokerCache()
         self.found: dict[tuple[str, FindOptions], list[Solution]] = {}
+        self._refusals: dict[str, Refusals] = {}
         self.lock = threading.RLock()
         self.measuring = threading.RLock()
         self._database_path = database
@@ -90,16 +92,30 @@ class Handle:
         Raises:
             InvalidConfigError: the configuration is outside the solver's schema.
             CompileError, MissingLibraryError: it cannot be built.
-            LaunchError: it cannot be made ready, or its kernels are no longer those that were measured.
+            LaunchError: it cannot be made ready, its solver serves the problem no longer, or its kernels are no longer
+                those that were measured.
         """
         cached = self.invokers.get(problem.network_config, solver_id, config)
         if cached is not None:
             return cached
         if self.device.place is Place.CUDA:
             check_fork()
-        invoker = make_invoker(problem, self.device, solver_by_id(solver_id), config, self.compiler)
+        solver = solver_by_id(solver_id)
+        check_serves(solver, problem, self.device)
+        invoker = make_invoker(problem, self.device, solver, config, self.compiler)
         check_kernels(invoker.solution, expected_hash, f"{solver_id}:{config.json}")
         return self.invokers.put(invoker)
+
+    def refusals(self, problem: ProblemDescription) -> Refusals:
+        """What solvers were asked of stored rows of a problem, and are asked from now on; kept like answers."""
+        known = self._refusals.get(problem.network_config)
+        if known is None or known.device is not self.device:
+            known = Refusals(problem, self.device)
+            with self.lock:
+                self._refusals[problem.network_config] = known
+                while len(self._refusals) > MAX_ANSWERS:
+                    self._refusals.pop(next(iter(self._refusals)))
+        return known
 
     def forget_answers(self, network_config: str) -> None:
         """Drop the answers to one problem kept in this process, whatever their options: its rows have changed."""
@@ -115,8 +131,9 @@ class Handle:
                 self.found.pop(next(iter(self.found)))
 
     def forget(self) -> None:
-        """Drop the answers and invokers kept in this process; the FindDB and the binary cache stay."""
+        """Drop answers, invokers and what solvers said of rows in this process; FindDB and binary cache stay."""
         self.found.clear()
+        self._refusals.clear()
         self.invokers.clear()
 
     def leave_parent(self) -> None:
@@ -163,6 +180,17 @@ def check_kernels(solution: ConvSolution, expected_hash: str, name: str) -> None
     """
     if expected_hash and kernel_hash(solution) != expected_hash:
         raise LaunchError(f"{name} was measured with other kernels than this release has")
+
+
+def check_serves(solver: Solver, problem: ProblemDescription, device: Device) -> None:
+    """Do nothing where a solver serves a problem: a solution may come from a release in which it served more.
+
+    Raises:
+        LaunchError: it does not.
+    """
+    applicability = solver.applicability(problem, device)
+    if not applicability:
+        raise LaunchError(f"{solver.id} does not serve {problem} on {device.name}: {applicability.reason}. Find again")
 
 
 _handles: weakref.WeakSet[Handle] = weakref.WeakSet()

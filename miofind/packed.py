@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from miofind import arrays, operands
 from miofind.device import Place, check_fork
 from miofind.errors import InvalidArrayError, InvalidOptionError
-from miofind.handle import check_kernels
+from miofind.handle import check_kernels, check_serves
 from miofind.invoker import Invoker, make_invoker
 from miofind.problem import Direction
 from miofind.runner import Runner
@@ -36,6 +36,7 @@ class PackedSolution:
             raise InvalidOptionError("weights are the result of backward weights: there is nothing to pack")
         queue = None if stream is None else operands.stream_address(stream)
         solver = solver_by_id(solution.solver_id)
+        check_serves(solver, problem, handle.device)
         solver.check_config(problem, handle.device, solution.config)
         packing = solver.packing(problem, handle.device, solution.config)
         self.solution = solution

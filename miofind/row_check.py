@@ -1,4 +1,4 @@
-"""Checks one row of a FindDB against this release: its problem, its solver, its configuration, its workspace.
+"""Checks one row of a FindDB against this release: its problem, solver, configuration, workspace and kernels.
 
 Rows of another solver version or other sources are void, not wrong: they are counted and left alone.
 """
@@ -12,11 +12,12 @@ from dataclasses import replace
 from miofind.device import IDENTITY, Device
 from miofind.errors import InvalidConfigError, InvalidProblemError, MiofindError
 from miofind.find.scopes import joined
-from miofind.find.validity import may_serve, solver_hash
+from miofind.find.validity import solver_hash
 from miofind.finddb import ProblemKey, Row, Scope
 from miofind.problem import ProblemDescription
+from miofind.refusals import Measured, applicability_of, difference
 from miofind.solution import Config
-from miofind.solver import Solver, solvers
+from miofind.solver import Applicability, Solver, solvers
 
 
 class RowCheck:
@@ -81,7 +82,7 @@ def is_lost(key: ProblemKey, row: Row) -> bool:
     problem, device, solver = _problem(key.network_config), device_of(key.device), solvers().get(row.solver_id)
     if is_current(row) or solver is None or device is None or isinstance(problem, str):
         return False
-    return may_serve(solver, problem, device)
+    return _may_serve(solver, problem, device)
 
 
 def with_refusals(key: ProblemKey, scopes: Sequence[Scope]) -> list[Scope]:
@@ -94,7 +95,7 @@ def with_refusals(key: ProblemKey, scopes: Sequence[Scope]) -> list[Scope]:
         solver.id: solver.version
         for solver in solvers().values()
         if any(key.place is device.place and device.library_version(key.library) is not None for key in solver.keys)
-        and not may_serve(solver, problem, device)  # without its library it refuses everything, here alone
+        and not _may_serve(solver, problem, device)  # without its library it refuses everything, here alone
     }
     return [
         scope
@@ -125,27 +126,34 @@ def is_current(row: Row) -> bool:
     return solver is not None and row.solver_version == solver.version and row.source_hash == solver_hash(solver)
 
 
+def _may_serve(solver: Solver, problem: ProblemDescription, device: Device) -> bool:
+    """Whether a solver would have to be measured to be ranked: it does not refuse the problem."""
+    applicability = applicability_of(solver, problem, device)
+    return applicability is None or bool(applicability)
+
+
+@functools.lru_cache(maxsize=256)  # the rows of a problem follow each other, several of a solver
+def _applicability(solver: Solver, problem: ProblemDescription, device: Device) -> Applicability:
+    return solver.applicability(problem, device)
+
+
 def _finding(solver: Solver, problem: ProblemDescription, device: Device | None, row: Row) -> str | None:
     if (row.algorithm, row.library) != (solver.algorithm.value, solver.library.value):
         return f"it says {row.algorithm}, {row.library}; {solver.id} is {solver.algorithm}, {solver.library}"
     if device is None or not row.usable or device.library_version(solver.library) is None:
         return None
-    config = Config.from_json(row.config)
+    measured = Measured(row.config, row.workspace_bytes, row.deterministic, row.kernel_hash)
     try:
-        applicability = solver.applicability(problem, device)
+        applicability = _applicability(solver, problem, device)
         if not applicability:
             return f"{solver.id} does not serve the problem: {applicability.reason}"
-        solver.check_config(problem, device, config)
-        workspace_bytes = solver.workspace_bytes(problem, device, config)
+        return difference(solver, problem, device, measured) or None
     except InvalidConfigError as error:
         return str(error)
     except MiofindError:  # a library's plans cannot be asked for here
         return None
     except Exception as error:  # a solver's own code may raise anything, and the other rows are to be checked
         return f"{solver.id} fails over it: {error!r}"
-    if workspace_bytes != row.workspace_bytes:
-        return f"it says {row.workspace_bytes} bytes of workspace, {solver.id} needs {workspace_bytes}"
-    return None
 
 
 @functools.lru_cache(maxsize=1024)

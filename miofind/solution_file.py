@@ -16,10 +16,16 @@ from typing import Any
 
 from miofind.compiler import Compiler, kernel_hash
 from miofind.device import Place, device_text
-from miofind.errors import InvalidConfigError, InvalidProblemError, SolutionFileError, UnknownSolverError
+from miofind.errors import (
+    InvalidConfigError,
+    InvalidProblemError,
+    LaunchError,
+    SolutionFileError,
+    UnknownSolverError,
+)
 from miofind.files import read_bounded, replacing
 from miofind.found import Found, Solution, Source, alone
-from miofind.handle import Handle, default_handle
+from miofind.handle import Handle, check_kernels, check_serves, default_handle
 from miofind.problem import ProblemDescription
 from miofind.solution import Config, KernelStep
 from miofind.solver import solver_by_id
@@ -49,11 +55,17 @@ def save_solution(solution: Solution, path: Path) -> None:
     """Write a solution and its binaries; the file appears whole or not at all.
 
     Raises:
-        SolutionFileError: the file cannot be written.
+        SolutionFileError: the file cannot be written, or the solution is of another release than its solver.
         CompileError: a kernel cannot be built.
     """
     solver = solver_by_id(solution.solver_id)
-    steps = solver.solution(solution.problem, solution.device, solution.config)
+    try:
+        check_serves(solver, solution.problem, solution.device)
+        solver.check_config(solution.problem, solution.device, solution.config)
+        steps = solver.solution(solution.problem, solution.device, solution.config)
+        check_kernels(steps, solution.kernel_hash, solution.id)
+    except (LaunchError, InvalidConfigError) as error:
+        raise SolutionFileError(f"{str(path)!r} is not written: {error}") from error
     compiler = solution.found.handle.compiler
     payload = {
         "network_config": solution.problem.network_config,
@@ -98,8 +110,12 @@ def load_solution(path: Path, handle: Handle | None = None) -> Solution:
             raise SolutionFileError(f"{path}: {solver.id} does not serve its problem here: {applicability.reason}")
         solver.check_config(problem, device, config)
         steps = solver.solution(problem, device, config)
+    except SolutionFileError:
+        raise
     except (InvalidProblemError, InvalidConfigError, UnknownSolverError) as error:
         raise SolutionFileError(f"{path} cannot be used by this release: {error}") from error
+    except Exception as error:  # a solver's own code may raise anything
+        raise SolutionFileError(f"{path} cannot be used by this release: its solver fails with {error!r}") from error
     if solver.version != payload["solver_version"] or kernel_hash(steps) != payload["kernel_hash"]:
         raise SolutionFileError(f"{path} was saved with other sources of {solver.id} than this release has: find again")
     if device.place is Place.CUDA:

@@ -220,7 +220,14 @@ def test_as_many_trials_are_known_and_more_go_on_where_it_stopped(handle: Handle
 def test_trials_count_candidates_of_allowed_solvers_alone(handle: Handle, measurer: Measurer) -> None:
     """What was tried of others counted as a search's own trials, and nothing more was measured."""
     measure(PROBLEM, replace(OPTIONS, trials=2), handle)
-    of_another = Row(solver_id="ConvCpuDirect", solver_version=1, config="{}", status="ok", time_ms=1.0)
+    of_another = Row(
+        solver_id="ConvCpuDirect",
+        solver_version=1,
+        config="{}",
+        status="ok",
+        source_hash=validity.solver_hash(solvers()["ConvCpuDirect"]),
+        time_ms=1.0,
+    )
     handle.database.record(handle.device.identity, PROBLEM.network_config, [of_another])
     assert validity.is_valid(of_another, handle.device)
     assert known(replace(OPTIONS, trials=2), handle)

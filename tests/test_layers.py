@@ -22,6 +22,7 @@ LAYERS = (
     ("tune", "null_test", "row_check"),
     ("find",),
     ("found", "packed", "runner", "solution_file", "handle"),
+    ("refusals",),
     ("sandbox",),
     ("evaluate", "health"),
     ("measure", "verify"),

@@ -11,6 +11,7 @@ import pytest
 
 from miofind import find_solutions
 from miofind.candidate import Candidate, Outcome, Status, Timing
+from miofind.device import Device
 from miofind.find import failures, records, scopes, validity
 from miofind.find import recording as recording_module
 from miofind.find.plan import make_plan
@@ -20,6 +21,7 @@ from miofind.handle import Handle
 from miofind.measure.verdict import Comparison, Verdict
 from miofind.options import FindOptions
 from miofind.problem import ProblemDescription
+from miofind.solution import Region, WorkspacePlan
 from miofind.solver import solver_by_id
 
 PROBLEM = ProblemDescription.convolution(x=(1, 4, 6, 5), w=(3, 4, 1, 1))
@@ -40,7 +42,14 @@ def candidates(handle: Handle) -> list[Candidate]:
 
 
 def outcome(candidate: Candidate, status: Status = Status.OK) -> Outcome:
-    return Outcome(candidate=candidate, status=status, timing=TIMING if status.usable else None, message=status.value)
+    solver, device = solver_by_id(candidate.solver_id), Device.cpu()
+    return Outcome(
+        candidate=candidate,
+        status=status,
+        timing=TIMING if status.usable else None,
+        message=status.value,
+        workspace_bytes=solver.solution(PROBLEM, device, candidate.config).workspace.bytes if status.usable else 0,
+    )
 
 
 def record(
@@ -286,14 +295,19 @@ def test_a_slow_row_that_is_kept_for_its_workspace_hides_no_faster_one(
         Candidate(network_config=PROBLEM.network_config, solver_id=solver.id, config=config)
         for config in (*spreading, fast, small)
     )
-    sizes = zip(made, (1.0, 2.0, 3.0, 4.0, 400.0), (100, 100, 100, 100, 0), strict=True)
+    solution = type(solver).solution
+    monkeypatch.setattr(
+        type(solver),
+        "solution",
+        lambda *args: replace(
+            solution(*args), workspace=WorkspacePlan((Region(name="inputs", bytes=0 if args[-1] == small else 256),))
+        ),
+    )
+    times_ms = zip(made, (1.0, 2.0, 3.0, 4.0, 400.0), strict=True)
     record(handle, *map(outcome, candidates(handle)))
     record(
         handle,
-        *(
-            replace(outcome(each), timing=replace(TIMING, time_ms=time_ms), workspace_bytes=size)
-            for each, time_ms, size in sizes
-        ),
+        *(replace(outcome(each), timing=replace(TIMING, time_ms=time_ms)) for each, time_ms in times_ms),
     )
     strict = records.look_up(PROBLEM, FindOptions(strict_nonfinite=True), handle)
     assert [one.config for one in strict or () if one.solver_id == solver.id] == [fast, small]

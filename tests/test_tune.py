@@ -145,8 +145,13 @@ def test_solvers_whose_sources_changed_are_measured(handle: Handle) -> None:
     key = (handle.device.identity, REQUESTS[0].problem.network_config)
     history = handle.database.user.history(*key)
     assert history is not None
-    row = next(row for row in history.rows if row.solver_id == "ConvCpuDirect")
-    handle.database.record(*key, [replace(row, source_hash="0" * 64, created_at="", id="")])
+    (row,) = (row for row in history.rows if row.solver_id == "ConvCpuDirect")
+    others = {"source_hash": "0" * 64, "created_at": "", "id": ""}
+    handle.database.record(*key, [replace(row, **others)])
+    assert statuses(tune(REQUESTS[:1], [handle], OPTIONS)) == [TuneStatus.KNOWN], "it was measured as it is now, too"
+    handle.database.clean(*key)
+    rows = [replace(each, **others) if each == row else replace(each, id="") for each in history.rows]
+    handle.database.user.add([replace(history, rows=tuple(replace(each, created_at=row.created_at) for each in rows))])
     assert statuses(tune(REQUESTS[:1], [handle], OPTIONS)) == [TuneStatus.TUNED]
     assert statuses(tune(REQUESTS[:1], [handle], OPTIONS)) == [TuneStatus.KNOWN]
 

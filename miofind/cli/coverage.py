@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from miofind.errors import InvalidProblemError
-from miofind.find.records import look_up
+from miofind.find.records import is_answered
 from miofind.finddb import ProblemKey
 from miofind.handle import Handle
 from miofind.network_config import ConvolutionArguments, parse_network_config
@@ -129,7 +129,7 @@ def answered_finds(device: str, network_configs: Set[str]) -> Set[str]:
 def _is_answered(network_config: str, handle: Handle) -> bool:
     with suppress(InvalidProblemError):
         problem = ProblemDescription.from_network_config(network_config)
-        return look_up(problem, FindOptions(), handle, queue=False) is not None
+        return is_answered(problem, FindOptions(), handle)
     return False
 
 

@@ -5,6 +5,7 @@ Building needs no GPU and no CuPy. It knows steps, not solvers, problems or what
 
 from miofind.compiler.build import Compiler, kernel_hash, processors
 from miofind.compiler.cache import Binary, BinaryCache, CacheStats
+from miofind.compiler.host_sources import host_hash
 from miofind.compiler.load import Kernel
 from miofind.compiler.nvrtc import nvrtc_version, toolchain
 from miofind.compiler.pool import CompilePool, CompileTimeoutError
@@ -20,6 +21,7 @@ __all__ = [
     "Compiler",
     "Kernel",
     "KernelResources",
+    "host_hash",
     "kernel_hash",
     "nvrtc_version",
     "processors",

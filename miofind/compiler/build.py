@@ -17,13 +17,14 @@ from types import MappingProxyType
 
 from miofind.compiler.cache import Binary, BinaryCache
 from miofind.compiler.cubin import complaint, parameter_bytes
+from miofind.compiler.host_sources import host_hash
 from miofind.compiler.load import Kernel, load_kernel
 from miofind.compiler.nvrtc import compile_options, compile_source, toolchain
 from miofind.compiler.resources import parse_resources
 from miofind.compiler.sources import Source, read_source
 from miofind.device import Device
 from miofind.errors import CompileError, MissingLibraryError, SolutionFileError
-from miofind.solution import ConvSolution, KernelStep, Pointer, Scalar, TensorMap
+from miofind.solution import ConvSolution, HostStep, KernelStep, Pointer, Scalar, TensorMap
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +36,10 @@ BuildResult = tuple[KernelStep, Binary | CompileError]
 
 
 def kernel_hash(solution: ConvSolution) -> str:
-    """Hash of what a solution runs: sources, entries, defines and options of its kernels, kinds of its other steps.
+    """Hash of what a solution runs.
+
+    It is of sources, entries, defines and options of its kernels, of its host functions with the source of their
+    modules, and of the kinds of its other steps.
 
     Raises:
         CompileError: a source is missing or unreadable.
@@ -45,6 +49,8 @@ def kernel_hash(solution: ConvSolution) -> str:
         if isinstance(step, KernelStep):
             digest = read_source(step.source, step.package).digest
             parts.append([digest, step.entry, step.defines, step.options])
+        elif isinstance(step, HostStep):
+            parts.append([host_hash(step.module), step.module, step.function])
         else:
             parts.append(type(step).__name__)
     return _digest(parts)

@@ -34,6 +34,14 @@ def newest_statuses(
     problem: ProblemDescription, handle: Handle, *, ignored: frozenset[Status], environment: str | None = None
 ) -> dict[str, Status]:
     """What became last of each candidate that was measured on this device with the solvers of this release."""
+    newest = newest_rows(problem, handle, ignored=ignored, environment=environment)
+    return {name: Status(row.status) for name, row in newest.items()}
+
+
+def newest_rows(
+    problem: ProblemDescription, handle: Handle, *, ignored: frozenset[Status], environment: str | None = None
+) -> dict[str, Row]:
+    """By id, the last row of each candidate that was measured on this device with the solvers of this release."""
     newest: dict[str, Row] = {}
     for history in handle.database.histories(handle.device.identity, problem.network_config):
         for row in history.rows:
@@ -45,4 +53,4 @@ def newest_statuses(
                 continue
             if known is None or known.age < row.age:
                 newest[name] = row
-    return {name: Status(row.status) for name, row in newest.items()}
+    return newest

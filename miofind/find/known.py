@@ -5,6 +5,7 @@ from __future__ import annotations
 from miofind.candidate import Candidate
 from miofind.environment import versions
 from miofind.find import validity
+from miofind.find.stored import answers_no_more
 from miofind.finddb import Row, environment_id
 from miofind.handle import Handle
 from miofind.problem import ProblemDescription
@@ -12,12 +13,15 @@ from miofind.solution import Config
 
 
 def known_times(problem: ProblemDescription, handle: Handle) -> dict[Candidate, float | None]:
-    """The time of each candidate that was measured here with the present versions and undisturbed."""
+    """The time of each candidate that was measured here with the present versions and undisturbed.
+
+    Left out is what its solver would do otherwise today, though in the same version and sources.
+    """
     environment = environment_id(versions(handle.device))
     newest: dict[Candidate, Row] = {}
     for history in handle.database.histories(handle.device.identity, problem.network_config):
         for row in sorted(history.rows, key=lambda row: row.age):
-            if validity.is_valid(row, handle.device):
+            if validity.is_valid(row, handle.device) and not (row.usable and answers_no_more(row, problem, handle)):
                 newest[candidate_of(row.candidate, problem)] = row
     return {
         candidate: row.time_ms

@@ -11,10 +11,10 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import NamedTuple
 
-from miofind.find.failures import newest_statuses
-from miofind.find.scopes import WIDE_BOUNDS, asked, considered, requested_scope
-from miofind.find.stored import Stored, Taken, admits, of_answer, of_rows, taken
-from miofind.find.validity import is_valid, may_serve
+from miofind.find.failures import newest_rows, newest_statuses
+from miofind.find.scopes import WIDE_BOUNDS, asked, considered, overwritten, requested_scope
+from miofind.find.stored import Stored, Taken, admits, answers_no_more, of_answer, of_rows, taken
+from miofind.find.validity import is_valid
 from miofind.finddb import Answer, Scope
 from miofind.found import Solution
 from miofind.handle import Handle
@@ -76,6 +76,12 @@ def look_up(
     return found.solutions
 
 
+def is_answered(problem: ProblemDescription, options: FindOptions, handle: Handle) -> bool:
+    """Whether `look_up` has solutions; asks of one row where the first will do, and notes nothing for a re-check."""
+    asked = _Asked(problem, options, handle, requested_scope(options, handle.device, False), frozenset(), True)
+    return any(map(asked.holds_any, handle.database.answers(handle.device.identity, problem.network_config)))
+
+
 def _chosen(held: Iterable[_Held | None]) -> list[_Held | None]:
     """The first that lacks no solver, else the first of those that lack the fewest; then what was asked besides."""
     seen = []
@@ -103,17 +109,50 @@ class _Asked(NamedTuple):
 
     def held(self, answer: Answer) -> _Held | None:
         """What an answer has for the request, None where that is nothing, or too little was considered for it."""
-        late = self._not_considered(answer)
+        is_covered = bool(self.fresh) or answer.covers(self.request)
+        hidden = frozenset() if is_covered else self._hidden(answer)
+        late = () if is_covered else self._not_considered(answer, hidden)
         if late is None:
             return None
         found = self._taken(of_answer(answer))
-        void = found.void
-        if found.is_thin:
+        hidden |= found.void
+        if found.is_thin or (hidden and self._lacking(hidden, found)):
             found = self.of_all_histories()
-        if void and not self.fresh:
-            void -= {solution.solver_id for solution in found.solutions}
-            late = tuple(sorted({*late, *self._serving(void & self.request.solvers.keys())}))
+        if hidden and not self.fresh and (void := self._lacking(hidden, found)):
+            late = tuple(sorted({*late, *(void - self._settled())}))
         return _Held(found.solutions, late, found.is_stale) if found.solutions else None
+
+    def holds_any(self, answer: Answer) -> bool:
+        """Whether an answer has anything for the request."""
+        is_known = answer.covers(self.request) or self._not_considered(answer, frozenset()) is not None
+        if is_known and any(self._taken((row,)).solutions for row in of_answer(answer)):
+            return True
+        return self.held(answer) is not None
+
+    def _hidden(self, answer: Answer) -> frozenset[str]:
+        """Solvers that were measured as they are now, of which an answer tells only how they failed in another release.
+
+        Of a solver an answer holds what was measured last, in whichever release that was.
+        """
+        others = overwritten(self.request, answer.scopes) - considered(self.request, answer.scopes)
+        return others & self._settled() if self._serving(others) else frozenset()
+
+    def _lacking(self, names: Iterable[str], found: Taken) -> set[str]:
+        """Those of the solvers that the request asks, that serve the problem and that have no solution."""
+        wanted = {*names} & self.request.solvers.keys()
+        return {*self._serving(wanted - {solution.solver_id for solution in found.solutions})}
+
+    def _settled(self) -> set[str]:
+        """Solvers that were measured as they are now: something of them is usable, or all that was measured failed."""
+        usable, failed, refused = set(), set(), set()
+        for row in newest_rows(self.problem, self.handle, ignored=frozenset()).values():
+            if not row.usable:
+                failed.add(row.solver_id)
+            elif answers_no_more(row, self.problem, self.handle):
+                refused.add(row.solver_id)
+            else:
+                usable.add(row.solver_id)
+        return usable | (failed - refused)
 
     def of_all_histories(self) -> Taken:
         """Solutions of the best rows of all FindDBs that the request takes."""
@@ -122,22 +161,20 @@ class _Asked(NamedTuple):
             device.identity,
             self.problem.network_config,
             holds=lambda row: is_valid(row, device),
-            admits=lambda row: admits(row, self.problem, self.options),
+            admits=lambda row: admits(row, self.problem, self.options, self.handle),
         )
         return self._taken(of_rows(rows))
 
     def _taken(self, rows: Iterable[Stored]) -> Taken:
         return taken(rows, self.problem, self.options, self.handle, self.fresh)
 
-    def _not_considered(self, answer: Answer) -> tuple[str, ...] | None:
+    def _not_considered(self, answer: Answer, hidden: frozenset[str]) -> tuple[str, ...] | None:
         """The solvers that might serve and that an answer's finds together have not considered; None if it is none.
 
         What refuses the problem need not have been considered. What came since a find that asked all solvers, or
         changed since one that asked it, may be missing from a partial answer; what a filter left out may not.
         """
-        if self.fresh or answer.covers(self.request):
-            return ()
-        known = considered(self.request, answer.scopes)
+        known = considered(self.request, answer.scopes) | hidden
         missing = self.request.solvers.keys() - known
         if not known or WIDE_BOUNDS in missing:
             return None
@@ -146,7 +183,8 @@ class _Asked(NamedTuple):
 
     def _serving(self, names: Iterable[str]) -> tuple[str, ...]:
         """Those of the solvers that do not refuse the problem."""
-        return tuple(name for name in sorted(names) if may_serve(solvers()[name], self.problem, self.handle.device))
+        refused = self.handle.refusals(self.problem)
+        return tuple(name for name in sorted(names) if refused.may_serve(solvers()[name]))
 
 
 def _wants_all(problem: ProblemDescription, options: FindOptions, handle: Handle) -> bool:

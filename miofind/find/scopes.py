@@ -63,6 +63,17 @@ def considered(request: Scope, scopes: Iterable[Scope]) -> frozenset[str]:
     )
 
 
+def overwritten(request: Scope, scopes: Iterable[Scope]) -> frozenset[str]:
+    """Ids of a request's solvers of which earlier finds tell as they were in another release, or by their failure."""
+    wanted = request.solvers
+    return frozenset(
+        name
+        for scope in _alike(request, scopes)
+        for name, version in scope.solvers.items()
+        if name in wanted and version != wanted[name]
+    )
+
+
 def _failed_code(solver_id: str) -> int | None:
     solver = solvers().get(solver_id)
     return None if solver is None else failed_code(solver.version, solver_hash(solver))

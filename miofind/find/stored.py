@@ -1,12 +1,12 @@
 """Rows of FindDBs become the solutions that a request takes.
 
-A row is valid while its solver's version and sources are those of this release and its library is installed; a request
-takes those within its limits and of its kind. Knows nothing of where the rows come from.
+A row is valid while its solver's version and sources are those of this release and its library is installed, and while
+the solver, asked today, would do what was measured; a request takes those within its limits and of its kind. Knows
+nothing of where the rows come from.
 """
 
 from __future__ import annotations
 
-import functools
 import logging
 import operator
 from collections import Counter
@@ -19,7 +19,7 @@ from miofind.found import Found, Solution, Source
 from miofind.handle import Handle
 from miofind.options import FindOptions
 from miofind.problem import ProblemDescription
-from miofind.solution import Config
+from miofind.refusals import Measured, Refusals, stored_config
 from miofind.solver import solvers
 
 logger = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ class Taken(NamedTuple):
     """What became of rows.
 
     Attributes:
-        void: solvers with rows of other versions or sources than they have now.
+        void: solvers with rows of other versions or sources than they have now, or that they no longer stand by.
         is_thin: whether the history may have faster rows that the request takes: of a solver of which an answer keeps
             the best alone, some of these are not taken.
         is_stale: whether other versions of libraries or driver measured some of the solutions.
@@ -69,10 +69,22 @@ def of_rows(rows: Iterable[Row]) -> Iterator[Stored]:
     return map(Stored._make, map(_fields_of, rows))
 
 
-def admits(row: Row, problem: ProblemDescription, options: FindOptions) -> bool:
-    """Whether a request takes a row, as long as it is valid."""
+def admits(row: Row, problem: ProblemDescription, options: FindOptions, handle: Handle) -> bool:
+    """Whether a request takes a row of a solver's present version and sources."""
     stored = Stored._make(_fields_of(row))
-    return _is_within(stored, options) and _is_of_kind(stored, problem, options)
+    if not _is_within(stored, options) or answers_no_more(stored, problem, handle):
+        return False
+    return _is_of_kind(stored, problem, options)
+
+
+def answers_no_more(row: Row | Stored, problem: ProblemDescription, handle: Handle) -> bool:
+    """Whether a row's solver, asked today, would do otherwise than the row says."""
+    return _is_refused(row, handle.refusals(problem))
+
+
+def _is_refused(row: Row | Stored, refusals: Refusals) -> bool:
+    measured = Measured(row.config, row.workspace_bytes, row.deterministic, row.kernel_hash)
+    return bool(refusals.of_row(solvers()[row.solver_id], measured))
 
 
 def taken(
@@ -90,6 +102,7 @@ def taken(
     found = Found(handle)
     environment = current_environment(handle.device)
     current: dict[tuple[str, int, str], bool] = {}
+    refusals = handle.refusals(problem)
     void, stale = set(), False
     kept: Counter[str] = Counter()
     passed_over: set[str] = set()
@@ -103,6 +116,10 @@ def taken(
         kept[row.solver_id] += 1
         if not _is_within(row, options):
             continue
+        if _is_refused(row, refusals):
+            void.add(row.solver_id)
+            passed_over.add(row.solver_id)
+            continue
         if not _is_of_kind(row, problem, options):
             passed_over.add(row.solver_id)
             continue
@@ -111,12 +128,6 @@ def taken(
         stale = stale or row.environment != environment
     is_thin = any(kept[solver_id] >= BEST_PER_SOLVER for solver_id in passed_over)
     return Taken(found.solutions, frozenset(void), is_thin, stale)
-
-
-@functools.lru_cache(maxsize=1 << 16)
-def _stored_config(text: str) -> Config:
-    """A configuration from a FindDB: few texts serve many problems."""
-    return Config.from_json(text)
 
 
 def _is_within(row: Stored, options: FindOptions) -> bool:
@@ -135,9 +146,9 @@ def _is_of_kind(row: Stored, problem: ProblemDescription, options: FindOptions) 
     """Whether a row is of a kind that a request takes, which its solver alone can tell."""
     solver = solvers()[row.solver_id]
     try:
-        if options.strict_nonfinite and solver.spreads_nonfinite(problem, _stored_config(row.config)):
+        if options.strict_nonfinite and solver.spreads_nonfinite(problem, stored_config(row.config)):
             return False
-        return options.max_error is not None or solver.keeps_bound(problem, _stored_config(row.config))
+        return options.max_error is not None or solver.keeps_bound(problem, stored_config(row.config))
     except Exception as error:  # a solver's own code may raise anything: its rows are no answer, those of others are
         logger.debug("%s cannot say what becomes of errors with %s: %r", solver.id, row.config, error)
         return False
@@ -151,7 +162,7 @@ def _as_solution(problem: ProblemDescription, row: Stored, found: Found, source:
         solver_id=row.solver_id,
         algorithm=solver.algorithm,
         library=solver.library,
-        config=_stored_config(row.config),
+        config=stored_config(row.config),
         time_ms=row.time_ms,
         workspace_bytes=row.workspace_bytes,
         deterministic=row.deterministic,

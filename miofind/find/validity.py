@@ -5,11 +5,11 @@ from __future__ import annotations
 import functools
 import logging
 
-from miofind.compiler import source_hash
-from miofind.device import Device
+from miofind.compiler import host_hash, source_hash
+from miofind.device import Device, Place
 from miofind.environment import versions
+from miofind.errors import CompileError
 from miofind.finddb import Row, environment_id
-from miofind.problem import ProblemDescription
 from miofind.solver import Solver, solvers
 
 logger = logging.getLogger(__name__)
@@ -36,14 +36,14 @@ def is_current(solver_id: str, version: int, sources: str, device: Device) -> bo
 
 @functools.cache
 def solver_hash(solver: Solver) -> str:
-    """Hash of the sources that a solver's kernels reach."""
-    return source_hash(solver.sources, solver.source_package) if solver.sources else ""
+    """Hash of the sources of a solver's kernels, or of its own where it computes on the CPU place; "" for neither.
 
-
-def may_serve(solver: Solver, problem: ProblemDescription, device: Device) -> bool:
-    """Whether a solver would have to be measured to be ranked: it does not refuse the problem."""
+    It is "" too where they cannot be read, with which whatever is measured of the solver fails.
+    """
     try:
-        return bool(solver.applicability(problem, device))
-    except Exception as error:  # a solver's own code may raise anything
-        logger.debug("%s cannot say whether it serves %s: %r", solver.id, problem, error)
-        return True
+        if solver.sources:
+            return source_hash(solver.sources, solver.source_package)
+    except CompileError as error:
+        logger.debug("%s has no hash of its sources: %s", solver.id, error)
+        return ""
+    return host_hash(type(solver).__module__) if any(key.place is Place.CPU for key in solver.keys) else ""

@@ -17,6 +17,7 @@ from miofind.errors import DatabaseError, MissingEnvironmentError, NoDeviceError
 from miofind.evaluate import DeviceLostError
 from miofind.find import failures, records
 from miofind.find.pipeline import measure
+from miofind.find.validity import is_valid
 from miofind.finddb import RefusedEntryError
 from miofind.found import Solution, reordered
 from miofind.handle import Handle
@@ -214,7 +215,10 @@ def _default_ms(solutions: Sequence[Solution], handle: Handle) -> float | None:
         row
         for history in histories
         for row in history.rows
-        if row.usable and row.solver_id == best.solver_id and row.config == default.json
+        if row.usable
+        and row.solver_id == best.solver_id
+        and row.config == default.json
+        and is_valid(row, handle.device)
     ]
     return max(rows, key=lambda row: row.age).time_ms if rows else None
 

@@ -1,0 +1,105 @@
+"""Solvers of the CPU place as releases have them: the same ids, each time with what a release may change about them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from miofind.device import Device, Library, Place
+from miofind.errors import InvalidConfigError
+from miofind.find import scopes, validity
+from miofind.problem import DataType, Layout, ProblemDescription
+from miofind.solution import Config, ConvSolution, HostStep, Region, WorkspacePlan
+from miofind.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver, solvers
+
+TILES = (1, 2, 3)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Terms:
+    """What a release says of one solver.
+
+    Attributes:
+        source: what the hash of its source is of.
+        refuses: every problem.
+        fails: it raises when it is asked whether it serves a problem.
+        tiles: its configurations, all of them defaults.
+        regions: bytes of workspace of a tile.
+    """
+
+    version: int = 1
+    source: str = "today"
+    refuses: bool = False
+    fails: bool = False
+    tiles: tuple[int, ...] = TILES
+    regions: int = 256
+    deterministic: bool = True
+
+
+class OfRelease(Solver):
+    """Direct summation, whatever its tile; its class says which release's."""
+
+    algorithm = Algorithm.DIRECT
+    keys = (KernelKey(place=Place.CPU, library=Library.PLAIN, dtypes=frozenset(DataType), layouts=frozenset(Layout)),)
+    terms: ClassVar[Terms]
+
+    def examples(self) -> tuple[ProblemDescription, ...]:
+        return ()
+
+    def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
+        if self.terms.fails:
+            raise ArithmeticError("broken for this test")
+        return Applicability("refused by this release") if self.terms.refuses else APPLICABLE
+
+    def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
+        return tuple(Config.of(tile=tile) for tile in self.terms.tiles)
+
+    def check_config(self, problem: ProblemDescription, device: Device, config: Config) -> None:
+        if set(config) != {"tile"} or config["tile"] not in self.terms.tiles:
+            raise InvalidConfigError(f"{self.id}: config {config.json} is none of this release")
+
+    def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
+        return float(config["tile"])
+
+    def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
+        regions = (Region(name="scratch", bytes=self.terms.regions * config["tile"]),)
+        return ConvSolution(
+            steps=(HostStep(module="miofind.solvers.cpu_direct", function="convolve"),),
+            workspace=WorkspacePlan(regions),
+            deterministic=self.terms.deterministic,
+        )
+
+
+def made(name: str, terms: Terms) -> Solver:
+    """The solver of an id as a release has it."""
+    body = {"id": name, "version": terms.version, "terms": terms, "__module__": terms.source}
+    solver: Solver = type("OfThatRelease", (OfRelease,), body)()
+    return solver
+
+
+@contextmanager
+def released(*those: Solver) -> Iterator[None]:
+    """That release is installed: these are all the solvers there are, each with its sources."""
+    registry: Any = solvers()
+    before, host_hash = dict(registry), validity.host_hash
+    registry.clear()
+    registry.update({solver.id: solver for solver in those})
+    validity.host_hash = lambda module: hashlib.sha256(module.encode()).hexdigest()
+    forget()
+    try:
+        yield
+    finally:
+        validity.host_hash = host_hash
+        registry.clear()
+        registry.update(before)
+        forget()
+
+
+def forget() -> None:
+    """Drop what this process remembers of the solvers that there were."""
+    scopes.requested_scope.cache_clear()
+    validity.is_current.cache_clear()
+    validity.solver_hash.cache_clear()
