@@ -15,12 +15,14 @@ from miofind.finddb import answers, packing, schema
 from miofind.finddb.packing import Packing
 from miofind.finddb.sqlite_file import checked_text, legible
 from miofind.finddb.validation import (
+    LAST_STAMP,
     RefusedEntryError,
     checked_environment,
     checked_key,
     checked_row,
     checked_scope,
     checked_verdict,
+    is_stamp,
 )
 from miofind.finddb.values import (
     ROW_FIELDS,
@@ -100,8 +102,8 @@ def outdated(connection: Connection) -> list[int]:
 
 
 def now() -> str:
-    """The present, in the form of `created_at`."""
-    return datetime.now(UTC).strftime(_TIME_FORM)
+    """The present, in the form of `created_at`, which ends before some clocks do."""
+    return min(datetime.now(UTC).strftime(_TIME_FORM), LAST_STAMP)
 
 
 def stamped(history: History, stamp: str) -> History:
@@ -115,15 +117,21 @@ def stamped(history: History, stamp: str) -> History:
 
 
 def next_stamp(connection: Connection, device: str, network_config: str, present: str) -> str:
-    """A time for new entries: the present, or just past the newest entry if the clock was set back since."""
+    """A time for new entries: the present, or just past the newest entry if the clock was set back since.
+
+    What stands in the place of a time and is none counts for nothing. What would be past the end of times is that end.
+    """
     problem_id = find_problem(connection, device, network_config)
-    newest = [
-        connection.execute(select(func.max(table.c.created_at)).where(table.c.problem_id == problem_id)).scalar()
-        for table in _FACTS
-    ]
-    latest = max((stamp for stamp in newest if stamp), default="")
-    if present > latest:
+    later: list[str] = []
+    for table in _FACTS:
+        columns = table.c
+        newer = (columns.created_at >= present, columns.created_at <= LAST_STAMP)  # of texts: SQLite orders them apart
+        statement = select(columns.created_at).where(columns.problem_id == problem_id, *newer).distinct()
+        later += filter(is_stamp, connection.execute(statement).scalars())
+    if not later:
         return present
+    if (latest := max(later)) == LAST_STAMP:
+        return LAST_STAMP
     return (datetime.fromisoformat(latest) + timedelta(microseconds=1)).strftime(_TIME_FORM)
 
 
