@@ -8,10 +8,10 @@ from miofind.finddb.differences import Change, ChangeKind, differences
 from miofind.finddb.layered import Layered, open_layered
 from miofind.finddb.location import MEMORY, network_file_system, shipped_paths, user_path
 from miofind.finddb.migration import Upgrade, upgrade
+from miofind.finddb.open_files import is_database
 from miofind.finddb.ranking import BEST_PER_SOLVER
 from miofind.finddb.release import ReleaseRules, write_release
 from miofind.finddb.schema import SCHEMA_VERSION
-from miofind.finddb.sqlite_file import is_database
 from miofind.finddb.store import Store
 from miofind.finddb.validation import RefusedEntryError
 from miofind.finddb.values import (

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from miofind.finddb import ReleaseRules, Store, shipped_paths, write_release
-from miofind.finddb.sqlite_file import is_portable
+from miofind.finddb.open_files import acquired
 from miofind.row_check import RowCheck, Shipping
 
 PREBUILT = shipped_paths({})
@@ -31,7 +31,8 @@ def test_every_shipped_row_holds(path: Path) -> None:
 
 @pytest.mark.parametrize("path", PREBUILT, ids=lambda path: path.name)
 def test_a_shipped_file_is_small_and_of_one_kind_of_device(path: Path) -> None:
-    assert is_portable(path)
+    with acquired(path) as file:
+        assert file.is_portable
     with Store(path, read_only=True) as store:
         stats = store.stats()
         assert len(stats.by_device) == 1
