@@ -13,7 +13,7 @@ from miofind.finddb.ranking import BEST_PER_SOLVER
 from miofind.finddb.release import ReleaseRules, write_release
 from miofind.finddb.schema import SCHEMA_VERSION
 from miofind.finddb.store import Store
-from miofind.finddb.validation import RefusedEntryError
+from miofind.finddb.validation import MAX_INT, MAX_JSON_CHARS, RefusedEntryError, refusal
 from miofind.finddb.values import (
     Comparison,
     History,
@@ -31,6 +31,8 @@ from miofind.finddb.values import (
 
 __all__ = [
     "BEST_PER_SOLVER",
+    "MAX_INT",
+    "MAX_JSON_CHARS",
     "MEMORY",
     "SCHEMA_VERSION",
     "Answer",
@@ -58,6 +60,7 @@ __all__ = [
     "is_database",
     "network_file_system",
     "open_layered",
+    "refusal",
     "shipped_paths",
     "upgrade",
     "user_path",

@@ -151,6 +151,21 @@ def well_formed_verdict(verdict: Verdict) -> Verdict:
     return verdict
 
 
+def refusal(device: str, network_config: str, entry: Row | Scope | Verdict) -> str:
+    """Why a FindDB does not take in a new entry of a problem, "" where it does."""
+    entry = replace(entry, created_at=entry.created_at or LAST_STAMP)
+    try:
+        if isinstance(entry, Row):
+            checked_row(device, network_config, entry)
+        elif isinstance(entry, Scope):
+            checked_scope(device, network_config, entry)
+        else:
+            checked_verdict(device, network_config, entry)
+    except RefusedEntryError as error:
+        return str(error)
+    return ""
+
+
 def checked_environment(versions: Mapping[str, str]) -> str:
     """The id of an environment that holds versions and nothing that names a machine or a person.
 
