@@ -22,7 +22,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from miofind.errors import DatabaseError
 from miofind.finddb import location, logs, open_files, schema
-from miofind.finddb.open_files import FileKey, OpenFile
+from miofind.finddb.open_files import FileKey, OpenFile, key_of
 from miofind.finddb.packing import Packing
 from miofind.finddb.sqlite_file import (
     WRITER_PRAGMAS,
@@ -151,16 +151,23 @@ class _Connections:
             return
         change = self.change()
         if change is _Change.OVERWRITTEN:
-            set_log_aside(self.path, self.file)
-            if self._log_descriptor is not None and not self._has_its_log:
-                os.ftruncate(self._log_descriptor, 0)  # nor can SQLite write it into what is there now
-        elif change is _Change.MOVED and not self._is_in_place and checkpoint(connection):
-            logs.remove(self._log, logs.key_of(self._log_descriptor))
+            try:
+                set_log_aside(self.path, self.file)
+            finally:
+                if not self._has_its_log or not logs.is_of(self._log, self.file):
+                    self._empty_log()
+        elif self._log_descriptor is not None and not self._is_in_place and checkpoint(connection):
+            logs.remove(self._log, key_of(self._log_descriptor))
+
+    def _empty_log(self) -> None:
+        """Leave SQLite nothing to write into the file when it closes it."""
+        if self._log_descriptor is not None:
+            os.ftruncate(self._log_descriptor, 0)
 
     @property
     def _has_its_log(self) -> bool:
         """Whether the log that others find is the one that the connections write."""
-        return open_files.file_key(self._log) == logs.key_of(self._log_descriptor)
+        return self._log_descriptor is not None and open_files.file_key(self._log) == key_of(self._log_descriptor)
 
     @property
     def _is_in_place(self) -> bool:
@@ -371,7 +378,7 @@ class Database:
         connections = self._connections
         connections.is_immutable = False
         is_new = not path.exists()
-        connections.hold(file := open_files.acquire(path, create=True))
+        connections.hold(file := open_files.acquire(path, to_write=True))
         try:
             file.check_locks(self.where)
         except DatabaseError:

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from miofind.finddb.open_files import HEADER_BYTES, FileKey, OpenFile, file_key
+from miofind.finddb.open_files import HEADER_BYTES, FileKey, OpenFile, file_key, key_of
 
 # sqlite.org/fileformat.html, 1.3 and 4.1
 _LOG_HEADER_BYTES = 32
@@ -51,7 +51,7 @@ class Log:
 
     Attributes:
         frames: pages that were written, 0 where no transaction is whole.
-        links: of the transactions, the oldest first; those of other programs have none.
+        links: of the transactions, the oldest first; those of other programs have none, or that of the one before.
     """
 
     page_size: int
@@ -125,7 +125,11 @@ def set_foreign_aside(path: Path, file: OpenFile) -> Path | None:
         if descriptor is None or _is_of(descriptor, file):
             return None
         aside = _free_name(log)
-        shutil.copyfile(log, aside)
+        try:
+            shutil.copyfile(log, aside)
+        except BaseException:
+            aside.unlink(missing_ok=True)
+            raise
         _unlink_index(log)
         log.unlink()
         return aside
@@ -137,14 +141,6 @@ def opened(log: Path) -> int | None:
         return os.open(log, os.O_RDWR | os.O_CLOEXEC)
     except OSError:
         return None
-
-
-def key_of(descriptor: int | None) -> FileKey | None:
-    """What an open file is, None for None."""
-    if descriptor is None:
-        return None
-    status = os.fstat(descriptor)
-    return FileKey(status.st_dev, status.st_ino)
 
 
 def remove(log: Path, key: FileKey | None) -> None:
@@ -176,7 +172,7 @@ def _read(descriptor: int) -> Log:
             links.append(Link(_number(page[_APPLICATION_ID]), _number(page[_USER_VERSION])))
         if _number(frame[_SIZE_AFTER]):  # a transaction's last
             frames, whole = number, len(links)
-    return Log(page_size=page_size, frames=frames, links=tuple(link for link in links[:whole] if link.drawn))
+    return Log(page_size=page_size, frames=frames, links=tuple(links[:whole]))
 
 
 def _frames(descriptor: int, page_size: int, salts: bytes) -> Iterator[bytes]:

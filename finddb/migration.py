@@ -62,7 +62,7 @@ def upgrade(path: str | Path) -> Upgrade:
         raise DatabaseError(f"{location.shown(file)} does not exist as a file: correct the path")
     check_writable_place(file)
     where = location.shown(file)
-    with translated(where), open_files.acquired(file) as opened:
+    with translated(where), open_files.acquired(file, to_write=True) as opened:
         opened.check_locks(where)
         set_log_aside(file, opened)
         return _upgraded(file)

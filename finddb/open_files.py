@@ -25,6 +25,7 @@ HEADER_BYTES = 100
 _MAGIC = b"SQLite format 3\0"
 _UNUSED_BYTE = 1 << 50  # SQLite locks bytes from 2**30 on, and none that far out
 _NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL})
+_NOT_WRITABLE = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
 
 
 class FileKey(NamedTuple):
@@ -77,9 +78,11 @@ class OpenFile:
 
 @dataclass(slots=True)
 class _Held:
-    """The descriptors of one file, of which the first is used, and by how many."""
+    """The descriptors of one file, which of them the next user gets, and how many use it."""
 
     descriptors: list[int] = field(default_factory=list)
+    best: int = -1
+    is_writable: bool = False
     users: int = 0
 
 
@@ -87,26 +90,44 @@ _held: dict[FileKey, _Held] = {}
 _lock = threading.RLock()
 
 
-def acquire(path: Path, *, create: bool = False) -> OpenFile:
-    """The file at a path, open to be read until it is released.
+def acquire(path: Path, *, to_write: bool = False) -> OpenFile:
+    """The file at a path, open until it is released.
+
+    Args:
+        to_write: it is made where there is none. Of a file that can be written a file system in layers makes a copy
+            when it is opened to be, and what was open before stays the original.
 
     Raises:
         OSError: it cannot be opened, or is none.
     """
     with _lock:
         key = file_key(path)
-        if key not in _held:
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | create * os.O_CREAT, 0o644)
-            status = os.fstat(descriptor)
-            if not stat.S_ISREG(status.st_mode):
-                os.close(descriptor)
-                raise OSError(errno.EINVAL, "it is no regular file", str(path))
-            key = FileKey(status.st_dev, status.st_ino)
-            _held.setdefault(key, _Held()).descriptors.append(descriptor)
+        held = _held.get(key) if key is not None else None
+        if held is None or (to_write and not held.is_writable):
+            descriptor, is_writable = _opened(path, to_write=to_write)
+            key = key_of(descriptor)
+            held = _held.setdefault(key, _Held())
+            held.descriptors.append(descriptor)
+            held.best, held.is_writable = descriptor, is_writable
         assert key is not None
-        held = _held[key]
         held.users += 1
-        return OpenFile(key=key, descriptor=held.descriptors[0])
+        return OpenFile(key=key, descriptor=held.best)
+
+
+def _opened(path: Path, *, to_write: bool) -> tuple[int, bool]:
+    """A descriptor, and whether it can be written to."""
+    always = os.O_CLOEXEC | os.O_NONBLOCK
+    is_writable = to_write
+    try:
+        descriptor = os.open(path, (os.O_RDWR | os.O_CREAT if to_write else os.O_RDONLY) | always, 0o644)
+    except OSError as error:
+        if not to_write or error.errno not in _NOT_WRITABLE:
+            raise
+        descriptor, is_writable = os.open(path, os.O_RDONLY | always), False
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+    return descriptor, is_writable
 
 
 def release(file: OpenFile) -> None:
@@ -121,13 +142,13 @@ def release(file: OpenFile) -> None:
 
 
 @contextmanager
-def acquired(path: Path) -> Iterator[OpenFile]:
-    """The file at a path, open to be read until the block ends.
+def acquired(path: Path, *, to_write: bool = False) -> Iterator[OpenFile]:
+    """The file at a path, open until the block ends.
 
     Raises:
         OSError: it cannot be opened, or is none.
     """
-    file = acquire(path)
+    file = acquire(path, to_write=to_write)
     try:
         yield file
     finally:
@@ -140,6 +161,12 @@ def file_key(path: Path) -> FileKey | None:
         status = os.stat(path)
     except OSError:
         return None
+    return FileKey(status.st_dev, status.st_ino)
+
+
+def key_of(descriptor: int) -> FileKey:
+    """What an open file is."""
+    status = os.fstat(descriptor)
     return FileKey(status.st_dev, status.st_ino)
 
 

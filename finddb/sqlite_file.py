@@ -227,7 +227,7 @@ def fold_logs(path: Path) -> None:
     where = location.shown(path)
     with translated(where):
         if path.exists():
-            with open_files.acquired(path) as file:
+            with open_files.acquired(path, to_write=True) as file:
                 set_log_aside(path, file)
         beside = [log for log in (path.with_name(path.name + suffix) for suffix in LOGS) if log.exists()]
         if not path.exists():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import sqlite3
@@ -362,6 +363,37 @@ def test_a_log_that_no_process_of_this_release_wrote_is_kept(path, child, caplog
     assert not caplog.records
     with closing(sqlite3.connect(path)) as connection:
         assert connection.execute("PRAGMA user_version").fetchone() != (0,)
+
+
+def test_a_disk_without_room_for_a_copy_of_the_log_spoils_nothing(path, tmp_path, monkeypatch):
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with Store(path) as store:
+        for number in range(MANY):
+            record(store, OLD, number)
+        copied_over(path, tmp_path)
+        monkeypatch.setattr("miofind.finddb.logs.shutil.copyfile", fail)
+    monkeypatch.undo()
+    with Store(path) as store:
+        assert names(store) == {NEW}
+        assert len(store.problems()) == MANY
+
+
+def test_a_log_is_not_opened_without_room_to_keep_it(path, tmp_path, child, monkeypatch):
+    child.kill()
+    moved_over(path, tmp_path)
+    log = path.with_name("finddb.db-wal").read_bytes()
+
+    def fail(_: Path, target: Path) -> None:
+        target.write_bytes(log[:1000])
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("miofind.finddb.logs.shutil.copyfile", fail)
+    with Store(path) as store, pytest.raises(DatabaseError, match="No space left"):
+        store.problems()
+    assert path.with_name("finddb.db-wal").read_bytes() == log
+    assert not list(tmp_path.glob("*.aside"))
 
 
 def test_contents_survive_what_is_set_aside(path, tmp_path, child):
