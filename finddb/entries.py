@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -35,6 +34,7 @@ from miofind.finddb.values import (
     Scope,
     Verdict,
     canonical_json,
+    from_json,
     without_defaults,
 )
 
@@ -180,7 +180,7 @@ def history(connection: Connection, problem_id: int, key: ProblemKey, packed: Pa
     table = schema.environment
     chosen = table.c.id.in_(sorted(found.named_environments))
     versions = connection.execute(select(table.c.id, table.c.versions).where(chosen)).all()
-    return replace(found, environments={name: _object(text) for name, text in versions})
+    return replace(found, environments={name: _versions(text) for name, text in versions})
 
 
 def payload(connection: Connection, problem_id: int) -> Any:
@@ -248,7 +248,7 @@ def environment(connection: Connection, environment_id: str) -> dict[str, str] |
     """The versions that an environment's id stands for, None if it is unknown."""
     table = schema.environment
     text = connection.execute(select(table.c.versions).where(table.c.id == environment_id)).scalar()
-    return None if text is None else _object(text)
+    return None if text is None else _versions(text)
 
 
 def write_packed(connection: Connection, histories: Sequence[History], notes: Mapping[str, str]) -> None:
@@ -330,10 +330,15 @@ def _verdict_values(problem_id: int, verdict: Verdict) -> dict[str, object]:
 
 def _object(text: str) -> dict[str, Any]:
     with legible():
-        value = json.loads(text)
+        value = from_json(text)
         if not isinstance(value, dict):
             raise TypeError(f"{text[:60]!r} is not a JSON object")
     return value
+
+
+def _versions(text: str) -> dict[str, str]:
+    versions = _object(text)
+    return {name: checked_text(version) for name, version in versions.items()}
 
 
 def _row(values: Sequence[Any]) -> Row:
@@ -350,5 +355,5 @@ def _scope(values: RowMapping) -> Scope:
 
 def _verdict(values: RowMapping) -> Verdict:
     with legible():
-        decoded = {name: json.loads(values[name]) for name in ("ties", "comparisons")}
+        decoded = {name: from_json(values[name]) for name in ("ties", "comparisons")}
         return answers.verdict_of([decoded.get(name, values[name]) for name in VERDICT_FIELDS])

@@ -6,7 +6,6 @@ Every method either does what it says or raises; what to do without a database i
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -33,6 +32,7 @@ from miofind.finddb.values import (
     Scope,
     Stats,
     Verdict,
+    from_json,
 )
 
 _BATCH = 100
@@ -309,7 +309,7 @@ class Store:
         with self._database.read() as connection:
             text = schema.note(connection, "release")
             with legible():
-                return None if text is None else Release(**json.loads(text))
+                return None if text is None else Release(**from_json(text))
 
     def refuse_altered(self) -> None:
         """Do nothing, unless this is a packed release that holds something else than it says.
