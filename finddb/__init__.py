@@ -8,12 +8,12 @@ from miofind.finddb.differences import Change, ChangeKind, differences
 from miofind.finddb.layered import Layered, open_layered
 from miofind.finddb.location import MEMORY, network_file_system, shipped_paths, user_path
 from miofind.finddb.migration import Upgrade, upgrade
+from miofind.finddb.open_files import is_database
 from miofind.finddb.ranking import BEST_PER_SOLVER
 from miofind.finddb.release import ReleaseRules, write_release
 from miofind.finddb.schema import SCHEMA_VERSION
-from miofind.finddb.sqlite_file import is_database
 from miofind.finddb.store import Store
-from miofind.finddb.validation import RefusedEntryError
+from miofind.finddb.validation import MAX_INT, MAX_JSON_CHARS, RefusedEntryError, refusal
 from miofind.finddb.values import (
     Comparison,
     History,
@@ -31,6 +31,8 @@ from miofind.finddb.values import (
 
 __all__ = [
     "BEST_PER_SOLVER",
+    "MAX_INT",
+    "MAX_JSON_CHARS",
     "MEMORY",
     "SCHEMA_VERSION",
     "Answer",
@@ -58,6 +60,7 @@ __all__ = [
     "is_database",
     "network_file_system",
     "open_layered",
+    "refusal",
     "shipped_paths",
     "upgrade",
     "user_path",

@@ -31,6 +31,7 @@ from miofind.finddb.values import (
     Scope,
     Verdict,
     canonical_json,
+    from_json,
 )
 
 _LATE_DEFAULTS = (False, 0)
@@ -87,7 +88,7 @@ def decode(device: str, network_config: str, text: str) -> Answer:
         device=device,
         network_config=network_config,
         rows=RankedRows(rows),
-        scopes=tuple(scope_of(values) for values in json.loads(scopes)),
+        scopes=tuple(scope_of(values) for values in from_json(scopes)),
     )
 
 

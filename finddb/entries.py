@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -15,12 +14,14 @@ from miofind.finddb import answers, packing, schema
 from miofind.finddb.packing import Packing
 from miofind.finddb.sqlite_file import checked_text, legible
 from miofind.finddb.validation import (
+    LAST_STAMP,
     RefusedEntryError,
     checked_environment,
     checked_key,
     checked_row,
     checked_scope,
     checked_verdict,
+    is_stamp,
 )
 from miofind.finddb.values import (
     ROW_FIELDS,
@@ -33,6 +34,7 @@ from miofind.finddb.values import (
     Scope,
     Verdict,
     canonical_json,
+    from_json,
     without_defaults,
 )
 
@@ -100,8 +102,8 @@ def outdated(connection: Connection) -> list[int]:
 
 
 def now() -> str:
-    """The present, in the form of `created_at`."""
-    return datetime.now(UTC).strftime(_TIME_FORM)
+    """The present, in the form of `created_at`, which ends before some clocks do."""
+    return min(datetime.now(UTC).strftime(_TIME_FORM), LAST_STAMP)
 
 
 def stamped(history: History, stamp: str) -> History:
@@ -115,15 +117,21 @@ def stamped(history: History, stamp: str) -> History:
 
 
 def next_stamp(connection: Connection, device: str, network_config: str, present: str) -> str:
-    """A time for new entries: the present, or just past the newest entry if the clock was set back since."""
+    """A time for new entries: the present, or just past the newest entry if the clock was set back since.
+
+    What stands in the place of a time and is none counts for nothing. What would be past the end of times is that end.
+    """
     problem_id = find_problem(connection, device, network_config)
-    newest = [
-        connection.execute(select(func.max(table.c.created_at)).where(table.c.problem_id == problem_id)).scalar()
-        for table in _FACTS
-    ]
-    latest = max((stamp for stamp in newest if stamp), default="")
-    if present > latest:
+    later: list[str] = []
+    for table in _FACTS:
+        columns = table.c
+        newer = (columns.created_at >= present, columns.created_at <= LAST_STAMP)  # of texts: SQLite orders them apart
+        statement = select(columns.created_at).where(columns.problem_id == problem_id, *newer).distinct()
+        later += filter(is_stamp, connection.execute(statement).scalars())
+    if not later:
         return present
+    if (latest := max(later)) == LAST_STAMP:
+        return LAST_STAMP
     return (datetime.fromisoformat(latest) + timedelta(microseconds=1)).strftime(_TIME_FORM)
 
 
@@ -172,7 +180,7 @@ def history(connection: Connection, problem_id: int, key: ProblemKey, packed: Pa
     table = schema.environment
     chosen = table.c.id.in_(sorted(found.named_environments))
     versions = connection.execute(select(table.c.id, table.c.versions).where(chosen)).all()
-    return replace(found, environments={name: _object(text) for name, text in versions})
+    return replace(found, environments={name: _versions(text) for name, text in versions})
 
 
 def payload(connection: Connection, problem_id: int) -> Any:
@@ -240,7 +248,7 @@ def environment(connection: Connection, environment_id: str) -> dict[str, str] |
     """The versions that an environment's id stands for, None if it is unknown."""
     table = schema.environment
     text = connection.execute(select(table.c.versions).where(table.c.id == environment_id)).scalar()
-    return None if text is None else _object(text)
+    return None if text is None else _versions(text)
 
 
 def write_packed(connection: Connection, histories: Sequence[History], notes: Mapping[str, str]) -> None:
@@ -322,10 +330,15 @@ def _verdict_values(problem_id: int, verdict: Verdict) -> dict[str, object]:
 
 def _object(text: str) -> dict[str, Any]:
     with legible():
-        value = json.loads(text)
+        value = from_json(text)
         if not isinstance(value, dict):
             raise TypeError(f"{text[:60]!r} is not a JSON object")
     return value
+
+
+def _versions(text: str) -> dict[str, str]:
+    versions = _object(text)
+    return {name: checked_text(version) for name, version in versions.items()}
 
 
 def _row(values: Sequence[Any]) -> Row:
@@ -342,5 +355,5 @@ def _scope(values: RowMapping) -> Scope:
 
 def _verdict(values: RowMapping) -> Verdict:
     with legible():
-        decoded = {name: json.loads(values[name]) for name in ("ties", "comparisons")}
+        decoded = {name: from_json(values[name]) for name in ("ties", "comparisons")}
         return answers.verdict_of([decoded.get(name, values[name]) for name in VERDICT_FIELDS])

@@ -18,8 +18,16 @@ from pathlib import Path
 from sqlalchemy import Connection, update
 
 from miofind.errors import DatabaseError
-from miofind.finddb import entries, location, schema
-from miofind.finddb.sqlite_file import check_writable_place, connect, execute, open_file, translated
+from miofind.finddb import entries, location, open_files, schema
+from miofind.finddb.sqlite_file import (
+    check_writable_place,
+    connect,
+    draw,
+    execute,
+    open_file,
+    set_log_aside,
+    translated,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,8 +62,16 @@ def upgrade(path: str | Path) -> Upgrade:
         raise DatabaseError(f"{location.shown(file)} does not exist as a file: correct the path")
     check_writable_place(file)
     where = location.shown(file)
+    with translated(where), open_files.acquired(file, to_write=True) as opened:
+        opened.check_locks(where)
+        set_log_aside(file, opened)
+        return _upgraded(file)
+
+
+def _upgraded(file: Path) -> Upgrade:
+    where = location.shown(file)
     backup, outdated = None, []
-    with translated(where), closing(connect(lambda: open_file(file, "rw"), is_writer=True)) as connection:
+    with closing(connect(lambda: open_file(file, "rw"), is_writer=True)) as connection:
         execute(connection, "PRAGMA synchronous=FULL")
         try:
             with connection.begin():  # holds the write lock: the backup is the file just before the upgrade
@@ -70,6 +86,8 @@ def upgrade(path: str | Path) -> Upgrade:
                     outdated = entries.outdated(connection)
                 for problem_id in outdated:
                     entries.rebuild(connection, problem_id)
+                if backup is not None:
+                    draw(connection)
         except BaseException:
             if backup is not None:
                 backup.unlink(missing_ok=True)

@@ -19,13 +19,13 @@ from miofind.errors import DatabaseError
 from miofind.finddb import entries, ranking
 from miofind.finddb.exchange import release_of
 from miofind.finddb.location import MEMORY, checked_path, shown
+from miofind.finddb.open_files import is_database
 from miofind.finddb.sqlite_file import (
     LOGS,
     check_writable_place,
     connect,
     execute,
     fold_logs,
-    is_database,
     open_file,
     translated,
 )

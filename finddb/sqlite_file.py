@@ -6,6 +6,7 @@ here knows a table.
 
 from __future__ import annotations
 
+import logging
 import random
 import sqlite3
 import time
@@ -18,7 +19,10 @@ from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.pool import NullPool
 
 from miofind.errors import DatabaseError, MiofindError
-from miofind.finddb import location
+from miofind.finddb import location, logs, open_files
+from miofind.finddb.open_files import OpenFile
+
+logger = logging.getLogger("miofind")
 
 BUSY_TIMEOUT_S = 30.0
 _LONGEST_PAUSE_S = 0.004
@@ -34,8 +38,6 @@ WRITER_PRAGMAS = ("PRAGMA synchronous=NORMAL", "PRAGMA journal_size_limit=671088
 
 LOGS = ("-wal", "-journal")
 """What SQLite adds to a file's name for what belongs into it: a log of what is new, a journal of what was there."""
-
-_MAGIC = b"SQLite format 3\0"
 
 MAX_VALUE_BYTES = 1 << 24
 """Of one column's value: the answer to a problem is far smaller, and a file from elsewhere could hold a gigabyte."""
@@ -166,20 +168,6 @@ def connect_to_read(path: Path, *, immutable: bool) -> Connection:
     return connection
 
 
-def is_database(path: Path) -> bool:
-    """Whether there is a file that begins as SQLite's do; an empty one, which SQLite takes for a new one, does not."""
-    if not path.is_file():
-        return False
-    with path.open("rb") as file:
-        return file.read(len(_MAGIC)) == _MAGIC
-
-
-def is_portable(path: Path) -> bool:
-    """Whether the file is one that can be copied by itself and read on read-only media: no process writes it a log."""
-    with path.open("rb") as file:
-        return file.read(20)[18:] == b"\x01\x01"  # sqlite.org/fileformat.html, 1.3: 2 stands for a write-ahead log
-
-
 def _begin_immediate(connection: Connection) -> None:
     """Begin a transaction with the write lock held.
 
@@ -236,12 +224,45 @@ def fold_logs(path: Path) -> None:
     Raises:
         DatabaseError: another process uses the file, or it is no database.
     """
-    with translated(location.shown(path)):
-        logs = [log for log in (path.with_name(path.name + suffix) for suffix in LOGS) if log.exists()]
+    where = location.shown(path)
+    with translated(where):
+        if path.exists():
+            with open_files.acquired(path, to_write=True) as file:
+                set_log_aside(path, file)
+        beside = [log for log in (path.with_name(path.name + suffix) for suffix in LOGS) if log.exists()]
         if not path.exists():
-            for log in logs:
+            for log in beside:
                 log.unlink()
-        elif any(log.stat().st_size for log in logs):
+        elif any(log.stat().st_size for log in beside):
             with closing(open_file(path, "rw")) as connection:
                 for statement in ("PRAGMA schema_version", "PRAGMA journal_mode=DELETE"):
                     connection.execute(statement).close()
+
+
+def set_log_aside(path: Path, file: OpenFile) -> None:
+    """Take a log of another file out of a database's way, and say so."""
+    aside = logs.set_foreign_aside(path, file)
+    if aside is not None:
+        logger.warning(
+            "%s: the log beside it is of another file, which was there before, and is kept as %s: what a process had "
+            "not yet written into that file can be read where it is named as that file's log",
+            location.shown(path),
+            aside.name,
+        )
+
+
+def draw(connection: Connection) -> None:
+    """Give the connection's transaction the number by which a log is known as that of its database."""
+    logs.draw(_driver(connection))
+
+
+def changes(connection: Connection) -> int:
+    """How many rows the connection has written."""
+    return _driver(connection).total_changes
+
+
+def checkpoint(connection: Connection) -> bool:
+    """Write what is in the log into the database file that is open; returns whether that is all."""
+    driver = _driver(connection)
+    busy, in_log, written = driver.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
+    return not busy and in_log == written

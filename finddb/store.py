@@ -6,7 +6,6 @@ Every method either does what it says or raises; what to do without a database i
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -33,6 +32,7 @@ from miofind.finddb.values import (
     Scope,
     Stats,
     Verdict,
+    from_json,
 )
 
 _BATCH = 100
@@ -53,7 +53,7 @@ class Store:
 
     def __init__(self, path: str | Path, *, read_only: bool = False) -> None:
         self._database = Database(location.checked_path(path), read_only=read_only)
-        self._devices: dict[str, bool] = {}
+        self._devices: dict[tuple[int, str], bool] = {}
 
     @property
     def path(self) -> Path | None:
@@ -171,11 +171,18 @@ class Store:
     def histories(self, device: str | None = None) -> Iterator[History]:
         """The histories of all problems, in the order of their keys."""
         with self._database.read() as connection:
-            remaining = iter(entries.problems(connection, device).items())
+            files = self._database.files
+            remaining = iter(entries.problems(connection, device).values())
         while batch := list(itertools.islice(remaining, _BATCH)):
-            with self._database.read() as connection:
+            with self._database.snapshot(of=files) as connection:
                 packing = self._database.packing
-                found = [entries.history(connection, number, key, packing) for number, key in batch]
+                # Numbers are of one instant: what took the place of a problem that went meanwhile may have its number.
+                numbers = [entries.find_problem(connection, key.device, key.network_config) for key in batch]
+                found = [
+                    entries.history(connection, number, key, packing)
+                    for number, key in zip(numbers, batch, strict=True)
+                    if number is not None
+                ]
             yield from found
 
     def rows(self, device: str | None = None) -> Iterator[tuple[ProblemKey, Row]]:
@@ -302,7 +309,7 @@ class Store:
         with self._database.read() as connection:
             text = schema.note(connection, "release")
             with legible():
-                return None if text is None else Release(**json.loads(text))
+                return None if text is None else Release(**from_json(text))
 
     def refuse_altered(self) -> None:
         """Do nothing, unless this is a packed release that holds something else than it says.
@@ -335,12 +342,15 @@ class Store:
             findings = soundness.file_findings(connection, self._database.version)
             if findings:
                 return findings
-            numbers = entries.problems(connection)
-        for number, key in numbers.items():
-            with self._database.snapshot() as connection:
-                findings += soundness.problem_findings(
-                    connection, self._database.version, number, key, self._database.packing
-                )
+            files = self._database.files
+            keys = tuple(entries.problems(connection).values())
+        for key in keys:
+            with self._database.snapshot(of=files) as connection:
+                number = entries.find_problem(connection, key.device, key.network_config)
+                if number is not None:
+                    findings += soundness.problem_findings(
+                        connection, self._database.version, number, key, self._database.packing
+                    )
         release = self.release()
         if release is None and self._database.packing is not None:
             findings.append("it is packed as a release is, and names none: it was altered")
@@ -354,10 +364,11 @@ class Store:
 
     def _knows(self, connection: Connection, device: str) -> bool:
         """Whether a file that does not change is of a device: most shipped files are of others."""
-        if device not in self._devices:
+        place = (self._database.files, device)
+        if place not in self._devices:
             found = connection.execute(select(schema.device.c.id).where(schema.device.c.identity == device)).first()
-            self._devices[device] = found is not None
-        return self._devices[device]
+            self._devices[place] = found is not None
+        return self._devices[place]
 
 
 def _decoded(device: str, network_config: str, payload: Any, packing: Packing | None = None) -> Answer:

@@ -35,9 +35,13 @@ MAX_KEY_CHARS = 2000
 MAX_JSON_CHARS = 20_000
 MAX_MESSAGE_CHARS = 2000
 MAX_INT = 2**63 - 1
+_MOST_SHOWN = 120
 
 PRIVATE_KEYS = frozenset({"gpu_uuid", "uuid", "host", "hostname", "user", "username", "path", "home", "ip"})
 """Environment keys that name a machine or a person."""
+
+LAST_STAMP = "2199-12-31T23:59:59.999999Z"
+"""The end of what `created_at` can be."""
 
 _CREATED_AT = re.compile(r"(19|20|21)\d\d-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}Z", re.ASCII)
 _ENVIRONMENT_KEY = re.compile(r"[a-z][a-z0-9_]{0,39}", re.ASCII)
@@ -138,13 +142,28 @@ def well_formed_verdict(verdict: Verdict) -> Verdict:
         if len(set(found)) < len(found):
             raise _refused(name, found, "each candidate once")
     _count("blocks", verdict.blocks)
-    for name in ("protocol", "environment"):
+    for name in ("protocol", "environment", "id"):
         _text(name, getattr(verdict, name), MAX_NAME_CHARS)
     _check_created_at(verdict.created_at)
     text = canonical_json(without_defaults(verdict))
     if len(text) > MAX_JSON_CHARS:
         raise _refused("verdict", text, f"at most {MAX_JSON_CHARS} characters of JSON")
     return verdict
+
+
+def refusal(device: str, network_config: str, entry: Row | Scope | Verdict) -> str:
+    """Why a FindDB does not take in a new entry of a problem, "" where it does."""
+    entry = replace(entry, created_at=entry.created_at or LAST_STAMP)
+    try:
+        if isinstance(entry, Row):
+            checked_row(device, network_config, entry)
+        elif isinstance(entry, Scope):
+            checked_scope(device, network_config, entry)
+        else:
+            checked_verdict(device, network_config, entry)
+    except RefusedEntryError as error:
+        return str(error)
+    return ""
 
 
 def checked_environment(versions: Mapping[str, str]) -> str:
@@ -232,14 +251,20 @@ def _check_json(name: str, value: object) -> None:
         raise _refused(name, text, f"at most {MAX_JSON_CHARS} characters of JSON")
 
 
-def _check_created_at(value: str) -> None:
-    form = "a time such as 2026-01-31T12:00:00.000000Z"
+def is_stamp(value: object) -> bool:
+    """Whether it is a time in the form of `created_at`, LAST_STAMP at most."""
     if not isinstance(value, str) or not _CREATED_AT.fullmatch(value):
-        raise _refused("created_at", value, form)
+        return False
     try:
         datetime.fromisoformat(value)
-    except ValueError as error:
-        raise _refused("created_at", value, form) from error
+    except ValueError:  # such as the 31st of February
+        return False
+    return True
+
+
+def _check_created_at(value: object) -> None:
+    if not is_stamp(value):
+        raise _refused("created_at", value, "a time such as 2026-01-31T12:00:00.000000Z")
 
 
 def _numbers(row: Row) -> dict[str, float | None]:
@@ -282,6 +307,7 @@ def _flag(name: str, value: object) -> None:
 
 
 def _with_id(device: str, network_config: str, entry: Checked) -> Checked:
+    _text("id", entry.id, MAX_NAME_CHARS)
     name = content_id(device, network_config, entry)
     if entry.id and entry.id != name:
         raise _refused("id", entry.id, f"{name}, the hash of its content: it was altered or damaged")
@@ -289,6 +315,13 @@ def _with_id(device: str, network_config: str, entry: Checked) -> Checked:
 
 
 def _refused(name: str, value: object, wanted: str) -> RefusedEntryError:
-    shown = repr(value)
-    shown = shown if len(shown) <= 120 else shown[:117] + "..."
-    return RefusedEntryError(f"{name}={shown} cannot be stored in a FindDB: it takes {wanted}")
+    return RefusedEntryError(f"{name}={_shown(value)} cannot be stored in a FindDB: it takes {wanted}")
+
+
+def _shown(value: object) -> str:
+    """The beginning of a value for a message, its type where it cannot be written: too deep, too many digits."""
+    try:
+        shown = repr(value)
+    except Exception:  # a value of another package may raise anything
+        return f"(a value of type {type(value).__name__})"
+    return shown if len(shown) <= _MOST_SHOWN else f"{shown[: _MOST_SHOWN - 3]}..."

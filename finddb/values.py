@@ -9,10 +9,12 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from enum import StrEnum
+from typing import Any
 
 USABLE_STATUSES = frozenset({"ok", "cut_off"})
 MOMENTARY_STATUSES = frozenset({"out_of_memory"})
@@ -289,6 +291,26 @@ def canonical_json(value: object) -> str:
         ValueError: NaN or infinity. TypeError: something JSON has no form for.
     """
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
+def from_json(text: str) -> Any:
+    """The value of a JSON text.
+
+    Raises:
+        ValueError: it is none, or holds NaN or infinity, by name or by a number that no float reaches. TypeError: it is
+            no text. RecursionError: it is too deep.
+    """
+    return _decode(text)
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text[:40]} is no finite number")
+    return number
+
+
+_decode = json.JSONDecoder(parse_constant=_finite, parse_float=_finite).decode
 
 
 def environment_id(versions: Mapping[str, str]) -> str:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import math as _math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from miofind.errors import InvalidProblemError
@@ -214,6 +214,10 @@ class ProblemDescription:
     def tensor(self, name: str) -> TensorDescriptor:
         """The descriptor of "x", "w" or "y"."""
         return {"x": self.x, "w": self.w, "y": self.y}[name]
+
+    def in_direction(self, direction: Direction) -> ProblemDescription:
+        """The convolution of the same tensors in a direction."""
+        return self if direction is self.direction else replace(self, direction=direction)
 
     def lifted(self, spatial_dims: int) -> ProblemDescription:
         """The same convolution over the same memory with unit spatial dimensions put in front."""

@@ -38,8 +38,9 @@ class Config(Mapping[str, Any]):
         self._values = dict(values or {})
         try:
             self.json = json.dumps(self._values, sort_keys=True, separators=(",", ":"), allow_nan=False)
-        except (TypeError, ValueError) as error:
-            raise InvalidConfigError(f"config={values!r} cannot be written as JSON: {error}") from error
+        except (TypeError, ValueError, RecursionError) as error:
+            names = ", ".join(f"{name!r:.40}" for name in self._values)
+            raise InvalidConfigError(f"a config of {names:.200} cannot be written as JSON: {error}") from error
 
     @staticmethod
     def of(**values: ConfigValue) -> Config:

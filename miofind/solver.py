@@ -28,6 +28,9 @@ from miofind.solution import Config, ConfigValue, ConvSolution, Packing
 logger = logging.getLogger(__name__)
 
 ENTRY_POINT_GROUP = "miofind.solvers"
+MAX_ID_CHARS = 120
+"""Of a solver's id: short enough for every place that names one, databases among them."""
+
 MAX_DEFAULT_CONFIGS = 16
 """Configurations that a find without a search measures of one solver at most."""
 
@@ -304,7 +307,33 @@ def _from_entry_points() -> Iterable[Solver]:
         except Exception as error:  # another package's code: report it and go on without it
             logger.warning("solver entry point %s could not be loaded: %s", entry.name, error)
             continue
-        if not isinstance(solver, Solver) or "/" not in solver.id:
-            logger.warning("solver entry point %s is no Solver with an id like 'vendor/Name': left out", entry.name)
+        if reason := _unfit(solver):
+            logger.warning("solver entry point %s is left out: %s", entry.name, reason)
             continue
         yield solver
+
+
+def _unfit(solver: object) -> str:
+    """Why what another package registers is no solver that a find can name and keep results of, "" if it is one."""
+    if not isinstance(solver, Solver):
+        return f"it is of type {type(solver).__name__}, not a Solver"
+    try:
+        return _unfit_fields(solver)
+    except Exception as error:  # another package's code: a class attribute may be missing, or a property fail
+        return f"its class attributes cannot be read: {error!r}"
+
+
+def _unfit_fields(solver: Solver) -> str:
+    fields: tuple[object, ...] = (solver.id, solver.version, solver.algorithm)
+    name, version, algorithm = fields
+    if not isinstance(name, str) or "/" not in name:
+        return "its id must be a text like 'vendor/Name'"
+    if not name.isprintable() or ":" in name or len(name) > MAX_ID_CHARS:
+        return f"its id {name!r:.80} must be of at most {MAX_ID_CHARS} printable characters, none of them a colon"
+    if type(version) is not int or not 0 <= version < 2**31:
+        return f"the version of {name} must be an int from 0 to 2**31 - 1"
+    if not isinstance(algorithm, Algorithm):
+        return f"the algorithm of {name} must be one of {', '.join(Algorithm)}"
+    if not solver.keys or not all(isinstance(key, KernelKey) for key in solver.keys):
+        return f"the keys of {name} must be KernelKeys, one or more"
+    return ""

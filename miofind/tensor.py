@@ -10,7 +10,7 @@ import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TypeVar
+from typing import TypeGuard, TypeVar
 
 from miofind.errors import InvalidProblemError
 
@@ -115,8 +115,9 @@ def enum_value(kind: type[_E], value: object, field_name: str) -> _E:
     """
     if isinstance(value, kind):
         return value
+    name = str(value).lower()
     for member in kind:
-        if str(value).lower() == member.value.lower():
+        if name == member.value.lower():
             return member
     known = ", ".join(member.value for member in kind)
     raise InvalidProblemError(f"{field_name}={value!r} is unknown: use one of {known}")
@@ -146,6 +147,8 @@ def sizes(value: object, field_name: str, count: int | None = None, least: int =
     Raises:
         InvalidProblemError: no sequence of integers, of another length than `count`, or out of range.
     """
+    if _are_sizes(value, least) and count in (None, len(value)):  # mostly; what follows takes ten times as long
+        return value
     if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
         if count is None:
             raise InvalidProblemError(f"{field_name}={value!r} must be a sequence of integers")
@@ -153,6 +156,13 @@ def sizes(value: object, field_name: str, count: int | None = None, least: int =
     if count is not None and len(value) != count:
         raise InvalidProblemError(f"{field_name}={tuple(value)!r} must have {count} entries, one a spatial dimension")
     return tuple(one_size(item, f"{field_name}[{i}]", least) for i, item in enumerate(value))
+
+
+def _are_sizes(value: object, least: int) -> TypeGuard[tuple[int, ...]]:
+    """Whether it is a tuple of plain integers in [least, MAX_DIMENSION]."""
+    if type(value) is not tuple or {*map(type, value)} != {int}:
+        return False
+    return bool(least <= min(value) and max(value) <= MAX_DIMENSION)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -67,6 +67,29 @@ def write_forever(path: str) -> None:
             number += 1
 
 
+def obey(path: str) -> None:
+    """Do what the lines of stdin say, one after the other, and say what came of it."""
+    print("begun", flush=True)
+    said = ""
+    with Store(path) as store:
+        for line in sys.stdin:
+            order, *words = line.split()
+            quiet = order == "tell"
+            if quiet:
+                order, *words = words
+                print(flush=True)
+            if order == "record":
+                name, count = words[0], int(words[1])
+                for number in range(count):
+                    row = Row(solver_id=name, solver_version=1, config="{}", status="ok", time_ms=1.0)
+                    store.record(DEVICE, f"{name}-{number}", [row], scope=Scope(solvers={name: 1}))
+                said = str(count)
+            elif order == "count":
+                said = str(len(store.problems()))
+            if not quiet:
+                print(said, flush=True)
+
+
 def _row(tile: int) -> Row:
     return Row(solver_id="A", solver_version=1, config=f'{{"tile":{tile}}}', status="ok", time_ms=1.0)
 
@@ -75,4 +98,4 @@ if __name__ == "__main__":
     job, *arguments = sys.argv[1:]
     print("ready", flush=True)
     sys.stdin.readline()
-    {"crowd": crowd, "write_forever": write_forever}[job](*arguments)
+    {"crowd": crowd, "write_forever": write_forever, "obey": obey}[job](*arguments)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,15 +14,17 @@ import pytest
 import miofind
 from miofind import options, row_check, solver
 from miofind.errors import NoSolutionError
-from miofind.find import plan, records, scopes, stored, validity
+from miofind.find import plan, recording, records, scopes, stored, validity
 from miofind.finddb import ReleaseRules, Store, write_release
-from miofind.solution import ConvSolution
+from miofind.finddb.validation import MAX_NAME_CHARS
+from miofind.solution import Config, ConvSolution
 from miofind.solver import Solver, solvers
 from miofind.suites import SuiteProblem
 from miofind.tune.forecast import forecast
 from miofind.tune.values import TuneOptions
 
 PROBLEM = miofind.ProblemDescription.convolution(x=(1, 4, 6, 5), w=(2, 4, 3, 3))
+OTHER = miofind.ProblemDescription.convolution(x=(1, 4, 5, 6), w=(2, 4, 3, 3))
 DIRECT = type(solvers()["ConvCpuDirect"])
 
 
@@ -146,3 +150,141 @@ def test_a_check_and_a_release_go_on(known: Path, monkeypatch: pytest.MonkeyPatc
     assert all("vendor/Broken fails over it: ValueError('told by the solver')" in line for line in findings)
     with Store(known.with_name("out.db"), read_only=True) as shipped:
         assert "ConvCpuDirect" in {row.solver_id for _, row in shipped.rows()}
+
+
+def with_workspace(size: Any) -> Solver:
+    """A sound solver but for what it says of its workspace."""
+
+    class Plan:
+        bytes, regions, offsets = size, (), {}
+
+    body = {"id": "vendor/Broken", "solution": lambda *a: replace(DIRECT.solution(*a), workspace=Plan())}
+    return type("Broken", (DIRECT,), body)()  # type: ignore[no-any-return]
+
+
+def with_configs(*configs: Config) -> Solver:
+    body = {"id": "vendor/Broken", "default_configs": lambda *_: configs, "check_config": lambda *_: None}
+    return type("Broken", (DIRECT,), body)()  # type: ignore[no-any-return]
+
+
+LONG = Config.of(text="x" * 30_000)
+UNRECORDABLE = {
+    "workspace below zero": (with_workspace(-1), "workspace of -1 bytes"),
+    "workspace beyond all memory": (with_workspace(2**70), r"workspace of 1180591620717411303424 bytes"),
+    "workspace of many digits": (with_workspace(10**5000), r"workspace of 2\*\*16609 and more bytes"),
+    "workspace as fraction": (with_workspace(1.5), r"workspace of 1.5 bytes \(of type float\)"),
+    "workspace as text": (with_workspace("1"), "workspace of '1' bytes"),
+    "no workspace": (with_workspace(None), "workspace of None bytes"),
+    "long configuration": (with_configs(LONG), "takes 30011 characters of JSON"),
+}
+
+
+@pytest.mark.parametrize("tuning", [False, True], ids=["defaults", "search"])
+@pytest.mark.parametrize(("item", "told"), UNRECORDABLE.values(), ids=UNRECORDABLE)
+def test_what_cannot_be_recorded_of_one_costs_the_others_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any, tuning: bool, item: Solver, told: str
+) -> None:
+    """It was measured, refused by the FindDB, and ended every find of the machine."""
+    plan._tell_once.cache_clear()
+    register(monkeypatch, item, *solvers().values())
+    asked = miofind.FindOptions(tuning=tuning, trials=3 if tuning else None)
+    with miofind.Handle("cpu", database=tmp_path / "finddb.db", strict=True) as handle:
+        for problem in (PROBLEM, OTHER):
+            found = miofind.find_solutions(problem, options=asked, handle=handle)
+            assert "vendor/Broken" not in [solution.solver_id for solution in found]
+            assert "ConvCpu" in found[0].solver_id
+            history = handle.database.user.history(handle.device.identity, problem.network_config)
+            assert history is not None
+            assert {row.solver_id for row in history.rows} >= {found[0].solver_id}
+            assert len(history.scopes) >= 1
+    assert len([record for record in caplog.records if "vendor/Broken" in record.getMessage()]) == 1
+    assert re.search(told, caplog.text)
+
+
+def test_of_a_solver_with_one_such_configuration_the_others_are_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    register(monkeypatch, with_configs(LONG, Config()))
+    with miofind.Handle("cpu", database=tmp_path / "finddb.db", strict=True) as handle:
+        assert [solution.id for solution in miofind.find_solutions(PROBLEM, handle=handle)] == ["vendor/Broken:{}"]
+
+
+@pytest.mark.parametrize(
+    "value", [math.nan, 10**5000, {"a": math.nan}, object(), {1: 2, "b": 3}], ids=lambda v: str(type(v))
+)
+def test_a_configuration_that_json_has_no_form_for_is_refused(value: Any) -> None:
+    with pytest.raises(miofind.errors.InvalidConfigError, match="a config of 'tile' cannot be written as JSON"):
+        Config.of(tile=value)
+
+
+def test_a_configuration_without_end_is_refused() -> None:
+    deep: Any = {}
+    for _ in range(100_000):
+        deep = {"a": deep}
+    with pytest.raises(miofind.errors.InvalidConfigError, match="cannot be written as JSON"):
+        Config.of(tile=deep)
+
+
+def test_an_outcome_that_cannot_be_recorded_costs_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    """Whatever it is of: the last line of defence before the FindDB."""
+    made = recording.row_of
+    monkeypatch.setattr(
+        recording,
+        "row_of",
+        lambda outcome: (
+            replace(made(outcome), samples=-1) if outcome.candidate.solver_id == "ConvCpuDirect" else made(outcome)
+        ),
+    )
+    with miofind.Handle("cpu", database=tmp_path / "finddb.db", strict=True) as handle:
+        found = {solution.solver_id for solution in miofind.find_solutions(PROBLEM, handle=handle)}
+    assert "ConvCpuIm2colGemm" in found
+    assert "ConvCpuDirect" not in found
+    assert "ConvCpuDirect:{} of" in caplog.text
+    assert "samples=-1 cannot be stored" in caplog.text
+
+
+SOUND = type("Sound", (DIRECT,), {"id": "vendor/Sound"})()
+
+
+class _EntryPoint:
+    def __init__(self, made: object) -> None:
+        self.name, self._made = "theirs", made
+
+    def load(self) -> object:
+        return self._made
+
+
+UNFIT = {
+    "long": ({"id": "vendor/" + "x" * 200}, "at most 120 printable characters"),
+    "line break": ({"id": "vendor/a\nb"}, "printable"),
+    "surrogate": ({"id": "vendor/\ud800"}, "printable"),
+    "turned": ({"id": "vendor/\u202ename"}, "printable"),
+    "colon": ({"id": "vendor/a:{}"}, "colon"),
+    "no vendor": ({"id": "name"}, "vendor/Name"),
+    "number": ({"id": 7}, "vendor/Name"),
+    "version as text": ({"id": "vendor/A", "version": "2"}, "version of vendor/A"),
+    "version below zero": ({"id": "vendor/A", "version": -1}, "version of vendor/A"),
+    "version without end": ({"id": "vendor/A", "version": 2**70}, "version of vendor/A"),
+    "algorithm": ({"id": "vendor/A", "algorithm": "magic"}, "algorithm of vendor/A"),
+    "no keys": ({"id": "vendor/A", "keys": ()}, "keys of vendor/A"),
+    "other keys": ({"id": "vendor/A", "keys": ("cuda",)}, "keys of vendor/A"),
+    "failing": ({"id": property(fails)}, "told by the solver"),
+}
+
+
+@pytest.mark.parametrize(("body", "told"), UNFIT.values(), ids=UNFIT)
+def test_what_no_find_could_name_is_not_registered(
+    monkeypatch: pytest.MonkeyPatch, caplog: Any, body: dict[str, Any], told: str
+) -> None:
+    entry = _EntryPoint(type("Unfit", (DIRECT,), body)())
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [entry, _EntryPoint(SOUND)])
+    assert list(solver._from_entry_points()) == [SOUND]
+    (record,) = caplog.records
+    assert "entry point theirs is left out" in record.getMessage()
+    assert told in record.getMessage()
+
+
+def test_an_id_fits_a_finddb() -> None:
+    assert solver.MAX_ID_CHARS <= MAX_NAME_CHARS

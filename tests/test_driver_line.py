@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from problem_strategies import problems
 
-from miofind.driver.line import driver_line, parse_driver_line
+from miofind.driver.line import _words, driver_line, parse_driver_line
 from miofind.errors import InvalidProblemError
 from miofind.problem import ProblemDescription
 
@@ -226,3 +226,14 @@ def test_no_line_ends_in_another_error(words: list[str]) -> None:
         parse_driver_line(" ".join(["conv", *words]))
     except InvalidProblemError:
         return
+
+
+@given(st.text(st.sampled_from("aA-=1 \t\r\n\v\f\x1c\x85\xa0\u2028#\"'\\"), max_size=12))
+def test_words_are_those_of_a_shell(text):
+    try:
+        expected = shlex.split(text)
+    except ValueError:
+        with pytest.raises(InvalidProblemError, match="cannot be read"):
+            _words(text)
+        return
+    assert _words(text) == expected

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import random
 import sqlite3
@@ -9,15 +10,26 @@ import time
 import zlib
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from finddb_entries import DEVICE, PROBLEM, VERSIONS, answers, at, contents, row, scope, unpacked, verdict
 
 from miofind.errors import DatabaseError
-from miofind.finddb import MEMORY, Layered, Store, differences, upgrade, write_release
+from miofind.finddb import (
+    MEMORY,
+    History,
+    Layered,
+    RefusedEntryError,
+    Store,
+    differences,
+    upgrade,
+    write_release,
+)
 from miofind.finddb.packing import MAX_TEXT_CHARS, Packing
 from miofind.finddb.sqlite_file import translated
+from miofind.finddb.validation import LAST_STAMP
 
 DEEP = "[" * 200_000
 
@@ -57,6 +69,7 @@ def use_all(path: Path) -> list[str]:
             lambda: contents(store),
             lambda: store.stats(),
             lambda: store.release(),
+            lambda: store.export_jsonl(io.StringIO()),
             lambda: target.merge(store),
             lambda: write_release([store], path.with_name("release.db")),
             lambda: differences(store, target),
@@ -364,6 +377,9 @@ def test_an_answer_that_is_none_is_refused(path, payload):
         ("scope", "solvers", "[1]"),
         ("scope", "solvers", '{"A":[]}'),
         ("scope", "filters", "7"),
+        ("scope", "solvers", '{"ConvA":1e400}'),
+        ("scope", "filters", '{"a":NaN}'),
+        ("scope", "filters", '{"a":[-Infinity]}'),
         ("scope", "effort", "all"),
         ("scope", "workspace_limit_bytes", "much"),
         ("verdict", "ties", DEEP),
@@ -375,6 +391,9 @@ def test_an_answer_that_is_none_is_refused(path, payload):
         ("environment", "versions", DEEP),
         ("environment", "versions", '{"path":"/home/ann"}'),
         ("environment", "versions", "[]"),
+        ("environment", "versions", '{"a":NaN}'),
+        ("environment", "versions", '{"a":1e400}'),
+        ("environment", "versions", '{"a":1}'),
         ("problem", "network_config", "x" * 1_000_000),
         ("problem", "network_config", "\0"),
         ("device", "identity", ""),
@@ -412,6 +431,66 @@ def test_names_that_are_no_texts_are_not_read(path, statement, use):
         with pytest.raises(DatabaseError, match=r"an entry that cannot be read .* is no text"):
             use(store)
         assert store.check() or use is Store.rechecks
+
+
+NO_TIMES = ("9999-12-31T23:59:59.999999Z", "2199-02-31T00:00:00.000000Z", "9999", "soon", "", float("inf"), 2**63 - 1)
+
+
+@pytest.mark.parametrize("value", [LAST_STAMP, *NO_TIMES], ids=repr)
+@pytest.mark.parametrize("table", ["measurement", "scope"])
+def test_an_impossible_time_stops_no_recording(path, table, value):
+    """Nothing later than the first could be stored, and nobody made sense of the others: no row came in any more."""
+    spoil(path, f"UPDATE {table} SET created_at = ?", value)
+    with Store(path) as store:
+        for name in ("New", "Newer"):
+            assert name in {row.solver_id for row in store.record(DEVICE, PROBLEM, [row(name)]).rows}
+
+
+@pytest.mark.parametrize("value", [b"\xff", *NO_TIMES], ids=repr)
+def test_an_impossible_time_of_a_verdict_stops_no_other_problem(path, value):
+    spoil(path, "UPDATE verdict SET created_at = ?", value)
+    with Store(path) as store:
+        with pytest.raises(DatabaseError, match="holds an entry that cannot be read"):
+            store.record(DEVICE, PROBLEM, [row("New")])
+        assert store.record(DEVICE, "another problem", [row("New")])
+
+
+@pytest.mark.parametrize("field", ["id", "created_at", "winner", "ties", "comparisons", "protocol", "blocks"])
+@pytest.mark.parametrize(
+    "value", ["NaN", "-Infinity", "1e999", "[NaN]", '{"a":NaN}', "[" * 900 + "]" * 900, "9" * 4000, '"\\ud800"', "true"]
+)
+def test_a_verdict_of_impossible_values_is_refused(path, field, value):
+    with Store(path, read_only=True) as store:
+        file = io.StringIO()
+        store.export_jsonl(file)
+    *lines, last = file.getvalue().splitlines()
+    spoilt = json.dumps(json.loads(last) | {field: "HERE"}).replace('"HERE"', value)
+    with Store(MEMORY) as target:
+        with pytest.raises(DatabaseError, match=rf"^line {len(lines) + 1}: "):
+            target.import_jsonl(io.StringIO("\n".join([*lines, spoilt])))
+        assert target.problems() == ()
+
+
+def deep(depth: int) -> list:
+    value = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize(
+    "value", [float("nan"), 10**5000, deep(10_000), object(), b"x", {1}], ids=lambda v: str(type(v))
+)
+@pytest.mark.parametrize("field", ["id", "created_at"])
+@pytest.mark.parametrize(
+    "entry", [row(created_at=at(1)), scope(created_at=at(1)), verdict(created_at=at(1))], ids=lambda e: type(e).__name__
+)
+def test_what_cannot_be_written_in_a_message_is_refused_with_one(entry, field, value):
+    history = {"rows": (), "scopes": (), "verdicts": ()} | {
+        f"{type(entry).__name__.lower()}s": (replace(entry, **{field: value}),)
+    }
+    with Store(MEMORY) as store, pytest.raises(RefusedEntryError, match=rf"^{field}="):
+        store.add([History(device=DEVICE, network_config=PROBLEM, **history)])
 
 
 @pytest.mark.parametrize("table", ["answer", "measurement", "meta", "problem"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import logging
 import multiprocessing
 import os
@@ -24,6 +26,7 @@ from miofind.finddb import (
     location,
     open_layered,
     sqlite_file,
+    upgrade,
     write_release,
 )
 
@@ -220,6 +223,39 @@ def test_a_network_file_system(tmp_path, caplog, monkeypatch):
     assert "network file system (nfs4)" in caplog.text
     assert "MIOFIND_DB" in caplog.text
     assert list(tmp_path.iterdir()) == []
+
+
+def refuse_locks(*_: object) -> None:
+    raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+
+@pytest.mark.parametrize("is_new", [True, False])
+def test_a_file_system_without_locks(tmp_path, shipped, caplog, monkeypatch, is_new):
+    """SQLite takes the answer for a lock that another process holds, and waits for half a minute."""
+    path = tmp_path / "user.db"
+    if not is_new:
+        full(path)
+    monkeypatch.setattr(fcntl, "lockf", refuse_locks)
+    with Layered(Store(path), [shipped]) as layered:
+        assert solver_ids(layered.record(DEVICE, PROBLEM, [row("New", time_ms=1.0)])) == ["New", "Shipped"]
+    assert is_warned_once(caplog)
+    assert "a file system without locks (No locks available)" in caplog.text
+    assert "MIOFIND_DB" in caplog.text
+    assert path.exists() is not is_new
+
+
+@pytest.mark.parametrize(
+    "use",
+    [lambda path: Store(path).open(), lambda path: Store(path, read_only=True).open(), upgrade],
+    ids=["write", "read", "upgrade"],
+)
+def test_a_file_system_without_locks_is_refused_in_commands(tmp_path, monkeypatch, use):
+    full(tmp_path / "user.db")
+    with closing(sqlite3.connect(tmp_path / "user.db")) as opened:
+        opened.execute("SELECT * FROM meta").fetchone()
+        monkeypatch.setattr(fcntl, "lockf", refuse_locks)
+        with pytest.raises(DatabaseError, match=r"without locks .*name a file on a local disk"):
+            use(tmp_path / "user.db")
 
 
 def record_until_full(layered: Layered) -> int:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from datetime import datetime
 from pathlib import Path
 
 import pytest
-from finddb_entries import DEVICE, PROBLEM, VERSIONS, answers, at, contents, files_end_at, row, scope
+from finddb_entries import DEVICE, PROBLEM, VERSIONS, answers, at, contents, files_end_at, row, scope, verdict
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from miofind.candidate import Status
 from miofind.errors import DatabaseError
-from miofind.finddb import MEMORY, History, ProblemKey, Prune, RefusedEntryError, Store, environment_id
+from miofind.finddb import MEMORY, History, ProblemKey, Prune, RefusedEntryError, Store, entries, environment_id
+from miofind.finddb.validation import LAST_STAMP
 from miofind.finddb.values import STATUSES, USABLE_STATUSES
 
 FULL = row(
@@ -116,6 +118,31 @@ def test_a_later_row_ranks_as_later_though_the_clock_was_set_back(store):
     store.record(DEVICE, PROBLEM, [row(time_ms=1.0, created_at="2150-01-01T00:00:00.000000Z")])
     store.record(DEVICE, PROBLEM, [row(time_ms=5.0)])
     assert store.answer(DEVICE, PROBLEM).rows[0].time_ms == 5.0
+
+
+@pytest.mark.parametrize("clock", ["2026-01-01T00:00:00.000000Z", LAST_STAMP, "2200-01-01T00:00:00.000000Z"])
+def test_at_the_end_of_what_times_can_be_recording_goes_on(store, monkeypatch, clock):
+    monkeypatch.setattr(entries, "datetime", _Clock(clock))
+    last = {"created_at": LAST_STAMP}
+    store.record(DEVICE, PROBLEM, [row("Old", **last)], scope=scope("Old", **last), verdict=verdict("Old:{}", **last))
+    for number in range(3):
+        store.record(DEVICE, PROBLEM, [row(f"New{number}")], scope=scope("New"), verdict=verdict(f"New{number}:{{}}"))
+    assert store.queue_recheck(DEVICE, PROBLEM, "why")
+    assert {row.solver_id for row in store.answer(DEVICE, PROBLEM).rows} == {"Old", "New0", "New1", "New2"}
+    assert store.check() == ()
+
+
+class _Clock:
+    """A `datetime` whose present is a given one."""
+
+    def __init__(self, present: str) -> None:
+        self._present = present
+
+    def now(self, _: object) -> datetime:
+        return datetime.fromisoformat(self._present)
+
+    def fromisoformat(self, text: str) -> datetime:
+        return datetime.fromisoformat(text)
 
 
 @pytest.mark.parametrize("text", HOSTILE)

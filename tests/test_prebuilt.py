@@ -9,7 +9,7 @@ import pytest
 
 from miofind.find.stored import admits
 from miofind.finddb import ReleaseRules, Store, shipped_paths, write_release
-from miofind.finddb.sqlite_file import is_portable
+from miofind.finddb.open_files import acquired
 from miofind.options import FindOptions
 from miofind.problem import Direction, ProblemDescription
 from miofind.row_check import RowCheck, Shipping
@@ -49,7 +49,8 @@ def test_shipped_rows_are_undisturbed_and_some_are_what_their_solvers_do_today(p
 
 @pytest.mark.parametrize("path", PREBUILT, ids=lambda path: path.name)
 def test_a_shipped_file_is_small_and_of_one_kind_of_device(path: Path) -> None:
-    assert is_portable(path)
+    with acquired(path) as file:
+        assert file.is_portable
     with Store(path, read_only=True) as store:
         stats = store.stats()
         assert len(stats.by_device) == 1

@@ -187,6 +187,19 @@ def test_lines(tmp_path: Path) -> None:
     assert [entry.count for entry in load_lines(path).problems(dtype="float32", directions=["forward"])] == [1, 1]
 
 
+def test_a_line_of_three_directions_is_checked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file of 80,000 took most of a minute: each problem was made anew a direction, and again for the suite."""
+    lines = [f"MIOpenDriver conv -n {n} -c 8 -k 8 -F {n % 8} -m {'conv' if n < 40 else 'trans'}" for n in range(1, 80)]
+    expected = [problem for line in lines for problem in parse_driver_line(line)]
+    made = []
+    convolution = ProblemDescription.convolution
+    counted = staticmethod(lambda **arguments: made.append(1) or convolution(**arguments))
+    monkeypatch.setattr(ProblemDescription, "convolution", counted)
+    found = load_lines(write(tmp_path / "lines.txt", *lines)).problems()
+    assert [entry.problem for entry in found] == expected
+    assert len(made) == len(lines)
+
+
 def test_bad_line_is_named(tmp_path: Path) -> None:
     path = write(tmp_path / "lines.txt", "# mine", "conv -n 4", "conv -n x")
     with pytest.raises(InvalidProblemError, match=r"lines.txt, line 3: --batchsize \(-n\) 'x'"):

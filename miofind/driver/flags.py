@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from miofind.errors import InvalidProblemError
 
 _GREATEST = 2**31 - 1
+_INTEGER = re.compile(r"[+-]?[0-9]{1,20}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,20 +122,22 @@ _WRITTEN = {f"--{name}": flag for name, flag in FLAGS.items()} | {f"-{f.short}":
 
 @dataclass(frozen=True, slots=True)
 class FlagValues:
-    """The flags that a line gives, by long name, as checked text."""
+    """The flags that a line gives, by long name, as checked values: integers where the flag takes these."""
 
-    given: Mapping[str, str]
+    given: Mapping[str, int | str]
 
     def __contains__(self, name: str) -> bool:
         return name in self.given
 
     def text(self, name: str) -> str:
         """The value of a flag, its default where it is left out."""
-        return self.given.get(name, str(FLAGS[name].default))
+        return str(self.given.get(name, FLAGS[name].default))
 
     def integer(self, name: str) -> int:
         """The value of a flag that takes integers, its default where it is left out."""
-        return int(self.text(name))
+        value = self.given.get(name, FLAGS[name].default)
+        assert isinstance(value, int), f"{name} takes no integers"
+        return value
 
 
 def read_flags(arguments: Sequence[str]) -> FlagValues:
@@ -143,19 +146,17 @@ def read_flags(arguments: Sequence[str]) -> FlagValues:
     Raises:
         InvalidProblemError: an unknown flag, one given twice, a missing value, or a value outside the flag's range.
     """
-    given: dict[str, str] = {}
-    remaining = list(arguments)
-    while remaining:
-        written = remaining.pop(0)
-        if written.startswith("--") and "=" in written:
-            written, value = written.split("=", 1)
-            remaining.insert(0, value)
-        flag = _known(written)
-        if not remaining:
+    given: dict[str, int | str] = {}
+    remaining = iter(arguments)
+    for written in remaining:
+        name, separator, text = written.partition("=") if written.startswith("--") else (written, "", "")
+        flag = _known(name)
+        value = text if separator else next(remaining, None)
+        if value is None:
             raise InvalidProblemError(f"{flag} needs a value")
         if flag.name in given:
-            raise InvalidProblemError(f"{flag} is given twice: {given[flag.name]} and {remaining[0]}")
-        given[flag.name] = _checked(flag, remaining.pop(0))
+            raise InvalidProblemError(f"{flag} is given twice: {given[flag.name]} and {value}")
+        given[flag.name] = _checked(flag, value)
     return FlagValues(given)
 
 
@@ -171,12 +172,12 @@ def _known(written: str) -> Flag:
     )
 
 
-def _checked(flag: Flag, value: str) -> str:
+def _checked(flag: Flag, value: str) -> int | str:
     """`value` if the flag takes it."""
     if flag.ignored:
         return value
     if isinstance(flag.default, int):
-        return str(_integer(flag, value))
+        return _integer(flag, value)
     if flag.only and value not in flag.only:
         allowed = " or ".join(repr(text) for text in flag.only)
         raise InvalidProblemError(f"{flag} {value!r} is not supported: it must be {allowed}")
@@ -184,7 +185,7 @@ def _checked(flag: Flag, value: str) -> str:
 
 
 def _integer(flag: Flag, value: str) -> int:
-    if re.fullmatch(r"[+-]?[0-9]{1,20}", value) is None:
+    if _INTEGER.fullmatch(value) is None:
         raise InvalidProblemError(f"{flag} {value!r} must be an integer")
     number = int(value)
     if not flag.least <= number <= _GREATEST:

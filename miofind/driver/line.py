@@ -9,8 +9,10 @@ Source: ROCm/MIOpen, driver/conv_driver.hpp and src/convolution.cpp (output size
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import PurePath
 
 from miofind.driver.flags import FLAGS, FlagValues, read_flags
@@ -29,8 +31,41 @@ _PREFIX = {"x": "in", "w": "fil", "y": "out"}
 _UNUSED = {"in": 1, "fil": 1, "pad": 0, "pad_after": 0, "conv_stride": 1, "dilation": 1, "trans_output_pad": 0}
 
 
+_QUOTED = re.compile(r"""["'\\]""")
+_WORDS = re.compile(r"[^ \t\r\n]+")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DriverLine:
+    """What a line asks for: one problem in one or several directions.
+
+    Attributes:
+        problem: in the first of the directions.
+    """
+
+    problem: ProblemDescription
+    directions: tuple[Direction, ...]
+
+    @property
+    def problems(self) -> tuple[ProblemDescription, ...]:
+        """One a direction."""
+        return tuple(map(self.problem.in_direction, self.directions))
+
+
 def parse_driver_line(text: str) -> tuple[ProblemDescription, ...]:
     """The problems of a line, one a direction that -F asks for.
+
+    Args:
+        text: as for `read_driver_line`.
+
+    Raises:
+        InvalidProblemError: the message names the flag and the value.
+    """
+    return read_driver_line(text).problems
+
+
+def read_driver_line(text: str) -> DriverLine:
+    """The problem of a line and the directions that -F asks for.
 
     Args:
         text: such as "convfp16 -n 32 -c 64 -H 56 -W 56 -k 64 -y 3 -x 3 -p 1 -q 1 -F 1"; words up to MIOpenDriver, or
@@ -39,19 +74,7 @@ def parse_driver_line(text: str) -> tuple[ProblemDescription, ...]:
     Raises:
         InvalidProblemError: the message names the flag and the value.
     """
-    try:
-        words = shlex.split(text)
-    except ValueError as error:
-        raise InvalidProblemError(f"driver line {text!r} cannot be read: {error}") from error
-    return parse_driver_arguments(_without_program(words))
-
-
-def parse_driver_arguments(arguments: Sequence[str]) -> tuple[ProblemDescription, ...]:
-    """The problems of a line that is already split into words, from conv, convfp16 or convbfp16 on.
-
-    Raises:
-        InvalidProblemError: the message names the flag and the value.
-    """
+    arguments = _without_program(_words(text))
     base = arguments[0] if arguments else ""
     if base not in _DTYPES:
         raise InvalidProblemError(f"{base!r} is not an operation: a line begins with {', '.join(_DTYPES)}")
@@ -62,8 +85,23 @@ def parse_driver_arguments(arguments: Sequence[str]) -> tuple[ProblemDescription
     _check_unused(flags, rank)
     dtypes, layouts = _dtypes(base, flags), _layouts(flags, rank)
     directions = _directions(flags)
-    read = _transposed if flags.text("mode") == "trans" else _ordinary
-    return tuple(read(flags, rank, direction, dtypes, layouts) for direction in directions)
+    if flags.text("mode") == "trans":
+        mirrored = tuple(_MIRRORED[direction] for direction in directions)
+        return DriverLine(problem=_transposed(flags, rank, mirrored[0], dtypes, layouts), directions=mirrored)
+    return DriverLine(problem=_ordinary(flags, rank, directions[0], dtypes, layouts), directions=directions)
+
+
+def _words(text: str) -> Sequence[str]:
+    """The words of a line as a POSIX shell splits it; where nothing is quoted, blanks alone separate them.
+
+    The shell's grammar takes longer than all else of a line, and files have many thousand.
+    """
+    if _QUOTED.search(text) is None:
+        return _WORDS.findall(text)
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise InvalidProblemError(f"driver line {text!r} cannot be read: {error}") from error
 
 
 def driver_line(problem: ProblemDescription) -> str:
@@ -118,7 +156,7 @@ def _written_dtype(problem: ProblemDescription) -> tuple[str, list[str]]:
 def _without_program(words: Sequence[str]) -> Sequence[str]:
     """The words from the operation on: a log's prefix, the driver's path or miofind and its command are dropped."""
     for i, word in enumerate(words):
-        if PurePath(word).name == "MIOpenDriver":
+        if "MIOpenDriver" in word and PurePath(word).name == "MIOpenDriver":
             return words[i + 1 :]
     if words and PurePath(words[0]).name == "miofind":
         return words[1:] if len(words) > 1 and words[1] in _DTYPES else words[2:]
@@ -239,7 +277,7 @@ def _transposed(
     dtypes: Mapping[str, DataType],
     layouts: Mapping[str, Layout],
 ) -> ProblemDescription:
-    """The mirrored problem: the driver's input (n, c, in) is its y, the driver's output (n, k, out) is its x."""
+    """The problem that the driver's mirrors: its input (n, c, in) is the problem's y, its output (n, k, out) the x."""
     c, k, groups = flags.integer("in_channels"), flags.integer("out_channels"), _groups(flags)
     try:
         return ProblemDescription.convolution(
@@ -249,7 +287,7 @@ def _transposed(
             stride=_sizes(flags, "conv_stride", rank),
             dilation=_sizes(flags, "dilation", rank),
             groups=groups,
-            direction=_MIRRORED[direction],
+            direction=direction,
             dtype={"x": dtypes["y"], "w": dtypes["w"], "y": dtypes["x"]},
             layout={"x": layouts["y"], "w": layouts["w"], "y": layouts["x"]},
             math=flags.text("math"),

@@ -18,7 +18,7 @@ from miofind.find import failures, records
 from miofind.find.known import candidate_of, incumbent, known_times
 from miofind.find.neighbours import shared_neighbours
 from miofind.find.plan import Plan, make_plan
-from miofind.find.recording import Recording, row_of
+from miofind.find.recording import Recording, row_of, storable
 from miofind.find.rounds import Measuring, Request, searched
 from miofind.find.search import Search
 from miofind.found import Found, Solution, Source, reordered
@@ -195,7 +195,7 @@ def _still_holds(best: Solution, options: FindOptions, handle: Handle) -> bool:
     handle.database.record(
         handle.device.identity,
         best.problem.network_config,
-        [row_of(outcome) for outcome in outcomes],
+        storable(best.problem, handle, [row_of(outcome) for outcome in outcomes]),
         environment=versions(handle.device),
     )
     timing = outcomes[0].timing if outcomes and outcomes[0].status.usable else None

@@ -16,6 +16,7 @@ from miofind.candidate import Candidate
 from miofind.device import Device
 from miofind.errors import InvalidConfigError, MiofindError
 from miofind.find.search import EXHAUSTIVE, Space
+from miofind.finddb import MAX_INT, MAX_JSON_CHARS
 from miofind.options import FindOptions
 from miofind.problem import ProblemDescription
 from miofind.solution import Config
@@ -28,6 +29,7 @@ SEARCH_LIMIT = 64
 MAX_ESTIMATED = 50_000
 """Configurations of one solver whose time is estimated at most; of a larger product a fixed random part is."""
 _LISTED = 256
+_LONGEST_NAME = 300
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,9 +175,12 @@ class _Request:
         """The configurations that keep the caller's limits; reasons of the others go into `refusals`."""
         for config in configs:
             planned = self.planned(config)
-            reason = limit_exceeded(planned, self.problem, self.options)
-            if reason:
-                refusals[planned.candidate.id] = reason
+            name = f"{planned.candidate.id:.{_LONGEST_NAME}}"
+            if reason := unrecordable(planned):
+                _tell_once(self.solver.id, reason)
+                refusals[name] = reason
+            elif reason := limit_exceeded(planned, self.problem, self.options):
+                refusals[name] = reason
             else:
                 yield planned
 
@@ -183,7 +188,8 @@ class _Request:
         """Whether a configuration is valid and within the caller's limits, wherever it comes from."""
         try:
             self.solver.check_config(self.problem, self.device, config)
-            return not limit_exceeded(self.planned(config), self.problem, self.options)
+            planned = self.planned(config)
+            return not (unrecordable(planned) or limit_exceeded(planned, self.problem, self.options))
         except Exception as error:  # a solver's own code may raise anything of a configuration that it does not know
             if not isinstance(error, MiofindError):
                 logger.debug("%s fails over %s: %r", self.solver.id, config.json, error)
@@ -229,6 +235,32 @@ def _by_estimate(solver: Solver, problem: ProblemDescription, device: Device) ->
     """What `estimated_configs` gives, each once, likely best first."""
     every = dict.fromkeys(estimated_configs(problem, device, solver))
     return tuple(sorted(every, key=lambda config: (_estimate_ms(solver, problem, device, config), config.json)))
+
+
+def unrecordable(planned: Planned) -> str:
+    """Why a FindDB could not keep what became of a candidate, "" where it could."""
+    found: tuple[object, ...] = (planned.workspace_bytes, planned.deterministic)
+    chars, (workspace, deterministic) = len(planned.candidate.config.json), found
+    if chars > MAX_JSON_CHARS:
+        return f"its configuration takes {chars} characters of JSON, of which a FindDB keeps {MAX_JSON_CHARS} at most"
+    if type(workspace) is not int or not 0 <= workspace <= MAX_INT:
+        kind = type(workspace).__name__
+        return f"its workspace of {_shown(workspace)} bytes (of type {kind}) must be an int from 0 to 2**63 - 1"
+    if type(deterministic) is not bool:
+        return f"deterministic={deterministic!r:.80} must be True or False"
+    return ""
+
+
+def _shown(number: object) -> str:
+    """A number for a message: Python writes none of more than 4300 digits."""
+    if isinstance(number, int) and number.bit_length() > 256:
+        return f"2**{number.bit_length() - 1} and more"
+    return f"{number!r:.80}"
+
+
+@functools.lru_cache(maxsize=1 << 10)
+def _tell_once(solver_id: str, reason: str) -> None:
+    logger.warning("a candidate of solver %s is left out: %s", solver_id, reason)
 
 
 def limit_exceeded(planned: Planned, problem: ProblemDescription, options: FindOptions) -> str:

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import TypeVar
 
 from miofind.candidate import Candidate, Outcome, Status
 from miofind.environment import versions
 from miofind.find.plan import Plan
 from miofind.find.scopes import scope_of
 from miofind.find.validity import solver_hash
-from miofind.finddb import Comparison, Row, Scope
+from miofind.finddb import Comparison, Row, Scope, refusal
 from miofind.finddb import Verdict as StoredVerdict
 from miofind.handle import Handle
 from miofind.measure.verdict import Verdict
 from miofind.options import FindOptions
 from miofind.problem import ProblemDescription
 from miofind.solver import solver_by_id
+
+logger = logging.getLogger(__name__)
+
+Entry = TypeVar("Entry", Row, Scope, StoredVerdict)
 
 _BATCH = 32
 _LONGEST_WAIT_S = 1.0
@@ -55,6 +61,19 @@ def row_of(outcome: Outcome) -> Row:
         contended=outcome.contended,
         dropped_samples=outcome.dropped_samples,
     )
+
+
+def storable(problem: ProblemDescription, handle: Handle, entries: Iterable[Entry]) -> list[Entry]:
+    """The entries that a FindDB takes in; of each of the others a warning says why: they must not cost the rest."""
+    kept = []
+    for entry in entries:
+        reason = refusal(handle.device.identity, problem.network_config, entry)
+        if not reason:
+            kept.append(entry)
+            continue
+        what = entry.candidate if isinstance(entry, Row) else type(entry).__name__.lower()
+        logger.warning("%.100s of %s is not recorded: %s", what, problem, reason)
+    return kept
 
 
 def _rounded(value: float) -> float:
@@ -164,11 +183,12 @@ class Recording:
     def _write(self, scope: Scope | None = None, verdict: StoredVerdict | None = None) -> None:
         rows, self._pending = self._pending, []
         self._written_at = time.monotonic()
-        self._handle.database.record(
-            self._handle.device.identity,
-            self._problem.network_config,
-            rows,
-            scope=scope,
-            environment=versions(self._handle.device),
-            verdict=verdict,
+        problem, handle = self._problem, self._handle
+        handle.database.record(
+            handle.device.identity,
+            problem.network_config,
+            storable(problem, handle, rows),
+            scope=next(iter(storable(problem, handle, [scope] if scope else [])), None),
+            environment=versions(handle.device),
+            verdict=next(iter(storable(problem, handle, [verdict] if verdict else [])), None),
         )

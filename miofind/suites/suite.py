@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from importlib.resources.abc import Traversable
 from pathlib import Path
 
-from miofind.driver.line import parse_driver_line
+from miofind.driver.line import read_driver_line
 from miofind.errors import InvalidOptionError, InvalidProblemError
 from miofind.problem import (
     DataType,
@@ -118,6 +118,8 @@ class _Variant:
     channels_last: bool | None
 
     def of(self, base: ProblemDescription, direction: Direction) -> ProblemDescription:
+        if self == _AS_WRITTEN:
+            return base.in_direction(direction)
         tensors = {name: base.tensor(name) for name in "xwy"}
         dtypes = {name: t.dtype if self.dtype is None else self.dtype for name, t in tensors.items()}
         layouts = {
@@ -147,6 +149,9 @@ class _Variant:
         if self.math is not None:
             return self.math
         return base.math if dtypes == {DataType.FLOAT32} else MathMode.IEEE
+
+
+_AS_WRITTEN = _Variant(batch=1, dtype=None, math=None, channels_last=None)
 
 
 def suite_names() -> tuple[str, ...]:
@@ -185,25 +190,25 @@ def load_lines(path: str | Path) -> Suite:
         InvalidOptionError: the file cannot be read.
         InvalidProblemError: the message names the file, the line number, the flag and the value.
     """
-    rows = []
+    rows, name = [], Path(path).stem
     for number, line in enumerate(read_lines(Path(path)), start=1):
         text = line.strip()
         if not text or text.startswith("#"):
             continue
         try:
-            problems = parse_driver_line(text)
+            found = read_driver_line(text)
         except InvalidProblemError as error:
             raise InvalidProblemError(f"{path}, line {number}: {error}") from error
         rows.append(
             SuiteRow(
-                problem=problems[0],
-                suite=Path(path).stem,
+                problem=found.problem,
+                suite=name,
                 layer=f"line {number}",
                 count=1,
-                directions=tuple(problem.direction for problem in problems),
+                directions=found.directions,
             )
         )
-    return Suite(name=Path(path).stem, rows=tuple(rows))
+    return Suite(name=name, rows=tuple(rows))
 
 
 def load(name_or_path: str) -> Suite:
