@@ -12,16 +12,19 @@ import sqlite3
 import threading
 import weakref
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from sqlalchemy import Connection
+from sqlalchemy.exc import SQLAlchemyError
 
-from miofind.errors import DatabaseError
+from miofind.errors import DatabaseError, MiofindError
 from miofind.finddb import location, schema
 from miofind.finddb.packing import Packing
 from miofind.finddb.sqlite_file import (
     WRITER_PRAGMAS,
+    MemoryConnection,
+    UnreadableEntryError,
     check_writable_place,
     connect,
     connect_to_read,
@@ -38,11 +41,16 @@ logger = logging.getLogger("miofind")
 FileKey = tuple[int, int]
 
 
+_EXPECTED = (MiofindError, UnreadableEntryError)
+"""What may be raised between two statements: whatever else ends a use, Ctrl-C above all, may end it within one."""
+
+
 class _Connections:
     """The open connections of one process.
 
     `file` tells whether the path still names the file they have open, `version` how it was when they were opened: there
-    is no writer for an older one, nor for a release, which has a `packing`.
+    is no writer for an older one, nor for a release, which has a `packing`. `memory` holds a database that is no file,
+    whatever becomes of the connections to it.
     """
 
     def __init__(self) -> None:
@@ -51,13 +59,33 @@ class _Connections:
         self.file: FileKey | None = None
         self.version = schema.SCHEMA_VERSION
         self.packing: Packing | None = None
+        self.memory: MemoryConnection | None = None
+
+    def close_reader(self) -> None:
+        """Close it, whatever it was doing; harmless when repeated."""
+        reader, self.reader = self.reader, None
+        _close(reader)
+
+    def close_writer(self) -> None:
+        """Close it, whatever it was doing, and take back what it had begun; harmless when repeated."""
+        writer, self.writer = self.writer, None
+        _close(writer)
 
     def close(self) -> None:
-        """Close both; harmless when repeated."""
-        for connection in (self.reader, self.writer):
-            if connection is not None:
-                connection.close()
-        self.reader = self.writer = self.file = None
+        """Close both and end a database in memory; harmless when repeated."""
+        self.close_reader()
+        self.close_writer()
+        self.file = None
+        memory, self.memory = self.memory, None
+        if memory is not None:
+            memory.end()
+
+
+def _close(connection: Connection | None) -> None:
+    if connection is not None:
+        with suppress(SQLAlchemyError, sqlite3.Error):  # of a transaction that something has broken off
+            connection.invalidate()
+            connection.close()
 
 
 class Database:
@@ -90,7 +118,13 @@ class Database:
             DatabaseError: the database cannot be opened or read; SchemaVersionError: it is of a newer schema.
         """
         with self._read_lock, translated(self.where):
-            yield self._connections.reader or self._opened("reader")
+            try:
+                yield self._connections.reader or self._opened("reader")
+            except _EXPECTED:
+                raise
+            except BaseException:
+                self._give_up("reader")
+                raise
 
     @contextmanager
     def snapshot(self) -> Iterator[Connection]:
@@ -103,11 +137,13 @@ class Database:
             if self.path is None:  # one connection reads and writes
                 yield connection
                 return
-            connection.exec_driver_sql("BEGIN")
             try:
+                execute(connection, "BEGIN")
                 yield connection
-            finally:
-                connection.exec_driver_sql("COMMIT")
+                execute(connection, "COMMIT")
+            except BaseException:
+                self._give_up("reader")
+                raise
 
     @contextmanager
     def write(self) -> Iterator[Connection]:
@@ -120,7 +156,7 @@ class Database:
         """
         if self.read_only:
             raise DatabaseError(f"{self.where} was opened to be read only")
-        with self._write_lock, translated(self.where):
+        with self._writing():
             if self._is_replaced():
                 logger.warning("%s was removed or replaced: what it held is not in the file there now", self.where)
                 self.disconnect()
@@ -130,13 +166,35 @@ class Database:
             with connection.begin():
                 yield connection
 
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """What is done with the writer, by this thread alone."""
+        with self._write_lock, translated(self.where):
+            try:
+                yield
+            except _EXPECTED:
+                raise
+            except BaseException:
+                self._give_up("writer")
+                raise
+
+    def _give_up(self, role: str) -> None:
+        """Close the connection that was interrupted: SQLAlchemy uses it no more, and may have left it anywhere.
+
+        The next use opens another. In memory one connection reads and writes, and goes on.
+        """
+        if role == "reader" or self.path is None:
+            self._connections.close_reader()
+        if role == "writer" or self.path is None:
+            self._connections.close_writer()
+
     def prepare_to_write(self) -> None:
         """Open what `write` needs, to learn whether it can be.
 
         Raises:
             DatabaseError, SchemaVersionError: it cannot.
         """
-        with self._write_lock, translated(self.where):
+        with self._writing():
             if self._connections.writer is None:
                 self._opened("writer")
 
@@ -157,7 +215,7 @@ class Database:
         Raises:
             DatabaseError: one of them failed.
         """
-        with self._write_lock, translated(self.where):
+        with self._writing():
             connection = self._connections.writer or self._opened("writer")
             execute(connection, *statements)
 
@@ -185,10 +243,13 @@ class Database:
             if self._closed:
                 raise DatabaseError(f"{self.where} is closed")
             if self._connections.reader is None:
+                is_written = self._connections.writer is not None  # another thread may be writing, and goes on
                 try:
                     self._open()
                 except BaseException:
-                    self._connections.close()
+                    self._connections.close_reader()
+                    if not is_written:
+                        self._connections.close_writer()
                     raise
             connection = self._connections.writer if role == "writer" else self._connections.reader
         if connection is None:
@@ -204,11 +265,14 @@ class Database:
             self._open_to_write(self.path)
 
     def _open_memory(self) -> None:
-        shared = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
-        self._connections.writer = connect(lambda: shared, is_writer=True)
-        self._connections.reader = connect(lambda: shared)
-        with self._connections.writer.begin():
-            schema.create(self._connections.writer)
+        held = self._connections
+        if held.memory is None:
+            held.memory = MemoryConnection(":memory:", isolation_level=None, check_same_thread=False)
+        memory = held.memory
+        held.writer = connect(lambda: memory, is_writer=True)
+        held.reader = connect(lambda: memory)
+        with held.writer.begin():
+            schema.create(held.writer)
 
     def _open_to_read(self, path: Path) -> None:
         if not path.is_file():
@@ -226,6 +290,14 @@ class Database:
         self._read_as(schema.checked_version(self._connections.reader, self.where), self._connections.reader)
 
     def _open_to_write(self, path: Path) -> None:
+        if self._connections.writer is None:  # there is one where the reader alone was interrupted
+            self._open_writer(path)
+        self._connections.reader = connect(lambda: open_file(path, "rwc"))
+        self._read_as(self._connections.version, self._connections.reader)
+        execute(self._connections.reader, "PRAGMA query_only=ON")
+
+    def _open_writer(self, path: Path) -> None:
+        """Open what writes, and make the file ready; an older one has no writer."""
         check_writable_place(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         self._connections.writer = writer = connect(lambda: open_file(path, "rwc"), is_writer=True)
@@ -240,11 +312,8 @@ class Database:
         if version == schema.SCHEMA_VERSION:
             use_write_ahead_log(writer)
         else:
-            writer.close()
-            self._connections.writer = None
-        self._connections.reader = connect(lambda: open_file(path, "rwc"))
-        self._read_as(version, self._connections.reader)
-        execute(self._connections.reader, "PRAGMA query_only=ON")
+            self._connections.close_writer()
+        self._connections.version = version
         self._connections.file = _file_key(path)
 
     def _read_as(self, version: int, reader: Connection) -> None:

@@ -9,9 +9,11 @@ from __future__ import annotations
 import random
 import sqlite3
 import time
+import weakref
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from sqlalchemy import Connection, create_engine, event
 from sqlalchemy.exc import SQLAlchemyError
@@ -59,6 +61,45 @@ _ADVICE[sqlite3.SQLITE_PERM] = _ADVICE[sqlite3.SQLITE_CANTOPEN]
 
 # Of the driver's message where a text is none, which has no code of SQLite's and quotes what is stored.
 _NO_TEXT = "Could not decode to UTF-8"
+
+
+class _FileConnection(sqlite3.Connection):
+    """A connection that lets go of its locks when it is closed: else it would not while a traceback keeps a cursor."""
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        self._cursors: weakref.WeakSet[sqlite3.Cursor] = weakref.WeakSet()
+
+    def cursor(self, *arguments: Any) -> Any:
+        """A cursor; `execute` asks for one, too."""
+        made = super().cursor(*arguments)
+        self._cursors.add(made)
+        return made
+
+    def take_back(self) -> None:
+        """End what is being read and written. Harmless when repeated."""
+        with suppress(sqlite3.Error):
+            for cursor in list(self._cursors):
+                cursor.close()
+            if self.in_transaction:
+                self.rollback()
+
+    def close(self) -> None:
+        """Take back what was begun, and close."""
+        self.take_back()
+        super().close()
+
+
+class MemoryConnection(_FileConnection):
+    """A database in memory, which lasts until `end`: SQLAlchemy closes a connection that something has interrupted."""
+
+    def close(self) -> None:
+        """Take back what was begun."""
+        self.take_back()
+
+    def end(self) -> None:
+        """Close it. Harmless when repeated."""
+        super().close()
 
 
 class UnreadableEntryError(Exception):
@@ -112,7 +153,10 @@ def translated(where: str) -> Iterator[None]:
     except UnreadableEntryError as error:
         raise DatabaseError(f"{where} holds an entry that cannot be read ({error}): check the database") from error
     except SQLAlchemyError as error:
-        raise _database_error(where, getattr(error, "orig", None) or error) from error
+        cause = getattr(error, "orig", None) or error
+        if isinstance(cause, (MemoryError, RecursionError)):  # they speak of the process, not of the file
+            raise cause from None
+        raise _database_error(where, cause) from error
     except (sqlite3.Error, OSError, UnicodeDecodeError) as error:
         raise _database_error(where, error) from error
 
@@ -136,7 +180,9 @@ def open_file(path: Path, mode: str) -> sqlite3.Connection:
         mode: rwc makes the file, rw writes, ro reads; with &immutable=1 no lock is taken and no log looked for.
     """
     uri = f"{path.absolute().as_uri()}?mode={mode}"
-    connection = sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False, timeout=BUSY_TIMEOUT_S)
+    connection = sqlite3.connect(
+        uri, uri=True, isolation_level=None, check_same_thread=False, timeout=BUSY_TIMEOUT_S, factory=_FileConnection
+    )
     connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MAX_VALUE_BYTES)
     return connection
 

@@ -162,7 +162,7 @@ class Recording:
         return bool(self._plan.spaces) and self._tried.issuperset(seeds)
 
     def _write(self, scope: Scope | None = None, verdict: StoredVerdict | None = None) -> None:
-        rows, self._pending = self._pending, []
+        rows = tuple(self._pending)
         self._written_at = time.monotonic()
         self._handle.database.record(
             self._handle.device.identity,
@@ -172,3 +172,4 @@ class Recording:
             environment=versions(self._handle.device),
             verdict=verdict,
         )
+        del self._pending[: len(rows)]  # not before: Ctrl-C in a write leaves them to the last one
