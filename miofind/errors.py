@@ -26,7 +26,13 @@ A message says what, where, the offending value and what to do. `exit_code` is w
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import ClassVar
+
+from miofind.interrupts import raise_if_interrupted
+
+MAX_TOLD = 2000
+"""Characters of what a foreign exception says that are told."""
 
 
 class MiofindError(Exception):
@@ -147,3 +153,22 @@ class SchemaVersionError(DatabaseError):
 
 class SolutionFileError(MiofindError, ValueError):
     """A saved solution that cannot be loaded: damaged, of another architecture or of other sources."""
+
+
+def described(error: BaseException, form: Callable[[object], str] = repr) -> str:
+    """What an exception says, MAX_TOLD characters of it at most; what cannot say it is named by its type."""
+    try:
+        return form(error)[:MAX_TOLD]
+    except BaseException as second:  # a foreign exception's own code may raise anything, too
+        raise_if_interrupted(second)
+        return f"{type(error).__name__}, which cannot be shown: that raises {type(second).__name__}"
+
+
+def causes(error: BaseException) -> Iterator[BaseException]:
+    """An exception, what caused that, and so on, each once: one may be its own cause."""
+    seen: set[int] = set()
+    cause: BaseException | None = error
+    while cause is not None and id(cause) not in seen:
+        seen.add(id(cause))
+        yield cause
+        cause = cause.__cause__

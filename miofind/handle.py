@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import os
 import threading
-import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +11,7 @@ from miofind.compiler import BinaryCache, Compiler, kernel_hash
 from miofind.device import Device, Place, check_fork
 from miofind.errors import LaunchError
 from miofind.finddb import Layered, open_layered
+from miofind.forks import follow_forks
 from miofind.invoker import Invoker, InvokerCache, make_invoker
 from miofind.problem import ProblemDescription
 from miofind.sandbox.executors import Executor, InProcess, Isolated
@@ -62,7 +61,7 @@ class Handle:
         self._strict = strict
         self._database: Layered | None = None
         self._executors: dict[bool, Executor] = {}
-        _handles.add(self)
+        follow_forks(self)
 
     @property
     def database(self) -> Layered:
@@ -165,24 +164,9 @@ def check_kernels(solution: ConvSolution, expected_hash: str, name: str) -> None
         raise LaunchError(f"{name} was measured with other kernels than this release has")
 
 
-_handles: weakref.WeakSet[Handle] = weakref.WeakSet()
-
-
-def _after_fork() -> None:
-    for handle in list(_handles):
-        handle.leave_parent()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
-
-
 @functools.cache
 def _default_handles() -> dict[int, Handle]:
     return {}
-
-
-_default_lock = threading.Lock()
 
 
 def default_handle(device: Device | None = None) -> Handle:
@@ -191,6 +175,5 @@ def default_handle(device: Device | None = None) -> Handle:
     handles = _default_handles()
     handle = handles.get(chosen.index)
     if handle is None:
-        with _default_lock:
-            handle = handles.setdefault(chosen.index, Handle(chosen))
+        handle = handles.setdefault(chosen.index, Handle(chosen))  # the first of two threads makes the one there is
     return handle

@@ -21,7 +21,8 @@ from enum import StrEnum
 from typing import ClassVar
 
 from miofind.device import INSTALL_CUDA, Device, Library, Place
-from miofind.errors import InvalidConfigError, MiofindError, UnknownSolverError
+from miofind.errors import InvalidConfigError, MiofindError, UnknownSolverError, described
+from miofind.interrupts import raise_if_interrupted
 from miofind.problem import DataType, Layout, ProblemDescription
 from miofind.solution import Config, ConfigValue, ConvSolution, Packing
 
@@ -275,8 +276,9 @@ def _from_entry_points() -> Iterable[Solver]:
         try:
             solver = entry.load()
             solver = solver() if isinstance(solver, type) else solver
-        except Exception as error:  # another package's code: report it and go on without it
-            logger.warning("solver entry point %s could not be loaded: %s", entry.name, error)
+        except BaseException as error:  # another package's code: report it and go on without it
+            raise_if_interrupted(error)
+            logger.warning("solver entry point %s could not be loaded: %s", entry.name, described(error, str))
             continue
         if not isinstance(solver, Solver) or "/" not in solver.id:
             logger.warning("solver entry point %s is no Solver with an id like 'vendor/Name': left out", entry.name)

@@ -22,6 +22,7 @@ from types import MappingProxyType
 
 from miofind.compiler.directory import default_directory, private_directory
 from miofind.compiler.resources import KernelResources
+from miofind.forks import follow_forks
 
 logger = logging.getLogger(__name__)
 
@@ -102,17 +103,22 @@ class BinaryCache:
         self._unseen_bytes = 0
         self._hits = 0
         self._misses = 0
+        follow_forks(self)
+
+    def leave_parent(self) -> None:
+        """Make the lock anew in a forked child: a thread of the parent may have held it."""
+        self._lock = threading.RLock()
 
     @property
     def directory(self) -> Path | None:
         """Folder in use, made on first use; None where the disk cannot be used."""
         with self._lock:
             if not self._is_resolved:
-                self._is_resolved = True
                 try:
                     self._resolved = private_directory(self._asked or default_directory())
                 except OSError as error:
                     self._give_up(error)
+                self._is_resolved = True  # not before: a fork, or Ctrl-C, may come between
             return self._resolved
 
     def get(self, key: str) -> Binary | None:

@@ -8,7 +8,9 @@ import logging
 from miofind.compiler import source_hash
 from miofind.device import Device
 from miofind.environment import versions
+from miofind.errors import described
 from miofind.finddb import Row, environment_id
+from miofind.interrupts import raise_if_interrupted
 from miofind.problem import ProblemDescription
 from miofind.solver import Solver, solvers
 
@@ -44,6 +46,7 @@ def may_serve(solver: Solver, problem: ProblemDescription, device: Device) -> bo
     """Whether a solver would have to be measured to be ranked: it does not refuse the problem."""
     try:
         return bool(solver.applicability(problem, device))
-    except Exception as error:  # a solver's own code may raise anything
-        logger.debug("%s cannot say whether it serves %s: %r", solver.id, problem, error)
+    except BaseException as error:  # a solver's own code may raise anything
+        raise_if_interrupted(error)
+        logger.debug("%s cannot say whether it serves %s: %s", solver.id, problem, described(error))
         return True

@@ -11,8 +11,11 @@ from enum import StrEnum
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from miofind.device import Device, Place
-from miofind.errors import LaunchError, MiofindError
+from miofind.errors import LaunchError, MiofindError, described
+from miofind.interrupts import raise_if_interrupted
 from miofind.problem import ProblemDescription
 from miofind.values import Values
 from miofind.verify.accuracy import direct_error
@@ -110,12 +113,15 @@ class Verifier:
 
     def _trial(self, invoker: Invoker, values: Values, factor: float | None) -> Findings:
         try:
-            return self._rig.trial(invoker, values, factor)
+            with np.errstate(all="ignore"):  # whatever the caller has NumPy do: an infinity, too, is to be compared
+                return self._rig.trial(invoker, values, factor)
         except (MiofindError, MemoryError):
             raise
         except Exception as error:  # a candidate's own code, NumPy, CuPy: they share no base class below Exception
+            raise_if_interrupted(error)
             name = f"{invoker.solver_id} {invoker.config.json}"
-            raise LaunchError(f"{name} failed on {self.problem}: {type(error).__name__}: {error}") from error
+            told = f"{type(error).__name__}: {described(error, str)}"
+            raise LaunchError(f"{name} failed on {self.problem}: {told}") from error
 
     def _complaint(self, gate: Gate, findings: Findings) -> str:
         """What is wrong, worst first; "" if nothing is."""
