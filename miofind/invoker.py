@@ -137,6 +137,7 @@ class _CudaInvoker(Invoker):
         except MiofindError:
             raise
         except Exception as error:  # CuPy and library errors share no base class below Exception
+            raise_if_interrupted(error)
             raise LaunchError(f"{self.solver_id} {self.config.json} failed on {self.problem}: {error}") from error
 
     def _run_on_device(self, steps: tuple[BoundStep, ...], bases: tuple[int, int, int, int], stream: int) -> None:
