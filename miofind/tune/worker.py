@@ -155,7 +155,7 @@ def tuned(task: Task, handle: Handle, options: TuneOptions, pool: CompilePool | 
         return failed(task, str(error), time.monotonic() - began)
     except (DatabaseError, MissingEnvironmentError, DeviceLostError):
         raise
-    except BaseException as error:  # a solver's own code may raise anything, and hours of tuning must survive it
+    except Exception as error:  # a solver's own code may raise anything, and hours of tuning must survive it
         raise_if_interrupted(error)
         logger.debug("tuning failed: %s", driver_line(problem), exc_info=True)
         told = described(error, str) or type(error).__name__
