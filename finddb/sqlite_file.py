@@ -6,8 +6,10 @@ here knows a table.
 
 from __future__ import annotations
 
+import functools
 import random
 import sqlite3
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -15,7 +17,7 @@ from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Connection, create_engine, event
+from sqlalchemy import Connection, Engine, create_engine, event
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.pool import NullPool
 
@@ -68,19 +70,22 @@ class _FileConnection(sqlite3.Connection):
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
-        self._cursors: weakref.WeakSet[sqlite3.Cursor] = weakref.WeakSet()
+        self._cursors: list[weakref.ref[sqlite3.Cursor]] = []
 
     def cursor(self, *arguments: Any) -> Any:
         """A cursor; `execute` asks for one, too."""
         made = super().cursor(*arguments)
-        self._cursors.add(made)
+        # No WeakSet: a Ctrl-C in the callback by which that forgets would be swallowed.
+        self._cursors = [*(known for known in self._cursors if known() is not None), weakref.ref(made)]
         return made
 
     def take_back(self) -> None:
         """End what is being read and written. Harmless when repeated."""
         with suppress(sqlite3.Error):
-            for cursor in list(self._cursors):
-                cursor.close()
+            for known in self._cursors:
+                cursor = known()
+                if cursor is not None:
+                    cursor.close()
             if self.in_transaction:
                 self.rollback()
 
@@ -187,12 +192,28 @@ def open_file(path: Path, mode: str) -> sqlite3.Connection:
     return connection
 
 
-def connect(creator: Callable[[], sqlite3.Connection], *, is_writer: bool = False) -> Connection:
-    """A connection of SQLAlchemy over the driver's; a writer's transactions hold the write lock from the start."""
-    engine = create_engine("sqlite://", creator=creator, poolclass=NullPool, pool_reset_on_return=None)
+class _Asked(threading.local):
+    """Makes the driver's connection of the next one that this thread asks an engine for."""
+
+    creator: Callable[[], sqlite3.Connection]
+
+
+_asked = _Asked()
+
+
+@functools.cache
+def _engine(*, is_writer: bool) -> Engine:
+    """What makes connections, for good: where an engine ends, SQLAlchemy's callbacks would swallow a Ctrl-C."""
+    engine = create_engine("sqlite://", creator=lambda: _asked.creator(), poolclass=NullPool, pool_reset_on_return=None)
     if is_writer:
         event.listen(engine, "begin", _begin_immediate)
-    connection = engine.connect()
+    return engine
+
+
+def connect(creator: Callable[[], sqlite3.Connection], *, is_writer: bool = False) -> Connection:
+    """A connection of SQLAlchemy over the driver's; a writer's transactions hold the write lock from the start."""
+    _asked.creator = creator
+    connection = _engine(is_writer=is_writer).connect()
     try:
         execute(connection, *PRAGMAS)
     except BaseException:
