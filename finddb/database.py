@@ -20,21 +20,23 @@ from pathlib import Path
 from sqlalchemy import Connection
 from sqlalchemy.exc import SQLAlchemyError
 
-from miofind.errors import DatabaseError
+from miofind.errors import DatabaseError, MiofindError
 from miofind.finddb import location, logs, open_files, schema
 from miofind.finddb.open_files import FileKey, OpenFile, key_of
 from miofind.finddb.packing import Packing
 from miofind.finddb.sqlite_file import (
     WRITER_PRAGMAS,
+    LastingConnection,
+    UnreadableEntryError,
     changes,
     check_writable_place,
     checkpoint,
     connect,
-    connect_to_read,
     draw,
     execute,
     legible,
-    open_file,
+    open_lasting,
+    open_memory,
     set_log_aside,
     translated,
     use_write_ahead_log,
@@ -54,11 +56,60 @@ class _Change(Enum):
     OVERWRITTEN = "something else was written into it"
 
 
+_EXPECTED = (MiofindError, UnreadableEntryError)
+"""What may be raised between two statements: whatever else ends a use, Ctrl-C above all, may end it within one."""
+
+
+class _Channel:
+    """A connection of the driver, and one of SQLAlchemy over it, which is of no more use once it was interrupted.
+
+    Attributes:
+        connection: SQLAlchemy's, None before the first use and once it was given up.
+        driver: the driver's, None before it is opened and once it is ended.
+    """
+
+    def __init__(self, *, is_writer: bool = False) -> None:
+        self._is_writer = is_writer
+        self.connection: Connection | None = None
+        self.driver: LastingConnection | None = None
+
+    def open(self, driver: LastingConnection) -> Connection:
+        """Take over a connection of the driver, to end it when this is ended."""
+        self.driver = driver
+        return self.connected(driver)
+
+    def connected(self, driver: LastingConnection) -> Connection:
+        """A connection of SQLAlchemy over the driver's: the one there is, or a new one."""
+        if self.connection is None:
+            driver.take_back()  # what was interrupted while it was given up
+            self.connection = connect(lambda: driver, is_writer=self._is_writer)
+        return self.connection
+
+    def give_up(self) -> None:
+        """End what is being read and written, and use SQLAlchemy's connection no more. Harmless when repeated."""
+        connection, self.connection = self.connection, None
+        if connection is not None:
+            with suppress(SQLAlchemyError, sqlite3.Error):  # of a transaction that something has broken off
+                connection.invalidate()
+                connection.close()
+        if self.driver is not None:
+            self.driver.take_back()
+
+    def end(self) -> None:
+        """Close both. Harmless when repeated."""
+        self.give_up()
+        if self.driver is not None:
+            self.driver.end()
+            self.driver = None
+
+
 class _Connections:
-    """The open connections of one process to one file.
+    """The open connections of one process to one file, or to memory, where one of the driver reads and writes.
 
     Attributes:
         writes: whether they may write to it or beside it.
+        is_open: whether they are, wholly.
+        reading, writing: how it is read and written.
         file: what they have open, None in memory.
         version: how it was when they were opened: there is no writer for an older one, nor for a release, which has a
             `packing`.
@@ -67,8 +118,9 @@ class _Connections:
     def __init__(self, path: Path | None, *, writes: bool) -> None:
         self.path = path
         self.writes = writes
-        self.reader: Connection | None = None
-        self.writer: Connection | None = None
+        self.is_open = False
+        self.reading = _Channel()
+        self.writing = _Channel(is_writer=True)
         self.file: OpenFile | None = None
         self.version = schema.SCHEMA_VERSION
         self.packing: Packing | None = None
@@ -78,6 +130,32 @@ class _Connections:
         self._log_descriptor: int | None = None
         self._written_at = (0, 0)
         self._state: int | None = None
+
+    @property
+    def reader(self) -> Connection | None:
+        """What reads, None where that is yet to be made."""
+        return self.reading.connection if self.is_open else None
+
+    @property
+    def writer(self) -> Connection | None:
+        """What writes, None where that is yet to be made, or cannot be."""
+        return self.writing.connection if self.is_open else None
+
+    @property
+    def is_written(self) -> bool:
+        """Whether what is open can be written."""
+        return self.is_open and self.writing.driver is not None
+
+    def give_up(self, role: str) -> None:
+        """Give up the connection that something has interrupted: it may be anywhere.
+
+        The next use has another over the same connection of the driver, so that the file, its log and its locks stay
+        in the same hands, and so does what another thread is doing.
+        """
+        if role == "reader" or self.path is None:
+            self.reading.give_up()
+        if role == "writer" or self.path is None:
+            self.writing.give_up()
 
     def hold(self, file: OpenFile) -> None:
         """Take a file over, to release it when the connections are closed."""
@@ -133,21 +211,24 @@ class _Connections:
         What is in the log is written into the file that it is of, and into no other: SQLite itself would leave it
         beside a file that was put in the place of this one, or write it into what this one was overwritten with.
         """
-        with suppress(OSError, sqlite3.Error, SQLAlchemyError):  # what goes wrong here, goes wrong for the next use too
+        self.is_open = False
+        self.reading.give_up()
+        self.writing.give_up()
+        with suppress(OSError, sqlite3.Error):  # what goes wrong here, goes wrong for the next use too
             self._part_from_log()
-        for connection in (self.reader, self.writer):
-            if connection is not None:
-                connection.close()
-        if self.file is not None:
-            open_files.release(self.file)
-        if self._log_descriptor is not None:
-            os.close(self._log_descriptor)
-        self.reader = self.writer = self.file = self._log_descriptor = None
+        self.reading.end()
+        self.writing.end()
+        file, self.file = self.file, None
+        if file is not None:
+            open_files.release(file)
+        descriptor, self._log_descriptor = self._log_descriptor, None
+        if descriptor is not None:
+            os.close(descriptor)
 
     def _part_from_log(self) -> None:
         """Leave nothing in a log beside a file that it is not of."""
-        connection = self.writer or self.reader
-        if self.file is None or self.path is None or connection is None or not self.writes:
+        driver = self.writing.driver or self.reading.driver
+        if self.file is None or self.path is None or driver is None or not self.writes:
             return
         change = self.change()
         if change is _Change.OVERWRITTEN:
@@ -156,7 +237,7 @@ class _Connections:
             finally:
                 if not self._has_its_log or not logs.is_of(self._log, self.file):
                     self._empty_log()
-        elif self._log_descriptor is not None and not self._is_in_place and checkpoint(connection):
+        elif self._log_descriptor is not None and not self._is_in_place and checkpoint(driver):
             logs.remove(self._log, key_of(self._log_descriptor))
 
     def _empty_log(self) -> None:
@@ -207,7 +288,7 @@ class Database:
         Raises:
             DatabaseError: the database cannot be opened or read; SchemaVersionError: it is of a newer schema.
         """
-        with translated(self.where), self._used(self._read_lock):
+        with translated(self.where), self._used("reader"):
             yield self._connections.reader or self._opened("reader")
 
     @contextmanager
@@ -226,11 +307,13 @@ class Database:
             if self.path is None:  # one connection reads and writes
                 yield connection
                 return
-            connection.exec_driver_sql("BEGIN")
             try:
+                execute(connection, "BEGIN")
                 yield connection
-            finally:
-                connection.exec_driver_sql("COMMIT")
+                execute(connection, "COMMIT")
+            except BaseException:
+                self._connections.give_up("reader")
+                raise
 
     @contextmanager
     def write(self) -> Iterator[Connection]:
@@ -243,8 +326,8 @@ class Database:
         """
         if self.read_only:
             raise DatabaseError(f"{self.where} was opened to be read only")
-        with translated(self.where), self._used(self._write_lock):
-            if self._connections.writer is None:
+        with translated(self.where), self._used("writer"):
+            if not self._connections.is_written:
                 self.disconnect()
             connection = self._connections.writer or self._opened("writer")
             with connection.begin():
@@ -259,7 +342,7 @@ class Database:
         Raises:
             DatabaseError, SchemaVersionError: it cannot.
         """
-        with self._write_lock, translated(self.where):
+        with translated(self.where), self._used("writer"):
             if self._connections.writer is None:
                 self._opened("writer")
 
@@ -290,7 +373,7 @@ class Database:
         Raises:
             DatabaseError: one of them failed.
         """
-        with self._write_lock, translated(self.where):
+        with translated(self.where), self._used("writer"):
             connection = self._connections.writer or self._opened("writer")
             execute(connection, *statements)
 
@@ -314,26 +397,32 @@ class Database:
         self.disconnect()
 
     def _opened(self, role: str) -> Connection:
+        connections = self._connections
         with self._open_lock:
             if self._closed:
                 raise DatabaseError(f"{self.where} is closed")
-            if self._connections.reader is None:
+            if not connections.is_open:
+                connections.close()  # what is left of an opening or a closing that was broken off
                 try:
                     self._open()
                 except BaseException:
-                    self._connections.close()
+                    connections.close()
                     raise
-            connection = self._connections.writer if role == "writer" else self._connections.reader
-        if connection is None:
-            raise schema.unwritable(self.where, self._connections.version)
-        return connection
+            channel = connections.writing if role == "writer" else connections.reading
+            if channel.driver is not None:
+                return channel.connected(channel.driver)
+        raise schema.unwritable(self.where, connections.version)
 
     def _open(self) -> None:
         if self.path is None:
             self._open_memory()
-            return
+        else:
+            self._open_path(self.path)
+        self._connections.is_open = True
+
+    def _open_path(self, path: Path) -> None:
         for _ in range(_MOST_OPENINGS):
-            (self._open_to_read if self.read_only else self._open_to_write)(self.path)
+            (self._open_to_read if self.read_only else self._open_to_write)(path)
             if self._connections.change() is _Change.MOVED:  # while it was opened
                 self._connections.close()
                 continue
@@ -345,11 +434,11 @@ class Database:
         raise DatabaseError(f"{self.where} is replaced again and again: name a file that stays")
 
     def _open_memory(self) -> None:
-        shared = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
-        self._connections.writer = connect(lambda: shared, is_writer=True)
-        self._connections.reader = connect(lambda: shared)
-        with self._connections.writer.begin():
-            schema.create(self._connections.writer)
+        memory = open_memory()
+        writer = self._connections.writing.open(memory)
+        self._connections.reading.open(memory)
+        with writer.begin():
+            schema.create(writer)
 
     def _open_to_read(self, path: Path) -> None:
         if not path.is_file():
@@ -361,16 +450,24 @@ class Database:
         if not connections.is_immutable:
             file.check_locks(self.where)
         try:
-            connections.reader = connect_to_read(path, immutable=connections.is_immutable)
+            reader = self._proved_to_read(path)
         except sqlite3.OperationalError:
             # A database with a write-ahead log cannot be opened where no log can be made. If there is none, the file
             # is all there is, and nothing on this machine writes to it.
             if connections.is_immutable or logs.log_of(path).exists():
                 raise
+            connections.reading.end()
             connections.is_immutable = True
-            connections.reader = connect_to_read(path, immutable=True)
+            reader = self._proved_to_read(path)
         connections.know_log()
-        self._read_as(schema.checked_version(connections.reader, self.where), connections.reader)
+        self._read_as(schema.checked_version(reader, self.where), reader)
+
+    def _proved_to_read(self, path: Path) -> Connection:
+        """What reads; an immutable file without locks, and also on read-only media."""
+        mode = "ro&immutable=1" if self._connections.is_immutable else "ro"
+        reader = self._connections.reading.open(open_lasting(path, mode))
+        execute(reader, "PRAGMA schema_version")
+        return reader
 
     def _open_to_write(self, path: Path) -> None:
         check_writable_place(path)
@@ -386,7 +483,16 @@ class Database:
                 path.unlink(missing_ok=True)
             raise
         set_log_aside(path, file)
-        connections.writer = writer = connect(lambda: open_file(path, "rwc"), is_writer=True)
+        version = self._open_writer(path, file)
+        reader = connections.reading.open(open_lasting(path, "rwc"))
+        self._read_as(version, reader)
+        execute(reader, "PRAGMA query_only=ON")
+        connections.know_log()
+
+    def _open_writer(self, path: Path, file: OpenFile) -> int:
+        """Open what writes, and make the file ready; returns its version: an older one has no writer."""
+        driver = open_lasting(path, "rwc")
+        writer = self._connections.writing.open(driver)
         execute(writer, *WRITER_PRAGMAS)
         if schema.is_empty(writer):
             writer.rollback()
@@ -398,14 +504,11 @@ class Database:
         writer.rollback()
         if version == schema.SCHEMA_VERSION:
             use_write_ahead_log(writer)
-            _mark(writer, file)
+            if logs.drawn_last(file.header) == 0:
+                _mark(writer, driver)
         else:
-            writer.close()
-            connections.writer = None
-        connections.reader = connect(lambda: open_file(path, "rwc"))
-        self._read_as(version, connections.reader)
-        execute(connections.reader, "PRAGMA query_only=ON")
-        connections.know_log()
+            self._connections.writing.end()
+        return version
 
     def _read_as(self, version: int, reader: Connection) -> None:
         self._connections.version = version
@@ -417,24 +520,32 @@ class Database:
             execute(reader, "PRAGMA temp_store=MEMORY", *schema.OLDER_AS_THIS[version])
 
     @contextmanager
-    def _used(self, lock: threading.RLock) -> Iterator[None]:
-        """Holds a lock, and the connections open for the thread's outer block, whatever becomes of the file meanwhile.
+    def _used(self, role: str) -> Iterator[None]:
+        """Holds a role's lock, and the connections open for the thread's outer block, whatever becomes of the file.
 
-        Whoever closes the connections holds both locks.
+        Whoever closes the connections holds both locks. What anything unforeseen interrupts is given up.
         """
-        with lock:
-            depth = getattr(self._users, "depth", 0)
-            while depth == 0 and self._connections.change() is not None:
-                lock.release()
-                try:
-                    self._part_from_changed()
-                finally:
-                    lock.acquire()
-            self._users.depth = depth + 1
-            try:
-                yield
-            finally:
-                self._users.depth = depth
+        lock = self._write_lock if role == "writer" else self._read_lock
+        depth = getattr(self._users, "depth", 0)
+        while True:
+            with lock:
+                if depth or not self._is_changed:
+                    self._users.depth = depth + 1
+                    try:
+                        yield
+                    except _EXPECTED:
+                        raise
+                    except BaseException:
+                        self._connections.give_up(role)
+                        raise
+                    finally:
+                        self._users.depth = depth
+                    return
+            self._part_from_changed()
+
+    @property
+    def _is_changed(self) -> bool:
+        return self._connections.is_open and self._connections.change() is not None
 
     def _part_from_changed(self) -> None:
         """Close a file that is no longer the one at the path, or holds something else: rows written to it were lost."""
@@ -460,14 +571,12 @@ class Database:
             self._last_key = None
 
 
-def _mark(writer: Connection, file: OpenFile) -> None:
+def _mark(writer: Connection, driver: sqlite3.Connection) -> None:
     """Have the file itself, and not its log alone, say which state it is in: a log of another goes on from others."""
-    if logs.drawn_last(file.header) != 0:
-        return
     with suppress(SQLAlchemyError, sqlite3.Error):  # a file that cannot be written can be read
         with writer.begin():
             draw(writer)
-        checkpoint(writer)
+        checkpoint(driver)
 
 
 _databases: weakref.WeakSet[Database] = weakref.WeakSet()

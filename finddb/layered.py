@@ -7,7 +7,9 @@ the mode of commands about databases, errors reach the caller.
 from __future__ import annotations
 
 import logging
+import os
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -42,6 +44,11 @@ class Layered:
         self._strict = strict
         self._closed = False
         self._warned: set[Store] = set()
+        self._lock = threading.Lock()
+        _in_use.add(self)
+
+    def leave_parent(self) -> None:
+        """Make the lock anew in a forked child: a thread of the parent may have held it."""
         self._lock = threading.Lock()
 
     @property
@@ -206,3 +213,15 @@ def open_layered(database: str | Path | None = None, *, strict: bool = False) ->
     """
     user = Store(location.user_path() if database is None else database)
     return Layered(user, [Store(path, read_only=True) for path in location.shipped_paths()], strict=strict)
+
+
+_in_use: weakref.WeakSet[Layered] = weakref.WeakSet()
+
+
+def _leave_parent() -> None:
+    for layered in list(_in_use):
+        layered.leave_parent()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leave_parent)

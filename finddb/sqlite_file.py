@@ -6,15 +6,19 @@ here knows a table.
 
 from __future__ import annotations
 
+import functools
 import logging
 import random
 import sqlite3
+import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
+from typing import Any, TypeVar
 
-from sqlalchemy import Connection, create_engine, event
+from sqlalchemy import Connection, Engine, create_engine, event
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.pool import NullPool
 
@@ -61,6 +65,55 @@ _ADVICE[sqlite3.SQLITE_PERM] = _ADVICE[sqlite3.SQLITE_CANTOPEN]
 
 # Of the driver's message where a text is none, which has no code of SQLite's and quotes what is stored.
 _NO_TEXT = "Could not decode to UTF-8"
+
+
+class _ReleasingConnection(sqlite3.Connection):
+    """A connection that lets go of its locks when it is closed: else it would not while a traceback keeps a cursor."""
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        self._cursors: list[weakref.ref[sqlite3.Cursor]] = []
+
+    def cursor(self, *arguments: Any) -> Any:
+        """A cursor; `execute` asks for one, too."""
+        made = super().cursor(*arguments)
+        # No WeakSet: a Ctrl-C in the callback by which that forgets would be swallowed.
+        self._cursors = [*(known for known in self._cursors if known() is not None), weakref.ref(made)]
+        return made
+
+    def take_back(self) -> None:
+        """End what is being read and written. Harmless when repeated."""
+        with suppress(sqlite3.Error):
+            for known in self._cursors:
+                cursor = known()
+                if cursor is not None:
+                    cursor.close()
+            if self.in_transaction:
+                self.rollback()
+
+    def close(self) -> None:
+        """Take back what was begun, and close."""
+        self.take_back()
+        super().close()
+
+
+class LastingConnection(_ReleasingConnection):
+    """A connection that lasts until `end`: SQLAlchemy closes one that something has interrupted.
+
+    A database in memory would be lost then, and SQLite would write the log of a file into whatever that is by now:
+    whoever ends one looks first.
+    """
+
+    def close(self) -> None:
+        """Take back what was begun."""
+        self.take_back()
+
+    def end(self) -> None:
+        """Close it. Harmless when repeated."""
+        super().close()
+
+
+_Opened = TypeVar("_Opened", bound=_ReleasingConnection)
 
 
 class UnreadableEntryError(Exception):
@@ -114,7 +167,10 @@ def translated(where: str) -> Iterator[None]:
     except UnreadableEntryError as error:
         raise DatabaseError(f"{where} holds an entry that cannot be read ({error}): check the database") from error
     except SQLAlchemyError as error:
-        raise _database_error(where, getattr(error, "orig", None) or error) from error
+        cause = getattr(error, "orig", None) or error
+        if isinstance(cause, (MemoryError, RecursionError)):  # they speak of the process, not of the file
+            raise cause from None
+        raise _database_error(where, cause) from error
     except (sqlite3.Error, OSError, UnicodeDecodeError) as error:
         raise _database_error(where, error) from error
 
@@ -137,31 +193,55 @@ def open_file(path: Path, mode: str) -> sqlite3.Connection:
     Args:
         mode: rwc makes the file, rw writes, ro reads; with &immutable=1 no lock is taken and no log looked for.
     """
+    return _open(path, mode, _ReleasingConnection)
+
+
+def open_lasting(path: Path, mode: str) -> LastingConnection:
+    """As `open_file`, a connection that lasts until it is ended."""
+    return _open(path, mode, LastingConnection)
+
+
+def open_memory() -> LastingConnection:
+    """A connection to a new database in memory."""
+    return sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False, factory=LastingConnection)
+
+
+def _open(path: Path, mode: str, kind: type[_Opened]) -> _Opened:
     uri = f"{path.absolute().as_uri()}?mode={mode}"
-    connection = sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False, timeout=BUSY_TIMEOUT_S)
+    connection = sqlite3.connect(
+        uri, uri=True, isolation_level=None, check_same_thread=False, timeout=BUSY_TIMEOUT_S, factory=kind
+    )
     connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MAX_VALUE_BYTES)
     return connection
 
 
-def connect(creator: Callable[[], sqlite3.Connection], *, is_writer: bool = False) -> Connection:
-    """A connection of SQLAlchemy over the driver's; a writer's transactions hold the write lock from the start."""
-    engine = create_engine("sqlite://", creator=creator, poolclass=NullPool, pool_reset_on_return=None)
+class _Asked(threading.local):
+    """Makes the driver's connection of the next one that this thread asks an engine for."""
+
+    creator: Callable[[], sqlite3.Connection]
+
+
+_asked = _Asked()
+
+
+@functools.cache
+def _engine(*, is_writer: bool) -> Engine:
+    """What makes connections, for good: where an engine ends, SQLAlchemy's callbacks would swallow a Ctrl-C."""
+    engine = create_engine("sqlite://", creator=lambda: _asked.creator(), poolclass=NullPool, pool_reset_on_return=None)
     if is_writer:
         event.listen(engine, "begin", _begin_immediate)
-    connection = engine.connect()
+    return engine
+
+
+def connect(creator: Callable[[], sqlite3.Connection], *, is_writer: bool = False) -> Connection:
+    """A connection of SQLAlchemy over the driver's; a writer's transactions hold the write lock from the start."""
+    _asked.creator = creator
+    try:
+        connection = _engine(is_writer=is_writer).connect()
+    finally:
+        del _asked.creator  # what SQLAlchemy has given up must not come back as the connection to another file
     try:
         execute(connection, *PRAGMAS)
-    except BaseException:
-        connection.close()
-        raise
-    return connection
-
-
-def connect_to_read(path: Path, *, immutable: bool) -> Connection:
-    """A connection that is proved to read; `immutable` spares locks and opens files on read-only media."""
-    connection = connect(lambda: open_file(path, "ro&immutable=1" if immutable else "ro"))
-    try:
-        execute(connection, "PRAGMA schema_version")
     except BaseException:
         connection.close()
         raise
@@ -261,8 +341,7 @@ def changes(connection: Connection) -> int:
     return _driver(connection).total_changes
 
 
-def checkpoint(connection: Connection) -> bool:
+def checkpoint(connection: sqlite3.Connection) -> bool:
     """Write what is in the log into the database file that is open; returns whether that is all."""
-    driver = _driver(connection)
-    busy, in_log, written = driver.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
+    busy, in_log, written = connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
     return not busy and in_log == written

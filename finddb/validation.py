@@ -14,7 +14,7 @@ from dataclasses import replace
 from datetime import datetime
 from typing import TypeVar
 
-from miofind.errors import DatabaseError
+from miofind.errors import DatabaseError, described
 from miofind.finddb.values import (
     EFFORTS,
     STATUSES,
@@ -320,8 +320,5 @@ def _refused(name: str, value: object, wanted: str) -> RefusedEntryError:
 
 def _shown(value: object) -> str:
     """The beginning of a value for a message, its type where it cannot be written: too deep, too many digits."""
-    try:
-        shown = repr(value)
-    except Exception:  # a value of another package may raise anything
-        return f"(a value of type {type(value).__name__})"
+    shown = described(value)
     return shown if len(shown) <= _MOST_SHOWN else f"{shown[: _MOST_SHOWN - 3]}..."

@@ -19,6 +19,8 @@ from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
+from miofind.forks import follow_forks
+
 logger = logging.getLogger(__name__)
 
 _GONE_S = 60.0
@@ -87,6 +89,12 @@ class Child:
             command, pass_fds=[theirs.fileno()], env=environment, stdin=subprocess.DEVNULL, process_group=0
         )
         theirs.close()
+        follow_forks(self)
+
+    def leave_parent(self) -> None:
+        """Be over in a forked process, whose parent it still serves."""
+        self.connection.close()
+        self._process.returncode = 0  # Popen's sign that there is nobody to wait for
 
     @property
     def pid(self) -> int:

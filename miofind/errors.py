@@ -27,9 +27,14 @@ an error may be printed on a terminal, whatever names are in it; `args` has the 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import ClassVar
 
+from miofind.interrupts import raise_if_interrupted
 from miofind.printable import printable, printable_lines
+
+MAX_TOLD = 2000
+"""Characters of what a foreign exception says that are told."""
 
 
 class MiofindError(Exception):
@@ -166,3 +171,22 @@ class SchemaVersionError(DatabaseError):
 
 class SolutionFileError(MiofindError, ValueError):
     """A saved solution that cannot be loaded: damaged, of another architecture or of other sources."""
+
+
+def described(foreign: object, form: Callable[[object], str] = repr) -> str:
+    """What an exception or a value says, MAX_TOLD characters of it at most; what cannot say it is named by its type."""
+    try:
+        return form(foreign)[:MAX_TOLD]
+    except BaseException as second:  # the code of what is foreign may raise anything
+        raise_if_interrupted(second)
+        return f"{type(foreign).__name__}, which cannot be shown: that raises {type(second).__name__}"
+
+
+def causes(error: BaseException) -> Iterator[BaseException]:
+    """An exception, what caused that, and so on, each once: one may be its own cause."""
+    seen: set[int] = set()
+    cause: BaseException | None = error
+    while cause is not None and id(cause) not in seen:
+        seen.add(id(cause))
+        yield cause
+        cause = cause.__cause__

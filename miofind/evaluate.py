@@ -12,7 +12,6 @@ import functools
 import os
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -24,10 +23,13 @@ from miofind.errors import (
     LaunchError,
     MeasurementError,
     MiofindError,
-    MissingLibraryError,
+    MissingEnvironmentError,
     WrongResultError,
+    causes,
+    described,
 )
 from miofind.health import context_error, used_bytes
+from miofind.interrupts import raise_if_interrupted
 from miofind.invoker import Invoker, make_invoker
 from miofind.measure.effort import Effort
 from miofind.measure.race import Entrant, Race, RaceResult, Watcher
@@ -36,6 +38,7 @@ from miofind.measure.verdict import Verdict
 from miofind.problem import ProblemDescription
 from miofind.solution import Config, KernelStep
 from miofind.solver import Solver, solver_by_id
+from miofind.threads import in_threads
 from miofind.verify.claims import Claims, claims_of
 from miofind.verify.verifier import Verifier
 
@@ -290,11 +293,8 @@ class _Bench:
     def compiled(self, job: Job) -> Iterator[tuple[Candidate, Outcome | None]]:
         """Each candidate with None, or with the outcome of one whose kernels cannot be compiled."""
         workers = job.compile_workers or (_processors() if self.device.place is Place.CUDA else 1)
-        pool = ThreadPoolExecutor(max_workers=workers, thread_name_prefix="miofind-compile")
-        try:
-            yield from zip(job.candidates, pool.map(self._compile, job.candidates), strict=True)
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+        with contextlib.closing(in_threads(self._compile, job.candidates, workers, "miofind-compile")) as outcomes:
+            yield from zip(job.candidates, outcomes, strict=True)
 
     def _compile(self, candidate: Candidate) -> Outcome | None:
         self.journal(Turn(phase=Phase.COMPILE, candidate=candidate))
@@ -305,9 +305,10 @@ class _Bench:
             if self.device.place is Place.CUDA:
                 for step in kernels:
                     self.compiler.build(step, self.device.arch)
-        except MissingLibraryError:
+        except MissingEnvironmentError:
             raise
-        except Exception as error:  # a solver's own code may raise anything
+        except BaseException as error:  # a solver's own code may raise anything
+            raise_if_interrupted(error)
             return _failed(candidate, _status_of(error), error)
         finally:
             self.journal(Turn(phase=Phase.COMPILED, candidate=candidate))
@@ -323,7 +324,8 @@ class _Bench:
             if not verdict.ok:
                 return _failed(candidate, Status.WRONG_RESULT, verdict.message)
             race.enter(Entrant(key=candidate.id, invoker=invoker, max_error=verdict.max_error or 0.0))
-        except Exception as error:  # a solver's own code may raise anything
+        except BaseException as error:  # a solver's own code may raise anything
+            raise_if_interrupted(error)
             return _failed(candidate, _status_of(error), error)
         return _Entered(
             candidate=candidate,
@@ -354,11 +356,8 @@ def _status_of(error: BaseException) -> Status:
         return Status.COMPILE_FAILED
     if isinstance(error, WrongResultError):
         return Status.WRONG_RESULT
-    cause: BaseException | None = error
-    while cause is not None:
-        if _is_out_of_memory(cause):
-            return Status.OUT_OF_MEMORY
-        cause = cause.__cause__
+    if any(map(_is_out_of_memory, causes(error))):
+        return Status.OUT_OF_MEMORY
     return Status.LAUNCH_FAILED
 
 
@@ -379,10 +378,9 @@ def _held(candidate_id: str) -> str:
 
 
 def _failed(candidate: Candidate, status: Status, reason: object) -> Outcome:
-    foreseen = not isinstance(reason, Exception) or isinstance(reason, MiofindError)
-    return Outcome(
-        candidate=candidate, status=status, message=(str(reason) if foreseen else repr(reason))[:MAX_MESSAGE]
-    )
+    if isinstance(reason, BaseException):
+        reason = described(reason, str if isinstance(reason, MiofindError) else repr)
+    return Outcome(candidate=candidate, status=status, message=str(reason)[:MAX_MESSAGE])
 
 
 def _crashed(candidate: Candidate, reason: str) -> Outcome:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import functools
-import os
 import threading
-import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from miofind.compiler import BinaryCache, Compiler, kernel_hash
 from miofind.device import Device, Place, check_fork
-from miofind.errors import LaunchError
+from miofind.errors import LaunchError, described
 from miofind.finddb import Layered, open_layered
+from miofind.forks import follow_forks
+from miofind.interrupts import raise_if_interrupted
 from miofind.invoker import Invoker, InvokerCache, make_invoker
 from miofind.problem import ProblemDescription
 from miofind.refusals import Refusals
@@ -64,7 +64,7 @@ class Handle:
         self._strict = strict
         self._database: Layered | None = None
         self._executors: dict[bool, Executor] = {}
-        _handles.add(self)
+        follow_forks(self)
 
     @property
     def database(self) -> Layered:
@@ -188,29 +188,20 @@ def check_serves(solver: Solver, problem: ProblemDescription, device: Device) ->
     Raises:
         LaunchError: it does not.
     """
-    applicability = solver.applicability(problem, device)
+    try:
+        applicability = solver.applicability(problem, device)
+    except Exception:
+        raise
+    except BaseException as error:  # a solver's own code may raise anything, and must not end a program that runs it
+        raise_if_interrupted(error)
+        raise LaunchError(f"{solver.id} cannot say whether it serves {problem}: {described(error)}") from error
     if not applicability:
         raise LaunchError(f"{solver.id} does not serve {problem} on {device.name}: {applicability.reason}. Find again")
-
-
-_handles: weakref.WeakSet[Handle] = weakref.WeakSet()
-
-
-def _after_fork() -> None:
-    for handle in list(_handles):
-        handle.leave_parent()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
 
 
 @functools.cache
 def _default_handles() -> dict[int, Handle]:
     return {}
-
-
-_default_lock = threading.Lock()
 
 
 def default_handle(device: Device | None = None) -> Handle:
@@ -219,6 +210,5 @@ def default_handle(device: Device | None = None) -> Handle:
     handles = _default_handles()
     handle = handles.get(chosen.index)
     if handle is None:
-        with _default_lock:
-            handle = handles.setdefault(chosen.index, Handle(chosen))
+        handle = handles.setdefault(chosen.index, Handle(chosen))  # the first of two threads makes the one there is
     return handle

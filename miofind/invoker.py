@@ -12,10 +12,13 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from miofind.bound_steps import BasedAddress, BoundCudnn, BoundFft, BoundKernel, BoundMatmul, BoundStep
 from miofind.device import Device, Place, cuda_device_count
 from miofind.early_launch import launches_early, may_begin_early
-from miofind.errors import LaunchError, MiofindError
+from miofind.errors import LaunchError, MiofindError, described
+from miofind.interrupts import raise_if_interrupted
 from miofind.problem import ProblemDescription
 from miofind.solution import (
     Config,
@@ -134,6 +137,7 @@ class _CudaInvoker(Invoker):
         except MiofindError:
             raise
         except Exception as error:  # CuPy and library errors share no base class below Exception
+            raise_if_interrupted(error)
             raise LaunchError(f"{self.solver_id} {self.config.json} failed on {self.problem}: {error}") from error
 
     def _run_on_device(self, steps: tuple[BoundStep, ...], bases: tuple[int, int, int, int], stream: int) -> None:
@@ -160,12 +164,15 @@ class _HostInvoker(Invoker):
         for region in plan.regions:
             buffers[region.name] = workspace[offsets[region.name] : offsets[region.name] + region.bytes]
         try:
-            for function in self._functions:
-                function(self.problem, self.config, buffers)
+            with np.errstate(all="ignore"):  # whatever the caller has NumPy do: IEEE's results are the right ones
+                for function in self._functions:
+                    function(self.problem, self.config, buffers)
         except MiofindError:
             raise
-        except Exception as error:  # a solver's own code may raise anything
-            raise LaunchError(f"{self.solver_id} {self.config.json} failed on {self.problem}: {error!r}") from error
+        except BaseException as error:  # a solver's own code may raise anything
+            raise_if_interrupted(error)
+            told = f"{self.solver_id} {self.config.json} failed on {self.problem}: {described(error)}"
+            raise LaunchError(told) from error
 
 
 def make_invoker(
@@ -186,7 +193,13 @@ def make_invoker(
         CompileError, MissingLibraryError, LaunchError: a step cannot be made ready.
     """
     solver.check_config(problem, device, config)
-    solution = solver.solution(problem, device, config) if part is None else part
+    try:
+        solution = solver.solution(problem, device, config) if part is None else part
+    except Exception:
+        raise
+    except BaseException as error:  # a solver's own code may raise anything, and must not end a program that runs it
+        raise_if_interrupted(error)
+        raise LaunchError(f"{solver.id} {config.json} gives no solution of {problem}: {described(error)}") from error
     origin = InvokerOrigin(problem, device, solver, config)
     if device.place is Place.CPU:
         return _HostInvoker(origin, solution)

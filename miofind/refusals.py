@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 from miofind.compiler import kernel_hash
 from miofind.device import Device
+from miofind.errors import described
+from miofind.interrupts import raise_if_interrupted
 from miofind.problem import ProblemDescription
 from miofind.solution import Config
 from miofind.solver import Applicability, Solver
@@ -72,16 +74,18 @@ class Refusals:
             return f"{solver.id} does not serve the problem: {applicability.reason}"
         try:
             return difference(solver, self._problem, self.device, row)
-        except Exception as error:  # a solver's own code may raise anything, and rows of others are to answer
-            return str(error) or repr(error)
+        except BaseException as error:  # a solver's own code may raise anything, and rows of others are to answer
+            raise_if_interrupted(error)
+            return described(error, str) or described(error)
 
 
 def applicability_of(solver: Solver, problem: ProblemDescription, device: Device) -> Applicability | None:
     """Whether a solver serves a problem, by itself; None where it fails over the question."""
     try:
         return solver.applicability(problem, device)
-    except Exception as error:  # a solver's own code may raise anything
-        logger.debug("%s cannot say whether it serves %s: %r", solver.id, problem, error)
+    except BaseException as error:  # a solver's own code may raise anything
+        raise_if_interrupted(error)
+        logger.debug("%s cannot say whether it serves %s: %s", solver.id, problem, described(error))
         return None
 
 

@@ -10,10 +10,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from miofind.device import IDENTITY, Device
-from miofind.errors import InvalidConfigError, InvalidProblemError, MiofindError
+from miofind.errors import InvalidConfigError, InvalidProblemError, MiofindError, described
 from miofind.find.scopes import joined
 from miofind.find.validity import solver_hash
 from miofind.finddb import ProblemKey, Row, Scope
+from miofind.interrupts import raise_if_interrupted
 from miofind.problem import ProblemDescription
 from miofind.refusals import Measured, applicability_of, difference
 from miofind.solution import Config
@@ -116,7 +117,8 @@ def kind_of(key: ProblemKey, row: Row) -> tuple[bool, bool] | None:
     try:
         config = Config.from_json(row.config)
         return not solver.keeps_bound(problem, config), bool(solver.spreads_nonfinite(problem, config))
-    except Exception:  # a solver's own code may raise anything: its rows are all alike then
+    except BaseException as error:  # a solver's own code may raise anything: its rows are all alike then
+        raise_if_interrupted(error)
         return None
 
 
@@ -152,8 +154,9 @@ def _finding(solver: Solver, problem: ProblemDescription, device: Device | None,
         return str(error)
     except MiofindError:  # a library's plans cannot be asked for here
         return None
-    except Exception as error:  # a solver's own code may raise anything, and the other rows are to be checked
-        return f"{solver.id} fails over it: {error!r}"
+    except BaseException as error:  # a solver's own code may raise anything, and the other rows are to be checked
+        raise_if_interrupted(error)
+        return f"{solver.id} fails over it: {described(error)}"
 
 
 @functools.lru_cache(maxsize=1024)

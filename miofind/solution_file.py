@@ -22,10 +22,12 @@ from miofind.errors import (
     LaunchError,
     SolutionFileError,
     UnknownSolverError,
+    described,
 )
 from miofind.files import read_bounded, replacing
 from miofind.found import Found, Solution, Source, alone
 from miofind.handle import Handle, check_kernels, check_serves, default_handle
+from miofind.interrupts import raise_if_interrupted
 from miofind.problem import ProblemDescription
 from miofind.solution import Config, KernelStep
 from miofind.solver import solver_by_id
@@ -114,8 +116,10 @@ def load_solution(path: Path, handle: Handle | None = None) -> Solution:
         raise
     except (InvalidProblemError, InvalidConfigError, UnknownSolverError) as error:
         raise SolutionFileError(f"{path} cannot be used by this release: {error}") from error
-    except Exception as error:  # a solver's own code may raise anything
-        raise SolutionFileError(f"{path} cannot be used by this release: its solver fails with {error!r}") from error
+    except BaseException as error:  # a solver's own code may raise anything
+        raise_if_interrupted(error)
+        told = f"{path} cannot be used by this release: its solver fails with {described(error)}"
+        raise SolutionFileError(told) from error
     if solver.version != payload["solver_version"] or kernel_hash(steps) != payload["kernel_hash"]:
         raise SolutionFileError(f"{path} was saved with other sources of {solver.id} than this release has: find again")
     if device.place is Place.CUDA:

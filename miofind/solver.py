@@ -21,7 +21,8 @@ from enum import IntEnum, StrEnum
 from typing import ClassVar
 
 from miofind.device import INSTALL_CUDA, Device, Library, Place
-from miofind.errors import InvalidConfigError, MiofindError, UnknownSolverError
+from miofind.errors import InvalidConfigError, MiofindError, UnknownSolverError, described
+from miofind.interrupts import raise_if_interrupted
 from miofind.problem import DataType, Layout, ProblemDescription
 from miofind.solution import Config, ConfigValue, ConvSolution, Packing
 
@@ -304,8 +305,9 @@ def _from_entry_points() -> Iterable[Solver]:
         try:
             solver = entry.load()
             solver = solver() if isinstance(solver, type) else solver
-        except Exception as error:  # another package's code: report it and go on without it
-            logger.warning("solver entry point %s could not be loaded: %s", entry.name, error)
+        except BaseException as error:  # another package's code: report it and go on without it
+            raise_if_interrupted(error)
+            logger.warning("solver entry point %s could not be loaded: %s", entry.name, described(error, str))
             continue
         if reason := _unfit(solver):
             logger.warning("solver entry point %s is left out: %s", entry.name, reason)
@@ -319,8 +321,9 @@ def _unfit(solver: object) -> str:
         return f"it is of type {type(solver).__name__}, not a Solver"
     try:
         return _unfit_fields(solver)
-    except Exception as error:  # another package's code: a class attribute may be missing, or a property fail
-        return f"its class attributes cannot be read: {error!r}"
+    except BaseException as error:  # another package's code: a class attribute may be missing, or a property fail
+        raise_if_interrupted(error)
+        return f"its class attributes cannot be read: {described(error)}"
 
 
 def _unfit_fields(solver: Solver) -> str:

@@ -52,8 +52,8 @@ def _run(self: InProcess, job: Any) -> Iterator[Outcome | Verdict]:
     elif FAULT == "disk" and _jobs == 2:
         raise DatabaseError("the disk is full")
     elif FAULT == "hang":
-        (FOLDER / f"hangs{number}").touch()
         yield from _measuring(self, job)
+        (FOLDER / f"hangs{number}").touch()
         time.sleep(60)
     elif FAULT == "exit" or (FAULT == "exit at heaviest" and job.network_config == HEAVIEST):
         os._exit(7)

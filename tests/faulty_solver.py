@@ -14,6 +14,7 @@ import logging
 import os
 import resource
 import signal
+import sys
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -64,6 +65,14 @@ def _raise(*_: Any) -> None:
     raise ArithmeticError("broken for this test")
 
 
+def _sys_exit(*_: Any) -> None:
+    sys.exit(0)
+
+
+def _own_ctrl_c(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
 def _log(problem: Any, config: Any, buffers: Mapping[str, Any]) -> None:
     logging.getLogger("miofind.faulty").debug("seen by the parent")
     _multiply(problem, config, buffers)
@@ -103,6 +112,8 @@ _RUNS = {
     "exit": _exit,
     "spin": _spin,
     "raise": _raise,
+    "sys.exit": _sys_exit,
+    "own Ctrl-C": _own_ctrl_c,
     "log": _log,
     "nan": _nan,
     "wrong": _wrong,
@@ -164,6 +175,10 @@ elif _FAULT == "compile forever":
     _break_compilation(_sleep)
 elif _FAULT == "compile and crash":
     _break_compilation(_segfault)
+elif _FAULT == "compile and sys.exit":
+    _break_compilation(_sys_exit)
+elif _FAULT == "compile and own Ctrl-C":
+    _break_compilation(_own_ctrl_c)
 elif _FAULT == "sick":
     sandbox_child.complaint = lambda *_: "a kernel gives wrong results"
 elif _FAULT == "sick once" and not _ONCE.exists():

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.metadata
 import math
 import re
+import signal
+import sys
+import types
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
+import numpy as np
 import pytest
 
 import miofind
@@ -47,6 +54,45 @@ def broken(method: str) -> Solver:
     return type("Broken", (DIRECT,), {"id": "vendor/Broken", method: fails})()  # type: ignore[no-any-return]
 
 
+def exits(*_: Any) -> Any:
+    sys.exit("told by the solver")
+
+
+class _Unspeakable(Exception):
+    def __str__(self) -> str:
+        raise ValueError("told by nobody")
+
+    __repr__ = __str__
+
+
+class _Verbose(Exception):
+    def __str__(self) -> str:
+        return "told by the solver" * 5_000_000
+
+    __repr__ = __str__
+
+
+def _own_cause() -> Exception:
+    """Two exceptions, each the other's cause and context."""
+    first, second = ValueError("told by the solver"), ValueError("told before")
+    first.__cause__ = first.__context__ = second
+    second.__cause__ = second.__context__ = first
+    return first
+
+
+RAISED: dict[str, Callable[[], BaseException]] = {
+    "exit": lambda: SystemExit(0),
+    "generator exit": GeneratorExit,
+    "a cancelled task": asyncio.CancelledError,
+    "group": lambda: ExceptionGroup("told by the solver", [ValueError("one")]),
+    "group of exits": lambda: BaseExceptionGroup("told by the solver", [SystemExit(3)]),
+    "recursion": RecursionError,
+    "memory": MemoryError,
+    "its own cause": _own_cause,
+    "cannot be shown": _Unspeakable,
+    "a hundred megabytes": _Verbose,
+}
+
 METHODS = ("is_applicable", "default_configs", "solution", "estimate_ms", "is_exact", "check_config", "run", "config")
 
 
@@ -80,6 +126,105 @@ def test_the_reason_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, met
         pytest.raises(NoSolutionError, match=r"vendor/Broken.*(told by the solver|must be a Config)"),
     ):
         miofind.find_solutions(PROBLEM, handle=handle)
+
+
+def raising(method: str, raised: Callable[[], BaseException]) -> Solver:
+    """A solver of which a method, or a step, raises."""
+
+    def fail(*_: Any) -> Any:
+        raise raised()
+
+    if method != "run":
+        return type("Broken", (DIRECT,), {"id": "vendor/Broken", method: fail})()  # type: ignore[no-any-return]
+    sys.modules["vendor_steps"] = module = types.ModuleType("vendor_steps")
+    module.fail = fail  # type: ignore[attr-defined]
+
+    def solution(self: Solver, *arguments: Any) -> ConvSolution:
+        made = DIRECT.solution(self, *arguments)
+        return replace(made, steps=tuple(replace(step, module="vendor_steps", function="fail") for step in made.steps))
+
+    return type("Broken", (DIRECT,), {"id": "vendor/Broken", "solution": solution})()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("raised", RAISED.values(), ids=RAISED.keys())
+@pytest.mark.parametrize(
+    "method", ["is_applicable", "default_configs", "solution", "estimate_ms", "is_exact", "error_growth", "run"]
+)
+def test_whatever_a_solver_raises_is_its_own_failing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, raised: Callable[[], BaseException]
+) -> None:
+    """SystemExit ended the program; an exception that is its own cause kept it busy for good."""
+    register(monkeypatch, raising(method, raised), *solvers().values())
+    with miofind.Handle("cpu", database=tmp_path / "finddb.db", strict=True) as handle:
+        found = miofind.find_solutions(PROBLEM, handle=handle)
+        assert "ConvCpuDirect" in [solution.solver_id for solution in found]
+        assert "vendor/Broken" not in [solution.solver_id for solution in found]
+        history = handle.database.user.history(handle.device.identity, PROBLEM.network_config)
+        assert history is not None
+        told = [row for row in history.rows if row.solver_id == "vendor/Broken"]
+        assert all(not row.usable and 0 < len(row.message) <= 2000 for row in told)
+        if method == "run":
+            memory = isinstance(raised(), MemoryError)
+            assert [row.status for row in told] == ["out_of_memory" if memory else "launch_failed"]
+
+
+@pytest.mark.parametrize("method", ["estimate_ms", "is_valid_config", "solution"])
+def test_a_solver_that_exits_in_a_search_ends_no_search(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    register(monkeypatch, raising(method, lambda: SystemExit(0)), *solvers().values())
+    asked = miofind.FindOptions(tuning=True, only=("vendor/Broken", "ConvCpuDirect"), trials=4)
+    with miofind.Handle("cpu", database=tmp_path / "finddb.db", strict=True) as handle:
+        found = miofind.find_solutions(PROBLEM, options=asked, handle=handle)
+    assert "ConvCpuDirect" in [solution.solver_id for solution in found]
+
+
+def test_a_solution_whose_solver_exits_ends_no_program(known: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with miofind.Handle("cpu", database=known, strict=True) as handle:
+        sound = type("Sound", (DIRECT,), {"id": "vendor/Broken"})()
+        registered = dict(solvers())
+        register(monkeypatch, sound, *registered.values())
+        found = miofind.find_solutions(PROBLEM, handle=handle)
+        assert found[0].solver_id == "vendor/Broken"
+        monkeypatch.setattr(type(sound), "solution", exits, raising=False)
+        x, w = np.ones(PROBLEM.x.shape, np.float32), np.ones(PROBLEM.w.shape, np.float32)
+        assert (miofind.run_solution(found[0], x, w) == 36).all()
+
+
+class _Stopped(Exception):
+    """What a program's own handler of a signal raises."""
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    signal.signal(number, signal.SIG_DFL)
+    raise _Stopped
+
+
+SIGNALS = {
+    "Ctrl-C": (signal.SIGINT, signal.default_int_handler, KeyboardInterrupt),
+    "a handler that exits": (signal.SIGTERM, lambda *_: sys.exit(7), SystemExit),
+    "a handler that raises": (signal.SIGUSR1, _stop, _Stopped),
+}
+
+
+@pytest.mark.parametrize(("number", "handler", "raised"), SIGNALS.values(), ids=SIGNALS.keys())
+def test_what_a_signal_brings_is_no_failing_of_the_solver_it_meets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, handler: Any, raised: type[BaseException]
+) -> None:
+    def interrupted() -> BaseException:
+        signal.raise_signal(number)
+        return AssertionError("the signal did not come")
+
+    register(monkeypatch, *solvers().values(), raising("run", interrupted))
+    before = signal.signal(number, handler)
+    try:
+        with miofind.Handle("cpu", database=tmp_path / "finddb.db", strict=True) as handle:
+            with pytest.raises(raised):
+                miofind.find_solutions(PROBLEM, handle=handle)
+            history = handle.database.user.history(handle.device.identity, PROBLEM.network_config)
+            assert history is None or "vendor/Broken" not in {row.solver_id for row in history.rows}
+    finally:
+        signal.signal(number, before)
 
 
 @pytest.mark.parametrize("value", [None, "soon", math.nan, math.inf, -1.0, 1j], ids=repr)

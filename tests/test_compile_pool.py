@@ -75,6 +75,19 @@ def test_what_is_in_the_cache_starts_no_process(
         assert pool.errors(asked, ARCH) == {}
 
 
+def test_what_cannot_be_sent_or_received_makes_nobody_wait_for_good(
+    cache: BinaryCache, package: CudaPackage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread ended, and with it all hope of an answer."""
+
+    def fails(*_: Any) -> Any:
+        raise TypeError("cannot pickle it")
+
+    monkeypatch.setattr(CompilePool, "_started", fails)
+    with CompilePool(cache, workers=1) as pool:
+        assert pool.errors(steps(package, 3, 4), ARCH) == {}
+
+
 def test_errors_name_the_source_and_the_options(pool: CompilePool, package: CudaPackage) -> None:
     package.write(bad_cu='extern "C" __global__ void bad() { no_such_thing(); }')
     good, bad = package.step(), package.step("bad.cu", "bad", defines=(("FACTOR", 5),))

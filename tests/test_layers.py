@@ -40,7 +40,7 @@ LAYERS = (
     ("device", "device_memory"),
     ("problem", "array_problem", "network_config", "tensor", "operands", "arrays", "values"),
     ("finddb", "kernels_src"),
-    ("errors", "files", "child", "child_logs", "interrupts"),
+    ("errors", "files", "child", "child_logs", "interrupts", "forks", "threads"),
     ("printable",),
 )
 

@@ -219,6 +219,23 @@ def test_a_verdict_outlives_a_find_that_is_broken_off(handle: Handle) -> None:
     assert history(handle).scopes == ()
 
 
+def test_ctrl_c_in_a_write_loses_no_measurement(handle: Handle, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it broke off was taken for written."""
+    first, second, *_ = candidates(handle)
+    store, writes = handle.database.user, []
+
+    def record_interrupted(*arguments: Any, **further: Any) -> Any:
+        writes.append(arguments)
+        if len(writes) == 1:
+            raise KeyboardInterrupt
+        return type(store).record(store, *arguments, **further)
+
+    monkeypatch.setattr(store, "record", record_interrupted)
+    with pytest.raises(KeyboardInterrupt):  # a failure is written at once
+        record(handle, outcome(first), outcome(second, Status.CRASHED))
+    assert {row.candidate for row in history(handle).rows} == {first.id, second.id}
+
+
 def test_a_find_is_complete_when_all_that_was_planned_was_tried(handle: Handle) -> None:
     planned = candidates(handle)
     record(handle, *[outcome(planned[0])] * len(planned))

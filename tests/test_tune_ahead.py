@@ -47,7 +47,7 @@ def handle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Handle]:
 def prepared(ahead: Ahead, handle: Handle) -> None:
     """Prepare the problem and wait until that is done."""
     ahead.prepare(PROBLEM, handle)
-    ahead._thread.shutdown(wait=True)
+    ahead._helper.finish()
 
 
 def test_the_pool_gets_what_a_find_begins_with(handle: Handle) -> None:

@@ -264,10 +264,9 @@ def test_ctrl_c_stops_what_is_measured_and_keeps_what_was(crew: Crew, faulty: Fa
 
     def interrupted(event: TuneEvent) -> None:
         if isinstance(event, TuneStarted) and event.number == 2:
-            deadline = time.monotonic() + 30
+            deadline = time.monotonic() + 120
             while len(list(tmp_path.glob("hangs*"))) < 2 and time.monotonic() < deadline:
                 time.sleep(0.01)
-            time.sleep(0.5)  # its candidates are measured in milliseconds
             signalled.append(time.monotonic())
             signal.raise_signal(signal.SIGINT)
 

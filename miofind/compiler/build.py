@@ -5,14 +5,14 @@ A key covers the source with all its includes, the defines and options, the arch
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from types import MappingProxyType
 
 from miofind.compiler.cache import Binary, BinaryCache
@@ -24,7 +24,9 @@ from miofind.compiler.resources import parse_resources
 from miofind.compiler.sources import Source, read_source
 from miofind.device import Device
 from miofind.errors import CompileError, MissingLibraryError, SolutionFileError
+from miofind.forks import follow_forks
 from miofind.solution import ConvSolution, HostStep, KernelStep, Pointer, Scalar, TensorMap
+from miofind.threads import in_threads
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +71,12 @@ class Compiler:
         self._key_locks: dict[str, threading.Lock] = {}
         self._in_memory: dict[str, Binary] = {}
         self._kernels: dict[tuple[str, str, int], Kernel] = {}
+        follow_forks(self)
+
+    def leave_parent(self) -> None:
+        """Make the locks anew in a forked child: a thread of the parent may have been compiling."""
+        self._lock = threading.RLock()
+        self._key_locks = {}
 
     def key(self, step: KernelStep, arch: str) -> str:
         """Name of the binary that holds a step's kernel: 64 hexadecimal digits.
@@ -98,12 +106,16 @@ class Compiler:
             MissingLibraryError: NVRTC, cuda-bindings or the CUDA headers are not installed.
         """
         listed = list(steps)
-        pool = ThreadPoolExecutor(max_workers=workers or processors(), thread_name_prefix="miofind-compile")
-        futures: dict[object, Future[Binary]] = {}
-        for step in listed:
-            if identity(step) not in futures:
-                futures[identity(step)] = pool.submit(self._build, step, arch)
-        return _results(listed, futures, pool, arch)
+        firsts = {identity(step): step for step in reversed(listed)}
+        once = [step for step in listed if firsts[identity(step)] is step]
+
+        def built(step: KernelStep) -> Binary | CompileError:
+            try:
+                return self._build(step, arch)
+            except CompileError as error:
+                return error
+
+        return _results(listed, once, in_threads(built, once, workers or processors(), "miofind-compile"), arch)
 
     def load(self, step: KernelStep, device: Device) -> Kernel:
         """A step's kernel, ready to be launched on the device with the step's shared memory; loaded once a device.
@@ -217,18 +229,25 @@ def _difference(taken: Sequence[int], given: Sequence[int]) -> str:
 
 
 def _results(
-    steps: list[KernelStep], futures: dict[object, Future[Binary]], pool: ThreadPoolExecutor, arch: str
+    steps: Sequence[KernelStep], once: Sequence[KernelStep], built: Generator[Binary | CompileError], arch: str
 ) -> Iterator[BuildResult]:
-    try:
+    """Each step with its result.
+
+    Args:
+        once: of steps that share a binary the first.
+        built: the binaries of `once`, in order.
+    """
+    known: dict[object, Binary | CompileError] = {}
+    with contextlib.closing(built):
         for step in steps:
-            yield step, _result(futures[identity(step)], step, arch)
-    finally:
-        pool.shutdown(wait=False, cancel_futures=True)
+            if identity(step) not in known:
+                known[identity(step)] = next(built)
+            yield step, _result(known[identity(step)], step, arch)
 
 
-def _result(future: Future[Binary], step: KernelStep, arch: str) -> Binary | CompileError:
+def _result(built: Binary | CompileError, step: KernelStep, arch: str) -> Binary | CompileError:
     try:
-        return _with_entry(future.result(), step, arch)
+        return built if isinstance(built, CompileError) else _with_entry(built, step, arch)
     except CompileError as error:
         return error
 

@@ -22,6 +22,7 @@ from types import MappingProxyType
 from miofind.compiler.directory import default_directory, private_folder
 from miofind.compiler.folder import TEMPORARY, NotPrivateError, PrivateFolder
 from miofind.compiler.resources import KernelResources
+from miofind.forks import follow_forks
 
 logger = logging.getLogger(__name__)
 
@@ -103,6 +104,11 @@ class BinaryCache:
         self._unseen_bytes = 0
         self._hits = 0
         self._misses = 0
+        follow_forks(self)
+
+    def leave_parent(self) -> None:
+        """Make the lock anew in a forked child: a thread of the parent may have held it."""
+        self._lock = threading.RLock()
 
     @property
     def directory(self) -> Path | None:
@@ -114,11 +120,11 @@ class BinaryCache:
     def _folder(self) -> PrivateFolder | None:
         with self._lock:
             if not self._is_opened:
-                self._is_opened = True
                 try:
                     self._opened = private_folder(self._asked or default_directory())
                 except (OSError, NotPrivateError) as error:
                     self._give_up(error)
+                self._is_opened = True  # not before: a fork, or Ctrl-C, may come between
             return self._opened
 
     def get(self, key: str) -> Binary | None:

@@ -6,16 +6,19 @@ the calling thread without the interpreter's lock, so that threads are enough to
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import os
 import re
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from miofind.compiler.sources import Source
 from miofind.device import INSTALL_CUDA
-from miofind.errors import CompileError, MissingLibraryError
+from miofind.errors import CompileError, ForkedProcessError, MissingLibraryError
 
 INSTALL_NVRTC = f"{INSTALL_CUDA}; 'miofind[compile]' without a GPU"
 
@@ -89,11 +92,47 @@ def compile_options(
     return (f"-arch=sm_{arch}", *_BASE_OPTIONS, *step_options, *(f"-D{name}={value}" for name, value in values))
 
 
+_compiling: set[int] = set()
+"""Threads for which NVRTC is at work."""
+_left_behind: set[int] = set()
+"""Threads of a parent for which it was when this process was forked: the locks they held stay held here."""
+
+
+def _leave_parent() -> None:
+    _left_behind.update(_compiling)
+    _compiling.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leave_parent)
+
+
+@contextlib.contextmanager
+def _at_work() -> Iterator[None]:
+    """What NVRTC does for this thread.
+
+    Raises:
+        ForkedProcessError: this process was forked while NVRTC was at work.
+    """
+    if _left_behind:
+        raise ForkedProcessError(
+            f"process {os.getpid()} was forked while a thread of its parent compiled a kernel, and NVRTC does not "
+            "survive that: start processes with multiprocessing's 'spawn' or 'forkserver' method"
+        )
+    thread = threading.get_ident()
+    _compiling.add(thread)
+    try:
+        yield
+    finally:
+        _compiling.discard(thread)
+
+
 def compile_source(source: Source, options: tuple[str, ...], arch: str) -> Compiled:
     """The cubin of a source.
 
     Raises:
         CompileError: NVRTC refuses the source, an option or the architecture.
+        ForkedProcessError: this process was forked while NVRTC was compiling.
         MissingLibraryError: NVRTC, cuda-bindings or the CUDA headers are not installed.
     """
     tools = toolchain()
@@ -105,12 +144,13 @@ def compile_source(source: Source, options: tuple[str, ...], arch: str) -> Compi
 
     names = [name.encode() for name in source.headers]
     texts = [text.encode() for text in source.headers.values()]
-    created = nvrtc.nvrtcCreateProgram(source.text.encode(), source.name.encode(), len(names), texts, names)
-    (program,) = _checked(created)
-    try:
-        return _compiled(program, source, options, arch)
-    finally:
-        nvrtc.nvrtcDestroyProgram(program)
+    with _at_work():
+        created = nvrtc.nvrtcCreateProgram(source.text.encode(), source.name.encode(), len(names), texts, names)
+        (program,) = _checked(created)
+        try:
+            return _compiled(program, source, options, arch)
+        finally:
+            nvrtc.nvrtcDestroyProgram(program)
 
 
 def _compiled(program: Any, source: Source, options: tuple[str, ...], arch: str) -> Compiled:

@@ -24,6 +24,7 @@ from miofind.compiler.cache import BinaryCache
 from miofind.compiler.nvrtc import compile_options
 from miofind.compiler.worker import ENTRY, Answer, Done, Order, Ready
 from miofind.errors import CompileError, InvalidOptionError, MissingLibraryError
+from miofind.forks import follow_forks
 from miofind.solution import KernelStep
 
 logger = logging.getLogger(__name__)
@@ -83,6 +84,13 @@ class CompilePool:
         self._tasks: collections.OrderedDict[object, _Task] = collections.OrderedDict()
         self._threads: list[threading.Thread] = []
         self._works = self._compiler.cache.directory is not None
+        follow_forks(self)
+
+    def leave_parent(self) -> None:
+        """Be closed in a forked child, which has neither the threads nor the processes."""
+        self._changed = threading.Condition()
+        self._waiting, self._tasks, self._threads = collections.deque(), collections.OrderedDict(), []
+        self._works = False
 
     def submit(self, steps: Iterable[KernelStep], arch: str) -> int:
         """Begin to compile steps that will be wanted, behind all that wait; returns how many will be, without waiting.
@@ -198,8 +206,12 @@ class CompilePool:
         """One thread's work: hand tasks to a process that it started itself, for a process ends with its starter."""
         child: Child | None = None
         while (task := self._next()) is not None:
-            child = child or self._started()
-            result = _Result() if child is None else self._compiled(child, task.order)
+            result = _Result(ended=True)
+            try:
+                child = child or self._started()
+                result = _Result() if child is None else self._compiled(child, task.order)
+            except Exception:  # what cannot be sent or received: who waits must not wait for good
+                logger.warning("whether %s compiles is open", task.order.step.source, exc_info=True)
             if child is not None and result.ended:
                 child.kill()
                 child = None

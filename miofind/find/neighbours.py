@@ -167,5 +167,12 @@ def _made(stores: tuple[Path | Store, ...], device: str) -> Neighbours:
     return Neighbours(device)
 
 
+def _leave_parent() -> None:
+    """Make the locks anew in a forked child: a thread of the parent may have held them."""
+    global _sharing
+    _sharing = threading.Lock()
+    _made.cache_clear()
+
+
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_made.cache_clear)  # another thread may hold their locks
+    os.register_at_fork(after_in_child=_leave_parent)

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from miofind.candidate import Candidate, Outcome, Status
 from miofind.compiler import CompilePool
-from miofind.device import Place
+from miofind.device import Place, check_fork
 from miofind.driver.line import driver_line
 from miofind.environment import versions
 from miofind.errors import LaunchError, NoPlaceError, NoSolutionError
@@ -254,10 +254,12 @@ def _refuse_capture(handle: Handle) -> None:
     """Do nothing unless a CUDA graph is being captured on the current stream.
 
     Raises:
+        ForkedProcessError: this process was forked from one that had used CUDA.
         LaunchError: one is; measuring would become part of the graph.
     """
     if handle.device.place is Place.CPU:
         return
+    check_fork()
     import cupy
 
     capturing = bool(cupy.cuda.get_current_stream(handle.device.index).is_capturing())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import logging
@@ -14,9 +13,10 @@ from numbers import Real
 
 from miofind.candidate import Candidate
 from miofind.device import Device
-from miofind.errors import InvalidConfigError, MiofindError
+from miofind.errors import InvalidConfigError, MiofindError, described
 from miofind.find.search import EXHAUSTIVE, Space
 from miofind.finddb import MAX_INT, MAX_JSON_CHARS
+from miofind.interrupts import raise_if_interrupted
 from miofind.options import FindOptions
 from miofind.problem import ProblemDescription
 from miofind.solution import Config
@@ -131,11 +131,12 @@ def make_plan(
                 spaces.append(space)
             else:
                 planned += request.within_limits(solver.default_configs(problem, device), refusals)
-        except Exception as error:  # what is wrong with one solver must not end the find for the others
-            refusals[solver.id] = f"{type(error).__name__}: {error}"
+        except BaseException as error:  # what is wrong with one solver must not end the find for the others
+            raise_if_interrupted(error)
+            refusals[solver.id] = f"{type(error).__name__}: {described(error, str)}"
             considered.pop(solver.id, None)
             if not isinstance(error, MiofindError):  # a library that cannot list its plans raises one of these
-                logger.warning("solver %s cannot plan for %s and is left out: %r", solver.id, problem, error)
+                logger.warning("solver %s cannot plan for %s and is left out: %s", solver.id, problem, described(error))
     planned.sort(key=lambda p: p.estimate_ms)
     return Plan(
         candidates=tuple(p for p in planned if not p.solver.is_last_resort),
@@ -190,9 +191,10 @@ class _Request:
             self.solver.check_config(self.problem, self.device, config)
             planned = self.planned(config)
             return not (unrecordable(planned) or limit_exceeded(planned, self.problem, self.options))
-        except Exception as error:  # a solver's own code may raise anything of a configuration that it does not know
+        except BaseException as error:  # its own code may raise anything of a configuration that it does not know
+            raise_if_interrupted(error)
             if not isinstance(error, MiofindError):
-                logger.debug("%s fails over %s: %r", self.solver.id, config.json, error)
+                logger.debug("%s fails over %s: %s", self.solver.id, config.json, described(error))
             return False
 
     def estimate_ms(self, config: Config) -> float:
@@ -202,6 +204,14 @@ class _Request:
             InvalidConfigError: it is no time, which would put all candidates in a wrong order.
         """
         return _estimate_ms(self.solver, self.problem, self.device, config)
+
+    def guess_ms(self, config: Config) -> float:
+        """The solver's estimate, infinite where it has none: what it fails over goes last, and ends no search."""
+        try:
+            return self.estimate_ms(config)
+        except BaseException as error:  # a solver's own code may raise anything
+            raise_if_interrupted(error)
+            return math.inf
 
     def space(self, winners: Iterable[Config], refusals: dict[str, str]) -> Space:
         """The solver's configurations for a search."""
@@ -218,7 +228,7 @@ class _Request:
             is_whole=len(listed) <= EXHAUSTIVE and not is_cut,
             parameters=self.solver.parameters,
             admits=functools.lru_cache(maxsize=4096)(self.admits),
-            estimate_ms=self.estimate_ms,
+            estimate_ms=self.guess_ms,
         )
 
 
@@ -290,10 +300,12 @@ def wider_bounds(problem: ProblemDescription, device: Device, options: FindOptio
     """By id of the solvers that apply, how many default configurations only a `max_error` lets in."""
     found: dict[str, int] = {}
     for solver in solvers().values() if options.max_error is None else ():
-        with contextlib.suppress(Exception):  # make_plan has told of it
+        try:
             if options.allows(solver) and solver.applicability(problem, device):
                 kept = [solver.keeps_bound(problem, c) for c in solver.default_configs(problem, device)]
                 found[solver.id] = kept.count(False)
+        except BaseException as error:  # make_plan has told of it
+            raise_if_interrupted(error)
     return {name: count for name, count in found.items() if count}
 
 

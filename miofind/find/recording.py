@@ -181,7 +181,7 @@ class Recording:
         return bool(self._plan.spaces) and self._tried.issuperset(seeds)
 
     def _write(self, scope: Scope | None = None, verdict: StoredVerdict | None = None) -> None:
-        rows, self._pending = self._pending, []
+        rows = tuple(self._pending)
         self._written_at = time.monotonic()
         problem, handle = self._problem, self._handle
         handle.database.record(
@@ -192,3 +192,4 @@ class Recording:
             environment=versions(handle.device),
             verdict=next(iter(storable(problem, handle, [verdict] if verdict else [])), None),
         )
+        del self._pending[: len(rows)]  # not before: Ctrl-C in a write leaves them to the last one

@@ -14,11 +14,12 @@ from dataclasses import dataclass
 from miofind.candidate import Candidate, Outcome, Status
 from miofind.compiler import CompilePool, CompileTimeoutError
 from miofind.device import Place
-from miofind.errors import CompileError, MiofindError
+from miofind.errors import CompileError, MiofindError, described
 from miofind.evaluate import MAX_MESSAGE, Job
 from miofind.find.recording import Recording
 from miofind.find.search import Search
 from miofind.handle import Handle
+from miofind.interrupts import raise_if_interrupted
 from miofind.measure.effort import Effort
 from miofind.options import FindOptions
 from miofind.problem import ProblemDescription
@@ -132,9 +133,10 @@ class Measuring:
         solver = solver_by_id(candidate.solver_id)
         try:
             return solver.solution(self._request.problem, self._request.handle.device, candidate.config).kernels
-        except Exception as error:  # a solver's own code may raise anything
+        except BaseException as error:  # a solver's own code may raise anything
+            raise_if_interrupted(error)
             if not isinstance(error, MiofindError):
-                logger.debug("%s has no kernels: %r", candidate.id, error)
+                logger.debug("%s has no kernels: %s", candidate.id, described(error))
             return ()
 
 

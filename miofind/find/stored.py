@@ -13,10 +13,12 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
+from miofind.errors import described
 from miofind.find.validity import current_environment, is_current
 from miofind.finddb import BEST_PER_SOLVER, Answer, Row
 from miofind.found import Found, Solution, Source
 from miofind.handle import Handle
+from miofind.interrupts import raise_if_interrupted
 from miofind.options import FindOptions
 from miofind.problem import ProblemDescription
 from miofind.refusals import Measured, Refusals, stored_config
@@ -149,8 +151,9 @@ def _is_of_kind(row: Stored, problem: ProblemDescription, options: FindOptions) 
         if options.strict_nonfinite and solver.spreads_nonfinite(problem, stored_config(row.config)):
             return False
         return options.max_error is not None or solver.keeps_bound(problem, stored_config(row.config))
-    except Exception as error:  # a solver's own code may raise anything: its rows are no answer, those of others are
-        logger.debug("%s cannot say what becomes of errors with %s: %r", solver.id, row.config, error)
+    except BaseException as error:  # its own code may raise anything: its rows are no answer, those of others are
+        raise_if_interrupted(error)
+        logger.debug("%s cannot say what becomes of errors with %s: %s", solver.id, row.config, described(error))
         return False
 
 

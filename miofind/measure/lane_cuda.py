@@ -18,6 +18,7 @@ from miofind.device import Device
 from miofind.device_kernels import DeviceKernels, GridStride, int64
 from miofind.device_memory import DeviceMemory
 from miofind.errors import WrongResultError
+from miofind.interrupts import raise_if_interrupted
 from miofind.measure.stage import Lane, Repeatability, Runnable, Track
 from miofind.problem import ProblemDescription
 from miofind.values import Values
@@ -199,6 +200,7 @@ class _CudaTrack(Track):
         except WrongResultError:
             raise
         except Exception as error:  # whatever a library raises under capture: time direct launches instead
+            raise_if_interrupted(error)
             logger.debug("%s cannot be captured, timed by launches: %s", self._invoker.solver_id, error)
             self._graph, self._captures = None, False
             self._timed(1)

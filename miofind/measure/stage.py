@@ -18,7 +18,8 @@ import numpy as np
 
 from miofind.candidate import Timing
 from miofind.device import Device, Place
-from miofind.errors import LaunchError, MeasurementError, MiofindError, WrongResultError
+from miofind.errors import LaunchError, MeasurementError, MiofindError, WrongResultError, described
+from miofind.interrupts import raise_if_interrupted
 from miofind.measure.gpu_monitor import GpuMonitor, Reading, gpu_monitor
 from miofind.problem import ProblemDescription
 
@@ -166,7 +167,8 @@ class Stage:
         self.device = device
         self.monitor: GpuMonitor | None = gpu_monitor(device)
         self._retries = _RETRIES
-        self._lane = _lane(problem, device, compiler, memory_limit_bytes)
+        with np.errstate(all="ignore"):  # whatever the caller has NumPy do where an input is rounded to nothing
+            self._lane = _lane(problem, device, compiler, memory_limit_bytes)
 
     @property
     def protocol(self) -> str:
@@ -258,9 +260,10 @@ class _launch_errors:  # noqa: N801, used as a statement's word
     ) -> None:
         if not isinstance(error, Exception) or isinstance(error, (MiofindError, MemoryError)):
             return
+        raise_if_interrupted(error)
         invoker = self._invoker
         name = f"{invoker.solver_id} {invoker.config.json}"
-        raise LaunchError(f"{name} failed on {invoker.problem} while timed: {error}") from error
+        raise LaunchError(f"{name} failed on {invoker.problem} while timed: {described(error, str)}") from error
 
 
 def _lane(problem: ProblemDescription, device: Device, compiler: Compiler, memory_limit_bytes: int | None) -> Lane:

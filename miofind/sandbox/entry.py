@@ -18,7 +18,7 @@ from miofind import child_logs
 from miofind.child import Line
 from miofind.compiler import BinaryCache, Compiler
 from miofind.device import Device, Place
-from miofind.errors import MiofindError, MissingLibraryError
+from miofind.errors import MiofindError, MissingLibraryError, described
 from miofind.evaluate import Journal, evaluate
 from miofind.health import complaint
 
@@ -66,8 +66,11 @@ def _serve(line: Line, device: Device, compiler: Compiler) -> None:
 
 
 def _broken(error: Exception) -> Broken:
-    told = str(error) if isinstance(error, MiofindError) else f"{type(error).__name__}: {error}"
-    return Broken(told, error if isinstance(error, MissingLibraryError) else None)
+    told = described(error, str)
+    return Broken(
+        told if isinstance(error, MiofindError) else f"{type(error).__name__}: {told}",
+        error if isinstance(error, MissingLibraryError) else None,
+    )
 
 
 def end_with_parent() -> None:
@@ -102,7 +105,12 @@ def main(arguments: list[str]) -> None:
     child_logs.hand_over(line.send, int(arguments[2]))
     for name in arguments[3:]:
         importlib.import_module(name)
-    index = int(arguments[1])
+    with contextlib.suppress(ConnectionError):  # the parent has gone
+        _work(line, int(arguments[1]))
+
+
+def _work(line: Line, index: int) -> None:
+    """Make the device of that index ready, and evaluate jobs on it."""
     compiler = Compiler(BinaryCache())
     try:
         device = Device.cpu() if index < 0 else Device.cuda(index)
@@ -117,6 +125,5 @@ def main(arguments: list[str]) -> None:
     if reason:
         line.send(Broken(reason))
         return
-    with contextlib.suppress(ConnectionError):  # the parent has gone
-        line.send(Ready())
-        _serve(line, device, compiler)
+    line.send(Ready())
+    _serve(line, device, compiler)

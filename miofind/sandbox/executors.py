@@ -6,11 +6,13 @@ next, so that the one at fault is known when the child dies or falls silent.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -22,6 +24,7 @@ from miofind.compiler import Compiler
 from miofind.device import Device, Place
 from miofind.errors import MeasurementError
 from miofind.evaluate import DeviceLostError, Event, Job, Phase, Spoiled, Turn, evaluate
+from miofind.forks import follow_forks
 from miofind.measure.verdict import Verdict
 from miofind.sandbox.entry import ENTRY, Broken, Done
 
@@ -107,6 +110,14 @@ class Isolated:
         self._child: Child | None = None
         self._prepared: Child | None = None
         self._lock = threading.Lock()
+        self._works = False
+        follow_forks(self)
+        _in_use.add(self)
+
+    def leave_parent(self) -> None:
+        """Have no child in a forked process, whose parent goes on with it."""
+        self._lock = threading.Lock()
+        self._child = self._prepared = None
         self._works = False
 
     def prepare(self) -> None:
@@ -268,6 +279,16 @@ class Isolated:
             self._child = self._prepared = None
         for child in children:
             child.kill()
+
+
+_in_use: weakref.WeakSet[Isolated] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """End the children with this process; each would notice by itself a second later, and Popen complain meanwhile."""
+    for each in list(_in_use):
+        each.close()
 
 
 def _next_message(child: Child, patience_s: float) -> Any:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 
 from miofind.compiler import CompilePool
 from miofind.device import Device, Place
+from miofind.errors import described
 from miofind.find import records
 from miofind.find.plan import make_plan
 from miofind.handle import Handle
@@ -17,6 +18,7 @@ from miofind.options import FindOptions
 from miofind.problem import ProblemDescription
 from miofind.solution import KernelStep
 from miofind.solver import MAX_DEFAULT_CONFIGS
+from miofind.threads import Helper
 
 logger = logging.getLogger(__name__)
 
@@ -35,18 +37,18 @@ class Ahead:
     def __init__(self, pool: CompilePool, options: FindOptions) -> None:
         self.pool = pool
         self._options = options
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="miofind-ahead")
+        self._helper = Helper("miofind-ahead")
         self._switch_s = sys.getswitchinterval()
         sys.setswitchinterval(min(_SWITCH_S, self._switch_s))
 
     def prepare(self, problem: ProblemDescription, handle: Handle) -> None:
         """Begin to compile what a find of the problem will launch first, unless the FindDB answers it."""
         if handle.device.place is Place.CUDA:
-            self._thread.submit(self._prepare, problem, handle)
+            self._helper.submit(functools.partial(self._prepare, problem, handle))
 
     def close(self) -> None:
         """Plan nothing more."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._helper.give_up()
         sys.setswitchinterval(self._switch_s)
 
     def _prepare(self, problem: ProblemDescription, handle: Handle) -> None:
@@ -54,8 +56,8 @@ class Ahead:
             if records.look_up(problem, self._options, handle, partial=False):
                 return
             self.pool.submit(list(self._steps(problem, handle.device)), handle.device.arch)
-        except Exception as error:  # measuring the problem meets the same error, and says so
-            logger.debug("nothing is compiled ahead for %s: %s", problem, error)
+        except BaseException as error:  # measuring the problem meets the same error, and says so
+            logger.debug("nothing is compiled ahead for %s: %s", problem, described(error))
 
     def _steps(self, problem: ProblemDescription, device: Device) -> Iterator[KernelStep]:
         """Kernels of as many candidates of each solver as a find begins with."""

@@ -13,11 +13,12 @@ from dataclasses import dataclass, field
 
 from miofind.compiler import processors
 from miofind.device import Device, Place
-from miofind.errors import CompileError
+from miofind.errors import CompileError, described
 from miofind.find import failures, records
 from miofind.find.plan import make_plan
 from miofind.found import Solution
 from miofind.handle import Handle
+from miofind.interrupts import raise_if_interrupted
 from miofind.measure.effort import Effort
 from miofind.solution import KernelStep
 from miofind.solver import solver_by_id
@@ -137,8 +138,9 @@ def _ratio(best: Solution, device: Device) -> list[float]:
     try:
         ratio = best.time_ms / solver_by_id(best.solver_id).estimate_ms(best.problem, device, best.config)
         return [ratio] if 0 < ratio < math.inf else []
-    except Exception as error:  # a solver's own code may raise anything, and give what is no time
-        logger.debug("%s gives no estimate of %s: %r", best.solver_id, best.problem, error)
+    except BaseException as error:  # a solver's own code may raise anything, and give what is no time
+        raise_if_interrupted(error)
+        logger.debug("%s gives no estimate of %s: %s", best.solver_id, best.problem, described(error))
         return []
 
 

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from miofind.compiler import CompilePool
 from miofind.driver.line import driver_line
-from miofind.errors import DatabaseError, MissingEnvironmentError, NoDeviceError
+from miofind.errors import DatabaseError, MissingEnvironmentError, NoDeviceError, described
 from miofind.evaluate import DeviceLostError
 from miofind.find import failures, records
 from miofind.find.pipeline import measure
@@ -21,6 +21,7 @@ from miofind.find.validity import is_valid
 from miofind.finddb import RefusedEntryError
 from miofind.found import Solution, reordered
 from miofind.handle import Handle
+from miofind.interrupts import raise_if_interrupted
 from miofind.problem import ProblemDescription
 from miofind.solution import Config
 from miofind.solver import solver_by_id
@@ -156,8 +157,10 @@ def tuned(task: Task, handle: Handle, options: TuneOptions, pool: CompilePool | 
     except (DatabaseError, MissingEnvironmentError, DeviceLostError):
         raise
     except Exception as error:  # a solver's own code may raise anything, and hours of tuning must survive it
+        raise_if_interrupted(error)
         logger.debug("tuning failed: %s", driver_line(problem), exc_info=True)
-        return failed(task, str(error) or type(error).__name__, time.monotonic() - began)
+        told = described(error, str) or type(error).__name__
+        return failed(task, told, time.monotonic() - began)
     return TuneResult(
         request=task.request,
         kind=task.kind,
@@ -227,6 +230,7 @@ def _first_default(solution: Solution, handle: Handle) -> Config | None:
     solver = solver_by_id(solution.solver_id)
     try:
         return next(iter(solver.default_configs(solution.problem, handle.device)), None)
-    except Exception as error:  # a solver's own code may raise anything, and this serves a report alone
-        logger.debug("%s has no default configuration now: %s", solver.id, error)
+    except BaseException as error:  # a solver's own code may raise anything, and this serves a report alone
+        raise_if_interrupted(error)
+        logger.debug("%s has no default configuration now: %s", solver.id, described(error))
         return None

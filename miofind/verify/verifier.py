@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 
 from miofind.device import Device, Place
-from miofind.errors import LaunchError, MiofindError
+from miofind.errors import LaunchError, MiofindError, described
+from miofind.interrupts import raise_if_interrupted
 from miofind.problem import ProblemDescription
 from miofind.values import Values
 from miofind.verify.accuracy import direct_error
@@ -212,13 +213,15 @@ class Verifier:
 
     def _found(self, invoker: Invoker, run: Callable[[], _Result]) -> _Result:
         try:
-            with np.errstate(all="ignore"):  # infinities are meant, and what a caller makes of them is not asked
+            with np.errstate(all="ignore"):  # whatever the caller has NumPy do: infinities, too, are to be compared
                 return run()
         except (MiofindError, MemoryError):
             raise
         except Exception as error:  # a candidate's own code, NumPy, CuPy: they share no base class below Exception
+            raise_if_interrupted(error)
             name = f"{invoker.solver_id} {invoker.config.json}"
-            raise LaunchError(f"{name} failed on {self.problem}: {type(error).__name__}: {error}") from error
+            told = f"{type(error).__name__}: {described(error, str)}"
+            raise LaunchError(f"{name} failed on {self.problem}: {told}") from error
 
     def _complaint(self, trial: _Trial, findings: Findings) -> str:
         """What is wrong, worst first; "" if nothing is."""

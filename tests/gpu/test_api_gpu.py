@@ -305,3 +305,22 @@ def test_fork_is_refused_clearly(handle: miofind.Handle) -> None:
             os._exit(0)
     os.waitpid(child, 0)
     assert os.read(reader, 100) == b"refused"
+
+
+@pytest.mark.parametrize("isolate", [False, True])
+def test_a_find_in_a_forked_child_is_refused_clearly(handle: miofind.Handle, isolate: bool) -> None:
+    """CuPy said what it cannot do, of a stream."""
+    miofind.find_solutions(PROBLEM, options=OWN, handle=handle)
+    other = miofind.ProblemDescription.convolution(x=(2, 16, 9, 9), w=(16, 16, 3, 3), dtype="float16")
+    asked = miofind.FindOptions(only="plain", isolate=isolate, find_mode="normal")
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            miofind.find_solutions(other, options=asked, handle=handle)
+        except ForkedProcessError:
+            status = 0
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert miofind.find_solutions(other, options=OWN, handle=handle)

@@ -1,0 +1,168 @@
+"""Ctrl-C within a use of the FindDB: it reaches the caller, and the FindDB is as good as before."""
+
+from __future__ import annotations
+
+import itertools
+import sqlite3
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+from finddb_entries import DEVICE, PROBLEM, row, version_1
+
+from miofind.finddb import Layered, Store
+from miofind.finddb.sqlite_file import open_file
+
+OTHER = f"{PROBLEM}-other"
+
+
+class CtrlC:
+    """Raises KeyboardInterrupt once, behind the call of SQLite of a number: Python, too, looks for signals there."""
+
+    def __init__(self, number: int) -> None:
+        self._left = number
+        self.has_come = False
+
+    def __enter__(self) -> CtrlC:
+        sys.setprofile(self._called)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        sys.setprofile(None)
+
+    def _called(self, frame: FrameType, event: str, called: Any) -> None:
+        by = getattr(called, "__self__", None)
+        if event != "c_return" or not isinstance(by, sqlite3.Connection | sqlite3.Cursor):
+            return
+        self._left -= 1
+        if self._left == 0:
+            self.has_come = True
+            raise KeyboardInterrupt
+
+
+USES: dict[str, Callable[[Layered], object]] = {
+    "answer": lambda layered: layered.answer(DEVICE, PROBLEM),
+    "histories": lambda layered: layered.histories(DEVICE, PROBLEM),
+    "record": lambda layered: layered.record(DEVICE, PROBLEM, [row("ConvB")]),
+    "queue_recheck": lambda layered: layered.queue_recheck(DEVICE, PROBLEM, "for this test"),
+    "clean": lambda layered: layered.clean(DEVICE, OTHER),
+    "check": lambda layered: layered.user.check(),
+}
+
+
+def interrupted(use: Callable[[Layered], object], layered: Callable[[], Layered]) -> Iterator[Layered]:
+    """FindDBs that were interrupted in a use: behind its first call of SQLite, its second, and so on to its last."""
+    number = 0
+    while True:
+        number += 1
+        with layered() as each:
+            ctrl_c = CtrlC(number)
+            try:
+                with ctrl_c:
+                    use(each)
+            except KeyboardInterrupt:
+                pass
+            else:
+                assert not ctrl_c.has_come, "Ctrl-C was lost"
+                assert number > 1, "nothing was interrupted"
+                return
+            yield each
+
+
+def assert_records(layered: Layered, user: Store) -> None:
+    assert layered.record(DEVICE, OTHER, [row("ConvC")]) is not None
+    assert layered.answer(DEVICE, OTHER) is not None
+    assert layered.user is user, "it has gone on in memory"
+
+
+@pytest.mark.parametrize(("use", "is_open"), [*((name, True) for name in USES), ("answer", False)], ids=str)
+def test_ctrl_c_in_a_use_leaves_the_file_in_use(
+    tmp_path: Path, use: str, is_open: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """SQLAlchemy gives up a connection that it interrupts: the process took the database for lost and forgot on."""
+    path = tmp_path / "finddb.db"
+    with Store(path) as store:
+        store.record(DEVICE, PROBLEM, [row("ConvA")])
+    number = itertools.count()
+
+    def layered() -> Layered:
+        copy = tmp_path / f"{next(number)}.db"
+        copy.write_bytes(path.read_bytes())
+        made = Layered(Store(copy))
+        if is_open:
+            made.user.open()
+        return made
+
+    for each in interrupted(USES[use], layered):
+        user = each.user
+        assert user.path is not None
+        connection = open_file(user.path, "rw")
+        connection.execute("PRAGMA busy_timeout=0")
+        connection.executescript("BEGIN IMMEDIATE; ROLLBACK")  # nobody holds the lock
+        connection.close()
+        assert_records(each, user)
+        assert each.answer(DEVICE, PROBLEM) is not None
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("use", USES.values(), ids=USES.keys())
+def test_ctrl_c_in_a_use_of_memory_loses_nothing(use: Callable[[Layered], object]) -> None:
+    def layered() -> Layered:
+        made = Layered(None)
+        made.record(DEVICE, PROBLEM, [row("ConvA")])
+        return made
+
+    for each in interrupted(use, layered):
+        assert each.answer(DEVICE, PROBLEM) is not None
+        assert_records(each, each.user)
+
+
+def test_ctrl_c_in_a_look_up_leaves_a_release_in_use(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """An older one is read through views that a connection has for itself."""
+    path = version_1(tmp_path / "shipped.db")
+    with Store(path, read_only=True) as store:
+        key = store.problems()[0]
+
+    for each in interrupted(
+        lambda layered: layered.answer(key.device, key.network_config),
+        lambda: Layered(None, [Store(path, read_only=True)]),
+    ):
+        assert each.answer(key.device, key.network_config) is not None
+        assert len(each.layers) == 2
+    assert not caplog.records
+
+
+def test_ctrl_c_while_another_thread_writes_leaves_its_transaction_alone(tmp_path: Path) -> None:
+    with Store(tmp_path / "finddb.db") as store:
+        store.record(DEVICE, PROBLEM, [row("ConvA")])
+        database = store._database
+        with database.write() as writer:
+            with pytest.raises(KeyboardInterrupt), database.read():
+                raise KeyboardInterrupt
+            with database.read():
+                assert database._connections.writer is writer
+            assert writer.in_transaction()
+
+
+@pytest.mark.parametrize("error", [MemoryError, RecursionError])
+def test_what_speaks_of_the_process_is_not_blamed_on_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
+    """SQLAlchemy wraps what is raised while it makes a statement ready, and the database was given up over it."""
+
+    def fails(*_: object, **__: object) -> None:
+        raise error("for this test")
+
+    with Layered(Store(tmp_path / "finddb.db")) as layered:
+        layered.record(DEVICE, PROBLEM, [row("ConvA")])
+        user = layered.user
+        with monkeypatch.context() as patch:
+            dialect = type(user._database._opened("reader").dialect)
+            patch.setattr(dialect.execution_ctx_cls, "_init_compiled", fails)
+            with pytest.raises(error):
+                layered.histories(DEVICE, PROBLEM)
+        assert layered.histories(DEVICE, PROBLEM)
+        assert_records(layered, user)
