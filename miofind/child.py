@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from miofind.forks import follow_forks
+from miofind.interrupts import held_back
 
 logger = logging.getLogger(__name__)
 
@@ -85,10 +86,17 @@ class Child:
         if gpu:
             environment["CUDA_VISIBLE_DEVICES"] = gpu
         # A process group of its own: Ctrl-C reaches the parent alone, which ends the child.
-        self._process = subprocess.Popen(
-            command, pass_fds=[theirs.fileno()], env=environment, stdin=subprocess.DEVNULL, process_group=0
-        )
-        theirs.close()
+        try:
+            with held_back():  # Popen would forget a process that it has begun, and nobody would wait for its end
+                self._process = subprocess.Popen(
+                    command, pass_fds=[theirs.fileno()], env=environment, stdin=subprocess.DEVNULL, process_group=0
+                )
+        except BaseException:
+            if hasattr(self, "_process"):
+                self.kill()
+            raise
+        finally:
+            theirs.close()
         follow_forks(self)
 
     def leave_parent(self) -> None:

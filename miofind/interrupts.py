@@ -4,10 +4,12 @@ whether an exception is a signal's doing, or that of the code it came out of.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
 import threading
+from collections.abc import Iterator
 from types import FrameType
 
 INTERRUPTED = 130
@@ -45,6 +47,23 @@ def _end(*_: object) -> None:
         os.write(2, b"interrupted\n")
     finally:  # whatever became of stderr
         os._exit(INTERRUPTED)
+
+
+@contextlib.contextmanager
+def held_back() -> Iterator[None]:
+    """Lets Ctrl-C wait until the block ends: what it begins must not be lost before it is named."""
+    handler = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+        yield
+        return
+    came: list[tuple[int, FrameType | None]] = []
+    signal.signal(signal.SIGINT, lambda number, frame: came.append((number, frame)))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        for number, frame in came[:1]:
+            handler(number, frame)
 
 
 def raise_if_interrupted(error: BaseException) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing.connection
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -16,7 +17,8 @@ import pytest
 from cli_runner import FORWARD, use_own_folders
 
 import miofind
-from miofind.child import Line
+from miofind import child as child_module
+from miofind.child import Child, Line
 
 
 def test_threads_send_whole_messages() -> None:
@@ -55,6 +57,29 @@ def test_nothing_follows_half_a_message(monkeypatch: pytest.MonkeyPatch) -> None
             line.send("half")
     line.send("more")
     assert not ours.poll(0.1)
+
+
+def test_ctrl_c_while_a_process_is_begun_leaves_none_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Popen forgot a process that it had begun: it stayed a zombie as long as its parent lived."""
+    begun: list[subprocess.Popen[bytes]] = []
+
+    class Interrupted(subprocess.Popen):  # type: ignore[type-arg]
+        def __init__(self, *arguments: Any, **settings: Any) -> None:
+            super().__init__(*arguments, **settings)
+            begun.append(self)
+            signal.raise_signal(signal.SIGINT)
+            self.is_whole = True
+
+    monkeypatch.setattr(child_module.subprocess, "Popen", Interrupted)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            Child("import time; time.sleep(600)", "", [])
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert begun[0].is_whole
+    assert begun[0].returncode == -signal.SIGKILL
 
 
 PACKAGE = Path(miofind.__file__).parent
