@@ -169,13 +169,27 @@ __device__ __forceinline__ int64 element_step() {
   return int64(gridDim.x) * kThreads;
 }
 
+// An element of a whole tensor of (n, channels, *size): threads next to each other take elements next to each other in
+// memory, so that they read the same lines.
+struct Element {
+  Position at;
+  int64 rank;  // in logical order
+
+  __device__ Element(int64 i, Index channels, const Index (&size)[3], bool channels_last)
+      : at(channels_last ? position_of<true>(i, channels, size) : position_of<false>(i, channels, size)) {
+    rank = int64(at.n) * channels + at.c;
+    for (int dim = 0; dim < 3; ++dim) rank = rank * size[dim] + at.at[dim];
+  }
+};
+
 extern "C" __global__ void __launch_bounds__(kThreads)
     reference_forward_whole(const T_X* __restrict__ x, const T_W* __restrict__ w, double* __restrict__ sums,
                             float* __restrict__ scales, int64 count, GEOMETRY_PARAMETERS) {
   const Geometry conv = GEOMETRY;
   const Index group_c = conv.c / conv.groups, group_k = conv.k / conv.groups;
   for (int64 i = first_element(); i < count; i += element_step()) {
-    const Position out = position_of<false>(i, conv.k, conv.out);
+    const Element element(i, conv.k, conv.out, conv.y.c == 1);
+    const Position& out = element.at;
     Sums mine = {};
     for (Index tz = 0; tz < conv.taps[0]; ++tz)
       for (Index ty = 0; ty < conv.taps[1]; ++ty)
@@ -186,7 +200,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
           add_products(mine, x + offset_of(in, conv.x), conv.x.c, w + offset_of(tap, conv.w), conv.w.c, group_c,
                        scales != nullptr);
         }
-    mine.write(i, sums, scales);
+    mine.write(element.rank, sums, scales);
   }
 }
 
@@ -196,7 +210,8 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   const Geometry conv = GEOMETRY;
   const Index group_c = conv.c / conv.groups, group_k = conv.k / conv.groups;
   for (int64 i = first_element(); i < count; i += element_step()) {
-    const Position in = position_of<false>(i, conv.c, conv.size);
+    const Element element(i, conv.c, conv.size, conv.x.c == 1);
+    const Position& in = element.at;
     const Index first_k = in.c / group_c * group_k;
     Sums mine = {};
     for (Index tz = 0; tz < conv.taps[0]; ++tz)
@@ -208,6 +223,6 @@ extern "C" __global__ void __launch_bounds__(kThreads)
           add_products(mine, dy + offset_of(out, conv.y), conv.y.c, w + offset_of(tap, conv.w), conv.w.n, group_k,
                        scales != nullptr);
         }
-    mine.write(i, sums, scales);
+    mine.write(element.rank, sums, scales);
   }
 }
