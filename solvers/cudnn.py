@@ -22,7 +22,7 @@ from miofind.libraries.cudnn_notes import (
     parsed_notes,
     refused_notes,
 )
-from miofind.problem import DataType, Layout, MathMode, ProblemDescription
+from miofind.problem import DataType, Direction, Layout, MathMode, ProblemDescription
 from miofind.solution import Config, ConvSolution, CudnnStep, Region, WorkspacePlan
 from miofind.solver import APPLICABLE, MAX_DEFAULT_CONFIGS, Algorithm, Applicability, KernelKey, Reach, Solver
 
