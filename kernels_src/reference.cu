@@ -169,13 +169,26 @@ __device__ __forceinline__ int64 element_step() {
   return int64(gridDim.x) * kThreads;
 }
 
+// Element i of a whole tensor of (n, channels, *size): threads next to each other take elements next to each other in
+// memory, so that they read the same lines.
+__device__ __forceinline__ Position element_at(int64 i, Index channels, const Index (&size)[3], bool channels_last) {
+  return channels_last ? position_of<true>(i, channels, size) : position_of<false>(i, channels, size);
+}
+
+// Its flat index in logical order.
+__device__ __forceinline__ int64 logical_rank(const Position& p, Index channels, const Index (&size)[3]) {
+  int64 rank = int64(p.n) * channels + p.c;
+  for (int dim = 0; dim < 3; ++dim) rank = rank * size[dim] + p.at[dim];
+  return rank;
+}
+
 extern "C" __global__ void __launch_bounds__(kThreads)
     reference_forward_whole(const T_X* __restrict__ x, const T_W* __restrict__ w, double* __restrict__ sums,
                             float* __restrict__ scales, int64 count, GEOMETRY_PARAMETERS) {
   const Geometry conv = GEOMETRY;
   const Index group_c = conv.c / conv.groups, group_k = conv.k / conv.groups;
   for (int64 i = first_element(); i < count; i += element_step()) {
-    const Position out = position_of<false>(i, conv.k, conv.out);
+    const Position out = element_at(i, conv.k, conv.out, conv.y.c == 1);
     Sums mine = {};
     for (Index tz = 0; tz < conv.taps[0]; ++tz)
       for (Index ty = 0; ty < conv.taps[1]; ++ty)
@@ -186,7 +199,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
           add_products(mine, x + offset_of(in, conv.x), conv.x.c, w + offset_of(tap, conv.w), conv.w.c, group_c,
                        scales != nullptr);
         }
-    mine.write(i, sums, scales);
+    mine.write(logical_rank(out, conv.k, conv.out), sums, scales);
   }
 }
 
@@ -196,7 +209,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   const Geometry conv = GEOMETRY;
   const Index group_c = conv.c / conv.groups, group_k = conv.k / conv.groups;
   for (int64 i = first_element(); i < count; i += element_step()) {
-    const Position in = position_of<false>(i, conv.c, conv.size);
+    const Position in = element_at(i, conv.c, conv.size, conv.x.c == 1);
     const Index first_k = in.c / group_c * group_k;
     Sums mine = {};
     for (Index tz = 0; tz < conv.taps[0]; ++tz)
@@ -208,6 +221,6 @@ extern "C" __global__ void __launch_bounds__(kThreads)
           add_products(mine, dy + offset_of(out, conv.y), conv.y.c, w + offset_of(tap, conv.w), conv.w.n, group_k,
                        scales != nullptr);
         }
-    mine.write(i, sums, scales);
+    mine.write(logical_rank(in, conv.c, conv.size), sums, scales);
   }
 }

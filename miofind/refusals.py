@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from miofind.compiler import kernel_hash
 from miofind.device import Device
-from miofind.errors import described
+from miofind.errors import MiofindError, described
 from miofind.interrupts import raise_if_interrupted
 from miofind.problem import ProblemDescription
 from miofind.solution import Config
@@ -37,18 +37,23 @@ class Refusals:
         device: where it is asked for.
     """
 
-    __slots__ = ("_of_rows", "_of_solvers", "_problem", "device")
+    __slots__ = ("_failing", "_of_rows", "_of_solvers", "_problem", "device")
 
     def __init__(self, problem: ProblemDescription, device: Device) -> None:
         self.device = device
         self._problem = problem
         self._of_solvers: dict[Solver, Applicability | None] = {}
         self._of_rows: dict[tuple[Solver, Measured], str] = {}
+        self._failing: set[Solver] = set()
 
     def may_serve(self, solver: Solver) -> bool:
         """Whether a solver would have to be measured to be ranked: it does not refuse the problem."""
         applicability = self._applicability(solver)
         return applicability is None or bool(applicability)
+
+    def fails(self, solver: Solver) -> bool:
+        """Whether a solver's own code failed over a question: to measure it now is of no use."""
+        return self._applicability(solver) is None or solver in self._failing
 
     def of_row(self, solver: Solver, row: Measured) -> str:
         """Why a row of a solver is no answer today; "" where it is one."""
@@ -74,9 +79,12 @@ class Refusals:
             return f"{solver.id} does not serve the problem: {applicability.reason}"
         try:
             return difference(solver, self._problem, self.device, row)
+        except MiofindError as error:
+            return str(error)
         except BaseException as error:  # a solver's own code may raise anything, and rows of others are to answer
             raise_if_interrupted(error)
-            return described(error, str) or described(error)
+            self._failing.add(solver)
+            return f"{solver.id} fails over it: {described(error)}"
 
 
 def applicability_of(solver: Solver, problem: ProblemDescription, device: Device) -> Applicability | None:

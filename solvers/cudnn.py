@@ -22,7 +22,7 @@ from miofind.libraries.cudnn_notes import (
     parsed_notes,
     refused_notes,
 )
-from miofind.problem import DataType, Layout, MathMode, ProblemDescription
+from miofind.problem import DataType, Direction, Layout, MathMode, ProblemDescription
 from miofind.solution import Config, ConvSolution, CudnnStep, Region, WorkspacePlan
 from miofind.solver import APPLICABLE, MAX_DEFAULT_CONFIGS, Algorithm, Applicability, KernelKey, Reach, Solver
 
@@ -126,8 +126,11 @@ class ConvCudnn(Solver):
         return Reach.PRODUCTS if self.error_growth(problem, config) <= 1 else Reach.TILE
 
     def spreads_nonfinite(self, problem: ProblemDescription, config: Config) -> bool:
-        """Winograd's and FFT's plans do; those of groups may multiply all channels, other groups' by zeros."""
-        return problem.groups > 1 or self.error_growth(problem, config) > 1
+        """Winograd's and FFT's plans do; others multiply by zeros of other groups, or between strided gradients."""
+        multiplies_zeros = problem.groups > 1 or (
+            problem.direction is Direction.BACKWARD_DATA and max(problem.conv.stride) > 1
+        )
+        return multiplies_zeros or self.error_growth(problem, config) > 1
 
     def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
         """The heuristics' best plans, direct ones first; the heuristics' choice on a device that is not there."""

@@ -286,7 +286,7 @@ def test_what_is_known_is_used(known: Path, monkeypatch: pytest.MonkeyPatch, met
 @pytest.mark.parametrize("method", LATER)
 def test_a_check_and_a_release_go_on(known: Path, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
     broken_later(monkeypatch, method)
-    fails_a_check = method in ("is_applicable", "solution", "check_config", "workspace_bytes")
+    fails_a_check = method in ("is_applicable", "solution", "check_config")
     shipping = row_check.Shipping()
     with Store(known, read_only=True) as store:
         findings = store.check(row_check.RowCheck())

@@ -161,7 +161,7 @@ def test_what_all_solvers_refuse_now_has_no_answer(installed: Any, database: Pat
 
 @pytest.mark.parametrize(
     "change",
-    [{"source": "changed"}, {"version": 2}, {"regions": 512}, {"deterministic": False}, {"fails": True}],
+    [{"source": "changed"}, {"version": 2}, {"regions": 512}, {"deterministic": False}],
     ids=str,
 )
 def test_a_changed_result_voids_its_rows(installed: Any, database: Path, change: dict[str, Any]) -> None:
@@ -172,9 +172,22 @@ def test_a_changed_result_voids_its_rows(installed: Any, database: Path, change:
     assert looked_up(database) == ALL - OF_A
     with handle_of(database) as handle:
         assert [note.reason for note in handle.database.rechecks()] == ["not measured yet: ConvA"]
-    if not change.get("fails"):
-        assert measured(database) == ALL
-        assert looked_up(database, partial=False) == ALL
+    assert measured(database) == ALL
+    assert looked_up(database, partial=False) == ALL
+
+
+def test_a_solver_that_fails_over_the_question_has_no_answer_and_others_have(installed: Any, database: Path) -> None:
+    """Measuring it would fail as well; mended, it answers again."""
+    installed(*both())
+    tuned(database)
+    installed(*both(a=Terms(fails=True)))
+    for partial in (True, False):
+        assert looked_up(database, partial=partial) == ALL - OF_A
+    with handle_of(database) as handle:
+        assert ids(miofind.find_solutions(PROBLEM, handle=handle)) == ALL - OF_A
+        assert handle.database.rechecks() == ()
+    installed(*both())
+    assert looked_up(database, partial=False) == ALL
 
 
 def test_other_kernels_void_their_rows(installed: Any, database: Path) -> None:

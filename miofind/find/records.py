@@ -119,7 +119,7 @@ class _Asked(NamedTuple):
         if found.is_thin or (hidden and self._lacking(hidden, found)):
             found = self.of_all_histories()
         if hidden and not self.fresh and (void := self._lacking(hidden, found)):
-            late = tuple(sorted({*late, *(void - self._settled())}))
+            late = tuple(sorted({*late, *(void - self._settled() - self._failing(void))}))
         return _Held(found.solutions, late, found.is_stale) if found.solutions else None
 
     def holds_any(self, answer: Answer) -> bool:
@@ -153,6 +153,11 @@ class _Asked(NamedTuple):
             else:
                 usable.add(row.solver_id)
         return usable | (failed - refused)
+
+    def _failing(self, names: Iterable[str]) -> set[str]:
+        """Those of the solvers whose own code fails over the problem or over a row."""
+        refusals = self.handle.refusals(self.problem)
+        return {name for name in names if refusals.fails(solvers()[name])}
 
     def of_all_histories(self) -> Taken:
         """Solutions of the best rows of all FindDBs that the request takes."""

@@ -272,7 +272,7 @@ def _first(graph: ConvGraph, step: CudnnStep) -> Descriptor:
 def _fault(engine: int, notes: frozenset[Note], problem: ProblemDescription) -> str:
     """Why an engine must not compute a problem, "" if it may."""
     if is_wrong(problem, engine):
-        return "ignores the padding after the tensor"
+        return "computes something else: it ignores padding, or writes 0 for what exceeds float16"
     refused = notes & refused_notes(problem)
     return f"is less precise than the problem allows: {notes_text(refused)}" if refused else ""
 

@@ -109,6 +109,10 @@ class Repeatability:
         """Whether there is anything to look at."""
         return self._runs.deterministic
 
+    def knows(self, which: int) -> bool:
+        """Whether an output, or several under one number, was seen before."""
+        return which in self._first
+
     def see(self, which: int, checksum: int) -> None:
         """Take the checksum of an output, or of several under one number.
 

@@ -22,7 +22,7 @@ class Claims:
 
     Attributes:
         growth: how much wider its error bound is than direct summation's.
-        exact: small integers give exact results.
+        exact: small integers give exact results, at any power of two that the types hold.
         spreads_nonfinite: an infinity or NaN may reach results that do not sum it.
         packed: the candidate in two parts, for weights that stay the same; None where it has none.
     """
@@ -48,9 +48,10 @@ def claims_of(
             make_invoker(problem, device, solver, config, compiler, part) for part in (packing.pack, packing.run)
         )
         packed = PackedForm(pack=pack, run=run, bytes=packing.bytes)
+    growth = solver.error_growth(problem, config)
     return Claims(
-        growth=solver.error_growth(problem, config),
-        exact=solver.is_exact(config),
+        growth=growth,
+        exact=solver.is_exact(config) and growth <= 1,  # wider bounds come with transforms in the tensors' own type
         spreads_nonfinite=solver.spreads_nonfinite(problem, config),
         packed=packed,
     )

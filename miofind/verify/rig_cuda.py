@@ -49,6 +49,8 @@ _SUM_BYTES = 8
 _SCALE_BYTES = 8
 _ELEMENT_BYTES = 3 * _SUM_BYTES + 2 * _SCALE_BYTES
 _MEMORY_SHARE = 4
+# Infinities spoil whole tiles where they go astray: a sample sees that, where the whole output would take long.
+_PLANTED_SHARE = 16
 _TENSORS = ("x", "w", "y")
 _WORKSPACE = "the workspace"
 _PACKED_WEIGHTS = "the packed weights"
@@ -116,7 +118,10 @@ class CudaRig(Rig):
                 self._buffers[_WORKSPACE] = self._guarded(0)
                 self._report = self._memory.allocate(_SLOTS * _SLOT_BYTES)
                 budget = self._budget.within(self._memory.free_bytes // _MEMORY_SHARE)
-                self._whole = budget.covers(problem, _ELEMENT_BYTES)
+                self._whole = {
+                    planted: budget.share(_PLANTED_SHARE if planted else 1).covers(problem, _ELEMENT_BYTES)
+                    for planted in (False, True)
+                }
         except BaseException:
             self._memory.close()
             raise
@@ -265,7 +270,7 @@ class CudaRig(Rig):
     def _placed(self, setting: Setting) -> _Sample:
         """Memory for the references of the whole output where the budget allows, else of elements of its own."""
         indices, listed, count = None, 0, self.problem.output.size
-        if not self._whole:
+        if not self._whole[setting.planted]:
             indices = sample_indices(self.problem, self.positions(setting), self._budget)
             listed, count = self._memory.upload(indices), indices.size
         exact = setting.values is Values.TERNARY

@@ -29,7 +29,8 @@ _FEW_REPEATS = 16  # points so sparse seldom meet
 # Seconds of a device that the whole output may take, and what 132 multiprocessors of compute capability 9.0 are sure
 # to do in one; other devices by their rate of float64, which conversions from and to float64 share.
 _WHOLE_S = 0.1
-_PRODUCTS_PER_SM_S = 1e9
+_SAMPLE_SHARE = 4  # of that is what a sample may take
+_PRODUCTS_PER_SM_S = 6e8
 _SLOW_PRODUCTS_PER_SM_S = 2e8
 _FAST_FLOAT64 = (80, 90, 100)
 
@@ -54,6 +55,10 @@ class SampleBudget:
         """What a tenth of a second of a CUDA device pays for, by a rate that it is sure to reach."""
         rate = _PRODUCTS_PER_SM_S if device.sm in _FAST_FLOAT64 else _SLOW_PRODUCTS_PER_SM_S
         return SampleBudget(products=int(_WHOLE_S * device.sm_count * rate))
+
+    def share(self, part: int) -> SampleBudget:
+        """The same with one of so many parts of the work."""
+        return replace(self, products=self.products // part)
 
     def within(self, free_bytes: int) -> SampleBudget:
         """The same with no more memory than that."""
@@ -81,7 +86,8 @@ def sample_indices(problem: ProblemDescription, random: np.random.Generator, bud
     A single element at a place that nothing singles out is seen with a chance of at least half of count / size.
     """
     size = problem.output.size
-    count = min(size, max(budget.least, min(budget.most, budget.products // problem.reduction_length)))
+    affordable = budget.products // (_SAMPLE_SHARE * problem.reduction_length)
+    count = min(size, max(budget.least, min(budget.most, affordable)))
     if count == size:
         return np.arange(size, dtype=np.int64)
     shape, group_sizes = problem.output.shape, _group_sizes(problem)

@@ -40,7 +40,8 @@ class Gate(StrEnum):
     EXACT: inputs from {-1, 0, 1} times powers of two, bit for bit. NUMERIC: normal inputs, errors within their bound.
     RANGE: the same at other magnitudes, for those that are not exact. NONFINITE: infinities and NaN at a few places of
     normal inputs reach the results that sum them and no others, where that is claimed. PACKED: the packed form, with
-    two sets of weights. REPEAT: as NUMERIC after the race, equal to that run bit for bit where that is claimed.
+    two sets of weights. REPEAT: NUMERIC after the race, equal to its first run bit for bit where that is claimed, then
+    EXACT or RANGE: two runs, of which every second one may be wrong.
     """
 
     EXACT = "exact"
@@ -126,7 +127,7 @@ class Verifier:
         return _verdict(message, numeric)
 
     def repeat(self, invoker: Invoker, claims: Claims, fingerprint: int | None) -> str:
-        """What is wrong with one more run of a candidate that was found right; "" if nothing is.
+        """What is wrong with two more runs of a candidate that was found right; "" if nothing is.
 
         Args:
             fingerprint: of its first verdict; the output's must be equal where the candidate is deterministic.
@@ -136,17 +137,21 @@ class Verifier:
         """
         # Another poison than at first, so that bits that depend on what the output held differ.
         poison = Poison.NAN if claims.exact else Poison.FINITE
-        setting = replace(_later(self._normal(claims)), poison=poison)
-        trial = _Trial(gate=Gate.REPEAT, setting=setting, factor=self._factor(claims))
+        normal = replace(_later(self._normal(claims)), poison=poison)
+        trial = _Trial(gate=Gate.REPEAT, setting=normal, factor=self._factor(claims))
         findings = self._tried(invoker, trial)
         message = self._complaint(trial, findings)
-        if not message and invoker.deterministic and findings.fingerprint != fingerprint:
+        if message:
+            return message
+        if invoker.deterministic and findings.fingerprint != fingerprint:
             output = self.problem.direction.output
             return (
                 f"{Gate.REPEAT} gate, seed {self.seed}: {output} differs from that of the first run on equal inputs, "
                 "and the solution says that it is deterministic"
             )
-        return message
+        other = self._exact() if claims.exact else self._ranging()
+        trial = _Trial(gate=Gate.REPEAT, setting=_later(other), factor=None if claims.exact else self._factor(claims))
+        return self._complaint(trial, self._tried(invoker, trial))
 
     def close(self) -> None:
         """Give all memory back."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -104,7 +105,7 @@ def test_sums_agree_with_the_host(
             assert (sample.indices is None) == (budget is not SAMPLED)
             check_sums(rig, setting, sample)
     if budget is SAMPLED:
-        exact, numeric = (sample.indices for sample in rig._samples.values())
+        exact, numeric, _ = (sample.indices for sample in rig._samples.values())
         assert not np.array_equal(exact, numeric)
 
 
@@ -123,9 +124,10 @@ def check_sums(rig: Any, setting: Setting, sample: Any) -> None:
     wide = {name: tensor.astype(np.float64) for name, tensor in tensors.items()}
     changes: tuple[Callable[[Any], Any], ...] = (lambda t: t, np.abs, np.square)
     for column, change, tolerance in zip(found, changes, (1e-10, 2e-5, 2e-5), strict=False):
-        wanted = reference_on_host(
-            problem, **{name: change(t) for name, t in wide.items()}, indices=sample.indices
-        ).reshape(-1)
+        with np.errstate(invalid="ignore"):
+            wanted = reference_on_host(
+                problem, **{name: change(t) for name, t in wide.items()}, indices=sample.indices
+            ).reshape(-1)
         np.testing.assert_allclose(column, wanted, rtol=0 if tolerance < 1e-9 else 1e-6, atol=tolerance)
         if column is not found[0]:
             finite = np.isfinite(wanted)
@@ -149,7 +151,7 @@ def test_a_wrong_middle_of_any_axis_is_caught_in_a_sample(
             for coordinate in range(size):
 
                 def spoil(at: dict[str, int], stream: int, axis: int = axis, coordinate: int = coordinate) -> None:
-                    with cupy.cuda.ExternalStream(stream):
+                    with warnings.catch_warnings(action="ignore"), cupy.cuda.ExternalStream(stream):
                         memory = cupy.cuda.UnownedMemory(at[out], problem.output.bytes, None)
                         y = cupy.ndarray(
                             shape, cupy.float32, cupy.cuda.MemoryPointer(memory, 0), tuple(4 * step for step in strides)

@@ -212,7 +212,7 @@ _add("reads_after_w", "A number behind w is taken for one more weight.", SINGLE)
 _add("writes_after_output", "One byte behind the output is overwritten.", SINGLE)
 _add("writes_before_output", "One byte in front of the output is overwritten.", WEIGHTS)
 _add("writes_into_an_input", "One weight is overwritten.", DATA)
-_add("writes_after_workspace", "It uses more workspace than it asks for.", SINGLE, workspace_bytes=1000)
+_add("writes_after_workspace", "It uses more workspace than it asks for.", SINGLE, workspace_bytes=1024)
 _add("expects_a_clear_workspace", "Sums are added to a workspace that nobody cleared.", DATA, workspace_bytes=1024)
 _add(
     "adds_to_numbers_in_workspace",
