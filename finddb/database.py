@@ -257,6 +257,12 @@ class _Connections:
         return open_files.file_key(Path(str(self._log).removesuffix("-wal"))) == self.file.key
 
 
+class _Uses(threading.local):
+    """How many blocks of this thread use the connections, one within another."""
+
+    depth = 0
+
+
 class Database:
     """One SQLite database, opened on first use. Threads may share it; a forked child opens its own connections.
 
@@ -272,7 +278,7 @@ class Database:
         self._connections = _Connections(path, writes=not read_only)
         self._files = 0
         self._last_key: FileKey | None = None
-        self._users = threading.local()
+        self._uses = _Uses()
         self._closed = False
         self._open_lock = threading.RLock()
         self._write_lock = threading.RLock()
@@ -526,11 +532,10 @@ class Database:
         Whoever closes the connections holds both locks. What anything unforeseen interrupts is given up.
         """
         lock = self._write_lock if role == "writer" else self._read_lock
-        depth = getattr(self._users, "depth", 0)
         while True:
             with lock:
-                if depth or not self._is_changed:
-                    self._users.depth = depth + 1
+                if self._uses.depth > 0 or not self._is_changed:
+                    self._uses.depth += 1
                     try:
                         yield
                     except _EXPECTED:
@@ -539,7 +544,7 @@ class Database:
                         self._connections.give_up(role)
                         raise
                     finally:
-                        self._users.depth = depth
+                        self._uses.depth -= 1  # an inner use that Ctrl-C met at its end may end after the outer one
                     return
             self._part_from_changed()
 

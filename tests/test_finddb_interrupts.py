@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import os
+import shutil
 import sqlite3
 import sys
 from collections.abc import Callable, Iterator
@@ -13,7 +15,7 @@ from typing import Any
 import pytest
 from finddb_entries import DEVICE, PROBLEM, row, version_1
 
-from miofind.finddb import Layered, Store
+from miofind.finddb import Layered, Store, open_files
 from miofind.finddb.sqlite_file import open_file
 
 OTHER = f"{PROBLEM}-other"
@@ -166,3 +168,49 @@ def test_what_speaks_of_the_process_is_not_blamed_on_the_file(
                 layered.histories(DEVICE, PROBLEM)
         assert layered.histories(DEVICE, PROBLEM)
         assert_records(layered, user)
+
+
+@pytest.mark.parametrize("put", [os.replace, shutil.copyfile])
+@pytest.mark.parametrize("ends", [False, True], ids=["goes on", "ends"])
+def test_a_file_that_was_replaced_after_ctrl_c_is_not_spoiled(
+    tmp_path: Path, put: Callable[[Path, Path], object], ends: bool
+) -> None:
+    """SQLite would write the log of the connection that it closed last into whatever the file is by then."""
+    path, new = tmp_path / "finddb.db", tmp_path / "new.db"
+    with Store(new) as store:
+        store.record(DEVICE, PROBLEM, [row("ConvNew")])
+    with Store(path) as store:
+        for number in range(40):
+            store.record(DEVICE, f"{OTHER}-{number}", [row("ConvOld")])
+        path.with_name("old.db").hardlink_to(path)
+        for use in (store._database.read, store._database.write):
+            with pytest.raises(KeyboardInterrupt), use():
+                raise KeyboardInterrupt
+        put(new, path)
+        if not ends:
+            assert [key.network_config for key in store.problems()] == [PROBLEM]
+            store.record(DEVICE, PROBLEM, [row("ConvNewer")])
+    with Store(path) as store:
+        assert store.check() == ()
+        assert [key.network_config for key in store.problems()] == [PROBLEM]
+    if put is os.replace:
+        with Store(path.with_name("old.db")) as store:
+            assert store.check() == ()
+            assert len(store.problems()) == 40
+    assert not open_files._held
+
+
+def test_a_use_that_ends_late_hides_no_replacement(tmp_path: Path) -> None:
+    """What Ctrl-C meets as it is left is left when its traceback goes, which may be after the block around it."""
+    path, new = tmp_path / "finddb.db", tmp_path / "new.db"
+    with Store(new) as store:
+        store.record(DEVICE, OTHER, [row("ConvNew")])
+    with Store(path) as store:
+        store.record(DEVICE, PROBLEM, [row("ConvOld")])
+        outer, inner = store._database.read(), store._database.read()
+        outer.__enter__()
+        inner.__enter__()
+        outer.__exit__(None, None, None)
+        inner.__exit__(None, None, None)
+        new.replace(path)
+        assert [key.network_config for key in store.problems()] == [OTHER]
