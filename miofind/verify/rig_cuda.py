@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
@@ -319,7 +320,8 @@ class CudaRig(Rig):
         where = self._buffers[self.problem.direction.output].address
 
         def launch() -> _Launch:
-            output, lifted = self.problem.output, self.problem.lifted(3).output
+            output = self.problem.output
+            plane, place_stride = math.prod(output.shape[2:]), output.strides[-1]
             arguments: tuple[Argument, ...] = (
                 "out",
                 "indices",
@@ -332,8 +334,7 @@ class CudaRig(Rig):
                 float64(-1.0 if factor is None else factor),
                 int32(output.dtype.mantissa_bits),
                 int32(least_exponent(output.dtype)),
-                *map(int64, lifted.shape),
-                *map(int64, lifted.strides),
+                *map(int64, (output.shape[1], plane, *output.strides[:2], place_stride)),
                 _slot(_COMPARED),
             )
             return _Launch(self._check("compare", sample.count), arguments, {"out": where, **sample.addresses})
