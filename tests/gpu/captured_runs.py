@@ -71,24 +71,24 @@ def _filled(size: int, dtype: DataType, random: np.random.Generator) -> Any:
     return cupy.asarray(numbers.astype(np.float16).view(np.uint16))
 
 
+def _capture(captured: list[Captured], handle: miofind.Handle, problem: ProblemDescription, config: Config) -> None:
+    captured.append(Captured(handle, problem, config))
+
+
 def main() -> None:
     captured: list[Captured] = []
     with TemporaryDirectory() as folder, miofind.Handle("cuda", database=Path(folder, "finddb.db")) as handle:
         for problem in PROBLEMS:
             for config in solver_by_id("ConvCudnn").configs(problem, handle.device):
-
-                def capture(problem: ProblemDescription = problem, config: Config = config) -> None:
-                    captured.append(Captured(handle, problem, config))
-
                 if sys.argv[1] == "thread":
-                    thread = threading.Thread(target=capture)
+                    thread = threading.Thread(target=_capture, args=(captured, handle, problem, config))
                     thread.start()
                     thread.join()
                 else:
-                    capture()
+                    _capture(captured, handle, problem, config)
         if sys.argv[1] == "handle":
             handle.forget()
-    del handle, capture
+    del handle
     gc.collect()
     for number in range(32):  # what is loaded now may take the place of what was unloaded
         code = f'extern "C" __global__ void fill{number}(float* out) {{ out[threadIdx.x] = {number}; }}'
