@@ -74,9 +74,6 @@ class _Launch(NamedTuple):
     addresses: Mapping[str, int]
 
 
-_NOTHING = _Buffer(base=0, address=0, bytes=-1)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Sample:
     """The elements that are checked with one set of inputs, and their references on the device.
@@ -112,11 +109,12 @@ class CudaRig(Rig):
         self._checksums: dict[tuple[str, Setting], int] = {}
         self._planted: dict[str, tuple[int, int]] = {}
         self._packed: dict[Setting, _Buffer] = {}
+        self._rooms: dict[str, _Buffer] = {}
         self._bound: dict[Hashable, Callable[[], None]] = {}
         try:
             with self._memory:
                 self._buffers = {name: self._guarded(problem.tensor(name).bytes) for name in _TENSORS}
-                self._buffers[_WORKSPACE] = self._guarded(0)
+                self._buffers[_WORKSPACE] = self._room(_WORKSPACE, 0)
                 self._report = self._memory.allocate(_SLOTS * _SLOT_BYTES)
                 budget = self._budget.within(self._memory.free_bytes // _MEMORY_SHARE)
                 self._whole = {
@@ -138,12 +136,9 @@ class CudaRig(Rig):
     def pack(self, packed: PackedForm, settings: tuple[Setting, ...]) -> tuple[str, ...]:
         """See `Rig.pack`."""
         with self._memory:
-            self._memory.stream.synchronize()
-            for buffer in self._packed.values():
-                self._memory.free(buffer.base)
             self._packed.clear()
-            for setting in settings:
-                into = self._packed[setting.contents] = self._guarded(packed.bytes)
+            for number, setting in enumerate(settings):
+                into = self._packed[setting.contents] = self._room(f"{_PACKED_WEIGHTS} {number}", packed.bytes)
                 self._memory.set_bytes(into.address, setting.poison, into.bytes)
                 self._begin(setting, packed.pack)
                 self._fill("w", setting)
@@ -214,12 +209,21 @@ class CudaRig(Rig):
                 self._memory.set_bytes(buffer.base, Poison.NAN, buffer.bytes + 2 * GUARD_BYTES + PLACEMENT_BYTES)
 
     def _reserve(self, workspace_bytes: int) -> None:
-        """Make the workspace that large, poisoned where it is made anew."""
+        """Make the workspace that large, poisoned where it was not; memory once taken is kept for the next."""
         if self._buffers[_WORKSPACE].bytes != workspace_bytes:
-            self._memory.stream.synchronize()
-            self._memory.free(self._buffers[_WORKSPACE].base)
-            self._buffers[_WORKSPACE] = _NOTHING
-            self._buffers[_WORKSPACE] = self._guarded(workspace_bytes)
+            self._buffers[_WORKSPACE] = self._room(_WORKSPACE, workspace_bytes)
+
+    def _room(self, name: str, size: int) -> _Buffer:
+        """Memory for a buffer whose size changes from one candidate to the next, poisoned, guard bands included."""
+        held = self._rooms.get(name)
+        if held is None or held.bytes < size:
+            if held is not None:
+                self._memory.stream.synchronize()
+                del self._rooms[name]
+                self._memory.free(held.base)
+            held = self._rooms[name] = self._guarded(size)
+        self._memory.set_bytes(held.base, Poison.NAN, size + 2 * GUARD_BYTES + PLACEMENT_BYTES)
+        return replace(held, bytes=size)
 
     def _fill(self, name: str, setting: Setting) -> None:
         """Fill an input; the first time, take the checksum of what it holds."""
