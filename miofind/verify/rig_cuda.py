@@ -90,6 +90,9 @@ class _Sample:
     addresses: dict[str, int]
 
 
+_NOTHING = _Buffer(base=0, address=0, bytes=-1)
+
+
 class CudaRig(Rig):
     """Trials of one problem on one CUDA device, on a stream of its own."""
 
@@ -211,6 +214,7 @@ class CudaRig(Rig):
     def _reserve(self, workspace_bytes: int) -> None:
         """Make the workspace that large, poisoned where it was not; memory once taken is kept for the next."""
         if self._buffers[_WORKSPACE].bytes != workspace_bytes:
+            self._buffers[_WORKSPACE] = _NOTHING  # whatever comes of asking for more
             self._buffers[_WORKSPACE] = self._room(_WORKSPACE, workspace_bytes)
 
     def _room(self, name: str, size: int) -> _Buffer:
