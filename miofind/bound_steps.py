@@ -22,6 +22,9 @@ from miofind.solution import CudnnStep, FftStep, KernelStep, MatmulStep, Pointer
 
 if TYPE_CHECKING:
     from miofind.compiler import Kernel
+    from miofind.libraries.cublaslt import MatmulPlan
+    from miofind.libraries.cudnn import ConvPlan
+    from miofind.libraries.cufft import FftPlan
 
 _CTYPES: dict[str, Any] = {
     "int32": ctypes.c_int32,
@@ -139,20 +142,42 @@ def make_step_launcher(step: KernelStep, kernel: Kernel) -> Callable[[Mapping[st
     return launch
 
 
+def library_plan(
+    step: MatmulStep | FftStep | CudnnStep, problem: ProblemDescription, device: Device
+) -> MatmulPlan | FftPlan | ConvPlan:
+    """What a library carries a step of a problem out with; any thread may bind it.
+
+    A CUDA graph may hold what it has loaded on the device, which goes with it.
+
+    Raises:
+        MissingLibraryError: the library is not installed.
+        LaunchError: it refuses the step.
+    """
+    if isinstance(step, MatmulStep):
+        from miofind.libraries.cublaslt import matmul_plan
+
+        return matmul_plan(step, device)
+    if isinstance(step, FftStep):
+        from miofind.libraries.cufft import fft_plan
+
+        return fft_plan(step, device)
+    from miofind.libraries.cudnn import conv_plan
+
+    return conv_plan(problem, step, device)
+
+
 class BoundMatmul:
     """A cuBLASLt product on the bases."""
 
     __slots__ = ("_launch", "_places")
 
-    def __init__(self, step: MatmulStep, device: Device, place: Callable[[Pointer], BasedAddress]) -> None:
-        from miofind.libraries.cublaslt import matmul_plan
-
+    def __init__(self, step: MatmulStep, plan: MatmulPlan, place: Callable[[Pointer], BasedAddress]) -> None:
         pointers = [step.a, step.b, step.c]
         if step.workspace is not None:
             pointers.append(Pointer(buffer=step.workspace))
         places = [place(pointer) for pointer in pointers]
         self._places = tuple((where.base, where.offset) for where in places)
-        self._launch = matmul_plan(step, device).launch
+        self._launch = plan.launch
 
     def __call__(self, bases: Sequence[int], stream: int) -> None:
         addresses = [bases[base] + offset for base, offset in self._places]
@@ -165,11 +190,10 @@ class BoundCudnn:
 
     __slots__ = ("_launch", "_offset")
 
-    def __init__(self, step: CudnnStep, problem: ProblemDescription, device: Device, plan: WorkspacePlan) -> None:
-        from miofind.libraries.cudnn import conv_plan
-
+    def __init__(self, step: CudnnStep, conv: ConvPlan, plan: WorkspacePlan) -> None:
+        conv.prepare()
         self._offset = 0 if step.workspace is None else plan.offsets[step.workspace]
-        self._launch = conv_plan(problem, step, device).launch
+        self._launch = conv.launch
 
     def __call__(self, bases: Sequence[int], stream: int) -> None:
         self._launch(bases[0], bases[1], bases[2], bases[3] + self._offset, stream)
@@ -180,12 +204,10 @@ class BoundFft:
 
     __slots__ = ("_data", "_launch", "_workspace")
 
-    def __init__(self, step: FftStep, device: Device, place: Callable[[Pointer], BasedAddress]) -> None:
-        from miofind.libraries.cufft import fft_plan
-
+    def __init__(self, step: FftStep, plan: FftPlan, place: Callable[[Pointer], BasedAddress]) -> None:
         self._data = place(step.data)
         self._workspace = None if step.workspace is None else place(Pointer(buffer=step.workspace))
-        self._launch = fft_plan(step, device).launch
+        self._launch = plan.launch
 
     def __call__(self, bases: Sequence[int], stream: int) -> None:
         given = self._workspace

@@ -14,7 +14,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from miofind.bound_steps import BasedAddress, BoundCudnn, BoundFft, BoundKernel, BoundMatmul, BoundStep
+from miofind.bound_steps import (
+    BasedAddress,
+    BoundCudnn,
+    BoundFft,
+    BoundKernel,
+    BoundMatmul,
+    BoundStep,
+    library_plan,
+)
 from miofind.device import Device, Place, cuda_device_count
 from miofind.early_launch import launches_early, may_begin_early
 from miofind.errors import LaunchError, MiofindError, described
@@ -87,6 +95,7 @@ class _CudaInvoker(Invoker):
     def __init__(self, origin: InvokerOrigin, solution: ConvSolution, compiler: Compiler) -> None:
         super().__init__(origin, solution)
         self._kernels = {step: compiler.load(step, self.device) for step in solution.kernels}
+        self._plans: dict[Step, Any] = {}
         self._local = threading.local()
         self._guards_device = cuda_device_count() > 1
         self._launches_early = launches_early(self.device)
@@ -115,12 +124,19 @@ class _CudaInvoker(Invoker):
         if isinstance(step, KernelStep):
             return BoundKernel(step, self._kernels[step], place, early=early and self._launches_early)
         if isinstance(step, MatmulStep):
-            return BoundMatmul(step, self.device, place)
+            return BoundMatmul(step, self._plan_of(step), place)
         if isinstance(step, FftStep):
-            return BoundFft(step, self.device, place)
+            return BoundFft(step, self._plan_of(step), place)
         if isinstance(step, CudnnStep):
-            return BoundCudnn(step, self.problem, self.device, plan)
+            return BoundCudnn(step, self._plan_of(step), plan)
         raise LaunchError(f"{self.solver_id}: a {type(step).__name__} does not run on {self.device.place}")
+
+    def _plan_of(self, step: MatmulStep | FftStep | CudnnStep) -> Any:
+        """The plan of a library's step, one for all threads."""
+        plan = self._plans.get(step)
+        if plan is None:
+            plan = self._plans.setdefault(step, library_plan(step, self.problem, self.device))
+        return plan
 
     def run(self, x: int, w: int, y: int, workspace: int, stream: int) -> None:
         try:
@@ -206,6 +222,21 @@ def make_invoker(
     return _CudaInvoker(origin, solution, compiler)
 
 
+_staying: list[Invoker] = []
+
+
+def stay(invoker: Invoker) -> Invoker:
+    """An invoker whose kernels and plans stay loaded for the life of the process.
+
+    Whoever runs it may capture that in a CUDA graph, which holds addresses of code on the device and no reference to
+    it: replayed after a library has unloaded its kernels with its plan, it ends the process or writes anywhere (cuDNN
+    9.19, on an H200). Candidates under measurement are captured by the stage alone and do not stay.
+    """
+    if invoker.device.place is Place.CUDA:
+        _staying.append(invoker)
+    return invoker
+
+
 @dataclass(slots=True)
 class _Slot:
     """Invokers of one problem and solver by configuration; `current` is the configuration the find chose."""
@@ -234,13 +265,15 @@ class InvokerCache:
     def put(self, invoker: Invoker) -> Invoker:
         """Keep an invoker and make it current; returns the one kept, which is the first where two threads race.
 
-        The slots least recently made are dropped beyond MAX_SLOTS; who holds their invokers keeps them.
+        The slots least recently made are dropped beyond MAX_SLOTS; what their invokers loaded stays.
         """
         key = (invoker.problem.network_config, invoker.solver_id)
         with self._lock:
             slot = self._slots.setdefault(key, _Slot({}, invoker.config))
             slot.current = invoker.config
-            kept = slot.by_config.setdefault(invoker.config, invoker)
+            kept = slot.by_config.get(invoker.config)
+            if kept is None:
+                kept = slot.by_config[invoker.config] = stay(invoker)
             while len(self._slots) > MAX_SLOTS:
                 self._slots.pop(next(iter(self._slots)))
             return kept

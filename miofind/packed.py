@@ -8,7 +8,7 @@ from miofind import arrays, operands
 from miofind.device import Place, check_fork
 from miofind.errors import InvalidArrayError, InvalidOptionError
 from miofind.handle import check_kernels, check_serves
-from miofind.invoker import Invoker, make_invoker
+from miofind.invoker import Invoker, make_invoker, stay
 from miofind.problem import Direction
 from miofind.runner import Runner
 from miofind.solution import ConvSolution, Packing
@@ -127,7 +127,7 @@ class _PackedRunner(Runner):
         return make_invoker(self.problem, handle.device, solver, self._config, handle.compiler, part)
 
     def _made(self) -> Invoker:
-        return self._invoker_of(self._packing.run)
+        return stay(self._invoker_of(self._packing.run))
 
     def _sizes_bytes(self) -> tuple[int, int, int]:
         return (self.problem.x.bytes, self._packing.bytes, self.problem.y.bytes)

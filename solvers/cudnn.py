@@ -18,6 +18,7 @@ from miofind.libraries.cudnn_notes import (
     growth,
     is_deterministic,
     is_exact,
+    is_wrong,
     notes_text,
     parsed_notes,
     refused_notes,
@@ -147,6 +148,8 @@ class ConvCudnn(Solver):
         if set(config) != _PARAMETERS:
             raise InvalidConfigError(f"{self.id}: config {config.json} must have the parameters {sorted(_PARAMETERS)}")
         fault = _engine_fault(config) or _knobs_fault(config["knobs"]) or _notes_fault(config["notes"], problem)
+        if not fault and is_wrong(problem, config["engine"]):
+            fault = f"engine {config['engine']} computes something else"
         if fault:
             raise InvalidConfigError(f"{self.id}: config {config.json}: {fault}")
 

@@ -261,6 +261,25 @@ def test_engines_that_ignore_padding_are_known() -> None:
     assert not is_wrong(problem(direction="backward_weights", padding=1), 1)
 
 
+def test_an_engine_that_loses_overflow_is_refused() -> None:
+    """Engine 47 of float16 forward writes 0 for sums beyond float16 (cuDNN 9.19, H200: -192903 came out as 0)."""
+    config = Config({**RECORD, "engine": 47})
+    assert is_wrong(problem(dtype="float16"), 47)
+    assert not is_wrong(problem(dtype="bfloat16"), 47)
+    assert not is_wrong(problem(dtype="float16", direction="backward_data"), 47)
+    with pytest.raises(InvalidConfigError, match="engine 47 computes something else"):
+        SOLVER.check_config(problem(dtype="float16"), HOPPER, config)
+    SOLVER.check_config(problem(dtype="bfloat16"), HOPPER, config)
+
+
+def test_strided_backward_data_spreads_infinities() -> None:
+    """Zeros between strided gradients are multiplied by infinities beside them (engines 40, 43, 56, 57 and 58)."""
+    config = Config(RECORD)
+    assert SOLVER.spreads_nonfinite(problem(direction="backward_data", stride=2), config)
+    assert not SOLVER.spreads_nonfinite(problem(direction="backward_data"), config)
+    assert not SOLVER.spreads_nonfinite(problem(stride=2), config)
+
+
 def test_notes_survive_their_text() -> None:
     assert parsed_notes(notes_text(frozenset(Note))) == frozenset(Note)
     assert parsed_notes("") == frozenset()

@@ -140,18 +140,20 @@ class ConvPlan:
     """One recorded plan of a problem on a device; may be launched from any thread.
 
     cuDNN's handles belong to one thread at a time and its plans are not safe in several at once, so each thread builds
-    its own from the record on its first launch.
+    its own from the record on its first launch, or takes over that of a thread which has ended. None ends before the
+    ConvPlan does: kernels that a plan has compiled are unloaded with it, and a CUDA graph may hold them.
 
     Attributes:
         workspace_bytes: bytes of workspace that a launch may use.
     """
 
-    __slots__ = ("_device", "_local", "_problem", "_step", "workspace_bytes")
+    __slots__ = ("_device", "_idle", "_local", "_problem", "_step", "workspace_bytes")
 
     def __init__(self, problem: ProblemDescription, step: CudnnStep, device: Device) -> None:
         self._problem = problem
         self._step = step
         self._device = device
+        self._idle: list[_BoundPlan] = []
         self._local = threading.local()
         self.workspace_bytes = step.workspace_bytes
 
@@ -165,7 +167,12 @@ class ConvPlan:
 
         with cupy.cuda.Device(self._device.index):
             handle = _handle(self._device)
-            bound = _BoundPlan(_build(ConvGraph(self._problem, handle), self._step), handle)
+            try:
+                bound = self._idle.pop()
+            except IndexError:
+                bound = _BoundPlan(_build(ConvGraph(self._problem, handle), self._step))
+            bound.handle = handle
+        self._local.lease = _Lease(bound, self._idle)
         self._local.bound = bound
         return bound
 
@@ -184,14 +191,32 @@ class ConvPlan:
         bound.launch((x, w, y, workspace), stream)
 
 
+class _Lease:
+    """A thread's hold on a plan, which is idle again when the thread ends."""
+
+    __slots__ = ("_bound", "_idle")
+
+    def __init__(self, bound: _BoundPlan, idle: list[_BoundPlan]) -> None:
+        self._bound = bound
+        self._idle = idle
+
+    def __del__(self) -> None:
+        self._idle.append(self._bound)
+
+
 class _BoundPlan:
-    """A plan and its handle, in one thread; keeps the variant packs of the addresses it was given last."""
+    """A plan in one thread; keeps the variant packs of the addresses it was given last.
 
-    __slots__ = ("_execute", "_handle", "_packs", "_plan")
+    Attributes:
+        handle: the thread's.
+    """
 
-    def __init__(self, plan: Descriptor, handle: Handle) -> None:
+    __slots__ = ("_execute", "_packs", "_plan", "handle")
+
+    handle: Handle
+
+    def __init__(self, plan: Descriptor) -> None:
         self._plan = plan
-        self._handle = handle
         self._execute = backend.library().execute
         self._packs: dict[tuple[int, int, int, int], Descriptor] = {}
 
@@ -199,7 +224,7 @@ class _BoundPlan:
         pack = self._packs.get(addresses)
         if pack is None:
             pack = self._pack(addresses)
-        handle = self._handle
+        handle = self.handle
         if stream != handle.stream:
             handle.use(stream)
         status = self._execute(handle.pointer, self._plan.pointer, pack.pointer)

@@ -27,8 +27,10 @@ _OVERFLOW = 3
 # A third of the other types' range of exponents either way: what transforms and split products need of it is left to
 # them. The lesser parts of split operands are 2**-22 times the greater ones and must be normal numbers, too.
 _WIDE = {DataType.FLOAT32: 48, DataType.BFLOAT16: 48, DataType.FLOAT64: 160}
-# Powers of two at which 1 is subnormal, and others by which its products with those are normal numbers again.
+# Powers of two at which 1 is subnormal, and others by which its products with those are normal numbers again; and such
+# that neither 1 nor any product is subnormal.
 _SUBNORMAL = {DataType.FLOAT32: (50, -130), DataType.BFLOAT16: (50, -130), DataType.FLOAT64: (400, -1040)}
+_NORMAL = {DataType.FLOAT32: (50, -60), DataType.BFLOAT16: (50, -60), DataType.FLOAT64: (400, -500)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,16 +84,20 @@ def exponents_along(pair: tuple[int, int], axis: Axis, coordinates: NDArray[np.i
     return np.where(coordinates % axis.size % 2 == 0, pair[0], pair[1]).astype(np.int32)
 
 
-def exact_powers(problem: ProblemDescription) -> Powers:
+def exact_powers(problem: ProblemDescription, *, subnormal: bool = True) -> Powers:
     """Powers of two for inputs from {-1, 0, 1}, whose results are exact at any of them.
 
     Each input holds the least numbers of its type, or subnormal ones, beside large ones. Results in float16 lie beyond
     its range (they are infinite), at its upper end, and among and below its subnormal numbers. Those of other types are
     large, small, or far below the least number: subnormal results of these may be flushed to zero.
+
+    Args:
+        subnormal: whether other types than float16 have subnormal numbers.
     """
     first, second = (problem.tensor(name).dtype for name in problem.direction.inputs)
     if not _has_float16(problem):
-        return Powers(first=_SUBNORMAL[first], second=_SUBNORMAL[second])
+        powers = _SUBNORMAL if subnormal else _NORMAL
+        return Powers(first=powers[first], second=powers[second])
     large = _FLOAT16_LARGEST - 1
     return Powers(first=(large, _FLOAT16_LEAST), second=(_room(problem) + _OVERFLOW - large, _FLOAT16_LEAST))
 

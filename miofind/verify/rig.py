@@ -132,6 +132,11 @@ class Rig(ABC):
         self.seed = seed
         self.plants: Mapping[str, Plants] = plants_of(problem, np.random.default_rng([seed, 1]))
 
+    @property
+    def takes_subnormals(self) -> bool:
+        """Whether subnormal inputs cost no more than others."""
+        return True
+
     @abstractmethod
     def trial(self, invoker: Invoker, setting: Setting, factor: float | None) -> Findings:
         """Run a candidate once.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
@@ -73,9 +74,6 @@ class _Launch(NamedTuple):
     addresses: Mapping[str, int]
 
 
-_NOTHING = _Buffer(base=0, address=0, bytes=-1)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Sample:
     """The elements that are checked with one set of inputs, and their references on the device.
@@ -90,6 +88,9 @@ class _Sample:
     count: int
     indices: NDArray[np.int64] | None
     addresses: dict[str, int]
+
+
+_NOTHING = _Buffer(base=0, address=0, bytes=-1)
 
 
 class CudaRig(Rig):
@@ -111,11 +112,12 @@ class CudaRig(Rig):
         self._checksums: dict[tuple[str, Setting], int] = {}
         self._planted: dict[str, tuple[int, int]] = {}
         self._packed: dict[Setting, _Buffer] = {}
+        self._rooms: dict[str, _Buffer] = {}
         self._bound: dict[Hashable, Callable[[], None]] = {}
         try:
             with self._memory:
                 self._buffers = {name: self._guarded(problem.tensor(name).bytes) for name in _TENSORS}
-                self._buffers[_WORKSPACE] = self._guarded(0)
+                self._buffers[_WORKSPACE] = self._room(_WORKSPACE, 0)
                 self._report = self._memory.allocate(_SLOTS * _SLOT_BYTES)
                 budget = self._budget.within(self._memory.free_bytes // _MEMORY_SHARE)
                 self._whole = {
@@ -137,12 +139,9 @@ class CudaRig(Rig):
     def pack(self, packed: PackedForm, settings: tuple[Setting, ...]) -> tuple[str, ...]:
         """See `Rig.pack`."""
         with self._memory:
-            self._memory.stream.synchronize()
-            for buffer in self._packed.values():
-                self._memory.free(buffer.base)
             self._packed.clear()
-            for setting in settings:
-                into = self._packed[setting.contents] = self._guarded(packed.bytes)
+            for number, setting in enumerate(settings):
+                into = self._packed[setting.contents] = self._room(f"{_PACKED_WEIGHTS} {number}", packed.bytes)
                 self._memory.set_bytes(into.address, setting.poison, into.bytes)
                 self._begin(setting, packed.pack)
                 self._fill("w", setting)
@@ -213,12 +212,22 @@ class CudaRig(Rig):
                 self._memory.set_bytes(buffer.base, Poison.NAN, buffer.bytes + 2 * GUARD_BYTES + PLACEMENT_BYTES)
 
     def _reserve(self, workspace_bytes: int) -> None:
-        """Make the workspace that large, poisoned where it is made anew."""
+        """Make the workspace that large, poisoned where it was not; memory once taken is kept for the next."""
         if self._buffers[_WORKSPACE].bytes != workspace_bytes:
-            self._memory.stream.synchronize()
-            self._memory.free(self._buffers[_WORKSPACE].base)
-            self._buffers[_WORKSPACE] = _NOTHING
-            self._buffers[_WORKSPACE] = self._guarded(workspace_bytes)
+            self._buffers[_WORKSPACE] = _NOTHING  # whatever comes of asking for more
+            self._buffers[_WORKSPACE] = self._room(_WORKSPACE, workspace_bytes)
+
+    def _room(self, name: str, size: int) -> _Buffer:
+        """Memory for a buffer whose size changes from one candidate to the next, poisoned, guard bands included."""
+        held = self._rooms.get(name)
+        if held is None or held.bytes < size:
+            if held is not None:
+                self._memory.stream.synchronize()
+                del self._rooms[name]
+                self._memory.free(held.base)
+            held = self._rooms[name] = self._guarded(size)
+        self._memory.set_bytes(held.base, Poison.NAN, size + 2 * GUARD_BYTES + PLACEMENT_BYTES)
+        return replace(held, bytes=size)
 
     def _fill(self, name: str, setting: Setting) -> None:
         """Fill an input; the first time, take the checksum of what it holds."""
@@ -319,7 +328,8 @@ class CudaRig(Rig):
         where = self._buffers[self.problem.direction.output].address
 
         def launch() -> _Launch:
-            output, lifted = self.problem.output, self.problem.lifted(3).output
+            output = self.problem.output
+            plane, place_stride = math.prod(output.shape[2:]), output.strides[-1]
             arguments: tuple[Argument, ...] = (
                 "out",
                 "indices",
@@ -332,8 +342,7 @@ class CudaRig(Rig):
                 float64(-1.0 if factor is None else factor),
                 int32(output.dtype.mantissa_bits),
                 int32(least_exponent(output.dtype)),
-                *map(int64, lifted.shape),
-                *map(int64, lifted.strides),
+                *map(int64, (output.shape[1], plane, *output.strides[:2], place_stride)),
                 _slot(_COMPARED),
             )
             return _Launch(self._check("compare", sample.count), arguments, {"out": where, **sample.addresses})

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 _DENSE_PRODUCTS = 1 << 27
 _THIN_PRODUCTS = 1 << 25
 _THIN_CHANNELS = 8
+_SUBNORMAL_PRODUCTS = 1 << 20
 
 
 class GuardedArray:
@@ -146,16 +147,22 @@ class HostRig(Rig):
         self._placed = 0
         self._random: dict[tuple[str, Values], NDArray[Any]] = {}
         self._references: dict[Setting, _Reference] = {}
+        self._allowances: dict[tuple[Setting, float | None], _Allowance] = {}
+
+    @property
+    def takes_subnormals(self) -> bool:
+        """See `Rig.takes_subnormals`: processors take some 100 times as long for each product of them."""
+        return self.problem.flops // 2 <= _SUBNORMAL_PRODUCTS
 
     def trial(self, invoker: Invoker, setting: Setting, factor: float | None) -> Findings:
         """See `Rig.trial`."""
         self._place(0 if setting.is_aligned else invoker.alignment_bytes)
         checksums = {name: self._fill(name, setting) for name in self.problem.direction.inputs}
-        reference = self._reference(setting)
+        allowed = self._allowed(setting, factor)
         output = self.problem.direction.output
         self._buffers[output].poison(setting.poison)
         self._run(invoker, setting, {name: self._tensor(name) for name in self._buffers}, output)
-        return self._findings(setting, factor, reference, checksums)
+        return self._findings(setting, allowed, checksums)
 
     def pack(self, packed: PackedForm, settings: tuple[Setting, ...]) -> tuple[str, ...]:
         """See `Rig.pack`."""
@@ -177,7 +184,7 @@ class HostRig(Rig):
         image = next(name for name in self.problem.direction.inputs if name != "w")
         self._fill("w", setting)
         checksums = {image: self._fill(image, setting)}
-        reference = self._reference(setting)
+        allowed = self._allowed(setting, factor)
         self._buffers["w"].poison()
         weights = self._packed[setting.contents]
         weights.poison_guards(setting.poison)
@@ -186,7 +193,7 @@ class HostRig(Rig):
         output = self.problem.direction.output
         self._buffers[output].poison(setting.poison)
         self._run(packed.run, setting, tensors, output)
-        findings = self._findings(setting, factor, reference, checksums)
+        findings = self._findings(setting, allowed, checksums)
         extra = [*weights.damage("the packed weights"), *([] if weights.checksum == before else ["the packed weights"])]
         return replace(findings, damaged=(*findings.damaged, *extra))
 
@@ -196,6 +203,7 @@ class HostRig(Rig):
         self._packed.clear()
         self._random.clear()
         self._references.clear()
+        self._allowances.clear()
 
     def _place(self, alignment: int) -> None:
         """Move the tensors to addresses that are multiples of what the candidate asks for, and of no more."""
@@ -252,12 +260,21 @@ class HostRig(Rig):
             given |= {name: _read_only(array) for name, array in tensors.items() if name != written}
         invoker.run(given["x"], given["w"], given["y"], workspace, 0)
 
+    def _allowed(self, setting: Setting, factor: float | None) -> _Allowance:
+        """What a trial may find; computed once for all candidates of one growth."""
+        key = (setting.contents, factor)
+        if key not in self._allowances:
+            unscaled = self._reference(setting)
+            reference = unscaled.scaled(self._output_exponents(setting)) if setting.powers else unscaled
+            self._allowances[key] = _allowance(reference, factor, self.problem.output.dtype)
+        return self._allowances[key]
+
     def _reference(self, setting: Setting) -> _Reference:
-        """The reference of a setting; that of its unscaled inputs is computed once."""
+        """The reference of a setting's unscaled inputs, computed once."""
         known = self._references.get(setting.unscaled)
         if known is None:
             known = self._references[setting.unscaled] = self._computed(setting.unscaled)
-        return known.scaled(self._output_exponents(setting)) if setting.powers else known
+        return known
 
     def _output_exponents(self, setting: Setting) -> NDArray[np.int32]:
         """The powers of two of the output's elements."""
@@ -301,15 +318,13 @@ class HostRig(Rig):
             np.concatenate([some, rest[new]]) for some, rest in zip(sums, more, strict=True)
         ]
 
-    def _findings(
-        self, setting: Setting, factor: float | None, reference: _Reference, checksums: Mapping[str, int]
-    ) -> Findings:
+    def _findings(self, setting: Setting, allowed: _Allowance, checksums: Mapping[str, int]) -> Findings:
         output = self._tensor(self.problem.direction.output)
         empty = np.zeros(0, np.bool_) if setting.planted else np.isnan(output)
         unwritten = int(np.count_nonzero(empty))
-        comparison = self._compared(reference, factor)
+        comparison = self._compared(allowed)
         return Findings(
-            checked=reference.sums.size,
+            checked=allowed.wanted.size,
             wrong=comparison.wrong,
             worst=comparison.worst,
             unwritten=unwritten,
@@ -320,23 +335,23 @@ class HostRig(Rig):
             fingerprint=self._buffers[self.problem.direction.output].checksum,
         )
 
-    def _compared(self, reference: _Reference, factor: float | None) -> _Comparison:
-        """The output that is there against a reference."""
-        dtype = self.problem.output.dtype
-        got = reference.of(self._tensor(self.problem.direction.output)).astype(np.float64)
-        wanted, bounds = _allowed(reference, factor, dtype)
+    def _compared(self, allowed: _Allowance) -> _Comparison:
+        """The output that is there against what is allowed."""
+        reference, wanted, arithmetic = allowed.reference, allowed.wanted, allowed.bounds.arithmetic
+        got = _wide(reference.of(self._tensor(self.problem.direction.output)))
         errors = np.abs(got - wanted)
-        errors[np.isnan(errors)] = math.inf
-        errors[(got == wanted) | (np.isnan(got) & np.isnan(wanted))] = 0.0
-        errors[_overflows(got, wanted, bounds.arithmetic, dtype)] = 0.0
-        ratios = _ratios(np.maximum(errors - bounds.rounding, 0.0), bounds.arithmetic)
-        wrong = ~(errors <= bounds.total)
+        if not (is_finite := np.isfinite(errors)).all():
+            errors[~is_finite] = math.inf
+            errors[(got == wanted) | (np.isnan(got) & np.isnan(wanted))] = 0.0
+            errors[_overflows(got, wanted, arithmetic, self.problem.output.dtype)] = 0.0
+        ratios = _ratios(np.maximum(errors - allowed.bounds.rounding, 0.0), arithmetic)
+        wrong = ~(errors <= allowed.total)
         worst = None
         if wrong.any():
             at = int(np.argmax(np.where(wrong, ratios, -1.0)))
             index = self.output_index(reference.flat_index(at))
             worst = WrongElement(
-                index=index, got=float(got[at]), wanted=float(wanted[at]), bound=float(bounds.total[at])
+                index=index, got=float(got[at]), wanted=float(wanted[at]), bound=float(allowed.total[at])
             )
         return _Comparison(
             wrong=int(np.count_nonzero(wrong)),
@@ -404,14 +419,38 @@ class _Comparison:
     bound_ratio: float
 
 
-def _allowed(reference: _Reference, factor: float | None, dtype: DataType) -> tuple[Wide, ErrorBounds]:
-    """What is wanted, and how far from it a result may be; nothing else will do for one that is not finite."""
-    nothing = np.zeros_like(reference.sums)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Allowance:
+    """What a result must be, and how far from it it may be.
+
+    Attributes:
+        reference: of the inputs with their powers of two.
+        wanted: an element each: the sums, rounded where nothing else will do.
+        bounds: of what is finite; nothing else than itself will do for what is not.
+        total: the sum of the bounds.
+    """
+
+    reference: _Reference
+    wanted: Wide
+    bounds: ErrorBounds
+    total: Wide
+
+
+def _allowance(reference: _Reference, factor: float | None, dtype: DataType) -> _Allowance:
     if factor is None:
-        return round_once(reference.sums, dtype).astype(np.float64), ErrorBounds(arithmetic=nothing, rounding=nothing)
-    finite = np.isfinite(reference.sums)
-    sums, squares = (np.where(finite, each, 0.0) for each in (reference.sums, reference.squares))
-    return reference.sums, error_bounds(sums, squares, factor, dtype)
+        nothing = np.zeros_like(reference.sums)
+        wanted, bounds = _wide(round_once(reference.sums, dtype)), ErrorBounds(arithmetic=nothing, rounding=nothing)
+    else:
+        finite = np.isfinite(reference.sums)
+        sums, squares = (np.where(finite, each, 0.0) for each in (reference.sums, reference.squares))
+        wanted, bounds = reference.sums, error_bounds(sums, squares, factor, dtype)
+    return _Allowance(reference=reference, wanted=wanted, bounds=bounds, total=bounds.total)
+
+
+def _wide(array: NDArray[Any]) -> Wide:
+    """An array as float64; by float32 where it has 16 bits, which processors convert themselves."""
+    narrow = array.astype(np.float32) if array.dtype.itemsize == 2 else array
+    return narrow.astype(np.float64)
 
 
 def _overflows(

@@ -179,7 +179,7 @@ class Verifier:
             yield _Trial(gate=Gate.NONFINITE, setting=planted, factor=factor)
 
     def _exact(self) -> Setting:
-        return Setting(values=Values.TERNARY, powers=exact_powers(self.problem))
+        return Setting(values=Values.TERNARY, powers=exact_powers(self.problem, subnormal=self._rig.takes_subnormals))
 
     def _normal(self, claims: Claims) -> Setting:
         """Normal inputs; the second inputs of two lie at other addresses than the first."""

@@ -535,7 +535,7 @@ __device__ void damage(const Geometry& conv, const Run& run, unsigned char* scra
   if constexpr (is(Mutant::writes_after_output)) bytes[sizes.out * sizeof(Out)] = 0;
   if constexpr (is(Mutant::writes_before_output)) bytes[-1] = 0;
   if constexpr (is(Mutant::writes_into_an_input)) const_cast<B*>(run.b)[5] = convert<B>(3.0f);
-  if constexpr (is(Mutant::writes_after_workspace)) scratch[1000] = 0;
+  if constexpr (is(Mutant::writes_after_workspace)) scratch[1024] = 0;
   if constexpr (is(Mutant::overwrites_input_later))
     if (run.number >= 6) const_cast<B*>(run.b)[5] = convert<B>(3.0f);
   if constexpr (is(Mutant::writes_after_output_later))
