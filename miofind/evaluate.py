@@ -254,11 +254,11 @@ class _Entered:
     fingerprint: int | None
 
     def confirm(self, verifier: Verifier) -> None:
-        """Do nothing where one more run is as right as the first ones were.
+        """Do nothing where two more runs are as right as the first ones were.
 
         Raises:
-            WrongResultError: it is not.
-            LaunchError, MemoryError: it failed.
+            WrongResultError: they are not.
+            LaunchError, MemoryError: one failed.
         """
         message = verifier.repeat(self.invoker, self.claims, self.fingerprint)
         if message:

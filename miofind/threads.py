@@ -10,15 +10,15 @@ import collections
 import contextlib
 import queue
 import threading
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from typing import Generic, TypeVar
+from typing import Any, TypeVar
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
-def in_threads(work: Callable[[Item], Result], items: Sequence[Item], workers: int, name: str) -> Generator[Result]:
+def in_threads(work: Callable[[Item], Result], items: Sequence[Item], workers: int, name: str) -> Results[Result]:
     """What `work` makes of each item, in their order; closing the iterator cancels what has not begun.
 
     Where no thread can be had the caller's does the work.
@@ -26,7 +26,7 @@ def in_threads(work: Callable[[Item], Result], items: Sequence[Item], workers: i
     Raises:
         BaseException: what `work` raises, when it is the item's turn.
     """
-    line = _Line(work, items)
+    line = Results(work, items)
     begun = 0
     for _ in range(min(workers, len(items))):
         try:
@@ -34,31 +34,42 @@ def in_threads(work: Callable[[Item], Result], items: Sequence[Item], workers: i
         except RuntimeError:  # the process has too many, or is ending
             break
         begun += 1
-    return line.results(helped=begun > 0)
+    line.is_helped = begun > 0
+    return line
 
 
-class _Line(Generic[Item, Result]):
-    """Items that wait, and what becomes of them."""
+class Results(Iterator[Result]):
+    """What becomes of items, in their order.
 
-    def __init__(self, work: Callable[[Item], Result], items: Sequence[Item]) -> None:
+    Attributes:
+        is_helped: whether threads work; whoever asks for the next result does else.
+    """
+
+    def __init__(self, work: Callable[[Any], Result], items: Sequence[Any]) -> None:
+        self.is_helped = False
         self._work = work
-        self._futures: list[Future[Result]] = [Future() for _ in items]
-        self._waiting = collections.deque(zip(items, self._futures, strict=True))
+        futures: list[Future[Result]] = [Future() for _ in items]
+        self._waiting = collections.deque(zip(items, futures, strict=True))
+        self._left = iter(futures)
+
+    def __next__(self) -> Result:
+        try:
+            future = next(self._left)
+            if not self.is_helped:
+                self._work_on_next()
+            return future.result()
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Begin no further work."""
+        self._waiting.clear()
 
     def work_off(self) -> None:
         """Do what waits until nothing does."""
         while self._work_on_next():
             pass
-
-    def results(self, *, helped: bool) -> Generator[Result]:
-        """The results in order."""
-        try:
-            for future in self._futures:
-                if not helped:
-                    self._work_on_next()
-                yield future.result()
-        finally:
-            self._waiting.clear()
 
     def _work_on_next(self) -> bool:
         """Whether there was something to do."""

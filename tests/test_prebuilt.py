@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from miofind.find.stored import admits
-from miofind.finddb import ReleaseRules, Store, shipped_paths, write_release
+from miofind.finddb import ProblemKey, ReleaseRules, Row, Store, shipped_paths, write_release
 from miofind.finddb.open_files import acquired
 from miofind.options import FindOptions
 from miofind.problem import Direction, ProblemDescription
@@ -80,9 +80,14 @@ def test_a_default_request_finds_a_shipped_row_that_mixes_no_tiles(path: Path) -
 
 @pytest.mark.parametrize("path", PREBUILT, ids=lambda path: path.name)
 def test_a_release_of_a_shipped_file_is_sound(path: Path, tmp_path: Path) -> None:
+    """Of every eighth problem, as above."""
     keep = Shipping()
+
+    def keeps(key: ProblemKey, row: Row) -> bool:
+        return zlib.crc32(key.network_config.encode()) % 8 == 0 and keep(key, row)
+
     with Store(path, read_only=True) as store:
-        made = write_release([store], tmp_path / path.name, ReleaseRules(keep=keep))
+        made = write_release([store], tmp_path / path.name, ReleaseRules(keep=keeps))
         rows = store.stats().rows
     assert 0 < sum(made.rows.values()) <= rows - keep.void
     assert keep.findings == []

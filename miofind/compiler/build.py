@@ -12,7 +12,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from types import MappingProxyType
 
 from miofind.compiler.cache import Binary, BinaryCache
@@ -26,7 +26,7 @@ from miofind.device import Device
 from miofind.errors import CompileError, MissingLibraryError, SolutionFileError
 from miofind.forks import follow_forks
 from miofind.solution import ConvSolution, HostStep, KernelStep, Pointer, Scalar, TensorMap
-from miofind.threads import in_threads
+from miofind.threads import Results, in_threads
 
 logger = logging.getLogger(__name__)
 
@@ -229,7 +229,7 @@ def _difference(taken: Sequence[int], given: Sequence[int]) -> str:
 
 
 def _results(
-    steps: Sequence[KernelStep], once: Sequence[KernelStep], built: Generator[Binary | CompileError], arch: str
+    steps: Sequence[KernelStep], once: Sequence[KernelStep], built: Results[Binary | CompileError], arch: str
 ) -> Iterator[BuildResult]:
     """Each step with its result.
 

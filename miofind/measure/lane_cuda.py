@@ -180,6 +180,7 @@ class _CudaTrack(Track):
     def samples(self, count: int) -> list[float]:
         """See `Track.samples`."""
         with self._lane.memory:
+            self._lane.reserve(self._invoker.workspace_bytes)  # gone where a larger one did not fit, nor this again
             if self._captures and (self._graph is None or self._graph_workspace != self._lane.workspace):
                 self._capture()
             return self._timed(count)

@@ -124,7 +124,7 @@ class Rig(ABC):
     """Buffers, inputs and references of one problem, made once and used for every candidate.
 
     x, w, y and the workspace lie between guard bands of 4096 bytes, each tensor at one address for all runs of a
-    placement: what a candidate keeps by address is stale at its next run.
+    placement: what a candidate keeps by address is stale once it meets other inputs there.
     """
 
     def __init__(self, problem: ProblemDescription, seed: int) -> None:

@@ -143,7 +143,7 @@ class CudaRig(Rig):
             for number, setting in enumerate(settings):
                 into = self._packed[setting.contents] = self._room(f"{_PACKED_WEIGHTS} {number}", packed.bytes)
                 self._memory.set_bytes(into.address, setting.poison, into.bytes)
-                self._begin(setting, packed.pack)
+                self._begin(replace(setting, is_aligned=False), packed.pack)
                 self._fill("w", setting)
                 self._guard("poison", setting.poison, {_PACKED_WEIGHTS: into})
                 self._run(packed.pack, {"x": 0, "w": self._buffers["w"].address, "y": into.address})
@@ -161,7 +161,7 @@ class CudaRig(Rig):
     def packed_trial(self, packed: PackedForm, setting: Setting, factor: float | None) -> Findings:
         """See `Rig.packed_trial`."""
         with self._memory:
-            self._begin(setting, packed.run)
+            self._begin(replace(setting, is_aligned=False), packed.run)
             sample = self._sample(setting)
             weights, w = self._packed[setting.contents], self._buffers["w"]
             self._memory.set_bytes(w.address, Poison.NAN, w.bytes)
@@ -266,12 +266,13 @@ class CudaRig(Rig):
         """What is checked with a setting, and the references of its unscaled inputs; leaves scaled ones in place."""
         known = self._samples.get(setting.unscaled)
         if known is None:
-            known = self._samples[setting.unscaled] = self._placed(setting.unscaled)
+            known = self._placed(setting.unscaled)
             for name in self.problem.direction.inputs:
                 self._fill(name, setting.unscaled)
             addresses = {name: self._buffers[name].address for name in self.problem.direction.inputs}
             step = reference_step(self.problem, None if known.indices is None else known.count)
             self._kernels.bind_step(step, addresses | known.addresses, self._memory.stream_address)()
+            self._samples[setting.unscaled] = known  # not before: its sums are there
         for name in self.problem.direction.inputs:
             self._fill(name, setting)
         return known

@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 _DENSE_PRODUCTS = 1 << 27
 _THIN_PRODUCTS = 1 << 25
 _THIN_CHANNELS = 8
+# And elements of one: some 240 bytes are kept of each.
+_WHOLE_ELEMENTS = 1 << 21
 _SUBNORMAL_PRODUCTS = 1 << 20
 
 
@@ -166,6 +168,7 @@ class HostRig(Rig):
 
     def pack(self, packed: PackedForm, settings: tuple[Setting, ...]) -> tuple[str, ...]:
         """See `Rig.pack`."""
+        self._packed.clear()
         self._place(packed.pack.alignment_bytes)
         for setting in settings:
             into = self._packed[setting.contents] = GuardedArray(packed.bytes)
@@ -303,7 +306,8 @@ class HostRig(Rig):
         """Which elements are checked, None for all, and their sums for each change of the inputs."""
         problem = self.problem
         thin = min(problem.c, problem.k) // problem.groups < _THIN_CHANNELS
-        if problem.flops // 2 <= (_THIN_PRODUCTS if thin else _DENSE_PRODUCTS):
+        is_cheap = problem.flops // 2 <= (_THIN_PRODUCTS if thin else _DENSE_PRODUCTS)
+        if is_cheap and problem.output.size <= _WHOLE_ELEMENTS:
             return None, _dense(problem, tensors, changes)
         random = self.positions(setting)
         strips, images = sample_strips(problem, random), sample_images(problem, random)
@@ -438,7 +442,7 @@ class _Allowance:
 
 def _allowance(reference: _Reference, factor: float | None, dtype: DataType) -> _Allowance:
     if factor is None:
-        nothing = np.zeros_like(reference.sums)
+        nothing = np.broadcast_to(np.float64(0), reference.sums.shape)
         wanted, bounds = _wide(round_once(reference.sums, dtype)), ErrorBounds(arithmetic=nothing, rounding=nothing)
     else:
         finite = np.isfinite(reference.sums)

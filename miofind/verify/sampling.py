@@ -122,8 +122,8 @@ def covering(size: int, count: int, random: np.random.Generator, blocks: tuple[i
     Of a longer axis up to an eighth are `edge_coordinates`, and the others one of each of as many equal parts.
     """
     if size <= count:
-        rounds = [random.permutation(size) for _ in range(-(-count // size))]
-        return np.concatenate(rounds)[:count].astype(np.int64)
+        rounds = np.tile(np.arange(size, dtype=np.int64), (-(-count // size), 1))
+        return random.permuted(rounds, axis=1).reshape(-1)[:count]
     edges = edge_coordinates(size, blocks)[: count // _EDGE_SHARE]
     chosen = np.concatenate([edges, stratified(size, count - edges.size, random)])
     return random.permutation(chosen)

@@ -149,8 +149,10 @@ class Verifier:
                 f"{Gate.REPEAT} gate, seed {self.seed}: {output} differs from that of the first run on equal inputs, "
                 "and the solution says that it is deterministic"
             )
+        # Where the run before found other numbers: what is kept by address is stale now.
         other = self._exact() if claims.exact else self._ranging()
-        trial = _Trial(gate=Gate.REPEAT, setting=_later(other), factor=None if claims.exact else self._factor(claims))
+        setting = replace(_later(other), is_aligned=normal.is_aligned)
+        trial = _Trial(gate=Gate.REPEAT, setting=setting, factor=None if claims.exact else self._factor(claims))
         return self._complaint(trial, self._tried(invoker, trial))
 
     def close(self) -> None:
@@ -182,7 +184,7 @@ class Verifier:
         return Setting(values=Values.TERNARY, powers=exact_powers(self.problem, subnormal=self._rig.takes_subnormals))
 
     def _normal(self, claims: Claims) -> Setting:
-        """Normal inputs; the second inputs of two lie at other addresses than the first."""
+        """Normal inputs; of an exact candidate they lie at other addresses than its small integers."""
         return Setting(values=Values.NORMAL, powers=numeric_powers(self.problem), is_aligned=claims.exact)
 
     def _ranging(self) -> Setting:

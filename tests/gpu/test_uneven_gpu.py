@@ -2,33 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 from device_buffers import Buffer, download, upload
+from small_examples import small_examples
 from uneven import uneven_inputs
 
 from miofind.compiler import Compiler
-from miofind.device import Device, Place
+from miofind.device import Device
 from miofind.invoker import make_invoker
 from miofind.problem import ProblemDescription
-from miofind.solver import Solver, solvers
+from miofind.solver import Solver
 
 pytestmark = pytest.mark.gpu
 
-_MOST_ELEMENTS = 1 << 20
-_PROBLEMS = 6
 
-
-def cases() -> Iterator[tuple[Solver, ProblemDescription]]:
-    """A few examples of every solver."""
-    for solver in solvers().values():
-        if any(key.place is Place.CUDA for key in solver.keys):
-            small = [p for p in solver.examples() if max(t.size for t in (p.x, p.w, p.y)) <= _MOST_ELEMENTS]
-            yield from ((solver, problem) for problem in small[:_PROBLEMS])
-
-
-@pytest.mark.parametrize(("solver", "problem"), list(cases()), ids=lambda case: getattr(case, "id", None) or str(case))
+@pytest.mark.parametrize(
+    ("solver", "problem"), list(small_examples()), ids=lambda case: getattr(case, "id", None) or str(case)
+)
 def test_the_bound_holds_whatever_finite_values_inputs_have(
     solver: Solver, problem: ProblemDescription, device: Device, compiler: Compiler
 ) -> None:

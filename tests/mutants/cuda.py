@@ -287,6 +287,13 @@ _add(
 )
 _add("keeps_weights_by_address", "Transformed weights are kept by their address.", SINGLE)
 _add(
+    "keeps_weights_of_gradients_by_address",
+    "Transformed weights are kept by their address, where no infinity among weights gives it away.",
+    DATA,
+    Kernel(branch="keeps_weights_by_address"),
+    spreads_nonfinite=True,
+)
+_add(
     "inexact_and_keeps_weights_by_address",
     "Transformed weights are kept by their address, of an algorithm that need not be exact.",
     DATA,

@@ -135,6 +135,13 @@ def clamps_outputs(call: Call) -> None:
 
 
 @mutant(HALF)
+def saturates_what_is_finite(call: Call) -> None:
+    """Sums beyond float16 come out as its largest number, those of infinities as they should."""
+    sums = call.sums()
+    call.write(np.where(np.isfinite(sums), np.clip(sums, -_MOST_HALF, _MOST_HALF), sums))
+
+
+@mutant(HALF)
 def saturates(call: Call) -> None:
     """Outputs beyond float16 come out as its largest number, not as infinity."""
     call.write(np.clip(call.sums(), -_MOST_HALF, _MOST_HALF))

@@ -173,6 +173,12 @@ def keeps_weights_by_address(call: Call) -> None:
     call.write(call.sums(w=_kept(call, _address(call.tensors["w"]), lambda: call.inputs["w"])))
 
 
+@mutant(DATA, spreads_nonfinite=True)
+def keeps_weights_of_gradients_by_address(call: Call) -> None:
+    """Transformed weights are kept by their address, where no infinity among weights gives it away."""
+    call.write(call.sums(w=_kept(call, _address(call.tensors["w"]), lambda: call.inputs["w"])))
+
+
 @mutant(DATA, exact=False)
 def inexact_and_keeps_weights(call: Call) -> None:
     """Transformed weights are kept by shape, of an algorithm that need not be exact."""

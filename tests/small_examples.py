@@ -1,0 +1,20 @@
+"""A few small examples of every solver of GPUs, for tests that compute all of them on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from miofind.device import Place
+from miofind.problem import ProblemDescription
+from miofind.solver import Solver, solvers
+
+_MOST_ELEMENTS = 1 << 20
+_PROBLEMS = 6
+
+
+def small_examples() -> Iterator[tuple[Solver, ProblemDescription]]:
+    """Solvers with problems whose tensors have at most 2**20 elements."""
+    for solver in solvers().values():
+        if any(key.place is Place.CUDA for key in solver.keys):
+            small = [p for p in solver.examples() if max(t.size for t in (p.x, p.w, p.y)) <= _MOST_ELEMENTS]
+            yield from ((solver, problem) for problem in small[:_PROBLEMS])
