@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import re
-import time
 from typing import Any
 
 import numpy as np
@@ -280,11 +279,9 @@ def test_references_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert calls == 7  # sums; sums, magnitudes and squares; the same with infinities
 
 
-def test_a_fault_outside_the_sampled_box_is_still_seen_if_unwritten() -> None:
+def test_a_fault_outside_the_sample_is_still_seen_if_unwritten() -> None:
     problem = ProblemDescription.convolution(x=(64, 64, 28, 28), w=(64, 64, 3, 3), padding=1)
-    start = time.monotonic()
     verdict = verify(problem, lambda tensors, _: tensors["y"][:63].fill(1))
-    assert time.monotonic() - start < 20
     assert f"{64 * 28 * 28} of {problem.y.size} elements of y are unwritten" in verdict.message
 
 
