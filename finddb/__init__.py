@@ -8,7 +8,7 @@ from miofind.finddb.differences import Change, ChangeKind, differences
 from miofind.finddb.layered import Layered, open_layered
 from miofind.finddb.location import MEMORY, network_file_system, shipped_paths, user_path
 from miofind.finddb.migration import Upgrade, upgrade
-from miofind.finddb.open_files import is_database
+from miofind.finddb.open_files import is_database, is_of_database
 from miofind.finddb.ranking import BEST_PER_SOLVER
 from miofind.finddb.release import ReleaseRules, write_release
 from miofind.finddb.schema import SCHEMA_VERSION
@@ -58,6 +58,7 @@ __all__ = [
     "environment_id",
     "failed_code",
     "is_database",
+    "is_of_database",
     "network_file_system",
     "open_layered",
     "refusal",

@@ -484,6 +484,7 @@ class Database:
         connections.hold(file := open_files.acquire(path, to_write=True))
         try:
             file.check_locks(self.where)
+            file.check_names(self.where)
         except DatabaseError:
             if is_new:
                 path.unlink(missing_ok=True)

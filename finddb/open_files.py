@@ -23,6 +23,7 @@ HEADER_BYTES = 100
 """Of an SQLite database (sqlite.org/fileformat.html, 1.3)."""
 
 _MAGIC = b"SQLite format 3\0"
+_BESIDE = ("-wal", "-shm", "-journal")
 _UNUSED_BYTE = 1 << 50  # SQLite locks bytes from 2**30 on, and none that far out
 _NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL})
 _NOT_WRITABLE = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
@@ -56,6 +57,20 @@ class OpenFile:
     def is_portable(self) -> bool:
         """Whether it can be copied by itself and read on read-only media: no process writes it a log."""
         return self.header[18:20] == b"\1\1"  # 2 stands for a write-ahead log
+
+    def check_names(self, where: str) -> None:
+        """Do nothing where the file has one name.
+
+        SQLite keeps a log beside each name: what is written under one is lost to the other.
+
+        Raises:
+            DatabaseError: it has several.
+        """
+        if os.fstat(self.descriptor).st_nlink > 1:
+            raise DatabaseError(
+                f"{where} has several names (hard links), and what is written under one is lost to the others: remove "
+                "the others, or copy it and name the copy"
+            )
 
     def check_locks(self, where: str) -> None:
         """Do nothing where the file can be locked.
@@ -181,6 +196,13 @@ def is_database(path: Path) -> bool:
         return False
     with acquired(path) as file:
         return file.is_database
+
+
+def is_of_database(path: Path) -> bool:
+    """Whether a path names a database, or the log that SQLite has or would have beside one."""
+    real = Path(os.path.realpath(path))
+    named = [real.with_name(real.name.removesuffix(suffix)) for suffix in _BESIDE if real.name.endswith(suffix)]
+    return is_database(real) or any(map(is_database, named))
 
 
 if hasattr(os, "register_at_fork"):

@@ -19,7 +19,7 @@ from miofind.errors import DatabaseError
 from miofind.finddb import entries, ranking
 from miofind.finddb.exchange import release_of
 from miofind.finddb.location import MEMORY, checked_path, shown
-from miofind.finddb.open_files import is_database
+from miofind.finddb.open_files import is_database, is_of_database
 from miofind.finddb.sqlite_file import (
     LOGS,
     check_writable_place,
@@ -127,6 +127,8 @@ def _target(path: str | Path) -> Path:
             raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
         if file.exists() and not file.is_file():
             raise DatabaseError(f"{shown(file)} is no regular file, which a release could replace: name another")
+        if is_of_database(file) and not is_database(file):
+            raise DatabaseError(f"{shown(file)} is the log of a database: name another")
     return file
 
 

@@ -25,6 +25,7 @@ from miofind.errors import (
     described,
 )
 from miofind.files import read_bounded, replacing
+from miofind.finddb import is_of_database
 from miofind.found import Found, Solution, Source, alone
 from miofind.handle import Handle, check_kernels, check_serves, default_handle
 from miofind.interrupts import raise_if_interrupted
@@ -180,6 +181,8 @@ def _digest(payload: dict[str, Any]) -> str:
 
 def _write(path: Path, text: str) -> None:
     try:
+        if is_of_database(path):
+            raise SolutionFileError(f"{str(path)!r} is a database or its log, which would be lost: name another file")
         with replacing(path) as file:
             file.write(text)
     except (OSError, ValueError) as error:

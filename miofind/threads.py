@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import queue
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -28,7 +29,7 @@ def in_threads(work: Callable[[Item], Result], items: Sequence[Item], workers: i
     """
     line = Results(work, items)
     begun = 0
-    for _ in range(min(workers, len(items))):
+    for _ in range(0 if sys.is_finalizing() else min(workers, len(items))):  # a thread begun then never starts
         try:
             threading.Thread(target=line.work_off, name=name, daemon=True).start()
         except RuntimeError:  # the process has too many, or is ending
@@ -100,6 +101,8 @@ class Helper:
     def submit(self, work: Callable[[], object]) -> None:
         """Have something done soon; never where no thread can be had."""
         if self._thread is None:
+            if sys.is_finalizing():  # a thread begun now never starts
+                return
             thread = threading.Thread(target=self._work_off, name=self._name, daemon=True)
             try:
                 thread.start()

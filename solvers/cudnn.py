@@ -32,6 +32,7 @@ _PARAMETERS = frozenset({"engine", "knobs", "notes", "workspace_bytes"})
 # problems, cuDNN 9.19), but were 18 % off at worst, where PyTorch's benchmark mode has the best: hence twice as many.
 _DEFAULTS = MAX_DEFAULT_CONFIGS
 _HEURISTIC_WORKSPACE_BYTES = 32 << 20
+_FIRST_LAYERS = 63
 _MAX_ENGINE = 9999
 _MAX_KNOBS = 32
 _MAX_CHOICE = 2**31 - 1
@@ -127,9 +128,13 @@ class ConvCudnn(Solver):
         return Reach.PRODUCTS if self.error_growth(problem, config) <= 1 else Reach.TILE
 
     def spreads_nonfinite(self, problem: ProblemDescription, config: Config) -> bool:
-        """Winograd's and FFT's plans do; others multiply by zeros of other groups, or between strided gradients."""
-        multiplies_zeros = problem.groups > 1 or (
-            problem.direction is Direction.BACKWARD_DATA and max(problem.conv.stride) > 1
+        """Winograd's and FFT's plans do; others multiply by zeros of other groups, between strided gradients, or of
+        channels that are not there (engine 63 of forward problems, made for first layers).
+        """
+        multiplies_zeros = (
+            problem.groups > 1
+            or (problem.direction is Direction.BACKWARD_DATA and max(problem.conv.stride) > 1)
+            or (problem.direction is Direction.FORWARD and config["engine"] == _FIRST_LAYERS)
         )
         return multiplies_zeros or self.error_growth(problem, config) > 1
 

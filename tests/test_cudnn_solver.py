@@ -280,6 +280,11 @@ def test_strided_backward_data_spreads_infinities() -> None:
     assert not SOLVER.spreads_nonfinite(problem(stride=2), config)
 
 
+def test_an_engine_for_first_layers_spreads_infinities() -> None:
+    assert SOLVER.spreads_nonfinite(problem(), Config({**RECORD, "engine": 63}))
+    assert not SOLVER.spreads_nonfinite(problem(direction="backward_data"), Config({**RECORD, "engine": 63}))
+
+
 def test_notes_survive_their_text() -> None:
     assert parsed_notes(notes_text(frozenset(Note))) == frozenset(Note)
     assert parsed_notes("") == frozenset()

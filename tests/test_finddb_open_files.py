@@ -9,8 +9,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from finddb_entries import DEVICE, PROBLEM, row, scope
 
+import miofind
+from miofind.cli import main
+from miofind.errors import DatabaseError, SolutionFileError
 from miofind.finddb import Store, is_database, open_files, upgrade, write_release
 from miofind.finddb.open_files import acquire, acquired, release
 
@@ -83,3 +87,35 @@ def test_what_is_no_regular_file_is_not_opened(tmp_path: Path) -> None:
         with pytest.raises(OSError, match="no regular file"):
             acquire(tmp_path / "pipe", to_write=to_write)
     assert open_files._held == {}
+
+
+@pytest.mark.parametrize("suffix", ["", "-wal", "-shm", "-journal"])
+def test_nothing_that_is_written_takes_the_place_of_a_database_or_its_log(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / "finddb.db"
+    with Store(path) as store, miofind.Handle("cpu", database=tmp_path / "other.db") as handle:
+        store.record(DEVICE, PROBLEM, [row()], environment={})
+        target = tmp_path / f"finddb.db{suffix}"
+        target.touch()
+        problem = miofind.ProblemDescription.convolution(x=(1, 2, 4, 4), w=(2, 2, 1, 1))
+        found = miofind.find_solutions(problem, handle=handle)
+        before = target.read_bytes()
+        with pytest.raises(SolutionFileError, match="is a database or its log"):
+            found[0].save(target)
+        ended = CliRunner().invoke(main, ["db", "export", "--db", str(tmp_path / "other.db"), str(target)])
+        assert ended.exit_code != 0
+        if suffix:
+            with pytest.raises(DatabaseError, match="is the log of a database"):
+                write_release([handle.database.user], target)
+        assert target.read_bytes() == before
+
+
+def test_a_file_of_several_names_is_not_written_to(tmp_path: Path) -> None:
+    path, other = tmp_path / "finddb.db", tmp_path / "other.db"
+    with Store(path) as store:
+        store.record(DEVICE, PROBLEM, [row()], environment={})
+    os.link(path, other)
+    for name in (path, other):
+        with pytest.raises(DatabaseError, match="has several names"), Store(name) as store:
+            store.record(DEVICE, PROBLEM, [row()], environment={})
+        with Store(name, read_only=True) as store:
+            assert len(list(store.rows())) == 1

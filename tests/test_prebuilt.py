@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from miofind.device import Device
 from miofind.find.stored import admits
 from miofind.finddb import ProblemKey, ReleaseRules, Row, Store, shipped_paths, write_release
 from miofind.finddb.open_files import acquired
+from miofind.handle import Handle
 from miofind.options import FindOptions
 from miofind.problem import Direction, ProblemDescription
 from miofind.row_check import RowCheck, Shipping
@@ -58,10 +60,10 @@ def test_a_shipped_file_is_small_and_of_one_kind_of_device(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", PREBUILT, ids=lambda path: path.name)
-def test_a_default_request_finds_a_shipped_row_that_mixes_no_tiles(path: Path) -> None:
+def test_a_default_request_finds_a_shipped_row_that_mixes_no_tiles(path: Path, tmp_path: Path) -> None:
     """Of problems that an FFT or Winograd leads, another row stays, and max_error still takes the leader."""
     led = 0
-    with Store(path, read_only=True) as store:
+    with Store(path, read_only=True) as store, Handle(Device.virtual("90a"), database=tmp_path / "finddb.db") as handle:
         for key in store.problems():
             answer = store.answer(key.device, key.network_config)
             assert answer is not None
@@ -69,12 +71,12 @@ def test_a_default_request_finds_a_shipped_row_that_mixes_no_tiles(path: Path) -
                 continue
             led += 1
             problem = ProblemDescription.from_network_config(key.network_config)
-            taken = [row for row in answer.rows if admits(row, problem, FindOptions())]
+            taken = [row for row in answer.rows if admits(row, problem, FindOptions(), handle)]
             assert taken, key.network_config
             assert not any(row.algorithm == Algorithm.FFT for row in taken)
             if problem.direction is Direction.BACKWARD_WEIGHTS:
                 assert not any(row.algorithm == Algorithm.WINOGRAD for row in taken)
-            assert admits(answer.rows[0], problem, FindOptions(max_error=1.0))
+            assert admits(answer.rows[0], problem, FindOptions(max_error=1.0), handle)
     assert led
 
 

@@ -30,6 +30,7 @@ from miofind.device import Device, Library, Place
 from miofind.environment import versions
 from miofind.errors import InvalidOptionError, NoDeviceError
 from miofind.files import replacing
+from miofind.finddb import is_of_database
 from miofind.handle import Handle
 from miofind.options import FindOptions
 from miofind.printable import printable_name
@@ -215,6 +216,8 @@ def _write_json(target: str, report: dict[str, object]) -> None:
         with reader_may_leave():
             click.echo(text)
         return
+    if is_of_database(Path(target)):
+        raise InvalidOptionError(f"--json {target} is a database or its log, which would be lost: name another file")
     try:
         with replacing(Path(target)) as file:
             file.write(text + "\n")

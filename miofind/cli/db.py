@@ -22,7 +22,7 @@ from miofind.cli.session import verbose_option
 from miofind.device import Device, device_text
 from miofind.errors import DatabaseError
 from miofind.files import replacing
-from miofind.finddb import SCHEMA_VERSION, Prune, Stats, Store, is_database, shipped_paths, upgrade, user_path
+from miofind.finddb import SCHEMA_VERSION, Prune, Stats, Store, is_of_database, shipped_paths, upgrade, user_path
 from miofind.row_check import RowCheck
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -158,7 +158,7 @@ def export(file: str, database: str | None, as_json: bool) -> None:
                 sys.stdout.flush()
             return
         try:
-            if is_database(Path(file)):
+            if is_of_database(Path(file)):
                 raise DatabaseError(f"{file} is a database, not an export: name another file; --db is what is exported")
             with replacing(Path(file)) as target:
                 count = store.export_jsonl(target)
