@@ -31,12 +31,13 @@ def compiler(tmp_path_factory: pytest.TempPathFactory) -> Compiler:
     return Compiler(BinaryCache(tmp_path_factory.mktemp("matrix") / "kernels"))
 
 
+@pytest.mark.parametrize("most", [2, pytest.param(4, marks=pytest.mark.full_matrix)])
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("solver", SOLVERS, ids=lambda solver: solver.id)
-def test_default_configurations_compile(compiler: Compiler, solver: Solver, arch: str) -> None:
-    """The four that are thought fastest; `full_matrix` has them all."""
+def test_default_configurations_compile(compiler: Compiler, solver: Solver, arch: str, most: int) -> None:
+    """Those that are thought fastest: two with the fast tests, and four and the extreme ones by `full_matrix`."""
     device = Device.virtual(arch)
-    check(compiler, steps_of(solver, device, lambda problem: solver.default_configs(problem, device)[:4]), arch)
+    check(compiler, steps_of(solver, device, lambda problem: solver.default_configs(problem, device)[:most]), arch)
 
 
 @pytest.mark.full_matrix

@@ -182,7 +182,8 @@ def test_a_file_that_was_replaced_after_ctrl_c_is_not_spoiled(
     with Store(path) as store:
         for number in range(40):
             store.record(DEVICE, f"{OTHER}-{number}", [row("ConvOld")])
-        path.with_name("old.db").hardlink_to(path)
+        if put is os.replace:
+            path.with_name("old.db").hardlink_to(path)
         for use in (store._database.read, store._database.write):
             with pytest.raises(KeyboardInterrupt), use():
                 raise KeyboardInterrupt
