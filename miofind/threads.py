@@ -28,14 +28,10 @@ def in_threads(work: Callable[[Item], Result], items: Sequence[Item], workers: i
         BaseException: what `work` raises, when it is the item's turn.
     """
     line = Results(work, items)
-    begun = 0
-    for _ in range(0 if sys.is_finalizing() else min(workers, len(items))):  # a thread begun then never starts
-        try:
-            threading.Thread(target=line.work_off, name=name, daemon=True).start()
-        except RuntimeError:  # the process has too many, or is ending
+    for _ in range(min(workers, len(items))):
+        if _begun(line.work_off, name) is None:
             break
-        begun += 1
-    line.is_helped = begun > 0
+        line.is_helped = True
     return line
 
 
@@ -100,16 +96,9 @@ class Helper:
 
     def submit(self, work: Callable[[], object]) -> None:
         """Have something done soon; never where no thread can be had."""
-        if self._thread is None:
-            if sys.is_finalizing():  # a thread begun now never starts
-                return
-            thread = threading.Thread(target=self._work_off, name=self._name, daemon=True)
-            try:
-                thread.start()
-            except RuntimeError:  # the process has too many, or is ending
-                return
-            self._thread = thread
-        self._waiting.put(work)
+        self._thread = self._thread or _begun(self._work_off, self._name)
+        if self._thread is not None:
+            self._waiting.put(work)
 
     def give_up(self) -> None:
         """Do nothing more than what has begun."""
@@ -127,3 +116,15 @@ class Helper:
     def _work_off(self) -> None:
         while (work := self._waiting.get()) is not None:
             work()
+
+
+def _begun(work: Callable[[], object], name: str) -> threading.Thread | None:
+    """A thread that has begun its work; None where none can be had."""
+    if sys.is_finalizing():  # a thread begun now never starts
+        return None
+    thread = threading.Thread(target=work, name=name, daemon=True)
+    try:
+        thread.start()
+    except RuntimeError:  # the process has too many, or is ending
+        return None
+    return thread

@@ -25,6 +25,10 @@ GUARD_BYTES = 4096
 PLACEMENT_BYTES = 512
 """Addresses are multiples of this and an offset."""
 
+WORKSPACE = "the workspace"
+PACKED_WEIGHTS = "the packed weights"
+"""What `Findings.damaged` calls the buffers that are no tensors."""
+
 
 class Poison(IntEnum):
     """What a run finds in its output: the byte that fills it.

@@ -21,7 +21,9 @@ from miofind.verify.accuracy import error_bounds, least_exponent, overflow
 from miofind.verify.ranges import axes
 from miofind.verify.rig import (
     GUARD_BYTES,
+    PACKED_WEIGHTS,
     PLACEMENT_BYTES,
+    WORKSPACE,
     Findings,
     PackedForm,
     Poison,
@@ -53,8 +55,6 @@ _MEMORY_SHARE = 4
 # Infinities spoil whole tiles where they go astray: a sample sees that, where the whole output would take long.
 _PLANTED_SHARE = 16
 _TENSORS = ("x", "w", "y")
-_WORKSPACE = "the workspace"
-_PACKED_WEIGHTS = "the packed weights"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +117,7 @@ class CudaRig(Rig):
         try:
             with self._memory:
                 self._buffers = {name: self._guarded(problem.tensor(name).bytes) for name in _TENSORS}
-                self._buffers[_WORKSPACE] = self._room(_WORKSPACE, 0)
+                self._buffers[WORKSPACE] = self._room(WORKSPACE, 0)
                 self._report = self._memory.allocate(_SLOTS * _SLOT_BYTES)
                 budget = self._budget.within(self._memory.free_bytes // _MEMORY_SHARE)
                 self._whole = {
@@ -141,18 +141,18 @@ class CudaRig(Rig):
         with self._memory:
             self._packed.clear()
             for number, setting in enumerate(settings):
-                into = self._packed[setting.contents] = self._room(f"{_PACKED_WEIGHTS} {number}", packed.bytes)
+                into = self._packed[setting.contents] = self._room(f"{PACKED_WEIGHTS} {number}", packed.bytes)
                 self._memory.set_bytes(into.address, setting.poison, into.bytes)
                 self._begin(replace(setting, is_aligned=False), packed.pack)
                 self._fill("w", setting)
-                self._guard("poison", setting.poison, {_PACKED_WEIGHTS: into})
+                self._guard("poison", setting.poison, {PACKED_WEIGHTS: into})
                 self._run(packed.pack, {"x": 0, "w": self._buffers["w"].address, "y": into.address})
                 if damaged := self._packing_damage(setting, into):
                     return damaged
         return ()
 
     def _packing_damage(self, setting: Setting, into: _Buffer) -> tuple[str, ...]:
-        buffers = {"w": self._buffers["w"], _WORKSPACE: self._buffers[_WORKSPACE], _PACKED_WEIGHTS: into}
+        buffers = {"w": self._buffers["w"], WORKSPACE: self._buffers[WORKSPACE], PACKED_WEIGHTS: into}
         self._checksum(self._buffers["w"], _INPUTS)
         self._guard("guards", setting.poison, buffers)
         report = self._memory.download(self._report, _SLOTS, np.uint64)
@@ -166,13 +166,13 @@ class CudaRig(Rig):
             weights, w = self._packed[setting.contents], self._buffers["w"]
             self._memory.set_bytes(w.address, Poison.NAN, w.bytes)
             before = self._checksum_now(weights)
-            self._guard("poison", setting.poison, {_PACKED_WEIGHTS: weights})
+            self._guard("poison", setting.poison, {PACKED_WEIGHTS: weights})
             self._clear_report()
             addresses = {name: self._buffers[name].address for name in _TENSORS} | {"w": weights.address}
             self._run(packed.run, addresses)
             image = tuple(name for name in self.problem.direction.inputs if name != "w")
             findings = self._findings(setting, factor, sample, image, weights)
-            changed = [] if self._checksum_now(weights) == before else [_PACKED_WEIGHTS]
+            changed = [] if self._checksum_now(weights) == before else [PACKED_WEIGHTS]
             return replace(findings, damaged=(*findings.damaged, *changed))
 
     def close(self) -> None:
@@ -191,7 +191,7 @@ class CudaRig(Rig):
         self._place(0 if setting.is_aligned else invoker.alignment_bytes)
         self._reserve(invoker.workspace_bytes)
         if not setting.keeps_workspace:
-            workspace = self._buffers[_WORKSPACE]
+            workspace = self._buffers[WORKSPACE]
             self._memory.set_bytes(workspace.address, setting.poison, workspace.bytes)
         output = self._buffers[self.problem.direction.output]
         self._memory.set_bytes(output.address, setting.poison, output.bytes)
@@ -213,9 +213,9 @@ class CudaRig(Rig):
 
     def _reserve(self, workspace_bytes: int) -> None:
         """Make the workspace that large, poisoned where it was not; memory once taken is kept for the next."""
-        if self._buffers[_WORKSPACE].bytes != workspace_bytes:
-            self._buffers[_WORKSPACE] = _NOTHING  # whatever comes of asking for more
-            self._buffers[_WORKSPACE] = self._room(_WORKSPACE, workspace_bytes)
+        if self._buffers[WORKSPACE].bytes != workspace_bytes:
+            self._buffers[WORKSPACE] = _NOTHING  # whatever comes of asking for more
+            self._buffers[WORKSPACE] = self._room(WORKSPACE, workspace_bytes)
 
     def _room(self, name: str, size: int) -> _Buffer:
         """Memory for a buffer whose size changes from one candidate to the next, poisoned, guard bands included."""
@@ -259,7 +259,7 @@ class CudaRig(Rig):
         self._start(("plant", addresses["out"]), lambda: _Launch(kernel, arguments, addresses))
 
     def _run(self, invoker: Invoker, addresses: Mapping[str, int]) -> None:
-        workspace = self._buffers[_WORKSPACE].address if invoker.workspace_bytes else 0
+        workspace = self._buffers[WORKSPACE].address if invoker.workspace_bytes else 0
         invoker.run(addresses["x"], addresses["w"], addresses["y"], workspace, self._memory.stream_address)
 
     def _sample(self, setting: Setting) -> _Sample:
@@ -368,8 +368,8 @@ class CudaRig(Rig):
 
     def _guarded_buffers(self, names: tuple[str, ...], weights: _Buffer | None) -> dict[str, _Buffer]:
         """The buffers of a run, four at most, by name."""
-        buffers = {name: self._buffers[name] for name in (*names, self.problem.direction.output, _WORKSPACE)}
-        return buffers | ({} if weights is None else {_PACKED_WEIGHTS: weights})
+        buffers = {name: self._buffers[name] for name in (*names, self.problem.direction.output, WORKSPACE)}
+        return buffers | ({} if weights is None else {PACKED_WEIGHTS: weights})
 
     def _guard(self, action: str, poison: Poison, buffers: Mapping[str, _Buffer]) -> None:
         """Poison or check the guard bands of four buffers at most."""

@@ -19,7 +19,9 @@ from miofind.verify.accuracy import ErrorBounds, error_bounds, overflow
 from miofind.verify.ranges import axes, exponents_along
 from miofind.verify.rig import (
     GUARD_BYTES,
+    PACKED_WEIGHTS,
     PLACEMENT_BYTES,
+    WORKSPACE,
     Findings,
     PackedForm,
     Poison,
@@ -175,7 +177,7 @@ class HostRig(Rig):
             into.poison(setting.poison)
             checksum = self._fill("w", setting)
             self._run(packed.pack, setting, {"x": None, "w": self._tensor("w"), "y": into.bytes}, "y")
-            damaged = [*into.damage("the packed weights"), *self._workspace.damage("the workspace")]
+            damaged = [*into.damage(PACKED_WEIGHTS), *self._workspace.damage(WORKSPACE)]
             damaged += [] if self._buffers["w"].checksum == checksum else ["input w"]
             if damaged:
                 return tuple(damaged)
@@ -197,7 +199,7 @@ class HostRig(Rig):
         self._buffers[output].poison(setting.poison)
         self._run(packed.run, setting, tensors, output)
         findings = self._findings(setting, allowed, checksums)
-        extra = [*weights.damage("the packed weights"), *([] if weights.checksum == before else ["the packed weights"])]
+        extra = [*weights.damage(PACKED_WEIGHTS), *([] if weights.checksum == before else [PACKED_WEIGHTS])]
         return replace(findings, damaged=(*findings.damaged, *extra))
 
     def close(self) -> None:
@@ -375,7 +377,7 @@ class HostRig(Rig):
             damaged += buffer.damage(name)
             if name in checksums and buffer.checksum != checksums[name]:
                 damaged.append(f"input {name}")
-        return tuple(damaged + self._workspace.damage("the workspace"))
+        return tuple(damaged + self._workspace.damage(WORKSPACE))
 
 
 def _read_only(array: NDArray[Any] | None) -> NDArray[Any] | None:
