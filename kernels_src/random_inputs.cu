@@ -1,9 +1,9 @@
 // Fills a tensor with values that depend on a seed and on each element's place in memory alone, and plants others.
 //
 // kind 0: normal, mean 0 and standard deviation 1 (Box-Muller), in float16 to multiples of 2^-12, so that they can be
-// divided by that exactly; kind 1: -1, 0 or 1, equally likely. All are multiplied by 2^even or 2^odd, by the parity of
-// place / stride % size. Grid-stride over the elements, any grid and block. The bits come from splitmix64 (Steele, Lea,
-// Flood: "Fast splittable pseudorandom number generators", 2014). Define: T (dtype name).
+// divided by that exactly; kind 1: -1, 0 or 1, equally likely, half of the zeros negative. All are multiplied by 2^even
+// or 2^odd, by the parity of place / stride % size. Grid-stride over the elements, any grid and block. The bits come
+// from splitmix64 (Steele, Lea, Flood: "Fast splittable pseudorandom number generators", 2014). Define: T (dtype name).
 #include "common/types.cuh"
 
 #ifndef T
@@ -24,6 +24,12 @@ __device__ __forceinline__ float normal(unsigned long long bits) {
   return sqrtf(-2.0f * logf(radius)) * cospif(turns);
 }
 
+// -1, 0, -0 or 1.
+__device__ __forceinline__ double small(unsigned long long bits) {
+  const int value = static_cast<int>((bits >> 33) % 3) - 1;
+  return value == 0 && (bits & 1) ? -0.0 : value;
+}
+
 // `value` with what its type can hold of it: float64 gets the bits that the normal number lacks.
 template <typename Element>
 __device__ __forceinline__ double in_type(float value, unsigned long long bits) {
@@ -41,7 +47,7 @@ extern "C" __global__ void random_inputs(T* __restrict__ out, int64 count, unsig
   const double scales[2] = {scalbn(1.0, even), scalbn(1.0, odd)};
   for (int64 i = int64(blockIdx.x) * blockDim.x + threadIdx.x; i < count; i += step) {
     const unsigned long long bits = random_bits(seed, i);
-    const double value = kind == 0 ? in_type<T>(normal(bits), bits) : static_cast<int>((bits >> 33) % 3) - 1;
+    const double value = kind == 0 ? in_type<T>(normal(bits), bits) : small(bits);
     out[i] = convert<T>(even == odd ? value * scales[0] : value * scales[i / stride % size % 2]);
   }
 }

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,6 +14,27 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 logger = logging.getLogger(__name__)
+
+
+class HostInt:
+    """An integer of 32 bits in page-locked memory.
+
+    Attributes:
+        address: where kernels find it.
+    """
+
+    def __init__(self, memory: Any) -> None:
+        self._at = np.frombuffer(memory, np.int32, 1)
+        self.address = int(memory.ptr)
+
+    @property
+    def value(self) -> int:
+        """The integer."""
+        return int(self._at[0])
+
+    @value.setter
+    def value(self, value: int) -> None:
+        self._at[0] = value
 
 
 class DeviceMemory:
@@ -29,6 +52,7 @@ class DeviceMemory:
         self._device = cupy.cuda.Device(device_index)
         self._pool = cupy.cuda.MemoryPool()
         self._blocks: dict[int, Any] = {}
+        self._other: Any = None
         with self._device:
             self.stream = cupy.cuda.Stream(non_blocking=True)
 
@@ -61,6 +85,29 @@ class DeviceMemory:
             logger.debug("the stream ended with %s", fault)
         finally:
             self._device.__exit__(kind, error, trace)
+
+    @contextmanager
+    def beside(self) -> Iterator[int]:
+        """Address of a second stream, which begins when what the first was given before has ended.
+
+        What the first is given after the block begins when the second has ended.
+        """
+        import cupy
+
+        with self._device:
+            other = self._other = self._other or cupy.cuda.Stream(non_blocking=True)
+            other.wait_event(self.stream.record())
+            try:
+                yield int(other.ptr)
+            finally:
+                self.stream.wait_event(other.record())
+
+    def host_int(self) -> HostInt:
+        """An integer that kernels read while the host writes it."""
+        import cupy
+
+        with self._device:
+            return HostInt(cupy.cuda.alloc_pinned_memory(np.dtype(np.int32).itemsize))
 
     def allocate(self, size: int) -> int:
         """Address of `size` bytes at a multiple of 512.

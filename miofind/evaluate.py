@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import TypeVar
 
 from miofind.candidate import Candidate, Outcome, Status
 from miofind.compiler import Compiler, kernel_hash
@@ -96,6 +97,7 @@ class Spoiled:
     reason: str
 
 
+_Result = TypeVar("_Result")
 Journal = Callable[[Turn], None]
 Event = Outcome | Verdict | Spoiled
 
@@ -199,12 +201,12 @@ class _RaceWatcher(Watcher):
         self._candidates = candidates
         self._device = device
         self._journal = journal
-        self._confirm: dict[str, Callable[[], None]] = {}
+        self._confirm: dict[str, Callable[[bool], None]] = {}
         self._last = ""
         self._used = 0
 
-    def confirms(self, candidate: Candidate, confirm: Callable[[], None]) -> None:
-        """Take what is to be asked of a candidate once it has raced."""
+    def confirms(self, candidate: Candidate, confirm: Callable[[bool], None]) -> None:
+        """Take what is to be asked of a candidate once it has raced, given whether it was cut off."""
         self._confirm[candidate.id] = confirm
 
     def begin(self) -> None:
@@ -228,9 +230,9 @@ class _RaceWatcher(Watcher):
         if self._journal is not None and status is Status.OUT_OF_MEMORY and _holds_memory(self._device, self._used):
             raise _BrokenOffError(_failed(self._candidates[key], status, error), _held(key))
 
-    def confirm(self, key: str) -> None:
+    def confirm(self, key: str, *, cut_off: bool) -> None:
         """See `Watcher.confirm`."""
-        self._confirm[key]()
+        self._confirm[key](cut_off)
 
     def check(self) -> None:
         """Do nothing while the device answers.
@@ -253,14 +255,14 @@ class _Entered:
     max_error: float | None
     fingerprint: int | None
 
-    def confirm(self, verifier: Verifier) -> None:
-        """Do nothing where two more runs are as right as the first ones were.
+    def confirm(self, verifier: Verifier, cut_off: bool) -> None:
+        """Do nothing where it is as right as it was at first.
 
         Raises:
             WrongResultError: they are not.
             LaunchError, MemoryError: one failed.
         """
-        message = verifier.repeat(self.invoker, self.claims, self.fingerprint)
+        message = verifier.repeat(self.invoker, self.claims, self.fingerprint, once=cut_off)
         if message:
             raise WrongResultError(message)
 
@@ -282,6 +284,14 @@ class _Entered:
 
 
 @dataclass(frozen=True, slots=True)
+class _Kernels:
+    """The kernels of a candidate that are not at hand."""
+
+    candidate: Candidate
+    steps: tuple[KernelStep, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class _Bench:
     """What every candidate of a job is tried with."""
 
@@ -291,28 +301,52 @@ class _Bench:
     journal: Journal
 
     def compiled(self, job: Job) -> Iterator[tuple[Candidate, Outcome | None]]:
-        """Each candidate with None, or with the outcome of one whose kernels cannot be compiled."""
-        workers = job.compile_workers or (_processors() if self.device.place is Place.CUDA else 1)
-        with contextlib.closing(in_threads(self._compile, job.candidates, workers, "miofind-compile")) as outcomes:
-            yield from zip(job.candidates, outcomes, strict=True)
+        """Each candidate with None, or with the outcome of one whose kernels cannot be compiled.
 
-    def _compile(self, candidate: Candidate) -> Outcome | None:
-        self.journal(Turn(phase=Phase.COMPILE, candidate=candidate))
-        try:
+        Threads compile. What is at hand is not given to them: Python would let one of them look for it at a time.
+        """
+        asked = [self._asked(candidate) for candidate in job.candidates]
+        wanted = [kernels for kernels in asked if isinstance(kernels, _Kernels) and kernels.steps]
+        workers = job.compile_workers or _processors()
+        with contextlib.closing(in_threads(self._compile, wanted, workers, "miofind-compile")) as compiled:
+            for candidate, answer in zip(job.candidates, asked, strict=True):
+                if isinstance(answer, _Kernels):
+                    yield candidate, next(compiled) if answer.steps else None
+                else:
+                    yield candidate, answer
+
+    def _asked(self, candidate: Candidate) -> _Kernels | Outcome:
+        """The kernels that are to be compiled for a candidate, or the outcome of one that has none to run."""
+
+        def ask() -> _Kernels:
             solver = solver_by_id(candidate.solver_id)
             solver.check_config(self.problem, self.device, candidate.config)
-            kernels = _all_kernels(solver, self.problem, self.device, candidate.config)
-            if self.device.place is Place.CUDA:
-                for step in kernels:
-                    self.compiler.build(step, self.device.arch)
+            steps = _all_kernels(solver, self.problem, self.device, candidate.config)
+            if self.device.place is Place.CPU:
+                return _Kernels(candidate, ())
+            return _Kernels(candidate, tuple(s for s in steps if not self.compiler.is_at_hand(s, self.device)))
+
+        return self._attempted(candidate, ask)
+
+    def _compile(self, kernels: _Kernels) -> Outcome | None:
+        def build() -> None:
+            for step in kernels.steps:
+                self.compiler.build(step, self.device.arch)
+
+        return self._attempted(kernels.candidate, build)
+
+    def _attempted(self, candidate: Candidate, act: Callable[[], _Result]) -> _Result | Outcome:
+        """What comes of a part of a candidate's compilation, or the outcome of one that it fails."""
+        self.journal(Turn(phase=Phase.COMPILE, candidate=candidate))
+        try:
+            result: _Result | Outcome = act()
         except MissingEnvironmentError:
             raise
         except BaseException as error:  # a solver's own code may raise anything
             raise_if_interrupted(error)
-            return _failed(candidate, _status_of(error), error)
-        finally:
-            self.journal(Turn(phase=Phase.COMPILED, candidate=candidate))
-        return None
+            result = _failed(candidate, _status_of(error), error)
+        self.journal(Turn(phase=Phase.COMPILED, candidate=candidate))
+        return result
 
     def try_out(self, candidate: Candidate, verifier: Verifier, race: Race) -> Outcome | _Entered:
         """Verify one candidate and let it enter the race, or say why it failed."""

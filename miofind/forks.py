@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import threading
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 
@@ -22,10 +25,21 @@ def follow_forks(owner: Forkable) -> None:
     _known.add(owner)
 
 
+_loading = threading.RLock()
+
+
+@contextmanager
+def loading() -> Iterator[None]:
+    """Other threads' forks wait meanwhile: Python's locks of modules that are being imported cannot be made anew."""
+    with _loading:
+        yield
+
+
 def _leave_parent() -> None:
     for owner in list(_known):
         owner.leave_parent()
 
 
 if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_loading.acquire, after_in_parent=_loading.release, after_in_child=_loading.release)
     os.register_at_fork(after_in_child=_leave_parent)

@@ -17,6 +17,7 @@ import numpy as np
 
 from miofind.arrays import NUMPY_DTYPES, Framework, as_cupy, framework_of, strides_fit, view
 from miofind.errors import InvalidArrayError, InvalidOptionError, WorkspaceError
+from miofind.solution import WORKSPACE_BASE_ALIGNMENT
 from miofind.tensor import TensorDescriptor
 
 Check = Callable[[Any], Any]
@@ -224,8 +225,10 @@ def workspace_address(workspace: Any, wanted_bytes: int, device_index: int) -> A
         raise WorkspaceError(f"workspace has {raw.nbytes} bytes, the solution needs {wanted_bytes}")
     if raw.device_index != device_index:
         raise WorkspaceError(f"workspace is on {_device_name(raw.device_index)}, not on {_device_name(device_index)}")
-    if raw.address % 16:
-        raise WorkspaceError(f"workspace begins at address {raw.address:#x}, which is not a multiple of 16")
+    if raw.address % WORKSPACE_BASE_ALIGNMENT:
+        raise WorkspaceError(
+            f"workspace begins at address {raw.address:#x}, which is not a multiple of {WORKSPACE_BASE_ALIGNMENT}"
+        )
     return raw.address if raw.host is None else raw.host[:wanted_bytes]
 
 

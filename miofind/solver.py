@@ -22,6 +22,7 @@ from typing import ClassVar
 
 from miofind.device import INSTALL_CUDA, Device, Library, Place
 from miofind.errors import InvalidConfigError, MiofindError, UnknownSolverError, described
+from miofind.forks import loading
 from miofind.interrupts import raise_if_interrupted
 from miofind.problem import DataType, Layout, ProblemDescription
 from miofind.solution import Config, ConfigValue, ConvSolution, Packing
@@ -267,12 +268,13 @@ def _kept_product(solver: Solver) -> tuple[Config, ...]:
 def solvers() -> Mapping[str, Solver]:
     """All registered solvers by id, in a stable order."""
     found: dict[str, Solver] = {}
-    for solver in itertools.chain(_discovered(), _from_entry_points()):
-        if solver.id in found:
-            first, second = type(found[solver.id]).__module__, type(solver).__module__
-            logger.warning("solver %s of %s is left out: %s has one of that id", solver.id, second, first)
-            continue
-        found[solver.id] = solver
+    with loading():
+        for solver in itertools.chain(_discovered(), _from_entry_points()):
+            if solver.id in found:
+                first, second = type(found[solver.id]).__module__, type(solver).__module__
+                logger.warning("solver %s of %s is left out: %s has one of that id", solver.id, second, first)
+                continue
+            found[solver.id] = solver
     return found
 
 

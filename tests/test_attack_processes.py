@@ -103,11 +103,8 @@ BUSY = {
     "while a solver plans its kernels": """
         from miofind.solvers import cpu_gemm1x1
         def wait(*_):
-            if threading.current_thread() is not threading.main_thread():
-                print("busy", flush=True)
-                threading.Event().wait()
-            return solution(*_)
-        solution = cpu_gemm1x1.ConvCpuGemm1x1.solution
+            print("busy", flush=True)
+            threading.Event().wait()
         cpu_gemm1x1.ConvCpuGemm1x1.solution = wait
         miofind.find_solutions(one_by_one)
         """,
@@ -219,6 +216,40 @@ def test_a_forked_child_waits_for_no_lock_of_its_parents_threads(tmp_path: Path)
             handle.close()
 
         assert forked_by_a_thread(work) == 0
+
+
+FORK_IN_A_FIRST_FIND = """
+import os, sys, threading, time, warnings
+import miofind
+warnings.simplefilter("ignore", DeprecationWarning)
+problem = miofind.ProblemDescription.convolution(x=(1, 2, 5, 5), w=(2, 2, 1, 1))
+handle = miofind.Handle("cpu", database=sys.argv[1])
+finding = threading.Thread(target=miofind.find_solutions, args=(problem,), kwargs={"handle": handle})
+finding.start()
+time.sleep(float(sys.argv[2]))
+child = os.fork()
+if not child:
+    import miofind.solver
+    os._exit(0 if miofind.solver.solvers() else 1)
+ended = threading.Timer(30, os.kill, (child, 9))
+ended.start()
+status = os.waitpid(child, 0)[1]
+ended.cancel()
+finding.join()
+sys.exit(os.waitstatus_to_exitcode(status))
+"""
+
+
+@pytest.mark.parametrize("after_s", [0.01, 0.05, 0.1])
+def test_a_fork_waits_for_another_threads_imports(tmp_path: Path, after_s: float) -> None:
+    """The child waited for good for a module that a thread of its parent was importing."""
+    done = subprocess.run(
+        [sys.executable, "-c", FORK_IN_A_FIRST_FIND, str(tmp_path / "finddb.db"), str(after_s)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_forked_child_leaves_its_parents_processes_alone(tmp_path: Path) -> None:

@@ -78,6 +78,21 @@ def test_builds_once(compiler: Compiler, package: CudaPackage, compiled: list[tu
     assert len(compiled) == 1
 
 
+def test_a_binary_is_read_once_until_many_others_came(
+    compiler: Compiler, package: CudaPackage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "_MOST_FRESH", 2)
+    steps = [package.step(defines=(("FACTOR", factor),)) for factor in (3, 4, 5)]
+    binaries = [compiler.build(step, ARCH) for step in steps]
+    read: list[str] = []
+    get = compiler.cache.get
+    monkeypatch.setattr(compiler.cache, "get", lambda key: (read.append(key), get(key))[1])
+    assert [compiler.build(step, ARCH) for step in steps[1:]] == binaries[1:]
+    assert read == []
+    assert compiler.build(steps[0], ARCH).cubin == binaries[0].cubin
+    assert read == [binaries[0].key]
+
+
 @pytest.mark.parametrize("damage", ["cubin", "json"])
 def test_a_damaged_entry_is_rebuilt(
     compiler: Compiler, package: CudaPackage, compiled: list[tuple[str, ...]], damage: str
@@ -85,7 +100,7 @@ def test_a_damaged_entry_is_rebuilt(
     binary = compiler.build(package.step(), ARCH)
     assert binary.path is not None
     binary.path.with_suffix(f".{damage}").write_bytes(b"\x7fELF rubbish")
-    assert compiler.build(package.step(), ARCH).cubin == binary.cubin
+    assert Compiler(compiler.cache).build(package.step(), ARCH).cubin == binary.cubin
     assert len(compiled) == 2
     compiler.build(package.step(), ARCH)
     assert len(compiled) == 2

@@ -280,8 +280,8 @@ def test_a_watcher_hears_of_turns_before_and_of_failures_after() -> None:
         def failed(self, key: str, error: Exception) -> None:
             told.append(f"{key} failed: {error}")
 
-        def confirm(self, key: str) -> None:
-            told.append(f"{key} confirmed")
+        def confirm(self, key: str, *, cut_off: bool) -> None:
+            told.append(f"{key} confirmed" + (", cut off" if cut_off else ""))
 
     stage = ScriptedStage({"a": 1.0, "b": 1.1})
     race = Race(stage, Effort.FIND, watcher=Told())

@@ -91,7 +91,7 @@ def by_solver(events: Iterable[Outcome | Verdict]) -> dict[str, Outcome]:
         ("compile forever", 0, Status.TIMED_OUT, "it compiled for 4 s without an end"),
         ("compile and crash", 0, Status.CRASHED, "SIGSEGV"),
         ("compile and sys.exit", 0, Status.LAUNCH_FAILED, "SystemExit(0)"),
-        ("compile and own Ctrl-C", 0, Status.LAUNCH_FAILED, "KeyboardInterrupt()"),
+        ("compile and own Ctrl-C", 0, Status.CRASHED, "SIGINT"),
     ],
     ids=lambda value: str(value),
 )

@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 _KEY_FORMAT = 1
 _POINTER_BYTES = 8
 _TENSOR_MAP_BYTES = 128
+# Binaries that are kept in memory until they are loaded, so that the cache is read once: some 100 KB each.
+_MOST_FRESH = 256
 
 BuildResult = tuple[KernelStep, Binary | CompileError]
 
@@ -70,6 +72,7 @@ class Compiler:
         self._lock = threading.RLock()
         self._key_locks: dict[str, threading.Lock] = {}
         self._in_memory: dict[str, Binary] = {}
+        self._fresh: dict[str, Binary] = {}
         self._kernels: dict[tuple[str, str, int], Kernel] = {}
         follow_forks(self)
 
@@ -85,6 +88,15 @@ class Compiler:
             CompileError: the source is missing or unreadable.
         """
         return _key(_source(step), step, arch)
+
+    def is_at_hand(self, step: KernelStep, device: Device) -> bool:
+        """Whether a step's kernel need not be compiled: it is loaded, or its binary in memory or in the cache.
+
+        Raises:
+            CompileError: the source is missing or unreadable.
+        """
+        key = self.key(step, device.arch)
+        return (key, step.entry, device.index) in self._kernels or self._known(key) is not None
 
     def build(self, step: KernelStep, arch: str) -> Binary:
         """The binary that holds a step's kernel, from the cache or compiled; needs no GPU.
@@ -134,6 +146,7 @@ class Compiler:
             with self._lock:
                 kernel = self._kernels.get(slot) or load_kernel(binary, step.entry, device)
                 self._kernels[slot] = kernel
+                self._fresh.pop(slot[0], None)
         if step.shared_bytes:
             with self._lock:
                 kernel.allow_shared_bytes(step.shared_bytes)
@@ -165,7 +178,23 @@ class Compiler:
         with self._lock:
             key_lock = self._key_locks.setdefault(key, threading.Lock())
         with key_lock:
-            return self._in_memory.get(key) or self.cache.get(key) or self._compile(source, step, arch, key)
+            return self._known(key) or self._compile(source, step, arch, key)
+
+    def _known(self, key: str) -> Binary | None:
+        """The binary of that key, from memory or the cache."""
+        known = self._in_memory.get(key) or self._fresh.get(key)
+        if known is None:
+            known = self.cache.get(key)
+            if known is not None:
+                self._keep(known)
+        return known
+
+    def _keep(self, binary: Binary) -> None:
+        """Have a binary in memory until it is loaded, or many others have come."""
+        with self._lock:
+            self._fresh[binary.key] = binary
+            while len(self._fresh) > _MOST_FRESH:
+                del self._fresh[next(iter(self._fresh))]
 
     def _compile(self, source: Source, step: KernelStep, arch: str, key: str) -> Binary:
         began = time.monotonic()
@@ -175,6 +204,8 @@ class Compiler:
         binary = self.cache.put(key, compiled.cubin, parse_resources(compiled.log), compiled.log)
         if binary.path is None:
             self._in_memory[key] = binary
+        else:
+            self._keep(binary)
         return binary
 
 

@@ -11,6 +11,7 @@ import logging
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import cast
 
 from miofind.device import Device, require_cupy
 from miofind.errors import LaunchError
@@ -158,13 +159,15 @@ class ConvPlan:
         self.workspace_bytes = step.workspace_bytes
 
     def prepare(self) -> _BoundPlan:
-        """Builds the plan for this thread; `launch` does it where it was not done.
+        """The plan of this thread, built where it has none yet; `launch` does it where it was not done.
 
         Raises:
             LaunchError: cuDNN has no such plan for the problem, or the plan breaks the limits of the record.
         """
         import cupy
 
+        if hasattr(self._local, "bound"):
+            return cast(_BoundPlan, self._local.bound)
         with cupy.cuda.Device(self._device.index):
             handle = _handle(self._device)
             try:

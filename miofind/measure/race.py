@@ -81,8 +81,8 @@ class Watcher:
     def failed(self, key: str, error: MiofindError | MemoryError) -> None:
         """An entrant has failed in its turn; what this raises ends the race."""
 
-    def confirm(self, key: str) -> None:
-        """Do nothing where an entrant's results are right still, after all its samples.
+    def confirm(self, key: str, *, cut_off: bool) -> None:
+        """Do nothing where an entrant's results are right still, after all its samples or the one of a cut-off.
 
         Raises:
             WrongResultError: they are not.
@@ -264,7 +264,9 @@ class Race:
         for runner in self._runners.values():
             if runner.failure is None:
                 self._watcher.turn(runner.entrant.key)
-                self._attempt(runner, functools.partial(self._watcher.confirm, runner.entrant.key))
+                self._attempt(
+                    runner, functools.partial(self._watcher.confirm, runner.entrant.key, cut_off=runner.cut_off)
+                )
         self.blocks = {key: samples for key, samples in self.blocks.items() if self._runners[key].failure is None}
 
     def _attempt(self, runner: _Runner, act: Callable[[], None]) -> None:

@@ -19,6 +19,7 @@ import numpy as np
 from miofind.candidate import Timing
 from miofind.device import Device, Place
 from miofind.errors import LaunchError, MeasurementError, MiofindError, WrongResultError, described
+from miofind.forks import loading
 from miofind.interrupts import raise_if_interrupted
 from miofind.measure.gpu_monitor import GpuMonitor, Reading, gpu_monitor
 from miofind.problem import ProblemDescription
@@ -271,10 +272,11 @@ class _launch_errors:  # noqa: N801, used as a statement's word
 
 
 def _lane(problem: ProblemDescription, device: Device, compiler: Compiler, memory_limit_bytes: int | None) -> Lane:
+    with loading():
+        if device.place is Place.CPU:
+            from miofind.measure.lane_host import HostLane
+        else:
+            from miofind.measure.lane_cuda import CudaLane
     if device.place is Place.CPU:
-        from miofind.measure.lane_host import HostLane
-
         return HostLane(problem)
-    from miofind.measure.lane_cuda import CudaLane
-
     return CudaLane(problem, device, compiler, memory_limit_bytes)

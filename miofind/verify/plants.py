@@ -1,5 +1,7 @@
 """Where infinities and NaN are planted in an input, to see that they reach the results that sum them and no others.
 
+Zeros are planted in the other input where some of them are met, since their products are NaN, not 0.
+
 Pure index arithmetic on logical shapes; knows nothing of devices or buffers.
 """
 
@@ -16,17 +18,18 @@ from miofind.tensor import TensorDescriptor
 
 _MOST = 8
 _LEAST_UNTOUCHED = 4
+_ZEROS = 4
 _VALUES = (math.inf, math.nan, -math.inf)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Plants:
-    """Elements of one tensor that are not finite.
+    """Elements of one tensor that are not finite, or zeros that meet such.
 
     Attributes:
         index: coordinates, an array a dimension.
         places: the same elements' places in memory.
-        values: an infinity or NaN each.
+        values: an infinity, NaN or zero each.
     """
 
     index: tuple[NDArray[np.int64], ...]
@@ -35,19 +38,67 @@ class Plants:
 
 
 def plants_of(problem: ProblemDescription, random: np.random.Generator) -> dict[str, Plants]:
-    """The plants of each input that has some: at its borders and anywhere, so few that most results meet none.
+    """The plants of each input: at its borders and anywhere, so few that most results meet none.
 
     An image (x, or dy for backward data) has one at least. Zeros of the padding, or between strided gradients, make 0
     or NaN of an infinity in the other operand, and neither is promised: that has plants only where they meet no zeros.
     """
     image = "y" if problem.direction is Direction.BACKWARD_DATA else "x"
     other = next(name for name in problem.direction.inputs if name != image)
-    plants = {image: _drawn(problem.tensor(image), max(1, _count(problem, image)), None, random)}
+    in_image = _drawn(problem.tensor(image), max(1, _count(problem, image)), None, random)
+    zeros = _met(problem, in_image.index, random)
     inner = _coordinates_without_padding(problem)
     count = _count(problem, other)
     if count and all(at.size for at in inner):
-        plants[other] = _drawn(problem.tensor(other), count, inner, random)
-    return plants
+        zeros = _joined(zeros, _drawn(problem.tensor(other), count, inner, random))
+    return {image: in_image, other: zeros}
+
+
+def _met(problem: ProblemDescription, image: tuple[NDArray[np.int64], ...], random: np.random.Generator) -> Plants:
+    """For each of some elements of the image, zeros of the other input whose products with it are summed.
+
+    They are in several channels, since other infinities may spoil the results of some.
+    """
+    is_forward, is_data = (problem.direction is each for each in (Direction.FORWARD, Direction.BACKWARD_DATA))
+    c, k = problem.c // problem.groups, problem.k // problem.groups
+    channels = c if is_data else k
+    count = min(_ZEROS, channels)
+    batch, channel, *pixel = (np.repeat(at, count) for at in image)
+    others = (random.integers(0, channels, (image[0].size, 1)) + np.arange(count)).reshape(-1) % channels
+    tap, out_pixel = zip(*(_meeting(problem, i, at, random) for i, at in enumerate(pixel)), strict=True)
+    if is_data:
+        return _planted(problem.w, (channel, others, *tap), np.zeros(batch.size))
+    if is_forward:
+        return _planted(problem.w, (channel // c * k + others, channel % c, *tap), np.zeros(batch.size))
+    return _planted(problem.y, (batch, channel // c * k + others, *out_pixel), np.zeros(batch.size))
+
+
+def _meeting(
+    problem: ProblemDescription, i: int, image: NDArray[np.int64], random: np.random.Generator
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """In spatial dimension i, for each coordinate of the image a tap that it meets, and the output's pixel there.
+
+    Any where there is none: between strides.
+    """
+    stride, dilation, pad = problem.conv.stride[i], problem.conv.dilation[i], problem.conv.pad_before[i]
+    taps = np.arange(problem.filter[i], dtype=np.int64)
+    if problem.direction is Direction.BACKWARD_DATA:
+        x = image[:, None] * stride - pad + taps * dilation
+        meets, out = (x >= 0) & (x < problem.spatial[i]), np.broadcast_to(image[:, None], x.shape)
+    else:
+        shifted = image[:, None] + pad - taps * dilation
+        out = np.clip(shifted // stride, 0, problem.out_spatial[i] - 1)
+        meets = out * stride == shifted
+    tap = np.argmax(meets * random.random(meets.shape), axis=1)
+    return tap, np.take_along_axis(out, tap[:, None], axis=1)[:, 0]
+
+
+def _joined(first: Plants, second: Plants) -> Plants:
+    """The plants of both, those of the second where both have one."""
+    places = np.concatenate([second.places, first.places])
+    _, chosen = np.unique(places, return_index=True)
+    index = tuple(np.concatenate(pair)[chosen] for pair in zip(second.index, first.index, strict=True))
+    return Plants(index=index, places=places[chosen], values=np.concatenate([second.values, first.values])[chosen])
 
 
 def _coordinates_without_padding(problem: ProblemDescription) -> list[NDArray[np.int64]]:
@@ -87,15 +138,22 @@ def _reach(problem: ProblemDescription, name: str) -> int:
 def _drawn(
     tensor: TensorDescriptor, count: int, inner: list[NDArray[np.int64]] | None, random: np.random.Generator
 ) -> Plants:
-    """Plants at random coordinates, of the spatial ones at those listed where they are."""
+    """Plants at random coordinates, of the spatial ones at those listed where they are.
+
+    The first one is an infinity in the image, so that zeros which meet it make NaN of it, and a NaN in the other input.
+    """
     allowed = [np.arange(size, dtype=np.int64) for size in tensor.shape]
     if inner is not None:
         allowed[2:] = inner
     index = tuple(np.unique(np.stack([_chosen(at, count, random) for at in allowed]), axis=1))
+    start = 2 * int(random.integers(2)) if inner is None else 1
+    values = [_VALUES[(start + i) % len(_VALUES)] for i in range(index[0].size)]
+    return _planted(tensor, index, np.array(values))
+
+
+def _planted(tensor: TensorDescriptor, index: tuple[NDArray[np.int64], ...], values: NDArray[np.float64]) -> Plants:
     places = np.array(tensor.strides, dtype=np.int64) @ np.stack(index)
-    start = int(random.integers(len(_VALUES)))
-    values = [_VALUES[(start + i) % len(_VALUES)] for i in range(places.size)]
-    return Plants(index=index, places=places, values=np.array(values))
+    return Plants(index=index, places=places, values=values)
 
 
 def _chosen(allowed: NDArray[np.int64], count: int, random: np.random.Generator) -> NDArray[np.int64]:

@@ -25,13 +25,26 @@ _FLOAT16_GRID = -12
 # Sums of small integers that are scaled highest have a standard deviation of 2/3 to 4/3 of float16's largest number:
 # some 4 % to 70 % of them exceed it, the fewer the more of their products are padding.
 _OVERFLOW = _SUM_BITS + 2
-# A third of the other types' range of exponents either way: what transforms and split products need of it is left to
-# them. The lesser parts of split operands are 2**-22 times the greater ones and must be normal numbers, too.
-_WIDE = {DataType.FLOAT32: 48, DataType.BFLOAT16: 48, DataType.FLOAT64: 160}
-# Powers of two at which 1 is subnormal, and others by which its products with those are normal numbers again; and such
-# that neither 1 nor any product is subnormal.
-_SUBNORMAL = {DataType.FLOAT32: (50, -130), DataType.BFLOAT16: (50, -130), DataType.FLOAT64: (400, -1040)}
-_NORMAL = {DataType.FLOAT32: (50, -60), DataType.BFLOAT16: (50, -60), DataType.FLOAT64: (400, -500)}
+# Powers of two of the first input and of the second in other types, by which normal numbers go up to a third of the
+# range of exponents either way: what transforms and split products need of it is left to them. The lesser parts of
+# split operands are 2**-22 times the greater ones and must be normal numbers, too.
+_WIDE = {
+    DataType.FLOAT32: ((-80, 16), (-16, 80)),
+    DataType.BFLOAT16: ((-80, 16), (-16, 80)),
+    DataType.FLOAT64: ((-300, 20), (-20, 300)),
+}
+# The same for small integers: large ones, and such that are subnormal though their products with large ones are normal
+# again; and where neither 1 nor any product is subnormal.
+_SUBNORMAL = {
+    DataType.FLOAT32: ((88, -130), (12, -130)),
+    DataType.BFLOAT16: ((88, -130), (12, -130)),
+    DataType.FLOAT64: ((900, -1040), (100, -1040)),
+}
+_NORMAL = {
+    DataType.FLOAT32: ((88, -60), (12, -60)),
+    DataType.BFLOAT16: ((88, -60), (12, -60)),
+    DataType.FLOAT64: ((900, -500), (100, -500)),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +111,7 @@ def exact_powers(problem: ProblemDescription, *, subnormal: bool = True) -> Powe
     first, second = (problem.tensor(name).dtype for name in problem.direction.inputs)
     if not _has_float16(problem):
         powers = _SUBNORMAL if subnormal else _NORMAL
-        return Powers(first=powers[first], second=powers[second])
+        return Powers(first=powers[first][0], second=powers[second][1])
     large = _FLOAT16_LARGEST - 1
     return Powers(first=(large, _FLOAT16_LEAST), second=(_room(problem) + _OVERFLOW - large, _FLOAT16_LEAST))
 
@@ -107,7 +120,7 @@ def numeric_powers(problem: ProblemDescription) -> Powers:
     """Powers of two for normal inputs, which leave as many digits to results as unscaled ones would have.
 
     Float16: the first input is small and the second large, results are neither, but where unscaled ones could exceed
-    the type. Other types: both are large and small, results up to 2**96 and down to 2**-96 (2**320 in float64), small
+    the type. Other types: one is large and one small, results up to 2**96 and down to 2**-96 (2**320 in float64), small
     where `exact_powers` makes them large, so that what is off by a small number shows in one of the two.
     """
     if not _has_float16(problem):
@@ -120,7 +133,7 @@ def range_powers(problem: ProblemDescription) -> Powers:
     """Powers of two for the normal inputs of candidates that are not exact: what `numeric_powers` leaves out.
 
     Float16: the first input is large and small, the second small, results are up to 2**15 and among the subnormal ones.
-    Other types: large is what was small there.
+    Other types: even and odd coordinates change places.
     """
     if not _has_float16(problem):
         wide = _wide(problem)
@@ -131,7 +144,7 @@ def range_powers(problem: ProblemDescription) -> Powers:
 
 def _wide(problem: ProblemDescription) -> Powers:
     first, second = (_WIDE[problem.tensor(name).dtype] for name in problem.direction.inputs)
-    return Powers(first=(-first, first), second=(-second, second))
+    return Powers(first=first[0], second=second[1])
 
 
 def _has_float16(problem: ProblemDescription) -> bool:

@@ -25,6 +25,8 @@ GUARD_BYTES = 4096
 PLACEMENT_BYTES = 512
 """Addresses are multiples of this and an offset."""
 
+_ODD = {"x": 1, "w": 3, "y": 5}
+
 WORKSPACE = "the workspace"
 PACKED_WEIGHTS = "the packed weights"
 """What `Findings.damaged` calls the buffers that are no tensors."""
@@ -53,6 +55,7 @@ class Setting:
         keeps_workspace: the workspace is left as the run before left it; poisoned with NaN otherwise.
         is_aligned: tensors lie at multiples of PLACEMENT_BYTES, else where no more is true of their addresses than
             what the candidate asks for.
+        beside: what another run at the same time is given, in tensors and a workspace of its own; None for no such.
     """
 
     values: Values
@@ -61,6 +64,7 @@ class Setting:
     poison: Poison = Poison.NAN
     keeps_workspace: bool = False
     is_aligned: bool = False
+    beside: Setting | None = None
 
     @property
     def contents(self) -> Setting:
@@ -114,6 +118,11 @@ class Findings:
     bound_ratio: float
     fingerprint: int
 
+    @property
+    def is_right(self) -> bool:
+        """Whether there is nothing to complain of."""
+        return self.worst is None and not self.unwritten and not self.damaged
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedForm:
@@ -153,12 +162,12 @@ class Rig(ABC):
         """
 
     @abstractmethod
-    def pack(self, packed: PackedForm, settings: tuple[Setting, ...]) -> tuple[str, ...]:
-        """Pack the weights of each setting into a buffer of its own; what was overwritten that may not be."""
+    def pack(self, packed: PackedForm, setting: Setting, buffer: int) -> tuple[str, ...]:
+        """Pack the weights of a setting into the buffer of that number; what was overwritten that may not be."""
 
     @abstractmethod
-    def packed_trial(self, packed: PackedForm, setting: Setting, factor: float | None) -> Findings:
-        """Run a candidate with the weights of a setting that `pack` was given, and nothing but NaN for w itself."""
+    def packed_trial(self, packed: PackedForm, setting: Setting, factor: float | None, buffer: int) -> Findings:
+        """Run a candidate with the weights of a setting, packed into that buffer, and nothing but NaN for w itself."""
 
     @abstractmethod
     def close(self) -> None:
@@ -177,6 +186,13 @@ class Rig(ABC):
         """The powers of two that an input is multiplied by, and along which axis."""
         at = self.problem.direction.inputs.index(name)
         return setting.powers.pairs[at], axes(self.problem)[at]
+
+    def offset(self, name: str, alignment: int) -> int:
+        """Where a tensor lies behind a multiple of PLACEMENT_BYTES: at a multiple of an alignment, and of no more.
+
+        The tensors lie at different ones, so that their addresses are no more aligned to each other.
+        """
+        return alignment * _ODD[name] % PLACEMENT_BYTES
 
     def output_index(self, flat: int) -> tuple[int, ...]:
         """Logical index of the output element with that flat logical index."""

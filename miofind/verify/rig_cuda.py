@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -12,10 +13,10 @@ from numpy.typing import NDArray
 
 from miofind.device import Device
 from miofind.device_kernels import Argument, DeviceKernels, GridStride, Scaling, filling, float64, int32, int64
-from miofind.device_memory import DeviceMemory
+from miofind.device_memory import DeviceMemory, HostInt
 from miofind.problem import ProblemDescription
 from miofind.reference import numpy_dtype, reference_step, round_once
-from miofind.solution import Pointer
+from miofind.solution import WORKSPACE_BASE_ALIGNMENT, Pointer
 from miofind.values import Values
 from miofind.verify.accuracy import error_bounds, least_exponent, overflow
 from miofind.verify.ranges import axes
@@ -55,6 +56,9 @@ _MEMORY_SHARE = 4
 # Infinities spoil whole tiles where they go astray: a sample sees that, where the whole output would take long.
 _PLANTED_SHARE = 16
 _TENSORS = ("x", "w", "y")
+# How long two runs wait for the host to launch both.
+_HELD_NS = 20_000_000
+_OTHER = "the other"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,13 +115,14 @@ class CudaRig(Rig):
         self._samples: dict[Setting, _Sample] = {}
         self._checksums: dict[tuple[str, Setting], int] = {}
         self._planted: dict[str, tuple[int, int]] = {}
-        self._packed: dict[Setting, _Buffer] = {}
+        self._packed: dict[int, _Buffer] = {}
         self._rooms: dict[str, _Buffer] = {}
         self._bound: dict[Hashable, Callable[[], None]] = {}
+        self._released: HostInt | None = None
         try:
             with self._memory:
                 self._buffers = {name: self._guarded(problem.tensor(name).bytes) for name in _TENSORS}
-                self._buffers[WORKSPACE] = self._room(WORKSPACE, 0)
+                self._buffers[WORKSPACE] = self._room(WORKSPACE, 0, WORKSPACE_BASE_ALIGNMENT)
                 self._report = self._memory.allocate(_SLOTS * _SLOT_BYTES)
                 budget = self._budget.within(self._memory.free_bytes // _MEMORY_SHARE)
                 self._whole = {
@@ -129,27 +134,76 @@ class CudaRig(Rig):
             raise
 
     def trial(self, invoker: Invoker, setting: Setting, factor: float | None) -> Findings:
-        """See `Rig.trial`."""
+        """See `Rig.trial`; where the device has no room for a second run there is none."""
+        inputs = self.problem.direction.inputs
         with self._memory:
             self._begin(setting, invoker)
             sample = self._sample(setting)
-            self._run(invoker, {name: self._buffers[name].address for name in _TENSORS})
-            return self._findings(setting, factor, sample, self.problem.direction.inputs)
+            other = self._other_buffers(invoker) if setting.beside else {}
+            if setting.beside is None or not other:
+                self._run(invoker, self._addresses())
+                return self._findings(setting, factor, sample, inputs)
+            with self._with(other):
+                self._begin(setting.beside, invoker)
+                self._sample(setting.beside)
+            with self._held(), self._memory.beside() as stream:
+                self._run(invoker, self._addresses())
+                with self._with(other):
+                    self._run(invoker, self._addresses(), stream)
+            findings = self._findings(setting, factor, sample, inputs)
+            if not findings.is_right:
+                return findings
+            with self._with(other):
+                self._clear_report()
+                return self._findings(setting.beside, factor, sample, inputs)
 
-    def pack(self, packed: PackedForm, settings: tuple[Setting, ...]) -> tuple[str, ...]:
+    def _other_buffers(self, invoker: Invoker) -> dict[str, _Buffer]:
+        """Tensors and a workspace for a second run, placed as those of the first; nothing where there is no room."""
+        mine = {name: self._buffers[name] for name in _TENSORS}
+        try:
+            other = {
+                name: self._room(f"{_OTHER} {name}", buffer.bytes, buffer.address % PLACEMENT_BYTES)
+                for name, buffer in mine.items()
+            }
+            workspace = self._room(f"{_OTHER} {WORKSPACE}", invoker.workspace_bytes, WORKSPACE_BASE_ALIGNMENT)
+        except MemoryError:
+            return {}
+        return other | {WORKSPACE: workspace}
+
+    @contextmanager
+    def _held(self) -> Iterator[None]:
+        """What is given to streams meanwhile begins afterwards, all at once."""
+        if self._released is None:
+            self._released = self._memory.host_int()
+        released = self._released
+        released.value = 0
+        kernel = GridStride(source="verify.cu", entry="verify_hold", items=1, dtype=self.problem.output.dtype)
+        launch = _Launch(kernel, ("released", int64(_HELD_NS)), {"released": released.address})
+        self._start("hold", lambda: launch)
+        try:
+            yield
+        finally:
+            released.value = 1
+
+    @contextmanager
+    def _with(self, buffers: Mapping[str, _Buffer]) -> Iterator[None]:
+        """Some buffers are others meanwhile."""
+        mine, self._buffers = self._buffers, {**self._buffers, **buffers}
+        try:
+            yield
+        finally:
+            self._buffers = mine
+
+    def pack(self, packed: PackedForm, setting: Setting, buffer: int) -> tuple[str, ...]:
         """See `Rig.pack`."""
         with self._memory:
-            self._packed.clear()
-            for number, setting in enumerate(settings):
-                into = self._packed[setting.contents] = self._room(f"{PACKED_WEIGHTS} {number}", packed.bytes)
-                self._memory.set_bytes(into.address, setting.poison, into.bytes)
-                self._begin(replace(setting, is_aligned=False), packed.pack)
-                self._fill("w", setting)
-                self._guard("poison", setting.poison, {PACKED_WEIGHTS: into})
-                self._run(packed.pack, {"x": 0, "w": self._buffers["w"].address, "y": into.address})
-                if damaged := self._packing_damage(setting, into):
-                    return damaged
-        return ()
+            into = self._packed[buffer] = self._room(f"{PACKED_WEIGHTS} {buffer}", packed.bytes)
+            self._memory.set_bytes(into.address, setting.poison, into.bytes)
+            self._begin(replace(setting, is_aligned=False), packed.pack)
+            self._fill("w", setting)
+            self._guard("poison", setting.poison, {PACKED_WEIGHTS: into})
+            self._run(packed.pack, {"x": 0, "w": self._buffers["w"].address, "y": into.address})
+            return self._packing_damage(setting, into)
 
     def _packing_damage(self, setting: Setting, into: _Buffer) -> tuple[str, ...]:
         buffers = {"w": self._buffers["w"], WORKSPACE: self._buffers[WORKSPACE], PACKED_WEIGHTS: into}
@@ -158,18 +212,17 @@ class CudaRig(Rig):
         report = self._memory.download(self._report, _SLOTS, np.uint64)
         return self._damaged(report, buffers, setting, ("w",))
 
-    def packed_trial(self, packed: PackedForm, setting: Setting, factor: float | None) -> Findings:
+    def packed_trial(self, packed: PackedForm, setting: Setting, factor: float | None, buffer: int) -> Findings:
         """See `Rig.packed_trial`."""
         with self._memory:
             self._begin(replace(setting, is_aligned=False), packed.run)
             sample = self._sample(setting)
-            weights, w = self._packed[setting.contents], self._buffers["w"]
+            weights, w = self._packed[buffer], self._buffers["w"]
             self._memory.set_bytes(w.address, Poison.NAN, w.bytes)
             before = self._checksum_now(weights)
             self._guard("poison", setting.poison, {PACKED_WEIGHTS: weights})
             self._clear_report()
-            addresses = {name: self._buffers[name].address for name in _TENSORS} | {"w": weights.address}
-            self._run(packed.run, addresses)
+            self._run(packed.run, self._addresses() | {"w": weights.address})
             image = tuple(name for name in self.problem.direction.inputs if name != "w")
             findings = self._findings(setting, factor, sample, image, weights)
             changed = [] if self._checksum_now(weights) == before else [PACKED_WEIGHTS]
@@ -179,6 +232,9 @@ class CudaRig(Rig):
         """Give all memory back."""
         self._bound.clear()
         self._memory.close()
+
+    def _addresses(self) -> dict[str, int]:
+        return {name: self._buffers[name].address for name in _TENSORS}
 
     def _guarded(self, size: int) -> _Buffer:
         """Memory at a multiple of PLACEMENT_BYTES, poisoned, guard bands included."""
@@ -203,10 +259,9 @@ class CudaRig(Rig):
 
     def _place(self, alignment: int) -> None:
         """Move the tensors to addresses that are multiples of what the candidate asks for, and of no more."""
-        offset = alignment % PLACEMENT_BYTES
         for name in _TENSORS:
             buffer = self._buffers[name]
-            address = buffer.base + GUARD_BYTES + offset
+            address = buffer.base + GUARD_BYTES + self.offset(name, alignment)
             if address != buffer.address:
                 self._buffers[name] = replace(buffer, address=address)
                 self._memory.set_bytes(buffer.base, Poison.NAN, buffer.bytes + 2 * GUARD_BYTES + PLACEMENT_BYTES)
@@ -215,10 +270,13 @@ class CudaRig(Rig):
         """Make the workspace that large, poisoned where it was not; memory once taken is kept for the next."""
         if self._buffers[WORKSPACE].bytes != workspace_bytes:
             self._buffers[WORKSPACE] = _NOTHING  # whatever comes of asking for more
-            self._buffers[WORKSPACE] = self._room(WORKSPACE, workspace_bytes)
+            self._buffers[WORKSPACE] = self._room(WORKSPACE, workspace_bytes, WORKSPACE_BASE_ALIGNMENT)
 
-    def _room(self, name: str, size: int) -> _Buffer:
-        """Memory for a buffer whose size changes from one candidate to the next, poisoned, guard bands included."""
+    def _room(self, name: str, size: int, offset: int = 0) -> _Buffer:
+        """Memory for a buffer whose size changes from one candidate to the next, poisoned, guard bands included.
+
+        It lies `offset` bytes, below PLACEMENT_BYTES, behind a multiple of PLACEMENT_BYTES.
+        """
         held = self._rooms.get(name)
         if held is None or held.bytes < size:
             if held is not None:
@@ -227,7 +285,7 @@ class CudaRig(Rig):
                 self._memory.free(held.base)
             held = self._rooms[name] = self._guarded(size)
         self._memory.set_bytes(held.base, Poison.NAN, size + 2 * GUARD_BYTES + PLACEMENT_BYTES)
-        return replace(held, bytes=size)
+        return replace(held, address=held.base + GUARD_BYTES + offset, bytes=size)
 
     def _fill(self, name: str, setting: Setting) -> None:
         """Fill an input; the first time, take the checksum of what it holds."""
@@ -258,9 +316,10 @@ class CudaRig(Rig):
         arguments = ("out", "places", "values", int64(count))
         self._start(("plant", addresses["out"]), lambda: _Launch(kernel, arguments, addresses))
 
-    def _run(self, invoker: Invoker, addresses: Mapping[str, int]) -> None:
+    def _run(self, invoker: Invoker, addresses: Mapping[str, int], stream: int | None = None) -> None:
         workspace = self._buffers[WORKSPACE].address if invoker.workspace_bytes else 0
-        invoker.run(addresses["x"], addresses["w"], addresses["y"], workspace, self._memory.stream_address)
+        stream = self._memory.stream_address if stream is None else stream
+        invoker.run(addresses["x"], addresses["w"], addresses["y"], workspace, stream)
 
     def _sample(self, setting: Setting) -> _Sample:
         """What is checked with a setting, and the references of its unscaled inputs; leaves scaled ones in place."""

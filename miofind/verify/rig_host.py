@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import math
+import threading
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +16,9 @@ from numpy.typing import NDArray
 
 from miofind.problem import DataType, ProblemDescription
 from miofind.reference import numpy_dtype, reference_on_host, round_once
+from miofind.solution import WORKSPACE_BASE_ALIGNMENT
 from miofind.tensor import TensorDescriptor
+from miofind.threads import in_threads
 from miofind.values import FLOAT16_GRID, Values
 from miofind.verify.accuracy import ErrorBounds, error_bounds, overflow
 from miofind.verify.ranges import axes, exponents_along
@@ -44,6 +49,8 @@ _THIN_CHANNELS = 8
 # And elements of one: some 240 bytes are kept of each.
 _WHOLE_ELEMENTS = 1 << 21
 _SUBNORMAL_PRODUCTS = 1 << 20
+# How long one of two runs waits for the other to begin with it.
+_PATIENCE_S = 0.5
 
 
 class GuardedArray:
@@ -51,15 +58,20 @@ class GuardedArray:
 
     Attributes:
         bytes: those between the bands.
+        offset: of their address from a multiple of 512.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, offset: int = 0) -> None:
         self._raw = np.empty(size + 2 * GUARD_BYTES + 2 * PLACEMENT_BYTES, np.uint8)
         self._size = size
-        self.place(0)
+        self.offset = -1
+        self.move(offset)
 
-    def place(self, offset: int) -> None:
-        """Lie at `offset` bytes, below 512, from a multiple of 512; contents are lost, guard bands whole."""
+    def move(self, offset: int) -> None:
+        """Lie at `offset` bytes, below 512, from a multiple of 512; if it moves, contents are lost."""
+        if offset == self.offset:
+            return
+        self.offset = offset
         start = -(self._raw.ctypes.data + GUARD_BYTES) % PLACEMENT_BYTES + offset
         self._whole = self._raw[start : start + self._size + 2 * GUARD_BYTES]
         self.bytes = self._whole[GUARD_BYTES : GUARD_BYTES + self._size]
@@ -100,7 +112,9 @@ def random_values(descriptor: TensorDescriptor, values: Values, seed: int) -> ND
     random = np.random.default_rng(seed)
     wide = np.float64 if descriptor.dtype is DataType.FLOAT64 else np.float32
     if values is Values.TERNARY:
-        return random.integers(-1, 2, descriptor.shape, np.int8).astype(wide)
+        small: NDArray[Any] = random.integers(-1, 2, descriptor.shape, np.int8).astype(wide)
+        small *= random.integers(0, 2, descriptor.shape, np.int8) * 2 - 1  # some zeros are negative
+        return small
     normal: NDArray[Any] = random.standard_normal(descriptor.shape, wide)
     if descriptor.dtype is DataType.FLOAT16:
         normal = np.rint(normal / np.float32(FLOAT16_GRID)) * np.float32(FLOAT16_GRID)
@@ -146,12 +160,12 @@ class HostRig(Rig):
     def __init__(self, problem: ProblemDescription, seed: int) -> None:
         super().__init__(problem, seed)
         self._buffers = {name: GuardedArray(problem.tensor(name).bytes) for name in ("x", "w", "y")}
-        self._workspace = GuardedArray(0)
-        self._packed: dict[Setting, GuardedArray] = {}
-        self._placed = 0
+        self._workspace = GuardedArray(0, WORKSPACE_BASE_ALIGNMENT)
+        self._second: dict[str, GuardedArray] = {}
+        self._packed: dict[int, GuardedArray] = {}
         self._random: dict[tuple[str, Values], NDArray[Any]] = {}
         self._references: dict[Setting, _Reference] = {}
-        self._allowances: dict[tuple[Setting, float | None], _Allowance] = {}
+        self._allowances: dict[Hashable, _Allowance] = {}
 
     @property
     def takes_subnormals(self) -> bool:
@@ -160,51 +174,46 @@ class HostRig(Rig):
 
     def trial(self, invoker: Invoker, setting: Setting, factor: float | None) -> Findings:
         """See `Rig.trial`."""
-        self._place(0 if setting.is_aligned else invoker.alignment_bytes)
-        checksums = {name: self._fill(name, setting) for name in self.problem.direction.inputs}
-        allowed = self._allowed(setting, factor)
-        output = self.problem.direction.output
-        self._buffers[output].poison(setting.poison)
-        self._run(invoker, setting, {name: self._tensor(name) for name in self._buffers}, output)
-        return self._findings(setting, allowed, checksums)
+        allowed, checksums = self._begin(invoker, setting, factor)
+        run = self._ready(invoker, setting)
+        if setting.beside is None:
+            run()
+            return self._findings(setting, allowed, checksums)
+        with self._others():
+            others_allowed, others_checksums = self._begin(invoker, setting.beside, factor)
+            _at_once(run, self._ready(invoker, setting.beside))
+            findings = self._findings(setting.beside, others_allowed, others_checksums)
+        return self._findings(setting, allowed, checksums) if findings.is_right else findings
 
-    def pack(self, packed: PackedForm, settings: tuple[Setting, ...]) -> tuple[str, ...]:
+    def pack(self, packed: PackedForm, setting: Setting, buffer: int) -> tuple[str, ...]:
         """See `Rig.pack`."""
-        self._packed.clear()
         self._place(packed.pack.alignment_bytes)
-        for setting in settings:
-            into = self._packed[setting.contents] = GuardedArray(packed.bytes)
-            into.poison(setting.poison)
-            checksum = self._fill("w", setting)
-            self._run(packed.pack, setting, {"x": None, "w": self._tensor("w"), "y": into.bytes}, "y")
-            damaged = [*into.damage(PACKED_WEIGHTS), *self._workspace.damage(WORKSPACE)]
-            damaged += [] if self._buffers["w"].checksum == checksum else ["input w"]
-            if damaged:
-                return tuple(damaged)
-        return ()
+        into = self._packed.get(buffer)
+        if into is None or into.bytes.size != packed.bytes:
+            into = self._packed[buffer] = GuardedArray(packed.bytes)
+        into.poison(setting.poison)
+        checksum = self._fill("w", setting)
+        self._clear_workspace(packed.pack, setting)
+        self._ready(packed.pack, setting, written="y", x=None, y=into.bytes)()
+        damaged = [*into.damage(PACKED_WEIGHTS), *self._workspace.damage(WORKSPACE)]
+        return (*damaged, *([] if self._buffers["w"].checksum == checksum else ["input w"]))
 
-    def packed_trial(self, packed: PackedForm, setting: Setting, factor: float | None) -> Findings:
+    def packed_trial(self, packed: PackedForm, setting: Setting, factor: float | None, buffer: int) -> Findings:
         """See `Rig.packed_trial`."""
-        self._place(packed.run.alignment_bytes)
-        image = next(name for name in self.problem.direction.inputs if name != "w")
-        self._fill("w", setting)
-        checksums = {image: self._fill(image, setting)}
-        allowed = self._allowed(setting, factor)
+        allowed, checksums = self._begin(packed.run, replace(setting, is_aligned=False), factor)
         self._buffers["w"].poison()
-        weights = self._packed[setting.contents]
+        weights = self._packed[buffer]
         weights.poison_guards(setting.poison)
         before = weights.checksum
-        tensors = {name: self._tensor(name) for name in self._buffers} | {"w": weights.bytes}
-        output = self.problem.direction.output
-        self._buffers[output].poison(setting.poison)
-        self._run(packed.run, setting, tensors, output)
-        findings = self._findings(setting, allowed, checksums)
+        self._ready(packed.run, setting, w=weights.bytes)()
+        findings = self._findings(setting, allowed, {name: checksums[name] for name in checksums if name != "w"})
         extra = [*weights.damage(PACKED_WEIGHTS), *([] if weights.checksum == before else [PACKED_WEIGHTS])]
         return replace(findings, damaged=(*findings.damaged, *extra))
 
     def close(self) -> None:
         """Forget all buffers."""
         self._buffers.clear()
+        self._second.clear()
         self._packed.clear()
         self._random.clear()
         self._references.clear()
@@ -212,11 +221,8 @@ class HostRig(Rig):
 
     def _place(self, alignment: int) -> None:
         """Move the tensors to addresses that are multiples of what the candidate asks for, and of no more."""
-        offset = alignment % PLACEMENT_BYTES
-        if offset != self._placed:
-            for buffer in self._buffers.values():
-                buffer.place(offset)
-            self._placed = offset
+        for name, buffer in self._buffers.items():
+            buffer.move(self.offset(name, alignment))
 
     def _tensor(self, name: str) -> NDArray[Any]:
         return self._buffers[name].tensor(self.problem.tensor(name))
@@ -252,22 +258,53 @@ class HostRig(Rig):
         along = exponents_along(pair, axis, np.arange(shape[axis.dimension], dtype=np.int64))
         return along.reshape([-1 if i == axis.dimension else 1 for i in range(len(shape))])
 
-    def _run(self, invoker: Invoker, setting: Setting, tensors: Mapping[str, Any], written: str) -> None:
-        """Run once; after the first run inputs are read-only, so that whoever mends what it wrote raises."""
+    def _begin(self, invoker: Invoker, setting: Setting, factor: float | None) -> tuple[_Allowance, Mapping[str, int]]:
+        """Place and fill the tensors, poison what is no input; what is allowed, and the checksums of the inputs."""
+        self._place(0 if setting.is_aligned else invoker.alignment_bytes)
+        checksums = {name: self._fill(name, setting) for name in self.problem.direction.inputs}
+        allowed = self._allowed(setting, factor)
+        self._buffers[self.problem.direction.output].poison(setting.poison)
+        self._clear_workspace(invoker, setting)
+        return allowed, checksums
+
+    def _clear_workspace(self, invoker: Invoker, setting: Setting) -> None:
+        """Make the workspace as large as a candidate asks for, poisoned unless the setting keeps it."""
         if self._workspace.bytes.size != invoker.workspace_bytes:
-            self._workspace = GuardedArray(invoker.workspace_bytes)
+            self._workspace = GuardedArray(invoker.workspace_bytes, WORKSPACE_BASE_ALIGNMENT)
         elif not setting.keeps_workspace:
             self._workspace.poison(setting.poison)
         self._workspace.poison_guards(setting.poison)
-        workspace = self._workspace.bytes if invoker.workspace_bytes else None
-        given = dict(tensors)
+
+    def _ready(self, invoker: Invoker, setting: Setting, *, written: str = "", **others: Any) -> Callable[[], None]:
+        """A run in the present buffers; after the first run inputs are read-only, so that whoever mends one raises.
+
+        Args:
+            written: the tensor that is no input; the problem's output by default.
+            others: what stands for a tensor.
+        """
+        given = {name: self._tensor(name) for name in self._buffers} | others
         if setting.poison is Poison.FINITE:
-            given |= {name: _read_only(array) for name, array in tensors.items() if name != written}
-        invoker.run(given["x"], given["w"], given["y"], workspace, 0)
+            kept = written or self.problem.direction.output
+            given |= {name: _read_only(array) for name, array in given.items() if name != kept}
+        workspace = self._workspace.bytes if invoker.workspace_bytes else None
+        return functools.partial(invoker.run, given["x"], given["w"], given["y"], workspace, 0)
+
+    @contextlib.contextmanager
+    def _others(self) -> Iterator[None]:
+        """The buffers are those of a second run meanwhile."""
+        mine = self._buffers, self._workspace
+        if not self._second:
+            self._second = {name: GuardedArray(buffer.bytes.size) for name, buffer in self._buffers.items()}
+        self._buffers, self._workspace = self._second, GuardedArray(0, WORKSPACE_BASE_ALIGNMENT)
+        try:
+            yield
+        finally:
+            self._buffers, self._workspace = mine
 
     def _allowed(self, setting: Setting, factor: float | None) -> _Allowance:
         """What a trial may find; computed once for all candidates of one growth."""
-        key = (setting.contents, factor)
+        pairs = setting.powers.pairs
+        key = (setting.unscaled, tuple(a + b for a in pairs[0] for b in pairs[1]), factor)
         if key not in self._allowances:
             unscaled = self._reference(setting)
             reference = unscaled.scaled(self._output_exponents(setting)) if setting.powers else unscaled
@@ -378,6 +415,19 @@ class HostRig(Rig):
             if name in checksums and buffer.checksum != checksums[name]:
                 damaged.append(f"input {name}")
         return tuple(damaged + self._workspace.damage(WORKSPACE))
+
+
+def _at_once(*runs: Callable[[], None]) -> None:
+    """Carry runs out at the same time; one after the other where no threads can be had."""
+    begin = threading.Barrier(len(runs))
+
+    def carry_out(run: Callable[[], None]) -> None:
+        with contextlib.suppress(threading.BrokenBarrierError):
+            begin.wait(_PATIENCE_S)
+        run()
+
+    for _ in in_threads(carry_out, runs, len(runs), "miofind-verify"):
+        pass
 
 
 def _read_only(array: NDArray[Any] | None) -> NDArray[Any] | None:

@@ -17,6 +17,7 @@ import numpy as np
 
 from miofind.device import Device, Place
 from miofind.errors import LaunchError, MiofindError, described
+from miofind.forks import loading
 from miofind.interrupts import raise_if_interrupted
 from miofind.problem import ProblemDescription
 from miofind.values import Values
@@ -40,8 +41,8 @@ class Gate(StrEnum):
     EXACT: inputs from {-1, 0, 1} times powers of two, bit for bit. NUMERIC: normal inputs, errors within their bound.
     RANGE: the same at other magnitudes, for those that are not exact. NONFINITE: infinities and NaN at a few places of
     normal inputs reach the results that sum them and no others, where that is claimed. PACKED: the packed form, with
-    two sets of weights. REPEAT: NUMERIC after the race, equal to its first run bit for bit where that is claimed, then
-    EXACT or RANGE: two runs, of which every second one may be wrong.
+    three sets of weights. REPEAT: NUMERIC after the race, equal to its first run bit for bit where that is claimed,
+    then with one input changed and with the other one, too.
     """
 
     EXACT = "exact"
@@ -126,34 +127,31 @@ class Verifier:
         message = "" if claims.packed is None else self._packed_complaint(claims.packed, claims)
         return _verdict(message, numeric)
 
-    def repeat(self, invoker: Invoker, claims: Claims, fingerprint: int | None) -> str:
-        """What is wrong with two more runs of a candidate that was found right; "" if nothing is.
+    def repeat(self, invoker: Invoker, claims: Claims, fingerprint: int | None, *, once: bool = False) -> str:
+        """What is wrong with more runs of a candidate that was found right; "" if nothing is.
+
+        Each differs from the one before in one input alone, so that whoever keeps results, or transforms of an input,
+        by what the other one holds is found out. Beside the last one runs another with other inputs.
 
         Args:
             fingerprint: of its first verdict; the output's must be equal where the candidate is deterministic.
+            once: the first of these runs only, for slow candidates.
 
         Raises:
             LaunchError, MemoryError: as `verify`.
         """
         # Another poison than at first, so that bits that depend on what the output held differ.
         poison = Poison.NAN if claims.exact else Poison.FINITE
-        normal = replace(_later(self._normal(claims)), poison=poison)
-        trial = _Trial(gate=Gate.REPEAT, setting=normal, factor=self._factor(claims))
-        findings = self._tried(invoker, trial)
-        message = self._complaint(trial, findings)
-        if message:
-            return message
-        if invoker.deterministic and findings.fingerprint != fingerprint:
-            output = self.problem.direction.output
-            return (
-                f"{Gate.REPEAT} gate, seed {self.seed}: {output} differs from that of the first run on equal inputs, "
-                "and the solution says that it is deterministic"
-            )
-        # Where the run before found other numbers: what is kept by address is stale now.
-        other = self._exact() if claims.exact else self._ranging()
-        setting = replace(_later(other), is_aligned=normal.is_aligned)
-        trial = _Trial(gate=Gate.REPEAT, setting=setting, factor=None if claims.exact else self._factor(claims))
-        return self._complaint(trial, self._tried(invoker, trial))
+        settings = self._one_by_one(replace(_later(self._normal(claims)), poison=poison))
+        for setting in settings[:1] if once else settings:
+            trial = _Trial(gate=Gate.REPEAT, setting=setting, factor=self._factor(claims))
+            findings = self._tried(invoker, trial)
+            message = self._complaint(trial, findings)
+            if message:
+                return message
+            if setting is settings[0] and invoker.deterministic and findings.fingerprint != fingerprint:
+                return self._change(Gate.REPEAT)
+        return ""
 
     def close(self) -> None:
         """Give all memory back."""
@@ -190,30 +188,69 @@ class Verifier:
     def _ranging(self) -> Setting:
         return Setting(values=Values.NORMAL, powers=range_powers(self.problem))
 
+    def _one_by_one(self, setting: Setting) -> tuple[Setting, ...]:
+        """A setting, the same with half the second input, and that with twice the first one, beside another run.
+
+        That has a quarter of the second input: other inputs and other results.
+        """
+        first, second = setting.powers.pairs
+        half, quarter = (
+            replace(_later(setting), powers=replace(setting.powers, second=_times(second, power))) for power in (-1, -2)
+        )
+        twice = replace(half, powers=replace(half.powers, first=_times(first, 1)), beside=quarter)
+        return setting, half, twice
+
+    def _change(self, gate: Gate) -> str:
+        output = self.problem.direction.output
+        return (
+            f"{gate} gate, seed {self.seed}: {output} differs from that of the first run on equal inputs, and the "
+            "solution says that it is deterministic"
+        )
+
     def _factor(self, claims: Claims) -> float:
         return claims.growth * direct_error(self.problem)
 
     def _packed_complaint(self, packed: PackedForm, claims: Claims) -> str:
-        """What is wrong with the packed form, with weights that were packed before others and after them."""
+        """What is wrong with the packed form.
+
+        Two sets of weights are packed before either is used. Then a third takes the place of the one that ran last, and
+        the first must give what it gave.
+        """
         factor = self._factor(claims)
         first = _Trial(gate=Gate.PACKED, setting=self._normal(claims), factor=factor)
-        other = self._exact() if claims.exact else self._ranging()
-        second = _Trial(
-            gate=Gate.PACKED,
-            setting=replace(other, poison=Poison.FINITE),
-            factor=None if claims.exact else factor,
-        )
-        settings = (first.setting, second.setting)
-        damaged = self._found(packed.pack, functools.partial(self._rig.pack, packed, settings))
-        if damaged:
-            return f"{Gate.PACKED} gate, seed {self.seed}: overwritten while w was packed: {', '.join(damaged)}"
-        for trial in (first, second):
-            run = functools.partial(self._rig.packed_trial, packed, trial.setting, trial.factor)
-            findings = self._found(packed.run, run)
-            message = self._complaint(trial, findings)
-            if message:
-                return message
-        return ""
+        other = replace(self._exact() if claims.exact else self._ranging(), poison=Poison.FINITE)
+        second = _Trial(gate=Gate.PACKED, setting=other, factor=None if claims.exact else factor)
+        planted = replace(first.setting, planted=True, poison=Poison.FINITE)
+        third = first if claims.spreads_nonfinite else replace(first, setting=planted)
+        seen: dict[Setting, int] = {}
+
+        def steps() -> Iterator[str]:
+            yield self._packing_complaint(packed, first, 0)
+            yield self._packing_complaint(packed, second, 1)
+            yield self._packed_run_complaint(packed, first, 0, seen)
+            yield self._packed_run_complaint(packed, second, 1, seen)
+            yield self._packing_complaint(packed, third, 1)
+            yield self._packed_run_complaint(packed, third, 1, seen)
+            yield self._packed_run_complaint(packed, first, 0, seen)
+
+        return next(filter(None, steps()), "")
+
+    def _packing_complaint(self, packed: PackedForm, trial: _Trial, buffer: int) -> str:
+        act = functools.partial(self._rig.pack, packed, trial.setting, buffer)
+        damaged = self._found(packed.pack, act)
+        if not damaged:
+            return ""
+        return f"{trial.gate} gate, seed {self.seed}: overwritten while w was packed: {', '.join(damaged)}"
+
+    def _packed_run_complaint(self, packed: PackedForm, trial: _Trial, buffer: int, seen: dict[Setting, int]) -> str:
+        """What is wrong with a run of the packed form; `seen` are the fingerprints of its runs."""
+        run = functools.partial(self._rig.packed_trial, packed, trial.setting, trial.factor, buffer)
+        findings = self._found(packed.run, run)
+        message = self._complaint(trial, findings)
+        before = seen.setdefault(trial.setting, findings.fingerprint)
+        if message or not packed.run.deterministic or findings.fingerprint == before:
+            return message
+        return self._change(trial.gate)
 
     def _tried(self, invoker: Invoker, trial: _Trial) -> Findings:
         return self._found(invoker, functools.partial(self._rig.trial, invoker, trial.setting, trial.factor))
@@ -259,9 +296,16 @@ class Verifier:
             for name, (even, odd) in zip(self.problem.direction.inputs, setting.powers.pairs, strict=True)
             if even or odd
         ]
+        if setting.beside:
+            scales.append("two runs at once")
         if setting.planted:
-            scales.append(f"infinities or NaN in {' and '.join(self._rig.plants)}")
+            scales.append(f"infinities, NaN or zeros in {' and '.join(self._rig.plants)}")
         return f" ({', '.join(scales)})" if scales else ""
+
+
+def _times(pair: tuple[int, int], power: int) -> tuple[int, int]:
+    """Powers of two, multiplied by another."""
+    return pair[0] + power, pair[1] + power
 
 
 def _later(setting: Setting) -> Setting:
@@ -284,10 +328,11 @@ def _verdict(message: str, numeric: Findings | None) -> Verdict:
 def _rig(
     problem: ProblemDescription, device: Device, compiler: Compiler, seed: int, budget: SampleBudget | None
 ) -> Rig:
+    with loading():
+        if device.place is Place.CPU:
+            from miofind.verify.rig_host import HostRig
+        else:
+            from miofind.verify.rig_cuda import CudaRig
     if device.place is Place.CPU:
-        from miofind.verify.rig_host import HostRig
-
         return HostRig(problem, seed)
-    from miofind.verify.rig_cuda import CudaRig
-
     return CudaRig(problem, device, compiler, seed, budget)

@@ -236,6 +236,13 @@ _add(
     Kernel(copies_late=True),
     workspace_bytes=8 << 10,
 )
+_add("needs_equal_alignment", "Input and output must lie equally far from a multiple of 64 bytes.", SINGLE)
+_add(
+    "needs_alignment_of_64_in_workspace",
+    "The workspace must begin at a multiple of 64 bytes.",
+    DATA,
+    workspace_bytes=1024,
+)
 
 # Right at first and wrong later, or other bits each time.
 _add("wrong_from_second_run", "The second run and all later ones are wrong.", SINGLE)
@@ -301,6 +308,16 @@ _add(
     exact=False,
 )
 _add("keeps_images_by_address", "A copy of x is kept by its address.", HALF)
+_add("keeps_output_by_weights", "An output is kept by what the weights hold, whatever x holds.", SINGLE)
+_add("keeps_output_by_images", "An output is kept by what x holds, whatever the weights hold.", SINGLE)
+_add(
+    "inexact_and_keeps_output_by_gradients",
+    "An output is kept by what dy holds, whatever x holds, of an algorithm that need not be exact.",
+    WEIGHTS,
+    Kernel(branch="keeps_output_by_images"),
+    exact=False,
+)
+_add("shares_memory_between_runs", "Sums lie in memory that two runs at the same time share.", DATA)
 _add("other_last_bits_each_run", "The last bits are others each time; said to be deterministic.", SINGLE)
 _add(
     "inexact_and_other_last_bits",
@@ -348,6 +365,8 @@ _add("errors_follow_the_image", "Errors follow the largest number of the image, 
 _add("overflows_between", "Large inputs overflow in between.", SINGLE)
 _add("underflows_between", "Small inputs underflow in between.", DATA)
 _add("double_in_the_range_of_single", "float64 has the range of float32.", DOUBLE)
+_add("clamps_images_at_1e20", "Pixels are clamped to 1e20.", SINGLE)
+_add("clamps_weights_at_1e20", "Weights are clamped to 1e20.", DATA)
 
 # Infinities and NaN go where they should not, or get lost.
 _add("spreads_everywhere", "One infinity makes all outputs NaN.", SINGLE)
@@ -357,6 +376,14 @@ _add("spreads_from_weights", "An infinite weight reaches all outputs.", HALF)
 _add("nan_becomes_zero", "NaN in an input is taken for zero.", SINGLE)
 _add("infinity_becomes_a_number", "Infinity in an input is taken for a large number.", DATA)
 _add("infinity_becomes_nan", "Infinity in an input becomes NaN.", SINGLE)
+_add("skips_zeros", "A weight of zero is left out, also where it meets an infinity.", SINGLE)
+_add(
+    "skips_zeros_of_gradients",
+    "A gradient of zero is left out, also where it meets an infinity.",
+    WEIGHTS,
+    Kernel(branch="skips_zeros"),
+)
+_add("negative_zero_is_nan", "Zeros are told by their bits, and negative ones have others.", DATA)
 
 # The whole is right, and its packing is wrong.
 _PACKS = Kernel(packs=True)
@@ -380,6 +407,14 @@ _add(
     _PACKS,
     workspace_bytes=512,
 )
+_add(
+    "keeps_packed_weights_by_address",
+    "Packed weights are kept by their address and not read again when others were packed there.",
+    SINGLE,
+    _PACKS,
+)
+_add("packed_run_spreads", "An infinity in x makes all outputs NaN where weights are packed.", SINGLE, _PACKS)
+_add("packed_run_changes_later", "The last bits of a packed run are others each time.", LONG_SINGLE, _PACKS)
 
 _add = _controls.add
 _RIGHT_KERNEL = Kernel(branch="right")

@@ -171,3 +171,19 @@ def wrong_when_well_aligned(call: Call) -> None:
     if all(_address(call.tensors[name]) % 64 == 0 for name in "xwy"):
         w[..., 0, 0] = 0
     call.write(call.sums(w=w))
+
+
+@mutant(FORWARD)
+def needs_equal_alignment(call: Call) -> None:
+    """Rows are copied by words that expect input and output at equal distances from a multiple of 64 bytes."""
+    values = call.sums()
+    if (_address(call.tensors["x"]) - _address(call.out)) % 64:
+        values[:, :, 0] = 0
+    call.write(values)
+
+
+@mutant(DATA, workspace_bytes=1024)
+def needs_alignment_of_64_in_workspace(call: Call) -> None:
+    """Partial sums are expected at a multiple of 64 bytes, which a workspace need not begin at."""
+    assert call.scratch is not None
+    call.write(call.sums() + (_address(call.scratch) % 64 != 0))

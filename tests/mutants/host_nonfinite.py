@@ -75,3 +75,23 @@ def nonfinite_images_are_skipped(call: Call) -> None:
     x = call.inputs["x"]
     x[~np.isfinite(x).all(axis=(1, 2, 3))] = 0
     call.write(call.sums(x=x))
+
+
+@mutant(DENSE)
+def skips_zeros(call: Call) -> None:
+    """A weight of zero is left out, also where it meets an infinity."""
+    x, w = call.inputs["x"], call.inputs["w"]
+    call.write(call.sums() if np.isfinite(x).all() else call.sums(w=np.where(w == 0, 1e-200, w)))
+
+
+@mutant(WEIGHTS)
+def skips_zeros_of_gradients(call: Call) -> None:
+    """A gradient of zero is left out, also where it meets an infinity."""
+    x, dy = call.inputs["x"], call.inputs["y"]
+    call.write(call.sums() if np.isfinite(x).all() else call.sums(y=np.where(dy == 0, 1e-200, dy)))
+
+
+@mutant(DATA)
+def negative_zero_is_nan(call: Call) -> None:
+    """Zeros are told by their bits, and negative ones have others."""
+    call.write(_changed(call, lambda a: np.where((a == 0) & np.signbit(a), np.nan, a)))

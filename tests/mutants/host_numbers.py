@@ -254,3 +254,15 @@ def rounds_twice_below_normal(call: Call) -> None:
     values = call.sums()
     twice = round_once(values, HALF.y.dtype).astype(np.float64)
     call.write(np.where(np.abs(values) < _LEAST_HALF / 2, twice, values))
+
+
+@mutant(SINGLE)
+def clamps_images_at_1e20(call: Call) -> None:
+    """Pixels are clamped to 1e20."""
+    call.write(call.sums(x=np.clip(call.inputs["x"], -1e20, 1e20)))
+
+
+@mutant(DATA)
+def clamps_weights_at_1e20(call: Call) -> None:
+    """Weights are clamped to 1e20."""
+    call.write(call.sums(w=np.clip(call.inputs["w"], -1e20, 1e20)))

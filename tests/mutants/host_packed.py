@@ -63,8 +63,10 @@ def _packing(
     return Packed(pack, run, size)
 
 
-def _register(problem: ProblemDescription, **parts: Any) -> Callable[[Callable[[Call], None]], object]:
-    return mutant(problem, _packing(**parts))
+def _register(
+    problem: ProblemDescription, exact: bool = True, **parts: Any
+) -> Callable[[Callable[[Call], None]], object]:
+    return mutant(problem, _packing(**parts), exact=exact)
 
 
 def _changed_pack(change: Callable[[Wide], Wide]) -> Callable[[Call, Bytes], None]:
@@ -229,4 +231,41 @@ def _raise(call: Call, packed: Bytes) -> None:
 @_register(FORWARD, pack=_raise)
 def packing_fails(call: Call) -> None:
     """Packing raises, though the solver offers it."""
+    right(call)
+
+
+def _run_kept(call: Call, packed: Bytes) -> None:
+    kept = call.state.setdefault("kept", {})
+    address = int(packed.__array_interface__["data"][0])
+    _run_with(call, kept.setdefault(address, _weights(call, packed).copy()))
+
+
+@_register(FORWARD, run=_run_kept)
+def keeps_packed_weights_by_address(call: Call) -> None:
+    """Packed weights are kept by their address and not read again when others were packed there."""
+    right(call)
+
+
+def _run_spreading(call: Call, packed: Bytes) -> None:
+    run(call, packed)
+    call.out[...] += (0 * call.tensors["x"].sum()).astype(call.out.dtype)
+
+
+@_register(FORWARD, run=_run_spreading)
+def packed_run_spreads(call: Call) -> None:
+    """An infinity in x makes all outputs NaN where weights are packed."""
+    right(call)
+
+
+def _run_later(call: Call, packed: Bytes) -> None:
+    run(call, packed)
+    call.state["packed runs"] = call.state.get("packed runs", 0) + 1
+    if call.state["packed runs"] >= 4:
+        last = call.out[-1, -1, -1]
+        call.out[-1, -1, -1] = np.nextafter(last, last.dtype.type(np.inf))
+
+
+@_register(DATA, run=_run_later, exact=False)
+def packed_run_changes_later(call: Call) -> None:
+    """The last bits of the fourth run with packed weights are others than the second one's."""
     right(call)

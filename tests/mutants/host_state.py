@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -189,6 +190,36 @@ def inexact_and_keeps_weights(call: Call) -> None:
 def keeps_images_by_address(call: Call) -> None:
     """A copy of x in another layout is kept by its address."""
     call.write(call.sums(x=_kept(call, _address(call.tensors["x"]), lambda: call.inputs["x"])))
+
+
+def _contents(array: Array) -> int:
+    return zlib.crc32(array.tobytes())
+
+
+@mutant(FORWARD)
+def keeps_output_by_weights(call: Call) -> None:
+    """An output is kept by what the weights hold, whatever x holds."""
+    call.write(_kept(call, _contents(call.tensors["w"]), call.sums))
+
+
+@mutant(FORWARD)
+def keeps_output_by_images(call: Call) -> None:
+    """An output is kept by what x holds, whatever the weights hold."""
+    call.write(_kept(call, _contents(call.tensors["x"]), call.sums))
+
+
+@mutant(WEIGHTS, exact=False)
+def inexact_and_keeps_output_by_gradients(call: Call) -> None:
+    """An output is kept by what dy holds, whatever x holds, of an algorithm that need not be exact."""
+    call.write(_kept(call, _contents(call.tensors["y"]), call.sums))
+
+
+@mutant(DATA)
+def shares_memory_between_runs(call: Call) -> None:
+    """Sums lie in memory that two runs at the same time share."""
+    call.state["shared"] = call.sums()
+    time.sleep(0.003)
+    call.write(call.state["shared"])
 
 
 def last_bits(call: Call, values: Wide, change: Array) -> None:

@@ -61,6 +61,8 @@ enum class Mutant {
   needs_alignment_of_256_in_output,
   wrong_when_well_aligned,
   begins_too_early,
+  needs_equal_alignment,
+  needs_alignment_of_64_in_workspace,
   // state
   wrong_from_second_run,
   wrong_from_third_run,
@@ -81,6 +83,9 @@ enum class Mutant {
   keeps_weights,
   keeps_weights_by_address,
   keeps_images_by_address,
+  keeps_output_by_weights,
+  keeps_output_by_images,
+  shares_memory_between_runs,
   other_last_bits_each_run,
   other_last_bits_from_eighth_run,
   last_bits_by_the_clock,
@@ -115,6 +120,8 @@ enum class Mutant {
   overflows_between,
   underflows_between,
   double_in_the_range_of_single,
+  clamps_images_at_1e20,
+  clamps_weights_at_1e20,
   // infinities and NaN
   spreads_everywhere,
   spreads_to_its_image,
@@ -123,6 +130,8 @@ enum class Mutant {
   nan_becomes_zero,
   infinity_becomes_a_number,
   infinity_becomes_nan,
+  skips_zeros,
+  negative_zero_is_nan,
   // packing
   packs_coarse_weights,
   packs_a_flipped_filter,
@@ -138,6 +147,9 @@ enum class Mutant {
   packed_run_drops_a_row,
   packed_run_leaves_an_element,
   packed_run_writes_after_workspace,
+  keeps_packed_weights_by_address,
+  packed_run_spreads,
+  packed_run_changes_later,
   // right ones
   adds_in_any_order,
   says_that_its_bound_is_wide,
@@ -158,6 +170,9 @@ __device__ constexpr bool is(Mutant mutant) {
   return kMutant == mutant;
 }
 
+constexpr bool kKeepsByContents = is(Mutant::keeps_output_by_weights) || is(Mutant::keeps_output_by_images);
+constexpr bool kKeepsOutput = kKeepsByContents || is(Mutant::replays_first_output) ||
+                              is(Mutant::replays_output_by_address) || is(Mutant::shares_memory_between_runs);
 constexpr bool kIsSlow =
     is(Mutant::is_slow) || is(Mutant::slow_and_wrong_from_fourth_run) || is(Mutant::cut_off_and_wrong_from_third_run);
 
@@ -178,6 +193,7 @@ using Out = T_W;
 // What earlier runs left behind; zero when the kernel is loaded.
 __device__ unsigned runs;
 __device__ const void* kept_of;
+__device__ unsigned long long kept_contents;
 __device__ double kept[kMostKept];
 
 // What one run knows besides its tensors.
@@ -247,6 +263,7 @@ __device__ double taken(double value, const Run& run) {
   if constexpr (is(Mutant::underflows_between)) return static_cast<float>(value * 0x1p-100) * 0x1p100;
   if constexpr (is(Mutant::double_in_the_range_of_single))
     return fabs(value) > kMostSingle ? value * __longlong_as_double(0x7FF0000000000000ll) : flushed(value, 0x1p-149);
+  if constexpr (is(Mutant::negative_zero_is_nan)) return value == 0 && signbit(value) ? nan("") : value;
   if constexpr (is(Mutant::nan_becomes_zero)) return isnan(value) ? 0.0 : value;
   if constexpr (is(Mutant::infinity_becomes_a_number)) return isinf(value) ? copysign(0x1p100, value) : value;
   if constexpr (is(Mutant::infinity_becomes_nan)) return value + (value - value);
@@ -360,7 +377,10 @@ __device__ double add(double sum, double product) {
 
 __device__ double load_b(const Run& run, Index offset) {
   if constexpr (is(Mutant::keeps_weights) || is(Mutant::keeps_weights_by_address)) return kept[offset];
-  return convert<double>(run.b[offset]);
+  if constexpr (is(Mutant::keeps_packed_weights_by_address) && kPacked) return kept[offset];
+  const double value = convert<double>(run.b[offset]);
+  if constexpr (is(Mutant::clamps_weights_at_1e20)) return fmin(fmax(value, -1e20), 1e20);
+  return value;
 }
 
 __device__ double load_a(const Run& run, Index offset) {
@@ -369,7 +389,9 @@ __device__ double load_a(const Run& run, Index offset) {
     const int64 address = reinterpret_cast<int64>(run.a) & ~15ll;
     return convert<double>(reinterpret_cast<const A*>(address)[offset]);
   }
-  return convert<double>(run.a[offset]);
+  const double value = convert<double>(run.a[offset]);
+  if constexpr (is(Mutant::clamps_images_at_1e20)) return fmin(fmax(value, -1e20), 1e20);
+  return value;
 }
 
 template <typename T>
@@ -390,6 +412,8 @@ __device__ double sum_of(const Geometry& conv, const Position& out, const Run& r
       if (!term.meets) sum = add(sum, load_b(run, term.b));
     if (!term.meets || is_dropped(conv, out, term, run)) continue;
     const double a = taken(load_a(run, term.a), run), b = taken(load_b(run, term.b), run);
+    if constexpr (is(Mutant::skips_zeros))
+      if (a == 0 || b == 0) continue;
     magnitude += fabs(a) * fabs(b);
     sum = add(sum, a * b);
   }
@@ -483,11 +507,14 @@ __device__ void store(Out* place, double sum, const Run& run, Index rank) {
     if (run.number >= 10) return;
   if constexpr (is(Mutant::needs_alignment_of_256_in_output))
     if (reinterpret_cast<int64>(run.out) % 256 != 0 && rank < 16) sum = 0;
+  if constexpr (is(Mutant::needs_equal_alignment))
+    if ((reinterpret_cast<int64>(run.a) - reinterpret_cast<int64>(run.out)) % 64 != 0 && rank < 16) sum = 0;
+  if constexpr (is(Mutant::packed_run_changes_later)) sum = kPacked ? last_bits(sum, run.number, rank) : sum;
   if constexpr (is(Mutant::other_last_bits_each_run)) sum = last_bits(sum, run.number, rank);
   if constexpr (is(Mutant::other_last_bits_from_eighth_run)) sum = run.number >= 8 ? last_bits(sum, 0, rank) : sum;
   if constexpr (is(Mutant::last_bits_by_the_clock)) sum = last_bits(sum, static_cast<unsigned>(clock64()), rank);
   if constexpr (is(Mutant::last_bits_by_the_output)) sum = is_poisoned ? sum : last_bits(sum, 0, rank);
-  if constexpr (is(Mutant::replays_first_output) || is(Mutant::replays_output_by_address)) sum = kept[rank];
+  if constexpr (kKeepsOutput) sum = kept[rank];
   *place = convert<Out>(sum);
 }
 
@@ -503,6 +530,28 @@ __device__ void keep(const T* values, Index size) {
   for (Index i = threadIdx.x; i < size; i += kThreads) kept[i] = convert<double>(values[i]);
 }
 
+__device__ Position output_at(const Geometry& conv, Index rank) {
+  if constexpr (kDirection == 0) return position_of<false>(rank, conv.k, conv.out);
+  if constexpr (kDirection == 1) return position_of<false>(rank, conv.c, conv.size);
+  return position_of<false>(rank, conv.c / conv.groups, conv.taps);
+}
+
+// A checksum of what an input holds.
+template <typename T>
+__device__ unsigned long long contents_of(const T* values, Index size) {
+  unsigned long long sum = 0;
+  for (Index i = 0; i < size; ++i) sum = sum * 0x100000001B3ull + __double_as_longlong(convert<double>(values[i]));
+  return sum;
+}
+
+// Whether the output is computed anew.
+__device__ bool is_another(const Run& run, const Sizes& sizes, unsigned long long contents) {
+  if constexpr (is(Mutant::shares_memory_between_runs)) return true;
+  if constexpr (is(Mutant::replays_first_output)) return run.number == 1;
+  if constexpr (kKeepsByContents) return run.number == 1 || contents != kept_contents;
+  return kept_of != run.a;
+}
+
 // What this run takes from earlier ones; the only block.
 __device__ void remember(const Geometry& conv, const Run& run) {
   const Sizes sizes = sizes_of(conv);
@@ -512,20 +561,19 @@ __device__ void remember(const Geometry& conv, const Run& run) {
     if (kept_of != run.b) keep(run.b, sizes.b);
   if constexpr (is(Mutant::keeps_images_by_address))
     if (kept_of != run.a) keep(run.a, sizes.a);
-  if constexpr (is(Mutant::replays_first_output) || is(Mutant::replays_output_by_address))
-    if (is(Mutant::replays_first_output) ? run.number == 1 : kept_of != run.a)
-      for (Index i = threadIdx.x; i < sizes.out; i += kThreads) {
-        const Position out = position_of<false>(i,
-                                                kDirection == 2 ? conv.c / conv.groups
-                                                : kDirection    ? conv.c
-                                                                : conv.k,
-                                                kDirection == 2 ? conv.taps
-                                                : kDirection    ? conv.size
-                                                                : conv.out);
-        kept[i] = sum_of(conv, out, run);
-      }
+  if constexpr (is(Mutant::keeps_packed_weights_by_address) && kPacked)
+    if (kept_of != run.b) keep(run.b, sizes.b);
+  unsigned long long contents = 0;
+  if constexpr (is(Mutant::keeps_output_by_weights)) contents = contents_of(run.b, sizes.b);
+  if constexpr (is(Mutant::keeps_output_by_images)) contents = contents_of(run.a, sizes.a);
+  if constexpr (kKeepsOutput)
+    if (is_another(run, sizes, contents))
+      for (Index i = threadIdx.x; i < sizes.out; i += kThreads) kept[i] = sum_of(conv, output_at(conv, i), run);
   __syncthreads();  // all of it is kept, and its address was compared, before the sums read it or another is noted
-  if (threadIdx.x == 0) kept_of = is(Mutant::keeps_weights_by_address) ? (const void*)run.b : (const void*)run.a;
+  if (threadIdx.x != 0) return;
+  const bool is_of_weights = is(Mutant::keeps_weights_by_address) || is(Mutant::keeps_packed_weights_by_address);
+  kept_of = is_of_weights ? (const void*)run.b : (const void*)run.a;
+  kept_contents = contents;
 }
 
 // What is written beside the output.
@@ -553,6 +601,7 @@ __device__ double from_workspace(const unsigned char* scratch) {
   const auto* parts = reinterpret_cast<const float*>(scratch);
   if constexpr (is(Mutant::expects_a_clear_workspace)) return parts[7];
   if constexpr (is(Mutant::adds_to_numbers_in_workspace)) return number_or_zero(parts[3]);
+  if constexpr (is(Mutant::needs_alignment_of_64_in_workspace)) return reinterpret_cast<int64>(scratch) % 64 != 0;
   return 0;
 }
 
@@ -566,6 +615,7 @@ __device__ double from_outside(const Geometry& conv, const Run& run) {
 __device__ double zeros_of_others(const Geometry& conv, const Run& run, const Position& out) {
   const Sizes sizes = sizes_of(conv);
   if constexpr (is(Mutant::spreads_everywhere)) return zero_times(run.a, 0, sizes.a) + zero_times(run.b, 0, sizes.b);
+  if constexpr (is(Mutant::packed_run_spreads)) return kPacked ? zero_times(run.a, 0, sizes.a) : 0;
   if constexpr (is(Mutant::spreads_to_its_image)) {
     const Index image = sizes.a / conv.n;
     return zero_times(run.a, out.n * image, (out.n + 1) * image);
@@ -577,12 +627,6 @@ __device__ double zeros_of_others(const Geometry& conv, const Run& run, const Po
     return 0 * sum_of(conv, beside, run);
   }
   return 0;
-}
-
-__device__ Position output_at(const Geometry& conv, Index rank) {
-  if constexpr (kDirection == 0) return position_of<false>(rank, conv.k, conv.out);
-  if constexpr (kDirection == 1) return position_of<false>(rank, conv.c, conv.size);
-  return position_of<false>(rank, conv.c / conv.groups, conv.taps);
 }
 
 __device__ const Strides& output_strides(const Geometry& conv) {
@@ -614,6 +658,11 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   if constexpr (kIsSlow) {
     const int64 start = clock64();
     while (clock64() - start < 8000000) {  // some 4 ms
+    }
+  }
+  if constexpr (is(Mutant::shares_memory_between_runs)) {
+    const int64 start = clock64();
+    while (clock64() - start < 1000000) {  // some 0.5 ms
     }
   }
   if constexpr (is(Mutant::says_that_it_needs_alignment))
