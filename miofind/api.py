@@ -88,13 +88,13 @@ def run_solution(
         w: (k, c/groups, *filter), for forward and backward data.
         dy: (n, k, *out_spatial), for both backward directions.
         out: the output, allocated like the first input if left out; it shares no memory with an input.
-        workspace: at least `solution.workspace_bytes` bytes that are no other array's; allocated if left out, not
-            looked at where they are 0.
+        workspace: at least `solution.workspace_bytes` bytes that are no other array's, on a GPU at a multiple of 256;
+            allocated if left out, not looked at where they are 0.
         stream: a CuPy or PyTorch stream or its address; the current stream of the first input's library if left out.
 
     Raises:
         InvalidArrayError: what was given and what the problem wants.
-        WorkspaceError: the workspace is too small, or shares memory with another array.
+        WorkspaceError: the workspace is too small, not aligned, or shares memory with another array.
         LaunchError: the launch failed and no other solution of the same find could take over.
     """
     if not isinstance(solution, Solution):

@@ -17,8 +17,13 @@ import numpy as np
 
 from miofind.arrays import NUMPY_DTYPES, Framework, as_cupy, framework_of, strides_fit, view
 from miofind.errors import InvalidArrayError, InvalidOptionError, WorkspaceError
-from miofind.solution import WORKSPACE_BASE_ALIGNMENT
 from miofind.tensor import TensorDescriptor
+
+WORKSPACE_ALIGNMENT = 256
+"""A workspace on a GPU begins at a multiple of this, as do its regions: cuBLASLt asks for no less."""
+
+HOST_WORKSPACE_ALIGNMENT = 16
+"""A workspace in host memory begins at a multiple of this, as NumPy's arrays do."""
 
 Check = Callable[[Any], Any]
 """Takes an array; gives its device address, or the NumPy array over its host memory."""
@@ -225,10 +230,9 @@ def workspace_address(workspace: Any, wanted_bytes: int, device_index: int) -> A
         raise WorkspaceError(f"workspace has {raw.nbytes} bytes, the solution needs {wanted_bytes}")
     if raw.device_index != device_index:
         raise WorkspaceError(f"workspace is on {_device_name(raw.device_index)}, not on {_device_name(device_index)}")
-    if raw.address % WORKSPACE_BASE_ALIGNMENT:
-        raise WorkspaceError(
-            f"workspace begins at address {raw.address:#x}, which is not a multiple of {WORKSPACE_BASE_ALIGNMENT}"
-        )
+    alignment = HOST_WORKSPACE_ALIGNMENT if device_index < 0 else WORKSPACE_ALIGNMENT
+    if raw.address % alignment:
+        raise WorkspaceError(f"workspace begins at address {raw.address:#x}, which is not a multiple of {alignment}")
     return raw.address if raw.host is None else raw.host[:wanted_bytes]
 
 

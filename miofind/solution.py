@@ -16,13 +16,8 @@ from typing import Any
 
 from miofind.device import Library
 from miofind.errors import InvalidConfigError
+from miofind.operands import WORKSPACE_ALIGNMENT
 from miofind.problem import DataType, MathMode
-
-WORKSPACE_ALIGNMENT = 256
-"""Regions of a workspace begin at multiples of this from its start."""
-
-WORKSPACE_BASE_ALIGNMENT = 16
-"""A workspace begins at a multiple of this."""
 
 ConfigValue = int | float | bool | str | dict[str, int]
 

@@ -35,7 +35,7 @@ LAYERS = {
 
 
 class Spoiled(Invoker):
-    """Runs another invoker, then adds to a part of the output."""
+    """Runs another invoker, then doubles a part of the output and adds 1, which shows in large numbers and in zeros."""
 
     def __init__(self, inner: Invoker) -> None:
         self._inner = inner
@@ -48,7 +48,8 @@ class Spoiled(Invoker):
     def run(self, x: Any, w: Any, y: Any, workspace: Any, stream: int) -> None:
         self._inner.run(x, w, y, workspace, stream)
         if self.part is not None:
-            {"x": x, "w": w, "y": y}[self.problem.direction.output][self.part] += 1
+            part = {"x": x, "w": w, "y": y}[self.problem.direction.output][self.part]
+            part[...] = 2 * part + 1
 
 
 def middles(problem: ProblemDescription) -> Iterator[tuple[Any, ...]]:

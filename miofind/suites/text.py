@@ -28,7 +28,8 @@ def read_lines(path: Path, *, errors: str = "strict") -> list[str]:
             raise InvalidOptionError(f"{path} has more than {MAX_FILE_BYTES >> 20} MiB: name a smaller file, or parts")
         lines = content.decode("utf-8-sig", errors).splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise InvalidOptionError(f"file {path} cannot be read: {error}") from error
+        reason = (isinstance(error, OSError) and error.strerror) or error
+        raise InvalidOptionError(f"file {path} cannot be read: {reason}") from error
     for number, line in enumerate(lines, start=1):
         if len(line) > MAX_LINE_CHARS:
             raise InvalidOptionError(

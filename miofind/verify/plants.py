@@ -19,6 +19,7 @@ from miofind.tensor import TensorDescriptor
 _MOST = 8
 _LEAST_UNTOUCHED = 4
 _ZEROS = 4
+_DRAWS = 16
 _VALUES = (math.inf, math.nan, -math.inf)
 
 
@@ -45,12 +46,15 @@ def plants_of(problem: ProblemDescription, random: np.random.Generator) -> dict[
     """
     image = "y" if problem.direction is Direction.BACKWARD_DATA else "x"
     other = next(name for name in problem.direction.inputs if name != image)
-    in_image = _drawn(problem.tensor(image), max(1, _count(problem, image)), None, random)
+    in_image = _in_image(problem, image, max(1, _count(problem, image)), random)
     zeros = _met(problem, in_image.index, random)
     inner = _coordinates_without_padding(problem)
     count = _count(problem, other)
     if count and all(at.size for at in inner):
-        zeros = _joined(zeros, _drawn(problem.tensor(other), count, inner, random))
+        drawn = np.stack(
+            [_chosen(at, count, random) for at in (*map(np.arange, problem.tensor(other).shape[:2]), *inner)]
+        )
+        zeros = _joined(zeros, _nonfinite(problem.tensor(other), drawn, 1))
     return {image: in_image, other: zeros}
 
 
@@ -76,21 +80,24 @@ def _met(problem: ProblemDescription, image: tuple[NDArray[np.int64], ...], rand
 def _meeting(
     problem: ProblemDescription, i: int, image: NDArray[np.int64], random: np.random.Generator
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """In spatial dimension i, for each coordinate of the image a tap that it meets, and the output's pixel there.
+    """In spatial dimension i, for each coordinate of the image a tap that it meets, and the output's pixel there."""
+    meets, out = _meetings(problem, i, image)
+    tap = np.argmax(meets * random.random(meets.shape), axis=1)
+    return tap, np.take_along_axis(out, tap[:, None], axis=1)[:, 0]
 
-    Any where there is none: between strides.
-    """
+
+def _meetings(
+    problem: ProblemDescription, i: int, image: NDArray[np.int64]
+) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
+    """In spatial dimension i, whether coordinates of the image meet each tap, and the output's pixel if they do."""
     stride, dilation, pad = problem.conv.stride[i], problem.conv.dilation[i], problem.conv.pad_before[i]
     taps = np.arange(problem.filter[i], dtype=np.int64)
     if problem.direction is Direction.BACKWARD_DATA:
         x = image[:, None] * stride - pad + taps * dilation
-        meets, out = (x >= 0) & (x < problem.spatial[i]), np.broadcast_to(image[:, None], x.shape)
-    else:
-        shifted = image[:, None] + pad - taps * dilation
-        out = np.clip(shifted // stride, 0, problem.out_spatial[i] - 1)
-        meets = out * stride == shifted
-    tap = np.argmax(meets * random.random(meets.shape), axis=1)
-    return tap, np.take_along_axis(out, tap[:, None], axis=1)[:, 0]
+        return (x >= 0) & (x < problem.spatial[i]), np.broadcast_to(image[:, None], x.shape)
+    shifted = image[:, None] + pad - taps * dilation
+    out = np.clip(shifted // stride, 0, problem.out_spatial[i] - 1)
+    return out * stride == shifted, out
 
 
 def _joined(first: Plants, second: Plants) -> Plants:
@@ -135,20 +142,25 @@ def _reach(problem: ProblemDescription, name: str) -> int:
     return reach[problem.direction][name]
 
 
-def _drawn(
-    tensor: TensorDescriptor, count: int, inner: list[NDArray[np.int64]] | None, random: np.random.Generator
-) -> Plants:
-    """Plants at random coordinates, of the spatial ones at those listed where they are.
+def _in_image(problem: ProblemDescription, image: str, count: int, random: np.random.Generator) -> Plants:
+    """Plants of the image at random coordinates that some result sums, and one that none does where there are such.
 
-    The first one is an infinity in the image, so that zeros which meet it make NaN of it, and a NaN in the other input.
+    The first one is an infinity, so that zeros which meet it make NaN of it.
     """
-    allowed = [np.arange(size, dtype=np.int64) for size in tensor.shape]
-    if inner is not None:
-        allowed[2:] = inner
-    index = tuple(np.unique(np.stack([_chosen(at, count, random) for at in allowed]), axis=1))
-    start = 2 * int(random.integers(2)) if inner is None else 1
-    values = [_VALUES[(start + i) % len(_VALUES)] for i in range(index[0].size)]
-    return _planted(tensor, index, np.array(values))
+    tensor = problem.tensor(image)
+    drawn = np.stack([_chosen(np.arange(size), _DRAWS * count, random) for size in tensor.shape])
+    meets = [_meetings(problem, i, at)[0].any(axis=1) for i, at in enumerate(drawn[2:])]
+    is_summed = np.logical_and.reduce(meets)
+    chosen = np.concatenate([drawn[:, is_summed][:, :count], drawn[:, ~is_summed][:, :1]], axis=1)
+    return _nonfinite(tensor, chosen, 2 * int(random.integers(2)))
+
+
+def _nonfinite(tensor: TensorDescriptor, index: NDArray[np.int64], start: int) -> Plants:
+    """An infinity or NaN at each of some coordinates, columns of `index`; the first is number `start` of the values."""
+    _, first = np.unique(index, axis=1, return_index=True)
+    chosen = index[:, np.sort(first)]
+    values = [_VALUES[(start + i) % len(_VALUES)] for i in range(chosen.shape[1])]
+    return _planted(tensor, tuple(chosen), np.array(values))
 
 
 def _planted(tensor: TensorDescriptor, index: tuple[NDArray[np.int64], ...], values: NDArray[np.float64]) -> Plants:

@@ -14,9 +14,10 @@ from numpy.typing import NDArray
 from miofind.device import Device
 from miofind.device_kernels import Argument, DeviceKernels, GridStride, Scaling, filling, float64, int32, int64
 from miofind.device_memory import DeviceMemory, HostInt
+from miofind.operands import WORKSPACE_ALIGNMENT
 from miofind.problem import ProblemDescription
 from miofind.reference import numpy_dtype, reference_step, round_once
-from miofind.solution import WORKSPACE_BASE_ALIGNMENT, Pointer
+from miofind.solution import Pointer
 from miofind.values import Values
 from miofind.verify.accuracy import error_bounds, least_exponent, overflow
 from miofind.verify.ranges import axes
@@ -122,7 +123,7 @@ class CudaRig(Rig):
         try:
             with self._memory:
                 self._buffers = {name: self._guarded(problem.tensor(name).bytes) for name in _TENSORS}
-                self._buffers[WORKSPACE] = self._room(WORKSPACE, 0, WORKSPACE_BASE_ALIGNMENT)
+                self._buffers[WORKSPACE] = self._room(WORKSPACE, 0, WORKSPACE_ALIGNMENT)
                 self._report = self._memory.allocate(_SLOTS * _SLOT_BYTES)
                 budget = self._budget.within(self._memory.free_bytes // _MEMORY_SHARE)
                 self._whole = {
@@ -165,7 +166,7 @@ class CudaRig(Rig):
                 name: self._room(f"{_OTHER} {name}", buffer.bytes, buffer.address % PLACEMENT_BYTES)
                 for name, buffer in mine.items()
             }
-            workspace = self._room(f"{_OTHER} {WORKSPACE}", invoker.workspace_bytes, WORKSPACE_BASE_ALIGNMENT)
+            workspace = self._room(f"{_OTHER} {WORKSPACE}", invoker.workspace_bytes, WORKSPACE_ALIGNMENT)
         except MemoryError:
             return {}
         return other | {WORKSPACE: workspace}
@@ -270,7 +271,7 @@ class CudaRig(Rig):
         """Make the workspace that large, poisoned where it was not; memory once taken is kept for the next."""
         if self._buffers[WORKSPACE].bytes != workspace_bytes:
             self._buffers[WORKSPACE] = _NOTHING  # whatever comes of asking for more
-            self._buffers[WORKSPACE] = self._room(WORKSPACE, workspace_bytes, WORKSPACE_BASE_ALIGNMENT)
+            self._buffers[WORKSPACE] = self._room(WORKSPACE, workspace_bytes, WORKSPACE_ALIGNMENT)
 
     def _room(self, name: str, size: int, offset: int = 0) -> _Buffer:
         """Memory for a buffer whose size changes from one candidate to the next, poisoned, guard bands included.

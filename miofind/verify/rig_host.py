@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from miofind.operands import HOST_WORKSPACE_ALIGNMENT
 from miofind.problem import DataType, ProblemDescription
 from miofind.reference import numpy_dtype, reference_on_host, round_once
-from miofind.solution import WORKSPACE_BASE_ALIGNMENT
 from miofind.tensor import TensorDescriptor
 from miofind.threads import in_threads
 from miofind.values import FLOAT16_GRID, Values
@@ -160,7 +160,7 @@ class HostRig(Rig):
     def __init__(self, problem: ProblemDescription, seed: int) -> None:
         super().__init__(problem, seed)
         self._buffers = {name: GuardedArray(problem.tensor(name).bytes) for name in ("x", "w", "y")}
-        self._workspace = GuardedArray(0, WORKSPACE_BASE_ALIGNMENT)
+        self._workspace = GuardedArray(0, HOST_WORKSPACE_ALIGNMENT)
         self._second: dict[str, GuardedArray] = {}
         self._packed: dict[int, GuardedArray] = {}
         self._random: dict[tuple[str, Values], NDArray[Any]] = {}
@@ -270,7 +270,7 @@ class HostRig(Rig):
     def _clear_workspace(self, invoker: Invoker, setting: Setting) -> None:
         """Make the workspace as large as a candidate asks for, poisoned unless the setting keeps it."""
         if self._workspace.bytes.size != invoker.workspace_bytes:
-            self._workspace = GuardedArray(invoker.workspace_bytes, WORKSPACE_BASE_ALIGNMENT)
+            self._workspace = GuardedArray(invoker.workspace_bytes, HOST_WORKSPACE_ALIGNMENT)
         elif not setting.keeps_workspace:
             self._workspace.poison(setting.poison)
         self._workspace.poison_guards(setting.poison)
@@ -295,7 +295,7 @@ class HostRig(Rig):
         mine = self._buffers, self._workspace
         if not self._second:
             self._second = {name: GuardedArray(buffer.bytes.size) for name, buffer in self._buffers.items()}
-        self._buffers, self._workspace = self._second, GuardedArray(0, WORKSPACE_BASE_ALIGNMENT)
+        self._buffers, self._workspace = self._second, GuardedArray(0, HOST_WORKSPACE_ALIGNMENT)
         try:
             yield
         finally:

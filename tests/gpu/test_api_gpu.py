@@ -223,6 +223,17 @@ def test_misaligned_slices(handle: miofind.Handle) -> None:
     assert_close(cupy.asnumpy(miofind.convolution(x, w, padding=1, handle=handle)), PROBLEM, given)
 
 
+def test_a_workspace_must_begin_at_a_multiple_of_256(handle: miofind.Handle) -> None:
+    """One at a multiple of 16 was taken, and cuBLASLt refused it when it was run."""
+    given = {name: cupy.asarray(array) for name, array in operands(PROBLEM).items()}
+    memory = cupy.zeros(1 << 28, cupy.uint8)
+    for solution in miofind.find_solutions(PROBLEM, handle=handle):
+        if 0 < solution.workspace_bytes < (1 << 28) - 256:
+            with pytest.raises(WorkspaceError, match="not a multiple of 256"):
+                miofind.run_solution(solution, given["x"], given["w"], workspace=memory[16:])
+            miofind.run_solution(solution, given["x"], given["w"], workspace=memory[256:])
+
+
 @pytest.mark.parametrize("start", [256, 512, 768], ids=["before", "at", "behind"])
 @pytest.mark.parametrize("name", ["x", "w", "out"])
 def test_a_workspace_over_another_array_is_refused(handle: miofind.Handle, name: str, start: int) -> None:

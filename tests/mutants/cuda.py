@@ -238,8 +238,8 @@ _add(
 )
 _add("needs_equal_alignment", "Input and output must lie equally far from a multiple of 64 bytes.", SINGLE)
 _add(
-    "needs_alignment_of_64_in_workspace",
-    "The workspace must begin at a multiple of 64 bytes.",
+    "needs_alignment_of_512_in_workspace",
+    "The workspace must begin at a multiple of 512 bytes.",
     DATA,
     workspace_bytes=1024,
 )

@@ -62,7 +62,7 @@ enum class Mutant {
   wrong_when_well_aligned,
   begins_too_early,
   needs_equal_alignment,
-  needs_alignment_of_64_in_workspace,
+  needs_alignment_of_512_in_workspace,
   // state
   wrong_from_second_run,
   wrong_from_third_run,
@@ -514,7 +514,7 @@ __device__ void store(Out* place, double sum, const Run& run, Index rank) {
   if constexpr (is(Mutant::other_last_bits_from_eighth_run)) sum = run.number >= 8 ? last_bits(sum, 0, rank) : sum;
   if constexpr (is(Mutant::last_bits_by_the_clock)) sum = last_bits(sum, static_cast<unsigned>(clock64()), rank);
   if constexpr (is(Mutant::last_bits_by_the_output)) sum = is_poisoned ? sum : last_bits(sum, 0, rank);
-  if constexpr (kKeepsOutput) sum = kept[rank];
+  if constexpr (kKeepsOutput) sum = __ldcg(kept + rank);  // past the multiprocessor's own copy
   *place = convert<Out>(sum);
 }
 
@@ -601,7 +601,7 @@ __device__ double from_workspace(const unsigned char* scratch) {
   const auto* parts = reinterpret_cast<const float*>(scratch);
   if constexpr (is(Mutant::expects_a_clear_workspace)) return parts[7];
   if constexpr (is(Mutant::adds_to_numbers_in_workspace)) return number_or_zero(parts[3]);
-  if constexpr (is(Mutant::needs_alignment_of_64_in_workspace)) return reinterpret_cast<int64>(scratch) % 64 != 0;
+  if constexpr (is(Mutant::needs_alignment_of_512_in_workspace)) return reinterpret_cast<int64>(scratch) % 512 != 0;
   return 0;
 }
 
