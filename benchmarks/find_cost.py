@@ -21,7 +21,7 @@ from commit import commit
 import miofind
 from miofind.environment import versions
 
-_FINDS = 4
+_FINDS = 7
 _PROBLEM = miofind.ProblemDescription.convolution
 PROBLEMS = (
     _PROBLEM(x=(32, 64, 56, 56), w=(64, 64, 3, 3), padding=1, dtype="float16", layout="NHWC"),
