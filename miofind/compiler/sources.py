@@ -1,7 +1,8 @@
 """CUDA sources of a package: read, their #includes gathered, hashed without comments.
 
 `#include "common/tile.cuh"` names a file from the package's root, whichever file it stands in; `#include <...>` belongs
-to the CUDA toolkit. The text that is hashed is the text that is compiled: both come from one `Source`.
+to the CUDA toolkit. The text that is hashed is the text that is compiled: both come from one `Source`. Files' names are
+no part of the hash: what was measured outlives a move.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib.resources
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +20,8 @@ from types import MappingProxyType
 from miofind.errors import CompileError
 
 DEFAULT_PACKAGE = "miofind.kernels_src"
+EARLIER_DIGESTS = "earlier_digests.json"
+"""A package's file of sources' hashes under this rule, and under that of FindDBs from before it."""
 
 _INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"\n]*)"', re.MULTILINE)
 
@@ -45,7 +49,7 @@ class Source:
         name: file name relative to the package, with "/" between folders.
         text: the file as it is.
         headers: texts of the package's files it includes, directly or not, by the name they are included under.
-        digest: hash of all of it, comments and white space left out.
+        digest: hash of all of it but for files' names; comments and white space left out.
     """
 
     name: str
@@ -71,11 +75,30 @@ def read_source(name: str, package: str = DEFAULT_PACKAGE) -> Source:
                 continue
             headers[included] = _read(included, package, f'#include "{included}" in {includer}')
             pending.append((included, headers[included]))
+    digest = _digest(name, {name: text, **headers}, ())
+    return Source(name=name, text=text, headers=MappingProxyType(headers), digest=_earlier(package).get(digest, digest))
+
+
+def _digest(name: str, texts: Mapping[str, str], includers: tuple[str, ...]) -> str:
+    """Hash of a file, where the hash of what it includes stands for each line that does."""
+    if name in includers:  # included once: its text is above
+        return str(includers.index(name))
     digest = hashlib.sha256()
-    for part in (text, *(part for key in sorted(headers) for part in (key, headers[key]))):
-        encoded = normalised(part).encode()
-        digest.update(f"{len(encoded)}:".encode() + encoded)
-    return Source(name=name, text=text, headers=MappingProxyType(headers), digest=digest.hexdigest())
+    for line in normalised(texts[name]).split("\n"):
+        included = _INCLUDE.match(line)
+        part = f"include {_digest(included[1], texts, (*includers, name))}" if included else f"text {line}"
+        digest.update(f"{len(part.encode())}:{part}".encode())
+    return digest.hexdigest()
+
+
+@functools.cache
+def _earlier(package: str) -> Mapping[str, str]:
+    """By its hash, what an earlier rule made of a source as it is still: what FindDBs hold of it stays valid."""
+    try:
+        text = (importlib.resources.files(package) / EARLIER_DIGESTS).read_text(encoding="utf-8")
+    except (OSError, ImportError, TypeError):
+        return {}
+    return MappingProxyType(json.loads(text))
 
 
 def source_hash(sources: Sequence[str], package: str = DEFAULT_PACKAGE) -> str:
