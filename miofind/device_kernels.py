@@ -113,7 +113,7 @@ def filling(
 ) -> tuple[GridStride, tuple[Argument, ...]]:
     """The kernel that fills a packed tensor, "out", and its arguments."""
     scaling = scaling or Scaling()
-    kernel = GridStride(source="random_inputs.cu", entry="random_inputs", items=tensor.size, dtype=tensor.dtype)
+    kernel = GridStride(source="harness/random_inputs.cu", entry="random_inputs", items=tensor.size, dtype=tensor.dtype)
     arguments: tuple[Argument, ...] = (
         "out",
         int64(tensor.size),

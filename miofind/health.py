@@ -73,7 +73,7 @@ def _complaint(memory: DeviceMemory, kernels: DeviceKernels) -> str:
 
 
 def _ternary(count: int, seed: int) -> NDArray[Any]:
-    """What random_inputs.cu fills a float32 tensor with, kind 1."""
+    """What harness/random_inputs.cu fills a float32 tensor with, kind 1."""
     z = np.uint64(seed) + np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -1,7 +1,7 @@
 """What a convolution is: the reference in float64, on the host and as a kernel step.
 
-`reference_on_host` is the definition; the kernel of kernels_src/reference.cu is tested against it and answers for
-listed elements of problems that are too large for the host. Knows nothing of solvers or of how results are judged.
+`reference_on_host` is the definition; the kernel of kernels_src/harness/reference.cu is tested against it and answers
+for listed elements of problems that are too large for the host. Knows nothing of solvers or of how results are judged.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def reference_step(problem: ProblemDescription, count: int | None = None) -> Ker
     blocks = -(-size // threads) if by_thread else size
     inputs = tuple(Pointer(buffer=name) for name in problem.direction.inputs)
     return KernelStep(
-        source="reference.cu",
+        source="harness/reference.cu",
         entry=f"reference_{problem.direction.value}{'_whole' if by_thread else ''}",
         grid=(max(1, min(blocks, _MAX_BLOCKS)), 1, 1),
         block=(threads, 1, 1),

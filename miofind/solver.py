@@ -21,7 +21,7 @@ from enum import IntEnum, StrEnum
 from typing import ClassVar
 
 from miofind.device import INSTALL_CUDA, Device, Library, Place
-from miofind.errors import InvalidConfigError, MiofindError, UnknownSolverError, described
+from miofind.errors import InvalidConfigError, UnknownSolverError, described
 from miofind.forks import loading
 from miofind.interrupts import raise_if_interrupted
 from miofind.problem import DataType, Layout, ProblemDescription
@@ -294,12 +294,10 @@ def solver_by_id(solver_id: str) -> Solver:
 
 
 def _discovered() -> Iterable[Solver]:
+    """The solvers of all families: modules name theirs in SOLVERS."""
     package = importlib.import_module("miofind.solvers")
-    for found in sorted(pkgutil.iter_modules(package.__path__), key=lambda m: m.name):
-        module = importlib.import_module(f"miofind.solvers.{found.name}")
-        if not hasattr(module, "SOLVERS"):
-            raise MiofindError(f"{module.__file__} names no solvers: end it with SOLVERS = (YourSolver(),)")
-        yield from module.SOLVERS
+    for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+        yield from getattr(importlib.import_module(found.name), "SOLVERS", ())
 
 
 def _from_entry_points() -> Iterable[Solver]:

@@ -9,7 +9,7 @@ FLOAT16_GRID = 2.0**-12
 
 
 class Values(IntEnum):
-    """Distribution of an input's elements; the numbers are those of random_inputs.cu.
+    """Distribution of an input's elements; the numbers are those of harness/random_inputs.cu.
 
     NORMAL has mean 0 and standard deviation 1. TERNARY is -1, 0 or 1, equally likely: its products and their sums are
     exact in any order, so that a result can be compared bit for bit.

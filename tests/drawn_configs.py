@@ -10,7 +10,7 @@ from miofind.device import Device
 from miofind.problem import Direction, MathMode, ProblemDescription
 from miofind.solution import Config, ConfigValue
 from miofind.solver import Solver
-from miofind.tiling.wgmma_product import Planes, WgmmaProduct
+from miofind.solvers.common.wgmma_product import Planes, WgmmaProduct
 
 WGMMA_TILINGS: dict[str, dict[str, ConfigValue]] = {
     "alone": {"splits": 1, "cluster": "1x1x1", "swapped": 0},

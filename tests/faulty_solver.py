@@ -26,7 +26,7 @@ import numpy as np
 from miofind import evaluate
 from miofind.measure import effort as effort_module
 from miofind.sandbox import entry as sandbox_child
-from miofind.solvers import cpu_direct, cpu_gemm1x1, cpu_im2col_gemm
+from miofind.solvers.cpu import direct, gemm1x1, im2col_gemm
 
 _FAULT = os.environ.get("FAULT", "")
 _AFTER = int(os.environ.get("FAULT_AFTER", "0"))
@@ -34,7 +34,7 @@ _ONCE = Path(os.environ.get("FAULT_ONCE", os.devnull))
 _BLOCK_BYTES = 64 << 20
 _SPARE_BYTES = 640 << 20
 
-_multiply = cpu_gemm1x1.multiply
+_multiply = gemm1x1.multiply
 _verifier = evaluate.Verifier
 _kept: list[Any] = []
 _runs = 0
@@ -154,8 +154,8 @@ def _slow(kind: type[Any]) -> None:
 
 
 def _break_compilation(fault: Any) -> None:
-    cpu_gemm1x1.ConvCpuGemm1x1.solution = fault  # type: ignore[method-assign]
-    for kind in (cpu_direct.ConvCpuDirect, cpu_im2col_gemm.ConvCpuIm2colGemm):
+    gemm1x1.ConvCpuGemm1x1.solution = fault  # type: ignore[method-assign]
+    for kind in (direct.ConvCpuDirect, im2col_gemm.ConvCpuIm2colGemm):
         _slow(kind)
 
 
@@ -164,7 +164,7 @@ for effort, schedule in effort_module._SCHEDULES.items():
     effort_module._SCHEDULES[effort] = replace(schedule, keep=1e9, **cutoff)
 
 if _FAULT in _RUNS:
-    cpu_gemm1x1.multiply = _faulty
+    gemm1x1.multiply = _faulty
 elif _FAULT == "memory":
     evaluate.Verifier = _no_memory  # type: ignore[assignment, misc]
 elif _FAULT == "die once":

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from miofind.solution import FftStep, KernelStep, Pointer, Scalar
-from miofind.tiling.divisor import divisor
+from miofind.solvers.common.divisor import divisor
 
 Array = NDArray[Any]
 Buffers = dict[str, Array]
@@ -262,7 +262,7 @@ def _depthwise(step: KernelStep, given: Arguments, buffers: Buffers) -> None:
 
 @dataclass(frozen=True)
 class Ends:
-    """An axis of fft_edges.cu."""
+    """An axis of fft/edges.cu."""
 
     source_size: int
     result_size: int

@@ -67,7 +67,7 @@ class OfRelease(Solver):
     def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
         regions = (Region(name="scratch", bytes=self.terms.regions * config["tile"]),)
         return ConvSolution(
-            steps=(HostStep(module="miofind.solvers.cpu_direct", function="convolve"),),
+            steps=(HostStep(module="miofind.solvers.cpu.direct", function="convolve"),),
             workspace=WorkspacePlan(regions),
             deterministic=self.terms.deterministic,
         )

@@ -382,7 +382,7 @@ def test_a_crafted_binary_is_refused_in_little_memory(kind: str, tmp_path: Path,
     file = tmp_path / "solution.json"
     solution_of(PROBLEM, gpu).save(file)
     with_binary(file, cubin)
-    with peak_below(max(16 << 20, 16 * len(cubin))), pytest.raises(SolutionFileError, match=r"direct_naive\.cu"):
+    with peak_below(max(16 << 20, 16 * len(cubin))), pytest.raises(SolutionFileError, match=r"direct/naive\.cu"):
         miofind.Solution.load(file, gpu)
     with peak_below(max(16 << 20, 16 * len(cubin))):
         assert parameter_bytes(cubin, "direct_naive_forward") is None

@@ -71,7 +71,7 @@ def started(script: str, **environment: str) -> Iterator[subprocess.Popen[str]]:
 
 BUSY = {
     "in a step": """
-        from miofind.solvers import cpu_gemm1x1
+        from miofind.solvers.cpu import gemm1x1 as cpu_gemm1x1
         def wait(*_):
             print("busy", flush=True)
             time.sleep(600)
@@ -96,12 +96,12 @@ BUSY = {
             print("busy", flush=True)
             threading.Event().wait()
         build.compile_source = wait
-        steps = [KernelStep(source="random_inputs.cu", entry=f"e{i}", grid=(1,) * 3, block=(32, 1, 1), args=(),
+        steps = [KernelStep(source="harness/random_inputs.cu", entry=f"e{i}", grid=(1,) * 3, block=(32, 1, 1), args=(),
                             defines=(("N", i),)) for i in range(4)]
         list(Compiler().build_all(steps, "90a", workers=1))
         """,
     "while a solver plans its kernels": """
-        from miofind.solvers import cpu_gemm1x1
+        from miofind.solvers.cpu import gemm1x1 as cpu_gemm1x1
         def wait(*_):
             print("busy", flush=True)
             threading.Event().wait()
@@ -280,8 +280,8 @@ def test_a_forked_child_compiles_what_its_parent_compiled(
     """The lock of the kernel was held for good."""
     compiler, parent = Compiler(BinaryCache(tmp_path)), os.getpid()
     begun, end = threading.Event(), threading.Event()
-    step = KernelStep(source="random_inputs.cu", entry="made", grid=(1, 1, 1), block=(32, 1, 1), args=())
-    other = KernelStep(source="verify.cu", entry="made", grid=(1, 1, 1), block=(32, 1, 1), args=())
+    step = KernelStep(source="harness/random_inputs.cu", entry="made", grid=(1, 1, 1), block=(32, 1, 1), args=())
+    other = KernelStep(source="harness/verify.cu", entry="made", grid=(1, 1, 1), block=(32, 1, 1), args=())
 
     def compiled(*_: Any) -> Compiled:
         if os.getpid() == parent:
@@ -302,7 +302,9 @@ def test_a_forked_child_compiles_what_its_parent_compiled(
 
 def test_a_child_that_was_forked_while_nvrtc_worked_is_told(tmp_path: Path) -> None:
     pytest.importorskip("cuda.bindings.nvrtc")
-    step = KernelStep(source="random_inputs.cu", entry="random_inputs", grid=(1, 1, 1), block=(32, 1, 1), args=())
+    step = KernelStep(
+        source="harness/random_inputs.cu", entry="random_inputs", grid=(1, 1, 1), block=(32, 1, 1), args=()
+    )
 
     def work() -> None:
         for cache in ("one", "two"):

@@ -13,7 +13,7 @@ from drawn_configs import drawn_wgmma
 from numpy.typing import NDArray
 from turn_in_numpy import ENTRIES, carry_out, tensors
 
-import miofind.channels_last as channels_last
+import miofind.solvers.implicit_gemm.channels_last_shared as channels_last
 from miofind.device import Device
 from miofind.errors import InvalidConfigError, UnknownSolverError
 from miofind.problem import Layout, ProblemDescription

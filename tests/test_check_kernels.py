@@ -11,9 +11,9 @@ from miofind.problem import DataType, Direction, ProblemDescription
 from miofind.reference import reference_step
 
 ENTRIES = {
-    "random_inputs.cu": ("random_inputs", "plant"),
-    "verify.cu": ("verify_written", "verify_poison", "verify_guards", "verify_checksum", "verify_compare"),
-    "measure.cu": ("flush_l2",),
+    "harness/random_inputs.cu": ("random_inputs", "plant"),
+    "harness/verify.cu": ("verify_written", "verify_poison", "verify_guards", "verify_checksum", "verify_compare"),
+    "harness/measure.cu": ("flush_l2",),
 }
 
 

@@ -23,7 +23,7 @@ def test_kernels_are_compiled_once(tmp_path: Path) -> None:
     asked = ("compile", *FORWARD, "--arch", "80", "--only", "ConvDirectNaive")
     first = run_json(*asked)
     assert first["failed"] == 0
-    assert [kernel["source"] for kernel in first["kernels"]] == ["direct_naive.cu"]
+    assert [kernel["source"] for kernel in first["kernels"]] == ["direct/naive.cu"]
     assert first["kernels"][0]["registers"] > 0
     assert first["kernels"][0]["spill_bytes"] == 0
     assert (first["cache"]["misses"], first["cache"]["entries"]) == (1, 1)
@@ -60,7 +60,7 @@ def test_a_kernel_that_fails_ends_with_1(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(Compiler, "build_all", build_all)
     result = run("compile", *FORWARD, "--arch", "90a", "--only", "ConvDirectNaive", code=1)
     assert "1 failed" in result.stdout
-    assert "ConvDirectNaive sm_90a direct_naive.cu" in result.stderr
+    assert "ConvDirectNaive sm_90a direct/naive.cu" in result.stderr
     assert "line 3: error" in result.stderr
 
 

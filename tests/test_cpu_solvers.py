@@ -20,7 +20,7 @@ from miofind.problem import DataType, Direction, Layout, ProblemDescription, Ten
 from miofind.reference import numpy_dtype, reference_on_host, round_once
 from miofind.solution import Config, HostStep
 from miofind.solver import Reach, Solver, solver_by_id, solvers
-from miofind.tiling.overlap import least_products
+from miofind.solvers.common.overlap import least_products
 from miofind.verify.claims import claims_of
 from miofind.verify.verifier import Verifier
 

@@ -27,7 +27,7 @@ from miofind.libraries.cudnn_notes import (
 from miofind.problem import Direction, ProblemDescription
 from miofind.solution import Config, CudnnStep
 from miofind.solver import MAX_DEFAULT_CONFIGS, Reach, Solver
-from miofind.solvers import cudnn as module
+from miofind.solvers.vendor import cudnn as module
 
 SOLVER: Solver = module.SOLVERS[0]
 HOPPER = Device.virtual("90a")

@@ -14,7 +14,7 @@ from miofind.device import Device
 from miofind.problem import ProblemDescription
 from miofind.solution import Config, KernelStep
 from miofind.solver import solver_by_id
-from miofind.tiling.bands import BandAxis, band_pitch
+from miofind.solvers.depthwise.bands_tiling import BandAxis, band_pitch
 
 H200 = Device.virtual("90a")
 SOLVER = solver_by_id("ConvDepthwiseBandsWeights")

@@ -14,7 +14,7 @@ from miofind.device import Device
 from miofind.problem import Direction, ProblemDescription
 from miofind.solution import Config
 from miofind.solver import solver_by_id
-from miofind.tiling.channels_last_rows import (
+from miofind.solvers.depthwise.channels_last_rows import (
     RowAxis,
     RowTiling,
     bank_conflicts,
@@ -43,7 +43,7 @@ def axis_of(size: int, taps: int, pad: int, stride: int, dilation: int) -> RowAx
 
 
 def lines(axis: RowAxis, residue: int) -> tuple[dict[int, int], dict[int, int]]:
-    """Coordinates of x and y by index, as axis_of of common/channels_last_rows.cuh has them."""
+    """Coordinates of x and y by index, as axis_of of depthwise/channels_last_rows.cuh has them."""
     first = residue * axis.x_stride - axis.pad
     low, high = -(first // axis.dilation), -((first - axis.x_size) // axis.dilation)
     ys = range(residue, axis.y_size, axis.y_step)

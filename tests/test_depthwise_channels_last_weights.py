@@ -11,8 +11,8 @@ from miofind.device import Device
 from miofind.problem import ProblemDescription
 from miofind.solution import KernelStep, Scalar
 from miofind.solver import solver_by_id
-from miofind.tiling.channels_last_rows import row_axes
-from miofind.tiling.correlation import ceil_div
+from miofind.solvers.common.correlation import ceil_div
+from miofind.solvers.depthwise.channels_last_rows import row_axes
 
 H200 = Device.virtual("90a")
 SOLVER = solver_by_id("ConvDepthwiseChannelsLastWeights")

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from miofind.device import Device
 from miofind.problem import Direction, ProblemDescription
 from miofind.solver import Solver, solver_by_id
-from miofind.tiling.depthwise_mma import (
+from miofind.solvers.common.group_packs import GroupedAxis, odd_words
+from miofind.solvers.depthwise.mma_tiling import (
     DepthwiseTiling,
     DepthwiseWeightsTiling,
     PairedPixels,
@@ -22,7 +23,6 @@ from miofind.tiling.depthwise_mma import (
     unbalance,
     unit_axes,
 )
-from miofind.tiling.grouped import GroupedAxis, odd_words
 
 H200 = replace(Device.virtual("90a"), clock_hz=1.98e9, bandwidth_bytes_per_s=4.8e12)
 FORWARD, WEIGHTS = solver_by_id("ConvDepthwiseMma"), solver_by_id("ConvDepthwiseMmaWeights")
@@ -50,7 +50,7 @@ def axis(outputs: int, stride: int, reach: int) -> GroupedAxis:
 
 
 def slot(column: int, step: int, run: int) -> int:
-    """As PairedPixels of common/depthwise_mma.cuh has it."""
+    """As PairedPixels of depthwise/depthwise_mma.cuh has it."""
     return column % (2 * step) * run + column // (2 * step)
 
 

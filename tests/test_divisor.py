@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from miofind.tiling.divisor import divisor
+from miofind.solvers.common.divisor import divisor
 
 MOST = 2**31 - 1
 

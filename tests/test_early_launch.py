@@ -20,7 +20,7 @@ from miofind.errors import LaunchError
 from miofind.problem import DataType, ProblemDescription
 from miofind.solution import Config, ConvSolution, KernelStep, MatmulStep, Pointer, Region, Scalar, Step, WorkspacePlan
 from miofind.solver import Solver, solver_by_id, solvers
-from miofind.tiling.turn import Turn, turning
+from miofind.solvers.implicit_gemm.transpose import Turn, turning
 
 driver = pytest.importorskip("cuda.bindings.driver")
 

@@ -12,12 +12,12 @@ from fft_in_numpy import carry_out
 
 from miofind.device import Device
 from miofind.errors import InvalidConfigError
-from miofind.libraries.fft import FftPlan
-from miofind.libraries.fft_depthwise import DepthwisePlan
 from miofind.problem import Direction, Layout, ProblemDescription
 from miofind.reference import reference_on_host
 from miofind.solution import Config, FftStep, KernelStep
 from miofind.solver import Reach, solver_by_id
+from miofind.solvers.fft.depthwise_steps import DepthwisePlan
+from miofind.solvers.fft.steps import FftPlan
 
 DEVICE = Device.virtual("90a")
 IDS = ("ConvFft", "ConvFftTiles")

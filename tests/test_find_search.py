@@ -357,7 +357,7 @@ class FakePool:
         return len(steps)
 
     def errors(self, steps: Iterator[KernelStep], arch: str) -> dict[KernelStep, CompileError]:
-        error = self.kind("stuck", source="direct_tiled.cu", options=(), log="")
+        error = self.kind("stuck", source="direct/tiled.cu", options=(), log="")
         return {step: error for step in steps if step == self.broken}
 
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from miofind.device import Device
 from miofind.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.solver import solver_by_id
-from miofind.tiling.cells import Cells
-from miofind.tiling.windows import WindowTile, unserved
+from miofind.solvers.few_channels.cells import Cells
+from miofind.solvers.few_channels.windows import WindowTile, unserved
 
 SOLVERS = {
     "ConvFirstLayer": Direction.FORWARD,

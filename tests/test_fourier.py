@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from miofind.problem import Direction, ProblemDescription
 from miofind.reference import reference_on_host
-from miofind.tiling.fourier import Axis, smooth, spectrum, whole_length
-from miofind.tiling.overlap import least_products
+from miofind.solvers.common.fourier import Axis, smooth, spectrum, whole_length
+from miofind.solvers.common.overlap import least_products
 
 
 @st.composite

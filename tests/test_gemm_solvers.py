@@ -13,14 +13,14 @@ import pytest
 
 from miofind.device import Device
 from miofind.errors import InvalidConfigError
-from miofind.libraries.column_configs import MAX_STEPS
 from miofind.libraries.gemm import MAX_BATCH, Operand, Product
 from miofind.libraries.matmul_choice import ALGORITHM_ATTRIBUTES, TENSOR_ALIGNMENT, MatmulShape
 from miofind.problem import DataType, Direction, ProblemDescription
 from miofind.solution import Config, ConvSolution, KernelStep, MatmulStep, Pointer, Scalar
 from miofind.solver import Solver
-from miofind.solvers.gemm1x1 import ConvGemm1x1
-from miofind.solvers.im2col_gemm import ConvIm2colGemm
+from miofind.solvers.vendor.column_configs import MAX_STEPS
+from miofind.solvers.vendor.gemm1x1 import ConvGemm1x1
+from miofind.solvers.vendor.im2col_gemm import ConvIm2colGemm
 
 DEVICE = Device.virtual("90a")
 DIRECTIONS = [direction.value for direction in Direction]
@@ -499,7 +499,7 @@ def test_batches_are_cut_where_the_library_needs_it():
 
 
 def test_kernel_signatures_match_the_arguments():
-    text = resources.files("miofind.kernels_src").joinpath("im2col.cu").read_text()
+    text = resources.files("miofind.kernels_src").joinpath("vendor/im2col.cu").read_text()
     entries = {}
     for name, arguments in re.findall(r"__global__ void (\w+)\(([^)]*)\)", text):
         entries[name] = ["*" if "*" in a else a.split()[0] for a in arguments.split(",")]

@@ -12,9 +12,9 @@ from miofind.device import Device
 from miofind.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.solution import Config
 from miofind.solver import Solver, solver_by_id
-from miofind.tiling.cell_rows import CellRows
-from miofind.tiling.gradient_rows import ColumnTiles, GradientRows, StrideCells
-from miofind.tiling.gradient_rows_tf32 import GradientRowsTf32, TapBlocks
+from miofind.solvers.few_channels.cell_rows import CellRows
+from miofind.solvers.few_channels.gradient_rows import ColumnTiles, GradientRows, StrideCells
+from miofind.solvers.few_channels.gradient_rows_tf32 import GradientRowsTf32, TapBlocks
 
 DEVICE = Device.virtual("90a")
 SOLVER = solver_by_id("ConvFirstLayerDataRows")

@@ -12,7 +12,7 @@ from miofind.device import Device
 from miofind.problem import Direction, Layout, ProblemDescription
 from miofind.solution import Box, Config, TensorMap
 from miofind.solver import solver_by_id
-from miofind.tiling.gradient_slots import GradientSlots
+from miofind.solvers.few_channels.gradient_slots import GradientSlots
 
 DEVICE = Device.virtual("90a")
 SOLVER = solver_by_id("ConvFirstLayerDataWgmma")

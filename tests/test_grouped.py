@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from miofind.device import Device
 from miofind.problem import Direction, Layout, ProblemDescription
 from miofind.solver import solver_by_id
-from miofind.tiling.grouped import GroupedAxis, GroupedTiling, Packs, odd_words, unit_channels, units_of
-from miofind.tiling.grouped_weights import GroupedWeightsTiling
+from miofind.solvers.common.group_packs import GroupedAxis, GroupedTiling, Packs, odd_words, unit_channels, units_of
+from miofind.solvers.grouped.pixels_weights_tiling import GroupedWeightsTiling
 
 H200 = replace(Device.virtual("90a"), clock_hz=1.98e9, bandwidth_bytes_per_s=4.8e12)
 FORWARD, WEIGHTS = solver_by_id("ConvGrouped"), solver_by_id("ConvGroupedWeights")

@@ -11,7 +11,7 @@ import pytest
 from miofind.device import Device
 from miofind.problem import Direction, Layout, ProblemDescription
 from miofind.solver import Solver, solver_by_id
-from miofind.tiling.grouped_planes import PlaneRows, PlanesTiling, PlanesWeightsTiling, planes_unit, quiet_pitch
+from miofind.solvers.grouped.planes_tiling import PlaneRows, PlanesTiling, PlanesWeightsTiling, planes_unit, quiet_pitch
 
 H200 = replace(Device.virtual("90a"), clock_hz=1.98e9, bandwidth_bytes_per_s=4.8e12)
 PLANES, WEIGHTS = solver_by_id("ConvGroupedPlanes"), solver_by_id("ConvGroupedPlanesWeights")

@@ -90,7 +90,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Package:
     made.write("kernels/__init__.py", "")
     made.write("kernels/sums.py", "from ..deep import add\n\n\ndef total(b):\n    return add(*b)\n")
     made.write("deep.py", "add = sum\n")
-    made.write("late.py", "import miofind.tiling.chunks\n\n\ndef shift(x):\n    return x\n")
+    made.write("late.py", "import miofind.solvers.common.chunks\n\n\ndef shift(x):\n    return x\n")
     made.write("unused.py", "raise RuntimeError('nobody imports this')\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     return made
@@ -176,7 +176,9 @@ def test_shared_code_counts_for_other_packages_too(package: Package, monkeypatch
     before = package.hash()
     real = host_sources._text
     monkeypatch.setattr(
-        host_sources, "_text", lambda spec: f"{real(spec)}\n1\n" if spec.name == "miofind.tiling.chunks" else real(spec)
+        host_sources,
+        "_text",
+        lambda spec: f"{real(spec)}\n1\n" if spec.name == "miofind.solvers.common.chunks" else real(spec),
     )
     assert package.hash() != before
 
@@ -193,7 +195,7 @@ def test_a_solver_of_the_cpu_place_is_known_by_its_source(solver: object) -> Non
 
 def test_a_solver_of_another_package_is_known_by_its_source(package: Package) -> None:
     """And by what it takes of this one."""
-    text = "from miofind.solvers.cpu_direct import ConvCpuDirect\n\nclass Own(ConvCpuDirect):\n    id = 'vendor/Own'\n"
+    text = "from miofind.solvers.cpu.direct import ConvCpuDirect\n\nclass Own(ConvCpuDirect):\n    id = 'vendor/Own'\n"
     hashes = []
     for added in ("", "    is_dynamic = False\n"):
         forget()
@@ -202,7 +204,7 @@ def test_a_solver_of_another_package_is_known_by_its_source(package: Package) ->
         importlib.invalidate_caches()
         hashes.append(solver_hash(importlib.import_module(f"{package.name}.own").Own()))
     assert len({*hashes, solver_hash(solvers()["ConvCpuDirect"]), ""}) == 4
-    assert "miofind.reference" in set(host_sources._followed("miofind.solvers.cpu_direct", of=f"{package.name}.own"))
+    assert "miofind.reference" in set(host_sources._followed("miofind.solvers.cpu.direct", of=f"{package.name}.own"))
 
 
 def test_solvers_of_the_cpu_place_have_hashes_of_their_own() -> None:

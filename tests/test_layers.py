@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from miofind.solver import solvers
+
 PACKAGE = Path(__file__).resolve().parents[1] / "miofind"
 PARTS = ("solvers", "finddb", "kernels_src")
 
@@ -32,9 +34,8 @@ LAYERS = (
     ("early_launch",),
     ("compiler",),
     ("solvers",),
-    ("few_channels", "channels_last"),
     ("solver", "options"),
-    ("candidate", "reference", "geometry", "tiling", "environment", "libraries", "tensor_maps"),
+    ("candidate", "reference", "geometry", "environment", "libraries", "tensor_maps"),
     ("solution",),
     ("suites", "driver"),
     ("device", "device_memory"),
@@ -171,8 +172,29 @@ def test_finddb_is_a_leaf() -> None:
     assert targets <= {"errors"}
 
 
+FAMILIES = sorted(path.parent.name for path in (PACKAGE / "solvers").glob("*/__init__.py"))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_imports_itself_and_what_several_share(family: str) -> None:
+    allowed = tuple(f"miofind.solvers.{name}." for name in {family, "common"})
+    found = [found for path in sorted((PACKAGE / "solvers" / family).glob("*.py")) for found in imports_of(path)]
+    others = [str(each) for each in found if each.module.startswith("miofind.solvers")]
+    assert [each for each in others if not each.partition(" imports ")[2].startswith(allowed)] == []
+
+
 def test_solvers_do_not_import_each_other() -> None:
-    assert [str(found) for found in IMPORTS["solvers"] if found.module.startswith("miofind.solvers")] == []
+    with_solvers = {type(solver).__module__ for solver in solvers().values()}
+    assert len(with_solvers) > 40
+    assert [str(found) for found in IMPORTS["solvers"] if found.module in with_solvers] == []
+
+
+def test_kernels_have_the_families_of_their_solvers() -> None:
+    sources = {source.partition("/")[0] for solver in solvers().values() for source in solver.sources}
+    assert sources <= set(FAMILIES)
+    for name, solver in solvers().items():
+        family = type(solver).__module__.split(".")[2]
+        assert all(source.startswith(f"{family}/") for source in solver.sources) or len(solver.sources) > 1, name
 
 
 _BLOCKED = """

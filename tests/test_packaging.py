@@ -115,7 +115,7 @@ def test_package_data_is_there() -> None:
     assert (package / "py.typed").is_file()
     assert len(suite_names()) == 17
     assert (package / "suites" / "README.md").is_file()
-    assert any(file.name.endswith(".cu") for file in (package / "kernels_src").iterdir())
+    assert any(family.is_dir() and any(family.glob("*.cu")) for family in (package / "kernels_src").iterdir())
     assert any(file.name.endswith(".cuh") for file in (package / "kernels_src" / "common").iterdir())
 
 
@@ -166,7 +166,8 @@ def test_the_solver_of_contributing_is_whole(tmp_path: Path, monkeypatch: pytest
     package = tmp_path / "contributing_example"
     (package / "common").mkdir(parents=True)
     (package / "__init__.py").touch()
-    (package / "my_solver.cu").write_text(_example("cuda"), encoding="utf-8")
+    (package / "depthwise").mkdir()
+    (package / "depthwise" / "my_solver.cu").write_text(_example("cuda"), encoding="utf-8")
     (package / "common" / "types.cuh").write_text(text("kernels_src/common/types.cuh"), encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
     module = ModuleType("my_solver")

@@ -16,7 +16,7 @@ from miofind.options import FindOptions
 from miofind.problem import ProblemDescription
 from miofind.solution import Config, ConfigValue, ConvSolution
 from miofind.solver import APPLICABLE, Applicability, Solver, solver_by_id
-from miofind.solvers.direct_tiled import ConvDirectTiled
+from miofind.solvers.direct.tiled import ConvDirectTiled
 
 DEVICE = Device.virtual("90a")
 PROBLEM = ProblemDescription.convolution(x=(8, 64, 28, 28), w=(64, 64, 3, 3), padding=1, dtype="float16", layout="NHWC")

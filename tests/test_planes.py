@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from miofind.problem import DataType, Layout, TensorDescriptor
-from miofind.tiling.correlation import Axis
-from miofind.tiling.planes import PlaneVector, StagedColumns, gap_slots
+from miofind.solvers.common.correlation import Axis
+from miofind.solvers.depthwise.large_planes import PlaneVector, StagedColumns, gap_slots
 
 
 @given(

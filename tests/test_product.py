@@ -15,7 +15,7 @@ from miofind.device import Device
 from miofind.problem import Direction, Layout, ProblemDescription
 from miofind.reference import reference_on_host
 from miofind.solver import solver_by_id
-from miofind.tiling.product import Index, Operand, Product, Steps, linear_step, products, vector_length
+from miofind.solvers.common.product import Index, Operand, Product, Steps, linear_step, products, vector_length
 
 IntArray = NDArray[np.int64]
 

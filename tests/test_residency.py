@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from miofind.device import Device
-from miofind.tiling.residency import held_registers, resident_blocks
+from miofind.solvers.common.residency import held_registers, resident_blocks
 
 
 @pytest.mark.parametrize(

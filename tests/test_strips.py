@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from miofind.problem import DataType, Direction, Layout, ProblemDescription
-from miofind.tiling.strips import StripAxis, room, tap_pitch, unserved, vector
+from miofind.solvers.depthwise.strips import StripAxis, room, tap_pitch, unserved, vector
 
 
 def axis_problem(size: int, taps: int, pad: int, stride: int, dilation: int) -> ProblemDescription:

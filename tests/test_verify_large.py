@@ -15,7 +15,7 @@ from miofind.errors import NoSolutionError
 from miofind.invoker import Invoker, make_invoker
 from miofind.problem import Direction, ProblemDescription
 from miofind.solver import solver_by_id
-from miofind.solvers import cpu_gemm1x1
+from miofind.solvers.cpu import gemm1x1
 from miofind.verify.claims import Claims
 from miofind.verify.verifier import Verifier
 
@@ -107,13 +107,13 @@ def test_a_find_leaves_out_a_solver_that_is_wrong_in_the_middle_of_the_batch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     problem = ProblemDescription.convolution(x=(5, 256, 56, 56), w=(64, 256, 1, 1))
-    right = cpu_gemm1x1.multiply
+    right = gemm1x1.multiply
 
     def wrong(problem: Any, config: Any, buffers: Any) -> None:
         right(problem, config, buffers)
         buffers["y"][2] += 1
 
-    monkeypatch.setattr(cpu_gemm1x1, "multiply", wrong)
+    monkeypatch.setattr(gemm1x1, "multiply", wrong)
     options = miofind.FindOptions(only=("ConvCpuGemm1x1",))
     with (
         miofind.Handle("cpu", database=tmp_path / "finddb.db") as handle,

@@ -24,8 +24,8 @@ from miofind.problem import Direction, Layout, MathMode, ProblemDescription
 from miofind.reference import reference_on_host
 from miofind.solution import Box, Config, ConfigValue, ConvSolution, Im2col, KernelStep, Pointer, Scalar, TensorMap
 from miofind.solver import solver_by_id
-from miofind.tiling.wgmma import WgmmaTiling
-from miofind.tiling.wgmma_product import Planes, WgmmaProduct
+from miofind.solvers.common.wgmma_product import Planes, WgmmaProduct
+from miofind.solvers.implicit_gemm.wgmma_tiling import WgmmaTiling
 
 Array = NDArray[np.float64]
 

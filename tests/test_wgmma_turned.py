@@ -17,8 +17,8 @@ from miofind.problem import ProblemDescription
 from miofind.reference import reference_on_host
 from miofind.solution import Config, KernelStep, Scalar, TensorMap
 from miofind.solver import solver_by_id
-from miofind.tiling.wgmma_product import WgmmaProduct
-from miofind.tiling.wgmma_turned import TurnedTiling
+from miofind.solvers.common.wgmma_product import WgmmaProduct
+from miofind.solvers.implicit_gemm.wgmma_turned_tiling import TurnedTiling
 
 H200 = replace(Device.virtual("90a"), clock_hz=1.98e9, bandwidth_bytes_per_s=4.8e12)
 SMALL = replace(H200, sm_count=3)

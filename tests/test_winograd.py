@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from miofind.tiling.winograd import MOST_POINTS, Filtering, bound_growth, matrices
+from miofind.solvers.common.minimal_filtering import MOST_POINTS, Filtering, bound_growth, matrices
 
 SIZES = [(m, r) for m in range(1, MOST_POINTS + 2) for r in range(1, MOST_POINTS + 2) if m + r - 2 <= MOST_POINTS]
 

@@ -15,8 +15,8 @@ from miofind.device import Device
 from miofind.problem import Direction, ProblemDescription
 from miofind.reference import reference_on_host
 from miofind.solution import Config, ConvSolution
-from miofind.solvers.winograd_fused import ConvWinogradFused
-from miofind.tiling.winograd_fused import FusedTiling
+from miofind.solvers.winograd.fused import ConvWinogradFused
+from miofind.solvers.winograd.fused_tiling import FusedTiling
 
 SOLVER = ConvWinogradFused()
 DEVICE = Device.virtual("90a")

@@ -14,8 +14,8 @@ from miofind.problem import Direction, ProblemDescription
 from miofind.reference import reference_on_host
 from miofind.solution import Config, KernelStep
 from miofind.solver import solver_by_id
-from miofind.solvers.winograd_mma import ConvWinogradMma, product_problem, product_tensors
-from miofind.tiling.chunks import chunks
+from miofind.solvers.common.chunks import chunks
+from miofind.solvers.winograd.mma import ConvWinogradMma, product_problem, product_tensors
 
 SOLVER = ConvWinogradMma()
 DEVICE = Device.virtual("90a")
@@ -48,9 +48,9 @@ def result_of(problem: ProblemDescription, config: Config, inputs: dict[str, np.
     inner, names = product_problem(plan), product_tensors(plan)
     previous: KernelStep | None = None
     for step in solution.kernels:
-        if step.source == "winograd.cu":
+        if step.source == "winograd/batched.cu":
             carry_out(step, buffers)
-        elif previous is None or previous.source == "winograd.cu":
+        elif previous is None or previous.source == "winograd/batched.cu":
             operands = {name: logical(inner, name, buffers[names[name]]) for name in inner.direction.inputs}
             product = reference_on_host(inner, **operands)
             logical(inner, inner.direction.output, buffers[names[inner.direction.output]])[...] = product

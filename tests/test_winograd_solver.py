@@ -12,12 +12,12 @@ from winograd_in_numpy import carry_out
 
 from miofind.device import Device
 from miofind.errors import InvalidConfigError
-from miofind.libraries.winograd import WinogradPlan
 from miofind.problem import DataType, Direction, ProblemDescription
 from miofind.reference import reference_on_host
 from miofind.solution import Config, KernelStep, MatmulStep
 from miofind.solver import Reach, solver_by_id
-from miofind.solvers.winograd import ConvWinograd
+from miofind.solvers.winograd.batched import ConvWinograd
+from miofind.solvers.winograd.steps import WinogradPlan
 
 SOLVER = ConvWinograd()
 DEVICE = Device.virtual("90a")

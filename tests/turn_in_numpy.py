@@ -1,4 +1,4 @@
-"""kernels_src/transpose.cu in NumPy, block by block and vector by vector; fails where a vector is torn or misplaced."""
+"""implicit_gemm/transpose.cu in NumPy, by blocks and vectors; fails where a vector is torn or misplaced."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from miofind.solution import KernelStep, Pointer, Scalar
-from miofind.tiling.divisor import divisor
+from miofind.solvers.common.divisor import divisor
 
 ENTRIES = {"transpose": 1, "transpose_two": 2}
 ITEMSIZES = {"float16": 2, "bfloat16": 2, "float32": 4}

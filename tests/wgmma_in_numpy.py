@@ -1,6 +1,6 @@
 """The product's kernel of ConvImplicitGemmWgmma in NumPy: what its launch copies, multiplies, stores and adds.
 
-Knows a launch by its maps, scalars and defines alone, and how kernels_src/implicit_gemm_wgmma.cu counts with them.
+Knows a launch by its maps, scalars and defines alone, and how kernels_src/implicit_gemm/wgmma.cu counts with them.
 """
 
 from __future__ import annotations

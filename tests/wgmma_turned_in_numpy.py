@@ -1,6 +1,6 @@
 """The product's kernel of ConvImplicitGemmWgmmaTurned in NumPy: what its launch copies, turns, multiplies and writes.
 
-Knows a launch by its maps, scalars and defines alone, and how kernels_src/implicit_gemm_wgmma_turned.cu counts with
+Knows a launch by its maps, scalars and defines alone, and how kernels_src/implicit_gemm/wgmma_turned.cu counts with
 them. Shared memory is modelled word by word.
 """
 

@@ -1,4 +1,4 @@
-"""kernels_src/winograd_fused.cu and winograd_fused_filters.cu in NumPy, block by block.
+"""kernels_src/winograd/fused.cu and winograd/fused_filters.cu in NumPy, block by block.
 
 Knows a launch by its defines and scalars alone, and how the kernels count with them.
 """

@@ -1,4 +1,4 @@
-"""kernels_src/winograd.cu and its products in NumPy, from what their steps say alone; fails where a vector is torn."""
+"""winograd/batched.cu and its products in NumPy, from what their steps say alone; fails where a vector is torn."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from miofind.solution import KernelStep, MatmulStep, Pointer, Scalar
-from miofind.tiling.divisor import divisor
+from miofind.solvers.common.divisor import divisor
 
 THREADS = 128
 

@@ -1,5 +1,5 @@
 // Pixels of grouped convolutions in shared memory, channels last whatever the tensor's layout. The same arithmetic:
-// miofind/tiling/grouped.py.
+// solvers/common/group_packs.py.
 #pragma once
 
 #include "common/copy_bytes.cuh"

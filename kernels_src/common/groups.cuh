@@ -1,5 +1,5 @@
-// How groups of a few channels fill matrices. The same arithmetic: miofind/tiling/grouped.py. Groups are taken `kPack`
-// at a time, as many as have multiples of 8 channels on both sides.
+// How groups of a few channels fill matrices. The same arithmetic: solvers/common/group_packs.py. Groups are taken
+// `kPack` at a time, as many as have multiples of 8 channels on both sides.
 #pragma once
 
 constexpr int greatest_divisor(int a, int b) {

@@ -111,7 +111,7 @@ class CudaLane(Lane):
         words = max(_LEAST_FLUSH_BYTES, 2 * self._device.l2_bytes) // 16
         addresses = {"buffer": self.memory.allocate(16 * words), "sink": self.memory.allocate(4)}
         self.memory.set_bytes(addresses["buffer"], 0, 16 * words)
-        kernel = GridStride(source="measure.cu", entry="flush_l2", items=words, dtype="float32")
+        kernel = GridStride(source="harness/measure.cu", entry="flush_l2", items=words, dtype="float32")
         return self._kernels.bind(kernel, ("buffer", int64(words), "sink"), addresses, self.memory.stream_address)
 
     def _make_sets(self, limit: int | None) -> list[_Set]:
@@ -148,7 +148,7 @@ class CudaLane(Lane):
             output = self._problem.direction.output
             words = count * self._aligned_bytes(output) // 2
             dtype = self._problem.output.dtype
-            kernel = GridStride(source="verify.cu", entry="verify_checksum", items=words, dtype=dtype)
+            kernel = GridStride(source="harness/verify.cu", entry="verify_checksum", items=words, dtype=dtype)
             addresses = {"words": self._outputs, "sum": self._checksum}
             stream = self.memory.stream_address
             self._checksums[count] = self._kernels.bind(kernel, ("words", int64(words), "sum"), addresses, stream)

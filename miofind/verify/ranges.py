@@ -17,8 +17,8 @@ from miofind.problem import DataType, Direction, ProblemDescription
 
 # Sums of K normal products are below 8 * sqrt(K): what exceeds eight standard deviations has a chance of 1e-15.
 _SUM_BITS = 3
-# Float16: its largest exponent, its least number, and the grid on which normal values lie (random_inputs.cu), so that
-# they stay exact when they are multiplied by it, though a fifth of them are subnormal then.
+# Float16: its largest exponent, its least number, and the grid on which normal values lie (harness/random_inputs.cu),
+# so that they stay exact when they are multiplied by it, though a fifth of them are subnormal then.
 _FLOAT16_LARGEST = 15
 _FLOAT16_LEAST = -24
 _FLOAT16_GRID = -12

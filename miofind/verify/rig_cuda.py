@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from miofind.compiler import Compiler
     from miofind.invoker import Invoker
 
-# Report: 64-bit slots that the kernels of verify.cu add to.
+# Report: 64-bit slots that the kernels of harness/verify.cu add to.
 _SLOT_BYTES = 8
 _WRITTEN = 0
 _COMPARED = 2
@@ -178,7 +178,7 @@ class CudaRig(Rig):
             self._released = self._memory.host_int()
         released = self._released
         released.value = 0
-        kernel = GridStride(source="verify.cu", entry="verify_hold", items=1, dtype=self.problem.output.dtype)
+        kernel = GridStride(source="harness/verify.cu", entry="verify_hold", items=1, dtype=self.problem.output.dtype)
         launch = _Launch(kernel, ("released", int64(_HELD_NS)), {"released": released.address})
         self._start("hold", lambda: launch)
         try:
@@ -313,7 +313,7 @@ class CudaRig(Rig):
         places, values = self._planted[name]
         addresses = {"out": self._buffers[name].address, "places": places, "values": values}
         count, dtype = plants.places.size, self.problem.tensor(name).dtype
-        kernel = GridStride(source="random_inputs.cu", entry="plant", items=count, dtype=dtype)
+        kernel = GridStride(source="harness/random_inputs.cu", entry="plant", items=count, dtype=dtype)
         arguments = ("out", "places", "values", int64(count))
         self._start(("plant", addresses["out"]), lambda: _Launch(kernel, arguments, addresses))
 
@@ -446,7 +446,9 @@ class CudaRig(Rig):
         self._start((action, poison, *((buffer.address, buffer.bytes) for buffer in four)), launch)
 
     def _check(self, name: str, items: int) -> GridStride:
-        return GridStride(source="verify.cu", entry=f"verify_{name}", items=items, dtype=self.problem.output.dtype)
+        return GridStride(
+            source="harness/verify.cu", entry=f"verify_{name}", items=items, dtype=self.problem.output.dtype
+        )
 
     def _start(self, key: Hashable, launch: Callable[[], _Launch]) -> None:
         """Start what a key names; it is bound once, which takes longer than a launch."""

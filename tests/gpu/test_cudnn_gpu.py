@@ -21,7 +21,7 @@ from miofind.libraries.cudnn_notes import Note
 from miofind.problem import DataType, Direction, MathMode, ProblemDescription
 from miofind.solution import Config, CudnnStep
 from miofind.solver import MAX_DEFAULT_CONFIGS, Solver
-from miofind.solvers.cudnn import SOLVERS
+from miofind.solvers.vendor.cudnn import SOLVERS
 
 pytestmark = pytest.mark.gpu
 SOLVER: Solver = SOLVERS[0]

@@ -18,8 +18,8 @@ from miofind.libraries.matmul_choice import ALGORITHM_ATTRIBUTES
 from miofind.problem import DataType, Direction, MathMode, ProblemDescription
 from miofind.solution import MatmulStep, Pointer
 from miofind.solver import Solver
-from miofind.solvers.gemm1x1 import ConvGemm1x1
-from miofind.solvers.im2col_gemm import ConvIm2colGemm
+from miofind.solvers.vendor.gemm1x1 import ConvGemm1x1
+from miofind.solvers.vendor.im2col_gemm import ConvIm2colGemm
 from miofind.verify.claims import claims_of
 from miofind.verify.verifier import Verifier
 

@@ -17,7 +17,7 @@ from miofind.invoker import Invoker, make_invoker
 from miofind.problem import DataType, ProblemDescription
 from miofind.solution import ConvSolution, Region, WorkspacePlan
 from miofind.solver import solver_by_id
-from miofind.tiling.turn import Turn, turning
+from miofind.solvers.implicit_gemm.transpose import Turn, turning
 
 cupy = pytest.importorskip("cupy")
 pytestmark = pytest.mark.gpu

@@ -20,7 +20,7 @@ from miofind.problem import Direction, Layout, ProblemDescription
 from miofind.reference import reference_on_host, round_once
 from miofind.solution import Config
 from miofind.solver import Solver, solver_by_id
-from miofind.solvers.channels_last import ConvChannelsLast
+from miofind.solvers.implicit_gemm.channels_last import ConvChannelsLast
 from miofind.verify.claims import claims_of
 from miofind.verify.verifier import Verifier
 

@@ -1,0 +1,300 @@
+// out[n,c,i,j] = sum_{y,x} in[n, c, i - PAD_H + y, j - PAD_W + x] * filter[c,y,x], stride 1, channels first, on tensor
+// cores. Backward data: in is dy, and the filter is read backwards (FLIPPED). Sums are float32.
+//
+// For one filter row that is a product with a band matrix of its taps: 16 neighbouring outputs of a row meet 24 inputs
+// at most, whatever the width, so that all blocks of 16 columns have the same matrix, 16 x 24, whose fragments a warp
+// keeps in registers. Columns of the product are a row of 8 images. A row of inputs is read from shared memory once, as
+// fragments, and meets all filter rows.
+// Where rows are of odd length, words of two elements begin at an odd column in every other row: windows of inputs and
+// blocks of outputs are then shifted by one, and matrices with them.
+// A block has whole planes of CHANNELS channels of IMAGES images, copied as they lie; a warp has one channel, or one of
+// BANDS bands of its rows. TARGET says where outputs go: 0 over the inputs, 1 beside them, 2 to device memory at once.
+// Grid: one dimension, channels innermost, then images.
+#include "depthwise/bands.cuh"
+#include "depthwise/even_runs.cuh"
+#include "common/mma.cuh"
+#include "common/small_matrices.cuh"
+#include "depthwise/transposed_matrix.cuh"
+
+#if !defined(ELEMENT) || !defined(H) || !defined(W) || !defined(OUT_H) || !defined(OUT_W) || !defined(FILTER_Y)
+#error "define ELEMENT, H, W, OUT_H, OUT_W and FILTER_Y"
+#endif
+#if !defined(FILTER_X) || !defined(PAD_H) || !defined(PAD_W) || !defined(FLIPPED) || !defined(SHIFT)
+#error "define FILTER_X, PAD_H, PAD_W, FLIPPED and SHIFT"
+#endif
+#if !defined(CHANNELS) || !defined(IMAGES) || !defined(BANDS) || !defined(TARGET) || !defined(ROWS)
+#error "define CHANNELS, IMAGES, BANDS, TARGET and ROWS"
+#endif
+#if !defined(RING) || !defined(ALIKE) || !defined(PARTIAL) || !defined(MIN_BLOCKS) || !defined(SHARED_BYTES)
+#error "define RING, ALIKE, PARTIAL, MIN_BLOCKS and SHARED_BYTES"
+#endif
+
+constexpr int kChannels = CHANNELS, kImages = IMAGES, kBands = BANDS, kThreads = 32 * kChannels * kBands;
+constexpr int kFilterY = FILTER_Y, kFilterX = FILTER_X, kPlane = H * W, kOutPlane = OUT_H * OUT_W;
+static_assert(kImages % 8 == 0 && kThreads <= 1024, "a product has eight images");
+
+using Row = Bands<W, OUT_W, FILTER_X, PAD_W, SHIFT>;
+using Begin = Parity<H, W, OUT_H, OUT_W>;
+constexpr bool kIsOdd = Row::kIsOdd;
+constexpr int kOdd = Row::kOdd, kBlocks = Row::kBlocks, kWords = Row::kWords, kFirstTap = Row::kFirstTap;
+
+// ROWS rows of outputs are computed at a time. Rows of inputs are in a ring of registers, in which the next turn's
+// arrive while a turn computes; or there are registers for all of them, and the compiler knows every row.
+constexpr int kRows = ROWS, kRing = RING;
+static_assert((!kIsOdd || kRows % 2 == 0) && kRing % kRows == 0, "turns begin at even rows, the ring has whole turns");
+constexpr bool kIsWhole = kBands == 1 && kRing >= OUT_H + kFilterY - 1;
+static_assert(kIsWhole || kRing >= 2 * kRows + kFilterY - 1, "a turn's rows and the next turn's new ones fit");
+constexpr int kTurns = kIsWhole ? ceil_div(OUT_H, kRows) : kRing / kRows;  // that are unrolled
+constexpr int kBandRows = round_up(ceil_div(OUT_H, kBands), kRows);
+
+// Runs of a block's channels, an image each. An odd number of 16-byte words lies between them, so that eight images'
+// rows of four words meet every bank once.
+constexpr int odd_room(int count) {
+  return (room<ELEMENT>(count) / kWide<ELEMENT> | 1) * kWide<ELEMENT>;
+}
+constexpr int kPitch = odd_room(kChannels * kPlane), kOutPitch = odd_room(kChannels * kOutPlane);
+constexpr bool kDirect = TARGET == 2;
+static_assert(TARGET != 0 ||
+                  (H == OUT_H && W == OUT_W && kBands == 1 && kFilterY > PAD_H && (kChannels == 1 || kPlane % 2 == 0)),
+              "a warp's outputs replace inputs that it has read, in words that no other warp reads");
+static_assert(!kDirect || !kIsOdd, "words are written whole");
+constexpr int kOutAt = TARGET == 1 ? kImages * kPitch : 0;
+static_assert(SHARED_BYTES == 2 * (kImages * kPitch + (TARGET == 1 ? kImages * kOutPitch : 0)),
+              "the host and the kernel agree on shared memory");
+
+// Fragments of a band matrix, 8 x 8 each, by diagonals: word - half block of outputs = -1, 0, 1 and 2. Or, where rows
+// are of whole quads of outputs, the matrix has its rows in such an order that a lane's outputs of both halves are a
+// quad: row g of half h is output g / 2 * 4 + g % 2 + 2 * h, and fragments are by half and word.
+constexpr bool kHasQuads = !kIsOdd && OUT_W % 4 == 0;
+using Matrix = unsigned[kHasQuads ? 6 : 4];
+using Words = unsigned[kWords];
+
+// Filter rows whose matrix is the same for all rows of outputs: inputs and outputs begin alike.
+constexpr bool is_alike(int y) {
+  return Begin::is_alike(y + PAD_H);
+}
+
+// Taps `tap` and the next of a filter row, zero outside.
+__device__ __forceinline__ unsigned taps_from(const unsigned short* row, int tap) {
+  constexpr int kStep = FLIPPED ? -1 : 1;
+  const unsigned low = static_cast<unsigned>(tap) < kFilterX ? row[kStep * tap] : 0u;
+  const unsigned high = static_cast<unsigned>(tap + 1) < kFilterX ? row[kStep * (tap + 1)] : 0u;
+  return low | high << 16;
+}
+
+// Reads what the matrices of a filter row have in words kFirst and on for a lane that has tap `first` in word 0. Taps
+// of a word are eight apart from those of the next one, so that a filter of up to eight columns has one of them at
+// most.
+template <int kFirst, int kCount>
+__device__ __forceinline__ void read_taps(unsigned (&to)[kCount], const unsigned short* row, int first) {
+  if constexpr (kFilterX > 8) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) to[i] = taps_from(row, first + 8 * (kFirst + i));
+    return;
+  }
+  constexpr int kStep = FLIPPED ? -1 : 1;
+  const int low = first & 7, high = (first + 1) & 7;
+  unsigned pair = low < kFilterX ? row[kStep * low] : 0u;
+  pair |= (high < kFilterX ? row[kStep * high] : 0u) << 16;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    const bool has_low = kFirst + i == -(first >> 3), has_high = kFirst + i == -((first + 1) >> 3);
+    to[i] = pair & ((has_low ? 0xffffu : 0u) | (has_high ? 0xffff0000u : 0u));
+  }
+}
+
+// Reads the matrices of a channel: those for outputs of even and of odd rows.
+__device__ __forceinline__ void read_matrices(Matrix (&matrices)[2][kFilterY], const ELEMENT* filter,
+                                              const Begin& begin) {
+  const unsigned short* const taps = reinterpret_cast<const unsigned short*>(filter);
+  const int lane = threadIdx.x % 32, first = lane % 4 * 2 - lane / 4 + kFirstTap;
+  const int quad_first = lane % 4 * 2 - (lane / 8 * 4 + lane / 4 % 2) + kFirstTap;
+#pragma unroll
+  for (int y = 0; y < kFilterY; ++y)
+#pragma unroll
+    for (int odd = 0; odd < 2; ++odd) {
+      if (odd > 0 && is_alike(y)) continue;
+      const int shift = is_alike(y) ? 0 : begin.of_out(odd) - begin.of_in(odd + y + PAD_H);
+      const unsigned short* const row = taps + (FLIPPED ? (kFilterY - 1 - y) * kFilterX + kFilterX - 1 : y * kFilterX);
+      if constexpr (kHasQuads) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          unsigned words[3];
+          read_taps<0>(words, row, quad_first - 2 * half);
+#pragma unroll
+          for (int i = 0; i < 3; ++i) matrices[odd][y][2 * i + half] = words[i];
+        }
+      } else {
+        read_taps<-1>(matrices[odd][y], row, first + shift);
+      }
+    }
+}
+
+// Adds what a row of inputs contributes to a row of outputs.
+__device__ __forceinline__ void add_row(float (&sums)[kBlocks][4], const Matrix& matrix, const Words& row) {
+#pragma unroll
+  for (int j = 0; j < kBlocks; ++j) {
+    if constexpr (kHasQuads) {
+      if (Row::is_met(j, 2 * j) && Row::is_met(j, 2 * j + 1)) {
+        const unsigned rows[4] = {matrix[0], matrix[1], matrix[2], matrix[3]};
+        multiply_add<ELEMENT>(sums[j], rows, row[2 * j], row[2 * j + 1]);
+      } else if (Row::is_met(j, 2 * j)) {
+        multiply_add_half<ELEMENT>(sums[j], matrix[0], matrix[1], row[2 * j]);
+      } else if (Row::is_met(j, 2 * j + 1)) {
+        multiply_add_half<ELEMENT>(sums[j], matrix[2], matrix[3], row[2 * j + 1]);
+      }
+      if (Row::is_met(j, 2 * j + 2)) multiply_add_half<ELEMENT>(sums[j], matrix[4], matrix[5], row[2 * j + 2]);
+      continue;
+    }
+    if (Row::is_met(j, 2 * j) && Row::is_met(j, 2 * j + 1)) {
+      const unsigned rows[4] = {matrix[1], matrix[0], matrix[2], matrix[1]};
+      multiply_add<ELEMENT>(sums[j], rows, row[2 * j], row[2 * j + 1]);
+    } else if (Row::is_met(j, 2 * j)) {
+      multiply_add_half<ELEMENT>(sums[j], matrix[1], matrix[0], row[2 * j]);
+    } else if (Row::is_met(j, 2 * j + 1)) {
+      multiply_add_half<ELEMENT>(sums[j], matrix[2], matrix[1], row[2 * j + 1]);
+    }
+    if (Row::is_met(j, 2 * j + 2)) multiply_add_half<ELEMENT>(sums[j], matrix[3], matrix[2], row[2 * j + 2]);
+  }
+}
+
+// Reads row `row` of inputs, which is odd if `odd`. Row 0 would have the lane's first word at `lane_plane`, did it
+// begin at an even element; `masks` are of rows of even and of odd number.
+__device__ __forceinline__ void read_row(Words& words, const ELEMENT* lane_plane, const Words (&masks)[2],
+                                         const Begin& begin, int row, int odd) {
+  constexpr int kEnd = Row::is_live(kWords - 1) ? kWords : Row::is_live(kWords - 2) ? kWords - 1 : kWords - 2;
+  constexpr int kFirst = Row::is_live(0) ? 0 : 1;
+  read_words<kFirst, kEnd, kIsOdd>(words, lane_plane + row * W - begin.of_in(odd), masks[kIsOdd ? odd : 0],
+                                   static_cast<unsigned>(row) < H, Row::is_edge);
+}
+
+// Writes the sums of a row to `to`, where the lane's image has the row's column 0; the row begins `odd` elements late.
+__device__ __forceinline__ void write_row(ELEMENT* to, const float (&sums)[kBlocks][4], int odd, bool writes) {
+  if constexpr (kHasQuads) {
+#pragma unroll
+    for (int block = 0; block < kBlocks; ++block) {
+      const unsigned low = transposed_matrix(pack(ELEMENT{}, sums[block][0], sums[block][1]));
+      const unsigned high = transposed_matrix(pack(ELEMENT{}, sums[block][2], sums[block][3]));
+      const int column = 16 * block + threadIdx.x % 4 * 4;
+      if (writes && (16 * block + 16 <= OUT_W || column < OUT_W))
+        *reinterpret_cast<uint2*>(to + column) = make_uint2(low, high);
+    }
+    return;
+  }
+  const int first = threadIdx.x % 4 * 2 - odd;
+#pragma unroll
+  for (int block = 0; block < 2 * kBlocks; ++block) {
+    if (8 * block - kOdd >= OUT_W) continue;
+    const float* const pair = sums[block / 2] + block % 2 * 2;  // of a column, of two images
+    const unsigned word = transposed_matrix(pack(ELEMENT{}, pair[0], pair[1]));
+    const int column = first + 8 * block;
+    const bool low = (block > 0 || !kIsOdd) && 8 * block + 6 < OUT_W ? true : static_cast<unsigned>(column) < OUT_W;
+    const bool high = 8 * block + 7 < OUT_W || static_cast<unsigned>(column + 1) < OUT_W;
+    if (!writes) continue;
+    if (low && high)
+      *reinterpret_cast<unsigned*>(to + column) = word;
+    else if (kIsOdd && (low || high))
+      reinterpret_cast<unsigned short*>(to)[low ? column : column + 1] =
+          static_cast<unsigned short>(low ? word : word >> 16);
+  }
+}
+
+// What a warp works on: a channel of eight images, of which a lane reads and writes one, and rows from first_row on.
+struct Share {
+  const ELEMENT* lane_plane;
+  ELEMENT* out;
+  int first_row, end_row;
+  bool writes;
+};
+
+__device__ __forceinline__ void compute(const Share& share, const Matrix (&matrices)[2][kFilterY],
+                                        const Words (&masks)[2], const Begin& begin) {
+  // Row m of the ring is row first_row - PAD_H + m of the inputs, and first meets output row first_row + m.
+  Words ring[kRing] = {};
+  constexpr int kReadFirst = kIsWhole ? OUT_H + kFilterY - 1 : kRing - kRows;
+#pragma unroll
+  for (int m = 0; m < kReadFirst; ++m)
+    read_row(ring[m], share.lane_plane, masks, begin, (kIsWhole ? 0 : share.first_row) - PAD_H + m, (m + PAD_H) & 1);
+#pragma unroll 1
+  for (int first = share.first_row; first < share.end_row; first += kRing) {
+#pragma unroll
+    for (int turn = 0; turn < kTurns; ++turn) {
+      const int row = (kIsWhole ? 0 : first) + turn * kRows;
+      if (!kIsWhole && row >= share.end_row) break;
+      if constexpr (!kIsWhole) {
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) {
+          const int m = kRing - kRows + i;
+          read_row(ring[(turn * kRows + m) % kRing], share.lane_plane, masks, begin, row + m - PAD_H,
+                   (turn * kRows + m + PAD_H) & 1);
+        }
+      }
+      float sums[kRows][kBlocks][4] = {};
+#pragma unroll
+      for (int y = 0; y < kFilterY; ++y)
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) {
+          const int at = turn * kRows + i, in_row = at + y - PAD_H;
+          if (kIsWhole && (in_row < 0 || in_row >= H || at >= OUT_H)) continue;
+          add_row(sums[i], matrices[is_alike(y) ? 0 : at & 1][y], ring[(at + y) % kRing]);
+        }
+      if (TARGET == 0) __syncwarp();  // other lanes have read what a lane's outputs replace
+#pragma unroll
+      for (int i = 0; i < kRows; ++i)
+        if (row + i < (kIsWhole ? OUT_H : share.end_row))
+          write_row(share.out + (row + i) * OUT_W, sums[i], begin.of_out((turn * kRows + i) & 1), share.writes);
+    }
+    if (kIsWhole) break;
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
+    depthwise_bands(const ELEMENT* __restrict__ in, const ELEMENT* __restrict__ filter, ELEMENT* __restrict__ out,
+                    int images, int channels) {
+  extern __shared__ __align__(16) ELEMENT staged[];
+  const int channel_tiles = (channels + kChannels - 1) / kChannels;
+  const int image = blockIdx.x / channel_tiles * kImages, channel = blockIdx.x % channel_tiles * kChannels;
+  const int here = min(kChannels, channels - channel);
+  // Runs of planes of `plane` elements: of the block's channels, an image each.
+  const auto runs_of = [&](unsigned plane) {
+    const unsigned first = image * channels + channel;
+    return EvenRuns{first * plane, channels * plane, static_cast<unsigned>(images - image), here * plane};
+  };
+  load_even_runs<kThreads, kImages, kChannels * kPlane, kPitch, ALIKE>(staged, in, images * channels * kPlane,
+                                                                       runs_of(kPlane));
+  commit_copies();
+
+  const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
+  const int own = warp / kBands, band = warp % kBands, plane = channel + own;
+  const bool computes = own < here;
+  const Begin begin = Begin::of(plane);
+  Matrix matrices[2][kFilterY];
+  if (computes) read_matrices(matrices, filter + plane * (kFilterY * kFilterX), begin);
+  Words masks[2];
+#pragma unroll
+  for (int odd = 0; odd < 2; ++odd)
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) masks[odd][i] = existing<W>(8 * i + lane % 4 * 2 - SHIFT - begin.of_in(odd));
+  wait_for_copies<0>();
+  __syncthreads();  // the planes have arrived
+
+  if (computes) {
+#pragma unroll 1
+    for (int group = 0; group < kImages / 8 && image + 8 * group < images; ++group) {
+      const int slot = 8 * group + lane / 4, first = (image + slot) * channels + channel;
+      Share share;
+      share.lane_plane = staged + slot * kPitch + first * kPlane % kWide<ELEMENT> + own * kPlane + lane % 4 * 2 - SHIFT;
+      share.out = kDirect ? out + (first + own) * kOutPlane
+                          : staged + kOutAt + slot * kOutPitch + first * kOutPlane % kWide<ELEMENT> + own * kOutPlane;
+      share.first_row = band * kBandRows;
+      share.end_row = min(OUT_H, share.first_row + kBandRows);
+      share.writes = image + slot < images;
+      compute(share, matrices, masks, begin);
+    }
+  }
+  if constexpr (!kDirect) {
+    __syncthreads();  // the outputs of every warp are staged
+    store_even_runs<kThreads, kImages, kChannels * kOutPlane, kOutPitch, ALIKE, PARTIAL>(out, staged + kOutAt,
+                                                                                         runs_of(kOutPlane));
+  }
+}

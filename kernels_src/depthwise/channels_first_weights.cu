@@ -1,0 +1,311 @@
+// Backward weights of depthwise convolution of channels-first tensors; sums are float32.
+// dw[k,y,x] = sum_{n,o,p} dy[n,k,o,p] * x[n, k/m, o*stride - pad + y*dilation, p*stride - pad + x*dilation]; m =
+// MULTIPLIER.
+//
+// A block takes PLANES filters and a share of the units: images, or, of one filter, bands of an image's rows. What a
+// unit meets of x and of dy is a run of memory each; UNITS units at a time are copied to shared memory, in BUFFERS
+// buffers. A thread multiplies strips of ROWS x COLUMNS of dy by their windows of x into sums of all taps. They are
+// added over the block's threads through shared memory, and over SPLITS blocks by the second kernel, in order.
+// Grid: one dimension, splits innermost. Defines: see below.
+#include "depthwise/strips.cuh"
+
+#if !defined(ELEMENT) || !defined(FILTERS) || !defined(MULTIPLIER) || !defined(H) || !defined(W) || !defined(OUT_H)
+#error "define ELEMENT, FILTERS, MULTIPLIER, H, W and OUT_H"
+#endif
+#if !defined(OUT_W) || !defined(FILTER_H) || !defined(FILTER_W) || !defined(STRIDE_H) || !defined(STRIDE_W)
+#error "define OUT_W, FILTER_H, FILTER_W, STRIDE_H and STRIDE_W"
+#endif
+#if !defined(DILATION_H) || !defined(DILATION_W) || !defined(PAD_H) || !defined(PAD_W) || !defined(PLANES)
+#error "define DILATION_H, DILATION_W, PAD_H, PAD_W and PLANES"
+#endif
+#if !defined(BANDS) || !defined(ROWS) || !defined(COLUMNS) || !defined(UNITS) || !defined(BUFFERS) || !defined(THREADS)
+#error "define BANDS, ROWS, COLUMNS, UNITS, BUFFERS and THREADS"
+#endif
+#if !defined(SPLITS) || !defined(CLUSTERED) || !defined(MIN_BLOCKS) || !defined(SHARED_BYTES)
+#error "define SPLITS, CLUSTERED, MIN_BLOCKS and SHARED_BYTES"
+#endif
+#if CLUSTERED
+#include "common/hopper.cuh"
+#define CLUSTER __cluster_dims__(SPLITS, 1, 1)
+#else
+#include "common/early_launch.cuh"
+#define CLUSTER
+#endif
+
+constexpr int kPlanes = PLANES, kBands = BANDS, kUnits = UNITS, kThreads = THREADS, kMultiplier = MULTIPLIER;
+static_assert(kPlanes == 1 || kBands == 1, "a unit has whole planes or a band of one");
+static_assert(32 % kPlanes == 0 && kThreads % 32 == 0, "lanes of one filter recur");
+static_assert(BUFFERS >= 1 && SPLITS >= 1 && (!CLUSTERED || (SPLITS > 1 && SPLITS <= 8)),
+              "a cluster has 2 to 8 blocks");
+constexpr int kRowStrips = ceil_div(OUT_H, ROWS), kColumnStrips = ceil_div(OUT_W, COLUMNS);
+constexpr int kBandStrips = ceil_div(kRowStrips, kBands);
+static_assert((kBands - 1) * kBandStrips < kRowStrips, "no band is empty");
+using Rows = Axis<H, FILTER_H, STRIDE_H, DILATION_H, PAD_H, ROWS, kRowStrips, false>;
+using Columns = Axis<W, FILTER_W, STRIDE_W, DILATION_W, PAD_W, COLUMNS, kColumnStrips, false>;
+
+// Planes of x that the filters of a block meet, and rows of a unit.
+constexpr int kSources =
+    kMultiplier % kPlanes == 0 ? 1 : (kPlanes - 1 + (kPlanes % kMultiplier ? kMultiplier - 1 : 0)) / kMultiplier + 1;
+constexpr int kBandRows = kBands == 1 ? H : least(H, (kBandStrips - 1) * Rows::kStep + Rows::kWindow);
+constexpr int kRun = kSources * kBandRows * W, kOutRun = kPlanes * least(OUT_H, kBandStrips* ROWS) * OUT_W;
+// From unit to unit an odd number of 16-byte words, so that threads on the same elements of eight units meet all banks.
+constexpr int odd_room(int count) {
+  return (room<ELEMENT>(count) / kWide<ELEMENT> | 1) * kWide<ELEMENT>;
+}
+constexpr int kPitch = odd_room(kRun), kOutPitch = odd_room(kOutRun);
+
+// Shared memory: a row of zeros, if rows of some strips lie outside, and the buffers, of x and then of dy; later sums.
+constexpr bool kHasZeros = Rows::may_be_outside(Rows::kFirst) || Rows::may_be_outside(Rows::kLast);
+constexpr int kZeroElements = kHasZeros ? round_up(W, kWide<ELEMENT>) : 0;
+constexpr int kBuffer = kUnits * (kPitch + kOutPitch);
+constexpr int kTaps = FILTER_H * FILTER_W;
+constexpr int kTotals = CLUSTERED ? round_up(kPlanes * kTaps, 4) : 0;  // of a block, which its cluster reads
+static_assert(SHARED_BYTES == maximum((kZeroElements + BUFFERS * kBuffer) * static_cast<int>(sizeof(ELEMENT)),
+                                      4 * (kTaps * kThreads + kTotals)),
+              "the host and the kernel agree");
+
+constexpr int kVector = common_vector<ELEMENT>(W, Columns::kStep);
+constexpr int kOutVector = common_vector<ELEMENT>(OUT_W, COLUMNS);
+constexpr int kItems = kPlanes * kColumnStrips * kBandStrips * kUnits;  // strips of a stage
+
+// Rows of a unit that lie in memory: of x from first_row on, of dy from out_row on.
+struct Unit {
+  int image, first_row, rows, out_row, out_rows;
+};
+
+__device__ __forceinline__ Unit unit_of(int rank) {
+  if constexpr (kBands == 1) return {rank, 0, H, 0, OUT_H};
+  const int band = rank % kBands, origin = band * kBandStrips * Rows::kStep;
+  const int first_row = min(max(0, origin + Rows::kFirst), H), out_row = band * kBandStrips * ROWS;
+  const int end = min(H, origin + (kBandStrips - 1) * Rows::kStep + Rows::kLast + 1);
+  return {rank / kBands, first_row, max(0, end - first_row), out_row, min(OUT_H - out_row, kBandStrips * ROWS)};
+}
+
+// The filters of a block, and the channels they belong to.
+struct Share {
+  int filter, filters, channel, channels;
+};
+
+// First elements of a unit's runs.
+__device__ __forceinline__ int first_of(const Share& share, const Unit& unit) {
+  return ((unit.image * (FILTERS / kMultiplier) + share.channel) * H + unit.first_row) * W;
+}
+__device__ __forceinline__ int first_out_of(const Share& share, const Unit& unit) {
+  return ((unit.image * FILTERS + share.filter) * OUT_H + unit.out_row) * OUT_W;
+}
+
+// Starts to copy the units from rank `first` on, up to rank `end`.
+__device__ __forceinline__ void load_units(ELEMENT* buffer, const ELEMENT* x, const ELEMENT* dy, const Share& share,
+                                           int first, int end, int images) {
+  load_runs<kThreads, kUnits, kRun, kPitch>(buffer, x, images * (FILTERS / kMultiplier) * (H * W), [&](int slot) {
+    if (first + slot >= end) return Run{0, 0};
+    const Unit unit = unit_of(first + slot);
+    return Run{first_of(share, unit), (kBands == 1 ? share.channels * H : unit.rows) * W};
+  });
+  load_runs<kThreads, kUnits, kOutRun, kOutPitch>(
+      buffer + kUnits * kPitch, dy, images * FILTERS * (OUT_H * OUT_W), [&](int slot) {
+        if (first + slot >= end) return Run{0, 0};
+        const Unit unit = unit_of(first + slot);
+        return Run{first_out_of(share, unit), (kBands == 1 ? share.filters * OUT_H : unit.out_rows) * OUT_W};
+      });
+}
+
+// A strip of dy as floats, and which of it exists where that is not known to the compiler.
+struct Strip {
+  float at[ROWS][COLUMNS];
+  bool is_last_row, is_last_column;
+};
+constexpr int kSureRows = OUT_H % ROWS ? OUT_H % ROWS : ROWS;
+constexpr int kSureColumns = OUT_W % COLUMNS ? OUT_W % COLUMNS : COLUMNS;
+
+__device__ __forceinline__ void read_strip(Strip& strip, const ELEMENT* plane, int down, int across) {
+  strip.is_last_row = down == kRowStrips - 1;
+  strip.is_last_column = across == kColumnStrips - 1;
+#pragma unroll
+  for (int i = 0; i < ROWS; ++i) {
+    if (i >= kSureRows && strip.is_last_row) continue;
+#pragma unroll
+    for (int j = 0; j < COLUMNS; j += kOutVector) {
+      if (j >= kSureColumns && strip.is_last_column) continue;
+      read_elements<kOutVector>(strip.at[i] + j, plane + (down * ROWS + i) * OUT_W + across * COLUMNS + j);
+    }
+  }
+}
+
+// Adds what window rows from kRow on contribute. `plane` is where the plane's row 0 would be staged.
+template <int kRow = Rows::kFirst>
+__device__ __forceinline__ void add_rows(float (&sums)[kTaps], const Strip& strip, const ELEMENT* plane,
+                                         const ELEMENT* zeros, int row, int column) {
+  if constexpr (kRow <= Rows::kLast) {
+    if constexpr (Rows::is_met(kRow)) {
+      const ELEMENT* from = plane + (row + kRow) * W;
+      if constexpr (Rows::may_be_outside(kRow))
+        from = static_cast<unsigned>(row + kRow) < static_cast<unsigned>(H) ? from : zeros;
+      float window[Columns::kWindow];
+      read_window<Columns, kVector>(window, from, column);
+#pragma unroll
+      for (int i = 0; i < ROWS; ++i) {
+#pragma unroll
+        for (int y = 0; y < FILTER_H; ++y) {
+          if (Rows::at(i, y) != kRow || (i >= kSureRows && strip.is_last_row)) continue;
+#pragma unroll
+          for (int j = 0; j < COLUMNS; ++j) {
+            if (j >= kSureColumns && strip.is_last_column) continue;
+#pragma unroll
+            for (int x = 0; x < FILTER_W; ++x) {
+              const int source = Columns::at(j, x);
+              if (Columns::is_outside(source)) continue;
+              float& sum = sums[y * FILTER_W + x];
+              sum = fmaf(window[source - Columns::kFirst], strip.at[i][j], sum);
+            }
+          }
+        }
+      }
+    }
+    add_rows<kRow + 1>(sums, strip, plane, zeros, row, column);
+  }
+}
+
+// Adds the strips of a stage's units.
+__device__ __forceinline__ void add_units(float (&sums)[kTaps], const ELEMENT* buffer, const ELEMENT* zeros,
+                                          const Share& share, int first, int end) {
+#pragma unroll 1
+  for (int item = threadIdx.x; item < kItems; item += kThreads) {
+    const int plane = item % kPlanes, rest = item / kPlanes, across = rest % kColumnStrips;
+    const int slot = rest / (kColumnStrips * kBandStrips);
+    if (first + slot >= end) break;
+    const Unit unit = unit_of(first + slot);
+    const int down = rest / kColumnStrips % kBandStrips + unit.out_row / ROWS;
+    if (plane >= share.filters || (kBands > 1 && down >= kRowStrips)) continue;
+    const int source = (share.filter + plane) / kMultiplier - share.channel;
+    const ELEMENT* const in = buffer + slot * kPitch + first_of(share, unit) % kWide<ELEMENT> + source * (H * W);
+    const ELEMENT* const out = buffer + kUnits * kPitch + slot * kOutPitch +
+                               first_out_of(share, unit) % kWide<ELEMENT> + plane * (OUT_H * OUT_W);
+    Strip strip;
+    read_strip(strip, out - unit.out_row * OUT_W, down, across);
+    add_rows(sums, strip, in - unit.first_row * W, zeros, down * Rows::kStep, across * Columns::kStep);
+  }
+}
+
+// Adds the sums of all threads: those of filter q are in threads q, q + kPlanes and so on.
+template <typename T>
+__device__ __forceinline__ void write_sums(T* to, float* shared, const float (&sums)[kTaps], int filters) {
+  __syncthreads();  // every thread has read the buffers before sums overwrite them
+#pragma unroll
+  for (int tap = 0; tap < kTaps; ++tap) shared[tap * kThreads + threadIdx.x] = sums[tap];
+  __syncthreads();  // the sums of all threads are in place
+  constexpr int kWarps = kThreads / 32;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+#pragma unroll 2
+  for (int turn = 0; turn < ceil_div(kTaps, kWarps); ++turn) {
+    const int tap = turn * kWarps + warp;
+    const float* const from = shared + min(tap, kTaps - 1) * kThreads + lane;
+    float sum = 0;
+#pragma unroll
+    for (int i = 0; i < kThreads; i += 32) sum += from[i];
+#pragma unroll
+    for (int distance = 16; distance >= kPlanes; distance /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, distance);
+    if (tap < kTaps && lane < filters) to[lane * kTaps + tap] = convert<T>(sum);
+  }
+}
+
+#if CLUSTERED
+// Adds the totals of the blocks of a cluster in order. The blocks share the sums out.
+__device__ __forceinline__ void add_totals(ELEMENT* dw, const float* totals, int count) {
+  cluster_arrive<true>();
+  cluster_wait();  // the totals of every block are in place
+  const int first = 4 * (cluster_rank() * kThreads + threadIdx.x);
+  if (first < count) {
+    float sums[4] = {};
+#pragma unroll
+    for (int rank = 0; rank < SPLITS; ++rank) {
+      const Vector<float, 4> part = load_floats(address_of(shared_address(totals + first), rank));
+#pragma unroll
+      for (int i = 0; i < 4; ++i) sums[i] += part.at[i];
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      if (first + i < count) dw[first + i] = convert<ELEMENT>(sums[i]);
+  }
+  cluster_arrive<false>();
+  cluster_wait();  // others read this block's totals until here
+}
+#endif
+
+extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, MIN_BLOCKS)
+    depthwise_channels_first_weights(const ELEMENT* __restrict__ dy, const ELEMENT* __restrict__ x,
+                                     ELEMENT* __restrict__ dw, float* __restrict__ parts, int images) {
+  extern __shared__ __align__(16) float shared[];
+  ELEMENT* const staged = reinterpret_cast<ELEMENT*>(shared);
+  ELEMENT* const buffers = staged + kZeroElements;
+  const int split = blockIdx.x % SPLITS;
+  Share share;
+  share.filter = blockIdx.x / SPLITS * kPlanes;
+  share.filters = min(kPlanes, FILTERS - share.filter);
+  share.channel = share.filter / kMultiplier;
+  share.channels = (share.filter + share.filters - 1) / kMultiplier - share.channel + 1;
+  // Units are dealt in stages, so that all but the last are whole.
+  const int units = images * kBands, stages = (units + kUnits - 1) / kUnits;
+  const int first_stage = split * stages / SPLITS, end_stage = (split + 1) * stages / SPLITS;
+
+#pragma unroll
+  for (int ahead = 0; ahead < maximum(1, BUFFERS - 1); ++ahead) {
+    if (first_stage + ahead < end_stage)
+      load_units(buffers + ahead * kBuffer, x, dy, share, (first_stage + ahead) * kUnits, units, images);
+    commit_copies();
+  }
+  if constexpr (!CLUSTERED) next_step_may_begin();
+  if constexpr (kHasZeros) {
+#pragma unroll 1
+    for (int i = threadIdx.x; i < kZeroElements / kWide<ELEMENT>; i += kThreads)
+      reinterpret_cast<uint4*>(staged)[i] = make_uint4(0, 0, 0, 0);
+  }
+  float sums[kTaps] = {};
+#pragma unroll 1
+  for (int stage = first_stage; stage < end_stage; ++stage) {
+    wait_for_copies<maximum(0, BUFFERS - 2)>();
+    __syncthreads();  // the stage has arrived, and every thread has read the buffer that is filled next
+    const ELEMENT* const buffer = buffers + (stage - first_stage) % BUFFERS * kBuffer;
+    if constexpr (BUFFERS > 1) {
+      const int next = stage + BUFFERS - 1;
+      if (next < end_stage)
+        load_units(buffers + (next - first_stage) % BUFFERS * kBuffer, x, dy, share, next * kUnits, units, images);
+      commit_copies();
+    }
+    add_units(sums, buffer, staged, share, stage * kUnits, units);
+    if constexpr (BUFFERS == 1) {
+      if (stage + 1 < end_stage) {
+        __syncthreads();  // every thread has read the buffer
+        load_units(buffers, x, dy, share, (stage + 1) * kUnits, units, images);
+      }
+      commit_copies();
+    }
+  }
+  const int at = share.filter * kTaps;
+#if CLUSTERED
+  float* const totals = shared + kTaps * kThreads;
+  write_sums(totals, shared, sums, share.filters);
+  add_totals(dw + at, totals, share.filters * kTaps);
+#else
+  if constexpr (SPLITS == 1)
+    write_sums(dw + at, shared, sums, share.filters);
+  else
+    write_sums(parts + split * (FILTERS * kTaps) + at, shared, sums, share.filters);
+#endif
+}
+#if !CLUSTERED
+
+// dw[i] = sum of parts[split][i] over the splits, in order. The parts are written while this grid waits: they are not
+// const __restrict__, which would let the compiler read them as memory that never changes.
+extern "C" __global__ void __launch_bounds__(128)
+    depthwise_channels_first_weights_finish(const float* parts, ELEMENT* dw) {
+  next_step_may_begin();
+  previous_step_done();
+  const int i = blockIdx.x * 128 + threadIdx.x;
+  if (i >= FILTERS * kTaps) return;
+  float sum = 0;
+#pragma unroll 8
+  for (int split = 0; split < SPLITS; ++split) sum += parts[split * (FILTERS * kTaps) + i];
+  dw[i] = convert<ELEMENT>(sum);
+}
+#endif

@@ -1,0 +1,245 @@
+// y[n,t,k] = sum_{i} x[n, stride*t - pad + i*dilation, k/M] * w[k,i], in both spatial dimensions, all channels-last;
+// or with BACKWARD its gradient dx[n,m,c] = sum of dy[n,t,k] * w[k,i] over what meets: m = stride*t - pad + i*dilation.
+//
+// A block streams rows of the input tensor through STAGES times STEP rows of shared memory, CHANNELS channels of x of
+// each, for GROUPS groups of columns of a strip of ROWS output rows of an image. A thread holds the filters of VECTOR
+// channels in registers and computes COLUMNS output columns (with BACKWARD, STRIDE_H x STRIDE_W outputs each); an input
+// row is read once and added to all the output rows that it meets. Sums are float32.
+// Grid: one dimension; blocks of channels innermost, then tiles of columns, strips of rows, residue classes, images.
+// Defines: as checked below. MULTIPLIER is M; PHASE_H and PHASE_W are x's first row and column modulo the stride.
+#include "depthwise/channels_last_rows.cuh"
+#include "common/divisor.cuh"
+
+#if !defined(ELEMENT) || !defined(BACKWARD) || !defined(FILTER_Y) || !defined(FILTER_X) || !defined(MULTIPLIER)
+#error "define ELEMENT, BACKWARD, FILTER_Y, FILTER_X and MULTIPLIER"
+#endif
+#if !defined(STRIDE_H) || !defined(STRIDE_W) || !defined(PHASE_H) || !defined(PHASE_W) || !defined(DILATED)
+#error "define STRIDE_H, STRIDE_W, PHASE_H, PHASE_W and DILATED"
+#endif
+#if !defined(CHANNELS) || !defined(VECTOR) || !defined(COLUMNS) || !defined(ROWS) || !defined(GROUPS) || \
+    !defined(STAGES) || !defined(STEP)
+#error "define CHANNELS, VECTOR, COLUMNS, ROWS, GROUPS, STAGES and STEP"
+#endif
+#if !defined(COPY_VECTOR) || !defined(FILTER_VECTOR) || !defined(PIXEL_PITCH) || !defined(WHOLE_ROWS) || \
+    !defined(WHOLE_GROUPS) || !defined(COLUMN_STEP)
+#error "define COPY_VECTOR, FILTER_VECTOR, PIXEL_PITCH, WHOLE_ROWS, WHOLE_GROUPS and COLUMN_STEP"
+#endif
+#if !defined(THREADS) || !defined(SHARED_BYTES)
+#error "define THREADS and SHARED_BYTES"
+#endif
+
+constexpr bool kBackward = BACKWARD;
+constexpr int kVector = VECTOR, kColumns = COLUMNS, kGroups = GROUPS;
+constexpr int kStages = STAGES, kStep = STEP, kSlots = kStages * kStep;
+constexpr int kFilterY = FILTER_Y, kFilterX = FILTER_X, kTaps = kFilterY * kFilterX;
+constexpr int kInChannels = CHANNELS * (kBackward ? MULTIPLIER : 1);
+constexpr int kOutChannels = CHANNELS * (kBackward ? 1 : MULTIPLIER);
+constexpr int kSummed = kBackward ? MULTIPLIER : 1;  // channels of the input that add up
+constexpr int kRuns = kOutChannels / kVector, kThreads = round_up(kRuns * kGroups, 32);
+static_assert(kOutChannels % kVector == 0 && (MULTIPLIER == 1 || kVector == 1), "a thread has whole vectors");
+static_assert(kThreads == THREADS && kThreads <= 1024, "the host and the kernel agree on threads");
+static_assert(kStages >= 2 && kStep >= 1, "one stage is computed while others are copied");
+
+// Input indices that `outputs` neighbouring units of output meet: how many, and the first less the first unit's own.
+constexpr int lead_of(int taps, int stride, int phase) {
+  return kBackward ? -floor_div(taps - 1 - phase, stride) : 0;
+}
+constexpr int inputs_of(int outputs, int taps, int stride, int phase) {
+  return kBackward ? outputs + (phase + stride - 1) / stride - lead_of(taps, stride, phase)
+                   : stride * (outputs - 1) + taps;
+}
+constexpr int kLeadRows = lead_of(kFilterY, STRIDE_H, PHASE_H), kLead = lead_of(kFilterX, STRIDE_W, PHASE_W);
+constexpr int kInRows = inputs_of(ROWS, kFilterY, STRIDE_H, PHASE_H);  // of a strip
+constexpr int kUnitRows = kBackward ? STRIDE_H : 1, kOutRows = ROWS * kUnitRows;
+constexpr int kOutColumns = kColumns * (kBackward ? STRIDE_W : 1);
+constexpr int kWindow = inputs_of(kColumns, kFilterX, STRIDE_W, PHASE_W);  // input columns that a thread reads
+constexpr int kGroupStep = kColumns * (kBackward ? 1 : STRIDE_W);          // input columns from one group to the next
+constexpr int kRowColumns = kGroupStep * (kGroups - 1) + kWindow, kRowElements = kRowColumns * PIXEL_PITCH;
+
+static_assert(SHARED_BYTES ==
+                  static_cast<int>(sizeof(ELEMENT)) * (kSlots * kRowElements + CHANNELS * MULTIPLIER * kTaps),
+              "the host and the kernel agree on shared memory");
+
+using Copies = RowCopies<ELEMENT, 1, kRowColumns, kInChannels, PIXEL_PITCH, COPY_VECTOR, kThreads>;
+using Sums = float[kOutRows][kOutColumns][kVector];
+using Filters = float[kSummed][kFilterY][kFilterX][kVector];
+
+// The output that a tap joins with an input, both counted from the first of a strip or of a thread; negative if none.
+constexpr int output_of(int in, int tap, int stride, int phase, int lead) {
+  if (kBackward) return stride * (in + lead) + tap - phase;
+  return in < tap || (in - tap) % stride != 0 ? -1 : (in - tap) / stride;
+}
+
+// Starts to copy the filters of the block's channels.
+__device__ __forceinline__ void copy_filters(ELEMENT* to, const ELEMENT* filter, int first, int count) {
+  const ELEMENT* const from = filter + first * kTaps;
+  for (int i = threadIdx.x * FILTER_VECTOR; i < count * kTaps; i += kThreads * FILTER_VECTOR)
+    if constexpr (sizeof(ELEMENT) * FILTER_VECTOR >= 4)
+      copy_bytes<static_cast<int>(sizeof(ELEMENT) * FILTER_VECTOR)>(
+          static_cast<unsigned>(__cvta_generic_to_shared(to + i)), from + i, true);
+    else
+      to[i] = from[i];
+}
+
+__device__ __forceinline__ void read_filters(Filters& taps, const ELEMENT* filters) {
+#pragma unroll
+  for (int k = 0; k < kSummed; ++k)
+#pragma unroll
+    for (int i = 0; i < kTaps; ++i)
+#pragma unroll
+      for (int v = 0; v < kVector; ++v)
+        taps[k][i / kFilterX][i % kFilterX][v] = convert<float>(filters[(k + v * kSummed) * kTaps + i]);
+}
+
+// Adds what input row kRow of a strip contributes.
+template <int kRow>
+__device__ __forceinline__ void add_row(Sums& sums, const Filters& taps, const ELEMENT* window) {
+#pragma unroll
+  for (int k = 0; k < kSummed; ++k) {
+    float values[kWindow][kVector];
+#pragma unroll
+    for (int place = 0; place < kWindow; ++place)
+      widen<kVector>(values[place],
+                     *reinterpret_cast<const Vector<ELEMENT, kVector>*>(window + place * PIXEL_PITCH + k));
+#pragma unroll
+    for (int y = 0; y < kFilterY; ++y) {
+      const int out = output_of(kRow, y, STRIDE_H, PHASE_H, kLeadRows);
+      if (out < 0 || out >= kOutRows) continue;
+#pragma unroll
+      for (int place = 0; place < kWindow; ++place)
+#pragma unroll
+        for (int x = 0; x < kFilterX; ++x) {
+          const int column = output_of(place, x, STRIDE_W, PHASE_W, kLead);
+          if (column < 0 || column >= kOutColumns) continue;
+#pragma unroll
+          for (int v = 0; v < kVector; ++v) sums[out][column][v] += values[place][v] * taps[k][y][x][v];
+        }
+    }
+  }
+}
+
+// The first of the output rows that no input row after `row` meets, of which there are as many as a unit has.
+constexpr int first_complete(int row) {
+  return output_of(row, kBackward ? 0 : kFilterY - 1, STRIDE_H, PHASE_H, kLeadRows);
+}
+
+// The first input row of a strip that output row `out` can meet; one that meets none begins where it is complete.
+constexpr int first_met(int out) {
+  if (!kBackward) return STRIDE_H * out;
+  const int met = ceil_div(out + PHASE_H - kFilterY + 1 + STRIDE_H * kFilterY, STRIDE_H) - kFilterY - kLeadRows;
+  const int complete = (out + PHASE_H) / STRIDE_H - kLeadRows;
+  return maximum(0, met < complete ? met : complete);
+}
+
+// Sets the sums of the output rows that no input row before kRow meets.
+template <int kRow>
+__device__ __forceinline__ void start_rows(Sums& sums, float value) {
+#pragma unroll
+  for (int out = 0; out < kOutRows; ++out)
+#pragma unroll
+    for (int i = 0; i < kOutColumns; ++i)
+#pragma unroll
+      for (int v = 0; v < kVector; ++v)
+        if (first_met(out) == kRow) sums[out][i][v] = value;
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads)
+    depthwise_channels_last(const ELEMENT* __restrict__ in, const ELEMENT* __restrict__ filter,
+                            ELEMENT* __restrict__ out, int n, int channels, int x_height, int x_width, int y_height,
+                            int y_width, int stride_h, int stride_w, int pad_h, int pad_w, int dilation_h,
+                            int dilation_w, int y_step_h, int y_step_w, int channel_blocks, unsigned channel_multiplier,
+                            int channel_shift, int column_tiles, unsigned column_multiplier, int column_shift,
+                            int strips, unsigned strip_multiplier, int strip_shift) {
+  extern __shared__ __align__(16) ELEMENT staged[];
+  ELEMENT* const filters = staged + kSlots * kRowElements;
+  int rest = blockIdx.x / Divisor{channel_blocks, channel_multiplier, channel_shift};
+  const int channel_block = blockIdx.x - rest * channel_blocks;
+  int next = rest / Divisor{column_tiles, column_multiplier, column_shift};
+  const int tile = rest - next * column_tiles;
+  rest = next / Divisor{strips, strip_multiplier, strip_shift};
+  const int strip = next - rest * strips;
+  int residue_h = 0, residue_w = 0;
+  if (DILATED) {
+    residue_w = rest % y_step_w, rest /= y_step_w;
+    residue_h = rest % y_step_h, rest /= y_step_h;
+  }
+  const Axis height = axis_of<DILATED>(x_height, y_height, stride_h, pad_h, dilation_h, y_step_h, residue_h);
+  const Axis width = axis_of<DILATED>(x_width, y_width, stride_w, pad_w, dilation_w, y_step_w, residue_w);
+  const Line in_rows = kBackward ? height.y : height.x, out_rows = kBackward ? height.x : height.y;
+  const Line in_columns = kBackward ? width.y : width.x, out_columns = kBackward ? width.x : width.y;
+  const int in_pixels = kBackward ? y_width : x_width, out_pixels = kBackward ? x_width : y_width;
+  const int in_channels = kBackward ? channels * MULTIPLIER : channels;
+  const int out_channels = kBackward ? channels : channels * MULTIPLIER;
+  const int in_row_step = in_pixels * in_channels, out_row_step = out_pixels * out_channels;
+  const int in_image_step = (kBackward ? y_height : x_height) * in_row_step;
+  const int out_image_step = (kBackward ? x_height : y_height) * out_row_step;
+
+  const int origin_h = kBackward ? floor_div(out_rows.low, STRIDE_H) : 0;
+  const int origin_w = kBackward ? floor_div(out_columns.low, STRIDE_W) : 0;
+  const int first_row = origin_h + strip * ROWS;
+  const int first_in_row = first_row * (kBackward ? 1 : STRIDE_H) + kLeadRows;
+  const int first_out_row = first_row * (kBackward ? STRIDE_H : 1) + PHASE_H * kBackward;
+  const int first_column = tile * kGroups * kColumns + origin_w;
+
+  const Copies copies(in_columns, first_column * (kBackward ? 1 : STRIDE_W) + kLead, in_channels,
+                      channel_block * kInChannels);
+  const ELEMENT* const image = in + rest * in_image_step;
+  const auto copy_stage = [&](int stage) __attribute__((always_inline)) {
+#pragma unroll
+    for (int row = stage * kStep; row < (stage + 1) * kStep && row < kInRows; ++row)
+      if (in_rows.holds(first_in_row + row))
+        copies.copy(staged + row % kSlots * kRowElements, image + in_rows.at(first_in_row + row) * in_row_step);
+    commit_copies();
+  };
+  const int first_filter = channel_block * CHANNELS * MULTIPLIER;
+  copy_filters(filters, filter, first_filter, min(CHANNELS, channels - channel_block * CHANNELS) * MULTIPLIER);
+#pragma unroll
+  for (int stage = 0; stage < kStages - 1; ++stage) copy_stage(stage);
+
+  const int group = threadIdx.x / kRuns, channel = threadIdx.x % kRuns * kVector;
+  const int in_channel = kBackward ? channel * MULTIPLIER : channel / MULTIPLIER;
+  const int column = first_column * (kBackward ? STRIDE_W : 1) + (kBackward ? PHASE_W : 0) + group * kOutColumns;
+  const bool computes =
+      group < kGroups && channel_block * kOutChannels + channel < out_channels && column < out_columns.high;
+  const ELEMENT* const window = staged + group * kGroupStep * PIXEL_PITCH + in_channel;
+  const int first_stored = DILATED ? out_columns.low - column : 0;
+  const int end_stored = WHOLE_GROUPS ? kOutColumns : out_columns.high - column;
+  const int row_step = out_rows.step * out_row_step;
+  ELEMENT* stored = out + rest * out_image_step + out_rows.at(first_out_row) * out_row_step +
+                    out_columns.at(column) * out_channels + channel_block * kOutChannels + channel;
+
+  Filters taps;
+  wait_for_copies<kStages - 2>();
+  __syncthreads();  // the filters have arrived
+  if (computes) read_filters(taps, filters + channel * kSummed * kTaps);
+
+  Sums sums;
+  unrolled<0, kInRows>([&](auto index) __attribute__((always_inline)) {
+    constexpr int kRow = decltype(index)::value;
+    if constexpr (kRow > 0 && kRow % kStep == 0) {
+      wait_for_copies<kStages - 2>();
+      __syncthreads();  // this stage has arrived, and the one whose place is filled next has been read
+    }
+    if constexpr (kRow % kStep == 0) copy_stage(kRow / kStep + kStages - 1);
+    if (computes) {
+      if (in_rows.holds(first_in_row + kRow)) {
+        start_rows<kRow>(sums, 0.0f);
+        add_row<kRow>(sums, taps, window + kRow % kSlots * kRowElements);
+      } else {
+        start_rows<kRow>(sums, __int_as_float(forgotten(0)));  // here, rather than before the branch
+      }
+#pragma unroll
+      for (int i = 0; i < kUnitRows; ++i) {
+        constexpr int kFirst = first_complete(kRow);
+        if (kFirst + i < 0 || kFirst + i >= kOutRows) continue;
+        if (WHOLE_ROWS || out_rows.holds(first_out_row + kFirst + i))
+#pragma unroll
+          for (int j = 0; j < kOutColumns; ++j)
+            if ((!DILATED || j >= first_stored) && (WHOLE_GROUPS || j < end_stored))
+              *reinterpret_cast<Vector<ELEMENT, kVector>*>(stored + j * COLUMN_STEP) =
+                  rounded<ELEMENT>(sums[kFirst + i][j]);
+        stored += row_step;
+      }
+    }
+  });
+}

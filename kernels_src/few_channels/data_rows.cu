@@ -1,0 +1,197 @@
+// dx[n,c,h,v] = sum_{k,r,s} dy[n,k,i,j] * w[k,c,r,s], h = i*STRIDE_Y - pad_y + r, v = j*STRIDE_X - pad_x + s, for
+// CHANNELS <= 4 channels, on tensor cores with float32 sums: a product, then col2im along rows.
+//
+// A block goes down a strip of COLUMNS columns of dy, whose rows stream through STAGES buffers, in the tensor's layout.
+// A row is multiplied by all filters: product rows are outputs j, columns taps (s, c), for each filter row r, its depth
+// is filters. Sums of FILTER_Y rows of dx are in registers and move up by STRIDE_Y from row to row of dy. Those of
+// complete rows of dx go through shared memory, where threads add the taps s that meet a pixel. Fragments of filters
+// stay in registers. WARPS_M warps share the columns, in BLOCKS blocks of 16, WARPS_N the taps, WARPS_K the filters.
+// A block completes pixels of `cells`, runs of STRIDE pixels: cell I of dx meets rows I, I - 1, ... of dy.
+// Grid: strips, times column tiles, times images.
+#include "few_channels/gradient_rows.cuh"
+#include "common/mma.cuh"
+
+// The product: steps of 16 filters, blocks of 8 taps, and a warp's share of both.
+constexpr int kSteps = ceil_div(FILTERS, 16), kWarpSteps = ceil_div(kSteps, WARPS_K);
+constexpr int kRowTaps = FILTER_X * CHANNELS, kTapBlocks = ceil_div(kRowTaps, 8), kWarpTaps = kTapBlocks / WARPS_N;
+static_assert(kTapBlocks % WARPS_N == 0, "warps have equal shares of the taps");
+
+// A staged row: columns of filters if CHANNELS_LAST, else filters of columns; an odd number of 16-byte words from one
+// to the next, so that the eight that a matrix is read from meet every bank once.
+constexpr int kPitch = CHANNELS_LAST ? 32 * kSteps + 16 : 2 * COLUMNS + 16;
+constexpr int kRowBytes = (CHANNELS_LAST ? COLUMNS : 16 * kSteps) * kPitch;
+// Products on their way to be added: for each complete row of dx and share of the filters, taps of columns. The pitch
+// is 12 modulo 32: the 4 x 8 lanes that write 2 taps of 8 columns meet every bank once, and so do, for up to three
+// channels, those that read neighbouring columns.
+constexpr int kProductTaps = round_up(kRowTaps, 2), kProductPitch = round_up(COLUMNS - 12, 32) + 12;
+constexpr int kProductFloats = kDone * WARPS_K * kProductTaps * kProductPitch;
+// Before the first products the same memory holds the filters as they come, and as fragments.
+constexpr int kRawBytes = round_up(2 * FILTERS * kTaps, 16), kFragments = kSteps * FILTER_Y * kTapBlocks;
+constexpr int kProductAt = STAGES * kRowBytes;
+static_assert(SHARED_BYTES == kProductAt + maximum(8 * kProductFloats, kRawBytes + 256 * kFragments),
+              "the host and the kernel agree on shared memory");
+
+__device__ __forceinline__ void load_filters(unsigned raw, const ELEMENT* filters) {
+  constexpr int kCount = FILTERS * kTaps;
+  for (int i = 8 * threadIdx.x; i < kCount; i += 8 * kThreads)
+    copy_some(raw + 2 * i, filters + i, min(16, 2 * (kCount - i)));
+  commit_copies();
+}
+
+// Lays out the filters as the fragments of the product, zeros beyond the filters and the taps.
+__device__ __forceinline__ void spread_filters(unsigned char* to, const ELEMENT* raw) {
+  for (int i = threadIdx.x; i < 32 * kFragments; i += kThreads) {
+    const int lane = i % 32, block = i / 32 % kTapBlocks, r = i / 32 / kTapBlocks % FILTER_Y;
+    const int first_k = i / 32 / kTapBlocks / FILTER_Y * 16 + lane % 4 * 2, tap = 8 * block + lane / 4;
+    const int at = CHANNELS_LAST ? r * kRowTaps + tap : (tap % CHANNELS * FILTER_Y + r) * FILTER_X + tap / CHANNELS;
+    Vector<ELEMENT, 4> values;
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const int k = first_k + e / 2 * 8 + e % 2;
+      values.at[e] = tap < kRowTaps && k < FILTERS ? raw[k * kTaps + at] : convert<ELEMENT>(0.0f);
+    }
+    *reinterpret_cast<Vector<ELEMENT, 4>*>(to + 8 * i) = values;
+  }
+}
+
+using Filters = unsigned[kWarpSteps][FILTER_Y][kWarpTaps][2];
+using Sums = float[BLOCKS][FILTER_Y][kWarpTaps][4];
+
+__device__ __forceinline__ void read_filters(Filters& filters, const unsigned char* from, const Part& part) {
+#pragma unroll
+  for (int i = 0; i < kWarpSteps; ++i) {
+    const int step = i * WARPS_K + part.k;
+#pragma unroll
+    for (int r = 0; r < FILTER_Y; ++r)
+#pragma unroll
+      for (int b = 0; b < kWarpTaps; ++b) {
+        const int fragment = (min(step, kSteps - 1) * FILTER_Y + r) * kTapBlocks + part.n * kWarpTaps + b;
+        const auto two = *reinterpret_cast<const Vector<unsigned, 2>*>(from + 256 * fragment + threadIdx.x % 32 * 8);
+        filters[i][r][b][0] = two.at[0];
+        filters[i][r][b][1] = two.at[1];
+      }
+  }
+}
+
+// Adds the products of a staged row.
+__device__ __forceinline__ void multiply(Sums& sums, const Filters& filters, unsigned row, const Part& part) {
+  const int lane = threadIdx.x % 32;
+  const unsigned first =
+      row + (CHANNELS_LAST ? (16 * part.m + lane % 16) * kPitch + lane / 16 * 16 + 32 * part.k
+                           : (16 * part.k + lane / 16 * 8 + lane % 8) * kPitch + lane / 8 % 2 * 16 + 32 * part.m);
+  constexpr int kBlockBytes = WARPS_M * (CHANNELS_LAST ? 16 * kPitch : 32);
+  constexpr int kStepBytes = WARPS_K * (CHANNELS_LAST ? 32 : 16 * kPitch);
+#pragma unroll
+  for (int i = 0; i < kWarpSteps; ++i) {
+    if (kSteps % WARPS_K != 0 && i * WARPS_K + part.k >= kSteps) break;
+#pragma unroll
+    for (int b = 0; b < BLOCKS; ++b) {
+      if (!has_block(b, part)) break;
+      unsigned outputs[4];
+      if (CHANNELS_LAST)
+        load_matrices(outputs, first + b * kBlockBytes + i * kStepBytes);
+      else
+        load_transposed(outputs, first + b * kBlockBytes + i * kStepBytes);
+#pragma unroll
+      for (int r = 0; r < FILTER_Y; ++r)
+#pragma unroll
+        for (int t = 0; t < kWarpTaps; ++t)
+          multiply_add<ELEMENT>(sums[b][r][t], outputs, filters[i][r][t][0], filters[i][r][t][1]);
+    }
+  }
+}
+
+// Writes the sums of the rows of dx that are complete.
+__device__ __forceinline__ void put_products(float* products, const Sums& sums, const Part& part) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int b = 0; b < BLOCKS; ++b) {
+    if (!has_block(b, part)) break;
+#pragma unroll
+    for (int e = 0; e < kDone; ++e)
+#pragma unroll
+      for (int t = 0; t < kWarpTaps; ++t) {
+        const int tap = 8 * (part.n * kWarpTaps + t) + lane % 4 * 2;
+        float* const at = products + ((e * WARPS_K + part.k) * kProductTaps + tap) * kProductPitch +
+                          16 * (b * WARPS_M + part.m) + lane / 4;
+        if (kProductTaps % 8 != 0 && tap >= kProductTaps) continue;
+        at[0] = sums[b][e][t][0];
+        at[kProductPitch] = sums[b][e][t][1];
+        at[8] = sums[b][e][t][2];
+        at[kProductPitch + 8] = sums[b][e][t][3];
+      }
+  }
+}
+
+// Makes way for the next row of dy.
+__device__ __forceinline__ void move_up(Sums& sums) {
+#pragma unroll
+  for (int b = 0; b < BLOCKS; ++b)
+#pragma unroll
+    for (int r = 0; r < FILTER_Y; ++r)
+#pragma unroll
+      for (int t = 0; t < kWarpTaps; ++t)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) sums[b][r][t][i] = r + STRIDE_Y < FILTER_Y ? sums[b][r + STRIDE_Y][t][i] : 0.0f;
+}
+
+// The pixels are in cells of rows from `first_row` to before `end_row`, and columns likewise; a strip has `rows` rows
+// of them. The first tile of columns of dy begins at `base`.
+extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
+    first_layer_data_rows(const ELEMENT* __restrict__ dy, const ELEMENT* __restrict__ w, ELEMENT* __restrict__ dx,
+                          int height, int width, int out_height, int out_width, int pad_y, int pad_x, int first_row,
+                          int end_row, int first_column, int end_column, int base, int rows,
+                          DIVISOR_PARAMETERS(image_strips), DIVISOR_PARAMETERS(column_tiles)) {
+  extern __shared__ __align__(16) unsigned char shared[];
+  const Divisor by_image = DIVISOR(image_strips), by_column = DIVISOR(column_tiles);
+  const int image = static_cast<int>(blockIdx.x) / by_image, rank = blockIdx.x - image * image_strips;
+  const int strip_rank = rank / by_column, tile = rank - strip_rank * column_tiles;
+  const int column = base + tile * COLUMN_STEP, end_cell = column + COLUMN_STEP + kCellsX - 1;
+  const Strip strip = {image, column, tile == 0 ? first_column : column + kCellsX - 1,
+                       tile + 1 == column_tiles ? end_column : end_cell};
+  const int begin = first_row + strip_rank * rows, end = min(begin + rows, end_row);
+  const Size out_size = {out_height, out_width};
+  const Target target = {dx, {height, width}, pad_y, pad_x, out_width};
+
+  float* const products = reinterpret_cast<float*>(shared + kProductAt);
+  unsigned char* const raw = shared + kProductAt;
+  load_filters(static_cast<unsigned>(__cvta_generic_to_shared(raw)), w);
+  // Rows above the first of dy meet nothing.
+  int row = max(begin - kCellsY + 1, 0);
+#pragma unroll 1
+  for (int stage = 0; stage < STAGES - 1; ++stage)
+    load_row<kPitch>(shared + stage * kRowBytes, dy, out_size, strip, row + stage, row + stage < end);
+  clear_rest<16 * kSteps, kPitch, kRowBytes>(shared);
+  wait_for_copies<STAGES - 1>();
+  __syncthreads();  // the filters have arrived
+  spread_filters(raw + kRawBytes, reinterpret_cast<const ELEMENT*>(raw));
+  __syncthreads();  // the filters are laid out
+
+  const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
+  const Part part = {warp % WARPS_M, warp / WARPS_M % WARPS_N, warp / (WARPS_M * WARPS_N)};
+  Filters filters;
+  read_filters(filters, raw + kRawBytes, part);
+  Sums sums = {};
+  const unsigned base_address = static_cast<unsigned>(__cvta_generic_to_shared(shared));
+  int stage = 0, half = 0;
+#pragma unroll 1
+  for (; row < end; ++row) {
+    wait_for_copies<STAGES - 2>();
+    // The row has arrived; every warp has read the row and the filters, or the products, that are overwritten next, and
+    // has written those of the row before.
+    __syncthreads();
+    const int next = row + STAGES - 1;
+    load_row<kPitch>(shared + (stage == 0 ? STAGES - 1 : stage - 1) * kRowBytes, dy, out_size, strip, next, next < end);
+    if (row >= 0 && row < out_height) multiply(sums, filters, base_address + stage * kRowBytes, part);
+    if (row >= begin) put_products(products + half * kProductFloats, sums, part);
+    move_up(sums);
+    if (row > begin)
+      fold<kProductPitch, WARPS_K * kProductTaps, kProductTaps>(target, products + (half ^ 1) * kProductFloats, strip,
+                                                                row - 1);
+    half ^= 1;
+    stage = stage + 1 == STAGES ? 0 : stage + 1;
+  }
+  __syncthreads();  // the last row's products are complete
+  fold<kProductPitch, WARPS_K * kProductTaps, kProductTaps>(target, products + (half ^ 1) * kProductFloats, strip,
+                                                            end - 1);
+}

@@ -1,0 +1,292 @@
+// y[n,k,i,j] = sum_{c,r,s} x[n, c, i*STRIDE_Y - pad_y + r, j*STRIDE_X - pad_x + s] * w[k,c,r,s] for CHANNELS <= 4
+// channels, on tensor cores with float32 sums.
+//
+// A block stages the patch of x that TILE_H x TILE_W outputs meet, with pixels of four channels. A window is what one
+// output, or two neighbours if STRIDE_X is odd, meets of the patch: of each row a run of pixels that starts with an
+// even one, and so rows of ldmatrix as they lie. A product's depth is a filter row after the other, each in whole steps
+// of 16; the TILE_K filters of a block are laid out so once, with zeros around the taps and a copy for each output of a
+// window. Windows are rows of the product and filters its columns if CHANNELS_LAST, else the other way round, and both
+// are ordered so that a thread's results are 8 neighbours in memory. WARPS warps take BLOCKS * 16 windows at a time.
+// Grid: persistent; a block keeps its filters and goes through tiles of images.
+#include "common/copy_bytes.cuh"
+#include "common/divisor.cuh"
+#include "common/mma.cuh"
+#include "few_channels/patch.cuh"
+
+#if !defined(ELEMENT) || !defined(CHANNELS) || !defined(FILTER_Y) || !defined(FILTER_X)
+#error "define ELEMENT, CHANNELS, FILTER_Y and FILTER_X"
+#endif
+#if !defined(STRIDE_Y) || !defined(STRIDE_X) || !defined(TILE_H) || !defined(TILE_W) || !defined(TILE_K)
+#error "define STRIDE_Y, STRIDE_X, TILE_H, TILE_W and TILE_K"
+#endif
+#if !defined(WARPS) || !defined(BLOCKS) || !defined(CHANNELS_LAST) || !defined(OFFSET) || !defined(IN_VECTOR)
+#error "define WARPS, BLOCKS, CHANNELS_LAST, OFFSET and IN_VECTOR"
+#endif
+#if !defined(OUT_VECTOR) || !defined(MIN_BLOCKS) || !defined(SHARED_BYTES)
+#error "define OUT_VECTOR, MIN_BLOCKS and SHARED_BYTES"
+#endif
+
+constexpr int kThreads = 32 * WARPS, kTileH = TILE_H, kTileW = TILE_W, kTileK = TILE_K, kBlocks = BLOCKS;
+static_assert(kTileK % 32 == 0, "a thread has 8 neighbouring filters of 32");
+
+// Windows: outputs of one, pixels from one to the next, steps of 16 along a filter row, windows of a row and of a tile.
+constexpr int kOutputs = 1 + STRIDE_X % 2, kWindowPixels = kOutputs * STRIDE_X;
+constexpr int kRowSteps = ceil_div(4 * (FILTER_X + (kOutputs - 1) * STRIDE_X), 16);
+constexpr int kRowWindows = ceil_div(kTileW, kOutputs), kWindows = kTileH * kRowWindows;
+constexpr int kWindowBlocks = ceil_div(kWindows, 16), kFilterBlocks = kOutputs * kTileK / 16;
+// OFFSET columns are staged before those that the first output meets, so that vectors are aligned.
+constexpr int kFirstPixel = OFFSET % 2, kLead = OFFSET + kFirstPixel;
+constexpr int kColumns = round_up(kLead + (kRowWindows - 1) * kWindowPixels + 4 * kRowSteps - kFirstPixel, IN_VECTOR);
+constexpr bool kTurned = !CHANNELS_LAST && kWindowPixels == 2;
+using Pixels =
+    Patch<CHANNELS, (kTileH - 1) * STRIDE_Y + FILTER_Y, kColumns, kFirstPixel, IN_VECTOR, CHANNELS_LAST, kTurned>;
+using Loader = PatchLoader<Pixels, kThreads, ELEMENT>;
+
+// Filters in shared memory: an odd number of 16-byte words lies between them, so that eight meet every bank once.
+constexpr int kDepth = FILTER_Y * kRowSteps * 16, kFilterPitch = kDepth + 8;
+constexpr int kFilterBytes = 2 * kOutputs * kTileK * kFilterPitch, kTaps = CHANNELS * FILTER_Y * FILTER_X;
+constexpr int kRawBytes = round_up(2 * kTileK * kTaps, 16);
+static_assert(SHARED_BYTES == kFilterBytes + maximum(Pixels::kBytes, kRawBytes),
+              "the host and the kernel agree on shared memory");
+// Windows whose results are one thread's 8 neighbours are of this many blocks.
+constexpr int kGroupBlocks = CHANNELS_LAST ? 1 : 2 / kOutputs;
+static_assert(kBlocks % kGroupBlocks == 0, "a warp's results are whole groups");
+
+// Starts to copy `count` elements, from an address that is a multiple of 16 bytes.
+__device__ __forceinline__ void load_filters(unsigned raw, const ELEMENT* filters, int count) {
+  for (int i = 8 * threadIdx.x; i < count; i += 8 * kThreads)
+    copy_some(raw + 2 * i, filters + i, min(16, 2 * (count - i)));
+  commit_copies();
+}
+
+// Which filter of 32 a column of the product is: thread t holds columns 2t and 2t + 1 of each 8, for filters 8t ...
+// + 7.
+__device__ __forceinline__ int filter_of(int column) {
+  return CHANNELS_LAST ? column / 32 * 32 + column % 8 / 2 * 8 + column % 32 / 8 * 2 + column % 2 : column;
+}
+
+// Lays out the filters for the product, zeros beyond the `count` of them.
+__device__ __forceinline__ void spread_filters(unsigned char* to, const ELEMENT* raw, int count) {
+  constexpr int kRowWords = 2 * kRowSteps, kWords = FILTER_Y * kRowWords;
+  for (int i = threadIdx.x; i < kOutputs * kTileK * kWords; i += kThreads) {
+    const int word = i % kWords, slot = i / kWords, output = slot / kTileK, k = filter_of(slot % kTileK);
+    const int r = word / kRowWords, pixel = word % kRowWords * 2 - output * STRIDE_X;
+    Vector<ELEMENT, 8> taps;
+#pragma unroll
+    for (int e = 0; e < 8; ++e) {
+      const int s = pixel + e / 4, c = e % 4;
+      const int at = CHANNELS_LAST ? ((k * FILTER_Y + r) * FILTER_X + s) * CHANNELS + c
+                                   : ((k * CHANNELS + c) * FILTER_Y + r) * FILTER_X + s;
+      const bool inside = c < CHANNELS && s >= 0 && s < FILTER_X && k < count;
+      taps.at[e] = inside ? raw[at] : convert<ELEMENT>(0.0f);
+    }
+    *reinterpret_cast<Vector<ELEMENT, 8>*>(to + 2 * slot * kFilterPitch + 16 * word) = taps;
+  }
+}
+
+// The window of a tile that a lane reads for block b of its warp's.
+__device__ __forceinline__ int window_of(int b) {
+  const int lane = threadIdx.x % 32;
+  if (CHANNELS_LAST) return 16 * b + lane % 16;
+  const int i = lane % 8, half = lane / 16;
+  if (kOutputs == 2) return 16 * b + i / 2 * 4 + half * 2 + i % 2;
+  return b / 2 * 32 + i / 2 * 8 + b % 2 * 4 + half * 2 + i % 2;
+}
+
+using Sums = float[kBlocks][kFilterBlocks][2][4];
+
+// The products of the warp's windows from `first` on with all filters.
+__device__ __forceinline__ void multiply(Sums& sums, unsigned filters, unsigned patch, int first) {
+  constexpr int kPlaces = kTurned ? kRowSteps : 1;
+  const int lane = threadIdx.x % 32, half = CHANNELS_LAST ? lane / 16 : lane / 8 % 2;
+  unsigned windows[kBlocks][kPlaces];
+#pragma unroll
+  for (int b = 0; b < kBlocks; ++b) {
+    const int window = min(first + window_of(b), kWindows - 1);
+    const int row = window / kRowWindows, word = (kLead + window % kRowWindows * kWindowPixels) / 2 + half;
+#pragma unroll
+    for (int step = 0; step < kPlaces; ++step)
+      windows[b][step] = patch + 16 * (row * STRIDE_Y * Pixels::kRowWords + Pixels::turned(word + 2 * step));
+  }
+  // What the next products need is on its way while these are computed.
+  unsigned pixels[kBlocks][4], taps[4];
+#pragma unroll
+  for (int b = 0; b < kBlocks; ++b) load_matrices(pixels[b], windows[b][0]);
+  load_matrices(taps, filters);
+#pragma unroll(FILTER_Y* kRowSteps <= 16 ? FILTER_Y : 1)
+  for (int r = 0; r < FILTER_Y; ++r)
+#pragma unroll
+    for (int step = 0; step < kRowSteps; ++step) {
+      const bool is_last_step = step + 1 == kRowSteps, is_last = is_last_step && r + 1 == FILTER_Y;
+      const int next_r = is_last_step ? r + 1 : r, next_step = is_last_step ? 0 : step + 1;
+      unsigned next_pixels[kBlocks][4];
+      if (!is_last) {
+#pragma unroll
+        for (int b = 0; b < kBlocks; ++b)
+          load_matrices(next_pixels[b], windows[b][kTurned ? next_step : 0] + 16 * next_r * Pixels::kRowWords +
+                                            (kTurned ? 0 : 32 * next_step));
+      }
+#pragma unroll
+      for (int f = 0; f < kFilterBlocks; ++f) {
+        unsigned next_taps[4];
+        const bool same = f + 1 < kFilterBlocks;
+        const int block = same ? f + 1 : 0, depth = same ? r * kRowSteps + step : next_r * kRowSteps + next_step;
+        if (same || !is_last) load_matrices(next_taps, filters + 2 * (16 * block * kFilterPitch + depth * 16));
+#pragma unroll
+        for (int b = 0; b < kBlocks; ++b)
+#pragma unroll
+          for (int h = 0; h < 2; ++h) {
+            if (CHANNELS_LAST)
+              multiply_add<ELEMENT>(sums[b][f][h], pixels[b], taps[2 * h], taps[2 * h + 1]);
+            else
+              multiply_add<ELEMENT>(sums[b][f][h], taps, pixels[b][2 * h], pixels[b][2 * h + 1]);
+          }
+#pragma unroll
+        for (int i = 0; i < 4; ++i) taps[i] = next_taps[i];
+      }
+#pragma unroll
+      for (int b = 0; b < kBlocks; ++b)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) pixels[b][i] = next_pixels[b][i];
+    }
+}
+
+// Where a tile's results go.
+struct Target {
+  ELEMENT* y;
+  int k, height, width;
+  int image, first_k, row, column;
+};
+
+// Writes 8 neighbours along k of one output, OUT_VECTOR at a time.
+__device__ __forceinline__ void store_channels(const Target& to, const Sums& sums, int first) {
+  using Few = Vector<ELEMENT, OUT_VECTOR>;
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int b = 0; b < kBlocks; ++b)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int window = first + 16 * b + 8 * half + lane / 4, row = to.row + window / kRowWindows;
+      if (window >= kWindows || row >= to.height) continue;
+#pragma unroll
+      for (int p = 0; p < kOutputs; ++p) {
+        const int column = to.column + window % kRowWindows * kOutputs + p;
+        if (column >= to.width) continue;
+        ELEMENT* const y = to.y + ((to.image * to.height + row) * to.width + column) * to.k;
+#pragma unroll
+        for (int group = 0; group < kTileK / 32; ++group) {
+          const int k = to.first_k + 32 * group + lane % 4 * 8;
+          Vector<ELEMENT, 8> values;
+#pragma unroll
+          for (int i = 0; i < 8; ++i)
+            values.at[i] = convert<ELEMENT>(sums[b][p * kTileK / 16 + 2 * group + i / 4][i / 2 % 2][2 * half + i % 2]);
+#pragma unroll
+          for (int i = 0; i < 8; i += OUT_VECTOR)
+            if (k + i < to.k) *reinterpret_cast<Few*>(y + k + i) = *reinterpret_cast<const Few*>(values.at + i);
+        }
+      }
+    }
+}
+
+// Writes 8 neighbours along a row, or along the rows of a tile of whole rows, of one filter, OUT_VECTOR at a time.
+__device__ __forceinline__ void store_planes(const Target& to, const Sums& sums, int first) {
+  using Few = Vector<ELEMENT, OUT_VECTOR>;
+  const int lane = threadIdx.x % 32, plane = to.height * to.width;
+#pragma unroll
+  for (int b = 0; b < kBlocks; b += kGroupBlocks) {
+    int offsets[8 / OUT_VECTOR];
+#pragma unroll
+    for (int i = 0; i < 8; i += OUT_VECTOR) {
+      const int window = first + 16 * b + lane % 4 * (8 / kOutputs) + i / kOutputs;
+      const int row = to.row + window / kRowWindows;
+      const int column = to.column + window % kRowWindows * kOutputs + i % kOutputs;
+      const bool inside = window < kWindows && row < to.height && column < to.width;
+      offsets[i / OUT_VECTOR] = inside ? row * to.width + column : -1;
+    }
+#pragma unroll
+    for (int f = 0; f < kTileK / 16; ++f)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int k = to.first_k + 16 * f + 8 * half + lane / 4;
+        if (k >= to.k) continue;
+        ELEMENT* const y = to.y + (to.image * to.k + k) * plane;
+        Vector<ELEMENT, 8> values;
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+          const int window = i / kOutputs, p = i % kOutputs;
+          values.at[i] =
+              convert<ELEMENT>(sums[b + window / 4][p * kTileK / 16 + f][window / 2 % 2][2 * half + window % 2]);
+        }
+#pragma unroll
+        for (int i = 0; i < 8; i += OUT_VECTOR)
+          if (offsets[i / OUT_VECTOR] >= 0)
+            *reinterpret_cast<Few*>(y + offsets[i / OUT_VECTOR]) = *reinterpret_cast<const Few*>(values.at + i);
+      }
+  }
+}
+
+#define DIVISOR_PARAMETERS(d) int d, unsigned d##_multiplier, int d##_shift
+#define DIVISOR(d) {d, d##_multiplier, d##_shift}
+
+extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
+    first_layer(const ELEMENT* __restrict__ x, const ELEMENT* __restrict__ w, ELEMENT* __restrict__ y, int k,
+                int height, int width, int out_height, int out_width, int pad_y, int pad_x, int tiles,
+                DIVISOR_PARAMETERS(filter_tiles), DIVISOR_PARAMETERS(image_tiles), DIVISOR_PARAMETERS(row_tiles)) {
+  extern __shared__ __align__(16) unsigned char shared[];
+  const Divisor by_filters = DIVISOR(filter_tiles), by_image = DIVISOR(image_tiles), by_row = DIVISOR(row_tiles);
+  const int first_tile = static_cast<int>(blockIdx.x) / by_filters;
+  const int first_k = (blockIdx.x - first_tile * filter_tiles) * kTileK, count = min(kTileK, k - first_k);
+  unsigned char* const patch = shared + kFilterBytes;
+  const unsigned base = static_cast<unsigned>(__cvta_generic_to_shared(shared));
+
+  Target to = {y, k, out_height, out_width, 0, first_k, 0, 0};
+  const auto go_to = [&](int tile) {
+    to.image = tile / by_image;
+    tile -= to.image * image_tiles;
+    const int row = tile / by_row;
+    to.row = row * kTileH;
+    to.column = (tile - row * row_tiles) * kTileW;
+  };
+  const auto place = [&]() {
+    return PatchPlace{height, width, to.image, to.row * STRIDE_Y - pad_y, to.column * STRIDE_X - pad_x - OFFSET};
+  };
+
+  Loader loader;
+  load_filters(base + kFilterBytes, w + first_k * kTaps, count * kTaps);
+  go_to(first_tile);
+  if (Loader::kIsWhole) loader.take(x, place());
+  wait_for_copies<0>();
+  __syncthreads();  // the filters have arrived
+  spread_filters(shared, reinterpret_cast<const ELEMENT*>(patch), count);
+  __syncthreads();  // the filters are laid out, and no longer needed where the patch goes
+
+  const int lane = threadIdx.x % 32, warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
+  const int slot = CHANNELS_LAST ? lane / 16 * 8 + lane % 8 : lane % 16;
+  const int filter_half = CHANNELS_LAST ? lane / 8 % 2 : lane / 16;
+  const unsigned filters = base + 2 * slot * kFilterPitch + 16 * filter_half;
+  const int step = gridDim.x / by_filters;
+#pragma unroll 1
+  for (int tile = first_tile; tile < tiles; tile += step) {
+    go_to(tile);
+    if (Loader::kIsWhole)
+      loader.put(patch);
+    else
+      loader.move(patch, x, place());
+    __syncthreads();  // the patch is in place
+    const Target target = to;
+    if (Loader::kIsWhole && tile + step < tiles) {
+      go_to(tile + step);
+      loader.take(x, place());
+    }
+#pragma unroll 1
+    for (int block = warp * kBlocks; block < kWindowBlocks; block += WARPS * kBlocks) {
+      Sums sums = {};
+      multiply(sums, filters, base + kFilterBytes, 16 * block);
+      if (CHANNELS_LAST)
+        store_channels(target, sums, 16 * block);
+      else
+        store_planes(target, sums, 16 * block);
+    }
+    __syncthreads();  // every warp has read the patch before the next overwrites it
+  }
+}

@@ -1,0 +1,349 @@
+// y[n,k,i,j] = sum_{c,r,s} x[n, c, i*STRIDE_Y - pad_y + r*DILATION_Y, j*STRIDE_X - pad_x + s] * w[k,c,r,s] for CHANNELS
+// <= 4 channels, on Hopper's warpgroup products with float32 sums.
+//
+// A product's rows are filters, FILTER_BLOCKS blocks of 64 in a block of threads, laid out once with zeros around the
+// taps and once more for each output of a window (few_channels/pixel_windows.cuh), in registers if HELD. Its columns
+// are COLUMNS windows of a row of y, read from staged rows of x as they lie. A step is ROWS rows of y, one a warpgroup
+// and block of filters. Rows of x arrive in chunks, as many as a step moves on, through registers into a ring: those of
+// the step after next are loaded, and those of the next one written, while products are under way. Results go through
+// shared memory to words of 16 bytes in the tensor's order, and on at once, or, if LATE, while the next products are
+// under way. Grid: persistent; a block keeps its filters and goes
+// through strips of `strip` rows, the first `longer` of an image of one more, and COLUMNS windows.
+#include "common/copy_bytes.cuh"
+#include "common/divisor.cuh"
+#include "few_channels/pixel_windows.cuh"
+
+#if !defined(ELEMENT) || !defined(CHANNELS) || !defined(FILTER_Y) || !defined(FILTER_X)
+#error "define ELEMENT, CHANNELS, FILTER_Y and FILTER_X"
+#endif
+#if !defined(STRIDE_Y) || !defined(STRIDE_X) || !defined(DILATION_Y) || !defined(COLUMNS) || !defined(ROWS)
+#error "define STRIDE_Y, STRIDE_X, DILATION_Y, COLUMNS and ROWS"
+#endif
+#if !defined(FILTER_BLOCKS) || !defined(HELD) || !defined(CHANNELS_LAST) || !defined(OFFSET) || !defined(IN_VECTOR)
+#error "define FILTER_BLOCKS, HELD, CHANNELS_LAST, OFFSET and IN_VECTOR"
+#endif
+#if !defined(LATE) || !defined(OUT_VECTOR) || !defined(MIN_BLOCKS) || !defined(SHARED_BYTES)
+#error "define LATE, OUT_VECTOR, MIN_BLOCKS and SHARED_BYTES"
+#endif
+#define PRODUCT_COLUMNS COLUMNS
+#include "few_channels/filter_products.cuh"
+
+using Row = Windows<FILTER_X, STRIDE_X>;
+constexpr int kColumns = COLUMNS, kOutputs = Row::kOutputs, kTileW = kColumns * kOutputs;
+constexpr int kGroups = ROWS * FILTER_BLOCKS, kThreads = 128 * kGroups;
+constexpr int kBlockFilters = 64 / kOutputs, kTileK = FILTER_BLOCKS * kBlockFilters;
+
+// Rows of x: of a chunk, that an output meets, and whole chunks that a step meets before its own. The last row that a
+// step meets is the last of its chunk. The ring has a chunk more, for the next step.
+constexpr int kChunkRows = ROWS * STRIDE_Y, kMet = (FILTER_Y - 1) * DILATION_Y + 1;
+constexpr int kEarlier = maximum(0, ceil_div(kMet - STRIDE_Y, kChunkRows));
+constexpr int kChunks = kEarlier + 2, kRingRows = kChunks * kChunkRows;
+// From the first row of the earliest chunk to the first row that the step's first output meets.
+constexpr int kBefore = kEarlier * kChunkRows - (kMet - STRIDE_Y);
+using Chunk = WindowRows<Row, CHANNELS, kChunkRows, kColumns, OFFSET, IN_VECTOR, CHANNELS_LAST>;
+using Loader = PatchLoader<Chunk, kThreads, ELEMENT, true>;
+constexpr int kLoaderWords = Loader::kLoads * CHANNELS * maximum(1, IN_VECTOR / 2);
+constexpr int kAtOnce = kLoaderWords * (kEarlier + 1) <= 48 ? kEarlier + 1 : maximum(1, 48 / kLoaderWords);
+
+// Filters: words of 8 elements, [word][64 rows] of a block of filters. Words lie an odd number of 16 bytes apart, so
+// that a filter's are written to different banks.
+constexpr int kRowWords = 2 * Row::kSteps, kSteps = FILTER_Y * Row::kSteps;
+constexpr int kWordBytes = 16 * 64 + 16, kBlockBytes = 2 * kSteps * kWordBytes;
+constexpr int kFilterBytes = FILTER_BLOCKS * kBlockBytes, kTaps = CHANNELS * FILTER_Y * FILTER_X;
+// Results of a warpgroup: pixels of kBlockFilters elements if CHANNELS_LAST, else filters of kTileW; places are apart
+// so that 8 that are written together meet every bank once.
+constexpr int kPixelWords = 8 / kOutputs, kPixelBytes = 16 * (kPixelWords + 1);
+constexpr int kHalfBytes = kOutputs == 1 ? 16 : kColumns * kPixelBytes + 64;
+constexpr int kPlaneWords = kTileW / 8, kPlaneBytes = 16 * (kOutputs == 1 ? kPlaneWords | 1 : kPlaneWords + 2);
+constexpr int kResultBytes = CHANNELS_LAST ? (kOutputs == 1 ? 0 : kHalfBytes) + kColumns * kPixelBytes  //
+                                           : kBlockFilters * kPlaneBytes;
+constexpr int kResultsAt = kFilterBytes + kRingRows * Chunk::kRowBytes;
+constexpr int kRawBytes = round_up(2 * kTileK * kTaps, 16);
+static_assert(SHARED_BYTES == kResultsAt + maximum(kGroups * kResultBytes, kRawBytes),
+              "the host and the kernel agree on shared memory");
+static_assert(kResultBytes % 16 == 0, "results of each warpgroup are whole words");
+
+constexpr int power_of_two(int least) {
+  return least <= 1 ? 1 : 2 * power_of_two((least + 1) / 2);
+}
+// What a thread stores at once, and threads that store a line (a pixel, or a filter's row) together; some have nothing
+// to store where a line is no power of two.
+template <int kCount>
+struct UnitOf;
+template <>
+struct UnitOf<8> {
+  using Type = uint4;
+};
+template <>
+struct UnitOf<4> {
+  using Type = uint2;
+};
+template <>
+struct UnitOf<2> {
+  using Type = unsigned;
+};
+template <>
+struct UnitOf<1> {
+  using Type = unsigned short;
+};
+using Unit = UnitOf<OUT_VECTOR>::Type;
+constexpr int kLines = CHANNELS_LAST ? kTileW : kBlockFilters;
+constexpr int kLineUnits = (CHANNELS_LAST ? kBlockFilters : kTileW) / OUT_VECTOR;
+constexpr int kPowerUnits = power_of_two(kLineUnits), kSlots = kPowerUnits < 128 ? kPowerUnits : 128;
+constexpr int kLineParts = ceil_div(kLineUnits, kSlots), kTurnLines = 128 / kSlots,
+              kTurns = ceil_div(kLines, kTurnLines);
+
+// Starts to copy `count` elements, from an address that is a multiple of 16 bytes.
+__device__ __forceinline__ void load_filters(unsigned raw, const ELEMENT* filters, int count) {
+  for (int i = 8 * threadIdx.x; i < count; i += 8 * kThreads)
+    copy_some(raw + 2 * i, filters + i, min(16, 2 * (count - i)));
+  commit_copies();
+}
+
+// Lays out the filters for the products, zeros beyond the `count` of them. Row 16 * w + r of a block is filter 16 * w +
+// r, or, of two outputs, filter 8 * w + r % 8 for output r / 8. A thread takes a row of taps; neighbours take those of
+// the next filter, or, where filters lie so that they would read from few banks, the next row.
+__device__ __forceinline__ void spread_filters(unsigned char* to, const ELEMENT* raw, int count) {
+  constexpr bool kRowsFirst = kTaps % 8 == 0;
+  constexpr int kTogether = kRowWords <= 8 ? kRowWords : 2;
+#pragma unroll 1
+  for (int i = threadIdx.x; i < kTileK * FILTER_Y; i += kThreads) {
+    const int k = kRowsFirst ? i / FILTER_Y : i % kTileK, r = kRowsFirst ? i % FILTER_Y : i / kTileK;
+    const int filter = k % kBlockFilters, row = kOutputs == 1 ? filter : filter / 8 * 16 + filter % 8;
+    unsigned char* const line = to + k / kBlockFilters * kBlockBytes + r * kRowWords * kWordBytes + row * 16;
+    const ELEMENT* const taps =
+        raw + (CHANNELS_LAST ? (k * FILTER_Y + r) * FILTER_X * CHANNELS : (k * CHANNELS * FILTER_Y + r) * FILTER_X);
+#pragma unroll
+    for (int output = 0; output < kOutputs; ++output)
+#pragma unroll 1
+      for (int first = 0; first < kRowWords; first += kTogether) {
+        unsigned pairs[kTogether][4];
+#pragma unroll
+        for (int word = 0; word < kTogether; ++word)
+#pragma unroll
+          for (int e = 0; e < 8; ++e) {
+            const int s = 2 * (first + word) - output * STRIDE_X + e / 4, c = e % 4;
+            const bool inside = c < CHANNELS && s >= 0 && s < FILTER_X;
+            const int at = CHANNELS_LAST ? s * CHANNELS + c : c * FILTER_Y * FILTER_X + s;
+            const unsigned tap = inside && k < count ? *reinterpret_cast<const unsigned short*>(taps + at) : 0;
+            pairs[word][e / 2] = e % 2 ? pairs[word][e / 2] | tap << 16 : tap;
+          }
+#pragma unroll
+        for (int word = 0; word < kTogether; ++word)
+          *reinterpret_cast<uint4*>(line + (first + word) * kWordBytes + output * 128) =
+              make_uint4(pairs[word][0], pairs[word][1], pairs[word][2], pairs[word][3]);
+      }
+  }
+}
+
+using Sums = float[kColumns / 2];
+using Held = unsigned[HELD ? kSteps : 1][4];
+
+// This thread's fragments of all steps of a block of filters.
+__device__ __forceinline__ void hold_filters(Held& held, const unsigned char* block) {
+  const int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16 + lane / 4;
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step)
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      held[HELD ? step : 0][i] = *reinterpret_cast<const unsigned*>(block + (2 * step + i / 2) * kWordBytes +
+                                                                    (row + i % 2 * 8) * 16 + lane % 4 * 4);
+}
+
+// Begins the products of a row of windows, whose first row of x is number `first` of the ring, perhaps once around it.
+__device__ __forceinline__ void begin_products(Sums& sums, const Held& held, unsigned filters, unsigned ring,
+                                               int first) {
+  products_begin();
+#pragma unroll
+  for (int r = 0; r < FILTER_Y; ++r) {
+    const int row = first + r * DILATION_Y;
+    const unsigned long long windows = operand(plain_form(Chunk::kNextWordBytes, Chunk::kEightWindowsBytes),
+                                               ring + (row < kRingRows ? row : row - kRingRows) * Chunk::kRowBytes);
+#pragma unroll
+    for (int i = 0; i < Row::kSteps; ++i) {
+      const int step = r * Row::kSteps + i;
+      if constexpr (HELD)
+        FilterProducts<ELEMENT>::begin(sums, held[step], windows + Chunk::step_bytes(i) / 16, step > 0);
+      else
+        FilterProducts<ELEMENT>::begin(sums, operand(plain_form(kWordBytes, 128), filters + 2 * step * kWordBytes),
+                                       windows + Chunk::step_bytes(i) / 16, step > 0);
+    }
+  }
+  products_commit();
+}
+
+__device__ __forceinline__ unsigned packed(float first, float second) {
+  Vector<ELEMENT, 2> pair;
+  pair.at[0] = convert<ELEMENT>(first);
+  pair.at[1] = convert<ELEMENT>(second);
+  return *reinterpret_cast<const unsigned*>(&pair);
+}
+
+// The sums of a warpgroup as elements at `results` in shared memory, rows of filters or of pixels as the tensor has
+// them.
+__device__ __forceinline__ void lay_out(unsigned char* results, const Sums& sums) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32, half = lane / 8 % 2;
+  const unsigned to = shared_address(results);
+  if constexpr (!CHANNELS_LAST && kOutputs == 2) {
+    unsigned char* const at = results + (8 * warp + lane / 4) * kPlaneBytes + lane % 4 * 8;
+#pragma unroll
+    for (int j = 0; j < kColumns / 8; ++j) {
+      Vector<unsigned, 2> four;
+      four.at[0] = packed(sums[4 * j], sums[4 * j + 2]);
+      four.at[1] = packed(sums[4 * j + 1], sums[4 * j + 3]);
+      *reinterpret_cast<Vector<unsigned, 2>*>(at + 32 * j) = four;
+    }
+  } else {
+    const unsigned from = CHANNELS_LAST ? to + half * kHalfBytes + (lane / 16 * 8 + lane % 8) * kPixelBytes +
+                                              warp * (kOutputs == 1 ? 32 : 16)
+                                        : to + (16 * warp + lane % 16) * kPlaneBytes + lane / 16 * 16;
+#pragma unroll
+    for (int j = 0; j < kColumns / 8; j += 2) {
+      const unsigned a = packed(sums[4 * j], sums[4 * j + 1]), b = packed(sums[4 * j + 2], sums[4 * j + 3]);
+      const unsigned c = packed(sums[4 * j + 4], sums[4 * j + 5]), d = packed(sums[4 * j + 6], sums[4 * j + 7]);
+      if constexpr (CHANNELS_LAST)
+        store_transposed(from + 8 * j * kPixelBytes, a, b, c, d);
+      else
+        store_matrices(from + 16 * j, a, b, c, d);
+    }
+  }
+}
+
+// Where results of a warpgroup go: a row of y from a column on, and the first filter.
+struct Target {
+  ELEMENT* y;
+  int k, height, width;
+  int image, row, column, first_k;
+};
+
+// Writes what has been laid out, in the tensor's order.
+__device__ __forceinline__ void store(const Target& to, const unsigned char* results) {
+  const int first = threadIdx.x % 128 / kSlots, element = threadIdx.x % kSlots * OUT_VECTOR;
+  const int plane = to.height * to.width, line_step = CHANNELS_LAST ? to.k : plane;
+  const int columns = to.width - to.column, filters = to.k - to.first_k;
+  const int lines = min(kLines, CHANNELS_LAST ? columns : filters);
+  const int elements = min(kLineUnits * OUT_VECTOR, CHANNELS_LAST ? filters : columns);
+  ELEMENT* y = to.y + element + first * line_step +
+               (CHANNELS_LAST ? ((to.image * to.height + to.row) * to.width + to.column) * to.k + to.first_k
+                              : (to.image * to.k + to.first_k) * plane + to.row * to.width + to.column);
+#pragma unroll(kTurns* kLineParts <= 8 ? kTurns : 4)
+  for (int turn = 0; turn < kTurns; ++turn, y += kTurnLines * line_step) {
+    const int line = kTurnLines * turn + first;
+    if (line >= lines) break;
+    const unsigned char* const from =
+        results + 2 * element +
+        (CHANNELS_LAST ? line % kOutputs * kHalfBytes + line / kOutputs * kPixelBytes : line * kPlaneBytes);
+#pragma unroll
+    for (int part = 0; part < kLineParts; ++part) {
+      const int ahead = part * kSlots * OUT_VECTOR;
+      if (element + ahead < elements)
+        *reinterpret_cast<Unit*>(y + ahead) = *reinterpret_cast<const Unit*>(from + 2 * ahead);
+    }
+  }
+}
+
+#define DIVISOR_PARAMETERS(d) int d, unsigned d##_multiplier, int d##_shift
+#define DIVISOR(d) {d, d##_multiplier, d##_shift}
+
+extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
+    first_layer_wgmma(const ELEMENT* __restrict__ x, const ELEMENT* __restrict__ w, ELEMENT* __restrict__ y, int k,
+                      int height, int width, int out_height, int out_width, int pad_y, int pad_x, int strip, int longer,
+                      int tiles, DIVISOR_PARAMETERS(filter_tiles), DIVISOR_PARAMETERS(image_tiles),
+                      DIVISOR_PARAMETERS(strip_tiles)) {
+  extern __shared__ __align__(128) unsigned char shared[];
+  const Divisor by_filters = DIVISOR(filter_tiles), by_image = DIVISOR(image_tiles), by_strip = DIVISOR(strip_tiles);
+  const int first_tile = static_cast<int>(blockIdx.x) / by_filters,
+            tile_step = static_cast<int>(gridDim.x) / by_filters;
+  const int first_k = (blockIdx.x - first_tile * filter_tiles) * kTileK, count = min(kTileK, k - first_k);
+  const int group = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0), row_of_step = group / FILTER_BLOCKS;
+  unsigned char* const raw = shared + kResultsAt;
+  unsigned char* const results = raw + group * kResultBytes;
+  unsigned char* const block = shared + group % FILTER_BLOCKS * kBlockBytes;
+  const unsigned ring = shared_address(shared) + kFilterBytes;
+
+  Target to = {y, k, out_height, out_width, 0, 0, 0, first_k + group % FILTER_BLOCKS * kBlockFilters};
+  PatchPlace place = {height, width, 0, 0, 0};
+  int first, last;  // row of y that begins the strip, and the one that ends it
+  const auto load = [&](Loader& loader) {
+    loader.take(x, place);
+    place.row += kChunkRows;
+  };
+  const auto write = [&](const Loader& loader, int chunk) {
+    loader.put(shared + kFilterBytes + chunk * Chunk::kBytes);
+  };
+  // Stores what this warpgroup has laid out, of the step that began with a row.
+  const auto store_step = [&](int row) {
+    Target target = to;
+    target.row = row + row_of_step;
+    store(target, results);
+  };
+  // Goes to a tile: loads what its first step meets, and begins to load what the next one adds.
+  Loader loader;
+  const auto begin = [&](int tile) {
+    to.image = tile / by_image;
+    tile -= to.image * image_tiles;
+    const int strip_number = tile / by_strip;
+    to.row = strip_number * strip + min(strip_number, longer);
+    to.column = (tile - strip_number * strip_tiles) * kTileW;
+    first = to.row;
+    last = first + strip + (strip_number < longer);
+    place.image = to.image;
+    place.row = to.row * STRIDE_Y - pad_y - kBefore;
+    place.column = to.column * STRIDE_X - pad_x - OFFSET;
+#pragma unroll 1
+    for (int chunk = 0; chunk <= kEarlier; chunk += kAtOnce) {
+      Loader some[kAtOnce];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i)
+        if (chunk + i <= kEarlier) load(some[i]);
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i)
+        if (chunk + i <= kEarlier) write(some[i], chunk + i);
+    }
+    shared_writes_done();  // before the next loads begin: it would wait for them
+    if (to.row + ROWS < last) load(loader);
+  };
+
+  load_filters(shared_address(raw), w + first_k * kTaps, count * kTaps);
+  begin(first_tile);
+  wait_for_copies<0>();
+  __syncthreads();  // the filters have arrived
+  spread_filters(shared, reinterpret_cast<const ELEMENT*>(raw), count);
+  shared_writes_done();
+  __syncthreads();  // the filters are laid out, and no longer needed where results go
+  Held held;
+  if constexpr (HELD) hold_filters(held, block);
+
+#pragma unroll 1
+  for (int tile = first_tile; tile < tiles;) {
+    int chunk = 0;  // the earliest that the step meets
+#pragma unroll 1
+    for (; to.row < last; to.row += ROWS) {
+      __syncthreads();  // the step's chunks are in place; results of the last step are laid out, or stored unless LATE
+      Sums sums;        // beyond the strip's last row they are computed, too, but not stored
+      begin_products(sums, held, shared_address(block), ring, chunk * kChunkRows + kBefore + row_of_step * STRIDE_Y);
+      if (to.row + ROWS < last) {
+        write(loader, chunk == 0 ? kChunks - 1 : chunk - 1);
+        shared_writes_done();
+      }
+      if (to.row + 2 * ROWS < last) load(loader);
+      if (LATE && to.row > first) store_step(to.row - ROWS);
+      products_wait<0>();
+      if constexpr (LATE) warpgroup_barrier(1 + group);  // results of the last step have been read
+      if (to.row + row_of_step < last) {
+        lay_out(results, sums);
+        if constexpr (!LATE) {
+          warpgroup_barrier(1 + group);  // results are laid out
+          store_step(to.row);
+        }
+      }
+      chunk = chunk + 1 < kChunks ? chunk + 1 : 0;
+    }
+    tile += tile_step;
+    if (!LATE && tile >= tiles) break;
+    __syncthreads();  // all products have read the ring; if LATE, results of the last step are laid out
+    if (LATE && to.row - ROWS + row_of_step < last) store_step(to.row - ROWS);
+    if (LATE && tile >= tiles) break;
+    begin(tile);
+  }
+}

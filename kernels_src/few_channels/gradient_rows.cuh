@@ -1,0 +1,134 @@
+// What kernels that stream rows of dy have in common: strips, rows on their way to shared memory, and products of rows
+// that are added to pixels of dx. few_channels/data_rows.cu tells of strips and cells.
+//
+// Defines: those checked below.
+#pragma once
+
+#include "few_channels/column_copies.cuh"
+#include "common/divisor.cuh"
+#include "common/tile.cuh"
+
+#if !defined(ELEMENT) || !defined(CHANNELS) || !defined(FILTERS) || !defined(FILTER_Y) || !defined(FILTER_X)
+#error "define ELEMENT, CHANNELS, FILTERS, FILTER_Y and FILTER_X"
+#endif
+#if !defined(STRIDE_Y) || !defined(STRIDE_X) || !defined(COLUMNS) || !defined(COLUMN_STEP) || !defined(BLOCKS)
+#error "define STRIDE_Y, STRIDE_X, COLUMNS, COLUMN_STEP and BLOCKS"
+#endif
+#if !defined(WARPS_M) || !defined(WARPS_N) || !defined(WARPS_K) || !defined(STAGES) || !defined(CHANNELS_LAST)
+#error "define WARPS_M, WARPS_N, WARPS_K, STAGES and CHANNELS_LAST"
+#endif
+#if !defined(IN_VECTOR) || !defined(MIN_BLOCKS) || !defined(SHARED_BYTES)
+#error "define IN_VECTOR, MIN_BLOCKS and SHARED_BYTES"
+#endif
+
+constexpr int kThreads = 32 * WARPS_M * WARPS_N * WARPS_K, kTaps = CHANNELS * FILTER_Y * FILTER_X;
+static_assert(STAGES >= 2, "a row is loaded while another is read");
+static_assert(COLUMNS % 16 == 0 && COLUMNS <= 16 * BLOCKS * WARPS_M, "the warps have all columns, in blocks of 16");
+
+// Cells along an axis that meet an output, and rows of dx that a row of dy completes and that meet it.
+constexpr int kCellsY = ceil_div(FILTER_Y, STRIDE_Y), kCellsX = ceil_div(FILTER_X, STRIDE_X);
+constexpr int kDone = STRIDE_Y < FILTER_Y ? STRIDE_Y : FILTER_Y;
+static_assert(COLUMN_STEP + kCellsX - 1 <= COLUMNS || COLUMN_STEP == 0,
+              "tiles overlap by what cells meet, but a single");
+
+// What a block computes: of `image`, columns of dy from `column` on, cells from `first_cell` to before `end_cell`.
+struct Strip {
+  int image, column, first_cell, end_cell;
+};
+struct Size {
+  int height, width;
+};
+
+// Starts to copy a row of dy, as one group, and nothing if there is none. Columns that dy lacks stay as they are: no
+// cell reads their products. kPitch bytes are between columns of filters if CHANNELS_LAST, else between filters.
+template <int kPitch>
+__device__ __forceinline__ void load_row(unsigned char* to, const ELEMENT* __restrict__ dy, const Size& size,
+                                         const Strip& strip, int row, bool wanted) {
+  if (wanted && row >= 0 && row < size.height) {
+    const ELEMENT* const image = dy + strip.image * FILTERS * size.height * size.width;
+    const int at = row * size.width + strip.column, columns = min(COLUMNS, size.width - strip.column);
+    if constexpr (CHANNELS_LAST)
+      copy_columns<kThreads, COLUMNS, FILTERS, IN_VECTOR, kPitch>(to, image + at * FILTERS, 0, columns);
+    else
+      copy_planes<kThreads, COLUMNS, FILTERS, IN_VECTOR, kPitch>(to, image + at, size.height * size.width, columns);
+  }
+  commit_copies();
+}
+
+// Clears what is staged of kDepth filters beyond the last, once: rows that are loaded leave it as it is.
+template <int kDepth, int kPitch, int kRowBytes>
+__device__ __forceinline__ void clear_rest(unsigned char* stages) {
+  constexpr int kRest = kDepth - FILTERS, kSome = maximum(1, kRest), kBytes = sizeof(ELEMENT);
+  if constexpr (kRest > 0)
+    for (int i = threadIdx.x; i < STAGES * kRest * COLUMNS; i += kThreads) {
+      const int column = i % COLUMNS, k = FILTERS + i / COLUMNS % kSome;
+      unsigned char* const stage = stages + i / COLUMNS / kSome * kRowBytes;
+      const int at = CHANNELS_LAST ? column * kPitch + kBytes * k : k * kPitch + kBytes * column;
+      *reinterpret_cast<ELEMENT*>(stage + at) = convert<ELEMENT>(0.0f);
+    }
+}
+
+// A warp's part of the product.
+struct Part {
+  int m, n, k;
+};
+
+__device__ __forceinline__ bool has_block(int b, const Part& part) {
+  return COLUMNS == 16 * BLOCKS * WARPS_M || b * WARPS_M + part.m < COLUMNS / 16;
+}
+
+// Where a strip's results go, and the columns of dy that there are.
+struct Target {
+  ELEMENT* dx;
+  Size size;
+  int pad_y, pad_x, out_width;
+};
+
+// Adds the products that meet the pixels of a row of cells, and writes the pixels. A thread has a cell of a row of dx,
+// whose taps are known when this is compiled, but a pixel where cells are wide: stores of a warp would be far apart.
+// kPitch floats are between taps in `products`, kRow taps between rows of dx, kShare between shares of the filters.
+template <int kPitch, int kRow, int kShare>
+__device__ __forceinline__ void fold(const Target& to, const float* products, const Strip& strip, int row) {
+  constexpr int kPixels = STRIDE_X <= 2 ? STRIDE_X : 1, kParts = STRIDE_X / kPixels;
+  const int count = kParts * (strip.end_cell - strip.first_cell);
+#pragma unroll 1
+  for (int i = threadIdx.x; i < STRIDE_Y * count; i += kThreads) {
+    int e = 0;
+#pragma unroll
+    for (int other = 1; other < STRIDE_Y; ++other) e += i >= other * count;
+    const int part = i - e * count, cell = strip.first_cell + part / kParts, begin = part % kParts;
+    const int h = row * STRIDE_Y + e - to.pad_y;
+    if (static_cast<unsigned>(h) >= static_cast<unsigned>(to.size.height)) continue;
+    float sums[kPixels][CHANNELS] = {};
+    const float* const from = products + e * kRow * kPitch + cell - strip.column;
+#pragma unroll
+    for (int q = 0; q < kCellsX; ++q) {
+      if (static_cast<unsigned>(cell - q) >= static_cast<unsigned>(to.out_width) || e >= FILTER_Y) continue;
+#pragma unroll
+      for (int p = 0; p < kPixels; ++p) {
+        const int s = begin + p + q * STRIDE_X;
+        if (s >= FILTER_X) continue;
+#pragma unroll
+        for (int share = 0; share < WARPS_K; ++share)
+#pragma unroll
+          for (int c = 0; c < CHANNELS; ++c) sums[p][c] += from[(share * kShare + s * CHANNELS + c) * kPitch - q];
+      }
+    }
+    const int first = cell * STRIDE_X + begin - to.pad_x, rest = CHANNELS_LAST ? CHANNELS : 1;
+    ELEMENT* const dx =
+        to.dx +
+        (CHANNELS_LAST ? strip.image * to.size.height + h : strip.image * CHANNELS * to.size.height + h) *
+            to.size.width * rest +
+        first * rest;
+    const int plane = to.size.height * to.size.width;
+#pragma unroll
+    for (int p = 0; p < kPixels; ++p) {
+      if (static_cast<unsigned>(first + p) >= static_cast<unsigned>(to.size.width)) continue;
+#pragma unroll
+      for (int c = 0; c < CHANNELS; ++c) dx[p * rest + c * (CHANNELS_LAST ? 1 : plane)] = convert<ELEMENT>(sums[p][c]);
+    }
+  }
+}
+
+#define DIVISOR_PARAMETERS(d) int d, unsigned d##_multiplier, int d##_shift
+#define DIVISOR(d) {d, d##_multiplier, d##_shift}

@@ -1,0 +1,356 @@
+// dw[k,c,r,s] = sum_{n,i,j} dy[n,k,i,j] * x[n, c, i*STRIDE_Y - pad_y + r, j*STRIDE_X - pad_x + s] for CHANNELS <= 4
+// channels, on Hopper's tensor cores (wgmma, compute capability 9.0) with float32 sums.
+//
+// A block stages tiles of TILE_H x TILE_W outputs: TILE_K filters of dy, and the patch of x that they meet as 16-byte
+// words of two neighbouring pixels of four channels: of every second pixel, or of every pixel if STRIDE_X is odd. What
+// eight neighbouring outputs meet of a pair of taps is then eight words side by side, a block of an operand as it lies.
+// A product's depth is 16 outputs, its rows are 64 filters, its columns a pair of taps of all (or of up to eight) rows
+// of the filter. GROUPS_K warpgroups share the filters and GROUPS_S the pairs of taps. LOADERS more load, a tile each
+// in turn, through registers: what is on its way is in registers, and a tile is in shared memory when it is complete.
+// Grid: blocks of filters, times `splits` blocks that tiles are dealt to. Each writes float32 parts, which
+// first_layer_wgmma_weights_finish adds in a fixed order.
+#if !defined(ELEMENT) || !defined(CHANNELS) || !defined(FILTER_Y) || !defined(FILTER_X)
+#error "define ELEMENT, CHANNELS, FILTER_Y and FILTER_X"
+#endif
+#if !defined(STRIDE_Y) || !defined(STRIDE_X) || !defined(TILE_H) || !defined(TILE_W) || !defined(TILE_K)
+#error "define STRIDE_Y, STRIDE_X, TILE_H, TILE_W and TILE_K"
+#endif
+#if !defined(GROUPS_K) || !defined(GROUPS_S) || !defined(CHANNELS_LAST) || !defined(OFFSET) || !defined(COLUMN_BLOCKS)
+#error "define GROUPS_K, GROUPS_S, CHANNELS_LAST, OFFSET and COLUMN_BLOCKS"
+#endif
+#if !defined(LOADERS) || !defined(IN_VECTOR) || !defined(OUT_VECTOR) || !defined(MIN_BLOCKS) || !defined(SHARED_BYTES)
+#error "define LOADERS, IN_VECTOR, OUT_VECTOR, MIN_BLOCKS and SHARED_BYTES"
+#endif
+
+#include "common/divisor.cuh"
+#include "common/early_launch.cuh"
+#include "few_channels/narrow_products.cuh"
+#include "few_channels/patch.cuh"
+
+// Teams of kLoaders threads load: the first LOADERS warpgroups. A warpgroup that loads and multiplies, too, would have
+// its products serialized by ptxas.
+constexpr int kWorkers = 128 * GROUPS_K * GROUPS_S, kLoaders = 128, kTeams = LOADERS;
+static_assert(kTeams > 0, "warpgroups of their own load");
+constexpr int kThreads = kTeams * kLoaders + kWorkers, kTileH = TILE_H, kTileW = TILE_W, kTileK = TILE_K;
+static_assert(kTileW % 8 == 0, "eight neighbours in a tile are outputs of one row");
+static_assert(kTileK % 8 == 0 && ceil_div(kTileK, 64) == GROUPS_K, "a warpgroup has up to 64 filters");
+
+// A pair of taps is a chunk. Filter rows are cut into kParts of COLUMN_BLOCKS, the last with rows that count for none.
+constexpr int kChunks = ceil_div(FILTER_X, 2), kGroupChunks = kChunks / GROUPS_S;
+constexpr int kParts = ceil_div(FILTER_Y, COLUMN_BLOCKS), kSpareRows = kParts * COLUMN_BLOCKS - FILTER_Y;
+static_assert(kChunks % GROUPS_S == 0, "warpgroups have equally many pairs of taps");
+
+// The patch. Its words hold pixels that are kWordPixels apart; those of outputs that are neighbours are kPlanes apart,
+// and are side by side in a plane. OFFSET columns are staged before those that the first output meets, so that vectors
+// are aligned.
+constexpr int kWordPixels = STRIDE_X % 2 == 0 ? 2 : 1, kPlanes = STRIDE_X / kWordPixels;
+constexpr int kChunkWords = 2 / kWordPixels;
+constexpr int kFirstPixel = kWordPixels == 2 ? OFFSET % 2 : 0, kLead = (kFirstPixel + OFFSET) / kWordPixels;
+constexpr int kColumns = round_up(OFFSET + (kTileW - 1) * STRIDE_X + FILTER_X, IN_VECTOR);
+using Staged =
+    Patch<CHANNELS, (kTileH - 1) * STRIDE_Y + FILTER_Y, kColumns, kFirstPixel, IN_VECTOR, CHANNELS_LAST, false>;
+
+struct Pixels : Staged {
+  static constexpr int kWords = ceil_div(kFirstPixel + kColumns, kWordPixels), kPlaneWords = ceil_div(kWords, kPlanes);
+  // An odd number, so that the same word of eight rows is in different banks.
+  static constexpr int kRowWords = kPlanes * kPlaneWords | 1, kRowBytes = 16 * kRowWords, kBytes = kRows * kRowBytes;
+
+  static __device__ __forceinline__ int turned(int word) { return word % kPlanes * kPlaneWords + word / kPlanes; }
+};
+
+struct Loader : PatchLoader<Pixels, kLoaders, ELEMENT> {
+  // Writes what take() loaded, a pixel into both words that hold it.
+  __device__ __forceinline__ void put_words(unsigned char* patch, int first) const {
+    if constexpr (kWordPixels == 2) {
+      put(patch, first);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kLoads; ++i) {
+        const int rank = first + i * kLoaders + threadIdx.x;
+        if (rank >= Pixels::kRuns) break;
+        unsigned char* const row = patch + rank / kColumnRuns * Pixels::kRowBytes;
+        const int column = rank % kColumnRuns * kVector;
+        const auto word = [&](int at) { return row + 16 * Pixels::turned(at); };
+        if (column > 0) *reinterpret_cast<Pixel*>(word(column - 1) + 8) = pixel_of(i, 0);
+#pragma unroll
+        for (int j = 0; j < kVector - 1; ++j)
+          *reinterpret_cast<PixelPair*>(word(column + j)) = {pixel_of(i, j), pixel_of(i, j + 1)};
+        *reinterpret_cast<Pixel*>(word(column + kVector - 1)) = pixel_of(i, kVector - 1);
+      }
+    }
+  }
+};
+static_assert(Loader::kIsWhole, "a thread holds its share of a patch");
+
+// Outputs in shared memory: blocks of 8 outputs and 8 filters, which lie as in the tensor. Gaps between blocks let
+// eight writes meet every bank once.
+constexpr int kOctets = kTileH * kTileW / 8, kRowOctets = kTileW / 8, kSteps = ceil_div(kOctets, 2);
+constexpr int kFilterBlocks = kTileK / 8, kBlockGap = CHANNELS_LAST ? 16 * maximum(1, 8 / kFilterBlocks) : 0;
+constexpr int kBlockPitch = 128 + kBlockGap, kOctetGap = CHANNELS_LAST ? 0 : 16 * maximum(1, 8 / kRowOctets);
+constexpr int kOctetPitch = kFilterBlocks * kBlockPitch + kOctetGap;
+constexpr int kOutBytes = 2 * kSteps * kOctetPitch, kStages = 3, kPatchAt = kStages * kOutBytes;
+// Products read rows of filters and columns of taps that there are not, of which nothing is kept.
+constexpr int kSpare = maximum((8 * GROUPS_K - kFilterBlocks) * kBlockPitch, kSpareRows* Pixels::kRowBytes);
+static_assert(SHARED_BYTES == kPatchAt + kStages * Pixels::kBytes + kSpare, "the host and the kernel agree");
+
+// A thread's sums, in fours as it writes them.
+constexpr int kFragments = 128 * GROUPS_K * kChunks * FILTER_Y;
+using Sums = float[kGroupChunks][kParts][4 * COLUMN_BLOCKS];
+using Four = Vector<float, 4>;
+
+// Where a tile's outputs are.
+struct Outputs {
+  int k, height, width;
+  int image, first_k, row, column;
+};
+
+// Moves a tile's outputs through registers, zeros where there are none. A thread moves the same places of every row.
+struct OutLoader {
+  static constexpr int kRuns = (CHANNELS_LAST ? kTileK : kTileW) / OUT_VECTOR;
+  static constexpr int kPlaces = kRuns * (CHANNELS_LAST ? kTileW : kTileK), kLoads = ceil_div(kPlaces, kLoaders);
+  static constexpr int kWords = OUT_VECTOR > 1 ? OUT_VECTOR / 2 : 1;
+  using Few = Vector<unsigned, kWords>;
+
+  Few values[kLoads][kTileH];
+
+  // Filter and column of a place.
+  static __device__ __forceinline__ int filter_of(int place) {
+    return CHANNELS_LAST ? place % kRuns * OUT_VECTOR : place / kRuns;
+  }
+  static __device__ __forceinline__ int column_of(int place) {
+    return CHANNELS_LAST ? place / kRuns : place % kRuns * OUT_VECTOR;
+  }
+
+  // Starts to load.
+  __device__ __forceinline__ void take(const ELEMENT* __restrict__ dy, const Outputs& from, int thread) {
+    const int rows = from.height - from.row, columns = from.width - from.column, filters = from.k - from.first_k;
+    const int pixel = from.row * from.width + from.column, plane = from.height * from.width;
+    const ELEMENT* const first = dy + (CHANNELS_LAST ? (from.image * plane + pixel) * from.k + from.first_k
+                                                     : (from.image * from.k + from.first_k) * plane + pixel);
+    const int row_elements = CHANNELS_LAST ? from.width * from.k : from.width;
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) {
+      const int place = thread + i * kLoaders, k = filter_of(place), column = column_of(place);
+      const bool inside = place < kPlaces && column < columns && k < filters;
+      const ELEMENT* const source = first + (CHANNELS_LAST ? column * from.k + k : k * plane + column);
+#pragma unroll
+      for (int row = 0; row < kTileH; ++row) {
+        Few loaded = {};
+        if (inside && row < rows) {
+          if constexpr (OUT_VECTOR == 1)
+            loaded.at[0] = *reinterpret_cast<const unsigned short*>(source + row * row_elements);
+          else
+            loaded = *reinterpret_cast<const Few*>(source + row * row_elements);
+        }
+        values[i][row] = loaded;
+      }
+    }
+  }
+
+  // Writes what take() loaded.
+  __device__ __forceinline__ void put(unsigned char* to, int thread) const {
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) {
+      const int place = thread + i * kLoaders, k = filter_of(place), column = column_of(place);
+      if (place >= kPlaces) break;
+      unsigned char* const at = to + k / 8 * kBlockPitch + column / 8 * kOctetPitch +
+                                (CHANNELS_LAST ? column % 8 * 16 + k % 8 * 2 : k % 8 * 16 + column % 8 * 2);
+#pragma unroll
+      for (int row = 0; row < kTileH; ++row) {
+        unsigned char* const here = at + row * kRowOctets * kOctetPitch;
+        if constexpr (OUT_VECTOR == 1)
+          *reinterpret_cast<unsigned short*>(here) = static_cast<unsigned short>(values[i][row].at[0]);
+        else
+          *reinterpret_cast<Few*>(here) = values[i][row];
+      }
+    }
+  }
+};
+
+// Clears what is staged beyond a tile's last output, once: tiles that are loaded leave it as it is.
+__device__ __forceinline__ void clear_rest(unsigned char* to) {
+  if constexpr (kOctets % 2 != 0)
+    for (int i = threadIdx.x; i < kStages * kOctetPitch / 16; i += kTeams * kLoaders) {
+      unsigned char* const octet = to + i / (kOctetPitch / 16) * kOutBytes + kOctets * kOctetPitch;
+      *reinterpret_cast<Four*>(octet + i % (kOctetPitch / 16) * 16) = {};
+    }
+}
+
+// Bytes from the patch's start to what an octet of outputs meets of the first row and chunk.
+__device__ __forceinline__ constexpr int place_of(int octet) {
+  return octet / kRowOctets * STRIDE_Y * Pixels::kRowBytes + octet % kRowOctets * 128;
+}
+
+// Begins a staged tile's products. Of the last 8 terms there may be none: they are zeros times what is there.
+__device__ __forceinline__ void add_tile(Sums& sums, unsigned outputs, unsigned patch, int first_chunk) {
+  const unsigned long long filters = operand(plain_form(kOctetPitch, kBlockPitch), outputs);
+  unsigned chunks[kGroupChunks];
+#pragma unroll
+  for (int c = 0; c < kGroupChunks; ++c)
+    chunks[c] = patch + 16 * Pixels::turned(kLead + (first_chunk + c) * kChunkWords);
+  products_begin();
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step) {
+    const int at = place_of(2 * step), next = 2 * step + 1 < kOctets ? place_of(2 * step + 1) : at;
+    const unsigned long long form = plain_form(next - at, Pixels::kRowBytes);
+#pragma unroll
+    for (int part = 0; part < kParts; ++part)
+#pragma unroll
+      for (int c = 0; c < kGroupChunks; ++c)
+        NarrowProducts<ELEMENT>::begin<CHANNELS_LAST, 1>(
+            sums[c][part], filters + (2 * step * kOctetPitch >> 4),
+            operand(form, chunks[c] + at + part * COLUMN_BLOCKS * Pixels::kRowBytes));
+  }
+  products_commit();
+}
+
+// Where the sums of a fragment belong: sums[e] is of filter k + e / 2 * 8, in its block, and of channel c + e % 2.
+struct Fragment {
+  int k, c, r, s;
+
+  __device__ __forceinline__ explicit Fragment(int number) {
+    const int lane = number % 32, row = number / 128;
+    k = row / (FILTER_Y * kChunks) * 64 + number % 128 / 32 * 16 + lane / 4;
+    c = lane % 2 * 2;
+    r = row % FILTER_Y;
+    s = row / FILTER_Y % kChunks * 2 + lane % 4 / 2;
+  }
+
+  __device__ __forceinline__ bool any(int filters) const { return k < filters && c < CHANNELS && s < FILTER_X; }
+};
+
+// Writes the sums of a thread, whose first chunk, counted through its blocks of 64 filters, is number `first`.
+__device__ __forceinline__ void store_sums(Four* __restrict__ part, const Sums& sums, int first, int filters) {
+#pragma unroll
+  for (int c = 0; c < kGroupChunks; ++c)
+#pragma unroll
+    for (int r = 0; r < FILTER_Y; ++r) {
+      const int number = ((first + c) * FILTER_Y + r) * 128 + threadIdx.x % 128;
+      if (!Fragment(number).any(filters)) continue;
+      const float* const four = sums[c][r / COLUMN_BLOCKS] + r % COLUMN_BLOCKS * 4;
+      part[number] = {four[0], four[1], four[2], four[3]};
+    }
+}
+
+#define DIVISOR_PARAMETERS(d) int d, unsigned d##_multiplier, int d##_shift
+#define DIVISOR(d) {d, d##_multiplier, d##_shift}
+
+template <bool kValue>
+struct Flag {
+  static constexpr bool value = kValue;
+};
+
+extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
+    first_layer_wgmma_weights(const ELEMENT* __restrict__ x, const ELEMENT* __restrict__ dy, float* __restrict__ parts,
+                              int k, int height, int width, int out_height, int out_width, int pad_y, int pad_x,
+                              int tiles, int splits, DIVISOR_PARAMETERS(filter_tiles), DIVISOR_PARAMETERS(image_tiles),
+                              DIVISOR_PARAMETERS(row_tiles)) {
+  extern __shared__ __align__(16) unsigned char shared[];
+  const Divisor by_filters = DIVISOR(filter_tiles), by_image = DIVISOR(image_tiles), by_row = DIVISOR(row_tiles);
+  const int split = static_cast<int>(blockIdx.x) / by_filters, first_k = (blockIdx.x - split * filter_tiles) * kTileK;
+  const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0), worker = warpgroup - kTeams;
+  const int first_chunk = worker % GROUPS_S * kGroupChunks, group_k = worker / GROUPS_S;
+  next_step_may_begin();
+
+  const auto work = [&](auto loads) {
+    constexpr bool kLoads = decltype(loads)::value;
+    Outputs from = {k, out_height, out_width, 0, first_k, 0, 0};
+    const auto go_to = [&](int tile) {
+      from.image = tile / by_image;
+      tile -= from.image * image_tiles;
+      const int row = tile / by_row;
+      from.row = row * kTileH;
+      from.column = (tile - row * row_tiles) * kTileW;
+    };
+    Loader pixels;
+    OutLoader outputs;
+    // Of a team that loads: starts to load a tile, and puts it in place.
+    const int team = warpgroup, thread = threadIdx.x - kLoaders * team;
+    const auto load = [&](int tile) {
+      if (tile >= tiles) return;
+      go_to(tile);
+      pixels.take(
+          x,
+          PatchPlace{height, width, from.image, from.row * STRIDE_Y - pad_y, from.column * STRIDE_X - pad_x - OFFSET},
+          -kLoaders * team);
+      outputs.take(dy, from, thread);
+    };
+    const auto put = [&](int tile, int stage) {
+      if (tile >= tiles) return;
+      pixels.put_words(shared + kPatchAt + stage * Pixels::kBytes, -kLoaders * team);
+      outputs.put(shared + stage * kOutBytes, thread);
+      shared_writes_done();  // waits for loads, too: none of this thread may be on its way for a later tile
+    };
+    if constexpr (kLoads) {
+      clear_rest(shared);
+      shared_writes_done();
+      load(split + team * splits);
+      if (team == 0) put(split, 0);
+      if (kTeams == 1) load(split + splits);
+    }
+    Sums sums = {};
+    int stage = 0, turn = 0;  // of the tile: its number modulo kStages and kTeams
+#pragma unroll 1
+    for (int tile = split; tile < tiles; tile += splits) {
+      // The tile is in place, and products have read the one that is overwritten next: all but the last.
+      block_barrier();
+      if constexpr (!kLoads)
+        add_tile(sums, shared_address(shared) + stage * kOutBytes + group_k * 8 * kBlockPitch,
+                 shared_address(shared) + kPatchAt + stage * Pixels::kBytes, first_chunk);
+      stage = stage + 1 == kStages ? 0 : stage + 1;
+      if constexpr (kLoads) {
+        // The team that put this tile in place goes on to load, and another puts the next in place.
+        const int next = turn + 1 == kTeams ? 0 : turn + 1;
+        if (team == next) put(tile + splits, stage);
+        if (team == turn) load(tile + maximum(2, kTeams) * splits);
+        turn = next;
+      }
+      if constexpr (!kLoads) products_wait<1>();
+    }
+    if constexpr (!kLoads) {
+      products_wait<0>();
+      store_sums(reinterpret_cast<Four*>(parts) + static_cast<int64>(blockIdx.x) * kFragments, sums,
+                 group_k * kChunks + first_chunk, min(kTileK, k - first_k));
+    }
+  };
+  if (warpgroup < kTeams)
+    work(Flag<true>{});
+  else
+    work(Flag<false>{});
+}
+
+// dw[i] = sum of part[i] over the parts. A block adds 32 fragments; its warps share the parts, which the grid before
+// may still be writing when this one begins: no __restrict__, for loads of the read-only path could be moved or be
+// stale.
+constexpr int kShares = 32;
+
+extern "C" __global__ void __launch_bounds__(32 * kShares)
+    first_layer_wgmma_weights_finish(const float* parts, ELEMENT* dw, int k, int filter_tiles, int splits) {
+  __shared__ Four sums[kShares][32];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, all = filter_tiles * kFragments;
+  const int at = blockIdx.x * 32 + lane, filter_tile = at / kFragments;
+  const Fragment fragment(at % kFragments);
+  const int filters = min(kTileK, k - filter_tile * kTileK);
+  previous_step_done();
+  Four sum = {};
+  if (fragment.any(filters)) {
+#pragma unroll 8
+    for (int split = warp; split < splits; split += kShares) {
+      const Four more = reinterpret_cast<const Four*>(parts)[static_cast<int64>(split) * all + at];
+#pragma unroll
+      for (int e = 0; e < 4; ++e) sum.at[e] += more.at[e];
+    }
+  }
+  sums[warp][lane] = sum;
+  __syncthreads();  // every warp's share is there
+  if (warp >= 4) return;
+  float total = 0;
+#pragma unroll
+  for (int share = 0; share < kShares; ++share) total += sums[share][lane].at[warp];
+  const int in_tile = fragment.k + warp / 2 * 8, c = fragment.c + warp % 2;
+  if (!fragment.any(filters) || in_tile >= filters || c >= CHANNELS) return;
+  const int64 first = static_cast<int64>(filter_tile * kTileK + in_tile) * CHANNELS;
+  const int r = fragment.r, s = fragment.s;
+  dw[CHANNELS_LAST ? ((first / CHANNELS * FILTER_Y + r) * FILTER_X + s) * CHANNELS + c
+                   : ((first + c) * FILTER_Y + r) * FILTER_X + s] = convert<ELEMENT>(total);
+}

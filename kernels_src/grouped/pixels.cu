@@ -1,0 +1,400 @@
+// Grouped convolution with few channels a group; per group, forward and backward data,
+//   y[n,k,oh,ow] = sum_{c,i,j} x[n, c, oh*stride - pad + i*dilation, ow*stride - pad + j*dilation] * w[k,c,i,j],
+//   dx[n,c,h,w] = sum_{k,i,j} dy[n, k, (h + pad - i*dilation) / stride, likewise] * w[k,c,i,j], where whole.
+// Implicit GEMM on tensor cores, filters as block-diagonal matrices. A block stages a patch of IMAGES images and UNITS
+// units of groups, channels last, and their filters; of several STAGES, every gridDim.y-th patch, ahead of the warps. A
+// warp computes ROWS rows of 16 pixels (two runs of 8 columns) for one of SHARES shares of a unit's results. A fragment
+// of pixels serves all taps and rows of its column that meet it. Backward data has stride_h * stride_w phases,
+// coordinates modulo the stride, each met by taps of its own.
+//
+// Defines: ELEMENT, GROUPS, GROUP_C, GROUP_K, FLIPPED (backward data), FILTER_*, STRIDE_*, DILATION_*, PAD_*, UNITS,
+// SHARES, ROWS, ROW_GROUPS, COLUMNS, SPAN (of COLUMNS that exist), COLUMN_TILES, ROW_TILES, STAGES, IMAGES, IN_*,
+// OUT_*, WHOLE_PLANES, CHANNELS_LAST, MIN_BLOCKS, SHARED_BYTES.
+#include "grouped/group_axis.cuh"
+#include "grouped/group_filters.cuh"
+#include "common/grouped.cuh"
+
+#if !defined(ELEMENT) || !defined(GROUPS) || !defined(GROUP_C) || !defined(GROUP_K) || !defined(FLIPPED) ||         \
+    !defined(FILTER_Y) || !defined(FILTER_X) || !defined(STRIDE_H) || !defined(STRIDE_W) || !defined(DILATION_H) || \
+    !defined(DILATION_W)
+#error "define the convolution: ELEMENT, GROUP*, FLIPPED, FILTER_*, STRIDE_* and DILATION_*"
+#endif
+#if !defined(PAD_H) || !defined(PAD_W) || !defined(IN_H) || !defined(IN_W) || !defined(OUT_H) || !defined(OUT_W) || \
+    !defined(UNITS) || !defined(SHARES) || !defined(ROWS) || !defined(ROW_GROUPS) || !defined(COLUMNS) ||           \
+    !defined(SPAN) || !defined(COLUMN_TILES) || !defined(ROW_TILES) || !defined(STAGES) || !defined(IMAGES) ||      \
+    !defined(WHOLE_PLANES) || !defined(CHANNELS_LAST) || !defined(MIN_BLOCKS) || !defined(SHARED_BYTES)
+#error "define PAD_*, IN_*, OUT_* and the tiling: UNITS, SHARES, ROW*, COLUMN*, SPAN, IMAGES, WHOLE_PLANES, ..."
+#endif
+
+using Group = Groups<GROUP_C, GROUP_K>;
+constexpr bool kFlipped = FLIPPED;
+constexpr int kFilterY = FILTER_Y, kFilterX = FILTER_X, kTaps = kFilterY * kFilterX;
+
+// A unit: packs of groups whose summed channels are a multiple of 16.
+constexpr int kUnitPacks = (kFlipped ? Group::kPackK : Group::kPackC) % 16 ? 2 : 1;
+constexpr int kUnitC = kUnitPacks * Group::kPackC, kUnitK = kUnitPacks * Group::kPackK;
+constexpr int kUnitIn = kFlipped ? kUnitK : kUnitC, kUnitOut = kFlipped ? kUnitC : kUnitK;
+constexpr int kUnits = UNITS, kIn = kUnits * kUnitIn, kOut = kUnits * kUnitOut;
+constexpr int kDepth = kUnitIn / 16, kShares = SHARES, kBlocksN = kUnitOut / 8 / kShares;
+static_assert(kUnitOut / 8 % kShares == 0, "warps share the results of a unit evenly");
+
+constexpr int kInRow = IN_W * GROUPS * (kFlipped ? GROUP_K : GROUP_C),
+              kOutRow = OUT_W * GROUPS * (kFlipped ? GROUP_C : GROUP_K);
+
+using AxisH = GroupAxis<kFlipped, STRIDE_H, DILATION_H, PAD_H, kFilterY>;
+using AxisW = GroupAxis<kFlipped, STRIDE_W, DILATION_W, PAD_W, kFilterX>;
+
+constexpr int kRows = ROWS, kTileH = ROWS * ROW_GROUPS, kColumns = COLUMNS, kSpan = SPAN, kImages = IMAGES,
+              kStages = STAGES;
+constexpr int kRuns = kColumns / 8 * ROW_GROUPS * kImages;  // of 8 pixels in ROWS rows
+constexpr int kFragments = ceil_div(kRuns, 2);
+constexpr int kThreads = 32 * kFragments * kShares * kUnits;
+static_assert(kColumns % 8 == 0 && kSpan <= kColumns && kSpan > kColumns - 8, "runs of 8 columns, the last one cut");
+
+// The staged patch.
+constexpr int kPatchH = (kTileH - 1) * AxisH::kStep + AxisH::kReach + 1;
+constexpr int kPatchW = (kSpan - 1) * AxisW::kStep + AxisW::kReach + 1;
+using Patch = Pixels<kImages, kPatchH, kPatchW, AxisW::kStep, kIn>;
+
+// The staged filters, and what arrives of them as it is in memory.
+using Filters = FilterRows<GROUP_C, GROUP_K, kTaps, kUnits * kUnitK, CHANNELS_LAST>;
+constexpr int kFiltersAt = kStages * Patch::kBytes;
+
+// The staged results: channels last, of one phase of columns, [image][row][phase of rows][column][channel]; channels
+// first, of all phases, [image][channel][row][phase of rows][column][phase of columns], neighbouring channels 4 or 12
+// banks apart.
+constexpr bool kLast = CHANNELS_LAST, kOverlaid = AxisW::kPhases == 1 && kStages == 1;
+static_assert(kLast || kStages == 1, "planes are turned where they arrive");
+constexpr int kTileRows = kTileH * AxisH::kPhases, kTileColumns = kSpan * AxisW::kPhases;
+constexpr int kResultBytes = odd_words(2 * kOut), kPlane = round_up(kTileRows * kTileColumns - 8, 16) + 8;
+constexpr int kResultsBytes = kImages * (kLast ? kTileRows * kSpan * kResultBytes : 2 * kOut * kPlane);
+
+// Channels first, what arrives as it is in memory: whole planes if a block has all of them.
+constexpr bool kWhole = WHOLE_PLANES;
+constexpr int kShift = (AxisW::kFirst % 8 + 8) % 8;
+using Raw = Planes<Patch, IN_H, IN_W, kShift, kWhole>;
+constexpr int kRawAt = kFiltersAt + Filters::kBytes, kRawFiltersAt = kRawAt + Raw::kBytes;
+constexpr int kStagedBytes = kLast ? kRawAt : kRawFiltersAt + Filters::kRawBytes;
+constexpr int kResultsAt = kOverlaid ? 0 : kStagedBytes;
+static_assert(SHARED_BYTES == (kOverlaid ? maximum(kStagedBytes, kResultsBytes) : kStagedBytes + kResultsBytes),
+              "solvers/common/group_packs.py counts otherwise");
+
+// A run of 8 pixels in ROWS rows.
+struct Run {
+  int image, row, column;
+};
+
+__device__ __forceinline__ Run run_at(int number) {
+  constexpr int kAcross = kColumns / 8;
+  return {number / (kAcross * ROW_GROUPS), number / kAcross % ROW_GROUPS * kRows, number % kAcross * 8};
+}
+
+// What a warp computes: a unit, the first of its blocks of 8 results, and two runs.
+struct Part {
+  int unit, block, first_run;
+};
+
+using Sums = float[AxisH::kPhases][kRows][kBlocksN][4];
+using Filter = unsigned[kBlocksN][2];
+
+constexpr bool meet(int in_block, int out_block) {
+  return kFlipped ? Group::meet(out_block, in_block) : Group::meet(in_block, out_block);
+}
+
+// Whether every block of a unit's matrix holds filters: all parts of the depth are then alike.
+constexpr bool kDense = kUnitPacks == 1 && Group::kPack == 1;
+
+// The matrix of one tap: 16 summed channels, SHARES * 8 results. A warp's share of results is known only at run time
+// where the matrix is dense, else it has all of them.
+static_assert(kDense || kShares == 1, "warps share the results of dense matrices only");
+
+__device__ __forceinline__ void load_filter(Filter& to, unsigned filters, int tap, int depth, int first_block) {
+#pragma unroll
+  for (int j = 0; j < kBlocksN; ++j) {
+    const bool low = kDense || meet(2 * depth, j), high = kDense || meet(2 * depth + 1, j);
+    if (!low && !high) continue;
+    const int in = 2 * depth + !low, out = first_block + j;
+    const int row = kFlipped ? 8 * in : 8 * out, channel = kFlipped ? 8 * out : 8 * in;
+    const unsigned from = filters + row * Filters::kRowBytes + tap * Filters::kTapBytes +
+                          2 * (kDense ? channel : channel % Group::kPackC);
+    if (low && high)
+      load_matrix_pair<kFlipped>(to[j], from);
+    else
+      to[j][!low] = load_matrix<kFlipped>(from);
+  }
+}
+
+__device__ __forceinline__ void add_products(float (&sums)[kBlocksN][4], const unsigned (&pixels)[4],
+                                             const Filter& filter, int depth) {
+#pragma unroll
+  for (int j = 0; j < kBlocksN; ++j) {
+    const bool low = kDense || meet(2 * depth, j), high = kDense || meet(2 * depth + 1, j);
+    if (low && high)
+      multiply_add<ELEMENT>(sums[j], pixels, filter[j][0], filter[j][1]);
+    else if (low)
+      multiply_add_half<ELEMENT>(sums[j], pixels[0], pixels[1], filter[j][0]);
+    else if (high)
+      multiply_add_half<ELEMENT>(sums[j], pixels[2], pixels[3], filter[j][1]);
+  }
+}
+
+// Adds what one column of taps and 16 channels contribute.
+__device__ __forceinline__ void add_column(Sums& sums, unsigned pixels, unsigned filters, int column, int depth,
+                                           int first_block) {
+  Filter filter[kFilterY];
+#pragma unroll
+  for (int tap = 0; tap < kFilterY; ++tap)
+    load_filter(filter[tap], filters, tap * kFilterX + column, depth, first_block);
+#pragma unroll
+  for (int row = 0; row < (kRows - 1) * AxisH::kStep + AxisH::kReach + 1; ++row) {
+    if (!AxisH::is_used<kRows>(row)) continue;
+    unsigned fragment[4];
+    load_matrices(fragment, pixels + row * Patch::kRowBytes);
+#pragma unroll
+    for (int phase = 0; phase < AxisH::kPhases; ++phase)
+#pragma unroll
+      for (int tap = 0; tap < kFilterY; ++tap) {
+        const int to = AxisH::output<kRows>(row, phase, tap);
+        if (to >= 0) add_products(sums[phase][to], fragment, filter[tap], depth);
+      }
+  }
+}
+
+// Address of a lane's pixel and word for load_matrices: run (lane / 8) % 2, pixel lane % 8, words lane / 16.
+__device__ __forceinline__ unsigned pixels_of(unsigned patch, const Part& part) {
+  const int lane = threadIdx.x % 32;
+  const Run run = run_at(min(part.first_run + lane / 8 % 2, kRuns - 1));
+  const int column = min(run.column + lane % 8, kSpan - 1);
+  return patch + run.image * Patch::kImageBytes + run.row * AxisH::kStep * Patch::kRowBytes +
+         column * Patch::kPixelBytes + 2 * part.unit * kUnitIn + lane / 16 * 16;
+}
+
+// Rounds sums into the staged results.
+__device__ __forceinline__ void stage_sums(unsigned char* results, const Sums& sums, const Part& part,
+                                           int columns_phase) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const Run run = run_at(part.first_run + half);
+    const int column = run.column + lane / 4;
+    if (part.first_run + half >= kRuns || column >= kSpan) continue;
+    if constexpr (!kLast) {
+      const int channel = part.unit * kUnitOut + 8 * part.block + lane % 4 * 2;
+      ELEMENT* const to = reinterpret_cast<ELEMENT*>(results) + (run.image * kOut + channel) * kPlane +
+                          run.row * AxisH::kPhases * kTileColumns + column * AxisW::kPhases + columns_phase;
+#pragma unroll
+      for (int row = 0; row < kRows; ++row)
+#pragma unroll
+        for (int phase = 0; phase < AxisH::kPhases; ++phase)
+#pragma unroll
+          for (int j = 0; j < kBlocksN; ++j)
+#pragma unroll
+            for (int e = 0; e < 2; ++e)
+              to[(8 * j + e) * kPlane + (row * AxisH::kPhases + phase) * kTileColumns] =
+                  convert<ELEMENT>(sums[phase][row][j][2 * half + e]);
+      continue;
+    }
+    const int first = (run.image * kTileH + run.row) * AxisH::kPhases * kSpan + column;
+    unsigned char* const to =
+        results + first * kResultBytes + 2 * part.unit * kUnitOut + 16 * part.block + lane % 4 * 4;
+#pragma unroll
+    for (int row = 0; row < kRows; ++row)
+#pragma unroll
+      for (int phase = 0; phase < AxisH::kPhases; ++phase)
+#pragma unroll
+        for (int j = 0; j < kBlocksN; ++j) {
+          const float* sum = sums[phase][row][j] + 2 * half;
+          *reinterpret_cast<Vector<ELEMENT, 2>*>(to + (row * AxisH::kPhases + phase) * kSpan * kResultBytes +
+                                                 16 * j) = {convert<ELEMENT>(sum[0]), convert<ELEMENT>(sum[1])};
+        }
+  }
+}
+
+// Stores the staged results of one phase of columns; `images` counts rows and columns of the output tensor.
+__device__ __forceinline__ void store_results(ELEMENT* out, const unsigned char* results, const Images& images,
+                                              int phase) {
+  constexpr int kWords = kOut / 8, kColumnWords = kSpan * kWords;
+  const int rows = min(kTileRows, images.height - images.first_row);
+#pragma unroll 1
+  for (int i = threadIdx.x; i < kImages * kColumnWords; i += kThreads) {
+    const int word = i % kWords, column = i / kWords % kSpan, image = i / kColumnWords;
+    const int n = images.first_n + image, channel = images.first_channel + 8 * word;
+    const int v = images.first_column + column * AxisW::kPhases + phase;
+    if (n >= images.n || channel >= images.channels || v >= images.width) continue;
+    const unsigned char* from = results + (image * kTileRows * kSpan + column) * kResultBytes + 16 * word;
+    ELEMENT* const to =
+        out + static_cast<int64>(n * images.height + images.first_row) * kOutRow + (v * images.channels + channel);
+#pragma unroll(rows_at_once(kTileRows))
+    for (int row = 0; row < kTileRows; ++row) {
+      if (row >= rows) break;
+      *reinterpret_cast<Vector<ELEMENT, 8>*>(to + row * kOutRow) =
+          *reinterpret_cast<const Vector<ELEMENT, 8>*>(from + row * kSpan * kResultBytes);
+    }
+  }
+}
+
+// Stores staged planes of all phases: row by row, or, of whole planes without gaps, in one run of all channels.
+__device__ __forceinline__ void store_planes(ELEMENT* out, const unsigned char* results, const Images& images) {
+  constexpr bool kOneRun = kWhole && kTileColumns == OUT_W;
+  constexpr int kArea = OUT_H * OUT_W;
+  const ELEMENT* const from = reinterpret_cast<const ELEMENT*>(results);
+  if constexpr (kOneRun) {
+    constexpr int kVector = greatest_divisor(8, kArea) >= 4 ? greatest_divisor(8, kArea) : 8;
+    constexpr int kVectors = kOut * kArea / kVector;
+#pragma unroll 2
+    for (int i = threadIdx.x; i < kImages * kVectors; i += kThreads) {
+      const int first = i % kVectors * kVector, n = images.first_n + i / kVectors;
+      if (n >= images.n || images.first_channel + first / kArea >= images.channels) continue;
+      int plane = i / kVectors * kOut + first / kArea, at = first % kArea;
+      Vector<ELEMENT, kVector> values;
+      if constexpr (kArea % kVector == 0) {
+        values = *reinterpret_cast<const Vector<ELEMENT, kVector>*>(from + plane * kPlane + at);
+      } else {
+#pragma unroll
+        for (int e = 0; e < kVector; ++e) {
+          values.at[e] = from[plane * kPlane + at];
+          if (++at == kArea) at = 0, ++plane;
+        }
+      }
+      *reinterpret_cast<Vector<ELEMENT, kVector>*>(out + (n * images.channels + images.first_channel) * kArea + first) =
+          values;
+    }
+  } else {
+    constexpr int kVector = greatest_divisor(8, greatest_divisor(OUT_W, kTileColumns));
+    constexpr int kVectors = kTileColumns / kVector;
+    const int rows = min(kTileRows, images.height - images.first_row);
+#pragma unroll 1
+    for (int i = threadIdx.x; i < kImages * kOut * kVectors; i += kThreads) {
+      const int column = i % kVectors * kVector, plane = i / kVectors;
+      const int n = images.first_n + plane / kOut, channel = images.first_channel + plane % kOut;
+      const int v = images.first_column + column;
+      if (n >= images.n || channel >= images.channels || v >= images.width) continue;
+      unsigned offset = ((n * images.channels + channel) * images.height + images.first_row) * images.width + v;
+#pragma unroll(rows_at_once(kTileRows))
+      for (int row = 0; row < kTileRows; ++row) {
+        if (row >= rows) break;
+        *reinterpret_cast<Vector<ELEMENT, kVector>*>(out + offset) =
+            *reinterpret_cast<const Vector<ELEMENT, kVector>*>(from + plane * kPlane + row * kTileColumns + column);
+        offset += images.width;
+      }
+    }
+  }
+}
+
+// Computes a tile from its staged patch and stores it.
+__device__ __forceinline__ void compute_tile(ELEMENT* out, unsigned char* results, unsigned pixels, unsigned matrices,
+                                             const Part& part, const Images& target) {
+#pragma unroll 1
+  for (int phase = 0; phase < AxisW::kPhases; ++phase) {
+    Sums sums = {};
+#pragma unroll(kDense ? 1 : kDepth)
+    for (int depth = 0; depth < kDepth; ++depth)
+#pragma unroll(kFilterX <= 3 ? kFilterX : 1)
+      for (int tap = 0; tap < kFilterX; ++tap) {
+        if (!AxisW::meets(phase, tap)) continue;
+        const int shift = Patch::slot(AxisW::offset(phase, tap) - AxisW::kFirst);
+        add_column(sums, pixels + shift * Patch::kPixelBytes + 32 * depth, matrices, tap, depth, part.block);
+      }
+    if (kOverlaid || (kLast && phase > 0))
+      __syncthreads();  // every warp has read the patch, or stored the phase before
+    stage_sums(results, sums, part, phase);
+    if (!kLast && phase < AxisW::kPhases - 1) continue;
+    __syncthreads();  // the results of every warp are staged
+    if constexpr (kLast)
+      store_results(out, results, target, phase);
+    else
+      store_planes(out, results, target);
+  }
+}
+
+struct Sizes {
+  int n, in_channels, out_channels, in_height, in_width, out_height, out_width;
+};
+
+// A tile's first output row and column of a phase, and its first image.
+struct TileAt {
+  int row, column, image;
+};
+
+__device__ __forceinline__ TileAt tile_at(int number) {
+  return {number / COLUMN_TILES % ROW_TILES * kTileH, number % COLUMN_TILES * kColumns,
+          number / (COLUMN_TILES * ROW_TILES) * kImages};
+}
+
+__device__ __forceinline__ Images source_of(const Sizes& sizes, const TileAt& tile) {
+  const int channel = blockIdx.x * kIn, row = tile.row * AxisH::kStep + AxisH::kFirst;
+  const int column = tile.column * AxisW::kStep + AxisW::kFirst;
+  return {sizes.n, sizes.in_channels, sizes.in_height, sizes.in_width, tile.image, channel, row, column};
+}
+
+__device__ __forceinline__ Images target_of(const Sizes& sizes, const TileAt& tile) {
+  const int channel = blockIdx.x * kOut, row = tile.row * AxisH::kPhases, column = tile.column * AxisW::kPhases;
+  return {sizes.n, sizes.out_channels, sizes.out_height, sizes.out_width, tile.image, channel, row, column};
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
+    grouped(const ELEMENT* __restrict__ in, const ELEMENT* __restrict__ filter, ELEMENT* __restrict__ out, int n,
+            int in_channels, int out_channels, int in_height, int in_width, int out_height, int out_width, int tiles) {
+  extern __shared__ __align__(16) unsigned char staged[];
+  const unsigned base = static_cast<unsigned>(__cvta_generic_to_shared(staged));
+  const Sizes sizes = {n, in_channels, out_channels, in_height, in_width, out_height, out_width};
+  const int first_filter = blockIdx.x * kUnits * kUnitK, filters = kFlipped ? in_channels : out_channels;
+  const int step = gridDim.y;
+  // Blocks of one stage have a tile each, others every gridDim.y-th.
+  const TileAt first = kStages > 1 ? tile_at(blockIdx.y)
+                                   : TileAt{static_cast<int>(blockIdx.y) / COLUMN_TILES * kTileH,
+                                            static_cast<int>(blockIdx.y) % COLUMN_TILES * kColumns,
+                                            static_cast<int>(blockIdx.z) * kImages};
+  const Images source = source_of(sizes, first);
+  if constexpr (kLast) {
+    stage_pixels<Patch, kInRow, kThreads>(base, in, source);
+    if constexpr (Group::kPack == 1) stage_filters<Filters, kThreads>(base + kFiltersAt, filter, first_filter, filters);
+    commit_copies();
+#pragma unroll
+    for (int stage = 1; stage < kStages - 1; ++stage) {
+      const int tile = blockIdx.y + stage * step;
+      if (tile < tiles)
+        stage_pixels<Patch, kInRow, kThreads>(base + stage * Patch::kBytes, in, source_of(sizes, tile_at(tile)));
+      commit_copies();
+    }
+    if constexpr (Group::kPack != 1)
+      arrange_filters<Filters, kThreads>(staged + kFiltersAt, filter + first_filter * kTaps * GROUP_C,
+                                         filters - first_filter);
+  } else {
+    stage_planes<Patch, IN_H, IN_W, kShift, kWhole, kThreads>(staged + kRawAt, in, source);
+    stage_raw_filters<Filters, kThreads>(base + kRawFiltersAt, filter, first_filter, filters);
+    commit_copies();
+    wait_for_copies<0>();
+    __syncthreads();  // the planes and the filters have arrived
+    turn_planes<Patch, IN_H, IN_W, kShift, kWhole, kThreads>(staged, reinterpret_cast<const ELEMENT*>(staged + kRawAt),
+                                                             source);
+    arrange_filters<Filters, kThreads>(staged + kFiltersAt, reinterpret_cast<const ELEMENT*>(staged + kRawFiltersAt),
+                                       Filters::kFilters);
+  }
+
+  const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
+  const Part part = {warp % kUnits, warp / kUnits % kShares * kBlocksN, warp / (kUnits * kShares) * 2};
+  const unsigned pixels = pixels_of(base, part);
+  const unsigned matrices =
+      base + kFiltersAt + part.unit * kUnitK * Filters::kRowBytes +
+      (kFlipped ? lane % 16 * Filters::kRowBytes : lane % 8 * Filters::kRowBytes + lane / 8 % 2 * 16);
+  if constexpr (kStages == 1) {
+    wait_for_copies<0>();
+    __syncthreads();  // the patch and the filters have arrived
+    compute_tile(out, staged + kResultsAt, pixels, matrices, part, target_of(sizes, first));
+  } else {
+    int at = 0;
+#pragma unroll 1
+    for (int tile = blockIdx.y; tile < tiles; tile += step) {
+      wait_for_copies<kStages - 2>();
+      __syncthreads();  // the patch has arrived, and every warp has read the one before and stored its results
+      const int next = tile + (kStages - 1) * step, to = at == 0 ? kStages - 1 : at - 1;
+      if (next < tiles)
+        stage_pixels<Patch, kInRow, kThreads>(base + to * Patch::kBytes, in, source_of(sizes, tile_at(next)));
+      commit_copies();
+      compute_tile(out, staged + kResultsAt, pixels + at * Patch::kBytes, matrices, part,
+                   target_of(sizes, tile_at(tile)));
+      at = at + 1 == kStages ? 0 : at + 1;
+    }
+  }
+}

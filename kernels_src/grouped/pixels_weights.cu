@@ -1,0 +1,326 @@
+// Backward weights of grouped convolutions with few channels a group, on tensor cores, per group
+//   dw[k,c,i,j] = sum_{n,oh,ow} dy[n,k,oh,ow] * x[n, c, oh*stride - pad + i*dilation, ow*stride - pad + j*dilation].
+// A block adds up UNITS units of groups over tiles of IMAGES x ROWS x COLUMNS outputs, every gridDim.y-th, which
+// cp.async stages STAGES deep. A warp computes one item, 16 filters x 16 channels, for WARP_TAPS rows of the filter,
+// from one in WARPS strips of 16 columns (two runs of 8): products whose depth is pixels. A fragment of x serves the
+// taps of its column, one of dy those of its row. Warps' sums are added in shared memory, blocks' by
+// `grouped_weights_finish`, in a fixed order.
+//
+// Defines: ELEMENT, GROUPS, GROUP_C, GROUP_K, FILTER_*, STRIDE_*, DILATION_*, PAD_*, UNITS, SHARES_C, SHARES_K (of a
+// unit), ROWS, COLUMNS, SPAN (of COLUMNS that exist), IMAGES, WARP_TAPS, TAP_BLOCKS, WARPS, STAGES, ROW_TILES,
+// COLUMN_TILES, IN_*, OUT_*, CHANNELS_LAST, LANES, MIN_BLOCKS, SHARED_BYTES.
+#include "common/add_parts.cuh"
+#include "common/grouped.cuh"
+
+#if !defined(ELEMENT) || !defined(GROUPS) || !defined(GROUP_C) || !defined(GROUP_K) || !defined(FILTER_Y) ||          \
+    !defined(FILTER_X) || !defined(STRIDE_H) || !defined(STRIDE_W) || !defined(DILATION_H) || !defined(DILATION_W) || \
+    !defined(PAD_H) || !defined(PAD_W) || !defined(IN_H) || !defined(IN_W) || !defined(OUT_H) || !defined(OUT_W)
+#error "define the problem: ELEMENT, GROUP*, FILTER_*, STRIDE_*, DILATION_*, PAD_*, IN_* and OUT_*"
+#endif
+#if !defined(UNITS) || !defined(SHARES_C) || !defined(SHARES_K) || !defined(ROWS) || !defined(COLUMNS) ||              \
+    !defined(SPAN) || !defined(IMAGES) || !defined(WARP_TAPS) || !defined(TAP_BLOCKS) || !defined(WARPS) ||            \
+    !defined(STAGES) || !defined(ROW_TILES) || !defined(COLUMN_TILES) || !defined(CHANNELS_LAST) || !defined(LANES) || \
+    !defined(MIN_BLOCKS) || !defined(SHARED_BYTES)
+#error "define the tiling: UNITS, ROW*, COLUMN*, SPAN, IMAGES, WARP_TAPS, TAP_BLOCKS, WARPS, STAGES, LANES, ..."
+#endif
+
+using Group = Groups<GROUP_C, GROUP_K>;
+constexpr int kFilterY = FILTER_Y, kFilterX = FILTER_X, kTaps = kFilterY * kFilterX;
+constexpr int kUnitPacks = Group::kPackC % 16 || Group::kPackK % 16 ? 2 : 1;
+constexpr int kUnitC = kUnitPacks * Group::kPackC, kUnitK = kUnitPacks * Group::kPackK;
+constexpr int kUnits = UNITS, kShareC = kUnitC / SHARES_C, kShareK = kUnitK / SHARES_K;
+constexpr int kC = kUnits * kShareC, kK = kUnits * kShareK, kRowC = SHARES_C == 1 ? GROUP_C : kShareC;
+constexpr bool kShared = SHARES_C * SHARES_K > 1;
+static_assert(!kShared || (UNITS == 1 && Group::kPack == 1 && kUnitPacks == 1 && TAP_BLOCKS == 1 && kShareC % 16 == 0 &&
+                           kShareK % 16 == 0),
+              "blocks share items of one group");
+constexpr int kRows = ROWS, kColumns = COLUMNS, kSpan = SPAN, kImages = IMAGES, kStages = STAGES;
+
+// Items of a unit: pairs of 16 filters and 16 channels that have a group in common.
+constexpr bool item_meets(int k, int c) {
+  return Group::meet(2 * c, 2 * k) || Group::meet(2 * c + 1, 2 * k) || Group::meet(2 * c, 2 * k + 1) ||
+         Group::meet(2 * c + 1, 2 * k + 1);
+}
+constexpr int item_count() {
+  int count = 0;
+  for (int k = 0; k < kShareK / 16; ++k)
+    for (int c = 0; c < kShareC / 16; ++c) count += item_meets(k, c);
+  return count;
+}
+constexpr int kItems = item_count();
+constexpr int kWarpTaps = WARP_TAPS, kAllShares = ceil_div(kFilterY, kWarpTaps), kWarps = WARPS;
+constexpr int kTapShares = TAP_BLOCKS == 1 ? kAllShares : 1;  // of a block
+static_assert(TAP_BLOCKS == 1 || TAP_BLOCKS == kAllShares, "shares of the filter are in one block or in as many");
+constexpr int kThreads = 32 * kUnits * kItems * kTapShares * kWarps;
+
+constexpr int kPatchH = (kRows - 1) * STRIDE_H + (kFilterY - 1) * DILATION_H + 1;
+constexpr int kPatchW = (kSpan - 1) * STRIDE_W + (kFilterX - 1) * DILATION_W + 1;
+using Patch = Pixels<kImages, kPatchH, kPatchW, STRIDE_W, kC>;
+using Gradients = Pixels<kImages, kRows, kColumns, 1, kK>;
+constexpr int kRuns = kColumns / 8 * kImages, kStrips = kRuns / 2;
+static_assert(kColumns % 8 == 0 && kRuns % 2 == 0, "strips are pairs of runs of 8 columns");
+constexpr int kTileBytes = Patch::kBytes + Gradients::kBytes;
+
+// Channels first, what arrives as it is in memory: whole planes if a tile has all of them.
+constexpr bool kLast = CHANNELS_LAST, kWhole = ROW_TILES == 1 && COLUMN_TILES == 1;
+constexpr int kShift = (8 - PAD_W % 8) % 8;
+using RawPatch = Planes<Patch, IN_H, IN_W, kShift, kWhole>;
+using RawGradients = Planes<Gradients, OUT_H, OUT_W, 0, kWhole>;
+constexpr int kStageBytes = kLast ? kTileBytes : RawPatch::kBytes + RawGradients::kBytes;
+constexpr int kStagesAt = kLast ? 0 : kTileBytes;
+
+// The warps' sums, one set of a block's filters each, in the order of w; rows of neighbouring filters are 8 or 24 banks
+// apart.
+constexpr int kFilterFloats = kTaps * kRowC;
+constexpr int kSumPitch = round_up(kFilterFloats, 4) + ((8 - round_up(kFilterFloats, 4)) % 16 + 16) % 16;
+constexpr int kSumBytes = 4 * kWarps * kK * kSumPitch;
+static_assert(SHARED_BYTES == maximum(kStagesAt + kStages * kStageBytes, kSumBytes),
+              "solvers/common/group_packs.py counts otherwise");
+
+// What a warp computes of each tile: rows of taps from first_tap on, of which those from own_tap on are its own.
+struct Part {
+  int unit, k, c, first_tap, own_tap, strip;
+};
+
+__device__ __forceinline__ Part part_of(int warp) {
+  const int share = TAP_BLOCKS == 1 ? warp / (kUnits * kItems) % kTapShares : blockIdx.z;
+  // The last share may compute rows of the one before too, which it leaves to that one.
+  Part part = {warp % kUnits,
+               0,
+               0,
+               min(share * kWarpTaps, kFilterY - kWarpTaps),
+               share * kWarpTaps,
+               warp / (kUnits * kItems * kTapShares)};
+  int item = warp / kUnits % kItems;
+  for (; part.k < kShareK / 16; ++part.k)
+    for (part.c = 0; part.c < kShareC / 16; ++part.c)
+      if (item_meets(part.k, part.c) && item-- == 0) return part;
+  return part;
+}
+
+// Which of a group's channels and filters a block has.
+__device__ __forceinline__ int share_of_channels() {
+  return kShared ? blockIdx.z % SHARES_C : 0;
+}
+__device__ __forceinline__ int share_of_filters() {
+  return kShared ? blockIdx.z / SHARES_C : 0;
+}
+
+struct Sizes {
+  int n, channels, filters, height, width, out_height, out_width;
+};
+
+// A tile's parts of x and of dy.
+struct Place {
+  Images x, dy;
+};
+
+__device__ __forceinline__ Place place_of(const Sizes& sizes, int tile) {
+  const int column = tile % COLUMN_TILES * kColumns, row = tile / COLUMN_TILES % ROW_TILES * kRows;
+  const int image = tile / (COLUMN_TILES * ROW_TILES) * kImages, unit = blockIdx.x * kUnits;
+  const int channel = unit * kUnitC + share_of_channels() * kShareC,
+            filter = unit * kUnitK + share_of_filters() * kShareK;
+  return {{sizes.n, sizes.channels, sizes.height, sizes.width, image, channel, row * STRIDE_H - PAD_H,
+           column * STRIDE_W - PAD_W},
+          {sizes.n, sizes.filters, sizes.out_height, sizes.out_width, image, filter, row, column}};
+}
+
+// Starts to copy a tile.
+__device__ __forceinline__ void stage_tile(unsigned char* to, const ELEMENT* x, const ELEMENT* dy, const Sizes& sizes,
+                                           int tile) {
+  const Place place = place_of(sizes, tile);
+  if constexpr (kLast) {
+    const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(to));
+    stage_pixels<Patch, IN_W * GROUPS * GROUP_C, kThreads>(address, x, place.x);
+    stage_pixels<Gradients, OUT_W * GROUPS * GROUP_K, kThreads>(address + Patch::kBytes, dy, place.dy);
+  } else {
+    stage_planes<Patch, IN_H, IN_W, kShift, kWhole, kThreads>(to, x, place.x);
+    stage_planes<Gradients, OUT_H, OUT_W, 0, kWhole, kThreads>(to + RawPatch::kBytes, dy, place.dy);
+  }
+}
+
+// Lays a tile that has arrived channels first out as pixels.
+__device__ __forceinline__ void turn_tile(unsigned char* to, const unsigned char* from, const Sizes& sizes, int tile) {
+  const Place place = place_of(sizes, tile);
+  turn_planes<Patch, IN_H, IN_W, kShift, kWhole, kThreads>(to, reinterpret_cast<const ELEMENT*>(from), place.x);
+  turn_planes<Gradients, OUT_H, OUT_W, 0, kWhole, kThreads>(
+      to + Patch::kBytes, reinterpret_cast<const ELEMENT*>(from + RawPatch::kBytes), place.dy);
+}
+
+// Number of a strip's run and column for a lane.
+struct Run {
+  int image, column;
+};
+
+__device__ __forceinline__ Run run_at(int run) {
+  return {run / (kColumns / 8), run % (kColumns / 8) * 8};
+}
+
+using Sums = float[kWarpTaps][kFilterX][2][4];
+
+// Adds what the rows of one strip contribute. Addresses: of x for fragments of pixels x channels, which lanes give as
+// (pixels 0-7, 8 channels), (pixels 8-15, same), (0-7, next 8), (8-15, next 8); of dy with filters for channels as
+// (0-7, 8 filters), (0-7, next 8), (8-15, 8), (8-15, next 8).
+__device__ __forceinline__ void add_strip(Sums& sums, unsigned x, unsigned dy) {
+  unsigned gradients[kRows][4];
+#pragma unroll
+  for (int row = 0; row < (kRows - 1) * STRIDE_H + (kWarpTaps - 1) * DILATION_H + 1; ++row) {
+    if (row % STRIDE_H == 0 && row / STRIDE_H < kRows)
+      load_transposed(gradients[row / STRIDE_H], dy + row / STRIDE_H * Gradients::kRowBytes);
+    bool is_met = false;
+#pragma unroll
+    for (int i = 0; i < kWarpTaps; ++i) {
+      const int from = row - i * DILATION_H;
+      is_met = is_met || (from >= 0 && from % STRIDE_H == 0 && from / STRIDE_H < kRows);
+    }
+    if (!is_met) continue;
+#pragma unroll
+    for (int j = 0; j < kFilterX; ++j) {
+      unsigned pixels[4];
+      load_transposed(pixels, x + row * Patch::kRowBytes + Patch::slot(j * DILATION_W) * Patch::kPixelBytes);
+#pragma unroll
+      for (int i = 0; i < kWarpTaps; ++i) {
+        const int from = row - i * DILATION_H;
+        if (from < 0 || from % STRIDE_H != 0 || from / STRIDE_H >= kRows) continue;
+        multiply_add<ELEMENT>(sums[i][j][0], gradients[from / STRIDE_H], pixels[0], pixels[1]);
+        multiply_add<ELEMENT>(sums[i][j][1], gradients[from / STRIDE_H], pixels[2], pixels[3]);
+      }
+    }
+  }
+}
+
+__device__ __forceinline__ void add_tile(Sums& sums, unsigned stage, const Part& part) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll 1
+  for (int strip = part.strip; strip < kStrips; strip += kWarps) {
+    const Run in = run_at(2 * strip + lane / 8 % 2), out = run_at(2 * strip + lane / 16);
+    const int column = min(in.column + lane % 8, kSpan - 1);  // past the last one, dy is zero
+    const unsigned x = stage + in.image * Patch::kImageBytes + part.first_tap * DILATION_H * Patch::kRowBytes +
+                       column * Patch::kPixelBytes + 2 * (part.unit * kShareC + 16 * part.c) + lane / 16 * 16;
+    const unsigned dy = stage + Patch::kBytes + out.image * Gradients::kImageBytes +
+                        (out.column + lane % 8) * Gradients::kPixelBytes + 2 * (part.unit * kShareK + 16 * part.k) +
+                        lane / 8 % 2 * 16;
+    add_strip(sums, x, dy);
+  }
+}
+
+// Where a sum's filter, tap and channel are in a row of w.
+__device__ __forceinline__ int place_in_filter(int tap, int channel) {
+  return CHANNELS_LAST ? tap * kRowC + channel : channel * kTaps + tap;
+}
+
+__device__ __forceinline__ void stage_sums(float* staged, const Sums& sums, const Part& part) {
+  const int lane = threadIdx.x % 32;
+  float* const to = staged + part.strip * kK * kSumPitch;
+#pragma unroll
+  for (int e = 0; e < 2; ++e)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int k = 16 * part.k + 8 * half + lane / 4;
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        const int c = 16 * part.c + 8 * j + lane % 4 * 2 + e, channel = c - k / GROUP_K * GROUP_C;
+        if (channel < 0 || channel >= GROUP_C) continue;
+#pragma unroll
+        for (int y = 0; y < kWarpTaps; ++y) {
+          if (kFilterY % kWarpTaps != 0 && part.first_tap + y < part.own_tap) continue;
+#pragma unroll
+          for (int x = 0; x < kFilterX; ++x)
+            to[(part.unit * kShareK + k) * kSumPitch + place_in_filter((part.first_tap + y) * kFilterX + x, channel)] =
+                sums[y][x][j][2 * half + e];
+        }
+      }
+    }
+}
+
+// Whether a block has summed what is there in a row of w.
+__device__ __forceinline__ bool is_summed(int place, int own_tap) {
+  const int tap = (CHANNELS_LAST ? place / kRowC : place % kTaps) / kFilterX;
+  return TAP_BLOCKS == 1 || (tap >= own_tap && tap < own_tap + kWarpTaps);
+}
+
+// Adds the warps' sums and stores them: elements if there is one block for them, else floats.
+template <typename T>
+__device__ __forceinline__ void store_sums(T* out, const float* staged, int filters, int own_tap) {
+  constexpr int kVector = TAP_BLOCKS > 1 ? 1 : greatest_divisor(4, SHARES_C == 1 ? kFilterFloats : kRowC),
+                kVectors = kFilterFloats / kVector;
+  const int first = blockIdx.x * kUnits * kUnitK + share_of_filters() * kShareK;
+#pragma unroll 2
+  for (int i = threadIdx.x; i < kK * kVectors; i += kThreads) {
+    const int k = i / kVectors, at = i % kVectors * kVector;
+    if (first + k >= filters || !is_summed(at, own_tap)) continue;
+    Vector<float, kVector> sum = {};
+#pragma unroll
+    for (int warp = 0; warp < kWarps; ++warp) {
+      const auto more = *reinterpret_cast<const Vector<float, kVector>*>(staged + (warp * kK + k) * kSumPitch + at);
+#pragma unroll
+      for (int e = 0; e < kVector; ++e) sum.at[e] += more.at[e];
+    }
+    Vector<T, kVector> rounded;
+#pragma unroll
+    for (int e = 0; e < kVector; ++e) rounded.at[e] = convert<T>(sum.at[e]);
+    const int place = CHANNELS_LAST ? at / kRowC * GROUP_C + share_of_channels() * kRowC + at % kRowC
+                                    : share_of_channels() * kFilterFloats + at;
+    *reinterpret_cast<Vector<T, kVector>*>(out + (first + k) * kTaps * GROUP_C + (SHARES_C == 1 ? at : place)) =
+        rounded;
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
+    grouped_weights(const ELEMENT* __restrict__ dy, const ELEMENT* __restrict__ x, ELEMENT* __restrict__ dw,
+                    float* __restrict__ parts, int n, int channels, int filters, int height, int width, int out_height,
+                    int out_width, int tiles) {
+  extern __shared__ __align__(16) unsigned char staged[];
+  const unsigned base = static_cast<unsigned>(__cvta_generic_to_shared(staged));
+  const Sizes sizes = {n, channels, filters, height, width, out_height, out_width};
+  const Part part = part_of(__shfl_sync(0xffffffffu, threadIdx.x / 32, 0));
+  const int step = gridDim.y;
+
+#pragma unroll
+  for (int stage = 0; stage < kStages - 1; ++stage) {
+    const int tile = blockIdx.y + stage * step;
+    if (tile < tiles) stage_tile(staged + kStagesAt + stage * kStageBytes, x, dy, sizes, tile);
+    commit_copies();
+  }
+  Sums sums = {};
+  int at = 0;
+#pragma unroll 1
+  for (int tile = blockIdx.y; tile < tiles; tile += step) {
+    if constexpr (kStages == 1) {
+      __syncthreads();  // every warp has read the tile before
+      stage_tile(staged + kStagesAt, x, dy, sizes, tile);
+      commit_copies();
+      wait_for_copies<0>();
+      __syncthreads();  // the tile has arrived
+    } else {
+      wait_for_copies<kStages - 2>();
+      __syncthreads();  // the tile has arrived, and every warp has read the one that is overwritten next
+      const int next = tile + (kStages - 1) * step, to = at == 0 ? kStages - 1 : at - 1;
+      if (next < tiles) stage_tile(staged + kStagesAt + to * kStageBytes, x, dy, sizes, next);
+      commit_copies();
+    }
+    if constexpr (!kLast) {
+      turn_tile(staged, staged + kStagesAt + at * kStageBytes, sizes, tile);
+      __syncthreads();  // the tile is laid out
+    }
+    add_tile(sums, base + (kLast ? at * kStageBytes : 0), part);
+    at = at + 1 == kStages ? 0 : at + 1;
+  }
+  wait_for_copies<0>();
+  __syncthreads();  // every warp has read the last tile, which the sums overwrite
+  next_step_may_begin();
+  float* const warps_sums = reinterpret_cast<float*>(staged);
+  stage_sums(warps_sums, sums, part);
+  __syncthreads();  // the sums of every warp are staged
+  if (gridDim.y == 1)
+    store_sums(dw, warps_sums, filters, part.own_tap);
+  else
+    store_sums(parts + static_cast<int64>(blockIdx.y) * filters * kTaps * GROUP_C, warps_sums, filters, part.own_tap);
+}
+
+constexpr int kFinishThreads = 256;
+
+extern "C" __global__ void __launch_bounds__(kFinishThreads)
+    grouped_weights_finish(const float* parts, ELEMENT* dw, int size, int splits) {
+  add_parts<kFinishThreads, LANES>(dw, parts, size, splits);
+}

@@ -1,0 +1,400 @@
+// Grouped convolution of channels-first images with few channels a group; per group, forward and backward data,
+//   y[n,k,oh,ow] = sum_{c,i,j} x[n, c, oh*stride - pad + i*dilation, ow*stride - pad + j*dilation] * w[k,c,i,j],
+//   dx[n,c,h,w] = sum_{k,i,j} dy[n, k, (h + pad - i*dilation) / stride, likewise] * w[k,c,i,j], where whole.
+// Implicit GEMM on tensor cores: filters, in registers, times rows of pixels as they lie in memory. A block computes
+// UNITS units of groups for tiles of IMAGES x ROW_GROUPS x ROWS whole rows, every gridDim.y-th, which cp.async stages
+// STAGES deep. A warp computes 16 results of a unit for ROWS rows of all columns. Columns of taps are shifts between
+// lanes: each fragment of pixels is read from shared memory once. Forward with stride 2, even and odd columns are
+// parted between lanes, which leaves the columns of a product as 0, 4, 1, 5, 2, 6, 3, 7. Backward data has stride_h *
+// stride_w phases, coordinates modulo the stride, each met by taps of its own.
+// Defines: ELEMENT, GROUP_C, GROUP_K, FLIPPED (backward data), FILTER_*, STRIDE_*, DILATION_*, PAD_*, IN_*, OUT_*
+// (sizes of what is read and written), UNITS, IMAGES, ROW_GROUPS, ROWS, ROW_TILES, STAGES, PITCH, MIN_BLOCKS,
+// SHARED_BYTES.
+#include "grouped/group_axis.cuh"
+#include "grouped/group_filters.cuh"
+#include "common/mma.cuh"
+#include "grouped/plane_rows.cuh"
+
+#if !defined(ELEMENT) || !defined(GROUP_C) || !defined(GROUP_K) || !defined(FLIPPED) || !defined(FILTER_Y) || \
+    !defined(FILTER_X) || !defined(STRIDE_H) || !defined(STRIDE_W) || !defined(DILATION_H) || !defined(DILATION_W)
+#error "define the convolution: ELEMENT, GROUP_*, FLIPPED, FILTER_*, STRIDE_* and DILATION_*"
+#endif
+#if !defined(PAD_H) || !defined(PAD_W) || !defined(IN_H) || !defined(IN_W) || !defined(OUT_H) || !defined(OUT_W) || \
+    !defined(UNITS) || !defined(IMAGES) || !defined(ROW_GROUPS) || !defined(ROWS) || !defined(ROW_TILES) ||         \
+    !defined(STAGES) || !defined(PITCH) || !defined(MIN_BLOCKS) || !defined(SHARED_BYTES)
+#error "define PAD_*, IN_*, OUT_* and the tiling: UNITS, IMAGES, ROW*, STAGES, PITCH, MIN_BLOCKS, SHARED_BYTES"
+#endif
+
+using Group = Groups<GROUP_C, GROUP_K>;
+using AxisH = GroupAxis<FLIPPED, STRIDE_H, DILATION_H, PAD_H, FILTER_Y>;
+using AxisW = GroupAxis<FLIPPED, STRIDE_W, DILATION_W, PAD_W, FILTER_X>;
+constexpr bool kFlipped = FLIPPED;
+constexpr int kFilterY = FILTER_Y, kFilterX = FILTER_X, kTaps = kFilterY * kFilterX;
+
+// A unit: packs of groups whose channels and filters are multiples of 16.
+constexpr int kUnitPacks = Group::kPackC % 16 || Group::kPackK % 16 ? 2 : 1;
+constexpr int kUnitC = kUnitPacks * Group::kPackC, kUnitK = kUnitPacks * Group::kPackK;
+constexpr int kUnitIn = kFlipped ? kUnitK : kUnitC, kUnitOut = kFlipped ? kUnitC : kUnitK;
+constexpr int kUnits = UNITS, kIn = kUnits * kUnitIn, kOut = kUnits * kUnitOut;
+constexpr int kDepth = kUnitIn / 16, kShares = kUnitOut / 16;
+static_assert(kDepth <= 2, "fragments of a row are read two at a time");
+
+constexpr int kRows = ROWS, kImages = IMAGES, kStages = STAGES, kTileRows = kRows * ROW_GROUPS;
+constexpr int kThreads = 32 * kUnits * kShares * ROW_GROUPS * kImages;
+
+// Tiles of 8 outputs of a row and phase, and tiles of 8 inputs that they meet.
+constexpr int kTiles = ceil_div(ceil_div(OUT_W, AxisW::kPhases), 8);
+constexpr int kMet = ceil_div((8 * kTiles - 1) * AxisW::kStep + AxisW::kLast + 1, 8);
+constexpr int kInTiles = round_up(maximum(kTiles * AxisW::kStep, -maximum(-kMet, -ceil_div(IN_W, 8))), AxisW::kStep);
+static_assert(AxisW::kStep <= 2 && AxisW::kPhases <= 2, "columns are parted in two");
+static_assert(AxisW::kStep == 1 ? AxisW::kFirst >= -7 && AxisW::kLast <= 7 : AxisW::kFirst >= -2 && AxisW::kLast <= 3,
+              "shifts reach the next tile");
+
+constexpr int kPatchRows = (kTileRows - 1) * AxisH::kStep + AxisH::kReach + 1;
+constexpr int kChannelBytes = odd_words(2 * kImages * kPatchRows * PITCH);
+using Inputs = PlaneRows<kIn, kImages, kPatchRows, IN_H, IN_W, PITCH, kChannelBytes>;
+static_assert(PITCH >= 8 * kInTiles, "a row holds the tiles that are read");
+static_assert(ROW_TILES == 1 || !Inputs::kFlat, "planes of odd width are staged whole");
+
+// The staged results: [image][channel][row][column], without gaps if a tile has whole planes.
+constexpr bool kWhole = ROW_TILES == 1;
+constexpr int kArea = OUT_H * OUT_W, kOutRows = kTileRows * AxisH::kPhases;
+constexpr int kPlane = kWhole ? kArea : odd_words(2 * kOutRows * OUT_W) / 2;
+constexpr int kResultBytes = 2 * kImages * kOut * kPlane;
+
+// Shared memory: rows laid out, the stages, then the results, where the filters are before. Filters of 8 channels and
+// more are read from rows as they lie in memory, others are arranged.
+using Filters = FilterRows<GROUP_C, GROUP_K, kTaps, kUnits * kUnitK, false>;
+constexpr bool kArranged = Group::kPack > 1;
+constexpr int kLaid = Inputs::kFlat ? Inputs::kBytes : 0, kStageBytes = Inputs::kArrivingBytes;
+constexpr int kResultsAt = kLaid + kStages * kStageBytes;
+constexpr int kZerosAt = kResultsAt + Filters::kBytes, kRawFiltersAt = kZerosAt + 16;
+constexpr int kFilterBytes = Filters::kBytes + (kArranged ? 16 + Filters::kRawBytes : 0);
+static_assert(SHARED_BYTES == kResultsAt + maximum(kResultBytes, kFilterBytes),
+              "solvers/grouped/planes_tiling.py counts otherwise");
+
+// What a warp computes of each tile.
+struct Part {
+  int unit, share, group, image;
+};
+
+__device__ __forceinline__ Part part_of(int warp) {
+  return {warp % kUnits, warp / kUnits % kShares, warp / (kUnits * kShares) % ROW_GROUPS,
+          warp / (kUnits * kShares * ROW_GROUPS)};
+}
+
+// A warp's filters: matrices of 16 results x 16 summed channels.
+using Matrices = unsigned[kTaps][kDepth][4];
+
+__device__ __forceinline__ void load_filters(Matrices& to, unsigned filters, unsigned zeros, const Part& part) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int depth = 0; depth < kDepth; ++depth) {
+    const int result = 2 * part.share + lane / 8 % 2, summed = 2 * depth + lane / 16;
+    const int k = 8 * (kFlipped ? summed : result), c = 8 * (kFlipped ? result : summed);
+    const bool is_there = k / Group::kPackK == c / Group::kPackC;
+    const unsigned from = filters + (part.unit * kUnitK + k + lane % 8) * Filters::kRowBytes + 2 * (c % Group::kPackC);
+#pragma unroll
+    for (int tap = 0; tap < kTaps; ++tap) {
+      const unsigned address = is_there ? from + tap * Filters::kTapBytes : zeros;
+      if constexpr (kFlipped)
+        load_transposed(to[tap][depth], address);
+      else
+        load_matrices(to[tap][depth], address);
+    }
+  }
+}
+
+// The same from filters that are not arranged: lane 4g + t has rows g, g + 8, columns 2t, 2t + 8 and the next ones.
+__device__ __forceinline__ void load_raw_filters(Matrices& to, const unsigned char* filters, const Part& part) {
+  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4 * 2;
+#pragma unroll
+  for (int depth = 0; depth < kDepth; ++depth)
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const int result = 8 * (2 * part.share + e % 2), summed = 8 * (2 * depth + e / 2);
+      const int k = kFlipped ? summed : result, c = kFlipped ? result : summed;
+      unsigned pairs[kTaps] = {};
+      if (k / Group::kPackK == c / Group::kPackC)
+        load_pairs<Filters, kFlipped>(pairs, filters, part.unit * kUnitK + k + (kFlipped ? t : g),
+                                      c % Group::kPackC + (kFlipped ? g : t));
+#pragma unroll
+      for (int tap = 0; tap < kTaps; ++tap) to[tap][depth][e] = pairs[tap];
+    }
+}
+
+// The values of lanes whose pixel is kBy further, given those of the tiles before, here and after.
+template <int kBy>
+__device__ __forceinline__ unsigned shifted(unsigned before, unsigned here, unsigned after) {
+  const int lane = threadIdx.x % 32, pixel = lane / 4;
+  if constexpr (kBy > 0) return __shfl_sync(0xffffffffu, pixel < kBy ? after : here, (lane + 4 * kBy) % 32);
+  if constexpr (kBy < 0) return __shfl_sync(0xffffffffu, pixel >= 8 + kBy ? before : here, (lane + 4 * kBy + 32) % 32);
+  return here;
+}
+
+// The same for tiles of parted columns, whose order is 0, 4, 1, 5, 2, 6, 3, 7; kBy is -1, 0 or 1.
+template <int kBy>
+__device__ __forceinline__ unsigned shifted_parted(unsigned before, unsigned here, unsigned after) {
+  const int lane = threadIdx.x % 32, at = lane / 4;
+  if constexpr (kBy > 0)
+    return __shfl_sync(0xffffffffu, at == 0 ? after : here, (at < 6 ? at + 2 : 7 - at) * 4 + lane % 4);
+  if constexpr (kBy < 0)
+    return __shfl_sync(0xffffffffu, at == 7 ? before : here, (at >= 2 ? at - 2 : 7 - at) * 4 + lane % 4);
+  return here;
+}
+
+// Fragments of one row of pixels: 16 channels x 8 columns a tile; parted, tiles of even and of odd columns.
+using Row = unsigned[AxisW::kStep][kInTiles][2];
+
+// Sums of ROWS rows of outputs.
+using Sums = float[AxisH::kPhases][AxisW::kPhases][kRows][kTiles][4];
+
+template <typename To>
+__device__ __forceinline__ void load_row(To& to, unsigned pixels) {
+  constexpr int kInTurn = kDepth == 1 ? 2 : 1;
+#pragma unroll
+  for (int tile = 0; tile < kInTiles; tile += kInTurn) {
+    unsigned both[4];
+    load_transposed(both, pixels + 16 * tile);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const int at = kDepth == 1 ? tile + e / 2 : tile, depth = kDepth == 1 ? 0 : e / 2;
+      if (at < kInTiles) to[depth][0][at][e % 2] = both[e];
+    }
+  }
+}
+
+// Parts a row's columns: pairs of tiles become one of even columns and one of odd ones.
+template <typename Tiles>
+__device__ __forceinline__ void part_columns(Tiles& row) {
+  const bool is_odd = threadIdx.x / 4 % 2;
+#pragma unroll
+  for (int tile = 0; tile < kInTiles / 2; ++tile)
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      const unsigned low = row[0][2 * tile][e], high = row[0][2 * tile + 1][e];
+      const unsigned other = __shfl_xor_sync(0xffffffffu, is_odd ? low : high, 4);
+      row[0][tile][e] = is_odd ? other : low;
+      row[1][tile][e] = is_odd ? high : other;
+    }
+}
+
+constexpr int floor_half(int a) {
+  return a >= 0 ? a / 2 : -((1 - a) / 2);
+}
+
+// What tap kTap of a phase of columns multiplies in a tile.
+template <int kPhase, int kTap>
+__device__ __forceinline__ void select(unsigned (&to)[2], const Row& row, int tile) {
+  constexpr int kOffset = AxisW::offset(kPhase, kTap), kBy = AxisW::kStep == 1 ? kOffset : floor_half(kOffset);
+  constexpr int kWhich = AxisW::kStep == 1 ? 0 : kOffset - 2 * kBy, kCount = kInTiles / AxisW::kStep;
+#pragma unroll
+  for (int e = 0; e < 2; ++e) {
+    const unsigned before = tile > 0 ? row[kWhich][maximum(tile - 1, 0)][e] : 0u;
+    const unsigned after = tile + 1 < kCount ? row[kWhich][tile + 1 < kCount ? tile + 1 : 0][e] : 0u;
+    if constexpr (AxisW::kStep == 1)
+      to[e] = shifted<kBy>(before, row[kWhich][tile][e], after);
+    else
+      to[e] = shifted_parted<kBy>(before, row[kWhich][tile][e], after);
+  }
+}
+
+// Adds what one row of pixels contributes by the taps of a column, and by those of the columns after it.
+template <int kPhase, int kTap>
+__device__ __forceinline__ void add_taps(Sums& sums, const Row& pixels, const Matrices& filters, int row, int depth) {
+  if constexpr (AxisW::meets(kPhase, kTap)) {
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) {
+      unsigned selected[2];
+      select<kPhase, kTap>(selected, pixels, tile);
+#pragma unroll
+      for (int phase = 0; phase < AxisH::kPhases; ++phase)
+#pragma unroll
+        for (int tap = 0; tap < kFilterY; ++tap) {
+          const int to = AxisH::output<kRows>(row, phase, tap);
+          if (to >= 0)
+            multiply_add<ELEMENT>(sums[phase][kPhase][to][tile], filters[tap * kFilterX + kTap][depth], selected[0],
+                                  selected[1]);
+        }
+    }
+  }
+  if constexpr (kTap + 1 < kFilterX)
+    add_taps<kPhase, kTap + 1>(sums, pixels, filters, row, depth);
+  else if constexpr (kPhase + 1 < AxisW::kPhases)
+    add_taps<kPhase + 1, 0>(sums, pixels, filters, row, depth);
+}
+
+// The first row of a warp's patch, from `row` on, that contributes to any output, or their count.
+constexpr int kRowsIn = (kRows - 1) * AxisH::kStep + AxisH::kReach + 1;
+constexpr int used_from(int row) {
+  while (row < kRowsIn && !AxisH::is_used<kRows>(row)) ++row;
+  return row;
+}
+
+__device__ __forceinline__ void add_rows(Sums& sums, unsigned pixels, const Matrices& filters) {
+  Row fragments[2][kDepth];
+  load_row(fragments[0], pixels + used_from(0) * Inputs::kRowBytes);
+#pragma unroll
+  for (int row = 0, turn = 0; row < kRowsIn; ++row) {
+    if (!AxisH::is_used<kRows>(row)) continue;
+    const int next = used_from(row + 1);
+    if (next < kRowsIn) load_row(fragments[(turn + 1) % 2], pixels + next * Inputs::kRowBytes);
+    __syncwarp();  // no order of memory is needed: it keeps the compiler from loading more rows than the next one
+#pragma unroll
+    for (int depth = 0; depth < kDepth; ++depth) {
+      if constexpr (AxisW::kStep == 2) part_columns(fragments[turn % 2][depth]);
+      add_taps<0, 0>(sums, fragments[turn % 2][depth], filters, row, depth);
+    }
+    ++turn;
+  }
+}
+
+// Rounds sums into the staged results: a lane has two columns of each phase, neighbours in a row unless parted.
+__device__ __forceinline__ void stage_sums(ELEMENT* results, const Sums& sums, const Part& part) {
+  constexpr int kPhasesW = AxisW::kPhases, kCount = 2 * kPhasesW;
+  constexpr int kVector = AxisW::kStep == 1 ? greatest_divisor(kCount, OUT_W) : 1;
+  const int lane = threadIdx.x % 32, t = lane % 4;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int channel = part.unit * kUnitOut + 16 * part.share + 8 * half + lane / 4;
+    ELEMENT* const to = results + (part.image * kOut + channel) * kPlane + part.group * kRows * AxisH::kPhases * OUT_W;
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile)
+#pragma unroll
+      for (int first = 0; first < kCount; first += kVector) {
+        const int column = AxisW::kStep == 1 ? (8 * tile + 2 * t) * kPhasesW + first : 8 * tile + t + 4 * first;
+        if (column >= OUT_W) continue;
+#pragma unroll
+        for (int row = 0; row < kRows; ++row)
+#pragma unroll
+          for (int phase = 0; phase < AxisH::kPhases; ++phase) {
+            const int at = row * AxisH::kPhases + phase;
+            if (kWhole && part.group * kRows * AxisH::kPhases + at >= OUT_H) continue;
+            Vector<ELEMENT, kVector> values;
+#pragma unroll
+            for (int e = 0; e < kVector; ++e)
+              values.at[e] =
+                  convert<ELEMENT>(sums[phase][(first + e) % kPhasesW][row][tile][2 * half + (first + e) / kPhasesW]);
+            *reinterpret_cast<Vector<ELEMENT, kVector>*>(to + at * OUT_W + column) = values;
+          }
+      }
+  }
+}
+
+// Stores the staged results: whole planes in one run of all channels, else runs of rows.
+__device__ __forceinline__ void store_results(ELEMENT* out, const ELEMENT* results, const PlanesAt& place) {
+  if constexpr (kWhole) {
+    using Eight = Vector<ELEMENT, 8>;  // channels are multiples of 8
+    const int vectors = min(kOut, place.channels - place.first_channel) * kArea / 8;
+    for (int image = 0; image < kImages && place.first_n + image < place.n; ++image) {
+      const Eight* const from = reinterpret_cast<const Eight*>(results + image * kOut * kArea);
+      Eight* const to = reinterpret_cast<Eight*>(
+          out + static_cast<unsigned>((place.first_n + image) * place.channels + place.first_channel) * kArea);
+#pragma unroll 4
+      for (int i = threadIdx.x; i < vectors; i += kThreads) to[i] = from[i];
+    }
+  } else {
+    static_assert(kWhole || kImages == 1, "tiles of several images have whole planes");
+    constexpr int kVector = greatest_divisor(8, greatest_divisor(kOutRows * OUT_W, kArea));
+    constexpr int kVectors = kOutRows * OUT_W / kVector;
+    constexpr int kTurns = kThreads < 2 * kVectors ? kOut : maximum(1, ceil_div(kOut, kThreads / kVectors));
+    constexpr int kStep = ceil_div(kOut, kTurns);  // channels that threads store at once
+    const int vectors = min(kVectors, (OUT_H - place.first_row) * OUT_W / kVector);
+#pragma unroll 1
+    for (int i = threadIdx.x; i < kVectors * kStep; i += kThreads) {
+      const int at = i % kVectors, first = i / kVectors, channel = place.first_channel + first;
+      const int left = min(kOut - first, place.channels - channel);
+      if (at >= vectors) continue;
+      const ELEMENT* const from = results + first * kPlane + at * kVector;
+      ELEMENT* const to = out + static_cast<unsigned>((place.first_n * place.channels + channel) * kArea +
+                                                      place.first_row * OUT_W + at * kVector);
+#pragma unroll(kTurns <= 16 ? kTurns : 8)
+      for (int turn = 0; turn < kTurns; ++turn) {
+        if (turn * kStep >= left) continue;
+        *reinterpret_cast<Vector<ELEMENT, kVector>*>(to + turn * kStep * kArea) =
+            *reinterpret_cast<const Vector<ELEMENT, kVector>*>(from + turn * kStep * kPlane);
+      }
+    }
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
+    grouped_planes(const ELEMENT* __restrict__ in, const ELEMENT* __restrict__ filter, ELEMENT* __restrict__ out, int n,
+                   int in_channels, int out_channels, int tiles) {
+  extern __shared__ __align__(16) unsigned char staged[];
+  const unsigned base = static_cast<unsigned>(__cvta_generic_to_shared(staged));
+  const int unit = blockIdx.x * kUnits, step = gridDim.y, lane = threadIdx.x % 32;
+  const Part part = part_of(__shfl_sync(0xffffffffu, threadIdx.x / 32, 0));
+  const auto source_of = [&](int tile) {
+    return PlanesAt{n, in_channels, tile / ROW_TILES * kImages, unit * kUnitIn,
+                    tile % ROW_TILES * kTileRows * AxisH::kStep + AxisH::kFirst};
+  };
+
+  const int filters = kFlipped ? in_channels : out_channels;
+  if constexpr (kArranged)
+    stage_raw_filters<Filters, kThreads>(base + kRawFiltersAt, filter, unit * kUnitK, filters);
+  else
+    stage_filters<Filters, kThreads>(base + kResultsAt, filter, unit * kUnitK, filters);
+  commit_copies();
+  // What copies never write is zeroed once.
+  if constexpr (Inputs::kFlat) {
+    clear_margins<Inputs, kThreads>(staged);
+  } else {
+#pragma unroll
+    for (int stage = 0; stage < kStages; ++stage) clear_margins<Inputs, kThreads>(staged + stage * kStageBytes);
+  }
+  if (kArranged && threadIdx.x == 0) *reinterpret_cast<uint4*>(staged + kZerosAt) = {};
+  __syncthreads();  // words that hold margins beside pixels are zeroed before pixels arrive
+#pragma unroll
+  for (int stage = 0; stage < kStages - 1; ++stage) {
+    const int tile = blockIdx.y + stage * step;
+    if (tile < tiles) stage_rows<Inputs, kThreads>(base + kLaid + stage * kStageBytes, in, source_of(tile));
+    commit_copies();
+  }
+  wait_for_copies<kStages - 1>();
+  __syncthreads();  // the filters have arrived
+  Matrices matrices;
+  if constexpr (kArranged) {
+    arrange_filters<Filters, kThreads>(staged + kResultsAt, reinterpret_cast<const ELEMENT*>(staged + kRawFiltersAt),
+                                       filters - unit * kUnitK);
+    __syncthreads();  // the filters are laid out
+    load_filters(matrices, base + kResultsAt, base + kZerosAt, part);
+  } else {
+    load_raw_filters(matrices, staged + kResultsAt, part);
+  }
+
+  const int delta = lane / 16 * (kDepth == 1 ? 16 : 16 * Inputs::kChannelBytes);
+  const unsigned pixels = base + 16 + (part.unit * kUnitIn + lane % 16) * Inputs::kChannelBytes +
+                          part.image * Inputs::kImageBytes + part.group * kRows * AxisH::kStep * Inputs::kRowBytes +
+                          delta;
+  ELEMENT* const results = reinterpret_cast<ELEMENT*>(staged + kResultsAt);
+  int at = 0;
+#pragma unroll 1
+  for (int tile = blockIdx.y; tile < tiles; tile += step) {
+    if constexpr (kStages == 1) {
+      stage_rows<Inputs, kThreads>(base + kLaid, in, source_of(tile));
+      commit_copies();
+      wait_for_copies<0>();
+    } else {
+      wait_for_copies<kStages - 2>();
+    }
+    // The tile has arrived, and every warp has read its filters, or stored the results before.
+    __syncthreads();
+    if constexpr (kStages > 1) {
+      const int next = tile + (kStages - 1) * step, to = at == 0 ? kStages - 1 : at - 1;
+      if (next < tiles) stage_rows<Inputs, kThreads>(base + kLaid + to * kStageBytes, in, source_of(next));
+      commit_copies();
+    }
+    if constexpr (Inputs::kFlat) {
+      lay_out_rows<Inputs, kThreads>(staged, staged + kLaid + at * kStageBytes, source_of(tile).first_row);
+      __syncthreads();  // rows of odd width are laid out; the barrier below frees them
+    }
+    Sums sums = {};
+    add_rows(sums, pixels + (Inputs::kFlat ? 0 : at * kStageBytes), matrices);
+    stage_sums(results, sums, part);
+    __syncthreads();  // the results are staged, and every warp has read the tile, which may be overwritten
+    store_results(out, results,
+                  {n, out_channels, tile / ROW_TILES * kImages, unit * kUnitOut, tile % ROW_TILES * kOutRows});
+    at = at + 1 == kStages ? 0 : at + 1;
+  }
+}

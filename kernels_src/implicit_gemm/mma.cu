@@ -1,0 +1,324 @@
+// out[m, n] = sum_k a[m, k] * b[k, n] on tensor cores, both operands gathered: a convolution in any direction and
+// layout.
+//
+// The host says by radices and steps what m, n and k stand for (solvers/implicit_gemm_mma.py). A block computes a tile
+// of TILE_M x TILE_N elements of one group from its share of the sum, TILE_K at a time in STAGES buffers; WARPS_M x
+// WARPS_N warps share it. With FINAL it rounds the sums; else float32 sums of each share go to the workspace, laid out
+// like the output, and implicit_gemm_mma_finish adds them in a fixed order. Sums are float32. float32 elements are cut
+// to tf32 if PRODUCTS is 1; if it is 3 they are split in two and all products but that of the rests are added.
+// Grid: one dimension, groups innermost, then tiles in bands of BAND tiles along m, then shares.
+// Offsets are 32 bits wide: the host refuses tensors for which they are too narrow.
+#include "implicit_gemm/product.cuh"
+
+#if !defined(ELEMENT) || !defined(TILE_M) || !defined(TILE_N) || !defined(TILE_K) || !defined(BAND)
+#error "define ELEMENT, TILE_M, TILE_N, TILE_K and BAND"
+#endif
+#if !defined(WARPS_M) || !defined(WARPS_N) || !defined(STAGES) || !defined(FINAL) || !defined(SHARED_BYTES)
+#error "define WARPS_M, WARPS_N, STAGES, FINAL and SHARED_BYTES"
+#endif
+#if !defined(A_SUM_MAJOR) || !defined(B_SUM_MAJOR) || !defined(A_VECTOR) || !defined(B_VECTOR) || !defined(OUT_VECTOR)
+#error "define A_SUM_MAJOR, B_SUM_MAJOR, A_VECTOR, B_VECTOR and OUT_VECTOR"
+#endif
+#if !defined(A_AT_ONCE) || !defined(B_AT_ONCE) || !defined(PRODUCTS) || !defined(FINISH_VECTOR)
+#error "define A_AT_ONCE, B_AT_ONCE, PRODUCTS and FINISH_VECTOR"
+#endif
+// Digits of an index where it serves a tensor; 1 if it is linear there.
+#if !defined(A_M_DIGITS) || !defined(A_K_DIGITS) || !defined(B_N_DIGITS) || !defined(B_K_DIGITS) || \
+    !defined(OUT_M_DIGITS) || !defined(OUT_N_DIGITS)
+#error "define A_M_DIGITS, A_K_DIGITS, B_N_DIGITS, B_K_DIGITS, OUT_M_DIGITS and OUT_N_DIGITS"
+#endif
+// Image coordinates checked for a and for b, and the first digits that hold them.
+#if !defined(A_AXES) || !defined(B_AXES) || !defined(OUTER_AXIS) || !defined(SUM_AXIS)
+#error "define A_AXES, B_AXES, OUTER_AXIS and SUM_AXIS"
+#endif
+
+constexpr int kTileM = TILE_M, kTileN = TILE_N, kTileK = TILE_K, kStages = STAGES, kBand = BAND;
+constexpr int kWarpsM = WARPS_M, kWarpsN = WARPS_N, kThreads = 32 * kWarpsM * kWarpsN;
+constexpr int kWarpM = kTileM / kWarpsM, kWarpN = kTileN / kWarpsN, kSteps = kTileK * sizeof(ELEMENT) / 32;
+static_assert(kWarpM % 16 == 0 && kWarpN % 16 == 0 && kSteps >= 1, "a warp computes blocks of 16 x 16");
+static_assert(kStages >= 2, "copies overlap with arithmetic");
+constexpr int kProducts = PRODUCTS;
+static_assert(kProducts == 1 || (kProducts == 3 && sizeof(ELEMENT) == 4), "elements are whole, or split in two");
+
+using A = Operand<ELEMENT, kThreads, A_SUM_MAJOR, kTileM, kTileK, A_VECTOR, A_AT_ONCE, A_M_DIGITS, A_K_DIGITS, A_AXES,
+                  OUTER_AXIS, SUM_AXIS>;
+using B = Operand<ELEMENT, kThreads, B_SUM_MAJOR, kTileN, kTileK, B_VECTOR, B_AT_ONCE, B_N_DIGITS, B_K_DIGITS, B_AXES,
+                  OUTER_AXIS, SUM_AXIS>;
+constexpr int kStageBytes = A::kBytes + B::kBytes;
+
+#if FINAL
+using Result = ELEMENT;
+#else
+using Result = float;
+#endif
+// Two-byte results are gathered in shared memory first, so that whole words are written.
+constexpr bool kGathers = sizeof(Result) == 2;
+constexpr int kOutPitch = kTileN + 8, kOutBytes = kGathers ? 2 * kTileM * kOutPitch : 0;
+static_assert(SHARED_BYTES == maximum(kStages * kStageBytes, kOutBytes), "host and kernel agree on shared memory");
+
+using Sums = float[kWarpM / 16][kWarpN / 8][4];
+
+// What the block computes: the first rows and columns, the group and the share of the sum.
+struct Part {
+  int m, n, group, split;
+};
+
+// The last band may have fewer rows of tiles: `last_band` divides by them.
+struct Grid {
+  Divisor groups, tiles, band, last_band;
+};
+
+__device__ __forceinline__ Part part_of(int rank, const Grid& grid, int count_m) {
+  const int number = rank / grid.groups, split = number / grid.tiles, tile = number - split * grid.tiles.by;
+  const int band = tile / grid.band, rest = tile - band * grid.band.by;
+  const bool whole = (band + 1) * kBand * kTileM < count_m + kTileM;
+  const int rows = whole ? kBand : grid.last_band.by, column = whole ? rest / kBand : rest / grid.last_band;
+  return {(band * kBand + rest - column * rows) * kTileM, column * kTileN, rank - number * grid.groups.by, split};
+}
+
+// Splits float32 elements into the nearest tf32 and what that leaves, which is left in `rest`.
+template <int kCount>
+__device__ __forceinline__ void split(unsigned (&values)[kCount][4], unsigned (&rest)[kCount][4]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i)
+#pragma unroll
+    for (int j = 0; j < 4; ++j) split_tf32(__uint_as_float(values[i][j]), values[i][j], rest[i][j]);
+}
+
+__device__ __forceinline__ void multiply_all(Sums& sums, const unsigned (&a)[kWarpM / 16][4],
+                                             const unsigned (&b)[kWarpN / 16][4]) {
+#pragma unroll
+  for (int i = 0; i < kWarpM / 16; ++i)
+#pragma unroll
+    for (int j = 0; j < kWarpN / 8; ++j)
+      multiply_add<ELEMENT>(sums[i][j], a[i], b[j / 2][j % 2 * 2], b[j / 2][j % 2 * 2 + 1]);
+}
+
+__device__ __forceinline__ void add_products(Sums& sums, const unsigned char* stage, const Reader<A, true>& read_a,
+                                             const Reader<B, false>& read_b, int warp_m, int warp_n) {
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step) {
+    unsigned a[kWarpM / 16][4], b[kWarpN / 16][4];
+#pragma unroll
+    for (int i = 0; i < kWarpM / 16; ++i) read_a.read(a[i], stage, warp_m + 16 * i, step);
+#pragma unroll
+    for (int j = 0; j < kWarpN / 16; ++j) read_b.read(b[j], stage + A::kBytes, warp_n + 16 * j, step);
+    if constexpr (kProducts == 3) {
+      unsigned a_rest[kWarpM / 16][4], b_rest[kWarpN / 16][4];
+      split(a, a_rest);
+      split(b, b_rest);
+      multiply_all(sums, a_rest, b);
+      multiply_all(sums, a, b_rest);
+    }
+    multiply_all(sums, a, b);
+  }
+}
+
+__device__ __forceinline__ void add_tile(Sums& sums, const unsigned char* stage, const Reader<A, true>& read_a,
+                                         const Reader<B, false>& read_b, int warp_m, int warp_n) {
+  if constexpr (kProducts == 1) {
+    add_products(sums, stage, read_a, read_b, warp_m, warp_n);
+    return;
+  }
+  // Tensor cores truncate running sums. A tile's own are short; they are added to the others rounding to nearest.
+  Sums tile = {};
+  add_products(tile, stage, read_a, read_b, warp_m, warp_n);
+#pragma unroll
+  for (int i = 0; i < kWarpM / 16; ++i)
+#pragma unroll
+    for (int j = 0; j < kWarpN / 8; ++j)
+#pragma unroll
+      for (int part = 0; part < 4; ++part) sums[i][j][part] += tile[i][j][part];
+}
+
+// Where results go: offsets are linear in the digits of m and of n.
+struct Target {
+  Result* out;
+  unsigned first;
+  Radix m, n;
+  int m_steps[kMostDigits], n_steps[kMostDigits];
+};
+
+// Writes from registers, two columns at once where they are neighbours in memory.
+__device__ __forceinline__ void store_sums(const Target& to, const Sums& sums, int first_m, int first_n) {
+  const int lane = threadIdx.x % 32, lane_m = first_m + lane / 4, lane_n = first_n + lane % 4 * 2;
+  unsigned rows[kWarpM / 8];
+  Number<OUT_M_DIGITS> m = number_of<OUT_M_DIGITS>(lane_m, to.m);
+  const Number<OUT_M_DIGITS> next_m = number_of<OUT_M_DIGITS>(8, to.m);
+#pragma unroll
+  for (int i = 0; i < kWarpM / 8; ++i) {
+    rows[i] = to.first + offset_of<OUT_M_DIGITS>(m, to.m_steps);
+    add<OUT_M_DIGITS>(m, next_m, to.m);
+  }
+  Number<OUT_N_DIGITS> n = number_of<OUT_N_DIGITS>(lane_n, to.n);
+  const Number<OUT_N_DIGITS> one = number_of<OUT_N_DIGITS>(1, to.n), next_n = number_of<OUT_N_DIGITS>(7, to.n);
+#pragma unroll
+  for (int j = 0; j < kWarpN / 8; ++j) {
+    if (lane_n + 8 * j >= to.n.count) break;
+    const unsigned column = offset_of<OUT_N_DIGITS>(n, to.n_steps);
+    add<OUT_N_DIGITS>(n, one, to.n);
+    const unsigned beside = offset_of<OUT_N_DIGITS>(n, to.n_steps);
+    add<OUT_N_DIGITS>(n, next_n, to.n);
+#pragma unroll
+    for (int i = 0; i < kWarpM / 8; ++i) {
+      if (lane_m + 8 * i >= to.m.count) break;
+      const float low = sums[i / 2][j][i % 2 * 2], high = sums[i / 2][j][i % 2 * 2 + 1];
+      if constexpr (OUT_VECTOR > 1) {
+        *reinterpret_cast<Vector<Result, 2>*>(to.out + (rows[i] + column)) = {convert<Result>(low),
+                                                                              convert<Result>(high)};
+      } else {
+        to.out[rows[i] + column] = convert<Result>(low);
+        if (lane_n + 8 * j + 1 < to.n.count) to.out[rows[i] + beside] = convert<Result>(high);
+      }
+    }
+  }
+}
+
+// Rounds into shared memory and writes from there, OUT_VECTOR columns at once; `part` is the block's.
+__device__ __forceinline__ void store_gathered(const Target& to, const Sums& sums, Result* shared, const Part& part,
+                                               int warp_m, int warp_n) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int i = 0; i < kWarpM / 8; ++i)
+#pragma unroll
+    for (int j = 0; j < kWarpN / 8; ++j) {
+      Result* pair = shared + (warp_m + 8 * i + lane / 4) * kOutPitch + warp_n + 8 * j + lane % 4 * 2;
+      *reinterpret_cast<Vector<Result, 2>*>(pair) = {convert<Result>(sums[i / 2][j][i % 2 * 2]),
+                                                     convert<Result>(sums[i / 2][j][i % 2 * 2 + 1])};
+    }
+  __syncthreads();  // the whole tile is in shared memory
+  constexpr int kRowVectors = kTileN / OUT_VECTOR, kRowStep = maximum(1, kThreads / kRowVectors);
+  static_assert(!kGathers || kThreads % kRowVectors == 0, "a thread stays in its column");
+  const int column = threadIdx.x % kRowVectors * OUT_VECTOR, n = part.n + column;
+  if (n >= to.n.count) return;
+  const unsigned column_at = offset_of<OUT_N_DIGITS>(number_of<OUT_N_DIGITS>(n, to.n), to.n_steps);
+  const int first_row = threadIdx.x / kRowVectors;
+  Number<OUT_M_DIGITS> m = number_of<OUT_M_DIGITS>(part.m + first_row, to.m);
+  const Number<OUT_M_DIGITS> next_m = number_of<OUT_M_DIGITS>(kRowStep, to.m);
+#pragma unroll 4
+  for (int row = first_row; row < kTileM && part.m + row < to.m.count; row += kRowStep) {
+    using Few = Vector<Result, OUT_VECTOR>;
+    const unsigned at = to.first + offset_of<OUT_M_DIGITS>(m, to.m_steps) + column_at;
+    *reinterpret_cast<Few*>(to.out + at) = *reinterpret_cast<const Few*>(shared + row * kOutPitch + column);
+    add<OUT_M_DIGITS>(m, next_m, to.m);
+  }
+}
+
+#define DIVISOR_PARAMETERS(d) int d, unsigned d##_multiplier, int d##_shift
+#define RADIX_PARAMETERS(i) \
+  int i##_count, DIVISOR_PARAMETERS(i##_size0), DIVISOR_PARAMETERS(i##_size1), DIVISOR_PARAMETERS(i##_size2)
+#define STEP_PARAMETERS(s) int s##0, int s##1, int s##2, int s##3
+#define AXIS_PARAMETERS(s) int s##_x, int s##_y, int s##_z
+#define DIVISOR(d) {d, d##_multiplier, d##_shift}
+#define RADIX(i)                                                 \
+  {                                                              \
+    i##_count, {                                                 \
+      DIVISOR(i##_size0), DIVISOR(i##_size1), DIVISOR(i##_size2) \
+    }                                                            \
+  }
+#define STEPS(s) {s##0, s##1, s##2, s##3}
+#define AXES(s) {s##_x, s##_y, s##_z}
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+    implicit_gemm_mma(const ELEMENT* __restrict__ a, const ELEMENT* __restrict__ b, Result* __restrict__ out,
+                      RADIX_PARAMETERS(m), RADIX_PARAMETERS(n), RADIX_PARAMETERS(k), STEP_PARAMETERS(a_m),
+                      STEP_PARAMETERS(a_k), STEP_PARAMETERS(b_n), STEP_PARAMETERS(b_k), STEP_PARAMETERS(out_m),
+                      STEP_PARAMETERS(out_n), AXIS_PARAMETERS(first), AXIS_PARAMETERS(extent), AXIS_PARAMETERS(outer),
+                      AXIS_PARAMETERS(sum), int a_first, int b_first, int out_first, int a_group, int b_group,
+                      int out_group, DIVISOR_PARAMETERS(groups), DIVISOR_PARAMETERS(tiles), DIVISOR_PARAMETERS(band),
+                      DIVISOR_PARAMETERS(last_band), int share, int out_size) {
+  extern __shared__ __align__(128) unsigned char shared[];
+  const Radix radix_m = RADIX(m), radix_n = RADIX(n), radix_k = RADIX(k);
+  const Steps a_steps = {STEPS(a_m), STEPS(a_k)}, b_steps = {STEPS(b_n), STEPS(b_k)};
+  const Window window = {AXES(first), AXES(extent), AXES(outer), AXES(sum)};
+  const Part part = part_of(blockIdx.x, {DIVISOR(groups), DIVISOR(tiles), DIVISOR(band), DIVISOR(last_band)}, m_count);
+  const int first_k = part.split * share, end_k = min(k_count, first_k + share);
+  const int steps = end_k > first_k ? ceil_div(end_k - first_k, kTileK) : 0;
+
+  Copier<A> copy_a(a, static_cast<unsigned>(a_first) + static_cast<unsigned>(part.group) * a_group, a_steps, window,
+                   radix_m, radix_k, part.m, first_k);
+  Copier<B> copy_b(b, static_cast<unsigned>(b_first) + static_cast<unsigned>(part.group) * b_group, b_steps, window,
+                   radix_n, radix_k, part.n, first_k);
+  const unsigned base = static_cast<unsigned>(__cvta_generic_to_shared(shared));
+  const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
+  const int warp_m = warp % kWarpsM * kWarpM, warp_n = warp / kWarpsM * kWarpN;
+  const Reader<A, true> read_a;
+  const Reader<B, false> read_b;
+
+#pragma unroll 1
+  for (int stage = 0; stage < kStages - 1; ++stage) {
+    if (stage < steps) {
+      copy_a.take(base + stage * kStageBytes);
+      copy_b.take(base + stage * kStageBytes + A::kBytes);
+      copy_a.put(shared + stage * kStageBytes);
+      copy_b.put(shared + stage * kStageBytes + A::kBytes);
+    }
+    commit_copies();
+  }
+  Sums sums = {};
+  int read_at = 0, write_at = kStages - 1;
+#pragma unroll 1
+  for (int step = 0; step < steps; ++step) {
+    wait_for_copies<kStages - 2>();
+    __syncthreads();  // the tile has arrived, and every warp has read the one that is overwritten next
+    const bool more = step + kStages - 1 < steps;
+    unsigned char* const next = shared + write_at * kStageBytes;
+    if (more) {
+      copy_a.take(base + write_at * kStageBytes);
+      copy_b.take(base + write_at * kStageBytes + A::kBytes);
+    }
+    commit_copies();
+    add_tile(sums, shared + read_at * kStageBytes, read_a, read_b, warp_m, warp_n);
+    if (more) {
+      copy_a.put(next);
+      copy_b.put(next + A::kBytes);
+    }
+    read_at = read_at + 1 == kStages ? 0 : read_at + 1;
+    write_at = write_at + 1 == kStages ? 0 : write_at + 1;
+  }
+
+  const Target target = {out + static_cast<int64>(part.split) * out_size,
+                         static_cast<unsigned>(out_first) + static_cast<unsigned>(part.group) * out_group,
+                         radix_m,
+                         radix_n,
+                         STEPS(out_m),
+                         STEPS(out_n)};
+  if constexpr (kGathers) {
+    wait_for_copies<0>();
+    __syncthreads();  // every warp has read the last tiles, which the results overwrite
+    store_gathered(target, sums, reinterpret_cast<Result*>(shared), part, warp_m, warp_n);
+  } else {
+    store_sums(target, sums, part.m + warp_m, part.n + warp_n);
+  }
+}
+
+// Adds the shares' sums. `lanes` warps (a power of two up to 8) share 32 vectors of FINISH_VECTOR elements, each for
+// its part of the shares.
+constexpr int kFinishWarps = 8;
+using FinishSums = Vector<float, FINISH_VECTOR>;
+
+__device__ __forceinline__ void add(FinishSums& sums, const FinishSums& more) {
+#pragma unroll
+  for (int i = 0; i < FINISH_VECTOR; ++i) sums.at[i] += more.at[i];
+}
+
+extern "C" __global__ void __launch_bounds__(32 * kFinishWarps)
+    implicit_gemm_mma_finish(const float* __restrict__ partial, ELEMENT* __restrict__ out, int size, int splits,
+                             int lanes) {
+  __shared__ FinishSums parts[kFinishWarps][32];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, first = warp % lanes;
+  const int at = ((blockIdx.x * kFinishWarps + warp) / lanes * 32 + lane) * FINISH_VECTOR;
+  FinishSums sums = {};
+  if (at < size)
+#pragma unroll 4
+    for (int split = first; split < splits; split += lanes)
+      add(sums, *reinterpret_cast<const FinishSums*>(partial + static_cast<int64>(split) * size + at));
+  parts[warp][lane] = sums;
+  __syncthreads();  // every warp's part is there
+  if (first > 0 || at >= size) return;
+  for (int i = 1; i < lanes; ++i) add(sums, parts[warp + i][lane]);
+  Vector<ELEMENT, FINISH_VECTOR> rounded;
+#pragma unroll
+  for (int i = 0; i < FINISH_VECTOR; ++i) rounded.at[i] = convert<ELEMENT>(sums.at[i]);
+  *reinterpret_cast<Vector<ELEMENT, FINISH_VECTOR>*>(out + at) = rounded;
+}

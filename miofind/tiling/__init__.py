@@ -1,1 +1,0 @@
-"""What tiled kernels share on the host: correlations, planes, and the cost of tiles."""

@@ -1,0 +1,52 @@
+"""Tensor maps of packed tensors for the copy engine (TMA), and what its copies of pixels cannot do.
+
+Knows nothing of kernels or time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from miofind.problem import ProblemDescription
+from miofind.solution import Box, Im2col, Pointer, TensorMap
+from miofind.solvers.common.wgmma_product import WgmmaProduct
+
+_MAX_CORNER = 127
+_MAX_TAP_OFFSET = 255
+_MAX_STRIDE = 8
+
+
+def packed_map(
+    problem: ProblemDescription, buffer: str, sizes: Sequence[int], copy: Box | Im2col, *, loads: bool = True
+) -> TensorMap:
+    """A map of a packed tensor of the problem's element, dimensions innermost first.
+
+    What a copy takes of the innermost is swizzled together. Loads of float32 are rounded to TF32.
+    """
+    itemsize, element = problem.x.dtype.itemsize, problem.x.dtype.value
+    strides = [itemsize * math.prod(sizes[: i + 1]) for i in range(len(sizes) - 1)]
+    innermost = copy.sizes[0] if isinstance(copy, Box) else copy.channels
+    return TensorMap(
+        pointer=Pointer(buffer=buffer),
+        element="tfloat32" if element == "float32" and loads else element,
+        sizes=tuple(sizes),
+        strides_bytes=tuple(strides),
+        copy=copy,
+        swizzle_bytes=itemsize * innermost,
+    )
+
+
+def uncopied(product: WgmmaProduct) -> str:
+    """Why copies do not meet all of a product's pixels, "" if they do.
+
+    Source: CUDA driver API, cuTensorMapEncodeIm2col.
+    """
+    if max(map(abs, (*product.low, *product.high))) > _MAX_CORNER:
+        return f"copies meet pixels up to {_MAX_CORNER} beyond the tensor: padding or filter is too large"
+    conv = product.problem.conv
+    if max((t - 1) * d for t, d in zip(product.problem.filter, conv.dilation, strict=True)) > _MAX_TAP_OFFSET:
+        return f"taps reach at most {_MAX_TAP_OFFSET} pixels: the filter is too large"
+    if max(conv.stride) > _MAX_STRIDE:
+        return f"stride {conv.stride} is more than {_MAX_STRIDE}"
+    return ""

@@ -1,0 +1,177 @@
+"""Tiles of a gathered matrix product: how a configuration's blocks copy, hold and store them.
+
+kernels_src/implicit_gemm/product.cuh and kernels_src/implicit_gemm/mma.cu compute the same from their defines. Pure
+arithmetic on shapes.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+
+from miofind.problem import DataType, MathMode, ProblemDescription
+from miofind.solution import Config
+from miofind.solvers.common.correlation import ceil_div, round_up
+from miofind.solvers.common.product import (
+    Operand,
+    Product,
+    linear_step,
+    products,
+    run_length,
+    used_steps,
+    vector_length,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Copies:
+    """How a block copies one operand's tile.
+
+    Attributes:
+        vector: elements of a row that a thread copies together.
+        at_once: whether they move at once, else one by one through registers.
+        row_vectors: threads that share a row.
+        loads: vectors of a thread.
+        registers: that a thread keeps for them.
+        bytes: of the tile.
+    """
+
+    vector: int
+    at_once: bool
+    row_vectors: int
+    loads: int
+    registers: int
+    bytes: int
+
+
+def _copies(product: Product, operand: Operand, config: Config, itemsize: int) -> Copies:
+    is_a = operand is product.a
+    outer, sum_major = (product.m, product.a_sum_major) if is_a else (product.n, product.b_sum_major)
+    outer_tile, sum_tile = config["tile_m"] if is_a else config["tile_n"], config["tile_k"]
+    rows, columns = (outer_tile, sum_tile) if sum_major else (sum_tile, outer_tile)
+    vector = _vector(product, operand, itemsize)
+    at_once = vector * itemsize >= 4
+    if not at_once:
+        vector = _run(product, operand, itemsize)
+    row_vectors = columns // vector
+    loads = ceil_div(rows * row_vectors, threads_of(config))
+    axes = len(product.window.first) if product.window and product.window.of_a == is_a else 0
+    kept = loads if sum_major and (axes or linear_step(outer, operand.outer) is None) else 1
+    held = 0 if at_once else loads * vector * 5 // 4  # and addresses of those under way
+    # Where no instruction transposes, a fragment's every 8 columns have an address of their own.
+    warps = config["warps_m"] if is_a else config["warps_n"]
+    addresses = 0 if sum_major or itemsize == 2 else outer_tile // warps // 8
+    return Copies(
+        vector=vector,
+        at_once=at_once,
+        row_vectors=row_vectors,
+        loads=loads,
+        registers=kept * (1 + axes) + held + addresses,
+        bytes=rows * columns * itemsize,
+    )
+
+
+def _vector(product: Product, operand: Operand, itemsize: int) -> int:
+    """Elements that lie side by side, inside or outside the image together."""
+    is_a = operand is product.a
+    outer, sum_major = (product.m, product.a_sum_major) if is_a else (product.n, product.b_sum_major)
+    window = product.window if product.window and product.window.of_a == is_a else None
+    if window and (window.sum_axis if sum_major else window.outer_axis) == 0:
+        return 1
+    others = (operand.first, operand.group)
+    if sum_major:
+        return vector_length(16 // itemsize, product.k, operand.sum, (*used_steps(outer, operand.outer), *others))
+    return vector_length(16 // itemsize, outer, operand.outer, (*used_steps(product.k, operand.sum), *others))
+
+
+def _run(product: Product, operand: Operand, itemsize: int) -> int:
+    """Elements of a row that lie equally far apart, and meet the image's border at most along it."""
+    is_a = operand is product.a
+    outer, sum_major = (product.m, product.a_sum_major) if is_a else (product.n, product.b_sum_major)
+    window = product.window if product.window and product.window.of_a == is_a else None
+    along, steps = (product.k, operand.sum) if sum_major else (outer, operand.outer)
+    if window:  # coordinates are digits, of which the first runs
+        return math.gcd(16 // itemsize, along.sizes[0])
+    return run_length(16 // itemsize, along, steps)
+
+
+def _out_vector(product: Product, itemsize: int, size: int) -> int:
+    out = product.out
+    others = (*used_steps(product.m, out.outer), out.first, out.group, size)
+    return vector_length(16 // itemsize, product.n, out.sum, others)
+
+
+def products_of_tf32(problem: ProblemDescription) -> int:
+    """Tensor-core products for one of the problem's: three of tf32 make one of float32."""
+    return 3 if problem.x.dtype is DataType.FLOAT32 and problem.math is MathMode.IEEE else 1
+
+
+def threads_of(config: Config) -> int:
+    return 32 * int(config["warps_m"] * config["warps_n"])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProductTiling:
+    """A configuration applied to one product.
+
+    Attributes:
+        a, b: how the operands are copied.
+        out_vector: elements stored at once.
+        gathers: whether results go through shared memory.
+        registers: of a thread that spills nothing.
+        shared_bytes: of a block.
+        tiles: of the output, all groups together.
+        steps: of the whole sum.
+    """
+
+    a: Copies
+    b: Copies
+    out_vector: int
+    gathers: bool
+    registers: int
+    shared_bytes: int
+    tiles: int
+    steps: int
+
+    @staticmethod
+    def of(problem: ProblemDescription, product: Product, config: Config) -> ProductTiling:
+        itemsize = problem.x.dtype.itemsize
+        a, b = (_copies(product, operand, config, itemsize) for operand in (product.a, product.b))
+        gathers = itemsize == 2 and config["splits"] == 1
+        warp_m, warp_n = config["tile_m"] // config["warps_m"], config["tile_n"] // config["warps_n"]
+        gathered_bytes = 2 * config["tile_m"] * (config["tile_n"] + 8) if gathers else 0
+        sums, fragments = warp_m * warp_n // 32, (warp_m + warp_n) // 4
+        if products_of_tf32(problem) > 1:
+            sums, fragments = 2 * sums, 2 * fragments
+        return ProductTiling(
+            a=a,
+            b=b,
+            out_vector=_out_vector(product, itemsize if gathers else 4, problem.output.size),
+            gathers=gathers,
+            registers=round_up(sums + fragments + a.registers + b.registers + 40, 8),
+            shared_bytes=max(config["stages"] * (a.bytes + b.bytes), gathered_bytes),
+            tiles=ceil_div(product.m.count, config["tile_m"])
+            * ceil_div(product.n.count, config["tile_n"])
+            * problem.groups,
+            steps=ceil_div(product.k.count, config["tile_k"]),
+        )
+
+
+def alike(problem: ProblemDescription, config: Config) -> Config:
+    """One configuration for all that are tiled alike: they differ in the parts of a sum, of several or of any number.
+
+    A ranking asks for each of hundreds of configurations: what is known of this one is worth keeping.
+    """
+    return _with_splits(config, 1 if config["splits"] == 1 or problem.x.dtype.itemsize > 2 else 2)
+
+
+@functools.lru_cache(maxsize=1 << 14)  # of all problems together
+def _with_splits(config: Config, splits: int) -> Config:
+    return Config({**config, "splits": splits})
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def tilings(problem: ProblemDescription, config: Config) -> tuple[ProductTiling, ...]:
+    """Those of all launches, of a configuration that `alike` gave."""
+    return tuple(ProductTiling.of(problem, product, config) for product in products(problem))

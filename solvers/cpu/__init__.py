@@ -1,0 +1,1 @@
+"""NumPy, for the CPU place."""

@@ -1,0 +1,1 @@
+"""One filter a channel."""

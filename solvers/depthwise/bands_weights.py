@@ -1,0 +1,326 @@
+"""ConvDepthwiseBandsWeights: backward weights of depthwise convolution with filters of up to 8 columns, channels first.
+
+On tensor cores. Kernels: kernels_src/depthwise/bands_weights.cu.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from miofind.device import Device, Library, Place
+from miofind.problem import DataType, Direction, Layout, ProblemDescription
+from miofind.solution import (
+    Config,
+    ConfigValue,
+    ConvSolution,
+    KernelStep,
+    Pointer,
+    Region,
+    WorkspacePlan,
+    int32s,
+)
+from miofind.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
+from miofind.solvers.common.correlation import ceil_div, round_up
+from miofind.solvers.common.limits import MAX_ELEMENTS
+from miofind.solvers.common.residency import resident_blocks
+from miofind.solvers.depthwise.bands_tiling import BandAxis, band_pitch, band_unserved, images_begin_alike
+
+_SOURCE = "depthwise/bands_weights.cu"
+_PARTS = "parts"
+_SHARED_BYTES = 48 << 10
+_ITEMSIZE = 2
+_MAX_WHOLE = 60  # words of a plane of x that a thread keeps
+_MAX_REGISTERS = 216
+_MAX_PRODUCTS = 1200  # of unrolled code
+_MAX_WORKSPACE_BYTES = 64 << 20
+_BANDS = (1, 2, 4, 8)
+_DIVISION = ("images", "warps", "bands")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Tiling:
+    """A configuration applied to a problem: what the kernel's constants come to.
+
+    kernels_src/depthwise/bands_weights.cu computes the same from the defines and refuses to compile where it differs.
+
+    Attributes:
+        across: columns of x and of dy.
+        band_rows: rows of dy of a block.
+        bands: of a plane.
+        ring: rows of x that a thread keeps.
+        is_whole: whether they are all that a plane of dy meets.
+        met: words of x that a block of 16 columns of dy meets.
+        parts: blocks that share the same channels.
+        registers: of a thread, about.
+        products: of unrolled code, of depth 8.
+    """
+
+    across: BandAxis
+    band_rows: int
+    bands: int
+    pad: int
+    ring: int
+    is_whole: bool
+    met: int
+    parts: int
+    blocks: int
+    threads: int
+    shared_bytes: int
+    registers: int
+    products: int
+
+    @property
+    def last_row(self) -> int:
+        """Row of x that the last band meets first."""
+        return (self.bands - 1) * self.band_rows - self.pad
+
+    @staticmethod
+    def of(problem: ProblemDescription, config: Config) -> _Tiling:
+        planar = problem.lifted(2)
+        (height, width), (out_height, out_width) = planar.spatial, planar.out_spatial
+        filter_h, filter_w = planar.filter
+        across = BandAxis.of(width, out_width, filter_w, planar.conv.pad_before[1])
+        channels, images, warps = config["channels"], config["images"], config["warps"]
+        band_rows = out_height if config["bands"] == 1 else round_up(ceil_div(out_height, config["bands"]), 2)
+        bands = ceil_div(out_height, band_rows)
+        met_rows = out_height + filter_h - 1
+        is_whole = bands == 1 and height * across.words <= _MAX_WHOLE and out_height <= _MAX_WHOLE
+        ring = met_rows if is_whole else round_up(filter_h + 1, 2)
+        rows = height if bands == 1 else min(height, band_rows + filter_h - 1)
+        pitches = band_pitch(rows * width) + band_pitch(band_rows * out_width)
+        met, halves = 2 if across.is_narrow else 3, 1 if out_width + across.is_odd <= 8 else 2
+        variants = 2 if across.is_odd else 1
+        matrix = 8 * halves * (8 * met + 1)
+        own = images * pitches // 2 // warps
+        staged_rows = min(filter_h, max(1, own // (variants * matrix)))
+        totals = channels * warps * filter_h * filter_w if warps > 1 else 0
+        sums = filter_h * (1.5 if across.is_odd else 1) * 2 * halves * min(met, across.words)
+        parts = bands * ceil_div(problem.n, images)
+        return _Tiling(
+            across=across,
+            band_rows=band_rows,
+            bands=bands,
+            pad=planar.conv.pad_before[0],
+            ring=ring,
+            is_whole=is_whole or (bands == 1 and ring >= met_rows),
+            met=met,
+            parts=parts,
+            blocks=parts * ceil_div(problem.c, channels),
+            threads=32 * channels * warps,
+            shared_bytes=4 * (channels * warps * max(staged_rows * variants * matrix, own) + totals),
+            registers=round_up(
+                math.ceil(min(ring, height) * across.words + sums + 4 * across.blocks + 8 * across.is_odd) + 48, 8
+            ),
+            products=(out_height if is_whole else ring) * filter_h * across.blocks * min(met, across.words),
+        )
+
+    def resident(self, device: Device) -> int:
+        """Blocks that a multiprocessor holds at once."""
+        return max(1, resident_blocks(self.registers, self.threads, self.shared_bytes, device))
+
+
+def _steps(problem: ProblemDescription, config: Config, device: Device) -> tuple[KernelStep, ...]:
+    tiling = _Tiling.of(problem, config)
+    defines = _defines(problem, config, device)
+    # A block that leaves sums to the second kernel is told of the output, too, so that both have one signature.
+    parts = _PARTS if tiling.parts > 1 else "w"
+    add = KernelStep(
+        source=_SOURCE,
+        entry="depthwise_bands_weights",
+        grid=(tiling.blocks, 1, 1),
+        block=(tiling.threads, 1, 1),
+        shared_bytes=tiling.shared_bytes,
+        defines=defines,
+        args=(*(Pointer(buffer=name) for name in ("y", "x", "w", parts)), *int32s(problem.n, problem.c)),
+    )
+    if tiling.parts == 1:
+        return (add,)
+    finish = KernelStep(
+        source=_SOURCE,
+        entry="depthwise_bands_weights_finish",
+        grid=(ceil_div(problem.w.size, 128), 1, 1),
+        block=(128, 1, 1),
+        defines=defines,
+        args=(Pointer(buffer=_PARTS), Pointer(buffer="w"), *int32s(problem.w.size)),
+        waits_itself=True,
+    )
+    return add, finish
+
+
+def _defines(problem: ProblemDescription, config: Config, device: Device) -> tuple[tuple[str, str | int], ...]:
+    tiling, planar = _Tiling.of(problem, config), problem.lifted(2)
+    pairs = {"": planar.spatial, "OUT_": planar.out_spatial, "PAD_": planar.conv.pad_before}
+    return (
+        ("ELEMENT", problem.x.dtype.value),
+        *(
+            (f"{name}{letter}", value)
+            for name, values in pairs.items()
+            for letter, value in zip("HW", values, strict=True)
+        ),
+        ("FILTER_Y", planar.filter[0]),
+        ("FILTER_X", planar.filter[1]),
+        ("SHIFT", tiling.across.shift),
+        ("CHANNELS", config["channels"]),
+        ("IMAGES", config["images"]),
+        ("WARPS", config["warps"]),
+        ("BAND_ROWS", tiling.band_rows),
+        ("BANDS", tiling.bands),
+        ("RING", tiling.ring),
+        ("PARTS", tiling.parts),
+        ("ALIKE", int(images_begin_alike(problem))),
+        ("MIN_BLOCKS", tiling.resident(device)),
+        ("SHARED_BYTES", tiling.shared_bytes),
+    )
+
+
+# Launches, in milliseconds. Cycles of a scheduler: for a product of depth 8, a word read, a word copied, and at the end
+# for a filter row's sums and for 32 taps. Cycles that a block waits: for a word that each of its threads copies for the
+# first groups of images, a product, and sums of warps that share a channel. Fitted to 160 times of an H200, float16 and
+# bfloat16.
+_LAUNCH_MS, _FINISH_MS = 0.0021, 0.0014
+_PRODUCT, _READ, _COPY, _SUMS, _TAPS = 2.6, 9.4, 24, 4, 540
+_COPY_WAIT, _PRODUCT_WAIT, _SHARED_WAIT = 47, 2.3, 1160
+_APART = 0.4  # of the shorter of moving and computing, which does not overlap the longer
+_BANDWIDTH_SHARE = 0.85
+
+
+def _busy_ms(problem: ProblemDescription, config: Config, device: Device) -> float:
+    """Milliseconds of the multiprocessors, device memory aside."""
+    tiling, planar = _Tiling.of(problem, config), problem.lifted(2)
+    across, taps = tiling.across, planar.filter[0]
+    met = 1 - taps / (4 * planar.spatial[0] + taps) if tiling.is_whole else 1.0
+    products = tiling.band_rows * taps * met * min(3 * across.blocks, across.blocks * across.words)
+    words = (tiling.band_rows + taps) * across.words + tiling.band_rows * 2 * across.blocks
+    groups = ceil_div(min(config["images"], problem.n), 8 * config["warps"])
+    rows = tiling.band_rows + (0 if tiling.bands == 1 else taps - 1)
+    runs = (rows * planar.spatial[1], tiling.band_rows * planar.out_spatial[1])
+    copies = sum(config["images"] * (run / 8 + 1) / (32 * config["warps"]) for run in runs)
+    end = _SUMS * taps * tiling.met * (1.5 if across.is_odd else 1) + _TAPS * ceil_div(taps * planar.filter[1], 32)
+    per_warp = groups * (products * _PRODUCT + words * _READ) + copies * _COPY + end
+    alone = copies / groups * _COPY_WAIT + groups * products * _PRODUCT_WAIT + (config["warps"] > 1) * _SHARED_WAIT
+    blocks = ceil_div(tiling.blocks, device.sm_count)
+    waves = max(1.0, blocks / tiling.resident(device))
+    cycles = blocks * tiling.threads / 128 * per_warp + waves * alone
+    return float(1e3 * cycles / device.clock_hz)
+
+
+def _config(channels: int, images: int, bands: int, warps: int = 1) -> Config:
+    return Config.of(channels=channels, images=images, bands=bands, warps=warps)
+
+
+class ConvDepthwiseBandsWeights(Solver):
+    """Backward weights of depthwise convolution, rows of eight images at a time, with float32 sums.
+
+    Padding, and what pads blocks of columns and of images, is multiplied as zeros; nothing else that does not exist is.
+
+    Configuration: a block takes one of `bands` bands of the gradient's rows, of `channels` channels of `images` images,
+    which `warps` warps share.
+    """
+
+    id = "ConvDepthwiseBandsWeights"
+    algorithm = Algorithm.DIRECT
+    keys = (
+        KernelKey(
+            place=Place.CUDA,
+            library=Library.PLAIN,
+            dtypes=frozenset({DataType.FLOAT16, DataType.BFLOAT16}),
+            layouts=frozenset({Layout.NCW, Layout.NCHW}),
+            min_sm=80,
+        ),
+    )
+    alignment_bytes = 16
+    parameters: ClassVar[Mapping[str, Sequence[ConfigValue]]] = {
+        "channels": (1, 2),
+        "images": (8, 16, 32, 64),
+        "bands": _BANDS,
+        "warps": (1, 2, 4),
+    }
+    sources = (_SOURCE,)
+
+    def examples(self) -> tuple[ProblemDescription, ...]:
+        def depthwise(c: int, **fields: object) -> ProblemDescription:
+            return ProblemDescription.convolution(
+                w=(c, 1, *fields.pop("w")),  # type: ignore[misc]
+                groups=c,
+                direction=Direction.BACKWARD_WEIGHTS,
+                **fields,  # type: ignore[arg-type]
+            )
+
+        half, brain = DataType.FLOAT16, DataType.BFLOAT16
+        return (
+            depthwise(32, x=(16, 32, 14, 14), w=(7, 7), padding=3, dtype=half),
+            depthwise(40, x=(9, 40, 7, 7), w=(5, 5), padding=2, dtype=brain),
+            depthwise(12, x=(8, 12, 56, 56), w=(7, 7), padding=3, dtype=half),
+            depthwise(6, x=(3, 6, 28, 30), w=(5, 3), padding=((4, 0), (1, 6)), dtype=brain),
+            depthwise(4, x=(2, 4, 15, 17), w=(4, 6), padding=(1, 2), dtype=half),
+            depthwise(8, x=(5, 8, 100), w=(7,), padding=((6, 0),), dtype=half),
+        )
+
+    def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
+        if problem.direction is not Direction.BACKWARD_WEIGHTS:
+            return Applicability("serves backward weights: ConvDepthwiseBands serves the other directions")
+        reason = band_unserved(problem)
+        if reason:
+            return Applicability(reason)
+        if not any(self.is_valid_config(problem, device, _config(1, 8, bands)) for bands in _BANDS):
+            return Applicability(
+                f"eight images of {problem.x.shape[2:]}, or a filter of {problem.filter}, are too large"
+            )
+        return APPLICABLE
+
+    def is_valid_config(self, problem: ProblemDescription, device: Device, config: Config) -> bool:
+        tiling = _Tiling.of(problem, config)
+        if config["channels"] >= 2 * problem.c or config["images"] >= 2 * max(8, problem.n):
+            return False
+        if 8 * config["warps"] > config["images"] or tiling.threads > 512:
+            return False
+        if tiling.bands != config["bands"] or not tiling.across.is_served:
+            return False
+        if tiling.bands > 1 and tiling.last_row >= problem.lifted(2).spatial[0]:
+            return False  # the kernel copies rows for each band, and the last would meet padding alone
+        if tiling.across.is_odd and any(
+            problem.c * math.prod(tensor.shape[2:]) % 2 for tensor in (problem.x, problem.y)
+        ):
+            return False
+        if tiling.products > _MAX_PRODUCTS or tiling.registers > _MAX_REGISTERS:
+            return False
+        if 4 * tiling.parts * problem.w.size > max(_MAX_WORKSPACE_BYTES, problem.x.bytes):
+            return False
+        fits_registers = tiling.registers * tiling.threads <= 65536 and tiling.blocks <= MAX_ELEMENTS
+        return fits_registers and tiling.shared_bytes <= (device.shared_bytes or _SHARED_BYTES)
+
+    def spreads_nonfinite(self, problem: ProblemDescription, config: Config) -> bool:
+        return True
+
+    def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
+        every = (
+            _config(channels, images, bands, warps)
+            for channels in (1, 2)
+            for images, warps in ((8, 1), (16, 1), (16, 2), (32, 1), (32, 2), (32, 4))
+            for bands in _BANDS
+        )
+        ranked = self.ranked(problem, device, every)
+        # The best of each division of images and rows: how many channels a block has matters least.
+        best = {tuple(config[name] for name in _DIVISION): config for config in reversed(ranked)}
+        return tuple(sorted(best.values(), key=ranked.index)[:8])
+
+    def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
+        tiling = _Tiling.of(problem, config)
+        busy_ms = _busy_ms(problem, config, device)
+        moved_ms = 1e3 * problem.bytes / (_BANDWIDTH_SHARE * device.bandwidth_bytes_per_s)
+        launches_ms = _LAUNCH_MS
+        if tiling.parts > 1:
+            parts_bytes = 8 * tiling.parts * problem.w.size
+            launches_ms += _FINISH_MS + 1e3 * parts_bytes / device.bandwidth_bytes_per_s
+        return launches_ms + max(busy_ms, moved_ms) + _APART * min(busy_ms, moved_ms)
+
+    def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
+        tiling = _Tiling.of(problem, config)
+        regions = (Region(name=_PARTS, bytes=4 * tiling.parts * problem.w.size),) if tiling.parts > 1 else ()
+        return ConvSolution(steps=_steps(problem, config, device), workspace=WorkspacePlan(regions))
+
+
+SOLVERS = (ConvDepthwiseBandsWeights(),)

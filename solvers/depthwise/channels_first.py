@@ -1,0 +1,314 @@
+"""ConvDepthwiseChannelsFirst: depthwise convolution with small filters, channels first: forward and backward data.
+
+Kernel: kernels_src/depthwise/channels_first.cu. Backward weights: ConvDepthwiseChannelsFirstWeights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from miofind.device import Device, Library, Place
+from miofind.problem import DataType, Direction, Layout, ProblemDescription
+from miofind.solution import Config, ConfigValue, ConvSolution, KernelStep, Pointer, int32s
+from miofind.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
+from miofind.solvers.common.correlation import ceil_div, round_up
+from miofind.solvers.common.residency import resident_blocks
+from miofind.solvers.depthwise.strips import (
+    MAX_DEFAULTS,
+    MAX_WINDOW,
+    WIDE_BYTES,
+    StripAxis,
+    StripTiling,
+    bands_of,
+    room,
+    tap_pitch,
+    unserved,
+    vector,
+)
+from miofind.solvers.depthwise.strips_cost import Load, estimate_ms, row_reads
+
+_SOURCE = "depthwise/channels_first.cu"
+_SHARED_BYTES = 48 << 10
+_MAX_THREADS = 512
+_LEAST_ROLLED = 4  # rows of filters whose code is long enough to be a loop
+_MAX_REGISTERS = 168
+_ROWS, _COLUMNS = (1, 2, 4, 7), (4, 7, 8, 14, 28)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Tiling(StripTiling):
+    """A configuration applied to a problem: what the kernel's constants come to.
+
+    kernels_src/depthwise/channels_first.cu computes the same from the defines and refuses to compile where it differs.
+
+    Attributes:
+        rolled: whether filter rows are a loop.
+    """
+
+    rolled: bool
+
+    @staticmethod
+    def of(problem: ProblemDescription, config: Config) -> _Tiling:
+        planar, transposed = problem.lifted(2), problem.direction is Direction.BACKWARD_DATA
+        down = StripAxis.of(planar, 0, config["rows"], transposed=transposed)
+        return _Tiling(
+            problem=planar,
+            down=down,
+            across=StripAxis.of(planar, 1, config["columns"], transposed=transposed),
+            planes=config["planes"],
+            bands=bands_of(down, config["band"]),
+            rolled=config["rolled"],
+        )
+
+    @property
+    def all_planes(self) -> int:
+        """Planes of the result."""
+        return self.problem.n * (self.problem.c if self.transposed else self.problem.k)
+
+    @property
+    def terms(self) -> int:
+        """Filters that a result sums over."""
+        return self.multiplier if self.transposed else 1
+
+    @property
+    def staged(self) -> bool:
+        """Whether results pass through shared memory: where threads cannot write 16 bytes at once (an H200: 2x)."""
+        return self.vector * self.itemsize < WIDE_BYTES
+
+    @property
+    def items(self) -> int:
+        """Strips of a block."""
+        return self.planes * self.band_strips * self.across.count
+
+    @property
+    def threads(self) -> int:
+        """Of a block: one a strip, up to a limit."""
+        return round_up(ceil_div(self.items, ceil_div(self.items, _MAX_THREADS)), 32)
+
+    @property
+    def blocks(self) -> int:
+        return ceil_div(self.all_planes, self.planes) * self.bands
+
+    @property
+    def shared_bytes(self) -> int:
+        if self.bands == 1:
+            read = room(self.itemsize, self.sources * self.source_plane)
+        else:
+            read = self.sources * room(self.itemsize, self.source_plane)
+        written = room(self.itemsize, self.planes * self.plane) if self.staged else 0
+        return 4 * self.planes * self.terms * tap_pitch(self.taps) + self.itemsize * (self.zeros + read + written)
+
+    @property
+    def registers(self) -> int:
+        """Registers of a thread that spills nothing: sums, taps, a window's row, and addresses."""
+        taps = self.across.taps if self.rolled else self.taps
+        is_odd = self.across.leaves and vector(self.itemsize, self.across.size, self.across.step) == 1
+        beside = 54 if is_odd else 38  # each source of a row is then tested by itself
+        return round_up(self.down.length * self.across.length + taps + self.across.met + beside, 8)
+
+    def resident(self, device: Device) -> int:
+        """Blocks that a multiprocessor holds at once."""
+        return max(1, resident_blocks(self.registers, self.threads, self.shared_bytes, device))
+
+
+def _launch(problem: ProblemDescription, config: Config, device: Device) -> KernelStep:
+    tiling = _Tiling.of(problem, config)
+    source, target = ("y", "x") if tiling.transposed else ("x", "y")
+    return KernelStep(
+        source=_SOURCE,
+        entry="depthwise_channels_first",
+        grid=(tiling.blocks, 1, 1),
+        block=(tiling.threads, 1, 1),
+        shared_bytes=tiling.shared_bytes,
+        defines=_defines(tiling, device),
+        args=(
+            *(Pointer(buffer=name) for name in (source, "w", target)),
+            *int32s(tiling.all_planes, problem.tensor(source).size),
+        ),
+    )
+
+
+def _defines(tiling: _Tiling, device: Device) -> tuple[tuple[str, str | int], ...]:
+    return (
+        *tiling.defines,
+        ("TRANSPOSED", int(tiling.transposed)),
+        ("STAGED", int(tiling.staged)),
+        ("ROLLED", int(tiling.rolled)),
+        ("THREADS", tiling.threads),
+        ("MIN_BLOCKS", tiling.resident(device)),
+        ("SHARED_BYTES", tiling.shared_bytes),
+    )
+
+
+def _config(planes: int, band: int, rows: int, columns: int, rolled: bool) -> Config:
+    return Config.of(planes=planes, band=band, rows=rows, columns=columns, rolled=rolled)
+
+
+# What default_configs ranks by estimate; the last is valid for every applicable problem.
+_STRIPS = (
+    *((1, 7), (2, 7), (4, 7), (7, 7), (4, 4), (7, 4), (1, 8), (2, 8), (4, 8), (7, 8)),
+    *((1, 14), (2, 14), (1, 28), (2, 28)),
+)
+_SHORT_LIST = (
+    *(
+        _config(planes, 0, rows, columns, rolled)
+        for planes in (1, 2, 4, 8, 16, 32, 64)
+        for rows, columns in _STRIPS
+        for rolled in (False, True)
+    ),
+    *(_config(1, band, rows, 8, rolled) for band in (8, 16, 28) for rows in (1, 2, 4) for rolled in (False, True)),
+    _config(1, 4, 1, 4, False),
+)
+_ROLLED_DEFAULTS = 3
+_LEVEL, _LIKELY = 1.02, 1.3  # estimates that do not tell configurations apart, and that leave one a chance
+
+
+class ConvDepthwiseChannelsFirst(Solver):
+    """Depthwise convolution of channels-first tensors with filters of up to 64 taps, sums in float32.
+
+    Taps that meet padding beside an image whose rows take several strips multiply zeros; all others that meet no
+    element are left out.
+
+    Configuration: a block computes `planes` whole planes of the result, or, where `band` is not 0, bands of about so
+    many rows of one; a thread computes strips of `rows` x `columns`; filter rows are a loop if `rolled`.
+    """
+
+    id = "ConvDepthwiseChannelsFirst"
+    algorithm = Algorithm.DIRECT
+    keys = (
+        KernelKey(
+            place=Place.CUDA,
+            library=Library.PLAIN,
+            dtypes=frozenset({DataType.FLOAT16, DataType.BFLOAT16, DataType.FLOAT32}),
+            layouts=frozenset({Layout.NCW, Layout.NCHW}),
+            min_sm=80,
+        ),
+    )
+    alignment_bytes = 16
+    parameters: ClassVar[Mapping[str, Sequence[ConfigValue]]] = {
+        "planes": (1, 2, 4, 8, 16, 32, 64),
+        "band": (0, 4, 8, 16, 28, 56),
+        "rows": _ROWS,
+        "columns": _COLUMNS,
+        "rolled": (False, True),
+    }
+    sources = (_SOURCE,)
+
+    def examples(self) -> tuple[ProblemDescription, ...]:
+        def depthwise(c: int, taps: tuple[int, ...], m: int = 1, **fields: object) -> ProblemDescription:
+            return ProblemDescription.convolution(w=(m * c, 1, *taps), groups=c, **fields)  # type: ignore[arg-type]
+
+        half, brain = DataType.FLOAT16, DataType.BFLOAT16
+        back = Direction.BACKWARD_DATA
+        return (
+            depthwise(40, (3, 3), x=(4, 40, 7, 7), padding=1, dtype=half),
+            depthwise(24, (5, 5), x=(3, 24, 14, 14), padding=2, dtype=brain, direction=back),
+            depthwise(8, (7, 7), x=(2, 8, 28, 28), padding=3, dtype=half),
+            depthwise(16, (3, 3), x=(2, 16, 28, 28), padding=1, stride=2, direction=back, dtype=half),
+            depthwise(4, (3, 5), m=3, x=(2, 4, 33, 45), padding=((2, 4), (9, 0)), dilation=(2, 1)),
+            depthwise(5, (2, 3), m=2, x=(1, 5, 19, 17), stride=(3, 2), padding=1, direction=back, dtype=brain),
+            depthwise(3, (15,), x=(2, 3, 300), padding=((20, 1),), dtype=half),
+        )
+
+    def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
+        if problem.direction is Direction.BACKWARD_WEIGHTS:
+            return Applicability(
+                "serves forward and backward data: ConvDepthwiseChannelsFirstWeights serves backward weights"
+            )
+        reason = unserved(problem)
+        if reason:
+            return Applicability(reason)
+        if not self.is_valid_config(problem, device, _SHORT_LIST[-1]):
+            return Applicability(f"a row of {problem.x.shape} and {problem.y.shape} is too long for a block")
+        return APPLICABLE
+
+    def is_valid_config(self, problem: ProblemDescription, device: Device, config: Config) -> bool:
+        tiling = _Tiling.of(problem, config)
+        is_last = config == _SHORT_LIST[-1]
+        if not is_last and not _is_sensible(tiling, config):
+            return False
+        if tiling.planes > 1 and tiling.bands > 1:
+            return False
+        if tiling.rolled and tiling.transposed and tiling.down.stride > 1:
+            return False
+        if tiling.bands > 1 and (tiling.bands - 1) * tiling.band_strips >= tiling.down.count:
+            return False
+        if max(tiling.down.window, tiling.across.window) > MAX_WINDOW:
+            return False
+        fits_registers = (
+            tiling.registers <= _MAX_REGISTERS and resident_blocks(tiling.registers, tiling.threads, 0, device) > 0
+        )
+        fits_shared = tiling.shared_bytes <= (device.shared_bytes or _SHARED_BYTES)
+        return (fits_registers or is_last) and fits_shared
+
+    def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
+        ranked = self.ranked(problem, device, _SHORT_LIST)
+        if problem.direction is Direction.BACKWARD_DATA and max(problem.conv.stride) > 1:
+            return self._strided_defaults(problem, device, ranked)
+        rolled = [config for config in ranked if config["rolled"]][:_ROLLED_DEFAULTS]
+        likely = [config for config in ranked if not config["rolled"]][: MAX_DEFAULTS - len(rolled)] + rolled
+        return tuple(sorted(likely, key=ranked.index))
+
+    def _strided_defaults(
+        self, problem: ProblemDescription, device: Device, ranked: Sequence[Config]
+    ) -> tuple[Config, ...]:
+        """One of each strip, and what else is likely, as estimates of a strip err alike.
+
+        Strips are of whole strides, so that several configurations come to one tiling. Four planes a block tend to be
+        faster than others of the same estimate (H200).
+        """
+        likely_ms = _LIKELY * self.estimate_ms(problem, device, ranked[0])
+        likely = [config for config in ranked if self.estimate_ms(problem, device, config) <= likely_ms]
+        tilings = {_Tiling.of(problem, config): config for config in reversed(likely)}
+        strips: dict[tuple[int, int], Config] = {}
+        for tiling, config in reversed(tilings.items()):
+            strip = (tiling.down.length, tiling.across.length)
+            best = strips.setdefault(strip, config)
+            least_ms = self.estimate_ms(problem, device, best)
+            if tiling.planes == 4 and self.estimate_ms(problem, device, config) <= _LEVEL * least_ms:
+                strips[strip] = config
+        chosen = tuple(dict.fromkeys((*strips.values(), *reversed(tilings.values()))))
+        return tuple(sorted(chosen[:MAX_DEFAULTS], key=ranked.index))
+
+    def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
+        return estimate_ms(_load(_Tiling.of(problem, config), device), device)
+
+    def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
+        return ConvSolution(steps=(_launch(problem, config, device),))
+
+
+def _is_sensible(tiling: _Tiling, config: Config) -> bool:
+    """Whether a configuration is neither another's equal nor a waste of threads, registers or code."""
+    if any(config["rows"] > rows >= tiling.down.outputs for rows in _ROWS):
+        return False
+    if any(config["columns"] > columns >= tiling.across.outputs for columns in _COLUMNS):
+        return False
+    if config["band"] and (tiling.bands == 1 or config["planes"] > 1):
+        return False
+    if tiling.planes >= 2 * tiling.all_planes or tiling.items < 24 <= tiling.all_planes:
+        return False
+    if tiling.rolled and tiling.down.taps < _LEAST_ROLLED:
+        return False
+    return not tiling.is_wasteful(_ROWS, _COLUMNS)
+
+
+def _load(tiling: _Tiling, device: Device) -> Load:
+    down, across = tiling.down, tiling.across
+    turns = ceil_div(tiling.items, tiling.threads) * tiling.terms
+    stores = down.length * across.length / tiling.vector * (2 if tiling.staged else 1)
+    rows = down.length * down.taps if tiling.rolled else down.met
+    strip = tiling.products + rows * (across.met + 4) + tiling.taps / 4 + stores + 40
+    copies = tiling.shared_bytes / 16 / tiling.threads
+    return Load(
+        blocks=tiling.blocks,
+        threads=tiling.threads,
+        resident=tiling.resident(device),
+        instructions=turns * strip + 12 * copies + 100,
+        reads=turns * (rows * row_reads(tiling.itemsize, across) + stores),
+        bytes=tiling.problem.bytes,
+    )
+
+
+SOLVERS = (ConvDepthwiseChannelsFirst(),)

@@ -1,0 +1,348 @@
+"""ConvDepthwiseChannelsFirstWeights: backward weights of depthwise convolution with small filters, channels first.
+
+Images are dealt to blocks; a second kernel adds the blocks' float32 sums in a fixed order. Kernels:
+kernels_src/depthwise/channels_first_weights.cu.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from miofind.device import Device, Library, Place
+from miofind.problem import DataType, Direction, Layout, ProblemDescription
+from miofind.solution import Config, ConfigValue, ConvSolution, KernelStep, Pointer, Region, Scalar, WorkspacePlan
+from miofind.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
+from miofind.solvers.common.correlation import ceil_div, round_up
+from miofind.solvers.common.residency import resident_blocks
+from miofind.solvers.depthwise.strips import (
+    MAX_DEFAULTS,
+    MAX_WINDOW,
+    WIDE_BYTES,
+    StripAxis,
+    StripTiling,
+    bands_of,
+    room,
+    unserved,
+)
+from miofind.solvers.depthwise.strips_cost import Load, estimate_ms, row_reads
+
+_SOURCE = "depthwise/channels_first_weights.cu"
+_PARTS = "parts"
+_SHARED_BYTES = 48 << 10
+_MAX_REGISTERS = 168
+_ROWS, _COLUMNS = (1, 2, 4, 7), (4, 7, 8, 14)
+_MAX_THREADS = 256
+_MAX_BLOCKS = 4096
+_MIN_CLUSTER_SM = 90
+_MAX_CLUSTER = 8  # blocks of a cluster that every device has
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Tiling(StripTiling):
+    """A configuration applied to a problem: what the kernel's constants come to.
+
+    kernels_src/depthwise/channels_first_weights.cu computes the same from the defines and refuses to compile where it
+    differs.
+
+    Attributes:
+        units, buffers, splits, clustered: as configured. A unit is an image, or a band of one.
+    """
+
+    units: int
+    buffers: int
+    splits: int
+    clustered: bool
+
+    @staticmethod
+    def of(problem: ProblemDescription, config: Config) -> _Tiling:
+        planar = problem.lifted(2)
+        down = StripAxis.of(planar, 0, config["rows"], transposed=False)
+        return _Tiling(
+            problem=planar,
+            down=down,
+            across=StripAxis.of(planar, 1, config["columns"], transposed=False),
+            bands=bands_of(down, config["band"]),
+            **{name: config[name] for name in ("planes", "units", "buffers", "splits", "clustered")},
+        )
+
+    @property
+    def items(self) -> int:
+        """Strips of a stage of a block."""
+        return self.planes * self.units * self.band_strips * self.across.count
+
+    @property
+    def threads(self) -> int:
+        """Of a block: one a strip, up to a limit."""
+        return round_up(ceil_div(self.items, ceil_div(self.items, _MAX_THREADS)), 32)
+
+    @property
+    def stages(self) -> int:
+        """Of all blocks that share filters."""
+        return ceil_div(self.problem.n * self.bands, self.units)
+
+    @property
+    def has_parts(self) -> bool:
+        """Whether sums of several blocks are added by the second kernel."""
+        return self.splits > 1 and not self.clustered
+
+    @property
+    def blocks(self) -> int:
+        return ceil_div(self.problem.k, self.planes) * self.splits
+
+    @property
+    def stage_elements(self) -> int:
+        """Elements of shared memory for a stage."""
+        x, dy = self.sources * self.source_plane, self.planes * self.plane
+        return self.units * (_odd_room(self.itemsize, x) + _odd_room(self.itemsize, dy))
+
+    @property
+    def shared_bytes(self) -> int:
+        totals = round_up(self.planes * self.taps, 4) if self.clustered else 0
+        staged = self.itemsize * (self.zeros + self.buffers * self.stage_elements)
+        return max(staged, 4 * (self.taps * self.threads + totals))
+
+    @property
+    def registers(self) -> int:
+        """Registers of a thread that spills nothing: sums, a strip, a window's row, and addresses."""
+        return round_up(self.down.length * self.across.length + self.taps + self.across.met + 54, 8)
+
+    def resident(self, device: Device) -> int:
+        """Blocks that a multiprocessor holds at once."""
+        return max(1, resident_blocks(self.registers, self.threads, self.shared_bytes, device))
+
+
+def _odd_room(itemsize: int, count: int) -> int:
+    """Elements of a run's place: an odd number of 16-byte words, so that units' places begin in different banks."""
+    wide = WIDE_BYTES // itemsize
+    return (room(itemsize, count) // wide | 1) * wide
+
+
+def _steps(problem: ProblemDescription, config: Config, device: Device) -> tuple[KernelStep, ...]:
+    tiling = _Tiling.of(problem, config)
+    defines = _defines(tiling, device)
+    # A block that leaves sums to the second kernel is told of the output, too, so that both have one signature.
+    parts = _PARTS if tiling.has_parts else "w"
+    add = KernelStep(
+        source=_SOURCE,
+        entry="depthwise_channels_first_weights",
+        grid=(tiling.blocks, 1, 1),
+        block=(tiling.threads, 1, 1),
+        shared_bytes=tiling.shared_bytes,
+        defines=defines,
+        args=(*(Pointer(buffer=name) for name in ("y", "x", "w", parts)), Scalar(ctype="int32", value=problem.n)),
+    )
+    if not tiling.has_parts:
+        return (add,)
+    finish = KernelStep(
+        source=_SOURCE,
+        entry="depthwise_channels_first_weights_finish",
+        grid=(ceil_div(problem.w.size, 128), 1, 1),
+        block=(128, 1, 1),
+        defines=defines,
+        args=(Pointer(buffer=_PARTS), Pointer(buffer="w")),
+        waits_itself=True,
+    )
+    return add, finish
+
+
+def _defines(tiling: _Tiling, device: Device) -> tuple[tuple[str, str | int], ...]:
+    return (
+        *tiling.defines,
+        *((name.upper(), getattr(tiling, name)) for name in ("units", "buffers", "splits", "threads")),
+        ("CLUSTERED", int(tiling.clustered)),
+        ("MIN_BLOCKS", tiling.resident(device)),
+        ("SHARED_BYTES", tiling.shared_bytes),
+    )
+
+
+# Milliseconds of the second kernel, and of a cluster's launch and sums. Instructions of a thread: for a product, an
+# element of a row of a strip's window, a strip, a word copied, and at the end for a tap; reads of shared memory cost a
+# share of what they cost ConvDepthwiseChannelsFirst. Cycles that a block waits for a stage if it has one buffer. Fitted
+# to 235 times of an H200, float16 and float32: configurations ranked first take 1.04 times the best.
+_FINISH_MS, _CLUSTER_MS = 0.0005, 0.0017
+_PRODUCT, _ELEMENT, _STRIP, _READ_SHARE, _COPY, _TAP = 0.6, 0.35, 220, 0.35, 6, 30
+_STAGE_WAIT = 285
+
+
+def _config(
+    *, planes: int, band: int, rows: int, columns: int, units: int, buffers: int, splits: int, clustered: bool = False
+) -> Config:
+    return Config.of(
+        planes=planes,
+        band=band,
+        rows=rows,
+        columns=columns,
+        units=units,
+        buffers=buffers,
+        splits=splits,
+        clustered=clustered,
+    )
+
+
+# What default_configs ranks by estimate; the last is valid for every applicable problem.
+_SHORT_LIST = (
+    *(
+        _config(
+            planes=planes,
+            band=0,
+            rows=rows,
+            columns=columns,
+            units=units,
+            buffers=buffers,
+            splits=splits,
+            clustered=clustered,
+        )
+        for planes, units in ((1, 1), (1, 2), (1, 8), (2, 4), (4, 8), (4, 32), (8, 4), (8, 8), (8, 16))
+        for rows, columns in ((2, 4), (4, 4), (2, 8), (4, 8), (2, 14), (7, 7))
+        for buffers in (1, 2)
+        for splits, clustered in ((1, False), (4, True), (8, True), (4, False), (16, False))
+    ),
+    *(
+        _config(planes=1, band=band, rows=4, columns=8, units=1, buffers=2, splits=splits)
+        for band in (16, 28)
+        for splits in (1, 4, 16)
+    ),
+    _config(planes=1, band=4, rows=1, columns=4, units=1, buffers=1, splits=1),
+)
+_CLUSTERED_DEFAULTS = 4
+
+
+class ConvDepthwiseChannelsFirstWeights(Solver):
+    """Backward weights of depthwise convolutions of channels-first tensors, filters of up to 64 taps; float32 sums.
+
+    Padding beside an image whose rows take several strips is multiplied as zeros; nothing else that does not exist is.
+
+    Configuration: a block computes `planes` filters from `units` units at a time, images or, where `band` is not 0,
+    bands of about so many of an image's rows, in `buffers` buffers; its threads take strips of `rows` x `columns`
+    of dy; the units are dealt to `splits` blocks, which add
+    their sums as a cluster if `clustered`, else by a second kernel.
+    """
+
+    id = "ConvDepthwiseChannelsFirstWeights"
+    algorithm = Algorithm.DIRECT
+    keys = (
+        KernelKey(
+            place=Place.CUDA,
+            library=Library.PLAIN,
+            dtypes=frozenset({DataType.FLOAT16, DataType.BFLOAT16, DataType.FLOAT32}),
+            layouts=frozenset({Layout.NCW, Layout.NCHW}),
+            min_sm=80,
+        ),
+    )
+    alignment_bytes = 16
+    parameters: ClassVar[Mapping[str, Sequence[ConfigValue]]] = {
+        "planes": (1, 2, 4, 8),
+        "band": (0, 4, 16, 28),
+        "rows": _ROWS,
+        "columns": _COLUMNS,
+        "units": (1, 2, 4, 8, 16, 32),
+        "buffers": (1, 2),
+        "splits": (1, 2, 4, 8, 16),
+        "clustered": (False, True),
+    }
+    sources = (_SOURCE,)
+
+    def examples(self) -> tuple[ProblemDescription, ...]:
+        def depthwise(c: int, taps: tuple[int, ...], m: int = 1, **fields: object) -> ProblemDescription:
+            return ProblemDescription.convolution(
+                w=(m * c, 1, *taps),
+                groups=c,
+                direction=Direction.BACKWARD_WEIGHTS,
+                **fields,  # type: ignore[arg-type]
+            )
+
+        half, brain = DataType.FLOAT16, DataType.BFLOAT16
+        return (
+            depthwise(40, (3, 3), x=(4, 40, 7, 7), padding=1, dtype=half),
+            depthwise(24, (5, 5), x=(3, 24, 14, 14), padding=2, dtype=brain),
+            depthwise(8, (7, 7), x=(2, 8, 28, 28), padding=3, dtype=half),
+            depthwise(16, (3, 3), x=(2, 16, 28, 28), padding=1, stride=2, dtype=half),
+            depthwise(4, (3, 5), m=3, x=(2, 4, 33, 45), padding=((2, 4), (9, 0)), dilation=(2, 1)),
+            depthwise(5, (2, 3), m=2, x=(1, 5, 19, 17), stride=(3, 2), padding=1, dtype=brain),
+            depthwise(3, (15,), x=(2, 3, 300), padding=((20, 1),), dtype=half),
+        )
+
+    def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
+        if problem.direction is not Direction.BACKWARD_WEIGHTS:
+            return Applicability("serves backward weights: ConvDepthwiseChannelsFirst serves the other directions")
+        reason = unserved(problem)
+        if reason:
+            return Applicability(reason)
+        if not self.is_valid_config(problem, device, _SHORT_LIST[-1]):
+            return Applicability(f"a row of {problem.x.shape} and {problem.y.shape} is too long for a block")
+        return APPLICABLE
+
+    def is_valid_config(self, problem: ProblemDescription, device: Device, config: Config) -> bool:
+        tiling = _Tiling.of(problem, config)
+        is_last = config == _SHORT_LIST[-1]
+        if not is_last and not _is_sensible(tiling, config):
+            return False
+        if tiling.clustered and (device.sm < _MIN_CLUSTER_SM or not 1 < tiling.splits <= _MAX_CLUSTER):
+            return False
+        if tiling.bands > 1 and (tiling.bands - 1) * tiling.band_strips >= tiling.down.count:
+            return False
+        if max(tiling.down.window, tiling.across.window) > MAX_WINDOW:
+            return False
+        fits_registers = (
+            tiling.registers <= _MAX_REGISTERS and resident_blocks(tiling.registers, tiling.threads, 0, device) > 0
+        )
+        fits_shared = tiling.shared_bytes <= (device.shared_bytes or _SHARED_BYTES)
+        return (fits_registers or is_last) and fits_shared
+
+    def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
+        ranked = self.ranked(problem, device, _SHORT_LIST)
+        clustered = [config for config in ranked if config["clustered"]][:_CLUSTERED_DEFAULTS]
+        others = [config for config in ranked if not config["clustered"]][: MAX_DEFAULTS - len(clustered)]
+        return tuple(sorted(clustered + others, key=ranked.index))
+
+    def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
+        tiling = _Tiling.of(problem, config)
+        together_ms = _FINISH_MS if tiling.has_parts else _CLUSTER_MS if tiling.clustered else 0
+        return estimate_ms(_load(tiling, device), device) + together_ms
+
+    def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
+        parts = Region(name=_PARTS, bytes=4 * config["splits"] * problem.w.size)
+        regions = (parts,) if _Tiling.of(problem, config).has_parts else ()
+        return ConvSolution(steps=_steps(problem, config, device), workspace=WorkspacePlan(regions))
+
+
+def _is_sensible(tiling: _Tiling, config: Config) -> bool:
+    """Whether a configuration is neither another's equal nor a waste of threads, registers or code."""
+    if any(config["rows"] > rows >= tiling.down.outputs for rows in _ROWS):
+        return False
+    if any(config["columns"] > columns >= tiling.across.outputs for columns in _COLUMNS):
+        return False
+    if config["band"] and (tiling.bands == 1 or config["planes"] > 1):
+        return False
+    if tiling.planes >= 2 * tiling.problem.k or tiling.units >= 2 * tiling.problem.n * tiling.bands:
+        return False
+    if tiling.splits > tiling.stages or tiling.buffers > ceil_div(tiling.stages, tiling.splits):
+        return False
+    if not 64 <= tiling.items <= 512 or (tiling.blocks > _MAX_BLOCKS and tiling.splits > 1):
+        return False
+    return not tiling.is_wasteful(_ROWS, _COLUMNS)
+
+
+def _load(tiling: _Tiling, device: Device) -> Load:
+    down, across = tiling.down, tiling.across
+    stages = ceil_div(tiling.stages, tiling.splits)
+    turns = ceil_div(tiling.items, tiling.threads) * stages
+    strip = down.length * across.length
+    elements = down.met * (across.met + 4)
+    instructions = _PRODUCT * tiling.products + _ELEMENT * elements + strip * (1 + 1 / tiling.vector) + _STRIP
+    reads = down.met * row_reads(tiling.itemsize, across) + strip / tiling.vector
+    copies = tiling.itemsize * tiling.stage_elements / 16 / tiling.threads * stages
+    return Load(
+        blocks=tiling.blocks,
+        threads=tiling.threads,
+        resident=tiling.resident(device),
+        instructions=turns * instructions + _COPY * copies + 150 + _TAP * tiling.taps,
+        reads=_READ_SHARE * turns * reads,
+        bytes=tiling.problem.bytes,
+        waits=_STAGE_WAIT * stages if tiling.buffers == 1 else 0,
+    )
+
+
+SOLVERS = (ConvDepthwiseChannelsFirstWeights(),)

@@ -1,0 +1,307 @@
+"""Rows of channels-last images streamed through shared memory: the arithmetic of depthwise/channels_last_rows.cuh.
+
+Pure arithmetic on shapes.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+
+from miofind.device import Device
+from miofind.problem import Direction, ProblemDescription
+from miofind.solution import Config, Scalar, int32s
+from miofind.solvers.common.correlation import ceil_div, round_up
+from miofind.solvers.common.divisor import divisors
+from miofind.solvers.common.limits import MAX_ELEMENTS, mixed, overpadded, oversized
+from miofind.solvers.common.residency import resident_blocks
+
+_COPY_BYTES = 16
+_BANK_BYTES = 128
+_MAX_STEP = 2**15
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowAxis:
+    """One axis, taken apart into classes in which output t, tap i and input m meet where m = stride * t + i.
+
+    Attributes:
+        x_size, y_size, taps, pad: of the problem.
+        x_stride, dilation: of the problem; 1 for a dilation of a single tap.
+        stride: within a class.
+        y_step: output coordinates between neighbours of a class; also the number of classes.
+    """
+
+    x_size: int
+    y_size: int
+    taps: int
+    pad: int
+    x_stride: int
+    dilation: int
+    stride: int
+    y_step: int
+
+    @staticmethod
+    def of(problem: ProblemDescription, dim: int) -> RowAxis:
+        """The axis `dim` of a problem of two dimensions."""
+        conv, taps = problem.conv, problem.filter[dim]
+        dilation = conv.dilation[dim] if taps > 1 else 1
+        common = math.gcd(conv.stride[dim], dilation)
+        return RowAxis(
+            x_size=problem.spatial[dim],
+            y_size=problem.out_spatial[dim],
+            taps=taps,
+            pad=conv.pad_before[dim],
+            x_stride=conv.stride[dim],
+            dilation=dilation,
+            stride=conv.stride[dim] // common,
+            y_step=dilation // common,
+        )
+
+    @property
+    def span(self) -> int:
+        """Outputs of a class that one run of `stride` inputs meets."""
+        return ceil_div(self.taps, self.stride)
+
+    def units(self, *, backward: bool, aligned: bool = False) -> int:
+        """Outputs of the longest class; with `backward` runs of `stride` inputs, which begin at the first input, or
+        with `aligned` at a multiple of the stride."""
+        if not backward:
+            return ceil_div(self.y_size, self.y_step)
+        if self.dilation == 1:
+            return ceil_div(self.x_size + (self.pad % self.stride if aligned else 0), self.stride)
+        return max(self._aligned_units(residue) for residue in range(self.y_step))
+
+    def _aligned_units(self, residue: int) -> int:
+        first = residue * self.x_stride - self.pad
+        low, high = -(first // self.dilation), -((first - self.x_size) // self.dilation)
+        return ceil_div(high - low // self.stride * self.stride, self.stride)
+
+
+@functools.lru_cache(maxsize=64)  # a search asks for each of thousands of configurations
+def row_axes(problem: ProblemDescription) -> tuple[RowAxis, RowAxis]:
+    """Rows and columns of a 1-D or 2-D problem."""
+    planar = problem.lifted(2)
+    return RowAxis.of(planar, 0), RowAxis.of(planar, 1)
+
+
+def is_dilated(problem: ProblemDescription) -> bool:
+    return any(axis.dilation > 1 for axis in row_axes(problem))
+
+
+def phases(problem: ProblemDescription) -> tuple[int, int]:
+    """Indices of the first input row and column modulo the stride, where they are the same for all blocks; else 0."""
+    if is_dilated(problem):
+        return 0, 0
+    height, width = row_axes(problem)
+    return height.pad % height.stride, width.pad % width.stride
+
+
+def is_whole(problem: ProblemDescription, dim: int, units: int) -> bool:
+    """Whether all parts of `units` units of an axis are full: see RowAxis.units."""
+    axis = row_axes(problem)[dim]
+    if is_dilated(problem):
+        return False
+    if problem.direction is Direction.BACKWARD_DATA:
+        return axis.x_size % (axis.stride * units) == 0
+    return axis.y_size % units == 0
+
+
+def copy_vector(problem: ProblemDescription, channels: int, total: int) -> int:
+    """Elements that are copied at once of pixels of `total` channels of which blocks take `channels` each."""
+    return math.gcd(_COPY_BYTES // problem.x.dtype.itemsize, channels, total)
+
+
+def even_share(total: int, most: int, unit: int = 1) -> int:
+    """The size of parts that `total` falls into evenly, multiples of `unit`, at most `most` if that is one."""
+    parts = ceil_div(total, max(unit, most))
+    return round_up(ceil_div(total, parts), unit)
+
+
+@functools.lru_cache(maxsize=4096)
+def pixel_pitch(channels: int, itemsize: int, vector: int, step: int, runs: int) -> int:
+    """Elements from one staged pixel to the next with which warps that read vectors meet the fewest bank conflicts.
+
+    Args:
+        channels: of a pixel.
+        itemsize: bytes of an element.
+        vector: elements that a lane reads.
+        step: pixels between those that neighbouring groups of lanes read.
+        runs: lanes of a group, which read one pixel.
+    """
+    least, unit = round_up(channels * itemsize, _COPY_BYTES), _COPY_BYTES
+    pitches = range(least, least + _BANK_BYTES, unit)
+    best = min(pitches, key=lambda pitch: (bank_conflicts(pitch, vector * itemsize, step, runs), pitch))
+    return best // itemsize
+
+
+@functools.lru_cache(maxsize=4096)
+def bank_conflicts(pitch_bytes: int, bytes_read: int, step: int, runs: int) -> float:
+    """Turns of shared memory for a warp's read, over those that as many bytes take at least."""
+    lanes = min(32, max(1, _BANK_BYTES // bytes_read))
+    turns = 0
+    for first in range(0, 32, lanes):
+        words: dict[int, set[int]] = {}
+        for lane in range(first, first + lanes):
+            at = lane // runs * step * pitch_bytes + lane % runs * bytes_read
+            for word in range(at // 4, (at + bytes_read - 1) // 4 + 1):
+                words.setdefault(word % 32, set()).add(word)
+        turns += max(len(rows) for rows in words.values())
+    return turns / (32 // lanes)
+
+
+def row_unserved(problem: ProblemDescription) -> str:
+    """Why kernels on rows of channels cannot compute a problem, whatever its direction; "" if they can."""
+    if problem.groups != problem.c:
+        return f"needs one input channel a group: groups={problem.groups} c={problem.c}"
+    if reason := mixed(problem) or oversized(problem) or overpadded(problem):
+        return reason
+    conv = problem.conv
+    if max(*conv.stride, *conv.dilation) > _MAX_STEP:
+        return f"counts coordinates in 32 bits: stride or dilation is more than {_MAX_STEP}"
+    if problem.direction is Direction.BACKWARD_DATA:
+        for stride, dilation, taps in zip(conv.stride, conv.dilation, problem.filter, strict=True):
+            if taps > 1 and math.gcd(stride, dilation) > 1:
+                return f"needs stride and dilation without a common divisor, not {conv.stride} and {conv.dilation}"
+        if problem.x.size + _reach(problem) > MAX_ELEMENTS:
+            return f"counts elements in 32 bits: stride {conv.stride} and dilation {conv.dilation} reach too far"
+    return ""
+
+
+def _reach(problem: ProblemDescription) -> int:
+    """Elements of x, at most, that the rows and columns of one residue lie apart or begin before the tensor."""
+    steps = [stride * dilation for stride, dilation in zip(problem.conv.stride, problem.conv.dilation, strict=True)]
+    return sum(step * problem.c * math.prod(problem.spatial[dim + 1 :]) for dim, step in enumerate(steps))
+
+
+def axis_scalars(problem: ProblemDescription) -> tuple[Scalar, ...]:
+    """Sizes, strides, padding, dilation and y_step, rows before columns each, as the kernels take them."""
+    height, width = row_axes(problem)
+    pairs = (
+        (height.x_size, width.x_size),
+        (height.y_size, width.y_size),
+        (height.x_stride, width.x_stride),
+        (height.pad, width.pad),
+        (height.dilation, width.dilation),
+        (height.y_step, width.y_step),
+    )
+    return int32s(*(value for pair in pairs for value in pair))
+
+
+def channel_share(problem: ProblemDescription, config: Config) -> int:
+    """Channels of x that a block takes, about `channels`: whole vectors, and whole copies where there are such."""
+    unit = max(config["vector"], math.gcd(_COPY_BYTES // problem.x.dtype.itemsize, problem.c))
+    return even_share(problem.c, config["channels"], unit)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowTiling:
+    """A configuration of `channels`, `vector`, `columns`, `tile` and `rows` applied to a problem.
+
+    The kernels compute the same from their defines.
+
+    Attributes:
+        channels: of x that a block takes.
+        groups: of lanes in a block, each at its own columns.
+        rows: units of rows that a strip has: see RowAxis.units.
+        channel_blocks, column_tiles, strips, classes: their product is the grid of an image.
+        images: of the problem.
+        threads: of a block.
+    """
+
+    channels: int
+    groups: int
+    rows: int
+    channel_blocks: int
+    column_tiles: int
+    strips: int
+    classes: int
+    images: int
+    threads: int
+
+    @staticmethod
+    def of(problem: ProblemDescription, config: Config, lane_channels: int) -> RowTiling:
+        """Those of a kernel whose lanes hold vectors of `lane_channels` channels for each of x."""
+        height, width = row_axes(problem)
+        backward = problem.direction is Direction.BACKWARD_DATA
+        vector, columns = config["vector"], config["columns"]
+        channels = channel_share(problem, config)
+        column_units = width.units(backward=backward, aligned=is_dilated(problem))
+        row_units = height.units(backward=backward, aligned=is_dilated(problem))
+        groups = ceil_div(even_share(column_units, config["tile"]), columns)
+        rows = config["rows"]
+        return RowTiling(
+            channels=channels,
+            groups=groups,
+            rows=rows,
+            channel_blocks=ceil_div(problem.c, channels),
+            column_tiles=ceil_div(column_units, groups * columns),
+            strips=ceil_div(row_units, rows),
+            classes=height.y_step * width.y_step,
+            images=problem.n,
+            threads=round_up(channels * lane_channels // vector * groups, 32),
+        )
+
+    @property
+    def blocks(self) -> int:
+        """In the grid."""
+        return self.channel_blocks * self.column_tiles * self.strips * self.classes * self.images
+
+    @property
+    def divisors(self) -> tuple[Scalar, ...]:
+        return divisors(self.channel_blocks, self.column_tiles, self.strips)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowRates:
+    """What a kernel's work costs; fitted to measurements of the kernel.
+
+    Attributes:
+        launch_ms: of all its launches.
+        issue: issue slots of an instruction.
+        alone: cycles of an instruction in a warp that has a scheduler to itself.
+        serial: share of the shorter of computing and moving that does not overlap the longer.
+    """
+
+    launch_ms: float
+    issue: float
+    alone: float
+    serial: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowWork:
+    """What a kernel on rows of channels does.
+
+    Attributes:
+        instructions: of a thread.
+        registers: of a thread.
+        shared_bytes: of a block.
+        moved_bytes: of device memory, all blocks.
+    """
+
+    instructions: float
+    registers: int
+    shared_bytes: int
+    moved_bytes: float
+
+    def time_ms(self, tiling: RowTiling, device: Device, rates: RowRates) -> float:
+        """Milliseconds, launches and all."""
+        registers = round_up(self.registers, 8)
+        resident = max(1, resident_blocks(registers, tiling.threads, self.shared_bytes, device))
+        full, rest = divmod(tiling.blocks, device.sm_count * resident)
+        waves = full * self._wave(resident * tiling.threads, rates)
+        if rest:
+            waves += self._wave(ceil_div(rest, device.sm_count) * tiling.threads, rates)
+        busy_ms = 1e3 * waves * self.instructions / device.clock_hz
+        moved_ms = 1e3 * self.moved_bytes / (_BANDWIDTH_SHARE * device.bandwidth_bytes_per_s)
+        return rates.launch_ms + max(busy_ms, moved_ms) + rates.serial * min(busy_ms, moved_ms)
+
+    def _wave(self, threads: int, rates: RowRates) -> float:
+        """Cycles of an instruction of a thread where a multiprocessor runs so many at once."""
+        return max(rates.alone, rates.issue * ceil_div(threads, 32 * _SCHEDULERS))
+
+
+_SCHEDULERS = 4
+_BANDWIDTH_SHARE = 0.95

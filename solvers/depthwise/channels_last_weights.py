@@ -1,0 +1,378 @@
+"""ConvDepthwiseChannelsLastWeights: backward weights of depthwise convolutions with small filters, channels-last.
+
+Kernel: kernels_src/depthwise/channels_last_weights.cu.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from miofind.device import Device, Library, Place
+from miofind.problem import DataType, Direction, Layout, ProblemDescription
+from miofind.solution import (
+    Config,
+    ConfigValue,
+    ConvSolution,
+    KernelStep,
+    Pointer,
+    Region,
+    WorkspacePlan,
+    int32s,
+)
+from miofind.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
+from miofind.solvers.common.correlation import ceil_div, round_up
+from miofind.solvers.common.divisor import divisors
+from miofind.solvers.common.limits import MAX_ELEMENTS
+from miofind.solvers.common.residency import resident_blocks
+from miofind.solvers.depthwise.channels_last_rows import (
+    axis_scalars,
+    channel_share,
+    is_dilated,
+    is_whole,
+    row_axes,
+    row_unserved,
+)
+
+_SOURCE = "depthwise/channels_last_weights.cu"
+_PARTS = "partial"
+_STAGED_BYTES = 40 << 10  # of shared memory, at most: two blocks of most sizes fit a multiprocessor
+_MAX_REGISTERS = 200
+_MAX_PRODUCTS = 3200
+_MAX_WINDOW = 32
+_MAX_LANES = 16
+_FEW_THREADS = 128
+_MAX_WORKSPACE_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Tiling:
+    """A configuration applied to a problem: what the kernel's constants come to.
+
+    Attributes:
+        channels: of x that a block takes.
+        channel_blocks: of all channels.
+        lanes: threads that share an item; each has a vector of filters.
+        slots: items that a block has at once.
+        groups, strips: items across and down an image's dy.
+        items: of all images.
+        turns: items that a thread takes.
+        window: columns of x that an item meets.
+        steps: of an item: its rows, and those after it that meet the same rows of x.
+        together: filter rows of a block's sums that are added at once.
+    """
+
+    channels: int
+    channel_blocks: int
+    lanes: int
+    slots: int
+    groups: int
+    strips: int
+    items: int
+    turns: int
+    window: int
+    steps: int
+    together: int
+    shared_bytes: int
+    registers: int
+    products: int
+
+    @staticmethod
+    def of(problem: ProblemDescription, config: Config) -> _Tiling:
+        height, width = row_axes(problem)
+        multiplier, itemsize = problem.k // problem.c, problem.x.dtype.itemsize
+        vector, columns, rows = config["vector"], config["columns"], config["rows"]
+        channels = channel_share(problem, config)
+        lanes = channels * multiplier // vector
+        groups, strips = ceil_div(width.units(backward=False), columns), ceil_div(height.units(backward=False), rows)
+        items = groups * strips * height.y_step * width.y_step * problem.n
+        slots = max(1, min(config["threads"] // lanes, items))
+        window, taps = width.stride * (columns - 1) + width.taps, height.taps * width.taps
+        row_bytes = 4 * slots * width.taps * channels * multiplier
+        together = max(1, min(height.taps, _STAGED_BYTES // row_bytes))
+        words = (height.stride * window + columns) * ceil_div(vector * itemsize, 4)
+        return _Tiling(
+            channels=channels,
+            channel_blocks=ceil_div(problem.c, channels),
+            lanes=lanes,
+            slots=slots,
+            groups=groups,
+            strips=strips,
+            items=items,
+            turns=min(config["turns"], ceil_div(items, slots)),
+            window=window,
+            steps=rows + height.span - 1,
+            together=together,
+            shared_bytes=together * row_bytes,
+            registers=round_up(
+                (taps + height.span * columns + height.stride * window) * vector + config["ahead"] * words + 52, 8
+            ),
+            products=taps * columns * vector * height.span * config["ahead"],
+        )
+
+    @property
+    def threads(self) -> int:
+        """Of a block."""
+        return round_up(self.lanes * self.slots, 32)
+
+    @property
+    def parts(self) -> int:
+        """Blocks that share the same channels."""
+        return ceil_div(self.items, self.slots * self.turns)
+
+    @property
+    def blocks(self) -> int:
+        return self.channel_blocks * self.parts
+
+    def resident(self, device: Device) -> int:
+        """Blocks that a multiprocessor holds at once."""
+        return max(1, resident_blocks(self.registers, self.threads, self.shared_bytes, device))
+
+    @property
+    def finish_lanes(self) -> int:
+        """Threads of the second pass that share an element."""
+        return min(_MAX_LANES, 1 << (self.parts - 1).bit_length())
+
+
+def _sum_step(problem: ProblemDescription, config: Config, device: Device) -> KernelStep:
+    tiling = _Tiling.of(problem, config)
+    return KernelStep(
+        source=_SOURCE,
+        entry="depthwise_channels_last_weights",
+        grid=(tiling.blocks, 1, 1),
+        block=(tiling.threads, 1, 1),
+        shared_bytes=tiling.shared_bytes,
+        defines=_defines(problem, config, device),
+        args=(
+            *(Pointer(buffer=name) for name in ("y", "x", "w" if tiling.parts == 1 else _PARTS)),
+            *int32s(problem.c),
+            *axis_scalars(problem),
+            *int32s(tiling.items, tiling.turns, config["rows"]),
+            *divisors(tiling.channel_blocks, tiling.groups, tiling.strips),
+        ),
+    )
+
+
+def _finish_step(problem: ProblemDescription, tiling: _Tiling) -> KernelStep:
+    taps = math.prod(problem.filter)
+    return KernelStep(
+        source=_SOURCE,
+        entry="depthwise_channels_last_weights_finish",
+        grid=(ceil_div(problem.k, 32), taps, 1),
+        block=(32 * tiling.finish_lanes, 1, 1),
+        defines=(("ELEMENT", problem.x.dtype.value), ("TAPS", taps), ("LANES", tiling.finish_lanes)),
+        args=(Pointer(buffer=_PARTS), Pointer(buffer="w"), *int32s(problem.k, tiling.parts)),
+        waits_itself=True,
+    )
+
+
+def _defines(problem: ProblemDescription, config: Config, device: Device) -> tuple[tuple[str, str | int], ...]:
+    height, width = row_axes(problem)
+    tiling = _Tiling.of(problem, config)
+    # Columns of windows that exist in every item; residues differ where the filter is dilated.
+    last = width.stride * config["columns"] * (tiling.groups - 1)
+    first_inside = min(width.pad, tiling.window)
+    end_inside = 0 if is_dilated(problem) else max(0, min(tiling.window, width.x_size + width.pad - last))
+    return (
+        ("ELEMENT", problem.x.dtype.value),
+        ("LANES", 0),
+        ("TAPS", height.taps * width.taps),
+        ("FILTER_Y", height.taps),
+        ("FILTER_X", width.taps),
+        ("MULTIPLIER", problem.k // problem.c),
+        ("STRIDE_H", height.stride),
+        ("STRIDE_W", width.stride),
+        ("DILATED", int(is_dilated(problem))),
+        ("WHOLE", int(tiling.parts == 1)),
+        ("WHOLE_COLUMNS", int(is_whole(problem, 1, config["columns"]))),
+        ("FIRST_INSIDE", first_inside),
+        ("END_INSIDE", end_inside),
+        ("CHANNELS", tiling.channels),
+        *((name.upper(), config[name]) for name in ("vector", "columns", "ahead")),
+        ("SLOTS", tiling.slots),
+        ("TOGETHER", tiling.together),
+        ("X_STEP", width.dilation * problem.c),
+        ("Y_STEP", width.y_step * problem.k),
+        ("THREADS", tiling.threads),
+        ("MIN_BLOCKS", tiling.resident(device)),
+        ("SHARED_BYTES", tiling.shared_bytes),
+    )
+
+
+# Launches, in milliseconds. Cycles of a scheduler: for a vector read, an element of it converted, a product, and an
+# element of a thread's sums at the end. Cycles that a block waits: for an item, and for a row of x read one row ahead.
+# A byte of parts costs as much as one and a half of the tensors: most are read again from the cache. Fitted to 546
+# times of an H200, float16 and float32: configurations ranked first take 1.04 times the best.
+_LAUNCH_MS, _FINISH_MS = 0.0025, 0.0012
+_READ, _CONVERT, _PRODUCT, _SUM = 3.9, 0.7, 2.1, 20
+_ITEM_WAIT, _ROW_WAIT = 1180, 228
+_PARTS_COST = 1.6
+_APART = 0.4  # of the shorter of moving and computing, which does not overlap the longer
+_BANDWIDTH_SHARE = 0.85
+
+
+def _busy_ms(problem: ProblemDescription, config: Config, device: Device) -> float:
+    """Milliseconds of the multiprocessors, device memory aside."""
+    tiling = _Tiling.of(problem, config)
+    height, _ = row_axes(problem)
+    vector, columns, turns = config["vector"], config["columns"], tiling.turns
+    taps, converts = math.prod(problem.filter), problem.x.dtype is not DataType.FLOAT32
+    rows = height.units(backward=False) / tiling.strips
+    steps = rows + height.span - 1
+    met = min(steps * height.stride, height.x_size / tiling.strips + height.taps - 1)
+    reads = met * tiling.window + steps * columns
+    item = reads * (_READ + _CONVERT * converts * vector) + rows * taps * columns * vector * _PRODUCT
+    per_warp = turns * item + taps * vector * _SUM
+    alone = turns * (_ITEM_WAIT + met * _ROW_WAIT / config["ahead"])
+    blocks = ceil_div(tiling.blocks, device.sm_count)
+    waves = max(1.0, blocks / tiling.resident(device))
+    cycles = blocks * tiling.threads / 128 * per_warp + waves * alone
+    return float(1e3 * cycles / device.clock_hz)
+
+
+def _config(vector: int, channels: int, columns: int, rows: int, threads: int, turns: int, ahead: int) -> Config:
+    return Config.of(
+        vector=vector, channels=channels, columns=columns, rows=rows, threads=threads, turns=turns, ahead=ahead
+    )
+
+
+# What default_configs ranks by estimate, after those that are valid wherever one is.
+_FALLBACKS = (_config(1, 32, 1, 28, 128, 8, 1), _config(1, 32, 1, 7, 128, 1, 1))
+_WORKS = ((128, 1, 2), (256, 1, 2), (256, 4, 2))  # threads, turns, ahead
+_WIDE_WORKS = ((128, 1, 1), (256, 1, 1), (256, 4, 1), (128, 4, 2))
+_SHORT_LIST = tuple(
+    _config(vector, channels, columns, rows, threads, turns, ahead)
+    for vector, channels in ((1, 32), (2, 32), (2, 64), (4, 64))
+    for columns in (2, 4, 7)
+    for rows in (4, 7, 14)
+    for threads, turns, ahead in (_WORKS if vector < 4 else _WIDE_WORKS)
+)
+
+
+def _is_economical(problem: ProblemDescription, config: Config, tiling: _Tiling) -> bool:
+    """Whether no smaller value of a parameter does the same, and lanes of a block leave room for several items."""
+    height, width = row_axes(problem)
+    if config["channels"] >= 2 * max(32, problem.c) or config["rows"] >= 2 * max(4, height.units(backward=False)):
+        return False
+    if config["columns"] >= 2 * width.units(backward=False) or config["turns"] > tiling.turns:
+        return False
+    if config["threads"] > _FEW_THREADS and tiling.lanes * tiling.slots <= _FEW_THREADS:
+        return False
+    if tiling.lanes > max(64, 32 * problem.k // problem.c):
+        return False
+    return bool(config["ahead"] < tiling.steps)
+
+
+class ConvDepthwiseChannelsLastWeights(Solver):
+    """Backward weights of depthwise convolutions of channels-last images, with float32 sums in registers.
+
+    Configuration: a block of up to `threads` threads takes `channels` channels; each of its threads multiplies `vector`
+    of them in `turns` items of `columns` columns by `rows` rows of the gradient, one after the other, and reads the
+    input `ahead` rows before it is needed.
+    """
+
+    id = "ConvDepthwiseChannelsLastWeights"
+    algorithm = Algorithm.DIRECT
+    keys = (
+        KernelKey(
+            place=Place.CUDA,
+            library=Library.PLAIN,
+            dtypes=frozenset({DataType.FLOAT16, DataType.BFLOAT16, DataType.FLOAT32}),
+            layouts=frozenset({Layout.NWC, Layout.NHWC}),
+            min_sm=80,
+        ),
+    )
+    alignment_bytes = 16
+    parameters: ClassVar[Mapping[str, Sequence[ConfigValue]]] = {
+        "vector": (1, 2, 4),
+        "channels": (32, 64),
+        "columns": (1, 2, 4, 7),
+        "rows": (4, 7, 14, 28),
+        "threads": (128, 256),
+        "turns": (1, 4, 8),
+        "ahead": (1, 2),
+    }
+    sources = (_SOURCE,)
+
+    def examples(self) -> tuple[ProblemDescription, ...]:
+        def depthwise(c: int, **fields: object) -> ProblemDescription:
+            shape, k = fields.pop("w"), fields.pop("k", c)
+            fields.setdefault("layout", Layout.NHWC)
+            return ProblemDescription.convolution(
+                w=(k, 1, *shape),  # type: ignore[misc, arg-type]
+                groups=c,
+                direction=Direction.BACKWARD_WEIGHTS,
+                **fields,  # type: ignore[arg-type]
+            )
+
+        half, brain = DataType.FLOAT16, DataType.BFLOAT16
+        return (
+            depthwise(64, x=(4, 64, 14, 14), w=(3, 3), padding=1, dtype=half),
+            depthwise(48, x=(2, 48, 15, 17), w=(5, 5), padding=2, stride=2, dtype=brain),
+            depthwise(24, x=(3, 24, 14, 13), w=(7, 7), padding=3, dtype=half),
+            depthwise(20, x=(2, 20, 11, 12), w=(3, 5), padding=((4, 0), (1, 6)), stride=(3, 2)),
+            depthwise(16, x=(1, 16, 20, 19), w=(3, 3), padding=6, dilation=(6, 2), dtype=half),
+            depthwise(8, k=24, x=(2, 8, 9, 10), w=(3, 3), padding=1, stride=2, dtype=brain),
+            depthwise(5, x=(1, 5, 7, 6), w=(3, 2), padding=1, dtype=half),
+            depthwise(32, x=(3, 32, 100), w=(7,), padding=((6, 0),), layout=Layout.NWC),
+        )
+
+    def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
+        if problem.direction is not Direction.BACKWARD_WEIGHTS:
+            return Applicability("serves backward weights: ConvDepthwiseChannelsLast serves the other directions")
+        reason = row_unserved(problem)
+        if reason:
+            return Applicability(reason)
+        if not any(self.is_valid_config(problem, device, config) for config in _FALLBACKS):
+            stride, multiplier = problem.conv.stride, problem.k // problem.c
+            return Applicability(
+                f"filter {problem.filter} at stride {stride}, {multiplier} outputs a channel: too large for a thread"
+            )
+        return APPLICABLE
+
+    def is_valid_config(self, problem: ProblemDescription, device: Device, config: Config) -> bool:
+        if problem.c % config["vector"] or (problem.k != problem.c and config["vector"] > 1):
+            return False
+        tiling = _Tiling.of(problem, config)
+        if config not in _FALLBACKS and not _is_economical(problem, config, tiling):
+            return False
+        if tiling.products > _MAX_PRODUCTS or tiling.registers > _MAX_REGISTERS or tiling.window > _MAX_WINDOW:
+            return False
+        if tiling.threads > 1024 or tiling.threads * round_up(tiling.registers, 8) > 65536:
+            return False
+        if tiling.items > MAX_ELEMENTS or tiling.blocks > MAX_ELEMENTS:
+            return False
+        if 4 * tiling.parts * problem.w.size > max(_MAX_WORKSPACE_BYTES, problem.x.bytes):
+            return False
+        return tiling.shared_bytes <= _STAGED_BYTES
+
+    def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
+        ranked = self.ranked(problem, device, (*_FALLBACKS, *_SHORT_LIST))
+        # The best of each shape of a thread's work: estimates of one shape err alike.
+        best = {(config["vector"], config["columns"], config["rows"]): config for config in reversed(ranked)}
+        return tuple(sorted(best.values(), key=ranked.index)[:8])
+
+    def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
+        tiling = _Tiling.of(problem, config)
+        busy_ms = _busy_ms(problem, config, device)
+        moved_ms = 1e3 * problem.bytes / (_BANDWIDTH_SHARE * device.bandwidth_bytes_per_s)
+        launches_ms = _LAUNCH_MS
+        if tiling.parts > 1:
+            parts_bytes = 4 * tiling.parts * problem.w.size
+            launches_ms += _FINISH_MS + 1e3 * _PARTS_COST * parts_bytes / device.bandwidth_bytes_per_s
+        return launches_ms + max(busy_ms, moved_ms) + _APART * min(busy_ms, moved_ms)
+
+    def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
+        tiling = _Tiling.of(problem, config)
+        first = _sum_step(problem, config, device)
+        if tiling.parts == 1:
+            return ConvSolution(steps=(first,))
+        return ConvSolution(
+            steps=(first, _finish_step(problem, tiling)),
+            workspace=WorkspacePlan((Region(name=_PARTS, bytes=4 * tiling.parts * problem.w.size),)),
+        )
+
+
+SOLVERS = (ConvDepthwiseChannelsLastWeights(),)

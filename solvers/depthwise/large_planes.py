@@ -1,0 +1,93 @@
+"""Planes of images in shared memory: the arithmetic of kernels_src/depthwise/planes.cuh, and what its solvers share.
+
+Pure arithmetic on shapes.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from miofind.problem import ProblemDescription, TensorDescriptor
+from miofind.solvers.common.correlation import Axis
+from miofind.solvers.common.limits import mixed, overpadded, oversized
+
+_MOST = 8  # elements of 16 bytes
+_LEAST_FILTER = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagedColumns:
+    """Input columns of an unstrided axis that a tile of outputs is computed from, in whole vectors of 8 from the left.
+
+    Attributes:
+        first: the first of them, less the tile's first output.
+        count: how many; those beyond the input read as zero.
+        left: the tap that joins the first of them and the tile's first output; negative or past the filter if none.
+    """
+
+    first: int
+    count: int
+    left: int
+
+    @staticmethod
+    def of(axis: Axis, tile: int) -> StagedColumns:
+        """Those of every tile of `tile` outputs; of a tile that covers all outputs, no more than exist."""
+        first, end = -axis.pad // 8 * 8, tile - axis.pad + axis.taps - 1
+        if tile >= axis.outputs:
+            first, end = max(0, first), min(axis.size, end)
+        return StagedColumns(first=first, count=end - first, left=axis.pad + first)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlaneVector:
+    """How the elements of a tensor of 16-bit images move.
+
+    Attributes:
+        length: elements moved at once.
+        flat: whether they run on from row to row and from channel to channel.
+    """
+
+    length: int
+    flat: bool = False
+
+    @property
+    def columns(self) -> int:
+        """What a staged number of columns is a multiple of."""
+        return 1 if self.flat else self.length
+
+    @staticmethod
+    def of(tensor: TensorDescriptor, channels: int, *, whole: bool) -> PlaneVector:
+        """Those of blocks of `channels` channels; `whole` where a block holds whole planes of the tensor.
+
+        Running on takes more arithmetic an element than moving rows: it pays where rows are of odd length.
+        """
+        if tensor.layout.channels_last:
+            return PlaneVector(length=math.gcd(_MOST, channels, tensor.shape[1]))
+        row, plane = math.gcd(_MOST, tensor.shape[-1]), math.prod(tensor.shape[2:])
+        run = math.gcd(_MOST, channels * plane, tensor.shape[1] * plane)
+        return PlaneVector(length=run, flat=True) if whole and row == 1 and run >= 4 else PlaneVector(length=row)
+
+
+def gap_slots(images: int) -> int:
+    """Slots of zeros around a channel's: as many as a block of 16 slots can reach beyond them."""
+    return 16 - math.gcd(_MOST, images)
+
+
+def resident_blocks(registers: int, threads: int, shared_bytes: int) -> int:
+    """Blocks that a multiprocessor holds at once, by registers of a thread, threads and shared memory of a block."""
+    by_registers = 65536 // (registers * threads)
+    by_shared = (160 << 10) // (shared_bytes + 1024)
+    return max(1, min(by_registers, by_shared, 1024 // threads, 16))
+
+
+def unserved(problem: ProblemDescription) -> str:
+    """Why the kernels on planes cannot compute a problem, whatever its direction; "" if they can."""
+    if not problem.groups == problem.c == problem.k:
+        return f"needs one filter a channel: groups={problem.groups} c={problem.c} k={problem.k}"
+    if any(size != 1 for size in (*problem.conv.stride, *problem.conv.dilation)):
+        stride, dilation = problem.conv.stride, problem.conv.dilation
+        return f"needs stride 1 and dilation 1, not {stride} and {dilation}"
+    if max(problem.filter) < _LEAST_FILTER:
+        return f"serves filters from {_LEAST_FILTER} on, not {problem.filter}"
+    return mixed(problem) or oversized(problem) or overpadded(problem)

@@ -1,0 +1,226 @@
+"""ConvDepthwiseMma: depthwise convolution, channels last, on tensor cores, forward and backward data.
+
+Kernel: kernels_src/depthwise/mma.cu. Backward weights have a kernel of their own: ConvDepthwiseMmaWeights.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+from miofind.device import Device, Library, Place
+from miofind.problem import DataType, Direction, Layout, ProblemDescription
+from miofind.solution import Config, ConfigValue, ConvSolution, KernelStep, Pointer, int32s
+from miofind.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
+from miofind.solvers.common.axis_defines import axis_defines
+from miofind.solvers.common.correlation import ceil_div
+from miofind.solvers.common.group_packs import SOURCE, is_ample, resident_blocks
+from miofind.solvers.depthwise.mma_tiling import DepthwiseTiling, unbalance, unit_axes, unserved
+
+_DEFAULTS = 8
+_ROWS, _COLUMNS, _CHANNELS = (2, 4, 7, 8, 14), (8, 16), (16, 32, 64)
+_MAX_PRODUCTS = 1000  # of a walk, all unrolled
+_MAX_REGISTERS = 255
+_MAX_GRID = 2**16 - 1
+_SHARED_BYTES = 99 << 10
+
+
+def _resident(tiling: DepthwiseTiling, shared_bytes: int) -> int:
+    """Blocks that a multiprocessor holds at once."""
+    return resident_blocks(tiling.registers, tiling.threads, tiling.shared_bytes, shared_bytes)
+
+
+def _launch(problem: ProblemDescription, config: Config, shared_bytes: int) -> KernelStep:
+    tiling = DepthwiseTiling.of(problem, config)
+    channel_tiles, row_tiles, column_tiles, image_tiles = tiling.tiles
+    source, target = SOURCE[problem.direction], problem.direction.output
+    return KernelStep(
+        source="depthwise/mma.cu",
+        entry="depthwise_mma",
+        grid=(channel_tiles, row_tiles * column_tiles, image_tiles),
+        block=(tiling.threads, 1, 1),
+        shared_bytes=tiling.shared_bytes,
+        defines=_defines(problem.lifted(2), tiling, _resident(tiling, shared_bytes)),
+        args=(*(Pointer(buffer=name) for name in (source, "w", target)), *int32s(problem.n)),
+    )
+
+
+def _defines(planar: ProblemDescription, tiling: DepthwiseTiling, resident: int) -> tuple[tuple[str, str | int], ...]:
+    read, written = planar.tensor(SOURCE[planar.direction]).shape, planar.output.shape
+    return (
+        ("ELEMENT", planar.x.dtype.value),
+        ("FLIPPED", int(planar.direction is Direction.BACKWARD_DATA)),
+        *axis_defines(planar, IN=read[2:], OUT=written[2:]),
+        ("ROWS", tiling.rows),
+        ("PAIRS", tiling.pairs),
+        ("IMAGES", tiling.images),
+        ("CHANNELS", tiling.channels),
+        ("WARP_CHANNELS", tiling.warp_channels),
+        ("ROW_TILES", tiling.tiles[1]),
+        ("COLUMN_TILES", tiling.tiles[2]),
+        ("ALL_CHANNELS", planar.c),
+        ("MIN_BLOCKS", resident),
+        ("SHARED_BYTES", tiling.shared_bytes),
+    )
+
+
+# Set against 165 measurements on an H200. Cycles of a multiprocessor for a product of depth 16; instructions of a warp
+# for a product, to start copying 32 words of 16 bytes, to store a row of 8 pairs of 16 channels, and for each tap at
+# first; cycles of a block at least, for each product of a warp and for each row of a walk.
+_PRODUCT, _PRODUCT_SLOTS = 2.8, 2.4
+_COPY, _STORE, _TAP = 14, 39, 14
+_BLOCK_LATENCY, _PRODUCT_LATENCY, _ROW_LATENCY = 500, 2.45, 100
+_SLOTS = 3.6  # instructions that a multiprocessor issues a cycle
+_AGAIN = 0.06  # share of bytes read once more that device memory sees
+_APART, _ALONE = 0.21, 0.27  # share of the shorter of memory and multiprocessors that does not overlap; with one block
+_BANDWIDTH_SHARE = 0.773  # of the nominal one that copies reach
+_LAUNCH_MS = 0.00256
+
+
+def _work_ms(problem: ProblemDescription, device: Device, tiling: DepthwiseTiling, resident: int) -> float:
+    """Milliseconds of multiprocessors and memory together."""
+    height, width = tiling.axes
+    warps = tiling.threads // 32
+    walked = (tiling.rows - 1) * height.stride + height.reach + 1
+    in_rows = problem.lifted(2).tensor(SOURCE[problem.direction]).shape[2]
+    rows_read = (height.outputs - 1) * height.stride + height.reach + 1
+    met = min(1.0, in_rows / rows_read + 0.02)  # share of rows that are not padding
+    products = met * tiling.products * width.phases
+    halves = tiling.warp_channels // 8
+    loads = met * walked * tiling.fragments * width.phases * halves
+    stores = tiling.rows * height.phases * width.phases * _STORE * halves / 2
+    copies = tiling.images * tiling.staged_rows * tiling.pixels.columns * tiling.channels / 8 / 32
+    walks = tiling.turns * tiling.channels / tiling.warp_channels
+    taps = halves * height.taps * width.taps
+    slots = walks * (products * _PRODUCT_SLOTS + loads + stores) + copies * _COPY + warps * (taps * _TAP + 100)
+    shared = walks * (4 * loads + stores / 4) + 4 * copies
+    busy = max(slots / _SLOTS, shared, walks * products * _PRODUCT)
+    alone = _BLOCK_LATENCY + taps * _TAP + 32 * copies * _COPY / tiling.threads
+    alone += tiling.turns * (products * _PRODUCT_LATENCY + walked * _ROW_LATENCY * width.phases)
+    full, rest = divmod(tiling.blocks, device.sm_count * resident)
+    cycles = full * max(resident * busy * unbalance(resident * warps), alone)
+    if rest:
+        last = math.ceil(rest / device.sm_count)
+        cycles += max(last * busy * unbalance(last * warps), alone)
+    processing = 1e3 * cycles / device.clock_hz
+    again = max(0.0, 512 * copies * tiling.blocks - problem.bytes / 2)
+    through = problem.bytes * (1 + 4 / tiling.channels) + _AGAIN * again
+    if halves == 1:
+        through += problem.output.bytes  # 8 channels are half of a sector, which counts as a whole one
+    memory = 1e3 * through / (_BANDWIDTH_SHARE * device.bandwidth_bytes_per_s)
+    together = min(resident, ceil_div(tiling.blocks, device.sm_count))
+    return max(memory, processing) + min(memory, processing) * (_APART + _ALONE / together)
+
+
+def _config(rows: int, columns: int, images: int, channels: int, warp: int) -> Config:
+    return Config.of(rows=rows, columns=columns, images=images, channels=channels, warp_channels=warp)
+
+
+# What default_configs ranks by estimate; the last is valid for every applicable problem.
+_SHORT_LIST = (
+    *(
+        _config(rows, columns, images, channels, warp)
+        for rows in _ROWS
+        for columns, images in ((8, 1), (8, 2), (16, 1))
+        for channels in (32, 64)
+        for warp in (8, 16)
+    ),
+    _config(2, 8, 1, 16, 8),
+)
+
+
+class ConvDepthwiseMma(Solver):
+    """Depthwise convolution as products of pixels with diagonal matrices of taps, with float32 sums.
+
+    The zeros of those matrices are multiplied: an infinity or NaN of the input spreads to the results of the 8
+    channels with which it shares a matrix, as NaN. Columns of padding are multiplied as zeros: an infinity or NaN of
+    the filter spreads to outputs at the border.
+
+    Configuration: a warp computes `rows` rows of 8 pairs of neighbouring pixels of `warp_channels` channels at a time;
+    a block has about `columns` columns of these, `images` images and `channels` channels.
+    """
+
+    id = "ConvDepthwiseMma"
+    algorithm = Algorithm.IMPLICIT_GEMM
+    keys = (
+        KernelKey(
+            place=Place.CUDA,
+            library=Library.PLAIN,
+            dtypes=frozenset({DataType.FLOAT16, DataType.BFLOAT16}),
+            layouts=frozenset({Layout.NWC, Layout.NHWC}),
+            min_sm=80,
+        ),
+    )
+    alignment_bytes = 16
+    parameters: ClassVar[Mapping[str, Sequence[ConfigValue]]] = {
+        "rows": _ROWS,
+        "columns": _COLUMNS,
+        "images": (1, 2),
+        "channels": _CHANNELS,
+        "warp_channels": (8, 16),
+    }
+    sources = ("depthwise/mma.cu",)
+
+    def examples(self) -> tuple[ProblemDescription, ...]:
+        def depthwise(c: int, **fields: object) -> ProblemDescription:
+            taps = fields.pop("w")
+            given = {"dtype": DataType.FLOAT16, "layout": Layout.NHWC} | fields
+            return ProblemDescription.convolution(w=(c, 1, *taps), groups=c, **given)  # type: ignore[misc, arg-type]
+
+        brain, data = DataType.BFLOAT16, Direction.BACKWARD_DATA
+        return (
+            depthwise(64, x=(2, 64, 14, 14), w=(3, 3), padding=1),
+            depthwise(48, x=(3, 48, 28, 27), w=(5, 5), padding=2, stride=2, dtype=brain),
+            depthwise(24, x=(3, 24, 7, 7), w=(7, 7), padding=3),
+            depthwise(8, x=(2, 8, 13, 9), w=(5, 3), padding=((4, 0), (1, 5)), dilation=(1, 2)),
+            depthwise(72, x=(2, 72, 9, 12), w=(2, 4), padding=1, stride=(3, 1), dtype=brain),
+            depthwise(40, x=(2, 40, 15, 14), w=(3, 3), padding=1, stride=2, direction=data),
+            depthwise(16, x=(1, 16, 56, 57), w=(7, 7), padding=3, direction=data, dtype=brain),
+            depthwise(8, x=(2, 8, 11, 12), w=(4, 3), stride=(2, 4), dilation=(3, 1), direction=data),
+            depthwise(16, x=(2, 16, 50), w=(7,), stride=2, padding=3, layout=Layout.NWC),
+        )
+
+    def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
+        if problem.direction is Direction.BACKWARD_WEIGHTS:
+            return Applicability("serves forward and backward data: ConvDepthwiseMmaWeights serves backward weights")
+        reason = unserved(problem)
+        if reason:
+            return Applicability(reason)
+        if not self.is_valid_config(problem, device, _SHORT_LIST[-1]):
+            return Applicability(f"filter {problem.filter} is too large for a thread, or the image for a grid")
+        return APPLICABLE
+
+    def is_valid_config(self, problem: ProblemDescription, device: Device, config: Config) -> bool:
+        height, width = unit_axes(problem)
+        rows, images, channels = (config[name] for name in ("rows", "images", "channels"))
+        if is_ample(rows, _ROWS, height.outputs) or is_ample(config["columns"], _COLUMNS, width.outputs):
+            return False
+        if images >= 2 * problem.n or is_ample(channels, _CHANNELS, problem.c):
+            return False
+        tiling = DepthwiseTiling.of(problem, config)
+        if tiling.products > _MAX_PRODUCTS and rows > min(_ROWS):
+            return False
+        if tiling.tiles[1] * tiling.tiles[2] > _MAX_GRID or tiling.tiles[3] > _MAX_GRID:
+            return False
+        return tiling.registers <= _MAX_REGISTERS and _resident(tiling, device.shared_bytes or _SHARED_BYTES) > 0
+
+    def spreads_nonfinite(self, problem: ProblemDescription, config: Config) -> bool:
+        return True
+
+    def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
+        ranked = self.ranked(problem, device, _SHORT_LIST)
+        # The best of each shape of a warp's and a block's work: estimates of one shape err alike.
+        best = {(config["warp_channels"], config["rows"], config["channels"]): config for config in reversed(ranked)}
+        return tuple(sorted(best.values(), key=ranked.index)[:_DEFAULTS])
+
+    def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
+        tiling = DepthwiseTiling.of(problem, config)
+        resident = _resident(tiling, device.shared_bytes or _SHARED_BYTES)
+        return _LAUNCH_MS + _work_ms(problem, device, tiling, resident)
+
+    def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
+        return ConvSolution(steps=(_launch(problem, config, device.shared_bytes or _SHARED_BYTES),))
+
+
+SOLVERS = (ConvDepthwiseMma(),)

@@ -1,0 +1,288 @@
+"""Strips of outputs that threads of the depthwise kernels compute: the arithmetic of kernels_src/depthwise/strips.cuh.
+
+Pure arithmetic on shapes.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from miofind.problem import ProblemDescription
+from miofind.solvers.common.correlation import ceil_div, round_up
+from miofind.solvers.common.limits import overpadded, oversized
+
+WIDE_BYTES = 16
+MAX_TAPS = 64
+"""Of a filter: a thread keeps them in registers."""
+
+MAX_DEFAULTS = 8
+"""Configurations of one of these solvers that a find without a search measures."""
+
+MAX_WINDOW = 128
+"""Sources from the first that a strip meets to the last: the compiler goes through them one by one."""
+
+_MAX_REACH = 96
+_MAX_PRODUCTS = 2048  # of a strip: each is an instruction of a kernel
+_MAX_STRIP = 64  # elements of a strip: each is a register of a thread
+_MAX_STRIDE = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StripAxis:
+    """One axis of a plane cut into strips of outputs.
+
+    Output o and tap t meet source o * stride - pad + t * dilation; in a transposed convolution source s and tap t meet
+    output s * stride - pad + t * dilation instead. Sources are counted from a strip's origin.
+
+    Attributes:
+        size, outputs, taps: of the whole axis.
+        length: outputs of a strip; where transposed, a multiple of the stride.
+        first, last: sources that a strip meets.
+        met: sources between them that it does meet.
+    """
+
+    size: int
+    outputs: int
+    taps: int
+    stride: int
+    dilation: int
+    pad: int
+    transposed: bool
+    length: int
+    first: int
+    last: int
+    met: int
+
+    @staticmethod
+    def of(problem: ProblemDescription, dim: int, length: int, *, transposed: bool) -> StripAxis:
+        """That of a 2-D problem, with strips of `length` outputs or, of a shorter axis, of all.
+
+        Args:
+            problem: whose sources are x and outputs y, or the other way round where transposed.
+            dim: 0 or 1.
+            length: wanted.
+            transposed: whether it gives dx.
+        """
+        conv = problem.conv
+        size, outputs = problem.spatial[dim], problem.out_spatial[dim]
+        if transposed:
+            size, outputs = outputs, size
+        stride = conv.stride[dim]
+        length = min(length, outputs)
+        if transposed:
+            length = round_up(length, stride)
+        taps, dilation, pad = problem.filter[dim], conv.dilation[dim], conv.pad_before[dim]
+        first, last, met = _met(length, taps, stride, dilation, pad, transposed)
+        return StripAxis(
+            size=size,
+            outputs=outputs,
+            taps=taps,
+            stride=stride,
+            dilation=dilation,
+            pad=pad,
+            transposed=transposed,
+            length=length,
+            first=first,
+            last=last,
+            met=met,
+        )
+
+    @property
+    def count(self) -> int:
+        """Strips of the axis."""
+        return ceil_div(self.outputs, self.length)
+
+    @property
+    def step(self) -> int:
+        """Sources from one strip's origin to the next's."""
+        return self.length // self.stride if self.transposed else self.length * self.stride
+
+    @property
+    def window(self) -> int:
+        """Sources from the first that a strip meets to the last."""
+        return self.last - self.first + 1
+
+    @property
+    def leaves(self) -> bool:
+        """Whether what some strips meet lies outside, and other strips differ."""
+        return self.count > 1 and (self.first < 0 or self.last + (self.count - 1) * self.step >= self.size)
+
+    @property
+    def products(self) -> int:
+        """Pairs of an output of a strip and a tap that meet in a source, which the compiler cannot rule out."""
+        pairs = ((o, t) for o in range(self.length) for t in range(self.taps))
+        met = (_source(o, t, self.stride, self.dilation, self.pad, self.transposed) for o, t in pairs)
+        return sum(source is not None and (self.count > 1 or 0 <= source < self.size) for source in met)
+
+
+def _source(output: int, tap: int, stride: int, dilation: int, pad: int, transposed: bool) -> int | None:
+    """The source that an output and a tap meet in, if any."""
+    if not transposed:
+        return output * stride - pad + tap * dilation
+    whole, rest = divmod(output + pad - tap * dilation, stride)
+    return None if rest else whole
+
+
+@functools.lru_cache(maxsize=4096)
+def _met(length: int, taps: int, stride: int, dilation: int, pad: int, transposed: bool) -> tuple[int, int, int]:
+    pairs = ((o, t) for o in range(length) for t in range(taps))
+    sources = {_source(o, t, stride, dilation, pad, transposed) for o, t in pairs} - {None}
+    met = [source for source in sources if source is not None]
+    return min(met), max(met), len(met)
+
+
+def vector(itemsize: int, *counts: int) -> int:
+    """Elements that move at once within rows and strips of `counts` elements."""
+    return math.gcd(WIDE_BYTES // itemsize, *counts)
+
+
+def room(itemsize: int, count: int) -> int:
+    """Elements of shared memory that hold a run of `count`, wherever it begins."""
+    wide = WIDE_BYTES // itemsize
+    return round_up(count + wide - 1, wide)
+
+
+def tap_pitch(taps: int) -> int:
+    """Floats from one staged filter to the next."""
+    return 4 * (ceil_div(taps, 4) | 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StripTiling:
+    """What the depthwise kernels have in common of a configuration applied to a problem.
+
+    Attributes:
+        problem: lifted to two dimensions.
+        down, across: the axes of a plane of results, or of dy for backward weights.
+        planes: of a block.
+        bands: parts of a plane that are read and computed apart.
+    """
+
+    problem: ProblemDescription
+    down: StripAxis
+    across: StripAxis
+    planes: int
+    bands: int
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return self.problem.x.dtype.itemsize
+
+    @property
+    def transposed(self) -> bool:
+        return self.down.transposed
+
+    @property
+    def multiplier(self) -> int:
+        """Filters of a channel."""
+        return self.problem.k // self.problem.c
+
+    @property
+    def taps(self) -> int:
+        """Of a filter."""
+        return self.down.taps * self.across.taps
+
+    @property
+    def products(self) -> int:
+        """Multiplications of a strip and a filter."""
+        return self.down.products * self.across.products
+
+    @property
+    def band_strips(self) -> int:
+        """Strips down a band."""
+        return ceil_div(self.down.count, self.bands)
+
+    @property
+    def sources(self) -> int:
+        """Planes that a block reads at most to compute its own, or of x beside those of dy."""
+        if self.transposed:
+            return self.planes * self.multiplier
+        if self.multiplier % self.planes == 0:
+            return 1
+        return (self.planes - 1 + (self.multiplier - 1 if self.planes % self.multiplier else 0)) // self.multiplier + 1
+
+    @property
+    def source_plane(self) -> int:
+        """Elements of a source's plane that a band meets at most."""
+        down, reach = self.down, (self.band_strips - 1) * self.down.step + self.down.window
+        return (down.size if self.bands == 1 else min(down.size, reach)) * self.across.size
+
+    @property
+    def plane(self) -> int:
+        """Elements of a plane that a band has at most."""
+        return min(self.down.outputs, self.band_strips * self.down.length) * self.across.outputs
+
+    @property
+    def zeros(self) -> int:
+        """Elements of a row of zeros, if some strips meet rows outside their plane."""
+        return round_up(self.across.size, WIDE_BYTES // self.itemsize) if self.down.leaves else 0
+
+    @property
+    def vector(self) -> int:
+        """Elements of a plane that a thread moves at once."""
+        return vector(self.itemsize, self.across.outputs, self.across.length)
+
+    @property
+    def defines(self) -> tuple[tuple[str, str | int], ...]:
+        """What both kernels are told."""
+        down, across = self.down, self.across
+        pairs = (
+            ("", (down.size, across.size)),
+            ("OUT_", (down.outputs, across.outputs)),
+            ("FILTER_", (down.taps, across.taps)),
+            ("STRIDE_", (down.stride, across.stride)),
+            ("DILATION_", (down.dilation, across.dilation)),
+            ("PAD_", (down.pad, across.pad)),
+        )
+        return (
+            ("ELEMENT", self.problem.x.dtype.value),
+            ("FILTERS", self.problem.k),
+            ("MULTIPLIER", self.multiplier),
+            *((f"{name}{letter}", value) for name, values in pairs for letter, value in zip("HW", values, strict=True)),
+            ("PLANES", self.planes),
+            ("BANDS", self.bands),
+            ("ROWS", down.length),
+            ("COLUMNS", across.length),
+        )
+
+    def is_wasteful(self, rows: Sequence[int], columns: Sequence[int]) -> bool:
+        """Whether strips lie outside in large part, or their code is too long.
+
+        Args:
+            rows, columns: what strips were to choose from.
+        """
+        down, across = self.down, self.across
+        if 3 * down.count * down.length > 4 * max(rows[2], down.outputs):
+            return True
+        if 3 * across.count * across.length > 4 * max(columns[0] + 2, across.outputs):
+            return True
+        return self.products > _MAX_PRODUCTS or down.length * across.length > _MAX_STRIP
+
+
+def bands_of(down: StripAxis, rows: int) -> int:
+    """Bands of about so many rows that a plane is cut into; one where rows is 0."""
+    return ceil_div(down.count, max(1, rows // down.length)) if rows else 1
+
+
+def unserved(problem: ProblemDescription) -> str:
+    """Why the kernels on strips cannot compute a problem, whatever its direction; "" if they can."""
+    if problem.groups != problem.c:
+        return f"needs filters of one channel: groups={problem.groups} c={problem.c}"
+    if len({tensor.dtype for tensor in (problem.x, problem.w, problem.y)}) > 1:
+        return "needs one dtype for x, w and y"
+    if math.prod(problem.filter) > MAX_TAPS:
+        return f"keeps at most {MAX_TAPS} taps in registers, not a filter of {problem.filter}"
+    if min(tensor.size for tensor in (problem.x, problem.w, problem.y)) == 0:
+        return "serves no empty tensors"
+    if reason := oversized(problem) or overpadded(problem):
+        return reason
+    conv = problem.conv
+    if max(conv.stride) > _MAX_STRIDE:
+        return f"serves strides up to {_MAX_STRIDE}, not {conv.stride}"
+    if max((t - 1) * d for t, d in zip(problem.filter, conv.dilation, strict=True)) > _MAX_REACH:
+        return f"serves taps up to {_MAX_REACH} apart: the dilated filter is too large"
+    return ""

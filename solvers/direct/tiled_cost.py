@@ -1,0 +1,99 @@
+"""Analytic time of kernels that stage tiles in shared memory: orders configurations before anything is measured.
+
+A block alternates between copying a stage and computing on it. Blocks that share a multiprocessor hide each other's
+latency until its issue slots or its shared memory are busy all the time; a last wave that is partly full has fewer.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from miofind.device import Device
+from miofind.solvers.common.correlation import round_up
+
+_SCHEDULERS = 4
+
+
+def plane_pitch(floats: int) -> int:
+    """Floats between planes of shared memory, as plane_pitch in kernels_src/common/tile.cuh: 4 modulo 8."""
+    return round_up(floats - 4, 8) + 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TileWork:
+    """What one launch does.
+
+    Attributes:
+        blocks: in the grid.
+        resident: blocks that a multiprocessor holds at once.
+        steps: stages that a block goes through.
+        warps: of a block.
+        products, reads, broadcasts, rounds: of a thread in one stage: multiply-adds; 16-byte reads of shared memory
+            whose address differs from lane to lane, and whose address few lanes or all share; turns of the inner loop.
+        copies: loads of a thread to fill a stage.
+        converts: whether copies pass through registers, to be converted or transposed, rather than go on by themselves.
+    """
+
+    blocks: int
+    resident: int
+    steps: int
+    warps: int
+    products: float
+    reads: float
+    broadcasts: float
+    rounds: float
+    copies: float
+    converts: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TileRates:
+    """What a kernel's work costs, in cycles; fitted to measurements of the kernel.
+
+    Attributes:
+        product, copy, round, step: issue slots of a multiply-add, of a copy with its address and tests, of a turn of
+            the inner loop, and of a stage besides.
+        read, broadcast: cycles of shared memory, in units of a read without conflicts.
+        latency, copy_latency: wait for a stage, and for each copy of a thread on top.
+        convert, convert_latency: what a copy that passes through registers adds to `copy` and `copy_latency`.
+        block: start and end of a block.
+    """
+
+    product: float
+    copy: float
+    round: float
+    step: float
+    read: float
+    broadcast: float
+    latency: float
+    copy_latency: float
+    convert: float
+    convert_latency: float
+    block: float
+
+
+def tile_ms(work: TileWork, rates: TileRates, device: Device) -> float:
+    """Milliseconds that the multiprocessors take for a launch, device memory aside."""
+    copy, copy_latency = rates.copy, rates.copy_latency
+    if work.converts:
+        copy, copy_latency = copy + rates.convert, copy_latency + rates.convert_latency
+    slots = (
+        work.products * rates.product
+        + work.reads
+        + work.broadcasts
+        + work.copies * copy
+        + work.rounds * rates.round
+        + rates.step
+    )
+    shared = _SCHEDULERS * work.warps * (rates.read * work.reads + rates.broadcast * work.broadcasts)
+    busy = max(work.warps / _SCHEDULERS * slots, shared)
+    alone = max(1.0, work.warps / _SCHEDULERS) * slots + rates.latency + work.copies * copy_latency
+
+    def wave_cycles(blocks: int) -> float:
+        """Cycles of as many blocks on one multiprocessor."""
+        return work.steps * max(blocks * busy, alone) + rates.block if blocks else 0.0
+
+    full, rest = divmod(work.blocks, device.sm_count * work.resident)
+    cycles = full * wave_cycles(work.resident) + wave_cycles(math.ceil(rest / device.sm_count))
+    return 1e3 * cycles / device.clock_hz

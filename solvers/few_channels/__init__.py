@@ -1,0 +1,1 @@
+"""Up to four channels, as in first layers."""

@@ -1,0 +1,99 @@
+"""Rows of dy streamed past cells of dx, for few channels: what kernels_src/few_channels/data.cu computes.
+
+Pure arithmetic on shapes.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from miofind.device import Device
+from miofind.problem import ProblemDescription
+from miofind.solution import Config
+from miofind.solvers.common.correlation import ceil_div, round_up
+from miofind.solvers.common.group_packs import resident_blocks
+from miofind.solvers.few_channels.cells import Cells
+from miofind.solvers.few_channels.gradient_rows import StrideCells, strip_rows
+
+_SHARED_BYTES = 48 << 10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CellRows:
+    """A configuration applied to a problem: what the kernel's constants come to.
+
+    kernels_src/few_channels/data.cu computes the same from the defines and refuses to compile where it differs.
+
+    Attributes:
+        height, width: cells; along rows, groups of a stride's rows.
+        cells, cell_tiles: of a tile, a multiple of 16; tiles of a row.
+        columns: of dy that are staged.
+        in_vector: elements of dy that are loaded at once.
+        steps: of 16 filters.
+        fragments: of the filters.
+        kept: registers of a thread for sums and fragments.
+        registers: of a thread that spills nothing.
+        shared_bytes: of a block.
+        resident: blocks of a multiprocessor.
+        rows, strips: of groups of rows of a strip; how many strips.
+        strip_steps: rows of dy that a strip meets.
+        blocks: of the grid.
+    """
+
+    height: StrideCells
+    width: Cells
+    cells: int
+    cell_tiles: int
+    columns: int
+    in_vector: int
+    steps: int
+    fragments: int
+    kept: int
+    registers: int
+    shared_bytes: int
+    resident: int
+    rows: int
+    strips: int
+    strip_steps: int
+    blocks: int
+
+    @staticmethod
+    def of(problem: ProblemDescription, config: Config, device: Device) -> CellRows:
+        """Tiles of as many cells as the warps take, and strips that fill the device."""
+        blocks, warps, stages = (config[name] for name in ("blocks", "warps", "stages"))
+        height, width = StrideCells.of(problem, 0), Cells.of(problem, 1, problem.conv.stride[1])
+        last, (taps_y, _) = problem.y.layout.channels_last, problem.filter
+        cell_tiles = ceil_div(width.count, 16 * blocks * warps)
+        cells = round_up(ceil_div(width.count, cell_tiles), 16)
+        cell_tiles = ceil_div(width.count, cells)
+        columns = cells + width.taps - 1
+        steps, element_blocks = ceil_div(problem.k, 16), ceil_div(width.size * problem.c, 8)
+        fragments = steps * width.taps * taps_y * element_blocks
+        row_bytes = (32 * steps + 16) * columns if last else (2 * columns + 16) * 16 * steps
+        raw = (stages - 1) * row_bytes + round_up(2 * problem.w.size, 16)
+        shared_bytes = max(stages * row_bytes, raw + 256 * fragments)
+        kept = 4 * blocks * taps_y * element_blocks + 2 * fragments
+        registers = round_up(kept + 4 * blocks + 44, 8)
+        shared_most = device.shared_bytes or _SHARED_BYTES
+        resident = min(config["resident"], resident_blocks(registers, 32 * warps, shared_bytes, shared_most))
+        rows = strip_rows(height, problem.n * cell_tiles, device.sm_count * max(1, resident))
+        strips = ceil_div(height.end - height.first, rows)
+        return CellRows(
+            height=height,
+            width=width,
+            cells=cells,
+            cell_tiles=cell_tiles,
+            columns=columns,
+            in_vector=math.gcd(8, problem.k if last else problem.out_spatial[1]),
+            steps=steps,
+            fragments=fragments,
+            kept=kept,
+            registers=registers,
+            shared_bytes=shared_bytes,
+            resident=resident,
+            rows=rows,
+            strips=strips,
+            strip_steps=rows + height.met - 1,
+            blocks=problem.n * cell_tiles * strips,
+        )

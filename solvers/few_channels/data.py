@@ -1,0 +1,181 @@
+"""ConvFirstLayerData: backward data of convolutions of few channels on tensor cores, complete in registers.
+
+The input is divided into cells that all meet outputs in the same way. Kernel: kernels_src/few_channels/data.cu. Cells
+and strips: solvers/few_channels/cell_rows.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+from miofind.device import Device
+from miofind.problem import DataType, Direction, Layout, ProblemDescription
+from miofind.solution import Config, ConfigValue, ConvSolution, KernelStep, Pointer, int32s
+from miofind.solver import Applicability
+from miofind.solvers.common.correlation import ceil_div
+from miofind.solvers.common.divisor import divisors
+from miofind.solvers.few_channels.cell_rows import CellRows
+from miofind.solvers.few_channels.cells import Cells
+from miofind.solvers.few_channels.shared import FewChannelsSolver, gradient_defines
+from miofind.solvers.few_channels.windows import unserved
+
+_MAX_HELD = 184
+_MAX_REGISTERS = 240
+_SHARED_BYTES = 48 << 10
+
+
+def _defines(problem: ProblemDescription, config: Config, tiling: CellRows) -> tuple[tuple[str, str | int], ...]:
+    return (
+        *gradient_defines(problem),
+        ("TAPS_X", tiling.width.taps),
+        ("LAST_TAP", tiling.width.last_tap),
+        ("CELLS", tiling.cells),
+        *((name.upper(), config[name]) for name in ("blocks", "warps", "stages")),
+        ("CHANNELS_LAST", int(problem.x.layout.channels_last)),
+        ("IN_VECTOR", tiling.in_vector),
+        ("PAIRS", int(_has_pairs(problem, tiling))),
+        ("MIN_BLOCKS", tiling.resident),
+        ("SHARED_BYTES", tiling.shared_bytes),
+    )
+
+
+def _has_pairs(problem: ProblemDescription, tiling: CellRows) -> bool:
+    """Whether two neighbouring elements of a cell are an aligned word of dx."""
+    width, columns = tiling.width, problem.spatial[1]
+    per_column = problem.c if problem.x.layout.channels_last else 1
+    return all(size * per_column % 2 == 0 for size in (width.size, width.origin, columns))
+
+
+def _is_served(problem: ProblemDescription) -> bool:
+    """Whether cells have several pixels, and matrices of dy begin where they can be read."""
+    stride = problem.conv.stride[1]
+    width = Cells.of(problem, 1, stride)
+    return stride > 1 and (problem.x.layout.channels_last or (width.taps == 1 and width.first == 0))
+
+
+# What default_configs ranks by estimate.
+_SHORT_LIST = tuple(
+    Config.of(blocks=blocks, warps=warps, stages=stages, resident=resident)
+    for blocks in (1, 2, 4)
+    for warps in (4, 2)
+    for stages, resident in ((3, 2), (3, 3), (3, 4), (4, 4), (4, 1))
+)
+
+# Cycles of a multiprocessor to read a fragment of dy; instructions of a warp for a row, to stage 16 bytes a thread, and
+# for a product of fragments; cycles that a block waits for a row, a warp for a product, and a block before its first
+# row. Share of the time to move all tensors, or to compute if that is shorter, that the other does not hide, and of the
+# time to read dy that rows cost which several blocks read. Fitted to 38 measurements on an H200, the order of the
+# fastest first: the configuration with the least estimate takes 5 % longer than the best.
+_READ = 13.1
+_ROW_ISSUED = 74.0
+_STAGED_ISSUED = 27.0
+_PRODUCT_ISSUED = 0.82
+_ROW = 338.0
+_LATENCY = 20.8
+_BEGIN = 4580.0
+_LAUNCH_MS = 0.00248
+_EXPOSED = 0.66
+_ROWS_AGAIN = 0.48
+
+
+class ConvFirstLayerData(FewChannelsSolver):
+    """Backward data for up to four channels and strides above 1: rows of dy times all filters, complete in registers.
+
+    For few and small filters over large images, and for patches, where it is faster than ConvFirstLayerDataRows, which
+    serves the rest: all of the filters must fit a thread's registers, and of NCHW only patches are served.
+
+    Products with zeros complete the filters: an infinity or NaN of dy spreads to pixels near those that meet it. Sums
+    are float32; equal inputs give equal bits.
+
+    Configuration: a block of `warps` warps has rows of dy in `stages` buffers; a warp multiplies `blocks` blocks of 16
+    cells of a stride's pixels; there are as many strips as fill multiprocessors with `resident` blocks.
+    """
+
+    id = "ConvFirstLayerData"
+    version = 2
+    direction = Direction.BACKWARD_DATA
+    kind = ("blocks", "warps", "resident")
+    parameters: ClassVar[Mapping[str, Sequence[ConfigValue]]] = {
+        "blocks": (1, 2, 4),
+        "warps": (1, 2, 4, 8),
+        "stages": (3, 4),
+        "resident": (1, 2, 3, 4),
+    }
+    sources = ("few_channels/data.cu",)
+
+    def is_valid_config(self, problem: ProblemDescription, device: Device, config: Config) -> bool:
+        if not _is_served(problem):
+            return False
+        tiling = CellRows.of(problem, config, device)
+        if config["blocks"] != ceil_div(tiling.cells // 16, config["warps"]):
+            return False
+        if tiling.kept > _MAX_HELD or tiling.registers > _MAX_REGISTERS:
+            return False
+        fits_shared = tiling.shared_bytes <= (device.shared_bytes or _SHARED_BYTES)
+        return fits_shared and tiling.resident == config["resident"]
+
+    def short_list(self) -> Sequence[Config]:
+        return _SHORT_LIST
+
+    def examples(self) -> tuple[ProblemDescription, ...]:
+        half, brain, last = DataType.FLOAT16, DataType.BFLOAT16, Layout.NHWC
+
+        def conv(**fields: object) -> ProblemDescription:
+            return ProblemDescription.convolution(direction=self.direction, **fields)  # type: ignore[arg-type]
+
+        return (
+            conv(x=(2, 3, 64, 64), w=(32, 3, 3, 3), padding=1, stride=2, dtype=half, layout=last),
+            conv(x=(2, 3, 32, 32), w=(96, 3, 4, 4), stride=4, dtype=brain, layout=last),
+            conv(x=(2, 3, 32, 32), w=(96, 3, 4, 4), stride=4, dtype=half),
+            conv(x=(2, 4, 17, 23), w=(37, 4, 3, 2), padding=((4, 0), (5, 1)), stride=(1, 3), dtype=brain, layout=last),
+            conv(x=(1, 1, 33, 31), w=(19, 1, 2, 2), stride=(1, 2), dtype=brain),
+        )
+
+    def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
+        if problem.direction is self.direction and not unserved(problem) and not _is_served(problem):
+            reason = f"filter {problem.filter} stride {problem.conv.stride} padding {problem.conv.pad_before}"
+            return Applicability(
+                f"serves strides above 1, and planes where a pixel meets one column of dy, not {reason}"
+            )
+        return super().is_applicable(problem, device)
+
+    def spreads_nonfinite(self, problem: ProblemDescription, config: Config) -> bool:
+        return True
+
+    def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
+        tiling = CellRows.of(problem, config, device)
+        warps, turn = config["warps"], config["blocks"] * tiling.fragments
+        staged = tiling.columns * problem.k / tiling.in_vector
+        shared = _READ * (tiling.cells // 16) * tiling.width.taps * tiling.steps
+        issued = _ROW_ISSUED + _STAGED_ISSUED * ceil_div(int(staged), 32 * warps) + _PRODUCT_ISSUED * turn
+        together = min(tiling.resident, ceil_div(tiling.blocks, device.sm_count))
+        busy = max(together * shared, ceil_div(together * warps, 4) * issued)
+        alone = _ROW + _LATENCY * turn
+        turns = ceil_div(tiling.blocks, device.sm_count * tiling.resident)
+        cycles = turns * (_BEGIN + tiling.strip_steps * max(busy, alone))
+        busy_ms = 1e3 * cycles / device.clock_hz
+        again = _ROWS_AGAIN * (tiling.strip_steps / tiling.rows - 1)
+        moved_ms = 1e3 * problem.bytes * (1 + again) / device.bandwidth_bytes_per_s
+        return float(_LAUNCH_MS + max(moved_ms, busy_ms) + _EXPOSED * min(moved_ms, busy_ms))
+
+    def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
+        tiling = CellRows.of(problem, config, device)
+        step = KernelStep(
+            source="few_channels/data.cu",
+            entry="first_layer_data",
+            grid=(tiling.blocks, 1, 1),
+            block=(32 * config["warps"], 1, 1),
+            shared_bytes=tiling.shared_bytes,
+            defines=_defines(problem, config, tiling),
+            args=(
+                *(Pointer(buffer=name) for name in ("y", "w", "x")),
+                *int32s(*problem.spatial, *problem.out_spatial, problem.conv.pad_before[0], tiling.width.origin),
+                *int32s(tiling.height.first, tiling.height.end, tiling.width.first, tiling.rows),
+                *divisors(tiling.strips * tiling.cell_tiles, tiling.cell_tiles),
+            ),
+        )
+        return ConvSolution(steps=(step,))
+
+
+SOLVERS = (ConvFirstLayerData(),)

@@ -1,0 +1,155 @@
+"""ConvFirstLayerDataRows: backward data of convolutions of few channels on tensor cores, from rows streamed once.
+
+Kernel: kernels_src/few_channels/data_rows.cu. Strips and tiles: solvers/few_channels/gradient_rows.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+from miofind.device import Device
+from miofind.problem import Direction, ProblemDescription
+from miofind.solution import Config, ConfigValue, ConvSolution, KernelStep, Pointer, int32s
+from miofind.solvers.common.correlation import ceil_div
+from miofind.solvers.common.divisor import divisors
+from miofind.solvers.few_channels.gradient_rows import GradientRows
+from miofind.solvers.few_channels.shared import FewChannelsSolver, gradient_defines
+
+_MAX_HELD = 184
+_MAX_WARPS = 12
+_MAX_REGISTERS = 240
+_SHARED_BYTES = 48 << 10
+
+
+def _defines(problem: ProblemDescription, config: Config, tiling: GradientRows) -> tuple[tuple[str, str | int], ...]:
+    return (
+        *gradient_defines(problem),
+        ("COLUMNS", tiling.columns),
+        ("COLUMN_STEP", tiling.column_step),
+        *((name.upper(), config[name]) for name in ("blocks", "warps_m", "warps_n", "warps_k", "stages")),
+        ("CHANNELS_LAST", int(problem.x.layout.channels_last)),
+        ("IN_VECTOR", tiling.in_vector),
+        ("MIN_BLOCKS", tiling.resident),
+        ("SHARED_BYTES", tiling.shared_bytes),
+    )
+
+
+def _config(blocks: int, warps_m: int, warps_n: int, warps_k: int, stages: int, resident: int) -> Config:
+    return Config.of(blocks=blocks, warps_m=warps_m, warps_n=warps_n, warps_k=warps_k, stages=stages, resident=resident)
+
+
+# What default_configs ranks by estimate.
+_SHORT_LIST = tuple(
+    _config(blocks, *warps, stages, resident)
+    for blocks in (1, 2, 3, 4)
+    for warps in (
+        *((4, 1, 1), (7, 1, 1), (8, 1, 1), (4, 2, 1), (2, 2, 1), (4, 3, 1), (2, 3, 1)),
+        *((1, 1, 4), (2, 1, 4), (1, 2, 4), (2, 1, 2), (4, 1, 2)),
+        *((2, 4, 1), (1, 4, 2), (2, 5, 1), (1, 5, 2), (2, 6, 1), (1, 6, 2), (1, 7, 1)),  # rows of long filters
+    )
+    for stages, resident in ((4, 1), (3, 2), (4, 2), (3, 3), (6, 1))
+)
+
+# Cycles of a multiprocessor for a product of fragments, to read one, to stage 16 bytes, and to write or add 32 products
+# through shared memory; cycles that a block waits for a row, a warp for a product, and a block before its first row.
+# Share of the time to move all tensors, or to compute if that is shorter, that the other does not hide, and of the time
+# to read dy that rows and columns cost which several blocks read. Fitted to 168 measurements on an H200, the order of
+# the fastest first: the configuration with the least estimate takes 5 % longer than the best. Products and reads stand
+# for the instructions that come with them.
+_PRODUCT = 3.32
+_READ = 11.0
+_STAGED = 0.0776
+_FOLDED = 3.13
+_ROW = 966.0
+_LATENCY = 25.2
+_BEGIN = 453.0
+_LAUNCH_MS = 0.00261
+_EXPOSED = 0.358
+_ROWS_AGAIN, _COLUMNS_AGAIN = 0.0325, 0.015
+
+
+class ConvFirstLayerDataRows(FewChannelsSolver):
+    """Backward data for up to four channels: rows of dy times all filters; products that meet a pixel are added.
+
+    For all filters, strides and layouts; ConvFirstLayerData is faster for some with strides above 1. dy is read once
+    but for the ends of strips. Sums are float32; equal inputs give equal bits.
+
+    Configuration: a block of `warps_m` x `warps_n` x `warps_k` warps has rows in `stages` buffers; a warp multiplies
+    `blocks` blocks of 16 outputs, `warps_n` warps share the taps of a row and `warps_k` the filters; there are as many
+    strips as fill multiprocessors with `resident` blocks.
+    """
+
+    id = "ConvFirstLayerDataRows"
+    version = 2
+    direction = Direction.BACKWARD_DATA
+    kind = ("blocks", "warps_m", "resident")
+    parameters: ClassVar[Mapping[str, Sequence[ConfigValue]]] = {
+        "blocks": (1, 2, 3, 4),
+        "warps_m": (1, 2, 4, 7, 8),
+        "warps_n": (1, 2, 3, 4, 5, 6, 7),
+        "warps_k": (1, 2, 4),
+        "stages": (3, 4, 6),
+        "resident": (1, 2, 3, 4),
+    }
+    sources = ("few_channels/data_rows.cu",)
+
+    def is_valid_config(self, problem: ProblemDescription, device: Device, config: Config) -> bool:
+        if not 4 <= config["warps_m"] * config["warps_n"] * config["warps_k"] <= _MAX_WARPS:
+            return False
+        tiling = GradientRows.of(problem, config, device)
+        if tiling.tap_blocks % config["warps_n"] or tiling.steps < config["warps_k"]:
+            return False
+        if config["blocks"] != ceil_div(tiling.columns // 16, config["warps_m"]):
+            return False
+        if tiling.held > _MAX_HELD or tiling.registers > _MAX_REGISTERS:
+            return False
+        fits_shared = tiling.shared_bytes <= (device.shared_bytes or _SHARED_BYTES)
+        return fits_shared and tiling.resident == config["resident"]
+
+    def short_list(self) -> Sequence[Config]:
+        return _SHORT_LIST
+
+    def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
+        tiling = GradientRows.of(problem, config, device)
+        warps = config["warps_m"] * config["warps_n"] * config["warps_k"]
+        blocks = tiling.columns // 16
+        turn = config["blocks"] * problem.filter[0] * tiling.tap_blocks // config["warps_n"]
+        turn *= ceil_div(tiling.steps, config["warps_k"])
+        reads = blocks * tiling.steps * config["warps_n"]
+        staged = tiling.columns * problem.k / tiling.in_vector
+        written = tiling.products / 32
+        added = written * min(problem.conv.stride[0], problem.filter[0]) / problem.conv.stride[0]
+        shared = _READ * reads + _STAGED * staged + _FOLDED * (written + added)
+        together = min(tiling.resident, ceil_div(tiling.blocks, device.sm_count))
+        busy = max(_PRODUCT * 4 * ceil_div(together * warps, 4) * turn, together * shared)
+        alone = _ROW + _LATENCY * turn + _STAGED * staged * 2
+        turns = ceil_div(tiling.blocks, device.sm_count * tiling.resident)
+        cycles = turns * (_BEGIN + tiling.strip_steps * max(busy, alone))
+        busy_ms = 1e3 * cycles / device.clock_hz
+        columns_again = tiling.columns * tiling.column_tiles / problem.out_spatial[1] - 1
+        again = _ROWS_AGAIN * (tiling.strip_steps / tiling.rows - 1) + _COLUMNS_AGAIN * columns_again
+        moved_ms = 1e3 * problem.bytes * (1 + again) / device.bandwidth_bytes_per_s
+        return float(_LAUNCH_MS + max(moved_ms, busy_ms) + _EXPOSED * min(moved_ms, busy_ms))
+
+    def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
+        tiling = GradientRows.of(problem, config, device)
+        step = KernelStep(
+            source="few_channels/data_rows.cu",
+            entry="first_layer_data_rows",
+            grid=(tiling.blocks, 1, 1),
+            block=(32 * config["warps_m"] * config["warps_n"] * config["warps_k"], 1, 1),
+            shared_bytes=tiling.shared_bytes,
+            defines=_defines(problem, config, tiling),
+            args=(
+                *(Pointer(buffer=name) for name in ("y", "w", "x")),
+                *int32s(*problem.spatial, *problem.out_spatial, *problem.conv.pad_before),
+                *int32s(tiling.height.first, tiling.height.end, tiling.width.first, tiling.width.end),
+                *int32s(tiling.base, tiling.rows),
+                *divisors(tiling.strips * tiling.column_tiles, tiling.column_tiles),
+            ),
+        )
+        return ConvSolution(steps=(step,))
+
+
+SOLVERS = (ConvFirstLayerDataRows(),)

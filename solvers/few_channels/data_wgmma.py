@@ -1,0 +1,224 @@
+"""ConvFirstLayerDataWgmma: backward data of convolutions of few channels by Hopper's warpgroup products.
+
+Kernel: kernels_src/few_channels/data_wgmma.cu. Cells, slots and strips: solvers/few_channels/gradient_slots.py.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+from miofind.device import Device
+from miofind.problem import Direction, ProblemDescription
+from miofind.solution import Box, Config, ConfigValue, ConvSolution, KernelStep, Pointer, TensorMap, int32s
+from miofind.solvers.common.copies import packed_map
+from miofind.solvers.common.correlation import ceil_div
+from miofind.solvers.common.divisor import divisors
+from miofind.solvers.common.residency import held_registers
+from miofind.solvers.few_channels.gradient_slots import GradientSlots
+from miofind.solvers.few_channels.shared import HOPPER_KEYS, FewChannelsSolver, gradient_defines
+
+_MAX_THREADS = 512
+_MAX_GROUPS = 4
+_MAX_PRODUCTS = 128  # of a row of dy: they are unrolled
+_MAX_REGISTERS = 232
+_SHARED_BYTES = 227 << 10
+_TILES_W = (16, 32, 64, 128, 256)
+
+
+def _defines(problem: ProblemDescription, config: Config, tiling: GradientSlots) -> tuple[tuple[str, str | int], ...]:
+    return (
+        *gradient_defines(problem),
+        ("WIDEN", config["widen"]),
+        ("PHASE", tiling.phase),
+        ("PAIRED", int(tiling.paired)),
+        ("COLUMNS", tiling.columns),
+        ("TEAMS", config["teams"]),
+        ("STAGES", config["stages"]),
+        ("CHANNELS_LAST", int(problem.x.layout.channels_last)),
+        *_staging(tiling),
+        ("MIN_BLOCKS", tiling.resident),
+        ("SHARED_BYTES", tiling.shared_bytes),
+    )
+
+
+def _staging(tiling: GradientSlots) -> tuple[tuple[str, int], ...]:
+    boxes = tiling.boxes
+    return (("TOGETHER", boxes.together), ("LEAD", boxes.lead)) if boxes else (("IN_VECTOR", tiling.in_vector),)
+
+
+def _gradients(problem: ProblemDescription, tiling: GradientSlots) -> Pointer | TensorMap:
+    """dy as the kernel takes it: in boxes rows of all images are one dimension."""
+    if not (boxes := tiling.boxes):
+        return Pointer(buffer="y")
+    height, width = problem.out_spatial
+    box = Box(sizes=(boxes.span // 2, boxes.rows, 1), steps=(1, boxes.apart, 1))
+    return packed_map(problem, "y", (boxes.together * problem.k, width // boxes.together, problem.n * height), box)
+
+
+def _spills(tiling: GradientSlots) -> bool:
+    """Whether a thread lacks registers beside as many blocks as the kernel is told to leave room for.
+
+    Fitted to 1,500 kernels for sm_90a, most of them tight. Elements that are written one by one take addresses and
+    bounds of their own, and rows of a single cell leave where filters are in registers, for each product.
+    """
+    needed = tiling.columns // 2 + 56
+    if not tiling.paired and (tiling.columns >= 64 or tiling.slot >= 36):
+        needed += tiling.columns // 3
+    elif tiling.columns >= 200:
+        needed += 16
+    if tiling.height.met == 1 and tiling.groups > 1:
+        needed += 2 * tiling.products
+    return needed > held_registers(tiling.resident, tiling.threads)
+
+
+# What default_configs ranks by estimate.
+_SHORT_LIST = tuple(
+    Config.of(tile_w=tile_w, widen=widen, teams=teams, stages=stages, resident=resident)
+    for tile_w, widen, (teams, resident), stages in itertools.product(
+        _TILES_W, (1, 2, 4), ((1, 1), (1, 2), (2, 1), (2, 2), (3, 1), (4, 1), (1, 3)), (2, 3, 4)
+    )
+)
+
+_DEFAULTS = 8
+
+# Fitted to 1,200 configurations of 33 problems on an H200, the fastest of which it misses by 13 %. Cycles of a
+# multiprocessor: of its tensor cores for a product of 16 filters by a column, of shared memory for 128 bytes, and to
+# write an element, or two side by side, of 32 lanes. Cycles that a team alone takes for a row (barriers, and copies
+# that are begun), for a product's latency, and to complete 8 cells; cycles of a block before its first row, and of a
+# scheduler for a word of filters that is laid out, of which one warp alone reaches but a share. Bytes that a
+# multiprocessor needs under way to move as many as it may. Share of the bandwidth that is reached, and of the time to
+# move all tensors, or to compute if that is shorter, that the other does not hide. What the copy engine takes for boxes
+# is hidden.
+_PRODUCT = 0.5
+_SHARED = 1.16
+_WRITTEN = 4.0
+_ROW = 138.0
+_LATENCY = 26.0
+_COMPLETED = 22.5
+_BEGIN = 1780.0
+_LAID = 0.32
+_ALONE = 0.2
+_UNDER_WAY = 27e3
+_LAUNCH_MS = 0.0026
+_REACHED = 0.92
+_EXPOSED = 0.5
+
+
+class ConvFirstLayerDataWgmma(FewChannelsSolver):
+    """Backward data for up to four channels: warpgroup products of filters by rows of dy, whose columns shift in place.
+
+    Pixels are completed in registers, cells of a stride's rows and columns at a time. dy is read once but for the ends
+    of strips and tiles. Zeros around filters and rows of dy are multiplied: an infinity or NaN of dy spreads to pixels
+    of the cells that it meets, and one of the filter to pixels at the border. Sums are float32; equal inputs give equal
+    bits.
+
+    Configuration: each of the `teams` of a block goes down a strip of up to `tile_w` cells, each of `widen` strides;
+    its rows of dy are in `stages` buffers. There are as many strips as fill multiprocessors with `resident` blocks.
+    """
+
+    id = "ConvFirstLayerDataWgmma"
+    direction = Direction.BACKWARD_DATA
+    kind = ("tile_w", "widen")
+    keys = HOPPER_KEYS
+    parameters: ClassVar[Mapping[str, Sequence[ConfigValue]]] = {
+        "tile_w": _TILES_W,
+        "widen": (1, 2, 4),
+        "teams": (1, 2, 3, 4),
+        "stages": (2, 3, 4, 6),
+        "resident": (1, 2, 3, 4),
+    }
+    sources = ("few_channels/data_wgmma.cu",)
+
+    def is_valid_config(self, problem: ProblemDescription, device: Device, config: Config) -> bool:
+        tiling = GradientSlots.of(problem, config, device)
+        if tiling.groups > _MAX_GROUPS or tiling.threads > _MAX_THREADS or tiling.products > _MAX_PRODUCTS:
+            return False
+        narrower = max((width for width in _TILES_W if width < config["tile_w"]), default=0)
+        if narrower and ceil_div(tiling.cells, narrower) == tiling.tiles:
+            return False  # the same tiles
+        if config["teams"] > tiling.strips or config["stages"] > max(2, tiling.strip_steps + 1):
+            return False  # teams without a strip, stages without a row
+        if tiling.registers > _MAX_REGISTERS or tiling.shared_bytes > (device.shared_bytes or _SHARED_BYTES):
+            return False
+        return bool(tiling.resident == config["resident"]) and not _spills(tiling)
+
+    def unserved(self, problem: ProblemDescription) -> str:
+        if reason := super().unserved(problem):
+            return reason
+        if problem.y.layout.channels_last and problem.k % 8:
+            return f"copies filters of NHWC pixels in 16-byte words: needs k in multiples of 8, not {problem.k}"
+        return ""
+
+    def examples(self) -> tuple[ProblemDescription, ...]:
+        return tuple(problem for problem in super().examples() if not self.unserved(problem))
+
+    def short_list(self) -> Sequence[Config]:
+        return _SHORT_LIST
+
+    def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
+        """The least estimates that differ in more than stages, two for cells of a width in tiles of a width."""
+        chosen: dict[tuple[ConfigValue, ...], Config] = {}
+        alike: Counter[tuple[ConfigValue, ...]] = Counter()
+        for config in self.ranked(problem, device, _SHORT_LIST):
+            kind = tuple(config[name] for name in self.kind)
+            beside = (*kind, config["teams"] * config["resident"])
+            if beside not in chosen and alike[kind] < self.most_alike:
+                chosen[beside] = config
+                alike[kind] += 1
+        return tuple(itertools.islice(chosen.values(), _DEFAULTS))
+
+    def spreads_nonfinite(self, problem: ProblemDescription, config: Config) -> bool:
+        return True
+
+    def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
+        """Time to move all tensors and to compute, of which the longer hides most of the other.
+
+        A row's products take the tensor cores, or shared memory that holds their operands and that the row is staged
+        in; a team alone waits for each and then writes pixels, which other teams of the multiprocessor can fill.
+        """
+        tiling = GradientSlots.of(problem, config, device)
+        columns, teams = tiling.columns, tiling.resident * config["teams"]
+        together = min(teams, ceil_div(tiling.blocks, device.sm_count) * config["teams"])
+        halves = 1 + tiling.slot / 8  # of 8 rows of the product, that a slot meets
+        written = halves * columns / 8 * _WRITTEN * (1 if tiling.paired else 2)
+        row_products = tiling.groups * tiling.products
+        tensor = _PRODUCT * row_products * columns
+        operands = row_products * (16 + columns / 4) + (tiling.stage_bytes + 2 * tiling.turned_bytes) / 128
+        busy = together * max(tensor, _SHARED * operands + written)
+        alone = _ROW + tiling.products * max(_LATENCY, _PRODUCT * columns) + _COMPLETED * min(2, halves) * columns / 8
+        turns = ceil_div(tiling.strips, device.sm_count * teams)
+        words = 2 * tiling.products * tiling.height.met * tiling.slot * tiling.resident
+        laid = _LAID * words / min(1.0, _ALONE * tiling.resident * tiling.threads / 128)
+        cycles = turns * (_BEGIN + laid + tiling.strip_steps * max(busy, alone))
+        busy_ms = 1e3 * cycles / device.clock_hz
+        ahead = together * (config["stages"] - 1) * tiling.stage_bytes
+        reached = _REACHED * min(1.0, ahead / _UNDER_WAY)
+        moved_ms = 1e3 * problem.bytes / (reached * device.bandwidth_bytes_per_s)
+        return float(_LAUNCH_MS + max(moved_ms, busy_ms) + _EXPOSED * min(moved_ms, busy_ms))
+
+    def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
+        tiling = GradientSlots.of(problem, config, device)
+        step = KernelStep(
+            source="few_channels/data_wgmma.cu",
+            entry="first_layer_data_wgmma",
+            grid=(tiling.blocks, 1, 1),
+            block=(tiling.threads, 1, 1),
+            shared_bytes=tiling.shared_bytes,
+            defines=_defines(problem, config, tiling),
+            args=(
+                _gradients(problem, tiling),
+                *(Pointer(buffer=name) for name in ("w", "x")),
+                *int32s(*problem.spatial, *problem.out_spatial),
+                *int32s(problem.conv.pad_before[0], tiling.left, tiling.ahead),
+                *int32s(tiling.height.first, tiling.height.end, tiling.first_cell),
+                *int32s(tiling.rows, tiling.strip_steps, tiling.strips),
+                *divisors(tiling.row_strips * tiling.tiles, tiling.tiles),
+            ),
+        )
+        return ConvSolution(steps=(step,))
+
+
+SOLVERS = (ConvFirstLayerDataWgmma(),)

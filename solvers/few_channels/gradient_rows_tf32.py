@@ -1,0 +1,154 @@
+"""Rows of dy streamed once for backward data of few channels in float32.
+
+What kernels_src/few_channels/data_rows_tf32.cu computes. Pure arithmetic on shapes.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from miofind.device import Device
+from miofind.problem import ProblemDescription
+from miofind.solution import Config
+from miofind.solvers.common.correlation import ceil_div, round_up
+from miofind.solvers.common.group_packs import resident_blocks
+from miofind.solvers.common.product_tiles import products_of_tf32
+from miofind.solvers.few_channels.gradient_rows import ColumnTiles, StrideCells, strip_rows
+
+_SHARED_BYTES = 48 << 10
+_BASE_REGISTERS = 46
+MAX_REGISTERS = 248
+# Steps whose fragments of dy are in registers at once: by blocks, and where filters come from shared memory, too.
+_CHUNKS, _CHUNK_WITH_READS = {1: 4, 2: 2, 3: 1, 4: 1}, 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TapBlocks:
+    """How a product's columns are taps: filter rows side by side where that takes fewer blocks of 8.
+
+    Attributes:
+        packed: whether they are; each row begins a block otherwise.
+        groups: of filter rows.
+        count: of blocks of a group.
+    """
+
+    packed: bool
+    groups: int
+    count: int
+
+    @staticmethod
+    def of(problem: ProblemDescription, warps: int) -> TapBlocks:
+        """Those that `warps` warps share; sums of packed rows move up within one."""
+        (rows, row_taps), stride = (problem.filter[0], problem.filter[1] * problem.c), problem.conv.stride[0]
+        packed, apart = ceil_div(rows * round_up(row_taps, 2), 8), ceil_div(row_taps, 8)
+        if packed < rows * apart and (warps == 1 or (stride >= rows and packed % warps == 0)):
+            return TapBlocks(packed=True, groups=1, count=packed)
+        return TapBlocks(packed=False, groups=rows, count=apart)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GradientRowsTf32:
+    """A configuration applied to a problem: what the kernel's constants come to.
+
+    kernels_src/few_channels/data_rows_tf32.cu computes the same from the defines and refuses to compile where it
+    differs.
+
+    Attributes:
+        height, width: cells.
+        tiles: of columns.
+        in_vector: elements of dy that are loaded at once.
+        products: of tf32 for one of float32.
+        taps: blocks of taps.
+        steps: of 8 filters, the same for every warp.
+        chunk: steps that are summed before they are added to others.
+        warp_blocks: fragments of taps of a warp in a step.
+        registers: of a thread that spills nothing.
+        product_floats: of the rows that a row of dy completes.
+        shared_bytes: of a block.
+        resident: blocks of a multiprocessor.
+        rows, strips: of cells of a strip; how many strips.
+        strip_steps: rows of dy that a strip meets.
+        blocks: of the grid.
+    """
+
+    height: StrideCells
+    width: StrideCells
+    tiles: ColumnTiles
+    in_vector: int
+    products: int
+    taps: TapBlocks
+    steps: int
+    chunk: int
+    warp_blocks: int
+    registers: int
+    product_floats: int
+    shared_bytes: int
+    resident: int
+    rows: int
+    strips: int
+    strip_steps: int
+    blocks: int
+
+    @staticmethod
+    def of(problem: ProblemDescription, config: Config, device: Device) -> GradientRowsTf32:
+        """Tiles of as many columns as the warps take, and strips that fill the device."""
+        height, width, last = StrideCells.of(problem, 0), StrideCells.of(problem, 1), problem.y.layout.channels_last
+        blocks, warps_m, warps_n, warps_k = (config[name] for name in ("blocks", "warps_m", "warps_n", "warps_k"))
+        in_vector = math.gcd(4, problem.k if last else problem.out_spatial[1])
+        tiles = ColumnTiles.of(problem, width, 16 * blocks * warps_m, 1 if last else in_vector)
+        taps, steps = TapBlocks.of(problem, warps_n), round_up(ceil_div(problem.k, 8), warps_k)
+        warp_steps, warp_blocks = steps // warps_k, taps.groups * ceil_div(taps.count, warps_n)
+        products, threads = products_of_tf32(problem), 32 * warps_m * warps_n * warps_k
+        row_taps, done = problem.filter[1] * problem.c, min(problem.conv.stride[0], problem.filter[0])
+        product_floats = done * warps_k * round_up(row_taps, 2) * (round_up(tiles.columns - 12, 32) + 12)
+        row_bytes = (32 * steps + 16) * tiles.columns if last else 32 * steps * (round_up(tiles.columns - 8, 32) + 8)
+        laid = 256 * steps * taps.groups * taps.count if config["filters"] == "shared" else 0
+        shared_bytes = config["stages"] * row_bytes + laid + 8 * product_floats
+        held = 0 if config["filters"] == "shared" else (4 if products == 3 else 2) * warp_steps * warp_blocks
+        shared_most = device.shared_bytes or _SHARED_BYTES
+        most = min(_CHUNKS[blocks], warp_steps if held else _CHUNK_WITH_READS)
+        for chunk in (size for size in range(most, 0, -1) if warp_steps % size == 0):
+            registers = _registers(blocks, chunk, products, warp_blocks, held)
+            resident = min(config["resident"], resident_blocks(registers, threads, shared_bytes, shared_most))
+            if resident == config["resident"] and registers <= MAX_REGISTERS:
+                break
+        rows = strip_rows(height, problem.n * tiles.count, device.sm_count * max(1, resident))
+        strips = ceil_div(height.end - height.first, rows)
+        return GradientRowsTf32(
+            height=height,
+            width=width,
+            tiles=tiles,
+            in_vector=in_vector,
+            products=products,
+            taps=taps,
+            steps=steps,
+            chunk=chunk,
+            warp_blocks=warp_blocks,
+            registers=registers,
+            product_floats=product_floats,
+            shared_bytes=shared_bytes,
+            resident=resident,
+            rows=rows,
+            strips=strips,
+            strip_steps=rows + height.met - 1,
+            blocks=problem.n * tiles.count * strips,
+        )
+
+
+def _registers(blocks: int, chunk: int, products: int, warp_blocks: int, held: int) -> int:
+    """Those of a thread: sums, filters that are held, fragments of dy and of filters at work, and the rest."""
+    beside = 1 if products == 1 or blocks >= 3 else 2
+    parts = 2 if products == 3 else 1
+    at_work = 4 * parts * blocks * chunk + 2 * parts * chunk * beside + (4 * blocks * beside if products == 3 else 0)
+    ahead = _read_ahead(chunk, products, held)
+    return round_up(4 * blocks * warp_blocks + held + at_work + ahead + _BASE_REGISTERS, 8)
+
+
+def _read_ahead(chunk: int, products: int, held: int) -> int:
+    """Registers of what ptxas reads ahead, as 1,500 configurations for sm_90a tell where more would spill."""
+    if not held:
+        return 16 if products == 1 else 24
+    if products == 1:
+        return 8
+    return 56 if chunk == 1 else 0

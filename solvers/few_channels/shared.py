@@ -1,0 +1,101 @@
+"""What the solvers of first layers, convolutions of up to four channels, have in common.
+
+Which kernels and configurations each has is its own.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import ClassVar
+
+from miofind.device import Device, Library, Place
+from miofind.problem import DataType, Direction, Layout, ProblemDescription
+from miofind.solution import Config, ConfigValue
+from miofind.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
+from miofind.solvers.few_channels.windows import unserved
+
+_DEFAULTS = 8
+_KEY = KernelKey(
+    place=Place.CUDA,
+    library=Library.PLAIN,
+    dtypes=frozenset({DataType.FLOAT16, DataType.BFLOAT16}),
+    layouts=frozenset({Layout.NCHW, Layout.NHWC}),
+    min_sm=80,
+)
+HOPPER_KEYS = (replace(_KEY, min_sm=90, archs=("90a",)),)
+"""Of kernels that multiply by wgmma."""
+
+
+def gradient_defines(problem: ProblemDescription) -> tuple[tuple[str, str | int], ...]:
+    """What each kernel of backward data has to know of a problem."""
+    stride_y, stride_x = problem.conv.stride
+    return (
+        ("ELEMENT", problem.x.dtype.value),
+        ("CHANNELS", problem.c),
+        ("FILTERS", problem.k),
+        ("FILTER_Y", problem.filter[0]),
+        ("FILTER_X", problem.filter[1]),
+        ("STRIDE_Y", stride_y),
+        ("STRIDE_X", stride_x),
+    )
+
+
+class FewChannelsSolver(Solver):
+    """Implicit GEMM on tensor cores for one direction and up to four channels, of 16-bit types unless `keys` differ."""
+
+    direction: ClassVar[Direction]
+    kind: ClassVar[tuple[str, ...]]
+    """Parameters of which few defaults share all: estimates of near configurations do not tell them apart."""
+    most_alike: ClassVar[int] = 2
+    """Defaults that share all of `kind`."""
+    algorithm = Algorithm.IMPLICIT_GEMM
+    keys = (_KEY,)
+    alignment_bytes = 16
+
+    @abstractmethod
+    def short_list(self) -> Sequence[Config]:
+        """Configurations that default_configs ranks by estimate."""
+
+    def unserved(self, problem: ProblemDescription) -> str:
+        """Why no configuration can compute a problem of its direction; "" if one may."""
+        return unserved(problem)
+
+    def examples(self) -> tuple[ProblemDescription, ...]:
+        half, brain, last = DataType.FLOAT16, DataType.BFLOAT16, Layout.NHWC
+
+        def conv(**fields: object) -> ProblemDescription:
+            return ProblemDescription.convolution(direction=self.direction, **fields)  # type: ignore[arg-type]
+
+        return (
+            conv(x=(2, 3, 64, 64), w=(64, 3, 7, 7), padding=3, stride=2, dtype=half, layout=last),
+            conv(x=(2, 3, 64, 64), w=(64, 3, 7, 7), padding=3, stride=2, dtype=half),
+            conv(x=(2, 3, 32, 40), w=(32, 3, 3, 3), padding=1, dtype=brain, layout=last),
+            conv(x=(2, 3, 32, 40), w=(32, 3, 3, 3), padding=1, dtype=brain),
+            conv(x=(2, 3, 32, 32), w=(96, 3, 4, 4), stride=4, dtype=half, layout=last),
+            conv(x=(3, 1, 28, 28), w=(6, 1, 5, 5), padding=2, dtype=half),
+            conv(x=(2, 4, 17, 23), w=(37, 4, 3, 2), padding=((4, 0), (5, 1)), stride=(1, 3), dtype=brain, layout=last),
+            conv(x=(1, 2, 33, 31), w=(19, 2, 5, 11), padding=2, stride=(3, 1), dtype=half),
+        )
+
+    def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
+        if problem.direction is not self.direction:
+            return Applicability(f"computes {self.direction} only, not {problem.direction}")
+        if reason := self.unserved(problem):
+            return Applicability(reason)
+        if not any(self.is_valid_config(problem, device, config) for config in self.short_list()):
+            sizes = f"k={problem.k} filter {problem.filter} stride {problem.conv.stride}"
+            return Applicability(f"filters or strides are too large for a block: {sizes}")
+        return APPLICABLE
+
+    def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
+        chosen: list[Config] = []
+        alike: Counter[tuple[ConfigValue, ...]] = Counter()
+        for config in self.ranked(problem, device, self.short_list()):
+            kind = tuple(config[name] for name in self.kind)
+            alike[kind] += 1
+            if alike[kind] <= self.most_alike:
+                chosen.append(config)
+        return tuple(chosen[:_DEFAULTS])

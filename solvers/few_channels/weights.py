@@ -1,0 +1,295 @@
+"""ConvFirstLayerWeights: backward weights of convolutions of few channels on tensor cores.
+
+Tiles of outputs are dealt to blocks; a second kernel adds the blocks' float32 sums in a fixed order. Kernels:
+kernels_src/few_channels/weights.cu. Windows and tiles: solvers/few_channels/windows.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from miofind.device import Device
+from miofind.problem import Direction, ProblemDescription
+from miofind.solution import (
+    Config,
+    ConfigValue,
+    ConvSolution,
+    KernelStep,
+    Pointer,
+    Region,
+    WorkspacePlan,
+    int32s,
+)
+from miofind.solvers.common.correlation import ceil_div, round_up
+from miofind.solvers.common.divisor import divisors
+from miofind.solvers.common.group_packs import resident_blocks
+from miofind.solvers.few_channels.shared import FewChannelsSolver
+from miofind.solvers.few_channels.windows import WindowTile, is_same_load
+
+_MAX_SUMS = 128
+_MAX_WARPS = 14
+_MAX_REGISTERS = 248
+_MAX_WORKSPACE_BYTES = 1 << 30
+_SHARED_BYTES = 48 << 10
+_OTHER_REGISTERS, _FEWEST_REGISTERS = 28, 88
+_MOST_OUTPUTS = 512  # of a tile
+_SHARES = 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Tiling:
+    """A configuration applied to a problem: what the kernel's constants come to.
+
+    kernels_src/few_channels/weights.cu computes the same from the defines and refuses to compile where it differs.
+
+    Attributes:
+        tile: of outputs.
+        filter_tiles: blocks of filters.
+        row_words: 16-byte words of a window's row.
+        sums: of a thread.
+        out_vector: elements of dy that are loaded at once.
+        threads: of a block.
+        registers: of a thread that spills nothing.
+        shared_bytes: of a block.
+        resident: blocks of a multiprocessor.
+        tiles: of all images.
+    """
+
+    tile: WindowTile
+    filter_tiles: int
+    row_words: int
+    sums: int
+    out_vector: int
+    threads: int
+    registers: int
+    shared_bytes: int
+    resident: int
+    tiles: int
+
+    @staticmethod
+    def of(problem: ProblemDescription, config: Config, device: Device) -> _Tiling:
+        tile = WindowTile.of(problem, config["tile_h"], config["tile_w"], config["vector"])
+        tile_k, threads = config["tile_k"], 32 * config["warps_y"] * config["warps_k"] * config["warps_p"]
+        last, taps_y = problem.y.layout.channels_last, problem.filter[0]
+        row_words = ceil_div(problem.filter[1] + (tile.outputs - 1) * problem.conv.stride[1], 2)
+        filters, rows = tile_k // 16 // config["warps_k"], ceil_div(taps_y, config["warps_y"])
+        sums = 4 * filters * tile.outputs * rows * row_words
+        slots = round_up(tile.windows, 16)
+        pitch = 2 * tile_k + 16 if last else round_up(2 * tile.outputs * slots, 32) + 16
+        staged = config["stages"] * pitch * (tile.outputs * slots if last else tile_k) + 2 * tile.patch_bytes
+        shared_bytes = max(staged, 4 * tile.outputs * tile_k * (8 * taps_y * row_words + 8))
+        moved = tile.patch_load(problem.c, threads).registers
+        words = 4 * ceil_div(row_words, 2) * min(2, rows) + (0 if last or tile.outputs == rows == 1 else 8)
+        registers = sums + moved + 4 * filters * tile.outputs + words
+        registers = max(_FEWEST_REGISTERS, round_up(registers + _OTHER_REGISTERS, 8))
+        resident = resident_blocks(registers, threads, shared_bytes, device.shared_bytes or _SHARED_BYTES)
+        return _Tiling(
+            tile=tile,
+            filter_tiles=ceil_div(problem.k, tile_k),
+            row_words=row_words,
+            sums=sums,
+            out_vector=math.gcd(8, problem.k) if last else tile.plane_vector(problem),
+            threads=threads,
+            registers=registers,
+            shared_bytes=shared_bytes,
+            resident=min(resident, config["resident"]),
+            tiles=tile.image_tiles * problem.n,
+        )
+
+    def splits(self, device: Device) -> int:
+        """Blocks that share the tiles of a block of filters."""
+        return min(self.tiles, max(1, device.sm_count * self.resident // self.filter_tiles))
+
+
+def _defines(problem: ProblemDescription, config: Config, tiling: _Tiling) -> tuple[tuple[str, str | int], ...]:
+    tile, (stride_y, stride_x) = tiling.tile, problem.conv.stride
+    return (
+        ("ELEMENT", problem.x.dtype.value),
+        ("CHANNELS", problem.c),
+        ("FILTER_Y", problem.filter[0]),
+        ("FILTER_X", problem.filter[1]),
+        ("STRIDE_Y", stride_y),
+        ("STRIDE_X", stride_x),
+        ("TILE_H", tile.tile_h),
+        ("TILE_W", tile.tile_w),
+        *((name.upper(), config[name]) for name in ("tile_k", "warps_y", "warps_k", "warps_p")),
+        ("CHANNELS_LAST", int(problem.x.layout.channels_last)),
+        ("OFFSET", tile.offset),
+        ("IN_VECTOR", tile.vector),
+        ("OUT_VECTOR", tiling.out_vector),
+        ("STAGES", config["stages"]),
+        ("MIN_BLOCKS", tiling.resident),
+        ("SHARED_BYTES", tiling.shared_bytes),
+    )
+
+
+def _sum_step(problem: ProblemDescription, device: Device, config: Config, tiling: _Tiling) -> KernelStep:
+    tile, splits = tiling.tile, tiling.splits(device)
+    return KernelStep(
+        source="few_channels/weights.cu",
+        entry="first_layer_weights",
+        grid=(tiling.filter_tiles * splits, 1, 1),
+        block=(tiling.threads, 1, 1),
+        shared_bytes=tiling.shared_bytes,
+        defines=_defines(problem, config, tiling),
+        args=(
+            *(Pointer(buffer=name) for name in ("x", "y", "parts")),
+            *int32s(problem.k, *problem.spatial, *problem.out_spatial, *problem.conv.pad_before, tiling.tiles, splits),
+            *divisors(tiling.filter_tiles, tile.image_tiles, tile.column_tiles),
+        ),
+    )
+
+
+def _finish_step(problem: ProblemDescription, device: Device, config: Config, tiling: _Tiling) -> KernelStep:
+    return KernelStep(
+        source="few_channels/weights.cu",
+        entry="first_layer_weights_finish",
+        grid=(ceil_div(problem.w.size, 32), 1, 1),
+        block=(32 * _SHARES, 1, 1),
+        defines=_defines(problem, config, tiling),
+        args=(Pointer(buffer="parts"), Pointer(buffer="w"), *int32s(problem.w.size, tiling.splits(device))),
+        waits_itself=True,
+    )
+
+
+def _config(tile: Sequence[int], tile_k: int, warps: Sequence[int], resident: int) -> Config:
+    (tile_h, tile_w, stages), (warps_y, warps_k, warps_p) = tile, warps
+    return Config.of(
+        tile_h=tile_h,
+        tile_w=tile_w,
+        tile_k=tile_k,
+        warps_y=warps_y,
+        warps_k=warps_k,
+        warps_p=warps_p,
+        stages=stages,
+        resident=resident,
+        vector=2,
+    )
+
+
+_TILES = (
+    (1, 128, 3),
+    (2, 64, 3),
+    (2, 128, 2),
+    (2, 128, 3),
+    (4, 64, 2),
+    (4, 64, 3),
+    (4, 32, 3),
+    (4, 128, 2),
+)
+_WARPS = ((1, 2, 2), (1, 2, 4), (1, 1, 4), (2, 2, 1), (2, 2, 2), (3, 2, 1), (4, 1, 1), (4, 2, 1), (7, 1, 1), (7, 1, 2))
+# What default_configs ranks by estimate; few filters, for those whose sums fill a warp's registers, come last.
+_SHORT_LIST = tuple(
+    _config(tile, tile_k, warps, resident)
+    for tile_k, residents in ((32, (1, 2, 3)), (64, (1, 2)), (96, (1, 2)), (16, (1,)))
+    for tile in (_TILES if tile_k > 16 else ((1, 32, 2), (1, 64, 2), (2, 32, 2)))
+    for warps in (_WARPS if tile_k > 16 else ((1, 1, 4), *((warps_y, 1, 1) for warps_y in (4, 5, 6, 7, 8))))
+    for resident in residents
+)
+
+# Cycles of a multiprocessor for a product of fragments, to read one, to stage a pixel of x by vectors of some length,
+# to load a vector of dy, and to join a sum; cycles that a block waits for a tile, and a warp for a block of windows and
+# for a product. How often parts move as long as memory would take. Share of the time to move all tensors, or to compute
+# if that is shorter, that the other does not hide. Fitted to 269 measurements on an H200, the order of the fastest
+# first: the configuration with the least estimate takes 2 % longer than the best. What a block waits decides there.
+_PRODUCT = 0.45
+_READ = 1.14
+_STAGED: Mapping[int, float] = {8: 0.5, 4: 0.35, 2: 0.3, 1: 0.4}
+_LOADED = 0.26
+_TILE = 760.0
+_BLOCK = 282.0
+_LATENCY = 12.8
+_JOIN = 6.9
+_PARTS = 2.6
+_LAUNCH_MS = 0.00484
+_EXPOSED = 0.73
+
+
+class ConvFirstLayerWeights(FewChannelsSolver):
+    """Backward weights for up to four channels: windows of a staged patch are operands of tensor cores as they lie.
+
+    Zeros around the images and beyond a filter's rows are multiplied: an infinity or NaN spreads over taps that do not
+    meet it. Sums are float32; equal inputs give equal bits.
+
+    Configuration: a block computes `tile_k` filters from `tile_h` x `tile_w` outputs at a time; `warps_y` warps share a
+    filter's rows, `warps_k` its filters and `warps_p` the outputs; `stages` tiles of dy are in shared memory, and tiles
+    are dealt to `resident` blocks of a multiprocessor. A thread loads up to `vector` pixels of x at once.
+    """
+
+    id = "ConvFirstLayerWeights"
+    direction = Direction.BACKWARD_WEIGHTS
+    kind = ("tile_h", "tile_w", "tile_k")
+    parameters: ClassVar[Mapping[str, Sequence[ConfigValue]]] = {
+        "tile_h": (1, 2, 4),
+        "tile_w": (32, 64, 128),
+        "tile_k": (16, 32, 64, 96),
+        "warps_y": (1, 2, 3, 4, 5, 6, 7, 8),
+        "warps_k": (1, 2),
+        "warps_p": (1, 2, 4),
+        "stages": (2, 3),
+        "resident": (1, 2, 3),
+        "vector": (2, 8),
+    }
+    sources = ("few_channels/weights.cu",)
+
+    def is_valid_config(self, problem: ProblemDescription, device: Device, config: Config) -> bool:
+        out_h, out_w = problem.out_spatial
+        if config["tile_h"] >= 2 * out_h or config["tile_w"] >= 2 * max(32, out_w):
+            return False
+        if config["tile_k"] >= 32 + round_up(problem.k, 16) or is_same_load(problem, config["vector"]):
+            return False
+        if config["tile_h"] * config["tile_w"] > _MOST_OUTPUTS:
+            return False
+        taps_y, warps_y = problem.filter[0], config["warps_y"]
+        if ceil_div(taps_y, ceil_div(taps_y, warps_y)) != warps_y:
+            return False  # a warp would have no rows
+        if config["tile_k"] // 16 % config["warps_k"]:
+            return False
+        warps = config["warps_y"] * config["warps_k"] * config["warps_p"]
+        if not 4 <= warps <= _MAX_WARPS:
+            return False
+        tiling = _Tiling.of(problem, config, device)
+        if tiling.sums > _MAX_SUMS or tiling.registers > _MAX_REGISTERS or tiling.resident < config["resident"]:
+            return False
+        if 4 * tiling.splits(device) * problem.w.size > _MAX_WORKSPACE_BYTES:
+            return False
+        return tiling.shared_bytes <= (device.shared_bytes or _SHARED_BYTES)
+
+    def short_list(self) -> Sequence[Config]:
+        return _SHORT_LIST
+
+    def spreads_nonfinite(self, problem: ProblemDescription, config: Config) -> bool:
+        return True
+
+    def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
+        tiling = _Tiling.of(problem, config, device)
+        moved_ms = 1e3 * problem.bytes / device.bandwidth_bytes_per_s
+        tile, splits = tiling.tile, tiling.splits(device)
+        warps_y, warps_k, warps_p = config["warps_y"], config["warps_k"], config["warps_p"]
+        filters, rows = config["tile_k"] // 16 * tile.outputs, ceil_div(problem.filter[0], warps_y) * warps_y
+        turn = ceil_div(ceil_div(tile.windows, 16), warps_p)
+        products = turn * warps_p * filters * rows * tiling.row_words
+        reads = turn * warps_p * (filters * warps_y + rows * ceil_div(tiling.row_words, 2) * warps_k)
+        staged = tile.in_rows * tile.in_columns
+        loaded = tile.outputs * tile.windows * config["tile_k"] / tiling.out_vector
+        moved = _STAGED[tile.vector] * staged + _LOADED * loaded
+        busy = max(_PRODUCT * products, _READ * reads) + moved
+        alone = _TILE + turn * _BLOCK + _LATENCY * products / (warps_y * warps_k * warps_p) + moved
+        turns = ceil_div(tiling.tiles, splits)
+        together = min(tiling.resident, ceil_div(splits * tiling.filter_tiles, device.sm_count))
+        cycles = _JOIN * warps_p * tiling.sums * together + turns * max(together * busy, alone)
+        parts_ms = _PARTS * 1e3 * 4 * splits * problem.w.size / device.bandwidth_bytes_per_s
+        busy_ms = 1e3 * cycles / device.clock_hz
+        return float(_LAUNCH_MS + max(moved_ms, busy_ms) + _EXPOSED * min(moved_ms, busy_ms) + parts_ms)
+
+    def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
+        tiling = _Tiling.of(problem, config, device)
+        steps = (_sum_step(problem, device, config, tiling), _finish_step(problem, device, config, tiling))
+        parts = Region(name="parts", bytes=4 * tiling.splits(device) * problem.w.size)
+        return ConvSolution(steps=steps, workspace=WorkspacePlan((parts,)))
+
+
+SOLVERS = (ConvFirstLayerWeights(),)

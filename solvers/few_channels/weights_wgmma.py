@@ -1,0 +1,383 @@
+"""ConvFirstLayerWgmmaWeights: backward weights of convolutions of few channels on Hopper's tensor cores.
+
+Tiles of outputs are dealt to blocks; a second kernel adds the blocks' float32 sums in a fixed order. Kernels:
+kernels_src/few_channels/weights_wgmma.cu.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from miofind.device import Device
+from miofind.problem import Direction, ProblemDescription
+from miofind.solution import (
+    Config,
+    ConfigValue,
+    ConvSolution,
+    KernelStep,
+    Pointer,
+    Region,
+    WorkspacePlan,
+    int32s,
+)
+from miofind.solvers.common.correlation import ceil_div, round_up
+from miofind.solvers.common.divisor import divisors
+from miofind.solvers.common.group_packs import resident_blocks
+from miofind.solvers.few_channels.shared import HOPPER_KEYS, FewChannelsSolver
+
+_MAX_SUMS = 128
+_MAX_THREADS = 768
+_MAX_REGISTERS = 248
+_MAX_WORKSPACE_BYTES = 1 << 30
+_MAX_STEPS = 32  # whose products are unrolled
+_SHARED_BYTES = 227 << 10
+_OTHER_REGISTERS, _FEWEST_REGISTERS = 56, 80
+_HELD_WORDS, _HELD_LOADS = 32, 8  # of x that a thread has on their way at most
+_HELD_OUT_WORDS = 64  # of dy
+_WIDTHS = (32, 56, 64, 112, 128)
+_MOST_ROWS = 8  # of a filter in one product
+_STAGES = 3
+_SHARES = 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Tiling:
+    """A configuration applied to a problem: what the kernel's constants come to.
+
+    few_channels/weights_wgmma.cu computes the same from the defines and refuses to compile where it differs.
+
+    Attributes:
+        tile_h, tile_w: outputs of a tile, no more rows than there are, columns in whole eights.
+        tile_k: filters of a block, in whole eights.
+        row_tiles, column_tiles: of an image.
+        groups_k, groups_s: warpgroups along filters and pairs of taps.
+        chunks: pairs of taps.
+        column_blocks: rows of the filter in one product.
+        steps: of 16 outputs.
+        offset: columns staged before those that the first output meets.
+        in_vector, out_vector: elements of x and of dy that are loaded at once.
+        loads, out_loads: of vectors of x and of dy by a thread, of a tile.
+        held: registers of a thread for what it loads.
+        threads: of a block.
+        sums: of a thread.
+        registers: of a thread that spills nothing.
+        shared_bytes: of a block.
+        resident: blocks of a multiprocessor.
+        tiles: of all images.
+        splits: blocks that share the tiles of a block of filters.
+    """
+
+    tile_h: int
+    tile_w: int
+    tile_k: int
+    row_tiles: int
+    column_tiles: int
+    groups_k: int
+    groups_s: int
+    chunks: int
+    column_blocks: int
+    steps: int
+    offset: int
+    in_vector: int
+    out_vector: int
+    loads: int
+    out_loads: int
+    held: int
+    threads: int
+    sums: int
+    registers: int
+    shared_bytes: int
+    resident: int
+    tiles: int
+    splits: int
+
+    @staticmethod
+    def of(problem: ProblemDescription, config: Config, device: Device) -> _Tiling:
+        (out_h, out_w), (stride_y, stride_x) = problem.out_spatial, problem.conv.stride
+        (taps_y, taps_x), last = problem.filter, problem.y.layout.channels_last
+        column_tiles = ceil_div(out_w, config["tile_w"])
+        tile_h, tile_w = min(config["tile_h"], out_h), round_up(ceil_div(out_w, column_tiles), 8)
+        tile_k = min(config["tile_k"], round_up(problem.k, 8))
+        groups_k, groups_s, chunks = ceil_div(tile_k, 64), config["groups_s"], ceil_div(taps_x, 2)
+        parts = ceil_div(taps_y, _MOST_ROWS)
+        column_blocks = ceil_div(taps_y, parts)
+        workers, loaders = 128 * groups_k * groups_s, config["loaders"]
+        threads = workers + 128 * loaders
+        # The patch of x.
+        in_vector = math.gcd(config["vector"], problem.spatial[1])
+        offset = -problem.conv.pad_before[1] % in_vector
+        columns = round_up(offset + (tile_w - 1) * stride_x + taps_x, in_vector)
+        rows = (tile_h - 1) * stride_y + taps_y
+        word_pixels = 1 + (stride_x + 1) % 2
+        first_pixel = offset % 2 if word_pixels == 2 else 0
+        planes = stride_x // word_pixels
+        pitch = 16 * (planes * ceil_div(ceil_div(first_pixel + columns, word_pixels), planes) | 1)
+        loads = ceil_div(rows * columns, in_vector * 128)
+        # Outputs.
+        blocks, steps = tile_k // 8, ceil_div(tile_h * tile_w, 16)
+        block_pitch = 128 + (16 * max(1, 8 // blocks) if last else 0)
+        out_bytes = 2 * steps * (blocks * block_pitch + (0 if last else 16 * max(1, 64 // tile_w)))
+        spare = max((8 * groups_k - blocks) * block_pitch, (parts * column_blocks - taps_y) * pitch)
+        shared_bytes = _STAGES * (out_bytes + rows * pitch) + spare
+        sums = 4 * chunks // groups_s * parts * column_blocks
+        out_vector = math.gcd(8, problem.k if last else out_w)
+        places = ceil_div(tile_w * tile_k // out_vector, 128)
+        out_loads = tile_h * places
+        # Values, and where they come from and go.
+        held = loads * (problem.c * max(1, in_vector // 2) + 2) + out_loads * max(1, out_vector // 2) + 2 * places
+        registers = max(_FEWEST_REGISTERS, round_up(max(sums, held) + _OTHER_REGISTERS, 8))
+        resident = resident_blocks(registers, threads, shared_bytes, device.shared_bytes or _SHARED_BYTES)
+        resident = min(resident, config["resident"])
+        row_tiles = ceil_div(out_h, tile_h)
+        tiles = problem.n * row_tiles * column_tiles
+        shared_by = max(1, device.sm_count * resident // ceil_div(problem.k, tile_k))
+        return _Tiling(
+            tile_h=tile_h,
+            tile_w=tile_w,
+            tile_k=tile_k,
+            row_tiles=row_tiles,
+            column_tiles=column_tiles,
+            groups_k=groups_k,
+            groups_s=groups_s,
+            chunks=chunks,
+            column_blocks=column_blocks,
+            steps=steps,
+            offset=offset,
+            in_vector=in_vector,
+            out_vector=out_vector,
+            held=held,
+            out_loads=out_loads,
+            loads=loads,
+            threads=threads,
+            sums=sums,
+            registers=registers,
+            shared_bytes=shared_bytes,
+            resident=resident,
+            tiles=tiles,
+            splits=min(shared_by, ceil_div(tiles, config["least"])),
+        )
+
+    def filter_tiles(self, problem: ProblemDescription) -> int:
+        return ceil_div(problem.k, self.tile_k)
+
+    def part_bytes(self, problem: ProblemDescription) -> int:
+        """Of the sums of a block, of all filters."""
+        fragments = 128 * self.groups_k * self.chunks * problem.filter[0]
+        return 16 * fragments * self.filter_tiles(problem)
+
+
+def _defines(problem: ProblemDescription, config: Config, tiling: _Tiling) -> tuple[tuple[str, str | int], ...]:
+    stride_y, stride_x = problem.conv.stride
+    return (
+        ("ELEMENT", problem.x.dtype.value),
+        ("CHANNELS", problem.c),
+        ("FILTER_Y", problem.filter[0]),
+        ("FILTER_X", problem.filter[1]),
+        ("STRIDE_Y", stride_y),
+        ("STRIDE_X", stride_x),
+        ("TILE_H", tiling.tile_h),
+        ("TILE_W", tiling.tile_w),
+        ("TILE_K", tiling.tile_k),
+        ("GROUPS_K", tiling.groups_k),
+        ("GROUPS_S", tiling.groups_s),
+        ("LOADERS", config["loaders"]),
+        ("COLUMN_BLOCKS", tiling.column_blocks),
+        ("CHANNELS_LAST", int(problem.x.layout.channels_last)),
+        ("OFFSET", tiling.offset),
+        ("IN_VECTOR", tiling.in_vector),
+        ("OUT_VECTOR", tiling.out_vector),
+        ("MIN_BLOCKS", tiling.resident),
+        ("SHARED_BYTES", tiling.shared_bytes),
+    )
+
+
+def _sum_step(problem: ProblemDescription, config: Config, tiling: _Tiling) -> KernelStep:
+    filter_tiles, splits = tiling.filter_tiles(problem), tiling.splits
+    image = (*problem.spatial, *problem.out_spatial, *problem.conv.pad_before)
+    return KernelStep(
+        source="few_channels/weights_wgmma.cu",
+        entry="first_layer_wgmma_weights",
+        grid=(filter_tiles * splits, 1, 1),
+        block=(tiling.threads, 1, 1),
+        shared_bytes=tiling.shared_bytes,
+        defines=_defines(problem, config, tiling),
+        args=(
+            *(Pointer(buffer=name) for name in ("x", "y", "parts")),
+            *int32s(problem.k, *image, tiling.tiles, splits),
+            *divisors(filter_tiles, tiling.row_tiles * tiling.column_tiles, tiling.column_tiles),
+        ),
+    )
+
+
+def _finish_step(problem: ProblemDescription, config: Config, tiling: _Tiling) -> KernelStep:
+    return KernelStep(
+        source="few_channels/weights_wgmma.cu",
+        entry="first_layer_wgmma_weights_finish",
+        grid=(tiling.part_bytes(problem) // (16 * 32), 1, 1),
+        block=(32 * _SHARES, 1, 1),
+        defines=_defines(problem, config, tiling),
+        args=(
+            Pointer(buffer="parts"),
+            Pointer(buffer="w"),
+            *int32s(problem.k, tiling.filter_tiles(problem), tiling.splits),
+        ),
+        waits_itself=True,
+    )
+
+
+def _config(tile: Sequence[int], block: Sequence[int], flow: Sequence[int]) -> Config:
+    (tile_h, tile_w), (tile_k, groups_s, loaders, resident), (vector, least) = tile, block, flow
+    return Config.of(
+        tile_h=tile_h,
+        tile_w=tile_w,
+        tile_k=tile_k,
+        groups_s=groups_s,
+        loaders=loaders,
+        resident=resident,
+        vector=vector,
+        least=least,
+    )
+
+
+# What default_configs ranks by estimate.
+_SHORT_LIST = tuple(
+    _config(tile, (tile_k, groups_s, loaders, resident), (2, least))
+    for tile in (
+        *((tile_h, tile_w) for tile_h in (1, 2, 4) for tile_w in (32, 56, 64)),
+        *((1, 112), (2, 112), (2, 128), (8, 32)),
+    )
+    for tile_k in (64, 128)
+    for groups_s in (1, 2, 3, 4, 5)
+    for loaders in (1, 2, 3)
+    for resident in (1, 2, 3)
+    for least in (1, 2)
+)
+
+# Cycles of a multiprocessor for 128 bytes that products read of shared memory, or for 8 columns of a product, whichever
+# takes longer; of a thread to load and to write a vector of x, and of dy; from a load to what it loads, and that a tile
+# takes at least. Bytes a multiprocessor has on their way when memory is busy. How often parts move as long as memory
+# would take. Share of the shorter of moving all tensors and computing that the other does not hide. All but the first
+# two, which are the device's, are guesses.
+_READ = 1.0
+_COLUMNS = 4.0
+_STAGED = 90.0
+_LOADED = 30.0
+_LATENCY = 1500.0
+_TILE = 250.0
+_BUSY_BYTES = 40e3
+_PARTS = 2.0
+_LAUNCH_MS = 0.0048
+_EXPOSED = 0.2
+
+
+class ConvFirstLayerWgmmaWeights(FewChannelsSolver):
+    """Backward weights for up to four channels: windows of a staged patch are operands of wgmma as they lie.
+
+    Zeros around the images and beyond a filter's rows are multiplied: an infinity or NaN spreads over taps that do not
+    meet it. Sums are float32; equal inputs give equal bits.
+
+    Configuration: a block computes `tile_k` filters from `tile_h` x `tile_w` outputs at a time; 64 filters are a
+    warpgroup's, and `groups_s` warpgroups share the pairs of a filter row's taps. `loaders` more load, each a tile in
+    turn (the kernel could do without, but ptxas gives up asynchronous products then). Tiles are dealt to `resident`
+    blocks of a multiprocessor, at least `least` to each. A thread loads up to `vector` pixels of x at once.
+    """
+
+    id = "ConvFirstLayerWgmmaWeights"
+    direction = Direction.BACKWARD_WEIGHTS
+    kind = ("loaders", "resident")
+    keys = HOPPER_KEYS
+    parameters: ClassVar[Mapping[str, Sequence[ConfigValue]]] = {
+        "tile_h": (1, 2, 4, 8),
+        "tile_w": _WIDTHS,
+        "tile_k": (64, 128),
+        "groups_s": (1, 2, 3, 4, 5, 6),
+        "loaders": (1, 2, 3),
+        "resident": (1, 2, 3),
+        "vector": (2, 8),
+        "least": (1, 2),
+    }
+    sources = ("few_channels/weights_wgmma.cu",)
+
+    def is_valid_config(self, problem: ProblemDescription, device: Device, config: Config) -> bool:
+        out_h, out_w = problem.out_spatial
+        if config["tile_h"] >= 2 * out_h:
+            return False
+        if config["tile_k"] >= 64 + round_up(problem.k, 64):
+            return False
+        tile_w, vector = config["tile_w"], config["vector"]
+        if any(less < tile_w and ceil_div(out_w, less) == ceil_div(out_w, tile_w) for less in _WIDTHS):
+            return False  # tiles are the same
+        if vector > 2 and problem.spatial[1] % vector:
+            return False  # as a lower limit
+        if ceil_div(problem.filter[1], 2) % config["groups_s"]:
+            return False
+        tiling = _Tiling.of(problem, config, device)
+        if tiling.threads > _MAX_THREADS or tiling.steps > _MAX_STEPS or tiling.sums > _MAX_SUMS:
+            return False
+        words = problem.c * max(1, tiling.in_vector // 2)
+        if tiling.loads > min(_HELD_LOADS, _HELD_WORDS // words):
+            return False
+        if tiling.out_loads * max(1, tiling.out_vector // 2) > _HELD_OUT_WORDS:
+            return False
+        if tiling.registers > _MAX_REGISTERS or tiling.resident < config["resident"]:
+            return False
+        if config["loaders"] > max(1, ceil_div(tiling.tiles, tiling.splits)):
+            return False  # a block has fewer tiles
+        if config["least"] > 1 and tiling.tiles >= config["least"] * device.sm_count * tiling.resident:
+            return False  # blocks have as many anyway
+        if tiling.splits * tiling.part_bytes(problem) > _MAX_WORKSPACE_BYTES:
+            return False
+        return tiling.shared_bytes <= (device.shared_bytes or _SHARED_BYTES)
+
+    def short_list(self) -> Sequence[Config]:
+        return _SHORT_LIST
+
+    def ranked(self, problem: ProblemDescription, device: Device, configs: Iterable[Config]) -> list[Config]:
+        """By estimate; of those with the same tiles, loaders and blocks of a multiprocessor, the first alone."""
+        chosen: dict[tuple[ConfigValue, ...], Config] = {}
+        for config in super().ranked(problem, device, configs):
+            chosen.setdefault(tuple(config[name] for name in (*self.kind, "tile_h", "tile_w", "tile_k")), config)
+        return list(chosen.values())
+
+    def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
+        """Those of the least estimates, and the first with longer loads: estimates do not tell these apart."""
+        chosen = super().default_configs(problem, device)
+        longer = Config({**chosen[0], "vector": 8})
+        return (*chosen[:-1], longer) if self.is_valid_config(problem, device, longer) else chosen
+
+    def spreads_nonfinite(self, problem: ProblemDescription, config: Config) -> bool:
+        return True
+
+    def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
+        tiling = _Tiling.of(problem, config, device)
+        parts = ceil_div(problem.filter[0], tiling.column_blocks)
+        products = tiling.steps * tiling.groups_k * tiling.chunks * parts
+        multiplied = products * max(_COLUMNS * tiling.column_blocks, _READ * (16 + 2 * tiling.column_blocks))
+        moved = _STAGED * tiling.loads + _LOADED * tiling.out_loads
+        alone = max(multiplied, (moved + _LATENCY) / config["loaders"]) + _TILE
+        # What loads wait for their own instructions, four warpgroups need not.
+        busy = max(multiplied, moved / 4)
+        turns = ceil_div(tiling.tiles, tiling.splits)
+        blocks = tiling.splits * tiling.filter_tiles(problem)
+        together = min(tiling.resident, ceil_div(blocks, device.sm_count))
+        busy_ms = 1e3 * turns * max(together * busy, alone) / device.clock_hz
+        # Memory is busy if enough is on its way; edges of tiles are moved, too.
+        slots = tiling.tile_h * tiling.tile_w
+        y_share = tiling.tiles * slots * tiling.filter_tiles(problem) * tiling.tile_k / problem.y.size
+        under_way = together * config["loaders"] * 2 * slots * tiling.tile_k
+        moved_bytes = problem.bytes * max(1.0, _BUSY_BYTES / under_way) * (1 + 0.25 * (y_share - 1))
+        moved_ms = 1e3 * moved_bytes / device.bandwidth_bytes_per_s
+        parts_ms = _PARTS * 1e3 * tiling.splits * tiling.part_bytes(problem) / device.bandwidth_bytes_per_s
+        return float(_LAUNCH_MS + max(moved_ms, busy_ms) + _EXPOSED * min(moved_ms, busy_ms) + parts_ms)
+
+    def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
+        tiling = _Tiling.of(problem, config, device)
+        steps = (_sum_step(problem, config, tiling), _finish_step(problem, config, tiling))
+        parts = Region(name="parts", bytes=tiling.splits * tiling.part_bytes(problem))
+        return ConvSolution(steps=steps, workspace=WorkspacePlan((parts,)))
+
+
+SOLVERS = (ConvFirstLayerWgmmaWeights(),)

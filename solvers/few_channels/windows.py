@@ -1,0 +1,145 @@
+"""Windows of few channels: what few_channels/patch.cuh and the kernels of first layers compute from constants.
+
+A window is what one output, or two neighbours where the stride is odd, meets of an image whose pixels hold four
+channels: of each row a run of pixels. Pure arithmetic on shapes.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from miofind.problem import ProblemDescription
+from miofind.solvers.common.correlation import ceil_div, round_up
+from miofind.solvers.common.limits import mixed, overpadded, oversized
+
+MAX_CHANNELS = 4
+"""Channels of a pixel."""
+
+_PIXEL_BYTES = 8
+_MOST = 8  # elements of 16 bytes
+_HELD_WORDS, _HELD_LOADS = 32, 8  # that a thread has on their way at most
+_MAX_STRIDE = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PatchLoad:
+    """How a thread moves its share of a patch.
+
+    Attributes:
+        registers: for what it loads at once, and where.
+        is_whole: whether that is all of it.
+    """
+
+    registers: int
+    is_whole: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WindowTile:
+    """A tile of outputs of one image, and the patch of the image that it meets.
+
+    Attributes:
+        tile_h, tile_w: outputs, no more than there are; fewer columns than all in whole vectors of 8.
+        row_tiles, column_tiles: of an image.
+        outputs: of a window.
+        windows: of a tile.
+        row_steps: steps of 16 elements along a filter row, zeros around the taps included.
+        offset: columns staged before those that the first output meets.
+        vector: columns that are loaded at once.
+        in_rows, in_columns: of the patch.
+        row_words: 16-byte words from one row of the patch to the next.
+        flat: whether the outputs of a tile are neighbours in a plane.
+    """
+
+    tile_h: int
+    tile_w: int
+    row_tiles: int
+    column_tiles: int
+    outputs: int
+    windows: int
+    row_steps: int
+    offset: int
+    vector: int
+    in_rows: int
+    in_columns: int
+    row_words: int
+    flat: bool
+
+    @staticmethod
+    def of(problem: ProblemDescription, tile_h: int, tile_w: int, most: int = _MOST) -> WindowTile:
+        """Tiles of at most `tile_h` rows and `tile_w` columns, as equal as may be, with vectors of at most `most`."""
+        (out_h, out_w), (stride_y, stride_x), (taps_y, taps_x) = (
+            problem.out_spatial,
+            problem.conv.stride,
+            problem.filter,
+        )
+        column_tiles = ceil_div(out_w, tile_w)
+        tile_h = min(tile_h, out_h)
+        tile_w = out_w if column_tiles == 1 else round_up(ceil_div(out_w, column_tiles), 8)
+        outputs = 1 + stride_x % 2
+        row_windows = ceil_div(tile_w, outputs)
+        row_steps = ceil_div(MAX_CHANNELS * (taps_x + (outputs - 1) * stride_x), 16)
+        vector = math.gcd(most, problem.spatial[1])
+        offset = -problem.conv.pad_before[1] % vector
+        met = offset + (row_windows - 1) * outputs * stride_x + 4 * row_steps
+        in_rows, in_columns = (tile_h - 1) * stride_y + taps_y, round_up(met, vector)
+        return WindowTile(
+            tile_h=tile_h,
+            tile_w=tile_w,
+            row_tiles=ceil_div(out_h, tile_h),
+            column_tiles=ceil_div(out_w, tile_w),
+            outputs=outputs,
+            windows=tile_h * row_windows,
+            row_steps=row_steps,
+            offset=offset,
+            vector=vector,
+            in_rows=in_rows,
+            in_columns=in_columns,
+            row_words=round_up(offset % 2 + in_columns, 16) // 2,
+            flat=tile_w == out_w and (tile_h == 1 or tile_w % outputs == 0),
+        )
+
+    @property
+    def image_tiles(self) -> int:
+        """Tiles of an image."""
+        return self.row_tiles * self.column_tiles
+
+    @property
+    def patch_bytes(self) -> int:
+        """Shared memory of a patch."""
+        return 16 * self.in_rows * self.row_words
+
+    def patch_load(self, channels: int, threads: int) -> PatchLoad:
+        """How each of `threads` threads moves a patch: PatchLoader of few_channels/patch.cuh, with its limits."""
+        loads = ceil_div(self.in_rows * self.in_columns, self.vector * threads)
+        words = channels * max(1, self.vector // 2)
+        most = min(_HELD_WORDS // words, _HELD_LOADS)
+        at_once = min(loads, most)
+        addresses = (8 + at_once) * self.outputs if self.outputs > 1 or channels == MAX_CHANNELS else at_once
+        if self.vector == _MOST:
+            addresses = 0  # few loads, whose addresses are not kept
+        return PatchLoad(registers=at_once * words + addresses, is_whole=loads <= most)
+
+    def plane_vector(self, problem: ProblemDescription) -> int:
+        """Elements of a plane of y that move at once and lie within a row of a tile, or within its rows."""
+        out_h, out_w = problem.out_spatial
+        if self.flat and self.tile_w % self.outputs == 0:
+            return math.gcd(_MOST, out_h * out_w, self.tile_h * out_w)
+        return math.gcd(_MOST, out_w, self.tile_w)
+
+
+def is_same_load(problem: ProblemDescription, most: int) -> bool:
+    """Whether rows of x have no vectors of `most` elements, so that a lower limit means the same."""
+    return most > 2 and math.gcd(_MOST, problem.spatial[1]) < most
+
+
+def unserved(problem: ProblemDescription) -> str:
+    """Why the kernels of first layers cannot compute a problem, whatever its direction; "" if they can."""
+    if problem.groups != 1 or problem.c > MAX_CHANNELS:
+        return f"serves one group of up to {MAX_CHANNELS} channels, not groups={problem.groups} c={problem.c}"
+    if any(size != 1 for size in problem.conv.dilation):
+        return f"needs dilation 1, not {problem.conv.dilation}"
+    if max(problem.conv.stride) > _MAX_STRIDE:
+        return f"stages whole windows, of strides up to {_MAX_STRIDE}, not {problem.conv.stride}"
+    return mixed(problem) or oversized(problem) or overpadded(problem)

@@ -1,0 +1,1 @@
+"""Products of Fourier transforms."""

@@ -1,0 +1,1 @@
+"""Groups of few channels."""

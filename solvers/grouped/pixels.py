@@ -1,0 +1,305 @@
+"""ConvGrouped: grouped convolution with few channels a group on tensor cores, forward and backward data.
+
+Kernel: kernels_src/grouped/pixels.cu. Backward weights have a kernel of their own: ConvGroupedWeights.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+from miofind.device import Device, Library, Place
+from miofind.problem import DataType, Direction, Layout, ProblemDescription
+from miofind.solution import Config, ConfigValue, ConvSolution, KernelStep, Pointer, int32s
+from miofind.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
+from miofind.solvers.common.axis_defines import axis_defines
+from miofind.solvers.common.correlation import ceil_div
+from miofind.solvers.common.group_packs import SOURCE, GroupedTiling, is_ample, resident_blocks, units_of, unserved
+
+_DEFAULTS, _FIRST, _MOST_ALIKE = 8, 4, 3
+_ROWS, _COLUMNS = (1, 2, 4, 7, 8), (8, 16, 32)
+_MAX_SUMS = 128
+_MAX_REGISTERS = 255
+_MAX_THREADS = 512
+_MAX_GRID = 2**16 - 1
+_SHARED_BYTES = 99 << 10
+
+
+def _registers(tiling: GroupedTiling) -> int:
+    """Registers of a thread that spills nothing: sums, fragments of a column of taps, and addresses."""
+    blocks_n = tiling.out_blocks // tiling.shares
+    unrolled = 32 if not tiling.is_dense and blocks_n > 2 else 0  # all of the depth is, and loads run ahead
+    addresses = 64 if tiling.stages > 1 else 48 if tiling.axes[0].stride == 1 else 56
+    return 8 * math.ceil((tiling.sums + 2 * tiling.axes[0].taps * blocks_n + addresses + unrolled) / 8)
+
+
+def _resident(tiling: GroupedTiling, shared_bytes: int) -> int:
+    """Blocks that a multiprocessor holds at once."""
+    return resident_blocks(_registers(tiling), tiling.threads, tiling.shared_bytes, shared_bytes)
+
+
+def _turns(tiling: GroupedTiling, resident: int, device: Device) -> int:
+    """Tiles that a block of several stages computes one after another: all blocks are resident at once."""
+    return ceil_div(tiling.spatial_tiles, max(1, device.sm_count * resident // tiling.tiles[0]))
+
+
+def _launch(problem: ProblemDescription, config: Config, device: Device) -> KernelStep:
+    planar, shared_bytes = problem.lifted(2), device.shared_bytes or _SHARED_BYTES
+    tiling = GroupedTiling.of(problem, config)
+    channel_tiles, row_tiles, column_tiles, image_tiles = tiling.tiles
+    across = (row_tiles * column_tiles, image_tiles)
+    if tiling.stages > 1:
+        across = (ceil_div(tiling.spatial_tiles, _turns(tiling, _resident(tiling, shared_bytes), device)), 1)
+    source, target = SOURCE[problem.direction], problem.direction.output
+    read, written = planar.tensor(source).shape, planar.tensor(target).shape
+    sizes = (problem.n, read[1], written[1], *read[2:], *written[2:])
+    return KernelStep(
+        source="grouped/pixels.cu",
+        entry="grouped",
+        grid=(channel_tiles, *across),
+        block=(tiling.threads, 1, 1),
+        shared_bytes=tiling.shared_bytes,
+        defines=_defines(planar, config, tiling, _resident(tiling, shared_bytes)),
+        args=(
+            *(Pointer(buffer=name) for name in (source, "w", target)),
+            *int32s(*sizes, tiling.spatial_tiles),
+        ),
+    )
+
+
+def _defines(
+    planar: ProblemDescription, config: Config, tiling: GroupedTiling, resident: int
+) -> tuple[tuple[str, str | int], ...]:
+    source = planar.tensor(SOURCE[planar.direction]).shape[2:]
+    return (
+        ("ELEMENT", planar.x.dtype.value),
+        ("GROUPS", planar.groups),
+        ("GROUP_C", planar.c // planar.groups),
+        ("GROUP_K", planar.k // planar.groups),
+        ("FLIPPED", int(planar.direction is Direction.BACKWARD_DATA)),
+        *axis_defines(planar),
+        ("UNITS", config["units"]),
+        ("SHARES", tiling.shares),
+        ("ROWS", config["rows"]),
+        ("ROW_GROUPS", config["row_groups"]),
+        ("COLUMNS", tiling.columns),
+        ("SPAN", tiling.span),
+        ("COLUMN_TILES", tiling.tiles[2]),
+        ("ROW_TILES", tiling.tiles[1]),
+        ("STAGES", config["stages"]),
+        ("IMAGES", config["images"]),
+        ("IN_H", source[0]),
+        ("IN_W", source[1]),
+        ("OUT_H", planar.output.shape[2]),
+        ("OUT_W", planar.output.shape[3]),
+        ("WHOLE_PLANES", int(tiling.is_whole)),
+        ("CHANNELS_LAST", int(planar.x.layout.channels_last)),
+        ("MIN_BLOCKS", resident),
+        ("SHARED_BYTES", tiling.shared_bytes),
+    )
+
+
+# Set against ResNeXt-50's layers at batch 32 on an H200, some 20 configurations of each. Issue slots, in a warp's
+# instructions, to move 16 bytes, channels last and first; cycles of tensor cores for a product of depth 16; cycles
+# between blocks that follow one another, for each 16 bytes of a thread, and for each product of a warp.
+_MOVE, _TURN = 45, 93  # channels first reckoned
+_PRODUCT = 0.5
+_WAVE_LATENCY, _MOVE_LATENCY, _PRODUCT_LATENCY = 1670, 73, 1.9
+_SHORT_RUN = 20  # bytes that a run of channels costs besides its own
+_APART, _ALONE = 0.085, 0.3  # share of the shorter of memory and multiprocessors that does not overlap; with one block
+_BANDWIDTH_SHARE = 0.89  # of the nominal one that copies reach
+_LAUNCH_MS = 0.0034
+
+
+def _work_ms(problem: ProblemDescription, device: Device, tiling: GroupedTiling, resident: int) -> float:
+    """Milliseconds of multiprocessors and memory together."""
+    height, width = tiling.axes
+    warps, taps_h, taps_w = tiling.threads // 32, height.taps, width.taps
+    rows_in = (tiling.rows - 1) * height.stride + height.reach + 1
+    blocks_n, depth = tiling.out_blocks // tiling.shares, tiling.in_blocks // 2
+    products = tiling.rows * taps_h * taps_w * (depth * blocks_n if tiling.is_dense else tiling.in_blocks / 2)
+    reads = depth * taps_w * (rows_in * 4 + taps_h * blocks_n * 2)
+    read = tiling.images * math.prod(tiling.patch) * tiling.units * tiling.in_blocks
+    written = tiling.images * tiling.rows * tiling.row_groups * height.phases * width.phases * tiling.span
+    written *= tiling.units * tiling.out_blocks
+    moved = read + written + tiling.filter_bytes / 16
+    slots = moved * (_MOVE if problem.x.layout.channels_last else _TURN) / 32
+    slots += warps * (1.3 * products + reads / 2 + 150)
+    shared = (3 * read + 4 * written) / 8 + warps * reads
+    busy = max(slots / 3, shared, warps * products * _PRODUCT)
+    alone = _MOVE_LATENCY * moved / tiling.threads + _PRODUCT_LATENCY * products
+    together = min(resident, math.ceil(tiling.blocks / device.sm_count))
+    if tiling.stages > 1:
+        turns = _turns(tiling, resident, device)
+        together = min(resident, ceil_div(tiling.tiles[0] * ceil_div(tiling.spatial_tiles, turns), device.sm_count))
+        cycles = turns * max(together * busy, alone)
+    else:
+        full, rest = divmod(tiling.blocks, device.sm_count * resident)
+        cycles = full * (_WAVE_LATENCY + max(resident * busy, alone))
+        if rest:
+            cycles += _WAVE_LATENCY + max(math.ceil(rest / device.sm_count) * busy, alone)
+    processing = 1e3 * cycles / device.clock_hz
+    run_bytes = 2 * tiling.span
+    if problem.x.layout.channels_last:
+        run_bytes = 16 * tiling.units * min(tiling.in_blocks, tiling.out_blocks)
+    through = problem.bytes * (1 + _SHORT_RUN / run_bytes)
+    memory = 1e3 * through / (_BANDWIDTH_SHARE * device.bandwidth_bytes_per_s)
+    return max(memory, processing) + min(memory, processing) * (_APART + _ALONE / (together * tiling.stages))
+
+
+def _config(rows: int, row_groups: int, columns: int, images: int, units: int, shares: int, stages: int) -> Config:
+    return Config.of(
+        rows=rows, row_groups=row_groups, columns=columns, images=images, units=units, shares=shares, stages=stages
+    )
+
+
+# What default_configs ranks by estimate. A problem is served if one of them is valid.
+_SHORT_LIST = (
+    *(
+        _config(rows, row_groups, columns, images, units, shares, stages)
+        for rows in (2, 4, 7, 8)
+        for row_groups in (1, 2)
+        for columns in (8, 16, 32)
+        for images in (1, 2, 4)
+        for units in (1, 2, 4)
+        for shares in (1, 2)
+        for stages in (1, 2, 3)
+    ),
+    _config(1, 1, 8, 1, 1, 1, 1),
+)
+
+
+def _varied(ranked: Sequence[Config]) -> list[Config]:
+    """The first few, then the first of each number of rows and units, a few of each number of rows.
+
+    Registers, and so blocks at once, depend on rows most, and what runs of channels cost on units.
+    """
+    chosen: dict[tuple[int, int], Config] = {}
+    taken: Counter[int] = Counter()
+    for config in ranked:
+        rows, units = config["rows"], config["units"]
+        if (rows, units) not in chosen and taken[rows] < _MOST_ALIKE:
+            chosen[rows, units] = config
+            taken[rows] += 1
+    return list(dict.fromkeys([*ranked[:_FIRST], *chosen.values()]))
+
+
+class ConvGrouped(Solver):
+    """Grouped convolution as products with block-diagonal matrices of filters on tensor cores, with float32 sums.
+
+    Groups of less than 8 channels share products whose structural zeros are multiplied: an infinity or NaN of the
+    input spreads to the results of groups whose channels are among the same 16 (less than 8 groups either side).
+    Padding is multiplied as zeros: an infinity or NaN of the filter spreads to outputs at the border.
+
+    Configuration: a warp computes `rows` rows of 16 pixels for one of `shares` shares of the results of a unit, the
+    fewest groups whose channels fill a product; a block has `row_groups` times as many rows, `columns` columns,
+    `images` images and `units` units. With several `stages`, as many buffers, blocks that are resident at once share
+    the tiles, channels last.
+    """
+
+    id = "ConvGrouped"
+    algorithm = Algorithm.IMPLICIT_GEMM
+    keys = (
+        KernelKey(
+            place=Place.CUDA,
+            library=Library.PLAIN,
+            dtypes=frozenset({DataType.FLOAT16, DataType.BFLOAT16}),
+            layouts=frozenset({Layout.NWC, Layout.NHWC, Layout.NCW, Layout.NCHW}),
+            min_sm=80,
+        ),
+    )
+    alignment_bytes = 16
+    parameters: ClassVar[Mapping[str, Sequence[ConfigValue]]] = {
+        "rows": _ROWS,
+        "row_groups": (1, 2, 4),
+        "columns": _COLUMNS,
+        "images": (1, 2, 4),
+        "units": (1, 2, 4, 8),
+        "shares": (1, 2, 4),
+        "stages": (1, 2, 3),
+    }
+    sources = ("grouped/pixels.cu",)
+
+    def examples(self) -> tuple[ProblemDescription, ...]:
+        def grouped(groups: int, c: int, k: int, **fields: object) -> ProblemDescription:
+            shape, taps = fields.pop("x"), fields.pop("w")
+            given = {"dtype": DataType.FLOAT16, "layout": Layout.NHWC, "padding": 1} | fields
+            return ProblemDescription.convolution(
+                x=(shape[0], groups * c, *shape[1:]),  # type: ignore[index]
+                w=(groups * k, c, *taps),  # type: ignore[misc]
+                groups=groups,
+                **given,  # type: ignore[arg-type]
+            )
+
+        brain, data = DataType.BFLOAT16, Direction.BACKWARD_DATA
+        return (
+            grouped(8, 4, 4, x=(2, 30, 29), w=(3, 3)),
+            grouped(4, 8, 8, x=(3, 28, 27), w=(3, 3), stride=2, dtype=brain),
+            grouped(3, 32, 32, x=(3, 7, 7), w=(3, 3)),
+            grouped(4, 6, 10, x=(2, 13, 9), w=(5, 3), padding=((4, 0), (1, 5)), dilation=(1, 2)),
+            grouped(2, 24, 64, x=(2, 9, 12), w=(1, 1), padding=0, dtype=brain),
+            grouped(8, 4, 4, x=(2, 30, 29), w=(3, 3), direction=data, dtype=brain),
+            grouped(2, 16, 16, x=(3, 15, 14), w=(3, 3), stride=2, direction=data),
+            grouped(2, 16, 32, x=(3, 14, 14), w=(3, 3), stride=2, layout=Layout.NCHW),
+            grouped(8, 4, 4, x=(2, 30, 28), w=(3, 3), direction=data, layout=Layout.NCHW),
+            grouped(8, 3, 5, x=(2, 11, 12), w=(4, 3), stride=(2, 3), dilation=(3, 1), direction=data),
+            grouped(4, 2, 4, x=(2, 50), w=(7,), stride=2, layout=Layout.NWC),
+        )
+
+    def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
+        if problem.direction is Direction.BACKWARD_WEIGHTS:
+            return Applicability("serves forward and backward data: ConvGroupedWeights serves backward weights")
+        reason = unserved(problem)
+        if reason:
+            return Applicability(reason)
+        if not any(self.is_valid_config(problem, device, config) for config in reversed(_SHORT_LIST)):
+            return Applicability(
+                f"filter {problem.filter} or its stride or dilation is too large for a block, or the image for a grid"
+            )
+        return APPLICABLE
+
+    def is_valid_config(self, problem: ProblemDescription, device: Device, config: Config) -> bool:
+        tiling = GroupedTiling.of(problem, config)
+        height, width = tiling.axes
+        tile_h = config["rows"] * config["row_groups"]
+        if config["shares"] > 1 and (not tiling.is_dense or tiling.out_blocks % config["shares"]):
+            return False
+        if tile_h >= 2 * height.outputs or is_ample(config["rows"], _ROWS, height.outputs):
+            return False
+        if is_ample(config["columns"], _COLUMNS, width.outputs):
+            return False
+        if config["images"] >= 2 * problem.n or config["units"] >= 2 * units_of(problem):
+            return False
+        if tiling.stages > 1 and not problem.x.layout.channels_last:
+            return False
+        if tiling.stages > 1:
+            resident = _resident(tiling, device.shared_bytes or _SHARED_BYTES)
+            if resident == 0 or tiling.stages > _turns(tiling, resident, device):
+                return False
+        if tiling.sums > _MAX_SUMS or tiling.threads > _MAX_THREADS:
+            return False
+        if tiling.tiles[1] * tiling.tiles[2] > _MAX_GRID or tiling.tiles[3] > _MAX_GRID:
+            return False
+        return _registers(tiling) <= _MAX_REGISTERS and _resident(tiling, device.shared_bytes or _SHARED_BYTES) > 0
+
+    def spreads_nonfinite(self, problem: ProblemDescription, config: Config) -> bool:
+        return any(channels // problem.groups % 8 for channels in (problem.c, problem.k))
+
+    def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
+        ranked = self.ranked(problem, device, _SHORT_LIST)
+        staged = _varied([config for config in ranked if config["stages"] > 1])[: _DEFAULTS // 2]
+        plain = _varied([config for config in ranked if config["stages"] == 1])[: _DEFAULTS - len(staged)]
+        return tuple(self.ranked(problem, device, [*plain, *staged]))
+
+    def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
+        tiling = GroupedTiling.of(problem, config)
+        resident = _resident(tiling, device.shared_bytes or _SHARED_BYTES)
+        return _LAUNCH_MS + _work_ms(problem, device, tiling, resident)
+
+    def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
+        return ConvSolution(steps=(_launch(problem, config, device),))
+
+
+SOLVERS = (ConvGrouped(),)

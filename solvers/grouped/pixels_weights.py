@@ -1,0 +1,291 @@
+"""ConvGroupedWeights: backward weights of grouped convolutions with few channels a group on tensor cores.
+
+Tiles of outputs are dealt to blocks; a second kernel adds the blocks' float32 sums in a fixed order. Kernels:
+kernels_src/grouped/pixels_weights.cu.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import ClassVar
+
+from miofind.device import Device, Library, Place
+from miofind.problem import DataType, Direction, Layout, ProblemDescription
+from miofind.solution import (
+    Config,
+    ConfigValue,
+    ConvSolution,
+    KernelStep,
+    Pointer,
+    int32s,
+)
+from miofind.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
+from miofind.solvers.common.axis_defines import axis_defines
+from miofind.solvers.common.correlation import ceil_div
+from miofind.solvers.common.group_packs import is_ample, resident_blocks, unserved
+from miofind.solvers.common.parts import PARTS, added_up, adding_lanes
+from miofind.solvers.grouped.pixels_weights_tiling import SHARES, GroupedWeightsTiling, may_share, units_in_all
+
+_DEFAULTS = 8
+_MOST_BLOCKS = 3  # of a multiprocessor, so that parts are few
+_ROWS, _COLUMNS = (1, 2, 4, 7, 8), (8, 16, 32)
+_MOST_COLUMNS = 32  # of all images of a tile
+_MAX_SUMS = 128
+_MAX_THREADS = 1024
+_MAX_GRID = 2**16 - 1
+_MAX_WORKSPACE_BYTES = 1 << 28
+_SHARED_BYTES = 99 << 10
+
+
+def _registers(tiling: GroupedWeightsTiling) -> int:
+    """Registers of a thread that spills nothing: sums, fragments, and addresses."""
+    return 8 * math.ceil((tiling.sums + 4 * tiling.taps[0] + 64) / 8)
+
+
+def _resident(tiling: GroupedWeightsTiling, shared_bytes: int) -> int:
+    """Blocks that a multiprocessor holds at once."""
+    return resident_blocks(_registers(tiling), tiling.threads, tiling.shared_bytes, shared_bytes)
+
+
+def _defines(
+    problem: ProblemDescription, config: Config, tiling: GroupedWeightsTiling, resident: int
+) -> tuple[tuple[str, str | int], ...]:
+    planar = problem.lifted(2)
+    return (
+        ("ELEMENT", planar.x.dtype.value),
+        ("GROUPS", planar.groups),
+        ("GROUP_C", planar.c // planar.groups),
+        ("GROUP_K", planar.k // planar.groups),
+        *axis_defines(planar),
+        ("UNITS", config["units"]),
+        *zip(("SHARES_C", "SHARES_K"), SHARES[config["shares"]], strict=True),
+        ("ROWS", config["rows"]),
+        ("COLUMNS", tiling.columns),
+        ("SPAN", tiling.span),
+        ("IMAGES", config["images"]),
+        ("WARP_TAPS", tiling.taps[0]),
+        ("TAP_BLOCKS", tiling.tap_blocks),
+        ("WARPS", config["warps"]),
+        ("STAGES", config["stages"]),
+        ("ROW_TILES", tiling.tiles[0]),
+        ("COLUMN_TILES", tiling.tiles[1]),
+        *zip(("IN_H", "IN_W", "OUT_H", "OUT_W"), (*planar.spatial, *planar.out_spatial), strict=True),
+        ("CHANNELS_LAST", int(planar.x.layout.channels_last)),
+        ("LANES", adding_lanes(config["splits"])),
+        ("MIN_BLOCKS", resident),
+        ("SHARED_BYTES", tiling.shared_bytes),
+    )
+
+
+def _sum_step(problem: ProblemDescription, config: Config, device: Device) -> KernelStep:
+    tiling, planar = GroupedWeightsTiling.of(problem, config), problem.lifted(2)
+    return KernelStep(
+        source="grouped/pixels_weights.cu",
+        entry="grouped_weights",
+        grid=(tiling.channel_tiles // config["shares"], config["splits"], tiling.tap_blocks * config["shares"]),
+        block=(tiling.threads, 1, 1),
+        shared_bytes=tiling.shared_bytes,
+        defines=_defines(problem, config, tiling, _resident(tiling, device.shared_bytes or _SHARED_BYTES)),
+        args=(
+            *(Pointer(buffer=name) for name in ("y", "x", "w", "w" if config["splits"] == 1 else PARTS)),
+            *int32s(problem.n, problem.c, problem.k, *planar.spatial, *planar.out_spatial, tiling.tile_count),
+        ),
+    )
+
+
+# Set against ResNeXt-50's layers at batch 32 on an H200, some 20 configurations of each. Issue slots, in a warp's
+# instructions, to move 16 bytes, channels last and first; cycles of tensor cores for a product; cycles of a block's
+# start and end, of each tile, for each 16 bytes of a thread, and for each product of a warp.
+_MOVE, _TURN = 14, 46  # channels first reckoned
+_PRODUCT = 0.66
+_BLOCK_LATENCY, _TILE_LATENCY, _MOVE_LATENCY, _PRODUCT_LATENCY = 4000, 740, 21, 2.4
+_SHORT_RUN = 30  # bytes that a run of channels costs besides its own
+_AGAIN, _PARTS_SHARE = 0.51, 1.2  # shares of bytes read once more, and of parts, that device memory sees
+_ALONE = 0.45  # share of the shorter of memory and multiprocessors that does not overlap with one buffer at a time
+_BANDWIDTH_SHARE = 0.89  # of the nominal one that copies reach
+_LAUNCH_MS, _FINISH_MS = 0.0021, 0.0008
+
+
+def _work_ms(problem: ProblemDescription, device: Device, tiling: GroupedWeightsTiling, config: Config) -> float:
+    """Milliseconds of multiprocessors and memory together."""
+    planar = problem.lifted(2)
+    (stride, _), (dilation, _) = planar.conv.stride, planar.conv.dilation
+    shares = ceil_div(planar.filter[0], tiling.taps[0]) // tiling.tap_blocks
+    rows_in = (tiling.rows - 1) * stride + (tiling.taps[0] - 1) * dilation + 1
+    read = tiling.images * tiling.units * math.prod(tiling.patch) * tiling.unit_c / 8
+    read += tiling.images * tiling.units * tiling.rows * tiling.columns * tiling.unit_k / 8
+    items = tiling.units * tiling.items * shares * tiling.strips
+    products = items * tiling.rows * 2 * math.prod(tiling.taps)
+    reads = items * 4 * (tiling.rows + rows_in * tiling.taps[1])
+    slots = read * (_MOVE if problem.x.layout.channels_last else _TURN) / 32 + 1.3 * products + reads / 3
+    busy = max(slots / 3, 3 * read / 8 + reads, products * _PRODUCT)
+    serial = tiling.rows * math.prod(tiling.taps) * 2 * ceil_div(tiling.strips, config["warps"])
+    waits = _TILE_LATENCY * (2 if config["stages"] == 1 else 1)
+    alone = waits + _MOVE_LATENCY * read / tiling.threads + _PRODUCT_LATENCY * serial
+    resident = _resident(tiling, device.shared_bytes or _SHARED_BYTES)
+    turns = ceil_div(tiling.tile_count, config["splits"])
+    blocks = tiling.channel_tiles * config["splits"] * tiling.tap_blocks
+    full, rest = divmod(blocks, device.sm_count * resident)
+    cycles = full * (_BLOCK_LATENCY + turns * max(resident * busy, alone))
+    if rest:
+        cycles += _BLOCK_LATENCY + turns * max(math.ceil(rest / device.sm_count) * busy, alone)
+    processing = 1e3 * cycles / device.clock_hz
+    parts = 8 * problem.w.size * config["splits"] if config["splits"] > 1 else 0
+    run_bytes = 2 * tiling.span
+    if problem.x.layout.channels_last:
+        run_bytes = 2 * tiling.units * min(tiling.unit_c, tiling.unit_k)
+    again = max(0.0, 16 * read * tiling.tile_count * tiling.channel_tiles - problem.bytes)
+    through = problem.bytes * (1 + _SHORT_RUN / run_bytes) + _AGAIN * again + _PARTS_SHARE * parts
+    memory = 1e3 * through / (_BANDWIDTH_SHARE * device.bandwidth_bytes_per_s)
+    together = config["stages"] * min(resident, ceil_div(blocks, device.sm_count))
+    return float(max(memory, processing) + min(memory, processing) * _ALONE / together)
+
+
+def _config(rows: int, columns: int, images: int, units: int, warps: int, **deal: int) -> Config:
+    return Config.of(rows=rows, columns=columns, images=images, units=units, warps=warps, **deal)
+
+
+_SPLITS = (1, 4, 8, 16, 32, 64)
+# One of them is valid for every applicable problem.
+_LAST_RESORTS = tuple(_config(1, columns, 1, 1, 1, stages=1, splits=1, shares=1) for columns in (8, 16))
+
+
+def _likely(problem: ProblemDescription, device: Device) -> Iterator[Config]:
+    """What default_configs ranks by estimate: as many blocks as there are multiprocessors, or about twice as many."""
+    shared = [(1, shares) for shares in SHARES if may_share(problem, shares)]
+    for units, shares in (*shared, (2, 1), (4, 1)):
+        tiles = ceil_div(units_in_all(problem), units) * shares
+        for splits in _SPLITS:
+            if splits > 1 and not 0.6 <= tiles * splits / device.sm_count <= 2.4:
+                continue
+            for rows, (columns, images), warps, stages in itertools.product(
+                (2, 4, 7, 8), ((8, 2), (8, 4), (16, 1), (16, 2), (32, 1)), (1, 2), (2, 3)
+            ):
+                yield _config(rows, columns, images, units, warps, stages=stages, splits=splits, shares=shares)
+    yield from _LAST_RESORTS
+
+
+class ConvGroupedWeights(Solver):
+    """Backward weights of grouped convolutions: products of pixels on tensor cores, with float32 sums.
+
+    Pixels beyond the images are multiplied as zeros: an infinity or NaN spreads over taps that do not meet it.
+
+    Configuration: a warp adds 16 filters x 16 channels of a unit, the fewest groups that fill them, for some
+    rows of the filter, over `rows` x `columns` outputs of `images` images at a time; `warps` warps share the columns;
+    a block has `units` units, or one in `shares` shares of a unit's items, and `stages` buffers; the outputs are dealt
+    to `splits` blocks.
+    """
+
+    id = "ConvGroupedWeights"
+    algorithm = Algorithm.IMPLICIT_GEMM
+    keys = (
+        KernelKey(
+            place=Place.CUDA,
+            library=Library.PLAIN,
+            dtypes=frozenset({DataType.FLOAT16, DataType.BFLOAT16}),
+            layouts=frozenset({Layout.NWC, Layout.NHWC, Layout.NCW, Layout.NCHW}),
+            min_sm=80,
+        ),
+    )
+    alignment_bytes = 16
+    parameters: ClassVar[Mapping[str, Sequence[ConfigValue]]] = {
+        "rows": _ROWS,
+        "columns": _COLUMNS,
+        "images": (1, 2, 4),
+        "units": (1, 2, 4),
+        "warps": (1, 2),
+        "stages": (1, 2, 3),
+        "splits": _SPLITS,
+        "shares": tuple(SHARES),
+    }
+    sources = ("grouped/pixels_weights.cu",)
+
+    def examples(self) -> tuple[ProblemDescription, ...]:
+        def grouped(groups: int, c: int, k: int, **fields: object) -> ProblemDescription:
+            shape, taps = fields.pop("x"), fields.pop("w")
+            given = {"dtype": DataType.FLOAT16, "layout": Layout.NHWC, "padding": 1} | fields
+            return ProblemDescription.convolution(
+                x=(shape[0], groups * c, *shape[1:]),  # type: ignore[index]
+                w=(groups * k, c, *taps),  # type: ignore[misc]
+                groups=groups,
+                direction=Direction.BACKWARD_WEIGHTS,
+                **given,  # type: ignore[arg-type]
+            )
+
+        brain = DataType.BFLOAT16
+        return (
+            grouped(8, 4, 4, x=(2, 30, 29), w=(3, 3)),
+            grouped(4, 8, 8, x=(3, 28, 27), w=(3, 3), stride=2, dtype=brain),
+            grouped(3, 32, 32, x=(3, 7, 7), w=(3, 3)),
+            grouped(4, 6, 10, x=(2, 13, 9), w=(5, 3), padding=((4, 0), (1, 5)), dilation=(1, 2)),
+            grouped(2, 24, 64, x=(2, 9, 12), w=(1, 1), padding=0, dtype=brain),
+            grouped(2, 64, 64, x=(2, 9, 8), w=(3, 3), layout=Layout.NCHW),
+            grouped(4, 2, 4, x=(2, 50), w=(7,), stride=2, layout=Layout.NWC),
+        )
+
+    def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
+        if problem.direction is not Direction.BACKWARD_WEIGHTS:
+            return Applicability("serves backward weights: ConvGrouped serves the other directions")
+        reason = unserved(problem)
+        if reason:
+            return Applicability(reason)
+        if not any(self.is_valid_config(problem, device, config) for config in _LAST_RESORTS):
+            return Applicability(f"filter {problem.filter} or its stride or dilation is too large for a block")
+        return APPLICABLE
+
+    def is_valid_config(self, problem: ProblemDescription, device: Device, config: Config) -> bool:
+        if not may_share(problem, config["shares"]) or config["shares"] > 1 < config["units"]:
+            return False
+        tiling = GroupedWeightsTiling.of(problem, config)
+        if config["shares"] > 1 < tiling.tap_blocks:
+            return False
+        out_h, out_w = problem.lifted(2).out_spatial
+        if is_ample(config["rows"], _ROWS, out_h) or is_ample(config["columns"], _COLUMNS, out_w):
+            return False
+        if tiling.columns > config["columns"] and out_w > config["columns"]:
+            return False
+        if config["rows"] == 1 < min(out_h, config["splits"]):
+            return False  # serves what no other number of rows does
+        if config["images"] * config["columns"] > _MOST_COLUMNS:
+            return False
+        if config["images"] >= 2 * problem.n or config["units"] >= 2 * units_in_all(problem):
+            return False
+        if tiling.strips % config["warps"]:
+            return False
+        if config["splits"] > 1 and config["splits"] * tiling.channel_tiles > _MOST_BLOCKS * device.sm_count:
+            return False
+        if config["stages"] == 1 < config["splits"] < tiling.tile_count:
+            return False  # copies and products of several tiles overlap
+        if config["splits"] > tiling.tile_count or config["stages"] > ceil_div(tiling.tile_count, config["splits"]):
+            return False
+        if config["splits"] > 1 and 4 * config["splits"] * problem.w.size > _MAX_WORKSPACE_BYTES:
+            return False
+        if tiling.sums > _MAX_SUMS or tiling.threads > _MAX_THREADS:
+            return False
+        return _resident(tiling, device.shared_bytes or _SHARED_BYTES) > 0
+
+    def spreads_nonfinite(self, problem: ProblemDescription, config: Config) -> bool:
+        return True
+
+    def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
+        ranked = self.ranked(problem, device, _likely(problem, device))
+        of_shares = {config["shares"]: config for config in reversed(ranked)}
+        best = [config for config in ranked if config not in of_shares.values()][: _DEFAULTS - len(of_shares)]
+        return tuple(self.ranked(problem, device, [*of_shares.values(), *best]))
+
+    def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
+        tiling = GroupedWeightsTiling.of(problem, config)
+        launches = _LAUNCH_MS + (_FINISH_MS if config["splits"] > 1 else 0.0)
+        return launches + _work_ms(problem, device, tiling, config)
+
+    def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
+        step = _sum_step(problem, config, device)
+        if config["splits"] == 1:
+            return ConvSolution(steps=(step,))
+        size, splits = problem.w.size, config["splits"]
+        return added_up(step, size, splits, told=(size, splits))
+
+
+SOLVERS = (ConvGroupedWeights(),)

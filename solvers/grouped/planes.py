@@ -1,0 +1,302 @@
+"""ConvGroupedPlanes: grouped convolution of channels-first images on tensor cores, forward and backward data.
+
+Rows of planes are multiplied as they lie in memory. Kernel: kernels_src/grouped/planes.cu. Backward weights have a
+kernel of their own: ConvGroupedPlanesWeights.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+from miofind.device import Device, Library, Place
+from miofind.problem import DataType, Direction, Layout, ProblemDescription
+from miofind.solution import Config, ConfigValue, ConvSolution, KernelStep, Pointer, int32s
+from miofind.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
+from miofind.solvers.common.axis_defines import axis_defines
+from miofind.solvers.common.correlation import ceil_div
+from miofind.solvers.common.group_packs import SOURCE, GroupedAxis, Packs, is_ample, resident_blocks, unserved
+from miofind.solvers.grouped.planes_tiling import PlanesTiling, planes_unit, planes_units
+
+_DEFAULTS, _MOST_ALIKE = 8, 2
+_ROWS = (1, 2, 3, 4, 7)  # 3 serves odd planes that nothing else does
+_TURNS = (0, 1, 2, 4, 8)
+_MAX_DEPTH, _MAX_MATRICES = 2, 100
+_MAX_SUMS, _MAX_REGISTERS = 128, 255
+_LEAST_THREADS, _MAX_THREADS = 32, 512
+_MAX_GRID = 2**16 - 1
+_SHARED_BYTES = 99 << 10
+
+
+def _matrices(problem: ProblemDescription) -> int:
+    """Registers of a thread that hold filters."""
+    return 4 * math.prod(problem.lifted(2).filter) * (planes_unit(problem)[0] // 16)
+
+
+def _registers(problem: ProblemDescription, tiling: PlanesTiling) -> int:
+    """Registers of a thread that spills nothing: sums, filters, a row of pixels, and addresses."""
+    return 8 * ceil_div(tiling.sums + _matrices(problem) + 2 * tiling.depth * tiling.in_tiles + 60, 8)
+
+
+def _resident(problem: ProblemDescription, tiling: PlanesTiling, device: Device) -> int:
+    """Blocks that a multiprocessor holds at once."""
+    shared_bytes = device.shared_bytes or _SHARED_BYTES
+    return resident_blocks(_registers(problem, tiling), tiling.threads, tiling.shared_bytes, shared_bytes)
+
+
+def _splits(problem: ProblemDescription, tiling: PlanesTiling, device: Device, turns: int) -> int:
+    """Blocks that share the tiles of a channel tile; without a number of turns, as many as are resident at once."""
+    if turns:
+        return ceil_div(tiling.tile_count, turns)
+    resident = device.sm_count * _resident(problem, tiling, device)
+    return min(tiling.tile_count, max(1, resident // tiling.channel_tiles))
+
+
+def _defines(
+    problem: ProblemDescription, config: Config, tiling: PlanesTiling, resident: int
+) -> tuple[tuple[str, str | int], ...]:
+    planar = problem.lifted(2)
+    return (
+        ("ELEMENT", planar.x.dtype.value),
+        ("GROUP_C", planar.c // planar.groups),
+        ("GROUP_K", planar.k // planar.groups),
+        ("FLIPPED", int(planar.direction is Direction.BACKWARD_DATA)),
+        *axis_defines(planar, IN=planar.tensor(SOURCE[planar.direction]).shape[2:], OUT=planar.output.shape[2:]),
+        *((name.upper(), config[name]) for name in ("units", "images", "row_groups", "rows", "stages")),
+        ("ROW_TILES", tiling.row_tiles),
+        ("PITCH", tiling.source.pitch),
+        ("MIN_BLOCKS", resident),
+        ("SHARED_BYTES", tiling.shared_bytes),
+    )
+
+
+# Set against ResNeXt-50's layers at batch 32 on an H200, some 30 configurations of each: issue slots of a thread to
+# copy a vector, to lay out 16 bytes and to store 16; a warp's instructions besides products for a fragment of 16
+# channels x 8 pixels and for a tile of 8 pixels of results; cycles of a scheduler for a product; cycles of a tile and
+# of a block at least.
+_COPY, _LAY_OUT, _STORE = 14, 18, 4
+_FRAGMENT, _SHIFT, _RESULT = 1.1, 1.9, 1.4
+_PRODUCT = 4.1
+_ALONE = 3.7  # how much longer the warps of one block take, if each had a scheduler of its own
+_TILE_LATENCY, _BLOCK_LATENCY = 1000, 4300
+_ARRANGED, _LOADED = 0.15, 1.7  # cycles of shared memory to arrange an element, and to load a word
+_APART = 0.59  # share of the shorter of memory and multiprocessors that does not overlap
+_BANDWIDTH_SHARE = 0.885  # of the nominal one that copies reach
+_LAUNCH_MS = 0.0017
+
+
+def _busy_cycles(tiling: PlanesTiling) -> float:
+    """Cycles of a multiprocessor's schedulers that one tile of one block takes."""
+    (height, width), source, warps = tiling.axes, tiling.source, tiling.threads // 32
+    slots = (source.copies * _COPY + tiling.written * _STORE) / 32
+    if source.is_flat:
+        slots += source.channels * source.images * source.rows * ceil_div(source.width, 8) * _LAY_OUT / 32
+    rows_in = (tiling.rows - 1) * height.stride + height.reach + 1
+    fragments = rows_in * tiling.in_tiles * tiling.depth
+    shifts = 2 * min(width.taps - 1, width.reach) + 3 * (width.stride - 1)
+    products = tiling.rows * tiling.width * height.taps * width.taps * tiling.depth
+    results = tiling.rows * tiling.width * height.phases * width.phases
+    slots += warps * (fragments * (_FRAGMENT + _SHIFT * shifts / width.stride) + results * _RESULT + products)
+    return max(slots / 4, warps * products * _PRODUCT / 4)
+
+
+def _filter_cycles(problem: ProblemDescription, tiling: PlanesTiling) -> float:
+    """Cycles of a multiprocessor's shared memory that a block takes to have its filters in registers."""
+    if Packs.of(problem).groups == 1:
+        return _LOADED * tiling.threads / 32 * _matrices(problem)
+    return _ARRANGED * math.prod(problem.w.shape) / tiling.channel_tiles
+
+
+def _work_ms(problem: ProblemDescription, device: Device, tiling: PlanesTiling, config: Config) -> float:
+    """Milliseconds of multiprocessors and memory together."""
+    resident, busy = _resident(problem, tiling, device), _busy_cycles(tiling)
+    splits = _splits(problem, tiling, device, config["turns"])
+    turns, blocks = tiling.tile_count / splits, tiling.channel_tiles * splits
+    filters = _filter_cycles(problem, tiling)
+    alone = _TILE_LATENCY * (2 if config["stages"] == 1 else 1) + _ALONE * 128 * busy / tiling.threads
+    full, rest = divmod(blocks, device.sm_count * resident)
+    latency = math.ceil(turns) * alone
+    cycles = full * (_BLOCK_LATENCY / 2 + max(resident * (turns * busy + filters), latency)) + _BLOCK_LATENCY / 2
+    if rest:
+        most = ceil_div(rest, device.sm_count) * (turns * busy + filters)
+        cycles += _BLOCK_LATENCY / 2 + max(most, latency + filters)
+    processing = 1e3 * cycles / device.clock_hz
+    halo = 0.1 * (tiling.source.rows - tiling.rows * config["row_groups"] * tiling.axes[0].stride) / tiling.source.rows
+    memory = 1e3 * problem.bytes * (1 + max(0.0, halo)) / (_BANDWIDTH_SHARE * device.bandwidth_bytes_per_s)
+    return float(max(memory, processing) + _APART * min(memory, processing))
+
+
+def _config(rows: int, row_groups: int, images: int, units: int, stages: int, turns: int) -> Config:
+    return Config.of(rows=rows, row_groups=row_groups, images=images, units=units, stages=stages, turns=turns)
+
+
+# What default_configs ranks by estimate. The smallest tiles, and whole planes, serve what nothing else does.
+_SHORT_LIST = (
+    *(
+        _config(*choice)
+        for choice in itertools.product((1, 2, 4, 7), (1, 2, 4), (1, 2, 4), (1, 2), (2, 3), (0, 1, 2, 4, 8))
+    ),
+    *(_config(rows, row_groups, 1, 1, 1, 1) for rows in _ROWS for row_groups in (1, 2, 4)),
+)
+
+
+def _varied(ranked: Sequence[Config]) -> tuple[Config, ...]:
+    """The likely best, at most two of each shape of a tile: estimates of others differ by less than they are off."""
+    taken: Counter[tuple[int, ...]] = Counter()
+    chosen = []
+    for config in ranked:
+        shape = (config["rows"], config["row_groups"], config["images"])
+        if taken[shape] < _MOST_ALIKE:
+            chosen.append(config)
+        taken[shape] += 1
+    return tuple(chosen[:_DEFAULTS])
+
+
+class ConvGroupedPlanes(Solver):
+    """Grouped channels-first convolution: block-diagonal matrices of filters times rows of pixels, float32 sums.
+
+    Groups of less than 16 channels share products whose structural zeros are multiplied: an infinity or NaN of the
+    input spreads to the results of groups whose channels are among the same 16. Padding is multiplied as zeros: an
+    infinity or NaN of the filter spreads to outputs at the border.
+
+    Configuration: a warp computes 16 results of a unit, the fewest groups that fill them, for `rows` whole rows; a
+    block has `row_groups` times as many rows, `images` images and `units` units, computes `turns` tiles one after
+    another, or with 0 as many as let all blocks be resident at once, and has `stages` buffers for them.
+    """
+
+    id = "ConvGroupedPlanes"
+    algorithm = Algorithm.IMPLICIT_GEMM
+    keys = (
+        KernelKey(
+            place=Place.CUDA,
+            library=Library.PLAIN,
+            dtypes=frozenset({DataType.FLOAT16, DataType.BFLOAT16}),
+            layouts=frozenset({Layout.NCW, Layout.NCHW}),
+            min_sm=80,
+        ),
+    )
+    alignment_bytes = 16
+    parameters: ClassVar[Mapping[str, Sequence[ConfigValue]]] = {
+        "rows": _ROWS,
+        "row_groups": (1, 2, 4),
+        "images": (1, 2, 4),
+        "units": (1, 2),
+        "stages": (1, 2, 3),
+        "turns": _TURNS,
+    }
+    sources = ("grouped/planes.cu",)
+
+    def examples(self) -> tuple[ProblemDescription, ...]:
+        def grouped(groups: int, c: int, k: int, **fields: object) -> ProblemDescription:
+            shape, taps = fields.pop("x"), fields.pop("w")
+            given = {"dtype": DataType.FLOAT16, "layout": Layout.NCHW, "padding": 1} | fields
+            return ProblemDescription.convolution(
+                x=(shape[0], groups * c, *shape[1:]),  # type: ignore[index]
+                w=(groups * k, c, *taps),  # type: ignore[misc]
+                groups=groups,
+                **given,  # type: ignore[arg-type]
+            )
+
+        brain, data = DataType.BFLOAT16, Direction.BACKWARD_DATA
+        return (
+            grouped(8, 4, 4, x=(2, 30, 28), w=(3, 3)),
+            grouped(4, 8, 8, x=(3, 28, 28), w=(3, 3), stride=2, dtype=brain),
+            grouped(3, 32, 32, x=(5, 7, 7), w=(3, 3)),
+            grouped(2, 16, 16, x=(3, 14, 14), w=(3, 3), stride=2, direction=data, dtype=brain),
+            grouped(2, 32, 32, x=(3, 14, 14), w=(3, 3), stride=2, direction=data),
+            grouped(4, 4, 6, x=(2, 13, 9), w=(4, 3), padding=((4, 0), (2, 1)), dilation=(1, 2)),
+            grouped(2, 16, 32, x=(2, 9, 12), w=(1, 1), padding=0, direction=data),
+            grouped(4, 2, 4, x=(2, 50), w=(5,), padding=2, stride=2, layout=Layout.NCW),
+        )
+
+    def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
+        if problem.direction is Direction.BACKWARD_WEIGHTS:
+            return Applicability("serves forward and backward data: ConvGroupedPlanesWeights serves backward weights")
+        reason = unserved(problem)
+        if reason:
+            return Applicability(reason)
+        if max(problem.conv.stride) > 2:
+            return Applicability(f"serves strides of 1 and 2, not {problem.conv.stride}")
+        unit_in, _ = planes_unit(problem)
+        if unit_in // 16 > _MAX_DEPTH:
+            return Applicability(
+                f"sums up to {16 * _MAX_DEPTH} channels of the fewest groups that fill 16, not {unit_in}"
+            )
+        if _matrices(problem) > _MAX_MATRICES:
+            return Applicability(
+                f"keeps filters in registers: {problem.filter} taps of {unit_in} channels are too many"
+            )
+        width = GroupedAxis.of(problem.lifted(2), 1)
+        least, most = (-7, 7) if width.stride == 1 else (-2, 3)
+        if width.first < least or width.first + width.reach > most:
+            return Applicability(
+                f"shifts columns by {least} to {most}, not by {width.first} to {width.first + width.reach}"
+            )
+        if not any(self.is_valid_config(problem, device, config) for config in reversed(_SHORT_LIST)):
+            return Applicability("rows are too wide, or planes of odd width too large, for a block")
+        return APPLICABLE
+
+    def is_valid_config(self, problem: ProblemDescription, device: Device, config: Config) -> bool:
+        height = GroupedAxis.of(problem.lifted(2), 0)
+        if is_ample(config["rows"], _ROWS, height.outputs):
+            return False
+        if config["row_groups"] > 1 and config["row_groups"] // 2 * config["rows"] >= height.outputs:
+            return False
+        if config["images"] >= 2 * problem.n or config["units"] >= 2 * planes_units(problem):
+            return False
+        tiling = PlanesTiling.of(problem, config)
+        if tiling.row_tiles > 1 and (config["images"] > 1 or tiling.source.is_flat):
+            return False
+        if config["turns"] > tiling.tile_count:
+            return False
+        if tiling.sums > _MAX_SUMS or not _LEAST_THREADS <= tiling.threads <= _MAX_THREADS:
+            return False
+        if _registers(problem, tiling) > _MAX_REGISTERS or _resident(problem, tiling, device) == 0:
+            return False
+        return self._is_dealt(problem, tiling, device, config)
+
+    @staticmethod
+    def _is_dealt(problem: ProblemDescription, tiling: PlanesTiling, device: Device, config: Config) -> bool:
+        """Whether blocks use all their buffers, and are dealt more than two tiles where there is no number of turns.
+
+        Of one or two tiles, a number of turns deals the same to each block, which measured faster.
+        """
+        splits = _splits(problem, tiling, device, config["turns"])
+        if splits > _MAX_GRID or config["stages"] > ceil_div(tiling.tile_count, splits) + 1:
+            return False
+        if config["turns"]:
+            return True
+        dealt = {ceil_div(tiling.tile_count, turns) for turns in _TURNS if turns}
+        return tiling.tile_count > 2 * splits and splits not in dealt
+
+    def spreads_nonfinite(self, problem: ProblemDescription, config: Config) -> bool:
+        return any(channels // problem.groups % 16 for channels in (problem.c, problem.k))
+
+    def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
+        return _varied(self.ranked(problem, device, _SHORT_LIST))
+
+    def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
+        return _LAUNCH_MS + _work_ms(problem, device, PlanesTiling.of(problem, config), config)
+
+    def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
+        tiling = PlanesTiling.of(problem, config)
+        source, target = SOURCE[problem.direction], problem.direction.output
+        step = KernelStep(
+            source="grouped/planes.cu",
+            entry="grouped_planes",
+            grid=(tiling.channel_tiles, _splits(problem, tiling, device, config["turns"]), 1),
+            block=(tiling.threads, 1, 1),
+            shared_bytes=tiling.shared_bytes,
+            defines=_defines(problem, config, tiling, _resident(problem, tiling, device)),
+            args=(
+                *(Pointer(buffer=name) for name in (source, "w", target)),
+                *int32s(problem.n, problem.tensor(source).shape[1], problem.tensor(target).shape[1], tiling.tile_count),
+            ),
+        )
+        return ConvSolution(steps=(step,))
+
+
+SOLVERS = (ConvGroupedPlanes(),)

@@ -1,0 +1,316 @@
+"""ConvGroupedPlanesWeights: backward weights of grouped convolutions of channels-first images on tensor cores.
+
+Rows of planes are multiplied as they lie in memory, with pixels as the depth of the products. A second kernel adds the
+blocks' float32 sums in a fixed order. Kernels: kernels_src/grouped/planes_weights.cu.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import ClassVar
+
+from miofind.device import Device, Library, Place
+from miofind.problem import DataType, Direction, Layout, ProblemDescription
+from miofind.solution import Config, ConfigValue, ConvSolution, KernelStep, Pointer, int32s
+from miofind.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
+from miofind.solvers.common.axis_defines import axis_defines
+from miofind.solvers.common.correlation import ceil_div
+from miofind.solvers.common.group_packs import Packs, is_ample, resident_blocks, unserved
+from miofind.solvers.common.parts import PARTS, added_up, adding_lanes
+from miofind.solvers.grouped.planes_tiling import PlanesWeightsTiling, shifts
+
+_DEFAULTS, _MOST_ALIKE = 8, 2
+_MOST_BLOCKS = 4  # of a multiprocessor, so that parts are few
+_ROWS = (1, 2, 4, 7, 14)
+_SPLITS = (1, 2, 4, 8, 16, 32)
+_MAX_PAIR = 2  # pixels that shifts may reach before a run
+_MAX_SUMS, _MAX_REGISTERS = 128, 255
+_LEAST_THREADS, _MAX_THREADS = 32, 512
+_MAX_GRID = 2**16 - 1
+_MAX_WORKSPACE_BYTES = 1 << 28
+_SHARED_BYTES = 99 << 10
+
+
+def _registers(problem: ProblemDescription, tiling: PlanesWeightsTiling) -> int:
+    """Registers of a thread that spills nothing: sums, gradients of rows under way, a run of x and its shift."""
+    planar = problem.lifted(2)
+    live = min(tiling.rows, (planar.filter[0] - 1) * planar.conv.dilation[0] // planar.conv.stride[0] + 1)
+    runs = 4 * live * tiling.item_blocks + (6 * planar.conv.stride[1] + 4) * tiling.channel_blocks
+    return 8 * ceil_div(tiling.sums + runs + 36, 8)
+
+
+def _resident(problem: ProblemDescription, tiling: PlanesWeightsTiling, device: Device) -> int:
+    """Blocks that a multiprocessor holds at once."""
+    shared_bytes = device.shared_bytes or _SHARED_BYTES
+    return resident_blocks(_registers(problem, tiling), tiling.threads, tiling.shared_bytes, shared_bytes)
+
+
+def _defines(
+    problem: ProblemDescription, config: Config, tiling: PlanesWeightsTiling, resident: int
+) -> tuple[tuple[str, str | int], ...]:
+    planar = problem.lifted(2)
+    return (
+        ("ELEMENT", planar.x.dtype.value),
+        ("GROUP_C", planar.c // planar.groups),
+        ("GROUP_K", planar.k // planar.groups),
+        *axis_defines(planar, IN=planar.spatial, OUT=planar.out_spatial),
+        *((name.upper(), config[name]) for name in ("units", "shares", "images", "row_groups", "rows")),
+        ("ITEM_BLOCKS", tiling.item_blocks),
+        ("ROW_TILES", tiling.row_tiles),
+        ("WARPS", config["warps"]),
+        ("STAGES", config["stages"]),
+        ("X_PITCH", tiling.x.pitch),
+        ("DY_PITCH", tiling.y.pitch),
+        ("X_CHANNEL", tiling.x.channel_bytes),
+        ("DY_CHANNEL", tiling.y.channel_bytes),
+        ("LANES", adding_lanes(config["splits"])),
+        ("MIN_BLOCKS", resident),
+        ("SHARED_BYTES", tiling.shared_bytes),
+    )
+
+
+def _sum_step(problem: ProblemDescription, config: Config, device: Device) -> KernelStep:
+    tiling = PlanesWeightsTiling.of(problem, config)
+    return KernelStep(
+        source="grouped/planes_weights.cu",
+        entry="grouped_planes_weights",
+        grid=(tiling.channel_tiles // config["shares"], config["splits"], config["shares"]),
+        block=(tiling.threads, 1, 1),
+        shared_bytes=tiling.shared_bytes,
+        defines=_defines(problem, config, tiling, _resident(problem, tiling, device)),
+        args=(
+            *(Pointer(buffer=name) for name in ("y", "x", "w", "w" if config["splits"] == 1 else PARTS)),
+            *int32s(problem.n, problem.c, problem.k, tiling.tile_count),
+        ),
+    )
+
+
+# Set against ResNeXt-50's layers at batch 32 on an H200, some 30 configurations of each: issue slots of a thread to
+# copy a vector and to lay out 16 bytes; a warp's instructions besides products for a row of x and for one of dy; cycles
+# of a scheduler for a product; cycles of a tile and of a block at least.
+_COPY, _LAY_OUT = 13, 71
+_ROW_OF_X, _ROW_OF_DY = 29, 9.6
+_PRODUCT = 2.1
+_ISSUED = 0.4  # instructions of a scheduler in a cycle
+_TILE_LATENCY, _BLOCK_LATENCY = 350, 1800
+_PARTS_SHARE = 1.14  # of the bytes of parts that device memory sees
+_APART = 0.69  # share of the shorter of memory and multiprocessors that does not overlap
+_LAUNCH_MS, _FINISH_MS = 0.0015, 0.00057
+
+
+def _busy_cycles(problem: ProblemDescription, tiling: PlanesWeightsTiling) -> float:
+    """Cycles of a multiprocessor's schedulers that one tile of one block takes."""
+    planar = problem.lifted(2)
+    stride_h, stride_w = planar.conv.stride
+    filter_y = planar.filter[0]
+    slots = 0.0
+    for rows in (tiling.x, tiling.y):
+        slots += rows.copies * _COPY / 32
+        if rows.is_flat:
+            slots += rows.channels * rows.images * rows.rows * ceil_div(rows.width, 8) * _LAY_OUT / 32
+    rows_of_x = (tiling.rows - 1) * stride_h + (filter_y - 1) * planar.conv.dilation[0] + 1
+    products = 2 * tiling.rows * tiling.sums / 4
+    visits = tiling.items * tiling.sets
+    slots += visits * (rows_of_x * tiling.channel_blocks * (_ROW_OF_X + 8 * (stride_w - 1)))
+    slots += visits * tiling.rows * _ROW_OF_DY * tiling.item_blocks
+    slots += visits * products
+    return max(slots / (4 * _ISSUED), visits * products * _PRODUCT / 4)
+
+
+def _work_ms(problem: ProblemDescription, device: Device, tiling: PlanesWeightsTiling, config: Config) -> float:
+    """Milliseconds of multiprocessors and memory together."""
+    resident, turns = _resident(problem, tiling, device), ceil_div(tiling.tile_count, config["splits"])
+    busy = _busy_cycles(problem, tiling)
+    alone = _TILE_LATENCY * (2 if config["stages"] == 1 else 1) + 128 * busy / tiling.threads
+    full, rest = divmod(tiling.channel_tiles * config["splits"], device.sm_count * resident)
+    cycles = full * (_BLOCK_LATENCY + turns * max(resident * busy, alone))
+    if rest:
+        cycles += _BLOCK_LATENCY + turns * max(ceil_div(rest, device.sm_count) * busy, alone)
+    processing = 1e3 * cycles / device.clock_hz
+    parts = 8 * problem.w.size * config["splits"] if config["splits"] > 1 else 0
+    halo = 0.1 * (tiling.x.rows - tiling.rows * problem.lifted(2).conv.stride[0]) / tiling.x.rows
+    through = problem.bytes * (1 + halo) + _PARTS_SHARE * parts
+    memory = 1e3 * through / device.bandwidth_bytes_per_s
+    return float(max(memory, processing) + _APART * min(memory, processing))
+
+
+@functools.cache
+def _config(
+    rows: int, row_groups: int, images: int, units: int, warps: int, shares: int, stages: int, splits: int
+) -> Config:
+    return Config.of(
+        rows=rows,
+        row_groups=row_groups,
+        images=images,
+        units=units,
+        warps=warps,
+        shares=shares,
+        stages=stages,
+        splits=splits,
+    )
+
+
+# One of them is valid for every applicable problem.
+_LAST_RESORTS = tuple(
+    _config(rows, row_groups, 1, 1, 1, shares, 1, 1)
+    for rows in _ROWS
+    for row_groups in (1, 2, 4)
+    for shares in (4, 2, 1)
+)
+
+
+def _likely(problem: ProblemDescription, device: Device) -> Iterator[Config]:
+    """What default_configs ranks by estimate: as many blocks as there are multiprocessors, to four times as many."""
+    packs, out_h = ceil_div(problem.groups, Packs.of(problem).groups), problem.lifted(2).out_spatial[0]
+    tiles = [
+        (rows, row_groups, images)
+        for rows, row_groups, images in itertools.product((4, 7, 14), (1, 2, 4), (1, 4, 8))
+        if rows * row_groups < 2 * out_h and (images == 1 or rows * row_groups >= out_h)
+    ]
+    for (units, shares), splits in itertools.product(((1, 1), (2, 1), (1, 2), (1, 4)), _SPLITS):
+        if splits > 1 and not 0.8 <= ceil_div(packs, units) * shares * splits / device.sm_count <= _MOST_BLOCKS:
+            continue
+        for tile, warps, stages in itertools.product(tiles, (1, 2, 4), (2, 3)):
+            yield _config(*tile, units, warps, shares, stages, splits)
+    yield from _LAST_RESORTS
+
+
+def _varied(ranked: Sequence[Config]) -> tuple[Config, ...]:
+    """The likely best, at most two of each way to deal outputs: estimates of others differ less than they are off."""
+    taken: Counter[tuple[int, ...]] = Counter()
+    chosen = []
+    for config in ranked:
+        deal = (config["units"], config["shares"], config["splits"])
+        if taken[deal] < _MOST_ALIKE:
+            chosen.append(config)
+        taken[deal] += 1
+    return tuple(chosen[:_DEFAULTS])
+
+
+class ConvGroupedPlanesWeights(Solver):
+    """Backward weights of grouped channels-first convolutions: products of rows of pixels, with float32 sums.
+
+    Pixels beyond the images are multiplied as zeros: an infinity or NaN spreads over taps that do not meet it.
+
+    Configuration: a warp adds 8 or 16 channels x some filters of a pack, the fewest groups that fill 8 of each, over
+    runs of 8 outputs down `rows` rows; a tile has `row_groups` times as many rows of `images` images, whose runs
+    `warps` warps share; a block has `units` packs, or one in `shares` shares of a pack's channels, and `stages`
+    buffers; the outputs are dealt to `splits` blocks.
+    """
+
+    id = "ConvGroupedPlanesWeights"
+    algorithm = Algorithm.IMPLICIT_GEMM
+    keys = (
+        KernelKey(
+            place=Place.CUDA,
+            library=Library.PLAIN,
+            dtypes=frozenset({DataType.FLOAT16, DataType.BFLOAT16}),
+            layouts=frozenset({Layout.NCW, Layout.NCHW}),
+            min_sm=80,
+        ),
+    )
+    alignment_bytes = 16
+    parameters: ClassVar[Mapping[str, Sequence[ConfigValue]]] = {
+        "rows": _ROWS,
+        "row_groups": (1, 2, 4),
+        "images": (1, 2, 4, 8),
+        "units": (1, 2),
+        "shares": (1, 2, 4),
+        "warps": (1, 2, 4),
+        "stages": (1, 2, 3),
+        "splits": _SPLITS,
+    }
+    sources = ("grouped/planes_weights.cu",)
+
+    def examples(self) -> tuple[ProblemDescription, ...]:
+        def grouped(groups: int, c: int, k: int, **fields: object) -> ProblemDescription:
+            shape, taps = fields.pop("x"), fields.pop("w")
+            given = {"dtype": DataType.FLOAT16, "layout": Layout.NCHW, "padding": 1} | fields
+            return ProblemDescription.convolution(
+                x=(shape[0], groups * c, *shape[1:]),  # type: ignore[index]
+                w=(groups * k, c, *taps),  # type: ignore[misc]
+                groups=groups,
+                direction=Direction.BACKWARD_WEIGHTS,
+                **given,  # type: ignore[arg-type]
+            )
+
+        brain = DataType.BFLOAT16
+        return (
+            grouped(8, 4, 4, x=(2, 30, 28), w=(3, 3)),
+            grouped(4, 8, 8, x=(3, 28, 28), w=(3, 3), stride=2, dtype=brain),
+            grouped(3, 32, 32, x=(5, 7, 7), w=(3, 3)),
+            grouped(2, 16, 16, x=(3, 14, 14), w=(3, 3), stride=2, dtype=brain),
+            grouped(4, 6, 10, x=(2, 13, 9), w=(5, 3), padding=((4, 0), (2, 1)), dilation=(1, 2)),
+            grouped(2, 24, 64, x=(2, 9, 12), w=(1, 1), padding=0),
+            grouped(4, 2, 4, x=(2, 50), w=(5,), padding=2, stride=2, layout=Layout.NCW),
+        )
+
+    def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
+        if problem.direction is not Direction.BACKWARD_WEIGHTS:
+            return Applicability("serves backward weights only")
+        reason = unserved(problem)
+        if reason:
+            return Applicability(reason)
+        planar = problem.lifted(2)
+        if max(planar.conv.stride) > 2:
+            return Applicability(f"serves strides of 1 and 2, not {problem.conv.stride}")
+        reached, most = shifts(planar), 2 if planar.conv.stride[1] == 1 else 3
+        if reached[0] < -_MAX_PAIR or reached[-1] > most:
+            return Applicability(f"shifts columns by -2 to {most}, not by {reached[0]} to {reached[-1]}")
+        if not any(self.is_valid_config(problem, device, config) for config in reversed(_LAST_RESORTS)):
+            return Applicability(f"filter {problem.filter} is too large, or rows are too wide, for a block")
+        return APPLICABLE
+
+    def is_valid_config(self, problem: ProblemDescription, device: Device, config: Config) -> bool:
+        packs, out_h = Packs.of(problem), problem.lifted(2).out_spatial[0]
+        shares, units = config["shares"], config["units"]
+        if shares > 1 and (units > 1 or packs.groups > 1 or packs.c // 8 % shares):
+            return False
+        if units >= 2 * ceil_div(problem.groups, packs.groups) or config["images"] >= 2 * problem.n:
+            return False
+        if is_ample(config["rows"], _ROWS, out_h):
+            return False
+        if config["row_groups"] > 1 and config["row_groups"] // 2 * config["rows"] >= out_h:
+            return False
+        tiling = PlanesWeightsTiling.of(problem, config)
+        if config["images"] > 1 and tiling.row_tiles > 1:
+            return False
+        if tiling.row_tiles > 1 and (tiling.x.is_flat or tiling.y.is_flat):
+            return False
+        if config["warps"] > tiling.sets or not _LEAST_THREADS <= tiling.threads <= _MAX_THREADS:
+            return False
+        if config["splits"] > 1 and config["splits"] * tiling.channel_tiles > _MOST_BLOCKS * device.sm_count:
+            return False
+        if config["splits"] > tiling.tile_count or config["stages"] > ceil_div(tiling.tile_count, config["splits"]):
+            return False
+        if config["stages"] == 1 < config["splits"] < tiling.tile_count:
+            return False  # copies and products of several tiles overlap
+        if config["splits"] > 1 and 4 * config["splits"] * problem.w.size > _MAX_WORKSPACE_BYTES:
+            return False
+        if tiling.sums > _MAX_SUMS or _registers(problem, tiling) > _MAX_REGISTERS:
+            return False
+        return _resident(problem, tiling, device) > 0
+
+    def spreads_nonfinite(self, problem: ProblemDescription, config: Config) -> bool:
+        return True
+
+    def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
+        return _varied(self.ranked(problem, device, _likely(problem, device)))
+
+    def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
+        tiling = PlanesWeightsTiling.of(problem, config)
+        launches = _LAUNCH_MS + (_FINISH_MS if config["splits"] > 1 else 0.0)
+        return launches + _work_ms(problem, device, tiling, config)
+
+    def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
+        step = _sum_step(problem, config, device)
+        if config["splits"] == 1:
+            return ConvSolution(steps=(step,))
+        size, splits = problem.w.size, config["splits"]
+        return added_up(step, size, splits, told=(size, splits))
+
+
+SOLVERS = (ConvGroupedPlanesWeights(),)

@@ -1,0 +1,1 @@
+"""A convolution as one matrix product on tensor cores."""

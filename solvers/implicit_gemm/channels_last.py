@@ -1,0 +1,46 @@
+"""ConvChannelsLast: convolution of channels-first tensors by ConvImplicitGemmWgmma's kernels for channels-last ones.
+
+Kernels: kernels_src/implicit_gemm/transpose.cu, and those of the other solver.
+"""
+
+from __future__ import annotations
+
+from miofind.device import Library, Place
+from miofind.problem import DataType, Direction, Layout, ProblemDescription
+from miofind.solver import KernelKey
+from miofind.solvers.implicit_gemm.channels_last_shared import ChannelsLastSolver
+from miofind.solvers.implicit_gemm.transpose import SOURCE
+
+
+class ConvChannelsLast(ChannelsLastSolver):
+    """Channels-first convolution in three parts: operands to channels last, Hopper's warpgroup products, and back."""
+
+    id = "ConvChannelsLast"
+    inner = "ConvImplicitGemmWgmma"
+    keys = (
+        KernelKey(
+            place=Place.CUDA,
+            library=Library.PLAIN,
+            dtypes=frozenset({DataType.FLOAT16, DataType.BFLOAT16, DataType.FLOAT32}),
+            layouts=frozenset({Layout.NCW, Layout.NCHW}),
+            min_sm=90,
+            archs=("90a",),
+        ),
+    )
+    sources = (SOURCE, "implicit_gemm/wgmma.cu")
+
+    def examples(self) -> tuple[ProblemDescription, ...]:
+        def conv(direction: Direction = Direction.FORWARD, **values: object) -> ProblemDescription:
+            given = {"dtype": DataType.FLOAT16, "direction": direction} | values
+            return ProblemDescription.convolution(**given)  # type: ignore[arg-type]
+
+        data, weights = Direction.BACKWARD_DATA, Direction.BACKWARD_WEIGHTS
+        return (
+            conv(x=(2, 64, 14, 14), w=(128, 64, 3, 3), padding=1),
+            conv(x=(3, 24, 15, 9), w=(40, 24, 1, 1), stride=2, dtype=DataType.BFLOAT16),
+            conv(data, x=(2, 72, 12, 11), w=(64, 72, 5, 3), padding=(2, 1)),
+            conv(weights, x=(2, 64, 14, 13), w=(72, 64, 3, 3), padding=1, dilation=2),
+        )
+
+
+SOLVERS = (ConvChannelsLast(),)

@@ -1,0 +1,168 @@
+"""What solvers share that turn channels-first tensors to channels last for another solver's kernels.
+
+Kernel: kernels_src/implicit_gemm/transpose.cu, and those of the other solver. Operands are laid out anew in the
+workspace by one launch, and the result is laid back if it must. Knows the other solvers by their ids alone.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import ClassVar
+
+from miofind.device import Device
+from miofind.errors import InvalidConfigError, UnknownSolverError
+from miofind.problem import Direction, Layout, ProblemDescription
+from miofind.solution import Config, ConvSolution, KernelStep, Region, WorkspacePlan
+from miofind.solver import APPLICABLE, Algorithm, Applicability, Reach, Solver, solver_by_id
+from miofind.solvers.implicit_gemm.transpose import BANDWIDTH_SHARE, Turn, turning
+
+_DEFAULTS = 4
+_STEP_MS = 1.5e-3
+_MAX_BLOCKS = 2**31 - 1
+_TENSORS = ("x", "w", "y")
+
+
+def _with_last(problem: ProblemDescription, names: tuple[str, ...]) -> ProblemDescription:
+    """The same convolution with the channels of those tensors last."""
+    layout = Layout.of(problem.spatial_dims, channels_last=True)
+    x, w, y = (
+        replace(tensor, layout=layout) if name in names else tensor
+        for name, tensor in ((name, problem.tensor(name)) for name in _TENSORS)
+    )
+    return replace(problem, x=x, w=w, y=y)
+
+
+def _forms(problem: ProblemDescription) -> tuple[ProblemDescription, ...]:
+    """What another solver may be asked instead: with one tensor less to turn if there is one, then with all turned."""
+    kept, last = "x" if problem.direction is Direction.BACKWARD_DATA else "y", _with_last(problem, _TENSORS)
+    if not Turn.to_channels_last(problem, kept).is_needed:
+        return (last,)
+    return _with_last(problem, tuple(name for name in _TENSORS if name != kept)), last
+
+
+def _turns(problem: ProblemDescription, form: ProblemDescription) -> dict[str, Turn]:
+    """The tensors whose elements lie otherwise in the other form, by name: from channels first."""
+    names = [name for name in _TENSORS if problem.tensor(name).layout is not form.tensor(name).layout]
+    turns = {name: Turn.to_channels_last(problem, name) for name in names}
+    return {name: turn for name, turn in turns.items() if turn.is_needed}
+
+
+def _before(problem: ProblemDescription, turns: dict[str, Turn]) -> list[KernelStep]:
+    """The launch that turns the operands, if any are turned."""
+    operands = tuple(turn for name, turn in turns.items() if name != problem.direction.output)
+    return [turning(operands)] if operands else []
+
+
+def _after(problem: ProblemDescription, turns: dict[str, Turn]) -> list[KernelStep]:
+    """The launch that turns the result back, if it is turned."""
+    return [turning((turn.back,)) for name, turn in turns.items() if name == problem.direction.output]
+
+
+@functools.lru_cache(maxsize=64)  # every configuration's estimate and solution asks
+def _form(inner: Solver, problem: ProblemDescription, device: Device) -> ProblemDescription | None:
+    """The first form of a problem that another solver serves."""
+    return next((form for form in _forms(problem) if inner.applicability(form, device)), None)
+
+
+class ChannelsLastSolver(Solver):
+    """Channels-first convolution in three parts: operands to channels last, another solver's kernels, and back.
+
+    Tensors whose order is the same either way, such as filters of one tap, stay where they are, and so does one that
+    the other solver takes with its channels first: the result, or y for backward weights.
+
+    Attributes:
+        inner: id of the other solver.
+    """
+
+    inner: ClassVar[str]
+    algorithm = Algorithm.IMPLICIT_GEMM
+    alignment_bytes = 16
+
+    def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
+        try:
+            form = _form(solver_by_id(self.inner), problem, device)
+        except UnknownSolverError as error:
+            return Applicability(str(error))
+        if form is None:
+            return Applicability(self._refusal(problem, device))
+        turns = _turns(problem, form)
+        steps = [*_before(problem, turns), *_after(problem, turns)]
+        if not steps:
+            return Applicability("the order of elements is the same with channels last")
+        if max(step.grid[0] for step in steps) > _MAX_BLOCKS:
+            return Applicability("its tensors have too many tiles for one launch")
+        return APPLICABLE
+
+    def form(self, problem: ProblemDescription, device: Device) -> ProblemDescription:
+        """What the other solver is asked instead of a problem that this one serves.
+
+        Raises:
+            InvalidConfigError: it refuses it.
+            UnknownSolverError: it is not there.
+        """
+        form = _form(solver_by_id(self.inner), problem, device)
+        if form is None:
+            raise InvalidConfigError(f"{self.id}: {self._refusal(problem, device)}")
+        return form
+
+    def configs(self, problem: ProblemDescription, device: Device) -> Iterator[Config]:
+        for config in solver_by_id(self.inner).configs(self.form(problem, device), device):
+            yield self._outer(config)
+
+    def check_config(self, problem: ProblemDescription, device: Device, config: Config) -> None:
+        if set(config) != {"solver", "config"} or config["solver"] != self.inner:
+            raise InvalidConfigError(
+                f"{self.id}: config {config.json} must name the solver {self.inner} and its config"
+            )
+        if not isinstance(config["config"], dict):
+            raise InvalidConfigError(f"{self.id}: config {config.json} has no configuration of {self.inner}")
+        solver_by_id(self.inner).check_config(self.form(problem, device), device, Config(config["config"]))
+
+    def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
+        configs = solver_by_id(self.inner).default_configs(self.form(problem, device), device)
+        return tuple(map(self._outer, configs[:_DEFAULTS]))
+
+    def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
+        form = self.form(problem, device)
+        turns = _turns(problem, form)
+        moved_bytes = sum(2 * turn.bytes for turn in turns.values())
+        moved_ms = 1e3 * moved_bytes / (BANDWIDTH_SHARE * device.bandwidth_bytes_per_s)
+        inner_ms = solver_by_id(self.inner).estimate_ms(form, device, Config(config["config"]))
+        return len([*_before(problem, turns), *_after(problem, turns)]) * _STEP_MS + moved_ms + inner_ms
+
+    def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
+        form = self.form(problem, device)
+        inner = solver_by_id(self.inner).solution(form, device, Config(config["config"]))
+        turns = _turns(problem, form)
+        names = {name: turn.target for name, turn in turns.items()}
+        steps = [step.on_buffers(names) for step in inner.kernels]
+        regions = [Region(name=turn.target, bytes=turn.bytes) for turn in turns.values()]
+        return ConvSolution(
+            steps=(*_before(problem, turns), *steps, *_after(problem, turns)),
+            workspace=WorkspacePlan((*regions, *inner.workspace.regions)),
+            deterministic=inner.deterministic,
+        )
+
+    def error_growth(self, problem: ProblemDescription, config: Config) -> float:
+        last = _with_last(problem, _TENSORS)
+        return solver_by_id(self.inner).error_growth(last, Config(config["config"]))
+
+    def error_reach(self, problem: ProblemDescription, config: Config) -> Reach:
+        last = _with_last(problem, _TENSORS)
+        return solver_by_id(self.inner).error_reach(last, Config(config["config"]))
+
+    def spreads_nonfinite(self, problem: ProblemDescription, config: Config) -> bool:
+        last = _with_last(problem, _TENSORS)
+        return solver_by_id(self.inner).spreads_nonfinite(last, Config(config["config"]))
+
+    def is_exact(self, config: Config) -> bool:
+        return solver_by_id(self.inner).is_exact(Config(config["config"]))
+
+    def _outer(self, config: Config) -> Config:
+        return Config.of(solver=self.inner, config=dict(config))
+
+    def _refusal(self, problem: ProblemDescription, device: Device) -> str:
+        answer = solver_by_id(self.inner).applicability(_with_last(problem, _TENSORS), device)
+        return f"{self.inner}: {answer.reason}"

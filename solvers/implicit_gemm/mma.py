@@ -1,0 +1,375 @@
+"""ConvImplicitGemmMma: a convolution in any direction as one matrix product on tensor cores, operands gathered.
+
+Kernel: kernels_src/implicit_gemm/mma.cu. What the product's indices stand for: solvers/common/product.py.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+from miofind.device import Device, Library, Place
+from miofind.problem import DataType, Direction, Layout, MathMode, ProblemDescription
+from miofind.solution import Config, ConfigValue, ConvSolution, KernelStep, Pointer, Region, Scalar, WorkspacePlan
+from miofind.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
+from miofind.solvers.common.correlation import ceil_div
+from miofind.solvers.common.divisor import divisor
+from miofind.solvers.common.limits import MAX_ELEMENTS, MAX_PADDING, mixed, overpadded, oversized
+from miofind.solvers.common.product import Index, Product, Steps, largest, linear_step, products
+from miofind.solvers.common.product_tiles import ProductTiling, alike, products_of_tf32, threads_of, tilings
+from miofind.solvers.implicit_gemm.mma_cost import estimate_ms
+
+_MAX_COORDINATE = 2**30
+_MAX_LAUNCHES = 16
+_MAX_WORKSPACE_BYTES = 1 << 30
+_MAX_REGISTERS = 255
+_MAX_LOADS = 16  # of a thread, in vectors
+_SHARED_BYTES = 99 << 10
+_SUM_BYTES = (64, 128)  # of a row along the sum
+_DIGITS, _AXES = 4, 3  # of the kernel's arguments
+_FINISH_WARPS = 8  # of a block
+
+
+def _defines(
+    problem: ProblemDescription, product: Product, config: Config, tiling: ProductTiling
+) -> tuple[tuple[str, str | int], ...]:
+    window = product.window
+    axes = len(window.first) if window else 0
+    uses = (
+        ("A_M", product.m, product.a.outer),
+        ("A_K", product.k, product.a.sum),
+        ("B_N", product.n, product.b.outer),
+        ("B_K", product.k, product.b.sum),
+        ("OUT_M", product.m, product.out.outer),
+        ("OUT_N", product.n, product.out.sum),
+    )
+    digits = {name: _digits(index, steps) for name, index, steps in uses}
+    if window:  # coordinates are digits
+        outer = "A_M" if window.of_a else "B_N"
+        digits[outer] = len((product.m if window.of_a else product.n).sizes)
+        digits["A_K" if window.of_a else "B_K"] = len(product.k.sizes)
+    names = ("tile_m", "tile_n", "tile_k", "warps_m", "warps_n", "stages", "band")
+    return (
+        ("ELEMENT", problem.x.dtype.value),
+        *((name.upper(), config[name]) for name in names),
+        ("A_SUM_MAJOR", int(product.a_sum_major)),
+        ("B_SUM_MAJOR", int(product.b_sum_major)),
+        ("A_VECTOR", tiling.a.vector),
+        ("B_VECTOR", tiling.b.vector),
+        ("A_AT_ONCE", int(tiling.a.at_once)),
+        ("B_AT_ONCE", int(tiling.b.at_once)),
+        ("OUT_VECTOR", tiling.out_vector),
+        *((f"{name}_DIGITS", count) for name, count in digits.items()),
+        ("A_AXES", axes if window and window.of_a else 0),
+        ("B_AXES", axes if window and not window.of_a else 0),
+        ("OUTER_AXIS", window.outer_axis if window else 0),
+        ("SUM_AXIS", window.sum_axis if window else 0),
+        ("PRODUCTS", products_of_tf32(problem)),
+        ("FINAL", int(config["splits"] == 1)),
+        ("SHARED_BYTES", tiling.shared_bytes),
+        ("FINISH_VECTOR", _finish_vector(problem)),
+    )
+
+
+def _digits(index: Index, steps: Steps) -> int:
+    """Digits that a use needs: one where it is linear."""
+    return len(index.sizes) if linear_step(index, steps) is None else 1
+
+
+def _int32(value: int) -> Scalar:
+    """An int32 that equals `value` modulo 2**32: offsets wrap around."""
+    return Scalar(ctype="int32", value=(value + 2**31) % 2**32 - 2**31)
+
+
+def _radix(index: Index) -> tuple[int, ...]:
+    return (index.count, *_divisors(*(max(1, size) for size in _padded(index.sizes, 1, _DIGITS)[:-1])))
+
+
+def _divisors(*sizes: int) -> tuple[int, ...]:
+    return tuple(int(scalar.value) for size in sizes for scalar in divisor(size))
+
+
+def _grid(product: Product, config: Config, groups: int) -> tuple[int, ...]:
+    """How the kernel counts its blocks: by group, tile, band of tiles and rows of tiles in the last band."""
+    rows, columns = ceil_div(product.m.count, config["tile_m"]), ceil_div(product.n.count, config["tile_n"])
+    band = int(config["band"])
+    return _divisors(groups, rows * columns, band * columns, rows % band or band)
+
+
+def _padded(values: Sequence[int], filler: int, length: int) -> tuple[int, ...]:
+    return (*values, *(filler for _ in range(length - len(values))))
+
+
+def _steps_of(index: Index, steps: Steps, digits: int | str) -> tuple[int, ...]:
+    """A use's steps; where it counts as linear, the one between neighbours."""
+    linear = linear_step(index, steps)
+    return _padded(steps if digits != 1 or linear is None else (linear,), 0, _DIGITS)
+
+
+def _launch(problem: ProblemDescription, product: Product, config: Config) -> KernelStep:
+    tiling = ProductTiling.of(problem, product, config)
+    defines = _defines(problem, product, config, tiling)
+    digits, window = dict(defines), product.window
+    m, n, k, a, b, out = product.m, product.n, product.k, product.a, product.b, product.out
+    axes = (window.first, window.extent, window.outer, window.sum) if window else ((), (), (), ())
+    values = (
+        *(value for index in (m, n, k) for value in _radix(index)),
+        *_steps_of(m, a.outer, digits["A_M_DIGITS"]),
+        *_steps_of(k, a.sum, digits["A_K_DIGITS"]),
+        *_steps_of(n, b.outer, digits["B_N_DIGITS"]),
+        *_steps_of(k, b.sum, digits["B_K_DIGITS"]),
+        *_steps_of(m, out.outer, digits["OUT_M_DIGITS"]),
+        *_steps_of(n, out.sum, digits["OUT_N_DIGITS"]),
+        *(value for steps in axes for value in _padded(steps, 0, _AXES)),
+        *(a.first, b.first, out.first, a.group, b.group, out.group),
+        *_grid(product, config, problem.groups),
+        ceil_div(tiling.steps, config["splits"]) * config["tile_k"],
+        problem.output.size,
+    )
+    return KernelStep(
+        source="implicit_gemm/mma.cu",
+        entry="implicit_gemm_mma",
+        grid=(tiling.tiles * config["splits"], 1, 1),
+        block=(threads_of(config), 1, 1),
+        shared_bytes=tiling.shared_bytes,
+        defines=defines,
+        args=(
+            Pointer(buffer=a.buffer),
+            Pointer(buffer=b.buffer),
+            Pointer(buffer=out.buffer if config["splits"] == 1 else "partial"),
+            *map(_int32, values),
+        ),
+    )
+
+
+def _finish_vector(problem: ProblemDescription) -> int:
+    return math.gcd(4, problem.output.size)
+
+
+def _finish(problem: ProblemDescription, config: Config, defines: tuple[tuple[str, str | int], ...]) -> KernelStep:
+    size, lanes = problem.output.size, min(_FINISH_WARPS, config["splits"])
+    return KernelStep(
+        source="implicit_gemm/mma.cu",
+        entry="implicit_gemm_mma_finish",
+        grid=(ceil_div(size * lanes, 32 * _FINISH_WARPS * _finish_vector(problem)), 1, 1),
+        block=(32 * _FINISH_WARPS, 1, 1),
+        defines=defines,
+        args=(
+            Pointer(buffer="partial"),
+            Pointer(buffer=problem.direction.output),
+            *map(_int32, (size, config["splits"], lanes)),
+        ),
+    )
+
+
+def _config(
+    tile_m: int, tile_n: int, tile_k: int, warps_m: int, warps_n: int, stages: int, splits: int, band: int
+) -> Config:
+    return Config.of(
+        tile_m=tile_m,
+        tile_n=tile_n,
+        tile_k=tile_k,
+        warps_m=warps_m,
+        warps_n=warps_n,
+        stages=stages,
+        splits=splits,
+        band=band,
+    )
+
+
+_SPLITS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+
+# What default_configs ranks by estimate; the last two are valid for every applicable problem of 2 and 4-byte elements.
+_SHORT_LIST = tuple(
+    _config(tile_m, tile_n, tile_k, warps_m, warps_n, stages, splits, 8)
+    for tile_m, tile_n, warps_m, warps_n in (
+        (128, 128, 2, 2),
+        (128, 256, 2, 4),
+        (256, 128, 4, 2),
+        (128, 64, 2, 2),
+        (64, 128, 2, 2),
+        (256, 64, 4, 1),
+        (64, 256, 1, 4),
+        (64, 64, 2, 2),
+        (128, 32, 4, 1),
+        (32, 128, 1, 4),
+        (64, 32, 2, 2),
+        (32, 64, 2, 2),
+        (256, 32, 4, 1),
+        (32, 256, 1, 4),
+        (128, 16, 4, 1),
+        (16, 128, 1, 4),
+        (64, 16, 4, 1),
+        (16, 64, 1, 4),
+        (32, 32, 2, 2),
+        (16, 16, 1, 1),
+    )
+    for tile_k, stages in ((16, 4), (32, 4), (64, 3))
+    for splits in _SPLITS
+)
+_LAST_RESORTS = (_config(16, 16, 16, 1, 1, 2, 1, 1), _config(16, 16, 32, 1, 1, 2, 1, 1))
+
+
+@functools.cache
+def _short_list(itemsize: int) -> tuple[Config, ...]:
+    """Those that tile sums of such elements."""
+    return tuple(config for config in _SHORT_LIST if config["tile_k"] * itemsize in _SUM_BYTES)
+
+
+class ConvImplicitGemmMma(Solver):
+    """Implicit GEMM by mma.sync, cp.async and ldmatrix with float32 sums; split sums are added in a second pass.
+
+    float32 is split into two tf32, of which three products are added (3xTF32); where tf32 is allowed, it is cut to it.
+    Padding is multiplied as zeros: an infinity or NaN of the filter spreads to outputs at the border. In 3xTF32 an
+    infinity becomes NaN, as do values within 2**-11 of the largest float32.
+
+    Configuration: a block of `warps_m` x `warps_n` warps computes `tile_m` x `tile_n` elements, from `tile_k` products
+    of each at a time, with `stages` buffers; the sum is dealt to `splits` blocks; blocks go through tiles in bands of
+    `band` tiles along m. How many elements are copied at once follows from the channels.
+    """
+
+    id = "ConvImplicitGemmMma"
+    algorithm = Algorithm.IMPLICIT_GEMM
+    keys = (
+        KernelKey(
+            place=Place.CUDA,
+            library=Library.PLAIN,
+            dtypes=frozenset({DataType.FLOAT32, DataType.FLOAT16, DataType.BFLOAT16}),
+            layouts=frozenset(Layout),
+            min_sm=80,
+        ),
+    )
+    alignment_bytes = 16
+    is_dynamic = True
+    parameters: ClassVar[Mapping[str, Sequence[ConfigValue]]] = {
+        "tile_m": (16, 32, 64, 128, 256),
+        "tile_n": (16, 32, 64, 128, 256),
+        "tile_k": (16, 32, 64),
+        "warps_m": (1, 2, 4),
+        "warps_n": (1, 2, 4),
+        "stages": (2, 3, 4, 5),
+        "splits": _SPLITS,
+        "band": (1, 8),
+    }
+    sources = ("implicit_gemm/mma.cu",)
+
+    def examples(self) -> tuple[ProblemDescription, ...]:
+        conv = ProblemDescription.convolution
+        half, brain = DataType.FLOAT16, DataType.BFLOAT16
+        last, data, weights = Layout.NHWC, Direction.BACKWARD_DATA, Direction.BACKWARD_WEIGHTS
+        pads = ((1, 0), (2, 1))
+        return (
+            conv(x=(4, 64, 28, 28), w=(64, 64, 3, 3), padding=1, dtype=half, layout=last),
+            conv(x=(2, 3, 41, 43), w=(16, 3, 7, 7), padding=3, stride=2, dtype=half, layout=last),
+            conv(x=(2, 19, 17, 15), w=(37, 19, 3, 3), padding=pads, stride=2, dtype=half, layout=last, direction=data),
+            conv(x=(2, 32, 14, 13), w=(64, 4, 3, 3), padding=1, groups=8, dtype=half, layout=last, direction=weights),
+            conv(x=(8, 64, 14, 14), w=(128, 64, 1, 1), dtype=brain, layout=last, direction=weights),
+            conv(x=(2, 24, 15, 16), w=(40, 24, 1, 1), stride=2, dtype=brain, direction=data),
+            conv(x=(3, 12, 100), w=(20, 12, 9), padding=12, dilation=3, dtype=half),
+            conv(x=(2, 32, 5, 8, 8), w=(48, 32, 3, 3, 3), padding=1, dtype=half, layout=Layout.NDHWC),
+            conv(x=(2, 18, 15, 14), w=(20, 18, 3, 3), padding=1, direction=data),
+            conv(x=(2, 32, 20, 20), w=(48, 32, 3, 3), padding=1, layout=last, direction=weights, math=MathMode.TF32),
+        )
+
+    def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
+        if reason := mixed(problem) or oversized(problem) or overpadded(problem):
+            return Applicability(reason)
+        if problem.groups > 1 and problem.groups == problem.c == problem.k:
+            return Applicability("depthwise filters have no product for tensor cores")
+        if max(*problem.spatial, *problem.conv.stride, *problem.conv.dilation) > _MAX_COORDINATE - 2 * MAX_PADDING:
+            return Applicability("counts coordinates in 32 bits: a size, stride or dilation is too large")
+        if problem.direction is Direction.BACKWARD_DATA and math.prod(problem.conv.stride) > _MAX_LAUNCHES:
+            return Applicability(f"stride {problem.conv.stride} takes more than {_MAX_LAUNCHES} launches")
+        if not any(self.is_valid_config(problem, device, config) for config in _LAST_RESORTS):
+            return Applicability("has more tiles than a grid")
+        return APPLICABLE
+
+    def is_valid_config(self, problem: ProblemDescription, device: Device, config: Config) -> bool:
+        splits = config["splits"]
+        if splits > 1 and splits > ceil_div(largest(problem).k, config["tile_k"]):
+            return False
+        blocks = _most_blocks(problem, device, alike(problem, config))
+        if blocks is None or blocks * splits > MAX_ELEMENTS:
+            return False
+        return bool(splits == 1 or 4 * splits * problem.output.size <= _MAX_WORKSPACE_BYTES)
+
+    def error_growth(self, problem: ProblemDescription, config: Config) -> float:
+        """Direct summation's bound, but for sums of three products and fewer.
+
+        In 3xTF32 a product is off by up to 16 units of 2**-24 of its size: 4 where each factor's second part is
+        truncated, 4 of the parts left out, 4 of truncated sums; direct summation's bound for one product is 8. Longer
+        sums of a tile are truncated at every step, but tiles are short and added rounding to nearest.
+        """
+        if products_of_tf32(problem) == 1:
+            return 1.0
+        return max(1.0, 2.0 / math.sqrt(problem.reduction_length))
+
+    def spreads_nonfinite(self, problem: ProblemDescription, config: Config) -> bool:
+        return products_of_tf32(problem) == 3
+
+    def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
+        ranked = self.ranked(problem, device, _short_list(problem.x.dtype.itemsize))
+        resorts = [config for config in _LAST_RESORTS if self.is_valid_config(problem, device, config)]
+        return tuple(_varied(ranked)[:8]) or tuple(resorts[:1])
+
+    def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
+        return estimate_ms(problem, device, config)
+
+    def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
+        steps = tuple(_launch(problem, product, config) for product in products(problem))
+        if config["splits"] == 1:
+            return ConvSolution(steps=steps)
+        partial = Region(name="partial", bytes=4 * config["splits"] * problem.output.size)
+        return ConvSolution(
+            steps=(*steps, _finish(problem, config, steps[0].defines)), workspace=WorkspacePlan((partial,))
+        )
+
+
+def _varied(ranked: Sequence[Config]) -> list[Config]:
+    """The first two of each shape of tile: estimates are too coarse to tell more of them apart."""
+    seen: Counter[tuple[int, int]] = Counter()
+    kept = []
+    for config in ranked:
+        shape = config["tile_m"], config["tile_n"]
+        if seen[shape] < 2:
+            kept.append(config)
+        seen[shape] += 1
+    return kept
+
+
+@functools.lru_cache(maxsize=1 << 12)  # a ranking asks for each of hundreds of configurations
+def _most_blocks(problem: ProblemDescription, device: Device, config: Config) -> int | None:
+    """Blocks of the largest launch, for a sum in one part; None where blocks cannot run, or smaller ones would do.
+
+    Args:
+        config: that `alike` gave.
+    """
+    if config["tile_k"] * problem.x.dtype.itemsize not in _SUM_BYTES:
+        return None
+    warp_m, warp_n = config["tile_m"] // config["warps_m"], config["tile_n"] // config["warps_n"]
+    if warp_m < 16 or warp_n < 16 or warp_m * warp_n > 64 * 64:
+        return None
+    most = largest(problem)
+    if config["tile_m"] >= 2 * max(16, most.m) or config["tile_n"] >= 2 * max(16, most.n):
+        return None
+    launches = tilings(problem, config)
+    return max(one.tiles for one in launches) if all(_fits(one, config, device) for one in launches) else None
+
+
+def _fits(tiling: ProductTiling, config: Config, device: Device) -> bool:
+    """Whether a launch is within what a block and a thread have."""
+    threads = threads_of(config)
+    sides = (tiling.a, tiling.b)
+    if any(side.row_vectors > threads or side.loads > _MAX_LOADS for side in sides):
+        return False
+    if tiling.gathers and config["tile_n"] // tiling.out_vector > threads:
+        return False
+    if tiling.registers > _MAX_REGISTERS or tiling.registers * threads > 65536:
+        return False
+    return tiling.shared_bytes <= (device.shared_bytes or _SHARED_BYTES)
+
+
+SOLVERS = (ConvImplicitGemmMma(),)

@@ -1,0 +1,129 @@
+"""How long kernels_src/implicit_gemm/mma.cu takes for a configuration: a model of first principles.
+
+Knows nothing of which configurations are worth a question.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+
+from miofind.device import Device
+from miofind.problem import DataType, MathMode, ProblemDescription
+from miofind.solution import Config
+from miofind.solvers.common.correlation import ceil_div
+from miofind.solvers.common.product import Product, products
+from miofind.solvers.common.product_tiles import ProductTiling, alike, products_of_tf32, threads_of, tilings
+
+# First principles, for an H200: mma.sync reaches 60 % of the peak of wgmma, in blocks of 16 x 8 x 16.
+_MMA_SHARE = 0.6
+_LAUNCH_MS = 0.002
+_STEP_CYCLES = 450  # latency of a step where a block is alone: barrier, ldmatrix, products in a row
+_START_CYCLES = 2500  # first tiles from device memory, and the results
+_COPY_CYCLES = 10  # issue slots of a copy with its address and tests
+_SPLIT_CYCLES = 12  # of four float32 elements of a lane, into two tf32 each
+_ELEMENT_CYCLES = 4  # each element of one that passes through registers, besides
+
+
+def _resident_blocks(tiling: ProductTiling, threads: int) -> int:
+    """Blocks that a multiprocessor holds at once, by registers, threads and shared memory."""
+    by_registers = 65536 // (tiling.registers * threads)
+    by_shared = (220 << 10) // (tiling.shared_bytes + 1024)
+    return max(1, min(by_registers, by_shared, 1536 // threads, 16))
+
+
+def _issued(problem: ProblemDescription, product: Product, config: Config) -> float:
+    """Instructions of a warp for 32 bytes of the sum."""
+    blocks_m, blocks_n = (int(config[f"tile_{i}"] // config[f"warps_{i}"]) // 16 for i in "mn")
+    by_element = problem.x.dtype.itemsize == 4  # no instruction transposes these
+    a_reads, b_reads = (
+        4 if by_element and not sum_major else 1 for sum_major in (product.a_sum_major, product.b_sum_major)
+    )
+    splits = _SPLIT_CYCLES * (blocks_m + blocks_n) if products_of_tf32(problem) > 1 else 0
+    return blocks_m * a_reads + blocks_n * b_reads + splits + 2 * blocks_m * blocks_n * products_of_tf32(problem)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Launch:
+    """What a launch's time is made of, however many parts of sums there are, if there are several.
+
+    Attributes:
+        tiles, steps: of the product.
+        resident: blocks that a multiprocessor holds at once.
+        step_cycles: that a multiprocessor is busy with a step of a block.
+        copy_cycles: that a block takes at least for the copies of a step.
+    """
+
+    tiles: int
+    steps: int
+    resident: int
+    step_cycles: float
+    copy_cycles: float
+
+    def ms(self, splits: int, device: Device) -> float:
+        """Milliseconds: arithmetic, copies and latency in waves of blocks."""
+        steps = ceil_div(self.steps, splits)
+        busy = steps * self.step_cycles + 600
+        alone = steps * (max(busy / max(1, steps), self.copy_cycles) + _STEP_CYCLES) + _START_CYCLES
+        full, rest = divmod(self.tiles * splits, device.sm_count * self.resident)
+        cycles = full * max(self.resident * busy, alone)
+        if rest:
+            cycles += max(math.ceil(rest / device.sm_count) * busy, alone)
+        return float(1e3 * cycles / device.clock_hz)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Work:
+    """All launches of configurations that are tiled alike; bytes are the problem's, and of its output as float32."""
+
+    launches: tuple[_Launch, ...]
+    problem_bytes: int
+    output_bytes: int
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _work(problem: ProblemDescription, device: Device, config: Config) -> _Work:
+    tiled = zip(products(problem), tilings(problem, config), strict=True)
+    return _Work(
+        launches=tuple(_launch(problem, device, config, product, tiling) for product, tiling in tiled),
+        problem_bytes=problem.bytes,
+        output_bytes=4 * problem.output.size,
+    )
+
+
+def _launch(
+    problem: ProblemDescription, device: Device, config: Config, product: Product, tiling: ProductTiling
+) -> _Launch:
+    threads = threads_of(config)
+    sum_bytes = config["tile_k"] * problem.x.dtype.itemsize
+    math_mode = MathMode.TF32 if problem.x.dtype is DataType.FLOAT32 else problem.math
+    peak = (
+        device.peak_flops_per_s(problem.x.dtype, math_mode, tensor_cores=True) * _MMA_SHARE / products_of_tf32(problem)
+    )
+    flops_a_cycle = peak / device.sm_count / device.clock_hz
+    step_flops = 2 * config["tile_m"] * config["tile_n"] * config["tile_k"]
+    warps = threads // 32
+    read_bytes = warps * (config["tile_m"] // config["warps_m"] + config["tile_n"] // config["warps_n"]) * sum_bytes
+    copies = sum(
+        warps * side.loads * (_COPY_CYCLES + (0 if side.at_once else _ELEMENT_CYCLES * side.vector)) / 4
+        for side in (tiling.a, tiling.b)
+    )
+    issued = copies + warps / 4 * (8 + sum_bytes / 32 * _issued(problem, product, config))
+    return _Launch(
+        tiles=tiling.tiles,
+        steps=tiling.steps,
+        resident=_resident_blocks(tiling, threads),
+        step_cycles=max(step_flops / flops_a_cycle, read_bytes / 128, issued),
+        copy_cycles=copies * 4 / warps,
+    )
+
+
+def estimate_ms(problem: ProblemDescription, device: Device, config: Config) -> float:
+    """Milliseconds that all launches of a configuration take, with a cold L2 cache."""
+    work, splits = _work(problem, device, alike(problem, config)), config["splits"]
+    busy_ms = sum(launch.ms(splits, device) for launch in work.launches)
+    moved = work.problem_bytes + (2 * splits * work.output_bytes if splits > 1 else 0)  # parts are written and read
+    moved_ms = 1e3 * moved / device.bandwidth_bytes_per_s
+    count = len(work.launches) + int(splits > 1)
+    return float(_LAUNCH_MS * count + max(busy_ms, moved_ms) + 0.3 * min(busy_ms, moved_ms))

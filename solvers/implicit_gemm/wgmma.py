@@ -1,0 +1,370 @@
+"""ConvImplicitGemmWgmma: convolution as a matrix product on Hopper's tensor cores, in all directions.
+
+Kernel: kernels_src/implicit_gemm/wgmma.cu. Pixels come by the copy engine, channels last in its im2col mode, so that
+they are not laid out in memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+from miofind.device import Device, Library, Place
+from miofind.problem import DataType, Direction, Layout, MathMode, ProblemDescription
+from miofind.solution import (
+    Box,
+    Config,
+    ConfigValue,
+    ConvSolution,
+    Im2col,
+    KernelStep,
+    Pointer,
+    Region,
+    Scalar,
+    TensorMap,
+    WorkspacePlan,
+    int32s,
+)
+from miofind.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
+from miofind.solvers.common.copies import packed_map, uncopied
+from miofind.solvers.common.correlation import ceil_div
+from miofind.solvers.common.divisor import divisors
+from miofind.solvers.common.wgmma_product import Planes, WgmmaProduct
+from miofind.solvers.implicit_gemm.transpose import SOURCE as _TURNING
+from miofind.solvers.implicit_gemm.transpose import Turn, turning
+from miofind.solvers.implicit_gemm.wgmma_cost import estimate_ms
+from miofind.solvers.implicit_gemm.wgmma_likely import SHARES, SPLITS, STAGES, WIDTHS, likely_tilings, varied
+from miofind.solvers.implicit_gemm.wgmma_tiling import ROW_BLOCK, SPANS_BYTES, WgmmaTiling
+
+_SOURCE = "implicit_gemm/wgmma.cu"
+_PARTS = "parts"
+_FILTERS = "filters"
+_MAX_INT = 2**31 - 1
+_SHARED_BYTES = 227 << 10
+_MAX_DATA_STRIDE = 2
+_DEFAULTS = 8
+_KINDS = {Direction.FORWARD: "FORWARD", Direction.BACKWARD_DATA: "DATA", Direction.BACKWARD_WEIGHTS: "WEIGHTS"}
+
+
+def _map(
+    product: WgmmaProduct, buffer: str, sizes: Sequence[int], copy: Box | Im2col, *, loads: bool = True
+) -> TensorMap:
+    return packed_map(product.problem, buffer, sizes, copy, loads=loads)
+
+
+def _pixels(tiling: WgmmaTiling) -> TensorMap:
+    """Map of the tensor that is met pixel by pixel."""
+    product, (along_m, along_n, _) = tiling.product, tiling.cluster
+    problem = product.problem
+    if product.has_planes_of_pixels:
+        return _planes(product, product.pixels, tiling.width, tiling.tile_k)
+    if product.has_planes_of_depth:
+        return _planes(product, product.pixels, tiling.tile_k, tiling.tile_n)
+    if product.is_weights:
+        wide, count = tiling.width, tiling.tile_k // along_m
+    else:
+        wide, count = tiling.tile_k, (tiling.tile_n if tiling.has_pixel_columns else tiling.tile_m // along_n)
+    _, channels, height, width = problem.tensor(product.pixels).shape
+    if product.is_pointwise:
+        sizes = (channels // problem.groups, problem.groups, height * width * problem.n)
+        return _map(product, product.pixels, sizes, Box(sizes=(wide, 1, count)))
+    walk = Im2col(
+        lower=product.low[::-1],
+        upper=product.high[::-1],
+        strides=(1, 1) if problem.direction is Direction.BACKWARD_DATA else _strides(product)[::-1],
+        channels=wide,
+        pixels=count,
+    )
+    return _map(product, product.pixels, (channels, width, height, problem.n), walk)
+
+
+def _planes(product: WgmmaProduct, buffer: str, pixels: int, channels: int, *, loads: bool = True) -> TensorMap:
+    """Map of a tensor whose channels come first, by boxes of pixels of one image and channels."""
+    tensor = product.problem.tensor(buffer)
+    sizes = (math.prod(tensor.shape[2:]), tensor.shape[1], tensor.shape[0])
+    return _map(product, buffer, sizes, Box(sizes=(pixels, channels, 1)), loads=loads)
+
+
+def _strides(product: WgmmaProduct) -> tuple[int, int]:
+    rows, columns = product.problem.conv.stride
+    return rows, columns
+
+
+def _maps(tiling: WgmmaTiling) -> tuple[TensorMap, TensorMap, TensorMap]:
+    """Maps of the rows' and the columns' operand and of the result."""
+    product, (along_m, along_n, _) = tiling.product, tiling.cluster
+    problem, groups, taps = product.problem, product.problem.groups, math.prod(product.taps)
+    c, k = problem.c // groups, problem.k // groups
+    in_images = product.image * problem.n
+    pixels, across = _pixels(tiling), tiling.has_pixel_columns
+    out = Box(sizes=(ROW_BLOCK if tiling.swapped else tiling.width, 1, ROW_BLOCK))
+    if product.is_weights:
+        if product.planes is Planes.NOWHERE:
+            rows = _map(product, "y", (k, groups, in_images), Box(sizes=(ROW_BLOCK, 1, tiling.tile_k // along_n)))
+        else:
+            rows = _planes(product, "y", tiling.tile_k, tiling.tile_m)
+        return rows, pixels, _map(product, "w", (c, taps, problem.k), out, loads=False)
+    if product.has_deep_filters:
+        box = Box(sizes=(tiling.tile_k, 1, tiling.tile_m if across else tiling.tile_n // along_m))
+    else:
+        box = Box(sizes=(ROW_BLOCK if across else tiling.width, 1, tiling.tile_k // along_m))
+    if product.transposes_filters:
+        deep, _, wide = box.sizes
+        filters = _map(product, _FILTERS, (k, c, groups * taps), Box(sizes=(deep, wide, 1)))
+    else:
+        filters = _map(product, "w", (c, taps, problem.k), box)
+    if product.has_planes_of_pixels:
+        target = _planes(product, problem.direction.output, tiling.width, ROW_BLOCK, loads=False)
+    elif product.planes is Planes.IN_RESULT:
+        target = filters  # threads store, not copies
+    else:
+        results = k if problem.direction is Direction.FORWARD else c
+        target = _map(product, problem.direction.output, (results, groups, in_images), out, loads=False)
+    return (filters, pixels, target) if across else (pixels, filters, target)
+
+
+def _packed_residues(product: WgmmaProduct) -> list[int]:
+    """Two of each axis, as `Residue` of kernels_src/implicit_gemm/wgmma_tiles.cuh takes them."""
+    return [
+        one.at | one.first << 1 | one.taps << 2 | one.offset << 11
+        for of_axis in product.residues
+        for one in (of_axis[0], of_axis[-1])
+    ]
+
+
+def _packed_phases(tiling: WgmmaTiling) -> int:
+    """Which of both axes' residues each phase has, the shares of its tiles, and how many phases there are."""
+    phases, packed = tiling.product.phases, 0
+    for number, phase in enumerate(phases):
+        packed |= (phase.row << 1 | phase.column) << 2 * number
+    for number, shares in enumerate(tiling.phase_shares):
+        packed |= (shares.bit_length() - 1) << (8 + 2 * number)
+    return packed | len(tiling.phase_shares) << 16 | len(phases) << 19
+
+
+def _multiply(tiling: WgmmaTiling, device: Device) -> KernelStep:
+    product, problem = tiling.product, tiling.product.problem
+    tiles_m, tiles_n = tiling.tiles
+    values = (
+        *(tiling.rows, tiling.columns, problem.groups, product.channels, product.taps[0]),
+        *(*_strides(product), *product.low, *product.dilation),
+        *(product.image, problem.output.size, *problem.spatial, *product.tap_steps),
+        *(*_packed_residues(product), _packed_phases(tiling)),
+        *(tiling.steps, tiling.items),
+    )
+    shares = tiling.cluster[2]
+    numbers = (product.taps[1], tiling.chunks, *tiling.walked, tiles_m, tiles_n, tiling.splits * shares)
+    blocks = math.prod(tiling.cluster)
+    # Blocks that add what they have computed take one item each.
+    clusters = tiling.items if shares > 1 else min(tiling.items, max(1, device.sm_count * tiling.blocks // blocks))
+    return KernelStep(
+        source=_SOURCE,
+        entry="implicit_gemm_wgmma",
+        grid=(clusters * blocks, 1, 1),
+        block=(tiling.threads, 1, 1),
+        shared_bytes=tiling.shared_bytes,
+        defines=_defines(tiling),
+        args=(
+            *_maps(tiling),
+            Pointer(buffer=_PARTS if tiling.splits > 1 else problem.direction.output),
+            *int32s(*values),
+            *divisors(*numbers),
+        ),
+        waits_itself=True,
+    )
+
+
+def _add(tiling: WgmmaTiling) -> KernelStep:
+    problem = tiling.product.problem
+    return KernelStep(
+        source=_SOURCE,
+        entry="add_parts",
+        grid=(ceil_div(problem.output.size, 4 * 256), 1, 1),
+        block=(256, 1, 1),
+        defines=_defines(tiling),
+        args=(
+            Pointer(buffer=_PARTS),
+            Pointer(buffer=problem.direction.output),
+            Scalar(ctype="int64", value=problem.output.size),
+            Scalar(ctype="int32", value=tiling.splits),
+        ),
+        waits_itself=True,
+    )
+
+
+def _turn(tiling: WgmmaTiling) -> Turn:
+    """From the filter to one with its depth side by side: for each group (k, taps c) to (taps c, k)."""
+    product = tiling.product
+    problem, channels = product.problem, product.problem.c // product.problem.groups
+    return Turn(
+        source="w",
+        target=_FILTERS,
+        dtype=problem.w.dtype,
+        batch=problem.groups,
+        rows=problem.k // problem.groups,
+        columns=math.prod(product.taps) * channels,
+    )
+
+
+def _defines(tiling: WgmmaTiling) -> tuple[tuple[str, str | int], ...]:
+    return (
+        ("ELEMENT", tiling.product.problem.x.dtype.value),
+        ("KIND", _KINDS[tiling.product.problem.direction]),
+        ("TILE_N", tiling.tile_n),
+        ("TILE_K", tiling.tile_k),
+        ("WIDE", tiling.width),
+        ("STAGES", tiling.stages),
+        ("CONSUMERS", tiling.consumers),
+        ("ROWS", tiling.row_blocks),
+        ("BLOCKS", tiling.blocks),
+        *zip(("CLUSTER_M", "CLUSTER_N", "CLUSTER_K"), tiling.cluster, strict=True),
+        ("SWAPPED", int(tiling.swapped)),
+        ("POINTWISE", int(tiling.product.is_pointwise)),
+        ("PLANES", tiling.product.planes.value),
+        ("RUN", tiling.run),
+        ("STRIDED", int(tiling.product.is_strided)),
+    )
+
+
+def _shared_bytes(device: Device) -> int:
+    """Of a multiprocessor, for one block."""
+    return device.shared_bytes or _SHARED_BYTES
+
+
+def _layouts_refusal(problem: ProblemDescription) -> str | None:
+    """Why tensors' layouts are not served, None if they are."""
+    planes = Planes.of(problem)
+    if planes is None:
+        return "takes channels-last operands, or channels-first ones for a filter of one tap"
+    if planes is Planes.NOWHERE:
+        return None
+    if planes is Planes.IN_RESULT:
+        is_strided = problem.direction is Direction.BACKWARD_DATA and max(problem.conv.stride) > 1
+        return "writes channels-first results of backward data with stride 1" if is_strided else None
+    product, itemsize = WgmmaProduct.of(problem), problem.x.dtype.itemsize
+    if planes is Planes.IN_ROWS:
+        depth, image = SPANS_BYTES[0] // itemsize, product.image
+        return f"takes y alone channels first in multiples of {depth} pixels, not {image}" if image % depth else None
+    if not product.is_pointwise:
+        return "takes channels-first operands for a filter of one tap, stride 1 and no padding"
+    if product.image * itemsize % 16:
+        return f"copies 16 bytes: images of {product.image} elements take no multiple"
+    if itemsize > 2 and not product.is_weights:
+        return "takes channels-first operands in 16 bits: TF32 products take no transposed operands"
+    return None
+
+
+class ConvImplicitGemmWgmma(Solver):
+    """Convolution as a matrix product on wgmma and TMA: NHWC, or NCHW where a filter has one tap; sums in float32.
+
+    Serves float16 and bfloat16, and float32 as TF32 but for backward weights. Channels and filters of a group take
+    multiples of 16 bytes, and in several groups mostly of a step's depth; backward data has stride 1 or 2. NCHW is
+    served where outputs meet one pixel each, in order, and images take multiples of 16 bytes; the result alone may be
+    NCHW where backward data has stride 1, and y alone for backward weights where its images take multiples of 128
+    bytes. Parts of a tile's depth are added in order, by a second pass or within a cluster, so equal inputs give equal
+    bits.
+
+    Source: NVIDIA CUTLASS, include/cutlass/conv, for im2col copies of each direction; PTX ISA, wgmma.
+    """
+
+    id = "ConvImplicitGemmWgmma"
+    algorithm = Algorithm.IMPLICIT_GEMM
+    keys = (
+        KernelKey(
+            place=Place.CUDA,
+            library=Library.PLAIN,
+            dtypes=frozenset({DataType.FLOAT16, DataType.BFLOAT16, DataType.FLOAT32}),
+            layouts=frozenset({Layout.NWC, Layout.NHWC, Layout.NCW, Layout.NCHW}),
+            min_sm=90,
+            archs=("90a",),
+        ),
+    )
+    alignment_bytes = 16
+    is_dynamic = True
+    sources = (_SOURCE, _TURNING)
+    parameters: ClassVar[Mapping[str, Sequence[ConfigValue]]] = {
+        "consumers": (1, 2, 3),
+        "rows": (1, 2),
+        "tile_n": WIDTHS,
+        "depth_bytes": tuple(reversed(SPANS_BYTES)),
+        "stages": STAGES,
+        "splits": (1, *SPLITS),
+        "blocks": (1, 2),
+        "cluster": ("1x1x1", "2x1x1", "1x2x1", *(f"1x1x{shares}" for shares in SHARES)),
+        "swapped": (0, 1),
+    }
+
+    def examples(self) -> tuple[ProblemDescription, ...]:
+        def conv(direction: Direction = Direction.FORWARD, **values: object) -> ProblemDescription:
+            given = {"dtype": DataType.FLOAT16, "layout": Layout.NHWC, "direction": direction} | values
+            return ProblemDescription.convolution(**given)  # type: ignore[arg-type]
+
+        data, weights = Direction.BACKWARD_DATA, Direction.BACKWARD_WEIGHTS
+        y_first = {"x": Layout.NHWC, "w": Layout.NHWC, "y": Layout.NCHW}
+        return (
+            conv(x=(2, 64, 14, 14), w=(128, 64, 3, 3), padding=1),
+            conv(x=(3, 24, 15, 9), w=(40, 24, 3, 2), padding=((1, 2), (0, 1)), stride=2),
+            conv(x=(2, 128, 9, 9), w=(96, 64, 1, 1), groups=2, dtype=DataType.BFLOAT16),
+            conv(x=(2, 36, 14, 14), w=(20, 36, 3, 3), padding=1, dtype=DataType.FLOAT32, math="tf32"),
+            conv(data, x=(2, 20, 9, 9), w=(36, 20, 3, 3), padding=1, dtype=DataType.FLOAT32, math="tf32"),
+            conv(data, x=(2, 72, 12, 11), w=(64, 72, 5, 3), padding=(2, 1)),
+            conv(data, x=(2, 72, 13, 14), w=(64, 72, 3, 3), padding=((1, 0), (0, 2)), stride=2),
+            conv(weights, x=(2, 64, 14, 14), w=(72, 64, 3, 3), padding=1, dilation=2),
+            conv(x=(2, 72, 12, 14), w=(64, 72, 1, 1), layout=Layout.NCHW),
+            conv(x=(2, 24, 9, 7), w=(40, 24, 3, 3), layout=y_first),
+            conv(weights, x=(2, 24, 18, 10), w=(40, 24, 3, 3), layout=y_first),
+        )
+
+    def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
+        if len({tensor.dtype for tensor in (problem.x, problem.w, problem.y)}) > 1:
+            return Applicability("needs one dtype for x, w and y")
+        if problem.x.dtype is DataType.FLOAT32:
+            if problem.math is not MathMode.TF32:
+                return Applicability("multiplies float32 as TF32, which math='tf32' allows")
+            if problem.direction is Direction.BACKWARD_WEIGHTS and Planes.of(problem) is not Planes.EVERYWHERE:
+                return Applicability("serves backward weights in 16 bits: TF32 products take no transposed operands")
+        c, k = problem.c // problem.groups, problem.k // problem.groups
+        unit = 16 // problem.x.dtype.itemsize
+        if c % unit or k % unit:
+            return Applicability(f"copies 16 bytes: {c} channels or {k} filters a group are no multiple of {unit}")
+        conv = problem.conv
+        if problem.direction is Direction.BACKWARD_DATA and max(conv.stride) > _MAX_DATA_STRIDE:
+            return Applicability(f"backward data is served with strides of 1 and 2, not {conv.stride}")
+        if (reason := _layouts_refusal(problem)) is not None:
+            return Applicability(reason)
+        if problem.output.size == 0 or problem.flops == 0:
+            return Applicability("has no empty products")
+        if max(tensor.size for tensor in (problem.x, problem.w, problem.y)) > _MAX_INT:
+            return Applicability(f"counts elements in 32 bits: a tensor has more than {_MAX_INT}")
+        product = WgmmaProduct.of(problem)
+        if reason := uncopied(product):
+            return Applicability(reason)
+        if next(likely_tilings(product, device, _shared_bytes(device)), None) is None:
+            return Applicability("has groups whose channels or filters fit no tile")
+        return APPLICABLE
+
+    def is_valid_config(self, problem: ProblemDescription, device: Device, config: Config) -> bool:
+        return WgmmaTiling.of(WgmmaProduct.of(problem), config).is_valid(_shared_bytes(device))
+
+    def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
+        likely = likely_tilings(WgmmaProduct.of(problem), device, _shared_bytes(device))
+        ranked = sorted(likely, key=lambda tiling: estimate_ms(tiling, device))
+        return tuple(tiling.config for tiling in varied(ranked, _DEFAULTS))
+
+    def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
+        return estimate_ms(WgmmaTiling.of(WgmmaProduct.of(problem), config), device)
+
+    def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
+        tiling = WgmmaTiling.of(WgmmaProduct.of(problem), config)
+        steps, regions = [_multiply(tiling, device)], []
+        if tiling.product.transposes_filters:
+            steps.insert(0, turning((_turn(tiling),)))
+            regions.append(Region(name=_FILTERS, bytes=problem.w.bytes))
+        if tiling.splits > 1:
+            steps.append(_add(tiling))
+            regions.append(Region(name=_PARTS, bytes=4 * tiling.splits * problem.output.size))
+        return ConvSolution(steps=tuple(steps), workspace=WorkspacePlan(tuple(regions)))
+
+
+SOLVERS = (ConvImplicitGemmWgmma(),)

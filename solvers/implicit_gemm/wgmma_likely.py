@@ -1,0 +1,120 @@
+"""Which tilings of kernels_src/implicit_gemm/wgmma.cu are worth a question: few of a large space, whatever the problem.
+
+Knows nothing of how long each takes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from miofind.device import Device
+from miofind.solvers.common.correlation import ceil_div
+from miofind.solvers.common.wgmma_product import WgmmaProduct
+from miofind.solvers.implicit_gemm.wgmma_tiling import ROW_BLOCK, SPANS_BYTES, WgmmaTiling
+
+_WARPGROUPS = ((2, 2), (3, 1), (2, 1), (1, 1))
+"""Consumers, and blocks of 64 rows of each."""
+
+WIDTHS = (32, 64, 80, 96, 112, 128, 160, 192, 256)
+STAGES = (3, 4, 5, 6, 8, 10)
+SPLITS = (2, 4, 8, 16, 32, 64, 128)
+SHARES = (2, 4, 8)
+
+_FULL_DEVICES = 4
+_EMPTY_DEVICE = 0.25
+"""Tiles a processor, parts counted: splits give no more and no fewer."""
+
+_FEW_STEPS = 4
+_SMALL_TILE = ROW_BLOCK * 96
+"""Tiles of 256 rows with so few steps, and such small ones, gained 3 to 16 % by sharing columns in clusters of two."""
+
+_SAME_TILES = 2
+
+
+def _depths(product: WgmmaProduct) -> list[int]:
+    """The widest steps' depth, and narrower ones that leave less of a last step empty."""
+    if product.is_weights:
+        return [SPANS_BYTES[0] // product.element_bytes]
+    depths: list[int] = []
+    least = math.inf
+    for span in SPANS_BYTES:
+        depth = span // product.element_bytes
+        summed = ceil_div(product.depth, depth) * depth
+        if summed < least and (product.keeps_to_groups or summed == product.depth):
+            depths.append(depth)
+            least = summed
+    return depths
+
+
+def _parts(tile: WgmmaTiling, device: Device) -> Iterator[WgmmaTiling]:
+    """The whole depth at once, and in as many parts as fill the device where tiles do not."""
+    yield tile
+    if tile.swapped:
+        return
+    items, most = tile.items, tile.steps // 2
+    processors = max(1, device.sm_count)
+    for shares in SHARES:
+        shared = replace(tile, cluster=(1, 1, shares))
+        if shares <= most and shared.items * shares <= processors:
+            yield shared
+    fitting = [count for count in SPLITS if count <= min(most, _FULL_DEVICES * processors // items)]
+    for splits in [count for count in fitting if items * count >= _EMPTY_DEVICE * processors] or fitting[-1:]:
+        yield replace(tile, splits=splits)
+
+
+def _filled(tile: WgmmaTiling, device: Device, shared_bytes: int) -> Iterator[WgmmaTiling]:
+    """One and two blocks a processor, with as many stages as fit, but few for few steps.
+
+    Copies of tiles far ahead delay those of the next.
+    """
+    steps = ceil_div(tile.steps, tile.splits * tile.cluster[2])
+    enough = min((count for count in STAGES if count >= steps + 2), default=STAGES[-1])
+    is_whole = tile.splits == math.prod(tile.cluster) == 1
+    is_small = tile.tile_m == ROW_BLOCK and tile.tile_m * tile.tile_n <= _SMALL_TILE
+    gains = is_whole and not tile.product.is_weights and (is_small or (steps <= _FEW_STEPS and tile.row_blocks == 2))
+    for blocks in (1, 2) if tile.items * math.prod(tile.cluster) > device.sm_count else (1,):
+        for stages in reversed(STAGES):
+            filled = replace(tile, blocks=blocks, stages=stages)
+            if stages <= enough and filled.is_valid(shared_bytes):
+                yield filled
+                if gains and (sharing := replace(filled, cluster=(2, 1, 1))).is_valid(shared_bytes):
+                    yield sharing
+                break
+
+
+def likely_tilings(product: WgmmaProduct, device: Device, shared_bytes: int) -> Iterator[WgmmaTiling]:
+    """Valid tilings that are good for some problem, on a multiprocessor with that much shared memory for a block."""
+    for depth, (consumers, row_blocks), tile_n in itertools.product(_depths(product), _WARPGROUPS, WIDTHS):
+        for swapped in (False, True) if product.columns <= ROW_BLOCK and consumers == 1 else (False,):
+            tile = WgmmaTiling(
+                product=product,
+                consumers=consumers,
+                row_blocks=row_blocks,
+                tile_m=ROW_BLOCK * consumers * row_blocks,
+                tile_n=tile_n,
+                tile_k=depth,
+                stages=STAGES[0],
+                splits=1,
+                blocks=1,
+                cluster=(1, 1, 1),
+                swapped=swapped,
+            )
+            if tile.may_be_valid:
+                for part in _parts(tile, device):
+                    yield from _filled(part, device, shared_bytes)
+
+
+def varied(ranked: Sequence[WgmmaTiling], most: int) -> list[WgmmaTiling]:
+    """The first, but few of the same tile while there are others; in the order given."""
+    seen: Counter[tuple[int, int, bool]] = Counter()
+    repeats = []
+    for tiling in ranked:
+        tile = (tiling.tile_m, tiling.tile_n, tiling.swapped)
+        repeats.append(seen[tile] // _SAME_TILES)
+        seen[tile] += 1
+    chosen = sorted(range(len(ranked)), key=lambda i: (repeats[i] > 0, i))[:most]
+    return [ranked[i] for i in sorted(chosen)]

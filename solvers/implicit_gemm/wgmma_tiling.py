@@ -1,0 +1,296 @@
+"""How kernels_src/implicit_gemm/wgmma.cu cuts a convolution's matrix product into tiles, and which it can.
+
+Knows nothing of time.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from miofind.solution import Config
+from miofind.solvers.common.correlation import ceil_div
+from miofind.solvers.common.wgmma_product import Planes, WgmmaProduct
+
+SPANS_BYTES = (128, 64, 32)
+"""What swizzles cover."""
+
+ROW_BLOCK = 64
+"""Rows of one product of a warpgroup."""
+
+_REGISTERS = 512  # that 128 threads could have each, if they were all of a multiprocessor
+_OTHER_REGISTERS = 40  # of a thread, besides its sums
+_ALIGNMENT_BYTES = 1024  # of operands in shared memory; a block besides costs as much of it
+_STATIC_BYTES = 256  # at most, of the barriers
+_MAX_INT = 2**31 - 1
+_MAX_BOX = 256  # elements of a copy along an axis
+_MAX_PARTS_BYTES = 1 << 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WgmmaTiling:
+    """A product cut into tiles as a configuration says.
+
+    Attributes:
+        product: what is cut.
+        consumers: warpgroups that multiply.
+        row_blocks: blocks of 64 rows of each.
+        tile_m, tile_n, tile_k: rows, columns and depth of a step of a block's tile.
+        stages: steps that are copied ahead.
+        splits: parts of the depth that a second pass adds.
+        blocks: of a multiprocessor.
+        cluster: blocks of a cluster along rows, columns and depth.
+        swapped: rows are filters or channels and columns pixels, not the other way round.
+    """
+
+    product: WgmmaProduct
+    consumers: int
+    row_blocks: int
+    tile_m: int
+    tile_n: int
+    tile_k: int
+    stages: int
+    splits: int
+    blocks: int
+    cluster: tuple[int, int, int]
+    swapped: bool
+
+    @staticmethod
+    def of(product: WgmmaProduct, config: Config) -> WgmmaTiling:
+        """The tiling of a configuration of ConvImplicitGemmWgmma, valid or not."""
+        m, n, k = map(int, str(config["cluster"]).split("x"))
+        consumers, row_blocks = int(config["consumers"]), int(config["rows"])
+        return WgmmaTiling(
+            product=product,
+            consumers=consumers,
+            row_blocks=row_blocks,
+            tile_m=ROW_BLOCK * consumers * row_blocks,
+            tile_n=int(config["tile_n"]),
+            tile_k=int(config["depth_bytes"]) // product.element_bytes,
+            stages=int(config["stages"]),
+            splits=int(config["splits"]),
+            blocks=int(config["blocks"]),
+            cluster=(m, n, k),
+            swapped=bool(config["swapped"]),
+        )
+
+    @property
+    def config(self) -> Config:
+        """The configuration that it is of."""
+        return Config(
+            {
+                "consumers": self.consumers,
+                "rows": self.row_blocks,
+                "tile_n": self.tile_n,
+                "depth_bytes": self.tile_k * self.product.element_bytes,
+                "stages": self.stages,
+                "splits": self.splits,
+                "blocks": self.blocks,
+                "cluster": "x".join(map(str, self.cluster)),
+                "swapped": int(self.swapped),
+            }
+        )
+
+    @property
+    def rows(self) -> int:
+        """Rows of one group."""
+        return self.product.columns if self.swapped else self.product.rows
+
+    @property
+    def columns(self) -> int:
+        """Columns of one group; for backward weights of one tap. Blocks of them meet one image each in planes."""
+        if self.product.has_planes_of_pixels:
+            return self.product.problem.n * self.walked[1] * self.width
+        return self.product.rows if self.swapped else self.product.columns
+
+    @property
+    def width(self) -> int:
+        """Columns of a block, which are swizzled together where they lie side by side; for weights of one tap."""
+        spans = [span // self.product.element_bytes for span in SPANS_BYTES]
+        wide = [span for span in spans if self.tile_n % span == 0]
+        fitting = [span for span in wide if span >= self.product.columns] if self.product.is_weights else []
+        return min(fitting, default=max(wide))
+
+    @property
+    def has_pixel_columns(self) -> bool:
+        """Whether the columns are pixels."""
+        return not self.product.is_weights and (self.swapped or self.product.planes is not Planes.NOWHERE)
+
+    @property
+    def walked(self) -> tuple[int, int]:
+        """Rows and columns of what copies walk in one image: its pixels, or in planes its blocks or steps of them."""
+        product = self.product
+        if product.has_planes_of_pixels:
+            return 1, ceil_div(product.image, self.width)
+        return (1, ceil_div(product.image, self.tile_k)) if product.has_planes_of_depth else product.walked
+
+    @property
+    def run(self) -> int:
+        """Pixels of a plane of the result that are stored at once: 16 bytes, or a part of that."""
+        widest = 16 // self.product.element_bytes
+        return widest if self.product.planes is not Planes.IN_RESULT else math.gcd(widest, self.product.image)
+
+    @property
+    def all_columns(self) -> int:
+        """Columns of one group in whole blocks, all taps together."""
+        width = self.width
+        return ceil_div(self.columns, width) * width * (math.prod(self.product.taps) if self.product.is_weights else 1)
+
+    @property
+    def chunks(self) -> int:
+        """Steps of a tap; for backward weights its blocks of columns."""
+        if self.product.is_weights:
+            return ceil_div(self.columns, self.width)
+        return ceil_div(self.product.channels, self.tile_k)
+
+    @property
+    def steps(self) -> int:
+        """Steps of a tile's depth, of the phase that has most."""
+        return max(self.phase_steps)
+
+    @property
+    def phase_steps(self) -> tuple[int, ...]:
+        """Steps of a tile's depth of each phase, in the order in which their tiles are computed."""
+        if self.product.has_planes_of_depth:
+            return (self.product.problem.n * self.walked[1],)
+        return tuple(ceil_div(self.product.depth, self.tile_k) * taps for taps in self.product.phase_taps)
+
+    @property
+    def tiles(self) -> tuple[int, int]:
+        """Tiles of one group along rows and columns, those of a cluster counted as one."""
+        along_m, along_n, _ = self.cluster
+        return ceil_div(self.rows, self.tile_m * along_m), ceil_div(self.all_columns, self.tile_n * along_n)
+
+    @property
+    def phase_shares(self) -> tuple[int, ...]:
+        """Blocks that share a tile of each phase: a power of 2, so that none has more steps than of the first phase.
+
+        A cluster takes so many tiles that its blocks all have one.
+        """
+        most, *_ = taps = self.product.phase_taps
+        return tuple(1 << (ceil_div(self.cluster[2] * count, most) - 1).bit_length() for count in taps)
+
+    @property
+    def phase_items(self) -> tuple[int, ...]:
+        """Parts of tiles of each phase that clusters compute, one after another."""
+        tiles = math.prod(self.tiles) * self.product.problem.groups * self.splits
+        return tuple(ceil_div(tiles, self.cluster[2] // shares) for shares in self.phase_shares)
+
+    @property
+    def items(self) -> int:
+        """Parts of tiles that clusters compute."""
+        return sum(self.phase_items)
+
+    @property
+    def threads(self) -> int:
+        """Of a block: those that multiply, and two warps that copy."""
+        return 128 * self.consumers + 64
+
+    @property
+    def stage_bytes(self) -> int:
+        """Of both operands of a step."""
+        return self.product.element_bytes * (self.tile_m + self.tile_n) * self.tile_k
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory: the ring of stages, and two blocks of each consumer on their way out."""
+        ring = self.stages * self.stage_bytes
+        if self.cluster[2] > 1:  # sums take the place of the ring
+            return _ALIGNMENT_BYTES + max(ring, 4 * self.tile_m * (self.tile_n + 8))
+        columns = ROW_BLOCK if self.swapped else self.width
+        return _ALIGNMENT_BYTES + ring + 2 * self.consumers * self.product.element_bytes * ROW_BLOCK * columns
+
+    def is_valid(self, shared_bytes: int) -> bool:
+        """Whether the kernel serves it on a multiprocessor with that much shared memory for a block."""
+        return (
+            self.may_be_valid
+            and not self._spills()
+            and self._has_cluster()
+            and self._is_divisible()
+            and self.blocks * (self.shared_bytes + _ALIGNMENT_BYTES + _STATIC_BYTES) <= shared_bytes + _ALIGNMENT_BYTES
+            and max(self.items * math.prod(self.cluster), self.steps * self.splits * self.cluster[2]) <= _MAX_INT
+            and self.tiles[1] * self.tile_n * self.cluster[1] <= _MAX_INT + 1  # the columns beyond the last, too
+        )
+
+    @property
+    def may_be_valid(self) -> bool:
+        """Whether its tile is, however many stages and parts it has."""
+        return (
+            self._has_sums() and self._has_width() and self._has_depth() and self._is_swappable() and self._is_filled()
+        )
+
+    def _has_sums(self) -> bool:
+        """Whether registers hold the sums, and boxes a tile's rows."""
+        if self.row_blocks > self.consumers or self.tile_m > _MAX_BOX:
+            return False
+        registers = min(255, _REGISTERS // ceil_div(self.threads * self.blocks, 128) // 8 * 8)
+        return self.row_blocks * self.tile_n // 2 <= min(128, registers - _OTHER_REGISTERS)
+
+    def _spills(self) -> bool:
+        """Whether a thread with 128 sums lacks registers for where its results go: as compilers have shown."""
+        product = self.product
+        if self.row_blocks * self.tile_n < 2 * 128 or math.prod(self.cluster) > 1:
+            return False
+        if product.is_weights:
+            return self.row_blocks > 1
+        return product.planes is Planes.IN_RESULT and (product.element_bytes > 2 or self.run < 4)
+
+    def _has_width(self) -> bool:
+        """Whether columns come in wide blocks, or lie apart in both operands, and swizzles begin where they must."""
+        product = self.product
+        if self.tile_n * product.element_bytes * self.tile_k % _ALIGNMENT_BYTES:
+            return False
+        is_deep = product.has_deep_filters and product.planes is Planes.NOWHERE and not self.swapped
+        return is_deep or self.tile_n % (ROW_BLOCK // 2) == 0
+
+    def _has_depth(self) -> bool:
+        """Whether a step's depth is one that swizzles cover, and mostly within a group."""
+        product = self.product
+        depth_bytes = product.element_bytes * self.tile_k
+        if product.is_weights:
+            return depth_bytes == max(SPANS_BYTES)
+        if depth_bytes > min(SPANS_BYTES) and self.tile_k >= 2 * product.depth:
+            return False
+        return product.keeps_to_groups or product.depth % self.tile_k == 0
+
+    def _is_swappable(self) -> bool:
+        """Whether rows and columns are as the problem has them, or may be exchanged."""
+        if not self.swapped:
+            return True
+        alone = self.row_blocks == self.splits == math.prod(self.cluster) == 1
+        if self.product.planes is not Planes.NOWHERE or self.product.is_strided:
+            return False
+        return alone and not self.product.is_weights and self.product.element_bytes == 2 and self.tile_n % 64 == 0
+
+    def _has_cluster(self) -> bool:
+        """Whether blocks can share what a cluster has in common, in whole repetitions of a swizzle."""
+        along_m, along_n, shares = self.cluster
+        if math.prod(self.cluster) == 1:
+            return True
+        if shares > 1:
+            return self.splits == 1 and self.steps >= 2 * shares
+        if self.product.planes is not Planes.NOWHERE or self.product.is_strided:
+            return False
+        if along_m > 1 and self.rows <= self.tile_m * (along_m - 1):
+            return False
+        if along_n > 1 and self.all_columns <= self.tile_n * (along_n - 1):
+            return False
+        length = (self.tile_n if self.product.has_deep_filters else self.tile_k) // along_m
+        return length % 8 == 0 and (not self.product.is_weights or self.tile_k // along_n % 8 == 0)
+
+    def _is_divisible(self) -> bool:
+        """Whether the depth has that many parts, and each can be kept."""
+        problem = self.product.problem
+        if self.splits == 1:
+            # Stores are cut off at the tensor's end, not at a group's.
+            has_rows_of_groups = self.product.is_weights or self.product.has_planes_of_pixels
+            across = problem.groups > 1 and has_rows_of_groups and self.rows % ROW_BLOCK
+            return not across or self.cluster[2] > 1
+        size = problem.output.size
+        if min(self.phase_steps) < self.splits:
+            return False
+        return self.steps >= 2 * self.splits and 4 * self.splits * size <= _MAX_PARTS_BYTES and size % 4 == 0
+
+    def _is_filled(self) -> bool:
+        """Whether a tile is not mostly empty."""
+        return self.tile_n < 2 * max(32, self.all_columns) and self.tile_m < 2 * max(ROW_BLOCK, self.rows)

@@ -1,0 +1,244 @@
+"""ConvImplicitGemmWgmmaTurned: backward weights of float32 as TF32 on Hopper's tensor cores, channels last.
+
+Kernel: kernels_src/implicit_gemm/wgmma_turned.cu, which turns dy in shared memory. Other types and directions are
+ConvImplicitGemmWgmma's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+from miofind.device import Device, Library, Place
+from miofind.problem import DataType, Direction, Layout, MathMode, ProblemDescription
+from miofind.solution import (
+    Box,
+    Config,
+    ConfigValue,
+    ConvSolution,
+    Im2col,
+    KernelStep,
+    Pointer,
+    Region,
+    Scalar,
+    TensorMap,
+    WorkspacePlan,
+    int32s,
+)
+from miofind.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
+from miofind.solvers.common.copies import packed_map, uncopied
+from miofind.solvers.common.correlation import ceil_div
+from miofind.solvers.common.divisor import divisors
+from miofind.solvers.common.limits import mixed, oversized
+from miofind.solvers.common.wgmma_product import WgmmaProduct
+from miofind.solvers.implicit_gemm.wgmma_turned_tiling import (
+    SHARES,
+    SPLITS,
+    TILE_K,
+    WIDE,
+    WIDTHS,
+    TurnedTiling,
+    estimate_ms,
+    likely_tilings,
+)
+
+_SOURCE = "implicit_gemm/wgmma_turned.cu"
+_PARTS = "parts"
+_SHARED_BYTES = 227 << 10
+_DEFAULTS, _ALIKE = 8, 2
+_VECTOR = 4  # elements of 16 bytes, which copies move
+_ADDING_THREADS = 256
+
+
+def _pixels(product: WgmmaProduct) -> TensorMap:
+    """Map of x: 32 channels of 32 pixels, as one tap meets them."""
+    problem = product.problem
+    _, channels, height, width = problem.x.shape
+    if product.is_pointwise:
+        sizes = (channels // problem.groups, problem.groups, height * width * problem.n)
+        return packed_map(problem, "x", sizes, Box(sizes=(WIDE, 1, TILE_K)))
+    walk = Im2col(
+        lower=product.low[::-1],
+        upper=product.high[::-1],
+        strides=tuple(reversed(problem.conv.stride)),
+        channels=WIDE,
+        pixels=TILE_K,
+    )
+    return packed_map(problem, "x", (channels, width, height, problem.n), walk)
+
+
+def _filters(product: WgmmaProduct) -> TensorMap:
+    """Map of dy: 32 filters of 32 pixels."""
+    problem = product.problem
+    sizes = (problem.k // problem.groups, problem.groups, product.image * problem.n)
+    return packed_map(problem, "y", sizes, Box(sizes=(WIDE, 1, TILE_K)))
+
+
+def _defines(tiling: TurnedTiling, stages: int) -> tuple[tuple[str, int], ...]:
+    return (
+        ("TILE_N", tiling.tile_n),
+        ("STAGES", stages),
+        ("CONSUMERS", tiling.consumers),
+        ("ROWS", tiling.row_blocks),
+        ("BLOCKS", tiling.blocks),
+        ("SHARES", tiling.shares),
+        ("TOGETHER", tiling.together),
+        ("POINTWISE", int(tiling.product.is_pointwise)),
+    )
+
+
+def _multiply(tiling: TurnedTiling, device: Device) -> KernelStep:
+    product, problem = tiling.product, tiling.product.problem
+    tiles_m, tiles_n = tiling.tiles
+    stages = tiling.stages(_shared_bytes(device))
+    # Blocks that add what they have take one item each.
+    persistent = min(tiling.items, max(1, device.sm_count) * tiling.blocks)
+    blocks = tiling.items * tiling.shares if tiling.shares > 1 else persistent
+    values = (
+        *(tiling.filters, product.columns, problem.groups, math.prod(product.taps)),
+        *(*problem.conv.stride, *product.low, *product.dilation),
+        *(tiling.steps, tiling.items, problem.output.size),
+    )
+    by = (product.taps[1], tiling.chunks, *product.walked, tiles_m, tiles_n, tiling.splits)
+    return KernelStep(
+        source=_SOURCE,
+        entry="implicit_gemm_wgmma_turned",
+        grid=(blocks, 1, 1),
+        block=(tiling.threads, 1, 1),
+        shared_bytes=tiling.shared_bytes(stages),
+        defines=_defines(tiling, stages),
+        args=(
+            _pixels(product),
+            _filters(product),
+            Pointer(buffer=_PARTS if tiling.splits > 1 else "w"),
+            *int32s(*values),
+            *divisors(*by),
+        ),
+        waits_itself=True,
+    )
+
+
+def _add(tiling: TurnedTiling, device: Device) -> KernelStep:
+    size, adders = tiling.product.problem.output.size, tiling.adders(device)
+    return KernelStep(
+        source=_SOURCE,
+        entry="add_parts",
+        grid=(ceil_div(size * adders, _VECTOR * _ADDING_THREADS), 1, 1),
+        block=(_ADDING_THREADS, 1, 1),
+        defines=_defines(tiling, tiling.stages(_shared_bytes(device))),
+        args=(
+            Pointer(buffer=_PARTS),
+            Pointer(buffer="w"),
+            Scalar(ctype="int64", value=size),
+            *int32s(tiling.splits, adders),
+        ),
+        waits_itself=True,
+    )
+
+
+def _shared_bytes(device: Device) -> int:
+    """Of a multiprocessor, for one block."""
+    return device.shared_bytes or _SHARED_BYTES
+
+
+class ConvImplicitGemmWgmmaTurned(Solver):
+    """Backward weights of float32 as TF32: a matrix product on wgmma and TMA, channels last; sums in float32.
+
+    TF32 products take operands in shared memory with the depth side by side alone, and the depth here is of pixels:
+    x comes through registers, and dy is turned in shared memory. Channels and filters of a group are multiples of 4.
+    Parts of the pixels are added in order, within a cluster and by a second pass, so equal inputs give equal bits.
+
+    Configuration: `consumers` warpgroups multiply `rows` blocks of 64 channels by `tile_n` filters each; pixels are cut
+    into `splits` parts, which `shares` blocks of a cluster share; a multiprocessor has `blocks` blocks.
+
+    Source: NVIDIA CUTLASS, include/cutlass/conv, for im2col copies; PTX ISA, wgmma.
+    """
+
+    id = "ConvImplicitGemmWgmmaTurned"
+    algorithm = Algorithm.IMPLICIT_GEMM
+    keys = (
+        KernelKey(
+            place=Place.CUDA,
+            library=Library.PLAIN,
+            dtypes=frozenset({DataType.FLOAT32}),
+            layouts=frozenset({Layout.NWC, Layout.NHWC}),
+            min_sm=90,
+            archs=("90a",),
+        ),
+    )
+    alignment_bytes = 16
+    is_dynamic = True
+    sources = (_SOURCE,)
+    parameters: ClassVar[Mapping[str, Sequence[ConfigValue]]] = {
+        "consumers": (1, 2, 3),
+        "rows": (1, 2),
+        "tile_n": WIDTHS,
+        "splits": SPLITS,
+        "shares": SHARES,
+        "blocks": (1, 2),
+    }
+
+    def examples(self) -> tuple[ProblemDescription, ...]:
+        def conv(**values: object) -> ProblemDescription:
+            given = {"dtype": DataType.FLOAT32, "math": "tf32", "layout": Layout.NHWC} | values
+            return ProblemDescription.convolution(direction=Direction.BACKWARD_WEIGHTS, **given)  # type: ignore[arg-type]
+
+        return (
+            conv(x=(2, 64, 14, 14), w=(72, 64, 3, 3), padding=1),
+            conv(x=(3, 24, 15, 9), w=(40, 24, 3, 2), padding=((1, 2), (0, 1)), stride=2),
+            conv(x=(2, 128, 9, 9), w=(96, 64, 1, 1), groups=2),
+            conv(x=(5, 36, 14, 14), w=(20, 36, 3, 3), padding=2, dilation=2),
+            conv(x=(3, 260, 12, 11), w=(132, 260, 1, 1)),
+            conv(x=(3, 40, 13, 12), w=(104, 20, 5, 3), padding=(4, 1), stride=(1, 2), groups=2),
+            conv(x=(4, 64, 70), w=(200, 64, 5), padding=2, layout=Layout.NWC),
+        )
+
+    def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
+        if problem.direction is not Direction.BACKWARD_WEIGHTS:
+            return Applicability("serves backward weights: ConvImplicitGemmWgmma serves the other directions")
+        if problem.math is not MathMode.TF32:
+            return Applicability("multiplies float32 as TF32, which math='tf32' allows")
+        c, k = problem.c // problem.groups, problem.k // problem.groups
+        if c % _VECTOR or k % _VECTOR:
+            return Applicability(f"copies 16 bytes: {c} channels or {k} filters a group are no multiple of {_VECTOR}")
+        if problem.output.size == 0 or problem.flops == 0:
+            return Applicability("has no empty products")
+        if reason := mixed(problem) or oversized(problem):
+            return Applicability(reason)
+        product = WgmmaProduct.of(problem)
+        if reason := uncopied(product):
+            return Applicability(reason)
+        if next(likely_tilings(product, device, _shared_bytes(device)), None) is None:
+            return Applicability("has more tiles or pixels than are counted in 32 bits")
+        return APPLICABLE
+
+    def is_valid_config(self, problem: ProblemDescription, device: Device, config: Config) -> bool:
+        return TurnedTiling.of(WgmmaProduct.of(problem), config).is_valid(_shared_bytes(device))
+
+    def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
+        shared_bytes = _shared_bytes(device)
+        likely = likely_tilings(WgmmaProduct.of(problem), device, shared_bytes)
+        ranked = sorted(likely, key=lambda tiling: estimate_ms(tiling, device, shared_bytes))
+        seen: dict[tuple[int, int], int] = {}
+        chosen = []
+        for tiling in ranked:
+            tile = (tiling.tile_m, tiling.tile_n)
+            seen[tile] = seen.get(tile, 0) + 1
+            if seen[tile] <= _ALIKE:
+                chosen.append(tiling.config)
+        return tuple(chosen[:_DEFAULTS])
+
+    def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
+        return estimate_ms(TurnedTiling.of(WgmmaProduct.of(problem), config), device, _shared_bytes(device))
+
+    def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
+        tiling = TurnedTiling.of(WgmmaProduct.of(problem), config)
+        step = _multiply(tiling, device)
+        if tiling.splits == 1:
+            return ConvSolution(steps=(step,))
+        parts = Region(name=_PARTS, bytes=4 * tiling.splits * problem.output.size)
+        return ConvSolution(steps=(step, _add(tiling, device)), workspace=WorkspacePlan((parts,)))
+
+
+SOLVERS = (ConvImplicitGemmWgmmaTurned(),)

@@ -1,0 +1,299 @@
+"""How kernels_src/implicit_gemm/wgmma_turned.cu cuts backward weights into tiles, and how long that takes.
+
+Rows are channels of a tap, columns filters, and the depth is of pixels.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from miofind.device import Device
+from miofind.solution import Config
+from miofind.solvers.common.correlation import ceil_div
+from miofind.solvers.common.wgmma_product import WgmmaProduct
+from miofind.solvers.implicit_gemm.wgmma_tiling import ROW_BLOCK
+
+WIDE = 32
+"""Channels, filters or pixels of a block that is copied at once."""
+
+TILE_K = 32
+"""Pixels of a step."""
+
+WIDTHS = (32, 64, 96, 128, 160, 192)
+SHARES = (1, 2, 4, 8)
+SPLITS = (*range(1, 9), 10, 11, 12, 14, 16, 22, 24, 32, 44, 64, 128)
+_TOGETHER = (4, 2)
+_WARPGROUPS = ((2, 2), (3, 1), (2, 1), (1, 2), (1, 1))
+"""Consumers, and blocks of 64 rows of each."""
+
+_STAGES = range(3, 9)
+_REGISTERS = 1 << 16
+_COPYING_REGISTERS = 64  # of a thread that copies or turns
+_OTHER_REGISTERS = (24, 40)  # of one that multiplies, besides its sums and two times what products at once load
+_ALIGNMENT_BYTES = 1024  # of stages in shared memory; a block besides costs as much of it
+_STATIC_BYTES = 256  # at most, of the barriers
+_MAX_INT = 2**31 - 1
+_MAX_PARTS_BYTES = 1 << 30
+_MAX_ADDERS, _PARTS_AT_ONCE, _ADDERS_AT_ONCE = 32, 4, 1024
+_FULL_DEVICES = 4
+
+# Of an H200, fitted to 126 problems with 6 configurations each, whose parts one thread an element added: root mean
+# square of the error 7 %. Cycles: of a step's bytes in shared memory (at more than the 128 a cycle that it moves, so
+# they are counted high), of a round of two blocks that are turned, until a copy has come, of a tile besides its steps,
+# and where other blocks hide most of it.
+_CLOCK_HZ = 1.755e9
+_SHARED_MEMORY_BYTES = 160
+_ROUND_CYCLES = 150
+_LATENCY_CYCLES = 1530
+_TILE_CYCLES = 3450
+_SHARED_TILE_CYCLES = 1080
+# Bytes a cycle of sums that a multiprocessor writes, and that it adds of a cluster's.
+_WRITTEN_BYTES = 60
+_SHARES_BYTES = 17.6
+# Of a launch with all that precedes the first product, of a cluster, of one of more than four blocks, of a second
+# launch, of adding one part after another; the share of the latter that several threads for an element spare (by
+# comparison with another kernel, not measured alone); times that parts' bytes are moved; share of the shorter of moving
+# all tensors and multiplying that the longer does not hide.
+_FIRST_MS = 0.0017
+_CLUSTER_MS = 0.00047
+_LARGE_CLUSTER_MS = 0.00029
+_LAUNCH_MS = 0.00067
+_PART_MS = 8.8e-05
+_SPARED = 0.5
+_PARTS_MOVED = 1.28
+_EXPOSED = 0.25
+_CLUSTERED = 0.91  # share of the multiprocessors where clusters of four and more find a place
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnedTiling:
+    """A product cut into tiles as a configuration says.
+
+    Attributes:
+        product: what is cut.
+        consumers: warpgroups that multiply.
+        row_blocks: blocks of 64 rows of each.
+        tile_n: filters of a tile.
+        splits: parts of the pixels that a second pass adds.
+        shares: blocks of a cluster that share a part, and add what they have.
+        blocks: of a multiprocessor.
+    """
+
+    product: WgmmaProduct
+    consumers: int
+    row_blocks: int
+    tile_n: int
+    splits: int
+    shares: int
+    blocks: int
+
+    @staticmethod
+    def of(product: WgmmaProduct, config: Config) -> TurnedTiling:
+        """The tiling of a configuration of ConvImplicitGemmWgmmaTurned, valid or not."""
+        return TurnedTiling(
+            product=product,
+            consumers=int(config["consumers"]),
+            row_blocks=int(config["rows"]),
+            tile_n=int(config["tile_n"]),
+            splits=int(config["splits"]),
+            shares=int(config["shares"]),
+            blocks=int(config["blocks"]),
+        )
+
+    @property
+    def config(self) -> Config:
+        """The configuration that it is of."""
+        return Config.of(
+            consumers=self.consumers,
+            rows=self.row_blocks,
+            tile_n=self.tile_n,
+            splits=self.splits,
+            shares=self.shares,
+            blocks=self.blocks,
+        )
+
+    @property
+    def tile_m(self) -> int:
+        """Rows of a tile."""
+        return ROW_BLOCK * self.consumers * self.row_blocks
+
+    @property
+    def filters(self) -> int:
+        """Columns of one group."""
+        return self.product.rows
+
+    @property
+    def chunks(self) -> int:
+        """Blocks of rows of a tap."""
+        return ceil_div(self.product.columns, WIDE)
+
+    @property
+    def all_rows(self) -> int:
+        """Rows of one group in whole blocks, all taps together."""
+        return WIDE * self.chunks * math.prod(self.product.taps)
+
+    @property
+    def tiles(self) -> tuple[int, int]:
+        """Tiles of one group along rows and columns."""
+        return ceil_div(self.all_rows, self.tile_m), ceil_div(self.filters, self.tile_n)
+
+    @property
+    def steps(self) -> int:
+        """Steps of all pixels."""
+        return ceil_div(self.product.depth, TILE_K)
+
+    @property
+    def items(self) -> int:
+        """Parts of tiles that blocks, or clusters, compute."""
+        return math.prod(self.tiles) * self.product.problem.groups * self.splits
+
+    @property
+    def threads(self) -> int:
+        """Of a block: those that multiply, and a warpgroup that copies and turns."""
+        return 128 * (self.consumers + 1)
+
+    @property
+    def stage_bytes(self) -> int:
+        """Of both operands of a step."""
+        return 4 * (self.tile_m + self.tile_n) * TILE_K
+
+    def stages(self, shared_bytes: int) -> int:
+        """Steps that are copied ahead: as many as a multiprocessor's shared memory holds; 0 if too few."""
+        free = (shared_bytes + _ALIGNMENT_BYTES) // self.blocks - 2 * _ALIGNMENT_BYTES - _STATIC_BYTES
+        return max((count for count in _STAGES if count * self.stage_bytes <= free), default=0)
+
+    def shared_bytes(self, stages: int) -> int:
+        """Dynamic shared memory."""
+        return _ALIGNMENT_BYTES + stages * self.stage_bytes
+
+    def adders(self, device: Device) -> int:
+        """Threads of the second pass that add parts of the same elements: more while the device has room for them."""
+        adders, quads = 1, self.product.problem.output.size // 4
+        while adders < _MAX_ADDERS and 2 * adders * _PARTS_AT_ONCE <= self.splits:
+            if adders * quads >= max(1, device.sm_count) * _ADDERS_AT_ONCE:
+                break
+            adders *= 2
+        return adders
+
+    def is_valid(self, shared_bytes: int) -> bool:
+        """Whether the kernel serves it on a multiprocessor with that much shared memory for a block."""
+        return (
+            self.is_filled
+            and self.together > 0
+            and self.stages(shared_bytes) > 0
+            and self._is_divisible()
+            and self._has_cluster(shared_bytes)
+            and max(self.items, self.steps * self.splits) * self.shares <= _MAX_INT
+            and self.tiles[0] * self.tile_m <= _MAX_INT
+        )
+
+    @property
+    def is_filled(self) -> bool:
+        """Whether a tile is not mostly empty."""
+        return self.tile_n < 2 * max(WIDE, self.filters) and self.tile_m < 2 * max(ROW_BLOCK, self.all_rows)
+
+    @property
+    def together(self) -> int:
+        """Products along a step's depth that are begun at once: as many as registers hold beside the sums, or 0."""
+        if (self.consumers, self.row_blocks) not in _WARPGROUPS or (self.blocks > 1 and self.consumers > 1):
+            return 0
+        return next((count for count in _TOGETHER if self._has_sums(count)), 0)
+
+    def _has_sums(self, together: int) -> bool:
+        """Whether registers hold the sums, and what so many products load."""
+        is_long = together > min(_TOGETHER)
+        if self.row_blocks > 1 and (self.tile_n == min(WIDTHS) or is_long):
+            return False  # compilers wait for each product
+        given = min(255, _REGISTERS // (self.threads * self.blocks) // 8 * 8)
+        most = (given * (self.consumers + 1) - _COPYING_REGISTERS) // self.consumers // 8 * 8 if given < 248 else given
+        sums = self.row_blocks * self.tile_n // 2
+        return sums <= 128 and sums + 8 * together * self.row_blocks + _OTHER_REGISTERS[is_long] <= most
+
+    def _has_cluster(self, shared_bytes: int) -> bool:
+        """Whether blocks can share a part: the ring holds the sums, and tiles leave multiprocessors idle."""
+        if self.shares == 1:
+            return True
+        ring, sums = self.stages(shared_bytes) * self.stage_bytes, 4 * self.tile_n * (self.tile_m + 4)
+        return self.blocks == 1 and self.tile_n % self.shares == 0 and sums <= ring
+
+    def _is_divisible(self) -> bool:
+        """Whether the depth has that many parts, and each can be kept."""
+        if self.splits * self.shares == 1:
+            return True
+        if self.steps < 2 * self.splits * self.shares:
+            return False
+        return 4 * self.splits * self.product.problem.output.size <= _MAX_PARTS_BYTES
+
+
+def _step_cycles(tiling: TurnedTiling) -> float:
+    """Cycles of a step where copies are ahead: of moving both operands in shared memory, and of turning one."""
+    tile_m, tile_n = tiling.tile_m, tiling.tile_n
+    # Products read columns once for each block of rows; both operands come, rows are read, columns read and written.
+    moved = tile_m // ROW_BLOCK * tile_n * 128 + 256 * tile_m + 384 * tile_n
+    return moved / _SHARED_MEMORY_BYTES + ceil_div(tile_n, 2 * WIDE) * _ROUND_CYCLES
+
+
+def _moved_ms(product: WgmmaProduct, byte_ms: float) -> float:
+    """Time to move all tensors once; filters narrower than their strides skip some of x."""
+    problem = product.problem
+    met = math.prod(
+        min(1.0, taps / stride) for taps, stride in zip(problem.w.shape[2:], problem.conv.stride, strict=True)
+    )
+    return (problem.bytes - (1 - met) * problem.x.bytes) * byte_ms
+
+
+def estimate_ms(tiling: TurnedTiling, device: Device, shared_bytes: int) -> float:
+    """Milliseconds that a product takes on a device with that much shared memory, with a cold L2 cache."""
+    problem, byte_ms = tiling.product.problem, 1e3 / device.bandwidth_bytes_per_s
+    items, splits, shares = tiling.items * tiling.shares, tiling.splits, tiling.shares
+    processors = max(1, int((_CLUSTERED if shares > 2 else 1) * device.sm_count))
+    step = _step_cycles(tiling)
+    alone = max(step, (_LATENCY_CYCLES + step) / max(1, tiling.stages(shared_bytes)))
+    steps, tile_bytes = ceil_div(tiling.steps, splits * shares), 4 * tiling.tile_m * tiling.tile_n
+    turns = ceil_div(items, processors)
+    one = ceil_div(items, processors * tiling.blocks) * (steps * alone + _TILE_CYCLES)
+    busy = max(one, turns * (steps * step + _SHARED_TILE_CYCLES)) + turns * tile_bytes / shares / _WRITTEN_BYTES
+    busy_ms, moved_ms = 1e3 * busy / _CLOCK_HZ, _moved_ms(tiling.product, byte_ms)
+    ms = _FIRST_MS + max(busy_ms, moved_ms) + _EXPOSED * min(busy_ms, moved_ms)
+    if shares > 1:
+        ms += _CLUSTER_MS + 1e3 * tile_bytes / _SHARES_BYTES / _CLOCK_HZ
+        ms += _LARGE_CLUSTER_MS if shares > 4 else 0
+    if splits > 1:
+        adders = tiling.adders(device)
+        spared = _SPARED * (splits - splits / adders - (adders > 1))
+        ms += _LAUNCH_MS + _PARTS_MOVED * 4 * splits * problem.output.size * byte_ms + _PART_MS * (splits - spared)
+    return ms
+
+
+def likely_tilings(product: WgmmaProduct, device: Device, shared_bytes: int) -> Iterator[TurnedTiling]:
+    """Valid tilings that are good for some problem: all pixels at once, and in parts that fill the device in turns."""
+    for consumers, row_blocks in _WARPGROUPS:
+        for tile_n in WIDTHS:
+            for blocks in (1, 2) if consumers == 1 else (1,):
+                tile = TurnedTiling(
+                    product=product,
+                    consumers=consumers,
+                    row_blocks=row_blocks,
+                    tile_n=tile_n,
+                    splits=1,
+                    shares=1,
+                    blocks=blocks,
+                )
+                if tile.is_valid(shared_bytes):
+                    yield from _parts(tile, device, shared_bytes)
+
+
+def _parts(tile: TurnedTiling, device: Device, shared_bytes: int) -> Iterator[TurnedTiling]:
+    """All pixels at once, and in parts that fill the device in turns."""
+    at_once = max(1, device.sm_count) * tile.blocks
+    for shares in SHARES:
+        found = {1}
+        for turns in range(1, (_FULL_DEVICES if shares == 1 else 1) + 1):
+            most = min(turns * at_once // (tile.items * shares), tile.steps // (2 * shares))
+            found.add(max((count for count in SPLITS if count <= most), default=1))
+        for splits in sorted(found):
+            tiling = replace(tile, splits=splits, shares=shares)
+            if (shares == 1 or tiling.items * shares <= at_once) and tiling.is_valid(shared_bytes):
+                yield tiling

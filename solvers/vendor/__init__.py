@@ -1,0 +1,1 @@
+"""cuDNN's engines, and products of columns by cuBLASLt."""

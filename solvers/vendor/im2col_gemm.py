@@ -1,0 +1,133 @@
+"""Convolutions as column matrices, made by kernels_src/vendor/im2col.cu chunk by chunk, times filters by cuBLASLt.
+
+Serves any filter, stride, padding, dilation and group count. Backward data sums float32 columns, so that the result is
+rounded once; backward weights sums chunks in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from miofind.device import Device, Library, Place
+from miofind.libraries.matmul_choice import TENSOR_ALIGNMENT, check_int
+from miofind.problem import DataType, Layout, ProblemDescription
+from miofind.solution import Config, ConvSolution
+from miofind.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
+from miofind.solvers.vendor.column_configs import (
+    NAMES,
+    check_column_config,
+    check_plan,
+    column_plans,
+    column_solution,
+    heuristic_config,
+    plan_refusal,
+    recorded_configs,
+)
+from miofind.solvers.vendor.columns import SOURCE, ColumnPlan
+
+_CHUNK_BYTES = 256 << 20
+_RECORDED = 6
+_LAYOUTS = frozenset(Layout)
+
+
+class ConvIm2colGemm(Solver):
+    """Columns in a workspace, `images` images at a time."""
+
+    id = "ConvIm2colGemm"
+    algorithm = Algorithm.IM2COL_GEMM
+    keys = (
+        KernelKey(
+            place=Place.CUDA,
+            library=Library.CUBLAS,
+            dtypes=frozenset({DataType.FLOAT32, DataType.FLOAT16}),
+            layouts=_LAYOUTS,
+            min_sm=75,
+        ),
+        KernelKey(
+            place=Place.CUDA,
+            library=Library.CUBLAS,
+            dtypes=frozenset({DataType.BFLOAT16}),
+            layouts=_LAYOUTS,
+            min_sm=80,
+        ),
+    )
+    alignment_bytes = TENSOR_ALIGNMENT
+    is_dynamic = True
+    sources = (SOURCE,)
+
+    def examples(self) -> tuple[ProblemDescription, ...]:
+        conv = ProblemDescription.convolution
+        asymmetric = ((1, 2), (0, 1))
+        return (
+            conv(x=(3, 16, 9, 8), w=(24, 16, 3, 3), padding=1, stride=2, dtype="float16", layout="NHWC"),
+            conv(x=(5, 6, 7, 7), w=(8, 3, 3, 2), groups=2, padding=asymmetric, direction="backward_data"),
+            conv(x=(5, 8, 20), w=(8, 8, 5), dilation=3, dtype="bfloat16", direction="backward_weights"),
+            conv(x=(2, 3, 5, 6, 7), w=(4, 3, 3, 3, 3), padding=1, layout="NDHWC"),
+        )
+
+    def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
+        if problem.is_1x1:
+            return Applicability("serves filters of several taps or with padding; ConvGemm1x1 serves this one")
+        tensors = (problem.x, problem.w, problem.y)
+        if len({tensor.dtype for tensor in tensors}) > 1:
+            return Applicability("serves tensors of one dtype")
+        if len({tensor.layout for tensor in tensors}) > 1:
+            return Applicability("serves tensors of one layout")
+        if not _plans(problem, device):
+            return Applicability(plan_refusal(_plan(problem, 1)))
+        return APPLICABLE
+
+    def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
+        plans = _plans(problem, device)
+        defaults = [_largest(plans, budget) for budget in (_CHUNK_BYTES, device.l2_bytes // 2)]
+        least = heuristic_config(plans[0], workspace_bytes=0, images=plans[0].images)
+        return tuple(dict.fromkeys((*(heuristic_config(plan, images=plan.images) for plan in defaults), least)))
+
+    def configs(self, problem: ProblemDescription, device: Device) -> Iterator[Config]:
+        plans = _plans(problem, device)
+        defaults = self.default_configs(problem, device)
+        yield from defaults
+        yield from recorded_configs(_largest(plans, _CHUNK_BYTES), defaults[0], device, _RECORDED)
+        for images in (plan.images for plan in plans):
+            for plan in column_plans(problem, device, images)[:2]:
+                config = heuristic_config(plan, images=images)
+                if config not in defaults:
+                    yield config
+
+    def check_config(self, problem: ProblemDescription, device: Device, config: Config) -> None:
+        check_column_config(self.id, config, NAMES | {"images"})
+        check_int(self.id, config, "images", 1, problem.n)
+        check_int(self.id, config, "slots", 1, config["images"])
+        check_plan(self.id, _plan_of(problem, config), config)
+
+    def is_valid_config(self, problem: ProblemDescription, device: Device, config: Config) -> bool:
+        return not plan_refusal(_plan_of(problem, config))
+
+    def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
+        return _plan_of(problem, config).estimate_ms(device, config["workspace_bytes"])
+
+    def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
+        return column_solution(_plan_of(problem, config), config)
+
+
+def _plan(problem: ProblemDescription, images: int, slots: int = 1) -> ColumnPlan:
+    return ColumnPlan(problem=problem.lifted(3), images=images, slots=slots)
+
+
+def _plan_of(problem: ProblemDescription, config: Config) -> ColumnPlan:
+    return _plan(problem, config["images"], config["slots"])
+
+
+def _plans(problem: ProblemDescription, device: Device) -> tuple[ColumnPlan, ...]:
+    """The likely best plan of each chunk that can run, powers of two and all images, small chunks first."""
+    counts = sorted({1 << i for i in range(problem.n.bit_length())} | {problem.n})
+    best = (column_plans(problem, device, images)[:1] for images in counts)
+    return tuple(plan for plans in best for plan in plans)
+
+
+def _largest(plans: tuple[ColumnPlan, ...], budget: int) -> ColumnPlan:
+    """The plan of most images whose columns fit, else that of fewest."""
+    return next((plan for plan in reversed(plans) if plan.images * plan.column_bytes <= budget), plans[0])
+
+
+SOLVERS = (ConvIm2colGemm(),)

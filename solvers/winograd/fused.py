@@ -1,0 +1,300 @@
+"""ConvWinogradFused: Winograd's F(2x2, 3x3) in one kernel, for forward and backward data.
+
+Kernels: kernels_src/winograd/fused.cu and, for the filters, kernels_src/winograd/fused_filters.cu. How work is dealt
+out: solvers/winograd/fused_tiling.py.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import ClassVar
+
+from miofind.device import Device, Library, Place
+from miofind.problem import DataType, Direction, Layout, ProblemDescription, TensorDescriptor
+from miofind.solution import (
+    Config,
+    ConfigValue,
+    ConvSolution,
+    KernelStep,
+    Packing,
+    Pointer,
+    Region,
+    Scalar,
+    WorkspacePlan,
+    int32s,
+)
+from miofind.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Reach, Solver
+from miofind.solvers.common.correlation import ceil_div
+from miofind.solvers.common.divisor import divisors
+from miofind.solvers.common.minimal_filtering import Filtering, bound_growth
+from miofind.solvers.winograd.choice import refusal
+from miofind.solvers.winograd.fused_tiling import COLS, ROWS, FusedTiling
+
+_FILTERS = "filters"
+_DEFAULTS, _MOST_ALIKE = 8, 2
+_MAX_THREADS = 512
+_MAX_BLOCKS, _MAX_FILTER_BYTES = 2**30, 4 * 2**30
+_FILTER_WARPS = 4  # of a block that transforms filters
+_MOST_WASTE = 1.34  # tiles of all blocks over the fewest that blocks of as many tiles have
+# Tensor cores truncate running sums, by 0.7 * 2**-24 of what they are on average. Three products for 8 channels each,
+# in a sum that grows as a root does, lose 0.18 * 2**-24 of it a channel: with so many channels for each of a sum's
+# square root 2.3 * 2**-24 of the bound's 8 * 3, where the sum is as large as its deviation, and half where it is five
+# times as large.
+_CHAIN = 13.0
+
+
+def _config(
+    tiles: int, filters: int, warps_t: int, warps_k: int, warps_c: int, rows: int, cols: int, stages: int
+) -> Config:
+    return Config.of(
+        tiles=tiles,
+        filters=filters,
+        warps_t=warps_t,
+        warps_k=warps_k,
+        warps_c=warps_c,
+        rows=rows,
+        cols=cols,
+        stages=stages,
+    )
+
+
+# What default_configs ranks by estimate. The smallest, of whatever rows and columns, serve what nothing else does.
+_SHORT_LIST = tuple(
+    _config(tiles, filters, warps_t, warps_k, warps_c, rows, cols, stages)
+    for (tiles, filters, warps_t, warps_k, warps_c, stages), rows, cols in itertools.product(
+        (
+            (32, 32, 1, 1, 1, 3),
+            (32, 32, 1, 1, 2, 2),
+            (32, 32, 2, 1, 1, 3),
+            (32, 32, 1, 2, 1, 3),
+            (32, 16, 1, 1, 2, 3),
+            (16, 32, 1, 1, 2, 3),
+            (16, 32, 1, 1, 4, 2),
+            (16, 16, 1, 1, 4, 3),
+            (16, 8, 1, 1, 4, 3),
+            (16, 16, 1, 1, 2, 3),
+            (16, 16, 1, 1, 1, 2),
+        ),
+        ROWS,
+        COLS,
+    )
+)
+
+
+class ConvWinogradFused(Solver):
+    """Winograd's minimal filtering F(2x2, 3x3), float32, transformed and multiplied by one kernel on tensor cores.
+
+    Filters are transformed by a first launch, once where they are packed. float32 is split into two tf32, of which
+    three products are added (3xTF32); where tf32 is allowed, it is cut to it. The error bound is direct summation's.
+
+    Configuration: a warp computes one of four rows of a tile's places of `tiles` tiles and `filters` filters; a block
+    has `warps_t` times as many tiles, `rows` x `cols` of each image, and `warps_k` times as many filters; `warps_c`
+    warps share a sum over channels; `stages` buffers.
+
+    Source: Lavin and Gray, Fast Algorithms for Convolutional Neural Networks, CVPR 2016, section 4.
+    """
+
+    id = "ConvWinogradFused"
+    algorithm = Algorithm.WINOGRAD
+    keys = (
+        KernelKey(
+            place=Place.CUDA,
+            library=Library.PLAIN,
+            dtypes=frozenset({DataType.FLOAT32}),
+            layouts=frozenset({Layout.NCHW, Layout.NHWC}),
+            min_sm=80,
+        ),
+    )
+    alignment_bytes = 16
+    is_dynamic = True
+    parameters: ClassVar[Mapping[str, Sequence[ConfigValue]]] = {
+        "tiles": (16, 32),
+        "filters": (8, 16, 32),
+        "warps_t": (1, 2),
+        "warps_k": (1, 2),
+        "warps_c": (1, 2, 4),
+        "rows": ROWS,
+        "cols": COLS,
+        "stages": (2, 3, 4),
+    }
+    sources = ("winograd/fused.cu", "winograd/fused_filters.cu")
+
+    def examples(self) -> tuple[ProblemDescription, ...]:
+        conv, data = ProblemDescription.convolution, Direction.BACKWARD_DATA
+        odd = ((1, 0), (0, 1))
+        return (
+            conv(x=(1, 64, 28, 28), w=(64, 64, 3, 3), padding=1),
+            conv(x=(2, 48, 9, 15), w=(40, 48, 3, 3), padding=odd, layout=Layout.NHWC),
+            conv(x=(3, 34, 7, 7), w=(38, 17, 3, 3), padding=1, groups=2),
+            conv(x=(3, 34, 8, 7), w=(38, 17, 3, 3), padding=1, groups=2, layout=Layout.NHWC, direction=data),
+            conv(x=(1, 32, 14, 13), w=(64, 32, 3, 3), padding=odd, direction=data),
+            conv(x=(5, 128, 4, 5), w=(20, 128, 3, 3), math="tf32"),
+            conv(x=(2, 20, 9, 9), w=(18, 20, 3, 3), padding=2, layout={"x": "NHWC", "w": "NCHW", "y": "NHWC"}),
+        )
+
+    def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
+        if problem.direction is Direction.BACKWARD_WEIGHTS:
+            return Applicability("serves forward and backward data: ConvWinogradMma serves backward weights")
+        if problem.filter != (3, 3):
+            return Applicability(f"serves filters of 3 x 3 taps, not {problem.filter}")
+        if problem.x.layout.channels_last != problem.y.layout.channels_last:
+            return Applicability("needs one layout for x and y")
+        reason = refusal(problem)
+        if reason:
+            return Applicability(reason)
+        if not any(self.is_valid_config(problem, device, config) for config in reversed(_SHORT_LIST)):
+            return Applicability("sums over too many channels, or has more blocks than a grid")
+        return APPLICABLE
+
+    def is_valid_config(self, problem: ProblemDescription, device: Device, config: Config) -> bool:
+        tiling = FusedTiling.of(problem, config)
+        if tiling.images < 1 or tiling.threads > _MAX_THREADS:
+            return False
+        if config["filters"] < config["tiles"] // 2:  # too few products for what is transformed
+            return False
+        if tiling.block_filters >= 2 * max(16, tiling.results):
+            return False
+        if config["warps_c"] > 1 and 8 * (config["warps_c"] // 2) >= tiling.channels:
+            return False
+        if config["stages"] > max(2, tiling.turns):
+            return False
+        if tiling.products == 3 and 8 * tiling.turns > _CHAIN * math.sqrt(tiling.channels):
+            return False
+        if math.prod(tiling.tile_grid) > _MOST_WASTE * _fewest(tiling):
+            return False
+        if tiling.blocks > _MAX_BLOCKS or tiling.filter_bytes > _MAX_FILTER_BYTES:
+            return False
+        return _fits(tiling, device)
+
+    def error_growth(self, problem: ProblemDescription, config: Config) -> float:
+        axis = Filtering.of(2, 3)
+        return bound_growth((axis, axis))
+
+    def error_reach(self, problem: ProblemDescription, config: Config) -> Reach:
+        return Reach.INPUTS  # F(2x2, 3x3) is local
+
+    def spreads_nonfinite(self, problem: ProblemDescription, config: Config) -> bool:
+        return True
+
+    def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
+        return _varied(self.ranked(problem, device, _SHORT_LIST))
+
+    def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
+        return FusedTiling.of(problem, config).estimate_ms(device)
+
+    def packing(self, problem: ProblemDescription, device: Device, config: Config) -> Packing | None:
+        tiling = FusedTiling.of(problem, config)
+        pack, run = _filters_step(tiling), _step(tiling, device)
+        return Packing(
+            pack=ConvSolution(steps=(pack.on_buffers({_FILTERS: "y"}),)),
+            run=ConvSolution(steps=(replace(run, waits_itself=False).on_buffers({_FILTERS: "w"}),)),
+            bytes=tiling.filter_bytes,
+        )
+
+    def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
+        tiling = FusedTiling.of(problem, config)
+        return ConvSolution(
+            steps=(_filters_step(tiling), _step(tiling, device)),
+            workspace=WorkspacePlan((Region(name=_FILTERS, bytes=tiling.filter_bytes),)),
+        )
+
+
+def _varied(ranked: Sequence[Config]) -> tuple[Config, ...]:
+    """The likely best, at most two of each split of the work: estimates of others differ by less than they are off."""
+    taken: Counter[tuple[int, ...]] = Counter()
+    chosen = []
+    for config in ranked:
+        shape = tuple(config[name] for name in ("tiles", "filters", "warps_t", "warps_k", "warps_c"))
+        if taken[shape] < _MOST_ALIKE:
+            chosen.append(config)
+        taken[shape] += 1
+    return tuple(chosen[:_DEFAULTS])
+
+
+def _fewest(tiling: FusedTiling) -> int:
+    """Blocks along tiles with the rows and columns that need the fewest."""
+    choices = (replace(tiling, rows=rows, cols=cols) for rows, cols in itertools.product(ROWS, COLS))
+    return min(math.prod(choice.tile_grid) for choice in choices if choice.images)
+
+
+def _fits(tiling: FusedTiling, device: Device) -> bool:
+    """Whether a multiprocessor holds a block."""
+    return tiling.shared_bytes <= (device.shared_bytes or 99 << 10) and tiling.resident(device) > 0
+
+
+def _strides(tensor: TensorDescriptor) -> tuple[int, int, int, int]:
+    """Elements from one image, channel, row and column to the next."""
+    _, channels, height, width = tensor.shape
+    if tensor.layout.channels_last:
+        return channels * height * width, 1, width * channels, channels
+    return channels * height * width, height * width, width, 1
+
+
+def _images(tensor: TensorDescriptor, channels: int) -> tuple[Scalar, ...]:
+    """The kernel's `Images` but for their count."""
+    return int32s(channels, *tensor.shape[2:], *_strides(tensor))
+
+
+def _step(tiling: FusedTiling, device: Device) -> KernelStep:
+    p = tiling.problem
+    _, down, across = tiling.tile_grid
+    source = "y" if p.direction is Direction.BACKWARD_DATA else "x"
+    names = ("warps_t", "warps_k", "warps_c", "stages")
+    return KernelStep(
+        source="winograd/fused.cu",
+        entry="winograd_fused",
+        grid=(tiling.blocks, 1, 1),
+        block=(tiling.threads, 1, 1),
+        shared_bytes=tiling.shared_bytes,
+        defines=(
+            ("IMAGES", tiling.images),
+            ("TILE_ROWS", tiling.rows),
+            ("TILE_COLS", tiling.cols),
+            ("MT", tiling.tiles // 16),
+            ("NT", tiling.filters // 8),
+            *((name.upper(), getattr(tiling, name)) for name in names),
+            ("PRODUCTS", tiling.products),
+            ("CHANNELS_LAST", int(tiling.is_last)),
+            ("VECTOR", tiling.vector),
+            ("OUT_VECTOR", tiling.out_vector),
+            ("MIN_BLOCKS", tiling.resident(device)),
+            ("SHARED_BYTES", tiling.shared_bytes),
+        ),
+        args=(
+            *(Pointer(buffer=name) for name in (source, _FILTERS, p.direction.output)),
+            *int32s(p.n),
+            *_images(p.tensor(source), tiling.channels),
+            *_images(p.output, tiling.results),
+            *int32s(*tiling.before),
+            *divisors(tiling.filter_blocks, p.groups, across, down),
+        ),
+        waits_itself=True,
+    )
+
+
+def _filters_step(tiling: FusedTiling) -> KernelStep:
+    p = tiling.problem
+    k, c = p.k // p.groups, p.w.shape[1]
+    is_data, is_last = p.direction is Direction.BACKWARD_DATA, p.w.layout.channels_last
+    of_k, of_c, of_tap = (9 * c, 1, c) if is_last else (9 * c, 9, 1)
+    return KernelStep(
+        source="winograd/fused_filters.cu",
+        entry="winograd_fused_filters",
+        grid=(ceil_div(tiling.units, _FILTER_WARPS), 1, 1),
+        block=(32 * _FILTER_WARPS, 1, 1),
+        defines=(("FLIPPED", int(is_data)),),
+        args=(
+            Pointer(buffer="w"),
+            Pointer(buffer=_FILTERS),
+            *int32s(*((c, k) if is_data else (k, c)), 9 * k * c, *((of_c, of_k) if is_data else (of_k, of_c)), of_tap),
+            *divisors(ceil_div(tiling.results, 8), ceil_div(tiling.channels, 8)),
+            *int32s(tiling.units),
+        ),
+    )
+
+
+SOLVERS = (ConvWinogradFused(),)
