@@ -90,17 +90,15 @@ class DeviceMemory:
     def beside(self) -> Iterator[int]:
         """Address of a second stream, which begins when what the first was given before has ended.
 
-        What the first is given after the block begins when the second has ended.
+        What the first is given after the block begins when the second has ended, unless the block raised.
         """
         import cupy
 
         with self._device:
             other = self._other = self._other or cupy.cuda.Stream(non_blocking=True)
             other.wait_event(self.stream.record())
-            try:
-                yield int(other.ptr)
-            finally:
-                self.stream.wait_event(other.record())
+            yield int(other.ptr)
+            self.stream.wait_event(other.record())
 
     def host_int(self) -> HostInt:
         """An integer that kernels read while the host writes it."""

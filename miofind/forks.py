@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 import weakref
@@ -26,6 +27,9 @@ def follow_forks(owner: Forkable) -> None:
 
 
 _loading = threading.RLock()
+_held: list[bool] = []
+# How long a fork waits: a second or two is what imports take.
+_PATIENCE_S = 60.0
 
 
 @contextmanager
@@ -35,11 +39,26 @@ def loading() -> Iterator[None]:
         yield
 
 
+def _begin_fork() -> None:
+    _held.append(_loading.acquire(timeout=_PATIENCE_S))
+
+
+def _end_fork() -> None:
+    if _held and _held.pop():  # Ctrl-C may have come between
+        _loading.release()
+
+
 def _leave_parent() -> None:
     for owner in list(_known):
         owner.leave_parent()
 
 
+@functools.cache
+def wait_for_imports() -> None:
+    """Have forks wait for `loading` before all that was registered until now: that sees what was loaded, then."""
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(before=_begin_fork, after_in_parent=_end_fork, after_in_child=_end_fork)
+
+
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_loading.acquire, after_in_parent=_loading.release, after_in_child=_loading.release)
     os.register_at_fork(after_in_child=_leave_parent)

@@ -11,7 +11,7 @@ from miofind.compiler import BinaryCache, Compiler, kernel_hash
 from miofind.device import Device, Place, check_fork
 from miofind.errors import LaunchError, described
 from miofind.finddb import Layered, open_layered
-from miofind.forks import follow_forks
+from miofind.forks import follow_forks, wait_for_imports
 from miofind.interrupts import raise_if_interrupted
 from miofind.invoker import Invoker, InvokerCache, make_invoker
 from miofind.problem import ProblemDescription
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 
 MAX_ANSWERS = 10_000
+
+wait_for_imports()  # here, since FindDBs have forks wait, too, and know those alone that are there by then
 
 
 class Handle:

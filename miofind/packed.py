@@ -75,13 +75,13 @@ class PackedSolution:
             x: (n, c, *spatial), for forward.
             dy: (n, k, *out_spatial), for backward data.
             out: the output, allocated like the input if left out; it shares no memory with the input.
-            workspace: at least `workspace_bytes` bytes that are no other array's; allocated if left out, not looked at
-                where they are 0.
+            workspace: at least `workspace_bytes` bytes that are no other array's, on a GPU at a multiple of 256;
+                allocated if left out, not looked at where they are 0.
             stream: a CuPy or PyTorch stream or its address; the current stream of the input's library if left out.
 
         Raises:
             InvalidArrayError: what was given and what the problem wants.
-            WorkspaceError: the workspace is too small, or shares memory with another array.
+            WorkspaceError: the workspace is too small, not aligned, or shares memory with another array.
             LaunchError: the launch failed; another solution of the same find does not take over packed weights.
         """
         image, unused = (x, dy) if self.solution.problem.direction is Direction.FORWARD else (dy, x)

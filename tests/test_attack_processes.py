@@ -222,15 +222,14 @@ FORK_IN_A_FIRST_FIND = """
 import os, sys, threading, time, warnings
 import miofind
 warnings.simplefilter("ignore", DeprecationWarning)
-problem = miofind.ProblemDescription.convolution(x=(1, 2, 5, 5), w=(2, 2, 1, 1))
+problem, other = (miofind.ProblemDescription.convolution(x=(1, 2, 5, n), w=(2, 2, 1, 1)) for n in (5, 6))
 handle = miofind.Handle("cpu", database=sys.argv[1])
 finding = threading.Thread(target=miofind.find_solutions, args=(problem,), kwargs={"handle": handle})
 finding.start()
 time.sleep(float(sys.argv[2]))
 child = os.fork()
 if not child:
-    import miofind.solver
-    os._exit(0 if miofind.solver.solvers() else 1)
+    os._exit(0 if miofind.find_solutions(other, handle=handle) else 1)
 ended = threading.Timer(30, os.kill, (child, 9))
 ended.start()
 status = os.waitpid(child, 0)[1]
@@ -240,7 +239,7 @@ sys.exit(os.waitstatus_to_exitcode(status))
 """
 
 
-@pytest.mark.parametrize("after_s", [0.01, 0.05, 0.1])
+@pytest.mark.parametrize("after_s", [0.01, 0.05, 0.1, 0.2, 0.3])
 def test_a_fork_waits_for_another_threads_imports(tmp_path: Path, after_s: float) -> None:
     """The child waited for good for a module that a thread of its parent was importing."""
     done = subprocess.run(

@@ -93,10 +93,13 @@ class Compiler:
         """Whether a step's kernel need not be compiled: it is loaded, or its binary in memory or in the cache.
 
         Raises:
-            CompileError: the source is missing or unreadable.
+            CompileError: the source is missing or unreadable, or has no such entry, or that takes other parameters.
         """
         key = self.key(step, device.arch)
-        return (key, step.entry, device.index) in self._kernels or self._known(key) is not None
+        if (key, step.entry, device.index) in self._kernels:
+            return True
+        known = self._known(key)
+        return known is not None and bool(_with_entry(known, step, device.arch))
 
     def build(self, step: KernelStep, arch: str) -> Binary:
         """The binary that holds a step's kernel, from the cache or compiled; needs no GPU.

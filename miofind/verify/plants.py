@@ -20,6 +20,7 @@ _MOST = 8
 _LEAST_UNTOUCHED = 4
 _ZEROS = 4
 _DRAWS = 16
+_MOST_TAPS = 512
 _VALUES = (math.inf, math.nan, -math.inf)
 
 
@@ -59,7 +60,7 @@ def plants_of(problem: ProblemDescription, random: np.random.Generator) -> dict[
 
 
 def _met(problem: ProblemDescription, image: tuple[NDArray[np.int64], ...], random: np.random.Generator) -> Plants:
-    """For each of some elements of the image, zeros of the other input whose products with it are summed.
+    """For each of some elements of the image, zeros of the other input that it meets, where it meets any.
 
     They are in several channels, since other infinities may spoil the results of some.
     """
@@ -81,17 +82,25 @@ def _meeting(
     problem: ProblemDescription, i: int, image: NDArray[np.int64], random: np.random.Generator
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """In spatial dimension i, for each coordinate of the image a tap that it meets, and the output's pixel there."""
-    meets, out = _meetings(problem, i, image)
-    tap = np.argmax(meets * random.random(meets.shape), axis=1)
-    return tap, np.take_along_axis(out, tap[:, None], axis=1)[:, 0]
+    taps = _some_taps(problem, i, random)
+    meets, out = _meetings(problem, i, image, taps)
+    chosen = np.argmax(meets * random.random(meets.shape), axis=1)
+    return taps[chosen], np.take_along_axis(out, chosen[:, None], axis=1)[:, 0]
+
+
+def _some_taps(problem: ProblemDescription, i: int, random: np.random.Generator) -> NDArray[np.int64]:
+    """All taps of a filter's dimension, or some of a long one."""
+    size = problem.filter[i]
+    if size <= _MOST_TAPS:
+        return np.arange(size, dtype=np.int64)
+    return np.unique(random.integers(0, size, _MOST_TAPS))
 
 
 def _meetings(
-    problem: ProblemDescription, i: int, image: NDArray[np.int64]
+    problem: ProblemDescription, i: int, image: NDArray[np.int64], taps: NDArray[np.int64]
 ) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
-    """In spatial dimension i, whether coordinates of the image meet each tap, and the output's pixel if they do."""
+    """In spatial dimension i, whether coordinates of the image meet some taps, and the output's pixel if they do."""
     stride, dilation, pad = problem.conv.stride[i], problem.conv.dilation[i], problem.conv.pad_before[i]
-    taps = np.arange(problem.filter[i], dtype=np.int64)
     if problem.direction is Direction.BACKWARD_DATA:
         x = image[:, None] * stride - pad + taps * dilation
         return (x >= 0) & (x < problem.spatial[i]), np.broadcast_to(image[:, None], x.shape)
@@ -143,13 +152,13 @@ def _reach(problem: ProblemDescription, name: str) -> int:
 
 
 def _in_image(problem: ProblemDescription, image: str, count: int, random: np.random.Generator) -> Plants:
-    """Plants of the image at random coordinates that some result sums, and one that none does where there are such.
+    """Plants of the image at random coordinates that some result sums, and one that probably none does, if any.
 
     The first one is an infinity, so that zeros which meet it make NaN of it.
     """
     tensor = problem.tensor(image)
     drawn = np.stack([_chosen(np.arange(size), _DRAWS * count, random) for size in tensor.shape])
-    meets = [_meetings(problem, i, at)[0].any(axis=1) for i, at in enumerate(drawn[2:])]
+    meets = [_meetings(problem, i, at, _some_taps(problem, i, random))[0].any(axis=1) for i, at in enumerate(drawn[2:])]
     is_summed = np.logical_and.reduce(meets)
     chosen = np.concatenate([drawn[:, is_summed][:, :count], drawn[:, ~is_summed][:, :1]], axis=1)
     return _nonfinite(tensor, chosen, 2 * int(random.integers(2)))

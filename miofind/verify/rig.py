@@ -25,6 +25,9 @@ GUARD_BYTES = 4096
 PLACEMENT_BYTES = 512
 """Addresses are multiples of this and an offset."""
 
+MOST_BESIDE_BYTES = 64 << 20
+"""Of the tensors and the workspace of a second run at the same time: larger ones fill a device by themselves."""
+
 _ODD = {"x": 1, "w": 3, "y": 5}
 
 WORKSPACE = "the workspace"
@@ -50,12 +53,13 @@ class Setting:
     Attributes:
         values: distribution of both inputs.
         powers: of two, that the inputs are multiplied by.
-        planted: the inputs hold infinities and NaN at a few places.
+        planted: the inputs hold infinities and NaN at a few places, and zeros that meet them.
         poison: what the output and the guard bands hold before the run.
         keeps_workspace: the workspace is left as the run before left it; poisoned with NaN otherwise.
         is_aligned: tensors lie at multiples of PLACEMENT_BYTES, else where no more is true of their addresses than
             what the candidate asks for.
-        beside: what another run at the same time is given, in tensors and a workspace of its own; None for no such.
+        beside: what another run at the same time is given, in tensors and a workspace of its own, where these take no
+            more than MOST_BESIDE_BYTES and there is room for them; None for no such run.
     """
 
     values: Values
@@ -186,6 +190,11 @@ class Rig(ABC):
         """The powers of two that an input is multiplied by, and along which axis."""
         at = self.problem.direction.inputs.index(name)
         return setting.powers.pairs[at], axes(self.problem)[at]
+
+    def runs_beside(self, invoker: Invoker, setting: Setting) -> bool:
+        """Whether a trial has a second run."""
+        size = self.problem.bytes + invoker.workspace_bytes
+        return setting.beside is not None and size <= MOST_BESIDE_BYTES
 
     def offset(self, name: str, alignment: int) -> int:
         """Where a tensor lies behind a multiple of PLACEMENT_BYTES: at a multiple of an alignment, and of no more.

@@ -135,12 +135,12 @@ class CudaRig(Rig):
             raise
 
     def trial(self, invoker: Invoker, setting: Setting, factor: float | None) -> Findings:
-        """See `Rig.trial`; where the device has no room for a second run there is none."""
+        """See `Rig.trial`."""
         inputs = self.problem.direction.inputs
         with self._memory:
             self._begin(setting, invoker)
             sample = self._sample(setting)
-            other = self._other_buffers(invoker) if setting.beside else {}
+            other = self._other_buffers(invoker) if self.runs_beside(invoker, setting) else {}
             if setting.beside is None or not other:
                 self._run(invoker, self._addresses())
                 return self._findings(setting, factor, sample, inputs)
@@ -160,16 +160,21 @@ class CudaRig(Rig):
 
     def _other_buffers(self, invoker: Invoker) -> dict[str, _Buffer]:
         """Tensors and a workspace for a second run, placed as those of the first; nothing where there is no room."""
-        mine = {name: self._buffers[name] for name in _TENSORS}
+        sizes = {name: (self._buffers[name].bytes, self._buffers[name].address % PLACEMENT_BYTES) for name in _TENSORS}
+        sizes[WORKSPACE] = (invoker.workspace_bytes, WORKSPACE_ALIGNMENT)
         try:
-            other = {
-                name: self._room(f"{_OTHER} {name}", buffer.bytes, buffer.address % PLACEMENT_BYTES)
-                for name, buffer in mine.items()
-            }
-            workspace = self._room(f"{_OTHER} {WORKSPACE}", invoker.workspace_bytes, WORKSPACE_ALIGNMENT)
+            return {name: self._room(f"{_OTHER} {name}", *size) for name, size in sizes.items()}
         except MemoryError:
+            for name in sizes:
+                self._give_back(f"{_OTHER} {name}")
             return {}
-        return other | {WORKSPACE: workspace}
+
+    def _give_back(self, name: str) -> None:
+        """Free the memory of a buffer whose size changes, where it has some."""
+        held = self._rooms.pop(name, None)
+        if held is not None:
+            self._memory.stream.synchronize()
+            self._memory.free(held.base)
 
     @contextmanager
     def _held(self) -> Iterator[None]:
@@ -280,10 +285,7 @@ class CudaRig(Rig):
         """
         held = self._rooms.get(name)
         if held is None or held.bytes < size:
-            if held is not None:
-                self._memory.stream.synchronize()
-                del self._rooms[name]
-                self._memory.free(held.base)
+            self._give_back(name)
             held = self._rooms[name] = self._guarded(size)
         self._memory.set_bytes(held.base, Poison.NAN, size + 2 * GUARD_BYTES + PLACEMENT_BYTES)
         return replace(held, address=held.base + GUARD_BYTES + offset, bytes=size)

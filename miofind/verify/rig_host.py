@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 _DENSE_PRODUCTS = 1 << 27
 _THIN_PRODUCTS = 1 << 25
 _THIN_CHANNELS = 8
-# And elements of one: some 240 bytes are kept of each.
+# And elements of one: some 300 bytes are kept of each.
 _WHOLE_ELEMENTS = 1 << 21
 _SUBNORMAL_PRODUCTS = 1 << 20
 # How long one of two runs waits for the other to begin with it.
@@ -176,7 +176,7 @@ class HostRig(Rig):
         """See `Rig.trial`."""
         allowed, checksums = self._begin(invoker, setting, factor)
         run = self._ready(invoker, setting)
-        if setting.beside is None:
+        if setting.beside is None or not self.runs_beside(invoker, setting):
             run()
             return self._findings(setting, allowed, checksums)
         with self._others():
@@ -418,16 +418,21 @@ class HostRig(Rig):
 
 
 def _at_once(*runs: Callable[[], None]) -> None:
-    """Carry runs out at the same time; one after the other where no threads can be had."""
+    """Carry runs out at the same time, and wait for all; one after the other where no threads can be had."""
     begin = threading.Barrier(len(runs))
 
-    def carry_out(run: Callable[[], None]) -> None:
+    def carry_out(run: Callable[[], None]) -> BaseException | None:
         with contextlib.suppress(threading.BrokenBarrierError):
             begin.wait(_PATIENCE_S)
-        run()
+        try:
+            run()
+        except BaseException as error:  # raised once none of them runs any more
+            return error
+        return None
 
-    for _ in in_threads(carry_out, runs, len(runs), "miofind-verify"):
-        pass
+    for error in list(in_threads(carry_out, runs, len(runs), "miofind-verify")):
+        if error is not None:
+            raise error
 
 
 def _read_only(array: NDArray[Any] | None) -> NDArray[Any] | None:

@@ -6,6 +6,7 @@ Judges what a rig finds in a trial and words the verdict. Knows nothing of timin
 from __future__ import annotations
 
 import functools
+import importlib
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -291,13 +292,13 @@ class Verifier:
 
     def _circumstances(self, setting: Setting) -> str:
         """What the inputs of a trial were."""
+        if setting.beside:  # either run may be wrong, and their inputs differ
+            return " (two runs at once)"
         scales = [
             f"{name} * 2^{even}" + ("" if even == odd else f" and 2^{odd}")
             for name, (even, odd) in zip(self.problem.direction.inputs, setting.powers.pairs, strict=True)
             if even or odd
         ]
-        if setting.beside:
-            scales.append("two runs at once")
         if setting.planted:
             scales.append(f"infinities, NaN or zeros in {' and '.join(self._rig.plants)}")
         return f" ({', '.join(scales)})" if scales else ""
@@ -329,6 +330,7 @@ def _rig(
     problem: ProblemDescription, device: Device, compiler: Compiler, seed: int, budget: SampleBudget | None
 ) -> Rig:
     with loading():
+        importlib.import_module("numpy.random")  # NumPy imports it when it is first used
         if device.place is Place.CPU:
             from miofind.verify.rig_host import HostRig
         else:

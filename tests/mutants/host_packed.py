@@ -267,5 +267,5 @@ def _run_later(call: Call, packed: Bytes) -> None:
 
 @_register(DATA, run=_run_later, exact=False)
 def packed_run_changes_later(call: Call) -> None:
-    """The last bits of the fourth run with packed weights are others than the second one's."""
+    """The last bits of the fourth run with packed weights are others than the first one's."""
     right(call)
