@@ -11,11 +11,11 @@ from collections.abc import Iterator
 import script
 
 from miofind.compiler import Compiler
-from miofind.device import Device
+from miofind.core.problem import Direction, MathMode, ProblemDescription
+from miofind.device.device import Device
 from miofind.errors import MiofindError
-from miofind.invoker import make_invoker
-from miofind.problem import Direction, MathMode, ProblemDescription
-from miofind.solver import Solver, solvers
+from miofind.launch.invoker import make_invoker
+from miofind.solver.solver import Solver, solvers
 from miofind.verify.claims import claims_of
 from miofind.verify.verifier import Verifier
 

@@ -19,7 +19,7 @@ import script
 from commit import commit
 
 import miofind
-from miofind.environment import versions
+from miofind.device.environment import versions
 
 _FINDS = 7
 _PROBLEM = miofind.ProblemDescription.convolution

@@ -23,12 +23,12 @@ import script
 from commit import commit
 
 from miofind.compiler import BinaryCache, Compiler
-from miofind.device import Device, Place
-from miofind.environment import versions
+from miofind.core.problem import Direction, Layout, ProblemDescription
+from miofind.device.device import Device, Place
+from miofind.device.environment import versions
 from miofind.errors import MiofindError, MissingLibraryError, NoDeviceError
-from miofind.invoker import make_invoker
-from miofind.problem import Direction, Layout, ProblemDescription
-from miofind.solver import Solver, solvers
+from miofind.launch.invoker import make_invoker
+from miofind.solver.solver import Solver, solvers
 from miofind.verify.claims import claims_of
 from miofind.verify.verifier import Verifier
 

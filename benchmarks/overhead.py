@@ -22,13 +22,13 @@ from typing import Any
 import script
 
 import miofind
-from miofind.device import Device
-from miofind.environment import versions
+from miofind.device.device import Device
+from miofind.device.environment import versions
 from miofind.find import records
 from miofind.find.plan import make_plan
 from miofind.find.validity import solver_hash
 from miofind.finddb import History, Row, Scope, environment_id
-from miofind.solver import solvers
+from miofind.solver.solver import solvers
 
 PROBLEM = {"x": (1, 8, 16, 16), "w": (8, 8, 3, 3), "padding": 1, "dtype": "float32"}
 CREATED_AT = "2026-01-01T00:00:00.000000Z"

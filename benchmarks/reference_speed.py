@@ -18,12 +18,12 @@ import numpy as np
 import script
 
 from miofind.compiler import Compiler
-from miofind.device import Device
-from miofind.device_kernels import DeviceKernels
-from miofind.device_memory import DeviceMemory
-from miofind.problem import Direction, ProblemDescription
+from miofind.core.problem import Direction, ProblemDescription
+from miofind.core.values import Values
+from miofind.device.device import Device
+from miofind.device.memory import DeviceMemory
+from miofind.launch.device_kernels import DeviceKernels
 from miofind.reference import reference_step
-from miofind.values import Values
 from miofind.verify.sampling import SampleBudget, sample_indices
 
 SHAPES: dict[str, dict[str, Any]] = {

@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TypeVar
 
-from miofind.device import Device
+from miofind.device.device import Device
 from miofind.errors import MiofindError
-from miofind.solver import solver_by_id
+from miofind.solver.solver import solver_by_id
 
 Number = TypeVar("Number", int, float)
 Name = TypeVar("Name", bound=str)

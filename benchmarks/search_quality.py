@@ -16,13 +16,13 @@ from pathlib import Path
 
 import script
 
-from miofind.candidate import Candidate, Outcome, Status, Timing
-from miofind.device import Device
+from miofind.core.problem import ProblemDescription
+from miofind.device.device import Device
 from miofind.find.search import Search, Space
 from miofind.finddb import Row, Store
-from miofind.problem import ProblemDescription
-from miofind.solution import Config
-from miofind.solver import Solver, solvers
+from miofind.solver.candidate import Candidate, Outcome, Status, Timing
+from miofind.solver.solver import Solver, solvers
+from miofind.solver.steps import Config
 
 BUDGETS = (4, 16, 64, 128)
 SEEDS = range(5)

@@ -36,14 +36,14 @@ from commit import commit
 
 from miofind.bench.torch_rival import TorchRival
 from miofind.compiler import Compiler
-from miofind.device import Device
-from miofind.environment import versions
+from miofind.core.problem import DataType, Direction, Layout, MathMode, ProblemDescription
+from miofind.device.device import Device
+from miofind.device.environment import versions
 from miofind.errors import MiofindError
-from miofind.invoker import Invoker, make_invoker
+from miofind.launch.invoker import Invoker, make_invoker
 from miofind.measure.stage import Runnable, Stage
-from miofind.problem import DataType, Direction, Layout, MathMode, ProblemDescription
-from miofind.solution import Config
-from miofind.solver import Solver, solver_by_id
+from miofind.solver.solver import Solver, solver_by_id
+from miofind.solver.steps import Config
 from miofind.suites import load_suite
 from miofind.verify.claims import claims_of
 from miofind.verify.verifier import Verifier

@@ -24,16 +24,16 @@ from typing import Any
 import script
 
 import miofind
-from miofind.candidate import Candidate, Status
 from miofind.compiler import BinaryCache, Compiler
-from miofind.device import Device, Library
-from miofind.environment import versions
+from miofind.core.problem import Layout, MathMode, ProblemDescription
+from miofind.device.device import Device, Library
+from miofind.device.environment import versions
 from miofind.errors import MiofindError
-from miofind.health import context_error
-from miofind.invoker import make_invoker
-from miofind.problem import Layout, MathMode, ProblemDescription
-from miofind.solution import Config, KernelStep
-from miofind.solver import Solver, solver_by_id, solvers
+from miofind.evaluate.health import context_error
+from miofind.launch.invoker import make_invoker
+from miofind.solver.candidate import Candidate, Status
+from miofind.solver.solver import Solver, solver_by_id, solvers
+from miofind.solver.steps import Config, KernelStep
 from miofind.suites import SuiteProblem, load_suite
 from miofind.verify.claims import claims_of
 from miofind.verify.verifier import Verifier

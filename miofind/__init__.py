@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from miofind import interrupts as _interrupts
+from miofind.process import interrupts as _interrupts
 
 if _interrupts.is_program():
     _interrupts.end_at_once()  # what follows takes a while
@@ -14,13 +14,7 @@ from miofind.api import (
     find_solutions,
     run_solution,
 )
-from miofind.device import Device
-from miofind.errors import MiofindError
-from miofind.found import Solution
-from miofind.handle import Handle, default_handle
-from miofind.options import FindEnforce, FindMode, FindOptions, OnMiss, Order
-from miofind.packed import PackedSolution
-from miofind.problem import (
+from miofind.core.problem import (
     ConvolutionDescriptor,
     DataType,
     Direction,
@@ -29,6 +23,12 @@ from miofind.problem import (
     ProblemDescription,
     TensorDescriptor,
 )
+from miofind.device.device import Device
+from miofind.errors import MiofindError
+from miofind.options import FindEnforce, FindMode, FindOptions, OnMiss, Order
+from miofind.runtime.handle import Handle, default_handle
+from miofind.runtime.packed import PackedSolution
+from miofind.runtime.solution import Solution
 
 __version__ = "0.1.0"
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from miofind import arrays, operands
-from miofind.array_problem import problem_from_views
-from miofind.device import Device
+from miofind.arrays import arrays, operands
+from miofind.arrays.array_problem import problem_from_views
+from miofind.core.problem import Direction, ProblemDescription
+from miofind.device.device import Device
 from miofind.errors import InvalidArrayError, InvalidOptionError
 from miofind.find.pipeline import find, find_mode
-from miofind.found import Solution
-from miofind.handle import Handle, default_handle
 from miofind.options import FindEnforce, FindMode, FindOptions
-from miofind.problem import Direction, ProblemDescription
+from miofind.runtime.handle import Handle, default_handle
+from miofind.runtime.solution import Solution
 
 _DEFAULT_OPTIONS = FindOptions()
 _NEVER_CACHED = (FindEnforce.DB_UPDATE, FindEnforce.SEARCH_DB_UPDATE, FindEnforce.DB_CLEAN)

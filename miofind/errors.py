@@ -30,8 +30,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import ClassVar
 
-from miofind.interrupts import raise_if_interrupted
 from miofind.printable import printable, printable_lines
+from miofind.process.interrupts import raise_if_interrupted
 
 MAX_TOLD = 2000
 """Characters of what a foreign exception says that are told."""

@@ -9,9 +9,9 @@ from enum import StrEnum
 from numbers import Integral, Real
 from typing import TypeVar
 
-from miofind.device import Library
+from miofind.device.device import Library
 from miofind.errors import InvalidOptionError, UnknownSolverError
-from miofind.solver import Algorithm, Solver, solvers
+from miofind.solver.solver import Algorithm, Solver, solvers
 
 
 class Order(StrEnum):

@@ -15,10 +15,10 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from miofind.arrays import NUMPY_DTYPES
-from miofind.geometry import geometry_scalars, index_bits
-from miofind.problem import DataType, Direction, ProblemDescription
-from miofind.solution import KernelStep, Pointer, Scalar
+from miofind.arrays.arrays import NUMPY_DTYPES
+from miofind.core.problem import DataType, Direction, ProblemDescription
+from miofind.solver.geometry import geometry_scalars, index_bits
+from miofind.solver.steps import KernelStep, Pointer, Scalar
 
 _MAX_BLOCKS = 2**20
 # From so many elements on a thread for each fills a GPU.

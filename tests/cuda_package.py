@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from miofind.compiler.sources import read_source
-from miofind.solution import KernelStep, Pointer, Scalar
+from miofind.solver.steps import KernelStep, Pointer, Scalar
 
 _numbers = itertools.count()
 

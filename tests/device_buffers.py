@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from miofind.problem import ProblemDescription
+from miofind.core.problem import ProblemDescription
 from miofind.reference import numpy_dtype
 
 GUARD = 1024

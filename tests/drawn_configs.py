@@ -6,10 +6,10 @@ import functools
 import random
 from collections.abc import Mapping
 
-from miofind.device import Device
-from miofind.problem import Direction, MathMode, ProblemDescription
-from miofind.solution import Config, ConfigValue
-from miofind.solver import Solver
+from miofind.core.problem import Direction, MathMode, ProblemDescription
+from miofind.device.device import Device
+from miofind.solver.solver import Solver
+from miofind.solver.steps import Config, ConfigValue
 from miofind.solvers.common.wgmma_product import Planes, WgmmaProduct
 
 WGMMA_TILINGS: dict[str, dict[str, ConfigValue]] = {

@@ -6,12 +6,12 @@ import numpy as np
 from device_buffers import Buffer, download, integers, upload
 
 from miofind.compiler import Compiler
-from miofind.device import Device
-from miofind.invoker import make_invoker
-from miofind.problem import ProblemDescription
+from miofind.core.problem import ProblemDescription
+from miofind.device.device import Device
+from miofind.launch.invoker import make_invoker
 from miofind.reference import numpy_dtype, reference_on_host
-from miofind.solution import Config
-from miofind.solver import Solver
+from miofind.solver.solver import Solver
+from miofind.solver.steps import Config
 
 
 def check_exact(

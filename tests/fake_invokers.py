@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from miofind.device import Device
-from miofind.invoker import Invoker
-from miofind.problem import ProblemDescription
+from miofind.core.problem import ProblemDescription
+from miofind.device.device import Device
+from miofind.launch.invoker import Invoker
 from miofind.reference import reference_on_host, round_once
-from miofind.solution import Config
+from miofind.solver.steps import Config
 
 Run = Callable[[dict[str, Any], Any], None]
 

@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from miofind.candidate import Outcome
 from miofind.errors import DatabaseError, NoDeviceError
-from miofind.evaluate import DeviceLostError
+from miofind.evaluate.evaluate import DeviceLostError
+from miofind.evaluate.executors import InProcess
 from miofind.measure.verdict import Verdict
-from miofind.sandbox.executors import InProcess
+from miofind.solver.candidate import Outcome
 from miofind.tune.worker import Done, Worker
 
 FAULT = os.environ["CREW_FAULT"]

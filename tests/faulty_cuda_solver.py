@@ -9,10 +9,11 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from miofind import solver as registry
-from miofind.device import Device, Library, Place
-from miofind.problem import DataType, Layout, ProblemDescription
-from miofind.solution import (
+from miofind.core.problem import DataType, Layout, ProblemDescription
+from miofind.device.device import Device, Library, Place
+from miofind.solver import solver as registry
+from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
+from miofind.solver.steps import (
     Config,
     ConfigValue,
     ConvSolution,
@@ -22,7 +23,6 @@ from miofind.solution import (
     Scalar,
     WorkspacePlan,
 )
-from miofind.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
 
 FAULTY = "vendor/Faulty"
 

@@ -23,9 +23,9 @@ from typing import Any
 
 import numpy as np
 
-from miofind import evaluate
+from miofind.evaluate import entry as sandbox_child
+from miofind.evaluate import evaluate
 from miofind.measure import effort as effort_module
-from miofind.sandbox import entry as sandbox_child
 from miofind.solvers.cpu import direct, gemm1x1, im2col_gemm
 
 _FAULT = os.environ.get("FAULT", "")

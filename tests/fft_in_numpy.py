@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from miofind.solution import FftStep, KernelStep, Pointer, Scalar
+from miofind.solver.steps import FftStep, KernelStep, Pointer, Scalar
 from miofind.solvers.common.divisor import divisor
 
 Array = NDArray[Any]

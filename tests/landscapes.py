@@ -9,9 +9,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from miofind.candidate import Candidate, Outcome, Status, Timing
 from miofind.find.search import Space
-from miofind.solution import Config, ConfigValue
+from miofind.solver.candidate import Candidate, Outcome, Status, Timing
+from miofind.solver.steps import Config, ConfigValue
 
 NETWORK_CONFIG = "conv2d-forward-n1-c4-i6x6-k4-f3x3-float32-NCHW"
 PARAMETERS: Mapping[str, tuple[ConfigValue, ...]] = {

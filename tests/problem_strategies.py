@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
+from miofind.core.problem import DataType, Direction, Layout, MathMode, ProblemDescription
 from miofind.errors import InvalidProblemError
-from miofind.problem import DataType, Direction, Layout, MathMode, ProblemDescription
 
 _SIXTEEN_AND_THIRTY_TWO_BITS = (DataType.FLOAT32, DataType.FLOAT16, DataType.BFLOAT16)
 

@@ -8,12 +8,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from miofind.device import Device, Library, Place
+from miofind.core.problem import DataType, Layout, ProblemDescription
+from miofind.device.device import Device, Library, Place
 from miofind.errors import InvalidConfigError
 from miofind.find import scopes, validity
-from miofind.problem import DataType, Layout, ProblemDescription
-from miofind.solution import Config, ConvSolution, HostStep, Region, WorkspacePlan
-from miofind.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver, solvers
+from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver, solvers
+from miofind.solver.steps import Config, ConvSolution, HostStep, Region, WorkspacePlan
 
 TILES = (1, 2, 3)
 

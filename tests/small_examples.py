@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from miofind.device import Place
-from miofind.problem import ProblemDescription
-from miofind.solver import Solver, solvers
+from miofind.core.problem import ProblemDescription
+from miofind.device.device import Place
+from miofind.solver.solver import Solver, solvers
 
 _MOST_ELEMENTS = 1 << 20
 _PROBLEMS = 6

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from miofind.problem import DataType, ProblemDescription
+from miofind.core.problem import DataType, ProblemDescription
 from miofind.verify.accuracy import direct_error, error_bounds, half_ulp
 
 

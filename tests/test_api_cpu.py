@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 
 import miofind
-from miofind.candidate import Candidate, Outcome
 from miofind.errors import (
     InvalidArrayError,
     InvalidOptionError,
@@ -26,14 +25,15 @@ from miofind.errors import (
     SolutionFileError,
     WorkspaceError,
 )
-from miofind.evaluate import Job
+from miofind.evaluate.evaluate import Job
+from miofind.evaluate.executors import InProcess
 from miofind.find import pipeline, records, validity
 from miofind.find.pipeline import estimates
 from miofind.finddb import Row
-from miofind.found import Source, reordered
 from miofind.reference import reference_on_host
-from miofind.sandbox.executors import InProcess
-from miofind.solver import solver_by_id
+from miofind.runtime.solution import Source, reordered
+from miofind.solver.candidate import Candidate, Outcome
+from miofind.solver.solver import solver_by_id
 
 PROBLEM = miofind.ProblemDescription.convolution(x=(2, 4, 9, 7), w=(6, 2, 3, 3), padding=1, stride=2, groups=2)
 OTHER = miofind.ProblemDescription.convolution(x=(1, 3, 8, 8), w=(4, 3, 3, 3))
@@ -427,7 +427,7 @@ def test_solution_of_another_architecture(handle: miofind.Handle, tmp_path: Path
     miofind.find_solutions(PROBLEM, handle=handle)[0].save(path)
     document = json.loads(path.read_text())
     document["solution"]["arch"] = "90a"
-    from miofind.solution_file import _digest
+    from miofind.runtime.solution_file import _digest
 
     document["sha256"] = _digest(document["solution"])
     path.write_text(json.dumps(document))

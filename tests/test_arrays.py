@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from miofind import arrays, operands
+from miofind.arrays import arrays, operands
+from miofind.core.problem import DataType, Layout, ProblemDescription, TensorDescriptor
 from miofind.errors import InvalidArrayError, InvalidOptionError, WorkspaceError
-from miofind.problem import DataType, Layout, ProblemDescription, TensorDescriptor
 
 NHWC = TensorDescriptor(shape=(2, 3, 4, 5), dtype=DataType.FLOAT32, layout=Layout.NHWC)
 

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 import miofind
-from miofind import operands
+from miofind.arrays import operands
+from miofind.arrays.operands import overlap_check
 from miofind.errors import (
     DatabaseError,
     InvalidArrayError,
@@ -18,9 +19,8 @@ from miofind.errors import (
     InvalidProblemError,
     WorkspaceError,
 )
-from miofind.operands import overlap_check
 from miofind.reference import reference_on_host
-from miofind.solver import solver_by_id
+from miofind.solver.solver import solver_by_id
 
 PROBLEM = miofind.ProblemDescription.convolution(x=(2, 2, 6, 5), w=(2, 2, 3, 3), padding=1)
 X = np.ones((2, 2, 6, 5), np.float32)

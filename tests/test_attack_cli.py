@@ -173,7 +173,7 @@ def test_sigterm_outside_the_measuring_is_ctrl_c_too(
 
 def test_a_measuring_process_ends_with_its_parent() -> None:
     child = (
-        "import time; from miofind.sandbox.entry import end_with_parent;"
+        "import time; from miofind.evaluate.entry import end_with_parent;"
         "end_with_parent(); print(flush=True); time.sleep(60)"
     )
     parent = (

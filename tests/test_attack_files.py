@@ -25,8 +25,8 @@ from miofind.compiler.cubin import complaint, parameter_bytes
 from miofind.errors import DatabaseError, InvalidOptionError, InvalidProblemError, SolutionFileError
 from miofind.files import replacing
 from miofind.finddb import Store, shipped_paths, write_release
-from miofind.found import Found, Source, alone
-from miofind.solver import solver_by_id
+from miofind.runtime.solution import Found, Source, alone
+from miofind.solver.solver import solver_by_id
 from miofind.suites import load_csv, load_lines
 from miofind.suites.find_db_text import load_find_db
 
@@ -163,7 +163,7 @@ def test_problems_come_through_pipes_and_stdin(tmp_path: Path, monkeypatch: pyte
 
 @needs_zero
 def test_an_endless_file_is_no_saved_solution(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("miofind.solution_file.MAX_FILE_BYTES", 1000)
+    monkeypatch.setattr("miofind.runtime.solution_file.MAX_FILE_BYTES", 1000)
     with pytest.raises(SolutionFileError, match="larger than 1000 bytes"):
         load(Path("/dev/zero"))
 

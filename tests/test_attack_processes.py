@@ -20,15 +20,15 @@ import pytest
 from cli_runner import use_own_folders
 
 import miofind
-from miofind.candidate import Status
 from miofind.compiler import BinaryCache, CompilePool, Compiler, build, nvrtc
 from miofind.compiler.nvrtc import Compiled
+from miofind.core.problem import DataType
 from miofind.errors import ForkedProcessError
+from miofind.evaluate.executors import Isolated
 from miofind.find import neighbours
-from miofind.problem import DataType
 from miofind.reference import reference_on_host, round_once
-from miofind.sandbox.executors import Isolated
-from miofind.solution import KernelStep
+from miofind.solver.candidate import Status
+from miofind.solver.steps import KernelStep
 
 ROOT = Path(__file__).resolve().parents[1]
 PROBLEM = miofind.ProblemDescription.convolution(x=(1, 4, 6, 5), w=(2, 4, 3, 3))
@@ -79,7 +79,7 @@ BUSY = {
         miofind.find_solutions(one_by_one)
         """,
     "in a child's step": """
-        from miofind.sandbox.executors import Isolated
+        from miofind.evaluate.executors import Isolated
         def tell():
             while not os.path.exists(os.environ["FAULT_ONCE"]):
                 time.sleep(0.01)
@@ -91,7 +91,7 @@ BUSY = {
         """,
     "while a kernel is compiled": """
         from miofind.compiler import Compiler, build
-        from miofind.solution import KernelStep
+        from miofind.solver.steps import KernelStep
         def wait(*_):
             print("busy", flush=True)
             threading.Event().wait()

@@ -19,13 +19,14 @@ import numpy as np
 import pytest
 
 import miofind
-from miofind import options, row_check, solver
+from miofind import options
 from miofind.errors import NoSolutionError
-from miofind.find import plan, recording, records, scopes, stored, validity
+from miofind.find import plan, recording, records, row_check, scopes, stored, validity
 from miofind.finddb import ReleaseRules, Store, write_release
 from miofind.finddb.validation import MAX_NAME_CHARS
-from miofind.solution import Config, ConvSolution
-from miofind.solver import Solver, solvers
+from miofind.solver import solver
+from miofind.solver.solver import Solver, solvers
+from miofind.solver.steps import Config, ConvSolution
 from miofind.suites import SuiteProblem
 from miofind.tune.forecast import forecast
 from miofind.tune.values import TuneOptions

@@ -14,12 +14,12 @@ from numpy.typing import NDArray
 from turn_in_numpy import ENTRIES, carry_out, tensors
 
 import miofind.solvers.implicit_gemm.channels_last_shared as channels_last
-from miofind.device import Device
+from miofind.core.problem import Layout, ProblemDescription
+from miofind.device.device import Device
 from miofind.errors import InvalidConfigError, UnknownSolverError
-from miofind.problem import Layout, ProblemDescription
 from miofind.reference import reference_on_host
-from miofind.solution import Config, ConvSolution, KernelStep, Pointer, Scalar, TensorMap
-from miofind.solver import Solver, solver_by_id
+from miofind.solver.solver import Solver, solver_by_id
+from miofind.solver.steps import Config, ConvSolution, KernelStep, Pointer, Scalar, TensorMap
 
 Array = NDArray[np.float64]
 

@@ -7,7 +7,7 @@ import pytest
 from miofind.compiler.nvrtc import compile_options, compile_source
 from miofind.compiler.resources import parse_resources
 from miofind.compiler.sources import read_source
-from miofind.problem import DataType, Direction, ProblemDescription
+from miofind.core.problem import DataType, Direction, ProblemDescription
 from miofind.reference import reference_step
 
 ENTRIES = {

@@ -17,8 +17,8 @@ import pytest
 from cli_runner import FORWARD, use_own_folders
 
 import miofind
-from miofind import child as child_module
-from miofind.child import Child, Line
+from miofind.process import child as child_module
+from miofind.process.child import Child, Line
 
 
 def test_threads_send_whole_messages() -> None:
@@ -86,12 +86,12 @@ PACKAGE = Path(miofind.__file__).parent
 NAMES = ("numpy", "json", "multiprocessing", "miofind", "sitecustomize", "encodings")
 FOREIGN = "import os, sys\nopen(os.path.join({folder!r}, 'was-run'), 'a').write(__name__ + chr(10))\nsys.exit(1)\n"
 TELL = (
-    "import sys, miofind, miofind.child, numpy; from multiprocessing.connection import Connection; "
+    "import sys, miofind, miofind.process.child, numpy; from multiprocessing.connection import Connection; "
     "Connection(int(sys.argv[1])).send((sys.path, miofind.__file__, numpy.__file__, sys.flags.isolated))"
 )
 PARENT = f"""
 import json, sys
-from miofind.child import Child
+from miofind.process.child import Child
 {{first}}
 child = Child({TELL!r}, "", [])
 print(json.dumps([child.connection.recv(), sys.path]))

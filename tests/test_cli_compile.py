@@ -10,7 +10,7 @@ from cli_runner import FORWARD, run, run_json, use_own_folders
 
 from miofind.compiler import Binary, Compiler
 from miofind.errors import CompileError
-from miofind.solution import KernelStep
+from miofind.solver.steps import KernelStep
 
 
 @pytest.fixture(autouse=True)
@@ -73,7 +73,7 @@ def test_an_architecture_that_nvrtc_does_not_know_is_refused(arch: str) -> None:
 
 
 def test_without_a_gpu_an_architecture_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("miofind.device.has_cuda", lambda: False)
+    monkeypatch.setattr("miofind.device.device.has_cuda", lambda: False)
     assert "--arch 90a" in run("compile", *FORWARD, code=2).stderr
 
 

@@ -11,10 +11,10 @@ import pytest
 from cli_runner import FORWARD, TINY, run, run_json, use_own_folders
 from finddb_entries import older_answers, version_1
 
-from miofind.device import Device
+from miofind.device.device import Device
 from miofind.driver.line import parse_driver_line
 from miofind.finddb import Comparison, Row, Store, Verdict
-from miofind.solution import Config
+from miofind.solver.steps import Config
 
 PROBLEM = parse_driver_line(" ".join(FORWARD))[0]
 
@@ -174,7 +174,7 @@ def test_other_devices_are_checked_by_what_their_identity_says(filled: Path) -> 
         solver_id="ConvDirectNaive", solver_version=1, config='{"accumulate":"float16"}', status="ok", time_ms=1.0
     )
     from miofind.find.validity import solver_hash
-    from miofind.solver import solver_by_id
+    from miofind.solver.solver import solver_by_id
 
     naive = solver_by_id("ConvDirectNaive")
     fields = {name: getattr(row, name) for name in Row.__slots__} | {

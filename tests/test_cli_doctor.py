@@ -13,11 +13,11 @@ from cli_runner import FORWARD, run, run_json, use_own_folders
 from miofind.cli import doctor as doctor_module
 from miofind.cli.coverage import SuiteLayers, answered_finds, coverage
 from miofind.cli.coverage_table import show_suites
-from miofind.device import Device
+from miofind.core.problem import Direction
+from miofind.device.device import Device
 from miofind.driver.line import parse_driver_line
 from miofind.errors import MissingLibraryError, NoDeviceError
 from miofind.finddb import ProblemKey
-from miofind.problem import Direction
 from miofind.suites import load_suite
 
 

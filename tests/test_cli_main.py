@@ -13,10 +13,10 @@ import click
 import pytest
 from cli_runner import FORWARD, run, run_json, use_own_folders
 
-from miofind import interrupts
 from miofind.cli import main
 from miofind.driver.flags import FLAGS
 from miofind.finddb import Row, Store
+from miofind.process import interrupts
 
 # These say for all problems of a command what the driver's flags of that name say for one, or how it is run.
 SHARED_WITH_THE_DRIVER = {"dtype", "layout", "math", "search", "solution", "verify"}
@@ -125,7 +125,7 @@ def test_bad_input_is_one_message(arguments: tuple[str, ...], code: int, message
 
 @pytest.mark.parametrize("arguments", [("find", *FORWARD), ("tune", *FORWARD), ("run", *FORWARD)], ids=lambda a: a[0])
 def test_no_gpu_is_an_error_of_the_environment(arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("miofind.device.cuda_device_count", lambda: 0)
+    monkeypatch.setattr("miofind.device.device.cuda_device_count", lambda: 0)
     assert "CUDA device 0 does not exist" in run(*arguments, "--device", "cuda", code=3).stderr
 
 

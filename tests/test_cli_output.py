@@ -19,9 +19,9 @@ from miofind.cli.output import (
     time_text,
 )
 from miofind.cli.problems import short_problem
-from miofind.device import device_text
+from miofind.device.device import device_text
 from miofind.driver.line import parse_driver_line
-from miofind.solution import config_text
+from miofind.solver.steps import config_text
 
 RULE = "\N{BOX DRAWINGS LIGHT HORIZONTAL}"
 

@@ -17,11 +17,11 @@ import pytest
 from cli_runner import FORWARD, TINY, run, run_json, use_own_folders
 from rich.console import Console
 
-from miofind.candidate import Outcome
-from miofind.device import Device
+from miofind.device.device import Device
 from miofind.errors import LaunchError
+from miofind.evaluate.executors import InProcess
 from miofind.finddb import Store
-from miofind.sandbox.executors import InProcess
+from miofind.solver.candidate import Outcome
 
 HERE = ("--device", "cpu", "--in-process", "--exclude", "ConvCpuDirect")
 SMALL_TABLE = """suite,layer,n,c,h,w,k,fy,fx,pad_h,pad_w
@@ -199,7 +199,7 @@ def test_ctrl_c_ends_with_a_summary(table: str, monkeypatch: pytest.MonkeyPatch)
 
 
 _ON_TWO = """
-from miofind import device
+from miofind.device import device
 from miofind.cli import main, tune
 cpu = device.Device.cpu()
 device.Device.cuda = staticmethod(lambda index: cpu)

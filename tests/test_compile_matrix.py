@@ -9,11 +9,11 @@ import pytest
 
 from miofind.compiler import Binary, BinaryCache, Compiler
 from miofind.compiler.nvrtc import toolchain
-from miofind.device import Device, Place
+from miofind.core.problem import Layout, ProblemDescription
+from miofind.device.device import Device, Place
 from miofind.errors import CompileError
-from miofind.problem import Layout, ProblemDescription
-from miofind.solution import Config, KernelStep
-from miofind.solver import Solver, solvers
+from miofind.solver.solver import Solver, solvers
+from miofind.solver.steps import Config, KernelStep
 
 pytest.importorskip("cuda.bindings.nvrtc")
 

@@ -18,7 +18,7 @@ from cuda_package import CudaPackage, make_package
 from miofind.compiler import BinaryCache, CompilePool, Compiler, CompileTimeoutError
 from miofind.compiler import pool as pool_module
 from miofind.errors import CompileError, InvalidOptionError
-from miofind.solution import KernelStep
+from miofind.solver.steps import KernelStep
 
 pytest.importorskip("cuda.bindings.nvrtc")
 
@@ -217,7 +217,7 @@ _PARENT = """
 import sys, time
 from pathlib import Path
 from miofind.compiler import BinaryCache, CompilePool
-from miofind.solution import KernelStep
+from miofind.solver.steps import KernelStep
 step = KernelStep(source="scale.cu", entry="scale", package=sys.argv[1], grid=(1, 1, 1), block=(1, 1, 1), args=(),
                   defines=(("FAULT", sys.argv[3]),))
 pool = CompilePool(BinaryCache(Path(sys.argv[2])), workers=1, modules=("faulty_compiler", "says_its_process"))

@@ -17,9 +17,9 @@ from miofind.compiler import Binary, BinaryCache, Compiler, build, kernel_hash, 
 from miofind.compiler.cubin import parameter_bytes
 from miofind.compiler.nvrtc import Compiled, compile_source, toolchain
 from miofind.compiler.sources import Source
-from miofind.device import Device
+from miofind.device.device import Device
 from miofind.errors import CompileError, MissingLibraryError, NoDeviceError, SolutionFileError
-from miofind.solution import ConvSolution, HostStep, KernelStep, Pointer, Scalar
+from miofind.solver.steps import ConvSolution, HostStep, KernelStep, Pointer, Scalar
 
 pytest.importorskip("cuda.bindings.nvrtc")
 
@@ -363,7 +363,7 @@ CHILD = """
 import sys
 from pathlib import Path
 from miofind.compiler import BinaryCache, Compiler
-from miofind.solution import KernelStep, Pointer, Scalar
+from miofind.solver.steps import KernelStep, Pointer, Scalar
 compiler = Compiler(BinaryCache(Path(sys.argv[1])))
 for factor in (1, 2, 3):
     step = KernelStep(source="scale.cu", entry="scale", package=sys.argv[2], grid=(1, 1, 1), block=(1, 1, 1),

@@ -15,7 +15,7 @@ import pytest
 from cuda_package import CudaPackage, make_package
 
 from miofind.compiler import BinaryCache, Compiler, load
-from miofind.device import Device, Place
+from miofind.device.device import Device, Place
 from miofind.errors import LaunchError
 
 pytest.importorskip("cuda.bindings.nvrtc")

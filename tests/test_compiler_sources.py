@@ -11,7 +11,7 @@ from cuda_package import SCALE, SCALE_HEADER, CudaPackage, make_package
 from miofind.compiler import source_hash, sources
 from miofind.compiler.sources import normalised, read_source
 from miofind.errors import CompileError
-from miofind.solver import solvers
+from miofind.solver.solver import solvers
 
 
 @pytest.fixture

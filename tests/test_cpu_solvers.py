@@ -14,12 +14,12 @@ from nonfinite import infinities
 from uneven import spoils, uneven_inputs
 
 from miofind.compiler import Compiler
-from miofind.device import Device, Place
-from miofind.invoker import make_invoker
-from miofind.problem import DataType, Direction, Layout, ProblemDescription, TensorDescriptor
+from miofind.core.problem import DataType, Direction, Layout, ProblemDescription, TensorDescriptor
+from miofind.device.device import Device, Place
+from miofind.launch.invoker import make_invoker
 from miofind.reference import numpy_dtype, reference_on_host, round_once
-from miofind.solution import Config, HostStep
-from miofind.solver import Reach, Solver, solver_by_id, solvers
+from miofind.solver.solver import Reach, Solver, solver_by_id, solvers
+from miofind.solver.steps import Config, HostStep
 from miofind.solvers.common.overlap import least_products
 from miofind.verify.claims import claims_of
 from miofind.verify.verifier import Verifier

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from miofind.device import Device
+from miofind.core.problem import Direction, ProblemDescription
+from miofind.device.device import Device
 from miofind.errors import InvalidConfigError, LaunchError, MissingLibraryError
 from miofind.libraries import cudnn_backend as backend
 from miofind.libraries.cudnn import EnginePlan
@@ -24,9 +25,8 @@ from miofind.libraries.cudnn_notes import (
     parsed_notes,
     undeclared_notes,
 )
-from miofind.problem import Direction, ProblemDescription
-from miofind.solution import Config, CudnnStep
-from miofind.solver import MAX_DEFAULT_CONFIGS, Reach, Solver
+from miofind.solver.solver import MAX_DEFAULT_CONFIGS, Reach, Solver
+from miofind.solver.steps import Config, CudnnStep
 from miofind.solvers.vendor import cudnn as module
 
 SOLVER: Solver = module.SOLVERS[0]

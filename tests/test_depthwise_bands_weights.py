@@ -10,10 +10,10 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from miofind.device import Device
-from miofind.problem import ProblemDescription
-from miofind.solution import Config, KernelStep
-from miofind.solver import solver_by_id
+from miofind.core.problem import ProblemDescription
+from miofind.device.device import Device
+from miofind.solver.solver import solver_by_id
+from miofind.solver.steps import Config, KernelStep
 from miofind.solvers.depthwise.bands_tiling import BandAxis, band_pitch
 
 H200 = Device.virtual("90a")

@@ -6,10 +6,10 @@ import dataclasses
 
 import pytest
 
-from miofind.device import Device
-from miofind.problem import DataType, Direction, Layout, ProblemDescription
-from miofind.solution import Config, KernelStep
-from miofind.solver import Solver, solver_by_id
+from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
+from miofind.device.device import Device
+from miofind.solver.solver import Solver, solver_by_id
+from miofind.solver.steps import Config, KernelStep
 
 H200 = dataclasses.replace(Device.virtual("90a"), clock_hz=1.98e9, bandwidth_bytes_per_s=4.8e12)
 FORWARD, WEIGHTS = solver_by_id("ConvDepthwiseChannelsFirst"), solver_by_id("ConvDepthwiseChannelsFirstWeights")

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from miofind.device import Device
-from miofind.problem import Direction, ProblemDescription
-from miofind.solution import Config
-from miofind.solver import solver_by_id
+from miofind.core.problem import Direction, ProblemDescription
+from miofind.device.device import Device
+from miofind.solver.solver import solver_by_id
+from miofind.solver.steps import Config
 from miofind.solvers.depthwise.channels_last_rows import (
     RowAxis,
     RowTiling,

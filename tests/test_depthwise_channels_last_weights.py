@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from miofind.device import Device
-from miofind.problem import ProblemDescription
-from miofind.solution import KernelStep, Scalar
-from miofind.solver import solver_by_id
+from miofind.core.problem import ProblemDescription
+from miofind.device.device import Device
+from miofind.solver.solver import solver_by_id
+from miofind.solver.steps import KernelStep, Scalar
 from miofind.solvers.common.correlation import ceil_div
 from miofind.solvers.depthwise.channels_last_rows import row_axes
 

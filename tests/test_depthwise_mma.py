@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from miofind.device import Device
-from miofind.problem import Direction, ProblemDescription
-from miofind.solver import Solver, solver_by_id
+from miofind.core.problem import Direction, ProblemDescription
+from miofind.device.device import Device
+from miofind.solver.solver import Solver, solver_by_id
 from miofind.solvers.common.group_packs import GroupedAxis, odd_words
 from miofind.solvers.depthwise.mma_tiling import (
     DepthwiseTiling,

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from problem_strategies import problems
 
+from miofind.core.problem import ProblemDescription
 from miofind.driver.line import _words, driver_line, parse_driver_line
 from miofind.errors import InvalidProblemError
-from miofind.problem import ProblemDescription
 
 _RESNET = "conv -n 32 -c 64 -H 56 -W 56 -k 64 -y 3 -x 3 -p 1 -q 1"
 

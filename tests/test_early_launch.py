@@ -12,14 +12,24 @@ from typing import Any
 
 import pytest
 
-from miofind import early_launch, invoker
 from miofind.compiler import kernel_hash
 from miofind.compiler.sources import read_source
-from miofind.device import Device
+from miofind.core.problem import DataType, ProblemDescription
+from miofind.device.device import Device
 from miofind.errors import LaunchError
-from miofind.problem import DataType, ProblemDescription
-from miofind.solution import Config, ConvSolution, KernelStep, MatmulStep, Pointer, Region, Scalar, Step, WorkspacePlan
-from miofind.solver import Solver, solver_by_id, solvers
+from miofind.launch import early_launch, invoker
+from miofind.solver.solver import Solver, solver_by_id, solvers
+from miofind.solver.steps import (
+    Config,
+    ConvSolution,
+    KernelStep,
+    MatmulStep,
+    Pointer,
+    Region,
+    Scalar,
+    Step,
+    WorkspacePlan,
+)
 from miofind.solvers.implicit_gemm.transpose import Turn, turning
 
 driver = pytest.importorskip("cuda.bindings.driver")

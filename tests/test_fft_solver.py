@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from fft_in_numpy import carry_out
 
-from miofind.device import Device
+from miofind.core.problem import Direction, Layout, ProblemDescription
+from miofind.device.device import Device
 from miofind.errors import InvalidConfigError
-from miofind.problem import Direction, Layout, ProblemDescription
 from miofind.reference import reference_on_host
-from miofind.solution import Config, FftStep, KernelStep
-from miofind.solver import Reach, solver_by_id
+from miofind.solver.solver import Reach, solver_by_id
+from miofind.solver.steps import Config, FftStep, KernelStep
 from miofind.solvers.fft.depthwise_steps import DepthwisePlan
 from miofind.solvers.fft.steps import FftPlan
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from miofind.core.problem import ProblemDescription
 from miofind.errors import InvalidOptionError, InvalidProblemError
-from miofind.problem import ProblemDescription
 from miofind.suites.find_db_text import load_find_db, parse_find_db_key
 
 FORWARD = "64-56-58-3x5-128-28-29-32-1x2-2x2-1x1-0-NCHW-FP16-F"

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 import miofind
+from miofind.evaluate.executors import InProcess
 from miofind.find import scopes
-from miofind.sandbox.executors import InProcess
-from miofind.solver import solver_by_id
+from miofind.solver.solver import solver_by_id
 
 PROBLEM = miofind.ProblemDescription.convolution(x=(1, 4, 6, 5), w=(2, 4, 3, 3))
 

@@ -14,25 +14,25 @@ from typing import Any, ClassVar
 import pytest
 from landscapes import PARAMETERS, Landscape
 
-from miofind.candidate import Candidate, Outcome, Status
 from miofind.compiler import CompileTimeoutError
-from miofind.device import Device, Library, Place
+from miofind.core.problem import DataType, Layout, ProblemDescription
+from miofind.device.device import Device, Library, Place
 from miofind.errors import CompileError, NoSolutionError
-from miofind.evaluate import Job
+from miofind.evaluate.evaluate import Job
+from miofind.evaluate.executors import InProcess
 from miofind.find import records, rounds, validity
 from miofind.find.pipeline import find, measure
 from miofind.find.rounds import Measuring, Request
 from miofind.find.search import FINALISTS, ROUND
 from miofind.finddb import Row
-from miofind.found import Solution
-from miofind.handle import Handle
 from miofind.measure.effort import Effort
 from miofind.measure.verdict import Verdict
 from miofind.options import FindOptions
-from miofind.problem import DataType, Layout, ProblemDescription
-from miofind.sandbox.executors import InProcess
-from miofind.solution import Config, ConfigValue, ConvSolution, HostStep, KernelStep
-from miofind.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver, solvers
+from miofind.runtime.handle import Handle
+from miofind.runtime.solution import Solution
+from miofind.solver.candidate import Candidate, Outcome, Status
+from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver, solvers
+from miofind.solver.steps import Config, ConfigValue, ConvSolution, HostStep, KernelStep
 
 PROBLEM = ProblemDescription.convolution(x=(1, 4, 6, 6), w=(4, 4, 3, 3))
 OTHERS = ("ConvCpuDirect", "ConvCpuFft", "ConvCpuGemm1x1", "ConvCpuIm2colGemm", "ConvCpuWinograd")

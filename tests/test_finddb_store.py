@@ -10,11 +10,11 @@ from finddb_entries import DEVICE, PROBLEM, VERSIONS, answers, at, contents, fil
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from miofind.candidate import Status
 from miofind.errors import DatabaseError
 from miofind.finddb import MEMORY, History, ProblemKey, Prune, RefusedEntryError, Store, entries, environment_id
 from miofind.finddb.validation import LAST_STAMP
 from miofind.finddb.values import STATUSES, USABLE_STATUSES
+from miofind.solver.candidate import Status
 
 FULL = row(
     config='{"tile":128}',

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from miofind.device import Device
-from miofind.problem import DataType, Direction, Layout, ProblemDescription
-from miofind.solver import solver_by_id
+from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
+from miofind.device.device import Device
+from miofind.solver.solver import solver_by_id
 from miofind.solvers.few_channels.cells import Cells
 from miofind.solvers.few_channels.windows import WindowTile, unserved
 

@@ -10,7 +10,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from miofind.problem import Direction, ProblemDescription
+from miofind.core.problem import Direction, ProblemDescription
 from miofind.reference import reference_on_host
 from miofind.solvers.common.fourier import Axis, smooth, spectrum, whole_length
 from miofind.solvers.common.overlap import least_products

@@ -11,13 +11,13 @@ from importlib import resources
 import numpy as np
 import pytest
 
-from miofind.device import Device
+from miofind.core.problem import DataType, Direction, ProblemDescription
+from miofind.device.device import Device
 from miofind.errors import InvalidConfigError
 from miofind.libraries.gemm import MAX_BATCH, Operand, Product
 from miofind.libraries.matmul_choice import ALGORITHM_ATTRIBUTES, TENSOR_ALIGNMENT, MatmulShape
-from miofind.problem import DataType, Direction, ProblemDescription
-from miofind.solution import Config, ConvSolution, KernelStep, MatmulStep, Pointer, Scalar
-from miofind.solver import Solver
+from miofind.solver.solver import Solver
+from miofind.solver.steps import Config, ConvSolution, KernelStep, MatmulStep, Pointer, Scalar
 from miofind.solvers.vendor.column_configs import MAX_STEPS
 from miofind.solvers.vendor.gemm1x1 import ConvGemm1x1
 from miofind.solvers.vendor.im2col_gemm import ConvIm2colGemm

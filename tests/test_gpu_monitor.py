@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from miofind.device import Device
+from miofind.device.device import Device
 from miofind.measure import gpu_monitor as module
 from miofind.measure.gpu_monitor import GpuMonitor, Reading, gpu_monitor
 

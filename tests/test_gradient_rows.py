@@ -8,10 +8,10 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from miofind.device import Device
-from miofind.problem import DataType, Direction, Layout, ProblemDescription
-from miofind.solution import Config
-from miofind.solver import Solver, solver_by_id
+from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
+from miofind.device.device import Device
+from miofind.solver.solver import Solver, solver_by_id
+from miofind.solver.steps import Config
 from miofind.solvers.few_channels.cell_rows import CellRows
 from miofind.solvers.few_channels.gradient_rows import ColumnTiles, GradientRows, StrideCells
 from miofind.solvers.few_channels.gradient_rows_tf32 import GradientRowsTf32, TapBlocks

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from miofind.device import Device
-from miofind.problem import Direction, Layout, ProblemDescription
-from miofind.solution import Box, Config, TensorMap
-from miofind.solver import solver_by_id
+from miofind.core.problem import Direction, Layout, ProblemDescription
+from miofind.device.device import Device
+from miofind.solver.solver import solver_by_id
+from miofind.solver.steps import Box, Config, TensorMap
 from miofind.solvers.few_channels.gradient_slots import GradientSlots
 
 DEVICE = Device.virtual("90a")

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from miofind.device import Device
-from miofind.problem import Direction, Layout, ProblemDescription
-from miofind.solver import solver_by_id
+from miofind.core.problem import Direction, Layout, ProblemDescription
+from miofind.device.device import Device
+from miofind.solver.solver import solver_by_id
 from miofind.solvers.common.group_packs import GroupedAxis, GroupedTiling, Packs, odd_words, unit_channels, units_of
 from miofind.solvers.grouped.pixels_weights_tiling import GroupedWeightsTiling
 

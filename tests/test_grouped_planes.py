@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from miofind.device import Device
-from miofind.problem import Direction, Layout, ProblemDescription
-from miofind.solver import Solver, solver_by_id
+from miofind.core.problem import Direction, Layout, ProblemDescription
+from miofind.device.device import Device
+from miofind.solver.solver import Solver, solver_by_id
 from miofind.solvers.grouped.planes_tiling import PlaneRows, PlanesTiling, PlanesWeightsTiling, planes_unit, quiet_pitch
 
 H200 = replace(Device.virtual("90a"), clock_hz=1.98e9, bandwidth_bytes_per_s=4.8e12)

@@ -8,9 +8,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from miofind import health
 from miofind.compiler import Compiler
-from miofind.device import Device
+from miofind.device.device import Device
+from miofind.evaluate import health
 
 
 def test_the_cpu_place_has_nothing_to_complain_of() -> None:

@@ -13,22 +13,22 @@ from pathlib import Path
 import pytest
 
 from miofind.compiler import host_hash, host_sources, kernel_hash
-from miofind.device import Place
+from miofind.device.device import Place
 from miofind.find.validity import solver_hash
-from miofind.solution import ConvSolution, HostStep
-from miofind.solver import solvers
+from miofind.solver.solver import solvers
+from miofind.solver.steps import ConvSolution, HostStep
 
 _numbers = itertools.count()
 CPU_SOLVERS = [solver for solver in solvers().values() if solver.keys[0].place is Place.CPU]
 
 # What of this package CPU solvers import and no hash holds: what a solver promises, and what it is asked and given.
 CONTRACT = {
-    "miofind.arrays",
-    "miofind.device",
-    "miofind.geometry",
-    "miofind.problem",
-    "miofind.solution",
-    "miofind.solver",
+    "miofind.arrays.arrays",
+    "miofind.device.device",
+    "miofind.solver.geometry",
+    "miofind.core.problem",
+    "miofind.solver.steps",
+    "miofind.solver.solver",
 }
 
 SOLVER = '''\

@@ -11,15 +11,16 @@ from pathlib import Path
 import pytest
 
 import miofind
-from miofind import FindOptions, options, row_check, solver
-from miofind.device import Device, Library, Place
+from miofind import FindOptions, options
+from miofind.core.problem import ProblemDescription
+from miofind.device.device import Device, Library, Place
 from miofind.errors import NoSolutionError
-from miofind.find import plan, records, scopes, stored, validity
+from miofind.find import plan, records, row_check, scopes, stored, validity
 from miofind.finddb import ProblemKey, Scope, Store
-from miofind.found import Solution, Source
 from miofind.options import FindMode
-from miofind.problem import ProblemDescription
-from miofind.solver import Applicability, Solver, solvers
+from miofind.runtime.solution import Solution, Source
+from miofind.solver import solver
+from miofind.solver.solver import Applicability, Solver, solvers
 
 PROBLEM = ProblemDescription.convolution(x=(1, 4, 6, 5), w=(2, 4, 3, 3))
 DIRECT = type(solvers()["ConvCpuDirect"])

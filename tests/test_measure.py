@@ -12,14 +12,14 @@ import pytest
 from fake_invokers import FakeInvoker, right, sleeping
 
 from miofind.bench.ceilings import Ceilings, arithmetic_of
-from miofind.candidate import Timing
-from miofind.device import Device
+from miofind.core.problem import ProblemDescription
+from miofind.device.device import Device
 from miofind.errors import LaunchError, MeasurementError
 from miofind.measure.effort import Effort
 from miofind.measure.gpu_monitor import Reading
 from miofind.measure.race import Entrant, Race, Watcher
 from miofind.measure.stage import Batch, Stage, Track
-from miofind.problem import ProblemDescription
+from miofind.solver.candidate import Timing
 
 SMALL = ProblemDescription.convolution(x=(1, 4, 6, 6), w=(4, 4, 3, 3))
 

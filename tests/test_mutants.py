@@ -8,9 +8,9 @@ import pytest
 from mutants import cuda, host
 from mutants.find import find
 
-from miofind.candidate import Status
 from miofind.compiler import BinaryCache, Compiler
-from miofind.device import Device
+from miofind.device.device import Device
+from miofind.solver.candidate import Status
 
 FAILED = {"writes_into_an_input_and_mends_it", "packing_fails"}
 """May be recorded as failed instead, since what they do raises."""

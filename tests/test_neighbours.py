@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
+from miofind.core.problem import ProblemDescription
 from miofind.find import neighbours
 from miofind.find.neighbours import Neighbours, distance, shared_neighbours
 from miofind.finddb import Layered, Row, Store
-from miofind.problem import ProblemDescription
-from miofind.solution import Config
+from miofind.solver.steps import Config
 
 DEVICE = "some GPU"
 BASE: dict[str, Any] = {"x": (32, 64, 56, 56), "w": (64, 64, 3, 3), "padding": 1, "dtype": "float16", "layout": "NHWC"}

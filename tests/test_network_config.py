@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from problem_strategies import problems
 
+from miofind.core.problem import ProblemDescription
 from miofind.errors import InvalidProblemError
-from miofind.problem import ProblemDescription
 
 _BASE = {"x": (32, 64, 56, 56), "w": (64, 64, 3, 3)}
 _VOLUME = {"x": (2, 4, 8, 10, 12), "w": (6, 4, 3, 3, 3)}

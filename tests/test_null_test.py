@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 from cli_runner import FORWARD, TINY, run, run_json, use_own_folders
 
-from miofind import null_test as module
+from miofind.bench import null_test as module
+from miofind.bench.null_test import DEFAULT_PROBLEM, NullTestOptions, NullTestReport, Repeated, null_test
 from miofind.compiler import Compiler
-from miofind.device import Device
+from miofind.core.problem import ProblemDescription
+from miofind.device.device import Device
 from miofind.errors import InvalidOptionError, LaunchError, NoSolutionError
 from miofind.measure.stage import Batch, Stage, Track
-from miofind.null_test import DEFAULT_PROBLEM, NullTestOptions, NullTestReport, Repeated, null_test
 from miofind.options import FindOptions
-from miofind.problem import ProblemDescription
 
 
 class Launches(Track):

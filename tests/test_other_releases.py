@@ -18,19 +18,19 @@ from releases import TILES, Terms, made, released
 
 import miofind
 from miofind import FindOptions
-from miofind.device import Device
-from miofind.environment import versions
+from miofind.core.problem import ProblemDescription
+from miofind.device.device import Device
+from miofind.device.environment import versions
 from miofind.errors import LaunchError, NoSolutionError, SolutionFileError
 from miofind.find import failures, known, records
+from miofind.find.row_check import RowCheck
 from miofind.find.validity import solver_hash
 from miofind.finddb import History, Row, Scope, Store, Verdict
-from miofind.found import Solution
 from miofind.options import FindMode
-from miofind.problem import ProblemDescription
 from miofind.reference import reference_on_host
-from miofind.row_check import RowCheck
-from miofind.solution import Config
-from miofind.solver import Solver, solvers
+from miofind.runtime.solution import Solution
+from miofind.solver.solver import Solver, solvers
+from miofind.solver.steps import Config
 
 PROBLEM = ProblemDescription.convolution(x=(1, 2, 4, 3), w=(2, 2, 2, 2))
 NORMAL = FindOptions(find_mode=FindMode.NORMAL)

@@ -18,7 +18,7 @@ import pytest
 import miofind
 from miofind.cli import main
 from miofind.compiler import BinaryCache, Compiler
-from miofind.device import Device
+from miofind.device.device import Device
 from miofind.errors import MissingLibraryError
 from miofind.suites import suite_names
 

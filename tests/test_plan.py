@@ -8,14 +8,14 @@ from typing import ClassVar
 
 import pytest
 
-from miofind.device import Device
+from miofind.core.problem import ProblemDescription
+from miofind.device.device import Device
 from miofind.find import plan as plan_module
 from miofind.find.plan import SEARCH_LIMIT, estimated_configs, make_plan
 from miofind.find.search import EXHAUSTIVE, Space
 from miofind.options import FindOptions
-from miofind.problem import ProblemDescription
-from miofind.solution import Config, ConfigValue, ConvSolution
-from miofind.solver import APPLICABLE, Applicability, Solver, solver_by_id
+from miofind.solver.solver import APPLICABLE, Applicability, Solver, solver_by_id
+from miofind.solver.steps import Config, ConfigValue, ConvSolution
 from miofind.solvers.direct.tiled import ConvDirectTiled
 
 DEVICE = Device.virtual("90a")

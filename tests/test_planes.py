@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from miofind.problem import DataType, Layout, TensorDescriptor
+from miofind.core.problem import DataType, Layout, TensorDescriptor
 from miofind.solvers.common.correlation import Axis
 from miofind.solvers.depthwise.large_planes import PlaneVector, StagedColumns, gap_slots
 

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from miofind.device import Device
+from miofind.core.problem import Direction, ProblemDescription
+from miofind.device.device import Device
+from miofind.find.row_check import RowCheck, Shipping
 from miofind.find.stored import admits
 from miofind.finddb import MEMORY, ReleaseRules, Store, shipped_paths, write_release
 from miofind.finddb.open_files import acquired
-from miofind.handle import Handle
 from miofind.options import FindOptions
-from miofind.problem import Direction, ProblemDescription
-from miofind.row_check import RowCheck, Shipping
-from miofind.solver import Algorithm
+from miofind.runtime.handle import Handle
+from miofind.solver.solver import Algorithm
 
 PREBUILT = shipped_paths({})
 MOST_BYTES_A_PROBLEM = 1 << 10

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from problem_strategies import problems, refusal
 
-from miofind.errors import InvalidProblemError
-from miofind.problem import (
+from miofind.core.problem import (
     ConvolutionDescriptor,
     DataType,
     Direction,
@@ -18,6 +17,7 @@ from miofind.problem import (
     ProblemDescription,
     TensorDescriptor,
 )
+from miofind.errors import InvalidProblemError
 
 
 def convolution(**arguments: object) -> ProblemDescription:

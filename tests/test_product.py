@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from miofind.device import Device
-from miofind.problem import Direction, Layout, ProblemDescription
+from miofind.core.problem import Direction, Layout, ProblemDescription
+from miofind.device.device import Device
 from miofind.reference import reference_on_host
-from miofind.solver import solver_by_id
+from miofind.solver.solver import solver_by_id
 from miofind.solvers.common.product import Index, Operand, Product, Steps, linear_step, products, vector_length
 
 IntArray = NDArray[np.int64]

@@ -10,19 +10,19 @@ from typing import Any
 import pytest
 
 from miofind import find_solutions
-from miofind.candidate import Candidate, Outcome, Status, Timing
-from miofind.device import Device
+from miofind.core.problem import ProblemDescription
+from miofind.device.device import Device
 from miofind.find import failures, records, scopes, validity
 from miofind.find import recording as recording_module
 from miofind.find.plan import make_plan
 from miofind.find.recording import Recording
 from miofind.finddb import History, Row
-from miofind.handle import Handle
 from miofind.measure.verdict import Comparison, Verdict
 from miofind.options import FindOptions
-from miofind.problem import ProblemDescription
-from miofind.solution import Region, WorkspacePlan
-from miofind.solver import solver_by_id
+from miofind.runtime.handle import Handle
+from miofind.solver.candidate import Candidate, Outcome, Status, Timing
+from miofind.solver.solver import solver_by_id
+from miofind.solver.steps import Region, WorkspacePlan
 
 PROBLEM = ProblemDescription.convolution(x=(1, 4, 6, 5), w=(3, 4, 1, 1))
 OPTIONS = FindOptions()

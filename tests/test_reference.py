@@ -9,10 +9,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from miofind.geometry import geometry_scalars, index_bits
-from miofind.problem import DataType, Direction, ProblemDescription
+from miofind.core.problem import DataType, Direction, ProblemDescription
 from miofind.reference import reference_on_host, reference_step, round_once
-from miofind.solution import Pointer
+from miofind.solver.geometry import geometry_scalars, index_bits
+from miofind.solver.steps import Pointer
 
 SHAPES: dict[str, dict[str, Any]] = {
     "1d": {"x": (2, 3, 9), "w": (4, 3, 3), "padding": 2, "stride": 3},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from miofind.device import Device
+from miofind.device.device import Device
 from miofind.solvers.common.residency import held_registers, resident_blocks
 
 

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from miofind.device import Device, Place
+from miofind.core.problem import ProblemDescription
+from miofind.device.device import Device, Place
 from miofind.errors import MiofindError
+from miofind.find.row_check import RowCheck, device_of
 from miofind.find.validity import solver_hash
 from miofind.finddb import ProblemKey, Row
-from miofind.problem import ProblemDescription
-from miofind.row_check import RowCheck, device_of
-from miofind.solution import Config
-from miofind.solver import Solver, solvers
+from miofind.solver.solver import Solver, solvers
+from miofind.solver.steps import Config
 
 H200 = "NVIDIA H200|132|9.0|"
 

@@ -15,17 +15,17 @@ from pathlib import Path
 
 import pytest
 
-from miofind.candidate import Candidate, Outcome, Status
-from miofind.child import Child
-from miofind.device import Device
+from miofind.core.problem import ProblemDescription
+from miofind.device.device import Device
 from miofind.errors import LaunchError, MeasurementError
-from miofind.evaluate import DeviceLostError, Job
+from miofind.evaluate.evaluate import DeviceLostError, Job
+from miofind.evaluate.executors import InProcess, Isolated, _End, _Watch
 from miofind.measure.effort import Effort
 from miofind.measure.race import Race, RaceResult
 from miofind.measure.verdict import Verdict
-from miofind.problem import ProblemDescription
-from miofind.sandbox.executors import InProcess, Isolated, _End, _Watch
-from miofind.solver import solver_by_id
+from miofind.process.child import Child
+from miofind.solver.candidate import Candidate, Outcome, Status
+from miofind.solver.solver import solver_by_id
 
 PROBLEM = ProblemDescription.convolution(x=(1, 4, 6, 5), w=(3, 4, 1, 1))
 FAULTY = "ConvCpuGemm1x1"
@@ -201,14 +201,14 @@ def test_processes_that_always_end_give_the_job_up(executor: Isolated, monkeypat
 
 def test_a_device_that_recovers_is_used(executor: Isolated, monkeypatch: pytest.MonkeyPatch, once: Path) -> None:
     monkeypatch.setenv("FAULT", "sick once")
-    monkeypatch.setattr("miofind.sandbox.executors._PAUSES_S", (0, 0, 0))
+    monkeypatch.setattr("miofind.evaluate.executors._PAUSES_S", (0, 0, 0))
     assert all(outcome.status.usable for outcome in by_solver(executor.run(job())).values())
     assert once.exists()
 
 
 def test_a_device_that_stays_sick_ends_the_job(executor: Isolated, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAULT", "sick")
-    monkeypatch.setattr("miofind.sandbox.executors._PAUSES_S", (0, 0, 0))
+    monkeypatch.setattr("miofind.evaluate.executors._PAUSES_S", (0, 0, 0))
     with pytest.raises(MeasurementError, match=r"no measuring process can be started on .*gives wrong results"):
         list(executor.run(job()))
     monkeypatch.setattr(executor, "_device", replace(Device.cpu(), place=Device.virtual("90a").place))
@@ -367,7 +367,7 @@ def test_memory_that_does_not_suffice_in_process(monkeypatch: pytest.MonkeyPatch
     def none_left(*_: object, **__: object) -> None:
         raise MemoryError("none is left")
 
-    monkeypatch.setattr("miofind.evaluate.Verifier", none_left)
+    monkeypatch.setattr("miofind.evaluate.evaluate.Verifier", none_left)
     with pytest.raises(MeasurementError, match="do not fit the memory that is free"):
         list(InProcess(Device.cpu(), None).run(job()))  # type: ignore[arg-type]
 
@@ -378,7 +378,7 @@ def test_a_device_lost_in_the_race_condemns_nobody_else(monkeypatch: pytest.Monk
 
     def broken(race: Race, **options: str) -> dict[str, RaceResult]:
         def fail(*_: object) -> None:
-            monkeypatch.setattr("miofind.evaluate.context_error", lambda device: "illegal address")
+            monkeypatch.setattr("miofind.evaluate.evaluate.context_error", lambda device: "illegal address")
             raise LaunchError("the context is gone")
 
         race._stage.batch = fail  # type: ignore[method-assign, assignment]
@@ -394,7 +394,7 @@ def test_a_device_lost_in_the_race_condemns_nobody_else(monkeypatch: pytest.Monk
 
 
 def test_a_device_lost_in_verification_ends_the_job_after_its_culprit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("miofind.evaluate.context_error", lambda device: "illegal address")
+    monkeypatch.setattr("miofind.evaluate.evaluate.context_error", lambda device: "illegal address")
     outcomes = InProcess(Device.cpu(), None).run(job())  # type: ignore[arg-type]
     culprit = next(outcomes)
     assert isinstance(culprit, Outcome)
@@ -409,7 +409,7 @@ def test_an_address_error_that_surfaces_after_the_race_blames_the_last(monkeypat
 
     def late(race: Race, **options: str) -> dict[str, RaceResult]:
         results = finish(race, **options)
-        monkeypatch.setattr("miofind.evaluate.context_error", lambda device: "illegal address")
+        monkeypatch.setattr("miofind.evaluate.evaluate.context_error", lambda device: "illegal address")
         return results
 
     monkeypatch.setattr(Race, "finish", late)

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 from landscapes import NETWORK_CONFIG, Landscape
 
-from miofind.candidate import Candidate, Outcome, Status
 from miofind.find.search import DEFAULT_PATIENCE, FINALISTS, ROUND, Search, Space
-from miofind.solution import Config
+from miofind.solver.candidate import Candidate, Outcome, Status
+from miofind.solver.steps import Config
 
 SMALL = {"tile": (1, 2, 4, 8), "stages": (1, 2, 3)}
 NEVER = 10**6

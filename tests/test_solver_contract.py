@@ -12,10 +12,11 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from miofind.device import Device, Place
+from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
+from miofind.device.device import Device, Place
 from miofind.errors import InvalidConfigError
-from miofind.problem import DataType, Direction, Layout, ProblemDescription
-from miofind.solution import (
+from miofind.solver.solver import MAX_DEFAULT_CONFIGS, Algorithm, KernelKey, Reach, Solver, solvers
+from miofind.solver.steps import (
     Config,
     CudnnStep,
     FftStep,
@@ -26,7 +27,6 @@ from miofind.solution import (
     Scalar,
     TensorMap,
 )
-from miofind.solver import MAX_DEFAULT_CONFIGS, Algorithm, KernelKey, Reach, Solver, solvers
 
 SOLVERS = list(solvers().values())
 TENSORS = {"x", "w", "y"}

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from miofind import tensor_maps
-from miofind.bound_steps import make_step_launcher
-from miofind.solution import Box, KernelStep, Pointer, Scalar, TensorMap
+from miofind.launch import tensor_maps
+from miofind.launch.bound_steps import make_step_launcher
+from miofind.solver.steps import Box, KernelStep, Pointer, Scalar, TensorMap
 
 
 class _Kernel:

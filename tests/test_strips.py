@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from miofind.problem import DataType, Direction, Layout, ProblemDescription
+from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.solvers.depthwise.strips import StripAxis, room, tap_pitch, unserved, vector
 
 

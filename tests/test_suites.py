@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from miofind.core.problem import DataType, Direction, Layout, MathMode, ProblemDescription
 from miofind.driver.line import driver_line, parse_driver_line
 from miofind.errors import InvalidOptionError, InvalidProblemError
-from miofind.problem import DataType, Direction, Layout, MathMode, ProblemDescription
 from miofind.suites import (
     PROBLEM_CLASSES,
     load,

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from miofind import tensor_maps
 from miofind.errors import LaunchError
-from miofind.solution import Box, ConvSolution, Im2col, KernelStep, Pointer, TensorMap
+from miofind.launch import tensor_maps
+from miofind.solver.steps import Box, ConvSolution, Im2col, KernelStep, Pointer, TensorMap
 
 driver = pytest.importorskip("cuda.bindings.driver")
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from miofind.threads import Helper, in_threads
+from miofind.process.threads import Helper, in_threads
 
 
 @pytest.fixture

@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 
-from miofind.candidate import Outcome
 from miofind.compiler import CompilePool
+from miofind.core.problem import ProblemDescription
 from miofind.errors import DatabaseError, LaunchError, MissingLibraryError
-from miofind.evaluate import DeviceLostError
+from miofind.evaluate.evaluate import DeviceLostError
+from miofind.evaluate.executors import InProcess
 from miofind.finddb import Answer, Row, Store
-from miofind.found import Solution
-from miofind.handle import Handle
 from miofind.options import FindOptions
-from miofind.problem import ProblemDescription
-from miofind.sandbox.executors import InProcess
+from miofind.runtime.handle import Handle
+from miofind.runtime.solution import Solution
+from miofind.solver.candidate import Outcome
 from miofind.suites import SuiteProblem
 from miofind.tune.service import (
     TuneBegan,

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from miofind.device import Device
+from miofind.core.problem import ProblemDescription
+from miofind.device.device import Device
 from miofind.errors import CompileError
 from miofind.find.plan import make_plan
-from miofind.handle import Handle
 from miofind.options import FindOptions
-from miofind.problem import ProblemDescription
-from miofind.solution import KernelStep
+from miofind.runtime.handle import Handle
+from miofind.solver.steps import KernelStep
 from miofind.tune import ahead as tune_ahead
 from miofind.tune.ahead import Ahead
 

@@ -11,8 +11,8 @@ from rich.console import Console
 
 from miofind.cli.tune_board import Board
 from miofind.cli.tune_progress import _View, device_name
-from miofind.device import Device
-from miofind.problem import ProblemDescription
+from miofind.core.problem import ProblemDescription
+from miofind.device.device import Device
 from miofind.suites import SuiteProblem
 from miofind.tune.service import Task, TuneBegan, TuneFinished, TuneLost, TuneResult, TuneStarted, TuneStatus
 

@@ -16,12 +16,12 @@ import numpy as np
 import pytest
 
 from miofind import find_solutions, run_solution
-from miofind.device import Device
+from miofind.core.problem import ProblemDescription
+from miofind.device.device import Device
 from miofind.errors import DatabaseError, InvalidOptionError
 from miofind.finddb import Store
-from miofind.handle import Handle
 from miofind.options import FindOptions
-from miofind.problem import ProblemDescription
+from miofind.runtime.handle import Handle
 from miofind.suites import SuiteProblem
 from miofind.tune import crew as crew_module
 from miofind.tune.queue import TaskQueue

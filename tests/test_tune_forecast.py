@@ -10,18 +10,18 @@ from pathlib import Path
 import pytest
 from cli_runner import FORWARD, run, run_json, use_own_folders
 
-from miofind.candidate import Outcome, Status
 from miofind.compiler import processors
-from miofind.device import Device
+from miofind.core.problem import ProblemDescription
+from miofind.device.device import Device
+from miofind.evaluate.executors import InProcess
 from miofind.find.plan import make_plan
 from miofind.find.recording import Recording
 from miofind.finddb import Store
-from miofind.handle import Handle
 from miofind.measure.effort import Effort
 from miofind.options import FindOptions
-from miofind.problem import ProblemDescription
-from miofind.sandbox.executors import InProcess
-from miofind.solver import solver_by_id
+from miofind.runtime.handle import Handle
+from miofind.solver.candidate import Outcome, Status
+from miofind.solver.solver import solver_by_id
 from miofind.suites import SuiteProblem
 from miofind.tune.cost import CANDIDATE_S, PROBLEM_S, measuring_seconds, rough_seconds
 from miofind.tune.forecast import COMPILE_S, forecast

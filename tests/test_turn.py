@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from turn_in_numpy import carry_out, tensors
 
-from miofind.problem import DataType, ProblemDescription
+from miofind.core.problem import DataType, ProblemDescription
 from miofind.solvers.implicit_gemm.transpose import Turn, turning
 
 LENGTHS = (1, 3, 7, 8, 9, 25, 49, 64, 65, 196, 257, 784)

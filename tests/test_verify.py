@@ -12,9 +12,9 @@ from fake_invokers import FakeInvoker, Run, address_of, compute, inputs_of, righ
 from hypothesis import HealthCheck, assume, given, settings
 from problem_strategies import problems
 
-from miofind.device import Device
+from miofind.core.problem import DataType, Direction, ProblemDescription
+from miofind.device.device import Device
 from miofind.errors import LaunchError
-from miofind.problem import DataType, Direction, ProblemDescription
 from miofind.reference import numpy_dtype, round_once
 from miofind.verify.claims import Claims
 from miofind.verify.verifier import Verdict, Verifier

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 import miofind
-from miofind.device import Device
+from miofind.core.problem import Direction, ProblemDescription
+from miofind.device.device import Device
 from miofind.errors import NoSolutionError
-from miofind.invoker import Invoker, make_invoker
-from miofind.problem import Direction, ProblemDescription
-from miofind.solver import solver_by_id
+from miofind.launch.invoker import Invoker, make_invoker
+from miofind.solver.solver import solver_by_id
 from miofind.solvers.cpu import gemm1x1
 from miofind.verify.claims import Claims
 from miofind.verify.verifier import Verifier

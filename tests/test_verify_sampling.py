@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from problem_strategies import problems
 
-from miofind.device import Device
-from miofind.problem import Direction, ProblemDescription
+from miofind.core.problem import Direction, ProblemDescription
+from miofind.device.device import Device
 from miofind.reference import reference_on_host
 from miofind.verify.sampling import (
     SampleBudget,

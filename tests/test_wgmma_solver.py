@@ -18,12 +18,12 @@ from numpy.typing import NDArray
 from wgmma_forms import KINDS, ONE_FIRST
 from wgmma_in_numpy import Launch, viewed
 
-from miofind.device import Device
+from miofind.core.problem import Direction, Layout, MathMode, ProblemDescription
+from miofind.device.device import Device
 from miofind.errors import InvalidConfigError
-from miofind.problem import Direction, Layout, MathMode, ProblemDescription
 from miofind.reference import reference_on_host
-from miofind.solution import Box, Config, ConfigValue, ConvSolution, Im2col, KernelStep, Pointer, Scalar, TensorMap
-from miofind.solver import solver_by_id
+from miofind.solver.solver import solver_by_id
+from miofind.solver.steps import Box, Config, ConfigValue, ConvSolution, Im2col, KernelStep, Pointer, Scalar, TensorMap
 from miofind.solvers.common.wgmma_product import Planes, WgmmaProduct
 from miofind.solvers.implicit_gemm.wgmma_tiling import WgmmaTiling
 

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 from wgmma_turned_in_numpy import Launch, multiplied, swizzled, terms_of_rows, turned
 
-from miofind.device import Device
-from miofind.problem import ProblemDescription
+from miofind.core.problem import ProblemDescription
+from miofind.device.device import Device
 from miofind.reference import reference_on_host
-from miofind.solution import Config, KernelStep, Scalar, TensorMap
-from miofind.solver import solver_by_id
+from miofind.solver.solver import solver_by_id
+from miofind.solver.steps import Config, KernelStep, Scalar, TensorMap
 from miofind.solvers.common.wgmma_product import WgmmaProduct
 from miofind.solvers.implicit_gemm.wgmma_turned_tiling import TurnedTiling
 

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from winograd_fused_in_numpy import carry_out
 
-from miofind.device import Device
-from miofind.problem import Direction, ProblemDescription
+from miofind.core.problem import Direction, ProblemDescription
+from miofind.device.device import Device
 from miofind.reference import reference_on_host
-from miofind.solution import Config, ConvSolution
+from miofind.solver.steps import Config, ConvSolution
 from miofind.solvers.winograd.fused import ConvWinogradFused
 from miofind.solvers.winograd.fused_tiling import FusedTiling
 

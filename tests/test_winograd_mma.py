@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from winograd_in_numpy import carry_out
 
-from miofind.device import Device
+from miofind.core.problem import Direction, ProblemDescription
+from miofind.device.device import Device
 from miofind.errors import InvalidConfigError
-from miofind.problem import Direction, ProblemDescription
 from miofind.reference import reference_on_host
-from miofind.solution import Config, KernelStep
-from miofind.solver import solver_by_id
+from miofind.solver.solver import solver_by_id
+from miofind.solver.steps import Config, KernelStep
 from miofind.solvers.common.chunks import chunks
 from miofind.solvers.winograd.mma import ConvWinogradMma, product_problem, product_tensors
 

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from winograd_in_numpy import carry_out
 
-from miofind.device import Device
+from miofind.core.problem import DataType, Direction, ProblemDescription
+from miofind.device.device import Device
 from miofind.errors import InvalidConfigError
-from miofind.problem import DataType, Direction, ProblemDescription
 from miofind.reference import reference_on_host
-from miofind.solution import Config, KernelStep, MatmulStep
-from miofind.solver import Reach, solver_by_id
+from miofind.solver.solver import Reach, solver_by_id
+from miofind.solver.steps import Config, KernelStep, MatmulStep
 from miofind.solvers.winograd.batched import ConvWinograd
 from miofind.solvers.winograd.steps import WinogradPlan
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from miofind.solution import KernelStep, Pointer, Scalar
+from miofind.solver.steps import KernelStep, Pointer, Scalar
 from miofind.solvers.common.divisor import divisor
 
 ENTRIES = {"transpose": 1, "transpose_two": 2}

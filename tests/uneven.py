@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from miofind.problem import DataType, ProblemDescription
+from miofind.core.problem import DataType, ProblemDescription
 from miofind.reference import numpy_dtype, reference_on_host
-from miofind.solver import Reach
+from miofind.solver.solver import Reach
 from miofind.verify.accuracy import direct_error, error_bounds
 
 _LARGE = {DataType.FLOAT16: 1.375 * 2.0**10}  # sums of its products with what lies in [1, 2) are finite

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from miofind.problem import Direction, Layout
+from miofind.core.problem import Direction, Layout
 
 KINDS: dict[str, dict[str, str]] = {
     "float16": {"dtype": "float16"},

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from miofind.solution import Box, Im2col, KernelStep, TensorMap
+from miofind.solver.steps import Box, Im2col, KernelStep, TensorMap
 
 Array = NDArray[np.float64]
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from wgmma_in_numpy import Array, copied_box, copied_pixels
 
-from miofind.solution import KernelStep, TensorMap
+from miofind.solver.steps import KernelStep, TensorMap
 
 WIDE = 32
 _WORDS = WIDE * WIDE

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from miofind.solution import KernelStep, Pointer, Scalar
+from miofind.solver.steps import KernelStep, Pointer, Scalar
 
 Array = NDArray[np.float64]
 _B = np.array([[1, 0, -1, 0], [0, 1, 1, 0], [0, -1, 1, 0], [0, 1, 0, -1]], dtype=np.float64)

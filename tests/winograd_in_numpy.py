@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from miofind.solution import KernelStep, MatmulStep, Pointer, Scalar
+from miofind.solver.steps import KernelStep, MatmulStep, Pointer, Scalar
 from miofind.solvers.common.divisor import divisor
 
 THREADS = 128

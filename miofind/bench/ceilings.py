@@ -11,12 +11,12 @@ from statistics import median
 
 import numpy as np
 
-from miofind.device import Device
-from miofind.device_memory import DeviceMemory
+from miofind.core.problem import DataType, MathMode, ProblemDescription
+from miofind.device.device import Device
+from miofind.device.memory import DeviceMemory
 from miofind.errors import MiofindError
-from miofind.problem import DataType, MathMode, ProblemDescription
 from miofind.reference import numpy_dtype
-from miofind.solution import MatmulStep, Pointer
+from miofind.solver.steps import MatmulStep, Pointer
 
 _COPY_BYTES = 1 << 30
 _RUNS = 7

@@ -17,14 +17,14 @@ from miofind.api import find_solutions
 from miofind.bench.ceilings import Ceilings, measure_ceilings
 from miofind.bench.torch_rival import TorchRival
 from miofind.compiler import CompilePool
+from miofind.core.problem import ProblemDescription
 from miofind.errors import MiofindError
 from miofind.find import records
 from miofind.find.pipeline import measure
-from miofind.found import Solution
-from miofind.handle import Handle
 from miofind.measure.stage import Runnable, Stage, Track
 from miofind.options import FindOptions
-from miofind.problem import ProblemDescription
+from miofind.runtime.handle import Handle
+from miofind.runtime.solution import Solution
 from miofind.suites import PROBLEM_CLASSES, SuiteProblem, problem_class
 from miofind.tune.ahead import Ahead
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from miofind.device import INSTALL_CUDA
+from miofind.core.problem import Direction, ProblemDescription
+from miofind.core.tensor import DataType, MathMode, TensorDescriptor
+from miofind.device.device import INSTALL_CUDA
 from miofind.errors import LaunchError, MissingLibraryError
-from miofind.problem import Direction, ProblemDescription
-from miofind.solution import Config
-from miofind.tensor import DataType, MathMode, TensorDescriptor
+from miofind.solver.steps import Config
 
 _TYPESTR = {2: "<i2", 4: "<i4", 8: "<i8"}
 

@@ -11,11 +11,12 @@ from typing import Any
 
 import click
 
-from miofind import __version__, interrupts
+from miofind import __version__
 from miofind.cli.output import discard_output, prepare_streams, print_error, print_note
 from miofind.cli.session import configure_logging, reset_logging
 from miofind.errors import MiofindError
 from miofind.printable import printable
+from miofind.process import interrupts
 
 logger = logging.getLogger(__name__)
 

@@ -26,14 +26,14 @@ from miofind.cli.problems import problem_json, request_options, requests_of, sho
 from miofind.cli.progress import counted
 from miofind.cli.session import verbose_option
 from miofind.compiler import CompilePool
-from miofind.device import Device, Library, Place
-from miofind.environment import versions
+from miofind.device.device import Device, Library, Place
+from miofind.device.environment import versions
 from miofind.errors import InvalidOptionError, NoDeviceError
 from miofind.files import replacing
 from miofind.finddb import is_of_database
-from miofind.handle import Handle
 from miofind.options import FindOptions
 from miofind.printable import printable_name
+from miofind.runtime.handle import Handle
 
 _COLUMNS = ("layer", "problem", "dir", "class", "solver", "ms", "torch ms", "ratio", "of floor")
 _MEANS = ("class", "problems", "ratio", "least", "of floor")

@@ -15,14 +15,14 @@ from miofind.cli.problems import request_options, requests_of
 from miofind.cli.progress import counted
 from miofind.cli.session import verbose_option
 from miofind.compiler import BinaryCache, Compiler, KernelResources, toolchain
-from miofind.device import Device, Place
+from miofind.core.problem import ProblemDescription
+from miofind.device.device import Device, Place
 from miofind.errors import CompileError, InvalidOptionError, MiofindError, NoSolutionError
 from miofind.find.plan import search_space
 from miofind.options import FindOptions
-from miofind.problem import ProblemDescription
-from miofind.solution import KernelStep
-from miofind.solver import Solver
-from miofind.solver import solvers as registered
+from miofind.solver.solver import Solver
+from miofind.solver.solver import solvers as registered
+from miofind.solver.steps import KernelStep
 
 _MOST_SHOWN = 20
 

@@ -10,14 +10,14 @@ from collections.abc import Callable, Iterable, Mapping, Set
 from contextlib import suppress
 from dataclasses import dataclass
 
+from miofind.core.network_config import ConvolutionArguments, parse_network_config
+from miofind.core.problem import ProblemDescription
 from miofind.errors import InvalidProblemError
 from miofind.find.records import is_answered
+from miofind.find.row_check import device_of
 from miofind.finddb import ProblemKey
-from miofind.handle import Handle
-from miofind.network_config import ConvolutionArguments, parse_network_config
 from miofind.options import FindOptions
-from miofind.problem import ProblemDescription
-from miofind.row_check import device_of
+from miofind.runtime.handle import Handle
 from miofind.suites import load_suite, suite_names
 
 _UNREADABLE = "unreadable"

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 
 from miofind.cli.coverage import DeviceCoverage, SuiteCoverage, Variant
 from miofind.cli.output import Sheet, print_text
-from miofind.device import device_text
-from miofind.problem import Direction, Layout
+from miofind.core.problem import Direction, Layout
+from miofind.device.device import device_text
 
 _LAYOUTS = ("NCHW", "NHWC")
 _COLUMNS = ("suite", "batch", "layers", *_LAYOUTS, "types")

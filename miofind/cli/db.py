@@ -19,11 +19,11 @@ from miofind.cli.options import DRIVER_LINE, choice, db_option, device_option, e
 from miofind.cli.output import Sheet, bytes_text, print_json, print_note, print_path, print_text, reader_may_leave
 from miofind.cli.problems import optional_problem_argument, problems_of
 from miofind.cli.session import verbose_option
-from miofind.device import Device, device_text
+from miofind.device.device import Device, device_text
 from miofind.errors import DatabaseError
 from miofind.files import replacing
+from miofind.find.row_check import RowCheck
 from miofind.finddb import SCHEMA_VERSION, Prune, Stats, Store, is_of_database, shipped_paths, upgrade, user_path
-from miofind.row_check import RowCheck
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 

@@ -12,9 +12,9 @@ from miofind.cli.db_show import stored_config
 from miofind.cli.options import example, json_option
 from miofind.cli.output import Sheet, print_json, print_text, ratio_text, time_text
 from miofind.cli.session import verbose_option
-from miofind.device import device_text
+from miofind.device.device import device_text
 from miofind.finddb import Change, ChangeKind, Comparison, Row, Store, differences
-from miofind.solution import config_text
+from miofind.solver.steps import config_text
 
 _COLUMNS = (
     *("problem", "change", "after/before", "ms before", "p20..p80 before", "ms after", "p20..p80 after"),

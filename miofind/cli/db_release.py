@@ -12,10 +12,10 @@ import click
 from miofind.cli.options import example, json_option
 from miofind.cli.output import bytes_text, print_json, print_note, print_text
 from miofind.cli.session import verbose_option
-from miofind.device import device_text
+from miofind.device.device import device_text
 from miofind.errors import InvalidOptionError
+from miofind.find.row_check import Shipping, is_lost, kind_of, with_refusals
 from miofind.finddb import Release, ReleaseRules, Store, write_release
-from miofind.row_check import Shipping, is_lost, kind_of, with_refusals
 
 _MOST_FINDINGS = 10
 

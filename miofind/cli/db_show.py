@@ -15,12 +15,12 @@ from miofind.cli.output import (
     tflops_text,
     time_text,
 )
-from miofind.device import device_text
+from miofind.core.problem import ProblemDescription
+from miofind.device.device import device_text
 from miofind.errors import InvalidConfigError, InvalidProblemError
 from miofind.finddb import ProblemKey, Row, Scope, Store, Verdict
 from miofind.printable import printable
-from miofind.problem import ProblemDescription
-from miofind.solution import Config, config_text
+from miofind.solver.steps import Config, config_text
 
 _LIST = ("problem", "solver", "config", "ms", "TFLOP/s", "workspace")
 _ROWS = ("solver", "config", "status", "ms", "p20", "p80", "samples", "workspace", "error", "measured at")

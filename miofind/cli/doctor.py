@@ -19,8 +19,8 @@ from miofind.cli.options import example, json_option
 from miofind.cli.output import bytes_text, print_json, print_text
 from miofind.cli.session import verbose_option
 from miofind.compiler import BinaryCache, CacheStats, nvrtc_version
-from miofind.device import INSTALL_CUDA, Device, Library, cuda_device_count
-from miofind.environment import versions
+from miofind.device.device import INSTALL_CUDA, Device, Library, cuda_device_count
+from miofind.device.environment import versions
 from miofind.errors import DatabaseError, MiofindError
 from miofind.finddb import MEMORY, ProblemKey, Store, network_file_system, shipped_paths, user_path
 

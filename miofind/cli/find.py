@@ -24,15 +24,15 @@ from miofind.cli.output import bytes_text, print_json, print_note, print_text, s
 from miofind.cli.problems import problem_argument, problem_json, problems_of
 from miofind.cli.session import verbose_option
 from miofind.cli.solution_table import solution_json, solution_sheet
-from miofind.device import Device
+from miofind.core.problem import ProblemDescription
+from miofind.device.device import Device
 from miofind.driver.line import driver_line
 from miofind.errors import DatabaseError, NoPlaceError, NoSolutionError
 from miofind.find.plan import wider_bounds
 from miofind.finddb import user_path
-from miofind.found import Solution
-from miofind.handle import Handle
 from miofind.options import FindOptions, Order
-from miofind.problem import ProblemDescription
+from miofind.runtime.handle import Handle
+from miofind.runtime.solution import Solution
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,15 +4,7 @@ from __future__ import annotations
 
 import click
 
-from miofind.cli.options import DRIVER_LINE, Number, device_option, example, json_option, only_option
-from miofind.cli.output import Sheet, print_json, print_text
-from miofind.cli.problems import optional_problem_argument, problem_json, problems_of
-from miofind.cli.progress import counted
-from miofind.cli.session import verbose_option
-from miofind.compiler import BinaryCache, Compiler
-from miofind.device import Device
-from miofind.driver.line import driver_line
-from miofind.null_test import (
+from miofind.bench.null_test import (
     DEFAULT_PROBLEM,
     LEAST_FOUND,
     MOST_DIFFERENT,
@@ -21,6 +13,14 @@ from miofind.null_test import (
     PairSeries,
     null_test,
 )
+from miofind.cli.options import DRIVER_LINE, Number, device_option, example, json_option, only_option
+from miofind.cli.output import Sheet, print_json, print_text
+from miofind.cli.problems import optional_problem_argument, problem_json, problems_of
+from miofind.cli.progress import counted
+from miofind.cli.session import verbose_option
+from miofind.compiler import BinaryCache, Compiler
+from miofind.device.device import Device
+from miofind.driver.line import driver_line
 from miofind.options import FindOptions
 
 

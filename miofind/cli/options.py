@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import click
 
 from miofind.cli.output import print_note
-from miofind.device import Device
+from miofind.device.device import Device
 from miofind.errors import NoDeviceError
 from miofind.find.search import DEFAULT_PATIENCE
 from miofind.finddb.location import checked_path

@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 import click
 
 from miofind.cli.options import choice
+from miofind.core.problem import DataType, Direction, Layout, MathMode, ProblemDescription
 from miofind.driver.line import driver_line, parse_driver_line
 from miofind.errors import InvalidOptionError
-from miofind.problem import DataType, Direction, Layout, MathMode, ProblemDescription
 from miofind.suites import PROBLEM_CLASSES, Suite, SuiteProblem, load, load_csv, load_lines, problem_class
 from miofind.suites.find_db_text import load_find_db, parse_find_db_key
 

@@ -9,7 +9,6 @@ from typing import Any
 import click
 
 from miofind.api import find_solutions
-from miofind.candidate import Timing
 from miofind.cli.options import (
     DRIVER_LINE,
     db_option,
@@ -23,13 +22,14 @@ from miofind.cli.output import bytes_text, error_text, print_json, print_text, t
 from miofind.cli.problems import optional_problem_argument, problem_json, problems_of
 from miofind.cli.session import verbose_option
 from miofind.cli.solution_table import solution_json
-from miofind.device import Device, Place
+from miofind.device.device import Device, Place
 from miofind.driver.line import driver_line
 from miofind.errors import InvalidOptionError, WrongResultError
-from miofind.found import Solution
-from miofind.handle import Handle
 from miofind.measure.stage import Stage
-from miofind.solver import solver_by_id
+from miofind.runtime.handle import Handle
+from miofind.runtime.solution import Solution
+from miofind.solver.candidate import Timing
+from miofind.solver.solver import solver_by_id
 from miofind.verify.claims import claims_of
 from miofind.verify.verifier import Verdict, Verifier
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from miofind.cli.output import Sheet, bytes_text, error_text, ratio_text, tflops, tflops_text, time_text
-from miofind.found import Solution
-from miofind.solution import config_text
+from miofind.runtime.solution import Solution
+from miofind.solver.steps import config_text
 
 _COLUMNS = (
     "#",

@@ -19,14 +19,14 @@ from miofind.cli.options import (
 from miofind.cli.output import Sheet, print_json, print_text
 from miofind.cli.problems import optional_problem_argument, problem_json, problems_of
 from miofind.cli.session import verbose_option
-from miofind.device import Device
+from miofind.core.problem import ProblemDescription
+from miofind.device.device import Device
 from miofind.driver.line import driver_line
 from miofind.errors import MiofindError
 from miofind.options import FindOptions
-from miofind.problem import ProblemDescription
-from miofind.solution import Config, config_text
-from miofind.solver import Solver
-from miofind.solver import solvers as registered
+from miofind.solver.solver import Solver
+from miofind.solver.solver import solvers as registered
+from miofind.solver.steps import Config, config_text
 
 _MOST_COUNTED = 10_000
 

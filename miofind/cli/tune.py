@@ -37,12 +37,12 @@ from miofind.cli.tune_forecast import print_forecasts
 from miofind.cli.tune_progress import progress
 from miofind.cli.tune_report import print_report, summary_json
 from miofind.compiler import BinaryCache, CompilePool, Compiler
-from miofind.device import Device, Place, cuda_device_count
+from miofind.core.problem import ProblemDescription
+from miofind.device.device import Device, Place, cuda_device_count
 from miofind.errors import InvalidProblemError, NoDeviceError
 from miofind.finddb import MEMORY, Store, user_path
-from miofind.handle import Handle
 from miofind.options import FindOptions
-from miofind.problem import ProblemDescription
+from miofind.runtime.handle import Handle
 from miofind.suites import SuiteProblem, problem_class
 from miofind.tune.forecast import Forecast, forecast
 from miofind.tune.service import TuneEnd, TuneOptions, TuneStatus, TuneSummary, tasks_of

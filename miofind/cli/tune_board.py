@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from miofind.device import Device
+from miofind.device.device import Device
 from miofind.tune.service import (
     Task,
     TuneBegan,

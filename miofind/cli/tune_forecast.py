@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from miofind.cli.output import Sheet, print_json, print_text, seconds_text
-from miofind.device import Place
+from miofind.device.device import Place
 from miofind.tune.forecast import Forecast
 
 _COLUMNS = ("device", "problems", "known", "unsolvable", "solvers", "configurations", "compiles", "cached", "measuring")

@@ -14,7 +14,7 @@ from rich.text import Text
 from miofind.cli.output import print_note, ratio_text, seconds_text, stderr, tflops_text, time_text
 from miofind.cli.problems import short_direction, short_problem
 from miofind.cli.tune_board import Board, DeviceState
-from miofind.device import Device, Place
+from miofind.device.device import Device, Place
 from miofind.printable import printable, printable_name
 from miofind.suites import SuiteProblem
 from miofind.tune.service import OnEvent, TuneEvent, TuneFinished, TuneLost, TuneResult, TuneStatus

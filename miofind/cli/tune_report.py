@@ -16,11 +16,11 @@ from miofind.cli.output import (
 )
 from miofind.cli.problems import problem_json, short_direction, short_problem, traits
 from miofind.cli.solution_table import solution_json
-from miofind.found import Solution
-from miofind.handle import Handle
 from miofind.measure.race import TIE
 from miofind.printable import printable_name
-from miofind.solution import config_text
+from miofind.runtime.handle import Handle
+from miofind.runtime.solution import Solution
+from miofind.solver.steps import config_text
 from miofind.tune.service import TuneEnd, TuneResult, TuneStatus, TuneSummary, mean_gain
 
 _COLUMNS = (

@@ -22,11 +22,11 @@ from miofind.compiler.load import Kernel, load_kernel
 from miofind.compiler.nvrtc import compile_options, compile_source, toolchain
 from miofind.compiler.resources import parse_resources
 from miofind.compiler.sources import Source, read_source
-from miofind.device import Device
+from miofind.device.device import Device
 from miofind.errors import CompileError, MissingLibraryError, SolutionFileError
-from miofind.forks import follow_forks
-from miofind.solution import ConvSolution, HostStep, KernelStep, Pointer, Scalar, TensorMap
-from miofind.threads import Results, in_threads
+from miofind.process.forks import follow_forks
+from miofind.process.threads import Results, in_threads
+from miofind.solver.steps import ConvSolution, HostStep, KernelStep, Pointer, Scalar, TensorMap
 
 logger = logging.getLogger(__name__)
 

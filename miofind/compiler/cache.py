@@ -22,7 +22,7 @@ from types import MappingProxyType
 from miofind.compiler.directory import default_directory, private_folder
 from miofind.compiler.folder import TEMPORARY, NotPrivateError, PrivateFolder
 from miofind.compiler.resources import KernelResources
-from miofind.forks import follow_forks
+from miofind.process.forks import follow_forks
 
 logger = logging.getLogger(__name__)
 

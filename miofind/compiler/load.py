@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from miofind.compiler.cache import Binary
-from miofind.device import Device, Place, check_fork, require_cupy
+from miofind.device.device import Device, Place, check_fork, require_cupy
 from miofind.errors import LaunchError, NoDeviceError
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from miofind.compiler.sources import Source
-from miofind.device import INSTALL_CUDA
+from miofind.device.device import INSTALL_CUDA
 from miofind.errors import CompileError, ForkedProcessError, MissingLibraryError
 
 INSTALL_NVRTC = f"{INSTALL_CUDA}; 'miofind[compile]' without a GPU"

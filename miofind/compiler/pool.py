@@ -18,14 +18,14 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from numbers import Real
 
-from miofind.child import Child
 from miofind.compiler.build import Compiler, identity, processors
 from miofind.compiler.cache import BinaryCache
 from miofind.compiler.nvrtc import compile_options
 from miofind.compiler.worker import ENTRY, Answer, Done, Order, Ready
 from miofind.errors import CompileError, InvalidOptionError, MissingLibraryError
-from miofind.forks import follow_forks
-from miofind.solution import KernelStep
+from miofind.process.child import Child
+from miofind.process.forks import follow_forks
+from miofind.solver.steps import KernelStep
 
 logger = logging.getLogger(__name__)
 

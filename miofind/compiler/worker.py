@@ -19,7 +19,7 @@ from typing import Any
 from miofind.compiler.build import Compiler
 from miofind.compiler.cache import BinaryCache
 from miofind.errors import CompileError, MissingLibraryError
-from miofind.solution import KernelStep
+from miofind.solver.steps import KernelStep
 
 logger = logging.getLogger(__name__)
 

@@ -15,9 +15,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 
+from miofind.core.problem import DataType, Direction, Layout, MathMode, ProblemDescription, enum_value
 from miofind.driver.flags import FLAGS, FlagValues, read_flags
 from miofind.errors import InvalidProblemError
-from miofind.problem import DataType, Direction, Layout, MathMode, ProblemDescription, enum_value
 
 _DTYPES = {"conv": DataType.FLOAT32, "convfp16": DataType.FLOAT16, "convbfp16": DataType.BFLOAT16}
 _BITS = {Direction.FORWARD: 1, Direction.BACKWARD_DATA: 2, Direction.BACKWARD_WEIGHTS: 4}

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from miofind.candidate import Status
+from miofind.core.problem import ProblemDescription
 from miofind.find.validity import current_environment, is_valid
 from miofind.finddb import Row
-from miofind.handle import Handle
-from miofind.problem import ProblemDescription
+from miofind.runtime.handle import Handle
+from miofind.solver.candidate import Status
 
 
 def failures(problem: ProblemDescription, handle: Handle) -> dict[str, Status]:

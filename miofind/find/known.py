@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from miofind.candidate import Candidate
-from miofind.environment import versions
+from miofind.core.problem import ProblemDescription
+from miofind.device.environment import versions
 from miofind.find import validity
 from miofind.find.stored import answers_no_more
 from miofind.finddb import Row, environment_id
-from miofind.handle import Handle
-from miofind.problem import ProblemDescription
-from miofind.solution import Config
+from miofind.runtime.handle import Handle
+from miofind.solver.candidate import Candidate
+from miofind.solver.steps import Config
 
 
 def known_times(problem: ProblemDescription, handle: Handle) -> dict[Candidate, float | None]:

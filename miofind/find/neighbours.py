@@ -15,11 +15,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from miofind.core.network_config import ConvolutionArguments, parse_network_config
+from miofind.core.problem import ProblemDescription
 from miofind.errors import DatabaseError, InvalidConfigError, InvalidProblemError
 from miofind.finddb import Layered, Store
-from miofind.network_config import ConvolutionArguments, parse_network_config
-from miofind.problem import ProblemDescription
-from miofind.solution import Config
+from miofind.solver.steps import Config
 
 logger = logging.getLogger(__name__)
 

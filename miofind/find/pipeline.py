@@ -7,13 +7,13 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 
-from miofind.candidate import Candidate, Outcome, Status
 from miofind.compiler import CompilePool
-from miofind.device import Place, check_fork
+from miofind.core.problem import ProblemDescription
+from miofind.device.device import Place, check_fork
+from miofind.device.environment import versions
 from miofind.driver.line import driver_line
-from miofind.environment import versions
 from miofind.errors import LaunchError, NoPlaceError, NoSolutionError
-from miofind.evaluate import Job
+from miofind.evaluate.evaluate import Job
 from miofind.find import failures, records
 from miofind.find.known import candidate_of, incumbent, known_times
 from miofind.find.neighbours import shared_neighbours
@@ -21,11 +21,11 @@ from miofind.find.plan import Plan, make_plan
 from miofind.find.recording import Recording, row_of, storable
 from miofind.find.rounds import Measuring, Request, searched
 from miofind.find.search import Search
-from miofind.found import Found, Solution, Source, reordered
-from miofind.handle import Handle
 from miofind.measure.effort import Effort
 from miofind.options import FindEnforce, FindMode, FindOptions, OnMiss, Order, member
-from miofind.problem import ProblemDescription
+from miofind.runtime.handle import Handle
+from miofind.runtime.solution import Found, Solution, Source, reordered
+from miofind.solver.candidate import Candidate, Outcome, Status
 
 logger = logging.getLogger(__name__)
 

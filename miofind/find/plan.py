@@ -11,16 +11,16 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Real
 
-from miofind.candidate import Candidate
-from miofind.device import Device
+from miofind.core.problem import ProblemDescription
+from miofind.device.device import Device
 from miofind.errors import InvalidConfigError, MiofindError, described
 from miofind.find.search import EXHAUSTIVE, Space
 from miofind.finddb import MAX_INT, MAX_JSON_CHARS
-from miofind.interrupts import raise_if_interrupted
 from miofind.options import FindOptions
-from miofind.problem import ProblemDescription
-from miofind.solution import Config
-from miofind.solver import Solver, solvers
+from miofind.process.interrupts import raise_if_interrupted
+from miofind.solver.candidate import Candidate
+from miofind.solver.solver import Solver, solvers
+from miofind.solver.steps import Config
 
 logger = logging.getLogger(__name__)
 

@@ -8,18 +8,18 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import TypeVar
 
-from miofind.candidate import Candidate, Outcome, Status
-from miofind.environment import versions
+from miofind.core.problem import ProblemDescription
+from miofind.device.environment import versions
 from miofind.find.plan import Plan
 from miofind.find.scopes import scope_of
 from miofind.find.validity import solver_hash
 from miofind.finddb import Comparison, Row, Scope, refusal
 from miofind.finddb import Verdict as StoredVerdict
-from miofind.handle import Handle
 from miofind.measure.verdict import Verdict
 from miofind.options import FindOptions
-from miofind.problem import ProblemDescription
-from miofind.solver import solver_by_id
+from miofind.runtime.handle import Handle
+from miofind.solver.candidate import Candidate, Outcome, Status
+from miofind.solver.solver import solver_by_id
 
 logger = logging.getLogger(__name__)
 

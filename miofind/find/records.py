@@ -11,16 +11,16 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import NamedTuple
 
+from miofind.core.problem import ProblemDescription
 from miofind.find.failures import newest_rows, newest_statuses
 from miofind.find.scopes import WIDE_BOUNDS, asked, considered, overwritten, requested_scope
 from miofind.find.stored import Stored, Taken, admits, answers_no_more, of_answer, of_rows, taken
 from miofind.find.validity import is_valid
 from miofind.finddb import Answer, Scope
-from miofind.found import Solution
-from miofind.handle import Handle
 from miofind.options import FindOptions
-from miofind.problem import ProblemDescription
-from miofind.solver import solvers
+from miofind.runtime.handle import Handle
+from miofind.runtime.solution import Solution
+from miofind.solver.solver import solvers
 
 
 class _Held(NamedTuple):

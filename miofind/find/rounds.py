@@ -11,20 +11,20 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from miofind.candidate import Candidate, Outcome, Status
 from miofind.compiler import CompilePool, CompileTimeoutError
-from miofind.device import Place
+from miofind.core.problem import ProblemDescription
+from miofind.device.device import Place
 from miofind.errors import CompileError, MiofindError, described
-from miofind.evaluate import MAX_MESSAGE, Job
+from miofind.evaluate.evaluate import MAX_MESSAGE, Job
 from miofind.find.recording import Recording
 from miofind.find.search import Search
-from miofind.handle import Handle
-from miofind.interrupts import raise_if_interrupted
 from miofind.measure.effort import Effort
 from miofind.options import FindOptions
-from miofind.problem import ProblemDescription
-from miofind.solution import KernelStep
-from miofind.solver import solver_by_id
+from miofind.process.interrupts import raise_if_interrupted
+from miofind.runtime.handle import Handle
+from miofind.solver.candidate import Candidate, Outcome, Status
+from miofind.solver.solver import solver_by_id
+from miofind.solver.steps import KernelStep
 
 logger = logging.getLogger(__name__)
 

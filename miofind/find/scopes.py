@@ -6,11 +6,11 @@ import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from miofind.device import Device
+from miofind.device.device import Device
 from miofind.find.validity import solver_hash
 from miofind.finddb import Scope, failed_code
 from miofind.options import FindOptions
-from miofind.solver import solvers
+from miofind.solver.solver import solvers
 
 WIDE_BOUNDS = "any error bound"
 """Stands among a scope's solvers where `max_error` let algorithms with wider error bounds take part."""

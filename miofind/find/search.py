@@ -12,8 +12,8 @@ import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from miofind.candidate import Candidate, Outcome
-from miofind.solution import Config, ConfigValue
+from miofind.solver.candidate import Candidate, Outcome
+from miofind.solver.steps import Config, ConfigValue
 
 EXHAUSTIVE = 64
 """A solver's space of at most so many configurations is measured whole."""

@@ -13,16 +13,16 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
+from miofind.core.problem import ProblemDescription
 from miofind.errors import described
 from miofind.find.validity import current_environment, is_current
 from miofind.finddb import BEST_PER_SOLVER, Answer, Row
-from miofind.found import Found, Solution, Source
-from miofind.handle import Handle
-from miofind.interrupts import raise_if_interrupted
 from miofind.options import FindOptions
-from miofind.problem import ProblemDescription
-from miofind.refusals import Measured, Refusals, stored_config
-from miofind.solver import solvers
+from miofind.process.interrupts import raise_if_interrupted
+from miofind.runtime.handle import Handle
+from miofind.runtime.refusals import Measured, Refusals, stored_config
+from miofind.runtime.solution import Found, Solution, Source
+from miofind.solver.solver import solvers
 
 logger = logging.getLogger(__name__)
 

@@ -6,11 +6,11 @@ import functools
 import logging
 
 from miofind.compiler import host_hash, source_hash
-from miofind.device import Device, Place
-from miofind.environment import versions
+from miofind.device.device import Device, Place
+from miofind.device.environment import versions
 from miofind.errors import CompileError
 from miofind.finddb import Row, environment_id
-from miofind.solver import Solver, solvers
+from miofind.solver.solver import Solver, solvers
 
 logger = logging.getLogger(__name__)
 

@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from miofind.device import INSTALL_CUDA, Device
+from miofind.core.problem import DataType, MathMode
+from miofind.device.device import INSTALL_CUDA, Device
 from miofind.errors import LaunchError, MissingLibraryError
 from miofind.libraries.matmul_choice import ALGORITHM_ATTRIBUTES, MatmulShape
-from miofind.problem import DataType, MathMode
-from miofind.solution import MatmulStep
+from miofind.solver.steps import MatmulStep
 
 # Values of cudaDataType_t and cublasComputeType_t. Source: library_types.h and cublas_api.h of the CUDA toolkit.
 _CUDA_TYPE = {DataType.FLOAT32: 0, DataType.FLOAT64: 1, DataType.FLOAT16: 2, DataType.BFLOAT16: 14}

@@ -13,7 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import cast
 
-from miofind.device import Device, require_cupy
+from miofind.core.problem import ProblemDescription
+from miofind.device.device import Device, require_cupy
 from miofind.errors import LaunchError
 from miofind.libraries import cudnn_backend as backend
 from miofind.libraries.cudnn_backend import Attribute, Descriptor, Handle, Kind, Type
@@ -35,8 +36,7 @@ from miofind.libraries.cudnn_notes import (
     notes_text,
     refused_notes,
 )
-from miofind.problem import ProblemDescription
-from miofind.solution import CudnnStep
+from miofind.solver.steps import CudnnStep
 
 logger = logging.getLogger(__name__)
 

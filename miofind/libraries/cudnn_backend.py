@@ -20,7 +20,7 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Any, Self
 
-from miofind.device import INSTALL_CUDA
+from miofind.device.device import INSTALL_CUDA
 from miofind.errors import LaunchError, MissingLibraryError
 
 _SONAME = "libcudnn.so.9"

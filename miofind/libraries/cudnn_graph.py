@@ -10,10 +10,10 @@ import threading
 from collections.abc import Iterable
 from enum import IntEnum
 
+from miofind.core.problem import DataType, Direction, ProblemDescription, TensorDescriptor
 from miofind.errors import LaunchError
 from miofind.libraries.cudnn_backend import Attribute, Descriptor, Handle, Kind, Type
 from miofind.libraries.cudnn_notes import Note, overdeclared_notes, undeclared_notes
-from miofind.problem import DataType, Direction, ProblemDescription, TensorDescriptor
 
 TENSOR_ALIGNMENT = 16
 TENSOR_IDS = {"x": 1, "w": 2, "y": 3}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from enum import IntEnum
 
-from miofind.problem import DataType, Direction, MathMode, ProblemDescription
+from miofind.core.problem import DataType, Direction, MathMode, ProblemDescription
 
 
 class Note(IntEnum):

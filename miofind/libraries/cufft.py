@@ -11,9 +11,9 @@ import threading
 import weakref
 from typing import Any
 
-from miofind.device import INSTALL_CUDA, Device
+from miofind.device.device import INSTALL_CUDA, Device
 from miofind.errors import LaunchError, MissingLibraryError
-from miofind.solution import FftStep
+from miofind.solver.steps import FftStep
 
 _PLANS = 256
 

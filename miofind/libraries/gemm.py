@@ -12,10 +12,10 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from miofind.device import Device
+from miofind.core.problem import DataType, MathMode
+from miofind.device.device import Device
 from miofind.libraries.matmul_choice import TENSOR_ALIGNMENT
-from miofind.problem import DataType, MathMode
-from miofind.solution import MatmulStep, Pointer
+from miofind.solver.steps import MatmulStep, Pointer
 
 # Batches become the z dimension of a grid in many of the library's kernels.
 MAX_BATCH = 65535

@@ -11,9 +11,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from miofind.core.problem import DataType
 from miofind.errors import InvalidConfigError
-from miofind.problem import DataType
-from miofind.solution import Config, MatmulStep, Pointer, Step
+from miofind.solver.steps import Config, MatmulStep, Pointer, Step
 
 WORKSPACE_REGION = "matmul"
 # NVIDIA recommends 32 MiB on Hopper and 4 MiB before. Source: cuBLAS documentation, cublasSetWorkspace().

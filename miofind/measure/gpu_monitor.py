@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from miofind.device import Device
+from miofind.device.device import Device
 
 logger = logging.getLogger(__name__)
 

@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from miofind.device import Device
-from miofind.device_kernels import DeviceKernels, GridStride, int64
-from miofind.device_memory import DeviceMemory
+from miofind.core.problem import ProblemDescription
+from miofind.core.values import Values
+from miofind.device.device import Device
+from miofind.device.memory import DeviceMemory
 from miofind.errors import WrongResultError
-from miofind.interrupts import raise_if_interrupted
+from miofind.launch.device_kernels import DeviceKernels, GridStride, int64
 from miofind.measure.stage import Lane, Repeatability, Runnable, Track
-from miofind.problem import ProblemDescription
-from miofind.values import Values
+from miofind.process.interrupts import raise_if_interrupted
 
 if TYPE_CHECKING:
     from miofind.compiler import Compiler

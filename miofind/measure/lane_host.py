@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from miofind.core.problem import ProblemDescription
+from miofind.core.values import Values
 from miofind.measure.stage import Lane, Repeatability, Runnable, Track
-from miofind.problem import ProblemDescription
-from miofind.values import Values
 from miofind.verify.rig_host import GuardedArray, random_values
 
 _SETS = 2

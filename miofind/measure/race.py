@@ -17,14 +17,14 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import TYPE_CHECKING
 
-from miofind.candidate import Timing
 from miofind.errors import MiofindError
 from miofind.measure.effort import Effort
 from miofind.measure.stage import Stage, Track
 from miofind.measure.verdict import MIN_BLOCKS, Finalist, Verdict, judge
+from miofind.solver.candidate import Timing
 
 if TYPE_CHECKING:
-    from miofind.invoker import Invoker
+    from miofind.launch.invoker import Invoker
 
 logger = logging.getLogger(__name__)
 

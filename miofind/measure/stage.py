@@ -16,17 +16,17 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from miofind.candidate import Timing
-from miofind.device import Device, Place
+from miofind.core.problem import ProblemDescription
+from miofind.device.device import Device, Place
 from miofind.errors import LaunchError, MeasurementError, MiofindError, WrongResultError, described
-from miofind.forks import loading
-from miofind.interrupts import raise_if_interrupted
 from miofind.measure.gpu_monitor import GpuMonitor, Reading, gpu_monitor
-from miofind.problem import ProblemDescription
+from miofind.process.forks import loading
+from miofind.process.interrupts import raise_if_interrupted
+from miofind.solver.candidate import Timing
 
 if TYPE_CHECKING:
     from miofind.compiler import Compiler
-    from miofind.solution import Config
+    from miofind.solver.steps import Config
 
 # Batches of samples that a stage takes again because the device was throttled, and the pause before each: 10 s in all,
 # after which a device that stays throttled is measured as it is.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from miofind.problem import ProblemDescription
+from miofind.core.problem import ProblemDescription
 
 PROBLEM_CLASSES = (
     "depthwise",

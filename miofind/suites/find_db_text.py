@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.errors import InvalidProblemError
-from miofind.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.suites import Suite, SuiteRow
 from miofind.suites.text import read_lines
 

@@ -11,9 +11,7 @@ from dataclasses import dataclass, replace
 from importlib.resources.abc import Traversable
 from pathlib import Path
 
-from miofind.driver.line import read_driver_line
-from miofind.errors import InvalidOptionError, InvalidProblemError
-from miofind.problem import (
+from miofind.core.problem import (
     DataType,
     Direction,
     Layout,
@@ -21,6 +19,8 @@ from miofind.problem import (
     ProblemDescription,
     enum_value,
 )
+from miofind.driver.line import read_driver_line
+from miofind.errors import InvalidOptionError, InvalidProblemError
 from miofind.suites.table import SuiteRow, read_table
 from miofind.suites.text import read_lines
 

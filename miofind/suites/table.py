@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from miofind.core.problem import DataType, Direction, Layout, ProblemDescription, enum_value
 from miofind.errors import InvalidProblemError
-from miofind.problem import DataType, Direction, Layout, ProblemDescription, enum_value
 
 _SIZES = ("n", "c", "d", "h", "w", "k", "fz", "fy", "fx")
 _OPTIONAL_SIZES = {

@@ -9,16 +9,16 @@ from collections import Counter
 from collections.abc import Iterator
 
 from miofind.compiler import CompilePool
-from miofind.device import Device, Place
+from miofind.core.problem import ProblemDescription
+from miofind.device.device import Device, Place
 from miofind.errors import described
 from miofind.find import records
 from miofind.find.plan import make_plan
-from miofind.handle import Handle
 from miofind.options import FindOptions
-from miofind.problem import ProblemDescription
-from miofind.solution import KernelStep
-from miofind.solver import MAX_DEFAULT_CONFIGS
-from miofind.threads import Helper
+from miofind.process.threads import Helper
+from miofind.runtime.handle import Handle
+from miofind.solver.solver import MAX_DEFAULT_CONFIGS
+from miofind.solver.steps import KernelStep
 
 logger = logging.getLogger(__name__)
 

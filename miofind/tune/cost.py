@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from miofind.device import Device
+from miofind.core.problem import ProblemDescription
+from miofind.device.device import Device
 from miofind.measure.effort import Effort, Schedule
-from miofind.problem import ProblemDescription
 
 PROBLEM_S = 0.25
 CANDIDATE_S = 0.02

@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from queue import SimpleQueue
 
-from miofind import child_logs
-from miofind.child import Child
 from miofind.compiler import processors
-from miofind.found import reordered
-from miofind.handle import Handle
+from miofind.process import child_logs
+from miofind.process.child import Child
+from miofind.runtime.handle import Handle
+from miofind.runtime.solution import reordered
 from miofind.tune.member import ENTRY, Ask, Ended, Post
 from miofind.tune.queue import TaskQueue
 from miofind.tune.values import Task, TuneOptions, TuneResult

@@ -12,16 +12,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from miofind.compiler import processors
-from miofind.device import Device, Place
+from miofind.device.device import Device, Place
 from miofind.errors import CompileError, described
 from miofind.find import failures, records
 from miofind.find.plan import make_plan
-from miofind.found import Solution
-from miofind.handle import Handle
-from miofind.interrupts import raise_if_interrupted
 from miofind.measure.effort import Effort
-from miofind.solution import KernelStep
-from miofind.solver import solver_by_id
+from miofind.process.interrupts import raise_if_interrupted
+from miofind.runtime.handle import Handle
+from miofind.runtime.solution import Solution
+from miofind.solver.solver import solver_by_id
+from miofind.solver.steps import KernelStep
 from miofind.suites import SuiteProblem
 from miofind.tune.cost import measuring_seconds
 from miofind.tune.values import TuneOptions

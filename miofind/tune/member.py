@@ -15,13 +15,13 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from miofind import child_logs
-from miofind.child import Line
 from miofind.compiler import BinaryCache, CompilePool, Compiler
-from miofind.device import Device
+from miofind.device.device import Device
 from miofind.errors import InvalidOptionError, MiofindError
-from miofind.handle import Handle
-from miofind.sandbox.entry import end_with_parent
+from miofind.evaluate.entry import end_with_parent
+from miofind.process import child_logs
+from miofind.process.child import Line
+from miofind.runtime.handle import Handle
 from miofind.tune.ahead import Ahead
 from miofind.tune.values import Task, TuneOptions
 from miofind.tune.worker import Worker

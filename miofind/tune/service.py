@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from miofind.compiler import CompilePool
 from miofind.errors import DatabaseError
 from miofind.find import records
-from miofind.handle import Handle
 from miofind.measure.effort import Effort
+from miofind.runtime.handle import Handle
 from miofind.suites import SuiteProblem
 from miofind.tune.ahead import Ahead
 from miofind.tune.cost import rough_seconds

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from miofind.device import Device
+from miofind.device.device import Device
 from miofind.errors import InvalidOptionError
-from miofind.found import Solution
 from miofind.options import FindOptions
+from miofind.runtime.solution import Solution
 from miofind.suites import SuiteProblem
 
 

@@ -12,19 +12,19 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from miofind.compiler import CompilePool
+from miofind.core.problem import ProblemDescription
 from miofind.driver.line import driver_line
 from miofind.errors import DatabaseError, MissingEnvironmentError, NoDeviceError, described
-from miofind.evaluate import DeviceLostError
+from miofind.evaluate.evaluate import DeviceLostError
 from miofind.find import failures, records
 from miofind.find.pipeline import measure
 from miofind.find.validity import is_valid
 from miofind.finddb import RefusedEntryError
-from miofind.found import Solution, reordered
-from miofind.handle import Handle
-from miofind.interrupts import raise_if_interrupted
-from miofind.problem import ProblemDescription
-from miofind.solution import Config
-from miofind.solver import solver_by_id
+from miofind.process.interrupts import raise_if_interrupted
+from miofind.runtime.handle import Handle
+from miofind.runtime.solution import Solution, reordered
+from miofind.solver.solver import solver_by_id
+from miofind.solver.steps import Config
 from miofind.tune.ahead import Ahead
 from miofind.tune.values import Task, TuneOptions, TuneResult, TuneStatus
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from miofind.problem import DataType, MathMode, ProblemDescription
+from miofind.core.problem import DataType, MathMode, ProblemDescription
 
 # Simulated sums of K normal products, K = 1 ... 9216, up to 2e5 outputs each (tests/test_accuracy.py repeats a part):
 # the largest error in units of u * sqrt(K) * sqrt(x^2 * w^2) was 3.1 with rounding to nearest, at every K.

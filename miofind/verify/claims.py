@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from miofind.device import Device
-from miofind.invoker import make_invoker
-from miofind.problem import ProblemDescription
-from miofind.solution import Config
+from miofind.core.problem import ProblemDescription
+from miofind.device.device import Device
+from miofind.launch.invoker import make_invoker
+from miofind.solver.steps import Config
 from miofind.verify.rig import PackedForm
 
 if TYPE_CHECKING:
     from miofind.compiler import Compiler
-    from miofind.solver import Solver
+    from miofind.solver.solver import Solver
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

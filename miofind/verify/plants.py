@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from miofind.problem import Direction, ProblemDescription
-from miofind.tensor import TensorDescriptor
+from miofind.core.problem import Direction, ProblemDescription
+from miofind.core.tensor import TensorDescriptor
 
 _MOST = 8
 _LEAST_UNTOUCHED = 4

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from miofind.problem import DataType, Direction, ProblemDescription
+from miofind.core.problem import DataType, Direction, ProblemDescription
 
 # Sums of K normal products are below 8 * sqrt(K): what exceeds eight standard deviations has a chance of 1e-15.
 _SUM_BITS = 3

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from miofind.problem import ProblemDescription
-from miofind.values import Values
+from miofind.core.problem import ProblemDescription
+from miofind.core.values import Values
 from miofind.verify.plants import Plants, plants_of
 from miofind.verify.ranges import UNSCALED, Axis, Powers, axes
 
 if TYPE_CHECKING:
-    from miofind.invoker import Invoker
+    from miofind.launch.invoker import Invoker
 
 GUARD_BYTES = 4096
 PLACEMENT_BYTES = 512

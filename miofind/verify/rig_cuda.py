@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from miofind.device import Device
-from miofind.device_kernels import Argument, DeviceKernels, GridStride, Scaling, filling, float64, int32, int64
-from miofind.device_memory import DeviceMemory, HostInt
-from miofind.operands import WORKSPACE_ALIGNMENT
-from miofind.problem import ProblemDescription
+from miofind.arrays.operands import WORKSPACE_ALIGNMENT
+from miofind.core.problem import ProblemDescription
+from miofind.core.values import Values
+from miofind.device.device import Device
+from miofind.device.memory import DeviceMemory, HostInt
+from miofind.launch.device_kernels import Argument, DeviceKernels, GridStride, Scaling, filling, float64, int32, int64
 from miofind.reference import numpy_dtype, reference_step, round_once
-from miofind.solution import Pointer
-from miofind.values import Values
+from miofind.solver.steps import Pointer
 from miofind.verify.accuracy import error_bounds, least_exponent, overflow
 from miofind.verify.ranges import axes
 from miofind.verify.rig import (
@@ -37,7 +37,7 @@ from miofind.verify.sampling import SampleBudget, sample_indices
 
 if TYPE_CHECKING:
     from miofind.compiler import Compiler
-    from miofind.invoker import Invoker
+    from miofind.launch.invoker import Invoker
 
 # Report: 64-bit slots that the kernels of harness/verify.cu add to.
 _SLOT_BYTES = 8

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from miofind.operands import HOST_WORKSPACE_ALIGNMENT
-from miofind.problem import DataType, ProblemDescription
+from miofind.arrays.operands import HOST_WORKSPACE_ALIGNMENT
+from miofind.core.problem import DataType, ProblemDescription
+from miofind.core.tensor import TensorDescriptor
+from miofind.core.values import FLOAT16_GRID, Values
+from miofind.process.threads import in_threads
 from miofind.reference import numpy_dtype, reference_on_host, round_once
-from miofind.tensor import TensorDescriptor
-from miofind.threads import in_threads
-from miofind.values import FLOAT16_GRID, Values
 from miofind.verify.accuracy import ErrorBounds, error_bounds, overflow
 from miofind.verify.ranges import axes, exponents_along
 from miofind.verify.rig import (
@@ -39,7 +39,7 @@ from miofind.verify.strip_reference import Change, Tensors, Wide, strip_sums
 from miofind.verify.strips import of_images, sample_images, sample_strips, strip_indices
 
 if TYPE_CHECKING:
-    from miofind.invoker import Invoker
+    from miofind.launch.invoker import Invoker
 
 # Products of an output that is checked whole. Measured on two cores of a Xeon: some 2e9 to 1e10 a second, a fourth of
 # that where few channels make for thin matrix products; the first gate needs them once, the second three times.

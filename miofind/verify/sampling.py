@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from miofind.device import Device
-from miofind.problem import ProblemDescription
+from miofind.core.problem import ProblemDescription
+from miofind.device.device import Device
 
 Indices = NDArray[np.int64]
 

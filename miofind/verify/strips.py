@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from miofind.problem import Direction, ProblemDescription
+from miofind.core.problem import Direction, ProblemDescription
 from miofind.verify.sampling import Indices, covering, filled, flattened_edges, stratified
 
 _EDGE_SHARE = 4  # at most a fourth of the rows lie where they are put

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from miofind.device import Device, Place
+from miofind.core.problem import ProblemDescription
+from miofind.core.values import Values
+from miofind.device.device import Device, Place
 from miofind.errors import LaunchError, MiofindError, described
-from miofind.forks import loading
-from miofind.interrupts import raise_if_interrupted
-from miofind.problem import ProblemDescription
-from miofind.values import Values
+from miofind.process.forks import loading
+from miofind.process.interrupts import raise_if_interrupted
 from miofind.verify.accuracy import direct_error
 from miofind.verify.claims import Claims
 from miofind.verify.ranges import exact_powers, numeric_powers, range_powers
@@ -30,7 +30,7 @@ from miofind.verify.sampling import SampleBudget
 
 if TYPE_CHECKING:
     from miofind.compiler import Compiler
-    from miofind.invoker import Invoker
+    from miofind.launch.invoker import Invoker
 
 
 _Result = TypeVar("_Result")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from miofind.problem import ProblemDescription
+from miofind.core.problem import ProblemDescription
 
 
 def axis_defines(planar: ProblemDescription, **planes: tuple[int, ...]) -> Iterator[tuple[str, int]]:

@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from miofind.problem import ProblemDescription
-from miofind.solution import Box, Im2col, Pointer, TensorMap
+from miofind.core.problem import ProblemDescription
+from miofind.solver.steps import Box, Im2col, Pointer, TensorMap
 from miofind.solvers.common.wgmma_product import WgmmaProduct
 
 _MAX_CORNER = 127

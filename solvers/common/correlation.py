@@ -11,7 +11,7 @@ import itertools
 import math
 from dataclasses import dataclass, replace
 
-from miofind.problem import Direction, ProblemDescription
+from miofind.core.problem import Direction, ProblemDescription
 
 
 def ceil_div(a: int, b: int) -> int:

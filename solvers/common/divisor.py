@@ -5,7 +5,7 @@ Knows nothing of what is divided.
 
 from __future__ import annotations
 
-from miofind.solution import Scalar
+from miofind.solver.steps import Scalar
 
 
 def divisor(by: int) -> tuple[Scalar, Scalar, Scalar]:

@@ -14,7 +14,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from miofind.problem import Direction, ProblemDescription
+from miofind.core.problem import Direction, ProblemDescription
 from miofind.solvers.common.correlation import ceil_div
 
 _FACTORS = (2, 3, 5, 7)

@@ -11,8 +11,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from miofind.problem import Direction, ProblemDescription, TensorDescriptor
-from miofind.solution import Config
+from miofind.core.problem import Direction, ProblemDescription, TensorDescriptor
+from miofind.solver.steps import Config
 from miofind.solvers.common.correlation import ceil_div, round_up
 from miofind.solvers.common.limits import mixed, oversized
 

@@ -5,7 +5,7 @@ Pure arithmetic on shapes.
 
 from __future__ import annotations
 
-from miofind.problem import ProblemDescription
+from miofind.core.problem import ProblemDescription
 
 MAX_ELEMENTS = 2**31 - 2**22
 """Elements of a tensor, and blocks of a grid, that are counted in 32 bits."""

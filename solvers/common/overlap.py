@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 
-from miofind.problem import Direction, ProblemDescription
+from miofind.core.problem import Direction, ProblemDescription
 from miofind.solvers.common.correlation import ceil_div
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from miofind.solution import ConvSolution, KernelStep, Pointer, Region, WorkspacePlan, int32s
+from miofind.solver.steps import ConvSolution, KernelStep, Pointer, Region, WorkspacePlan, int32s
 from miofind.solvers.common.correlation import ceil_div
 
 PARTS = "parts"

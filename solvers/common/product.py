@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from miofind.problem import Direction, ProblemDescription
+from miofind.core.problem import Direction, ProblemDescription
 from miofind.solvers.common.correlation import Axis, backward_axes, forward_axis
 
 Steps = tuple[int, ...]

@@ -10,8 +10,8 @@ import functools
 import math
 from dataclasses import dataclass
 
-from miofind.problem import DataType, MathMode, ProblemDescription
-from miofind.solution import Config
+from miofind.core.problem import DataType, MathMode, ProblemDescription
+from miofind.solver.steps import Config
 from miofind.solvers.common.correlation import ceil_div, round_up
 from miofind.solvers.common.product import (
     Operand,

@@ -5,7 +5,7 @@ Pure arithmetic: knows nothing of problems, kernels or solvers.
 
 from __future__ import annotations
 
-from miofind.device import Device
+from miofind.device.device import Device
 
 _SCHEDULERS, _SCHEDULER_REGISTERS, _MOST_REGISTERS = 4, 1 << 14, 255
 _RESERVED_BYTES = 1 << 10  # of shared memory, for each block

@@ -11,11 +11,11 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from miofind.device import Device, Library, Place
-from miofind.problem import DataType, Direction, Layout, ProblemDescription
+from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
+from miofind.device.device import Device, Library, Place
 from miofind.reference import reference_on_host, round_once
-from miofind.solution import Config, ConvSolution, HostStep
-from miofind.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
+from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
+from miofind.solver.steps import Config, ConvSolution, HostStep
 
 # Of the float64 BLAS ceiling: one small product a filter tap, and copies of each window. Two-core Xeon.
 _EFFICIENCY = 0.3

@@ -14,10 +14,10 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from miofind.device import Device, Library, Place
-from miofind.problem import DataType, Direction, Layout, ProblemDescription
-from miofind.solution import Config, ConfigValue, ConvSolution, HostStep, Region, WorkspacePlan
-from miofind.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Reach, Solver
+from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
+from miofind.device.device import Device, Library, Place
+from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Reach, Solver
+from miofind.solver.steps import Config, ConfigValue, ConvSolution, HostStep, Region, WorkspacePlan
 from miofind.solvers.common.chunks import chunks
 from miofind.solvers.common.fourier import Axis, smooth, spectrum, whole_length
 from miofind.solvers.common.overlap import least_products

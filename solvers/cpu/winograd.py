@@ -15,10 +15,10 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
-from miofind.device import Device, Library, Place
-from miofind.problem import DataType, Direction, Layout, ProblemDescription
-from miofind.solution import Config, ConfigValue, ConvSolution, HostStep, Packing, Region, WorkspacePlan
-from miofind.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Reach, Solver
+from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
+from miofind.device.device import Device, Library, Place
+from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Reach, Solver
+from miofind.solver.steps import Config, ConfigValue, ConvSolution, HostStep, Packing, Region, WorkspacePlan
 from miofind.solvers.common.chunks import chunks
 from miofind.solvers.common.correlation import ceil_div
 from miofind.solvers.common.minimal_filtering import MOST_POINTS, Filtering, bound_growth, is_local

@@ -9,9 +9,9 @@ import functools
 import math
 from dataclasses import dataclass
 
-from miofind.device import Device
-from miofind.problem import Direction, ProblemDescription
-from miofind.solution import Config, Scalar, int32s
+from miofind.core.problem import Direction, ProblemDescription
+from miofind.device.device import Device
+from miofind.solver.steps import Config, Scalar, int32s
 from miofind.solvers.common.correlation import ceil_div, round_up
 from miofind.solvers.common.divisor import divisors
 from miofind.solvers.common.limits import MAX_ELEMENTS, mixed, overpadded, oversized

@@ -10,9 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from miofind.device import Device, Library, Place
-from miofind.problem import DataType, Direction, Layout, ProblemDescription
-from miofind.solution import (
+from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
+from miofind.device.device import Device, Library, Place
+from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
+from miofind.solver.steps import (
     Config,
     ConfigValue,
     ConvSolution,
@@ -22,7 +23,6 @@ from miofind.solution import (
     WorkspacePlan,
     int32s,
 )
-from miofind.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
 from miofind.solvers.common.correlation import ceil_div, round_up
 from miofind.solvers.common.divisor import divisors
 from miofind.solvers.common.limits import MAX_ELEMENTS

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from miofind.problem import ProblemDescription, TensorDescriptor
+from miofind.core.problem import ProblemDescription, TensorDescriptor
 from miofind.solvers.common.correlation import Axis
 from miofind.solvers.common.limits import mixed, overpadded, oversized
 

@@ -10,9 +10,10 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
-from miofind.device import Device, Library, Place
-from miofind.problem import DataType, Direction, Layout, ProblemDescription
-from miofind.solution import (
+from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
+from miofind.device.device import Device, Library, Place
+from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
+from miofind.solver.steps import (
     Config,
     ConfigValue,
     ConvSolution,
@@ -20,7 +21,6 @@ from miofind.solution import (
     Pointer,
     int32s,
 )
-from miofind.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
 from miofind.solvers.common.axis_defines import axis_defines
 from miofind.solvers.common.correlation import ceil_div
 from miofind.solvers.common.group_packs import is_ample, resident_blocks

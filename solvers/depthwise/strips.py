@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from miofind.problem import ProblemDescription
+from miofind.core.problem import ProblemDescription
 from miofind.solvers.common.correlation import ceil_div, round_up
 from miofind.solvers.common.limits import overpadded, oversized
 

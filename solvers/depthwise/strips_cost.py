@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from miofind.device import Device
+from miofind.device.device import Device
 from miofind.solvers.common.correlation import ceil_div
 from miofind.solvers.depthwise.strips import StripAxis, vector
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from miofind.device import Device
+from miofind.device.device import Device
 from miofind.solvers.common.correlation import round_up
 
 _SCHEDULERS = 4

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from miofind.problem import ProblemDescription
+from miofind.core.problem import ProblemDescription
 from miofind.solvers.common.correlation import ceil_div
 
 

@@ -10,9 +10,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
-from miofind.device import Device
-from miofind.problem import Direction, ProblemDescription
-from miofind.solution import Box, Config, ConfigValue, ConvSolution, KernelStep, Pointer, TensorMap, int32s
+from miofind.core.problem import Direction, ProblemDescription
+from miofind.device.device import Device
+from miofind.solver.steps import Box, Config, ConfigValue, ConvSolution, KernelStep, Pointer, TensorMap, int32s
 from miofind.solvers.common.copies import packed_map
 from miofind.solvers.common.correlation import ceil_div
 from miofind.solvers.common.divisor import divisors

@@ -8,9 +8,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from miofind.device import Device
-from miofind.problem import ProblemDescription
-from miofind.solution import Config
+from miofind.core.problem import ProblemDescription
+from miofind.device.device import Device
+from miofind.solver.steps import Config
 from miofind.solvers.common.correlation import ceil_div, round_up
 from miofind.solvers.common.group_packs import resident_blocks
 

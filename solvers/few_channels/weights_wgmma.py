@@ -11,9 +11,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from miofind.device import Device
-from miofind.problem import Direction, ProblemDescription
-from miofind.solution import (
+from miofind.core.problem import Direction, ProblemDescription
+from miofind.device.device import Device
+from miofind.solver.steps import (
     Config,
     ConfigValue,
     ConvSolution,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from miofind.problem import ProblemDescription
+from miofind.core.problem import ProblemDescription
 from miofind.solvers.common.correlation import ceil_div, round_up
 from miofind.solvers.common.limits import mixed, overpadded, oversized
 

@@ -9,9 +9,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from miofind.geometry import index_bits
-from miofind.problem import Direction, MathMode, ProblemDescription
-from miofind.solution import WorkspacePlan
+from miofind.core.problem import Direction, MathMode, ProblemDescription
+from miofind.solver.geometry import index_bits
+from miofind.solver.steps import WorkspacePlan
 from miofind.solvers.common.fourier import whole_length
 from miofind.solvers.common.overlap import least_products
 from miofind.solvers.fft.error import DIRECT_ERROR, LEAST_PRODUCTS

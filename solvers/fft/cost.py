@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from miofind.device import Device
+from miofind.device.device import Device
 from miofind.solvers.common.correlation import ceil_div
 from miofind.solvers.fft.steps import COMPLEX_BYTES, FftPlan
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
-from miofind.device import Device, Library, Place
-from miofind.problem import DataType, Layout, ProblemDescription
-from miofind.solution import Config, ConfigValue, ConvSolution, Packing, WorkspacePlan
-from miofind.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Reach, Solver
+from miofind.core.problem import DataType, Layout, ProblemDescription
+from miofind.device.device import Device, Library, Place
+from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Reach, Solver
+from miofind.solver.steps import Config, ConfigValue, ConvSolution, Packing, WorkspacePlan
 from miofind.solvers.fft.choice import error_growth, refusal
 from miofind.solvers.fft.depthwise_steps import POINTS, SOURCE, DepthwisePlan, as_tiles, depthwise_refusal, is_valid
 from miofind.solvers.fft.edges import EDGES_SOURCE

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from miofind.device import Device
-from miofind.problem import Direction, ProblemDescription
-from miofind.solution import ConvSolution, KernelStep, Packing, Pointer, Region, Scalar, Step, int32s
+from miofind.core.problem import Direction, ProblemDescription
+from miofind.device.device import Device
+from miofind.solver.steps import ConvSolution, KernelStep, Packing, Pointer, Region, Scalar, Step, int32s
 from miofind.solvers.common.correlation import ceil_div
 from miofind.solvers.common.divisor import divisors
 from miofind.solvers.fft.choice import tile_serves

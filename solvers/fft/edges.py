@@ -11,8 +11,8 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from miofind.problem import Direction, ProblemDescription, TensorDescriptor
-from miofind.solution import KernelStep, Pointer, Scalar, int32s
+from miofind.core.problem import Direction, ProblemDescription, TensorDescriptor
+from miofind.solver.steps import KernelStep, Pointer, Scalar, int32s
 from miofind.solvers.common.correlation import ceil_div
 from miofind.solvers.common.divisor import divisors
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 
-from miofind.problem import Direction, ProblemDescription
+from miofind.core.problem import Direction, ProblemDescription
 from miofind.solvers.common.overlap import least_products
 from miofind.solvers.fft.edges import edge_items
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from miofind.device import Device
+from miofind.device.device import Device
 from miofind.solvers.common.correlation import ceil_div, round_up
 
 TILES_SOURCE = "fft/tiles.cu"

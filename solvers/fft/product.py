@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from miofind.device import Device
-from miofind.problem import DataType
+from miofind.core.problem import DataType
+from miofind.device.device import Device
 from miofind.solvers.common.correlation import ceil_div
 
 _FLOPS_SHARE = 0.58  # of the device's instructions, that a full grid of blocks issues on an H200

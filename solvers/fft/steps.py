@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from miofind.problem import Direction, ProblemDescription, TensorDescriptor
-from miofind.solution import (
+from miofind.core.problem import Direction, ProblemDescription, TensorDescriptor
+from miofind.solver.steps import (
     ConvSolution,
     FftStep,
     KernelStep,

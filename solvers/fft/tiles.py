@@ -10,10 +10,10 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import ClassVar
 
-from miofind.device import Device, Library, Place
-from miofind.problem import DataType, Direction, Layout, ProblemDescription
-from miofind.solution import Config, ConfigValue, ConvSolution, Packing, WorkspacePlan
-from miofind.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Reach, Solver
+from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
+from miofind.device.device import Device, Library, Place
+from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Reach, Solver
+from miofind.solver.steps import Config, ConfigValue, ConvSolution, Packing, WorkspacePlan
 from miofind.solvers.fft.choice import CHUNKS_MIB, error_growth, is_valid, refusal, tile_serves
 from miofind.solvers.fft.cost import estimate_ms
 from miofind.solvers.fft.edges import EDGES_SOURCE

@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from miofind.problem import ProblemDescription
-from miofind.solution import Config
+from miofind.core.problem import ProblemDescription
+from miofind.solver.steps import Config
 from miofind.solvers.common.correlation import ceil_div, round_up
 from miofind.solvers.common.group_packs import Packs, odd_words, raw_bytes
 

@@ -9,8 +9,8 @@ import functools
 import math
 from dataclasses import dataclass
 
-from miofind.problem import Direction, ProblemDescription
-from miofind.solution import Config
+from miofind.core.problem import Direction, ProblemDescription
+from miofind.solver.steps import Config
 from miofind.solvers.common.correlation import ceil_div, round_up
 from miofind.solvers.common.group_packs import SOURCE, GroupedAxis, Packs, odd_words
 

@@ -5,9 +5,9 @@ Kernels: kernels_src/implicit_gemm/transpose.cu, and those of the other solver.
 
 from __future__ import annotations
 
-from miofind.device import Library, Place
-from miofind.problem import DataType, Direction, Layout, ProblemDescription
-from miofind.solver import KernelKey
+from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
+from miofind.device.device import Library, Place
+from miofind.solver.solver import KernelKey
 from miofind.solvers.implicit_gemm.channels_last_shared import ChannelsLastSolver
 from miofind.solvers.implicit_gemm.transpose import SOURCE
 

@@ -5,9 +5,9 @@ Kernels: kernels_src/implicit_gemm/transpose.cu, and those of the other solver.
 
 from __future__ import annotations
 
-from miofind.device import Device, Library, Place
-from miofind.problem import DataType, Direction, Layout, MathMode, ProblemDescription
-from miofind.solver import Applicability, KernelKey
+from miofind.core.problem import DataType, Direction, Layout, MathMode, ProblemDescription
+from miofind.device.device import Device, Library, Place
+from miofind.solver.solver import Applicability, KernelKey
 from miofind.solvers.implicit_gemm.channels_last_shared import ChannelsLastSolver
 from miofind.solvers.implicit_gemm.transpose import SOURCE
 

@@ -11,11 +11,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import ClassVar
 
-from miofind.device import Device
+from miofind.core.problem import Direction, Layout, ProblemDescription
+from miofind.device.device import Device
 from miofind.errors import InvalidConfigError, UnknownSolverError
-from miofind.problem import Direction, Layout, ProblemDescription
-from miofind.solution import Config, ConvSolution, KernelStep, Region, WorkspacePlan
-from miofind.solver import APPLICABLE, Algorithm, Applicability, Reach, Solver, solver_by_id
+from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, Reach, Solver, solver_by_id
+from miofind.solver.steps import Config, ConvSolution, KernelStep, Region, WorkspacePlan
 from miofind.solvers.implicit_gemm.transpose import BANDWIDTH_SHARE, Turn, turning
 
 _DEFAULTS = 4

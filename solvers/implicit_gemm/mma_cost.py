@@ -9,9 +9,9 @@ import functools
 import math
 from dataclasses import dataclass
 
-from miofind.device import Device
-from miofind.problem import DataType, MathMode, ProblemDescription
-from miofind.solution import Config
+from miofind.core.problem import DataType, MathMode, ProblemDescription
+from miofind.device.device import Device
+from miofind.solver.steps import Config
 from miofind.solvers.common.correlation import ceil_div
 from miofind.solvers.common.product import Product, products
 from miofind.solvers.common.product_tiles import ProductTiling, alike, products_of_tf32, threads_of, tilings

@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from miofind.problem import DataType, ProblemDescription
-from miofind.solution import KernelStep, Pointer, Scalar, int32s
+from miofind.core.problem import DataType, ProblemDescription
+from miofind.solver.steps import KernelStep, Pointer, Scalar, int32s
 from miofind.solvers.common.correlation import ceil_div
 from miofind.solvers.common.divisor import divisors
 

@@ -9,7 +9,7 @@ import itertools
 import math
 from collections.abc import Sequence
 
-from miofind.device import Device
+from miofind.device.device import Device
 from miofind.solvers.common.correlation import ceil_div
 from miofind.solvers.common.wgmma_product import Planes
 from miofind.solvers.implicit_gemm.transpose import BANDWIDTH_SHARE

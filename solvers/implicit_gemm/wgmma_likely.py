@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from miofind.device import Device
+from miofind.device.device import Device
 from miofind.solvers.common.correlation import ceil_div
 from miofind.solvers.common.wgmma_product import WgmmaProduct
 from miofind.solvers.implicit_gemm.wgmma_tiling import ROW_BLOCK, SPANS_BYTES, WgmmaTiling

@@ -10,9 +10,10 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
-from miofind.device import Device, Library, Place
-from miofind.problem import DataType, Direction, Layout, MathMode, ProblemDescription
-from miofind.solution import (
+from miofind.core.problem import DataType, Direction, Layout, MathMode, ProblemDescription
+from miofind.device.device import Device, Library, Place
+from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
+from miofind.solver.steps import (
     Box,
     Config,
     ConfigValue,
@@ -26,7 +27,6 @@ from miofind.solution import (
     WorkspacePlan,
     int32s,
 )
-from miofind.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
 from miofind.solvers.common.copies import packed_map, uncopied
 from miofind.solvers.common.correlation import ceil_div
 from miofind.solvers.common.divisor import divisors

@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 
-from miofind.device import Device, Library, Place
+from miofind.core.problem import ProblemDescription
+from miofind.device.device import Device, Library, Place
 from miofind.errors import InvalidConfigError, MiofindError
 from miofind.libraries.matmul_choice import (
     WORKSPACE_BYTES,
@@ -17,8 +18,7 @@ from miofind.libraries.matmul_choice import (
     check_library_choice,
     with_library_choice,
 )
-from miofind.problem import ProblemDescription
-from miofind.solution import Config, ConfigValue, ConvSolution, MatmulStep, Region, WorkspacePlan
+from miofind.solver.steps import Config, ConfigValue, ConvSolution, MatmulStep, Region, WorkspacePlan
 from miofind.solvers.vendor.columns import ColumnPlan
 
 logger = logging.getLogger(__name__)

@@ -10,10 +10,10 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from miofind.device import Device
+from miofind.core.problem import DataType, Direction, ProblemDescription
+from miofind.device.device import Device
 from miofind.libraries.gemm import MAX_BATCH, STEP_MS, ColumnProducts, ImageRange, Product, product_ms
-from miofind.problem import DataType, Direction, ProblemDescription
-from miofind.solution import KernelStep, Pointer, Region, Scalar, Step, int32s
+from miofind.solver.steps import KernelStep, Pointer, Region, Scalar, Step, int32s
 
 SOURCE = "vendor/im2col.cu"
 COLUMNS = "columns"

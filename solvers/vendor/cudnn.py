@@ -9,7 +9,8 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from miofind.device import Device, Library, Place
+from miofind.core.problem import DataType, Direction, Layout, MathMode, ProblemDescription
+from miofind.device.device import Device, Library, Place
 from miofind.errors import InvalidConfigError, LaunchError
 from miofind.libraries.cudnn import HEURISTIC, EnginePlan, engine_plans
 from miofind.libraries.cudnn_graph import TENSOR_ALIGNMENT, Knob
@@ -23,9 +24,8 @@ from miofind.libraries.cudnn_notes import (
     parsed_notes,
     refused_notes,
 )
-from miofind.problem import DataType, Direction, Layout, MathMode, ProblemDescription
-from miofind.solution import Config, ConvSolution, CudnnStep, Region, WorkspacePlan
-from miofind.solver import APPLICABLE, MAX_DEFAULT_CONFIGS, Algorithm, Applicability, KernelKey, Reach, Solver
+from miofind.solver.solver import APPLICABLE, MAX_DEFAULT_CONFIGS, Algorithm, Applicability, KernelKey, Reach, Solver
+from miofind.solver.steps import Config, ConvSolution, CudnnStep, Region, WorkspacePlan
 
 _PARAMETERS = frozenset({"engine", "knobs", "notes", "workspace_bytes"})
 # On an H200 the heuristics' first eight direct plans held the fastest or came within 0.7 % of it (geometric mean of 27

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from miofind.device import Device, Library, Place
+from miofind.core.problem import DataType, Layout, ProblemDescription
+from miofind.device.device import Device, Library, Place
 from miofind.libraries.matmul_choice import TENSOR_ALIGNMENT, check_int
-from miofind.problem import DataType, Layout, ProblemDescription
-from miofind.solution import Config, ConvSolution
-from miofind.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
+from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
+from miofind.solver.steps import Config, ConvSolution
 from miofind.solvers.vendor.column_configs import (
     NAMES,
     check_column_config,

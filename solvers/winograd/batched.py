@@ -8,7 +8,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from miofind.device import Device, Library, Place
+from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
+from miofind.device.device import Device, Library, Place
 from miofind.errors import InvalidConfigError
 from miofind.libraries.matmul_choice import (
     TENSOR_ALIGNMENT,
@@ -17,9 +18,8 @@ from miofind.libraries.matmul_choice import (
     check_library_choice,
     with_library_choice,
 )
-from miofind.problem import DataType, Direction, Layout, ProblemDescription
-from miofind.solution import Config, ConvSolution, Packing, Region, WorkspacePlan
-from miofind.solver import Algorithm, Applicability, KernelKey, Reach, Solver
+from miofind.solver.solver import Algorithm, Applicability, KernelKey, Reach, Solver
+from miofind.solver.steps import Config, ConvSolution, Packing, Region, WorkspacePlan
 from miofind.solvers.winograd.choice import (
     EXACT_TILE,
     PLAN_NAMES,

@@ -11,10 +11,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from miofind.core.problem import DataType, Direction, ProblemDescription
 from miofind.errors import InvalidConfigError
-from miofind.geometry import index_bits
 from miofind.libraries.matmul_choice import check_int
-from miofind.problem import DataType, Direction, ProblemDescription
+from miofind.solver.geometry import index_bits
 from miofind.solvers.common.correlation import ceil_div, round_up
 from miofind.solvers.common.minimal_filtering import MOST_POINTS
 from miofind.solvers.common.overlap import least_products

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from miofind.device import Device
+from miofind.device.device import Device
 from miofind.libraries.gemm import STEP_MS, product_ms
 from miofind.solvers.winograd.product import library_product
 from miofind.solvers.winograd.steps import FEW_FLOATS, WinogradPlan

@@ -13,9 +13,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import ClassVar
 
-from miofind.device import Device, Library, Place
-from miofind.problem import DataType, Direction, Layout, ProblemDescription, TensorDescriptor
-from miofind.solution import (
+from miofind.core.problem import DataType, Direction, Layout, ProblemDescription, TensorDescriptor
+from miofind.device.device import Device, Library, Place
+from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Reach, Solver
+from miofind.solver.steps import (
     Config,
     ConfigValue,
     ConvSolution,
@@ -27,7 +28,6 @@ from miofind.solution import (
     WorkspacePlan,
     int32s,
 )
-from miofind.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Reach, Solver
 from miofind.solvers.common.correlation import ceil_div
 from miofind.solvers.common.divisor import divisors
 from miofind.solvers.common.minimal_filtering import Filtering, bound_growth

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from miofind.device import Device
-from miofind.problem import Direction, MathMode, ProblemDescription, TensorDescriptor
+from miofind.core.problem import Direction, MathMode, ProblemDescription, TensorDescriptor
+from miofind.device.device import Device
 from miofind.solvers.common.correlation import ceil_div, round_up
 from miofind.solvers.common.residency import resident_blocks
 

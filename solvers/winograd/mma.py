@@ -11,11 +11,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from miofind.device import Device, Library, Place
+from miofind.core.problem import DataType, Direction, Layout, MathMode, ProblemDescription
+from miofind.device.device import Device, Library, Place
 from miofind.errors import InvalidConfigError
-from miofind.problem import DataType, Direction, Layout, MathMode, ProblemDescription
-from miofind.solution import Config, ConvSolution, Packing, Region, WorkspacePlan
-from miofind.solver import Algorithm, Applicability, KernelKey, Reach, Solver, solver_by_id
+from miofind.solver.solver import Algorithm, Applicability, KernelKey, Reach, Solver, solver_by_id
+from miofind.solver.steps import Config, ConvSolution, Packing, Region, WorkspacePlan
 from miofind.solvers.winograd.choice import (
     EXACT_TILE,
     PLAN_NAMES,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from miofind.core.problem import DataType, Direction, TensorDescriptor
 from miofind.libraries.gemm import Operand, Product, transpose
-from miofind.problem import DataType, Direction, TensorDescriptor
 from miofind.solvers.winograd.steps import INPUTS, OTHERS, PRODUCTS, WinogradPlan
 
 

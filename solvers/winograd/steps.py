@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from miofind.problem import DataType, Direction, ProblemDescription, TensorDescriptor
-from miofind.solution import (
+from miofind.core.problem import DataType, Direction, ProblemDescription, TensorDescriptor
+from miofind.solver.steps import (
     ConvSolution,
     KernelStep,
     Packing,

@@ -16,9 +16,9 @@ import cupy
 import numpy as np
 
 import miofind
-from miofind.problem import DataType, Direction, ProblemDescription
-from miofind.solution import Config
-from miofind.solver import solver_by_id
+from miofind.core.problem import DataType, Direction, ProblemDescription
+from miofind.solver.solver import solver_by_id
+from miofind.solver.steps import Config
 
 PROBLEMS = (
     ProblemDescription.convolution(x=(8, 64, 28, 28), w=(64, 64, 3, 3), padding=1, dtype="float16", layout="NHWC"),

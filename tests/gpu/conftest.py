@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from miofind.compiler import Compiler
-from miofind.device import Device
+from miofind.device.device import Device
 
 
 @pytest.fixture(scope="module")

@@ -10,9 +10,9 @@ import pytest
 from cuda_package import SCALE, CudaPackage, make_package
 
 from miofind.compiler import BinaryCache, Compiler, Kernel
-from miofind.device import Device
+from miofind.device.device import Device
 from miofind.errors import LaunchError
-from miofind.solution import KernelStep
+from miofind.solver.steps import KernelStep
 
 cupy = pytest.importorskip("cupy")
 pytestmark = pytest.mark.gpu

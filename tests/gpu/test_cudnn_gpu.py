@@ -14,13 +14,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from miofind.device import Device
+from miofind.core.problem import DataType, Direction, MathMode, ProblemDescription
+from miofind.device.device import Device
 from miofind.errors import LaunchError
 from miofind.libraries.cudnn import conv_plan, cudnn_version, engine_plans
 from miofind.libraries.cudnn_notes import Note
-from miofind.problem import DataType, Direction, MathMode, ProblemDescription
-from miofind.solution import Config, CudnnStep
-from miofind.solver import MAX_DEFAULT_CONFIGS, Solver
+from miofind.solver.solver import MAX_DEFAULT_CONFIGS, Solver
+from miofind.solver.steps import Config, CudnnStep
 from miofind.solvers.vendor.cudnn import SOLVERS
 
 pytestmark = pytest.mark.gpu
@@ -318,7 +318,7 @@ def test_an_impossible_record_is_a_launch_error(engine: int, knobs: tuple[tuple[
 
 def test_neither_the_frontend_nor_torch_is_imported() -> None:
     code = (
-        "import sys; from miofind.device import Device; from miofind.problem import ProblemDescription as P;"
+        "import sys; from miofind import Device, ProblemDescription as P;"
         "from miofind.libraries.cudnn import engine_plans;"
         "assert engine_plans(P.convolution(x=(1, 8, 8, 8), w=(8, 8, 3, 3)), Device.cuda());"
         "assert not {'torch', 'cudnn'} & set(sys.modules)"

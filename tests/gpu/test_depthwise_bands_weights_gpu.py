@@ -10,12 +10,12 @@ import pytest
 from device_buffers import Buffer, download, integers, upload
 
 from miofind.compiler import Compiler
-from miofind.device import Device
-from miofind.invoker import make_invoker
-from miofind.problem import DataType, Direction, Layout, ProblemDescription
+from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
+from miofind.device.device import Device
+from miofind.launch.invoker import make_invoker
 from miofind.reference import numpy_dtype, reference_on_host
-from miofind.solution import Config
-from miofind.solver import solver_by_id
+from miofind.solver.solver import solver_by_id
+from miofind.solver.steps import Config
 from miofind.verify.claims import claims_of
 from miofind.verify.verifier import Verifier
 

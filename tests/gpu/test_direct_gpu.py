@@ -11,14 +11,14 @@ from device_buffers import upload
 from exact_results import check_exact
 
 from miofind import reference
-from miofind.bound_steps import make_step_launcher
 from miofind.compiler import Compiler
-from miofind.device import Device
-from miofind.invoker import make_invoker
-from miofind.problem import DataType, Direction, Layout, ProblemDescription
+from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
+from miofind.device.device import Device
+from miofind.launch.bound_steps import make_step_launcher
+from miofind.launch.invoker import make_invoker
 from miofind.reference import numpy_dtype, reference_on_host, reference_step
-from miofind.solution import Config
-from miofind.solver import Solver, solver_by_id
+from miofind.solver.solver import Solver, solver_by_id
+from miofind.solver.steps import Config
 from miofind.verify.claims import claims_of
 from miofind.verify.verifier import Verifier
 

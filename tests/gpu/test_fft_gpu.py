@@ -12,14 +12,14 @@ import pytest
 from device_buffers import Buffer, download, upload
 
 from miofind.compiler import Compiler
-from miofind.device import Device
+from miofind.core.problem import Direction, Layout, ProblemDescription
+from miofind.device.device import Device
 from miofind.errors import LaunchError
-from miofind.invoker import make_invoker
+from miofind.launch.invoker import make_invoker
 from miofind.libraries.cufft import fft_plan
-from miofind.problem import Direction, Layout, ProblemDescription
 from miofind.reference import numpy_dtype, reference_on_host
-from miofind.solution import Config, FftStep, Pointer
-from miofind.solver import Solver, solver_by_id
+from miofind.solver.solver import Solver, solver_by_id
+from miofind.solver.steps import Config, FftStep, Pointer
 from miofind.verify.claims import claims_of
 from miofind.verify.verifier import Verifier
 

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 
 from miofind.compiler import Compiler
-from miofind.device import Device
+from miofind.core.problem import DataType, Direction, MathMode, ProblemDescription
+from miofind.device.device import Device
 from miofind.errors import LaunchError
-from miofind.invoker import make_invoker
+from miofind.launch.invoker import make_invoker
 from miofind.libraries.cublaslt import MatmulAlgorithm, matmul_algorithms, matmul_plan
 from miofind.libraries.matmul_choice import ALGORITHM_ATTRIBUTES
-from miofind.problem import DataType, Direction, MathMode, ProblemDescription
-from miofind.solution import MatmulStep, Pointer
-from miofind.solver import Solver
+from miofind.solver.solver import Solver
+from miofind.solver.steps import MatmulStep, Pointer
 from miofind.solvers.vendor.gemm1x1 import ConvGemm1x1
 from miofind.solvers.vendor.im2col_gemm import ConvIm2colGemm
 from miofind.verify.claims import claims_of

@@ -9,10 +9,10 @@ import pytest
 from exact_results import check_exact
 
 from miofind.compiler import Compiler
-from miofind.device import Device
-from miofind.invoker import make_invoker
-from miofind.problem import DataType, Direction, Layout, ProblemDescription
-from miofind.solver import Solver, solver_by_id
+from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
+from miofind.device.device import Device
+from miofind.launch.invoker import make_invoker
+from miofind.solver.solver import Solver, solver_by_id
 from miofind.verify.claims import claims_of
 from miofind.verify.verifier import Verifier
 

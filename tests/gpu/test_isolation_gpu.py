@@ -10,19 +10,19 @@ import pytest
 from cuda_package import make_package
 from faulty_cuda_solver import FAULTY, SOURCE
 
-from miofind.candidate import Candidate, Outcome, Status
-from miofind.child import Child
+from miofind.bench.null_test import DEFAULT_PROBLEM, NullTestOptions, null_test
 from miofind.compiler import Compiler
-from miofind.device import Device, cuda_device_count
-from miofind.evaluate import Job
-from miofind.health import complaint, context_error
+from miofind.core.problem import ProblemDescription
+from miofind.device.device import Device, cuda_device_count
+from miofind.evaluate.evaluate import Job
+from miofind.evaluate.executors import Isolated
+from miofind.evaluate.health import complaint, context_error
 from miofind.measure.gpu_monitor import gpu_monitor
 from miofind.measure.verdict import Verdict
-from miofind.null_test import DEFAULT_PROBLEM, NullTestOptions, null_test
-from miofind.problem import ProblemDescription
-from miofind.sandbox.executors import Isolated
-from miofind.solution import Config
-from miofind.solver import solver_by_id
+from miofind.process.child import Child
+from miofind.solver.candidate import Candidate, Outcome, Status
+from miofind.solver.solver import solver_by_id
+from miofind.solver.steps import Config
 
 cupy = pytest.importorskip("cupy")
 pytestmark = pytest.mark.gpu
@@ -95,7 +95,7 @@ def test_a_fault_costs_its_candidate_alone(
 
 def test_every_gpu_is_found_by_its_uuid() -> None:
     code = (
-        "import sys; from multiprocessing.connection import Connection; from miofind.device import Device;"
+        "import sys; from multiprocessing.connection import Connection; from miofind.device.device import Device;"
         "found = Device.cuda(0); Connection(int(sys.argv[1])).send((found.uuid, found.identity))"
     )
     for index in range(cuda_device_count()):

@@ -8,13 +8,13 @@ import pytest
 
 from miofind.bench.ceilings import measure_ceilings
 from miofind.compiler import Compiler
-from miofind.device import Device
-from miofind.invoker import Invoker, make_invoker
+from miofind.core.problem import ProblemDescription
+from miofind.device.device import Device
+from miofind.launch.invoker import Invoker, make_invoker
 from miofind.measure.effort import Effort
 from miofind.measure.race import Entrant, Race
 from miofind.measure.stage import Stage
-from miofind.problem import ProblemDescription
-from miofind.solver import solver_by_id
+from miofind.solver.solver import solver_by_id
 
 cupy = pytest.importorskip("cupy")
 pytestmark = pytest.mark.gpu

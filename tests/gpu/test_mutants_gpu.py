@@ -8,10 +8,10 @@ import pytest
 from mutants import cuda
 from mutants.find import find
 
-from miofind.candidate import Status
 from miofind.compiler import BinaryCache, Compiler
-from miofind.device import Device
+from miofind.device.device import Device
 from miofind.errors import CompileError
+from miofind.solver.candidate import Status
 
 pytest.importorskip("cupy")
 pytestmark = pytest.mark.gpu

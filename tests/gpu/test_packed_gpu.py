@@ -11,11 +11,11 @@ from device_buffers import Buffer, download, upload
 import miofind
 from miofind import Handle
 from miofind.compiler import Compiler
-from miofind.device import Device, Place
-from miofind.found import Found, Solution, Source
-from miofind.invoker import make_invoker
-from miofind.problem import ProblemDescription
-from miofind.solver import Solver, solvers
+from miofind.core.problem import ProblemDescription
+from miofind.device.device import Device, Place
+from miofind.launch.invoker import make_invoker
+from miofind.runtime.solution import Found, Solution, Source
+from miofind.solver.solver import Solver, solvers
 
 cupy = pytest.importorskip("cupy")
 pytestmark = pytest.mark.gpu

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 import miofind
-from miofind.device import Device
+from miofind.core.problem import ProblemDescription
+from miofind.device.device import Device
 from miofind.finddb import Store, shipped_paths
-from miofind.problem import ProblemDescription
-from miofind.refusals import Measured, Refusals
-from miofind.solver import solvers
+from miofind.runtime.refusals import Measured, Refusals
+from miofind.solver.solver import solvers
 
 pytest.importorskip("cupy")
 pytestmark = pytest.mark.gpu

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 from device_buffers import POISON, Buffer
 
-from miofind.bound_steps import make_step_launcher
 from miofind.compiler import Compiler
-from miofind.device import Device
-from miofind.early_launch import launches_early, may_begin_early
-from miofind.invoker import Invoker, make_invoker
-from miofind.problem import DataType, ProblemDescription
-from miofind.solution import ConvSolution, Region, WorkspacePlan
-from miofind.solver import solver_by_id
+from miofind.core.problem import DataType, ProblemDescription
+from miofind.device.device import Device
+from miofind.launch.bound_steps import make_step_launcher
+from miofind.launch.early_launch import launches_early, may_begin_early
+from miofind.launch.invoker import Invoker, make_invoker
+from miofind.solver.solver import solver_by_id
+from miofind.solver.steps import ConvSolution, Region, WorkspacePlan
 from miofind.solvers.implicit_gemm.transpose import Turn, turning
 
 cupy = pytest.importorskip("cupy")

@@ -8,10 +8,10 @@ from small_examples import small_examples
 from uneven import uneven_inputs
 
 from miofind.compiler import Compiler
-from miofind.device import Device
-from miofind.invoker import make_invoker
-from miofind.problem import ProblemDescription
-from miofind.solver import Solver
+from miofind.core.problem import ProblemDescription
+from miofind.device.device import Device
+from miofind.launch.invoker import make_invoker
+from miofind.solver.solver import Solver
 
 pytestmark = pytest.mark.gpu
 

@@ -11,12 +11,12 @@ import pytest
 
 from miofind import reference
 from miofind.compiler import Compiler
-from miofind.device import Device
-from miofind.invoker import Invoker, make_invoker
-from miofind.problem import Direction, ProblemDescription
+from miofind.core.problem import Direction, ProblemDescription
+from miofind.core.values import Values
+from miofind.device.device import Device
+from miofind.launch.invoker import Invoker, make_invoker
 from miofind.reference import numpy_dtype, reference_on_host
-from miofind.solver import solver_by_id
-from miofind.values import Values
+from miofind.solver.solver import solver_by_id
 from miofind.verify.claims import Claims
 from miofind.verify.rig import Setting
 from miofind.verify.sampling import SampleBudget

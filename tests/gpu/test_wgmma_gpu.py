@@ -13,13 +13,13 @@ from drawn_configs import WGMMA_TILINGS, drawn, drawn_wgmma, lacking_tilings
 from wgmma_forms import KINDS, ONE_FIRST
 
 from miofind.compiler import Compiler
-from miofind.device import Device
+from miofind.core.problem import Direction, Layout, ProblemDescription
+from miofind.device.device import Device
 from miofind.errors import LaunchError
-from miofind.invoker import Invoker, make_invoker
-from miofind.problem import Direction, Layout, ProblemDescription
+from miofind.launch.invoker import Invoker, make_invoker
 from miofind.reference import reference_on_host, round_once
-from miofind.solution import Config
-from miofind.solver import Solver, solver_by_id
+from miofind.solver.solver import Solver, solver_by_id
+from miofind.solver.steps import Config
 from miofind.solvers.implicit_gemm.channels_last import ConvChannelsLast
 from miofind.verify.claims import claims_of
 from miofind.verify.verifier import Verifier

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from miofind.device import Device, Library, Place
+from miofind.core.problem import DataType, Layout, ProblemDescription
+from miofind.device.device import Device, Library, Place
 from miofind.options import FindOptions
-from miofind.problem import DataType, Layout, ProblemDescription
-from miofind.solution import Config, ConfigValue
-from miofind.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
+from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
+from miofind.solver.steps import Config, ConfigValue
 
 # Wide enough for solvers whose bound is wider than direct summation's; a default find leaves these out.
 ANY_ERROR = FindOptions(max_error=1.0)

@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from miofind.device import Device, Place
-from miofind.geometry import geometry_scalars, index_bits
-from miofind.problem import DataType, Direction, ProblemDescription
-from miofind.solution import (
+from miofind.core.problem import DataType, Direction, ProblemDescription
+from miofind.device.device import Device, Place
+from miofind.solver.geometry import geometry_scalars, index_bits
+from miofind.solver.steps import (
     Config,
     ConvSolution,
     KernelStep,

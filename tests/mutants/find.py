@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 
 import miofind
-from miofind import options, row_check, solver
-from miofind.candidate import Status
+from miofind import options
 from miofind.compiler import Compiler
-from miofind.device import Device
-from miofind.find import plan, records, scopes, stored, validity
-from miofind.solver import Solver
+from miofind.device.device import Device
+from miofind.find import plan, records, row_check, scopes, stored, validity
+from miofind.solver import solver
+from miofind.solver.candidate import Status
+from miofind.solver.solver import Solver
 from mutants.base import MutantSolver
 
 _IMPORTERS = (solver, plan, records, scopes, stored, validity, options, row_check)

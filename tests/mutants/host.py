@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from miofind.device import Device, Place
-from miofind.problem import ProblemDescription
+from miofind.core.problem import ProblemDescription
+from miofind.device.device import Device, Place
 from miofind.reference import reference_on_host, round_once
-from miofind.solution import Config, ConvSolution, HostStep, Packing, Region, WorkspacePlan
+from miofind.solver.steps import Config, ConvSolution, HostStep, Packing, Region, WorkspacePlan
 from mutants.base import Declared, Mutant, MutantSolver
 
 Array = NDArray[Any]

@@ -7,7 +7,7 @@ import time
 import ml_dtypes
 import numpy as np
 
-from miofind.problem import ProblemDescription
+from miofind.core.problem import ProblemDescription
 from miofind.reference import reference_on_host
 from mutants.base import conv
 from mutants.host import Call, Packed, Wide, control

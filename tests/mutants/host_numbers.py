@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from miofind.problem import ProblemDescription
+from miofind.core.problem import ProblemDescription
 from miofind.reference import reference_on_host, round_once
 from mutants.base import conv
 from mutants.host import Array, Call, Wide, mutant

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from miofind.problem import ProblemDescription
+from miofind.core.problem import ProblemDescription
 from mutants.base import conv
 from mutants.host import Call, Packed, Wide, mutant
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from miofind.problem import ProblemDescription
+from miofind.core.problem import ProblemDescription
 from miofind.reference import round_once
 from mutants.base import conv
 from mutants.host import Array, Call, Wide, mutant

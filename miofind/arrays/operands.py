@@ -1,0 +1,364 @@
+"""The arrays of one run: strict checks of its tensors, its workspace, its stream.
+
+Checks are made once for a problem and are fast for CuPy arrays and PyTorch tensors; what they refuse is looked at
+again, slower, for a message.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from miofind.arrays.arrays import NUMPY_DTYPES, Framework, as_cupy, framework_of, strides_fit, view
+from miofind.core.tensor import TensorDescriptor
+from miofind.errors import InvalidArrayError, InvalidOptionError, WorkspaceError
+
+WORKSPACE_ALIGNMENT = 256
+"""A workspace on a GPU begins at a multiple of this, as do its regions: cuBLASLt asks for no less."""
+
+HOST_WORKSPACE_ALIGNMENT = 16
+"""A workspace in host memory begins at a multiple of this, as NumPy's arrays do."""
+
+Check = Callable[[Any], Any]
+"""Takes an array; gives its device address, or the NumPy array over its host memory."""
+
+_DESCRIBED = "find solutions of the problem that the arrays have, ProblemDescription.from_arrays(...)"
+
+CheckOfAll = Callable[[Any, Any, Any], tuple[Any, Any, Any]]
+"""Takes the arrays of x, w and y; gives what their checks give."""
+
+
+def strict_check(
+    name: str, tensor: TensorDescriptor, device_index: int, alignment: int, *, is_written: bool = False
+) -> Check:
+    """A check of one tensor of a problem, made once and used on every run.
+
+    Raises (when called):
+        InvalidArrayError: what was given and what the problem wants.
+    """
+    shape = tensor.shape
+    byte_strides = tuple(step * tensor.dtype.itemsize for step in tensor.strides)
+    numpy_dtype = NUMPY_DTYPES[tensor.dtype]
+    cupy_kind: Any = None
+
+    def check(array: Any) -> Any:
+        nonlocal cupy_kind
+        kind = type(array)
+        if kind is cupy_kind:
+            if array.shape == shape and array.strides == byte_strides and array.dtype is numpy_dtype:
+                memory = array.data
+                address = memory.ptr
+                if memory.device_id == device_index and not address % alignment:
+                    return address
+        elif device_index >= 0 and kind.__module__ == "cupy":
+            cupy_kind = kind
+        checked = _checked(array, name, tensor, device_index, alignment)
+        if is_written and isinstance(checked, np.ndarray) and not checked.flags.writeable:
+            raise InvalidArrayError(f"{name} is read-only: pass an array that can be written")
+        return checked
+
+    return check
+
+
+def check_of_all(checks: tuple[Check, Check, Check], alignment: int) -> CheckOfAll:
+    """The three checks of a problem in one, which is quick for PyTorch tensors like those of the last run.
+
+    Raises (when called):
+        InvalidArrayError: what was given and what the problem wants.
+    """
+    check_x, check_w, check_y = checks
+    guarded: Any = None
+    unguarded: Any = None
+    is_like_last: Callable[[Any, Any, Any], bool] | None = None
+
+    def check(x: Any, w: Any, y: Any) -> tuple[Any, Any, Any]:
+        nonlocal guarded, unguarded, is_like_last
+        kind = type(x)
+        if kind is guarded and is_like_last is not None and is_like_last(x, w, y):
+            x_address, w_address, y_address = x.data_ptr(), w.data_ptr(), y.data_ptr()
+            if x_address and w_address and y_address and not (x_address | w_address | y_address) % alignment:
+                return x_address, w_address, y_address
+        checked = check_x(x), check_w(w), check_y(y)
+        if kind is not unguarded:
+            is_like_last = _torch_guard(x, w, y)
+            if is_like_last is None:
+                unguarded = kind
+            else:
+                guarded = kind
+        return checked
+
+    return check
+
+
+def _torch_guard(*tensors: Any) -> Callable[[Any, Any, Any], bool] | None:
+    """PyTorch's own test that tensors are like these; None where one is no CUDA tensor or PyTorch has no such test.
+
+    Like means the same type, dispatch keys, dtype, device, shape, strides and whether gradients are asked for.
+    Source: pytorch, torch/csrc/dynamo/guards.cpp, which its compiler runs before each call of what it compiled.
+    """
+    if not all(framework_of(tensor) is Framework.TORCH and tensor.is_cuda for tensor in tensors):
+        return None
+    try:
+        guards = importlib.import_module("torch._C._dynamo.guards")
+        guard = guards.TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+        is_like: Callable[[Any, Any, Any], bool] = guard.check
+    except (ImportError, AttributeError, TypeError, RuntimeError):
+        return None
+    return is_like if is_like(*tensors) is True else None
+
+
+def overlap_check(
+    sizes_bytes: tuple[int, int, int], written: int, device_index: int
+) -> Callable[[Any, Any, Any], bool]:
+    """Whether the written one of three packed tensors shares memory with another; takes what their checks gave."""
+    one, other = (position for position in range(3) if position != written)
+    size, size_of_one, size_of_other = sizes_bytes[written], sizes_bytes[one], sizes_bytes[other]
+
+    def overlaps_on_host(x: Any, w: Any, y: Any) -> bool:
+        tensors = (x, w, y)
+        out = tensors[written]
+        return bool(np.may_share_memory(out, tensors[one]) or np.may_share_memory(out, tensors[other]))
+
+    def overlaps_on_device(x: int, w: int, y: int) -> bool:
+        addresses = (x, w, y)
+        start, first, second = addresses[written], addresses[one], addresses[other]
+        end = start + size
+        if first < end and start < first + size_of_one:
+            return True
+        return second < end and start < second + size_of_other
+
+    return overlaps_on_host if device_index < 0 else overlaps_on_device
+
+
+def _checked(array: Any, name: str, tensor: TensorDescriptor, device_index: int, alignment: int) -> Any:
+    """The same checks, slower: with messages, size-1 dimensions ignored and every kind of array."""
+    if array is None:
+        raise InvalidArrayError(f"{name} is missing: pass an array of shape {tensor.shape}, which the problem wants")
+    v = view(array, name)
+    if v.shape != tensor.shape:
+        advice = _shape_advice(name, v.shape, tensor.shape)
+        raise InvalidArrayError(f"{name} has shape {v.shape}, the problem wants {tensor.shape}: {advice}")
+    if v.dtype is not tensor.dtype:
+        raise InvalidArrayError(
+            f"{name} has dtype {v.dtype}, the problem wants {tensor.dtype}: convert it, or {_DESCRIBED}"
+        )
+    if v.device_index != device_index:
+        given, wanted = _device_name(v.device_index), _device_name(device_index)
+        raise InvalidArrayError(f"{name} is on {given}, the solution runs on {wanted}: move the array there")
+    if not strides_fit(tensor, v.strides):
+        raise InvalidArrayError(
+            f"{name} has strides {v.strides} (elements), the problem's layout {tensor.layout} wants "
+            f"{tensor.strides}: pass a contiguous copy in that layout, or describe the problem by from_arrays"
+        )
+    if v.address == 0:
+        raise InvalidArrayError(
+            f"{name} holds no memory (address 0): a {type(array).__name__} of real memory is needed"
+        )
+    if v.address % alignment:
+        raise InvalidArrayError(
+            f"{name} begins at address {v.address:#x}, the solution needs a multiple of {alignment} bytes: "
+            "pass a copy, or another of the solutions found"
+        )
+    return v.address if v.host is None else v.host
+
+
+def _shape_advice(name: str, given: tuple[int, ...], wanted: tuple[int, ...]) -> str:
+    """What to do about a shape: one that is in the order of memory where channels are last is seen wrongly."""
+    axes = (0, len(wanted) - 1, *range(1, len(wanted) - 1))
+    if len(given) == len(wanted) and tuple(given[axis] for axis in axes) == wanted:
+        return (
+            f"shapes have channels second in every layout: pass {name}.transpose{axes}, in PyTorch {name}.permute{axes}"
+        )
+    return f"pass such an array, or {_DESCRIBED}"
+
+
+def _device_name(index: int) -> str:
+    return "the host" if index < 0 else f"cuda:{index}"
+
+
+def workspace_check(
+    tensors: Mapping[str, int], wanted_bytes: int, device_index: int
+) -> Callable[[Any, Any, Any, Any], Any]:
+    """What `workspace_address` gives of a workspace; takes it and what the checks of x, w and y gave.
+
+    Args:
+        tensors: what a user calls x, w and y, and the bytes of each.
+
+    Raises (when called):
+        WorkspaceError: as of `workspace_address`, or a byte that the solution needs is a tensor's, too.
+    """
+    names, (x_bytes, w_bytes, y_bytes) = tuple(tensors), tensors.values()
+
+    def check_on_host(workspace: Any, x: Any, w: Any, y: Any) -> Any:
+        scratch = workspace_address(workspace, wanted_bytes, device_index)
+        share = np.may_share_memory
+        shared = (share(scratch, x), share(scratch, w), share(scratch, y))
+        if True in shared:
+            raise _workspace_shared(names, shared)
+        return scratch
+
+    def check_on_device(workspace: Any, x: int, w: int, y: int) -> Any:
+        start = workspace_address(workspace, wanted_bytes, device_index)
+        end = start + wanted_bytes
+        shared = (x < end and start < x + x_bytes, w < end and start < w + w_bytes, y < end and start < y + y_bytes)
+        if True in shared:
+            raise _workspace_shared(names, shared)
+        return start
+
+    return check_on_host if device_index < 0 else check_on_device
+
+
+def _workspace_shared(names: tuple[str, ...], shared: tuple[bool, ...]) -> WorkspaceError:
+    which = " and ".join(name for name, is_shared in zip(names, shared, strict=True) if is_shared)
+    return WorkspaceError(f"workspace shares memory with {which}, which a run would overwrite: pass memory of its own")
+
+
+def workspace_address(workspace: Any, wanted_bytes: int, device_index: int) -> Any:
+    """Address of a workspace on the device, or a uint8 NumPy array of its first `wanted_bytes` in host memory.
+
+    Raises:
+        WorkspaceError: smaller than wanted, on another device, misaligned or not contiguous.
+    """
+    raw = _raw_workspace(workspace)
+    if raw.nbytes < wanted_bytes:
+        raise WorkspaceError(f"workspace has {raw.nbytes} bytes, the solution needs {wanted_bytes}")
+    if raw.device_index != device_index:
+        raise WorkspaceError(f"workspace is on {_device_name(raw.device_index)}, not on {_device_name(device_index)}")
+    alignment = HOST_WORKSPACE_ALIGNMENT if device_index < 0 else WORKSPACE_ALIGNMENT
+    if raw.address % alignment:
+        raise WorkspaceError(f"workspace begins at address {raw.address:#x}, which is not a multiple of {alignment}")
+    return raw.address if raw.host is None else raw.host[:wanted_bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class _RawMemory:
+    address: int
+    nbytes: int
+    device_index: int
+    host: Any = None
+
+
+def _raw_workspace(workspace: Any) -> _RawMemory:
+    framework = framework_of(workspace)
+    if framework is Framework.TORCH:
+        if not workspace.is_contiguous():
+            raise WorkspaceError("workspace is not contiguous: pass a contiguous tensor")
+        if workspace.device.type not in ("cuda", "cpu"):
+            raise WorkspaceError(f"workspace is on {workspace.device}: use a CUDA device or the CPU")
+        nbytes = workspace.numel() * workspace.element_size()
+        if workspace.device.type == "cpu":
+            torch: Any = sys.modules["torch"]
+            host = workspace.detach().reshape(-1).view(torch.uint8).numpy()
+            return _RawMemory(workspace.data_ptr(), nbytes, -1, host)
+        return _RawMemory(workspace.data_ptr(), nbytes, workspace.get_device())
+    if framework is Framework.NUMPY:
+        if not workspace.flags.c_contiguous:
+            raise WorkspaceError("workspace is not contiguous: pass a contiguous array")
+        if not workspace.flags.writeable:
+            raise WorkspaceError("workspace is read-only: pass an array that can be written")
+        if isinstance(workspace, np.ma.MaskedArray):
+            raise WorkspaceError("workspace is a masked array: pass a plain one, such as numpy.empty(size, 'uint8')")
+        if workspace.dtype.hasobject:
+            raise WorkspaceError(
+                f"workspace has dtype {workspace.dtype}: pass bytes, such as numpy.empty(size, 'uint8')"
+            )
+        return _RawMemory(workspace.ctypes.data, workspace.nbytes, -1, np.asarray(workspace).reshape(-1).view(np.uint8))
+    array = workspace if framework is Framework.CUPY else as_cupy(workspace, "workspace")
+    if not array.flags.c_contiguous:
+        raise WorkspaceError("workspace is not contiguous: pass a contiguous array")
+    return _RawMemory(int(array.data.ptr), int(array.nbytes), int(array.device.id))
+
+
+def current_stream(array: Any, device_index: int) -> int:
+    """Address of the current stream of an array's library on a device; 0 in host memory."""
+    if device_index < 0:
+        return 0
+    if framework_of(array) is Framework.TORCH:
+        address: int = _torch_stream_reader()(device_index)
+        return address
+    import cupy
+
+    return int(cupy.cuda.get_current_stream(device_index).ptr)
+
+
+@contextlib.contextmanager
+def allocating_on(like: Any, stream: Any, device_index: int) -> Iterator[None]:
+    """Allocations of `like`'s library belong to a stream, so that memory is not reused under a running kernel."""
+    if stream is None or device_index < 0:
+        yield
+        return
+    address = stream_address(stream)
+    if framework_of(like) is Framework.TORCH:
+        torch: Any = sys.modules["torch"]
+        # PyTorch reads address 0 as a wish for a stream of its pool. Source: pytorch, torch/csrc/cuda/Stream.cpp.
+        external = torch.cuda.ExternalStream(address, device=device_index) if address else None
+        with torch.cuda.stream(external or torch.cuda.default_stream(device_index)):
+            yield
+        return
+    import cupy
+
+    with cupy.cuda.Device(device_index), cupy.cuda.Stream.from_external(_StreamProtocol(address)):
+        yield
+
+
+@dataclass(frozen=True, slots=True)
+class _StreamProtocol:
+    """A stream's address in the form that other libraries read."""
+
+    address: int
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return (0, self.address)
+
+
+def stream_address(stream: Any) -> int:
+    """Address of a stream given as an int, a CuPy or PyTorch stream, or by the __cuda_stream__ protocol.
+
+    Raises:
+        InvalidOptionError: none of these.
+    """
+    if isinstance(stream, int) and not isinstance(stream, bool):
+        return stream
+    for attribute in ("ptr", "cuda_stream"):
+        value = getattr(stream, attribute, None)
+        if isinstance(value, int):
+            return value
+    protocol = getattr(stream, "__cuda_stream__", None)
+    if protocol is not None:
+        return int((protocol() if callable(protocol) else protocol)[1])
+    raise InvalidOptionError(f"stream={stream!r} is no stream: pass a CuPy or PyTorch stream or its address")
+
+
+def stream_reader(device_index: int) -> Callable[[Any], int]:
+    """Reads the current stream of an array's library on a device; 0 in host memory."""
+    torch_stream: Callable[[int], int] | None = None
+    cupy_stream: Any = None
+
+    def read(array: Any) -> int:
+        nonlocal torch_stream, cupy_stream
+        module = type(array).__module__
+        if module == "cupy":
+            if cupy_stream is None:
+                cupy_stream = sys.modules["cupy"].cuda.get_current_stream
+            address: int = cupy_stream(device_index).ptr
+            return address
+        if module == "torch" and device_index >= 0:
+            if torch_stream is None:
+                torch_stream = _torch_stream_reader()
+            return torch_stream(device_index)
+        return current_stream(array, device_index)
+
+    return read
+
+
+def _torch_stream_reader() -> Callable[[int], int]:
+    """PyTorch's own short cut to a stream's address, as its compilers use it, else the public way."""
+    torch: Any = sys.modules["torch"]
+    short_cut = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+    return short_cut or (lambda index: int(torch.cuda.current_stream(index).cuda_stream))

@@ -1,0 +1,1 @@
+"""What is computed: tensors, problems, and their names."""

@@ -1,0 +1,332 @@
+"""What is to be computed: tensors, a convolution, a direction.
+
+Pure values, validated on construction; knows nothing of devices, solvers or arrays.
+
+The field's letters, used everywhere: n c (batch, input channels), k (output channels), spatial sizes outermost first
+(d h w for the input, z y x for the filter, od oh ow for the output), pad, stride, dilation, groups. The tensors are
+x (n, c, *spatial), w (k, c/groups, *filter) and y (n, k, *out_spatial), whatever the direction and the layout;
+dx, dw and dy are gradients with the shapes of x, w and y.
+"""
+
+from __future__ import annotations
+
+import functools
+import math as _math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from miofind.core.network_config import parse_network_config, write_network_config
+from miofind.core.tensor import (
+    MAX_DIMENSION,
+    MAX_TENSOR_BYTES,
+    ConvolutionDescriptor,
+    DataType,
+    Direction,
+    Layout,
+    MathMode,
+    TensorDescriptor,
+    enum_value,
+    sizes,
+)
+from miofind.errors import InvalidProblemError
+
+__all__ = [
+    "MAX_DIMENSION",
+    "MAX_TENSOR_BYTES",
+    "ConvolutionDescriptor",
+    "DataType",
+    "Direction",
+    "Layout",
+    "MathMode",
+    "ProblemDescription",
+    "TensorDescriptor",
+    "enum_value",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProblemDescription:
+    """One convolution to solve: three tensors, a convolution, a direction and the arithmetic allowed.
+
+    Shapes describe the forward convolution whatever the direction. Build one with `ProblemDescription.convolution`,
+    `from_arrays`, a MIOpenDriver line or a suite. Equal problems have equal `network_config`, the key of
+    every cache and database; it is computed once.
+
+    Raises:
+        InvalidProblemError: the message names the field and the value.
+    """
+
+    x: TensorDescriptor
+    w: TensorDescriptor
+    y: TensorDescriptor
+    conv: ConvolutionDescriptor
+    direction: Direction = Direction.FORWARD
+    math: MathMode = MathMode.IEEE
+    network_config: str = field(init=False, repr=False, compare=False, default="")
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "direction", enum_value(Direction, self.direction, "direction"))
+        object.__setattr__(self, "math", enum_value(MathMode, self.math, "math"))
+        _check_shapes(self)
+        _check_types(self)
+        text = write_network_config(self.direction, {name: self.tensor(name) for name in "xwy"}, self.conv, self.math)
+        object.__setattr__(self, "network_config", text)
+
+    def __hash__(self) -> int:
+        return hash(self.network_config)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, ProblemDescription):
+            return NotImplemented
+        return self.network_config == other.network_config
+
+    def __str__(self) -> str:
+        return self.network_config
+
+    @staticmethod
+    def convolution(
+        *,
+        x: Sequence[int],
+        w: Sequence[int],
+        padding: object = 0,
+        stride: object = 1,
+        dilation: object = 1,
+        groups: int = 1,
+        direction: Direction | str = Direction.FORWARD,
+        dtype: DataType | str | Mapping[str, DataType | str] = DataType.FLOAT32,
+        layout: Layout | str | Mapping[str, Layout | str] | None = None,
+        math: MathMode | str = MathMode.IEEE,
+    ) -> ProblemDescription:
+        """A convolution problem from its shapes.
+
+        Args:
+            x: (n, c, *spatial), 1 to 3 spatial dimensions, logical order.
+            w: (k, c/groups, *filter).
+            padding: an int, an int a dimension, or a (before, after) pair a dimension.
+            stride, dilation: an int, or an int a dimension.
+            groups: group count; divides c and k.
+            direction: "forward", "backward_data" or "backward_weights"; the shapes are the forward ones in each.
+            dtype: one for all tensors, or a mapping with keys "x", "w", "y".
+            layout: memory order, one for all tensors or a mapping with keys "x", "w", "y"; channels first if left out.
+            math: float32 only: "ieee" or "tf32".
+
+        Raises:
+            InvalidProblemError: the message names the field and the value.
+        """
+        x_shape, w_shape = sizes(x, "x"), sizes(w, "w")
+        rank = len(x_shape) - 2
+        if rank not in (1, 2, 3):
+            raise InvalidProblemError(f"x={x_shape} must have 3 to 5 dimensions: (n, c, *spatial)")
+        if len(w_shape) != rank + 2:
+            raise InvalidProblemError(f"w={w_shape} must have {rank + 2} dimensions like x={x_shape}")
+        conv = ConvolutionDescriptor.of(rank, padding=padding, stride=stride, dilation=dilation, groups=groups)
+        out = tuple(conv.output_size(x_shape[i + 2], w_shape[i + 2], i) for i in range(rank))
+        dtypes = _per_tensor(dtype, "dtype")
+        layouts = _per_tensor(Layout.of(rank, channels_last=False) if layout is None else layout, "layout")
+        shapes = {"x": x_shape, "w": w_shape, "y": (x_shape[0], w_shape[0], *out)}
+        tensors = {
+            name: _named_tensor(
+                name,
+                shape,
+                enum_value(DataType, dtypes[name], "dtype"),
+                enum_value(Layout, layouts[name], "layout"),
+            )
+            for name, shape in shapes.items()
+        }
+        return ProblemDescription(
+            **tensors,
+            conv=conv,
+            direction=enum_value(Direction, direction, "direction"),
+            math=enum_value(MathMode, math, "math"),
+        )
+
+    @property
+    def spatial_dims(self) -> int:
+        """Number of spatial dimensions, 1 to 3."""
+        return len(self.conv.stride)
+
+    @property
+    def n(self) -> int:
+        """Batch."""
+        return self.x.shape[0]
+
+    @property
+    def c(self) -> int:
+        """Input channels."""
+        return self.x.shape[1]
+
+    @property
+    def k(self) -> int:
+        """Output channels."""
+        return self.w.shape[0]
+
+    @property
+    def groups(self) -> int:
+        """Group count."""
+        return self.conv.groups
+
+    @property
+    def spatial(self) -> tuple[int, ...]:
+        """Input sizes, outermost first."""
+        return self.x.shape[2:]
+
+    @property
+    def filter(self) -> tuple[int, ...]:
+        """Filter sizes, outermost first."""
+        return self.w.shape[2:]
+
+    @property
+    def out_spatial(self) -> tuple[int, ...]:
+        """Output sizes, outermost first."""
+        return self.y.shape[2:]
+
+    @property
+    def is_1x1(self) -> bool:
+        """Whether the filter has one tap and nothing is padded."""
+        return _math.prod(self.filter) == 1 and not any(self.conv.pad_before) and not any(self.conv.pad_after)
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations of direct arithmetic, a multiply-add counted as two; the same in each direction."""
+        return 2 * self.y.size * self.w.shape[1] * _math.prod(self.filter)
+
+    @property
+    def bytes(self) -> int:
+        """Least bytes through device memory: each tensor once."""
+        return self.x.bytes + self.w.bytes + self.y.bytes
+
+    @property
+    def reduction_length(self) -> int:
+        """Products summed for one element of the output: its largest number over the output."""
+        taps = _math.prod(self.filter)
+        if self.direction is Direction.FORWARD:
+            return self.w.shape[1] * taps
+        if self.direction is Direction.BACKWARD_DATA:
+            return self.k // self.groups * taps
+        return self.n * _math.prod(self.out_spatial)
+
+    @property
+    def output(self) -> TensorDescriptor:
+        """The tensor that is written."""
+        return self.tensor(self.direction.output)
+
+    def tensor(self, name: str) -> TensorDescriptor:
+        """The descriptor of "x", "w" or "y"."""
+        return {"x": self.x, "w": self.w, "y": self.y}[name]
+
+    def in_direction(self, direction: Direction) -> ProblemDescription:
+        """The convolution of the same tensors in a direction."""
+        return self if direction is self.direction else replace(self, direction=direction)
+
+    def lifted(self, spatial_dims: int) -> ProblemDescription:
+        """The same convolution over the same memory with unit spatial dimensions put in front."""
+        if spatial_dims < self.spatial_dims:
+            raise ValueError(f"cannot lift {self.spatial_dims} spatial dimensions to {spatial_dims}")
+        return self if spatial_dims == self.spatial_dims else _lifted(self, spatial_dims)
+
+    @staticmethod
+    def from_arrays(
+        *,
+        x: Any = None,
+        w: Any = None,
+        dy: Any = None,
+        out: Any = None,
+        x_shape: Sequence[int] | None = None,
+        w_shape: Sequence[int] | None = None,
+        **arguments: Any,
+    ) -> ProblemDescription:
+        """The problem that two arrays pose: x and w forward, dy and w backward data, dy and x backward weights.
+
+        Args:
+            x, w, dy, out: arrays of any kind that `run_solution` takes; layouts come from their strides.
+            x_shape: (n, c, *spatial), for backward data.
+            w_shape: (k, c/groups, *filter), for backward weights.
+            arguments: padding, stride, dilation, groups and math, as in `convolution`.
+
+        Raises:
+            InvalidArrayError, InvalidProblemError: the message names the array or field.
+        """
+        from miofind.arrays.array_problem import problem_from_arrays
+
+        return problem_from_arrays(x=x, w=w, dy=dy, out=out, x_shape=x_shape, w_shape=w_shape, **arguments)
+
+    @staticmethod
+    def from_network_config(text: str) -> ProblemDescription:
+        """The problem that a `network_config` names.
+
+        Raises:
+            InvalidProblemError: the text is not a canonical network_config.
+        """
+        problem = ProblemDescription.convolution(**parse_network_config(text))
+        if problem.network_config != text:
+            canonical = problem.network_config
+            raise InvalidProblemError(f"network_config {text!r} is not canonical: it should be {canonical!r}")
+        return problem
+
+
+@functools.lru_cache(maxsize=256)  # solvers ask for each of a problem's configurations
+def _lifted(problem: ProblemDescription, spatial_dims: int) -> ProblemDescription:
+    extra = spatial_dims - problem.spatial_dims
+    ones, zeros = (1,) * extra, (0,) * extra
+
+    def lift(t: TensorDescriptor) -> TensorDescriptor:
+        layout = Layout.of(spatial_dims, channels_last=t.layout.channels_last)
+        return TensorDescriptor(shape=(*t.shape[:2], *ones, *t.shape[2:]), dtype=t.dtype, layout=layout)
+
+    conv = ConvolutionDescriptor(
+        pad_before=zeros + problem.conv.pad_before,
+        pad_after=zeros + problem.conv.pad_after,
+        stride=ones + problem.conv.stride,
+        dilation=ones + problem.conv.dilation,
+        groups=problem.groups,
+    )
+    x, w, y = map(lift, (problem.x, problem.w, problem.y))
+    return ProblemDescription(x=x, w=w, y=y, conv=conv, direction=problem.direction, math=problem.math)
+
+
+def _named_tensor(name: str, shape: tuple[int, ...], dtype: DataType, layout: Layout) -> TensorDescriptor:
+    """A tensor whose errors say which of x, w and y it is."""
+    try:
+        return TensorDescriptor(shape=shape, dtype=dtype, layout=layout)
+    except InvalidProblemError as error:
+        raise InvalidProblemError(f"{name}: {error}") from error
+
+
+def _per_tensor(value: object, field_name: str) -> Mapping[str, Any]:
+    """`value` for each of x, w, y."""
+    if not isinstance(value, Mapping):
+        return {"x": value, "w": value, "y": value}
+    if set(value) != {"x", "w", "y"}:
+        raise InvalidProblemError(f"{field_name}={dict(value)!r} must have the keys x, w and y")
+    return value
+
+
+def _check_shapes(problem: ProblemDescription) -> None:
+    x, w, y, conv = problem.x, problem.w, problem.y, problem.conv
+    rank = len(conv.stride)
+    if rank not in (1, 2, 3):
+        raise InvalidProblemError(f"stride={conv.stride} must have 1 to 3 entries, one a spatial dimension")
+    for name, t in (("x", x), ("w", w), ("y", y)):
+        if len(t.shape) != rank + 2:
+            raise InvalidProblemError(f"{name}={t.shape} must have {rank + 2} dimensions")
+    c, k, groups = x.shape[1], w.shape[0], conv.groups
+    if c % groups:
+        raise InvalidProblemError(f"groups={groups} must divide the input channels c={c}")
+    if k % groups:
+        raise InvalidProblemError(f"groups={groups} must divide the output channels k={k}")
+    if w.shape[1] != c // groups:
+        raise InvalidProblemError(
+            f"w={w.shape} has {w.shape[1]} channels a filter: x={x.shape} with groups={groups} wants {c // groups}"
+        )
+    out = tuple(conv.output_size(x.shape[i + 2], w.shape[i + 2], i) for i in range(rank))
+    if y.shape != (x.shape[0], k, *out):
+        raise InvalidProblemError(f"y={y.shape} must be {(x.shape[0], k, *out)} for x={x.shape} and w={w.shape}")
+
+
+def _check_types(problem: ProblemDescription) -> None:
+    dtypes = {problem.x.dtype, problem.w.dtype, problem.y.dtype}
+    if problem.math is MathMode.TF32 and dtypes != {DataType.FLOAT32}:
+        raise InvalidProblemError(f"math=tf32 needs float32 tensors, not {', '.join(sorted(dtypes))}")
+    if DataType.FLOAT64 in dtypes and len(dtypes) > 1:
+        raise InvalidProblemError(f"dtype: float64 does not mix with {', '.join(sorted(dtypes - {DataType.FLOAT64}))}")

@@ -1,0 +1,1 @@
+"""Where it is computed: devices, their libraries and their memory."""

@@ -1,0 +1,1 @@
+"""What becomes of candidates, in this process or in a child."""

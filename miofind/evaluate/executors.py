@@ -1,0 +1,411 @@
+"""Executors: who carries out a job. In this process, or in a spawned child that a crashing candidate may kill.
+
+The parent of a child needs no CUDA for it: a job crosses as values, and the child writes a journal of what it does
+next, so that the one at fault is known when the child dies or falls silent.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import signal
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from miofind.compiler import Compiler
+from miofind.device.device import Device, Place
+from miofind.errors import MeasurementError
+from miofind.evaluate.entry import ENTRY, Broken, Done
+from miofind.evaluate.evaluate import DeviceLostError, Event, Job, Phase, Spoiled, Turn, evaluate
+from miofind.measure.verdict import Verdict
+from miofind.process import child_logs
+from miofind.process.child import Child
+from miofind.process.forks import follow_forks
+from miofind.solver.candidate import Candidate, Outcome, Status
+
+logger = logging.getLogger(__name__)
+
+START_TIMEOUT_S = 300.0
+"""Of a child that starts and checks its device, and of the preparations that no candidate answers for."""
+
+COMPILE_TIMEOUT_S = 120.0
+CANDIDATE_TIMEOUT_S = 60.0
+
+_ATTEMPTS = 3
+"""Starts of a child, and ends of children with nobody to blame, before a job is given up."""
+
+_PAUSES_S = (0.0, 2.0, 10.0)
+"""Before each attempt to start a child: a GPU that was reset, or a killed kernel, takes seconds to be gone."""
+
+_FROM_OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM)
+"""Exit codes that speak of an operator or of the kernel's out-of-memory killer as much as of the candidate."""
+
+
+class Executor(Protocol):
+    """Carries out jobs one after another."""
+
+    def prepare(self) -> None:
+        """Begin what a first job would wait for; returns at once."""
+
+    def run(self, job: Job) -> Iterator[Outcome | Verdict]:
+        """An outcome for every candidate that was started, then the verdict, where the race has one."""
+
+    def close(self) -> None:
+        """Release what the executor holds."""
+
+
+class InProcess:
+    """Carries out jobs in this process."""
+
+    def __init__(self, device: Device, compiler: Compiler) -> None:
+        self._device = device
+        self._compiler = compiler
+
+    def prepare(self) -> None:
+        """Nothing to begin: this process is there."""
+
+    def run(self, job: Job) -> Iterator[Outcome | Verdict]:
+        """An outcome for every candidate that was started, then the verdict, where the race has one.
+
+        Raises:
+            DeviceLostError: a candidate destroyed this process's CUDA context.
+            MeasurementError: the problem does not fit the device.
+        """
+        for event in evaluate(job, self._device, self._compiler):
+            if isinstance(event, Spoiled):
+                logger.warning("%s: measure with isolate=True (--isolate) to keep it from the others", event.reason)
+            else:
+                yield event
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+
+class Isolated:
+    """Carries out jobs in a child process, replaced whenever a candidate kills it, hangs or spoils it.
+
+    Args:
+        device: what the child measures on; a GPU is found there by its UUID.
+        modules: modules the child imports first, for solvers registered by import.
+        candidate_timeout_s: seconds after which a candidate that is silent while it runs is given up.
+        compile_timeout_s: seconds after which a candidate that compiles is given up.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        *,
+        modules: tuple[str, ...] = (),
+        candidate_timeout_s: float = CANDIDATE_TIMEOUT_S,
+        compile_timeout_s: float = COMPILE_TIMEOUT_S,
+    ) -> None:
+        self._device = device
+        self._modules = modules
+        self._limits = _Limits(compile_s=compile_timeout_s, run_s=candidate_timeout_s)
+        self._child: Child | None = None
+        self._prepared: Child | None = None
+        self._lock = threading.Lock()
+        self._works = False
+        follow_forks(self)
+        _in_use.add(self)
+
+    def leave_parent(self) -> None:
+        """Have no child in a forked process, whose parent goes on with it."""
+        self._lock = threading.Lock()
+        self._child = self._prepared = None
+        self._works = False
+
+    def prepare(self) -> None:
+        """Start a child now, so that it is there when the first job has been planned; not beside a job at work."""
+        with self._lock:
+            if self._child is None and self._prepared is None and not self._works:
+                self._prepared = self._new_child()
+
+    def run(self, job: Job) -> Iterator[Outcome | Verdict]:
+        """An outcome for every candidate that was started, then the verdict, where the race has one.
+
+        A crash or a hang costs its candidate alone: those that were only queued, or still raced, are tried again in a
+        new child. A candidate whose child was killed by a signal that may have come from outside is tried once more.
+        Waiting for a child that is silent does not count against the budget, nor does work that is lost with a child,
+        as long as all work together stays within twice the budget.
+
+        Raises:
+            DeviceLostError: the device works no more.
+            MeasurementError: children die without any candidate to blame, or the problem does not fit the device.
+            MissingLibraryError: a library that measuring needs is missing.
+        """
+        remaining = list(job.candidates)
+        worked_s = 0.0
+        doubted: set[Candidate] = set()
+        blameless = 0
+        while remaining:
+            left_s = max(0.0, min(job.budget_s, 2 * job.budget_s - worked_s))
+            watch = _Watch(self._limits)
+            for event in self._events(replace(job, candidates=tuple(remaining), budget_s=left_s), watch):
+                if isinstance(event, Spoiled):
+                    logger.info("%s: its process is replaced", event.reason)
+                    continue
+                if isinstance(event, Outcome):
+                    remaining.remove(event.candidate)
+                yield event
+            end = watch.end
+            if end is None:
+                return
+            worked_s += watch.worked_s
+            suspects = [candidate for candidate in watch.suspects if candidate in remaining]
+            if not suspects:
+                blameless += not watch.has_progressed
+                if blameless >= _ATTEMPTS:
+                    raise MeasurementError(f"the measuring process ended {blameless} times: {end.message}")
+            elif len(suspects) > 1:
+                job = replace(job, compile_workers=1)  # any of them may be at fault: one at a time from here
+            elif end.from_outside and suspects[0] not in doubted:
+                doubted.add(suspects[0])
+                remaining.remove(suspects[0])
+                remaining.append(suspects[0])
+            else:
+                remaining.remove(suspects[0])
+                yield Outcome(candidate=suspects[0], status=end.status, message=end.message)
+
+    def _events(self, job: Job, watch: _Watch) -> Iterator[Event]:
+        """The child's events; what ended them early is in `watch`."""
+        self._works = True
+        try:
+            yield from self._told(self._taken() or self._started(), job, watch)
+        finally:
+            self._works = False
+
+    def _told(self, child: Child, job: Job, watch: _Watch) -> Iterator[Event]:
+        """What a child that is ready tells of a job."""
+        began = time.monotonic()
+        try:
+            child.connection.send(job)
+            while True:
+                message = _next_message(child, watch.patience_s)
+                if message is None:
+                    watch.time_out()
+                    return
+                watch.worked_s = time.monotonic() - began
+                if isinstance(message, Done):
+                    self._child = child
+                    return
+                if isinstance(message, Broken):
+                    watch.break_off(message)
+                    return
+                if isinstance(message, Turn):
+                    watch.note(message)
+                    continue
+                watch.has_progressed = True
+                yield message
+                if isinstance(message, Spoiled):
+                    watch.end = _End(Status.OUT_OF_MEMORY, message.reason)
+                    watch.clear()
+                    return
+        except (EOFError, OSError):
+            watch.end = _ended(child)
+        finally:
+            if self._child is not child:
+                child.kill()
+
+    def _taken(self) -> Child | None:
+        """The child of the last job or of `prepare`, if it is there still and its device works.
+
+        Raises:
+            MissingLibraryError: a library that measuring needs is missing.
+        """
+        with self._lock:
+            child, self._child = self._child, None
+            prepared, self._prepared = self._prepared, None
+        if child is not None:
+            if child.is_alive:
+                return child
+            child.kill()
+        if prepared is not None:
+            if not self._complaint(prepared):
+                return prepared
+            prepared.kill()
+        return None
+
+    def _new_child(self) -> Child:
+        return Child(ENTRY, self._device.uuid, [str(self._index), str(child_logs.level()), *self._modules])
+
+    def _complaint(self, child: Child) -> str:
+        """Why a new child is of no use, "" once it is ready.
+
+        Raises:
+            MissingLibraryError: a library that measuring needs is missing.
+        """
+        try:
+            reason = _greeting(child)
+        except BaseException:
+            child.kill()
+            raise
+        if reason:
+            logger.warning("a measuring process could not start on %s: %s", self._device.name, reason)
+        return reason
+
+    def _started(self) -> Child:
+        """A new child whose device works.
+
+        Raises:
+            DeviceLostError, MeasurementError: no child starts, or the device of none works.
+            MissingLibraryError: a library that measuring needs is missing.
+        """
+        reason = ""
+        for pause_s in _PAUSES_S[:_ATTEMPTS]:
+            time.sleep(pause_s)
+            child = self._new_child()
+            reason = self._complaint(child)
+            if not reason:
+                return child
+            child.kill()
+        told = f"no measuring process can be started on {self._device.name}: {reason}"
+        raise (MeasurementError if self._device.place is Place.CPU else DeviceLostError)(told)
+
+    @property
+    def _index(self) -> int:
+        """The device's ordinal in the child, which sees one GPU where that is known by its UUID."""
+        return 0 if self._device.uuid else self._device.index
+
+    def close(self) -> None:
+        """End the child."""
+        with self._lock:
+            children = [child for child in (self._child, self._prepared) if child is not None]
+            self._child = self._prepared = None
+        for child in children:
+            child.kill()
+
+
+_in_use: weakref.WeakSet[Isolated] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """End the children with this process; each would notice by itself a second later, and Popen complain meanwhile."""
+    for each in list(_in_use):
+        each.close()
+
+
+def _next_message(child: Child, patience_s: float) -> Any:
+    """What a child says next, None where it is silent for so long; what it logs is shown and is no sign of progress."""
+    deadline = time.monotonic() + patience_s
+    while child.connection.poll(max(0.0, deadline - time.monotonic())):
+        message = child.connection.recv()
+        if not isinstance(message, logging.LogRecord):
+            return message
+        child_logs.show(message)
+    return None
+
+
+def _greeting(child: Child) -> str:
+    """Why a new child is of no use, "" once it is ready."""
+    try:
+        message = _next_message(child, START_TIMEOUT_S)
+    except (EOFError, OSError):
+        return _ended(child).message
+    if message is None:
+        return f"no answer for {START_TIMEOUT_S:.0f} s"
+    if not isinstance(message, Broken):
+        return ""
+    if message.error is not None:
+        raise message.error
+    return message.message
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Limits:
+    """Seconds that a candidate may be silent while it compiles and while it runs."""
+
+    compile_s: float
+    run_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class _End:
+    """How a child ended."""
+
+    status: Status
+    message: str
+    from_outside: bool = False
+
+
+def _ended(child: Child) -> _End:
+    """How a child that hung up ended."""
+    code = child.exit_code()
+    named = ""
+    if code is not None and code < 0:
+        with contextlib.suppress(ValueError):
+            named = f" ({signal.Signals(-code).name})"
+    message = f"the measuring process ended with code {code}{named}"
+    return _End(Status.CRASHED, message, from_outside=code in _FROM_OUTSIDE)
+
+
+class _Watch:
+    """Who compiles or runs in the child, how long it may be silent, and what ended it.
+
+    Attributes:
+        end: how the child ended; None while it lives and where it finished its job.
+        suspects: who may have ended it.
+        has_progressed: the child has told what became of a candidate.
+        worked_s: seconds from the job's begin until the child was last heard of.
+    """
+
+    def __init__(self, limits: _Limits) -> None:
+        self._limits = limits
+        self._compiling: dict[Candidate, float] = {}
+        self._running: Candidate | None = None
+        self.end: _End | None = None
+        self.suspects: list[Candidate] = []
+        self.has_progressed = False
+        self.worked_s = 0.0
+
+    @property
+    def patience_s(self) -> float:
+        """Seconds until the next message must have come."""
+        if self._running is not None:
+            return self._limits.run_s
+        if not self._compiling:
+            return START_TIMEOUT_S
+        return max(0.0, min(self._compiling.values()) + self._limits.compile_s - time.monotonic())
+
+    def note(self, turn: Turn) -> None:
+        """Note an entry of the journal."""
+        self._running = turn.candidate if turn.phase is Phase.RUN else None
+        if turn.candidate is not None and turn.phase is Phase.COMPILE:
+            self._compiling[turn.candidate] = time.monotonic()
+        elif turn.candidate is not None and turn.phase is Phase.COMPILED:
+            self._compiling.pop(turn.candidate, None)
+        self.suspects = list(self._compiling) if self._running is None else [self._running]
+
+    def clear(self) -> None:
+        """Suspect nobody."""
+        self._compiling, self._running, self.suspects = {}, None, []
+
+    def time_out(self) -> None:
+        """The child was silent for too long."""
+        limit_s = START_TIMEOUT_S
+        if self._running is not None:
+            limit_s = self._limits.run_s
+        elif self._compiling:
+            limit_s = self._limits.compile_s
+            self.suspects = [min(self._compiling, key=self._compiling.__getitem__)]
+        what = "compiled" if self._compiling else "ran"
+        told = f"it {what} for {limit_s:g} s without an end" if self.suspects else f"no answer for {limit_s:g} s"
+        self.end = _End(Status.TIMED_OUT, told)
+
+    def break_off(self, message: Broken) -> None:
+        """The child has told why it goes on no more.
+
+        Raises:
+            MissingLibraryError, MeasurementError: any other child would meet the same.
+        """
+        if message.error is not None:
+            raise message.error
+        if not self.suspects:
+            raise MeasurementError(f"the measuring process ended before any candidate ran: {message.message}")
+        self.end = _End(Status.CRASHED, message.message)

@@ -1,0 +1,185 @@
+"""Checks one row of a FindDB against this release: its problem, solver, configuration, workspace and kernels.
+
+Rows of another solver version or other sources are void, not wrong: they are counted and left alone.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import replace
+
+from miofind.core.problem import ProblemDescription
+from miofind.device.device import IDENTITY, Device
+from miofind.errors import InvalidConfigError, InvalidProblemError, MiofindError, described
+from miofind.find.scopes import joined
+from miofind.find.validity import solver_hash
+from miofind.finddb import ProblemKey, Row, Scope
+from miofind.process.interrupts import raise_if_interrupted
+from miofind.runtime.refusals import Measured, applicability_of, difference
+from miofind.solver.solver import Applicability, Solver, solvers
+from miofind.solver.steps import Config
+
+
+class RowCheck:
+    """A check of rows, for `Store.check`.
+
+    Attributes:
+        checked: rows compared with the code.
+        void: rows that other versions or sources of a solver wrote.
+    """
+
+    def __init__(self) -> None:
+        self.checked = 0
+        self.void = 0
+
+    def __call__(self, key: ProblemKey, row: Row) -> str | None:
+        """What is wrong with a row, None if nothing is."""
+        problem, device = _problem(key.network_config), device_of(key.device)
+        if isinstance(problem, str):
+            return problem
+        solver = solvers().get(row.solver_id)
+        if solver is None:
+            return f"solver {row.solver_id!r} is not registered"
+        if not is_current(row):
+            self.void += 1
+            return None
+        self.checked += 1
+        return _finding(solver, problem, device, row)
+
+
+class Shipping:
+    """Chooses the rows that a release takes, for `write_release`.
+
+    Attributes:
+        contended: rows left out since something else ran on the device meanwhile.
+        void: rows left out since other versions or sources of a solver wrote them.
+        findings: what was wrong with the other rows left out, one line each.
+    """
+
+    def __init__(self) -> None:
+        self.contended = 0
+        self.void = 0
+        self.findings: list[str] = []
+        self._check = RowCheck()
+
+    def __call__(self, key: ProblemKey, row: Row) -> bool:
+        """Whether a row may ship: current, sound, and not measured under contention."""
+        finding = self._check(key, row)
+        if finding is not None:
+            self.findings.append(f"{key.network_config}: {row.candidate}: {finding}")
+            return False
+        if not is_current(row):
+            self.void += 1
+            return False
+        if row.contended and row.usable:
+            self.contended += 1
+            return False
+        return True
+
+
+def is_lost(key: ProblemKey, row: Row) -> bool:
+    """Whether a row tells of a solver that serves the problem still, and was measured as an earlier release had it."""
+    problem, device, solver = _problem(key.network_config), device_of(key.device), solvers().get(row.solver_id)
+    if is_current(row) or solver is None or device is None or isinstance(problem, str):
+        return False
+    return _may_serve(solver, problem, device)
+
+
+def with_refusals(key: ProblemKey, scopes: Sequence[Scope]) -> list[Scope]:
+    """Scopes joined where they may be, with the solvers, too, that came after a find of all and refuse the problem."""
+    problem, device = _problem(key.network_config), device_of(key.device)
+    whole = joined(scopes)
+    if isinstance(problem, str) or device is None:
+        return whole
+    refusing = {
+        solver.id: solver.version
+        for solver in solvers().values()
+        if any(key.place is device.place and device.library_version(key.library) is not None for key in solver.keys)
+        and not _may_serve(solver, problem, device)  # without its library it refuses everything, here alone
+    }
+    return [
+        scope
+        if scope.filters or scope.solvers.keys() >= refusing.keys()
+        else replace(scope, solvers={**refusing, **scope.solvers}, id="")
+        for scope in whole
+    ]
+
+
+def kind_of(key: ProblemKey, row: Row) -> tuple[bool, bool] | None:
+    """Whether a row's errors may exceed the default bound and whether it spreads infinities; None if unknown.
+
+    Requests without `max_error` and with `strict_nonfinite` leave such rows out.
+    """
+    problem, solver = _problem(key.network_config), solvers().get(row.solver_id)
+    if isinstance(problem, str) or solver is None:
+        return None
+    try:
+        config = Config.from_json(row.config)
+        return not solver.keeps_bound(problem, config), bool(solver.spreads_nonfinite(problem, config))
+    except BaseException as error:  # a solver's own code may raise anything: its rows are all alike then
+        raise_if_interrupted(error)
+        return None
+
+
+def is_current(row: Row) -> bool:
+    """Whether a row was measured with a solver as this release has it."""
+    solver = solvers().get(row.solver_id)
+    return solver is not None and row.solver_version == solver.version and row.source_hash == solver_hash(solver)
+
+
+def _may_serve(solver: Solver, problem: ProblemDescription, device: Device) -> bool:
+    """Whether a solver would have to be measured to be ranked: it does not refuse the problem."""
+    applicability = applicability_of(solver, problem, device)
+    return applicability is None or bool(applicability)
+
+
+@functools.lru_cache(maxsize=256)  # the rows of a problem follow each other, several of a solver
+def _applicability(solver: Solver, problem: ProblemDescription, device: Device) -> Applicability:
+    return solver.applicability(problem, device)
+
+
+def _finding(solver: Solver, problem: ProblemDescription, device: Device | None, row: Row) -> str | None:
+    if (row.algorithm, row.library) != (solver.algorithm.value, solver.library.value):
+        return f"it says {row.algorithm}, {row.library}; {solver.id} is {solver.algorithm}, {solver.library}"
+    if device is None or not row.usable or device.library_version(solver.library) is None:
+        return None
+    measured = Measured(row.config, row.workspace_bytes, row.deterministic, row.kernel_hash)
+    try:
+        applicability = _applicability(solver, problem, device)
+        if not applicability:
+            return f"{solver.id} does not serve the problem: {applicability.reason}"
+        return difference(solver, problem, device, measured) or None
+    except InvalidConfigError as error:
+        return str(error)
+    except MiofindError:  # a library's plans cannot be asked for here
+        return None
+    except BaseException as error:  # a solver's own code may raise anything, and the other rows are to be checked
+        raise_if_interrupted(error)
+        return f"{solver.id} fails over it: {described(error)}"
+
+
+@functools.lru_cache(maxsize=1024)
+def _problem(network_config: str) -> ProblemDescription | str:
+    try:
+        return ProblemDescription.from_network_config(network_config)
+    except InvalidProblemError as error:
+        return str(error)
+
+
+@functools.cache
+def device_of(identity: str) -> Device | None:
+    """A device with that identity: the one here, else what its name and compute capability tell; None if unreadable."""
+    for device in (Device.cpu(), Device.default()):
+        if device.identity == identity:
+            return device
+    told = IDENTITY.fullmatch(identity)
+    if told is None:
+        return None
+    sm, sm_count = int(told["major"] + told["minor"]), int(told["sm_count"])
+    if sm == 0:
+        return replace(Device.cpu(), name=told["name"], sm_count=sm_count)
+    try:
+        return replace(Device.virtual(str(sm)), name=told["name"], sm_count=sm_count, mig_profile=told["mig_profile"])
+    except MiofindError:
+        return None

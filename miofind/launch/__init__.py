@@ -1,0 +1,1 @@
+"""Steps made ready on a device, and launched."""

@@ -1,0 +1,215 @@
+"""Steps bound to compiled kernels and library plans: what an invoker runs one after another.
+
+A bound step takes the addresses of its buffers and a stream; it allocates nothing and synchronises nothing. It belongs
+to the thread that bound it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import operator
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from miofind.core.problem import ProblemDescription
+from miofind.device.device import Device
+from miofind.launch import tensor_maps
+from miofind.launch.early_launch import early_launcher
+from miofind.solver.steps import CudnnStep, FftStep, KernelStep, MatmulStep, Pointer, Scalar, TensorMap, WorkspacePlan
+
+if TYPE_CHECKING:
+    from miofind.compiler import Kernel
+    from miofind.libraries.cublaslt import MatmulPlan
+    from miofind.libraries.cudnn import ConvPlan
+    from miofind.libraries.cufft import FftPlan
+
+_CTYPES: dict[str, Any] = {
+    "int32": ctypes.c_int32,
+    "int64": ctypes.c_int64,
+    "uint32": ctypes.c_uint32,
+    "uint64": ctypes.c_uint64,
+    "float32": ctypes.c_float,
+    "float64": ctypes.c_double,
+}
+
+
+class BoundStep(Protocol):
+    """One step ready to run on the bases (x, w, y, workspace) and a stream."""
+
+    def __call__(self, bases: tuple[int, int, int, int], stream: int) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class BasedAddress:
+    """Where a pointer argument comes from: an index into the bases and a byte offset."""
+
+    base: int
+    offset: int
+
+
+class _BoundMap:
+    """A tensor map in memory that a launch reads, of the tensor where it was last.
+
+    Attributes:
+        address: of the map.
+    """
+
+    __slots__ = ("_at", "_map", "_memory", "_where", "address")
+
+    def __init__(self, tensor_map: TensorMap, where: BasedAddress) -> None:
+        self._map = tensor_map
+        self._where = where
+        self._memory = ctypes.create_string_buffer(tensor_maps.BYTES + tensor_maps.ALIGNMENT)
+        self.address = -(-ctypes.addressof(self._memory) // tensor_maps.ALIGNMENT) * tensor_maps.ALIGNMENT
+        self._at = 0
+
+    def follow(self, bases: Sequence[int]) -> None:
+        """Encode the map anew where the tensor is elsewhere now.
+
+        Raises:
+            LaunchError: the driver refuses it.
+        """
+        at = bases[self._where.base] + self._where.offset
+        if at != self._at:
+            ctypes.memmove(self.address, tensor_maps.encoded(self._map, at), tensor_maps.BYTES)
+            self._at = at
+
+
+class BoundKernel:
+    """A kernel and its packed arguments; not shared between threads, since a launch writes the addresses into them."""
+
+    __slots__ = ("_addresses", "_keep", "_launch", "_maps", "_offsets", "_pack", "_pick")
+
+    def __init__(
+        self, step: KernelStep, kernel: Kernel, place: Callable[[Pointer], BasedAddress], *, early: bool = False
+    ) -> None:
+        pointers = [arg for arg in step.args if isinstance(arg, Pointer)]
+        self._addresses = (ctypes.c_uint64 * max(2, len(pointers)))()
+        parameters = (ctypes.c_void_p * max(1, len(step.args)))()
+        scalars: list[Any] = []
+        self._maps: list[_BoundMap] = []
+        for i, arg in enumerate(step.args):
+            if isinstance(arg, Scalar):
+                scalars.append(_CTYPES[arg.ctype](arg.value))
+                parameters[i] = ctypes.addressof(scalars[-1])
+            elif isinstance(arg, TensorMap):
+                self._maps.append(_BoundMap(arg, place(arg.pointer)))
+                parameters[i] = self._maps[-1].address
+            else:
+                before = sum(isinstance(earlier, Pointer) for earlier in step.args[:i])
+                parameters[i] = ctypes.addressof(self._addresses) + 8 * before
+        places = [place(pointer) for pointer in pointers]
+        places += [BasedAddress(0, 0)] * (2 - len(places))  # so that `_pick` always gives a tuple
+        offsets = tuple(where.offset for where in places)
+        self._offsets = offsets if any(offsets) else None
+        self._pick = operator.itemgetter(*(where.base for where in places))
+        self._pack = struct.Struct(f"={len(places)}Q").pack_into
+        self._launch = early_launcher(step, kernel) if early else _plain_launcher(step, kernel)
+        self._keep = (kernel, scalars, parameters, ctypes.addressof(parameters))
+
+    def __call__(self, bases: Sequence[int], stream: int) -> None:
+        addresses = self._pick(bases)
+        if self._offsets is not None:
+            addresses = map(operator.add, addresses, self._offsets)
+        self._pack(self._addresses, 0, *addresses)
+        for bound in self._maps:
+            bound.follow(bases)
+        self._launch(stream, self._keep[3], 0)
+
+
+def _plain_launcher(step: KernelStep, kernel: Kernel) -> Callable[[int, int, int], None]:
+    """A launch that begins when all before it in the stream has ended: stream, parameters' address and 0."""
+    from cupy.cuda import driver
+
+    return functools.partial(driver.launchKernel, kernel.function, *step.grid, *step.block, step.shared_bytes)
+
+
+def make_step_launcher(step: KernelStep, kernel: Kernel) -> Callable[[Mapping[str, int], int], None]:
+    """A launcher of one kernel outside any solution, called with addresses by buffer name and a stream.
+
+    Not to be shared between threads.
+    """
+    pointers = [arg.pointer if isinstance(arg, TensorMap) else arg for arg in step.args if not isinstance(arg, Scalar)]
+    names = tuple(dict.fromkeys(pointer.buffer for pointer in pointers))
+    bound = BoundKernel(step, kernel, lambda pointer: BasedAddress(names.index(pointer.buffer), pointer.offset_bytes))
+
+    def launch(addresses: Mapping[str, int], stream: int) -> None:
+        bound([addresses[name] for name in names] or [0], stream)
+
+    return launch
+
+
+def library_plan(
+    step: MatmulStep | FftStep | CudnnStep, problem: ProblemDescription, device: Device
+) -> MatmulPlan | FftPlan | ConvPlan:
+    """What a library carries a step of a problem out with; any thread may bind it.
+
+    A CUDA graph may hold what it has loaded on the device, which goes with it.
+
+    Raises:
+        MissingLibraryError: the library is not installed.
+        LaunchError: it refuses the step.
+    """
+    if isinstance(step, MatmulStep):
+        from miofind.libraries.cublaslt import matmul_plan
+
+        return matmul_plan(step, device)
+    if isinstance(step, FftStep):
+        from miofind.libraries.cufft import fft_plan
+
+        return fft_plan(step, device)
+    from miofind.libraries.cudnn import conv_plan
+
+    return conv_plan(problem, step, device)
+
+
+class BoundMatmul:
+    """A cuBLASLt product on the bases."""
+
+    __slots__ = ("_launch", "_places")
+
+    def __init__(self, step: MatmulStep, plan: MatmulPlan, place: Callable[[Pointer], BasedAddress]) -> None:
+        pointers = [step.a, step.b, step.c]
+        if step.workspace is not None:
+            pointers.append(Pointer(buffer=step.workspace))
+        places = [place(pointer) for pointer in pointers]
+        self._places = tuple((where.base, where.offset) for where in places)
+        self._launch = plan.launch
+
+    def __call__(self, bases: Sequence[int], stream: int) -> None:
+        addresses = [bases[base] + offset for base, offset in self._places]
+        workspace = addresses[3] if len(addresses) == 4 else 0
+        self._launch(addresses[0], addresses[1], addresses[2], workspace, stream)
+
+
+class BoundCudnn:
+    """A cuDNN convolution on the bases."""
+
+    __slots__ = ("_launch", "_offset")
+
+    def __init__(self, step: CudnnStep, conv: ConvPlan, plan: WorkspacePlan) -> None:
+        conv.prepare()
+        self._offset = 0 if step.workspace is None else plan.offsets[step.workspace]
+        self._launch = conv.launch
+
+    def __call__(self, bases: Sequence[int], stream: int) -> None:
+        self._launch(bases[0], bases[1], bases[2], bases[3] + self._offset, stream)
+
+
+class BoundFft:
+    """A batch of cuFFT's transforms on the bases."""
+
+    __slots__ = ("_data", "_launch", "_workspace")
+
+    def __init__(self, step: FftStep, plan: FftPlan, place: Callable[[Pointer], BasedAddress]) -> None:
+        self._data = place(step.data)
+        self._workspace = None if step.workspace is None else place(Pointer(buffer=step.workspace))
+        self._launch = plan.launch
+
+    def __call__(self, bases: Sequence[int], stream: int) -> None:
+        given = self._workspace
+        workspace = 0 if given is None else bases[given.base] + given.offset
+        self._launch(bases[self._data.base] + self._data.offset, workspace, stream)

@@ -1,0 +1,127 @@
+"""Launches of the kernels that verification and measurement need besides the candidates': fills, checks, flushes.
+
+Knows nothing of problems or solutions. Everything is asynchronous on the stream it is given.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from miofind.core.tensor import TensorDescriptor
+from miofind.core.values import Values
+from miofind.device.device import Device
+from miofind.launch.bound_steps import make_step_launcher
+from miofind.solver.steps import KernelStep, Pointer, Scalar
+
+if TYPE_CHECKING:
+    from miofind.compiler import Compiler, Kernel
+
+_THREADS = 256
+_BLOCKS_PER_SM = 16
+
+Argument = str | Pointer | Scalar
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceKernels:
+    """Grid-stride kernels of kernels_src on one device, compiled at their first launch."""
+
+    device: Device
+    compiler: Compiler
+    _loaded: dict[tuple[str, str, str], Kernel] = field(default_factory=dict)
+
+    def bind(
+        self, kernel: GridStride, arguments: tuple[Argument, ...], addresses: Mapping[str, int], stream: int
+    ) -> Callable[[], None]:
+        """A launch of a kernel with its arguments fixed, to be repeated.
+
+        Args:
+            kernel: which, and over how many items.
+            arguments: in the kernel's order; a string is the pointer of that name.
+            addresses: by the names in `arguments`.
+            stream: address of the stream.
+        """
+        step = KernelStep(
+            source=kernel.source,
+            entry=kernel.entry,
+            grid=(max(1, min(-(-kernel.items // _THREADS), _BLOCKS_PER_SM * self.device.sm_count)), 1, 1),
+            block=(_THREADS, 1, 1),
+            args=tuple(Pointer(buffer=item) if isinstance(item, str) else item for item in arguments),
+            defines=(("T", kernel.dtype),),
+        )
+        return self.bind_step(step, addresses, stream)
+
+    def bind_step(self, step: KernelStep, addresses: Mapping[str, int], stream: int) -> Callable[[], None]:
+        """The same for a step whose pointers are named in `addresses`; steps that differ in scalars share a kernel."""
+        key = (step.source, step.entry, repr((step.defines, step.options, step.shared_bytes)))
+        kernel = self._loaded.get(key)
+        if kernel is None:
+            kernel = self._loaded[key] = self.compiler.load(step, self.device)
+        return functools.partial(make_step_launcher(step, kernel), dict(addresses), stream)
+
+    def fill(self, tensor: TensorDescriptor, address: int, values: Values, seed: int, stream: int) -> None:
+        """Fill a packed tensor; equal seeds give equal values."""
+        self.bind(*filling(tensor, values, seed), {"out": address}, stream)()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GridStride:
+    """A kernel by its source and entry, the items it walks over, and the dtype it is compiled for."""
+
+    source: str
+    entry: str
+    items: int
+    dtype: str
+
+
+def int32(value: int) -> Scalar:
+    """A 32-bit integer argument."""
+    return Scalar(ctype="int32", value=int(value))
+
+
+def int64(value: int) -> Scalar:
+    """A 64-bit integer argument."""
+    return Scalar(ctype="int64", value=int(value))
+
+
+def float64(value: float) -> Scalar:
+    """A double argument."""
+    return Scalar(ctype="float64", value=float(value))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scaling:
+    """Powers of two that a tensor is multiplied by along a dimension.
+
+    Attributes:
+        even, odd: at its even coordinates and at its odd ones.
+        stride: elements between neighbours of the dimension.
+        size: coordinates count anew after so many.
+    """
+
+    even: int = 0
+    odd: int = 0
+    stride: int = 1
+    size: int = 1
+
+
+def filling(
+    tensor: TensorDescriptor, values: Values, seed: int, scaling: Scaling | None = None
+) -> tuple[GridStride, tuple[Argument, ...]]:
+    """The kernel that fills a packed tensor, "out", and its arguments."""
+    scaling = scaling or Scaling()
+    kernel = GridStride(source="harness/random_inputs.cu", entry="random_inputs", items=tensor.size, dtype=tensor.dtype)
+    arguments: tuple[Argument, ...] = (
+        "out",
+        int64(tensor.size),
+        Scalar(ctype="uint64", value=seed),
+        int32(values),
+        int32(scaling.even),
+        int32(scaling.odd),
+        int64(scaling.stride),
+        int64(scaling.size),
+    )
+    return kernel, arguments

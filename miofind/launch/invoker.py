@@ -1,0 +1,287 @@
+"""From inert steps to something that runs: invokers, and the cache of them that a handle keeps.
+
+An invoker binds the steps of one `ConvSolution` to compiled kernels, library plans or host functions. Running it
+allocates nothing, synchronises nothing and may be captured in a CUDA graph; it may be run from many threads.
+"""
+
+from __future__ import annotations
+
+import importlib
+import threading
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from miofind.core.problem import ProblemDescription
+from miofind.device.device import Device, Place, cuda_device_count
+from miofind.errors import LaunchError, MiofindError, described
+from miofind.launch.bound_steps import (
+    BasedAddress,
+    BoundCudnn,
+    BoundFft,
+    BoundKernel,
+    BoundMatmul,
+    BoundStep,
+    library_plan,
+)
+from miofind.launch.early_launch import launches_early, may_begin_early
+from miofind.process.interrupts import raise_if_interrupted
+from miofind.solver.solver import Solver
+from miofind.solver.steps import (
+    Config,
+    ConvSolution,
+    CudnnStep,
+    FftStep,
+    HostStep,
+    KernelStep,
+    MatmulStep,
+    Pointer,
+    Step,
+)
+
+if TYPE_CHECKING:
+    from miofind.compiler import Compiler
+
+_TENSORS = ("x", "w", "y")
+
+
+class Invoker(ABC):
+    """One solution, bound to a device and ready to run.
+
+    Attributes:
+        problem, device, solver_id, config: what it runs.
+        workspace_bytes: bytes of workspace that `run` needs.
+        deterministic: equal inputs give equal bits.
+        alignment_bytes: alignment that the tensors' addresses need.
+        solution: the steps.
+    """
+
+    def __init__(self, origin: InvokerOrigin, solution: ConvSolution) -> None:
+        self.problem = origin.problem
+        self.device = origin.device
+        self.solver_id = origin.solver.id
+        self.config = origin.config
+        self.alignment_bytes = origin.solver.tensor_alignment(origin.problem)
+        self.workspace_bytes = solution.workspace.bytes
+        self.deterministic = solution.deterministic
+        self.solution = solution
+
+    @abstractmethod
+    def run(self, x: Any, w: Any, y: Any, workspace: Any, stream: int) -> None:
+        """Run once.
+
+        On CUDA x, w, y and workspace are device addresses (0 for no workspace) and `stream` is a stream's address; the
+        run is asynchronous. On the CPU place they are NumPy arrays of logical shape with the problem's memory order
+        in their strides, and a uint8 array or None.
+
+        Raises:
+            LaunchError: a kernel or library call failed to start.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class InvokerOrigin:
+    """What an invoker is made from."""
+
+    problem: ProblemDescription
+    device: Device
+    solver: Solver
+    config: Config
+
+
+class _CudaInvoker(Invoker):
+    def __init__(self, origin: InvokerOrigin, solution: ConvSolution, compiler: Compiler) -> None:
+        super().__init__(origin, solution)
+        self._kernels = {step: compiler.load(step, self.device) for step in solution.kernels}
+        self._plans: dict[Step, Any] = {}
+        self._local = threading.local()
+        self._guards_device = cuda_device_count() > 1
+        self._launches_early = launches_early(self.device)
+        self._bind()
+
+    def _bind(self) -> tuple[BoundStep, ...]:
+        """The steps bound for this thread; makes the device's context current in a thread that has none."""
+        import cupy
+
+        steps = self.solution.steps
+        with cupy.cuda.Device(self.device.index):
+            cupy.cuda.runtime.setDevice(self.device.index)  # binds the context, and may be called in a capture
+            bound = tuple(self._bound(step, early) for step, early in zip(steps, may_begin_early(steps), strict=True))
+        self._local.steps = bound
+        return bound
+
+    def _bound(self, step: Step, early: bool) -> BoundStep:
+        plan = self.solution.workspace
+        offsets = plan.offsets
+
+        def place(pointer: Pointer) -> BasedAddress:
+            if pointer.buffer in _TENSORS:
+                return BasedAddress(_TENSORS.index(pointer.buffer), pointer.offset_bytes)
+            return BasedAddress(3, offsets[pointer.buffer] + pointer.offset_bytes)
+
+        if isinstance(step, KernelStep):
+            return BoundKernel(step, self._kernels[step], place, early=early and self._launches_early)
+        if isinstance(step, MatmulStep):
+            return BoundMatmul(step, self._plan_of(step), place)
+        if isinstance(step, FftStep):
+            return BoundFft(step, self._plan_of(step), place)
+        if isinstance(step, CudnnStep):
+            return BoundCudnn(step, self._plan_of(step), plan)
+        raise LaunchError(f"{self.solver_id}: a {type(step).__name__} does not run on {self.device.place}")
+
+    def _plan_of(self, step: MatmulStep | FftStep | CudnnStep) -> Any:
+        """The plan of a library's step, one for all threads."""
+        plan = self._plans.get(step)
+        if plan is None:
+            plan = self._plans.setdefault(step, library_plan(step, self.problem, self.device))
+        return plan
+
+    def run(self, x: int, w: int, y: int, workspace: int, stream: int) -> None:
+        try:
+            steps = self._local.steps
+        except AttributeError:
+            steps = self._bind()
+        try:
+            if self._guards_device:
+                self._run_on_device(steps, (x, w, y, workspace), stream)
+                return
+            bases = (x, w, y, workspace)
+            for step in steps:
+                step(bases, stream)
+        except MiofindError:
+            raise
+        except Exception as error:  # CuPy and library errors share no base class below Exception
+            raise_if_interrupted(error)
+            raise LaunchError(f"{self.solver_id} {self.config.json} failed on {self.problem}: {error}") from error
+
+    def _run_on_device(self, steps: tuple[BoundStep, ...], bases: tuple[int, int, int, int], stream: int) -> None:
+        """Run with this invoker's device current, where there are several."""
+        import cupy
+
+        with cupy.cuda.Device(self.device.index):
+            for step in steps:
+                step(bases, stream)
+
+
+class _HostInvoker(Invoker):
+    def __init__(self, origin: InvokerOrigin, solution: ConvSolution) -> None:
+        super().__init__(origin, solution)
+        steps = [step for step in solution.steps if isinstance(step, HostStep)]
+        if len(steps) != len(solution.steps):
+            raise LaunchError(f"{self.solver_id}: only host steps run on the CPU place")
+        self._functions = [getattr(importlib.import_module(step.module), step.function) for step in steps]
+
+    def run(self, x: Any, w: Any, y: Any, workspace: Any, stream: int) -> None:
+        plan = self.solution.workspace
+        offsets = plan.offsets
+        buffers = {"x": x, "w": w, "y": y}
+        for region in plan.regions:
+            buffers[region.name] = workspace[offsets[region.name] : offsets[region.name] + region.bytes]
+        try:
+            with np.errstate(all="ignore"):  # whatever the caller has NumPy do: IEEE's results are the right ones
+                for function in self._functions:
+                    function(self.problem, self.config, buffers)
+        except MiofindError:
+            raise
+        except BaseException as error:  # a solver's own code may raise anything
+            raise_if_interrupted(error)
+            told = f"{self.solver_id} {self.config.json} failed on {self.problem}: {described(error)}"
+            raise LaunchError(told) from error
+
+
+def make_invoker(
+    problem: ProblemDescription,
+    device: Device,
+    solver: Solver,
+    config: Config,
+    compiler: Compiler,
+    part: ConvSolution | None = None,
+) -> Invoker:
+    """The invoker of one solver and configuration.
+
+    Args:
+        part: of the solver's solution, to be run alone; the whole if left out.
+
+    Raises:
+        InvalidConfigError: the configuration is outside the solver's schema.
+        CompileError, MissingLibraryError, LaunchError: a step cannot be made ready.
+    """
+    solver.check_config(problem, device, config)
+    try:
+        solution = solver.solution(problem, device, config) if part is None else part
+    except Exception:
+        raise
+    except BaseException as error:  # a solver's own code may raise anything, and must not end a program that runs it
+        raise_if_interrupted(error)
+        raise LaunchError(f"{solver.id} {config.json} gives no solution of {problem}: {described(error)}") from error
+    origin = InvokerOrigin(problem, device, solver, config)
+    if device.place is Place.CPU:
+        return _HostInvoker(origin, solution)
+    return _CudaInvoker(origin, solution, compiler)
+
+
+_staying: list[Invoker] = []
+
+
+def stay(invoker: Invoker) -> Invoker:
+    """An invoker whose kernels and plans stay loaded for the life of the process.
+
+    Whoever runs it may capture that in a CUDA graph, which holds addresses of code on the device and no reference to
+    it: replayed after a library has unloaded its kernels with its plan, it ends the process or writes anywhere (cuDNN
+    9.19, on an H200). Candidates under measurement are captured by the stage alone and do not stay.
+    """
+    if invoker.device.place is Place.CUDA:
+        _staying.append(invoker)
+    return invoker
+
+
+@dataclass(slots=True)
+class _Slot:
+    """Invokers of one problem and solver by configuration; `current` is the configuration the find chose."""
+
+    by_config: dict[Config, Invoker]
+    current: Config
+
+
+MAX_SLOTS = 10_000
+
+
+class InvokerCache:
+    """Invokers of a handle, a slot for each (network_config, solver_id). Candidates under measurement never enter."""
+
+    def __init__(self) -> None:
+        self._slots: dict[tuple[str, str], _Slot] = {}
+        self._lock = threading.Lock()
+
+    def get(self, network_config: str, solver_id: str, config: Config | None = None) -> Invoker | None:
+        """The invoker of a configuration, or the current one; None where there is none."""
+        slot = self._slots.get((network_config, solver_id))
+        if slot is None:
+            return None
+        return slot.by_config.get(slot.current if config is None else config)
+
+    def put(self, invoker: Invoker) -> Invoker:
+        """Keep an invoker and make it current; returns the one kept, which is the first where two threads race.
+
+        The slots least recently made are dropped beyond MAX_SLOTS; what their invokers loaded stays.
+        """
+        key = (invoker.problem.network_config, invoker.solver_id)
+        with self._lock:
+            slot = self._slots.setdefault(key, _Slot({}, invoker.config))
+            slot.current = invoker.config
+            kept = slot.by_config.get(invoker.config)
+            if kept is None:
+                kept = slot.by_config[invoker.config] = stay(invoker)
+            while len(self._slots) > MAX_SLOTS:
+                self._slots.pop(next(iter(self._slots)))
+            return kept
+
+    def clear(self) -> None:
+        """Forget all invokers."""
+        with self._lock:
+            self._slots.clear()
+
+    def __len__(self) -> int:
+        return sum(len(slot.by_config) for slot in self._slots.values())

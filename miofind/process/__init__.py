@@ -1,0 +1,1 @@
+"""Threads, forks, signals and child processes."""

@@ -1,0 +1,1 @@
+"""Handles, solutions that run, and how they are kept."""

@@ -1,0 +1,216 @@
+"""A device with its caches and its FindDB: what a find and a run need beside the problem."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from miofind.compiler import BinaryCache, Compiler, kernel_hash
+from miofind.core.problem import ProblemDescription
+from miofind.device.device import Device, Place, check_fork
+from miofind.errors import LaunchError, described
+from miofind.evaluate.executors import Executor, InProcess, Isolated
+from miofind.finddb import Layered, open_layered
+from miofind.launch.invoker import Invoker, InvokerCache, make_invoker
+from miofind.process.forks import follow_forks, wait_for_imports
+from miofind.process.interrupts import raise_if_interrupted
+from miofind.runtime.refusals import Refusals
+from miofind.solver.solver import Solver, solver_by_id
+from miofind.solver.steps import Config, ConvSolution
+
+if TYPE_CHECKING:
+    from miofind.options import FindOptions
+    from miofind.runtime.solution import Solution
+
+
+MAX_ANSWERS = 10_000
+
+wait_for_imports()  # here, since FindDBs have forks wait, too, and know those alone that are there by then
+
+
+class Handle:
+    """A device, its compiled kernels, its invokers, its answers so far and its FindDB. Safe to share between threads.
+
+    Args:
+        device: a Device, a CUDA ordinal, "cuda", "cuda:N", "cpu", or None for the current GPU, else the CPU place.
+        database: path of the user FindDB; None for MIOFIND_DB, else the user's data directory.
+        strict: raise DatabaseError where the user FindDB cannot be used, instead of going on in memory.
+        compiler: shared compiler; None for one over the user's binary cache.
+
+    Attributes:
+        found: answers of this process by (network_config, options).
+        measuring: held while something is measured: two measurements at a time would slow each other.
+
+    Raises:
+        NoDeviceError, MissingLibraryError: the device cannot be used.
+    """
+
+    def __init__(
+        self,
+        device: Device | str | int | None = None,
+        *,
+        database: str | Path | None = None,
+        strict: bool = False,
+        compiler: Compiler | None = None,
+    ) -> None:
+        self.device = as_device(device)
+        self.compiler = compiler or Compiler(BinaryCache())
+        self.invokers = InvokerCache()
+        self.found: dict[tuple[str, FindOptions], list[Solution]] = {}
+        self._refusals: dict[str, Refusals] = {}
+        self.lock = threading.RLock()
+        self.measuring = threading.RLock()
+        self._database_path = database
+        self._strict = strict
+        self._database: Layered | None = None
+        self._executors: dict[bool, Executor] = {}
+        follow_forks(self)
+
+    @property
+    def database(self) -> Layered:
+        """The FindDB, opened on first use."""
+        if self._database is None:
+            with self.lock:
+                if self._database is None:
+                    self._database = open_layered(self._database_path, strict=self._strict)
+        return self._database
+
+    def executor(self, *, isolate: bool) -> Executor:
+        """Who measures: this process, or a child of it."""
+        with self.lock:
+            if isolate not in self._executors:
+                make = Isolated(self.device) if isolate else InProcess(self.device, self.compiler)
+                self._executors[isolate] = make
+            return self._executors[isolate]
+
+    def invoker(self, problem: ProblemDescription, solver_id: str, config: Config, expected_hash: str = "") -> Invoker:
+        """The invoker of a solution, from the cache or made now.
+
+        Args:
+            expected_hash: hash of the kernels that were measured; "" accepts any.
+
+        Raises:
+            InvalidConfigError: the configuration is outside the solver's schema.
+            CompileError, MissingLibraryError: it cannot be built.
+            LaunchError: it cannot be made ready, its solver serves the problem no longer, or its kernels are no longer
+                those that were measured.
+        """
+        cached = self.invokers.get(problem.network_config, solver_id, config)
+        if cached is not None:
+            return cached
+        if self.device.place is Place.CUDA:
+            check_fork()
+        solver = solver_by_id(solver_id)
+        check_serves(solver, problem, self.device)
+        invoker = make_invoker(problem, self.device, solver, config, self.compiler)
+        check_kernels(invoker.solution, expected_hash, f"{solver_id}:{config.json}")
+        return self.invokers.put(invoker)
+
+    def refusals(self, problem: ProblemDescription) -> Refusals:
+        """What solvers were asked of stored rows of a problem, and are asked from now on; kept like answers."""
+        known = self._refusals.get(problem.network_config)
+        if known is None or known.device is not self.device:
+            known = Refusals(problem, self.device)
+            with self.lock:
+                self._refusals[problem.network_config] = known
+                while len(self._refusals) > MAX_ANSWERS:
+                    self._refusals.pop(next(iter(self._refusals)))
+        return known
+
+    def forget_answers(self, network_config: str) -> None:
+        """Drop the answers to one problem kept in this process, whatever their options: its rows have changed."""
+        for key in list(self.found):
+            if key[0] == network_config:
+                self.found.pop(key, None)
+
+    def remember(self, key: tuple[str, FindOptions], solutions: list[Solution]) -> None:
+        """Keep an answer for this process; the oldest are dropped beyond MAX_ANSWERS."""
+        with self.lock:
+            self.found[key] = solutions
+            while len(self.found) > MAX_ANSWERS:
+                self.found.pop(next(iter(self.found)))
+
+    def forget(self) -> None:
+        """Drop answers, invokers and what solvers said of rows in this process; FindDB and binary cache stay."""
+        self.found.clear()
+        self._refusals.clear()
+        self.invokers.clear()
+
+    def leave_parent(self) -> None:
+        """Part from the process this one was forked from, whose locks may be held and whose children are not ours."""
+        self.lock, self.measuring = threading.RLock(), threading.RLock()
+        self.invokers = InvokerCache()
+        self._executors = {}
+
+    def close(self) -> None:
+        """End child processes and close the FindDB."""
+        with self.lock:
+            for executor in self._executors.values():
+                executor.close()
+            self._executors.clear()
+            if self._database is not None:
+                self._database.close()
+                self._database = None
+
+    def __enter__(self) -> Handle:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def as_device(device: Device | str | int | None) -> Device:
+    """A device from the forms users write.
+
+    Raises:
+        NoDeviceError, MissingLibraryError: the device cannot be used.
+    """
+    if device is None:
+        return Device.default()
+    if isinstance(device, Device):
+        return device
+    return Device.named(device)
+
+
+def check_kernels(solution: ConvSolution, expected_hash: str, name: str) -> None:
+    """Do nothing where a solution's kernels are those that were measured, or no hash is expected.
+
+    Raises:
+        LaunchError: they are others.
+    """
+    if expected_hash and kernel_hash(solution) != expected_hash:
+        raise LaunchError(f"{name} was measured with other kernels than this release has")
+
+
+def check_serves(solver: Solver, problem: ProblemDescription, device: Device) -> None:
+    """Do nothing where a solver serves a problem: a solution may come from a release in which it served more.
+
+    Raises:
+        LaunchError: it does not.
+    """
+    try:
+        applicability = solver.applicability(problem, device)
+    except Exception:
+        raise
+    except BaseException as error:  # a solver's own code may raise anything, and must not end a program that runs it
+        raise_if_interrupted(error)
+        raise LaunchError(f"{solver.id} cannot say whether it serves {problem}: {described(error)}") from error
+    if not applicability:
+        raise LaunchError(f"{solver.id} does not serve {problem} on {device.name}: {applicability.reason}. Find again")
+
+
+@functools.cache
+def _default_handles() -> dict[int, Handle]:
+    return {}
+
+
+def default_handle(device: Device | None = None) -> Handle:
+    """The handle that this process shares for a device; for None the current GPU's, else the CPU place's."""
+    chosen = Device.default() if device is None else device
+    handles = _default_handles()
+    handle = handles.get(chosen.index)
+    if handle is None:
+        handle = handles.setdefault(chosen.index, Handle(chosen))  # the first of two threads makes the one there is
+    return handle

@@ -1,0 +1,125 @@
+"""Why today's solvers do not do what stored rows say: asked once of each problem, solver and row, kept by the handle.
+
+A row may come from an older release, an import, a merge or a system file. Whatever it says, it answers only where its
+solver, asked today, serves the problem with that configuration, workspace and determinism, and runs what was measured.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import NamedTuple
+
+from miofind.compiler import kernel_hash
+from miofind.core.problem import ProblemDescription
+from miofind.device.device import Device
+from miofind.errors import MiofindError, described
+from miofind.process.interrupts import raise_if_interrupted
+from miofind.solver.solver import Applicability, Solver
+from miofind.solver.steps import Config
+
+logger = logging.getLogger(__name__)
+
+
+class Measured(NamedTuple):
+    """What a row says of the solution that was measured, and what its solver must do today for it to answer."""
+
+    config: str
+    workspace_bytes: int
+    deterministic: bool
+    kernel_hash: str
+
+
+class Refusals:
+    """What today's solvers refuse of one problem on one device. Threads may share it: they may ask twice, no more.
+
+    Attributes:
+        device: where it is asked for.
+    """
+
+    __slots__ = ("_failing", "_of_rows", "_of_solvers", "_problem", "device")
+
+    def __init__(self, problem: ProblemDescription, device: Device) -> None:
+        self.device = device
+        self._problem = problem
+        self._of_solvers: dict[Solver, Applicability | None] = {}
+        self._of_rows: dict[tuple[Solver, Measured], str] = {}
+        self._failing: set[Solver] = set()
+
+    def may_serve(self, solver: Solver) -> bool:
+        """Whether a solver would have to be measured to be ranked: it does not refuse the problem."""
+        applicability = self._applicability(solver)
+        return applicability is None or bool(applicability)
+
+    def fails(self, solver: Solver) -> bool:
+        """Whether a solver's own code failed over a question: to measure it now is of no use."""
+        return self._applicability(solver) is None or solver in self._failing
+
+    def of_row(self, solver: Solver, row: Measured) -> str:
+        """Why a row of a solver is no answer today; "" where it is one."""
+        key = (solver, row)
+        reason = self._of_rows.get(key)
+        if reason is None:
+            reason = self._of_rows[key] = self._reason(solver, row)
+            if reason:
+                logger.debug("a stored row of %s %s does not answer: %s", solver.id, row.config, reason)
+        return reason
+
+    def _applicability(self, solver: Solver) -> Applicability | None:
+        """The solver's own answer; None where it fails over the question."""
+        if solver not in self._of_solvers:
+            self._of_solvers[solver] = applicability_of(solver, self._problem, self.device)
+        return self._of_solvers[solver]
+
+    def _reason(self, solver: Solver, row: Measured) -> str:
+        applicability = self._applicability(solver)
+        if applicability is None:
+            return f"{solver.id} cannot say whether it serves the problem"
+        if not applicability:
+            return f"{solver.id} does not serve the problem: {applicability.reason}"
+        try:
+            return difference(solver, self._problem, self.device, row)
+        except MiofindError as error:
+            return str(error)
+        except BaseException as error:  # a solver's own code may raise anything, and rows of others are to answer
+            raise_if_interrupted(error)
+            self._failing.add(solver)
+            return f"{solver.id} fails over it: {described(error)}"
+
+
+def applicability_of(solver: Solver, problem: ProblemDescription, device: Device) -> Applicability | None:
+    """Whether a solver serves a problem, by itself; None where it fails over the question."""
+    try:
+        return solver.applicability(problem, device)
+    except BaseException as error:  # a solver's own code may raise anything
+        raise_if_interrupted(error)
+        logger.debug("%s cannot say whether it serves %s: %s", solver.id, problem, described(error))
+        return None
+
+
+def difference(solver: Solver, problem: ProblemDescription, device: Device, row: Measured) -> str:
+    """How what a solver that serves a problem does today differs from what a row says; "" where it does not.
+
+    Raises:
+        InvalidConfigError: the solver refuses the configuration. What else its own code raises.
+    """
+    config = stored_config(row.config)
+    solver.check_config(problem, device, config)
+    solution = solver.solution(problem, device, config)
+    if solution.workspace.bytes != row.workspace_bytes:
+        return f"it says {row.workspace_bytes} bytes of workspace, {solver.id} needs {solution.workspace.bytes}"
+    if solution.deterministic != row.deterministic:
+        return f"it says deterministic={row.deterministic}, of {solver.id} that is {solution.deterministic}"
+    if row.kernel_hash and kernel_hash(solution) != row.kernel_hash:
+        return f"it was measured with other kernels than {solver.id} has"
+    return ""
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def stored_config(text: str) -> Config:
+    """A configuration from a FindDB: few texts serve many problems.
+
+    Raises:
+        InvalidConfigError: the text is not a JSON object.
+    """
+    return Config.from_json(text)

@@ -1,0 +1,195 @@
+"""What a find returns: solutions, each of which knows the others it was found with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from miofind.core.problem import ProblemDescription
+from miofind.device.device import Device, Library
+from miofind.runtime.runner import Runner
+from miofind.solver.solver import Algorithm
+from miofind.solver.steps import Config, config_text
+
+if TYPE_CHECKING:
+    from miofind.runtime.handle import Handle
+    from miofind.runtime.packed import PackedSolution
+
+
+class Source(StrEnum):
+    """Where a solution's time comes from."""
+
+    MEASURED = "measured"
+    FINDDB = "finddb"
+    PREDICTED = "predicted"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Solution:
+    """One way to compute a problem on a device, with what is known of it.
+
+    Attributes:
+        problem, device: what it solves and where.
+        solver_id, algorithm, library, config: who solves it and how.
+        time_ms: median time of a run; an estimate where `source` is "predicted".
+        workspace_bytes: bytes of workspace that a run needs.
+        deterministic: equal inputs give equal bits.
+        max_error: largest |error| / (|x| * |w|) seen in verification; None where it was not run here or before.
+        source: "measured", "finddb" or "predicted".
+        kernel_hash: hash of the kernels that were measured, "" where none were.
+    """
+
+    problem: ProblemDescription
+    device: Device
+    solver_id: str
+    algorithm: Algorithm
+    library: Library
+    config: Config
+    time_ms: float
+    workspace_bytes: int
+    deterministic: bool
+    max_error: float | None
+    source: Source
+    kernel_hash: str = ""
+    found: Found = field(compare=False)
+    position: int = field(default=0, compare=False)
+
+    @property
+    def id(self) -> str:
+        """Solver and configuration as one string."""
+        return f"{self.solver_id}:{self.config.json}"
+
+    def __repr__(self) -> str:
+        name = f"{self.solver_id} {config_text(self.config)}".rstrip()
+        return f"<Solution {name}: {self.time_ms:.4g} ms ({self.source}), {self.workspace_bytes} bytes of workspace>"
+
+    def __str__(self) -> str:
+        error = "unknown" if self.max_error is None else f"{self.max_error:.1e}"
+        kind = "deterministic" if self.deterministic else "not deterministic"
+        return (
+            f"{self.id}: {self.time_ms:.4g} ms ({self.source}), {self.workspace_bytes} bytes of workspace, "
+            f"error {error}, {kind}"
+        )
+
+    @property
+    def runner(self) -> Runner:
+        """What runs it, made on first use."""
+        return self.found.runner(self.position)
+
+    def prepare(self) -> Solution:
+        """Make everything ready that a first run would: compile, load, plan. Needed before a first run under capture.
+
+        Raises:
+            CompileError, LaunchError, MissingLibraryError: it cannot be made ready and nothing can take its place.
+        """
+        self.runner.prepare()
+        return self
+
+    def pack(self, w: Any, stream: Any = None) -> PackedSolution:
+        """The solution for weights that stay the same: what depends on them alone is computed here, once.
+
+        Args:
+            w: (k, c/groups, *filter); it must stay as it is as long as the packed solution is used.
+            stream: to compute on, as in `run_solution`; runs on other streams must wait for it.
+
+        Raises:
+            InvalidOptionError: the weights are the problem's result.
+            InvalidArrayError: w is not what the problem wants.
+            CompileError, LaunchError, MissingLibraryError: it cannot be made ready.
+        """
+        from miofind.runtime.packed import PackedSolution
+
+        return PackedSolution(self, w, stream)
+
+    def save(self, path: str | Path) -> None:
+        """Write the solution and its binaries to a JSON file that `Solution.load` reads: such a file is code.
+
+        Raises:
+            SolutionFileError: the file cannot be written, or the solution is of another release than its solver.
+        """
+        from miofind.runtime.solution_file import save_solution
+
+        save_solution(self, Path(path))
+
+    @staticmethod
+    def load(path: str | Path, handle: Handle | None = None) -> Solution:
+        """A saved solution, ready to run with no look-up, find or compilation.
+
+        A file is code: its binaries run on the GPU with your rights, and its hashes find damage, not malice. Load what
+        you would run as a program. The binaries stay with this solution: others of the process, what they save and the
+        binary cache have their own.
+
+        Raises:
+            SolutionFileError: the file is damaged, of another architecture or of other sources.
+        """
+        from miofind.runtime.solution_file import load_solution
+
+        return load_solution(Path(path), handle)
+
+
+class Found:
+    """The solutions of one find in order; each falls back to the ones behind it.
+
+    Pickled, they leave their handle behind, and run with the default handle of their device where they arrive: a GPU is
+    found there by its UUID. Copies share it.
+
+    Attributes:
+        solutions: in the order asked for.
+        runners: by position, those made so far.
+    """
+
+    __slots__ = ("_handle", "runners", "solutions")
+
+    def __init__(self, handle: Handle) -> None:
+        self._handle: Handle | None = handle
+        self.solutions: list[Solution] = []
+        self.runners: dict[int, Runner] = {}
+
+    def __copy__(self) -> Found:
+        return self
+
+    def __deepcopy__(self, memo: object) -> Found:
+        return self
+
+    def __getstate__(self) -> list[Solution]:
+        return self.solutions
+
+    def __setstate__(self, solutions: list[Solution]) -> None:
+        self._handle, self.solutions, self.runners = None, solutions, {}
+
+    @property
+    def handle(self) -> Handle:
+        """Device and caches they run with."""
+        if self._handle is None:
+            from miofind.runtime.handle import default_handle
+
+            self._handle = default_handle(self.solutions[0].device.here())
+        return self._handle
+
+    def runner(self, position: int) -> Runner:
+        """The runner of one solution."""
+        runner = self.runners.get(position)
+        if runner is None:
+            solution = self.solutions[position]
+            runner = Runner(solution.problem, solution.solver_id, solution.config, self.handle, solution.kernel_hash)
+            behind = position + 1
+            if behind < len(self.solutions):
+                runner.following = lambda: self.runner(behind)
+            runner = self.runners.setdefault(position, runner)
+        return runner
+
+
+def alone(solution: Solution) -> Solution:
+    """A solution found by itself, such as a loaded one."""
+    solution.found.solutions = [solution]
+    return solution
+
+
+def reordered(solutions: Iterable[Solution], handle: Handle) -> list[Solution]:
+    """The same solutions, each falling back to the ones behind it in this order."""
+    found = Found(handle)
+    found.solutions = [replace(s, found=found, position=i) for i, s in enumerate(solutions)]
+    return found.solutions

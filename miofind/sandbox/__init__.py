@@ -1,1 +1,0 @@
-"""Who carries out a job: this process, or a spawned child that a crashing candidate may kill."""

@@ -1,0 +1,1 @@
+"""What a solver is, what it gives, and where all of them are found."""

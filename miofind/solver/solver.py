@@ -1,0 +1,342 @@
+"""The contract of a solver and the registry of all solvers.
+
+A solver is stateless: it says which problems it serves, lists configurations, and emits inert `ConvSolution`s.
+"Applicable" means correct. Solvers are found by discovery in `miofind.solvers` (every module's `SOLVERS` tuple) and
+by the entry point group `miofind.solvers` of other packages.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.metadata
+import itertools
+import logging
+import math
+import pkgutil
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum, StrEnum
+from typing import ClassVar
+
+from miofind.core.problem import DataType, Layout, ProblemDescription
+from miofind.device.device import INSTALL_CUDA, Device, Library, Place
+from miofind.errors import InvalidConfigError, UnknownSolverError, described
+from miofind.process.forks import loading
+from miofind.process.interrupts import raise_if_interrupted
+from miofind.solver.steps import Config, ConfigValue, ConvSolution, Packing
+
+logger = logging.getLogger(__name__)
+
+ENTRY_POINT_GROUP = "miofind.solvers"
+MAX_ID_CHARS = 120
+"""Of a solver's id: short enough for every place that names one, databases among them."""
+
+MAX_DEFAULT_CONFIGS = 16
+"""Configurations that a find without a search measures of one solver at most."""
+
+_MOST_KEPT = 1 << 16
+
+
+class Algorithm(StrEnum):
+    """Family of a solver."""
+
+    DIRECT = "direct"
+    IM2COL_GEMM = "im2col_gemm"
+    GEMM = "gemm"
+    IMPLICIT_GEMM = "implicit_gemm"
+    WINOGRAD = "winograd"
+    FFT = "fft"
+    LIBRARY = "library"
+
+
+class Reach(IntEnum):
+    """Which finite inputs the rounding errors of a result may follow.
+
+    PRODUCTS: the products that it sums, as in direct summation.
+    INPUTS: the pixels and the taps that it meets, whatever it multiplies them by, as in Winograd's F(2, r): a tap of 0
+        does not keep a large pixel under it out of the errors, but the pixels beside the filter's window stay out.
+    TILE: what lies beside these, too, as far as a tile of a transform goes: one large pixel spoils results that never
+        meet it, and results of nothing but zeros are rounded as their neighbours are.
+    """
+
+    PRODUCTS = 0
+    INPUTS = 1
+    TILE = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Applicability:
+    """Whether a solver serves a problem; false with a reason that a user can read."""
+
+    reason: str = ""
+
+    def __bool__(self) -> bool:
+        return not self.reason
+
+
+APPLICABLE = Applicability()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelKey:
+    """One combination a solver serves: place and architectures, library, data types and layouts.
+
+    Attributes:
+        place: CUDA or CPU.
+        library: who supplies the code.
+        dtypes: element types; every tensor of a problem must have one of them.
+        layouts: memory orders; every tensor of a problem must have one of them.
+        min_sm: least compute capability, as an int; 0 on the CPU place.
+        archs: exact architectures such as ("90a",), or empty for any from `min_sm` on.
+    """
+
+    place: Place
+    library: Library
+    dtypes: frozenset[DataType]
+    layouts: frozenset[Layout]
+    min_sm: int = 0
+    archs: tuple[str, ...] = ()
+
+    def refusal(self, problem: ProblemDescription, device: Device) -> str:
+        """Why the key does not match, "" if it does."""
+        if device.place is not self.place:
+            return f"runs on {self.place}, not on {device.place}"
+        if device.sm < self.min_sm:
+            return f"needs compute capability {self.min_sm / 10:.1f}, {device.name} has {device.sm / 10:.1f}"
+        if self.archs and device.arch not in self.archs:
+            return f"runs on {', '.join(self.archs)} only, {device.name} is {device.arch}"
+        for name in ("x", "w", "y"):
+            tensor = problem.tensor(name)
+            if tensor.dtype not in self.dtypes:
+                return f"{name} is {tensor.dtype}, served are {', '.join(sorted(self.dtypes))}"
+            if tensor.layout not in self.layouts:
+                return f"{name} is {tensor.layout}, served are {', '.join(sorted(self.layouts))}"
+        return ""
+
+
+class Solver(ABC):
+    """One way to compute convolutions.
+
+    Class attributes:
+        id: stable name, stored in databases; solvers of other packages write "vendor/Name".
+        version: raised by hand when results or configurations change; voids stored rows.
+        algorithm: family.
+        keys: what it serves; a problem must match one of them.
+        alignment_bytes: alignment that every tensor's address needs, besides that of its elements.
+        is_dynamic: sizes are arguments of its kernels, so that a new shape compiles nothing.
+        is_last_resort: timed only where nothing else applies.
+        parameters: allowed values of each configuration parameter; the space is their product, thinned by
+            `is_valid_config`.
+        sources: files that its steps reach, before includes.
+        source_package: package that holds `sources`; solvers of other packages name their own.
+    """
+
+    id: ClassVar[str]
+    version: ClassVar[int] = 1
+    algorithm: ClassVar[Algorithm]
+    keys: ClassVar[tuple[KernelKey, ...]]
+    alignment_bytes: ClassVar[int] = 1
+    is_dynamic: ClassVar[bool] = False
+    is_last_resort: ClassVar[bool] = False
+    parameters: ClassVar[Mapping[str, Sequence[ConfigValue]]] = {}
+    sources: ClassVar[tuple[str, ...]] = ()
+    source_package: ClassVar[str] = "miofind.kernels_src"
+
+    @property
+    def library(self) -> Library:
+        """Who supplies the code: the heaviest library of its keys."""
+        return self.keys[0].library
+
+    def tensor_alignment(self, problem: ProblemDescription) -> int:
+        """Bytes that the addresses of a problem's tensors must be multiples of."""
+        return max(self.alignment_bytes, *(t.dtype.itemsize for t in (problem.x, problem.w, problem.y)))
+
+    @abstractmethod
+    def examples(self) -> tuple[ProblemDescription, ...]:
+        """Problems it must accept, so that the shared contract test never passes on nothing."""
+
+    @abstractmethod
+    def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
+        """Whether it serves a problem that matches its keys; asks no library and compiles nothing."""
+
+    @abstractmethod
+    def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
+        """One to MAX_DEFAULT_CONFIGS configurations that are always valid, the likely best first; constant time."""
+
+    @abstractmethod
+    def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
+        """Analytic time in milliseconds; orders candidates, never recorded as a measurement."""
+
+    @abstractmethod
+    def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
+        """The steps that compute an applicable problem with a valid configuration."""
+
+    def applicability(self, problem: ProblemDescription, device: Device) -> Applicability:
+        """Whether it serves a problem here: its keys, its library's presence, then `is_applicable`."""
+        refusals = [key.refusal(problem, device) for key in self.keys]
+        if all(refusals):
+            return Applicability(refusals[0])
+        key = self.keys[refusals.index("")]
+        if device.library_version(key.library) is None:
+            return Applicability(f"{key.library} is not installed: {INSTALL_CUDA}")
+        return self.is_applicable(problem, device)
+
+    def is_valid_config(self, problem: ProblemDescription, device: Device, config: Config) -> bool:
+        """Whether a point of the parameters' product can run."""
+        return True
+
+    def configs(self, problem: ProblemDescription, device: Device) -> Iterator[Config]:
+        """Every valid configuration."""
+        is_small = math.prod(map(len, self.parameters.values())) <= _MOST_KEPT
+        for config in _kept_product(self) if is_small else _product(self):
+            if self.is_valid_config(problem, device, config):
+                yield config
+
+    def ranked(self, problem: ProblemDescription, device: Device, configs: Iterable[Config]) -> list[Config]:
+        """Those of `configs` that are valid, each once, the least estimate first."""
+        valid = dict.fromkeys(config for config in configs if self.is_valid_config(problem, device, config))
+        return sorted(valid, key=lambda config: self.estimate_ms(problem, device, config))
+
+    def check_config(self, problem: ProblemDescription, device: Device, config: Config) -> None:
+        """Do nothing for a configuration of the schema.
+
+        Raises:
+            InvalidConfigError: a parameter is missing, unknown or out of its values, or the point cannot run.
+        """
+        if set(config) != set(self.parameters):
+            names = sorted(self.parameters)
+            raise InvalidConfigError(f"{self.id}: config {config.json} must have the parameters {names}")
+        for name, allowed in self.parameters.items():
+            value = config[name]
+            if not any(type(value) is type(choice) and value == choice for choice in allowed):
+                raise InvalidConfigError(f"{self.id}: {name}={value!r} must be one of {list(allowed)}")
+        if not self.is_valid_config(problem, device, config):
+            raise InvalidConfigError(f"{self.id}: config {config.json} cannot run {problem} on {device.name}")
+
+    def workspace_bytes(self, problem: ProblemDescription, device: Device, config: Config) -> int:
+        """Bytes of workspace the solution needs."""
+        return self.solution(problem, device, config).workspace.bytes
+
+    def packing(self, problem: ProblemDescription, device: Device, config: Config) -> Packing | None:
+        """The solution in two parts, for weights that stay the same; None where nothing depends on them alone."""
+        return None
+
+    def error_growth(self, problem: ProblemDescription, config: Config) -> float:
+        """How much wider the error bound is than direct summation's in the problem's math mode; 1 unless documented."""
+        return 1.0
+
+    def error_reach(self, problem: ProblemDescription, config: Config) -> Reach:
+        """Which finite inputs the errors of a result may follow; its own products alone unless documented."""
+        return Reach.PRODUCTS
+
+    def keeps_bound(self, problem: ProblemDescription, config: Config) -> bool:
+        """Whether errors are bounded as direct summation's, by what a result meets, whatever finite values that has.
+
+        Finds take others only with `FindOptions.max_error`.
+        """
+        return self.error_reach(problem, config) <= Reach.INPUTS and self.error_growth(problem, config) <= 1
+
+    def spreads_nonfinite(self, problem: ProblemDescription, config: Config) -> bool:
+        """Whether an infinity or NaN of an input may reach results that do not sum it, or an infinity come out as NaN.
+
+        Padding is zeros that are summed. False unless documented.
+        """
+        return False
+
+    def is_exact(self, config: Config) -> bool:
+        """Whether small integers give exact results; false for F(4,3) and wider Winograd and for FFT."""
+        return True
+
+    def __repr__(self) -> str:
+        return f"<{self.id} v{self.version}>"
+
+
+def _product(solver: Solver) -> Iterable[Config]:
+    """The product of a solver's parameters."""
+    names = list(solver.parameters)
+    return (Config(dict(zip(names, values, strict=True))) for values in itertools.product(*solver.parameters.values()))
+
+
+@functools.lru_cache(maxsize=64)  # a tuning asks for every problem, and to write configurations as JSON takes longest
+def _kept_product(solver: Solver) -> tuple[Config, ...]:
+    return tuple(_product(solver))
+
+
+@functools.cache
+def solvers() -> Mapping[str, Solver]:
+    """All registered solvers by id, in a stable order."""
+    found: dict[str, Solver] = {}
+    with loading():
+        for solver in itertools.chain(_discovered(), _from_entry_points()):
+            if solver.id in found:
+                first, second = type(found[solver.id]).__module__, type(solver).__module__
+                logger.warning("solver %s of %s is left out: %s has one of that id", solver.id, second, first)
+                continue
+            found[solver.id] = solver
+    return found
+
+
+def solver_by_id(solver_id: str) -> Solver:
+    """The solver with that id, case ignored.
+
+    Raises:
+        UnknownSolverError: there is none; the message lists those there are.
+    """
+    known = solvers()
+    if solver_id in known:
+        return known[solver_id]
+    for name, solver in known.items():
+        if name.lower() == solver_id.lower():
+            return solver
+    raise UnknownSolverError(f"solver {solver_id!r} is not registered: known are {', '.join(known)}")
+
+
+def _discovered() -> Iterable[Solver]:
+    """The solvers of all families: modules name theirs in SOLVERS."""
+    package = importlib.import_module("miofind.solvers")
+    for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+        yield from getattr(importlib.import_module(found.name), "SOLVERS", ())
+
+
+def _from_entry_points() -> Iterable[Solver]:
+    for entry in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP):
+        try:
+            solver = entry.load()
+            solver = solver() if isinstance(solver, type) else solver
+        except BaseException as error:  # another package's code: report it and go on without it
+            raise_if_interrupted(error)
+            logger.warning("solver entry point %s could not be loaded: %s", entry.name, described(error, str))
+            continue
+        if reason := _unfit(solver):
+            logger.warning("solver entry point %s is left out: %s", entry.name, reason)
+            continue
+        yield solver
+
+
+def _unfit(solver: object) -> str:
+    """Why what another package registers is no solver that a find can name and keep results of, "" if it is one."""
+    if not isinstance(solver, Solver):
+        return f"it is of type {type(solver).__name__}, not a Solver"
+    try:
+        return _unfit_fields(solver)
+    except BaseException as error:  # another package's code: a class attribute may be missing, or a property fail
+        raise_if_interrupted(error)
+        return f"its class attributes cannot be read: {described(error)}"
+
+
+def _unfit_fields(solver: Solver) -> str:
+    fields: tuple[object, ...] = (solver.id, solver.version, solver.algorithm)
+    name, version, algorithm = fields
+    if not isinstance(name, str) or "/" not in name:
+        return "its id must be a text like 'vendor/Name'"
+    if not name.isprintable() or ":" in name or len(name) > MAX_ID_CHARS:
+        return f"its id {name!r:.80} must be of at most {MAX_ID_CHARS} printable characters, none of them a colon"
+    if type(version) is not int or not 0 <= version < 2**31:
+        return f"the version of {name} must be an int from 0 to 2**31 - 1"
+    if not isinstance(algorithm, Algorithm):
+        return f"the algorithm of {name} must be one of {', '.join(Algorithm)}"
+    if not solver.keys or not all(isinstance(key, KernelKey) for key in solver.keys):
+        return f"the keys of {name} must be KernelKeys, one or more"
+    return ""

@@ -1,0 +1,416 @@
+"""How a problem is computed: inert data that a solver emits and an invoker carries out.
+
+A `ConvSolution` is an ordered tuple of steps over named buffers and a workspace plan. Nothing here holds a pointer, a
+handle or a compiled kernel, so a solution can be hashed, compared, stored and sent to another process.
+
+Buffer names: "x", "w", "y" are the problem's tensors, whichever of them the direction writes; any other name is a
+region of the workspace.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from miofind.arrays.operands import WORKSPACE_ALIGNMENT
+from miofind.core.problem import DataType, MathMode
+from miofind.device.device import Library
+from miofind.errors import InvalidConfigError
+
+ConfigValue = int | float | bool | str | dict[str, int]
+
+
+class Config(Mapping[str, Any]):
+    """One point of a solver's configuration space: an immutable mapping with a canonical JSON text.
+
+    Values are ints, floats, bools, strings, or a flat mapping of ints (the knobs of a library's engine).
+    Configurations with equal text are equal, and the text is all that names a candidate outside this process.
+    """
+
+    __slots__ = ("_values", "json")
+
+    json: str
+
+    def __init__(self, values: Mapping[str, ConfigValue] | None = None) -> None:
+        self._values = dict(values or {})
+        try:
+            self.json = json.dumps(self._values, sort_keys=True, separators=(",", ":"), allow_nan=False)
+        except (TypeError, ValueError, RecursionError) as error:
+            names = ", ".join(f"{name!r:.40}" for name in self._values)
+            raise InvalidConfigError(f"a config of {names:.200} cannot be written as JSON: {error}") from error
+
+    @staticmethod
+    def of(**values: ConfigValue) -> Config:
+        """A configuration from keyword arguments."""
+        return Config(values)
+
+    @staticmethod
+    def from_json(text: str) -> Config:
+        """The configuration a text names.
+
+        Raises:
+            InvalidConfigError: the text is not a JSON object.
+        """
+        try:
+            values = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise InvalidConfigError(f"config {text[:200]!r} is not JSON: {error}") from error
+        if not isinstance(values, dict):
+            raise InvalidConfigError(f"config {text[:200]!r} is not a JSON object")
+        return Config(values)
+
+    def __getitem__(self, key: str) -> Any:
+        return self._values[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __hash__(self) -> int:
+        return hash(self.json)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Config) and self.json == other.json
+
+    def __repr__(self) -> str:
+        return f"Config({self.json})"
+
+
+def config_text(config: Mapping[str, object], limit: int | None = None) -> str:
+    """A configuration as name=value pairs, cut to `limit` characters; what is empty is left out."""
+    pairs = []
+    for name, value in config.items():
+        if isinstance(value, Mapping):
+            pairs += [f"{name}={{{config_text(value)}}}"] if value else []
+        elif value != "":
+            pairs.append(f"{name}={str(value).lower() if isinstance(value, bool) else value}")
+    text = " ".join(pairs)
+    return text if limit is None or len(text) <= limit else f"{text[: limit - 3]}..."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pointer:
+    """An address a step is given: a buffer by name and an offset into it."""
+
+    buffer: str
+    offset_bytes: int = 0
+
+    def on_buffers(self, names: Mapping[str, str]) -> Pointer:
+        """The address with buffers of some names under others."""
+        return replace(self, buffer=names.get(self.buffer, self.buffer))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scalar:
+    """A number passed to a kernel by value.
+
+    Attributes:
+        ctype: "int32", "int64", "uint32", "uint64", "float32" or "float64".
+    """
+
+    ctype: str
+    value: int | float
+
+
+def int32s(*values: int) -> tuple[Scalar, ...]:
+    """Numbers that a kernel takes as `int`, in order."""
+    return tuple(Scalar(ctype="int32", value=value) for value in values)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Im2col:
+    """How a copy walks the pixels of a tensor of dimensions C, (D, H,) W, N, innermost first.
+
+    Attributes:
+        lower, upper: first pixel and last beyond the tensor's corners that a filter's first tap may meet, by spatial
+            dimension, innermost first.
+        strides: pixels between those of neighbouring outputs, by spatial dimension, innermost first.
+        channels, pixels: elements of a copy; it goes on into the next row and image by itself.
+    """
+
+    lower: tuple[int, ...]
+    upper: tuple[int, ...]
+    strides: tuple[int, ...]
+    channels: int
+    pixels: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Box:
+    """How a copy cuts a box out of a tensor, by dimension, innermost first.
+
+    Attributes:
+        sizes: elements that it takes; times their steps at most 256.
+        steps: from one to the next in the tensor; empty for neighbours.
+    """
+
+    sizes: tuple[int, ...]
+    steps: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorMap:
+    """What the copy engine of compute capability 9.0 and newer (TMA) is given of a tensor: 128 bytes, by value.
+
+    What lies outside the tensor reads as zero and is not written.
+
+    Attributes:
+        pointer: the tensor's first element, at a multiple of 16 bytes.
+        element: "float16", "bfloat16", "float32" or "tfloat32", which rounds what it copies.
+        sizes: elements by dimension, innermost first, at most five.
+        strides_bytes: from one to the next by dimension but the innermost: multiples of 16.
+        copy: what one copy takes.
+        swizzle_bytes: span of the XOR pattern that copies lay into shared memory: 0, 32, 64 or 128.
+
+    Source: CUDA driver API, cuTensorMapEncodeTiled and cuTensorMapEncodeIm2col.
+    """
+
+    pointer: Pointer
+    element: str
+    sizes: tuple[int, ...]
+    strides_bytes: tuple[int, ...]
+    copy: Box | Im2col
+    swizzle_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Region:
+    """A named part of the workspace."""
+
+    name: str
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkspacePlan:
+    """Regions of one workspace, laid one after another at 256-byte boundaries."""
+
+    regions: tuple[Region, ...] = ()
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the whole workspace."""
+        return sum(_aligned(region.bytes) for region in self.regions)
+
+    @property
+    def offsets(self) -> dict[str, int]:
+        """Byte offset of each region."""
+        offsets, end = {}, 0
+        for region in self.regions:
+            offsets[region.name] = end
+            end += _aligned(region.bytes)
+        return offsets
+
+
+def _aligned(size: int) -> int:
+    return -(-size // WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelStep:
+    """One launch of a kernel compiled from kernels_src.
+
+    Attributes:
+        source: file name, relative to `package`.
+        entry: name of the `extern "C"` kernel.
+        defines: compile-time parameters, as -Dname=value, in this order.
+        options: further NVRTC options, such as "--use_fast_math".
+        grid, block: launch geometry.
+        shared_bytes: dynamic shared memory.
+        args: arguments in the kernel's order.
+        package: package that holds the source; another package's solver names its own.
+        waits_itself: the kernel calls previous_step_done() of common/early_launch.cuh before it touches memory that
+            earlier steps read or write. Right after another kernel step of its solution it may then begin before that
+            one has ended; it waits for that one alone, and so for all before it, since each of these has waited itself
+            or was launched plainly, after the end of all before. A kernel that does not wait leaves this False. Whoever
+            else launches early into the same stream, between these steps, must wait, too.
+    """
+
+    source: str
+    entry: str
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    args: tuple[Pointer | Scalar | TensorMap, ...]
+    defines: tuple[tuple[str, str | int], ...] = ()
+    options: tuple[str, ...] = ()
+    shared_bytes: int = 0
+    package: str = "miofind.kernels_src"
+    waits_itself: bool = False
+
+    def on_buffers(self, names: Mapping[str, str]) -> KernelStep:
+        """The step with buffers of some names under others."""
+        args: list[Pointer | Scalar | TensorMap] = []
+        for arg in self.args:
+            if isinstance(arg, TensorMap):
+                args.append(replace(arg, pointer=arg.pointer.on_buffers(names)))
+            else:
+                args.append(arg.on_buffers(names) if isinstance(arg, Pointer) else arg)
+        return replace(self, args=tuple(args))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MatmulStep:
+    """One (batched) cuBLASLt product, column-major as cuBLAS has it: C[m, n] = alpha * op(A) op(B) + beta * C.
+
+    Attributes:
+        m, n, k: sizes of the product.
+        transpose_a, transpose_b: whether op is a transposition.
+        lda, ldb, ldc: leading dimensions in elements.
+        batch: number of products.
+        stride_a, stride_b, stride_c: elements between the operands of neighbouring products.
+        dtype_ab, dtype_c: element types; products accumulate in float32 (float64 for float64).
+        math: ieee or tf32, for float32 operands.
+        algorithm: the library's algorithm as recorded (attribute, value) pairs; empty for the heuristics' first.
+        workspace: region given to the library, or None.
+        workspace_bytes: bytes of it; the library takes no algorithm that wants more.
+    """
+
+    m: int
+    n: int
+    k: int
+    transpose_a: bool
+    transpose_b: bool
+    lda: int
+    ldb: int
+    ldc: int
+    a: Pointer
+    b: Pointer
+    c: Pointer
+    dtype_ab: DataType
+    dtype_c: DataType
+    math: MathMode = MathMode.IEEE
+    batch: int = 1
+    stride_a: int = 0
+    stride_b: int = 0
+    stride_c: int = 0
+    alpha: float = 1.0
+    beta: float = 0.0
+    algorithm: tuple[tuple[str, int], ...] = ()
+    workspace: str | None = None
+    workspace_bytes: int = 0
+
+    def on_buffers(self, names: Mapping[str, str]) -> MatmulStep:
+        """The step with operands of some names under others."""
+        a, b, c = (pointer.on_buffers(names) for pointer in (self.a, self.b, self.c))
+        return replace(self, a=a, b=b, c=c)
+
+    @property
+    def library(self) -> Library:
+        """The library that carries the step out."""
+        return Library.CUBLAS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CudnnStep:
+    """One cuDNN convolution of the whole problem by a recorded engine and its knobs.
+
+    Attributes:
+        engine: cuDNN's global engine index; -1 for the first plan of its heuristics that keeps the limits below.
+        knobs: (knob type, choice) pairs.
+        notes: names of the numerical notes that the engine may carry; an engine with others is refused.
+        workspace: region given to the library, or None.
+        workspace_bytes: bytes of it; a plan that wants more is refused.
+    """
+
+    engine: int
+    knobs: tuple[tuple[int, int], ...]
+    notes: tuple[str, ...] = ()
+    workspace: str | None = None
+    workspace_bytes: int = 0
+
+    @property
+    def library(self) -> Library:
+        """The library that carries the step out."""
+        return Library.CUDNN
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FftStep:
+    """One batch of cuFFT's float32 transforms in place: real to complex, or back and then not scaled.
+
+    Attributes:
+        lengths: of a transform, one or two, the last even. Rows hold 2 * (last / 2 + 1) floats: real numbers and two
+            that mean nothing, or last / 2 + 1 complex numbers.
+        batch: transforms, one after another.
+        inverse: whether complex becomes real.
+        data: the first number.
+        workspace: region given to the library, or None.
+        workspace_bytes: bytes of it; a plan that wants more is refused.
+    """
+
+    lengths: tuple[int, ...]
+    batch: int
+    inverse: bool
+    data: Pointer
+    workspace: str | None = None
+    workspace_bytes: int = 0
+
+    def on_buffers(self, names: Mapping[str, str]) -> FftStep:
+        """The step with its data under another name."""
+        return replace(self, data=self.data.on_buffers(names))
+
+    @property
+    def library(self) -> Library:
+        """The library that carries the step out."""
+        return Library.CUFFT
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostStep:
+    """One call of a Python function on the CPU place.
+
+    The function lives in the solver's own module and is called as `function(problem, config, buffers)`, with
+    `buffers` a mapping from buffer names to NumPy arrays (regions of the workspace as uint8).
+    """
+
+    module: str
+    function: str
+
+
+Step = KernelStep | MatmulStep | CudnnStep | FftStep | HostStep
+
+
+def on_buffers(steps: Iterable[Step], names: Mapping[str, str]) -> Iterator[Step]:
+    """Steps with buffers of some names under others; those that name no buffers cannot be among them."""
+    for step in steps:
+        assert isinstance(step, KernelStep | MatmulStep | FftStep)
+        yield step.on_buffers(names)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConvSolution:
+    """Everything needed to compute one problem, as data.
+
+    Attributes:
+        steps: carried out in order on one stream.
+        workspace: regions that the steps name.
+        deterministic: equal inputs give equal bits on every run.
+    """
+
+    steps: tuple[Step, ...]
+    workspace: WorkspacePlan = field(default_factory=WorkspacePlan)
+    deterministic: bool = True
+
+    @property
+    def kernels(self) -> tuple[KernelStep, ...]:
+        """The steps that launch our own kernels."""
+        return tuple(step for step in self.steps if isinstance(step, KernelStep))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Packing:
+    """A solution in two parts, for weights that stay the same: what depends on them alone, and the rest.
+
+    Attributes:
+        pack: reads the weights, "w", and writes what the rest needs of them, here named "y".
+        run: the rest; here "w" is what `pack` wrote.
+        bytes: of what `pack` writes.
+    """
+
+    pack: ConvSolution
+    run: ConvSolution
+    bytes: int
