@@ -24,9 +24,9 @@ import script
 import miofind
 from miofind.device.device import Device
 from miofind.device.environment import versions
-from miofind.find import records
+from miofind.find.lookup import records
+from miofind.find.lookup.validity import solver_hash
 from miofind.find.plan import make_plan
-from miofind.find.validity import solver_hash
 from miofind.finddb import History, Row, Scope, environment_id
 from miofind.solver.solver import solvers
 

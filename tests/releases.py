@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from miofind.core.problem import DataType, Layout, ProblemDescription
 from miofind.device.device import Device, Library, Place
 from miofind.errors import InvalidConfigError
-from miofind.find import scopes, validity
+from miofind.find.lookup import scopes, validity
 from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver, solvers
 from miofind.solver.steps import Config, ConvSolution, HostStep, Region, WorkspacePlan
 

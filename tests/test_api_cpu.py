@@ -27,7 +27,8 @@ from miofind.errors import (
 )
 from miofind.evaluate.evaluate import Job
 from miofind.evaluate.executors import InProcess
-from miofind.find import pipeline, records, validity
+from miofind.find import pipeline
+from miofind.find.lookup import records, validity
 from miofind.find.pipeline import estimates
 from miofind.finddb import Row
 from miofind.reference import reference_on_host

@@ -21,7 +21,8 @@ import pytest
 import miofind
 from miofind import options
 from miofind.errors import NoSolutionError
-from miofind.find import plan, recording, records, row_check, scopes, stored, validity
+from miofind.find import plan, recording, row_check
+from miofind.find.lookup import records, scopes, stored, validity
 from miofind.finddb import ReleaseRules, Store, write_release
 from miofind.finddb.validation import MAX_NAME_CHARS
 from miofind.solver import solver

@@ -173,7 +173,7 @@ def test_other_devices_are_checked_by_what_their_identity_says(filled: Path) -> 
     row = Row(
         solver_id="ConvDirectNaive", solver_version=1, config='{"accumulate":"float16"}', status="ok", time_ms=1.0
     )
-    from miofind.find.validity import solver_hash
+    from miofind.find.lookup.validity import solver_hash
     from miofind.solver.solver import solver_by_id
 
     naive = solver_by_id("ConvDirectNaive")

@@ -9,7 +9,7 @@ import pytest
 
 import miofind
 from miofind.evaluate.executors import InProcess
-from miofind.find import scopes
+from miofind.find.lookup import scopes
 from miofind.solver.solver import solver_by_id
 
 PROBLEM = miofind.ProblemDescription.convolution(x=(1, 4, 6, 5), w=(2, 4, 3, 3))

@@ -20,7 +20,8 @@ from miofind.device.device import Device, Library, Place
 from miofind.errors import CompileError, NoSolutionError
 from miofind.evaluate.evaluate import Job
 from miofind.evaluate.executors import InProcess
-from miofind.find import records, rounds, validity
+from miofind.find import rounds
+from miofind.find.lookup import records, validity
 from miofind.find.pipeline import find, measure
 from miofind.find.rounds import Measuring, Request
 from miofind.find.search import FINALISTS, ROUND

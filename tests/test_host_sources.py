@@ -14,7 +14,7 @@ import pytest
 
 from miofind.compiler import host_hash, host_sources, kernel_hash
 from miofind.device.device import Place
-from miofind.find.validity import solver_hash
+from miofind.find.lookup.validity import solver_hash
 from miofind.solver.solver import solvers
 from miofind.solver.steps import ConvSolution, HostStep
 

@@ -15,7 +15,8 @@ from miofind import FindOptions, options
 from miofind.core.problem import ProblemDescription
 from miofind.device.device import Device, Library, Place
 from miofind.errors import NoSolutionError
-from miofind.find import plan, records, row_check, scopes, stored, validity
+from miofind.find import plan, row_check
+from miofind.find.lookup import records, scopes, stored, validity
 from miofind.finddb import ProblemKey, Scope, Store
 from miofind.options import FindMode
 from miofind.runtime.solution import Solution, Source

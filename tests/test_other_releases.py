@@ -22,9 +22,9 @@ from miofind.core.problem import ProblemDescription
 from miofind.device.device import Device
 from miofind.device.environment import versions
 from miofind.errors import LaunchError, NoSolutionError, SolutionFileError
-from miofind.find import failures, known, records
+from miofind.find.lookup import failures, known, records
+from miofind.find.lookup.validity import solver_hash
 from miofind.find.row_check import RowCheck
-from miofind.find.validity import solver_hash
 from miofind.finddb import History, Row, Scope, Store, Verdict
 from miofind.options import FindMode
 from miofind.reference import reference_on_host

@@ -9,8 +9,8 @@ import pytest
 
 from miofind.core.problem import Direction, ProblemDescription
 from miofind.device.device import Device
+from miofind.find.lookup.stored import admits
 from miofind.find.row_check import RowCheck, Shipping
-from miofind.find.stored import admits
 from miofind.finddb import MEMORY, ReleaseRules, Store, shipped_paths, write_release
 from miofind.finddb.open_files import acquired
 from miofind.options import FindOptions

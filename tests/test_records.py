@@ -12,8 +12,8 @@ import pytest
 from miofind import find_solutions
 from miofind.core.problem import ProblemDescription
 from miofind.device.device import Device
-from miofind.find import failures, records, scopes, validity
 from miofind.find import recording as recording_module
+from miofind.find.lookup import failures, records, scopes, validity
 from miofind.find.plan import make_plan
 from miofind.find.recording import Recording
 from miofind.finddb import History, Row

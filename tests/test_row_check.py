@@ -9,8 +9,8 @@ import pytest
 from miofind.core.problem import ProblemDescription
 from miofind.device.device import Device, Place
 from miofind.errors import MiofindError
+from miofind.find.lookup.validity import solver_hash
 from miofind.find.row_check import RowCheck, device_of
-from miofind.find.validity import solver_hash
 from miofind.finddb import ProblemKey, Row
 from miofind.solver.solver import Solver, solvers
 from miofind.solver.steps import Config

@@ -69,7 +69,7 @@ def test_a_search_does_not_fill_the_pool(handle: Handle) -> None:
 
 def test_what_is_known_is_not_compiled(handle: Handle, monkeypatch: pytest.MonkeyPatch) -> None:
     pool = Pool()
-    monkeypatch.setattr("miofind.find.records.look_up", lambda *_, **__: ["something"])
+    monkeypatch.setattr("miofind.find.lookup.records.look_up", lambda *_, **__: ["something"])
     prepared(Ahead(pool, OPTIONS), handle)  # type: ignore[arg-type]
     assert pool.given == []
 

@@ -19,7 +19,7 @@ from miofind.bench.torch_rival import TorchRival
 from miofind.compiler import CompilePool
 from miofind.core.problem import ProblemDescription
 from miofind.errors import MiofindError
-from miofind.find import records
+from miofind.find.lookup import records
 from miofind.find.pipeline import measure
 from miofind.measure.stage import Runnable, Stage, Track
 from miofind.options import FindOptions

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from miofind.core.network_config import ConvolutionArguments, parse_network_config
 from miofind.core.problem import ProblemDescription
 from miofind.errors import InvalidProblemError
-from miofind.find.records import is_answered
+from miofind.find.lookup.records import is_answered
 from miofind.find.row_check import device_of
 from miofind.finddb import ProblemKey
 from miofind.options import FindOptions

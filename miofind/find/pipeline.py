@@ -14,8 +14,8 @@ from miofind.device.environment import versions
 from miofind.driver.line import driver_line
 from miofind.errors import LaunchError, NoPlaceError, NoSolutionError
 from miofind.evaluate.evaluate import Job
-from miofind.find import failures, records
-from miofind.find.known import candidate_of, incumbent, known_times
+from miofind.find.lookup import failures, records
+from miofind.find.lookup.known import candidate_of, incumbent, known_times
 from miofind.find.neighbours import shared_neighbours
 from miofind.find.plan import Plan, make_plan
 from miofind.find.recording import Recording, row_of, storable

@@ -10,9 +10,9 @@ from typing import TypeVar
 
 from miofind.core.problem import ProblemDescription
 from miofind.device.environment import versions
+from miofind.find.lookup.scopes import scope_of
+from miofind.find.lookup.validity import solver_hash
 from miofind.find.plan import Plan
-from miofind.find.scopes import scope_of
-from miofind.find.validity import solver_hash
 from miofind.finddb import Comparison, Row, Scope, refusal
 from miofind.finddb import Verdict as StoredVerdict
 from miofind.measure.verdict import Verdict

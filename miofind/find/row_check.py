@@ -12,8 +12,8 @@ from dataclasses import replace
 from miofind.core.problem import ProblemDescription
 from miofind.device.device import IDENTITY, Device
 from miofind.errors import InvalidConfigError, InvalidProblemError, MiofindError, described
-from miofind.find.scopes import joined
-from miofind.find.validity import solver_hash
+from miofind.find.lookup.scopes import joined
+from miofind.find.lookup.validity import solver_hash
 from miofind.finddb import ProblemKey, Row, Scope
 from miofind.process.interrupts import raise_if_interrupted
 from miofind.runtime.refusals import Measured, applicability_of, difference

@@ -12,7 +12,7 @@ from miofind.compiler import CompilePool
 from miofind.core.problem import ProblemDescription
 from miofind.device.device import Device, Place
 from miofind.errors import described
-from miofind.find import records
+from miofind.find.lookup import records
 from miofind.find.plan import make_plan
 from miofind.options import FindOptions
 from miofind.process.threads import Helper

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from miofind.compiler import processors
 from miofind.device.device import Device, Place
 from miofind.errors import CompileError, described
-from miofind.find import failures, records
+from miofind.find.lookup import failures, records
 from miofind.find.plan import make_plan
 from miofind.measure.effort import Effort
 from miofind.process.interrupts import raise_if_interrupted

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from miofind.compiler import CompilePool
 from miofind.errors import DatabaseError
-from miofind.find import records
+from miofind.find.lookup import records
 from miofind.measure.effort import Effort
 from miofind.runtime.handle import Handle
 from miofind.suites import SuiteProblem

@@ -16,9 +16,9 @@ from miofind.core.problem import ProblemDescription
 from miofind.driver.line import driver_line
 from miofind.errors import DatabaseError, MissingEnvironmentError, NoDeviceError, described
 from miofind.evaluate.evaluate import DeviceLostError
-from miofind.find import failures, records
+from miofind.find.lookup import failures, records
+from miofind.find.lookup.validity import is_valid
 from miofind.find.pipeline import measure
-from miofind.find.validity import is_valid
 from miofind.finddb import RefusedEntryError
 from miofind.process.interrupts import raise_if_interrupted
 from miofind.runtime.handle import Handle

@@ -13,7 +13,8 @@ import miofind
 from miofind import options
 from miofind.compiler import Compiler
 from miofind.device.device import Device
-from miofind.find import plan, records, row_check, scopes, stored, validity
+from miofind.find import plan, row_check
+from miofind.find.lookup import records, scopes, stored, validity
 from miofind.solver import solver
 from miofind.solver.candidate import Status
 from miofind.solver.solver import Solver

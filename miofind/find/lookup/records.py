@@ -12,10 +12,10 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from miofind.core.problem import ProblemDescription
-from miofind.find.failures import newest_rows, newest_statuses
-from miofind.find.scopes import WIDE_BOUNDS, asked, considered, overwritten, requested_scope
-from miofind.find.stored import Stored, Taken, admits, answers_no_more, of_answer, of_rows, taken
-from miofind.find.validity import is_valid
+from miofind.find.lookup.failures import newest_rows, newest_statuses
+from miofind.find.lookup.scopes import WIDE_BOUNDS, asked, considered, overwritten, requested_scope
+from miofind.find.lookup.stored import Stored, Taken, admits, answers_no_more, of_answer, of_rows, taken
+from miofind.find.lookup.validity import is_valid
 from miofind.finddb import Answer, Scope
 from miofind.options import FindOptions
 from miofind.runtime.handle import Handle

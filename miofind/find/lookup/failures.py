@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from miofind.core.problem import ProblemDescription
-from miofind.find.validity import current_environment, is_valid
+from miofind.find.lookup.validity import current_environment, is_valid
 from miofind.finddb import Row
 from miofind.runtime.handle import Handle
 from miofind.solver.candidate import Status

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from miofind.core.problem import ProblemDescription
 from miofind.errors import described
-from miofind.find.validity import current_environment, is_current
+from miofind.find.lookup.validity import current_environment, is_current
 from miofind.finddb import BEST_PER_SOLVER, Answer, Row
 from miofind.options import FindOptions
 from miofind.process.interrupts import raise_if_interrupted

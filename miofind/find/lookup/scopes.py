@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from miofind.device.device import Device
-from miofind.find.validity import solver_hash
+from miofind.find.lookup.validity import solver_hash
 from miofind.finddb import Scope, failed_code
 from miofind.options import FindOptions
 from miofind.solver.solver import solvers

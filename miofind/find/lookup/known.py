@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from miofind.core.problem import ProblemDescription
 from miofind.device.environment import versions
-from miofind.find import validity
-from miofind.find.stored import answers_no_more
+from miofind.find.lookup import validity
+from miofind.find.lookup.stored import answers_no_more
 from miofind.finddb import Row, environment_id
 from miofind.runtime.handle import Handle
 from miofind.solver.candidate import Candidate

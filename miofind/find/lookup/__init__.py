@@ -1,0 +1,1 @@
+"""Which rows of FindDBs answer a request, and which still hold."""
