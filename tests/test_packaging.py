@@ -86,7 +86,8 @@ def test_every_command_is_documented() -> None:
 
 
 def test_links_between_documents_hold() -> None:
-    for document in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "miofind/suites/README.md"):
+    documents = [str(path.relative_to(ROOT)) for path in ROOT.glob("docs/*.md")]
+    for document in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "miofind/suites/README.md", *documents):
         targets = re.findall(r"\]\((?!https?:)([^)#]+)\)", text(document))
         assert [target for target in targets if not ((ROOT / document).parent / target).exists()] == []
 
