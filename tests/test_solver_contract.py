@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.resources
 import itertools
 import math
 import pickle
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from random import Random
+from typing import Any
 
 import pytest
 
+from miofind.compiler import Compiler
 from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.device.device import Device, Place
 from miofind.errors import InvalidConfigError
-from miofind.solver.solver import MAX_DEFAULT_CONFIGS, Algorithm, KernelKey, Reach, Solver, solvers
+from miofind.launch.invoker import make_invoker
+from miofind.solver.solver import MAX_DEFAULT_CONFIGS, Algorithm, KernelKey, Reach, Solver, solver_by_id, solvers
 from miofind.solver.steps import (
     Config,
+    ConvSolution,
     CudnnStep,
     FftStep,
     HostStep,
@@ -27,11 +31,17 @@ from miofind.solver.steps import (
     Scalar,
     TensorMap,
 )
+from miofind.solvers.cpu import direct
+from miofind.verify.claims import claims_of
+from miofind.verify.verifier import Verifier
 
 SOLVERS = list(solvers().values())
 TENSORS = {"x", "w", "y"}
 CTYPES = {"int32": 2**31, "int64": 2**63, "uint32": 2**32, "uint64": 2**64}
 MAX_CONFIGS = 40
+MAX_DRAWN = 4000
+# Of the CPU place's solvers an example is computed where it has no more operations than this.
+MAX_FLOPS = 100_000_000
 
 
 @dataclass(frozen=True)
@@ -63,15 +73,40 @@ def cases() -> Iterator[Case]:
 
 CASES = list(cases())
 each_solver = pytest.mark.parametrize("solver", SOLVERS, ids=lambda solver: solver.id)
-each_case = pytest.mark.parametrize("case", CASES, ids=str)
 
 
-@functools.cache
-def candidates(case: Case) -> list[Config]:
-    """The default configurations and a spread over the whole space; listed once, for large spaces take a while."""
-    every = list(itertools.islice(case.solver.configs(case.problem, case.device), 20_000))
-    spread = every[:: max(1, len(every) // MAX_CONFIGS)]
-    return list(dict.fromkeys([*case.solver.default_configs(case.problem, case.device), *spread]))
+@dataclass(frozen=True)
+class Offer:
+    """What a case's solver offers: configurations with their solutions, the default ones first."""
+
+    case: Case
+    defaults: tuple[Config, ...]
+    solutions: dict[Config, ConvSolution]
+
+
+def offer_of(case: Case) -> Offer:
+    solver, problem, device = case.solver, case.problem, case.device
+    defaults = solver.default_configs(problem, device)
+    configs = dict.fromkeys([*defaults, *drawn(case)])
+    return Offer(case, defaults, {config: solver.solution(problem, device, config) for config in configs})
+
+
+def drawn(case: Case) -> list[Config]:
+    """Some valid configurations of the space: of a listed one spread over it, of a product drawn from it."""
+    solver, problem, device = case.solver, case.problem, case.device
+    points = math.prod(map(len, solver.parameters.values())) if solver.parameters else 0
+    if points <= MAX_DRAWN:
+        listed = list(itertools.islice(solver.configs(problem, device), MAX_DRAWN))
+        return listed[:: max(1, len(listed) // MAX_CONFIGS)]
+    found: list[Config] = []
+    random = Random(str(case))
+    for _ in range(MAX_DRAWN):
+        config = Config({name: random.choice(values) for name, values in solver.parameters.items()})
+        if solver.is_valid_config(problem, device, config):
+            found.append(config)
+            if len(found) == MAX_CONFIGS:
+                break
+    return found
 
 
 def test_ids_and_their_lower_case_are_unique() -> None:
@@ -144,15 +179,15 @@ def test_other_place_is_refused(solver: Solver) -> None:
             assert solver.applicability(solver.examples()[0], device).reason
 
 
-@each_case
-def test_examples_are_accepted(case: Case) -> None:
+def check_that_examples_are_accepted(offer: Offer) -> None:
+    case = offer.case
     answer = case.solver.applicability(case.problem, case.device)
     assert answer, answer.reason
 
 
-@each_case
-def test_default_configurations(case: Case) -> None:
-    defaults = case.solver.default_configs(case.problem, case.device)
+def check_that_default_configurations(offer: Offer) -> None:
+    case = offer.case
+    defaults = offer.defaults
     assert 1 <= len(defaults) <= MAX_DEFAULT_CONFIGS
     assert len(set(defaults)) == len(defaults)
     assert case.solver.default_configs(case.problem, case.device) == defaults
@@ -161,9 +196,9 @@ def test_default_configurations(case: Case) -> None:
         assert case.solver.is_valid_config(case.problem, case.device, config)
 
 
-@each_case
-def test_configurations_are_valid_and_named_by_their_text(case: Case) -> None:
-    for config in candidates(case):
+def check_that_configurations_are_valid_and_named_by_their_text(offer: Offer) -> None:
+    case = offer.case
+    for config in offer.solutions:
         case.solver.check_config(case.problem, case.device, config)
         assert Config.from_json(config.json) == config
         assert math.isfinite(case.solver.error_growth(case.problem, config))
@@ -172,9 +207,9 @@ def test_configurations_are_valid_and_named_by_their_text(case: Case) -> None:
         assert isinstance(case.solver.is_exact(config), bool)
 
 
-@each_case
-def test_bad_configurations_are_refused(case: Case) -> None:
-    good = case.solver.default_configs(case.problem, case.device)[0]
+def check_that_bad_configurations_are_refused(offer: Offer) -> None:
+    case = offer.case
+    good = offer.defaults[0]
     bad = [Config({**good, "no_such_parameter": 1})]
     for name in good:
         bad.append(Config({key: value for key, value in good.items() if key != name}))
@@ -189,28 +224,27 @@ def test_bad_configurations_are_refused(case: Case) -> None:
             case.solver.check_config(case.problem, case.device, config)
 
 
-@each_case
-def test_estimates_are_positive_and_finite(case: Case) -> None:
-    for config in candidates(case):
+def check_that_estimates_are_positive_and_finite(offer: Offer) -> None:
+    case = offer.case
+    for config in offer.solutions:
         estimate_ms = case.solver.estimate_ms(case.problem, case.device, config)
         assert math.isfinite(estimate_ms)
         assert estimate_ms > 0
 
 
-@each_case
-def test_solutions_are_inert(case: Case) -> None:
-    for config in candidates(case):
-        solution = case.solver.solution(case.problem, case.device, config)
+def check_that_solutions_are_inert(offer: Offer) -> None:
+    case = offer.case
+    for config, solution in offer.solutions.items():
         assert solution.steps
         assert solution == case.solver.solution(case.problem, case.device, config)
         assert hash(solution) == hash(pickle.loads(pickle.dumps(solution)))
         assert pickle.loads(pickle.dumps(solution)) == solution
 
 
-@each_case
-def test_workspaces_are_planned(case: Case) -> None:
-    for config in candidates(case):
-        plan = case.solver.solution(case.problem, case.device, config).workspace
+def check_that_workspaces_are_planned(offer: Offer) -> None:
+    case = offer.case
+    for config, solution in offer.solutions.items():
+        plan = solution.workspace
         assert case.solver.workspace_bytes(case.problem, case.device, config) == plan.bytes
         names = [region.name for region in plan.regions]
         assert len(names) == len(set(names))
@@ -218,10 +252,9 @@ def test_workspaces_are_planned(case: Case) -> None:
         assert all(region.bytes > 0 for region in plan.regions)
 
 
-@each_case
-def test_steps_name_known_buffers_and_write_the_output(case: Case) -> None:
-    for config in candidates(case):
-        solution = case.solver.solution(case.problem, case.device, config)
+def check_that_steps_name_known_buffers_and_write_the_output(offer: Offer) -> None:
+    case = offer.case
+    for solution in offer.solutions.values():
         regions = {region.name: region.bytes for region in solution.workspace.regions}
         sizes = {name: case.problem.tensor(name).bytes for name in TENSORS} | regions
         used: set[str] = set()
@@ -251,16 +284,16 @@ def workspaces(steps: tuple[object, ...]) -> set[str]:
     return {step.workspace for step in steps if isinstance(step, libraries) and step.workspace}
 
 
-@each_case
-def test_packings_are_two_parts_of_a_solution(case: Case) -> None:
+def check_that_packings_are_two_parts_of_a_solution(offer: Offer) -> None:
     """The first knows the weights and what it makes of them; the second no longer reads the problem's weights."""
-    for config in case.solver.default_configs(case.problem, case.device):
+    case = offer.case
+    for config in offer.defaults:
         packing = case.solver.packing(case.problem, case.device, config)
         if packing is None:
             continue
         assert case.problem.direction is not Direction.BACKWARD_WEIGHTS
         assert packing.bytes > 0
-        whole = case.solver.solution(case.problem, case.device, config)
+        whole = offer.solutions[config]
         assert packing.run.workspace.bytes <= whole.workspace.bytes
         assert packing.run.deterministic == whole.deterministic
         known = dict.fromkeys(whole.kernels)
@@ -280,10 +313,10 @@ def binary_of(step: KernelStep) -> tuple[object, ...]:
     return step.source, step.defines, step.options, step.package
 
 
-@each_case
-def test_launches_are_within_the_limits_of_cuda(case: Case) -> None:
-    for config in candidates(case):
-        for step in case.solver.solution(case.problem, case.device, config).kernels:
+def check_that_launches_are_within_the_limits_of_cuda(offer: Offer) -> None:
+    case = offer.case
+    for solution in offer.solutions.values():
+        for step in solution.kernels:
             assert step.package != "miofind.kernels_src" or step.source in case.solver.sources
             assert all(size >= 1 for size in (*step.grid, *step.block))
             assert step.grid[0] < 2**31
@@ -304,10 +337,49 @@ def in_range(scalar: Scalar) -> bool:
     return (-limit if scalar.ctype.startswith("int") else 0) <= scalar.value < limit
 
 
-@each_case
-def test_host_functions_exist(case: Case) -> None:
-    for config in candidates(case):
-        for step in case.solver.solution(case.problem, case.device, config).steps:
+def check_that_host_functions_exist(offer: Offer) -> None:
+    case = offer.case
+    for solution in offer.solutions.values():
+        for step in solution.steps:
             if isinstance(step, HostStep):
                 assert case.device.place is Place.CPU
                 assert callable(getattr(importlib.import_module(step.module), step.function))
+
+
+def check_that_what_the_cpu_place_computes_is_right(offer: Offer) -> None:
+    """Of an example that takes no time: both gates of a find."""
+    case = offer.case
+    if case.device.place is not Place.CPU or case.problem.flops > MAX_FLOPS:
+        return
+    solver, problem, device, compiler = case.solver, case.problem, case.device, Compiler()
+    config = offer.defaults[0]
+    with Verifier(problem, device, compiler) as verifier:
+        invoker = make_invoker(problem, device, solver, config, compiler)
+        claims = claims_of(solver, problem, device, config, compiler)
+        verdict = verifier.verify(invoker, claims)
+        assert verdict.ok, verdict.message
+        assert verifier.repeat(invoker, claims, verdict.fingerprint) == ""
+
+
+CHECKS = [check for name, check in list(globals().items()) if name.startswith("check_that_")]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_contract_holds(case: Case) -> None:
+    offer = offer_of(case)
+    for check in CHECKS:
+        check(offer)
+
+
+def test_a_solver_that_computes_something_else_breaks_the_contract(monkeypatch: pytest.MonkeyPatch) -> None:
+    solver = solver_by_id("ConvCpuDirect")
+    case = next(case for case in CASES if case.solver is solver)
+
+    def of_one_column(problem: ProblemDescription, config: Config, buffers: Mapping[str, Any]) -> None:
+        convolve(problem, config, buffers)
+        buffers[problem.direction.output][..., 1:] = buffers[problem.direction.output][..., :1]
+
+    convolve = direct.convolve
+    monkeypatch.setattr(direct, "convolve", of_one_column)
+    with pytest.raises(AssertionError, match="gate"):
+        check_that_what_the_cpu_place_computes_is_right(offer_of(case))
