@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -213,4 +214,9 @@ def unknown(names: Iterable[object]) -> str:
     known = [*solvers(), *Algorithm, *Library]
     lowered = {name.lower() for name in known}
     wrong = [name for name in names if str(name).lower() not in lowered]
-    return f"{wrong[0]!r} is no solver, algorithm or library: known are {', '.join(known)}" if wrong else ""
+    if not wrong:
+        return ""
+    near = difflib.get_close_matches(str(wrong[0]).lower(), {name.lower(): None for name in known}, n=3)
+    meant = " or ".join(name for name in known if name.lower() in near)
+    told = f"did you mean {meant}?" if meant else f"known are {', '.join(known)}"
+    return f"{wrong[0]!r} is no solver, algorithm or library: {told}"

@@ -82,7 +82,8 @@ def test_version() -> None:
 
 
 def test_unknown_command_is_a_usage_error() -> None:
-    assert "No such command 'fnid'" in run("fnid", code=2).stderr
+    assert "No such command 'fnid'. Did you mean 'find'?" in run("fnid", code=2).stderr
+    assert "There are doctor, find" in run("frobnicate", code=2).stderr
 
 
 @pytest.mark.parametrize(

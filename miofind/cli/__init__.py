@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import logging
 import sys
@@ -63,6 +64,10 @@ class _Commands(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args and args[0] not in _COMMANDS and not ctx.resilient_parsing:
+            near = difflib.get_close_matches(args[0], _COMMANDS, n=1)
+            meant = f" Did you mean {near[0]!r}?" if near else f" There are {', '.join(_COMMANDS)}."
+            ctx.fail(f"No such command {args[0]!r}.{meant}")
         found = super().resolve_command(ctx, args)
         interrupts.raise_again()  # its module is imported, and what it does is cleaned up after
         return found
@@ -109,7 +114,7 @@ def _printable(error: click.ClickException) -> click.ClickException:
 
 @click.group(
     cls=_Commands,
-    context_settings={"help_option_names": ["--help"]},
+    context_settings={"help_option_names": ["-h", "--help"]},
     epilog="\b\nExample:\n  miofind find conv -n 32 -c 64 -H 56 -W 56 -k 64 -y 3 -x 3 -p 1 -q 1 -F 1",
 )
 @click.version_option(__version__, prog_name="miofind")
