@@ -1,7 +1,7 @@
 """Connections to one SQLite file: how it is opened, locked, shared by threads and kept out of forked children.
 
 One connection reads and one writes, each under a lock, so that a look-up never waits for another thread's write. No
-connection is open across a fork: SQLite forbids it (sqlite.org/howtocorrupt.html, 2.6). It knows no rows.
+connection is open across a fork: SQLite forbids it (sqlite.org/howtocorrupt.html, 2.6).
 """
 
 from __future__ import annotations

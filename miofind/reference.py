@@ -1,7 +1,7 @@
 """What a convolution is: the reference in float64, on the host and as a kernel step.
 
 `reference_on_host` is the definition; the kernel of kernels_src/harness/reference.cu is tested against it and answers
-for listed elements of problems that are too large for the host. Knows nothing of solvers or of how results are judged.
+for listed elements of problems that are too large for the host.
 """
 
 from __future__ import annotations

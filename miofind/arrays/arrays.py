@@ -1,7 +1,7 @@
 """Arrays of other libraries: what they hold, where, on which stream, and how to make one more of the kind.
 
-Knows PyTorch, CuPy and NumPy by name, everything else by `__cuda_array_interface__` or DLPack. Knows nothing of
-solvers. No framework is imported that the caller has not imported already.
+Knows PyTorch, CuPy and NumPy by name, everything else by `__cuda_array_interface__` or DLPack. No framework is imported
+that the caller has not imported already.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """miofind's best against PyTorch and against the floor, problem by problem, in one process on the same buffers.
 
 Both sides are timed by one protocol, a few samples of each in turn. What the FindDB lacks is found before anything is
-timed, so that no compiler works beside. Knows nothing of the command line.
+timed, so that no compiler works beside.
 """
 
 from __future__ import annotations

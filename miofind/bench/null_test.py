@@ -2,7 +2,6 @@
 
 Each pair is a race of two entrants from the first run to the verdict, as in a tuning. The slowdown is real work: where
 the fair entrant launches its kernels n times a run, the slowed one launches them n + 1 times.
-Knows nothing of the command line.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """The state of a tuning as its events tell it: a line a device, with what is left of its kind's work and how long that
-may take. Knows nothing of how it is shown.
+may take.
 """
 
 from __future__ import annotations

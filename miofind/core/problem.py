@@ -1,6 +1,6 @@
 """What is to be computed: tensors, a convolution, a direction.
 
-Pure values, validated on construction; knows nothing of devices, solvers or arrays.
+Pure values, validated on construction.
 
 The field's letters, used everywhere: n c (batch, input channels), k (output channels), spatial sizes outermost first
 (d h w for the input, z y x for the filter, od oh ow for the output), pad, stride, dilation, groups. The tensors are

@@ -1,6 +1,6 @@
 """The parts of a problem: element types, memory orders, directions, tensors, and how a filter moves over them.
 
-Pure values, validated on construction; knows nothing of devices, solvers or arrays.
+Pure values, validated on construction.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The flags of a MIOpenDriver convolution line: names, defaults and ranges, and how words are read into them.
 
-Knows nothing of problems. Flags that MIOpenDriver lacks are long only and marked as miofind's own.
+Flags that MIOpenDriver lacks are long only and marked as miofind's own.
 
 Source: ROCm/MIOpen, driver/conv_driver.hpp, AddCmdLineArgs; driver/InputFlags.cpp, Parse.
 """

@@ -1,7 +1,4 @@
-"""The process that measures for an executor: receives jobs, evaluates them, and tells what it does before it does it.
-
-Knows nothing of who is to blame for its end.
-"""
+"""The process that measures for an executor: receives jobs, evaluates them, and says beforehand what it does."""
 
 from __future__ import annotations
 

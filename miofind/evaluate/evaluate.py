@@ -1,8 +1,8 @@
 """What becomes of candidates: compile, verify, then race, in the process that calls.
 
 One `Job` is one problem and its candidates; `evaluate` yields an `Outcome` for each, and the race's `Verdict`. A
-journal hears of each candidate before it is compiled and before it is launched, so that a watcher of this process
-knows whom to blame for its end. Knows nothing of FindDBs or options.
+journal hears of each candidate before it is compiled and before it is launched, so that a watcher of this process knows
+whom to blame for its end.
 """
 
 from __future__ import annotations

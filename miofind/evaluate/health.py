@@ -1,7 +1,4 @@
-"""Whether a device still works, and how much memory is left: asked after a candidate failed and in each new process.
-
-Knows nothing of candidates.
-"""
+"""Whether a device still works, and how much memory is left: asked after a candidate failed and in each new process."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """What won at the problems nearest to another, as far as the FindDB knows: where a search begins.
 
-Reads texts and answers of the FindDB; knows nothing of how they are used.
+Reads texts and answers of the FindDB.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Launches of the kernels that verification and measurement need besides the candidates': fills, checks, flushes.
 
-Knows nothing of problems or solutions. Everything is asynchronous on the stream it is given.
+Everything is asynchronous on the stream it is given.
 """
 
 from __future__ import annotations

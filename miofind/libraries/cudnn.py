@@ -1,7 +1,7 @@
 """Convolutions by cuDNN: the plans it offers for a problem, and one recorded plan ready to launch.
 
 A plan is recorded as engine and knobs, never as a position in a list, so that it means the same in another process and
-another release. Knows nothing of configurations and solvers.
+another release.
 """
 
 from __future__ import annotations

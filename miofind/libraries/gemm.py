@@ -1,8 +1,7 @@
 """Products of row-major matrices as `MatmulStep`s, over a batch of images times groups.
 
-A convolution as matrix products is written here once, for the solvers that differ only in where the columns come
-from: (out pixels x filter taps) of x per image, or x itself where the filter has one tap. Knows no kernel and calls no
-library.
+A convolution as matrix products is written here once, for the solvers that differ only in where the columns come from:
+(out pixels x filter taps) of x per image, or x itself where the filter has one tap.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Who else uses a GPU and what slows its clocks, as NVML tells it; silent where NVML is missing or refuses.
 
-Asked before and after a batch of samples, never between the launches of one. Knows nothing of candidates.
+Asked before and after a batch of samples, never between the launches of one.
 """
 
 from __future__ import annotations

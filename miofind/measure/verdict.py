@@ -1,7 +1,6 @@
 """Which finalist is fastest, how sure that is, and which are as good: statistics of interleaved blocks.
 
-A block holds one sample of each finalist, so drifting clocks cancel in its ratios. Pure: knows nothing of devices, of
-how samples are taken or of databases.
+A block holds one sample of each finalist, so drifting clocks cancel in its ratios. Pure.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""A spawned Python process and the connection to it: started on one GPU, ended for good.
-
-Knows nothing of what is said over the connection.
-"""
+"""A spawned Python process and the connection to it: started on one GPU, ended for good."""
 
 from __future__ import annotations
 

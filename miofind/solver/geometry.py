@@ -1,6 +1,6 @@
 """A problem's sizes and strides as kernel arguments: the host side of kernels_src/common/geometry.cuh.
 
-Kernels that take them serve any rank, layout and shape with one compilation. Knows nothing of solvers.
+Kernels that take them serve any rank, layout and shape with one compilation.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Suites: shipped tables, CSV files and files of MIOpenDriver lines, and the problems they stand for.
-
-Knows nothing of devices, solvers or measurements.
-"""
+"""Suites: shipped tables, CSV files and files of MIOpenDriver lines, and the problems they stand for."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """How long measuring a problem takes: arithmetic on estimated times, before anything is measured.
 
 A problem costs PROBLEM_S for buffers and reference, each candidate CANDIDATE_S for loading and checking plus some runs,
-and the race what its schedule samples. Compiling is not counted: it runs ahead, on the host. Knows nothing of FindDBs.
+and the race what its schedule samples. Compiling is not counted: it runs ahead, on the host.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Measures many problems into a FindDB: a worker a device, one queue for all, and a summary whatever ends it.
 
 What is known is left out, and each problem is recorded when it is done, so a tuning that was stopped, or killed, goes
-on where it was. Knows nothing of how its progress is shown.
+on where it was.
 """
 
 from __future__ import annotations

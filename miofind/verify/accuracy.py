@@ -1,7 +1,7 @@
 """How far a correct convolution may be from the exact one: error bounds from the types and the reduction length.
 
 The bound of one output element is `growth * direct_error(problem) * sqrt(x^2 * w^2) + rounding of the output`, where
-`x^2 * w^2` is the convolution of the squares. Pure arithmetic; knows nothing of devices, solvers or buffers.
+`x^2 * w^2` is the convolution of the squares. Pure arithmetic.
 """
 
 from __future__ import annotations

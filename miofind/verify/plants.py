@@ -2,7 +2,7 @@
 
 Zeros are planted in the other input where some of them are met, since their products are NaN, not 0.
 
-Pure index arithmetic on logical shapes; knows nothing of devices or buffers.
+Pure index arithmetic on logical shapes.
 """
 
 from __future__ import annotations

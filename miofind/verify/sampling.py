@@ -1,6 +1,6 @@
 """Which elements of an output are checked: all where that is cheap, else points that leave no coordinate out.
 
-Pure index arithmetic on logical shapes; knows nothing of devices or buffers.
+Pure index arithmetic on logical shapes.
 """
 
 from __future__ import annotations

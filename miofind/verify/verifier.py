@@ -1,6 +1,6 @@
 """The gates every candidate passes before it is timed, and the one that it passes again afterwards.
 
-Judges what a rig finds in a trial and words the verdict. Knows nothing of timing or databases.
+Judges what a rig finds in a trial and words the verdict.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Tensor maps of packed tensors for the copy engine (TMA), and what its copies of pixels cannot do.
-
-Knows nothing of kernels or time.
-"""
+"""Tensor maps of packed tensors for the copy engine (TMA), and what its copies of pixels cannot do."""
 
 from __future__ import annotations
 

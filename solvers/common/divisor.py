@@ -1,7 +1,4 @@
-"""Divisors as kernels take them: kernels_src/common/divisor.cuh divides by them without a division.
-
-Knows nothing of what is divided.
-"""
+"""Divisors as kernels take them: kernels_src/common/divisor.cuh divides by them without a division."""
 
 from __future__ import annotations
 

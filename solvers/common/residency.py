@@ -1,6 +1,6 @@
 """How many blocks of a kernel a multiprocessor of a device holds at once, and what that leaves to each thread.
 
-Pure arithmetic: knows nothing of problems, kernels or solvers.
+Pure arithmetic.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A convolution as the matrix product that kernels_src/implicit_gemm/wgmma.cu computes, the same however it is cut.
 
-Pure arithmetic on shapes: knows nothing of tiles, devices or time.
+Pure arithmetic on shapes.
 """
 
 from __future__ import annotations

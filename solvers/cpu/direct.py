@@ -1,7 +1,7 @@
 """ConvCpuDirect: the float64 reference as a solver of the CPU place.
 
-Sums in float64 and rounds once to the dtype of the output: the most accurate answer, and the slowest.
-Serves every problem. Knows nothing of GPUs.
+Sums in float64 and rounds once to the dtype of the output: the most accurate answer, and the slowest. Serves every
+problem.
 """
 
 from __future__ import annotations

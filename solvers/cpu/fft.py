@@ -1,7 +1,6 @@
 """ConvCpuFft: convolution as products of Fourier transforms, of whole images or of tiles; the readable statement of it.
 
-Transforms are NumPy's, in double precision. Strides are outputs left out, or zeros between those of y. Knows nothing of
-GPUs.
+Transforms are NumPy's, in double precision. Strides are outputs left out, or zeros between those of y.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """ConvCpuGemm1x1: an unpadded 1x1 convolution of the CPU place as one matrix product, any stride.
 
 The input is the matrix already: nothing is unfolded. float16 and bfloat16 are computed in float32.
-Knows nothing of GPUs.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """ConvCpuIm2colGemm: unfold a few images into a matrix, multiply by BLAS; the general solver of the CPU place.
 
 Columns live in the workspace, a bounded number of images at a time. float16 and bfloat16 are computed in float32.
-Serves every problem in all directions. Knows nothing of GPUs.
+Serves every problem in all directions.
 """
 
 from __future__ import annotations

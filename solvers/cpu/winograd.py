@@ -1,7 +1,7 @@
 """ConvCpuWinograd: Winograd's minimal filtering in NumPy, tile by tile; the readable statement of the algorithm.
 
 Both operands are transformed, multiplied position by position by BLAS, and the products transformed back. What is
-transformed lies in the workspace, a bounded number of images at a time. Knows nothing of GPUs.
+transformed lies in the workspace, a bounded number of images at a time.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which problems products of Fourier transforms serve on GPUs, and by which plans. Knows no solver.
+"""Which problems products of Fourier transforms serve on GPUs, and by which plans.
 
 A configuration has "tile", "chunk_mib" and "product" of a `FftPlan`, and "planes" for transforms of our own.
 """

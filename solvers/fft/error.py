@@ -1,4 +1,4 @@
-"""Errors of products of Fourier transforms, and which results are summed directly for them. Knows no plan."""
+"""Errors of products of Fourier transforms, and which results are summed directly for them."""
 
 from __future__ import annotations
 

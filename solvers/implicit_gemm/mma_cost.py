@@ -1,7 +1,4 @@
-"""How long kernels_src/implicit_gemm/mma.cu takes for a configuration: a model of first principles.
-
-Knows nothing of which configurations are worth a question.
-"""
+"""How long kernels_src/implicit_gemm/mma.cu takes for a configuration: a model of first principles."""
 
 from __future__ import annotations
 

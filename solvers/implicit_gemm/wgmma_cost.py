@@ -1,7 +1,4 @@
-"""How long kernels_src/implicit_gemm/wgmma.cu takes for a tiling: a model, fitted to measurements of an H200.
-
-Knows nothing of which tilings are worth a question.
-"""
+"""How long kernels_src/implicit_gemm/wgmma.cu takes for a tiling: a model, fitted to measurements of an H200."""
 
 from __future__ import annotations
 

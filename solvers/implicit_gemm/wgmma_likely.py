@@ -1,7 +1,4 @@
-"""Which tilings of kernels_src/implicit_gemm/wgmma.cu are worth a question: few of a large space, whatever the problem.
-
-Knows nothing of how long each takes.
-"""
+"""Which tilings of implicit_gemm/wgmma.cu are worth a question: few of a large space, whatever the problem."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""How kernels_src/implicit_gemm/wgmma.cu cuts a convolution's matrix product into tiles, and which it can.
-
-Knows nothing of time.
-"""
+"""How kernels_src/implicit_gemm/wgmma.cu cuts a convolution's matrix product into tiles, and which it can."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which problems minimal filtering serves on GPUs, and by which plans. Knows no solver, and not who multiplies.
+"""Which problems minimal filtering serves on GPUs, and by which plans.
 
 A configuration has "tile", "tiles", "slices" and "vector" of a `WinogradPlan`, unless a solver has one value of them.
 """

@@ -1,8 +1,7 @@
 """Rows of FindDBs become the solutions that a request takes.
 
 A row is valid while its solver's version and sources are those of this release and its library is installed, and while
-the solver, asked today, would do what was measured; a request takes those within its limits and of its kind. Knows
-nothing of where the rows come from.
+the solver, asked today, would do what was measured; a request takes those within its limits and of its kind.
 """
 
 from __future__ import annotations
