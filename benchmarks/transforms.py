@@ -41,7 +41,8 @@ from miofind.device.device import Device
 from miofind.device.environment import versions
 from miofind.errors import MiofindError
 from miofind.launch.invoker import Invoker, make_invoker
-from miofind.measure.stage import Runnable, Stage
+from miofind.measure.lane import Runnable
+from miofind.measure.stage import Stage
 from miofind.solver.solver import Solver, solver_by_id
 from miofind.solver.steps import Config
 from miofind.suites import load_suite

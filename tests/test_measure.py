@@ -17,8 +17,9 @@ from miofind.device.device import Device
 from miofind.errors import LaunchError, MeasurementError
 from miofind.measure.effort import Effort
 from miofind.measure.gpu_monitor import Reading
+from miofind.measure.lane import Track
 from miofind.measure.race import Entrant, Race, Watcher
-from miofind.measure.stage import Batch, Stage, Track
+from miofind.measure.stage import Batch, Stage
 from miofind.solver.candidate import Timing
 
 SMALL = ProblemDescription.convolution(x=(1, 4, 6, 6), w=(4, 4, 3, 3))

@@ -16,7 +16,8 @@ from miofind.compiler import Compiler
 from miofind.core.problem import ProblemDescription
 from miofind.device.device import Device
 from miofind.errors import InvalidOptionError, LaunchError, NoSolutionError
-from miofind.measure.stage import Batch, Stage, Track
+from miofind.measure.lane import Track
+from miofind.measure.stage import Batch, Stage
 from miofind.options import FindOptions
 
 

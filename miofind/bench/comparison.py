@@ -21,7 +21,8 @@ from miofind.core.problem import ProblemDescription
 from miofind.errors import MiofindError
 from miofind.find.lookup import records
 from miofind.find.pipeline import measure
-from miofind.measure.stage import Runnable, Stage, Track
+from miofind.measure.lane import Runnable, Track
+from miofind.measure.stage import Stage
 from miofind.options import FindOptions
 from miofind.runtime.handle import Handle
 from miofind.runtime.solution import Solution

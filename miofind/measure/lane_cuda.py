@@ -20,7 +20,7 @@ from miofind.device.device import Device
 from miofind.device.memory import DeviceMemory
 from miofind.errors import WrongResultError
 from miofind.launch.device_kernels import DeviceKernels, GridStride, int64
-from miofind.measure.stage import Lane, Repeatability, Runnable, Track
+from miofind.measure.lane import Lane, Repeatability, Runnable, Track
 from miofind.process.interrupts import raise_if_interrupted
 
 if TYPE_CHECKING:

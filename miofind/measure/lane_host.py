@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from miofind.core.problem import ProblemDescription
 from miofind.core.values import Values
-from miofind.measure.stage import Lane, Repeatability, Runnable, Track
+from miofind.measure.lane import Lane, Repeatability, Runnable, Track
 from miofind.verify.rig_host import GuardedArray, random_values
 
 _SETS = 2

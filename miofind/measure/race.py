@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING
 
 from miofind.errors import MiofindError
 from miofind.measure.effort import Effort
-from miofind.measure.stage import Stage, Track
+from miofind.measure.lane import Track
+from miofind.measure.stage import Stage
 from miofind.measure.verdict import MIN_BLOCKS, Finalist, Verdict, judge
 from miofind.solver.candidate import Timing
 
