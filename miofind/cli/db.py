@@ -13,6 +13,7 @@ import click
 
 from miofind.cli.db_diff import diff
 from miofind.cli.db_release import release
+from miofind.cli.db_restamp import code, restamp
 from miofind.cli.db_show import HistoryView, list_problems, show_history
 from miofind.cli.null_test import null_test_command
 from miofind.cli.options import DRIVER_LINE, choice, db_option, device_option, example, json_option
@@ -35,7 +36,7 @@ def db() -> None:
     """Show, check and move FindDBs. Each works on the user's unless its own --db names another file."""
 
 
-for _command_of_its_own in (diff, null_test_command, release):
+for _command_of_its_own in (code, diff, null_test_command, release, restamp):
     db.add_command(_command_of_its_own)
 
 

@@ -3,8 +3,9 @@
 Building needs no GPU and no CuPy. It knows steps, not solvers, problems or what a kernel computes.
 """
 
-from miofind.compiler.build import Compiler, kernel_hash, processors
+from miofind.compiler.build import Compiler, identity, kernel_hash, processors
 from miofind.compiler.cache import Binary, BinaryCache, CacheStats
+from miofind.compiler.cubin import machine_code
 from miofind.compiler.host_sources import host_hash
 from miofind.compiler.load import Kernel
 from miofind.compiler.nvrtc import nvrtc_version, toolchain
@@ -22,7 +23,9 @@ __all__ = [
     "Kernel",
     "KernelResources",
     "host_hash",
+    "identity",
     "kernel_hash",
+    "machine_code",
     "nvrtc_version",
     "processors",
     "source_hash",

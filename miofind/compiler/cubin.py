@@ -7,6 +7,7 @@ Source: elf(5); the layout as `cuobjdump -elf` and `readelf -x` show it: NVIDIA 
 
 from __future__ import annotations
 
+import hashlib
 import struct
 from dataclasses import dataclass
 
@@ -22,6 +23,7 @@ _MAX_UNSTORED_BYTES = 16 << 20
 _UNREADABLE = (struct.error, ValueError, OverflowError)  # places beyond any file do not fit a size of C
 
 _INFO = ".nv.info."
+_MODULE_WIDE = frozenset({".nv.constant3", ".nv.constant4", ".nv.global", ".nv.global.init", ".nv.shared.reserved.0"})
 _SIZED = 0x04  # an attribute with a 16-bit size and as many bytes; others have 16 bits in all
 _PARAMETER = 0x17
 _PARAMETER_INFO = struct.Struct("<IHHI")
@@ -30,12 +32,13 @@ _SIZE_SHIFT = 18
 
 @dataclass(frozen=True, slots=True)
 class _Section:
-    """One section; `name_at` is where its name begins in the file."""
+    """One section; `name_at` is where its name begins in the file, `registers` those of a kernel's instructions."""
 
     name_at: int
     kind: int
     at: int
     size_bytes: int
+    registers: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +68,37 @@ def complaint(cubin: bytes) -> str:
     if max(sum(sizes), sum(segments)) > limit:
         return f"it has {len(cubin)} bytes and asks for {max(sum(sizes), sum(segments))} bytes of memory"
     return ""
+
+
+def machine_code(cubin: bytes, kernel: str) -> str:
+    """Hash of what a GPU executes for a kernel, and of what the driver sets up for it: instructions, constants,
+    parameters, registers and shared memory. Names are left out, and so are other kernels of the file.
+
+    Of the sections, those that end in the kernel's name are its own; those of module-wide memory count, too.
+
+    Raises:
+        ValueError: it is no cubin, or has no such kernel.
+    """
+    try:
+        sections = _sections(cubin, _header(cubin))
+        named = [(_name(cubin, section), section) for section in sections]
+    except _UNREADABLE as error:
+        raise ValueError(f"its ELF tables cannot be read ({error})") from error
+    own = {name.removesuffix(f".{kernel}"): section for name, section in named if name.endswith(f".{kernel}")}
+    if ".text" not in own:
+        raise ValueError(f"it has no kernel {kernel}")
+    shared = {name: section for name, section in named if name in _MODULE_WIDE}
+    digest = hashlib.sha256()
+    for name, section in sorted((own | shared).items()):
+        is_stored = section.kind not in _NOTHING_STORED
+        content = cubin[section.at : section.at + section.size_bytes] if is_stored else b""
+        digest.update(f"{name} {section.kind} {section.size_bytes} {section.registers} {len(content)}:".encode())
+        digest.update(content)
+    return digest.hexdigest()
+
+
+def _name(cubin: bytes, section: _Section) -> str:
+    return cubin[section.name_at : cubin.index(b"\0", section.name_at)].decode()
 
 
 def parameter_bytes(cubin: bytes, kernel: str) -> tuple[int, ...] | None:
@@ -107,7 +141,7 @@ def _sections(cubin: bytes, header: _Header) -> list[_Section]:
     if header.names >= len(entries):
         raise ValueError(f"it has {len(entries)} sections, their names are in section {header.names}")
     names_at = entries[header.names][4]
-    return [_Section(names_at + entry[0], entry[1], entry[4], entry[5]) for entry in entries]
+    return [_Section(names_at + entry[0], entry[1], entry[4], entry[5], entry[7] >> 24) for entry in entries]
 
 
 def _segment_sizes(cubin: bytes, header: _Header) -> list[int]:

@@ -1,0 +1,63 @@
+"""`miofind db code` and `miofind db restamp`: rows carried over a change of sources that changes no machine code."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+
+from miofind.cli.options import example
+from miofind.cli.output import print_text
+from miofind.cli.session import verbose_option
+from miofind.compiler import BinaryCache, Compiler
+from miofind.errors import DatabaseError, InvalidOptionError
+from miofind.find.restamp import Restamped, codes, read_codes, restamped, write_codes
+from miofind.finddb import Store
+from miofind.suites.text import read_lines
+
+
+@click.command("code", epilog=example("miofind db code finddb/prebuilt/nvidia_h200.db > before.jsonl"))
+@click.argument("source", metavar="SOURCE", type=click.Path(path_type=Path))
+@verbose_option
+def code(source: Path) -> None:
+    """Say of each row of SOURCE what this release launches for it, as lines of JSON for `miofind db restamp`.
+
+    It compiles the kernels of all rows, without a GPU: some thousand take minutes.
+    """
+    with Store(source, read_only=True) as store:
+        for line in write_codes(codes(store, Compiler(BinaryCache()))):
+            sys.stdout.write(line + "\n")
+
+
+@click.command("restamp", epilog=example("miofind db restamp before.db after.db --code before.jsonl"))
+@click.argument("old", metavar="OLD", type=click.Path(path_type=Path))
+@click.argument("new", metavar="NEW", type=click.Path(path_type=Path, dir_okay=False))
+@click.option(
+    "--code",
+    "written",
+    required=True,
+    metavar="FILE",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="What the release that measured OLD wrote by `miofind db code OLD`.",
+)
+@verbose_option
+def restamp(old: Path, new: Path, written: Path) -> None:
+    """Write to NEW the rows of OLD whose machine code is today's, under the hashes of today's sources.
+
+    After sources were renamed or cleaned up, rows are void although what they measured still runs. Kernels are compiled
+    and compared, with their launches, one by one; a row of which anything differs stays behind. NEW must not be there
+    yet.
+    """
+    if new.expanduser().exists():
+        raise InvalidOptionError(f"{new} is there already: name a file that is not")
+    told = Restamped()
+    with Store(old, read_only=True) as store:
+        other = read_codes(read_lines(written), str(written))
+        carried = list(restamped(store, other, Compiler(BinaryCache()), told))
+    if not carried:
+        raise DatabaseError(f"no row of {old} can be carried over: {told.unknown} unknown, {told.different} different")
+    with Store(new) as store:
+        store.add(carried)
+    print_text(f"{new}: {told.rows} rows of {len(carried)} problems")
+    print_text(f"  left behind: {told.different} of other code, {told.unknown} of which {written} says nothing")
