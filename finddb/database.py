@@ -285,7 +285,8 @@ class Database:
         shares_one_connection = path is None or read_only
         self._read_lock = self._write_lock if shares_one_connection else threading.RLock()
         self._finalizer = weakref.finalize(self, _Connections.close, self._connections)
-        _databases.add(self)
+        with _fork_lock:  # not while another thread forks: that would leave its locks to a child
+            _databases.add(self)
 
     @contextmanager
     def read(self) -> Iterator[Connection]:
