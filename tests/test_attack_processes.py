@@ -355,3 +355,29 @@ def test_numpy_that_raises_changes_neither_runs_nor_references(tmp_path: Path) -
     assert (summed == -np.inf).all()
     for one, other in zip(before, after, strict=True):
         np.testing.assert_array_equal(one.astype(np.float64), other.astype(np.float64))
+
+
+OUTSIDE_OF_LOADING = """
+import sys
+import miofind
+from miofind.process import forks
+handle = miofind.Handle("cpu", database=sys.argv[1])
+class Told:
+    def find_spec(self, name, path=None, target=None):
+        if not forks._loading._is_owned():
+            print(name)
+sys.meta_path.insert(0, Told())
+miofind.find_solutions(miofind.ProblemDescription.convolution(x=(1, 2, 5, 5), w=(2, 2, 1, 1)), handle=handle)
+sys.meta_path.clear()
+"""
+
+
+def test_a_first_find_imports_nothing_that_a_fork_does_not_wait_for(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", OUTSIDE_OF_LOADING, str(tmp_path / "finddb.db")],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert done.stdout.split() == []

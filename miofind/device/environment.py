@@ -6,6 +6,7 @@ import functools
 import importlib.metadata
 
 from miofind.device.device import Device, Place
+from miofind.process.forks import loading
 
 _CUDA_PACKAGES = {
     "cupy": ("cupy-cuda13x", "cupy-cuda12x", "cupy"),
@@ -25,13 +26,14 @@ def versions(device: Device) -> dict[str, str]:
     A row that was measured with others is stale: usable, and queued for a re-check.
     """
     found = {}
-    for name, packages in (_CPU_PACKAGES if device.place is Place.CPU else _CUDA_PACKAGES).items():
-        for package in packages:
-            try:
-                found[name] = importlib.metadata.version(package)
-                break
-            except importlib.metadata.PackageNotFoundError:
-                continue
+    with loading():  # the first question imports what reads the answer
+        for name, packages in (_CPU_PACKAGES if device.place is Place.CPU else _CUDA_PACKAGES).items():
+            for package in packages:
+                try:
+                    found[name] = importlib.metadata.version(package)
+                    break
+                except importlib.metadata.PackageNotFoundError:
+                    continue
     if device.place is Place.CUDA and device.index >= 0:
         found["driver"] = _driver_version()
     return found

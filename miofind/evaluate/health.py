@@ -82,7 +82,7 @@ def used_bytes(device: Device) -> int:
     """Memory that this process holds, on a GPU that anybody does; 0 where it cannot be told."""
     if device.place is Place.CPU:
         try:
-            with open("/proc/self/statm", encoding="ascii") as fields:
+            with open("/proc/self/statm", encoding="utf-8") as fields:
                 return int(fields.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
         except OSError:
             return 0

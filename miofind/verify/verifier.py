@@ -330,7 +330,8 @@ def _rig(
     problem: ProblemDescription, device: Device, compiler: Compiler, seed: int, budget: SampleBudget | None
 ) -> Rig:
     with loading():
-        importlib.import_module("numpy.random")  # NumPy imports it when it is first used
+        for name in ("numpy.random", "numpy.ma"):  # NumPy imports them when they are first used
+            importlib.import_module(name)
         if device.place is Place.CPU:
             from miofind.verify.rig_host import HostRig
         else:
