@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import click
 
-from miofind.cli.options import example
-from miofind.cli.output import print_text
+from miofind.cli.options import example, json_option
+from miofind.cli.output import print_json, print_text
 from miofind.cli.session import verbose_option
 from miofind.compiler import BinaryCache, Compiler
 from miofind.errors import DatabaseError, InvalidOptionError
@@ -19,13 +20,17 @@ from miofind.suites.text import read_lines
 
 @click.command("code", epilog=example("miofind db code finddb/prebuilt/nvidia_h200.db > before.jsonl"))
 @click.argument("source", metavar="SOURCE", type=click.Path(path_type=Path))
+@json_option
 @verbose_option
-def code(source: Path) -> None:
+def code(source: Path, as_json: bool) -> None:
     """Say of each row of SOURCE what this release launches for it, as lines of JSON for `miofind db restamp`.
 
-    It compiles the kernels of all rows, without a GPU: some thousand take minutes.
+    It compiles the kernels of all rows, without a GPU: some thousand take minutes. With --json the lines are one array.
     """
     with Store(source, read_only=True) as store:
+        if as_json:
+            print_json([asdict(each) for each in codes(store, Compiler(BinaryCache()))])
+            return
         for line in write_codes(codes(store, Compiler(BinaryCache()))):
             sys.stdout.write(line + "\n")
 
@@ -41,8 +46,9 @@ def code(source: Path) -> None:
     type=click.Path(path_type=Path, dir_okay=False),
     help="What the release that measured OLD wrote by `miofind db code OLD`.",
 )
+@json_option
 @verbose_option
-def restamp(old: Path, new: Path, written: Path) -> None:
+def restamp(old: Path, new: Path, written: Path, as_json: bool) -> None:
     """Write to NEW the rows of OLD whose machine code is today's, under the hashes of today's sources.
 
     After sources were renamed or cleaned up, rows are void although what they measured still runs. Kernels are compiled
@@ -59,5 +65,8 @@ def restamp(old: Path, new: Path, written: Path) -> None:
         raise DatabaseError(f"no row of {old} can be carried over: {told.unknown} unknown, {told.different} different")
     with Store(new) as store:
         store.add(carried)
+    if as_json:
+        print_json({"database": str(new), "problems": len(carried)} | asdict(told))
+        return
     print_text(f"{new}: {told.rows} rows of {len(carried)} problems")
     print_text(f"  left behind: {told.different} of other code, {told.unknown} of which {written} says nothing")
