@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from miofind.core.problem import DataType, MathMode, ProblemDescription
 
-# Simulated sums of K normal products, K = 1 ... 9216, up to 2e5 outputs each (tests/test_accuracy.py repeats a part):
-# the largest error in units of u * sqrt(K) * sqrt(x^2 * w^2) was 3.1 with rounding to nearest, at every K.
+# Simulated sums of K normal products, K = 1 ... 9216, up to 2e5 outputs each (test_accuracy.py repeats a part): the
+# largest error in units of u * sqrt(K) * sqrt(x^2 * w^2) was 3.1 with rounding to nearest, at every K.
 _SUMMATION = 8.0
 # Tensor cores truncate the running sum once a step of 4 to 16 products, so that a long sum drifts towards zero: with
 # steps of 4 the largest error was 21.5 * sqrt(K) at K = 9216, that is 0.9 * K / 4, growing with K and not with sqrt(K).

@@ -252,7 +252,7 @@ while batch := search.propose():
 
 def test_equal_seeds_give_equal_searches_in_every_process(tmp_path: Path) -> None:
     """Outcomes come in the order of a set's hashes here, which differs from process to process."""
-    paths = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+    paths = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
     printed = [
         subprocess.run(
             [sys.executable, "-c", _SCRIPT],

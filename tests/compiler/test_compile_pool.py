@@ -233,7 +233,7 @@ def test_processes_end_with_a_parent_that_is_killed(tmp_path: Path, package: Cud
     (tmp_path / "says_its_process.py").write_text(
         f"import os\nopen({str(told)!r}, 'w').write(str(os.getpid()) + ';')\n"
     )
-    tests = Path(__file__).parent
+    tests = Path(__file__).parents[1]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tests.parent), str(tests), str(tmp_path)])}
     arguments = [sys.executable, "-c", _PARENT, package.name, str(tmp_path / "cache"), fault]
     with subprocess.Popen(arguments, env=environment) as parent:

@@ -130,7 +130,7 @@ def test_the_command_needs_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 
 
 def test_kept_results_name_gpu_versions_commit_and_command() -> None:
-    kept = sorted((Path(__file__).parents[1] / "benchmarks" / "results").glob("*.json"))
+    kept = sorted((Path(__file__).parents[2] / "benchmarks" / "results").glob("*.json"))
     assert kept
     for path in kept:
         figures = json.loads(path.read_text())

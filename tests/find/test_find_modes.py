@@ -1,4 +1,4 @@
-"""What DYNAMIC_HYBRID leaves out, and what not. tests/test_api_cpu.py has which modes measure."""
+"""What DYNAMIC_HYBRID leaves out, and what not. tests/runtime/test_api_cpu.py has which modes measure."""
 
 from __future__ import annotations
 

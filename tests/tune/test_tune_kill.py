@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).resolve().parents[1] / "benchmarks" / "tune_kill.py"
+SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "tune_kill.py"
 
 
 @pytest.mark.parametrize("where", [(), ("--in-process",)], ids=["child", "in process"])

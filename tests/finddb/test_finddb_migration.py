@@ -39,7 +39,7 @@ from miofind.finddb import (
     write_release,
 )
 
-EXPORT = Path(__file__).with_name("finddb_version1.jsonl")
+EXPORT = Path(__file__).parents[1] / "finddb_version1.jsonl"
 
 
 @pytest.fixture
