@@ -25,7 +25,8 @@ from miofind.suites.text import read_lines
 def code(source: Path, as_json: bool) -> None:
     """Say of each row of SOURCE what this release launches for it, as lines of JSON for `miofind db restamp`.
 
-    It compiles the kernels of all rows, without a GPU: some thousand take minutes. With --json the lines are one array.
+    Rows of the CPU place and failures are left out. It compiles the kernels of all rows, without a GPU: some thousand
+    take minutes. With --json the lines are one array.
     """
     with Store(source, read_only=True) as store:
         if as_json:
@@ -52,8 +53,8 @@ def restamp(old: Path, new: Path, written: Path, as_json: bool) -> None:
     """Write to NEW the rows of OLD whose machine code is today's, under the hashes of today's sources.
 
     After sources were renamed or cleaned up, rows are void although what they measured still runs. Kernels are compiled
-    and compared, with their launches, one by one; a row of which anything differs stays behind. NEW must not be there
-    yet.
+    and compared, with their launches, one by one; a row of which anything differs stays behind, and its solver is asked
+    anew by the next find. So do failures and rows of the CPU place. NEW must not be there yet.
     """
     if new.expanduser().exists():
         raise InvalidOptionError(f"{new} is there already: name a file that is not")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, astuple, dataclass, replace
 
 from miofind.compiler import Compiler, identity, kernel_hash, machine_code
@@ -78,7 +78,7 @@ class _Asked:
 
 
 def codes(store: Store, compiler: Compiler) -> Iterator[Code]:
-    """What this release launches for each row of a GPU that it can make something of, each configuration once.
+    """What this release launches for each usable row of a GPU that it can make something of, a configuration once.
 
     Raises:
         MissingLibraryError: nothing can be compiled here.
@@ -158,13 +158,14 @@ def read_codes(lines: Iterable[str], name: str) -> dict[tuple[str, str, str, str
     Raises:
         InvalidOptionError: a line is none that `write_codes` wrote.
     """
-    found = {}
+    found: dict[tuple[str, str, str, str], Code] = {}
     for number, line in enumerate(lines, start=1):
         try:
-            code = Code(**json.loads(line))
+            written = json.loads(line)
+            of_line = [Code(**each) for each in (written if isinstance(written, list) else [written])]
         except (ValueError, TypeError, RecursionError) as error:
             raise InvalidOptionError(f"{name}, line {number} is none of `miofind db code`: {error}") from error
-        found[code.name] = code
+        found |= {code.name: code for code in of_line}
     return found
 
 
@@ -174,7 +175,7 @@ def restamped(
     """The histories of a FindDB with the rows of which today's code is the other release's, under today's hashes.
 
     Args:
-        store: rows as the other release wrote them.
+        store: rows as the other release wrote them; failures stay behind, and those of the CPU place.
         other: what that release says of them.
         told: is filled in.
     """
@@ -184,8 +185,15 @@ def restamped(
         rows = tuple(row for each in history.rows if (row := _row(key, each, other, today, told)) is not None)
         if rows:
             kept = {row.candidate for row in rows}
+            lost = {row.solver_id for row in history.rows if row.candidate not in kept}
+            scopes = tuple(replace(scope, solvers=_without(scope.solvers, lost), id="") for scope in history.scopes)
             verdicts = tuple(v for v in history.verdicts if {v.winner, *v.ties} <= kept)
-            yield replace(history, rows=rows, verdicts=verdicts)
+            yield replace(history, rows=rows, scopes=scopes, verdicts=verdicts)
+
+
+def _without(solvers: Mapping[str, int], lost: Collection[str]) -> dict[str, int]:
+    """The solvers of a scope of which nothing stays behind: of the others a find is to ask anew."""
+    return {name: version for name, version in solvers.items() if name not in lost}
 
 
 def _row(

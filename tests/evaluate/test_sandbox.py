@@ -278,7 +278,7 @@ def test_a_child_sees_one_gpu_by_its_uuid() -> None:
 def test_children_end_with_their_parent(monkeypatch: pytest.MonkeyPatch, once: Path) -> None:
     monkeypatch.setenv("FAULT", "wait to be killed")
     code = "import test_sandbox as t; list(t.Isolated(t.Device.cpu(), modules=('faulty_solver',)).run(t.job()))"
-    paths = os.pathsep.join(path for path in sys.path if path)
+    paths = os.pathsep.join([str(Path(__file__).parent), *(path for path in sys.path if path)])
     parent = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": paths})
     while not once.exists() or not once.read_text():
         assert parent.poll() is None

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from cli_runner import run
 from cuda_package import CudaPackage, make_package
-from finddb_entries import at, row
+from finddb_entries import at, row, scope
 
 from miofind.compiler import BinaryCache, Compiler, kernel_hash, machine_code
 from miofind.core.problem import ProblemDescription
@@ -118,8 +118,20 @@ def test_a_row_that_the_other_release_would_not_run_stays_behind(old: Store, com
         assert told == Restamped(unknown=1)
 
 
+def test_a_solver_of_which_a_row_stays_behind_is_asked_anew(compiler: Compiler) -> None:
+    fast = measured(source_hash="a" * 64, kernel_hash="b" * 64, time_ms=1.0)
+    other = row(solver_id="ConvOther", source_hash="d" * 64, created_at=at(0))
+    asked = scope(SOLVER.id, "ConvOther", "ConvRefusing", created_at=at(0))
+    with Store(MEMORY) as store:
+        store.add([History(device=DEVICE, network_config=PROBLEM.network_config, rows=(fast, other), scopes=(asked,))])
+        (history,) = restamped(store, of_another_release(store, compiler), compiler, Restamped())
+    assert [each.solver_id for each in history.rows] == [SOLVER.id]
+    (kept,) = history.scopes
+    assert set(kept.solvers) == {SOLVER.id, "ConvRefusing"}
+
+
 def test_lines_of_something_else_are_refused() -> None:
-    for line in ("[]", "{", '{"device": "a"}', "1" * 5000):
+    for line in ("[1]", "{", '{"device": "a"}', "1" * 5000):
         with pytest.raises(InvalidOptionError, match=r"before\.jsonl, line 1 is none of"):
             read_codes([line], "before.jsonl")
 
