@@ -1,8 +1,8 @@
 // Sizes and element strides of one convolution lifted to three spatial dimensions, as kernel arguments.
 //
 // Launches pass scalars only, so the fields travel one by one: a kernel ends its parameter list with
-// GEOMETRY_PARAMETERS and begins with `const Geometry conv = GEOMETRY;`. miofind/solver/geometry.py lists them in this order.
-// Defines: INDEX_BITS 32 or 64; 32 only where the host proved that no offset and no coordinate reaches 2**31.
+// GEOMETRY_PARAMETERS and begins with `const Geometry conv = GEOMETRY;`. miofind/solver/geometry.py lists them in this
+// order. Defines: INDEX_BITS 32 or 64; 32 only where the host proved that no offset and no coordinate reaches 2**31.
 #pragma once
 
 #include "common/types.cuh"
