@@ -145,6 +145,15 @@ def _together(newest_first: Sequence[Scope]) -> Scope:
     return replace(newest_first[0], solvers=solvers, filters={**newest_first[0].filters, "solvers": names}, id="")
 
 
+def without_solvers(scopes: Iterable[Scope], lost: Collection[str]) -> list[Scope]:
+    """Scopes without solvers whose rows stay behind: whoever has them measures those anew."""
+    found = []
+    for scope in scopes:
+        left = {name: version for name, version in scope.solvers.items() if name not in lost}
+        found.append(scope if len(left) == len(scope.solvers) else replace(scope, solvers=left, id=""))
+    return found
+
+
 def with_failures(scopes: Iterable[Scope], rows: Iterable[Row]) -> list[Scope]:
     """Scopes that tell with which sources solvers failed of which nothing is usable: those may have changed since."""
     rows = list(rows)

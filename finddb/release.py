@@ -198,11 +198,7 @@ def _undisturbed(rows: Sequence[Row], verdicts: Sequence[Verdict]) -> list[Row]:
 def _scopes(history: History, shipped: Sequence[Row]) -> Sequence[Scope]:
     """The scopes, without solvers whose every row stays behind: whoever has the release measures them anew."""
     lost = {row.solver_id for row in ranking.usable_rows(history.rows)} - {row.solver_id for row in shipped}
-    scopes = []
-    for scope in ranking.with_failures(history.scopes, history.rows):
-        left = {name: version for name, version in scope.solvers.items() if name not in lost}
-        scopes.append(scope if len(left) == len(scope.solvers) else replace(scope, solvers=left, id=""))
-    return scopes
+    return ranking.without_solvers(ranking.with_failures(history.scopes, history.rows), lost)
 
 
 def _verdicts(history: History, shipped: Sequence[Row]) -> tuple[Verdict, ...]:

@@ -6,7 +6,7 @@
 // CHANNELS input channels and STAGE_ROWS filter rows at a time. A thread holds THREAD_K channels x THREAD_W pixels of a
 // row and slides over CHUNK filter columns in registers. Sums are float32.
 // Grid: one dimension, output-channel blocks innermost, then tiles of an image, then images.
-// Sizes, padding and strides are arguments; the other constants below are defines, checked here and in direct_tiled.py.
+// Sizes, padding and strides are arguments; the other constants below are defines, checked here and in its solver.
 #include "common/tile.cuh"
 
 #if !defined(ELEMENT) || !defined(TILE_H) || !defined(TILE_W) || !defined(TILE_K) || !defined(GROUPS)

@@ -1,7 +1,7 @@
 // out[m, n] = sum_k a[m, k] * b[k, n] on tensor cores, both operands gathered: a convolution in any direction and
 // layout.
 //
-// The host says by radices and steps what m, n and k stand for (solvers/implicit_gemm_mma.py). A block computes a tile
+// The host says by radices and steps what m, n and k stand for (solvers/implicit_gemm/mma.py). A block computes a tile
 // of TILE_M x TILE_N elements of one group from its share of the sum, TILE_K at a time in STAGES buffers; WARPS_M x
 // WARPS_N warps share it. With FINAL it rounds the sums; else float32 sums of each share go to the workspace, laid out
 // like the output, and implicit_gemm_mma_finish adds them in a fixed order. Sums are float32. float32 elements are cut

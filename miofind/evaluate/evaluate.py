@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TypeVar
 
-from miofind.compiler import Compiler, kernel_hash
+from miofind.compiler import Compiler, kernel_hash, processors
 from miofind.core.problem import ProblemDescription
 from miofind.device.device import Device, Place
 from miofind.errors import (
@@ -307,7 +306,7 @@ class _Bench:
         """
         asked = [self._asked(candidate) for candidate in job.candidates]
         wanted = [kernels for kernels in asked if isinstance(kernels, _Kernels) and kernels.steps]
-        workers = job.compile_workers or _processors()
+        workers = job.compile_workers or processors()
         with contextlib.closing(in_threads(self._compile, wanted, workers, "miofind-compile")) as compiled:
             for candidate, answer in zip(job.candidates, asked, strict=True):
                 if isinstance(answer, _Kernels):
@@ -375,13 +374,6 @@ def _all_kernels(solver: Solver, problem: ProblemDescription, device: Device, co
     packing = solver.packing(problem, device, config)
     parts = () if packing is None else (packing.pack, packing.run)
     return tuple(step for part in (solver.solution(problem, device, config), *parts) for step in part.kernels)
-
-
-def _processors() -> int:
-    """Processors that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _status_of(error: BaseException) -> Status:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, astuple, dataclass, replace
 
 from miofind.compiler import Compiler, identity, kernel_hash, machine_code
@@ -19,7 +19,7 @@ from miofind.device.device import Device, Place
 from miofind.errors import CompileError, InvalidOptionError, MiofindError
 from miofind.find.lookup.validity import solver_hash
 from miofind.find.row_check import device_of
-from miofind.finddb import History, ProblemKey, Row, Store
+from miofind.finddb import History, ProblemKey, Row, Store, without_solvers
 from miofind.solver.solver import Solver, solvers
 from miofind.solver.steps import Config, ConvSolution, KernelStep
 
@@ -186,14 +186,9 @@ def restamped(
         if rows:
             kept = {row.candidate for row in rows}
             lost = {row.solver_id for row in history.rows if row.candidate not in kept}
-            scopes = tuple(replace(scope, solvers=_without(scope.solvers, lost), id="") for scope in history.scopes)
+            scopes = tuple(without_solvers(history.scopes, lost))
             verdicts = tuple(v for v in history.verdicts if {v.winner, *v.ties} <= kept)
             yield replace(history, rows=rows, scopes=scopes, verdicts=verdicts)
-
-
-def _without(solvers: Mapping[str, int], lost: Collection[str]) -> dict[str, int]:
-    """The solvers of a scope of which nothing stays behind: of the others a find is to ask anew."""
-    return {name: version for name, version in solvers.items() if name not in lost}
 
 
 def _row(
