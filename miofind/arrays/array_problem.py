@@ -87,12 +87,13 @@ def _problem(
     dtype = by_name[direction.inputs[0]].dtype
     layouts = arrays.infer_layouts({name: (fact.shape, fact.strides) for name, fact in by_name.items()})
     leading = layouts[direction.inputs[0]]
+    names = (*direction.inputs, direction.output)
     problem = ProblemDescription.convolution(
         x=shapes["x"],
         w=shapes["w"],
         direction=direction,
-        dtype={name: by_name[name].dtype if name in by_name else dtype for name in ("x", "w", "y")},
-        layout={name: layouts.get(name, leading) for name in ("x", "w", "y")},
+        dtype={name: by_name[name].dtype if name in by_name else dtype for name in names},
+        layout={name: layouts.get(name, leading) for name in names},
         **dict(arguments),
     )
     for name, fact in by_name.items():

@@ -45,7 +45,7 @@ def write_network_config(
 
     Args:
         direction: "forward", "backward_data" or "backward_weights".
-        tensors: the descriptors of "x", "w" and "y".
+        tensors: the descriptors of "x", "w" and "y", in this order.
         conv: padding, strides, dilations and groups.
         math: "ieee" or "tf32".
     """
@@ -60,7 +60,7 @@ def write_network_config(
         parts.append(f"d{_cross(conv.dilation)}")
     if conv.groups != 1:
         parts.append(f"g{conv.groups}")
-    for values in ([tensors[t].dtype.value for t in "xwy"], [tensors[t].layout.value for t in "xwy"]):
+    for values in ([t.dtype.value for t in tensors.values()], [t.layout.value for t in tensors.values()]):
         parts.append(values[0] if len(set(values)) == 1 else ".".join(values))
     if math != _DEFAULT_MATH:
         parts.append(math)

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from miofind.core.network_config import parse_network_config, write_network_config
+from miofind.core.operand import Operand, Role
 from miofind.core.tensor import (
     MAX_DIMENSION,
     MAX_TENSOR_BYTES,
@@ -39,7 +40,9 @@ __all__ = [
     "Direction",
     "Layout",
     "MathMode",
+    "Operand",
     "ProblemDescription",
+    "Role",
     "TensorDescriptor",
     "enum_value",
 ]
@@ -53,6 +56,9 @@ class ProblemDescription:
     `from_arrays`, a MIOpenDriver line or a suite. Equal problems have equal `network_config`, the key of
     every cache and database; it is computed once.
 
+    Attributes:
+        operands: the tensors that a run is given, in the order of their addresses: x, w, y, whatever the direction.
+
     Raises:
         InvalidProblemError: the message names the field and the value.
     """
@@ -64,13 +70,16 @@ class ProblemDescription:
     direction: Direction = Direction.FORWARD
     math: MathMode = MathMode.IEEE
     network_config: str = field(init=False, repr=False, compare=False, default="")
+    operands: tuple[Operand, ...] = field(init=False, repr=False, compare=False, default=())
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "direction", enum_value(Direction, self.direction, "direction"))
         object.__setattr__(self, "math", enum_value(MathMode, self.math, "math"))
         _check_shapes(self)
         _check_types(self)
-        text = write_network_config(self.direction, {name: self.tensor(name) for name in "xwy"}, self.conv, self.math)
+        object.__setattr__(self, "operands", _operands(self))
+        tensors = {operand.name: operand.tensor for operand in self.operands}
+        text = write_network_config(self.direction, tensors, self.conv, self.math)
         object.__setattr__(self, "network_config", text)
 
     def __hash__(self) -> int:
@@ -193,8 +202,8 @@ class ProblemDescription:
 
     @property
     def bytes(self) -> int:
-        """Least bytes through device memory: each tensor once."""
-        return self.x.bytes + self.w.bytes + self.y.bytes
+        """Least bytes through device memory: each operand once."""
+        return sum(operand.tensor.bytes for operand in self.operands)
 
     @property
     def reduction_length(self) -> int:
@@ -207,13 +216,27 @@ class ProblemDescription:
         return self.n * _math.prod(self.out_spatial)
 
     @property
+    def inputs(self) -> tuple[Operand, ...]:
+        """The operands that are read: the two that are multiplied, in the order of `run_solution`, then all others."""
+        factors = self.direction.inputs
+        read = (operand for operand in self.operands if operand.is_input)
+        return tuple(sorted(read, key=lambda each: factors.index(each.name) if each.name in factors else len(factors)))
+
+    @property
     def output(self) -> TensorDescriptor:
         """The tensor that is written."""
         return self.tensor(self.direction.output)
 
     def tensor(self, name: str) -> TensorDescriptor:
-        """The descriptor of "x", "w" or "y"."""
-        return {"x": self.x, "w": self.w, "y": self.y}[name]
+        """The descriptor of the operand of that name.
+
+        Raises:
+            KeyError: the problem has no such operand.
+        """
+        for operand in self.operands:
+            if operand.name == name:
+                return operand.tensor
+        raise KeyError(name)
 
     def in_direction(self, direction: Direction) -> ProblemDescription:
         """The convolution of the same tensors in a direction."""
@@ -283,6 +306,15 @@ def _lifted(problem: ProblemDescription, spatial_dims: int) -> ProblemDescriptio
     )
     x, w, y = map(lift, (problem.x, problem.w, problem.y))
     return ProblemDescription(x=x, w=w, y=y, conv=conv, direction=problem.direction, math=problem.math)
+
+
+def _operands(problem: ProblemDescription) -> tuple[Operand, ...]:
+    """The operands of the convolution itself."""
+    output = problem.direction.output
+    return tuple(
+        Operand(name=name, tensor=tensor, role=Role.OUTPUT if name == output else Role.INPUT)
+        for name, tensor in (("x", problem.x), ("w", problem.w), ("y", problem.y))
+    )
 
 
 def _named_tensor(name: str, shape: tuple[int, ...], dtype: DataType, layout: Layout) -> TensorDescriptor:

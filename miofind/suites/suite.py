@@ -117,7 +117,7 @@ class _Variant:
     def of(self, base: ProblemDescription, direction: Direction) -> ProblemDescription:
         if self == _AS_WRITTEN:
             return base.in_direction(direction)
-        tensors = {name: base.tensor(name) for name in "xwy"}
+        tensors = {operand.name: operand.tensor for operand in base.operands}
         dtypes = {name: t.dtype if self.dtype is None else self.dtype for name, t in tensors.items()}
         layouts = {
             name: t.layout

@@ -51,7 +51,7 @@ def rough_seconds(problem: ProblemDescription, device: Device, effort: Effort) -
 
 def _floor_ms(problem: ProblemDescription, device: Device) -> float:
     """Least time by the device's nominal ceilings."""
-    dtype = max((problem.tensor(name).dtype for name in "xwy"), key=lambda dtype: dtype.itemsize)
+    dtype = max((operand.tensor.dtype for operand in problem.operands), key=lambda dtype: dtype.itemsize)
     arithmetic_s = problem.flops / device.peak_flops_per_s(dtype, problem.math, tensor_cores=True)
     return 1e3 * max(arithmetic_s, problem.bytes / device.bandwidth_bytes_per_s)
 

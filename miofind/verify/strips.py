@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -180,16 +180,5 @@ def sample_images(problem: ProblemDescription, random: np.random.Generator) -> I
 
 def of_images(problem: ProblemDescription, count: int) -> ProblemDescription:
     """The same convolution, forward or backward data, of `count` images."""
-    conv = problem.conv
-    return ProblemDescription.convolution(
-        x=(count, *problem.x.shape[1:]),
-        w=problem.w.shape,
-        padding=tuple(zip(conv.pad_before, conv.pad_after, strict=True)),
-        stride=conv.stride,
-        dilation=conv.dilation,
-        groups=problem.groups,
-        direction=problem.direction,
-        dtype={name: problem.tensor(name).dtype for name in "xwy"},
-        layout={name: problem.tensor(name).layout for name in "xwy"},
-        math=problem.math,
-    )
+    x, y = (replace(tensor, shape=(count, *tensor.shape[1:])) for tensor in (problem.x, problem.y))
+    return replace(problem, x=x, y=y)

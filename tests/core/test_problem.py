@@ -15,6 +15,7 @@ from miofind.core.problem import (
     Layout,
     MathMode,
     ProblemDescription,
+    Role,
     TensorDescriptor,
 )
 from miofind.errors import InvalidProblemError
@@ -109,6 +110,25 @@ def test_direction_decides_tensors_and_reduction(
     assert problem.direction.inputs == inputs
     assert problem.output is problem.tensor(output)
     assert problem.reduction_length == reduction_length
+
+
+@pytest.mark.parametrize("direction", Direction)
+def test_operands_keep_their_order_and_the_direction_decides_their_roles(direction: Direction) -> None:
+    problem = convolution(direction=direction)
+    assert [(operand.name, operand.tensor) for operand in problem.operands] == [
+        ("x", problem.x),
+        ("w", problem.w),
+        ("y", problem.y),
+    ]
+    assert [operand.name for operand in problem.operands if operand.role is Role.OUTPUT] == [direction.output]
+    assert tuple(operand.name for operand in problem.inputs) == direction.inputs
+    turned = problem.in_direction(Direction.BACKWARD_WEIGHTS)
+    assert [operand.is_input for operand in turned.operands] == [True, False, True]
+
+
+def test_a_tensor_that_is_no_operand_is_not_there() -> None:
+    with pytest.raises(KeyError, match="bias"):
+        convolution().tensor("bias")
 
 
 def test_flops_and_bytes() -> None:

@@ -1,0 +1,35 @@
+"""The operands of a problem: tensors by name, each read or written."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from miofind.core.tensor import TensorDescriptor
+
+
+class Role(StrEnum):
+    """What a run does with an operand: it reads inputs and writes outputs."""
+
+    INPUT = "input"
+    OUTPUT = "output"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operand:
+    """One tensor that a run is given.
+
+    Attributes:
+        name: what steps call its buffer; unique in its problem.
+        tensor: shape, element type and memory order.
+        role: whether a run reads it or writes it.
+    """
+
+    name: str
+    tensor: TensorDescriptor
+    role: Role
+
+    @property
+    def is_input(self) -> bool:
+        """Whether a run reads it, and must leave it as it is."""
+        return self.role is Role.INPUT
