@@ -261,14 +261,13 @@ def write_packed(connection: Connection, histories: Sequence[History], notes: Ma
         RefusedEntryError: one of them is too long.
     """
     texts = [packing.text_of(history) for history in histories]
-    packed = Packing(packing.dictionary_of(texts))
-    schema.create_packed(connection, {"dictionary": packed.dictionary, **notes})
+    schema.create_packed(connection, {"dictionary": "", **notes})
     devices = {name: number for number, name in enumerate(sorted({history.device for history in histories}), 1)}
     connection.execute(insert(schema.device), [{"id": id_, "identity": name} for name, id_ in devices.items()])
     versions = {name: canonical_json(dict(v)) for history in histories for name, v in history.environments.items()}
     _insert(connection, schema.environment, [{"id": name, "versions": versions[name]} for name in sorted(versions)])
     payloads = [
-        {"problem_id": number, "payload": packed.pack(history.device, history.network_config, text)}
+        {"problem_id": number, "payload": packing.pack(history.device, history.network_config, text)}
         for number, (history, text) in enumerate(zip(histories, texts, strict=True), 1)
     ]
     connection.execute(insert(schema.packed_answer), payloads)

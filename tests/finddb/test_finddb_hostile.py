@@ -27,7 +27,7 @@ from miofind.finddb import (
     upgrade,
     write_release,
 )
-from miofind.finddb.packing import MAX_TEXT_CHARS, Packing
+from miofind.finddb.packing import MAX_TEXT_CHARS, Packing, pack
 from miofind.finddb.sqlite_file import translated
 from miofind.finddb.validation import LAST_STAMP
 
@@ -150,12 +150,23 @@ def repack(path: Path, change: Callable[[str], str]) -> None:
     with closing(sqlite3.connect(path)) as connection:
         (dictionary,) = connection.execute("SELECT value FROM meta WHERE key = 'dictionary'").fetchone()
         (payload,) = connection.execute("SELECT payload FROM answer").fetchone()
-    packing = Packing(dictionary)
-    spoil(
-        path,
-        "UPDATE answer SET payload = ?",
-        packing.pack(DEVICE, PROBLEM, change(packing.unpack(DEVICE, PROBLEM, payload))),
-    )
+    text = change(Packing(dictionary).unpack(DEVICE, PROBLEM, payload))
+    spoil(path, "UPDATE answer SET payload = ?", pack(DEVICE, PROBLEM, text))
+
+
+def compress(path: Path) -> str:
+    """Make a release one of an earlier miofind, which compressed its texts with a dictionary: this."""
+    with closing(sqlite3.connect(path)) as connection:
+        payloads = dict(connection.execute("SELECT problem_id, payload FROM answer"))
+        texts = {number: zlib.decompress(payload[4:], wbits=-15) for number, payload in payloads.items()}
+        dictionary = next(iter(texts.values()))
+        for number, text in texts.items():
+            packer = zlib.compressobj(level=9, wbits=-15, zdict=dictionary)
+            payload = payloads[number][:4] + packer.compress(text) + packer.flush()
+            connection.execute("UPDATE answer SET payload = ? WHERE problem_id = ?", (payload, number))
+        connection.execute("UPDATE meta SET value = ? WHERE key = 'dictionary'", (dictionary.decode(),))
+        connection.commit()
+    return dictionary.decode()
 
 
 def deflated(size_bytes: int) -> bytes:
@@ -307,9 +318,9 @@ def test_a_wrong_dictionary_shows(packed, tmp_path):
             store.record(DEVICE, f"{PROBLEM}-{number}", [row("ConvA", created_at=at(number))], scope=scope())
         write_release([store], tmp_path / "many.db")
     path = tmp_path / "many.db"
-    with closing(sqlite3.connect(path)) as connection:
-        (dictionary,) = connection.execute("SELECT value FROM meta WHERE key = 'dictionary'").fetchone()
+    dictionary = compress(path)
     assert '"ConvA"' in dictionary
+    assert not use_all(path)
     for wrong in ("", dictionary[::-1], dictionary.replace("ConvA", "ConvB")):
         spoil(path, "UPDATE meta SET value = ? WHERE key = 'dictionary'", wrong)
         assert use_all(path)
