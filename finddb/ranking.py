@@ -6,6 +6,7 @@ SQL.
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
@@ -32,17 +33,32 @@ def rank(rows: Iterable[Row], verdicts: Iterable[Verdict] = ()) -> list[Row]:
     return _as_judged(_by_time(rows), newest_verdict(verdicts))
 
 
+def ties_of_best(rows: Iterable[Row], verdicts: Iterable[Verdict] = ()) -> list[Row]:
+    """The first of `rank` and those that nothing tells from it: the newest race's ties, else those within 1 % of it."""
+    ranked = _by_time(rows)
+    judged = _judged_ties(ranked, newest_verdict(verdicts))
+    if judged or not ranked:
+        return judged
+    fastest_ms = min(map(_time, ranked))
+    return [row for row in ranked if _time(row) <= fastest_ms * TIE]
+
+
 def _as_judged(ranked: list[Row], verdict: Verdict | None) -> list[Row]:
-    """The order with a verdict's ties first, unless it says nothing of the first row or of rows as they are now."""
+    """The order with a verdict's ties first."""
+    first = _judged_ties(ranked, verdict)
+    return first + [row for row in ranked if row not in first]
+
+
+def _judged_ties(ranked: list[Row], verdict: Verdict | None) -> list[Row]:
+    """The rows that a verdict ties; none where it says nothing of the first row or of rows as they are now."""
     if verdict is None or not ranked:
-        return ranked
+        return []
     raced = {*verdict.ties, *(comparison.candidate for comparison in verdict.comparisons)}
     known = [row for row in ranked if row.candidate in raced]
     if ranked[0].candidate not in raced or any(row.created_at > verdict.created_at for row in known):
-        return ranked
+        return []
     places = {candidate: place for place, candidate in enumerate(verdict.ties)}
-    first = sorted((row for row in known if row.candidate in places and not row.contended), key=_place_in(places))
-    return first + [row for row in ranked if row not in first]
+    return sorted((row for row in known if row.candidate in places and not row.contended), key=_place_in(places))
 
 
 def _place_in(places: Mapping[str, int]) -> Callable[[Row], int]:
@@ -211,23 +227,33 @@ _age = operator.attrgetter("age")
 def _in_force(rows: Iterable[Row]) -> list[Row]:
     """The newest row of each solver and configuration that says something of the candidate itself.
 
-    Rows of a solver's earlier code count no longer once its present code was measured.
+    Rows of a solver's earlier code count no longer once its present code was measured, nor do rows before a failure.
     """
-    held: dict[tuple[str, str], Row] = {}
+    standing: dict[tuple[str, str], list[Row]] = {}
     by_age = [row for row in sorted(rows, key=_age) if row.status not in MOMENTARY_STATUSES]
     code = {row.solver_id: (row.solver_version, row.source_hash) for row in by_age}
     for row in by_age:
         if (row.solver_version, row.source_hash) != code[row.solver_id]:
             continue
-        earlier = held.get(_candidate(row))
-        if earlier is None or not _outweighs(earlier, row):
-            held[_candidate(row)] = row
-    return list(held.values())
+        if row.usable:
+            standing.setdefault(_candidate(row), []).append(row)
+        else:
+            standing[_candidate(row)] = [row]
+    return [functools.reduce(_weightier, reversed(of_one)) for of_one in standing.values()]
 
 
-def _outweighs(earlier: Row, row: Row) -> bool:
-    """Whether a later row says less than an earlier one: the earlier had the device to itself."""
-    return row.usable and row.contended and earlier.usable and not earlier.contended
+def _weightier(row: Row, earlier: Row) -> Row:
+    """The later of two rows of a candidate, unless it says less than the earlier one.
+
+    A contended row says less than one that had the device to itself. Of two alike in that and of the same versions of
+    libraries and driver, one whose candidate was cut off, after a sample or so, says less than a full measurement.
+    """
+    if not earlier.usable or not row.usable:
+        return row
+    if row.contended != earlier.contended:
+        return earlier if row.contended else row
+    is_outdone = row.is_cut_off and not earlier.is_cut_off and row.environment == earlier.environment
+    return earlier if is_outdone else row
 
 
 def _candidate(row: Row) -> tuple[str, str]:

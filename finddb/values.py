@@ -16,7 +16,8 @@ from dataclasses import MISSING, dataclass, field, fields
 from enum import StrEnum
 from typing import Any
 
-USABLE_STATUSES = frozenset({"ok", "cut_off"})
+CUT_OFF = "cut_off"
+USABLE_STATUSES = frozenset({"ok", CUT_OFF})
 MOMENTARY_STATUSES = frozenset({"out_of_memory"})
 """Failures that speak of the moment and not of the candidate: they never displace a usable row."""
 STATUSES = (
@@ -87,6 +88,11 @@ class Row:
     def usable(self) -> bool:
         """Whether it passed verification and was timed."""
         return self.status in USABLE_STATUSES
+
+    @property
+    def is_cut_off(self) -> bool:
+        """Whether it was measured with few samples only, because it was far behind the best."""
+        return self.status == CUT_OFF
 
     @property
     def candidate(self) -> str:

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from miofind.core.problem import ProblemDescription
 from miofind.device.device import Device, Library
+from miofind.errors import DatabaseError
+from miofind.finddb import ties_of_best
 from miofind.runtime.runner import Runner
 from miofind.solver.solver import Algorithm
 from miofind.solver.steps import Config, config_text
@@ -40,6 +42,9 @@ class Solution:
         max_error: largest |error| / (|x| * |w|) seen in verification; None where it was not run here or before.
         source: "measured", "finddb" or "predicted".
         kernel_hash: hash of the kernels that were measured, "" where none were.
+        samples: how many samples `time_ms` is the median of; 0 for an estimate.
+        cut_off: it was far behind the best at its first run and timed no further, so that `time_ms` is rough.
+        contended: another process computed on the GPU, or throttling did not end, while it was timed: it may be faster.
     """
 
     problem: ProblemDescription
@@ -54,6 +59,9 @@ class Solution:
     max_error: float | None
     source: Source
     kernel_hash: str = ""
+    samples: int = 0
+    cut_off: bool = False
+    contended: bool = False
     found: Found = field(compare=False)
     position: int = field(default=0, compare=False)
 
@@ -61,6 +69,15 @@ class Solution:
     def id(self) -> str:
         """Solver and configuration as one string."""
         return f"{self.solver_id}:{self.config.json}"
+
+    @property
+    def ties_with_best(self) -> bool:
+        """Whether no measurement tells it from another solution of its find that is as fast as the fastest.
+
+        The verdict of the problem's newest race decides, else times within 1 % are ties. Never true of an estimate, nor
+        of a solution that nothing ties with. Reads the FindDB at the first question of a find.
+        """
+        return self.id in self.found.ties
 
     def __repr__(self) -> str:
         name = f"{self.solver_id} {config_text(self.config)}".rstrip()
@@ -141,10 +158,11 @@ class Found:
         runners: by position, those made so far.
     """
 
-    __slots__ = ("_handle", "runners", "solutions")
+    __slots__ = ("_handle", "_ties", "runners", "solutions")
 
     def __init__(self, handle: Handle) -> None:
         self._handle: Handle | None = handle
+        self._ties: frozenset[str] | None = None
         self.solutions: list[Solution] = []
         self.runners: dict[int, Runner] = {}
 
@@ -158,7 +176,7 @@ class Found:
         return self.solutions
 
     def __setstate__(self, solutions: list[Solution]) -> None:
-        self._handle, self.solutions, self.runners = None, solutions, {}
+        self._handle, self._ties, self.solutions, self.runners = None, None, solutions, {}
 
     @property
     def handle(self) -> Handle:
@@ -168,6 +186,27 @@ class Found:
 
             self._handle = default_handle(self.solutions[0].device.here())
         return self._handle
+
+    @property
+    def ties(self) -> frozenset[str]:
+        """Ids of the solutions that nothing tells from the fastest, it included; none where it is alone."""
+        if self._ties is None:
+            self._ties = self._ties_of_best()
+        return self._ties
+
+    def _ties_of_best(self) -> frozenset[str]:
+        times = {each.id: each.time_ms for each in self.solutions if each.source is not Source.PREDICTED}
+        if len(times) < 2:
+            return frozenset()
+        problem = self.solutions[0].problem
+        try:
+            histories = self.handle.database.histories(self.handle.device.identity, problem.network_config)
+        except DatabaseError:  # a find goes on without a database, and so does what is told of it
+            histories = ()
+        rows = [row for history in histories for row in history.rows if times.get(row.candidate) == row.time_ms]
+        newest = {row.candidate: row for row in sorted(rows, key=lambda row: row.age)}
+        tied = ties_of_best(newest.values(), [verdict for history in histories for verdict in history.verdicts])
+        return frozenset(row.candidate for row in tied) if len(tied) > 1 else frozenset()
 
     def runner(self, position: int) -> Runner:
         """The runner of one solution."""

@@ -52,6 +52,8 @@ _FIELDS = {
     "kernel_hash": str,
     "binaries": list,
 }
+_LATE_DEFAULTS = {"samples": 0, "cut_off": False, "contended": False}
+"""Of fields that the first files do not have."""
 
 
 def save_solution(solution: Solution, path: Path) -> None:
@@ -83,6 +85,9 @@ def save_solution(solution: Solution, path: Path) -> None:
         "deterministic": solution.deterministic,
         "max_error": None if solution.max_error is None else float(solution.max_error),
         "kernel_hash": kernel_hash(steps),
+        "samples": solution.samples,
+        "cut_off": solution.cut_off,
+        "contended": solution.contended,
         "binaries": [_packed(compiler.build(step, solution.device.arch).cubin) for step in _distinct(steps.kernels)],
     }
     document = {"format": FORMAT, "version": VERSION, "sha256": _digest(payload), "solution": payload}
@@ -139,6 +144,7 @@ def load_solution(path: Path, handle: Handle | None = None) -> Solution:
         max_error=payload.get("max_error"),
         source=Source(payload.get("source", Source.MEASURED)),  # the first files do not say
         kernel_hash=payload["kernel_hash"],
+        **{name: payload.get(name, default) for name, default in _LATE_DEFAULTS.items()},
         found=Found(handle),
     )
     return alone(solution)
@@ -216,6 +222,9 @@ def _read(path: Path) -> dict[str, Any]:
     for name, kind in _FIELDS.items():
         if type(payload.get(name)) is not kind:
             raise SolutionFileError(f"{path} is damaged: {name} is {payload.get(name)!r}, not a {kind.__name__}")
+    for name, default in _LATE_DEFAULTS.items():
+        if type(payload.get(name, default)) is not type(default):
+            raise SolutionFileError(f"{path} is damaged: {name} is {payload[name]!r}, not a {type(default).__name__}")
     if _digest(payload) != document.get("sha256"):
         raise SolutionFileError(f"{path} is damaged: its contents do not match their hash")
     if not (math.isfinite(payload["time_ms"]) and payload["time_ms"] > 0):

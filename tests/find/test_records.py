@@ -14,6 +14,7 @@ from miofind.core.problem import ProblemDescription
 from miofind.device.device import Device
 from miofind.find import recording as recording_module
 from miofind.find.lookup import failures, records, scopes, validity
+from miofind.find.pipeline import estimates
 from miofind.find.plan import make_plan
 from miofind.find.recording import Recording
 from miofind.finddb import History, Row
@@ -208,6 +209,45 @@ def test_the_verdict_is_recorded(handle: Handle) -> None:
     assert (stored.winner, stored.ties, stored.blocks, stored.protocol) == (first.id, (first.id,), 45, "cpu-1")
     assert [(c.candidate, c.low, c.high) for c in stored.comparisons] == [(second.id, 1.02, 1.05)]
     assert stored.environment
+
+
+def test_solutions_tell_how_they_were_timed(handle: Handle) -> None:
+    first, second, third, *_ = candidates(handle)
+    rough = replace(outcome(second, Status.CUT_OFF), timing=replace(TIMING, time_ms=9.0, samples=1))
+    disturbed = replace(outcome(third), timing=replace(TIMING, time_ms=3.0), contended=True)
+    record(handle, outcome(first), rough, disturbed)
+    found = records.look_up(PROBLEM, OPTIONS, handle)
+    assert found is not None
+    told = {each.id: (each.samples, each.cut_off, each.contended, each.ties_with_best) for each in found}
+    assert told == {
+        first.id: (45, False, False, False),
+        second.id: (1, True, False, False),
+        third.id: (45, False, True, False),
+    }
+
+
+@pytest.mark.parametrize("is_judged", [True, False], ids=["verdict", "one percent"])
+def test_solutions_tell_ties(handle: Handle, is_judged: bool) -> None:
+    """The interval of a race, or, without one, a time within 1 % of the best."""
+    first, second, third, *_ = candidates(handle)
+    times_ms = {first: 1.02, second: 1.0, third: 1.009}
+    verdict = Verdict(
+        winner=first.id,
+        ties=(first.id, second.id),
+        comparisons=(
+            Comparison(candidate=second.id, low=0.97, high=1.01),
+            Comparison(candidate=third.id, low=1.02, high=1.05),
+        ),
+        blocks=45,
+        protocol="cpu-1",
+    )
+    outcomes = [replace(outcome(each), timing=replace(TIMING, time_ms=time_ms)) for each, time_ms in times_ms.items()]
+    record(handle, *outcomes, verdict=verdict if is_judged else None)
+    found = records.look_up(PROBLEM, OPTIONS, handle)
+    assert found is not None
+    ties = {each.id for each in found if each.ties_with_best}
+    assert ties == ({first.id, second.id} if is_judged else {second.id, third.id})
+    assert not estimates(PROBLEM, OPTIONS, handle)[0].ties_with_best
 
 
 def test_a_verdict_outlives_a_find_that_is_broken_off(handle: Handle) -> None:

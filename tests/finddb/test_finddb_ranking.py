@@ -8,11 +8,11 @@ from dataclasses import replace
 
 import finddb_entries as made
 import pytest
-from finddb_entries import DEVICE, PROBLEM, at, row, scope
+from finddb_entries import DEVICE, PROBLEM, VERSIONS, at, row, scope
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from miofind.finddb import MEMORY, Answer, Row, Scope, Store
+from miofind.finddb import MEMORY, Answer, Row, Scope, Store, environment_id, ties_of_best
 from miofind.finddb.ranking import best_rows, rank, release_rows, usable_rows, widest_scopes, with_failures
 from miofind.finddb.validation import checked_row
 
@@ -76,6 +76,36 @@ def test_more_samples_stand_among_rows_of_one_instant():
 @pytest.mark.parametrize("status", ["crashed", "wrong_result", "compile_failed", "launch_failed", "timed_out"])
 def test_a_later_failure_displaces_a_usable_row(status):
     assert solver_ids(answered(row("A"), row("B"), row("A", status=status, time_ms=None))) == ["B"]
+
+
+def test_a_cut_off_row_supersedes_no_full_measurement():
+    full = row(time_ms=3.0, samples=45)
+    cut = row(time_ms=2.9, samples=1, status="cut_off")
+    assert [row.time_ms for row in answered(full, cut).rows] == [3.0]
+    assert [row.time_ms for row in answered(full, cut, replace(cut, time_ms=2.8)).rows] == [3.0]
+    assert [row.time_ms for row in answered(cut, full).rows] == [3.0]
+    assert [row.time_ms for row in answered(cut, replace(cut, time_ms=2.8)).rows] == [2.8]
+
+
+def test_a_cut_off_row_supersedes_what_is_of_other_versions_or_contended_or_before_a_failure():
+    full = row(time_ms=3.0, environment=environment_id(VERSIONS), created_at=at(1))
+    cut = row(time_ms=2.9, status="cut_off", environment=environment_id(VERSIONS), created_at=at(9))
+    elsewhere = replace(cut, environment=environment_id(VERSIONS | {"driver": "14.0"}), created_at=at(5))
+    failed = row(status="wrong_result", time_ms=None, created_at=at(5))
+    assert usable_rows([full, elsewhere]) == [elsewhere]
+    assert usable_rows([full, elsewhere, cut]) == [full]
+    assert usable_rows([replace(full, contended=True), cut]) == [cut]
+    assert usable_rows([full, replace(cut, contended=True)]) == [full]
+    assert usable_rows([full, failed, cut]) == [cut]
+
+
+def test_ties_of_the_best_are_the_newest_verdicts_else_those_within_one_percent():
+    rows = [row(name, time_ms=time_ms, created_at=at(1)) for name, time_ms in (("A", 1.02), ("B", 1.0), ("C", 1.009))]
+    judged = made.verdict("A:{}", "B:{}", created_at=at(2))
+    assert {tie.solver_id for tie in ties_of_best(rows)} == {"B", "C"}
+    assert [tie.solver_id for tie in ties_of_best(rows, [judged])] == ["A", "B"]
+    assert {tie.solver_id for tie in ties_of_best(rows, [replace(judged, created_at=at(0))])} == {"B", "C"}
+    assert ties_of_best([], [judged]) == []
 
 
 def test_a_failure_of_the_moment_displaces_nothing():

@@ -387,8 +387,11 @@ def test_a_loaded_solution_says_where_its_time_comes_from(handle: miofind.Handle
     options = (fast, miofind.FindOptions(), miofind.FindOptions(find_enforce="db_update"))
     for option in options:
         solution = miofind.find_solutions(PROBLEM, options=option, handle=handle)[0]
-        solution.save(tmp_path / "solution.json")
-        assert miofind.Solution.load(tmp_path / "solution.json", handle).source is solution.source
+        replace(solution, contended=True, cut_off=True).save(tmp_path / "solution.json")
+        loaded = miofind.Solution.load(tmp_path / "solution.json", handle)
+        assert (loaded.source, loaded.samples) == (solution.source, solution.samples)
+        assert loaded.contended
+        assert loaded.cut_off
     assert miofind.find_solutions(PROBLEM, options=options[-1], handle=handle)[0].source is Source.MEASURED
 
 

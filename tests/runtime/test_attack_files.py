@@ -65,6 +65,9 @@ def rewrite(path: Path, **values: Any) -> None:
         ("source", "rumour"),
         ("source", ["measured"]),
         ("max_error", float("inf")),
+        ("samples", "many"),
+        ("cut_off", 1),
+        ("contended", None),
     ],
 )
 def test_a_saved_solution_with_impossible_figures_is_refused(saved: Path, field: str, value: Any) -> None:

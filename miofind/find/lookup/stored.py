@@ -21,6 +21,7 @@ from miofind.process.interrupts import raise_if_interrupted
 from miofind.runtime.handle import Handle
 from miofind.runtime.refusals import Measured, Refusals, stored_config
 from miofind.runtime.solution import Found, Solution, Source
+from miofind.solver.candidate import Status
 from miofind.solver.solver import solvers
 
 logger = logging.getLogger(__name__)
@@ -39,6 +40,9 @@ class Stored(NamedTuple):
     deterministic: bool
     max_error: float | None
     environment: str
+    status: str
+    samples: int
+    contended: bool
 
 
 class Taken(NamedTuple):
@@ -171,6 +175,9 @@ def _as_solution(problem: ProblemDescription, row: Stored, found: Found, source:
         max_error=row.max_error,
         source=source,
         kernel_hash=row.kernel_hash,
+        samples=row.samples,
+        cut_off=row.status == Status.CUT_OFF,
+        contended=row.contended,
         found=found,
         position=len(found.solutions),
     )
