@@ -354,6 +354,11 @@ class Database:
                 self._opened("writer")
 
     @property
+    def exists(self) -> bool:
+        """Whether there is anything to read: a file, or memory."""
+        return self.path is None or self._connections.is_open or self.path.exists()
+
+    @property
     def version(self) -> int:
         """The schema version of the file when it was opened."""
         with self.read():

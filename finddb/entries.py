@@ -160,6 +160,20 @@ def problems(connection: Connection, device: str | None = None) -> dict[int, Pro
     }
 
 
+def solved_problems(connection: Connection, *, is_packed: bool) -> list[ProblemKey]:
+    """The problems whose answer has a row, in the order of their keys.
+
+    Args:
+        is_packed: the file is a release, in which every answer has one.
+    """
+    found = problems(connection)
+    if is_packed:
+        return list(found.values())
+    table = schema.answer.c
+    solved = set(connection.execute(select(table.problem_id).where(table.payload.contains("\n"))).scalars())
+    return [key for number, key in found.items() if number in solved]
+
+
 def history(connection: Connection, problem_id: int, key: ProblemKey, packed: Packing | None = None) -> History:
     """All that is stored of a problem, in a stable order.
 

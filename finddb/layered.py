@@ -120,6 +120,11 @@ class Layered:
 
         return self._write(write)
 
+    @property
+    def is_recorded(self) -> bool:
+        """Whether the FindDB that is written to holds anything so far, or is in memory."""
+        return self.user.exists
+
     def queue_recheck(self, device: str, network_config: str, reason: str) -> bool:
         """Note in the user's FindDB that a problem wants measuring again; returns whether that is news."""
         return self._write(lambda store: store.queue_recheck(device, network_config, reason))
@@ -161,6 +166,8 @@ class Layered:
         return tuple(history for history in found if history is not None)
 
     def _read(self, layer: Store, read: Callable[[Store], Result]) -> Result | None:
+        if not layer.read_only and not layer.exists:
+            return None  # a look-up makes no file
         try:
             return read(layer)
         except RefusedEntryError:

@@ -66,6 +66,11 @@ class Store:
         return self._database.where
 
     @property
+    def exists(self) -> bool:
+        """Whether there is anything to read: a file, or memory. A file is made by the first use."""
+        return self._database.exists
+
+    @property
     def read_only(self) -> bool:
         """Whether it refuses to record."""
         return self._database.read_only
@@ -196,6 +201,11 @@ class Store:
         """All problems that something is stored of."""
         with self._database.read() as connection:
             return tuple(entries.problems(connection, device).values())
+
+    def solved_problems(self) -> tuple[ProblemKey, ...]:
+        """The problems that the store has solutions of, by one statement: no answer is decoded."""
+        with self._database.read() as connection:
+            return tuple(entries.solved_problems(connection, is_packed=self._database.packing is not None))
 
     def clean(self, device: str, network_config: str) -> int:
         """Forget a problem; returns how many rows went. Another database that is merged in can bring it back."""

@@ -183,5 +183,5 @@ def test_the_solver_of_contributing_is_whole(tmp_path: Path, monkeypatch: pytest
             try:
                 binary = compiler.build(replace(step, package=package.name), device.arch)
             except MissingLibraryError:
-                pytest.skip("NVRTC is not installed: pip install 'miofind[compile]'")
+                pytest.skip("NVRTC is not installed: pip install -e '.[compile]'")
             assert binary.resources[step.entry].spill_bytes == 0

@@ -1,6 +1,7 @@
-"""What FindDBs know and answer: problems by device and type, and layers of each suite in which variant.
+"""FindDB coverage: problems by device and type, and layers of each suite by variant.
 
-What some solvers were measured for answers a find that asks for these, and no find of all: that counts as known.
+A problem that some solvers were measured for answers a find of these solvers, but no find of all: it counts as known,
+not as answered. Of many problems a sample is asked.
 """
 
 from __future__ import annotations
@@ -53,12 +54,16 @@ class DeviceCoverage:
 
     Attributes:
         problems: how many were measured, by all solvers or some.
-        types: these by type.
-        suites: those of which a layer is answered.
+        asked: how many of them a find was tried of: all, or a sample.
+        answered: how many of those asked have an answer.
+        types: the problems by type.
+        suites: those of which a layer is answered; layers that were not asked count.
     """
 
     device: str
     problems: int
+    asked: int
+    answered: int
     types: Mapping[str, int]
     suites: tuple[SuiteCoverage, ...]
 
@@ -103,18 +108,31 @@ def coverage(
     keys: Iterable[ProblemKey],
     suites: Iterable[SuiteLayers],
     answered: Callable[[str, Set[str]], Set[str]] = lambda device, network_configs: network_configs,
+    sample: int | None = None,
 ) -> list[DeviceCoverage]:
-    """What is known and answered for each device, the most first.
+    """Coverage of each device, the one with most problems first.
 
     Args:
         keys: of the problems that were measured; several FindDBs may name one.
         answered: those of a device's network_configs of which a find is answered.
+        sample: how many problems of a device are asked at most; None for all.
     """
     by_device: dict[str, set[str]] = defaultdict(set)
     for key in keys:
         by_device[key.device].add(key.network_config)
-    found = [_of_device(device, texts, suites, answered(device, texts)) for device, texts in by_device.items()]
+    found = []
+    for device, known in by_device.items():
+        asked = _sample(known, sample)
+        unanswered = asked - answered(device, asked)
+        found.append(_of_device(device, known, suites, asked, unanswered))
     return sorted(found, key=lambda c: (-c.problems, c.device))
+
+
+def _sample(network_configs: Set[str], most: int | None) -> Set[str]:
+    """At most so many of them, evenly spread over their order: over directions and sizes, and the same each time."""
+    if most is None or len(network_configs) <= most:
+        return network_configs
+    return set(sorted(network_configs)[:: -(-len(network_configs) // most)])
 
 
 def answered_finds(device: str, network_configs: Set[str]) -> Set[str]:
@@ -134,7 +152,7 @@ def _is_answered(network_config: str, handle: Handle) -> bool:
 
 
 def _of_device(
-    device: str, network_configs: Set[str], suites: Iterable[SuiteLayers], answered: Set[str]
+    device: str, network_configs: Set[str], suites: Iterable[SuiteLayers], asked: Set[str], unanswered: Set[str]
 ) -> DeviceCoverage:
     problems, found = [], []
     for text in network_configs:
@@ -142,7 +160,7 @@ def _of_device(
             problems.append(parse_network_config(text))
         except InvalidProblemError:
             continue
-        if text in answered:
+        if text not in unanswered:
             found.append(problems[-1])
     types = Counter(map(_type, problems))
     types[_UNREADABLE] = len(network_configs) - len(problems)
@@ -150,6 +168,8 @@ def _of_device(
     return DeviceCoverage(
         device=device,
         problems=len(network_configs),
+        asked=len(asked),
+        answered=len(asked) - len(unanswered),
         types={name: count for name, count in types.most_common() if count},
         suites=tuple(suite for suite in covered if suite.answered),
     )

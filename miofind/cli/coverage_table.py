@@ -1,4 +1,4 @@
-"""How `miofind doctor` shows coverage: a line a device, and a table of the suites that are answered by half."""
+"""Coverage as `miofind doctor` shows it: two lines a device, and a table of the suites that are answered by half."""
 
 from __future__ import annotations
 
@@ -18,9 +18,11 @@ _Counts = Mapping[tuple[str, str], int]
 
 
 def show_device(held: DeviceCoverage) -> None:
-    """Print one line on a device."""
+    """Print what is known of a device, and how much of it is answered."""
     types = ", ".join(f"{name} {count}" for name, count in held.types.items())
     print_text(f"  {device_text(held.device)}: {held.problems} problems ({types})")
+    sample = "" if held.asked == held.problems else f"; a sample of {held.asked}, --all asks all"
+    print_text(f"    finds answered without measuring: {held.answered} of {held.asked}{sample}")
 
 
 def show_suites(held: DeviceCoverage) -> None:
@@ -35,10 +37,11 @@ def show_suites(held: DeviceCoverage) -> None:
         if not before:
             in_part.append(f"{suite.suite} {max(suite.answered.values())}/{suite.layers}")
     if len(made):
-        print_text("  Distinct layers that a find is answered for: forward/data/weights, or one number for all")
+        what = "answered" if held.asked == held.problems else "known"
+        print_text(f"  Distinct layers {what}: forward/data/weights, or one number for all")
         made.print()
     if in_part:
-        print_text(f"  Answered by less than half of the distinct layers: {', '.join(in_part)}; --json counts all")
+        print_text(f"  Less than half of the distinct layers: {', '.join(in_part)}; --json counts all")
 
 
 def _rows(suite: SuiteCoverage) -> Iterator[tuple[tuple[str, ...], tuple[str, ...]]]:

@@ -1,4 +1,4 @@
-"""`miofind doctor`: what is here, what is in force, what is missing; one screen that never fails."""
+"""`miofind doctor`: what is missing, what is here, which FindDBs are in force; it never fails, and makes no file."""
 
 from __future__ import annotations
 
@@ -32,6 +32,9 @@ _OTHER_PACKAGES = {
     "torch": "torch",
     "sqlalchemy": "sqlalchemy",
 }
+_SAMPLE = 64
+"""Finds tried of each device's problems: a FindDB of some thousand has them tried for seconds."""
+
 _VARIABLES = ("MIOFIND_DB", "MIOFIND_SYSTEM_DB", "MIOFIND_CACHE_DIR", "MIOFIND_FIND_MODE", "MIOFIND_LOG")
 
 
@@ -73,13 +76,15 @@ class _Examination:
         return None
 
 
-@click.command(epilog=example("miofind doctor", "miofind doctor --json"))
+@click.command(epilog=example("miofind doctor", "miofind doctor --all --json"))
+@click.option("--all", "asks_all", is_flag=True, help="Try a find of every known problem, not of a sample: seconds.")
 @json_option
 @verbose_option
-def doctor(as_json: bool) -> None:
-    """Show what is here, and what is missing.
+def doctor(asks_all: bool, as_json: bool) -> None:
+    """Show what is missing and what is here.
 
-    Devices, libraries, the FindDBs in force and what they cover, the binary cache. It never fails.
+    What is missing comes first, then devices, libraries, FindDBs in the order they are asked, their coverage of the
+    suites, and the binary cache. The command never fails and writes nothing.
     """
     found = _Examination()
     found.devices = _devices(found)
@@ -89,7 +94,9 @@ def doctor(as_json: bool) -> None:
     found.suites = found.attempt("suites", suite_layers) or []
     paths = [(user_path(), "user"), *((str(p), "shipped") for p in found.attempt("FindDBs", shipped_paths) or ())]
     found.databases = [_database(path, kind, found.known) for path, kind in paths]
-    found.coverage = found.attempt("coverage", lambda: coverage(found.known, found.suites, answered_finds)) or []
+    sample = None if asks_all else _SAMPLE
+    covered = found.attempt("coverage", lambda: coverage(found.known, found.suites, answered_finds, sample))
+    found.coverage = covered or []
     found.missing += [f"{db.kind} FindDB {db.path}: {db.note}" for db in found.databases if not db.usable]
     found.cache = found.attempt("binary cache", lambda: BinaryCache().stats())
     if found.cache is not None and found.cache.directory is None:
@@ -146,23 +153,16 @@ def _database(path: str, kind: str, known: set[ProblemKey]) -> _Database:
         with Store(path, read_only=kind == "shipped") as store:
             if kind == "user":
                 store.add(())  # what a find would do: refused where the file cannot be written
-            stats = store.stats()
-            known.update(key for key in store.problems() if _has_solutions(store, key))
+            known.update(store.solved_problems())
+            release = store.release()
+            if release is not None and store.path is not None:  # it says of itself what else takes a second to count
+                devices, rows, size = release.problems, sum(release.rows.values()), store.path.stat().st_size
+            else:
+                stats = store.stats()
+                devices, rows, size = stats.by_device, stats.rows, stats.file_bytes
     except Exception as error:
         return _Database(path=path, kind=kind, usable=False, note=str(error))
-    return _Database(
-        path=path,
-        kind=kind,
-        problems=stats.problems,
-        rows=stats.rows,
-        bytes=stats.file_bytes,
-        devices=dict(stats.by_device),
-    )
-
-
-def _has_solutions(store: Store, key: ProblemKey) -> bool:
-    answer = store.answer(key.device, key.network_config)
-    return answer is not None and len(answer.rows) > 0
+    return _Database(path=path, kind=kind, problems=sum(devices.values()), rows=rows, bytes=size, devices=dict(devices))
 
 
 def _exists(path: str) -> bool:
@@ -187,6 +187,7 @@ def _exists(path: str) -> bool:
 
 def _show(found: _Examination) -> None:
     print_text(f"miofind {__version__}, Python {platform.python_version()}, {platform.platform()}")
+    _section("Missing", found.missing or ["nothing"])
     _section("Devices", [_device_line(device) for device in found.devices])
     names = [f"{name} {version}" for name, version in found.libraries.items() if name not in ("miofind", "python")]
     _section("Libraries", [", ".join(names) or "none"])
@@ -196,7 +197,6 @@ def _show(found: _Examination) -> None:
     variables = [f"{name}={os.environ[name]}" for name in _VARIABLES if name in os.environ]
     if variables:
         _section("Environment", variables)
-    _section("Missing", found.missing or ["nothing"])
 
 
 def _section(title: str, lines: list[str]) -> None:
@@ -216,7 +216,7 @@ def _device_line(device: Device) -> str:
 
 def _database_line(database: _Database) -> str:
     if not database.usable:
-        return f"{database.kind:7} {database.path}: CANNOT BE USED, see below"
+        return f"{database.kind:7} {database.path}: CANNOT BE USED, see above"
     told = f"{database.problems} problems, {database.rows} measurements, {bytes_text(database.bytes)}"
     return f"{database.kind:7} {database.path}: {database.note or told}"
 
@@ -233,7 +233,7 @@ def _show_coverage(found: _Examination) -> None:
 
 def _cache_line(cache: CacheStats | None) -> str:
     if cache is None or cache.directory is None:
-        return "CANNOT BE USED, see below"
+        return "CANNOT BE USED, see above"
     return f"{cache.directory}: {cache.entries} binaries, {bytes_text(cache.bytes)} of {bytes_text(cache.max_bytes)}"
 
 
@@ -259,7 +259,8 @@ def _coverage_json(held: DeviceCoverage) -> dict[str, object]:
         for suite in held.suites
         for variant, count in suite.answered.items()
     ]
-    return {"device": held.device, "problems": held.problems, "types": dict(held.types), "suites": suites}
+    counts = {"problems": held.problems, "asked": held.asked, "answered": held.answered}
+    return {"device": held.device} | counts | {"types": dict(held.types), "suites": suites}
 
 
 def _cache_json(cache: CacheStats) -> dict[str, object]:

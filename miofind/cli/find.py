@@ -119,6 +119,8 @@ def _find(problem: ProblemDescription, options: FindOptions, handle: Handle) -> 
         wider = wider_bounds(problem, handle.device, options)
         found = _Found(problem=problem, solutions=solutions, wider_bounds=wider)
     for store in handle.database.layers:
+        if not store.exists:
+            continue
         with contextlib.suppress(DatabaseError):  # a find goes on without a database, and so does what is told of it
             history = store.history(handle.device.identity, problem.network_config)
             if history is not None:

@@ -20,7 +20,7 @@ from miofind.compiler.sources import Source
 from miofind.device.device import INSTALL_CUDA
 from miofind.errors import CompileError, ForkedProcessError, MissingLibraryError
 
-INSTALL_NVRTC = f"{INSTALL_CUDA}; 'miofind[compile]' without a GPU"
+INSTALL_NVRTC = f"{INSTALL_CUDA}; without a GPU the extra compile"
 
 # -default-device makes constexpr functions and tables usable in device code without annotations.
 _BASE_OPTIONS = ("--std=c++17", "-default-device", "--ptxas-options=-v")

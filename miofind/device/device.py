@@ -22,7 +22,10 @@ from miofind.printable import printable_name
 
 logger = logging.getLogger(__name__)
 
-INSTALL_CUDA = "pip install 'miofind[cuda12]' or 'miofind[cuda13]', whichever the driver supports"
+INSTALL_CUDA = (
+    "install miofind's extra cuda12 or cuda13, whichever the driver supports: `pip install -e '.[cuda12]'` in its "
+    "clone, `pip install 'FILE.whl[cuda12]'` for its wheel"
+)
 
 IDENTITY = re.compile(
     r"(?P<name>[^|]*)\|(?P<sm_count>\d{1,6})\|(?P<major>\d{1,2})\.(?P<minor>\d)\|(?P<mig_profile>[^|]*)", re.ASCII

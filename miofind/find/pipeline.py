@@ -49,7 +49,8 @@ def find(problem: ProblemDescription, options: FindOptions, handle: Handle) -> l
         handle.forget_answers(problem.network_config)
     if mode is not FindMode.NORMAL and options.find_enforce not in _ALWAYS_MEASURES:
         dynamic_only = mode is FindMode.DYNAMIC_HYBRID
-        hit = records.look_up(problem, options, handle, dynamic_only=dynamic_only)
+        queue = mode is not FindMode.FAST or handle.database.is_recorded  # it only reads, so it makes no FindDB
+        hit = records.look_up(problem, options, handle, dynamic_only=dynamic_only, queue=queue)
         if hit is not None:
             logger.debug("the FindDB has %d solutions: %s", len(hit), problem)
             verified = mode is not FindMode.TRUST_VERIFY or _still_holds(hit[0], options, handle)

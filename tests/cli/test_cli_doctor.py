@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -28,8 +29,9 @@ def own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_it_shows_all_sections_and_makes_no_database(tmp_path: Path) -> None:
     text = run("doctor").stdout
-    for section in ("Devices", "Libraries", "FindDBs", "Coverage", "Binary cache", "Environment", "Missing"):
-        assert f"\n{section}" in text
+    sections = ("Missing", "Devices", "Libraries", "FindDBs", "Coverage", "Binary cache", "Environment")
+    places = [text.index(f"\n{section}") for section in sections]
+    assert places == sorted(places), "what is missing comes first"
     assert Device.cpu().name in text
     assert not (tmp_path / "finddb.db").exists()
 
@@ -91,15 +93,33 @@ def test_the_table_of_suites(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     _, header, _, row, rest = capsys.readouterr().out.splitlines()
     assert header.split() == ["suite", "batch", "layers", "NCHW", "NHWC", "types"]
     assert row.split() == ["vgg16", "16", "9", "9/0/0", "9", "bfloat16,", "float16"]
-    assert "less than half of the distinct layers: resnet50 3/23" in rest
+    assert "Less than half of the distinct layers: resnet50 3/23" in rest
 
 
-def test_the_shipped_coverage_is_told_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_many_problems_a_sample_is_asked() -> None:
+    asked: list[frozenset[str]] = []
+
+    def answered(device: str, network_configs: Any) -> Any:
+        asked.append(frozenset(network_configs))
+        return frozenset(sorted(network_configs)[1:])
+
+    known = keys("resnet50", batch=32)
+    (held,) = coverage(known, [SuiteLayers("resnet50")], answered, 10)
+    assert (held.problems, held.asked, held.answered) == (23, len(asked[0]), len(asked[0]) - 1)
+    assert 5 <= held.asked <= 10
+    assert max(held.suites[0].answered.values()) == 22, "what was not asked is known"
+    (held,) = coverage(known, [SuiteLayers("resnet50")], answered)
+    assert (held.asked, held.answered) == (23, 22)
+
+
+def test_the_shipped_coverage_is_told_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MIOFIND_SYSTEM_DB")
     monkeypatch.setenv("COLUMNS", "80")
     text = run("doctor").stdout
     coverage_text = text[text.index("\nCoverage") : text.index("\nBinary cache")]
     assert "NVIDIA H200, 132 SMs, sm_90: " in coverage_text
+    assert re.search(r"finds answered without measuring: \d+ of (\d+); a sample of \1, --all asks all", coverage_text)
+    assert not (tmp_path / "finddb.db").exists()
     (held,) = run_json("doctor")["coverage"]
     answered = [
         suite["answered"]

@@ -79,6 +79,12 @@ def test_filters_and_top() -> None:
     assert [s["workspace_bytes"] for s in ordered] == sorted(s["workspace_bytes"] for s in ordered)
 
 
+@pytest.mark.parametrize("command", [("find", *FORWARD, "--find-mode", "fast"), ("solvers", *FORWARD)])
+def test_what_only_reads_makes_no_finddb(tmp_path: Path, command: tuple[str, ...]) -> None:
+    run(*command, "--device", "cpu")
+    assert not [path.name for path in tmp_path.iterdir() if path.name.startswith("finddb")]
+
+
 def test_what_was_measured_and_is_not_shown_is_told(tmp_path: Path) -> None:
     run("tune", *FORWARD, "--search", "--device", "cpu", "--in-process")
     (found,) = cpu("find", *FORWARD)["problems"]

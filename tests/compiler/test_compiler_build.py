@@ -253,7 +253,7 @@ def test_without_nvrtc_the_error_says_what_to_install(
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, module, None)
         patch.delattr("cuda.bindings.nvrtc", raising=False)
-        with pytest.raises(MissingLibraryError, match=r"pip install 'miofind\[cuda12\]'"):
+        with pytest.raises(MissingLibraryError, match=r"pip install -e '\.\[cuda12\]'"):
             compiler.build(package.step(), ARCH)
         with pytest.raises(MissingLibraryError):
             list(compiler.build_all([package.step()], ARCH))

@@ -61,6 +61,18 @@ def test_the_shipped_answers_where_the_user_has_none(tmp_path, shipped, caplog):
     assert not caplog.records
 
 
+def test_reading_makes_no_file(tmp_path, shipped):
+    with Layered(Store(tmp_path / "new" / "user.db"), [shipped]) as layered:
+        assert layered.answer(DEVICE, PROBLEM) is not None
+        assert len(layered.histories(DEVICE, PROBLEM)) == 1
+        assert layered.rechecks() == ()
+        assert not layered.is_recorded
+        assert not (tmp_path / "new").exists()
+        layered.record(DEVICE, PROBLEM, [row("ConvB")])
+        assert layered.is_recorded
+        assert len(layered.histories(DEVICE, PROBLEM)) == 2
+
+
 def test_the_first_of_the_shipped_answers(tmp_path, shipped):
     with Store(make(tmp_path / "second.db", row("Second")), read_only=True) as second:
         layered = Layered(None, [shipped, second])

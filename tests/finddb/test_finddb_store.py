@@ -11,7 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from miofind.errors import DatabaseError
-from miofind.finddb import MEMORY, History, ProblemKey, Prune, RefusedEntryError, Store, entries, environment_id
+from miofind.finddb import (
+    MEMORY,
+    History,
+    ProblemKey,
+    Prune,
+    RefusedEntryError,
+    Store,
+    entries,
+    environment_id,
+    write_release,
+)
 from miofind.finddb.validation import LAST_STAMP
 from miofind.finddb.values import STATUSES, USABLE_STATUSES
 from miofind.solver.candidate import Status
@@ -427,3 +437,15 @@ def test_what_a_full_disk_leaves_of_a_new_file_is_empty(tmp_path):
 def test_a_url_of_a_server_is_refused():
     with pytest.raises(DatabaseError, match="postgresql cannot be used by this release"):
         Store("postgresql://somewhere/finddb")
+
+
+def test_solved_problems_are_those_with_a_usable_row(tmp_path):
+    with Store(MEMORY) as store:
+        store.record(DEVICE, PROBLEM, [row("ConvA")])
+        store.record(DEVICE, "failed", [row("ConvA", status="wrong_result", time_ms=None)])
+        store.record(DEVICE, "scope alone", scope=scope("ConvA"))
+        assert len(store.problems()) == 3
+        assert store.solved_problems() == (ProblemKey(device=DEVICE, network_config=PROBLEM),)
+        write_release([store], tmp_path / "shipped.db")
+    with Store(tmp_path / "shipped.db", read_only=True) as shipped:
+        assert shipped.solved_problems() == shipped.problems() != ()
