@@ -23,6 +23,7 @@ from miofind.errors import MissingLibraryError
 from miofind.suites import suite_names
 
 ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "miofind"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 COMMANDS = set(main.list_commands(click.Context(main)))
 # What the NVRTC and runtime packages bring; the rest needs packages that no extra installs.
@@ -89,11 +90,18 @@ def test_links_between_documents_hold() -> None:
     documents = [str(path.relative_to(ROOT)) for path in ROOT.glob("docs/*.md")]
     for document in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "miofind/suites/README.md", *documents):
         targets = re.findall(r"\]\((?!https?:)([^)#]+)\)", text(document))
-        assert [target for target in targets if not ((ROOT / document).parent / target).exists()] == []
+        paths = [((ROOT / document).parent / target).resolve() for target in targets]
+        assert [path for path in paths if not path.exists() and not _in_package(path).exists()] == []
+
+
+def _in_package(path: Path) -> Path:
+    """The same file in a source distribution, which has the package's links replaced by the folders."""
+    return PACKAGE / path.relative_to(ROOT)
 
 
 def test_environment_variables_are_documented() -> None:
-    sources = [*ROOT.glob("miofind/**/*.py"), *ROOT.glob("finddb/**/*.py"), *ROOT.glob("solvers/**/*.py")]
+    folders = (PACKAGE, PACKAGE / "finddb", PACKAGE / "solvers")
+    sources = [path for folder in folders for path in folder.rglob("*.py")]
     named = {name for path in sources for name in re.findall(r"\bMIOFIND_[A-Z_]+\b", path.read_text(encoding="utf-8"))}
     documented = set(re.findall(r"^\| `(MIOFIND_[A-Z_]+)`", text("README.md"), re.MULTILINE))
     assert named == documented
@@ -125,7 +133,7 @@ def test_suites_document_names_every_suite() -> None:
 
 
 def test_kernels_include_only_headers_that_the_extras_install() -> None:
-    for path in sorted((ROOT / "kernels_src").rglob("*.cu*")):
+    for path in sorted((PACKAGE / "kernels_src").rglob("*.cu*")):
         included = set(re.findall(r"^\s*#\s*include\s*<([^>]+)>", path.read_text(encoding="utf-8"), re.MULTILINE))
         assert sorted(included - TOOLKIT_HEADERS) == [], path.name
 
@@ -169,7 +177,7 @@ def test_the_solver_of_contributing_is_whole(tmp_path: Path, monkeypatch: pytest
     (package / "__init__.py").touch()
     (package / "depthwise").mkdir()
     (package / "depthwise" / "my_solver.cu").write_text(_example("cuda"), encoding="utf-8")
-    (package / "common" / "types.cuh").write_text(text("kernels_src/common/types.cuh"), encoding="utf-8")
+    (package / "common" / "types.cuh").write_text(text("miofind/kernels_src/common/types.cuh"), encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
     module = ModuleType("my_solver")
     monkeypatch.setitem(sys.modules, module.__name__, module)
@@ -185,3 +193,11 @@ def test_the_solver_of_contributing_is_whole(tmp_path: Path, monkeypatch: pytest
             except MissingLibraryError:
                 pytest.skip("NVRTC is not installed: pip install -e '.[compile]'")
             assert binary.resources[step.entry].spill_bytes == 0
+
+
+def test_a_source_distribution_takes_what_its_tests_and_documents_need() -> None:
+    manifest = text("MANIFEST.in")
+    grafted = re.findall(r"^graft (\S+)", manifest, re.MULTILINE)
+    included = " ".join(re.findall(r"^include (.+)", manifest, re.MULTILINE)).split()
+    assert {"CHANGELOG.md", "CONTRIBUTING.md", "Makefile", "docs", "tests", "benchmarks"} <= {*grafted, *included}
+    assert [name for name in (*grafted, *included) if not (ROOT / name).exists()] == []
