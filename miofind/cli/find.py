@@ -23,7 +23,7 @@ from miofind.cli.options import (
 from miofind.cli.output import bytes_text, print_json, print_note, print_text, stderr
 from miofind.cli.problems import problem_argument, problem_json, problems_of
 from miofind.cli.session import verbose_option
-from miofind.cli.solution_table import solution_json, solution_sheet
+from miofind.cli.solution_table import explained_notes, notes_of, solution_json, solution_sheet
 from miofind.core.problem import ProblemDescription
 from miofind.device.device import Device
 from miofind.driver.line import driver_line
@@ -102,12 +102,12 @@ def find(
         if save is not None and found[0].solutions:
             found[0].solutions[0].save(save)
             print_note(f"saved {found[0].solutions[0].id} to {save}")
-    if as_json:
-        print_json({"device": device.identity, "problems": [_json(each, top) for each in found]})
-    else:
-        print_text(f"{device.name}, {device.place.value}")
-        for each in found:
-            _show(each, top, in_order_of_workspace=options.order is Order.WORKSPACE)
+        if as_json:  # the FindDB, which tells ties, is still open
+            print_json({"device": device.identity, "problems": [_json(each, top) for each in found]})
+        else:
+            print_text(f"{device.name}, {device.place.value}")
+            for each in found:
+                _show(each, top, in_order_of_workspace=options.order is Order.WORKSPACE)
     if unsolved:
         is_elsewhere = all(isinstance(error, NoPlaceError) for error in unsolved)
         raise (NoPlaceError if is_elsewhere else NoSolutionError)("\n".join(map(str, unsolved)))
@@ -139,8 +139,9 @@ def _show(found: _Found, top: int | None, *, in_order_of_workspace: bool) -> Non
     solution_sheet(title, solutions[:top]).print()
     if top is not None and len(solutions) > top:
         print_text(f"{len(solutions) - top} more: leave --top out to see them")
-    times = [solution.time_ms for solution in solutions[:top]]
-    if not in_order_of_workspace and times != sorted(times):
+    print_text(*explained_notes(solutions[:top]))
+    untied = [solution.time_ms for solution in solutions[:top] if "tie" not in notes_of(solution)]
+    if not in_order_of_workspace and untied != sorted(untied):
         print_text("a slower one above a faster one is its tie: of ties the smaller workspace, then error, comes first")
     if found.wider_bounds:
         left_out = ", ".join(f"{count} of {name}" for name, count in found.wider_bounds.items())
@@ -154,7 +155,7 @@ def _show(found: _Found, top: int | None, *, in_order_of_workspace: bool) -> Non
 
 
 def _json(found: _Found, top: int | None) -> dict[str, object]:
-    shown = [solution_json(solution) for solution in found.solutions[:top]]
+    shown = [solution_json(each) | {"notes": list(notes_of(each))} for each in found.solutions[:top]]
     return problem_json(found.problem) | {
         "measured": found.measured,
         "wider_bounds": found.wider_bounds,

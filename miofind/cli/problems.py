@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
-_SHORT_DIRECTION = {Direction.FORWARD: "fwd", Direction.BACKWARD_DATA: "data", Direction.BACKWARD_WEIGHTS: "weights"}
+SHORT_DIRECTIONS = {Direction.FORWARD: "fwd", Direction.BACKWARD_DATA: "data", Direction.BACKWARD_WEIGHTS: "weights"}
 _BITS = {Direction.FORWARD: 1, Direction.BACKWARD_DATA: 2, Direction.BACKWARD_WEIGHTS: 4}
 
 problem_argument = click.argument("line", nargs=-1, type=click.UNPROCESSED, metavar="PROBLEM...")
@@ -206,7 +206,7 @@ def short_problem(problem: ProblemDescription) -> str:
 
 def short_direction(problem: ProblemDescription) -> str:
     """The direction in one short word."""
-    return _SHORT_DIRECTION[problem.direction]
+    return SHORT_DIRECTIONS[problem.direction]
 
 
 def traits(problem: ProblemDescription) -> dict[str, str]:

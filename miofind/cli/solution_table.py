@@ -1,11 +1,11 @@
-"""How solutions are shown: a table for people, objects for programs."""
+"""Solutions as commands show them: a table for people, objects for programs, and notes on how far a time goes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from miofind.cli.output import Sheet, bytes_text, error_text, ratio_text, tflops, tflops_text, time_text
-from miofind.runtime.solution import Solution
+from miofind.runtime.solution import Solution, Source
 from miofind.solver.steps import config_text
 
 _COLUMNS = (
@@ -15,6 +15,7 @@ _COLUMNS = (
     "library",
     "config",
     "ms",
+    "notes",
     "vs best",
     "TFLOP/s",
     "workspace",
@@ -23,12 +24,21 @@ _COLUMNS = (
     "source",
 )
 _NUMBERS = ("#", "ms", "vs best", "TFLOP/s", "workspace", "error")
+_MEANINGS = {
+    "predicted": "estimated by the solver, not measured",
+    "cut off": "far behind at its first run and timed no further: the time is rough",
+    "contended": "something else used the device meanwhile: the time may be too long",
+    "tie": "as fast as the best, as far as the measurements tell; the smaller workspace comes first, then the smaller "
+    "error",
+}
 _SPARE = ("source", "determ.", "algorithm", "error", "library", "vs best", "#", "workspace")
 
 
 def solution_sheet(title: str, solutions: Sequence[Solution]) -> Sheet:
-    """Solutions of one problem, one a line."""
-    made = Sheet(title, _COLUMNS, right=_NUMBERS, fold=("config",), spare=_SPARE)
+    """Solutions of one problem, one a line; notes, where there are any, are shown at every width."""
+    has_notes = any(map(notes_of, solutions))
+    columns = [name for name in _COLUMNS if name != "notes" or has_notes]
+    made = Sheet(title, columns, right=_NUMBERS, fold=("config",), spare=_SPARE)
     best_ms = min(solution.time_ms for solution in solutions)
     for number, solution in enumerate(solutions, start=1):
         made.add(
@@ -38,6 +48,7 @@ def solution_sheet(title: str, solutions: Sequence[Solution]) -> Sheet:
             solution.library.value,
             config_text(solution.config),
             time_text(solution.time_ms),
+            *([", ".join(notes_of(solution))] if has_notes else []),
             ratio_text(solution.time_ms / best_ms),
             tflops_text(solution.problem.flops, solution.time_ms),
             bytes_text(solution.workspace_bytes),
@@ -47,6 +58,23 @@ def solution_sheet(title: str, solutions: Sequence[Solution]) -> Sheet:
             style="bold" if number == 1 else "",
         )
     return made
+
+
+def notes_of(solution: Solution) -> tuple[str, ...]:
+    """What a reader must know of a solution's time: that it is predicted, cut off, contended or a tie."""
+    holds = {
+        "predicted": solution.source is Source.PREDICTED,
+        "cut off": solution.cut_off,
+        "contended": solution.contended,
+        "tie": solution.ties_with_best,
+    }
+    return tuple(name for name, is_so in holds.items() if is_so)
+
+
+def explained_notes(solutions: Sequence[Solution]) -> list[str]:
+    """A line on each note that one of the solutions has."""
+    noted = {note for solution in solutions for note in notes_of(solution)}
+    return [f"{note}: {meaning}" for note, meaning in _MEANINGS.items() if note in noted]
 
 
 def solution_json(solution: Solution) -> dict[str, object]:
@@ -63,4 +91,7 @@ def solution_json(solution: Solution) -> dict[str, object]:
         "max_error": solution.max_error,
         "deterministic": solution.deterministic,
         "source": solution.source.value,
+        "samples": solution.samples,
+        "cut_off": solution.cut_off,
+        "contended": solution.contended,
     }

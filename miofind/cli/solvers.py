@@ -1,4 +1,4 @@
-"""`miofind solvers`: what there is, and what serves a problem."""
+"""`miofind solvers`: the registered solvers, and those that serve a problem."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from miofind.cli.options import (
     only_option,
 )
 from miofind.cli.output import Sheet, print_json, print_text
-from miofind.cli.problems import optional_problem_argument, problem_json, problems_of
+from miofind.cli.problems import SHORT_DIRECTIONS, optional_problem_argument, problem_json, problems_of
 from miofind.cli.session import verbose_option
-from miofind.core.problem import ProblemDescription
+from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.device.device import Device
 from miofind.driver.line import driver_line
 from miofind.errors import MiofindError
@@ -29,11 +29,12 @@ from miofind.solver.solver import solvers as registered
 from miofind.solver.steps import Config, config_text
 
 _MOST_COUNTED = 10_000
+_COLUMNS = ("solver", "runs on", "directions", "layouts", "dims", "algorithm", "library", "dtypes", "about")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Service:
-    """What a solver has for a problem: a reason against it, else its configurations."""
+    """A solver's refusal of a problem, or its configurations for it."""
 
     solver: Solver
     reason: str = ""
@@ -62,9 +63,10 @@ def solvers(
     archs: tuple[Device, ...],
     as_json: bool,
 ) -> None:
-    """List the solvers, or which serve PROBLEM.
+    """List the solvers, or those that serve PROBLEM.
 
-    With PROBLEM, it says for each solver how many configurations it has for that, or why it does not serve it.
+    Without PROBLEM, the list says what each solver serves: place, directions, layouts, spatial dimensions and dtypes.
+    With PROBLEM, it has the number of configurations and the defaults of each solver, or why it refuses the problem.
     """
     chosen = FindOptions(only=only, exclude=exclude)
     listed = [solver for solver in registered().values() if chosen.allows(solver)]
@@ -97,42 +99,75 @@ def _list(listed: list[Solver], as_json: bool) -> None:
     if as_json:
         print_json({"solvers": [_solver_json(solver) for solver in listed]})
         return
-    made = Sheet("", ("solver", "version", "algorithm", "library", "place", "least sm", "dtypes", "notes"))
+    made = Sheet("", _COLUMNS, fold=("about", "dtypes"), spare=("algorithm", "library"))
     for solver in listed:
-        values = _solver_json(solver)
-        notes = [name for name in ("is_dynamic", "is_last_resort") if values[name]]
         made.add(
             solver.id,
-            str(solver.version),
+            _runs_on(solver),
+            " ".join(SHORT_DIRECTIONS[direction] for direction in _directions(solver)),
+            " ".join(dict.fromkeys(map(_plain_layout, _layouts(solver)))),
+            _ranks(solver),
             solver.algorithm.value,
             solver.library.value,
-            _words(values["places"]),
-            _least_sm(solver),
-            _words(values["dtypes"]),
-            ", ".join(note.removeprefix("is_").replace("_", " ") for note in notes),
+            " ".join(_dtypes(solver)),
+            _about(solver),
         )
     made.print()
-    print_text(f"{len(listed)} solvers; name a problem to see which serve it")
+    print_text(f"{len(listed)} solvers; name a problem to see which serve it, --json has all that they declare")
 
 
-def _least_sm(solver: Solver) -> str:
+def _about(solver: Solver) -> str:
+    """The first line of a solver's docstring."""
+    return (type(solver).__doc__ or "").strip().partition("\n")[0]
+
+
+def _runs_on(solver: Solver) -> str:
+    """The CPU place, or the least compute capability or the exact architectures of a GPU."""
     archs = sorted({arch for key in solver.keys for arch in key.archs})
-    return ", ".join(archs) if archs else str(min(key.min_sm for key in solver.keys) or "-")
+    least = min(key.min_sm for key in solver.keys)
+    places = sorted({key.place.value for key in solver.keys})
+    return " ".join(f"sm_{arch}" for arch in archs) or (f"sm_{least}" if least else " ".join(places))
 
 
-def _words(names: object) -> str:
-    return ", ".join(map(str, names)) if isinstance(names, list) else ""
+def _directions(solver: Solver) -> list[Direction]:
+    """The directions of a solver's examples, which have every direction that it serves."""
+    served = {example.direction for example in solver.examples()}
+    return [direction for direction in Direction if direction in served]
+
+
+def _layouts(solver: Solver) -> list[Layout]:
+    served = {layout for key in solver.keys for layout in key.layouts}
+    return [layout for layout in Layout if layout in served]
+
+
+def _dtypes(solver: Solver) -> list[str]:
+    served = {dtype for key in solver.keys for dtype in key.dtypes}
+    return [dtype.value for dtype in DataType if dtype in served]
+
+
+def _plain_layout(layout: Layout) -> str:
+    """The layout's form in two spatial dimensions."""
+    return Layout.of(2, channels_last=layout.channels_last).value
+
+
+def _ranks(solver: Solver) -> str:
+    """The numbers of spatial dimensions, such as 1-3."""
+    ranks = sorted({layout.spatial_dims for layout in _layouts(solver)})
+    return str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"
 
 
 def _solver_json(solver: Solver) -> dict[str, object]:
     return {
         "id": solver.id,
+        "about": _about(solver),
         "version": solver.version,
         "algorithm": solver.algorithm.value,
         "library": solver.library.value,
         "places": sorted({key.place.value for key in solver.keys}),
-        "dtypes": sorted({dtype.value for key in solver.keys for dtype in key.dtypes}),
-        "layouts": sorted({layout.value for key in solver.keys for layout in key.layouts}),
+        "directions": [direction.value for direction in _directions(solver)],
+        "dtypes": _dtypes(solver),
+        "layouts": [layout.value for layout in _layouts(solver)],
+        "archs": sorted({arch for key in solver.keys for arch in key.archs}),
         "min_sm": min(key.min_sm for key in solver.keys),
         "is_dynamic": solver.is_dynamic,
         "is_last_resort": solver.is_last_resort,
@@ -143,8 +178,8 @@ def _solver_json(solver: Solver) -> dict[str, object]:
 def _show(device: Device, problem: ProblemDescription, services: list[_Service]) -> None:
     made = Sheet(
         f"\n{driver_line(problem)}  on {device.name}",
-        ("solver", "library", "configs", "defaults, or why not"),
-        long=("defaults, or why not",),
+        ("solver", "library", "configs", "defaults or refusal"),
+        fold=("defaults or refusal",),
     )
     for service in sorted(services, key=lambda s: bool(s.reason)):
         solver = service.solver

@@ -124,7 +124,7 @@ class ConvFft(Solver):
 
 
 class ConvFftTiles(ConvFft):
-    """The same, with transforms of our own: a thread block has whole tiles in shared memory.
+    """Overlap-save by Fourier transforms of own kernels: a thread block has whole tiles in shared memory.
 
     Elements are read, and results written, by the kernels that transform, which saves four to six passes over the
     planes, and a quarter to three fifths of the time on an H200. Tiles have up to 64 rows of 128, or one row of up to

@@ -30,7 +30,7 @@ _LAYOUTS = frozenset(Layout)
 
 
 class ConvGemm1x1(Solver):
-    """One product an image, or one in all where channels are last."""
+    """A 1x1 convolution by cuBLASLt: one product an image, or one in all where channels are last."""
 
     id = "ConvGemm1x1"
     algorithm = Algorithm.GEMM

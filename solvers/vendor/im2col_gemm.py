@@ -31,7 +31,7 @@ _LAYOUTS = frozenset(Layout)
 
 
 class ConvIm2colGemm(Solver):
-    """Columns in a workspace, `images` images at a time."""
+    """im2col and a cuBLASLt product: the columns of some images at a time lie in a workspace."""
 
     id = "ConvIm2colGemm"
     algorithm = Algorithm.IM2COL_GEMM

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from cli_runner import FORWARD, TINY, run, run_json, use_own_folders
 import miofind
 from miofind.driver.line import parse_driver_line
 from miofind.finddb import Store
+from miofind.runtime.solution import Found, Source
 from miofind.verify.verifier import Verdict, Verifier
 
 LONG_FLAGS = "conv --in_channels=4 --in_h=6 --in_w 5 -n 1 -k 2 -y 3 -x 3 --pad_h 1 --pad_w 1 -F 1"
@@ -126,6 +128,41 @@ def test_configurations_of_wider_bounds_are_told_of() -> None:
     assert cpu("find", *wide, "--only", "direct")["problems"][0]["wider_bounds"] == {}
 
 
+@pytest.mark.parametrize("columns", [None, 120, 80, 60, 40])
+def test_notes_on_times_are_shown_at_every_width(monkeypatch: pytest.MonkeyPatch, columns: int | None) -> None:
+    """Rows looked alike, whether raced or cut off after one sample; at 80 columns predictions looked measured."""
+    marks: list[dict[str, Any]] = [{}, {"cut_off": True}, {"contended": True}, {"source": Source.PREDICTED}]
+
+    def found(*arguments: Any, **settings: Any) -> list[miofind.Solution]:
+        first = miofind.find_solutions(*arguments, **settings)[0]
+        made = [replace(first, **mark) for mark in marks]
+        monkeypatch.setattr(Found, "ties", frozenset({first.id}))
+        return made
+
+    monkeypatch.setattr("miofind.cli.find.find_solutions", found)
+    if columns is not None:
+        monkeypatch.setenv("COLUMNS", str(columns))
+    text = run("find", *FORWARD, "--device", "cpu").stdout
+    table, *explained = text.partition("\npredicted: ")
+    for note in ("predicted", "cut off", "contended", "tie"):
+        assert note.split()[0] in table
+        assert f"\n{note}: " in text
+    assert len("".join(explained).splitlines()) >= 4
+    if columns is not None:
+        assert max(map(len, table.splitlines()[3:])) <= columns
+    notes = [solution["notes"] for solution in cpu("find", *FORWARD)["problems"][0]["solutions"]]
+    assert notes == [["tie"], ["cut off", "tie"], ["contended", "tie"], ["predicted", "tie"]]
+
+
+def test_predictions_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    text = run("find", *FORWARD, "--device", "cpu", "--find-mode", "fast").stdout
+    rows = [line for line in text.splitlines() if re.match(r"\d+  ConvCpu", line)]
+    assert rows
+    assert all(" predicted " in row for row in rows)
+    assert "\npredicted: estimated by the solver, not measured\n" in text
+
+
 @pytest.mark.parametrize(("times", "is_told"), [((1.02, 1.0, 3.0), True), ((1.0, 1.02, 3.0), False)])
 def test_an_order_that_times_contradict_is_explained(
     monkeypatch: pytest.MonkeyPatch, times: tuple[float, ...], is_told: bool
@@ -135,6 +172,7 @@ def test_an_order_that_times_contradict_is_explained(
         return [replace(first, time_ms=time_ms) for time_ms in times]
 
     monkeypatch.setattr("miofind.cli.find.find_solutions", found)
+    monkeypatch.setattr(Found, "ties", frozenset())
     told = "a slower one above a faster one is its tie"
     assert (told in run("find", *FORWARD, "--device", "cpu").stdout) == is_told
     assert told not in run("find", *FORWARD, "--device", "cpu", "--order", "workspace").stdout

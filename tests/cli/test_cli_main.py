@@ -14,9 +14,12 @@ import pytest
 from cli_runner import FORWARD, run, run_json, use_own_folders
 
 from miofind.cli import main
+from miofind.core.problem import Direction
+from miofind.device.device import Device, Place
 from miofind.driver.flags import FLAGS
 from miofind.finddb import Row, Store
 from miofind.process import interrupts
+from miofind.solver.solver import solvers
 
 # These say for all problems of a command what the driver's flags of that name say for one, or how it is run.
 SHARED_WITH_THE_DRIVER = {"dtype", "layout", "math", "search", "solution", "verify"}
@@ -209,6 +212,35 @@ def test_solvers_are_listed() -> None:
     assert "ConvCpuDirect" in listed
     printed = run_json("solvers", "--only", "plain")["solvers"]
     assert {solver["library"] for solver in printed} == {"plain"}
+
+
+def test_solvers_fit_eighty_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    text = run("solvers").stdout
+    assert max(map(len, text.splitlines()[:-1])) <= 80
+    header, _, *lines = text.splitlines()
+    assert header.split() == ["solver", "runs", "on", "directions", "layouts", "dims"]
+    for solver in solvers().values():
+        at = next(number for number, line in enumerate(lines) if line.startswith(f"{solver.id} "))
+        assert lines[at + 1].startswith("    dtypes: float")
+        assert lines[at + 2].startswith("    about: "), "a solver's class has a docstring"
+    assert re.search(r"\nConvDepthwiseBands +sm_80 +fwd data +NCHW +1-2\n", text)
+
+
+def test_a_solvers_examples_have_all_its_directions() -> None:
+    """`miofind solvers` takes a solver's directions from its examples."""
+    for solver in run_json("solvers")["solvers"]:
+        own = solvers()[solver["id"]]
+        key = next(iter(own.keys))
+        archs = sorted(key.archs) or [str(key.min_sm)]
+        device = Device.cpu() if key.place is Place.CPU else Device.virtual(archs[0])
+        served = {
+            direction.value
+            for example in own.examples()
+            for direction in Direction
+            if own.is_applicable(example.in_direction(direction), device)
+        }
+        assert served <= set(solver["directions"]) != set()
 
 
 def test_solvers_say_why_not() -> None:
