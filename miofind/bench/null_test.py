@@ -73,16 +73,16 @@ class PairSeries:
     Attributes:
         pairs: how many.
         called: pairs that were called different; of slowed pairs, those whose slowdown was found.
-        noise: median over the pairs of the spread of a block's ratio, as half the width from its 16th to its 84th
+        noise: median over the pairs of the spread of a round's ratio, as half the width from its 16th to its 84th
             percentile: one standard deviation, if the noise is normal.
-        blocks: least blocks of a final.
+        rounds: least rounds of a final.
         contended: pairs with samples that another process or throttled clocks disturbed.
     """
 
     pairs: int
     called: int
     noise: float
-    blocks: int
+    rounds: int
     contended: int
 
     @property
@@ -207,14 +207,14 @@ class _Pair:
 
     @property
     def noise(self) -> float:
-        """One standard deviation of a block's ratio, robustly; infinite without blocks."""
+        """One standard deviation of a round's ratio, robustly; infinite without rounds."""
         logs = sorted(math.log(b / a) for a, b in zip(self.first_ms, self.second_ms, strict=True))
         if not logs:
             return math.inf
         return (logs[int(0.84 * (len(logs) - 1))] - logs[int(0.16 * (len(logs) - 1))]) / 2
 
     def scaled(self, factor: float, protocol: str) -> _Pair:
-        """The same blocks with the second's samples multiplied, judged anew."""
+        """The same rounds with the second's samples multiplied, judged anew."""
         second_ms = [factor * time_ms for time_ms in self.second_ms]
         verdict = judge(
             [Finalist(key=_FIRST, samples_ms=self.first_ms), Finalist(key=_SECOND, samples_ms=second_ms)],
@@ -242,8 +242,8 @@ def _pair(stage: Stage, first: Invoker, second: Invoker, *, swapped: bool) -> _P
         if result.failure is not None:
             raise result.failure
     return _Pair(
-        first_ms=race.blocks.get(_FIRST, []) if len(race.blocks) == 2 else [],
-        second_ms=race.blocks.get(_SECOND, []) if len(race.blocks) == 2 else [],
+        first_ms=race.final_samples.get(_FIRST, []) if len(race.final_samples) == 2 else [],
+        second_ms=race.final_samples.get(_SECOND, []) if len(race.final_samples) == 2 else [],
         comparison=race.verdict.comparisons[0] if race.verdict else None,
         is_contended=any(result.contended for result in results.values()),
     )
@@ -254,14 +254,14 @@ class _Tally:
 
     def __init__(self) -> None:
         self._noises: list[float] = []
-        self._blocks: list[int] = []
+        self._rounds: list[int] = []
         self._called = 0
         self._contended = 0
 
     def add(self, pair: _Pair, *, is_called: bool) -> None:
         """Count one pair."""
         self._noises.append(pair.noise)
-        self._blocks.append(len(pair.first_ms))
+        self._rounds.append(len(pair.first_ms))
         self._called += is_called
         self._contended += pair.is_contended
 
@@ -272,7 +272,7 @@ class _Tally:
             pairs=len(self._noises),
             called=self._called,
             noise=median(self._noises),
-            blocks=min(self._blocks),
+            rounds=min(self._rounds),
             contended=self._contended,
         )
 

@@ -108,7 +108,7 @@ def show_history(view: HistoryView) -> None:
 
 def _show_verdict(verdict: Verdict) -> None:
     measured_at = verdict.created_at[:16].replace("T", " ")
-    print_text(f"  race of {verdict.blocks} blocks at {measured_at}: {candidate_text(verdict.winner)} won")
+    print_text(f"  race of {verdict.blocks} rounds at {measured_at}: {candidate_text(verdict.winner)} won")
     for comparison in sorted(verdict.comparisons, key=lambda item: item.low):
         tied = ", a tie" if comparison.candidate in verdict.ties else ""
         print_text(

@@ -72,7 +72,7 @@ def null_test_command(
         raise click.exceptions.Exit(1)
 
 
-_COLUMNS = ("pairs", "count", "called different", "share", "bound", "noise", "blocks", "contended")
+_COLUMNS = ("pairs", "count", "called different", "share", "bound", "noise", "rounds", "contended")
 
 
 def _show(report: NullTestReport, device: Device) -> None:
@@ -82,7 +82,7 @@ def _show(report: NullTestReport, device: Device) -> None:
     for name, series, is_ok, bound in _judged(report, percent):
         cells = (f"{series.called}", f"{100 * series.share:.1f} %", bound, f"{100 * series.noise:.2f} %")
         style = "" if is_ok else "red"
-        made.add(name, f"{series.pairs}", *cells, f"{series.blocks}", f"{series.contended}", style=style)
+        made.add(name, f"{series.pairs}", *cells, f"{series.rounds}", f"{series.contended}", style=style)
     made.print()
     print_text("the protocol keeps its promises here" if report.ok else "the protocol does not keep its promises here")
 
@@ -116,6 +116,6 @@ def _series_json(series: PairSeries) -> dict[str, object]:
         "called_different": series.called,
         "share": series.share,
         "noise": series.noise,
-        "blocks": series.blocks,
+        "blocks": series.rounds,
         "contended": series.contended,
     }

@@ -132,7 +132,7 @@ class Recording:
                 Comparison(candidate=other.candidate, low=_rounded(other.low), high=_rounded(other.high))
                 for other in verdict.comparisons
             ),
-            blocks=verdict.blocks,
+            blocks=verdict.rounds,
             protocol=verdict.protocol,
         )
 

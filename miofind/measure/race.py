@@ -1,8 +1,8 @@
 """Which candidate is fastest, with as few samples as that takes.
 
-Candidates enter one by one: a first run, then three samples unless that run was far behind. `finish` halves the field
-in rounds of growing length and lets the finalists run in interleaved blocks, so that drifting clocks hit all alike.
-`verdict` says what those blocks prove.
+Candidates enter one by one: a first run, then three samples unless that run was far behind. `finish` halves the field,
+each time on more samples, and lets the finalists run in interleaved rounds of one sample each, so that drifting clocks
+hit all alike. `verdict` says what those rounds prove. A `Schedule` says how many samples there are.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import logging
 import math
 import random
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import TYPE_CHECKING
@@ -21,7 +21,7 @@ from miofind.errors import MiofindError
 from miofind.measure.effort import Effort
 from miofind.measure.lane import Track
 from miofind.measure.stage import Stage
-from miofind.measure.verdict import MIN_BLOCKS, Finalist, Verdict, judge
+from miofind.measure.verdict import MIN_ROUNDS, Finalist, Verdict, judge
 from miofind.solver.candidate import Timing
 
 if TYPE_CHECKING:
@@ -31,11 +31,7 @@ logger = logging.getLogger(__name__)
 
 # Without a verdict, times within 1 % are ties: repeated medians of one kernel differ by about as much.
 TIE = 1.01
-# A first run below this is never too long to sample three times; above _LONG_MS its time is as good as a sample's,
-# since the launches from the host hide behind it.
-_SHORT_MS = 0.2
-_LONG_MS = 2.0
-# A round is asked for its samples in chunks of this many milliseconds, so that the deadline is seen in time.
+# A candidate is asked for its samples in chunks of this many milliseconds, so that the deadline is seen in time.
 _CHUNK_MS = 50.0
 
 
@@ -139,8 +135,9 @@ class Race:
         watcher: is told whose turn it is in `finish`.
 
     Attributes:
-        blocks: by key, the finalists' samples in milliseconds, one a block; empty before `finish` and without a final.
-        verdict: what the blocks prove; None before `finish`, and where there were too few finalists or blocks.
+        final_samples: by key, the finalists' samples in milliseconds, one a round; empty before `finish` and without a
+            final.
+        verdict: what the final's rounds prove; None before `finish`, and where there were too few finalists or rounds.
     """
 
     def __init__(
@@ -158,7 +155,7 @@ class Race:
         self._best_ms = best_ms
         self._watcher = watcher or Watcher()
         self._runners: dict[str, _Runner] = {}
-        self.blocks: Mapping[str, list[float]] = {}
+        self.final_samples: Mapping[str, list[float]] = {}
         self.verdict: Verdict | None = None
 
     @property
@@ -175,7 +172,7 @@ class Race:
         """
         track = self._stage.track(entrant.invoker)
         runner = _Runner(entrant=entrant, track=track)
-        if self._is_far_behind(track.rough_ms):
+        if self._schedule.cuts_off(track.rough_ms, self._best_ms):
             runner.samples, runner.track, runner.cut_off = [track.rough_ms], None, True
         else:
             runner.take(self._stage, self._schedule.screen)
@@ -193,61 +190,55 @@ class Race:
         """
         field_ = self._halved(self._contenders())
         finalists = field_[: self._schedule.finalists]
-        if self._schedule.blocks:
+        if self._schedule.final_rounds:
             finalists += [runner for runner in self._contenders()[:1] if runner not in finalists]
             self._final(finalists)
             self._final_of_late(finalists)
         self._confirm_all()
-        if self._schedule.blocks:
+        if self._schedule.final_rounds:
             self.verdict = self._judged(incumbent)
         ordered = self._ordered(incumbent)
         return {runner.entrant.key: self._result(runner) for runner in ordered}
 
-    def _is_far_behind(self, rough_ms: float) -> bool:
-        if rough_ms < _SHORT_MS:
-            return False
-        factor = self._schedule.cutoff if rough_ms < _LONG_MS else self._schedule.long_cutoff
-        return rough_ms > factor * self._best_ms
-
     def _contenders(self) -> list[_Runner]:
         """Entrants close enough to the best to go on, in the order they entered."""
-        limit = self._schedule.keep * min(self._best_ms, *(r.time_ms for r in self._runners.values()), math.inf)
+        best_ms = min(self._best_ms, *(runner.time_ms for runner in self._runners.values()), math.inf)
         return [
             runner
             for runner in self._runners.values()
-            if runner.track is not None and runner.failure is None and runner.time_ms <= limit
+            if runner.track is not None and runner.failure is None and self._schedule.keeps(runner.time_ms, best_ms)
         ]
 
     def _halved(self, field_: list[_Runner]) -> list[_Runner]:
-        """The field after all rounds, fastest first; a round ends early when few enough are left."""
-        least = self._schedule.screen
-        for count in self._schedule.rounds:
+        """The field after all halvings, fastest first; none follows when few enough are left."""
+        for count in self._schedule.halvings:
             if len(field_) <= self._schedule.finalists:
                 break
-            affordable = self._affordable(count, (runner.samples for runner in field_), least)
+            samples = self._schedule.halving_samples(count, (runner.time_ms for runner in field_))
             for runner in field_:
-                self._extend(runner, affordable - len(runner.samples))
+                self._extend(runner, samples - len(runner.samples))
             alive = sorted((r for r in field_ if r.failure is None), key=lambda r: r.time_ms)
-            field_ = alive[: max(self._schedule.finalists, -(-len(alive) // 2))]
+            field_ = alive[: self._schedule.survivors(len(alive))]
         return sorted(field_, key=lambda r: r.time_ms)
 
     def _final(self, finalists: list[_Runner]) -> None:
-        """Interleaved blocks; where there are enough, they alone make the finalists' timings.
+        """Interleaved rounds; where there are enough, they alone make the finalists' timings.
 
-        Too few for a verdict, and fewer than an earlier final took, add to that final's samples and leave its blocks.
+        Too few for a verdict, and fewer than an earlier final took, add to the timings and leave that final's rounds.
         """
         if not finalists:
             return
+        rounds = self._schedule.rounds_of_final(runner.time_ms for runner in finalists)
         earlier = [runner.restart() for runner in finalists]
-        count = self._affordable(self._schedule.blocks, (r.samples for r in earlier), self._schedule.least_blocks)
-        for order in _orders(finalists, count):
+        for order in _orders(finalists, rounds):
             if time.monotonic() > self._deadline:
                 break
             for runner in order:
                 self._extend(runner, 1, always=True)
-        blocks = {r.entrant.key: list(r.samples) for r in finalists if r.failure is None}
-        is_enough = _length(blocks) >= min(_length(self.blocks), MIN_BLOCKS)
-        self.blocks = blocks if is_enough else {key: self.blocks[key] for key in self.blocks if key in blocks}
+        taken = {r.entrant.key: list(r.samples) for r in finalists if r.failure is None}
+        is_enough = _rounds(taken) >= min(_rounds(self.final_samples), MIN_ROUNDS)
+        before_it = {key: samples for key, samples in self.final_samples.items() if key in taken}
+        self.final_samples = taken if is_enough else before_it
         for runner, before in zip(finalists, earlier, strict=True):
             if not is_enough or len(runner.samples) < self._schedule.screen:
                 runner.resume(before)
@@ -268,7 +259,9 @@ class Race:
                 self._attempt(
                     runner, functools.partial(self._watcher.confirm, runner.entrant.key, cut_off=runner.cut_off)
                 )
-        self.blocks = {key: samples for key, samples in self.blocks.items() if self._runners[key].failure is None}
+        self.final_samples = {
+            key: samples for key, samples in self.final_samples.items() if self._runners[key].failure is None
+        }
 
     def _attempt(self, runner: _Runner, act: Callable[[], None]) -> None:
         """Do something with an entrant; a failure is kept, not raised."""
@@ -287,7 +280,7 @@ class Race:
                 workspace_bytes=self._runners[key].entrant.invoker.workspace_bytes,
                 max_error=self._runners[key].entrant.max_error,
             )
-            for key, samples in self.blocks.items()
+            for key, samples in self.final_samples.items()
         ]
         return judge(finalists, protocol=self._stage.protocol, incumbent=incumbent)
 
@@ -298,12 +291,6 @@ class Race:
         behind = [runner for runner in usable if runner.cut_off]
         failed = [runner for runner in self._runners.values() if runner.failure is not None]
         return [*ties, *_ranked(raced, incumbent), *_ranked(behind, incumbent), *failed]
-
-    def _affordable(self, count: int, samples: Iterable[list[float]], least: int) -> int:
-        """As many of `count` samples of each as fit a round's time, at least `least`."""
-        # A sample lasts 0.1 ms or one run, and about as long again for the flush.
-        each_ms = sum(max(0.2, 2 * median(times)) for times in samples)
-        return max(least, min(count, int(self._schedule.round_ms / each_ms)))
 
     def _extend(self, runner: _Runner, count: int, *, always: bool = False) -> None:
         """Take further samples in chunks, until the deadline; a failure is kept, not raised."""
@@ -323,16 +310,16 @@ class Race:
         )
 
 
-def _length(blocks: Mapping[str, list[float]]) -> int:
-    """How many blocks a final took; 0 where nobody is left of it."""
-    return min(map(len, blocks.values()), default=0)
+def _rounds(final_samples: Mapping[str, list[float]]) -> int:
+    """How many rounds a final had; 0 where nobody is left of it."""
+    return min(map(len, final_samples.values()), default=0)
 
 
 def _orders(finalists: list[_Runner], count: int) -> Iterator[list[_Runner]]:
-    """The order of each of `count` blocks: shuffled, and in every second block the reverse of the one before.
+    """The order of each of `count` rounds: shuffled, and in every second round the reverse of the one before.
 
-    Where a candidate stands in a block changes its time: after a pause clocks are higher, and a hot neighbour leaves
-    them lower. Over two blocks each candidate's mean position is the same and of any two each goes first once; who
+    Where a candidate stands in a round changes its time: after a pause clocks are higher, and a hot neighbour leaves
+    them lower. Over two rounds each candidate's mean position is the same and of any two each goes first once; who
     precedes whom is left to chance, which a fixed rotation would not do.
     """
     shuffler = random.Random(0)

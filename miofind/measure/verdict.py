@@ -1,6 +1,6 @@
-"""Which finalist is fastest, how sure that is, and which are as good: statistics of interleaved blocks.
+"""Which finalist is fastest, how sure that is, and which are as good: statistics of interleaved rounds.
 
-A block holds one sample of each finalist, so drifting clocks cancel in its ratios. Pure.
+A round holds one sample of each finalist, so drifting clocks cancel in its ratios. Pure.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-MIN_BLOCKS = 5
-"""Blocks below which no verdict is given."""
+MIN_ROUNDS = 5
+"""Rounds below which no verdict is given."""
 
 DIFFERENCE = 1.01
 """A beats B where all of the interval of B's time over A's lies beyond this."""
 
 _CLOSE = 1.03
-"""Whoever is further behind at the median is no tie, however wide its interval: too few blocks prove no equality."""
+"""Whoever is further behind at the median is no tie, however wide its interval: too few rounds prove no equality."""
 
 _RESAMPLES = 4000
 _PERCENTILES = (2.5, 97.5)
@@ -34,7 +34,7 @@ class Finalist:
 
     Attributes:
         key: its name.
-        samples_ms: one a block, in the order of the blocks.
+        samples_ms: one a round, in the order of the rounds.
         workspace_bytes, max_error: decide between ties, in this order.
     """
 
@@ -76,19 +76,19 @@ class Verdict:
         winner: id of the candidate to take.
         ties: ids of those that are as fast, the winner first.
         comparisons: every other finalist against the winner, fastest first.
-        blocks: interleaved samples of each finalist.
+        rounds: interleaved samples of each finalist.
         protocol: version of the timing protocol that took them.
     """
 
     winner: str
     ties: tuple[str, ...]
     comparisons: tuple[Comparison, ...]
-    blocks: int
+    rounds: int
     protocol: str
 
 
 def judge(finalists: Sequence[Finalist], *, protocol: str, incumbent: str = "") -> Verdict | None:
-    """The verdict on a final; None with fewer than two finalists or MIN_BLOCKS blocks.
+    """The verdict on a final; None with fewer than two finalists or MIN_ROUNDS rounds.
 
     Whoever is not beaten by the fastest, and not clearly behind it, is a tie. Ties go to the smaller workspace, then
     the smaller error, then the incumbent, then the smaller time.
@@ -100,7 +100,7 @@ def judge(finalists: Sequence[Finalist], *, protocol: str, incumbent: str = "") 
     Raises:
         ValueError: the finalists' samples differ in number.
     """
-    if len(finalists) < 2 or len(finalists[0].samples_ms) < MIN_BLOCKS:
+    if len(finalists) < 2 or len(finalists[0].samples_ms) < MIN_ROUNDS:
         return None
     logs = np.log(np.array([finalist.samples_ms for finalist in finalists], np.float64))
     typical = np.median(logs - logs.mean(axis=0), axis=1)
@@ -127,7 +127,7 @@ def judge(finalists: Sequence[Finalist], *, protocol: str, incumbent: str = "") 
         winner=finalists[winner].key,
         ties=tuple(finalists[i].key for i in ties),
         comparisons=tuple(compared[i] for i in sorted(compared, key=lambda i: typical[i])),
-        blocks=logs.shape[1],
+        rounds=logs.shape[1],
         protocol=protocol,
     )
 

@@ -75,7 +75,7 @@ def test_a_quiet_device_passes() -> None:
     assert (found.equal.called, found.slowed.called, found.scaled.called) == (0, 20, 20)
     assert found.equal.pairs == found.slowed.pairs == found.scaled.pairs == 20
     assert 0.005 < found.equal.noise < 0.009
-    assert found.equal.blocks == 45
+    assert found.equal.rounds == 45
     assert found.protocol == "scripted-1"
 
 

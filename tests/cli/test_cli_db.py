@@ -243,7 +243,7 @@ def test_show_tells_how_the_last_race_ended(filled: Path) -> None:
     with Store(filled) as store:
         store.record(Device.cpu().identity, PROBLEM.network_config, verdict=ruling)
     text = run("db", "show", *FORWARD).stdout
-    assert "race of 30 blocks at 20" in text
+    assert "race of 30 rounds at 20" in text
     assert "ConvCpuDirect won" in text
     assert text.index("ConvA tile=1: 0.990..1.004 of its time, a tie") < text.index("ConvB: 1.020..1.050 of its time\n")
     assert "ok, contended" in text

@@ -92,7 +92,7 @@ class Measurer:
             raise KeyboardInterrupt
         if job.effort is Effort.TUNE:
             ranked = sorted(job.candidates, key=lambda candidate: LANDSCAPE.time_ms(candidate.config))
-            yield Verdict(winner=ranked[0].id, ties=(ranked[0].id,), comparisons=(), blocks=45, protocol="made-up")
+            yield Verdict(winner=ranked[0].id, ties=(ranked[0].id,), comparisons=(), rounds=45, protocol="made-up")
 
     def _outcome(self, candidate: Candidate, effort: Effort) -> Outcome:
         if candidate.id in self.failing:

@@ -201,7 +201,7 @@ def test_the_verdict_is_recorded(handle: Handle) -> None:
         winner=first.id,
         ties=(first.id,),
         comparisons=(Comparison(candidate=second.id, low=1.02, high=1.05),),
-        blocks=45,
+        rounds=45,
         protocol="cpu-1",
     )
     record(handle, outcome(first), outcome(second), verdict=verdict)
@@ -238,7 +238,7 @@ def test_solutions_tell_ties(handle: Handle, is_judged: bool) -> None:
             Comparison(candidate=second.id, low=0.97, high=1.01),
             Comparison(candidate=third.id, low=1.02, high=1.05),
         ),
-        blocks=45,
+        rounds=45,
         protocol="cpu-1",
     )
     outcomes = [replace(outcome(each), timing=replace(TIMING, time_ms=time_ms)) for each, time_ms in times_ms.items()]
@@ -252,7 +252,7 @@ def test_solutions_tell_ties(handle: Handle, is_judged: bool) -> None:
 
 def test_a_verdict_outlives_a_find_that_is_broken_off(handle: Handle) -> None:
     first, *_ = candidates(handle)
-    verdict = Verdict(winner=first.id, ties=(first.id,), comparisons=(), blocks=45, protocol="cpu-1")
+    verdict = Verdict(winner=first.id, ties=(first.id,), comparisons=(), rounds=45, protocol="cpu-1")
     with pytest.raises(KeyboardInterrupt):
         record(handle, outcome(first), verdict=verdict, error=KeyboardInterrupt())
     assert len(history(handle).verdicts) == len(history(handle).rows) == 1

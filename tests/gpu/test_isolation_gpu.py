@@ -123,7 +123,7 @@ def test_the_protocol_is_honest_here(device: Device) -> None:
     """Few pairs: the bounds are those of 400 pairs with room for chance."""
     report = null_test(DEFAULT_PROBLEM, device, Compiler(), NullTestOptions(pairs=20))
     assert report.protocol == "cuda-1"
-    assert report.equal.blocks == report.slowed.blocks == 45
+    assert report.equal.rounds == report.slowed.rounds == 45
     assert report.equal.called <= 3
     assert report.slowed.called >= 12
 

@@ -132,20 +132,20 @@ def test_finalists_are_interleaved() -> None:
     race, stage = run_race({"a": 1.0, "b": 1.1})
     stage.log.clear()
     race.finish()
-    blocks = list(zip(stage.log[::2], stage.log[1::2], strict=True))
-    assert len(blocks) == Effort.FIND.schedule.blocks
-    assert all(sorted(block) == [1.0, 1.1] for block in blocks)
+    rounds = list(zip(stage.log[::2], stage.log[1::2], strict=True))
+    assert len(rounds) == Effort.FIND.schedule.final_rounds
+    assert all(sorted(round_) == [1.0, 1.1] for round_ in rounds)
 
 
-def test_in_two_blocks_each_finalist_goes_once_before_any_other() -> None:
+def test_in_two_rounds_each_finalist_goes_once_before_any_other() -> None:
     times = {f"c{i}": 1.0 + 0.01 * i for i in range(5)}
     race, stage = run_race(times, Effort.TUNE)
     stage.log.clear()
     race.finish()
-    blocks = [stage.log[i : i + 5] for i in range(0, len(stage.log), 5)]
-    assert len(blocks) == Effort.TUNE.schedule.blocks
-    assert all(second == first[::-1] for first, second in zip(blocks[::2], blocks[1::2], strict=False))
-    assert len({tuple(block) for block in blocks}) > 10
+    rounds = [stage.log[i : i + 5] for i in range(0, len(stage.log), 5)]
+    assert len(rounds) == Effort.TUNE.schedule.final_rounds
+    assert all(second == first[::-1] for first, second in zip(rounds[::2], rounds[1::2], strict=False))
+    assert len({tuple(round_) for round_ in rounds}) > 10
 
 
 def test_ties_go_to_the_smaller_workspace_then_the_smaller_error() -> None:
@@ -162,7 +162,7 @@ def test_rounds_halve_the_field() -> None:
     times = {f"c{i:02}": 1.0 + 0.01 * i for i in range(24)}
     race, _ = run_race(times, Effort.TUNE)
     counts = [result.timing.samples for result in race.finish().values()]
-    assert counts[0] == Effort.TUNE.schedule.blocks
+    assert counts[0] == Effort.TUNE.schedule.final_rounds
     assert sorted(counts)[0] == 5
     assert counts.count(5) == 12
 
@@ -184,40 +184,40 @@ def test_slow_candidates_get_fewer_samples() -> None:
     assert len(stage.log) == 4 * Effort.FIND.schedule.screen
 
 
-def test_tuning_takes_thirty_blocks_however_slow() -> None:
+def test_tuning_takes_thirty_rounds_however_slow() -> None:
     race, _ = run_race({"a": 1000.0, "b": 1010.0}, Effort.TUNE)
     assert {result.timing.samples for result in race.finish().values()} == {30}
     assert race.verdict is not None
-    assert race.verdict.blocks == 30
+    assert race.verdict.rounds == 30
 
 
 def test_screening_has_no_verdict() -> None:
     race, _ = run_race({"a": 1.0, "b": 2.0}, Effort.SCREEN)
     assert list(race.finish()) == ["a", "b"]
     assert race.verdict is None
-    assert race.blocks == {}
+    assert race.final_samples == {}
 
 
-def test_the_verdict_is_of_the_finals_blocks() -> None:
+def test_the_verdict_is_of_the_finals_rounds() -> None:
     race, _ = run_race({"a": 1.0, "b": 1.1, "c": 1.002})
     results = race.finish(incumbent="c")
     verdict = race.verdict
     assert verdict is not None
     assert (verdict.winner, verdict.ties, verdict.protocol) == ("c", ("c", "a"), "scripted-1")
-    assert verdict.blocks == Effort.FIND.schedule.blocks == len(race.blocks["b"])
+    assert verdict.rounds == Effort.FIND.schedule.final_rounds == len(race.final_samples["b"])
     assert [comparison.candidate for comparison in verdict.comparisons] == ["a", "b"]
     assert verdict.comparisons[1].low > 1.05
     assert list(results) == ["c", "a", "b"]
 
 
-def test_too_few_blocks_give_no_verdict() -> None:
+def test_too_few_rounds_give_no_verdict() -> None:
     race, _ = run_race({"a": 1000.0, "b": 1010.0})
     assert len(race.finish()) == 2
     assert race.verdict is None
 
 
 def test_who_is_fast_by_few_samples_meets_the_finalists() -> None:
-    """Its few early samples stood against the finalists' many, and no block held both."""
+    """Its few early samples stood against the finalists' many, and no round held both."""
 
     class Tiring(ScriptedTrack):
         def samples(self, count: int) -> list[float]:
@@ -233,16 +233,16 @@ def test_who_is_fast_by_few_samples_meets_the_finalists() -> None:
     for name in ("c0", "c1", "c2", "c3", "c4", "late"):
         race.enter(entrant(name))
     race.finish()
-    assert set(race.blocks) == {"c0", "c1", "c2", "c3", "c4", "late"}
+    assert set(race.final_samples) == {"c0", "c1", "c2", "c3", "c4", "late"}
     assert race.verdict is not None
     assert (race.verdict.winner, race.verdict.ties) == ("late", ("late",))
 
 
-@pytest.mark.parametrize("blocks", [0, 1, 4])
-def test_a_final_of_late_that_the_deadline_ends_costs_nothing_of_the_first(blocks: int) -> None:
-    """Its few blocks, or none, stood in the place of the first final's, and there was no verdict."""
+@pytest.mark.parametrize("rounds", [0, 1, 4])
+def test_a_final_of_late_that_the_deadline_ends_costs_nothing_of_the_first(rounds: int) -> None:
+    """Its few rounds, or none, stood in the place of the first final's, and there was no verdict."""
     finalists = [f"c{i}" for i in range(5)]
-    most = Effort.FIND.schedule.blocks
+    most = Effort.FIND.schedule.final_rounds
 
     class Late(ScriptedStage):
         turns = 0
@@ -251,7 +251,7 @@ def test_a_final_of_late_that_the_deadline_ends_costs_nothing_of_the_first(block
             found = super().batch(track, invoker, count)
             self.turns += count
             slowed = [time_ms * (1.03 if self.turns > screened else 1.0) for time_ms in found.times_ms]
-            if self.turns >= screened + 5 * most + 6 * blocks:
+            if self.turns >= screened + 5 * most + 6 * rounds:
                 race._deadline = -math.inf
             return Batch(times_ms=slowed, contended=False, dropped=0)
 
@@ -263,12 +263,12 @@ def test_a_final_of_late_that_the_deadline_ends_costs_nothing_of_the_first(block
         race._extend(race._runners[name], 2)
     screened = stage.turns
     results = race.finish()
-    assert stage.turns == screened + 5 * most + 6 * blocks
-    assert set(race.blocks) == set(finalists)
+    assert stage.turns == screened + 5 * most + 6 * rounds
+    assert set(race.final_samples) == set(finalists)
     assert race.verdict is not None
-    assert race.verdict.blocks == most
-    assert {results[name].timing.samples for name in finalists} == {most + blocks}
-    assert results["late"].timing.samples == 5 + blocks
+    assert race.verdict.rounds == most
+    assert {results[name].timing.samples for name in finalists} == {most + rounds}
+    assert results["late"].timing.samples == 5 + rounds
 
 
 def test_a_watcher_hears_of_turns_before_and_of_failures_after() -> None:
@@ -302,7 +302,7 @@ def test_disturbances_are_told() -> None:
     stage.contended.add("b")
     results = race.finish()
     assert {name: result.contended for name, result in results.items()} == {"a": False, "b": True, "c": False}
-    assert results["a"].dropped_samples == Effort.FIND.schedule.blocks
+    assert results["a"].dropped_samples == Effort.FIND.schedule.final_rounds
     assert results["c"].dropped_samples == 0
 
 
@@ -316,7 +316,7 @@ def test_a_disturbed_screening_says_nothing_of_a_clean_final() -> None:
     stage.contended.clear()
     results = race.finish()
     assert {name: result.contended for name, result in results.items()} == {"a": False, "b": False, "behind": True}
-    assert results["a"].dropped_samples == results["a"].timing.samples == Effort.FIND.schedule.blocks
+    assert results["a"].dropped_samples == results["a"].timing.samples == Effort.FIND.schedule.final_rounds
 
 
 def test_what_disturbed_samples_that_still_count_is_kept() -> None:

@@ -39,7 +39,7 @@ def test_the_fastest_wins_and_the_others_are_compared_with_it() -> None:
     assert [comparison.candidate for comparison in verdict.comparisons] == ["near", "slow"]
     near = verdict.comparisons[0]
     assert 1.047 < near.low <= 1.05 <= near.high < 1.053
-    assert (verdict.blocks, verdict.protocol) == (30, "test-1")
+    assert (verdict.rounds, verdict.protocol) == (30, "test-1")
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_ties_are_ordered(fields: dict[str, dict[str, float]], incumbent: str, w
 
 
 def test_a_wide_interval_makes_no_tie_of_who_is_clearly_behind() -> None:
-    """With five blocks of noise nothing is proved, and the smaller workspace won 10 % of time lost."""
+    """With five rounds of noise nothing is proved, and the smaller workspace won 10 % of time lost."""
     times = {"fast": [1.0, 1.1, 1.0, 1.2, 1.0], "behind": [1.1, 1.0, 1.15, 1.1, 1.3]}
     verdict = judged(times, workspace_bytes={"fast": 1 << 20})
     assert (verdict.winner, verdict.ties) == ("fast", ("fast",))
@@ -74,8 +74,8 @@ def test_pairs_cancel_what_hits_both() -> None:
     assert (slower.low, slower.high) == (pytest.approx(1.03), pytest.approx(1.03))
 
 
-@pytest.mark.parametrize("samples", [[1.0] * 4, []], ids=["four blocks", "none"])
-def test_few_blocks_give_no_verdict(samples: list[float]) -> None:
+@pytest.mark.parametrize("samples", [[1.0] * 4, []], ids=["four rounds", "none"])
+def test_few_rounds_give_no_verdict(samples: list[float]) -> None:
     assert judge(final({"a": samples, "b": samples}), protocol="") is None
 
 
@@ -102,50 +102,50 @@ def test_a_difference_is_beyond_one_percent() -> None:
     assert not Comparison(candidate="a", low=0.995, high=1.2).differs
 
 
-def normal(noise: np.random.Generator, blocks: int) -> NDArray[np.float64]:
-    return 0.01 * noise.standard_normal((2, blocks))
+def normal(noise: np.random.Generator, rounds: int) -> NDArray[np.float64]:
+    return 0.01 * noise.standard_normal((2, rounds))
 
 
-def heavy_tailed(noise: np.random.Generator, blocks: int) -> NDArray[np.float64]:
+def heavy_tailed(noise: np.random.Generator, rounds: int) -> NDArray[np.float64]:
     """Student's t with two degrees of freedom: no variance, a sample in a hundred is off by 7 %."""
-    return 0.007 * noise.standard_t(2, (2, blocks))
+    return 0.007 * noise.standard_t(2, (2, rounds))
 
 
-def drifting(noise: np.random.Generator, blocks: int) -> NDArray[np.float64]:
+def drifting(noise: np.random.Generator, rounds: int) -> NDArray[np.float64]:
     """Clocks that wander by far more than what is looked for, while both are sampled in turn."""
-    walk = np.cumsum(0.02 * noise.standard_normal(2 * blocks)) + np.linspace(0, 0.5, 2 * blocks)
-    return walk.reshape(blocks, 2).T + 0.005 * noise.standard_normal((2, blocks))
+    walk = np.cumsum(0.02 * noise.standard_normal(2 * rounds)) + np.linspace(0, 0.5, 2 * rounds)
+    return walk.reshape(rounds, 2).T + 0.005 * noise.standard_normal((2, rounds))
 
 
-def jumping(noise: np.random.Generator, blocks: int) -> NDArray[np.float64]:
+def jumping(noise: np.random.Generator, rounds: int) -> NDArray[np.float64]:
     """One-sided outliers: a sample in ten meets an interrupt and takes up to half as long again."""
-    hit = noise.random((2, blocks)) < 0.1
-    return 0.005 * noise.standard_normal((2, blocks)) + hit * noise.uniform(0, 0.4, (2, blocks))
+    hit = noise.random((2, rounds)) < 0.1
+    return 0.005 * noise.standard_normal((2, rounds)) + hit * noise.uniform(0, 0.4, (2, rounds))
 
 
-def share_called(noise: Noise, slowdown: float, blocks: int) -> float:
+def share_called(noise: Noise, slowdown: float, rounds: int) -> float:
     """Share of pairs called different; of slowed ones, those whose slower side is known."""
     generator = np.random.default_rng(17)
     called = 0
     for _ in range(PAIRS):
-        first, second = np.exp(noise(generator, blocks))
+        first, second = np.exp(noise(generator, rounds))
         comparison = judged({"a": list(first), "b": list(second * slowdown)}).comparisons[0]
         called += comparison.differs if slowdown == 1 else comparison.is_slower and comparison.candidate == "b"
     return called / PAIRS
 
 
-@pytest.mark.parametrize("blocks", [30, 45])
+@pytest.mark.parametrize("rounds", [30, 45])
 @pytest.mark.parametrize("noise", [normal, heavy_tailed, drifting, jumping], ids=lambda noise: noise.__name__)
-def test_equal_kernels_are_hardly_ever_called_different(noise: Noise, blocks: int) -> None:
-    assert share_called(noise, 1.0, blocks) <= 0.05
+def test_equal_kernels_are_hardly_ever_called_different(noise: Noise, rounds: int) -> None:
+    assert share_called(noise, 1.0, rounds) <= 0.05
 
 
-@pytest.mark.parametrize("blocks", [30, 45])
+@pytest.mark.parametrize("rounds", [30, 45])
 @pytest.mark.parametrize("noise", [normal, heavy_tailed, jumping], ids=lambda noise: noise.__name__)
-def test_three_percent_are_nearly_always_found(noise: Noise, blocks: int) -> None:
-    assert share_called(noise, 1.03, blocks) >= 0.8
+def test_three_percent_are_nearly_always_found(noise: Noise, rounds: int) -> None:
+    assert share_called(noise, 1.03, rounds) >= 0.8
 
 
 def test_three_percent_are_found_while_clocks_drift() -> None:
-    """By 2 % from sample to sample: more than the difference, so fewer blocks than a tuning's would not do."""
+    """By 2 % from sample to sample: more than the difference, so fewer rounds than a tuning's would not do."""
     assert share_called(drifting, 1.03, 45) >= 0.8

@@ -71,7 +71,7 @@ def nan_from_tenth_run(call: Call) -> None:
 
 @mutant(TINY)
 def wrong_from_twentieth_run(call: Call) -> None:
-    """The twentieth run and all later ones are wrong, in the last blocks of the race."""
+    """The twentieth run and all later ones are wrong, in the last rounds of the race."""
     _wrong_if(call, call.count() >= 20)
 
 
