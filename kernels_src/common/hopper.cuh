@@ -1,4 +1,4 @@
-// What compute capability 9.0 adds, as PTX ISA names it: mbarriers, bulk tensor copies (TMA) and warpgroup products.
+// What compute capability 9.0 adds, as PTX ISA names it: mbarriers, bulk tensor copies (TMA) and clusters.
 // Shared addresses are 32-bit, as __cvta_generic_to_shared gives them.
 #pragma once
 
@@ -188,30 +188,24 @@ __device__ __forceinline__ void store_pair(unsigned address, float first, float 
   asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(first), "f"(second) : "memory");
 }
 
-__device__ __forceinline__ void products_begin() {
-  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+__device__ __forceinline__ unsigned load_word(unsigned address) {
+  unsigned word;
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(word) : "r"(address) : "memory");
+  return word;
 }
 
-__device__ __forceinline__ void products_commit() {
-  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+// Neighbouring words.
+__device__ __forceinline__ void load_words(unsigned (&words)[2], unsigned address) {
+  asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(words[0]), "=r"(words[1]) : "r"(address) : "memory");
 }
 
-template <int Pending>
-__device__ __forceinline__ void products_wait() {
-  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(Pending) : "memory");
+__device__ __forceinline__ void load_words(unsigned (&words)[4], unsigned address) {
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+               : "r"(address)
+               : "memory");
 }
 
-// Descriptor of an operand in shared memory without its address: byte offsets between its blocks, and its swizzle.
-__device__ __forceinline__ constexpr unsigned long long operand_form(int leading_bytes, int stride_bytes,
-                                                                     int swizzle_bytes) {
-  return static_cast<unsigned long long>(leading_bytes >> 4) << 16 |
-         static_cast<unsigned long long>(stride_bytes >> 4) << 32 |
-         static_cast<unsigned long long>(swizzle_bytes == 128  ? 1
-                                         : swizzle_bytes == 64 ? 2
-                                                               : 3)
-             << 62;
-}
-
-__device__ __forceinline__ unsigned long long operand(unsigned long long form, unsigned address) {
-  return form | (address & 0x3ffff) >> 4;
+__device__ __forceinline__ void store_words(unsigned address, unsigned a, unsigned b, unsigned c, unsigned d) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
 }

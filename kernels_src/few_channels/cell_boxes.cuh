@@ -33,7 +33,7 @@ constexpr int kBarriersAt = kLastAt + maximum(kTeamsStage, kRawBytes);
 static_assert(SHARED_BYTES == kBarriersAt + 8 * TEAMS * STAGES, "the host and the kernel agree");
 
 // An operand's form, and its words from a row's first to those of a column that is met and 16 filters.
-constexpr unsigned long long kColumnsForm = operand_form(16, 8 * kSpan, kSpan);
+constexpr unsigned long long kColumnsForm = matrix_descriptor(16, 8 * kSpan, kSpan);
 __device__ __forceinline__ constexpr int word_of(int column, int step) {
   const int staged = LEAD + column, in_row = staged % TOGETHER * 2 * FILTERS + 32 * step;
   return (in_row / kSpan * kPartBytes + staged % WIDEN / TOGETHER * kPlaneBytes + staged / WIDEN * kSpan +

@@ -25,7 +25,7 @@ constexpr int kStagesAt = kFilterBytes, kTeamsStage = TEAMS * kStageBytes, kLast
 static_assert(SHARED_BYTES == kLastAt + maximum(TEAMS * 2 * kTurnedBytes, kRawBytes), "the host and the kernel agree");
 
 // An operand's form, and its words from a row's first to those of a column and 16 filters.
-constexpr unsigned long long kColumnsForm = words_form(kPitch);
+constexpr unsigned long long kColumnsForm = matrix_descriptor(16 * kPitch, 128, 0);
 __device__ __forceinline__ constexpr int word_of(int column, int step) {
   return column % WIDEN * kPlane + column / WIDEN + 2 * step * kPitch;
 }

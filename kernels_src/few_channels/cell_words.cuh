@@ -16,8 +16,9 @@
 #if !defined(PHASE) || !defined(PAIRED)
 #error "define PHASE and PAIRED"
 #endif
-#define PRODUCT_COLUMNS COLUMNS
-#include "few_channels/column_products.cuh"
+#define WGMMA_N COLUMNS
+#include "common/hopper.cuh"
+#include "common/wgmma.cuh"
 
 static_assert(STAGES >= 2, "a row is loaded while another is read");
 

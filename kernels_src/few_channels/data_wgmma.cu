@@ -60,18 +60,17 @@ using Sums = float[COLUMNS / 2];
 
 // Begins a row's products: `filters` is the word of the first slot's first row, `columns` where the first column is.
 __device__ __forceinline__ void begin_products(Sums& sums, unsigned filters, unsigned columns, int lead) {
-  const unsigned long long a = operand(words_form(kFilterRows), filters);
-  products_begin();
+  const unsigned long long a = descriptor_at(matrix_descriptor(16 * kFilterRows, 128, 0), filters);
+  wgmma_fence();
 #pragma unroll
   for (int shift = 0; shift < kShifts; ++shift) {
     const int word = word_of(lead + shift, 0);
-    const unsigned long long b = operand(kColumnsForm, columns) + word;
+    const unsigned long long b = descriptor_at(kColumnsForm, columns) + word;
 #pragma unroll
     for (int step = 0; step < kSteps; ++step)
-      ColumnProducts<ELEMENT>::begin(sums, a + 2 * (shift * kSteps + step) * kFilterRows,
-                                     b + (word_of(lead + shift, step) - word));
+      Wgmma<ELEMENT>::ss(sums, a + 2 * (shift * kSteps + step) * kFilterRows, b + (word_of(lead + shift, step) - word));
   }
-  products_commit();
+  wgmma_commit_group();
 }
 
 // Where a strip's results go; `left` is as many columns to the left of dx as cells begin.
@@ -163,7 +162,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
     const unsigned columns = staged.arrived();
     begin_products(sums, filters + (slot == 0 ? 0 : kCellsY - slot) * kSlot * 16, columns, staged.lead);
     staged.next();
-    products_wait<0>();
+    wgmma_wait_group<0>();
     finish(sums, target, strip, row, slot, row >= begin && row < end);
     slot = slot + 1 == kCellsY ? 0 : slot + 1;
   }

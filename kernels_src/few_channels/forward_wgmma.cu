@@ -25,8 +25,9 @@
 #if !defined(LATE) || !defined(OUT_VECTOR) || !defined(MIN_BLOCKS) || !defined(SHARED_BYTES)
 #error "define LATE, OUT_VECTOR, MIN_BLOCKS and SHARED_BYTES"
 #endif
-#define PRODUCT_COLUMNS COLUMNS
-#include "few_channels/filter_products.cuh"
+#define WGMMA_N COLUMNS
+#include "common/hopper.cuh"
+#include "common/wgmma.cuh"
 
 using Row = Windows<FILTER_X, STRIDE_X>;
 constexpr int kColumns = COLUMNS, kOutputs = Row::kOutputs, kTileW = kColumns * kOutputs;
@@ -153,23 +154,24 @@ __device__ __forceinline__ void hold_filters(Held& held, const unsigned char* bl
 // Begins the products of a row of windows, whose first row of x is number `first` of the ring, perhaps once around it.
 __device__ __forceinline__ void begin_products(Sums& sums, const Held& held, unsigned filters, unsigned ring,
                                                int first) {
-  products_begin();
+  wgmma_fence();
 #pragma unroll
   for (int r = 0; r < FILTER_Y; ++r) {
     const int row = first + r * DILATION_Y;
-    const unsigned long long windows = operand(plain_form(Chunk::kNextWordBytes, Chunk::kEightWindowsBytes),
-                                               ring + (row < kRingRows ? row : row - kRingRows) * Chunk::kRowBytes);
+    const unsigned long long windows =
+        descriptor_at(matrix_descriptor(Chunk::kNextWordBytes, Chunk::kEightWindowsBytes, 0),
+                      ring + (row < kRingRows ? row : row - kRingRows) * Chunk::kRowBytes);
 #pragma unroll
     for (int i = 0; i < Row::kSteps; ++i) {
       const int step = r * Row::kSteps + i;
       if constexpr (HELD)
-        FilterProducts<ELEMENT>::begin(sums, held[step], windows + Chunk::step_bytes(i) / 16, step > 0);
+        Wgmma<ELEMENT>::rs(sums, held[step], windows + Chunk::step_bytes(i) / 16, step > 0);
       else
-        FilterProducts<ELEMENT>::begin(sums, operand(plain_form(kWordBytes, 128), filters + 2 * step * kWordBytes),
-                                       windows + Chunk::step_bytes(i) / 16, step > 0);
+        Wgmma<ELEMENT>::ss(sums, descriptor_at(matrix_descriptor(kWordBytes, 128, 0), filters + 2 * step * kWordBytes),
+                           windows + Chunk::step_bytes(i) / 16, step > 0);
     }
   }
-  products_commit();
+  wgmma_commit_group();
 }
 
 __device__ __forceinline__ unsigned packed(float first, float second) {
@@ -328,7 +330,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
       }
       if (to.row + 2 * ROWS < last) load(loader);
       if (LATE && to.row > first) store_step(to.row - ROWS);
-      products_wait<0>();
+      wgmma_wait_group<0>();
       if constexpr (LATE) warpgroup_barrier(1 + group);  // results of the last step have been read
       if (to.row + row_of_step < last) {
         lay_out(results, sums);

@@ -24,8 +24,30 @@
 
 #include "common/divisor.cuh"
 #include "common/early_launch.cuh"
-#include "few_channels/narrow_products.cuh"
+#include "common/hopper.cuh"
 #include "few_channels/patch.cuh"
+
+// The width of a product, by its blocks of 8 columns.
+#if COLUMN_BLOCKS < 1 || COLUMN_BLOCKS > 8
+#error "COLUMN_BLOCKS is 1 to 8"
+#elif COLUMN_BLOCKS == 1
+#define WGMMA_N 8
+#elif COLUMN_BLOCKS == 2
+#define WGMMA_N 16
+#elif COLUMN_BLOCKS == 3
+#define WGMMA_N 24
+#elif COLUMN_BLOCKS == 4
+#define WGMMA_N 32
+#elif COLUMN_BLOCKS == 5
+#define WGMMA_N 40
+#elif COLUMN_BLOCKS == 6
+#define WGMMA_N 48
+#elif COLUMN_BLOCKS == 7
+#define WGMMA_N 56
+#elif COLUMN_BLOCKS == 8
+#define WGMMA_N 64
+#endif
+#include "common/wgmma.cuh"
 
 // Teams of kLoaders threads load: the first LOADERS warpgroups. A warpgroup that loads and multiplies, too, would have
 // its products serialized by ptxas.
@@ -183,25 +205,25 @@ __device__ __forceinline__ constexpr int place_of(int octet) {
 
 // Begins a staged tile's products. Of the last 8 terms there may be none: they are zeros times what is there.
 __device__ __forceinline__ void add_tile(Sums& sums, unsigned outputs, unsigned patch, int first_chunk) {
-  const unsigned long long filters = operand(plain_form(kOctetPitch, kBlockPitch), outputs);
+  const unsigned long long filters = descriptor_at(matrix_descriptor(kOctetPitch, kBlockPitch, 0), outputs);
   unsigned chunks[kGroupChunks];
 #pragma unroll
   for (int c = 0; c < kGroupChunks; ++c)
     chunks[c] = patch + 16 * Pixels::turned(kLead + (first_chunk + c) * kChunkWords);
-  products_begin();
+  wgmma_fence();
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
     const int at = place_of(2 * step), next = 2 * step + 1 < kOctets ? place_of(2 * step + 1) : at;
-    const unsigned long long form = plain_form(next - at, Pixels::kRowBytes);
+    const unsigned long long form = matrix_descriptor(next - at, Pixels::kRowBytes, 0);
 #pragma unroll
     for (int part = 0; part < kParts; ++part)
 #pragma unroll
       for (int c = 0; c < kGroupChunks; ++c)
-        NarrowProducts<ELEMENT>::begin<CHANNELS_LAST, 1>(
+        Wgmma<ELEMENT>::ss<CHANNELS_LAST ? Major::MN : Major::K, Major::MN>(
             sums[c][part], filters + (2 * step * kOctetPitch >> 4),
-            operand(form, chunks[c] + at + part * COLUMN_BLOCKS * Pixels::kRowBytes));
+            descriptor_at(form, chunks[c] + at + part * COLUMN_BLOCKS * Pixels::kRowBytes));
   }
-  products_commit();
+  wgmma_commit_group();
 }
 
 // Where the sums of a fragment belong: sums[e] is of filter k + e / 2 * 8, in its block, and of channel c + e % 2.
@@ -305,10 +327,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
         if (team == turn) load(tile + maximum(2, kTeams) * splits);
         turn = next;
       }
-      if constexpr (!kLoads) products_wait<1>();
+      if constexpr (!kLoads) wgmma_wait_group<1>();
     }
     if constexpr (!kLoads) {
-      products_wait<0>();
+      wgmma_wait_group<0>();
       store_sums(reinterpret_cast<Four*>(parts) + static_cast<int64>(blockIdx.x) * kFragments, sums,
                  group_k * kChunks + first_chunk, min(kTileK, k - first_k));
     }

@@ -36,16 +36,16 @@ __device__ __forceinline__ void consume(const Shape& shape, const TensorMap* tar
       barrier_wait(full + 8 * slot, parity);
       const unsigned rows = stages + slot * kStageBytes + consumer * ROWS * kRowBlock;
       const unsigned columns = stages + slot * kStageBytes + kRowBytes;
-      products_begin();
+      wgmma_fence();
 #pragma unroll
       for (int k = 0; k < kElement * kTileK / 32; k++)
 #pragma unroll
         for (int r = 0; r < ROWS; r++)
-          Products<ELEMENT>::begin<!kDeepRows, !kDeepColumns>(
-              sums[r], operand(kRowForm, rows + r * kRowBlock + k * kRowStep),
-              operand(kColumnForm, columns + k * kColumnStep), step > item.first || k > 0);
-      products_commit();
-      products_wait<1>();  // the step before is done with its stage
+          Wgmma<ELEMENT>::ss<kDeepRows ? Major::K : Major::MN, kDeepColumns ? Major::K : Major::MN>(
+              sums[r], descriptor_at(kRowForm, rows + r * kRowBlock + k * kRowStep),
+              descriptor_at(kColumnForm, columns + k * kColumnStep), step > item.first || k > 0);
+      wgmma_commit_group();
+      wgmma_wait_group<1>();  // the step before is done with its stage
       if (before >= 0 && signals) barrier_arrive<CLUSTER_M * CLUSTER_N>(empty + 8 * before, lane);
       before = slot;
       if (++slot == STAGES) {
@@ -53,7 +53,7 @@ __device__ __forceinline__ void consume(const Shape& shape, const TensorMap* tar
         parity ^= 1;
       }
     }
-    products_wait<0>();
+    wgmma_wait_group<0>();
     const Item done = item_at(shape, at, forgotten(number));  // not kept in registers beside the sums
     if ((!STRIDED || CLUSTER_K == 1) && signals) barrier_arrive<CLUSTER_M * CLUSTER_N>(empty + 8 * before, lane);
     if (CLUSTER_K > 1)

@@ -17,10 +17,11 @@
 #ifndef STRIDED
 #error "define STRIDED"
 #endif
-#define PRODUCT_COLUMNS TILE_N
+#define WGMMA_N TILE_N
 
 #include "common/divisor.cuh"
-#include "implicit_gemm/products.cuh"
+#include "common/hopper.cuh"
+#include "common/wgmma.cuh"
 
 enum Kind { FORWARD, DATA, WEIGHTS };
 enum Planes { NOWHERE, IN_RESULT, IN_ROWS, EVERYWHERE };
@@ -65,9 +66,9 @@ static_assert(!SWAPPED || kTileN % 64 == 0, "swapped tiles have whole blocks of 
 
 // Depth side by side: rows of one span, 8 of them a repetition. Else: a repetition is 8 terms of kWide or 64.
 constexpr unsigned long long kRowForm =
-    kDeepRows ? operand_form(16, 8 * kSpanDepth, kSpanDepth) : operand_form(kTileK * 128, 1024, 128);
-constexpr unsigned long long kColumnForm =
-    kDeepColumns ? operand_form(16, 8 * kSpanDepth, kSpanDepth) : operand_form(kColumnBlock, 8 * kSpanWide, kSpanWide);
+    kDeepRows ? matrix_descriptor(16, 8 * kSpanDepth, kSpanDepth) : matrix_descriptor(kTileK * 128, 1024, 128);
+constexpr unsigned long long kColumnForm = kDeepColumns ? matrix_descriptor(16, 8 * kSpanDepth, kSpanDepth)
+                                                        : matrix_descriptor(kColumnBlock, 8 * kSpanWide, kSpanWide);
 // Bytes from one product's terms to the next's, and from one block of 64 rows to the next.
 constexpr int kRowStep = kDeepRows ? 32 : 16 * 128;
 constexpr int kColumnStep = kDeepColumns ? 32 : 16 * kSpanWide;

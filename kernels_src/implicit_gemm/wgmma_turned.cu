@@ -16,7 +16,7 @@ static_assert(kTogether == 2 || kTogether == 4, "products along the depth of a s
 
 // Turned columns, as PTX ISA has operands with the depth side by side and 128-byte swizzles: 8 of them, 128 bytes each,
 // are a repetition, and the next 8 come 1024 bytes later; the other offset is not used.
-constexpr unsigned long long kColumnForm = operand_form(16, 8 * kSpan, kSpan);
+constexpr unsigned long long kColumnForm = matrix_descriptor(16, 8 * kSpan, kSpan);
 
 // Registers of a thread at the start, of those that copy and turn, and of those that multiply.
 constexpr int kGiven = 65536 / (kThreads * BLOCKS) / 8 * 8, kFew = 64;
@@ -187,14 +187,15 @@ __device__ __forceinline__ void consume(const Shape& shape, const Ring& ring, fl
 #pragma unroll
         for (int i = 0; i < kTogether; i++) lane.load(a[i], stage, k + i);
         if (k == 0) barrier_wait(ring.turned + 8 * at.slot, at.parity);
-        products_begin();
+        wgmma_fence();
 #pragma unroll
         for (int i = 0; i < kTogether; i++)
 #pragma unroll
           for (int r = 0; r < ROWS; r++)
-            begin_tf32(sums[r], a[i][r], operand(kColumnForm, stage + kRowBytes + (k + i) * 32), step > 0 || k + i > 0);
-        products_commit();
-        products_wait<1>();  // those begun before, whose registers are loaded next
+            Wgmma<float>::rs(sums[r], a[i][r], descriptor_at(kColumnForm, stage + kRowBytes + (k + i) * 32),
+                             step > 0 || k + i > 0);
+        wgmma_commit_group();
+        wgmma_wait_group<1>();  // those begun before, whose registers are loaded next
         // The step before is done: all its loads have come, or its last products had not begun.
         if (k == 0 && before >= 0) {
           __syncwarp();
@@ -204,7 +205,7 @@ __device__ __forceinline__ void consume(const Shape& shape, const Ring& ring, fl
       before = at.slot;
       at.next();
     }
-    products_wait<0>();
+    wgmma_wait_group<0>();
     __syncwarp();
     if constexpr (SHARES > 1) {  // one item a block, so nobody waits for the last stages
       write_share(ring.stages, consumer, lane, sums);
@@ -267,7 +268,7 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(kThreads, BLOCKS)
   block_barrier();  // barriers are ready
   const int role = threadIdx.x / 128;
   if (role < CONSUMERS) {
-    if constexpr (kShares) take_registers<kMost>();
+    if constexpr (kShares) setmaxnreg_inc<kMost>();
     consume(shape, ring, out, role);
     if constexpr (SHARES > 1) {
       meet();
@@ -275,7 +276,7 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(kThreads, BLOCKS)
       meet();
     }
   } else {
-    if constexpr (kShares) keep_registers<kFew>();
+    if constexpr (kShares) setmaxnreg_dec<kFew>();
     const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
     if (warp < kTurners)
       turn_all(shape, ring, warp);

@@ -8,10 +8,11 @@
 #if !defined(POINTWISE) || !defined(SHARES) || !defined(TOGETHER)
 #error "define POINTWISE, SHARES and TOGETHER"
 #endif
-#define PRODUCT_COLUMNS TILE_N
+#define WGMMA_N TILE_N
 
 #include "common/divisor.cuh"
-#include "implicit_gemm/wgmma_registers.cuh"
+#include "common/hopper.cuh"
+#include "common/wgmma.cuh"
 
 static_assert(ROWS == 1 || ROWS == 2, "a warp's rows lie in one block of channels");
 static_assert(TILE_N % 32 == 0 && ROWS * TILE_N <= 256, "sums stay in registers");
