@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from miofind.arrays.arrays import NUMPY_DTYPES
 from miofind.core.problem import DataType, Direction, ProblemDescription
-from miofind.solver.geometry import geometry_scalars, index_bits
+from miofind.solver.geometry import geometry, geometry_defines
 from miofind.solver.steps import KernelStep, Pointer, Scalar
 
 _MAX_BLOCKS = 2**20
@@ -69,7 +69,7 @@ def reference_step(problem: ProblemDescription, count: int | None = None) -> Ker
             ("T_X", problem.x.dtype.value),
             ("T_W", problem.w.dtype.value),
             ("T_Y", problem.y.dtype.value),
-            ("INDEX_BITS", index_bits(problem)),
+            *geometry_defines(problem),
             ("THREADS", threads),
         ),
         args=(
@@ -78,7 +78,7 @@ def reference_step(problem: ProblemDescription, count: int | None = None) -> Ker
             Pointer(buffer="sums"),
             Pointer(buffer="scales"),
             Scalar(ctype="int64", value=size),
-            *geometry_scalars(problem),
+            geometry(problem),
         ),
     )
 

@@ -11,7 +11,7 @@ import pytest
 
 from miofind.core.problem import DataType, Direction, ProblemDescription
 from miofind.reference import reference_on_host, reference_step, round_once
-from miofind.solver.geometry import geometry_scalars, index_bits
+from miofind.solver.geometry import geometry, index_bits
 from miofind.solver.steps import Pointer
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -166,7 +166,7 @@ def test_indices_are_wide_where_a_size_or_a_coordinate_needs_it() -> None:
 
 def test_geometry_counts_elements_in_the_problems_memory_order() -> None:
     problem = ProblemDescription.convolution(x=(2, 3, 5, 4), w=(6, 3, 2, 2), layout="NHWC", padding=((1, 0), (0, 2)))
-    values = [scalar.value for scalar in geometry_scalars(problem)]
+    values = [value for _, value in geometry(problem).numbers]
     assert values[:4] == [2, 3, 6, 1]
     assert values[13:16] == [0, 1, 0]
     assert values[22:27] == [60, 1, 0, 12, 3]

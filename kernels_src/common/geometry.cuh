@@ -1,8 +1,7 @@
-// Sizes and element strides of one convolution lifted to three spatial dimensions, as kernel arguments.
+// Sizes and element strides of one convolution lifted to three spatial dimensions, as one kernel argument.
 //
-// Launches pass scalars only, so the fields travel one by one: a kernel ends its parameter list with
-// GEOMETRY_PARAMETERS and begins with `const Geometry conv = GEOMETRY;`. miofind/solver/geometry.py lists them in this
-// order. Defines: INDEX_BITS 32 or 64; 32 only where the host proved that no offset and no coordinate reaches 2**31.
+// Defines, as miofind/solver/geometry.py gives them: INDEX_BITS 32 or 64, 32 only where the host proved that no offset
+// and no coordinate reaches 2**31; STRIDES_FIELDS and GEOMETRY_FIELDS, the fields of both structures.
 #pragma once
 
 #include "common/types.cuh"
@@ -18,35 +17,19 @@ using Index = int64;
 #error "INDEX_BITS must be 32 or 64"
 #endif
 
-// Elements between neighbours along each dimension; for w, `n` counts output channels.
+#if !defined(STRIDES_FIELDS) || !defined(GEOMETRY_FIELDS)
+#error "define STRIDES_FIELDS and GEOMETRY_FIELDS"
+#endif
+
+// Elements between neighbours along each dimension: n, c, at[3]; for w, `n` counts output channels.
 struct Strides {
-  Index n, c, at[3];
+  STRIDES_FIELDS
 };
 
+// n, c, k, groups; size, taps, out, pad, stride, dilation [3]; Strides x, w, y.
 struct Geometry {
-  Index n, c, k, groups;
-  Index size[3], taps[3], out[3];
-  Index pad[3], stride[3], dilation[3];
-  Strides x, w, y;
+  GEOMETRY_FIELDS
 };
-
-#define GEOMETRY_PARAMETERS                                                                                         \
-  Index n, Index c, Index k, Index groups, Index size_d, Index size_h, Index size_w, Index taps_z, Index taps_y,    \
-      Index taps_x, Index out_d, Index out_h, Index out_w, Index pad_d, Index pad_h, Index pad_w, Index stride_d,   \
-      Index stride_h, Index stride_w, Index dilation_d, Index dilation_h, Index dilation_w, Index x_n, Index x_c,   \
-      Index x_d, Index x_h, Index x_w, Index w_k, Index w_c, Index w_z, Index w_y, Index w_x, Index y_n, Index y_k, \
-      Index y_d, Index y_h, Index y_w
-
-#define GEOMETRY                                                                                                       \
-  {                                                                                                                    \
-    n, c, k, groups, {size_d, size_h, size_w}, {taps_z, taps_y, taps_x}, {out_d, out_h, out_w}, {pad_d, pad_h, pad_w}, \
-        {stride_d, stride_h, stride_w}, {dilation_d, dilation_h, dilation_w}, {x_n, x_c, {x_d, x_h, x_w}},             \
-        {w_k, w_c, {w_z, w_y, w_x}}, {                                                                                 \
-      y_n, y_k, {                                                                                                      \
-        y_d, y_h, y_w                                                                                                  \
-      }                                                                                                                \
-    }                                                                                                                  \
-  }
 
 // One element of a tensor by its logical coordinates; `c` counts within the whole tensor, not within a group.
 struct Position {

@@ -45,8 +45,7 @@ __device__ __forceinline__ Position output_of(int64 rank, const Geometry& conv) 
 
 extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     direct_naive_forward(const T_X* __restrict__ x, const T_W* __restrict__ w, T_Y* __restrict__ y,
-                         GEOMETRY_PARAMETERS) {
-  const Geometry conv = GEOMETRY;
+                         const __grid_constant__ Geometry conv) {
   const int64 total = int64(conv.n) * conv.k * conv.out[0] * conv.out[1] * conv.out[2];
   const Index group_c = conv.c / conv.groups, group_k = conv.k / conv.groups;
   for (int64 rank = int64(blockIdx.x) * kThreads + threadIdx.x; rank < total; rank += int64(gridDim.x) * kThreads) {
@@ -75,8 +74,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
 
 extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     direct_naive_backward_data(const T_Y* __restrict__ dy, const T_W* __restrict__ w, T_X* __restrict__ dx,
-                               GEOMETRY_PARAMETERS) {
-  const Geometry conv = GEOMETRY;
+                               const __grid_constant__ Geometry conv) {
   const int64 total = int64(conv.n) * conv.c * conv.size[0] * conv.size[1] * conv.size[2];
   const Index group_c = conv.c / conv.groups, group_k = conv.k / conv.groups;
   for (int64 rank = int64(blockIdx.x) * kThreads + threadIdx.x; rank < total; rank += int64(gridDim.x) * kThreads) {
@@ -140,9 +138,8 @@ __device__ T_SUM correlate(const Geometry& conv, const T_Y* dy, const T_X* x, co
 
 extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks)
     direct_naive_backward_weights(const T_Y* __restrict__ dy, const T_X* __restrict__ x, T_W* __restrict__ dw,
-                                  GEOMETRY_PARAMETERS) {
+                                  const __grid_constant__ Geometry conv) {
   __shared__ T_SUM partial[kThreads];
-  const Geometry conv = GEOMETRY;
   const Index group_c = conv.c / conv.groups, group_k = conv.k / conv.groups;
   const int64 total = int64(conv.k) * group_c * conv.taps[0] * conv.taps[1] * conv.taps[2];
   const int lane = threadIdx.x % kLanes, part = threadIdx.x / kLanes;

@@ -89,8 +89,8 @@ __device__ __forceinline__ bool meets_output(const Geometry& conv, const Index (
 
 extern "C" __global__ void __launch_bounds__(kThreads)
     reference_forward(const T_X* __restrict__ x, const T_W* __restrict__ w, const int64* __restrict__ indices,
-                      double* __restrict__ sums, float* __restrict__ scales, int64 count, GEOMETRY_PARAMETERS) {
-  const Geometry conv = GEOMETRY;
+                      double* __restrict__ sums, float* __restrict__ scales, int64 count,
+                      const __grid_constant__ Geometry conv) {
   const Index group_c = conv.c / conv.groups, group_k = conv.k / conv.groups;
   const Index length = group_c * conv.taps[0] * conv.taps[1] * conv.taps[2];
   for (int64 i = blockIdx.x; i < count; i += gridDim.x) {
@@ -111,8 +111,8 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 
 extern "C" __global__ void __launch_bounds__(kThreads)
     reference_backward_data(const T_Y* __restrict__ dy, const T_W* __restrict__ w, const int64* __restrict__ indices,
-                            double* __restrict__ sums, float* __restrict__ scales, int64 count, GEOMETRY_PARAMETERS) {
-  const Geometry conv = GEOMETRY;
+                            double* __restrict__ sums, float* __restrict__ scales, int64 count,
+                            const __grid_constant__ Geometry conv) {
   const Index group_c = conv.c / conv.groups, group_k = conv.k / conv.groups;
   const Index length = group_k * conv.taps[0] * conv.taps[1] * conv.taps[2];
   for (int64 i = blockIdx.x; i < count; i += gridDim.x) {
@@ -135,8 +135,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 extern "C" __global__ void __launch_bounds__(kThreads)
     reference_backward_weights(const T_Y* __restrict__ dy, const T_X* __restrict__ x, const int64* __restrict__ indices,
                                double* __restrict__ sums, float* __restrict__ scales, int64 count,
-                               GEOMETRY_PARAMETERS) {
-  const Geometry conv = GEOMETRY;
+                               const __grid_constant__ Geometry conv) {
   const Index group_c = conv.c / conv.groups, group_k = conv.k / conv.groups;
   const Index length = conv.n * conv.out[0] * conv.out[1] * conv.out[2];
   for (int64 i = blockIdx.x; i < count; i += gridDim.x) {
@@ -184,8 +183,7 @@ __device__ __forceinline__ int64 logical_rank(const Position& p, Index channels,
 
 extern "C" __global__ void __launch_bounds__(kThreads)
     reference_forward_whole(const T_X* __restrict__ x, const T_W* __restrict__ w, double* __restrict__ sums,
-                            float* __restrict__ scales, int64 count, GEOMETRY_PARAMETERS) {
-  const Geometry conv = GEOMETRY;
+                            float* __restrict__ scales, int64 count, const __grid_constant__ Geometry conv) {
   const Index group_c = conv.c / conv.groups, group_k = conv.k / conv.groups;
   for (int64 i = first_element(); i < count; i += element_step()) {
     const Position out = element_at(i, conv.k, conv.out, conv.y.c == 1);
@@ -205,8 +203,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 
 extern "C" __global__ void __launch_bounds__(kThreads)
     reference_backward_data_whole(const T_Y* __restrict__ dy, const T_W* __restrict__ w, double* __restrict__ sums,
-                                  float* __restrict__ scales, int64 count, GEOMETRY_PARAMETERS) {
-  const Geometry conv = GEOMETRY;
+                                  float* __restrict__ scales, int64 count, const __grid_constant__ Geometry conv) {
   const Index group_c = conv.c / conv.groups, group_k = conv.k / conv.groups;
   for (int64 i = first_element(); i < count; i += element_step()) {
     const Position in = element_at(i, conv.c, conv.size, conv.x.c == 1);

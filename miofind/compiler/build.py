@@ -26,7 +26,8 @@ from miofind.device.device import Device
 from miofind.errors import CompileError, MissingLibraryError, SolutionFileError
 from miofind.process.forks import follow_forks
 from miofind.process.threads import Results, in_threads
-from miofind.solver.steps import ConvSolution, HostStep, KernelStep, Pointer, Scalar, TensorMap
+from miofind.solver.steps import Argument, ConvSolution, HostStep, KernelStep, Scalar, TensorMap
+from miofind.solver.structs import Struct
 
 logger = logging.getLogger(__name__)
 
@@ -249,7 +250,9 @@ def _with_entry(binary: Binary, step: KernelStep, arch: str) -> Binary:
     raise CompileError(message, source=step.source, options=options, log=binary.log)
 
 
-def _argument_bytes(argument: Pointer | Scalar | TensorMap) -> int:
+def _argument_bytes(argument: Argument) -> int:
+    if isinstance(argument, Struct):
+        return argument.bytes
     if isinstance(argument, Scalar):
         return int(argument.ctype[-2:]) // 8
     return _TENSOR_MAP_BYTES if isinstance(argument, TensorMap) else _POINTER_BYTES

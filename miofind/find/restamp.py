@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, replace
 
 from miofind.compiler import Compiler, identity, kernel_hash, machine_code
@@ -21,7 +21,8 @@ from miofind.find.lookup.validity import solver_hash
 from miofind.find.row_check import device_of
 from miofind.finddb import History, ProblemKey, Row, Store, without_solvers
 from miofind.solver.solver import Solver, solvers
-from miofind.solver.steps import Config, ConvSolution, KernelStep
+from miofind.solver.steps import Argument, Config, ConvSolution, KernelStep
+from miofind.solver.structs import Struct
 
 _BATCH = 256
 
@@ -137,11 +138,19 @@ def _content(part: ConvSolution, arch: str, kernels: Mapping[tuple[str, object, 
     for step in part.steps:
         if isinstance(step, KernelStep):
             code = kernels[arch, identity(step), step.entry]
-            arguments = [[type(argument).__name__, *astuple(argument)] for argument in step.args]
+            arguments = [list(told) for argument in step.args for told in _told(argument)]
             steps.append([code, step.grid, step.block, step.shared_bytes, step.waits_itself, arguments])
         else:
             steps.append([type(step).__name__, *astuple(step)])
     return [steps, [astuple(region) for region in part.workspace.regions], part.deterministic]
+
+
+def _told(argument: Argument) -> Iterator[Sequence[object]]:
+    """An argument; of a structure its numbers, since those may have travelled one by one before."""
+    if isinstance(argument, Struct):
+        yield from (("Scalar", kind, value) for kind, value in argument.numbers)
+    else:
+        yield [type(argument).__name__, *astuple(argument)]
 
 
 def write_codes(found: Iterable[Code]) -> Iterator[str]:

@@ -19,21 +19,13 @@ from miofind.device.device import Device
 from miofind.launch import tensor_maps
 from miofind.launch.early_launch import early_launcher
 from miofind.solver.steps import CudnnStep, FftStep, KernelStep, MatmulStep, Pointer, Scalar, TensorMap, WorkspacePlan
+from miofind.solver.structs import NUMBERS, Struct
 
 if TYPE_CHECKING:
     from miofind.compiler import Kernel
     from miofind.libraries.cublaslt import MatmulPlan
     from miofind.libraries.cudnn import ConvPlan
     from miofind.libraries.cufft import FftPlan
-
-_CTYPES: dict[str, Any] = {
-    "int32": ctypes.c_int32,
-    "int64": ctypes.c_int64,
-    "uint32": ctypes.c_uint32,
-    "uint64": ctypes.c_uint64,
-    "float32": ctypes.c_float,
-    "float64": ctypes.c_double,
-}
 
 
 class BoundStep(Protocol):
@@ -89,12 +81,15 @@ class BoundKernel:
         pointers = [arg for arg in step.args if isinstance(arg, Pointer)]
         self._addresses = (ctypes.c_uint64 * max(2, len(pointers)))()
         parameters = (ctypes.c_void_p * max(1, len(step.args)))()
-        scalars: list[Any] = []
+        numbers: list[Any] = []
         self._maps: list[_BoundMap] = []
         for i, arg in enumerate(step.args):
             if isinstance(arg, Scalar):
-                scalars.append(_CTYPES[arg.ctype](arg.value))
-                parameters[i] = ctypes.addressof(scalars[-1])
+                numbers.append(NUMBERS[arg.ctype][1](arg.value))
+                parameters[i] = ctypes.addressof(numbers[-1])
+            elif isinstance(arg, Struct):
+                numbers.append(arg.in_memory())
+                parameters[i] = ctypes.addressof(numbers[-1])
             elif isinstance(arg, TensorMap):
                 self._maps.append(_BoundMap(arg, place(arg.pointer)))
                 parameters[i] = self._maps[-1].address
@@ -108,7 +103,7 @@ class BoundKernel:
         self._pick = operator.itemgetter(*(where.base for where in places))
         self._pack = struct.Struct(f"={len(places)}Q").pack_into
         self._launch = early_launcher(step, kernel) if early else _plain_launcher(step, kernel)
-        self._keep = (kernel, scalars, parameters, ctypes.addressof(parameters))
+        self._keep = (kernel, numbers, parameters, ctypes.addressof(parameters))
 
     def __call__(self, bases: Sequence[int], stream: int) -> None:
         addresses = self._pick(bases)
@@ -132,7 +127,9 @@ def make_step_launcher(step: KernelStep, kernel: Kernel) -> Callable[[Mapping[st
 
     Not to be shared between threads.
     """
-    pointers = [arg.pointer if isinstance(arg, TensorMap) else arg for arg in step.args if not isinstance(arg, Scalar)]
+    pointers = [
+        arg.pointer if isinstance(arg, TensorMap) else arg for arg in step.args if not isinstance(arg, (Scalar, Struct))
+    ]
     names = tuple(dict.fromkeys(pointer.buffer for pointer in pointers))
     bound = BoundKernel(step, kernel, lambda pointer: BasedAddress(names.index(pointer.buffer), pointer.offset_bytes))
 

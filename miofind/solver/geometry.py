@@ -5,8 +5,10 @@ Kernels that take them serve any rank, layout and shape with one compilation.
 
 from __future__ import annotations
 
+import functools
+
 from miofind.core.problem import ProblemDescription, TensorDescriptor
-from miofind.solver.steps import Scalar
+from miofind.solver.structs import Struct, StructType
 
 # Below it, sums and products of two coordinates and loop counters one step past the end stay under 2**31.
 _NARROW = 2**30
@@ -24,22 +26,42 @@ def index_bits(problem: ProblemDescription) -> int:
     return 32 if max(problem.x.size, problem.w.size, problem.y.size, *reaches) < _NARROW else 64
 
 
-def geometry_scalars(problem: ProblemDescription) -> tuple[Scalar, ...]:
-    """The arguments that GEOMETRY_PARAMETERS names, in its order, for a kernel built with `index_bits(problem)`."""
+def geometry_defines(problem: ProblemDescription) -> tuple[tuple[str, str | int], ...]:
+    """The defines of a kernel that includes common/geometry.cuh."""
+    bits = index_bits(problem)
+    strides, geometry = _types(bits)
+    return ("INDEX_BITS", bits), strides.define, geometry.define
+
+
+def geometry(problem: ProblemDescription) -> Struct:
+    """What such a kernel takes as `Geometry`."""
     lifted = problem.lifted(3)
     conv = lifted.conv
-    values = (
-        (lifted.n, lifted.c, lifted.k, lifted.groups),
-        lifted.spatial,
-        lifted.filter,
-        lifted.out_spatial,
-        conv.pad_before,
-        conv.stride,
-        conv.dilation,
-        *(_strides(tensor) for tensor in (lifted.x, lifted.w, lifted.y)),
+    strides, geometry = _types(index_bits(problem))
+    x, w, y = (_strides(tensor) for tensor in (lifted.x, lifted.w, lifted.y))
+    return geometry(
+        n=lifted.n,
+        c=lifted.c,
+        k=lifted.k,
+        groups=lifted.groups,
+        size=lifted.spatial,
+        taps=lifted.filter,
+        out=lifted.out_spatial,
+        pad=conv.pad_before,
+        stride=conv.stride,
+        dilation=conv.dilation,
+        **{name: strides(n=n, c=c, at=at) for name, (n, c, *at) in zip("xwy", (x, w, y), strict=True)},
     )
-    ctype = f"int{index_bits(problem)}"
-    return tuple(Scalar(ctype=ctype, value=value) for part in values for value in part)
+
+
+@functools.cache
+def _types(bits: int) -> tuple[StructType, StructType]:
+    """Strides, where `n` counts output channels for w, and geometry with offsets of so many bits."""
+    index = f"int{bits}"
+    strides = StructType("Strides", n=index, c=index, at=(index, 3))
+    sizes = dict.fromkeys(("n", "c", "k", "groups"), index)
+    spatial = dict.fromkeys(("size", "taps", "out", "pad", "stride", "dilation"), (index, 3))
+    return strides, StructType("Geometry", **sizes, **spatial, **dict.fromkeys("xwy", strides))
 
 
 def _strides(tensor: TensorDescriptor) -> tuple[int, ...]:

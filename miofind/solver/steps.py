@@ -18,6 +18,7 @@ from miofind.arrays.operands import WORKSPACE_ALIGNMENT
 from miofind.core.problem import DataType, MathMode
 from miofind.device.device import Library
 from miofind.errors import InvalidConfigError
+from miofind.solver.structs import Struct
 
 ConfigValue = int | float | bool | str | dict[str, int]
 
@@ -177,6 +178,10 @@ class TensorMap:
     swizzle_bytes: int = 0
 
 
+Argument = Pointer | Scalar | Struct | TensorMap
+"""What a kernel may be given."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Region:
     """A named part of the workspace."""
@@ -234,7 +239,7 @@ class KernelStep:
     entry: str
     grid: tuple[int, int, int]
     block: tuple[int, int, int]
-    args: tuple[Pointer | Scalar | TensorMap, ...]
+    args: tuple[Argument, ...]
     defines: tuple[tuple[str, str | int], ...] = ()
     options: tuple[str, ...] = ()
     shared_bytes: int = 0
@@ -243,7 +248,7 @@ class KernelStep:
 
     def on_buffers(self, names: Mapping[str, str]) -> KernelStep:
         """The step with buffers of some names under others."""
-        args: list[Pointer | Scalar | TensorMap] = []
+        args: list[Argument] = []
         for arg in self.args:
             if isinstance(arg, TensorMap):
                 args.append(replace(arg, pointer=arg.pointer.on_buffers(names)))

@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.device.device import Device, Library, Place
-from miofind.solver.geometry import geometry_scalars, index_bits
+from miofind.solver.geometry import geometry, geometry_defines
 from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
 from miofind.solver.steps import Config, ConfigValue, ConvSolution, KernelStep, Pointer
 
@@ -85,12 +85,12 @@ class ConvDirectNaive(Solver):
                 ("T_W", problem.w.dtype.value),
                 ("T_Y", problem.y.dtype.value),
                 ("T_SUM", config["accumulate"]),
-                ("INDEX_BITS", index_bits(problem)),
+                *geometry_defines(problem),
                 ("OUTPUT_CHANNELS_LAST", int(problem.output.layout.channels_last)),
                 ("THREADS", _THREADS),
                 ("LANES", lanes),
             ),
-            args=(*(Pointer(buffer=name) for name in buffers), *geometry_scalars(problem)),
+            args=(*(Pointer(buffer=name) for name in buffers), geometry(problem)),
         )
         return ConvSolution(steps=(step,))
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from miofind.core.problem import DataType, Direction, ProblemDescription
 from miofind.device.device import Device, Place
-from miofind.solver.geometry import geometry_scalars, index_bits
+from miofind.solver.geometry import geometry, geometry_defines
 from miofind.solver.steps import (
     Config,
     ConvSolution,
@@ -123,7 +123,7 @@ class CudaMutantSolver(MutantSolver):
         args = (
             *(Pointer(buffer=name) for name in (*problem.direction.inputs, problem.direction.output)),
             Pointer(buffer="scratch") if has_scratch else Scalar(ctype="int64", value=0),
-            *geometry_scalars(problem),
+            geometry(problem),
         )
         return self._step(problem, "mutant", args, packed=packed)
 
@@ -144,7 +144,7 @@ class CudaMutantSolver(MutantSolver):
                 ("T_W", problem.w.dtype.value),
                 ("T_Y", problem.y.dtype.value),
                 ("T_SUM", "float64" if is_double else "float32"),
-                ("INDEX_BITS", index_bits(problem)),
+                *geometry_defines(problem),
                 ("DIRECTION", list(Direction).index(problem.direction)),
                 ("PACKED", int(packed)),
                 ("MUTANT", self._kernel.branch or self.mutant.name),

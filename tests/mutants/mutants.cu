@@ -634,8 +634,8 @@ __device__ const Strides& output_strides(const Geometry& conv) {
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads)
-    mutant(const A* a, const unsigned char* weights_or_images, Out* out, unsigned char* scratch, GEOMETRY_PARAMETERS) {
-  const Geometry conv = GEOMETRY;
+    mutant(const A* a, const unsigned char* weights_or_images, Out* out, unsigned char* scratch,
+           const __grid_constant__ Geometry conv) {
   const Sizes sizes = sizes_of(conv);
   const B* b = reinterpret_cast<const B*>(weights_or_images + (kPacked ? kHead : 0));
   if constexpr (kPacked && is(Mutant::reads_weights_after_packing))

@@ -1,0 +1,165 @@
+"""Structures of numbers that kernels take by value: declared once, in Python.
+
+A kernel with more than a dozen numbers takes them as one structure. Its solver declares a `StructType`; the fields' C++
+declarations reach the source as a define, so that neither side lists them again:
+
+    SHAPE = StructType("Shape", channels="int32", pad=("int32", 3), width=DIVISOR)
+    KernelStep(..., defines=(SHAPE.define,), args=(Pointer(buffer="x"), SHAPE(channels=64, pad=(0, 1, 1), width=...)))
+
+    struct Shape { SHAPE_FIELDS };  // in the source: int channels; int pad[3]; Divisor width;
+    extern "C" __global__ void kernel(const float* x, const __grid_constant__ Shape shape) { ... }
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+NUMBERS: dict[str, tuple[str, Any]] = {
+    "int32": ("int", ctypes.c_int32),
+    "int64": ("long long", ctypes.c_int64),
+    "uint32": ("unsigned", ctypes.c_uint32),
+    "uint64": ("unsigned long long", ctypes.c_uint64),
+    "float32": ("float", ctypes.c_float),
+    "float64": ("double", ctypes.c_double),
+}
+"""C++ type and ctypes' type of each number that a kernel may be given."""
+
+
+class StructType:
+    """A structure's name and fields, in order. Equal declarations are equal.
+
+    Args:
+        name: of the C++ type.
+        fields: what each is, by name: a key of `NUMBERS` or another structure, or an array as (one of these, length).
+
+    Raises:
+        ValueError: no fields, or one of no such type.
+    """
+
+    __slots__ = ("fields", "name")
+
+    def __init__(self, name: str, **fields: _Kind | tuple[_Kind, int]) -> None:
+        self.name = name
+        self.fields = tuple(
+            (field, *(kind if isinstance(kind, tuple) else (kind, None))) for field, kind in fields.items()
+        )
+        wrong = [field for field, kind, _ in self.fields if not isinstance(kind, StructType) and kind not in NUMBERS]
+        if wrong or not fields:
+            said = f"{', '.join(wrong)} has no known type" if wrong else "it has no fields"
+            raise ValueError(f"struct {name}: {said}; a field is {', '.join(NUMBERS)} or a StructType")
+
+    @property
+    def define(self) -> tuple[str, str]:
+        """The define that a step passes to its source: the fields' C++ declarations."""
+        declared = (
+            f"{kind.name if isinstance(kind, StructType) else NUMBERS[kind][0]} {field}{_brackets(length)};"
+            for field, kind, length in self.fields
+        )
+        return f"{self.name.upper()}_FIELDS", " ".join(declared)
+
+    def __call__(self, **values: _Value | Sequence[_Value]) -> Struct:
+        """A value of the structure, every field by name.
+
+        Raises:
+            TypeError: a field is missing, of another type or length, or is none of its fields.
+        """
+        names = [field for field, _, _ in self.fields]
+        missing, unknown = [n for n in names if n not in values], [n for n in values if n not in names]
+        if missing or unknown:
+            said = [f"lacks {', '.join(missing)}"] * bool(missing) + [f"has no {', '.join(unknown)}"] * bool(unknown)
+            raise TypeError(f"struct {self.name} {' and '.join(said)}")
+        given: list[_Value | tuple[_Value, ...]] = []
+        for field, kind, length in self.fields:
+            value = values[field]
+            elements = tuple(value) if isinstance(value, Sequence) else (value,)
+            if len(elements) != (length or 1) or isinstance(value, Sequence) is (length is None):
+                raise TypeError(f"{field} of struct {self.name} is {value!r:.80}, declared {field}{_brackets(length)}")
+            for element in elements:
+                if (element.type if isinstance(element, Struct) else kind if isinstance(kind, str) else None) != kind:
+                    wanted = kind.name if isinstance(kind, StructType) else kind
+                    raise TypeError(f"{field} of struct {self.name} is {element!r:.80}, not of type {wanted}")
+            given.append(elements[0] if length is None else elements)
+        return Struct(self, tuple(given))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, StructType) and (self.name, self.fields) == (other.name, other.fields)
+
+    def __hash__(self) -> int:
+        return hash((self.name, self.fields))
+
+    def __repr__(self) -> str:
+        fields = (f"{f}={kind!r}" if length is None else f"{f}=({kind!r}, {length})" for f, kind, length in self.fields)
+        return f"StructType({self.name!r}, {', '.join(fields)})"
+
+
+class Struct:
+    """A structure's value: an argument of a kernel, inert like all of a step.
+
+    Attributes:
+        type: what it is a value of.
+        values: of its fields, in their order; a tuple for an array.
+    """
+
+    __slots__ = ("type", "values")
+
+    def __init__(self, type: StructType, values: tuple[_Value | tuple[_Value, ...], ...]) -> None:
+        self.type = type
+        self.values = values
+
+    @property
+    def bytes(self) -> int:
+        """Size as the compiler lays it out, padding included."""
+        return ctypes.sizeof(_ctypes_type(self.type))
+
+    @property
+    def numbers(self) -> Iterator[tuple[str, int | float]]:
+        """Type and value of each number in order, those of inner structures in their place."""
+        for (_, kind, _), value in zip(self.type.fields, self.values, strict=True):
+            for element in value if isinstance(value, tuple) else (value,):
+                if isinstance(element, Struct):
+                    yield from element.numbers
+                else:
+                    assert isinstance(kind, str)
+                    yield kind, element
+
+    def in_memory(self) -> ctypes.Structure:
+        """The structure as a launch reads it."""
+        found: ctypes.Structure = _ctypes_type(self.type)(*map(_in_memory, self.values))
+        return found
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Struct) and (self.type, self.values) == (other.type, other.values)
+
+    def __hash__(self) -> int:
+        return hash((self.type, self.values))
+
+    def __repr__(self) -> str:
+        fields = zip(self.type.fields, self.values, strict=True)
+        return f"{self.type.name}({', '.join(f'{name}={value!r}' for (name, _, _), value in fields)})"
+
+
+_Kind = str | StructType
+_Value = int | float | Struct
+
+
+def _brackets(length: int | None) -> str:
+    return "" if length is None else f"[{length}]"
+
+
+def _in_memory(value: _Value | tuple[_Value, ...]) -> Any:
+    if isinstance(value, tuple):
+        return tuple(map(_in_memory, value))
+    return value.in_memory() if isinstance(value, Struct) else value
+
+
+@functools.cache
+def _ctypes_type(of: StructType) -> type[ctypes.Structure]:
+    def declared(kind: _Kind, length: int | None) -> Any:
+        one = _ctypes_type(kind) if isinstance(kind, StructType) else NUMBERS[kind][1]
+        return one if length is None else one * length
+
+    fields = [(field, declared(kind, length)) for field, kind, length in of.fields]
+    return type(of.name, (ctypes.Structure,), {"_fields_": fields})

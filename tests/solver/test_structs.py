@@ -1,0 +1,110 @@
+"""Structures of numbers: declared once, checked by field, laid out in memory as the CUDA compiler lays them out."""
+
+from __future__ import annotations
+
+import ctypes
+import pickle
+from pathlib import Path
+
+import pytest
+
+from miofind.compiler import BinaryCache, Compiler
+from miofind.errors import CompileError
+from miofind.solver.steps import KernelStep, Pointer, Scalar
+from miofind.solver.structs import Struct, StructType
+
+INNER = StructType("Inner", by="int32", multiplier="uint32", shift="int64")
+OUTER = StructType("Outer", n="int32", scale="float64", pad=("int32", 3), inner=INNER, pairs=(INNER, 2), last="uint64")
+SOURCE = """
+struct Inner { INNER_FIELDS };
+struct Outer { OUTER_FIELDS };
+#define AT(field, offset) static_assert(__builtin_offsetof(Outer, field) == offset, #field)
+OFFSETS
+extern "C" __global__ void kernel(float* y, const __grid_constant__ Outer outer) { *y = outer.n; }
+"""
+
+
+def inner(by: int) -> Struct:
+    return INNER(by=by, multiplier=by + 1, shift=by + 2)
+
+
+def outer() -> Struct:
+    return OUTER(n=1, scale=0.5, pad=(2, 3, 4), inner=inner(5), pairs=[inner(10), inner(20)], last=2**63)
+
+
+def test_a_struct_declares_its_fields() -> None:
+    assert INNER.define == ("INNER_FIELDS", "int by; unsigned multiplier; long long shift;")
+    assert OUTER.define[1].endswith("int pad[3]; Inner inner; Inner pairs[2]; unsigned long long last;")
+
+
+def test_a_struct_gives_its_numbers_in_order() -> None:
+    assert [value for _, value in outer().numbers] == [1, 0.5, 2, 3, 4, 5, 6, 7, 10, 11, 12, 20, 21, 22, 2**63]
+    assert dict.fromkeys(kind for kind, _ in outer().numbers) == dict.fromkeys(
+        ["int32", "float64", "uint32", "int64", "uint64"]
+    )
+
+
+def test_a_struct_is_laid_out_as_the_compiler_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    laid = outer().in_memory()
+    offsets = {name: getattr(type(laid), name).offset for name, _, _ in OUTER.fields}
+    (tmp_path / "struct_sources").mkdir()
+    (tmp_path / "struct_sources" / "__init__.py").touch()
+    asserted = " ".join(f"AT({name}, {offset});" for name, offset in offsets.items())
+    (tmp_path / "struct_sources" / "kernel.cu").write_text(SOURCE.replace("OFFSETS", asserted), encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    compiler = Compiler(BinaryCache(tmp_path / "cache"))
+
+    def build(*args: Pointer | Scalar | Struct) -> None:
+        step = KernelStep(
+            source="kernel.cu",
+            entry="kernel",
+            grid=(1, 1, 1),
+            block=(1, 1, 1),
+            args=args,
+            defines=(INNER.define, OUTER.define),
+            package="struct_sources",
+        )
+        compiler.build(step, "90a")
+
+    build(Pointer(buffer="y"), outer())
+    assert outer().bytes == ctypes.sizeof(laid) == 88
+    with pytest.raises(CompileError, match="88"):
+        build(Pointer(buffer="y"), inner(1))
+
+
+def test_structs_are_values() -> None:
+    assert outer() == outer()
+    assert hash(outer()) == hash(outer())
+    assert outer() != OUTER(n=2, scale=0.5, pad=(2, 3, 4), inner=inner(5), pairs=(inner(10), inner(20)), last=2**63)
+    assert pickle.loads(pickle.dumps(outer())) == outer()
+    assert StructType("Inner", by="int32", multiplier="uint32", shift="int64") == INNER != OUTER
+    assert repr(inner(5)) == "Inner(by=5, multiplier=6, shift=7)"
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"by": 1, "multiplier": 2}, "struct Inner lacks shift"),
+        ({"by": 1, "multiplier": 2, "shift": 3, "sum": 4}, "struct Inner has no sum"),
+        ({"by": inner(1), "multiplier": 2, "shift": 3}, "by of struct Inner is Inner.*not of type int32"),
+        ({"by": (1, 2), "multiplier": 2, "shift": 3}, r"by of struct Inner is \(1, 2\), declared by$"),
+    ],
+)
+def test_a_wrong_field_is_named(values: dict[str, int], said: str) -> None:
+    with pytest.raises(TypeError, match=said):
+        INNER(**values)
+
+
+def test_an_array_has_its_length() -> None:
+    pads = StructType("Pads", pad=("int32", 3))
+    assert [value for _, value in pads(pad=[1, 2, 3]).numbers] == [1, 2, 3]
+    for wrong in (1, (1, 2)):
+        with pytest.raises(TypeError, match=r"declared pad\[3\]"):
+            pads(pad=wrong)
+
+
+def test_a_field_of_no_type_is_refused() -> None:
+    with pytest.raises(ValueError, match="width has no known type; a field is int32, "):
+        StructType("Shape", height="int32", width="int")
+    with pytest.raises(ValueError, match="it has no fields"):
+        StructType("Shape")
