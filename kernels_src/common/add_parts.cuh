@@ -1,7 +1,7 @@
 // The second pass of backward weights: adds float32 sums of several blocks in a fixed order.
 #pragma once
 
-#include "common/early_launch.cuh"
+#include "common/pdl.cuh"
 #include "common/types.cuh"
 
 // Adds `splits` parts of `size` floats each, `size` a multiple of 4: kLanes threads (a power of two) share 4
@@ -15,7 +15,7 @@ __device__ __forceinline__ void add_parts(T* out, const float* parts, int size, 
   __shared__ Vector<float, 4> staged[kThreads];
   const int first = threadIdx.x / kFours, at = (blockIdx.x * kFours + threadIdx.x % kFours) * 4;
   Vector<float, 4> sum = {};
-  previous_step_done();
+  griddepcontrol_wait();
   if (at < size)
 #pragma unroll 8
     for (int split = first; split < splits; split += kLanes) {

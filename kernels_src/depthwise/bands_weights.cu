@@ -11,7 +11,7 @@
 // channel's images. Its float32 sums are parts[part][c][y][x] or, of a single part, dw; the second kernel adds parts.
 // Grid: one dimension, channels innermost, then bands of rows, then images.
 #include "depthwise/bands.cuh"
-#include "common/early_launch.cuh"
+#include "common/pdl.cuh"
 #include "depthwise/even_runs.cuh"
 #include "common/small_matrices.cuh"
 #include "depthwise/transposed_matrix.cuh"
@@ -242,7 +242,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
     }
     commit_copies();
   }
-  next_step_may_begin();
+  griddepcontrol_launch_dependents();
 
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
   const int own = warp / kWarps, plane = channel + own, column = lane % 4 * 2;
@@ -305,8 +305,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
 // __restrict__, which would let the compiler read them as memory that never changes.
 extern "C" __global__ void __launch_bounds__(128)
     depthwise_bands_weights_finish(const float* parts, ELEMENT* dw, int count) {
-  next_step_may_begin();
-  previous_step_done();
+  griddepcontrol_launch_dependents();
+  griddepcontrol_wait();
   const int i = blockIdx.x * 128 + threadIdx.x;
   if (i >= count) return;
   float sum = 0;

@@ -28,7 +28,7 @@
 #include "common/hopper.cuh"
 #define CLUSTER __cluster_dims__(SPLITS, 1, 1)
 #else
-#include "common/early_launch.cuh"
+#include "common/pdl.cuh"
 #define CLUSTER
 #endif
 
@@ -219,7 +219,7 @@ __device__ __forceinline__ void add_totals(ELEMENT* dw, const float* totals, int
     float sums[4] = {};
 #pragma unroll
     for (int rank = 0; rank < SPLITS; ++rank) {
-      const Vector<float, 4> part = load_floats(address_of(shared_address(totals + first), rank));
+      const Vector<float, 4> part = load_cluster_floats(map_shared_rank(shared_address(totals + first), rank));
 #pragma unroll
       for (int i = 0; i < 4; ++i) sums[i] += part.at[i];
     }
@@ -254,7 +254,7 @@ extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, MIN_BLOCKS)
       load_units(buffers + ahead * kBuffer, x, dy, share, (first_stage + ahead) * kUnits, units, images);
     commit_copies();
   }
-  if constexpr (!CLUSTERED) next_step_may_begin();
+  if constexpr (!CLUSTERED) griddepcontrol_launch_dependents();
   if constexpr (kHasZeros) {
 #pragma unroll 1
     for (int i = threadIdx.x; i < kZeroElements / kWide<ELEMENT>; i += kThreads)
@@ -299,8 +299,8 @@ extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, MIN_BLOCKS)
 // const __restrict__, which would let the compiler read them as memory that never changes.
 extern "C" __global__ void __launch_bounds__(128)
     depthwise_channels_first_weights_finish(const float* parts, ELEMENT* dw) {
-  next_step_may_begin();
-  previous_step_done();
+  griddepcontrol_launch_dependents();
+  griddepcontrol_wait();
   const int i = blockIdx.x * 128 + threadIdx.x;
   if (i >= FILTERS * kTaps) return;
   float sum = 0;

@@ -226,7 +226,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
         start_rows<kRow>(sums, 0.0f);
         add_row<kRow>(sums, taps, window + kRow % kSlots * kRowElements);
       } else {
-        start_rows<kRow>(sums, __int_as_float(forgotten(0)));  // here, rather than before the branch
+        start_rows<kRow>(sums, __int_as_float(opaque(0)));  // here, rather than before the branch
       }
 #pragma unroll
       for (int i = 0; i < kUnitRows; ++i) {

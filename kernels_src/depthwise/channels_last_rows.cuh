@@ -4,6 +4,7 @@
 // then meet where m = stride * t + i, whatever the dilation.
 #pragma once
 
+#include "common/opaque.cuh"
 #include "common/copy_bytes.cuh"
 #include "common/tile.cuh"
 
@@ -23,13 +24,6 @@ __device__ __forceinline__ void unrolled(const Body& body) {
     body(Constant<kFirst>());
     unrolled<kFirst + 1, kEnd>(body);
   }
-}
-
-// `value`, of which the compiler forgets all it knows: what follows from it is computed where it is used, rather than
-// once before a loop and kept in registers.
-__device__ __forceinline__ int forgotten(int value) {
-  asm volatile("" : "+r"(value));
-  return value;
 }
 
 // Indices from low on, below high, are those of a tensor's coordinates first + step * index.

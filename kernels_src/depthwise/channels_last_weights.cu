@@ -10,7 +10,7 @@
 // Grid: one dimension, blocks of channels innermost; of the second pass filters by taps.
 #include "depthwise/channels_last_rows.cuh"
 #include "common/divisor.cuh"
-#include "common/early_launch.cuh"
+#include "common/pdl.cuh"
 #include "depthwise/runs.cuh"
 
 #if !defined(ELEMENT) || !defined(TAPS) || !defined(LANES)
@@ -26,7 +26,7 @@ extern "C" __global__ void __launch_bounds__(32 * LANES)
     depthwise_channels_last_weights_finish(const float* partial, ELEMENT* out, int filters, int parts) {
   __shared__ float sums[LANES][32];
   const int lane = threadIdx.x / 32, at = threadIdx.x % 32, filter = blockIdx.x * 32 + at, tap = blockIdx.y;
-  previous_step_done();
+  griddepcontrol_wait();
   float sum = 0;
   if (filter < filters) {
     const float* const from = partial + static_cast<int64>(tap) * filters + filter;
@@ -129,7 +129,7 @@ __device__ __forceinline__ void load_step(Step& step, const Item& item, int t, i
     const int index = t * STRIDE_H + i;
     if (!item.height.x.holds(index)) continue;
     const ELEMENT* const from = item.x + item.height.x.at(index) * x_row_step;
-    const unsigned inside = forgotten(item.inside);
+    const unsigned inside = opaque(item.inside);
 #pragma unroll
     for (int j = 0; j < kWindow; ++j) {
       step.x[i][j] = {};
@@ -139,7 +139,7 @@ __device__ __forceinline__ void load_step(Step& step, const Item& item, int t, i
   }
   if (t >= item.end) return;
   const ELEMENT* const from = item.y + item.height.y.at(t) * y_row_step;
-  const int columns = forgotten(item.columns);
+  const int columns = opaque(item.columns);
 #pragma unroll
   for (int j = 0; j < kColumns; ++j)
     if (WHOLE_COLUMNS || j < columns) step.y[j].load(from + j * static_cast<int64>(Y_STEP));
@@ -150,7 +150,7 @@ __device__ __forceinline__ void load_step(Step& step, const Item& item, int t, i
 template <int kFirst, int kPlace>
 __device__ __forceinline__ void add_row(Sums& sums, const Gradients& gradients, const float (&window)[kWindow][kVector],
                                         const Item& item, int t) {
-  const int columns = forgotten(item.columns);
+  const int columns = opaque(item.columns);
 #pragma unroll
   for (int back = 0; back < kSpan; ++back) {
     const int y = kFirst + back * STRIDE_H, place = (kPlace - back + kSpan) % kSpan;
@@ -270,7 +270,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
     for (int j = 0; j < kWindow; ++j) item.inside |= width.x.holds(first + j) ? 1u << j : 0u;
     add_item(sums, item, x_row_step, y_row_step);
   }
-  next_step_may_begin();
+  griddepcontrol_launch_dependents();
   write_sums(sums, staged, out, part, first_filter, filters);
 }
 #endif

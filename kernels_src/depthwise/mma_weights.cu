@@ -26,7 +26,7 @@
 #include "common/hopper.cuh"
 #define IN_CLUSTER __cluster_dims__(1, CLUSTER, 1)
 #else
-#include "common/early_launch.cuh"
+#include "common/pdl.cuh"
 #define IN_CLUSTER
 #endif
 
@@ -290,7 +290,7 @@ __device__ __forceinline__ void add_cluster(ELEMENT* out, const float* staged) {
 #pragma unroll
     for (int part = 0; part < CLUSTER * WARPS; ++part) {
       const unsigned at = shared_address(staged + part % WARPS * kChannels * kTaps + i);
-      const Vector<float, 4> more = load_floats(address_of(at, part / WARPS));
+      const Vector<float, 4> more = load_cluster_floats(map_shared_rank(at, part / WARPS));
 #pragma unroll
       for (int e = 0; e < 4; ++e) sums[e] += more.at[e];
     }
@@ -339,7 +339,7 @@ extern "C" __global__ void IN_CLUSTER __launch_bounds__(kThreads, MIN_BLOCKS)
   stage_sums(warps_sums, sums, group, warp);
   add_cluster(dw, warps_sums);
 #else
-  next_step_may_begin();
+  griddepcontrol_launch_dependents();
   stage_sums(warps_sums, sums, group, warp);
   __syncthreads();  // the sums of every warp are staged
   if (gridDim.y == 1)

@@ -70,21 +70,21 @@ struct Rows {
   __device__ __forceinline__ void load(int number, int at) const {
     const unsigned to = stages + number * kTeamsStage, barrier = barriers + 8 * number;
     const int rank = static_cast<unsigned>(at) < static_cast<unsigned>(height) ? image * height + at : -1;
-    barrier_expect(barrier, kCopiedBytes);
+    mbarrier_arrive_expect_tx(barrier, kCopiedBytes);
 #pragma unroll
     for (int i = 0; i < kParts * kPlanes * kBoxes; ++i) {
       const int part = i / kBoxes / kPlanes, plane = i / kBoxes % kPlanes, box_row = i % kBoxes * kBoxRows;
-      copy_box(to + part * kPartBytes + plane * kPlaneBytes + box_row * kSpan, &dy, barrier, part * kSpan / 2,
-               first + plane + box_row * kPlanes, rank);
+      tma_load_tiled(to + part * kPartBytes + plane * kPlaneBytes + box_row * kSpan, &dy, barrier, part * kSpan / 2,
+                     first + plane + box_row * kPlanes, rank);
     }
   }
 
   __device__ __forceinline__ void begin() {
     if (threadIdx.x % kTeam == 0) {
-      prefetch(&dy);
+      prefetch_tensor_map(&dy);
 #pragma unroll 1
-      for (int i = 0; i < STAGES; ++i) barrier_init(barriers + 8 * i, 1);
-      barrier_init_done();
+      for (int i = 0; i < STAGES; ++i) mbarrier_init(barriers + 8 * i, 1);
+      fence_mbarrier_init();
 #pragma unroll 1
       for (int i = 0; i < min(STAGES - 1, left); ++i) load(i, row + i);
     }
@@ -96,8 +96,8 @@ struct Rows {
 
   // Waits for the next row; where its columns are.
   __device__ __forceinline__ unsigned arrived() const {
-    barrier_wait(barriers + 8 * stage, parity);
-    consumers_barrier<kTeam>(1 + team);  // every product has read what is overwritten next
+    mbarrier_wait(barriers + 8 * stage, parity);
+    named_barrier_sync<kTeam>(1 + team);  // every product has read what is overwritten next
     return stages + stage * kTeamsStage;
   }
 

@@ -61,8 +61,8 @@ __device__ __forceinline__ void turn_row(unsigned char* to, const unsigned char*
     const int octet = min(i / kBlocks * 4 + lane / 8, kOctets - 1), column = i % kBlocks * 8;
     unsigned four[4];
     load_transposed(four, shared_address(from) + (octet * 8 + lane % 8) * kRawPitch + 2 * column);
-    store_matrices(shared_address(to) + 16 * (octet * kPitch + word_of(column + lane % 8, 0)), four[0], four[1],
-                   four[2], four[3]);
+    stmatrix(shared_address(to) + 16 * (octet * kPitch + word_of(column + lane % 8, 0)), four[0], four[1], four[2],
+             four[3]);
   }
 }
 
@@ -103,7 +103,7 @@ struct Rows {
   __device__ __forceinline__ void begin() const {
 #pragma unroll 1
     for (int i = 0; i < STAGES; ++i) clear_stage(stages + i * kTeamsStage);
-    consumers_barrier<kTeam>(barrier);  // stages are clear
+    named_barrier_sync<kTeam>(barrier);  // stages are clear
 #pragma unroll 1
     for (int i = 0; i < STAGES - 1; ++i) load(i, row + i);
   }
@@ -111,7 +111,7 @@ struct Rows {
   // The filters as they came are not needed any more.
   __device__ __forceinline__ void filters_done() const {
     wait_for_copies<STAGES - 2>();
-    consumers_barrier<kTeam>(barrier);  // the first row has arrived
+    named_barrier_sync<kTeam>(barrier);  // the first row has arrived
     turn_row(turned, stages);
     load(STAGES - 1, row + STAGES - 1);
   }
@@ -119,9 +119,9 @@ struct Rows {
   // Waits for the next row; where its columns are.
   __device__ __forceinline__ unsigned arrived() const {
     wait_for_copies<STAGES - 2>();
-    shared_writes_done();
+    fence_proxy_async();
     // This row's words and the next row have arrived; every product has read what is overwritten next.
-    consumers_barrier<kTeam>(barrier);
+    named_barrier_sync<kTeam>(barrier);
     return shared_address(turned) + half * kTurnedBytes;
   }
 

@@ -150,7 +150,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
   wait_for_copies<Rows::kBegun>();
   __syncthreads();  // the filters have arrived
   spread_filters(shared, reinterpret_cast<const ELEMENT*>(shared + kLastAt));
-  shared_writes_done();
+  fence_proxy_async();
   __syncthreads();  // the filters are laid out
   staged.filters_done();
 

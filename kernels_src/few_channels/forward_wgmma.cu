@@ -204,9 +204,9 @@ __device__ __forceinline__ void lay_out(unsigned char* results, const Sums& sums
       const unsigned a = packed(sums[4 * j], sums[4 * j + 1]), b = packed(sums[4 * j + 2], sums[4 * j + 3]);
       const unsigned c = packed(sums[4 * j + 4], sums[4 * j + 5]), d = packed(sums[4 * j + 6], sums[4 * j + 7]);
       if constexpr (CHANNELS_LAST)
-        store_transposed(from + 8 * j * kPixelBytes, a, b, c, d);
+        stmatrix_trans(from + 8 * j * kPixelBytes, a, b, c, d);
       else
-        store_matrices(from + 16 * j, a, b, c, d);
+        stmatrix(from + 16 * j, a, b, c, d);
     }
   }
 }
@@ -302,7 +302,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
       for (int i = 0; i < kAtOnce; ++i)
         if (chunk + i <= kEarlier) write(some[i], chunk + i);
     }
-    shared_writes_done();  // before the next loads begin: it would wait for them
+    fence_proxy_async();  // before the next loads begin: it would wait for them
     if (to.row + ROWS < last) load(loader);
   };
 
@@ -311,7 +311,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
   wait_for_copies<0>();
   __syncthreads();  // the filters have arrived
   spread_filters(shared, reinterpret_cast<const ELEMENT*>(raw), count);
-  shared_writes_done();
+  fence_proxy_async();
   __syncthreads();  // the filters are laid out, and no longer needed where results go
   Held held;
   if constexpr (HELD) hold_filters(held, block);
@@ -326,16 +326,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
       begin_products(sums, held, shared_address(block), ring, chunk * kChunkRows + kBefore + row_of_step * STRIDE_Y);
       if (to.row + ROWS < last) {
         write(loader, chunk == 0 ? kChunks - 1 : chunk - 1);
-        shared_writes_done();
+        fence_proxy_async();
       }
       if (to.row + 2 * ROWS < last) load(loader);
       if (LATE && to.row > first) store_step(to.row - ROWS);
       wgmma_wait_group<0>();
-      if constexpr (LATE) warpgroup_barrier(1 + group);  // results of the last step have been read
+      if constexpr (LATE) warpgroup_sync(1 + group);  // results of the last step have been read
       if (to.row + row_of_step < last) {
         lay_out(results, sums);
         if constexpr (!LATE) {
-          warpgroup_barrier(1 + group);  // results are laid out
+          warpgroup_sync(1 + group);  // results are laid out
           store_step(to.row);
         }
       }

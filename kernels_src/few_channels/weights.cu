@@ -10,7 +10,7 @@
 // float32 parts, which first_layer_weights_finish adds in a fixed order.
 #include "common/copy_bytes.cuh"
 #include "common/divisor.cuh"
-#include "common/early_launch.cuh"
+#include "common/pdl.cuh"
 #include "common/mma.cuh"
 #include "few_channels/patch.cuh"
 
@@ -258,7 +258,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
   const int split = static_cast<int>(blockIdx.x) / by_filters;
   const int first_k = (blockIdx.x - split * filter_tiles) * kTileK;
   const unsigned base = static_cast<unsigned>(__cvta_generic_to_shared(shared));
-  next_step_may_begin();
+  griddepcontrol_launch_dependents();
 
   Outputs from = {k, out_height, out_width, 0, first_k, 0, 0};
   const auto go_to = [&](int tile) {
@@ -334,7 +334,7 @@ extern "C" __global__ void __launch_bounds__(32 * kShares)
     first_layer_weights_finish(const float* parts, ELEMENT* dw, int size, int splits) {
   __shared__ float sums[kShares][33];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, at = blockIdx.x * 32 + lane;
-  previous_step_done();
+  griddepcontrol_wait();
   float sum = 0;
   if (at < size)
 #pragma unroll 8

@@ -23,7 +23,7 @@
 #endif
 
 #include "common/divisor.cuh"
-#include "common/early_launch.cuh"
+#include "common/pdl.cuh"
 #include "common/hopper.cuh"
 #include "few_channels/patch.cuh"
 
@@ -272,7 +272,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
   const int split = static_cast<int>(blockIdx.x) / by_filters, first_k = (blockIdx.x - split * filter_tiles) * kTileK;
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0), worker = warpgroup - kTeams;
   const int first_chunk = worker % GROUPS_S * kGroupChunks, group_k = worker / GROUPS_S;
-  next_step_may_begin();
+  griddepcontrol_launch_dependents();
 
   const auto work = [&](auto loads) {
     constexpr bool kLoads = decltype(loads)::value;
@@ -301,11 +301,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
       if (tile >= tiles) return;
       pixels.put_words(shared + kPatchAt + stage * Pixels::kBytes, -kLoaders * team);
       outputs.put(shared + stage * kOutBytes, thread);
-      shared_writes_done();  // waits for loads, too: none of this thread may be on its way for a later tile
+      fence_proxy_async();  // waits for loads, too: none of this thread may be on its way for a later tile
     };
     if constexpr (kLoads) {
       clear_rest(shared);
-      shared_writes_done();
+      fence_proxy_async();
       load(split + team * splits);
       if (team == 0) put(split, 0);
       if (kTeams == 1) load(split + splits);
@@ -315,7 +315,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
 #pragma unroll 1
     for (int tile = split; tile < tiles; tile += splits) {
       // The tile is in place, and products have read the one that is overwritten next: all but the last.
-      block_barrier();
+      block_sync();
       if constexpr (!kLoads)
         add_tile(sums, shared_address(shared) + stage * kOutBytes + group_k * 8 * kBlockPitch,
                  shared_address(shared) + kPatchAt + stage * Pixels::kBytes, first_chunk);
@@ -353,7 +353,7 @@ extern "C" __global__ void __launch_bounds__(32 * kShares)
   const int at = blockIdx.x * 32 + lane, filter_tile = at / kFragments;
   const Fragment fragment(at % kFragments);
   const int filters = min(kTileK, k - filter_tile * kTileK);
-  previous_step_done();
+  griddepcontrol_wait();
   Four sum = {};
   if (fragment.any(filters)) {
 #pragma unroll 8

@@ -329,7 +329,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
   }
   wait_for_copies<0>();
   __syncthreads();  // every warp has read the last tile, which the sums overwrite
-  next_step_may_begin();
+  griddepcontrol_launch_dependents();
   float* const warps_sums = reinterpret_cast<float*>(staged);
   stage_sums(warps_sums, sums, part);
   __syncthreads();  // the sums of every warp are staged

@@ -155,8 +155,8 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     transpose(const ELEMENT* from, ELEMENT* to, int rows, int columns, int tiles_i, unsigned tiles_i_multiplier,
               int tiles_i_shift, int tiles_j, unsigned tiles_j_multiplier, int tiles_j_shift) {
   __shared__ alignas(16) ELEMENT tile[First::kElements];
-  next_step_may_begin();
-  previous_step_done();
+  griddepcontrol_launch_dependents();
+  griddepcontrol_wait();
   const Matrices all{
       rows, columns, {tiles_i, tiles_i_multiplier, tiles_i_shift}, {tiles_j, tiles_j_multiplier, tiles_j_shift}};
   turn<First>(tile, from, to, all, blockIdx.x);
@@ -172,8 +172,8 @@ extern "C" __global__ void __launch_bounds__(kThreads)
                   unsigned other_tiles_i_multiplier, int other_tiles_i_shift, int other_tiles_j,
                   unsigned other_tiles_j_multiplier, int other_tiles_j_shift, int blocks) {
   __shared__ alignas(16) ELEMENT tile[kMost];
-  next_step_may_begin();
-  previous_step_done();
+  griddepcontrol_launch_dependents();
+  griddepcontrol_wait();
   const int number = blockIdx.x;
   if (number < blocks) {
     const Matrices all{

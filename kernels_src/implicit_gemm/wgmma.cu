@@ -10,13 +10,8 @@
 // CLUSTER_M x CLUSTER_N blocks of a cluster have neighbouring tiles, and each copies a share of what they have in
 // common; or CLUSTER_K blocks add parts of one tile in order.
 // Design after the public description of Hopper's warp-specialised GEMMs (CUTLASS, sm90).
+#include "common/opaque.cuh"
 #include "implicit_gemm/wgmma_results.cuh"
-
-// A number of which the compiler does not know that it knows it.
-__device__ __forceinline__ int forgotten(int number) {
-  asm volatile("" : "+r"(number));
-  return number;
-}
 
 __device__ __forceinline__ void consume(const Shape& shape, const TensorMap* target, float* parts, int consumer,
                                         unsigned stages, unsigned full, unsigned empty, unsigned out) {
@@ -33,7 +28,7 @@ __device__ __forceinline__ void consume(const Shape& shape, const TensorMap* tar
     if (STRIDED && item.phase == phases_with_taps(shape) - 1) write_zeros(shape, item, parts, consumer);
     int before = -1;
     for (int step = item.first; step < item.last; step++) {
-      barrier_wait(full + 8 * slot, parity);
+      mbarrier_wait(full + 8 * slot, parity);
       const unsigned rows = stages + slot * kStageBytes + consumer * ROWS * kRowBlock;
       const unsigned columns = stages + slot * kStageBytes + kRowBytes;
       wgmma_fence();
@@ -46,7 +41,7 @@ __device__ __forceinline__ void consume(const Shape& shape, const TensorMap* tar
               descriptor_at(kColumnForm, columns + k * kColumnStep), step > item.first || k > 0);
       wgmma_commit_group();
       wgmma_wait_group<1>();  // the step before is done with its stage
-      if (before >= 0 && signals) barrier_arrive<CLUSTER_M * CLUSTER_N>(empty + 8 * before, lane);
+      if (before >= 0 && signals) mbarrier_arrive<CLUSTER_M * CLUSTER_N>(empty + 8 * before, lane);
       before = slot;
       if (++slot == STAGES) {
         slot = 0;
@@ -54,8 +49,8 @@ __device__ __forceinline__ void consume(const Shape& shape, const TensorMap* tar
       }
     }
     wgmma_wait_group<0>();
-    const Item done = item_at(shape, at, forgotten(number));  // not kept in registers beside the sums
-    if ((!STRIDED || CLUSTER_K == 1) && signals) barrier_arrive<CLUSTER_M * CLUSTER_N>(empty + 8 * before, lane);
+    const Item done = item_at(shape, at, opaque(number));  // not kept in registers beside the sums
+    if ((!STRIDED || CLUSTER_K == 1) && signals) mbarrier_arrive<CLUSTER_M * CLUSTER_N>(empty + 8 * before, lane);
     if (CLUSTER_K > 1)
       write_share(stages, consumer, sums);
     else if (SWAPPED || shape.splits.by == 1)
@@ -63,7 +58,7 @@ __device__ __forceinline__ void consume(const Shape& shape, const TensorMap* tar
     else
       write_part(shape, done, parts, consumer, sums);
   }
-  if (threadIdx.x % 128 == 0) stores_have_read();
+  if (threadIdx.x % 128 == 0) tma_store_wait_group_read();
   __syncwarp();
 }
 
@@ -124,19 +119,19 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(kThreads, BLOCKS)
   if (role < CONSUMERS) {
     if (threadIdx.x == 0) {
       for (int i = 0; i < STAGES; i++) {
-        barrier_init(full + 8 * i, 2);
-        barrier_init(empty + 8 * i, 4 * CONSUMERS * (CLUSTER_M + CLUSTER_N - 1));
+        mbarrier_init(full + 8 * i, 2);
+        mbarrier_init(empty + 8 * i, 4 * CONSUMERS * (CLUSTER_M + CLUSTER_N - 1));
       }
-      barrier_init_done();
+      fence_mbarrier_init();
     }
     consume(shape, &target, parts, role, stages, full, empty, out + role * 2 * kOutBlock);
   } else if (threadIdx.x < CONSUMERS * 128 + 32) {
     const TensorMap* map = KIND == WEIGHTS || kPixelColumns ? &columns : &rows;
-    if (threadIdx.x % 32 == 0) prefetch(map);
+    if (threadIdx.x % 32 == 0) prefetch_tensor_map(map);
     produce<PixelCopies>(shape, map, stages, full, empty);
   } else {
     const TensorMap* map = KIND == WEIGHTS || kPixelColumns ? &rows : &columns;
-    if (threadIdx.x % 32 == 0) prefetch(map);
+    if (threadIdx.x % 32 == 0) prefetch_tensor_map(map);
     produce<BoxCopies>(shape, map, stages, full, empty);
   }
   if constexpr (CLUSTER_K > 1) {
@@ -150,8 +145,8 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(kThreads, BLOCKS)
 // out[i] = sum of part[i] over the parts, in order.
 extern "C" __global__ void __launch_bounds__(256) add_parts(const float* parts, ELEMENT* out, int64 count, int splits) {
   const int64 at = 4 * (blockIdx.x * 256ll + threadIdx.x);
-  next_step_may_begin();
-  previous_step_done();
+  griddepcontrol_launch_dependents();
+  griddepcontrol_wait();
   if (at >= count) return;
   Vector<float, 4> sum = *reinterpret_cast<const Vector<float, 4>*>(parts + at);
   for (int split = 1; split < splits; split++) {

@@ -55,15 +55,15 @@ struct PixelCopies {
   __device__ __forceinline__ void begin(const Shape& shape, const Item& item, const TensorMap* map, unsigned stage,
                                         unsigned barrier) const {
     if constexpr (kPlanesOfDepth) {
-      copy_box(stage + kRowBytes, map, barrier, pixel.w * kTileK, item.group * shape.columns + item.tile_n * kTileN,
-               pixel.n);
+      tma_load_tiled(stage + kRowBytes, map, barrier, pixel.w * kTileK,
+                     item.group * shape.columns + item.tile_n * kTileN, pixel.n);
       return;
     }
     if constexpr (kPlanesOfPixels) {
 #pragma unroll
       for (int block = 0; block < kColumnBlocks; block++)
-        copy_box(stage + kRowBytes + block * kColumnBlock, map, barrier, blocks_first[block].w * kWide,
-                 item.group * shape.channels + depth.at, blocks_first[block].n);
+        tma_load_tiled(stage + kRowBytes + block * kColumnBlock, map, barrier, blocks_first[block].w * kWide,
+                       item.group * shape.channels + depth.at, blocks_first[block].n);
       return;
     }
     const int w = pixel.w * (STRIDED ? 1 : shape.stride_w) + shape.low_w;
@@ -75,21 +75,21 @@ struct PixelCopies {
         const Columns& from = columns[block];
         if (!any(shape, from)) break;
         if constexpr (POINTWISE)
-          copy_box<kShares>(to + block * kColumnBlock, map, barrier, from.first, item.group, number, blocks);
+          tma_load_tiled<kShares>(to + block * kColumnBlock, map, barrier, from.first, item.group, number, blocks);
         else
-          copy_pixels<kShares>(to + block * kColumnBlock, map, barrier, item.group * shape.columns + from.first, w, h,
-                               pixel.n, from.tap_x * shape.dilation_w, from.tap_y * shape.dilation_h, blocks);
+          tma_load_im2col<kShares>(to + block * kColumnBlock, map, barrier, item.group * shape.columns + from.first, w,
+                                   h, pixel.n, from.tap_x * shape.dilation_w, from.tap_y * shape.dilation_h, blocks);
       }
       return;
     }
     const unsigned to = stage + (kPixelColumns ? kRowBytes : share * kPixels * kSpanDepth);
     if constexpr (POINTWISE) {
-      copy_box<kShares>(to, map, barrier, depth.at, item.group, number, blocks);
+      tma_load_tiled<kShares>(to, map, barrier, depth.at, item.group, number, blocks);
     } else {
       const int tap_h = depth.tap_y * shape.dilation_h, tap_w = depth.tap_x * shape.dilation_w;
-      copy_pixels<kShares>(to, map, barrier, item.group * shape.channels + depth.at, w, h, pixel.n,
-                           KIND == DATA ? depth.phase.w.offset - tap_w : tap_w,
-                           KIND == DATA ? depth.phase.h.offset - tap_h : tap_h, blocks);
+      tma_load_im2col<kShares>(to, map, barrier, item.group * shape.channels + depth.at, w, h, pixel.n,
+                               KIND == DATA ? depth.phase.w.offset - tap_w : tap_w,
+                               KIND == DATA ? depth.phase.h.offset - tap_h : tap_h, blocks);
     }
   }
 };
@@ -132,39 +132,39 @@ struct BoxCopies {
   __device__ __forceinline__ void copy_deep(const Shape& shape, const Item& item, const TensorMap* map, unsigned to,
                                             unsigned barrier, int first) const {
     if constexpr (kTurnedFilter)
-      copy_box<kShares>(to, map, barrier, depth.at, first, item.group * shape.taps_y * shape.taps_x.by + depth.tap,
-                        blocks);
+      tma_load_tiled<kShares>(to, map, barrier, depth.at, first,
+                              item.group * shape.taps_y * shape.taps_x.by + depth.tap, blocks);
     else
-      copy_box<kShares>(to, map, barrier, depth.at, depth.tap,
-                        item.group * (kPixelColumns ? shape.rows : shape.columns) + first, blocks);
+      tma_load_tiled<kShares>(to, map, barrier, depth.at, depth.tap,
+                              item.group * (kPixelColumns ? shape.rows : shape.columns) + first, blocks);
   }
 
   __device__ __forceinline__ void begin(const Shape& shape, const Item& item, const TensorMap* map, unsigned stage,
                                         unsigned barrier) const {
     if constexpr (kPlanesOfDepth || kPlanesOfRows) {
       const int first = kPlanesOfDepth ? pixel.w * kTileK : pixel.h * shape.width.by + pixel.w;
-      copy_box(stage, map, barrier, first, item.group * shape.rows + item.tile_m * kTileM, pixel.n);
+      tma_load_tiled(stage, map, barrier, first, item.group * shape.rows + item.tile_m * kTileM, pixel.n);
     } else if constexpr (KIND == WEIGHTS) {
 #pragma unroll
       for (int block = 0; block < kBlocks; block++)
-        copy_box<kShares>(stage + block * kRowBlock + share * kLength * 128, map, barrier,
-                          item.tile_m * kTileM + 64 * block, item.group, number, blocks);
+        tma_load_tiled<kShares>(stage + block * kRowBlock + share * kLength * 128, map, barrier,
+                                item.tile_m * kTileM + 64 * block, item.group, number, blocks);
     } else if constexpr (kPixelColumns && kDeepFilter) {
       copy_deep(shape, item, map, stage, barrier, item.tile_m * kTileM);
     } else if constexpr (kPixelColumns) {
 #pragma unroll
       for (int block = 0; block < kBlocks; block++)
-        copy_box(stage + block * kRowBlock, map, barrier, item.tile_m * kTileM + 64 * block, depth.tap,
-                 item.group * shape.channels + depth.at);
+        tma_load_tiled(stage + block * kRowBlock, map, barrier, item.tile_m * kTileM + 64 * block, depth.tap,
+                       item.group * shape.channels + depth.at);
     } else if constexpr (kDeepFilter) {
       copy_deep(shape, item, map, stage + kRowBytes + share * kLength * kSpanDepth, barrier,
                 item.tile_n * kTileN + share * kLength);
     } else {
 #pragma unroll
       for (int block = 0; block < kColumnBlocks; block++)
-        copy_box<kShares>(stage + kRowBytes + block * kColumnBlock + share * kLength * kSpanWide, map, barrier,
-                          item.tile_n * kTileN + block * kWide, depth.tap,
-                          item.group * shape.channels + depth.at + share * kLength, blocks);
+        tma_load_tiled<kShares>(stage + kRowBytes + block * kColumnBlock + share * kLength * kSpanWide, map, barrier,
+                                item.tile_n * kTileN + block * kWide, depth.tap,
+                                item.group * shape.channels + depth.at + share * kLength, blocks);
     }
   }
 };
@@ -176,7 +176,7 @@ __device__ __forceinline__ void meet() {
     cluster_arrive<Shows>();
     cluster_wait();
   } else {
-    block_barrier();
+    block_sync();
   }
 }
 
@@ -189,13 +189,13 @@ __device__ __forceinline__ void produce(const Shape& shape, const TensorMap* map
   Copies copies(shape, at, item);
   meet();  // barriers are ready
   if (threadIdx.x % 32 == 0) {
-    previous_step_done();
+    griddepcontrol_wait();
     int slot = 0;
     unsigned parity = 1;  // the first round finds all stages empty
     while (true) {
       for (int step = item.first; step < item.last; step++) {
-        barrier_wait(empty + 8 * slot, parity);
-        barrier_expect(full + 8 * slot, copies.bytes);
+        mbarrier_wait(empty + 8 * slot, parity);
+        mbarrier_arrive_expect_tx(full + 8 * slot, copies.bytes);
         copies.begin(shape, item, map, stages + slot * kStageBytes, full + 8 * slot);
         copies.next(shape);
         if (++slot == STAGES) {
@@ -208,7 +208,7 @@ __device__ __forceinline__ void produce(const Shape& shape, const TensorMap* map
       item = item_at(shape, at, number);
       copies = Copies(shape, at, item);
     }
-    next_step_may_begin();
+    griddepcontrol_launch_dependents();
   }
   __syncwarp();
 }

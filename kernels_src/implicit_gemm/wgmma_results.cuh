@@ -21,21 +21,22 @@ __device__ __forceinline__ void lay_out(unsigned out, int warp, int lane, const 
     const int word = 2 * warp + lane / 8 % 2;
 #pragma unroll
     for (int j = 0; j < 8; j += 2, sums += 8)
-      store_transposed(out + word_at(8 * j + lane / 16 * 8 + lane % 8, word), packed(sums[0], sums[1]),
-                       packed(sums[2], sums[3]), packed(sums[4], sums[5]), packed(sums[6], sums[7]));
+      stmatrix_trans(out + word_at(8 * j + lane / 16 * 8 + lane % 8, word), packed(sums[0], sums[1]),
+                     packed(sums[2], sums[3]), packed(sums[4], sums[5]), packed(sums[6], sums[7]));
   } else if constexpr (kElement == 2) {
     const int row = 16 * warp + (lane & 15), half = lane >> 4;
 #pragma unroll
     for (int j = 0; j < kWide / 16; j++, sums += 8)
-      store_matrices(out + word_at(row, 2 * j + half), packed(sums[0], sums[1]), packed(sums[2], sums[3]),
-                     packed(sums[4], sums[5]), packed(sums[6], sums[7]));
+      stmatrix(out + word_at(row, 2 * j + half), packed(sums[0], sums[1]), packed(sums[2], sums[3]),
+               packed(sums[4], sums[5]), packed(sums[6], sums[7]));
   } else {
     const int row = 16 * warp + lane / 4, t = lane % 4;
 #pragma unroll
     for (int j = 0; j < kWide / 8; j++, sums += 4)
 #pragma unroll
       for (int below = 0; below < 2; below++)
-        store_pair(out + word_at(row + 8 * below, 2 * j + t / 2) + 8 * (t % 2), sums[2 * below], sums[2 * below + 1]);
+        store_shared_pair(out + word_at(row + 8 * below, 2 * j + t / 2) + 8 * (t % 2), sums[2 * below],
+                          sums[2 * below + 1]);
   }
 }
 
@@ -92,18 +93,18 @@ __device__ __forceinline__ void write_lines(const Shape& shape, const Item& item
 __device__ __forceinline__ void store_block(const Shape& shape, const Item& item, const TensorMap* target,
                                             unsigned from, int first_row, int block) {
   if constexpr (SWAPPED) {
-    store_box(target, from, first_row, item.group, item.tile_n * kTileN + kOutColumns * block);
+    tma_store(target, from, first_row, item.group, item.tile_n * kTileN + kOutColumns * block);
   } else if constexpr (kPlanesOfPixels) {
     const Pixel pixels = pixel_at(shape, item.tile_n * kColumnBlocks + block);
-    store_box(target, from, pixels.w * kWide, item.group * shape.rows + first_row, pixels.n);
+    tma_store(target, from, pixels.w * kWide, item.group * shape.rows + first_row, pixels.n);
   } else {
     const Columns columns = columns_at(shape, item.tile_n, block);
     if constexpr (KIND == WEIGHTS)
-      store_box(target, from, columns.first, columns.tap, item.group * shape.rows + first_row);
+      tma_store(target, from, columns.first, columns.tap, item.group * shape.rows + first_row);
     else
-      store_box(target, from, columns.first, item.group, first_row);
+      tma_store(target, from, columns.first, item.group, first_row);
   }
-  stores_commit();
+  tma_store_commit_group();
 }
 
 // The tile's sums as elements, block by block through the place of this consumer in shared memory and the `other`.
@@ -120,9 +121,9 @@ __device__ __forceinline__ void write_tile(const Shape& shape, const Item& item,
       const int first_column = item.tile_n * kTileN + block * kOutColumns;
       if (SWAPPED ? first_column >= shape.columns : !any(shape, columns_at(shape, item.tile_n, block))) break;
       lay_out(place, thread / 32, thread % 32, sums[r] + block * kOutColumns / 2);
-      shared_writes_done();
-      if (thread == 0) stores_have_read();  // the other place, where the next block goes
-      warpgroup_barrier(1 + consumer);      // the block is laid out
+      fence_proxy_async();
+      if (thread == 0) tma_store_wait_group_read();  // the other place, where the next block goes
+      warpgroup_sync(1 + consumer);                  // the block is laid out
       if constexpr (PLANES == IN_RESULT)
         write_runs(shape, item, place, first_row, first_column, result);
       else if constexpr (STRIDED)
@@ -171,7 +172,7 @@ __device__ __forceinline__ void write_zeros(const Shape& shape, const Item& item
   constexpr int kVector = 16 / kElement, kVectors = kTileN / kVector, kRows = 64 * ROWS;
   const bool is_part = CLUSTER_K == 1 && shape.splits.by > 1;
   if (!is_part && (item.split > 0 || item.first == item.last)) return;
-  previous_step_done();
+  griddepcontrol_wait();
   char* const to = reinterpret_cast<char*>(is_part ? parts + item.split * static_cast<int64>(shape.size) : parts);
   for (int number = threadIdx.x % 128; number < kRows * kVectors; number += 128) {
     const int row = item.tile_m * kTileM + kRows * consumer + number / kVectors;
@@ -236,15 +237,15 @@ constexpr int kSharePitch = kTileN + 8;
 
 __device__ __forceinline__ void write_share(unsigned to, int consumer, const float (&sums)[ROWS][kSums]) {
   const int lane = threadIdx.x % 32, first = 64 * ROWS * consumer + threadIdx.x % 128 / 32 * 16 + lane / 4;
-  consumers_barrier<128 * CONSUMERS>(1 + CONSUMERS);  // all have read the ring
+  named_barrier_sync<128 * CONSUMERS>(1 + CONSUMERS);  // all have read the ring
 #pragma unroll
   for (int r = 0; r < ROWS; r++)
 #pragma unroll
     for (int j = 0; j < kTileN / 8; j++)
 #pragma unroll
       for (int below = 0; below < 2; below++)
-        store_pair(to + 4 * ((first + 64 * r + 8 * below) * kSharePitch + 8 * j + 2 * (lane % 4)),
-                   sums[r][4 * j + 2 * below], sums[r][4 * j + 2 * below + 1]);
+        store_shared_pair(to + 4 * ((first + 64 * r + 8 * below) * kSharePitch + 8 * j + 2 * (lane % 4)),
+                          sums[r][4 * j + 2 * below], sums[r][4 * j + 2 * below + 1]);
 }
 
 // Adds this block's rows of the cluster's shares, in order, and writes them.
@@ -267,8 +268,8 @@ __device__ __forceinline__ void add_shares(const Shape& shape, unsigned from, EL
 #pragma unroll
     for (int share = 0; share < CLUSTER_K; share++)
       if (!STRIDED || share >> power == 0)
-        parts[share] = load_floats(
-            address_of(from + 4 * (tile_row * kSharePitch + tile_column), STRIDED ? at.k - item.split + share : share));
+        parts[share] = load_cluster_floats(map_shared_rank(from + 4 * (tile_row * kSharePitch + tile_column),
+                                                           STRIDED ? at.k - item.split + share : share));
     Vector<ELEMENT, kVector> rounded;
 #pragma unroll
     for (int i = 0; i < kVector; i++) {

@@ -8,6 +8,7 @@
 // and add what they have in order. POINTWISE: one tap, stride 1 and no padding: x comes as boxes.
 // Pixel 8 j + 2 t is term t of product j of a step, the next one term t + 4: so lanes of a fragment meet all banks.
 // Design after the public description of Hopper's warp-specialised GEMMs (CUTLASS, sm90).
+#include "common/opaque.cuh"
 #include "implicit_gemm/wgmma_turned.cuh"
 
 // With one product at once, compilers wait for each before the next one's registers are loaded.
@@ -31,13 +32,13 @@ __device__ __forceinline__ void turn(unsigned block) {
   const int lane = threadIdx.x % 32;
   unsigned pixels[kTileK];
 #pragma unroll
-  for (int m = 0; m < kTileK; m++) pixels[m] = load_word(((block + 4 * lane) ^ (16 * (m % 8))) + m * kSpan);
+  for (int m = 0; m < kTileK; m++) pixels[m] = load_shared(((block + 4 * lane) ^ (16 * (m % 8))) + m * kSpan);
   __syncwarp();  // all lanes have read
 #pragma unroll
   for (int word = 0; word < kTileK / 4; word++) {
     const int first = word / 2 * 8 + word % 2;
-    store_words((block + lane * kSpan + 16 * (lane % 8)) ^ (16 * word), pixels[first], pixels[first + 2],
-                pixels[first + 4], pixels[first + 6]);
+    store_shared((block + lane * kSpan + 16 * (lane % 8)) ^ (16 * word), pixels[first], pixels[first + 2],
+                 pixels[first + 4], pixels[first + 6]);
   }
 }
 
@@ -46,13 +47,13 @@ __device__ __forceinline__ void turn_all(const Shape& shape, const Ring& ring, i
   for (int number = first_item(); number < shape.items; number = item_after(number)) {
     const Item item = item_at(shape, number);
     for (int step = item.first; step < item.last; step++) {
-      barrier_wait(ring.y_here + 8 * at.slot, at.parity);
+      mbarrier_wait(ring.y_here + 8 * at.slot, at.parity);
 #pragma unroll 1
       for (int block = warp; block < kColumnBlocks; block += kTurners)
         turn(ring.stage(at) + kRowBytes + block * kBlock);
-      shared_writes_done();  // products read what this thread has written, and later copies write there
-      __syncwarp();          // all lanes have done so
-      if (threadIdx.x % 32 == 0) barrier_arrive(ring.turned + 8 * at.slot);
+      fence_proxy_async();  // products read what this thread has written, and later copies write there
+      __syncwarp();         // all lanes have done so
+      if (threadIdx.x % 32 == 0) mbarrier_arrive(ring.turned + 8 * at.slot);
       at.next();
     }
   }
@@ -75,8 +76,8 @@ struct Lane {
 
   __device__ __forceinline__ void load(unsigned (&a)[ROWS][4], unsigned stage, int k) const {
     unsigned first[2 * ROWS], second[2 * ROWS];
-    load_words(first, stage + low + k * 8 * kSpan);
-    load_words(second, stage + high + k * 8 * kSpan);
+    load_shared(first, stage + low + k * 8 * kSpan);
+    load_shared(second, stage + high + k * 8 * kSpan);
 #pragma unroll
     for (int r = 0; r < ROWS; r++)
 #pragma unroll
@@ -113,7 +114,7 @@ __device__ __forceinline__ void write(const Shape& shape, const Item& item, cons
 // Likewise to this block's shared memory, where the ring was: channels of a filter side by side.
 __device__ __forceinline__ void write_share(unsigned to, int consumer, const Lane& lane,
                                             const float (&sums)[ROWS][kSums]) {
-  consumers_barrier<128 * CONSUMERS>(1);  // all have read the ring
+  named_barrier_sync<128 * CONSUMERS>(1);  // all have read the ring
   const unsigned there = to + 4 * (2 * lane.t * kSharePitch + lane.block * kWide + lane.channel);
 #pragma unroll
   for (int j = 0; j < TILE_N / 8; j++)
@@ -121,10 +122,10 @@ __device__ __forceinline__ void write_share(unsigned to, int consumer, const Lan
     for (int next = 0; next < 2; next++) {
       const unsigned line = there + 4 * (8 * j + next) * kSharePitch;
       if constexpr (ROWS == 2)
-        store_words(line, __float_as_uint(sums[0][4 * j + next]), __float_as_uint(sums[0][4 * j + 2 + next]),
-                    __float_as_uint(sums[1][4 * j + next]), __float_as_uint(sums[1][4 * j + 2 + next]));
+        store_shared(line, __float_as_uint(sums[0][4 * j + next]), __float_as_uint(sums[0][4 * j + 2 + next]),
+                     __float_as_uint(sums[1][4 * j + next]), __float_as_uint(sums[1][4 * j + 2 + next]));
       else
-        store_pair(line, sums[0][4 * j + next], sums[0][4 * j + 2 + next]);
+        store_shared_pair(line, sums[0][4 * j + next], sums[0][4 * j + 2 + next]);
     }
 }
 
@@ -140,7 +141,7 @@ __device__ __forceinline__ void add_shares(const Shape& shape, unsigned from, fl
     Vector<float, 4> parts[SHARES];  // all on their way before the first is added
 #pragma unroll
     for (int share = 0; share < SHARES; share++)
-      parts[share] = load_floats(address_of(from + 4 * (column * kSharePitch + row), share));
+      parts[share] = load_cluster_floats(map_shared_rank(from + 4 * (column * kSharePitch + row), share));
     Vector<float, 4> total = parts[0];
 #pragma unroll
     for (int share = 1; share < SHARES; share++)
@@ -156,12 +157,6 @@ __device__ __forceinline__ void add_shares(const Shape& shape, unsigned from, fl
 __device__ __forceinline__ void meet() {
   cluster_arrive<true>();
   cluster_wait();
-}
-
-// A number of which the compiler does not know that it knows it.
-__device__ __forceinline__ int forgotten(int number) {
-  asm volatile("" : "+r"(number));
-  return number;
 }
 
 // What orders memory: this waits for the barriers that copies tell. Turned words are written by threads, who fence them
@@ -180,13 +175,13 @@ __device__ __forceinline__ void consume(const Shape& shape, const Ring& ring, fl
     int before = -1;
     for (int step = 0; step < steps; step++) {
       const unsigned stage = ring.stage(at);
-      barrier_wait(ring.x_here + 8 * at.slot, at.parity);
+      mbarrier_wait(ring.x_here + 8 * at.slot, at.parity);
 #pragma unroll
       for (int k = 0; k < kTileK / 8; k += kTogether) {
         unsigned a[kTogether][ROWS][4];
 #pragma unroll
         for (int i = 0; i < kTogether; i++) lane.load(a[i], stage, k + i);
-        if (k == 0) barrier_wait(ring.turned + 8 * at.slot, at.parity);
+        if (k == 0) mbarrier_wait(ring.turned + 8 * at.slot, at.parity);
         wgmma_fence();
 #pragma unroll
         for (int i = 0; i < kTogether; i++)
@@ -199,7 +194,7 @@ __device__ __forceinline__ void consume(const Shape& shape, const Ring& ring, fl
         // The step before is done: all its loads have come, or its last products had not begun.
         if (k == 0 && before >= 0) {
           __syncwarp();
-          if (threadIdx.x % 32 == 0) barrier_arrive(ring.empty + 8 * before);
+          if (threadIdx.x % 32 == 0) mbarrier_arrive(ring.empty + 8 * before);
         }
       }
       before = at.slot;
@@ -211,8 +206,8 @@ __device__ __forceinline__ void consume(const Shape& shape, const Ring& ring, fl
       write_share(ring.stages, consumer, lane, sums);
       break;
     }
-    if (threadIdx.x % 32 == 0) barrier_arrive(ring.empty + 8 * before);
-    write(shape, item_at(shape, forgotten(number)), lane, out, sums);  // not kept in registers beside the sums
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(ring.empty + 8 * before);
+    write(shape, item_at(shape, opaque(number)), lane, out, sums);  // not kept in registers beside the sums
   }
 }
 
@@ -258,14 +253,14 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(kThreads, BLOCKS)
                   first + 24 * STAGES};
   if (threadIdx.x == 0) {
     for (int i = 0; i < STAGES; i++) {
-      barrier_init(ring.x_here + 8 * i, 1);
-      barrier_init(ring.y_here + 8 * i, 1);
-      barrier_init(ring.turned + 8 * i, kTurners);
-      barrier_init(ring.empty + 8 * i, 4 * CONSUMERS);
+      mbarrier_init(ring.x_here + 8 * i, 1);
+      mbarrier_init(ring.y_here + 8 * i, 1);
+      mbarrier_init(ring.turned + 8 * i, kTurners);
+      mbarrier_init(ring.empty + 8 * i, 4 * CONSUMERS);
     }
-    barrier_init_done();
+    fence_mbarrier_init();
   }
-  block_barrier();  // barriers are ready
+  block_sync();  // barriers are ready
   const int role = threadIdx.x / 128;
   if (role < CONSUMERS) {
     if constexpr (kShares) setmaxnreg_inc<kMost>();
@@ -299,8 +294,8 @@ extern "C" __global__ void __launch_bounds__(256)
   const int quads = blockDim.x / adders, adder = threadIdx.x / quads;
   const int first = splits * adder / adders, last = splits * (adder + 1) / adders;
   const int64 at = 4 * (static_cast<int64>(blockIdx.x) * quads + threadIdx.x % quads);
-  next_step_may_begin();
-  previous_step_done();
+  griddepcontrol_launch_dependents();
+  griddepcontrol_wait();
   Vector<float, 4> sum = {};
   if (at < count) {
     sum = *reinterpret_cast<const Vector<float, 4>*>(parts + first * count + at);

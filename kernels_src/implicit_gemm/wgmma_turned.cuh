@@ -154,9 +154,9 @@ struct PixelCopies {
     for (int block = 0; block < kRowBlocks; block++) {
       if (first[block] < 0) break;
       if constexpr (POINTWISE)
-        copy_box(stage + block * kBlock, map, barrier, first[block], item.group, number);
+        tma_load_tiled(stage + block * kBlock, map, barrier, first[block], item.group, number);
       else
-        copy_pixels(stage + block * kBlock, map, barrier, first[block], w, h, pixel.n, tap_w[block], tap_h[block]);
+        tma_load_im2col(stage + block * kBlock, map, barrier, first[block], w, h, pixel.n, tap_w[block], tap_h[block]);
     }
   }
 
@@ -177,8 +177,8 @@ struct FilterCopies {
                                         unsigned barrier) const {
 #pragma unroll
     for (int block = 0; block < kColumnBlocks; block++)
-      copy_box(stage + kRowBytes + block * kBlock, map, barrier, item.tile_n * TILE_N + block * kWide, item.group,
-               number);
+      tma_load_tiled(stage + kRowBytes + block * kBlock, map, barrier, item.tile_n * TILE_N + block * kWide, item.group,
+                     number);
   }
 
   __device__ __forceinline__ void next(const Shape&) { number += kTileK; }
@@ -187,19 +187,19 @@ struct FilterCopies {
 // One thread's work.
 template <typename Copies>
 __device__ __forceinline__ void produce(const Shape& shape, const TensorMap* map, const Ring& ring, unsigned here) {
-  prefetch(map);
-  previous_step_done();
+  prefetch_tensor_map(map);
+  griddepcontrol_wait();
   Place at(1);  // the first round finds all stages empty
   for (int number = first_item(); number < shape.items; number = item_after(number)) {
     const Item item = item_at(shape, number);
     Copies copies(shape, item);
     for (int step = item.first; step < item.last; step++) {
-      barrier_wait(ring.empty + 8 * at.slot, at.parity);
-      barrier_expect(here + 8 * at.slot, copies.bytes);
+      mbarrier_wait(ring.empty + 8 * at.slot, at.parity);
+      mbarrier_arrive_expect_tx(here + 8 * at.slot, copies.bytes);
       copies.begin(shape, item, map, ring.stage(at), here + 8 * at.slot);
       copies.next(shape);
       at.next();
     }
   }
-  next_step_may_begin();
+  griddepcontrol_launch_dependents();
 }

@@ -11,7 +11,7 @@
 // Fast Algorithms for Convolutional Neural Networks, CVPR 2016, section 4.
 #include "common/copy_bytes.cuh"
 #include "common/divisor.cuh"
-#include "common/early_launch.cuh"
+#include "common/pdl.cuh"
 #include "common/mma_tf32.cuh"
 #include "common/tile.cuh"
 
@@ -345,7 +345,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
 #pragma unroll 1
   for (int stage = 0; stage < kStages - 1 && stage < turns; ++stage)
     copy_patches(stages + stage * kStageFloats, source, table, stage * kChannels, x_channels, x_channel);
-  previous_step_done();
+  griddepcontrol_wait();
 #pragma unroll 1
   for (int stage = 0; stage < kStages - 1; ++stage) {
     if (stage < turns) copy_filters(stages + stage * kStageFloats, filters, part, stage * kWarpsC, steps, units);

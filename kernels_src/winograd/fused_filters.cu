@@ -5,7 +5,7 @@
 // Offsets fit 31 bits. Defines: FLIPPED (taps in reverse order, for backward data).
 // Source: Lavin and Gray, Fast Algorithms for Convolutional Neural Networks, CVPR 2016, section 4.1.
 #include "common/divisor.cuh"
-#include "common/early_launch.cuh"
+#include "common/pdl.cuh"
 #include "common/types.cuh"
 
 #if !defined(FLIPPED)
@@ -24,7 +24,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     winograd_fused_filters(const float* __restrict__ w, float* __restrict__ filters, int outputs, int channels,
                            int group_stride, int output_stride, int channel_stride, int tap_stride, DIVISOR_OF(units),
                            DIVISOR_OF(steps), int total) {
-  next_step_may_begin();
+  griddepcontrol_launch_dependents();
   const Divisor by_units = DIVISOR(units), by_steps = DIVISOR(steps);
   const int number = blockIdx.x * (kThreads / 32) + threadIdx.x / 32, lane = threadIdx.x % 32;
   if (number >= total) return;

@@ -228,7 +228,7 @@ class KernelStep:
         shared_bytes: dynamic shared memory.
         args: arguments in the kernel's order.
         package: package that holds the source; another package's solver names its own.
-        waits_itself: the kernel calls previous_step_done() of common/early_launch.cuh before it touches memory that
+        waits_itself: the kernel calls griddepcontrol_wait() of common/pdl.cuh before it touches memory that
             earlier steps read or write. Right after another kernel step of its solution it may then begin before that
             one has ended; it waits for that one alone, and so for all before it, since each of these has waited itself
             or was launched plainly, after the end of all before. A kernel that does not wait leaves this False. Whoever

@@ -5,7 +5,7 @@
 // of 256 bytes that holds the address of the weights they were made from.
 // Defines: T_X, T_W, T_Y, T_SUM (dtype names), INDEX_BITS, DIRECTION (0 forward, 1 backward data, 2 backward weights),
 // PACKED (0, 1: the weights are packed), MUTANT.
-#include "common/early_launch.cuh"
+#include "common/pdl.cuh"
 #include "common/geometry.cuh"
 
 #if !defined(T_X) || !defined(T_W) || !defined(T_Y) || !defined(T_SUM)
@@ -687,7 +687,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 
 // Copies weights, after the step behind it was let in and some time has passed.
 extern "C" __global__ void __launch_bounds__(kThreads) copy_late(const T_W* w, T_W* scratch, int64 size) {
-  next_step_may_begin();
+  griddepcontrol_launch_dependents();
   const int64 start = clock64();
   while (clock64() - start < 100000) {
   }

@@ -1,0 +1,19 @@
+// Programmatic dependent launch (PDL, from compute capability 9.0 on): a kernel begins while the kernel before it still
+// runs. Older devices have none: there the kernel before has ended, and nothing is to be done.
+#pragma once
+
+// Waits until the kernel before has ended and all that it wrote is visible; returns at once in a launch without PDL. A
+// kernel whose KernelStep says `waits_itself` does so before it touches memory that earlier steps read or write.
+__device__ __forceinline__ void griddepcontrol_wait() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// The next kernel may begin once all blocks have called this or ended. It calls griddepcontrol_wait() before it touches
+// memory.
+__device__ __forceinline__ void griddepcontrol_launch_dependents() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
