@@ -15,7 +15,8 @@ from miofind.core.problem import Direction, MathMode, ProblemDescription
 from miofind.device.device import Device
 from miofind.errors import MiofindError
 from miofind.launch.invoker import make_invoker
-from miofind.solver.solver import Solver, solvers
+from miofind.solver.registry import Registry
+from miofind.solver.solver import Solver
 from miofind.verify.claims import claims_of
 from miofind.verify.verifier import Verifier
 
@@ -62,7 +63,7 @@ def main() -> None:
     for problem in problems():
         print(problem)
         with Verifier(problem, device, compiler) as verifier:
-            for solver in solvers().values():
+            for solver in Registry.default().values():
                 if solver.applicability(problem, device):
                     print(line(verifier, problem, solver, device, compiler))
 

@@ -28,7 +28,8 @@ from miofind.device.device import Device, Place
 from miofind.device.environment import versions
 from miofind.errors import MiofindError, MissingLibraryError, NoDeviceError
 from miofind.launch.invoker import make_invoker
-from miofind.solver.solver import Solver, solvers
+from miofind.solver.registry import Registry
+from miofind.solver.solver import Solver
 from miofind.verify.claims import claims_of
 from miofind.verify.verifier import Verifier
 
@@ -96,7 +97,7 @@ def build_ahead(device: Device, compiler: Compiler, every: list[ProblemDescripti
     """Compile all kernels in parallel, so that the GPU does not wait for them."""
     steps = {}
     for problem in every:
-        for solver in solvers().values():
+        for solver in Registry.default().values():
             if solver.applicability(problem, device):
                 for config in solver.default_configs(problem, device):
                     for step in solver.solution(problem, device, config).kernels:
@@ -130,7 +131,7 @@ def measured(device: Device, compiler: Compiler, shape: str, kind: str) -> list[
     found: dict[tuple[Solver, str], list[tuple[float, float, float]]] = {}
     for problem in problems(shape, kind):
         with Verifier(problem, device, compiler, seed=_SEED) as verifier:
-            for solver in solvers().values():
+            for solver in Registry.default().values():
                 for growth, error, ratio in errors(problem, solver, device, compiler, verifier):
                     found.setdefault((solver, f"{growth:.1f}"), []).append((growth, error, ratio))
     return [

@@ -28,7 +28,7 @@ from miofind.find.lookup import records
 from miofind.find.lookup.validity import solver_hash
 from miofind.find.plan import make_plan
 from miofind.finddb import History, Row, Scope, environment_id
-from miofind.solver.solver import solvers
+from miofind.solver.registry import Registry
 
 PROBLEM = {"x": (1, 8, 16, 16), "w": (8, 8, 3, 3), "padding": 1, "dtype": "float32"}
 CREATED_AT = "2026-01-01T00:00:00.000000Z"
@@ -60,7 +60,7 @@ def finddb_hit(problems: int = 2_000, lookups: int = 10_000) -> dict[str, Any]:
             miofind.ProblemDescription.convolution(x=(1 + i // 100, 64, 8 + i % 100, 56), w=(64, 64, 3, 3), padding=1)
             for i in range(problems)
         ]
-        scope = Scope(solvers={s.id: s.version for s in solvers().values()}, created_at=CREATED_AT)
+        scope = Scope(solvers={s.id: s.version for s in Registry.default().values()}, created_at=CREATED_AT)
         environment = versions(handle.device)
         handle.database.user.add(
             History(
@@ -115,7 +115,7 @@ def _rows(problem: miofind.ProblemDescription, handle: miofind.Handle, environme
             environment=environment,
             created_at=CREATED_AT,
         )
-        for i, planned in enumerate(make_plan(problem, handle.device, miofind.FindOptions()).candidates)
+        for i, planned in enumerate(make_plan(problem, miofind.FindOptions(), handle).candidates)
     )
 
 

@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from miofind.device.device import Device
 from miofind.errors import MiofindError
-from miofind.solver.solver import solver_by_id
+from miofind.solver.registry import Registry
 
 Number = TypeVar("Number", int, float)
 Name = TypeVar("Name", bound=str)
@@ -73,7 +73,7 @@ def several(known: Iterable[Name], separator: str = ",") -> Callable[[str], list
 
 def solver_ids(text: str) -> list[str]:
     """A type: ids of solvers, with commas; one that comes twice counts once."""
-    return _or_refused(lambda: [*dict.fromkeys(solver_by_id(name).id for name in text.split(","))])
+    return _or_refused(lambda: [*dict.fromkeys(Registry.default().named(name).id for name in text.split(","))])
 
 
 def arch(text: str) -> Device:

@@ -21,7 +21,8 @@ from miofind.device.device import Device
 from miofind.find.search import Search, Space
 from miofind.finddb import Row, Store
 from miofind.solver.candidate import Candidate, Outcome, Status, Timing
-from miofind.solver.solver import Solver, solvers
+from miofind.solver.registry import Registry
+from miofind.solver.solver import Solver
 from miofind.solver.steps import Config
 
 BUDGETS = (4, 16, 64, 128)
@@ -87,7 +88,7 @@ def measured_spaces(path: Path, device: Device) -> Iterator[Measured]:
     with Store(path, read_only=True) as store:
         for history in store.histories():
             problem = ProblemDescription.from_network_config(history.network_config)
-            for solver in solvers().values():
+            for solver in Registry.default().values():
                 times_ms = {Config.from_json(row.config): _time(row) for row in history.rows if _is_of(row, solver)}
                 if len(times_ms) >= LEAST_ROWS:
                     yield Measured(problem=problem, solver=solver, device=device, times_ms=times_ms)

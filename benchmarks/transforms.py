@@ -43,7 +43,8 @@ from miofind.errors import MiofindError
 from miofind.launch.invoker import Invoker, make_invoker
 from miofind.measure.lane import Runnable
 from miofind.measure.stage import Stage
-from miofind.solver.solver import Solver, solver_by_id
+from miofind.solver.registry import Registry
+from miofind.solver.solver import Solver
 from miofind.solver.steps import Config
 from miofind.suites import load_suite
 from miofind.verify.claims import claims_of
@@ -171,7 +172,7 @@ def candidates(job: Job, asked: argparse.Namespace, device: Device) -> list[Cand
     """What is timed for a problem."""
     found, problem = [], job.problem
     for name in asked.solvers or SOLVERS[job.kind]:
-        solver = solver_by_id(name)
+        solver = Registry.default().named(name)
         if solver.applicability(problem, device):
             found += [(solver, config) for config in configurations(solver, problem, device, asked.configs)]
     return found

@@ -32,7 +32,7 @@ from miofind.errors import MiofindError
 from miofind.evaluate.health import context_error
 from miofind.launch.invoker import make_invoker
 from miofind.solver.candidate import Candidate, Status
-from miofind.solver.solver import Solver, solver_by_id, solvers
+from miofind.solver.solver import Solver
 from miofind.solver.steps import Config, KernelStep
 from miofind.suites import SuiteProblem, load_suite
 from miofind.verify.claims import claims_of
@@ -121,7 +121,7 @@ def compile_ahead(
 
 def in_order(handle: miofind.Handle) -> list[Solver]:
     """The device's solvers: the naive one, then those with kernels of ours, then the libraries."""
-    here = [s for s in solvers().values() if handle.device.place in {key.place for key in s.keys}]
+    here = [s for s in handle.registry.values() if handle.device.place in {key.place for key in s.keys}]
     return sorted(here, key=lambda s: (s.id != NAIVE, list(Library).index(s.library)))
 
 
@@ -192,7 +192,8 @@ def run_suite(
 ) -> dict[str, Any]:
     """What became of each problem of a suite, counted."""
     start = time.monotonic()
-    asked = [solver_by_id(name) for name in arguments.only] if arguments.only else list(solvers().values())
+    known = handle.registry
+    asked = [known.named(name) for name in arguments.only] if arguments.only else list(known.values())
     compile_ahead((entry.problem for entry in entries), asked, handle, arguments.configs)
     tally: dict[str, Any] = {
         "rows": sum(entry.count for entry in entries),

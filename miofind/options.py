@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -10,9 +9,9 @@ from enum import StrEnum
 from numbers import Integral, Real
 from typing import TypeVar
 
-from miofind.device.device import Library
-from miofind.errors import InvalidOptionError, UnknownSolverError
-from miofind.solver.solver import Algorithm, Solver, solvers
+from miofind.errors import InvalidOptionError
+from miofind.solver.registry import Registry
+from miofind.solver.solver import Solver
 
 
 class Order(StrEnum):
@@ -88,7 +87,8 @@ class FindOptions:
         patience: rounds without a gain of 1 % after which a search ends; None for the search's own.
         seed: chooses among equally promising configurations; equal seeds and times give equal searches.
         retry_failed: measure again what failed here before, too.
-        only, exclude: solver ids, algorithms or libraries, case ignored.
+        only, exclude: solver ids, algorithms or libraries, case ignored. A find looks ids with a slash, those of other
+            packages, up in its handle's registry.
         isolate: measure in a child process, so that a crashing kernel costs nothing here.
 
     Raises:
@@ -139,6 +139,16 @@ class FindOptions:
         """Whether `only` and `exclude` let a solver through."""
         names = {solver.id.lower(), solver.algorithm.value, solver.library.value}
         return (not self.only or not names.isdisjoint(self.only)) and names.isdisjoint(self.exclude)
+
+    def check_names(self, registry: Registry) -> None:
+        """Do nothing where a registry has all that `only` and `exclude` name.
+
+        Raises:
+            UnknownSolverError: one name is no solver of it, and no algorithm or library.
+        """
+        for name in ("only", "exclude"):
+            if given := getattr(self, name):
+                registry.check_names(given, name)
 
     @property
     def searches(self) -> bool:
@@ -204,19 +214,5 @@ def _names(name: str, value: str | Iterable[str]) -> tuple[str, ...]:
     given = (value,) if isinstance(value, str) else tuple(value)
     if not given:
         return ()
-    if reason := unknown(given):
-        raise UnknownSolverError(f"{name}={reason}")
+    Registry.default().check_names((item for item in given if "/" not in str(item)), name)
     return tuple(sorted({item.lower() for item in given}))
-
-
-def unknown(names: Iterable[object]) -> str:
-    """Which of them is no solver, algorithm or library, and what is; "" if all are."""
-    known = [*solvers(), *Algorithm, *Library]
-    lowered = {name.lower() for name in known}
-    wrong = [name for name in names if str(name).lower() not in lowered]
-    if not wrong:
-        return ""
-    near = difflib.get_close_matches(str(wrong[0]).lower(), {name.lower(): None for name in known}, n=3)
-    meant = " or ".join(name for name in known if name.lower() in near)
-    told = f"did you mean {meant}?" if meant else f"known are {', '.join(known)}"
-    return f"{wrong[0]!r} is no solver, algorithm or library: {told}"

@@ -1,4 +1,4 @@
-"""Imported by measuring processes of test_isolation_gpu: a solver of 1x1 convolutions of one channel, broken on demand.
+"""In the registry of measuring processes of test_isolation_gpu: a solver of 1x1 convolutions, broken on demand.
 
 Its sources are in the package that FAULT_PACKAGE names. Every configuration is a fault, "none" among them.
 """
@@ -11,7 +11,6 @@ from typing import Any, ClassVar
 
 from miofind.core.problem import DataType, Layout, ProblemDescription
 from miofind.device.device import Device, Library, Place
-from miofind.solver import solver as registry
 from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
 from miofind.solver.steps import (
     Config,
@@ -131,8 +130,3 @@ class Faulty(Solver):
         )
         regions = (Region(name="far too much", bytes=1 << 46),) if config["fault"] == "workspace" else ()
         return ConvSolution(steps=(step,), workspace=WorkspacePlan(regions))
-
-
-if Faulty.source_package:
-    _known = {**registry.solvers(), FAULTY: Faulty()}
-    registry.solvers = lambda: _known  # type: ignore[assignment]

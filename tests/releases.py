@@ -6,13 +6,16 @@ import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
+
+import pytest
 
 from miofind.core.problem import DataType, Layout, ProblemDescription
 from miofind.device.device import Device, Library, Place
 from miofind.errors import InvalidConfigError
-from miofind.find.lookup import scopes, validity
-from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver, solvers
+from miofind.find.lookup import validity
+from miofind.solver.registry import Registry
+from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
 from miofind.solver.steps import Config, ConvSolution, HostStep, Region, WorkspacePlan
 
 TILES = (1, 2, 3)
@@ -83,23 +86,7 @@ def made(name: str, terms: Terms) -> Solver:
 @contextmanager
 def released(*those: Solver) -> Iterator[None]:
     """That release is installed: these are all the solvers there are, each with its sources."""
-    registry: Any = solvers()
-    before, host_hash = dict(registry), validity.host_hash
-    registry.clear()
-    registry.update({solver.id: solver for solver in those})
-    validity.host_hash = lambda module: hashlib.sha256(module.encode()).hexdigest()
-    forget()
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Registry, "_default", Registry(those))
+        patch.setattr(validity, "host_hash", lambda module: hashlib.sha256(module.encode()).hexdigest())
         yield
-    finally:
-        validity.host_hash = host_hash
-        registry.clear()
-        registry.update(before)
-        forget()
-
-
-def forget() -> None:
-    """Drop what this process remembers of the solvers that there were."""
-    scopes.requested_scope.cache_clear()
-    validity.is_current.cache_clear()
-    validity.solver_hash.cache_clear()

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 from miofind.core.problem import ProblemDescription
 from miofind.device.device import Place
-from miofind.solver.solver import Solver, solvers
+from miofind.solver.registry import Registry
+from miofind.solver.solver import Solver
 
 _MOST_ELEMENTS = 1 << 20
 _PROBLEMS = 6
@@ -14,7 +15,7 @@ _PROBLEMS = 6
 
 def small_examples() -> Iterator[tuple[Solver, ProblemDescription]]:
     """Solvers with problems whose tensors have at most 2**20 elements."""
-    for solver in solvers().values():
+    for solver in Registry.default().values():
         if any(key.place is Place.CUDA for key in solver.keys):
             small = [p for p in solver.examples() if max(t.size for t in (p.x, p.w, p.y)) <= _MOST_ELEMENTS]
             yield from ((solver, problem) for problem in small[:_PROBLEMS])

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from miofind.solver.solver import solvers
+from miofind.solver.registry import Registry
 
 PACKAGE = Path(__file__).resolve().parents[1] / "miofind"
 PARTS = ("solvers", "finddb", "kernels_src")
@@ -174,15 +174,15 @@ def test_a_family_imports_itself_and_what_several_share(family: str) -> None:
 
 
 def test_solvers_do_not_import_each_other() -> None:
-    with_solvers = {type(solver).__module__ for solver in solvers().values()}
+    with_solvers = {type(solver).__module__ for solver in Registry.default().values()}
     assert len(with_solvers) > 40
     assert [str(found) for found in IMPORTS["solvers"] if found.module in with_solvers] == []
 
 
 def test_kernels_have_the_families_of_their_solvers() -> None:
-    sources = {source.partition("/")[0] for solver in solvers().values() for source in solver.sources}
+    sources = {source.partition("/")[0] for solver in Registry.default().values() for source in solver.sources}
     assert sources <= set(FAMILIES)
-    for name, solver in solvers().items():
+    for name, solver in Registry.default().items():
         family = type(solver).__module__.split(".")[2]
         assert all(source.startswith(f"{family}/") for source in solver.sources) or len(solver.sources) > 1, name
 
@@ -205,7 +205,7 @@ assert not {blocked} & set(sys.modules), "a GPU library was imported"
     "code",
     [
         "import miofind; assert miofind.Device.cpu()",
-        "from miofind.solver.solver import solvers; assert solvers()",
+        "from miofind.solver.registry import Registry; assert Registry.default()",
         "from miofind.cli import main; main(['--help'], standalone_mode=False)",
         "import miofind, numpy as np\n"
         "y = miofind.convolution(np.ones((1, 2, 4, 4), np.float32), np.ones((3, 2, 3, 3), np.float32))\n"

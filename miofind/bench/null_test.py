@@ -24,6 +24,7 @@ from miofind.measure.race import Entrant, Race
 from miofind.measure.stage import Stage
 from miofind.measure.verdict import Comparison, Finalist, judge
 from miofind.options import FindOptions
+from miofind.runtime.handle import Handle
 
 logger = logging.getLogger(__name__)
 
@@ -283,7 +284,7 @@ def _alternating(count: int) -> Iterator[bool]:
 
 def _invoker(problem: ProblemDescription, device: Device, compiler: Compiler, options: FindOptions) -> Invoker:
     """The first planned candidate that can be made ready."""
-    plan = make_plan(problem, device, options)
+    plan = make_plan(problem, options, Handle(device, compiler=compiler))
     for planned in (*plan.candidates, *plan.last_resort):
         try:
             return make_invoker(problem, device, planned.solver, planned.candidate.config, compiler)

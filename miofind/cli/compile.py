@@ -20,8 +20,8 @@ from miofind.device.device import Device, Place
 from miofind.errors import CompileError, InvalidOptionError, MiofindError, NoSolutionError
 from miofind.find.plan import search_space
 from miofind.options import FindOptions
+from miofind.solver.registry import Registry
 from miofind.solver.solver import Solver
-from miofind.solver.solver import solvers as registered
 from miofind.solver.steps import KernelStep
 
 _MOST_SHOWN = 20
@@ -126,7 +126,7 @@ def _steps(
 ) -> dict[KernelStep, str]:
     """The kernels that finds would launch, each with its solver's id; launch geometry plays no part."""
     wanted: dict[KernelStep, str] = {}
-    chosen = [s for s in registered().values() if s.sources and options.allows(s)]
+    chosen = [s for s in Registry.default().values() if s.sources and options.allows(s)]
     with counted("listing kernels", len(problems)) as advance:
         for problem in problems:
             for solver in chosen:

@@ -25,6 +25,7 @@ from miofind.errors import DatabaseError
 from miofind.files import replacing
 from miofind.find.row_check import RowCheck
 from miofind.finddb import SCHEMA_VERSION, Prune, Stats, Store, is_of_database, shipped_paths, upgrade, user_path
+from miofind.solver.registry import Registry
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -219,7 +220,7 @@ def check(file: str | None, database: str | None, as_json: bool) -> None:
     """
     if file is not None and database is not None:
         raise click.UsageError(f"name the FindDB once: {file} or --db {database}")
-    rows = RowCheck()
+    rows = RowCheck(Registry.default())
     with _reading(file or database) as store:
         findings = store.check(rows)
         where, version = str(store.path), store.schema_version

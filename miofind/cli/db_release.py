@@ -14,8 +14,9 @@ from miofind.cli.output import bytes_text, print_json, print_note, print_text
 from miofind.cli.session import verbose_option
 from miofind.device.device import device_text
 from miofind.errors import InvalidOptionError
-from miofind.find.row_check import Shipping, is_lost, kind_of, with_refusals
+from miofind.find.row_check import Shipping
 from miofind.finddb import Release, ReleaseRules, Store, write_release
+from miofind.solver.registry import Registry
 
 _MOST_FINDINGS = 10
 
@@ -35,15 +36,15 @@ def release(sources: tuple[Path, ...], out: str, name: str, as_json: bool) -> No
     FindDB is not. OUT is packed and only read: `miofind db merge` brings what it holds into a FindDB that is written
     to.
     """
-    keep = Shipping()
+    keep = Shipping(Registry.default())
     with contextlib.ExitStack() as stack:
         stores = [stack.enter_context(Store(source, read_only=True)) for source in sources]
         device = _device_of(stores, name)
         rules = ReleaseRules(
             keep=lambda key, row: key.device == device and keep(key, row),
-            void=lambda key, row: key.device == device and is_lost(key, row),
-            widen=with_refusals,
-            kind=kind_of,
+            void=lambda key, row: key.device == device and keep.is_lost(key, row),
+            widen=keep.with_refusals,
+            kind=keep.kind_of,
         )
         made = write_release(stores, out, rules)
     path = Path(out).expanduser()

@@ -116,7 +116,7 @@ def find(
 def _find(problem: ProblemDescription, options: FindOptions, handle: Handle) -> _Found:
     with stderr().status(f"finding: {driver_line(problem)}"):
         solutions = find_solutions(problem, options=options, handle=handle)
-        wider = wider_bounds(problem, handle.device, options)
+        wider = wider_bounds(problem, options, handle)
         found = _Found(problem=problem, solutions=solutions, wider_bounds=wider)
     for store in handle.database.layers:
         if not store.exists:

@@ -14,10 +14,11 @@ import click
 
 from miofind.cli.output import print_note
 from miofind.device.device import Device
-from miofind.errors import NoDeviceError
+from miofind.errors import NoDeviceError, UnknownSolverError
 from miofind.find.search import DEFAULT_PATIENCE
 from miofind.finddb.location import checked_path
-from miofind.options import MAX_COUNT, FindEnforce, FindMode, FindOptions, Order, unknown
+from miofind.options import MAX_COUNT, FindEnforce, FindMode, FindOptions, Order
+from miofind.solver.registry import Registry
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -71,8 +72,10 @@ def _names(ctx: click.Context, parameter: click.Parameter, values: tuple[str, ..
     names = tuple(name.strip() for value in values for name in value.split(",") if name.strip())
     if values and not names:
         raise click.BadParameter(f"{','.join(values)!r} names nothing")
-    if reason := unknown(names):
-        raise click.BadParameter(reason)
+    try:
+        Registry.default().check_names(names)
+    except UnknownSolverError as error:
+        raise click.BadParameter(str(error)) from error
     return names
 
 

@@ -29,7 +29,6 @@ from miofind.measure.stage import Stage
 from miofind.runtime.handle import Handle
 from miofind.runtime.solution import Solution
 from miofind.solver.candidate import Timing
-from miofind.solver.solver import solver_by_id
 from miofind.verify.claims import claims_of
 from miofind.verify.verifier import Verdict, Verifier
 
@@ -104,7 +103,7 @@ def _run(solution: Solution, handle: Handle, verify: bool) -> _Run:
     invoker = solution.runner.prepare()
     problem, device, verdict = solution.problem, handle.device, None
     if verify:
-        solver = solver_by_id(solution.solver_id)
+        solver = handle.registry.named(solution.solver_id)
         claims = claims_of(solver, problem, device, solution.config, handle.compiler)
         with Verifier(problem, device, handle.compiler) as verifier:
             verdict = verifier.verify(invoker, claims)

@@ -24,8 +24,8 @@ from miofind.device.device import Device
 from miofind.driver.line import driver_line
 from miofind.errors import MiofindError
 from miofind.options import FindOptions
+from miofind.solver.registry import Registry
 from miofind.solver.solver import Solver
-from miofind.solver.solver import solvers as registered
 from miofind.solver.steps import Config, config_text
 
 _MOST_COUNTED = 10_000
@@ -69,7 +69,7 @@ def solvers(
     With PROBLEM, it has the number of configurations and the defaults of each solver, or why it refuses the problem.
     """
     chosen = FindOptions(only=only, exclude=exclude)
-    listed = [solver for solver in registered().values() if chosen.allows(solver)]
+    listed = [solver for solver in Registry.default().values() if chosen.allows(solver)]
     if not line:
         _list(listed, as_json)
         return

@@ -1,4 +1,4 @@
-"""The process that measures for an executor: receives jobs, evaluates them, and says beforehand what it does."""
+"""The process that measures for an executor: receives solvers and jobs, evaluates these, and says what it does next."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from miofind.evaluate.evaluate import Journal, evaluate
 from miofind.evaluate.health import complaint
 from miofind.process import child_logs
 from miofind.process.child import Line
+from miofind.solver.registry import Registry
 
 _ALONE_S = 900.0
 
@@ -43,7 +44,7 @@ class Broken:
 ENTRY = "import sys; from miofind.evaluate.entry import main; main(sys.argv[1:])"
 
 
-def _serve(line: Line, device: Device, compiler: Compiler) -> None:
+def _serve(line: Line, device: Device, compiler: Compiler, registry: Registry) -> None:
     """Evaluate jobs until the parent hangs up."""
     journal: Journal = line.send
     while True:
@@ -52,7 +53,7 @@ def _serve(line: Line, device: Device, compiler: Compiler) -> None:
         except (EOFError, ConnectionError):
             return
         try:
-            for event in evaluate(job, device, compiler, journal):
+            for event in evaluate(job, device, compiler, registry, journal):
                 line.send(event)
         except ConnectionError:  # the parent has gone
             return
@@ -102,7 +103,7 @@ def main(arguments: list[str]) -> None:
     child_logs.hand_over(line.send, int(arguments[2]))
     for name in arguments[3:]:
         importlib.import_module(name)
-    with contextlib.suppress(ConnectionError):  # the parent has gone
+    with contextlib.suppress(EOFError, ConnectionError):  # the parent has gone
         _work(line, int(arguments[1]))
 
 
@@ -110,6 +111,7 @@ def _work(line: Line, index: int) -> None:
     """Make the device of that index ready, and evaluate jobs on it."""
     compiler = Compiler(BinaryCache())
     try:
+        registry: Registry = line.receive()
         device = Device.cpu() if index < 0 else Device.cuda(index)
         if device.place is Place.CUDA:
             import cupy
@@ -123,4 +125,4 @@ def _work(line: Line, index: int) -> None:
         line.send(Broken(reason))
         return
     line.send(Ready())
-    _serve(line, device, compiler)
+    _serve(line, device, compiler, registry)

@@ -37,7 +37,8 @@ from miofind.measure.verdict import Verdict
 from miofind.process.interrupts import raise_if_interrupted
 from miofind.process.threads import in_threads
 from miofind.solver.candidate import Candidate, Outcome, Status
-from miofind.solver.solver import Solver, solver_by_id
+from miofind.solver.registry import Registry
+from miofind.solver.solver import Solver
 from miofind.solver.steps import Config, KernelStep
 from miofind.verify.claims import Claims, claims_of
 from miofind.verify.verifier import Verifier
@@ -105,10 +106,13 @@ class DeviceLostError(LaunchError):
     """A candidate destroyed this process's CUDA context, or the device works no more: nothing can run on it here."""
 
 
-def evaluate(job: Job, device: Device, compiler: Compiler, journal: Journal | None = None) -> Iterator[Event]:
+def evaluate(
+    job: Job, device: Device, compiler: Compiler, registry: Registry, journal: Journal | None = None
+) -> Iterator[Event]:
     """Events of a job, in order: an outcome for every candidate that was started, the verdict last.
 
     Args:
+        registry: has the candidates' solvers.
         journal: of a process that can be replaced, which breaks a race off where a candidate spoils it. Called from
             this thread and, while candidates are compiled, from others.
 
@@ -120,7 +124,7 @@ def evaluate(job: Job, device: Device, compiler: Compiler, journal: Journal | No
     """
     problem = ProblemDescription.from_network_config(job.network_config)
     deadline = time.monotonic() + job.budget_s
-    bench = _Bench(problem, device, compiler, journal or _unheard)
+    bench = _Bench(problem, device, compiler, registry, journal or _unheard)
     ready: list[Candidate] = []
     for candidate, failure in bench.compiled(job):
         if failure is None:
@@ -297,6 +301,7 @@ class _Bench:
     problem: ProblemDescription
     device: Device
     compiler: Compiler
+    registry: Registry
     journal: Journal
 
     def compiled(self, job: Job) -> Iterator[tuple[Candidate, Outcome | None]]:
@@ -318,7 +323,7 @@ class _Bench:
         """The kernels that are to be compiled for a candidate, or the outcome of one that has none to run."""
 
         def ask() -> _Kernels:
-            solver = solver_by_id(candidate.solver_id)
+            solver = self.registry.named(candidate.solver_id)
             solver.check_config(self.problem, self.device, candidate.config)
             steps = _all_kernels(solver, self.problem, self.device, candidate.config)
             if self.device.place is Place.CPU:
@@ -349,7 +354,7 @@ class _Bench:
 
     def try_out(self, candidate: Candidate, verifier: Verifier, race: Race) -> Outcome | _Entered:
         """Verify one candidate and let it enter the race, or say why it failed."""
-        solver = solver_by_id(candidate.solver_id)
+        solver = self.registry.named(candidate.solver_id)
         try:
             invoker = make_invoker(self.problem, self.device, solver, candidate.config, self.compiler)
             claims = claims_of(solver, self.problem, self.device, candidate.config, self.compiler)

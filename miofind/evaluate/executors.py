@@ -27,6 +27,7 @@ from miofind.process import child_logs
 from miofind.process.child import Child
 from miofind.process.forks import follow_forks
 from miofind.solver.candidate import Candidate, Outcome, Status
+from miofind.solver.registry import Registry
 
 logger = logging.getLogger(__name__)
 
@@ -60,11 +61,16 @@ class Executor(Protocol):
 
 
 class InProcess:
-    """Carries out jobs in this process."""
+    """Carries out jobs in this process.
 
-    def __init__(self, device: Device, compiler: Compiler) -> None:
+    Args:
+        registry: has the candidates' solvers; None for the default one.
+    """
+
+    def __init__(self, device: Device, compiler: Compiler, registry: Registry | None = None) -> None:
         self._device = device
         self._compiler = compiler
+        self._registry = Registry.default() if registry is None else registry
 
     def prepare(self) -> None:
         """Nothing to begin: this process is there."""
@@ -76,7 +82,7 @@ class InProcess:
             DeviceLostError: a candidate destroyed this process's CUDA context.
             MeasurementError: the problem does not fit the device.
         """
-        for event in evaluate(job, self._device, self._compiler):
+        for event in evaluate(job, self._device, self._compiler, self._registry):
             if isinstance(event, Spoiled):
                 logger.warning("%s: measure with isolate=True (--isolate) to keep it from the others", event.reason)
             else:
@@ -91,20 +97,27 @@ class Isolated:
 
     Args:
         device: what the child measures on; a GPU is found there by its UUID.
-        modules: modules the child imports first, for solvers registered by import.
+        registry: has the candidates' solvers, which the child gets; None for the default one.
+        modules: modules the child imports first.
         candidate_timeout_s: seconds after which a candidate that is silent while it runs is given up.
         compile_timeout_s: seconds after which a candidate that compiles is given up.
+
+    Raises:
+        InvalidOptionError: a solver of the registry cannot go to a child.
     """
 
     def __init__(
         self,
         device: Device,
+        registry: Registry | None = None,
         *,
         modules: tuple[str, ...] = (),
         candidate_timeout_s: float = CANDIDATE_TIMEOUT_S,
         compile_timeout_s: float = COMPILE_TIMEOUT_S,
     ) -> None:
         self._device = device
+        self._registry = Registry.default() if registry is None else registry
+        self._registry.check_travels()
         self._modules = modules
         self._limits = _Limits(compile_s=compile_timeout_s, run_s=candidate_timeout_s)
         self._child: Child | None = None
@@ -232,7 +245,10 @@ class Isolated:
         return None
 
     def _new_child(self) -> Child:
-        return Child(ENTRY, self._device.uuid, [str(self._index), str(child_logs.level()), *self._modules])
+        child = Child(ENTRY, self._device.uuid, [str(self._index), str(child_logs.level()), *self._modules])
+        with contextlib.suppress(OSError):  # it has ended: who waits for its greeting learns how
+            child.connection.send(self._registry)
+        return child
 
     def _complaint(self, child: Child) -> str:
         """Why a new child is of no use, "" once it is ready.

@@ -42,7 +42,9 @@ def find(problem: ProblemDescription, options: FindOptions, handle: Handle) -> l
         NoSolutionError: nothing usable; the message lists each solver's reason. NoPlaceError where all that is asked
             for needs a GPU or a library that is not here.
         DatabaseError: the FindDB cannot be used, with a strict handle.
+        UnknownSolverError: the options name a solver that the handle's registry has not.
     """
+    options.check_names(handle.registry)
     mode = find_mode(options)
     if options.find_enforce is FindEnforce.DB_CLEAN:
         handle.database.clean(handle.device.identity, problem.network_config)
@@ -112,7 +114,7 @@ def measure(
     near = shared_neighbours(handle.database, handle.device.identity) if options.searches else None
     winners = near.winners(problem, handle.database) if near else {}
     left_out = _left_out(problem, options, handle)
-    plan = make_plan(problem, handle.device, options, dynamic_only=dynamic_only, winners=winners).without(left_out)
+    plan = make_plan(problem, options, handle, dynamic_only=dynamic_only, winners=winners).without(left_out)
     plan.log()
     besides = [candidate for candidate in map(_candidate, also) if candidate.id not in left_out]
     with handle.measuring, Recording(problem, options, handle, plan) as recording:
@@ -196,7 +198,7 @@ def _still_holds(best: Solution, options: FindOptions, handle: Handle) -> bool:
     handle.database.record(
         handle.device.identity,
         best.problem.network_config,
-        storable(best.problem, handle, [row_of(outcome) for outcome in outcomes]),
+        storable(best.problem, handle, [row_of(outcome, handle.registry) for outcome in outcomes]),
         environment=versions(handle.device),
     )
     timing = outcomes[0].timing if outcomes and outcomes[0].status.usable else None
@@ -217,7 +219,7 @@ def estimates(
     Raises:
         NoSolutionError: no solver applies.
     """
-    plan = make_plan(problem, handle.device, options, dynamic_only=dynamic_only)
+    plan = make_plan(problem, options, handle, dynamic_only=dynamic_only)
     failed = failures.failures(problem, handle)
     planned = [p for p in plan.candidates if p.candidate.id not in failed]
     planned = planned or [p for p in plan.last_resort if p.candidate.id not in failed]

@@ -18,8 +18,9 @@ from miofind.find.search import EXHAUSTIVE, Space
 from miofind.finddb import MAX_INT, MAX_JSON_CHARS
 from miofind.options import FindOptions
 from miofind.process.interrupts import raise_if_interrupted
+from miofind.runtime.handle import Handle
 from miofind.solver.candidate import Candidate
-from miofind.solver.solver import Solver, solvers
+from miofind.solver.solver import Solver
 from miofind.solver.steps import Config
 
 logger = logging.getLogger(__name__)
@@ -93,24 +94,29 @@ class Plan:
 
 def make_plan(
     problem: ProblemDescription,
-    device: Device,
     options: FindOptions,
+    handle: Handle,
     *,
     dynamic_only: bool = False,
     winners: Mapping[str, Sequence[Config]] | None = None,
 ) -> Plan:
-    """The candidates of a request.
+    """The candidates of a request: configurations of the handle's solvers.
 
     Args:
         dynamic_only: leave out solvers that compile for each shape.
         winners: by solver, configurations that won at near problems: a search begins with those that are valid here.
+
+    Raises:
+        UnknownSolverError: the options name a solver that the handle's registry has not.
     """
+    options.check_names(handle.registry)
+    device = handle.device
     considered: dict[str, int] = {}
     refusals: dict[str, str] = {}
     left_out, absent = [], set()
     planned: list[Planned] = []
     spaces: list[Space] = []
-    for solver in solvers().values():
+    for solver in handle.registry.values():
         if not options.allows(solver) or (dynamic_only and not solver.is_dynamic):
             left_out.append(solver.id)
             continue
@@ -296,10 +302,11 @@ def _wide_bound(solver: Solver, problem: ProblemDescription, config: Config) -> 
     return "lets a large value spoil results that do not meet it; set max_error (--max-error) to allow it"
 
 
-def wider_bounds(problem: ProblemDescription, device: Device, options: FindOptions) -> dict[str, int]:
+def wider_bounds(problem: ProblemDescription, options: FindOptions, handle: Handle) -> dict[str, int]:
     """By id of the solvers that apply, how many default configurations only a `max_error` lets in."""
     found: dict[str, int] = {}
-    for solver in solvers().values() if options.max_error is None else ():
+    device = handle.device
+    for solver in handle.registry.values() if options.max_error is None else ():
         try:
             if options.allows(solver) and solver.applicability(problem, device):
                 kept = [solver.keeps_bound(problem, c) for c in solver.default_configs(problem, device)]

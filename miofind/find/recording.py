@@ -19,7 +19,7 @@ from miofind.measure.verdict import Verdict
 from miofind.options import FindOptions
 from miofind.runtime.handle import Handle
 from miofind.solver.candidate import Candidate, Outcome, Status
-from miofind.solver.solver import solver_by_id
+from miofind.solver.registry import Registry
 
 logger = logging.getLogger(__name__)
 
@@ -35,9 +35,9 @@ _DIGITS = 6
 """Significant ones of what is kept: a clock has fewer, and each that says nothing costs room in every release."""
 
 
-def row_of(outcome: Outcome) -> Row:
-    """What a FindDB keeps of an outcome."""
-    solver = solver_by_id(outcome.candidate.solver_id)
+def row_of(outcome: Outcome, registry: Registry) -> Row:
+    """What a FindDB keeps of an outcome of one of a registry's solvers."""
+    solver = registry.named(outcome.candidate.solver_id)
     timing = outcome.timing
     return Row(
         solver_id=solver.id,
@@ -114,7 +114,7 @@ class Recording:
     def add(self, outcome: Outcome) -> None:
         """Take one outcome."""
         self._tried.add(outcome.candidate.id)
-        self._pending.append(row_of(outcome))
+        self._pending.append(row_of(outcome, self._handle.registry))
         self._momentary.pop(outcome.candidate.id, None)
         if outcome.status is Status.OUT_OF_MEMORY:
             self._momentary[outcome.candidate.id] = _MEMORY_RAN_OUT

@@ -20,7 +20,8 @@ from miofind.errors import CompileError, InvalidOptionError, MiofindError
 from miofind.find.lookup.validity import solver_hash
 from miofind.find.row_check import device_of
 from miofind.finddb import History, ProblemKey, Row, Store, without_solvers
-from miofind.solver.solver import Solver, solvers
+from miofind.solver.registry import Registry
+from miofind.solver.solver import Solver
 from miofind.solver.steps import Argument, Config, ConvSolution, KernelStep
 from miofind.solver.structs import Struct
 
@@ -92,7 +93,7 @@ def codes(store: Store, compiler: Compiler) -> Iterator[Code]:
 
 
 def _asked(key: ProblemKey, solver_id: str, config: str) -> _Asked | None:
-    device, solver = device_of(key.device), solvers().get(solver_id)
+    device, solver = device_of(key.device), Registry.default().get(solver_id)
     if device is None or device.place is Place.CPU or solver is None:
         return None
     try:

@@ -23,7 +23,6 @@ from miofind.options import FindOptions
 from miofind.process.interrupts import raise_if_interrupted
 from miofind.runtime.handle import Handle
 from miofind.solver.candidate import Candidate, Outcome, Status
-from miofind.solver.solver import solver_by_id
 from miofind.solver.steps import KernelStep
 
 logger = logging.getLogger(__name__)
@@ -130,7 +129,7 @@ class Measuring:
 
     def _steps(self, candidate: Candidate) -> tuple[KernelStep, ...]:
         """The kernels of a candidate; () where its solver fails over it, as measuring it will say."""
-        solver = solver_by_id(candidate.solver_id)
+        solver = self._request.handle.registry.named(candidate.solver_id)
         try:
             return solver.solution(self._request.problem, self._request.handle.device, candidate.config).kernels
         except BaseException as error:  # a solver's own code may raise anything

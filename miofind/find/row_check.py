@@ -17,19 +17,21 @@ from miofind.find.lookup.validity import solver_hash
 from miofind.finddb import ProblemKey, Row, Scope
 from miofind.process.interrupts import raise_if_interrupted
 from miofind.runtime.refusals import Measured, applicability_of, difference
-from miofind.solver.solver import Applicability, Solver, solvers
+from miofind.solver.registry import Registry
+from miofind.solver.solver import Applicability, Solver
 from miofind.solver.steps import Config
 
 
 class RowCheck:
-    """A check of rows, for `Store.check`.
+    """A check of rows against a registry's solvers, for `Store.check`.
 
     Attributes:
         checked: rows compared with the code.
         void: rows that other versions or sources of a solver wrote.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
         self.checked = 0
         self.void = 0
 
@@ -38,10 +40,10 @@ class RowCheck:
         problem, device = _problem(key.network_config), device_of(key.device)
         if isinstance(problem, str):
             return problem
-        solver = solvers().get(row.solver_id)
+        solver = self._registry.get(row.solver_id)
         if solver is None:
             return f"solver {row.solver_id!r} is not registered"
-        if not is_current(row):
+        if not _is_current(row, solver):
             self.void += 1
             return None
         self.checked += 1
@@ -49,7 +51,7 @@ class RowCheck:
 
 
 class Shipping:
-    """Chooses the rows that a release takes, for `write_release`.
+    """Chooses the rows that a release takes by what a registry's solvers say of them, for `write_release`.
 
     Attributes:
         contended: rows left out since something else ran on the device meanwhile.
@@ -57,11 +59,12 @@ class Shipping:
         findings: what was wrong with the other rows left out, one line each.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
         self.contended = 0
         self.void = 0
         self.findings: list[str] = []
-        self._check = RowCheck()
+        self._check = RowCheck(registry)
 
     def __call__(self, key: ProblemKey, row: Row) -> bool:
         """Whether a row may ship: current, sound, and not measured under contention."""
@@ -69,7 +72,7 @@ class Shipping:
         if finding is not None:
             self.findings.append(f"{key.network_config}: {row.candidate}: {finding}")
             return False
-        if not is_current(row):
+        if not _is_current(row, self._registry.get(row.solver_id)):
             self.void += 1
             return False
         if row.contended and row.usable:
@@ -77,54 +80,51 @@ class Shipping:
             return False
         return True
 
+    def is_lost(self, key: ProblemKey, row: Row) -> bool:
+        """Whether a row tells of a solver that still serves the problem, as an earlier release had it."""
+        problem, device = _problem(key.network_config), device_of(key.device)
+        solver = self._registry.get(row.solver_id)
+        if solver is None or device is None or isinstance(problem, str) or _is_current(row, solver):
+            return False
+        return _may_serve(solver, problem, device)
 
-def is_lost(key: ProblemKey, row: Row) -> bool:
-    """Whether a row tells of a solver that serves the problem still, and was measured as an earlier release had it."""
-    problem, device, solver = _problem(key.network_config), device_of(key.device), solvers().get(row.solver_id)
-    if is_current(row) or solver is None or device is None or isinstance(problem, str):
-        return False
-    return _may_serve(solver, problem, device)
+    def with_refusals(self, key: ProblemKey, scopes: Sequence[Scope]) -> list[Scope]:
+        """Scopes joined where they may be, with the solvers, too, that came later and refuse the problem."""
+        problem, device = _problem(key.network_config), device_of(key.device)
+        whole = joined(scopes)
+        if isinstance(problem, str) or device is None:
+            return whole
+        refusing = {
+            solver.id: solver.version
+            for solver in self._registry.values()
+            if any(key.place is device.place and device.library_version(key.library) is not None for key in solver.keys)
+            and not _may_serve(solver, problem, device)  # without its library it refuses everything, here alone
+        }
+        return [
+            scope
+            if scope.filters or scope.solvers.keys() >= refusing.keys()
+            else replace(scope, solvers={**refusing, **scope.solvers}, id="")
+            for scope in whole
+        ]
 
+    def kind_of(self, key: ProblemKey, row: Row) -> tuple[bool, bool] | None:
+        """Whether a row's errors may exceed the default bound and whether it spreads infinities; None if unknown.
 
-def with_refusals(key: ProblemKey, scopes: Sequence[Scope]) -> list[Scope]:
-    """Scopes joined where they may be, with the solvers, too, that came after a find of all and refuse the problem."""
-    problem, device = _problem(key.network_config), device_of(key.device)
-    whole = joined(scopes)
-    if isinstance(problem, str) or device is None:
-        return whole
-    refusing = {
-        solver.id: solver.version
-        for solver in solvers().values()
-        if any(key.place is device.place and device.library_version(key.library) is not None for key in solver.keys)
-        and not _may_serve(solver, problem, device)  # without its library it refuses everything, here alone
-    }
-    return [
-        scope
-        if scope.filters or scope.solvers.keys() >= refusing.keys()
-        else replace(scope, solvers={**refusing, **scope.solvers}, id="")
-        for scope in whole
-    ]
-
-
-def kind_of(key: ProblemKey, row: Row) -> tuple[bool, bool] | None:
-    """Whether a row's errors may exceed the default bound and whether it spreads infinities; None if unknown.
-
-    Requests without `max_error` and with `strict_nonfinite` leave such rows out.
-    """
-    problem, solver = _problem(key.network_config), solvers().get(row.solver_id)
-    if isinstance(problem, str) or solver is None:
-        return None
-    try:
-        config = Config.from_json(row.config)
-        return not solver.keeps_bound(problem, config), bool(solver.spreads_nonfinite(problem, config))
-    except BaseException as error:  # a solver's own code may raise anything: its rows are all alike then
-        raise_if_interrupted(error)
-        return None
+        Requests without `max_error` and with `strict_nonfinite` leave such rows out.
+        """
+        problem, solver = _problem(key.network_config), self._registry.get(row.solver_id)
+        if isinstance(problem, str) or solver is None:
+            return None
+        try:
+            config = Config.from_json(row.config)
+            return not solver.keeps_bound(problem, config), bool(solver.spreads_nonfinite(problem, config))
+        except BaseException as error:  # a solver's own code may raise anything: its rows are all alike then
+            raise_if_interrupted(error)
+            return None
 
 
-def is_current(row: Row) -> bool:
-    """Whether a row was measured with a solver as this release has it."""
-    solver = solvers().get(row.solver_id)
+def _is_current(row: Row, solver: Solver | None) -> bool:
+    """Whether a row was measured with a solver as it is now."""
     return solver is not None and row.solver_version == solver.version and row.source_hash == solver_hash(solver)
 
 

@@ -17,7 +17,8 @@ from miofind.launch.invoker import Invoker, InvokerCache, make_invoker
 from miofind.process.forks import follow_forks, wait_for_imports
 from miofind.process.interrupts import raise_if_interrupted
 from miofind.runtime.refusals import Refusals
-from miofind.solver.solver import Solver, solver_by_id
+from miofind.solver.registry import Registry
+from miofind.solver.solver import Solver
 from miofind.solver.steps import Config, ConvSolution
 
 if TYPE_CHECKING:
@@ -31,13 +32,14 @@ wait_for_imports()  # here, since FindDBs have forks wait, too, and know those a
 
 
 class Handle:
-    """A device, its compiled kernels, its invokers, its answers so far and its FindDB. Safe to share between threads.
+    """A device and solvers, their kernels and invokers, answers so far and the FindDB. Safe to share between threads.
 
     Args:
         device: a Device, a CUDA ordinal, "cuda", "cuda:N", "cpu", or None for the current GPU, else the CPU place.
         database: path of the user FindDB; None for MIOFIND_DB, else the user's data directory.
         strict: raise DatabaseError where the user FindDB cannot be used, instead of going on in memory.
         compiler: shared compiler; None for one over the user's binary cache.
+        registry: the solvers that finds and runs know; None for all of miofind and of the other packages installed.
 
     Attributes:
         found: answers of this process by (network_config, options).
@@ -54,6 +56,7 @@ class Handle:
         database: str | Path | None = None,
         strict: bool = False,
         compiler: Compiler | None = None,
+        registry: Registry | None = None,
     ) -> None:
         self.device = as_device(device)
         self.compiler = compiler or Compiler(BinaryCache())
@@ -64,6 +67,7 @@ class Handle:
         self.measuring = threading.RLock()
         self._database_path = database
         self._strict = strict
+        self._registry = registry
         self._database: Layered | None = None
         self._executors: dict[bool, Executor] = {}
         follow_forks(self)
@@ -77,12 +81,24 @@ class Handle:
                     self._database = open_layered(self._database_path, strict=self._strict)
         return self._database
 
+    @property
+    def registry(self) -> Registry:
+        """The solvers that finds and runs know; the default ones are discovered on first use."""
+        return Registry.default() if self._registry is None else self._registry
+
     def executor(self, *, isolate: bool) -> Executor:
-        """Who measures: this process, or a child of it."""
+        """Who measures: this process, or a child of it.
+
+        Raises:
+            InvalidOptionError: a solver of the registry cannot go to a child.
+        """
         with self.lock:
             if isolate not in self._executors:
-                make = Isolated(self.device) if isolate else InProcess(self.device, self.compiler)
-                self._executors[isolate] = make
+                self._executors[isolate] = (
+                    Isolated(self.device, self.registry)
+                    if isolate
+                    else InProcess(self.device, self.compiler, self.registry)
+                )
             return self._executors[isolate]
 
     def invoker(self, problem: ProblemDescription, solver_id: str, config: Config, expected_hash: str = "") -> Invoker:
@@ -102,7 +118,7 @@ class Handle:
             return cached
         if self.device.place is Place.CUDA:
             check_fork()
-        solver = solver_by_id(solver_id)
+        solver = self.registry.named(solver_id)
         check_serves(solver, problem, self.device)
         invoker = make_invoker(problem, self.device, solver, config, self.compiler)
         check_kernels(invoker.solution, expected_hash, f"{solver_id}:{config.json}")

@@ -11,7 +11,6 @@ from miofind.errors import InvalidArrayError, InvalidOptionError
 from miofind.launch.invoker import Invoker, make_invoker, stay
 from miofind.runtime.handle import check_kernels, check_serves
 from miofind.runtime.runner import Runner
-from miofind.solver.solver import solver_by_id
 from miofind.solver.steps import ConvSolution, Packing
 
 if TYPE_CHECKING:
@@ -35,7 +34,7 @@ class PackedSolution:
         if problem.direction is Direction.BACKWARD_WEIGHTS:
             raise InvalidOptionError("weights are the result of backward weights: there is nothing to pack")
         queue = None if stream is None else operands.stream_address(stream)
-        solver = solver_by_id(solution.solver_id)
+        solver = handle.registry.named(solution.solver_id)
         check_serves(solver, problem, handle.device)
         solver.check_config(problem, handle.device, solution.config)
         packing = solver.packing(problem, handle.device, solution.config)
@@ -123,7 +122,7 @@ class _PackedRunner(Runner):
 
     def _invoker_of(self, part: ConvSolution) -> Invoker:
         handle = self.handle
-        solver = solver_by_id(self._solver_id)
+        solver = handle.registry.named(self._solver_id)
         return make_invoker(self.problem, handle.device, solver, self._config, handle.compiler, part)
 
     def _made(self) -> Invoker:

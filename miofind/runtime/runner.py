@@ -14,7 +14,6 @@ from miofind.core.problem import Direction, ProblemDescription
 from miofind.device.device import Place, check_fork
 from miofind.errors import CompileError, InvalidArrayError, InvalidConfigError, LaunchError, MissingLibraryError
 from miofind.launch.invoker import Invoker
-from miofind.solver.solver import solver_by_id
 from miofind.solver.steps import Config
 
 if TYPE_CHECKING:
@@ -65,7 +64,7 @@ class Runner:
     @property
     def alignment_bytes(self) -> int:
         """Alignment that the tensors' addresses need."""
-        return solver_by_id(self._solver_id).tensor_alignment(self.problem)
+        return self.handle.registry.named(self._solver_id).tensor_alignment(self.problem)
 
     def prepare(self) -> Invoker:
         """The invoker, built on first use; the next solution's where this one's cannot be built.

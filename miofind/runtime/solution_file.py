@@ -30,7 +30,6 @@ from miofind.finddb import is_of_database
 from miofind.process.interrupts import raise_if_interrupted
 from miofind.runtime.handle import Handle, check_kernels, check_serves, default_handle
 from miofind.runtime.solution import Found, Solution, Source, alone
-from miofind.solver.solver import solver_by_id
 from miofind.solver.steps import Config, KernelStep
 
 FORMAT = "miofind-solution"
@@ -63,7 +62,7 @@ def save_solution(solution: Solution, path: Path) -> None:
         SolutionFileError: the file cannot be written, or the solution is of another release than its solver.
         CompileError: a kernel cannot be built.
     """
-    solver = solver_by_id(solution.solver_id)
+    solver = solution.found.handle.registry.named(solution.solver_id)
     try:
         check_serves(solver, solution.problem, solution.device)
         solver.check_config(solution.problem, solution.device, solution.config)
@@ -111,7 +110,7 @@ def load_solution(path: Path, handle: Handle | None = None) -> Solution:
         )
     try:
         problem = ProblemDescription.from_network_config(payload["network_config"])
-        solver = solver_by_id(payload["solver_id"])
+        solver = handle.registry.named(payload["solver_id"])
         config = Config(payload["config"])
         applicability = solver.applicability(problem, device)
         if not applicability:
@@ -152,7 +151,7 @@ def load_solution(path: Path, handle: Handle | None = None) -> Solution:
 
 def _own_handle(handle: Handle) -> Handle:
     """A handle for one solution: binaries from elsewhere answer for no other's kernels, and are saved with no other."""
-    return Handle(handle.device, compiler=Compiler(handle.compiler.cache))
+    return Handle(handle.device, compiler=Compiler(handle.compiler.cache), registry=handle.registry)
 
 
 def _adopt(path: Path, handle: Handle, steps: list[KernelStep], packed: list[Any]) -> None:

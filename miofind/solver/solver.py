@@ -1,19 +1,13 @@
-"""The contract of a solver and the registry of all solvers.
+"""The contract of a solver: it says which problems it serves, lists configurations, and emits inert `ConvSolution`s.
 
-A solver is stateless: it says which problems it serves, lists configurations, and emits inert `ConvSolution`s.
-"Applicable" means correct. Solvers are found by discovery in `miofind.solvers` (every module's `SOLVERS` tuple) and
-by the entry point group `miofind.solvers` of other packages.
+A solver is stateless. "Applicable" means correct.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib
-import importlib.metadata
 import itertools
-import logging
 import math
-import pkgutil
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,16 +16,8 @@ from typing import ClassVar
 
 from miofind.core.problem import DataType, Layout, ProblemDescription
 from miofind.device.device import INSTALL_CUDA, Device, Library, Place
-from miofind.errors import InvalidConfigError, UnknownSolverError, described
-from miofind.process.forks import loading
-from miofind.process.interrupts import raise_if_interrupted
+from miofind.errors import InvalidConfigError
 from miofind.solver.steps import Config, ConfigValue, ConvSolution, Packing
-
-logger = logging.getLogger(__name__)
-
-ENTRY_POINT_GROUP = "miofind.solvers"
-MAX_ID_CHARS = 120
-"""Of a solver's id: short enough for every place that names one, databases among them."""
 
 MAX_DEFAULT_CONFIGS = 16
 """Configurations that a find without a search measures of one solver at most."""
@@ -262,81 +248,3 @@ def _product(solver: Solver) -> Iterable[Config]:
 @functools.lru_cache(maxsize=64)  # a tuning asks for every problem, and to write configurations as JSON takes longest
 def _kept_product(solver: Solver) -> tuple[Config, ...]:
     return tuple(_product(solver))
-
-
-@functools.cache
-def solvers() -> Mapping[str, Solver]:
-    """All registered solvers by id, in a stable order."""
-    found: dict[str, Solver] = {}
-    with loading():
-        for solver in itertools.chain(_discovered(), _from_entry_points()):
-            if solver.id in found:
-                first, second = type(found[solver.id]).__module__, type(solver).__module__
-                logger.warning("solver %s of %s is left out: %s has one of that id", solver.id, second, first)
-                continue
-            found[solver.id] = solver
-    return found
-
-
-def solver_by_id(solver_id: str) -> Solver:
-    """The solver with that id, case ignored.
-
-    Raises:
-        UnknownSolverError: there is none; the message lists those there are.
-    """
-    known = solvers()
-    if solver_id in known:
-        return known[solver_id]
-    for name, solver in known.items():
-        if name.lower() == solver_id.lower():
-            return solver
-    raise UnknownSolverError(f"solver {solver_id!r} is not registered: known are {', '.join(known)}")
-
-
-def _discovered() -> Iterable[Solver]:
-    """The solvers of all families: modules name theirs in SOLVERS."""
-    package = importlib.import_module("miofind.solvers")
-    for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
-        yield from getattr(importlib.import_module(found.name), "SOLVERS", ())
-
-
-def _from_entry_points() -> Iterable[Solver]:
-    for entry in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP):
-        try:
-            solver = entry.load()
-            solver = solver() if isinstance(solver, type) else solver
-        except BaseException as error:  # another package's code: report it and go on without it
-            raise_if_interrupted(error)
-            logger.warning("solver entry point %s could not be loaded: %s", entry.name, described(error, str))
-            continue
-        if reason := _unfit(solver):
-            logger.warning("solver entry point %s is left out: %s", entry.name, reason)
-            continue
-        yield solver
-
-
-def _unfit(solver: object) -> str:
-    """Why what another package registers is no solver that a find can name and keep results of, "" if it is one."""
-    if not isinstance(solver, Solver):
-        return f"it is of type {type(solver).__name__}, not a Solver"
-    try:
-        return _unfit_fields(solver)
-    except BaseException as error:  # another package's code: a class attribute may be missing, or a property fail
-        raise_if_interrupted(error)
-        return f"its class attributes cannot be read: {described(error)}"
-
-
-def _unfit_fields(solver: Solver) -> str:
-    fields: tuple[object, ...] = (solver.id, solver.version, solver.algorithm)
-    name, version, algorithm = fields
-    if not isinstance(name, str) or "/" not in name:
-        return "its id must be a text like 'vendor/Name'"
-    if not name.isprintable() or ":" in name or len(name) > MAX_ID_CHARS:
-        return f"its id {name!r:.80} must be of at most {MAX_ID_CHARS} printable characters, none of them a colon"
-    if type(version) is not int or not 0 <= version < 2**31:
-        return f"the version of {name} must be an int from 0 to 2**31 - 1"
-    if not isinstance(algorithm, Algorithm):
-        return f"the algorithm of {name} must be one of {', '.join(Algorithm)}"
-    if not solver.keys or not all(isinstance(key, KernelKey) for key in solver.keys):
-        return f"the keys of {name} must be KernelKeys, one or more"
-    return ""

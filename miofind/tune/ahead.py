@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from miofind.compiler import CompilePool
 from miofind.core.problem import ProblemDescription
-from miofind.device.device import Device, Place
+from miofind.device.device import Place
 from miofind.errors import described
 from miofind.find.lookup import records
 from miofind.find.plan import make_plan
@@ -55,14 +55,14 @@ class Ahead:
         try:
             if records.look_up(problem, self._options, handle, partial=False):
                 return
-            self.pool.submit(list(self._steps(problem, handle.device)), handle.device.arch)
+            self.pool.submit(list(self._steps(problem, handle)), handle.device.arch)
         except BaseException as error:  # measuring the problem meets the same error, and says so
             logger.debug("nothing is compiled ahead for %s: %s", problem, described(error))
 
-    def _steps(self, problem: ProblemDescription, device: Device) -> Iterator[KernelStep]:
+    def _steps(self, problem: ProblemDescription, handle: Handle) -> Iterator[KernelStep]:
         """Kernels of as many candidates of each solver as a find begins with."""
         counts: Counter[str] = Counter()
-        for planned in make_plan(problem, device, self._options).candidates:
+        for planned in make_plan(problem, self._options, handle).candidates:
             counts[planned.solver.id] += 1
             if counts[planned.solver.id] <= MAX_DEFAULT_CONFIGS:
-                yield from planned.solver.solution(problem, device, planned.candidate.config).kernels
+                yield from planned.solver.solution(problem, handle.device, planned.candidate.config).kernels

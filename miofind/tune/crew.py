@@ -48,7 +48,10 @@ class Crew:
     Args:
         handles: one a device; their FindDBs are opened anew by the processes.
         compiles: let each process compile ahead.
-        modules: imported first by each process, for solvers registered by import.
+        modules: imported first by each process.
+
+    Raises:
+        InvalidOptionError: a solver of a handle's registry cannot go to another process.
     """
 
     def __init__(
@@ -112,6 +115,7 @@ class Crew:
 
 def _post(number: int, handle: Handle, options: TuneOptions, workers: int, modules: tuple[str, ...]) -> Post:
     device = handle.device
+    handle.registry.check_travels()
     return Post(
         number=number,
         device=replace(device, index=0) if device.uuid else device,  # it sees no other GPU
@@ -120,6 +124,7 @@ def _post(number: int, handle: Handle, options: TuneOptions, workers: int, modul
         options=options,
         compile_workers=workers,
         log_level=child_logs.level(),
+        registry=handle.registry,
         modules=modules,
     )
 

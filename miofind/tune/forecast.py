@@ -20,7 +20,6 @@ from miofind.measure.effort import Effort
 from miofind.process.interrupts import raise_if_interrupted
 from miofind.runtime.handle import Handle
 from miofind.runtime.solution import Solution
-from miofind.solver.solver import solver_by_id
 from miofind.solver.steps import KernelStep
 from miofind.suites import SuiteProblem
 from miofind.tune.cost import measuring_seconds
@@ -115,12 +114,12 @@ def _count(request: SuiteProblem, handle: Handle, options: TuneOptions, tally: _
     problem, device = request.problem, handle.device
     answer = records.look_up(problem, options.find, handle, queue=False)
     if answer is not None:
-        tally.ratios += _ratio(answer[0], device)
+        tally.ratios += _ratio(answer[0], handle)
     if answer is not None and known_solutions(problem, options, handle, queue=False):
         tally.known += 1
         return
     failed = frozenset() if options.find.retry_failed else failures.quarantined(problem, handle)
-    plan = make_plan(problem, device, options.find).without(dict.fromkeys(failed, "failed here before"))
+    plan = make_plan(problem, options.find, handle).without(dict.fromkeys(failed, "failed here before"))
     planned = (plan.candidates or plan.last_resort)[: options.find.trials if options.find.searches else None]
     if not planned:
         tally.unsolvable += 1
@@ -133,10 +132,11 @@ def _count(request: SuiteProblem, handle: Handle, options: TuneOptions, tally: _
                 tally.steps.setdefault((step.package, step.source, step.defines, step.options), step)
 
 
-def _ratio(best: Solution, device: Device) -> list[float]:
+def _ratio(best: Solution, handle: Handle) -> list[float]:
     """The known time of a solution over its solver's estimate; empty where either makes no sense."""
     try:
-        ratio = best.time_ms / solver_by_id(best.solver_id).estimate_ms(best.problem, device, best.config)
+        solver = handle.registry.named(best.solver_id)
+        ratio = best.time_ms / solver.estimate_ms(best.problem, handle.device, best.config)
         return [ratio] if 0 < ratio < math.inf else []
     except BaseException as error:  # a solver's own code may raise anything, and give what is no time
         raise_if_interrupted(error)

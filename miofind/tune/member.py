@@ -22,6 +22,7 @@ from miofind.evaluate.entry import end_with_parent
 from miofind.process import child_logs
 from miofind.process.child import Line
 from miofind.runtime.handle import Handle
+from miofind.solver.registry import Registry
 from miofind.tune.ahead import Ahead
 from miofind.tune.values import Task, TuneOptions
 from miofind.tune.worker import Worker
@@ -42,7 +43,8 @@ class Post:
         cache_directory: of the binary cache; None for the user's.
         compile_workers: processes that compile ahead; 0 for none.
         log_level: of what is logged here and handled by the parent.
-        modules: imported first, for solvers registered by import.
+        registry: the parent's solvers.
+        modules: imported first.
     """
 
     number: int
@@ -52,6 +54,7 @@ class Post:
     options: TuneOptions
     compile_workers: int
     log_level: int
+    registry: Registry
     modules: tuple[str, ...] = ()
 
 
@@ -161,7 +164,9 @@ def _work(post: Post, line: _Queue) -> None:
     with contextlib.ExitStack() as stack:
         cache = BinaryCache(post.cache_directory)
         compiler = Compiler(cache)
-        handle = stack.enter_context(Handle(post.device, database=post.database, strict=True, compiler=compiler))
+        handle = stack.enter_context(
+            Handle(post.device, database=post.database, strict=True, compiler=compiler, registry=post.registry)
+        )
         ahead = None
         if post.compile_workers:
             pool = stack.enter_context(CompilePool(cache, workers=post.compile_workers, modules=post.modules))

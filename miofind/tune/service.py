@@ -77,7 +77,7 @@ def tune(
         on_event: called in this thread with what happens.
         pool: compiles each problem's kernels while the one before is measured; each of several processes then makes
             one of its own instead.
-        modules: imported first by each of several processes, for solvers registered by import.
+        modules: imported first by each of several processes.
 
     Raises:
         DatabaseError: the FindDB cannot be written, or several handles have theirs in memory.

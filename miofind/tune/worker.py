@@ -23,7 +23,6 @@ from miofind.finddb import RefusedEntryError
 from miofind.process.interrupts import raise_if_interrupted
 from miofind.runtime.handle import Handle
 from miofind.runtime.solution import Solution, reordered
-from miofind.solver.solver import solver_by_id
 from miofind.solver.steps import Config
 from miofind.tune.ahead import Ahead
 from miofind.tune.values import Task, TuneOptions, TuneResult, TuneStatus
@@ -218,16 +217,13 @@ def _default_ms(solutions: Sequence[Solution], handle: Handle) -> float | None:
         row
         for history in histories
         for row in history.rows
-        if row.usable
-        and row.solver_id == best.solver_id
-        and row.config == default.json
-        and is_valid(row, handle.device)
+        if row.usable and row.solver_id == best.solver_id and row.config == default.json and is_valid(row, handle)
     ]
     return max(rows, key=lambda row: row.age).time_ms if rows else None
 
 
 def _first_default(solution: Solution, handle: Handle) -> Config | None:
-    solver = solver_by_id(solution.solver_id)
+    solver = handle.registry.named(solution.solver_id)
     try:
         return next(iter(solver.default_configs(solution.problem, handle.device)), None)
     except BaseException as error:  # a solver's own code may raise anything, and this serves a report alone

@@ -14,7 +14,8 @@ from typing import ClassVar
 from miofind.core.problem import Direction, Layout, ProblemDescription
 from miofind.device.device import Device
 from miofind.errors import InvalidConfigError, UnknownSolverError
-from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, Reach, Solver, solver_by_id
+from miofind.solver.registry import Registry
+from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, Reach, Solver
 from miofind.solver.steps import Config, ConvSolution, KernelStep, Region, WorkspacePlan
 from miofind.solvers.implicit_gemm.transpose import BANDWIDTH_SHARE, Turn, turning
 
@@ -82,7 +83,7 @@ class ChannelsLastSolver(Solver):
 
     def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
         try:
-            form = _form(solver_by_id(self.inner), problem, device)
+            form = _form(Registry.default().named(self.inner), problem, device)
         except UnknownSolverError as error:
             return Applicability(str(error))
         if form is None:
@@ -102,13 +103,13 @@ class ChannelsLastSolver(Solver):
             InvalidConfigError: it refuses it.
             UnknownSolverError: it is not there.
         """
-        form = _form(solver_by_id(self.inner), problem, device)
+        form = _form(Registry.default().named(self.inner), problem, device)
         if form is None:
             raise InvalidConfigError(f"{self.id}: {self._refusal(problem, device)}")
         return form
 
     def configs(self, problem: ProblemDescription, device: Device) -> Iterator[Config]:
-        for config in solver_by_id(self.inner).configs(self.form(problem, device), device):
+        for config in Registry.default().named(self.inner).configs(self.form(problem, device), device):
             yield self._outer(config)
 
     def check_config(self, problem: ProblemDescription, device: Device, config: Config) -> None:
@@ -118,10 +119,10 @@ class ChannelsLastSolver(Solver):
             )
         if not isinstance(config["config"], dict):
             raise InvalidConfigError(f"{self.id}: config {config.json} has no configuration of {self.inner}")
-        solver_by_id(self.inner).check_config(self.form(problem, device), device, Config(config["config"]))
+        Registry.default().named(self.inner).check_config(self.form(problem, device), device, Config(config["config"]))
 
     def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
-        configs = solver_by_id(self.inner).default_configs(self.form(problem, device), device)
+        configs = Registry.default().named(self.inner).default_configs(self.form(problem, device), device)
         return tuple(map(self._outer, configs[:_DEFAULTS]))
 
     def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
@@ -129,12 +130,12 @@ class ChannelsLastSolver(Solver):
         turns = _turns(problem, form)
         moved_bytes = sum(2 * turn.bytes for turn in turns.values())
         moved_ms = 1e3 * moved_bytes / (BANDWIDTH_SHARE * device.bandwidth_bytes_per_s)
-        inner_ms = solver_by_id(self.inner).estimate_ms(form, device, Config(config["config"]))
+        inner_ms = Registry.default().named(self.inner).estimate_ms(form, device, Config(config["config"]))
         return len([*_before(problem, turns), *_after(problem, turns)]) * _STEP_MS + moved_ms + inner_ms
 
     def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
         form = self.form(problem, device)
-        inner = solver_by_id(self.inner).solution(form, device, Config(config["config"]))
+        inner = Registry.default().named(self.inner).solution(form, device, Config(config["config"]))
         turns = _turns(problem, form)
         names = {name: turn.target for name, turn in turns.items()}
         steps = [step.on_buffers(names) for step in inner.kernels]
@@ -147,22 +148,22 @@ class ChannelsLastSolver(Solver):
 
     def error_growth(self, problem: ProblemDescription, config: Config) -> float:
         last = _with_last(problem, _TENSORS)
-        return solver_by_id(self.inner).error_growth(last, Config(config["config"]))
+        return Registry.default().named(self.inner).error_growth(last, Config(config["config"]))
 
     def error_reach(self, problem: ProblemDescription, config: Config) -> Reach:
         last = _with_last(problem, _TENSORS)
-        return solver_by_id(self.inner).error_reach(last, Config(config["config"]))
+        return Registry.default().named(self.inner).error_reach(last, Config(config["config"]))
 
     def spreads_nonfinite(self, problem: ProblemDescription, config: Config) -> bool:
         last = _with_last(problem, _TENSORS)
-        return solver_by_id(self.inner).spreads_nonfinite(last, Config(config["config"]))
+        return Registry.default().named(self.inner).spreads_nonfinite(last, Config(config["config"]))
 
     def is_exact(self, config: Config) -> bool:
-        return solver_by_id(self.inner).is_exact(Config(config["config"]))
+        return Registry.default().named(self.inner).is_exact(Config(config["config"]))
 
     def _outer(self, config: Config) -> Config:
         return Config.of(solver=self.inner, config=dict(config))
 
     def _refusal(self, problem: ProblemDescription, device: Device) -> str:
-        answer = solver_by_id(self.inner).applicability(_with_last(problem, _TENSORS), device)
+        answer = Registry.default().named(self.inner).applicability(_with_last(problem, _TENSORS), device)
         return f"{self.inner}: {answer.reason}"

@@ -14,7 +14,8 @@ from typing import Any
 from miofind.core.problem import DataType, Direction, Layout, MathMode, ProblemDescription
 from miofind.device.device import Device, Library, Place
 from miofind.errors import InvalidConfigError
-from miofind.solver.solver import Algorithm, Applicability, KernelKey, Reach, Solver, solver_by_id
+from miofind.solver.registry import Registry
+from miofind.solver.solver import Algorithm, Applicability, KernelKey, Reach, Solver
 from miofind.solver.steps import Config, ConvSolution, Packing, Region, WorkspacePlan
 from miofind.solvers.winograd.choice import (
     EXACT_TILE,
@@ -177,7 +178,7 @@ class ConvWinogradMma(Solver):
 
     @property
     def _inner(self) -> Solver:
-        return solver_by_id(_INNER)
+        return Registry.default().named(_INNER)
 
     def _plans(self, problem: ProblemDescription, device: Device) -> Iterator[WinogradPlan]:
         one_each = plans(problem, slices_of=(_FIXED["slices"],), vectors=(_FIXED["vector"],))

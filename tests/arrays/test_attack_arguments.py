@@ -20,7 +20,7 @@ from miofind.errors import (
     WorkspaceError,
 )
 from miofind.reference import reference_on_host
-from miofind.solver.solver import solver_by_id
+from miofind.solver.registry import Registry
 
 PROBLEM = miofind.ProblemDescription.convolution(x=(2, 2, 6, 5), w=(2, 2, 3, 3), padding=1)
 X = np.ones((2, 2, 6, 5), np.float32)
@@ -210,7 +210,7 @@ def test_a_workspace_over_what_packed_weights_run_on_is_refused(with_workspace: 
 @pytest.fixture
 def wants_128_bytes(monkeypatch: pytest.MonkeyPatch) -> Iterator[miofind.Solution]:
     """A solution of the CPU place whose solver asks for tensors at multiples of 128 bytes."""
-    solver = solver_by_id("ConvCpuDirect")
+    solver = Registry.default()["ConvCpuDirect"]
     monkeypatch.setattr(type(solver), "alignment_bytes", 128)
     with miofind.Handle("cpu", database=":memory:") as handle:
         yield miofind.find_solutions(PROBLEM, options=miofind.FindOptions(only=(solver.id,)), handle=handle)[0]

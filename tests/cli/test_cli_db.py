@@ -174,9 +174,9 @@ def test_other_devices_are_checked_by_what_their_identity_says(filled: Path) -> 
         solver_id="ConvDirectNaive", solver_version=1, config='{"accumulate":"float16"}', status="ok", time_ms=1.0
     )
     from miofind.find.lookup.validity import solver_hash
-    from miofind.solver.solver import solver_by_id
+    from miofind.solver.registry import Registry
 
-    naive = solver_by_id("ConvDirectNaive")
+    naive = Registry.default()["ConvDirectNaive"]
     fields = {name: getattr(row, name) for name in Row.__slots__} | {
         "solver_version": naive.version,
         "source_hash": solver_hash(naive),

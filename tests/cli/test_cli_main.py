@@ -19,7 +19,7 @@ from miofind.device.device import Device, Place
 from miofind.driver.flags import FLAGS
 from miofind.finddb import Row, Store
 from miofind.process import interrupts
-from miofind.solver.solver import solvers
+from miofind.solver.registry import Registry
 
 # These say for all problems of a command what the driver's flags of that name say for one, or how it is run.
 SHARED_WITH_THE_DRIVER = {"dtype", "layout", "math", "search", "solution", "verify"}
@@ -220,7 +220,7 @@ def test_solvers_fit_eighty_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     assert max(map(len, text.splitlines()[:-1])) <= 80
     header, _, *lines = text.splitlines()
     assert header.split() == ["solver", "runs", "on", "directions", "layouts", "dims"]
-    for solver in solvers().values():
+    for solver in Registry.default().values():
         at = next(number for number, line in enumerate(lines) if line.startswith(f"{solver.id} "))
         assert lines[at + 1].startswith("    dtypes: float")
         assert lines[at + 2].startswith("    about: "), "a solver's class has a docstring"
@@ -230,7 +230,7 @@ def test_solvers_fit_eighty_columns(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_solvers_examples_have_all_its_directions() -> None:
     """`miofind solvers` takes a solver's directions from its examples."""
     for solver in run_json("solvers")["solvers"]:
-        own = solvers()[solver["id"]]
+        own = Registry.default()[solver["id"]]
         key = next(iter(own.keys))
         archs = sorted(key.archs) or [str(key.min_sm)]
         device = Device.cpu() if key.place is Place.CPU else Device.virtual(archs[0])

@@ -11,7 +11,7 @@ from cuda_package import SCALE, SCALE_HEADER, CudaPackage, make_package
 from miofind.compiler import source_hash, sources
 from miofind.compiler.sources import normalised, read_source
 from miofind.errors import CompileError
-from miofind.solver.solver import solvers
+from miofind.solver.registry import Registry
 
 
 @pytest.fixture
@@ -110,7 +110,7 @@ def test_what_an_earlier_rule_made_of_a_source_is_kept_while_it_is_as_it_was(pac
 
 def test_every_earlier_hash_is_one_of_a_source_as_it_is() -> None:
     """A source that changes takes its line along: what FindDBs hold of it is void."""
-    known = {name for solver in solvers().values() for name in solver.sources}
+    known = {name for solver in Registry.default().values() for name in solver.sources}
     assert set(sources._earlier(sources.DEFAULT_PACKAGE).values()) <= {read_source(name).digest for name in known}
 
 

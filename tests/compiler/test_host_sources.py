@@ -15,11 +15,11 @@ import pytest
 from miofind.compiler import host_hash, host_sources, kernel_hash
 from miofind.device.device import Place
 from miofind.find.lookup.validity import solver_hash
-from miofind.solver.solver import solvers
+from miofind.solver.registry import Registry
 from miofind.solver.steps import ConvSolution, HostStep
 
 _numbers = itertools.count()
-CPU_SOLVERS = [solver for solver in solvers().values() if solver.keys[0].place is Place.CPU]
+CPU_SOLVERS = [solver for solver in Registry.default().values() if solver.keys[0].place is Place.CPU]
 
 # What of this package CPU solvers import and no hash holds: what a solver promises, and what it is asked and given.
 CONTRACT = {
@@ -203,7 +203,7 @@ def test_a_solver_of_another_package_is_known_by_its_source(package: Package) ->
         sys.modules.pop(f"{package.name}.own", None)
         importlib.invalidate_caches()
         hashes.append(solver_hash(importlib.import_module(f"{package.name}.own").Own()))
-    assert len({*hashes, solver_hash(solvers()["ConvCpuDirect"]), ""}) == 4
+    assert len({*hashes, solver_hash(Registry.default()["ConvCpuDirect"]), ""}) == 4
     assert "miofind.reference" in set(host_sources._followed("miofind.solvers.cpu.direct", of=f"{package.name}.own"))
 
 

@@ -25,7 +25,7 @@ from miofind.measure.race import Race, RaceResult
 from miofind.measure.verdict import Verdict
 from miofind.process.child import Child
 from miofind.solver.candidate import Candidate, Outcome, Status
-from miofind.solver.solver import solver_by_id
+from miofind.solver.registry import Registry
 
 PROBLEM = ProblemDescription.convolution(x=(1, 4, 6, 5), w=(3, 4, 1, 1))
 FAULTY = "ConvCpuGemm1x1"
@@ -40,7 +40,7 @@ TIMEOUT_S = 4.0
 def job(**settings: object) -> Job:
     candidates = []
     for name in SOLVERS:
-        config = solver_by_id(name).default_configs(PROBLEM, Device.cpu())[0]
+        config = Registry.default().named(name).default_configs(PROBLEM, Device.cpu())[0]
         candidates.append(Candidate(network_config=PROBLEM.network_config, solver_id=name, config=config))
     return replace(Job(network_config=PROBLEM.network_config, candidates=tuple(candidates)), **settings)
 
@@ -313,7 +313,7 @@ def test_a_time_reached_elsewhere_cuts_off(executor: Isolated) -> None:
     slow = Candidate(
         network_config=large.network_config,
         solver_id="ConvCpuIm2colGemm",
-        config=solver_by_id("ConvCpuIm2colGemm").default_configs(large, Device.cpu())[0],
+        config=Registry.default()["ConvCpuIm2colGemm"].default_configs(large, Device.cpu())[0],
     )
     wanted = Job(network_config=large.network_config, candidates=(slow,), best_ms=1e-3)
     (outcome,) = executor.run(wanted)

@@ -32,19 +32,20 @@ from miofind.options import FindOptions
 from miofind.runtime.handle import Handle
 from miofind.runtime.solution import Solution
 from miofind.solver.candidate import Candidate, Outcome, Status
-from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver, solvers
+from miofind.solver.registry import Registry
+from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
 from miofind.solver.steps import Config, ConfigValue, ConvSolution, HostStep, KernelStep
 
 PROBLEM = ProblemDescription.convolution(x=(1, 4, 6, 6), w=(4, 4, 3, 3))
 OTHERS = ("ConvCpuDirect", "ConvCpuFft", "ConvCpuGemm1x1", "ConvCpuIm2colGemm", "ConvCpuWinograd")
 OPTIONS = FindOptions(tuning=True, exclude=OTHERS, patience=2)
-LANDSCAPE = Landscape(seed=1, solver_id="TestWide", estimate_noise=0.4)
+LANDSCAPE = Landscape(seed=1, solver_id="vendor/Wide", estimate_noise=0.4)
 
 
 class Wide(Solver):
     """A solver with a large space and no code: its times are those of a landscape."""
 
-    id = "TestWide"
+    id = "vendor/Wide"
     algorithm = Algorithm.DIRECT
     keys = (KernelKey(place=Place.CPU, library=Library.PLAIN, dtypes=frozenset(DataType), layouts=frozenset(Layout)),)
     parameters: ClassVar[Mapping[str, Sequence[ConfigValue]]] = PARAMETERS
@@ -121,8 +122,8 @@ def measurer(monkeypatch: pytest.MonkeyPatch) -> Measurer:
 @pytest.fixture
 def handle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Handle]:
     monkeypatch.setenv("MIOFIND_SYSTEM_DB", "")
-    monkeypatch.setitem(solvers(), "TestWide", Wide())  # type: ignore[arg-type]
-    with Handle("cpu", database=tmp_path / "finddb.db", strict=True) as made:
+    registry = Registry.default().with_solvers(Wide())
+    with Handle("cpu", database=tmp_path / "finddb.db", strict=True, registry=registry) as made:
         yield made
 
 
@@ -175,7 +176,7 @@ def test_somebody_put_first_by_a_few_early_samples_is_raced_too(handle: Handle, 
     """Its early time stayed ahead of the winner's in the answer, though many samples say otherwise."""
     slow = Candidate(
         network_config=PROBLEM.network_config,
-        solver_id="TestWide",
+        solver_id="vendor/Wide",
         config=max(LANDSCAPE.configs(), key=LANDSCAPE.time_ms),
     )
     measurer.early = {c.id: 0.001 + 0.0001 * i for i, c in enumerate(first_batch(handle))}
@@ -190,7 +191,7 @@ def first_batch(handle: Handle) -> list[Candidate]:
     from miofind.find.plan import make_plan
     from miofind.find.search import Search
 
-    plan = make_plan(PROBLEM, handle.device, OPTIONS)
+    plan = make_plan(PROBLEM, OPTIONS, handle)
     return list(Search(PROBLEM.network_config, plan.spaces).propose())
 
 
@@ -226,11 +227,11 @@ def test_trials_count_candidates_of_allowed_solvers_alone(handle: Handle, measur
         solver_version=1,
         config="{}",
         status="ok",
-        source_hash=validity.solver_hash(solvers()["ConvCpuDirect"]),
+        source_hash=validity.solver_hash(Registry.default()["ConvCpuDirect"]),
         time_ms=1.0,
     )
     handle.database.record(handle.device.identity, PROBLEM.network_config, [of_another])
-    assert validity.is_valid(of_another, handle.device)
+    assert validity.is_valid(of_another, handle)
     assert known(replace(OPTIONS, trials=2), handle)
     assert not known(replace(OPTIONS, trials=3), handle)
 
@@ -248,7 +249,8 @@ def test_a_search_answers_for_the_defaults_once_it_has_come_to_all_of_them(handl
 
 def test_a_default_that_failed_before_counts_as_tried(handle: Handle, measurer: Measurer) -> None:
     measurer.failing = {
-        f"TestWide:{config.json}": Status.WRONG_RESULT for config in Wide().default_configs(PROBLEM, handle.device)[:1]
+        f"vendor/Wide:{config.json}": Status.WRONG_RESULT
+        for config in Wide().default_configs(PROBLEM, handle.device)[:1]
     }
     for trials in (1, 2):
         with contextlib.suppress(NoSolutionError):
@@ -310,7 +312,9 @@ def test_what_failed_before_is_left_out_unless_it_is_to_be_retried(handle: Handl
 
 def test_where_all_failed_before_the_error_says_so(handle: Handle, measurer: Measurer) -> None:
     defaults = FindOptions(exclude=OTHERS)
-    measurer.failing = {f"TestWide:{config.json}": Status.TIMED_OUT for config in Wide().default_configs(PROBLEM, None)}  # type: ignore[arg-type]
+    measurer.failing = {
+        f"vendor/Wide:{config.json}": Status.TIMED_OUT for config in Wide().default_configs(PROBLEM, None)
+    }  # type: ignore[arg-type]
     for _ in range(2):
         with pytest.raises(NoSolutionError) as caught:
             measure(PROBLEM, defaults, handle)
@@ -367,7 +371,7 @@ class FakePool:
 )
 def test_what_cannot_be_compiled_ahead_is_not_measured(kind: type[CompileError], status: Status) -> None:
     device = Device.virtual("90a")
-    solver = solvers()["ConvDirectTiled"]
+    solver = Registry.default()["ConvDirectTiled"]
     configs = solver.default_configs(PROBLEM, device)
     candidates = [
         Candidate(network_config=PROBLEM.network_config, solver_id=solver.id, config=config) for config in configs
@@ -375,7 +379,7 @@ def test_what_cannot_be_compiled_ahead_is_not_measured(kind: type[CompileError],
     pool = FakePool(solver.solution(PROBLEM, device, configs[0]).kernels[0], kind)
     jobs: list[Job] = []
     executor = SimpleNamespace(run=lambda job: jobs.append(job) or iter(()))
-    handle = SimpleNamespace(device=device, executor=lambda isolate: executor)
+    handle = SimpleNamespace(device=device, registry=Registry.default(), executor=lambda isolate: executor)
     taken: list[Outcome] = []
     request = Request(problem=PROBLEM, options=OPTIONS, handle=handle, ahead=pool)  # type: ignore[arg-type]
     measuring = Measuring(request, SimpleNamespace(add=taken.append))  # type: ignore[arg-type]

@@ -4,60 +4,39 @@ from __future__ import annotations
 
 import contextlib
 import sqlite3
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import miofind
-from miofind import FindOptions, options
+from miofind import FindOptions
 from miofind.core.problem import ProblemDescription
 from miofind.device.device import Device, Library, Place
 from miofind.errors import NoSolutionError
-from miofind.find import plan, row_check
-from miofind.find.lookup import records, scopes, stored, validity
+from miofind.find import row_check
+from miofind.find.lookup import records, scopes, validity
 from miofind.finddb import ProblemKey, Scope, Store
 from miofind.options import FindMode
 from miofind.runtime.solution import Solution, Source
-from miofind.solver import solver
-from miofind.solver.solver import Applicability, Solver, solvers
+from miofind.solver.registry import Registry
+from miofind.solver.solver import Applicability
 
 PROBLEM = ProblemDescription.convolution(x=(1, 4, 6, 5), w=(2, 4, 3, 3))
-DIRECT = type(solvers()["ConvCpuDirect"])
+DIRECT = type(Registry.default()["ConvCpuDirect"])
 REQUESTS = (FindOptions(find_mode=FindMode.NORMAL), FindOptions(find_mode=FindMode.NORMAL, only=("plain",)))
-
-
-@pytest.fixture(autouse=True)
-def forgotten() -> Iterator[None]:
-    yield
-    forget()
-
-
-def forget() -> None:
-    """Drop what was remembered of the solvers that were registered."""
-    scopes.requested_scope.cache_clear()
-    validity.is_current.cache_clear()
-
-
-def comes(monkeypatch: pytest.MonkeyPatch, later: Solver) -> None:
-    """A solver is registered."""
-    registry = {**solver.solvers(), later.id: later}
-    for module in (solver, plan, records, scopes, stored, validity, options):
-        monkeypatch.setattr(module, "solvers", lambda: registry)
-    forget()
 
 
 @pytest.mark.parametrize("serves", [False, True], ids=["refuses", "serves"])
 @pytest.mark.parametrize("request_", REQUESTS, ids=["all", "plain"])
-def test_an_answer_is_whole_until_a_later_solver_may_serve(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request_: FindOptions, serves: bool
-) -> None:
+def test_an_answer_is_whole_until_a_later_solver_may_serve(tmp_path: Path, request_: FindOptions, serves: bool) -> None:
     """Then it goes on to answer who asks for all; for others it may have been the filter that left the solver out."""
     with miofind.Handle("cpu", database=tmp_path / "finddb.db", strict=True) as handle:
         miofind.find_solutions(PROBLEM, options=request_, handle=handle)
-        body = {"id": "vendor/Later", "is_applicable": lambda *_: Applicability("" if serves else "refused")}
-        comes(monkeypatch, type("Later", (DIRECT,), body)())
+    body = {"id": "vendor/Later", "is_applicable": lambda *_: Applicability("" if serves else "refused")}
+    known = Registry.default().with_solvers(type("Later", (DIRECT,), body)())
+    with miofind.Handle("cpu", database=tmp_path / "finddb.db", strict=True, registry=known) as handle:
         whole = records.look_up(PROBLEM, request_, handle, partial=False)
         assert (whole is None) is serves
         assert bool(records.look_up(PROBLEM, request_, handle)) is not (serves and bool(request_.only))
@@ -70,9 +49,14 @@ class _Layers:
         monkeypatch.setenv("MIOFIND_SYSTEM_DB", "")
         self._files = {name: folder / f"{name}.db" for name in ("user", "shipped")}
         self._monkeypatch = monkeypatch
+        self._registry = Registry.default()
+
+    def comes(self, name: str) -> None:
+        """A solver is registered from here on."""
+        self._registry = self._registry.with_solvers(type("Later", (DIRECT,), {"id": name})())
 
     def measured(self, name: str, options: FindOptions = REQUESTS[0]) -> list[Solution]:
-        with miofind.Handle("cpu", database=self._files[name], strict=True) as handle:
+        with miofind.Handle("cpu", database=self._files[name], strict=True, registry=self._registry) as handle:
             return miofind.find_solutions(PROBLEM, options=options, handle=handle)
 
     def make_void(self, name: str, *solver_ids: str) -> None:
@@ -91,16 +75,12 @@ class _Layers:
     def open(self) -> miofind.Handle:
         """A handle of the user's FindDB over the shipped one."""
         self._monkeypatch.setenv("MIOFIND_SYSTEM_DB", str(self._files["shipped"]))
-        return miofind.Handle("cpu", database=self._files["user"], strict=True)
+        return miofind.Handle("cpu", database=self._files["user"], strict=True, registry=self._registry)
 
 
 @pytest.fixture
 def layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> _Layers:
     return _Layers(tmp_path, monkeypatch)
-
-
-def later_solver(name: str) -> Solver:
-    return type("Later", (DIRECT,), {"id": name})()
 
 
 def solver_ids(solutions: Sequence[Solution] | None) -> set[str]:
@@ -109,10 +89,10 @@ def solver_ids(solutions: Sequence[Solution] | None) -> set[str]:
 
 @pytest.mark.parametrize("partial", [True, False], ids=["find", "tune"])
 def test_an_answer_from_before_a_solver_came_does_not_hide_a_shipped_one_that_has_it(
-    layers: _Layers, monkeypatch: pytest.MonkeyPatch, partial: bool
+    layers: _Layers, partial: bool
 ) -> None:
     layers.measured("user")
-    comes(monkeypatch, later_solver("vendor/Later"))
+    layers.comes("vendor/Later")
     layers.measured("shipped")
     with layers.open() as handle:
         assert "vendor/Later" in solver_ids(records.look_up(PROBLEM, FindOptions(), handle, partial=partial))
@@ -132,26 +112,22 @@ def test_an_answer_whose_best_rows_are_void_does_not_hide_a_shipped_one_that_hol
         assert handle.database.rechecks() == ()
 
 
-def test_of_answers_that_all_lack_solvers_the_one_that_lacks_the_fewest_is_given_and_noted(
-    layers: _Layers, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_answers_that_all_lack_solvers_the_one_that_lacks_the_fewest_is_given_and_noted(layers: _Layers) -> None:
     layers.measured("user")
-    comes(monkeypatch, later_solver("vendor/First"))
+    layers.comes("vendor/First")
     layers.measured("shipped")
-    comes(monkeypatch, later_solver("vendor/Second"))
+    layers.comes("vendor/Second")
     with layers.open() as handle:
         assert records.look_up(PROBLEM, FindOptions(), handle, partial=False) is None
         assert "vendor/First" in solver_ids(records.look_up(PROBLEM, FindOptions(), handle))
         assert [note.reason for note in handle.database.rechecks()] == ["not measured yet: vendor/Second"]
 
 
-def test_own_rows_that_are_faster_lead_a_shipped_answer_that_has_more_solvers(
-    layers: _Layers, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_own_rows_that_are_faster_lead_a_shipped_answer_that_has_more_solvers(layers: _Layers) -> None:
     """What a user had tuned was forgotten until the next find was recorded."""
     own = layers.measured("user")[0]
     layers.change("user", "time_ms = 1e-6, created_at = '2100-01-01T00:00:00.000000Z'", own.solver_id)
-    comes(monkeypatch, later_solver("vendor/Later"))
+    layers.comes("vendor/Later")
     layers.measured("shipped")
     with layers.open() as handle:
         found = records.look_up(PROBLEM, FindOptions(), handle)
@@ -168,27 +144,23 @@ def test_own_rows_of_other_code_hide_no_shipped_ones_that_hold(layers: _Layers) 
         rows = handle.database.best_rows(
             handle.device.identity,
             PROBLEM.network_config,
-            holds=lambda row: validity.is_valid(row, handle.device),
+            holds=lambda row: validity.is_valid(row, handle),
             admits=lambda row: True,
         )
         assert {row.solver_id for row in rows} == solver_ids(found)
 
 
-def test_an_answer_of_which_all_is_void_does_not_hide_one_that_holds_in_part(
-    layers: _Layers, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_answer_of_which_all_is_void_does_not_hide_one_that_holds_in_part(layers: _Layers) -> None:
     """It made the find measure, though what shipped had solutions."""
     found = layers.measured("user")
     layers.measured("shipped")
     layers.make_void("user", *solver_ids(found))
-    comes(monkeypatch, later_solver("vendor/Later"))
+    layers.comes("vendor/Later")
     with layers.open() as handle:
         assert solver_ids(records.look_up(PROBLEM, FindOptions(), handle)) == solver_ids(found)
 
 
-def test_what_was_measured_just_now_is_the_answer_whatever_ships(
-    layers: _Layers, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_was_measured_just_now_is_the_answer_whatever_ships(layers: _Layers) -> None:
     layers.measured("shipped")
     with layers.open() as handle:
         only = FindOptions(find_mode=FindMode.NORMAL, only=("ConvCpuDirect",))
@@ -198,7 +170,7 @@ def test_what_was_measured_just_now_is_the_answer_whatever_ships(
 
 def test_finds_of_some_solvers_each_make_one_answer(tmp_path: Path) -> None:
     """What was tuned library by library, or solver by solver, is not measured again by a find of all."""
-    every = [item.id for item in solvers().values() if any(key.place is Place.CPU for key in item.keys)]
+    every = [item.id for item in Registry.default().values() if any(key.place is Place.CPU for key in item.keys)]
     half = len(every) // 2
     whole = FindOptions(find_mode=FindMode.NORMAL)
     with miofind.Handle("cpu", database=tmp_path / "finddb.db", strict=True) as handle:
@@ -236,7 +208,7 @@ def test_a_find_of_fewer_candidates_counts_for_none_of_its_solvers(
         Scope(solvers={"B": 1}, filters=filters, workspace_limit_bytes=limit),
     ]
     expected = {"A", "B"} if counts and limit is None else {"A"}
-    assert scopes.considered(request, earlier) == expected
+    assert scopes.considered(request, earlier, Registry()) == expected
     assert scopes.asked(["C"], request, earlier)
     assert scopes.asked(["C"], request, earlier[1:]) == (not filters and limit is None)
 
@@ -245,7 +217,7 @@ def test_a_filtered_find_asked_the_solvers_that_it_names() -> None:
     """One that a filter let in and that has changed since is late; a find of it was answered by nothing."""
     request = Scope(solvers={"A": 1, "B": 2, "C": 1})
     earlier = [Scope(solvers={"A": 1}, filters={"solvers": ["A", "B"]})]
-    assert scopes.considered(request, earlier) == {"A"}
+    assert scopes.considered(request, earlier, Registry()) == {"A"}
     assert scopes.asked(["B"], request, earlier)
     assert not scopes.asked(["B", "C"], request, earlier)
     for altered in ([["A"]], None, 5, "AB"):
@@ -255,7 +227,7 @@ def test_a_filtered_find_asked_the_solvers_that_it_names() -> None:
 def test_any_error_bound_counts_where_it_was_asked_for() -> None:
     request = Scope(solvers={"A": 1, "B": 1, scopes.WIDE_BOUNDS: 1})
     earlier = [Scope(solvers={"A": 1}), Scope(solvers={"B": 1, scopes.WIDE_BOUNDS: 1})]
-    assert scopes.considered(request, earlier) == {"B", scopes.WIDE_BOUNDS}
+    assert scopes.considered(request, earlier, Registry()) == {"B", scopes.WIDE_BOUNDS}
 
 
 def test_a_release_joins_finds_of_some_solvers_to_one_of_all() -> None:
@@ -280,8 +252,8 @@ def test_a_release_counts_no_solver_as_refusing_for_a_library_that_is_missing_he
     virtual = Device.virtual("90a")
     monkeypatch.setattr(row_check, "device_of", lambda identity: virtual)
     key = ProblemKey(device=virtual.identity, network_config="conv2d-forward-n2-c8-i9x9-k8-f3x3-p1x1-float64-NCHW")
-    (refusals,) = row_check.with_refusals(key, [Scope(solvers={"ConvDirectNaive": 1})])
+    (refusals,) = row_check.Shipping(Registry.default()).with_refusals(key, [Scope(solvers={"ConvDirectNaive": 1})])
     assert {"ConvCudnn", "ConvImplicitGemmWgmma"} <= refusals.solvers.keys(), "they refuse float64"
     monkeypatch.setattr(Device, "library_version", lambda self, library: None if library is Library.CUDNN else "")
-    (missing,) = row_check.with_refusals(key, [Scope(solvers={"ConvDirectNaive": 1})])
+    (missing,) = row_check.Shipping(Registry.default()).with_refusals(key, [Scope(solvers={"ConvDirectNaive": 1})])
     assert refusals.solvers.keys() - missing.solvers.keys() == {"ConvCudnn"}

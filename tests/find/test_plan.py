@@ -14,12 +14,15 @@ from miofind.find import plan as plan_module
 from miofind.find.plan import SEARCH_LIMIT, estimated_configs, make_plan
 from miofind.find.search import EXHAUSTIVE, Space
 from miofind.options import FindOptions
-from miofind.solver.solver import APPLICABLE, Applicability, Solver, solver_by_id
+from miofind.runtime.handle import Handle
+from miofind.solver.registry import Registry
+from miofind.solver.solver import APPLICABLE, Applicability, Solver
 from miofind.solver.steps import Config, ConfigValue, ConvSolution
 from miofind.solvers.direct.tiled import ConvDirectTiled
 
 DEVICE = Device.virtual("90a")
 PROBLEM = ProblemDescription.convolution(x=(8, 64, 28, 28), w=(64, 64, 3, 3), padding=1, dtype="float16", layout="NHWC")
+HANDLE = Handle(DEVICE)
 TILED = FindOptions(tuning=True, only=("ConvDirectTiled",))
 
 
@@ -28,20 +31,20 @@ def every_library(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Device, "library_version", lambda self, library: 1)
 
 
-def space_of(options: FindOptions, **arguments: object) -> Space:
-    (space,) = make_plan(PROBLEM, DEVICE, options, **arguments).spaces  # type: ignore[arg-type]
+def space_of(options: FindOptions, handle: Handle = HANDLE, **arguments: object) -> Space:
+    (space,) = make_plan(PROBLEM, options, handle, **arguments).spaces  # type: ignore[arg-type]
     return space
 
 
 def test_without_a_search_there_are_no_spaces() -> None:
-    planned = make_plan(PROBLEM, DEVICE, FindOptions(only=("ConvDirectTiled",)))
+    planned = make_plan(PROBLEM, FindOptions(only=("ConvDirectTiled",)), HANDLE)
     assert planned.spaces == ()
-    defaults = solver_by_id("ConvDirectTiled").default_configs(PROBLEM, DEVICE)
+    defaults = Registry.default()["ConvDirectTiled"].default_configs(PROBLEM, DEVICE)
     assert {p.candidate.config for p in planned.candidates} == set(defaults)
 
 
 def test_a_large_space_begins_with_defaults_and_lists_the_best_estimates() -> None:
-    solver = solver_by_id("ConvDirectTiled")
+    solver = Registry.default()["ConvDirectTiled"]
     space = space_of(TILED)
     assert not space.is_whole
     assert space.seeds == solver.default_configs(PROBLEM, DEVICE)
@@ -53,7 +56,7 @@ def test_a_large_space_begins_with_defaults_and_lists_the_best_estimates() -> No
 def test_a_small_space_is_whole() -> None:
     space = space_of(FindOptions(tuning=True, only=("ConvIm2colGemm",)))
     assert space.is_whole
-    every = set(solver_by_id("ConvIm2colGemm").configs(PROBLEM, DEVICE))
+    every = set(Registry.default()["ConvIm2colGemm"].configs(PROBLEM, DEVICE))
     assert {*space.seeds, *space.listed} == every
 
 
@@ -61,7 +64,7 @@ def test_a_space_is_small_where_limits_leave_few() -> None:
     """The limits count first: what they leave is covered, however large the product is."""
     options = FindOptions(tuning=True, only=("ConvIm2colGemm",), workspace_limit_bytes=8 << 20)
     space = space_of(options)
-    solver = solver_by_id("ConvIm2colGemm")
+    solver = Registry.default()["ConvIm2colGemm"]
     within = [c for c in solver.configs(PROBLEM, DEVICE) if solver.workspace_bytes(PROBLEM, DEVICE, c) <= 8 << 20]
     assert 0 < len(within) < len(list(solver.configs(PROBLEM, DEVICE)))
     assert {*space.seeds, *space.listed} == set(within)
@@ -69,7 +72,7 @@ def test_a_space_is_small_where_limits_leave_few() -> None:
 
 
 def test_winners_elsewhere_are_seeds_where_they_are_valid_here() -> None:
-    solver = solver_by_id("ConvDirectTiled")
+    solver = Registry.default()["ConvDirectTiled"]
     valid = list(solver.configs(PROBLEM, DEVICE))[123]
     for_float32 = Config({**valid, "stages": 2})
     unknown = Config.of(no_such_parameter=1)
@@ -78,7 +81,7 @@ def test_winners_elsewhere_are_seeds_where_they_are_valid_here() -> None:
 
 
 def test_candidates_are_what_a_search_is_likely_to_begin_with() -> None:
-    planned = make_plan(PROBLEM, DEVICE, TILED)
+    planned = make_plan(PROBLEM, TILED, HANDLE)
     (space,) = planned.spaces
     configs = [p.candidate.config for p in planned.candidates]
     assert len(configs) == len(set(configs)) == SEARCH_LIMIT
@@ -86,7 +89,7 @@ def test_candidates_are_what_a_search_is_likely_to_begin_with() -> None:
 
 
 def test_what_is_left_out_has_a_reason() -> None:
-    planned = make_plan(PROBLEM, DEVICE, TILED)
+    planned = make_plan(PROBLEM, TILED, HANDLE)
     gone = planned.candidates[0].candidate.id
     less = planned.without({gone: "for this test", "Other:{}": "unknown"})
     assert gone not in {p.candidate.id for p in less.candidates}
@@ -155,7 +158,6 @@ def test_a_space_that_was_cut_is_not_whole_however_few_are_listed(
 ) -> None:
     """What the random part of a vast product left valid was taken for all there is, and nothing was bred from it."""
     monkeypatch.setattr(plan_module, "MAX_ESTIMATED", limit)
-    monkeypatch.setattr(plan_module, "solvers", lambda: {"Test": kind()})
-    space = space_of(FindOptions(tuning=True))
+    space = space_of(FindOptions(tuning=True), Handle(DEVICE, registry=Registry([kind()])))
     assert len(space.listed) <= EXHAUSTIVE
     assert space.is_whole is is_whole

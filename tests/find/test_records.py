@@ -22,7 +22,7 @@ from miofind.measure.verdict import Comparison, Verdict
 from miofind.options import FindOptions
 from miofind.runtime.handle import Handle
 from miofind.solver.candidate import Candidate, Outcome, Status, Timing
-from miofind.solver.solver import solver_by_id
+from miofind.solver.registry import Registry
 from miofind.solver.steps import Region, WorkspacePlan
 
 PROBLEM = ProblemDescription.convolution(x=(1, 4, 6, 5), w=(3, 4, 1, 1))
@@ -39,11 +39,11 @@ def handle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Handle]:
 
 
 def candidates(handle: Handle) -> list[Candidate]:
-    return [planned.candidate for planned in make_plan(PROBLEM, handle.device, OPTIONS).candidates]
+    return [planned.candidate for planned in make_plan(PROBLEM, OPTIONS, handle).candidates]
 
 
 def outcome(candidate: Candidate, status: Status = Status.OK) -> Outcome:
-    solver, device = solver_by_id(candidate.solver_id), Device.cpu()
+    solver, device = Registry.default().named(candidate.solver_id), Device.cpu()
     return Outcome(
         candidate=candidate,
         status=status,
@@ -56,7 +56,7 @@ def outcome(candidate: Candidate, status: Status = Status.OK) -> Outcome:
 def record(
     handle: Handle, *outcomes: Outcome, verdict: Verdict | None = None, error: BaseException | None = None
 ) -> None:
-    plan = make_plan(PROBLEM, handle.device, OPTIONS)
+    plan = make_plan(PROBLEM, OPTIONS, handle)
     with Recording(PROBLEM, OPTIONS, handle, plan) as recording:
         for each in outcomes:
             recording.add(each)
@@ -147,7 +147,7 @@ def test_a_search_writes_each_second(handle: Handle, monkeypatch: pytest.MonkeyP
     first, second, third, *_ = candidates(handle)
     time_s = 10.0
     monkeypatch.setattr(recording_module.time, "monotonic", lambda: time_s)
-    plan = make_plan(PROBLEM, handle.device, OPTIONS)
+    plan = make_plan(PROBLEM, OPTIONS, handle)
     plan = replace(plan, spaces=(None,))  # type: ignore[arg-type]  # a search's
     recording = Recording(PROBLEM, OPTIONS, handle, plan)
     recording.add(outcome(first))
@@ -183,7 +183,7 @@ def test_a_quarantine_is_of_one_solver_version_device_and_problem(
     handle.device = device
     rows = [replace(row, solver_version=row.solver_version + 1, id="") for row in history(handle).rows]
     assert failures.quarantined(PROBLEM, handle) == {first.id}
-    assert not any(validity.is_valid(row, device) for row in rows)
+    assert not any(validity.is_valid(row, handle) for row in rows)
 
 
 def test_disturbances_are_recorded(handle: Handle) -> None:
@@ -297,7 +297,7 @@ def test_who_fails_in_the_last_race_is_neither_answered_nor_tried_again(handle: 
 
 def test_a_failure_is_written_before_the_find_ends(handle: Handle) -> None:
     (first, *_) = candidates(handle)
-    with Recording(PROBLEM, OPTIONS, handle, make_plan(PROBLEM, handle.device, OPTIONS)) as recording:
+    with Recording(PROBLEM, OPTIONS, handle, make_plan(PROBLEM, OPTIONS, handle)) as recording:
         recording.add(outcome(first, Status.TIMED_OUT))
         assert [row.status for row in history(handle).rows] == ["timed_out"]
 
@@ -328,7 +328,7 @@ def test_rows_that_a_request_leaves_out_hide_no_slower_one_that_it_takes(
     handle: Handle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An answer held the best three of a solver, all of which let infinities spread."""
-    solver = solver_by_id("ConvCpuIm2colGemm")
+    solver = Registry.default()["ConvCpuIm2colGemm"]
     *spreading, last = list(solver.configs(PROBLEM, handle.device))[:5]
     monkeypatch.setattr(type(solver), "spreads_nonfinite", lambda self, problem, config: config != last)
     every = [
@@ -345,7 +345,7 @@ def test_rows_that_a_request_leaves_out_hide_no_slower_one_that_it_takes(
 def test_a_slow_row_that_is_kept_for_its_workspace_hides_no_faster_one(
     handle: Handle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    solver = solver_by_id("ConvCpuIm2colGemm")
+    solver = Registry.default()["ConvCpuIm2colGemm"]
     *spreading, fast, small = list(solver.configs(PROBLEM, handle.device))[:5]
     monkeypatch.setattr(type(solver), "spreads_nonfinite", lambda self, problem, config: config in spreading)
     made = (
@@ -373,7 +373,7 @@ def test_a_slow_row_that_is_kept_for_its_workspace_hides_no_faster_one(
 @pytest.mark.parametrize("options", [OPTIONS, FindOptions(workspace_limit_bytes=1 << 30)], ids=["whole", "limited"])
 def test_only_a_whole_find_drops_the_notes(handle: Handle, options: FindOptions) -> None:
     handle.database.queue_recheck(handle.device.identity, PROBLEM.network_config, "why")
-    plan = make_plan(PROBLEM, handle.device, options)
+    plan = make_plan(PROBLEM, options, handle)
     with Recording(PROBLEM, options, handle, plan) as recording:
         for planned in plan.candidates:
             recording.add(outcome(planned.candidate))

@@ -19,13 +19,13 @@ from miofind.errors import InvalidOptionError
 from miofind.find.lookup.validity import solver_hash
 from miofind.find.restamp import Code, Restamped, codes, read_codes, restamped, write_codes
 from miofind.finddb import MEMORY, History, Row, Store
-from miofind.solver.solver import solver_by_id
+from miofind.solver.registry import Registry
 
 pytest.importorskip("cuda.bindings.nvrtc")
 
 DEVICE = "NVIDIA H200|132|9.0|"
 PROBLEM = ProblemDescription.convolution(x=(2, 4, 9, 7), w=(6, 4, 3, 3), padding=1)
-SOLVER = solver_by_id("ConvDirectNaive")
+SOLVER = Registry.default()["ConvDirectNaive"]
 
 KERNEL = """
 __device__ float {half}(float value) {{ return 0.5f * value; }}

@@ -12,7 +12,8 @@ from miofind.errors import MiofindError
 from miofind.find.lookup.validity import solver_hash
 from miofind.find.row_check import RowCheck, device_of
 from miofind.finddb import ProblemKey, Row
-from miofind.solver.solver import Solver, solvers
+from miofind.solver.registry import Registry
+from miofind.solver.solver import Solver
 from miofind.solver.steps import Config
 
 H200 = "NVIDIA H200|132|9.0|"
@@ -30,12 +31,12 @@ def row_of(solver: Solver, config: Config, **fields: Any) -> Row:
     return Row(solver_id=solver.id, config=config.json, **values | fields)
 
 
-@pytest.mark.parametrize("solver", solvers().values(), ids=lambda solver: solver.id)
+@pytest.mark.parametrize("solver", Registry.default().values(), ids=lambda solver: solver.id)
 def test_defaults_of_examples_are_sound(solver: Solver) -> None:
     identity = Device.cpu().identity if solver.keys[0].place is Place.CPU else H200
     device = device_of(identity)
     assert device is not None
-    check, expected = RowCheck(), 0
+    check, expected = RowCheck(Registry.default()), 0
     for problem in solver.examples():
         if not solver.applicability(problem, device):
             continue
@@ -67,23 +68,23 @@ def test_an_identity_of_no_device_is_none(identity: str) -> None:
 @pytest.mark.parametrize("change", [("n32", "n" + "9" * 5000), ("n32", "n" + "9" * 18), ("c64", "c-1"), ("56", "0")])
 def test_absurd_problems_are_findings(change: tuple[str, str]) -> None:
     problem = ProblemDescription.convolution(x=(32, 64, 56, 56), w=(64, 64, 3, 3), padding=1, dtype="float16")
-    solver = solvers()["ConvDirectNaive"]
+    solver = Registry.default()["ConvDirectNaive"]
     key = ProblemKey(device=H200, network_config=problem.network_config.replace(*change))
     assert key.network_config != problem.network_config
-    finding = RowCheck()(key, row_of(solver, Config())) or ""
+    finding = RowCheck(Registry.default())(key, row_of(solver, Config())) or ""
     assert "is not a network_config" in finding or "must be between 1 and" in finding
 
 
 def test_a_failed_row_needs_no_valid_configuration() -> None:
-    solver = solvers()["ConvCpuIm2colGemm"]
+    solver = Registry.default()["ConvCpuIm2colGemm"]
     problem = ProblemDescription.convolution(x=(1, 2, 3, 3), w=(2, 2, 1, 1))
     key = ProblemKey(device=Device.cpu().identity, network_config=problem.network_config)
-    assert RowCheck()(key, row_of(solver, Config(), status="crashed", time_ms=None)) is None
-    assert "must have the parameters" in (RowCheck()(key, row_of(solver, Config())) or "")
+    assert RowCheck(Registry.default())(key, row_of(solver, Config(), status="crashed", time_ms=None)) is None
+    assert "must have the parameters" in (RowCheck(Registry.default())(key, row_of(solver, Config())) or "")
 
 
 def test_a_problem_that_its_solver_does_not_serve_is_found() -> None:
-    solver = solvers()["ConvCpuGemm1x1"]
+    solver = Registry.default()["ConvCpuGemm1x1"]
     problem = ProblemDescription.convolution(x=(1, 2, 3, 3), w=(2, 2, 3, 3))
     key = ProblemKey(device=Device.cpu().identity, network_config=problem.network_config)
-    assert "serves unpadded filters" in (RowCheck()(key, row_of(solver, Config())) or "")
+    assert "serves unpadded filters" in (RowCheck(Registry.default())(key, row_of(solver, Config())) or "")

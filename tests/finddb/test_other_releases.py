@@ -29,7 +29,8 @@ from miofind.finddb import History, Row, Scope, Store, Verdict
 from miofind.options import FindMode
 from miofind.reference import reference_on_host
 from miofind.runtime.solution import Solution
-from miofind.solver.solver import Solver, solvers
+from miofind.solver.registry import Registry
+from miofind.solver.solver import Solver
 from miofind.solver.steps import Config
 
 PROBLEM = ProblemDescription.convolution(x=(1, 2, 4, 3), w=(2, 2, 2, 2))
@@ -78,7 +79,7 @@ def looked_up(database: Path, *, partial: bool = True, **options: Any) -> set[st
 
 def row_of(name: str, tile: int = 1, **fields: Any) -> Row:
     """A row that speaks of a solver as the release that is installed has it, but for the fields."""
-    solver, config = solvers()[name], Config.of(tile=tile)
+    solver, config = Registry.default()[name], Config.of(tile=tile)
     values = {
         "solver_version": solver.version,
         "config": config.json,
@@ -111,11 +112,11 @@ def tuned(database: Path, *names: str) -> None:
             workspace_bytes=solver.workspace_bytes(PROBLEM, Device.cpu(), config),
             deterministic=solver.solution(PROBLEM, Device.cpu(), config).deterministic,
         )
-        for solver in solvers().values()
+        for solver in Registry.default().values()
         for config in solver.default_configs(PROBLEM, Device.cpu())
         if (not names or solver.id in names) and solver.applicability(PROBLEM, Device.cpu())
     ]
-    record(database, *rows, scope=Scope(solvers={solver.id: solver.version for solver in solvers().values()}))
+    record(database, *rows, scope=Scope(solvers={solver.id: solver.version for solver in Registry.default().values()}))
 
 
 ALL = {f'{name}:{{"tile":{tile}}}' for name in NAMES for tile in TILES}
@@ -317,7 +318,7 @@ def test_a_check_of_a_database_finds_other_kernels_and_other_determinism(install
     tuned(database)
     record(database, row_of("ConvA", 1, kernel_hash="0" * 32), row_of("ConvB", 2, deterministic=False))
     with Store(database, read_only=True) as store:
-        findings = store.check(RowCheck())
+        findings = store.check(RowCheck(Registry.default()))
     assert len(findings) == 2
     assert any("other kernels" in finding for finding in findings)
     assert any("deterministic=False" in finding for finding in findings)
@@ -351,7 +352,7 @@ def foreign_rows(draw: Any, *, of_this_code: bool) -> Row:
     code = [(1, "another"), (9, "another"), (9, ""), (3, None)] + ([(1, None), (2, None)] if of_this_code else [])
     version, source = draw(st.sampled_from(code))
     if source is None:
-        source = solver_hash(solvers().get(name) or solvers()["ConvA"])
+        source = solver_hash(Registry.default().get(name) or Registry.default()["ConvA"])
     status = draw(st.sampled_from(["ok", "ok", "cut_off", "wrong_result", "crashed", "out_of_memory"]))
     return Row(
         solver_id=name,
@@ -431,7 +432,7 @@ drawn = settings(deadline=None, max_examples=40, suppress_health_check=[HealthCh
 
 def check_stands(solution: Solution) -> None:
     """A solution is what this release's solver says of it."""
-    solver, device = solvers()[solution.solver_id], Device.cpu()
+    solver, device = Registry.default()[solution.solver_id], Device.cpu()
     assert solver.applicability(PROBLEM, device)
     solver.check_config(PROBLEM, device, solution.config)
     today = solver.solution(PROBLEM, device, solution.config)
@@ -455,7 +456,7 @@ def test_whatever_another_release_says_an_answer_is_what_this_ones_solvers_accep
     with released(*both(a, b)):
         possible = {
             f"{name}:{config.json}"
-            for name, solver in solvers().items()
+            for name, solver in Registry.default().items()
             for config in solver.default_configs(PROBLEM, Device.cpu())
             if solver.applicability(PROBLEM, Device.cpu())
             and solver.workspace_bytes(PROBLEM, Device.cpu(), config) <= (options.workspace_limit_bytes or 1 << 30)

@@ -15,6 +15,7 @@ from miofind.finddb import MEMORY, ReleaseRules, Store, shipped_paths, write_rel
 from miofind.finddb.open_files import acquired
 from miofind.options import FindOptions
 from miofind.runtime.handle import Handle
+from miofind.solver.registry import Registry
 from miofind.solver.solver import Algorithm
 
 PREBUILT = shipped_paths({})
@@ -29,7 +30,7 @@ def test_something_ships() -> None:
 @pytest.mark.parametrize("path", PREBUILT, ids=lambda path: path.name)
 def test_every_shipped_row_is_what_its_solver_does_today(path: Path) -> None:
     """The solver serves the problem with that configuration, workspace and kernels, asked today."""
-    rows = RowCheck()
+    rows = RowCheck(Registry.default())
     with Store(path, read_only=True) as store:
         assert store.check(rows) == ()
         assert (rows.checked, rows.void) == (store.stats().rows, 0)
@@ -38,7 +39,7 @@ def test_every_shipped_row_is_what_its_solver_does_today(path: Path) -> None:
 @pytest.mark.parametrize("path", PREBUILT, ids=lambda path: path.name)
 def test_shipped_rows_are_undisturbed_and_some_are_what_their_solvers_do_today(path: Path) -> None:
     """Those of every eighth problem, the same ones each time: all of them take half a minute."""
-    check = RowCheck()
+    check = RowCheck(Registry.default())
     with Store(path, read_only=True) as store:
         rows = list(store.rows())
         assert store.stats().rechecks == 0
@@ -84,7 +85,7 @@ def test_a_default_request_finds_a_shipped_row_that_mixes_no_tiles(path: Path, t
 @pytest.mark.parametrize("path", PREBUILT, ids=lambda path: path.name)
 def test_a_release_of_a_shipped_file_is_sound(path: Path, one_in: int, tmp_path: Path) -> None:
     """Of every 64th problem, the same ones each time: all of them take minutes."""
-    keep = Shipping()
+    keep = Shipping(Registry.default())
     with Store(path, read_only=True) as store, Store(MEMORY) as part:
         part.add(each for each in store.histories() if zlib.crc32(each.network_config.encode()) % one_in == 0)
         made = write_release([part], tmp_path / path.name, ReleaseRules(keep=keep))

@@ -17,7 +17,7 @@ import numpy as np
 
 import miofind
 from miofind.core.problem import DataType, Direction, ProblemDescription
-from miofind.solver.solver import solver_by_id
+from miofind.solver.registry import Registry
 from miofind.solver.steps import Config
 
 PROBLEMS = (
@@ -79,7 +79,7 @@ def main() -> None:
     captured: list[Captured] = []
     with TemporaryDirectory() as folder, miofind.Handle("cuda", database=Path(folder, "finddb.db")) as handle:
         for problem in PROBLEMS:
-            for config in solver_by_id("ConvCudnn").configs(problem, handle.device):
+            for config in Registry.default()["ConvCudnn"].configs(problem, handle.device):
                 if sys.argv[1] == "thread":
                     thread = threading.Thread(target=_capture, args=(captured, handle, problem, config))
                     thread.start()

@@ -14,7 +14,8 @@ from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.device.device import Device
 from miofind.launch.invoker import make_invoker
 from miofind.reference import numpy_dtype, reference_on_host
-from miofind.solver.solver import Solver, solver_by_id
+from miofind.solver.registry import Registry
+from miofind.solver.solver import Solver
 from miofind.solver.steps import Config
 from miofind.verify.claims import claims_of
 from miofind.verify.verifier import Verifier
@@ -47,7 +48,7 @@ def make(shape: str, **fields: Any) -> ProblemDescription:
 
 def solver_of(problem: ProblemDescription) -> Solver:
     is_weights = problem.direction is Direction.BACKWARD_WEIGHTS
-    return solver_by_id(f"ConvDepthwiseChannelsFirst{'Weights' if is_weights else ''}")
+    return Registry.default().named(f"ConvDepthwiseChannelsFirst{'Weights' if is_weights else ''}")
 
 
 def spread(problem: ProblemDescription, device: Device, count: int) -> list[Config]:

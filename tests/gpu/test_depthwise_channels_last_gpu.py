@@ -14,7 +14,8 @@ from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.device.device import Device
 from miofind.launch.invoker import make_invoker
 from miofind.reference import numpy_dtype, reference_on_host
-from miofind.solver.solver import Solver, solver_by_id
+from miofind.solver.registry import Registry
+from miofind.solver.solver import Solver
 from miofind.solver.steps import Config
 
 cupy = pytest.importorskip("cupy")
@@ -43,7 +44,7 @@ def make(shape: str, **fields: Any) -> ProblemDescription:
 
 def solver_of(problem: ProblemDescription) -> Solver:
     weights = problem.direction is Direction.BACKWARD_WEIGHTS
-    return solver_by_id("ConvDepthwiseChannelsLastWeights" if weights else "ConvDepthwiseChannelsLast")
+    return Registry.default().named("ConvDepthwiseChannelsLastWeights" if weights else "ConvDepthwiseChannelsLast")
 
 
 def run(

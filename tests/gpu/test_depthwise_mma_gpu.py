@@ -14,7 +14,8 @@ from miofind.compiler import Compiler
 from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.device.device import Device
 from miofind.launch.invoker import make_invoker
-from miofind.solver.solver import Solver, solver_by_id
+from miofind.solver.registry import Registry
+from miofind.solver.solver import Solver
 from miofind.verify.claims import claims_of
 from miofind.verify.verifier import Verifier
 
@@ -39,7 +40,8 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def solver_of(direction: Direction) -> Solver:
-    return solver_by_id("ConvDepthwiseMmaWeights" if direction is Direction.BACKWARD_WEIGHTS else "ConvDepthwiseMma")
+    suffix = "Weights" if direction is Direction.BACKWARD_WEIGHTS else ""
+    return Registry.default()[f"ConvDepthwiseMma{suffix}"]
 
 
 @pytest.mark.parametrize("dtype", [DataType.FLOAT16, DataType.BFLOAT16])

@@ -17,7 +17,8 @@ from miofind.device.device import Device
 from miofind.launch.bound_steps import make_step_launcher
 from miofind.launch.invoker import make_invoker
 from miofind.reference import numpy_dtype, reference_on_host, reference_step
-from miofind.solver.solver import Solver, solver_by_id
+from miofind.solver.registry import Registry
+from miofind.solver.solver import Solver
 from miofind.solver.steps import Config
 from miofind.verify.claims import claims_of
 from miofind.verify.verifier import Verifier
@@ -26,7 +27,7 @@ cupy = pytest.importorskip("cupy")
 pytestmark = pytest.mark.gpu
 
 SOLVERS = ("ConvDirectNaive", "ConvDirectTiled", "ConvDirectTiledWeights")
-TURNED = solver_by_id("ConvChannelsLastMma")
+TURNED = Registry.default()["ConvChannelsLastMma"]
 TENSOR_CORE_SOLVERS = ("ConvDepthwiseLarge", "ConvDepthwiseLargeWeights")
 SHAPES: dict[str, dict[str, Any]] = {
     "3x3": {"x": (4, 64, 28, 28), "w": (64, 64, 3, 3), "padding": 1},
@@ -72,7 +73,7 @@ def test_float32_is_exact(
     solver_id: str, shape: str, direction: Direction, channels_last: bool, device: Device, compiler: Compiler
 ) -> None:
     problem = make(shape, channels_last, direction=direction)
-    solver = solver_by_id(solver_id)
+    solver = Registry.default().named(solver_id)
     answer = solver.applicability(problem, device)
     if not answer:
         pytest.skip(answer.reason)
@@ -95,7 +96,7 @@ def test_other_dtypes_are_exact(
     compiler: Compiler,
 ) -> None:
     problem = make(shape, channels_last, direction=direction, dtype=dtype)
-    solver = solver_by_id(solver_id)
+    solver = Registry.default().named(solver_id)
     answer = solver.applicability(problem, device)
     if not answer:
         pytest.skip(answer.reason)
@@ -111,7 +112,7 @@ def test_depthwise_on_tensor_cores_is_exact(
     shape: str, dtype: DataType, direction: Direction, channels_last: bool, device: Device, compiler: Compiler
 ) -> None:
     problem = make(shape, channels_last, direction=direction, dtype=dtype)
-    for solver in map(solver_by_id, TENSOR_CORE_SOLVERS):
+    for solver in map(Registry.default().named, TENSOR_CORE_SOLVERS):
         if not solver.applicability(problem, device):
             continue
         for config in spread(solver, problem, device, 6):
@@ -126,7 +127,7 @@ def test_implicit_gemm_is_exact(
     shape: str, dtype: DataType, direction: Direction, channels_last: bool, device: Device, compiler: Compiler
 ) -> None:
     problem = make(shape, channels_last, direction=direction, dtype=dtype)
-    solver = solver_by_id("ConvImplicitGemmMma")
+    solver = Registry.default()["ConvImplicitGemmMma"]
     answer = solver.applicability(problem, device)
     if not answer:
         pytest.skip(answer.reason)
@@ -159,7 +160,7 @@ def random_problem(seed: int) -> ProblemDescription:
 @pytest.mark.parametrize("seed", range(60))
 def test_implicit_gemm_is_exact_on_random_problems(seed: int, device: Device, compiler: Compiler) -> None:
     problem = random_problem(seed)
-    solver = solver_by_id("ConvImplicitGemmMma")
+    solver = Registry.default()["ConvImplicitGemmMma"]
     assert solver.applicability(problem, device)
     for config in spread(solver, problem, device, 6):
         check_exact(problem, solver, config, device, compiler)
@@ -187,7 +188,7 @@ def test_implicit_gemm_of_float32_keeps_its_bound(
         direction=direction,
         math=math,
     )
-    solver = solver_by_id("ConvImplicitGemmMma")
+    solver = Registry.default()["ConvImplicitGemmMma"]
     with Verifier(problem, device, compiler, seed=7) as verifier:
         for config in spread(solver, problem, device, 4):
             invoker = make_invoker(problem, device, solver, config, compiler)
@@ -203,7 +204,7 @@ def test_naive_mixes_dtypes_and_layouts(direction: Direction, device: Device, co
         dtype={"x": "float16", "w": "bfloat16", "y": "float32"},
         layout={"x": "NHWC", "w": "NCHW", "y": "NHWC"},
     )
-    solver = solver_by_id("ConvDirectNaive")
+    solver = Registry.default()["ConvDirectNaive"]
     for config in solver.configs(problem, device):
         check_exact(problem, solver, config, device, compiler)
 
@@ -257,7 +258,7 @@ def test_naive_serves_tensors_beyond_32_bits(device: Device, compiler: Compiler)
     problem = ProblemDescription.convolution(x=(1, 2, 2**15, 2**15 + 8), w=(1, 2, 1, 1), dtype="float16")
     if device.memory_bytes < 16 << 30:
         pytest.skip("needs 16 GB of device memory")
-    solver = solver_by_id("ConvDirectNaive")
+    solver = Registry.default()["ConvDirectNaive"]
     invoker = make_invoker(problem, device, solver, solver.default_configs(problem, device)[0], compiler)
     x, w = cupy.zeros(problem.x.shape, cupy.float16), cupy.ones(2, cupy.float16)
     y = cupy.full(problem.y.shape, cupy.nan, cupy.float16)
@@ -276,7 +277,7 @@ def test_implicit_gemm_serves_tensors_of_almost_32_bits(layout: Layout, device: 
     )
     if device.memory_bytes < 16 << 30:
         pytest.skip("needs 16 GB of device memory")
-    solver = solver_by_id("ConvImplicitGemmMma")
+    solver = Registry.default()["ConvImplicitGemmMma"]
     x, w = cupy.zeros(problem.x.size, cupy.float16), cupy.ones(problem.w.size, cupy.float16)
     x[-1] = 3
     touched = [h * size + v for h in (size - 2, size - 1) for v in (size - 2, size - 1)]

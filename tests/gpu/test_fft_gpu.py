@@ -18,7 +18,8 @@ from miofind.errors import LaunchError
 from miofind.launch.invoker import make_invoker
 from miofind.libraries.cufft import fft_plan
 from miofind.reference import numpy_dtype, reference_on_host
-from miofind.solver.solver import Solver, solver_by_id
+from miofind.solver.registry import Registry
+from miofind.solver.solver import Solver
 from miofind.solver.steps import Config, FftStep, Pointer
 from miofind.verify.claims import claims_of
 from miofind.verify.verifier import Verifier
@@ -50,7 +51,7 @@ LINES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(params=["ConvFft", "ConvFftTiles"])
 def solver(request: pytest.FixtureRequest) -> Solver:
-    return solver_by_id(request.param)
+    return Registry.default().named(request.param)
 
 
 def spread(solver: Solver, problem: ProblemDescription, device: Device, count: int) -> list[Config]:
@@ -100,7 +101,7 @@ def test_configurations_keep_their_bounds(
 def test_depthwise_lines_keep_their_bounds(
     shape: str, dtype: str, direction: Direction, channels_last: bool, device: Device, compiler: Compiler
 ) -> None:
-    solver = solver_by_id("ConvFftDepthwise")
+    solver = Registry.default()["ConvFftDepthwise"]
     layout = Layout.of(len(LINES[shape]["x"]) - 2, channels_last=channels_last)
     problem = ProblemDescription.convolution(**LINES[shape], dtype=dtype, direction=direction, layout=layout)
     assert solver.applicability(problem, device)
@@ -166,7 +167,7 @@ def test_a_graph_replays_transforms(solver: Solver, device: Device, compiler: Co
 
 def test_threads_share_a_plan(device: Device, compiler: Compiler) -> None:
     """Each with its own stream, buffers and workspace."""
-    solver, problem = solver_by_id("ConvFft"), ProblemDescription.convolution(**SHAPES["11x11"])
+    solver, problem = Registry.default()["ConvFft"], ProblemDescription.convolution(**SHAPES["11x11"])
     invoker = make_invoker(problem, device, solver, solver.default_configs(problem, device)[0], compiler)
     generator = np.random.default_rng(7)
     failures: list[str] = []

@@ -14,7 +14,8 @@ from miofind.core.problem import DataType, Direction, Layout, MathMode, ProblemD
 from miofind.device.device import Device
 from miofind.launch.invoker import make_invoker
 from miofind.reference import numpy_dtype, reference_on_host
-from miofind.solver.solver import Solver, solver_by_id
+from miofind.solver.registry import Registry
+from miofind.solver.solver import Solver
 from miofind.solver.steps import Config
 
 cupy = pytest.importorskip("cupy")
@@ -79,7 +80,7 @@ ARITHMETIC = [(solver, kind) for solver in SOLVERS for kind in (SINGLE if solver
 def test_first_layers_are_exact(
     shape: str, kind: dict[str, Any], solver_id: str, layout: Layout, device: Device, compiler: Compiler
 ) -> None:
-    direction, solver = SOLVERS[solver_id], solver_by_id(solver_id)
+    direction, solver = SOLVERS[solver_id], Registry.default().named(solver_id)
     problem = ProblemDescription.convolution(**SHAPES[shape], **kind, layout=layout, direction=direction)
     answer = solver.applicability(problem, device)
     if solver_id == "ConvFirstLayerData" and "strides above 1" in answer.reason:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from cuda_package import make_package
-from faulty_cuda_solver import FAULTY, SOURCE
+from faulty_cuda_solver import FAULTY, SOURCE, Faulty
 
 from miofind.bench.null_test import DEFAULT_PROBLEM, NullTestOptions, null_test
 from miofind.compiler import Compiler
@@ -21,7 +21,7 @@ from miofind.measure.gpu_monitor import gpu_monitor
 from miofind.measure.verdict import Verdict
 from miofind.process.child import Child
 from miofind.solver.candidate import Candidate, Outcome, Status
-from miofind.solver.solver import solver_by_id
+from miofind.solver.registry import Registry
 from miofind.solver.steps import Config
 
 cupy = pytest.importorskip("cupy")
@@ -40,7 +40,7 @@ def executor(device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     package.write(faults_cu=SOURCE)
     monkeypatch.setenv("FAULT_PACKAGE", package.name)
     monkeypatch.setenv("MIOFIND_CACHE_DIR", str(tmp_path / "cache"))
-    made = Isolated(device, modules=("faulty_cuda_solver",), candidate_timeout_s=5.0)
+    made = Isolated(device, Registry.default().with_solvers(Faulty()), candidate_timeout_s=5.0)
     yield made
     made.close()
 
@@ -51,7 +51,7 @@ def candidate(solver_id: str, config: Config) -> Candidate:
 
 def job(device: Device, fault: str, after: int) -> Job:
     """A sound candidate, the faulty one, and one of ours."""
-    naive = solver_by_id(NAIVE).default_configs(PROBLEM, device)[0]
+    naive = Registry.default().named(NAIVE).default_configs(PROBLEM, device)[0]
     candidates = (
         candidate(FAULTY, Config.of(fault="none", after=0)),
         candidate(FAULTY, Config.of(fault=fault, after=after)),

@@ -14,7 +14,7 @@ from miofind.launch.invoker import Invoker, make_invoker
 from miofind.measure.effort import Effort
 from miofind.measure.race import Entrant, Race
 from miofind.measure.stage import Stage
-from miofind.solver.solver import solver_by_id
+from miofind.solver.registry import Registry
 
 cupy = pytest.importorskip("cupy")
 pytestmark = pytest.mark.gpu
@@ -24,7 +24,7 @@ LARGE = ProblemDescription.convolution(x=(32, 256, 56, 56), w=(64, 256, 1, 1), d
 
 
 def naive(problem: ProblemDescription, device: Device, compiler: Compiler) -> Invoker:
-    solver = solver_by_id("ConvDirectNaive")
+    solver = Registry.default()["ConvDirectNaive"]
     return make_invoker(problem, device, solver, solver.default_configs(problem, device)[0], compiler)
 
 

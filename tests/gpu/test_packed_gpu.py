@@ -15,7 +15,8 @@ from miofind.core.problem import ProblemDescription
 from miofind.device.device import Device, Place
 from miofind.launch.invoker import make_invoker
 from miofind.runtime.solution import Found, Solution, Source
-from miofind.solver.solver import Solver, solvers
+from miofind.solver.registry import Registry
+from miofind.solver.solver import Solver
 
 cupy = pytest.importorskip("cupy")
 pytestmark = pytest.mark.gpu
@@ -24,7 +25,7 @@ pytestmark = pytest.mark.gpu
 def cases() -> Iterator[tuple[Solver, ProblemDescription]]:
     """The examples of each solver that packs weights on a GPU, and whether it does for any."""
     virtual = Device.virtual("90a")
-    for solver in solvers().values():
+    for solver in Registry.default().values():
         for problem in solver.examples():
             if solver.applicability(problem, virtual) and packs(solver, problem, virtual):
                 yield solver, problem
@@ -75,7 +76,7 @@ def test_packed_weights_give_the_same_bits(
 def solution_of(handle: Handle) -> Solution:
     """ConvWinogradMma's, without a find."""
     problem = ProblemDescription.convolution(x=(2, 32, 14, 14), w=(48, 32, 3, 3), padding=1)
-    solver = solvers()["ConvWinogradMma"]
+    solver = Registry.default()["ConvWinogradMma"]
     found = Found(handle)
     solution = Solution(
         problem=problem,

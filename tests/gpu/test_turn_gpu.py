@@ -15,14 +15,14 @@ from miofind.device.device import Device
 from miofind.launch.bound_steps import make_step_launcher
 from miofind.launch.early_launch import launches_early, may_begin_early
 from miofind.launch.invoker import Invoker, make_invoker
-from miofind.solver.solver import solver_by_id
+from miofind.solver.registry import Registry
 from miofind.solver.steps import ConvSolution, Region, WorkspacePlan
 from miofind.solvers.implicit_gemm.transpose import Turn, turning
 
 cupy = pytest.importorskip("cupy")
 pytestmark = pytest.mark.gpu
 
-CHANNELS_LAST = solver_by_id("ConvChannelsLast")
+CHANNELS_LAST = Registry.default()["ConvChannelsLast"]
 LENGTHS = (1, 3, 7, 8, 9, 25, 49, 64, 65, 196, 784)
 BITS = {DataType.FLOAT16: np.uint16, DataType.FLOAT32: np.uint32}
 COPIES = ProblemDescription.convolution(x=(8, 64, 56, 56), w=(64, 64, 1, 1), dtype="float16")

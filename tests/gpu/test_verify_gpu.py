@@ -16,7 +16,7 @@ from miofind.core.values import Values
 from miofind.device.device import Device
 from miofind.launch.invoker import Invoker, make_invoker
 from miofind.reference import numpy_dtype, reference_on_host
-from miofind.solver.solver import solver_by_id
+from miofind.solver.registry import Registry
 from miofind.verify.claims import Claims
 from miofind.verify.rig import Setting
 from miofind.verify.sampling import SampleBudget
@@ -60,7 +60,7 @@ class Faulty(Invoker):
 
 
 def naive(problem: ProblemDescription, device: Device, compiler: Compiler) -> Invoker:
-    solver = solver_by_id("ConvDirectNaive")
+    solver = Registry.default()["ConvDirectNaive"]
     return make_invoker(problem, device, solver, solver.default_configs(problem, device)[0], compiler)
 
 

@@ -18,7 +18,8 @@ from miofind.device.device import Device
 from miofind.errors import LaunchError
 from miofind.launch.invoker import Invoker, make_invoker
 from miofind.reference import reference_on_host, round_once
-from miofind.solver.solver import Solver, solver_by_id
+from miofind.solver.registry import Registry
+from miofind.solver.solver import Solver
 from miofind.solver.steps import Config
 from miofind.solvers.implicit_gemm.channels_last import ConvChannelsLast
 from miofind.verify.claims import claims_of
@@ -27,7 +28,7 @@ from miofind.verify.verifier import Verifier
 cupy = pytest.importorskip("cupy")
 pytestmark = pytest.mark.gpu
 
-WGMMA, CHANNELS_LAST = (solver_by_id(name) for name in ("ConvImplicitGemmWgmma", "ConvChannelsLast"))
+WGMMA, CHANNELS_LAST = (Registry.default().named(name) for name in ("ConvImplicitGemmWgmma", "ConvChannelsLast"))
 SHAPES: dict[str, dict[str, Any]] = {
     "more_tiles_than_blocks": {"x": (16, 64, 56, 56), "w": (64, 64, 3, 3), "padding": 1},
     "batch_1": {"x": (1, 512, 7, 7), "w": (512, 512, 3, 3), "padding": 1},

@@ -12,14 +12,14 @@ from miofind.compiler import Compiler
 from miofind.core.problem import ProblemDescription
 from miofind.device.device import Device
 from miofind.launch.invoker import make_invoker
-from miofind.solver.solver import solver_by_id
+from miofind.solver.registry import Registry
 from miofind.verify.claims import claims_of
 from miofind.verify.verifier import Verifier
 
 cupy = pytest.importorskip("cupy")
 pytestmark = pytest.mark.gpu
 
-SOLVER = solver_by_id("ConvImplicitGemmWgmmaTurned")
+SOLVER = Registry.default()["ConvImplicitGemmWgmmaTurned"]
 
 SHAPES: dict[str, dict[str, Any]] = {
     "3x3": {"x": (3, 100, 14, 13), "w": (136, 100, 3, 3), "padding": 1},

@@ -14,7 +14,7 @@ from miofind.core.problem import Direction, ProblemDescription
 from miofind.device.device import Device
 from miofind.launch.invoker import make_invoker
 from miofind.reference import numpy_dtype, reference_on_host
-from miofind.solver.solver import solver_by_id
+from miofind.solver.registry import Registry
 from miofind.solver.steps import Config
 from miofind.verify.claims import claims_of
 from miofind.verify.verifier import Verifier
@@ -22,7 +22,7 @@ from miofind.verify.verifier import Verifier
 cupy = pytest.importorskip("cupy")
 pytestmark = pytest.mark.gpu
 
-SOLVER = solver_by_id("ConvWinogradFused")
+SOLVER = Registry.default()["ConvWinogradFused"]
 DIRECTIONS = (Direction.FORWARD, Direction.BACKWARD_DATA)
 SHAPES: dict[str, dict[str, Any]] = {
     "3x3": {"x": (8, 64, 28, 28), "w": (96, 64, 3, 3), "padding": 1},

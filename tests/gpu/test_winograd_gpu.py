@@ -14,7 +14,8 @@ from miofind.core.problem import Direction, Layout, ProblemDescription
 from miofind.device.device import Device
 from miofind.launch.invoker import make_invoker
 from miofind.reference import numpy_dtype, reference_on_host
-from miofind.solver.solver import Solver, solver_by_id
+from miofind.solver.registry import Registry
+from miofind.solver.solver import Solver
 from miofind.solver.steps import Config
 from miofind.verify.claims import claims_of
 from miofind.verify.verifier import Verifier
@@ -37,7 +38,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(params=["ConvWinograd", "ConvWinogradMma"])
 def solver(request: pytest.FixtureRequest) -> Solver:
-    return solver_by_id(request.param)
+    return Registry.default().named(request.param)
 
 
 def spread(solver: Solver, problem: ProblemDescription, device: Device, count: int) -> list[Config]:
@@ -86,7 +87,7 @@ def test_configurations_pass_both_gates(
 
 @pytest.mark.parametrize("direction", list(Direction))
 def test_layouts_mix(direction: Direction, device: Device, compiler: Compiler) -> None:
-    solver = solver_by_id("ConvWinograd")
+    solver = Registry.default()["ConvWinograd"]
     for layout in ({"x": "NHWC", "w": "NCHW", "y": "NCHW"}, {"x": "NCHW", "w": "NHWC", "y": "NHWC"}):
         problem = ProblemDescription.convolution(**SHAPES["odd"], direction=direction, layout=layout)
         check(solver, problem, spread(solver, problem, device, 2), device, compiler)

@@ -18,7 +18,8 @@ from miofind.core.problem import DataType, ProblemDescription
 from miofind.device.device import Device
 from miofind.errors import LaunchError
 from miofind.launch import early_launch, invoker
-from miofind.solver.solver import Solver, solver_by_id, solvers
+from miofind.solver.registry import Registry
+from miofind.solver.solver import Solver
 from miofind.solver.steps import (
     Config,
     ConvSolution,
@@ -34,7 +35,7 @@ from miofind.solvers.implicit_gemm.transpose import Turn, turning
 
 driver = pytest.importorskip("cuda.bindings.driver")
 
-SOLVER = solver_by_id("ConvChannelsLast")
+SOLVER = Registry.default()["ConvChannelsLast"]
 PROBLEM = ProblemDescription.convolution(x=(2, 16, 9, 6), w=(24, 16, 3, 3), dtype="float16")
 HOPPER = replace(Device.virtual("90a"), index=0)
 PLAIN = KernelStep(source="a.cu", entry="plain", grid=(1, 2, 3), block=(4, 5, 6), shared_bytes=16, args=())
@@ -189,7 +190,7 @@ def test_a_refused_launch_names_the_solution(make: Make, cuda: Driver) -> None:
     bound.run(1, 2, 3, 4, 7)
 
 
-@pytest.mark.parametrize("solver", solvers().values(), ids=lambda solver: solver.id)
+@pytest.mark.parametrize("solver", Registry.default().values(), ids=lambda solver: solver.id)
 def test_kernels_that_say_that_they_wait_do(solver: Solver) -> None:
     """Somewhere in their sources; `tests/gpu/test_turn_gpu.py` shows that it is early enough."""
     for problem in solver.examples():

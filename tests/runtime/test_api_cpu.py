@@ -34,7 +34,7 @@ from miofind.finddb import Row
 from miofind.reference import reference_on_host
 from miofind.runtime.solution import Source, reordered
 from miofind.solver.candidate import Candidate, Outcome
-from miofind.solver.solver import solver_by_id
+from miofind.solver.registry import Registry
 
 PROBLEM = miofind.ProblemDescription.convolution(x=(2, 4, 9, 7), w=(6, 2, 3, 3), padding=1, stride=2, groups=2)
 OTHER = miofind.ProblemDescription.convolution(x=(1, 3, 8, 8), w=(4, 3, 3, 3))
@@ -463,7 +463,7 @@ def test_isolated_find(handle: miofind.Handle) -> None:
 def recorded_failure(handle: miofind.Handle, status: str) -> str:
     """The id of one of a solver's candidates, after a find and a newer measurement in which it failed."""
     miofind.find_solutions(PROBLEM, handle=handle)
-    solver = solver_by_id("ConvCpuIm2colGemm")
+    solver = Registry.default()["ConvCpuIm2colGemm"]
     config, *others = solver.default_configs(PROBLEM, handle.device)
     assert others
     candidate = Candidate(network_config=PROBLEM.network_config, solver_id=solver.id, config=config)

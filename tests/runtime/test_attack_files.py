@@ -26,7 +26,7 @@ from miofind.errors import DatabaseError, InvalidOptionError, InvalidProblemErro
 from miofind.files import replacing
 from miofind.finddb import Store, shipped_paths, write_release
 from miofind.runtime.solution import Found, Source, alone
-from miofind.solver.solver import solver_by_id
+from miofind.solver.registry import Registry
 from miofind.suites import load_csv, load_lines
 from miofind.suites.find_db_text import load_find_db
 
@@ -81,7 +81,7 @@ def test_a_saved_solution_of_a_solver_for_other_problems_is_refused(saved: Path)
     channels_last = miofind.ProblemDescription.convolution(
         x=(2, 64, 9, 9), w=(64, 64, 3, 3), layout="NHWC", dtype="float16"
     )
-    solver, device = solver_by_id("ConvImplicitGemmWgmma"), miofind.Device.virtual("90a")
+    solver, device = Registry.default()["ConvImplicitGemmWgmma"], miofind.Device.virtual("90a")
     config = dict(solver.default_configs(channels_last, device)[0])
     deep = miofind.ProblemDescription.convolution(x=(1, 16, 4, 4, 4), w=(16, 16, 3, 3, 3), dtype="float16")
     rewrite(saved, network_config=deep.network_config, solver_id=solver.id, config=config)
@@ -250,7 +250,7 @@ GPU = miofind.Device.virtual("90a")
 
 def solution_of(problem: miofind.ProblemDescription, handle: miofind.Handle) -> miofind.Solution:
     """A solution by the naive solver as a find would give it, on a GPU that need not be here."""
-    solver = solver_by_id("ConvDirectNaive")
+    solver = Registry.default()["ConvDirectNaive"]
     config = solver.default_configs(problem, handle.device)[0]
     steps = solver.solution(problem, handle.device, config)
     solution = miofind.Solution(
@@ -273,7 +273,7 @@ def solution_of(problem: miofind.ProblemDescription, handle: miofind.Handle) -> 
 
 def binary_of(problem: miofind.ProblemDescription, handle: miofind.Handle) -> bytes:
     """The binary that a solution of a handle would load, of the first kernel."""
-    solver = solver_by_id("ConvDirectNaive")
+    solver = Registry.default()["ConvDirectNaive"]
     config = solver.default_configs(problem, handle.device)[0]
     step = solver.solution(problem, handle.device, config).kernels[0]
     return handle.compiler.build(step, handle.device.arch).cubin
@@ -422,7 +422,7 @@ def test_every_kernels_binary_is_as_a_compiler_writes_it(gpu: miofind.Handle) ->
         "ConvFft",
         "ConvWinogradFused",
     ):
-        solver = solver_by_id(solver_id)
+        solver = Registry.default().named(solver_id)
         problem = next(problem for problem in solver.examples() if solver.applicability(problem, GPU))
         for step in solver.solution(problem, GPU, solver.default_configs(problem, GPU)[0]).kernels:
             steps[step] = gpu.compiler.build(step, GPU.arch).cubin

@@ -19,14 +19,13 @@ import numpy as np
 import pytest
 
 import miofind
-from miofind import options
 from miofind.errors import NoSolutionError
 from miofind.find import plan, recording, row_check
-from miofind.find.lookup import records, scopes, stored, validity
 from miofind.finddb import ReleaseRules, Store, write_release
 from miofind.finddb.validation import MAX_NAME_CHARS
-from miofind.solver import solver
-from miofind.solver.solver import Solver, solvers
+from miofind.solver import registry as registry_module
+from miofind.solver.registry import Registry
+from miofind.solver.solver import Solver
 from miofind.solver.steps import Config, ConvSolution
 from miofind.suites import SuiteProblem
 from miofind.tune.forecast import forecast
@@ -34,7 +33,7 @@ from miofind.tune.values import TuneOptions
 
 PROBLEM = miofind.ProblemDescription.convolution(x=(1, 4, 6, 5), w=(2, 4, 3, 3))
 OTHER = miofind.ProblemDescription.convolution(x=(1, 4, 5, 6), w=(2, 4, 3, 3))
-DIRECT = type(solvers()["ConvCpuDirect"])
+DIRECT = type(Registry.default()["ConvCpuDirect"])
 
 
 def fails(*_: Any) -> Any:
@@ -98,33 +97,25 @@ RAISED: dict[str, Callable[[], BaseException]] = {
 METHODS = ("is_applicable", "default_configs", "solution", "estimate_ms", "is_exact", "check_config", "run", "config")
 
 
-def register(monkeypatch: pytest.MonkeyPatch, *known: Solver) -> None:
-    registry = {item.id: item for item in known}
-    for module in (solver, plan, records, scopes, stored, validity, options, row_check):
-        monkeypatch.setattr(module, "solvers", lambda: registry)
-    scopes.requested_scope.cache_clear()
-
-
-@pytest.fixture(autouse=True)
-def forgotten() -> Any:
-    yield
-    scopes.requested_scope.cache_clear()
+def before_ours(solver: Solver) -> Registry:
+    """All solvers, that one asked first."""
+    return Registry([solver, *Registry.default().values()])
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_others_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
-    register(monkeypatch, broken(method), *solvers().values())
-    with miofind.Handle("cpu", database=tmp_path / "finddb.db", strict=True) as handle:
+def test_others_are_found(tmp_path: Path, method: str) -> None:
+    registry = before_ours(broken(method))
+    with miofind.Handle("cpu", database=tmp_path / "finddb.db", strict=True, registry=registry) as handle:
         found = miofind.find_solutions(PROBLEM, handle=handle)
     assert "ConvCpuDirect" in [solution.solver_id for solution in found]
     assert "vendor/Broken" not in [solution.solver_id for solution in found]
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_the_reason_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
-    register(monkeypatch, broken(method))
+def test_the_reason_is_told(tmp_path: Path, method: str) -> None:
+    registry = Registry([broken(method)])
     with (
-        miofind.Handle("cpu", database=tmp_path / "finddb.db", strict=True) as handle,
+        miofind.Handle("cpu", database=tmp_path / "finddb.db", strict=True, registry=registry) as handle,
         pytest.raises(NoSolutionError, match=r"vendor/Broken.*(told by the solver|must be a Config)"),
     ):
         miofind.find_solutions(PROBLEM, handle=handle)
@@ -153,11 +144,11 @@ def raising(method: str, raised: Callable[[], BaseException]) -> Solver:
     "method", ["is_applicable", "default_configs", "solution", "estimate_ms", "is_exact", "error_growth", "run"]
 )
 def test_whatever_a_solver_raises_is_its_own_failing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, raised: Callable[[], BaseException]
+    tmp_path: Path, method: str, raised: Callable[[], BaseException]
 ) -> None:
     """SystemExit ended the program; an exception that is its own cause kept it busy for good."""
-    register(monkeypatch, raising(method, raised), *solvers().values())
-    with miofind.Handle("cpu", database=tmp_path / "finddb.db", strict=True) as handle:
+    registry = before_ours(raising(method, raised))
+    with miofind.Handle("cpu", database=tmp_path / "finddb.db", strict=True, registry=registry) as handle:
         found = miofind.find_solutions(PROBLEM, handle=handle)
         assert "ConvCpuDirect" in [solution.solver_id for solution in found]
         assert "vendor/Broken" not in [solution.solver_id for solution in found]
@@ -171,21 +162,17 @@ def test_whatever_a_solver_raises_is_its_own_failing(
 
 
 @pytest.mark.parametrize("method", ["estimate_ms", "is_valid_config", "solution"])
-def test_a_solver_that_exits_in_a_search_ends_no_search(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
-) -> None:
-    register(monkeypatch, raising(method, lambda: SystemExit(0)), *solvers().values())
+def test_a_solver_that_exits_in_a_search_ends_no_search(tmp_path: Path, method: str) -> None:
+    registry = before_ours(raising(method, lambda: SystemExit(0)))
     asked = miofind.FindOptions(tuning=True, only=("vendor/Broken", "ConvCpuDirect"), trials=4)
-    with miofind.Handle("cpu", database=tmp_path / "finddb.db", strict=True) as handle:
+    with miofind.Handle("cpu", database=tmp_path / "finddb.db", strict=True, registry=registry) as handle:
         found = miofind.find_solutions(PROBLEM, options=asked, handle=handle)
     assert "ConvCpuDirect" in [solution.solver_id for solution in found]
 
 
 def test_a_solution_whose_solver_exits_ends_no_program(known: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with miofind.Handle("cpu", database=known, strict=True) as handle:
-        sound = type("Sound", (DIRECT,), {"id": "vendor/Broken"})()
-        registered = dict(solvers())
-        register(monkeypatch, sound, *registered.values())
+    sound = type("Sound", (DIRECT,), {"id": "vendor/Broken"})()
+    with miofind.Handle("cpu", database=known, strict=True, registry=before_ours(sound)) as handle:
         found = miofind.find_solutions(PROBLEM, handle=handle)
         assert found[0].solver_id == "vendor/Broken"
         monkeypatch.setattr(type(sound), "solution", exits, raising=False)
@@ -211,16 +198,16 @@ SIGNALS = {
 
 @pytest.mark.parametrize(("number", "handler", "raised"), SIGNALS.values(), ids=SIGNALS.keys())
 def test_what_a_signal_brings_is_no_failing_of_the_solver_it_meets(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, handler: Any, raised: type[BaseException]
+    tmp_path: Path, number: int, handler: Any, raised: type[BaseException]
 ) -> None:
     def interrupted() -> BaseException:
         signal.raise_signal(number)
         return AssertionError("the signal did not come")
 
-    register(monkeypatch, *solvers().values(), raising("run", interrupted))
+    registry = Registry.default().with_solvers(raising("run", interrupted))
     before = signal.signal(number, handler)
     try:
-        with miofind.Handle("cpu", database=tmp_path / "finddb.db", strict=True) as handle:
+        with miofind.Handle("cpu", database=tmp_path / "finddb.db", strict=True, registry=registry) as handle:
             with pytest.raises(raised):
                 miofind.find_solutions(PROBLEM, handle=handle)
             history = handle.database.user.history(handle.device.identity, PROBLEM.network_config)
@@ -231,22 +218,21 @@ def test_what_a_signal_brings_is_no_failing_of_the_solver_it_meets(
 
 @pytest.mark.parametrize("value", [None, "soon", math.nan, math.inf, -1.0, 1j], ids=repr)
 @pytest.mark.parametrize("tuning", [False, True], ids=["defaults", "search"])
-def test_an_estimate_is_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: Any, tuning: bool) -> None:
+def test_an_estimate_is_a_time(value: Any, tuning: bool) -> None:
     body = {"id": "vendor/Broken", "estimate_ms": lambda *_: value}
-    register(monkeypatch, type("Broken", (DIRECT,), body)(), *solvers().values())
+    registry = before_ours(type("Broken", (DIRECT,), body)())
     asked = miofind.FindOptions(tuning=tuning, only=("vendor/Broken", "ConvCpuIm2colGemm"))
-    made = plan.make_plan(PROBLEM, miofind.Device.cpu(), asked)
+    made = plan.make_plan(PROBLEM, asked, miofind.Handle("cpu", registry=registry))
     assert {planned.solver.id for planned in made.candidates} == {"ConvCpuIm2colGemm"}
     assert f"estimate_ms={value!r} must be a finite number" in made.refusals["vendor/Broken"]
 
 
 @pytest.fixture
-def known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def known(tmp_path: Path) -> Path:
     """A FindDB in which a sound vendor/Broken is the best."""
-    registered = dict(solvers())
     sound = type("Sound", (DIRECT,), {"id": "vendor/Broken"})()
-    register(monkeypatch, sound, *registered.values())
-    with miofind.Handle("cpu", database=tmp_path / "finddb.db", strict=True) as handle:
+    registry = before_ours(sound)
+    with miofind.Handle("cpu", database=tmp_path / "finddb.db", strict=True, registry=registry) as handle:
         miofind.find_solutions(PROBLEM, handle=handle)
         key = handle.database.user.problems()[0]
         history = handle.database.user.history(key.device, key.network_config)
@@ -254,13 +240,11 @@ def known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         best = next(row for row in history.rows if row.solver_id == "vendor/Broken")
         fast = replace(best, time_ms=1e-6, min_ms=None, p20_ms=None, p80_ms=None, created_at="", id="")
         handle.database.user.record(key.device, key.network_config, [fast])
-    monkeypatch.undo()
     return tmp_path / "finddb.db"
 
 
-def broken_later(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
-    registered = dict(solvers())
-    register(monkeypatch, type("Broken", (DIRECT,), {"id": "vendor/Broken", method: fails})(), *registered.values())
+def broken_later(method: str) -> Registry:
+    return before_ours(type("Broken", (DIRECT,), {"id": "vendor/Broken", method: fails})())
 
 
 LATER = (
@@ -276,9 +260,8 @@ LATER = (
 
 
 @pytest.mark.parametrize("method", LATER)
-def test_what_is_known_is_used(known: Path, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
-    broken_later(monkeypatch, method)
-    with miofind.Handle("cpu", database=known, strict=True) as handle:
+def test_what_is_known_is_used(known: Path, method: str) -> None:
+    with miofind.Handle("cpu", database=known, strict=True, registry=broken_later(method)) as handle:
         asked = SuiteProblem(problem=PROBLEM, suite="", layer="", count=1)
         assert forecast([asked], [handle], TuneOptions()).known == 1
         found = miofind.find_solutions(PROBLEM, handle=handle)
@@ -286,13 +269,13 @@ def test_what_is_known_is_used(known: Path, monkeypatch: pytest.MonkeyPatch, met
 
 
 @pytest.mark.parametrize("method", LATER)
-def test_a_check_and_a_release_go_on(known: Path, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
-    broken_later(monkeypatch, method)
+def test_a_check_and_a_release_go_on(known: Path, method: str) -> None:
+    registry = broken_later(method)
     fails_a_check = method in ("is_applicable", "solution", "check_config")
-    shipping = row_check.Shipping()
+    shipping = row_check.Shipping(registry)
     with Store(known, read_only=True) as store:
-        findings = store.check(row_check.RowCheck())
-        write_release([store], known.with_name("out.db"), ReleaseRules(keep=shipping, widen=row_check.with_refusals))
+        findings = store.check(row_check.RowCheck(registry))
+        write_release([store], known.with_name("out.db"), ReleaseRules(keep=shipping, widen=shipping.with_refusals))
     assert bool(findings) is bool(shipping.findings) is fails_a_check
     assert all("vendor/Broken fails over it: ValueError('told by the solver')" in line for line in findings)
     with Store(known.with_name("out.db"), read_only=True) as shipped:
@@ -329,13 +312,13 @@ UNRECORDABLE = {
 @pytest.mark.parametrize("tuning", [False, True], ids=["defaults", "search"])
 @pytest.mark.parametrize(("item", "told"), UNRECORDABLE.values(), ids=UNRECORDABLE)
 def test_what_cannot_be_recorded_of_one_costs_the_others_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any, tuning: bool, item: Solver, told: str
+    tmp_path: Path, caplog: Any, tuning: bool, item: Solver, told: str
 ) -> None:
     """It was measured, refused by the FindDB, and ended every find of the machine."""
     plan._tell_once.cache_clear()
-    register(monkeypatch, item, *solvers().values())
+    registry = before_ours(item)
     asked = miofind.FindOptions(tuning=tuning, trials=3 if tuning else None)
-    with miofind.Handle("cpu", database=tmp_path / "finddb.db", strict=True) as handle:
+    with miofind.Handle("cpu", database=tmp_path / "finddb.db", strict=True, registry=registry) as handle:
         for problem in (PROBLEM, OTHER):
             found = miofind.find_solutions(problem, options=asked, handle=handle)
             assert "vendor/Broken" not in [solution.solver_id for solution in found]
@@ -348,11 +331,9 @@ def test_what_cannot_be_recorded_of_one_costs_the_others_nothing(
     assert re.search(told, caplog.text)
 
 
-def test_of_a_solver_with_one_such_configuration_the_others_are_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    register(monkeypatch, with_configs(LONG, Config()))
-    with miofind.Handle("cpu", database=tmp_path / "finddb.db", strict=True) as handle:
+def test_of_a_solver_with_one_such_configuration_the_others_are_found(tmp_path: Path) -> None:
+    registry = Registry([with_configs(LONG, Config())])
+    with miofind.Handle("cpu", database=tmp_path / "finddb.db", strict=True, registry=registry) as handle:
         assert [solution.id for solution in miofind.find_solutions(PROBLEM, handle=handle)] == ["vendor/Broken:{}"]
 
 
@@ -380,8 +361,8 @@ def test_an_outcome_that_cannot_be_recorded_costs_no_other(
     monkeypatch.setattr(
         recording,
         "row_of",
-        lambda outcome: (
-            replace(made(outcome), samples=-1) if outcome.candidate.solver_id == "ConvCpuDirect" else made(outcome)
+        lambda outcome, registry: replace(
+            made(outcome, registry), samples=-1 if outcome.candidate.solver_id == "ConvCpuDirect" else 1
         ),
     )
     with miofind.Handle("cpu", database=tmp_path / "finddb.db", strict=True) as handle:
@@ -427,11 +408,11 @@ def test_what_no_find_could_name_is_not_registered(
 ) -> None:
     entry = _EntryPoint(type("Unfit", (DIRECT,), body)())
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [entry, _EntryPoint(SOUND)])
-    assert list(solver._from_entry_points()) == [SOUND]
+    assert list(registry_module._from_entry_points()) == [SOUND]
     (record,) = caplog.records
     assert "entry point theirs is left out" in record.getMessage()
     assert told in record.getMessage()
 
 
 def test_an_id_fits_a_finddb() -> None:
-    assert solver.MAX_ID_CHARS <= MAX_NAME_CHARS
+    assert registry_module.MAX_ID_CHARS <= MAX_NAME_CHARS

@@ -13,19 +13,18 @@ from drawn_configs import drawn_wgmma
 from numpy.typing import NDArray
 from turn_in_numpy import ENTRIES, carry_out, tensors
 
-import miofind.solvers.implicit_gemm.channels_last_shared as channels_last
 from miofind.core.problem import Layout, ProblemDescription
 from miofind.device.device import Device
-from miofind.errors import InvalidConfigError, UnknownSolverError
+from miofind.errors import InvalidConfigError
 from miofind.reference import reference_on_host
-from miofind.solver.solver import Solver, solver_by_id
+from miofind.solver.registry import Registry
 from miofind.solver.steps import Config, ConvSolution, KernelStep, Pointer, Scalar, TensorMap
 
 Array = NDArray[np.float64]
 
 DEVICE = Device.virtual("90a")
-SOLVER = solver_by_id("ConvChannelsLast")
-INNER = solver_by_id("ConvImplicitGemmWgmma")
+SOLVER = Registry.default()["ConvChannelsLast"]
+INNER = Registry.default()["ConvImplicitGemmWgmma"]
 
 
 def conv(**fields: Any) -> ProblemDescription:
@@ -74,7 +73,7 @@ def configs(problem: ProblemDescription) -> list[tuple[Config, ConvSolution, Con
     found = []
     every = [Config.of(solver=INNER.id, config=dict(one)) for one in drawn_wgmma(INNER, form(problem), DEVICE, 0, 1)]
     for config in dict.fromkeys([*SOLVER.default_configs(problem, DEVICE), *every]):
-        inner = solver_by_id(config["solver"]).solution(form(problem), DEVICE, Config(config["config"]))
+        inner = Registry.default().named(config["solver"]).solution(form(problem), DEVICE, Config(config["config"]))
         found.append((config, SOLVER.solution(problem, DEVICE, config), inner))
     assert found
     return found
@@ -265,14 +264,6 @@ def test_promises_are_the_inner_solvers(monkeypatch: pytest.MonkeyPatch) -> None
     assert not SOLVER.is_exact(config)
 
 
-def test_an_inner_solver_that_is_missing_is_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(name: str) -> Solver:
-        raise UnknownSolverError(f"solver {name!r} is not registered")
-
-    monkeypatch.setattr(channels_last, "solver_by_id", missing)
-    assert "is not registered" in SOLVER.applicability(PROBLEMS["forward"], DEVICE).reason
-
-
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
@@ -289,5 +280,5 @@ def test_an_inner_solver_that_is_missing_is_a_refusal(monkeypatch: pytest.Monkey
 def test_float32_is_turned_for_strided_gradients_alone(fields: dict[str, Any], words: str) -> None:
     """Elsewhere the inner solver does as well with channels first."""
     given = {"x": (2, 16, 9, 6), "w": (24, 16, 3, 3), "padding": 1, "direction": "backward_data", **fields}
-    answer = solver_by_id("ConvChannelsLastMma").applicability(ProblemDescription.convolution(**given), DEVICE)
+    answer = Registry.default()["ConvChannelsLastMma"].applicability(ProblemDescription.convolution(**given), DEVICE)
     assert words in answer.reason if words else answer

@@ -12,14 +12,15 @@ from miofind.compiler.nvrtc import toolchain
 from miofind.core.problem import Layout, ProblemDescription
 from miofind.device.device import Device, Place
 from miofind.errors import CompileError
-from miofind.solver.solver import Solver, solvers
+from miofind.solver.registry import Registry
+from miofind.solver.solver import Solver
 from miofind.solver.steps import Config, KernelStep
 
 pytest.importorskip("cuda.bindings.nvrtc")
 
 ARCHS = ("80", "90a")
 ALL_ARCHS = ("75", "80", "86", "89", "90a", "100a", "120a")
-SOLVERS = [solver for solver in solvers().values() if any(key.place is Place.CUDA for key in solver.keys)]
+SOLVERS = [solver for solver in Registry.default().values() if any(key.place is Place.CUDA for key in solver.keys)]
 # What ptxas says where it gives up asynchronous wgmma, which costs more than a spill.
 SERIALIZED = "Potential Performance Loss"
 
@@ -80,7 +81,7 @@ def test_wgmmas_full_tiles_do_not_spill(
 ) -> None:
     """128 sums a thread leave few registers: what would spill is not offered. No example has so large a tile."""
     problem = ProblemDescription.convolution(**fields)
-    solver, device = solvers()["ConvImplicitGemmWgmma"], Device.virtual("90a")
+    solver, device = Registry.default()["ConvImplicitGemmWgmma"], Device.virtual("90a")
     tile = {"consumers": 2, "rows": rows, "tile_n": tile_n, "depth_bytes": 128, "stages": 3}
     config = Config({**tile, "splits": 1, "blocks": 1, "cluster": "1x1x1", "swapped": 0})
     assert solver.is_valid_config(problem, device, config) == is_offered
@@ -141,7 +142,8 @@ def test_odd_sizes_do_not_spill(
     compiler: Compiler, solver_id: str, fields: dict[str, Any], config: dict[str, Any]
 ) -> None:
     """What did is not offered, and what is thought fastest of the rest does not."""
-    problem, solver, device = ProblemDescription.convolution(**fields), solvers()[solver_id], Device.virtual("90a")
+    problem, device = ProblemDescription.convolution(**fields), Device.virtual("90a")
+    solver = Registry.default()[solver_id]
     assert not solver.is_valid_config(problem, device, Config(config))
     configs = solver.default_configs(problem, device)[:2]
     check(compiler, [step for config in configs for step in solver.solution(problem, device, config).kernels], "90a")

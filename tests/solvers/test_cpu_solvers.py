@@ -18,13 +18,14 @@ from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.device.device import Device, Place
 from miofind.launch.invoker import make_invoker
 from miofind.reference import numpy_dtype, reference_on_host, round_once
-from miofind.solver.solver import Reach, Solver, solver_by_id, solvers
+from miofind.solver.registry import Registry
+from miofind.solver.solver import Reach, Solver
 from miofind.solver.steps import Config, HostStep
 from miofind.solvers.common.overlap import least_products
 from miofind.verify.claims import claims_of
 from miofind.verify.verifier import Verifier
 
-SOLVERS = [solver for solver in solvers().values() if solver.keys[0].place is Place.CPU]
+SOLVERS = [solver for solver in Registry.default().values() if solver.keys[0].place is Place.CPU]
 SHAPES: dict[str, dict[str, Any]] = {
     "1x1": {"x": (3, 12, 7, 5), "w": (8, 12, 1, 1)},
     "1x1_stride_groups": {"x": (2, 12, 8, 7), "w": (6, 4, 1, 1), "stride": (2, 3), "groups": 3},
@@ -169,7 +170,7 @@ LARGE_PIXELS: dict[str, tuple[str, Direction]] = {
 @pytest.mark.parametrize("case", LARGE_PIXELS)
 def test_what_mixes_a_tile_says_so_for_it_spoils_results_of_zeros(case: str) -> None:
     name, direction = LARGE_PIXELS[case]
-    solver = solver_by_id(name)
+    solver = Registry.default().named(name)
     problem = ProblemDescription.convolution(x=(16, 17, 12, 11), w=(16, 17, 3, 3), padding=1, direction=direction)
     assert solver.applicability(problem, Device.cpu())
     config = solver.default_configs(problem, Device.cpu())[0]
@@ -220,7 +221,7 @@ FILTERED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("shape", FILTERED)
 @pytest.mark.parametrize("name", ["ConvCpuWinograd", "ConvCpuFft"])
 def test_transforms_pass_both_gates(name: str, shape: str, direction: Direction, dtype: DataType) -> None:
-    solver, device = solver_by_id(name), Device.cpu()
+    solver, device = Registry.default().named(name), Device.cpu()
     problem = ProblemDescription.convolution(**FILTERED[shape], dtype=dtype, direction=direction)
     configs = list(solver.configs(problem, device))
     assert configs
@@ -260,7 +261,7 @@ def test_transforms_pass_both_gates(name: str, shape: str, direction: Direction,
 )
 def test_winograd_refuses_with_a_reason(fields: dict[str, Any], words: str) -> None:
     problem = ProblemDescription.convolution(**{"x": (2, 16, 9, 9), "w": (16, 16, 3, 3), **fields})
-    assert words in solver_by_id("ConvCpuWinograd").applicability(problem, Device.cpu()).reason
+    assert words in Registry.default()["ConvCpuWinograd"].applicability(problem, Device.cpu()).reason
 
 
 @given(
@@ -301,13 +302,13 @@ def test_empty_sums_are_told(direction: Direction, size: int, taps: int, stride:
 )
 def test_fft_refuses_with_a_reason(fields: dict[str, Any], words: str) -> None:
     problem = ProblemDescription.convolution(**{"x": (2, 6, 9, 9), "w": (4, 6, 3, 3), **fields})
-    assert words in solver_by_id("ConvCpuFft").applicability(problem, Device.cpu()).reason
+    assert words in Registry.default()["ConvCpuFft"].applicability(problem, Device.cpu()).reason
 
 
 @pytest.mark.parametrize("direction", list(Direction))
 @pytest.mark.parametrize("dtype", [DataType.FLOAT64, DataType.FLOAT32, DataType.FLOAT16])
 def test_long_filters_by_fft_pass_both_gates(dtype: DataType, direction: Direction) -> None:
-    solver, device = solver_by_id("ConvCpuFft"), Device.cpu()
+    solver, device = Registry.default()["ConvCpuFft"], Device.cpu()
     for fields in (
         {"x": (2, 3, 1500), "w": (4, 3, 400), "padding": 200, "stride": 3},
         {"x": (2, 6, 35, 31), "w": (32, 3, 11, 9), "padding": ((5, 2), (0, 8)), "groups": 2, "stride": (2, 1)},
@@ -324,7 +325,7 @@ def test_long_filters_by_fft_pass_both_gates(dtype: DataType, direction: Directi
 
 
 def test_tiles_bound_the_workspace_of_fft() -> None:
-    solver, device = solver_by_id("ConvCpuFft"), Device.cpu()
+    solver, device = Registry.default()["ConvCpuFft"], Device.cpu()
     problem = ProblemDescription.convolution(x=(2, 8, 200_000), w=(8, 8, 500))
     needed = {config["tile"]: 0 for config in solver.configs(problem, device)}
     for config in solver.configs(problem, device):
@@ -335,7 +336,7 @@ def test_tiles_bound_the_workspace_of_fft() -> None:
 
 @pytest.mark.parametrize("dtype", [DataType.FLOAT32, DataType.FLOAT16, DataType.BFLOAT16])
 def test_direct_rounds_once(dtype: DataType) -> None:
-    solver = solver_by_id("ConvCpuDirect")
+    solver = Registry.default()["ConvCpuDirect"]
     problem = ProblemDescription.convolution(**SHAPES["3x3"], dtype=dtype)
     buffers = buffers_of(problem, integers=False)
     run(solver, problem, Config(), buffers)
@@ -343,7 +344,7 @@ def test_direct_rounds_once(dtype: DataType) -> None:
 
 
 def test_im2col_bounds_its_workspace() -> None:
-    solver = solver_by_id("ConvCpuIm2colGemm")
+    solver = Registry.default()["ConvCpuIm2colGemm"]
     problem = ProblemDescription.convolution(x=(64, 16, 32, 32), w=(16, 16, 3, 3), padding=1)
     one_image = 16 * 9 * 32 * 32 * 4
     for mebibytes in (2, 16):
@@ -352,7 +353,7 @@ def test_im2col_bounds_its_workspace() -> None:
 
 
 def test_gemm1x1_refuses_padding_and_wider_filters() -> None:
-    solver = solver_by_id("ConvCpuGemm1x1")
+    solver = Registry.default()["ConvCpuGemm1x1"]
     for fields in ({"w": (4, 4, 1, 1), "padding": 1}, {"w": (4, 4, 1, 2)}):
         problem = ProblemDescription.convolution(x=(1, 4, 5, 5), **fields)  # type: ignore[arg-type]
         assert "one tap" in solver.applicability(problem, Device.cpu()).reason

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from miofind.core.problem import ProblemDescription
 from miofind.device.device import Device
-from miofind.solver.solver import solver_by_id
+from miofind.solver.registry import Registry
 from miofind.solver.steps import Config, KernelStep
 
 H200 = Device.virtual("90a")
-SOLVER = solver_by_id("ConvDepthwiseBands")
+SOLVER = Registry.default()["ConvDepthwiseBands"]
 
 
 def depthwise(c: int = 32, **fields: Any) -> ProblemDescription:

@@ -8,11 +8,13 @@ import pytest
 
 from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.device.device import Device
-from miofind.solver.solver import Solver, solver_by_id
+from miofind.solver.registry import Registry
+from miofind.solver.solver import Solver
 from miofind.solver.steps import Config, KernelStep
 
 H200 = dataclasses.replace(Device.virtual("90a"), clock_hz=1.98e9, bandwidth_bytes_per_s=4.8e12)
-FORWARD, WEIGHTS = solver_by_id("ConvDepthwiseChannelsFirst"), solver_by_id("ConvDepthwiseChannelsFirstWeights")
+FORWARD = Registry.default()["ConvDepthwiseChannelsFirst"]
+WEIGHTS = Registry.default()["ConvDepthwiseChannelsFirstWeights"]
 SHAPES: dict[str, dict[str, object]] = {
     "7x7": {"x": (32, 960, 7, 7), "w": (960, 1, 3, 3), "padding": 1, "groups": 960},
     "14x14": {"x": (32, 480, 14, 14), "w": (480, 1, 5, 5), "padding": 2, "groups": 480},

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from miofind.core.problem import Direction, ProblemDescription
 from miofind.device.device import Device
-from miofind.solver.solver import solver_by_id
+from miofind.solver.registry import Registry
 from miofind.solver.steps import Config
 from miofind.solvers.depthwise.channels_last_rows import (
     RowAxis,
@@ -26,7 +26,7 @@ from miofind.solvers.depthwise.channels_last_rows import (
 )
 
 H200 = Device.virtual("90a")
-SOLVER = solver_by_id("ConvDepthwiseChannelsLast")
+SOLVER = Registry.default()["ConvDepthwiseChannelsLast"]
 DIRECTIONS = (Direction.FORWARD, Direction.BACKWARD_DATA)
 
 

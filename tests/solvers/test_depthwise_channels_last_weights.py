@@ -9,13 +9,13 @@ import pytest
 
 from miofind.core.problem import ProblemDescription
 from miofind.device.device import Device
-from miofind.solver.solver import solver_by_id
+from miofind.solver.registry import Registry
 from miofind.solver.steps import KernelStep, Scalar
 from miofind.solvers.common.correlation import ceil_div
 from miofind.solvers.depthwise.channels_last_rows import row_axes
 
 H200 = Device.virtual("90a")
-SOLVER = solver_by_id("ConvDepthwiseChannelsLastWeights")
+SOLVER = Registry.default()["ConvDepthwiseChannelsLastWeights"]
 
 
 def depthwise(c: int = 32, **fields: Any) -> ProblemDescription:

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from miofind.core.problem import Direction, ProblemDescription
 from miofind.device.device import Device
-from miofind.solver.solver import Solver, solver_by_id
+from miofind.solver.registry import Registry
+from miofind.solver.solver import Solver
 from miofind.solvers.common.group_packs import GroupedAxis, odd_words
 from miofind.solvers.depthwise.mma_tiling import (
     DepthwiseTiling,
@@ -25,7 +26,7 @@ from miofind.solvers.depthwise.mma_tiling import (
 )
 
 H200 = replace(Device.virtual("90a"), clock_hz=1.98e9, bandwidth_bytes_per_s=4.8e12)
-FORWARD, WEIGHTS = solver_by_id("ConvDepthwiseMma"), solver_by_id("ConvDepthwiseMmaWeights")
+FORWARD, WEIGHTS = Registry.default()["ConvDepthwiseMma"], Registry.default()["ConvDepthwiseMmaWeights"]
 LAYERS = [(96, 112, 3, 2), (32, 112, 3, 1), (96, 56, 7, 1), (144, 56, 5, 2), (240, 28, 5, 1), (384, 14, 7, 1)]
 LAYERS += [(576, 14, 3, 2), (960, 7, 3, 1), (768, 7, 7, 1), (1152, 7, 5, 1)]
 

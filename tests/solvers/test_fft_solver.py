@@ -14,7 +14,8 @@ from miofind.core.problem import Direction, Layout, ProblemDescription
 from miofind.device.device import Device
 from miofind.errors import InvalidConfigError
 from miofind.reference import reference_on_host
-from miofind.solver.solver import Reach, solver_by_id
+from miofind.solver.registry import Registry
+from miofind.solver.solver import Reach
 from miofind.solver.steps import Config, FftStep, KernelStep
 from miofind.solvers.fft.depthwise_steps import DepthwisePlan
 from miofind.solvers.fft.steps import FftPlan
@@ -70,7 +71,7 @@ def drawn(problem: ProblemDescription) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", IDS)
 def test_steps_compute_the_convolution(name: str, shape: str, direction: Direction, channels_last: bool) -> None:
-    solver, fields = solver_by_id(name), SHAPES[shape]
+    solver, fields = Registry.default().named(name), SHAPES[shape]
     layout = Layout.of(len(fields["x"]) - 2, channels_last=channels_last)
     problem = ProblemDescription.convolution(**fields, direction=direction, layout=layout)
     assert solver.applicability(problem, DEVICE)
@@ -86,7 +87,7 @@ def test_steps_compute_the_convolution(name: str, shape: str, direction: Directi
 @pytest.mark.parametrize("direction", list(Direction))
 @pytest.mark.parametrize("name", IDS)
 def test_chunks_may_end_within_an_image(name: str, direction: Direction) -> None:
-    solver = solver_by_id(name)
+    solver = Registry.default().named(name)
     problem = ProblemDescription.convolution(x=(3, 4, 37, 50), w=(5, 4, 7, 5), padding=(3, 2), direction=direction)
     config = next(one for one in solver.configs(problem, DEVICE) if one["tile"] == 16)
     plan = replace(FftPlan.of(problem, config), at_once=7)
@@ -98,7 +99,7 @@ def test_chunks_may_end_within_an_image(name: str, direction: Direction) -> None
 
 @pytest.mark.parametrize("name", IDS)
 def test_tiles_and_chunks_bound_the_workspace(name: str) -> None:
-    solver = solver_by_id(name)
+    solver = Registry.default().named(name)
     problem = ProblemDescription.convolution(x=(16, 32, 200, 200), w=(32, 32, 11, 11), padding=5)
     for config in solver.configs(problem, DEVICE):
         plan = FftPlan.of(problem, config)
@@ -112,7 +113,7 @@ def test_tiles_and_chunks_bound_the_workspace(name: str) -> None:
 
 def test_the_library_is_given_no_more_than_its_region() -> None:
     """Filters are transformed in parts where they are many more than a chunk's planes."""
-    solver = solver_by_id("ConvFft")
+    solver = Registry.default()["ConvFft"]
     problem = ProblemDescription.convolution(x=(1, 256, 20, 20), w=(256, 256, 11, 11), padding=5)
     config = solver.default_configs(problem, DEVICE)[0]
     solution = solver.solution(problem, DEVICE, config)
@@ -129,7 +130,7 @@ def test_the_library_is_given_no_more_than_its_region() -> None:
 
 
 def test_long_sums_need_no_wider_bound() -> None:
-    solver = solver_by_id("ConvFft")
+    solver = Registry.default()["ConvFft"]
     for problem, is_wider in (
         (ProblemDescription.convolution(x=(8, 64, 56, 56), w=(64, 64, 11, 11), padding=5), False),
         (ProblemDescription.convolution(x=(8, 64, 9000), w=(64, 1, 1024), padding=512, groups=64), False),
@@ -156,7 +157,7 @@ def test_long_sums_need_no_wider_bound() -> None:
 )
 def test_refusals_have_reasons(name: str, fields: dict[str, Any], words: str) -> None:
     problem = ProblemDescription.convolution(**{"x": (2, 6, 20, 20), "w": (4, 6, 11, 11), "padding": 5, **fields})
-    assert words in solver_by_id(name).applicability(problem, DEVICE).reason
+    assert words in Registry.default().named(name).applicability(problem, DEVICE).reason
 
 
 EDGES: dict[str, dict[str, Any]] = {
@@ -174,7 +175,7 @@ EDGES: dict[str, dict[str, Any]] = {
 def test_sums_of_few_products_are_direct(shape: str, channels_last: bool) -> None:
     """Each one that is below the limit, by the step that comes last; no other one."""
     layout = Layout.of(len(EDGES[shape]["x"]) - 2, channels_last=channels_last)
-    solver, problem = solver_by_id("ConvFft"), ProblemDescription.convolution(**EDGES[shape], layout=layout)
+    solver, problem = Registry.default()["ConvFft"], ProblemDescription.convolution(**EDGES[shape], layout=layout)
     direction = problem.direction
     ones = {name: np.ones(problem.tensor(name).shape) for name in direction.inputs}
     products = reference_on_host(problem, **ones)
@@ -195,13 +196,13 @@ def test_sums_of_few_products_are_direct(shape: str, channels_last: bool) -> Non
 
 def test_own_transforms_refuse_long_ones() -> None:
     problem = ProblemDescription.convolution(x=(1, 4, 70000), w=(4, 4, 20000), padding=10000)
-    assert "longer transforms" in solver_by_id("ConvFftTiles").applicability(problem, DEVICE).reason
-    assert solver_by_id("ConvFft").applicability(problem, DEVICE)
+    assert "longer transforms" in Registry.default()["ConvFftTiles"].applicability(problem, DEVICE).reason
+    assert Registry.default()["ConvFft"].applicability(problem, DEVICE)
 
 
 def test_small_shared_memory_leaves_shorter_lines() -> None:
     """32768 numbers of a line do not fit the 99 KiB of some architectures."""
-    solver = solver_by_id("ConvFftTiles")
+    solver = Registry.default()["ConvFftTiles"]
     problem = ProblemDescription.convolution(x=(1, 4, 70000), w=(4, 4, 4096), padding=2048)
     longest = [
         max(config["tile"] for config in solver.configs(problem, Device.virtual(arch))) for arch in ("86", "90a")
@@ -212,7 +213,7 @@ def test_small_shared_memory_leaves_shorter_lines() -> None:
 @pytest.mark.parametrize("name", IDS)
 @pytest.mark.parametrize("taps", [256, 1024, 4096])
 def test_lines_of_any_length_have_defaults_of_several_tiles(name: str, taps: int) -> None:
-    solver = solver_by_id(name)
+    solver = Registry.default().named(name)
     problem = ProblemDescription.convolution(x=(4, 16, 131072), w=(16, 16, taps), padding=taps // 2)
     assert len({config["tile"] for config in solver.default_configs(problem, DEVICE)}) >= 3
 
@@ -220,7 +221,7 @@ def test_lines_of_any_length_have_defaults_of_several_tiles(name: str, taps: int
 def test_large_tiles_are_among_the_defaults() -> None:
     """Those of which fewer planes fit shared memory than of others."""
     problem = ProblemDescription.convolution(x=(32, 64, 56, 56), w=(64, 64, 11, 11), padding=5)
-    defaults = solver_by_id("ConvFftTiles").default_configs(problem, DEVICE)
+    defaults = Registry.default()["ConvFftTiles"].default_configs(problem, DEVICE)
     assert {(config["tile"], config["planes"]) for config in defaults} >= {(0, 4), (24, 8)}
 
 
@@ -237,7 +238,7 @@ LINES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("shape", LINES)
 def test_depthwise_lines_compute_the_convolution(shape: str, channels_last: bool) -> None:
     solver, layout = (
-        solver_by_id("ConvFftDepthwise"),
+        Registry.default()["ConvFftDepthwise"],
         Layout.of(len(LINES[shape]["x"]) - 2, channels_last=channels_last),
     )
     problem = ProblemDescription.convolution(**LINES[shape], layout=layout)
@@ -262,13 +263,13 @@ def test_depthwise_lines_compute_the_convolution(shape: str, channels_last: bool
 )
 def test_depthwise_lines_refuse_with_a_reason(fields: dict[str, Any], words: str) -> None:
     problem = ProblemDescription.convolution(**{"x": (2, 4, 900), "w": (4, 1, 100), "groups": 4, **fields})
-    assert words in solver_by_id("ConvFftDepthwise").applicability(problem, DEVICE).reason
+    assert words in Registry.default()["ConvFftDepthwise"].applicability(problem, DEVICE).reason
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward_data"])
 def test_depthwise_lines_have_no_chunks_to_bound(direction: str) -> None:
     """All transforms of these tiles take 3 GiB, of which none is written: ConvFft would take 190 chunks of 16 MiB."""
-    solver = solver_by_id("ConvFftDepthwise")
+    solver = Registry.default()["ConvFftDepthwise"]
     problem = ProblemDescription.convolution(
         x=(8, 768, 32768), w=(768, 1, 256), padding=((255, 0),), groups=768, dtype="float16", direction=direction
     )
@@ -285,7 +286,7 @@ def test_depthwise_lines_bound_the_filters_transforms() -> None:
 
 
 def test_configurations_that_cannot_run_are_refused() -> None:
-    solver = solver_by_id("ConvFft")
+    solver = Registry.default()["ConvFft"]
     problem = ProblemDescription.convolution(**SHAPES["11x11"])
     good = solver.default_configs(problem, DEVICE)[0]
     for changed in ({"tile": 16}, {"tile": 4096}, {"product": "32x32"}, {"chunk_mib": 4096}):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.device.device import Device
-from miofind.solver.solver import solver_by_id
+from miofind.solver.registry import Registry
 from miofind.solvers.few_channels.cells import Cells
 from miofind.solvers.few_channels.windows import WindowTile, unserved
 
@@ -142,7 +142,7 @@ def test_cells_meet_every_output_of_their_pixels_once(problem: ProblemDescriptio
 )
 def test_refusals(solver_id: str, fields: dict[str, Any], reason: str) -> None:
     problem = served_layer(solver_id, **fields)
-    answer = solver_by_id(solver_id).applicability(problem, DEVICE)
+    answer = Registry.default().named(solver_id).applicability(problem, DEVICE)
     is_of_another_type = "dtype" in fields and solver_id.endswith("Tf32")
     assert ("served are float32" if is_of_another_type else reason) in answer.reason
 
@@ -157,33 +157,33 @@ def test_refusals(solver_id: str, fields: dict[str, Any], reason: str) -> None:
     ],
 )
 def test_warpgroup_products_refuse_what_they_cannot_read_in_place(fields: dict[str, Any], reason: str) -> None:
-    assert reason in solver_by_id("ConvFirstLayerWgmma").applicability(layer(**fields), DEVICE).reason
+    assert reason in Registry.default()["ConvFirstLayerWgmma"].applicability(layer(**fields), DEVICE).reason
 
 
 def test_warpgroup_products_serve_rows_apart() -> None:
     problem = layer(w=(32, 3, 3, 3), padding=(2, 1), dilation=(2, 1))
-    assert solver_by_id("ConvFirstLayerWgmma").applicability(problem, DEVICE)
+    assert Registry.default()["ConvFirstLayerWgmma"].applicability(problem, DEVICE)
 
 
 @pytest.mark.parametrize("fields", [{}, {"stride": 2}, {"stride": 4}, {"padding": 3, "w": (320, 3, 7, 7)}])
 @pytest.mark.parametrize("layout", [Layout.NHWC, Layout.NCHW])
 def test_configurations_of_warpgroup_products_differ(fields: dict[str, Any], layout: Layout) -> None:
     """No two say the same, so that none is measured twice."""
-    solver, problem = solver_by_id("ConvFirstLayerWgmma"), layer(layout=layout, **fields)
+    solver, problem = Registry.default()["ConvFirstLayerWgmma"], layer(layout=layout, **fields)
     made = [solver.solution(problem, DEVICE, config) for config in solver.configs(problem, DEVICE)]
     assert len({repr(solution) for solution in made}) == len(made)
 
 
 def test_defaults_of_warpgroup_products_differ_in_kind_and_time_to_store() -> None:
     problem = layer(x=(32, 3, 224, 224), w=(128, 3, 7, 7), padding=3, stride=2)
-    configs = solver_by_id("ConvFirstLayerWgmma").default_configs(problem, DEVICE)
+    configs = Registry.default()["ConvFirstLayerWgmma"].default_configs(problem, DEVICE)
     assert [config["late"] for config in configs] == [1, 0] * 4
     assert len({(config["rows"], config["blocks"]) for config in configs}) == 4
 
 
 def test_nothing_is_stored_late_where_a_strip_is_one_step() -> None:
     problem = layer(x=(1, 3, 10, 64), w=(64, 3, 3, 3), padding=1)
-    configs = list(solver_by_id("ConvFirstLayerWgmma").configs(problem, DEVICE))
+    configs = list(Registry.default()["ConvFirstLayerWgmma"].configs(problem, DEVICE))
     assert {config["strip"] for config in configs if config["rows"] == 4 and config["late"]} == {7, 10}
     assert not any(config["late"] for config in configs if config["rows"] == config["strip"])
 
@@ -191,23 +191,23 @@ def test_nothing_is_stored_late_where_a_strip_is_one_step() -> None:
 @pytest.mark.parametrize("solver_id", SOLVERS)
 def test_other_directions_are_refused(solver_id: str) -> None:
     for other in set(Direction) - {SOLVERS[solver_id]}:
-        assert not solver_by_id(solver_id).applicability(served_layer(solver_id, direction=other), DEVICE)
+        assert not Registry.default().named(solver_id).applicability(served_layer(solver_id, direction=other), DEVICE)
 
 
 def test_filters_beyond_a_block_are_refused() -> None:
     forward, data = layer(w=(32, 3, 64, 64), padding=32), layer(w=(4096, 3, 16, 16), stride=16)
-    assert "too large" in solver_by_id("ConvFirstLayer").applicability(forward, DEVICE).reason
+    assert "too large" in Registry.default()["ConvFirstLayer"].applicability(forward, DEVICE).reason
     backward = replace(data, direction=Direction.BACKWARD_DATA)
-    assert "too large" in solver_by_id("ConvFirstLayerData").applicability(backward, DEVICE).reason
+    assert "too large" in Registry.default()["ConvFirstLayerData"].applicability(backward, DEVICE).reason
     for solver_id in ("ConvFirstLayerDataRows", "ConvFirstLayerDataRowsTf32", "ConvFirstLayerDataWgmma"):
         problem = served_layer(solver_id, w=(4096, 3, 16, 16), stride=16)
-        assert "too large" in solver_by_id(solver_id).applicability(problem, DEVICE).reason
+        assert "too large" in Registry.default().named(solver_id).applicability(problem, DEVICE).reason
 
 
 @pytest.mark.parametrize("solver_id", SOLVERS)
 @pytest.mark.parametrize("layout", [Layout.NHWC, Layout.NCHW])
 def test_larger_batches_take_longer(solver_id: str, layout: Layout) -> None:
-    solver = solver_by_id(solver_id)
+    solver = Registry.default().named(solver_id)
     small, large = (served_layer(solver_id, x=(n, 3, 224, 224), layout=layout) for n in (8, 64))
     for config in solver.default_configs(small, DEVICE):
         assert solver.estimate_ms(small, DEVICE, config) < solver.estimate_ms(large, DEVICE, config)
@@ -215,7 +215,7 @@ def test_larger_batches_take_longer(solver_id: str, layout: Layout) -> None:
 
 @pytest.mark.parametrize("solver_id", SOLVERS)
 def test_common_first_layers_are_served(solver_id: str) -> None:
-    solver = solver_by_id(solver_id)
+    solver = Registry.default().named(solver_id)
     assert unserved(served_layer(solver_id)) == ""
     large = () if solver_id == "ConvFirstLayerData" else ({"w": (64, 3, 7, 7), "padding": 3, "stride": 2},)
     for fields in ({"stride": 2}, {"w": (96, 3, 4, 4), "padding": 0, "stride": 4}, *large):
@@ -236,19 +236,19 @@ def test_weights_of_long_filters_and_single_outputs_are_served(fields: dict[str,
     solvers = ["ConvFirstLayerWeights"]
     if problem.filter not in ((15, 15), (11, 11)):  # whose sums fill a multiprocessor's registers
         solvers.append("ConvFirstLayerWgmmaWeights")
-    for solver in map(solver_by_id, solvers):
+    for solver in map(Registry.default().named, solvers):
         assert solver.applicability(problem, DEVICE)
         assert solver.default_configs(problem, DEVICE)
 
 
 def test_no_warp_is_without_rows_of_a_filter() -> None:
-    solver = solver_by_id("ConvFirstLayerWeights")
+    solver = Registry.default()["ConvFirstLayerWeights"]
     problem = layer(direction=Direction.BACKWARD_WEIGHTS, w=(64, 3, 7, 7), padding=3, stride=2)
     assert {config["warps_y"] for config in solver.configs(problem, DEVICE)} == {1, 2, 3, 4, 7}
 
 
 def test_warpgroups_share_pairs_of_taps_evenly() -> None:
-    solver = solver_by_id("ConvFirstLayerWgmmaWeights")
+    solver = Registry.default()["ConvFirstLayerWgmmaWeights"]
     for taps, shares in ((7, {1, 2, 4}), (3, {1, 2}), (5, {1, 3}), (2, {1})):
         problem = layer(direction=Direction.BACKWARD_WEIGHTS, w=(64, 3, 3, taps), stride=2)
         assert {config["groups_s"] for config in solver.configs(problem, DEVICE)} == shares
@@ -256,7 +256,7 @@ def test_warpgroups_share_pairs_of_taps_evenly() -> None:
 
 def test_defaults_differ_in_tiles() -> None:
     problem = layer(x=(32, 3, 224, 224), w=(64, 3, 7, 7), padding=3, stride=2)
-    configs = solver_by_id("ConvFirstLayer").default_configs(problem, DEVICE)
+    configs = Registry.default()["ConvFirstLayer"].default_configs(problem, DEVICE)
     tiles = [(config["tile_h"], config["tile_w"]) for config in configs]
     assert len(tiles) == 8
     assert all(tiles[:6].count(tile) <= 2 for tile in tiles)
@@ -267,7 +267,7 @@ def test_defaults_differ_in_tiles() -> None:
 @pytest.mark.parametrize("math", ["ieee", "tf32"])
 def test_infinities_become_nan_only_where_float32_is_split(math: str) -> None:
     solver_id = "ConvFirstLayerDataRowsTf32"
-    solver, problem = solver_by_id(solver_id), served_layer(solver_id, math=math)
+    solver, problem = Registry.default().named(solver_id), served_layer(solver_id, math=math)
     for config in solver.default_configs(problem, DEVICE):
         assert solver.spreads_nonfinite(problem, config) == (math == "ieee")
 
@@ -277,6 +277,6 @@ def test_infinities_become_nan_only_where_float32_is_split(math: str) -> None:
 def test_defaults_in_float32_share_no_arrangement_of_warps(stride: int, layout: Layout) -> None:
     solver_id = "ConvFirstLayerDataRowsTf32"
     problem = served_layer(solver_id, x=(32, 3, 224, 224), w=(64, 3, 4, 4), stride=stride, layout=layout)
-    configs = solver_by_id(solver_id).default_configs(problem, DEVICE)
+    configs = Registry.default().named(solver_id).default_configs(problem, DEVICE)
     names = ("warps_m", "warps_n", "warps_k", "filters")
     assert len({tuple(config[name] for name in names) for config in configs}) == len(configs) == 8

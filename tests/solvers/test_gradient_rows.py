@@ -10,16 +10,17 @@ from hypothesis import strategies as st
 
 from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.device.device import Device
-from miofind.solver.solver import Solver, solver_by_id
+from miofind.solver.registry import Registry
+from miofind.solver.solver import Solver
 from miofind.solver.steps import Config
 from miofind.solvers.few_channels.cell_rows import CellRows
 from miofind.solvers.few_channels.gradient_rows import ColumnTiles, GradientRows, StrideCells
 from miofind.solvers.few_channels.gradient_rows_tf32 import GradientRowsTf32, TapBlocks
 
 DEVICE = Device.virtual("90a")
-SOLVER = solver_by_id("ConvFirstLayerDataRows")
-SPLIT_SOLVER = solver_by_id("ConvFirstLayerDataRowsTf32")
-CELL_SOLVER = solver_by_id("ConvFirstLayerData")
+SOLVER = Registry.default()["ConvFirstLayerDataRows"]
+SPLIT_SOLVER = Registry.default()["ConvFirstLayerDataRowsTf32"]
+CELL_SOLVER = Registry.default()["ConvFirstLayerData"]
 
 
 @st.composite

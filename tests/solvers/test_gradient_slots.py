@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 from miofind.core.problem import Direction, Layout, ProblemDescription
 from miofind.device.device import Device
-from miofind.solver.solver import solver_by_id
+from miofind.solver.registry import Registry
 from miofind.solver.steps import Box, Config, TensorMap
 from miofind.solvers.few_channels.gradient_slots import GradientSlots
 
 DEVICE = Device.virtual("90a")
-SOLVER = solver_by_id("ConvFirstLayerDataWgmma")
+SOLVER = Registry.default()["ConvFirstLayerDataWgmma"]
 
 
 @st.composite

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from miofind.core.problem import Direction, Layout, ProblemDescription
 from miofind.device.device import Device
-from miofind.solver.solver import solver_by_id
+from miofind.solver.registry import Registry
 from miofind.solvers.common.group_packs import GroupedAxis, GroupedTiling, Packs, odd_words, unit_channels, units_of
 from miofind.solvers.grouped.pixels_weights_tiling import GroupedWeightsTiling
 
 H200 = replace(Device.virtual("90a"), clock_hz=1.98e9, bandwidth_bytes_per_s=4.8e12)
-FORWARD, WEIGHTS = solver_by_id("ConvGrouped"), solver_by_id("ConvGroupedWeights")
+FORWARD, WEIGHTS = Registry.default()["ConvGrouped"], Registry.default()["ConvGroupedWeights"]
 
 
 def grouped(groups: int, c: int, k: int, **fields: Any) -> ProblemDescription:
@@ -203,7 +203,7 @@ def test_directions_name_each_other() -> None:
 
 
 def test_large_images_are_served() -> None:
-    solver, device = solver_by_id("ConvGrouped"), Device.virtual("90a")
+    solver, device = Registry.default()["ConvGrouped"], Device.virtual("90a")
     problem = ProblemDescription.convolution(
         x=(1, 64, 1024, 1024), w=(64, 4, 3, 3), padding=1, groups=16, dtype="float16", layout="NHWC"
     )

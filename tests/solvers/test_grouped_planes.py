@@ -10,11 +10,12 @@ import pytest
 
 from miofind.core.problem import Direction, Layout, ProblemDescription
 from miofind.device.device import Device
-from miofind.solver.solver import Solver, solver_by_id
+from miofind.solver.registry import Registry
+from miofind.solver.solver import Solver
 from miofind.solvers.grouped.planes_tiling import PlaneRows, PlanesTiling, PlanesWeightsTiling, planes_unit, quiet_pitch
 
 H200 = replace(Device.virtual("90a"), clock_hz=1.98e9, bandwidth_bytes_per_s=4.8e12)
-PLANES, WEIGHTS = solver_by_id("ConvGroupedPlanes"), solver_by_id("ConvGroupedPlanesWeights")
+PLANES, WEIGHTS = Registry.default()["ConvGroupedPlanes"], Registry.default()["ConvGroupedPlanesWeights"]
 RESNEXT = [(4, 56, 1), (8, 56, 2), (8, 28, 1), (16, 28, 2), (16, 14, 1), (32, 14, 2), (32, 7, 1)]
 
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from miofind.core.problem import Direction, Layout, ProblemDescription
 from miofind.device.device import Device
 from miofind.reference import reference_on_host
-from miofind.solver.solver import solver_by_id
+from miofind.solver.registry import Registry
 from miofind.solvers.common.product import Index, Operand, Product, Steps, linear_step, products, vector_length
 
 IntArray = NDArray[np.int64]
@@ -154,7 +154,7 @@ def test_vectors_start_at_multiples_of_their_length(sizes: Steps, steps: Steps, 
 @pytest.mark.parametrize("direction", list(Direction))
 def test_defaults_occupy_the_device(x: Steps, w: Steps, padding: int, direction: Direction, arch: str) -> None:
     """Few tiles are split, many are not, and no default takes longer by estimate than another default eightfold."""
-    device, solver = Device.virtual(arch), solver_by_id("ConvImplicitGemmMma")
+    device, solver = Device.virtual(arch), Registry.default()["ConvImplicitGemmMma"]
     problem = ProblemDescription.convolution(
         x=x, w=w, padding=padding, dtype="float16", layout="NHWC", direction=direction
     )

@@ -18,7 +18,8 @@ from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.device.device import Device, Place
 from miofind.errors import InvalidConfigError
 from miofind.launch.invoker import make_invoker
-from miofind.solver.solver import MAX_DEFAULT_CONFIGS, Algorithm, KernelKey, Reach, Solver, solver_by_id, solvers
+from miofind.solver.registry import Registry
+from miofind.solver.solver import MAX_DEFAULT_CONFIGS, Algorithm, KernelKey, Reach, Solver
 from miofind.solver.steps import (
     Config,
     ConvSolution,
@@ -35,7 +36,7 @@ from miofind.solvers.cpu import direct
 from miofind.verify.claims import claims_of
 from miofind.verify.verifier import Verifier
 
-SOLVERS = list(solvers().values())
+SOLVERS = list(Registry.default().values())
 TENSORS = {"x", "w", "y"}
 CTYPES = {"int32": 2**31, "int64": 2**63, "uint32": 2**32, "uint64": 2**64}
 MAX_CONFIGS = 40
@@ -372,7 +373,7 @@ def test_the_contract_holds(case: Case) -> None:
 
 
 def test_a_solver_that_computes_something_else_breaks_the_contract(monkeypatch: pytest.MonkeyPatch) -> None:
-    solver = solver_by_id("ConvCpuDirect")
+    solver = Registry.default()["ConvCpuDirect"]
     case = next(case for case in CASES if case.solver is solver)
 
     def of_one_column(problem: ProblemDescription, config: Config, buffers: Mapping[str, Any]) -> None:

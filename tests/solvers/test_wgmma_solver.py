@@ -22,7 +22,7 @@ from miofind.core.problem import Direction, Layout, MathMode, ProblemDescription
 from miofind.device.device import Device
 from miofind.errors import InvalidConfigError
 from miofind.reference import reference_on_host
-from miofind.solver.solver import solver_by_id
+from miofind.solver.registry import Registry
 from miofind.solver.steps import Box, Config, ConfigValue, ConvSolution, Im2col, KernelStep, Pointer, Scalar, TensorMap
 from miofind.solvers.common.wgmma_product import Planes, WgmmaProduct
 from miofind.solvers.implicit_gemm.wgmma_tiling import WgmmaTiling
@@ -30,7 +30,7 @@ from miofind.solvers.implicit_gemm.wgmma_tiling import WgmmaTiling
 Array = NDArray[np.float64]
 
 DEVICE = Device.virtual("90a")
-SOLVER = solver_by_id("ConvImplicitGemmWgmma")
+SOLVER = Registry.default()["ConvImplicitGemmWgmma"]
 PRODUCT = "implicit_gemm_wgmma"
 FORWARD, DATA, WEIGHTS = Direction.FORWARD, Direction.BACKWARD_DATA, Direction.BACKWARD_WEIGHTS
 

@@ -15,14 +15,14 @@ from wgmma_turned_in_numpy import Launch, multiplied, swizzled, terms_of_rows, t
 from miofind.core.problem import ProblemDescription
 from miofind.device.device import Device
 from miofind.reference import reference_on_host
-from miofind.solver.solver import solver_by_id
+from miofind.solver.registry import Registry
 from miofind.solver.steps import Config, KernelStep, Scalar, TensorMap
 from miofind.solvers.common.wgmma_product import WgmmaProduct
 from miofind.solvers.implicit_gemm.wgmma_turned_tiling import TurnedTiling
 
 H200 = replace(Device.virtual("90a"), clock_hz=1.98e9, bandwidth_bytes_per_s=4.8e12)
 SMALL = replace(H200, sm_count=3)
-SOLVER = solver_by_id("ConvImplicitGemmWgmmaTurned")
+SOLVER = Registry.default()["ConvImplicitGemmWgmmaTurned"]
 
 
 def weights(**fields: Any) -> ProblemDescription:

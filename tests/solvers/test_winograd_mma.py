@@ -12,7 +12,7 @@ from miofind.core.problem import Direction, ProblemDescription
 from miofind.device.device import Device
 from miofind.errors import InvalidConfigError
 from miofind.reference import reference_on_host
-from miofind.solver.solver import solver_by_id
+from miofind.solver.registry import Registry
 from miofind.solver.steps import Config, KernelStep
 from miofind.solvers.common.chunks import chunks
 from miofind.solvers.winograd.mma import ConvWinogradMma, product_problem, product_tensors
@@ -122,7 +122,7 @@ def test_growth_is_that_of_the_transforms_and_of_the_products() -> None:
     problem = ProblemDescription.convolution(x=(8, 256, 28, 28), w=(256, 256, 3, 3), padding=1)
     config = next(config for config in SOLVER.default_configs(problem, DEVICE) if config["tile"] == 4)
     plan = SOLVER.plan(problem, config)
-    inner = solver_by_id("ConvImplicitGemmMma").error_growth(product_problem(plan), Config(config["product"]))
+    inner = Registry.default()["ConvImplicitGemmMma"].error_growth(product_problem(plan), Config(config["product"]))
     assert SOLVER.error_growth(problem, config) == plan.error_growth * inner
     assert inner == 1
 

@@ -14,7 +14,8 @@ from miofind.core.problem import DataType, Direction, ProblemDescription
 from miofind.device.device import Device
 from miofind.errors import InvalidConfigError
 from miofind.reference import reference_on_host
-from miofind.solver.solver import Reach, solver_by_id
+from miofind.solver.registry import Registry
+from miofind.solver.solver import Reach
 from miofind.solver.steps import Config, KernelStep, MatmulStep
 from miofind.solvers.winograd.batched import ConvWinograd
 from miofind.solvers.winograd.steps import WinogradPlan
@@ -182,7 +183,7 @@ def test_error_growth_is_the_norms_and_more_for_operands_of_16_bits() -> None:
 @pytest.mark.parametrize("direction", list(Direction))
 def test_a_default_find_takes_tiles_of_two_forward_and_for_data(name: str, direction: Direction) -> None:
     """A filter's gradient has tiles at borders with pixels that some of its taps do not meet."""
-    solver = solver_by_id(name)
+    solver = Registry.default().named(name)
     problem = ProblemDescription.convolution(x=(8, 64, 28, 28), w=(64, 64, 3, 3), padding=1, direction=direction)
     if not solver.applicability(problem, DEVICE):
         pytest.skip("does not serve it")

@@ -53,7 +53,7 @@ def prepared(ahead: Ahead, handle: Handle) -> None:
 def test_the_pool_gets_what_a_find_begins_with(handle: Handle) -> None:
     pool = Pool()
     prepared(Ahead(pool, OPTIONS), handle)  # type: ignore[arg-type]
-    planned = make_plan(PROBLEM, handle.device, OPTIONS).candidates
+    planned = make_plan(PROBLEM, OPTIONS, handle).candidates
     steps = [s for p in planned for s in p.solver.solution(PROBLEM, handle.device, p.candidate.config).kernels]
     assert steps
     assert pool.given == [(steps, "90a")]
@@ -64,7 +64,7 @@ def test_a_search_does_not_fill_the_pool(handle: Handle) -> None:
     options = FindOptions(only=("ConvDirectTiled",), tuning=True)
     prepared(Ahead(pool, options), handle)  # type: ignore[arg-type]
     ((steps, _),) = pool.given
-    assert len(make_plan(PROBLEM, handle.device, options).candidates) > len(steps) == tune_ahead.MAX_DEFAULT_CONFIGS
+    assert len(make_plan(PROBLEM, options, handle).candidates) > len(steps) == tune_ahead.MAX_DEFAULT_CONFIGS
 
 
 def test_what_is_known_is_not_compiled(handle: Handle, monkeypatch: pytest.MonkeyPatch) -> None:

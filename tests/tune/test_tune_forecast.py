@@ -21,7 +21,7 @@ from miofind.measure.effort import Effort
 from miofind.options import FindOptions
 from miofind.runtime.handle import Handle
 from miofind.solver.candidate import Outcome, Status
-from miofind.solver.solver import solver_by_id
+from miofind.solver.registry import Registry
 from miofind.suites import SuiteProblem
 from miofind.tune.cost import CANDIDATE_S, PROBLEM_S, measuring_seconds, rough_seconds
 from miofind.tune.forecast import COMPILE_S, forecast
@@ -49,7 +49,7 @@ def request(k: int, *, filter_size: int = 3, dtype: str = "float32") -> SuitePro
 def test_counts_are_those_of_the_plans_and_nothing_is_measured(handle: Handle, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(InProcess, "run", lambda *_: pytest.fail("something was measured"))
     requests = [request(2), request(3, filter_size=1)]
-    planned = [p for r in requests for p in make_plan(r.problem, handle.device, OPTIONS.find).candidates]
+    planned = [p for r in requests for p in make_plan(r.problem, OPTIONS.find, handle).candidates]
     found = forecast(requests, [handle], OPTIONS)
     assert (found.problems, found.known, found.unsolvable) == (2, 0, 0)
     assert found.configurations == len(planned)
@@ -64,7 +64,7 @@ def test_what_is_known_is_left_out_and_corrects_the_rest(handle: Handle) -> None
     (result,) = tune(requests[:1], [handle], OPTIONS).results
     found = forecast(requests, [handle], OPTIONS)
     best = result.solutions[0]
-    estimate_ms = solver_by_id(best.solver_id).estimate_ms(best.problem, handle.device, best.config)
+    estimate_ms = Registry.default().named(best.solver_id).estimate_ms(best.problem, handle.device, best.config)
     assert (found.known, found.calibrated_by) == (1, 1)
     assert found.calibration == pytest.approx(best.time_ms / estimate_ms)
     assert forecast(requests, [handle], replace(OPTIONS, force=True)).known == 0
@@ -79,16 +79,16 @@ def test_an_estimate_that_fails_corrects_nothing(handle: Handle, monkeypatch: py
     def broken(*_: object) -> float:
         raise ZeroDivisionError("broken for this test")
 
-    monkeypatch.setattr(type(solver_by_id(result.solutions[0].solver_id)), "estimate_ms", broken)
+    monkeypatch.setattr(type(Registry.default().named(result.solutions[0].solver_id)), "estimate_ms", broken)
     found = forecast(requests, [handle], OPTIONS)
     assert (found.known, found.calibrated_by) == (1, 0)
 
 
 def test_what_failed_before_is_left_out_unless_it_is_tried_again(handle: Handle) -> None:
     requests = [request(2)]
-    failed, *others = make_plan(requests[0].problem, handle.device, OPTIONS.find).candidates
+    failed, *others = make_plan(requests[0].problem, OPTIONS.find, handle).candidates
     with Recording(
-        requests[0].problem, OPTIONS.find, handle, make_plan(requests[0].problem, handle.device, OPTIONS.find)
+        requests[0].problem, OPTIONS.find, handle, make_plan(requests[0].problem, OPTIONS.find, handle)
     ) as recording:
         recording.add(Outcome(candidate=failed.candidate, status=Status.CRASHED))
     assert forecast(requests, [handle], OPTIONS).configurations == len(others)
@@ -110,7 +110,7 @@ def test_compiles_are_distinct_binaries_and_those_in_the_cache_are_told() -> Non
         assert found.configurations >= found.compiles > 0
         assert found.compiled == 0
         assert found.compiling_seconds == pytest.approx(COMPILE_S * found.compiles / max(1, processors() - 1))
-        plan = make_plan(requests[0].problem, handle.device, only.find)
+        plan = make_plan(requests[0].problem, only.find, handle)
         first = plan.candidates[0]
         step = first.solver.solution(requests[0].problem, handle.device, first.candidate.config).kernels[0]
         handle.compiler.build(step, handle.device.arch)

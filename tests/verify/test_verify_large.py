@@ -14,7 +14,7 @@ from miofind.core.problem import Direction, ProblemDescription
 from miofind.device.device import Device
 from miofind.errors import NoSolutionError
 from miofind.launch.invoker import Invoker, make_invoker
-from miofind.solver.solver import solver_by_id
+from miofind.solver.registry import Registry
 from miofind.solvers.cpu import gemm1x1
 from miofind.verify.claims import Claims
 from miofind.verify.verifier import Verifier
@@ -62,7 +62,7 @@ def middles(problem: ProblemDescription) -> Iterator[tuple[Any, ...]]:
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_wrong_middle_of_any_axis_is_caught(name: str) -> None:
     problem = LAYERS[name]
-    solver, device = solver_by_id("ConvCpuIm2colGemm"), Device.cpu()
+    solver, device = Registry.default()["ConvCpuIm2colGemm"], Device.cpu()
     invoker = Spoiled(make_invoker(problem, device, solver, solver.default_configs(problem, device)[0], None))  # type: ignore[arg-type]
     with Verifier(problem, device, None) as verifier:  # type: ignore[arg-type]
         verdict = verifier.verify(invoker, Claims())
@@ -78,7 +78,7 @@ def test_a_wrong_middle_of_any_axis_is_caught(name: str) -> None:
 def test_an_element_that_is_said_to_be_wrong_is_wrong() -> None:
     """Places in a sample are told as indices into the output."""
     problem = LAYERS["56x56-NHWC-forward"]
-    solver, device = solver_by_id("ConvCpuIm2colGemm"), Device.cpu()
+    solver, device = Registry.default()["ConvCpuIm2colGemm"], Device.cpu()
     invoker = Spoiled(make_invoker(problem, device, solver, solver.default_configs(problem, device)[0], None))  # type: ignore[arg-type]
     invoker.part = (1, 17)
     with Verifier(problem, device, None) as verifier:  # type: ignore[arg-type]
@@ -87,7 +87,7 @@ def test_an_element_that_is_said_to_be_wrong_is_wrong() -> None:
 
 def test_the_gates_look_at_different_places_and_a_seed_repeats_them() -> None:
     problem = LAYERS["56x56-NCHW-forward"]
-    solver, device = solver_by_id("ConvCpuIm2colGemm"), Device.cpu()
+    solver, device = Registry.default()["ConvCpuIm2colGemm"], Device.cpu()
     inner = make_invoker(problem, device, solver, solver.default_configs(problem, device)[0], None)  # type: ignore[arg-type]
     seen = []
     for seed in (3, 3, 4):

@@ -49,7 +49,7 @@ def newest_rows(
             known = newest.get(name)
             if row.status in ignored or (environment is not None and row.environment != environment):
                 continue
-            if not is_valid(row, handle.device):
+            if not is_valid(row, handle):
                 continue
             if known is None or known.age < row.age:
                 newest[name] = row

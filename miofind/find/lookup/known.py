@@ -21,7 +21,7 @@ def known_times(problem: ProblemDescription, handle: Handle) -> dict[Candidate, 
     newest: dict[Candidate, Row] = {}
     for history in handle.database.histories(handle.device.identity, problem.network_config):
         for row in sorted(history.rows, key=lambda row: row.age):
-            if validity.is_valid(row, handle.device) and not (row.usable and answers_no_more(row, problem, handle)):
+            if validity.is_valid(row, handle) and not (row.usable and answers_no_more(row, problem, handle)):
                 newest[candidate_of(row.candidate, problem)] = row
     return {
         candidate: row.time_ms

@@ -20,7 +20,6 @@ from miofind.finddb import Answer, Scope
 from miofind.options import FindOptions
 from miofind.runtime.handle import Handle
 from miofind.runtime.solution import Solution
-from miofind.solver.solver import solvers
 
 
 class _Held(NamedTuple):
@@ -58,7 +57,7 @@ def look_up(
         dynamic_only: an answer counts that lacks others than shape-generic solvers; what it has of these is given, too.
         queue: note for a re-check what is stale or incomplete.
     """
-    request = requested_scope(options, handle.device, dynamic_only)
+    request = requested_scope(options, handle.device, handle.registry, dynamic_only)
     if not partial and _wants_all(problem, options, handle):
         request = replace(request, complete=True)
     asked = _Asked(problem, options, handle, request, frozenset(measured), partial)
@@ -78,7 +77,8 @@ def look_up(
 
 def is_answered(problem: ProblemDescription, options: FindOptions, handle: Handle) -> bool:
     """Whether `look_up` has solutions; asks of one row where the first will do, and notes nothing for a re-check."""
-    asked = _Asked(problem, options, handle, requested_scope(options, handle.device, False), frozenset(), True)
+    request = requested_scope(options, handle.device, handle.registry, False)
+    asked = _Asked(problem, options, handle, request, frozenset(), True)
     return any(map(asked.holds_any, handle.database.answers(handle.device.identity, problem.network_config)))
 
 
@@ -134,7 +134,7 @@ class _Asked(NamedTuple):
 
         Of a solver an answer holds what was measured last, in whichever release that was.
         """
-        others = overwritten(self.request, answer.scopes) - considered(self.request, answer.scopes)
+        others = overwritten(self.request, answer.scopes) - self._considered(answer)
         return others & self._settled() if self._serving(others) else frozenset()
 
     def _lacking(self, names: Iterable[str], found: Taken) -> set[str]:
@@ -157,15 +157,14 @@ class _Asked(NamedTuple):
     def _failing(self, names: Iterable[str]) -> set[str]:
         """Those of the solvers whose own code fails over the problem or over a row."""
         refusals = self.handle.refusals(self.problem)
-        return {name for name in names if refusals.fails(solvers()[name])}
+        return {name for name in names if refusals.fails(self.handle.registry[name])}
 
     def of_all_histories(self) -> Taken:
         """Solutions of the best rows of all FindDBs that the request takes."""
-        device = self.handle.device
         rows = self.handle.database.best_rows(
-            device.identity,
+            self.handle.device.identity,
             self.problem.network_config,
-            holds=lambda row: is_valid(row, device),
+            holds=lambda row: is_valid(row, self.handle),
             admits=lambda row: admits(row, self.problem, self.options, self.handle),
         )
         return self._taken(of_rows(rows))
@@ -179,17 +178,20 @@ class _Asked(NamedTuple):
         What refuses the problem need not have been considered. What came since a find that asked all solvers, or
         changed since one that asked it, may be missing from a partial answer; what a filter left out may not.
         """
-        known = considered(self.request, answer.scopes) | hidden
+        known = self._considered(answer) | hidden
         missing = self.request.solvers.keys() - known
         if not known or WIDE_BOUNDS in missing:
             return None
         late = self._serving(missing)
         return late if not late or (self.partial and asked(late, self.request, answer.scopes)) else None
 
+    def _considered(self, answer: Answer) -> frozenset[str]:
+        return considered(self.request, answer.scopes, self.handle.registry)
+
     def _serving(self, names: Iterable[str]) -> tuple[str, ...]:
         """Those of the solvers that do not refuse the problem."""
-        refused = self.handle.refusals(self.problem)
-        return tuple(name for name in sorted(names) if refused.may_serve(solvers()[name]))
+        refused, registry = self.handle.refusals(self.problem), self.handle.registry
+        return tuple(name for name in sorted(names) if refused.may_serve(registry[name]))
 
 
 def _wants_all(problem: ProblemDescription, options: FindOptions, handle: Handle) -> bool:
@@ -201,5 +203,5 @@ def _wants_all(problem: ProblemDescription, options: FindOptions, handle: Handle
     """
     if options.searches and options.trials is not None:
         tried = newest_statuses(problem, handle, ignored=frozenset())
-        return sum(options.allows(solvers()[name.partition(":")[0]]) for name in tried) < options.trials
+        return sum(options.allows(handle.registry[name.partition(":")[0]]) for name in tried) < options.trials
     return math.isinf(options.budget_s)

@@ -10,18 +10,19 @@ from miofind.device.device import Device
 from miofind.find.lookup.validity import solver_hash
 from miofind.finddb import Scope, failed_code
 from miofind.options import FindOptions
-from miofind.solver.solver import solvers
+from miofind.solver.registry import Registry
+from miofind.solver.solver import Solver
 
 WIDE_BOUNDS = "any error bound"
 """Stands among a scope's solvers where `max_error` let algorithms with wider error bounds take part."""
 
 
 @functools.lru_cache(maxsize=256)
-def requested_scope(options: FindOptions, device: Device, dynamic_only: bool) -> Scope:
-    """The scope that a request wants covered."""
+def requested_scope(options: FindOptions, device: Device, registry: Registry, dynamic_only: bool) -> Scope:
+    """The scope that a request wants covered: of a registry's solvers those that it would ask."""
     considered = {
         solver.id: solver.version
-        for solver in solvers().values()
+        for solver in registry.values()
         if options.allows(solver)
         and (solver.is_dynamic or not dynamic_only)
         and any(key.place is device.place for key in solver.keys)
@@ -49,7 +50,7 @@ def scope_of(options: FindOptions, considered: Mapping[str, int], *, complete: b
     )
 
 
-def considered(request: Scope, scopes: Iterable[Scope]) -> frozenset[str]:
+def considered(request: Scope, scopes: Iterable[Scope], registry: Registry) -> frozenset[str]:
     """Ids of a request's solvers that earlier finds considered as it would, each find some of them.
 
     One that failed altogether counts while its sources are those that it failed with.
@@ -59,7 +60,7 @@ def considered(request: Scope, scopes: Iterable[Scope]) -> frozenset[str]:
         name
         for scope in _alike(request, scopes)
         for name, version in scope.solvers.items()
-        if name in wanted and (version == wanted[name] or version == _failed_code(name))
+        if name in wanted and (version == wanted[name] or version == _failed_code(registry.get(name)))
     )
 
 
@@ -74,8 +75,7 @@ def overwritten(request: Scope, scopes: Iterable[Scope]) -> frozenset[str]:
     )
 
 
-def _failed_code(solver_id: str) -> int | None:
-    solver = solvers().get(solver_id)
+def _failed_code(solver: Solver | None) -> int | None:
     return None if solver is None else failed_code(solver.version, solver_hash(solver))
 
 

@@ -22,7 +22,7 @@ from miofind.runtime.handle import Handle
 from miofind.runtime.refusals import Measured, Refusals, stored_config
 from miofind.runtime.solution import Found, Solution, Source
 from miofind.solver.candidate import Status
-from miofind.solver.solver import solvers
+from miofind.solver.solver import Solver
 
 logger = logging.getLogger(__name__)
 
@@ -76,20 +76,20 @@ def of_rows(rows: Iterable[Row]) -> Iterator[Stored]:
 
 def admits(row: Row, problem: ProblemDescription, options: FindOptions, handle: Handle) -> bool:
     """Whether a request takes a row of a solver's present version and sources."""
-    stored = Stored._make(_fields_of(row))
-    if not _is_within(stored, options) or answers_no_more(stored, problem, handle):
+    stored, solver = Stored._make(_fields_of(row)), handle.registry[row.solver_id]
+    if not _is_within(stored, solver, options) or answers_no_more(stored, problem, handle):
         return False
-    return _is_of_kind(stored, problem, options)
+    return _is_of_kind(stored, solver, problem, options)
 
 
 def answers_no_more(row: Row | Stored, problem: ProblemDescription, handle: Handle) -> bool:
     """Whether a row's solver, asked today, would do otherwise than the row says."""
-    return _is_refused(row, handle.refusals(problem))
+    return _is_refused(row, handle.registry[row.solver_id], handle.refusals(problem))
 
 
-def _is_refused(row: Row | Stored, refusals: Refusals) -> bool:
+def _is_refused(row: Row | Stored, solver: Solver, refusals: Refusals) -> bool:
     measured = Measured(row.config, row.workspace_bytes, row.deterministic, row.kernel_hash)
-    return bool(refusals.of_row(solvers()[row.solver_id], measured))
+    return bool(refusals.of_row(solver, measured))
 
 
 def taken(
@@ -106,26 +106,28 @@ def taken(
     """
     found = Found(handle)
     environment = current_environment(handle.device)
-    current: dict[tuple[str, int, str], bool] = {}
-    refusals = handle.refusals(problem)
+    current: dict[tuple[str, int, str], Solver | None] = {}
+    registry, refusals = handle.registry, handle.refusals(problem)
     void, stale = set(), False
     kept: Counter[str] = Counter()
     passed_over: set[str] = set()
     for row in rows:
         version = row[:3]
         if version not in current:
-            current[version] = is_current(*version, handle.device)
-        if not current[version]:
+            known = registry.get(row.solver_id)
+            current[version] = known if is_current(known, *version[1:], handle.device) else None
+        solver = current[version]
+        if solver is None:
             void.add(row.solver_id)
             continue
         kept[row.solver_id] += 1
-        if not _is_within(row, options):
+        if not _is_within(row, solver, options):
             continue
-        if _is_refused(row, refusals):
+        if _is_refused(row, solver, refusals):
             void.add(row.solver_id)
             passed_over.add(row.solver_id)
             continue
-        if not _is_of_kind(row, problem, options):
+        if not _is_of_kind(row, solver, problem, options):
             passed_over.add(row.solver_id)
             continue
         source = Source.MEASURED if fresh and f"{row.solver_id}:{row.config}" in fresh else Source.FINDDB
@@ -135,21 +137,20 @@ def taken(
     return Taken(found.solutions, frozenset(void), is_thin, stale)
 
 
-def _is_within(row: Stored, options: FindOptions) -> bool:
+def _is_within(row: Stored, solver: Solver, options: FindOptions) -> bool:
     """Whether a row keeps the caller's limits."""
     limit = options.workspace_limit_bytes
     if limit is not None and row.workspace_bytes > limit:
         return False
     if options.deterministic and not row.deterministic:
         return False
-    if (options.only or options.exclude) and not options.allows(solvers()[row.solver_id]):
+    if (options.only or options.exclude) and not options.allows(solver):
         return False
     return options.max_error is None or (row.max_error is not None and row.max_error <= options.max_error)
 
 
-def _is_of_kind(row: Stored, problem: ProblemDescription, options: FindOptions) -> bool:
+def _is_of_kind(row: Stored, solver: Solver, problem: ProblemDescription, options: FindOptions) -> bool:
     """Whether a row is of a kind that a request takes, which its solver alone can tell."""
-    solver = solvers()[row.solver_id]
     try:
         if options.strict_nonfinite and solver.spreads_nonfinite(problem, stored_config(row.config)):
             return False
@@ -161,7 +162,7 @@ def _is_of_kind(row: Stored, problem: ProblemDescription, options: FindOptions) 
 
 
 def _as_solution(problem: ProblemDescription, row: Stored, found: Found, source: Source) -> Solution:
-    solver = solvers()[row.solver_id]
+    solver = found.handle.registry[row.solver_id]
     return Solution(
         problem=problem,
         device=found.handle.device,

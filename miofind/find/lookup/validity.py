@@ -10,7 +10,8 @@ from miofind.device.device import Device, Place
 from miofind.device.environment import versions
 from miofind.errors import CompileError
 from miofind.finddb import Row, environment_id
-from miofind.solver.solver import Solver, solvers
+from miofind.runtime.handle import Handle
+from miofind.solver.solver import Solver
 
 logger = logging.getLogger(__name__)
 
@@ -21,14 +22,14 @@ def current_environment(device: Device) -> str:
     return environment_id(versions(device))
 
 
-def is_valid(row: Row, device: Device) -> bool:
-    """Whether this release would still do what a row measured, as far as version, sources and libraries tell."""
-    return is_current(row.solver_id, row.solver_version, row.source_hash, device)
+def is_valid(row: Row, handle: Handle) -> bool:
+    """Whether a handle's solver would still do what a row measured, as far as version, sources and libraries tell."""
+    return is_current(handle.registry.get(row.solver_id), row.solver_version, row.source_hash, handle.device)
 
 
 @functools.lru_cache(maxsize=1024)
-def is_current(solver_id: str, version: int, sources: str, device: Device) -> bool:
-    solver = solvers().get(solver_id)
+def is_current(solver: Solver | None, version: int, sources: str, device: Device) -> bool:
+    """Whether a solver is the one of that version and sources, and its library is here."""
     if solver is None or version != solver.version or sources != solver_hash(solver):
         return False
     return all(device.library_version(key.library) is not None for key in solver.keys)

@@ -1,0 +1,228 @@
+"""The solvers that finds know: all of miofind and of other packages by default, others where a handle is given them.
+
+Discovery takes every module's `SOLVERS` in `miofind.solvers` and the entry point group `miofind.solvers`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.metadata
+import itertools
+import logging
+import pickle
+import pkgutil
+import types
+from collections.abc import Iterable, Iterator, Mapping
+from typing import ClassVar
+
+from miofind.device.device import Library
+from miofind.errors import InvalidOptionError, UnknownSolverError, described
+from miofind.process.forks import loading
+from miofind.process.interrupts import raise_if_interrupted
+from miofind.solver.solver import Algorithm, KernelKey, Solver
+
+logger = logging.getLogger(__name__)
+
+ENTRY_POINT_GROUP = "miofind.solvers"
+MAX_ID_CHARS = 120
+"""Of a solver's id: short enough for every place that names one, databases among them."""
+
+_WANTED = "a Solver, its class, a sequence of these, or a module that names them in SOLVERS"
+
+
+class Registry(Mapping[str, Solver]):
+    """Solvers by id, in a stable order. Immutable, and equal to itself alone, so that answers may be kept by it.
+
+    Pickled, the default one is the default one of the process it arrives in; another takes its solvers along.
+
+    Args:
+        solvers: each of an id of its own.
+
+    Raises:
+        InvalidOptionError: something is no solver, or two have one id.
+    """
+
+    _default: ClassVar[Registry | None] = None
+
+    def __init__(self, solvers: Iterable[Solver] = ()) -> None:
+        self._solvers: dict[str, Solver] = {}
+        for solver in solvers:
+            if not isinstance(solver, Solver):
+                raise InvalidOptionError(f"a registry holds instances of Solver, not {solver!r:.100}")
+            if solver.id in self._solvers:
+                raise InvalidOptionError(f"a registry holds one solver of an id: {solver.id!r} is given twice")
+            self._solvers[solver.id] = solver
+
+    @staticmethod
+    def default() -> Registry:
+        """All solvers of miofind and of the other packages that are installed; discovered once a process."""
+        if Registry._default is None:
+            with loading():
+                if Registry._default is None:
+                    Registry._default = Registry(_discovered())
+        return Registry._default
+
+    def __getitem__(self, solver_id: str) -> Solver:
+        return self._solvers[solver_id]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._solvers)
+
+    def __len__(self) -> int:
+        return len(self._solvers)
+
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
+
+    def __repr__(self) -> str:
+        return f"<Registry of {len(self)} solvers>"
+
+    def named(self, solver_id: str) -> Solver:
+        """The solver with that id, case ignored.
+
+        Raises:
+            UnknownSolverError: there is none; the message lists those there are.
+        """
+        if solver_id in self._solvers:
+            return self._solvers[solver_id]
+        for name, solver in self._solvers.items():
+            if name.lower() == solver_id.lower():
+                return solver
+        raise UnknownSolverError(f"solver {solver_id!r} is not registered: known are {', '.join(self)}")
+
+    def with_solvers(self, *solvers: Solver) -> Registry:
+        """These solvers and those of this registry; of two with one id the new one.
+
+        Raises:
+            InvalidOptionError: something is no solver, or two of the new ones have one id.
+        """
+        new = Registry(solvers)
+        return Registry((*(solver for name, solver in self.items() if name not in new), *new.values()))
+
+    def check_names(self, names: Iterable[object], option: str = "") -> None:
+        """Do nothing where all are ids of solvers, algorithms or libraries, case ignored.
+
+        Args:
+            option: what they were given for; the message begins with it.
+
+        Raises:
+            UnknownSolverError: one is not; the message says what may have been meant.
+        """
+        known = [*self, *Algorithm, *Library]
+        lowered = {name.lower() for name in known}
+        wrong = next((name for name in names if str(name).lower() not in lowered), None)
+        if wrong is None:
+            return
+        near = difflib.get_close_matches(str(wrong).lower(), {name.lower(): None for name in known}, n=3)
+        meant = " or ".join(name for name in known if name.lower() in near)
+        told = f"did you mean {meant}?" if meant else f"known are {', '.join(known)}"
+        raise UnknownSolverError(f"{option}{'=' * bool(option)}{wrong!r} is no solver, algorithm or library: {told}")
+
+    def check_travels(self) -> None:
+        """Do nothing where another process can have the same solvers.
+
+        Raises:
+            InvalidOptionError: one can be imported here alone.
+        """
+        default = Registry.default()
+        for solver in self.values():
+            if default.get(solver.id) is solver:
+                continue
+            reason = "" if type(solver).__module__ != "__main__" else "its class is of the program's own file"
+            try:
+                pickle.dumps(solver)
+            except Exception as error:  # whatever a solver's own code raises
+                reason = described(error)
+            if reason:
+                raise InvalidOptionError(
+                    f"solver {solver.id!r} of the handle's registry cannot go to another process ({reason}): define "
+                    "its class at the top of a module that can be imported, or measure in this process (isolate=False)"
+                )
+
+    def __reduce__(self) -> tuple[object, ...]:
+        if self is Registry._default:
+            return Registry.default, ()
+        default = Registry.default()
+        return _arrived, (tuple(name if default.get(name) is solver else solver for name, solver in self.items()),)
+
+
+def _arrived(solvers: tuple[str | Solver, ...]) -> Registry:
+    """A registry that was pickled: ids of solvers of the default one, and others."""
+    default = Registry.default()
+    return Registry(default[solver] if isinstance(solver, str) else solver for solver in solvers)
+
+
+def _discovered() -> Iterator[Solver]:
+    """The solvers of the default registry, each id once."""
+    found: dict[str, Solver] = {}
+    for solver in itertools.chain(_own(), _from_entry_points()):
+        if solver.id in found:
+            first, second = type(found[solver.id]).__module__, type(solver).__module__
+            logger.warning("solver %s of %s is left out: %s has one of that id", solver.id, second, first)
+            continue
+        found[solver.id] = solver
+        yield solver
+
+
+def _own() -> Iterator[Solver]:
+    """The solvers of all families: modules name theirs in SOLVERS."""
+    package = importlib.import_module("miofind.solvers")
+    for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+        yield from getattr(importlib.import_module(found.name), "SOLVERS", ())
+
+
+def _from_entry_points() -> Iterator[Solver]:
+    for entry in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP):
+        try:
+            given = list(_given(entry.load()))
+        except BaseException as error:  # another package's code: report it and go on without it
+            raise_if_interrupted(error)
+            logger.warning("solver entry point %s could not be loaded: %s", entry.name, described(error, str))
+            continue
+        if not given:
+            logger.warning("solver entry point %s is left out: it gives no solver, wanted is %s", entry.name, _WANTED)
+        for solver in given:
+            if reason := _unfit(solver):
+                logger.warning("solver entry point %s is left out: %s", entry.name, reason)
+            elif isinstance(solver, Solver):
+                yield solver
+
+
+def _given(what: object) -> Iterator[object]:
+    """What an entry point gives, one by one: instances of solvers, unless something else was given."""
+    if isinstance(what, types.ModuleType):
+        what = getattr(what, "SOLVERS", ())
+    if isinstance(what, tuple | list | set | frozenset):
+        for each in what:
+            yield from _given(each)
+    else:
+        yield what() if isinstance(what, type) and issubclass(what, Solver) else what
+
+
+def _unfit(solver: object) -> str:
+    """Why what another package registers is no solver that a find can name and keep results of, "" if it is one."""
+    if not isinstance(solver, Solver):
+        what = f"the class {solver.__name__}" if isinstance(solver, type) else f"of type {type(solver).__name__}"
+        return f"it is {what}, wanted is {_WANTED}"
+    try:
+        return _unfit_fields(solver)
+    except BaseException as error:  # another package's code: a class attribute may be missing, or a property fail
+        raise_if_interrupted(error)
+        return f"its class attributes cannot be read: {described(error)}"
+
+
+def _unfit_fields(solver: Solver) -> str:
+    fields: tuple[object, ...] = (solver.id, solver.version, solver.algorithm)
+    name, version, algorithm = fields
+    if not isinstance(name, str) or "/" not in name:
+        return "its id must be a text like 'vendor/Name'"
+    if not name.isprintable() or ":" in name or len(name) > MAX_ID_CHARS:
+        return f"its id {name!r:.80} must be of at most {MAX_ID_CHARS} printable characters, none of them a colon"
+    if type(version) is not int or not 0 <= version < 2**31:
+        return f"the version of {name} must be an int from 0 to 2**31 - 1"
+    if not isinstance(algorithm, Algorithm):
+        return f"the algorithm of {name} must be one of {', '.join(Algorithm)}"
+    if not solver.keys or not all(isinstance(key, KernelKey) for key in solver.keys):
+        return f"the keys of {name} must be KernelKeys, one or more"
+    return ""
