@@ -9,13 +9,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import ClassVar
 
 from miofind.core.problem import Direction, Layout, ProblemDescription
 from miofind.device.device import Device
-from miofind.errors import InvalidConfigError, UnknownSolverError
-from miofind.solver.registry import Registry
-from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, Reach, Solver
+from miofind.errors import InvalidConfigError
+from miofind.solver.delegating import DelegatingSolver, kernels_on
+from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, Solver
 from miofind.solver.steps import Config, ConvSolution, KernelStep, Region, WorkspacePlan
 from miofind.solvers.implicit_gemm.transpose import BANDWIDTH_SHARE, Turn, turning
 
@@ -67,25 +66,19 @@ def _form(inner: Solver, problem: ProblemDescription, device: Device) -> Problem
     return next((form for form in _forms(problem) if inner.applicability(form, device)), None)
 
 
-class ChannelsLastSolver(Solver):
+class ChannelsLastSolver(DelegatingSolver):
     """Channels-first convolution in three parts: operands to channels last, another solver's kernels, and back.
 
     Tensors whose order is the same either way, such as filters of one tap, stay where they are, and so does one that
     the other solver takes with its channels first: the result, or y for backward weights.
-
-    Attributes:
-        inner: id of the other solver.
     """
 
-    inner: ClassVar[str]
+    inner_name = "config"
     algorithm = Algorithm.IMPLICIT_GEMM
     alignment_bytes = 16
 
     def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
-        try:
-            form = _form(Registry.default().named(self.inner), problem, device)
-        except UnknownSolverError as error:
-            return Applicability(str(error))
+        form = _form(self.inner_solver, problem, device)
         if form is None:
             return Applicability(self._refusal(problem, device))
         turns = _turns(problem, form)
@@ -96,20 +89,22 @@ class ChannelsLastSolver(Solver):
             return Applicability("its tensors have too many tiles for one launch")
         return APPLICABLE
 
+    def inner_problem(self, problem: ProblemDescription, config: Config) -> ProblemDescription:
+        return _with_last(problem, _TENSORS)
+
     def form(self, problem: ProblemDescription, device: Device) -> ProblemDescription:
         """What the other solver is asked instead of a problem that this one serves.
 
         Raises:
             InvalidConfigError: it refuses it.
-            UnknownSolverError: it is not there.
         """
-        form = _form(Registry.default().named(self.inner), problem, device)
+        form = _form(self.inner_solver, problem, device)
         if form is None:
             raise InvalidConfigError(f"{self.id}: {self._refusal(problem, device)}")
         return form
 
     def configs(self, problem: ProblemDescription, device: Device) -> Iterator[Config]:
-        for config in Registry.default().named(self.inner).configs(self.form(problem, device), device):
+        for config in self.inner_solver.configs(self.form(problem, device), device):
             yield self._outer(config)
 
     def check_config(self, problem: ProblemDescription, device: Device, config: Config) -> None:
@@ -117,12 +112,10 @@ class ChannelsLastSolver(Solver):
             raise InvalidConfigError(
                 f"{self.id}: config {config.json} must name the solver {self.inner} and its config"
             )
-        if not isinstance(config["config"], dict):
-            raise InvalidConfigError(f"{self.id}: config {config.json} has no configuration of {self.inner}")
-        Registry.default().named(self.inner).check_config(self.form(problem, device), device, Config(config["config"]))
+        self.check_inner_config(self.form(problem, device), device, config)
 
     def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
-        configs = Registry.default().named(self.inner).default_configs(self.form(problem, device), device)
+        configs = self.inner_solver.default_configs(self.form(problem, device), device)
         return tuple(map(self._outer, configs[:_DEFAULTS]))
 
     def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
@@ -130,40 +123,24 @@ class ChannelsLastSolver(Solver):
         turns = _turns(problem, form)
         moved_bytes = sum(2 * turn.bytes for turn in turns.values())
         moved_ms = 1e3 * moved_bytes / (BANDWIDTH_SHARE * device.bandwidth_bytes_per_s)
-        inner_ms = Registry.default().named(self.inner).estimate_ms(form, device, Config(config["config"]))
+        inner_ms = self.inner_solver.estimate_ms(form, device, self.inner_config(config))
         return len([*_before(problem, turns), *_after(problem, turns)]) * _STEP_MS + moved_ms + inner_ms
 
     def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
         form = self.form(problem, device)
-        inner = Registry.default().named(self.inner).solution(form, device, Config(config["config"]))
+        inner = self.inner_solver.solution(form, device, self.inner_config(config))
         turns = _turns(problem, form)
         names = {name: turn.target for name, turn in turns.items()}
-        steps = [step.on_buffers(names) for step in inner.kernels]
         regions = [Region(name=turn.target, bytes=turn.bytes) for turn in turns.values()]
         return ConvSolution(
-            steps=(*_before(problem, turns), *steps, *_after(problem, turns)),
+            steps=(*_before(problem, turns), *kernels_on(inner, names), *_after(problem, turns)),
             workspace=WorkspacePlan((*regions, *inner.workspace.regions)),
             deterministic=inner.deterministic,
         )
-
-    def error_growth(self, problem: ProblemDescription, config: Config) -> float:
-        last = _with_last(problem, _TENSORS)
-        return Registry.default().named(self.inner).error_growth(last, Config(config["config"]))
-
-    def error_reach(self, problem: ProblemDescription, config: Config) -> Reach:
-        last = _with_last(problem, _TENSORS)
-        return Registry.default().named(self.inner).error_reach(last, Config(config["config"]))
-
-    def spreads_nonfinite(self, problem: ProblemDescription, config: Config) -> bool:
-        last = _with_last(problem, _TENSORS)
-        return Registry.default().named(self.inner).spreads_nonfinite(last, Config(config["config"]))
-
-    def is_exact(self, config: Config) -> bool:
-        return Registry.default().named(self.inner).is_exact(Config(config["config"]))
 
     def _outer(self, config: Config) -> Config:
         return Config.of(solver=self.inner, config=dict(config))
 
     def _refusal(self, problem: ProblemDescription, device: Device) -> str:
-        answer = Registry.default().named(self.inner).applicability(_with_last(problem, _TENSORS), device)
+        answer = self.inner_solver.applicability(_with_last(problem, _TENSORS), device)
         return f"{self.inner}: {answer.reason}"

@@ -14,8 +14,8 @@ from typing import Any
 from miofind.core.problem import DataType, Direction, Layout, MathMode, ProblemDescription
 from miofind.device.device import Device, Library, Place
 from miofind.errors import InvalidConfigError
-from miofind.solver.registry import Registry
-from miofind.solver.solver import Algorithm, Applicability, KernelKey, Reach, Solver
+from miofind.solver.delegating import DelegatingSolver, kernels_on
+from miofind.solver.solver import Algorithm, Applicability, KernelKey, Reach
 from miofind.solver.steps import Config, ConvSolution, Packing, Region, WorkspacePlan
 from miofind.solvers.winograd.choice import (
     EXACT_TILE,
@@ -32,7 +32,6 @@ from miofind.solvers.winograd.choice import (
 from miofind.solvers.winograd.cost import transforms_ms
 from miofind.solvers.winograd.steps import INPUTS, OTHERS, PRODUCTS, SOURCE, WinogradPlan
 
-_INNER = "ConvImplicitGemmMma"
 _FIXED = {"slices": 1, "vector": 1}  # of a plan; wider vectors of channels are no faster in float32
 _NAMES = (PLAN_NAMES - set(_FIXED)) | {"product"}
 _DEFAULTS = 8
@@ -46,7 +45,7 @@ _SMALL_SLOWER = 1.04  # likewise of a block with no more rows and columns than t
 _SHALLOW, _SHALLOW_SLOWER = 32, 1.06  # likewise of the depth of a stage
 
 
-class ConvWinogradMma(Solver):
+class ConvWinogradMma(DelegatingSolver):
     """Winograd's minimal filtering F(tile, taps), float32, with products by ConvImplicitGemmMma.
 
     Configuration: as `ConvWinograd` has it, without slices, vectors and library, and `product`, the other solver's. The
@@ -56,6 +55,8 @@ class ConvWinogradMma(Solver):
     """
 
     id = "ConvWinogradMma"
+    inner = "ConvImplicitGemmMma"
+    inner_name = "product"
     algorithm = Algorithm.WINOGRAD
     keys = (
         KernelKey(
@@ -124,16 +125,11 @@ class ConvWinogradMma(Solver):
     def check_config(self, problem: ProblemDescription, device: Device, config: Config) -> None:
         if set(config) != _NAMES:
             raise InvalidConfigError(f"{self.id}: config {config.json} must have the parameters {sorted(_NAMES)}")
-        if not isinstance(config["product"], dict):
-            raise InvalidConfigError(f"{self.id}: config {config.json} has no configuration of {_INNER}")
         check_plan(self.id, problem, {**config, **_FIXED})
         plan = self.plan(problem, config)
         if not self._serves(plan, device):
             raise InvalidConfigError(f"{self.id}: config {config.json} has no products of one sum for {problem}")
-        try:
-            self._inner.check_config(product_problem(plan), device, Config(config["product"]))
-        except InvalidConfigError as error:
-            raise InvalidConfigError(f"{self.id}: config {config.json}: {error}") from error
+        self.check_inner_config(product_problem(plan), device, config)
 
     def is_valid_config(self, problem: ProblemDescription, device: Device, config: Config) -> bool:
         if not serves(problem, config["tile"]):
@@ -141,18 +137,17 @@ class ConvWinogradMma(Solver):
         plan = self.plan(problem, config)
         if plan_refusal(plan) or not self._serves(plan, device):
             return False
-        return self._inner.is_valid_config(product_problem(plan), device, Config(config["product"]))
+        return self.inner_solver.is_valid_config(product_problem(plan), device, self.inner_config(config))
 
     def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
         plan = self.plan(problem, config)
         return _transforms_ms(plan, device) + plan.chunk_count * self._product_ms(plan, device, config["product"])
 
     def error_growth(self, problem: ProblemDescription, config: Config) -> float:
-        plan = self.plan(problem, config)
-        return plan.bound_growth * self._inner.error_growth(product_problem(plan), Config(config["product"]))
+        return self.plan(problem, config).bound_growth * super().error_growth(problem, config)
 
     def is_exact(self, config: Config) -> bool:
-        return int(config["tile"]) == EXACT_TILE and self._inner.is_exact(Config(config["product"]))
+        return int(config["tile"]) == EXACT_TILE and super().is_exact(config)
 
     def workspace_bytes(self, problem: ProblemDescription, device: Device, config: Config) -> int:
         plan = self.plan(problem, config)
@@ -165,7 +160,7 @@ class ConvWinogradMma(Solver):
         plan = self.plan(problem, config)
         products = self._products(plan, device, config)
         names = product_tensors(plan) | {region.name: _own(region) for region in products.workspace.regions}
-        steps = [step.on_buffers(names) for step in products.kernels]
+        steps = kernels_on(products, names)
         return ConvSolution(
             steps=tuple(plan.steps(lambda count, accumulate: steps)),
             workspace=_workspace(plan, products),
@@ -176,9 +171,8 @@ class ConvWinogradMma(Solver):
         """What a configuration transforms, and how."""
         return replace(plan_of(problem, {**config, **_FIXED}), places_within=True)
 
-    @property
-    def _inner(self) -> Solver:
-        return Registry.default().named(_INNER)
+    def inner_problem(self, problem: ProblemDescription, config: Config) -> ProblemDescription:
+        return product_problem(self.plan(problem, config))
 
     def _plans(self, problem: ProblemDescription, device: Device) -> Iterator[WinogradPlan]:
         one_each = plans(problem, slices_of=(_FIXED["slices"],), vectors=(_FIXED["vector"],))
@@ -188,22 +182,22 @@ class ConvWinogradMma(Solver):
         """Whether its products are one convolution of the other solver; it adds to no earlier sum."""
         if plan.slices > 1 or plan.vector > 1 or (plan.is_weights and plan.chunk_count > 1):
             return False
-        return bool(self._inner.applicability(product_problem(plan), device))
+        return bool(self.inner_solver.applicability(product_problem(plan), device))
 
     def _products(self, plan: WinogradPlan, device: Device, config: Config) -> ConvSolution:
-        return self._inner.solution(product_problem(plan), device, Config(config["product"]))
+        return self.inner_solver.solution(product_problem(plan), device, self.inner_config(config))
 
     def _with_products(self, plan: WinogradPlan, device: Device, count: int) -> list[Config]:
         values: dict[str, Any] = {name: value for name, value in values_of(plan).items() if name not in _FIXED}
         products = sorted(
-            self._inner.default_configs(product_problem(plan), device),
+            self.inner_solver.default_configs(product_problem(plan), device),
             key=lambda product: self._product_ms(plan, device, product),
         )
         return [Config({**values, "product": dict(product)}) for product in products[:count]]
 
     def _product_ms(self, plan: WinogradPlan, device: Device, product: Mapping[str, Any]) -> float:
         """Of one chunk."""
-        estimate = self._inner.estimate_ms(product_problem(plan), device, Config(product))
+        estimate = self.inner_solver.estimate_ms(product_problem(plan), device, Config(product))
         if plan.problem.math is not MathMode.IEEE:
             return estimate
         least, most = sorted((product["tile_m"], product["tile_n"]))
