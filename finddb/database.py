@@ -13,7 +13,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from enum import Enum
 from pathlib import Path
 
@@ -35,6 +35,7 @@ from miofind.finddb.sqlite_file import (
     draw,
     execute,
     legible,
+    open_file,
     open_lasting,
     open_memory,
     set_log_aside,
@@ -218,6 +219,8 @@ class _Connections:
             self._part_from_log()
         self.reading.end()
         self.writing.end()
+        with suppress(OSError, sqlite3.Error):
+            self._remove_empty_log()
         file, self.file = self.file, None
         if file is not None:
             open_files.release(file)
@@ -239,6 +242,18 @@ class _Connections:
                     self._empty_log()
         elif self._log_descriptor is not None and not self._is_in_place and checkpoint(driver):
             logs.remove(self._log, key_of(self._log_descriptor))
+
+    def _remove_empty_log(self) -> None:
+        """Have SQLite remove the empty log that reading had to make: a connection that only reads leaves it behind.
+
+        It does so where no other connection, of whatever process, is open.
+        """
+        if self.writes or self.is_immutable or self.file is None or self.path is None:
+            return
+        if not self._is_in_place or os.stat(self._log).st_size > 0:
+            return
+        with closing(open_file(self.path, "rw")) as driver:
+            driver.execute("PRAGMA schema_version").close()
 
     def _empty_log(self) -> None:
         """Leave SQLite nothing to write into the file when it closes it."""

@@ -9,7 +9,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from miofind.errors import DatabaseError
+from miofind.errors import DatabaseError, brief
 
 MEMORY = ":memory:"
 
@@ -57,7 +57,7 @@ def checked_path(path: str | Path) -> Path | None:
         DatabaseError: it is a server's URL, or no path.
     """
     if not isinstance(path, str | os.PathLike):
-        raise DatabaseError(f"database={path!r} must be the path of a file")
+        raise DatabaseError(f"database={brief(path)} must be the path of a file")
     text = str(path)
     if text == MEMORY:
         return None

@@ -9,13 +9,16 @@ from miofind.arrays import arrays, operands
 from miofind.arrays.array_problem import problem_from_views
 from miofind.core.problem import Direction, ProblemDescription
 from miofind.device.device import Device
-from miofind.errors import InvalidArrayError, InvalidOptionError
+from miofind.errors import InvalidArrayError, InvalidOptionError, brief
 from miofind.find.pipeline import find, find_mode
 from miofind.options import FindEnforce, FindMode, FindOptions
 from miofind.runtime.handle import Handle, default_handle
 from miofind.runtime.solution import Solution
 
 _DEFAULT_OPTIONS = FindOptions()
+_KEYWORDS = frozenset({"options", "handle", "out", "workspace", "stream"})
+"""Of `convolution` and its gradients, beside the problem's own."""
+
 _NEVER_CACHED = (FindEnforce.DB_UPDATE, FindEnforce.SEARCH_DB_UPDATE, FindEnforce.DB_CLEAN)
 
 
@@ -56,10 +59,10 @@ def find_solutions(
 
 def _wrong_argument(problem: object, options: object, handle: object) -> InvalidOptionError:
     if not isinstance(problem, ProblemDescription):
-        return InvalidOptionError(f"problem={problem!r} must be a ProblemDescription")
+        return InvalidOptionError(f"problem={brief(problem)} must be a ProblemDescription")
     if not isinstance(options, FindOptions):
-        return InvalidOptionError(f"options={options!r} must be FindOptions")
-    return InvalidOptionError(f"handle={handle!r} must be a Handle, such as miofind.Handle('cpu')")
+        return InvalidOptionError(f"options={brief(options)} must be FindOptions")
+    return InvalidOptionError(f"handle={brief(handle)} must be a Handle, such as miofind.Handle('cpu')")
 
 
 def _measures_always(options: FindOptions) -> bool:
@@ -98,7 +101,9 @@ def run_solution(
         LaunchError: the launch failed and no other solution of the same find could take over.
     """
     if not isinstance(solution, Solution):
-        raise InvalidOptionError(f"solution={solution!r} must be a Solution: one of those that find_solutions returns")
+        raise InvalidOptionError(
+            f"solution={brief(solution)} must be a Solution: one of those that find_solutions returns"
+        )
     runner = solution.found.runners.get(solution.position) or solution.runner
     return runner.run(x, w, dy, out, workspace, stream)
 
@@ -163,7 +168,7 @@ def _call(
     views = {name: arrays.view(array, _user_name(name, direction)) for name, array in given.items()}
     if out is not None:
         views[direction.output] = arrays.view(out, "out")
-    problem = problem_from_views(direction, views, missing_shape, convolution_arguments)
+    problem = problem_from_views(direction, views, missing_shape, convolution_arguments, _KEYWORDS)
     if handle is None:
         handle = default_handle(_device_of(views))
     solutions = find_solutions(problem, options=options, handle=handle)

@@ -30,7 +30,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import ClassVar
 
-from miofind.printable import printable, printable_lines
+from miofind.printable import printable, printable_lines, printable_name
 from miofind.process.interrupts import raise_if_interrupted
 
 MAX_TOLD = 2000
@@ -180,6 +180,14 @@ def described(foreign: object, form: Callable[[object], str] = repr) -> str:
     except BaseException as second:  # the code of what is foreign may raise anything
         raise_if_interrupted(second)
         return f"{type(foreign).__name__}, which cannot be shown: that raises {type(second).__name__}"
+
+
+def brief(value: object) -> str:
+    """A user's argument for a message: an array by its type and shape, all else in at most NAME_CHARS characters."""
+    shape = getattr(value, "shape", None)
+    if isinstance(shape, tuple) and shape:
+        return f"<{type(value).__name__} of shape {tuple(shape)}>"
+    return printable_name(described(value))
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:

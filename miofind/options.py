@@ -9,7 +9,7 @@ from enum import StrEnum
 from numbers import Integral, Real
 from typing import TypeVar
 
-from miofind.errors import InvalidOptionError
+from miofind.errors import InvalidOptionError, brief
 from miofind.solver.registry import Registry
 from miofind.solver.solver import Solver
 
@@ -176,14 +176,14 @@ def member(kind: type[_E], value: object, name: str) -> _E:
         return kind(str(value).lower())
     except ValueError:
         known = ", ".join(m.value for m in kind)
-        raise InvalidOptionError(f"{name}={value!r} is unknown: use one of {known}") from None
+        raise InvalidOptionError(f"{name}={brief(value)} is unknown: use one of {known}") from None
 
 
 def _check_number(name: str, value: object) -> None:
     if value is None:
         return
     if isinstance(value, bool) or not isinstance(value, Real) or math.isnan(value) or value < 0:
-        raise InvalidOptionError(f"{name}={value!r} must be a number of at least 0")
+        raise InvalidOptionError(f"{name}={brief(value)} must be a number of at least 0")
 
 
 def _count(name: str, value: object, least: int, *, may_be_none: bool) -> int | None:
@@ -192,25 +192,25 @@ def _count(name: str, value: object, least: int, *, may_be_none: bool) -> int | 
         return None
     if isinstance(value, bool) or not isinstance(value, Integral) or not least <= int(value) <= MAX_COUNT:
         rest = " or None" if may_be_none else ""
-        raise InvalidOptionError(f"{name}={value!r} must be a whole number from {least} to {MAX_COUNT}{rest}")
+        raise InvalidOptionError(f"{name}={brief(value)} must be a whole number from {least} to {MAX_COUNT}{rest}")
     return int(value)
 
 
 def _check_flag(name: str, value: object) -> None:
     if not isinstance(value, bool):
-        raise InvalidOptionError(f"{name}={value!r} must be True or False")
+        raise InvalidOptionError(f"{name}={brief(value)} must be True or False")
 
 
 def _whole_bytes(value: float | None) -> int | None:
     """A limit that a FindDB can store: 1e9 is 10**9."""
     if value is not None and (value >= 2**63 or value != int(value)):
-        raise InvalidOptionError(f"workspace_limit_bytes={value!r} must be a whole number of bytes below 2**63")
+        raise InvalidOptionError(f"workspace_limit_bytes={brief(value)} must be a whole number of bytes below 2**63")
     return None if value is None else int(value)
 
 
 def _names(name: str, value: str | Iterable[str]) -> tuple[str, ...]:
     if not isinstance(value, Iterable):
-        raise InvalidOptionError(f"{name}={value!r} must be a name or a sequence of names")
+        raise InvalidOptionError(f"{name}={brief(value)} must be a name or a sequence of names")
     given = (value,) if isinstance(value, str) else tuple(value)
     if not given:
         return ()

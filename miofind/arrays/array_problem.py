@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,8 +14,9 @@ from miofind.arrays import arrays
 from miofind.arrays.arrays import ArrayView
 from miofind.core.problem import ProblemDescription
 from miofind.core.tensor import DataType, Direction, one_size, sizes
-from miofind.errors import InvalidArrayError, InvalidProblemError
+from miofind.errors import InvalidArrayError, InvalidProblemError, brief
 
+_ARRAYS = frozenset({"x", "w", "dy", "out", "x_shape", "w_shape"})
 _ARGUMENTS = frozenset({"padding", "stride", "dilation", "groups", "math"})
 
 
@@ -33,6 +35,7 @@ def problem_from_views(
     views: Mapping[str, ArrayView],
     missing_shape: Sequence[int] | None,
     arguments: Mapping[str, Any],
+    others: frozenset[str] = frozenset(),
 ) -> ProblemDescription:
     """The problem of two inputs and perhaps the output, cached by what of them matters.
 
@@ -41,13 +44,17 @@ def problem_from_views(
         views: by tensor name, "x", "w" or "y"; dy is "y".
         missing_shape: shape of the output where the inputs leave it open: x for backward data, w for backward weights.
         arguments: padding, stride, dilation, groups and math as in `ProblemDescription.convolution`.
+        others: names of the caller's other keywords, for its message.
 
     Raises:
         InvalidArrayError, InvalidProblemError: the message names the array or field.
     """
     unknown = set(arguments) - _ARGUMENTS
     if unknown:
-        raise InvalidProblemError(f"unknown arguments {sorted(unknown)}: known are {sorted(_ARGUMENTS)}")
+        known = sorted(_ARGUMENTS | others)
+        near = difflib.get_close_matches(min(unknown), known, n=1)
+        meant = f"did you mean {near[0]!r}? Known" if near else "known"
+        raise InvalidProblemError(f"unknown arguments {sorted(unknown)}: {meant} are {known}")
     facts = tuple(_Facts(name, v.shape, v.strides, v.dtype) for name, v in views.items())
     output = direction.output
     if missing_shape is None and output not in views and direction is not Direction.FORWARD:
@@ -126,8 +133,8 @@ def problem_from_arrays(
         raise InvalidProblemError(f"given arrays {sorted(names)}: pass x and w, or dy and w, or dy and x")
     for name, shape in (("x", x_shape), ("w", w_shape)):
         if shape is not None and name != direction.output:
-            raise InvalidProblemError(f"{name}_shape={shape!r} is not for {direction} arrays: leave it out")
+            raise InvalidProblemError(f"{name}_shape={brief(shape)} is not for {direction} arrays: leave it out")
     views = {name.removeprefix("d"): arrays.view(array, name) for name, array in given.items()}
     if out is not None:
         views[direction.output] = arrays.view(out, "out")
-    return problem_from_views(direction, views, missing, arguments)
+    return problem_from_views(direction, views, missing, arguments, _ARRAYS)

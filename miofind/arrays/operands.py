@@ -17,7 +17,7 @@ import numpy as np
 
 from miofind.arrays.arrays import NUMPY_DTYPES, Framework, as_cupy, framework_of, strides_fit, view
 from miofind.core.tensor import TensorDescriptor
-from miofind.errors import InvalidArrayError, InvalidOptionError, WorkspaceError
+from miofind.errors import InvalidArrayError, InvalidOptionError, WorkspaceError, brief
 
 WORKSPACE_ALIGNMENT = 256
 """A workspace on a GPU begins at a multiple of this, as do its regions: cuBLASLt asks for no less."""
@@ -332,7 +332,7 @@ def stream_address(stream: Any) -> int:
     protocol = getattr(stream, "__cuda_stream__", None)
     if protocol is not None:
         return int((protocol() if callable(protocol) else protocol)[1])
-    raise InvalidOptionError(f"stream={stream!r} is no stream: pass a CuPy or PyTorch stream or its address")
+    raise InvalidOptionError(f"stream={brief(stream)} is no stream: pass a CuPy or PyTorch stream or its address")
 
 
 def stream_reader(device_index: int) -> Callable[[Any], int]:

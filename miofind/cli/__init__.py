@@ -115,7 +115,10 @@ def _printable(error: click.ClickException) -> click.ClickException:
 @click.group(
     cls=_Commands,
     context_settings={"help_option_names": ["-h", "--help"]},
-    epilog="\b\nExample:\n  miofind find conv -n 32 -c 64 -H 56 -W 56 -k 64 -y 3 -x 3 -p 1 -q 1 -F 1",
+    epilog="\b\nExit codes:\n"
+    "  0 done, 1 failed, 2 wrong usage or a missing file, 3 no GPU or library,\n"
+    "  4 unusable FindDB, 130 interrupted\n\n"
+    "\b\nExample:\n  miofind find conv -n 32 -c 64 -H 56 -W 56 -k 64 -y 3 -x 3 -p 1 -q 1 -F 1",
 )
 @click.version_option(__version__, prog_name="miofind")
 @click.option("-v", "--verbose", count=True, help="Log to stderr what is done; twice for details.")

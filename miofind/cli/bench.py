@@ -13,6 +13,7 @@ import click
 from miofind.bench.comparison import BenchRow, ClassMeans, bench, class_means
 from miofind.cli.options import (
     DRIVER_LINE,
+    OutputFile,
     db_option,
     device_option,
     example,
@@ -58,7 +59,9 @@ _MEANS = ("class", "problems", "ratio", "least", "of floor")
 @limit_options
 @device_option
 @db_option()
-@click.option("--json", "json_file", metavar="FILE", help="Write the figures to this file; - for stdout.")
+@click.option(
+    "--json", "json_file", type=OutputFile(), metavar="FILE", help="Write the figures to this file; - for stdout."
+)
 @verbose_option
 def bench_(
     against: str | None,
@@ -74,7 +77,7 @@ def bench_(
     max_error: float | None,
     device: Device,
     database: str | None,
-    json_file: str | None,
+    json_file: Path | None,
     **values: Any,
 ) -> None:
     """Time the best solution of each problem.
@@ -83,9 +86,9 @@ def bench_(
     over miofind's, both measured in turn in this run. The floor is the larger of arithmetic and traffic at the ceilings
     measured at the start, plus 1 us. Ctrl-C ends with the rows measured so far.
     """
+    requests = requests_of(**values)
     if device.place is Place.CPU:
         raise NoDeviceError("bench needs a GPU, and this machine has none that can be used: see `miofind doctor`")
-    requests = requests_of(**values)
     options = FindOptions(
         tuning=search,
         time_budget_s=time_budget_s,
@@ -123,7 +126,7 @@ def bench_(
     means = class_means(rows)
     if json_file is not None:
         _write_json(json_file, _report(rows, means, device))
-    if json_file != "-":
+    if str(json_file) != "-":
         _print(rows, means, device)
     if len(rows) < len(requests):
         raise KeyboardInterrupt
@@ -210,16 +213,16 @@ def _versions(device: Device) -> dict[str, str]:
     return found
 
 
-def _write_json(target: str, report: dict[str, object]) -> None:
+def _write_json(target: Path, report: dict[str, object]) -> None:
     text = json.dumps(report, indent=1, allow_nan=False)
-    if target == "-":
+    if str(target) == "-":
         with reader_may_leave():
             click.echo(text)
         return
-    if is_of_database(Path(target)):
+    if is_of_database(target):
         raise InvalidOptionError(f"--json {target} is a database or its log, which would be lost: name another file")
     try:
-        with replacing(Path(target)) as file:
+        with replacing(target) as file:
             file.write(text + "\n")
     except OSError as error:
         raise InvalidOptionError(f"--json {target} cannot be written: {error.strerror}") from error

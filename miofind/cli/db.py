@@ -16,7 +16,17 @@ from miofind.cli.db_release import release
 from miofind.cli.db_restamp import code, restamp
 from miofind.cli.db_show import HistoryView, list_problems, show_history
 from miofind.cli.null_test import null_test_command
-from miofind.cli.options import DRIVER_LINE, choice, db_option, device_option, example, json_option
+from miofind.cli.options import (
+    DRIVER_LINE,
+    FindDBFile,
+    OutputFile,
+    choice,
+    db_option,
+    device_option,
+    example,
+    json_option,
+    one_of,
+)
 from miofind.cli.output import Sheet, bytes_text, print_json, print_note, print_path, print_text, reader_may_leave
 from miofind.cli.problems import optional_problem_argument, problems_of
 from miofind.cli.session import verbose_option
@@ -41,11 +51,14 @@ for _command_of_its_own in (code, diff, null_test_command, release, restamp):
     db.add_command(_command_of_its_own)
 
 
-def _command(name: str, *examples: str, **settings: Any) -> Callable[[Callable[..., None]], click.Command]:
-    """A command of the group, with the options all of them have."""
+def _command(
+    name: str, *examples: str, may_begin: bool = False, **settings: Any
+) -> Callable[[Callable[..., None]], click.Command]:
+    """A command of the group, with the options all of them have; whether its FindDB may begin with it."""
 
     def decorate(function: Callable[..., None]) -> click.Command:
-        function = db_option(tells_of_new=False)(json_option(verbose_option(function)))
+        about = "FindDB to add to." if may_begin else "FindDB to work on."
+        function = db_option(may_begin=may_begin, about=about)(json_option(verbose_option(function)))
         return db.command(name, epilog=example(*examples), **settings)(function)
 
     return decorate
@@ -61,7 +74,7 @@ def _reading(database: str | None) -> Iterator[Store]:
     with Store(database or user_path(), read_only=True) as store:
         if store.path is None or not store.path.exists():
             raise DatabaseError(
-                f"there is no FindDB at {store.path or store.where}: fill it with `miofind tune`, or name another "
+                f"there is no FindDB at {store.path or store.where} yet: fill it with `miofind tune`, or name another "
                 "with --db"
             )
         yield store.open()
@@ -145,34 +158,34 @@ def show(line: tuple[str, ...], everything: bool, database: str | None, as_json:
 
 
 @_command("export", "miofind db export finddb.jsonl", "miofind db export - | gzip > finddb.jsonl.gz")
-@click.argument("file", metavar="FILE")
-def export(file: str, database: str | None, as_json: bool) -> None:
+@click.argument("file", metavar="FILE", type=OutputFile())
+def export(file: Path, database: str | None, as_json: bool) -> None:
     """Write everything as JSON lines. - is stdout.
 
     A FILE that is there is replaced, but no database.
     """
-    if file == "-" and as_json:
+    if str(file) == "-" and as_json:
         raise click.UsageError("--json and - would both write to stdout: name a file")
     with _reading(database) as store:
-        if file == "-":
+        if str(file) == "-":
             with reader_may_leave():
                 store.export_jsonl(sys.stdout)
                 sys.stdout.flush()
             return
         try:
-            if is_of_database(Path(file)):
+            if is_of_database(file):
                 raise DatabaseError(f"{file} is a database, not an export: name another file; --db is what is exported")
-            with replacing(Path(file)) as target:
+            with replacing(file) as target:
                 count = store.export_jsonl(target)
         except OSError as error:
-            raise click.FileError(file, error.strerror) from error
+            raise click.FileError(str(file), error.strerror) from error
     if as_json:
-        print_json({"file": file, "lines": count})
+        print_json({"file": str(file), "lines": count})
     else:
         print_text(f"{count} lines written to {file}")
 
 
-@_command("import", "miofind db import finddb.jsonl")
+@_command("import", "miofind db import finddb.jsonl", may_begin=True)
 @click.argument("file", type=click.File("r", encoding="utf-8"))
 def import_(file: TextIO, database: str | None, as_json: bool) -> None:
     """Add what an export wrote. - is stdin.
@@ -184,16 +197,18 @@ def import_(file: TextIO, database: str | None, as_json: bool) -> None:
         _print_added(added, store, as_json)
 
 
-@_command("merge", "miofind db merge machine1.db machine2.db", "miofind db merge --db all.db machine1.db machine2.db")
-@click.argument("files", nargs=-1, required=True, metavar="FILE...", type=click.Path(path_type=Path))
-def merge(files: tuple[Path, ...], database: str | None, as_json: bool) -> None:
+@_command(
+    "merge",
+    "miofind db merge machine1.db machine2.db",
+    "miofind db merge --db all.db machine1.db machine2.db",
+    may_begin=True,
+)
+@click.argument("files", nargs=-1, required=True, metavar="FILE...", type=FindDBFile(must_exist=True))
+def merge(files: tuple[str, ...], database: str | None, as_json: bool) -> None:
     """Add all that other FindDBs hold.
 
     The order plays no part, and merging twice changes nothing.
     """
-    for file in files:
-        if not file.exists():
-            raise DatabaseError(f"{file} does not exist: correct the path")
     with _writing(database) as store:
         added = 0
         for file in files:
@@ -210,7 +225,7 @@ def _print_added(added: int, store: Store, as_json: bool) -> None:
 
 
 @_command("check", "miofind db check", "miofind db check results.db")
-@click.argument("file", required=False, metavar="[FILE]")
+@click.argument("file", required=False, metavar="[FILE]", type=FindDBFile(must_exist=True))
 def check(file: str | None, database: str | None, as_json: bool) -> None:
     """Check the file, and its rows against the code.
 
@@ -218,10 +233,8 @@ def check(file: str | None, database: str | None, as_json: bool) -> None:
     problem parses, the solver is known, its configuration valid, its workspace as declared. A release's content must
     have the hash it says.
     """
-    if file is not None and database is not None:
-        raise click.UsageError(f"name the FindDB once: {file} or --db {database}")
     rows = RowCheck(Registry.default())
-    with _reading(file or database) as store:
+    with _reading(one_of(file, database)) as store:
         findings = store.check(rows)
         where, version = str(store.path), store.schema_version
     if as_json:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import asdict
-from pathlib import Path
 
 import click
 
 from miofind.cli.db_show import stored_config
-from miofind.cli.options import example, json_option
+from miofind.cli.options import FindDBFile, db_option, example, json_option, one_of
 from miofind.cli.output import Sheet, print_json, print_text, ratio_text, time_text
 from miofind.cli.session import verbose_option
 from miofind.device.device import device_text
-from miofind.finddb import Change, ChangeKind, Comparison, Row, Store, differences
+from miofind.errors import InvalidOptionError
+from miofind.finddb import Change, ChangeKind, Comparison, Row, Store, differences, user_path
 from miofind.solver.steps import config_text
 
 _COLUMNS = (
@@ -25,25 +25,31 @@ _FOLD = ("races say", "new winner", "winner", "problem")
 _SPARE = ("p20..p80 before", "p20..p80 after")
 
 
-@click.command("diff", epilog=example("miofind db diff finddb/prebuilt/nvidia_h200.db tuned.db"))
-@click.argument("before", metavar="A", type=click.Path(path_type=Path))
-@click.argument("after", metavar="B", type=click.Path(path_type=Path))
+@click.command("diff", epilog=example("miofind db diff before.db after.db", "miofind db diff before.db --device H200"))
+@click.argument("before", metavar="A", type=FindDBFile(must_exist=True))
+@click.argument("second", required=False, metavar="[B]", type=FindDBFile(must_exist=True))
+@click.option("--device", "name", metavar="NAME", default="", help="Only devices with this in their name.")
+@db_option(may_begin=False, about="B, written as elsewhere.")
 @json_option
 @verbose_option
-def diff(before: Path, after: Path, as_json: bool) -> None:
-    """List what changed from the FindDB A to the FindDB B.
+def diff(before: str, second: str | None, name: str, database: str | None, as_json: bool) -> None:
+    """List what changed from the FindDB A to the FindDB B, or to the user's.
 
     Problems that got faster, slower or another winner by more than 1 %, the greatest change first, then new ones and
     those that are gone. Of winners, A's and B's own races tell by how much each beat the other: the 95 % interval of
     the loser's time over the winner's.
     """
+    after = one_of(second, database) or user_path()
     with Store(before, read_only=True) as old, Store(after, read_only=True) as new:
-        changes = differences(old, new)
+        changes = [each for each in differences(old, new) if name.casefold() in device_text(each.key.device).casefold()]
+        known = {device_text(key.device) for store in (old, new) for key in store.problems()} if not changes else set()
+    if name and not changes and not any(name.casefold() in device.casefold() for device in known):
+        raise InvalidOptionError(f"--device {name!r} is in no device's name: they know {'; '.join(sorted(known))}")
     counts = Counter(change.kind for change in changes)
     if as_json:
         counted = {kind.value: counts[kind] for kind in ChangeKind}
         listed = [_json(change) for change in changes if _is_listed(change)]
-        print_json({"before": str(before), "after": str(after), "counts": counted, "changes": listed})
+        print_json({"before": before, "after": after, "counts": counted, "changes": listed})
         return
     _print_sheets([change for change in changes if _is_listed(change)])
     told = ", ".join(f"{counts[kind]} {kind.value}" for kind in ChangeKind)

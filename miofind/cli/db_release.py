@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 
-from miofind.cli.options import example, json_option
+from miofind.cli.options import FindDBFile, example, json_option
 from miofind.cli.output import bytes_text, print_json, print_note, print_text
 from miofind.cli.session import verbose_option
 from miofind.device.device import device_text
@@ -22,12 +22,12 @@ _MOST_FINDINGS = 10
 
 
 @click.command("release", epilog=example("miofind db release tuned1.db tuned2.db finddb/prebuilt/nvidia_h200.db"))
-@click.argument("sources", nargs=-1, required=True, metavar="SOURCE...", type=click.Path(path_type=Path))
-@click.argument("out", metavar="OUT", type=click.Path(dir_okay=False))
-@click.option("--of", "name", metavar="NAME", default="", help="Only of the kind of device with this in its name.")
+@click.argument("sources", nargs=-1, required=True, metavar="SOURCE...", type=FindDBFile(must_exist=True))
+@click.argument("out", metavar="OUT", type=FindDBFile(must_exist=False))
+@click.option("--device", "name", metavar="NAME", default="", help="Only the kind of device with this in its name.")
 @json_option
 @verbose_option
-def release(sources: tuple[Path, ...], out: str, name: str, as_json: bool) -> None:
+def release(sources: tuple[str, ...], out: str, name: str, as_json: bool) -> None:
     """Make a FindDB to ship from others, for one kind of device.
 
     It holds the best solutions of each problem, measured with the solvers of this release and with the device to
@@ -66,10 +66,12 @@ def _device_of(stores: Sequence[Store], name: str) -> str:
     named = {device: text for device, text in known.items() if name.casefold() in text.casefold()}
     if len(named) > 1:
         several = "; ".join(sorted(named.values()))
-        raise InvalidOptionError(f"a file to ship is of one kind of device, the sources know {several}: choose by --of")
+        raise InvalidOptionError(
+            f"a file to ship is of one kind of device, the sources know {several}: choose by --device"
+        )
     if name and not named:
         several = "; ".join(sorted(known.values())) or "no device"
-        raise InvalidOptionError(f"--of {name!r} is in no device's name: the sources know {several}")
+        raise InvalidOptionError(f"--device {name!r} is in no device's name: the sources know {several}")
     return next(iter(named), "")
 
 

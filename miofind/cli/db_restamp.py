@@ -8,27 +8,28 @@ from pathlib import Path
 
 import click
 
-from miofind.cli.options import example, json_option
+from miofind.cli.options import FindDBFile, InputFile, OutputFile, db_option, example, json_option, one_of
 from miofind.cli.output import print_json, print_text
 from miofind.cli.session import verbose_option
 from miofind.compiler import BinaryCache, Compiler
 from miofind.errors import DatabaseError, InvalidOptionError
 from miofind.find.restamp import Restamped, codes, read_codes, restamped, write_codes
-from miofind.finddb import Store
+from miofind.finddb import Store, user_path
 from miofind.suites.text import read_lines
 
 
 @click.command("code", epilog=example("miofind db code finddb/prebuilt/nvidia_h200.db > before.jsonl"))
-@click.argument("source", metavar="SOURCE", type=click.Path(path_type=Path))
+@click.argument("source", required=False, metavar="[SOURCE]", type=FindDBFile(must_exist=True))
+@db_option(may_begin=False, about="SOURCE, written as elsewhere.")
 @json_option
 @verbose_option
-def code(source: Path, as_json: bool) -> None:
-    """Say of each row of SOURCE what this release launches for it, as lines of JSON for `miofind db restamp`.
+def code(source: str | None, database: str | None, as_json: bool) -> None:
+    """Print what this release launches for each row of SOURCE, as lines of JSON for `miofind db restamp`.
 
-    Rows of the CPU place and failures are left out. It compiles the kernels of all rows, without a GPU: some thousand
+    Rows of the CPU place and failures are left out. The kernels of all rows are compiled, without a GPU: some thousand
     take minutes. With --json the lines are one array.
     """
-    with Store(source, read_only=True) as store:
+    with Store(one_of(source, database) or user_path(), read_only=True) as store:
         if as_json:
             print_json([asdict(each) for each in codes(store, Compiler(BinaryCache()))])
             return
@@ -37,26 +38,26 @@ def code(source: Path, as_json: bool) -> None:
 
 
 @click.command("restamp", epilog=example("miofind db restamp before.db after.db --code before.jsonl"))
-@click.argument("old", metavar="OLD", type=click.Path(path_type=Path))
-@click.argument("new", metavar="NEW", type=click.Path(path_type=Path, dir_okay=False))
+@click.argument("old", metavar="OLD", type=FindDBFile(must_exist=True))
+@click.argument("new", metavar="NEW", type=OutputFile())
 @click.option(
     "--code",
     "written",
     required=True,
     metavar="FILE",
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=InputFile(takes_stdin=True),
     help="What the release that measured OLD wrote by `miofind db code OLD`.",
 )
 @json_option
 @verbose_option
-def restamp(old: Path, new: Path, written: Path, as_json: bool) -> None:
+def restamp(old: str, new: Path, written: Path, as_json: bool) -> None:
     """Write to NEW the rows of OLD whose machine code is today's, under the hashes of today's sources.
 
     After sources were renamed or cleaned up, rows are void although what they measured still runs. Kernels are compiled
     and compared, with their launches, one by one; a row of which anything differs stays behind, and its solver is asked
     anew by the next find. So do failures and rows of the CPU place. NEW must not be there yet.
     """
-    if new.expanduser().exists():
+    if new.exists():
         raise InvalidOptionError(f"{new} is there already: name a file that is not")
     told = Restamped()
     with Store(old, read_only=True) as store:

@@ -13,6 +13,7 @@ import click
 from miofind.api import find_solutions
 from miofind.cli.options import (
     DRIVER_LINE,
+    OutputFile,
     db_option,
     device_option,
     example,
@@ -66,7 +67,7 @@ class _Found:
 @click.option("--top", type=click.IntRange(min=1), metavar="N", help="Show the first N solutions only.")
 @click.option(
     "--save",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=OutputFile(),
     metavar="FILE",
     help="Write the first solution and its kernels to a file that `miofind run --solution` and Solution.load read.",
 )

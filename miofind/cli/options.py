@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
@@ -79,7 +80,63 @@ def _names(ctx: click.Context, parameter: click.Parameter, values: tuple[str, ..
     return names
 
 
-def _database(ctx: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
+class InputFile(click.Path):
+    """The path of a file that must be there; - is stdin where the command takes it."""
+
+    name = "file"
+
+    def __init__(self, *, takes_stdin: bool = False) -> None:
+        super().__init__(dir_okay=False, path_type=Path, allow_dash=takes_stdin)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        path = Path(value).expanduser()
+        if not (self.allow_dash and str(value) == "-") and not path.exists():
+            self.fail(f"there is no file {value}: correct the path", param, ctx)
+        return super().convert(path, param, ctx)
+
+
+class OutputFile(click.Path):
+    """The path of a file to write, whose folder must be there: a mistyped path makes no folders."""
+
+    name = "file"
+
+    def __init__(self) -> None:
+        super().__init__(dir_okay=False, path_type=Path, allow_dash=True)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        path = Path(value).expanduser()
+        _check_folder(self, path, param, ctx)
+        return super().convert(path, param, ctx)
+
+
+class FindDBFile(click.ParamType[str]):
+    """The path of a FindDB as text: of one that must be there, or of one that may begin there in a folder there is."""
+
+    name = "FindDB"
+
+    def __init__(self, *, must_exist: bool) -> None:
+        self._must_exist = must_exist
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        path = checked_path(value)
+        if path is None and not self._must_exist:
+            return str(value)
+        if path is None or (self._must_exist and not path.exists()):
+            self.fail(f"there is no FindDB at {value}: correct the path", param, ctx)
+        if path.is_dir():
+            self.fail(f"{value} is a folder: name a file in it", param, ctx)
+        _check_folder(self, path, param, ctx)
+        return str(value)
+
+
+def _check_folder(
+    kind: click.ParamType[Any], path: Path, param: click.Parameter | None, ctx: click.Context | None
+) -> None:
+    if not path.parent.is_dir():
+        kind.fail(f"there is no folder {path.parent}: correct the path, or make the folder first", param, ctx)
+
+
+def _new_database(ctx: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
     """The path as it is; a file that is not there yet is told of, since a typing error would make it."""
     path = checked_path(value) if value else None
     if path is not None and not path.exists():
@@ -92,16 +149,27 @@ device_option = click.option(
 )
 
 
-def db_option(*, tells_of_new: bool = True) -> Callable[[Command], Command]:
-    """--db, whose new file is told of where `tells_of_new`."""
+def db_option(*, may_begin: bool = True, about: str = "FindDB to read and write.") -> Callable[[Command], Command]:
+    """--db: a FindDB, which begins there where `may_begin` and there is none."""
     return click.option(
         "--db",
         "database",
-        callback=_database if tells_of_new else None,
-        type=click.Path(dir_okay=False),
+        callback=_new_database if may_begin else None,
+        type=FindDBFile(must_exist=not may_begin),
         metavar="PATH",
-        help="FindDB to read and write.  [default: MIOFIND_DB, else the user's]",
+        help=f"{about}  [default: MIOFIND_DB, else the user's]",
     )
+
+
+def one_of(named: str | None, database: str | None) -> str | None:
+    """The FindDB that an argument or --db names.
+
+    Raises:
+        UsageError: both do.
+    """
+    if named is not None and database is not None:
+        raise click.UsageError(f"name the FindDB once: {named} or --db {database}")
+    return database if named is None else named
 
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")

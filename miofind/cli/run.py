@@ -11,6 +11,7 @@ import click
 from miofind.api import find_solutions
 from miofind.cli.options import (
     DRIVER_LINE,
+    InputFile,
     db_option,
     device_option,
     example,
@@ -55,7 +56,7 @@ class _Run:
 @click.option(
     "--solution",
     "file",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=InputFile(),
     metavar="FILE",
     help="A saved solution to run instead of the best one.",
 )

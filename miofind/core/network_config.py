@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import TypedDict
 
 from miofind.core.tensor import ConvolutionDescriptor, TensorDescriptor
-from miofind.errors import InvalidProblemError
+from miofind.errors import InvalidProblemError, brief
 
 _DEFAULT_MATH = "ieee"
 _SIZES = r"\d{1,10}(?:x\d{1,10}){0,2}"
@@ -74,7 +74,7 @@ def parse_network_config(text: str) -> ConvolutionArguments:
         InvalidProblemError: the text has not the form of a network_config.
     """
     if not isinstance(text, str):
-        raise InvalidProblemError(f"network_config={text!r} must be a string")
+        raise InvalidProblemError(f"network_config={brief(text)} must be a string")
     match = _NETWORK_CONFIG.fullmatch(text)
     if match is None:
         raise InvalidProblemError(f"{text!r} is not a network_config")

@@ -30,7 +30,7 @@ from miofind.core.tensor import (
     enum_value,
     sizes,
 )
-from miofind.errors import InvalidProblemError
+from miofind.errors import InvalidProblemError, brief
 
 __all__ = [
     "MAX_DIMENSION",
@@ -126,9 +126,9 @@ class ProblemDescription:
         x_shape, w_shape = sizes(x, "x"), sizes(w, "w")
         rank = len(x_shape) - 2
         if rank not in (1, 2, 3):
-            raise InvalidProblemError(f"x={x_shape} must have 3 to 5 dimensions: (n, c, *spatial)")
+            raise InvalidProblemError(f"x={brief(x_shape)} must have 3 to 5 dimensions: (n, c, *spatial)")
         if len(w_shape) != rank + 2:
-            raise InvalidProblemError(f"w={w_shape} must have {rank + 2} dimensions like x={x_shape}")
+            raise InvalidProblemError(f"w={brief(w_shape)} must have {rank + 2} dimensions like x={x_shape}")
         conv = ConvolutionDescriptor.of(rank, padding=padding, stride=stride, dilation=dilation, groups=groups)
         out = tuple(conv.output_size(x_shape[i + 2], w_shape[i + 2], i) for i in range(rank))
         dtypes = _per_tensor(dtype, "dtype")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TypeGuard, TypeVar
 
-from miofind.errors import InvalidProblemError
+from miofind.errors import InvalidProblemError, brief
 
 MAX_DIMENSION = 2**31 - 1
 MAX_TENSOR_BYTES = 2**47
@@ -120,7 +120,7 @@ def enum_value(kind: type[_E], value: object, field_name: str) -> _E:
         if name == member.value.lower():
             return member
     known = ", ".join(member.value for member in kind)
-    raise InvalidProblemError(f"{field_name}={value!r} is unknown: use one of {known}")
+    raise InvalidProblemError(f"{field_name}={brief(value)} is unknown: use one of {known}")
 
 
 def one_size(value: object, field_name: str, least: int = 1) -> int:
@@ -130,11 +130,11 @@ def one_size(value: object, field_name: str, least: int = 1) -> int:
         InvalidProblemError: not an integer, or out of range.
     """
     if isinstance(value, bool):
-        raise InvalidProblemError(f"{field_name}={value!r} must be an integer, not a bool")
+        raise InvalidProblemError(f"{field_name}={brief(value)} must be an integer, not a bool")
     try:
         number = operator.index(value)  # type: ignore[arg-type]
     except TypeError:
-        raise InvalidProblemError(f"{field_name}={value!r} must be an integer") from None
+        raise InvalidProblemError(f"{field_name}={brief(value)} must be an integer") from None
     if not least <= number <= MAX_DIMENSION:
         shown = number if number.bit_length() <= 256 else f"(an integer of {number.bit_length()} bits)"
         raise InvalidProblemError(f"{field_name}={shown} must be between {least} and {MAX_DIMENSION}")
@@ -151,10 +151,12 @@ def sizes(value: object, field_name: str, count: int | None = None, least: int =
         return value
     if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
         if count is None:
-            raise InvalidProblemError(f"{field_name}={value!r} must be a sequence of integers")
+            raise InvalidProblemError(f"{field_name}={brief(value)} must be a sequence of integers")
         return (one_size(value, field_name, least),) * count
     if count is not None and len(value) != count:
-        raise InvalidProblemError(f"{field_name}={tuple(value)!r} must have {count} entries, one a spatial dimension")
+        raise InvalidProblemError(
+            f"{field_name}={brief(tuple(value))} must have {count} entries, one a spatial dimension"
+        )
     return tuple(one_size(item, f"{field_name}[{i}]", least) for i, item in enumerate(value))
 
 
@@ -282,6 +284,8 @@ def _padding(value: object, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]
         return both, both
     assert isinstance(value, Sequence)
     if len(value) != rank:
-        raise InvalidProblemError(f"padding={value!r} must have {rank} (before, after) pairs, one a spatial dimension")
+        raise InvalidProblemError(
+            f"padding={brief(value)} must have {rank} (before, after) pairs, one a spatial dimension"
+        )
     pairs = [sizes(pair, f"padding[{i}]", 2, 0) for i, pair in enumerate(value)]
     return tuple(p[0] for p in pairs), tuple(p[1] for p in pairs)

@@ -15,9 +15,10 @@ import re
 import uuid
 from dataclasses import dataclass, field
 from enum import StrEnum
+from numbers import Integral
 
 from miofind.core.problem import DataType, MathMode
-from miofind.errors import ForkedProcessError, MissingLibraryError, NoDeviceError
+from miofind.errors import ForkedProcessError, MissingLibraryError, NoDeviceError, brief
 from miofind.printable import printable_name
 
 logger = logging.getLogger(__name__)
@@ -162,11 +163,11 @@ class Device:
         Raises:
             MissingLibraryError, NoDeviceError: no such device here.
         """
-        if name == "cpu":
+        if isinstance(name, str) and name == "cpu":
             return _cpu()
-        match = re.fullmatch(r"(?:cuda:?)?(\d+)?", str(name))
+        match = re.fullmatch(r"(?:cuda:?)?(\d+)?", str(name) if isinstance(name, str | Integral) else "?")
         if match is None or name == "":
-            raise NoDeviceError(f"device={name!r} is unknown: write cpu, cuda or cuda:0")
+            raise NoDeviceError(f"device={brief(name)} is unknown: write cpu, cuda or cuda:0")
         return Device.cuda(int(match[1] or 0))
 
     @staticmethod

@@ -313,3 +313,55 @@ def test_a_closed_handle_still_runs_what_it_found(tmp_path: Path) -> None:
     handle.close()
     handle.close()
     assert miofind.run_solution(solution, X, W).shape == X.shape
+
+
+KEYWORDS = ("dilation", "groups", "handle", "math", "options", "out", "padding", "stride", "stream", "workspace")
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: miofind.convolution(X, W, pading=1),
+        lambda: miofind.convolution_backward_data(X, W, (2, 2, 6, 5), pading=1),
+        lambda: miofind.convolution_backward_weights(X, X, (2, 2, 3, 3), pading=1),
+    ],
+    ids=["forward", "data", "weights"],
+)
+def test_an_unknown_keyword_is_told_all_known_ones(call: Any) -> None:
+    with pytest.raises(InvalidProblemError) as caught:
+        call()
+    told = str(caught.value)
+    assert told.startswith("unknown arguments ['pading']: did you mean 'padding'? Known are ")
+    assert all(f"'{name}'" in told for name in KEYWORDS)
+
+
+def test_an_unknown_keyword_of_from_arrays_is_told_the_arrays() -> None:
+    with pytest.raises(InvalidProblemError, match=r"'dy'.*'out'.*'w_shape'.*'x_shape'"):
+        miofind.ProblemDescription.from_arrays(x=X, w=W, frobnicate=1)
+
+
+BIG = np.arange(5000.0)
+
+
+@pytest.mark.parametrize("value", [BIG, BIG.reshape(50, 100), list(range(5000))], ids=["array", "2-D array", "list"])
+@pytest.mark.parametrize(
+    "call",
+    [
+        *(lambda v, n=n: miofind.FindOptions(**{n: v}) for n in ("max_error", "trials", "deterministic", "find_mode")),
+        *(
+            lambda v, n=n: miofind.ProblemDescription.convolution(**{"x": (1, 2, 6, 5), "w": (2, 2, 3, 3), n: v})
+            for n in ("x", "padding", "stride", "groups", "direction", "dtype")
+        ),
+        lambda v: miofind.find_solutions(v),
+        lambda v: miofind.run_solution(v),
+        lambda v: miofind.Handle(v),
+        lambda v: miofind.ProblemDescription.from_network_config(v),
+        lambda v: miofind.convolution(X, W, math=v),
+    ],
+)
+def test_an_array_in_a_numbers_place_is_not_printed_whole(call: Any, value: Any) -> None:
+    with pytest.raises(miofind.MiofindError) as caught:
+        call(value)
+    assert len(str(caught.value)) < 400
+    if isinstance(value, np.ndarray):
+        assert f"<ndarray of shape {value.shape}>" in str(caught.value)

@@ -257,7 +257,7 @@ def test_columns_without_sense_hide_nothing(columns: str, monkeypatch: pytest.Mo
     done = shell('"$@"', "tune", *FORWARD, "--in-process")
     assert "1 measured in " in done.stdout
     assert "[1/1] tuned" in done.stderr
-    assert "does not exist" in shell('"$@"', "db", "upgrade", "--db", "missing.db").stderr
+    assert "there is no FindDB" in shell('"$@"', "db", "upgrade", "--db", "missing.db").stderr
 
 
 @pytest.mark.parametrize("encoding", ["utf-8:strict", "ascii:strict"])

@@ -43,7 +43,8 @@ def altered(path: Path, **values: object) -> None:
 
 def test_path_names_user_and_shipped(tmp_path: Path, filled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MIOFIND_SYSTEM_DB", str(filled))
-    assert run("db", "path", "--db", "x.db").stdout.splitlines() == ["x.db", f"{filled}  (shipped)"]
+    named = run("db", "path", "--db", str(filled)).stdout.splitlines()
+    assert named == [str(filled), f"{filled}  (shipped)"]
     assert run_json("db", "path") == {"user": str(filled), "shipped": [str(filled)]}
 
 
@@ -115,9 +116,9 @@ def test_export_import_and_merge(filled: Path, tmp_path: Path) -> None:
 def test_an_export_that_fails_leaves_the_file_there_was(filled: Path, tmp_path: Path) -> None:
     target = tmp_path / "export.jsonl"
     target.write_text("earlier", encoding="utf-8")
-    run("db", "export", str(target), "--db", str(tmp_path / "missing.db"), code=4)
+    run("db", "export", str(target), "--db", str(tmp_path / "missing.db"), code=2)
     assert target.read_text(encoding="utf-8") == "earlier"
-    assert "missing" in run("db", "export", str(tmp_path / "missing" / "export.jsonl"), code=1).stderr
+    assert "missing" in run("db", "export", str(tmp_path / "missing" / "export.jsonl"), code=2).stderr
     assert "--json and -" in run("db", "export", "-", "--json", code=2).stderr
 
 
@@ -296,10 +297,10 @@ def test_release_takes_what_may_ship(filled: Path, tmp_path: Path) -> None:
 
 def test_release_refuses_what_it_cannot_make(tmp_path: Path) -> None:
     old = version_1(tmp_path / "old.db")
-    command = ("db", "release", str(old), str(tmp_path / "out.db"), "--of", "H200")
+    command = ("db", "release", str(old), str(tmp_path / "out.db"), "--device", "H200")
     assert "no row of the sources may ship" in run(*command, code=4).stderr
     assert not (tmp_path / "out.db").exists()
-    assert "does not exist" in run("db", "release", "missing.db", str(tmp_path / "out.db"), code=4).stderr
+    assert "there is no FindDB" in run("db", "release", "missing.db", str(tmp_path / "out.db"), code=2).stderr
     assert "SOURCE" in run("db", "release", str(old), code=2).stderr
 
 
@@ -312,11 +313,11 @@ def test_a_release_is_of_one_kind_of_device(filled: Path, tmp_path: Path) -> Non
             store.record("NVIDIA B1|148|10.0|", history.network_config, rows)
     told = run("db", "release", str(filled), str(out), code=2).stderr
     assert "NVIDIA B1, 148 SMs, sm_100" in told
-    assert "choose by --of" in told
-    assert "is in no device's name" in run("db", "release", str(filled), str(out), "--of", "B300", code=2).stderr
+    assert "choose by --device" in told
+    assert "is in no device's name" in run("db", "release", str(filled), str(out), "--device", "B300", code=2).stderr
     assert not out.exists()
     name = device.partition("|")[0]
-    assert list(run_json("db", "release", str(filled), str(out), "--of", name)["problems"]) == [device]
+    assert list(run_json("db", "release", str(filled), str(out), "--device", name)["problems"]) == [device]
 
 
 def test_release_does_not_replace_a_finddb(filled: Path, tmp_path: Path) -> None:
@@ -342,7 +343,7 @@ def test_export_does_not_replace_a_database(filled: Path, tmp_path: Path) -> Non
     assert run_json("db", "stats", "--db", str(own))["problems"] == 3
 
 
-def test_diff_lists_what_changed(filled: Path, tmp_path: Path) -> None:
+def test_diff_lists_what_changed(filled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     other = tmp_path / "other.db"
     run("db", "merge", str(filled), "--db", str(other))
     assert "0 faster, 0 slower, 3 same" in run("db", "diff", str(filled), str(other)).stdout
@@ -364,7 +365,34 @@ def test_diff_lists_what_changed(filled: Path, tmp_path: Path) -> None:
     assert printed["changes"][0]["ratio"] == 0.25
     assert printed["changes"][1]["before"] is None
     assert run_json("db", "diff", str(other), str(filled))["counts"]["gone"] == 1
-    assert "does not exist" in run("db", "diff", str(filled), "missing.db", code=4).stderr
+    monkeypatch.setenv("MIOFIND_DB", str(other))
+    assert run_json("db", "diff", str(filled))["counts"] == printed["counts"], "B is the user's if left out"
+    named = run_json("db", "diff", str(other), "--db", str(filled), "--device", Device.cpu().name)
+    assert named["counts"]["gone"] == 1
+    assert run_json("db", "diff", str(other), str(other), "--device", Device.cpu().name)["counts"]["same"] == 4
+    told = run("db", "diff", str(filled), "--device", "B300", code=2).stderr
+    assert "'B300' is in no device's name: they know" in told
+    assert "name the FindDB once" in run("db", "diff", str(filled), str(other), "--db", str(other), code=2).stderr
+
+
+def test_reading_leaves_nothing_beside_a_finddb(filled: Path, tmp_path: Path) -> None:
+    """A connection that only reads leaves an empty log and its index behind."""
+    folder = tmp_path / "sources"
+    folder.mkdir()
+    source = folder / "source.db"
+    run("db", "merge", str(filled), "--db", str(source))
+    before = source.read_bytes()
+    for command in (("merge", str(source)), ("diff", str(source), str(source)), ("stats", "--db", str(source))):
+        run("db", *command)
+        assert [path.name for path in folder.iterdir()] == ["source.db"]
+    assert source.read_bytes() == before
+    with Store(source) as writing:
+        writing.add(())
+        run("db", "stats", "--db", str(source))
+        assert (folder / "source.db-wal").exists(), "who writes keeps its log"
+        writing.queue_recheck("D", "P", "why")
+    with Store(source, read_only=True) as store:
+        assert [note.reason for note in store.rechecks()] == ["why"]
 
 
 @pytest.mark.parametrize("config", ["[" * 100_000, "{", "\x1b[2J", '{"a":{"b":{"c":[1]}}}', '{"%s":"../../x"}'])

@@ -109,7 +109,7 @@ def test_a_find_in_memory_tells_of_no_file() -> None:
 
 
 def test_a_new_finddb_is_told_of(tmp_path: Path) -> None:
-    command = ("find", *FORWARD, "--device", "cpu", "--db", str(tmp_path / "typed wrong" / "new.db"))
+    command = ("find", *FORWARD, "--device", "cpu", "--db", str(tmp_path / "new.db"))
     assert run(*command).stderr == f"there is no FindDB at {command[-1]} yet: a new one begins there\n"
     assert run(*command).stderr == ""
 

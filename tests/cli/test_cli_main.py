@@ -113,10 +113,6 @@ def test_unknown_command_is_a_usage_error() -> None:
         (("tune", "--suite", "resnet50", "--direction", "sideways"), 2, "'sideways' is not one of"),
         (("compile", "--suite", "resnet50", "--arch", "hopper"), 2, "arch='hopper' is not an architecture"),
         (("run",), 2, "give a problem"),
-        (("run", "--solution", "missing.json", "--device", "cpu"), 1, "missing.json"),
-        (("db", "merge", "missing.db"), 4, "missing.db does not exist"),
-        (("db", "stats", "--db", "missing.db"), 4, "there is no FindDB at missing.db"),
-        (("db", "import", "missing.jsonl"), 2, "missing.jsonl"),
     ],
     ids=lambda value: " ".join(value[:6]) if isinstance(value, tuple) else None,
 )
@@ -125,6 +121,60 @@ def test_bad_input_is_one_message(arguments: tuple[str, ...], code: int, message
     assert message in " ".join(result.stderr.split())
     assert result.stdout == ""
     assert "Traceback" not in result.stderr
+
+
+READ = {
+    **dict.fromkeys(("tune", "compile", "bench"), ("--csv", "missing")),
+    **{f"{name} --lines": ("--lines", "missing") for name in ("tune", "compile", "bench")},
+    **{f"{name} --fdb": ("--fdb", "missing") for name in ("tune", "compile", "bench")},
+    **{f"{name} --suite": ("--suite", "missing") for name in ("tune", "compile", "bench")},
+    "run": ("--solution", "missing"),
+    **{f"db {name}": ("--db", "missing") for name in ("path", "stats", "show", "check", "prune", "upgrade")},
+    **{f"db {name} ": ("missing",) for name in ("check", "merge", "import", "code", "diff")},
+    "db export": ("--db", "missing", "-"),
+    "db release": ("missing", "out.db"),
+    "db restamp": ("missing", "out.db", "--code", "missing"),
+}
+"""By command, arguments that name a file that is not there."""
+
+WRITTEN = {
+    **dict.fromkeys(("find", "run", "tune", "bench", "db import -", "db merge {db}"), ("--db", "no/folder/f.db")),
+    "find --save": ("no/folder/best.json",),
+    "bench --json": ("no/folder/out.json",),
+    "db export": ("no/folder/f.jsonl",),
+    "db release {db}": ("no/folder/f.db",),
+    "db restamp {db}": ("no/folder/f.db", "--code", "{db}"),
+}
+"""By command, arguments that name a file in a folder that is not there."""
+
+
+@pytest.mark.parametrize(("command", "arguments"), READ.items(), ids=READ)
+def test_a_missing_file_is_an_error_of_usage(
+    command: str, arguments: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was 1, 2 or 4, by command."""
+    monkeypatch.chdir(tmp_path)
+    told = run(*command.split()[: 2 if command.startswith("db") else 1], *arguments, code=2)
+    assert "missing" in told.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("command", "arguments"), WRITTEN.items(), ids=WRITTEN)
+def test_a_mistyped_path_makes_no_folder(
+    command: str, arguments: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "some.db").touch()
+    words = [word.format(db="some.db") for word in (*command.split(), *arguments)]
+    problem = FORWARD if command.split()[0] in ("find", "run", "tune", "bench") else ()
+    told = run(words[0], *problem, *words[1:], code=2).stderr
+    assert "there is no folder no/folder: correct the path, or make the folder first" in told
+    assert [path.name for path in tmp_path.iterdir()] == ["some.db"]
+
+
+def test_exit_codes_are_in_the_help() -> None:
+    text = " ".join(run("--help").stdout.split())
+    assert "0 done, 1 failed, 2 wrong usage or a missing file, 3 no GPU or library, 4 unusable FindDB" in text
 
 
 @pytest.mark.parametrize("arguments", [("find", *FORWARD), ("tune", *FORWARD), ("run", *FORWARD)], ids=lambda a: a[0])

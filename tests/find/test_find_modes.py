@@ -1,4 +1,4 @@
-"""What DYNAMIC_HYBRID leaves out, and what not. tests/runtime/test_api_cpu.py has which modes measure."""
+"""DYNAMIC_HYBRID leaves solvers out, NORMAL tries failures again. tests/runtime/test_api_cpu.py has who measures."""
 
 from __future__ import annotations
 
@@ -8,7 +8,11 @@ from pathlib import Path
 import pytest
 
 import miofind
+from miofind.device.environment import versions
+from miofind.errors import NoSolutionError
 from miofind.evaluate.executors import InProcess
+from miofind.find.lookup import validity
+from miofind.finddb import Row
 from miofind.solver.registry import Registry
 from miofind.solvers.cpu.direct import ConvCpuDirect
 
@@ -42,3 +46,30 @@ def test_dynamic_hybrid_takes_a_hit_as_it_is(handle: miofind.Handle, monkeypatch
     monkeypatch.setattr(InProcess, "run", lambda *_: pytest.fail("something was measured"))
     options = miofind.FindOptions(find_mode="dynamic_hybrid")
     assert _Static.id in {s.solver_id for s in miofind.find_solutions(PROBLEM, options=options, handle=handle)}
+
+
+@pytest.mark.parametrize("status", ["wrong_result", "crashed", "launch_failed"])
+@pytest.mark.parametrize("is_mended", [False, True])
+def test_normal_mode_tries_again_what_failed_with_other_sources(
+    handle: miofind.Handle, status: str, is_mended: bool
+) -> None:
+    """A failure speaks of the sources that it was seen with: what has another digest since is measured."""
+    solver = handle.registry["ConvCpuDirect"]
+    digest = "ab" * 32 if is_mended else validity.solver_hash(solver)
+    row = Row(
+        solver_id=solver.id,
+        solver_version=solver.version,
+        config="{}",
+        status=status,
+        algorithm=solver.algorithm.value,
+        library=solver.library.value,
+        source_hash=digest,
+    )
+    handle.database.record(handle.device.identity, PROBLEM.network_config, [row], environment=versions(handle.device))
+    options = miofind.FindOptions(find_mode="normal", only=solver.id)
+    if not is_mended:
+        with pytest.raises(NoSolutionError, match="failed here before"):
+            miofind.find_solutions(PROBLEM, options=options, handle=handle)
+        return
+    (found,) = miofind.find_solutions(PROBLEM, options=options, handle=handle)
+    assert (found.solver_id, found.source) == (solver.id, "measured")
