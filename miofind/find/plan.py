@@ -6,7 +6,6 @@ import functools
 import itertools
 import logging
 import math
-import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Real
@@ -328,18 +327,9 @@ def estimated_configs(problem: ProblemDescription, device: Device, solver: Solve
 
     The part is the same each time. A list that a solver gives otherwise is cut there.
     """
-    points = _points(solver)
-    if points <= MAX_ESTIMATED:
-        yield from itertools.islice(solver.configs(problem, device), MAX_ESTIMATED)
-        return
-    for number in random.Random(0).sample(range(points), MAX_ESTIMATED):
-        values = {}
-        for name, choices in solver.parameters.items():
-            number, at = divmod(number, len(choices))
-            values[name] = choices[at]
-        config = Config(values)
-        if solver.is_valid_config(problem, device, config):
-            yield config
+    if _points(solver) <= MAX_ESTIMATED:
+        return itertools.islice(solver.configs(problem, device), MAX_ESTIMATED)
+    return solver.drawn_configs(problem, device, MAX_ESTIMATED)
 
 
 def _points(solver: Solver) -> int:

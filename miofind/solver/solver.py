@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import random
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -179,6 +180,30 @@ class Solver(ABC):
         for config in _kept_product(self) if is_small else _product(self):
             if self.is_valid_config(problem, device, config):
                 yield config
+
+    def drawn_configs(
+        self, problem: ProblemDescription, device: Device, points: int, seed: int | str = 0
+    ) -> Iterator[Config]:
+        """The valid ones of so many random points of the parameters' product, each once; equal for equal seeds.
+
+        Nothing is listed, unless the space is a list and no product: its first `points` are given.
+        """
+        size = math.prod(map(len, self.parameters.values()))
+        if not self.parameters:
+            yield from itertools.islice(self.configs(problem, device), points)
+            return
+        for number in random.Random(seed).sample(range(size), min(points, size)):
+            config = self._point(number)
+            if self.is_valid_config(problem, device, config):
+                yield config
+
+    def _point(self, number: int) -> Config:
+        """A point of the parameters' product by its number, the first parameter's values side by side."""
+        values = {}
+        for name, choices in self.parameters.items():
+            number, at = divmod(number, len(choices))
+            values[name] = choices[at]
+        return Config(values)
 
     def ranked(self, problem: ProblemDescription, device: Device, configs: Iterable[Config]) -> list[Config]:
         """Those of `configs` that are valid, each once, the least estimate first."""

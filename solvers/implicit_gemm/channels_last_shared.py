@@ -107,6 +107,11 @@ class ChannelsLastSolver(DelegatingSolver):
         for config in self.inner_solver.configs(self.form(problem, device), device):
             yield self._outer(config)
 
+    def drawn_configs(
+        self, problem: ProblemDescription, device: Device, points: int, seed: int | str = 0
+    ) -> Iterator[Config]:
+        return map(self._outer, self.inner_solver.drawn_configs(self.form(problem, device), device, points, seed))
+
     def check_config(self, problem: ProblemDescription, device: Device, config: Config) -> None:
         if set(config) != {"solver", "config"} or config["solver"] != self.inner:
             raise InvalidConfigError(

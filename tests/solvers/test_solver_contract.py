@@ -8,7 +8,6 @@ import math
 import pickle
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from random import Random
 from typing import Any
 
 import pytest
@@ -93,21 +92,9 @@ def offer_of(case: Case) -> Offer:
 
 
 def drawn(case: Case) -> list[Config]:
-    """Some valid configurations of the space: of a listed one spread over it, of a product drawn from it."""
-    solver, problem, device = case.solver, case.problem, case.device
-    points = math.prod(map(len, solver.parameters.values())) if solver.parameters else 0
-    if points <= MAX_DRAWN:
-        listed = list(itertools.islice(solver.configs(problem, device), MAX_DRAWN))
-        return listed[:: max(1, len(listed) // MAX_CONFIGS)]
-    found: list[Config] = []
-    random = Random(str(case))
-    for _ in range(MAX_DRAWN):
-        config = Config({name: random.choice(values) for name, values in solver.parameters.items()})
-        if solver.is_valid_config(problem, device, config):
-            found.append(config)
-            if len(found) == MAX_CONFIGS:
-                break
-    return found
+    """Some valid configurations of the space, other ones for each example."""
+    every = case.solver.drawn_configs(case.problem, case.device, MAX_DRAWN, str(case))
+    return list(itertools.islice(every, MAX_CONFIGS))
 
 
 def test_ids_and_their_lower_case_are_unique() -> None:
