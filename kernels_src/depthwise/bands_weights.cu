@@ -11,7 +11,7 @@
 // channel's images. Its float32 sums are parts[part][c][y][x] or, of a single part, dw; the second kernel adds parts.
 // Grid: one dimension, channels innermost, then bands of rows, then images.
 #include "depthwise/bands.cuh"
-#include "common/pdl.cuh"
+#include "common/split_k.cuh"
 #include "depthwise/even_runs.cuh"
 #include "common/small_matrices.cuh"
 #include "depthwise/transposed_matrix.cuh"
@@ -301,16 +301,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
   }
 }
 
-// dw[i] = sum of parts[part][i], in order. The parts are written while this grid waits: they are not const
-// __restrict__, which would let the compiler read them as memory that never changes.
+// dw[i] = sum of partials[split][i] over the splits, in order.
 extern "C" __global__ void __launch_bounds__(128)
-    depthwise_bands_weights_finish(const float* parts, ELEMENT* dw, int count) {
+    depthwise_bands_weights_finish(const float* partials, ELEMENT* dw, int count) {
   griddepcontrol_launch_dependents();
   griddepcontrol_wait();
   const int i = blockIdx.x * 128 + threadIdx.x;
   if (i >= count) return;
-  float sum = 0;
-#pragma unroll 8
-  for (int part = 0; part < PARTS; ++part) sum += parts[part * count + i];
-  dw[i] = convert<ELEMENT>(sum);
+  dw[i] = convert<ELEMENT>(sum_splits<8, int>(partials, i, count, {0, PARTS, 1}));
 }

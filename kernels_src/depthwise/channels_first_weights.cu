@@ -28,7 +28,7 @@
 #include "common/hopper.cuh"
 #define CLUSTER __cluster_dims__(SPLITS, 1, 1)
 #else
-#include "common/pdl.cuh"
+#include "common/split_k.cuh"
 #define CLUSTER
 #endif
 
@@ -295,17 +295,13 @@ extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, MIN_BLOCKS)
 }
 #if !CLUSTERED
 
-// dw[i] = sum of parts[split][i] over the splits, in order. The parts are written while this grid waits: they are not
-// const __restrict__, which would let the compiler read them as memory that never changes.
+// dw[i] = sum of partials[split][i] over the splits.
 extern "C" __global__ void __launch_bounds__(128)
-    depthwise_channels_first_weights_finish(const float* parts, ELEMENT* dw) {
+    depthwise_channels_first_weights_finish(const float* partials, ELEMENT* dw) {
   griddepcontrol_launch_dependents();
   griddepcontrol_wait();
   const int i = blockIdx.x * 128 + threadIdx.x;
   if (i >= FILTERS * kTaps) return;
-  float sum = 0;
-#pragma unroll 8
-  for (int split = 0; split < SPLITS; ++split) sum += parts[split * (FILTERS * kTaps) + i];
-  dw[i] = convert<ELEMENT>(sum);
+  dw[i] = convert<ELEMENT>(sum_splits<8, int>(partials, i, FILTERS * kTaps, {0, SPLITS, 1}));
 }
 #endif

@@ -10,7 +10,7 @@
 // Grid: one dimension, blocks of channels innermost; of the second pass filters by taps.
 #include "depthwise/channels_last_rows.cuh"
 #include "common/divisor.cuh"
-#include "common/pdl.cuh"
+#include "common/split_k.cuh"
 #include "depthwise/runs.cuh"
 
 #if !defined(ELEMENT) || !defined(TAPS) || !defined(LANES)
@@ -19,25 +19,21 @@
 #if LANES > 0
 static_assert(LANES <= 32, "a block has at most 1024 threads");
 
-// out[filter][tap] = sum of partial[part][tap][filter] over the parts, shared out to LANES threads. The parts are
-// written while this grid waits: they are not const __restrict__, which would let the compiler read them as memory that
-// never changes.
+// out[filter][tap] = sum of partials[split][tap][filter] over the splits: LANES threads each sum every LANES-th.
 extern "C" __global__ void __launch_bounds__(32 * LANES)
-    depthwise_channels_last_weights_finish(const float* partial, ELEMENT* out, int filters, int parts) {
-  __shared__ float sums[LANES][32];
+    depthwise_channels_last_weights_finish(const float* partials, ELEMENT* out, int filters, int splits) {
+  __shared__ float lane_sums[LANES][32];
   const int lane = threadIdx.x / 32, at = threadIdx.x % 32, filter = blockIdx.x * 32 + at, tap = blockIdx.y;
   griddepcontrol_wait();
   float sum = 0;
-  if (filter < filters) {
-    const float* const from = partial + static_cast<int64>(tap) * filters + filter;
-#pragma unroll 8
-    for (int part = lane; part < parts; part += LANES) sum += from[static_cast<int64>(part) * TAPS * filters];
-  }
-  sums[lane][at] = sum;
-  __syncthreads();  // all lanes' sums are there
+  if (filter < filters)
+    sum = sum_splits<8, int64>(partials + static_cast<int64>(tap) * filters, filter, static_cast<int64>(TAPS) * filters,
+                               {lane, splits, LANES});
+  lane_sums[lane][at] = sum;
+  __syncthreads();  // the sums of every lane are there
   if (lane > 0 || filter >= filters) return;
 #pragma unroll
-  for (int other = 1; other < LANES; ++other) sum += sums[other][at];
+  for (int other = 1; other < LANES; ++other) sum += lane_sums[other][at];
   out[filter * TAPS + tap] = convert<ELEMENT>(sum);
 }
 

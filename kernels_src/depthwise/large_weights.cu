@@ -9,6 +9,7 @@
 // one, which rounds its own. Sums are float32.
 // Grid: one dimension, channels innermost, then filter rows, shares.
 #include "common/mma.cuh"
+#include "common/split_k.cuh"
 #include "depthwise/planes.cuh"
 
 #if !defined(ELEMENT) || !defined(TILE_H) || !defined(TILE_W) || !defined(IMAGES) || !defined(CHANNELS)
@@ -178,8 +179,5 @@ extern "C" __global__ void __launch_bounds__(256)
     depthwise_large_weights_finish(const float* __restrict__ partial, ELEMENT* __restrict__ dw, int size, int splits) {
   const int tap = blockIdx.x * 256 + threadIdx.x;
   if (tap >= size) return;
-  float sum = 0;
-#pragma unroll 4
-  for (int split = 0; split < splits; ++split) sum += partial[static_cast<int64>(split) * size + tap];
-  dw[tap] = convert<ELEMENT>(sum);
+  dw[tap] = convert<ELEMENT>(sum_splits<4, int64>(partial, tap, size, {0, splits, 1}));
 }

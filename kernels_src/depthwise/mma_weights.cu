@@ -7,7 +7,7 @@
 // met it. Warps' sums are added in shared memory, blocks' in a cluster of CLUSTER or by `.._finish`, in a fixed order.
 //
 // Defines: as checked below; ALL_CHANNELS, IN_H and IN_W of x, OUT_H and OUT_W of dy.
-#include "common/add_parts.cuh"
+#include "common/split_k.cuh"
 #include "depthwise/depthwise_mma.cuh"
 
 #if !defined(ELEMENT) || !defined(FILTER_Y) || !defined(FILTER_X) || !defined(STRIDE_H) || !defined(STRIDE_W) || \
@@ -354,5 +354,5 @@ constexpr int kFinishThreads = 256;
 // Adds the blocks' sums.
 extern "C" __global__ void __launch_bounds__(kFinishThreads)
     depthwise_mma_weights_finish(const float* parts, ELEMENT* dw, int splits) {
-  add_parts<kFinishThreads, LANES>(dw, parts, kAllChannels * kTaps, splits);
+  reduce_split_k<kFinishThreads, LANES>(dw, parts, kAllChannels * kTaps, splits);
 }

@@ -7,6 +7,7 @@
 // Second pass (finish): one thread an element adds the splits in order, so that results do not vary from run to run.
 // Grid: one dimension; k blocks innermost, then c blocks, groups, filter rows, splits.
 // Sizes, padding and strides are arguments; the other constants are defines, checked here and in the solver.
+#include "common/split_k.cuh"
 #include "common/tile.cuh"
 
 #if !defined(ELEMENT) || !defined(TILE_H) || !defined(TILE_W) || !defined(TILE_K) || !defined(TILE_C)
@@ -166,8 +167,7 @@ extern "C" __global__ void __launch_bounds__(256)
                                 int group_c, int w_k, int w_c, int w_y, int w_x) {
   const int element = blockIdx.x * 256 + threadIdx.x;
   if (element >= size) return;
-  float sum = 0;
-  for (int split = 0; split < splits; ++split) sum += partial[static_cast<int64>(split) * size + element];
+  const float sum = sum_splits<0, int64>(partial, element, size, {0, splits, 1});
   int rest = element;
   const int x = take(rest, kFilterX), y = take(rest, kFilterY), c = take(rest, group_c);
   dw[rest * w_k + c * w_c + y * w_y + x * w_x] = convert<ELEMENT>(sum);

@@ -10,7 +10,7 @@
 // float32 parts, which first_layer_weights_finish adds in a fixed order.
 #include "common/copy_bytes.cuh"
 #include "common/divisor.cuh"
-#include "common/pdl.cuh"
+#include "common/split_k.cuh"
 #include "common/mma.cuh"
 #include "few_channels/patch.cuh"
 
@@ -326,19 +326,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
   store_part(parts + (static_cast<int64>(split) * k + first_k) * kTaps, joined, min(kTileK, k - first_k));
 }
 
-// dw[i] = sum of part[i] over the parts. A block adds 32 elements; its warps share the parts, which the grid before may
-// still be writing when this one begins: no __restrict__, for loads of the read-only path could be moved or be stale.
+// dw[i] = sum of partials[split][i] over the splits. A block has 32 elements; each of its warps sums every 32nd split.
 constexpr int kShares = 32;
 
 extern "C" __global__ void __launch_bounds__(32 * kShares)
-    first_layer_weights_finish(const float* parts, ELEMENT* dw, int size, int splits) {
+    first_layer_weights_finish(const float* partials, ELEMENT* dw, int size, int splits) {
   __shared__ float sums[kShares][33];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, at = blockIdx.x * 32 + lane;
   griddepcontrol_wait();
-  float sum = 0;
-  if (at < size)
-#pragma unroll 8
-    for (int split = warp; split < splits; split += kShares) sum += parts[static_cast<int64>(split) * size + at];
+  float sum = sum_splits<8, int64>(partials, at, size, {warp, splits, kShares}, at < size);
   sums[warp][lane] = sum;
   __syncthreads();  // every warp's share is there
   sum = sums[lane][warp];

@@ -23,7 +23,7 @@
 #endif
 
 #include "common/divisor.cuh"
-#include "common/pdl.cuh"
+#include "common/split_k.cuh"
 #include "common/hopper.cuh"
 #include "few_channels/patch.cuh"
 
@@ -341,29 +341,19 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
     work(Flag<false>{});
 }
 
-// dw[i] = sum of part[i] over the parts. A block adds 32 fragments; its warps share the parts, which the grid before
-// may still be writing when this one begins: no __restrict__, for loads of the read-only path could be moved or be
-// stale.
+// dw[i] = sum of partials[split][i] over the splits. A block has 32 fragments; each of its warps sums every 32nd split.
 constexpr int kShares = 32;
 
 extern "C" __global__ void __launch_bounds__(32 * kShares)
-    first_layer_wgmma_weights_finish(const float* parts, ELEMENT* dw, int k, int filter_tiles, int splits) {
+    first_layer_wgmma_weights_finish(const float* partials, ELEMENT* dw, int k, int filter_tiles, int splits) {
   __shared__ Four sums[kShares][32];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, all = filter_tiles * kFragments;
   const int at = blockIdx.x * 32 + lane, filter_tile = at / kFragments;
   const Fragment fragment(at % kFragments);
   const int filters = min(kTileK, k - filter_tile * kTileK);
   griddepcontrol_wait();
-  Four sum = {};
-  if (fragment.any(filters)) {
-#pragma unroll 8
-    for (int split = warp; split < splits; split += kShares) {
-      const Four more = reinterpret_cast<const Four*>(parts)[static_cast<int64>(split) * all + at];
-#pragma unroll
-      for (int e = 0; e < 4; ++e) sum.at[e] += more.at[e];
-    }
-  }
-  sums[warp][lane] = sum;
+  sums[warp][lane] = sum_splits<4, 8, int64>(reinterpret_cast<const Four*>(partials), at, all, {warp, splits, kShares},
+                                             fragment.any(filters));
   __syncthreads();  // every warp's share is there
   if (warp >= 4) return;
   float total = 0;

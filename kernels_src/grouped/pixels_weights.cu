@@ -9,7 +9,7 @@
 // Defines: ELEMENT, GROUPS, GROUP_C, GROUP_K, FILTER_*, STRIDE_*, DILATION_*, PAD_*, UNITS, SHARES_C, SHARES_K (of a
 // unit), ROWS, COLUMNS, SPAN (of COLUMNS that exist), IMAGES, WARP_TAPS, TAP_BLOCKS, WARPS, STAGES, ROW_TILES,
 // COLUMN_TILES, IN_*, OUT_*, CHANNELS_LAST, LANES, MIN_BLOCKS, SHARED_BYTES.
-#include "common/add_parts.cuh"
+#include "common/split_k.cuh"
 #include "common/grouped.cuh"
 
 #if !defined(ELEMENT) || !defined(GROUPS) || !defined(GROUP_C) || !defined(GROUP_K) || !defined(FILTER_Y) ||          \
@@ -322,5 +322,5 @@ constexpr int kFinishThreads = 256;
 
 extern "C" __global__ void __launch_bounds__(kFinishThreads)
     grouped_weights_finish(const float* parts, ELEMENT* dw, int size, int splits) {
-  add_parts<kFinishThreads, LANES>(dw, parts, size, splits);
+  reduce_split_k<kFinishThreads, LANES>(dw, parts, size, splits);
 }

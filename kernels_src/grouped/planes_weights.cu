@@ -10,7 +10,7 @@
 // Defines: ELEMENT, GROUP_C, GROUP_K, FILTER_*,
 // STRIDE_*, DILATION_*, PAD_*, IN_*, OUT_*, UNITS, SHARES, ITEM_BLOCKS, IMAGES, ROW_GROUPS, ROWS, ROW_TILES, WARPS,
 // STAGES, X_PITCH, DY_PITCH, X_CHANNEL, DY_CHANNEL, LANES, MIN_BLOCKS, SHARED_BYTES.
-#include "common/add_parts.cuh"
+#include "common/split_k.cuh"
 #include "common/mma.cuh"
 #include "grouped/plane_rows.cuh"
 
@@ -343,5 +343,5 @@ constexpr int kFinishThreads = 256;
 
 extern "C" __global__ void __launch_bounds__(kFinishThreads)
     grouped_planes_weights_finish(const float* parts, ELEMENT* dw, int size, int splits) {
-  add_parts<kFinishThreads, LANES>(dw, parts, size, splits);
+  reduce_split_k<kFinishThreads, LANES>(dw, parts, size, splits);
 }

@@ -8,6 +8,7 @@
 // to tf32 if PRODUCTS is 1; if it is 3 they are split in two and all products but that of the rests are added.
 // Grid: one dimension, groups innermost, then tiles in bands of BAND tiles along m, then shares.
 // Offsets are 32 bits wide: the host refuses tensors for which they are too narrow.
+#include "common/split_k.cuh"
 #include "implicit_gemm/product.cuh"
 
 #if !defined(ELEMENT) || !defined(TILE_M) || !defined(TILE_N) || !defined(TILE_K) || !defined(BAND)
@@ -292,8 +293,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   }
 }
 
-// Adds the shares' sums. `lanes` warps (a power of two up to 8) share 32 vectors of FINISH_VECTOR elements, each for
-// its part of the shares.
+// Split-K reduction. `lanes` warps (a power of two up to 8) share 32 vectors of FINISH_VECTOR results: each sums every
+// lanes-th split.
 constexpr int kFinishWarps = 8;
 using FinishSums = Vector<float, FINISH_VECTOR>;
 
@@ -308,11 +309,8 @@ extern "C" __global__ void __launch_bounds__(32 * kFinishWarps)
   __shared__ FinishSums parts[kFinishWarps][32];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, first = warp % lanes;
   const int at = ((blockIdx.x * kFinishWarps + warp) / lanes * 32 + lane) * FINISH_VECTOR;
-  FinishSums sums = {};
-  if (at < size)
-#pragma unroll 4
-    for (int split = first; split < splits; split += lanes)
-      add(sums, *reinterpret_cast<const FinishSums*>(partial + static_cast<int64>(split) * size + at));
+  FinishSums sums =
+      sum_splits_one_by_one<FINISH_VECTOR, 4, int64>(partial, at, size, {first, splits, lanes}, at < size);
   parts[warp][lane] = sums;
   __syncthreads();  // every warp's part is there
   if (first > 0 || at >= size) return;

@@ -11,6 +11,7 @@
 // common; or CLUSTER_K blocks add parts of one tile in order.
 // Design after the public description of Hopper's warp-specialised GEMMs (CUTLASS, sm90).
 #include "common/opaque.cuh"
+#include "common/split_k.cuh"
 #include "implicit_gemm/wgmma_results.cuh"
 
 __device__ __forceinline__ void consume(const Shape& shape, const TensorMap* target, float* parts, int consumer,
@@ -142,20 +143,12 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(kThreads, BLOCKS)
   if constexpr (kCluster > 1) meet<(CLUSTER_M * CLUSTER_N > 1)>();
 }
 
-// out[i] = sum of part[i] over the parts, in order.
-extern "C" __global__ void __launch_bounds__(256) add_parts(const float* parts, ELEMENT* out, int64 count, int splits) {
+// out[i] = sum of partials[split][i] over the splits.
+extern "C" __global__ void __launch_bounds__(256)
+    add_parts(const float* partials, ELEMENT* out, int64 count, int splits) {
   const int64 at = 4 * (blockIdx.x * 256ll + threadIdx.x);
   griddepcontrol_launch_dependents();
   griddepcontrol_wait();
   if (at >= count) return;
-  Vector<float, 4> sum = *reinterpret_cast<const Vector<float, 4>*>(parts + at);
-  for (int split = 1; split < splits; split++) {
-    const Vector<float, 4> part = *reinterpret_cast<const Vector<float, 4>*>(parts + split * count + at);
-#pragma unroll
-    for (int i = 0; i < 4; i++) sum.at[i] += part.at[i];
-  }
-  Vector<ELEMENT, 4> rounded;
-#pragma unroll
-  for (int i = 0; i < 4; i++) rounded.at[i] = convert<ELEMENT>(sum.at[i]);
-  *reinterpret_cast<Vector<ELEMENT, 4>*>(out + at) = rounded;
+  store_rounded(out + at, sum_from_first_split<4, 0>(partials, at, count, {0, splits, 1}));
 }

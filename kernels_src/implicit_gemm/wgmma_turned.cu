@@ -9,6 +9,7 @@
 // Pixel 8 j + 2 t is term t of product j of a step, the next one term t + 4: so lanes of a fragment meet all banks.
 // Design after the public description of Hopper's warp-specialised GEMMs (CUTLASS, sm90).
 #include "common/opaque.cuh"
+#include "common/split_k.cuh"
 #include "implicit_gemm/wgmma_turned.cuh"
 
 // With one product at once, compilers wait for each before the next one's registers are loaded.
@@ -287,32 +288,22 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(kThreads, BLOCKS)
   }
 }
 
-// out[i] = sum of part[i] over the parts, in order: by `adders` threads, a power of two, each of neighbouring parts.
+// out[i] = sum of partials[split][i] over the splits, by `adders` threads, a power of two: each has neighbouring
+// splits.
 extern "C" __global__ void __launch_bounds__(256)
-    add_parts(const float* parts, float* out, int64 count, int splits, int adders) {
+    add_parts(const float* partials, float* out, int64 count, int splits, int adders) {
   __shared__ Vector<float, 4> sums[256];
   const int quads = blockDim.x / adders, adder = threadIdx.x / quads;
   const int first = splits * adder / adders, last = splits * (adder + 1) / adders;
   const int64 at = 4 * (static_cast<int64>(blockIdx.x) * quads + threadIdx.x % quads);
   griddepcontrol_launch_dependents();
   griddepcontrol_wait();
-  Vector<float, 4> sum = {};
-  if (at < count) {
-    sum = *reinterpret_cast<const Vector<float, 4>*>(parts + first * count + at);
-#pragma unroll 4
-    for (int split = first + 1; split < last; split++) {
-      const Vector<float, 4> part = *reinterpret_cast<const Vector<float, 4>*>(parts + split * count + at);
-#pragma unroll
-      for (int i = 0; i < 4; i++) sum.at[i] += part.at[i];
-    }
-  }
+  Vector<float, 4> sum = sum_from_first_split<4, 4>(partials, at, count, {first, last, 1}, at < count);
   if (adders > 1) {
     sums[threadIdx.x] = sum;
     __syncthreads();  // all have their sums
     if (adder > 0) return;
-    for (int other = 1; other < adders; other++)
-#pragma unroll
-      for (int i = 0; i < 4; i++) sum.at[i] += sums[other * quads + threadIdx.x].at[i];
+    add_lanes(sum, sums, adders, quads);
   }
   if (at < count) *reinterpret_cast<Vector<float, 4>*>(out + at) = sum;
 }

@@ -19,19 +19,18 @@ from miofind.solver.steps import (
     ConvSolution,
     KernelStep,
     Pointer,
-    Region,
-    WorkspacePlan,
     int32s,
 )
 from miofind.solvers.common.correlation import ceil_div, round_up
 from miofind.solvers.common.limits import MAX_ELEMENTS
 from miofind.solvers.common.residency import resident_blocks
+from miofind.solvers.common.split_k import SplitK
 from miofind.solvers.depthwise.bands_tiling import BandAxis, band_pitch, band_unserved, images_begin_alike
 
 _SOURCE = "depthwise/bands_weights.cu"
-_PARTS = "parts"
 _SHARED_BYTES = 48 << 10
 _ITEMSIZE = 2
+_REDUCTION_THREADS = 128
 _MAX_WHOLE = 60  # words of a plane of x that a thread keeps
 _MAX_REGISTERS = 216
 _MAX_PRODUCTS = 1200  # of unrolled code
@@ -53,7 +52,7 @@ class _Tiling:
         ring: rows of x that a thread keeps.
         is_whole: whether they are all that a plane of dy meets.
         met: words of x that a block of 16 columns of dy meets.
-        parts: blocks that share the same channels.
+        splits: blocks that share the same channels.
         registers: of a thread, about.
         products: of unrolled code, of depth 8.
     """
@@ -65,7 +64,7 @@ class _Tiling:
     ring: int
     is_whole: bool
     met: int
-    parts: int
+    splits: int
     blocks: int
     threads: int
     shared_bytes: int
@@ -98,7 +97,7 @@ class _Tiling:
         staged_rows = min(filter_h, max(1, own // (variants * matrix)))
         totals = channels * warps * filter_h * filter_w if warps > 1 else 0
         sums = filter_h * (1.5 if across.is_odd else 1) * 2 * halves * min(met, across.words)
-        parts = bands * ceil_div(problem.n, images)
+        splits = bands * ceil_div(problem.n, images)
         return _Tiling(
             across=across,
             band_rows=band_rows,
@@ -107,8 +106,8 @@ class _Tiling:
             ring=ring,
             is_whole=is_whole or (bands == 1 and ring >= met_rows),
             met=met,
-            parts=parts,
-            blocks=parts * ceil_div(problem.c, channels),
+            splits=splits,
+            blocks=splits * ceil_div(problem.c, channels),
             threads=32 * channels * warps,
             shared_bytes=4 * (channels * warps * max(staged_rows * variants * matrix, own) + totals),
             registers=round_up(
@@ -117,37 +116,37 @@ class _Tiling:
             products=(out_height if is_whole else ring) * filter_h * across.blocks * min(met, across.words),
         )
 
+    def split_k(self, problem: ProblemDescription) -> SplitK:
+        return SplitK(results=problem.w.size, splits=self.splits)
+
     def resident(self, device: Device) -> int:
         """Blocks that a multiprocessor holds at once."""
         return max(1, resident_blocks(self.registers, self.threads, self.shared_bytes, device))
 
 
-def _steps(problem: ProblemDescription, config: Config, device: Device) -> tuple[KernelStep, ...]:
+def _solution(problem: ProblemDescription, config: Config, device: Device) -> ConvSolution:
     tiling = _Tiling.of(problem, config)
     defines = _defines(problem, config, device)
-    # A block that leaves sums to the second kernel is told of the output, too, so that both have one signature.
-    parts = _PARTS if tiling.parts > 1 else "w"
-    add = KernelStep(
+    # A block that leaves partials to the second kernel is told of the output, too, so that both have one signature.
+    split_k = tiling.split_k(problem)
+    first = KernelStep(
         source=_SOURCE,
         entry="depthwise_bands_weights",
         grid=(tiling.blocks, 1, 1),
         block=(tiling.threads, 1, 1),
         shared_bytes=tiling.shared_bytes,
         defines=defines,
-        args=(*(Pointer(buffer=name) for name in ("y", "x", "w", parts)), *int32s(problem.n, problem.c)),
+        args=(*(Pointer(buffer=name) for name in ("y", "x", "w", split_k.target)), *int32s(problem.n, problem.c)),
     )
-    if tiling.parts == 1:
-        return (add,)
-    finish = KernelStep(
-        source=_SOURCE,
-        entry="depthwise_bands_weights_finish",
-        grid=(ceil_div(problem.w.size, 128), 1, 1),
-        block=(128, 1, 1),
-        defines=defines,
-        args=(Pointer(buffer=_PARTS), Pointer(buffer="w"), *int32s(problem.w.size)),
-        waits_itself=True,
+    if split_k.splits == 1:
+        return ConvSolution(steps=(first,))
+    reduction = split_k.reduction(
+        first,
+        *int32s(split_k.results),
+        blocks=ceil_div(split_k.results, _REDUCTION_THREADS),
+        threads=_REDUCTION_THREADS,
     )
-    return add, finish
+    return split_k.solution(first, reduction)
 
 
 def _defines(problem: ProblemDescription, config: Config, device: Device) -> tuple[tuple[str, str | int], ...]:
@@ -169,7 +168,7 @@ def _defines(problem: ProblemDescription, config: Config, device: Device) -> tup
         ("BAND_ROWS", tiling.band_rows),
         ("BANDS", tiling.bands),
         ("RING", tiling.ring),
-        ("PARTS", tiling.parts),
+        ("PARTS", tiling.splits),
         ("ALIKE", int(images_begin_alike(problem))),
         ("MIN_BLOCKS", tiling.resident(device)),
         ("SHARED_BYTES", tiling.shared_bytes),
@@ -180,7 +179,7 @@ def _defines(problem: ProblemDescription, config: Config, device: Device) -> tup
 # for a filter row's sums and for 32 taps. Cycles that a block waits: for a word that each of its threads copies for the
 # first groups of images, a product, and sums of warps that share a channel. Fitted to 160 times of an H200, float16 and
 # bfloat16.
-_LAUNCH_MS, _FINISH_MS = 0.0021, 0.0014
+_LAUNCH_MS, _REDUCTION_MS = 0.0021, 0.0014
 _PRODUCT, _READ, _COPY, _SUMS, _TAPS = 2.6, 9.4, 24, 4, 540
 _COPY_WAIT, _PRODUCT_WAIT, _SHARED_WAIT = 47, 2.3, 1160
 _APART = 0.4  # of the shorter of moving and computing, which does not overlap the longer
@@ -287,7 +286,7 @@ class ConvDepthwiseBandsWeights(Solver):
             return False
         if tiling.products > _MAX_PRODUCTS or tiling.registers > _MAX_REGISTERS:
             return False
-        if 4 * tiling.parts * problem.w.size > max(_MAX_WORKSPACE_BYTES, problem.x.bytes):
+        if tiling.split_k(problem).bytes > max(_MAX_WORKSPACE_BYTES, problem.x.bytes):
             return False
         fits_registers = tiling.registers * tiling.threads <= 65536 and tiling.blocks <= MAX_ELEMENTS
         return fits_registers and tiling.shared_bytes <= (device.shared_bytes or _SHARED_BYTES)
@@ -312,15 +311,13 @@ class ConvDepthwiseBandsWeights(Solver):
         busy_ms = _busy_ms(problem, config, device)
         moved_ms = 1e3 * problem.bytes / (_BANDWIDTH_SHARE * device.bandwidth_bytes_per_s)
         launches_ms = _LAUNCH_MS
-        if tiling.parts > 1:
-            parts_bytes = 8 * tiling.parts * problem.w.size
-            launches_ms += _FINISH_MS + 1e3 * parts_bytes / device.bandwidth_bytes_per_s
+        if tiling.splits > 1:
+            partial_bytes = 2 * tiling.split_k(problem).bytes
+            launches_ms += _REDUCTION_MS + 1e3 * partial_bytes / device.bandwidth_bytes_per_s
         return launches_ms + max(busy_ms, moved_ms) + _APART * min(busy_ms, moved_ms)
 
     def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
-        tiling = _Tiling.of(problem, config)
-        regions = (Region(name=_PARTS, bytes=4 * tiling.parts * problem.w.size),) if tiling.parts > 1 else ()
-        return ConvSolution(steps=_steps(problem, config, device), workspace=WorkspacePlan(regions))
+        return _solution(problem, config, device)
 
 
 SOLVERS = (ConvDepthwiseBandsWeights(),)

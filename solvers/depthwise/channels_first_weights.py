@@ -13,9 +13,10 @@ from typing import ClassVar
 from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.device.device import Device, Library, Place
 from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
-from miofind.solver.steps import Config, ConfigValue, ConvSolution, KernelStep, Pointer, Region, Scalar, WorkspacePlan
+from miofind.solver.steps import Config, ConfigValue, ConvSolution, KernelStep, Pointer, int32s
 from miofind.solvers.common.correlation import ceil_div, round_up
 from miofind.solvers.common.residency import resident_blocks
+from miofind.solvers.common.split_k import SplitK
 from miofind.solvers.depthwise.strips import (
     MAX_DEFAULTS,
     MAX_WINDOW,
@@ -29,11 +30,11 @@ from miofind.solvers.depthwise.strips import (
 from miofind.solvers.depthwise.strips_cost import Load, estimate_ms, row_reads
 
 _SOURCE = "depthwise/channels_first_weights.cu"
-_PARTS = "parts"
 _SHARED_BYTES = 48 << 10
 _MAX_REGISTERS = 168
 _ROWS, _COLUMNS = (1, 2, 4, 7), (4, 7, 8, 14)
 _MAX_THREADS = 256
+_REDUCTION_THREADS = 128
 _MAX_BLOCKS = 4096
 _MIN_CLUSTER_SM = 90
 _MAX_CLUSTER = 8  # blocks of a cluster that every device has
@@ -83,9 +84,9 @@ class _Tiling(StripTiling):
         return ceil_div(self.problem.n * self.bands, self.units)
 
     @property
-    def has_parts(self) -> bool:
-        """Whether sums of several blocks are added by the second kernel."""
-        return self.splits > 1 and not self.clustered
+    def split_k(self) -> SplitK:
+        """What a second kernel adds; a cluster adds the sums of its blocks itself."""
+        return SplitK(results=self.problem.w.size, splits=1 if self.clustered else self.splits)
 
     @property
     def blocks(self) -> int:
@@ -119,32 +120,24 @@ def _odd_room(itemsize: int, count: int) -> int:
     return (room(itemsize, count) // wide | 1) * wide
 
 
-def _steps(problem: ProblemDescription, config: Config, device: Device) -> tuple[KernelStep, ...]:
+def _solution(problem: ProblemDescription, config: Config, device: Device) -> ConvSolution:
     tiling = _Tiling.of(problem, config)
     defines = _defines(tiling, device)
-    # A block that leaves sums to the second kernel is told of the output, too, so that both have one signature.
-    parts = _PARTS if tiling.has_parts else "w"
-    add = KernelStep(
+    # A block that leaves partials to the second kernel is told of the output, too, so that both have one signature.
+    split_k = tiling.split_k
+    first = KernelStep(
         source=_SOURCE,
         entry="depthwise_channels_first_weights",
         grid=(tiling.blocks, 1, 1),
         block=(tiling.threads, 1, 1),
         shared_bytes=tiling.shared_bytes,
         defines=defines,
-        args=(*(Pointer(buffer=name) for name in ("y", "x", "w", parts)), Scalar(ctype="int32", value=problem.n)),
+        args=(*(Pointer(buffer=name) for name in ("y", "x", "w", split_k.target)), *int32s(problem.n)),
     )
-    if not tiling.has_parts:
-        return (add,)
-    finish = KernelStep(
-        source=_SOURCE,
-        entry="depthwise_channels_first_weights_finish",
-        grid=(ceil_div(problem.w.size, 128), 1, 1),
-        block=(128, 1, 1),
-        defines=defines,
-        args=(Pointer(buffer=_PARTS), Pointer(buffer="w")),
-        waits_itself=True,
-    )
-    return add, finish
+    if split_k.splits == 1:
+        return ConvSolution(steps=(first,))
+    blocks = ceil_div(split_k.results, _REDUCTION_THREADS)
+    return split_k.solution(first, split_k.reduction(first, blocks=blocks, threads=_REDUCTION_THREADS))
 
 
 def _defines(tiling: _Tiling, device: Device) -> tuple[tuple[str, str | int], ...]:
@@ -161,7 +154,7 @@ def _defines(tiling: _Tiling, device: Device) -> tuple[tuple[str, str | int], ..
 # element of a row of a strip's window, a strip, a word copied, and at the end for a tap; reads of shared memory cost a
 # share of what they cost ConvDepthwiseChannelsFirst. Cycles that a block waits for a stage if it has one buffer. Fitted
 # to 235 times of an H200, float16 and float32: configurations ranked first take 1.04 times the best.
-_FINISH_MS, _CLUSTER_MS = 0.0005, 0.0017
+_REDUCTION_MS, _CLUSTER_MS = 0.0005, 0.0017
 _PRODUCT, _ELEMENT, _STRIP, _READ_SHARE, _COPY, _TAP = 0.6, 0.35, 220, 0.35, 6, 30
 _STAGE_WAIT = 285
 
@@ -299,13 +292,11 @@ class ConvDepthwiseChannelsFirstWeights(Solver):
 
     def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
         tiling = _Tiling.of(problem, config)
-        together_ms = _FINISH_MS if tiling.has_parts else _CLUSTER_MS if tiling.clustered else 0
+        together_ms = _REDUCTION_MS if tiling.split_k.splits > 1 else _CLUSTER_MS if tiling.clustered else 0
         return estimate_ms(_load(tiling, device), device) + together_ms
 
     def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
-        parts = Region(name=_PARTS, bytes=4 * config["splits"] * problem.w.size)
-        regions = (parts,) if _Tiling.of(problem, config).has_parts else ()
-        return ConvSolution(steps=_steps(problem, config, device), workspace=WorkspacePlan(regions))
+        return _solution(problem, config, device)
 
 
 def _is_sensible(tiling: _Tiling, config: Config) -> bool:

@@ -19,14 +19,13 @@ from miofind.solver.steps import (
     ConvSolution,
     KernelStep,
     Pointer,
-    Region,
-    WorkspacePlan,
     int32s,
 )
 from miofind.solvers.common.correlation import ceil_div, round_up
 from miofind.solvers.common.divisor import divisors
 from miofind.solvers.common.limits import MAX_ELEMENTS
 from miofind.solvers.common.residency import resident_blocks
+from miofind.solvers.common.split_k import SplitK
 from miofind.solvers.depthwise.channels_last_rows import (
     axis_scalars,
     channel_share,
@@ -37,7 +36,6 @@ from miofind.solvers.depthwise.channels_last_rows import (
 )
 
 _SOURCE = "depthwise/channels_last_weights.cu"
-_PARTS = "partial"
 _STAGED_BYTES = 40 << 10  # of shared memory, at most: two blocks of most sizes fit a multiprocessor
 _MAX_REGISTERS = 200
 _MAX_PRODUCTS = 3200
@@ -118,22 +116,25 @@ class _Tiling:
         return round_up(self.lanes * self.slots, 32)
 
     @property
-    def parts(self) -> int:
+    def splits(self) -> int:
         """Blocks that share the same channels."""
         return ceil_div(self.items, self.slots * self.turns)
 
+    def split_k(self, problem: ProblemDescription) -> SplitK:
+        return SplitK(results=problem.w.size, splits=self.splits, region="partial")
+
     @property
     def blocks(self) -> int:
-        return self.channel_blocks * self.parts
+        return self.channel_blocks * self.splits
 
     def resident(self, device: Device) -> int:
         """Blocks that a multiprocessor holds at once."""
         return max(1, resident_blocks(self.registers, self.threads, self.shared_bytes, device))
 
     @property
-    def finish_lanes(self) -> int:
+    def reduction_lanes(self) -> int:
         """Threads of the second pass that share an element."""
-        return min(_MAX_LANES, 1 << (self.parts - 1).bit_length())
+        return min(_MAX_LANES, 1 << (self.splits - 1).bit_length())
 
 
 def _sum_step(problem: ProblemDescription, config: Config, device: Device) -> KernelStep:
@@ -146,7 +147,7 @@ def _sum_step(problem: ProblemDescription, config: Config, device: Device) -> Ke
         shared_bytes=tiling.shared_bytes,
         defines=_defines(problem, config, device),
         args=(
-            *(Pointer(buffer=name) for name in ("y", "x", "w" if tiling.parts == 1 else _PARTS)),
+            *(Pointer(buffer=name) for name in ("y", "x", tiling.split_k(problem).target)),
             *int32s(problem.c),
             *axis_scalars(problem),
             *int32s(tiling.items, tiling.turns, config["rows"]),
@@ -155,15 +156,15 @@ def _sum_step(problem: ProblemDescription, config: Config, device: Device) -> Ke
     )
 
 
-def _finish_step(problem: ProblemDescription, tiling: _Tiling) -> KernelStep:
+def _reduction(problem: ProblemDescription, tiling: _Tiling) -> KernelStep:
     taps = math.prod(problem.filter)
     return KernelStep(
         source=_SOURCE,
         entry="depthwise_channels_last_weights_finish",
         grid=(ceil_div(problem.k, 32), taps, 1),
-        block=(32 * tiling.finish_lanes, 1, 1),
-        defines=(("ELEMENT", problem.x.dtype.value), ("TAPS", taps), ("LANES", tiling.finish_lanes)),
-        args=(Pointer(buffer=_PARTS), Pointer(buffer="w"), *int32s(problem.k, tiling.parts)),
+        block=(32 * tiling.reduction_lanes, 1, 1),
+        defines=(("ELEMENT", problem.x.dtype.value), ("TAPS", taps), ("LANES", tiling.reduction_lanes)),
+        args=tiling.split_k(problem).arguments(*int32s(problem.k, tiling.splits)),
         waits_itself=True,
     )
 
@@ -185,7 +186,7 @@ def _defines(problem: ProblemDescription, config: Config, device: Device) -> tup
         ("STRIDE_H", height.stride),
         ("STRIDE_W", width.stride),
         ("DILATED", int(is_dilated(problem))),
-        ("WHOLE", int(tiling.parts == 1)),
+        ("WHOLE", int(tiling.splits == 1)),
         ("WHOLE_COLUMNS", int(is_whole(problem, 1, config["columns"]))),
         ("FIRST_INSIDE", first_inside),
         ("END_INSIDE", end_inside),
@@ -203,12 +204,12 @@ def _defines(problem: ProblemDescription, config: Config, device: Device) -> tup
 
 # Launches, in milliseconds. Cycles of a scheduler: for a vector read, an element of it converted, a product, and an
 # element of a thread's sums at the end. Cycles that a block waits: for an item, and for a row of x read one row ahead.
-# A byte of parts costs as much as one and a half of the tensors: most are read again from the cache. Fitted to 546
+# A byte of partials costs as much as one and a half of the tensors: most are read again from the cache. Fitted to 546
 # times of an H200, float16 and float32: configurations ranked first take 1.04 times the best.
-_LAUNCH_MS, _FINISH_MS = 0.0025, 0.0012
+_LAUNCH_MS, _REDUCTION_MS = 0.0025, 0.0012
 _READ, _CONVERT, _PRODUCT, _SUM = 3.9, 0.7, 2.1, 20
 _ITEM_WAIT, _ROW_WAIT = 1180, 228
-_PARTS_COST = 1.6
+_PARTIALS_COST = 1.6
 _APART = 0.4  # of the shorter of moving and computing, which does not overlap the longer
 _BANDWIDTH_SHARE = 0.85
 
@@ -344,7 +345,7 @@ class ConvDepthwiseChannelsLastWeights(Solver):
             return False
         if tiling.items > MAX_ELEMENTS or tiling.blocks > MAX_ELEMENTS:
             return False
-        if 4 * tiling.parts * problem.w.size > max(_MAX_WORKSPACE_BYTES, problem.x.bytes):
+        if tiling.split_k(problem).bytes > max(_MAX_WORKSPACE_BYTES, problem.x.bytes):
             return False
         return tiling.shared_bytes <= _STAGED_BYTES
 
@@ -359,20 +360,17 @@ class ConvDepthwiseChannelsLastWeights(Solver):
         busy_ms = _busy_ms(problem, config, device)
         moved_ms = 1e3 * problem.bytes / (_BANDWIDTH_SHARE * device.bandwidth_bytes_per_s)
         launches_ms = _LAUNCH_MS
-        if tiling.parts > 1:
-            parts_bytes = 4 * tiling.parts * problem.w.size
-            launches_ms += _FINISH_MS + 1e3 * _PARTS_COST * parts_bytes / device.bandwidth_bytes_per_s
+        if tiling.splits > 1:
+            partial_bytes = tiling.split_k(problem).bytes
+            launches_ms += _REDUCTION_MS + 1e3 * _PARTIALS_COST * partial_bytes / device.bandwidth_bytes_per_s
         return launches_ms + max(busy_ms, moved_ms) + _APART * min(busy_ms, moved_ms)
 
     def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
         tiling = _Tiling.of(problem, config)
         first = _sum_step(problem, config, device)
-        if tiling.parts == 1:
+        if tiling.splits == 1:
             return ConvSolution(steps=(first,))
-        return ConvSolution(
-            steps=(first, _finish_step(problem, tiling)),
-            workspace=WorkspacePlan((Region(name=_PARTS, bytes=4 * tiling.parts * problem.w.size),)),
-        )
+        return tiling.split_k(problem).solution(first, _reduction(problem, tiling))
 
 
 SOLVERS = (ConvDepthwiseChannelsLastWeights(),)

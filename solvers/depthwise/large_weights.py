@@ -20,13 +20,12 @@ from miofind.solver.steps import (
     ConvSolution,
     KernelStep,
     Pointer,
-    Region,
-    WorkspacePlan,
     int32s,
 )
 from miofind.solvers.common.correlation import Axis, ceil_div, forward_axes, round_up
 from miofind.solvers.common.limits import MAX_ELEMENTS
 from miofind.solvers.common.residency import held_registers
+from miofind.solvers.common.split_k import SplitK
 from miofind.solvers.depthwise.large_planes import (
     PlaneVector,
     StagedColumns,
@@ -36,6 +35,7 @@ from miofind.solvers.depthwise.large_planes import (
 )
 
 _MAX_SUMS = 128
+_REDUCTION_THREADS = 256
 _MAX_WORKSPACE_BYTES = 1 << 30
 _SHARED_BYTES = 48 << 10
 
@@ -175,7 +175,7 @@ def _defines(problem: ProblemDescription, config: Config, tiling: _Tiling) -> tu
 
 def _sum_step(problem: ProblemDescription, config: Config, tiling: _Tiling) -> KernelStep:
     height, width = tiling.axes
-    result = "w" if config["splits"] == 1 else "partial"
+    result = _split_k(problem, config).target
     return KernelStep(
         source="depthwise/large_weights.cu",
         entry="depthwise_large_weights",
@@ -191,14 +191,17 @@ def _sum_step(problem: ProblemDescription, config: Config, tiling: _Tiling) -> K
     )
 
 
-def _finish_step(problem: ProblemDescription, config: Config, tiling: _Tiling) -> KernelStep:
-    return KernelStep(
-        source="depthwise/large_weights.cu",
-        entry="depthwise_large_weights_finish",
-        grid=(ceil_div(problem.w.size, 256), 1, 1),
-        block=(256, 1, 1),
-        defines=_defines(problem, config, tiling),
-        args=(Pointer(buffer="partial"), Pointer(buffer="w"), *int32s(problem.w.size, config["splits"])),
+def _split_k(problem: ProblemDescription, config: Config) -> SplitK:
+    return SplitK(results=problem.w.size, splits=config["splits"], region="partial")
+
+
+def _reduction(split_k: SplitK, first: KernelStep) -> KernelStep:
+    return split_k.reduction(
+        first,
+        *int32s(split_k.results, split_k.splits),
+        blocks=ceil_div(split_k.results, _REDUCTION_THREADS),
+        threads=_REDUCTION_THREADS,
+        waits_itself=False,
     )
 
 
@@ -343,7 +346,7 @@ class ConvDepthwiseLargeWeights(Solver):
             return False
         if config["warps"] > height.taps or config["warp_rows"] >= 2 * ceil_div(height.taps, config["warps"]):
             return False
-        if config["splits"] > 1 and 4 * config["splits"] * problem.w.size > _MAX_WORKSPACE_BYTES:
+        if config["splits"] > 1 and _split_k(problem, config).bytes > _MAX_WORKSPACE_BYTES:
             return False
         tiling = _Tiling.of(problem, config)
         if config["whole_filter"] and (tiling.row_groups == 1 or config["splits"] != tiling.tiles):
@@ -362,7 +365,7 @@ class ConvDepthwiseLargeWeights(Solver):
         return tuple(self.ranked(problem, device, _SHORT_LIST)[:8])
 
     def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
-        partial_bytes = 8 * config["splits"] * problem.w.size if config["splits"] > 1 else 0
+        partial_bytes = 2 * _split_k(problem, config).bytes if config["splits"] > 1 else 0
         launches = 1 + (config["splits"] > 1)
         moved_ms = 1e3 * (problem.bytes + partial_bytes) / device.bandwidth_bytes_per_s
         return float(launches * _LAUNCH_MS + moved_ms + _busy_ms(problem, config, device))
@@ -370,12 +373,10 @@ class ConvDepthwiseLargeWeights(Solver):
     def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
         tiling = _Tiling.of(problem, config)
         first = _sum_step(problem, config, tiling)
-        if config["splits"] == 1:
+        split_k = _split_k(problem, config)
+        if split_k.splits == 1:
             return ConvSolution(steps=(first,))
-        return ConvSolution(
-            steps=(first, _finish_step(problem, config, tiling)),
-            workspace=WorkspacePlan((Region(name="partial", bytes=4 * config["splits"] * problem.w.size),)),
-        )
+        return split_k.solution(first, _reduction(split_k, first))
 
 
 SOLVERS = (ConvDepthwiseLargeWeights(),)

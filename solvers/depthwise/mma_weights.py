@@ -24,7 +24,7 @@ from miofind.solver.steps import (
 from miofind.solvers.common.axis_defines import axis_defines
 from miofind.solvers.common.correlation import ceil_div
 from miofind.solvers.common.group_packs import is_ample, resident_blocks
-from miofind.solvers.common.parts import PARTS, added_up, adding_lanes
+from miofind.solvers.common.split_k import SplitK
 from miofind.solvers.depthwise.mma_tiling import DepthwiseWeightsTiling, unbalance, unit_axes, unserved
 
 _DEFAULTS, _FIRST = 8, 3
@@ -51,9 +51,10 @@ def _splits(problem: ProblemDescription, device: Device, config: Config) -> int:
     return ceil_div(tiling.tile_count, ceil_div(tiling.tile_count, most))
 
 
-def _has_parts(config: Config, splits: int) -> bool:
-    """Whether a second kernel adds what blocks have summed."""
-    return splits > 1 and config["cluster"] == 1
+def _split_k(problem: ProblemDescription, device: Device, config: Config) -> SplitK:
+    """What a second kernel adds; a cluster adds the sums of its blocks itself."""
+    splits = _splits(problem, device, config) if config["cluster"] == 1 else 1
+    return SplitK(results=problem.w.size, splits=splits)
 
 
 def _is_dealt(problem: ProblemDescription, device: Device, config: Config) -> bool:
@@ -64,7 +65,7 @@ def _is_dealt(problem: ProblemDescription, device: Device, config: Config) -> bo
         return False
     if config["cluster"] > 1:
         return device.sm >= _MIN_CLUSTER_SM and splits <= DepthwiseWeightsTiling.of(problem, config).tile_count
-    if splits > 1 and 4 * splits * problem.w.size > _MAX_WORKSPACE_BYTES:
+    if splits > 1 and _split_k(problem, device, config).bytes > _MAX_WORKSPACE_BYTES:
         return False
     fewer = [blocks for blocks in _BLOCKS if blocks < config["blocks"]]
     return not fewer or splits > _splits(problem, device, Config({**config, "blocks": max(fewer)}))
@@ -87,7 +88,7 @@ def _defines(
         ("COLUMN_TILES", tiling.tiles[1]),
         ("ALL_CHANNELS", planar.c),
         ("CLUSTER", config["cluster"]),
-        ("LANES", adding_lanes(splits)),
+        ("LANES", SplitK(results=problem.w.size, splits=splits).lanes),
         ("MIN_BLOCKS", resident),
         ("SHARED_BYTES", tiling.shared_bytes),
     )
@@ -104,7 +105,7 @@ def _sum_step(problem: ProblemDescription, device: Device, config: Config) -> Ke
         shared_bytes=tiling.shared_bytes,
         defines=_defines(problem, config, splits, tiling, resident),
         args=(
-            *(Pointer(buffer=name) for name in ("y", "x", "w", PARTS if _has_parts(config, splits) else "w")),
+            *(Pointer(buffer=name) for name in ("y", "x", "w", _split_k(problem, device, config).target)),
             *int32s(problem.n, tiling.tile_count),
         ),
     )
@@ -150,7 +151,8 @@ def _work_ms(problem: ProblemDescription, device: Device, tiling: DepthwiseWeigh
         last = math.ceil(rest / device.sm_count)
         cycles += first + turns * max(last * busy * unbalance(last * warps), alone)
     processing = 1e3 * cycles / device.clock_hz
-    parts = 8 * problem.w.size * splits if _has_parts(config, splits) else 0
+    split_k = _split_k(problem, device, config)
+    parts = 2 * split_k.bytes if split_k.splits > 1 else 0
     again = max(0.0, 512 * copies * tiling.tile_count * tiling.channel_tiles - problem.bytes)
     through = problem.bytes * (1 + 4 / tiling.channels) + _AGAIN * again + _PARTS_SHARE * parts
     memory = 1e3 * through / (_BANDWIDTH_SHARE * device.bandwidth_bytes_per_s)
@@ -273,15 +275,15 @@ class ConvDepthwiseMmaWeights(Solver):
     def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
         tiling = DepthwiseWeightsTiling.of(problem, config)
         launches = _LAUNCH_MS + (_CLUSTER_MS if config["cluster"] > 1 else 0.0)
-        if _has_parts(config, _splits(problem, device, config)):
+        if _split_k(problem, device, config).splits > 1:
             launches += _FINISH_MS
         return launches + _work_ms(problem, device, tiling, config)
 
     def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
-        step, splits = _sum_step(problem, device, config), _splits(problem, device, config)
-        if not _has_parts(config, splits):
+        step, split_k = _sum_step(problem, device, config), _split_k(problem, device, config)
+        if split_k.splits == 1:
             return ConvSolution(steps=(step,))
-        return added_up(step, problem.w.size, splits, told=(splits,))
+        return split_k.solution(step, split_k.vector_reduction(step, *int32s(split_k.splits)))
 
 
 SOLVERS = (ConvDepthwiseMmaWeights(),)

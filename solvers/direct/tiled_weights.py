@@ -20,18 +20,18 @@ from miofind.solver.steps import (
     ConvSolution,
     KernelStep,
     Pointer,
-    Region,
-    WorkspacePlan,
     int32s,
 )
 from miofind.solvers.common.correlation import Axis, ceil_div, forward_axes, round_up
 from miofind.solvers.common.limits import mixed, overpadded, oversized
+from miofind.solvers.common.split_k import SplitK
 from miofind.solvers.direct.tiled_cost import TileRates, TileWork, plane_pitch, tile_ms
 
 _MAX_ELEMENTS = 2**31 - 1
 _MAX_WORKSPACE_BYTES = 1 << 30
 _MAX_REGISTERS = 160
 _STRIP = 4
+_REDUCTION_THREADS = 256
 _SHARED_BYTES = 48 << 10
 _LAUNCH_MS = 0.011
 
@@ -182,19 +182,18 @@ def _sum_step(problem: ProblemDescription, config: Config, tiling: _Tiling) -> K
     )
 
 
-def _finish_step(problem: ProblemDescription, config: Config, tiling: _Tiling) -> KernelStep:
-    w = problem.lifted(2).w
-    return KernelStep(
-        source="direct/tiled_weights.cu",
-        entry="direct_tiled_weights_finish",
-        grid=(ceil_div(w.size, 256), 1, 1),
-        block=(256, 1, 1),
-        defines=_defines(problem, config, tiling),
-        args=(
-            Pointer(buffer="partial"),
-            Pointer(buffer="w"),
-            *int32s(w.size, config["splits"], w.shape[1], *w.strides),
-        ),
+def _split_k(problem: ProblemDescription, config: Config) -> SplitK:
+    return SplitK(results=problem.w.size, splits=config["splits"], region="partial")
+
+
+def _reduction(problem: ProblemDescription, config: Config, first: KernelStep) -> KernelStep:
+    w, split_k = problem.lifted(2).w, _split_k(problem, config)
+    return split_k.reduction(
+        first,
+        *int32s(w.size, split_k.splits, w.shape[1], *w.strides),
+        blocks=ceil_div(w.size, _REDUCTION_THREADS),
+        threads=_REDUCTION_THREADS,
+        waits_itself=False,
     )
 
 
@@ -330,7 +329,7 @@ class ConvDirectTiledWeights(Solver):
             return False
         if groups > 1 and (config["tile_k"] < k or config["tile_c"] < c or groups >= 2 * problem.groups):
             return False
-        if 4 * config["splits"] * problem.w.size > _MAX_WORKSPACE_BYTES and config["splits"] > 1:
+        if _split_k(problem, config).bytes > _MAX_WORKSPACE_BYTES and config["splits"] > 1:
             return False
         tiling = _Tiling.of(problem, config)
         height, width = tiling.axes
@@ -356,16 +355,14 @@ class ConvDirectTiledWeights(Solver):
 
     def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
         busy_ms = tile_ms(_work(problem, config), _RATES, device)
-        partial_bytes = 8 * config["splits"] * problem.w.size
+        partial_bytes = 2 * _split_k(problem, config).bytes
         moved_ms = 1e3 * (problem.bytes + partial_bytes) / device.bandwidth_bytes_per_s
         return float(_LAUNCH_MS + max(busy_ms, 3.5 * moved_ms) + 0.7 * moved_ms)
 
     def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
         tiling = _Tiling.of(problem, config)
-        return ConvSolution(
-            steps=(_sum_step(problem, config, tiling), _finish_step(problem, config, tiling)),
-            workspace=WorkspacePlan((Region(name="partial", bytes=4 * config["splits"] * problem.w.size),)),
-        )
+        step = _sum_step(problem, config, tiling)
+        return _split_k(problem, config).solution(step, _reduction(problem, config, step))
 
 
 SOLVERS = (ConvDirectTiledWeights(),)

@@ -19,13 +19,12 @@ from miofind.solver.steps import (
     ConvSolution,
     KernelStep,
     Pointer,
-    Region,
-    WorkspacePlan,
     int32s,
 )
 from miofind.solvers.common.correlation import ceil_div, round_up
 from miofind.solvers.common.divisor import divisors
 from miofind.solvers.common.group_packs import resident_blocks
+from miofind.solvers.common.split_k import SplitK
 from miofind.solvers.few_channels.shared import FewChannelsSolver
 from miofind.solvers.few_channels.windows import WindowTile, is_same_load
 
@@ -36,7 +35,7 @@ _MAX_WORKSPACE_BYTES = 1 << 30
 _SHARED_BYTES = 48 << 10
 _OTHER_REGISTERS, _FEWEST_REGISTERS = 28, 88
 _MOST_OUTPUTS = 512  # of a tile
-_SHARES = 32
+_REDUCTION_WARPS = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,23 +135,15 @@ def _sum_step(problem: ProblemDescription, device: Device, config: Config, tilin
         shared_bytes=tiling.shared_bytes,
         defines=_defines(problem, config, tiling),
         args=(
-            *(Pointer(buffer=name) for name in ("x", "y", "parts")),
+            *(Pointer(buffer=name) for name in ("x", "y", _split_k(problem, device, tiling).region)),
             *int32s(problem.k, *problem.spatial, *problem.out_spatial, *problem.conv.pad_before, tiling.tiles, splits),
             *divisors(tiling.filter_tiles, tile.image_tiles, tile.column_tiles),
         ),
     )
 
 
-def _finish_step(problem: ProblemDescription, device: Device, config: Config, tiling: _Tiling) -> KernelStep:
-    return KernelStep(
-        source="few_channels/weights.cu",
-        entry="first_layer_weights_finish",
-        grid=(ceil_div(problem.w.size, 32), 1, 1),
-        block=(32 * _SHARES, 1, 1),
-        defines=_defines(problem, config, tiling),
-        args=(Pointer(buffer="parts"), Pointer(buffer="w"), *int32s(problem.w.size, tiling.splits(device))),
-        waits_itself=True,
-    )
+def _split_k(problem: ProblemDescription, device: Device, tiling: _Tiling) -> SplitK:
+    return SplitK(results=problem.w.size, splits=tiling.splits(device))
 
 
 def _config(tile: Sequence[int], tile_k: int, warps: Sequence[int], resident: int) -> Config:
@@ -203,7 +194,7 @@ _TILE = 760.0
 _BLOCK = 282.0
 _LATENCY = 12.8
 _JOIN = 6.9
-_PARTS = 2.6
+_PARTIALS = 2.6
 _LAUNCH_MS = 0.00484
 _EXPOSED = 0.73
 
@@ -254,7 +245,7 @@ class ConvFirstLayerWeights(FewChannelsSolver):
         tiling = _Tiling.of(problem, config, device)
         if tiling.sums > _MAX_SUMS or tiling.registers > _MAX_REGISTERS or tiling.resident < config["resident"]:
             return False
-        if 4 * tiling.splits(device) * problem.w.size > _MAX_WORKSPACE_BYTES:
+        if _split_k(problem, device, tiling).bytes > _MAX_WORKSPACE_BYTES:
             return False
         return tiling.shared_bytes <= (device.shared_bytes or _SHARED_BYTES)
 
@@ -281,15 +272,18 @@ class ConvFirstLayerWeights(FewChannelsSolver):
         turns = ceil_div(tiling.tiles, splits)
         together = min(tiling.resident, ceil_div(splits * tiling.filter_tiles, device.sm_count))
         cycles = _JOIN * warps_p * tiling.sums * together + turns * max(together * busy, alone)
-        parts_ms = _PARTS * 1e3 * 4 * splits * problem.w.size / device.bandwidth_bytes_per_s
+        partials_ms = _PARTIALS * 1e3 * 4 * splits * problem.w.size / device.bandwidth_bytes_per_s
         busy_ms = 1e3 * cycles / device.clock_hz
-        return float(_LAUNCH_MS + max(moved_ms, busy_ms) + _EXPOSED * min(moved_ms, busy_ms) + parts_ms)
+        return float(_LAUNCH_MS + max(moved_ms, busy_ms) + _EXPOSED * min(moved_ms, busy_ms) + partials_ms)
 
     def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
         tiling = _Tiling.of(problem, config, device)
-        steps = (_sum_step(problem, device, config, tiling), _finish_step(problem, device, config, tiling))
-        parts = Region(name="parts", bytes=4 * tiling.splits(device) * problem.w.size)
-        return ConvSolution(steps=steps, workspace=WorkspacePlan((parts,)))
+        first, split_k = _sum_step(problem, device, config, tiling), _split_k(problem, device, tiling)
+        numbers = int32s(split_k.results, split_k.splits)
+        reduction = split_k.reduction(
+            first, *numbers, blocks=ceil_div(split_k.results, 32), threads=32 * _REDUCTION_WARPS
+        )
+        return split_k.solution(first, reduction)
 
 
 SOLVERS = (ConvFirstLayerWeights(),)

@@ -19,13 +19,12 @@ from miofind.solver.steps import (
     ConvSolution,
     KernelStep,
     Pointer,
-    Region,
-    WorkspacePlan,
     int32s,
 )
 from miofind.solvers.common.correlation import ceil_div, round_up
 from miofind.solvers.common.divisor import divisors
 from miofind.solvers.common.group_packs import resident_blocks
+from miofind.solvers.common.split_k import SplitK
 from miofind.solvers.few_channels.shared import HOPPER_KEYS, FewChannelsSolver
 
 _MAX_SUMS = 128
@@ -40,7 +39,7 @@ _HELD_OUT_WORDS = 64  # of dy
 _WIDTHS = (32, 56, 64, 112, 128)
 _MOST_ROWS = 8  # of a filter in one product
 _STAGES = 3
-_SHARES = 32
+_REDUCTION_WARPS = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,10 +162,10 @@ class _Tiling:
     def filter_tiles(self, problem: ProblemDescription) -> int:
         return ceil_div(problem.k, self.tile_k)
 
-    def part_bytes(self, problem: ProblemDescription) -> int:
-        """Of the sums of a block, of all filters."""
+    def split_k(self, problem: ProblemDescription) -> SplitK:
+        """Partials of all filters, in fragments of 4."""
         fragments = 128 * self.groups_k * self.chunks * problem.filter[0]
-        return 16 * fragments * self.filter_tiles(problem)
+        return SplitK(results=4 * fragments * self.filter_tiles(problem), splits=self.splits)
 
 
 def _defines(problem: ProblemDescription, config: Config, tiling: _Tiling) -> tuple[tuple[str, str | int], ...]:
@@ -205,26 +204,20 @@ def _sum_step(problem: ProblemDescription, config: Config, tiling: _Tiling) -> K
         shared_bytes=tiling.shared_bytes,
         defines=_defines(problem, config, tiling),
         args=(
-            *(Pointer(buffer=name) for name in ("x", "y", "parts")),
+            *(Pointer(buffer=name) for name in ("x", "y", tiling.split_k(problem).region)),
             *int32s(problem.k, *image, tiling.tiles, splits),
             *divisors(filter_tiles, tiling.row_tiles * tiling.column_tiles, tiling.column_tiles),
         ),
     )
 
 
-def _finish_step(problem: ProblemDescription, config: Config, tiling: _Tiling) -> KernelStep:
-    return KernelStep(
-        source="few_channels/weights_wgmma.cu",
-        entry="first_layer_wgmma_weights_finish",
-        grid=(tiling.part_bytes(problem) // (16 * 32), 1, 1),
-        block=(32 * _SHARES, 1, 1),
-        defines=_defines(problem, config, tiling),
-        args=(
-            Pointer(buffer="parts"),
-            Pointer(buffer="w"),
-            *int32s(problem.k, tiling.filter_tiles(problem), tiling.splits),
-        ),
-        waits_itself=True,
+def _reduction(problem: ProblemDescription, tiling: _Tiling, first: KernelStep) -> KernelStep:
+    split_k = tiling.split_k(problem)
+    return split_k.reduction(
+        first,
+        *int32s(problem.k, tiling.filter_tiles(problem), tiling.splits),
+        blocks=split_k.results // (4 * 32),
+        threads=32 * _REDUCTION_WARPS,
     )
 
 
@@ -268,7 +261,7 @@ _LOADED = 30.0
 _LATENCY = 1500.0
 _TILE = 250.0
 _BUSY_BYTES = 40e3
-_PARTS = 2.0
+_PARTIALS = 2.0
 _LAUNCH_MS = 0.0048
 _EXPOSED = 0.2
 
@@ -328,7 +321,7 @@ class ConvFirstLayerWgmmaWeights(FewChannelsSolver):
             return False  # a block has fewer tiles
         if config["least"] > 1 and tiling.tiles >= config["least"] * device.sm_count * tiling.resident:
             return False  # blocks have as many anyway
-        if tiling.splits * tiling.part_bytes(problem) > _MAX_WORKSPACE_BYTES:
+        if tiling.split_k(problem).bytes > _MAX_WORKSPACE_BYTES:
             return False
         return tiling.shared_bytes <= (device.shared_bytes or _SHARED_BYTES)
 
@@ -370,14 +363,13 @@ class ConvFirstLayerWgmmaWeights(FewChannelsSolver):
         under_way = together * config["loaders"] * 2 * slots * tiling.tile_k
         moved_bytes = problem.bytes * max(1.0, _BUSY_BYTES / under_way) * (1 + 0.25 * (y_share - 1))
         moved_ms = 1e3 * moved_bytes / device.bandwidth_bytes_per_s
-        parts_ms = _PARTS * 1e3 * tiling.splits * tiling.part_bytes(problem) / device.bandwidth_bytes_per_s
-        return float(_LAUNCH_MS + max(moved_ms, busy_ms) + _EXPOSED * min(moved_ms, busy_ms) + parts_ms)
+        partials_ms = _PARTIALS * 1e3 * tiling.split_k(problem).bytes / device.bandwidth_bytes_per_s
+        return float(_LAUNCH_MS + max(moved_ms, busy_ms) + _EXPOSED * min(moved_ms, busy_ms) + partials_ms)
 
     def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
         tiling = _Tiling.of(problem, config, device)
-        steps = (_sum_step(problem, config, tiling), _finish_step(problem, config, tiling))
-        parts = Region(name="parts", bytes=tiling.splits * tiling.part_bytes(problem))
-        return ConvSolution(steps=steps, workspace=WorkspacePlan((parts,)))
+        first = _sum_step(problem, config, tiling)
+        return tiling.split_k(problem).solution(first, _reduction(problem, tiling, first))
 
 
 SOLVERS = (ConvFirstLayerWgmmaWeights(),)

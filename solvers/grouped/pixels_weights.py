@@ -25,7 +25,7 @@ from miofind.solver.steps import (
 from miofind.solvers.common.axis_defines import axis_defines
 from miofind.solvers.common.correlation import ceil_div
 from miofind.solvers.common.group_packs import is_ample, resident_blocks, unserved
-from miofind.solvers.common.parts import PARTS, added_up, adding_lanes
+from miofind.solvers.common.split_k import SplitK
 from miofind.solvers.grouped.pixels_weights_tiling import SHARES, GroupedWeightsTiling, may_share, units_in_all
 
 _DEFAULTS = 8
@@ -47,6 +47,10 @@ def _registers(tiling: GroupedWeightsTiling) -> int:
 def _resident(tiling: GroupedWeightsTiling, shared_bytes: int) -> int:
     """Blocks that a multiprocessor holds at once."""
     return resident_blocks(_registers(tiling), tiling.threads, tiling.shared_bytes, shared_bytes)
+
+
+def _split_k(problem: ProblemDescription, config: Config) -> SplitK:
+    return SplitK(results=problem.w.size, splits=config["splits"])
 
 
 def _defines(
@@ -73,7 +77,7 @@ def _defines(
         ("COLUMN_TILES", tiling.tiles[1]),
         *zip(("IN_H", "IN_W", "OUT_H", "OUT_W"), (*planar.spatial, *planar.out_spatial), strict=True),
         ("CHANNELS_LAST", int(planar.x.layout.channels_last)),
-        ("LANES", adding_lanes(config["splits"])),
+        ("LANES", _split_k(problem, config).lanes),
         ("MIN_BLOCKS", resident),
         ("SHARED_BYTES", tiling.shared_bytes),
     )
@@ -89,7 +93,7 @@ def _sum_step(problem: ProblemDescription, config: Config, device: Device) -> Ke
         shared_bytes=tiling.shared_bytes,
         defines=_defines(problem, config, tiling, _resident(tiling, device.shared_bytes or _SHARED_BYTES)),
         args=(
-            *(Pointer(buffer=name) for name in ("y", "x", "w", "w" if config["splits"] == 1 else PARTS)),
+            *(Pointer(buffer=name) for name in ("y", "x", "w", _split_k(problem, config).target)),
             *int32s(problem.n, problem.c, problem.k, *planar.spatial, *planar.out_spatial, tiling.tile_count),
         ),
     )
@@ -260,7 +264,7 @@ class ConvGroupedWeights(Solver):
             return False  # copies and products of several tiles overlap
         if config["splits"] > tiling.tile_count or config["stages"] > ceil_div(tiling.tile_count, config["splits"]):
             return False
-        if config["splits"] > 1 and 4 * config["splits"] * problem.w.size > _MAX_WORKSPACE_BYTES:
+        if config["splits"] > 1 and _split_k(problem, config).bytes > _MAX_WORKSPACE_BYTES:
             return False
         if tiling.sums > _MAX_SUMS or tiling.threads > _MAX_THREADS:
             return False
@@ -281,11 +285,10 @@ class ConvGroupedWeights(Solver):
         return launches + _work_ms(problem, device, tiling, config)
 
     def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
-        step = _sum_step(problem, config, device)
-        if config["splits"] == 1:
+        step, split_k = _sum_step(problem, config, device), _split_k(problem, config)
+        if split_k.splits == 1:
             return ConvSolution(steps=(step,))
-        size, splits = problem.w.size, config["splits"]
-        return added_up(step, size, splits, told=(size, splits))
+        return split_k.solution(step, split_k.vector_reduction(step, *int32s(split_k.results, split_k.splits)))
 
 
 SOLVERS = (ConvGroupedWeights(),)

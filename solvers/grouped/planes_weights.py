@@ -19,7 +19,7 @@ from miofind.solver.steps import Config, ConfigValue, ConvSolution, KernelStep, 
 from miofind.solvers.common.axis_defines import axis_defines
 from miofind.solvers.common.correlation import ceil_div
 from miofind.solvers.common.group_packs import Packs, is_ample, resident_blocks, unserved
-from miofind.solvers.common.parts import PARTS, added_up, adding_lanes
+from miofind.solvers.common.split_k import SplitK
 from miofind.solvers.grouped.planes_tiling import PlanesWeightsTiling, shifts
 
 _DEFAULTS, _MOST_ALIKE = 8, 2
@@ -48,6 +48,10 @@ def _resident(problem: ProblemDescription, tiling: PlanesWeightsTiling, device: 
     return resident_blocks(_registers(problem, tiling), tiling.threads, tiling.shared_bytes, shared_bytes)
 
 
+def _split_k(problem: ProblemDescription, config: Config) -> SplitK:
+    return SplitK(results=problem.w.size, splits=config["splits"])
+
+
 def _defines(
     problem: ProblemDescription, config: Config, tiling: PlanesWeightsTiling, resident: int
 ) -> tuple[tuple[str, str | int], ...]:
@@ -66,7 +70,7 @@ def _defines(
         ("DY_PITCH", tiling.y.pitch),
         ("X_CHANNEL", tiling.x.channel_bytes),
         ("DY_CHANNEL", tiling.y.channel_bytes),
-        ("LANES", adding_lanes(config["splits"])),
+        ("LANES", _split_k(problem, config).lanes),
         ("MIN_BLOCKS", resident),
         ("SHARED_BYTES", tiling.shared_bytes),
     )
@@ -82,7 +86,7 @@ def _sum_step(problem: ProblemDescription, config: Config, device: Device) -> Ke
         shared_bytes=tiling.shared_bytes,
         defines=_defines(problem, config, tiling, _resident(problem, tiling, device)),
         args=(
-            *(Pointer(buffer=name) for name in ("y", "x", "w", "w" if config["splits"] == 1 else PARTS)),
+            *(Pointer(buffer=name) for name in ("y", "x", "w", _split_k(problem, config).target)),
             *int32s(problem.n, problem.c, problem.k, tiling.tile_count),
         ),
     )
@@ -288,7 +292,7 @@ class ConvGroupedPlanesWeights(Solver):
             return False
         if config["stages"] == 1 < config["splits"] < tiling.tile_count:
             return False  # copies and products of several tiles overlap
-        if config["splits"] > 1 and 4 * config["splits"] * problem.w.size > _MAX_WORKSPACE_BYTES:
+        if config["splits"] > 1 and _split_k(problem, config).bytes > _MAX_WORKSPACE_BYTES:
             return False
         if tiling.sums > _MAX_SUMS or _registers(problem, tiling) > _MAX_REGISTERS:
             return False
@@ -306,11 +310,10 @@ class ConvGroupedPlanesWeights(Solver):
         return launches + _work_ms(problem, device, tiling, config)
 
     def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
-        step = _sum_step(problem, config, device)
-        if config["splits"] == 1:
+        step, split_k = _sum_step(problem, config, device), _split_k(problem, config)
+        if split_k.splits == 1:
             return ConvSolution(steps=(step,))
-        size, splits = problem.w.size, config["splits"]
-        return added_up(step, size, splits, told=(size, splits))
+        return split_k.solution(step, split_k.vector_reduction(step, *int32s(split_k.results, split_k.splits)))
 
 
 SOLVERS = (ConvGroupedPlanesWeights(),)

@@ -14,12 +14,13 @@ from typing import ClassVar
 from miofind.core.problem import DataType, Direction, Layout, MathMode, ProblemDescription
 from miofind.device.device import Device, Library, Place
 from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
-from miofind.solver.steps import Config, ConfigValue, ConvSolution, KernelStep, Pointer, Region, Scalar, WorkspacePlan
+from miofind.solver.steps import Config, ConfigValue, ConvSolution, KernelStep, Pointer, Scalar, WorkspacePlan
 from miofind.solvers.common.correlation import ceil_div
 from miofind.solvers.common.divisor import divisor
 from miofind.solvers.common.limits import MAX_ELEMENTS, MAX_PADDING, mixed, overpadded, oversized
 from miofind.solvers.common.product import Index, Product, Steps, largest, linear_step, products
 from miofind.solvers.common.product_tiles import ProductTiling, alike, products_of_tf32, threads_of, tilings
+from miofind.solvers.common.split_k import SplitK
 from miofind.solvers.implicit_gemm.mma_cost import estimate_ms
 
 _MAX_COORDINATE = 2**30
@@ -139,7 +140,7 @@ def _launch(problem: ProblemDescription, product: Product, config: Config) -> Ke
         args=(
             Pointer(buffer=a.buffer),
             Pointer(buffer=b.buffer),
-            Pointer(buffer=out.buffer if config["splits"] == 1 else "partial"),
+            Pointer(buffer=_split_k(problem, config).target),
             *map(_int32, values),
         ),
     )
@@ -147,6 +148,11 @@ def _launch(problem: ProblemDescription, product: Product, config: Config) -> Ke
 
 def _finish_vector(problem: ProblemDescription) -> int:
     return math.gcd(4, problem.output.size)
+
+
+def _split_k(problem: ProblemDescription, config: Config) -> SplitK:
+    output = problem.direction.output
+    return SplitK(results=problem.output.size, splits=config["splits"], output=output, region="partial")
 
 
 def _finish(problem: ProblemDescription, config: Config, defines: tuple[tuple[str, str | int], ...]) -> KernelStep:
@@ -157,11 +163,7 @@ def _finish(problem: ProblemDescription, config: Config, defines: tuple[tuple[st
         grid=(ceil_div(size * lanes, 32 * _FINISH_WARPS * _finish_vector(problem)), 1, 1),
         block=(32 * _FINISH_WARPS, 1, 1),
         defines=defines,
-        args=(
-            Pointer(buffer="partial"),
-            Pointer(buffer=problem.direction.output),
-            *map(_int32, (size, config["splits"], lanes)),
-        ),
+        args=_split_k(problem, config).arguments(*map(_int32, (size, config["splits"], lanes))),
     )
 
 
@@ -294,7 +296,7 @@ class ConvImplicitGemmMma(Solver):
         blocks = _most_blocks(problem, device, alike(problem, config))
         if blocks is None or blocks * splits > MAX_ELEMENTS:
             return False
-        return bool(splits == 1 or 4 * splits * problem.output.size <= _MAX_WORKSPACE_BYTES)
+        return bool(splits == 1 or _split_k(problem, config).bytes <= _MAX_WORKSPACE_BYTES)
 
     def error_growth(self, problem: ProblemDescription, config: Config) -> float:
         """Direct summation's bound, but for sums of three products and fewer.
@@ -322,10 +324,8 @@ class ConvImplicitGemmMma(Solver):
         steps = tuple(_launch(problem, product, config) for product in products(problem))
         if config["splits"] == 1:
             return ConvSolution(steps=steps)
-        partial = Region(name="partial", bytes=4 * config["splits"] * problem.output.size)
-        return ConvSolution(
-            steps=(*steps, _finish(problem, config, steps[0].defines)), workspace=WorkspacePlan((partial,))
-        )
+        steps = (*steps, _finish(problem, config, steps[0].defines))
+        return ConvSolution(steps=steps, workspace=WorkspacePlan((_split_k(problem, config).partials,)))
 
 
 def _varied(ranked: Sequence[Config]) -> list[Config]:

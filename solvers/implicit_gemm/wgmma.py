@@ -30,6 +30,7 @@ from miofind.solver.steps import (
 from miofind.solvers.common.copies import packed_map, uncopied
 from miofind.solvers.common.correlation import ceil_div
 from miofind.solvers.common.divisor import divisors
+from miofind.solvers.common.split_k import SplitK
 from miofind.solvers.common.wgmma_product import Planes, WgmmaProduct
 from miofind.solvers.implicit_gemm.transpose import SOURCE as _TURNING
 from miofind.solvers.implicit_gemm.transpose import Turn, turning
@@ -38,7 +39,6 @@ from miofind.solvers.implicit_gemm.wgmma_likely import SHARES, SPLITS, STAGES, W
 from miofind.solvers.implicit_gemm.wgmma_tiling import ROW_BLOCK, SPANS_BYTES, WgmmaTiling
 
 _SOURCE = "implicit_gemm/wgmma.cu"
-_PARTS = "parts"
 _FILTERS = "filters"
 _MAX_INT = 2**31 - 1
 _SHARED_BYTES = 227 << 10
@@ -167,12 +167,17 @@ def _multiply(tiling: WgmmaTiling, device: Device) -> KernelStep:
         defines=_defines(tiling),
         args=(
             *_maps(tiling),
-            Pointer(buffer=_PARTS if tiling.splits > 1 else problem.direction.output),
+            Pointer(buffer=_split_k(tiling).target),
             *int32s(*values),
             *divisors(*numbers),
         ),
         waits_itself=True,
     )
+
+
+def _split_k(tiling: WgmmaTiling) -> SplitK:
+    problem = tiling.product.problem
+    return SplitK(results=problem.output.size, splits=tiling.splits, output=problem.direction.output)
 
 
 def _add(tiling: WgmmaTiling) -> KernelStep:
@@ -183,11 +188,8 @@ def _add(tiling: WgmmaTiling) -> KernelStep:
         grid=(ceil_div(problem.output.size, 4 * 256), 1, 1),
         block=(256, 1, 1),
         defines=_defines(tiling),
-        args=(
-            Pointer(buffer=_PARTS),
-            Pointer(buffer=problem.direction.output),
-            Scalar(ctype="int64", value=problem.output.size),
-            Scalar(ctype="int32", value=tiling.splits),
+        args=_split_k(tiling).arguments(
+            Scalar(ctype="int64", value=problem.output.size), Scalar(ctype="int32", value=tiling.splits)
         ),
         waits_itself=True,
     )
@@ -363,7 +365,7 @@ class ConvImplicitGemmWgmma(Solver):
             regions.append(Region(name=_FILTERS, bytes=problem.w.bytes))
         if tiling.splits > 1:
             steps.append(_add(tiling))
-            regions.append(Region(name=_PARTS, bytes=4 * tiling.splits * problem.output.size))
+            regions.append(_split_k(tiling).partials)
         return ConvSolution(steps=tuple(steps), workspace=WorkspacePlan(tuple(regions)))
 
 

@@ -21,16 +21,15 @@ from miofind.solver.steps import (
     Im2col,
     KernelStep,
     Pointer,
-    Region,
     Scalar,
     TensorMap,
-    WorkspacePlan,
     int32s,
 )
 from miofind.solvers.common.copies import packed_map, uncopied
 from miofind.solvers.common.correlation import ceil_div
 from miofind.solvers.common.divisor import divisors
 from miofind.solvers.common.limits import mixed, oversized
+from miofind.solvers.common.split_k import SplitK
 from miofind.solvers.common.wgmma_product import WgmmaProduct
 from miofind.solvers.implicit_gemm.wgmma_turned_tiling import (
     SHARES,
@@ -44,7 +43,6 @@ from miofind.solvers.implicit_gemm.wgmma_turned_tiling import (
 )
 
 _SOURCE = "implicit_gemm/wgmma_turned.cu"
-_PARTS = "parts"
 _SHARED_BYTES = 227 << 10
 _DEFAULTS, _ALIKE = 8, 2
 _VECTOR = 4  # elements of 16 bytes, which copies move
@@ -111,12 +109,16 @@ def _multiply(tiling: TurnedTiling, device: Device) -> KernelStep:
         args=(
             _pixels(product),
             _filters(product),
-            Pointer(buffer=_PARTS if tiling.splits > 1 else "w"),
+            Pointer(buffer=_split_k(tiling).target),
             *int32s(*values),
             *divisors(*by),
         ),
         waits_itself=True,
     )
+
+
+def _split_k(tiling: TurnedTiling) -> SplitK:
+    return SplitK(results=tiling.product.problem.output.size, splits=tiling.splits)
 
 
 def _add(tiling: TurnedTiling, device: Device) -> KernelStep:
@@ -127,12 +129,7 @@ def _add(tiling: TurnedTiling, device: Device) -> KernelStep:
         grid=(ceil_div(size * adders, _VECTOR * _ADDING_THREADS), 1, 1),
         block=(_ADDING_THREADS, 1, 1),
         defines=_defines(tiling, tiling.stages(_shared_bytes(device))),
-        args=(
-            Pointer(buffer=_PARTS),
-            Pointer(buffer="w"),
-            Scalar(ctype="int64", value=size),
-            *int32s(tiling.splits, adders),
-        ),
+        args=_split_k(tiling).arguments(Scalar(ctype="int64", value=size), *int32s(tiling.splits, adders)),
         waits_itself=True,
     )
 
@@ -237,8 +234,7 @@ class ConvImplicitGemmWgmmaTurned(Solver):
         step = _multiply(tiling, device)
         if tiling.splits == 1:
             return ConvSolution(steps=(step,))
-        parts = Region(name=_PARTS, bytes=4 * tiling.splits * problem.output.size)
-        return ConvSolution(steps=(step, _add(tiling, device)), workspace=WorkspacePlan((parts,)))
+        return _split_k(tiling).solution(step, _add(tiling, device))
 
 
 SOLVERS = (ConvImplicitGemmWgmmaTurned(),)

@@ -1,0 +1,87 @@
+"""Split-K: blocks sum parts of a result, and a second kernel adds their float32 partials (common/split_k.cuh).
+
+The partials are a region of the workspace, [split][result]; the reduction is a step of the same source.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from miofind.solver.steps import ConvSolution, KernelStep, Pointer, Region, Scalar, WorkspacePlan
+from miofind.solvers.common.correlation import ceil_div
+
+_MAX_LANES = 32
+_SPLITS_OF_LANE = 4
+_THREADS = 256
+_VECTOR = 4  # results of a thread, as `reduce_split_k` has them
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SplitK:
+    """A sum of `results` elements that is split among blocks.
+
+    Attributes:
+        results: elements of which each split leaves a partial.
+        splits: how many there are.
+        output: the tensor that the reduction writes.
+        region: the workspace region that holds the partials.
+    """
+
+    results: int
+    splits: int
+    output: str = "w"
+    region: str = "parts"
+
+    @property
+    def bytes(self) -> int:
+        """Of the partials of all splits."""
+        return 4 * self.splits * self.results
+
+    @property
+    def target(self) -> str:
+        """The buffer that the first kernel writes: the output itself if there is but one split."""
+        return self.output if self.splits == 1 else self.region
+
+    @property
+    def partials(self) -> Region:
+        """The workspace that holds them."""
+        return Region(name=self.region, bytes=self.bytes)
+
+    @property
+    def lanes(self) -> int:
+        """Threads of `reduce_split_k` that share a result: a power of two, with up to 4 splits each."""
+        return min(_MAX_LANES, 1 << max(0, ceil_div(self.splits, _SPLITS_OF_LANE) - 1).bit_length())
+
+    def arguments(self, *scalars: Scalar) -> tuple[Pointer | Scalar, ...]:
+        """What a reduction kernel takes: partials, output, then numbers."""
+        return (Pointer(buffer=self.region), Pointer(buffer=self.output), *scalars)
+
+    def reduction(
+        self, first: KernelStep, *scalars: Scalar, blocks: int, threads: int, waits_itself: bool = True
+    ) -> KernelStep:
+        """The step that adds the partials: a kernel of the same source and defines, named as the first and `_finish`.
+
+        Args:
+            first: the step that leaves the partials.
+            scalars: the numbers that the kernel takes after partials and output.
+            blocks, threads: of the grid, and of a block.
+            waits_itself: whether the kernel begins while the first one ends (programmatic dependent launch).
+        """
+        return KernelStep(
+            source=first.source,
+            entry=f"{first.entry}_finish",
+            grid=(blocks, 1, 1),
+            block=(threads, 1, 1),
+            defines=first.defines,
+            args=self.arguments(*scalars),
+            waits_itself=waits_itself,
+        )
+
+    def vector_reduction(self, first: KernelStep, *scalars: Scalar) -> KernelStep:
+        """The same by a kernel that calls `reduce_split_k` with `lanes` and 256 threads."""
+        blocks = ceil_div(self.results, _VECTOR * _THREADS // self.lanes)
+        return self.reduction(first, *scalars, blocks=blocks, threads=_THREADS)
+
+    def solution(self, first: KernelStep, reduction: KernelStep) -> ConvSolution:
+        """Both steps, with the partials between them in the workspace."""
+        return ConvSolution(steps=(first, reduction), workspace=WorkspacePlan((self.partials,)))
