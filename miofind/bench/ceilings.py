@@ -49,6 +49,20 @@ class Ceilings:
         return 1e3 * max(problem.flops / rate, problem.bytes / self.copy_bytes_per_s) + _LAUNCH_MS
 
 
+def known_ceilings(name: str) -> Ceilings | None:
+    """The ceilings of a GPU that need not be here, by its name; None where they were not measured yet."""
+    return _KNOWN.get(name)
+
+
+# As `miofind bench` measured them: medians over the runs of benchmarks/results, with cuBLAS 13.1.
+_KNOWN = {
+    "NVIDIA H200": Ceilings(
+        copy_bytes_per_s=4.2e12,
+        flops_per_s={"float16": 744e12, "bfloat16": 785e12, "tf32": 407e12, "float32": 49.8e12},
+    )
+}
+
+
 def arithmetic_of(problem: ProblemDescription) -> str:
     """Name of the fastest arithmetic a problem allows: its narrowest input's dtype, or "tf32"."""
     if problem.math is MathMode.TF32:

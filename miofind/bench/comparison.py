@@ -87,6 +87,7 @@ def bench(
     options: FindOptions,
     *,
     against_torch: bool,
+    ceilings: Ceilings | None = None,
     pool: CompilePool | None = None,
     on_found: Callable[[], None] = lambda: None,
     on_row: Callable[[BenchRow], None] = lambda row: None,
@@ -94,11 +95,12 @@ def bench(
     """A row for each problem, in order; a problem that fails has a message and the benchmark goes on.
 
     Args:
+        ceilings: of the handle's device; measured where they are left out.
         pool: compiles each problem's kernels while the one before is found; closed before anything is timed.
         on_found: called once a problem, when its solutions are known.
         on_row: called once a problem, when it is timed.
     """
-    ceilings = measure_ceilings(handle.device)
+    ceilings = measure_ceilings(handle.device) if ceilings is None else ceilings
     failures = _find(entries, handle, options, pool, on_found)
     if pool is not None:
         pool.close()  # what was compiled ahead in vain would go on beside what is timed

@@ -29,6 +29,7 @@ _COMMANDS = {
     "tune": "miofind.cli.tune:tune",
     "compile": "miofind.cli.compile:compile_",
     "bench": "miofind.cli.bench:bench_",
+    "report": "miofind.cli.report:report",
     "db": "miofind.cli.db:db",
 }
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import click
 
+from miofind.bench.ceilings import Ceilings, measure_ceilings
 from miofind.bench.comparison import BenchRow, ClassMeans, bench, class_means
 from miofind.cli.options import (
     DRIVER_LINE,
@@ -110,12 +112,14 @@ def bench_(
             rows.append(row)
             advance()
 
+        ceilings = measure_ceilings(handle.device)
         try:
             bench(
                 requests,
                 handle,
                 options,
                 against_torch=against == "torch",
+                ceilings=ceilings,
                 pool=pool,
                 on_found=advance,
                 on_row=take,
@@ -125,7 +129,7 @@ def bench_(
                 raise
     means = class_means(rows)
     if json_file is not None:
-        _write_json(json_file, _report(rows, means, device))
+        _write_json(json_file, _report(rows, means, device, ceilings))
     if str(json_file) != "-":
         _print(rows, means, device)
     if len(rows) < len(requests):
@@ -171,11 +175,12 @@ def _number(value: float | None, text: Any) -> str:
     return "-" if value is None else str(text(value))
 
 
-def _report(rows: list[BenchRow], means: list[ClassMeans], device: Device) -> dict[str, object]:
+def _report(rows: list[BenchRow], means: list[ClassMeans], device: Device, ceilings: Ceilings) -> dict[str, object]:
     return {
         "gpu": device.name,
         "versions": _versions(device),
         "command": shlex.join(["miofind", *sys.argv[1:]]),
+        "ceilings": asdict(ceilings),
         "means": [
             {
                 "class": mean.name,

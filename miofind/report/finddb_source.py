@@ -1,0 +1,153 @@
+"""A FindDB as a source of a report: the best row of each problem, and the searches that it remembers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from miofind.bench.ceilings import Ceilings, known_ceilings
+from miofind.core.problem import ProblemDescription
+from miofind.device.device import IDENTITY, Library, device_text
+from miofind.errors import DatabaseError, InvalidConfigError, InvalidProblemError
+from miofind.finddb import Answer, History, Row, Store
+from miofind.report.results import (
+    AGAINST_CUDNN,
+    OWN_AGAINST_CUDNN,
+    ProblemResult,
+    SearchCurve,
+    SourceContent,
+    ratio_of,
+)
+from miofind.solver.steps import Config, config_text
+
+MIN_TRIALS = 16
+"""Configurations tried from which on a find is shown as a search."""
+
+MAX_CURVES = 200
+
+
+def read_finddb(path: str | Path) -> SourceContent:
+    """What a FindDB holds: one result for each problem of which something is usable.
+
+    Raises:
+        DatabaseError: it is not there, or cannot be read.
+    """
+    with Store(path, read_only=True) as store:
+        if store.path is None or not store.path.exists():
+            raise DatabaseError(f"there is no FindDB at {path}: name a file, or fill one with `miofind tune`")
+        return _content(store.open(), str(path))
+
+
+def _content(store: Store, name: str) -> SourceContent:
+    is_release = store.release() is not None
+    ceilings: dict[str, Ceilings] = {}
+    results: list[ProblemResult] = []
+    curves: list[SearchCurve] = []
+    unreadable = unsolved = 0
+    for history in store.histories():
+        try:
+            problem = ProblemDescription.from_network_config(history.network_config)
+        except InvalidProblemError:
+            unreadable += 1
+            continue
+        answer = store.answer(history.device, history.network_config)
+        if answer is None or not len(answer.rows):
+            unsolved += 1
+            continue
+        device = _device_name(history.device)
+        if device not in ceilings and (found := known_ceilings(device)) is not None:
+            ceilings[device] = found
+        if not is_release and (curve := search_curve(history.rows, len(results))) is not None:
+            curves.append(curve)
+        results.append(_result(problem, answer, history, ceilings))
+    return SourceContent(
+        name=name,
+        kind="FindDB",
+        results=tuple(results),
+        curves=tuple(sorted(curves, key=lambda curve: -curve.trials[-1])[:MAX_CURVES]),
+        ceilings=ceilings,
+        notes=_notes(unreadable, unsolved, len(curves)),
+    )
+
+
+def _device_name(identity: str) -> str:
+    """The GPU's name; the whole identity where it has a part of one alone."""
+    told = IDENTITY.fullmatch(identity)
+    return told["name"] if told is not None and told["name"] and not told["mig_profile"] else device_text(identity)
+
+
+def _result(
+    problem: ProblemDescription, answer: Answer, history: History, ceilings: Mapping[str, Ceilings]
+) -> ProblemResult:
+    rows = answer.rows
+    best, device = rows[0], _device_name(history.device)
+    times = {library: _best_ms(rows, library) for library in (Library.CUDNN, Library.PLAIN)}
+    compared = {
+        AGAINST_CUDNN: ratio_of(times[Library.CUDNN], best.time_ms),
+        OWN_AGAINST_CUDNN: ratio_of(times[Library.CUDNN], times[Library.PLAIN]),
+    }
+    return ProblemResult(
+        problem=problem,
+        device=device,
+        solver_id=best.solver_id,
+        config=_config_text(best),
+        library=best.library,
+        time_ms=best.time_ms,
+        floor_ms=ceilings[device].floor_ms(problem) if device in ceilings else None,
+        ratios={name: ratio for name, ratio in compared.items() if ratio is not None},
+        marks=_marks(best, history),
+    )
+
+
+def _best_ms(rows: Iterable[Row], library: Library) -> float | None:
+    return min((row.time_ms for row in rows if row.library == library and row.time_ms is not None), default=None)
+
+
+def _config_text(row: Row) -> str:
+    try:
+        return config_text(Config.from_json(row.config))
+    except (InvalidConfigError, RecursionError):
+        return row.config
+
+
+def _marks(best: Row, history: History) -> tuple[str, ...]:
+    verdict = history.verdicts[-1] if history.verdicts else None
+    found = {
+        "tie": verdict is not None and len(verdict.ties) > 1 and best.candidate in verdict.ties,
+        "contended": best.contended,
+        "cut off": best.status == "cut_off",
+        "not deterministic": not best.deterministic,
+    }
+    return tuple(name for name, holds in found.items() if holds)
+
+
+def search_curve(rows: Sequence[Row], place: int) -> SearchCurve | None:
+    """The best time after each batch of trials of a problem's rows; None where fewer than MIN_TRIALS were tried.
+
+    Rows of one batch have one time of recording, so nothing is known of their order.
+    """
+    tried: set[str] = set()
+    best_ms: float | None = None
+    trials: list[int] = []
+    times: list[float] = []
+    ordered = sorted(rows, key=lambda row: row.created_at)
+    for row, following in zip(ordered, [*ordered[1:], None], strict=True):
+        tried.add(row.candidate)
+        if row.usable and row.time_ms is not None:
+            best_ms = row.time_ms if best_ms is None else min(best_ms, row.time_ms)
+        ends = following is None or following.created_at != row.created_at
+        if ends and best_ms is not None and (not trials or trials[-1] < len(tried)):
+            trials.append(len(tried))
+            times.append(best_ms)
+    if len(tried) < MIN_TRIALS or len(trials) < 2:
+        return None
+    return SearchCurve(place=place, trials=tuple(trials), best_ms=tuple(times))
+
+
+def _notes(unreadable: int, unsolved: int, curves: int) -> tuple[str, ...]:
+    notes = {
+        f"{unreadable} problems are left out: this release cannot read their network_config": unreadable,
+        f"{unsolved} problems are left out: nothing usable is known of them": unsolved,
+        f"of {curves} searches the {MAX_CURVES} with most trials are drawn": curves > MAX_CURVES,
+    }
+    return tuple(note for note, applies in notes.items() if applies)

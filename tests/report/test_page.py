@@ -1,0 +1,145 @@
+"""The page of a report: one file that needs no network, with every result in it, whatever a source says."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from xml.etree import ElementTree
+
+import pytest
+from report_page import DEPTHWISE, H200, POINTWISE, Page, content, result
+
+from miofind import ProblemDescription
+from miofind.bench.ceilings import known_ceilings
+from miofind.report.results import AGAINST_TORCH, SearchCurve
+
+pytest.importorskip("altair", reason="pip install 'miofind[report]'")
+pytest.importorskip("vl_convert", reason="pip install 'miofind[report]'")
+
+from miofind.report.page import in_script, page, picture
+
+HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(1)>{{data}}&\x1b[2J\u202e"
+CEILINGS = known_ceilings(H200)
+
+
+def test_every_result_is_in_the_page() -> None:
+    made = Page(page([content(result(), result(DEPTHWISE, time_ms=None, solver_id=""))], "a title"))
+    assert made.texts["h1"] == "a title"
+    assert made.column("solver") == ["ConvA", ""]
+    assert made.column("class") == ["1x1", "depthwise"]
+    assert made.column("direction") == ["forward", "data"]
+    assert made.column("library") == ["miofind", "none"]
+    assert made.column("time_ms") == [0.5, None]
+    assert made.column("floor") == [0.2, None]
+    assert made.column("tflops")[0] == pytest.approx(POINTWISE.flops / 0.5e9, rel=1e-4)
+    assert made.column("intensity")[0] == pytest.approx(POINTWISE.flops / POINTWISE.bytes, rel=1e-4)
+
+
+def test_the_whole_network_config_can_be_put_together() -> None:
+    """The page holds it in parts, most of which are those of many problems."""
+    mixed = ProblemDescription.convolution(
+        x=(2, 4, 6, 6), w=(8, 4, 3, 3), padding=1, layout={"x": "NHWC", "w": "NCHW", "y": "NHWC"}, dtype="float32"
+    )
+    tf32 = ProblemDescription.convolution(x=(2, 4, 6), w=(8, 4, 3), math="tf32", direction="backward_weights")
+    problems = [POINTWISE, DEPTHWISE, mixed, tf32]
+    made = Page(page([content(*map(result, problems))], "a"))
+    parts = zip(*map(made.column, ("prefix", "long_direction", "problem", "suffix")), strict=True)
+    assert [f"{a}-{b}-{c}{d}" for a, b, c, d in parts] == [problem.network_config for problem in problems]
+
+
+def test_nothing_is_fetched() -> None:
+    made = Page(page([content(result())], "a"))
+    assert [element for element, attributes in made.elements if {"src", "href"} & attributes.keys()] == []
+    (policy,) = (a["content"] for _, a in made.elements if a.get("http-equiv") == "Content-Security-Policy")
+    assert policy is not None
+    assert policy.startswith("default-src 'none'")
+    assert [element for element, _ in made.elements].count("script") == 3
+    assert not re.search(r"url\(|@import", made.texts["style"])
+
+
+def test_what_a_source_says_is_text() -> None:
+    fields = {"solver_id": HOSTILE, "config": HOSTILE, "layer": HOSTILE, "message": HOSTILE, "device": HOSTILE}
+    source = content(
+        result(**fields, library=HOSTILE, marks=(HOSTILE,)), name=HOSTILE, notes=(HOSTILE,), versions={HOSTILE: HOSTILE}
+    )
+    made = Page(page([source], HOSTILE))
+    plain = Page(page([content(result())], "a"))
+    tags = [element for element, _ in made.elements if element != "em"]
+    assert tags == [element for element, _ in plain.elements]
+    assert made.column("solver")[0].startswith("</script><script>alert(1)")
+    assert "\x1b" not in made.texts["data"]
+    assert "\u202e" not in made.texts["h1"]
+    assert made.column("library") == ["other"]
+
+
+def test_data_cannot_end_their_script() -> None:
+    text = in_script({"a": "</script><!--&"})
+    assert not {"<", ">", "&"} & set(text)
+    assert json.loads(text) == {"a": "</script><!--&"}
+
+
+def test_a_page_of_26000_problems_stays_below_10_mb() -> None:
+    config = "blocks=2 cluster=1x1x1 consumers=1 depth_bytes=128 rows=1 splits=1 stages=3 swapped=1 tile_n="
+    problems = [
+        ProblemDescription.convolution(
+            x=(32, 8 * c, 112, 112), w=(256, 8 * c, 7, 7), padding=3, stride=2, dtype="bfloat16", layout="NHWC"
+        )
+        for c in range(1, 261)
+    ]
+    results = [
+        result(problem, config=f"{config}{number}", time_ms=math.pi * (number + 1), ratios={AGAINST_TORCH: 1.23456})
+        for number in range(100)
+        for problem in problems
+    ]
+    text = page([content(*results)], "many")
+    assert len(results) == 26_000
+    assert len(text.encode()) < 6e6
+    assert len(Page(text).column("problem")) == 26_000
+
+
+def test_roofs_are_of_the_arithmetic_that_there_is() -> None:
+    assert CEILINGS is not None
+    made = Page(page([content(result(), ceilings={H200: CEILINGS})], "a"))
+    roofs = made.data["roofs"]
+    assert {point["arithmetic"] for point in roofs} == {"float16"}
+    heights = [point["tflops"] for point in roofs]
+    assert heights[-1] == heights[-2] == pytest.approx(CEILINGS.flops_per_s["float16"] / 1e12)
+    slope = roofs[0]["tflops"] / roofs[0]["intensity"]
+    assert slope == pytest.approx(CEILINGS.copy_bytes_per_s / 1e12, rel=1e-3)
+    assert roofs[0]["intensity"] < POINTWISE.flops / POINTWISE.bytes < roofs[-1]["intensity"]
+    assert "float16 744 TFLOP/s, 4.2 TB/s" in roofs[-1].values()
+
+
+def test_a_device_without_known_ceilings_has_no_roof() -> None:
+    made = Page(page([content(result(device="GeForce", floor_ms=None))], "a"))
+    assert made.data["roofs"] == []
+    assert made.column("floor") == [None]
+
+
+def test_ratios_and_searches_go_with_their_rows() -> None:
+    first = content(result(ratios={AGAINST_TORCH: 1.5}), result(DEPTHWISE))
+    curve = SearchCurve(place=0, trials=(8, 20), best_ms=(2.0, 1.0))
+    made = Page(page([first, content(result(), curves=(curve,), name="b.db")], "a"))
+    assert made.data["rows"]["ratios"] == {AGAINST_TORCH: [1.5, None, None]}
+    assert made.data["curves"] == [{"row": 2, "trials": [8, 20], "best_ms": [2.0, 1.0]}]
+
+
+def test_charts_name_their_data_as_the_code_does() -> None:
+    made = Page(page([content(result())], "a"))
+    named = set(re.findall(r'"name":"(\w+)"', json.dumps(made.data["charts"], separators=(",", ":"))))
+    code = made.texts["code"]
+    data = {"rows", "roofs", "marked", "ticks", "means", "curves", "median"}
+    assert data <= named
+    assert [name for name in data if not re.search(rf"\b{name}\b", code)] == []
+    assert made.data["charts"].keys() == {"roofline", "ratios", "searches"}
+    assert {name for _, attributes in made.elements if (name := attributes.get("id"))} >= made.data["charts"].keys()
+
+
+def test_a_picture_has_a_panel_an_arithmetic() -> None:
+    assert CEILINGS is not None
+    text = picture([content(result(), result(DEPTHWISE), ceilings={H200: CEILINGS})])
+    words = "".join(ElementTree.fromstring(text).itertext())
+    assert "float16 (1 problems)" in words
+    assert "float32 (1 problems)" in words
+    assert "miofind" in words
