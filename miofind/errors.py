@@ -27,7 +27,8 @@ an error may be printed on a terminal, whatever names are in it; `args` has the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import difflib
+from collections.abc import Callable, Iterable, Iterator
 from typing import ClassVar
 
 from miofind.printable import printable, printable_lines, printable_name
@@ -188,6 +189,13 @@ def brief(value: object) -> str:
     if isinstance(shape, tuple) and shape:
         return f"<{type(value).__name__} of shape {tuple(shape)}>"
     return printable_name(described(value))
+
+
+def suggestion(given: object, known: Iterable[str]) -> str:
+    """The end of a message about a mistyped name: ". Did you mean X?", or "" where it is near to none."""
+    by_name = {name.lower(): name for name in known}
+    near = difflib.get_close_matches(str(given)[:MAX_TOLD].lower(), by_name, n=3)
+    return f". Did you mean {' or '.join(by_name[name] for name in near)}?" if near else ""
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:

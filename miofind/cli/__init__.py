@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import logging
 import sys
@@ -13,6 +12,7 @@ from typing import Any
 import click
 
 from miofind import __version__
+from miofind.cli.group import CommandGroup
 from miofind.cli.output import discard_output, prepare_streams, print_error, print_note
 from miofind.cli.session import configure_logging, reset_logging
 from miofind.errors import MiofindError
@@ -34,7 +34,7 @@ _COMMANDS = {
 }
 
 
-class _Commands(click.Group):
+class _Commands(CommandGroup):
     """The commands, each imported when it is used, and the exit codes of what they raise."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -65,10 +65,6 @@ class _Commands(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        if args and args[0] not in _COMMANDS and not ctx.resilient_parsing:
-            near = difflib.get_close_matches(args[0], _COMMANDS, n=1)
-            meant = f" Did you mean {near[0]!r}?" if near else f" There are {', '.join(_COMMANDS)}."
-            ctx.fail(f"No such command {args[0]!r}.{meant}")
         found = super().resolve_command(ctx, args)
         interrupts.raise_again()  # its module is imported, and what it does is cleaned up after
         return found

@@ -15,7 +15,9 @@ from miofind.bench.ceilings import Ceilings, measure_ceilings
 from miofind.bench.comparison import BenchRow, ClassMeans, bench, class_means
 from miofind.cli.options import (
     DRIVER_LINE,
+    Choice,
     OutputFile,
+    choice,
     db_option,
     device_option,
     example,
@@ -51,9 +53,9 @@ _MEANS = ("class", "problems", "ratio", "least", "of floor")
     ),
 )
 @request_options
-@click.option("--against", type=click.Choice(["torch"]), help="Time this library too, in turn on the same buffers.")
-@click.option("--only-library", type=click.Choice([lib.value for lib in Library]), multiple=True, help="Only these.")
-@click.option("--exclude-library", type=click.Choice([lib.value for lib in Library]), multiple=True, help="Not these.")
+@click.option("--against", type=Choice(["torch"]), help="Time this library too, in turn on the same buffers.")
+@click.option("--only-library", type=choice(Library), multiple=True, help="Only these.")
+@click.option("--exclude-library", type=choice(Library), multiple=True, help="Not these.")
 @only_option
 @exclude_option
 @click.option("--search", is_flag=True, help="Search configurations of what the FindDB does not know.")

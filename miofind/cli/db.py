@@ -15,6 +15,7 @@ from miofind.cli.db_diff import diff
 from miofind.cli.db_release import release
 from miofind.cli.db_restamp import code, restamp
 from miofind.cli.db_show import HistoryView, list_problems, show_history
+from miofind.cli.group import CommandGroup
 from miofind.cli.null_test import null_test_command
 from miofind.cli.options import (
     DRIVER_LINE,
@@ -42,7 +43,7 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 _MOST_FINDINGS = 50
 
 
-@click.group(epilog=example("miofind db stats", "miofind db merge other.db"))
+@click.group(cls=CommandGroup, epilog=example("miofind db stats", "miofind db merge other.db"))
 def db() -> None:
     """Show, check and move FindDBs. Each works on the user's unless its own --db names another file."""
 

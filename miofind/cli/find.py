@@ -57,7 +57,7 @@ class _Found:
     context_settings=DRIVER_LINE,
     epilog=example(
         "miofind find conv -n 32 -c 64 -H 56 -W 56 -k 64 -y 3 -x 3 -p 1 -q 1 -F 1",
-        "miofind find convfp16 -n 32 -c 64 -H 56 -W 56 -k 64 -y 3 -x 3 -p 1 -q 1 --layout NHWC --only direct,cublas",
+        "miofind find --x 32,64,56,56 --w 64,64,3,3 --padding 1 --dtype float16 --layout NHWC --only direct,cublas",
     ),
 )
 @problem_argument
@@ -84,8 +84,32 @@ def find(
 ) -> None:
     """Find the solutions of PROBLEM, fastest first.
 
-    PROBLEM is a MIOpenDriver line (conv, convfp16 or convbfp16 and its flags; -F 0 asks for all three directions, and
-    --layout, --dtype, --math and --pad_after_h say what the driver cannot) or a network_config, miofind's or MIOpen's.
+    PROBLEM is a MIOpenDriver line, shapes, or a network_config, miofind's or MIOpen's.
+
+    \b
+    A MIOpenDriver line, its flags with their defaults:
+      conv, convfp16, convbfp16  float32, float16, bfloat16; --dtype float64
+      -n 100 -c 3 -k 32          batch, input channels, output channels
+      -H 32 -W 32                height and width of the input
+      -y 3 -x 3                  height and width of the filter
+      -p 0 -q 0                  padding; behind: --pad_after_h, --pad_after_w
+      -u 1 -v 1 -l 1 -j 1        strides, dilations: height, width
+      -g 1 -m conv               groups; trans is a transposed convolution
+      -F 0                       1 forward, 2 backward data, 4 backward
+                                 weights, or their sum; 0 is all three
+      --layout NCHW --math ieee  memory order (NHWC); tf32 for float32
+      --spatial_dim 2            1 leaves height out; 3 has --in_d, --fil_d,
+                                 --pad_d, --conv_stride_d, --dilation_d
+
+    \b
+    Shapes, with their defaults but for the first two:
+      --x 32,64,56,56            n,c,h,w in every layout; n,c,w; n,c,d,h,w
+      --w 64,64,3,3              k,c/groups,y,x
+      --padding 0 --stride 1 --dilation 1
+                                 one number, or one a dimension as in 1,2;
+                                 padding before:after a dimension as in 0:1,0:1
+      --groups 1 --dtype float32 --layout NCHW --math ieee
+      --direction forward        backward_data, backward_weights, all
     """
     problems = problems_of(line)
     options = find_options_of(**find_values)

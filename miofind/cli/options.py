@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,7 +15,7 @@ import click
 
 from miofind.cli.output import print_note
 from miofind.device.device import Device
-from miofind.errors import NoDeviceError, UnknownSolverError
+from miofind.errors import NoDeviceError, UnknownSolverError, suggestion
 from miofind.find.search import DEFAULT_PATIENCE
 from miofind.finddb.location import checked_path
 from miofind.options import MAX_COUNT, FindEnforce, FindMode, FindOptions, Order
@@ -109,7 +109,7 @@ class OutputFile(click.Path):
         return super().convert(path, param, ctx)
 
 
-class FindDBFile(click.ParamType[str]):
+class FindDBFile(click.ParamType):  # type: ignore[type-arg]
     """The path of a FindDB as text: of one that must be there, or of one that may begin there in a folder there is."""
 
     name = "FindDB"
@@ -130,7 +130,7 @@ class FindDBFile(click.ParamType[str]):
 
 
 def _check_folder(
-    kind: click.ParamType[Any], path: Path, param: click.Parameter | None, ctx: click.Context | None
+    kind: InputFile | OutputFile | FindDBFile, path: Path, param: click.Parameter | None, ctx: click.Context | None
 ) -> None:
     if not path.parent.is_dir():
         kind.fail(f"there is no folder {path.parent}: correct the path, or make the folder first", param, ctx)
@@ -209,9 +209,33 @@ retry_failed_option = click.option(
 )
 
 
-def choice(kind: Any) -> click.Choice[str]:
+class Choice(click.Choice):  # type: ignore[type-arg]
+    """One of some words, case ignored; the error about another one names those that it is near to."""
+
+    def __init__(self, words: Iterable[str]) -> None:
+        super().__init__(list(words), case_sensitive=False)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        try:
+            return super().convert(value, param, ctx)
+        except click.BadParameter as error:
+            near = suggestion(value, map(str, self.choices)) or "."
+            raise click.BadParameter(error.message.removesuffix(".") + near, ctx=ctx, param=param) from None
+
+
+def isolate_option(*, default: bool) -> Callable[[Command], Command]:
+    """--isolate or --in-process: where candidates are measured."""
+    return click.option(
+        "--isolate/--in-process",
+        default=default,
+        help="Measure in a child process, which a crashing kernel may end, or in this process."
+        f"  [default: {'isolate' if default else 'in-process'}]",
+    )
+
+
+def choice(kind: Any) -> Choice:
     """The values of an enum."""
-    return click.Choice([member.value for member in kind], case_sensitive=False)
+    return Choice(member.value for member in kind)
 
 
 _LIMITS = (
@@ -272,7 +296,7 @@ _FIND = (
         help="search searches on a miss, db_update measures in any case, search_db_update both; db_clean first forgets "
         "what the FindDB holds of the problem.",
     ),
-    click.option("--tuning", is_flag=True, help="Search configurations, not only the defaults."),
+    click.option("--search", "tuning", is_flag=True, help="Search configurations, not only the defaults."),
     *_SEARCH,
     retry_failed_option,
     only_option,
@@ -280,7 +304,7 @@ _FIND = (
     *_LIMITS,
     click.option("--order", type=choice(Order), default="time", help="Order of the solutions.", show_default=True),
     time_budget_option,
-    click.option("--isolate", is_flag=True, help="Measure in a child process, safe from crashing kernels."),
+    isolate_option(default=False),
 )
 
 

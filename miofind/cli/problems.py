@@ -11,10 +11,13 @@ from typing import Any, TypeVar
 
 import click
 
-from miofind.cli.options import choice
+from miofind.cli.options import Choice, choice
 from miofind.core.problem import DataType, Direction, Layout, MathMode, ProblemDescription
+from miofind.driver.flags import FLAGS
 from miofind.driver.line import driver_line, parse_driver_line
-from miofind.errors import InvalidOptionError
+from miofind.driver.shapes import NAMES as SHAPE_FLAGS
+from miofind.driver.shapes import is_shape_line, parse_shapes
+from miofind.errors import InvalidOptionError, suggestion
 from miofind.suites import PROBLEM_CLASSES, Suite, SuiteProblem, load, load_csv, load_lines, problem_class
 from miofind.suites.find_db_text import load_find_db, parse_find_db_key
 
@@ -30,24 +33,48 @@ optional_problem_argument = click.argument("line", nargs=-1, type=click.UNPROCES
 
 
 def problems_of(line: Sequence[str]) -> tuple[ProblemDescription, ...]:
-    """The problems that the words of a command line name: a driver line, one a direction, or a network_config.
+    """The problems that the words of a command line name, one a direction.
 
-    A network_config is miofind's, or MIOpen's as its find-db and its log have it.
+    They are a driver line, shapes (--x and --w), or a network_config: miofind's, or MIOpen's as its find-db and its log
+    have it.
 
     Raises:
         InvalidProblemError: the message names the flag and the value.
-        UsageError: there are no words.
+        UsageError: there are no words, or one is a mistyped option.
     """
     if not line:
-        raise click.UsageError("give a problem: conv, convfp16 or convbfp16 and MIOpenDriver's flags")
+        raise click.UsageError(
+            "give a problem: conv, convfp16 or convbfp16 and MIOpenDriver's flags, or --x n,c,h,w and --w k,c,y,x"
+        )
+    _check_options(line)
+    if is_shape_line(line):
+        return parse_shapes(line)
     if line[0].startswith("-"):
-        raise click.UsageError(f"{line[0]} is no option here, and a problem begins with conv, convfp16 or convbfp16")
+        raise click.UsageError(
+            f"{line[0]} is no option here, and a problem begins with conv, convfp16 or convbfp16, or with --x or --w"
+        )
     text = line[0] if len(line) == 1 else shlex.join(line)
     if re.match(r"conv\dd-", text):
         return (ProblemDescription.from_network_config(text),)
     if re.match(r"\d+-\d+-", text):
         return (parse_find_db_key(text),)
     return parse_driver_line(text)
+
+
+def _check_options(line: Sequence[str]) -> None:
+    """Do nothing where each word that looks like a long option is a flag of a problem.
+
+    Raises:
+        UsageError: one is none, and is near to an option of the command or to a flag.
+    """
+    flags = [f"--{name}" for name in (*FLAGS, *SHAPE_FLAGS)]
+    context = click.get_current_context(silent=True)
+    parameters = context.command.params if context else ()
+    options = [name for parameter in parameters for name in parameter.opts if name.startswith("--")]
+    for word in line:
+        name = word.partition("=")[0]
+        if name.startswith("--") and name not in flags and (near := suggestion(name, [*options, *flags])):
+            raise click.UsageError(f"No such option or flag: {name}{near}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,11 +93,21 @@ class Variant:
             batch=self.batch, dtype=self.dtype, math=self.math, layout=self.layout, directions=self.directions
         )
 
-    @property
-    def words(self) -> list[str]:
-        """The same as flags of a driver line."""
-        named = {"-n": self.batch, "--dtype": self.dtype, "--math": self.math, "--layout": self.layout}
-        words = [str(word) for flag, value in named.items() if value is not None for word in (flag, value)]
+    def words(self, line: Sequence[str]) -> list[str]:
+        """The same as flags behind a driver line or shapes.
+
+        Raises:
+            UsageError: a batch for shapes, which have one.
+        """
+        named = {"--dtype": self.dtype, "--math": self.math, "--layout": self.layout}
+        words = [word for flag, value in named.items() if value is not None for word in (flag, value)]
+        if is_shape_line(line):
+            if self.batch is not None:
+                raise click.UsageError(
+                    f"--batch {self.batch} is for suites and files: the first size of --x is the batch"
+                )
+            return words + (["--direction", ",".join(self.directions)] if self.directions else [])
+        words += [] if self.batch is None else ["-n", str(self.batch)]
         if self.directions is not None:
             words += ["-F", str(sum(_BITS[direction] for direction in set(self.directions)))]
         return words
@@ -102,14 +139,14 @@ _REQUESTS = (
         "directions",
         multiple=True,
         callback=_directions,
-        type=click.Choice(["all", *(d.value for d in Direction)], case_sensitive=False),
+        type=Choice(["all", *(d.value for d in Direction)]),
         help="Direction; repeatable.  [default: as the suite says, else forward]",
     ),
     click.option(
         "--class",
         "classes",
         multiple=True,
-        type=click.Choice(PROBLEM_CLASSES, case_sensitive=False),
+        type=Choice(PROBLEM_CLASSES),
         help="Only problems of this class, 'first layer' in quotes; repeatable.",
     ),
     click.option("--limit", type=click.IntRange(min=1), metavar="N", help="Only the first N problems."),
@@ -152,11 +189,11 @@ def named_requests(
         if not needed:
             return None
         raise click.UsageError(
-            "name what to work on: --suite NAME, --csv FILE, --lines FILE, --fdb FILE or a driver line"
+            "name what to work on: --suite NAME, --csv FILE, --lines FILE, --fdb FILE, a driver line, or --x and --w"
         )
     asked = Variant(**variant)
     if line:
-        problems = problems_of((*line, *asked.words))
+        problems = problems_of((*line, *asked.words(line)))
         named = [SuiteProblem(problem=p, suite="", layer=problem_class(p), count=1) for p in problems]
     else:
         named = []

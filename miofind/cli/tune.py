@@ -23,6 +23,7 @@ from miofind.cli.options import (
     device_option,
     example,
     exclude_option,
+    isolate_option,
     json_option,
     limit_options,
     only_option,
@@ -84,7 +85,7 @@ def _gpus(ctx: click.Context, parameter: click.Parameter, value: str | None) -> 
 @click.option("--recheck", is_flag=True, help="Only what the FindDB has queued to be measured again.")
 @retry_failed_option
 @click.option("--dry-run", is_flag=True, help="Print what would be done and how long it may take; measure nothing.")
-@click.option("--in-process", is_flag=True, help="Measure in this process, not in a child of it.")
+@isolate_option(default=True)
 @time_budget_option
 @click.option(
     "--stop-after",
@@ -122,7 +123,7 @@ def tune(
     Candidates that failed here before stay out, unless --retry-failed asks for them. Ctrl-C stops it within seconds
     and says what was done.
     """
-    devices = _devices(device, gpus, archs, dry_run=dry_run, in_process=values["in_process"])
+    devices = _devices(device, gpus, archs, dry_run=dry_run, in_process=not values["isolate"])
     options = _options(values, recheck=recheck)
     compiler = Compiler(BinaryCache())
     with contextlib.ExitStack() as stack:
@@ -171,7 +172,7 @@ def _options(values: dict[str, Any], *, recheck: bool) -> TuneOptions:
     budget_s = values.pop("time_budget_s")
     find = FindOptions(
         tuning=values.pop("search"),
-        isolate=not values.pop("in_process"),
+        isolate=values.pop("isolate"),
         time_budget_s=math.inf if budget_s is None else budget_s,
         **{name: values.pop(name) for name in _FIND},
     )

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TypeGuard, TypeVar
 
-from miofind.errors import InvalidProblemError, brief
+from miofind.errors import InvalidProblemError, brief, suggestion
 
 MAX_DIMENSION = 2**31 - 1
 MAX_TENSOR_BYTES = 2**47
@@ -120,7 +120,8 @@ def enum_value(kind: type[_E], value: object, field_name: str) -> _E:
         if name == member.value.lower():
             return member
     known = ", ".join(member.value for member in kind)
-    raise InvalidProblemError(f"{field_name}={brief(value)} is unknown: use one of {known}")
+    near = suggestion(name, (member.value for member in kind))
+    raise InvalidProblemError(f"{field_name}={brief(value)} is unknown: use one of {known}{near}")
 
 
 def one_size(value: object, field_name: str, least: int = 1) -> int:

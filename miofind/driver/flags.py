@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from miofind.errors import InvalidProblemError
+from miofind.errors import InvalidProblemError, suggestion
 
 _GREATEST = 2**31 - 1
 _INTEGER = re.compile(r"[+-]?[0-9]{1,20}")
@@ -28,6 +28,7 @@ class Flag:
         least: least integer it takes.
         only: the texts it takes; empty for any.
         ignored: it says how MIOpenDriver runs, not what; accepted and dropped.
+        is_file: it names a file, so that a number was meant for another flag.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Flag:
     least: int = 1
     only: tuple[str, ...] = ()
     ignored: bool = False
+    is_file: bool = False
 
     def __str__(self) -> str:
         return f"--{self.name} (-{self.short})" if self.short else f"--{self.name}"
@@ -96,25 +98,32 @@ _DEFAULT_ONLY = (
     Flag(name="wei_cast_type", short="R", only=("-1",)),
 )
 
-_IGNORED = tuple(
-    Flag(name=name, short=short, ignored=True)
-    for name, short in {
-        "iter": "i",
-        "verify": "V",
-        "verification_cache": "C",
-        "time": "t",
-        "wall": "w",
-        "search": "s",
-        "printconv": "P",
-        "dump_output": "o",
-        "in_data": "d",
-        "weights": "e",
-        "in_bias": "a",
-        "dout_data": "D",
-        "solution": "S",
-        "gpualloc": "G",
-    }.items()
+_SWITCH = ("0", "1")
+_IGNORED = (
+    Flag(name="iter", short="i", ignored=True),
+    Flag(name="verify", short="V", ignored=True, only=_SWITCH),
+    Flag(name="verification_cache", short="C", ignored=True),
+    Flag(name="time", short="t", ignored=True, only=_SWITCH),
+    Flag(name="wall", short="w", ignored=True, only=("0", "1", "2")),
+    Flag(name="search", short="s", ignored=True, only=_SWITCH),
+    Flag(name="printconv", short="P", ignored=True, only=_SWITCH),
+    Flag(name="dump_output", short="o", ignored=True, only=_SWITCH),
+    Flag(name="in_data", short="d", ignored=True, is_file=True),
+    Flag(name="weights", short="e", ignored=True, is_file=True),
+    Flag(name="in_bias", short="a", ignored=True, is_file=True),
+    Flag(name="dout_data", short="D", ignored=True, is_file=True),
+    Flag(name="solution", short="S", ignored=True),
+    Flag(name="gpualloc", short="G", ignored=True, only=_SWITCH),
 )
+_MEANT = {
+    "wall": "the filter's width is -x, the image's -W",
+    "search": "strides are -u and -v",
+    "printconv": "padding is -p and -q",
+    "in_data": "dilations are -l and -j, depth is --in_d with --spatial_dim 3",
+    "dout_data": "depth is --in_d with --spatial_dim 3, dilations are -l and -j",
+    "gpualloc": "groups are -g",
+}
+"""What may have been meant by a flag whose value it does not take."""
 
 FLAGS: Mapping[str, Flag] = {flag.name: flag for flag in (*_PROBLEM, *_OWN, *_DEFAULT_ONLY, *_IGNORED)}
 _WRITTEN = {f"--{name}": flag for name, flag in FLAGS.items()} | {f"-{f.short}": f for f in FLAGS.values() if f.short}
@@ -167,21 +176,30 @@ def _known(written: str) -> Flag:
         raise InvalidProblemError(f"{written!r} is not a flag: each value follows its flag, as in -n 32")
     if written[:2] in _WRITTEN:
         raise InvalidProblemError(f"flag {written} is unknown: write {written[:2]} {written[2:]}")
+    near = suggestion(written, (name for name in _WRITTEN if name.startswith("--")))
     raise InvalidProblemError(
-        f"flag {written} is unknown: MIOpenDriver's convolution flags and miofind's own are taken"
+        f"flag {written} is unknown{near or ': `miofind find --help` has those of MIOpenDriver that are taken'}"
     )
 
 
 def _checked(flag: Flag, value: str) -> int | str:
     """`value` if the flag takes it."""
-    if flag.ignored:
+    if flag.is_file and _INTEGER.fullmatch(value):
+        raise InvalidProblemError(f"{flag} {value} names a file of MIOpenDriver's: {_told(flag)}")
+    if flag.ignored and (not flag.only or value in flag.only):
         return value
     if isinstance(flag.default, int):
         return _integer(flag, value)
     if flag.only and value not in flag.only:
         allowed = " or ".join(repr(text) for text in flag.only)
-        raise InvalidProblemError(f"{flag} {value!r} is not supported: it must be {allowed}")
+        told = f"; {_told(flag)}" if flag.ignored else ""
+        raise InvalidProblemError(f"{flag} {value!r} is not supported: it must be {allowed}{told}")
     return value
+
+
+def _told(flag: Flag) -> str:
+    """What to do about a flag that says how MIOpenDriver runs."""
+    return _MEANT.get(flag.name, "leave it out")
 
 
 def _integer(flag: Flag, value: str) -> int:

@@ -114,8 +114,9 @@ class Registry(Mapping[str, Solver]):
         wrong = next((name for name in names if str(name).lower() not in lowered), None)
         if wrong is None:
             return
-        near = difflib.get_close_matches(str(wrong).lower(), {name.lower(): None for name in known}, n=3)
-        meant = " or ".join(name for name in known if name.lower() in near)
+        by_name = {name.lower(): name for name in known}
+        near = difflib.get_close_matches(str(wrong).lower(), by_name, n=3)
+        meant = " or ".join(by_name[name] for name in near)
         told = f"did you mean {meant}?" if meant else f"known are {', '.join(known)}"
         raise UnknownSolverError(f"{option}{'=' * bool(option)}{wrong!r} is no solver, algorithm or library: {told}")
 

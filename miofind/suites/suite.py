@@ -17,7 +17,7 @@ from miofind.core.problem import (
     enum_value,
 )
 from miofind.driver.line import read_driver_line
-from miofind.errors import InvalidOptionError, InvalidProblemError
+from miofind.errors import InvalidOptionError, InvalidProblemError, suggestion
 from miofind.suites.table import SuiteRow, read_table
 from miofind.suites.text import read_lines
 
@@ -163,7 +163,8 @@ def load_suite(name: str) -> Suite:
         InvalidOptionError: there is none of that name; the message lists those there are.
     """
     if name.lower() not in suite_names():
-        raise InvalidOptionError(f"suite {name!r} is unknown: known are {', '.join(suite_names())}")
+        near = suggestion(name, suite_names())
+        raise InvalidOptionError(f"suite {name!r} is unknown: known are {', '.join(suite_names())}{near}")
     file = _tables() / f"{name.lower()}.csv"
     lines = file.read_text(encoding="utf-8").splitlines()
     return Suite(name=name.lower(), rows=tuple(read_table(lines, source=file.name, suite=name.lower())))
@@ -221,6 +222,7 @@ def load(name_or_path: str) -> Suite:
     if not path.is_file():
         raise InvalidOptionError(
             f"suite {name_or_path!r} is neither a file nor a shipped suite: known are {', '.join(suite_names())}"
+            f"{suggestion(name_or_path, suite_names())}"
         )
     return load_csv(path) if path.suffix.lower() == ".csv" else load_lines(path)
 

@@ -60,8 +60,9 @@ def test_json_has_the_solutions_and_nothing_else() -> None:
         ("4-6-5-3x3-2-6-5-1-1x1-1x1-1x1-0-NCHW-FP32-F",),
         ("./bin/MIOpenDriver", *FORWARD, "-V", "0", "-i", "10", "-t", "1"),
         tuple(LONG_FLAGS.split()),
+        ("--x", "1,4,6,5", "--w", "2,4,3,3", "--padding", "1", "--direction", "forward"),
     ],
-    ids=["network_config", "one word", "as MIOpen's find-db has it", "as MIOpen logs it", "long flags"],
+    ids=["network_config", "one word", "as MIOpen's find-db has it", "as MIOpen logs it", "long flags", "shapes"],
 )
 def test_forms_of_a_problem(words: tuple[str, ...]) -> None:
     printed = cpu("find", *words, "--only", "ConvCpuDirect")

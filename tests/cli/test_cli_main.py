@@ -17,12 +17,13 @@ from miofind.cli import main
 from miofind.core.problem import Direction
 from miofind.device.device import Device, Place
 from miofind.driver.flags import FLAGS
+from miofind.driver.shapes import NAMES as SHAPE_FLAGS
 from miofind.finddb import Row, Store
 from miofind.process import interrupts
 from miofind.solver.registry import Registry
 
 # These say for all problems of a command what the driver's flags of that name say for one, or how it is run.
-SHARED_WITH_THE_DRIVER = {"dtype", "layout", "math", "search", "solution", "verify"}
+SHARED_WITH_THE_DRIVER = {"direction", "dtype", "layout", "math", "search", "solution", "verify"}
 
 
 @pytest.fixture(autouse=True)
@@ -68,8 +69,10 @@ def test_short_flags_belong_to_the_driver(name: str) -> None:
         option for parameter in command.params if isinstance(parameter, click.Option) for option in parameter.opts
     }
     assert all(option.startswith("--") for option in options)
-    shared = {option[2:] for option in options} & set(FLAGS)
-    assert shared <= (set() if name == "find" else SHARED_WITH_THE_DRIVER)
+    shared = {option[2:] for option in options} & {*FLAGS, *SHAPE_FLAGS}
+    assert shared <= (
+        SHARED_WITH_THE_DRIVER if name not in ("find", "run", "solvers") else {"search", "solution", "verify"}
+    )
 
 
 def test_examples_of_problems_can_be_read() -> None:
@@ -80,12 +83,28 @@ def test_examples_of_problems_can_be_read() -> None:
         run("solvers", *line.split())
 
 
+@pytest.mark.parametrize("name", ["", "db", *COMMANDS])
+def test_h_is_help_everywhere(name: str) -> None:
+    assert run(*name.split(), "-h").stdout == run(*name.split(), "--help").stdout
+
+
+def test_the_help_of_a_problem_explains_the_flags() -> None:
+    text = run("find", "conv", "--help").stdout
+    explained = [flag for flag in FLAGS.values() if flag.name in ("batchsize", "in_channels", "out_channels", "in_h")]
+    explained += [flag for name, flag in FLAGS.items() if name[:-1] in ("fil_", "pad_", "conv_stride_", "dilation_")]
+    for flag in explained:
+        name = f"-{flag.short} {flag.default}" if flag.short.isalpha() else f"--{flag.name}"
+        assert name in text
+    assert all(f"--{name} " in text for name in SHAPE_FLAGS)
+    assert max(map(len, text.partition("Example")[0].splitlines())) <= 80
+
+
 def test_version() -> None:
     assert run("--version").stdout.startswith("miofind, version ")
 
 
 def test_unknown_command_is_a_usage_error() -> None:
-    assert "No such command 'fnid'. Did you mean 'find'?" in run("fnid", code=2).stderr
+    assert "No such command 'fnid'. Did you mean find?" in run("fnid", code=2).stderr
     assert "There are doctor, find" in run("frobnicate", code=2).stderr
 
 
@@ -93,6 +112,26 @@ def test_unknown_command_is_a_usage_error() -> None:
     ("arguments", "code", "message"),
     [
         (("find",), 2, "give a problem: conv, convfp16 or convbfp16"),
+        (("find", "conv", "-D", "5"), 2, "--dout_data (-D) 5 names a file of MIOpenDriver's: depth is --in_d with"),
+        (("find", "conv", "-d", "2"), 2, "--in_data (-d) 2 names a file of MIOpenDriver's: dilations are -l and -j"),
+        (
+            ("find", "conv", "-s", "2"),
+            2,
+            "--search (-s) '2' is not supported: it must be '0' or '1'; strides are -u",
+        ),
+        (("find", "conv", "--in_d", "5"), 2, "--in_d (-!) 5 does not fit --spatial_dim 2: leave it out, or raise"),
+        (("find", "conv", "--find-mod", "fast"), 2, "No such option or flag: --find-mod. Did you mean --find-mode"),
+        (("find", "conv", "--layuot", "NHWC"), 2, "No such option or flag: --layuot. Did you mean --layout"),
+        (("find", "conv", "--layout", "NHCW"), 2, "Did you mean N"),
+        (("find", "--x", "1,4,6,6", "--w", "2,4,3,3", "--pading", "1"), 2, "--pading. Did you mean --padding"),
+        (("find", "--x", "1,4,6,6"), 2, "--w is missing: a problem has both --x n,c,h,w and --w k,c/groups,y,x"),
+        (("find", "--x", "1,4,6,6", "--w", "2,4,3,y"), 2, "--w 'y' must be a whole number"),
+        (("find", "--x", "1,4", "--w", "2,4"), 2, "--x 1,4 has 2 sizes"),
+        (("find", "--x", "1,4,6,6", "--w", "2,4,3,3", "--padding", "1:2"), 2, "padding"),
+        (("find", "--x", "1,4,6,6", "--w", "2,4,3,3", "--stride", "1", "--stride", "2"), 2, "--stride is given twice"),
+        (("find", "--x", "1,4,6,6", "--w", "2,4,3,3", "--groups"), 2, "--groups needs a value"),
+        (("find", "--x", "1,4,6,6", "--w", "2,4,3,3", "-p", "1"), 2, "-p is no flag beside --x and --w"),
+        (("tune", "--x", "1,4,6,6", "--w", "2,4,3,3", "--batch", "2"), 2, "--batch 2 is for suites and files"),
         (("find", "conv", "-n", "0"), 2, "--batchsize (-n) 0 must be between 1"),
         (("find", "conv", "--frob", "1"), 2, "--frob"),
         (("find", "-n", "1"), 2, "-n is no option here"),
@@ -104,13 +143,21 @@ def test_unknown_command_is_a_usage_error() -> None:
         (("find", *FORWARD, "--workspace-limit", "12X"), 2, "'12X' is no size"),
         (("find", *FORWARD, "--time-budget", "-1"), 2, "-1.0 is not in the range"),
         (("find", *FORWARD, "--find-mode", "slow"), 2, "'slow' is not one of"),
+        (("find", *FORWARD, "--find-mode", "hybird"), 2, "Did you mean hybrid"),
         (("tune",), 2, "--suite NAME"),
         (("tune", "--suite", "resnet5"), 2, "suite 'resnet5' is neither a file nor a shipped suite"),
+        (("tune", "--suite", "resnet5"), 2, "Did you mean resnet50"),
+        (("tune", "--suit", "resnet50"), 2, "No such option or flag: --suit. Did you mean --suite"),
+        (("db", "stat"), 2, "No such command 'stat'. Did you mean stats"),
+        (("db", "stats", "--jsn"), 2, "--json"),
+        (("solvers", "--only", "ConvCudn"), 2, "did you mean ConvCudnn"),
         (("tune", "--csv", "missing.csv"), 2, "missing.csv cannot be read"),
         (("tune", "--lines", "missing.txt"), 2, "missing.txt cannot be read"),
         (("tune", "--suite", "resnet50", "--dtype", "int8"), 2, "'int8' is not one of"),
         (("tune", "--suite", "yardstick", "--batch", "2"), 2, "a batch of 2"),
         (("tune", "--suite", "resnet50", "--direction", "sideways"), 2, "'sideways' is not one of"),
+        (("tune", "--suite", "resnet50", "--direction", "forwards"), 2, "Did you mean forward"),
+        (("tune", "--suite", "resnet50", "--class", "deptwise"), 2, "Did you mean depthwise"),
         (("compile", "--suite", "resnet50", "--arch", "hopper"), 2, "arch='hopper' is not an architecture"),
         (("run",), 2, "give a problem"),
     ],

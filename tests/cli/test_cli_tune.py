@@ -318,10 +318,9 @@ def test_what_failed_is_measured_again_where_that_is_asked_for(tmp_path: Path) -
     assert run_json("tune", *FORWARD, *HERE, "--retry-failed")["counts"]["tuned"] == 1
 
 
-@pytest.mark.parametrize("where", ["new.db", "folder/new.db"])
-def test_a_dry_run_makes_no_finddb(where: str, tmp_path: Path) -> None:
+def test_a_dry_run_makes_no_finddb(tmp_path: Path) -> None:
     for asked in ((*FORWARD,), ("--recheck",)):
-        run("tune", *asked, *HERE, "--dry-run", "--db", str(tmp_path / where))
+        run("tune", *asked, *HERE, "--dry-run", "--db", str(tmp_path / "new.db"))
     assert "new" not in " ".join(path.name for path in tmp_path.rglob("*"))
     assert "on http" in run("tune", *FORWARD, *HERE, "--dry-run", "--db", "http://host/x", code=4).stderr
 
