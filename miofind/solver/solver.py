@@ -62,8 +62,18 @@ class Applicability:
     def __bool__(self) -> bool:
         return not self.reason
 
+    @property
+    def refused(self) -> bool:
+        """Whether there is a reason against it: reads better than `not` behind a function named refuse_..."""
+        return bool(self.reason)
+
 
 APPLICABLE = Applicability()
+
+
+def first_refusal(*answers: Applicability) -> Applicability:
+    """The first of the answers that is a refusal; APPLICABLE where none is."""
+    return next((answer for answer in answers if answer.refused), APPLICABLE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,21 +96,23 @@ class KernelKey:
     min_sm: int = 0
     archs: tuple[str, ...] = ()
 
-    def refusal(self, problem: ProblemDescription, device: Device) -> str:
-        """Why the key does not match, "" if it does."""
+    def applicability(self, problem: ProblemDescription, device: Device) -> Applicability:
+        """Whether the key matches."""
         if device.place is not self.place:
-            return f"runs on {self.place}, not on {device.place}"
+            return Applicability(f"runs on {self.place}, not on {device.place}")
         if device.sm < self.min_sm:
-            return f"needs compute capability {self.min_sm / 10:.1f}, {device.name} has {device.sm / 10:.1f}"
+            return Applicability(
+                f"needs compute capability {self.min_sm / 10:.1f}, {device.name} has {device.sm / 10:.1f}"
+            )
         if self.archs and device.arch not in self.archs:
-            return f"runs on {', '.join(self.archs)} only, {device.name} is {device.arch}"
+            return Applicability(f"runs on {', '.join(self.archs)} only, {device.name} is {device.arch}")
         for name in ("x", "w", "y"):
             tensor = problem.tensor(name)
             if tensor.dtype not in self.dtypes:
-                return f"{name} is {tensor.dtype}, served are {', '.join(sorted(self.dtypes))}"
+                return Applicability(f"{name} is {tensor.dtype}, served are {', '.join(sorted(self.dtypes))}")
             if tensor.layout not in self.layouts:
-                return f"{name} is {tensor.layout}, served are {', '.join(sorted(self.layouts))}"
-        return ""
+                return Applicability(f"{name} is {tensor.layout}, served are {', '.join(sorted(self.layouts))}")
+        return APPLICABLE
 
 
 class Solver(ABC):
@@ -162,10 +174,10 @@ class Solver(ABC):
 
     def applicability(self, problem: ProblemDescription, device: Device) -> Applicability:
         """Whether it serves a problem here: its keys, its library's presence, then `is_applicable`."""
-        refusals = [key.refusal(problem, device) for key in self.keys]
-        if all(refusals):
-            return Applicability(refusals[0])
-        key = self.keys[refusals.index("")]
+        answers = [key.applicability(problem, device) for key in self.keys]
+        if APPLICABLE not in answers:
+            return answers[0]
+        key = self.keys[answers.index(APPLICABLE)]
         if device.library_version(key.library) is None:
             return Applicability(f"{key.library} is not installed: {INSTALL_CUDA}")
         return self.is_applicable(problem, device)

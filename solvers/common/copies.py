@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 
 from miofind.core.problem import ProblemDescription
+from miofind.solver.solver import APPLICABLE, Applicability
 from miofind.solver.steps import Box, Im2col, Pointer, TensorMap
 from miofind.solvers.common.wgmma_product import WgmmaProduct
 
@@ -34,16 +35,18 @@ def packed_map(
     )
 
 
-def uncopied(product: WgmmaProduct) -> str:
-    """Why copies do not meet all of a product's pixels, "" if they do.
+def refuse_copies(product: WgmmaProduct) -> Applicability:
+    """Why copies do not meet all of a product's pixels; APPLICABLE if they do.
 
     Source: CUDA driver API, cuTensorMapEncodeIm2col.
     """
     if max(map(abs, (*product.low, *product.high))) > _MAX_CORNER:
-        return f"copies meet pixels up to {_MAX_CORNER} beyond the tensor: padding or filter is too large"
+        return Applicability(
+            f"copies meet pixels up to {_MAX_CORNER} beyond the tensor: padding or filter is too large"
+        )
     conv = product.problem.conv
     if max((t - 1) * d for t, d in zip(product.problem.filter, conv.dilation, strict=True)) > _MAX_TAP_OFFSET:
-        return f"taps reach at most {_MAX_TAP_OFFSET} pixels: the filter is too large"
+        return Applicability(f"taps reach at most {_MAX_TAP_OFFSET} pixels: the filter is too large")
     if max(conv.stride) > _MAX_STRIDE:
-        return f"stride {conv.stride} is more than {_MAX_STRIDE}"
-    return ""
+        return Applicability(f"stride {conv.stride} is more than {_MAX_STRIDE}")
+    return APPLICABLE

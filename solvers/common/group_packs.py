@@ -12,9 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from miofind.core.problem import Direction, ProblemDescription, TensorDescriptor
+from miofind.solver.solver import APPLICABLE, Applicability, first_refusal
 from miofind.solver.steps import Config
 from miofind.solvers.common.correlation import ceil_div, round_up
-from miofind.solvers.common.limits import mixed, oversized
+from miofind.solvers.common.limits import refuse_mixed, refuse_oversized
 
 SOURCE = {Direction.FORWARD: "x", Direction.BACKWARD_DATA: "y"}
 """The tensor that is read beside the filter."""
@@ -28,24 +29,24 @@ _THREADS = 1536  # that every architecture has room for
 _RESERVED_BYTES = 1024  # of shared memory, of each block
 
 
-def unserved(problem: ProblemDescription) -> str:
-    """Why the kernels cannot compute a problem, whatever its direction and sizes of tiles; "" if they can."""
+def refuse_groups(problem: ProblemDescription) -> Applicability:
+    """Why the kernels cannot compute a problem, whatever its direction and sizes of tiles; APPLICABLE if they can."""
     if problem.groups == 1:
-        return "serves several groups"
+        return Applicability("serves several groups")
     c, k = problem.c // problem.groups, problem.k // problem.groups
     if not _FEWEST <= min(c, k) <= max(c, k) <= _MOST:
-        return f"serves {_FEWEST} to {_MOST} channels a group on both sides, not {c} and {k}"
-    if reason := mixed(problem) or oversized(problem):
-        return reason
+        return Applicability(f"serves {_FEWEST} to {_MOST} channels a group on both sides, not {c} and {k}")
+    if (answer := first_refusal(refuse_mixed(problem), refuse_oversized(problem))).refused:
+        return answer
     if problem.c % _BLOCK or problem.k % _BLOCK:
-        return f"moves {_BLOCK} channels at once: c={problem.c} or k={problem.k} is no multiple"
+        return Applicability(f"moves {_BLOCK} channels at once: c={problem.c} or k={problem.k} is no multiple")
     conv = problem.conv
     if max(problem.filter) > _MOST_TAPS or max(conv.stride) > _MOST_STRIDE:
-        return f"serves filters up to {_MOST_TAPS} and strides up to {_MOST_STRIDE}"
+        return Applicability(f"serves filters up to {_MOST_TAPS} and strides up to {_MOST_STRIDE}")
     reach = (*conv.pad_before, *conv.pad_after, *conv.stride, *conv.dilation)
     if max(reach) * max(problem.filter) > _MAX_SIZE:
-        return f"reaches at most {_MAX_SIZE} pixels: padding, stride, dilation or filter is too large"
-    return ""
+        return Applicability(f"reaches at most {_MAX_SIZE} pixels: padding, stride, dilation or filter is too large")
+    return APPLICABLE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

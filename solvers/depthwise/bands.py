@@ -16,7 +16,7 @@ from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, KernelKe
 from miofind.solver.steps import Config, ConfigValue, ConvSolution, KernelStep, Pointer, int32s
 from miofind.solvers.common.correlation import Correlation, ceil_div, correlations, round_up
 from miofind.solvers.common.residency import resident_blocks
-from miofind.solvers.depthwise.bands_tiling import BandAxis, band_pitch, band_unserved, images_begin_alike
+from miofind.solvers.depthwise.bands_tiling import BandAxis, band_pitch, images_begin_alike, refuse_bands
 
 _SHARED_BYTES = 48 << 10
 _ITEMSIZE = 2
@@ -244,9 +244,8 @@ class ConvDepthwiseBands(Solver):
     def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
         if problem.direction is Direction.BACKWARD_WEIGHTS:
             return Applicability("serves forward and backward data")
-        reason = band_unserved(problem)
-        if reason:
-            return Applicability(reason)
+        if (answer := refuse_bands(problem)).refused:
+            return answer
         if not any(self.is_valid_config(problem, device, config) for config in _FALLBACKS):
             return Applicability(
                 f"eight images of {problem.x.shape[2:]}, or a filter of {problem.filter}, are too large"

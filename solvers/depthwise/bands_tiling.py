@@ -9,8 +9,9 @@ import math
 from dataclasses import dataclass
 
 from miofind.core.problem import ProblemDescription
+from miofind.solver.solver import Applicability
 from miofind.solvers.common.correlation import ceil_div
-from miofind.solvers.common.limits import mixed, overpadded, oversized
+from miofind.solvers.common.limits import refuse_tensors
 from miofind.solvers.depthwise.strips import room
 
 _OUTPUTS, _DEPTH = 16, 24  # columns of a block of outputs, and of inputs that it meets at most
@@ -67,12 +68,14 @@ def images_begin_alike(problem: ProblemDescription) -> bool:
     return all(math.prod(tensor.shape[1:]) % _WORD == 0 for tensor in (problem.x, problem.y))
 
 
-def band_unserved(problem: ProblemDescription) -> str:
-    """Why no configuration can compute a problem, whatever its direction; "" if one might."""
+def refuse_bands(problem: ProblemDescription) -> Applicability:
+    """Why no configuration can compute a problem, whatever its direction; APPLICABLE if one might."""
     if not problem.groups == problem.c == problem.k:
-        return f"needs one filter a channel: groups={problem.groups} c={problem.c} k={problem.k}"
+        return Applicability(f"needs one filter a channel: groups={problem.groups} c={problem.c} k={problem.k}")
     if any(size != 1 for size in (*problem.conv.stride, *problem.conv.dilation)):
-        return f"needs stride 1 and dilation 1, not {problem.conv.stride} and {problem.conv.dilation}"
+        return Applicability(f"needs stride 1 and dilation 1, not {problem.conv.stride} and {problem.conv.dilation}")
     if math.prod(problem.filter) > _MAX_TAPS or max(problem.filter) < _LEAST_FILTER:
-        return f"serves filters from {_LEAST_FILTER} columns or rows to {_MAX_TAPS} taps, not {problem.filter}"
-    return mixed(problem) or oversized(problem) or overpadded(problem)
+        return Applicability(
+            f"serves filters from {_LEAST_FILTER} columns or rows to {_MAX_TAPS} taps, not {problem.filter}"
+        )
+    return refuse_tensors(problem)

@@ -25,7 +25,7 @@ from miofind.solvers.common.correlation import ceil_div, round_up
 from miofind.solvers.common.limits import MAX_ELEMENTS
 from miofind.solvers.common.residency import resident_blocks
 from miofind.solvers.common.split_k import SplitK
-from miofind.solvers.depthwise.bands_tiling import BandAxis, band_pitch, band_unserved, images_begin_alike
+from miofind.solvers.depthwise.bands_tiling import BandAxis, band_pitch, images_begin_alike, refuse_bands
 
 _SOURCE = "depthwise/bands_weights.cu"
 _SHARED_BYTES = 48 << 10
@@ -261,9 +261,8 @@ class ConvDepthwiseBandsWeights(Solver):
     def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
         if problem.direction is not Direction.BACKWARD_WEIGHTS:
             return Applicability("serves backward weights: ConvDepthwiseBands serves the other directions")
-        reason = band_unserved(problem)
-        if reason:
-            return Applicability(reason)
+        if (answer := refuse_bands(problem)).refused:
+            return answer
         if not any(self.is_valid_config(problem, device, _config(1, 8, bands)) for bands in _BANDS):
             return Applicability(
                 f"eight images of {problem.x.shape[2:]}, or a filter of {problem.filter}, are too large"

@@ -22,9 +22,9 @@ from miofind.solvers.depthwise.strips import (
     StripAxis,
     StripTiling,
     bands_of,
+    refuse_strips,
     room,
     tap_pitch,
-    unserved,
     vector,
 )
 from miofind.solvers.depthwise.strips_cost import Load, estimate_ms, row_reads
@@ -217,9 +217,8 @@ class ConvDepthwiseChannelsFirst(Solver):
             return Applicability(
                 "serves forward and backward data: ConvDepthwiseChannelsFirstWeights serves backward weights"
             )
-        reason = unserved(problem)
-        if reason:
-            return Applicability(reason)
+        if (answer := refuse_strips(problem)).refused:
+            return answer
         if not self.is_valid_config(problem, device, _SHORT_LIST[-1]):
             return Applicability(f"a row of {problem.x.shape} and {problem.y.shape} is too long for a block")
         return APPLICABLE

@@ -24,8 +24,8 @@ from miofind.solvers.depthwise.strips import (
     StripAxis,
     StripTiling,
     bands_of,
+    refuse_strips,
     room,
-    unserved,
 )
 from miofind.solvers.depthwise.strips_cost import Load, estimate_ms, row_reads
 
@@ -260,9 +260,8 @@ class ConvDepthwiseChannelsFirstWeights(Solver):
     def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
         if problem.direction is not Direction.BACKWARD_WEIGHTS:
             return Applicability("serves backward weights: ConvDepthwiseChannelsFirst serves the other directions")
-        reason = unserved(problem)
-        if reason:
-            return Applicability(reason)
+        if (answer := refuse_strips(problem)).refused:
+            return answer
         if not self.is_valid_config(problem, device, _SHORT_LIST[-1]):
             return Applicability(f"a row of {problem.x.shape} and {problem.y.shape} is too long for a block")
         return APPLICABLE

@@ -25,8 +25,8 @@ from miofind.solvers.depthwise.channels_last_rows import (
     is_whole,
     phases,
     pixel_pitch,
+    refuse_rows,
     row_axes,
-    row_unserved,
 )
 
 _SHARED_BYTES = 48 << 10
@@ -271,9 +271,8 @@ class ConvDepthwiseChannelsLast(Solver):
     def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
         if problem.direction is Direction.BACKWARD_WEIGHTS:
             return Applicability("serves forward and backward data")
-        reason = row_unserved(problem)
-        if reason:
-            return Applicability(reason)
+        if (answer := refuse_rows(problem)).refused:
+            return answer
         if not any(self.is_valid_config(problem, device, config) for config in _FALLBACKS):
             stride, multiplier = problem.conv.stride, problem.k // problem.c
             return Applicability(

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 
 from miofind.core.problem import Direction, ProblemDescription
 from miofind.device.device import Device
+from miofind.solver.solver import APPLICABLE, Applicability
 from miofind.solver.steps import Config, Scalar, int32s
 from miofind.solvers.common.correlation import ceil_div, round_up
 from miofind.solvers.common.divisor import divisors
-from miofind.solvers.common.limits import MAX_ELEMENTS, mixed, overpadded, oversized
+from miofind.solvers.common.limits import MAX_ELEMENTS, refuse_tensors
 from miofind.solvers.common.residency import resident_blocks
 
 _COPY_BYTES = 16
@@ -151,22 +152,26 @@ def bank_conflicts(pitch_bytes: int, bytes_read: int, step: int, runs: int) -> f
     return turns / (32 // lanes)
 
 
-def row_unserved(problem: ProblemDescription) -> str:
-    """Why kernels on rows of channels cannot compute a problem, whatever its direction; "" if they can."""
+def refuse_rows(problem: ProblemDescription) -> Applicability:
+    """Why kernels on rows of channels cannot compute a problem, whatever its direction; APPLICABLE if they can."""
     if problem.groups != problem.c:
-        return f"needs one input channel a group: groups={problem.groups} c={problem.c}"
-    if reason := mixed(problem) or oversized(problem) or overpadded(problem):
-        return reason
+        return Applicability(f"needs one input channel a group: groups={problem.groups} c={problem.c}")
+    if (answer := refuse_tensors(problem)).refused:
+        return answer
     conv = problem.conv
     if max(*conv.stride, *conv.dilation) > _MAX_STEP:
-        return f"counts coordinates in 32 bits: stride or dilation is more than {_MAX_STEP}"
+        return Applicability(f"counts coordinates in 32 bits: stride or dilation is more than {_MAX_STEP}")
     if problem.direction is Direction.BACKWARD_DATA:
         for stride, dilation, taps in zip(conv.stride, conv.dilation, problem.filter, strict=True):
             if taps > 1 and math.gcd(stride, dilation) > 1:
-                return f"needs stride and dilation without a common divisor, not {conv.stride} and {conv.dilation}"
+                return Applicability(
+                    f"needs stride and dilation without a common divisor, not {conv.stride} and {conv.dilation}"
+                )
         if problem.x.size + _reach(problem) > MAX_ELEMENTS:
-            return f"counts elements in 32 bits: stride {conv.stride} and dilation {conv.dilation} reach too far"
-    return ""
+            return Applicability(
+                f"counts elements in 32 bits: stride {conv.stride} and dilation {conv.dilation} reach too far"
+            )
+    return APPLICABLE
 
 
 def _reach(problem: ProblemDescription) -> int:

@@ -31,8 +31,8 @@ from miofind.solvers.depthwise.channels_last_rows import (
     channel_share,
     is_dilated,
     is_whole,
+    refuse_rows,
     row_axes,
-    row_unserved,
 )
 
 _SOURCE = "depthwise/channels_last_weights.cu"
@@ -323,9 +323,8 @@ class ConvDepthwiseChannelsLastWeights(Solver):
     def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
         if problem.direction is not Direction.BACKWARD_WEIGHTS:
             return Applicability("serves backward weights: ConvDepthwiseChannelsLast serves the other directions")
-        reason = row_unserved(problem)
-        if reason:
-            return Applicability(reason)
+        if (answer := refuse_rows(problem)).refused:
+            return answer
         if not any(self.is_valid_config(problem, device, config) for config in _FALLBACKS):
             stride, multiplier = problem.conv.stride, problem.k // problem.c
             return Applicability(

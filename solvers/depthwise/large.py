@@ -20,8 +20,8 @@ from miofind.solvers.depthwise.large_planes import (
     PlaneVector,
     StagedColumns,
     gap_slots,
+    refuse_large,
     resident_blocks,
-    unserved,
 )
 
 _MAX_DIAGONALS = 16
@@ -296,9 +296,8 @@ class ConvDepthwiseLarge(Solver):
     def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
         if problem.direction is Direction.BACKWARD_WEIGHTS:
             return Applicability("serves forward and backward data: ConvDepthwiseLargeWeights serves backward weights")
-        reason = unserved(problem)
-        if reason:
-            return Applicability(reason)
+        if (answer := refuse_large(problem)).refused:
+            return answer
         if not self.is_valid_config(problem, device, _SHORT_LIST[-1]):
             return Applicability(f"filter {problem.filter} is too large for a block")
         return APPLICABLE

@@ -9,8 +9,9 @@ import math
 from dataclasses import dataclass
 
 from miofind.core.problem import ProblemDescription, TensorDescriptor
+from miofind.solver.solver import Applicability
 from miofind.solvers.common.correlation import Axis
-from miofind.solvers.common.limits import mixed, overpadded, oversized
+from miofind.solvers.common.limits import refuse_tensors
 
 _MOST = 8  # elements of 16 bytes
 _LEAST_FILTER = 5
@@ -81,13 +82,13 @@ def resident_blocks(registers: int, threads: int, shared_bytes: int) -> int:
     return max(1, min(by_registers, by_shared, 1024 // threads, 16))
 
 
-def unserved(problem: ProblemDescription) -> str:
-    """Why the kernels on planes cannot compute a problem, whatever its direction; "" if they can."""
+def refuse_large(problem: ProblemDescription) -> Applicability:
+    """Why the kernels on planes cannot compute a problem, whatever its direction; APPLICABLE if they can."""
     if not problem.groups == problem.c == problem.k:
-        return f"needs one filter a channel: groups={problem.groups} c={problem.c} k={problem.k}"
+        return Applicability(f"needs one filter a channel: groups={problem.groups} c={problem.c} k={problem.k}")
     if any(size != 1 for size in (*problem.conv.stride, *problem.conv.dilation)):
         stride, dilation = problem.conv.stride, problem.conv.dilation
-        return f"needs stride 1 and dilation 1, not {stride} and {dilation}"
+        return Applicability(f"needs stride 1 and dilation 1, not {stride} and {dilation}")
     if max(problem.filter) < _LEAST_FILTER:
-        return f"serves filters from {_LEAST_FILTER} on, not {problem.filter}"
-    return mixed(problem) or oversized(problem) or overpadded(problem)
+        return Applicability(f"serves filters from {_LEAST_FILTER} on, not {problem.filter}")
+    return refuse_tensors(problem)

@@ -30,8 +30,8 @@ from miofind.solvers.depthwise.large_planes import (
     PlaneVector,
     StagedColumns,
     gap_slots,
+    refuse_large,
     resident_blocks,
-    unserved,
 )
 
 _MAX_SUMS = 128
@@ -331,9 +331,8 @@ class ConvDepthwiseLargeWeights(Solver):
     def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
         if problem.direction is not Direction.BACKWARD_WEIGHTS:
             return Applicability("serves backward weights: ConvDepthwiseLarge serves the other directions")
-        reason = unserved(problem)
-        if reason:
-            return Applicability(reason)
+        if (answer := refuse_large(problem)).refused:
+            return answer
         if not self.is_valid_config(problem, device, _SHORT_LIST[-1]):
             return Applicability(f"filter {problem.filter} is too large for a block")
         return APPLICABLE

@@ -16,7 +16,7 @@ from miofind.solver.steps import Config, ConfigValue, ConvSolution, KernelStep, 
 from miofind.solvers.common.axis_defines import axis_defines
 from miofind.solvers.common.correlation import ceil_div
 from miofind.solvers.common.group_packs import SOURCE, is_ample, resident_blocks
-from miofind.solvers.depthwise.mma_tiling import DepthwiseTiling, unbalance, unit_axes, unserved
+from miofind.solvers.depthwise.mma_tiling import DepthwiseTiling, refuse_mma, unbalance, unit_axes
 
 _DEFAULTS = 8
 _ROWS, _COLUMNS, _CHANNELS = (2, 4, 7, 8, 14), (8, 16), (16, 32, 64)
@@ -184,9 +184,8 @@ class ConvDepthwiseMma(Solver):
     def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
         if problem.direction is Direction.BACKWARD_WEIGHTS:
             return Applicability("serves forward and backward data: ConvDepthwiseMmaWeights serves backward weights")
-        reason = unserved(problem)
-        if reason:
-            return Applicability(reason)
+        if (answer := refuse_mma(problem)).refused:
+            return answer
         if not self.is_valid_config(problem, device, _SHORT_LIST[-1]):
             return Applicability(f"filter {problem.filter} is too large for a thread, or the image for a grid")
         return APPLICABLE

@@ -10,10 +10,11 @@ import math
 from dataclasses import dataclass, replace
 
 from miofind.core.problem import Direction, ProblemDescription
+from miofind.solver.solver import APPLICABLE, Applicability
 from miofind.solver.steps import Config
 from miofind.solvers.common.correlation import ceil_div, round_up
 from miofind.solvers.common.group_packs import GroupedAxis, odd_words
-from miofind.solvers.common.limits import mixed, overpadded, oversized
+from miofind.solvers.common.limits import refuse_tensors
 
 _MOST_TAPS = 64
 _MOST_REACH = 16
@@ -22,23 +23,25 @@ _BLOCK = 8
 _LOADED_AHEAD = 49  # matrices of taps that leave registers for a row's pixels besides those in use
 
 
-def unserved(problem: ProblemDescription) -> str:
-    """Why the kernels cannot compute a problem, whatever its direction and sizes of tiles; "" if they can."""
+def refuse_mma(problem: ProblemDescription) -> Applicability:
+    """Why the kernels cannot compute a problem, whatever its direction and sizes of tiles; APPLICABLE if they can."""
     if not problem.groups == problem.c == problem.k:
-        return f"serves one filter a channel: groups={problem.groups} c={problem.c} k={problem.k}"
-    if reason := mixed(problem) or oversized(problem) or overpadded(problem):
-        return reason
+        return Applicability(f"serves one filter a channel: groups={problem.groups} c={problem.c} k={problem.k}")
+    if (answer := refuse_tensors(problem)).refused:
+        return answer
     if problem.c % _BLOCK:
-        return f"moves {_BLOCK} channels at once: c={problem.c} is no multiple"
+        return Applicability(f"moves {_BLOCK} channels at once: c={problem.c} is no multiple")
     planar = problem.lifted(2)
     if math.prod(planar.filter) > _MOST_TAPS:
-        return f"keeps filters in registers: {planar.filter} has more than {_MOST_TAPS} taps"
+        return Applicability(f"keeps filters in registers: {planar.filter} has more than {_MOST_TAPS} taps")
     if max(planar.conv.stride) > _MOST_STRIDE or planar.conv.stride[1] == 3:
-        return f"serves strides of 1, 2 and 4 columns and up to {_MOST_STRIDE} rows, not {planar.conv.stride}"
+        return Applicability(
+            f"serves strides of 1, 2 and 4 columns and up to {_MOST_STRIDE} rows, not {planar.conv.stride}"
+        )
     spans = [(taps - 1) * step for taps, step in zip(planar.filter, planar.conv.dilation, strict=True)]
     if max(spans) > _MOST_REACH:
-        return f"serves filters that reach {_MOST_REACH} pixels, not {spans} (rows, columns)"
-    return ""
+        return Applicability(f"serves filters that reach {_MOST_REACH} pixels, not {spans} (rows, columns)")
+    return APPLICABLE
 
 
 @functools.lru_cache(maxsize=64)  # a search asks for each of thousands of configurations

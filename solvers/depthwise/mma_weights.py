@@ -25,7 +25,7 @@ from miofind.solvers.common.axis_defines import axis_defines
 from miofind.solvers.common.correlation import ceil_div
 from miofind.solvers.common.group_packs import is_ample, resident_blocks
 from miofind.solvers.common.split_k import SplitK
-from miofind.solvers.depthwise.mma_tiling import DepthwiseWeightsTiling, unbalance, unit_axes, unserved
+from miofind.solvers.depthwise.mma_tiling import DepthwiseWeightsTiling, refuse_mma, unbalance, unit_axes
 
 _DEFAULTS, _FIRST = 8, 3
 _ROWS, _COLUMNS, _CHANNELS, _BLOCKS = (2, 4, 7, 8, 14), (8, 16, 32), (16, 32, 64), (0, 1, 2)
@@ -242,9 +242,8 @@ class ConvDepthwiseMmaWeights(Solver):
     def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
         if problem.direction is not Direction.BACKWARD_WEIGHTS:
             return Applicability("serves backward weights: ConvDepthwiseMma serves the other directions")
-        reason = unserved(problem)
-        if reason:
-            return Applicability(reason)
+        if (answer := refuse_mma(problem)).refused:
+            return answer
         if not self.is_valid_config(problem, device, _LAST_RESORT):
             return Applicability(f"filter {problem.filter} is too large for a thread")
         return APPLICABLE

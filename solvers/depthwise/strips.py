@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from miofind.core.problem import ProblemDescription
+from miofind.solver.solver import APPLICABLE, Applicability, first_refusal
 from miofind.solvers.common.correlation import ceil_div, round_up
-from miofind.solvers.common.limits import overpadded, oversized
+from miofind.solvers.common.limits import refuse_overpadded, refuse_oversized
 
 WIDE_BYTES = 16
 MAX_TAPS = 64
@@ -268,21 +269,21 @@ def bands_of(down: StripAxis, rows: int) -> int:
     return ceil_div(down.count, max(1, rows // down.length)) if rows else 1
 
 
-def unserved(problem: ProblemDescription) -> str:
-    """Why the kernels on strips cannot compute a problem, whatever its direction; "" if they can."""
+def refuse_strips(problem: ProblemDescription) -> Applicability:
+    """Why the kernels on strips cannot compute a problem, whatever its direction; APPLICABLE if they can."""
     if problem.groups != problem.c:
-        return f"needs filters of one channel: groups={problem.groups} c={problem.c}"
+        return Applicability(f"needs filters of one channel: groups={problem.groups} c={problem.c}")
     if len({tensor.dtype for tensor in (problem.x, problem.w, problem.y)}) > 1:
-        return "needs one dtype for x, w and y"
+        return Applicability("needs one dtype for x, w and y")
     if math.prod(problem.filter) > MAX_TAPS:
-        return f"keeps at most {MAX_TAPS} taps in registers, not a filter of {problem.filter}"
+        return Applicability(f"keeps at most {MAX_TAPS} taps in registers, not a filter of {problem.filter}")
     if min(tensor.size for tensor in (problem.x, problem.w, problem.y)) == 0:
-        return "serves no empty tensors"
-    if reason := oversized(problem) or overpadded(problem):
-        return reason
+        return Applicability("serves no empty tensors")
+    if (answer := first_refusal(refuse_oversized(problem), refuse_overpadded(problem))).refused:
+        return answer
     conv = problem.conv
     if max(conv.stride) > _MAX_STRIDE:
-        return f"serves strides up to {_MAX_STRIDE}, not {conv.stride}"
+        return Applicability(f"serves strides up to {_MAX_STRIDE}, not {conv.stride}")
     if max((t - 1) * d for t, d in zip(problem.filter, conv.dilation, strict=True)) > _MAX_REACH:
-        return f"serves taps up to {_MAX_REACH} apart: the dilated filter is too large"
-    return ""
+        return Applicability(f"serves taps up to {_MAX_REACH} apart: the dilated filter is too large")
+    return APPLICABLE

@@ -15,7 +15,7 @@ from miofind.device.device import Device, Library, Place
 from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
 from miofind.solver.steps import Config, ConfigValue, ConvSolution, KernelStep, Pointer, int32s
 from miofind.solvers.common.correlation import Correlation, ceil_div, correlations, round_up
-from miofind.solvers.common.limits import mixed, overpadded, oversized
+from miofind.solvers.common.limits import refuse_tensors
 from miofind.solvers.direct.tiled_cost import TileRates, TileWork, plane_pitch, tile_ms
 
 _MAX_ELEMENTS = 2**31 - 1
@@ -331,8 +331,8 @@ class ConvDirectTiled(Solver):
     def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
         if problem.direction is Direction.BACKWARD_WEIGHTS:
             return Applicability("serves forward and backward data: ConvDirectTiledWeights serves backward weights")
-        if reason := mixed(problem) or oversized(problem, _MAX_ELEMENTS) or overpadded(problem):
-            return Applicability(reason)
+        if (answer := refuse_tensors(problem, _MAX_ELEMENTS)).refused:
+            return answer
         launches = math.prod(problem.conv.stride) if problem.direction is Direction.BACKWARD_DATA else 1
         if launches > _MAX_LAUNCHES:
             return Applicability(f"backward data with stride {problem.conv.stride} would take {launches} launches")

@@ -23,7 +23,7 @@ from miofind.solver.steps import (
     int32s,
 )
 from miofind.solvers.common.correlation import Axis, ceil_div, forward_axes, round_up
-from miofind.solvers.common.limits import mixed, overpadded, oversized
+from miofind.solvers.common.limits import refuse_tensors
 from miofind.solvers.common.split_k import SplitK
 from miofind.solvers.direct.tiled_cost import TileRates, TileWork, plane_pitch, tile_ms
 
@@ -315,8 +315,8 @@ class ConvDirectTiledWeights(Solver):
     def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
         if problem.direction is not Direction.BACKWARD_WEIGHTS:
             return Applicability("serves backward weights: ConvDirectTiled serves the other directions")
-        if reason := mixed(problem) or oversized(problem, _MAX_ELEMENTS) or overpadded(problem):
-            return Applicability(reason)
+        if (answer := refuse_tensors(problem, _MAX_ELEMENTS)).refused:
+            return answer
         if not any(self.is_valid_config(problem, device, config) for config in _SHORT_LIST[-2:]):
             return Applicability(f"filter {problem.filter} is too large for a block")
         return APPLICABLE

@@ -18,7 +18,7 @@ from miofind.solvers.common.divisor import divisors
 from miofind.solvers.few_channels.cell_rows import CellRows
 from miofind.solvers.few_channels.cells import Cells
 from miofind.solvers.few_channels.shared import FewChannelsSolver, gradient_defines
-from miofind.solvers.few_channels.windows import unserved
+from miofind.solvers.few_channels.windows import refuse_windows
 
 _MAX_HELD = 184
 _MAX_REGISTERS = 240
@@ -133,7 +133,7 @@ class ConvFirstLayerData(FewChannelsSolver):
         )
 
     def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
-        if problem.direction is self.direction and not unserved(problem) and not _is_served(problem):
+        if problem.direction is self.direction and not refuse_windows(problem).refused and not _is_served(problem):
             reason = f"filter {problem.filter} stride {problem.conv.stride} padding {problem.conv.pad_before}"
             return Applicability(
                 f"serves strides above 1, and planes where a pixel meets one column of dy, not {reason}"

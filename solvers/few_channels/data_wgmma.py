@@ -12,6 +12,7 @@ from typing import ClassVar
 
 from miofind.core.problem import Direction, ProblemDescription
 from miofind.device.device import Device
+from miofind.solver.solver import APPLICABLE, Applicability
 from miofind.solver.steps import Box, Config, ConfigValue, ConvSolution, KernelStep, Pointer, TensorMap, int32s
 from miofind.solvers.common.copies import packed_map
 from miofind.solvers.common.correlation import ceil_div
@@ -145,15 +146,17 @@ class ConvFirstLayerDataWgmma(FewChannelsSolver):
             return False
         return bool(tiling.resident == config["resident"]) and not _spills(tiling)
 
-    def unserved(self, problem: ProblemDescription) -> str:
-        if reason := super().unserved(problem):
-            return reason
+    def refuse_problem(self, problem: ProblemDescription) -> Applicability:
+        if (answer := super().refuse_problem(problem)).refused:
+            return answer
         if problem.y.layout.channels_last and problem.k % 8:
-            return f"copies filters of NHWC pixels in 16-byte words: needs k in multiples of 8, not {problem.k}"
-        return ""
+            return Applicability(
+                f"copies filters of NHWC pixels in 16-byte words: needs k in multiples of 8, not {problem.k}"
+            )
+        return APPLICABLE
 
     def examples(self) -> tuple[ProblemDescription, ...]:
-        return tuple(problem for problem in super().examples() if not self.unserved(problem))
+        return tuple(problem for problem in super().examples() if not self.refuse_problem(problem).refused)
 
     def short_list(self) -> Sequence[Config]:
         return _SHORT_LIST

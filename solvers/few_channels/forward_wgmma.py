@@ -14,11 +14,12 @@ from typing import ClassVar
 
 from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.device.device import Device
+from miofind.solver.solver import Applicability
 from miofind.solver.steps import Config, ConfigValue, ConvSolution, KernelStep, Pointer, int32s
 from miofind.solvers.common.correlation import ceil_div, round_up
 from miofind.solvers.common.divisor import divisors
 from miofind.solvers.common.group_packs import resident_blocks
-from miofind.solvers.common.limits import mixed, overpadded, oversized
+from miofind.solvers.common.limits import refuse_tensors
 from miofind.solvers.few_channels.shared import HOPPER_KEYS, FewChannelsSolver
 from miofind.solvers.few_channels.windows import MAX_CHANNELS, is_same_load
 
@@ -248,20 +249,26 @@ class ConvFirstLayerWgmma(FewChannelsSolver):
             conv(x=(1, 3, 32, 224), w=(64, 3, 16, 4), padding=(8, 2), stride=(16, 4), dtype=half),
         )
 
-    def unserved(self, problem: ProblemDescription) -> str:
+    def refuse_problem(self, problem: ProblemDescription) -> Applicability:
         stride_x = problem.conv.stride[1]
         if problem.groups != 1 or problem.c > MAX_CHANNELS:
-            return f"serves one group of up to {MAX_CHANNELS} channels, not groups={problem.groups} c={problem.c}"
+            return Applicability(
+                f"serves one group of up to {MAX_CHANNELS} channels, not groups={problem.groups} c={problem.c}"
+            )
         if problem.conv.dilation[1] != 1:
-            return f"reads neighbouring columns: needs dilation 1 along them, not {problem.conv.dilation}"
+            return Applicability(
+                f"reads neighbouring columns: needs dilation 1 along them, not {problem.conv.dilation}"
+            )
         if max(problem.conv.stride) > _MAX_STRIDE:
-            return f"stages whole windows, of strides up to {_MAX_STRIDE}, not {problem.conv.stride}"
+            return Applicability(f"stages whole windows, of strides up to {_MAX_STRIDE}, not {problem.conv.stride}")
         if stride_x > 2 and stride_x % 4:
-            return f"reads windows in place at strides of 1, 2 and multiples of 4 columns, not {stride_x}"
+            return Applicability(
+                f"reads windows in place at strides of 1, 2 and multiples of 4 columns, not {stride_x}"
+            )
         taps_y, taps_x = problem.filter
         if taps_y * ceil_div(taps_x + stride_x % 2, 4) > _MAX_STEPS:
-            return f"takes up to {_MAX_STEPS} products of four taps, not a filter of {problem.filter}"
-        return mixed(problem) or oversized(problem) or overpadded(problem)
+            return Applicability(f"takes up to {_MAX_STEPS} products of four taps, not a filter of {problem.filter}")
+        return refuse_tensors(problem)
 
     def is_valid_config(self, problem: ProblemDescription, device: Device, config: Config) -> bool:
         out_h, out_w = problem.out_spatial

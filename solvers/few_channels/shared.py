@@ -15,7 +15,7 @@ from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.device.device import Device, Library, Place
 from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
 from miofind.solver.steps import Config, ConfigValue
-from miofind.solvers.few_channels.windows import unserved
+from miofind.solvers.few_channels.windows import refuse_windows
 
 _DEFAULTS = 8
 _KEY = KernelKey(
@@ -59,9 +59,9 @@ class FewChannelsSolver(Solver):
     def short_list(self) -> Sequence[Config]:
         """Configurations that default_configs ranks by estimate."""
 
-    def unserved(self, problem: ProblemDescription) -> str:
-        """Why no configuration can compute a problem of its direction; "" if one may."""
-        return unserved(problem)
+    def refuse_problem(self, problem: ProblemDescription) -> Applicability:
+        """Why no configuration can compute a problem of its direction; APPLICABLE if one may."""
+        return refuse_windows(problem)
 
     def examples(self) -> tuple[ProblemDescription, ...]:
         half, brain, last = DataType.FLOAT16, DataType.BFLOAT16, Layout.NHWC
@@ -83,8 +83,8 @@ class FewChannelsSolver(Solver):
     def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
         if problem.direction is not self.direction:
             return Applicability(f"computes {self.direction} only, not {problem.direction}")
-        if reason := self.unserved(problem):
-            return Applicability(reason)
+        if (answer := self.refuse_problem(problem)).refused:
+            return answer
         if not any(self.is_valid_config(problem, device, config) for config in self.short_list()):
             sizes = f"k={problem.k} filter {problem.filter} stride {problem.conv.stride}"
             return Applicability(f"filters or strides are too large for a block: {sizes}")

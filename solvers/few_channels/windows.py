@@ -10,8 +10,9 @@ import math
 from dataclasses import dataclass
 
 from miofind.core.problem import ProblemDescription
+from miofind.solver.solver import Applicability
 from miofind.solvers.common.correlation import ceil_div, round_up
-from miofind.solvers.common.limits import mixed, overpadded, oversized
+from miofind.solvers.common.limits import refuse_tensors
 
 MAX_CHANNELS = 4
 """Channels of a pixel."""
@@ -134,12 +135,14 @@ def is_same_load(problem: ProblemDescription, most: int) -> bool:
     return most > 2 and math.gcd(_MOST, problem.spatial[1]) < most
 
 
-def unserved(problem: ProblemDescription) -> str:
-    """Why the kernels of first layers cannot compute a problem, whatever its direction; "" if they can."""
+def refuse_windows(problem: ProblemDescription) -> Applicability:
+    """Why the kernels of first layers cannot compute a problem, whatever its direction; APPLICABLE if they can."""
     if problem.groups != 1 or problem.c > MAX_CHANNELS:
-        return f"serves one group of up to {MAX_CHANNELS} channels, not groups={problem.groups} c={problem.c}"
+        return Applicability(
+            f"serves one group of up to {MAX_CHANNELS} channels, not groups={problem.groups} c={problem.c}"
+        )
     if any(size != 1 for size in problem.conv.dilation):
-        return f"needs dilation 1, not {problem.conv.dilation}"
+        return Applicability(f"needs dilation 1, not {problem.conv.dilation}")
     if max(problem.conv.stride) > _MAX_STRIDE:
-        return f"stages whole windows, of strides up to {_MAX_STRIDE}, not {problem.conv.stride}"
-    return mixed(problem) or oversized(problem) or overpadded(problem)
+        return Applicability(f"stages whole windows, of strides up to {_MAX_STRIDE}, not {problem.conv.stride}")
+    return refuse_tensors(problem)

@@ -11,6 +11,7 @@ from typing import Any
 
 from miofind.core.problem import Direction, MathMode, ProblemDescription
 from miofind.solver.geometry import index_bits
+from miofind.solver.solver import APPLICABLE, Applicability
 from miofind.solver.steps import WorkspacePlan
 from miofind.solvers.common.fourier import whole_length
 from miofind.solvers.common.overlap import least_products
@@ -26,24 +27,24 @@ _LEAST_TILE = 2  # times the taps along an axis that is cut
 _MOST_WORKSPACE = 64 << 30
 
 
-def refusal(problem: ProblemDescription) -> str:
-    """Why transforms do not serve a problem, whatever the plan; "" if they do."""
+def refuse_fft(problem: ProblemDescription) -> Applicability:
+    """Why transforms do not serve a problem, whatever the plan; APPLICABLE if they do."""
     if max(problem.conv.dilation) > 1:
-        return "transforms filters without gaps: dilation 1"
+        return Applicability("transforms filters without gaps: dilation 1")
     if problem.spatial_dims > 2:
-        return "serves one or two spatial dimensions"
+        return Applicability("serves one or two spatial dimensions")
     if math.prod(problem.filter) < _LEAST_TAPS * math.prod(problem.conv.stride):
-        return f"saves nothing with fewer than {_LEAST_TAPS} taps for each output of stride 1"
+        return Applicability(f"saves nothing with fewer than {_LEAST_TAPS} taps for each output of stride 1")
     if problem.output.size == 0 or problem.flops == 0:
-        return "has no empty products"
+        return Applicability("has no empty products")
     if index_bits(problem) != 32:
-        return "needs tensors that 32-bit offsets reach"
+        return Applicability("needs tensors that 32-bit offsets reach")
     if least_products(problem) == 0:
-        return "rounds sums of nothing but padding as it does their neighbours, not to 0"
+        return Applicability("rounds sums of nothing but padding as it does their neighbours, not to 0")
     least, is_weights = least_products(problem), problem.direction is Direction.BACKWARD_WEIGHTS
     if is_weights and least < LEAST_PRODUCTS:
-        return f"keeps its error bound in sums of {LEAST_PRODUCTS} products or more, not {least}"
-    return ""
+        return Applicability(f"keeps its error bound in sums of {LEAST_PRODUCTS} products or more, not {least}")
+    return APPLICABLE
 
 
 def is_valid(problem: ProblemDescription, config: Mapping[str, Any]) -> bool:
@@ -51,7 +52,7 @@ def is_valid(problem: ProblemDescription, config: Mapping[str, Any]) -> bool:
     if not tile_serves(problem, config["tile"], is_own="planes" in config):
         return False
     plan = FftPlan.of(problem, config)
-    if not plan.product.serves(*plan.sizes(plan.at_once)[:2]) or plan.refusal():
+    if not plan.product.serves(*plan.sizes(plan.at_once)[:2]) or plan.refuse_sizes().refused:
         return False
     if max(least_products(problem), plan.summed_directly) < LEAST_PRODUCTS:
         return False

@@ -10,10 +10,10 @@ from typing import ClassVar
 
 from miofind.core.problem import DataType, Layout, ProblemDescription
 from miofind.device.device import Device, Library, Place
-from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Reach, Solver
+from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Reach, Solver, first_refusal
 from miofind.solver.steps import Config, ConfigValue, ConvSolution, Packing, WorkspacePlan
-from miofind.solvers.fft.choice import error_growth, refusal
-from miofind.solvers.fft.depthwise_steps import POINTS, SOURCE, DepthwisePlan, as_tiles, depthwise_refusal, is_valid
+from miofind.solvers.fft.choice import error_growth, refuse_fft
+from miofind.solvers.fft.depthwise_steps import POINTS, SOURCE, DepthwisePlan, as_tiles, is_valid, refuse_depthwise
 from miofind.solvers.fft.edges import EDGES_SOURCE
 
 _DEFAULTS = 6
@@ -59,8 +59,8 @@ class ConvFftDepthwise(Solver):
         )
 
     def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
-        if reason := refusal(problem) or depthwise_refusal(problem):
-            return Applicability(reason)
+        if (answer := first_refusal(refuse_fft(problem), refuse_depthwise(problem))).refused:
+            return answer
         if next(self.configs(problem, device), None) is None:
             return Applicability(
                 "transforms an even number of lines an image, of 256 to 16384 points, half of them kept"

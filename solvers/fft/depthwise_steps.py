@@ -9,6 +9,7 @@ from typing import Any
 
 from miofind.core.problem import Direction, ProblemDescription
 from miofind.device.device import Device
+from miofind.solver.solver import APPLICABLE, Applicability
 from miofind.solver.steps import ConvSolution, KernelStep, Packing, Pointer, Region, Scalar, Step, int32s
 from miofind.solvers.common.correlation import ceil_div
 from miofind.solvers.common.divisor import divisors
@@ -78,15 +79,15 @@ class DepthwisePlan:
         tiles = self.tiles
         return tiles.problem.n > 1 and tiles.all_tiles // tiles.problem.n % 2 > 0
 
-    def refusal(self) -> str:
-        """Why the plan is out of bounds, "" if it is not.
+    def refuse_sizes(self) -> Applicability:
+        """Why the plan is out of bounds; APPLICABLE if it is not.
 
         Tensors that 32-bit offsets reach have fewer lines than a launch has blocks; offsets of a line's points beyond a
         tensor's end must fit 32 bits, too.
         """
         if self.length * self.tiles.problem.k >= _MOST_POINTS:
-            return "needs filters' transforms of fewer points"
-        return ""
+            return Applicability("needs filters' transforms of fewer points")
+        return APPLICABLE
 
     def regions(self) -> tuple[Region, ...]:
         """Workspace for the transforms of filters."""
@@ -191,15 +192,15 @@ def as_tiles(tile: int) -> dict[str, Any]:
     return {"tile": tile, "chunk_mib": 16, "product": "1x1", "planes": 8}
 
 
-def depthwise_refusal(problem: ProblemDescription) -> str:
-    """Why lines of one channel do not serve a problem that transforms serve, "" if they do."""
+def refuse_depthwise(problem: ProblemDescription) -> Applicability:
+    """Why lines of one channel do not serve a problem that transforms serve; APPLICABLE if they do."""
     if problem.direction is Direction.BACKWARD_WEIGHTS:
-        return "computes forward and backward data"
+        return Applicability("computes forward and backward data")
     if not problem.groups == problem.c == problem.k:
-        return f"needs one filter a channel: groups={problem.groups} c={problem.c} k={problem.k}"
+        return Applicability(f"needs one filter a channel: groups={problem.groups} c={problem.c} k={problem.k}")
     if sum(taps > 1 for taps in problem.filter) > 1:
-        return "transforms along one axis"
-    return ""
+        return Applicability("transforms along one axis")
+    return APPLICABLE
 
 
 def is_valid(problem: ProblemDescription, device: Device, tile: int, points: int) -> bool:
@@ -207,7 +208,7 @@ def is_valid(problem: ProblemDescription, device: Device, tile: int, points: int
     if not tile_serves(problem, tile, is_own=True):
         return False
     plan = DepthwisePlan.of(problem, tile, points)
-    if plan.length < OWN_LINES[0] or plan.refusal() or plan.pairs_images:
+    if plan.length < OWN_LINES[0] or plan.refuse_sizes().refused or plan.pairs_images:
         return False
     if points > POINTS[0] and plan.lines == DepthwisePlan(plan.tiles, POINTS[0]).lines:
         return False

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from miofind.core.problem import Direction, ProblemDescription, TensorDescriptor
+from miofind.solver.solver import APPLICABLE, Applicability
 from miofind.solver.steps import (
     ConvSolution,
     FftStep,
@@ -330,21 +331,21 @@ class FftPlan:
             values = (tensor.shape[2 + index], strides(tensor)[2 + index], step, place.shift, place.low, place.high)
             yield from (*int32s(*values), *divisors(place.spread))
 
-    def refusal(self) -> str:
-        """Why the plan is out of bounds, "" if it is not."""
+    def refuse_sizes(self) -> Applicability:
+        """Why the plan is out of bounds; APPLICABLE if it is not."""
         p = self.problem
         if max(self.lengths) > _MOST_LENGTH:
-            return f"transforms at most {_MOST_LENGTH} points along an axis"
+            return Applicability(f"transforms at most {_MOST_LENGTH} points along an axis")
         if ceil_div(self.all_tiles, self.at_once) > _MOST_CHUNKS:
-            return f"takes more than {_MOST_CHUNKS} chunks"
+            return Applicability(f"takes more than {_MOST_CHUNKS} chunks")
         planes = max(self.at_once * max(p.c, p.k), self.filters)
         if planes * max(self.frequencies, self.kept(p.direction.output)[1]) >= 2**30:
-            return "needs more planes at once than 32-bit offsets reach"
+            return Applicability("needs more planes at once than 32-bit offsets reach")
         if math.prod(self._blocks(self.at_once)) * p.groups >= 2**31:
-            return "needs more thread blocks than a launch has"
+            return Applicability("needs more thread blocks than a launch has")
         if max(self.frequencies, *(self.kept(name)[1] for name in "xwy"), p.c, p.k) > _MOST_BLOCKS * _LANES:
-            return "needs a larger grid than a launch has"
-        return ""
+            return Applicability("needs a larger grid than a launch has")
+        return APPLICABLE
 
     @property
     def error(self) -> float:

@@ -14,7 +14,7 @@ from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.device.device import Device, Library, Place
 from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Reach, Solver
 from miofind.solver.steps import Config, ConfigValue, ConvSolution, Packing, WorkspacePlan
-from miofind.solvers.fft.choice import CHUNKS_MIB, error_growth, is_valid, refusal, tile_serves
+from miofind.solvers.fft.choice import CHUNKS_MIB, error_growth, is_valid, refuse_fft, tile_serves
 from miofind.solvers.fft.cost import estimate_ms
 from miofind.solvers.fft.edges import EDGES_SOURCE
 from miofind.solvers.fft.own_blocks import LINES_SOURCE, TILES_SOURCE, OwnBlock
@@ -76,8 +76,8 @@ class ConvFft(Solver):
         )
 
     def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
-        if reason := refusal(problem):
-            return Applicability(reason)
+        if (answer := refuse_fft(problem)).refused:
+            return answer
         if next(self.configs(problem, device), None) is None:
             return Applicability("needs longer transforms, or more of them at once, than it serves")
         return APPLICABLE

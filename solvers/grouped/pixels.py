@@ -16,7 +16,7 @@ from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, KernelKe
 from miofind.solver.steps import Config, ConfigValue, ConvSolution, KernelStep, Pointer, int32s
 from miofind.solvers.common.axis_defines import axis_defines
 from miofind.solvers.common.correlation import ceil_div
-from miofind.solvers.common.group_packs import SOURCE, GroupedTiling, is_ample, resident_blocks, units_of, unserved
+from miofind.solvers.common.group_packs import SOURCE, GroupedTiling, is_ample, refuse_groups, resident_blocks, units_of
 
 _DEFAULTS, _FIRST, _MOST_ALIKE = 8, 4, 3
 _ROWS, _COLUMNS = (1, 2, 4, 7, 8), (8, 16, 32)
@@ -251,9 +251,8 @@ class ConvGrouped(Solver):
     def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
         if problem.direction is Direction.BACKWARD_WEIGHTS:
             return Applicability("serves forward and backward data: ConvGroupedWeights serves backward weights")
-        reason = unserved(problem)
-        if reason:
-            return Applicability(reason)
+        if (answer := refuse_groups(problem)).refused:
+            return answer
         if not any(self.is_valid_config(problem, device, config) for config in reversed(_SHORT_LIST)):
             return Applicability(
                 f"filter {problem.filter} or its stride or dilation is too large for a block, or the image for a grid"

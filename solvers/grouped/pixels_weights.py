@@ -24,7 +24,7 @@ from miofind.solver.steps import (
 )
 from miofind.solvers.common.axis_defines import axis_defines
 from miofind.solvers.common.correlation import ceil_div
-from miofind.solvers.common.group_packs import is_ample, resident_blocks, unserved
+from miofind.solvers.common.group_packs import is_ample, refuse_groups, resident_blocks
 from miofind.solvers.common.split_k import SplitK
 from miofind.solvers.grouped.pixels_weights_tiling import SHARES, GroupedWeightsTiling, may_share, units_in_all
 
@@ -232,9 +232,8 @@ class ConvGroupedWeights(Solver):
     def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
         if problem.direction is not Direction.BACKWARD_WEIGHTS:
             return Applicability("serves backward weights: ConvGrouped serves the other directions")
-        reason = unserved(problem)
-        if reason:
-            return Applicability(reason)
+        if (answer := refuse_groups(problem)).refused:
+            return answer
         if not any(self.is_valid_config(problem, device, config) for config in _LAST_RESORTS):
             return Applicability(f"filter {problem.filter} or its stride or dilation is too large for a block")
         return APPLICABLE

@@ -18,7 +18,7 @@ from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, KernelKe
 from miofind.solver.steps import Config, ConfigValue, ConvSolution, KernelStep, Pointer, int32s
 from miofind.solvers.common.axis_defines import axis_defines
 from miofind.solvers.common.correlation import ceil_div
-from miofind.solvers.common.group_packs import SOURCE, GroupedAxis, Packs, is_ample, resident_blocks, unserved
+from miofind.solvers.common.group_packs import SOURCE, GroupedAxis, Packs, is_ample, refuse_groups, resident_blocks
 from miofind.solvers.grouped.planes_tiling import PlanesTiling, planes_unit, planes_units
 
 _DEFAULTS, _MOST_ALIKE = 8, 2
@@ -215,9 +215,8 @@ class ConvGroupedPlanes(Solver):
     def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
         if problem.direction is Direction.BACKWARD_WEIGHTS:
             return Applicability("serves forward and backward data: ConvGroupedPlanesWeights serves backward weights")
-        reason = unserved(problem)
-        if reason:
-            return Applicability(reason)
+        if (answer := refuse_groups(problem)).refused:
+            return answer
         if max(problem.conv.stride) > 2:
             return Applicability(f"serves strides of 1 and 2, not {problem.conv.stride}")
         unit_in, _ = planes_unit(problem)

@@ -18,7 +18,7 @@ from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, KernelKe
 from miofind.solver.steps import Config, ConfigValue, ConvSolution, KernelStep, Pointer, int32s
 from miofind.solvers.common.axis_defines import axis_defines
 from miofind.solvers.common.correlation import ceil_div
-from miofind.solvers.common.group_packs import Packs, is_ample, resident_blocks, unserved
+from miofind.solvers.common.group_packs import Packs, is_ample, refuse_groups, resident_blocks
 from miofind.solvers.common.split_k import SplitK
 from miofind.solvers.grouped.planes_tiling import PlanesWeightsTiling, shifts
 
@@ -255,9 +255,8 @@ class ConvGroupedPlanesWeights(Solver):
     def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
         if problem.direction is not Direction.BACKWARD_WEIGHTS:
             return Applicability("serves backward weights only")
-        reason = unserved(problem)
-        if reason:
-            return Applicability(reason)
+        if (answer := refuse_groups(problem)).refused:
+            return answer
         planar = problem.lifted(2)
         if max(planar.conv.stride) > 2:
             return Applicability(f"serves strides of 1 and 2, not {problem.conv.stride}")

@@ -17,7 +17,7 @@ from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, KernelKe
 from miofind.solver.steps import Config, ConfigValue, ConvSolution, KernelStep, Pointer, Scalar, WorkspacePlan
 from miofind.solvers.common.correlation import ceil_div
 from miofind.solvers.common.divisor import divisor
-from miofind.solvers.common.limits import MAX_ELEMENTS, MAX_PADDING, mixed, overpadded, oversized
+from miofind.solvers.common.limits import MAX_ELEMENTS, MAX_PADDING, refuse_tensors
 from miofind.solvers.common.product import Index, Product, Steps, largest, linear_step, products
 from miofind.solvers.common.product_tiles import ProductTiling, alike, products_of_tf32, threads_of, tilings
 from miofind.solvers.common.split_k import SplitK
@@ -277,8 +277,8 @@ class ConvImplicitGemmMma(Solver):
         )
 
     def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
-        if reason := mixed(problem) or oversized(problem) or overpadded(problem):
-            return Applicability(reason)
+        if (answer := refuse_tensors(problem)).refused:
+            return answer
         if problem.groups > 1 and problem.groups == problem.c == problem.k:
             return Applicability("depthwise filters have no product for tensor cores")
         if max(*problem.spatial, *problem.conv.stride, *problem.conv.dilation) > _MAX_COORDINATE - 2 * MAX_PADDING:

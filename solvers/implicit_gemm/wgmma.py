@@ -27,7 +27,7 @@ from miofind.solver.steps import (
     WorkspacePlan,
     int32s,
 )
-from miofind.solvers.common.copies import packed_map, uncopied
+from miofind.solvers.common.copies import packed_map, refuse_copies
 from miofind.solvers.common.correlation import ceil_div
 from miofind.solvers.common.divisor import divisors
 from miofind.solvers.common.split_k import SplitK
@@ -234,27 +234,29 @@ def _shared_bytes(device: Device) -> int:
     return device.shared_bytes or _SHARED_BYTES
 
 
-def _layouts_refusal(problem: ProblemDescription) -> str | None:
+def _refuse_layouts(problem: ProblemDescription) -> Applicability:
     """Why tensors' layouts are not served, None if they are."""
     planes = Planes.of(problem)
     if planes is None:
-        return "takes channels-last operands, or channels-first ones for a filter of one tap"
+        return Applicability("takes channels-last operands, or channels-first ones for a filter of one tap")
     if planes is Planes.NOWHERE:
-        return None
+        return APPLICABLE
     if planes is Planes.IN_RESULT:
         is_strided = problem.direction is Direction.BACKWARD_DATA and max(problem.conv.stride) > 1
-        return "writes channels-first results of backward data with stride 1" if is_strided else None
+        return Applicability("writes channels-first results of backward data with stride 1" if is_strided else "")
     product, itemsize = WgmmaProduct.of(problem), problem.x.dtype.itemsize
     if planes is Planes.IN_ROWS:
         depth, image = SPANS_BYTES[0] // itemsize, product.image
-        return f"takes y alone channels first in multiples of {depth} pixels, not {image}" if image % depth else None
+        return Applicability(
+            f"takes y alone channels first in multiples of {depth} pixels, not {image}" if image % depth else ""
+        )
     if not product.is_pointwise:
-        return "takes channels-first operands for a filter of one tap, stride 1 and no padding"
+        return Applicability("takes channels-first operands for a filter of one tap, stride 1 and no padding")
     if product.image * itemsize % 16:
-        return f"copies 16 bytes: images of {product.image} elements take no multiple"
+        return Applicability(f"copies 16 bytes: images of {product.image} elements take no multiple")
     if itemsize > 2 and not product.is_weights:
-        return "takes channels-first operands in 16 bits: TF32 products take no transposed operands"
-    return None
+        return Applicability("takes channels-first operands in 16 bits: TF32 products take no transposed operands")
+    return APPLICABLE
 
 
 class ConvImplicitGemmWgmma(Solver):
@@ -333,15 +335,15 @@ class ConvImplicitGemmWgmma(Solver):
         conv = problem.conv
         if problem.direction is Direction.BACKWARD_DATA and max(conv.stride) > _MAX_DATA_STRIDE:
             return Applicability(f"backward data is served with strides of 1 and 2, not {conv.stride}")
-        if (reason := _layouts_refusal(problem)) is not None:
-            return Applicability(reason)
+        if (answer := _refuse_layouts(problem)).refused:
+            return answer
         if problem.output.size == 0 or problem.flops == 0:
             return Applicability("has no empty products")
         if max(tensor.size for tensor in (problem.x, problem.w, problem.y)) > _MAX_INT:
             return Applicability(f"counts elements in 32 bits: a tensor has more than {_MAX_INT}")
         product = WgmmaProduct.of(problem)
-        if reason := uncopied(product):
-            return Applicability(reason)
+        if (answer := refuse_copies(product)).refused:
+            return answer
         if next(likely_tilings(product, device, _shared_bytes(device)), None) is None:
             return Applicability("has groups whose channels or filters fit no tile")
         return APPLICABLE

@@ -12,7 +12,7 @@ from typing import ClassVar
 
 from miofind.core.problem import DataType, Direction, Layout, MathMode, ProblemDescription
 from miofind.device.device import Device, Library, Place
-from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
+from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver, first_refusal
 from miofind.solver.steps import (
     Box,
     Config,
@@ -25,10 +25,10 @@ from miofind.solver.steps import (
     TensorMap,
     int32s,
 )
-from miofind.solvers.common.copies import packed_map, uncopied
+from miofind.solvers.common.copies import packed_map, refuse_copies
 from miofind.solvers.common.correlation import ceil_div
 from miofind.solvers.common.divisor import divisors
-from miofind.solvers.common.limits import mixed, oversized
+from miofind.solvers.common.limits import refuse_mixed, refuse_oversized
 from miofind.solvers.common.split_k import SplitK
 from miofind.solvers.common.wgmma_product import WgmmaProduct
 from miofind.solvers.implicit_gemm.wgmma_turned_tiling import (
@@ -201,11 +201,11 @@ class ConvImplicitGemmWgmmaTurned(Solver):
             return Applicability(f"copies 16 bytes: {c} channels or {k} filters a group are no multiple of {_VECTOR}")
         if problem.output.size == 0 or problem.flops == 0:
             return Applicability("has no empty products")
-        if reason := mixed(problem) or oversized(problem):
-            return Applicability(reason)
+        if (answer := first_refusal(refuse_mixed(problem), refuse_oversized(problem))).refused:
+            return answer
         product = WgmmaProduct.of(problem)
-        if reason := uncopied(product):
-            return Applicability(reason)
+        if (answer := refuse_copies(product)).refused:
+            return answer
         if next(likely_tilings(product, device, _shared_bytes(device)), None) is None:
             return Applicability("has more tiles or pixels than are counted in 32 bits")
         return APPLICABLE

@@ -18,6 +18,7 @@ from miofind.libraries.matmul_choice import (
     check_library_choice,
     with_library_choice,
 )
+from miofind.solver.solver import Applicability
 from miofind.solver.steps import Config, ConfigValue, ConvSolution, MatmulStep, Region, WorkspacePlan
 from miofind.solvers.vendor.columns import ColumnPlan
 
@@ -52,29 +53,31 @@ def column_plans(problem: ProblemDescription, device: Device, images: int) -> tu
     lifted = problem.lifted(3)
     plan = ColumnPlan(problem=lifted, images=images)
     if not plan.needs_slots:
-        return () if plan_refusal(plan) else (plan,)
+        return () if refuse_plan(plan).refused else (plan,)
     counts = sorted({1 << i for i in range(images.bit_length())} | {images})
     plans = [ColumnPlan(problem=lifted, images=images, slots=count) for count in counts]
     return tuple(
         sorted(
-            (plan for plan in plans if not plan_refusal(plan)),
+            (plan for plan in plans if not refuse_plan(plan).refused),
             key=lambda plan: plan.estimate_ms(device, WORKSPACE_BYTES),
         )
     )
 
 
-def plan_refusal(plan: ColumnPlan) -> str:
-    """Why a plan is out of bounds, "" if it is not."""
+def refuse_plan(plan: ColumnPlan) -> Applicability:
+    """Why a plan is out of bounds; APPLICABLE if it is not."""
     if plan.step_count > MAX_STEPS:
-        return f"takes up to {plan.step_count} steps, at most {MAX_STEPS} are allowed"
+        return Applicability(f"takes up to {plan.step_count} steps, at most {MAX_STEPS} are allowed")
     size = plan.images * plan.column_bytes
     if size > MAX_COLUMN_BYTES:
-        return f"the columns of {plan.images} images take {size} bytes, at most {MAX_COLUMN_BYTES} are allowed"
+        return Applicability(
+            f"the columns of {plan.images} images take {size} bytes, at most {MAX_COLUMN_BYTES} are allowed"
+        )
     if plan.slots > (plan.images if plan.needs_slots else 1):
-        return f"{plan.slots} partial sums are more than the products that can be kept apart"
+        return Applicability(f"{plan.slots} partial sums are more than the products that can be kept apart")
     if plan.slots > 1 and 4 * plan.slots * plan.products.filter_size > MAX_PARTIAL_BYTES:
-        return f"{plan.slots} partial sums take more than {MAX_PARTIAL_BYTES} bytes"
-    return plan.refusal()
+        return Applicability(f"{plan.slots} partial sums take more than {MAX_PARTIAL_BYTES} bytes")
+    return plan.refuse_sizes()
 
 
 def recorded_configs(plan: ColumnPlan, config: Config, device: Device, limit: int) -> Iterator[Config]:
@@ -114,6 +117,5 @@ def check_plan(solver_id: str, plan: ColumnPlan, config: Config) -> None:
     Raises:
         InvalidConfigError: it is out of bounds.
     """
-    reason = plan_refusal(plan)
-    if reason:
-        raise InvalidConfigError(f"{solver_id}: config {config.json} cannot run {plan.problem}: {reason}")
+    if (answer := refuse_plan(plan)).refused:
+        raise InvalidConfigError(f"{solver_id}: config {config.json} cannot run {plan.problem}: {answer.reason}")

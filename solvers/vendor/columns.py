@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from miofind.core.problem import DataType, Direction, ProblemDescription
 from miofind.device.device import Device
 from miofind.libraries.gemm import MAX_BATCH, STEP_MS, ColumnProducts, ImageRange, Product, product_ms
+from miofind.solver.solver import APPLICABLE, Applicability
 from miofind.solver.steps import KernelStep, Pointer, Region, Scalar, Step, int32s
 
 SOURCE = "vendor/im2col.cu"
@@ -300,8 +301,8 @@ class ColumnPlan:
             args=(source, target, *sizes, Scalar(ctype="int64", value=size), *more),
         )
 
-    def refusal(self) -> str:
-        """Why sizes overflow the kernels' or the library's 32-bit counts, "" if they do not."""
+    def refuse_sizes(self) -> Applicability:
+        """Why sizes overflow the kernels' or the library's 32-bit counts; APPLICABLE if they do not."""
         p, products = self.problem, self.products
         padded = (s + b + a for s, b, a in zip(p.spatial, p.conv.pad_before, p.conv.pad_after, strict=True))
         named = {
@@ -315,8 +316,8 @@ class ColumnPlan:
         }
         for name, value in named.items():
             if value > _MAX_KERNEL_SIZE:
-                return f"{name} are {value}, at most {_MAX_KERNEL_SIZE} are served"
-        return ""
+                return Applicability(f"{name} are {value}, at most {_MAX_KERNEL_SIZE} are served")
+        return APPLICABLE
 
 
 def _block(width: int, height: int) -> tuple[int, int]:

@@ -24,7 +24,16 @@ from miofind.libraries.cudnn_notes import (
     parsed_notes,
     refused_notes,
 )
-from miofind.solver.solver import APPLICABLE, MAX_DEFAULT_CONFIGS, Algorithm, Applicability, KernelKey, Reach, Solver
+from miofind.solver.solver import (
+    APPLICABLE,
+    MAX_DEFAULT_CONFIGS,
+    Algorithm,
+    Applicability,
+    KernelKey,
+    Reach,
+    Solver,
+    first_refusal,
+)
 from miofind.solver.steps import Config, ConvSolution, CudnnStep, Region, WorkspacePlan
 
 _PARAMETERS = frozenset({"engine", "knobs", "notes", "workspace_bytes"})
@@ -152,11 +161,11 @@ class ConvCudnn(Solver):
     def check_config(self, problem: ProblemDescription, device: Device, config: Config) -> None:
         if set(config) != _PARAMETERS:
             raise InvalidConfigError(f"{self.id}: config {config.json} must have the parameters {sorted(_PARAMETERS)}")
-        fault = _engine_fault(config) or _knobs_fault(config["knobs"]) or _notes_fault(config["notes"], problem)
-        if not fault and is_wrong(problem, config["engine"]):
-            fault = f"engine {config['engine']} computes something else"
-        if fault:
-            raise InvalidConfigError(f"{self.id}: config {config.json}: {fault}")
+        answer = first_refusal(
+            _refuse_engine(config, problem), _refuse_knobs(config["knobs"]), _refuse_notes(config["notes"], problem)
+        )
+        if answer.refused:
+            raise InvalidConfigError(f"{self.id}: config {config.json}: {answer.reason}")
 
     def workspace_bytes(self, problem: ProblemDescription, device: Device, config: Config) -> int:
         return self.solution(problem, device, config).workspace.bytes
@@ -228,38 +237,40 @@ def _shares(problem: ProblemDescription) -> _Shares:
     return _Shares(0.7, 0.55)
 
 
-def _engine_fault(config: Config) -> str:
+def _refuse_engine(config: Config, problem: ProblemDescription) -> Applicability:
     if not _is_int(config["engine"], HEURISTIC, _MAX_ENGINE):
-        return f"engine must be an integer from {HEURISTIC} to {_MAX_ENGINE}"
+        return Applicability(f"engine must be an integer from {HEURISTIC} to {_MAX_ENGINE}")
     if not _is_int(config["workspace_bytes"], 0, _MAX_WORKSPACE_BYTES):
-        return f"workspace_bytes must be an integer from 0 to {_MAX_WORKSPACE_BYTES}"
+        return Applicability(f"workspace_bytes must be an integer from 0 to {_MAX_WORKSPACE_BYTES}")
     if config["engine"] == HEURISTIC and config["knobs"]:
-        return f"knobs must be empty for engine {HEURISTIC}"
-    return ""
+        return Applicability(f"knobs must be empty for engine {HEURISTIC}")
+    if is_wrong(problem, config["engine"]):
+        return Applicability(f"engine {config['engine']} computes something else")
+    return APPLICABLE
 
 
-def _knobs_fault(knobs: object) -> str:
+def _refuse_knobs(knobs: object) -> Applicability:
     if not isinstance(knobs, dict) or len(knobs) > _MAX_KNOBS:
-        return f"knobs must be a mapping of at most {_MAX_KNOBS} choices"
+        return Applicability(f"knobs must be a mapping of at most {_MAX_KNOBS} choices")
     for name, choice in knobs.items():
         if not isinstance(name, str) or _knob_type(name) is None:
-            return f"knob {name!r} is unknown"
+            return Applicability(f"knob {name!r} is unknown")
         if not _is_int(choice, -1, _MAX_CHOICE):
-            return f"{name}={choice!r} must be an integer from -1 to {_MAX_CHOICE}"
-    return ""
+            return Applicability(f"{name}={choice!r} must be an integer from -1 to {_MAX_CHOICE}")
+    return APPLICABLE
 
 
-def _notes_fault(text: object, problem: ProblemDescription) -> str:
+def _refuse_notes(text: object, problem: ProblemDescription) -> Applicability:
     if not isinstance(text, str):
-        return "notes must be a string"
+        return Applicability("notes must be a string")
     try:
         notes = parsed_notes(text)
     except ValueError as error:
-        return str(error)
+        return Applicability(str(error))
     less_precise = notes & refused_notes(problem)
     if less_precise:
-        return f"notes {notes_text(less_precise)} are less precise than {problem} allows"
-    return ""
+        return Applicability(f"notes {notes_text(less_precise)} are less precise than {problem} allows")
+    return APPLICABLE
 
 
 SOLVERS = (ConvCudnn(),)

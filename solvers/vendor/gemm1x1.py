@@ -20,8 +20,8 @@ from miofind.solvers.vendor.column_configs import (
     column_plans,
     column_solution,
     heuristic_config,
-    plan_refusal,
     recorded_configs,
+    refuse_plan,
 )
 from miofind.solvers.vendor.columns import SOURCE, ColumnPlan
 
@@ -71,7 +71,7 @@ class ConvGemm1x1(Solver):
         if len({problem.x.dtype, problem.w.dtype, problem.y.dtype}) > 1:
             return Applicability("serves tensors of one dtype")
         if not column_plans(problem, device, problem.n):
-            return Applicability(plan_refusal(_plan(problem, 1)))
+            return refuse_plan(_plan(problem, 1))
         return APPLICABLE
 
     def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
@@ -93,7 +93,7 @@ class ConvGemm1x1(Solver):
         check_plan(self.id, _plan(problem, config["slots"]), config)
 
     def is_valid_config(self, problem: ProblemDescription, device: Device, config: Config) -> bool:
-        return not plan_refusal(_plan(problem, config["slots"]))
+        return not refuse_plan(_plan(problem, config["slots"])).refused
 
     def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
         return _plan(problem, config["slots"]).estimate_ms(device, config["workspace_bytes"])

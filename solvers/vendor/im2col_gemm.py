@@ -20,8 +20,8 @@ from miofind.solvers.vendor.column_configs import (
     column_plans,
     column_solution,
     heuristic_config,
-    plan_refusal,
     recorded_configs,
+    refuse_plan,
 )
 from miofind.solvers.vendor.columns import SOURCE, ColumnPlan
 
@@ -74,7 +74,7 @@ class ConvIm2colGemm(Solver):
         if len({tensor.layout for tensor in tensors}) > 1:
             return Applicability("serves tensors of one layout")
         if not _plans(problem, device):
-            return Applicability(plan_refusal(_plan(problem, 1)))
+            return refuse_plan(_plan(problem, 1))
         return APPLICABLE
 
     def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
@@ -101,7 +101,7 @@ class ConvIm2colGemm(Solver):
         check_plan(self.id, _plan_of(problem, config), config)
 
     def is_valid_config(self, problem: ProblemDescription, device: Device, config: Config) -> bool:
-        return not plan_refusal(_plan_of(problem, config))
+        return not refuse_plan(_plan_of(problem, config)).refused
 
     def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
         return _plan_of(problem, config).estimate_ms(device, config["workspace_bytes"])

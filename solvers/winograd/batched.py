@@ -26,9 +26,9 @@ from miofind.solvers.winograd.choice import (
     TILES,
     check_plan,
     plan_of,
-    plan_refusal,
     plans,
-    refusal,
+    refuse_plan,
+    refuse_winograd,
     serves,
     values_of,
 )
@@ -95,7 +95,7 @@ class ConvWinograd(Solver):
         )
 
     def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
-        return Applicability(refusal(problem))
+        return refuse_winograd(problem)
 
     def error_reach(self, problem: ProblemDescription, config: Config) -> Reach:
         return Reach.INPUTS if plan_of(problem, config).is_local else Reach.TILE
@@ -123,7 +123,7 @@ class ConvWinograd(Solver):
         check_plan(self.id, problem, config)
 
     def is_valid_config(self, problem: ProblemDescription, device: Device, config: Config) -> bool:
-        return serves(problem, config["tile"]) and not plan_refusal(plan_of(problem, config))
+        return serves(problem, config["tile"]) and not refuse_plan(plan_of(problem, config)).refused
 
     def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
         return estimate_ms(plan_of(problem, config), device)

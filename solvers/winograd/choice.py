@@ -15,6 +15,7 @@ from miofind.core.problem import DataType, Direction, ProblemDescription
 from miofind.errors import InvalidConfigError
 from miofind.libraries.matmul_choice import check_int
 from miofind.solver.geometry import index_bits
+from miofind.solver.solver import APPLICABLE, Applicability
 from miofind.solvers.common.correlation import ceil_div, round_up
 from miofind.solvers.common.minimal_filtering import MOST_POINTS
 from miofind.solvers.common.overlap import least_products
@@ -39,41 +40,41 @@ _CHUNK_BYTES = (24 << 20, 96 << 20, 384 << 20, 1536 << 20)  # of transformed til
 _MOST_CHUNKS = 512
 
 
-def refusal(problem: ProblemDescription) -> str:
-    """Why no plan serves a problem, "" if one does."""
+def refuse_winograd(problem: ProblemDescription) -> Applicability:
+    """Why no plan serves a problem; APPLICABLE if one does."""
     conv = problem.conv
     if max((*conv.stride, *conv.dilation)) > 1:
-        return "computes neighbouring outputs from neighbouring inputs: stride and dilation 1"
+        return Applicability("computes neighbouring outputs from neighbouring inputs: stride and dilation 1")
     if problem.spatial_dims > 2:
-        return "serves one or two spatial dimensions"
+        return Applicability("serves one or two spatial dimensions")
     if max(problem.filter) == 1:
-        return "saves nothing with filters of one tap"
+        return Applicability("saves nothing with filters of one tap")
     if max(problem.filter) > _MOST_TAPS:
-        return f"loses too many digits with more than {_MOST_TAPS} taps along an axis"
+        return Applicability(f"loses too many digits with more than {_MOST_TAPS} taps along an axis")
     if len({problem.x.dtype, problem.w.dtype, problem.y.dtype}) > 1:
-        return "serves tensors of one dtype"
+        return Applicability("serves tensors of one dtype")
     if min(problem.w.shape[1], problem.k // problem.groups) < _LEAST_CHANNELS:
-        return f"saves nothing with fewer than {_LEAST_CHANNELS} channels a group"
-    return _refusal_of_sums(problem)
+        return Applicability(f"saves nothing with fewer than {_LEAST_CHANNELS} channels a group")
+    return _refuse_sums(problem)
 
 
-def _refusal_of_sums(problem: ProblemDescription) -> str:
+def _refuse_sums(problem: ProblemDescription) -> Applicability:
     if problem.output.size == 0 or problem.flops == 0:
-        return "has no empty products"
+        return Applicability("has no empty products")
     if least_products(problem) == 0:
-        return "rounds sums of nothing but padding as it does their neighbours, not to 0"
+        return Applicability("rounds sums of nothing but padding as it does their neighbours, not to 0")
     is_weights = problem.direction is Direction.BACKWARD_WEIGHTS
     summed, least = _summed(problem), _LEAST_PIXELS if is_weights else _LEAST_SUMMED
     if summed < least:
         what = "pixels" if is_weights else "channels"
-        return f"keeps its error bound in sums over {least} {what} or more, not {summed}"
+        return Applicability(f"keeps its error bound in sums over {least} {what} or more, not {summed}")
     if index_bits(problem) != 32:
-        return "needs tensors that 32-bit offsets reach"
+        return Applicability("needs tensors that 32-bit offsets reach")
     if not any(serves(problem, tile) for tile in TILES):
-        return "cannot hold what becomes of float16 in tiles for such filters"
+        return Applicability("cannot hold what becomes of float16 in tiles for such filters")
     if next(plans(problem), None) is None:
-        return "needs more workspace than 32-bit offsets reach"
-    return ""
+        return Applicability("needs more workspace than 32-bit offsets reach")
+    return APPLICABLE
 
 
 def _summed(problem: ProblemDescription) -> int:
@@ -121,26 +122,25 @@ def check_plan(solver_id: str, problem: ProblemDescription, config: Mapping[str,
     check_int(solver_id, config, "tiles", 1, 2**30)
     if not serves(problem, config["tile"]):
         raise InvalidConfigError(f"{solver_id}: tile={config['tile']} has no points that serve {problem}")
-    reason = plan_refusal(plan_of(problem, config))
-    if reason:
-        raise InvalidConfigError(f"{solver_id}: {dict(config)} cannot run {problem}: {reason}")
+    if (answer := refuse_plan(plan_of(problem, config))).refused:
+        raise InvalidConfigError(f"{solver_id}: {dict(config)} cannot run {problem}: {answer.reason}")
 
 
-def plan_refusal(plan: WinogradPlan) -> str:
-    """Why a plan is out of bounds, "" if it is not."""
+def refuse_plan(plan: WinogradPlan) -> Applicability:
+    """Why a plan is out of bounds; APPLICABLE if it is not."""
     if plan.tiles > plan.all_tiles:
-        return f"{plan.tiles} tiles are more than all {plan.all_tiles}"
+        return Applicability(f"{plan.tiles} tiles are more than all {plan.all_tiles}")
     if plan.chunk_count > _MOST_CHUNKS:
-        return f"takes {plan.chunk_count} chunks, at most {_MOST_CHUNKS} are allowed"
+        return Applicability(f"takes {plan.chunk_count} chunks, at most {_MOST_CHUNKS} are allowed")
     if plan.slices > 1 and not plan.is_weights:
-        return "only backward weights sums over tiles"
+        return Applicability("only backward weights sums over tiles")
     if plan.slices > 1 and plan.tiles < plan.slices * _LEAST_SLICE:
-        return f"slices of fewer than {_LEAST_SLICE} tiles save nothing"
+        return Applicability(f"slices of fewer than {_LEAST_SLICE} tiles save nothing")
     if plan.vector > 1 and plan.floats > _MOST_FLOATS:
-        return f"a thread would transform {plan.floats} floats, more than {_MOST_FLOATS}"
+        return Applicability(f"a thread would transform {plan.floats} floats, more than {_MOST_FLOATS}")
     if plan.vector not in (1, plan.lanes):
-        return "no tensor has such vectors"
-    return plan.refusal()
+        return Applicability("no tensor has such vectors")
+    return plan.refuse_sizes()
 
 
 def plans(
@@ -153,7 +153,7 @@ def plans(
             base = WinogradPlan(problem=lifted, tile=tile, tiles=tiles)
             for slices, vector in itertools.product(slices_of, vectors):
                 plan = replace(base, slices=slices, vector=vector)
-                if not plan_refusal(plan):
+                if not refuse_plan(plan).refused:
                     yield plan
 
 

@@ -31,7 +31,7 @@ from miofind.solver.steps import (
 from miofind.solvers.common.correlation import ceil_div
 from miofind.solvers.common.divisor import divisors
 from miofind.solvers.common.minimal_filtering import Filtering, bound_growth
-from miofind.solvers.winograd.choice import refusal
+from miofind.solvers.winograd.choice import refuse_winograd
 from miofind.solvers.winograd.fused_tiling import COLS, ROWS, FusedTiling
 
 _FILTERS = "filters"
@@ -143,9 +143,8 @@ class ConvWinogradFused(Solver):
             return Applicability(f"serves filters of 3 x 3 taps, not {problem.filter}")
         if problem.x.layout.channels_last != problem.y.layout.channels_last:
             return Applicability("needs one layout for x and y")
-        reason = refusal(problem)
-        if reason:
-            return Applicability(reason)
+        if (answer := refuse_winograd(problem)).refused:
+            return answer
         if not any(self.is_valid_config(problem, device, config) for config in reversed(_SHORT_LIST)):
             return Applicability("sums over too many channels, or has more blocks than a grid")
         return APPLICABLE

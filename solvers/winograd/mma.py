@@ -15,7 +15,7 @@ from miofind.core.problem import DataType, Direction, Layout, MathMode, ProblemD
 from miofind.device.device import Device, Library, Place
 from miofind.errors import InvalidConfigError
 from miofind.solver.delegating import DelegatingSolver, kernels_on
-from miofind.solver.solver import Algorithm, Applicability, KernelKey, Reach
+from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Reach
 from miofind.solver.steps import Config, ConvSolution, Packing, Region, WorkspacePlan
 from miofind.solvers.winograd.choice import (
     EXACT_TILE,
@@ -23,9 +23,9 @@ from miofind.solvers.winograd.choice import (
     TILES,
     check_plan,
     plan_of,
-    plan_refusal,
     plans,
-    refusal,
+    refuse_plan,
+    refuse_winograd,
     serves,
     values_of,
 )
@@ -86,14 +86,13 @@ class ConvWinogradMma(DelegatingSolver):
         )
 
     def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
-        reason = refusal(problem)
-        if reason:
-            return Applicability(reason)
+        if (answer := refuse_winograd(problem)).refused:
+            return answer
         if problem.x.layout.channels_last != problem.y.layout.channels_last:
             return Applicability("needs one layout for x and y")
         if next(self._plans(problem, device), None) is None:
             return Applicability("has more tiles than one sum takes, or than the solver of its products")
-        return Applicability("")
+        return APPLICABLE
 
     def error_reach(self, problem: ProblemDescription, config: Config) -> Reach:
         return Reach.INPUTS if self.plan(problem, config).is_local else Reach.TILE
@@ -135,7 +134,7 @@ class ConvWinogradMma(DelegatingSolver):
         if not serves(problem, config["tile"]):
             return False
         plan = self.plan(problem, config)
-        if plan_refusal(plan) or not self._serves(plan, device):
+        if refuse_plan(plan).refused or not self._serves(plan, device):
             return False
         return self.inner_solver.is_valid_config(product_problem(plan), device, self.inner_config(config))
 

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from miofind.core.problem import DataType, Direction, ProblemDescription, TensorDescriptor
+from miofind.solver.solver import APPLICABLE, Applicability
 from miofind.solver.steps import (
     ConvSolution,
     KernelStep,
@@ -203,15 +204,17 @@ class WinogradPlan:
         if self.is_weights:
             yield self._weights_step()
 
-    def refusal(self) -> str:
-        """Why sizes overflow the kernels' counts, "" if they do not."""
+    def refuse_sizes(self) -> Applicability:
+        """Why sizes overflow the kernels' counts; APPLICABLE if they do not."""
         most = 4 * 2**29
         for region in self.regions():
             if region.bytes > most:
-                return f"{region.name} of {self.tiles} tiles take {region.bytes} bytes, at most {most} are served"
+                return Applicability(
+                    f"{region.name} of {self.tiles} tiles take {region.bytes} bytes, at most {most} are served"
+                )
         if self.all_tiles > 2**30:
-            return f"takes {self.all_tiles} tiles, at most {2**30} are served"
-        return ""
+            return Applicability(f"takes {self.all_tiles} tiles, at most {2**30} are served")
+        return APPLICABLE
 
     def _lanes(self, tensor: TensorDescriptor) -> int:
         """Channels that a thread transforms."""

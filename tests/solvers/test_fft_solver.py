@@ -281,8 +281,8 @@ def test_depthwise_lines_have_no_chunks_to_bound(direction: str) -> None:
 def test_depthwise_lines_bound_the_filters_transforms() -> None:
     """A line of every channel has offsets that fit 32 bits."""
     problem = ProblemDescription.convolution(x=(1, 1 << 17, 8000), w=(1 << 17, 1, 4000), groups=1 << 17)
-    assert DepthwisePlan.of(problem, 8192, 2048).refusal()
-    assert not DepthwisePlan.of(problem, 4096, 2048).refusal()
+    assert DepthwisePlan.of(problem, 8192, 2048).refuse_sizes().refused
+    assert not DepthwisePlan.of(problem, 4096, 2048).refuse_sizes().refused
 
 
 def test_configurations_that_cannot_run_are_refused() -> None:

@@ -14,7 +14,7 @@ from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.device.device import Device
 from miofind.solver.registry import Registry
 from miofind.solvers.few_channels.cells import Cells
-from miofind.solvers.few_channels.windows import WindowTile, unserved
+from miofind.solvers.few_channels.windows import WindowTile, refuse_windows
 
 SOLVERS = {
     "ConvFirstLayer": Direction.FORWARD,
@@ -216,7 +216,7 @@ def test_larger_batches_take_longer(solver_id: str, layout: Layout) -> None:
 @pytest.mark.parametrize("solver_id", SOLVERS)
 def test_common_first_layers_are_served(solver_id: str) -> None:
     solver = Registry.default().named(solver_id)
-    assert unserved(served_layer(solver_id)) == ""
+    assert not refuse_windows(served_layer(solver_id)).refused
     large = () if solver_id == "ConvFirstLayerData" else ({"w": (64, 3, 7, 7), "padding": 3, "stride": 2},)
     for fields in ({"stride": 2}, {"w": (96, 3, 4, 4), "padding": 0, "stride": 4}, *large):
         assert solver.applicability(served_layer(solver_id, **fields), DEVICE)

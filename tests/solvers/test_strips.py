@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
-from miofind.solvers.depthwise.strips import StripAxis, room, tap_pitch, unserved, vector
+from miofind.solvers.depthwise.strips import StripAxis, refuse_strips, room, tap_pitch, vector
 
 
 def axis_problem(size: int, taps: int, pad: int, stride: int, dilation: int) -> ProblemDescription:
@@ -101,14 +101,14 @@ def test_refusals_name_what_is_not_served() -> None:
         given = {"x": (2, 8, 20, 20), "w": (8, 1, 3, 3), "groups": 8} | fields
         return ProblemDescription.convolution(**given)  # type: ignore[arg-type]
 
-    assert unserved(depthwise()) == ""
-    assert unserved(depthwise(w=(24, 1, 3, 3))) == ""
-    assert "groups=4 c=8" in unserved(depthwise(w=(8, 2, 3, 3), groups=4))
-    assert "one dtype" in unserved(depthwise(dtype={"x": "float16", "w": "float16", "y": "float32"}))
-    assert "64 taps" in unserved(depthwise(w=(8, 1, 9, 9)))
-    assert "strides up to 8" in unserved(depthwise(stride=9))
-    assert "padding" in unserved(depthwise(padding=2**21, x=(1, 8, 3), w=(8, 1, 3)))
-    assert "dilated" in unserved(depthwise(dilation=70, padding=70))
+    assert not refuse_strips(depthwise()).refused
+    assert not refuse_strips(depthwise(w=(24, 1, 3, 3))).refused
+    assert "groups=4 c=8" in refuse_strips(depthwise(w=(8, 2, 3, 3), groups=4)).reason
+    assert "one dtype" in refuse_strips(depthwise(dtype={"x": "float16", "w": "float16", "y": "float32"})).reason
+    assert "64 taps" in refuse_strips(depthwise(w=(8, 1, 9, 9))).reason
+    assert "strides up to 8" in refuse_strips(depthwise(stride=9)).reason
+    assert "padding" in refuse_strips(depthwise(padding=2**21, x=(1, 8, 3), w=(8, 1, 3))).reason
+    assert "dilated" in refuse_strips(depthwise(dilation=70, padding=70)).reason
 
 
 @pytest.mark.parametrize("direction", list(Direction))
