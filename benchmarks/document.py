@@ -1,0 +1,156 @@
+"""Write docs/benchmarks.md: the text of benchmarks/document.md with tables of the figures in benchmarks/results.
+
+Run: python benchmarks/document.py [--check], which writes nothing and ends with 1 where the document is out of date.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import figures
+import script
+from figures import Figure
+
+from miofind.core.problem import Direction
+from miofind.device.device import Library
+from miofind.solver.registry import Registry
+
+TEXT = Path(__file__).with_name("document.md")
+DOCUMENT = Path(__file__).parents[1] / "docs" / "benchmarks.md"
+_SLOT = re.compile(r"\{\{(\w+)\}\}")
+_CLEARLY = 1.02  # two runs of one comparison differ by less
+_DENSE = ("1x1", "3x3", "small batch")
+_FEW = ("depthwise", "depthwise large", "grouped", "first layer")
+_ALL = ("1x1", "3x3", "small batch", "dilated", "first layer", "depthwise", "depthwise large", "grouped", "other")
+_NAMES = {"depthwise large": "depthwise, filters above 7"}
+_SHORT = {Direction.FORWARD: "forward", Direction.BACKWARD_DATA: "data", Direction.BACKWARD_WEIGHTS: "weights"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Column:
+    """A column of a table: its heading, and the figures that it is of."""
+
+    heading: str
+    figures: Sequence[Figure]
+
+
+def by_direction(of: Sequence[Figure], *cases: tuple[str, str, str]) -> list[Column]:
+    """Three columns for each case of arithmetic, layout and what the first of its headings begins with."""
+    return [
+        Column(
+            heading=f"{name} {short}" if direction is Direction.FORWARD else short,
+            figures=[figure for figure in of if figure.case == (arithmetic, layout, direction)],
+        )
+        for arithmetic, layout, name in cases
+        for direction, short in _SHORT.items()
+    ]
+
+
+def all_directions(of: Sequence[Figure], *cases: tuple[str, str, str]) -> list[Column]:
+    """One column for each case of arithmetic, layout and heading."""
+    return [
+        Column(heading=name, figures=[figure for figure in of if figure.case[:2] == (arithmetic, layout)])
+        for arithmetic, layout, name in cases
+    ]
+
+
+def table(columns: Sequence[Column], classes: Sequence[str], total: str = "") -> str:
+    """A row of geometric means for each class, with the number of problems, and one of all where it has a name."""
+    groups = [(_NAMES.get(name, name), [name]) for name in classes]
+    lines = [f"| {' | '.join(('class (problems)', *(column.heading for column in columns)))} |"]
+    lines.append("|---" * (len(columns) + 1) + "|")
+    for name, group in [*groups, *([(total, list(classes))] if total else [])]:
+        chosen = [figures.of_classes(column.figures, *group) for column in columns]
+        count = max(len({_shape(figure) for figure in some}) for some in chosen)
+        cells = [f"{name} ({count})", *(ratio_text(figures.mean(some)) if some else "-" for some in chosen)]
+        lines.append(f"| {' | '.join(f'**{cell}**' if name == total else cell for cell in cells)} |")
+    return "\n".join(lines)
+
+
+def ratio_text(ratio: float) -> str:
+    """Three significant digits."""
+    return f"{ratio:.{2 if ratio < 9.995 else 1 if ratio < 99.95 else 0}f}"
+
+
+def _shape(figure: Figure) -> str:
+    """What a problem has in common with those of other directions, layouts and types."""
+    text = figure.problem.network_config
+    return text.partition(f"-{figure.problem.direction.value}-")[2].partition(f"-{figure.problem.x.dtype.value}-")[0]
+
+
+def whole_section(whole: Sequence[Figure]) -> str:
+    """How the whole product compares, "" where that was not measured."""
+    if not whole:
+        return ""
+    columns = by_direction(whole, *_layouts("float16"))
+    behind = [figure for figure in whole if figure.ratio < 1 / _CLEARLY]
+    known = Registry.default()
+    own = [figure for figure in whole if known.named(figure.solver_id).library is Library.PLAIN]
+    least = min(figure.ratio for figure in whole)
+    return f"""## The whole product, float16
+
+What a find of all solvers answers, from the shipped database, against PyTorch with tensors of the
+same memory order: channels_last in NHWC, its default in NCHW.
+
+{table(columns, _ALL, "all")}
+
+PyTorch is ahead by more than 2 % in {len(behind)} of {len(whole)} problems (the least ratio is
+{ratio_text(least)}). One of miofind's own kernels is the answer in {len(own)}, a library's in the others.
+
+"""
+
+
+def slots(kept: Sequence[Figure]) -> dict[str, str]:
+    """What stands in the place of each {{name}} of the text."""
+    own = [figure for figure in kept if not figure.whole]
+    few = {
+        arithmetic: figures.of_classes([figure for figure in own if figure.case[0] == arithmetic], *_FEW)
+        for arithmetic in ("float16", "bfloat16", "float32")
+    }
+    nhwc, nchw = all_directions(figures.of_classes(own, "first layer"), *_layouts("tf32"))
+    narrow = [("bfloat16", "NHWC", "bfloat16"), ("tf32", "NHWC", "TF32")]
+    wide = [(kind, layout, f"{kind} {layout}") for kind in ("bfloat16", "float32") for layout in ("NHWC", "NCHW")]
+    return {
+        "whole": whole_section([figure for figure in kept if figure.whole]),
+        "float16": table(by_direction(own, *_layouts("float16")), _ALL, "all"),
+        "float32": table(by_direction(own, *_layouts("float32")), _DENSE, "dense"),
+        "narrow": table(by_direction(own, *narrow), _DENSE, "dense"),
+        "few": table(all_directions(own, *wide), _FEW),
+        "first_tf32_nhwc": ratio_text(figures.mean(nhwc.figures)),
+        "first_tf32_nchw": ratio_text(figures.mean(nchw.figures)),
+        "few_count": str(len(set(map(_shape, few["float16"])))),
+        "few_least": ratio_text(min(figure.ratio for figure in few["float16"])),
+        "few_bfloat16_least": ratio_text(min(figure.ratio for figure in few["bfloat16"])),
+        "few_float32_behind": str(sum(figure.ratio < 1 for figure in few["float32"])),
+        "few_float32_count": str(len(few["float32"])),
+        "few_float32_least": ratio_text(min(figure.ratio for figure in few["float32"])),
+    }
+
+
+def _layouts(arithmetic: str) -> list[tuple[str, str, str]]:
+    return [(arithmetic, layout, layout) for layout in ("NHWC", "NCHW")]
+
+
+def document() -> str:
+    """The whole document."""
+    found = slots(figures.kept())
+    return _SLOT.sub(lambda slot: found[slot[1]], TEXT.read_text(encoding="utf-8"))
+
+
+def main() -> None:
+    parser = script.parser(__doc__)
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    arguments = parser.parse_args()
+    made = document()
+    if not arguments.check:
+        DOCUMENT.write_text(made, encoding="utf-8")
+    elif made != DOCUMENT.read_text(encoding="utf-8"):
+        sys.exit(f"{DOCUMENT} is out of date: python benchmarks/document.py writes it")
+
+
+if __name__ == "__main__":
+    script.run(main)
