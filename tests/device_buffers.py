@@ -57,12 +57,17 @@ def integers(problem: ProblemDescription, seed: int) -> dict[str, np.ndarray]:
 
 
 def upload(problem: ProblemDescription, inputs: Mapping[str, np.ndarray]) -> dict[str, Buffer]:
-    """Buffers of x, w and y; what is no input stays poisoned."""
-    buffers = {name: Buffer(problem.tensor(name).bytes) for name in ("x", "w", "y")}
+    """Buffers of the operands; what is no input stays poisoned."""
+    buffers = {operand.name: Buffer(operand.tensor.bytes) for operand in problem.operands}
     for name, values in inputs.items():
         packed = values.transpose(memory_order(problem, name)).astype(numpy_dtype(problem.tensor(name).dtype))
         buffers[name].write(np.ascontiguousarray(packed))
     return buffers
+
+
+def addresses(buffers: Mapping[str, Buffer]) -> dict[str, int]:
+    """Where the buffers are, in their order."""
+    return {name: buffer.address for name, buffer in buffers.items()}
 
 
 def download(problem: ProblemDescription, buffers: Mapping[str, Buffer]) -> np.ndarray:

@@ -24,8 +24,8 @@ def check_exact(
     invoker = make_invoker(problem, device, solver, config, compiler)
     buffers = upload(problem, inputs)
     workspace = Buffer(invoker.workspace_bytes)
-    tensors = [buffers[name].address for name in ("x", "w", "y")]
-    invoker.run(*tensors, workspace.address, cupy.cuda.get_current_stream().ptr)
+    tensors = [buffer.address for buffer in buffers.values()]
+    invoker.run((*tensors, workspace.address), cupy.cuda.get_current_stream().ptr)
     result = download(problem, buffers)
     workspace.read(np.dtype(np.uint8))
     expected = reference_on_host(problem, **inputs).astype(numpy_dtype(problem.output.dtype)).astype(np.float64)

@@ -31,9 +31,10 @@ class FakeInvoker(Invoker):
         self.runs = 0
         self._run = run
 
-    def run(self, x: Any, w: Any, y: Any, workspace: Any, stream: int) -> None:
+    def run(self, bases: tuple[Any, ...], stream: int) -> None:
         self.runs += 1
-        self._run({"x": x, "w": w, "y": y}, workspace)
+        *tensors, workspace = bases
+        self._run({operand.name: each for operand, each in zip(self.problem.operands, tensors, strict=True)}, workspace)
 
 
 def inputs_of(problem: ProblemDescription, tensors: dict[str, Any]) -> dict[str, Any]:

@@ -181,10 +181,10 @@ class Repeated(Invoker):
         self.workspace_bytes, self.alignment_bytes = inner.workspace_bytes, inner.alignment_bytes
         self.deterministic, self.solution = inner.deterministic, inner.solution
 
-    def run(self, x: Any, w: Any, y: Any, workspace: Any, stream: int) -> None:
+    def run(self, bases: tuple[Any, ...], stream: int) -> None:
         """Run `times` times."""
         for _ in range(self._times):
-            self._inner.run(x, w, y, workspace, stream)
+            self._inner.run(bases, stream)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -57,13 +57,13 @@ class TorchRival:
         if conv.pad_before != conv.pad_after:
             raise LaunchError("PyTorch's convolution takes no asymmetric padding")
 
-    def run(self, x: int, w: int, y: int, workspace: int, stream: int) -> None:
-        """Run once, asynchronously; `y`, `x` or `w`, whichever is the output, only names the run."""
+    def run(self, bases: tuple[int, ...], stream: int) -> None:
+        """Run once, asynchronously; the output's address only names the run."""
         torch = self._torch
         if stream not in self._streams:
             self._streams[stream] = torch.cuda.ExternalStream(stream, device=self._index)
-        addresses = {"x": x, "w": w, "y": y}
-        a, b = (self._tensor(name, addresses[name]) for name in self.problem.direction.inputs)
+        addresses = {operand.name: base for operand, base in zip(self.problem.operands, bases, strict=False)}
+        a, b = (self._tensor(operand.name, addresses[operand.name]) for operand in self.problem.inputs)
         with torch.cuda.stream(self._streams[stream]), torch.no_grad():
             self._outputs[addresses[self.problem.direction.output]] = self._convolve(a, b)
 

@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 
 
 class BoundStep(Protocol):
-    """One step ready to run on the bases (x, w, y, workspace) and a stream."""
+    """One step ready to run on a stream and the bases: addresses of the operands in order, then the workspace's."""
 
-    def __call__(self, bases: tuple[int, int, int, int], stream: int) -> None: ...
+    def __call__(self, bases: tuple[int, ...], stream: int) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +183,7 @@ class BoundMatmul:
 
 
 class BoundCudnn:
-    """A cuDNN convolution on the bases."""
+    """A cuDNN convolution on the bases; the library's workspace may lie anywhere in that of the solution."""
 
     __slots__ = ("_launch", "_offset")
 
@@ -192,8 +192,10 @@ class BoundCudnn:
         self._offset = 0 if step.workspace is None else plan.offsets[step.workspace]
         self._launch = conv.launch
 
-    def __call__(self, bases: Sequence[int], stream: int) -> None:
-        self._launch(bases[0], bases[1], bases[2], bases[3] + self._offset, stream)
+    def __call__(self, bases: tuple[int, ...], stream: int) -> None:
+        if self._offset:
+            bases = (*bases[:-1], bases[-1] + self._offset)
+        self._launch(bases, stream)
 
 
 class BoundFft:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import threading
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -44,7 +45,13 @@ from miofind.solver.steps import (
 if TYPE_CHECKING:
     from miofind.compiler import Compiler
 
-_TENSORS = ("x", "w", "y")
+Bases = tuple[Any, ...]
+"""What a run is given: the problem's operands in order, then the workspace."""
+
+
+def bases_of(problem: ProblemDescription, operands: Mapping[str, Any], workspace: Any, missing: Any = 0) -> Bases:
+    """The bases of a run that has these operands by name, and `missing` in place of all others."""
+    return (*(operands.get(operand.name, missing) for operand in problem.operands), workspace)
 
 
 class Invoker(ABC):
@@ -69,12 +76,14 @@ class Invoker(ABC):
         self.solution = solution
 
     @abstractmethod
-    def run(self, x: Any, w: Any, y: Any, workspace: Any, stream: int) -> None:
+    def run(self, bases: Bases, stream: int) -> None:
         """Run once.
 
-        On CUDA x, w, y and workspace are device addresses (0 for no workspace) and `stream` is a stream's address; the
-        run is asynchronous. On the CPU place they are NumPy arrays of logical shape with the problem's memory order
-        in their strides, and a uint8 array or None.
+        Args:
+            bases: the problem's operands in order, then the workspace. On CUDA device addresses, 0 for no workspace; on
+                the CPU place NumPy arrays of logical shape with the problem's memory order in their strides, and a
+                uint8 array, or None for no workspace.
+            stream: a stream's address; the run is asynchronous. 0 on the CPU place.
 
         Raises:
             LaunchError: a kernel or library call failed to start.
@@ -114,12 +123,14 @@ class _CudaInvoker(Invoker):
 
     def _bound(self, step: Step, early: bool) -> BoundStep:
         plan = self.solution.workspace
-        offsets = plan.offsets
+        places = {operand.name: BasedAddress(i, 0) for i, operand in enumerate(self.problem.operands)}
+        workspace = len(places)
+        for region, offset in plan.offsets.items():
+            places.setdefault(region, BasedAddress(workspace, offset))
 
         def place(pointer: Pointer) -> BasedAddress:
-            if pointer.buffer in _TENSORS:
-                return BasedAddress(_TENSORS.index(pointer.buffer), pointer.offset_bytes)
-            return BasedAddress(3, offsets[pointer.buffer] + pointer.offset_bytes)
+            buffer = places[pointer.buffer]
+            return BasedAddress(buffer.base, buffer.offset + pointer.offset_bytes)
 
         if isinstance(step, KernelStep):
             return BoundKernel(step, self._kernels[step], place, early=early and self._launches_early)
@@ -138,16 +149,15 @@ class _CudaInvoker(Invoker):
             plan = self._plans.setdefault(step, library_plan(step, self.problem, self.device))
         return plan
 
-    def run(self, x: int, w: int, y: int, workspace: int, stream: int) -> None:
+    def run(self, bases: Bases, stream: int) -> None:
         try:
             steps = self._local.steps
         except AttributeError:
             steps = self._bind()
         try:
             if self._guards_device:
-                self._run_on_device(steps, (x, w, y, workspace), stream)
+                self._run_on_device(steps, bases, stream)
                 return
-            bases = (x, w, y, workspace)
             for step in steps:
                 step(bases, stream)
         except MiofindError:
@@ -156,7 +166,7 @@ class _CudaInvoker(Invoker):
             raise_if_interrupted(error)
             raise LaunchError(f"{self.solver_id} {self.config.json} failed on {self.problem}: {error}") from error
 
-    def _run_on_device(self, steps: tuple[BoundStep, ...], bases: tuple[int, int, int, int], stream: int) -> None:
+    def _run_on_device(self, steps: tuple[BoundStep, ...], bases: Bases, stream: int) -> None:
         """Run with this invoker's device current, where there are several."""
         import cupy
 
@@ -172,13 +182,17 @@ class _HostInvoker(Invoker):
         if len(steps) != len(solution.steps):
             raise LaunchError(f"{self.solver_id}: only host steps run on the CPU place")
         self._functions = [getattr(importlib.import_module(step.module), step.function) for step in steps]
+        self._operands = tuple(operand.name for operand in origin.problem.operands)
+        offsets = solution.workspace.offsets
+        self._regions = tuple(
+            (region.name, slice(offsets[region.name], offsets[region.name] + region.bytes))
+            for region in solution.workspace.regions
+        )
 
-    def run(self, x: Any, w: Any, y: Any, workspace: Any, stream: int) -> None:
-        plan = self.solution.workspace
-        offsets = plan.offsets
-        buffers = {"x": x, "w": w, "y": y}
-        for region in plan.regions:
-            buffers[region.name] = workspace[offsets[region.name] : offsets[region.name] + region.bytes]
+    def run(self, bases: Bases, stream: int) -> None:
+        buffers = dict(zip(self._operands, bases))  # noqa: B905, the workspace comes last
+        for name, where in self._regions:
+            buffers[name] = bases[-1][where]
         try:
             with np.errstate(all="ignore"):  # whatever the caller has NumPy do: IEEE's results are the right ones
                 for function in self._functions:

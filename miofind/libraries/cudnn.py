@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import cast
 
@@ -19,13 +19,13 @@ from miofind.errors import LaunchError
 from miofind.libraries import cudnn_backend as backend
 from miofind.libraries.cudnn_backend import Attribute, Descriptor, Handle, Kind, Type
 from miofind.libraries.cudnn_graph import (
-    TENSOR_IDS,
     ConvGraph,
     Mode,
     config_engine,
     config_knobs,
     engine_config,
     engine_index,
+    operand_ids,
 )
 from miofind.libraries.cudnn_notes import (
     Note,
@@ -173,16 +173,20 @@ class ConvPlan:
             try:
                 bound = self._idle.pop()
             except IndexError:
-                bound = _BoundPlan(_build(ConvGraph(self._problem, handle), self._step))
+                plan = _build(ConvGraph(self._problem, handle), self._step)
+                bound = _BoundPlan(plan, operand_ids(self._problem))
             bound.handle = handle
         self._local.lease = _Lease(bound, self._idle)
         self._local.bound = bound
         return bound
 
-    def launch(self, x: int, w: int, y: int, workspace: int, stream: int) -> None:
+    def launch(self, addresses: tuple[int, ...], stream: int) -> None:
         """Computes the problem on a stream of its device, which is current; asynchronous, allocates nothing.
 
-        x, w and y are device addresses aligned to 16 bytes; `workspace` is one of `workspace_bytes` bytes, or 0.
+        Args:
+            addresses: on the device, of the problem's operands in order, aligned to 16 bytes; the last one of
+                `workspace_bytes` bytes of workspace, or 0.
+            stream: its address.
 
         Raises:
             LaunchError: the launch failed.
@@ -191,7 +195,7 @@ class ConvPlan:
             bound = self._local.bound
         except AttributeError:
             bound = self.prepare()
-        bound.launch((x, w, y, workspace), stream)
+        bound.launch(addresses, stream)
 
 
 class _Lease:
@@ -210,20 +214,25 @@ class _Lease:
 class _BoundPlan:
     """A plan in one thread; keeps the variant packs of the addresses it was given last.
 
+    Args:
+        plan: of the library.
+        ids: of the operands in order, by which the plan's graph knows them.
+
     Attributes:
         handle: the thread's.
     """
 
-    __slots__ = ("_execute", "_packs", "_plan", "handle")
+    __slots__ = ("_execute", "_ids", "_packs", "_plan", "handle")
 
     handle: Handle
 
-    def __init__(self, plan: Descriptor) -> None:
+    def __init__(self, plan: Descriptor, ids: Mapping[str, int]) -> None:
         self._plan = plan
+        self._ids = tuple(ids.values())
         self._execute = backend.library().execute
-        self._packs: dict[tuple[int, int, int, int], Descriptor] = {}
+        self._packs: dict[tuple[int, ...], Descriptor] = {}
 
-    def launch(self, addresses: tuple[int, int, int, int], stream: int) -> None:
+    def launch(self, addresses: tuple[int, ...], stream: int) -> None:
         pack = self._packs.get(addresses)
         if pack is None:
             pack = self._pack(addresses)
@@ -234,13 +243,14 @@ class _BoundPlan:
         if status:
             backend.check(status, "executing a plan")
 
-    def _pack(self, addresses: tuple[int, int, int, int]) -> Descriptor:
+    def _pack(self, addresses: tuple[int, ...]) -> Descriptor:
         if len(self._packs) == _PACKS:
             del self._packs[next(iter(self._packs))]
         pack = Descriptor(Kind.VARIANT_PACK)
-        pack.set(Attribute.PACK_UNIQUE_IDS, Type.INT64, *TENSOR_IDS.values())
-        pack.set(Attribute.PACK_DATA_POINTERS, Type.VOID_PTR, *addresses[:3])
-        pack.set(Attribute.PACK_WORKSPACE, Type.VOID_PTR, addresses[3]).finalize()
+        *operands, workspace = addresses
+        pack.set(Attribute.PACK_UNIQUE_IDS, Type.INT64, *self._ids)
+        pack.set(Attribute.PACK_DATA_POINTERS, Type.VOID_PTR, *operands)
+        pack.set(Attribute.PACK_WORKSPACE, Type.VOID_PTR, workspace).finalize()
         self._packs[addresses] = pack
         return pack
 

@@ -7,7 +7,8 @@ logical order (n, c, *spatial) and layouts are strides. One spatial dimension is
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from enum import IntEnum
 
 from miofind.core.problem import DataType, Direction, ProblemDescription, TensorDescriptor
@@ -16,7 +17,6 @@ from miofind.libraries.cudnn_backend import Attribute, Descriptor, Handle, Kind,
 from miofind.libraries.cudnn_notes import Note, overdeclared_notes, undeclared_notes
 
 TENSOR_ALIGNMENT = 16
-TENSOR_IDS = {"x": 1, "w": 2, "y": 3}
 _CROSS_CORRELATION = 1
 _FLOAT = 0
 _DATA_TYPES = {DataType.FLOAT32: 0, DataType.FLOAT16: 2, DataType.BFLOAT16: 9}
@@ -43,32 +43,43 @@ Knob.__doc__ = "What an engine lets its caller choose (cudnnBackendKnobType_t)."
 
 _MAX_KNOBS = len(Knob)
 
-_FORWARD = (Kind.CONVOLUTION_FORWARD, Attribute.FORWARD_CONVOLUTION, Attribute.FORWARD_ALPHA, Attribute.FORWARD_BETA)
-_DATA = (
-    Kind.CONVOLUTION_BACKWARD_DATA,
-    Attribute.BACKWARD_DATA_CONVOLUTION,
-    Attribute.BACKWARD_DATA_ALPHA,
-    Attribute.BACKWARD_DATA_BETA,
-)
-_FILTER = (
-    Kind.CONVOLUTION_BACKWARD_FILTER,
-    Attribute.BACKWARD_FILTER_CONVOLUTION,
-    Attribute.BACKWARD_FILTER_ALPHA,
-    Attribute.BACKWARD_FILTER_BETA,
-)
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Operation:
+    """What cuDNN calls a convolution in one direction, its parts and its operands by name."""
+
+    kind: Kind
+    convolution: Attribute
+    alpha: Attribute
+    beta: Attribute
+    operands: Mapping[str, Attribute]
+
+
 _OPERATIONS = {
-    Direction.FORWARD: (*_FORWARD, Attribute.FORWARD_X, Attribute.FORWARD_W, Attribute.FORWARD_Y),
-    Direction.BACKWARD_DATA: (
-        *_DATA,
-        Attribute.BACKWARD_DATA_DX,
-        Attribute.BACKWARD_DATA_W,
-        Attribute.BACKWARD_DATA_DY,
+    Direction.FORWARD: _Operation(
+        kind=Kind.CONVOLUTION_FORWARD,
+        convolution=Attribute.FORWARD_CONVOLUTION,
+        alpha=Attribute.FORWARD_ALPHA,
+        beta=Attribute.FORWARD_BETA,
+        operands={"x": Attribute.FORWARD_X, "w": Attribute.FORWARD_W, "y": Attribute.FORWARD_Y},
     ),
-    Direction.BACKWARD_WEIGHTS: (
-        *_FILTER,
-        Attribute.BACKWARD_FILTER_X,
-        Attribute.BACKWARD_FILTER_DW,
-        Attribute.BACKWARD_FILTER_DY,
+    Direction.BACKWARD_DATA: _Operation(
+        kind=Kind.CONVOLUTION_BACKWARD_DATA,
+        convolution=Attribute.BACKWARD_DATA_CONVOLUTION,
+        alpha=Attribute.BACKWARD_DATA_ALPHA,
+        beta=Attribute.BACKWARD_DATA_BETA,
+        operands={"x": Attribute.BACKWARD_DATA_DX, "w": Attribute.BACKWARD_DATA_W, "y": Attribute.BACKWARD_DATA_DY},
+    ),
+    Direction.BACKWARD_WEIGHTS: _Operation(
+        kind=Kind.CONVOLUTION_BACKWARD_FILTER,
+        convolution=Attribute.BACKWARD_FILTER_CONVOLUTION,
+        alpha=Attribute.BACKWARD_FILTER_ALPHA,
+        beta=Attribute.BACKWARD_FILTER_BETA,
+        operands={
+            "x": Attribute.BACKWARD_FILTER_X,
+            "w": Attribute.BACKWARD_FILTER_DW,
+            "y": Attribute.BACKWARD_FILTER_DY,
+        },
     ),
 }
 
@@ -131,12 +142,17 @@ class ConvGraph:
         return plan.keep(self._graph).finalize()
 
 
-def _tensor(name: str, tensor: TensorDescriptor) -> Descriptor:
+def operand_ids(problem: ProblemDescription) -> dict[str, int]:
+    """By name and in order, what a problem's graph calls its operands."""
+    return {operand.name: number for number, operand in enumerate(problem.operands, 1)}
+
+
+def _tensor(tensor: TensorDescriptor, number: int) -> Descriptor:
     descriptor = Descriptor(Kind.TENSOR)
     descriptor.set(Attribute.TENSOR_DATA_TYPE, Type.DATA_TYPE, _DATA_TYPES[tensor.dtype])
     descriptor.set(Attribute.TENSOR_DIMENSIONS, Type.INT64, *tensor.shape)
     descriptor.set(Attribute.TENSOR_STRIDES, Type.INT64, *tensor.strides)
-    descriptor.set(Attribute.TENSOR_UNIQUE_ID, Type.INT64, TENSOR_IDS[name])
+    descriptor.set(Attribute.TENSOR_UNIQUE_ID, Type.INT64, number)
     return descriptor.set(Attribute.TENSOR_ALIGNMENT, Type.INT64, TENSOR_ALIGNMENT).finalize()
 
 
@@ -152,11 +168,11 @@ def _convolution(problem: ProblemDescription) -> Descriptor:
 
 
 def _operation(problem: ProblemDescription) -> Descriptor:
-    kind, convolution, alpha, beta, x, w, y = _OPERATIONS[problem.direction]
-    operation = Descriptor(kind).link(convolution, _convolution(problem))
-    for attribute, name in ((x, "x"), (w, "w"), (y, "y")):
-        operation.link(attribute, _tensor(name, problem.tensor(name)))
-    return operation.set(alpha, Type.FLOAT, 1.0).set(beta, Type.FLOAT, 0.0).finalize()
+    made, ids = _OPERATIONS[problem.direction], operand_ids(problem)
+    operation = Descriptor(made.kind).link(made.convolution, _convolution(problem))
+    for name, attribute in made.operands.items():
+        operation.link(attribute, _tensor(problem.tensor(name), ids[name]))
+    return operation.set(made.alpha, Type.FLOAT, 1.0).set(made.beta, Type.FLOAT, 0.0).finalize()
 
 
 def engine_index(engine: Descriptor) -> int:

@@ -35,7 +35,7 @@ class Runnable(Protocol):
     def deterministic(self) -> bool:
         """Whether equal inputs must give equal bits."""
 
-    def run(self, x: Any, w: Any, y: Any, workspace: Any, stream: int) -> None:
+    def run(self, bases: tuple[Any, ...], stream: int) -> None:
         """Run once, as `Invoker.run` does."""
 
 

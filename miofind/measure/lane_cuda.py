@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -37,16 +36,11 @@ _GRAPH_BELOW_MS = 1.0
 _LEAST_FLUSH_BYTES = 32 << 20
 _MEMORY_LIMIT_BYTES = 2 << 30
 _ALIGNMENT = 512
-_TENSORS = ("x", "w", "y")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Set:
-    """Addresses of one set of tensors."""
-
-    x: int
-    w: int
-    y: int
+def _aligned(size: int) -> int:
+    """Bytes from one buffer to the next."""
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
 class CudaLane(Lane):
@@ -54,7 +48,7 @@ class CudaLane(Lane):
 
     Attributes:
         memory: allocations and the stream that everything runs on.
-        sets: buffer sets, as many as the shortest imaginable run needs for a sample.
+        sets: addresses of the operands in order, as many sets as the shortest imaginable run needs for a sample.
         workspace: address of the workspace, 0 for none.
         flush: evicts everything from the L2 cache, asynchronously.
     """
@@ -114,41 +108,39 @@ class CudaLane(Lane):
         kernel = GridStride(source="harness/measure.cu", entry="flush_l2", items=words, dtype="float32")
         return self._kernels.bind(kernel, ("buffer", int64(words), "sink"), addresses, self.memory.stream_address)
 
-    def _make_sets(self, limit: int | None) -> list[_Set]:
+    def _make_sets(self, limit: int | None) -> list[tuple[int, ...]]:
         """Sets of tensors; their outputs lie one after another, so that one kernel sees them all."""
-        output = self._problem.direction.output
-        sizes = {name: self._aligned_bytes(name) for name in _TENSORS}
+        operands, output_bytes = self._problem.operands, _aligned(self._problem.output.bytes)
+        set_bytes = sum(_aligned(operand.tensor.bytes) for operand in operands)
         if limit is None:
             limit = min(_MEMORY_LIMIT_BYTES, self.memory.free_bytes // 4)
         fastest_ms = max(_LEAST_RUN_MS, 1e3 * self._problem.bytes / self._device.bandwidth_bytes_per_s)
         wanted = min(_MOST_RUNS, 1 + int(_SAMPLE_MS / fastest_ms))
-        count = max(1, min(wanted, limit // sum(sizes.values())))
-        self._outputs = self.memory.allocate(count * sizes[output])
+        count = max(1, min(wanted, limit // set_bytes))
+        self._outputs = self.memory.allocate(count * output_bytes)
         self._checksum = self.memory.allocate(8)
-        self.memory.set_bytes(self._outputs, 0, count * sizes[output])
+        self.memory.set_bytes(self._outputs, 0, count * output_bytes)
         sets = []
         for number in range(count):
-            addresses = {
-                name: self._outputs + number * size if name == output else self.memory.allocate(size)
-                for name, size in sizes.items()
-            }
-            for i, name in enumerate(_TENSORS):
-                seed, stream = 3 * number + i, self.memory.stream_address
-                self._kernels.fill(self._problem.tensor(name), addresses[name], Values.NORMAL, seed, stream)
-            sets.append(_Set(**addresses))
+            addresses = tuple(
+                self.memory.allocate(_aligned(operand.tensor.bytes))
+                if operand.is_input
+                else self._outputs + number * output_bytes
+                for operand in operands
+            )
+            for i, (operand, address) in enumerate(zip(operands, addresses, strict=True)):
+                seed, stream = len(operands) * number + i, self.memory.stream_address
+                self._kernels.fill(operand.tensor, address, Values.NORMAL, seed, stream)
+            sets.append(addresses)
         return sets
-
-    def _aligned_bytes(self, name: str) -> int:
-        return -(-self._problem.tensor(name).bytes // _ALIGNMENT) * _ALIGNMENT
 
     def begin_checksum(self, count: int) -> None:
         """Sum the outputs of the first `count` sets up, asynchronously."""
         self.memory.set_bytes(self._checksum, 0, 8)
         if count not in self._checksums:
-            output = self._problem.direction.output
-            words = count * self._aligned_bytes(output) // 2
-            dtype = self._problem.output.dtype
-            kernel = GridStride(source="harness/verify.cu", entry="verify_checksum", items=words, dtype=dtype)
+            output = self._problem.output
+            words = count * _aligned(output.bytes) // 2
+            kernel = GridStride(source="harness/verify.cu", entry="verify_checksum", items=words, dtype=output.dtype)
             addresses = {"words": self._outputs, "sum": self._checksum}
             stream = self.memory.stream_address
             self._checksums[count] = self._kernels.bind(kernel, ("words", int64(words), "sum"), addresses, stream)
@@ -234,9 +226,8 @@ class _CudaTrack(Track):
 
     def _run(self, number: int) -> None:
         lane = self._lane
-        tensors = lane.sets[number % len(lane.sets)]
         workspace = lane.workspace if self._invoker.workspace_bytes else 0
-        self._invoker.run(tensors.x, tensors.w, tensors.y, workspace, lane.memory.stream_address)
+        self._invoker.run((*lane.sets[number % len(lane.sets)], workspace), lane.memory.stream_address)
 
     def _timed(self, count: int) -> list[float]:
         """Milliseconds a run of `count` rows, all queued before the first is waited for."""

@@ -17,7 +17,7 @@ _SETS = 2
 _SAMPLE_MS = 1.0
 _MOST_RUNS = 32
 
-Tensors = dict[str, NDArray[Any]]
+Tensors = tuple[NDArray[Any], ...]
 
 
 class HostLane(Lane):
@@ -53,15 +53,16 @@ class HostLane(Lane):
         self._outputs.clear()
 
     def _buffers(self, seed: int) -> Tensors:
-        tensors: Tensors = {}
-        for i, name in enumerate(("x", "w", "y")):
-            descriptor = self._problem.tensor(name)
-            buffer = GuardedArray(descriptor.bytes)
-            tensors[name] = buffer.tensor(descriptor)
-            if name == self._problem.direction.output:
+        """The operands in order, between guard bands."""
+        operands, tensors = self._problem.operands, []
+        for i, operand in enumerate(operands):
+            buffer = GuardedArray(operand.tensor.bytes)
+            tensor = buffer.tensor(operand.tensor)
+            tensor[...] = random_values(operand.tensor, Values.NORMAL, len(operands) * seed + i)
+            tensors.append(tensor)
+            if not operand.is_input:
                 self._outputs.append(buffer)
-            tensors[name][...] = random_values(descriptor, Values.NORMAL, 3 * seed + i)
-        return tensors
+        return tuple(tensors)
 
 
 class _HostTrack(Track):
@@ -80,11 +81,10 @@ class _HostTrack(Track):
     def _row(self, runs: int) -> float:
         """Mean milliseconds of `runs` runs one after another."""
         workspace = self._lane.workspace(self._invoker.workspace_bytes)
-        sets = self._lane.sets
+        sets = [(*tensors, workspace) for tensors in self._lane.sets]
         start = time.perf_counter_ns()
         for i in range(runs):
-            tensors = sets[i % len(sets)]
-            self._invoker.run(tensors["x"], tensors["w"], tensors["y"], workspace, 0)
+            self._invoker.run(sets[i % len(sets)], 0)
         elapsed_ms = max(1, time.perf_counter_ns() - start) / 1e6
         if self._repeatability.is_claimed:
             for number in range(min(runs, len(sets))):

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from miofind.arrays import arrays, operands
-from miofind.core.problem import Direction
+from miofind.core.problem import Direction, Operand
 from miofind.device.device import Place, check_fork
 from miofind.errors import InvalidArrayError, InvalidOptionError
-from miofind.launch.invoker import Invoker, make_invoker, stay
+from miofind.launch.invoker import Invoker, bases_of, make_invoker, stay
 from miofind.runtime.handle import check_kernels, check_serves
 from miofind.runtime.runner import Runner
 from miofind.solver.steps import ConvSolution, Packing
@@ -104,11 +104,13 @@ class _PackedRunner(Runner):
     def pack(self, w: Any, queue: int | None) -> Any:
         """The packed weights: bytes from the allocator of w's library."""
         invoker = self._invoker_of(self._packing.pack)
-        address = super()._check_of("w", invoker.alignment_bytes)(w)
+        weights = next(operand for operand in self.problem.operands if operand.name == "w")
+        address = super()._check_of(weights, invoker.alignment_bytes)(w)
         with operands.allocating_on(w, queue, self._index):
             packed = arrays.allocate_bytes(w, self._packing.bytes, self._index)
             scratch = self._scratch(w, invoker)
-        invoker.run(0, address, self._packed_address(packed), scratch, self._queue(w) if queue is None else queue)
+        given = {"w": address, "y": self._packed_address(packed)}
+        invoker.run(bases_of(self.problem, given, scratch), self._queue(w) if queue is None else queue)
         return packed
 
     def _scratch(self, w: Any, invoker: Invoker) -> Any:
@@ -128,8 +130,8 @@ class _PackedRunner(Runner):
     def _made(self) -> Invoker:
         return stay(self._invoker_of(self._packing.run))
 
-    def _sizes_bytes(self) -> tuple[int, int, int]:
-        return (self.problem.x.bytes, self._packing.bytes, self.problem.y.bytes)
+    def _bytes_of(self, operand: Operand) -> int:
+        return self._packing.bytes if operand.name == "w" else super()._bytes_of(operand)
 
-    def _check_of(self, tensor: str, alignment_bytes: int) -> operands.Check:
-        return self._packed_address if tensor == "w" else super()._check_of(tensor, alignment_bytes)
+    def _check_of(self, operand: Operand, alignment_bytes: int) -> operands.Check:
+        return self._packed_address if operand.name == "w" else super()._check_of(operand, alignment_bytes)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from miofind.arrays import arrays, operands
-from miofind.core.problem import Direction, ProblemDescription
+from miofind.core.problem import Direction, Operand, ProblemDescription
 from miofind.device.device import Place, check_fork
 from miofind.errors import CompileError, InvalidArrayError, InvalidConfigError, LaunchError, MissingLibraryError
 from miofind.launch.invoker import Invoker
@@ -21,9 +21,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_TENSORS = ("x", "w", "y")
 _FALL_BACK_ON = (CompileError, LaunchError, InvalidConfigError, MissingLibraryError)
-
 
 # A member of an enum costs a look-up in its class on every run.
 _FORWARD = Direction.FORWARD
@@ -40,7 +38,7 @@ class Runner:
     """
 
     __slots__ = ("_active", "_check", "_check_workspace", "_config", "_direction", "_index", "_invoker", "_kernel_hash",
-                 "_overlaps", "_queue", "_solver_id", "_workspace_bytes", "following", "handle", "problem")  # fmt: skip
+                 "_queue", "_solver_id", "_workspace_bytes", "following", "handle", "problem")  # fmt: skip
 
     def __init__(
         self, problem: ProblemDescription, solver_id: str, config: Config, handle: Handle, kernel_hash: str = ""
@@ -56,9 +54,8 @@ class Runner:
         self._active: Runner = self
         self._invoker: Invoker | None = None
         self._workspace_bytes = 0
-        self._check: operands.CheckOfAll = lambda *tensors: tensors
-        self._overlaps: Callable[[Any, Any, Any], bool] = lambda *tensors: False
-        self._check_workspace: Callable[[Any, Any, Any, Any], Any] = lambda workspace, *tensors: workspace
+        self._check: operands.CheckOfAll = lambda arrays: arrays
+        self._check_workspace: Callable[[Any, tuple[Any, ...]], Any] = lambda workspace, addresses: workspace
         self._queue = operands.stream_reader(self._index)
 
     @property
@@ -79,56 +76,56 @@ class Runner:
                 invoker = self._made()
             except _FALL_BACK_ON as error:
                 return self._fall_back(error).prepare()
-            alignment = invoker.alignment_bytes
-            x, w, y = (self._check_of(name, alignment) for name in _TENSORS)
-            self._check = operands.check_of_all((x, w, y), alignment)
-            self._overlaps = operands.overlap_check(
-                self._sizes_bytes(), _TENSORS.index(self._direction.output), self._index
-            )
-            self._workspace_bytes = invoker.workspace_bytes
-            names = map(self._name_of, _TENSORS)
-            tensors = dict(zip(names, self._sizes_bytes(), strict=True))
-            self._check_workspace = operands.workspace_check(tensors, self._workspace_bytes, self._index)
+            self._make_checks(invoker)
             self._invoker = invoker
         return self._invoker
+
+    def _make_checks(self, invoker: Invoker) -> None:
+        given, alignment = self.problem.operands, invoker.alignment_bytes
+        sizes = {self._name_of(operand): self._bytes_of(operand) for operand in given}
+        written = next(place for place, operand in enumerate(given) if not operand.is_input)
+        memory = operands.OperandMemory(sizes_bytes=tuple(sizes.values()), written=written, alignment=alignment)
+        checks = [self._check_of(operand, alignment) for operand in given]
+        self._check = operands.check_of_all(checks, memory, self._index)
+        self._workspace_bytes = invoker.workspace_bytes
+        self._check_workspace = operands.workspace_check(sizes, self._workspace_bytes, self._index)
 
     def _made(self) -> Invoker:
         return self.handle.invoker(self.problem, self._solver_id, self._config, self._kernel_hash)
 
-    def _sizes_bytes(self) -> tuple[int, int, int]:
-        return (self.problem.x.bytes, self.problem.w.bytes, self.problem.y.bytes)
+    def _bytes_of(self, operand: Operand) -> int:
+        return operand.tensor.bytes
 
-    def _check_of(self, tensor: str, alignment_bytes: int) -> operands.Check:
-        is_written = tensor == self._direction.output
+    def _check_of(self, operand: Operand, alignment_bytes: int) -> operands.Check:
         return operands.strict_check(
-            self._name_of(tensor), self.problem.tensor(tensor), self._index, alignment_bytes, is_written=is_written
+            self._name_of(operand), operand.tensor, self._index, alignment_bytes, is_written=not operand.is_input
         )
 
-    def _name_of(self, tensor: str) -> str:
-        """What a user of `run` calls the tensor "x", "w" or "y"."""
-        return "out" if tensor == self._direction.output else array_name(self._direction, tensor)
+    def _name_of(self, operand: Operand) -> str:
+        """What a user of `run` calls an operand."""
+        if not operand.is_input:
+            return "out"
+        return "dy" if operand.name == "y" and self._direction is not _FORWARD else operand.name
 
     def run(self, x: Any, w: Any, dy: Any, out: Any, workspace: Any, stream: Any) -> Any:
         """See `miofind.run_solution`."""
         direction = self._direction
         if direction is _FORWARD:
-            first, x_array, w_array, y_array, unused = x, x, w, out, dy
+            first, in_order, unused = x, (x, w, out), dy
         elif direction is _BACKWARD_DATA:
-            first, x_array, w_array, y_array, unused = dy, out, w, dy, x
+            first, in_order, unused = dy, (out, w, dy), x
         else:
-            first, x_array, w_array, y_array, unused = dy, x, out, dy, w
+            first, in_order, unused = dy, (x, out, dy), w
         invoker = self._invoker
         if invoker is None or out is None or unused is not None or (workspace is None and self._workspace_bytes):
             return self._run_completed(x, w, dy, out, workspace, stream)
-        x_address, w_address, y_address = self._check(x_array, w_array, y_array)
-        if self._overlaps(x_address, w_address, y_address):
-            raise InvalidArrayError("out shares memory with an input, which would be overwritten while it is read")
+        addresses = self._check(in_order)
         scratch: Any = 0
         if self._workspace_bytes:
-            scratch = self._check_workspace(workspace, x_address, w_address, y_address)
+            scratch = self._check_workspace(workspace, addresses)
         queue = self._queue(first) if stream is None else operands.stream_address(stream)
         try:
-            invoker.run(x_address, w_address, y_address, scratch, queue)
+            invoker.run(addresses + (scratch,), queue)  # noqa: RUF005, which is quicker
         except LaunchError as error:
             if self._index >= 0:
                 check_fork()
@@ -137,16 +134,16 @@ class Runner:
 
     def _run_completed(self, x: Any, w: Any, dy: Any, out: Any, workspace: Any, stream: Any) -> Any:
         """Run after what a run needs was made: the invoker, the output, the workspace."""
-        direction = self._direction
-        given = {"x": x, "w": w, "y": dy}
-        wanted = set(direction.inputs)
-        if {name for name, array in given.items() if array is not None} != wanted:
-            raise _wrong_operands(direction, x, w, dy)
+        given = {name: array for name, array in (("x", x), ("w", w), ("dy", dy)) if array is not None}
+        wanted = [self._name_of(operand) for operand in self.problem.inputs]
+        if given.keys() != set(wanted):
+            needed, listed = " and ".join(wanted), ", ".join(given) or "none"
+            raise InvalidArrayError(f"a {self.problem.direction} solution takes {needed}; given: {listed}")
         invoker = self.prepare()
         if self._active is not self:
             return self._active.run(x, w, dy, out, workspace, stream)
-        first = given[direction.inputs[0]]
-        arrays.view(first, array_name(direction, direction.inputs[0]))
+        first = given[wanted[0]]
+        arrays.view(first, wanted[0])
         with operands.allocating_on(first, stream, self._index):
             if out is None:
                 out = arrays.allocate(first, self.problem.output, self._index, invoker.alignment_bytes)
@@ -174,15 +171,3 @@ class Runner:
                     return runner
                 following = runner.following
             raise error
-
-
-def array_name(direction: Direction, tensor: str) -> str:
-    """What a user calls the tensor "x", "w" or "y" in a direction: gradients have a d in front."""
-    is_gradient = direction is not Direction.FORWARD and tensor in ("y", direction.output)
-    return f"d{tensor}" if is_gradient else tensor
-
-
-def _wrong_operands(direction: Direction, x: Any, w: Any, dy: Any) -> InvalidArrayError:
-    needed = " and ".join(array_name(direction, name) for name in direction.inputs)
-    given = ", ".join(name for name, value in (("x", x), ("w", w), ("dy", dy)) if value is not None)
-    return InvalidArrayError(f"a {direction} solution takes {needed}; given: {given or 'none'}")

@@ -28,8 +28,6 @@ PLACEMENT_BYTES = 512
 MOST_BESIDE_BYTES = 64 << 20
 """Of the tensors and the workspace of a second run at the same time: larger ones fill a device by themselves."""
 
-_ODD = {"x": 1, "w": 3, "y": 5}
-
 WORKSPACE = "the workspace"
 PACKED_WEIGHTS = "the packed weights"
 """What `Findings.damaged` calls the buffers that are no tensors."""
@@ -140,13 +138,20 @@ class PackedForm:
 class Rig(ABC):
     """Buffers, inputs and references of one problem, made once and used for every candidate.
 
-    x, w, y and the workspace lie between guard bands of 4096 bytes, each tensor at one address for all runs of a
+    The operands and the workspace lie between guard bands of 4096 bytes, each operand at one address for all runs of a
     placement: what a candidate keeps by address is stale once it meets other inputs there.
+
+    Attributes:
+        inputs: names of the operands that are read.
+        output: name of the one that is written.
     """
 
     def __init__(self, problem: ProblemDescription, seed: int) -> None:
         self.problem = problem
         self.seed = seed
+        self.inputs = tuple(operand.name for operand in problem.inputs)
+        self.output = problem.direction.output
+        self._positions = {operand.name: i for i, operand in enumerate(problem.operands)}
         self.plants: Mapping[str, Plants] = plants_of(problem, np.random.default_rng([seed, 1]))
 
     @property
@@ -179,7 +184,7 @@ class Rig(ABC):
 
     def tensor_seed(self, name: str, values: Values) -> int:
         """Seed of one input's values, 64 bits."""
-        entropy = np.random.SeedSequence([self.seed, int(values), "xwy".index(name)])
+        entropy = np.random.SeedSequence([self.seed, int(values), self._positions[name]])
         return int(entropy.generate_state(1, np.uint64)[0])
 
     def positions(self, setting: Setting) -> np.random.Generator:
@@ -187,8 +192,11 @@ class Rig(ABC):
         return np.random.default_rng([self.seed, int(setting.values), int(setting.planted)])
 
     def powers_of(self, name: str, setting: Setting) -> tuple[tuple[int, int], Axis]:
-        """The powers of two that an input is multiplied by, and along which axis."""
-        at = self.problem.direction.inputs.index(name)
+        """The powers of two that an input is multiplied by, and along which axis; only what is multiplied has any."""
+        factors = self.problem.direction.inputs
+        if name not in factors:
+            return (0, 0), Axis(dimension=0, size=1)
+        at = factors.index(name)
         return setting.powers.pairs[at], axes(self.problem)[at]
 
     def runs_beside(self, invoker: Invoker, setting: Setting) -> bool:
@@ -197,11 +205,11 @@ class Rig(ABC):
         return setting.beside is not None and size <= MOST_BESIDE_BYTES
 
     def offset(self, name: str, alignment: int) -> int:
-        """Where a tensor lies behind a multiple of PLACEMENT_BYTES: at a multiple of an alignment, and of no more.
+        """Where an operand lies behind a multiple of PLACEMENT_BYTES: at a multiple of an alignment, and of no more.
 
-        The tensors lie at different ones, so that their addresses are no more aligned to each other.
+        The operands lie at different ones, so that their addresses are no more aligned to each other.
         """
-        return alignment * _ODD[name] % PLACEMENT_BYTES
+        return alignment * (2 * self._positions[name] + 1) % PLACEMENT_BYTES
 
     def output_index(self, flat: int) -> tuple[int, ...]:
         """Logical index of the output element with that flat logical index."""

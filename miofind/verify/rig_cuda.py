@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
@@ -17,6 +18,7 @@ from miofind.core.values import Values
 from miofind.device.device import Device
 from miofind.device.memory import DeviceMemory, HostInt
 from miofind.launch.device_kernels import Argument, DeviceKernels, GridStride, Scaling, filling, float64, int32, int64
+from miofind.launch.invoker import bases_of
 from miofind.reference import numpy_dtype, reference_step, round_once
 from miofind.solver.steps import Pointer
 from miofind.verify.accuracy import error_bounds, least_exponent, overflow
@@ -43,11 +45,11 @@ if TYPE_CHECKING:
 _SLOT_BYTES = 8
 _WRITTEN = 0
 _COMPARED = 2
-_INPUTS = 6
-_OUTPUT = 8
-_ONE = 9
-_GUARDS = 10
-_SLOTS = 18
+_OUTPUT = 6
+_ONE = 7
+_INPUTS = 8
+# Behind one slot an input: two a buffer for its guard bands, of so many buffers a launch.
+_GUARDED = 4
 # Of an element: a float64 sum, and two float32 scales where results are not exact. What is kept at most: sums of small
 # integers, of normal numbers, and of normal numbers with infinities.
 _SUM_BYTES = 8
@@ -56,7 +58,6 @@ _ELEMENT_BYTES = 3 * _SUM_BYTES + 2 * _SCALE_BYTES
 _MEMORY_SHARE = 4
 # Infinities spoil whole tiles where they go astray: a sample sees that, where the whole output would take long.
 _PLANTED_SHARE = 16
-_TENSORS = ("x", "w", "y")
 # How long two runs wait for the host to launch both.
 _HELD_NS = 20_000_000
 _OTHER = "the other"
@@ -120,11 +121,14 @@ class CudaRig(Rig):
         self._rooms: dict[str, _Buffer] = {}
         self._bound: dict[Hashable, Callable[[], None]] = {}
         self._released: HostInt | None = None
+        self._guards = _INPUTS + len(self.inputs)
+        launches = math.ceil((len(problem.operands) + 1) / _GUARDED)  # packed weights take the place of w
+        self._slots = self._guards + 2 * _GUARDED * launches
         try:
             with self._memory:
-                self._buffers = {name: self._guarded(problem.tensor(name).bytes) for name in _TENSORS}
+                self._buffers = {operand.name: self._guarded(operand.tensor.bytes) for operand in problem.operands}
                 self._buffers[WORKSPACE] = self._room(WORKSPACE, 0, WORKSPACE_ALIGNMENT)
-                self._report = self._memory.allocate(_SLOTS * _SLOT_BYTES)
+                self._report = self._memory.allocate(self._slots * _SLOT_BYTES)
                 budget = self._budget.within(self._memory.free_bytes // _MEMORY_SHARE)
                 self._whole = {
                     planted: budget.share(_PLANTED_SHARE if planted else 1).covers(problem, _ELEMENT_BYTES)
@@ -136,7 +140,7 @@ class CudaRig(Rig):
 
     def trial(self, invoker: Invoker, setting: Setting, factor: float | None) -> Findings:
         """See `Rig.trial`."""
-        inputs = self.problem.direction.inputs
+        inputs = self.inputs
         with self._memory:
             self._begin(setting, invoker)
             sample = self._sample(setting)
@@ -160,7 +164,8 @@ class CudaRig(Rig):
 
     def _other_buffers(self, invoker: Invoker) -> dict[str, _Buffer]:
         """Tensors and a workspace for a second run, placed as those of the first; nothing where there is no room."""
-        sizes = {name: (self._buffers[name].bytes, self._buffers[name].address % PLACEMENT_BYTES) for name in _TENSORS}
+        tensors = {operand.name: self._buffers[operand.name] for operand in self.problem.operands}
+        sizes = {name: (buffer.bytes, buffer.address % PLACEMENT_BYTES) for name, buffer in tensors.items()}
         sizes[WORKSPACE] = (invoker.workspace_bytes, WORKSPACE_ALIGNMENT)
         try:
             return {name: self._room(f"{_OTHER} {name}", *size) for name, size in sizes.items()}
@@ -208,14 +213,14 @@ class CudaRig(Rig):
             self._begin(replace(setting, is_aligned=False), packed.pack)
             self._fill("w", setting)
             self._guard("poison", setting.poison, {PACKED_WEIGHTS: into})
-            self._run(packed.pack, {"x": 0, "w": self._buffers["w"].address, "y": into.address})
+            self._run(packed.pack, {"w": self._buffers["w"].address, "y": into.address})
             return self._packing_damage(setting, into)
 
     def _packing_damage(self, setting: Setting, into: _Buffer) -> tuple[str, ...]:
         buffers = {"w": self._buffers["w"], WORKSPACE: self._buffers[WORKSPACE], PACKED_WEIGHTS: into}
         self._checksum(self._buffers["w"], _INPUTS)
         self._guard("guards", setting.poison, buffers)
-        report = self._memory.download(self._report, _SLOTS, np.uint64)
+        report = self._memory.download(self._report, self._slots, np.uint64)
         return self._damaged(report, buffers, setting, ("w",))
 
     def packed_trial(self, packed: PackedForm, setting: Setting, factor: float | None, buffer: int) -> Findings:
@@ -229,8 +234,8 @@ class CudaRig(Rig):
             self._guard("poison", setting.poison, {PACKED_WEIGHTS: weights})
             self._clear_report()
             self._run(packed.run, self._addresses() | {"w": weights.address})
-            image = tuple(name for name in self.problem.direction.inputs if name != "w")
-            findings = self._findings(setting, factor, sample, image, weights)
+            others = tuple(name for name in self.inputs if name != "w")
+            findings = self._findings(setting, factor, sample, others, weights)
             changed = [] if self._checksum_now(weights) == before else [PACKED_WEIGHTS]
             return replace(findings, damaged=(*findings.damaged, *changed))
 
@@ -240,7 +245,7 @@ class CudaRig(Rig):
         self._memory.close()
 
     def _addresses(self) -> dict[str, int]:
-        return {name: self._buffers[name].address for name in _TENSORS}
+        return {operand.name: self._buffers[operand.name].address for operand in self.problem.operands}
 
     def _guarded(self, size: int) -> _Buffer:
         """Memory at a multiple of PLACEMENT_BYTES, poisoned, guard bands included."""
@@ -255,17 +260,17 @@ class CudaRig(Rig):
         if not setting.keeps_workspace:
             workspace = self._buffers[WORKSPACE]
             self._memory.set_bytes(workspace.address, setting.poison, workspace.bytes)
-        output = self._buffers[self.problem.direction.output]
+        output = self._buffers[self.output]
         self._memory.set_bytes(output.address, setting.poison, output.bytes)
         self._guard("poison", setting.poison, self._buffers)
         self._clear_report()
 
     def _clear_report(self) -> None:
-        self._memory.set_bytes(self._report, 0, _SLOTS * _SLOT_BYTES)
+        self._memory.set_bytes(self._report, 0, self._slots * _SLOT_BYTES)
 
     def _place(self, alignment: int) -> None:
         """Move the tensors to addresses that are multiples of what the candidate asks for, and of no more."""
-        for name in _TENSORS:
+        for name in (operand.name for operand in self.problem.operands):
             buffer = self._buffers[name]
             address = buffer.base + GUARD_BYTES + self.offset(name, alignment)
             if address != buffer.address:
@@ -322,20 +327,20 @@ class CudaRig(Rig):
     def _run(self, invoker: Invoker, addresses: Mapping[str, int], stream: int | None = None) -> None:
         workspace = self._buffers[WORKSPACE].address if invoker.workspace_bytes else 0
         stream = self._memory.stream_address if stream is None else stream
-        invoker.run(addresses["x"], addresses["w"], addresses["y"], workspace, stream)
+        invoker.run(bases_of(self.problem, addresses, workspace), stream)
 
     def _sample(self, setting: Setting) -> _Sample:
         """What is checked with a setting, and the references of its unscaled inputs; leaves scaled ones in place."""
         known = self._samples.get(setting.unscaled)
         if known is None:
             known = self._placed(setting.unscaled)
-            for name in self.problem.direction.inputs:
+            for name in self.inputs:
                 self._fill(name, setting.unscaled)
-            addresses = {name: self._buffers[name].address for name in self.problem.direction.inputs}
+            addresses = {name: self._buffers[name].address for name in self.inputs}
             step = reference_step(self.problem, None if known.indices is None else known.count)
             self._kernels.bind_step(step, addresses | known.addresses, self._memory.stream_address)()
             self._samples[setting.unscaled] = known  # not before: its sums are there
-        for name in self.problem.direction.inputs:
+        for name in self.inputs:
             self._fill(name, setting)
         return known
 
@@ -360,7 +365,7 @@ class CudaRig(Rig):
     ) -> Findings:
         """What the report says of a run, after everything was checked; `weights` are the packed ones."""
         output = self.problem.output
-        buffer = self._buffers[self.problem.direction.output]
+        buffer = self._buffers[self.output]
         if not setting.planted:
             arguments = ("out", int64(output.size), _slot(_WRITTEN))
             written = _Launch(self._check("written", output.size), arguments, {"out": buffer.address})
@@ -371,7 +376,7 @@ class CudaRig(Rig):
             self._checksum(self._buffers[name], _INPUTS + i)
         guarded = self._guarded_buffers(inputs, weights)
         self._guard("guards", setting.poison, guarded)
-        report = self._memory.download(self._report, _SLOTS, np.uint64)
+        report = self._memory.download(self._report, self._slots, np.uint64)
         unwritten, wrong = int(report[_WRITTEN]), int(report[_COMPARED])
         first = output.size - int(report[_WRITTEN + 1])
         at = int(report[_COMPARED + 1]) & 0xFFFFFFFF
@@ -388,7 +393,7 @@ class CudaRig(Rig):
         )
 
     def _compare(self, setting: Setting, factor: float | None, sample: _Sample) -> None:
-        where = self._buffers[self.problem.direction.output].address
+        where = self._buffers[self.output].address
 
         def launch() -> _Launch:
             output = self.problem.output
@@ -429,23 +434,26 @@ class CudaRig(Rig):
         return int(self._memory.download(slot, 1, np.uint64)[0])
 
     def _guarded_buffers(self, names: tuple[str, ...], weights: _Buffer | None) -> dict[str, _Buffer]:
-        """The buffers of a run, four at most, by name."""
-        buffers = {name: self._buffers[name] for name in (*names, self.problem.direction.output, WORKSPACE)}
+        """The buffers of a run by name."""
+        buffers = {name: self._buffers[name] for name in (*names, self.output, WORKSPACE)}
         return buffers | ({} if weights is None else {PACKED_WEIGHTS: weights})
 
     def _guard(self, action: str, poison: Poison, buffers: Mapping[str, _Buffer]) -> None:
-        """Poison or check the guard bands of four buffers at most."""
-        four = [*buffers.values()] + [next(iter(buffers.values()))] * (4 - len(buffers))
+        """Poison or check the guard bands of some buffers, four a launch; the first one fills up the last four."""
+        every = [*buffers.values()]
+        for first in range(0, len(every), _GUARDED):
+            four = (every[first:] + every[:1] * _GUARDED)[:_GUARDED]
+            slot = self._guards + 2 * first
+            key = (action, poison, slot, *((buffer.address, buffer.bytes) for buffer in four))
+            self._start(key, functools.partial(self._guarding, action, poison, slot, four))
 
-        def launch() -> _Launch:
-            addresses = {f"buffer {i}": buffer.address for i, buffer in enumerate(four)}
-            arguments: list[Argument] = []
-            for name, buffer in zip(addresses, four, strict=True):
-                arguments += [name, int64(buffer.bytes)]
-            arguments += [int64(GUARD_BYTES), int32(poison), *([_slot(_GUARDS)] if action == "guards" else [])]
-            return _Launch(self._check(action, 8 * GUARD_BYTES), tuple(arguments), addresses)
-
-        self._start((action, poison, *((buffer.address, buffer.bytes) for buffer in four)), launch)
+    def _guarding(self, action: str, poison: Poison, slot: int, four: Sequence[_Buffer]) -> _Launch:
+        addresses = {f"buffer {i}": buffer.address for i, buffer in enumerate(four)}
+        arguments: list[Argument] = []
+        for name, buffer in zip(addresses, four, strict=True):
+            arguments += [name, int64(buffer.bytes)]
+        arguments += [int64(GUARD_BYTES), int32(poison), *([_slot(slot)] if action == "guards" else [])]
+        return _Launch(self._check(action, 2 * _GUARDED * GUARD_BYTES), tuple(arguments), addresses)
 
     def _check(self, name: str, items: int) -> GridStride:
         return GridStride(
@@ -466,7 +474,7 @@ class CudaRig(Rig):
     ) -> tuple[str, ...]:
         damaged = []
         for i, name in enumerate(buffers):
-            sides = [side for j, side in enumerate(("before", "after")) if report[_GUARDS + 2 * i + j]]
+            sides = [side for j, side in enumerate(("before", "after")) if report[self._guards + 2 * i + j]]
             damaged += [f"the guard band {side} {name}" for side in sides]
         for i, name in enumerate(inputs):
             if int(report[_INPUTS + i]) != self._checksums[name, setting.contents]:
@@ -477,7 +485,7 @@ class CudaRig(Rig):
         output = self.problem.output
         index = self.output_index(position if sample.indices is None else int(sample.indices[position]))
         place = sum(i * stride for i, stride in zip(index, output.strides, strict=True))
-        address = self._buffers[self.problem.direction.output].address + place * output.dtype.itemsize
+        address = self._buffers[self.output].address + place * output.dtype.itemsize
         got = float(self._memory.download(address, 1, numpy_dtype(output.dtype))[0])
         along = zip(setting.powers.pairs, index, axes(self.problem), strict=False)
         scale = 2.0 ** sum(pair[at % axis.size % 2] for pair, at, axis in along)

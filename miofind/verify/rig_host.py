@@ -18,6 +18,7 @@ from miofind.arrays.operands import HOST_WORKSPACE_ALIGNMENT
 from miofind.core.problem import DataType, ProblemDescription
 from miofind.core.tensor import TensorDescriptor
 from miofind.core.values import FLOAT16_GRID, Values
+from miofind.launch.invoker import bases_of
 from miofind.process.threads import in_threads
 from miofind.reference import numpy_dtype, reference_on_host, round_once
 from miofind.verify.accuracy import ErrorBounds, error_bounds, overflow
@@ -159,7 +160,7 @@ class HostRig(Rig):
 
     def __init__(self, problem: ProblemDescription, seed: int) -> None:
         super().__init__(problem, seed)
-        self._buffers = {name: GuardedArray(problem.tensor(name).bytes) for name in ("x", "w", "y")}
+        self._buffers = {operand.name: GuardedArray(operand.tensor.bytes) for operand in problem.operands}
         self._workspace = GuardedArray(0, HOST_WORKSPACE_ALIGNMENT)
         self._second: dict[str, GuardedArray] = {}
         self._packed: dict[int, GuardedArray] = {}
@@ -194,7 +195,8 @@ class HostRig(Rig):
         into.poison(setting.poison)
         checksum = self._fill("w", setting)
         self._clear_workspace(packed.pack, setting)
-        self._ready(packed.pack, setting, written="y", x=None, y=into.bytes)()
+        others = {name: None for name in self._buffers if name != "w"}
+        self._ready(packed.pack, setting, written="y", **(others | {"y": into.bytes}))()
         damaged = [*into.damage(PACKED_WEIGHTS), *self._workspace.damage(WORKSPACE)]
         return (*damaged, *([] if self._buffers["w"].checksum == checksum else ["input w"]))
 
@@ -261,9 +263,9 @@ class HostRig(Rig):
     def _begin(self, invoker: Invoker, setting: Setting, factor: float | None) -> tuple[_Allowance, Mapping[str, int]]:
         """Place and fill the tensors, poison what is no input; what is allowed, and the checksums of the inputs."""
         self._place(0 if setting.is_aligned else invoker.alignment_bytes)
-        checksums = {name: self._fill(name, setting) for name in self.problem.direction.inputs}
+        checksums = {name: self._fill(name, setting) for name in self.inputs}
         allowed = self._allowed(setting, factor)
-        self._buffers[self.problem.direction.output].poison(setting.poison)
+        self._buffers[self.output].poison(setting.poison)
         self._clear_workspace(invoker, setting)
         return allowed, checksums
 
@@ -284,10 +286,10 @@ class HostRig(Rig):
         """
         given = {name: self._tensor(name) for name in self._buffers} | others
         if setting.poison is Poison.FINITE:
-            kept = written or self.problem.direction.output
+            kept = written or self.output
             given |= {name: _read_only(array) for name, array in given.items() if name != kept}
         workspace = self._workspace.bytes if invoker.workspace_bytes else None
-        return functools.partial(invoker.run, given["x"], given["w"], given["y"], workspace, 0)
+        return functools.partial(invoker.run, bases_of(self.problem, given, workspace), 0)
 
     @contextlib.contextmanager
     def _others(self) -> Iterator[None]:
@@ -362,7 +364,7 @@ class HostRig(Rig):
         ]
 
     def _findings(self, setting: Setting, allowed: _Allowance, checksums: Mapping[str, int]) -> Findings:
-        output = self._tensor(self.problem.direction.output)
+        output = self._tensor(self.output)
         empty = np.zeros(0, np.bool_) if setting.planted else np.isnan(output)
         unwritten = int(np.count_nonzero(empty))
         comparison = self._compared(allowed)
@@ -375,13 +377,13 @@ class HostRig(Rig):
             damaged=self._damaged(checksums),
             max_error=comparison.max_error,
             bound_ratio=comparison.bound_ratio,
-            fingerprint=self._buffers[self.problem.direction.output].checksum,
+            fingerprint=self._buffers[self.output].checksum,
         )
 
     def _compared(self, allowed: _Allowance) -> _Comparison:
         """The output that is there against what is allowed."""
         reference, wanted, arithmetic = allowed.reference, allowed.wanted, allowed.bounds.arithmetic
-        got = _wide(reference.of(self._tensor(self.problem.direction.output)))
+        got = _wide(reference.of(self._tensor(self.output)))
         errors = np.abs(got - wanted)
         if not (is_finite := np.isfinite(errors)).all():
             errors[~is_finite] = math.inf

@@ -11,7 +11,7 @@ import pytest
 
 import miofind
 from miofind.arrays import operands
-from miofind.arrays.operands import overlap_check
+from miofind.arrays.operands import OperandMemory
 from miofind.errors import (
     DatabaseError,
     InvalidArrayError,
@@ -149,13 +149,14 @@ def test_an_output_over_an_input_is_refused(with_workspace: miofind.Solution) ->
 
 
 def test_device_addresses_overlap_by_their_bytes() -> None:
-    overlaps = overlap_check((100, 50, 10), 2, 0)
-    assert not overlaps(1000, 2000, 1100)
-    assert not overlaps(1000, 2000, 990)
-    assert overlaps(1000, 2000, 1099)
-    assert overlaps(1000, 2000, 991)
-    assert overlaps(1000, 2000, 2049)
-    assert not overlaps(1000, 2000, 2050)
+    memory = OperandMemory(sizes_bytes=(100, 50, 10, 30), written=2, alignment=1)
+    check = operands.check_of_all([lambda address: address] * 4, memory, 0)
+    for start in (1100, 990, 2050, 3030):
+        given = (1000, 2000, start, 3000)
+        assert check(given) == given
+    for start in (1099, 991, 2049, 1991, 3029, 2991):
+        with pytest.raises(InvalidArrayError, match="out shares memory with an input"):
+            check((1000, 2000, start, 3000))
 
 
 def shaped(memory: np.ndarray, like: np.ndarray) -> np.ndarray:
@@ -257,7 +258,7 @@ def test_device_workspaces_share_by_the_bytes_in_use(monkeypatch: pytest.MonkeyP
     check = operands.workspace_check({"dy": 100, "w": 50, "out": 10}, 64, 0)
     tensors = (1000, 2000, 3000)
     for start in (0, 936, 1100, 2050, 1936, 2936, 3010):
-        assert check(start, *tensors) == start
+        assert check(start, tensors) == start
     for start, name in (
         (937, "dy"),
         (1099, "dy"),
@@ -268,9 +269,9 @@ def test_device_workspaces_share_by_the_bytes_in_use(monkeypatch: pytest.MonkeyP
         (3009, "out"),
     ):
         with pytest.raises(WorkspaceError, match=f"shares memory with {name}, which"):
-            check(start, *tensors)
+            check(start, tensors)
     with pytest.raises(WorkspaceError, match="shares memory with dy and w,"):
-        check(1990, 1980, 2000, 3000)
+        check(1990, (1980, 2000, 3000))
 
 
 @pytest.mark.parametrize(

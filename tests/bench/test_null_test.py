@@ -104,8 +104,8 @@ def test_repeated_runs_run_as_often() -> None:
     invoker = module._invoker(DEFAULT_PROBLEM, Device.cpu(), Compiler(), FindOptions())
     runs: list[tuple[Any, ...]] = []
     invoker.run = lambda *arguments: runs.append(arguments)  # type: ignore[method-assign]
-    Repeated(invoker, 34).run(1, 2, 3, 4, 5)
-    assert runs == [(1, 2, 3, 4, 5)] * 34
+    Repeated(invoker, 34).run((1, 2, 3, 4), 5)
+    assert runs == [((1, 2, 3, 4), 5)] * 34
 
 
 def test_pairs_are_told_as_they_come() -> None:

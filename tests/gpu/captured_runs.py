@@ -40,18 +40,19 @@ class Captured:
         invoker = handle.invoker(problem, "ConvCudnn", config)
         self.is_repeatable = invoker.deterministic
         random = np.random.default_rng(0)
-        self.buffers = [_filled(tensor.size, tensor.dtype, random) for tensor in (problem.x, problem.w, problem.y)]
+        tensors = [operand.tensor for operand in problem.operands]
+        self.buffers = [_filled(tensor.size, tensor.dtype, random) for tensor in tensors]
         self.workspace = cupy.zeros(max(16, invoker.workspace_bytes), cupy.uint8)
         self.stream = cupy.cuda.Stream(non_blocking=True)
-        self.output = self.buffers["xwy".index(problem.direction.output)]
-        arguments = (*(buffer.data.ptr for buffer in self.buffers), self.workspace.data.ptr, self.stream.ptr)
+        self.output = self.buffers[[operand.is_input for operand in problem.operands].index(False)]
+        bases = (*(buffer.data.ptr for buffer in self.buffers), self.workspace.data.ptr)
         cupy.cuda.Device().synchronize()
-        invoker.run(*arguments)
+        invoker.run(bases, self.stream.ptr)
         self.stream.synchronize()
         self.wanted = self.output.copy()
         cupy.cuda.Device().synchronize()
         self.stream.begin_capture()
-        invoker.run(*arguments)
+        invoker.run(bases, self.stream.ptr)
         self.graph = self.stream.end_capture()
 
     def is_right(self) -> bool:

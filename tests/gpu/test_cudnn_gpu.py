@@ -73,7 +73,7 @@ class Bench:
         self.problem = of
         self.buffers: dict[str, Any] = {}
         rng = np.random.default_rng(7)
-        shapes = {name: of.tensor(name).shape for name in "xwy"}
+        shapes = {operand.name: operand.tensor.shape for operand in of.operands}
         draw = (lambda shape: rng.integers(-1, 2, shape)) if integers else rng.standard_normal
         self.load({name: draw(shape) for name, shape in shapes.items()})
 
@@ -104,7 +104,7 @@ class Bench:
         workspace = cupy.full(step.workspace_bytes + 2 * GUARD, 0xA5, cupy.uint8)
         plan = conv_plan(self.problem, step, Device.cuda())
         cupy.cuda.runtime.deviceSynchronize()
-        plan.launch(*(self.buffers[name].data.ptr for name in "xwy"), workspace.data.ptr + GUARD, 0)
+        plan.launch((*(buffer.data.ptr for buffer in self.buffers.values()), workspace.data.ptr + GUARD), 0)
         cupy.cuda.runtime.deviceSynchronize()
         guards = cupy.concatenate([workspace[:GUARD], workspace[GUARD + step.workspace_bytes :]])
         assert bool((guards == 0xA5).all())
@@ -243,7 +243,7 @@ def test_a_plan_runs_in_a_captured_graph() -> None:
         stream = cupy.cuda.Stream(non_blocking=True)
         with stream:
             stream.begin_capture(cupy.cuda.runtime.streamCaptureModeGlobal)
-            plan.launch(*(bench.buffers[name].data.ptr for name in "xwy"), workspace.data.ptr, stream.ptr)
+            plan.launch((*(buffer.data.ptr for buffer in bench.buffers.values()), workspace.data.ptr), stream.ptr)
             graph = stream.end_capture()
         bench.buffers["y"].fill(0xFF)
         cupy.cuda.runtime.deviceSynchronize()
@@ -267,7 +267,8 @@ def test_one_plan_runs_in_many_threads() -> None:
         y, workspace = cupy.zeros_like(bench.buffers["y"]), cupy.empty(max(1, step.workspace_bytes), cupy.uint8)
         cupy.cuda.runtime.deviceSynchronize()
         for _ in range(200):
-            shared.launch(*(b.data.ptr for b in (bench.buffers["x"], bench.buffers["w"], y, workspace)), stream.ptr)
+            given = {**bench.buffers, "y": y, "workspace": workspace}
+            shared.launch(tuple(buffer.data.ptr for buffer in given.values()), stream.ptr)
         stream.synchronize()
         result = cupy.asnumpy(y).view(np.float16).reshape(16, 28, 28, 32).transpose(0, 3, 1, 2)
         outcomes.append(np.array_equal(result, expected))

@@ -61,8 +61,8 @@ def test_small_integers_are_exact(
     for config in spread(problem, device, 6):
         invoker = make_invoker(problem, device, SOLVER, config, compiler)
         buffers, workspace = upload(problem, inputs), Buffer(invoker.workspace_bytes)
-        tensors = [buffers[name].address for name in ("x", "w", "y")]
-        invoker.run(*tensors, workspace.address, cupy.cuda.get_current_stream().ptr)
+        tensors = [buffer.address for buffer in buffers.values()]
+        invoker.run((*tensors, workspace.address), cupy.cuda.get_current_stream().ptr)
         np.testing.assert_array_equal(download(problem, buffers), expected, err_msg=config.json)
         workspace.read(np.dtype(np.uint8))
 

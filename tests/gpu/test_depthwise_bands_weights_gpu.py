@@ -58,8 +58,8 @@ def test_small_integers_are_exact(shape: str, dtype: DataType, device: Device, c
     for config in spread(problem, device, 6):
         invoker = make_invoker(problem, device, SOLVER, config, compiler)
         buffers, workspace = upload(problem, inputs), Buffer(invoker.workspace_bytes)
-        tensors = [buffers[name].address for name in ("x", "w", "y")]
-        invoker.run(*tensors, workspace.address, cupy.cuda.get_current_stream().ptr)
+        tensors = [buffer.address for buffer in buffers.values()]
+        invoker.run((*tensors, workspace.address), cupy.cuda.get_current_stream().ptr)
         np.testing.assert_array_equal(download(problem, buffers), expected, err_msg=config.json)
         workspace.read(np.dtype(np.uint8))
 
@@ -85,7 +85,7 @@ def test_weights_are_the_same_bits_on_every_run(device: Device, compiler: Compil
     results = []
     for _ in range(3):
         buffers, workspace = upload(problem, inputs), Buffer(invoker.workspace_bytes)
-        tensors = [buffers[name].address for name in ("x", "w", "y")]
-        invoker.run(*tensors, workspace.address, cupy.cuda.get_current_stream().ptr)
+        tensors = [buffer.address for buffer in buffers.values()]
+        invoker.run((*tensors, workspace.address), cupy.cuda.get_current_stream().ptr)
         results.append(download(problem, buffers))
     assert all((result == results[0]).all() for result in results)

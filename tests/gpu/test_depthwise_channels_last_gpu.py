@@ -53,8 +53,8 @@ def run(
     """The output as float64; guard bands are checked."""
     invoker = make_invoker(problem, device, solver_of(problem), config, compiler)
     buffers, workspace = upload(problem, inputs), Buffer(invoker.workspace_bytes)
-    tensors = [buffers[name].address for name in ("x", "w", "y")]
-    invoker.run(*tensors, workspace.address, cupy.cuda.get_current_stream().ptr)
+    tensors = [buffer.address for buffer in buffers.values()]
+    invoker.run((*tensors, workspace.address), cupy.cuda.get_current_stream().ptr)
     result = download(problem, buffers)
     workspace.read(np.dtype(np.uint8))
     return result

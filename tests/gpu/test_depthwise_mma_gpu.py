@@ -92,7 +92,7 @@ def test_an_infinity_stays_among_its_eight_channels(device: Device, compiler: Co
     inputs["x"][0, 13, 4, 4] = np.inf
     invoker = make_invoker(problem, device, solver, solver.default_configs(problem, device)[0], compiler)
     buffers = upload(problem, inputs)
-    invoker.run(*(buffers[name].address for name in ("x", "w", "y")), 0, cupy.cuda.get_current_stream().ptr)
+    invoker.run((*(buffer.address for buffer in buffers.values()), 0), cupy.cuda.get_current_stream().ptr)
     finite = np.isfinite(download(problem, buffers))
     assert finite[0, :8].all()
     assert finite[0, 16:].all()

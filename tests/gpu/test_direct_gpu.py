@@ -263,7 +263,7 @@ def test_naive_serves_tensors_beyond_32_bits(device: Device, compiler: Compiler)
     x, w = cupy.zeros(problem.x.shape, cupy.float16), cupy.ones(2, cupy.float16)
     y = cupy.full(problem.y.shape, cupy.nan, cupy.float16)
     x[0, 1, -1, -1] = 3
-    invoker.run(x.data.ptr, w.data.ptr, y.data.ptr, 0, cupy.cuda.get_current_stream().ptr)
+    invoker.run((x.data.ptr, w.data.ptr, y.data.ptr, 0), cupy.cuda.get_current_stream().ptr)
     assert float(y[0, 0, -1, -1]) == 3
     assert float(abs(y).sum(dtype=cupy.float64)) == 3
 
@@ -286,7 +286,7 @@ def test_implicit_gemm_serves_tensors_of_almost_32_bits(layout: Layout, device: 
         y = cupy.full(problem.y.size, cupy.nan, cupy.float16)
         workspace = cupy.empty(max(1, invoker.workspace_bytes), cupy.uint8)
         stream = cupy.cuda.get_current_stream().ptr
-        invoker.run(x.data.ptr, w.data.ptr, y.data.ptr, workspace.data.ptr, stream)
+        invoker.run((x.data.ptr, w.data.ptr, y.data.ptr, workspace.data.ptr), stream)
         pixels = y.reshape(size * size, 2) if layout is Layout.NHWC else y.reshape(2, size * size).T
         assert (pixels[touched].get() == 3).all()
         assert float(abs(y).sum(dtype=cupy.float64)) == 24

@@ -134,8 +134,8 @@ def test_guard_bands_stay_and_runs_repeat_their_bits(
         results = []
         for _ in range(3):
             buffers, workspace = upload(problem, kinds), Buffer(invoker.workspace_bytes)
-            addresses = [buffers[name].address for name in ("x", "w", "y")]
-            invoker.run(*addresses, workspace.address, cupy.cuda.get_current_stream().ptr)
+            addresses = [buffer.address for buffer in buffers.values()]
+            invoker.run((*addresses, workspace.address), cupy.cuda.get_current_stream().ptr)
             results.append(download(problem, buffers))
             workspace.read(np.dtype(np.uint8))
         np.testing.assert_array_equal(results[0], results[1])
@@ -150,13 +150,13 @@ def test_a_graph_replays_transforms(solver: Solver, device: Device, compiler: Co
     generator = np.random.default_rng(6)
     inputs = {name: generator.standard_normal(problem.tensor(name).shape).astype(np.float32) for name in ("x", "w")}
     buffers, workspace = upload(problem, inputs), Buffer(invoker.workspace_bytes)
-    addresses = [buffers[name].address for name in ("x", "w", "y")]
-    invoker.run(*addresses, workspace.address, cupy.cuda.get_current_stream().ptr)
+    addresses = [buffer.address for buffer in buffers.values()]
+    invoker.run((*addresses, workspace.address), cupy.cuda.get_current_stream().ptr)
     once = download(problem, buffers)
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:
         stream.begin_capture()
-        invoker.run(*addresses, workspace.address, stream.ptr)
+        invoker.run((*addresses, workspace.address), stream.ptr)
         graph = stream.end_capture()
     buffers["y"].write(np.zeros(once.shape, np.float32))
     cupy.cuda.runtime.deviceSynchronize()
@@ -179,7 +179,7 @@ def test_threads_share_a_plan(device: Device, compiler: Compiler) -> None:
             buffers, workspace = upload(problem, inputs), Buffer(invoker.workspace_bytes)
             cupy.cuda.runtime.deviceSynchronize()
             for _ in range(20):
-                invoker.run(*(buffers[name].address for name in ("x", "w", "y")), workspace.address, stream.ptr)
+                invoker.run((*(buffer.address for buffer in buffers.values()), workspace.address), stream.ptr)
             stream.synchronize()
             worst = np.abs(download(problem, buffers) - expected).max()
             if not worst < 1e-2:

@@ -38,7 +38,8 @@ class Copying(Invoker):
         self.bytes = min(problem.x.bytes, problem.y.bytes)
         self.addresses: list[tuple[int, int, int]] = []
 
-    def run(self, x: int, w: int, y: int, workspace: int, stream: int) -> None:
+    def run(self, bases: tuple[int, ...], stream: int) -> None:
+        x, _, y, workspace = bases
         self.addresses.append((x, y, workspace))
         kind = cupy.cuda.runtime.memcpyDeviceToDevice
         cupy.cuda.runtime.memcpyAsync(y, x, self.bytes, kind, stream)
@@ -47,8 +48,8 @@ class Copying(Invoker):
 class Uncapturable(Copying):
     """Synchronises, which a capture refuses."""
 
-    def run(self, x: int, w: int, y: int, workspace: int, stream: int) -> None:
-        super().run(x, w, y, workspace, stream)
+    def run(self, bases: tuple[int, ...], stream: int) -> None:
+        super().run(bases, stream)
         cupy.cuda.runtime.streamSynchronize(stream)
 
 

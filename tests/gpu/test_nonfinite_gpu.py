@@ -36,7 +36,7 @@ def test_infinities_reach_what_sums_them(
         workspace = Buffer(invoker.workspace_bytes)
         for infinity in infinities(problem, seed=4):
             buffers = upload(problem, infinity.inputs)
-            tensors = [buffers[name].address for name in ("x", "w", "y")]
-            invoker.run(*tensors, workspace.address, cupy.cuda.get_current_stream().ptr)
+            tensors = [buffer.address for buffer in buffers.values()]
+            invoker.run((*tensors, workspace.address), cupy.cuda.get_current_stream().ptr)
             infinity.check(download(problem, buffers))
             np.testing.assert_array_equal(workspace.memory[:8].get(), 0xFF)

@@ -6,14 +6,14 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from device_buffers import Buffer, download, upload
+from device_buffers import Buffer, addresses, download, upload
 
 import miofind
 from miofind import Handle
 from miofind.compiler import Compiler
 from miofind.core.problem import ProblemDescription
 from miofind.device.device import Device, Place
-from miofind.launch.invoker import make_invoker
+from miofind.launch.invoker import bases_of, make_invoker
 from miofind.runtime.solution import Found, Solution, Source
 from miofind.solver.registry import Registry
 from miofind.solver.solver import Solver
@@ -64,12 +64,14 @@ def test_packed_weights_give_the_same_bits(
         stream = cupy.cuda.get_current_stream().ptr
         want, got = upload(problem, inputs), upload(problem, inputs)
         whole = make_invoker(problem, device, solver, config, compiler)
-        whole.run(*(want[name].address for name in "xwy"), Buffer(whole.workspace_bytes).address, stream)
+        whole.run(bases_of(problem, addresses(want), Buffer(whole.workspace_bytes).address), stream)
         pack = make_invoker(problem, device, solver, config, compiler, packing.pack)
         packed = Buffer(packing.bytes)
-        pack.run(0, got["w"].address, packed.address, Buffer(pack.workspace_bytes).address, stream)
+        into = {"w": got["w"].address, "y": packed.address}
+        pack.run(bases_of(problem, into, Buffer(pack.workspace_bytes).address), stream)
         run = make_invoker(problem, device, solver, config, compiler, packing.run)
-        run.run(got["x"].address, packed.address, got["y"].address, Buffer(run.workspace_bytes).address, stream)
+        given = addresses(got) | {"w": packed.address}
+        run.run(bases_of(problem, given, Buffer(run.workspace_bytes).address), stream)
         np.testing.assert_array_equal(download(problem, got), download(problem, want), config.json)
 
 

@@ -108,8 +108,8 @@ class Copies:
             buffer.write(values)
         cupy.cuda.Device().synchronize()
 
-    def addresses(self, which: int) -> list[int]:
-        return [self.x[which].address, 0, self.y.address, self.workspace.address]
+    def bases(self, which: int) -> tuple[int, ...]:
+        return (self.x[which].address, 0, self.y.address, self.workspace.address)
 
     def check(self, which: int) -> None:
         self.workspace.read(np.dtype(np.uint8))
@@ -126,7 +126,7 @@ def test_a_chain_keeps_its_order(stream: Callable[[], Any], chain: Invoker) -> N
     copies, used = Copies(chain), stream()
     for count in (1, 2, 20, 41):
         for i in range(count):
-            chain.run(*copies.addresses(i % 2), used.ptr)
+            chain.run(copies.bases(i % 2), used.ptr)
         used.synchronize()
         copies.check((count - 1) % 2)
         for buffer in (copies.y, copies.workspace):
@@ -139,7 +139,7 @@ def test_a_captured_chain_keeps_its_order(chain: Invoker) -> None:
     with stream:
         stream.begin_capture()
         for i in range(7):
-            chain.run(*copies.addresses(i % 2), stream.ptr)
+            chain.run(copies.bases(i % 2), stream.ptr)
         graph = stream.end_capture()
     for _ in range(5):
         copies.y.memory.fill(POISON)

@@ -36,6 +36,6 @@ def test_the_bound_holds_whatever_finite_values_inputs_have(
         workspace = Buffer(invoker.workspace_bytes)
         for uneven in trials:
             buffers = upload(problem, uneven.inputs)
-            tensors = [buffers[name].address for name in ("x", "w", "y")]
-            invoker.run(*tensors, workspace.address, cupy.cuda.get_current_stream().ptr)
+            tensors = [buffer.address for buffer in buffers.values()]
+            invoker.run((*tensors, workspace.address), cupy.cuda.get_current_stream().ptr)
             uneven.check(download(problem, buffers), solver.error_reach(problem, config))

@@ -54,9 +54,10 @@ class Faulty(Invoker):
         self.workspace_bytes = max(inner.workspace_bytes, workspace_bytes)
         self.deterministic, self.alignment_bytes = True, inner.alignment_bytes
 
-    def run(self, x: int, w: int, y: int, workspace: int, stream: int) -> None:
-        self._inner.run(x, w, y, workspace, stream)
-        self._fault({"x": x, "w": w, "y": y, "workspace": workspace}, stream)
+    def run(self, bases: tuple[int, ...], stream: int) -> None:
+        self._inner.run(bases, stream)
+        names = (*(operand.name for operand in self.problem.operands), "workspace")
+        self._fault(dict(zip(names, bases, strict=True)), stream)
 
 
 def naive(problem: ProblemDescription, device: Device, compiler: Compiler) -> Invoker:

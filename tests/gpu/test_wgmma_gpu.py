@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from device_buffers import POISON, Buffer, download, integers, upload
+from device_buffers import POISON, Buffer, addresses, download, integers, upload
 from drawn_configs import WGMMA_TILINGS, drawn, drawn_wgmma, lacking_tilings
 from wgmma_forms import KINDS, ONE_FIRST
 
@@ -16,7 +16,7 @@ from miofind.compiler import Compiler
 from miofind.core.problem import Direction, Layout, ProblemDescription
 from miofind.device.device import Device
 from miofind.errors import LaunchError
-from miofind.launch.invoker import Invoker, make_invoker
+from miofind.launch.invoker import Invoker, bases_of, make_invoker
 from miofind.reference import reference_on_host, round_once
 from miofind.solver.registry import Registry
 from miofind.solver.solver import Solver
@@ -167,8 +167,8 @@ class Placed:
         self.workspace = Buffer(invoker.workspace_bytes)
 
     @property
-    def addresses(self) -> list[int]:
-        return [*(self.buffers[name].address for name in ("x", "w", "y")), self.workspace.address]
+    def bases(self) -> tuple[int, ...]:
+        return bases_of(self.problem, addresses(self.buffers), self.workspace.address)
 
     def poison(self) -> None:
         """Forget the result and what was left in the workspace."""
@@ -284,7 +284,7 @@ def test_maps_follow_their_tensors(direction: Direction, device: Device, compile
         places = [Placed(invoker, seed) for seed in (1, 2)]
         for place in (places[0], places[1], places[0]):
             place.poison()
-            invoker.run(*place.addresses, stream)
+            invoker.run(place.bases, stream)
             place.check()
 
 
@@ -299,9 +299,9 @@ def test_captured_runs_keep_their_addresses(solver: Solver, device: Device, comp
         cupy.cuda.Device().synchronize()
         with stream:
             stream.begin_capture()
-            invoker.run(*captured.addresses, stream.ptr)
+            invoker.run(captured.bases, stream.ptr)
             graph = stream.end_capture()
-        invoker.run(*other.addresses, stream.ptr)
+        invoker.run(other.bases, stream.ptr)
         for _ in range(2):
             stream.synchronize()
             captured.poison()
@@ -333,7 +333,7 @@ def test_equal_inputs_give_equal_bits(
         place, results = Placed(invoker, 0, inputs), set()
         for _ in range(5):
             place.poison()
-            invoker.run(*place.addresses, cupy.cuda.get_current_stream().ptr)
+            invoker.run(place.bases, cupy.cuda.get_current_stream().ptr)
             results.add(place.bytes())
         assert len(results) == 1, config.json
 
@@ -355,7 +355,7 @@ def test_an_invoker_serves_several_threads(solver: Solver, is_shared: bool, devi
             with cupy.cuda.Device(device.index), own as stream:
                 for _ in range(25):
                     for place in mine:
-                        invoker.run(*place.addresses, stream.ptr)
+                        invoker.run(place.bases, stream.ptr)
                 stream.synchronize()
         except BaseException as error:
             failures.append(error)
@@ -375,8 +375,8 @@ def test_the_driver_refuses_maps_of_misplaced_tensors(device: Device, compiler: 
     problem = make("1x1", "float16")
     invoker = make_invoker(problem, device, WGMMA, WGMMA.default_configs(problem, device)[0], compiler)
     place, stream = Placed(invoker, 9), cupy.cuda.get_current_stream().ptr
-    x, *others = place.addresses
+    x, *others = place.bases
     with pytest.raises(LaunchError, match="refuses a tensor map"):
-        invoker.run(x + 8, *others, stream)
-    invoker.run(x, *others, stream)
+        invoker.run((x + 8, *others), stream)
+    invoker.run((x, *others), stream)
     place.check()

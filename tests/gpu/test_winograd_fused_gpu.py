@@ -84,8 +84,8 @@ def test_guard_bands_stay_and_small_integers_are_exact(
     for config in spread(problem, device, 6):
         invoker = make_invoker(problem, device, SOLVER, config, compiler)
         buffers, workspace = upload(problem, inputs), Buffer(invoker.workspace_bytes)
-        addresses = [buffers[name].address for name in ("x", "w", "y")]
-        invoker.run(*addresses, workspace.address, cupy.cuda.get_current_stream().ptr)
+        addresses = [buffer.address for buffer in buffers.values()]
+        invoker.run((*addresses, workspace.address), cupy.cuda.get_current_stream().ptr)
         np.testing.assert_array_equal(download(problem, buffers), expected, err_msg=config.json)
         workspace.read(np.dtype(np.uint8))
 
@@ -100,7 +100,7 @@ def test_runs_repeat_their_bits(direction: Direction, device: Device, compiler: 
         results = []
         for _ in range(3):
             buffers, workspace = upload(problem, inputs), Buffer(invoker.workspace_bytes)
-            addresses = [buffers[name].address for name in ("x", "w", "y")]
-            invoker.run(*addresses, workspace.address, cupy.cuda.get_current_stream().ptr)
+            addresses = [buffer.address for buffer in buffers.values()]
+            invoker.run((*addresses, workspace.address), cupy.cuda.get_current_stream().ptr)
             results.append(download(problem, buffers))
         assert all((result == results[0]).all() for result in results), config.json

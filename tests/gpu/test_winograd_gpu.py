@@ -119,8 +119,8 @@ def test_guard_bands_stay_and_small_integers_are_exact(
         config = Config({**base, "tiles": tiles})
         invoker = make_invoker(problem, device, solver, config, compiler)
         buffers, workspace = upload(problem, inputs), Buffer(invoker.workspace_bytes)
-        addresses = [buffers[name].address for name in ("x", "w", "y")]
-        invoker.run(*addresses, workspace.address, cupy.cuda.get_current_stream().ptr)
+        addresses = [buffer.address for buffer in buffers.values()]
+        invoker.run((*addresses, workspace.address), cupy.cuda.get_current_stream().ptr)
         np.testing.assert_array_equal(download(problem, buffers), expected, err_msg=config.json)
         workspace.read(np.dtype(np.uint8))
 
@@ -136,7 +136,7 @@ def test_runs_repeat_their_bits(solver: Solver, direction: Direction, device: De
         for _ in range(3):
             kinds = {name: values.astype(numpy_dtype(problem.tensor(name).dtype)) for name, values in inputs.items()}
             buffers, workspace = upload(problem, kinds), Buffer(invoker.workspace_bytes)
-            addresses = [buffers[name].address for name in ("x", "w", "y")]
-            invoker.run(*addresses, workspace.address, cupy.cuda.get_current_stream().ptr)
+            addresses = [buffer.address for buffer in buffers.values()]
+            invoker.run((*addresses, workspace.address), cupy.cuda.get_current_stream().ptr)
             results.append(download(problem, buffers))
         assert all((result == results[0]).all() for result in results), config.json

@@ -157,7 +157,7 @@ def test_the_driver_is_told_all_of_a_step(make: Make, cuda: Driver) -> None:
     args = (Pointer(buffer="parts", offset_bytes=8), Scalar(ctype="int64", value=-5))
     bound = make(HOPPER, PLAIN, replace(WAITING, args=args))
     for stream in (7, 9):
-        bound.run(1, 2, 3, 4000, stream)
+        bound.run((1, 2, 3, 4000), stream)
     assert cuda.launched == [("plain", 100, 7), ("early", 101, 7), ("plain", 100, 9), ("early", 101, 9)]
     told = {
         "grid": (1, 2, 3),
@@ -177,7 +177,7 @@ def test_launched_plainly_where_early_ones_are_missing(why: str, make: Make, cud
     """All steps run in order, in the stream that they were given."""
     cuda.version = 12080 if why == "device" else 12020
     bound = make(HOPPER if why == "driver" else replace(HOPPER, sm=89), PLAIN, WAITING, WAITING)
-    bound.run(1, 2, 3, 4, 7)
+    bound.run((1, 2, 3, 4), 7)
     assert cuda.launched == [("plain", 100, 7), ("plain", 101, 7), ("plain", 101, 7)]
 
 
@@ -185,9 +185,9 @@ def test_a_refused_launch_names_the_solution(make: Make, cuda: Driver) -> None:
     bound = make(HOPPER, PLAIN, WAITING)
     cuda.status = 701
     with pytest.raises(LaunchError, match=r"ConvChannelsLast .* failed on .*701"):
-        bound.run(1, 2, 3, 4, 7)
+        bound.run((1, 2, 3, 4), 7)
     cuda.status = 0
-    bound.run(1, 2, 3, 4, 7)
+    bound.run((1, 2, 3, 4), 7)
 
 
 @pytest.mark.parametrize("solver", Registry.default().values(), ids=lambda solver: solver.id)

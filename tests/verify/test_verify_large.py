@@ -45,10 +45,11 @@ class Spoiled(Invoker):
         self.workspace_bytes, self.alignment_bytes = inner.workspace_bytes, inner.alignment_bytes
         self.deterministic = True
 
-    def run(self, x: Any, w: Any, y: Any, workspace: Any, stream: int) -> None:
-        self._inner.run(x, w, y, workspace, stream)
+    def run(self, bases: tuple[Any, ...], stream: int) -> None:
+        self._inner.run(bases, stream)
         if self.part is not None:
-            part = {"x": x, "w": w, "y": y}[self.problem.direction.output][self.part]
+            written = next(i for i, operand in enumerate(self.problem.operands) if not operand.is_input)
+            part = bases[written][self.part]
             part[...] = 2 * part + 1
 
 
