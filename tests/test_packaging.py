@@ -11,8 +11,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import click
+import numpy as np
 import pytest
 
 import miofind
@@ -20,6 +22,7 @@ from miofind.cli import main
 from miofind.compiler import BinaryCache, Compiler
 from miofind.device.device import Device
 from miofind.errors import MissingLibraryError
+from miofind.reference import reference_on_host
 from miofind.suites import suite_names
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -72,7 +75,26 @@ def test_both_cuda_extras_bring_the_same() -> None:
     assert stems("compile") <= stems("cuda13")
 
 
-@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md"])
+@pytest.mark.parametrize("document", ["README.md", "docs/python.md"])
+def test_the_documents_python_runs_as_pasted(document: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MIOFIND_DB", str(tmp_path / "finddb.db"))
+    monkeypatch.setenv("MIOFIND_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    (block,) = re.findall(r"```python\n(.*?)```", text(document), re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(compile(block, document, "exec"), names)
+    expected = reference_on_host(names["problem"], x=names["x"], w=names["w"])
+    np.testing.assert_allclose(names["y"], expected, rtol=1e-3, atol=1e-3)
+    if document == "README.md":
+        assert len(block.splitlines()) <= 10
+
+
+def test_the_readme_is_two_screens() -> None:
+    assert len(text("README.md").splitlines()) <= 115
+    assert "pip install miofind" not in text("README.md")
+
+
+@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md", "docs/command-line.md"])
 def test_documented_commands_exist(document: str) -> None:
     commands = set(re.findall(r"^\$ miofind (\w+)|`miofind (\w+)", text(document), re.MULTILINE))
     named = {first or second for first, second in commands}
@@ -103,13 +125,13 @@ def test_environment_variables_are_documented() -> None:
     folders = (PACKAGE, PACKAGE / "finddb", PACKAGE / "solvers")
     sources = [path for folder in folders for path in folder.rglob("*.py")]
     named = {name for path in sources for name in re.findall(r"\bMIOFIND_[A-Z_]+\b", path.read_text(encoding="utf-8"))}
-    documented = set(re.findall(r"^\| `(MIOFIND_[A-Z_]+)`", text("README.md"), re.MULTILINE))
+    documented = set(re.findall(r"^\| `(MIOFIND_[A-Z_]+)`", text("docs/command-line.md"), re.MULTILINE))
     assert named == documented
 
 
 def test_exit_codes_are_documented() -> None:
     codes = {error.exit_code for error in _subclasses(miofind.MiofindError)}
-    documented = {int(code) for code in re.findall(r"^\| (\d+) \|", text("README.md"), re.MULTILINE)}
+    documented = {int(code) for code in re.findall(r"^\| (\d+) \|", text("docs/command-line.md"), re.MULTILINE)}
     assert documented == codes | {0, 1, 130}
 
 

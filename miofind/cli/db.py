@@ -85,7 +85,10 @@ def _writing(database: str | None) -> Store:
     return Store(database or user_path())
 
 
-@_command("path", "miofind db path")
+@db.command("path", epilog=example("miofind db path"))
+@click.option("--db", "database", metavar="PATH", help="FindDB whose path is printed, there or not.")
+@json_option
+@verbose_option
 def path_(database: str | None, as_json: bool) -> None:
     """Print where the FindDB and the shipped ones are."""
     user, shipped = database or user_path(), [str(path) for path in shipped_paths()]

@@ -176,7 +176,7 @@ READ = {
     **{f"{name} --fdb": ("--fdb", "missing") for name in ("tune", "compile", "bench")},
     **{f"{name} --suite": ("--suite", "missing") for name in ("tune", "compile", "bench")},
     "run": ("--solution", "missing"),
-    **{f"db {name}": ("--db", "missing") for name in ("path", "stats", "show", "check", "prune", "upgrade")},
+    **{f"db {name}": ("--db", "missing") for name in ("stats", "show", "check", "prune", "upgrade")},
     **{f"db {name} ": ("missing",) for name in ("check", "merge", "import", "code", "diff")},
     "db export": ("--db", "missing", "-"),
     "db release": ("missing", "out.db"),
