@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from pathlib import Path
 
 from miofind.compiler import build
 from miofind.compiler.nvrtc import Compiled
@@ -15,7 +16,8 @@ _compile_source = build.compile_source
 
 def _faulty(source: Source, options: tuple[str, ...], arch: str) -> Compiled:
     if "-DFAULT=hang" in options:
-        time.sleep(600)
+        Path(os.environ["FAULT_FOLDER"], f"hangs{os.getpid()}").touch()
+        time.sleep(3600)
     if "-DFAULT=ctrl_c" in options:
         os.kill(os.getpid(), signal.SIGINT)
     if "-DFAULT=die" in options:

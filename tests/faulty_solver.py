@@ -1,10 +1,10 @@
-"""Imported by measuring processes of test_sandbox: makes ConvCpuGemm1x1 misbehave as FAULT says.
+"""Imported by measuring processes: makes ConvCpuGemm1x1 misbehave as FAULT_FOLDER/fault says, one word in a file.
 
-No candidate is left behind in the race, nor cut off beside a faulty one, so that what happens there does not depend on
-times: a first run that a busy machine breaks off for some milliseconds was far behind, and with the faulty one failed
-there was nobody left for a final.
+No candidate is left behind in the race, nor cut off but where the fault is "cut off", and each final has a verdict, so
+that what happens does not depend on times.
 
-Faults of a run come after FAULT_AFTER runs that go well. Those that come once leave a file FAULT_ONCE behind.
+FAULT_FOLDER/stage names the stage from which a candidate's runs go wrong: "first run", "screening" or "race". Faults
+that come once leave a file FAULT_FOLDER/once behind, those that never end a file FAULT_FOLDER/hangs.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import resource
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,18 +26,26 @@ import numpy as np
 from miofind.evaluate import entry as sandbox_child
 from miofind.evaluate import evaluate
 from miofind.measure import effort as effort_module
+from miofind.measure import race
+from miofind.measure.verdict import MIN_ROUNDS
 from miofind.solvers.cpu import direct, gemm1x1, im2col_gemm
 
-_FAULT = os.environ.get("FAULT", "")
-_AFTER = int(os.environ.get("FAULT_AFTER", "0"))
-_ONCE = Path(os.environ.get("FAULT_ONCE", os.devnull))
+_FOLDER = Path(os.environ["FAULT_FOLDER"])
+_ONCE = _FOLDER / "once"
+_STAGES = ("first run", "screening", "race")
 _BLOCK_BYTES = 64 << 20
-_SPARE_BYTES = 640 << 20
+_SPARE_BYTES = 448 << 20
 
 _multiply = gemm1x1.multiply
 _verifier = evaluate.Verifier
+_complaint = sandbox_child.complaint
 _kept: list[Any] = []
-_runs = 0
+_stage = 0
+
+
+def _asked(name: str) -> str:
+    file = _FOLDER / name
+    return file.read_text(encoding="utf-8") if file.exists() else ""
 
 
 def _segfault(*_: Any) -> None:
@@ -53,12 +61,14 @@ def _exit(*_: Any) -> None:
 
 
 def _spin(*_: Any) -> None:
+    (_FOLDER / "hangs").touch()
     while True:
         pass
 
 
 def _sleep(*_: Any) -> None:
-    time.sleep(600)
+    (_FOLDER / "hangs").touch()
+    time.sleep(3600)
 
 
 def _raise(*_: Any) -> None:
@@ -103,7 +113,7 @@ def _wait_to_be_killed(problem: Any, config: Any, buffers: Mapping[str, Any]) ->
         _multiply(problem, config, buffers)
         return
     _ONCE.write_text(str(os.getpid()), encoding="ascii")
-    time.sleep(600)
+    time.sleep(3600)
 
 
 _RUNS = {
@@ -123,64 +133,73 @@ _RUNS = {
 
 
 def _faulty(problem: Any, config: Any, buffers: Mapping[str, Any]) -> None:
-    global _runs
-    _runs += 1
-    if _runs <= _AFTER:
-        _multiply(problem, config, buffers)
-    else:
-        _RUNS[_FAULT](problem, config, buffers)
+    is_due = _stage >= _STAGES.index(_asked("stage") or _STAGES[0])
+    (_RUNS.get(_asked("fault"), _multiply) if is_due else _multiply)(problem, config, buffers)
 
 
-def _no_memory(*_: Any, **options: Any) -> None:
-    raise MemoryError("none is left")
+def _in_stage(name: str, act: Callable[..., Any]) -> Callable[..., Any]:
+    """The same, from which on it is that stage."""
+
+    def entered(*arguments: Any, **options: Any) -> Any:
+        global _stage
+        _stage = max(_stage, _STAGES.index(name))
+        return act(*arguments, **options)
+
+    return entered
 
 
-def _die_once(*arguments: Any, **options: Any) -> Any:
-    if _ONCE.exists():
-        return _verifier(*arguments, **options)
-    _ONCE.touch()
-    _kill()
-    return None
+def _verifying(*arguments: Any, **options: Any) -> Any:
+    """A new verifier begins a job."""
+    global _stage
+    _stage = 0
+    fault = _asked("fault")
+    if fault == "memory":
+        raise MemoryError("none is left")
+    if fault == "die" or (fault == "die once" and not _ONCE.exists()):
+        _ONCE.touch()
+        _kill()
+    return _verifier(*arguments, **options)
 
 
-def _slow(kind: type[Any]) -> None:
+_COMPILES = {
+    "compile forever": _sleep,
+    "compile and crash": _segfault,
+    "compile and sys.exit": _sys_exit,
+    "compile and own Ctrl-C": _own_ctrl_c,
+}
+
+
+def _compiling(kind: type[Any], slow: bool) -> None:
     solution = kind.solution
 
-    def after_a_while(*arguments: Any) -> Any:
-        time.sleep(0.3)
+    def compiled(*arguments: Any) -> Any:
+        fault = _COMPILES.get(_asked("fault"))
+        if fault is not None and slow:
+            time.sleep(0.3)  # so that all are compiled at a time
+        elif fault is not None:
+            fault()
         return solution(*arguments)
 
-    kind.solution = after_a_while
+    kind.solution = compiled
 
 
-def _break_compilation(fault: Any) -> None:
-    gemm1x1.ConvCpuGemm1x1.solution = fault  # type: ignore[method-assign]
-    for kind in (direct.ConvCpuDirect, im2col_gemm.ConvCpuIm2colGemm):
-        _slow(kind)
+def _complain(*arguments: Any) -> str:
+    fault = _asked("fault")
+    if fault == "sick" or (fault == "sick once" and not _ONCE.exists()):
+        _ONCE.touch()
+        return "a kernel gives wrong results"
+    return _complaint(*arguments)
 
 
 for effort, schedule in effort_module._SCHEDULES.items():
-    cutoff = {"cutoff": 1e9, "long_cutoff": 1e9} if _FAULT else {}
-    effort_module._SCHEDULES[effort] = replace(schedule, keep=1e9, **cutoff)
+    cutoffs = {} if _asked("fault") == "cut off" else {"cutoff": 1e9, "long_cutoff": 1e9}
+    least = max(schedule.least_final_rounds, MIN_ROUNDS) if schedule.final_rounds else 0
+    effort_module._SCHEDULES[effort] = replace(schedule, keep=1e9, least_final_rounds=least, **cutoffs)
 
-if _FAULT in _RUNS:
-    gemm1x1.multiply = _faulty
-elif _FAULT == "memory":
-    evaluate.Verifier = _no_memory  # type: ignore[assignment, misc]
-elif _FAULT == "die once":
-    evaluate.Verifier = _die_once  # type: ignore[assignment, misc]
-elif _FAULT == "die":
-    evaluate.Verifier = _kill  # type: ignore[assignment, misc]
-elif _FAULT == "compile forever":
-    _break_compilation(_sleep)
-elif _FAULT == "compile and crash":
-    _break_compilation(_segfault)
-elif _FAULT == "compile and sys.exit":
-    _break_compilation(_sys_exit)
-elif _FAULT == "compile and own Ctrl-C":
-    _break_compilation(_own_ctrl_c)
-elif _FAULT == "sick":
-    sandbox_child.complaint = lambda *_: "a kernel gives wrong results"
-elif _FAULT == "sick once" and not _ONCE.exists():
-    _ONCE.touch()
-    sandbox_child.complaint = lambda *_: "a kernel gives wrong results"
+for kind in (direct.ConvCpuDirect, im2col_gemm.ConvCpuIm2colGemm, gemm1x1.ConvCpuGemm1x1):
+    _compiling(kind, slow=kind is not gemm1x1.ConvCpuGemm1x1)
+gemm1x1.multiply = _faulty
+evaluate.Verifier = _verifying  # type: ignore[assignment, misc]
+sandbox_child.complaint = _complain
+race._Runner.take = _in_stage("screening", race._Runner.take)  # type: ignore[method-assign]
+race.Race.finish = _in_stage("race", race.Race.finish)  # type: ignore[method-assign]

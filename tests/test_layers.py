@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from waiting import LIMIT_S
 
 from miofind.solver.registry import Registry
 
@@ -223,7 +224,7 @@ def test_works_without_the_gpu_libraries(code: str, tmp_path: Path) -> None:
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=LIMIT_S,
         check=False,
     )
     assert result.returncode == 0, result.stderr

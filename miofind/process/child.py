@@ -114,7 +114,7 @@ class Child:
     def exit_code(self) -> int | None:
         """Exit code, minus the signal that ended it; waits for a process that is ending, None if it does not end."""
         with contextlib.suppress(subprocess.TimeoutExpired):
-            return self._process.wait(timeout=5)
+            return self._process.wait(timeout=60)
         return None
 
     def interrupt(self) -> None:

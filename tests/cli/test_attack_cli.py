@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from cli_runner import FORWARD, TINY, run, use_own_folders
+from waiting import LIMIT_S
 
 from miofind.cli import db as db_commands
 from miofind.cli.output import Sheet, print_note
@@ -33,7 +34,9 @@ def own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def shell(line: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """What `line` does, where "$@" stands for miofind and its arguments."""
     command = ["bash", "-c", line, "bash", sys.executable, "-m", "miofind", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False, timeout=120)
+    done = subprocess.run(
+        command, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False, timeout=LIMIT_S
+    )
     assert "Traceback" not in done.stderr
     assert "Exception ignored" not in done.stderr
     return done
@@ -75,7 +78,7 @@ main(sys.argv[1:], prog_name="miofind")
 @pytest.mark.parametrize(("device", "code"), [((), 0), (("--device", "cuda"), 3)], ids=["any", "cuda"])
 def test_without_cupy(error: str, device: tuple[str, ...], code: int) -> None:
     command = [sys.executable, "-c", HIDE.format(error=error), "find", *FORWARD, *device]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=LIMIT_S)
     assert done.returncode == code, done.stderr
     assert "Traceback" not in done.stderr
     assert code == 0 or "CuPy" in done.stderr
@@ -122,7 +125,7 @@ def test_ctrl_c_leaves_no_traceback_of_imports(where: str, installed: bool, tmp_
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=LIMIT_S,
     )
     assert (done.returncode, done.stderr) == (130, "interrupted\n")
 
@@ -148,7 +151,7 @@ def test_ctrl_c_keeps_what_was_tuned(tmp_path: Path) -> None:
     first = child.stderr.readline()
     assert " tuned " in first, first
     child.send_signal(signal.SIGINT)
-    printed, noted = child.communicate(timeout=60)
+    printed, noted = child.communicate(timeout=LIMIT_S)
     assert child.returncode in (0, 130)  # 0 where it was done before the signal came
     assert "Traceback" not in noted
     assert "measured" in printed
@@ -174,14 +177,14 @@ def test_sigterm_outside_the_measuring_is_ctrl_c_too(
 def test_a_measuring_process_ends_with_its_parent() -> None:
     child = (
         "import time; from miofind.evaluate.entry import end_with_parent;"
-        "end_with_parent(); print(flush=True); time.sleep(60)"
+        "end_with_parent(); print(flush=True); time.sleep(3600)"
     )
     parent = (
         "import subprocess, sys; "
         f"child = subprocess.Popen([sys.executable, '-c', {child!r}], stdout=subprocess.PIPE); "
         "child.stdout.readline(); print(child.pid)"
     )
-    pid = int(subprocess.run([sys.executable, "-c", parent], capture_output=True, check=True, timeout=60).stdout)
+    pid = int(subprocess.run([sys.executable, "-c", parent], capture_output=True, check=True, timeout=LIMIT_S).stdout)
     deadline = time.monotonic() + 20
     while time.monotonic() < deadline and is_running(pid):
         time.sleep(0.1)
@@ -234,7 +237,7 @@ def test_an_export_to_a_pipe_writes_to_it(tmp_path: Path) -> None:
     reader = threading.Thread(target=lambda: read.append(pipe.read_text()))
     reader.start()
     run("db", "export", str(pipe))
-    reader.join(timeout=10)
+    reader.join(timeout=LIMIT_S)
     assert pipe.is_fifo()
     assert read[0].startswith('{"format":')
 

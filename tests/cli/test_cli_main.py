@@ -12,6 +12,7 @@ from pathlib import Path
 import click
 import pytest
 from cli_runner import FORWARD, run, run_json, use_own_folders
+from waiting import LIMIT_S
 
 from miofind.cli import main
 from miofind.core.problem import Direction
@@ -288,7 +289,7 @@ def test_a_broken_pipe_is_silent_and_no_failure(
         store.record("no device", "no problem", [unsound])
     reader = f"{sys.executable} -c 'import sys; sys.stdin.close()'"
     command = f"(sleep 0.5; {sys.executable} -m miofind {words}) | {reader}; exit ${{PIPESTATUS[0]}}"
-    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False, timeout=LIMIT_S)
     assert done.returncode == code
     assert done.stderr == "" or code == 2
 
@@ -299,7 +300,7 @@ def test_help_needs_no_gpu_library() -> None:
         "assert CliRunner().invoke(main, ['--help']).exit_code == 0;"
         "sys.exit(', '.join({'cupy', 'cudnn', 'nvmath', 'torch'} & set(sys.modules)) or None)"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=LIMIT_S)
     assert done.stderr == ""
     assert done.returncode == 0
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from cuda_package import SCALE, SCALE_ARGS, SCALE_HEADER, CudaPackage, make_package
+from waiting import LIMIT_S
 
 from miofind.compiler import Binary, BinaryCache, Compiler, build, kernel_hash, nvrtc, nvrtc_version
 from miofind.compiler.cubin import parameter_bytes
@@ -382,7 +383,7 @@ def test_processes_that_want_the_same_kernels(compiler: Compiler, package: CudaP
         subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         for _ in range(6)
     ]
-    results = [child.communicate(timeout=120) for child in children]
+    results = [child.communicate(timeout=LIMIT_S) for child in children]
     assert [child.returncode for child in children] == [0] * 6, results
     assert len({output for output, _ in results}) == 1
     assert compiler.cache.directory is not None

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from foreign_files import STRANGER, disown
+from waiting import LIMIT_S
 
 import miofind
 from miofind.compiler import BinaryCache, directory
@@ -304,7 +305,12 @@ def test_root_outside_of_a_container_is_root(tmp_path: Path) -> None:
     package = str(Path(miofind.__file__).parents[1])
     command = ["unshare", "--user", "--map-user=1000", sys.executable, "-c", NAMESPACE, str(mine / "kernels")]
     done = subprocess.run(
-        command, env=os.environ | {"PYTHONPATH": package}, capture_output=True, text=True, check=False, timeout=60
+        command,
+        env=os.environ | {"PYTHONPATH": package},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=LIMIT_S,
     )
     if "unshare" in done.stderr:
         pytest.skip(done.stderr)

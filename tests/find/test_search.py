@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from landscapes import NETWORK_CONFIG, Landscape
+from waiting import LIMIT_S
 
 from miofind.find.search import DEFAULT_PATIENCE, FINALISTS, ROUND, Search, Space
 from miofind.solver.candidate import Candidate, Outcome, Status
@@ -260,7 +261,7 @@ def test_equal_seeds_give_equal_searches_in_every_process(tmp_path: Path) -> Non
             cwd=tmp_path,
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=LIMIT_S,
             check=True,
         ).stdout
         for seed in ("1", "2")

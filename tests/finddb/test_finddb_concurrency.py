@@ -16,6 +16,7 @@ from pathlib import Path
 import finddb_children
 import pytest
 from finddb_entries import DEVICE, PROBLEM, row
+from waiting import LIMIT_S
 
 from miofind.finddb import MEMORY, Layered, Store
 
@@ -44,7 +45,7 @@ def test_many_processes_lose_nothing(tmp_path):
         child.stdin.write("begin\n")
         child.stdin.flush()
     for child in children:
-        said.append(child.communicate(timeout=100)[0])
+        said.append(child.communicate(timeout=LIMIT_S)[0])
     assert said == [""] * len(children)
     with Store(path) as store:
         assert len(store.problems()) == PAIRS + 1

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from finddb_entries import DEVICE, PROBLEM, VERSIONS, lacking, row, scope, verdict
+from waiting import LIMIT_S
 
 from miofind.errors import DatabaseError, SchemaVersionError
 from miofind.finddb import (
@@ -439,7 +440,7 @@ def test_a_place_without_write_permission(what):
         folder.chmod(0o777 if what == "file" else 0o555)
         child = context.Process(target=unprivileged, args=(str(path), said))
         child.start()
-        (ids, in_memory, refusal, *held), messages, readable = said.get(timeout=60)
+        (ids, in_memory, refusal, *held), messages, readable = said.get(timeout=LIMIT_S)
         child.join()
     finally:
         folder.chmod(0o755)

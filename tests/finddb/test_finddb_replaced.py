@@ -15,6 +15,7 @@ from pathlib import Path
 import finddb_children
 import pytest
 from finddb_entries import DEVICE, PROBLEM, VERSIONS, contents, row, scope
+from waiting import LIMIT_S
 
 from miofind.errors import DatabaseError
 from miofind.finddb import MEMORY, Layered, Store, database, upgrade, write_release
@@ -85,7 +86,7 @@ class Child:
         """Have it close the FindDB and exit."""
         assert self._process.stdin is not None
         self._process.stdin.close()
-        assert self._process.wait(100) == 0
+        assert self._process.wait(LIMIT_S) == 0
 
     def __enter__(self) -> Child:
         return self

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cli_runner import use_own_folders
+from waiting import LIMIT_S
 
 import miofind
 from miofind.compiler import BinaryCache, CompilePool, Compiler, build, nvrtc
@@ -74,14 +75,14 @@ BUSY = {
         from miofind.solvers.cpu import gemm1x1 as cpu_gemm1x1
         def wait(*_):
             print("busy", flush=True)
-            time.sleep(600)
+            time.sleep(3600)
         cpu_gemm1x1.multiply = wait
         miofind.find_solutions(one_by_one)
         """,
     "in a child's step": """
         from miofind.evaluate.executors import Isolated
         def tell():
-            while not os.path.exists(os.environ["FAULT_ONCE"]):
+            while not os.path.exists(os.environ["FAULT_FOLDER"] + "/once"):
                 time.sleep(0.01)
             print("busy", flush=True)
         threading.Thread(target=tell, daemon=True).start()
@@ -112,7 +113,7 @@ BUSY = {
         handle = miofind.default_handle(miofind.Device.cpu())
         handle.executor(isolate=True).prepare()
         print("busy", flush=True)
-        time.sleep(600)
+        time.sleep(3600)
         """,
 }
 
@@ -120,12 +121,13 @@ BUSY = {
 @pytest.mark.parametrize("script", BUSY.values(), ids=BUSY.keys())
 def test_ctrl_c_in_a_find_leaves_one_traceback(tmp_path: Path, script: str) -> None:
     """A thread that compiled held up the end of the process, and a second Ctrl-C there left a further traceback."""
-    with started(script, FAULT="wait to be killed", FAULT_ONCE=str(tmp_path / "once")) as child:
+    (tmp_path / "fault").write_text("wait to be killed", encoding="utf-8")
+    with started(script, FAULT_FOLDER=str(tmp_path)) as child:
         assert child.stdout is not None
         line = child.stdout.readline()
         assert line == "busy\n", child.communicate()[1]
         child.send_signal(signal.SIGINT)
-        _, told = child.communicate(timeout=120)
+        _, told = child.communicate(timeout=LIMIT_S)
     assert child.returncode == -signal.SIGINT, told
     assert told.count("Traceback") == 1, told
     assert "Exception ignored" not in told
@@ -162,7 +164,7 @@ AFTER_MAIN = {
 def test_a_find_works_once_main_has_returned(script: str) -> None:
     """It raised "cannot schedule new futures after interpreter shutdown"."""
     with started(script) as child:
-        printed, told = child.communicate(timeout=300)
+        printed, told = child.communicate(timeout=LIMIT_S)
     assert (child.returncode, printed, told) == (0, "True\n", "")
 
 
@@ -175,7 +177,7 @@ def in_a_fork(work: Callable[[], object]) -> int:
     if child == 0:
         status = 1
         try:
-            signal.alarm(120)
+            signal.alarm(int(LIMIT_S))
             work()
             status = 0
         finally:
@@ -230,7 +232,7 @@ time.sleep(float(sys.argv[2]))
 child = os.fork()
 if not child:
     os._exit(0 if miofind.find_solutions(other, handle=handle) else 1)
-ended = threading.Timer(30, os.kill, (child, 9))
+ended = threading.Timer(600, os.kill, (child, 9))
 ended.start()
 status = os.waitpid(child, 0)[1]
 ended.cancel()
@@ -246,7 +248,7 @@ def test_a_fork_waits_for_another_threads_imports(tmp_path: Path, after_s: float
         [sys.executable, "-c", FORK_IN_A_FIRST_FIND, str(tmp_path / "finddb.db"), str(after_s)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=LIMIT_S,
     )
     assert done.returncode == 0, done.stderr
 
@@ -285,14 +287,14 @@ def test_a_forked_child_compiles_what_its_parent_compiled(
     def compiled(*_: Any) -> Compiled:
         if os.getpid() == parent:
             begun.set()
-            assert end.wait(120)
+            assert end.wait(LIMIT_S)
         return Compiled(cubin=b"\x7fELF", log="")
 
     monkeypatch.setattr(build, "compile_source", compiled)
     thread = threading.Thread(target=compiler._build, args=(step, "90a"))
     thread.start()
     try:
-        assert begun.wait(120)
+        assert begun.wait(LIMIT_S)
         assert forked_by_a_thread(lambda: compiler._build(step if same else other, "90a")) == 0
     finally:
         end.set()
@@ -377,7 +379,7 @@ def test_a_first_find_imports_nothing_that_a_fork_does_not_wait_for(tmp_path: Pa
         [sys.executable, "-c", OUTSIDE_OF_LOADING, str(tmp_path / "finddb.db")],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=LIMIT_S,
         check=True,
     )
     assert done.stdout.split() == []

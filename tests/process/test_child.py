@@ -15,6 +15,7 @@ from typing import Any
 import numpy
 import pytest
 from cli_runner import FORWARD, use_own_folders
+from waiting import LIMIT_S
 
 import miofind
 from miofind.process import child as child_module
@@ -74,7 +75,7 @@ def test_ctrl_c_while_a_process_is_begun_leaves_none_behind(monkeypatch: pytest.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with pytest.raises(KeyboardInterrupt):
-            Child("import time; time.sleep(600)", "", [])
+            Child("import time; time.sleep(3600)", "", [])
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     finally:
         signal.signal(signal.SIGINT, before)
@@ -112,7 +113,7 @@ def foreign(tmp_path: Path) -> Path:
 def told_by_child(command: list[str], folder: Path, **environment: str) -> tuple[Any, list[str]]:
     """What a child of a command that is started in a folder says of its imports, and the sys.path of its parent."""
     chosen = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | environment
-    done = subprocess.run(command, cwd=folder, env=chosen, capture_output=True, text=True, check=False, timeout=120)
+    done = subprocess.run(command, cwd=folder, env=chosen, capture_output=True, text=True, check=False, timeout=LIMIT_S)
     assert done.returncode == 0, done.stderr
     told, path = json.loads(done.stdout.splitlines()[-1])
     return told, path
@@ -188,7 +189,7 @@ def test_a_command_runs_nothing_of_the_current_folder(
     more = {"find": ["--isolate"], "tune": [], "compile": ["--arch", "90a", "--only", "ConvDirectNaive"]}[command]
     place = [] if command == "compile" else ["--device", "cpu"]
     words = [sys.executable, str(script), command, *FORWARD, *place, *more]
-    done = subprocess.run(words, cwd=foreign, capture_output=True, text=True, check=False, timeout=300)
+    done = subprocess.run(words, cwd=foreign, capture_output=True, text=True, check=False, timeout=LIMIT_S)
     assert not (foreign / "was-run").exists(), done.stderr
     assert done.returncode == 0, done.stderr
 
@@ -206,7 +207,7 @@ def test_a_child_of_a_module_and_of_a_spawned_process_imports_what_they_import(t
         "    process.join()\n"
     )
     command = [sys.executable, "-m", "program"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=240)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=LIMIT_S)
     told = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(told) == 2, done.stderr
     for (path, package, *_), parents in told:

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+from waiting import LIMIT_S
 
 from miofind.process.threads import Helper, in_threads
 
@@ -56,17 +57,17 @@ def test_what_has_not_begun_is_given_up() -> None:
         seen.append(number)
         if number == 1:
             begun.set()
-            assert go_on.wait(60)
+            assert go_on.wait(LIMIT_S)
         return number
 
     results = in_threads(work, range(100), 1, "test-given-up")
     assert next(results) == 0
-    assert begun.wait(60)
+    assert begun.wait(LIMIT_S)
     results.close()
     go_on.set()
     for thread in threading.enumerate():
         if thread.name == "test-given-up":
-            thread.join(60)
+            thread.join(LIMIT_S)
     assert seen == [0, 1]
 
 
@@ -90,12 +91,12 @@ def test_a_helper_that_is_given_up_does_what_it_began(helper: Helper) -> None:
 
     def work() -> None:
         begun.set()
-        assert go_on.wait(60)
+        assert go_on.wait(LIMIT_S)
         done.append("first")
 
     helper.submit(work)
     helper.submit(lambda: done.append("second"))
-    assert begun.wait(60)
+    assert begun.wait(LIMIT_S)
     helper.give_up()
     go_on.set()
     helper.finish()

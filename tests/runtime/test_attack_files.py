@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 from cli_runner import FORWARD, run_json, use_own_folders
+from waiting import LIMIT_S
 
 import miofind
 from miofind.compiler import BinaryCache, Compiler, kernel_hash
@@ -106,7 +107,7 @@ def test_what_is_no_regular_file_is_written_not_replaced(saved: Path, tmp_path: 
     reader = threading.Thread(target=lambda: read.append(pipe.read_text()))
     reader.start()
     load(saved).save(pipe)
-    reader.join(timeout=10)
+    reader.join(timeout=LIMIT_S)
     assert pipe.is_fifo()
     assert json.loads(read[0])["format"] == "miofind-solution"
 

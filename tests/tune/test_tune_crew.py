@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from waiting import LIMIT_S
 
 from miofind import find_solutions, run_solution
 from miofind.core.problem import ProblemDescription
@@ -308,7 +309,7 @@ def test_a_worker_waits_for_what_another_may_give_back() -> None:
     waiting = threading.Thread(target=lambda: got.append(queue.take("a")))
     waiting.start()
     assert queue.give_back(first)
-    waiting.join(timeout=30)
+    waiting.join(timeout=LIMIT_S)
     assert got == [replace(first, losses=1)]
     assert got[0] is not None
     assert not queue.give_back(got[0])
@@ -322,6 +323,6 @@ def test_a_closed_queue_lets_the_waiting_go() -> None:
     waiting = threading.Thread(target=lambda: got.append(queue.take("a")))
     waiting.start()
     queue.close()
-    waiting.join(timeout=30)
+    waiting.join(timeout=LIMIT_S)
     assert got == [None]
     assert None not in taken
