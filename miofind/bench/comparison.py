@@ -110,7 +110,7 @@ def bench(
             message = failures[entry.problem]
             row = BenchRow(entry=entry, floor_ms=ceilings.floor_ms(entry.problem), message=message)
         else:
-            row = _row(entry, handle, options, ceilings, against_torch=against_torch)
+            row = bench_row(entry, handle, options, ceilings, against_torch=against_torch)
         rows.append(row)
         on_row(row)
     return rows
@@ -138,9 +138,10 @@ def _find(
     return failures
 
 
-def _row(
+def bench_row(
     entry: SuiteProblem, handle: Handle, options: FindOptions, ceilings: Ceilings, *, against_torch: bool
 ) -> BenchRow:
+    """One problem's result with the solution that a find answers; what failed is its message."""
     floor_ms = ceilings.floor_ms(entry.problem)
     try:
         solution = find_solutions(entry.problem, options=options, handle=handle)[0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -180,39 +181,47 @@ def _number(value: float | None, text: Any) -> str:
 def _report(rows: list[BenchRow], means: list[ClassMeans], device: Device, ceilings: Ceilings) -> dict[str, object]:
     return {
         "gpu": device.name,
-        "versions": _versions(device),
+        "versions": bench_versions(device),
         "command": shlex.join(["miofind", *sys.argv[1:]]),
         "ceilings": asdict(ceilings),
-        "means": [
-            {
-                "class": mean.name,
-                "problems": mean.count,
-                "ratio": mean.ratio,
-                "least_ratio": mean.least_ratio,
-                "floor_fraction": mean.floor_fraction,
-            }
-            for mean in means
-        ],
-        "rows": [
-            {
-                "suite": row.entry.suite,
-                "layer": row.entry.layer,
-                **problem_json(row.entry.problem),
-                "class": row.problem_class,
-                "solution": row.solution.id if row.solution else None,
-                "time_ms": row.time_ms,
-                "torch_ms": row.rival_ms,
-                "ratio": row.ratio,
-                "floor_ms": row.floor_ms,
-                "floor_fraction": row.floor_fraction,
-                "message": row.message,
-            }
-            for row in rows
-        ],
+        "means": means_json(means),
+        "rows": list(map(row_json, rows)),
     }
 
 
-def _versions(device: Device) -> dict[str, str]:
+def means_json(means: Iterable[ClassMeans]) -> list[dict[str, object]]:
+    """What every JSON output says of classes of problems."""
+    return [
+        {
+            "class": mean.name,
+            "problems": mean.count,
+            "ratio": mean.ratio,
+            "least_ratio": mean.least_ratio,
+            "floor_fraction": mean.floor_fraction,
+        }
+        for mean in means
+    ]
+
+
+def row_json(row: BenchRow) -> dict[str, object]:
+    """What every JSON output says of a problem that was timed."""
+    return {
+        "suite": row.entry.suite,
+        "layer": row.entry.layer,
+        **problem_json(row.entry.problem),
+        "class": row.problem_class,
+        "solution": row.solution.id if row.solution else None,
+        "time_ms": row.time_ms,
+        "torch_ms": row.rival_ms,
+        "ratio": row.ratio,
+        "floor_ms": row.floor_ms,
+        "floor_fraction": row.floor_fraction,
+        "message": row.message,
+    }
+
+
+def bench_versions(device: Device) -> dict[str, str]:
+    """Versions of what takes part, of PyTorch where it was imported."""
     found = dict(versions(device))
     torch = sys.modules.get("torch")
     if torch is not None:
