@@ -141,7 +141,7 @@ def _layouts(solver: Solver) -> list[Layout]:
 
 
 def _dtypes(solver: Solver) -> list[str]:
-    served = {dtype for key in solver.keys for dtype in key.dtypes}
+    served = {dtype for key in solver.keys for dtype in key.every_dtype}
     return [dtype.value for dtype in DataType if dtype in served]
 
 

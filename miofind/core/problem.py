@@ -206,6 +206,11 @@ class ProblemDescription:
         return sum(operand.tensor.bytes for operand in self.operands)
 
     @property
+    def accumulator(self) -> DataType:
+        """Element type that products are summed in: float64 for float64, else float32."""
+        return DataType.FLOAT64 if self.x.dtype is DataType.FLOAT64 else DataType.FLOAT32
+
+    @property
     def reduction_length(self) -> int:
         """Products summed for one element of the output: its largest number over the output."""
         taps = _math.prod(self.filter)

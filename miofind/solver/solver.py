@@ -11,7 +11,7 @@ import math
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 from typing import ClassVar
 
@@ -83,10 +83,12 @@ class KernelKey:
     Attributes:
         place: CUDA or CPU.
         library: who supplies the code.
-        dtypes: element types; every tensor of a problem must have one of them.
-        layouts: memory orders; every tensor of a problem must have one of them.
+        dtypes: element types of the operands; each operand of a problem must have one of them.
+        layouts: memory orders; each operand of a problem must have one of them.
         min_sm: least compute capability, as an int; 0 on the CPU place.
         archs: exact architectures such as ("90a",), or empty for any from `min_sm` on.
+        operand_dtypes: by name, element types of operands that have others than `dtypes`: {"y": frozenset({...})}.
+        accumulator: element type that products are summed in; None for float32, and float64 where operands have it.
     """
 
     place: Place
@@ -95,6 +97,13 @@ class KernelKey:
     layouts: frozenset[Layout]
     min_sm: int = 0
     archs: tuple[str, ...] = ()
+    operand_dtypes: Mapping[str, frozenset[DataType]] = field(default_factory=dict, hash=False)
+    accumulator: DataType | None = None
+
+    @property
+    def every_dtype(self) -> frozenset[DataType]:
+        """The element types that any operand may have."""
+        return self.dtypes.union(*self.operand_dtypes.values())
 
     def applicability(self, problem: ProblemDescription, device: Device) -> Applicability:
         """Whether the key matches."""
@@ -106,12 +115,14 @@ class KernelKey:
             )
         if self.archs and device.arch not in self.archs:
             return Applicability(f"runs on {', '.join(self.archs)} only, {device.name} is {device.arch}")
-        for name in ("x", "w", "y"):
-            tensor = problem.tensor(name)
-            if tensor.dtype not in self.dtypes:
-                return Applicability(f"{name} is {tensor.dtype}, served are {', '.join(sorted(self.dtypes))}")
+        for operand in problem.operands:
+            name, tensor, dtypes = operand.name, operand.tensor, self.operand_dtypes.get(operand.name, self.dtypes)
+            if tensor.dtype not in dtypes:
+                return Applicability(f"{name} is {tensor.dtype}, served are {', '.join(sorted(dtypes))}")
             if tensor.layout not in self.layouts:
                 return Applicability(f"{name} is {tensor.layout}, served are {', '.join(sorted(self.layouts))}")
+        if self.accumulator not in (None, problem.accumulator):
+            return Applicability(f"accumulates in {self.accumulator}, the problem in {problem.accumulator}")
         return APPLICABLE
 
 
@@ -149,8 +160,8 @@ class Solver(ABC):
         return self.keys[0].library
 
     def tensor_alignment(self, problem: ProblemDescription) -> int:
-        """Bytes that the addresses of a problem's tensors must be multiples of."""
-        return max(self.alignment_bytes, *(t.dtype.itemsize for t in (problem.x, problem.w, problem.y)))
+        """Bytes that the addresses of a problem's operands must be multiples of."""
+        return max(self.alignment_bytes, *(operand.tensor.dtype.itemsize for operand in problem.operands))
 
     @abstractmethod
     def examples(self) -> tuple[ProblemDescription, ...]:

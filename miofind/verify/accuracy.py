@@ -49,7 +49,7 @@ def direct_error(problem: ProblemDescription) -> float:
     """
     length = problem.reduction_length
     dtypes = {problem.x.dtype, problem.w.dtype, problem.y.dtype}
-    if DataType.FLOAT64 in dtypes:
+    if problem.accumulator is DataType.FLOAT64:
         # Twice, because the reference is no more exact than the candidate.
         return 2 * _ROUNDOFF_FLOAT64 * _SUMMATION * math.sqrt(length)
     if dtypes == {DataType.FLOAT32} and problem.math is MathMode.IEEE:
