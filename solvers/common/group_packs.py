@@ -24,9 +24,6 @@ _FEWEST, _MOST = 2, 64  # channels of a group
 _MOST_TAPS, _MOST_STRIDE = 31, 8
 _MAX_SIZE = 2**20
 _BLOCK = 8
-_SCHEDULERS, _SCHEDULER_REGISTERS = 4, 1 << 14
-_THREADS = 1536  # that every architecture has room for
-_RESERVED_BYTES = 1024  # of shared memory, of each block
 
 
 def refuse_groups(problem: ProblemDescription) -> Applicability:
@@ -258,17 +255,3 @@ def raw_bytes(tensor: TensorDescriptor, patch: tuple[int, int], first_column: in
 def is_ample(value: int, menu: Sequence[int], needed: int) -> bool:
     """Whether a smaller choice would do too, so that this one computes the same or more."""
     return any(needed <= other < value for other in menu)
-
-
-def resident_blocks(registers: int, threads: int, shared_bytes: int, device_bytes: int) -> int:
-    """Blocks that a multiprocessor holds at once; 0 if not even one.
-
-    Args:
-        registers: of a thread.
-        threads, shared_bytes: of a block.
-        device_bytes: shared memory of a multiprocessor, for one block.
-    """
-    warps = threads // 32
-    by_registers = _SCHEDULERS * (_SCHEDULER_REGISTERS // (32 * registers)) // warps
-    by_shared = (device_bytes + _RESERVED_BYTES) // (shared_bytes + _RESERVED_BYTES)
-    return min(by_registers, by_shared, _THREADS // threads, 16)

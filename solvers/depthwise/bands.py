@@ -12,10 +12,10 @@ from typing import ClassVar
 
 from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.device.device import Device, Library, Place
+from miofind.solver.occupancy import SmLimits, resident_blocks
 from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
 from miofind.solver.steps import Config, ConfigValue, ConvSolution, KernelStep, Pointer, int32s
 from miofind.solvers.common.correlation import Correlation, ceil_div, correlations, round_up
-from miofind.solvers.common.residency import resident_blocks
 from miofind.solvers.depthwise.bands_tiling import BandAxis, band_pitch, images_begin_alike, refuse_bands
 
 _SHARED_BYTES = 48 << 10
@@ -84,7 +84,7 @@ class _Tiling:
 
     def resident(self, device: Device) -> int:
         """Blocks that a multiprocessor holds at once."""
-        return max(1, resident_blocks(self.registers, self.threads, self.shared_bytes, device))
+        return max(1, resident_blocks(self.registers, self.threads, self.shared_bytes, SmLimits.of(device)))
 
 
 def _launch(conv: Correlation, config: Config, device: Device) -> KernelStep:

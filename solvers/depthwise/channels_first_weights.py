@@ -12,10 +12,10 @@ from typing import ClassVar
 
 from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.device.device import Device, Library, Place
+from miofind.solver.occupancy import SmLimits, resident_blocks
 from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
 from miofind.solver.steps import Config, ConfigValue, ConvSolution, KernelStep, Pointer, int32s
 from miofind.solvers.common.correlation import ceil_div, round_up
-from miofind.solvers.common.residency import resident_blocks
 from miofind.solvers.common.split_k import SplitK
 from miofind.solvers.depthwise.strips import (
     MAX_DEFAULTS,
@@ -111,7 +111,7 @@ class _Tiling(StripTiling):
 
     def resident(self, device: Device) -> int:
         """Blocks that a multiprocessor holds at once."""
-        return max(1, resident_blocks(self.registers, self.threads, self.shared_bytes, device))
+        return max(1, resident_blocks(self.registers, self.threads, self.shared_bytes, SmLimits.of(device)))
 
 
 def _odd_room(itemsize: int, count: int) -> int:
@@ -278,7 +278,8 @@ class ConvDepthwiseChannelsFirstWeights(Solver):
         if max(tiling.down.window, tiling.across.window) > MAX_WINDOW:
             return False
         fits_registers = (
-            tiling.registers <= _MAX_REGISTERS and resident_blocks(tiling.registers, tiling.threads, 0, device) > 0
+            tiling.registers <= _MAX_REGISTERS
+            and resident_blocks(tiling.registers, tiling.threads, 0, SmLimits.of(device)) > 0
         )
         fits_shared = tiling.shared_bytes <= (device.shared_bytes or _SHARED_BYTES)
         return (fits_registers or is_last) and fits_shared

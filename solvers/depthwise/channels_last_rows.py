@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 from miofind.core.problem import Direction, ProblemDescription
 from miofind.device.device import Device
+from miofind.solver.occupancy import SmLimits, resident_blocks
 from miofind.solver.solver import APPLICABLE, Applicability
 from miofind.solver.steps import Config, Scalar, int32s
 from miofind.solvers.common.correlation import ceil_div, round_up
 from miofind.solvers.common.divisor import divisors
 from miofind.solvers.common.limits import MAX_ELEMENTS, refuse_tensors
-from miofind.solvers.common.residency import resident_blocks
 
 _COPY_BYTES = 16
 _BANK_BYTES = 128
@@ -294,7 +294,7 @@ class RowWork:
     def time_ms(self, tiling: RowTiling, device: Device, rates: RowRates) -> float:
         """Milliseconds, launches and all."""
         registers = round_up(self.registers, 8)
-        resident = max(1, resident_blocks(registers, tiling.threads, self.shared_bytes, device))
+        resident = max(1, resident_blocks(registers, tiling.threads, self.shared_bytes, SmLimits.of(device)))
         full, rest = divmod(tiling.blocks, device.sm_count * resident)
         waves = full * self._wave(resident * tiling.threads, rates)
         if rest:

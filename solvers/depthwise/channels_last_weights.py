@@ -12,6 +12,7 @@ from typing import ClassVar
 
 from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.device.device import Device, Library, Place
+from miofind.solver.occupancy import SmLimits, resident_blocks
 from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
 from miofind.solver.steps import (
     Config,
@@ -24,7 +25,6 @@ from miofind.solver.steps import (
 from miofind.solvers.common.correlation import ceil_div, round_up
 from miofind.solvers.common.divisor import divisors
 from miofind.solvers.common.limits import MAX_ELEMENTS
-from miofind.solvers.common.residency import resident_blocks
 from miofind.solvers.common.split_k import SplitK
 from miofind.solvers.depthwise.channels_last_rows import (
     axis_scalars,
@@ -129,7 +129,7 @@ class _Tiling:
 
     def resident(self, device: Device) -> int:
         """Blocks that a multiprocessor holds at once."""
-        return max(1, resident_blocks(self.registers, self.threads, self.shared_bytes, device))
+        return max(1, resident_blocks(self.registers, self.threads, self.shared_bytes, SmLimits.of(device)))
 
     @property
     def reduction_lanes(self) -> int:

@@ -20,8 +20,8 @@ from miofind.solvers.depthwise.large_planes import (
     PlaneVector,
     StagedColumns,
     gap_slots,
+    min_blocks,
     refuse_large,
-    resident_blocks,
 )
 
 _MAX_DIAGONALS = 16
@@ -186,7 +186,7 @@ def _defines(conv: Correlation, config: Config, tiling: _Tiling) -> tuple[tuple[
         ("IN_FLAT", int(tiling.in_vector.flat)),
         ("OUT_VECTOR", tiling.out_vector.length),
         ("OUT_FLAT", int(tiling.out_vector.flat)),
-        ("MIN_BLOCKS", resident_blocks(_registers(tiling), tiling.threads, tiling.shared_bytes)),
+        ("MIN_BLOCKS", min_blocks(_registers(tiling), tiling.threads, tiling.shared_bytes)),
         ("SHARED_BYTES", tiling.shared_bytes),
     )
 
@@ -223,7 +223,7 @@ def _busy_ms(conv: Correlation, config: Config, device: Device) -> float:
     busy = config["channels"] * (taps * (row + 3 * tiling.diagonals) + moved)
     row_latency = _ROW_LATENCY + tiling.warp_blocks * share * tiling.products * _PRODUCT_LATENCY
     alone = _BLOCK_LATENCY + taps * row_latency + config["channels"] * moved
-    resident = resident_blocks(_registers(tiling), tiling.threads, tiling.shared_bytes)
+    resident = min_blocks(_registers(tiling), tiling.threads, tiling.shared_bytes)
     full, rest = divmod(tiling.blocks, device.sm_count * resident)
     cycles = full * max(resident * busy, alone)
     if rest:

@@ -9,12 +9,14 @@ import math
 from dataclasses import dataclass
 
 from miofind.core.problem import ProblemDescription, TensorDescriptor
+from miofind.solver.occupancy import SmLimits, resident_blocks
 from miofind.solver.solver import Applicability
 from miofind.solvers.common.correlation import Axis
 from miofind.solvers.common.limits import refuse_tensors
 
 _MOST = 8  # elements of 16 bytes
 _LEAST_FILTER = 5
+_LIMITS = SmLimits(threads=1024, blocks=16, shared_bytes=160 << 10)  # what the kernels are compiled for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,11 +77,9 @@ def gap_slots(images: int) -> int:
     return 16 - math.gcd(_MOST, images)
 
 
-def resident_blocks(registers: int, threads: int, shared_bytes: int) -> int:
-    """Blocks that a multiprocessor holds at once, by registers of a thread, threads and shared memory of a block."""
-    by_registers = 65536 // (registers * threads)
-    by_shared = (160 << 10) // (shared_bytes + 1024)
-    return max(1, min(by_registers, by_shared, 1024 // threads, 16))
+def min_blocks(registers: int, threads: int, shared_bytes: int) -> int:
+    """Blocks that the kernels are compiled for a multiprocessor to hold at once, whatever the device; at least 1."""
+    return max(1, resident_blocks(registers, threads, shared_bytes, _LIMITS))
 
 
 def refuse_large(problem: ProblemDescription) -> Applicability:

@@ -13,6 +13,7 @@ from typing import ClassVar
 
 from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.device.device import Device, Library, Place
+from miofind.solver.occupancy import register_limit
 from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
 from miofind.solver.steps import (
     Config,
@@ -24,14 +25,13 @@ from miofind.solver.steps import (
 )
 from miofind.solvers.common.correlation import Axis, ceil_div, forward_axes, round_up
 from miofind.solvers.common.limits import MAX_ELEMENTS
-from miofind.solvers.common.residency import held_registers
 from miofind.solvers.common.split_k import SplitK
 from miofind.solvers.depthwise.large_planes import (
     PlaneVector,
     StagedColumns,
     gap_slots,
+    min_blocks,
     refuse_large,
-    resident_blocks,
 )
 
 _MAX_SUMS = 128
@@ -139,12 +139,12 @@ def _spills(tiling: _Tiling) -> bool:
     Fitted to 1,700 kernels for sm_80 and sm_90a, some of odd sizes. Vectors that run on from row to row in one of the
     tensors alone are under way with where each of their elements goes; where they do in both, compilers keep less.
     """
-    blocks = resident_blocks(_registers(tiling), tiling.threads, tiling.shared_bytes)
+    blocks = min_blocks(_registers(tiling), tiling.threads, tiling.shared_bytes)
     others = 4 * ceil_div(tiling.tile_w, 16) + 56
     if tiling.in_vector.flat != tiling.out_vector.flat:
         in_flight = 8 if blocks * tiling.threads <= 512 else 4  # as in the kernel
         others = max(others, 13 * in_flight + 12)
-    return 4 * tiling.warp_rows * tiling.diagonals + others > held_registers(blocks, tiling.threads)
+    return 4 * tiling.warp_rows * tiling.diagonals + others > register_limit(blocks, tiling.threads)
 
 
 def _defines(problem: ProblemDescription, config: Config, tiling: _Tiling) -> tuple[tuple[str, str | int], ...]:
@@ -167,7 +167,7 @@ def _defines(problem: ProblemDescription, config: Config, tiling: _Tiling) -> tu
         ("IN_FLAT", int(tiling.in_vector.flat)),
         ("OUT_VECTOR", tiling.out_vector.length),
         ("OUT_FLAT", int(tiling.out_vector.flat)),
-        ("MIN_BLOCKS", resident_blocks(_registers(tiling), tiling.threads, tiling.shared_bytes)),
+        ("MIN_BLOCKS", min_blocks(_registers(tiling), tiling.threads, tiling.shared_bytes)),
         ("SHARED_BYTES", tiling.shared_bytes),
         ("FINAL", int(config["splits"] == 1)),
     )
@@ -232,7 +232,7 @@ def _busy_ms(problem: ProblemDescription, config: Config, device: Device) -> flo
     waits = _SLOT_LATENCY + tiling.warp_rows * share * tiling.products * _PRODUCT_LATENCY
     alone = _TILE_LATENCY + moved + passes * tiling.slot_blocks * waits
     turns = ceil_div(tiling.tiles, config["splits"])
-    resident = resident_blocks(_registers(tiling), tiling.threads, tiling.shared_bytes)
+    resident = min_blocks(_registers(tiling), tiling.threads, tiling.shared_bytes)
     full, rest = divmod(tiling.blocks, device.sm_count * resident)
     cycles = full * max(resident * busy, alone)
     if rest:

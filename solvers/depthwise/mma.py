@@ -11,11 +11,12 @@ from typing import ClassVar
 
 from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.device.device import Device, Library, Place
+from miofind.solver.occupancy import SmLimits, resident_blocks
 from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
 from miofind.solver.steps import Config, ConfigValue, ConvSolution, KernelStep, Pointer, int32s
 from miofind.solvers.common.axis_defines import axis_defines
 from miofind.solvers.common.correlation import ceil_div
-from miofind.solvers.common.group_packs import SOURCE, is_ample, resident_blocks
+from miofind.solvers.common.group_packs import SOURCE, is_ample
 from miofind.solvers.depthwise.mma_tiling import DepthwiseTiling, refuse_mma, unbalance, unit_axes
 
 _DEFAULTS = 8
@@ -23,15 +24,14 @@ _ROWS, _COLUMNS, _CHANNELS = (2, 4, 7, 8, 14), (8, 16), (16, 32, 64)
 _MAX_PRODUCTS = 1000  # of a walk, all unrolled
 _MAX_REGISTERS = 255
 _MAX_GRID = 2**16 - 1
-_SHARED_BYTES = 99 << 10
 
 
-def _resident(tiling: DepthwiseTiling, shared_bytes: int) -> int:
+def _resident(tiling: DepthwiseTiling, device: Device) -> int:
     """Blocks that a multiprocessor holds at once."""
-    return resident_blocks(tiling.registers, tiling.threads, tiling.shared_bytes, shared_bytes)
+    return resident_blocks(tiling.registers, tiling.threads, tiling.shared_bytes, SmLimits.of(device))
 
 
-def _launch(problem: ProblemDescription, config: Config, shared_bytes: int) -> KernelStep:
+def _launch(problem: ProblemDescription, config: Config, device: Device) -> KernelStep:
     tiling = DepthwiseTiling.of(problem, config)
     channel_tiles, row_tiles, column_tiles, image_tiles = tiling.tiles
     source, target = SOURCE[problem.direction], problem.direction.output
@@ -41,7 +41,7 @@ def _launch(problem: ProblemDescription, config: Config, shared_bytes: int) -> K
         grid=(channel_tiles, row_tiles * column_tiles, image_tiles),
         block=(tiling.threads, 1, 1),
         shared_bytes=tiling.shared_bytes,
-        defines=_defines(problem.lifted(2), tiling, _resident(tiling, shared_bytes)),
+        defines=_defines(problem.lifted(2), tiling, _resident(tiling, device)),
         args=(*(Pointer(buffer=name) for name in (source, "w", target)), *int32s(problem.n)),
     )
 
@@ -202,7 +202,7 @@ class ConvDepthwiseMma(Solver):
             return False
         if tiling.tiles[1] * tiling.tiles[2] > _MAX_GRID or tiling.tiles[3] > _MAX_GRID:
             return False
-        return tiling.registers <= _MAX_REGISTERS and _resident(tiling, device.shared_bytes or _SHARED_BYTES) > 0
+        return tiling.registers <= _MAX_REGISTERS and _resident(tiling, device) > 0
 
     def spreads_nonfinite(self, problem: ProblemDescription, config: Config) -> bool:
         return True
@@ -215,11 +215,11 @@ class ConvDepthwiseMma(Solver):
 
     def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
         tiling = DepthwiseTiling.of(problem, config)
-        resident = _resident(tiling, device.shared_bytes or _SHARED_BYTES)
+        resident = _resident(tiling, device)
         return _LAUNCH_MS + _work_ms(problem, device, tiling, resident)
 
     def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
-        return ConvSolution(steps=(_launch(problem, config, device.shared_bytes or _SHARED_BYTES),))
+        return ConvSolution(steps=(_launch(problem, config, device),))
 
 
 SOLVERS = (ConvDepthwiseMma(),)

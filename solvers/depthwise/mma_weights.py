@@ -12,6 +12,7 @@ from typing import ClassVar
 
 from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.device.device import Device, Library, Place
+from miofind.solver.occupancy import SmLimits, resident_blocks
 from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
 from miofind.solver.steps import (
     Config,
@@ -23,7 +24,7 @@ from miofind.solver.steps import (
 )
 from miofind.solvers.common.axis_defines import axis_defines
 from miofind.solvers.common.correlation import ceil_div
-from miofind.solvers.common.group_packs import is_ample, resident_blocks
+from miofind.solvers.common.group_packs import is_ample
 from miofind.solvers.common.split_k import SplitK
 from miofind.solvers.depthwise.mma_tiling import DepthwiseWeightsTiling, refuse_mma, unbalance, unit_axes
 
@@ -33,13 +34,12 @@ _MAX_PRODUCTS = 500  # of a tile's rows, all unrolled
 _MAX_REGISTERS = 255
 _MAX_THREADS = 1024
 _MAX_WORKSPACE_BYTES = 1 << 28
-_SHARED_BYTES = 99 << 10
 _MIN_CLUSTER_SM = 90
 
 
-def _resident(tiling: DepthwiseWeightsTiling, shared_bytes: int) -> int:
+def _resident(tiling: DepthwiseWeightsTiling, device: Device) -> int:
     """Blocks that a multiprocessor holds at once."""
-    return resident_blocks(tiling.registers, tiling.threads, tiling.shared_bytes, shared_bytes)
+    return resident_blocks(tiling.registers, tiling.threads, tiling.shared_bytes, SmLimits.of(device))
 
 
 def _splits(problem: ProblemDescription, device: Device, config: Config) -> int:
@@ -96,7 +96,7 @@ def _defines(
 
 def _sum_step(problem: ProblemDescription, device: Device, config: Config) -> KernelStep:
     tiling, splits = DepthwiseWeightsTiling.of(problem, config), _splits(problem, device, config)
-    resident = _resident(tiling, device.shared_bytes or _SHARED_BYTES)
+    resident = _resident(tiling, device)
     return KernelStep(
         source="depthwise/mma_weights.cu",
         entry="depthwise_mma_weights",
@@ -140,7 +140,7 @@ def _work_ms(problem: ProblemDescription, device: Device, tiling: DepthwiseWeigh
     serial = ceil_div(tiling.turns, tiling.warps) * products
     alone = _TILE_LATENCY * (2 if config["stages"] == 1 else 1) + 32 * copies * _COPY / tiling.threads
     alone += serial * _PRODUCT_LATENCY
-    resident = _resident(tiling, device.shared_bytes or _SHARED_BYTES)
+    resident = _resident(tiling, device)
     splits = _splits(problem, device, config)
     turns, taps = ceil_div(tiling.tile_count, splits), problem.w.size // problem.c
     blocks = tiling.channel_tiles * splits
@@ -263,7 +263,7 @@ class ConvDepthwiseMmaWeights(Solver):
             return False
         if config != _LAST_RESORT and not _is_dealt(problem, device, config):
             return False
-        return tiling.registers <= _MAX_REGISTERS and _resident(tiling, device.shared_bytes or _SHARED_BYTES) > 0
+        return tiling.registers <= _MAX_REGISTERS and _resident(tiling, device) > 0
 
     def spreads_nonfinite(self, problem: ProblemDescription, config: Config) -> bool:
         return True

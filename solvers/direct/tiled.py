@@ -12,11 +12,12 @@ from typing import ClassVar
 
 from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.device.device import Device, Library, Place
+from miofind.solver.occupancy import resident_blocks
 from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
 from miofind.solver.steps import Config, ConfigValue, ConvSolution, KernelStep, Pointer, int32s
 from miofind.solvers.common.correlation import Correlation, ceil_div, correlations, round_up
 from miofind.solvers.common.limits import refuse_tensors
-from miofind.solvers.direct.tiled_cost import TileRates, TileWork, plane_pitch, tile_ms
+from miofind.solvers.direct.tiled_cost import LIMITS, TileRates, TileWork, plane_pitch, tile_ms
 
 _MAX_ELEMENTS = 2**31 - 1
 _MAX_LAUNCHES = 16
@@ -119,11 +120,9 @@ def _registers(config: Config, tiling: _Tiling) -> int:
     return round_up(config["thread_k"] * (config["thread_w"] + 1) + min(tiling.window, _MAX_WINDOW) + 40, 8)
 
 
-def _resident_blocks(config: Config, tiling: _Tiling) -> int:
-    """Blocks that a multiprocessor holds at once, by registers, threads and shared memory."""
-    by_registers = 65536 // (_registers(config, tiling) * round_up(tiling.threads, 32))
-    by_shared = (96 << 10) // (tiling.shared_bytes + 1024)
-    return int(max(1, min(by_registers, by_shared, 1024 // tiling.threads, 8)))
+def _min_blocks(config: Config, tiling: _Tiling) -> int:
+    """Blocks that the kernel is compiled for a multiprocessor to hold at once, whatever the device; at least 1."""
+    return max(1, resident_blocks(_registers(config, tiling), tiling.threads, tiling.shared_bytes, LIMITS))
 
 
 def _blocks(conv: Correlation, config: Config) -> int:
@@ -174,7 +173,7 @@ def _defines(conv: Correlation, config: Config, tiling: _Tiling) -> tuple[tuple[
     return (
         ("ELEMENT", conv.problem.x.dtype.value),
         *((name.upper(), config[name]) for name in tiles),
-        ("MIN_BLOCKS", _resident_blocks(config, tiling)),
+        ("MIN_BLOCKS", _min_blocks(config, tiling)),
         ("FILTER_Y", max(1, height.taps)),
         ("FILTER_X", max(1, width.taps)),
         ("STAGE_ROWS", tiling.stage_rows),
@@ -218,7 +217,7 @@ def _work(conv: Correlation, config: Config) -> TileWork:
     rows = config["channels"] * tiling.stage_rows
     return TileWork(
         blocks=_blocks(conv, config),
-        resident=_resident_blocks(config, tiling),
+        resident=_min_blocks(config, tiling),
         steps=ceil_div(conv.in_channels, config["channels"]) * (taps_y // tiling.stage_rows),
         warps=ceil_div(tiling.threads, 32),
         products=rows * taps_x * config["thread_k"] * config["thread_w"],

@@ -10,7 +10,11 @@ import math
 from dataclasses import dataclass
 
 from miofind.device.device import Device
+from miofind.solver.occupancy import SmLimits
 from miofind.solvers.common.correlation import round_up
+
+LIMITS = SmLimits(threads=1024, blocks=8, shared_bytes=96 << 10, schedulers=1)
+"""What the kernels are compiled for, whatever the device: less than any has."""
 
 _SCHEDULERS = 4
 

@@ -13,6 +13,7 @@ from typing import ClassVar
 
 from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.device.device import Device, Library, Place
+from miofind.solver.occupancy import resident_blocks
 from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
 from miofind.solver.steps import (
     Config,
@@ -25,7 +26,7 @@ from miofind.solver.steps import (
 from miofind.solvers.common.correlation import Axis, ceil_div, forward_axes, round_up
 from miofind.solvers.common.limits import refuse_tensors
 from miofind.solvers.common.split_k import SplitK
-from miofind.solvers.direct.tiled_cost import TileRates, TileWork, plane_pitch, tile_ms
+from miofind.solvers.direct.tiled_cost import LIMITS, TileRates, TileWork, plane_pitch, tile_ms
 
 _MAX_ELEMENTS = 2**31 - 1
 _MAX_WORKSPACE_BYTES = 1 << 30
@@ -132,11 +133,9 @@ def _channel_vector(most: int, channels: int, tile: int, groups: int, tile_group
     return math.gcd(most, channels, tile)
 
 
-def _resident_blocks(tiling: _Tiling) -> int:
-    """Blocks that a multiprocessor holds at once, by registers, threads and shared memory."""
-    by_registers = 65536 // (tiling.registers * round_up(tiling.threads, 32))
-    by_shared = (96 << 10) // (tiling.shared_bytes + 1024)
-    return max(1, min(by_registers, by_shared, 1024 // tiling.threads, 8))
+def _min_blocks(tiling: _Tiling) -> int:
+    """Blocks that the kernel is compiled for a multiprocessor to hold at once, whatever the device; at least 1."""
+    return max(1, resident_blocks(tiling.registers, tiling.threads, tiling.shared_bytes, LIMITS))
 
 
 def _defines(problem: ProblemDescription, config: Config, tiling: _Tiling) -> tuple[tuple[str, str | int], ...]:
@@ -145,7 +144,7 @@ def _defines(problem: ProblemDescription, config: Config, tiling: _Tiling) -> tu
     return (
         ("ELEMENT", problem.x.dtype.value),
         *((name.upper(), config[name]) for name in tiles),
-        ("MIN_BLOCKS", _resident_blocks(tiling)),
+        ("MIN_BLOCKS", _min_blocks(tiling)),
         ("FILTER_Y", height.taps),
         ("FILTER_X", width.taps),
         ("STAGE_ROWS", tiling.stage_rows),
@@ -220,7 +219,7 @@ def _work(problem: ProblemDescription, config: Config) -> TileWork:
     strips, vector = config["tile_h"] * config["tile_w"] // _STRIP, max(tiling.x_vector, tiling.y_vector)
     return TileWork(
         blocks=tiling.blocks,
-        resident=_resident_blocks(tiling),
+        resident=_min_blocks(tiling),
         steps=ceil_div(tiling.tiles, config["splits"]),
         warps=ceil_div(tiling.threads, 32),
         products=strips * config["thread_k"] * config["thread_c"] * tiling.chunk * _STRIP,

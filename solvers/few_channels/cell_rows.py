@@ -10,13 +10,11 @@ from dataclasses import dataclass
 
 from miofind.core.problem import ProblemDescription
 from miofind.device.device import Device
+from miofind.solver.occupancy import SmLimits, resident_blocks
 from miofind.solver.steps import Config
 from miofind.solvers.common.correlation import ceil_div, round_up
-from miofind.solvers.common.group_packs import resident_blocks
 from miofind.solvers.few_channels.cells import Cells
 from miofind.solvers.few_channels.gradient_rows import StrideCells, strip_rows
-
-_SHARED_BYTES = 48 << 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,8 +73,7 @@ class CellRows:
         shared_bytes = max(stages * row_bytes, raw + 256 * fragments)
         kept = 4 * blocks * taps_y * element_blocks + 2 * fragments
         registers = round_up(kept + 4 * blocks + 44, 8)
-        shared_most = device.shared_bytes or _SHARED_BYTES
-        resident = min(config["resident"], resident_blocks(registers, 32 * warps, shared_bytes, shared_most))
+        resident = min(config["resident"], resident_blocks(registers, 32 * warps, shared_bytes, SmLimits.of(device)))
         rows = strip_rows(height, problem.n * cell_tiles, device.sm_count * max(1, resident))
         strips = ceil_div(height.end - height.first, rows)
         return CellRows(

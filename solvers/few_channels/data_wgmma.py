@@ -12,12 +12,12 @@ from typing import ClassVar
 
 from miofind.core.problem import Direction, ProblemDescription
 from miofind.device.device import Device
+from miofind.solver.occupancy import register_limit
 from miofind.solver.solver import APPLICABLE, Applicability
 from miofind.solver.steps import Box, Config, ConfigValue, ConvSolution, KernelStep, Pointer, TensorMap, int32s
 from miofind.solvers.common.copies import packed_map
 from miofind.solvers.common.correlation import ceil_div
 from miofind.solvers.common.divisor import divisors
-from miofind.solvers.common.residency import held_registers
 from miofind.solvers.few_channels.gradient_slots import GradientSlots
 from miofind.solvers.few_channels.shared import HOPPER_KEYS, FewChannelsSolver, gradient_defines
 
@@ -72,7 +72,7 @@ def _spills(tiling: GradientSlots) -> bool:
         needed += 16
     if tiling.height.met == 1 and tiling.groups > 1:
         needed += 2 * tiling.products
-    return needed > held_registers(tiling.resident, tiling.threads)
+    return needed > register_limit(tiling.resident, tiling.threads)
 
 
 # What default_configs ranks by estimate.

@@ -12,17 +12,15 @@ from typing import ClassVar
 
 from miofind.core.problem import Direction, ProblemDescription
 from miofind.device.device import Device
+from miofind.solver.occupancy import SmLimits, register_limit, resident_blocks
 from miofind.solver.steps import Config, ConfigValue, ConvSolution, KernelStep, Pointer, int32s
 from miofind.solvers.common.correlation import ceil_div, round_up
 from miofind.solvers.common.divisor import divisors
-from miofind.solvers.common.group_packs import resident_blocks
-from miofind.solvers.common.residency import held_registers
 from miofind.solvers.few_channels.shared import FewChannelsSolver
 from miofind.solvers.few_channels.windows import WindowTile, is_same_load
 
 _MAX_SUMS = 128
 _MAX_REGISTERS = 216
-_SHARED_BYTES = 48 << 10
 _MAX_RESIDENT = 8
 _UNROLLED_DEPTH = 256  # of a laid out filter, beyond which the kernel goes through its rows in a loop
 _DEFAULTS, _LONGER = 8, 2  # how many there are, and with loads of four pixels
@@ -67,7 +65,7 @@ class _Tiling:
         shared_bytes = filters + max(tile.patch_bytes, raw)
         out_vector = math.gcd(8, problem.k) if last else tile.plane_vector(problem)
         registers = _registers(problem, config, tile, 0 if last else 8 // out_vector)
-        resident = resident_blocks(registers, threads, shared_bytes, device.shared_bytes or _SHARED_BYTES)
+        resident = resident_blocks(registers, threads, shared_bytes, SmLimits.of(device))
         return _Tiling(
             tile=tile,
             filter_tiles=ceil_div(problem.k, tile_k),
@@ -103,7 +101,7 @@ def _spills(problem: ProblemDescription, config: Config, tiling: _Tiling) -> boo
     eight pixels beside many sums, or two blocks of windows of one output each beside a large filter's rows, or beside
     more sums than leave room for a fourth warp of a scheduler.
     """
-    tile, held = tiling.tile, held_registers(tiling.resident, tiling.threads)
+    tile, held = tiling.tile, register_limit(tiling.resident, tiling.threads)
     spare = held - tiling.registers
     if spare >= 16:
         return False

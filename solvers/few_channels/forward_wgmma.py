@@ -14,11 +14,11 @@ from typing import ClassVar
 
 from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.device.device import Device
+from miofind.solver.occupancy import SmLimits, resident_blocks
 from miofind.solver.solver import Applicability
 from miofind.solver.steps import Config, ConfigValue, ConvSolution, KernelStep, Pointer, int32s
 from miofind.solvers.common.correlation import ceil_div, round_up
 from miofind.solvers.common.divisor import divisors
-from miofind.solvers.common.group_packs import resident_blocks
 from miofind.solvers.common.limits import refuse_tensors
 from miofind.solvers.few_channels.shared import HOPPER_KEYS, FewChannelsSolver
 from miofind.solvers.few_channels.windows import MAX_CHANNELS, is_same_load
@@ -29,7 +29,6 @@ _MAX_STRIDE = 64
 _MAX_GROUPS = 4
 _MAX_REGISTERS = 232
 _MAX_RESIDENT = 8
-_SHARED_BYTES = 227 << 10
 _OTHERS, _PLANES = 40, 8  # registers for addresses and counters, and more of them for planes
 _MOST_MOVED, _LEAD_WORDS = 48, 48  # registers of what a thread has on its way, and of several chunks before a strip
 
@@ -117,7 +116,7 @@ class _Tiling:
         held = 4 * steps if config["held"] else 0
         others = _OTHERS + (0 if last else _PLANES)
         registers = round_up(held + max(columns // 2 + moved, lead) + others, 8)
-        resident = resident_blocks(registers, threads, shared_bytes, device.shared_bytes or _SHARED_BYTES)
+        resident = resident_blocks(registers, threads, shared_bytes, SmLimits.of(device))
         return _Tiling(
             outputs=outputs,
             columns=columns,

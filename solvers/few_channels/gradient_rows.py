@@ -10,11 +10,10 @@ from dataclasses import dataclass
 
 from miofind.core.problem import ProblemDescription
 from miofind.device.device import Device
+from miofind.solver.occupancy import SmLimits, resident_blocks
 from miofind.solver.steps import Config
 from miofind.solvers.common.correlation import ceil_div, round_up
-from miofind.solvers.common.group_packs import resident_blocks
 
-_SHARED_BYTES = 48 << 10
 _BEGIN_ROWS = 3  # what a block's beginning costs, in rows
 
 
@@ -130,8 +129,8 @@ class GradientRows:
         shared_bytes = config["stages"] * pitch * (columns if last else 16 * steps) + max(8 * products, laid)
         held = problem.filter[0] * ceil_div(tap_blocks, warps_n) * (4 * blocks + 2 * ceil_div(steps, warps_k))
         registers = round_up(held + 48, 8)
-        threads, shared_most = 32 * warps_m * warps_n * warps_k, device.shared_bytes or _SHARED_BYTES
-        resident = min(config["resident"], resident_blocks(registers, threads, shared_bytes, shared_most))
+        threads = 32 * warps_m * warps_n * warps_k
+        resident = min(config["resident"], resident_blocks(registers, threads, shared_bytes, SmLimits.of(device)))
         rows = strip_rows(height, problem.n * tiles.count, device.sm_count * max(1, resident))
         strips = ceil_div(height.end - height.first, rows)
         return GradientRows(

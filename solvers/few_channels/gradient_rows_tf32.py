@@ -10,13 +10,12 @@ from dataclasses import dataclass
 
 from miofind.core.problem import ProblemDescription
 from miofind.device.device import Device
+from miofind.solver.occupancy import SmLimits, resident_blocks
 from miofind.solver.steps import Config
 from miofind.solvers.common.correlation import ceil_div, round_up
-from miofind.solvers.common.group_packs import resident_blocks
 from miofind.solvers.common.product_tiles import products_of_tf32
 from miofind.solvers.few_channels.gradient_rows import ColumnTiles, StrideCells, strip_rows
 
-_SHARED_BYTES = 48 << 10
 _BASE_REGISTERS = 46
 MAX_REGISTERS = 248
 # Steps whose fragments of dy are in registers at once: by blocks, and where filters come from shared memory, too.
@@ -106,11 +105,10 @@ class GradientRowsTf32:
         laid = 256 * steps * taps.groups * taps.count if config["filters"] == "shared" else 0
         shared_bytes = config["stages"] * row_bytes + laid + 8 * product_floats
         held = 0 if config["filters"] == "shared" else (4 if products == 3 else 2) * warp_steps * warp_blocks
-        shared_most = device.shared_bytes or _SHARED_BYTES
         most = min(_CHUNKS[blocks], warp_steps if held else _CHUNK_WITH_READS)
         for chunk in (size for size in range(most, 0, -1) if warp_steps % size == 0):
             registers = _registers(blocks, chunk, products, warp_blocks, held)
-            resident = min(config["resident"], resident_blocks(registers, threads, shared_bytes, shared_most))
+            resident = min(config["resident"], resident_blocks(registers, threads, shared_bytes, SmLimits.of(device)))
             if resident == config["resident"] and registers <= MAX_REGISTERS:
                 break
         rows = strip_rows(height, problem.n * tiles.count, device.sm_count * max(1, resident))

@@ -10,14 +10,13 @@ from dataclasses import dataclass
 
 from miofind.core.problem import ProblemDescription
 from miofind.device.device import Device
+from miofind.solver.occupancy import SmLimits, resident_blocks
 from miofind.solver.steps import Config
 from miofind.solvers.common.correlation import ceil_div, round_up
-from miofind.solvers.common.group_packs import resident_blocks
 from miofind.solvers.few_channels.gradient_rows import StrideCells, strip_rows
 
 _ROWS = 64  # of a product
 _OTHERS = 56  # registers for addresses and counters
-_SHARED_BYTES = 227 << 10
 _MOST = 256  # of a box, of the tensor's elements
 
 
@@ -163,8 +162,7 @@ class GradientSlots:
             shared_bytes = before + max(2 * teams * turned_bytes, raw_bytes)
 
         threads, registers = 128 * groups * teams, round_up(columns // 2 + _OTHERS, 8)
-        shared_most = device.shared_bytes or _SHARED_BYTES
-        resident = min(config["resident"], resident_blocks(registers, threads, shared_bytes, shared_most))
+        resident = min(config["resident"], resident_blocks(registers, threads, shared_bytes, SmLimits.of(device)))
         rows = strip_rows(height, problem.n * tiles, device.sm_count * teams * max(1, resident))
         row_strips = ceil_div(height.end - height.first, rows)
         strips = problem.n * tiles * row_strips

@@ -13,6 +13,7 @@ from typing import ClassVar
 
 from miofind.core.problem import Direction, ProblemDescription
 from miofind.device.device import Device
+from miofind.solver.occupancy import SmLimits, resident_blocks
 from miofind.solver.steps import (
     Config,
     ConfigValue,
@@ -23,7 +24,6 @@ from miofind.solver.steps import (
 )
 from miofind.solvers.common.correlation import ceil_div, round_up
 from miofind.solvers.common.divisor import divisors
-from miofind.solvers.common.group_packs import resident_blocks
 from miofind.solvers.common.split_k import SplitK
 from miofind.solvers.few_channels.shared import FewChannelsSolver
 from miofind.solvers.few_channels.windows import WindowTile, is_same_load
@@ -84,7 +84,7 @@ class _Tiling:
         words = 4 * ceil_div(row_words, 2) * min(2, rows) + (0 if last or tile.outputs == rows == 1 else 8)
         registers = sums + moved + 4 * filters * tile.outputs + words
         registers = max(_FEWEST_REGISTERS, round_up(registers + _OTHER_REGISTERS, 8))
-        resident = resident_blocks(registers, threads, shared_bytes, device.shared_bytes or _SHARED_BYTES)
+        resident = resident_blocks(registers, threads, shared_bytes, SmLimits.of(device))
         return _Tiling(
             tile=tile,
             filter_tiles=ceil_div(problem.k, tile_k),

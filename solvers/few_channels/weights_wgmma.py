@@ -13,6 +13,7 @@ from typing import ClassVar
 
 from miofind.core.problem import Direction, ProblemDescription
 from miofind.device.device import Device
+from miofind.solver.occupancy import SmLimits, resident_blocks
 from miofind.solver.steps import (
     Config,
     ConfigValue,
@@ -23,7 +24,6 @@ from miofind.solver.steps import (
 )
 from miofind.solvers.common.correlation import ceil_div, round_up
 from miofind.solvers.common.divisor import divisors
-from miofind.solvers.common.group_packs import resident_blocks
 from miofind.solvers.common.split_k import SplitK
 from miofind.solvers.few_channels.shared import HOPPER_KEYS, FewChannelsSolver
 
@@ -128,7 +128,7 @@ class _Tiling:
         # Values, and where they come from and go.
         held = loads * (problem.c * max(1, in_vector // 2) + 2) + out_loads * max(1, out_vector // 2) + 2 * places
         registers = max(_FEWEST_REGISTERS, round_up(max(sums, held) + _OTHER_REGISTERS, 8))
-        resident = resident_blocks(registers, threads, shared_bytes, device.shared_bytes or _SHARED_BYTES)
+        resident = resident_blocks(registers, threads, shared_bytes, SmLimits.of(device))
         resident = min(resident, config["resident"])
         row_tiles = ceil_div(out_h, tile_h)
         tiles = problem.n * row_tiles * column_tiles

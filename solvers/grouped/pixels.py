@@ -12,11 +12,12 @@ from typing import ClassVar
 
 from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.device.device import Device, Library, Place
+from miofind.solver.occupancy import SmLimits, resident_blocks
 from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
 from miofind.solver.steps import Config, ConfigValue, ConvSolution, KernelStep, Pointer, int32s
 from miofind.solvers.common.axis_defines import axis_defines
 from miofind.solvers.common.correlation import ceil_div
-from miofind.solvers.common.group_packs import SOURCE, GroupedTiling, is_ample, refuse_groups, resident_blocks, units_of
+from miofind.solvers.common.group_packs import SOURCE, GroupedTiling, is_ample, refuse_groups, units_of
 
 _DEFAULTS, _FIRST, _MOST_ALIKE = 8, 4, 3
 _ROWS, _COLUMNS = (1, 2, 4, 7, 8), (8, 16, 32)
@@ -24,7 +25,6 @@ _MAX_SUMS = 128
 _MAX_REGISTERS = 255
 _MAX_THREADS = 512
 _MAX_GRID = 2**16 - 1
-_SHARED_BYTES = 99 << 10
 
 
 def _registers(tiling: GroupedTiling) -> int:
@@ -35,9 +35,9 @@ def _registers(tiling: GroupedTiling) -> int:
     return 8 * math.ceil((tiling.sums + 2 * tiling.axes[0].taps * blocks_n + addresses + unrolled) / 8)
 
 
-def _resident(tiling: GroupedTiling, shared_bytes: int) -> int:
+def _resident(tiling: GroupedTiling, device: Device) -> int:
     """Blocks that a multiprocessor holds at once."""
-    return resident_blocks(_registers(tiling), tiling.threads, tiling.shared_bytes, shared_bytes)
+    return resident_blocks(_registers(tiling), tiling.threads, tiling.shared_bytes, SmLimits.of(device))
 
 
 def _turns(tiling: GroupedTiling, resident: int, device: Device) -> int:
@@ -46,12 +46,11 @@ def _turns(tiling: GroupedTiling, resident: int, device: Device) -> int:
 
 
 def _launch(problem: ProblemDescription, config: Config, device: Device) -> KernelStep:
-    planar, shared_bytes = problem.lifted(2), device.shared_bytes or _SHARED_BYTES
-    tiling = GroupedTiling.of(problem, config)
+    planar, tiling = problem.lifted(2), GroupedTiling.of(problem, config)
     channel_tiles, row_tiles, column_tiles, image_tiles = tiling.tiles
     across = (row_tiles * column_tiles, image_tiles)
     if tiling.stages > 1:
-        across = (ceil_div(tiling.spatial_tiles, _turns(tiling, _resident(tiling, shared_bytes), device)), 1)
+        across = (ceil_div(tiling.spatial_tiles, _turns(tiling, _resident(tiling, device), device)), 1)
     source, target = SOURCE[problem.direction], problem.direction.output
     read, written = planar.tensor(source).shape, planar.tensor(target).shape
     sizes = (problem.n, read[1], written[1], *read[2:], *written[2:])
@@ -61,7 +60,7 @@ def _launch(problem: ProblemDescription, config: Config, device: Device) -> Kern
         grid=(channel_tiles, *across),
         block=(tiling.threads, 1, 1),
         shared_bytes=tiling.shared_bytes,
-        defines=_defines(planar, config, tiling, _resident(tiling, shared_bytes)),
+        defines=_defines(planar, config, tiling, _resident(tiling, device)),
         args=(
             *(Pointer(buffer=name) for name in (source, "w", target)),
             *int32s(*sizes, tiling.spatial_tiles),
@@ -274,14 +273,14 @@ class ConvGrouped(Solver):
         if tiling.stages > 1 and not problem.x.layout.channels_last:
             return False
         if tiling.stages > 1:
-            resident = _resident(tiling, device.shared_bytes or _SHARED_BYTES)
+            resident = _resident(tiling, device)
             if resident == 0 or tiling.stages > _turns(tiling, resident, device):
                 return False
         if tiling.sums > _MAX_SUMS or tiling.threads > _MAX_THREADS:
             return False
         if tiling.tiles[1] * tiling.tiles[2] > _MAX_GRID or tiling.tiles[3] > _MAX_GRID:
             return False
-        return _registers(tiling) <= _MAX_REGISTERS and _resident(tiling, device.shared_bytes or _SHARED_BYTES) > 0
+        return _registers(tiling) <= _MAX_REGISTERS and _resident(tiling, device) > 0
 
     def spreads_nonfinite(self, problem: ProblemDescription, config: Config) -> bool:
         return any(channels // problem.groups % 8 for channels in (problem.c, problem.k))
@@ -294,7 +293,7 @@ class ConvGrouped(Solver):
 
     def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
         tiling = GroupedTiling.of(problem, config)
-        resident = _resident(tiling, device.shared_bytes or _SHARED_BYTES)
+        resident = _resident(tiling, device)
         return _LAUNCH_MS + _work_ms(problem, device, tiling, resident)
 
     def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:

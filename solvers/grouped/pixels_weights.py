@@ -13,6 +13,7 @@ from typing import ClassVar
 
 from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.device.device import Device, Library, Place
+from miofind.solver.occupancy import SmLimits, resident_blocks
 from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
 from miofind.solver.steps import (
     Config,
@@ -24,7 +25,7 @@ from miofind.solver.steps import (
 )
 from miofind.solvers.common.axis_defines import axis_defines
 from miofind.solvers.common.correlation import ceil_div
-from miofind.solvers.common.group_packs import is_ample, refuse_groups, resident_blocks
+from miofind.solvers.common.group_packs import is_ample, refuse_groups
 from miofind.solvers.common.split_k import SplitK
 from miofind.solvers.grouped.pixels_weights_tiling import SHARES, GroupedWeightsTiling, may_share, units_in_all
 
@@ -36,7 +37,6 @@ _MAX_SUMS = 128
 _MAX_THREADS = 1024
 _MAX_GRID = 2**16 - 1
 _MAX_WORKSPACE_BYTES = 1 << 28
-_SHARED_BYTES = 99 << 10
 
 
 def _registers(tiling: GroupedWeightsTiling) -> int:
@@ -44,9 +44,9 @@ def _registers(tiling: GroupedWeightsTiling) -> int:
     return 8 * math.ceil((tiling.sums + 4 * tiling.taps[0] + 64) / 8)
 
 
-def _resident(tiling: GroupedWeightsTiling, shared_bytes: int) -> int:
+def _resident(tiling: GroupedWeightsTiling, device: Device) -> int:
     """Blocks that a multiprocessor holds at once."""
-    return resident_blocks(_registers(tiling), tiling.threads, tiling.shared_bytes, shared_bytes)
+    return resident_blocks(_registers(tiling), tiling.threads, tiling.shared_bytes, SmLimits.of(device))
 
 
 def _split_k(problem: ProblemDescription, config: Config) -> SplitK:
@@ -91,7 +91,7 @@ def _sum_step(problem: ProblemDescription, config: Config, device: Device) -> Ke
         grid=(tiling.channel_tiles // config["shares"], config["splits"], tiling.tap_blocks * config["shares"]),
         block=(tiling.threads, 1, 1),
         shared_bytes=tiling.shared_bytes,
-        defines=_defines(problem, config, tiling, _resident(tiling, device.shared_bytes or _SHARED_BYTES)),
+        defines=_defines(problem, config, tiling, _resident(tiling, device)),
         args=(
             *(Pointer(buffer=name) for name in ("y", "x", "w", _split_k(problem, config).target)),
             *int32s(problem.n, problem.c, problem.k, *planar.spatial, *planar.out_spatial, tiling.tile_count),
@@ -128,7 +128,7 @@ def _work_ms(problem: ProblemDescription, device: Device, tiling: GroupedWeights
     serial = tiling.rows * math.prod(tiling.taps) * 2 * ceil_div(tiling.strips, config["warps"])
     waits = _TILE_LATENCY * (2 if config["stages"] == 1 else 1)
     alone = waits + _MOVE_LATENCY * read / tiling.threads + _PRODUCT_LATENCY * serial
-    resident = _resident(tiling, device.shared_bytes or _SHARED_BYTES)
+    resident = _resident(tiling, device)
     turns = ceil_div(tiling.tile_count, config["splits"])
     blocks = tiling.channel_tiles * config["splits"] * tiling.tap_blocks
     full, rest = divmod(blocks, device.sm_count * resident)
@@ -267,7 +267,7 @@ class ConvGroupedWeights(Solver):
             return False
         if tiling.sums > _MAX_SUMS or tiling.threads > _MAX_THREADS:
             return False
-        return _resident(tiling, device.shared_bytes or _SHARED_BYTES) > 0
+        return _resident(tiling, device) > 0
 
     def spreads_nonfinite(self, problem: ProblemDescription, config: Config) -> bool:
         return True

@@ -14,11 +14,12 @@ from typing import ClassVar
 
 from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.device.device import Device, Library, Place
+from miofind.solver.occupancy import SmLimits, resident_blocks
 from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
 from miofind.solver.steps import Config, ConfigValue, ConvSolution, KernelStep, Pointer, int32s
 from miofind.solvers.common.axis_defines import axis_defines
 from miofind.solvers.common.correlation import ceil_div
-from miofind.solvers.common.group_packs import Packs, is_ample, refuse_groups, resident_blocks
+from miofind.solvers.common.group_packs import Packs, is_ample, refuse_groups
 from miofind.solvers.common.split_k import SplitK
 from miofind.solvers.grouped.planes_tiling import PlanesWeightsTiling, shifts
 
@@ -31,7 +32,6 @@ _MAX_SUMS, _MAX_REGISTERS = 128, 255
 _LEAST_THREADS, _MAX_THREADS = 32, 512
 _MAX_GRID = 2**16 - 1
 _MAX_WORKSPACE_BYTES = 1 << 28
-_SHARED_BYTES = 99 << 10
 
 
 def _registers(problem: ProblemDescription, tiling: PlanesWeightsTiling) -> int:
@@ -44,8 +44,7 @@ def _registers(problem: ProblemDescription, tiling: PlanesWeightsTiling) -> int:
 
 def _resident(problem: ProblemDescription, tiling: PlanesWeightsTiling, device: Device) -> int:
     """Blocks that a multiprocessor holds at once."""
-    shared_bytes = device.shared_bytes or _SHARED_BYTES
-    return resident_blocks(_registers(problem, tiling), tiling.threads, tiling.shared_bytes, shared_bytes)
+    return resident_blocks(_registers(problem, tiling), tiling.threads, tiling.shared_bytes, SmLimits.of(device))
 
 
 def _split_k(problem: ProblemDescription, config: Config) -> SplitK:

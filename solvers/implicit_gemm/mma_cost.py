@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from miofind.core.problem import DataType, MathMode, ProblemDescription
 from miofind.device.device import Device
+from miofind.solver.occupancy import SmLimits, resident_blocks
 from miofind.solver.steps import Config
 from miofind.solvers.common.correlation import ceil_div
 from miofind.solvers.common.product import Product, products
@@ -21,13 +22,6 @@ _START_CYCLES = 2500  # first tiles from device memory, and the results
 _COPY_CYCLES = 10  # issue slots of a copy with its address and tests
 _SPLIT_CYCLES = 12  # of four float32 elements of a lane, into two tf32 each
 _ELEMENT_CYCLES = 4  # each element of one that passes through registers, besides
-
-
-def _resident_blocks(tiling: ProductTiling, threads: int) -> int:
-    """Blocks that a multiprocessor holds at once, by registers, threads and shared memory."""
-    by_registers = 65536 // (tiling.registers * threads)
-    by_shared = (220 << 10) // (tiling.shared_bytes + 1024)
-    return max(1, min(by_registers, by_shared, 1536 // threads, 16))
 
 
 def _issued(problem: ProblemDescription, product: Product, config: Config) -> float:
@@ -110,7 +104,7 @@ def _launch(
     return _Launch(
         tiles=tiling.tiles,
         steps=tiling.steps,
-        resident=_resident_blocks(tiling, threads),
+        resident=max(1, resident_blocks(tiling.registers, threads, tiling.shared_bytes, SmLimits.of(device))),
         step_cycles=max(step_flops / flops_a_cycle, read_bytes / 128, issued),
         copy_cycles=copies * 4 / warps,
     )

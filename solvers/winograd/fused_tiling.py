@@ -12,8 +12,8 @@ from typing import Any
 
 from miofind.core.problem import Direction, MathMode, ProblemDescription, TensorDescriptor
 from miofind.device.device import Device
+from miofind.solver.occupancy import SmLimits, resident_blocks
 from miofind.solvers.common.correlation import ceil_div, round_up
-from miofind.solvers.common.residency import resident_blocks
 
 ROWS, COLS = (1, 2, 4, 8), (4, 8)
 
@@ -192,7 +192,7 @@ class FusedTiling:
 
     def resident(self, device: Device) -> int:
         """Blocks that a multiprocessor holds at once."""
-        return resident_blocks(self.registers, self.threads, self.shared_bytes, device)
+        return resident_blocks(self.registers, self.threads, self.shared_bytes, SmLimits.of(device))
 
     def estimate_ms(self, device: Device) -> float:
         """Analytic milliseconds of both kernels.
