@@ -1,4 +1,4 @@
-"""What users call: find solutions, run one, or do both at once with the answer cached."""
+"""The public functions: find solutions, run one, or do both at once with the answer cached."""
 
 from __future__ import annotations
 

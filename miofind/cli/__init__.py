@@ -1,5 +1,7 @@
-"""The command line: click commands that parse, call and print. Exit codes: 0 ok, 1 failed, 2 usage, 3 environment,
-4 database, 130 interrupted. Results go to stdout, everything else to stderr.
+"""The command line: click commands that parse arguments, call the library and print results.
+
+Exit codes: 0 done, 1 failed, 2 usage or missing file, 3 environment, 4 database, 130 interrupted. Results go to stdout,
+progress, logs and errors to stderr.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ _COMMANDS = {
 
 
 class _Commands(CommandGroup):
-    """The commands, each imported when it is used, and the exit codes of what they raise."""
+    """The top-level commands: each is imported when it is used, and its errors become exit codes."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(_COMMANDS)
@@ -103,7 +105,7 @@ class _Commands(CommandGroup):
 
 
 def _printable(error: click.ClickException) -> click.ClickException:
-    """The error, whose message names what was typed, as click is to show it."""
+    """The error with its message made printable: it quotes what was typed."""
     message = printable(error.format_message())
     error.format_message = lambda: message  # type: ignore[method-assign]
     return error
@@ -118,9 +120,9 @@ def _printable(error: click.ClickException) -> click.ClickException:
     "\b\nExample:\n  miofind find conv -n 32 -c 64 -H 56 -W 56 -k 64 -y 3 -x 3 -p 1 -q 1 -F 1",
 )
 @click.version_option(__version__, prog_name="miofind")
-@click.option("-v", "--verbose", count=True, help="Log to stderr what is done; twice for details.")
+@click.option("-v", "--verbose", count=True, help="Log progress to stderr; twice for details.")
 @click.pass_context
 def main(ctx: click.Context, verbose: int) -> None:
-    """Find, remember and run the fastest correct convolution on the GPU at hand."""
+    """Find, remember and run the fastest correct convolution on an NVIDIA GPU."""
     configure_logging(verbose)
     ctx.call_on_close(reset_logging)

@@ -1,4 +1,4 @@
-"""`miofind bench`: miofind's best against PyTorch and against the floor."""
+"""`miofind bench`: times of miofind's best solutions beside PyTorch's and beside the roofline."""
 
 from __future__ import annotations
 
@@ -54,19 +54,21 @@ _MEANS = ("class", "problems", "ratio", "least", "of floor")
     ),
 )
 @request_options
-@click.option("--against", type=Choice(["torch"]), help="Time this library too, in turn on the same buffers.")
-@click.option("--only-library", type=choice(Library), multiple=True, help="Only these.")
-@click.option("--exclude-library", type=choice(Library), multiple=True, help="Not these.")
+@click.option("--against", type=Choice(["torch"]), help="Library to time, too, in turn on the same buffers.")
+@click.option(
+    "--only-library", type=choice(Library), multiple=True, help="Libraries whose solvers take part; repeatable."
+)
+@click.option(
+    "--exclude-library", type=choice(Library), multiple=True, help="Libraries whose solvers are left out; repeatable."
+)
 @only_option
 @exclude_option
-@click.option("--search", is_flag=True, help="Search configurations of what the FindDB does not know.")
+@click.option("--search", is_flag=True, help="Search configurations of problems that the FindDB does not answer.")
 @time_budget_option
 @limit_options
 @device_option
 @db_option()
-@click.option(
-    "--json", "json_file", type=OutputFile(), metavar="FILE", help="Write the figures to this file; - for stdout."
-)
+@click.option("--json", "json_file", type=OutputFile(), metavar="FILE", help="File for the figures; - is stdout.")
 @verbose_option
 def bench_(
     against: str | None,
@@ -87,9 +89,9 @@ def bench_(
 ) -> None:
     """Time the best solution of each problem.
 
-    All are found first where the FindDB does not know what every solver takes. The ratio is the other library's time
-    over miofind's, both measured in turn in this run. The floor is the larger of arithmetic and traffic at the ceilings
-    measured at the start, plus 1 us. Ctrl-C ends with the rows measured so far.
+    Problems that the FindDB does not answer are found first. The ratio is the other library's time over miofind's; both
+    are measured in turn in this run. The floor is the least time that the arithmetic and memory ceilings, measured at
+    the start, allow, plus 1 us. Ctrl-C ends the benchmark and prints the rows measured so far.
     """
     requests = requests_of(**values)
     if device.place is Place.CPU:

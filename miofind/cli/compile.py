@@ -1,4 +1,4 @@
-"""`miofind compile`: fills the binary cache ahead of time; needs no GPU."""
+"""`miofind compile`: the binary cache filled ahead of time, without a GPU."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _MOST_SHOWN = 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Built:
-    """One kernel of a solver for an architecture, and what it uses or why it failed."""
+    """One kernel of a solver for an architecture, with its resources or its error."""
 
     solver_id: str
     arch: str
@@ -45,7 +45,7 @@ class _Built:
 
 @dataclass(slots=True)
 class _Report:
-    """What was built so far."""
+    """The kernels built so far, and the solvers that refused."""
 
     built: list[_Built] = field(default_factory=list)
     refused: dict[str, str] = field(default_factory=dict)
@@ -61,10 +61,12 @@ class _Report:
 )
 @request_options
 @arch_option
-@click.option("--search", is_flag=True, help="Every configuration that a search would try, not only the defaults.")
+@click.option("--search", is_flag=True, help="Compile every configuration of a search, not the defaults alone.")
 @only_option
 @exclude_option
-@click.option("--workers", type=click.IntRange(min=1), metavar="N", help="Threads.  [default: one a processor]")
+@click.option(
+    "--workers", type=click.IntRange(min=1), metavar="N", help="Number of threads.  [default: one a processor]"
+)
 @json_option
 @verbose_option
 def compile_(
@@ -78,7 +80,7 @@ def compile_(
 ) -> None:
     """Compile kernels ahead of time, without a GPU.
 
-    They are those that a find of the problems would try, for architectures that need not be present.
+    The kernels are those that a find of the problems would try, for architectures that need not be present.
     """
     problems = [request.problem for request in requests_of(**values)]
     options = FindOptions(only=only, exclude=exclude, tuning=search)
@@ -101,10 +103,10 @@ def compile_(
 
 
 def _known(archs: tuple[Device, ...]) -> tuple[Device, ...]:
-    """The architectures of --arch, which NVRTC must know: each kernel would fail.
+    """The architectures of --arch.
 
     Raises:
-        InvalidOptionError: it does not know one.
+        InvalidOptionError: NVRTC does not compile for one: each kernel would fail.
     """
     for device in archs:
         if device.sm not in toolchain().sms:
@@ -124,7 +126,7 @@ def _present_device() -> Device:
 def _steps(
     problems: Sequence[ProblemDescription], device: Device, options: FindOptions, report: _Report
 ) -> dict[KernelStep, str]:
-    """The kernels that finds would launch, each with its solver's id; launch geometry plays no part."""
+    """The kernels that finds would launch, each with its solver's id; equal binaries count once, whatever the grid."""
     wanted: dict[KernelStep, str] = {}
     chosen = [s for s in Registry.default().values() if s.sources and options.allows(s)]
     with counted("listing kernels", len(problems)) as advance:

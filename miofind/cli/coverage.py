@@ -26,7 +26,7 @@ _UNREADABLE = "unreadable"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
-    """In which form the layers of a suite are asked for.
+    """A form of a suite's layers: batch, element type, layout and direction.
 
     Attributes:
         batch: what the suite's n is multiplied by; None for a suite whose rows have batches of their own.
@@ -41,7 +41,7 @@ class Variant:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SuiteCoverage:
-    """How much of a suite is answered: distinct layers by variant, and how many there are."""
+    """Coverage of a suite: the number of its distinct layers, and of those answered by variant."""
 
     suite: str
     layers: int
@@ -50,14 +50,14 @@ class SuiteCoverage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceCoverage:
-    """What is known of one device.
+    """Coverage of one device.
 
     Attributes:
-        problems: how many were measured, by all solvers or some.
-        asked: how many of them a find was tried of: all, or a sample.
-        answered: how many of those asked have an answer.
-        types: the problems by type.
-        suites: those of which a layer is answered; layers that were not asked count.
+        problems: number of problems measured, by all solvers or some.
+        asked: number of problems that a find was tried of: all, or a sample.
+        answered: number of asked problems that have an answer.
+        types: number of problems by type.
+        suites: coverage of each suite with an answered layer; a layer that was not asked counts as answered.
     """
 
     device: str
@@ -69,7 +69,7 @@ class DeviceCoverage:
 
 
 class SuiteLayers:
-    """The distinct layers of one shipped suite; of one whose rows have batches of their own, with their batch."""
+    """The distinct layers of one shipped suite, with their batch where the suite sets it."""
 
     def __init__(self, name: str) -> None:
         suite = load_suite(name)
@@ -82,7 +82,7 @@ class SuiteLayers:
         return len(self._layers)
 
     def covered(self, problems: Iterable[ConvolutionArguments]) -> SuiteCoverage:
-        """How many of the layers are among the problems, by variant."""
+        """The number of layers among the problems, by variant."""
         found: dict[Variant, set[object]] = defaultdict(set)
         for problem in problems:
             layer, n = self._layer(problem), problem["x"][0]
@@ -100,7 +100,7 @@ class SuiteLayers:
 
 
 def suite_layers() -> list[SuiteLayers]:
-    """Those of all shipped suites."""
+    """The layers of all shipped suites."""
     return [SuiteLayers(name) for name in suite_names()]
 
 
@@ -113,9 +113,9 @@ def coverage(
     """Coverage of each device, the one with most problems first.
 
     Args:
-        keys: of the problems that were measured; several FindDBs may name one.
-        answered: those of a device's network_configs of which a find is answered.
-        sample: how many problems of a device are asked at most; None for all.
+        keys: the problems that were measured; several FindDBs may name one.
+        answered: a function of a device and network_configs; it returns those that a find is answered for.
+        sample: greatest number of problems of a device to ask; None for all.
     """
     by_device: dict[str, set[str]] = defaultdict(set)
     for key in keys:
@@ -129,14 +129,14 @@ def coverage(
 
 
 def _sample(network_configs: Set[str], most: int | None) -> Set[str]:
-    """At most so many of them, evenly spread over their order: over directions and sizes, and the same each time."""
+    """At most `most` network_configs, evenly spread over their order, and the same each time."""
     if most is None or len(network_configs) <= most:
         return network_configs
     return set(sorted(network_configs)[:: -(-len(network_configs) // most)])
 
 
 def answered_finds(device: str, network_configs: Set[str]) -> Set[str]:
-    """Those of which the FindDBs in force answer a find without options, on a device that need not be here."""
+    """The network_configs for which the FindDBs in force answer a find without options; the device need not be here."""
     known = device_of(device)
     if known is None:
         return frozenset()

@@ -18,7 +18,7 @@ _Counts = Mapping[tuple[str, str], int]
 
 
 def show_device(held: DeviceCoverage) -> None:
-    """Print what is known of a device, and how much of it is answered."""
+    """Print the number of a device's problems, and how many of those asked are answered."""
     types = ", ".join(f"{name} {count}" for name, count in held.types.items())
     print_text(f"  {device_text(held.device)}: {held.problems} problems ({types})")
     sample = "" if held.asked == held.problems else f"; a sample of {held.asked}, --all asks all"
@@ -26,7 +26,7 @@ def show_device(held: DeviceCoverage) -> None:
 
 
 def show_suites(held: DeviceCoverage) -> None:
-    """Print how many layers of each suite are answered."""
+    """Print the number of answered layers of each suite."""
     made = Sheet("", _COLUMNS, right=_COLUMNS[1:5])
     in_part = []
     for suite in held.suites:
@@ -45,7 +45,7 @@ def show_suites(held: DeviceCoverage) -> None:
 
 
 def _rows(suite: SuiteCoverage) -> Iterator[tuple[tuple[str, ...], tuple[str, ...]]]:
-    """What a row is of and its counts, for each batch of which half the layers are answered in some form.
+    """The head and the counts of each row: one or more rows for each batch with half of its layers answered.
 
     Types with equal counts share a row.
     """

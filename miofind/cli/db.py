@@ -1,4 +1,4 @@
-"""`miofind db`: what a FindDB holds, and moving it about."""
+"""`miofind db`: contents of FindDBs shown, checked, moved and merged."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _MOST_FINDINGS = 50
 
 @click.group(cls=CommandGroup, epilog=example("miofind db stats", "miofind db merge other.db"))
 def db() -> None:
-    """Show, check and move FindDBs. Each works on the user's unless its own --db names another file."""
+    """Show, check, merge and release FindDBs. A command works on the user's FindDB unless --db names another."""
 
 
 for _command_of_its_own in (code, diff, null_test_command, release, restamp):
@@ -55,7 +55,7 @@ for _command_of_its_own in (code, diff, null_test_command, release, restamp):
 def _command(
     name: str, *examples: str, may_begin: bool = False, **settings: Any
 ) -> Callable[[Callable[..., None]], click.Command]:
-    """A command of the group, with the options all of them have; whether its FindDB may begin with it."""
+    """A command of the group with --db, --json and --verbose; `may_begin`: its FindDB need not be there yet."""
 
     def decorate(function: Callable[..., None]) -> click.Command:
         about = "FindDB to add to." if may_begin else "FindDB to work on."
@@ -67,10 +67,10 @@ def _command(
 
 @contextlib.contextmanager
 def _reading(database: str | None) -> Iterator[Store]:
-    """The FindDB, to read.
+    """The FindDB, open to be read.
 
     Raises:
-        DatabaseError: it does not exist or cannot be read.
+        DatabaseError: the FindDB does not exist or cannot be read.
     """
     with Store(database or user_path(), read_only=True) as store:
         if store.path is None or not store.path.exists():
@@ -86,11 +86,11 @@ def _writing(database: str | None) -> Store:
 
 
 @db.command("path", epilog=example("miofind db path"))
-@click.option("--db", "database", metavar="PATH", help="FindDB whose path is printed, there or not.")
+@click.option("--db", "database", metavar="PATH", help="FindDB whose path is printed; it need not exist.")
 @json_option
 @verbose_option
 def path_(database: str | None, as_json: bool) -> None:
-    """Print where the FindDB and the shipped ones are."""
+    """Print the paths of the user's FindDB and of the shipped ones."""
     user, shipped = database or user_path(), [str(path) for path in shipped_paths()]
     if as_json:
         print_json({"user": user, "shipped": shipped})
@@ -102,9 +102,9 @@ def path_(database: str | None, as_json: bool) -> None:
 
 @_command("stats", "miofind db stats", "miofind db stats --db results.db --json")
 def stats(database: str | None, as_json: bool) -> None:
-    """Count what the FindDB holds.
+    """Count problems and measurements.
 
-    Problems by device, measurements by solver and by status.
+    The counts are of problems by device, and of measurements by solver and by status.
     """
     with _reading(database) as store:
         found = store.stats()
@@ -138,9 +138,9 @@ def _counts(found: Stats) -> dict[str, dict[str, int]]:
     context_settings=DRIVER_LINE,
 )
 @optional_problem_argument
-@click.option("--all", "everything", is_flag=True, help="Every measurement, failures and replaced ones too.")
+@click.option("--all", "everything", is_flag=True, help="Show failures and replaced measurements, too.")
 def show(line: tuple[str, ...], everything: bool, database: str | None, as_json: bool) -> None:
-    """List the problems, or what is known of PROBLEM.
+    """List the problems, or the measurements of PROBLEM.
 
     The list names the best solver of each problem. PROBLEM is shown for every device that it was measured on.
     """
@@ -164,9 +164,9 @@ def show(line: tuple[str, ...], everything: bool, database: str | None, as_json:
 @_command("export", "miofind db export finddb.jsonl", "miofind db export - | gzip > finddb.jsonl.gz")
 @click.argument("file", metavar="FILE", type=OutputFile())
 def export(file: Path, database: str | None, as_json: bool) -> None:
-    """Write everything as JSON lines. - is stdout.
+    """Write the FindDB to FILE as JSON lines; - is stdout.
 
-    A FILE that is there is replaced, but no database.
+    An existing FILE is replaced, unless it is a database.
     """
     if str(file) == "-" and as_json:
         raise click.UsageError("--json and - would both write to stdout: name a file")
@@ -192,9 +192,9 @@ def export(file: Path, database: str | None, as_json: bool) -> None:
 @_command("import", "miofind db import finddb.jsonl", may_begin=True)
 @click.argument("file", type=click.File("r", encoding="utf-8"))
 def import_(file: TextIO, database: str | None, as_json: bool) -> None:
-    """Add what an export wrote. - is stdin.
+    """Add the entries of an exported FILE; - is stdin.
 
-    All of it is added or nothing; what is there already changes nothing.
+    Either all entries are added or none; entries that are there already change nothing.
     """
     with _writing(database) as store:
         added = store.import_jsonl(file)
@@ -209,9 +209,9 @@ def import_(file: TextIO, database: str | None, as_json: bool) -> None:
 )
 @click.argument("files", nargs=-1, required=True, metavar="FILE...", type=FindDBFile(must_exist=True))
 def merge(files: tuple[str, ...], database: str | None, as_json: bool) -> None:
-    """Add all that other FindDBs hold.
+    """Add the entries of other FindDBs.
 
-    The order plays no part, and merging twice changes nothing.
+    The order of the files plays no part, and merging twice changes nothing.
     """
     with _writing(database) as store:
         added = 0
@@ -231,11 +231,11 @@ def _print_added(added: int, store: Store, as_json: bool) -> None:
 @_command("check", "miofind db check", "miofind db check results.db")
 @click.argument("file", required=False, metavar="[FILE]", type=FindDBFile(must_exist=True))
 def check(file: str | None, database: str | None, as_json: bool) -> None:
-    """Check the file, and its rows against the code.
+    """Check the file, and its rows against the solvers of this release.
 
-    It reads the whole file, its schema and its contents, and compares each row with the solvers of this release: the
-    problem parses, the solver is known, its configuration valid, its workspace as declared. A release's content must
-    have the hash it says.
+    The whole file is read: its pages, its schema and its entries. A row is sound if its problem parses, its solver is
+    registered, its configuration is valid and its workspace is as declared. The content of a release must have the hash
+    that the release states.
     """
     rows = RowCheck(Registry.default())
     with _reading(one_of(file, database)) as store:
@@ -258,13 +258,19 @@ def check(file: str | None, database: str | None, as_json: bool) -> None:
 
 
 @_command("prune", "miofind db prune", "miofind db prune --what failed")
-@click.option("--what", type=choice(Prune), default=Prune.SUPERSEDED.value, show_default=True, help="What to remove.")
+@click.option(
+    "--what",
+    type=choice(Prune),
+    default=Prune.SUPERSEDED.value,
+    show_default=True,
+    help="Kind of measurements to remove.",
+)
 @device_option
 def prune(what: str, device: Device, database: str | None, as_json: bool) -> None:
-    """Remove what is not needed, and shrink the file.
+    """Remove measurements, and shrink the file.
 
-    Superseded measurements are no loss. Failures that are removed are tried again by later finds. The other devices are
-    all but --device.
+    Superseded measurements are part of no answer. Candidates whose failures are removed are tried again by later finds.
+    other_devices removes the problems of every device but --device.
     """
     with _reading(database):
         pass
@@ -285,8 +291,8 @@ def upgrade_(database: str | None, as_json: bool) -> None:
     """Bring the FindDB to the schema of this release.
 
     Answers are derived anew from the measurements where this release has other rules for them. A copy of the file is
-    kept beside it first, and named. All of it is done or nothing. Releases of an older schema refuse the file from then
-    on.
+    kept beside it, and its name is printed. The upgrade is done whole or not at all. Releases of an older schema refuse
+    the file from then on.
     """
     done = upgrade(database or user_path())
     if as_json:

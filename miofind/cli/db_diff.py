@@ -1,4 +1,4 @@
-"""`miofind db diff`: which problems changed from one FindDB to another, and how sure that is."""
+"""`miofind db diff`: problems that changed from one FindDB to another, with how sure each change is."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ _SPARE = ("p20..p80 before", "p20..p80 after")
 @click.command("diff", epilog=example("miofind db diff before.db after.db", "miofind db diff before.db --device H200"))
 @click.argument("before", metavar="A", type=FindDBFile(must_exist=True))
 @click.argument("second", required=False, metavar="[B]", type=FindDBFile(must_exist=True))
-@click.option("--device", "name", metavar="NAME", default="", help="Only devices with this in their name.")
-@db_option(may_begin=False, about="B, written as elsewhere.")
+@click.option("--device", "name", metavar="NAME", default="", help="Part of the name of the devices to compare.")
+@db_option(may_begin=False, about="The FindDB B.")
 @json_option
 @verbose_option
 def diff(before: str, second: str | None, name: str, database: str | None, as_json: bool) -> None:
-    """List what changed from the FindDB A to the FindDB B, or to the user's.
+    """List the problems that changed from the FindDB A to the FindDB B.
 
-    Problems that got faster, slower or another winner by more than 1 %, the greatest change first, then new ones and
-    those that are gone. Of winners, A's and B's own races tell by how much each beat the other: the 95 % interval of
-    the loser's time over the winner's.
+    B is the user's FindDB if left out. Problems that got faster, slower or another winner by more than 1 % come first,
+    the greatest change at the top, then new problems and those that are gone. Races of A and B say by how much a winner
+    beat the other FindDB's winner: the 95 % interval of the loser's time over the winner's.
     """
     after = one_of(second, database) or user_path()
     with Store(before, read_only=True) as old, Store(after, read_only=True) as new:
@@ -61,7 +61,7 @@ def _is_listed(change: Change) -> bool:
 
 
 def _print_sheets(changes: list[Change]) -> None:
-    """A table a device."""
+    """Print one table a device."""
     for device in dict.fromkeys(change.key.device for change in changes):
         made = Sheet(device_text(device), _COLUMNS, right=_RIGHT, fold=_FOLD, spare=_SPARE)
         for change in changes:
@@ -84,14 +84,14 @@ def _cells(change: Change) -> tuple[str, ...]:
 
 
 def _kind_text(change: Change) -> str:
-    """The kind; with ~ where the samples before and after overlap."""
+    """The kind of a change; ~ stands before it where the samples before and after overlap."""
     moved = change.kind in (ChangeKind.FASTER, ChangeKind.SLOWER)
     winner = ", winner" if change.has_new_winner else ""
     return f"{'~' if moved and not change.is_clear else ''}{change.kind}{winner}"
 
 
 def _times(row: Row | None) -> tuple[str, str]:
-    """The median, and between which times most samples lie."""
+    """The median, and the 20th and 80th percentiles."""
     return ("", "") if row is None else (_time(row.time_ms), f"{_time(row.p20_ms)}..{_time(row.p80_ms)}")
 
 

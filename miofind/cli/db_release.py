@@ -1,4 +1,4 @@
-"""`miofind db release`: makes the FindDB that ships for a kind of device."""
+"""`miofind db release`: the FindDB that ships for a kind of device."""
 
 from __future__ import annotations
 
@@ -24,17 +24,16 @@ _MOST_FINDINGS = 10
 @click.command("release", epilog=example("miofind db release tuned1.db tuned2.db finddb/prebuilt/nvidia_h200.db"))
 @click.argument("sources", nargs=-1, required=True, metavar="SOURCE...", type=FindDBFile(must_exist=True))
 @click.argument("out", metavar="OUT", type=FindDBFile(must_exist=False))
-@click.option("--device", "name", metavar="NAME", default="", help="Only the kind of device with this in its name.")
+@click.option("--device", "name", metavar="NAME", default="", help="Part of the name of the kind of device.")
 @json_option
 @verbose_option
 def release(sources: tuple[str, ...], out: str, name: str, as_json: bool) -> None:
     """Make a FindDB to ship from others, for one kind of device.
 
-    It holds the best solutions of each problem, measured with the solvers of this release and with the device to
+    OUT holds the best solutions of each problem, measured with the solvers of this release and with the device to
     themselves. Equal sources make equal releases: a hash of the content is part of the file, and `miofind db check`
-    compares it. SOURCE may be of an older schema, or an earlier release. An OUT that is a release is replaced, another
-    FindDB is not. OUT is packed and only read: `miofind db merge` brings what it holds into a FindDB that is written
-    to.
+    compares it. A SOURCE may be of an older schema, or an earlier release. OUT may replace a release, but no other
+    FindDB. OUT is packed and read-only: `miofind db merge` brings its entries into a FindDB that is written to.
     """
     keep = Shipping(Registry.default())
     with contextlib.ExitStack() as stack:

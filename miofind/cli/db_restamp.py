@@ -1,4 +1,4 @@
-"""`miofind db code` and `miofind db restamp`: rows carried over a change of sources that changes no machine code."""
+"""`miofind db code` and `miofind db restamp`: rows kept over a change of sources that changes no machine code."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from miofind.suites.text import read_lines
 
 @click.command("code", epilog=example("miofind db code finddb/prebuilt/nvidia_h200.db > before.jsonl"))
 @click.argument("source", required=False, metavar="[SOURCE]", type=FindDBFile(must_exist=True))
-@db_option(may_begin=False, about="SOURCE, written as elsewhere.")
+@db_option(may_begin=False, about="The FindDB SOURCE.")
 @json_option
 @verbose_option
 def code(source: str | None, database: str | None, as_json: bool) -> None:
     """Print what this release launches for each row of SOURCE, as lines of JSON for `miofind db restamp`.
 
-    Rows of the CPU place and failures are left out. The kernels of all rows are compiled, without a GPU: some thousand
-    take minutes. With --json the lines are one array.
+    The kernels of all rows are compiled, without a GPU: some thousand take minutes. Rows of the CPU place and failures
+    are left out. With --json the lines are one array.
     """
     with Store(one_of(source, database) or user_path(), read_only=True) as store:
         if as_json:
@@ -46,7 +46,7 @@ def code(source: str | None, database: str | None, as_json: bool) -> None:
     required=True,
     metavar="FILE",
     type=InputFile(takes_stdin=True),
-    help="What the release that measured OLD wrote by `miofind db code OLD`.",
+    help="Output of `miofind db code OLD` by the release that measured OLD.",
 )
 @json_option
 @verbose_option

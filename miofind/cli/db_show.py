@@ -1,4 +1,4 @@
-"""What `miofind db show` prints: problems with their winners, or all that is known of one."""
+"""Tables of `miofind db show`: problems with their winners, or the measurements of one problem."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _CONFIG_CHARS = 40
 
 
 def stored_config(row: Row) -> Mapping[str, object]:
-    """A row's configuration as its file has it; what is none is shown as text, since files come from anywhere."""
+    """A row's configuration; a text that is none, as any file may hold, is shown as it is."""
     try:
         return dict(Config.from_json(row.config))
     except (InvalidConfigError, RecursionError):
@@ -37,7 +37,7 @@ def stored_config(row: Row) -> Mapping[str, object]:
 
 
 def candidate_text(candidate: str) -> str:
-    """A candidate, solver:{configuration as JSON}, as people read it."""
+    """A candidate, solver:{configuration as JSON}, in the form of the tables."""
     solver_id, _, config = candidate.partition(":")
     try:
         return f"{solver_id} {config_text(Config.from_json(config))}".rstrip()
@@ -47,7 +47,7 @@ def candidate_text(candidate: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HistoryView:
-    """What a FindDB knows of one problem: the rows to show, the scopes of its finds, and how its last race ended."""
+    """One problem of a FindDB: the rows to show, the scopes of its finds, and the verdict of its last race."""
 
     key: ProblemKey
     rows: tuple[Row, ...]
@@ -68,7 +68,7 @@ class HistoryView:
 
     @property
     def json(self) -> dict[str, object]:
-        """The same as an object."""
+        """The view as an object for JSON."""
         return asdict(self.key) | {
             "rows": [asdict(row) | {"config": stored_config(row)} for row in self.rows],
             "scopes": [asdict(scope) for scope in self.scopes],

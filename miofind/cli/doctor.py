@@ -1,4 +1,4 @@
-"""`miofind doctor`: what is missing, what is here, which FindDBs are in force; it never fails, and makes no file."""
+"""`miofind doctor`: missing parts, devices, libraries, FindDBs and coverage; it never fails and writes nothing."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _VARIABLES = ("MIOFIND_DB", "MIOFIND_SYSTEM_DB", "MIOFIND_CACHE_DIR", "MIOFIND_F
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Database:
-    """One FindDB in force: what it holds, or why it cannot be used."""
+    """One FindDB in force: its counts, or the reason why it cannot be used."""
 
     path: str
     kind: str
@@ -54,7 +54,7 @@ class _Database:
 
 @dataclass(slots=True)
 class _Examination:
-    """All that was found out; `missing` says what to do about it."""
+    """The findings; `missing` says what to do."""
 
     devices: list[Device] = field(default_factory=list)
     libraries: dict[str, str] = field(default_factory=dict)
@@ -66,7 +66,7 @@ class _Examination:
     missing: list[str] = field(default_factory=list)
 
     def attempt(self, what: str, examine: Callable[[], Result]) -> Result | None:
-        """What `examine` returns; where it fails, None, and a line about that."""
+        """The result of `examine`; None where it fails, with a line in `missing`."""
         try:
             return examine()
         except MiofindError as error:
@@ -77,13 +77,15 @@ class _Examination:
 
 
 @click.command(epilog=example("miofind doctor", "miofind doctor --all --json"))
-@click.option("--all", "asks_all", is_flag=True, help="Try a find of every known problem, not of a sample: seconds.")
+@click.option(
+    "--all", "asks_all", is_flag=True, help="Try a find of every known problem, not of a sample: takes seconds."
+)
 @json_option
 @verbose_option
 def doctor(asks_all: bool, as_json: bool) -> None:
-    """Show what is missing and what is here.
+    """Show missing parts, devices, libraries and FindDBs.
 
-    What is missing comes first, then devices, libraries, FindDBs in the order they are asked, their coverage of the
+    Missing parts come first, then devices, libraries, FindDBs in the order they are asked, their coverage of the
     suites, and the binary cache. The command never fails and writes nothing.
     """
     found = _Examination()
@@ -142,10 +144,10 @@ def _find_unknown_devices(found: _Examination) -> None:
 
 
 def _database(path: str, kind: str, known: set[ProblemKey]) -> _Database:
-    """One FindDB, opened as a find would open it; one that does not exist yet is not made.
+    """One FindDB, opened as a find would open it; a missing one is not made.
 
     Args:
-        known: the problems that it has solutions of are added.
+        known: a set; the problems that the FindDB has solutions of are added.
     """
     try:
         if kind == "user" and not _exists(path):
@@ -166,10 +168,10 @@ def _database(path: str, kind: str, known: set[ProblemKey]) -> _Database:
 
 
 def _exists(path: str) -> bool:
-    """Whether the user's FindDB is there.
+    """Whether the user's FindDB exists.
 
     Raises:
-        DatabaseError: it is not, and cannot be made.
+        DatabaseError: the FindDB does not exist and cannot be made.
     """
     if path == MEMORY:
         return True
@@ -222,7 +224,7 @@ def _database_line(database: _Database) -> str:
 
 
 def _show_coverage(found: _Examination) -> None:
-    """What all FindDBs together answer: in full for the GPUs that are here, for every device where there is none."""
+    """Print the coverage of all FindDBs together: in full for the GPUs here, or for every device where no GPU is."""
     _section("Coverage", [] if found.coverage else ["nothing yet"])
     here = {device.identity for device in found.devices if device.index >= 0}
     for held in found.coverage:

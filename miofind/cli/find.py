@@ -38,12 +38,12 @@ from miofind.runtime.solution import Solution
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Found:
-    """The solutions of a problem and what to say below them.
+    """The solutions of a problem, and the facts that are printed below them.
 
     Attributes:
-        measured: candidates that the FindDB has times of.
-        database: the file that has them.
-        wider_bounds: by solver, how many default configurations only `max_error` lets in.
+        measured: number of candidates that the FindDB has times of.
+        database: the file of that FindDB.
+        wider_bounds: by solver, the number of default configurations that only `max_error` lets in.
     """
 
     problem: ProblemDescription
@@ -64,12 +64,12 @@ class _Found:
 @find_options
 @device_option
 @db_option()
-@click.option("--top", type=click.IntRange(min=1), metavar="N", help="Show the first N solutions only.")
+@click.option("--top", type=click.IntRange(min=1), metavar="N", help="Number of solutions to show.  [default: all]")
 @click.option(
     "--save",
     type=OutputFile(),
     metavar="FILE",
-    help="Write the first solution and its kernels to a file that `miofind run --solution` and Solution.load read.",
+    help="File for the first solution and its kernels; `miofind run --solution` and Solution.load read it.",
 )
 @json_option
 @verbose_option

@@ -1,4 +1,4 @@
-"""Groups of commands that say what a mistyped command may have meant."""
+"""Groups of commands with suggestions for mistyped names."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from miofind.errors import suggestion
 
 
 class CommandGroup(click.Group):
-    """A group whose error about an unknown command names the nearest one, else all there are."""
+    """A group; its error about an unknown command suggests the nearest names, else lists all."""
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]

@@ -1,4 +1,4 @@
-"""`miofind db null-test`: shows that the timing protocol keeps its promises on a device."""
+"""`miofind db null-test`: a test of the timing protocol on a device."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ from miofind.options import FindOptions
     ),
 )
 @optional_problem_argument
-@click.option("--pairs", type=click.IntRange(min=1), default=400, show_default=True, help="Races of each kind.")
+@click.option(
+    "--pairs", type=click.IntRange(min=1), default=400, show_default=True, help="Number of races of each kind."
+)
 @click.option(
     "--slowdown",
     "percent",
@@ -41,7 +43,7 @@ from miofind.options import FindOptions
     default=3.0,
     show_default=True,
     metavar="PERCENT",
-    help="How much slower one of a slowed pair is.",
+    help="Slowdown of one kernel of a slowed pair.",
 )
 @only_option
 @device_option
@@ -52,11 +54,11 @@ def null_test_command(
 ) -> None:
     """Test the timing protocol on this device.
 
-    It races a kernel against itself, which must hardly ever be called a difference, and against itself made slower,
-    which must nearly always be found. PROBLEM names what is computed, one direction of it; a small one by default.
+    A kernel races against itself, which must hardly ever be called a difference, and against itself made slower, which
+    must nearly always be found. PROBLEM, one direction of it, is what the kernel computes; the default is a small one.
 
-    Ends with 1 where that does not hold. On the CPU place 3 % do not show in times that vary by 5: a larger --slowdown
-    tells what does.
+    The exit code is 1 where either does not hold. On the CPU place times vary by 5 %, so that a slowdown of 3 % does
+    not show: take a larger --slowdown there.
     """
     problems = problems_of(line) if line else (DEFAULT_PROBLEM,)
     if len(problems) > 1:

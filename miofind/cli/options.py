@@ -1,6 +1,6 @@
-"""Options that commands share, each defined once, and the values they make.
+"""Options that commands share, each defined once, and the types of their values.
 
-Driver lines own every short flag and MIOpenDriver's long ones, so options here are long and named otherwise.
+Driver lines own every short flag and MIOpenDriver's long ones, so options here are long and have other names.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ DRIVER_LINE = {"ignore_unknown_options": True}
 
 
 def example(*lines: str) -> str:
-    """The end of a command's help."""
+    """The epilog of a command's help: its examples."""
     return "\b\nExample:\n" + "\n".join(f"  {line}" for line in lines)
 
 
@@ -45,7 +45,7 @@ def _bytes(ctx: click.Context, parameter: click.Parameter, value: str | None) ->
 
 
 class Number(click.FloatRange):
-    """A range of numbers without NaN, which is in none and outside none."""
+    """A range of numbers; NaN, which compares with nothing, is refused."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         number: float = super().convert(value, param, ctx)
@@ -81,7 +81,7 @@ def _names(ctx: click.Context, parameter: click.Parameter, values: tuple[str, ..
 
 
 class InputFile(click.Path):
-    """The path of a file that must be there; - is stdin where the command takes it."""
+    """The path of an existing file; - is stdin where the command takes it."""
 
     name = "file"
 
@@ -96,7 +96,7 @@ class InputFile(click.Path):
 
 
 class OutputFile(click.Path):
-    """The path of a file to write, whose folder must be there: a mistyped path makes no folders."""
+    """The path of a file to write in an existing folder: a mistyped path makes no folders."""
 
     name = "file"
 
@@ -110,7 +110,7 @@ class OutputFile(click.Path):
 
 
 class FindDBFile(click.ParamType):  # type: ignore[type-arg]
-    """The path of a FindDB as text: of one that must be there, or of one that may begin there in a folder there is."""
+    """The path of a FindDB as text: an existing one, or a new one in an existing folder."""
 
     name = "FindDB"
 
@@ -137,7 +137,7 @@ def _check_folder(
 
 
 def _new_database(ctx: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
-    """The path as it is; a file that is not there yet is told of, since a typing error would make it."""
+    """The path as it is; a note tells of a new file, which a typing error would make."""
     path = checked_path(value) if value else None
     if path is not None and not path.exists():
         print_note(f"there is no FindDB at {value} yet: a new one begins there")
@@ -145,12 +145,15 @@ def _new_database(ctx: click.Context, parameter: click.Parameter, value: str | N
 
 
 device_option = click.option(
-    "--device", callback=_device, metavar="NAME", help="cuda, cuda:N or cpu.  [default: the first GPU, else cpu]"
+    "--device",
+    callback=_device,
+    metavar="NAME",
+    help="Device: cuda, cuda:N or cpu.  [default: the first GPU, else cpu]",
 )
 
 
 def db_option(*, may_begin: bool = True, about: str = "FindDB to read and write.") -> Callable[[Command], Command]:
-    """--db: a FindDB, which begins there where `may_begin` and there is none."""
+    """--db: an existing FindDB, or a new one where `may_begin`."""
     return click.option(
         "--db",
         "database",
@@ -165,52 +168,52 @@ def one_of(named: str | None, database: str | None) -> str | None:
     """The FindDB that an argument or --db names.
 
     Raises:
-        UsageError: both do.
+        UsageError: both name one.
     """
     if named is not None and database is not None:
         raise click.UsageError(f"name the FindDB once: {named} or --db {database}")
     return database if named is None else named
 
 
-json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
 arch_option = click.option(
     "--arch",
     "archs",
     multiple=True,
     callback=_archs,
     metavar="ARCH",
-    help="Architecture such as 80 or 90a, repeatable; it need not be present.",
+    help="Architecture such as 80 or 90a, which need not be present; repeatable.",
 )
 only_option = click.option(
     "--only",
     multiple=True,
     callback=_names,
     metavar="NAMES",
-    help="Only these solvers, algorithms or libraries; with commas or repeated.",
+    help="Solvers, algorithms or libraries that take part, with commas; repeatable.",
 )
 exclude_option = click.option(
     "--exclude",
     multiple=True,
     callback=_names,
     metavar="NAMES",
-    help="None of these solvers, algorithms or libraries.",
+    help="Solvers, algorithms or libraries that are left out, with commas; repeatable.",
 )
 time_budget_option = click.option(
     "--time-budget",
     "time_budget_s",
     type=Number(min=0),
     metavar="S",
-    help="Seconds of measuring a problem; what is found by then is taken.",
+    help="Seconds of measuring a problem, after which the best so far is taken.",
 )
 
 
 retry_failed_option = click.option(
-    "--retry-failed", is_flag=True, help="Measure again what failed on this device before, too."
+    "--retry-failed", is_flag=True, help="Measure candidates that failed on this device before, too."
 )
 
 
 class Choice(click.Choice):  # type: ignore[type-arg]
-    """One of some words, case ignored; the error about another one names those that it is near to."""
+    """One of some words, case ignored; the error about another word suggests the nearest ones."""
 
     def __init__(self, words: Iterable[str]) -> None:
         super().__init__(list(words), case_sensitive=False)
@@ -224,11 +227,11 @@ class Choice(click.Choice):  # type: ignore[type-arg]
 
 
 def isolate_option(*, default: bool) -> Callable[[Command], Command]:
-    """--isolate or --in-process: where candidates are measured."""
+    """--isolate and --in-process: the process that measures candidates."""
     return click.option(
         "--isolate/--in-process",
         default=default,
-        help="Measure in a child process, which a crashing kernel may end, or in this process."
+        help="Process that measures: a child, which a crashing kernel may end, or this one."
         f"  [default: {'isolate' if default else 'in-process'}]",
     )
 
@@ -244,19 +247,19 @@ _LIMITS = (
         "workspace_limit_bytes",
         callback=_bytes,
         metavar="BYTES",
-        help="Largest workspace: 0, 512M, 2G.",
+        help="Largest workspace, such as 0, 512M or 2G.",
     ),
-    click.option("--deterministic", is_flag=True, help="Only what gives equal bits on every run."),
+    click.option("--deterministic", is_flag=True, help="Leave out solutions that may give other bits on another run."),
     click.option(
         "--strict-nonfinite",
         is_flag=True,
-        help="Only what lets an infinity or NaN reach those results alone that sum it.",
+        help="Leave out solutions that let an infinity or NaN reach results that do not sum it.",
     ),
     click.option(
         "--max-error",
         type=Number(min=0),
-        help="Largest |error| / (|x| * |w|) allowed on normal inputs; lets in algorithms with wider bounds, and those "
-        "that round by a whole tile (FFT and most of Winograd).",
+        help="Largest |error| / (|x| * |w|) on normal inputs. Lets algorithms with wider error bounds take part: FFT "
+        "and most of Winograd.",
     ),
 )
 _SEARCH = (
@@ -264,13 +267,13 @@ _SEARCH = (
         "--trials",
         type=click.IntRange(min=1, max=MAX_COUNT),
         metavar="N",
-        help="Configurations of a problem that a search measures at most, earlier searches' included.",
+        help="Greatest number of configurations of a problem to measure, earlier searches' included.",
     ),
     click.option(
         "--patience",
         type=click.IntRange(min=1, max=MAX_COUNT),
         metavar="N",
-        help=f"Rounds without a gain of 1 % after which a search ends.  [default: {DEFAULT_PATIENCE}]",
+        help=f"Number of rounds without a gain of 1 % after which a search ends.  [default: {DEFAULT_PATIENCE}]",
     ),
     click.option(
         "--seed",
@@ -278,25 +281,26 @@ _SEARCH = (
         default=0,
         metavar="N",
         show_default=True,
-        help="Equal seeds and times give equal searches.",
+        help="Seed of a search: equal seeds and times give equal searches.",
     ),
 )
 _FIND = (
     click.option(
         "--find-mode",
         type=choice(FindMode),
-        help="normal measures; hybrid asks the FindDB first; fast never measures; dynamic_hybrid asks it first, else "
-        "compiles nothing for one shape alone; trust_verify measures the FindDB's answer once more.  [default: hybrid]",
+        help="Source of the answer. normal: measurement. hybrid: the FindDB, else measurement. fast: the FindDB, else "
+        "estimates. dynamic_hybrid: the FindDB, else solvers that compile nothing for one shape alone. trust_verify: "
+        "the FindDB, measured once more.  [default: MIOFIND_FIND_MODE, else hybrid]",
     ),
     click.option(
         "--enforce",
         "find_enforce",
         type=choice(FindEnforce),
         default="none",
-        help="search searches on a miss, db_update measures in any case, search_db_update both; db_clean first forgets "
-        "what the FindDB holds of the problem.",
+        help="Work that is done whatever the mode. db_update: measurement. search: a search on a miss. "
+        "search_db_update: a search. db_clean: removal of the problem from the FindDB first.",
     ),
-    click.option("--search", "tuning", is_flag=True, help="Search configurations, not only the defaults."),
+    click.option("--search", "tuning", is_flag=True, help="Search configurations beside the defaults."),
     *_SEARCH,
     retry_failed_option,
     only_option,
@@ -333,7 +337,7 @@ def find_options(command: Command) -> Command:
 
 
 def find_options_of(**values: Any) -> FindOptions:
-    """FindOptions from what `find_options` parsed.
+    """FindOptions of the values that `find_options` parsed.
 
     Raises:
         UnknownSolverError: a name in --only or --exclude is no solver, algorithm or library.

@@ -1,6 +1,6 @@
-"""What commands print: tables for people, JSON for programs, and numbers in one form everywhere.
+"""Output of commands: tables for people, JSON for programs, and one form of each kind of number.
 
-stdout is for results; progress, logs and errors go to stderr. Knows how values look, not where they come from.
+Results go to stdout, progress, logs and errors to stderr.
 """
 
 from __future__ import annotations

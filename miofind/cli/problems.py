@@ -1,4 +1,4 @@
-"""Problems from the command line: driver lines, canonical texts, suites and files, and how a problem is shown."""
+"""Problems of a command line: driver lines, shapes, network_configs, suites and files, and their short forms."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def _check_options(line: Sequence[str]) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
-    """What is asked of every row of a suite; None leaves a field as the row says."""
+    """Fields that replace those of every row of a suite; None leaves the row's."""
 
     batch: int | None = None
     dtype: str | None = None
@@ -94,7 +94,7 @@ class Variant:
         )
 
     def words(self, line: Sequence[str]) -> list[str]:
-        """The same as flags behind a driver line or shapes.
+        """The fields as flags behind a driver line or shapes.
 
         Raises:
             UsageError: a batch for shapes, which have one.
@@ -122,15 +122,27 @@ def _directions(
 
 
 _REQUESTS = (
-    click.option("--suite", "suites", multiple=True, metavar="NAME", help="A shipped suite; repeatable."),
     click.option(
-        "--csv", "csvs", multiple=True, metavar="FILE", help="A table with the columns of the suites; - is stdin."
+        "--suite", "suites", multiple=True, metavar="NAME", help="Name of a shipped suite, or a file; repeatable."
     ),
     click.option(
-        "--lines", "line_files", multiple=True, metavar="FILE", help="A file of MIOpenDriver lines; - is stdin."
+        "--csv",
+        "csvs",
+        multiple=True,
+        metavar="FILE",
+        help="Table with the columns of the suites; - is stdin; repeatable.",
     ),
-    click.option("--fdb", "fdbs", multiple=True, metavar="FILE", help="A find-db text file of MIOpen's, .fdb.txt."),
-    click.option("--batch", type=click.IntRange(min=1), metavar="N", help="Batch; multiplies the suite's n."),
+    click.option(
+        "--lines",
+        "line_files",
+        multiple=True,
+        metavar="FILE",
+        help="File of MIOpenDriver lines; - is stdin; repeatable.",
+    ),
+    click.option(
+        "--fdb", "fdbs", multiple=True, metavar="FILE", help="Find-db text file of MIOpen's, .fdb.txt; repeatable."
+    ),
+    click.option("--batch", type=click.IntRange(min=1), metavar="N", help="Batch, a factor of the suite's n."),
     click.option("--dtype", type=choice(DataType), help="Element type of every tensor."),
     click.option("--math", type=choice(MathMode), help="Arithmetic of float32 problems."),
     click.option("--layout", type=choice(Layout), help="Memory order of every tensor."),
@@ -147,21 +159,23 @@ _REQUESTS = (
         "classes",
         multiple=True,
         type=Choice(PROBLEM_CLASSES),
-        help="Only problems of this class, 'first layer' in quotes; repeatable.",
+        help="Class of problems, 'first layer' in quotes; repeatable.",
     ),
-    click.option("--limit", type=click.IntRange(min=1), metavar="N", help="Only the first N problems."),
+    click.option(
+        "--limit", type=click.IntRange(min=1), metavar="N", help="Number of problems to take, from the first on."
+    ),
 )
 
 
 def request_options(command: Command) -> Command:
-    """Suites, files and what is asked of their rows; `requests_of` takes them, with the words of a driver line."""
+    """Suites, files and the fields of `Variant`; `requests_of` takes them, with the words of a problem."""
     for option in reversed(_REQUESTS):
         command = option(command)
     return optional_problem_argument(command)
 
 
 def requests_of(**named: Any) -> list[SuiteProblem]:
-    """Distinct problems of all that `request_options` parsed, suites first.
+    """Distinct problems of the values that `request_options` parsed, suites first.
 
     Raises:
         UsageError: nothing was named.
@@ -184,7 +198,7 @@ def named_requests(
     limit: int | None,
     **variant: Any,
 ) -> list[SuiteProblem] | None:
-    """The same, and None where nothing was named and nothing is `needed`; `variant` holds the fields of `Variant`."""
+    """As `requests_of`; None where nothing was named and nothing is `needed`. `variant` has the fields of `Variant`."""
     if not (suites or csvs or line_files or fdbs or line):
         if not needed:
             return None
@@ -247,7 +261,7 @@ def short_direction(problem: ProblemDescription) -> str:
 
 
 def traits(problem: ProblemDescription) -> dict[str, str]:
-    """What problems of one suite mostly have in common: batch, types, layouts, arithmetic."""
+    """Batch, types, layouts and arithmetic of a problem, which the problems of a suite mostly share."""
     tensors = [problem.x, problem.w, problem.y]
     return {
         "batch": f"batch {problem.n}",
@@ -258,7 +272,7 @@ def traits(problem: ProblemDescription) -> dict[str, str]:
 
 
 def problem_json(problem: ProblemDescription) -> dict[str, object]:
-    """What every JSON output says of a problem."""
+    """A problem as an object for JSON."""
     return {
         "network_config": problem.network_config,
         "driver_line": driver_line(problem),

@@ -1,4 +1,4 @@
-"""How a command shows that it goes on: a bar on a terminal, elsewhere a line every few seconds. All of it on stderr."""
+"""Progress on stderr: a bar on a terminal, elsewhere a line every few seconds."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _EVERY_S = 5.0
 
 @contextmanager
 def counted(label: str, total: int) -> Iterator[Callable[[], None]]:
-    """What to call whenever another one of `total` is done."""
+    """A function to call whenever another one of `total` is done."""
     if not stderr().is_terminal:
         yield _Lines(label, total)
         return

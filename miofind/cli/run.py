@@ -1,4 +1,4 @@
-"""`miofind run`: one solution on random data, timed, and checked if asked."""
+"""`miofind run`: a solution run on random data, timed, and verified with --verify."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _SAMPLES = 15
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Run:
-    """A solution, its time now and what verification said, None where it was not asked."""
+    """A solution, its time now, and its verdict; None without verification."""
 
     solution: Solution
     timing: Timing
@@ -58,9 +58,9 @@ class _Run:
     "file",
     type=InputFile(),
     metavar="FILE",
-    help="A saved solution to run instead of the best one.",
+    help="File of a saved solution, to run instead of the best one.",
 )
-@click.option("--verify", is_flag=True, help="Check the result against the float64 reference.")
+@click.option("--verify", is_flag=True, help="Verify the result against the float64 reference.")
 @find_options
 @device_option
 @db_option()
@@ -77,7 +77,8 @@ def run(
 ) -> None:
     """Run a solution on random data and time it.
 
-    It is the best solution of PROBLEM, which is found first where the FindDB does not know it, or a saved one.
+    The solution is the best one of PROBLEM, found first where the FindDB has no answer, or a saved one. PROBLEM is
+    written as for `miofind find`.
     """
     problems = () if file is not None and not line else problems_of(line)
     options = find_options_of(**find_values)

@@ -1,4 +1,4 @@
-"""What every command needs before it starts: logging to stderr, and a handle on a device."""
+"""Logging of commands to stderr."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _UNSEEN = logging.NullHandler()
 
 
 class _StderrHandler(logging.Handler):
-    """Writes records through the console that progress bars are drawn on, so that neither spoils the other."""
+    """A handler that writes through the console of progress bars, so that neither spoils the other."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
@@ -32,7 +32,7 @@ class _StderrHandler(logging.Handler):
 
 
 def configure_logging(verbose: int) -> None:
-    """Send miofind's log to stderr: warnings, with 1 the course of things too, with 2 details.
+    """Send miofind's log to stderr: warnings; with `verbose` 1 progress, too; with 2 details.
 
     Without `verbose` the environment variable MIOFIND_LOG names the level.
 
@@ -68,5 +68,5 @@ verbose_option = click.option(
     count=True,
     expose_value=False,
     callback=_verbose,
-    help="Log to stderr what is done; twice for details.",
+    help="Log progress to stderr; twice for details.",
 )

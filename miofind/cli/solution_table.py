@@ -61,7 +61,7 @@ def solution_sheet(title: str, solutions: Sequence[Solution]) -> Sheet:
 
 
 def notes_of(solution: Solution) -> tuple[str, ...]:
-    """What a reader must know of a solution's time: that it is predicted, cut off, contended or a tie."""
+    """The notes on a solution's time: predicted, cut off, contended, tie."""
     holds = {
         "predicted": solution.source is Source.PREDICTED,
         "cut off": solution.cut_off,
@@ -78,7 +78,7 @@ def explained_notes(solutions: Sequence[Solution]) -> list[str]:
 
 
 def solution_json(solution: Solution) -> dict[str, object]:
-    """What every JSON output says of a solution."""
+    """A solution as an object for JSON."""
     return {
         "id": solution.id,
         "solver": solution.solver_id,

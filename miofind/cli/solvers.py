@@ -66,7 +66,8 @@ def solvers(
     """List the solvers, or those that serve PROBLEM.
 
     Without PROBLEM, the list says what each solver serves: place, directions, layouts, spatial dimensions and dtypes.
-    With PROBLEM, it has the number of configurations and the defaults of each solver, or why it refuses the problem.
+    With PROBLEM, written as for `miofind find`, it has the number of configurations and the defaults of each solver, or
+    why the solver refuses the problem.
     """
     chosen = FindOptions(only=only, exclude=exclude)
     listed = [solver for solver in Registry.default().values() if chosen.allows(solver)]

@@ -1,4 +1,4 @@
-"""`miofind tune`: measures many problems into the FindDB, and says what won."""
+"""`miofind tune`: many problems measured into the FindDB, with a report of the winners."""
 
 from __future__ import annotations
 
@@ -79,12 +79,12 @@ def _gpus(ctx: click.Context, parameter: click.Parameter, value: str | None) -> 
     ),
 )
 @request_options
-@click.option("--search", is_flag=True, help="Search configurations, not only the defaults.")
+@click.option("--search", is_flag=True, help="Search configurations beside the defaults.")
 @search_options
-@click.option("--force", is_flag=True, help="Measure what the FindDB knows already, too.")
-@click.option("--recheck", is_flag=True, help="Only what the FindDB has queued to be measured again.")
+@click.option("--force", is_flag=True, help="Measure problems that the FindDB answers already, too.")
+@click.option("--recheck", is_flag=True, help="Measure the problems alone that the FindDB has queued for it.")
 @retry_failed_option
-@click.option("--dry-run", is_flag=True, help="Print what would be done and how long it may take; measure nothing.")
+@click.option("--dry-run", is_flag=True, help="Print a forecast of the tuning and its time; measure nothing.")
 @isolate_option(default=True)
 @time_budget_option
 @click.option(
@@ -93,13 +93,13 @@ def _gpus(ctx: click.Context, parameter: click.Parameter, value: str | None) -> 
     type=Number(min=0),
     default=math.inf,
     metavar="S",
-    help="Seconds after which no further problem is begun.",
+    help="Seconds after which no further problem begins.",
 )
 @only_option
 @exclude_option
 @limit_options
 @device_option
-@click.option("--gpus", callback=_gpus, metavar="NAMES", help="All GPUs of this host, or some: all, or 0,1.")
+@click.option("--gpus", callback=_gpus, metavar="NAMES", help="GPUs of this host: all, or some such as 0,1.")
 @arch_option
 @db_option()
 @json_option
@@ -116,12 +116,12 @@ def tune(
 ) -> None:
     """Measure problems into the FindDB.
 
-    They come from suites, files and a driver line; the long and frequent ones are measured first, and each is recorded
-    when it is done.
+    Problems come from suites, files and PROBLEM, written as for `miofind find`. Long and frequent ones are measured
+    first, and each is recorded when it is done.
 
-    Problems that the FindDB answers already are left out, so a tuning that was stopped or killed goes on where it was.
-    Candidates that failed here before stay out, unless --retry-failed asks for them. Ctrl-C stops it within seconds
-    and says what was done.
+    Problems that the FindDB answers already are left out, so that a tuning that was stopped or killed goes on where it
+    was. Candidates that failed here before are left out, too, without --retry-failed. Ctrl-C stops the tuning within
+    seconds and prints its report.
     """
     devices = _devices(device, gpus, archs, dry_run=dry_run, in_process=not values["isolate"])
     options = _options(values, recheck=recheck)
@@ -149,7 +149,7 @@ def tune(
 def _devices(
     device: Device, gpus: tuple[Device, ...], archs: tuple[Device, ...], *, dry_run: bool, in_process: bool
 ) -> tuple[Device, ...]:
-    """The devices that were asked for, in one of the three ways to name them."""
+    """The devices of --device, --gpus or --arch."""
     named = click.get_current_context().get_parameter_source("device") is ParameterSource.COMMANDLINE
     if named + bool(gpus) + bool(archs) > 1:
         raise click.UsageError("--device, --gpus and --arch exclude each other: name devices in one way")
@@ -161,14 +161,14 @@ def _devices(
 
 
 def _forecast_database(database: str | None) -> str:
-    """The FindDB to read; one in memory where there is none, since a forecast makes no file."""
+    """The FindDB to read: one in memory where the file does not exist, since a forecast makes no file."""
     named = user_path() if database is None else database
     path = Store(named).path
     return named if path is not None and os.path.exists(path) else MEMORY
 
 
 def _options(values: dict[str, Any], *, recheck: bool) -> TuneOptions:
-    """What was asked for, taken out of `values`."""
+    """The options of the tuning, taken out of `values`."""
     budget_s = values.pop("time_budget_s")
     find = FindOptions(
         tuning=values.pop("search"),
@@ -197,7 +197,7 @@ def _requests(values: dict[str, Any], handles: Sequence[Handle], *, recheck: boo
 
 
 def _readable(network_configs: Iterable[str]) -> Iterator[ProblemDescription]:
-    """The problems of a FindDB's texts; another release, or nobody that is known, may have written some."""
+    """The problems of a FindDB's texts; a text that this release cannot read is left out with a warning."""
     for text in network_configs:
         try:
             yield ProblemDescription.from_network_config(text)
@@ -206,7 +206,7 @@ def _readable(network_configs: Iterable[str]) -> Iterator[ProblemDescription]:
 
 
 def _forecasts(requests: Sequence[SuiteProblem], handles: Sequence[Handle], options: TuneOptions) -> list[Forecast]:
-    """One a kind of device."""
+    """One forecast a kind of device."""
     tasks = tasks_of(requests, handles, options)
     found = []
     with stderr().status("planning"):

@@ -1,1 +1,1 @@
-"""MIOpen's texts: MIOpenDriver lines and find-db files."""
+"""Problems as words of a shell: MIOpenDriver lines and shapes."""

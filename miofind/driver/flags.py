@@ -198,7 +198,7 @@ def _checked(flag: Flag, value: str) -> int | str:
 
 
 def _told(flag: Flag) -> str:
-    """What to do about a flag that says how MIOpenDriver runs."""
+    """The advice about a flag that says how MIOpenDriver runs."""
     return _MEANT.get(flag.name, "leave it out")
 
 
