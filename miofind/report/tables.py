@@ -193,11 +193,11 @@ def _ratios(results: Sequence[ProblemResult]) -> Mapping[str, list[float | None]
 
 
 def _dtypes(problem: ProblemDescription) -> str:
-    return _joined([problem.tensor(name).dtype.value for name in "xwy"])
+    return _joined([operand.tensor.dtype.value for operand in problem.operands])
 
 
 def _layouts(problem: ProblemDescription) -> str:
-    return _joined([problem.tensor(name).layout.value for name in "xwy"])
+    return _joined([operand.tensor.layout.value for operand in problem.operands])
 
 
 def _joined(values: Sequence[str]) -> str:

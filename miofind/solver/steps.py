@@ -3,8 +3,8 @@
 A `ConvSolution` is an ordered tuple of steps over named buffers and a workspace plan. Nothing here holds a pointer, a
 handle or a compiled kernel, so a solution can be hashed, compared, stored and sent to another process.
 
-Buffer names: "x", "w", "y" are the problem's tensors, whichever of them the direction writes; any other name is a
-region of the workspace.
+Buffer names: those of the problem's operands ("x", "w" and "y", whichever of them the direction writes); any other name
+is a region of the workspace.
 """
 
 from __future__ import annotations

@@ -36,7 +36,6 @@ from miofind.verify.claims import claims_of
 from miofind.verify.verifier import Verifier
 
 SOLVERS = list(Registry.default().values())
-TENSORS = {"x", "w", "y"}
 CTYPES = {"int32": 2**31, "int64": 2**63, "uint32": 2**32, "uint64": 2**64}
 MAX_CONFIGS = 40
 MAX_DRAWN = 4000
@@ -236,7 +235,7 @@ def check_that_workspaces_are_planned(offer: Offer) -> None:
         assert case.solver.workspace_bytes(case.problem, case.device, config) == plan.bytes
         names = [region.name for region in plan.regions]
         assert len(names) == len(set(names))
-        assert TENSORS.isdisjoint(names)
+        assert not {operand.name for operand in case.problem.operands} & set(names)
         assert all(region.bytes > 0 for region in plan.regions)
 
 
@@ -244,7 +243,8 @@ def check_that_steps_name_known_buffers_and_write_the_output(offer: Offer) -> No
     case = offer.case
     for solution in offer.solutions.values():
         regions = {region.name: region.bytes for region in solution.workspace.regions}
-        sizes = {name: case.problem.tensor(name).bytes for name in TENSORS} | regions
+        tensors = {operand.name: operand.tensor.bytes for operand in case.problem.operands}
+        sizes = tensors | regions
         used: set[str] = set()
         for step in solution.steps:
             for pointer in pointers(step):
@@ -252,7 +252,7 @@ def check_that_steps_name_known_buffers_and_write_the_output(offer: Offer) -> No
                 assert 0 <= pointer.offset_bytes < sizes[pointer.buffer]
                 used.add(pointer.buffer)
         if used:
-            assert TENSORS | set(regions) <= used | workspaces(solution.steps)
+            assert set(sizes) <= used | workspaces(solution.steps)
 
 
 def pointers(step: KernelStep | MatmulStep | CudnnStep | FftStep | HostStep) -> list[Pointer]:
@@ -285,10 +285,10 @@ def check_that_packings_are_two_parts_of_a_solution(offer: Offer) -> None:
         assert packing.run.workspace.bytes <= whole.workspace.bytes
         assert packing.run.deterministic == whole.deterministic
         known = dict.fromkeys(whole.kernels)
-        images = {n: case.problem.tensor(n).bytes for n in ("x", "y")}
+        others = {operand.name: operand.tensor.bytes for operand in case.problem.operands if operand.name != "w"}
         for part, tensors in (
             (packing.pack, {"w": case.problem.w.bytes, "y": packing.bytes}),
-            (packing.run, {**images, "w": packing.bytes}),
+            (packing.run, {**others, "w": packing.bytes}),
         ):
             sizes = tensors | {region.name: region.bytes for region in part.workspace.regions}
             used = {pointer.buffer for step in part.steps for pointer in pointers(step)}
