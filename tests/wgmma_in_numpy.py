@@ -162,9 +162,9 @@ class Launch:
         clusters, rest = divmod(self.grid, math.prod(self.cluster))
         assert rest == 0
         for cluster in range(clusters):
-            for turn, first in enumerate(range(0, self.named["items"], clusters)):
+            for turn, first in enumerate(range(0, self.named["work_tiles"], clusters)):
                 number = first + (clusters - 1 - cluster if self.strided and turn else cluster)
-                if number >= self.named["items"]:
+                if number >= self.named["work_tiles"]:
                     break
                 assert self.cluster.k == 1 or number == cluster  # blocks that add what they have have one item
                 self._compute(number, out, size)
@@ -194,11 +194,11 @@ class Launch:
 
     def _item(self, at: Place, number: int) -> Item:
         named, splits = self.named, self.named["splits"]
-        phase, shares, count = 0, self.cluster.k, named["steps"]
+        phase, shares, count = 0, self.cluster.k, named["k_tiles"]
         if self.strided:
             phase, shares, number = self._phase_of(at, number)
-            count = named["chunks"] * self.phases[phase].h.taps * self.phases[phase].w.taps
-            assert count <= named["steps"]
+            count = named["tap_blocks"] * self.phases[phase].h.taps * self.phases[phase].w.taps
+            assert count <= named["k_tiles"]
         row, tile_n = divmod(number, named["tiles_n"])
         part, tile_m = divmod(row, named["tiles_m"])
         group, split = (part, at.k % shares) if self.cluster.k > 1 else divmod(part, splits)
@@ -225,7 +225,7 @@ class Launch:
     def _tap(self, item: Item, step: int) -> tuple[int, int, int]:
         """The tap of a step by its number in the filter, and how far its pixels are from where the walk is."""
         named, (h, w) = self.named, self.phases[item.phase]
-        tap_y, tap_x = divmod(step // named["chunks"], w.taps if self.strided else named["taps_x"])
+        tap_y, tap_x = divmod(step // named["tap_blocks"], w.taps if self.strided else named["taps_x"])
         number = tap_y * named["taps_x"] + tap_x
         if self.strided:
             first, steps = (h.first, w.first), (named["tap_step_h"], named["tap_step_w"])
@@ -239,9 +239,9 @@ class Launch:
 
     def _columns(self, item: Item, block: int) -> Columns | None:
         number = item.tile_n * (self.tile_n // self.wide) + block
-        tap, chunk = divmod(number, self.named["chunks"]) if self.weights else (0, number)
+        tap, chunk = divmod(number, self.named["tap_blocks"]) if self.weights else (0, number)
         columns = Columns(chunk * self.wide, tap)
-        is_any = tap < self.taps if self.weights else columns.first < self.named["all_columns"]
+        is_any = tap < self.taps if self.weights else columns.first < self.named["size_n"]
         return columns if is_any else None
 
     def _multiply(self, at: Place, item: Item) -> Array:
@@ -250,8 +250,8 @@ class Launch:
         for step in item.steps:
             if self.planes_of_depth:
                 named, place = self.named, self._in_planes(step, self.tile_k)
-                rows = self._of_planes(self.boxes, place, item.group * named["all_rows"] + item.tile_m * self.tile_m)
-                first_column = item.group * named["all_columns"] + item.tile_n * self.tile_n
+                rows = self._of_planes(self.boxes, place, item.group * named["size_m"] + item.tile_m * self.tile_m)
+                first_column = item.group * named["size_n"] + item.tile_n * self.tile_n
                 columns = self._of_planes(self.pixels, place, first_column)
             elif self.weights:
                 rows = self._rows_of_weights(item, step)
@@ -285,7 +285,7 @@ class Launch:
 
     def _pixels_at(self, item: Item, step: int) -> Array:
         named, memory = self.named, self.memory[self.pixels.pointer.buffer]
-        chunk, (_, *moved) = step % named["chunks"], self._tap(item, step)
+        chunk, (_, *moved) = step % named["tap_blocks"], self._tap(item, step)
         length = self.tile_n if self.pixel_columns else self.tile_m
         first, depth = (item.tile_n if self.pixel_columns else item.tile_m) * length, chunk * self.tile_k
         if self.planes_of_pixels:
@@ -304,10 +304,10 @@ class Launch:
 
     def _filters(self, item: Item, step: int) -> Array:
         named, memory = self.named, self.memory[self.boxes.pointer.buffer]
-        chunk, (tap, *_) = step % named["chunks"], self._tap(item, step)
+        chunk, (tap, *_) = step % named["tap_blocks"], self._tap(item, step)
         length, tile = (self.tile_m, item.tile_m) if self.pixel_columns else (self.tile_n, item.tile_n)
         of_group, depth, shares = (
-            named["all_rows" if self.pixel_columns else "all_columns"],
+            named["size_m" if self.pixel_columns else "size_n"],
             chunk * self.tile_k,
             self.cluster.m,
         )
@@ -330,7 +330,7 @@ class Launch:
     def _rows_of_weights(self, item: Item, step: int) -> Array:
         if self.planes == "IN_ROWS":
             place = divmod(step * self.tile_k, self.named["height"] * self.named["width"])
-            return self._of_planes(self.boxes, place, item.group * self.named["all_rows"] + item.tile_m * self.tile_m)
+            return self._of_planes(self.boxes, place, item.group * self.named["size_m"] + item.tile_m * self.tile_m)
         memory, shares = self.memory[self.boxes.pointer.buffer], self.cluster.n
         numbers = [step * self.tile_k + share * (self.tile_k // shares) for share in range(shares)]
         firsts = [item.tile_m * self.tile_m + 64 * block for block in range(self.blocks)]
@@ -354,7 +354,7 @@ class Launch:
                 if self.pointwise:
                     parts.append(copied_box(self.pixels, memory, columns.first, item.group, number))
                 else:
-                    channel = item.group * named["all_columns"] + columns.first
+                    channel = item.group * named["size_n"] + columns.first
                     tap_y, tap_x = divmod(columns.tap, named["taps_x"])
                     moved = (tap_y * named["dilation_h"], tap_x * named["dilation_w"])
                     parts.append(self._walked(number, channel, moved))
@@ -364,7 +364,7 @@ class Launch:
     def _store(self, item: Item, sums: Array, out: Array) -> None:
         for first in range(0, self.tile_m, 64):
             row = item.tile_m * self.tile_m + first
-            if row >= self.named["all_rows"]:
+            if row >= self.named["size_m"]:
                 break
             for block in range(self.tile_n // self.wide):
                 columns = self._columns(item, block)
@@ -372,11 +372,11 @@ class Launch:
                     break
                 values = sums[first : first + 64, block * self.wide : (block + 1) * self.wide]
                 if self.weights:
-                    row_of_all = item.group * self.named["all_rows"] + row
+                    row_of_all = item.group * self.named["size_m"] + row
                     store_box(self.target, out, values, columns.first, columns.tap, row_of_all)
                 elif self.planes_of_pixels:
                     n, pixel = self._in_planes(columns.first // self.wide, self.wide)
-                    store_box(self.target, out, values, pixel, item.group * self.named["all_rows"] + row, n)
+                    store_box(self.target, out, values, pixel, item.group * self.named["size_m"] + row, n)
                 else:
                     store_box(self.target, out, values, columns.first, item.group, row)
 
@@ -384,7 +384,7 @@ class Launch:
         for row in range(0, self.tile_m, 64):
             for column in range(0, self.tile_n, 64):
                 filters, pixel = item.tile_m * self.tile_m + row, item.tile_n * self.tile_n + column
-                if pixel < self.named["all_columns"] and filters < self.named["all_rows"]:
+                if pixel < self.named["size_n"] and filters < self.named["size_m"]:
                     values = sums[row : row + 64, column : column + 64].T
                     store_box(self.target, out, values, filters, item.group, pixel)
 
@@ -395,7 +395,7 @@ class Launch:
             return
         named = self.named
         row_of_tile = item.tile_m * self.tile_m
-        count = max(0, min(self.tile_m, named["all_rows"] - row_of_tile))
+        count = max(0, min(self.tile_m, named["size_m"] - row_of_tile))
         rows = row_of_tile + np.arange(count)
         self._write_lines(item, *self._rows_of_all(item.phase, rows), sums[:count], out)
         if self.strided and item.phase == self.phases_with_taps - 1:
@@ -410,12 +410,12 @@ class Launch:
             columns = self._columns(item, block)
             if columns is None:
                 break
-            width = max(0, min(self.wide, named["all_columns"] - columns.first))
+            width = max(0, min(self.wide, named["size_n"] - columns.first))
             if self.weights:
-                lines = (item.group * named["all_rows"] + rows) * self.taps + columns.tap
+                lines = (item.group * named["size_m"] + rows) * self.taps + columns.tap
             else:
                 lines = rows * named["groups"] + item.group
-            places = lines[:, None] * named["all_columns"] + columns.first + np.arange(width)
+            places = lines[:, None] * named["size_n"] + columns.first + np.arange(width)
             assert np.isnan(out[places]).all()
             out[places] = sums[stored, block * self.wide : block * self.wide + width]
 
@@ -423,8 +423,8 @@ class Launch:
         """Likewise where the columns are pixels of planes, run by run."""
         named, image = self.named, self.named["image"]
         first_row, first = item.tile_m * self.tile_m, item.tile_n * self.tile_n
-        rows = np.arange(first_row, min(first_row + self.tile_m, named["all_rows"]))
-        for column in range(first, min(first + self.tile_n, named["all_columns"]), self.run_length):
+        rows = np.arange(first_row, min(first_row + self.tile_m, named["size_m"]))
+        for column in range(first, min(first + self.tile_n, named["size_n"]), self.run_length):
             if self.planes_of_pixels:
                 n, pixel = self._in_planes(column // self.wide, self.wide)
                 pixel += column % self.wide
@@ -433,7 +433,7 @@ class Launch:
             if pixel >= image:
                 continue
             assert pixel + self.run_length <= image
-            planes = (n * named["groups"] + item.group) * named["all_rows"] + rows
+            planes = (n * named["groups"] + item.group) * named["size_m"] + rows
             places = planes[:, None] * image + pixel + np.arange(self.run_length)
             assert (places[:, 0] % self.run_length == 0).all()
             assert np.isnan(out[places]).all()
@@ -448,5 +448,5 @@ class Launch:
         n, h = np.divmod(lines, named["height"])
         h = h * named["stride_h"] + self.phases[phase].h.at
         w = w * named["stride_w"] + self.phases[phase].w.at
-        stored = (h < named["all_h"]) & (w < named["all_w"])
-        return stored, ((n * named["all_h"] + h) * named["all_w"] + w)[stored]
+        stored = (h < named["dx_h"]) & (w < named["dx_w"])
+        return stored, ((n * named["dx_h"] + h) * named["dx_w"] + w)[stored]

@@ -1,6 +1,6 @@
 """The product's kernel of ConvImplicitGemmWgmmaTurned in NumPy: what its launch copies, turns, multiplies and writes.
 
-Knows a launch by its maps, scalars and defines alone, and how kernels_src/implicit_gemm/wgmma_turned.cu counts with
+Knows a launch by its maps, scalars and defines alone, and how kernels_src/implicit_gemm/wgmma_transposed.cu counts with
 them. Shared memory is modelled word by word.
 """
 
@@ -92,12 +92,12 @@ class Launch:
 
     def run(self) -> Array:
         """Elements of the result in memory, all parts one after another; NaN where nothing was written."""
-        out = np.full(self.named["splits"] * self.named["size"], np.nan)
+        out = np.full(self.named["splits"] * self.named["out_size"], np.nan)
         clusters, rest = divmod(self.grid, self.shares)
         assert rest == 0
-        assert self.shares == 1 or clusters == self.named["items"]  # blocks that add what they have take one item each
+        assert self.shares == 1 or clusters == self.named["work_tiles"]  # blocks that add what they have take one item each
         for cluster in range(clusters):
-            for number in range(cluster, self.named["items"], clusters):
+            for number in range(cluster, self.named["work_tiles"], clusters):
                 self._compute(number, out)
         return out
 
@@ -110,7 +110,7 @@ class Launch:
         assert ends[-1] == self._first_step(split + 1, 0)
         assert ends == sorted(set(ends))  # none is empty
         for block in range(self.row_blocks):
-            tap, chunk = divmod(tile_m * self.row_blocks + block, named["chunks"])
+            tap, chunk = divmod(tile_m * self.row_blocks + block, named["tap_blocks"])
             if tap >= named["taps"]:
                 break
             for column in range(self.column_blocks):
@@ -122,7 +122,7 @@ class Launch:
                 self._write(out, split, (group, filters, tap, chunk * WIDE), sums)
 
     def _first_step(self, split: int, share: int) -> int:
-        return int(self.named["steps"] * (split * self.shares + share) // self.named["splits"] // self.shares)
+        return int(self.named["k_tiles"] * (split * self.shares + share) // self.named["splits"] // self.shares)
 
     def _pixels(self, group: int, tap: int, channel: int, pixel: int) -> Array:
         named, memory = self.named, self.memory["x"]
@@ -137,7 +137,7 @@ class Launch:
 
     def _write(self, out: Array, split: int, at: tuple[int, int, int, int], sums: Array) -> None:
         named, (group, filters, tap, channel) = self.named, at
-        part = out[split * named["size"] :][: named["size"]]
+        part = out[split * named["out_size"] :][: named["out_size"]]
         tensor = part.reshape(named["groups"], named["filters"], named["taps"], named["channels"])
         to = tensor[group, filters : filters + WIDE, tap, channel : channel + WIDE]
         assert np.isnan(to).all()  # nothing is written twice

@@ -1,63 +1,63 @@
-// Convolution as a matrix product on Hopper's tensor cores, float32 sums; float32 counts as TF32.
-// FORWARD:  y[m, k] = sum_{tap, c} x[m at tap, c] * w[k, tap, c]; m: output pixels, rows; k: filters, columns.
-// DATA:     dx[m, c] = sum_{tap, k} dy[m at tap, k] * w[k, tap, c]; m: input pixels; STRIDED, phase after phase.
-// WEIGHTS:  dw[k, tap c] = sum_m dy[m, k] * x[m at tap, c]; m: output pixels, the depth.
-// Pixels are the columns if SWAPPED, or where PLANES says that channels come first, in the result alone or everywhere.
-// They come by the copy engine's im2col mode (TMA), padding included; all else as boxes, and so do POINTWISE pixels:
-// one tap, stride 1, no padding. Two warps copy, one pixels and one boxes, into a ring of STAGES; CONSUMERS warpgroups
-// multiply, ROWS blocks of 64 rows each, and write blocks of WIDE columns, for WEIGHTS each of one tap. Blocks are
-// persistent and take tiles, or SPLITS parts of each tile's depth as float32, which `add_parts` adds in order. The
-// CLUSTER_M x CLUSTER_N blocks of a cluster have neighbouring tiles, and each copies a share of what they have in
-// common; or CLUSTER_K blocks add parts of one tile in order.
-// Design after the public description of Hopper's warp-specialised GEMMs (CUTLASS, sm90).
+// Convolution as implicit GEMM on Hopper's tensor cores (wgmma), float32 accumulators; float32 counts as TF32.
+// FORWARD:  y[m, k] = sum_{tap, c} x[m at tap, c] * w[k, tap, c]; M: output pixels, N: filters, K: taps and channels.
+// DATA:     dx[m, c] = sum_{tap, k} dy[m at tap, k] * w[k, tap, c]; M: input pixels; STRIDED, phase after phase.
+// WEIGHTS:  dw[k, tap c] = sum_m dy[m, k] * x[m at tap, c]; M: filters, N: taps and channels, K: output pixels.
+// Pixels are N instead, and A and B swapped, if SWAPPED, or where PLANES says that the output or all tensors are NCHW.
+// TMA loads pixels in im2col mode, padding included, all else in boxes; so it does POINTWISE pixels: one tap, stride 1,
+// no padding. Warp-specialised: two producer warps load A and B into a pipeline of STAGES; CONSUMERS warpgroups
+// multiply ROWS blocks of 64 rows each, and write blocks of WIDE columns, for WEIGHTS each of one tap. Persistent
+// blocks take work tiles: tiles, or split-K parts of them, whose float32 partials `add_parts` adds in order. The
+// CLUSTER_M x CLUSTER_N blocks of a cluster have neighbouring tiles and multicast what they share; or CLUSTER_K blocks
+// split K of a tile and add their partials in order. Design after the public description of CUTLASS's GEMMs for sm_90.
 #include "common/opaque.cuh"
 #include "common/split_k.cuh"
-#include "implicit_gemm/wgmma_results.cuh"
+#include "implicit_gemm/wgmma_epilogue.cuh"
 
 __device__ __forceinline__ void consume(const Shape& shape, const TensorMap* target, float* parts, int consumer,
                                         unsigned stages, unsigned full, unsigned empty, unsigned out) {
-  meet();  // barriers are ready
-  const Place at = place();
-  const int lane = threadIdx.x % 32;  // tells one block of those that copy to this one that a stage may be filled again
+  cluster_sync();  // mbarriers are initialised
+  const ClusterCoord at = cluster_coord();
+  const int lane = threadIdx.x % 32;  // tells one of the blocks that load to this one that a stage is empty
   const bool signals = lane < CLUSTER_M * CLUSTER_N && (lane / CLUSTER_N == at.m || lane % CLUSTER_N == at.n);
-  int slot = 0;
-  unsigned other = out + kOutBlock;
+  int stage = 0;
+  unsigned other = out + kOutBlockBytes;
   unsigned parity = 0;
-  for (int number = blockIdx.x / kCluster; number < shape.items; number = item_after(number)) {
-    const Item item = item_at(shape, at, number);
-    float sums[ROWS][kSums];
-    if (STRIDED && item.phase == phases_with_taps(shape) - 1) write_zeros(shape, item, parts, consumer);
+  for (int rank = first_work_tile<kCluster>(); rank < shape.work_tiles;
+       rank = next_work_tile<kCluster, STRIDED>(rank)) {
+    const WorkTile tile = work_tile_at(shape, at, rank);
+    float acc[ROWS][kAccumulators];
+    if (STRIDED && tile.phase == phases_with_taps(shape) - 1) write_zeros(shape, tile, parts, consumer);
     int before = -1;
-    for (int step = item.first; step < item.last; step++) {
-      mbarrier_wait(full + 8 * slot, parity);
-      const unsigned rows = stages + slot * kStageBytes + consumer * ROWS * kRowBlock;
-      const unsigned columns = stages + slot * kStageBytes + kRowBytes;
+    for (int k_tile = tile.first_k_tile; k_tile < tile.end_k_tile; k_tile++) {
+      mbarrier_wait(full + 8 * stage, parity);
+      const unsigned a = stages + stage * kStageBytes + consumer * ROWS * kMBlockBytes;
+      const unsigned b = stages + stage * kStageBytes + kABytes;
       wgmma_fence();
 #pragma unroll
-      for (int k = 0; k < kElement * kTileK / 32; k++)
+      for (int k = 0; k < kElementBytes * kTileK / 32; k++)
 #pragma unroll
         for (int r = 0; r < ROWS; r++)
-          Wgmma<ELEMENT>::ss<kDeepRows ? Major::K : Major::MN, kDeepColumns ? Major::K : Major::MN>(
-              sums[r], descriptor_at(kRowForm, rows + r * kRowBlock + k * kRowStep),
-              descriptor_at(kColumnForm, columns + k * kColumnStep), step > item.first || k > 0);
+          Wgmma<ELEMENT>::ss<kKMajorA ? Major::K : Major::MN, kKMajorB ? Major::K : Major::MN>(
+              acc[r], descriptor_at(kADescriptor, a + r * kMBlockBytes + k * kAStepBytes),
+              descriptor_at(kBDescriptor, b + k * kBStepBytes), k_tile > tile.first_k_tile || k > 0);
       wgmma_commit_group();
-      wgmma_wait_group<1>();  // the step before is done with its stage
+      wgmma_wait_group<1>();  // the k-tile before has read its stage
       if (before >= 0 && signals) mbarrier_arrive<CLUSTER_M * CLUSTER_N>(empty + 8 * before, lane);
-      before = slot;
-      if (++slot == STAGES) {
-        slot = 0;
+      before = stage;
+      if (++stage == STAGES) {
+        stage = 0;
         parity ^= 1;
       }
     }
     wgmma_wait_group<0>();
-    const Item done = item_at(shape, at, opaque(number));  // not kept in registers beside the sums
+    const WorkTile done = work_tile_at(shape, at, opaque(rank));  // not kept in registers beside the accumulators
     if ((!STRIDED || CLUSTER_K == 1) && signals) mbarrier_arrive<CLUSTER_M * CLUSTER_N>(empty + 8 * before, lane);
     if (CLUSTER_K > 1)
-      write_share(stages, consumer, sums);
+      write_cluster_partial(stages, consumer, acc);
     else if (SWAPPED || shape.splits.by == 1)
-      write_tile(shape, done, target, reinterpret_cast<ELEMENT*>(parts), out, other, consumer, sums);
+      write_tile(shape, done, target, reinterpret_cast<ELEMENT*>(parts), out, other, consumer, acc);
     else
-      write_part(shape, done, parts, consumer, sums);
+      write_partial(shape, done, parts, consumer, acc);
   }
   if (threadIdx.x % 128 == 0) tma_store_wait_group_read();
   __syncwarp();
@@ -69,41 +69,31 @@ __device__ __forceinline__ void consume(const Shape& shape, const TensorMap* tar
 #define IN_CLUSTERS
 #endif
 
+#define DIVISOR_PARAMETERS(d) int d, unsigned d##_multiplier, int d##_shift
+#define DIVISOR(d) {d, d##_multiplier, d##_shift}
+
 extern "C" __global__ void IN_CLUSTERS __launch_bounds__(kThreads, BLOCKS)
-    implicit_gemm_wgmma(const __grid_constant__ TensorMap rows, const __grid_constant__ TensorMap columns,
-                        const __grid_constant__ TensorMap target, float* parts, int all_rows, int all_columns,
-                        int groups, int channels, int taps_y, int stride_h, int stride_w, int low_h, int low_w,
-                        int dilation_h, int dilation_w, int image, int size, int all_h, int all_w, int tap_step_h,
-                        int tap_step_w, int first_h, int other_h, int first_w, int other_w, int phases, int steps,
-                        int items, int taps_x, unsigned taps_x_multiplier, int taps_x_shift, int chunks,
-                        unsigned chunks_multiplier, int chunks_shift, int height, unsigned height_multiplier,
-                        int height_shift, int width, unsigned width_multiplier, int width_shift, int tiles_m,
-                        unsigned tiles_m_multiplier, int tiles_m_shift, int tiles_n, unsigned tiles_n_multiplier,
-                        int tiles_n_shift, int splits, unsigned splits_multiplier, int splits_shift) {
-  const Shape shape{all_rows,
-                    all_columns,
+    implicit_gemm_wgmma(const __grid_constant__ TensorMap map_a, const __grid_constant__ TensorMap map_b,
+                        const __grid_constant__ TensorMap target, float* parts, int size_m, int size_n, int groups,
+                        int channels, int taps_y, int stride_h, int stride_w, int low_h, int low_w, int dilation_h,
+                        int dilation_w, int image, int out_size, int dx_h, int dx_w, int tap_step_h, int tap_step_w,
+                        int first_h, int other_h, int first_w, int other_w, int phases, int k_tiles, int work_tiles,
+                        DIVISOR_PARAMETERS(taps_x), DIVISOR_PARAMETERS(tap_blocks), DIVISOR_PARAMETERS(height),
+                        DIVISOR_PARAMETERS(width), DIVISOR_PARAMETERS(tiles_m), DIVISOR_PARAMETERS(tiles_n),
+                        DIVISOR_PARAMETERS(splits)) {
+  const Shape shape{{DIVISOR(height), DIVISOR(width), stride_h, stride_w, low_h, low_w, dilation_h, dilation_w},
+                    {DIVISOR(tiles_m), DIVISOR(tiles_n), DIVISOR(splits), k_tiles, work_tiles},
+                    size_m,
+                    size_n,
                     groups,
                     taps_y,
-                    {taps_x, taps_x_multiplier, taps_x_shift},
-                    {chunks, chunks_multiplier, chunks_shift},
+                    DIVISOR(taps_x),
+                    DIVISOR(tap_blocks),
                     channels,
-                    {height, height_multiplier, height_shift},
-                    {width, width_multiplier, width_shift},
-                    stride_h,
-                    stride_w,
-                    low_h,
-                    low_w,
-                    dilation_h,
-                    dilation_w,
                     image,
-                    {tiles_m, tiles_m_multiplier, tiles_m_shift},
-                    {tiles_n, tiles_n_multiplier, tiles_n_shift},
-                    steps,
-                    {splits, splits_multiplier, splits_shift},
-                    items,
-                    size,
-                    all_h,
-                    all_w,
+                    out_size,
+                    dx_h,
+                    dx_w,
                     tap_step_h,
                     tap_step_w,
                     first_h,
@@ -125,22 +115,22 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(kThreads, BLOCKS)
       }
       fence_mbarrier_init();
     }
-    consume(shape, &target, parts, role, stages, full, empty, out + role * 2 * kOutBlock);
+    consume(shape, &target, parts, role, stages, full, empty, out + role * 2 * kOutBlockBytes);
   } else if (threadIdx.x < CONSUMERS * 128 + 32) {
-    const TensorMap* map = KIND == WEIGHTS || kPixelColumns ? &columns : &rows;
+    const TensorMap* map = KIND == WEIGHTS || kPixelsAreN ? &map_b : &map_a;
     if (threadIdx.x % 32 == 0) prefetch_tensor_map(map);
-    produce<PixelCopies>(shape, map, stages, full, empty);
+    produce<PixelLoads>(shape, map, stages, full, empty);
   } else {
-    const TensorMap* map = KIND == WEIGHTS || kPixelColumns ? &rows : &columns;
+    const TensorMap* map = KIND == WEIGHTS || kPixelsAreN ? &map_a : &map_b;
     if (threadIdx.x % 32 == 0) prefetch_tensor_map(map);
-    produce<BoxCopies>(shape, map, stages, full, empty);
+    produce<OtherLoads>(shape, map, stages, full, empty);
   }
   if constexpr (CLUSTER_K > 1) {
-    meet<true>();  // all shares are written
-    add_shares(shape, stages, reinterpret_cast<ELEMENT*>(parts));
+    cluster_sync<true>();  // all partials are written
+    reduce_cluster_partials(shape, stages, reinterpret_cast<ELEMENT*>(parts));
   }
-  // Others read this block's share until here, or signal its barriers: signals land before a meeting that shows them.
-  if constexpr (kCluster > 1) meet<(CLUSTER_M * CLUSTER_N > 1)>();
+  // Until here other blocks read this one's partial, or arrive at its mbarriers: a releasing barrier waits for these.
+  if constexpr (kCluster > 1) cluster_sync<(CLUSTER_M * CLUSTER_N > 1)>();
 }
 
 // out[i] = sum of partials[split][i] over the splits.

@@ -125,7 +125,7 @@ def _maps(tiling: WgmmaTiling) -> tuple[TensorMap, TensorMap, TensorMap]:
 
 
 def _packed_residues(product: WgmmaProduct) -> list[int]:
-    """Two of each axis, as `Residue` of kernels_src/implicit_gemm/wgmma_tiles.cuh takes them."""
+    """Two of each axis, as `PhaseAxis` of kernels_src/implicit_gemm/wgmma_tiling.cuh takes them."""
     return [
         one.at | one.first << 1 | one.taps << 2 | one.offset << 11
         for of_axis in product.residues

@@ -1,6 +1,6 @@
 """ConvImplicitGemmWgmmaTurned: backward weights of float32 as TF32 on Hopper's tensor cores, channels last.
 
-Kernel: kernels_src/implicit_gemm/wgmma_turned.cu, which turns dy in shared memory. Other types and directions are
+Kernel: kernels_src/implicit_gemm/wgmma_transposed.cu, which turns dy in shared memory. Other types and directions are
 ConvImplicitGemmWgmma's.
 """
 
@@ -42,7 +42,7 @@ from miofind.solvers.implicit_gemm.wgmma_turned_tiling import (
     likely_tilings,
 )
 
-_SOURCE = "implicit_gemm/wgmma_turned.cu"
+_SOURCE = "implicit_gemm/wgmma_transposed.cu"
 _SHARED_BYTES = 227 << 10
 _DEFAULTS, _ALIKE = 8, 2
 _VECTOR = 4  # elements of 16 bytes, which copies move

@@ -1,4 +1,4 @@
-"""How kernels_src/implicit_gemm/wgmma_turned.cu cuts backward weights into tiles, and how long that takes.
+"""How kernels_src/implicit_gemm/wgmma_transposed.cu cuts backward weights into tiles, and how long that takes.
 
 Rows are channels of a tap, columns filters, and the depth is of pixels.
 """

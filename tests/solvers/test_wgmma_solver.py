@@ -101,7 +101,8 @@ def parameters_of(entry: str) -> list[tuple[str, str]]:
     source = importlib.resources.files("miofind.kernels_src").joinpath(SOLVER.sources[0]).read_text(encoding="utf-8")
     found = re.search(rf"\b{entry}\((.*?)\)\s*{{", source, re.DOTALL)
     assert found, entry
-    return [(words[-2], words[-1].lstrip("*")) for text in found[1].split(",") if (words := text.split())]
+    parameters = re.sub(r"DIVISOR_PARAMETERS\((\w+)\)", r"int \1, unsigned \1_multiplier, int \1_shift", found[1])
+    return [(words[-2], words[-1].lstrip("*")) for text in parameters.split(",") if (words := text.split())]
 
 
 def named_args(step: KernelStep) -> dict[str, Any]:
@@ -117,7 +118,7 @@ def phases_of(step: KernelStep) -> list[tuple[int, int]]:
     for phase in range(named["phases"] >> 16 & 7):
         which = named["phases"] >> 2 * phase & 3
         h, w = named["other_h" if which & 2 else "first_h"], named["other_w" if which & 1 else "first_w"]
-        steps = named["chunks"] * (h >> 2 & 511) * (w >> 2 & 511) if strided else named["steps"]
+        steps = named["tap_blocks"] * (h >> 2 & 511) * (w >> 2 & 511) if strided else named["k_tiles"]
         found.append((steps, 1 << (named["phases"] >> (8 + 2 * phase) & 3)))
     return found
 
@@ -283,12 +284,12 @@ def test_every_part_has_steps(problem: ProblemDescription) -> None:
         named, parts = named_args(step), config["splits"] * shares(config)
         assert dict(step.defines)["STRIDED"] == int(is_strided(problem))
         assert named["splits"] == parts
-        assert parts == 1 or 2 * parts <= named["steps"]
+        assert parts == 1 or 2 * parts <= named["k_tiles"]
         for steps, shared in phases_of(step):
             assert shared <= shares(config)
             assert steps >= config["splits"] * shared
-            assert steps * shares(config) <= named["steps"] * shared  # none has more than of the first phase
-        assert named["steps"] * parts < 2**31  # the kernel's product
+            assert steps * shares(config) <= named["k_tiles"] * shared  # none has more than of the first phase
+        assert named["k_tiles"] * parts < 2**31  # the kernel's product
 
 
 def is_strided(problem: ProblemDescription) -> bool:
@@ -310,8 +311,8 @@ def test_kernels_are_told_how_the_copies_walk(problem: ProblemDescription) -> No
         named, maps = named_args(step), maps_of(step)
         assert named["groups"] == problem.groups
         tiles = named["tiles_m"] * named["tiles_n"] * named["groups"] * config["splits"]
-        assert named["items"] == sum(-(-tiles * shared // shares(config)) for _, shared in phases_of(step))
-        assert named["size"] == problem.output.size
+        assert named["work_tiles"] == sum(-(-tiles * shared // shares(config)) for _, shared in phases_of(step))
+        assert named["out_size"] == problem.output.size
         planes = WgmmaProduct.of(problem).planes
         is_second = problem.direction is WEIGHTS or config["swapped"] == 1 or planes is not Planes.NOWHERE
         walk = maps[1 if is_second else 0]
@@ -358,7 +359,7 @@ def test_grids_are_whole_clusters(problem: ProblemDescription) -> None:
     seen = set()
     for config in sampled(problem):
         step = product_of(SOLVER.solution(problem, DEVICE, config))
-        defines, items = dict(step.defines), named_args(step)["items"]
+        defines, items = dict(step.defines), named_args(step)["work_tiles"]
         assert "x".join(str(defines[f"CLUSTER_{axis}"]) for axis in "MNK") == config["cluster"]
         cluster = math.prod(int(defines[f"CLUSTER_{axis}"]) for axis in "MNK")
         seen.add(config["cluster"])

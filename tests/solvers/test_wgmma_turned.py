@@ -48,7 +48,8 @@ def parameters_of(entry: str) -> list[str]:
     source = importlib.resources.files("miofind.kernels_src").joinpath(SOLVER.sources[0]).read_text(encoding="utf-8")
     found = re.search(rf"\b{entry}\((.*?)\)\s*{{", source, re.DOTALL)
     assert found, entry
-    return [text.split()[-1].lstrip("*") for text in found[1].split(",")]
+    parameters = re.sub(r"DIVISOR_PARAMETERS\((\w+)\)", r"int \1, unsigned \1_multiplier, int \1_shift", found[1])
+    return [text.split()[-1].lstrip("*") for text in parameters.split(",")]
 
 
 def named_args(step: KernelStep) -> dict[str, Any]:
@@ -190,7 +191,7 @@ def test_parts_are_kept_within_the_workspace() -> None:
         assert solution.workspace.bytes == (4 * splits * problem.w.size if splits > 1 else 0)
         named = named_args(solution.kernels[0])
         parts = splits * config["shares"]
-        assert 2 * parts <= named["steps"] or parts == 1
+        assert 2 * parts <= named["k_tiles"] or parts == 1
         if splits > 1:
             adders = TurnedTiling.of(WgmmaProduct.of(problem), config).adders(H200)
             assert named_args(solution.kernels[1]) == {"count": problem.w.size, "splits": splits, "adders": adders}

@@ -1,0 +1,298 @@
+// Of kernels_src/implicit_gemm/wgmma.cu, the epilogue: how accumulators leave the registers for the output, for a
+// split-K partial in memory, or for a partial in the shared memory of a cluster.
+#pragma once
+
+#include "implicit_gemm/wgmma_producer.cuh"
+
+// Offset in a swizzled block of 64 rows of a row's 16-byte word.
+__device__ __forceinline__ int swizzled_offset(int row, int word) {
+  return row * kOutSwizzle + 16 * (word ^ (row * kOutSwizzle / 128 & (kOutSwizzle / 16 - 1)));
+}
+
+__device__ __forceinline__ unsigned pack(float first, float second) {
+  Vector<ELEMENT, 2> pair;
+  pair.at[0] = convert<ELEMENT>(first);
+  pair.at[1] = convert<ELEMENT>(second);
+  return *reinterpret_cast<const unsigned*>(&pair);
+}
+
+// Rounds a block of 64 rows of accumulators into shared memory; with A and B swapped, as 64 pixels of 64 filters.
+__device__ __forceinline__ void stage_block(unsigned out, int warp, int lane, const float* acc) {
+  if constexpr (SWAPPED) {
+    const int word = 2 * warp + lane / 8 % 2;
+#pragma unroll
+    for (int j = 0; j < 8; j += 2, acc += 8)
+      stmatrix_trans(out + swizzled_offset(8 * j + lane / 16 * 8 + lane % 8, word), pack(acc[0], acc[1]),
+                     pack(acc[2], acc[3]), pack(acc[4], acc[5]), pack(acc[6], acc[7]));
+  } else if constexpr (kElementBytes == 2) {
+    const int row = 16 * warp + (lane & 15), half = lane >> 4;
+#pragma unroll
+    for (int j = 0; j < kBlockN / 16; j++, acc += 8)
+      stmatrix(out + swizzled_offset(row, 2 * j + half), pack(acc[0], acc[1]), pack(acc[2], acc[3]),
+               pack(acc[4], acc[5]), pack(acc[6], acc[7]));
+  } else {
+    const int row = 16 * warp + lane / 4, t = lane % 4;
+#pragma unroll
+    for (int j = 0; j < kBlockN / 8; j++, acc += 4)
+#pragma unroll
+      for (int below = 0; below < 2; below++)
+        store_shared_pair(out + swizzled_offset(row + 8 * below, 2 * j + t / 2) + 8 * (t % 2), acc[2 * below],
+                          acc[2 * below + 1]);
+  }
+}
+
+// RUN neighbouring pixels of a channel of an NCHW output, aligned to their size.
+using Segment = Vector<ELEMENT, RUN>;
+
+// Offset in an NCHW output of the pixel that a column is, in the plane of the group's first row; -1 beyond the image.
+__device__ __forceinline__ int64 nchw_offset(const Shape& shape, const WorkTile& tile, int column) {
+  int n, at;
+  if constexpr (PLANES == EVERYWHERE) {
+    const Pixel block = pixel_at(shape, column / kBlockN);
+    n = block.n;
+    at = block.w * kBlockN + column % kBlockN;
+  } else {
+    const Pixel pixel = pixel_at(shape, column);
+    n = pixel.n;
+    at = pixel.h * shape.width.by + pixel.w;
+  }
+  if (at >= shape.image) return -1;
+  return (static_cast<int64>(n) * shape.groups + tile.group) * shape.size_m * shape.image + at;
+}
+
+// Writes a staged block to an NCHW output, segment by segment: its columns are pixels, and images end anywhere in it.
+__device__ __forceinline__ void write_nchw(const Shape& shape, const WorkTile& tile, unsigned from, int first_m,
+                                           int first_column, ELEMENT* result) {
+  constexpr int kSegments = kBlockN / RUN;
+  const int at = threadIdx.x % 128 % kSegments * RUN, column = first_column + at;
+  if (column >= shape.size_n) return;
+  ELEMENT* const plane = result + nchw_offset(shape, tile, column);
+  for (int row = threadIdx.x % 128 / kSegments; row < 64 && first_m + row < shape.size_m; row += 128 / kSegments) {
+    const unsigned run = from + swizzled_offset(row, kElementBytes * at / 16) + kElementBytes * at % 16;
+    *reinterpret_cast<Segment*>(plane + static_cast<int64>(first_m + row) * shape.image) =
+        *reinterpret_cast<const Segment*>(__cvta_shared_to_generic(run));
+  }
+}
+
+// Writes a staged block row by row: of strided backward data, they are not neighbours in dx.
+__device__ __forceinline__ void write_rows(const Shape& shape, const WorkTile& tile, unsigned from, int first_m,
+                                           int first_column, ELEMENT* result) {
+  constexpr int kWords = kOutSwizzle / 16, kRows = 128 / kWords;
+  const int word = threadIdx.x % 128 % kWords, column = first_column + word * (16 / kElementBytes);
+  if (column >= shape.size_n) return;
+#pragma unroll
+  for (int row = threadIdx.x % 128 / kWords; row < 64; row += kRows) {
+    const int line = out_row(shape, tile, first_m + row);
+    if (line < 0) continue;
+    *reinterpret_cast<Vector<float, 4>*>(
+        result + (static_cast<int64>(line) * shape.groups + tile.group) * shape.size_n + column) =
+        *reinterpret_cast<const Vector<float, 4>*>(__cvta_shared_to_generic(from + swizzled_offset(row, word)));
+  }
+}
+
+// Begins to store a staged block.
+__device__ __forceinline__ void tma_store_block(const Shape& shape, const WorkTile& tile, const TensorMap* target,
+                                                unsigned from, int first_m, int block) {
+  if constexpr (SWAPPED) {
+    tma_store(target, from, first_m, tile.group, tile.tile_n * kTileN + kOutBlockN * block);
+  } else if constexpr (kNchwN) {
+    const Pixel pixels = pixel_at(shape, tile.tile_n * kNBlocks + block);
+    tma_store(target, from, pixels.w * kBlockN, tile.group * shape.size_m + first_m, pixels.n);
+  } else {
+    const NBlock n_block = n_block_at(shape, tile.tile_n, block);
+    if constexpr (KIND == WEIGHTS)
+      tma_store(target, from, n_block.first, n_block.tap, tile.group * shape.size_m + first_m);
+    else
+      tma_store(target, from, n_block.first, tile.group, first_m);
+  }
+  tma_store_commit_group();
+}
+
+// Writes the tile's accumulators as elements, block by block, through two buffers of this consumer in shared memory:
+// `buffer` is the next block's, `other` the one after's.
+__device__ __forceinline__ void write_tile(const Shape& shape, const WorkTile& tile, const TensorMap* target,
+                                           ELEMENT* result, unsigned& buffer, unsigned& other, int consumer,
+                                           const float (&acc)[ROWS][kAccumulators]) {
+  const int thread = threadIdx.x % 128;
+#pragma unroll
+  for (int r = 0; r < ROWS; r++) {
+    const int first_m = tile.tile_m * kTileM + 64 * (consumer * ROWS + r);
+    if (first_m >= shape.size_m) break;
+#pragma unroll
+    for (int block = 0; block < kTileN / kOutBlockN; block++) {
+      const int first_column = tile.tile_n * kTileN + block * kOutBlockN;
+      if (SWAPPED ? first_column >= shape.size_n : !is_inside(shape, n_block_at(shape, tile.tile_n, block))) break;
+      stage_block(buffer, thread / 32, thread % 32, acc[r] + block * kOutBlockN / 2);
+      fence_proxy_async();
+      if (thread == 0) tma_store_wait_group_read();  // the other buffer, where the next block goes
+      warpgroup_sync(1 + consumer);                  // the block is staged
+      if constexpr (PLANES == IN_RESULT)
+        write_nchw(shape, tile, buffer, first_m, first_column, result);
+      else if constexpr (STRIDED)
+        write_rows(shape, tile, buffer, first_m, first_column, result);
+      else if (thread == 0)
+        tma_store_block(shape, tile, target, buffer, first_m, block);
+      const unsigned written = buffer;
+      buffer = other;
+      other = written;
+    }
+  }
+}
+
+// Writes the tile's accumulators as they are to an NCHW split-K partial; the columns of a pair may be in two images.
+__device__ __forceinline__ void write_partial_nchw(const Shape& shape, const WorkTile& tile, float* part, int consumer,
+                                                   const float (&acc)[ROWS][kAccumulators]) {
+  const int thread = threadIdx.x % 128, lane = thread % 32;
+#pragma unroll
+  for (int j = 0; j < kTileN / 8; j++) {
+    const int column = tile.tile_n * kTileN + 8 * j + 2 * (lane % 4);
+    if (column >= shape.size_n) break;
+    const int64 at = nchw_offset(shape, tile, column);
+    const int64 next = RUN % 2 == 0 ? at + 1 : column + 1 < shape.size_n ? nchw_offset(shape, tile, column + 1) : -1;
+    if (at < 0) continue;
+#pragma unroll
+    for (int r = 0; r < ROWS; r++)
+#pragma unroll
+      for (int below = 0; below < 2; below++) {
+        const int row = tile.tile_m * kTileM + 64 * (consumer * ROWS + r) + 16 * (thread / 32) + lane / 4 + 8 * below;
+        if (row >= shape.size_m) continue;
+        const int64 line = static_cast<int64>(row) * shape.image;
+        const float first = acc[r][4 * j + 2 * below], second = acc[r][4 * j + 2 * below + 1];
+        if constexpr (RUN % 2 == 0) {
+          *reinterpret_cast<Vector<float, 2>*>(part + at + line) = {first, second};
+        } else {
+          part[at + line] = first;
+          if (next >= 0) part[next + line] = second;
+        }
+      }
+  }
+}
+
+// Strided backward data: writes zeros to the pixels of phases without taps that belong to this consumer's rows of the
+// tile, in the output or in a split-K partial. It waits for the kernel before (PDL) itself: all other writes follow a
+// TMA load, whose thread has waited.
+__device__ __forceinline__ void write_zeros(const Shape& shape, const WorkTile& tile, float* parts, int consumer) {
+  constexpr int kVector = 16 / kElementBytes, kVectors = kTileN / kVector, kRows = 64 * ROWS;
+  const bool is_part = CLUSTER_K == 1 && shape.splits.by > 1;
+  if (!is_part && (tile.split > 0 || tile.first_k_tile == tile.end_k_tile)) return;
+  griddepcontrol_wait();
+  char* const to = reinterpret_cast<char*>(is_part ? parts + tile.split * static_cast<int64>(shape.out_size) : parts);
+  for (int number = threadIdx.x % 128; number < kRows * kVectors; number += 128) {
+    const int row = tile.tile_m * kTileM + kRows * consumer + number / kVectors;
+    const int column = tile.tile_n * kTileN + number % kVectors * kVector;
+    if (row >= shape.size_m || column >= shape.size_n) continue;
+    const Pixel pixel = pixel_at(shape, row);
+#pragma unroll 1  // else the widest accumulators would spill
+    for (int phase = phases_with_taps(shape); phase < all_phases(shape); phase++) {
+      const int line = dx_pixel(shape, Phase(shape, phase), pixel);
+      if (line < 0) continue;
+      const int64 element = (static_cast<int64>(line) * shape.groups + tile.group) * shape.size_n + column;
+      Vector<float, 4>* const there = reinterpret_cast<Vector<float, 4>*>(to + element * (is_part ? 4 : kElementBytes));
+      there[0] = {};
+      if (kElementBytes < 4 && is_part) there[1] = {};
+    }
+  }
+}
+
+// Writes the tile's accumulators as they are to the split-K partial, in the order of the output.
+__device__ __forceinline__ void write_partial(const Shape& shape, const WorkTile& tile, float* parts, int consumer,
+                                              const float (&acc)[ROWS][kAccumulators]) {
+  const int thread = threadIdx.x % 128, lane = thread % 32;
+  const int taps = KIND == WEIGHTS ? shape.taps_y * shape.taps_x.by : 1;
+  const int64 pitch =
+      KIND == WEIGHTS ? static_cast<int64>(taps) * shape.size_n : static_cast<int64>(shape.groups) * shape.size_n;
+  const int64 first = KIND == WEIGHTS ? tile.group * shape.size_m * pitch : tile.group * shape.size_n;
+  float* const part = parts + tile.split * static_cast<int64>(shape.out_size) + first;
+  if constexpr (kPixelsAreN && PLANES) {
+    write_partial_nchw(shape, tile, part - first, consumer, acc);
+    return;
+  }
+#pragma unroll
+  for (int block = 0; block < kNBlocks; block++) {
+    const NBlock n_block = n_block_at(shape, tile.tile_n, block);
+    if (!is_inside(shape, n_block)) break;
+#pragma unroll
+    for (int r = 0; r < ROWS; r++) {
+      const int row = tile.tile_m * kTileM + 64 * (consumer * ROWS + r) + 16 * (thread / 32) + lane / 4;
+      const int lines[2] = {out_row(shape, tile, row), out_row(shape, tile, row + 8)};
+#pragma unroll
+      for (int j = 0; j < kBlockN / 8; j++) {
+        const int column = n_block.first + 8 * j + 2 * (lane % 4);
+        if (column >= shape.size_n) break;
+#pragma unroll
+        for (int below = 0; below < 2; below++)
+          if (lines[below] >= 0) {
+            const int sum = 4 * (block * kBlockN / 8 + j) + 2 * below;
+            Vector<float, 2> pair;
+            pair.at[0] = acc[r][sum];
+            pair.at[1] = acc[r][sum + 1];
+            *reinterpret_cast<Vector<float, 2>*>(part + lines[below] * pitch + n_block.tap * shape.size_n + column) =
+                pair;
+          }
+      }
+    }
+  }
+}
+
+// Cluster split-K: a block's partial, in shared memory where the pipeline was. The pitch, in floats, keeps the writes
+// of a warp in different banks.
+constexpr int kPartialPitch = kTileN + 8;
+
+__device__ __forceinline__ void write_cluster_partial(unsigned to, int consumer,
+                                                      const float (&acc)[ROWS][kAccumulators]) {
+  const int lane = threadIdx.x % 32, first = 64 * ROWS * consumer + threadIdx.x % 128 / 32 * 16 + lane / 4;
+  named_barrier_sync<128 * CONSUMERS>(1 + CONSUMERS);  // all have read the pipeline
+#pragma unroll
+  for (int r = 0; r < ROWS; r++)
+#pragma unroll
+    for (int j = 0; j < kTileN / 8; j++)
+#pragma unroll
+      for (int below = 0; below < 2; below++)
+        store_shared_pair(to + 4 * ((first + 64 * r + 8 * below) * kPartialPitch + 8 * j + 2 * (lane % 4)),
+                          acc[r][4 * j + 2 * below], acc[r][4 * j + 2 * below + 1]);
+}
+
+// Cluster split-K: adds this block's rows of all blocks' partials, in order of ranks, and writes them.
+__device__ __forceinline__ void reduce_cluster_partials(const Shape& shape, unsigned from, ELEMENT* out) {
+  constexpr int kVector = 4, kRowVectors = kTileN / kVector;
+  constexpr int kPiece = RUN < kVector ? RUN : kVector;
+  using Piece = Vector<ELEMENT, kPiece>;
+  const ClusterCoord at = cluster_coord();
+  const WorkTile tile = work_tile_at(shape, at, first_work_tile<kCluster>());
+  const int power = log2_cluster_k(shape, tile.phase), rows = kTileM >> power;
+  if (STRIDED && tile.group >= shape.groups) return;
+  const int taps = KIND == WEIGHTS ? shape.taps_y * shape.taps_x.by : 1;
+  for (int number = threadIdx.x; number < rows * kRowVectors; number += kThreads) {
+    const int tile_row = tile.split * rows + number / kRowVectors, tile_column = number % kRowVectors * kVector;
+    const NBlock n_block = n_block_at(shape, tile.tile_n, tile_column / kBlockN);
+    const int row = tile.tile_m * kTileM + tile_row, column = n_block.first + tile_column % kBlockN;
+    const int row_of_all = out_row(shape, tile, row);
+    if (row_of_all < 0 || column >= shape.size_n || !is_inside(shape, n_block)) continue;
+    Vector<float, kVector> parts[CLUSTER_K];  // all on their way before the first is added
+#pragma unroll
+    for (int k = 0; k < CLUSTER_K; k++)
+      if (!STRIDED || k >> power == 0)
+        parts[k] = load_cluster_floats(
+            map_shared_rank(from + 4 * (tile_row * kPartialPitch + tile_column), STRIDED ? at.k - tile.split + k : k));
+    Vector<ELEMENT, kVector> rounded;
+#pragma unroll
+    for (int i = 0; i < kVector; i++) {
+      float sum = parts[0].at[i];
+#pragma unroll
+      for (int k = 1; k < CLUSTER_K; k++)
+        if (!STRIDED || k >> power == 0) sum += parts[k].at[i];
+      rounded.at[i] = convert<ELEMENT>(sum);
+    }
+    if constexpr (kPixelsAreN && PLANES) {
+      const int64 line = static_cast<int64>(row) * shape.image;
+#pragma unroll
+      for (int run = 0; run < kVector && column + run < shape.size_n; run += kPiece)
+        if (const int64 there = nchw_offset(shape, tile, column + run); there >= 0)
+          *reinterpret_cast<Piece*>(out + there + line) = *reinterpret_cast<const Piece*>(rounded.at + run);
+      continue;
+    }
+    const int64 line = KIND == WEIGHTS ? (static_cast<int64>(tile.group) * shape.size_m + row) * taps + n_block.tap
+                                       : static_cast<int64>(row_of_all) * shape.groups + tile.group;
+    *reinterpret_cast<Vector<ELEMENT, kVector>*>(out + line * shape.size_n + column) = rounded;
+  }
+}
