@@ -181,7 +181,7 @@ def _ratios(alt: Any) -> Any:
     shown = {"class:N": "class", "compared:N": "compared", "count:Q": "problems"}
     figures = {"mean:Q": "geometric mean", "least:Q": "least"}
     means = alt.Chart(alt.NamedData("means")).encode(x=alt.X("mean:Q", scale=scale), **beside)
-    points = means.mark_point(filled=True, size=70, opacity=1).encode(
+    points = means.mark_point(filled=True, size=80, opacity=1, style="mean").encode(
         tooltip=[
             *(alt.Tooltip(field, title=title) for field, title in shown.items()),
             *(alt.Tooltip(field, title=title, format=".3f") for field, title in figures.items()),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from miofind.bench.ceilings import Ceilings, known_ceilings
@@ -55,11 +56,12 @@ def _content(store: Store, name: str) -> SourceContent:
             unsolved += 1
             continue
         device = _device_name(history.device)
-        if device not in ceilings and (found := known_ceilings(device)) is not None:
-            ceilings[device] = found
+        if device not in ceilings and (known := known_ceilings(device)) is not None:
+            ceilings[device] = known
         if not is_release and (curve := search_curve(history.rows, len(results))) is not None:
             curves.append(curve)
-        results.append(_result(problem, answer, history, ceilings))
+        found = _result(problem, answer, history, ceilings)
+        results.append(replace(found, ratios=_without_own(found.ratios)) if is_release else found)
     return SourceContent(
         name=name,
         kind="FindDB",
@@ -97,6 +99,11 @@ def _result(
         ratios={name: ratio for name, ratio in compared.items() if ratio is not None},
         marks=_marks(best, history),
     )
+
+
+def _without_own(ratios: Mapping[str, float]) -> dict[str, float]:
+    """The ratios of a release: it has no rows of a solver whose kernels changed, so its best own one may be missing."""
+    return {name: ratio for name, ratio in ratios.items() if name != OWN_AGAINST_CUDNN}
 
 
 def _best_ms(rows: Iterable[Row], library: Library) -> float | None:

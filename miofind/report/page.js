@@ -4,6 +4,7 @@
   const SPARE_ROWS = 20; // drawn above and below what is seen
   const PAUSE_MS = 200; // after the last key, before anything is drawn anew
   const CHOICES = ["source", "device", "arithmetic", "layout", "direction", "class", "library"];
+  const collator = new Intl.Collator("en", { numeric: true });
   const NUMBERS = new Set(["time_ms", "tflops", "floor", "intensity"]);
 
   const told = JSON.parse(document.getElementById("data").textContent);
@@ -115,7 +116,10 @@
       axis: { ...text, gridColor: color("line"), gridOpacity: 0.7, domainColor: color("line"), tickColor: color("line") },
       legend: { ...text, orient: "top", symbolOpacity: 1, symbolSize: 80, labelFontSize: 12 },
       text: { color: color("text") },
-      style: { halo: { stroke: color("ground"), strokeWidth: 4, strokeJoin: "round" } },
+      style: {
+        mean: { stroke: color("ground"), strokeWidth: 1.5 },
+        halo: { stroke: color("ground"), strokeWidth: 4, strokeJoin: "round" },
+      },
     };
   }
 
@@ -255,7 +259,7 @@
     const { name, descending } = sorting;
     const sign = descending ? -1 : 1;
     const isNone = (value) => value === null || value === "";
-    const compare = (a, b) => (isNumber(name) ? a - b : a.localeCompare(b, "en", { numeric: true }));
+    const compare = (a, b) => (isNumber(name) ? a - b : collator.compare(a, b));
     shown.sort((one, other) => {
       const [a, b] = [one[name], other[name]];
       if (isNone(a) || isNone(b)) return isNone(a) - isNone(b) || one.number - other.number; // last in either order

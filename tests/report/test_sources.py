@@ -13,7 +13,7 @@ from report_page import DEPTHWISE, H200, POINTWISE
 
 from miofind.bench.ceilings import Ceilings, known_ceilings
 from miofind.errors import DatabaseError, InvalidOptionError
-from miofind.finddb import Store
+from miofind.finddb import Store, write_release
 from miofind.report.finddb_source import MIN_TRIALS, read_finddb, search_curve
 from miofind.report.results import AGAINST_CUDNN, AGAINST_TORCH, OWN_AGAINST_CUDNN
 from miofind.report.sources import read_source
@@ -69,6 +69,16 @@ def test_a_finddb_gives_the_best_row_of_each_problem(tmp_path: Path) -> None:
         "problems are left out: this r",
         "problems are left out: nothin",
     ]
+
+
+def test_a_release_compares_no_own_kernels(tmp_path: Path) -> None:
+    """It leaves out solvers whose kernels changed: ConvDirectTiled alone stood for them in 511 shipped problems."""
+    rows = [row("ConvCudnn", time_ms=1.0, library="cudnn"), row("ConvDirectTiled", time_ms=9.0, library="plain")]
+    with Store(tmp_path / "a.db") as store:
+        store.record(DEVICE, POINTWISE.network_config, rows, scope=scope())
+        write_release([store], tmp_path / "b.db")
+    assert read_finddb(tmp_path / "a.db").results[0].ratios.keys() == {AGAINST_CUDNN, OWN_AGAINST_CUDNN}
+    assert read_finddb(tmp_path / "b.db").results[0].ratios.keys() == {AGAINST_CUDNN}
 
 
 def test_a_tie_is_marked(tmp_path: Path) -> None:
