@@ -28,11 +28,16 @@ an error may be printed on a terminal, whatever names are in it; `args` has the 
 from __future__ import annotations
 
 import difflib
+import functools
+import inspect
 from collections.abc import Callable, Iterable, Iterator
-from typing import ClassVar
+from typing import ClassVar, ParamSpec, TypeVar
 
 from miofind.printable import printable, printable_lines, printable_name
 from miofind.process.interrupts import raise_if_interrupted
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 MAX_TOLD = 2000
 """Characters of what a foreign exception says that are told."""
@@ -189,6 +194,20 @@ def brief(value: object) -> str:
     if isinstance(shape, tuple) and shape:
         return f"<{type(value).__name__} of shape {tuple(shape)}>"
     return printable_name(described(value))
+
+
+def with_known_keywords(function: Callable[P, R]) -> Callable[P, R]:
+    """The function, whose TypeError about an unknown keyword suggests one and lists all."""
+    names = [name for name in inspect.signature(function).parameters if name != "self"]
+
+    @functools.wraps(function)
+    def checked(*arguments: P.args, **keywords: P.kwargs) -> R:
+        if unknown := keywords.keys() - names:
+            near = suggestion(min(unknown), names) or "."
+            raise TypeError(f"unknown arguments {sorted(unknown)}{near} Known are {', '.join(names)}")
+        return function(*arguments, **keywords)
+
+    return checked
 
 
 def suggestion(given: object, known: Iterable[str]) -> str:

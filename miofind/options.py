@@ -9,7 +9,7 @@ from enum import StrEnum
 from numbers import Integral, Real
 from typing import TypeVar
 
-from miofind.errors import InvalidOptionError, brief
+from miofind.errors import InvalidOptionError, brief, with_known_keywords
 from miofind.solver.registry import Registry
 from miofind.solver.solver import Solver
 
@@ -163,6 +163,7 @@ class FindOptions:
         return math.inf if self.searches else DEFAULT_TIME_BUDGET_S
 
 
+FindOptions.__init__ = with_known_keywords(FindOptions.__init__)  # type: ignore[method-assign]
 _COMPARED = tuple(name for name in FindOptions.__slots__ if name != "_hash")
 
 

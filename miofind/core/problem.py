@@ -30,7 +30,7 @@ from miofind.core.tensor import (
     enum_value,
     sizes,
 )
-from miofind.errors import InvalidProblemError, brief
+from miofind.errors import InvalidProblemError, brief, with_known_keywords
 
 __all__ = [
     "MAX_DIMENSION",
@@ -94,6 +94,7 @@ class ProblemDescription:
         return self.network_config
 
     @staticmethod
+    @with_known_keywords
     def convolution(
         *,
         x: Sequence[int],

@@ -174,9 +174,10 @@ def _known(written: str) -> Flag:
         return _WRITTEN[written]
     if not written.startswith("-"):
         raise InvalidProblemError(f"{written!r} is not a flag: each value follows its flag, as in -n 32")
-    if written[:2] in _WRITTEN:
+    if written[:2] in _WRITTEN and _INTEGER.fullmatch(written[2:]):
         raise InvalidProblemError(f"flag {written} is unknown: write {written[:2]} {written[2:]}")
-    near = suggestion(written, (name for name in _WRITTEN if name.startswith("--")))
+    other_case = f". Did you mean {written.swapcase()}?" if written.swapcase() in _WRITTEN else ""
+    near = other_case or suggestion(f"--{written.lstrip('-')}", (name for name in _WRITTEN if name.startswith("--")))
     raise InvalidProblemError(
         f"flag {written} is unknown{near or ': `miofind find --help` has those of MIOpenDriver that are taken'}"
     )

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from miofind.compiler import BinaryCache, Compiler, kernel_hash
 from miofind.core.problem import ProblemDescription
 from miofind.device.device import Device, Place, check_fork
-from miofind.errors import LaunchError, described
+from miofind.errors import LaunchError, described, with_known_keywords
 from miofind.evaluate.executors import Executor, InProcess, Isolated
 from miofind.finddb import Layered, open_layered
 from miofind.launch.invoker import Invoker, InvokerCache, make_invoker
@@ -49,6 +49,7 @@ class Handle:
         NoDeviceError, MissingLibraryError: the device cannot be used.
     """
 
+    @with_known_keywords
     def __init__(
         self,
         device: Device | str | int | None = None,

@@ -366,3 +366,21 @@ def test_an_array_in_a_numbers_place_is_not_printed_whole(call: Any, value: Any)
     assert len(str(caught.value)) < 400
     if isinstance(value, np.ndarray):
         assert f"<ndarray of shape {value.shape}>" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("call", "meant", "known"),
+    [
+        (lambda: miofind.FindOptions(deterministc=True), "deterministic", "workspace_limit_bytes"),  # type: ignore[call-arg]
+        (lambda: miofind.Handle("cpu", databse="x"), "database", "registry"),  # type: ignore[call-arg]
+        (
+            lambda: miofind.ProblemDescription.convolution(x=(1, 2, 6, 5), w=(2, 2, 3, 3), pading=1),  # type: ignore[call-arg]
+            "padding",
+            "dilation",
+        ),
+    ],
+    ids=["FindOptions", "Handle", "ProblemDescription.convolution"],
+)
+def test_a_mistyped_keyword_is_asked_after(call: Any, meant: str, known: str) -> None:
+    with pytest.raises(TypeError, match=rf"Did you mean {meant}.*\? Known are .*{known}"):
+        call()
