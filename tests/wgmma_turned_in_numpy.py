@@ -95,7 +95,8 @@ class Launch:
         out = np.full(self.named["splits"] * self.named["out_size"], np.nan)
         clusters, rest = divmod(self.grid, self.shares)
         assert rest == 0
-        assert self.shares == 1 or clusters == self.named["work_tiles"]  # blocks that add what they have take one item each
+        # blocks that add what they have take one work tile each
+        assert self.shares == 1 or clusters == self.named["work_tiles"]
         for cluster in range(clusters):
             for number in range(cluster, self.named["work_tiles"], clusters):
                 self._compute(number, out)
