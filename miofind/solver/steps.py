@@ -9,7 +9,10 @@ is a region of the workspace.
 
 from __future__ import annotations
 
+import functools
+import itertools
 import json
+import operator
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -48,6 +51,16 @@ class Config(Mapping[str, Any]):
         return Config(values)
 
     @staticmethod
+    def product(table: Mapping[str | tuple[str, ...], Iterable[Any]]) -> tuple[Config, ...]:
+        """Every combination of a table's rows, the last row's values side by side.
+
+        Args:
+            table: a parameter and its values; for several that vary together their names and tuples of values.
+        """
+        rows = [[_part(names, choice) for choice in choices] for names, choices in table.items()]
+        return tuple(Config(functools.reduce(operator.or_, parts, {})) for parts in itertools.product(*rows))
+
+    @staticmethod
     def from_json(text: str) -> Config:
         """The configuration a text names.
 
@@ -79,6 +92,10 @@ class Config(Mapping[str, Any]):
 
     def __repr__(self) -> str:
         return f"Config({self.json})"
+
+
+def _part(names: str | tuple[str, ...], choice: Any) -> dict[str, ConfigValue]:
+    return {names: choice} if isinstance(names, str) else dict(zip(names, choice, strict=True))
 
 
 def config_text(config: Mapping[str, object], limit: int | None = None) -> str:

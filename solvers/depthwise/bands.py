@@ -171,27 +171,25 @@ def _busy_ms(conv: Correlation, config: Config, device: Device) -> float:
     return float(1e3 * cycles / device.clock_hz)
 
 
-def _config(channels: int, images: int, bands: int, rows: int, *, direct: bool = False) -> Config:
-    return Config.of(channels=channels, images=images, bands=bands, rows=rows, direct=direct)
-
-
 # What default_configs ranks by estimate; the last are valid for every applicable problem.
 _SHORT_LIST = (
-    *(
-        _config(channels, images, bands, rows)
-        for channels in (1, 2, 4, 8)
-        for images in (8, 16)
-        for bands in (1, 2)
-        for rows in (1, 2, 4)
+    *Config.product(
+        {"channels": (1, 2, 4, 8), "images": (8, 16), "bands": (1, 2), "rows": (1, 2, 4), "direct": (False,)}
     ),
-    *(
-        _config(channels, 8, bands, rows, direct=True)
-        for channels, bands in ((1, 1), (2, 1), (1, 2), (1, 4), (2, 4))
-        for rows in (1, 2)
+    *Config.product(
+        {
+            ("channels", "bands"): ((1, 1), (2, 1), (1, 2), (1, 4), (2, 4)),
+            "images": (8,),
+            "rows": (1, 2),
+            "direct": (True,),
+        }
     ),
 )
 _SHAPE = ("channels", "images", "bands", "direct")
-_FALLBACKS = (_config(1, 8, 1, 1), _config(1, 8, 1, 2), _config(2, 8, 1, 2))
+_FALLBACKS = tuple(
+    Config.of(channels=channels, images=8, bands=1, rows=rows, direct=False)
+    for channels, rows in ((1, 1), (1, 2), (2, 2))
+)
 
 
 class ConvDepthwiseBands(Solver):

@@ -206,8 +206,15 @@ def _busy_ms(problem: ProblemDescription, config: Config, device: Device) -> flo
     return float(1e3 * cycles / device.clock_hz)
 
 
-def _config(channels: int, images: int, bands: int, warps: int = 1) -> Config:
-    return Config.of(channels=channels, images=images, bands=bands, warps=warps)
+# What default_configs ranks by estimate; one of the fallbacks is valid for every applicable problem.
+_SHORT_LIST = Config.product(
+    {
+        "channels": (1, 2),
+        ("images", "warps"): ((8, 1), (16, 1), (16, 2), (32, 1), (32, 2), (32, 4)),
+        "bands": _BANDS,
+    }
+)
+_FALLBACKS = Config.product({"channels": (1,), "images": (8,), "bands": _BANDS, "warps": (1,)})
 
 
 class ConvDepthwiseBandsWeights(Solver):
@@ -263,7 +270,7 @@ class ConvDepthwiseBandsWeights(Solver):
             return Applicability("serves backward weights: ConvDepthwiseBands serves the other directions")
         if (answer := refuse_bands(problem)).refused:
             return answer
-        if not any(self.is_valid_config(problem, device, _config(1, 8, bands)) for bands in _BANDS):
+        if not any(self.is_valid_config(problem, device, config) for config in _FALLBACKS):
             return Applicability(
                 f"eight images of {problem.x.shape[2:]}, or a filter of {problem.filter}, are too large"
             )
@@ -294,13 +301,7 @@ class ConvDepthwiseBandsWeights(Solver):
         return True
 
     def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
-        every = (
-            _config(channels, images, bands, warps)
-            for channels in (1, 2)
-            for images, warps in ((8, 1), (16, 1), (16, 2), (32, 1), (32, 2), (32, 4))
-            for bands in _BANDS
-        )
-        ranked = self.ranked(problem, device, every)
+        ranked = self.ranked(problem, device, _SHORT_LIST)
         # The best of each division of images and rows: how many channels a block has matters least.
         best = {tuple(config[name] for name in _DIVISION): config for config in reversed(ranked)}
         return tuple(sorted(best.values(), key=ranked.index)[:8])

@@ -142,24 +142,22 @@ def _defines(tiling: _Tiling, device: Device) -> tuple[tuple[str, str | int], ..
     )
 
 
-def _config(planes: int, band: int, rows: int, columns: int, rolled: bool) -> Config:
-    return Config.of(planes=planes, band=band, rows=rows, columns=columns, rolled=rolled)
-
-
 # What default_configs ranks by estimate; the last is valid for every applicable problem.
 _STRIPS = (
     *((1, 7), (2, 7), (4, 7), (7, 7), (4, 4), (7, 4), (1, 8), (2, 8), (4, 8), (7, 8)),
     *((1, 14), (2, 14), (1, 28), (2, 28)),
 )
 _SHORT_LIST = (
-    *(
-        _config(planes, 0, rows, columns, rolled)
-        for planes in (1, 2, 4, 8, 16, 32, 64)
-        for rows, columns in _STRIPS
-        for rolled in (False, True)
+    *Config.product(
+        {
+            "planes": (1, 2, 4, 8, 16, 32, 64),
+            "band": (0,),
+            ("rows", "columns"): _STRIPS,
+            "rolled": (False, True),
+        }
     ),
-    *(_config(1, band, rows, 8, rolled) for band in (8, 16, 28) for rows in (1, 2, 4) for rolled in (False, True)),
-    _config(1, 4, 1, 4, False),
+    *Config.product({"planes": (1,), "band": (8, 16, 28), "rows": (1, 2, 4), "columns": (8,), "rolled": (False, True)}),
+    Config.of(planes=1, band=4, rows=1, columns=4, rolled=False),
 )
 _ROLLED_DEFAULTS = 3
 _LEVEL, _LIKELY = 1.02, 1.3  # estimates that do not tell configurations apart, and that leave one a chance

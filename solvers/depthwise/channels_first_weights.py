@@ -159,45 +159,23 @@ _PRODUCT, _ELEMENT, _STRIP, _READ_SHARE, _COPY, _TAP = 0.6, 0.35, 220, 0.35, 6, 
 _STAGE_WAIT = 285
 
 
-def _config(
-    *, planes: int, band: int, rows: int, columns: int, units: int, buffers: int, splits: int, clustered: bool = False
-) -> Config:
-    return Config.of(
-        planes=planes,
-        band=band,
-        rows=rows,
-        columns=columns,
-        units=units,
-        buffers=buffers,
-        splits=splits,
-        clustered=clustered,
-    )
-
-
 # What default_configs ranks by estimate; the last is valid for every applicable problem.
 _SHORT_LIST = (
-    *(
-        _config(
-            planes=planes,
-            band=0,
-            rows=rows,
-            columns=columns,
-            units=units,
-            buffers=buffers,
-            splits=splits,
-            clustered=clustered,
-        )
-        for planes, units in ((1, 1), (1, 2), (1, 8), (2, 4), (4, 8), (4, 32), (8, 4), (8, 8), (8, 16))
-        for rows, columns in ((2, 4), (4, 4), (2, 8), (4, 8), (2, 14), (7, 7))
-        for buffers in (1, 2)
-        for splits, clustered in ((1, False), (4, True), (8, True), (4, False), (16, False))
+    *Config.product(
+        {
+            ("planes", "units"): ((1, 1), (1, 2), (1, 8), (2, 4), (4, 8), (4, 32), (8, 4), (8, 8), (8, 16)),
+            "band": (0,),
+            ("rows", "columns"): ((2, 4), (4, 4), (2, 8), (4, 8), (2, 14), (7, 7)),
+            "buffers": (1, 2),
+            ("splits", "clustered"): ((1, False), (4, True), (8, True), (4, False), (16, False)),
+        }
     ),
     *(
-        _config(planes=1, band=band, rows=4, columns=8, units=1, buffers=2, splits=splits)
+        Config.of(planes=1, band=band, rows=4, columns=8, units=1, buffers=2, splits=splits, clustered=False)
         for band in (16, 28)
         for splits in (1, 4, 16)
     ),
-    _config(planes=1, band=4, rows=1, columns=4, units=1, buffers=1, splits=1),
+    Config.of(planes=1, band=4, rows=1, columns=4, units=1, buffers=1, splits=1, clustered=False),
 )
 _CLUSTERED_DEFAULTS = 4
 

@@ -191,19 +191,18 @@ def _work(problem: ProblemDescription, config: Config, tiling: _Tiling) -> RowWo
     )
 
 
-def _config(vector: int, channels: int, columns: int, tile: int, rows: int, stages: int, step: int) -> Config:
-    return Config.of(vector=vector, channels=channels, columns=columns, tile=tile, rows=rows, stages=stages, step=step)
-
-
 # What default_configs ranks by estimate, after those that are valid wherever one is.
-_FALLBACKS = (_config(1, 16, 1, 14, 2, 3, 1), _config(1, 16, 4, 14, 2, 3, 1))
-_SHORT_LIST = tuple(
-    _config(vector, channels, columns, tile, rows, stages, step)
-    for vector, channels in ((1, 32), (2, 32), (2, 64), (4, 32), (4, 64), (4, 128))
-    for columns in (1, 2, 4, 7)
-    for tile in (14, 28, 56)
-    for rows in (2, 4, 7, 14)
-    for stages, step in ((6, 1), (3, 2))
+_FALLBACKS = tuple(
+    Config.of(vector=1, channels=16, columns=columns, tile=14, rows=2, stages=3, step=1) for columns in (1, 4)
+)
+_SHORT_LIST = Config.product(
+    {
+        ("vector", "channels"): ((1, 32), (2, 32), (2, 64), (4, 32), (4, 64), (4, 128)),
+        "columns": (1, 2, 4, 7),
+        "tile": (14, 28, 56),
+        "rows": (2, 4, 7, 14),
+        ("stages", "step"): ((6, 1), (3, 2)),
+    }
 )
 
 

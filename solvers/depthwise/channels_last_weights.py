@@ -233,22 +233,24 @@ def _busy_ms(problem: ProblemDescription, config: Config, device: Device) -> flo
     return float(1e3 * cycles / device.clock_hz)
 
 
-def _config(vector: int, channels: int, columns: int, rows: int, threads: int, turns: int, ahead: int) -> Config:
-    return Config.of(
-        vector=vector, channels=channels, columns=columns, rows=rows, threads=threads, turns=turns, ahead=ahead
-    )
-
-
 # What default_configs ranks by estimate, after those that are valid wherever one is.
-_FALLBACKS = (_config(1, 32, 1, 28, 128, 8, 1), _config(1, 32, 1, 7, 128, 1, 1))
+_FALLBACKS = tuple(
+    Config.of(vector=1, channels=32, columns=1, rows=rows, threads=128, turns=turns, ahead=1)
+    for rows, turns in ((28, 8), (7, 1))
+)
 _WORKS = ((128, 1, 2), (256, 1, 2), (256, 4, 2))  # threads, turns, ahead
 _WIDE_WORKS = ((128, 1, 1), (256, 1, 1), (256, 4, 1), (128, 4, 2))
 _SHORT_LIST = tuple(
-    _config(vector, channels, columns, rows, threads, turns, ahead)
-    for vector, channels in ((1, 32), (2, 32), (2, 64), (4, 64))
-    for columns in (2, 4, 7)
-    for rows in (4, 7, 14)
-    for threads, turns, ahead in (_WORKS if vector < 4 else _WIDE_WORKS)
+    config
+    for vectors, works in ((((1, 32), (2, 32), (2, 64)), _WORKS), (((4, 64),), _WIDE_WORKS))
+    for config in Config.product(
+        {
+            ("vector", "channels"): vectors,
+            "columns": (2, 4, 7),
+            "rows": (4, 7, 14),
+            ("threads", "turns", "ahead"): works,
+        }
+    )
 )
 
 

@@ -231,19 +231,16 @@ def _busy_ms(conv: Correlation, config: Config, device: Device) -> float:
     return float(1e3 * cycles / device.clock_hz)
 
 
-def _config(tile_h: int, tile_w: int, images: int, channels: int, warps: int) -> Config:
-    return Config.of(tile_h=tile_h, tile_w=tile_w, images=images, channels=channels, warps=warps)
-
-
 # What default_configs ranks by estimate; the last is valid for every applicable problem.
 _SHORT_LIST = (
-    *(
-        _config(tile_h, tile_w, images, channels, warps)
-        for tile_h, tile_w in ((8, 16), (16, 16), (32, 32), (64, 64))
-        for images, channels in ((8, 1), (4, 1), (4, 2), (8, 2), (8, 4), (4, 8), (2, 8), (1, 8))
-        for warps in (1, 2, 4, 8)
+    *Config.product(
+        {
+            ("tile_h", "tile_w"): ((8, 16), (16, 16), (32, 32), (64, 64)),
+            ("images", "channels"): ((8, 1), (4, 1), (4, 2), (8, 2), (8, 4), (4, 8), (2, 8), (1, 8)),
+            "warps": (1, 2, 4, 8),
+        }
     ),
-    _config(8, 16, 1, 1, 1),
+    Config.of(tile_h=8, tile_w=16, images=1, channels=1, warps=1),
 )
 
 

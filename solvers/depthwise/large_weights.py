@@ -240,39 +240,27 @@ def _busy_ms(problem: ProblemDescription, config: Config, device: Device) -> flo
     return float(1e3 * turns * cycles / device.clock_hz)
 
 
-def _config(
-    *, tile: int, images: int, channels: int, warps: int, warp_rows: int, splits: int = 1, whole_filter: bool = False
-) -> Config:
-    return Config.of(
-        tile=tile,
-        images=images,
-        channels=channels,
-        warps=warps,
-        warp_rows=warp_rows,
-        whole_filter=whole_filter,
-        splits=splits,
-    )
-
-
 # What default_configs ranks by estimate; the last is valid for every applicable problem.
 _SHORT_LIST = (
-    *(
-        _config(tile=tile, images=images, channels=channels, warps=warps, warp_rows=rows, splits=splits)
-        for tile in (8, 16, 32, 64)
-        for images, channels in ((8, 1), (4, 1), (1, 1), (8, 4), (8, 8), (4, 8))
-        for warps, rows in ((8, 2), (8, 4), (4, 8), (2, 8))
-        for splits in (1, 4)
+    *Config.product(
+        {
+            "tile": (8, 16, 32, 64),
+            ("images", "channels"): ((8, 1), (4, 1), (1, 1), (8, 4), (8, 8), (4, 8)),
+            ("warps", "warp_rows"): ((8, 2), (8, 4), (4, 8), (2, 8)),
+            "whole_filter": (False,),
+            "splits": (1, 4),
+        }
     ),
-    *(
-        _config(
-            tile=tile, images=images, channels=channels, warps=warps, warp_rows=rows, splits=splits, whole_filter=True
-        )
-        for tile in (16, 32, 64)
-        for images, channels in ((1, 8), (2, 8), (4, 8), (8, 1))
-        for warps, rows in ((1, 4), (2, 2), (2, 4), (4, 4))
-        for splits in (1, 2, 4, 8)
+    *Config.product(
+        {
+            "tile": (16, 32, 64),
+            ("images", "channels"): ((1, 8), (2, 8), (4, 8), (8, 1)),
+            ("warps", "warp_rows"): ((1, 4), (2, 2), (2, 4), (4, 4)),
+            "whole_filter": (True,),
+            "splits": (1, 2, 4, 8),
+        }
     ),
-    _config(tile=8, images=1, channels=1, warps=1, warp_rows=1),
+    Config.of(tile=8, images=1, channels=1, warps=1, warp_rows=1, whole_filter=False, splits=1),
 )
 
 

@@ -113,20 +113,17 @@ def _work_ms(problem: ProblemDescription, device: Device, tiling: DepthwiseTilin
     return max(memory, processing) + min(memory, processing) * (_APART + _ALONE / together)
 
 
-def _config(rows: int, columns: int, images: int, channels: int, warp: int) -> Config:
-    return Config.of(rows=rows, columns=columns, images=images, channels=channels, warp_channels=warp)
-
-
 # What default_configs ranks by estimate; the last is valid for every applicable problem.
 _SHORT_LIST = (
-    *(
-        _config(rows, columns, images, channels, warp)
-        for rows in _ROWS
-        for columns, images in ((8, 1), (8, 2), (16, 1))
-        for channels in (32, 64)
-        for warp in (8, 16)
+    *Config.product(
+        {
+            "rows": _ROWS,
+            ("columns", "images"): ((8, 1), (8, 2), (16, 1)),
+            "channels": (32, 64),
+            "warp_channels": (8, 16),
+        }
     ),
-    _config(2, 8, 1, 16, 8),
+    Config.of(rows=2, columns=8, images=1, channels=16, warp_channels=8),
 )
 
 

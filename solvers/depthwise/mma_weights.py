@@ -160,23 +160,23 @@ def _work_ms(problem: ProblemDescription, device: Device, tiling: DepthwiseWeigh
     return float(max(memory, processing) + min(memory, processing) * _ALONE / together)
 
 
-def _config(rows: int, columns: int, images: int, channels: int, warps: int, **deal: int) -> Config:
-    return Config.of(rows=rows, columns=columns, images=images, channels=channels, warps=warps, **deal)
-
-
-_LAST_RESORT = _config(2, 8, 1, 16, 1, stages=1, blocks=0, cluster=1)
+_LAST_RESORT = Config.of(rows=2, columns=8, images=1, channels=16, warps=1, stages=1, blocks=0, cluster=1)
 
 # What default_configs ranks by estimate; the last is valid for every applicable problem.
 _SHORT_LIST = (
-    *(
-        _config(rows, columns, images, channels, warps, stages=stages, blocks=blocks, cluster=cluster)
-        for rows in (4, 7, 8, 14)
-        for columns, images in ((8, 1), (8, 2), (16, 1), (16, 2), (32, 1))
-        for channels in (32, 64)
-        for warps in (1, 2)
-        for blocks, cluster, stages in ((1, 1, 2), (2, 1, 2), (0, 4, 3), (0, 8, 2))
+    *Config.product(
+        {
+            "rows": (4, 7, 8, 14),
+            ("columns", "images"): ((8, 1), (8, 2), (16, 1), (16, 2), (32, 1)),
+            "channels": (32, 64),
+            "warps": (1, 2),
+            ("blocks", "cluster", "stages"): ((1, 1, 2), (2, 1, 2), (0, 4, 3), (0, 8, 2)),
+        }
     ),
-    *(_config(7, 8, 2, 32, 1, stages=1, blocks=blocks, cluster=cluster) for blocks, cluster in ((2, 1), (0, 8))),
+    *(
+        Config.of(rows=7, columns=8, images=2, channels=32, warps=1, stages=1, blocks=blocks, cluster=cluster)
+        for blocks, cluster in ((2, 1), (0, 8))
+    ),
     _LAST_RESORT,
 )
 

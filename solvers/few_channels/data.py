@@ -55,11 +55,12 @@ def _is_served(problem: ProblemDescription) -> bool:
 
 
 # What default_configs ranks by estimate.
-_SHORT_LIST = tuple(
-    Config.of(blocks=blocks, warps=warps, stages=stages, resident=resident)
-    for blocks in (1, 2, 4)
-    for warps in (4, 2)
-    for stages, resident in ((3, 2), (3, 3), (3, 4), (4, 4), (4, 1))
+_SHORT_LIST = Config.product(
+    {
+        "blocks": (1, 2, 4),
+        "warps": (4, 2),
+        ("stages", "resident"): ((3, 2), (3, 3), (3, 4), (4, 4), (4, 1)),
+    }
 )
 
 # Cycles of a multiprocessor to read a fragment of dy; instructions of a warp for a row, to stage 16 bytes a thread, and

@@ -35,20 +35,17 @@ def _defines(problem: ProblemDescription, config: Config, tiling: GradientRows) 
     )
 
 
-def _config(blocks: int, warps_m: int, warps_n: int, warps_k: int, stages: int, resident: int) -> Config:
-    return Config.of(blocks=blocks, warps_m=warps_m, warps_n=warps_n, warps_k=warps_k, stages=stages, resident=resident)
-
-
 # What default_configs ranks by estimate.
-_SHORT_LIST = tuple(
-    _config(blocks, *warps, stages, resident)
-    for blocks in (1, 2, 3, 4)
-    for warps in (
-        *((4, 1, 1), (7, 1, 1), (8, 1, 1), (4, 2, 1), (2, 2, 1), (4, 3, 1), (2, 3, 1)),
-        *((1, 1, 4), (2, 1, 4), (1, 2, 4), (2, 1, 2), (4, 1, 2)),
-        *((2, 4, 1), (1, 4, 2), (2, 5, 1), (1, 5, 2), (2, 6, 1), (1, 6, 2), (1, 7, 1)),  # rows of long filters
-    )
-    for stages, resident in ((4, 1), (3, 2), (4, 2), (3, 3), (6, 1))
+_SHORT_LIST = Config.product(
+    {
+        "blocks": (1, 2, 3, 4),
+        ("warps_m", "warps_n", "warps_k"): (
+            *((4, 1, 1), (7, 1, 1), (8, 1, 1), (4, 2, 1), (2, 2, 1), (4, 3, 1), (2, 3, 1)),
+            *((1, 1, 4), (2, 1, 4), (1, 2, 4), (2, 1, 2), (4, 1, 2)),
+            *((2, 4, 1), (1, 4, 2), (2, 5, 1), (1, 5, 2), (2, 6, 1), (1, 6, 2), (1, 7, 1)),  # rows of long filters
+        ),
+        ("stages", "resident"): ((4, 1), (3, 2), (4, 2), (3, 3), (6, 1)),
+    }
 )
 
 # Cycles of a multiprocessor for a product of fragments, to read one, to stage 16 bytes, and to write or add 32 products

@@ -44,23 +44,19 @@ def _defines(
     )
 
 
-def _config(warps: tuple[int, int, int], blocks: int, filters: str, stages: int, resident: int) -> Config:
-    m, n, k = warps
-    return Config.of(blocks=blocks, warps_m=m, warps_n=n, warps_k=k, stages=stages, resident=resident, filters=filters)
-
-
 _WARPS = (
     *((4, 1, 1), (7, 1, 1), (8, 1, 1), (4, 2, 1), (2, 2, 1), (4, 3, 1), (2, 3, 1), (2, 4, 1), (1, 4, 1)),
     *((1, 1, 4), (2, 1, 4), (1, 2, 4), (1, 3, 4), (2, 1, 2), (4, 1, 2), (2, 2, 2), (2, 3, 2), (1, 4, 2), (1, 1, 8)),
     *((1, 5, 1), (2, 5, 1), (1, 5, 2), (1, 6, 1), (2, 6, 1), (1, 6, 2), (1, 7, 1)),  # rows of long filters
 )
 # What default_configs ranks by estimate.
-_SHORT_LIST = tuple(
-    _config(warps, blocks, filters, stages, resident)
-    for blocks in (1, 2, 3, 4)
-    for warps in _WARPS
-    for filters in ("registers", "shared")
-    for stages, resident in ((3, 1), (4, 1), (2, 1), (3, 2), (2, 2), (3, 3))
+_SHORT_LIST = Config.product(
+    {
+        "blocks": (1, 2, 3, 4),
+        ("warps_m", "warps_n", "warps_k"): _WARPS,
+        "filters": ("registers", "shared"),
+        ("stages", "resident"): ((3, 1), (4, 1), (2, 1), (3, 2), (2, 2), (3, 3)),
+    }
 )
 
 # Reckoned: of the time that the fastest configurations of 34 problems took on an H200, the estimate is 0.82 to 1.13.

@@ -76,11 +76,13 @@ def _spills(tiling: GradientSlots) -> bool:
 
 
 # What default_configs ranks by estimate.
-_SHORT_LIST = tuple(
-    Config.of(tile_w=tile_w, widen=widen, teams=teams, stages=stages, resident=resident)
-    for tile_w, widen, (teams, resident), stages in itertools.product(
-        _TILES_W, (1, 2, 4), ((1, 1), (1, 2), (2, 1), (2, 2), (3, 1), (4, 1), (1, 3)), (2, 3, 4)
-    )
+_SHORT_LIST = Config.product(
+    {
+        "tile_w": _TILES_W,
+        "widen": (1, 2, 4),
+        ("teams", "resident"): ((1, 1), (1, 2), (2, 1), (2, 2), (3, 1), (4, 1), (1, 3)),
+        "stages": (2, 3, 4),
+    }
 )
 
 _DEFAULTS = 8

@@ -135,12 +135,14 @@ def _defines(problem: ProblemDescription, config: Config, tiling: _Tiling) -> tu
 
 
 # What default_configs ranks by estimate.
-_SHORT_LIST = tuple(
-    Config.of(tile_h=tile_h, tile_w=tile_w, tile_k=tile_k, warps=warps, blocks=blocks, vector=2)
-    for tile_h in (1, 2, 4, 7, 8, 14)
-    for tile_w in (32, 64, 128, 256, 512)
-    for tile_k in (32, 64, 96, 128)
-    for warps, blocks in ((8, 2), (4, 2), (8, 1), (4, 1))
+_SHORT_LIST = Config.product(
+    {
+        "tile_h": (1, 2, 4, 7, 8, 14),
+        "tile_w": (32, 64, 128, 256, 512),
+        "tile_k": (32, 64, 96, 128),
+        ("warps", "blocks"): ((8, 2), (4, 2), (8, 1), (4, 1)),
+        "vector": (2,),
+    }
 )
 
 # Cycles of a multiprocessor for a product of fragments, to read one, to stage a pixel of x by vectors of some length,

@@ -146,21 +146,6 @@ def _split_k(problem: ProblemDescription, device: Device, tiling: _Tiling) -> Sp
     return SplitK(results=problem.w.size, splits=tiling.splits(device))
 
 
-def _config(tile: Sequence[int], tile_k: int, warps: Sequence[int], resident: int) -> Config:
-    (tile_h, tile_w, stages), (warps_y, warps_k, warps_p) = tile, warps
-    return Config.of(
-        tile_h=tile_h,
-        tile_w=tile_w,
-        tile_k=tile_k,
-        warps_y=warps_y,
-        warps_k=warps_k,
-        warps_p=warps_p,
-        stages=stages,
-        resident=resident,
-        vector=2,
-    )
-
-
 _TILES = (
     (1, 128, 3),
     (2, 64, 3),
@@ -173,12 +158,29 @@ _TILES = (
 )
 _WARPS = ((1, 2, 2), (1, 2, 4), (1, 1, 4), (2, 2, 1), (2, 2, 2), (3, 2, 1), (4, 1, 1), (4, 2, 1), (7, 1, 1), (7, 1, 2))
 # What default_configs ranks by estimate; few filters, for those whose sums fill a warp's registers, come last.
-_SHORT_LIST = tuple(
-    _config(tile, tile_k, warps, resident)
-    for tile_k, residents in ((32, (1, 2, 3)), (64, (1, 2)), (96, (1, 2)), (16, (1,)))
-    for tile in (_TILES if tile_k > 16 else ((1, 32, 2), (1, 64, 2), (2, 32, 2)))
-    for warps in (_WARPS if tile_k > 16 else ((1, 1, 4), *((warps_y, 1, 1) for warps_y in (4, 5, 6, 7, 8))))
-    for resident in residents
+_SHORT_LIST = (
+    *(
+        config
+        for tile_k, residents in ((32, (1, 2, 3)), (64, (1, 2)), (96, (1, 2)))
+        for config in Config.product(
+            {
+                ("tile_h", "tile_w", "stages"): _TILES,
+                "tile_k": (tile_k,),
+                ("warps_y", "warps_k", "warps_p"): _WARPS,
+                "resident": residents,
+                "vector": (2,),
+            }
+        )
+    ),
+    *Config.product(
+        {
+            ("tile_h", "tile_w", "stages"): ((1, 32, 2), (1, 64, 2), (2, 32, 2)),
+            "tile_k": (16,),
+            ("warps_y", "warps_k", "warps_p"): ((1, 1, 4), (4, 1, 1), (5, 1, 1), (6, 1, 1), (7, 1, 1), (8, 1, 1)),
+            "resident": (1,),
+            "vector": (2,),
+        }
+    ),
 )
 
 # Cycles of a multiprocessor for a product of fragments, to read one, to stage a pixel of x by vectors of some length,

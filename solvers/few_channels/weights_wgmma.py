@@ -221,32 +221,20 @@ def _reduction(problem: ProblemDescription, tiling: _Tiling, first: KernelStep) 
     )
 
 
-def _config(tile: Sequence[int], block: Sequence[int], flow: Sequence[int]) -> Config:
-    (tile_h, tile_w), (tile_k, groups_s, loaders, resident), (vector, least) = tile, block, flow
-    return Config.of(
-        tile_h=tile_h,
-        tile_w=tile_w,
-        tile_k=tile_k,
-        groups_s=groups_s,
-        loaders=loaders,
-        resident=resident,
-        vector=vector,
-        least=least,
-    )
-
-
 # What default_configs ranks by estimate.
-_SHORT_LIST = tuple(
-    _config(tile, (tile_k, groups_s, loaders, resident), (2, least))
-    for tile in (
-        *((tile_h, tile_w) for tile_h in (1, 2, 4) for tile_w in (32, 56, 64)),
-        *((1, 112), (2, 112), (2, 128), (8, 32)),
-    )
-    for tile_k in (64, 128)
-    for groups_s in (1, 2, 3, 4, 5)
-    for loaders in (1, 2, 3)
-    for resident in (1, 2, 3)
-    for least in (1, 2)
+_SHORT_LIST = Config.product(
+    {
+        ("tile_h", "tile_w"): (
+            *((tile_h, tile_w) for tile_h in (1, 2, 4) for tile_w in (32, 56, 64)),
+            *((1, 112), (2, 112), (2, 128), (8, 32)),
+        ),
+        "tile_k": (64, 128),
+        "groups_s": (1, 2, 3, 4, 5),
+        "loaders": (1, 2, 3),
+        "resident": (1, 2, 3),
+        "vector": (2,),
+        "least": (1, 2),
+    }
 )
 
 # Cycles of a multiprocessor for 128 bytes that products read of shared memory, or for 8 columns of a product, whichever

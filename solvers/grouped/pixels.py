@@ -148,25 +148,20 @@ def _work_ms(problem: ProblemDescription, device: Device, tiling: GroupedTiling,
     return max(memory, processing) + min(memory, processing) * (_APART + _ALONE / (together * tiling.stages))
 
 
-def _config(rows: int, row_groups: int, columns: int, images: int, units: int, shares: int, stages: int) -> Config:
-    return Config.of(
-        rows=rows, row_groups=row_groups, columns=columns, images=images, units=units, shares=shares, stages=stages
-    )
-
-
 # What default_configs ranks by estimate. A problem is served if one of them is valid.
 _SHORT_LIST = (
-    *(
-        _config(rows, row_groups, columns, images, units, shares, stages)
-        for rows in (2, 4, 7, 8)
-        for row_groups in (1, 2)
-        for columns in (8, 16, 32)
-        for images in (1, 2, 4)
-        for units in (1, 2, 4)
-        for shares in (1, 2)
-        for stages in (1, 2, 3)
+    *Config.product(
+        {
+            "rows": (2, 4, 7, 8),
+            "row_groups": (1, 2),
+            "columns": (8, 16, 32),
+            "images": (1, 2, 4),
+            "units": (1, 2, 4),
+            "shares": (1, 2),
+            "stages": (1, 2, 3),
+        }
     ),
-    _config(1, 1, 8, 1, 1, 1, 1),
+    Config.of(rows=1, row_groups=1, columns=8, images=1, units=1, shares=1, stages=1),
 )
 
 

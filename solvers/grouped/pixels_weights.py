@@ -6,7 +6,6 @@ kernels_src/grouped/pixels_weights.cu.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import ClassVar
@@ -147,13 +146,11 @@ def _work_ms(problem: ProblemDescription, device: Device, tiling: GroupedWeights
     return float(max(memory, processing) + min(memory, processing) * _ALONE / together)
 
 
-def _config(rows: int, columns: int, images: int, units: int, warps: int, **deal: int) -> Config:
-    return Config.of(rows=rows, columns=columns, images=images, units=units, warps=warps, **deal)
-
-
 _SPLITS = (1, 4, 8, 16, 32, 64)
 # One of them is valid for every applicable problem.
-_LAST_RESORTS = tuple(_config(1, columns, 1, 1, 1, stages=1, splits=1, shares=1) for columns in (8, 16))
+_LAST_RESORTS = tuple(
+    Config.of(rows=1, columns=columns, images=1, units=1, warps=1, stages=1, splits=1, shares=1) for columns in (8, 16)
+)
 
 
 def _likely(problem: ProblemDescription, device: Device) -> Iterator[Config]:
@@ -164,10 +161,17 @@ def _likely(problem: ProblemDescription, device: Device) -> Iterator[Config]:
         for splits in _SPLITS:
             if splits > 1 and not 0.6 <= tiles * splits / device.sm_count <= 2.4:
                 continue
-            for rows, (columns, images), warps, stages in itertools.product(
-                (2, 4, 7, 8), ((8, 2), (8, 4), (16, 1), (16, 2), (32, 1)), (1, 2), (2, 3)
-            ):
-                yield _config(rows, columns, images, units, warps, stages=stages, splits=splits, shares=shares)
+            yield from Config.product(
+                {
+                    "rows": (2, 4, 7, 8),
+                    ("columns", "images"): ((8, 2), (8, 4), (16, 1), (16, 2), (32, 1)),
+                    "units": (units,),
+                    "warps": (1, 2),
+                    "stages": (2, 3),
+                    "splits": (splits,),
+                    "shares": (shares,),
+                }
+            )
     yield from _LAST_RESORTS
 
 

@@ -6,7 +6,6 @@ kernel of their own: ConvGroupedPlanesWeights.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -128,17 +127,21 @@ def _work_ms(problem: ProblemDescription, device: Device, tiling: PlanesTiling, 
     return float(max(memory, processing) + _APART * min(memory, processing))
 
 
-def _config(rows: int, row_groups: int, images: int, units: int, stages: int, turns: int) -> Config:
-    return Config.of(rows=rows, row_groups=row_groups, images=images, units=units, stages=stages, turns=turns)
-
-
 # What default_configs ranks by estimate. The smallest tiles, and whole planes, serve what nothing else does.
 _SHORT_LIST = (
-    *(
-        _config(*choice)
-        for choice in itertools.product((1, 2, 4, 7), (1, 2, 4), (1, 2, 4), (1, 2), (2, 3), (0, 1, 2, 4, 8))
+    *Config.product(
+        {
+            "rows": (1, 2, 4, 7),
+            "row_groups": (1, 2, 4),
+            "images": (1, 2, 4),
+            "units": (1, 2),
+            "stages": (2, 3),
+            "turns": (0, 1, 2, 4, 8),
+        }
     ),
-    *(_config(rows, row_groups, 1, 1, 1, 1) for rows in _ROWS for row_groups in (1, 2, 4)),
+    *Config.product(
+        {"rows": _ROWS, "row_groups": (1, 2, 4), "images": (1,), "units": (1,), "stages": (1,), "turns": (1,)}
+    ),
 )
 
 

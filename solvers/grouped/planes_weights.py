@@ -140,44 +140,47 @@ def _work_ms(problem: ProblemDescription, device: Device, tiling: PlanesWeightsT
     return float(max(memory, processing) + _APART * min(memory, processing))
 
 
-@functools.cache
-def _config(
-    rows: int, row_groups: int, images: int, units: int, warps: int, shares: int, stages: int, splits: int
-) -> Config:
-    return Config.of(
-        rows=rows,
-        row_groups=row_groups,
-        images=images,
-        units=units,
-        warps=warps,
-        shares=shares,
-        stages=stages,
-        splits=splits,
-    )
-
-
 # One of them is valid for every applicable problem.
-_LAST_RESORTS = tuple(
-    _config(rows, row_groups, 1, 1, 1, shares, 1, 1)
-    for rows in _ROWS
-    for row_groups in (1, 2, 4)
-    for shares in (4, 2, 1)
+_LAST_RESORTS = Config.product(
+    {
+        "rows": _ROWS,
+        "row_groups": (1, 2, 4),
+        "images": (1,),
+        "units": (1,),
+        "warps": (1,),
+        "shares": (4, 2, 1),
+        "stages": (1,),
+        "splits": (1,),
+    }
 )
+
+
+@functools.cache  # few lists serve many problems, and to write configurations as JSON takes longest
+def _of_tiles(tiles: tuple[tuple[int, int, int], ...], units: int, shares: int, splits: int) -> tuple[Config, ...]:
+    return Config.product(
+        {
+            ("rows", "row_groups", "images"): tiles,
+            "units": (units,),
+            "warps": (1, 2, 4),
+            "shares": (shares,),
+            "stages": (2, 3),
+            "splits": (splits,),
+        }
+    )
 
 
 def _likely(problem: ProblemDescription, device: Device) -> Iterator[Config]:
     """What default_configs ranks by estimate: as many blocks as there are multiprocessors, to four times as many."""
     packs, out_h = ceil_div(problem.groups, Packs.of(problem).groups), problem.lifted(2).out_spatial[0]
-    tiles = [
+    tiles = tuple(
         (rows, row_groups, images)
         for rows, row_groups, images in itertools.product((4, 7, 14), (1, 2, 4), (1, 4, 8))
         if rows * row_groups < 2 * out_h and (images == 1 or rows * row_groups >= out_h)
-    ]
+    )
     for (units, shares), splits in itertools.product(((1, 1), (2, 1), (1, 2), (1, 4)), _SPLITS):
         if splits > 1 and not 0.8 <= ceil_div(packs, units) * shares * splits / device.sm_count <= _MOST_BLOCKS:
             continue
-        for tile, warps, stages in itertools.product(tiles, (1, 2, 4), (2, 3)):
-            yield _config(*tile, units, warps, shares, stages, splits)
+        yield from _of_tiles(tiles, units, shares, splits)
     yield from _LAST_RESORTS
 
 

@@ -167,52 +167,42 @@ def _finish(problem: ProblemDescription, config: Config, defines: tuple[tuple[st
     )
 
 
-def _config(
-    tile_m: int, tile_n: int, tile_k: int, warps_m: int, warps_n: int, stages: int, splits: int, band: int
-) -> Config:
-    return Config.of(
-        tile_m=tile_m,
-        tile_n=tile_n,
-        tile_k=tile_k,
-        warps_m=warps_m,
-        warps_n=warps_n,
-        stages=stages,
-        splits=splits,
-        band=band,
-    )
-
-
 _SPLITS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 # What default_configs ranks by estimate; the last two are valid for every applicable problem of 2 and 4-byte elements.
-_SHORT_LIST = tuple(
-    _config(tile_m, tile_n, tile_k, warps_m, warps_n, stages, splits, 8)
-    for tile_m, tile_n, warps_m, warps_n in (
-        (128, 128, 2, 2),
-        (128, 256, 2, 4),
-        (256, 128, 4, 2),
-        (128, 64, 2, 2),
-        (64, 128, 2, 2),
-        (256, 64, 4, 1),
-        (64, 256, 1, 4),
-        (64, 64, 2, 2),
-        (128, 32, 4, 1),
-        (32, 128, 1, 4),
-        (64, 32, 2, 2),
-        (32, 64, 2, 2),
-        (256, 32, 4, 1),
-        (32, 256, 1, 4),
-        (128, 16, 4, 1),
-        (16, 128, 1, 4),
-        (64, 16, 4, 1),
-        (16, 64, 1, 4),
-        (32, 32, 2, 2),
-        (16, 16, 1, 1),
-    )
-    for tile_k, stages in ((16, 4), (32, 4), (64, 3))
-    for splits in _SPLITS
+_SHORT_LIST = Config.product(
+    {
+        ("tile_m", "tile_n", "warps_m", "warps_n"): (
+            (128, 128, 2, 2),
+            (128, 256, 2, 4),
+            (256, 128, 4, 2),
+            (128, 64, 2, 2),
+            (64, 128, 2, 2),
+            (256, 64, 4, 1),
+            (64, 256, 1, 4),
+            (64, 64, 2, 2),
+            (128, 32, 4, 1),
+            (32, 128, 1, 4),
+            (64, 32, 2, 2),
+            (32, 64, 2, 2),
+            (256, 32, 4, 1),
+            (32, 256, 1, 4),
+            (128, 16, 4, 1),
+            (16, 128, 1, 4),
+            (64, 16, 4, 1),
+            (16, 64, 1, 4),
+            (32, 32, 2, 2),
+            (16, 16, 1, 1),
+        ),
+        ("tile_k", "stages"): ((16, 4), (32, 4), (64, 3)),
+        "splits": _SPLITS,
+        "band": (8,),
+    }
 )
-_LAST_RESORTS = (_config(16, 16, 16, 1, 1, 2, 1, 1), _config(16, 16, 32, 1, 1, 2, 1, 1))
+_LAST_RESORTS = tuple(
+    Config.of(tile_m=16, tile_n=16, tile_k=tile_k, warps_m=1, warps_n=1, stages=2, splits=1, band=1)
+    for tile_k in (16, 32)
+)
 
 
 @functools.cache

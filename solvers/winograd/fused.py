@@ -47,26 +47,10 @@ _MOST_WASTE = 1.34  # tiles of all blocks over the fewest that blocks of as many
 _CHAIN = 13.0
 
 
-def _config(
-    tiles: int, filters: int, warps_t: int, warps_k: int, warps_c: int, rows: int, cols: int, stages: int
-) -> Config:
-    return Config.of(
-        tiles=tiles,
-        filters=filters,
-        warps_t=warps_t,
-        warps_k=warps_k,
-        warps_c=warps_c,
-        rows=rows,
-        cols=cols,
-        stages=stages,
-    )
-
-
 # What default_configs ranks by estimate. The smallest, of whatever rows and columns, serve what nothing else does.
-_SHORT_LIST = tuple(
-    _config(tiles, filters, warps_t, warps_k, warps_c, rows, cols, stages)
-    for (tiles, filters, warps_t, warps_k, warps_c, stages), rows, cols in itertools.product(
-        (
+_SHORT_LIST = Config.product(
+    {
+        ("tiles", "filters", "warps_t", "warps_k", "warps_c", "stages"): (
             (32, 32, 1, 1, 1, 3),
             (32, 32, 1, 1, 2, 2),
             (32, 32, 2, 1, 1, 3),
@@ -79,9 +63,9 @@ _SHORT_LIST = tuple(
             (16, 16, 1, 1, 2, 3),
             (16, 16, 1, 1, 1, 2),
         ),
-        ROWS,
-        COLS,
-    )
+        "rows": ROWS,
+        "cols": COLS,
+    }
 )
 
 
