@@ -7,7 +7,7 @@ import itertools
 import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from numbers import Real
 
 from miofind.core.problem import ProblemDescription
@@ -19,7 +19,7 @@ from miofind.options import FindOptions
 from miofind.process.interrupts import raise_if_interrupted
 from miofind.runtime.handle import Handle
 from miofind.solver.candidate import Candidate
-from miofind.solver.solver import Solver
+from miofind.solver.solver import APPLICABLE, Applicability, Solver
 from miofind.solver.steps import Config
 
 logger = logging.getLogger(__name__)
@@ -110,49 +110,13 @@ def make_plan(
     """
     options.check_names(handle.registry)
     device = handle.device
-    considered: dict[str, int] = {}
-    refusals: dict[str, str] = {}
-    left_out, absent = [], set()
-    planned: list[Planned] = []
-    spaces: list[Space] = []
+    draft = _Draft()
     for solver in handle.registry.values():
         if not options.allows(solver) or (dynamic_only and not solver.is_dynamic):
-            left_out.append(solver.id)
-            continue
-        if any(key.place is device.place and device.library_version(key.library) is not None for key in solver.keys):
-            considered[solver.id] = solver.version
+            draft.left_out.append(solver.id)
         else:
-            absent.add(solver.id)
-        try:
-            applicability = solver.applicability(problem, device)
-            if not applicability:
-                refusals[solver.id] = applicability.reason
-                continue
-            request = _Request(problem, device, solver, options)
-            if options.searches and not solver.is_last_resort:
-                space = request.space((winners or {}).get(solver.id, ()), refusals)
-                first = itertools.islice(dict.fromkeys((*space.seeds, *space.listed)), SEARCH_LIMIT)
-                planned += map(request.planned, first)
-                spaces.append(space)
-            else:
-                planned += request.within_limits(solver.default_configs(problem, device), refusals)
-        except BaseException as error:  # what is wrong with one solver must not end the find for the others
-            raise_if_interrupted(error)
-            refusals[solver.id] = f"{type(error).__name__}: {described(error, str)}"
-            considered.pop(solver.id, None)
-            if not isinstance(error, MiofindError):  # a library that cannot list its plans raises one of these
-                logger.warning("solver %s cannot plan for %s and is left out: %s", solver.id, problem, described(error))
-    planned.sort(key=lambda p: p.estimate_ms)
-    return Plan(
-        candidates=tuple(p for p in planned if not p.solver.is_last_resort),
-        last_resort=tuple(p for p in planned if p.solver.is_last_resort),
-        considered=considered,
-        is_filtered=dynamic_only,
-        refusals=refusals,
-        left_out=tuple(left_out),
-        absent=frozenset(absent),
-        spaces=tuple(spaces),
-    )
+            draft.ask(_Request(problem, device, solver, options), (winners or {}).get(solver.id, ()))
+    return draft.plan(is_filtered=dynamic_only)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +127,16 @@ class _Request:
     device: Device
     solver: Solver
     options: FindOptions
+
+    @property
+    def is_possible_here(self) -> bool:
+        """Whether the device has a place and a library of the solver's."""
+        here, keys = self.device, self.solver.keys
+        return any(key.place is here.place and here.library_version(key.library) is not None for key in keys)
+
+    def defaults(self) -> tuple[Config, ...]:
+        """The solver's default configurations."""
+        return self.solver.default_configs(self.problem, self.device)
 
     def planned(self, config: Config) -> Planned:
         """A configuration with what decides about it."""
@@ -182,11 +156,12 @@ class _Request:
         for config in configs:
             planned = self.planned(config)
             name = f"{planned.candidate.id:.{_LONGEST_NAME}}"
-            if reason := unrecordable(planned):
-                _tell_once(self.solver.id, reason)
-                refusals[name] = reason
-            elif reason := limit_exceeded(planned, self.problem, self.options):
-                refusals[name] = reason
+            if (answer := refuse_unrecordable(planned)).refused:
+                _tell_once(self.solver.id, answer.reason)
+            else:
+                answer = refuse_beyond_limits(planned, self.problem, self.options)
+            if answer.refused:
+                refusals[name] = answer.reason
             else:
                 yield planned
 
@@ -195,7 +170,9 @@ class _Request:
         try:
             self.solver.check_config(self.problem, self.device, config)
             planned = self.planned(config)
-            return not (unrecordable(planned) or limit_exceeded(planned, self.problem, self.options))
+            if refuse_unrecordable(planned).refused:
+                return False
+            return not refuse_beyond_limits(planned, self.problem, self.options).refused
         except BaseException as error:  # its own code may raise anything of a configuration that it does not know
             raise_if_interrupted(error)
             if not isinstance(error, MiofindError):
@@ -220,8 +197,7 @@ class _Request:
 
     def space(self, winners: Iterable[Config], refusals: dict[str, str]) -> Space:
         """The solver's configurations for a search."""
-        defaults = self.solver.default_configs(self.problem, self.device)
-        allowed = [planned.candidate.config for planned in self.within_limits(defaults, refusals)]
+        allowed = [planned.candidate.config for planned in self.within_limits(self.defaults(), refusals)]
         every = _by_estimate(self.solver, self.problem, self.device)
         is_cut = _points(self.solver) > MAX_ESTIMATED or len(every) >= MAX_ESTIMATED
         listed = tuple(itertools.islice(filter(self.admits, every), _LISTED))
@@ -234,6 +210,58 @@ class _Request:
             parameters=self.solver.parameters,
             admits=functools.lru_cache(maxsize=4096)(self.admits),
             estimate_ms=self.guess_ms,
+        )
+
+
+@dataclass(slots=True)
+class _Draft:
+    """A plan that is being made; see `Plan`."""
+
+    planned: list[Planned] = field(default_factory=list)
+    spaces: list[Space] = field(default_factory=list)
+    considered: dict[str, int] = field(default_factory=dict)
+    refusals: dict[str, str] = field(default_factory=dict)
+    left_out: list[str] = field(default_factory=list)
+    absent: set[str] = field(default_factory=set)
+
+    def ask(self, request: _Request, winners: Iterable[Config]) -> None:
+        """Take in what one solver has for a problem; what is wrong with it must not end the find for the others."""
+        solver = request.solver
+        if request.is_possible_here:
+            self.considered[solver.id] = solver.version
+        else:
+            self.absent.add(solver.id)
+        try:
+            answer = solver.applicability(request.problem, request.device)
+            if not answer:
+                self.refusals[solver.id] = answer.reason
+            elif request.options.searches and not solver.is_last_resort:
+                space = request.space(winners, self.refusals)
+                first = itertools.islice(dict.fromkeys((*space.seeds, *space.listed)), SEARCH_LIMIT)
+                self.planned += map(request.planned, first)
+                self.spaces.append(space)
+            else:
+                self.planned += request.within_limits(request.defaults(), self.refusals)
+        except BaseException as error:  # a solver's own code may raise anything
+            raise_if_interrupted(error)
+            self.refusals[solver.id] = f"{type(error).__name__}: {described(error, str)}"
+            self.considered.pop(solver.id, None)
+            if not isinstance(error, MiofindError):  # a library that cannot list its plans raises one of these
+                told = described(error)
+                logger.warning("solver %s cannot plan for %s and is left out: %s", solver.id, request.problem, told)
+
+    def plan(self, *, is_filtered: bool) -> Plan:
+        """What was taken in, likely best first."""
+        planned = sorted(self.planned, key=lambda p: p.estimate_ms)
+        return Plan(
+            candidates=tuple(p for p in planned if not p.solver.is_last_resort),
+            last_resort=tuple(p for p in planned if p.solver.is_last_resort),
+            considered=self.considered,
+            is_filtered=is_filtered,
+            refusals=self.refusals,
+            left_out=tuple(self.left_out),
+            absent=frozenset(self.absent),
+            spaces=tuple(self.spaces),
         )
 
 
@@ -252,18 +280,22 @@ def _by_estimate(solver: Solver, problem: ProblemDescription, device: Device) ->
     return tuple(sorted(every, key=lambda config: (_estimate_ms(solver, problem, device, config), config.json)))
 
 
-def unrecordable(planned: Planned) -> str:
+def refuse_unrecordable(planned: Planned) -> Applicability:
     """Why a FindDB could not keep what became of a candidate, "" where it could."""
     found: tuple[object, ...] = (planned.workspace_bytes, planned.deterministic)
     chars, (workspace, deterministic) = len(planned.candidate.config.json), found
     if chars > MAX_JSON_CHARS:
-        return f"its configuration takes {chars} characters of JSON, of which a FindDB keeps {MAX_JSON_CHARS} at most"
+        return Applicability(
+            f"its configuration takes {chars} characters of JSON, of which a FindDB keeps {MAX_JSON_CHARS} at most"
+        )
     if type(workspace) is not int or not 0 <= workspace <= MAX_INT:
         kind = type(workspace).__name__
-        return f"its workspace of {_shown(workspace)} bytes (of type {kind}) must be an int from 0 to 2**63 - 1"
+        return Applicability(
+            f"its workspace of {_shown(workspace)} bytes (of type {kind}) must be an int from 0 to 2**63 - 1"
+        )
     if type(deterministic) is not bool:
-        return f"deterministic={deterministic!r:.80} must be True or False"
-    return ""
+        return Applicability(f"deterministic={deterministic!r:.80} must be True or False")
+    return APPLICABLE
 
 
 def _shown(number: object) -> str:
@@ -278,27 +310,29 @@ def _tell_once(solver_id: str, reason: str) -> None:
     logger.warning("a candidate of solver %s is left out: %s", solver_id, reason)
 
 
-def limit_exceeded(planned: Planned, problem: ProblemDescription, options: FindOptions) -> str:
+def refuse_beyond_limits(planned: Planned, problem: ProblemDescription, options: FindOptions) -> Applicability:
     """Which of the caller's limits a candidate breaks, "" if none."""
     limit = options.workspace_limit_bytes
     if limit is not None and planned.workspace_bytes > limit:
-        return f"needs {planned.workspace_bytes} bytes of workspace, the limit is {limit}"
+        return Applicability(f"needs {planned.workspace_bytes} bytes of workspace, the limit is {limit}")
     if options.deterministic and not planned.deterministic:
-        return "is not deterministic"
+        return Applicability("is not deterministic")
     if options.strict_nonfinite and planned.solver.spreads_nonfinite(problem, planned.candidate.config):
-        return "may spread an infinity or NaN to results that do not sum it"
+        return Applicability("may spread an infinity or NaN to results that do not sum it")
     if options.max_error is None:
-        return _wide_bound(planned.solver, problem, planned.candidate.config)
-    return ""
+        return _refuse_wide_bound(planned.solver, problem, planned.candidate.config)
+    return APPLICABLE
 
 
-def _wide_bound(solver: Solver, problem: ProblemDescription, config: Config) -> str:
-    """Why a configuration's errors may exceed direct summation's bound, "" if they keep it."""
+def _refuse_wide_bound(solver: Solver, problem: ProblemDescription, config: Config) -> Applicability:
+    """Why a configuration's errors may exceed direct summation's bound; APPLICABLE if they keep it."""
     if solver.keeps_bound(problem, config):
-        return ""
+        return APPLICABLE
     if solver.error_growth(problem, config) > 1:
-        return "has a wider error bound than direct summation; set max_error (--max-error) to allow it"
-    return "lets a large value spoil results that do not meet it; set max_error (--max-error) to allow it"
+        return Applicability("has a wider error bound than direct summation; set max_error (--max-error) to allow it")
+    return Applicability(
+        "lets a large value spoil results that do not meet it; set max_error (--max-error) to allow it"
+    )
 
 
 def wider_bounds(problem: ProblemDescription, options: FindOptions, handle: Handle) -> dict[str, int]:

@@ -16,7 +16,7 @@ from miofind.find.lookup.scopes import joined
 from miofind.find.lookup.validity import solver_hash
 from miofind.finddb import ProblemKey, Row, Scope
 from miofind.process.interrupts import raise_if_interrupted
-from miofind.runtime.refusals import Measured, applicability_of, difference
+from miofind.runtime.refusals import Measured, applicability_of, refuse_difference
 from miofind.solver.registry import Registry
 from miofind.solver.solver import Applicability, Solver
 from miofind.solver.steps import Config
@@ -149,7 +149,7 @@ def _finding(solver: Solver, problem: ProblemDescription, device: Device | None,
         applicability = _applicability(solver, problem, device)
         if not applicability:
             return f"{solver.id} does not serve the problem: {applicability.reason}"
-        return difference(solver, problem, device, measured) or None
+        return refuse_difference(solver, problem, device, measured).reason or None
     except InvalidConfigError as error:
         return str(error)
     except MiofindError:  # a library's plans cannot be asked for here

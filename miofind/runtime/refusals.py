@@ -15,7 +15,7 @@ from miofind.core.problem import ProblemDescription
 from miofind.device.device import Device
 from miofind.errors import MiofindError, described
 from miofind.process.interrupts import raise_if_interrupted
-from miofind.solver.solver import Applicability, Solver
+from miofind.solver.solver import APPLICABLE, Applicability, Solver
 from miofind.solver.steps import Config
 
 logger = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ class Refusals:
         self.device = device
         self._problem = problem
         self._of_solvers: dict[Solver, Applicability | None] = {}
-        self._of_rows: dict[tuple[Solver, Measured], str] = {}
+        self._of_rows: dict[tuple[Solver, Measured], Applicability] = {}
         self._failing: set[Solver] = set()
 
     def may_serve(self, solver: Solver) -> bool:
@@ -55,15 +55,15 @@ class Refusals:
         """Whether a solver's own code failed over a question: to measure it now is of no use."""
         return self._applicability(solver) is None or solver in self._failing
 
-    def of_row(self, solver: Solver, row: Measured) -> str:
-        """Why a row of a solver is no answer today; "" where it is one."""
+    def of_row(self, solver: Solver, row: Measured) -> Applicability:
+        """Whether a row of a solver is an answer today."""
         key = (solver, row)
-        reason = self._of_rows.get(key)
-        if reason is None:
-            reason = self._of_rows[key] = self._reason(solver, row)
-            if reason:
-                logger.debug("a stored row of %s %s does not answer: %s", solver.id, row.config, reason)
-        return reason
+        answer = self._of_rows.get(key)
+        if answer is None:
+            answer = self._of_rows[key] = self._refuse_row(solver, row)
+            if answer.refused:
+                logger.debug("a stored row of %s %s does not answer: %s", solver.id, row.config, answer.reason)
+        return answer
 
     def _applicability(self, solver: Solver) -> Applicability | None:
         """The solver's own answer; None where it fails over the question."""
@@ -71,20 +71,20 @@ class Refusals:
             self._of_solvers[solver] = applicability_of(solver, self._problem, self.device)
         return self._of_solvers[solver]
 
-    def _reason(self, solver: Solver, row: Measured) -> str:
+    def _refuse_row(self, solver: Solver, row: Measured) -> Applicability:
         applicability = self._applicability(solver)
         if applicability is None:
-            return f"{solver.id} cannot say whether it serves the problem"
+            return Applicability(f"{solver.id} cannot say whether it serves the problem")
         if not applicability:
-            return f"{solver.id} does not serve the problem: {applicability.reason}"
+            return Applicability(f"{solver.id} does not serve the problem: {applicability.reason}")
         try:
-            return difference(solver, self._problem, self.device, row)
+            return refuse_difference(solver, self._problem, self.device, row)
         except MiofindError as error:
-            return str(error)
+            return Applicability(str(error))
         except BaseException as error:  # a solver's own code may raise anything, and rows of others are to answer
             raise_if_interrupted(error)
             self._failing.add(solver)
-            return f"{solver.id} fails over it: {described(error)}"
+            return Applicability(f"{solver.id} fails over it: {described(error)}")
 
 
 def applicability_of(solver: Solver, problem: ProblemDescription, device: Device) -> Applicability | None:
@@ -97,8 +97,8 @@ def applicability_of(solver: Solver, problem: ProblemDescription, device: Device
         return None
 
 
-def difference(solver: Solver, problem: ProblemDescription, device: Device, row: Measured) -> str:
-    """How what a solver that serves a problem does today differs from what a row says; "" where it does not.
+def refuse_difference(solver: Solver, problem: ProblemDescription, device: Device, row: Measured) -> Applicability:
+    """Refuse a row that says something else than what a solver that serves its problem does today.
 
     Raises:
         InvalidConfigError: the solver refuses the configuration. What else its own code raises.
@@ -107,12 +107,16 @@ def difference(solver: Solver, problem: ProblemDescription, device: Device, row:
     solver.check_config(problem, device, config)
     solution = solver.solution(problem, device, config)
     if solution.workspace.bytes != row.workspace_bytes:
-        return f"it says {row.workspace_bytes} bytes of workspace, {solver.id} needs {solution.workspace.bytes}"
+        return Applicability(
+            f"it says {row.workspace_bytes} bytes of workspace, {solver.id} needs {solution.workspace.bytes}"
+        )
     if solution.deterministic != row.deterministic:
-        return f"it says deterministic={row.deterministic}, of {solver.id} that is {solution.deterministic}"
+        return Applicability(
+            f"it says deterministic={row.deterministic}, of {solver.id} that is {solution.deterministic}"
+        )
     if row.kernel_hash and kernel_hash(solution) != row.kernel_hash:
-        return f"it was measured with other kernels than {solver.id} has"
-    return ""
+        return Applicability(f"it was measured with other kernels than {solver.id} has")
+    return APPLICABLE
 
 
 @functools.lru_cache(maxsize=1 << 16)

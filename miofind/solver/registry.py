@@ -20,7 +20,7 @@ from miofind.device.device import Library
 from miofind.errors import InvalidOptionError, UnknownSolverError, described
 from miofind.process.forks import loading
 from miofind.process.interrupts import raise_if_interrupted
-from miofind.solver.solver import Algorithm, KernelKey, Solver
+from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
 
 logger = logging.getLogger(__name__)
 
@@ -184,8 +184,8 @@ def _from_entry_points() -> Iterator[Solver]:
         if not given:
             logger.warning("solver entry point %s is left out: it gives no solver, wanted is %s", entry.name, _WANTED)
         for solver in given:
-            if reason := _unfit(solver):
-                logger.warning("solver entry point %s is left out: %s", entry.name, reason)
+            if (answer := _refuse_unfit(solver)).refused:
+                logger.warning("solver entry point %s is left out: %s", entry.name, answer.reason)
             elif isinstance(solver, Solver):
                 yield solver
 
@@ -201,29 +201,31 @@ def _given(what: object) -> Iterator[object]:
         yield what() if isinstance(what, type) and issubclass(what, Solver) else what
 
 
-def _unfit(solver: object) -> str:
-    """Why what another package registers is no solver that a find can name and keep results of, "" if it is one."""
+def _refuse_unfit(solver: object) -> Applicability:
+    """Refuse what another package registers and is no solver that a find can name and keep results of."""
     if not isinstance(solver, Solver):
         what = f"the class {solver.__name__}" if isinstance(solver, type) else f"of type {type(solver).__name__}"
-        return f"it is {what}, wanted is {_WANTED}"
+        return Applicability(f"it is {what}, wanted is {_WANTED}")
     try:
-        return _unfit_fields(solver)
+        return _refuse_fields(solver)
     except BaseException as error:  # another package's code: a class attribute may be missing, or a property fail
         raise_if_interrupted(error)
-        return f"its class attributes cannot be read: {described(error)}"
+        return Applicability(f"its class attributes cannot be read: {described(error)}")
 
 
-def _unfit_fields(solver: Solver) -> str:
+def _refuse_fields(solver: Solver) -> Applicability:
     fields: tuple[object, ...] = (solver.id, solver.version, solver.algorithm)
     name, version, algorithm = fields
     if not isinstance(name, str) or "/" not in name:
-        return "its id must be a text like 'vendor/Name'"
+        return Applicability("its id must be a text like 'vendor/Name'")
     if not name.isprintable() or ":" in name or len(name) > MAX_ID_CHARS:
-        return f"its id {name!r:.80} must be of at most {MAX_ID_CHARS} printable characters, none of them a colon"
+        return Applicability(
+            f"its id {name!r:.80} must be of at most {MAX_ID_CHARS} printable characters, none of them a colon"
+        )
     if type(version) is not int or not 0 <= version < 2**31:
-        return f"the version of {name} must be an int from 0 to 2**31 - 1"
+        return Applicability(f"the version of {name} must be an int from 0 to 2**31 - 1")
     if not isinstance(algorithm, Algorithm):
-        return f"the algorithm of {name} must be one of {', '.join(Algorithm)}"
+        return Applicability(f"the algorithm of {name} must be one of {', '.join(Algorithm)}")
     if not solver.keys or not all(isinstance(key, KernelKey) for key in solver.keys):
-        return f"the keys of {name} must be KernelKeys, one or more"
-    return ""
+        return Applicability(f"the keys of {name} must be KernelKeys, one or more")
+    return APPLICABLE

@@ -30,7 +30,7 @@ def test_shipped_rows_answer_on_the_device_that_they_were_measured_on(device: De
             of_problem = Refusals(ProblemDescription.from_network_config(history.network_config), device)
             for row in history.rows:
                 measured = Measured(row.config, row.workspace_bytes, row.deterministic, row.kernel_hash)
-                reason = of_problem.of_row(Registry.default()[row.solver_id], measured)
+                reason = of_problem.of_row(Registry.default()[row.solver_id], measured).reason
                 asked += 1
                 refused += [f"{history.network_config} {row.candidate}: {reason}"] if reason else []
     if not asked:

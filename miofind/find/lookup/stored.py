@@ -89,7 +89,7 @@ def answers_no_more(row: Row | Stored, problem: ProblemDescription, handle: Hand
 
 def _is_refused(row: Row | Stored, solver: Solver, refusals: Refusals) -> bool:
     measured = Measured(row.config, row.workspace_bytes, row.deterministic, row.kernel_hash)
-    return bool(refusals.of_row(solver, measured))
+    return refusals.of_row(solver, measured).refused
 
 
 def taken(
