@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from miofind.bench.ceilings import Ceilings, known_ceilings
 from miofind.core.problem import ProblemDescription
 from miofind.device.device import IDENTITY, Library, device_text
 from miofind.errors import DatabaseError, InvalidConfigError, InvalidProblemError
@@ -41,7 +40,6 @@ def read_finddb(path: str | Path) -> SourceContent:
 
 def _content(store: Store, name: str) -> SourceContent:
     is_release = store.release() is not None
-    ceilings: dict[str, Ceilings] = {}
     results: list[ProblemResult] = []
     curves: list[SearchCurve] = []
     unreadable = unsolved = 0
@@ -55,19 +53,15 @@ def _content(store: Store, name: str) -> SourceContent:
         if answer is None or not len(answer.rows):
             unsolved += 1
             continue
-        device = _device_name(history.device)
-        if device not in ceilings and (known := known_ceilings(device)) is not None:
-            ceilings[device] = known
         if not is_release and (curve := search_curve(history.rows, len(results))) is not None:
             curves.append(curve)
-        found = _result(problem, answer, history, ceilings)
+        found = _result(problem, answer, history)
         results.append(replace(found, ratios=_without_own(found.ratios)) if is_release else found)
     return SourceContent(
         name=name,
         kind="FindDB",
         results=tuple(results),
         curves=tuple(sorted(curves, key=lambda curve: -curve.trials[-1])[:MAX_CURVES]),
-        ceilings=ceilings,
         notes=_notes(unreadable, unsolved, len(curves)),
     )
 
@@ -78,11 +72,9 @@ def _device_name(identity: str) -> str:
     return told["name"] if told is not None and told["name"] and not told["mig_profile"] else device_text(identity)
 
 
-def _result(
-    problem: ProblemDescription, answer: Answer, history: History, ceilings: Mapping[str, Ceilings]
-) -> ProblemResult:
+def _result(problem: ProblemDescription, answer: Answer, history: History) -> ProblemResult:
     rows = answer.rows
-    best, device = rows[0], _device_name(history.device)
+    best = rows[0]
     times = {library: _best_ms(rows, library) for library in (Library.CUDNN, Library.PLAIN)}
     compared = {
         AGAINST_CUDNN: ratio_of(times[Library.CUDNN], best.time_ms),
@@ -90,12 +82,11 @@ def _result(
     }
     return ProblemResult(
         problem=problem,
-        device=device,
+        device=_device_name(history.device),
         solver_id=best.solver_id,
         config=_config_text(best),
         library=best.library,
         time_ms=best.time_ms,
-        floor_ms=ceilings[device].floor_ms(problem) if device in ceilings else None,
         ratios={name: ratio for name, ratio in compared.items() if ratio is not None},
         marks=_marks(best, history),
     )

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from miofind.bench.ceilings import Ceilings, known_ceilings
+from miofind.bench.ceilings import Ceilings
 from miofind.core.problem import ProblemDescription
 from miofind.device.device import IDENTITY
 from miofind.errors import InvalidConfigError, InvalidOptionError, InvalidProblemError, UnknownSolverError
@@ -31,18 +31,17 @@ def read_json(path: Path, name: str) -> SourceContent:
     entries = content.get("rows" if kind == _BENCH[0] else "results")
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         raise _refused(name, "it is no FindDB and no JSON of `miofind bench` or `miofind tune`")
-    own = _ceilings(content.get("ceilings"), name)
-    results = []
+    ceilings = _ceilings(content.get("ceilings"), name)
+    gpu, results = _text(content.get("gpu")), []
     for number, entry in enumerate(entries, 1):
         fields = _Fields(entry, f"{name}: entry {number}")
-        results.append(read(fields, _text(content.get("gpu")), own))
-    ceilings = {one.device: found for one in results if (found := own or known_ceilings(one.device)) is not None}
+        results.append(read(fields, gpu))
     versions = content.get("versions")
     return SourceContent(
         name=name,
         kind=kind,
         results=tuple(results),
-        ceilings=ceilings,
+        ceilings={} if ceilings is None else {gpu: ceilings},
         versions={str(key): _text(value) for key, value in versions.items()} if isinstance(versions, dict) else {},
     )
 
@@ -93,7 +92,7 @@ class _Fields:
             raise _refused(self.where, str(error)) from error
 
 
-def _of_bench(fields: _Fields, gpu: str, ceilings: Ceilings | None) -> ProblemResult:
+def _of_bench(fields: _Fields, gpu: str) -> ProblemResult:
     fields.check_has("time_ms")
     solver_id, _, config = fields.text("solution").partition(":")
     ratio, message = fields.number("ratio"), fields.text("message")
@@ -112,31 +111,29 @@ def _of_bench(fields: _Fields, gpu: str, ceilings: Ceilings | None) -> ProblemRe
     )
 
 
-def _of_tuning(fields: _Fields, gpu: str, ceilings: Ceilings | None) -> ProblemResult:
+def _of_tuning(fields: _Fields, gpu: str) -> ProblemResult:
     fields.check_has("best")
-    best, gain, problem = fields.part("best"), fields.number("gain"), fields.problem()
+    best, gain = fields.part("best"), fields.number("gain")
     identity = fields.text("device")
     told = IDENTITY.fullmatch(identity)
     device = gpu or (told["name"] if told is not None else identity)
-    ceilings = ceilings or known_ceilings(device)
     config = best.values.get("config") if best is not None else None
     status = fields.text("status")
     return ProblemResult(
-        problem=problem,
+        problem=fields.problem(),
         device=device,
         layer=" ".join(filter(None, (fields.text("suite"), fields.text("layer")))),
         solver_id=best.text("solver") if best is not None else "",
         config=config_text(config) if isinstance(config, dict) else "",
         library=best.text("library") if best is not None else "",
         time_ms=best.number("time_ms") if best is not None else None,
-        floor_ms=ceilings.floor_ms(problem) if ceilings is not None else None,
         ratios={} if gain is None else {GAIN: gain},
         marks=(status,) if status not in ("", "tuned") else (),
         message=fields.text("message"),
     )
 
 
-_Read = Callable[[_Fields, str, Ceilings | None], ProblemResult]
+_Read = Callable[[_Fields, str], ProblemResult]
 _BENCH: tuple[str, _Read] = ("benchmark", _of_bench)
 _TUNING: tuple[str, _Read] = ("tuning", _of_tuning)
 

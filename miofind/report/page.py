@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 
 import miofind
-from miofind.printable import printable
+from miofind.printable import printable, printable_name
 from miofind.report import charts, tables
 from miofind.report.results import SourceContent
 
@@ -55,6 +55,14 @@ def in_script(value: object) -> str:
 def _about(sources: Sequence[SourceContent]) -> str:
     """Where the figures are from, as HTML."""
     items = [_source_item(source) for source in sources]
+    known = tables.ceilings_of(sources)
+    devices = dict.fromkeys(result.device for source in sources for result in source.results)
+    items += [
+        f"<li>No roof and no floor of {html.escape(printable_name(device))}: its ceilings are not known. "
+        "Name the JSON of a <code>miofind bench</code> on it as one more source.</li>"
+        for device in devices
+        if device not in known
+    ]
     made = f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC by miofind {miofind.__version__}"
     return f"<ul>{''.join(items)}</ul><p>Made {html.escape(made)}.</p>"
 

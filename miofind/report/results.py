@@ -26,7 +26,7 @@ class ProblemResult:
         config: the configuration as people read it.
         library: the value of a `Library`, whatever a source says in its place.
         time_ms: None where nothing solved it.
-        floor_ms: least time of direct arithmetic, None where the device's ceilings are not known.
+        floor_ms: least time of direct arithmetic as the source has it, None where it does not say.
         ratios: other times over this one by what is compared: above 1, the second named is faster.
         marks: what a reader must know of it, such as "tie" or "contended".
         message: what failed, "" where nothing did.
@@ -54,10 +54,10 @@ class ProblemResult:
         """10^12 operations of direct arithmetic a second."""
         return None if self.time_ms is None else self.problem.flops / self.time_ms / 1e9
 
-    @property
-    def floor_fraction(self) -> float | None:
-        """Floor over time: 1 is as fast as direct arithmetic can be."""
-        return None if self.time_ms is None or self.floor_ms is None else self.floor_ms / self.time_ms
+    def floor_fraction(self, ceilings: Ceilings | None) -> float | None:
+        """Floor over time: 1 is as fast as direct arithmetic can be; of a source without floors by the ceilings."""
+        floor_ms = self.floor_ms if self.floor_ms is not None or ceilings is None else ceilings.floor_ms(self.problem)
+        return ratio_of(floor_ms, self.time_ms)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +82,7 @@ class SourceContent:
     Attributes:
         name: the file, as it was named.
         kind: such as "FindDB".
-        ceilings: by the GPU's name, None where they are not known.
+        ceilings: those that it measured, by the GPU's name.
         versions: what it was measured with, {} where it does not say.
         notes: what of it could not be shown.
     """

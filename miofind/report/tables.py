@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from miofind.bench.ceilings import Ceilings, arithmetic_of
+from miofind.bench.ceilings import Ceilings, arithmetic_of, known_ceilings
 from miofind.core.problem import ProblemDescription
 from miofind.device.device import Library
 from miofind.printable import printable, printable_name
@@ -75,6 +75,7 @@ def columns(sources: Sequence[SourceContent]) -> dict[str, object]:
     """All results, a list a column; a column of few distinct texts as its names and the place of each row's in them."""
     results = [result for source in sources for result in source.results]
     problems = [result.problem for result in results]
+    ceilings = ceilings_of(sources)
     texts: dict[str, Iterable[str]] = {
         "source": (printable(source.name) for source in sources for _ in source.results),
         "device": (printable_name(result.device) for result in results),
@@ -98,7 +99,7 @@ def columns(sources: Sequence[SourceContent]) -> dict[str, object]:
         "intensity": [_rounded(result.intensity) for result in results],
         "time_ms": [_rounded(result.time_ms) for result in results],
         "tflops": [_rounded(result.tflops) for result in results],
-        "floor": [_rounded(result.floor_fraction) for result in results],
+        "floor": [_rounded(result.floor_fraction(ceilings.get(result.device))) for result in results],
         "ratios": _ratios(results),
     }
 
@@ -135,11 +136,18 @@ def curves(sources: Sequence[SourceContent]) -> list[dict[str, object]]:
     ]
 
 
+def ceilings_of(sources: Sequence[SourceContent]) -> dict[str, Ceilings]:
+    """The ceilings of each device of which some are known: the first source's that measured them, else kept ones."""
+    devices = dict.fromkeys(result.device for source in sources for result in source.results)
+    found = {device: known for device in devices if (known := known_ceilings(device)) is not None}
+    for source in reversed(sources):
+        found |= source.ceilings
+    return found
+
+
 def roofs(sources: Sequence[SourceContent]) -> list[Roof]:
-    """The roofs of the devices and arithmetics that have points; those of a device that comes first count."""
-    ceilings: dict[str, Ceilings] = {}
-    for source in sources:
-        ceilings = {**source.ceilings, **ceilings}
+    """The roofs of the devices and arithmetics that have points."""
+    ceilings = ceilings_of(sources)
     used = dict.fromkeys((result.device, arithmetic_of(result.problem)) for result in _timed(sources))
     devices = {device for device, _ in used}
     return [

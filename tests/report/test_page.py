@@ -11,7 +11,7 @@ import pytest
 from report_page import DEPTHWISE, H200, POINTWISE, Page, content, result
 
 from miofind import ProblemDescription
-from miofind.bench.ceilings import known_ceilings
+from miofind.bench.ceilings import Ceilings, known_ceilings
 from miofind.report.results import AGAINST_TORCH, SearchCurve
 
 pytest.importorskip("altair", reason="pip install 'miofind[report]'")
@@ -64,7 +64,7 @@ def test_what_a_source_says_is_text() -> None:
         result(**fields, library=HOSTILE, marks=(HOSTILE,)), name=HOSTILE, notes=(HOSTILE,), versions={HOSTILE: HOSTILE}
     )
     made = Page(page([source], HOSTILE))
-    plain = Page(page([content(result())], "a"))
+    plain = Page(page([content(result(device="GeForce"))], "a"))
     tags = [element for element, _ in made.elements if element != "em"]
     assert tags == [element for element, _ in plain.elements]
     assert made.column("solver")[0].startswith("</script><script>alert(1)")
@@ -100,7 +100,7 @@ def test_a_page_of_26000_problems_stays_below_10_mb() -> None:
 
 def test_roofs_are_of_the_arithmetic_that_there_is() -> None:
     assert CEILINGS is not None
-    made = Page(page([content(result(), ceilings={H200: CEILINGS})], "a"))
+    made = Page(page([content(result())], "a"))
     roofs = made.data["roofs"]
     assert {point["arithmetic"] for point in roofs} == {"float16"}
     heights = [point["tflops"] for point in roofs]
@@ -111,10 +111,17 @@ def test_roofs_are_of_the_arithmetic_that_there_is() -> None:
     assert "float16 744 TFLOP/s, 4.2 TB/s" in roofs[-1].values()
 
 
-def test_a_device_without_known_ceilings_has_no_roof() -> None:
-    made = Page(page([content(result(device="GeForce", floor_ms=None))], "a"))
+def test_roofs_of_other_gpus_come_from_a_benchmark() -> None:
+    unknown = content(result(device="GeForce", floor_ms=None))
+    made = Page(page([unknown], "a"))
     assert made.data["roofs"] == []
     assert made.column("floor") == [None]
+    assert "No roof and no floor of GeForce" in made.texts["li"]
+    ceilings = Ceilings(copy_bytes_per_s=1e12, flops_per_s={"float16": 1e14})
+    made = Page(page([unknown, content(result(device="GeForce"), ceilings={"GeForce": ceilings})], "a"))
+    assert made.column("floor") == [pytest.approx(2 * (ceilings.floor_ms(POINTWISE) or 0), rel=1e-4), 0.2]
+    assert {point["arithmetic"] for point in made.data["roofs"]} == {"float16"}
+    assert "No roof" not in made.texts["li"]
 
 
 def test_ratios_and_searches_go_with_their_rows() -> None:
@@ -137,8 +144,7 @@ def test_charts_name_their_data_as_the_code_does() -> None:
 
 
 def test_a_picture_has_a_panel_an_arithmetic() -> None:
-    assert CEILINGS is not None
-    text = picture([content(result(), result(DEPTHWISE), ceilings={H200: CEILINGS})])
+    text = picture([content(result(), result(DEPTHWISE))])
     words = "".join(ElementTree.fromstring(text).itertext())
     assert "float16 (1 problems)" in words
     assert "float32 (1 problems)" in words
