@@ -30,11 +30,12 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
+import threading
 from collections.abc import Callable, Iterable, Iterator
+from types import FrameType
 from typing import ClassVar, ParamSpec, TypeVar
 
 from miofind.printable import printable, printable_lines, printable_name
-from miofind.process.interrupts import raise_if_interrupted
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -225,3 +226,36 @@ def causes(error: BaseException) -> Iterator[BaseException]:
         seen.add(id(cause))
         yield cause
         cause = cause.__cause__
+
+
+def raise_if_interrupted(error: BaseException) -> None:
+    """Raise an exception again that a signal brought, Ctrl-C above all; nothing where code raised it by itself.
+
+    Foreign code may raise anything, SystemExit too, and that is its failing. Signals arrive in the main thread, and a
+    KeyboardInterrupt there counts as the user's.
+    """
+    if threading.current_thread() is threading.main_thread() and (_holds_ctrl_c(error) or _is_of_handler(error)):
+        raise error
+
+
+def _holds_ctrl_c(error: BaseException) -> bool:
+    if isinstance(error, BaseExceptionGroup):
+        return error.subgroup(KeyboardInterrupt) is not None
+    return isinstance(error, KeyboardInterrupt)
+
+
+def _is_of_handler(error: BaseException) -> bool:
+    """Whether a function that was given the frame below its own raised it: what Python gives to a signal's handler."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        interrupted, trace = trace.tb_frame, trace.tb_next
+        if _was_given(trace.tb_frame, interrupted):
+            return True
+    return False
+
+
+def _was_given(frame: FrameType, interrupted: FrameType) -> bool:
+    for value in frame.f_locals.values():
+        if value is interrupted or (isinstance(value, tuple) and any(item is interrupted for item in value)):
+            return True
+    return False

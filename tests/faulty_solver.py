@@ -23,8 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from miofind.evaluate import entry as sandbox_child
-from miofind.evaluate import evaluate
+from miofind.evaluate import evaluate, measuring_child
 from miofind.measure import effort as effort_module
 from miofind.measure import race
 from miofind.measure.verdict import MIN_ROUNDS
@@ -38,7 +37,7 @@ _SPARE_BYTES = 448 << 20
 
 _multiply = gemm1x1.multiply
 _verifier = evaluate.Verifier
-_complaint = sandbox_child.complaint
+_complaint = measuring_child.complaint
 _kept: list[Any] = []
 _stage = 0
 
@@ -200,6 +199,6 @@ for kind in (direct.ConvCpuDirect, im2col_gemm.ConvCpuIm2colGemm, gemm1x1.ConvCp
     _compiling(kind, slow=kind is not gemm1x1.ConvCpuGemm1x1)
 gemm1x1.multiply = _faulty
 evaluate.Verifier = _verifying  # type: ignore[assignment, misc]
-sandbox_child.complaint = _complain
+measuring_child.complaint = _complain
 race._Runner.take = _in_stage("screening", race._Runner.take)  # type: ignore[method-assign]
 race.Race.finish = _in_stage("race", race.Race.finish)  # type: ignore[method-assign]

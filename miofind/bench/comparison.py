@@ -27,7 +27,7 @@ from miofind.options import FindOptions
 from miofind.runtime.handle import Handle
 from miofind.runtime.solution import Solution
 from miofind.suites import PROBLEM_CLASSES, SuiteProblem, problem_class
-from miofind.tune.ahead import Ahead
+from miofind.tune.precompiler import Precompiler
 
 BLOCKS = 12
 SAMPLES_A_BLOCK = 3
@@ -125,10 +125,10 @@ def _find(
 ) -> dict[ProblemDescription, str]:
     """Measure what the FindDB's answers lack; the messages of problems that have no solution."""
     failures: dict[ProblemDescription, str] = {}
-    with contextlib.nullcontext() if pool is None else contextlib.closing(Ahead(pool, options)) as ahead:
+    with contextlib.nullcontext() if pool is None else contextlib.closing(Precompiler(pool, options)) as precompiler:
         for entry, following in itertools.zip_longest(entries, entries[1:]):
-            if ahead is not None and following is not None:
-                ahead.prepare(following.problem, handle)
+            if precompiler is not None and following is not None:
+                precompiler.prepare(following.problem, handle)
             try:
                 if records.look_up(entry.problem, options, handle, partial=False) is None:
                     measure(entry.problem, options, handle, ahead=pool)

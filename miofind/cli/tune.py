@@ -7,8 +7,6 @@ import logging
 import math
 import os
 import re
-import signal
-import threading
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -34,8 +32,8 @@ from miofind.cli.options import (
 from miofind.cli.output import print_json, stderr
 from miofind.cli.problems import named_requests, request_options
 from miofind.cli.session import verbose_option
+from miofind.cli.tune_display import display
 from miofind.cli.tune_forecast import print_forecasts
-from miofind.cli.tune_progress import progress
 from miofind.cli.tune_report import print_report, summary_json
 from miofind.compiler import BinaryCache, CompilePool, Compiler
 from miofind.core.problem import ProblemDescription
@@ -43,6 +41,7 @@ from miofind.device.device import Device, Place, cuda_device_count
 from miofind.errors import InvalidProblemError, NoDeviceError
 from miofind.finddb import MEMORY, Store, user_path
 from miofind.options import FindOptions
+from miofind.process.interrupts import terminable
 from miofind.runtime.handle import Handle
 from miofind.suites import SuiteProblem, problem_class
 from miofind.tune.forecast import Forecast, forecast
@@ -127,7 +126,7 @@ def tune(
     options = _options(values, recheck=recheck)
     compiler = Compiler(BinaryCache())
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_terminable())
+        stack.enter_context(terminable())
         if dry_run:
             database = _forecast_database(database)
         handles = [
@@ -220,22 +219,5 @@ def _tuned(requests: Sequence[SuiteProblem], handles: Sequence[Handle], options:
     on_cuda = any(handle.device.place is Place.CUDA for handle in handles)
     with contextlib.ExitStack() as stack:
         pool = stack.enter_context(CompilePool()) if on_cuda else None
-        on_event = stack.enter_context(progress())
+        on_event = stack.enter_context(display())
         return tune_problems(requests, handles, options, on_event, pool=pool)
-
-
-@contextlib.contextmanager
-def _terminable() -> Iterator[None]:
-    """Let SIGTERM end a tuning as Ctrl-C does."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)

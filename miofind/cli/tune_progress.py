@@ -1,119 +1,125 @@
-"""How a tuning shows that it goes on: a live table on a terminal, a line a problem elsewhere. All of it on stderr."""
+"""The state of a tuning as its events tell it: a line a device, with what is left of its kind's work and how long that
+may take.
+"""
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
-from rich.console import Group, RenderableType
-from rich.live import Live
-from rich.table import Table
-from rich.text import Text
-
-from miofind.cli.output import print_note, ratio_text, seconds_text, stderr, tflops_text, time_text
-from miofind.cli.problems import short_direction, short_problem
-from miofind.cli.tune_board import Board, DeviceState
-from miofind.device.device import Device, Place
-from miofind.printable import printable, printable_name
-from miofind.suites import SuiteProblem
-from miofind.tune.service import OnEvent, TuneEvent, TuneFinished, TuneLost, TuneResult, TuneStatus
-
-_NUMBERS = ("done", "failed", "left", "ETA", "gain")
+from miofind.device.device import Device
+from miofind.tune.service import (
+    Task,
+    TuneBegan,
+    TuneEvent,
+    TuneFinished,
+    TuneLost,
+    TuneResult,
+    TuneStarted,
+    TuneStatus,
+)
 
 
-@contextmanager
-def progress() -> Iterator[OnEvent]:
-    """What to call with the events of a tuning."""
-    if not stderr().is_terminal:
-        yield _Lines()
-        return
-    view = _View()
-    with Live(console=stderr(), transient=True, refresh_per_second=4, get_renderable=view.shown):
-        yield view
+@dataclass(slots=True, kw_only=True)
+class DeviceProgress:
+    """What one device has done and does.
+
+    Attributes:
+        task: under measurement since `since` of time.monotonic(); None between tasks.
+        counts: problems it is done with, by what became of them.
+        lost: whether it no longer answers.
+    """
+
+    device: Device
+    task: Task | None = None
+    since: float = 0.0
+    counts: dict[TuneStatus, int] = field(default_factory=lambda: dict.fromkeys(TuneStatus, 0))
+    lost: bool = False
 
 
-def device_name(number: int, device: Device) -> str:
-    """A device in a few words, such as "GPU 0 NVIDIA H200"."""
-    place = "GPU" if device.place is Place.CUDA else "CPU"
-    return f"{place} {device.index if device.index >= 0 else number} {device.name}"
+@dataclass(slots=True)
+class _Kind:
+    """What devices of one kind share."""
+
+    left: int = 0
+    left_s: float = 0.0
+    measured_s: float = 0.0
+    estimated_s: float = 0.0
+    log_gains: float = 0.0
+    gain_counts: int = 0
 
 
-class _Lines:
-    """Prints a line for each problem that is done with and each device that is lost."""
-
-    def __init__(self) -> None:
-        self._board = Board()
-
-    def __call__(self, event: TuneEvent) -> None:
-        self._board.take(event)
-        text = _text(event, self._board)
-        if text:
-            print_note(text)
-
-
-class _View:
-    """A table that is drawn again and again, a row a device; failures are printed above it."""
+class TuneProgress:
+    """How far a tuning is, as its events tell it."""
 
     def __init__(self) -> None:
-        self._board = Board()
-        self._began = time.monotonic()
+        self.devices: list[DeviceProgress] = []
+        self.total = 0
+        self._kinds: dict[str, _Kind] = {}
 
-    def __call__(self, event: TuneEvent) -> None:
-        self._board.take(event)
-        failed = isinstance(event, TuneFinished) and event.result.status is TuneStatus.FAILED
-        if failed or isinstance(event, TuneLost):
-            print_note(_text(event, self._board))
+    def take(self, event: TuneEvent) -> None:
+        """Follow one event."""
+        match event:
+            case TuneBegan():
+                self._begin(event.devices, event.tasks)
+            case TuneStarted():
+                state = self.devices[event.device]
+                state.task, state.since = event.task, time.monotonic()
+            case TuneLost():
+                state = self.devices[event.device]
+                state.lost, state.task = True, None
+            case TuneFinished():
+                state = self.devices[event.device]
+                state.task = None
+                state.counts[event.result.status] += 1
+                self._finish(event.task, event.result)
 
-    def shown(self) -> RenderableType:
-        """The table as it is now, and a line that sums it up."""
-        table = Table(box=None, pad_edge=False, show_edge=False, header_style="dim")
-        for name in ("device", "measures", "for", *_NUMBERS):
-            right = name in (*_NUMBERS, "for")
-            table.add_column(name, justify="right" if right else "left", no_wrap=True, overflow="ellipsis")
-        for number, state in enumerate(self._board.devices):
-            table.add_row(*map(printable, self._cells(number, state)))
-        counts = self._board.counts()
-        told = ", ".join(f"{count} {status.value}" for status, count in counts.items() if count)
-        elapsed = seconds_text(time.monotonic() - self._began)
-        return Group(table, Text(f"{sum(counts.values())}/{self._board.total} {told or 'begun'} in {elapsed}"))
+    def counts(self) -> dict[TuneStatus, int]:
+        """Problems by what became of them, on all devices."""
+        return {status: sum(state.counts[status] for state in self.devices) for status in TuneStatus}
 
-    def _cells(self, number: int, state: DeviceState) -> list[str]:
-        eta_s, gain = self._board.eta_s(state), self._board.gain(state)
-        task = state.task
-        return [
-            device_name(number, state.device),
-            "lost" if state.lost else "-" if task is None else _named(task.request),
-            "-" if task is None else seconds_text(time.monotonic() - state.since),
-            str(sum(state.counts.values())),
-            str(state.counts[TuneStatus.FAILED]),
-            str(self._board.left(state)),
-            "-" if eta_s is None else seconds_text(eta_s),
-            "-" if gain is None else ratio_text(gain),
-        ]
+    def left(self, state: DeviceProgress) -> int:
+        """Problems left for a device and the others of its kind."""
+        return self._kinds[state.device.identity].left
 
+    def eta_s(self, state: DeviceProgress) -> float | None:
+        """Seconds until a device's kind is done with all; None before anything was measured, or where all are lost."""
+        identity = state.device.identity
+        kind = self._kinds[identity]
+        alive = sum(other.device.identity == identity and not other.lost for other in self.devices)
+        if not alive or not kind.estimated_s:
+            return None
+        pace = kind.measured_s / kind.estimated_s
+        now = time.monotonic()
+        # Tasks are copied first: another thread may draw while this one goes on.
+        running = [(other.task, other.since) for other in self.devices if other.device.identity == identity]
+        running_s = sum(min(now - since, pace * task.estimate_s) for task, since in running if task is not None)
+        return max(0.0, pace * kind.left_s - running_s) / alive
 
-def _text(event: TuneEvent, board: Board) -> str:
-    """One line on what happened, "" where it is not worth one."""
-    if isinstance(event, TuneLost):
-        return f"lost {device_name(event.device, board.devices[event.device].device)}: {event.message}"
-    if not isinstance(event, TuneFinished):
-        return ""
-    result, width = event.result, len(str(event.total))
-    several = len(board.devices) > 1
-    where = f"{device_name(event.device, board.devices[event.device].device)}: " if several else ""
-    head = f"[{event.number:>{width}}/{event.total}] {result.status.value:6} {where}"
-    return f"{head}{_named(result.request)}: {_outcome(result)}"
+    def gain(self, state: DeviceProgress) -> float | None:
+        """Mean gain of a device's kind so far."""
+        kind = self._kinds[state.device.identity]
+        return math.exp(kind.log_gains / kind.gain_counts) if kind.gain_counts else None
 
+    def _begin(self, devices: Sequence[Device], tasks: Sequence[Task]) -> None:
+        self.devices = [DeviceProgress(device=device) for device in devices]
+        self._kinds = {device.identity: _Kind() for device in devices}
+        self.total = len(tasks)
+        for task in tasks:
+            kind = self._kinds[task.kind]
+            kind.left += 1
+            kind.left_s += task.estimate_s
 
-def _named(request: SuiteProblem) -> str:
-    return f"{printable_name(request.layer)} {short_problem(request.problem)} {short_direction(request.problem)}"
-
-
-def _outcome(result: TuneResult) -> str:
-    if not result.solutions:
-        return result.message.splitlines()[0]
-    best = result.solutions[0]
-    rate = tflops_text(best.problem.flops, best.time_ms)
-    gain = "" if result.gain is None or result.gain < 1.005 else f", gain {ratio_text(result.gain)}"
-    return f"{best.solver_id} {time_text(best.time_ms)} ms, {rate} TFLOP/s{gain} ({seconds_text(result.seconds)})"
+    def _finish(self, task: Task, result: TuneResult) -> None:
+        kind = self._kinds[task.kind]
+        kind.left -= 1
+        kind.left_s -= task.estimate_s
+        if result.status is not TuneStatus.TUNED:
+            return
+        kind.measured_s += result.seconds
+        kind.estimated_s += task.estimate_s
+        if result.gain is not None:
+            kind.log_gains += result.request.count * math.log(result.gain)
+            kind.gain_counts += result.request.count

@@ -9,10 +9,7 @@ import collections
 import itertools
 import logging
 import math
-import os
-import signal
 import threading
-import time
 from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -21,10 +18,12 @@ from numbers import Real
 from miofind.compiler.build import Compiler, identity, processors
 from miofind.compiler.cache import BinaryCache
 from miofind.compiler.nvrtc import compile_options
-from miofind.compiler.worker import ENTRY, Answer, Done, Order, Ready
+from miofind.compiler.worker import Answer, CompileReply, CompileRequest, serve
 from miofind.errors import CompileError, InvalidOptionError, MissingLibraryError
-from miofind.process.child import Child
+from miofind.process.child import ChildExit
 from miofind.process.forks import follow_forks
+from miofind.process.protocol import Failed
+from miofind.process.service import Service, told
 from miofind.solver.steps import KernelStep
 
 logger = logging.getLogger(__name__)
@@ -32,10 +31,6 @@ logger = logging.getLogger(__name__)
 TIMEOUT_S = 120.0
 MAX_WAITING = 4096
 _MAX_REMEMBERED = 16_384
-_START_S = 120.0
-_LOOK_S = 0.25
-# Ends of a process that speak of an operator or of the kernel's out-of-memory killer as much as of its step.
-_FROM_OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM)
 
 
 class CompileTimeoutError(CompileError):
@@ -46,7 +41,7 @@ class CompileTimeoutError(CompileError):
 class _Task:
     """A step that is to be compiled, and its answer once there is one."""
 
-    order: Order
+    request: CompileRequest
     answer: Future[Answer] = field(default_factory=Future)
 
 
@@ -148,7 +143,7 @@ class CompilePool:
             known = self._known(name, wanted=wanted)
             if known is not None or not self._has_room(wanted=wanted):
                 return known, False
-        task = _Task(order=Order(step, arch))
+        task = _Task(request=CompileRequest(step, arch))
         is_built = self._is_built(step, arch)
         with self._changed:
             known = self._known(name, wanted=wanted)
@@ -203,15 +198,15 @@ class CompilePool:
             return self._waiting.popleft() if self._works else None
 
     def _work(self) -> None:
-        """One thread's work: hand tasks to a process that it started itself, for a process ends with its starter."""
-        child: Child | None = None
+        """One thread's work: hand tasks to a process of its own."""
+        child: Service | None = None
         while (task := self._next()) is not None:
             result = _Result(ended=True)
             try:
                 child = child or self._started()
-                result = _Result() if child is None else self._compiled(child, task.order)
+                result = _Result() if child is None else self._compiled(child, task.request)
             except Exception:  # what cannot be sent or received: who waits must not wait for good
-                logger.warning("whether %s compiles is open", task.order.step.source, exc_info=True)
+                logger.warning("whether %s compiles is open", task.request.step.source, exc_info=True)
             if child is not None and result.ended:
                 child.kill()
                 child = None
@@ -219,52 +214,42 @@ class CompilePool:
         if child is not None:
             child.kill()
 
-    def _started(self) -> Child | None:
+    def _started(self) -> Service | None:
         """A process that is ready; None, and no more work for any, where none can be had."""
+        directory = self._compiler.cache.directory
+        assert directory is not None, "without a folder no step is taken"
         try:
-            child = Child(ENTRY, "", [str(os.getpid()), str(self._compiler.cache.directory), *self._modules])
+            child = Service(serve, directory, modules=self._modules, is_wanted=lambda: self._works)
         except OSError as error:
             logger.warning("nothing is compiled ahead: no process can be started (%s)", error)
             self._stop()
             return None
-        try:
-            if isinstance(self._received(child, _START_S), Ready):
-                return child
-        except (EOFError, OSError):
-            logger.warning("nothing is compiled ahead: a compiling process ended with code %s", child.exit_code())
+        end = child.await_ready()
+        if end is None:
+            return child
+        if self._works:
+            logger.warning("nothing is compiled ahead: %s", told(end, "a compiling process"))
         child.kill()
         self._stop()
         return None
 
-    def _compiled(self, child: Child, order: Order) -> _Result:
+    def _compiled(self, child: Service, request: CompileRequest) -> _Result:
         """What became of a compilation, and whether its process is of more use."""
-        try:
-            child.connection.send(order)
-            message = self._received(child, self._timeout_s)
-        except (EOFError, OSError):
-            code = child.exit_code()
-            if code in _FROM_OUTSIDE:
-                logger.info("the process that compiled %s was killed: whether it compiles is open", order.step.source)
-                return _Result(ended=True)
-            return _Result(_failure(CompileError, order, f"ended its process with code {code}"), ended=True)
-        if isinstance(message, Done):
+        child.send(request)
+        message = child.receive(self._timeout_s)
+        if isinstance(message, CompileReply):
             return _Result(message.answer)
+        if isinstance(message, ChildExit) and message.is_from_outside:
+            logger.info("the process that compiled %s was killed: whether it compiles is open", request.step.source)
+            return _Result(ended=True)
+        if isinstance(message, ChildExit):
+            return _Result(_failure(CompileError, request, f"ended its process with code {message.code}"), ended=True)
         if not self._works:
             return _Result(ended=True)
+        if isinstance(message, Failed):
+            return _Result(_failure(CompileError, request, f"ended its process: {message.message}"), ended=True)
         what = f"did not end within {self._timeout_s:g} s"
-        return _Result(_failure(CompileTimeoutError, order, what), ended=True)
-
-    def _received(self, child: Child, limit_s: float) -> object:
-        """The next message; None where there is none in time or the pool was closed meanwhile.
-
-        Raises:
-            EOFError, OSError: the process has ended.
-        """
-        deadline = time.monotonic() + limit_s
-        while self._works and (left := deadline - time.monotonic()) > 0:
-            if child.connection.poll(min(_LOOK_S, left)):
-                return child.connection.recv()
-        return None
+        return _Result(_failure(CompileTimeoutError, request, what), ended=True)
 
 
 def _check(*, workers: object, max_waiting: object, timeout_s: object, modules: object) -> None:
@@ -291,8 +276,8 @@ def _name(step: KernelStep, arch: str) -> object:
     return (identity(step), step.entry, arch)
 
 
-def _failure(kind: type[CompileError], order: Order, what: str) -> CompileError:
-    step = order.step
-    options = compile_options(step.options, step.defines, order.arch)
-    message = f"compiling {step.source} for sm_{order.arch} {what}: leave this configuration out"
+def _failure(kind: type[CompileError], request: CompileRequest, what: str) -> CompileError:
+    step = request.step
+    options = compile_options(step.options, step.defines, request.arch)
+    message = f"compiling {step.source} for sm_{request.arch} {what}: leave this configuration out"
     return kind(message, source=step.source, options=options, log="")

@@ -27,6 +27,7 @@ from miofind.errors import (
     WrongResultError,
     causes,
     described,
+    raise_if_interrupted,
 )
 from miofind.evaluate.health import context_error, used_bytes
 from miofind.launch.invoker import Invoker, make_invoker
@@ -34,7 +35,6 @@ from miofind.measure.effort import Effort
 from miofind.measure.race import Entrant, Race, RaceResult, Watcher
 from miofind.measure.stage import Stage
 from miofind.measure.verdict import Verdict
-from miofind.process.interrupts import raise_if_interrupted
 from miofind.process.threads import in_threads
 from miofind.solver.candidate import Candidate, Outcome, Status
 from miofind.solver.registry import Registry
@@ -45,7 +45,7 @@ from miofind.verify.verifier import Verifier
 
 MAX_MESSAGE = 2000
 
-# Memory that a candidate which ran out of it may leave in use, before its process counts as spoiled for the others.
+# Memory that a candidate which ran out of it may leave in use, before its process counts as poisoned for the others.
 _LEFT_BYTES = 256 << 20
 _OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation and CUDA_ERROR_OUT_OF_MEMORY
 
@@ -83,7 +83,7 @@ class Phase(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Turn:
+class JournalEntry:
     """An entry of the journal: written before the process does what it says. `candidate` is None for PREPARE."""
 
     phase: Phase
@@ -91,15 +91,15 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Spoiled:
+class Poisoned:
     """The candidate of the last outcome left this process unfit for the others."""
 
     reason: str
 
 
 _Result = TypeVar("_Result")
-Journal = Callable[[Turn], None]
-Event = Outcome | Verdict | Spoiled
+Journal = Callable[[JournalEntry], None]
+Event = Outcome | Verdict | Poisoned
 
 
 class DeviceLostError(LaunchError):
@@ -113,7 +113,7 @@ def evaluate(
 
     Args:
         registry: has the candidates' solvers.
-        journal: of a process that can be replaced, which breaks a race off where a candidate spoils it. Called from
+        journal: of a process that can be replaced, which breaks a race off where a candidate poisons it. Called from
             this thread and, while candidates are compiled, from others.
 
     Raises:
@@ -124,16 +124,16 @@ def evaluate(
     """
     problem = ProblemDescription.from_network_config(job.network_config)
     deadline = time.monotonic() + job.budget_s
-    bench = _Bench(problem, device, compiler, registry, journal or _unheard)
+    context = _EvaluationContext(problem, device, compiler, registry, journal or _unheard)
     ready: list[Candidate] = []
-    for candidate, failure in bench.compiled(job):
+    for candidate, failure in context.compiled(job):
         if failure is None:
             ready.append(candidate)
         else:
             yield failure
     if not ready:
         return
-    bench.journal(Turn(phase=Phase.PREPARE))
+    context.journal(JournalEntry(phase=Phase.PREPARE))
     with contextlib.ExitStack() as stack:
         try:
             verifier = stack.enter_context(Verifier(problem, device, compiler))
@@ -150,8 +150,8 @@ def evaluate(
             if time.monotonic() > deadline and entered:
                 break
             used = used_bytes(device)
-            bench.journal(Turn(phase=Phase.RUN, candidate=candidate))
-            result = bench.try_out(candidate, verifier, race)
+            context.journal(JournalEntry(phase=Phase.RUN, candidate=candidate))
+            result = context.try_out(candidate, verifier, race)
             lost = context_error(device)
             if lost:
                 yield _crashed(candidate, lost)
@@ -162,11 +162,11 @@ def evaluate(
                 continue
             yield result
             if result.status is Status.OUT_OF_MEMORY and _holds_memory(device, used):
-                yield Spoiled(reason=_held(candidate.id))
+                yield Poisoned(reason=_held(candidate.id))
         yield from _raced(race, entered, watcher, job.incumbent)
 
 
-def _unheard(turn: Turn) -> None:
+def _unheard(entry: JournalEntry) -> None:
     """A journal that nobody reads."""
 
 
@@ -180,7 +180,7 @@ def _raced(race: Race, entered: list[_Entered], watcher: _RaceWatcher, incumbent
         yield broken.outcome
         if broken.outcome.status is Status.CRASHED:
             raise _device_lost(broken.outcome.candidate, broken.reason) from None
-        yield Spoiled(reason=broken.reason)
+        yield Poisoned(reason=broken.reason)
         return
     for entry in entered:
         yield entry.outcome(finished[entry.candidate.id])
@@ -220,7 +220,7 @@ class _RaceWatcher(Watcher):
         """See `Watcher.turn`."""
         self._last = key
         if self._journal is not None:
-            self._journal(Turn(phase=Phase.RUN, candidate=self._candidates[key]))
+            self._journal(JournalEntry(phase=Phase.RUN, candidate=self._candidates[key]))
 
     def failed(self, key: str, error: MiofindError | MemoryError) -> None:
         """See `Watcher.failed`.
@@ -295,7 +295,7 @@ class _Kernels:
 
 
 @dataclass(frozen=True, slots=True)
-class _Bench:
+class _EvaluationContext:
     """What every candidate of a job is tried with."""
 
     problem: ProblemDescription
@@ -341,7 +341,7 @@ class _Bench:
 
     def _attempted(self, candidate: Candidate, act: Callable[[], _Result]) -> _Result | Outcome:
         """What comes of a part of a candidate's compilation, or the outcome of one that it fails."""
-        self.journal(Turn(phase=Phase.COMPILE, candidate=candidate))
+        self.journal(JournalEntry(phase=Phase.COMPILE, candidate=candidate))
         try:
             result: _Result | Outcome = act()
         except MissingEnvironmentError:
@@ -349,7 +349,7 @@ class _Bench:
         except BaseException as error:  # a solver's own code may raise anything
             raise_if_interrupted(error)
             result = _failed(candidate, _status_of(error), error)
-        self.journal(Turn(phase=Phase.COMPILED, candidate=candidate))
+        self.journal(JournalEntry(phase=Phase.COMPILED, candidate=candidate))
         return result
 
     def try_out(self, candidate: Candidate, verifier: Verifier, race: Race) -> Outcome | _Entered:

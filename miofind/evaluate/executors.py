@@ -7,44 +7,35 @@ next, so that the one at fault is known when the child dies or falls silent.
 from __future__ import annotations
 
 import atexit
-import contextlib
 import logging
-import signal
 import threading
 import time
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 from miofind.compiler import Compiler
 from miofind.device.device import Device, Place
-from miofind.errors import MeasurementError
-from miofind.evaluate.entry import ENTRY, Broken, Done
-from miofind.evaluate.evaluate import DeviceLostError, Event, Job, Phase, Spoiled, Turn, evaluate
+from miofind.errors import InvalidOptionError, MeasurementError, MissingLibraryError
+from miofind.evaluate.evaluate import DeviceLostError, Event, Job, JournalEntry, Phase, Poisoned, evaluate
+from miofind.evaluate.measuring_child import JobDone, Setup, serve
 from miofind.measure.verdict import Verdict
-from miofind.process import child_logs
-from miofind.process.child import Child
+from miofind.process.child import ChildExit
 from miofind.process.forks import follow_forks
+from miofind.process.protocol import Failed
+from miofind.process.restarts import Restarts, attempts
+from miofind.process.service import START_TIMEOUT_S, Service, Silence, told
+from miofind.process.service import End as ServiceEnd
 from miofind.solver.candidate import Candidate, Outcome, Status
 from miofind.solver.registry import Registry
 
 logger = logging.getLogger(__name__)
 
-START_TIMEOUT_S = 300.0
-"""Of a child that starts and checks its device, and of the preparations that no candidate answers for."""
-
 COMPILE_TIMEOUT_S = 120.0
 CANDIDATE_TIMEOUT_S = 60.0
 
-_ATTEMPTS = 3
-"""Starts of a child, and ends of children with nobody to blame, before a job is given up."""
-
-_PAUSES_S = (0.0, 2.0, 10.0)
-"""Before each attempt to start a child: a GPU that was reset, or a killed kernel, takes seconds to be gone."""
-
-_FROM_OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM)
-"""Exit codes that speak of an operator or of the kernel's out-of-memory killer as much as of the candidate."""
+_PROCESS = "the measuring process"
 
 
 class Executor(Protocol):
@@ -83,7 +74,7 @@ class InProcess:
             MeasurementError: the problem does not fit the device.
         """
         for event in evaluate(job, self._device, self._compiler, self._registry):
-            if isinstance(event, Spoiled):
+            if isinstance(event, Poisoned):
                 logger.warning("%s: measure with isolate=True (--isolate) to keep it from the others", event.reason)
             else:
                 yield event
@@ -93,7 +84,7 @@ class InProcess:
 
 
 class Isolated:
-    """Carries out jobs in a child process, replaced whenever a candidate kills it, hangs or spoils it.
+    """Carries out jobs in a child process, replaced whenever a candidate kills it, hangs or poisons it.
 
     Args:
         device: what the child measures on; a GPU is found there by its UUID.
@@ -120,8 +111,8 @@ class Isolated:
         self._registry.check_travels()
         self._modules = modules
         self._limits = _Limits(compile_s=compile_timeout_s, run_s=candidate_timeout_s)
-        self._child: Child | None = None
-        self._prepared: Child | None = None
+        self._child: Service | None = None
+        self._prepared: Service | None = None
         self._lock = threading.Lock()
         self._works = False
         follow_forks(self)
@@ -155,12 +146,12 @@ class Isolated:
         remaining = list(job.candidates)
         worked_s = 0.0
         doubted: set[Candidate] = set()
-        blameless = 0
+        blameless = Restarts()
         while remaining:
             left_s = max(0.0, min(job.budget_s, 2 * job.budget_s - worked_s))
             watch = _Watch(self._limits)
             for event in self._events(replace(job, candidates=tuple(remaining), budget_s=left_s), watch):
-                if isinstance(event, Spoiled):
+                if isinstance(event, Poisoned):
                     logger.info("%s: its process is replaced", event.reason)
                     continue
                 if isinstance(event, Outcome):
@@ -172,9 +163,8 @@ class Isolated:
             worked_s += watch.worked_s
             suspects = [candidate for candidate in watch.suspects if candidate in remaining]
             if not suspects:
-                blameless += not watch.has_progressed
-                if blameless >= _ATTEMPTS:
-                    raise MeasurementError(f"the measuring process ended {blameless} times: {end.message}")
+                if not watch.has_progressed and blameless.ended():
+                    raise MeasurementError(f"the measuring process ended {blameless.fruitless} times: {end.message}")
             elif len(suspects) > 1:
                 job = replace(job, compile_workers=1)  # any of them may be at fault: one at a time from here
             elif end.from_outside and suspects[0] not in doubted:
@@ -193,39 +183,34 @@ class Isolated:
         finally:
             self._works = False
 
-    def _told(self, child: Child, job: Job, watch: _Watch) -> Iterator[Event]:
+    def _told(self, child: Service, job: Job, watch: _Watch) -> Iterator[Event]:
         """What a child that is ready tells of a job."""
         began = time.monotonic()
         try:
-            child.connection.send(job)
+            child.send(job)
             while True:
-                message = _next_message(child, watch.patience_s)
-                if message is None:
-                    watch.time_out()
+                message = child.receive(watch.patience_s)
+                if not isinstance(message, Silence | ChildExit):
+                    watch.worked_s = time.monotonic() - began
+                if isinstance(message, Silence | ChildExit | Failed):
+                    watch.ended(message)
                     return
-                watch.worked_s = time.monotonic() - began
-                if isinstance(message, Done):
+                if isinstance(message, JobDone):
                     self._child = child
                     return
-                if isinstance(message, Broken):
-                    watch.break_off(message)
-                    return
-                if isinstance(message, Turn):
+                if isinstance(message, JournalEntry):
                     watch.note(message)
                     continue
                 watch.has_progressed = True
                 yield message
-                if isinstance(message, Spoiled):
-                    watch.end = _End(Status.OUT_OF_MEMORY, message.reason)
-                    watch.clear()
+                if isinstance(message, Poisoned):
+                    watch.poisoned(message)
                     return
-        except (EOFError, OSError):
-            watch.end = _ended(child)
         finally:
             if self._child is not child:
                 child.kill()
 
-    def _taken(self) -> Child | None:
+    def _taken(self) -> Service | None:
         """The child of the last job or of `prepare`, if it is there still and its device works.
 
         Raises:
@@ -244,44 +229,47 @@ class Isolated:
             prepared.kill()
         return None
 
-    def _new_child(self) -> Child:
-        child = Child(ENTRY, self._device.uuid, [str(self._index), str(child_logs.level()), *self._modules])
-        with contextlib.suppress(OSError):  # it has ended: who waits for its greeting learns how
-            child.connection.send(self._registry)
-        return child
+    def _new_child(self) -> Service:
+        setup = Setup(index=self._index, registry=self._registry)
+        return Service(serve, setup, gpu=self._device.uuid, modules=self._modules)
 
-    def _complaint(self, child: Child) -> str:
+    def _complaint(self, child: Service) -> str:
         """Why a new child is of no use, "" once it is ready.
 
         Raises:
+            InvalidOptionError: a module cannot be imported.
             MissingLibraryError: a library that measuring needs is missing.
         """
         try:
-            reason = _greeting(child)
+            end = child.await_ready()
+            if isinstance(end, Failed) and isinstance(end.error, InvalidOptionError | MissingLibraryError):
+                raise end.error
         except BaseException:
             child.kill()
             raise
-        if reason:
-            logger.warning("a measuring process could not start on %s: %s", self._device.name, reason)
+        if end is None:
+            return ""
+        reason = told(end, _PROCESS)
+        logger.warning("a measuring process could not start on %s: %s", self._device.name, reason)
         return reason
 
-    def _started(self) -> Child:
+    def _started(self) -> Service:
         """A new child whose device works.
 
         Raises:
             DeviceLostError, MeasurementError: no child starts, or the device of none works.
+            InvalidOptionError: a module cannot be imported.
             MissingLibraryError: a library that measuring needs is missing.
         """
         reason = ""
-        for pause_s in _PAUSES_S[:_ATTEMPTS]:
-            time.sleep(pause_s)
+        for _ in attempts():
             child = self._new_child()
             reason = self._complaint(child)
             if not reason:
                 return child
             child.kill()
-        told = f"no measuring process can be started on {self._device.name}: {reason}"
-        raise (MeasurementError if self._device.place is Place.CPU else DeviceLostError)(told)
+        kind = MeasurementError if self._device.place is Place.CPU else DeviceLostError
+        raise kind(f"no measuring process can be started on {self._device.name}: {reason}")
 
     @property
     def _index(self) -> int:
@@ -307,32 +295,6 @@ def _close_all() -> None:
         each.close()
 
 
-def _next_message(child: Child, patience_s: float) -> Any:
-    """What a child says next, None where it is silent for so long; what it logs is shown and is no sign of progress."""
-    deadline = time.monotonic() + patience_s
-    while child.connection.poll(max(0.0, deadline - time.monotonic())):
-        message = child.connection.recv()
-        if not isinstance(message, logging.LogRecord):
-            return message
-        child_logs.show(message)
-    return None
-
-
-def _greeting(child: Child) -> str:
-    """Why a new child is of no use, "" once it is ready."""
-    try:
-        message = _next_message(child, START_TIMEOUT_S)
-    except (EOFError, OSError):
-        return _ended(child).message
-    if message is None:
-        return f"no answer for {START_TIMEOUT_S:.0f} s"
-    if not isinstance(message, Broken):
-        return ""
-    if message.error is not None:
-        raise message.error
-    return message.message
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Limits:
     """Seconds that a candidate may be silent while it compiles and while it runs."""
@@ -348,17 +310,6 @@ class _End:
     status: Status
     message: str
     from_outside: bool = False
-
-
-def _ended(child: Child) -> _End:
-    """How a child that hung up ended."""
-    code = child.exit_code()
-    named = ""
-    if code is not None and code < 0:
-        with contextlib.suppress(ValueError):
-            named = f" ({signal.Signals(-code).name})"
-    message = f"the measuring process ended with code {code}{named}"
-    return _End(Status.CRASHED, message, from_outside=code in _FROM_OUTSIDE)
 
 
 class _Watch:
@@ -386,24 +337,41 @@ class _Watch:
         if self._running is not None:
             return self._limits.run_s
         if not self._compiling:
-            return START_TIMEOUT_S
+            return START_TIMEOUT_S  # preparations that no candidate answers for
         return max(0.0, min(self._compiling.values()) + self._limits.compile_s - time.monotonic())
 
-    def note(self, turn: Turn) -> None:
+    def note(self, entry: JournalEntry) -> None:
         """Note an entry of the journal."""
-        self._running = turn.candidate if turn.phase is Phase.RUN else None
-        if turn.candidate is not None and turn.phase is Phase.COMPILE:
-            self._compiling[turn.candidate] = time.monotonic()
-        elif turn.candidate is not None and turn.phase is Phase.COMPILED:
-            self._compiling.pop(turn.candidate, None)
+        self._running = entry.candidate if entry.phase is Phase.RUN else None
+        if entry.candidate is not None and entry.phase is Phase.COMPILE:
+            self._compiling[entry.candidate] = time.monotonic()
+        elif entry.candidate is not None and entry.phase is Phase.COMPILED:
+            self._compiling.pop(entry.candidate, None)
         self.suspects = list(self._compiling) if self._running is None else [self._running]
 
-    def clear(self) -> None:
-        """Suspect nobody."""
+    def poisoned(self, event: Poisoned) -> None:
+        """The child goes on no more, and nobody is to blame beyond the candidate whose outcome has come."""
+        self.end = _End(Status.OUT_OF_MEMORY, event.reason)
         self._compiling, self._running, self.suspects = {}, None, []
 
-    def time_out(self) -> None:
-        """The child was silent for too long."""
+    def ended(self, end: ServiceEnd) -> None:
+        """The child was silent for too long, has ended, or has told why it goes on no more.
+
+        Raises:
+            MissingLibraryError, MeasurementError: any other child would meet the same.
+        """
+        if isinstance(end, Silence):
+            self._time_out()
+        elif isinstance(end, ChildExit):
+            self.end = _End(Status.CRASHED, told(end, _PROCESS), from_outside=end.is_from_outside)
+        elif isinstance(end.error, MissingLibraryError):
+            raise end.error
+        elif not self.suspects:
+            raise MeasurementError(f"the measuring process ended before any candidate ran: {end.message}")
+        else:
+            self.end = _End(Status.CRASHED, end.message)
+
+    def _time_out(self) -> None:
         limit_s = START_TIMEOUT_S
         if self._running is not None:
             limit_s = self._limits.run_s
@@ -411,17 +379,5 @@ class _Watch:
             limit_s = self._limits.compile_s
             self.suspects = [min(self._compiling, key=self._compiling.__getitem__)]
         what = "compiled" if self._compiling else "ran"
-        told = f"it {what} for {limit_s:g} s without an end" if self.suspects else f"no answer for {limit_s:g} s"
-        self.end = _End(Status.TIMED_OUT, told)
-
-    def break_off(self, message: Broken) -> None:
-        """The child has told why it goes on no more.
-
-        Raises:
-            MissingLibraryError, MeasurementError: any other child would meet the same.
-        """
-        if message.error is not None:
-            raise message.error
-        if not self.suspects:
-            raise MeasurementError(f"the measuring process ended before any candidate ran: {message.message}")
-        self.end = _End(Status.CRASHED, message.message)
+        message = f"it {what} for {limit_s:g} s without an end" if self.suspects else f"no answer for {limit_s:g} s"
+        self.end = _End(Status.TIMED_OUT, message)

@@ -12,11 +12,10 @@ from numbers import Real
 
 from miofind.core.problem import ProblemDescription
 from miofind.device.device import Device
-from miofind.errors import InvalidConfigError, MiofindError, described
+from miofind.errors import InvalidConfigError, MiofindError, described, raise_if_interrupted
 from miofind.find.search import EXHAUSTIVE, Space
 from miofind.finddb import MAX_INT, MAX_JSON_CHARS
 from miofind.options import FindOptions
-from miofind.process.interrupts import raise_if_interrupted
 from miofind.runtime.handle import Handle
 from miofind.solver.candidate import Candidate
 from miofind.solver.solver import APPLICABLE, Applicability, Solver

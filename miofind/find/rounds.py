@@ -14,13 +14,12 @@ from dataclasses import dataclass
 from miofind.compiler import CompilePool, CompileTimeoutError
 from miofind.core.problem import ProblemDescription
 from miofind.device.device import Place
-from miofind.errors import CompileError, MiofindError, described
+from miofind.errors import CompileError, MiofindError, described, raise_if_interrupted
 from miofind.evaluate.evaluate import MAX_MESSAGE, Job
 from miofind.find.recording import Recording
 from miofind.find.search import Search
 from miofind.measure.effort import Effort
 from miofind.options import FindOptions
-from miofind.process.interrupts import raise_if_interrupted
 from miofind.runtime.handle import Handle
 from miofind.solver.candidate import Candidate, Outcome, Status
 from miofind.solver.steps import KernelStep

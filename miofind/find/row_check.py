@@ -11,11 +11,10 @@ from dataclasses import replace
 
 from miofind.core.problem import ProblemDescription
 from miofind.device.device import IDENTITY, Device
-from miofind.errors import InvalidConfigError, InvalidProblemError, MiofindError, described
+from miofind.errors import InvalidConfigError, InvalidProblemError, MiofindError, described, raise_if_interrupted
 from miofind.find.lookup.scopes import joined
 from miofind.find.lookup.validity import solver_hash
 from miofind.finddb import ProblemKey, Row, Scope
-from miofind.process.interrupts import raise_if_interrupted
 from miofind.runtime.refusals import Measured, applicability_of, refuse_difference
 from miofind.solver.registry import Registry
 from miofind.solver.solver import Applicability, Solver

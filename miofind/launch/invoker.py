@@ -17,7 +17,7 @@ import numpy as np
 
 from miofind.core.problem import ProblemDescription
 from miofind.device.device import Device, Place, cuda_device_count
-from miofind.errors import LaunchError, MiofindError, described
+from miofind.errors import LaunchError, MiofindError, described, raise_if_interrupted
 from miofind.launch.bound_steps import (
     BasedAddress,
     BoundCudnn,
@@ -28,7 +28,6 @@ from miofind.launch.bound_steps import (
     library_plan,
 )
 from miofind.launch.early_launch import launches_early, may_begin_early
-from miofind.process.interrupts import raise_if_interrupted
 from miofind.solver.solver import Solver
 from miofind.solver.steps import (
     Config,

@@ -17,10 +17,9 @@ from miofind.core.problem import ProblemDescription
 from miofind.core.values import Values
 from miofind.device.device import Device
 from miofind.device.memory import DeviceMemory
-from miofind.errors import WrongResultError
+from miofind.errors import WrongResultError, raise_if_interrupted
 from miofind.launch.device_kernels import DeviceKernels, GridStride, int64
 from miofind.measure.lane import Lane, Repeatability, Runnable, Track
-from miofind.process.interrupts import raise_if_interrupted
 
 if TYPE_CHECKING:
     from miofind.compiler import Compiler

@@ -17,11 +17,10 @@ import numpy as np
 
 from miofind.core.problem import ProblemDescription
 from miofind.device.device import Device, Place
-from miofind.errors import LaunchError, MeasurementError, MiofindError, described
+from miofind.errors import LaunchError, MeasurementError, MiofindError, described, raise_if_interrupted
 from miofind.measure.gpu_monitor import GpuMonitor, Reading, gpu_monitor
 from miofind.measure.lane import Lane, Runnable, Track
 from miofind.process.forks import loading
-from miofind.process.interrupts import raise_if_interrupted
 from miofind.solver.candidate import Timing
 
 if TYPE_CHECKING:

@@ -10,17 +10,19 @@ import os
 import signal
 import subprocess
 import sys
-import threading
+from concurrent.futures import Future
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
 from miofind.process.forks import follow_forks
 from miofind.process.interrupts import held_back
+from miofind.process.threads import Helper
 
 logger = logging.getLogger(__name__)
 
+_ENDS_S = 60.0
 _GONE_S = 60.0
 
 # The child's sys.path is the parent's, and so is its miofind, wherever the parent found it; then the entry is run.
@@ -35,27 +37,62 @@ exec(entry)
 _PACKAGE = Path(__file__).parents[1] / "__init__.py"
 
 
-class Line:
-    """The child's end of the connection, which its threads may write to."""
+class _Starter:
+    """Starts processes in a thread that lasts as long as this process.
 
-    def __init__(self, connection: Connection[Any, Any]) -> None:
-        self._connection = connection
-        self._lock = threading.Lock()
-        self._is_broken = False
+    On Linux the kernel ends a child with the thread that started it (`end_with_parent`), and callers' threads come and
+    go.
+    """
 
-    def send(self, message: object) -> None:
-        """Send one message; nothing where an earlier one was broken off in the middle."""
-        written = ForkingPickler.dumps(message)
-        with self._lock:
-            if self._is_broken:
-                return
-            self._is_broken = True
-            self._connection.send_bytes(written)
-            self._is_broken = False
+    def __init__(self) -> None:
+        self._helper = Helper("miofind-starter")
+        follow_forks(self)
 
-    def receive(self) -> Any:
-        """The parent's next message; one thread alone asks."""
-        return self._connection.recv()
+    def leave_parent(self) -> None:
+        """Have a thread of its own in a forked process."""
+        self._helper = Helper("miofind-starter")
+
+    def popen(self, command: list[str], **settings: Any) -> subprocess.Popen[bytes]:
+        """As subprocess.Popen; where no thread can be had the caller's does it."""
+        started: Future[subprocess.Popen[bytes]] = Future()
+
+        def start() -> None:
+            try:
+                started.set_result(subprocess.Popen(command, **settings))
+            except BaseException as error:  # who waits for it is to have it
+                started.set_exception(error)
+
+        if sys.is_finalizing() or not self._helper.submit(start):
+            start()
+        return started.result()
+
+
+_starter = _Starter()
+
+
+@dataclass(frozen=True, slots=True)
+class ChildExit:
+    """How a process ended.
+
+    Attributes:
+        code: its exit code, minus the signal that ended it; None where it hung up and did not end.
+    """
+
+    code: int | None
+
+    @property
+    def message(self) -> str:
+        """In words."""
+        name = ""
+        if self.code is not None and self.code < 0:
+            with contextlib.suppress(ValueError):
+                name = f" ({signal.Signals(-self.code).name})"
+        return f"ended with code {self.code}{name}"
+
+    @property
+    def is_from_outside(self) -> bool:
+        """Whether it speaks of an operator or of the kernel's out-of-memory killer as much as of what it did."""
+        return self.code in (-signal.SIGKILL, -signal.SIGTERM)
 
 
 class Child:
@@ -85,7 +122,7 @@ class Child:
         # A process group of its own: Ctrl-C reaches the parent alone, which ends the child.
         try:
             with held_back():  # Popen would forget a process that it has begun, and nobody would wait for its end
-                self._process = subprocess.Popen(
+                self._process = _starter.popen(
                     command, pass_fds=[theirs.fileno()], env=environment, stdin=subprocess.DEVNULL, process_group=0
                 )
         except BaseException:
@@ -111,11 +148,11 @@ class Child:
         """Whether it has not ended."""
         return self._process.poll() is None
 
-    def exit_code(self) -> int | None:
-        """Exit code, minus the signal that ended it; waits for a process that is ending, None if it does not end."""
+    def exit(self) -> ChildExit:
+        """How it ended; waits for a process that is ending."""
         with contextlib.suppress(subprocess.TimeoutExpired):
-            return self._process.wait(timeout=60)
-        return None
+            return ChildExit(self._process.wait(timeout=_ENDS_S))
+        return ChildExit(None)
 
     def interrupt(self) -> None:
         """Ask the process to end: SIGTERM."""

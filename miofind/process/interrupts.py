@@ -1,6 +1,4 @@
-"""Ctrl-C: where KeyboardInterrupt would leave a traceback, while modules are imported and while Python ends; and
-whether an exception is a signal's doing, or that of the code it came out of.
-"""
+"""Ctrl-C and SIGTERM: where they would leave a traceback or lose what was begun, and where they are to be raised."""
 
 from __future__ import annotations
 
@@ -66,34 +64,19 @@ def held_back() -> Iterator[None]:
             handler(number, frame)
 
 
-def raise_if_interrupted(error: BaseException) -> None:
-    """Raise an exception again that a signal brought, Ctrl-C above all; nothing where code raised it by itself.
+@contextlib.contextmanager
+def terminable() -> Iterator[None]:
+    """Lets SIGTERM raise KeyboardInterrupt, as Ctrl-C does, until the block ends; a second one changes nothing."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
 
-    Foreign code may raise anything, SystemExit too, and that is its failing. Signals arrive in the main thread, and a
-    KeyboardInterrupt there counts as the user's.
-    """
-    if threading.current_thread() is threading.main_thread() and (_holds_ctrl_c(error) or _is_of_handler(error)):
-        raise error
+    def interrupt(*_: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        raise KeyboardInterrupt
 
-
-def _holds_ctrl_c(error: BaseException) -> bool:
-    if isinstance(error, BaseExceptionGroup):
-        return error.subgroup(KeyboardInterrupt) is not None
-    return isinstance(error, KeyboardInterrupt)
-
-
-def _is_of_handler(error: BaseException) -> bool:
-    """Whether a function that was given the frame below its own raised it: what Python gives to a signal's handler."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        interrupted, trace = trace.tb_frame, trace.tb_next
-        if _was_given(trace.tb_frame, interrupted):
-            return True
-    return False
-
-
-def _was_given(frame: FrameType, interrupted: FrameType) -> bool:
-    for value in frame.f_locals.values():
-        if value is interrupted or (isinstance(value, tuple) and any(item is interrupted for item in value)):
-            return True
-    return False
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)

@@ -94,11 +94,12 @@ class Helper:
         self._waiting: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def submit(self, work: Callable[[], object]) -> None:
-        """Have something done soon; never where no thread can be had."""
+    def submit(self, work: Callable[[], object]) -> bool:
+        """Have something done soon; whether it will be: never where no thread can be had."""
         self._thread = self._thread or _begun(self._work_off, self._name)
         if self._thread is not None:
             self._waiting.put(work)
+        return self._thread is not None
 
     def give_up(self) -> None:
         """Do nothing more than what has begun."""

@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING
 from miofind.compiler import BinaryCache, Compiler, kernel_hash
 from miofind.core.problem import ProblemDescription
 from miofind.device.device import Device, Place, check_fork
-from miofind.errors import LaunchError, described, with_known_keywords
+from miofind.errors import LaunchError, described, raise_if_interrupted, with_known_keywords
 from miofind.evaluate.executors import Executor, InProcess, Isolated
 from miofind.finddb import Layered, open_layered
 from miofind.launch.invoker import Invoker, InvokerCache, make_invoker
 from miofind.process.forks import follow_forks, wait_for_imports
-from miofind.process.interrupts import raise_if_interrupted
 from miofind.runtime.refusals import Refusals
 from miofind.solver.registry import Registry
 from miofind.solver.solver import Solver

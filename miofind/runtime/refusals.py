@@ -13,8 +13,7 @@ from typing import NamedTuple
 from miofind.compiler import kernel_hash
 from miofind.core.problem import ProblemDescription
 from miofind.device.device import Device
-from miofind.errors import MiofindError, described
-from miofind.process.interrupts import raise_if_interrupted
+from miofind.errors import MiofindError, described, raise_if_interrupted
 from miofind.solver.solver import APPLICABLE, Applicability, Solver
 from miofind.solver.steps import Config
 

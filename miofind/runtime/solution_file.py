@@ -24,10 +24,10 @@ from miofind.errors import (
     SolutionFileError,
     UnknownSolverError,
     described,
+    raise_if_interrupted,
 )
 from miofind.files import read_bounded, replacing
 from miofind.finddb import is_of_database
-from miofind.process.interrupts import raise_if_interrupted
 from miofind.runtime.handle import Handle, check_kernels, check_serves, default_handle
 from miofind.runtime.solution import Found, Solution, Source, alone
 from miofind.solver.steps import Config, KernelStep

@@ -17,9 +17,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import ClassVar
 
 from miofind.device.device import Library
-from miofind.errors import InvalidOptionError, UnknownSolverError, described
+from miofind.errors import InvalidOptionError, UnknownSolverError, described, raise_if_interrupted
 from miofind.process.forks import loading
-from miofind.process.interrupts import raise_if_interrupted
 from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
 
 logger = logging.getLogger(__name__)

@@ -13,11 +13,10 @@ from dataclasses import dataclass, field
 
 from miofind.compiler import processors
 from miofind.device.device import Device, Place
-from miofind.errors import CompileError, described
+from miofind.errors import CompileError, described, raise_if_interrupted
 from miofind.find.lookup import failures, records
 from miofind.find.plan import make_plan
 from miofind.measure.effort import Effort
-from miofind.process.interrupts import raise_if_interrupted
 from miofind.runtime.handle import Handle
 from miofind.runtime.solution import Solution
 from miofind.solver.steps import KernelStep

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 from miofind.compiler import CompilePool
 from miofind.errors import DatabaseError
@@ -15,9 +16,9 @@ from miofind.find.lookup import records
 from miofind.measure.effort import Effort
 from miofind.runtime.handle import Handle
 from miofind.suites import SuiteProblem
-from miofind.tune.ahead import Ahead
 from miofind.tune.cost import rough_seconds
-from miofind.tune.crew import Crew
+from miofind.tune.device_processes import DeviceProcesses
+from miofind.tune.precompiler import Precompiler
 from miofind.tune.queue import TaskQueue
 from miofind.tune.values import (
     OnEvent,
@@ -32,9 +33,10 @@ from miofind.tune.values import (
     TuneStarted,
     TuneStatus,
     TuneSummary,
+    WorkerEvent,
     mean_gain,
 )
-from miofind.tune.worker import Begun, Lost, Report, Worker
+from miofind.tune.worker import Worker
 
 __all__ = [
     "OnEvent",
@@ -96,7 +98,8 @@ def tune(
         if len(handles) == 1:
             _run_alone(handles[0], options, queue, pool, log)
         else:
-            _run_crew(Crew(handles, options, queue, compiles=pool is not None, modules=modules), log)
+            processes = DeviceProcesses(handles, options, queue, compiles=pool is not None, modules=modules)
+            _run_processes(processes, log)
     except KeyboardInterrupt:
         interrupted = True
     return log.summary(requests, interrupted=interrupted, out_of_time=queue.out_of_time)
@@ -104,22 +107,22 @@ def tune(
 
 def _run_alone(handle: Handle, options: TuneOptions, queue: TaskQueue, pool: CompilePool | None, log: _Log) -> None:
     """Run a worker in this thread."""
-    ahead = None if pool is None else Ahead(pool, options.find)
+    precompiler = None if pool is None else Precompiler(pool, options.find)
     try:
-        Worker(0, handle, options, queue, ahead=ahead, tell=log.take).run()
+        Worker(0, handle, options, queue, precompiler=precompiler, tell=log.take).run()
     finally:
-        if ahead is not None:
-            ahead.close()
+        if precompiler is not None:
+            precompiler.close()
 
 
-def _run_crew(crew: Crew, log: _Log) -> None:
-    """Run a process a device, and hand their reports to the log."""
+def _run_processes(processes: DeviceProcesses, log: _Log) -> None:
+    """Run a process a device, and hand their events to the log."""
     try:
-        for report in crew.reports():
-            log.take(report)
+        for event in processes.events():
+            log.take(event)
     finally:
-        for report in crew.stop():
-            log.take(report)
+        for event in processes.stop():
+            log.take(event)
 
 
 def tasks_of(requests: Sequence[SuiteProblem], handles: Sequence[Handle], options: TuneOptions) -> tuple[Task, ...]:
@@ -144,37 +147,28 @@ def _queued(requests: Sequence[SuiteProblem], handle: Handle, options: TuneOptio
 
 
 class _Log:
-    """Turns the workers' reports into events and keeps the results."""
+    """Counts the workers' events, tells of them and keeps the results."""
 
     def __init__(self, tasks: Sequence[Task], on_event: OnEvent) -> None:
         self._total = len(tasks)
         self._on_event = on_event
         self._began = time.monotonic()
-        self._begun = 0
+        self._started = 0
         self._results: list[TuneResult] = []
         self._lost: dict[int, str] = {}
 
-    def take(self, report: Report) -> None:
-        """Keep one report and tell of it."""
-        if isinstance(report, Begun):
-            self._begun += report.task.losses == 0
-            number = self._begun
-            self._on_event(TuneStarted(task=report.task, device=report.device, number=number, total=self._total))
-            return
-        if isinstance(report, Lost):
-            self._lost[report.device] = report.message
-            self._on_event(TuneLost(device=report.device, message=report.message))
-            return
-        self._results.append(report.result)
-        self._on_event(
-            TuneFinished(
-                task=report.task,
-                device=report.device,
-                result=report.result,
-                number=len(self._results),
-                total=self._total,
-            )
-        )
+    def take(self, event: WorkerEvent) -> None:
+        """Keep one event and tell of it."""
+        match event:
+            case TuneStarted():
+                self._started += event.task.losses == 0
+                event = replace(event, number=self._started, total=self._total)
+            case TuneLost():
+                self._lost[event.device] = event.message
+            case TuneFinished():
+                self._results.append(event.result)
+                event = replace(event, number=len(self._results), total=self._total)
+        self._on_event(event)
 
     def summary(self, requests: Sequence[SuiteProblem], *, interrupted: bool, out_of_time: bool) -> TuneSummary:
         """How it went."""

@@ -114,12 +114,18 @@ class TuneBegan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TuneStarted:
-    """A device begins a problem; `number` counts those begun, from 1 to `total`."""
+    """A device begins a problem.
+
+    Attributes:
+        device: its number.
+        number: counts the problems begun, from 1 to `total`; 0 until the tuning has counted it.
+        total: problems of the tuning.
+    """
 
     task: Task
     device: int
-    number: int
-    total: int
+    number: int = 0
+    total: int = 0
 
     @property
     def request(self) -> SuiteProblem:
@@ -129,13 +135,19 @@ class TuneStarted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TuneFinished:
-    """A device is done with a problem; `number` counts those done with, from 1 to `total`."""
+    """A device is done with a problem.
+
+    Attributes:
+        device: its number.
+        number: counts the problems done with, from 1 to `total`; 0 until the tuning has counted it.
+        total: problems of the tuning.
+    """
 
     task: Task
     device: int
     result: TuneResult
-    number: int
-    total: int
+    number: int = 0
+    total: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,7 +158,10 @@ class TuneLost:
     message: str
 
 
-TuneEvent = TuneBegan | TuneStarted | TuneFinished | TuneLost
+WorkerEvent = TuneStarted | TuneFinished | TuneLost
+"""What one device's part in a tuning tells of."""
+
+TuneEvent = TuneBegan | WorkerEvent
 OnEvent = Callable[[TuneEvent], None]
 
 

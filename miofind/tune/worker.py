@@ -8,54 +8,33 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 from miofind.compiler import CompilePool
 from miofind.core.problem import ProblemDescription
 from miofind.driver.line import driver_line
-from miofind.errors import DatabaseError, MissingEnvironmentError, NoDeviceError, described
+from miofind.errors import DatabaseError, MissingEnvironmentError, NoDeviceError, described, raise_if_interrupted
 from miofind.evaluate.evaluate import DeviceLostError
 from miofind.find.lookup import failures, records
 from miofind.find.lookup.validity import is_valid
 from miofind.find.pipeline import measure
 from miofind.finddb import RefusedEntryError
-from miofind.process.interrupts import raise_if_interrupted
 from miofind.runtime.handle import Handle
 from miofind.runtime.solution import Solution, reordered
 from miofind.solver.steps import Config
-from miofind.tune.ahead import Ahead
-from miofind.tune.values import Task, TuneOptions, TuneResult, TuneStatus
+from miofind.tune.precompiler import Precompiler
+from miofind.tune.values import (
+    Task,
+    TuneFinished,
+    TuneLost,
+    TuneOptions,
+    TuneResult,
+    TuneStarted,
+    TuneStatus,
+    WorkerEvent,
+)
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Begun:
-    """A device begins a task."""
-
-    device: int
-    task: Task
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Done:
-    """A device is done with a task."""
-
-    device: int
-    task: Task
-    result: TuneResult
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Lost:
-    """A device no longer answers."""
-
-    device: int
-    message: str
-
-
-Report = Begun | Done | Lost
 
 
 class Tasks(Protocol):
@@ -78,10 +57,10 @@ class Worker:
     """Tunes what a queue has for one device.
 
     Args:
-        number: its device's, in reports.
+        number: its device's, in events.
         handle: a strict one.
-        ahead: compiles what comes next; None where nothing does.
-        tell: called with each report, in the worker's thread.
+        precompiler: compiles what comes next; None where nothing does.
+        tell: called with what happens, in the worker's thread.
     """
 
     def __init__(
@@ -91,14 +70,14 @@ class Worker:
         options: TuneOptions,
         queue: Tasks,
         *,
-        ahead: Ahead | None,
-        tell: Callable[[Report], None],
+        precompiler: Precompiler | None,
+        tell: Callable[[WorkerEvent], None],
     ) -> None:
         self.number = number
         self._handle = handle
         self._options = options
         self._queue = queue
-        self._ahead = ahead
+        self._precompiler = precompiler
         self._tell = tell
 
     def run(self) -> None:
@@ -109,24 +88,25 @@ class Worker:
         """
         kind = self._handle.device.identity
         while (task := self._queue.take(kind)) is not None:
-            self._tell(Begun(device=self.number, task=task))
-            if self._ahead is not None and (following := self._queue.next(kind)) is not None:
-                self._ahead.prepare(following.request.problem, self._handle)
+            self._tell(TuneStarted(device=self.number, task=task))
+            if self._precompiler is not None and (following := self._queue.next(kind)) is not None:
+                self._precompiler.prepare(following.request.problem, self._handle)
             began = time.monotonic()
             try:
-                result = tuned(task, self._handle, self._options, self._ahead.pool if self._ahead else None)
+                pool = self._precompiler.pool if self._precompiler else None
+                result = tuned(task, self._handle, self._options, pool)
             except (DeviceLostError, NoDeviceError) as error:
                 self._lose(task, str(error), time.monotonic() - began)
                 return
             self._queue.done(task)
-            self._tell(Done(device=self.number, task=task, result=result))
+            self._tell(TuneFinished(device=self.number, task=task, result=result))
 
     def _lose(self, task: Task, message: str, seconds: float) -> None:
         logger.error("%s: %s", self._handle.device.name, message)
         if not self._queue.give_back(task):
             told = f"devices were lost over it twice, the second time so: {message}"
-            self._tell(Done(device=self.number, task=task, result=failed(task, told, seconds)))
-        self._tell(Lost(device=self.number, message=message))
+            self._tell(TuneFinished(device=self.number, task=task, result=failed(task, told, seconds)))
+        self._tell(TuneLost(device=self.number, message=message))
 
 
 def tuned(task: Task, handle: Handle, options: TuneOptions, pool: CompilePool | None = None) -> TuneResult:

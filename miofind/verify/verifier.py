@@ -19,9 +19,8 @@ import numpy as np
 from miofind.core.problem import ProblemDescription
 from miofind.core.values import Values
 from miofind.device.device import Device, Place
-from miofind.errors import LaunchError, MiofindError, described
+from miofind.errors import LaunchError, MiofindError, described, raise_if_interrupted
 from miofind.process.forks import loading
-from miofind.process.interrupts import raise_if_interrupted
 from miofind.verify.accuracy import direct_error
 from miofind.verify.claims import Claims
 from miofind.verify.ranges import exact_powers, numeric_powers, range_powers

@@ -176,8 +176,8 @@ def test_sigterm_outside_the_measuring_is_ctrl_c_too(
 
 def test_a_measuring_process_ends_with_its_parent() -> None:
     child = (
-        "import time; from miofind.evaluate.entry import end_with_parent;"
-        "end_with_parent(); print(flush=True); time.sleep(3600)"
+        "import os, time; from miofind.process.parent import end_with_parent;"
+        "end_with_parent(os.getppid()); print(flush=True); time.sleep(3600)"
     )
     parent = (
         "import subprocess, sys; "

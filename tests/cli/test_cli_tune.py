@@ -140,9 +140,7 @@ def test_shipped_suites_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_terminal_gets_a_bar_with_failures_above_it(table: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "miofind.cli.tune_progress.stderr", lambda: Console(stderr=True, force_terminal=True, width=150)
-    )
+    monkeypatch.setattr("miofind.cli.tune_display.stderr", lambda: Console(stderr=True, force_terminal=True, width=150))
     result = run("tune", "--csv", table, *HERE, "--only", "ConvCpuGemm1x1", code=1)
     assert "3/3" in result.stderr
     assert "1 tuned, 2 failed" in result.stderr or "2 failed, 1 tuned" in result.stderr

@@ -20,6 +20,7 @@ from waiting import wait_until
 from miofind.compiler import BinaryCache, CompilePool, Compiler, CompileTimeoutError
 from miofind.compiler import pool as pool_module
 from miofind.errors import CompileError, InvalidOptionError
+from miofind.process import service
 from miofind.solver.steps import KernelStep
 
 pytest.importorskip("cuda.bindings.nvrtc")
@@ -63,7 +64,7 @@ def hours_pass(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
                 hang.unlink()
         return time.monotonic() + 3600 * looks
 
-    monkeypatch.setattr(pool_module, "time", SimpleNamespace(monotonic=clock))
+    monkeypatch.setattr(service, "time", SimpleNamespace(monotonic=clock))
 
 
 def steps(package: CudaPackage, *factors: int) -> list[KernelStep]:
@@ -94,7 +95,7 @@ def test_what_is_in_the_cache_starts_no_process(
     asked = steps(package, 3, 4)
     for step in asked:
         Compiler(cache).build(step, ARCH)
-    monkeypatch.setattr(pool_module, "Child", lambda *_: pytest.fail("a process was started"))
+    monkeypatch.setattr(pool_module, "Service", lambda *_, **__: pytest.fail("a process was started"))
     with CompilePool(cache) as pool:
         assert pool.submit(asked, ARCH) == 0
         assert pool.errors(asked, ARCH) == {}
@@ -229,7 +230,7 @@ def test_where_no_process_can_start_nothing_is_blamed(
     with CompilePool(cache, workers=2, modules=("no_such_module",)) as pool:
         assert pool.errors(steps(package, 3, 4), ARCH) == {}
         assert pool.submit(steps(package, 5), ARCH) == 0
-    assert "nothing is compiled ahead: a compiling process ended with code 1" in caplog.text
+    assert "nothing is compiled ahead: modules: 'no_such_module' cannot be imported" in caplog.text
 
 
 def test_where_the_cache_has_no_folder_nothing_is_compiled(tmp_path: Path, package: CudaPackage) -> None:

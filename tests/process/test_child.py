@@ -1,14 +1,12 @@
-"""A spawned process: its connection has whole messages from many threads, and it imports what its parent imports."""
+"""A spawned process: it is begun or not at all, and imports what its parent imports."""
 
 from __future__ import annotations
 
 import json
-import multiprocessing.connection
 import os
 import signal
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -19,45 +17,7 @@ from waiting import LIMIT_S
 
 import miofind
 from miofind.process import child as child_module
-from miofind.process.child import Child, Line
-
-
-def test_threads_send_whole_messages() -> None:
-    ours, theirs = multiprocessing.connection.Pipe()
-    line = Line(theirs)
-    threads = [threading.Thread(target=line.send, args=((name, "x" * 10_000),)) for name in range(8)]
-    for thread in threads:
-        thread.start()
-    found = {ours.recv() for _ in threads}
-    for thread in threads:
-        thread.join()
-    assert found == {(name, "x" * 10_000) for name in range(8)}
-    ours.send("job")
-    assert line.receive() == "job"
-
-
-def test_what_cannot_be_written_leaves_the_line_as_it_was() -> None:
-    ours, theirs = multiprocessing.connection.Pipe()
-    line = Line(theirs)
-    with pytest.raises((AttributeError, TypeError)):
-        line.send(threading.Lock())
-    line.send("after it")
-    assert ours.recv() == "after it"
-
-
-def test_nothing_follows_half_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
-    ours, theirs = multiprocessing.connection.Pipe()
-    line = Line(theirs)
-
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(type(theirs), "send_bytes", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            line.send("half")
-    line.send("more")
-    assert not ours.poll(0.1)
+from miofind.process.child import Child
 
 
 def test_ctrl_c_while_a_process_is_begun_leaves_none_behind(monkeypatch: pytest.MonkeyPatch) -> None:

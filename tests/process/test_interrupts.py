@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from miofind.errors import MAX_TOLD, causes, described
-from miofind.process.interrupts import raise_if_interrupted
+from miofind.errors import MAX_TOLD, causes, described, raise_if_interrupted
 
 
 class _Stop(BaseException):

@@ -13,11 +13,10 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from miofind.core.problem import ProblemDescription
-from miofind.errors import described
+from miofind.errors import described, raise_if_interrupted
 from miofind.find.lookup.validity import current_environment, is_current
 from miofind.finddb import BEST_PER_SOLVER, Answer, Row
 from miofind.options import FindOptions
-from miofind.process.interrupts import raise_if_interrupted
 from miofind.runtime.handle import Handle
 from miofind.runtime.refusals import Measured, Refusals, stored_config
 from miofind.runtime.solution import Found, Solution, Source

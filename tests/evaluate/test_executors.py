@@ -27,6 +27,7 @@ from miofind.measure.effort import Effort
 from miofind.measure.race import Race, RaceResult
 from miofind.measure.verdict import Verdict
 from miofind.process.child import Child
+from miofind.process.service import Service, Silence
 from miofind.solver.candidate import Candidate, Outcome, Status
 from miofind.solver.registry import Registry
 
@@ -109,20 +110,21 @@ def once(folder: Path) -> Path:
 @pytest.fixture
 def hangs(folder: Path, shared: Isolated, monkeypatch: pytest.MonkeyPatch) -> None:
     """From a hang on the shared executor waits for SILENCE_S, and takes that for more than the budget."""
-    told, hangs, passed_s = executors._next_message, folder / "hangs", 0.0
+    told, hangs, passed_s = Service.receive, folder / "hangs", 0.0
 
-    def message(child: Child, patience_s: float) -> object:
+    def message(child: Service, patience_s: float) -> object:
         nonlocal passed_s
-        wait_until(lambda: hangs.exists() or child.connection.poll(0.01), "a message, or a hang", every_s=0)
+        connection = child._child.connection
+        wait_until(lambda: hangs.exists() or connection.poll(0.01), "a message, or a hang", every_s=0)
         answer = told(child, patience_s)
-        if answer is None:
+        if isinstance(answer, Silence):
             hangs.unlink()
             passed_s += 10 * BUDGET_S
         return answer
 
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + passed_s, sleep=time.sleep)
     monkeypatch.setattr(executors, "time", clock)
-    monkeypatch.setattr(executors, "_next_message", message)
+    monkeypatch.setattr(Service, "receive", message)
     monkeypatch.setattr(shared, "_limits", executors._Limits(compile_s=SILENCE_S, run_s=SILENCE_S))
 
 
@@ -277,7 +279,7 @@ def test_a_device_that_recovers_is_used(
     executor: Isolated, fault: Fault, monkeypatch: pytest.MonkeyPatch, once: Path
 ) -> None:
     fault("sick once")
-    monkeypatch.setattr("miofind.evaluate.executors._PAUSES_S", (0, 0, 0))
+    monkeypatch.setattr("miofind.process.restarts.PAUSES_S", (0, 0, 0))
     assert all(outcome.status.usable for outcome in by_solver(executor.run(job())).values())
     assert once.exists()
 
@@ -286,7 +288,7 @@ def test_a_device_that_stays_sick_ends_the_job(
     executor: Isolated, fault: Fault, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fault("sick")
-    monkeypatch.setattr("miofind.evaluate.executors._PAUSES_S", (0,))
+    monkeypatch.setattr("miofind.process.restarts.PAUSES_S", (0,))
     with pytest.raises(MeasurementError, match=r"no measuring process can be started on .*gives wrong results"):
         list(executor.run(job()))
     monkeypatch.setattr(executor, "_device", replace(Device.cpu(), place=Device.virtual("90a").place))
@@ -318,7 +320,7 @@ def test_nothing_is_prepared_beside_a_job_at_work(executor: Isolated) -> None:
 def test_a_job_that_found_no_child_leaves_the_next_to_be_prepared(
     executor: Isolated, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def none_starts() -> Child:
+    def none_starts() -> Service:
         raise MeasurementError("no process")
 
     with monkeypatch.context() as patch:
@@ -355,7 +357,7 @@ def test_a_child_sees_one_gpu_by_its_uuid() -> None:
 
 def test_children_end_with_their_parent(fault: Fault, once: Path) -> None:
     fault("wait to be killed")
-    code = "import test_sandbox as t; list(t.isolated().run(t.job()))"
+    code = "import test_executors as t; list(t.isolated().run(t.job()))"
     paths = os.pathsep.join([str(Path(__file__).parent), *(path for path in sys.path if path)])
     parent = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": paths})
     wait_until(lambda: parent.poll() is not None or (once.exists() and bool(once.read_text())), "a run in a child")
@@ -407,8 +409,8 @@ def test_a_process_serves_many_jobs_and_is_replaced_where_it_has_ended(executor:
     assert by_solver(executor.run(job()))
     assert executor._child is first
     assert first is not None
-    first._process.kill()
-    first._process.wait()
+    first._child._process.kill()
+    first._child._process.wait()
     assert all(outcome.status.usable for outcome in by_solver(executor.run(job())).values())
     assert executor._child is not first
 
@@ -418,7 +420,7 @@ def test_closing_leaves_no_process_behind(executor: Isolated) -> None:
     child = executor._child
     assert child is not None
     executor.close()
-    assert child._process.returncode is not None
+    assert child._child._process.returncode is not None
 
 
 def test_a_job_that_is_given_up_ends_its_process(shared: Isolated) -> None:

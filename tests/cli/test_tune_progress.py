@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from miofind.cli.tune_board import Board
-from miofind.cli.tune_progress import _View, device_name
+from miofind.cli.tune_display import _View, device_name
+from miofind.cli.tune_progress import TuneProgress
 from miofind.core.problem import ProblemDescription
 from miofind.device.device import Device
 from miofind.suites import SuiteProblem
@@ -34,48 +34,48 @@ TASKS = (task(2, A, 10.0), task(3, A, 10.0), task(4, A, 20.0), task(5, B, 5.0))
 
 
 @pytest.fixture
-def board() -> Board:
-    made = Board()
+def progress() -> TuneProgress:
+    made = TuneProgress()
     made.take(TuneBegan(devices=(A, A, B), tasks=TASKS))
     return made
 
 
-def test_left_is_the_kinds(board: Board) -> None:
-    assert [board.left(state) for state in board.devices] == [3, 3, 1]
-    board.take(finished(TASKS[0], 0, 5.0, TuneStatus.FAILED))
-    assert [board.left(state) for state in board.devices] == [2, 2, 1]
-    assert board.counts() == {TuneStatus.TUNED: 0, TuneStatus.KNOWN: 0, TuneStatus.FAILED: 1}
+def test_left_is_the_kinds(progress: TuneProgress) -> None:
+    assert [progress.left(state) for state in progress.devices] == [3, 3, 1]
+    progress.take(finished(TASKS[0], 0, 5.0, TuneStatus.FAILED))
+    assert [progress.left(state) for state in progress.devices] == [2, 2, 1]
+    assert progress.counts() == {TuneStatus.TUNED: 0, TuneStatus.KNOWN: 0, TuneStatus.FAILED: 1}
 
 
-def test_eta_is_the_estimates_at_the_measured_pace_shared_by_the_living(board: Board) -> None:
-    assert board.eta_s(board.devices[0]) is None, "nothing is measured yet"
-    board.take(finished(TASKS[0], 0, 30.0))  # three times as long as estimated
-    assert board.eta_s(board.devices[0]) == pytest.approx(3 * 30.0 / 2)
-    assert board.eta_s(board.devices[2]) is None
-    board.take(finished(TASKS[1], 1, 0.0, TuneStatus.KNOWN))  # says nothing of the pace
-    assert board.eta_s(board.devices[0]) == pytest.approx(3 * 20.0 / 2)
-    board.take(TuneLost(device=1, message="gone"))
-    assert board.eta_s(board.devices[0]) == pytest.approx(3 * 20.0)
+def test_eta_is_the_estimates_at_the_measured_pace_shared_by_the_living(progress: TuneProgress) -> None:
+    assert progress.eta_s(progress.devices[0]) is None, "nothing is measured yet"
+    progress.take(finished(TASKS[0], 0, 30.0))  # three times as long as estimated
+    assert progress.eta_s(progress.devices[0]) == pytest.approx(3 * 30.0 / 2)
+    assert progress.eta_s(progress.devices[2]) is None
+    progress.take(finished(TASKS[1], 1, 0.0, TuneStatus.KNOWN))  # says nothing of the pace
+    assert progress.eta_s(progress.devices[0]) == pytest.approx(3 * 20.0 / 2)
+    progress.take(TuneLost(device=1, message="gone"))
+    assert progress.eta_s(progress.devices[0]) == pytest.approx(3 * 20.0)
 
 
-def test_eta_counts_what_runs_already(board: Board, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_eta_counts_what_runs_already(progress: TuneProgress, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
-    board.take(finished(TASKS[0], 0, 10.0))
-    board.take(TuneStarted(task=TASKS[2], device=0, number=2, total=4))
+    progress.take(finished(TASKS[0], 0, 10.0))
+    progress.take(TuneStarted(task=TASKS[2], device=0, number=2, total=4))
     now = 108.0
-    assert board.eta_s(board.devices[0]) == pytest.approx((30.0 - 8.0) / 2)
+    assert progress.eta_s(progress.devices[0]) == pytest.approx((30.0 - 8.0) / 2)
     now = 1000.0  # it takes longer than thought, which is no reason to promise less for the rest
-    assert board.eta_s(board.devices[0]) == pytest.approx((30.0 - 20.0) / 2)
+    assert progress.eta_s(progress.devices[0]) == pytest.approx((30.0 - 20.0) / 2)
 
 
-def test_gain_is_weighed_by_count(board: Board, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gain_is_weighed_by_count(progress: TuneProgress, monkeypatch: pytest.MonkeyPatch) -> None:
     gains = {"layer2": 2.0, "layer3": 16.0, "layer4": None}
     monkeypatch.setattr(TuneResult, "gain", property(lambda result: gains[result.request.layer]))
-    assert board.gain(board.devices[0]) is None
+    assert progress.gain(progress.devices[0]) is None
     for work in (task(2, A, 1.0, count=3), task(3, A, 1.0), task(4, A, 1.0)):
-        board.take(finished(work, 0, 1.0))
-    assert board.gain(board.devices[1]) == pytest.approx((2**3 * 16) ** (1 / 4))
+        progress.take(finished(work, 0, 1.0))
+    assert progress.gain(progress.devices[1]) == pytest.approx((2**3 * 16) ** (1 / 4))
 
 
 def test_the_view_has_a_row_a_device_and_a_line_for_all() -> None:

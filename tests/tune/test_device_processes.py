@@ -24,7 +24,7 @@ from miofind.finddb import Store
 from miofind.options import FindOptions
 from miofind.runtime.handle import Handle
 from miofind.suites import SuiteProblem
-from miofind.tune import crew as crew_module
+from miofind.tune import device_processes
 from miofind.tune.queue import TaskQueue
 from miofind.tune.service import (
     OnEvent,
@@ -42,7 +42,7 @@ from miofind.tune.service import (
 
 OPTIONS = TuneOptions(find=FindOptions(only=("ConvCpuIm2colGemm",), time_budget_s=math.inf))
 KIND_A, KIND_B = (replace(Device.cpu(), name=name) for name in ("kind A", "kind B"))
-Crew = Callable[..., list[Handle]]
+HandlesOf = Callable[..., list[Handle]]
 Fault = Callable[[str], None]
 
 
@@ -55,7 +55,7 @@ REQUESTS = [request(k) for k in (6, 5, 4, 3, 2)]
 
 
 @pytest.fixture
-def crew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Crew]:
+def handles_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HandlesOf]:
     """Strict handles over one FindDB, one for each device given; the faulty module goes by the devices' numbers."""
     monkeypatch.setenv("MIOFIND_SYSTEM_DB", "")
     with ExitStack() as stack:
@@ -70,12 +70,12 @@ def crew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Crew]:
 
 @pytest.fixture
 def faulty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Sets what goes wrong in the crew's processes."""
+    """Sets what goes wrong in the devices' processes."""
 
     def set_fault(fault: str) -> None:
-        monkeypatch.setenv("CREW_FAULT", fault)
-        monkeypatch.setenv("CREW_FOLDER", str(tmp_path))
-        monkeypatch.setenv("CREW_HEAVIEST", REQUESTS[0].problem.network_config)
+        monkeypatch.setenv("DEVICE_FAULT", fault)
+        monkeypatch.setenv("DEVICE_FOLDER", str(tmp_path))
+        monkeypatch.setenv("DEVICE_HEAVIEST", REQUESTS[0].problem.network_config)
 
     set_fault("")
     return set_fault
@@ -85,13 +85,13 @@ def tuned(
     handles: list[Handle], options: TuneOptions = OPTIONS, on_event: OnEvent | None = None
 ) -> tuple[TuneSummary, list[TuneEvent]]:
     events: list[TuneEvent] = []
-    summary = tune(REQUESTS, handles, options, on_event or events.append, modules=("faulty_crew",))
+    summary = tune(REQUESTS, handles, options, on_event or events.append, modules=("faulty_device_process",))
     return summary, events
 
 
-def test_devices_of_a_kind_share_the_problems(crew: Crew, faulty: Fault, tmp_path: Path) -> None:
+def test_devices_of_a_kind_share_the_problems(handles_of: HandlesOf, faulty: Fault, tmp_path: Path) -> None:
     faulty("meet")
-    summary, events = tuned(crew(KIND_A, KIND_A))
+    summary, events = tuned(handles_of(KIND_A, KIND_A))
     assert [(r.request, r.kind, r.status) for r in summary.results] == [
         (entry, KIND_A.identity, TuneStatus.TUNED) for entry in REQUESTS
     ]
@@ -102,16 +102,18 @@ def test_devices_of_a_kind_share_the_problems(crew: Crew, faulty: Fault, tmp_pat
         assert {len(history.scopes) for history in store.histories()} == {1}, "nothing is measured twice"
 
 
-def test_every_kind_gets_every_problem_and_keeps_its_own_rows(crew: Crew, faulty: Fault, tmp_path: Path) -> None:
-    summary, _ = tuned(crew(KIND_A, KIND_B))
+def test_every_kind_gets_every_problem_and_keeps_its_own_rows(
+    handles_of: HandlesOf, faulty: Fault, tmp_path: Path
+) -> None:
+    summary, _ = tuned(handles_of(KIND_A, KIND_B))
     assert Counter(result.kind for result in summary.results) == {KIND_A.identity: 5, KIND_B.identity: 5}
     assert summary.total == 10
     with Store(tmp_path / "finddb.db", read_only=True) as store:
         assert store.stats().by_device == {KIND_A.identity: 5, KIND_B.identity: 5}
 
 
-def test_solutions_that_come_from_a_process_run_here(crew: Crew, faulty: Fault) -> None:
-    handles = crew(KIND_A, KIND_A)
+def test_solutions_that_come_from_a_process_run_here(handles_of: HandlesOf, faulty: Fault) -> None:
+    handles = handles_of(KIND_A, KIND_A)
     summary, _ = tuned(handles)
     best = summary.results[0].solutions[0]
     x, w = np.ones((1, 4, 6, 5), np.float32), np.ones((6, 4, 3, 3), np.float32)
@@ -120,9 +122,9 @@ def test_solutions_that_come_from_a_process_run_here(crew: Crew, faulty: Fault) 
     assert best.found.handle in handles
 
 
-def test_another_of_its_kind_takes_a_lost_devices_problem(crew: Crew, faulty: Fault) -> None:
+def test_another_of_its_kind_takes_a_lost_devices_problem(handles_of: HandlesOf, faulty: Fault) -> None:
     faulty("lose0 at 1")
-    summary, events = tuned(crew(KIND_A, KIND_A))
+    summary, events = tuned(handles_of(KIND_A, KIND_A))
     assert (summary.end, summary.left) == (TuneEnd.COMPLETE, 0)
     assert [result.status for result in summary.results] == [TuneStatus.TUNED] * 5
     assert summary.lost == {0: "device 0 is gone"}
@@ -133,66 +135,66 @@ def test_another_of_its_kind_takes_a_lost_devices_problem(crew: Crew, faulty: Fa
     assert sorted(begun.values()) == [1, 1, 1, 1, 2]
 
 
-def test_a_problem_that_costs_two_devices_is_given_up(crew: Crew, faulty: Fault) -> None:
+def test_a_problem_that_costs_two_devices_is_given_up(handles_of: HandlesOf, faulty: Fault) -> None:
     faulty("heaviest is lost")
-    summary, _ = tuned(crew(KIND_A, KIND_A, KIND_A))
+    summary, _ = tuned(handles_of(KIND_A, KIND_A, KIND_A))
     assert [result.status for result in summary.results] == [TuneStatus.FAILED] + [TuneStatus.TUNED] * 4
     assert "devices were lost over it twice" in summary.results[0].message
     assert (summary.end, len(summary.lost)) == (TuneEnd.COMPLETE, 2)
 
 
-def test_a_kind_that_is_lost_leaves_its_work_and_the_others_go_on(crew: Crew, faulty: Fault) -> None:
+def test_a_kind_that_is_lost_leaves_its_work_and_the_others_go_on(handles_of: HandlesOf, faulty: Fault) -> None:
     faulty("lose0 at 2")
-    summary, _ = tuned(crew(KIND_A, KIND_B))
+    summary, _ = tuned(handles_of(KIND_A, KIND_B))
     assert Counter(result.kind for result in summary.results) == {KIND_A.identity: 1, KIND_B.identity: 5}
     assert (summary.end, summary.left) == (TuneEnd.DEVICE_LOST, 4)
 
 
-def test_a_device_that_vanished_is_lost(crew: Crew, faulty: Fault) -> None:
+def test_a_device_that_vanished_is_lost(handles_of: HandlesOf, faulty: Fault) -> None:
     faulty("vanish")
-    summary, _ = tuned(crew(KIND_A, KIND_A))
+    summary, _ = tuned(handles_of(KIND_A, KIND_A))
     assert (summary.end, len(summary.lost)) == (TuneEnd.DEVICE_LOST, 2)
     assert summary.left in (4, 5)
 
 
-def test_a_database_that_fails_one_process_ends_all(crew: Crew, faulty: Fault) -> None:
+def test_a_database_that_fails_one_process_ends_all(handles_of: HandlesOf, faulty: Fault) -> None:
     faulty("disk")
     with pytest.raises(DatabaseError, match="the disk is full"):
-        tuned(crew(KIND_A, KIND_A))
+        tuned(handles_of(KIND_A, KIND_A))
 
 
 def test_a_process_that_ends_is_replaced_and_its_task_tried_again(
-    crew: Crew, faulty: Fault, caplog: pytest.LogCaptureFixture
+    handles_of: HandlesOf, faulty: Fault, caplog: pytest.LogCaptureFixture
 ) -> None:
     faulty("exit once")
-    summary, _ = tuned(crew(KIND_A, KIND_A))
+    summary, _ = tuned(handles_of(KIND_A, KIND_A))
     assert (summary.end, summary.lost) == (TuneEnd.COMPLETE, {})
     assert [result.status for result in summary.results] == [TuneStatus.TUNED] * 5
     assert "ended with code 7: it is replaced" in caplog.text
 
 
-def test_a_problem_that_ends_two_processes_is_given_up(crew: Crew, faulty: Fault) -> None:
+def test_a_problem_that_ends_two_processes_is_given_up(handles_of: HandlesOf, faulty: Fault) -> None:
     faulty("exit at heaviest")
-    summary, _ = tuned(crew(KIND_A, KIND_A))
+    summary, _ = tuned(handles_of(KIND_A, KIND_A))
     assert (summary.end, summary.lost) == (TuneEnd.COMPLETE, {})
     assert [result.status for result in summary.results] == [TuneStatus.FAILED] + [TuneStatus.TUNED] * 4
     assert "ended with code 7, twice over it" in summary.results[0].message
 
 
 def test_a_process_that_falls_silent_is_replaced(
-    crew: Crew, faulty: Fault, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    handles_of: HandlesOf, faulty: Fault, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     faulty("stop once")
-    monkeypatch.setattr(crew_module, "SILENCE_S", 12.0)
-    summary, _ = tuned(crew(KIND_A, KIND_A))
+    monkeypatch.setattr(device_processes, "SILENCE_S", 12.0)
+    summary, _ = tuned(handles_of(KIND_A, KIND_A))
     assert (summary.end, summary.lost) == (TuneEnd.COMPLETE, {})
     assert [result.status for result in summary.results] == [TuneStatus.TUNED] * 5
     assert "was silent for 12 s: it is replaced" in caplog.text
 
 
-def test_devices_whose_processes_always_end_are_lost(crew: Crew, faulty: Fault) -> None:
+def test_devices_whose_processes_always_end_are_lost(handles_of: HandlesOf, faulty: Fault) -> None:
     faulty("exit")
-    summary, _ = tuned(crew(KIND_A, KIND_A))
+    summary, _ = tuned(handles_of(KIND_A, KIND_A))
     # Each device has three tries, and each problem two: the last two of six may be of one problem or of two.
     failures = summary.count(TuneStatus.FAILED)
     assert failures in (2, 3)
@@ -202,16 +204,16 @@ def test_devices_whose_processes_always_end_are_lost(crew: Crew, faulty: Fault) 
 
 
 def test_a_process_that_ends_between_two_problems_loses_no_result(
-    crew: Crew, faulty: Fault, caplog: pytest.LogCaptureFixture
+    handles_of: HandlesOf, faulty: Fault, caplog: pytest.LogCaptureFixture
 ) -> None:
     faulty("exit after")
-    summary, _ = tuned(crew(KIND_A, KIND_A))
+    summary, _ = tuned(handles_of(KIND_A, KIND_A))
     assert (summary.end, summary.left, summary.lost) == (TuneEnd.COMPLETE, 0, {})
     assert "ended with code 7: it is replaced" in caplog.text
 
 
-def test_the_callers_handles_answer_from_what_was_measured(crew: Crew, faulty: Fault) -> None:
-    handles = crew(KIND_A, KIND_A)
+def test_the_callers_handles_answer_from_what_was_measured(handles_of: HandlesOf, faulty: Fault) -> None:
+    handles = handles_of(KIND_A, KIND_A)
     tuned(handles)
     problem = REQUESTS[0].problem
     before = find_solutions(problem, options=OPTIONS.find, handle=handles[0])[0]
@@ -233,21 +235,23 @@ def test_a_findb_in_memory_is_not_shared(faulty: Fault, monkeypatch: pytest.Monk
         tuned([one, two])
 
 
-def test_a_module_that_cannot_be_imported_is_named(crew: Crew) -> None:
+def test_a_module_that_cannot_be_imported_is_named(handles_of: HandlesOf) -> None:
     with pytest.raises(InvalidOptionError, match="'no_such_module' cannot be imported"):
-        tune(REQUESTS, crew(KIND_A, KIND_A), OPTIONS, modules=("no_such_module",))
+        tune(REQUESTS, handles_of(KIND_A, KIND_A), OPTIONS, modules=("no_such_module",))
 
 
-def test_ctrl_c_before_a_process_was_begun(crew: Crew, faulty: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
-    started = crew_module._Member.start
+def test_ctrl_c_before_a_process_was_begun(
+    handles_of: HandlesOf, faulty: Fault, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = device_processes._DeviceThread.start
 
     def start(self: threading.Thread) -> None:
         if self.name.endswith("1"):
             raise KeyboardInterrupt
         started(self)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(crew_module._Member, "start", start)
-    summary, _ = tuned(crew(KIND_A, KIND_A))
+    monkeypatch.setattr(device_processes._DeviceThread, "start", start)
+    summary, _ = tuned(handles_of(KIND_A, KIND_A))
     assert (summary.end, summary.total) == (TuneEnd.INTERRUPTED, 5)
 
 
@@ -260,7 +264,7 @@ def ctrl_c() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("ctrl_c")
-def test_ctrl_c_stops_what_is_measured_and_keeps_what_was(crew: Crew, faulty: Fault, tmp_path: Path) -> None:
+def test_ctrl_c_stops_what_is_measured_and_keeps_what_was(handles_of: HandlesOf, faulty: Fault, tmp_path: Path) -> None:
     faulty("hang")
 
     def interrupted(event: TuneEvent) -> None:
@@ -272,7 +276,7 @@ def test_ctrl_c_stops_what_is_measured_and_keeps_what_was(crew: Crew, faulty: Fa
             signal.raise_signal(signal.SIGINT)
 
     signalled: list[float] = []
-    summary, _ = tuned(crew(KIND_A, KIND_A), on_event=interrupted)
+    summary, _ = tuned(handles_of(KIND_A, KIND_A), on_event=interrupted)
     assert time.monotonic() - signalled[0] < 30
     assert (summary.end, summary.left) == (TuneEnd.INTERRUPTED, 5)
     with Store(tmp_path / "finddb.db", read_only=True) as store:
@@ -281,8 +285,8 @@ def test_ctrl_c_stops_what_is_measured_and_keeps_what_was(crew: Crew, faulty: Fa
     assert stats.rows >= 2
 
 
-def test_no_problem_is_begun_after_the_time(crew: Crew, faulty: Fault) -> None:
-    summary, _ = tuned(crew(KIND_A, KIND_B), replace(OPTIONS, stop_after_s=0.0))
+def test_no_problem_is_begun_after_the_time(handles_of: HandlesOf, faulty: Fault) -> None:
+    summary, _ = tuned(handles_of(KIND_A, KIND_B), replace(OPTIONS, stop_after_s=0.0))
     assert (summary.end, summary.left) == (TuneEnd.OUT_OF_TIME, 10)
 
 

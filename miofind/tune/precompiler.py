@@ -27,7 +27,7 @@ _SWITCH_S = 5e-4
 """Python's default of 5 ms is what each query of a FindDB beside a planning thread would wait for the interpreter."""
 
 
-class Ahead:
+class Precompiler:
     """Plans problems in a thread of its own and hands their kernels to a pool of compiling processes.
 
     Args:
@@ -37,7 +37,7 @@ class Ahead:
     def __init__(self, pool: CompilePool, options: FindOptions) -> None:
         self.pool = pool
         self._options = options
-        self._helper = Helper("miofind-ahead")
+        self._helper = Helper("miofind-precompiler")
         self._switch_s = sys.getswitchinterval()
         sys.setswitchinterval(min(_SWITCH_S, self._switch_s))
 

@@ -15,8 +15,8 @@ from miofind.find.plan import make_plan
 from miofind.options import FindOptions
 from miofind.runtime.handle import Handle
 from miofind.solver.steps import KernelStep
-from miofind.tune import ahead as tune_ahead
-from miofind.tune.ahead import Ahead
+from miofind.tune import precompiler as tune_precompiler
+from miofind.tune.precompiler import Precompiler
 
 PROBLEM = ProblemDescription.convolution(x=(1, 8, 16, 16), w=(16, 8, 3, 3), dtype="float16")
 OPTIONS = FindOptions(only=("ConvDirectTiled",))
@@ -44,15 +44,15 @@ def handle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Handle]:
         yield made
 
 
-def prepared(ahead: Ahead, handle: Handle) -> None:
+def prepared(precompiler: Precompiler, handle: Handle) -> None:
     """Prepare the problem and wait until that is done."""
-    ahead.prepare(PROBLEM, handle)
-    ahead._helper.finish()
+    precompiler.prepare(PROBLEM, handle)
+    precompiler._helper.finish()
 
 
 def test_the_pool_gets_what_a_find_begins_with(handle: Handle) -> None:
     pool = Pool()
-    prepared(Ahead(pool, OPTIONS), handle)  # type: ignore[arg-type]
+    prepared(Precompiler(pool, OPTIONS), handle)  # type: ignore[arg-type]
     planned = make_plan(PROBLEM, OPTIONS, handle).candidates
     steps = [s for p in planned for s in p.solver.solution(PROBLEM, handle.device, p.candidate.config).kernels]
     assert steps
@@ -62,26 +62,26 @@ def test_the_pool_gets_what_a_find_begins_with(handle: Handle) -> None:
 def test_a_search_does_not_fill_the_pool(handle: Handle) -> None:
     pool = Pool()
     options = FindOptions(only=("ConvDirectTiled",), tuning=True)
-    prepared(Ahead(pool, options), handle)  # type: ignore[arg-type]
+    prepared(Precompiler(pool, options), handle)  # type: ignore[arg-type]
     ((steps, _),) = pool.given
-    assert len(make_plan(PROBLEM, options, handle).candidates) > len(steps) == tune_ahead.MAX_DEFAULT_CONFIGS
+    assert len(make_plan(PROBLEM, options, handle).candidates) > len(steps) == tune_precompiler.MAX_DEFAULT_CONFIGS
 
 
 def test_what_is_known_is_not_compiled(handle: Handle, monkeypatch: pytest.MonkeyPatch) -> None:
     pool = Pool()
     monkeypatch.setattr("miofind.find.lookup.records.look_up", lambda *_, **__: ["something"])
-    prepared(Ahead(pool, OPTIONS), handle)  # type: ignore[arg-type]
+    prepared(Precompiler(pool, OPTIONS), handle)  # type: ignore[arg-type]
     assert pool.given == []
 
 
 def test_the_cpu_place_compiles_nothing(tmp_path: Path) -> None:
     pool = Pool()
     with Handle("cpu", database=tmp_path / "finddb.db") as handle:
-        prepared(Ahead(pool, OPTIONS), handle)  # type: ignore[arg-type]
+        prepared(Precompiler(pool, OPTIONS), handle)  # type: ignore[arg-type]
     assert not pool.called.is_set()
 
 
 def test_a_failure_is_nobodys_concern(handle: Handle) -> None:
     pool = Pool(CompileError("no such source", source="x.cu", options=(), log=""))
-    prepared(Ahead(pool, OPTIONS), handle)  # type: ignore[arg-type]
+    prepared(Precompiler(pool, OPTIONS), handle)  # type: ignore[arg-type]
     assert pool.called.is_set()

@@ -1,4 +1,4 @@
-"""Imported by the processes of a crew: lets measuring go wrong there as CREW_FAULT says, once CREW_FOLDER allows it."""
+"""Imported by the processes that tune on a device each: lets measuring go wrong there as DEVICE_FAULT says."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from miofind.evaluate.evaluate import DeviceLostError
 from miofind.evaluate.executors import InProcess
 from miofind.measure.verdict import Verdict
 from miofind.solver.candidate import Outcome
-from miofind.tune.worker import Done, Worker
+from miofind.tune.values import TuneFinished
+from miofind.tune.worker import Worker
 
-FAULT = os.environ["CREW_FAULT"]
-FOLDER = Path(os.environ["CREW_FOLDER"])
-HEAVIEST = os.environ["CREW_HEAVIEST"]
+FAULT = os.environ["DEVICE_FAULT"]
+FOLDER = Path(os.environ["DEVICE_FOLDER"])
+HEAVIEST = os.environ["DEVICE_HEAVIEST"]
 
 _measuring = InProcess.run
 _jobs = 0
@@ -82,9 +83,9 @@ def _told(self: Worker, *arguments: Any, **named: Any) -> None:
     _beginning(self, *arguments, **named)
     tell = self._tell
 
-    def telling(report: Any) -> None:
-        tell(report)
-        if isinstance(report, Done) and FAULT == "exit after" and (FOLDER / "exited").exists():
+    def telling(event: Any) -> None:
+        tell(event)
+        if isinstance(event, TuneFinished) and FAULT == "exit after" and (FOLDER / "exited").exists():
             (FOLDER / "told").touch()
             time.sleep(0.05)
 

@@ -1,0 +1,119 @@
+"""How a tuning shows that it goes on: a live table on a terminal, a line a problem elsewhere. All of it on stderr."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rich.console import Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from miofind.cli.output import print_note, ratio_text, seconds_text, stderr, tflops_text, time_text
+from miofind.cli.problems import short_direction, short_problem
+from miofind.cli.tune_progress import DeviceProgress, TuneProgress
+from miofind.device.device import Device, Place
+from miofind.printable import printable, printable_name
+from miofind.suites import SuiteProblem
+from miofind.tune.service import OnEvent, TuneEvent, TuneFinished, TuneLost, TuneResult, TuneStatus
+
+_NUMBERS = ("done", "failed", "left", "ETA", "gain")
+
+
+@contextmanager
+def display() -> Iterator[OnEvent]:
+    """What to call with the events of a tuning."""
+    if not stderr().is_terminal:
+        yield _Lines()
+        return
+    view = _View()
+    with Live(console=stderr(), transient=True, refresh_per_second=4, get_renderable=view.shown):
+        yield view
+
+
+def device_name(number: int, device: Device) -> str:
+    """A device in a few words, such as "GPU 0 NVIDIA H200"."""
+    place = "GPU" if device.place is Place.CUDA else "CPU"
+    return f"{place} {device.index if device.index >= 0 else number} {device.name}"
+
+
+class _Lines:
+    """Prints a line for each problem that is done with and each device that is lost."""
+
+    def __init__(self) -> None:
+        self._progress = TuneProgress()
+
+    def __call__(self, event: TuneEvent) -> None:
+        self._progress.take(event)
+        text = _text(event, self._progress)
+        if text:
+            print_note(text)
+
+
+class _View:
+    """A table that is drawn again and again, a row a device; failures are printed above it."""
+
+    def __init__(self) -> None:
+        self._progress = TuneProgress()
+        self._began = time.monotonic()
+
+    def __call__(self, event: TuneEvent) -> None:
+        self._progress.take(event)
+        failed = isinstance(event, TuneFinished) and event.result.status is TuneStatus.FAILED
+        if failed or isinstance(event, TuneLost):
+            print_note(_text(event, self._progress))
+
+    def shown(self) -> RenderableType:
+        """The table as it is now, and a line that sums it up."""
+        table = Table(box=None, pad_edge=False, show_edge=False, header_style="dim")
+        for name in ("device", "measures", "for", *_NUMBERS):
+            right = name in (*_NUMBERS, "for")
+            table.add_column(name, justify="right" if right else "left", no_wrap=True, overflow="ellipsis")
+        for number, state in enumerate(self._progress.devices):
+            table.add_row(*map(printable, self._cells(number, state)))
+        counts = self._progress.counts()
+        told = ", ".join(f"{count} {status.value}" for status, count in counts.items() if count)
+        elapsed = seconds_text(time.monotonic() - self._began)
+        return Group(table, Text(f"{sum(counts.values())}/{self._progress.total} {told or 'begun'} in {elapsed}"))
+
+    def _cells(self, number: int, state: DeviceProgress) -> list[str]:
+        eta_s, gain = self._progress.eta_s(state), self._progress.gain(state)
+        task = state.task
+        return [
+            device_name(number, state.device),
+            "lost" if state.lost else "-" if task is None else _named(task.request),
+            "-" if task is None else seconds_text(time.monotonic() - state.since),
+            str(sum(state.counts.values())),
+            str(state.counts[TuneStatus.FAILED]),
+            str(self._progress.left(state)),
+            "-" if eta_s is None else seconds_text(eta_s),
+            "-" if gain is None else ratio_text(gain),
+        ]
+
+
+def _text(event: TuneEvent, progress: TuneProgress) -> str:
+    """One line on what happened, "" where it is not worth one."""
+    if isinstance(event, TuneLost):
+        return f"lost {device_name(event.device, progress.devices[event.device].device)}: {event.message}"
+    if not isinstance(event, TuneFinished):
+        return ""
+    result, width = event.result, len(str(event.total))
+    several = len(progress.devices) > 1
+    where = f"{device_name(event.device, progress.devices[event.device].device)}: " if several else ""
+    head = f"[{event.number:>{width}}/{event.total}] {result.status.value:6} {where}"
+    return f"{head}{_named(result.request)}: {_outcome(result)}"
+
+
+def _named(request: SuiteProblem) -> str:
+    return f"{printable_name(request.layer)} {short_problem(request.problem)} {short_direction(request.problem)}"
+
+
+def _outcome(result: TuneResult) -> str:
+    if not result.solutions:
+        return result.message.splitlines()[0]
+    best = result.solutions[0]
+    rate = tflops_text(best.problem.flops, best.time_ms)
+    gain = "" if result.gain is None or result.gain < 1.005 else f", gain {ratio_text(result.gain)}"
+    return f"{best.solver_id} {time_text(best.time_ms)} ms, {rate} TFLOP/s{gain} ({seconds_text(result.seconds)})"

@@ -1,0 +1,64 @@
+"""The process that measures for an executor: receives jobs, evaluates them, and says beforehand what it does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from miofind.compiler import BinaryCache, Compiler
+from miofind.device.device import Device, Place
+from miofind.errors import MeasurementError
+from miofind.evaluate.evaluate import Job, Journal, evaluate
+from miofind.evaluate.health import complaint
+from miofind.process.parent import Parent
+from miofind.solver.registry import Registry
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """What a process is there for.
+
+    Attributes:
+        index: the device's ordinal, -1 for the CPU place.
+        registry: has the candidates' solvers.
+    """
+
+    index: int
+    registry: Registry
+
+
+@dataclass(frozen=True, slots=True)
+class JobDone:
+    """A job is finished; the process waits for the next one."""
+
+
+def serve(parent: Parent, setup: Setup) -> None:
+    """Evaluate jobs on a device; each event of theirs is sent, and each entry of the journal before it is carried out.
+
+    Raises:
+        MeasurementError: the device does not work.
+        MiofindError: it cannot be used, or a job cannot go on.
+    """
+    compiler = Compiler(BinaryCache())
+    device = _device(setup.index)
+    reason = complaint(device, compiler)
+    if reason:
+        raise MeasurementError(reason)
+    parent.ready()
+    journal: Journal = parent.send
+    while True:
+        job: Job = parent.receive()
+        for event in evaluate(job, device, compiler, setup.registry, journal):
+            parent.send(event)
+        parent.send(JobDone())
+
+
+def _device(index: int) -> Device:
+    """The device of that index, made the current one."""
+    if index < 0:
+        return Device.cpu()
+    device = Device.cuda(index)
+    if device.place is Place.CUDA:
+        import cupy
+
+        cupy.cuda.Device(index).use()
+    return device

@@ -1,0 +1,152 @@
+"""The child's side of the protocol: its parent, as it sees it, and where it begins. See protocol.py."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+from miofind.errors import InvalidOptionError, MiofindError, described
+from miofind.process import child_logs
+from miofind.process.protocol import Alive, Failed, Finished, Ready, Start
+
+logger = logging.getLogger(__name__)
+
+ENTRY = "import sys; from miofind.process.parent import main; main(sys.argv[1:])"
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_LOOK_S = 1.0
+
+
+class ParentGoneError(ConnectionError):
+    """The parent has ended, or wants no more of this process."""
+
+
+class Parent:
+    """The other end of the connection, which threads may write to and one alone reads from."""
+
+    def __init__(self, connection: Connection[Any, Any]) -> None:
+        self._connection = connection
+        self._lock = threading.Lock()
+        self._is_broken = False
+
+    def ready(self) -> None:
+        """Say that this process can serve.
+
+        Raises:
+            ParentGoneError: nobody hears it.
+        """
+        self.send(Ready())
+
+    def send(self, message: object) -> None:
+        """Send one message; nothing where an earlier one was broken off in the middle.
+
+        Raises:
+            ParentGoneError: nobody hears it.
+        """
+        written = ForkingPickler.dumps(message)
+        with self._lock:
+            if self._is_broken:
+                return
+            self._is_broken = True
+            try:
+                self._connection.send_bytes(written)
+            except ConnectionError as error:
+                raise ParentGoneError(str(error)) from error
+            self._is_broken = False
+
+    def receive(self) -> Any:
+        """The next message.
+
+        Raises:
+            ParentGoneError: there is none to come.
+        """
+        try:
+            return self._connection.recv()
+        except (EOFError, ConnectionError) as error:
+            raise ParentGoneError(str(error)) from error
+
+
+def main(arguments: list[str]) -> None:
+    """Where a child begins.
+
+    Args:
+        arguments: the connection's file descriptor, the parent's process id.
+    """
+    end_with_parent(int(arguments[1]))
+    os.dup2(2, 1)  # what solvers, kernels and compilers print must not stand among the parent's results
+    parent = Parent(Connection(int(arguments[0])))
+    with contextlib.suppress(ParentGoneError):
+        start: Start = parent.receive()
+        child_logs.hand_over(parent.send, start.log_level)
+        if start.beat_s is not None:
+            threading.Thread(target=_beat, args=(parent, start.beat_s), name="miofind-beat", daemon=True).start()
+        parent.send(_served(parent, start))
+
+
+def end_with_parent(parent: int) -> None:
+    """End this process with its parent, however that ends: a race that nobody waits for may take minutes.
+
+    On Linux the kernel sees to it, whatever this process is stuck in. Elsewhere a thread looks each second, which a
+    candidate that never lets go of Python's interpreter stops.
+
+    Args:
+        parent: its process id, told by itself: this process may have another one by now.
+    """
+    is_seen_to = sys.platform.startswith("linux") and not ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if not is_seen_to:
+        threading.Thread(target=_watch, args=(parent,), name="miofind-parent", daemon=True).start()
+    if os.getppid() != parent:  # it ended before
+        os._exit(1)
+
+
+def _watch(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(_LOOK_S)
+    os._exit(1)
+
+
+def _beat(parent: Parent, beat_s: float) -> None:
+    """Say again and again that this process lives, as long as anybody hears it."""
+    with contextlib.suppress(OSError):
+        while True:
+            time.sleep(beat_s)
+            parent.send(Alive())
+
+
+def _served(parent: Parent, start: Start) -> Finished | Failed:
+    """Do what this process is there for; how that ended.
+
+    Raises:
+        ParentGoneError: nobody wants it any more.
+    """
+    try:
+        _import(start.modules)
+        serve, setup = ForkingPickler.loads(start.service)
+        serve(parent, setup)
+    except ParentGoneError:
+        raise
+    except Exception as error:  # CuPy's and a solver's own errors too: the parent is to read what ended this process
+        logger.debug("a child process fails", exc_info=True)
+        told = described(error, str)
+        if isinstance(error, MiofindError):
+            return Failed(told, error)
+        return Failed(f"{type(error).__name__}: {told}")
+    return Finished()
+
+
+def _import(modules: tuple[str, ...]) -> None:
+    for name in modules:
+        try:
+            importlib.import_module(name)
+        except Exception as error:  # whatever a module raises, other children would meet it, too
+            raise InvalidOptionError(f"modules: {name!r} cannot be imported: {error!r}") from error

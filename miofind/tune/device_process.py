@@ -1,0 +1,117 @@
+"""The process that tunes on one device of several: asks its parent for tasks, and reports what becomes of them."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from miofind.compiler import BinaryCache, CompilePool, Compiler
+from miofind.device.device import Device
+from miofind.process.interrupts import INTERRUPTED, terminable
+from miofind.process.parent import Parent
+from miofind.runtime.handle import Handle
+from miofind.solver.registry import Registry
+from miofind.tune.precompiler import Precompiler
+from miofind.tune.values import Task, TuneOptions
+from miofind.tune.worker import Worker
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """What a process is there for.
+
+    Attributes:
+        number: the device's, in events.
+        device: as the process sees it.
+        database: path of the user FindDB.
+        cache_directory: of the binary cache; None for the user's.
+        compile_workers: processes that compile ahead; 0 for none.
+        registry: the parent's solvers.
+        modules: imported first by those.
+    """
+
+    number: int
+    device: Device
+    database: str
+    cache_directory: Path | None
+    options: TuneOptions
+    compile_workers: int
+    registry: Registry
+    modules: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A call of the parent's queue, which answers with what that returns."""
+
+    class Method(StrEnum):
+        """The queue's methods that may be called."""
+
+        TAKE = "take"
+        NEXT = "next"
+        GIVE_BACK = "give_back"
+
+    method: Method
+    arguments: tuple[Any, ...]
+
+
+class _RemoteQueue:
+    """The parent's queue, as a worker sees it, at the other end of the connection; the worker's thread alone asks."""
+
+    def __init__(self, parent: Parent) -> None:
+        self._parent = parent
+
+    def take(self, kind: str) -> Task | None:
+        """See `TaskQueue.take`."""
+        task: Task | None = self._asked(Request.Method.TAKE, kind)
+        return task
+
+    def next(self, kind: str) -> Task | None:
+        """See `TaskQueue.next`."""
+        task: Task | None = self._asked(Request.Method.NEXT, kind)
+        return task
+
+    def done(self, task: Task) -> None:
+        """See `TaskQueue.done`: the parent notes it with the event, so that no end of this process parts the two."""
+
+    def give_back(self, task: Task) -> bool:
+        """See `TaskQueue.give_back`."""
+        return bool(self._asked(Request.Method.GIVE_BACK, task))
+
+    def _asked(self, method: Request.Method, *arguments: object) -> Any:
+        self._parent.send(Request(method, arguments))
+        return self._parent.receive()
+
+
+def serve(parent: Parent, setup: Setup) -> None:
+    """Tune what the parent's queue has for a device. SIGTERM ends it as Ctrl-C ends a tuning: what came is recorded.
+
+    Raises:
+        MiofindError: what would fail every problem here as elsewhere.
+    """
+    try:
+        with terminable():
+            _work(parent, setup)
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
+
+
+def _work(parent: Parent, setup: Setup) -> None:
+    with contextlib.ExitStack() as stack:
+        cache = BinaryCache(setup.cache_directory)
+        compiler = Compiler(cache)
+        handle = stack.enter_context(
+            Handle(setup.device, database=setup.database, strict=True, compiler=compiler, registry=setup.registry)
+        )
+        precompiler = None
+        if setup.compile_workers:
+            pool = stack.enter_context(CompilePool(cache, workers=setup.compile_workers, modules=setup.modules))
+            precompiler = Precompiler(pool, setup.options.find)
+            stack.callback(precompiler.close)
+        parent.ready()
+        queue = _RemoteQueue(parent)
+        Worker(setup.number, handle, setup.options, queue, precompiler=precompiler, tell=parent.send).run()

@@ -1,0 +1,192 @@
+"""A child that serves: made ready, heard, silent, ended, and over with its parent."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import child_services
+import pytest
+
+from miofind.errors import DatabaseError, InvalidOptionError
+from miofind.process import restarts
+from miofind.process.child import ChildExit
+from miofind.process.protocol import Failed, Finished
+from miofind.process.restarts import ATTEMPTS, Restarts, attempts
+from miofind.process.service import Service, Silence, told
+
+Start = Callable[..., Service]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Starts services and ends them."""
+    started: list[Service] = []
+
+    def begin(*arguments: Any, **options: Any) -> Service:
+        started.append(Service(*arguments, **options))
+        return started[-1]
+
+    yield begin
+    for service in started:
+        service.kill()
+
+
+def test_a_service_gets_its_setup_and_messages(start: Start) -> None:
+    service = start(child_services.echo, {"what": "setup"})
+    assert service.await_ready(60) is None
+    service.send("one")
+    service.send(("two", 2))
+    assert [service.receive(60) for _ in range(3)] == [{"what": "setup"}, "one", ("two", 2)]
+    assert service.is_alive
+    service.kill()
+    assert not service.is_alive
+
+
+def test_a_service_that_returns_has_finished(start: Start) -> None:
+    service = start(child_services.finish, 3)
+    assert service.await_ready(60) is None
+    assert [service.receive(60), service.receive(60)] == [3, Finished()]
+    assert service.receive(60) == ChildExit(0)
+
+
+def test_what_a_service_raises_is_told(start: Start) -> None:
+    refused = start(child_services.raise_error, "own").await_ready(60)
+    assert isinstance(refused, Failed)
+    assert isinstance(refused.error, DatabaseError)
+    assert told(refused, "it") == refused.message == "the disk is full"
+    service = start(child_services.raise_error, "foreign")
+    assert service.await_ready(60) is None
+    assert service.receive(60) == Failed("ZeroDivisionError: by zero")
+
+
+def test_a_module_that_cannot_be_imported_is_named(start: Start) -> None:
+    refused = start(child_services.echo, None, modules=("no_such_module",)).await_ready(60)
+    assert isinstance(refused, Failed)
+    assert isinstance(refused.error, InvalidOptionError)
+    assert "'no_such_module' cannot be imported" in refused.message
+
+
+@pytest.mark.parametrize(
+    ("number", "is_from_outside"), [(signal.SIGKILL, True), (signal.SIGTERM, True), (signal.SIGSEGV, False)]
+)
+def test_an_end_comes_after_the_last_word_and_names_the_signal(
+    start: Start, number: signal.Signals, is_from_outside: bool
+) -> None:
+    service = start(child_services.die, number)
+    assert service.await_ready(60) is None
+    assert service.receive(60) == "a last word"
+    end = service.receive(60)
+    assert end == ChildExit(-number)
+    assert end.is_from_outside == is_from_outside
+    assert told(end, "the process") == f"the process ended with code {-number} ({number.name})"
+    service.send("nobody hears it")
+    assert service.receive(60) == end
+
+
+def test_who_only_logs_is_not_waited_for(start: Start, caplog: pytest.LogCaptureFixture) -> None:
+    service = start(child_services.log_for_good, None, silence_s=60.0)
+    assert service.await_ready(60) is None
+    assert service.receive(0.5) == Silence(0.5)
+    assert "still here" in caplog.text
+
+
+def test_a_stopped_child_gives_no_sign_of_life(start: Start) -> None:
+    service = start(child_services.stop, None, silence_s=1.0)
+    assert service.await_ready(60) is None
+    assert service.receive() == Silence(1.0)
+    assert service.is_alive
+
+
+def test_signs_of_life_are_no_messages(start: Start) -> None:
+    service = start(child_services.echo, "setup", silence_s=16.0)
+    assert service.await_ready(60) is None
+    assert service.receive(60) == "setup"
+    assert service.receive(3) == Silence(3)
+    assert not service._child.connection.poll()
+
+
+def test_waiting_ends_where_nobody_wants_the_answer(start: Start) -> None:
+    wanted = threading.Event()
+    wanted.set()
+    service = start(child_services.echo, "setup", is_wanted=wanted.is_set)
+    assert service.await_ready(60) is None
+    assert service.receive(60) == "setup"
+    threading.Timer(0.1, wanted.clear).start()
+    assert isinstance(service.receive(), Silence)
+
+
+def test_a_service_outlives_the_thread_that_started_it(start: Start) -> None:
+    """The kernel ends a child with the thread that it was started by."""
+    services: list[Service] = []
+    thread = threading.Thread(target=lambda: services.append(start(child_services.echo, "setup")))
+    thread.start()
+    thread.join()
+    assert services[0].await_ready(60) is None
+    assert services[0].receive(60) == "setup"
+    time.sleep(0.2)
+    assert services[0].is_alive
+
+
+_PARENT = """
+import sys, time
+import child_services
+from miofind.process.service import Service
+service = Service(child_services.hold_the_interpreter, sys.argv[1])
+assert service.await_ready(60) is None
+time.sleep(600)
+"""
+
+
+def test_a_service_ends_with_a_parent_that_is_killed_whatever_it_is_stuck_in(tmp_path: Path) -> None:
+    pid_file = tmp_path / "pid"
+    tests = Path(__file__).parents[1]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tests.parent), str(tests)])}
+    with subprocess.Popen([sys.executable, "-c", _PARENT, str(pid_file)], env=environment) as parent:
+        awaited(lambda: pid_file.exists() and pid_file.read_text().endswith(";"))
+        child = int(pid_file.read_text()[:-1])
+        assert is_running(child)
+        parent.send_signal(signal.SIGKILL)
+    awaited(lambda: not is_running(child))
+
+
+def awaited(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not is_so():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.05)
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process is there and no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_a_child_is_given_up_after_as_many_fruitless_ends_as_attempts(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted = Restarts()
+    assert [counted.ended() for _ in range(ATTEMPTS - 1)] == [False] * (ATTEMPTS - 1)
+    counted.progressed()
+    assert [counted.ended() for _ in range(ATTEMPTS)] == [False] * (ATTEMPTS - 1) + [True]
+    pauses: list[float] = []
+    monkeypatch.setattr(restarts.time, "sleep", pauses.append)
+    assert list(attempts()) == list(range(ATTEMPTS))
+    assert tuple(pauses) == restarts.PAUSES_S
+
+
+def test_what_a_child_logs_is_of_the_parents_level(start: Start, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.ERROR, logger="miofind"):
+        service = start(child_services.log_for_good, None)
+    assert service.await_ready(60) is None
+    assert service.receive(0.3) == Silence(0.3)
+    assert "still here" not in caplog.text
