@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from miofind.cli.options import InputFile, OutputFile, db_option, example, json_option
-from miofind.cli.output import print_json, print_text
+from miofind.cli.output import print_json, print_text, stderr
 from miofind.cli.session import verbose_option
 from miofind.errors import InvalidOptionError
 from miofind.files import replacing
@@ -51,7 +51,8 @@ def report(
     for option, target in targets.items():
         _check_target(option, target, sources)
     require_libraries()
-    contents = _contents(sources, database)
+    with stderr().status("reading"):
+        contents = _contents(sources, database)
     texts = {}
     if output is not None:
         texts["--output"] = page(contents, title)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
@@ -141,6 +142,13 @@ def test_charts_name_their_data_as_the_code_does() -> None:
     assert [name for name in data if not re.search(rf"\b{name}\b", code)] == []
     assert made.data["charts"].keys() == {"roofline", "ratios", "searches"}
     assert {name for _, attributes in made.elements if (name := attributes.get("id"))} >= made.data["charts"].keys()
+
+
+def test_the_readmes_picture_is_small() -> None:
+    path = Path(__file__).parents[2] / "docs" / "images" / "roofline.svg"
+    assert path.stat().st_size < 200_000
+    words = "".join(ElementTree.fromstring(path.read_text(encoding="utf-8")).itertext())
+    assert [name for name in ("float16", "bfloat16", "tf32", "float32") if f"{name} (" not in words] == []
 
 
 def test_a_picture_has_a_panel_an_arithmetic() -> None:
