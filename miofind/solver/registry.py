@@ -5,7 +5,6 @@ Discovery takes every module's `SOLVERS` in `miofind.solvers` and the entry poin
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import importlib.metadata
 import itertools
@@ -17,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import ClassVar
 
 from miofind.device.device import Library
-from miofind.errors import InvalidOptionError, UnknownSolverError, described, raise_if_interrupted
+from miofind.errors import InvalidOptionError, UnknownSolverError, described, raise_if_interrupted, suggestion
 from miofind.process.forks import loading
 from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
 
@@ -113,11 +112,8 @@ class Registry(Mapping[str, Solver]):
         wrong = next((name for name in names if str(name).lower() not in lowered), None)
         if wrong is None:
             return
-        by_name = {name.lower(): name for name in known}
-        near = difflib.get_close_matches(str(wrong).lower(), by_name, n=3)
-        meant = " or ".join(by_name[name] for name in near)
-        told = f"did you mean {meant}?" if meant else f"known are {', '.join(known)}"
-        raise UnknownSolverError(f"{option}{'=' * bool(option)}{wrong!r} is no solver, algorithm or library: {told}")
+        meant = suggestion(wrong, known) or f": known are {', '.join(known)}"
+        raise UnknownSolverError(f"{option}{'=' * bool(option)}{wrong!r} is no solver, algorithm or library{meant}")
 
     def check_travels(self) -> None:
         """Do nothing where another process can have the same solvers.

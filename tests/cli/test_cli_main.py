@@ -151,7 +151,7 @@ def test_unknown_command_is_a_usage_error() -> None:
         (("tune", "--suit", "resnet50"), 2, "No such option or flag: --suit. Did you mean --suite"),
         (("db", "stat"), 2, "No such command 'stat'. Did you mean stats"),
         (("db", "stats", "--jsn"), 2, "--json"),
-        (("solvers", "--only", "ConvCudn"), 2, "did you mean ConvCudnn"),
+        (("solvers", "--only", "ConvCudn"), 2, "Did you mean ConvCudnn"),
         (("tune", "--csv", "missing.csv"), 2, "missing.csv cannot be read"),
         (("tune", "--lines", "missing.txt"), 2, "missing.txt cannot be read"),
         (("tune", "--suite", "resnet50", "--dtype", "int8"), 2, "'int8' is not one of"),

@@ -158,7 +158,7 @@ def test_names_of_other_packages_are_those_of_the_handle(tmp_path: Path, mode: s
 
 
 def test_a_name_without_a_slash_is_looked_up_at_once() -> None:
-    with pytest.raises(UnknownSolverError, match=r"only='ConvCpuDirct' is no solver, .* did you mean ConvCpuDirect"):
+    with pytest.raises(UnknownSolverError, match=r"only='ConvCpuDirct' is no solver, .* Did you mean ConvCpuDirect"):
         FindOptions(only=("ConvCpuDirct",))
 
 
