@@ -231,7 +231,7 @@ def _print_added(added: int, store: Store, as_json: bool) -> None:
 @_command("check", "miofind db check", "miofind db check results.db")
 @click.argument("file", required=False, metavar="[FILE]", type=FindDBFile(must_exist=True))
 def check(file: str | None, database: str | None, as_json: bool) -> None:
-    """Check the file, and its rows against the solvers of this release.
+    """Check a FindDB against the solvers of this release.
 
     The whole file is read: its pages, its schema and its entries. A row is sound if its problem parses, its solver is
     registered, its configuration is valid and its workspace is as declared. The content of a release must have the hash

@@ -33,11 +33,11 @@ _SPARE = ("p20..p80 before", "p20..p80 after")
 @json_option
 @verbose_option
 def diff(before: str, second: str | None, name: str, database: str | None, as_json: bool) -> None:
-    """List the problems that changed from the FindDB A to the FindDB B.
+    """List the problems that changed from A to B.
 
-    B is the user's FindDB if left out. Problems that got faster, slower or another winner by more than 1 % come first,
-    the greatest change at the top, then new problems and those that are gone. Races of A and B say by how much a winner
-    beat the other FindDB's winner: the 95 % interval of the loser's time over the winner's.
+    A and B are FindDBs; B is the user's if left out. Problems that got faster, slower or another winner by more than
+    1 % come first, the greatest change at the top, then new problems and those that are gone. Races of A and B say by
+    how much a winner beat the other FindDB's winner: the 95 % interval of the loser's time over the winner's.
     """
     after = one_of(second, database) or user_path()
     with Store(before, read_only=True) as old, Store(after, read_only=True) as new:

@@ -24,8 +24,9 @@ from miofind.suites.text import read_lines
 @json_option
 @verbose_option
 def code(source: str | None, database: str | None, as_json: bool) -> None:
-    """Print what this release launches for each row of SOURCE, as lines of JSON for `miofind db restamp`.
+    """Print the launches of each row as JSON lines.
 
+    A line has the steps that this release launches for a row of the FindDB SOURCE; `miofind db restamp` reads it.
     The kernels of all rows are compiled, without a GPU: some thousand take minutes. Rows of the CPU place and failures
     are left out. With --json the lines are one array.
     """
@@ -51,11 +52,12 @@ def code(source: str | None, database: str | None, as_json: bool) -> None:
 @json_option
 @verbose_option
 def restamp(old: str, new: Path, written: Path, as_json: bool) -> None:
-    """Write to NEW the rows of OLD whose machine code is today's, under the hashes of today's sources.
+    """Carry rows over to sources of equal machine code.
 
-    After sources were renamed or cleaned up, rows are void although what they measured still runs. Kernels are compiled
-    and compared, with their launches, one by one; a row of which anything differs stays behind, and its solver is asked
-    anew by the next find. So do failures and rows of the CPU place. NEW must not be there yet.
+    NEW gets the rows of OLD whose machine code is today's, under the hashes of today's sources. After sources were
+    renamed or cleaned up, rows are void although what they measured still runs. Kernels and launches are compared one
+    by one. A row that differs stays behind, and so do failures and rows of the CPU place: the next find asks their
+    solvers anew. NEW must not exist.
     """
     if new.exists():
         raise InvalidOptionError(f"{new} is there already: name a file that is not")

@@ -18,7 +18,7 @@ from miofind.device.device import Device
 from miofind.errors import NoDeviceError, UnknownSolverError, suggestion
 from miofind.find.search import DEFAULT_PATIENCE
 from miofind.finddb.location import checked_path
-from miofind.options import MAX_COUNT, FindEnforce, FindMode, FindOptions, Order
+from miofind.options import FindEnforce, FindMode, FindOptions, Order
 from miofind.solver.registry import Registry
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -265,19 +265,19 @@ _LIMITS = (
 _SEARCH = (
     click.option(
         "--trials",
-        type=click.IntRange(min=1, max=MAX_COUNT),
+        type=click.IntRange(min=1),
         metavar="N",
         help="Greatest number of configurations of a problem to measure, earlier searches' included.",
     ),
     click.option(
         "--patience",
-        type=click.IntRange(min=1, max=MAX_COUNT),
+        type=click.IntRange(min=1),
         metavar="N",
         help=f"Number of rounds without a gain of 1 % after which a search ends.  [default: {DEFAULT_PATIENCE}]",
     ),
     click.option(
         "--seed",
-        type=click.IntRange(min=0, max=MAX_COUNT),
+        type=click.IntRange(min=0),
         default=0,
         metavar="N",
         show_default=True,

@@ -57,6 +57,13 @@ def test_help_ends_with_an_example(name: str) -> None:
     assert all(line.startswith(f"miofind {name}") for line in lines)
 
 
+@pytest.mark.parametrize("name", ["", "db"])
+def test_a_list_of_commands_is_whole_in_eighty_columns(name: str) -> None:
+    listed = run(*name.split(), "--help", terminal_width=80).stdout.partition("Commands:")[2].partition("Ex")[0]
+    assert len(listed.splitlines()) > 8
+    assert "..." not in listed
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_has_json(name: str) -> None:
     options = {option for parameter in COMMANDS[name].params for option in parameter.opts}
