@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from miofind.compiler import BinaryCache, Compiler, kernel_hash
 from miofind.core.problem import ProblemDescription
 from miofind.device.device import Device, Place, check_fork
-from miofind.errors import LaunchError, described, raise_if_interrupted, with_known_keywords
+from miofind.errors import InvalidOptionError, LaunchError, described, raise_if_interrupted, with_known_keywords
 from miofind.evaluate.executors import Executor, InProcess, Isolated
 from miofind.finddb import Layered, open_layered
 from miofind.launch.invoker import Invoker, InvokerCache, make_invoker
@@ -46,6 +46,7 @@ class Handle:
 
     Raises:
         NoDeviceError, MissingLibraryError: the device cannot be used.
+        InvalidOptionError: the registry is none.
     """
 
     @with_known_keywords
@@ -67,7 +68,7 @@ class Handle:
         self.measuring = threading.RLock()
         self._database_path = database
         self._strict = strict
-        self._registry = registry
+        self._registry = _checked(registry)
         self._database: Layered | None = None
         self._executors: dict[bool, Executor] = {}
         follow_forks(self)
@@ -175,6 +176,13 @@ class Handle:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+def _checked(registry: object) -> Registry | None:
+    if registry is None or isinstance(registry, Registry):
+        return registry
+    what = f"registry={registry!r:.100} must be a Registry"
+    raise InvalidOptionError(f"{what}: Registry.default().with_solvers(...) of miofind.solver.registry adds solvers")
 
 
 def as_device(device: Device | str | int | None) -> Device:

@@ -35,7 +35,8 @@ class Registry(Mapping[str, Solver]):
     Pickled, the default one is the default one of the process it arrives in; another takes its solvers along.
 
     Args:
-        solvers: each of an id of its own.
+        solvers: each of an id of its own: instances, their classes, sequences of these, or modules that name them in
+            SOLVERS.
 
     Raises:
         InvalidOptionError: something is no solver, or two have one id.
@@ -43,11 +44,11 @@ class Registry(Mapping[str, Solver]):
 
     _default: ClassVar[Registry | None] = None
 
-    def __init__(self, solvers: Iterable[Solver] = ()) -> None:
+    def __init__(self, solvers: Iterable[object] = ()) -> None:
         self._solvers: dict[str, Solver] = {}
-        for solver in solvers:
+        for solver in itertools.chain.from_iterable(map(_given, solvers)):
             if not isinstance(solver, Solver):
-                raise InvalidOptionError(f"a registry holds instances of Solver, not {solver!r:.100}")
+                raise InvalidOptionError(f"{solver!r:.100} is no solver of a registry, wanted is {_WANTED}")
             if solver.id in self._solvers:
                 raise InvalidOptionError(f"a registry holds one solver of an id: {solver.id!r} is given twice")
             self._solvers[solver.id] = solver
@@ -89,7 +90,7 @@ class Registry(Mapping[str, Solver]):
                 return solver
         raise UnknownSolverError(f"solver {solver_id!r} is not registered: known are {', '.join(self)}")
 
-    def with_solvers(self, *solvers: Solver) -> Registry:
+    def with_solvers(self, *solvers: object) -> Registry:
         """These solvers and those of this registry; of two with one id the new one.
 
         Raises:

@@ -127,11 +127,28 @@ def test_more_solvers_come_behind_and_replace_those_of_their_id() -> None:
 
 
 @pytest.mark.parametrize(
-    ("solvers", "told"), [([Theirs(), Theirs()], "'vendor/Theirs' is given twice"), ([Theirs], "instances of Solver")]
+    ("solvers", "told"),
+    [
+        ([Theirs(), Theirs()], "'vendor/Theirs' is given twice"),
+        ([Theirs, (Theirs(),)], "'vendor/Theirs' is given twice"),
+        ([dict], "is no solver of a registry, wanted is a Solver, its class"),
+        (["ConvCpuDirect"], "'ConvCpuDirect' is no solver of a registry"),
+    ],
 )
 def test_what_is_no_set_of_solvers_is_refused(solvers: Any, told: str) -> None:
     with pytest.raises(InvalidOptionError, match=told):
         Registry(solvers)
+
+
+def test_a_registry_takes_what_an_entry_point_may_give() -> None:
+    assert list(Registry([Theirs, module_of(Others())])) == ["vendor/Theirs", "vendor/Others"]
+    assert list(Registry().with_solvers(Theirs, Others())) == ["vendor/Theirs", "vendor/Others"]
+
+
+def test_a_handle_takes_a_registry_and_nothing_like_it() -> None:
+    for given in ([Theirs()], {"vendor/Theirs": Theirs()}, Theirs()):
+        with pytest.raises(InvalidOptionError, match=r"must be a Registry: Registry\.default\(\)\.with_solvers"):
+            miofind.Handle("cpu", registry=given)  # type: ignore[arg-type]
 
 
 def test_a_handle_finds_with_its_registry(tmp_path: Path) -> None:
