@@ -1,14 +1,14 @@
 // dx[n,c,h,v] = sum_{k,r,s} dy[n,k,i,j] * w[k,c,r,s], h = i*STRIDE_Y - pad_y + r, v = j*STRIDE_X - pad_x + s, for
-// CHANNELS <= 4 channels, on tensor cores with float32 sums.
+// CHANNELS <= 4 channels, on tensor cores with float32 accumulators.
 //
-// Cells of STRIDE_X neighbouring pixels of a row all meet outputs in the same way: cell I meets columns
-// I + first ... + TAPS_X - 1 of dy, pixel e through tap LAST_TAP + e - i*STRIDE_X. A block goes down a strip of
-// cells: rows of dy stream through STAGES buffers, in the tensor's layout. A row is multiplied by all filters: product
-// rows are cells, columns the elements of a cell, its depth is TAPS_X columns of dy with all filters, for each filter
-// row r. Sums of FILTER_Y rows of dx are in registers and move up by STRIDE_Y from row to row of dy; complete rows are
-// written from there. Fragments of filters stay in registers, too. WARPS warps share the cells, in BLOCKS blocks of 16.
-// Grid: strips, times tiles of cells, times images.
-#include "few_channels/column_copies.cuh"
+// dx is cut along rows into space-to-depth (s2d) blocks of STRIDE_X pixels, which all meet dy alike: block I meets
+// columns I + first ... + TAPS_X - 1 of dy, its pixel e by tap LAST_TAP + e - i*STRIDE_X. Row streaming: a thread block
+// goes down a strip of s2d blocks, and rows of dy stream through STAGES buffers, in the tensor's layout. For each row
+// of dy and filter row r: M is s2d blocks, N the elements of a block, K is TAPS_X columns of dy with all filters.
+// Accumulators of FILTER_Y rows of dx are in registers and move up by STRIDE_Y from row to row of dy; complete rows are
+// written from there. Fragments of filters stay in registers, too. WARPS warps share the s2d blocks, BLOCKS times 16
+// each. Grid: strips, times tiles of s2d blocks, times images.
+#include "few_channels/row_copies.cuh"
 #include "common/divisor.cuh"
 #include "common/mma.cuh"
 #include "common/tile.cuh"
@@ -27,26 +27,26 @@
 #endif
 
 constexpr int kThreads = 32 * WARPS, kTaps = CHANNELS * FILTER_Y * FILTER_X;
-static_assert(STAGES >= 2, "a row is loaded while another is read");
-static_assert(CELLS % 16 == 0 && CELLS <= 16 * BLOCKS * WARPS, "the warps have all cells, in blocks of 16");
+static_assert(STAGES >= 2, "STAGES is at least 2: a row is loaded while another is read");
+static_assert(CELLS % 16 == 0 && CELLS <= 16 * BLOCKS * WARPS, "CELLS is a multiple of 16 that the warps cover");
 static_assert(CHANNELS_LAST || TAPS_X == 1, "matrices of planes begin at every eighth column alone");
 
 // Rows of dy that meet a row of dx, and rows of dx that a row of dy completes and that meet it.
 constexpr int kMetY = ceil_div(FILTER_Y, STRIDE_Y), kDone = STRIDE_Y < FILTER_Y ? STRIDE_Y : FILTER_Y;
-// The product: steps of 16 filters, elements of a cell in blocks of 8.
-constexpr int kSteps = ceil_div(FILTERS, 16), kElements = STRIDE_X * CHANNELS;
+// The product: steps of 16 filters, elements of an s2d block in blocks of 8.
+constexpr int kKSteps = ceil_div(FILTERS, 16), kElements = STRIDE_X * CHANNELS;
 constexpr int kElementBlocks = ceil_div(kElements, 8);
 
 // A staged row: columns of filters if CHANNELS_LAST, else filters of columns; an odd number of 16-byte words from one
 // to the next, so that the eight that a matrix is read from meet every bank once.
 constexpr int kColumns = CELLS + TAPS_X - 1;
-constexpr int kPitch = CHANNELS_LAST ? 32 * kSteps + 16 : 2 * kColumns + 16;
-constexpr int kRowBytes = (CHANNELS_LAST ? kColumns : 16 * kSteps) * kPitch;
+constexpr int kPitch = CHANNELS_LAST ? 32 * kKSteps + 16 : 2 * kColumns + 16;
+constexpr int kRowBytes = (CHANNELS_LAST ? kColumns : 16 * kKSteps) * kPitch;
 // The filters as they come lie where the last row is staged and beyond, which is loaded when they are laid out.
-constexpr int kRawBytes = round_up(2 * FILTERS * kTaps, 16), kFragments = kSteps * TAPS_X * FILTER_Y * kElementBlocks;
+constexpr int kRawBytes = round_up(2 * FILTERS * kTaps, 16), kFragments = kKSteps * TAPS_X * FILTER_Y * kElementBlocks;
 constexpr int kRawAt = (STAGES - 1) * kRowBytes, kFragmentsAt = kRawAt + kRawBytes;
 static_assert(SHARED_BYTES == maximum(STAGES * kRowBytes, kFragmentsAt + 256 * kFragments),
-              "the host and the kernel agree on shared memory");
+              "SHARED_BYTES is what the tiling computed: host and kernel must agree");
 
 __device__ __forceinline__ void load_filters(unsigned raw, const ELEMENT* filters) {
   constexpr int kCount = FILTERS * kTaps;
@@ -57,7 +57,7 @@ __device__ __forceinline__ void load_filters(unsigned raw, const ELEMENT* filter
 
 // Lays out the filters as the fragments of the product, zeros beyond the filters and where a pixel does not meet a
 // column.
-__device__ __forceinline__ void spread_filters(unsigned char* to, const ELEMENT* raw) {
+__device__ __forceinline__ void stage_filters(unsigned char* to, const ELEMENT* raw) {
   for (int i = threadIdx.x; i < 32 * kFragments; i += kThreads) {
     const int lane = i % 32, block = i / 32 % kElementBlocks, r = i / 32 / kElementBlocks % FILTER_Y;
     const int depth = i / 32 / kElementBlocks / FILTER_Y, column = depth % TAPS_X;
@@ -107,7 +107,7 @@ __device__ __forceinline__ void clear_rest(unsigned char* stages, const Source& 
     for (int stage = 0; stage < STAGES; ++stage)
       *reinterpret_cast<ELEMENT*>(stages + stage * kRowBytes + at) = convert<ELEMENT>(0.0f);
   };
-  constexpr int kRest = 16 * kSteps - FILTERS, kSome = maximum(1, kRest);
+  constexpr int kRest = 16 * kKSteps - FILTERS, kSome = maximum(1, kRest);
   if constexpr (kRest > 0)
     for (int i = threadIdx.x; i < kRest * kColumns; i += kThreads) clear(i / kSome, FILTERS + i % kSome);
   for (int i = threadIdx.x; i < (kColumns - from.end + from.first) * FILTERS; i += kThreads) {
@@ -117,7 +117,7 @@ __device__ __forceinline__ void clear_rest(unsigned char* stages, const Source& 
 }
 
 using Filters = unsigned[kFragments][2];
-using Sums = float[BLOCKS][FILTER_Y][kElementBlocks][4];
+using Accumulators = float[BLOCKS][FILTER_Y][kElementBlocks][4];
 
 __device__ __forceinline__ void read_fragment(unsigned (&to)[2], const unsigned char* fragments, int rank) {
   const auto two = *reinterpret_cast<const Vector<unsigned, 2>*>(fragments + 256 * rank + threadIdx.x % 32 * 8);
@@ -130,7 +130,7 @@ __device__ __forceinline__ bool has_block(int b, int warp) {
 }
 
 // Adds the products of a staged row. Where a warp has one block less, it multiplies the last of all once more.
-__device__ __forceinline__ void multiply(Sums& sums, const Filters& filters, unsigned row, int warp) {
+__device__ __forceinline__ void multiply(Accumulators& acc, const Filters& filters, unsigned row, int warp) {
   const int lane = threadIdx.x % 32;
   constexpr int kBlockBytes = CHANNELS_LAST ? 16 * kPitch : 32, kStepBytes = CHANNELS_LAST ? 32 : 16 * kPitch;
   const unsigned first = row + (CHANNELS_LAST ? lane % 16 * kPitch + lane / 16 * 16
@@ -142,7 +142,7 @@ __device__ __forceinline__ void multiply(Sums& sums, const Filters& filters, uns
     blocks[b] = first + kBlockBytes * (b + 1 < BLOCKS ? block : min(block, CELLS / 16 - 1));
   }
 #pragma unroll
-  for (int step = 0; step < kSteps; ++step)
+  for (int step = 0; step < kKSteps; ++step)
 #pragma unroll
     for (int i = 0; i < TAPS_X; ++i) {
       const int depth = step * TAPS_X + i, shift = CHANNELS_LAST ? i * kPitch : 0;
@@ -161,13 +161,13 @@ __device__ __forceinline__ void multiply(Sums& sums, const Filters& filters, uns
           const int rank = (depth * FILTER_Y + r) * kElementBlocks + t;
 #pragma unroll
           for (int b = 0; b < BLOCKS; ++b)
-            multiply_add<ELEMENT>(sums[b][r][t], outputs[b], filters[rank][0], filters[rank][1]);
+            multiply_add<ELEMENT>(acc[b][r][t], outputs[b], filters[rank][0], filters[rank][1]);
         }
     }
 }
 
-// Where a thread's results go, in elements of a row if CHANNELS_LAST, else in columns: that of its first cell, and how
-// many there are of all; the image, and its rows.
+// Where a thread's results go, in elements of a row if CHANNELS_LAST, else in columns: that of its first s2d block, and
+// how many there are of all; the image, and its rows.
 struct Target {
   ELEMENT* dx;
   int height, width;
@@ -175,7 +175,7 @@ struct Target {
 };
 
 // Writes a row of dx.
-__device__ __forceinline__ void store_row(const Target& to, const float (&sums)[kElementBlocks][4], int b, int h,
+__device__ __forceinline__ void store_row(const Target& to, const float (&acc)[kElementBlocks][4], int b, int h,
                                           bool any) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
@@ -185,8 +185,8 @@ __device__ __forceinline__ void store_row(const Target& to, const float (&sums)[
     for (int half = 0; half < 2; ++half) {
       const int cells = 16 * WARPS * b + 8 * half;
       Vector<ELEMENT, 2> pair;
-      pair.at[0] = convert<ELEMENT>(any ? sums[t][2 * half] : 0.0f);
-      pair.at[1] = convert<ELEMENT>(any ? sums[t][2 * half + 1] : 0.0f);
+      pair.at[0] = convert<ELEMENT>(any ? acc[t][2 * half] : 0.0f);
+      pair.at[1] = convert<ELEMENT>(any ? acc[t][2 * half + 1] : 0.0f);
 #pragma unroll
       for (int e = 0; e < 2; e += 1 + PAIRS) {
         const int c = (element + e) / STRIDE_X, within = CHANNELS_LAST ? element + e : (element + e) % STRIDE_X;
@@ -203,20 +203,20 @@ __device__ __forceinline__ void store_row(const Target& to, const float (&sums)[
 }
 
 // Writes the rows of dx that are complete.
-__device__ __forceinline__ void store_rows(const Target& to, const Sums& sums, int first_h, int warp) {
+__device__ __forceinline__ void store_rows(const Target& to, const Accumulators& acc, int first_h, int warp) {
 #pragma unroll
   for (int e = 0; e < STRIDE_Y; ++e) {
     if (static_cast<unsigned>(first_h + e) >= static_cast<unsigned>(to.height)) continue;
 #pragma unroll
     for (int b = 0; b < BLOCKS; ++b) {
       if (!has_block(b, warp)) break;
-      store_row(to, sums[b][e < kDone ? e : 0], b, first_h + e, e < kDone);
+      store_row(to, acc[b][e < kDone ? e : 0], b, first_h + e, e < kDone);
     }
   }
 }
 
 // Makes way for the next row of dy.
-__device__ __forceinline__ void move_up(Sums& sums) {
+__device__ __forceinline__ void shift_accumulators(Accumulators& acc) {
 #pragma unroll
   for (int b = 0; b < BLOCKS; ++b)
 #pragma unroll
@@ -224,26 +224,26 @@ __device__ __forceinline__ void move_up(Sums& sums) {
 #pragma unroll
       for (int t = 0; t < kElementBlocks; ++t)
 #pragma unroll
-        for (int i = 0; i < 4; ++i) sums[b][r][t][i] = r + STRIDE_Y < FILTER_Y ? sums[b][r + STRIDE_Y][t][i] : 0.0f;
+        for (int i = 0; i < 4; ++i) acc[b][r][t][i] = r + STRIDE_Y < FILTER_Y ? acc[b][r + STRIDE_Y][t][i] : 0.0f;
 }
 
 #define DIVISOR_PARAMETERS(d) int d, unsigned d##_multiplier, int d##_shift
 #define DIVISOR(d) {d, d##_multiplier, d##_shift}
 
 // Rows of dx are taken in groups of STRIDE_Y, the first of which that has any is `first_row` and begins pad_y rows
-// later; those before `end_row` have all. A strip has `rows` of them. Cells begin `origin` columns before dx, and cell
-// 0 meets columns from `first_column` on.
+// later; those before `end_row` have all. A strip has `rows` of them. S2d blocks begin `origin` columns before dx, and
+// s2d block 0 meets columns from `first_column` on.
 extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
     first_layer_data(const ELEMENT* __restrict__ dy, const ELEMENT* __restrict__ w, ELEMENT* __restrict__ dx,
                      int height, int width, int out_height, int out_width, int pad_y, int origin, int first_row,
                      int end_row, int first_column, int rows, DIVISOR_PARAMETERS(image_strips),
-                     DIVISOR_PARAMETERS(cell_tiles)) {
+                     DIVISOR_PARAMETERS(s2d_tiles)) {
   extern __shared__ __align__(16) unsigned char shared[];
-  const Divisor by_image = DIVISOR(image_strips), by_tile = DIVISOR(cell_tiles);
+  const Divisor by_image = DIVISOR(image_strips), by_tile = DIVISOR(s2d_tiles);
   const int image = static_cast<int>(blockIdx.x) / by_image, rank = blockIdx.x - image * image_strips;
-  const int strip = rank / by_tile, cell = (rank - strip * cell_tiles) * CELLS;
+  const int strip = rank / by_tile, s2d = (rank - strip * s2d_tiles) * CELLS;
   const int begin = first_row + strip * rows, end = min(begin + rows, end_row);
-  const int column = cell + first_column, first_there = min(max(-column, 0), kColumns);
+  const int column = s2d + first_column, first_there = min(max(-column, 0), kColumns);
   const int end_there = max(min(kColumns, out_width - column), first_there);
   const Source source = {dy + image * FILTERS * out_height * out_width + column * (CHANNELS_LAST ? FILTERS : 1),
                          out_height, out_width, first_there, end_there};
@@ -257,7 +257,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
     load_row(shared + stage * kRowBytes, source, row + stage, row + stage < end);
   wait_for_copies<STAGES - 1>();
   __syncthreads();  // the filters have arrived
-  spread_filters(fragments, reinterpret_cast<const ELEMENT*>(raw));
+  stage_filters(fragments, reinterpret_cast<const ELEMENT*>(raw));
   __syncthreads();  // the filters are laid out
   Filters filters;
 #pragma unroll
@@ -266,9 +266,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
   clear_rest(shared, source);
 
   const int lane = threadIdx.x % 32, warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
-  const int first = (cell + 16 * warp + lane / 4) * STRIDE_X - origin, per_column = CHANNELS_LAST ? CHANNELS : 1;
+  const int first = (s2d + 16 * warp + lane / 4) * STRIDE_X - origin, per_column = CHANNELS_LAST ? CHANNELS : 1;
   const Target target = {dx + image * CHANNELS * height * width, height, width, first * per_column, width * per_column};
-  Sums sums = {};
+  Accumulators acc = {};
   const unsigned base = static_cast<unsigned>(__cvta_generic_to_shared(shared));
   int stage = 0;
 #pragma unroll 1
@@ -277,9 +277,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
     __syncthreads();  // the row has arrived, and every warp has read the one that is overwritten next
     const int next = row + STAGES - 1;
     load_row(shared + (stage == 0 ? STAGES - 1 : stage - 1) * kRowBytes, source, next, next < end);
-    if (row >= 0 && row < out_height) multiply(sums, filters, base + stage * kRowBytes, warp);
-    if (row >= begin) store_rows(target, sums, row * STRIDE_Y - pad_y, warp);
-    move_up(sums);
+    if (row >= 0 && row < out_height) multiply(acc, filters, base + stage * kRowBytes, warp);
+    if (row >= begin) store_rows(target, acc, row * STRIDE_Y - pad_y, warp);
+    shift_accumulators(acc);
     stage = stage + 1 == STAGES ? 0 : stage + 1;
   }
 }

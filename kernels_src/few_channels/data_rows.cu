@@ -1,35 +1,35 @@
 // dx[n,c,h,v] = sum_{k,r,s} dy[n,k,i,j] * w[k,c,r,s], h = i*STRIDE_Y - pad_y + r, v = j*STRIDE_X - pad_x + s, for
-// CHANNELS <= 4 channels, on tensor cores with float32 sums: a product, then col2im along rows.
+// CHANNELS <= 4 channels, on tensor cores with float32 accumulators: a matrix product, then col2im along rows.
 //
-// A block goes down a strip of COLUMNS columns of dy, whose rows stream through STAGES buffers, in the tensor's layout.
-// A row is multiplied by all filters: product rows are outputs j, columns taps (s, c), for each filter row r, its depth
-// is filters. Sums of FILTER_Y rows of dx are in registers and move up by STRIDE_Y from row to row of dy. Those of
-// complete rows of dx go through shared memory, where threads add the taps s that meet a pixel. Fragments of filters
-// stay in registers. WARPS_M warps share the columns, in BLOCKS blocks of 16, WARPS_N the taps, WARPS_K the filters.
-// A block completes pixels of `cells`, runs of STRIDE pixels: cell I of dx meets rows I, I - 1, ... of dy.
+// Row streaming: a block goes down a strip of COLUMNS columns of dy, whose rows stream through STAGES buffers, in the
+// tensor's layout. For each row of dy and filter row r: M is outputs j, N is taps (s, c), K is filters. Accumulators of
+// FILTER_Y rows of dx are in registers and move up by STRIDE_Y from row to row of dy. Those of complete rows of dx go
+// through shared memory, where threads add the taps s that meet a pixel (col2im). Fragments of filters stay in
+// registers. WARPS_M warps share the columns, in BLOCKS blocks of 16, WARPS_N the taps, WARPS_K the filters. A block
+// completes pixels of space-to-depth (s2d) blocks, STRIDE pixels each: block I of dx meets rows I, I - 1, ... of dy.
 // Grid: strips, times column tiles, times images.
-#include "few_channels/gradient_rows.cuh"
+#include "few_channels/row_streaming.cuh"
 #include "common/mma.cuh"
 
 // The product: steps of 16 filters, blocks of 8 taps, and a warp's share of both.
-constexpr int kSteps = ceil_div(FILTERS, 16), kWarpSteps = ceil_div(kSteps, WARPS_K);
+constexpr int kKSteps = ceil_div(FILTERS, 16), kWarpKSteps = ceil_div(kKSteps, WARPS_K);
 constexpr int kRowTaps = FILTER_X * CHANNELS, kTapBlocks = ceil_div(kRowTaps, 8), kWarpTaps = kTapBlocks / WARPS_N;
-static_assert(kTapBlocks % WARPS_N == 0, "warps have equal shares of the taps");
+static_assert(kTapBlocks % WARPS_N == 0, "WARPS_N divides the blocks of taps");
 
 // A staged row: columns of filters if CHANNELS_LAST, else filters of columns; an odd number of 16-byte words from one
 // to the next, so that the eight that a matrix is read from meet every bank once.
-constexpr int kPitch = CHANNELS_LAST ? 32 * kSteps + 16 : 2 * COLUMNS + 16;
-constexpr int kRowBytes = (CHANNELS_LAST ? COLUMNS : 16 * kSteps) * kPitch;
+constexpr int kPitch = CHANNELS_LAST ? 32 * kKSteps + 16 : 2 * COLUMNS + 16;
+constexpr int kRowBytes = (CHANNELS_LAST ? COLUMNS : 16 * kKSteps) * kPitch;
 // Products on their way to be added: for each complete row of dx and share of the filters, taps of columns. The pitch
 // is 12 modulo 32: the 4 x 8 lanes that write 2 taps of 8 columns meet every bank once, and so do, for up to three
 // channels, those that read neighbouring columns.
 constexpr int kProductTaps = round_up(kRowTaps, 2), kProductPitch = round_up(COLUMNS - 12, 32) + 12;
 constexpr int kProductFloats = kDone * WARPS_K * kProductTaps * kProductPitch;
 // Before the first products the same memory holds the filters as they come, and as fragments.
-constexpr int kRawBytes = round_up(2 * FILTERS * kTaps, 16), kFragments = kSteps * FILTER_Y * kTapBlocks;
+constexpr int kRawBytes = round_up(2 * FILTERS * kTaps, 16), kFragments = kKSteps * FILTER_Y * kTapBlocks;
 constexpr int kProductAt = STAGES * kRowBytes;
 static_assert(SHARED_BYTES == kProductAt + maximum(8 * kProductFloats, kRawBytes + 256 * kFragments),
-              "the host and the kernel agree on shared memory");
+              "SHARED_BYTES is what the tiling computed: host and kernel must agree");
 
 __device__ __forceinline__ void load_filters(unsigned raw, const ELEMENT* filters) {
   constexpr int kCount = FILTERS * kTaps;
@@ -39,7 +39,7 @@ __device__ __forceinline__ void load_filters(unsigned raw, const ELEMENT* filter
 }
 
 // Lays out the filters as the fragments of the product, zeros beyond the filters and the taps.
-__device__ __forceinline__ void spread_filters(unsigned char* to, const ELEMENT* raw) {
+__device__ __forceinline__ void stage_filters(unsigned char* to, const ELEMENT* raw) {
   for (int i = threadIdx.x; i < 32 * kFragments; i += kThreads) {
     const int lane = i % 32, block = i / 32 % kTapBlocks, r = i / 32 / kTapBlocks % FILTER_Y;
     const int first_k = i / 32 / kTapBlocks / FILTER_Y * 16 + lane % 4 * 2, tap = 8 * block + lane / 4;
@@ -54,18 +54,18 @@ __device__ __forceinline__ void spread_filters(unsigned char* to, const ELEMENT*
   }
 }
 
-using Filters = unsigned[kWarpSteps][FILTER_Y][kWarpTaps][2];
-using Sums = float[BLOCKS][FILTER_Y][kWarpTaps][4];
+using Filters = unsigned[kWarpKSteps][FILTER_Y][kWarpTaps][2];
+using Accumulators = float[BLOCKS][FILTER_Y][kWarpTaps][4];
 
 __device__ __forceinline__ void read_filters(Filters& filters, const unsigned char* from, const Part& part) {
 #pragma unroll
-  for (int i = 0; i < kWarpSteps; ++i) {
+  for (int i = 0; i < kWarpKSteps; ++i) {
     const int step = i * WARPS_K + part.k;
 #pragma unroll
     for (int r = 0; r < FILTER_Y; ++r)
 #pragma unroll
       for (int b = 0; b < kWarpTaps; ++b) {
-        const int fragment = (min(step, kSteps - 1) * FILTER_Y + r) * kTapBlocks + part.n * kWarpTaps + b;
+        const int fragment = (min(step, kKSteps - 1) * FILTER_Y + r) * kTapBlocks + part.n * kWarpTaps + b;
         const auto two = *reinterpret_cast<const Vector<unsigned, 2>*>(from + 256 * fragment + threadIdx.x % 32 * 8);
         filters[i][r][b][0] = two.at[0];
         filters[i][r][b][1] = two.at[1];
@@ -74,7 +74,7 @@ __device__ __forceinline__ void read_filters(Filters& filters, const unsigned ch
 }
 
 // Adds the products of a staged row.
-__device__ __forceinline__ void multiply(Sums& sums, const Filters& filters, unsigned row, const Part& part) {
+__device__ __forceinline__ void multiply(Accumulators& acc, const Filters& filters, unsigned row, const Part& part) {
   const int lane = threadIdx.x % 32;
   const unsigned first =
       row + (CHANNELS_LAST ? (16 * part.m + lane % 16) * kPitch + lane / 16 * 16 + 32 * part.k
@@ -82,8 +82,8 @@ __device__ __forceinline__ void multiply(Sums& sums, const Filters& filters, uns
   constexpr int kBlockBytes = WARPS_M * (CHANNELS_LAST ? 16 * kPitch : 32);
   constexpr int kStepBytes = WARPS_K * (CHANNELS_LAST ? 32 : 16 * kPitch);
 #pragma unroll
-  for (int i = 0; i < kWarpSteps; ++i) {
-    if (kSteps % WARPS_K != 0 && i * WARPS_K + part.k >= kSteps) break;
+  for (int i = 0; i < kWarpKSteps; ++i) {
+    if (kKSteps % WARPS_K != 0 && i * WARPS_K + part.k >= kKSteps) break;
 #pragma unroll
     for (int b = 0; b < BLOCKS; ++b) {
       if (!has_block(b, part)) break;
@@ -96,13 +96,13 @@ __device__ __forceinline__ void multiply(Sums& sums, const Filters& filters, uns
       for (int r = 0; r < FILTER_Y; ++r)
 #pragma unroll
         for (int t = 0; t < kWarpTaps; ++t)
-          multiply_add<ELEMENT>(sums[b][r][t], outputs, filters[i][r][t][0], filters[i][r][t][1]);
+          multiply_add<ELEMENT>(acc[b][r][t], outputs, filters[i][r][t][0], filters[i][r][t][1]);
     }
   }
 }
 
-// Writes the sums of the rows of dx that are complete.
-__device__ __forceinline__ void put_products(float* products, const Sums& sums, const Part& part) {
+// Writes the accumulators of the rows of dx that are complete.
+__device__ __forceinline__ void stage_products(float* products, const Accumulators& acc, const Part& part) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int b = 0; b < BLOCKS; ++b) {
@@ -115,16 +115,16 @@ __device__ __forceinline__ void put_products(float* products, const Sums& sums, 
         float* const at = products + ((e * WARPS_K + part.k) * kProductTaps + tap) * kProductPitch +
                           16 * (b * WARPS_M + part.m) + lane / 4;
         if (kProductTaps % 8 != 0 && tap >= kProductTaps) continue;
-        at[0] = sums[b][e][t][0];
-        at[kProductPitch] = sums[b][e][t][1];
-        at[8] = sums[b][e][t][2];
-        at[kProductPitch + 8] = sums[b][e][t][3];
+        at[0] = acc[b][e][t][0];
+        at[kProductPitch] = acc[b][e][t][1];
+        at[8] = acc[b][e][t][2];
+        at[kProductPitch + 8] = acc[b][e][t][3];
       }
   }
 }
 
 // Makes way for the next row of dy.
-__device__ __forceinline__ void move_up(Sums& sums) {
+__device__ __forceinline__ void shift_accumulators(Accumulators& acc) {
 #pragma unroll
   for (int b = 0; b < BLOCKS; ++b)
 #pragma unroll
@@ -132,11 +132,11 @@ __device__ __forceinline__ void move_up(Sums& sums) {
 #pragma unroll
       for (int t = 0; t < kWarpTaps; ++t)
 #pragma unroll
-        for (int i = 0; i < 4; ++i) sums[b][r][t][i] = r + STRIDE_Y < FILTER_Y ? sums[b][r + STRIDE_Y][t][i] : 0.0f;
+        for (int i = 0; i < 4; ++i) acc[b][r][t][i] = r + STRIDE_Y < FILTER_Y ? acc[b][r + STRIDE_Y][t][i] : 0.0f;
 }
 
-// The pixels are in cells of rows from `first_row` to before `end_row`, and columns likewise; a strip has `rows` rows
-// of them. The first tile of columns of dy begins at `base`.
+// The pixels are in s2d blocks of rows from `first_row` to before `end_row`, and columns likewise; a strip has `rows`
+// rows of them. The first tile of columns of dy begins at `base`.
 extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
     first_layer_data_rows(const ELEMENT* __restrict__ dy, const ELEMENT* __restrict__ w, ELEMENT* __restrict__ dx,
                           int height, int width, int out_height, int out_width, int pad_y, int pad_x, int first_row,
@@ -146,9 +146,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
   const Divisor by_image = DIVISOR(image_strips), by_column = DIVISOR(column_tiles);
   const int image = static_cast<int>(blockIdx.x) / by_image, rank = blockIdx.x - image * image_strips;
   const int strip_rank = rank / by_column, tile = rank - strip_rank * column_tiles;
-  const int column = base + tile * COLUMN_STEP, end_cell = column + COLUMN_STEP + kCellsX - 1;
-  const Strip strip = {image, column, tile == 0 ? first_column : column + kCellsX - 1,
-                       tile + 1 == column_tiles ? end_column : end_cell};
+  const int column = base + tile * COLUMN_STEP, end_s2d = column + COLUMN_STEP + kS2dX - 1;
+  const Strip strip = {image, column, tile == 0 ? first_column : column + kS2dX - 1,
+                       tile + 1 == column_tiles ? end_column : end_s2d};
   const int begin = first_row + strip_rank * rows, end = min(begin + rows, end_row);
   const Size out_size = {out_height, out_width};
   const Target target = {dx, {height, width}, pad_y, pad_x, out_width};
@@ -157,21 +157,21 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
   unsigned char* const raw = shared + kProductAt;
   load_filters(static_cast<unsigned>(__cvta_generic_to_shared(raw)), w);
   // Rows above the first of dy meet nothing.
-  int row = max(begin - kCellsY + 1, 0);
+  int row = max(begin - kS2dY + 1, 0);
 #pragma unroll 1
   for (int stage = 0; stage < STAGES - 1; ++stage)
     load_row<kPitch>(shared + stage * kRowBytes, dy, out_size, strip, row + stage, row + stage < end);
-  clear_rest<16 * kSteps, kPitch, kRowBytes>(shared);
+  clear_rest<16 * kKSteps, kPitch, kRowBytes>(shared);
   wait_for_copies<STAGES - 1>();
   __syncthreads();  // the filters have arrived
-  spread_filters(raw + kRawBytes, reinterpret_cast<const ELEMENT*>(raw));
+  stage_filters(raw + kRawBytes, reinterpret_cast<const ELEMENT*>(raw));
   __syncthreads();  // the filters are laid out
 
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
   const Part part = {warp % WARPS_M, warp / WARPS_M % WARPS_N, warp / (WARPS_M * WARPS_N)};
   Filters filters;
   read_filters(filters, raw + kRawBytes, part);
-  Sums sums = {};
+  Accumulators acc = {};
   const unsigned base_address = static_cast<unsigned>(__cvta_generic_to_shared(shared));
   int stage = 0, half = 0;
 #pragma unroll 1
@@ -182,16 +182,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
     __syncthreads();
     const int next = row + STAGES - 1;
     load_row<kPitch>(shared + (stage == 0 ? STAGES - 1 : stage - 1) * kRowBytes, dy, out_size, strip, next, next < end);
-    if (row >= 0 && row < out_height) multiply(sums, filters, base_address + stage * kRowBytes, part);
-    if (row >= begin) put_products(products + half * kProductFloats, sums, part);
-    move_up(sums);
+    if (row >= 0 && row < out_height) multiply(acc, filters, base_address + stage * kRowBytes, part);
+    if (row >= begin) stage_products(products + half * kProductFloats, acc, part);
+    shift_accumulators(acc);
     if (row > begin)
-      fold<kProductPitch, WARPS_K * kProductTaps, kProductTaps>(target, products + (half ^ 1) * kProductFloats, strip,
-                                                                row - 1);
+      col2im<kProductPitch, WARPS_K * kProductTaps, kProductTaps>(target, products + (half ^ 1) * kProductFloats, strip,
+                                                                  row - 1);
     half ^= 1;
     stage = stage + 1 == STAGES ? 0 : stage + 1;
   }
   __syncthreads();  // the last row's products are complete
-  fold<kProductPitch, WARPS_K * kProductTaps, kProductTaps>(target, products + (half ^ 1) * kProductFloats, strip,
-                                                            end - 1);
+  col2im<kProductPitch, WARPS_K * kProductTaps, kProductTaps>(target, products + (half ^ 1) * kProductFloats, strip,
+                                                              end - 1);
 }

@@ -1,49 +1,53 @@
 // dx[n,c,h,v] = sum_{k,r,s} dy[n,k,i,j] * w[k,c,r,s], h = i*STRIDE_Y - pad_y + r, v = j*STRIDE_X - pad_x + s, for
 // CHANNELS <= 4 channels in float32, by products of tf32: a product, then col2im along rows.
 //
-// Strips, warps and cells are those of few_channels/data_rows.cu. Columns of the product are taps (s, c), for each
-// filter row r on its own, or of all rows side by side if PACKED: sums then move up from lane to lane. Elements are cut
-// to tf32 if PRODUCTS is 1; if it is 3 they are split in two and all products but that of the rests are added. Tensor
-// cores truncate running sums: those of CHUNK steps of 8 filters are short; they are added to the others rounding to
-// nearest. Filters stay in registers as they are multiplied, or in shared memory as they are if SHARED_FILTERS.
-// Grid: strips, times column tiles, times images.
-#include "few_channels/gradient_rows.cuh"
+// Strips, warps and s2d blocks are those of few_channels/data_rows.cu. Columns of the product are taps (s, c), for each
+// filter row r on its own, or of all rows side by side if PACKED: accumulators then move up from lane to lane. Elements
+// are cut to tf32 if PRODUCTS is 1; if it is 3 they are split in two and all products but that of the rests are added.
+// Tensor cores truncate running accumulators: those of CHUNK steps of 8 filters are short; they are added to the others
+// rounding to nearest. Filters stay in registers as they are multiplied, or in shared memory as they are if
+// SHARED_FILTERS. Grid: strips, times column tiles, times images.
+#include "few_channels/row_streaming.cuh"
 #include "common/mma_tf32.cuh"
 
 #if !defined(PRODUCTS) || !defined(PACKED) || !defined(CHUNK) || !defined(SHARED_FILTERS)
 #error "define PRODUCTS, PACKED, CHUNK and SHARED_FILTERS"
 #endif
-static_assert(sizeof(ELEMENT) == 4 && (PRODUCTS == 1 || PRODUCTS == 3), "elements are whole, or split in two");
+static_assert(sizeof(ELEMENT) == 4 && (PRODUCTS == 1 || PRODUCTS == 3),
+              "PRODUCTS is 1, or 3 for float32 split in two tf32");
 
 // The product: steps of 8 filters, groups of filter rows in blocks of 8 taps, and a warp's share of both.
-constexpr int kSteps = round_up(ceil_div(FILTERS, 8), WARPS_K), kWarpSteps = kSteps / WARPS_K;
+constexpr int kKSteps = round_up(ceil_div(FILTERS, 8), WARPS_K), kWarpKSteps = kKSteps / WARPS_K;
 constexpr int kRowTaps = FILTER_X * CHANNELS, kProductTaps = round_up(kRowTaps, 2);
 constexpr int kGroups = PACKED ? 1 : FILTER_Y, kGroupTaps = PACKED ? FILTER_Y * kProductTaps : kRowTaps;
 constexpr int kTapBlocks = ceil_div(kGroupTaps, 8), kWarpTaps = kTapBlocks / WARPS_N, kBlocks = kGroups * kWarpTaps;
-static_assert(kTapBlocks % WARPS_N == 0 && kWarpSteps % CHUNK == 0, "shares are equal");
-static_assert(!PACKED || WARPS_N == 1 || STRIDE_Y >= FILTER_Y, "sums move up within a warp");
+static_assert(kTapBlocks % WARPS_N == 0 && kWarpKSteps % CHUNK == 0,
+              "WARPS_N divides the blocks of taps, and CHUNK the K steps of a warp");
+static_assert(!PACKED || WARPS_N == 1 || STRIDE_Y >= FILTER_Y,
+              "PACKED accumulators move up within a warp: one warp along N");
 // Blocks of taps whose products a warp computes side by side, so that none waits for another.
 constexpr int kBeside = PRODUCTS == 1 || BLOCKS >= 3 ? 1 : 2;
 
 // A staged row: columns of filters if CHANNELS_LAST, an odd number of 16-byte words from one to the next, so that the
 // eight that a matrix is read from meet every bank once; else filters of columns, 8 modulo 32 words from one to the
 // next, so that 4 filters of 8 columns do.
-constexpr int kPitch = CHANNELS_LAST ? 32 * kSteps + 16 : 4 * (round_up(COLUMNS - 8, 32) + 8);
-constexpr int kRowBytes = (CHANNELS_LAST ? COLUMNS : 8 * kSteps) * kPitch;
-constexpr int kFragments = SHARED_FILTERS ? kSteps * kGroups * kTapBlocks : 0, kFragmentsAt = STAGES * kRowBytes;
+constexpr int kPitch = CHANNELS_LAST ? 32 * kKSteps + 16 : 4 * (round_up(COLUMNS - 8, 32) + 8);
+constexpr int kRowBytes = (CHANNELS_LAST ? COLUMNS : 8 * kKSteps) * kPitch;
+constexpr int kFragments = SHARED_FILTERS ? kKSteps * kGroups * kTapBlocks : 0, kFragmentsAt = STAGES * kRowBytes;
 // Products on their way to be added: for each share of the filters and complete row of dx, taps of columns. The pitch
 // is as in few_channels/data_rows.cu.
 constexpr int kProductPitch = round_up(COLUMNS - 12, 32) + 12;
 constexpr int kShareTaps = kDone * kProductTaps, kProductFloats = WARPS_K * kShareTaps * kProductPitch;
 constexpr int kProductAt = kFragmentsAt + 256 * kFragments;
-static_assert(SHARED_BYTES == kProductAt + 8 * kProductFloats, "the host and the kernel agree on shared memory");
+static_assert(SHARED_BYTES == kProductAt + 8 * kProductFloats,
+              "SHARED_BYTES is what the tiling computed: host and kernel must agree");
 
 // A fragment of the filters for products: the nearest tf32 or the element, and what that leaves.
 struct Fragment {
   unsigned whole[2], rest[2];
 };
-using Filters = Fragment[SHARED_FILTERS ? 1 : kWarpSteps][SHARED_FILTERS ? 1 : kBlocks];
-using Sums = float[BLOCKS][kBlocks][4];
+using Filters = Fragment[SHARED_FILTERS ? 1 : kWarpKSteps][SHARED_FILTERS ? 1 : kBlocks];
+using Accumulators = float[BLOCKS][kBlocks][4];
 
 // Of filter k the element that a column of a group of the product has: zero beyond the filters and the taps.
 __device__ __forceinline__ float filter_at(const float* __restrict__ w, int k, int group, int column) {
@@ -53,7 +57,7 @@ __device__ __forceinline__ float filter_at(const float* __restrict__ w, int k, i
 }
 
 // Lays out the filters as the fragments of the product.
-__device__ __forceinline__ void lay_filters(unsigned char* to, const float* __restrict__ w) {
+__device__ __forceinline__ void stage_filters(unsigned char* to, const float* __restrict__ w) {
 #pragma unroll 4
   for (int i = threadIdx.x; i < 32 * kFragments; i += kThreads) {
     const int lane = i % 32, block = i / 32 % kTapBlocks, group = i / 32 / kTapBlocks % kGroups;
@@ -75,10 +79,10 @@ __device__ __forceinline__ Fragment fragment_of(float low, float high) {
 __device__ __forceinline__ void load_filters(Filters& filters, const float* __restrict__ w, const Part& part) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
-  for (int i = 0; i < kWarpSteps; ++i)
+  for (int i = 0; i < kWarpKSteps; ++i)
 #pragma unroll
     for (int b = 0; b < kBlocks; ++b) {
-      const int k = 8 * (part.k * kWarpSteps + i) + lane % 4;
+      const int k = 8 * (part.k * kWarpKSteps + i) + lane % 4;
       const int group = b / kWarpTaps, column = 8 * (part.n * kWarpTaps + b % kWarpTaps) + lane / 4;
       filters[i][b] = fragment_of(filter_at(w, k, group, column), filter_at(w, k + 4, group, column));
     }
@@ -107,7 +111,7 @@ __device__ __forceinline__ void read_outputs(unsigned (&to)[4], const unsigned c
 }
 
 // Adds the products of CHUNK steps.
-__device__ __forceinline__ void multiply_chunk(Sums& sums, const Filters& filters, const unsigned char* laid,
+__device__ __forceinline__ void multiply_chunk(Accumulators& acc, const Filters& filters, const unsigned char* laid,
                                                const unsigned char* const (&rows)[BLOCKS], int first,
                                                const Part& part) {
   unsigned outputs[CHUNK][BLOCKS][4], rests[CHUNK][BLOCKS][4];
@@ -139,7 +143,7 @@ __device__ __forceinline__ void multiply_chunk(Sums& sums, const Filters& filter
 #pragma unroll
           for (int b = 0; b < BLOCKS; ++b) {
             const auto& two = turn == 1 ? taps[i][u].rest : taps[i][u].whole;
-            multiply_add<float>(PRODUCTS == 3 ? chunk[u][b] : sums[b][t + u], turn == 0 ? rests[i][b] : outputs[i][b],
+            multiply_add<float>(PRODUCTS == 3 ? chunk[u][b] : acc[b][t + u], turn == 0 ? rests[i][b] : outputs[i][b],
                                 two[0], two[1]);
           }
     if constexpr (PRODUCTS == 3)
@@ -148,14 +152,14 @@ __device__ __forceinline__ void multiply_chunk(Sums& sums, const Filters& filter
 #pragma unroll
         for (int b = 0; b < BLOCKS; ++b)
 #pragma unroll
-          for (int e = 0; e < 4; ++e) sums[b][t + u][e] += chunk[u][b][e];
+          for (int e = 0; e < 4; ++e) acc[b][t + u][e] += chunk[u][b][e];
   }
 }
 
 // Adds the products of a staged row. A warp that has a block less multiplies the last of all once more.
-__device__ __forceinline__ void multiply(Sums& sums, const Filters& filters, const unsigned char* laid,
+__device__ __forceinline__ void multiply(Accumulators& acc, const Filters& filters, const unsigned char* laid,
                                          const unsigned char* row, const Part& part) {
-  const int lane = threadIdx.x % 32, step = part.k * kWarpSteps;
+  const int lane = threadIdx.x % 32, step = part.k * kWarpKSteps;
   const unsigned char* rows[BLOCKS];
 #pragma unroll
   for (int b = 0; b < BLOCKS; ++b) {
@@ -164,12 +168,12 @@ __device__ __forceinline__ void multiply(Sums& sums, const Filters& filters, con
                                    : (8 * step + lane % 4) * kPitch + 4 * (block + lane / 4));
   }
   laid += 256 * step * kGroups * kTapBlocks;
-#pragma unroll(SHARED_FILTERS ? 1 : kWarpSteps)
-  for (int i = 0; i < kWarpSteps; i += CHUNK) multiply_chunk(sums, filters, laid, rows, i, part);
+#pragma unroll(SHARED_FILTERS ? 1 : kWarpKSteps)
+  for (int i = 0; i < kWarpKSteps; i += CHUNK) multiply_chunk(acc, filters, laid, rows, i, part);
 }
 
-// Writes the sums of the rows of dx that are complete.
-__device__ __forceinline__ void put_products(float* products, const Sums& sums, const Part& part) {
+// Writes the accumulators of the rows of dx that are complete.
+__device__ __forceinline__ void stage_products(float* products, const Accumulators& acc, const Part& part) {
   constexpr int kGroupsDone = PACKED ? 1 : kDone, kColumns = PACKED ? kShareTaps : kProductTaps;
   const int lane = threadIdx.x % 32;
 #pragma unroll
@@ -181,16 +185,16 @@ __device__ __forceinline__ void put_products(float* products, const Sums& sums, 
       if (8 * kTapBlocks > kColumns && column >= kColumns) continue;
       const int tap = part.k * kShareTaps + t / kWarpTaps * kProductTaps + column;
       float* const at = products + tap * kProductPitch + 16 * (b * WARPS_M + part.m) + lane / 4;
-      at[0] = sums[b][t][0];
-      at[kProductPitch] = sums[b][t][1];
-      at[8] = sums[b][t][2];
-      at[kProductPitch + 8] = sums[b][t][3];
+      at[0] = acc[b][t][0];
+      at[kProductPitch] = acc[b][t][1];
+      at[8] = acc[b][t][2];
+      at[kProductPitch + 8] = acc[b][t][3];
     }
   }
 }
 
 // Makes way for the next row of dy.
-__device__ __forceinline__ void move_up(Sums& sums) {
+__device__ __forceinline__ void shift_accumulators(Accumulators& acc) {
 #pragma unroll
   for (int b = 0; b < BLOCKS; ++b)
 #pragma unroll
@@ -198,12 +202,12 @@ __device__ __forceinline__ void move_up(Sums& sums) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         const int from = t + STRIDE_Y * kWarpTaps;
-        sums[b][t][e] = from < kBlocks ? sums[b][from < kBlocks ? from : 0][e] : 0.0f;
+        acc[b][t][e] = from < kBlocks ? acc[b][from < kBlocks ? from : 0][e] : 0.0f;
       }
 }
 
 // The same where filter rows lie side by side: a lane has pairs of columns, four lanes those of a block.
-__device__ __forceinline__ void move_packed_up(Sums& sums) {
+__device__ __forceinline__ void move_packed_up(Accumulators& acc) {
   constexpr int kShift = STRIDE_Y * kProductTaps / 2, kStay = FILTER_Y * kProductTaps / 2 - kShift;
   const int lane = threadIdx.x % 4;
 #pragma unroll
@@ -213,18 +217,18 @@ __device__ __forceinline__ void move_packed_up(Sums& sums) {
       float moved[kBlocks + 1] = {};
 #pragma unroll
       for (int t = kShift / 4; t < kBlocks; ++t)
-        moved[t] = kShift % 4 == 0 ? sums[b][t][e] : __shfl_sync(0xffffffffu, sums[b][t][e], lane + kShift % 4, 4);
+        moved[t] = kShift % 4 == 0 ? acc[b][t][e] : __shfl_sync(0xffffffffu, acc[b][t][e], lane + kShift % 4, 4);
 #pragma unroll
       for (int t = 0; t < kBlocks; ++t) {
         const int from = min(t + kShift / 4, kBlocks);
         const float here = moved[from], next = moved[min(from + 1, kBlocks)];
-        sums[b][t][e] = 4 * t + lane < kStay ? (lane + kShift % 4 < 4 ? here : next) : 0.0f;
+        acc[b][t][e] = 4 * t + lane < kStay ? (lane + kShift % 4 < 4 ? here : next) : 0.0f;
       }
     }
 }
 
-// The pixels are in cells of rows from `first_row` to before `end_row`, and columns likewise; a strip has `rows` rows
-// of them. The first tile of columns of dy begins at `base`.
+// The pixels are in s2d blocks of rows from `first_row` to before `end_row`, and columns likewise; a strip has `rows`
+// rows of them. The first tile of columns of dy begins at `base`.
 extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
     first_layer_data_rows_tf32(const float* __restrict__ dy, const float* __restrict__ w, float* __restrict__ dx,
                                int height, int width, int out_height, int out_width, int pad_y, int pad_x,
@@ -234,30 +238,30 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
   const Divisor by_image = DIVISOR(image_strips), by_column = DIVISOR(column_tiles);
   const int image = static_cast<int>(blockIdx.x) / by_image, rank = blockIdx.x - image * image_strips;
   const int strip_rank = rank / by_column, tile = rank - strip_rank * column_tiles;
-  const int column = base + tile * COLUMN_STEP, end_cell = column + COLUMN_STEP + kCellsX - 1;
-  const Strip strip = {image, column, tile == 0 ? first_column : column + kCellsX - 1,
-                       tile + 1 == column_tiles ? end_column : end_cell};
+  const int column = base + tile * COLUMN_STEP, end_s2d = column + COLUMN_STEP + kS2dX - 1;
+  const Strip strip = {image, column, tile == 0 ? first_column : column + kS2dX - 1,
+                       tile + 1 == column_tiles ? end_column : end_s2d};
   const int begin = first_row + strip_rank * rows, end = min(begin + rows, end_row);
   const Size out_size = {out_height, out_width};
   const Target target = {dx, {height, width}, pad_y, pad_x, out_width};
 
   // Rows above the first of dy meet nothing.
-  int row = max(begin - kCellsY + 1, 0);
+  int row = max(begin - kS2dY + 1, 0);
 #pragma unroll 1
   for (int stage = 0; stage < STAGES - 1; ++stage)
     load_row<kPitch>(shared + stage * kRowBytes, dy, out_size, strip, row + stage, row + stage < end);
-  clear_rest<8 * kSteps, kPitch, kRowBytes>(shared);
+  clear_rest<8 * kKSteps, kPitch, kRowBytes>(shared);
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
   const Part part = {warp % WARPS_M, warp / WARPS_M % WARPS_N, warp / (WARPS_M * WARPS_N)};
   unsigned char* const laid = shared + kFragmentsAt;
   Filters filters;
   if constexpr (SHARED_FILTERS)
-    lay_filters(laid, w);
+    stage_filters(laid, w);
   else
     load_filters(filters, w, part);
 
   float* const products = reinterpret_cast<float*>(shared + kProductAt);
-  Sums sums = {};
+  Accumulators acc = {};
   int stage = 0, half = 0;
 #pragma unroll 1
   for (; row < end; ++row) {
@@ -267,17 +271,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
     __syncthreads();
     const int next = row + STAGES - 1;
     load_row<kPitch>(shared + (stage == 0 ? STAGES - 1 : stage - 1) * kRowBytes, dy, out_size, strip, next, next < end);
-    if (row >= 0 && row < out_height) multiply(sums, filters, laid, shared + stage * kRowBytes, part);
-    if (row >= begin) put_products(products + half * kProductFloats, sums, part);
+    if (row >= 0 && row < out_height) multiply(acc, filters, laid, shared + stage * kRowBytes, part);
+    if (row >= begin) stage_products(products + half * kProductFloats, acc, part);
     if constexpr (PACKED && STRIDE_Y < FILTER_Y)
-      move_packed_up(sums);
+      move_packed_up(acc);
     else
-      move_up(sums);
+      shift_accumulators(acc);
     if (row > begin)
-      fold<kProductPitch, kProductTaps, kShareTaps>(target, products + (half ^ 1) * kProductFloats, strip, row - 1);
+      col2im<kProductPitch, kProductTaps, kShareTaps>(target, products + (half ^ 1) * kProductFloats, strip, row - 1);
     half ^= 1;
     stage = stage + 1 == STAGES ? 0 : stage + 1;
   }
   __syncthreads();  // the last row's products are complete
-  fold<kProductPitch, kProductTaps, kShareTaps>(target, products + (half ^ 1) * kProductFloats, strip, end - 1);
+  col2im<kProductPitch, kProductTaps, kShareTaps>(target, products + (half ^ 1) * kProductFloats, strip, end - 1);
 }

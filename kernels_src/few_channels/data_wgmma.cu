@@ -1,19 +1,18 @@
 // dx[n,c,h,v] = sum_{k,r,s} dy[n,k,i,j] * w[k,c,r,s], h = i*STRIDE_Y - pad_y + r, v = j*STRIDE_X - pad_x + s, for
-// CHANNELS <= 4 channels, on Hopper's tensor cores (wgmma, compute capability 9.0) with float32 sums.
+// CHANNELS <= 4 channels, on Hopper's tensor cores (wgmma, compute capability 9.0) with float32 accumulators.
 //
-// A cell is STRIDE_Y rows of WIDEN * STRIDE_X columns of dx. Product rows are its pixels' elements, columns are COLUMNS
-// cells side by side, the depth is filters of kShifts columns of dy: an operand begins at any column of dy (of every
-// WIDEN-th), so that a shift is an address. Sums are of the kCellsY rows of cells that a row of dy meets, each in a
-// slot of the product's rows. It stays there until complete, and the filters go round: they are laid out as slot 0, 1,
-// ... of a row's, more than once over. A team of a warpgroup for each 64 product rows goes down a strip of cells, whose
-// rows of dy stream through STAGES buffers. A block's TEAMS share the filters.
-//
-// Grid: strips, times tiles of COLUMNS cells, times images, dealt to teams.
+// dx is cut into space-to-depth (s2d) blocks of STRIDE_Y rows by WIDEN * STRIDE_X columns, whose pixels all meet dy
+// alike. M is the elements of a block, N is COLUMNS neighbouring blocks, K is the filters of kShifts columns of dy: an
+// operand begins at any column of dy (of every WIDEN-th), so that a shift is an address. A row of dy meets kS2dY rows
+// of blocks. Their accumulators are a ring along M: a row of blocks keeps its entry until it is complete, and the
+// filters rotate instead: they are laid out once for every entry that may come first. A team, a warpgroup for each 64
+// rows of M, goes down a strip of blocks, whose rows of dy stream through STAGES buffers. A thread block's TEAMS share
+// the filters. Grid: strips, times tiles of COLUMNS s2d blocks, times images, dealt to teams.
 #include "common/divisor.cuh"
 #if CHANNELS_LAST
-#include "few_channels/cell_boxes.cuh"
+#include "few_channels/data_wgmma_nhwc.cuh"
 #else
-#include "few_channels/cell_planes.cuh"
+#include "few_channels/data_wgmma_nchw.cuh"
 #endif
 
 __device__ __forceinline__ void load_filters(unsigned raw, const ELEMENT* filters) {
@@ -23,18 +22,18 @@ __device__ __forceinline__ void load_filters(unsigned raw, const ELEMENT* filter
   commit_copies();
 }
 
-// Lays out the filters as words, zeros beyond filters and taps: of each shift and 8 filters, rows of all slots. A
+// Lays out the filters as words, zeros beyond filters and taps: of each shift and 8 filters, rows of all entries. A
 // thread has the same row of every kAtOnce-th 8 filters.
-__device__ __forceinline__ void spread_filters(unsigned char* to, const ELEMENT* raw) {
+__device__ __forceinline__ void stage_filters(unsigned char* to, const ELEMENT* raw) {
   constexpr int kAtOnce = kThreads / kRows;
-  static_assert(kAtOnce > 0, "every row has a thread");
+  static_assert(kAtOnce > 0, "a block has a thread for each row of the product");
   const int row = threadIdx.x % kRows, first_octet = threadIdx.x / kRows;
   if (first_octet >= kAtOnce) return;
-  const Pixel pixel(row % kSlot);
-  const int r = row / kSlot * STRIDE_Y + pixel.y, first_s = pixel.x - PHASE + (kCellsX - 1) * STRIDE_X;
+  const Pixel pixel(row % kEntryRows);
+  const int r = row / kEntryRows * STRIDE_Y + pixel.y, first_s = pixel.x - PHASE + (kS2dX - 1) * STRIDE_X;
   unsigned char* const line = to + 16 * row;
 #pragma unroll 2
-  for (int octet = first_octet; octet < 2 * kProducts; octet += kAtOnce) {
+  for (int octet = first_octet; octet < 2 * kInstructions; octet += kAtOnce) {
     const int first_k = octet % kOctets * 8, s = first_s - octet / kOctets * STRIDE_X;
     const bool inside = r < FILTER_Y && s >= 0 && s < FILTER_X;
     const int at = CHANNELS_LAST ? (r * FILTER_X + s) * CHANNELS + pixel.c : (pixel.c * FILTER_Y + r) * FILTER_X + s;
@@ -52,49 +51,49 @@ __device__ __forceinline__ void spread_filters(unsigned char* to, const ELEMENT*
     }
     unsigned char* const first = line + 16 * octet * kFilterRows;
     *reinterpret_cast<Vector<unsigned, 4>*>(first) = word;
-    if (row < kRows - kSlot) *reinterpret_cast<Vector<unsigned, 4>*>(first + 16 * kRows) = word;
+    if (row < kRows - kEntryRows) *reinterpret_cast<Vector<unsigned, 4>*>(first + 16 * kRows) = word;
   }
 }
 
-using Sums = float[COLUMNS / 2];
-
-// Begins a row's products: `filters` is the word of the first slot's first row, `columns` where the first column is.
-__device__ __forceinline__ void begin_products(Sums& sums, unsigned filters, unsigned columns, int lead) {
+// Begins a row's products: `filters` is the word of the first entry's first row, `columns` where the first column is.
+__device__ __forceinline__ void issue_wgmma(Accumulators& acc, unsigned filters, unsigned columns, int lead) {
   const unsigned long long a = descriptor_at(matrix_descriptor(16 * kFilterRows, 128, 0), filters);
   wgmma_fence();
 #pragma unroll
   for (int shift = 0; shift < kShifts; ++shift) {
-    const int word = word_of(lead + shift, 0);
-    const unsigned long long b = descriptor_at(kColumnsForm, columns) + word;
+    const int word = word_offset(lead + shift, 0);
+    const unsigned long long b = descriptor_at(kBDescriptor, columns) + word;
 #pragma unroll
-    for (int step = 0; step < kSteps; ++step)
-      Wgmma<ELEMENT>::ss(sums, a + 2 * (shift * kSteps + step) * kFilterRows, b + (word_of(lead + shift, step) - word));
+    for (int step = 0; step < kKSteps; ++step)
+      Wgmma<ELEMENT>::ss(acc, a + 2 * (shift * kKSteps + step) * kFilterRows,
+                         b + (word_offset(lead + shift, step) - word));
   }
   wgmma_commit_group();
 }
 
-// Where a strip's results go; `left` is as many columns to the left of dx as cells begin.
+// Where a strip's results go; `left` is as many columns to the left of dx as s2d blocks begin.
 struct Target {
   ELEMENT* dx;
   Size size;
   int top, left;
 };
 
-// Writes the sums of the slot that is complete, if `wanted`, of a row of cells, and clears them. Which rows of the
-// product a warp has in it is the same for its lanes. If PAIRED two lanes exchange what each has of two cells, so that
-// both write two elements side by side.
-__device__ __forceinline__ void finish(Sums& sums, const Target& to, const Strip& strip, int row, int slot,
+// Writes the accumulators of the entry that is complete, if `wanted`, of a row of s2d blocks, and clears them. Which
+// rows of the product a warp has in it is the same for its lanes. If PAIRED two lanes exchange what each has of two s2d
+// blocks, so that both write two elements side by side.
+__device__ __forceinline__ void finish(Accumulators& acc, const Target& to, const Strip& strip, int row, int entry,
                                        bool wanted) {
   constexpr int kColumn = CHANNELS_LAST ? CHANNELS : 1;
   const int lane = threadIdx.x % 32, odd = PAIRED ? lane / 4 % 2 : 0;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const int warp_row = threadIdx.x % kTeam / 32 * 16 + 8 * half - slot * kSlot, in_slot = warp_row + lane / 4;
-    if (warp_row <= -8 || warp_row >= kSlot) continue;
-    const bool mine = in_slot >= 0 && in_slot < kSlot;
-    const Pixel pixel(mine ? in_slot - odd : 0);
+    const int warp_row = threadIdx.x % kTeamThreads / 32 * 16 + 8 * half - entry * kEntryRows,
+              in_entry = warp_row + lane / 4;
+    if (warp_row <= -8 || warp_row >= kEntryRows) continue;
+    const bool mine = in_entry >= 0 && in_entry < kEntryRows;
+    const Pixel pixel(mine ? in_entry - odd : 0);
     const int h = row * STRIDE_Y + pixel.y - to.top;
-    const int v = (strip.cell + lane % 4 * 2 + odd) * kCell + pixel.x - to.left;
+    const int v = (strip.s2d + lane % 4 * 2 + odd) * kS2dColumns + pixel.x - to.left;
     const bool inside = mine && wanted && static_cast<unsigned>(h) < static_cast<unsigned>(to.size.height);
     const unsigned width = inside ? to.size.width : 0;
     ELEMENT* const dx =
@@ -102,9 +101,9 @@ __device__ __forceinline__ void finish(Sums& sums, const Target& to, const Strip
                                : ((strip.image * CHANNELS + pixel.c) * to.size.height + h) * to.size.width + v);
 #pragma unroll
     for (int j = 0; j < COLUMNS / 8; ++j) {
-      float& first = sums[4 * j + 2 * half];
-      float& second = sums[4 * j + 2 * half + 1];
-      const int right = 8 * j * kCell;
+      float& first = acc[4 * j + 2 * half];
+      float& second = acc[4 * j + 2 * half + 1];
+      const int right = 8 * j * kS2dColumns;
       if constexpr (PAIRED) {
         const float other = __shfl_xor_sync(0xffffffffu, odd ? first : second, 4);
         Vector<ELEMENT, 2> pair;
@@ -114,7 +113,8 @@ __device__ __forceinline__ void finish(Sums& sums, const Target& to, const Strip
           *reinterpret_cast<Vector<ELEMENT, 2>*>(dx + right * kColumn) = pair;
       } else {
         if (static_cast<unsigned>(v + right) < width) dx[right * kColumn] = convert<ELEMENT>(first);
-        if (static_cast<unsigned>(v + right + kCell) < width) dx[(right + kCell) * kColumn] = convert<ELEMENT>(second);
+        if (static_cast<unsigned>(v + right + kS2dColumns) < width)
+          dx[(right + kS2dColumns) * kColumn] = convert<ELEMENT>(second);
       }
       first = mine ? 0.0f : first;
       second = mine ? 0.0f : second;
@@ -125,45 +125,46 @@ __device__ __forceinline__ void finish(Sums& sums, const Target& to, const Strip
 #define DIVISOR_PARAMETERS(d) int d, unsigned d##_multiplier, int d##_shift
 #define DIVISOR(d) {d, d##_multiplier, d##_shift}
 
-// Cells begin `top` rows and `left` columns before dx, and the last column of dy that a cell I meets is WIDEN * (I + 1)
-// - 1 - ahead. The pixels are in rows of cells from `first_row` to before `end_row`, in columns from `first_cell` on; a
-// strip has `rows` rows of them, which meet `steps` rows of dy, and there are `strips` strips of all images.
+// S2d blocks begin `top` rows and `left` columns before dx, and the last column of dy that an s2d block I meets is
+// WIDEN * (I + 1)
+// - 1 - ahead. The pixels are in rows of s2d blocks from `first_row` to before `end_row`, in columns from `first_s2d`
+// on; a strip has `rows` rows of them, which meet `steps` rows of dy, and there are `strips` strips of all images.
 extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
     first_layer_data_wgmma(DY, const ELEMENT* __restrict__ w, ELEMENT* __restrict__ dx, int height, int width,
                            int out_height, int out_width, int top, int left, int ahead, int first_row, int end_row,
-                           int first_cell, int rows, int steps, int strips, DIVISOR_PARAMETERS(image_strips),
+                           int first_s2d, int rows, int steps, int strips, DIVISOR_PARAMETERS(image_strips),
                            DIVISOR_PARAMETERS(tiles)) {
   extern __shared__ __align__(1024) unsigned char shared[];
   const Divisor by_image = DIVISOR(image_strips), by_tile = DIVISOR(tiles);
-  const int team = TEAMS == 1 ? 0 : __shfl_sync(0xffffffffu, threadIdx.x / kTeam, 0);
+  const int team = TEAMS == 1 ? 0 : __shfl_sync(0xffffffffu, threadIdx.x / kTeamThreads, 0);
   const int number = static_cast<int>(blockIdx.x) * TEAMS + team, image = number / by_image;
   const int rank = number - image * image_strips, strip_rank = rank / by_tile, tile = rank - strip_rank * tiles;
-  const Strip strip = {image, first_cell + tile * COLUMNS};
+  const Strip strip = {image, first_s2d + tile * COLUMNS};
   const int begin = first_row + strip_rank * rows, end = number < strips ? min(begin + rows, end_row) : 0;
   const Target target = {dx, {height, width}, top, left};
 
   load_filters(shared_address(shared + kLastAt), w);
-  int row = begin - kCellsY + 1;
-  Rows staged(dy, shared, team, {out_height, out_width}, image, strip.cell * WIDEN - ahead - (kCellsX - 1), row, end,
+  int row = begin - kS2dY + 1;
+  Rows staged(dy, shared, team, {out_height, out_width}, image, strip.s2d * WIDEN - ahead - (kS2dX - 1), row, end,
               steps);
   staged.begin();
   wait_for_copies<Rows::kBegun>();
   __syncthreads();  // the filters have arrived
-  spread_filters(shared, reinterpret_cast<const ELEMENT*>(shared + kLastAt));
+  stage_filters(shared, reinterpret_cast<const ELEMENT*>(shared + kLastAt));
   fence_proxy_async();
   __syncthreads();  // the filters are laid out
   staged.filters_done();
 
-  const unsigned filters = shared_address(shared) + threadIdx.x % kTeam / 128 * 64 * 16;
-  Sums sums = {};
-  int slot = 0;
+  const unsigned filters = shared_address(shared) + threadIdx.x % kTeamThreads / 128 * 64 * 16;
+  Accumulators acc = {};
+  int entry = 0;
 #pragma unroll 1
   for (int step = 0; step < steps; ++step, ++row) {
     const unsigned columns = staged.arrived();
-    begin_products(sums, filters + (slot == 0 ? 0 : kCellsY - slot) * kSlot * 16, columns, staged.lead);
+    issue_wgmma(acc, filters + (entry == 0 ? 0 : kS2dY - entry) * kEntryRows * 16, columns, staged.lead);
     staged.next();
     wgmma_wait_group<0>();
-    finish(sums, target, strip, row, slot, row >= begin && row < end);
-    slot = slot + 1 == kCellsY ? 0 : slot + 1;
+    finish(acc, target, strip, row, entry, row >= begin && row < end);
+    entry = entry + 1 == kS2dY ? 0 : entry + 1;
   }
 }

@@ -1,17 +1,17 @@
 // y[n,k,i,j] = sum_{c,r,s} x[n, c, i*STRIDE_Y - pad_y + r, j*STRIDE_X - pad_x + s] * w[k,c,r,s] for CHANNELS <= 4
-// channels, on tensor cores with float32 sums.
+// channels, on tensor cores with float32 accumulators.
 //
-// A block stages the patch of x that TILE_H x TILE_W outputs meet, with pixels of four channels. A window is what one
-// output, or two neighbours if STRIDE_X is odd, meets of the patch: of each row a run of pixels that starts with an
-// even one, and so rows of ldmatrix as they lie. A product's depth is a filter row after the other, each in whole steps
-// of 16; the TILE_K filters of a block are laid out so once, with zeros around the taps and a copy for each output of a
-// window. Windows are rows of the product and filters its columns if CHANNELS_LAST, else the other way round, and both
-// are ordered so that a thread's results are 8 neighbours in memory. WARPS warps take BLOCKS * 16 windows at a time.
-// Grid: persistent; a block keeps its filters and goes through tiles of images.
+// A block stages the input tile of x that TILE_H x TILE_W outputs meet, with pixels of four channels. A window is what
+// one output, or two neighbours if STRIDE_X is odd, meets of the input tile: of each row a run of pixels that starts
+// with an even one, and so rows of ldmatrix as they lie. A K is a filter row after the other, each in
+// whole steps of 16; the TILE_K filters of a block are laid out so once, with zeros around the taps and a copy for each
+// output of a window. Windows are rows of the product and filters its columns if CHANNELS_LAST, else the other way
+// round, and both are ordered so that a thread's results are 8 neighbours in memory. WARPS warps take BLOCKS * 16
+// windows at a time. Grid: persistent; a block keeps its filters and goes through tiles of images.
 #include "common/copy_bytes.cuh"
 #include "common/divisor.cuh"
 #include "common/mma.cuh"
-#include "few_channels/patch.cuh"
+#include "few_channels/input_tile.cuh"
 
 #if !defined(ELEMENT) || !defined(CHANNELS) || !defined(FILTER_Y) || !defined(FILTER_X)
 #error "define ELEMENT, CHANNELS, FILTER_Y and FILTER_X"
@@ -27,30 +27,30 @@
 #endif
 
 constexpr int kThreads = 32 * WARPS, kTileH = TILE_H, kTileW = TILE_W, kTileK = TILE_K, kBlocks = BLOCKS;
-static_assert(kTileK % 32 == 0, "a thread has 8 neighbouring filters of 32");
+static_assert(kTileK % 32 == 0, "TILE_K is a multiple of 32: a thread has 8 neighbouring filters of 32");
 
 // Windows: outputs of one, pixels from one to the next, steps of 16 along a filter row, windows of a row and of a tile.
 constexpr int kOutputs = 1 + STRIDE_X % 2, kWindowPixels = kOutputs * STRIDE_X;
-constexpr int kRowSteps = ceil_div(4 * (FILTER_X + (kOutputs - 1) * STRIDE_X), 16);
+constexpr int kRowKSteps = ceil_div(4 * (FILTER_X + (kOutputs - 1) * STRIDE_X), 16);
 constexpr int kRowWindows = ceil_div(kTileW, kOutputs), kWindows = kTileH * kRowWindows;
 constexpr int kWindowBlocks = ceil_div(kWindows, 16), kFilterBlocks = kOutputs * kTileK / 16;
 // OFFSET columns are staged before those that the first output meets, so that vectors are aligned.
 constexpr int kFirstPixel = OFFSET % 2, kLead = OFFSET + kFirstPixel;
-constexpr int kColumns = round_up(kLead + (kRowWindows - 1) * kWindowPixels + 4 * kRowSteps - kFirstPixel, IN_VECTOR);
-constexpr bool kTurned = !CHANNELS_LAST && kWindowPixels == 2;
+constexpr int kColumns = round_up(kLead + (kRowWindows - 1) * kWindowPixels + 4 * kRowKSteps - kFirstPixel, IN_VECTOR);
+constexpr bool kPermuted = !CHANNELS_LAST && kWindowPixels == 2;
 using Pixels =
-    Patch<CHANNELS, (kTileH - 1) * STRIDE_Y + FILTER_Y, kColumns, kFirstPixel, IN_VECTOR, CHANNELS_LAST, kTurned>;
-using Loader = PatchLoader<Pixels, kThreads, ELEMENT>;
+    InputTile<CHANNELS, (kTileH - 1) * STRIDE_Y + FILTER_Y, kColumns, kFirstPixel, IN_VECTOR, CHANNELS_LAST, kPermuted>;
+using Loader = InputTileLoader<Pixels, kThreads, ELEMENT>;
 
 // Filters in shared memory: an odd number of 16-byte words lies between them, so that eight meet every bank once.
-constexpr int kDepth = FILTER_Y * kRowSteps * 16, kFilterPitch = kDepth + 8;
+constexpr int kDepth = FILTER_Y * kRowKSteps * 16, kFilterPitch = kDepth + 8;
 constexpr int kFilterBytes = 2 * kOutputs * kTileK * kFilterPitch, kTaps = CHANNELS * FILTER_Y * FILTER_X;
 constexpr int kRawBytes = round_up(2 * kTileK * kTaps, 16);
 static_assert(SHARED_BYTES == kFilterBytes + maximum(Pixels::kBytes, kRawBytes),
-              "the host and the kernel agree on shared memory");
+              "SHARED_BYTES is what the tiling computed: host and kernel must agree");
 // Windows whose results are one thread's 8 neighbours are of this many blocks.
 constexpr int kGroupBlocks = CHANNELS_LAST ? 1 : 2 / kOutputs;
-static_assert(kBlocks % kGroupBlocks == 0, "a warp's results are whole groups");
+static_assert(kBlocks % kGroupBlocks == 0, "BLOCKS is a multiple of the blocks whose results are 8 neighbours");
 
 // Starts to copy `count` elements, from an address that is a multiple of 16 bytes.
 __device__ __forceinline__ void load_filters(unsigned raw, const ELEMENT* filters, int count) {
@@ -66,8 +66,8 @@ __device__ __forceinline__ int filter_of(int column) {
 }
 
 // Lays out the filters for the product, zeros beyond the `count` of them.
-__device__ __forceinline__ void spread_filters(unsigned char* to, const ELEMENT* raw, int count) {
-  constexpr int kRowWords = 2 * kRowSteps, kWords = FILTER_Y * kRowWords;
+__device__ __forceinline__ void stage_filters(unsigned char* to, const ELEMENT* raw, int count) {
+  constexpr int kRowWords = 2 * kRowKSteps, kWords = FILTER_Y * kRowWords;
   for (int i = threadIdx.x; i < kOutputs * kTileK * kWords; i += kThreads) {
     const int word = i % kWords, slot = i / kWords, output = slot / kTileK, k = filter_of(slot % kTileK);
     const int r = word / kRowWords, pixel = word % kRowWords * 2 - output * STRIDE_X;
@@ -93,11 +93,11 @@ __device__ __forceinline__ int window_of(int b) {
   return b / 2 * 32 + i / 2 * 8 + b % 2 * 4 + half * 2 + i % 2;
 }
 
-using Sums = float[kBlocks][kFilterBlocks][2][4];
+using Accumulators = float[kBlocks][kFilterBlocks][2][4];
 
 // The products of the warp's windows from `first` on with all filters.
-__device__ __forceinline__ void multiply(Sums& sums, unsigned filters, unsigned patch, int first) {
-  constexpr int kPlaces = kTurned ? kRowSteps : 1;
+__device__ __forceinline__ void multiply(Accumulators& acc, unsigned filters, unsigned input_tile, int first) {
+  constexpr int kPlaces = kPermuted ? kRowKSteps : 1;
   const int lane = threadIdx.x % 32, half = CHANNELS_LAST ? lane / 16 : lane / 8 % 2;
   unsigned windows[kBlocks][kPlaces];
 #pragma unroll
@@ -106,40 +106,41 @@ __device__ __forceinline__ void multiply(Sums& sums, unsigned filters, unsigned 
     const int row = window / kRowWindows, word = (kLead + window % kRowWindows * kWindowPixels) / 2 + half;
 #pragma unroll
     for (int step = 0; step < kPlaces; ++step)
-      windows[b][step] = patch + 16 * (row * STRIDE_Y * Pixels::kRowWords + Pixels::turned(word + 2 * step));
+      windows[b][step] =
+          input_tile + 16 * (row * STRIDE_Y * Pixels::kRowWords + Pixels::word_position(word + 2 * step));
   }
   // What the next products need is on its way while these are computed.
   unsigned pixels[kBlocks][4], taps[4];
 #pragma unroll
   for (int b = 0; b < kBlocks; ++b) load_matrices(pixels[b], windows[b][0]);
   load_matrices(taps, filters);
-#pragma unroll(FILTER_Y* kRowSteps <= 16 ? FILTER_Y : 1)
+#pragma unroll(FILTER_Y* kRowKSteps <= 16 ? FILTER_Y : 1)
   for (int r = 0; r < FILTER_Y; ++r)
 #pragma unroll
-    for (int step = 0; step < kRowSteps; ++step) {
-      const bool is_last_step = step + 1 == kRowSteps, is_last = is_last_step && r + 1 == FILTER_Y;
+    for (int step = 0; step < kRowKSteps; ++step) {
+      const bool is_last_step = step + 1 == kRowKSteps, is_last = is_last_step && r + 1 == FILTER_Y;
       const int next_r = is_last_step ? r + 1 : r, next_step = is_last_step ? 0 : step + 1;
       unsigned next_pixels[kBlocks][4];
       if (!is_last) {
 #pragma unroll
         for (int b = 0; b < kBlocks; ++b)
-          load_matrices(next_pixels[b], windows[b][kTurned ? next_step : 0] + 16 * next_r * Pixels::kRowWords +
-                                            (kTurned ? 0 : 32 * next_step));
+          load_matrices(next_pixels[b], windows[b][kPermuted ? next_step : 0] + 16 * next_r * Pixels::kRowWords +
+                                            (kPermuted ? 0 : 32 * next_step));
       }
 #pragma unroll
       for (int f = 0; f < kFilterBlocks; ++f) {
         unsigned next_taps[4];
         const bool same = f + 1 < kFilterBlocks;
-        const int block = same ? f + 1 : 0, depth = same ? r * kRowSteps + step : next_r * kRowSteps + next_step;
+        const int block = same ? f + 1 : 0, depth = same ? r * kRowKSteps + step : next_r * kRowKSteps + next_step;
         if (same || !is_last) load_matrices(next_taps, filters + 2 * (16 * block * kFilterPitch + depth * 16));
 #pragma unroll
         for (int b = 0; b < kBlocks; ++b)
 #pragma unroll
           for (int h = 0; h < 2; ++h) {
             if (CHANNELS_LAST)
-              multiply_add<ELEMENT>(sums[b][f][h], pixels[b], taps[2 * h], taps[2 * h + 1]);
+              multiply_add<ELEMENT>(acc[b][f][h], pixels[b], taps[2 * h], taps[2 * h + 1]);
             else
-              multiply_add<ELEMENT>(sums[b][f][h], taps, pixels[b][2 * h], pixels[b][2 * h + 1]);
+              multiply_add<ELEMENT>(acc[b][f][h], taps, pixels[b][2 * h], pixels[b][2 * h + 1]);
           }
 #pragma unroll
         for (int i = 0; i < 4; ++i) taps[i] = next_taps[i];
@@ -159,7 +160,7 @@ struct Target {
 };
 
 // Writes 8 neighbours along k of one output, OUT_VECTOR at a time.
-__device__ __forceinline__ void store_channels(const Target& to, const Sums& sums, int first) {
+__device__ __forceinline__ void store_channels(const Target& to, const Accumulators& acc, int first) {
   using Few = Vector<ELEMENT, OUT_VECTOR>;
   const int lane = threadIdx.x % 32;
 #pragma unroll
@@ -179,7 +180,7 @@ __device__ __forceinline__ void store_channels(const Target& to, const Sums& sum
           Vector<ELEMENT, 8> values;
 #pragma unroll
           for (int i = 0; i < 8; ++i)
-            values.at[i] = convert<ELEMENT>(sums[b][p * kTileK / 16 + 2 * group + i / 4][i / 2 % 2][2 * half + i % 2]);
+            values.at[i] = convert<ELEMENT>(acc[b][p * kTileK / 16 + 2 * group + i / 4][i / 2 % 2][2 * half + i % 2]);
 #pragma unroll
           for (int i = 0; i < 8; i += OUT_VECTOR)
             if (k + i < to.k) *reinterpret_cast<Few*>(y + k + i) = *reinterpret_cast<const Few*>(values.at + i);
@@ -189,7 +190,7 @@ __device__ __forceinline__ void store_channels(const Target& to, const Sums& sum
 }
 
 // Writes 8 neighbours along a row, or along the rows of a tile of whole rows, of one filter, OUT_VECTOR at a time.
-__device__ __forceinline__ void store_planes(const Target& to, const Sums& sums, int first) {
+__device__ __forceinline__ void store_planes(const Target& to, const Accumulators& acc, int first) {
   using Few = Vector<ELEMENT, OUT_VECTOR>;
   const int lane = threadIdx.x % 32, plane = to.height * to.width;
 #pragma unroll
@@ -215,7 +216,7 @@ __device__ __forceinline__ void store_planes(const Target& to, const Sums& sums,
         for (int i = 0; i < 8; ++i) {
           const int window = i / kOutputs, p = i % kOutputs;
           values.at[i] =
-              convert<ELEMENT>(sums[b + window / 4][p * kTileK / 16 + f][window / 2 % 2][2 * half + window % 2]);
+              convert<ELEMENT>(acc[b + window / 4][p * kTileK / 16 + f][window / 2 % 2][2 * half + window % 2]);
         }
 #pragma unroll
         for (int i = 0; i < 8; i += OUT_VECTOR)
@@ -236,7 +237,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
   const Divisor by_filters = DIVISOR(filter_tiles), by_image = DIVISOR(image_tiles), by_row = DIVISOR(row_tiles);
   const int first_tile = static_cast<int>(blockIdx.x) / by_filters;
   const int first_k = (blockIdx.x - first_tile * filter_tiles) * kTileK, count = min(kTileK, k - first_k);
-  unsigned char* const patch = shared + kFilterBytes;
+  unsigned char* const input_tile = shared + kFilterBytes;
   const unsigned base = static_cast<unsigned>(__cvta_generic_to_shared(shared));
 
   Target to = {y, k, out_height, out_width, 0, first_k, 0, 0};
@@ -248,7 +249,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
     to.column = (tile - row * row_tiles) * kTileW;
   };
   const auto place = [&]() {
-    return PatchPlace{height, width, to.image, to.row * STRIDE_Y - pad_y, to.column * STRIDE_X - pad_x - OFFSET};
+    return InputTileOrigin{height, width, to.image, to.row * STRIDE_Y - pad_y, to.column * STRIDE_X - pad_x - OFFSET};
   };
 
   Loader loader;
@@ -257,8 +258,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
   if (Loader::kIsWhole) loader.take(x, place());
   wait_for_copies<0>();
   __syncthreads();  // the filters have arrived
-  spread_filters(shared, reinterpret_cast<const ELEMENT*>(patch), count);
-  __syncthreads();  // the filters are laid out, and no longer needed where the patch goes
+  stage_filters(shared, reinterpret_cast<const ELEMENT*>(input_tile), count);
+  __syncthreads();  // the filters are laid out, and no longer needed where the input tile goes
 
   const int lane = threadIdx.x % 32, warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
   const int slot = CHANNELS_LAST ? lane / 16 * 8 + lane % 8 : lane % 16;
@@ -269,10 +270,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
   for (int tile = first_tile; tile < tiles; tile += step) {
     go_to(tile);
     if (Loader::kIsWhole)
-      loader.put(patch);
+      loader.put(input_tile);
     else
-      loader.move(patch, x, place());
-    __syncthreads();  // the patch is in place
+      loader.move(input_tile, x, place());
+    __syncthreads();  // the input tile is in place
     const Target target = to;
     if (Loader::kIsWhole && tile + step < tiles) {
       go_to(tile + step);
@@ -280,13 +281,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
     }
 #pragma unroll 1
     for (int block = warp * kBlocks; block < kWindowBlocks; block += WARPS * kBlocks) {
-      Sums sums = {};
-      multiply(sums, filters, base + kFilterBytes, 16 * block);
+      Accumulators acc = {};
+      multiply(acc, filters, base + kFilterBytes, 16 * block);
       if (CHANNELS_LAST)
-        store_channels(target, sums, 16 * block);
+        store_channels(target, acc, 16 * block);
       else
-        store_planes(target, sums, 16 * block);
+        store_planes(target, acc, 16 * block);
     }
-    __syncthreads();  // every warp has read the patch before the next overwrites it
+    __syncthreads();  // every warp has read the input tile before the next overwrites it
   }
 }

@@ -1,17 +1,16 @@
 // y[n,k,i,j] = sum_{c,r,s} x[n, c, i*STRIDE_Y - pad_y + r*DILATION_Y, j*STRIDE_X - pad_x + s] * w[k,c,r,s] for CHANNELS
-// <= 4 channels, on Hopper's warpgroup products with float32 sums.
+// <= 4 channels, on Hopper's tensor cores (wgmma) with float32 accumulators.
 //
-// A product's rows are filters, FILTER_BLOCKS blocks of 64 in a block of threads, laid out once with zeros around the
-// taps and once more for each output of a window (few_channels/pixel_windows.cuh), in registers if HELD. Its columns
-// are COLUMNS windows of a row of y, read from staged rows of x as they lie. A step is ROWS rows of y, one a warpgroup
-// and block of filters. Rows of x arrive in chunks, as many as a step moves on, through registers into a ring: those of
-// the step after next are loaded, and those of the next one written, while products are under way. Results go through
-// shared memory to words of 16 bytes in the tensor's order, and on at once, or, if LATE, while the next products are
-// under way. Grid: persistent; a block keeps its filters and goes
-// through strips of `strip` rows, the first `longer` of an image of one more, and COLUMNS windows.
+// M is filters, FILTER_BLOCKS blocks of 64, laid out once with zeros around the taps and once more for each output of a
+// window (few_channels/window_rows.cuh), in registers if HELD. N is COLUMNS windows of a row of y, read from staged
+// rows of x as they lie (implicit im2col). A step is ROWS rows of y, one a warpgroup and block of filters. Rows of x
+// arrive in chunks, as many as a step moves on, through registers into a ring: those of the step after next are loaded,
+// and those of the next one written, while wgmma is under way. Results go through shared memory to words of 16 bytes in
+// the tensor's order, and on at once, or, if LATE, while the next wgmma is under way. Grid: persistent; a block keeps
+// its filters and goes through strips of `strip` rows, the first `longer` of an image of one more, and COLUMNS windows.
 #include "common/copy_bytes.cuh"
 #include "common/divisor.cuh"
-#include "few_channels/pixel_windows.cuh"
+#include "few_channels/window_rows.cuh"
 
 #if !defined(ELEMENT) || !defined(CHANNELS) || !defined(FILTER_Y) || !defined(FILTER_X)
 #error "define ELEMENT, CHANNELS, FILTER_Y and FILTER_X"
@@ -42,14 +41,14 @@ constexpr int kChunks = kEarlier + 2, kRingRows = kChunks * kChunkRows;
 // From the first row of the earliest chunk to the first row that the step's first output meets.
 constexpr int kBefore = kEarlier * kChunkRows - (kMet - STRIDE_Y);
 using Chunk = WindowRows<Row, CHANNELS, kChunkRows, kColumns, OFFSET, IN_VECTOR, CHANNELS_LAST>;
-using Loader = PatchLoader<Chunk, kThreads, ELEMENT, true>;
+using Loader = InputTileLoader<Chunk, kThreads, ELEMENT, true>;
 constexpr int kLoaderWords = Loader::kLoads * CHANNELS * maximum(1, IN_VECTOR / 2);
 constexpr int kAtOnce = kLoaderWords * (kEarlier + 1) <= 48 ? kEarlier + 1 : maximum(1, 48 / kLoaderWords);
 
 // Filters: words of 8 elements, [word][64 rows] of a block of filters. Words lie an odd number of 16 bytes apart, so
 // that a filter's are written to different banks.
-constexpr int kRowWords = 2 * Row::kSteps, kSteps = FILTER_Y * Row::kSteps;
-constexpr int kWordBytes = 16 * 64 + 16, kBlockBytes = 2 * kSteps * kWordBytes;
+constexpr int kRowWords = 2 * Row::kKSteps, kKSteps = FILTER_Y * Row::kKSteps;
+constexpr int kWordBytes = 16 * 64 + 16, kBlockBytes = 2 * kKSteps * kWordBytes;
 constexpr int kFilterBytes = FILTER_BLOCKS * kBlockBytes, kTaps = CHANNELS * FILTER_Y * FILTER_X;
 // Results of a warpgroup: pixels of kBlockFilters elements if CHANNELS_LAST, else filters of kTileW; places are apart
 // so that 8 that are written together meet every bank once.
@@ -61,8 +60,8 @@ constexpr int kResultBytes = CHANNELS_LAST ? (kOutputs == 1 ? 0 : kHalfBytes) + 
 constexpr int kResultsAt = kFilterBytes + kRingRows * Chunk::kRowBytes;
 constexpr int kRawBytes = round_up(2 * kTileK * kTaps, 16);
 static_assert(SHARED_BYTES == kResultsAt + maximum(kGroups * kResultBytes, kRawBytes),
-              "the host and the kernel agree on shared memory");
-static_assert(kResultBytes % 16 == 0, "results of each warpgroup are whole words");
+              "SHARED_BYTES is what the tiling computed: host and kernel must agree");
+static_assert(kResultBytes % 16 == 0, "results of a warpgroup are whole 16-byte words");
 
 constexpr int power_of_two(int least) {
   return least <= 1 ? 1 : 2 * power_of_two((least + 1) / 2);
@@ -91,8 +90,8 @@ using Unit = UnitOf<OUT_VECTOR>::Type;
 constexpr int kLines = CHANNELS_LAST ? kTileW : kBlockFilters;
 constexpr int kLineUnits = (CHANNELS_LAST ? kBlockFilters : kTileW) / OUT_VECTOR;
 constexpr int kPowerUnits = power_of_two(kLineUnits), kSlots = kPowerUnits < 128 ? kPowerUnits : 128;
-constexpr int kLineParts = ceil_div(kLineUnits, kSlots), kTurnLines = 128 / kSlots,
-              kTurns = ceil_div(kLines, kTurnLines);
+constexpr int kLineParts = ceil_div(kLineUnits, kSlots), kRoundLines = 128 / kSlots,
+              kRounds = ceil_div(kLines, kRoundLines);
 
 // Starts to copy `count` elements, from an address that is a multiple of 16 bytes.
 __device__ __forceinline__ void load_filters(unsigned raw, const ELEMENT* filters, int count) {
@@ -104,7 +103,7 @@ __device__ __forceinline__ void load_filters(unsigned raw, const ELEMENT* filter
 // Lays out the filters for the products, zeros beyond the `count` of them. Row 16 * w + r of a block is filter 16 * w +
 // r, or, of two outputs, filter 8 * w + r % 8 for output r / 8. A thread takes a row of taps; neighbours take those of
 // the next filter, or, where filters lie so that they would read from few banks, the next row.
-__device__ __forceinline__ void spread_filters(unsigned char* to, const ELEMENT* raw, int count) {
+__device__ __forceinline__ void stage_filters(unsigned char* to, const ELEMENT* raw, int count) {
   constexpr bool kRowsFirst = kTaps % 8 == 0;
   constexpr int kTogether = kRowWords <= 8 ? kRowWords : 2;
 #pragma unroll 1
@@ -137,23 +136,22 @@ __device__ __forceinline__ void spread_filters(unsigned char* to, const ELEMENT*
   }
 }
 
-using Sums = float[kColumns / 2];
-using Held = unsigned[HELD ? kSteps : 1][4];
+using FilterFragments = unsigned[HELD ? kKSteps : 1][4];
 
 // This thread's fragments of all steps of a block of filters.
-__device__ __forceinline__ void hold_filters(Held& held, const unsigned char* block) {
+__device__ __forceinline__ void load_fragments(FilterFragments& fragments, const unsigned char* block) {
   const int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16 + lane / 4;
 #pragma unroll
-  for (int step = 0; step < kSteps; ++step)
+  for (int step = 0; step < kKSteps; ++step)
 #pragma unroll
     for (int i = 0; i < 4; ++i)
-      held[HELD ? step : 0][i] = *reinterpret_cast<const unsigned*>(block + (2 * step + i / 2) * kWordBytes +
-                                                                    (row + i % 2 * 8) * 16 + lane % 4 * 4);
+      fragments[HELD ? step : 0][i] = *reinterpret_cast<const unsigned*>(block + (2 * step + i / 2) * kWordBytes +
+                                                                         (row + i % 2 * 8) * 16 + lane % 4 * 4);
 }
 
 // Begins the products of a row of windows, whose first row of x is number `first` of the ring, perhaps once around it.
-__device__ __forceinline__ void begin_products(Sums& sums, const Held& held, unsigned filters, unsigned ring,
-                                               int first) {
+__device__ __forceinline__ void issue_wgmma(Accumulators& acc, const FilterFragments& fragments, unsigned filters,
+                                            unsigned ring, int first) {
   wgmma_fence();
 #pragma unroll
   for (int r = 0; r < FILTER_Y; ++r) {
@@ -162,12 +160,12 @@ __device__ __forceinline__ void begin_products(Sums& sums, const Held& held, uns
         descriptor_at(matrix_descriptor(Chunk::kNextWordBytes, Chunk::kEightWindowsBytes, 0),
                       ring + (row < kRingRows ? row : row - kRingRows) * Chunk::kRowBytes);
 #pragma unroll
-    for (int i = 0; i < Row::kSteps; ++i) {
-      const int step = r * Row::kSteps + i;
+    for (int i = 0; i < Row::kKSteps; ++i) {
+      const int step = r * Row::kKSteps + i;
       if constexpr (HELD)
-        Wgmma<ELEMENT>::rs(sums, held[step], windows + Chunk::step_bytes(i) / 16, step > 0);
+        Wgmma<ELEMENT>::rs(acc, fragments[step], windows + Chunk::step_bytes(i) / 16, step > 0);
       else
-        Wgmma<ELEMENT>::ss(sums, descriptor_at(matrix_descriptor(kWordBytes, 128, 0), filters + 2 * step * kWordBytes),
+        Wgmma<ELEMENT>::ss(acc, descriptor_at(matrix_descriptor(kWordBytes, 128, 0), filters + 2 * step * kWordBytes),
                            windows + Chunk::step_bytes(i) / 16, step > 0);
     }
   }
@@ -181,9 +179,9 @@ __device__ __forceinline__ unsigned packed(float first, float second) {
   return *reinterpret_cast<const unsigned*>(&pair);
 }
 
-// The sums of a warpgroup as elements at `results` in shared memory, rows of filters or of pixels as the tensor has
-// them.
-__device__ __forceinline__ void lay_out(unsigned char* results, const Sums& sums) {
+// The accumulators of a warpgroup as elements at `results` in shared memory, rows of filters or of pixels as the tensor
+// has them.
+__device__ __forceinline__ void stage_results(unsigned char* results, const Accumulators& acc) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32, half = lane / 8 % 2;
   const unsigned to = shared_address(results);
   if constexpr (!CHANNELS_LAST && kOutputs == 2) {
@@ -191,8 +189,8 @@ __device__ __forceinline__ void lay_out(unsigned char* results, const Sums& sums
 #pragma unroll
     for (int j = 0; j < kColumns / 8; ++j) {
       Vector<unsigned, 2> four;
-      four.at[0] = packed(sums[4 * j], sums[4 * j + 2]);
-      four.at[1] = packed(sums[4 * j + 1], sums[4 * j + 3]);
+      four.at[0] = packed(acc[4 * j], acc[4 * j + 2]);
+      four.at[1] = packed(acc[4 * j + 1], acc[4 * j + 3]);
       *reinterpret_cast<Vector<unsigned, 2>*>(at + 32 * j) = four;
     }
   } else {
@@ -201,8 +199,8 @@ __device__ __forceinline__ void lay_out(unsigned char* results, const Sums& sums
                                         : to + (16 * warp + lane % 16) * kPlaneBytes + lane / 16 * 16;
 #pragma unroll
     for (int j = 0; j < kColumns / 8; j += 2) {
-      const unsigned a = packed(sums[4 * j], sums[4 * j + 1]), b = packed(sums[4 * j + 2], sums[4 * j + 3]);
-      const unsigned c = packed(sums[4 * j + 4], sums[4 * j + 5]), d = packed(sums[4 * j + 6], sums[4 * j + 7]);
+      const unsigned a = packed(acc[4 * j], acc[4 * j + 1]), b = packed(acc[4 * j + 2], acc[4 * j + 3]);
+      const unsigned c = packed(acc[4 * j + 4], acc[4 * j + 5]), d = packed(acc[4 * j + 6], acc[4 * j + 7]);
       if constexpr (CHANNELS_LAST)
         stmatrix_trans(from + 8 * j * kPixelBytes, a, b, c, d);
       else
@@ -228,9 +226,9 @@ __device__ __forceinline__ void store(const Target& to, const unsigned char* res
   ELEMENT* y = to.y + element + first * line_step +
                (CHANNELS_LAST ? ((to.image * to.height + to.row) * to.width + to.column) * to.k + to.first_k
                               : (to.image * to.k + to.first_k) * plane + to.row * to.width + to.column);
-#pragma unroll(kTurns* kLineParts <= 8 ? kTurns : 4)
-  for (int turn = 0; turn < kTurns; ++turn, y += kTurnLines * line_step) {
-    const int line = kTurnLines * turn + first;
+#pragma unroll(kRounds* kLineParts <= 8 ? kRounds : 4)
+  for (int round = 0; round < kRounds; ++round, y += kRoundLines * line_step) {
+    const int line = kRoundLines * round + first;
     if (line >= lines) break;
     const unsigned char* const from =
         results + 2 * element +
@@ -264,7 +262,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
   const unsigned ring = shared_address(shared) + kFilterBytes;
 
   Target to = {y, k, out_height, out_width, 0, 0, 0, first_k + group % FILTER_BLOCKS * kBlockFilters};
-  PatchPlace place = {height, width, 0, 0, 0};
+  InputTileOrigin place = {height, width, 0, 0, 0};
   int first, last;  // row of y that begins the strip, and the one that ends it
   const auto load = [&](Loader& loader) {
     loader.take(x, place);
@@ -310,20 +308,20 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
   begin(first_tile);
   wait_for_copies<0>();
   __syncthreads();  // the filters have arrived
-  spread_filters(shared, reinterpret_cast<const ELEMENT*>(raw), count);
+  stage_filters(shared, reinterpret_cast<const ELEMENT*>(raw), count);
   fence_proxy_async();
   __syncthreads();  // the filters are laid out, and no longer needed where results go
-  Held held;
-  if constexpr (HELD) hold_filters(held, block);
+  FilterFragments fragments;
+  if constexpr (HELD) load_fragments(fragments, block);
 
 #pragma unroll 1
   for (int tile = first_tile; tile < tiles;) {
     int chunk = 0;  // the earliest that the step meets
 #pragma unroll 1
     for (; to.row < last; to.row += ROWS) {
-      __syncthreads();  // the step's chunks are in place; results of the last step are laid out, or stored unless LATE
-      Sums sums;        // beyond the strip's last row they are computed, too, but not stored
-      begin_products(sums, held, shared_address(block), ring, chunk * kChunkRows + kBefore + row_of_step * STRIDE_Y);
+      __syncthreads();   // the step's chunks are in place; results of the last step are laid out, or stored unless LATE
+      Accumulators acc;  // beyond the strip's last row they are computed, too, but not stored
+      issue_wgmma(acc, fragments, shared_address(block), ring, chunk * kChunkRows + kBefore + row_of_step * STRIDE_Y);
       if (to.row + ROWS < last) {
         write(loader, chunk == 0 ? kChunks - 1 : chunk - 1);
         fence_proxy_async();
@@ -333,7 +331,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
       wgmma_wait_group<0>();
       if constexpr (LATE) warpgroup_sync(1 + group);  // results of the last step have been read
       if (to.row + row_of_step < last) {
-        lay_out(results, sums);
+        stage_results(results, acc);
         if constexpr (!LATE) {
           warpgroup_sync(1 + group);  // results are laid out
           store_step(to.row);

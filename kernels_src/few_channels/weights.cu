@@ -1,18 +1,18 @@
 // dw[k,c,r,s] = sum_{n,i,j} dy[n,k,i,j] * x[n, c, i*STRIDE_Y - pad_y + r, j*STRIDE_X - pad_x + s] for CHANNELS <= 4
-// channels, on tensor cores with float32 sums.
+// channels, on tensor cores with float32 accumulators.
 //
-// A block stages tiles of TILE_H x TILE_W outputs: TILE_K filters of dy, STAGES tiles at a time, and the patch of x
-// that they meet, two at a time, with pixels of four channels. A window is what one output, or two neighbours if
-// STRIDE_X is odd, meets of the patch: of each row a run of pixels that starts with an even one. The product's depth is
-// windows, its rows are filters, for each output of a window, its columns the elements of a window; ldmatrix reads both
-// as they lie. WARPS_Y warps share the filter's rows, WARPS_K its filters and WARPS_P the windows. The sums of a
-// window's outputs join at the end. Grid: blocks of filters, times `splits` blocks that tiles are dealt to. Each writes
-// float32 parts, which first_layer_weights_finish adds in a fixed order.
+// A block stages tiles of TILE_H x TILE_W outputs: TILE_K filters of dy, STAGES tiles at a time, and the input tile of
+// x with its halo, two at a time, with pixels of four channels. A window is what one output, or two neighbours if
+// STRIDE_X is odd, meets of the input tile: of each row a run of pixels that starts with an even one (implicit im2col).
+// M is filters, for each output of a window, N the elements of a window, K is windows; ldmatrix reads both as they lie.
+// WARPS_Y warps share the filter's rows, WARPS_K its filters and WARPS_P the windows. The accumulators of a window's
+// outputs are added at the end. Grid: blocks of filters, times `splits` blocks that tiles are dealt to (split-K). Each
+// writes float32 partials, which first_layer_weights_finish adds in a fixed order.
 #include "common/copy_bytes.cuh"
 #include "common/divisor.cuh"
 #include "common/split_k.cuh"
 #include "common/mma.cuh"
-#include "few_channels/patch.cuh"
+#include "few_channels/input_tile.cuh"
 
 #if !defined(ELEMENT) || !defined(CHANNELS) || !defined(FILTER_Y) || !defined(FILTER_X)
 #error "define ELEMENT, CHANNELS, FILTER_Y and FILTER_X"
@@ -28,7 +28,7 @@
 #endif
 
 constexpr int kThreads = 32 * WARPS_Y * WARPS_K * WARPS_P, kTileH = TILE_H, kTileW = TILE_W, kTileK = TILE_K;
-static_assert(kTileK % (16 * WARPS_K) == 0, "a warp has whole blocks of 16 filters");
+static_assert(kTileK % (16 * WARPS_K) == 0, "TILE_K is a multiple of 16 filters a warp");
 
 // Windows: outputs of one, pixels from one to the next, 16-byte words of a row, windows of a row and of a tile.
 constexpr int kOutputs = 1 + STRIDE_X % 2, kWindowPixels = kOutputs * STRIDE_X;
@@ -40,21 +40,21 @@ constexpr int kFirstPixel = OFFSET % 2, kLead = OFFSET + kFirstPixel;
 constexpr int kColumns =
     round_up(kLead + (kRowWindows - 1) * kWindowPixels + round_up(2 * kRowWords, 4) - kFirstPixel, IN_VECTOR);
 using Pixels =
-    Patch<CHANNELS, (kTileH - 1) * STRIDE_Y + FILTER_Y, kColumns, kFirstPixel, IN_VECTOR, CHANNELS_LAST, false>;
-using Loader = PatchLoader<Pixels, kThreads, ELEMENT>;
+    InputTile<CHANNELS, (kTileH - 1) * STRIDE_Y + FILTER_Y, kColumns, kFirstPixel, IN_VECTOR, CHANNELS_LAST, false>;
+using Loader = InputTileLoader<Pixels, kThreads, ELEMENT>;
 
 // Outputs in shared memory, an odd number of 16-byte words from row to row, so that eight meet every bank once: rows
 // are windows of filters, for each output of a window, if CHANNELS_LAST; else filters of outputs.
 constexpr int kOutPitch = CHANNELS_LAST ? 2 * kTileK + 16 : round_up(2 * kOutputs * kSlots, 32) + 16;
 constexpr int kOutBytes = CHANNELS_LAST ? kOutputs * kSlots * kOutPitch : kTileK * kOutPitch;
-constexpr int kRowOutputs = kOutputs * kRowWindows, kPatchAt = STAGES * kOutBytes;
-static_assert(STAGES >= 2, "a tile is loaded while another is read");
+constexpr int kRowOutputs = kOutputs * kRowWindows, kInputTileAt = STAGES * kOutBytes;
+static_assert(STAGES >= 2, "STAGES is at least 2: a tile is loaded while another is read");
 
-// A warp's share of the product, and the sums of a block when warps add theirs.
+// A warp's share of the product, and the accumulators of a block when warps add theirs.
 constexpr int kWarpRows = ceil_div(FILTER_Y, WARPS_Y), kWarpFilters = kTileK / 16 / WARPS_K;
-constexpr int kTaps = CHANNELS * FILTER_Y * FILTER_X, kSumPitch = FILTER_Y * kRowWords * 8 + 8;
-static_assert(SHARED_BYTES == maximum(kPatchAt + 2 * Pixels::kBytes, 4 * kOutputs * kTileK * kSumPitch),
-              "the host and the kernel agree on shared memory");
+constexpr int kTaps = CHANNELS * FILTER_Y * FILTER_X, kAccumulatorPitch = FILTER_Y * kRowWords * 8 + 8;
+static_assert(SHARED_BYTES == maximum(kInputTileAt + 2 * Pixels::kBytes, 4 * kOutputs * kTileK * kAccumulatorPitch),
+              "SHARED_BYTES is what the tiling computed: host and kernel must agree");
 
 // Where a tile's outputs are.
 struct Outputs {
@@ -128,7 +128,7 @@ __device__ __forceinline__ int window_of(int depth) {
   return CHANNELS_LAST || kOutputs == 1 ? depth : depth / 8 * 8 + depth % 8 / 2 + depth % 2 * 4;
 }
 
-using Sums = float[kWarpFilters][kOutputs][kWarpRows][kRowWords][4];
+using Accumulators = float[kWarpFilters][kOutputs][kWarpRows][kRowWords][4];
 using Filters = unsigned[kWarpFilters][kOutputs][4];
 
 // A block of windows' gradients of the warp's filters, the first of which is number `first`.
@@ -161,15 +161,15 @@ __device__ __forceinline__ void read_outputs(Filters& filters, unsigned outputs,
   }
 }
 
-// Adds a staged tile's products to the warp's sums.
-__device__ __forceinline__ void add_tile(Sums& sums, unsigned outputs, unsigned patch, int first_y, int first_filter,
-                                         int first_block) {
+// Adds a staged tile's products to the warp's accumulators.
+__device__ __forceinline__ void add_tile(Accumulators& acc, unsigned outputs, unsigned input_tile, int first_y,
+                                         int first_filter, int first_block) {
   const int lane = threadIdx.x % 32;
 #pragma unroll 1
   for (int block = first_block; block < kWindowBlocks; block += WARPS_P) {
     const int window = min(16 * block + window_of(lane % 16), kWindows - 1);
     const int word = (kLead + window % kRowWindows * kWindowPixels) / 2 + lane / 16;
-    const unsigned row = patch + 16 * ((window / kRowWindows * STRIDE_Y + first_y) * Pixels::kRowWords + word);
+    const unsigned row = input_tile + 16 * ((window / kRowWindows * STRIDE_Y + first_y) * Pixels::kRowWords + word);
     Filters filters;
     read_outputs(filters, outputs, block, first_filter);
     // The words of the next row are on their way while those of this one are multiplied.
@@ -190,19 +190,20 @@ __device__ __forceinline__ void add_tile(Sums& sums, unsigned outputs, unsigned 
         for (int f = 0; f < kWarpFilters; ++f)
 #pragma unroll
           for (int p = 0; p < kOutputs; ++p)
-            multiply_add<ELEMENT>(sums[f][p][r][j], filters[f][p], words[r % 2][j / 2][j % 2 * 2],
+            multiply_add<ELEMENT>(acc[f][p][r][j], filters[f][p], words[r % 2][j / 2][j % 2 * 2],
                                   words[r % 2][j / 2][j % 2 * 2 + 1]);
     }
   }
 }
 
-// Adds the sums of warps with different windows in shared memory, in order.
-__device__ __forceinline__ void join_sums(float* joined, const Sums& sums, int first_y, int first_filter, int share) {
+// Adds the accumulators of warps with different windows in shared memory, in order.
+__device__ __forceinline__ void reduce_warps(float* joined, const Accumulators& acc, int first_y, int first_filter,
+                                             int share) {
   const int lane = threadIdx.x % 32;
 #pragma unroll 1
-  for (int turn = 0; turn < WARPS_P; ++turn) {
-    __syncthreads();  // stages have been read, or the turn before is complete
-    if (turn != share) continue;
+  for (int round = 0; round < WARPS_P; ++round) {
+    __syncthreads();  // stages have been read, or the round before is complete
+    if (round != share) continue;
 #pragma unroll
     for (int f = 0; f < kWarpFilters; ++f)
 #pragma unroll
@@ -216,9 +217,9 @@ __device__ __forceinline__ void join_sums(float* joined, const Sums& sums, int f
             for (int half = 0; half < 2; ++half) {
               const int k = first_filter + 16 * f + 8 * half + lane / 4;
               float* const at =
-                  joined + (p * kTileK + k) * kSumPitch + ((first_y + r) * kRowWords + j) * 8 + lane % 4 * 2;
-              Vector<float, 2> pair = {sums[f][p][r][j][2 * half], sums[f][p][r][j][2 * half + 1]};
-              if (turn > 0) {
+                  joined + (p * kTileK + k) * kAccumulatorPitch + ((first_y + r) * kRowWords + j) * 8 + lane % 4 * 2;
+              Vector<float, 2> pair = {acc[f][p][r][j][2 * half], acc[f][p][r][j][2 * half + 1]};
+              if (round > 0) {
                 const Vector<float, 2> before = *reinterpret_cast<const Vector<float, 2>*>(at);
                 pair.at[0] += before.at[0];
                 pair.at[1] += before.at[1];
@@ -227,7 +228,7 @@ __device__ __forceinline__ void join_sums(float* joined, const Sums& sums, int f
             }
         }
   }
-  __syncthreads();  // the last turn is complete
+  __syncthreads();  // the last round is complete
 }
 
 // Writes `count` filters in the order of dw.
@@ -240,7 +241,7 @@ __device__ __forceinline__ void store_part(float* __restrict__ part, const float
     float sum = 0;
 #pragma unroll
     for (int p = 0; p < kOutputs; ++p)
-      sum += joined[(p * kTileK + k) * kSumPitch + r * kRowWords * 8 + 4 * (s + p * STRIDE_X) + c];
+      sum += joined[(p * kTileK + k) * kAccumulatorPitch + r * kRowWords * 8 + 4 * (s + p * STRIDE_X) + c];
     part[i] = sum;
   }
 }
@@ -269,7 +270,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
     from.column = (tile - row * row_tiles) * kTileW;
   };
   const auto place = [&]() {
-    return PatchPlace{height, width, from.image, from.row * STRIDE_Y - pad_y, from.column * STRIDE_X - pad_x - OFFSET};
+    return InputTileOrigin{height, width, from.image, from.row * STRIDE_Y - pad_y,
+                           from.column * STRIDE_X - pad_x - OFFSET};
   };
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
   const int first_y = warp % WARPS_Y * kWarpRows, first_filter = warp / WARPS_Y % WARPS_K * kWarpFilters * 16;
@@ -285,12 +287,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
   }
   clear_rest(shared);
   go_to(split);
-  loader.move(shared + kPatchAt, x, place());
+  loader.move(shared + kInputTileAt, x, place());
   if (split + splits < tiles) {
     go_to(split + splits);
     if (Loader::kIsWhole) loader.take(x, place());
   }
-  Sums sums = {};
+  Accumulators acc = {};
   int stage = 0, half = 0;
 #pragma unroll 1
   for (int tile = split; tile < tiles; tile += splits) {
@@ -305,24 +307,25 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
       go_to(ahead);
       load_outputs(shared + (stage == 0 ? STAGES - 1 : stage - 1) * kOutBytes, dy, from);
     }
-    // The next patch was taken a turn before, and now the one after it is.
-    unsigned char* const patch = shared + kPatchAt + (half ^ 1) * Pixels::kBytes;
+    // The next input tile was taken a round before, and now the one after it is.
+    unsigned char* const input_tile = shared + kInputTileAt + (half ^ 1) * Pixels::kBytes;
     if (Loader::kIsWhole && tile + splits < tiles) {
-      loader.put(patch);
+      loader.put(input_tile);
       go_to(tile + 2 * splits);
       if (tile + 2 * splits < tiles) loader.take(x, place());
     }
     const unsigned now = base + stage * kOutBytes;
-    if (first_y < FILTER_Y) add_tile(sums, now, base + kPatchAt + half * Pixels::kBytes, first_y, first_filter, share);
+    if (first_y < FILTER_Y)
+      add_tile(acc, now, base + kInputTileAt + half * Pixels::kBytes, first_y, first_filter, share);
     if (!Loader::kIsWhole && tile + splits < tiles) {
       go_to(tile + splits);
-      loader.move(patch, x, place());
+      loader.move(input_tile, x, place());
     }
     stage = stage + 1 == STAGES ? 0 : stage + 1;
     half ^= 1;
   }
   float* const joined = reinterpret_cast<float*>(shared);
-  join_sums(joined, sums, first_y, first_filter, share);
+  reduce_warps(joined, acc, first_y, first_filter, share);
   store_part(parts + (static_cast<int64>(split) * k + first_k) * kTaps, joined, min(kTileK, k - first_k));
 }
 
@@ -331,13 +334,13 @@ constexpr int kShares = 32;
 
 extern "C" __global__ void __launch_bounds__(32 * kShares)
     first_layer_weights_finish(const float* partials, ELEMENT* dw, int size, int splits) {
-  __shared__ float sums[kShares][33];
+  __shared__ float acc[kShares][33];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, at = blockIdx.x * 32 + lane;
   griddepcontrol_wait();
   float sum = sum_splits<8, int64>(partials, at, size, {warp, splits, kShares}, at < size);
-  sums[warp][lane] = sum;
+  acc[warp][lane] = sum;
   __syncthreads();  // every warp's share is there
-  sum = sums[lane][warp];
+  sum = acc[lane][warp];
 #pragma unroll
   for (int apart = 16; apart > 0; apart /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, apart);
   if (lane == 0 && blockIdx.x * 32 + warp < size) dw[blockIdx.x * 32 + warp] = convert<ELEMENT>(sum);

@@ -1,13 +1,13 @@
 // dw[k,c,r,s] = sum_{n,i,j} dy[n,k,i,j] * x[n, c, i*STRIDE_Y - pad_y + r, j*STRIDE_X - pad_x + s] for CHANNELS <= 4
-// channels, on Hopper's tensor cores (wgmma, compute capability 9.0) with float32 sums.
+// channels, on Hopper's tensor cores (wgmma, compute capability 9.0) with float32 accumulators.
 //
-// A block stages tiles of TILE_H x TILE_W outputs: TILE_K filters of dy, and the patch of x that they meet as 16-byte
-// words of two neighbouring pixels of four channels: of every second pixel, or of every pixel if STRIDE_X is odd. What
-// eight neighbouring outputs meet of a pair of taps is then eight words side by side, a block of an operand as it lies.
-// A product's depth is 16 outputs, its rows are 64 filters, its columns a pair of taps of all (or of up to eight) rows
-// of the filter. GROUPS_K warpgroups share the filters and GROUPS_S the pairs of taps. LOADERS more load, a tile each
-// in turn, through registers: what is on its way is in registers, and a tile is in shared memory when it is complete.
-// Grid: blocks of filters, times `splits` blocks that tiles are dealt to. Each writes float32 parts, which
+// A block stages tiles of TILE_H x TILE_W outputs: TILE_K filters of dy, and the input tile of x with its halo as
+// 16-byte words of two neighbouring pixels of four channels: of every second pixel, or of every pixel if STRIDE_X is
+// odd. What eight neighbouring outputs meet of a pair of taps is then eight words side by side, a core matrix as it
+// lies. M is 64 filters, N a pair of taps of all (or of up to eight) rows of the filter, K 16 outputs. GROUPS_K
+// warpgroups share the filters and GROUPS_S the pairs of taps. LOADERS more are producers, a tile each by turns,
+// through registers: what is on its way is in registers, and a tile is in shared memory when it is complete. Grid:
+// blocks of filters, times `splits` blocks that tiles are dealt to (split-K). Each writes float32 partials, which
 // first_layer_wgmma_weights_finish adds in a fixed order.
 #if !defined(ELEMENT) || !defined(CHANNELS) || !defined(FILTER_Y) || !defined(FILTER_X)
 #error "define ELEMENT, CHANNELS, FILTER_Y and FILTER_X"
@@ -25,7 +25,7 @@
 #include "common/divisor.cuh"
 #include "common/split_k.cuh"
 #include "common/hopper.cuh"
-#include "few_channels/patch.cuh"
+#include "few_channels/input_tile.cuh"
 
 // The width of a product, by its blocks of 8 columns.
 #if COLUMN_BLOCKS < 1 || COLUMN_BLOCKS > 8
@@ -52,47 +52,50 @@
 // Teams of kLoaders threads load: the first LOADERS warpgroups. A warpgroup that loads and multiplies, too, would have
 // its products serialized by ptxas.
 constexpr int kWorkers = 128 * GROUPS_K * GROUPS_S, kLoaders = 128, kTeams = LOADERS;
-static_assert(kTeams > 0, "warpgroups of their own load");
+static_assert(kTeams > 0,
+              "LOADERS is at least 1: a warpgroup that loads and multiplies would have its wgmma serialized");
 constexpr int kThreads = kTeams * kLoaders + kWorkers, kTileH = TILE_H, kTileW = TILE_W, kTileK = TILE_K;
 static_assert(kTileW % 8 == 0, "eight neighbours in a tile are outputs of one row");
 static_assert(kTileK % 8 == 0 && ceil_div(kTileK, 64) == GROUPS_K, "a warpgroup has up to 64 filters");
 
-// A pair of taps is a chunk. Filter rows are cut into kParts of COLUMN_BLOCKS, the last with rows that count for none.
-constexpr int kChunks = ceil_div(FILTER_X, 2), kGroupChunks = kChunks / GROUPS_S;
+// Filter rows are cut into kParts of COLUMN_BLOCKS, the last with rows that count for none.
+constexpr int kTapPairs = ceil_div(FILTER_X, 2), kGroupTapPairs = kTapPairs / GROUPS_S;
 constexpr int kParts = ceil_div(FILTER_Y, COLUMN_BLOCKS), kSpareRows = kParts * COLUMN_BLOCKS - FILTER_Y;
-static_assert(kChunks % GROUPS_S == 0, "warpgroups have equally many pairs of taps");
+static_assert(kTapPairs % GROUPS_S == 0, "GROUPS_S divides the pairs of taps");
 
-// The patch. Its words hold pixels that are kWordPixels apart; those of outputs that are neighbours are kPlanes apart,
-// and are side by side in a plane. OFFSET columns are staged before those that the first output meets, so that vectors
-// are aligned.
+// The input tile. Its words hold pixels that are kWordPixels apart; those of outputs that are neighbours are kPlanes
+// apart, and are side by side in a plane. OFFSET columns are staged before those that the first output meets, so that
+// vectors are aligned.
 constexpr int kWordPixels = STRIDE_X % 2 == 0 ? 2 : 1, kPlanes = STRIDE_X / kWordPixels;
-constexpr int kChunkWords = 2 / kWordPixels;
+constexpr int kTapPairWords = 2 / kWordPixels;
 constexpr int kFirstPixel = kWordPixels == 2 ? OFFSET % 2 : 0, kLead = (kFirstPixel + OFFSET) / kWordPixels;
 constexpr int kColumns = round_up(OFFSET + (kTileW - 1) * STRIDE_X + FILTER_X, IN_VECTOR);
 using Staged =
-    Patch<CHANNELS, (kTileH - 1) * STRIDE_Y + FILTER_Y, kColumns, kFirstPixel, IN_VECTOR, CHANNELS_LAST, false>;
+    InputTile<CHANNELS, (kTileH - 1) * STRIDE_Y + FILTER_Y, kColumns, kFirstPixel, IN_VECTOR, CHANNELS_LAST, false>;
 
 struct Pixels : Staged {
   static constexpr int kWords = ceil_div(kFirstPixel + kColumns, kWordPixels), kPlaneWords = ceil_div(kWords, kPlanes);
   // An odd number, so that the same word of eight rows is in different banks.
   static constexpr int kRowWords = kPlanes * kPlaneWords | 1, kRowBytes = 16 * kRowWords, kBytes = kRows * kRowBytes;
 
-  static __device__ __forceinline__ int turned(int word) { return word % kPlanes * kPlaneWords + word / kPlanes; }
+  static __device__ __forceinline__ int word_position(int word) {
+    return word % kPlanes * kPlaneWords + word / kPlanes;
+  }
 };
 
-struct Loader : PatchLoader<Pixels, kLoaders, ELEMENT> {
+struct Loader : InputTileLoader<Pixels, kLoaders, ELEMENT> {
   // Writes what take() loaded, a pixel into both words that hold it.
-  __device__ __forceinline__ void put_words(unsigned char* patch, int first) const {
+  __device__ __forceinline__ void put_words(unsigned char* input_tile, int first) const {
     if constexpr (kWordPixels == 2) {
-      put(patch, first);
+      put(input_tile, first);
     } else {
 #pragma unroll
       for (int i = 0; i < kLoads; ++i) {
         const int rank = first + i * kLoaders + threadIdx.x;
         if (rank >= Pixels::kRuns) break;
-        unsigned char* const row = patch + rank / kColumnRuns * Pixels::kRowBytes;
+        unsigned char* const row = input_tile + rank / kColumnRuns * Pixels::kRowBytes;
         const int column = rank % kColumnRuns * kVector;
-        const auto word = [&](int at) { return row + 16 * Pixels::turned(at); };
+        const auto word = [&](int at) { return row + 16 * Pixels::word_position(at); };
         if (column > 0) *reinterpret_cast<Pixel*>(word(column - 1) + 8) = pixel_of(i, 0);
 #pragma unroll
         for (int j = 0; j < kVector - 1; ++j)
@@ -102,22 +105,23 @@ struct Loader : PatchLoader<Pixels, kLoaders, ELEMENT> {
     }
   }
 };
-static_assert(Loader::kIsWhole, "a thread holds its share of a patch");
+static_assert(Loader::kIsWhole, "registers of a thread hold its part of an input tile");
 
 // Outputs in shared memory: blocks of 8 outputs and 8 filters, which lie as in the tensor. Gaps between blocks let
 // eight writes meet every bank once.
-constexpr int kOctets = kTileH * kTileW / 8, kRowOctets = kTileW / 8, kSteps = ceil_div(kOctets, 2);
+constexpr int kOctets = kTileH * kTileW / 8, kRowOctets = kTileW / 8, kKSteps = ceil_div(kOctets, 2);
 constexpr int kFilterBlocks = kTileK / 8, kBlockGap = CHANNELS_LAST ? 16 * maximum(1, 8 / kFilterBlocks) : 0;
 constexpr int kBlockPitch = 128 + kBlockGap, kOctetGap = CHANNELS_LAST ? 0 : 16 * maximum(1, 8 / kRowOctets);
 constexpr int kOctetPitch = kFilterBlocks * kBlockPitch + kOctetGap;
-constexpr int kOutBytes = 2 * kSteps * kOctetPitch, kStages = 3, kPatchAt = kStages * kOutBytes;
+constexpr int kOutBytes = 2 * kKSteps * kOctetPitch, kStages = 3, kInputTileAt = kStages * kOutBytes;
 // Products read rows of filters and columns of taps that there are not, of which nothing is kept.
 constexpr int kSpare = maximum((8 * GROUPS_K - kFilterBlocks) * kBlockPitch, kSpareRows* Pixels::kRowBytes);
-static_assert(SHARED_BYTES == kPatchAt + kStages * Pixels::kBytes + kSpare, "the host and the kernel agree");
+static_assert(SHARED_BYTES == kInputTileAt + kStages * Pixels::kBytes + kSpare,
+              "SHARED_BYTES is what the tiling computed: host and kernel must agree");
 
-// A thread's sums, in fours as it writes them.
-constexpr int kFragments = 128 * GROUPS_K * kChunks * FILTER_Y;
-using Sums = float[kGroupChunks][kParts][4 * COLUMN_BLOCKS];
+// A thread's accumulators, in fours as it writes them.
+constexpr int kFragments = 128 * GROUPS_K * kTapPairs * FILTER_Y;
+using TileAccumulators = float[kGroupTapPairs][kParts][4 * COLUMN_BLOCKS];
 using Four = Vector<float, 4>;
 
 // Where a tile's outputs are.
@@ -198,58 +202,62 @@ __device__ __forceinline__ void clear_rest(unsigned char* to) {
     }
 }
 
-// Bytes from the patch's start to what an octet of outputs meets of the first row and chunk.
+// Bytes from the input tile's start to what an octet of outputs meets of the first row and pair of taps.
 __device__ __forceinline__ constexpr int place_of(int octet) {
   return octet / kRowOctets * STRIDE_Y * Pixels::kRowBytes + octet % kRowOctets * 128;
 }
 
 // Begins a staged tile's products. Of the last 8 terms there may be none: they are zeros times what is there.
-__device__ __forceinline__ void add_tile(Sums& sums, unsigned outputs, unsigned patch, int first_chunk) {
+__device__ __forceinline__ void issue_wgmma(TileAccumulators& acc, unsigned outputs, unsigned input_tile,
+                                            int first_tap_pair) {
   const unsigned long long filters = descriptor_at(matrix_descriptor(kOctetPitch, kBlockPitch, 0), outputs);
-  unsigned chunks[kGroupChunks];
+  unsigned tap_pairs[kGroupTapPairs];
 #pragma unroll
-  for (int c = 0; c < kGroupChunks; ++c)
-    chunks[c] = patch + 16 * Pixels::turned(kLead + (first_chunk + c) * kChunkWords);
+  for (int c = 0; c < kGroupTapPairs; ++c)
+    tap_pairs[c] = input_tile + 16 * Pixels::word_position(kLead + (first_tap_pair + c) * kTapPairWords);
   wgmma_fence();
 #pragma unroll
-  for (int step = 0; step < kSteps; ++step) {
+  for (int step = 0; step < kKSteps; ++step) {
     const int at = place_of(2 * step), next = 2 * step + 1 < kOctets ? place_of(2 * step + 1) : at;
     const unsigned long long form = matrix_descriptor(next - at, Pixels::kRowBytes, 0);
 #pragma unroll
     for (int part = 0; part < kParts; ++part)
 #pragma unroll
-      for (int c = 0; c < kGroupChunks; ++c)
+      for (int c = 0; c < kGroupTapPairs; ++c)
         Wgmma<ELEMENT>::ss<CHANNELS_LAST ? Major::MN : Major::K, Major::MN>(
-            sums[c][part], filters + (2 * step * kOctetPitch >> 4),
-            descriptor_at(form, chunks[c] + at + part * COLUMN_BLOCKS * Pixels::kRowBytes));
+            acc[c][part], filters + (2 * step * kOctetPitch >> 4),
+            descriptor_at(form, tap_pairs[c] + at + part * COLUMN_BLOCKS * Pixels::kRowBytes));
   }
   wgmma_commit_group();
 }
 
-// Where the sums of a fragment belong: sums[e] is of filter k + e / 2 * 8, in its block, and of channel c + e % 2.
+// Where the accumulators of a fragment belong: acc[e] is of filter k + e / 2 * 8, in its block, and of channel c + e
+// % 2.
 struct Fragment {
   int k, c, r, s;
 
   __device__ __forceinline__ explicit Fragment(int number) {
     const int lane = number % 32, row = number / 128;
-    k = row / (FILTER_Y * kChunks) * 64 + number % 128 / 32 * 16 + lane / 4;
+    k = row / (FILTER_Y * kTapPairs) * 64 + number % 128 / 32 * 16 + lane / 4;
     c = lane % 2 * 2;
     r = row % FILTER_Y;
-    s = row / FILTER_Y % kChunks * 2 + lane % 4 / 2;
+    s = row / FILTER_Y % kTapPairs * 2 + lane % 4 / 2;
   }
 
   __device__ __forceinline__ bool any(int filters) const { return k < filters && c < CHANNELS && s < FILTER_X; }
 };
 
-// Writes the sums of a thread, whose first chunk, counted through its blocks of 64 filters, is number `first`.
-__device__ __forceinline__ void store_sums(Four* __restrict__ part, const Sums& sums, int first, int filters) {
+// Writes the accumulators of a thread, whose first pair of taps, counted through its blocks of 64 filters, is number
+// `first`.
+__device__ __forceinline__ void store_sums(Four* __restrict__ part, const TileAccumulators& acc, int first,
+                                           int filters) {
 #pragma unroll
-  for (int c = 0; c < kGroupChunks; ++c)
+  for (int c = 0; c < kGroupTapPairs; ++c)
 #pragma unroll
     for (int r = 0; r < FILTER_Y; ++r) {
       const int number = ((first + c) * FILTER_Y + r) * 128 + threadIdx.x % 128;
       if (!Fragment(number).any(filters)) continue;
-      const float* const four = sums[c][r / COLUMN_BLOCKS] + r % COLUMN_BLOCKS * 4;
+      const float* const four = acc[c][r / COLUMN_BLOCKS] + r % COLUMN_BLOCKS * 4;
       part[number] = {four[0], four[1], four[2], four[3]};
     }
 }
@@ -271,7 +279,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
   const Divisor by_filters = DIVISOR(filter_tiles), by_image = DIVISOR(image_tiles), by_row = DIVISOR(row_tiles);
   const int split = static_cast<int>(blockIdx.x) / by_filters, first_k = (blockIdx.x - split * filter_tiles) * kTileK;
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0), worker = warpgroup - kTeams;
-  const int first_chunk = worker % GROUPS_S * kGroupChunks, group_k = worker / GROUPS_S;
+  const int first_tap_pair = worker % GROUPS_S * kGroupTapPairs, group_k = worker / GROUPS_S;
   griddepcontrol_launch_dependents();
 
   const auto work = [&](auto loads) {
@@ -291,15 +299,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
     const auto load = [&](int tile) {
       if (tile >= tiles) return;
       go_to(tile);
-      pixels.take(
-          x,
-          PatchPlace{height, width, from.image, from.row * STRIDE_Y - pad_y, from.column * STRIDE_X - pad_x - OFFSET},
-          -kLoaders * team);
+      pixels.take(x,
+                  InputTileOrigin{height, width, from.image, from.row * STRIDE_Y - pad_y,
+                                  from.column * STRIDE_X - pad_x - OFFSET},
+                  -kLoaders * team);
       outputs.take(dy, from, thread);
     };
     const auto put = [&](int tile, int stage) {
       if (tile >= tiles) return;
-      pixels.put_words(shared + kPatchAt + stage * Pixels::kBytes, -kLoaders * team);
+      pixels.put_words(shared + kInputTileAt + stage * Pixels::kBytes, -kLoaders * team);
       outputs.put(shared + stage * kOutBytes, thread);
       fence_proxy_async();  // waits for loads, too: none of this thread may be on its way for a later tile
     };
@@ -310,29 +318,29 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
       if (team == 0) put(split, 0);
       if (kTeams == 1) load(split + splits);
     }
-    Sums sums = {};
-    int stage = 0, turn = 0;  // of the tile: its number modulo kStages and kTeams
+    TileAccumulators acc = {};
+    int stage = 0, round = 0;  // of the tile: its number modulo kStages and kTeams
 #pragma unroll 1
     for (int tile = split; tile < tiles; tile += splits) {
       // The tile is in place, and products have read the one that is overwritten next: all but the last.
       block_sync();
       if constexpr (!kLoads)
-        add_tile(sums, shared_address(shared) + stage * kOutBytes + group_k * 8 * kBlockPitch,
-                 shared_address(shared) + kPatchAt + stage * Pixels::kBytes, first_chunk);
+        issue_wgmma(acc, shared_address(shared) + stage * kOutBytes + group_k * 8 * kBlockPitch,
+                    shared_address(shared) + kInputTileAt + stage * Pixels::kBytes, first_tap_pair);
       stage = stage + 1 == kStages ? 0 : stage + 1;
       if constexpr (kLoads) {
         // The team that put this tile in place goes on to load, and another puts the next in place.
-        const int next = turn + 1 == kTeams ? 0 : turn + 1;
+        const int next = round + 1 == kTeams ? 0 : round + 1;
         if (team == next) put(tile + splits, stage);
-        if (team == turn) load(tile + maximum(2, kTeams) * splits);
-        turn = next;
+        if (team == round) load(tile + maximum(2, kTeams) * splits);
+        round = next;
       }
       if constexpr (!kLoads) wgmma_wait_group<1>();
     }
     if constexpr (!kLoads) {
       wgmma_wait_group<0>();
-      store_sums(reinterpret_cast<Four*>(parts) + static_cast<int64>(blockIdx.x) * kFragments, sums,
-                 group_k * kChunks + first_chunk, min(kTileK, k - first_k));
+      store_sums(reinterpret_cast<Four*>(parts) + static_cast<int64>(blockIdx.x) * kFragments, acc,
+                 group_k * kTapPairs + first_tap_pair, min(kTileK, k - first_k));
     }
   };
   if (warpgroup < kTeams)
@@ -346,19 +354,19 @@ constexpr int kShares = 32;
 
 extern "C" __global__ void __launch_bounds__(32 * kShares)
     first_layer_wgmma_weights_finish(const float* partials, ELEMENT* dw, int k, int filter_tiles, int splits) {
-  __shared__ Four sums[kShares][32];
+  __shared__ Four acc[kShares][32];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, all = filter_tiles * kFragments;
   const int at = blockIdx.x * 32 + lane, filter_tile = at / kFragments;
   const Fragment fragment(at % kFragments);
   const int filters = min(kTileK, k - filter_tile * kTileK);
   griddepcontrol_wait();
-  sums[warp][lane] = sum_splits<4, 8, int64>(reinterpret_cast<const Four*>(partials), at, all, {warp, splits, kShares},
-                                             fragment.any(filters));
+  acc[warp][lane] = sum_splits<4, 8, int64>(reinterpret_cast<const Four*>(partials), at, all, {warp, splits, kShares},
+                                            fragment.any(filters));
   __syncthreads();  // every warp's share is there
   if (warp >= 4) return;
   float total = 0;
 #pragma unroll
-  for (int share = 0; share < kShares; ++share) total += sums[share][lane].at[warp];
+  for (int share = 0; share < kShares; ++share) total += acc[share][lane].at[warp];
   const int in_tile = fragment.k + warp / 2 * 8, c = fragment.c + warp % 2;
   if (!fragment.any(filters) || in_tile >= filters || c >= CHANNELS) return;
   const int64 first = static_cast<int64>(filter_tile * kTileK + in_tile) * CHANNELS;

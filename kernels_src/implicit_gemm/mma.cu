@@ -1,15 +1,15 @@
-// out[m, n] = sum_k a[m, k] * b[k, n] on tensor cores, both operands gathered: a convolution in any direction and
-// layout.
+// out[m, n] = sum_k a[m, k] * b[k, n] on tensor cores (mma.sync), both operands gathered: a convolution in any
+// direction and layout as implicit GEMM, with float32 accumulators.
 //
 // The host says by radices and steps what m, n and k stand for (solvers/implicit_gemm/mma.py). A block computes a tile
-// of TILE_M x TILE_N elements of one group from its share of the sum, TILE_K at a time in STAGES buffers; WARPS_M x
-// WARPS_N warps share it. With FINAL it rounds the sums; else float32 sums of each share go to the workspace, laid out
-// like the output, and implicit_gemm_mma_finish adds them in a fixed order. Sums are float32. float32 elements are cut
-// to tf32 if PRODUCTS is 1; if it is 3 they are split in two and all products but that of the rests are added.
-// Grid: one dimension, groups innermost, then tiles in bands of BAND tiles along m, then shares.
-// Offsets are 32 bits wide: the host refuses tensors for which they are too narrow.
+// of TILE_M x TILE_N elements of one group, TILE_K at a time in STAGES buffers, with WARPS_M x WARPS_N warps. With
+// FINAL it rounds the accumulators; else (split-K) it writes its split's float32 partial to the workspace, laid out
+// like the output, and implicit_gemm_mma_finish adds the partials in a fixed order. float32 elements are cut to tf32 if
+// PRODUCTS is 1; if it is 3 they are split in two, and all products but that of the rests are added. Grid: one
+// dimension, groups innermost, then tiles, rasterised along bands of BAND tiles of m, then splits. Offsets are 32 bits
+// wide: the host refuses tensors for which they are too narrow.
 #include "common/split_k.cuh"
-#include "implicit_gemm/product.cuh"
+#include "implicit_gemm/mma_operands.cuh"
 
 #if !defined(ELEMENT) || !defined(TILE_M) || !defined(TILE_N) || !defined(TILE_K) || !defined(BAND)
 #error "define ELEMENT, TILE_M, TILE_N, TILE_K and BAND"
@@ -35,11 +35,12 @@
 
 constexpr int kTileM = TILE_M, kTileN = TILE_N, kTileK = TILE_K, kStages = STAGES, kBand = BAND;
 constexpr int kWarpsM = WARPS_M, kWarpsN = WARPS_N, kThreads = 32 * kWarpsM * kWarpsN;
-constexpr int kWarpM = kTileM / kWarpsM, kWarpN = kTileN / kWarpsN, kSteps = kTileK * sizeof(ELEMENT) / 32;
-static_assert(kWarpM % 16 == 0 && kWarpN % 16 == 0 && kSteps >= 1, "a warp computes blocks of 16 x 16");
-static_assert(kStages >= 2, "copies overlap with arithmetic");
+constexpr int kWarpM = kTileM / kWarpsM, kWarpN = kTileN / kWarpsN, kKSteps = kTileK * sizeof(ELEMENT) / 32;
+static_assert(kWarpM % 16 == 0 && kWarpN % 16 == 0 && kKSteps >= 1, "a warp computes blocks of 16 x 16");
+static_assert(kStages >= 2, "STAGES is at least 2: copies overlap with arithmetic");
 constexpr int kProducts = PRODUCTS;
-static_assert(kProducts == 1 || (kProducts == 3 && sizeof(ELEMENT) == 4), "elements are whole, or split in two");
+static_assert(kProducts == 1 || (kProducts == 3 && sizeof(ELEMENT) == 4),
+              "PRODUCTS is 1, or 3 for float32 split in two tf32");
 
 using A = Operand<ELEMENT, kThreads, A_SUM_MAJOR, kTileM, kTileK, A_VECTOR, A_AT_ONCE, A_M_DIGITS, A_K_DIGITS, A_AXES,
                   OUTER_AXIS, SUM_AXIS>;
@@ -53,11 +54,12 @@ using Result = ELEMENT;
 using Result = float;
 #endif
 // Two-byte results are gathered in shared memory first, so that whole words are written.
-constexpr bool kGathers = sizeof(Result) == 2;
-constexpr int kOutPitch = kTileN + 8, kOutBytes = kGathers ? 2 * kTileM * kOutPitch : 0;
-static_assert(SHARED_BYTES == maximum(kStages * kStageBytes, kOutBytes), "host and kernel agree on shared memory");
+constexpr bool kStoresThroughShared = sizeof(Result) == 2;
+constexpr int kOutPitch = kTileN + 8, kOutBytes = kStoresThroughShared ? 2 * kTileM * kOutPitch : 0;
+static_assert(SHARED_BYTES == maximum(kStages * kStageBytes, kOutBytes),
+              "SHARED_BYTES is what the tiling computed: host and kernel must agree");
 
-using Sums = float[kWarpM / 16][kWarpN / 8][4];
+using Accumulators = float[kWarpM / 16][kWarpN / 8][4];
 
 // What the block computes: the first rows and columns, the group and the share of the sum.
 struct Part {
@@ -86,19 +88,20 @@ __device__ __forceinline__ void split(unsigned (&values)[kCount][4], unsigned (&
     for (int j = 0; j < 4; ++j) split_tf32(__uint_as_float(values[i][j]), values[i][j], rest[i][j]);
 }
 
-__device__ __forceinline__ void multiply_all(Sums& sums, const unsigned (&a)[kWarpM / 16][4],
+__device__ __forceinline__ void multiply_all(Accumulators& acc, const unsigned (&a)[kWarpM / 16][4],
                                              const unsigned (&b)[kWarpN / 16][4]) {
 #pragma unroll
   for (int i = 0; i < kWarpM / 16; ++i)
 #pragma unroll
     for (int j = 0; j < kWarpN / 8; ++j)
-      multiply_add<ELEMENT>(sums[i][j], a[i], b[j / 2][j % 2 * 2], b[j / 2][j % 2 * 2 + 1]);
+      multiply_add<ELEMENT>(acc[i][j], a[i], b[j / 2][j % 2 * 2], b[j / 2][j % 2 * 2 + 1]);
 }
 
-__device__ __forceinline__ void add_products(Sums& sums, const unsigned char* stage, const Reader<A, true>& read_a,
-                                             const Reader<B, false>& read_b, int warp_m, int warp_n) {
+__device__ __forceinline__ void multiply_k_tile(Accumulators& acc, const unsigned char* stage,
+                                                const Reader<A, true>& read_a, const Reader<B, false>& read_b,
+                                                int warp_m, int warp_n) {
 #pragma unroll
-  for (int step = 0; step < kSteps; ++step) {
+  for (int step = 0; step < kKSteps; ++step) {
     unsigned a[kWarpM / 16][4], b[kWarpN / 16][4];
 #pragma unroll
     for (int i = 0; i < kWarpM / 16; ++i) read_a.read(a[i], stage, warp_m + 16 * i, step);
@@ -108,28 +111,29 @@ __device__ __forceinline__ void add_products(Sums& sums, const unsigned char* st
       unsigned a_rest[kWarpM / 16][4], b_rest[kWarpN / 16][4];
       split(a, a_rest);
       split(b, b_rest);
-      multiply_all(sums, a_rest, b);
-      multiply_all(sums, a, b_rest);
+      multiply_all(acc, a_rest, b);
+      multiply_all(acc, a, b_rest);
     }
-    multiply_all(sums, a, b);
+    multiply_all(acc, a, b);
   }
 }
 
-__device__ __forceinline__ void add_tile(Sums& sums, const unsigned char* stage, const Reader<A, true>& read_a,
-                                         const Reader<B, false>& read_b, int warp_m, int warp_n) {
+__device__ __forceinline__ void add_k_tile(Accumulators& acc, const unsigned char* stage, const Reader<A, true>& read_a,
+                                           const Reader<B, false>& read_b, int warp_m, int warp_n) {
   if constexpr (kProducts == 1) {
-    add_products(sums, stage, read_a, read_b, warp_m, warp_n);
+    multiply_k_tile(acc, stage, read_a, read_b, warp_m, warp_n);
     return;
   }
-  // Tensor cores truncate running sums. A tile's own are short; they are added to the others rounding to nearest.
-  Sums tile = {};
-  add_products(tile, stage, read_a, read_b, warp_m, warp_n);
+  // Tensor cores truncate running accumulators. A tile's own are short; they are added to the others rounding to
+  // nearest.
+  Accumulators tile = {};
+  multiply_k_tile(tile, stage, read_a, read_b, warp_m, warp_n);
 #pragma unroll
   for (int i = 0; i < kWarpM / 16; ++i)
 #pragma unroll
     for (int j = 0; j < kWarpN / 8; ++j)
 #pragma unroll
-      for (int part = 0; part < 4; ++part) sums[i][j][part] += tile[i][j][part];
+      for (int part = 0; part < 4; ++part) acc[i][j][part] += tile[i][j][part];
 }
 
 // Where results go: offsets are linear in the digits of m and of n.
@@ -141,7 +145,7 @@ struct Target {
 };
 
 // Writes from registers, two columns at once where they are neighbours in memory.
-__device__ __forceinline__ void store_sums(const Target& to, const Sums& sums, int first_m, int first_n) {
+__device__ __forceinline__ void store_sums(const Target& to, const Accumulators& acc, int first_m, int first_n) {
   const int lane = threadIdx.x % 32, lane_m = first_m + lane / 4, lane_n = first_n + lane % 4 * 2;
   unsigned rows[kWarpM / 8];
   Number<OUT_M_DIGITS> m = number_of<OUT_M_DIGITS>(lane_m, to.m);
@@ -163,7 +167,7 @@ __device__ __forceinline__ void store_sums(const Target& to, const Sums& sums, i
 #pragma unroll
     for (int i = 0; i < kWarpM / 8; ++i) {
       if (lane_m + 8 * i >= to.m.count) break;
-      const float low = sums[i / 2][j][i % 2 * 2], high = sums[i / 2][j][i % 2 * 2 + 1];
+      const float low = acc[i / 2][j][i % 2 * 2], high = acc[i / 2][j][i % 2 * 2 + 1];
       if constexpr (OUT_VECTOR > 1) {
         *reinterpret_cast<Vector<Result, 2>*>(to.out + (rows[i] + column)) = {convert<Result>(low),
                                                                               convert<Result>(high)};
@@ -176,20 +180,20 @@ __device__ __forceinline__ void store_sums(const Target& to, const Sums& sums, i
 }
 
 // Rounds into shared memory and writes from there, OUT_VECTOR columns at once; `part` is the block's.
-__device__ __forceinline__ void store_gathered(const Target& to, const Sums& sums, Result* shared, const Part& part,
-                                               int warp_m, int warp_n) {
+__device__ __forceinline__ void store_through_shared(const Target& to, const Accumulators& acc, Result* shared,
+                                                     const Part& part, int warp_m, int warp_n) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int i = 0; i < kWarpM / 8; ++i)
 #pragma unroll
     for (int j = 0; j < kWarpN / 8; ++j) {
       Result* pair = shared + (warp_m + 8 * i + lane / 4) * kOutPitch + warp_n + 8 * j + lane % 4 * 2;
-      *reinterpret_cast<Vector<Result, 2>*>(pair) = {convert<Result>(sums[i / 2][j][i % 2 * 2]),
-                                                     convert<Result>(sums[i / 2][j][i % 2 * 2 + 1])};
+      *reinterpret_cast<Vector<Result, 2>*>(pair) = {convert<Result>(acc[i / 2][j][i % 2 * 2]),
+                                                     convert<Result>(acc[i / 2][j][i % 2 * 2 + 1])};
     }
   __syncthreads();  // the whole tile is in shared memory
   constexpr int kRowVectors = kTileN / OUT_VECTOR, kRowStep = maximum(1, kThreads / kRowVectors);
-  static_assert(!kGathers || kThreads % kRowVectors == 0, "a thread stays in its column");
+  static_assert(!kStoresThroughShared || kThreads % kRowVectors == 0, "a thread stays in its column");
   const int column = threadIdx.x % kRowVectors * OUT_VECTOR, n = part.n + column;
   if (n >= to.n.count) return;
   const unsigned column_at = offset_of<OUT_N_DIGITS>(number_of<OUT_N_DIGITS>(n, to.n), to.n_steps);
@@ -256,7 +260,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     }
     commit_copies();
   }
-  Sums sums = {};
+  Accumulators acc = {};
   int read_at = 0, write_at = kStages - 1;
 #pragma unroll 1
   for (int step = 0; step < steps; ++step) {
@@ -269,7 +273,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       copy_b.take(base + write_at * kStageBytes + A::kBytes);
     }
     commit_copies();
-    add_tile(sums, shared + read_at * kStageBytes, read_a, read_b, warp_m, warp_n);
+    add_k_tile(acc, shared + read_at * kStageBytes, read_a, read_b, warp_m, warp_n);
     if (more) {
       copy_a.put(next);
       copy_b.put(next + A::kBytes);
@@ -284,23 +288,23 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                          radix_n,
                          STEPS(out_m),
                          STEPS(out_n)};
-  if constexpr (kGathers) {
+  if constexpr (kStoresThroughShared) {
     wait_for_copies<0>();
     __syncthreads();  // every warp has read the last tiles, which the results overwrite
-    store_gathered(target, sums, reinterpret_cast<Result*>(shared), part, warp_m, warp_n);
+    store_through_shared(target, acc, reinterpret_cast<Result*>(shared), part, warp_m, warp_n);
   } else {
-    store_sums(target, sums, part.m + warp_m, part.n + warp_n);
+    store_sums(target, acc, part.m + warp_m, part.n + warp_n);
   }
 }
 
-// Split-K reduction. `lanes` warps (a power of two up to 8) share 32 vectors of FINISH_VECTOR results: each sums every
-// lanes-th split.
+// Split-K reduction. `lanes` warps (a power of two up to 8) share 32 vectors of FINISH_VECTOR results: each
+// sums every lanes-th split.
 constexpr int kFinishWarps = 8;
 using FinishSums = Vector<float, FINISH_VECTOR>;
 
-__device__ __forceinline__ void add(FinishSums& sums, const FinishSums& more) {
+__device__ __forceinline__ void add(FinishSums& acc, const FinishSums& more) {
 #pragma unroll
-  for (int i = 0; i < FINISH_VECTOR; ++i) sums.at[i] += more.at[i];
+  for (int i = 0; i < FINISH_VECTOR; ++i) acc.at[i] += more.at[i];
 }
 
 extern "C" __global__ void __launch_bounds__(32 * kFinishWarps)
@@ -309,14 +313,13 @@ extern "C" __global__ void __launch_bounds__(32 * kFinishWarps)
   __shared__ FinishSums parts[kFinishWarps][32];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, first = warp % lanes;
   const int at = ((blockIdx.x * kFinishWarps + warp) / lanes * 32 + lane) * FINISH_VECTOR;
-  FinishSums sums =
-      sum_splits_one_by_one<FINISH_VECTOR, 4, int64>(partial, at, size, {first, splits, lanes}, at < size);
-  parts[warp][lane] = sums;
+  FinishSums acc = sum_splits_one_by_one<FINISH_VECTOR, 4, int64>(partial, at, size, {first, splits, lanes}, at < size);
+  parts[warp][lane] = acc;
   __syncthreads();  // every warp's part is there
   if (first > 0 || at >= size) return;
-  for (int i = 1; i < lanes; ++i) add(sums, parts[warp + i][lane]);
+  for (int i = 1; i < lanes; ++i) add(acc, parts[warp + i][lane]);
   Vector<ELEMENT, FINISH_VECTOR> rounded;
 #pragma unroll
-  for (int i = 0; i < FINISH_VECTOR; ++i) rounded.at[i] = convert<ELEMENT>(sums.at[i]);
+  for (int i = 0; i < FINISH_VECTOR; ++i) rounded.at[i] = convert<ELEMENT>(acc.at[i]);
   *reinterpret_cast<Vector<ELEMENT, FINISH_VECTOR>*>(out + at) = rounded;
 }

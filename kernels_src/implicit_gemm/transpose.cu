@@ -135,7 +135,8 @@ struct Matrices {
 };
 
 template <class T>
-__device__ __forceinline__ void turn(ELEMENT* tile, const ELEMENT* from, ELEMENT* to, const Matrices& all, int number) {
+__device__ __forceinline__ void transpose_tile(ELEMENT* tile, const ELEMENT* from, ELEMENT* to, const Matrices& all,
+                                               int number) {
   const int line = number / all.across, batch = line / all.down;
   const int first_i = (line - batch * all.down.by) * T::kRows, first_j = (number - line * all.across.by) * T::kColumns;
   const int64 matrix = static_cast<int64>(batch) * all.rows * all.columns;
@@ -159,7 +160,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   griddepcontrol_wait();
   const Matrices all{
       rows, columns, {tiles_i, tiles_i_multiplier, tiles_i_shift}, {tiles_j, tiles_j_multiplier, tiles_j_shift}};
-  turn<First>(tile, from, to, all, blockIdx.x);
+  transpose_tile<First>(tile, from, to, all, blockIdx.x);
 }
 #else
 using Second = Tile<SECOND>;
@@ -178,13 +179,13 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   if (number < blocks) {
     const Matrices all{
         rows, columns, {tiles_i, tiles_i_multiplier, tiles_i_shift}, {tiles_j, tiles_j_multiplier, tiles_j_shift}};
-    turn<First>(tile, from, to, all, number);
+    transpose_tile<First>(tile, from, to, all, number);
   } else {
     const Matrices all{other_rows,
                        other_columns,
                        {other_tiles_i, other_tiles_i_multiplier, other_tiles_i_shift},
                        {other_tiles_j, other_tiles_j_multiplier, other_tiles_j_shift}};
-    turn<Second>(tile, other_from, other_to, all, number - blocks);
+    transpose_tile<Second>(tile, other_from, other_to, all, number - blocks);
   }
 }
 #endif

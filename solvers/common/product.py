@@ -1,7 +1,7 @@
 """Convolutions as matrix products whose operands are gathered: out[m, n] = sum over k of a[m, k] * b[k, n].
 
 An index is a number in mixed radix whose digits are coordinates of tensors, so that an element's offset is linear in
-the digits of two indices: the host side of kernels_src/implicit_gemm/product.cuh. Pure arithmetic on shapes.
+the digits of two indices: the host side of kernels_src/implicit_gemm/mma_operands.cuh. Pure arithmetic on shapes.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Tiles of a gathered matrix product: how a configuration's blocks copy, hold and store them.
 
-kernels_src/implicit_gemm/product.cuh and kernels_src/implicit_gemm/mma.cu compute the same from their defines. Pure
-arithmetic on shapes.
+kernels_src/implicit_gemm/mma_operands.cuh and mma.cu compute the same from their defines. Pure arithmetic on shapes.
 """
 
 from __future__ import annotations

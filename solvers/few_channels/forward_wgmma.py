@@ -1,6 +1,6 @@
 """ConvFirstLayerWgmma: forward convolution of few channels by Hopper's warpgroup products, which read windows in place.
 
-Kernel: kernels_src/few_channels/forward_wgmma.cu; how windows lie: kernels_src/few_channels/pixel_windows.cuh.
+Kernel: kernels_src/few_channels/forward_wgmma.cu; how windows lie: kernels_src/few_channels/window_rows.cuh.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Windows of few channels: what few_channels/patch.cuh and the kernels of first layers compute from constants.
+"""Windows of few channels: what few_channels/input_tile.cuh and the kernels of first layers compute from constants.
 
 A window is what one output, or two neighbours where the stride is odd, meets of an image whose pixels hold four
 channels: of each row a run of pixels. Pure arithmetic on shapes.
@@ -112,7 +112,7 @@ class WindowTile:
         return 16 * self.in_rows * self.row_words
 
     def patch_load(self, channels: int, threads: int) -> PatchLoad:
-        """How each of `threads` threads moves a patch: PatchLoader of few_channels/patch.cuh, with its limits."""
+        """How each of `threads` threads moves a patch: PatchLoader of few_channels/input_tile.cuh, with its limits."""
         loads = ceil_div(self.in_rows * self.in_columns, self.vector * threads)
         words = channels * max(1, self.vector // 2)
         most = min(_HELD_WORDS // words, _HELD_LOADS)

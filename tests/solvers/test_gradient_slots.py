@@ -117,7 +117,7 @@ def test_what_tiles_meet_is_in_boxes(problem: ProblemDescription, seed: int) -> 
 
 @given(problem=layers(), seed=st.integers(0, 10**6))
 def test_products_read_what_boxes_bring(problem: ProblemDescription, seed: int) -> None:
-    """Copies and word_of of cell_boxes.cuh, in bytes of a stage without its swizzle: elements of a row of dy."""
+    """Loads and word_offset of data_wgmma_nhwc.cuh, in bytes of a stage without its swizzle."""
     assume(problem.y.layout.channels_last and problem.k % 8 == 0)
     config, draw = drawn_config(seed), random.Random(seed)
     tiling, widen, k, width = (

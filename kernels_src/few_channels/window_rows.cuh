@@ -8,26 +8,27 @@
 // neighbouring words overlap; nothing is copied.
 #pragma once
 
-#include "few_channels/patch.cuh"
+#include "few_channels/input_tile.cuh"
 
 // Windows along a row for kTaps taps: outputs of one, pixels and words from one to the next, steps of 16 elements (four
 // pixels) that cover its taps.
 template <int kTaps, int kStride>
 struct Windows {
   static constexpr int kOutputs = 1 + kStride % 2, kPixels = kOutputs * kStride, kWords = kPixels / 2;
-  static constexpr int kSteps = ceil_div(kTaps + (kOutputs - 1) * kStride, 4);
+  static constexpr int kKSteps = ceil_div(kTaps + (kOutputs - 1) * kStride, 4);
   static_assert(kWords == 1 || kWords % 2 == 0, "both words of a step are equally far apart in every step");
 };
 
-// Shape of rows for PatchLoader of few_channels/patch.cuh. kOffset columns are staged before those that the first of
-// kCount windows meets, so that vectors are aligned; they start at pixel kFirst of a row, so that windows start with
-// even ones. kVectorLength columns are loaded at once: the tensor's width and the first column are multiples of it.
+// Shape of rows for InputTileLoader of few_channels/input_tile.cuh. kOffset columns are staged before those that the
+// first of kCount windows meets, so that vectors are aligned; they start at pixel kFirst of a row, so that windows
+// start with even ones. kVectorLength columns are loaded at once: the tensor's width and the first column are multiples
+// of it.
 template <typename W, int kChannelCount, int kRowCount, int kCount, int kOffset, int kVectorLength,
           bool kChannelsAreLast>
 struct WindowRows {
   static constexpr int kChannels = kChannelCount, kRows = kRowCount, kVector = kVectorLength;
   static constexpr int kFirst = kOffset % 2;
-  static constexpr int kColumns = round_up(kOffset + (kCount - 1) * W::kPixels + 4 * W::kSteps, kVector);
+  static constexpr int kColumns = round_up(kOffset + (kCount - 1) * W::kPixels + 4 * W::kKSteps, kVector);
   static constexpr int kRuns = kRows * kColumns / kVector;
   static constexpr bool kChannelsLast = kChannelsAreLast;
   // A window's first word; kSkipped words before a row's let it be in the first plane.
@@ -39,10 +40,10 @@ struct WindowRows {
   static_assert(kColumns % kVector == 0, "a vector lies within a row");
 
   // Where a word of a row lies.
-  static constexpr __device__ __forceinline__ int turned(int word) {
+  static constexpr __device__ __forceinline__ int word_position(int word) {
     return (kSkipped + word) % W::kWords * kPlaneWords + (kSkipped + word) / W::kWords;
   }
   // Bytes from a row's start to word 2 * step of its first window, and from there to the next word.
-  static constexpr __device__ __forceinline__ int step_bytes(int step) { return 16 * turned(kLead + 2 * step); }
+  static constexpr __device__ __forceinline__ int step_bytes(int step) { return 16 * word_position(kLead + 2 * step); }
   static constexpr int kNextWordBytes = 16 * (W::kWords == 1 ? 1 : kPlaneWords), kEightWindowsBytes = 128;
 };

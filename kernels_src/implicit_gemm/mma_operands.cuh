@@ -1,9 +1,9 @@
 // Operands of a matrix product on tensor cores: gathered from tensors into shared memory, and read as fragments.
 //
-// An index of the product (of rows, of columns or of the sum) is a number in mixed radix whose digits are coordinates,
-// so that an element's offset is linear in the digits of its operand's two indices. The outer index is the one that is
-// not summed over. Shared memory holds rows of 16-byte words; rows run along the sum if the operand is "sum major",
-// else along the outer index. Words of a row are swizzled: eight neighbouring rows of one column meet every bank once.
+// Each index of the product (M, N, K) is a number in mixed radix whose digits are coordinates, so that an element's
+// offset is linear in the digits of its operand's two indices. The outer index is M or N, `sum` is K. Shared memory
+// holds rows of 16-byte words, along K if the operand is K-major, else along the outer index. Words of a row are
+// swizzled: eight neighbouring rows of one column meet every bank once.
 #pragma once
 
 #include "common/copy_bytes.cuh"
@@ -70,35 +70,35 @@ struct Window {
 
 // An operand of a block. A vector is kVector elements along a row, equally far apart in the tensor; they are neighbours
 // there and move at once if kAtOnce, else they pass through registers. If kAxes, elements outside the window are zero:
-// its coordinates are digits of the outer index from kOuterAxis on, and of the sum's from kSumAxis on.
-template <typename T, int kThreadCount, bool kIsSumMajor, int kOuterTile, int kSumTile, int kVectorLength,
-          bool kMovesAtOnce, int kOuterDigitCount, int kSumDigitCount, int kAxisCount, int kFirstOuterAxis,
-          int kFirstSumAxis>
+// its coordinates are digits of the outer index from kOuterAxis on, and of the sum's from kKAxis on.
+template <typename T, int kThreadCount, bool kIsKMajor, int kOuterTile, int kSumTile, int kVectorLength,
+          bool kMovesAtOnce, int kOuterDigitCount, int kKDigitCount, int kAxisCount, int kFirstOuterAxis,
+          int kFirstKAxis>
 struct Operand {
   using Element = T;
-  static constexpr bool kSumMajor = kIsSumMajor;
+  static constexpr bool kKMajor = kIsKMajor;
   static constexpr int kThreads = kThreadCount, kVector = kVectorLength, kOuter = kOuterTile, kSum = kSumTile;
-  static constexpr int kOuterDigits = kOuterDigitCount, kSumDigits = kSumDigitCount;
-  static constexpr int kAxes = kAxisCount, kOuterAxis = kFirstOuterAxis, kSumAxis = kFirstSumAxis;
+  static constexpr int kOuterDigits = kOuterDigitCount, kKDigits = kKDigitCount;
+  static constexpr int kAxes = kAxisCount, kOuterAxis = kFirstOuterAxis, kKAxis = kFirstKAxis;
 
-  static constexpr int kRows = kSumMajor ? kOuter : kSum, kColumns = kSumMajor ? kSum : kOuter;
+  static constexpr int kRows = kKMajor ? kOuter : kSum, kColumns = kKMajor ? kSum : kOuter;
   static constexpr int kWord = 16 / sizeof(T), kWords = kColumns / kWord, kRowBytes = 16 * kWords;
   static constexpr int kBytes = kRows * kRowBytes;
   static_assert(kWords >= 2 && (kWords & (kWords - 1)) == 0 && kRows % 8 == 0, "tiles are powers of two");
 
   // A thread copies one vector of each of kLoads rows, kRowStep rows apart.
   static constexpr int kRowVectors = kColumns / kVector, kRowStep = kThreads / kRowVectors;
-  static constexpr int kLoads = ceil_div(kRows, kRowStep), kSumStep = kSumMajor ? kSum : kSum / kLoads;
+  static constexpr int kLoads = ceil_div(kRows, kRowStep), kKStep = kKMajor ? kSum : kSum / kLoads;
   static_assert(kRowVectors <= kThreads && kThreads % kRowVectors == 0, "a thread stays in its column");
   static constexpr bool kAtOnce = kMovesAtOnce;
   static_assert(!kAtOnce || kVector * sizeof(T) >= 4, "asynchronous copies move 4 bytes at least");
   // Whether the elements of a vector have a coordinate each.
-  static constexpr bool kAcross = kAxes > 0 && (kSumMajor ? kSumAxis : kOuterAxis) == 0;
+  static constexpr bool kAcross = kAxes > 0 && (kKMajor ? kKAxis : kOuterAxis) == 0;
   static_assert(!kAtOnce || kVector == 1 || !kAcross, "vectors that move at once are inside or outside as a whole");
 
   // Rows of 4-byte elements that run along the outer index are read one element at a time, four rows at once.
-  static constexpr bool kTransposes = !kSumMajor && sizeof(T) == 2;
-  static constexpr int kSpread = kSumMajor || kTransposes ? 1 : 2;
+  static constexpr bool kTransposes = !kKMajor && sizeof(T) == 2;
+  static constexpr int kSpread = kKMajor || kTransposes ? 1 : 2;
   static constexpr int kRowsALine = maximum(1, 8 / kWords), kMask = kWords < 8 ? kWords - 1 : 7;
   static constexpr __device__ __forceinline__ int swizzle(int row) { return row / kRowsALine * kSpread & kMask; }
   // Byte of an element in the tile.
@@ -113,14 +113,14 @@ struct Copier {
   using T = typename Shape::Element;
   static constexpr int kDigits = Shape::kOuterDigits, kAxes = Shape::kAxes;
   // A linear outer index needs one offset; the others follow.
-  static constexpr int kKept = Shape::kSumMajor && (kDigits > 1 || kAxes > 0) ? Shape::kLoads : 1;
+  static constexpr int kKept = Shape::kKMajor && (kDigits > 1 || kAxes > 0) ? Shape::kLoads : 1;
 
   const T* tensor;
   const Steps& steps;
   const Window& window;
-  const Radix& sums;
+  const Radix& acc;
   int row, column, outer, outer_count, sum;
-  Number<Shape::kSumDigits> number, advance;
+  Number<Shape::kKDigits> number, advance;
   unsigned offsets[kKept];
   int at[kKept][maximum(1, kAxes)];
   using Few = Vector<T, Shape::kVector>;
@@ -129,13 +129,13 @@ struct Copier {
   // From the tile whose first element is (outer_first, sum_first); `first` is what the tensor's offsets start from.
   __device__ __forceinline__ Copier(const T* source, unsigned first, const Steps& of, const Window& within,
                                     const Radix& outers, const Radix& summed, int outer_first, int sum_first)
-      : tensor(source), steps(of), window(within), sums(summed), outer_count(outers.count) {
+      : tensor(source), steps(of), window(within), acc(summed), outer_count(outers.count) {
     row = threadIdx.x / Shape::kRowVectors;
     column = threadIdx.x % Shape::kRowVectors * Shape::kVector;
-    outer = outer_first + (Shape::kSumMajor ? row : column);
-    sum = sum_first + (Shape::kSumMajor ? column : row);
-    number = number_of<Shape::kSumDigits>(sum, sums);
-    advance = number_of<Shape::kSumDigits>(Shape::kSumStep, sums);
+    outer = outer_first + (Shape::kKMajor ? row : column);
+    sum = sum_first + (Shape::kKMajor ? column : row);
+    number = number_of<Shape::kKDigits>(sum, acc);
+    advance = number_of<Shape::kKDigits>(Shape::kKStep, acc);
     Number<kDigits> digits = number_of<kDigits>(outer, outers);
     const Number<kDigits> next_row = number_of<kDigits>(Shape::kRowStep, outers);
 #pragma unroll
@@ -156,15 +156,15 @@ struct Copier {
   __device__ __forceinline__ void take(unsigned stage) {
 #pragma unroll
     for (int i = 0; i < Shape::kLoads; ++i) {
-      const int kept = kKept > 1 ? i : 0, position = sum + (Shape::kSumMajor ? 0 : i * Shape::kSumStep);
-      unsigned offset = offsets[kept] + offset_of<Shape::kSumDigits>(number, steps.sum);
-      if (Shape::kSumMajor && kKept == 1) offset += static_cast<unsigned>(i * Shape::kRowStep) * steps.outer[0];
-      bool inside = position < sums.count;
-      if (kAxes == 0) inside &= outer + (Shape::kSumMajor ? i * Shape::kRowStep : 0) < outer_count;
+      const int kept = kKept > 1 ? i : 0, position = sum + (Shape::kKMajor ? 0 : i * Shape::kKStep);
+      unsigned offset = offsets[kept] + offset_of<Shape::kKDigits>(number, steps.sum);
+      if (Shape::kKMajor && kKept == 1) offset += static_cast<unsigned>(i * Shape::kRowStep) * steps.outer[0];
+      bool inside = position < acc.count;
+      if (kAxes == 0) inside &= outer + (Shape::kKMajor ? i * Shape::kRowStep : 0) < outer_count;
       int coordinate = 0;
 #pragma unroll
       for (int axis = kAxes - 1; axis >= 0; --axis) {
-        coordinate = at[kept][axis] + number.digit[Shape::kSumAxis + axis] * window.sum[axis];
+        coordinate = at[kept][axis] + number.digit[Shape::kKAxis + axis] * window.sum[axis];
         if (Shape::kAcross && axis == 0) break;
         inside &= static_cast<unsigned>(coordinate) < static_cast<unsigned>(window.extent[axis]);
       }
@@ -174,8 +174,8 @@ struct Copier {
         copy_bytes<Shape::kVector * sizeof(T)>(stage + Shape::place(row + i * Shape::kRowStep, column),
                                                tensor + (inside ? offset : 0), inside);
       } else {
-        const int step = Shape::kSumMajor ? steps.sum[0] : steps.outer[0];
-        const int coordinate_step = Shape::kSumMajor ? window.sum[0] : window.outer[0];
+        const int step = Shape::kKMajor ? steps.sum[0] : steps.outer[0];
+        const int coordinate_step = Shape::kKMajor ? window.sum[0] : window.outer[0];
 #pragma unroll
         for (int j = 0; j < Shape::kVector; ++j) {
           const unsigned x = coordinate + j * coordinate_step;
@@ -183,9 +183,9 @@ struct Copier {
           held[i].at[j] = takes ? tensor[offset + static_cast<unsigned>(j) * step] : convert<T>(0.0f);
         }
       }
-      if (!Shape::kSumMajor) add<Shape::kSumDigits>(number, advance, sums);
+      if (!Shape::kKMajor) add<Shape::kKDigits>(number, advance, acc);
     }
-    if (Shape::kSumMajor) add<Shape::kSumDigits>(number, advance, sums);
+    if (Shape::kKMajor) add<Shape::kKDigits>(number, advance, acc);
     sum += Shape::kSum;
   }
 
@@ -210,8 +210,8 @@ struct Reader {
 
   __device__ __forceinline__ Reader() {
     const int lane = threadIdx.x % 32;
-    const bool low_is_row = kIsA == Shape::kSumMajor;
-    if (Shape::kSumMajor || Shape::kTransposes) {
+    const bool low_is_row = kIsA == Shape::kKMajor;
+    if (Shape::kKMajor || Shape::kTransposes) {
       row = lane % 8 + (low_is_row ? lane / 8 % 2 : lane / 16) * 8;
       word = low_is_row ? lane / 16 : lane / 8 % 2;
     } else {
@@ -223,7 +223,7 @@ struct Reader {
 
   __device__ __forceinline__ void read(unsigned (&to)[4], const unsigned char* tile, int outer, int step) const {
     const unsigned base = static_cast<unsigned>(__cvta_generic_to_shared(tile));
-    if constexpr (Shape::kSumMajor) {
+    if constexpr (Shape::kKMajor) {
       load_matrices(to, base + (outer + row) * Shape::kRowBytes + ((2 * step + word) ^ swizzle) * 16);
     } else if constexpr (Shape::kTransposes) {
       load_transposed(to, base + (16 * step + row) * Shape::kRowBytes + ((outer / 8 + word) ^ swizzle) * 16);

@@ -1,10 +1,10 @@
 // What kernels that stream rows of dy have in common: strips, rows on their way to shared memory, and products of rows
-// that are added to pixels of dx. few_channels/data_rows.cu tells of strips and cells.
+// that are added to pixels of dx. few_channels/data_rows.cu tells of strips and s2d blocks.
 //
 // Defines: those checked below.
 #pragma once
 
-#include "few_channels/column_copies.cuh"
+#include "few_channels/row_copies.cuh"
 #include "common/divisor.cuh"
 #include "common/tile.cuh"
 
@@ -22,25 +22,26 @@
 #endif
 
 constexpr int kThreads = 32 * WARPS_M * WARPS_N * WARPS_K, kTaps = CHANNELS * FILTER_Y * FILTER_X;
-static_assert(STAGES >= 2, "a row is loaded while another is read");
-static_assert(COLUMNS % 16 == 0 && COLUMNS <= 16 * BLOCKS * WARPS_M, "the warps have all columns, in blocks of 16");
+static_assert(STAGES >= 2, "STAGES is at least 2: a row is loaded while another is read");
+static_assert(COLUMNS % 16 == 0 && COLUMNS <= 16 * BLOCKS * WARPS_M,
+              "COLUMNS is a multiple of 16 that the warps cover");
 
-// Cells along an axis that meet an output, and rows of dx that a row of dy completes and that meet it.
-constexpr int kCellsY = ceil_div(FILTER_Y, STRIDE_Y), kCellsX = ceil_div(FILTER_X, STRIDE_X);
+// S2d blocks along an axis that meet an output, and rows of dx that a row of dy completes and that meet it.
+constexpr int kS2dY = ceil_div(FILTER_Y, STRIDE_Y), kS2dX = ceil_div(FILTER_X, STRIDE_X);
 constexpr int kDone = STRIDE_Y < FILTER_Y ? STRIDE_Y : FILTER_Y;
-static_assert(COLUMN_STEP + kCellsX - 1 <= COLUMNS || COLUMN_STEP == 0,
-              "tiles overlap by what cells meet, but a single");
+static_assert(COLUMN_STEP + kS2dX - 1 <= COLUMNS || COLUMN_STEP == 0,
+              "tiles overlap by the columns that an s2d block meets, unless there is one tile");
 
-// What a block computes: of `image`, columns of dy from `column` on, cells from `first_cell` to before `end_cell`.
+// What a block computes: of `image`, columns of dy from `column` on, s2d blocks from `first_s2d` to before `end_s2d`.
 struct Strip {
-  int image, column, first_cell, end_cell;
+  int image, column, first_s2d, end_s2d;
 };
 struct Size {
   int height, width;
 };
 
 // Starts to copy a row of dy, as one group, and nothing if there is none. Columns that dy lacks stay as they are: no
-// cell reads their products. kPitch bytes are between columns of filters if CHANNELS_LAST, else between filters.
+// s2d block reads their products. kPitch bytes are between columns of filters if CHANNELS_LAST, else between filters.
 template <int kPitch>
 __device__ __forceinline__ void load_row(unsigned char* to, const ELEMENT* __restrict__ dy, const Size& size,
                                          const Strip& strip, int row, bool wanted) {
@@ -84,26 +85,27 @@ struct Target {
   int pad_y, pad_x, out_width;
 };
 
-// Adds the products that meet the pixels of a row of cells, and writes the pixels. A thread has a cell of a row of dx,
-// whose taps are known when this is compiled, but a pixel where cells are wide: stores of a warp would be far apart.
-// kPitch floats are between taps in `products`, kRow taps between rows of dx, kShare between shares of the filters.
+// Adds the products that meet the pixels of a row of s2d blocks, and writes the pixels. A thread has an s2d block of a
+// row of dx, whose taps are known when this is compiled, but a pixel where s2d blocks are wide: stores of a warp would
+// be far apart. kPitch floats are between taps in `products`, kRow taps between rows of dx, kShare between shares of
+// the filters.
 template <int kPitch, int kRow, int kShare>
-__device__ __forceinline__ void fold(const Target& to, const float* products, const Strip& strip, int row) {
+__device__ __forceinline__ void col2im(const Target& to, const float* products, const Strip& strip, int row) {
   constexpr int kPixels = STRIDE_X <= 2 ? STRIDE_X : 1, kParts = STRIDE_X / kPixels;
-  const int count = kParts * (strip.end_cell - strip.first_cell);
+  const int count = kParts * (strip.end_s2d - strip.first_s2d);
 #pragma unroll 1
   for (int i = threadIdx.x; i < STRIDE_Y * count; i += kThreads) {
     int e = 0;
 #pragma unroll
     for (int other = 1; other < STRIDE_Y; ++other) e += i >= other * count;
-    const int part = i - e * count, cell = strip.first_cell + part / kParts, begin = part % kParts;
+    const int part = i - e * count, s2d = strip.first_s2d + part / kParts, begin = part % kParts;
     const int h = row * STRIDE_Y + e - to.pad_y;
     if (static_cast<unsigned>(h) >= static_cast<unsigned>(to.size.height)) continue;
-    float sums[kPixels][CHANNELS] = {};
-    const float* const from = products + e * kRow * kPitch + cell - strip.column;
+    float acc[kPixels][CHANNELS] = {};
+    const float* const from = products + e * kRow * kPitch + s2d - strip.column;
 #pragma unroll
-    for (int q = 0; q < kCellsX; ++q) {
-      if (static_cast<unsigned>(cell - q) >= static_cast<unsigned>(to.out_width) || e >= FILTER_Y) continue;
+    for (int q = 0; q < kS2dX; ++q) {
+      if (static_cast<unsigned>(s2d - q) >= static_cast<unsigned>(to.out_width) || e >= FILTER_Y) continue;
 #pragma unroll
       for (int p = 0; p < kPixels; ++p) {
         const int s = begin + p + q * STRIDE_X;
@@ -111,10 +113,10 @@ __device__ __forceinline__ void fold(const Target& to, const float* products, co
 #pragma unroll
         for (int share = 0; share < WARPS_K; ++share)
 #pragma unroll
-          for (int c = 0; c < CHANNELS; ++c) sums[p][c] += from[(share * kShare + s * CHANNELS + c) * kPitch - q];
+          for (int c = 0; c < CHANNELS; ++c) acc[p][c] += from[(share * kShare + s * CHANNELS + c) * kPitch - q];
       }
     }
-    const int first = cell * STRIDE_X + begin - to.pad_x, rest = CHANNELS_LAST ? CHANNELS : 1;
+    const int first = s2d * STRIDE_X + begin - to.pad_x, rest = CHANNELS_LAST ? CHANNELS : 1;
     ELEMENT* const dx =
         to.dx +
         (CHANNELS_LAST ? strip.image * to.size.height + h : strip.image * CHANNELS * to.size.height + h) *
@@ -125,7 +127,7 @@ __device__ __forceinline__ void fold(const Target& to, const float* products, co
     for (int p = 0; p < kPixels; ++p) {
       if (static_cast<unsigned>(first + p) >= static_cast<unsigned>(to.size.width)) continue;
 #pragma unroll
-      for (int c = 0; c < CHANNELS; ++c) dx[p * rest + c * (CHANNELS_LAST ? 1 : plane)] = convert<ELEMENT>(sums[p][c]);
+      for (int c = 0; c < CHANNELS; ++c) dx[p * rest + c * (CHANNELS_LAST ? 1 : plane)] = convert<ELEMENT>(acc[p][c]);
     }
   }
 }

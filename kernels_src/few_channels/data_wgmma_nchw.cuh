@@ -1,9 +1,9 @@
 // Rows of dy, of planes of columns, on their way to products of few_channels/data_wgmma.cu: they are copied as they
-// come and turned into words of 8 filters of a column.
+// come and transposed into words of 8 filters of a column.
 #pragma once
 
-#include "few_channels/cell_words.cuh"
-#include "few_channels/column_copies.cuh"
+#include "few_channels/data_wgmma_tiling.cuh"
+#include "few_channels/row_copies.cuh"
 #include "common/mma.cuh"
 
 #ifndef IN_VECTOR
@@ -16,23 +16,24 @@
 // column meet every bank once. Planes begin with the column at a multiple of 8 before the first that is met.
 constexpr int kStaged = round_up(7 + (COLUMNS - 1) * WIDEN + kShifts, 8);
 constexpr int kPlane = ceil_div(kStaged, WIDEN), kPitch = WIDEN * kPlane | 1;
-constexpr int kTurnedBytes = 16 * kOctets * kPitch;
+constexpr int kTransposedBytes = 16 * kOctets * kPitch;
 // A row of columns as it comes, likewise.
 constexpr int kRawPitch = 16 * (kStaged / 8 | 1);
-constexpr int kStageBytes = 16 * kSteps * kRawPitch;
+constexpr int kStageBytes = 16 * kKSteps * kRawPitch;
 // Stages follow the filters, then, where the filters as they come are first, two rows of words.
 constexpr int kStagesAt = kFilterBytes, kTeamsStage = TEAMS * kStageBytes, kLastAt = kStagesAt + STAGES * kTeamsStage;
-static_assert(SHARED_BYTES == kLastAt + maximum(TEAMS * 2 * kTurnedBytes, kRawBytes), "the host and the kernel agree");
+static_assert(SHARED_BYTES == kLastAt + maximum(TEAMS * 2 * kTransposedBytes, kRawBytes),
+              "SHARED_BYTES is what the tiling computed: host and kernel must agree");
 
 // An operand's form, and its words from a row's first to those of a column and 16 filters.
-constexpr unsigned long long kColumnsForm = matrix_descriptor(16 * kPitch, 128, 0);
-__device__ __forceinline__ constexpr int word_of(int column, int step) {
+constexpr unsigned long long kBDescriptor = matrix_descriptor(16 * kPitch, 128, 0);
+__device__ __forceinline__ constexpr int word_offset(int column, int step) {
   return column % WIDEN * kPlane + column / WIDEN + 2 * step * kPitch;
 }
 
 __device__ __forceinline__ void clear_stage(unsigned char* stage) {
-  static_assert(kStageBytes % 16 == 0, "whole words");
-  for (int i = threadIdx.x % kTeam; i < kStageBytes / 16; i += kTeam)
+  static_assert(kStageBytes % 16 == 0, "a stage is whole 16-byte words");
+  for (int i = threadIdx.x % kTeamThreads; i < kStageBytes / 16; i += kTeamThreads)
     *reinterpret_cast<uint4*>(stage + 16 * i) = make_uint4(0, 0, 0, 0);
 }
 
@@ -40,28 +41,28 @@ __device__ __forceinline__ void clear_stage(unsigned char* stage) {
 // they are.
 __device__ __forceinline__ void load_row(unsigned char* to, const ELEMENT* __restrict__ dy, const Size& size, int image,
                                          int row, int first) {
-  const int thread = threadIdx.x % kTeam, begin = max(0, -first), end = min(kStaged, size.width - first);
+  const int thread = threadIdx.x % kTeamThreads, begin = max(0, -first), end = min(kStaged, size.width - first);
   constexpr int kRuns = kStaged / IN_VECTOR;
   const int plane = size.height * size.width;
   const ELEMENT* const from = dy + image * FILTERS * plane + row * size.width + first;
 #pragma unroll 4
-  for (int i = thread; i < FILTERS * kRuns; i += kTeam) {
+  for (int i = thread; i < FILTERS * kRuns; i += kTeamThreads) {
     const int k = i / kRuns, column = i % kRuns * IN_VECTOR;
     if (column >= begin && column < end)
       copy_vector<IN_VECTOR>(to + k * kRawPitch + 2 * column, from + k * plane + column);
   }
 }
 
-// Turns a row of columns into words, 8 columns of 32 filters at a time.
-__device__ __forceinline__ void turn_row(unsigned char* to, const unsigned char* from) {
+// Transposes a row of columns into words, 8 columns of 32 filters at a time.
+__device__ __forceinline__ void transpose_row(unsigned char* to, const unsigned char* from) {
   constexpr int kBlocks = kStaged / 8, kQuads = ceil_div(kOctets, 4);
-  const int lane = threadIdx.x % 32, warp = threadIdx.x % kTeam / 32;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x % kTeamThreads / 32;
 #pragma unroll 2
-  for (int i = warp; i < kBlocks * kQuads; i += kTeam / 32) {
+  for (int i = warp; i < kBlocks * kQuads; i += kTeamThreads / 32) {
     const int octet = min(i / kBlocks * 4 + lane / 8, kOctets - 1), column = i % kBlocks * 8;
     unsigned four[4];
     load_transposed(four, shared_address(from) + (octet * 8 + lane % 8) * kRawPitch + 2 * column);
-    stmatrix(shared_address(to) + 16 * (octet * kPitch + word_of(column + lane % 8, 0)), four[0], four[1], four[2],
+    stmatrix(shared_address(to) + 16 * (octet * kPitch + word_offset(column + lane % 8, 0)), four[0], four[1], four[2],
              four[3]);
   }
 }
@@ -72,7 +73,7 @@ struct Rows {
   static constexpr int kBegun = STAGES - 1;
 
   const ELEMENT* dy;
-  unsigned char *stages, *turned;
+  unsigned char *stages, *transposed;
   Size size;
   int image, first, lead, row, end, barrier;
   int stage = 0, half = 0;
@@ -82,7 +83,7 @@ struct Rows {
                                   int column, int row, int end, int)
       : dy(dy),
         stages(shared + kStagesAt + team * kStageBytes),
-        turned(shared + kLastAt + team * 2 * kTurnedBytes),
+        transposed(shared + kLastAt + team * 2 * kTransposedBytes),
         size(size),
         image(image),
         first(column - (column & 7)),
@@ -103,7 +104,7 @@ struct Rows {
   __device__ __forceinline__ void begin() const {
 #pragma unroll 1
     for (int i = 0; i < STAGES; ++i) clear_stage(stages + i * kTeamsStage);
-    named_barrier_sync<kTeam>(barrier);  // stages are clear
+    named_barrier_sync<kTeamThreads>(barrier);  // stages are clear
 #pragma unroll 1
     for (int i = 0; i < STAGES - 1; ++i) load(i, row + i);
   }
@@ -111,8 +112,8 @@ struct Rows {
   // The filters as they came are not needed any more.
   __device__ __forceinline__ void filters_done() const {
     wait_for_copies<STAGES - 2>();
-    named_barrier_sync<kTeam>(barrier);  // the first row has arrived
-    turn_row(turned, stages);
+    named_barrier_sync<kTeamThreads>(barrier);  // the first row has arrived
+    transpose_row(transposed, stages);
     load(STAGES - 1, row + STAGES - 1);
   }
 
@@ -121,8 +122,8 @@ struct Rows {
     wait_for_copies<STAGES - 2>();
     fence_proxy_async();
     // This row's words and the next row have arrived; every product has read what is overwritten next.
-    named_barrier_sync<kTeam>(barrier);
-    return shared_address(turned) + half * kTurnedBytes;
+    named_barrier_sync<kTeamThreads>(barrier);
+    return shared_address(transposed) + half * kTransposedBytes;
   }
 
   // Begins what is needed later, while products read the row.
@@ -130,7 +131,7 @@ struct Rows {
     load(stage, row + STAGES);
     stage = stage + 1 == STAGES ? 0 : stage + 1;
     half ^= 1;
-    turn_row(turned + half * kTurnedBytes, stages + stage * kTeamsStage);
+    transpose_row(transposed + half * kTransposedBytes, stages + stage * kTeamsStage);
     ++row;
   }
 };

@@ -7,7 +7,7 @@
 // any row (measured on an H200, as that it costs no more than at a multiple of 8).
 #pragma once
 
-#include "few_channels/cell_words.cuh"
+#include "few_channels/data_wgmma_tiling.cuh"
 
 #if !defined(TOGETHER) || !defined(LEAD)
 #error "define TOGETHER and LEAD"
@@ -30,11 +30,12 @@ constexpr int kStageBytes = kParts * kPartBytes, kCopiedBytes = kParts * kPlanes
 constexpr int kStagesAt = round_up(kFilterBytes, 8 * kSpan), kTeamsStage = TEAMS * kStageBytes;
 constexpr int kLastAt = kStagesAt + (STAGES - 1) * kTeamsStage;
 constexpr int kBarriersAt = kLastAt + maximum(kTeamsStage, kRawBytes);
-static_assert(SHARED_BYTES == kBarriersAt + 8 * TEAMS * STAGES, "the host and the kernel agree");
+static_assert(SHARED_BYTES == kBarriersAt + 8 * TEAMS * STAGES,
+              "SHARED_BYTES is what the tiling computed: host and kernel must agree");
 
 // An operand's form, and its words from a row's first to those of a column that is met and 16 filters.
-constexpr unsigned long long kColumnsForm = matrix_descriptor(16, 8 * kSpan, kSpan);
-__device__ __forceinline__ constexpr int word_of(int column, int step) {
+constexpr unsigned long long kBDescriptor = matrix_descriptor(16, 8 * kSpan, kSpan);
+__device__ __forceinline__ constexpr int word_offset(int column, int step) {
   const int staged = LEAD + column, in_row = staged % TOGETHER * 2 * FILTERS + 32 * step;
   return (in_row / kSpan * kPartBytes + staged % WIDEN / TOGETHER * kPlaneBytes + staged / WIDEN * kSpan +
           in_row % kSpan) /
@@ -45,7 +46,7 @@ __device__ __forceinline__ constexpr int word_of(int column, int step) {
 struct Rows {
   // Copies of a thread that are begun before it lays out filters.
   static constexpr int kBegun = 0;
-  // Columns before those that word_of counts from.
+  // Columns before those that word_offset counts from.
   static constexpr int lead = 0;
 
   const TensorMap& dy;
@@ -80,7 +81,7 @@ struct Rows {
   }
 
   __device__ __forceinline__ void begin() {
-    if (threadIdx.x % kTeam == 0) {
+    if (threadIdx.x % kTeamThreads == 0) {
       prefetch_tensor_map(&dy);
 #pragma unroll 1
       for (int i = 0; i < STAGES; ++i) mbarrier_init(barriers + 8 * i, 1);
@@ -97,13 +98,13 @@ struct Rows {
   // Waits for the next row; where its columns are.
   __device__ __forceinline__ unsigned arrived() const {
     mbarrier_wait(barriers + 8 * stage, parity);
-    named_barrier_sync<kTeam>(1 + team);  // every product has read what is overwritten next
+    named_barrier_sync<kTeamThreads>(1 + team);  // every product has read what is overwritten next
     return stages + stage * kTeamsStage;
   }
 
   // Begins what is needed later, while products read the row.
   __device__ __forceinline__ void next() {
-    if (threadIdx.x % kTeam == 0 && left > 0) load(stage == 0 ? STAGES - 1 : stage - 1, row + STAGES - 1);
+    if (threadIdx.x % kTeamThreads == 0 && left > 0) load(stage == 0 ? STAGES - 1 : stage - 1, row + STAGES - 1);
     --left;
     ++row;
     stage = stage + 1 == STAGES ? 0 : stage + 1;

@@ -5,12 +5,12 @@
 
 #include "common/tile.cuh"
 
-// Shape of a patch. Its first column lies at pixel kFirstPixel of a row. kVector columns are loaded at once: the
-// tensor's width and a patch's first column are multiples of it. If kIsTurned, the words of a row are permuted so that
-// those of every eighth word and its neighbour fall into different banks.
+// Shape of an input tile. Its first column lies at pixel kFirstPixel of a row. kVector columns are loaded at once: the
+// tensor's width and an input tile's first column are multiples of it. If kIsPermuted, the words of a row are permuted
+// so that those of every eighth word and its neighbour fall into different banks.
 template <int kChannelCount, int kRowCount, int kColumnCount, int kFirstPixel, int kVectorLength, bool kChannelsAreLast,
-          bool kIsTurned>
-struct Patch {
+          bool kIsPermuted>
+struct InputTile {
   static constexpr int kChannels = kChannelCount, kRows = kRowCount, kColumns = kColumnCount, kFirst = kFirstPixel;
   static constexpr int kVector = kVectorLength, kRuns = kRows * kColumns / kVector;
   static constexpr bool kChannelsLast = kChannelsAreLast;
@@ -20,21 +20,23 @@ struct Patch {
   static_assert(kColumns % kVector == 0, "a vector lies within a row");
   static_assert(kFirst == 0 || kFirst == 1, "a row begins with its first word");
 
-  static __device__ __forceinline__ int turned(int word) { return kIsTurned ? word ^ (word / 8 % 4 * 2) : word; }
+  static __device__ __forceinline__ int word_position(int word) {
+    return kIsPermuted ? word ^ (word / 8 % 4 * 2) : word;
+  }
 };
 
-// A tensor of images, contiguous in its layout, and the pixel of it that a patch starts from, which may lie outside:
-// there it reads as zero.
-struct PatchPlace {
+// A tensor of images, contiguous in its layout, and the pixel of it that an input tile starts from, which may lie
+// outside: there it reads as zero.
+struct InputTileOrigin {
   int height, width;
   int image, row, column;
 };
 
-// Moves a patch through registers; all kThreads threads of a block take part, each with as many vectors at a time as 32
-// registers hold, or with all if kAllAtOnce. What has been loaded stays in whole registers until it is written: nothing
-// waits for a load before.
+// Moves an input tile through registers; all kThreads threads of a block take part, each with as many vectors at a time
+// as 32 registers hold, or with all if kAllAtOnce. What has been loaded stays in whole registers until it is written:
+// nothing waits for a load before.
 template <typename Shape, int kThreads, typename T, bool kAllAtOnce = false>
-struct PatchLoader {
+struct InputTileLoader {
   static constexpr int kVector = Shape::kVector, kChannels = Shape::kChannels, kColumnRuns = Shape::kColumns / kVector;
   // A vector's registers, a single element's upper half unused.
   static constexpr int kVectorWords = kVector > 1 ? kVector / 2 : 1, kWords = kChannels * kVectorWords;
@@ -69,7 +71,7 @@ struct PatchLoader {
   }
 
   // Starts to load, from vector `first` on.
-  __device__ __forceinline__ void take(const T* __restrict__ x, const PatchPlace& place, int first = 0) {
+  __device__ __forceinline__ void take(const T* __restrict__ x, const InputTileOrigin& place, int first = 0) {
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
       const int rank = first + i * kThreads + threadIdx.x;
@@ -96,18 +98,18 @@ struct PatchLoader {
   }
 
   // Writes what take() loaded from vector `first` on.
-  __device__ __forceinline__ void put(unsigned char* patch, int first = 0) const {
+  __device__ __forceinline__ void put(unsigned char* input_tile, int first = 0) const {
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
       const int rank = first + i * kThreads + threadIdx.x;
       if (rank >= Shape::kRuns) break;
-      unsigned char* const row = patch + rank / kColumnRuns * Shape::kRowBytes;
+      unsigned char* const row = input_tile + rank / kColumnRuns * Shape::kRowBytes;
       const int pixel = Shape::kFirst + rank % kColumnRuns * kVector;
       if constexpr (kVector % 2 == 0) {
         // Two pixels of a word are written at once: lanes are kVector pixels apart, and meet banks less often.
 #pragma unroll
         for (int j = -Shape::kFirst; j < kVector; j += 2) {
-          unsigned char* const to = row + 16 * Shape::turned((pixel + j) / 2);
+          unsigned char* const to = row + 16 * Shape::word_position((pixel + j) / 2);
           if (j >= 0 && j + 1 < kVector)
             *reinterpret_cast<PixelPair*>(to) = {pixel_of(i, j), pixel_of(i, j + 1)};
           else
@@ -116,17 +118,19 @@ struct PatchLoader {
       } else {
 #pragma unroll
         for (int j = 0; j < kVector; ++j)
-          *reinterpret_cast<Pixel*>(row + 16 * Shape::turned((pixel + j) / 2) + (pixel + j) % 2 * 8) = pixel_of(i, j);
+          *reinterpret_cast<Pixel*>(row + 16 * Shape::word_position((pixel + j) / 2) + (pixel + j) % 2 * 8) =
+              pixel_of(i, j);
       }
     }
   }
 
   // Both, for patches of any size.
-  __device__ __forceinline__ void move(unsigned char* patch, const T* __restrict__ x, const PatchPlace& place) {
+  __device__ __forceinline__ void move(unsigned char* input_tile, const T* __restrict__ x,
+                                       const InputTileOrigin& place) {
 #pragma unroll 1
     for (int first = 0; first < Shape::kRuns; first += kLoads * kThreads) {
       take(x, place, first);
-      put(patch, first);
+      put(input_tile, first);
     }
   }
 };
