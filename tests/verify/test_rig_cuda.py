@@ -1,0 +1,186 @@
+"""The rig of CUDA devices over host memory, with more operands than one launch guards: what of them was overwritten."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from fake_invokers import FakeInvoker
+
+from miofind.core.problem import Operand, ProblemDescription, Role, TensorDescriptor
+from miofind.core.values import Values
+from miofind.device.device import Device
+from miofind.launch.device_kernels import GridStride
+from miofind.solver.steps import KernelStep, Pointer
+from miofind.verify import rig_cuda
+from miofind.verify.rig import GUARD_BYTES, WORKSPACE, PackedForm, Poison, Setting
+from miofind.verify.rig_cuda import CudaRig
+from miofind.verify.sampling import SampleBudget
+
+MORE = {"scale": 6, "bias": 6, "residual": 180, "mask": 45, "last": 1}
+SETTINGS = (
+    Setting(values=Values.TERNARY),
+    Setting(values=Values.NORMAL, poison=Poison.FINITE, keeps_workspace=True, is_aligned=True),
+)
+
+
+class Many(ProblemDescription):
+    """A convolution with five inputs more."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        more = (
+            Operand(name=name, tensor=TensorDescriptor(shape=(1, size, 1, 1)), role=Role.INPUT)
+            for name, size in MORE.items()
+        )
+        object.__setattr__(self, "operands", (*self.operands, *more))
+
+
+PLAIN = ProblemDescription.convolution(x=(2, 4, 5, 3), w=(6, 4, 3, 3), padding=1)
+PROBLEM = Many(x=PLAIN.x, w=PLAIN.w, y=PLAIN.y, conv=PLAIN.conv)
+NAMES = [operand.name for operand in PROBLEM.operands]
+
+
+def bytes_at(address: int, count: int) -> np.ndarray:
+    return np.frombuffer((ctypes.c_char * count).from_address(address), np.uint8)
+
+
+class Memory:
+    """Stands in for DeviceMemory."""
+
+    stream_address = 9
+    free_bytes = 1 << 30
+
+    def __init__(self, device_index: int) -> None:
+        self.blocks: dict[int, np.ndarray] = {}
+        self.stream = types.SimpleNamespace(synchronize=lambda: None)
+
+    def __enter__(self) -> Memory:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+    @contextlib.contextmanager
+    def beside(self) -> Iterator[int]:
+        yield 10
+
+    def allocate(self, size: int) -> int:
+        block = np.zeros(size + 512, np.uint8)
+        address = -(-block.ctypes.data // 512) * 512
+        self.blocks[address] = block
+        return address
+
+    def free(self, address: int) -> None:
+        del self.blocks[address]
+
+    def set_bytes(self, address: int, value: int, size: int) -> None:
+        bytes_at(address, size)[:] = value
+
+    def download(self, address: int, count: int, dtype: Any) -> np.ndarray:
+        return bytes_at(address, count * np.dtype(dtype).itemsize).view(dtype).copy()
+
+    def close(self) -> None:
+        self.blocks.clear()
+
+
+class Kernels:
+    """Stands in for DeviceKernels: fills, guards and sums up; whatever else is checked is right."""
+
+    def __init__(self, device: Device, compiler: Any) -> None:
+        pass
+
+    def bind(
+        self, kernel: GridStride, arguments: tuple[Any, ...], addresses: dict[str, int], stream: int
+    ) -> Callable[[], None]:
+        values = []
+        for each in arguments:
+            pointer = Pointer(buffer=each) if isinstance(each, str) else each
+            is_address = isinstance(pointer, Pointer)
+            values.append(addresses[pointer.buffer] + pointer.offset_bytes if is_address else pointer.value)
+        return lambda: getattr(self, kernel.entry, self.nothing)(*values)
+
+    def bind_step(self, step: KernelStep, addresses: dict[str, int], stream: int) -> Callable[[], None]:
+        return self.nothing
+
+    def nothing(self, *_: int) -> None:
+        pass
+
+    def random_inputs(self, out: int, size: int, seed: int, *_: int) -> None:
+        bytes_at(out, 4 * size)[:] = np.random.default_rng(seed).integers(0, 256, 4 * size, np.uint8)
+
+    def bands(self, values: tuple[int, ...]) -> Iterator[np.ndarray]:
+        for start, size in zip(values[0:8:2], values[1:8:2], strict=True):
+            yield bytes_at(start - GUARD_BYTES, GUARD_BYTES)
+            yield bytes_at(start + size, GUARD_BYTES)
+
+    def verify_poison(self, *values: int) -> None:
+        for band in self.bands(values):
+            band[:] = values[9]
+
+    def verify_guards(self, *values: int) -> None:
+        slots = bytes_at(values[10], 64).view(np.uint64)
+        for i, band in enumerate(self.bands(values)):
+            slots[i] += np.count_nonzero(band != values[9])
+
+    def verify_checksum(self, words: int, count: int, slot: int) -> None:
+        given = bytes_at(words, 2 * count).view(np.uint16).astype(np.uint64)
+        bytes_at(slot, 8).view(np.uint64)[0] += (given * np.arange(3, count + 3, dtype=np.uint64)).sum()
+
+
+@pytest.fixture
+def rig(monkeypatch: pytest.MonkeyPatch) -> Iterator[CudaRig]:
+    monkeypatch.setattr(rig_cuda, "DeviceMemory", Memory)
+    monkeypatch.setattr(rig_cuda, "DeviceKernels", Kernels)
+    device = Device.virtual("90a")
+    made = CudaRig(PROBLEM, device, None, 5, SampleBudget.of(device))  # type: ignore[arg-type]
+    yield made
+    made.close()
+
+
+def overwriting(name: str, where: str) -> FakeInvoker:
+    """Writes two bytes into a buffer, or before or behind it."""
+
+    def run(tensors: dict[str, int], workspace: int) -> None:
+        size = 64 if name == WORKSPACE else PROBLEM.tensor(name).bytes
+        start = workspace if name == WORKSPACE else tensors[name]
+        bytes_at(start + {"inside": 0, "before": -2, "after": size}[where], 2)[:] ^= 0x55
+
+    return FakeInvoker(PROBLEM, run, workspace_bytes=64)
+
+
+def told(name: str, where: str) -> tuple[str, ...]:
+    if where != "inside":
+        return (f"the guard band {where} {name}",)
+    return () if name in ("y", WORKSPACE) else (f"input {name}",)
+
+
+@pytest.mark.parametrize("where", ["before", "inside", "after"])
+@pytest.mark.parametrize("name", [*NAMES, WORKSPACE])
+def test_an_overwritten_operand_is_named(rig: CudaRig, name: str, where: str) -> None:
+    for setting in SETTINGS:
+        assert rig.trial(overwriting(name, where), setting, 1.0).damaged == told(name, where)
+
+
+def test_operands_are_given_in_order_and_apart(rig: CudaRig) -> None:
+    seen: list[list[int]] = []
+    invoker = FakeInvoker(PROBLEM, lambda tensors, _: seen.append([tensors[name] % 512 for name in NAMES]))
+    for setting in SETTINGS:
+        assert rig.trial(invoker, setting, 1.0).is_right
+    assert seen == [[2 * (2 * i + 1) for i in range(len(NAMES))], [0] * len(NAMES)]
+
+
+@pytest.mark.parametrize("where", ["before", "inside", "after"])
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "w"])
+def test_an_operand_that_packed_weights_run_over_is_named(rig: CudaRig, name: str, where: str) -> None:
+    given: list[dict[str, int]] = []
+    pack = FakeInvoker(PROBLEM, lambda tensors, _: given.append(tensors))
+    packed = PackedForm(pack=pack, run=overwriting(name, where), bytes=100)
+    assert rig.pack(packed, SETTINGS[0], 0) == ()
+    assert [key for key, address in given[0].items() if address] == ["w", "y"]
+    assert rig.packed_trial(packed, SETTINGS[0], 1.0, 0).damaged == told(name, where)
