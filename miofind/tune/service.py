@@ -83,9 +83,12 @@ def tune(
 
     Raises:
         DatabaseError: the FindDB cannot be written, or several handles have theirs in memory.
+        UnknownSolverError: the options name a solver that a handle's registry has not.
+        InvalidOptionError: a solver of several handles' registries cannot go to their processes.
         MissingEnvironmentError: a library that measuring needs is missing.
     """
     for handle in handles:
+        options.find.check_names(handle.registry)
         handle.database.user.add(())  # refuses now, not after the first problem
     if len(handles) > 1 and any(handle.database.user.path is None for handle in handles):
         raise DatabaseError("processes on several devices share no FindDB in memory: name a file")

@@ -7,6 +7,7 @@ import pickle
 import subprocess
 import sys
 import types
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from miofind.options import FindOptions
 from miofind.solver import registry as registry_module
 from miofind.solver.registry import Registry
 from miofind.solvers.cpu.direct import ConvCpuDirect
+from miofind.suites import SuiteProblem
+from miofind.tune.service import TuneOptions, TuneSummary, tune
 
 PROBLEM = miofind.ProblemDescription.convolution(x=(1, 4, 6, 5), w=(2, 4, 3, 3))
 
@@ -217,3 +220,34 @@ def test_a_program_s_own_solver_does_not_go_to_a_child() -> None:
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120).stdout
     assert "InvalidOptionError solver 'vendor/Mine'" in told
     assert "its class is of the program's own file" in told
+
+
+def tuned(folder: Path, registry: Registry, devices: int) -> TuneSummary:
+    """What a tuning by vendor/Theirs alone comes to, on so many devices of a kind."""
+    requests = [SuiteProblem(problem=PROBLEM, suite="", layer="", count=1)]
+    options = TuneOptions(find=FindOptions(only=("vendor/Theirs",)))
+    with ExitStack() as stack:
+        handles = [
+            stack.enter_context(miofind.Handle("cpu", database=folder / "finddb.db", strict=True, registry=registry))
+            for _ in range(devices)
+        ]
+        return tune(requests, handles, options)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_tuning_has_the_solvers_of_its_handles(tmp_path: Path, devices: int) -> None:
+    (result,) = tuned(tmp_path, Registry.default().with_solvers(Theirs()), devices).results
+    assert [solution.solver_id for solution in result.solutions] == ["vendor/Theirs"], result.message
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_tuning_that_names_what_its_handles_have_not_begins_nothing(tmp_path: Path, devices: int) -> None:
+    with pytest.raises(UnknownSolverError, match="only='vendor/theirs' is no solver"):
+        tuned(tmp_path, Registry.default(), devices)
+
+
+def test_a_tuning_by_processes_refuses_what_they_cannot_import(tmp_path: Path) -> None:
+    local = type("Local", (Theirs,), {})()
+    with pytest.raises(InvalidOptionError, match="cannot go to another process"):
+        tuned(tmp_path, Registry.default().with_solvers(local), 2)
+    assert tuned(tmp_path, Registry.default().with_solvers(local), 1).results
