@@ -30,9 +30,6 @@ from miofind.finddb import Store
 ON_CPU = ("--suite", "resnet50", "--direction", "all", "--limit", "12", "--exclude", "ConvCpuDirect", "--device", "cpu")
 Candidate = tuple[str, str, str]
 
-_LEAST_PACE = 0.1
-"""Of the kills against what the undisturbed run took: a machine ten times as fast as it was is not waited for."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
@@ -98,22 +95,19 @@ class Runs:
             raise SystemExit(f"{shlex.join(self._command)} ended with {process.returncode}:\n{first}{stderr}")
         return Whole(summary=json.loads(stdout), first_s=first_s)
 
-    def killed(self, after_s: float) -> int | None:
-        """Problems that a run told of as measured until it was killed that long after its start; None if it ended."""
+    def killed(self, after: int, pause_s: float) -> int | None:
+        """Problems that a run told of until it was killed, that long after the first so many; None if it ended."""
         process = self._started()
+        assert process.stderr is not None
+        told = [line for _, line in zip(range(after), process.stderr, strict=False)]
         try:
-            _, told = process.communicate(timeout=after_s)
+            _, more = process.communicate(timeout=pause_s)
         except subprocess.TimeoutExpired:
             process.send_signal(signal.SIGKILL)
-            _, told = process.communicate()
+            _, more = process.communicate()
         if process.returncode != -signal.SIGKILL:
             return None
-        return sum("] tuned" in line for line in told.splitlines())
-
-    def forget(self) -> None:
-        """Remove the FindDB."""
-        for suffix in ("", "-wal", "-shm"):
-            self.path.with_name(self.path.name + suffix).unlink(missing_ok=True)
+        return sum("] tuned" in line for line in [*told, *more.splitlines()])
 
     def candidates(self) -> Counter[Candidate]:
         """How many rows each problem, solver and configuration has."""
@@ -122,8 +116,6 @@ class Runs:
 
     def finished(self) -> int:
         """Problems whose find came to its end."""
-        if not self.path.exists():
-            return 0
         with Store(self.path, read_only=True) as store:
             return sum(bool(history.scopes) for history in store.histories())
 
@@ -149,19 +141,15 @@ def compare(folder: Path, asked: list[str], kills: int, seed: int) -> Comparison
     seconds = undisturbed.summary["seconds"]
     chance = random.Random(seed)
     done = told = lost = 0
-    pace = 1.0
     while done < kills:
-        # Some fall before the first problem is told of, most into a measurement.
-        after_s = undisturbed.first_s * chance.uniform(0.5, 1.1) + chance.uniform(0, seconds / kills)
-        measured = resumed.killed(pace * after_s)
+        # The first falls before a problem is told of, the others mostly into a measurement.
+        after = min(done, 1 + chance.randrange(2))
+        pause_s = chance.uniform(0, seconds / kills) if after else undisturbed.first_s * chance.uniform(0.1, 0.9)
+        measured = resumed.killed(after, pause_s)
         if measured is None:
-            if done or pace < _LEAST_PACE:
-                break
-            resumed.forget()  # the machine was busier when the undisturbed run set the pace
-            pace /= 2
-            continue
+            break
         done, told = done + 1, told + measured
-        lost = max(lost, told - resumed.finished())
+        lost = max(lost, told - resumed.finished()) if told else 0
     last = resumed.whole().summary
     expected, found = whole.candidates(), resumed.candidates()
     return Comparison(

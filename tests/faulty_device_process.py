@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from waiting import wait_until
+
 from miofind.errors import DatabaseError, NoDeviceError
 from miofind.evaluate.evaluate import DeviceLostError
 from miofind.evaluate.executors import InProcess
@@ -24,23 +26,16 @@ HEAVIEST = os.environ["DEVICE_HEAVIEST"]
 
 _measuring = InProcess.run
 _jobs = 0
-
-
-def wait_for(name: str, count: int = 1) -> None:
-    """Wait until so many files of a name are in the folder."""
-    deadline = time.monotonic() + 30
-    while len(list(FOLDER.glob(f"{name}*"))) < count:
-        assert time.monotonic() < deadline, f"{name} never came"
-        time.sleep(0.01)
+_ends = False
 
 
 def _run(self: InProcess, job: Any) -> Iterator[Outcome | Verdict]:
-    global _jobs
+    global _jobs, _ends
     _jobs += 1
     number = self._device.memory_bytes  # the tests number their devices so
     if FAULT == "meet" and _jobs == 1:
         (FOLDER / f"met{number}").touch()
-        wait_for("met", 2)  # both devices are at work at one time
+        wait_until(lambda: len(list(FOLDER.glob("met*"))) == 2, "both devices at work at one time")
     elif f"lose{number} at {_jobs}" == FAULT:
         (FOLDER / "lost").touch()
         raise DeviceLostError(f"device {number} is gone")
@@ -55,7 +50,7 @@ def _run(self: InProcess, job: Any) -> Iterator[Outcome | Verdict]:
     elif FAULT == "hang":
         yield from _measuring(self, job)
         (FOLDER / f"hangs{number}").touch()
-        time.sleep(60)
+        time.sleep(3600)
     elif FAULT == "exit" or (FAULT == "exit at heaviest" and job.network_config == HEAVIEST):
         os._exit(7)
     elif FAULT == "stop once" and not (FOLDER / "stopped").exists():
@@ -67,15 +62,15 @@ def _run(self: InProcess, job: Any) -> Iterator[Outcome | Verdict]:
     yield from _measuring(self, job)
     if FAULT == "exit after" and not (FOLDER / "exited").exists():
         (FOLDER / "exited").touch()
+        _ends = True
         threading.Thread(target=_end_when_told, daemon=True).start()
     if FAULT.startswith("lose") and not FAULT.startswith(f"lose{number}") and _jobs == 1:
-        wait_for("lost")
+        wait_until((FOLDER / "lost").exists, "the other device's end")
 
 
 def _end_when_told() -> None:
     """End this process as soon as its worker asks for the next task."""
-    while not (FOLDER / "told").exists():
-        time.sleep(1e-3)
+    wait_until((FOLDER / "told").exists, "a result that was told", every_s=1e-3)
     os._exit(7)
 
 
@@ -85,9 +80,9 @@ def _told(self: Worker, *arguments: Any, **named: Any) -> None:
 
     def telling(event: Any) -> None:
         tell(event)
-        if isinstance(event, TuneFinished) and FAULT == "exit after" and (FOLDER / "exited").exists():
+        if isinstance(event, TuneFinished) and _ends:
             (FOLDER / "told").touch()
-            time.sleep(0.05)
+            threading.Event().wait()  # for that end
 
     self._tell = telling
 

@@ -9,13 +9,12 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from cli_runner import FORWARD, TINY, run, use_own_folders
-from waiting import LIMIT_S
+from waiting import LIMIT_S, wait_until
 
 from miofind.cli import db as db_commands
 from miofind.cli.output import Sheet, print_note
@@ -185,10 +184,7 @@ def test_a_measuring_process_ends_with_its_parent() -> None:
         "child.stdout.readline(); print(child.pid)"
     )
     pid = int(subprocess.run([sys.executable, "-c", parent], capture_output=True, check=True, timeout=LIMIT_S).stdout)
-    deadline = time.monotonic() + 20
-    while time.monotonic() < deadline and is_running(pid):
-        time.sleep(0.1)
-    assert not is_running(pid)
+    wait_until(lambda: not is_running(pid), "the end of the child")
 
 
 def is_running(pid: int) -> bool:
