@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -22,7 +21,7 @@ from miofind.device.device import Device
 from miofind.errors import DatabaseError, InvalidOptionError
 from miofind.finddb import Store
 from miofind.options import FindOptions
-from miofind.process.child import Child
+from miofind.process.service import Service
 from miofind.runtime.handle import Handle
 from miofind.suites import SuiteProblem
 from miofind.tune import device_processes
@@ -182,37 +181,25 @@ def test_a_problem_that_ends_two_processes_is_given_up(handles_of: HandlesOf, fa
     assert "ended with code 7, twice over it" in summary.results[0].message
 
 
-class Patient:
-    """A connection to a process that is silent only once it was stopped."""
-
-    def __init__(self, child: Child) -> None:
-        self._connection, self._process = child.connection, Path("/proc", str(child.pid), "stat")
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._connection, name)
-
-    def poll(self, limit_s: float) -> bool:
-        while not self._connection.poll(0.05):
-            if self._process.read_text().rpartition(")")[2].split()[0] == "T":
-                return self._connection.poll(0)
-        return True
-
-
-def patient_child(*arguments: Any) -> Child:
-    child = Child(*arguments)
-    child.connection = Patient(child)  # type: ignore[assignment]
-    return child
+def patient_poll(service: Service, within_s: float) -> bool:
+    """`Service._polls` for which a process is silent only once it was stopped."""
+    state, connection = Path("/proc", str(service.pid), "stat"), service._child.connection
+    while not connection.poll(0.05):
+        if state.read_text().rpartition(")")[2].split()[0] == "T":
+            return connection.poll(within_s)
+    return True
 
 
 def test_a_process_that_falls_silent_is_replaced(
     handles_of: HandlesOf, faulty: Fault, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     faulty("stop once")
-    monkeypatch.setattr(device_processes, "Child", patient_child)
+    monkeypatch.setattr(device_processes, "SILENCE_S", 2.0)
+    monkeypatch.setattr(Service, "_polls", patient_poll)
     summary, _ = tuned(handles_of(KIND_A, KIND_A))
     assert (summary.end, summary.lost) == (TuneEnd.COMPLETE, {})
     assert [result.status for result in summary.results] == [TuneStatus.TUNED] * 5
-    assert "was silent for 120 s: it is replaced" in caplog.text
+    assert "was silent for 2 s: it is replaced" in caplog.text
 
 
 def test_devices_whose_processes_always_end_are_lost(handles_of: HandlesOf, faulty: Fault) -> None:
