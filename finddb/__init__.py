@@ -9,7 +9,7 @@ from miofind.finddb.layered import Layered, open_layered
 from miofind.finddb.location import MEMORY, network_file_system, shipped_paths, user_path
 from miofind.finddb.migration import Upgrade, upgrade
 from miofind.finddb.open_files import is_database, is_of_database
-from miofind.finddb.ranking import BEST_PER_SOLVER, ties_of_best, without_solvers
+from miofind.finddb.ranking import BEST_PER_SOLVER, ties_of_best, usable_rows, without_solvers
 from miofind.finddb.release import ReleaseRules, write_release
 from miofind.finddb.schema import SCHEMA_VERSION
 from miofind.finddb.store import Store
@@ -65,6 +65,7 @@ __all__ = [
     "shipped_paths",
     "ties_of_best",
     "upgrade",
+    "usable_rows",
     "user_path",
     "without_solvers",
     "write_release",

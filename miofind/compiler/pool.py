@@ -214,17 +214,20 @@ class CompilePool:
         if child is not None:
             child.kill()
 
+    def _is_open(self) -> bool:
+        return self._works
+
     def _started(self) -> Service | None:
         """A process that is ready; None, and no more work for any, where none can be had."""
         directory = self._compiler.cache.directory
         assert directory is not None, "without a folder no step is taken"
         try:
-            child = Service(serve, directory, modules=self._modules, is_wanted=lambda: self._works)
+            child = Service(serve, directory, modules=self._modules)
         except OSError as error:
             logger.warning("nothing is compiled ahead: no process can be started (%s)", error)
             self._stop()
             return None
-        end = child.await_ready()
+        end = child.await_ready(is_wanted=self._is_open)
         if end is None:
             return child
         if self._works:
@@ -236,7 +239,7 @@ class CompilePool:
     def _compiled(self, child: Service, request: CompileRequest) -> _Result:
         """What became of a compilation, and whether its process is of more use."""
         child.send(request)
-        message = child.receive(self._timeout_s)
+        message = child.receive(self._timeout_s, is_wanted=self._is_open)
         if isinstance(message, CompileReply):
             return _Result(message.answer)
         if isinstance(message, ChildExit) and message.is_from_outside:

@@ -18,6 +18,7 @@ from miofind.process.parent import ENTRY, Parent
 from miofind.process.protocol import Alive, Failed, Ready, Start
 
 Setup = TypeVar("Setup")
+IsWanted = Callable[[], bool]
 
 START_TIMEOUT_S = 300.0
 """Of a child until it is ready: it may have libraries to load, and a device to make ready and to check."""
@@ -47,10 +48,6 @@ def told(end: End, process: str) -> str:
     return end.message if isinstance(end, Failed) else f"{process} {end.message}"
 
 
-def _always() -> bool:
-    return True
-
-
 class Service:
     """A child process that serves this one.
 
@@ -61,7 +58,6 @@ class Service:
         modules: imported first by the child.
         silence_s: seconds for which the child may give no sign of life; where this is finite it gives one several times
             in as many.
-        is_wanted: asked several times a second while the child is waited for; waiting ends where it says no.
 
     Raises:
         OSError: no process can be started.
@@ -75,11 +71,8 @@ class Service:
         gpu: str = "",
         modules: tuple[str, ...] = (),
         silence_s: float = math.inf,
-        is_wanted: Callable[[], bool] | None = None,
     ) -> None:
         self._silence_s = silence_s
-        self._is_wanted = is_wanted or _always
-        self._look_s = math.inf if is_wanted is None else _LOOK_S
         self._child = Child(ENTRY, gpu, [str(os.getpid())])
         try:
             self.send(
@@ -104,9 +97,9 @@ class Service:
         """Whether the child has not ended."""
         return self._child.is_alive
 
-    def await_ready(self, within_s: float = START_TIMEOUT_S) -> End | None:
+    def await_ready(self, within_s: float = START_TIMEOUT_S, *, is_wanted: IsWanted | None = None) -> End | None:
         """None once the child can serve, else why it never will; it need give no sign of life before."""
-        message = self._receive(within_s, math.inf)
+        message = self._receive(within_s, math.inf, is_wanted)
         if isinstance(message, Ready):
             return None
         if isinstance(message, ChildExit | Silence | Failed):
@@ -118,20 +111,24 @@ class Service:
         with contextlib.suppress(OSError):
             self._child.connection.send(message)
 
-    def receive(self, within_s: float = math.inf) -> Any:
+    def receive(self, within_s: float = math.inf, *, is_wanted: IsWanted | None = None) -> Any:
         """The child's next message, within so many seconds, or how it ended; what it logs is shown.
 
         What it logs is no message, so that one who logs and does no work is not waited for.
-        """
-        return self._receive(within_s, self._silence_s)
 
-    def _receive(self, within_s: float, silence_s: float) -> Any:
+        Args:
+            is_wanted: asked several times a second; where it says no, waiting ends as if the time were up.
+        """
+        return self._receive(within_s, self._silence_s, is_wanted)
+
+    def _receive(self, within_s: float, silence_s: float, is_wanted: IsWanted | None) -> Any:
+        look_s = math.inf if is_wanted is None else _LOOK_S
         deadline = time.monotonic() + within_s
         silent_at = time.monotonic() + silence_s
         try:
-            while self._is_wanted():
+            while is_wanted is None or is_wanted():
                 left_s = max(0.0, min(deadline, silent_at) - time.monotonic())
-                if self._polls(min(left_s, self._look_s)):
+                if self._polls(min(left_s, look_s)):
                     message = self._child.connection.recv()
                     silent_at = time.monotonic() + silence_s
                     if isinstance(message, logging.LogRecord):

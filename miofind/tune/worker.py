@@ -18,7 +18,7 @@ from miofind.evaluate.evaluate import DeviceLostError
 from miofind.find.lookup import failures, records
 from miofind.find.lookup.validity import is_valid
 from miofind.find.pipeline import measure
-from miofind.finddb import RefusedEntryError
+from miofind.finddb import RefusedEntryError, usable_rows
 from miofind.runtime.handle import Handle
 from miofind.runtime.solution import Solution, reordered
 from miofind.solver.steps import Config
@@ -193,13 +193,9 @@ def _default_ms(solutions: Sequence[Solution], handle: Handle) -> float | None:
     if answered is not None:
         return answered
     histories = handle.database.histories(handle.device.identity, best.problem.network_config)
-    rows = [
-        row
-        for history in histories
-        for row in history.rows
-        if row.usable and row.solver_id == best.solver_id and row.config == default.json and is_valid(row, handle)
-    ]
-    return max(rows, key=lambda row: row.age).time_ms if rows else None
+    in_force = usable_rows(row for history in histories for row in history.rows if is_valid(row, handle))
+    rows = (row for row in in_force if row.solver_id == best.solver_id and row.config == default.json)
+    return next((row.time_ms for row in rows), None)
 
 
 def _first_default(solution: Solution, handle: Handle) -> Config | None:

@@ -13,7 +13,7 @@ from miofind import find_solutions
 from miofind.core.problem import ProblemDescription
 from miofind.device.device import Device
 from miofind.find import recording as recording_module
-from miofind.find.lookup import failures, records, scopes, validity
+from miofind.find.lookup import failures, known, records, scopes, validity
 from miofind.find.pipeline import estimates
 from miofind.find.plan import make_plan
 from miofind.find.recording import Recording
@@ -224,6 +224,20 @@ def test_solutions_tell_how_they_were_timed(handle: Handle) -> None:
         second.id: (1, True, False, False),
         third.id: (45, False, True, False),
     }
+
+
+def test_a_rough_time_takes_the_place_of_no_full_measurement(handle: Handle) -> None:
+    first, second, *_ = candidates(handle)
+    rough = replace(outcome(first, Status.CUT_OFF), timing=replace(TIMING, time_ms=0.5, samples=1))
+    record(handle, outcome(first), outcome(second))
+    record(handle, rough)
+    found = records.look_up(PROBLEM, OPTIONS, handle)
+    assert found is not None
+    assert {each.id: (each.time_ms, each.cut_off) for each in found} == {
+        first.id: (1.0, False),
+        second.id: (1.0, False),
+    }
+    assert known.known_times(PROBLEM, handle) == {first: 1.0, second: 1.0}
 
 
 @pytest.mark.parametrize("is_judged", [True, False], ids=["verdict", "one percent"])

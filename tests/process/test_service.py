@@ -117,11 +117,11 @@ def test_signs_of_life_are_no_messages(start: Start) -> None:
 def test_waiting_ends_where_nobody_wants_the_answer(start: Start) -> None:
     wanted = threading.Event()
     wanted.set()
-    service = start(child_services.echo, "setup", is_wanted=wanted.is_set)
+    service = start(child_services.echo, "setup")
     assert service.await_ready(60) is None
     assert service.receive(60) == "setup"
     threading.Timer(0.1, wanted.clear).start()
-    assert isinstance(service.receive(), Silence)
+    assert isinstance(service.receive(is_wanted=wanted.is_set), Silence)
 
 
 def test_a_service_outlives_the_thread_that_started_it(start: Start) -> None:

@@ -6,7 +6,7 @@ from miofind.core.problem import ProblemDescription
 from miofind.device.environment import versions
 from miofind.find.lookup import validity
 from miofind.find.lookup.stored import answers_no_more
-from miofind.finddb import Row, environment_id
+from miofind.finddb import environment_id, usable_rows
 from miofind.runtime.handle import Handle
 from miofind.solver.candidate import Candidate
 from miofind.solver.steps import Config
@@ -18,15 +18,16 @@ def known_times(problem: ProblemDescription, handle: Handle) -> dict[Candidate, 
     Left out is what its solver would do otherwise today, though in the same version and sources.
     """
     environment = environment_id(versions(handle.device))
-    newest: dict[Candidate, Row] = {}
-    for history in handle.database.histories(handle.device.identity, problem.network_config):
-        for row in sorted(history.rows, key=lambda row: row.age):
-            if validity.is_valid(row, handle) and not (row.usable and answers_no_more(row, problem, handle)):
-                newest[candidate_of(row.candidate, problem)] = row
+    rows = [
+        row
+        for history in handle.database.histories(handle.device.identity, problem.network_config)
+        for row in history.rows
+        if validity.is_valid(row, handle) and not (row.usable and answers_no_more(row, problem, handle))
+    ]
     return {
-        candidate: row.time_ms
-        for candidate, row in newest.items()
-        if row.usable and row.environment == environment and not row.contended
+        candidate_of(row.candidate, problem): row.time_ms
+        for row in usable_rows(rows)
+        if row.environment == environment and not row.contended
     }
 
 
