@@ -41,8 +41,8 @@ from miofind.device.device import Device
 from miofind.device.environment import versions
 from miofind.errors import MiofindError
 from miofind.launch.invoker import Invoker, make_invoker
-from miofind.measure.lane import Runnable
-from miofind.measure.stage import Stage
+from miofind.measure.backend import Runnable
+from miofind.measure.timer import Timer
 from miofind.solver.registry import Registry
 from miofind.solver.solver import Solver
 from miofind.solver.steps import Config
@@ -178,9 +178,9 @@ def candidates(job: Job, asked: argparse.Namespace, device: Device) -> list[Cand
     return found
 
 
-def median_ms(stage: Stage, runs: Runnable, count: int = SAMPLES) -> float:
+def median_ms(timer: Timer, runs: Runnable, count: int = SAMPLES) -> float:
     """Of `count` samples."""
-    return statistics.median(stage.samples(stage.track(runs), runs, count))
+    return statistics.median(timer.samples(timer.prepare(runs), runs, count))
 
 
 def refused(verifier: Verifier, invoker: Invoker, solver: Solver, compiler: Compiler) -> str:
@@ -197,11 +197,11 @@ def measured(job: Job, asked: argparse.Namespace, device: Device, compiler: Comp
     """One problem's times in milliseconds, ours best first, and what failed, by configuration; then PyTorch's time."""
     problem, times, failures = job.problem, [], []
     found = candidates(job, asked, device)
-    with Verifier(problem, device, compiler) as verifier, Stage(problem, device, compiler) as stage:
+    with Verifier(problem, device, compiler) as verifier, Timer(problem, device, compiler) as timer:
         for solver, config in found:
             try:
                 invoker = make_invoker(problem, device, solver, config, compiler)
-                times.append((median_ms(stage, invoker), solver, config, invoker))
+                times.append((median_ms(timer, invoker), solver, config, invoker))
             except (MiofindError, MemoryError) as error:
                 failures.append(f"{solver.id} {config.json}: {str(error)[:300]}")
         times.sort(key=lambda one: one[0])
@@ -220,7 +220,7 @@ def measured(job: Job, asked: argparse.Namespace, device: Device, compiler: Comp
         yield {"rows": rows, "failures": failures}
         if asked.torch:
             try:
-                yield {"torch_ms": median_ms(stage, TorchRival(problem, device.index), 5)}
+                yield {"torch_ms": median_ms(timer, TorchRival(problem, device.index), 5)}
             except (MiofindError, MemoryError) as error:
                 yield {"failures": [f"torch: {error}"]}
 

@@ -21,8 +21,8 @@ from miofind.core.problem import ProblemDescription
 from miofind.errors import MiofindError
 from miofind.find.lookup import records
 from miofind.find.pipeline import measure
-from miofind.measure.lane import Runnable, Track
-from miofind.measure.stage import Stage
+from miofind.measure.backend import Runnable, TimedCandidate
+from miofind.measure.timer import Timer
 from miofind.options import FindOptions
 from miofind.runtime.handle import Handle
 from miofind.runtime.solution import Solution
@@ -150,16 +150,16 @@ def bench_row(
     message, rival_ms = "", None
     try:
         solution.runner.prepare()
-        with Stage(entry.problem, handle.device, handle.compiler) as stage:
+        with Timer(entry.problem, handle.device, handle.compiler) as timer:
             rival = None
             if against_torch:
                 try:
                     rival = TorchRival(entry.problem, handle.device.index)
-                    rival_ms, time_ms = _interleaved(stage, rival, solution)
+                    rival_ms, time_ms = _interleaved(timer, rival, solution)
                 except (MiofindError, MemoryError) as error:
                     message, rival = f"torch: {error}", None
             if rival is None:
-                time_ms = _alone(stage, solution)
+                time_ms = _alone(timer, solution)
     except (MiofindError, MemoryError) as error:
         return BenchRow(entry=entry, solution=solution, floor_ms=floor_ms, message=str(error) or repr(error))
     return BenchRow(
@@ -167,20 +167,20 @@ def bench_row(
     )
 
 
-def _interleaved(stage: Stage, rival: TorchRival, solution: Solution) -> tuple[float, float]:
+def _interleaved(timer: Timer, rival: TorchRival, solution: Solution) -> tuple[float, float]:
     """Medians of the rival and of ours, a few samples of each in turn."""
     invoker = solution.runner.prepare()
-    sides: list[tuple[Runnable, Track]] = [(rival, stage.track(rival)), (invoker, stage.track(invoker))]
+    sides: list[tuple[Runnable, TimedCandidate]] = [(rival, timer.prepare(rival)), (invoker, timer.prepare(invoker))]
     samples: list[list[float]] = [[], []]
     for _ in range(BLOCKS):
-        for side, (runs, track) in enumerate(sides):
-            samples[side] += stage.samples(track, runs, SAMPLES_A_BLOCK)
+        for side, (runs, timed) in enumerate(sides):
+            samples[side] += timer.samples(timed, runs, SAMPLES_A_BLOCK)
     return statistics.median(samples[0]), statistics.median(samples[1])
 
 
-def _alone(stage: Stage, solution: Solution) -> float:
+def _alone(timer: Timer, solution: Solution) -> float:
     invoker = solution.runner.prepare()
-    return statistics.median(stage.samples(stage.track(invoker), invoker, BLOCKS * SAMPLES_A_BLOCK))
+    return statistics.median(timer.samples(timer.prepare(invoker), invoker, BLOCKS * SAMPLES_A_BLOCK))
 
 
 def class_means(rows: Iterable[BenchRow]) -> list[ClassMeans]:

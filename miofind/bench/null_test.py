@@ -21,7 +21,7 @@ from miofind.find.plan import make_plan
 from miofind.launch.invoker import Invoker, make_invoker
 from miofind.measure.effort import Effort
 from miofind.measure.race import Entrant, Race
-from miofind.measure.stage import Stage
+from miofind.measure.timer import Timer
 from miofind.measure.verdict import Comparison, Finalist, judge
 from miofind.options import FindOptions
 from miofind.runtime.handle import Handle
@@ -141,19 +141,19 @@ def null_test(
     invoker = _invoker(problem, device, compiler, options.find)
     repeats = options.repeats
     equal, slowed, scaled = _Tally(), _Tally(), _Tally()
-    with Stage(problem, device, compiler) as stage:
+    with Timer(problem, device, compiler) as timer:
         for swapped in _alternating(options.pairs):
-            pair = _pair(stage, invoker, invoker, swapped=swapped)
+            pair = _pair(timer, invoker, invoker, swapped=swapped)
             equal.add(pair, is_called=pair.comparison is None or pair.comparison.differs)
-            slower = pair.scaled(1 + options.slowdown, stage.protocol)
+            slower = pair.scaled(1 + options.slowdown, timer.protocol)
             scaled.add(slower, is_called=slower.finds_the_second)
             on_pair()
         fair, slow = Repeated(invoker, repeats), Repeated(invoker, repeats + 1)
         for swapped in _alternating(options.pairs):
-            pair = _pair(stage, fair, slow, swapped=swapped)
+            pair = _pair(timer, fair, slow, swapped=swapped)
             slowed.add(pair, is_called=pair.finds_the_second)
             on_pair()
-        protocol = stage.protocol
+        protocol = timer.protocol
     return NullTestReport(
         problem=problem,
         solver_id=invoker.solver_id,
@@ -232,9 +232,9 @@ class _Pair:
 _FIRST, _SECOND = "first", "second"
 
 
-def _pair(stage: Stage, first: Invoker, second: Invoker, *, swapped: bool) -> _Pair:
+def _pair(timer: Timer, first: Invoker, second: Invoker, *, swapped: bool) -> _Pair:
     """A race of two; `swapped` lets the second enter first."""
-    race = Race(stage, Effort.TUNE)
+    race = Race(timer, Effort.TUNE)
     entrants = [Entrant(key=_FIRST, invoker=first), Entrant(key=_SECOND, invoker=second)]
     for entrant in entrants[::-1] if swapped else entrants:
         race.enter(entrant)

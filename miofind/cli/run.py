@@ -26,7 +26,7 @@ from miofind.cli.solution_table import solution_json
 from miofind.device.device import Device, Place
 from miofind.driver.line import driver_line
 from miofind.errors import InvalidOptionError, WrongResultError
-from miofind.measure.stage import Stage
+from miofind.measure.timer import Timer
 from miofind.runtime.handle import Handle
 from miofind.runtime.solution import Solution
 from miofind.solver.candidate import Timing
@@ -109,9 +109,9 @@ def _run(solution: Solution, handle: Handle, verify: bool) -> _Run:
         claims = claims_of(solver, problem, device, solution.config, handle.compiler)
         with Verifier(problem, device, handle.compiler) as verifier:
             verdict = verifier.verify(invoker, claims)
-    with Stage(problem, device, handle.compiler) as stage:
-        track = stage.track(invoker)
-        timing = stage.timing(stage.samples(track, invoker, _SAMPLES))
+    with Timer(problem, device, handle.compiler) as timer:
+        timed = timer.prepare(invoker)
+        timing = timer.timing(timer.samples(timed, invoker, _SAMPLES))
     return _Run(solution=solution, timing=timing, verdict=verdict)
 
 

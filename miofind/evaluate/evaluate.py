@@ -33,7 +33,7 @@ from miofind.evaluate.health import context_error, used_bytes
 from miofind.launch.invoker import Invoker, make_invoker
 from miofind.measure.effort import Effort
 from miofind.measure.race import Entrant, Race, RaceResult, Watcher
-from miofind.measure.stage import Stage
+from miofind.measure.timer import Timer
 from miofind.measure.verdict import Verdict
 from miofind.process.threads import in_threads
 from miofind.solver.candidate import Candidate, Outcome, Status
@@ -137,7 +137,7 @@ def evaluate(
     with contextlib.ExitStack() as stack:
         try:
             verifier = stack.enter_context(Verifier(problem, device, compiler))
-            stage = stack.enter_context(Stage(problem, device, compiler))
+            timer = stack.enter_context(Timer(problem, device, compiler))
         except MemoryError as error:
             raise MeasurementError(
                 f"{problem} cannot be measured on {device.name}: twice its tensors' {problem.bytes} bytes do not fit "
@@ -145,7 +145,7 @@ def evaluate(
             ) from error
         entered: list[_Entered] = []
         watcher = _RaceWatcher({candidate.id: candidate for candidate in ready}, device, journal)
-        race = Race(stage, job.effort, deadline=deadline, best_ms=job.best_ms, watcher=watcher)
+        race = Race(timer, job.effort, deadline=deadline, best_ms=job.best_ms, watcher=watcher)
         for candidate in ready:
             if time.monotonic() > deadline and entered:
                 break

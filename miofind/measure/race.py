@@ -18,9 +18,9 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from miofind.errors import MiofindError
+from miofind.measure.backend import TimedCandidate
 from miofind.measure.effort import Effort
-from miofind.measure.lane import Track
-from miofind.measure.stage import Stage
+from miofind.measure.timer import Timer
 from miofind.measure.verdict import MIN_ROUNDS, Finalist, Verdict, judge
 from miofind.solver.candidate import Timing
 
@@ -92,7 +92,7 @@ class _Runner:
     """An entrant in the race and what was measured of it so far."""
 
     entrant: Entrant
-    track: Track | None
+    timed: TimedCandidate | None
     samples: list[float] = field(default_factory=list)
     contended: bool = False
     dropped: int = 0
@@ -103,10 +103,10 @@ class _Runner:
     def time_ms(self) -> float:
         return median(self.samples)
 
-    def take(self, stage: Stage, count: int) -> None:
+    def take(self, timer: Timer, count: int) -> None:
         """Take further samples of it."""
-        assert self.track is not None
-        batch = stage.batch(self.track, self.entrant.invoker, count)
+        assert self.timed is not None
+        batch = timer.batch(self.timed, self.entrant.invoker, count)
         self.samples += batch.times_ms
         self.contended = self.contended or batch.contended
         self.dropped += batch.dropped
@@ -128,7 +128,7 @@ class Race:
     """A race of one problem's candidates.
 
     Args:
-        stage: times them.
+        timer: times them.
         effort: how long it is.
         deadline: `time.monotonic()` after which no more is measured; what was measured stands.
         best_ms: a time already reached elsewhere, for cutting off what is far behind.
@@ -142,14 +142,14 @@ class Race:
 
     def __init__(
         self,
-        stage: Stage,
+        timer: Timer,
         effort: Effort,
         *,
         deadline: float = math.inf,
         best_ms: float = math.inf,
         watcher: Watcher | None = None,
     ) -> None:
-        self._stage = stage
+        self._timer = timer
         self._schedule = effort.schedule
         self._deadline = deadline
         self._best_ms = best_ms
@@ -170,12 +170,12 @@ class Race:
             LaunchError: it failed to start or to finish.
             MemoryError: its workspace does not fit the device.
         """
-        track = self._stage.track(entrant.invoker)
-        runner = _Runner(entrant=entrant, track=track)
-        if self._schedule.cuts_off(track.rough_ms, self._best_ms):
-            runner.samples, runner.track, runner.cut_off = [track.rough_ms], None, True
+        timed = self._timer.prepare(entrant.invoker)
+        runner = _Runner(entrant=entrant, timed=timed)
+        if self._schedule.cuts_off(timed.rough_ms, self._best_ms):
+            runner.samples, runner.timed, runner.cut_off = [timed.rough_ms], None, True
         else:
-            runner.take(self._stage, self._schedule.screen)
+            runner.take(self._timer, self._schedule.screen)
             self._best_ms = min(self._best_ms, runner.time_ms)
         self._runners[entrant.key] = runner
         return not runner.cut_off
@@ -206,7 +206,7 @@ class Race:
         return [
             runner
             for runner in self._runners.values()
-            if runner.track is not None and runner.failure is None and self._schedule.keeps(runner.time_ms, best_ms)
+            if runner.timed is not None and runner.failure is None and self._schedule.keeps(runner.time_ms, best_ms)
         ]
 
     def _halved(self, field_: list[_Runner]) -> list[_Runner]:
@@ -282,7 +282,7 @@ class Race:
             )
             for key, samples in self.final_samples.items()
         ]
-        return judge(finalists, protocol=self._stage.protocol, incumbent=incumbent)
+        return judge(finalists, protocol=self._timer.protocol, incumbent=incumbent)
 
     def _ordered(self, incumbent: str) -> list[_Runner]:
         usable = [runner for runner in self._runners.values() if runner.failure is None]
@@ -297,12 +297,12 @@ class Race:
         while count > 0 and runner.failure is None and (always or time.monotonic() <= self._deadline):
             chunk = count if not runner.samples else min(count, max(1, int(_CHUNK_MS / runner.time_ms)))
             self._watcher.turn(runner.entrant.key)
-            self._attempt(runner, functools.partial(runner.take, self._stage, chunk))
+            self._attempt(runner, functools.partial(runner.take, self._timer, chunk))
             count -= chunk
 
     def _result(self, runner: _Runner) -> RaceResult:
         return RaceResult(
-            timing=self._stage.timing(runner.samples),
+            timing=self._timer.timing(runner.samples),
             cut_off=runner.cut_off,
             contended=runner.contended,
             dropped_samples=runner.dropped,

@@ -9,7 +9,7 @@ from miofind.core.problem import ProblemDescription
 from miofind.device.device import Device
 from miofind.launch.invoker import make_invoker
 from miofind.solver.steps import Config
-from miofind.verify.rig import PackedForm
+from miofind.verify.harness import PackedForm
 
 if TYPE_CHECKING:
     from miofind.compiler import Compiler

@@ -1,6 +1,6 @@
 """The gates every candidate passes before it is timed, and the one that it passes again afterwards.
 
-Judges what a rig finds in a trial and words the verdict.
+Judges what a harness finds in a trial and words the verdict.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from miofind.errors import LaunchError, MiofindError, described, raise_if_interr
 from miofind.process.forks import loading
 from miofind.verify.accuracy import direct_error
 from miofind.verify.claims import Claims
+from miofind.verify.harness import CheckHarness, Findings, PackedForm, Poison, Setting
 from miofind.verify.ranges import exact_powers, numeric_powers, range_powers
-from miofind.verify.rig import Findings, PackedForm, Poison, Rig, Setting
 from miofind.verify.sampling import SampleBudget
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ class Verifier:
     ) -> None:
         self.problem = problem
         self.seed = int.from_bytes(os.urandom(6), "little") if seed is None else seed
-        self._rig = _rig(problem, device, compiler, self.seed, budget)
+        self._harness = _harness(problem, device, compiler, self.seed, budget)
 
     def verify(self, invoker: Invoker, claims: Claims) -> Verdict:
         """The verdict on one candidate, after one run a trial.
@@ -155,7 +155,7 @@ class Verifier:
 
     def close(self) -> None:
         """Give all memory back."""
-        self._rig.close()
+        self._harness.close()
 
     def __enter__(self) -> Verifier:
         return self
@@ -179,7 +179,9 @@ class Verifier:
             yield _Trial(gate=Gate.NONFINITE, setting=planted, factor=factor)
 
     def _exact(self) -> Setting:
-        return Setting(values=Values.TERNARY, powers=exact_powers(self.problem, subnormal=self._rig.takes_subnormals))
+        return Setting(
+            values=Values.TERNARY, powers=exact_powers(self.problem, subnormal=self._harness.takes_subnormals)
+        )
 
     def _normal(self, claims: Claims) -> Setting:
         """Normal inputs; of an exact candidate they lie at other addresses than its small integers."""
@@ -236,7 +238,7 @@ class Verifier:
         return next(filter(None, steps()), "")
 
     def _packing_complaint(self, packed: PackedForm, trial: _Trial, buffer: int) -> str:
-        act = functools.partial(self._rig.pack, packed, trial.setting, buffer)
+        act = functools.partial(self._harness.pack, packed, trial.setting, buffer)
         damaged = self._found(packed.pack, act)
         if not damaged:
             return ""
@@ -244,7 +246,7 @@ class Verifier:
 
     def _packed_run_complaint(self, packed: PackedForm, trial: _Trial, buffer: int, seen: dict[Setting, int]) -> str:
         """What is wrong with a run of the packed form; `seen` are the fingerprints of its runs."""
-        run = functools.partial(self._rig.packed_trial, packed, trial.setting, trial.factor, buffer)
+        run = functools.partial(self._harness.packed_trial, packed, trial.setting, trial.factor, buffer)
         findings = self._found(packed.run, run)
         message = self._complaint(trial, findings)
         before = seen.setdefault(trial.setting, findings.fingerprint)
@@ -253,7 +255,7 @@ class Verifier:
         return self._change(trial.gate)
 
     def _tried(self, invoker: Invoker, trial: _Trial) -> Findings:
-        return self._found(invoker, functools.partial(self._rig.trial, invoker, trial.setting, trial.factor))
+        return self._found(invoker, functools.partial(self._harness.trial, invoker, trial.setting, trial.factor))
 
     def _found(self, invoker: Invoker, run: Callable[[], _Result]) -> _Result:
         try:
@@ -299,7 +301,7 @@ class Verifier:
             if even or odd
         ]
         if setting.planted:
-            scales.append(f"infinities, NaN or zeros in {' and '.join(self._rig.plants)}")
+            scales.append(f"infinities, NaN or zeros in {' and '.join(self._harness.plants)}")
         return f" ({', '.join(scales)})" if scales else ""
 
 
@@ -325,16 +327,16 @@ def _verdict(message: str, numeric: Findings | None) -> Verdict:
     )
 
 
-def _rig(
+def _harness(
     problem: ProblemDescription, device: Device, compiler: Compiler, seed: int, budget: SampleBudget | None
-) -> Rig:
+) -> CheckHarness:
     with loading():
         for name in ("numpy.random", "numpy.ma"):  # NumPy imports them when they are first used
             importlib.import_module(name)
         if device.place is Place.CPU:
-            from miofind.verify.rig_host import HostRig
+            from miofind.verify.harness_host import HostHarness
         else:
-            from miofind.verify.rig_cuda import CudaRig
+            from miofind.verify.harness_cuda import CudaHarness
     if device.place is Place.CPU:
-        return HostRig(problem, seed)
-    return CudaRig(problem, device, compiler, seed, budget)
+        return HostHarness(problem, seed)
+    return CudaHarness(problem, device, compiler, seed, budget)

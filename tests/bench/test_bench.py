@@ -82,7 +82,7 @@ def test_what_the_finddb_lacks_is_measured_first(monkeypatch: pytest.MonkeyPatch
     ceilings = Ceilings(copy_bytes_per_s=1e12, flops_per_s={"float32": 1e12})
     monkeypatch.setattr(module, "measure_ceilings", lambda device: ceilings)
     monkeypatch.setattr(module, "measure", refused)
-    monkeypatch.setattr(module, "Stage", broken)
+    monkeypatch.setattr(module, "Timer", broken)
     entry = SuiteProblem(problem=POINTWISE, suite="a", layer="b", count=1)
     with Handle("cpu", database=tmp_path / "finddb.db") as handle:
         miofind.find_solutions(POINTWISE, options=FindOptions(exclude="ConvCpuDirect"), handle=handle)
@@ -108,7 +108,7 @@ def test_all_are_found_before_one_is_timed(monkeypatch: pytest.MonkeyPatch, tmp_
 
     ceilings = Ceilings(copy_bytes_per_s=1e12, flops_per_s={"float32": 1e12})
     monkeypatch.setattr(module, "measure_ceilings", lambda device: ceilings)
-    monkeypatch.setattr(module, "Stage", broken)
+    monkeypatch.setattr(module, "Timer", broken)
     entries = [SuiteProblem(problem=p, suite="a", layer="b", count=1) for p in (DEPTHWISE, POINTWISE)]
     with Handle("cpu", database=tmp_path / "finddb.db") as handle, Pool(workers=1) as pool:
         rows = bench(

@@ -16,25 +16,25 @@ from miofind.compiler import Compiler
 from miofind.core.problem import ProblemDescription
 from miofind.device.device import Device
 from miofind.errors import InvalidOptionError, LaunchError, NoSolutionError
-from miofind.measure.lane import Track
-from miofind.measure.stage import Batch, Stage
+from miofind.measure.backend import TimedCandidate
+from miofind.measure.timer import Batch, Timer
 from miofind.options import FindOptions
 
 
-class Launches(Track):
+class Launches(TimedCandidate):
     """A launch takes 1 ms, and what the noise adds."""
 
-    def __init__(self, stage: ScriptedStage, launches: int) -> None:
+    def __init__(self, timer: ScriptedTimer, launches: int) -> None:
         self.rough_ms = float(launches)
-        self._stage = stage
+        self._timer = timer
         self._launches = launches
 
     def samples(self, count: int) -> list[float]:
-        return [self._launches * self._stage.random.gauss(1.0, self._stage.noise) for _ in range(count)]
+        return [self._launches * self._timer.random.gauss(1.0, self._timer.noise) for _ in range(count)]
 
 
-class ScriptedStage(Stage):
-    """A stage whose times are those of `Launches`."""
+class ScriptedTimer(Timer):
+    """A timer whose times are those of `Launches`."""
 
     noise = 0.005
     fails = False
@@ -47,13 +47,13 @@ class ScriptedStage(Stage):
     def protocol(self) -> str:
         return "scripted-1"
 
-    def track(self, invoker: Any) -> Track:
+    def prepare(self, invoker: Any) -> TimedCandidate:
         return Launches(self, invoker._times if isinstance(invoker, Repeated) else 1)
 
-    def batch(self, track: Track, invoker: Any, count: int) -> Batch:
+    def batch(self, timed: TimedCandidate, invoker: Any, count: int) -> Batch:
         if self.fails:
             raise LaunchError("it failed for this test")
-        return Batch(times_ms=track.samples(count))
+        return Batch(times_ms=timed.samples(count))
 
     def close(self) -> None:
         pass
@@ -61,7 +61,7 @@ class ScriptedStage(Stage):
 
 @pytest.fixture(autouse=True)
 def scripted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "Stage", ScriptedStage)
+    monkeypatch.setattr(module, "Timer", ScriptedTimer)
 
 
 def report(pairs: int = 20, slowdown: float = 0.03, **options: Any) -> NullTestReport:
@@ -80,7 +80,7 @@ def test_a_quiet_device_passes() -> None:
 
 
 def test_a_noisy_device_does_not_find_the_slowdown(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ScriptedStage, "noise", 0.08)
+    monkeypatch.setattr(ScriptedTimer, "noise", 0.08)
     found = report()
     assert found.slowed.share < 0.8
     assert not found.ok
@@ -129,7 +129,7 @@ def test_impossible_options_are_refused(wrong: dict[str, Any]) -> None:
 
 
 def test_a_failure_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ScriptedStage, "fails", True)
+    monkeypatch.setattr(ScriptedTimer, "fails", True)
     with pytest.raises(LaunchError, match="failed for this test"):
         report()
 
@@ -156,7 +156,7 @@ class TestCommand:
         assert printed["driver_line"].startswith("conv -n 1 -c 4 -H 6 -W 5")
 
     def test_it_ends_with_1_where_a_bound_fails(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(ScriptedStage, "noise", 0.08)
+        monkeypatch.setattr(ScriptedTimer, "noise", 0.08)
         assert "does not keep" in run("db", "null-test", "--pairs", "5", "--device", "cpu", code=1).stdout
 
     def test_it_takes_one_direction(self) -> None:
@@ -165,7 +165,7 @@ class TestCommand:
 
 @pytest.mark.usefixtures("own_folders")
 def test_it_runs_on_the_cpu_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "Stage", Stage)
+    monkeypatch.setattr(module, "Timer", Timer)
     result = run("db", "null-test", *FORWARD, "--pairs", "1", "--device", "cpu", "--json", code=None)
     assert result.exit_code in (0, 1), "a busy machine may fail the test"
     printed = json.loads(result.stdout)

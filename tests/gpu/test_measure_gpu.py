@@ -13,7 +13,7 @@ from miofind.device.device import Device
 from miofind.launch.invoker import Invoker, make_invoker
 from miofind.measure.effort import Effort
 from miofind.measure.race import Entrant, Race
-from miofind.measure.stage import Stage
+from miofind.measure.timer import Timer
 from miofind.solver.registry import Registry
 
 cupy = pytest.importorskip("cupy")
@@ -54,53 +54,53 @@ class Uncapturable(Copying):
 
 
 def test_short_runs_are_captured_and_rotate_over_buffers(device: Device, compiler: Compiler) -> None:
-    with Stage(SMALL, device, compiler) as stage:
+    with Timer(SMALL, device, compiler) as timer:
         invoker = Copying(SMALL, device)
-        track: Any = stage.track(invoker)
-        times = stage.samples(track, invoker, 20)
+        timed: Any = timer.prepare(invoker)
+        times = timer.samples(timed, invoker, 20)
         captured = len(invoker.addresses)
-        stage.samples(track, invoker, 20)
+        timer.samples(timed, invoker, 20)
         assert len(invoker.addresses) == captured
-        assert track._graph is not None
+        assert timed._graph is not None
         assert len({x for x, _, _ in invoker.addresses}) >= 8
-        assert stage.timing(times).time_ms < 0.05
+        assert timer.timing(times).time_ms < 0.05
 
 
 def test_cold_copies_are_no_faster_than_memory(device: Device, compiler: Compiler) -> None:
-    with Stage(LARGE, device, compiler) as stage:
+    with Timer(LARGE, device, compiler) as timer:
         invoker = Copying(LARGE, device)
-        track = stage.track(invoker)
-        timing = stage.timing(stage.samples(track, invoker, 20))
+        timed = timer.prepare(invoker)
+        timing = timer.timing(timer.samples(timed, invoker, 20))
     assert 2 * invoker.bytes / (timing.time_ms * 1e-3) < 1.1 * device.bandwidth_bytes_per_s
     assert timing.p80_ms < 1.2 * timing.p20_ms
 
 
 def test_what_cannot_be_captured_is_timed_by_launches(device: Device, compiler: Compiler) -> None:
-    with Stage(SMALL, device, compiler) as stage:
+    with Timer(SMALL, device, compiler) as timer:
         broken, sound = Uncapturable(SMALL, device), Copying(SMALL, device)
-        track: Any = stage.track(broken)
-        assert all(time > 0 for time in stage.samples(track, broken, 5))
-        assert track._graph is None
-        other: Any = stage.track(sound)
-        stage.samples(other, sound, 3)
+        timed: Any = timer.prepare(broken)
+        assert all(time > 0 for time in timer.samples(timed, broken, 5))
+        assert timed._graph is None
+        other: Any = timer.prepare(sound)
+        timer.samples(other, sound, 3)
         assert other._graph is not None
 
 
 def test_a_grown_workspace_voids_graphs(device: Device, compiler: Compiler) -> None:
-    with Stage(SMALL, device, compiler) as stage:
+    with Timer(SMALL, device, compiler) as timer:
         first, second = Copying(SMALL, device, workspace_bytes=1 << 20), Copying(SMALL, device, workspace_bytes=1 << 28)
-        track = stage.track(first)
-        stage.samples(track, first, 2)
+        timed = timer.prepare(first)
+        timer.samples(timed, first, 2)
         old = first.addresses[-1][2]
-        stage.samples(stage.track(second), second, 2)
-        stage.samples(track, first, 2)
+        timer.samples(timer.prepare(second), second, 2)
+        timer.samples(timed, first, 2)
         assert first.addresses[-1][2] == second.addresses[-1][2]
         assert old != 0
 
 
 def test_a_race_prefers_the_faster(device: Device, compiler: Compiler) -> None:
-    with Stage(LARGE, device, compiler) as stage:
-        race = Race(stage, Effort.FIND)
+    with Timer(LARGE, device, compiler) as timer:
+        race = Race(timer, Effort.FIND)
         race.enter(Entrant(key="naive", invoker=naive(LARGE, device, compiler)))
         race.enter(Entrant(key="copy", invoker=Copying(LARGE, device)))
         results = race.finish()

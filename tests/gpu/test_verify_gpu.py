@@ -18,7 +18,7 @@ from miofind.launch.invoker import Invoker, make_invoker
 from miofind.reference import numpy_dtype, reference_on_host
 from miofind.solver.registry import Registry
 from miofind.verify.claims import Claims
-from miofind.verify.rig import Setting
+from miofind.verify.harness import Setting
 from miofind.verify.sampling import SampleBudget
 from miofind.verify.verifier import Verdict, Verifier
 
@@ -101,25 +101,27 @@ def test_sums_agree_with_the_host(
     problem = conv(direction, "float16", "NHWC")
     with Verifier(problem, device, compiler, seed=3, budget=budget) as verifier:
         assert verifier.verify(naive(problem, device, compiler), Claims()).ok
-        rig: Any = verifier._rig
-        for setting, sample in rig._samples.items():
+        harness: Any = verifier._harness
+        for setting, sample in harness._samples.items():
             assert (sample.indices is None) == (budget is not SAMPLED)
-            check_sums(rig, setting, sample)
+            check_sums(harness, setting, sample)
     if budget is SAMPLED:
-        exact, numeric, _ = (sample.indices for sample in rig._samples.values())
+        exact, numeric, _ = (sample.indices for sample in harness._samples.values())
         assert not np.array_equal(exact, numeric)
 
 
-def check_sums(rig: Any, setting: Setting, sample: Any) -> None:
+def check_sums(harness: Any, setting: Setting, sample: Any) -> None:
     """What is kept of a sample is what the host finds."""
-    problem = rig.problem
-    with rig._memory:
+    problem = harness.problem
+    with harness._memory:
         for name in problem.direction.inputs:
-            rig._fill(name, setting)
-        tensors = {name: downloaded(rig, problem, name) for name in problem.direction.inputs}
-        found = [rig._memory.download(sample.addresses["sums"], sample.count, np.float64)]
+            harness._fill(name, setting)
+        tensors = {name: downloaded(harness, problem, name) for name in problem.direction.inputs}
+        found = [harness._memory.download(sample.addresses["sums"], sample.count, np.float64)]
         if sample.addresses["scales"]:
-            scales = rig._memory.download(sample.addresses["scales"], 2 * sample.count, np.float32).astype(np.float64)
+            scales = harness._memory.download(sample.addresses["scales"], 2 * sample.count, np.float32).astype(
+                np.float64
+            )
             found += [scales[::2], scales[1::2] ** 2]
     assert len(found) == (1 if setting.values is Values.TERNARY else 3)
     wide = {name: tensor.astype(np.float64) for name, tensor in tensors.items()}
@@ -163,10 +165,10 @@ def test_a_wrong_middle_of_any_axis_is_caught_in_a_sample(
                 assert not verdict.ok, (axis, coordinate)
 
 
-def downloaded(rig: Any, problem: ProblemDescription, name: str) -> np.ndarray:
+def downloaded(harness: Any, problem: ProblemDescription, name: str) -> np.ndarray:
     descriptor = problem.tensor(name)
     dtype = numpy_dtype(descriptor.dtype)
-    flat = rig._memory.download(rig._buffers[name].address, descriptor.size, dtype)
+    flat = harness._memory.download(harness._buffers[name].address, descriptor.size, dtype)
     return np.ndarray(descriptor.shape, dtype, flat, strides=[s * dtype.itemsize for s in descriptor.strides])
 
 

@@ -1,4 +1,4 @@
-"""A fourth operand, which no solver has: it goes by its name through invokers, bound steps, checks, rigs and stages."""
+"""A fourth operand, which no solver has: by its name through invokers, bound steps, checks, harnesses and timers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from miofind.errors import InvalidArrayError
 from miofind.launch import bound_steps, invoker
 from miofind.launch.bound_steps import BoundCudnn
 from miofind.launch.invoker import Bases, bases_of, make_invoker
-from miofind.measure.stage import Stage
+from miofind.measure.timer import Timer
 from miofind.solver.registry import Registry
 from miofind.solver.steps import (
     Config,
@@ -235,6 +235,6 @@ def test_measurement_gives_all_operands() -> None:
         assert all(np.isfinite(array).all() for array in tensors.values())
         seen.append(list(tensors))
 
-    with Stage(FORWARD, Device.cpu(), None) as stage:  # type: ignore[arg-type]
-        stage.track(FakeInvoker(FORWARD, run))
+    with Timer(FORWARD, Device.cpu(), None) as timer:  # type: ignore[arg-type]
+        timer.prepare(FakeInvoker(FORWARD, run))
     assert seen[0] == FOUR

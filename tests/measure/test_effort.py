@@ -8,10 +8,10 @@ import pytest
 from fake_invokers import FakeInvoker, right
 
 from miofind.core.problem import ProblemDescription
+from miofind.measure.backend import TimedCandidate
 from miofind.measure.effort import Effort, sample_ms
-from miofind.measure.lane import Track
 from miofind.measure.race import Entrant, Race
-from miofind.measure.stage import Batch, Stage
+from miofind.measure.timer import Batch, Timer
 
 PROBLEM = ProblemDescription.convolution(x=(1, 4, 6, 6), w=(4, 4, 3, 3))
 FIELDS = {
@@ -24,7 +24,7 @@ FIELDS = {
 }
 
 
-class GivenTime(Track):
+class GivenTime(TimedCandidate):
     """A candidate whose every run takes the same time."""
 
     def __init__(self, time_ms: float) -> None:
@@ -34,8 +34,8 @@ class GivenTime(Track):
         return [self.rough_ms] * count
 
 
-class GivenTimes(Stage):
-    """A stage whose candidates run as long as the test says, on a clock that only their samples move."""
+class GivenTimes(Timer):
+    """A timer whose candidates run as long as the test says, on a clock that only their samples move."""
 
     def __init__(self, times_ms: dict[str, float]) -> None:
         self._times_ms = times_ms
@@ -45,12 +45,12 @@ class GivenTimes(Stage):
     def protocol(self) -> str:
         return "given-1"
 
-    def track(self, invoker: Any) -> Track:
+    def prepare(self, invoker: Any) -> TimedCandidate:
         return GivenTime(self._times_ms[invoker.solver_id])
 
-    def batch(self, track: Track, invoker: Any, count: int) -> Batch:
-        self.clock_ms += count * sample_ms(track.rough_ms)
-        return Batch(times_ms=track.samples(count))
+    def batch(self, timed: TimedCandidate, invoker: Any, count: int) -> Batch:
+        self.clock_ms += count * sample_ms(timed.rough_ms)
+        return Batch(times_ms=timed.samples(count))
 
     def close(self) -> None:
         pass
@@ -59,13 +59,13 @@ class GivenTimes(Stage):
 def raced_ms(times_ms: list[float], effort: Effort) -> float:
     """Milliseconds of a race of candidates that take these times."""
     named = {f"c{i}": time_ms for i, time_ms in enumerate(times_ms)}
-    race = Race(stage := GivenTimes(named), effort)
+    race = Race(timer := GivenTimes(named), effort)
     for name in named:
         invoker = FakeInvoker(PROBLEM, right(PROBLEM))
         invoker.solver_id = name
         race.enter(Entrant(key=name, invoker=invoker))
     race.finish()
-    return stage.clock_ms
+    return timer.clock_ms
 
 
 @pytest.mark.parametrize("best_ms", [0.01, 0.05, 0.1, 0.3, 1.0, 3.0, 10.0, 40.0, 100.0, 200.0])

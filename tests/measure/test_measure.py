@@ -15,21 +15,21 @@ from miofind.bench.ceilings import Ceilings, arithmetic_of
 from miofind.core.problem import ProblemDescription
 from miofind.device.device import Device
 from miofind.errors import LaunchError, MeasurementError
+from miofind.measure.backend import TimedCandidate
 from miofind.measure.effort import Effort
 from miofind.measure.gpu_monitor import Reading
-from miofind.measure.lane import Track
 from miofind.measure.race import Entrant, Race, Watcher
-from miofind.measure.stage import Batch, Stage
+from miofind.measure.timer import Batch, Timer
 from miofind.solver.candidate import Timing
 
 SMALL = ProblemDescription.convolution(x=(1, 4, 6, 6), w=(4, 4, 3, 3))
 
 
-def cpu_stage() -> Stage:
-    return Stage(SMALL, Device.cpu(), None)  # type: ignore[arg-type]
+def cpu_timer() -> Timer:
+    return Timer(SMALL, Device.cpu(), None)  # type: ignore[arg-type]
 
 
-class ScriptedTrack(Track):
+class ScriptedTimedCandidate(TimedCandidate):
     """A candidate whose samples are a fixed time with a small ripple; counts what is asked of it."""
 
     def __init__(self, time_ms: float, rough_ms: float, log: list[float]) -> None:
@@ -43,8 +43,8 @@ class ScriptedTrack(Track):
         return [self._time_ms * next(self._ripple) for _ in range(count)]
 
 
-class ScriptedStage(Stage):
-    """A stage whose candidates' times are set by the test."""
+class ScriptedTimer(Timer):
+    """A timer whose candidates' times are set by the test."""
 
     def __init__(self, times_ms: dict[str, float], rough_ms: dict[str, float] | None = None) -> None:
         self.problem = SMALL
@@ -58,14 +58,14 @@ class ScriptedStage(Stage):
     def protocol(self) -> str:
         return "scripted-1"
 
-    def track(self, invoker: Any) -> Track:
+    def prepare(self, invoker: Any) -> TimedCandidate:
         name = invoker.solver_id
-        return ScriptedTrack(self.times_ms[name], self.rough_ms.get(name, self.times_ms[name]), self.log)
+        return ScriptedTimedCandidate(self.times_ms[name], self.rough_ms.get(name, self.times_ms[name]), self.log)
 
-    def batch(self, track: Track, invoker: Any, count: int) -> Batch:
+    def batch(self, timed: TimedCandidate, invoker: Any, count: int) -> Batch:
         if invoker.solver_id in self.failing:
             raise LaunchError(f"{invoker.solver_id} failed")
-        return Batch(times_ms=track.samples(count), contended=invoker.solver_id in self.contended, dropped=1)
+        return Batch(times_ms=timed.samples(count), contended=invoker.solver_id in self.contended, dropped=1)
 
     def close(self) -> None:
         pass
@@ -77,8 +77,8 @@ def entrant(name: str, *, workspace_bytes: int = 0, max_error: float = 0.0) -> E
     return Entrant(key=name, invoker=invoker, max_error=max_error)
 
 
-def run_race(times_ms: dict[str, float], effort: Effort = Effort.FIND, **stage: Any) -> tuple[Race, ScriptedStage]:
-    scripted = ScriptedStage(times_ms, **stage)
+def run_race(times_ms: dict[str, float], effort: Effort = Effort.FIND, **timer: Any) -> tuple[Race, ScriptedTimer]:
+    scripted = ScriptedTimer(times_ms, **timer)
     race = Race(scripted, effort)
     for name in times_ms:
         race.enter(entrant(name))
@@ -95,12 +95,12 @@ def test_results_come_fastest_first_for_all_entrants() -> None:
 
 
 def test_what_is_far_behind_is_cut_off_after_one_run() -> None:
-    stage = ScriptedStage({"fast": 1.0, "slow": 9.0, "fair": 1.9})
-    race = Race(stage, Effort.FIND)
+    timer = ScriptedTimer({"fast": 1.0, "slow": 9.0, "fair": 1.9})
+    race = Race(timer, Effort.FIND)
     assert race.enter(entrant("fast"))
-    asked = len(stage.log)
+    asked = len(timer.log)
     assert not race.enter(entrant("slow"))
-    assert len(stage.log) == asked
+    assert len(timer.log) == asked
     assert race.enter(entrant("fair"))
     results = race.finish()
     assert results["slow"].cut_off
@@ -116,7 +116,7 @@ def test_short_first_runs_never_cut_off() -> None:
 
 
 def test_a_time_reached_elsewhere_cuts_off() -> None:
-    race = Race(ScriptedStage({"slow": 5.0}), Effort.FIND, best_ms=0.5)
+    race = Race(ScriptedTimer({"slow": 5.0}), Effort.FIND, best_ms=0.5)
     assert not race.enter(entrant("slow"))
     assert race.finish()["slow"].cut_off
 
@@ -129,28 +129,28 @@ def test_what_is_behind_after_screening_is_not_sampled_further() -> None:
 
 
 def test_finalists_are_interleaved() -> None:
-    race, stage = run_race({"a": 1.0, "b": 1.1})
-    stage.log.clear()
+    race, timer = run_race({"a": 1.0, "b": 1.1})
+    timer.log.clear()
     race.finish()
-    rounds = list(zip(stage.log[::2], stage.log[1::2], strict=True))
+    rounds = list(zip(timer.log[::2], timer.log[1::2], strict=True))
     assert len(rounds) == Effort.FIND.schedule.final_rounds
     assert all(sorted(round_) == [1.0, 1.1] for round_ in rounds)
 
 
 def test_in_two_rounds_each_finalist_goes_once_before_any_other() -> None:
     times = {f"c{i}": 1.0 + 0.01 * i for i in range(5)}
-    race, stage = run_race(times, Effort.TUNE)
-    stage.log.clear()
+    race, timer = run_race(times, Effort.TUNE)
+    timer.log.clear()
     race.finish()
-    rounds = [stage.log[i : i + 5] for i in range(0, len(stage.log), 5)]
+    rounds = [timer.log[i : i + 5] for i in range(0, len(timer.log), 5)]
     assert len(rounds) == Effort.TUNE.schedule.final_rounds
     assert all(second == first[::-1] for first, second in zip(rounds[::2], rounds[1::2], strict=False))
     assert len({tuple(round_) for round_ in rounds}) > 10
 
 
 def test_ties_go_to_the_smaller_workspace_then_the_smaller_error() -> None:
-    stage = ScriptedStage({"large": 1.0, "small": 1.004, "wide": 1.003, "other": 1.05})
-    race = Race(stage, Effort.FIND)
+    timer = ScriptedTimer({"large": 1.0, "small": 1.004, "wide": 1.003, "other": 1.05})
+    race = Race(timer, Effort.FIND)
     race.enter(entrant("large", workspace_bytes=1 << 20))
     race.enter(entrant("wide", max_error=2e-3))
     race.enter(entrant("small", max_error=1e-3))
@@ -171,17 +171,17 @@ def test_tuning_measures_more_than_finding() -> None:
     times = {f"c{i:02}": 0.1 + 0.001 * i for i in range(24)}
     logs = []
     for effort in (Effort.SCREEN, Effort.FIND, Effort.TUNE):
-        race, stage = run_race(times, effort)
+        race, timer = run_race(times, effort)
         race.finish()
-        logs.append(len(stage.log))
+        logs.append(len(timer.log))
     assert logs[0] < logs[1] < logs[2]
     assert logs[0] == 3 * len(times)
 
 
 def test_slow_candidates_get_fewer_samples() -> None:
-    race, stage = run_race({"a": 1000.0, "b": 1010.0})
+    race, timer = run_race({"a": 1000.0, "b": 1010.0})
     race.finish()
-    assert len(stage.log) == 4 * Effort.FIND.schedule.screen
+    assert len(timer.log) == 4 * Effort.FIND.schedule.screen
 
 
 def test_tuning_takes_thirty_rounds_however_slow() -> None:
@@ -219,14 +219,14 @@ def test_too_few_rounds_give_no_verdict() -> None:
 def test_who_is_fast_by_few_samples_meets_the_finalists() -> None:
     """Its few early samples stood against the finalists' many, and no round held both."""
 
-    class Tiring(ScriptedTrack):
+    class Tiring(ScriptedTimedCandidate):
         def samples(self, count: int) -> list[float]:
             self.taken = getattr(self, "taken", 0) + count
             return [time_ms * (1.03 if self.taken > 8 else 1.0) for time_ms in super().samples(count)]
 
-    class Stadium(ScriptedStage):
-        def track(self, invoker: Any) -> Track:
-            steady = super().track(invoker)
+    class Stadium(ScriptedTimer):
+        def prepare(self, invoker: Any) -> TimedCandidate:
+            steady = super().prepare(invoker)
             return steady if invoker.solver_id == "late" else Tiring(1.0, 1.0, self.log)
 
     race = Race(Stadium({f"c{i}": 1.0 for i in range(5)} | {"late": 1.008}), Effort.FIND)
@@ -244,26 +244,26 @@ def test_a_final_of_late_that_the_deadline_ends_costs_nothing_of_the_first(round
     finalists = [f"c{i}" for i in range(5)]
     most = Effort.FIND.schedule.final_rounds
 
-    class Late(ScriptedStage):
+    class Late(ScriptedTimer):
         turns = 0
 
-        def batch(self, track: Track, invoker: Any, count: int) -> Batch:
-            found = super().batch(track, invoker, count)
+        def batch(self, timed: TimedCandidate, invoker: Any, count: int) -> Batch:
+            found = super().batch(timed, invoker, count)
             self.turns += count
             slowed = [time_ms * (1.03 if self.turns > screened else 1.0) for time_ms in found.times_ms]
             if self.turns >= screened + 5 * most + 6 * rounds:
                 race._deadline = -math.inf
             return Batch(times_ms=slowed, contended=False, dropped=0)
 
-    race = Race(stage := Late(dict.fromkeys(finalists, 1.0) | {"late": 1.008}), Effort.FIND)
+    race = Race(timer := Late(dict.fromkeys(finalists, 1.0) | {"late": 1.008}), Effort.FIND)
     screened = math.inf
     for name in (*finalists, "late"):
         race.enter(entrant(name))
     for name in (*finalists, "late"):
         race._extend(race._runners[name], 2)
-    screened = stage.turns
+    screened = timer.turns
     results = race.finish()
-    assert stage.turns == screened + 5 * most + 6 * rounds
+    assert timer.turns == screened + 5 * most + 6 * rounds
     assert set(race.final_samples) == set(finalists)
     assert race.verdict is not None
     assert race.verdict.rounds == most
@@ -276,7 +276,7 @@ def test_a_watcher_hears_of_turns_before_and_of_failures_after() -> None:
 
     class Told(Watcher):
         def turn(self, key: str) -> None:
-            told.append(f"{key} of {len(stage.log)}")
+            told.append(f"{key} of {len(timer.log)}")
 
         def failed(self, key: str, error: Exception) -> None:
             told.append(f"{key} failed: {error}")
@@ -284,22 +284,22 @@ def test_a_watcher_hears_of_turns_before_and_of_failures_after() -> None:
         def confirm(self, key: str, *, cut_off: bool) -> None:
             told.append(f"{key} confirmed" + (", cut off" if cut_off else ""))
 
-    stage = ScriptedStage({"a": 1.0, "b": 1.1})
-    race = Race(stage, Effort.FIND, watcher=Told())
+    timer = ScriptedTimer({"a": 1.0, "b": 1.1})
+    race = Race(timer, Effort.FIND, watcher=Told())
     for name in ("a", "b"):
         race.enter(entrant(name))
     assert told == []
-    stage.failing.add("b")
+    timer.failing.add("b")
     race.finish()
     turn, failure = [line for line in told if "b" in line]
     assert turn in ("b of 6", "b of 7")
     assert failure == "b failed: b failed"
-    assert told[-3:] == [f"a of {len(stage.log) - 1}", f"a of {len(stage.log)}", "a confirmed"]
+    assert told[-3:] == [f"a of {len(timer.log) - 1}", f"a of {len(timer.log)}", "a confirmed"]
 
 
 def test_disturbances_are_told() -> None:
-    race, stage = run_race({"a": 1.0, "b": 1.1, "c": 9.0})
-    stage.contended.add("b")
+    race, timer = run_race({"a": 1.0, "b": 1.1, "c": 9.0})
+    timer.contended.add("b")
     results = race.finish()
     assert {name: result.contended for name, result in results.items()} == {"a": False, "b": True, "c": False}
     assert results["a"].dropped_samples == Effort.FIND.schedule.final_rounds
@@ -308,24 +308,24 @@ def test_disturbances_are_told() -> None:
 
 def test_a_disturbed_screening_says_nothing_of_a_clean_final() -> None:
     """The final's samples alone make the timing, and the screening's flag and count stood beside it."""
-    stage = ScriptedStage({"a": 1.0, "b": 1.1, "behind": 1.7})
-    race = Race(stage, Effort.FIND)
-    stage.contended |= {"a", "behind"}
+    timer = ScriptedTimer({"a": 1.0, "b": 1.1, "behind": 1.7})
+    race = Race(timer, Effort.FIND)
+    timer.contended |= {"a", "behind"}
     for name in ("a", "b", "behind"):
         race.enter(entrant(name))
-    stage.contended.clear()
+    timer.contended.clear()
     results = race.finish()
     assert {name: result.contended for name, result in results.items()} == {"a": False, "b": False, "behind": True}
     assert results["a"].dropped_samples == results["a"].timing.samples == Effort.FIND.schedule.final_rounds
 
 
 def test_what_disturbed_samples_that_still_count_is_kept() -> None:
-    stage = ScriptedStage({"a": 1.0, "b": 1.1})
-    race = Race(stage, Effort.FIND, deadline=time.monotonic() - 1)
-    stage.contended.add("a")
+    timer = ScriptedTimer({"a": 1.0, "b": 1.1})
+    race = Race(timer, Effort.FIND, deadline=time.monotonic() - 1)
+    timer.contended.add("a")
     for name in ("a", "b"):
         race.enter(entrant(name))
-    stage.contended.clear()
+    timer.contended.clear()
     results = race.finish()
     assert [(result.contended, result.dropped_samples) for result in results.values()] == [(True, 1), (False, 1)]
 
@@ -342,52 +342,52 @@ class Disturbed:
 
 def test_throttled_samples_are_taken_again(monkeypatch: pytest.MonkeyPatch) -> None:
     pauses: list[float] = []
-    monkeypatch.setattr("miofind.measure.stage.time.sleep", pauses.append)
-    with cpu_stage() as stage:
+    monkeypatch.setattr("miofind.measure.timer.time.sleep", pauses.append)
+    with cpu_timer() as timer:
         invoker = FakeInvoker(SMALL, right(SMALL))
-        track = stage.track(invoker)
+        timed = timer.prepare(invoker)
         quiet, hot = Reading(), Reading(throttled=True)
-        stage.monitor = Disturbed(quiet, hot, hot, quiet)  # type: ignore[assignment]
-        batch = stage.batch(track, invoker, 2)
+        timer.monitor = Disturbed(quiet, hot, hot, quiet)  # type: ignore[assignment]
+        batch = timer.batch(timed, invoker, 2)
     assert (len(batch.times_ms), batch.dropped, batch.contended) == (2, 4, False)
     assert len(pauses) == 2
 
 
 def test_a_device_that_stays_throttled_is_measured_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("miofind.measure.stage.time.sleep", lambda seconds: None)
-    with cpu_stage() as stage:
+    monkeypatch.setattr("miofind.measure.timer.time.sleep", lambda seconds: None)
+    with cpu_timer() as timer:
         invoker = FakeInvoker(SMALL, right(SMALL))
-        track = stage.track(invoker)
-        stage.monitor = Disturbed(*[Reading(throttled=True)] * 1000)  # type: ignore[assignment]
-        batches = [stage.batch(track, invoker, 1) for _ in range(2)]
+        timed = timer.prepare(invoker)
+        timer.monitor = Disturbed(*[Reading(throttled=True)] * 1000)  # type: ignore[assignment]
+        batches = [timer.batch(timed, invoker, 1) for _ in range(2)]
     assert [(len(batch.times_ms), batch.contended) for batch in batches] == [(1, True), (1, True)]
     assert batches[0].dropped > 10
     assert batches[1].dropped == 0
 
 
 def test_load_of_others_marks_samples() -> None:
-    with cpu_stage() as stage:
+    with cpu_timer() as timer:
         invoker = FakeInvoker(SMALL, right(SMALL))
-        track = stage.track(invoker)
-        stage.monitor = Disturbed(Reading(), Reading(contended=True))  # type: ignore[assignment]
-        assert [stage.batch(track, invoker, 1).contended for _ in range(2)] == [True, False]
+        timed = timer.prepare(invoker)
+        timer.monitor = Disturbed(Reading(), Reading(contended=True))  # type: ignore[assignment]
+        assert [timer.batch(timed, invoker, 1).contended for _ in range(2)] == [True, False]
 
 
 def test_past_the_deadline_what_was_measured_stands() -> None:
-    stage = ScriptedStage({"a": 1.0, "b": 1.1})
-    race = Race(stage, Effort.TUNE, deadline=time.monotonic() - 1)
+    timer = ScriptedTimer({"a": 1.0, "b": 1.1})
+    race = Race(timer, Effort.TUNE, deadline=time.monotonic() - 1)
     race.enter(entrant("b"))
     race.enter(entrant("a"))
-    asked = len(stage.log)
+    asked = len(timer.log)
     results = race.finish()
     assert list(results) == ["a", "b"]
-    assert len(stage.log) == asked
+    assert len(timer.log) == asked
     assert results["a"].timing.samples == 3
 
 
 def test_a_failure_in_the_race_is_kept_and_comes_last() -> None:
-    race, stage = run_race({"a": 1.0, "b": 1.1})
-    stage.failing.add("a")
+    race, timer = run_race({"a": 1.0, "b": 1.1})
+    timer.failing.add("a")
     results = race.finish()
     assert list(results) == ["b", "a"]
     assert isinstance(results["a"].failure, LaunchError)
@@ -395,16 +395,16 @@ def test_a_failure_in_the_race_is_kept_and_comes_last() -> None:
 
 
 def test_an_empty_race_has_no_results() -> None:
-    assert Race(ScriptedStage({}), Effort.FIND).finish() == {}
+    assert Race(ScriptedTimer({}), Effort.FIND).finish() == {}
 
 
 def test_host_times_are_those_of_the_clock() -> None:
-    with cpu_stage() as stage:
+    with cpu_timer() as timer:
         invoker = FakeInvoker(SMALL, sleeping(0.003))
-        track = stage.track(invoker)
+        timed = timer.prepare(invoker)
         assert invoker.runs == 2
-        timing = stage.timing(stage.samples(track, invoker, 5))
-    assert 2.9 < track.rough_ms < 60
+        timing = timer.timing(timer.samples(timed, invoker, 5))
+    assert 2.9 < timed.rough_ms < 60
     assert 2.9 < timing.min_ms <= timing.p20_ms <= timing.time_ms <= timing.p80_ms
     assert timing.time_ms < 60
     assert timing.samples == 5
@@ -417,26 +417,26 @@ def test_short_host_runs_are_amortised_over_rotating_buffers() -> None:
     def run(tensors: dict[str, Any], _: Any) -> None:
         seen.add(tensors["x"].__array_interface__["data"][0])
 
-    with cpu_stage() as stage:
+    with cpu_timer() as timer:
         invoker = FakeInvoker(SMALL, run)
-        track = stage.track(invoker)
-        stage.samples(track, invoker, 1)
+        timed = timer.prepare(invoker)
+        timer.samples(timed, invoker, 1)
     assert invoker.runs > 3
     assert len(seen) == 2
 
 
 def test_timed_inputs_are_random() -> None:
     seen: list[np.ndarray] = []
-    with cpu_stage() as stage:
-        stage.track(FakeInvoker(SMALL, lambda tensors, _: seen.append(tensors["x"].copy())))
+    with cpu_timer() as timer:
+        timer.prepare(FakeInvoker(SMALL, lambda tensors, _: seen.append(tensors["x"].copy())))
     assert np.std(seen[0]) == pytest.approx(1.0, abs=0.3)
 
 
 def test_the_workspace_is_as_large_as_declared() -> None:
     sizes: list[int] = []
-    with cpu_stage() as stage:
+    with cpu_timer() as timer:
         for size in (100, 5000, 300):
-            stage.track(FakeInvoker(SMALL, lambda _, ws: sizes.append(ws.size), workspace_bytes=size))
+            timer.prepare(FakeInvoker(SMALL, lambda _, ws: sizes.append(ws.size), workspace_bytes=size))
     assert sizes == [100, 100, 5000, 5000, 300, 300]
 
 
@@ -444,23 +444,23 @@ def test_what_a_candidate_raises_while_timed_is_chained() -> None:
     def run(tensors: dict[str, Any], _: Any) -> None:
         raise RuntimeError("gone")
 
-    with cpu_stage() as stage, pytest.raises(LaunchError, match="gone") as caught:
-        stage.track(FakeInvoker(SMALL, run))
+    with cpu_timer() as timer, pytest.raises(LaunchError, match="gone") as caught:
+        timer.prepare(FakeInvoker(SMALL, run))
     assert isinstance(caught.value.__cause__, RuntimeError)
 
 
 def test_times_that_are_not_positive_are_refused() -> None:
-    class Stopped(Track):
+    class Stopped(TimedCandidate):
         def samples(self, count: int) -> list[float]:
             return [0.0] * count
 
-    with cpu_stage() as stage, pytest.raises(MeasurementError, match="not all positive"):
-        stage.samples(Stopped(), FakeInvoker(SMALL, right(SMALL)), 2)
+    with cpu_timer() as timer, pytest.raises(MeasurementError, match="not all positive"):
+        timer.samples(Stopped(), FakeInvoker(SMALL, right(SMALL)), 2)
 
 
 def test_race_on_the_cpu_place_finds_the_faster() -> None:
-    with cpu_stage() as stage:
-        race = Race(stage, Effort.FIND)
+    with cpu_timer() as timer:
+        race = Race(timer, Effort.FIND)
         for name, seconds in (("slow", 0.004), ("fast", 0.001), ("slowest", 0.05)):
             invoker = FakeInvoker(SMALL, sleeping(seconds))
             race.enter(Entrant(key=name, invoker=invoker))

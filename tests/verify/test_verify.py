@@ -262,7 +262,7 @@ def test_running_out_of_memory_stays_a_memory_error() -> None:
 
 
 def test_references_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    import miofind.verify.rig_host as rig_host
+    import miofind.verify.harness_host as harness_host
 
     calls = 0
 
@@ -271,8 +271,8 @@ def test_references_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
         calls += 1
         return original(*args, **kwargs)
 
-    original = rig_host.reference_on_host
-    monkeypatch.setattr(rig_host, "reference_on_host", counted)
+    original = harness_host.reference_on_host
+    monkeypatch.setattr(harness_host, "reference_on_host", counted)
     with Verifier(SMALL, Device.cpu(), None) as verifier:  # type: ignore[arg-type]
         for _ in range(3):
             assert verifier.verify(FakeInvoker(SMALL, right(SMALL)), Claims()).ok

@@ -94,8 +94,8 @@ def test_the_gates_look_at_different_places_and_a_seed_repeats_them() -> None:
     for seed in (3, 3, 4):
         with Verifier(problem, device, None, seed=seed) as verifier:  # type: ignore[arg-type]
             assert verifier.verify(inner, Claims()).ok
-            rig: Any = verifier._rig
-            seen.append([np.unique(reference.indices) for reference in rig._references.values()])
+            harness: Any = verifier._harness
+            seen.append([np.unique(reference.indices) for reference in harness._references.values()])
     exact, numeric, nonfinite = seen[0]
     assert np.intersect1d(numeric, nonfinite).size < numeric.size / 2
     assert np.intersect1d(exact, numeric).size < exact.size / 2

@@ -1,7 +1,7 @@
 """Time of one candidate: samples from cold caches, by a protocol that each row names.
 
-A `Stage` holds rotating buffer sets of one problem; a `Track` is one candidate on it. Which candidates are sampled, and
-how often, is for `race` to say.
+A `Timer` holds rotating buffer sets of one problem; a `TimedCandidate` is one candidate on it. Which candidates are
+sampled, and how often, is for `race` to say.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ import numpy as np
 from miofind.core.problem import ProblemDescription
 from miofind.device.device import Device, Place
 from miofind.errors import LaunchError, MeasurementError, MiofindError, described, raise_if_interrupted
+from miofind.measure.backend import Runnable, TimedCandidate, TimingBackend
 from miofind.measure.gpu_monitor import GpuMonitor, Reading, gpu_monitor
-from miofind.measure.lane import Lane, Runnable, Track
 from miofind.process.forks import loading
 from miofind.solver.candidate import Timing
 
 if TYPE_CHECKING:
     from miofind.compiler import Compiler
 
-# Batches of samples that a stage takes again because the device was throttled, and the pause before each: 10 s in all,
+# Batches of samples that a timer takes again because the device was throttled, and the pause before each: 10 s in all,
 # after which a device that stays throttled is measured as it is.
 _RETRIES = 40
 _PAUSE_S = 0.25
@@ -47,7 +47,7 @@ class Batch:
     dropped: int = 0
 
 
-class Stage:
+class Timer:
     """Where the candidates of one problem are timed; a context manager.
 
     Args:
@@ -77,14 +77,14 @@ class Stage:
         self.monitor: GpuMonitor | None = gpu_monitor(device)
         self._retries = _RETRIES
         with np.errstate(all="ignore"):  # whatever the caller has NumPy do where an input is rounded to nothing
-            self._lane = _lane(problem, device, compiler, memory_limit_bytes)
+            self._backend = _backend(problem, device, compiler, memory_limit_bytes)
 
     @property
     def protocol(self) -> str:
         """Version of the protocol, "cuda-1" or "cpu-1"; raised with every change that moves times."""
-        return self._lane.protocol
+        return self._backend.protocol
 
-    def track(self, invoker: Runnable) -> Track:
+    def prepare(self, invoker: Runnable) -> TimedCandidate:
         """A candidate made ready: warmed up, with its rough time.
 
         Raises:
@@ -92,13 +92,13 @@ class Stage:
             MemoryError: its workspace does not fit the device.
         """
         with _launch_errors(invoker):
-            return self._lane.track(invoker)
+            return self._backend.prepare(invoker)
 
-    def samples(self, track: Track, invoker: Runnable, count: int) -> list[float]:
+    def samples(self, timed: TimedCandidate, invoker: Runnable, count: int) -> list[float]:
         """`count` further samples of a candidate in milliseconds a run; raises as `batch` does."""
-        return self.batch(track, invoker, count).times_ms
+        return self.batch(timed, invoker, count).times_ms
 
-    def batch(self, track: Track, invoker: Runnable, count: int) -> Batch:
+    def batch(self, timed: TimedCandidate, invoker: Runnable, count: int) -> Batch:
         """`count` further samples of a candidate, taken again while the device is throttled.
 
         Raises:
@@ -109,7 +109,7 @@ class Stage:
         contended, dropped = False, 0
         while True:
             before = self._look()
-            times = self._sampled(track, invoker, count)
+            times = self._sampled(timed, invoker, count)
             after = self._look()
             contended = contended or before.contended or after.contended
             if not (before.throttled or after.throttled):
@@ -123,9 +123,9 @@ class Stage:
     def _look(self) -> Reading:
         return Reading() if self.monitor is None else self.monitor.look()
 
-    def _sampled(self, track: Track, invoker: Runnable, count: int) -> list[float]:
+    def _sampled(self, timed: TimedCandidate, invoker: Runnable, count: int) -> list[float]:
         with _launch_errors(invoker):
-            times = track.samples(count)
+            times = timed.samples(count)
         if not all(time_ms > 0 for time_ms in times):
             raise MeasurementError(f"{invoker.solver_id} on {self.problem}: times {times} ms are not all positive")
         return times
@@ -144,9 +144,9 @@ class Stage:
 
     def close(self) -> None:
         """Give all memory back."""
-        self._lane.close()
+        self._backend.close()
 
-    def __enter__(self) -> Stage:
+    def __enter__(self) -> Timer:
         return self
 
     def __exit__(
@@ -175,12 +175,14 @@ class _launch_errors:  # noqa: N801, used as a statement's word
         raise LaunchError(f"{name} failed on {invoker.problem} while timed: {described(error, str)}") from error
 
 
-def _lane(problem: ProblemDescription, device: Device, compiler: Compiler, memory_limit_bytes: int | None) -> Lane:
+def _backend(
+    problem: ProblemDescription, device: Device, compiler: Compiler, memory_limit_bytes: int | None
+) -> TimingBackend:
     with loading():
         if device.place is Place.CPU:
-            from miofind.measure.lane_host import HostLane
+            from miofind.measure.backend_host import HostTimingBackend
         else:
-            from miofind.measure.lane_cuda import CudaLane
+            from miofind.measure.backend_cuda import CudaTimingBackend
     if device.place is Place.CPU:
-        return HostLane(problem)
-    return CudaLane(problem, device, compiler, memory_limit_bytes)
+        return HostTimingBackend(problem)
+    return CudaTimingBackend(problem, device, compiler, memory_limit_bytes)

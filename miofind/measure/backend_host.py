@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from miofind.core.problem import ProblemDescription
 from miofind.core.values import Values
-from miofind.measure.lane import Lane, Repeatability, Runnable, Track
-from miofind.verify.rig_host import GuardedArray, random_values
+from miofind.measure.backend import Repeatability, Runnable, TimedCandidate, TimingBackend
+from miofind.verify.harness_host import GuardedArray, random_values
 
 _SETS = 2
 _SAMPLE_MS = 1.0
@@ -20,7 +20,7 @@ _MOST_RUNS = 32
 Tensors = tuple[NDArray[Any], ...]
 
 
-class HostLane(Lane):
+class HostTimingBackend(TimingBackend):
     """Buffers of one problem on the CPU place; one workspace serves all candidates."""
 
     protocol = "cpu-1"
@@ -31,9 +31,9 @@ class HostLane(Lane):
         self.sets = [self._buffers(seed) for seed in range(_SETS)]
         self._workspace = np.empty(0, np.uint8)
 
-    def track(self, invoker: Runnable) -> Track:
-        """See `Lane.track`."""
-        return _HostTrack(self, invoker)
+    def prepare(self, invoker: Runnable) -> TimedCandidate:
+        """See `TimingBackend.prepare`."""
+        return _HostTimedCandidate(self, invoker)
 
     def workspace(self, size: int) -> NDArray[np.uint8] | None:
         """`size` bytes at a multiple of 256, None for none."""
@@ -65,9 +65,9 @@ class HostLane(Lane):
         return tuple(tensors)
 
 
-class _HostTrack(Track):
-    def __init__(self, lane: HostLane, invoker: Runnable) -> None:
-        self._lane = lane
+class _HostTimedCandidate(TimedCandidate):
+    def __init__(self, backend: HostTimingBackend, invoker: Runnable) -> None:
+        self._backend = backend
         self._invoker = invoker
         self._repeatability = Repeatability(invoker)
         self._row(1)
@@ -75,18 +75,18 @@ class _HostTrack(Track):
         self._runs = int(min(_MOST_RUNS, max(1.0, _SAMPLE_MS / self.rough_ms)))
 
     def samples(self, count: int) -> list[float]:
-        """See `Track.samples`."""
+        """See `TimedCandidate.samples`."""
         return [self._row(self._runs) for _ in range(count)]
 
     def _row(self, runs: int) -> float:
         """Mean milliseconds of `runs` runs one after another."""
-        workspace = self._lane.workspace(self._invoker.workspace_bytes)
-        sets = [(*tensors, workspace) for tensors in self._lane.sets]
+        workspace = self._backend.workspace(self._invoker.workspace_bytes)
+        sets = [(*tensors, workspace) for tensors in self._backend.sets]
         start = time.perf_counter_ns()
         for i in range(runs):
             self._invoker.run(sets[i % len(sets)], 0)
         elapsed_ms = max(1, time.perf_counter_ns() - start) / 1e6
         if self._repeatability.is_claimed:
             for number in range(min(runs, len(sets))):
-                self._repeatability.see(number, self._lane.output_checksum(number))
+                self._repeatability.see(number, self._backend.output_checksum(number))
         return elapsed_ms / runs

@@ -1,4 +1,4 @@
-"""The rig of CUDA devices over host memory, with more operands than one launch guards: what of them was overwritten."""
+"""The CUDA check harness over host memory, with more operands than one launch guards: what of them was overwritten."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from miofind.core.values import Values
 from miofind.device.device import Device
 from miofind.launch.device_kernels import GridStride
 from miofind.solver.steps import KernelStep, Pointer
-from miofind.verify import rig_cuda
-from miofind.verify.rig import GUARD_BYTES, WORKSPACE, PackedForm, Poison, Setting
-from miofind.verify.rig_cuda import CudaRig
+from miofind.verify import harness_cuda
+from miofind.verify.harness import GUARD_BYTES, WORKSPACE, PackedForm, Poison, Setting
+from miofind.verify.harness_cuda import CudaHarness
 from miofind.verify.sampling import SampleBudget
 
 MORE = {"scale": 6, "bias": 6, "residual": 180, "mask": 45, "last": 1}
@@ -134,11 +134,11 @@ class Kernels:
 
 
 @pytest.fixture
-def rig(monkeypatch: pytest.MonkeyPatch) -> Iterator[CudaRig]:
-    monkeypatch.setattr(rig_cuda, "DeviceMemory", Memory)
-    monkeypatch.setattr(rig_cuda, "DeviceKernels", Kernels)
+def harness(monkeypatch: pytest.MonkeyPatch) -> Iterator[CudaHarness]:
+    monkeypatch.setattr(harness_cuda, "DeviceMemory", Memory)
+    monkeypatch.setattr(harness_cuda, "DeviceKernels", Kernels)
     device = Device.virtual("90a")
-    made = CudaRig(PROBLEM, device, None, 5, SampleBudget.of(device))  # type: ignore[arg-type]
+    made = CudaHarness(PROBLEM, device, None, 5, SampleBudget.of(device))  # type: ignore[arg-type]
     yield made
     made.close()
 
@@ -162,25 +162,25 @@ def told(name: str, where: str) -> tuple[str, ...]:
 
 @pytest.mark.parametrize("where", ["before", "inside", "after"])
 @pytest.mark.parametrize("name", [*NAMES, WORKSPACE])
-def test_an_overwritten_operand_is_named(rig: CudaRig, name: str, where: str) -> None:
+def test_an_overwritten_operand_is_named(harness: CudaHarness, name: str, where: str) -> None:
     for setting in SETTINGS:
-        assert rig.trial(overwriting(name, where), setting, 1.0).damaged == told(name, where)
+        assert harness.trial(overwriting(name, where), setting, 1.0).damaged == told(name, where)
 
 
-def test_operands_are_given_in_order_and_apart(rig: CudaRig) -> None:
+def test_operands_are_given_in_order_and_apart(harness: CudaHarness) -> None:
     seen: list[list[int]] = []
     invoker = FakeInvoker(PROBLEM, lambda tensors, _: seen.append([tensors[name] % 512 for name in NAMES]))
     for setting in SETTINGS:
-        assert rig.trial(invoker, setting, 1.0).is_right
+        assert harness.trial(invoker, setting, 1.0).is_right
     assert seen == [[2 * (2 * i + 1) for i in range(len(NAMES))], [0] * len(NAMES)]
 
 
 @pytest.mark.parametrize("where", ["before", "inside", "after"])
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "w"])
-def test_an_operand_that_packed_weights_run_over_is_named(rig: CudaRig, name: str, where: str) -> None:
+def test_an_operand_that_packed_weights_run_over_is_named(harness: CudaHarness, name: str, where: str) -> None:
     given: list[dict[str, int]] = []
     pack = FakeInvoker(PROBLEM, lambda tensors, _: given.append(tensors))
     packed = PackedForm(pack=pack, run=overwriting(name, where), bytes=100)
-    assert rig.pack(packed, SETTINGS[0], 0) == ()
+    assert harness.pack(packed, SETTINGS[0], 0) == ()
     assert [key for key, address in given[0].items() if address] == ["w", "y"]
-    assert rig.packed_trial(packed, SETTINGS[0], 1.0, 0).damaged == told(name, where)
+    assert harness.packed_trial(packed, SETTINGS[0], 1.0, 0).damaged == told(name, where)

@@ -1,6 +1,6 @@
 """What a trial of a candidate finds: one run on guarded, poisoned buffers, compared with a float64 reference.
 
-The contract of the two rigs, for CUDA devices and for the CPU place. Bounds and messages belong to `verify`.
+The contract of the two harnesses, for CUDA devices and for the CPU place. Bounds and messages belong to `verify`.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ class PackedForm:
     bytes: int
 
 
-class Rig(ABC):
+class CheckHarness(ABC):
     """Buffers, inputs and references of one problem, made once and used for every candidate.
 
     The operands and the workspace lie between guard bands of 4096 bytes, each operand at one address for all runs of a

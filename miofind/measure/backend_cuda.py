@@ -19,7 +19,7 @@ from miofind.device.device import Device
 from miofind.device.memory import DeviceMemory
 from miofind.errors import WrongResultError, raise_if_interrupted
 from miofind.launch.device_kernels import DeviceKernels, GridStride, int64
-from miofind.measure.lane import Lane, Repeatability, Runnable, Track
+from miofind.measure.backend import Repeatability, Runnable, TimedCandidate, TimingBackend
 
 if TYPE_CHECKING:
     from miofind.compiler import Compiler
@@ -42,7 +42,7 @@ def _aligned(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
-class CudaLane(Lane):
+class CudaTimingBackend(TimingBackend):
     """Buffers of one problem on one device; one workspace serves all candidates.
 
     Attributes:
@@ -73,10 +73,10 @@ class CudaLane(Lane):
             self.memory.close()
             raise
 
-    def track(self, invoker: Runnable) -> Track:
-        """See `Lane.track`."""
+    def prepare(self, invoker: Runnable) -> TimedCandidate:
+        """See `TimingBackend.prepare`."""
         with self.memory:
-            return _CudaTrack(self, invoker)
+            return _CudaTimedCandidate(self, invoker)
 
     def reserve(self, size: int) -> None:
         """Make the workspace at least `size` bytes; its address may change, which voids captured graphs.
@@ -150,18 +150,18 @@ class CudaLane(Lane):
         return int(self.memory.download(self._checksum, 1, np.uint64)[0])
 
 
-class _CudaTrack(Track):
+class _CudaTimedCandidate(TimedCandidate):
     """A candidate on a device; its graph is captured anew when the workspace has moved."""
 
-    def __init__(self, lane: CudaLane, invoker: Runnable) -> None:
+    def __init__(self, backend: CudaTimingBackend, invoker: Runnable) -> None:
         self._graph: Any = None  # ends before what it launches: a library may unload its kernels with its plan
-        self._lane = lane
+        self._backend = backend
         self._invoker = invoker
         self._runs = 1
         self._repeatability = Repeatability(invoker)
         self._graph_workspace = 0
         self._captures = False
-        lane.reserve(invoker.workspace_bytes)
+        backend.reserve(invoker.workspace_bytes)
         self._run(0)
         self.rough_ms = self._timed(1)[0]
         if self.rough_ms < _GRAPH_BELOW_MS:
@@ -169,16 +169,16 @@ class _CudaTrack(Track):
             self._runs = self._row_length(self.rough_ms)
 
     def samples(self, count: int) -> list[float]:
-        """See `Track.samples`."""
-        with self._lane.memory:
-            self._lane.reserve(self._invoker.workspace_bytes)  # gone where a larger one did not fit, nor this again
-            if self._captures and (self._graph is None or self._graph_workspace != self._lane.workspace):
+        """See `TimedCandidate.samples`."""
+        with self._backend.memory:
+            self._backend.reserve(self._invoker.workspace_bytes)  # gone where a larger one did not fit, nor this again
+            if self._captures and (self._graph is None or self._graph_workspace != self._backend.workspace):
                 self._capture()
             return self._timed(count)
 
     def _row_length(self, run_ms: float) -> int:
         """Runs that make a sample long enough, no more than there are buffer sets."""
-        return max(1, min(len(self._lane.sets), math.ceil(_SAMPLE_MS / max(run_ms, _LEAST_RUN_MS))))
+        return max(1, min(len(self._backend.sets), math.ceil(_SAMPLE_MS / max(run_ms, _LEAST_RUN_MS))))
 
     def _capture(self) -> None:
         """Capture a row of runs and warm its graph up; longer rows where the rough time proves too long."""
@@ -198,7 +198,7 @@ class _CudaTrack(Track):
             self._timed(1)
 
     def _captured(self) -> Any:
-        stream = self._lane.memory.stream
+        stream = self._backend.memory.stream
         stream.begin_capture()
         try:
             self._row()
@@ -207,7 +207,7 @@ class _CudaTrack(Track):
             raise
         graph = stream.end_capture()
         graph.upload(stream)
-        self._graph_workspace = self._lane.workspace
+        self._graph_workspace = self._backend.workspace
         return graph
 
     def _abandon_capture(self) -> None:
@@ -215,7 +215,7 @@ class _CudaTrack(Track):
         import cupy
 
         try:
-            self._lane.memory.stream.end_capture()
+            self._backend.memory.stream.end_capture()
         except (cupy.cuda.runtime.CUDARuntimeError, cupy.cuda.driver.CUDADriverError, RuntimeError) as error:
             logger.debug("capture of %s ended: %s", self._invoker.solver_id, error)
 
@@ -224,19 +224,19 @@ class _CudaTrack(Track):
             self._run(i)
 
     def _run(self, number: int) -> None:
-        lane = self._lane
-        workspace = lane.workspace if self._invoker.workspace_bytes else 0
-        self._invoker.run((*lane.sets[number % len(lane.sets)], workspace), lane.memory.stream_address)
+        backend = self._backend
+        workspace = backend.workspace if self._invoker.workspace_bytes else 0
+        self._invoker.run((*backend.sets[number % len(backend.sets)], workspace), backend.memory.stream_address)
 
     def _timed(self, count: int) -> list[float]:
         """Milliseconds a run of `count` rows, all queued before the first is waited for."""
         import cupy
 
-        stream = self._lane.memory.stream
+        stream = self._backend.memory.stream
         pairs = []
         for _ in range(count):
             start, stop = cupy.cuda.Event(), cupy.cuda.Event()
-            self._lane.flush()
+            self._backend.flush()
             start.record(stream)
             if self._graph is None:
                 self._row()
@@ -245,7 +245,7 @@ class _CudaTrack(Track):
             stop.record(stream)
             pairs.append((start, stop))
         if self._repeatability.is_claimed and (count > 1 or not self._repeatability.knows(self._runs)):
-            self._lane.begin_checksum(self._runs)
-            self._repeatability.see(self._runs, self._lane.checksum())
+            self._backend.begin_checksum(self._runs)
+            self._repeatability.see(self._runs, self._backend.checksum())
         stream.synchronize()
         return [cupy.cuda.get_elapsed_time(start, stop) / self._runs for start, stop in pairs]

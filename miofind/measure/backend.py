@@ -39,8 +39,8 @@ class Runnable(Protocol):
         """Run once, as `Invoker.run` does."""
 
 
-class Track(ABC):
-    """One candidate on a stage, warmed up.
+class TimedCandidate(ABC):
+    """One candidate on a timer, warmed up.
 
     Attributes:
         rough_ms: the first timed run by itself, launches from the host included.
@@ -92,13 +92,13 @@ class Repeatability:
         )
 
 
-class Lane(ABC):
+class TimingBackend(ABC):
     """The buffers and clocks of one place."""
 
     protocol: str
 
     @abstractmethod
-    def track(self, invoker: Runnable) -> Track:
+    def prepare(self, invoker: Runnable) -> TimedCandidate:
         """A candidate, run twice: once to warm up, once for its rough time."""
 
     @abstractmethod

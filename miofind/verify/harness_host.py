@@ -22,19 +22,19 @@ from miofind.launch.invoker import bases_of
 from miofind.process.threads import in_threads
 from miofind.reference import numpy_dtype, reference_on_host, round_once
 from miofind.verify.accuracy import ErrorBounds, error_bounds, overflow
-from miofind.verify.ranges import axes, exponents_along
-from miofind.verify.rig import (
+from miofind.verify.harness import (
     GUARD_BYTES,
     PACKED_WEIGHTS,
     PLACEMENT_BYTES,
     WORKSPACE,
+    CheckHarness,
     Findings,
     PackedForm,
     Poison,
-    Rig,
     Setting,
     WrongElement,
 )
+from miofind.verify.ranges import axes, exponents_along
 from miofind.verify.sampling import Indices
 from miofind.verify.strip_reference import Change, Tensors, Wide, strip_sums
 from miofind.verify.strips import of_images, sample_images, sample_strips, strip_indices
@@ -155,7 +155,7 @@ class _Reference:
         )
 
 
-class HostRig(Rig):
+class HostHarness(CheckHarness):
     """Trials of one problem on the CPU place."""
 
     def __init__(self, problem: ProblemDescription, seed: int) -> None:
@@ -170,11 +170,11 @@ class HostRig(Rig):
 
     @property
     def takes_subnormals(self) -> bool:
-        """See `Rig.takes_subnormals`: processors take some 100 times as long for each product of them."""
+        """See `CheckHarness.takes_subnormals`: processors take some 100 times as long for each product of them."""
         return self.problem.flops // 2 <= _SUBNORMAL_PRODUCTS
 
     def trial(self, invoker: Invoker, setting: Setting, factor: float | None) -> Findings:
-        """See `Rig.trial`."""
+        """See `CheckHarness.trial`."""
         allowed, checksums = self._begin(invoker, setting, factor)
         run = self._ready(invoker, setting)
         if setting.beside is None or not self.runs_beside(invoker, setting):
@@ -187,7 +187,7 @@ class HostRig(Rig):
         return self._findings(setting, allowed, checksums) if findings.is_right else findings
 
     def pack(self, packed: PackedForm, setting: Setting, buffer: int) -> tuple[str, ...]:
-        """See `Rig.pack`."""
+        """See `CheckHarness.pack`."""
         self._place(packed.pack.alignment_bytes)
         into = self._packed.get(buffer)
         if into is None or into.bytes.size != packed.bytes:
@@ -201,7 +201,7 @@ class HostRig(Rig):
         return (*damaged, *([] if self._buffers["w"].checksum == checksum else ["input w"]))
 
     def packed_trial(self, packed: PackedForm, setting: Setting, factor: float | None, buffer: int) -> Findings:
-        """See `Rig.packed_trial`."""
+        """See `CheckHarness.packed_trial`."""
         allowed, checksums = self._begin(packed.run, replace(setting, is_aligned=False), factor)
         self._buffers["w"].poison()
         weights = self._packed[buffer]

@@ -22,19 +22,19 @@ from miofind.launch.invoker import bases_of
 from miofind.reference import numpy_dtype, reference_step, round_once
 from miofind.solver.steps import Pointer
 from miofind.verify.accuracy import error_bounds, least_exponent, overflow
-from miofind.verify.ranges import axes
-from miofind.verify.rig import (
+from miofind.verify.harness import (
     GUARD_BYTES,
     PACKED_WEIGHTS,
     PLACEMENT_BYTES,
     WORKSPACE,
+    CheckHarness,
     Findings,
     PackedForm,
     Poison,
-    Rig,
     Setting,
     WrongElement,
 )
+from miofind.verify.ranges import axes
 from miofind.verify.sampling import SampleBudget, sample_indices
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ class _Sample:
 _NOTHING = _Buffer(base=0, address=0, bytes=-1)
 
 
-class CudaRig(Rig):
+class CudaHarness(CheckHarness):
     """Trials of one problem on one CUDA device, on a stream of its own."""
 
     def __init__(
@@ -139,7 +139,7 @@ class CudaRig(Rig):
             raise
 
     def trial(self, invoker: Invoker, setting: Setting, factor: float | None) -> Findings:
-        """See `Rig.trial`."""
+        """See `CheckHarness.trial`."""
         inputs = self.inputs
         with self._memory:
             self._begin(setting, invoker)
@@ -206,7 +206,7 @@ class CudaRig(Rig):
             self._buffers = mine
 
     def pack(self, packed: PackedForm, setting: Setting, buffer: int) -> tuple[str, ...]:
-        """See `Rig.pack`."""
+        """See `CheckHarness.pack`."""
         with self._memory:
             into = self._packed[buffer] = self._room(f"{PACKED_WEIGHTS} {buffer}", packed.bytes)
             self._memory.set_bytes(into.address, setting.poison, into.bytes)
@@ -224,7 +224,7 @@ class CudaRig(Rig):
         return self._damaged(report, buffers, setting, ("w",))
 
     def packed_trial(self, packed: PackedForm, setting: Setting, factor: float | None, buffer: int) -> Findings:
-        """See `Rig.packed_trial`."""
+        """See `CheckHarness.packed_trial`."""
         with self._memory:
             self._begin(replace(setting, is_aligned=False), packed.run)
             sample = self._sample(setting)
