@@ -7,20 +7,21 @@ from typing import Any
 
 import numpy as np
 import pytest
-from device_buffers import Buffer, download, integers, upload
+from device_runs import DeviceRun
+from exact_results import check_exact
 
 from miofind.compiler import Compiler
 from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.device.device import Device
 from miofind.launch.invoker import make_invoker
-from miofind.reference import numpy_dtype, reference_on_host
+from miofind.reference import reference_on_host
 from miofind.solver.registry import Registry
 from miofind.solver.solver import Solver
 from miofind.solver.steps import Config
 from miofind.verify.claims import claims_of
 from miofind.verify.verifier import Verifier
 
-cupy = pytest.importorskip("cupy")
+pytest.importorskip("cupy")
 pytestmark = pytest.mark.gpu
 
 DTYPES = (DataType.FLOAT16, DataType.BFLOAT16, DataType.FLOAT32)
@@ -59,19 +60,6 @@ def spread(problem: ProblemDescription, device: Device, count: int) -> list[Conf
     return list(dict.fromkeys([*solver.default_configs(problem, device)[:3], *chosen]))
 
 
-def computed(
-    problem: ProblemDescription, config: Config, device: Device, compiler: Compiler, inputs: dict[str, np.ndarray]
-) -> np.ndarray:
-    """The output; guard bands around it and around the workspace are intact."""
-    invoker = make_invoker(problem, device, solver_of(problem), config, compiler)
-    buffers, workspace = upload(problem, inputs), Buffer(invoker.workspace_bytes)
-    tensors = [buffer.address for buffer in buffers.values()]
-    invoker.run((*tensors, workspace.address), cupy.cuda.get_current_stream().ptr)
-    result = download(problem, buffers)
-    workspace.read(np.dtype(np.uint8))
-    return result
-
-
 @pytest.mark.parametrize("direction", list(Direction))
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
@@ -80,11 +68,8 @@ def test_small_integers_are_exact(
 ) -> None:
     problem = make(shape, dtype=dtype, direction=direction)
     assert solver_of(problem).applicability(problem, device)
-    inputs = integers(problem, seed=3)
-    expected = reference_on_host(problem, **inputs).astype(numpy_dtype(problem.output.dtype)).astype(np.float64)
     for config in spread(problem, device, 3):
-        result = computed(problem, config, device, compiler, inputs)
-        np.testing.assert_array_equal(result, expected, err_msg=config.json)
+        check_exact(problem, solver_of(problem), config, device, compiler)
 
 
 @pytest.mark.parametrize("direction", list(Direction))
@@ -117,7 +102,7 @@ def test_an_infinity_stays_with_what_meets_it(
         met = reference_on_host(problem, **(ones | {name: marked})) != 0
         infinite = ones | {name: np.where(marked == 1, np.inf, 1.0)}
         for config in spread(problem, device, 3):
-            result = computed(problem, config, device, compiler, infinite)
+            result = DeviceRun.of(problem, solver_of(problem), config, device, compiler).output(infinite)
             np.testing.assert_array_equal(np.isinf(result), met, err_msg=config.json)
             assert not np.isnan(result).any()
 
@@ -128,6 +113,7 @@ def test_backward_weights_give_equal_bits_each_time(shape: str, device: Device, 
     generator = np.random.default_rng(1)
     inputs = {name: generator.standard_normal(problem.tensor(name).shape) for name in problem.direction.inputs}
     for config in spread(problem, device, 3):
-        first = computed(problem, config, device, compiler, inputs)
+        run = DeviceRun.of(problem, solver_of(problem), config, device, compiler)
+        first = run.output(inputs)
         for _ in range(3):
-            np.testing.assert_array_equal(computed(problem, config, device, compiler, inputs), first)
+            np.testing.assert_array_equal(run.output(inputs), first)

@@ -7,18 +7,19 @@ from typing import Any
 
 import numpy as np
 import pytest
-from device_buffers import Buffer, download, integers, upload
+from device_buffers import integers
+from device_runs import DeviceRun
+from exact_results import check_exact
 
 from miofind.compiler import Compiler
 from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.device.device import Device
-from miofind.launch.invoker import make_invoker
-from miofind.reference import numpy_dtype, reference_on_host
+from miofind.reference import reference_on_host
 from miofind.solver.registry import Registry
 from miofind.solver.solver import Solver
 from miofind.solver.steps import Config
 
-cupy = pytest.importorskip("cupy")
+pytest.importorskip("cupy")
 pytestmark = pytest.mark.gpu
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -47,19 +48,6 @@ def solver_of(problem: ProblemDescription) -> Solver:
     return Registry.default().named("ConvDepthwiseChannelsLastWeights" if weights else "ConvDepthwiseChannelsLast")
 
 
-def run(
-    problem: ProblemDescription, inputs: dict[str, np.ndarray], config: Config, device: Device, compiler: Compiler
-) -> np.ndarray:
-    """The output as float64; guard bands are checked."""
-    invoker = make_invoker(problem, device, solver_of(problem), config, compiler)
-    buffers, workspace = upload(problem, inputs), Buffer(invoker.workspace_bytes)
-    tensors = [buffer.address for buffer in buffers.values()]
-    invoker.run((*tensors, workspace.address), cupy.cuda.get_current_stream().ptr)
-    result = download(problem, buffers)
-    workspace.read(np.dtype(np.uint8))
-    return result
-
-
 def spread(problem: ProblemDescription, device: Device, count: int) -> list[Config]:
     """The first default configurations and `count` more."""
     solver = solver_of(problem)
@@ -76,11 +64,8 @@ def test_small_integers_are_exact(
 ) -> None:
     problem = make(shape, direction=direction, dtype=dtype)
     assert solver_of(problem).applicability(problem, device)
-    inputs = integers(problem, seed=len(shape))
-    expected = reference_on_host(problem, **inputs).astype(numpy_dtype(dtype)).astype(np.float64)
     for config in spread(problem, device, 3):
-        result = run(problem, inputs, config, device, compiler)
-        np.testing.assert_array_equal(result, expected, err_msg=config.json)
+        check_exact(problem, solver_of(problem), config, device, compiler)
 
 
 @pytest.mark.parametrize("direction", list(Direction))
@@ -95,7 +80,7 @@ def test_infinities_stay_where_they_are_met(direction: Direction, device: Device
     with np.errstate(invalid="ignore", over="ignore"):
         expected = reference_on_host(problem, **inputs)
     for config in spread(problem, device, 4):
-        result = run(problem, inputs, config, device, compiler)
+        result = DeviceRun.of(problem, solver_of(problem), config, device, compiler).output(inputs)
         np.testing.assert_array_equal(np.isinf(result), np.isinf(expected), err_msg=config.json)
         assert not np.isnan(result).any(), config.json
 
@@ -108,5 +93,6 @@ def test_weights_are_the_same_bits_on_every_run(device: Device, compiler: Compil
         for name in problem.direction.inputs
     }
     config = solver_of(problem).default_configs(problem, device)[0]
-    results = [run(problem, inputs, config, device, compiler) for _ in range(3)]
+    run = DeviceRun.of(problem, solver_of(problem), config, device, compiler)
+    results = [run.output(inputs) for _ in range(3)]
     assert all((result == results[0]).all() for result in results)

@@ -5,20 +5,15 @@ from __future__ import annotations
 import random
 from typing import Any
 
-import numpy as np
 import pytest
-from device_buffers import Buffer, download, integers, upload
+from exact_results import check_exact
 
 from miofind.compiler import Compiler
 from miofind.core.problem import DataType, Direction, Layout, MathMode, ProblemDescription
 from miofind.device.device import Device
-from miofind.launch.invoker import make_invoker
-from miofind.reference import numpy_dtype, reference_on_host
 from miofind.solver.registry import Registry
-from miofind.solver.solver import Solver
-from miofind.solver.steps import Config
 
-cupy = pytest.importorskip("cupy")
+pytest.importorskip("cupy")
 pytestmark = pytest.mark.gpu
 
 SOLVERS = {
@@ -49,19 +44,6 @@ SHAPES: dict[str, dict[str, Any]] = {
     "many_columns": {"x": (1, 3, 11, 500), "w": (70, 3, 5, 5), "padding": 2, "stride": 2},
     "stride_beyond_the_filter": {"x": (2, 3, 30, 31), "w": (8, 3, 2, 1), "stride": (3, 4)},
 }
-
-
-def check(problem: ProblemDescription, solver: Solver, config: Config, device: Device, compiler: Compiler) -> None:
-    inputs = integers(problem, seed=len(config.json))
-    invoker = make_invoker(problem, device, solver, config, compiler)
-    buffers = upload(problem, inputs)
-    workspace = Buffer(invoker.workspace_bytes)
-    tensors = [buffer.address for buffer in buffers.values()]
-    invoker.run((*tensors, workspace.address), cupy.cuda.get_current_stream().ptr)
-    result = download(problem, buffers)
-    workspace.read(np.dtype(np.uint8))
-    expected = reference_on_host(problem, **inputs).astype(numpy_dtype(problem.output.dtype)).astype(np.float64)
-    np.testing.assert_array_equal(result, expected, err_msg=config.json)
 
 
 # What a solver computes in: its types, or the arithmetic of float32.
@@ -95,4 +77,4 @@ def test_first_layers_are_exact(
     every = list(solver.configs(problem, device))
     chosen = random.Random(len(every)).sample(every, min(4, len(every)))
     for config in dict.fromkeys([*solver.default_configs(problem, device)[:3], *chosen]):
-        check(problem, solver, config, device, compiler)
+        check_exact(problem, solver, config, device, compiler)
