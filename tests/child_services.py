@@ -49,6 +49,12 @@ def log_for_good(parent: Parent, setup: Any) -> None:
         time.sleep(0.05)
 
 
+def log_once(parent: Parent, setup: Any) -> None:
+    parent.ready()
+    logger.warning("still here")
+    parent.send("logged")
+
+
 def stop(parent: Parent, setup: Any) -> None:
     """Be stopped: the thread that gives signs of life is, too."""
     parent.ready()

@@ -24,7 +24,7 @@ START_TIMEOUT_S = 300.0
 """Of a child until it is ready: it may have libraries to load, and a device to make ready and to check."""
 
 _LOOK_S = 0.25
-_BEATS = 8
+_BEATS = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +139,7 @@ class Service:
                     break
         except (EOFError, OSError):
             return self._child.exit()
-        return Silence(min(within_s, silence_s))
+        return Silence(silence_s if silent_at < deadline else within_s)
 
     def interrupt(self) -> None:
         """Ask the child to end: SIGTERM."""
