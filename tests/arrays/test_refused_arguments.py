@@ -29,7 +29,7 @@ W = np.ones((2, 2, 3, 3), np.float32)
 
 @pytest.fixture(scope="module")
 def handle(tmp_path_factory: pytest.TempPathFactory) -> Iterator[miofind.Handle]:
-    database = tmp_path_factory.mktemp("attack") / "finddb.db"
+    database = tmp_path_factory.mktemp("refused") / "finddb.db"
     with miofind.Handle("cpu", database=database, strict=True) as made:
         yield made
 
