@@ -20,8 +20,7 @@ PARTS = ("solvers", "finddb", "kernels_src")
 
 # From the top down. A module imports from its own layer and those below it; a package counts as one module.
 LAYERS = (
-    ("__main__", "cli"),
-    ("report",),
+    ("__main__", "cli", "report"),
     ("miofind", "api", "bench", "tune"),
     ("find",),
     ("runtime",),

@@ -42,7 +42,7 @@ def store():
         yield opened
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(one=some_histories, two=some_histories)
 def test_merging_is_idempotent_and_commutative(one, two):
     with filled(one) as a, filled(two) as b, Store(MEMORY) as ab, Store(MEMORY) as ba:
@@ -55,7 +55,7 @@ def test_merging_is_idempotent_and_commutative(one, two):
         assert ab.check() == ()
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(histories=some_histories)
 def test_an_export_comes_back_whole(histories):
     with filled(histories) as store, Store(MEMORY) as other:
@@ -67,7 +67,7 @@ def test_an_export_comes_back_whole(histories):
         assert exported(other) == text
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(histories=some_histories)
 def test_an_export_does_not_depend_on_the_order_of_recording(histories):
     with filled(histories) as store, filled(histories[::-1]) as other:

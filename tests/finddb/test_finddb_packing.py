@@ -56,7 +56,7 @@ def stored(*found: History) -> list[History]:
         return contents(store)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(found=st.lists(histories, max_size=3))
 def test_what_is_unpacked_is_what_was_packed(found):
     before = stored(*found)

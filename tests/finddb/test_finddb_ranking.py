@@ -279,7 +279,7 @@ def test_an_answer_covers_what_one_of_its_scopes_does():
     assert not answer.covers(scope("B", "C"))
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(history=made.histories)
 def test_a_stored_answer_is_the_one_its_rows_give(history):
     with Store(MEMORY) as store:

@@ -51,7 +51,7 @@ def fastest(store: Store) -> dict[tuple[str, str, str], tuple[float, float]]:
     return found
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(histories=some_histories)
 def test_a_release_gives_the_answers_of_its_undisturbed_solvers(tmp_path_factory, histories):
     folder = tmp_path_factory.mktemp("release")
@@ -71,7 +71,7 @@ def test_a_release_gives_the_answers_of_its_undisturbed_solvers(tmp_path_factory
     assert [path.name for path in folder.iterdir()] == ["release.db"]
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(one=some_histories, two=some_histories)
 def test_equal_sources_make_equal_releases(tmp_path_factory, one, two):
     folder = tmp_path_factory.mktemp("release")

@@ -166,7 +166,7 @@ def test_hostile_text_is_text(store, text):
     assert store.check() == ()
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(text=st.text(max_size=40))
 def test_any_text_is_stored_or_refused(text):
     with Store(MEMORY) as store:

@@ -203,7 +203,7 @@ def test_pruning_changes_no_answer(rows):
         assert best_rows([row for row in rows if row.id not in gone]) == best_rows(rows)
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(one=st.lists(made.verdicts, max_size=4), two=st.lists(made.verdicts, max_size=4))
 def test_merging_verdicts_is_idempotent_and_commutative(one, two):
     def filled(verdicts):

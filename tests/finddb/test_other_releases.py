@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from releases import TILES, Terms, made, released
 
@@ -427,7 +427,7 @@ class _Way:
 
 
 WAYS = ["written", "merged", "imported", "system"]
-drawn = settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+drawn = settings(max_examples=40)
 
 
 def check_stands(solution: Solution) -> None:

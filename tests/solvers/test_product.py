@@ -82,7 +82,7 @@ def gathered(tensor: NDArray[np.float64], at: IntArray, valid: NDArray[np.bool_]
     return np.where(where, tensor[np.where(where, at, 0)], 0)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(problem=problems(), seed=st.integers(0, 99))
 def test_products_are_the_convolution(problem: ProblemDescription, seed: int) -> None:
     generator = np.random.default_rng(seed)

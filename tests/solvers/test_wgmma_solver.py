@@ -660,7 +660,7 @@ DEVICES = (
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(problem=problems(most=200, extent=200, batch=128), device=st.sampled_from(DEVICES))
 def test_default_configurations_are_few_and_valid(problem: ProblemDescription, device: Device) -> None:
     defaults = SOLVER.default_configs(problem, device)
@@ -709,7 +709,7 @@ def computed(problem: ProblemDescription, config: Config, inputs: dict[str, Arra
     return parts.reshape(-1, problem.output.size).sum(axis=0)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(problem=problems(most=5, extent=6, batch=2), data=st.data(), seed=st.integers(0, 99))
 def test_launches_compute_the_convolution(problem: ProblemDescription, data: st.DataObject, seed: int) -> None:
     inputs = drawn_inputs(problem, seed)

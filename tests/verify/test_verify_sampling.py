@@ -180,7 +180,6 @@ def test_edges_of_tiles_and_of_splits_are_among_the_coordinates() -> None:
 
 
 @given(size=st.integers(1, 5000), count=st.integers(1, 600), seed=st.integers(0, 10))
-@settings(deadline=None)
 def test_coordinates_cover_an_axis_as_far_as_they_go(size: int, count: int, seed: int) -> None:
     random = np.random.default_rng(seed)
     chosen = covering(size, count, random)
@@ -204,7 +203,6 @@ def test_flattened_edges_are_edges_of_the_axes_in_the_order_given() -> None:
 
 
 @given(problem=problems(), seed=st.integers(0, 100), products=st.sampled_from([10, 10_000, 10**9]))
-@settings(deadline=None)
 def test_samples_lie_in_the_output(problem: ProblemDescription, seed: int, products: int) -> None:
     chosen = sample_indices(problem, np.random.default_rng(seed), SampleBudget(products=products, least=64, most=256))
     assert 0 <= chosen[0] <= chosen[-1] < problem.output.size
@@ -217,7 +215,7 @@ def test_samples_lie_in_the_output(problem: ProblemDescription, seed: int, produ
 
 
 @given(problem=problems(), seed=st.integers(0, 100))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_sums_of_strips_are_those_of_the_whole(problem: ProblemDescription, seed: int) -> None:
     if problem.flops > 1e8 or problem.bytes > 1e8:
         return
