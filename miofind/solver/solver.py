@@ -55,7 +55,10 @@ class Reach(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Applicability:
-    """Whether a solver serves a problem; false with a reason that a user can read."""
+    """Whether a solver serves a problem; false with a reason that a user can read.
+
+    The one way to refuse: `is_applicable` gives one, and so do functions named refuse_..., which `first_refusal` joins.
+    """
 
     reason: str = ""
 
@@ -64,7 +67,7 @@ class Applicability:
 
     @property
     def refused(self) -> bool:
-        """Whether there is a reason against it: reads better than `not` behind a function named refuse_..."""
+        """Whether there is a reason. Asks refuse_...(problem), of which a bare `if` would read the other way round."""
         return bool(self.reason)
 
 
