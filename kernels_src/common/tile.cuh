@@ -42,9 +42,10 @@ struct Tile {
   static constexpr bool kChannelsLast = kChannelsAreLast;
   static constexpr int kPlane = plane_pitch(kRows * kPitch);
   static constexpr int kFloats = kSlots * kPlane;
-  static_assert(kPitch % 4 == 0 && kPitch >= kColumns, "rows are whole 16-byte words");
-  static_assert((kChannelsLast ? kSlots : kColumns) % kVector == 0, "a vector lies within one run");
-  static_assert(kChannelsLast || kVector == 1 || kColumnStep == 1, "vectors of columns need neighbouring columns");
+  static_assert(kPitch % 4 == 0 && kPitch >= kColumns, "kPitch must be a multiple of 16 bytes and hold a row");
+  static_assert((kChannelsLast ? kSlots : kColumns) % kVector == 0, "a contiguous segment must have whole vectors");
+  static_assert(kChannelsLast || kVector == 1 || kColumnStep == 1,
+                "kVector > 1 needs columns that are neighbours in memory");
 };
 
 // Starts the copy of kCount floats, or of as many zeros, to shared memory; the copy engine does it from sm_80 on.
@@ -104,20 +105,20 @@ template <typename Shape, int kThreads, typename T, typename ChannelOffset>
 __device__ __forceinline__ void load_tile(float* tile, const T* image, const Plane& plane, int top, int left,
                                           ChannelOffset channel_offset) {
   constexpr int kVector = Shape::kVector;
-  constexpr int kRuns = Shape::kSlots * Shape::kRows * Shape::kColumns / kVector;
+  constexpr int kVectors = Shape::kSlots * Shape::kRows * Shape::kColumns / kVector;
 #pragma unroll(kCopiesInFlight<T>)
-  for (int run = threadIdx.x; run < kRuns; run += kThreads) {
+  for (int run = threadIdx.x; run < kVectors; run += kThreads) {
     int slot, row, column;
     if (Shape::kChannelsLast) {
-      constexpr int kSlotRuns = Shape::kSlots / kVector;
-      slot = run % kSlotRuns * kVector;
-      column = run / kSlotRuns % Shape::kColumns;
-      row = run / (kSlotRuns * Shape::kColumns);
+      constexpr int kSlotVectors = Shape::kSlots / kVector;
+      slot = run % kSlotVectors * kVector;
+      column = run / kSlotVectors % Shape::kColumns;
+      row = run / (kSlotVectors * Shape::kColumns);
     } else {
-      constexpr int kColumnRuns = Shape::kColumns / kVector;
-      column = run % kColumnRuns * kVector;
-      row = run / kColumnRuns % Shape::kRows;
-      slot = run / (kColumnRuns * Shape::kRows);
+      constexpr int kColumnVectors = Shape::kColumns / kVector;
+      column = run % kColumnVectors * kVector;
+      row = run / kColumnVectors % Shape::kRows;
+      slot = run / (kColumnVectors * Shape::kRows);
     }
     const int h = top + row * Shape::kRowStep, v = left + column * Shape::kColumnStep, offset = channel_offset(slot);
     const bool inside = offset >= 0 && static_cast<unsigned>(h) < static_cast<unsigned>(plane.height) &&

@@ -1,13 +1,12 @@
-// Backward weights of depthwise convolution of channels-first tensors; sums are float32.
-// dw[k,y,x] = sum_{n,o,p} dy[n,k,o,p] * x[n, k/m, o*stride - pad + y*dilation, p*stride - pad + x*dilation]; m =
-// MULTIPLIER.
+// Backward weights of depthwise convolution of NCHW tensors; accumulators are float32; m = MULTIPLIER.
+// dw[k,y,x] = sum_{n,o,p} dy[n,k,o,p] * x[n, k/m, o*stride - pad + y*dilation, p*stride - pad + x*dilation].
 //
-// A block takes PLANES filters and a share of the units: images, or, of one filter, bands of an image's rows. What a
-// unit meets of x and of dy is a run of memory each; UNITS units at a time are copied to shared memory, in BUFFERS
-// buffers. A thread multiplies strips of ROWS x COLUMNS of dy by their windows of x into sums of all taps. They are
-// added over the block's threads through shared memory, and over SPLITS blocks by the second kernel, in order.
-// Grid: one dimension, splits innermost. Defines: see below.
-#include "depthwise/strips.cuh"
+// A block takes PLANES filters and a share of the units: images, or, of one filter, row blocks of an image. What a unit
+// meets of x and of dy is a contiguous segment each; UNITS units at a time are copied to BUFFERS buffers of shared
+// memory. A thread multiplies register tiles of ROWS x COLUMNS of dy by their windows of x into accumulators of all
+// taps. They are added over the block's threads through shared memory, and over SPLITS blocks by a split-K reduction
+// or, where CLUSTERED, by the cluster. Grid: one dimension, splits innermost.
+#include "depthwise/register_tile.cuh"
 
 #if !defined(ELEMENT) || !defined(FILTERS) || !defined(MULTIPLIER) || !defined(H) || !defined(W) || !defined(OUT_H)
 #error "define ELEMENT, FILTERS, MULTIPLIER, H, W and OUT_H"
@@ -32,29 +31,32 @@
 #define CLUSTER
 #endif
 
-constexpr int kPlanes = PLANES, kBands = BANDS, kUnits = UNITS, kThreads = THREADS, kMultiplier = MULTIPLIER;
-static_assert(kPlanes == 1 || kBands == 1, "a unit has whole planes or a band of one");
-static_assert(32 % kPlanes == 0 && kThreads % 32 == 0, "lanes of one filter recur");
+constexpr int kPlanes = PLANES, kRowBlocks = BANDS, kUnits = UNITS, kThreads = THREADS, kMultiplier = MULTIPLIER;
+static_assert(kPlanes == 1 || kRowBlocks == 1, "BANDS must be 1 where a block has several planes");
+static_assert(32 % kPlanes == 0 && kThreads % 32 == 0,
+              "PLANES must divide a warp, and THREADS be whole warps: lanes of one filter recur");
 static_assert(BUFFERS >= 1 && SPLITS >= 1 && (!CLUSTERED || (SPLITS > 1 && SPLITS <= 8)),
               "a cluster has 2 to 8 blocks");
-constexpr int kRowStrips = ceil_div(OUT_H, ROWS), kColumnStrips = ceil_div(OUT_W, COLUMNS);
-constexpr int kBandStrips = ceil_div(kRowStrips, kBands);
-static_assert((kBands - 1) * kBandStrips < kRowStrips, "no band is empty");
-using Rows = Axis<H, FILTER_H, STRIDE_H, DILATION_H, PAD_H, ROWS, kRowStrips, false>;
-using Columns = Axis<W, FILTER_W, STRIDE_W, DILATION_W, PAD_W, COLUMNS, kColumnStrips, false>;
+constexpr int kRowTiles = ceil_div(OUT_H, ROWS), kColumnTiles = ceil_div(OUT_W, COLUMNS);
+constexpr int kRowBlockTiles = ceil_div(kRowTiles, kRowBlocks);
+static_assert((kRowBlocks - 1) * kRowBlockTiles < kRowTiles, "every row block must have rows");
+using Rows = Axis<H, FILTER_H, STRIDE_H, DILATION_H, PAD_H, ROWS, kRowTiles, false>;
+using Columns = Axis<W, FILTER_W, STRIDE_W, DILATION_W, PAD_W, COLUMNS, kColumnTiles, false>;
 
 // Planes of x that the filters of a block meet, and rows of a unit.
 constexpr int kSources =
     kMultiplier % kPlanes == 0 ? 1 : (kPlanes - 1 + (kPlanes % kMultiplier ? kMultiplier - 1 : 0)) / kMultiplier + 1;
-constexpr int kBandRows = kBands == 1 ? H : least(H, (kBandStrips - 1) * Rows::kStep + Rows::kWindow);
-constexpr int kRun = kSources * kBandRows * W, kOutRun = kPlanes * least(OUT_H, kBandStrips* ROWS) * OUT_W;
+constexpr int kRowBlockRows = kRowBlocks == 1 ? H : least(H, (kRowBlockTiles - 1) * Rows::kStep + Rows::kWindow);
+constexpr int kSegment = kSources * kRowBlockRows * W,
+              kOutSegment = kPlanes * least(OUT_H, kRowBlockTiles* ROWS) * OUT_W;
 // From unit to unit an odd number of 16-byte words, so that threads on the same elements of eight units meet all banks.
-constexpr int odd_room(int count) {
-  return (room<ELEMENT>(count) / kWide<ELEMENT> | 1) * kWide<ELEMENT>;
+constexpr int odd_padded_size(int count) {
+  return (padded_size<ELEMENT>(count) / kWide<ELEMENT> | 1) * kWide<ELEMENT>;
 }
-constexpr int kPitch = odd_room(kRun), kOutPitch = odd_room(kOutRun);
+constexpr int kPitch = odd_padded_size(kSegment), kOutPitch = odd_padded_size(kOutSegment);
 
-// Shared memory: a row of zeros, if rows of some strips lie outside, and the buffers, of x and then of dy; later sums.
+// Shared memory: a row of zeros, if rows of some tiles lie outside, and the buffers, of x and then of dy; later
+// accumulators.
 constexpr bool kHasZeros = Rows::may_be_outside(Rows::kFirst) || Rows::may_be_outside(Rows::kLast);
 constexpr int kZeroElements = kHasZeros ? round_up(W, kWide<ELEMENT>) : 0;
 constexpr int kBuffer = kUnits * (kPitch + kOutPitch);
@@ -62,11 +64,11 @@ constexpr int kTaps = FILTER_H * FILTER_W;
 constexpr int kTotals = CLUSTERED ? round_up(kPlanes * kTaps, 4) : 0;  // of a block, which its cluster reads
 static_assert(SHARED_BYTES == maximum((kZeroElements + BUFFERS * kBuffer) * static_cast<int>(sizeof(ELEMENT)),
                                       4 * (kTaps * kThreads + kTotals)),
-              "the host and the kernel agree");
+              "THREADS differs from this layout: the solver computes another");
 
 constexpr int kVector = common_vector<ELEMENT>(W, Columns::kStep);
 constexpr int kOutVector = common_vector<ELEMENT>(OUT_W, COLUMNS);
-constexpr int kItems = kPlanes * kColumnStrips * kBandStrips * kUnits;  // strips of a stage
+constexpr int kItems = kPlanes * kColumnTiles * kRowBlockTiles * kUnits;  // tiles of a stage
 
 // Rows of a unit that lie in memory: of x from first_row on, of dy from out_row on.
 struct Unit {
@@ -74,11 +76,11 @@ struct Unit {
 };
 
 __device__ __forceinline__ Unit unit_of(int rank) {
-  if constexpr (kBands == 1) return {rank, 0, H, 0, OUT_H};
-  const int band = rank % kBands, origin = band * kBandStrips * Rows::kStep;
-  const int first_row = min(max(0, origin + Rows::kFirst), H), out_row = band * kBandStrips * ROWS;
-  const int end = min(H, origin + (kBandStrips - 1) * Rows::kStep + Rows::kLast + 1);
-  return {rank / kBands, first_row, max(0, end - first_row), out_row, min(OUT_H - out_row, kBandStrips * ROWS)};
+  if constexpr (kRowBlocks == 1) return {rank, 0, H, 0, OUT_H};
+  const int row_block = rank % kRowBlocks, origin = row_block * kRowBlockTiles * Rows::kStep;
+  const int first_row = min(max(0, origin + Rows::kFirst), H), out_row = row_block * kRowBlockTiles * ROWS;
+  const int end = min(H, origin + (kRowBlockTiles - 1) * Rows::kStep + Rows::kLast + 1);
+  return {rank / kRowBlocks, first_row, max(0, end - first_row), out_row, min(OUT_H - out_row, kRowBlockTiles * ROWS)};
 }
 
 // The filters of a block, and the channels they belong to.
@@ -86,7 +88,7 @@ struct Share {
   int filter, filters, channel, channels;
 };
 
-// First elements of a unit's runs.
+// First elements of a unit's segments.
 __device__ __forceinline__ int first_of(const Share& share, const Unit& unit) {
   return ((unit.image * (FILTERS / kMultiplier) + share.channel) * H + unit.first_row) * W;
 }
@@ -97,44 +99,45 @@ __device__ __forceinline__ int first_out_of(const Share& share, const Unit& unit
 // Starts to copy the units from rank `first` on, up to rank `end`.
 __device__ __forceinline__ void load_units(ELEMENT* buffer, const ELEMENT* x, const ELEMENT* dy, const Share& share,
                                            int first, int end, int images) {
-  load_runs<kThreads, kUnits, kRun, kPitch>(buffer, x, images * (FILTERS / kMultiplier) * (H * W), [&](int slot) {
-    if (first + slot >= end) return Run{0, 0};
-    const Unit unit = unit_of(first + slot);
-    return Run{first_of(share, unit), (kBands == 1 ? share.channels * H : unit.rows) * W};
-  });
-  load_runs<kThreads, kUnits, kOutRun, kOutPitch>(
-      buffer + kUnits * kPitch, dy, images * FILTERS * (OUT_H * OUT_W), [&](int slot) {
-        if (first + slot >= end) return Run{0, 0};
+  load_segments<kThreads, kUnits, kSegment, kPitch>(
+      buffer, x, images * (FILTERS / kMultiplier) * (H * W), [&](int slot) {
+        if (first + slot >= end) return Segment{0, 0};
         const Unit unit = unit_of(first + slot);
-        return Run{first_out_of(share, unit), (kBands == 1 ? share.filters * OUT_H : unit.out_rows) * OUT_W};
+        return Segment{first_of(share, unit), (kRowBlocks == 1 ? share.channels * H : unit.rows) * W};
+      });
+  load_segments<kThreads, kUnits, kOutSegment, kOutPitch>(
+      buffer + kUnits * kPitch, dy, images * FILTERS * (OUT_H * OUT_W), [&](int slot) {
+        if (first + slot >= end) return Segment{0, 0};
+        const Unit unit = unit_of(first + slot);
+        return Segment{first_out_of(share, unit), (kRowBlocks == 1 ? share.filters * OUT_H : unit.out_rows) * OUT_W};
       });
 }
 
-// A strip of dy as floats, and which of it exists where that is not known to the compiler.
-struct Strip {
+// A tile of dy as floats, and which of it exists where that is not known to the compiler.
+struct RegisterTile {
   float at[ROWS][COLUMNS];
   bool is_last_row, is_last_column;
 };
 constexpr int kSureRows = OUT_H % ROWS ? OUT_H % ROWS : ROWS;
 constexpr int kSureColumns = OUT_W % COLUMNS ? OUT_W % COLUMNS : COLUMNS;
 
-__device__ __forceinline__ void read_strip(Strip& strip, const ELEMENT* plane, int down, int across) {
-  strip.is_last_row = down == kRowStrips - 1;
-  strip.is_last_column = across == kColumnStrips - 1;
+__device__ __forceinline__ void read_strip(RegisterTile& tile, const ELEMENT* plane, int down, int across) {
+  tile.is_last_row = down == kRowTiles - 1;
+  tile.is_last_column = across == kColumnTiles - 1;
 #pragma unroll
   for (int i = 0; i < ROWS; ++i) {
-    if (i >= kSureRows && strip.is_last_row) continue;
+    if (i >= kSureRows && tile.is_last_row) continue;
 #pragma unroll
     for (int j = 0; j < COLUMNS; j += kOutVector) {
-      if (j >= kSureColumns && strip.is_last_column) continue;
-      read_elements<kOutVector>(strip.at[i] + j, plane + (down * ROWS + i) * OUT_W + across * COLUMNS + j);
+      if (j >= kSureColumns && tile.is_last_column) continue;
+      read_elements<kOutVector>(tile.at[i] + j, plane + (down * ROWS + i) * OUT_W + across * COLUMNS + j);
     }
   }
 }
 
 // Adds what window rows from kRow on contribute. `plane` is where the plane's row 0 would be staged.
 template <int kRow = Rows::kFirst>
-__device__ __forceinline__ void add_rows(float (&sums)[kTaps], const Strip& strip, const ELEMENT* plane,
+__device__ __forceinline__ void add_rows(float (&accumulators)[kTaps], const RegisterTile& tile, const ELEMENT* plane,
                                          const ELEMENT* zeros, int row, int column) {
   if constexpr (kRow <= Rows::kLast) {
     if constexpr (Rows::is_met(kRow)) {
@@ -147,58 +150,59 @@ __device__ __forceinline__ void add_rows(float (&sums)[kTaps], const Strip& stri
       for (int i = 0; i < ROWS; ++i) {
 #pragma unroll
         for (int y = 0; y < FILTER_H; ++y) {
-          if (Rows::at(i, y) != kRow || (i >= kSureRows && strip.is_last_row)) continue;
+          if (Rows::at(i, y) != kRow || (i >= kSureRows && tile.is_last_row)) continue;
 #pragma unroll
           for (int j = 0; j < COLUMNS; ++j) {
-            if (j >= kSureColumns && strip.is_last_column) continue;
+            if (j >= kSureColumns && tile.is_last_column) continue;
 #pragma unroll
             for (int x = 0; x < FILTER_W; ++x) {
               const int source = Columns::at(j, x);
               if (Columns::is_outside(source)) continue;
-              float& sum = sums[y * FILTER_W + x];
-              sum = fmaf(window[source - Columns::kFirst], strip.at[i][j], sum);
+              float& sum = accumulators[y * FILTER_W + x];
+              sum = fmaf(window[source - Columns::kFirst], tile.at[i][j], sum);
             }
           }
         }
       }
     }
-    add_rows<kRow + 1>(sums, strip, plane, zeros, row, column);
+    add_rows<kRow + 1>(accumulators, tile, plane, zeros, row, column);
   }
 }
 
-// Adds the strips of a stage's units.
-__device__ __forceinline__ void add_units(float (&sums)[kTaps], const ELEMENT* buffer, const ELEMENT* zeros,
+// Adds the tiles of a stage's units.
+__device__ __forceinline__ void add_units(float (&accumulators)[kTaps], const ELEMENT* buffer, const ELEMENT* zeros,
                                           const Share& share, int first, int end) {
 #pragma unroll 1
   for (int item = threadIdx.x; item < kItems; item += kThreads) {
-    const int plane = item % kPlanes, rest = item / kPlanes, across = rest % kColumnStrips;
-    const int slot = rest / (kColumnStrips * kBandStrips);
+    const int plane = item % kPlanes, rest = item / kPlanes, across = rest % kColumnTiles;
+    const int slot = rest / (kColumnTiles * kRowBlockTiles);
     if (first + slot >= end) break;
     const Unit unit = unit_of(first + slot);
-    const int down = rest / kColumnStrips % kBandStrips + unit.out_row / ROWS;
-    if (plane >= share.filters || (kBands > 1 && down >= kRowStrips)) continue;
+    const int down = rest / kColumnTiles % kRowBlockTiles + unit.out_row / ROWS;
+    if (plane >= share.filters || (kRowBlocks > 1 && down >= kRowTiles)) continue;
     const int source = (share.filter + plane) / kMultiplier - share.channel;
     const ELEMENT* const in = buffer + slot * kPitch + first_of(share, unit) % kWide<ELEMENT> + source * (H * W);
     const ELEMENT* const out = buffer + kUnits * kPitch + slot * kOutPitch +
                                first_out_of(share, unit) % kWide<ELEMENT> + plane * (OUT_H * OUT_W);
-    Strip strip;
-    read_strip(strip, out - unit.out_row * OUT_W, down, across);
-    add_rows(sums, strip, in - unit.first_row * W, zeros, down * Rows::kStep, across * Columns::kStep);
+    RegisterTile tile;
+    read_strip(tile, out - unit.out_row * OUT_W, down, across);
+    add_rows(accumulators, tile, in - unit.first_row * W, zeros, down * Rows::kStep, across * Columns::kStep);
   }
 }
 
-// Adds the sums of all threads: those of filter q are in threads q, q + kPlanes and so on.
+// Adds the accumulators of all threads: those of filter q are in threads q, q + kPlanes and so on.
 template <typename T>
-__device__ __forceinline__ void write_sums(T* to, float* shared, const float (&sums)[kTaps], int filters) {
+__device__ __forceinline__ void write_accumulators(T* to, float* shared, const float (&accumulators)[kTaps],
+                                                   int filters) {
   __syncthreads();  // every thread has read the buffers before sums overwrite them
 #pragma unroll
-  for (int tap = 0; tap < kTaps; ++tap) shared[tap * kThreads + threadIdx.x] = sums[tap];
-  __syncthreads();  // the sums of all threads are in place
+  for (int tap = 0; tap < kTaps; ++tap) shared[tap * kThreads + threadIdx.x] = accumulators[tap];
+  __syncthreads();  // the accumulators of all threads are in place
   constexpr int kWarps = kThreads / 32;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 #pragma unroll 2
-  for (int turn = 0; turn < ceil_div(kTaps, kWarps); ++turn) {
-    const int tap = turn * kWarps + warp;
+  for (int iteration = 0; iteration < ceil_div(kTaps, kWarps); ++iteration) {
+    const int tap = iteration * kWarps + warp;
     const float* const from = shared + min(tap, kTaps - 1) * kThreads + lane;
     float sum = 0;
 #pragma unroll
@@ -210,22 +214,22 @@ __device__ __forceinline__ void write_sums(T* to, float* shared, const float (&s
 }
 
 #if CLUSTERED
-// Adds the totals of the blocks of a cluster in order. The blocks share the sums out.
+// Adds the totals of the blocks of a cluster in order. The blocks share the accumulators out.
 __device__ __forceinline__ void add_totals(ELEMENT* dw, const float* totals, int count) {
   cluster_arrive<true>();
   cluster_wait();  // the totals of every block are in place
   const int first = 4 * (cluster_rank() * kThreads + threadIdx.x);
   if (first < count) {
-    float sums[4] = {};
+    float accumulators[4] = {};
 #pragma unroll
     for (int rank = 0; rank < SPLITS; ++rank) {
       const Vector<float, 4> part = load_cluster_floats(map_shared_rank(shared_address(totals + first), rank));
 #pragma unroll
-      for (int i = 0; i < 4; ++i) sums[i] += part.at[i];
+      for (int i = 0; i < 4; ++i) accumulators[i] += part.at[i];
     }
 #pragma unroll
     for (int i = 0; i < 4; ++i)
-      if (first + i < count) dw[first + i] = convert<ELEMENT>(sums[i]);
+      if (first + i < count) dw[first + i] = convert<ELEMENT>(accumulators[i]);
   }
   cluster_arrive<false>();
   cluster_wait();  // others read this block's totals until here
@@ -234,7 +238,7 @@ __device__ __forceinline__ void add_totals(ELEMENT* dw, const float* totals, int
 
 extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, MIN_BLOCKS)
     depthwise_channels_first_weights(const ELEMENT* __restrict__ dy, const ELEMENT* __restrict__ x,
-                                     ELEMENT* __restrict__ dw, float* __restrict__ parts, int images) {
+                                     ELEMENT* __restrict__ dw, float* __restrict__ partials, int images) {
   extern __shared__ __align__(16) float shared[];
   ELEMENT* const staged = reinterpret_cast<ELEMENT*>(shared);
   ELEMENT* const buffers = staged + kZeroElements;
@@ -245,7 +249,7 @@ extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, MIN_BLOCKS)
   share.channel = share.filter / kMultiplier;
   share.channels = (share.filter + share.filters - 1) / kMultiplier - share.channel + 1;
   // Units are dealt in stages, so that all but the last are whole.
-  const int units = images * kBands, stages = (units + kUnits - 1) / kUnits;
+  const int units = images * kRowBlocks, stages = (units + kUnits - 1) / kUnits;
   const int first_stage = split * stages / SPLITS, end_stage = (split + 1) * stages / SPLITS;
 
 #pragma unroll
@@ -260,7 +264,7 @@ extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, MIN_BLOCKS)
     for (int i = threadIdx.x; i < kZeroElements / kWide<ELEMENT>; i += kThreads)
       reinterpret_cast<uint4*>(staged)[i] = make_uint4(0, 0, 0, 0);
   }
-  float sums[kTaps] = {};
+  float accumulators[kTaps] = {};
 #pragma unroll 1
   for (int stage = first_stage; stage < end_stage; ++stage) {
     wait_for_copies<maximum(0, BUFFERS - 2)>();
@@ -272,7 +276,7 @@ extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, MIN_BLOCKS)
         load_units(buffers + (next - first_stage) % BUFFERS * kBuffer, x, dy, share, next * kUnits, units, images);
       commit_copies();
     }
-    add_units(sums, buffer, staged, share, stage * kUnits, units);
+    add_units(accumulators, buffer, staged, share, stage * kUnits, units);
     if constexpr (BUFFERS == 1) {
       if (stage + 1 < end_stage) {
         __syncthreads();  // every thread has read the buffer
@@ -284,13 +288,13 @@ extern "C" __global__ void CLUSTER __launch_bounds__(kThreads, MIN_BLOCKS)
   const int at = share.filter * kTaps;
 #if CLUSTERED
   float* const totals = shared + kTaps * kThreads;
-  write_sums(totals, shared, sums, share.filters);
+  write_accumulators(totals, shared, accumulators, share.filters);
   add_totals(dw + at, totals, share.filters * kTaps);
 #else
   if constexpr (SPLITS == 1)
-    write_sums(dw + at, shared, sums, share.filters);
+    write_accumulators(dw + at, shared, accumulators, share.filters);
   else
-    write_sums(parts + split * (FILTERS * kTaps) + at, shared, sums, share.filters);
+    write_accumulators(partials + split * (FILTERS * kTaps) + at, shared, accumulators, share.filters);
 #endif
 }
 #if !CLUSTERED

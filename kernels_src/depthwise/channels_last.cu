@@ -1,11 +1,11 @@
-// y[n,t,k] = sum_{i} x[n, stride*t - pad + i*dilation, k/M] * w[k,i], in both spatial dimensions, all channels-last;
-// or with BACKWARD its gradient dx[n,m,c] = sum of dy[n,t,k] * w[k,i] over what meets: m = stride*t - pad + i*dilation.
+// y[n,t,k] = sum_{i} x[n, stride*t - pad + i*dilation, k/M] * w[k,i], in both spatial dimensions, NHWC; or with
+// BACKWARD its gradient dx[n,m,c] = sum of dy[n,t,k] * w[k,i] over what meets: m = stride*t - pad + i*dilation.
 //
-// A block streams rows of the input tensor through STAGES times STEP rows of shared memory, CHANNELS channels of x of
-// each, for GROUPS groups of columns of a strip of ROWS output rows of an image. A thread holds the filters of VECTOR
-// channels in registers and computes COLUMNS output columns (with BACKWARD, STRIDE_H x STRIDE_W outputs each); an input
-// row is read once and added to all the output rows that it meets. Sums are float32.
-// Grid: one dimension; blocks of channels innermost, then tiles of columns, strips of rows, residue classes, images.
+// A block streams rows of the input through STAGES times STEP rows of shared memory, CHANNELS channels of x of each,
+// for a row block of ROWS output rows. GROUPS thread groups have neighbouring columns. A thread holds the filters of
+// VECTOR channels in registers and computes COLUMNS output columns (with BACKWARD, STRIDE_H x STRIDE_W outputs each);
+// an input row is read once and added to all output rows that it meets. Accumulators are float32.
+// Grid: one dimension; blocks of channels innermost, then tiles of columns, row blocks, residue classes, images.
 // Defines: as checked below. MULTIPLIER is M; PHASE_H and PHASE_W are x's first row and column modulo the stride.
 #include "depthwise/channels_last_rows.cuh"
 #include "common/divisor.cuh"
@@ -29,16 +29,16 @@
 #endif
 
 constexpr bool kBackward = BACKWARD;
-constexpr int kVector = VECTOR, kColumns = COLUMNS, kGroups = GROUPS;
+constexpr int kVector = VECTOR, kColumns = COLUMNS, kThreadGroups = GROUPS;
 constexpr int kStages = STAGES, kStep = STEP, kSlots = kStages * kStep;
 constexpr int kFilterY = FILTER_Y, kFilterX = FILTER_X, kTaps = kFilterY * kFilterX;
 constexpr int kInChannels = CHANNELS * (kBackward ? MULTIPLIER : 1);
 constexpr int kOutChannels = CHANNELS * (kBackward ? 1 : MULTIPLIER);
 constexpr int kSummed = kBackward ? MULTIPLIER : 1;  // channels of the input that add up
-constexpr int kRuns = kOutChannels / kVector, kThreads = round_up(kRuns * kGroups, 32);
-static_assert(kOutChannels % kVector == 0 && (MULTIPLIER == 1 || kVector == 1), "a thread has whole vectors");
-static_assert(kThreads == THREADS && kThreads <= 1024, "the host and the kernel agree on threads");
-static_assert(kStages >= 2 && kStep >= 1, "one stage is computed while others are copied");
+constexpr int kSegments = kOutChannels / kVector, kThreads = round_up(kSegments * kThreadGroups, 32);
+static_assert(kOutChannels % kVector == 0 && (MULTIPLIER == 1 || kVector == 1), "a thread must have whole vectors");
+static_assert(kThreads == THREADS && kThreads <= 1024, "THREADS differs from this layout: the solver computes another");
+static_assert(kStages >= 2 && kStep >= 1, "STAGES must be at least 2: one is computed while others are copied");
 
 // Input indices that `outputs` neighbouring units of output meet: how many, and the first less the first unit's own.
 constexpr int lead_of(int taps, int stride, int phase) {
@@ -49,22 +49,23 @@ constexpr int inputs_of(int outputs, int taps, int stride, int phase) {
                    : stride * (outputs - 1) + taps;
 }
 constexpr int kLeadRows = lead_of(kFilterY, STRIDE_H, PHASE_H), kLead = lead_of(kFilterX, STRIDE_W, PHASE_W);
-constexpr int kInRows = inputs_of(ROWS, kFilterY, STRIDE_H, PHASE_H);  // of a strip
+constexpr int kInRows = inputs_of(ROWS, kFilterY, STRIDE_H, PHASE_H);  // of a row block
 constexpr int kUnitRows = kBackward ? STRIDE_H : 1, kOutRows = ROWS * kUnitRows;
 constexpr int kOutColumns = kColumns * (kBackward ? STRIDE_W : 1);
 constexpr int kWindow = inputs_of(kColumns, kFilterX, STRIDE_W, PHASE_W);  // input columns that a thread reads
 constexpr int kGroupStep = kColumns * (kBackward ? 1 : STRIDE_W);          // input columns from one group to the next
-constexpr int kRowColumns = kGroupStep * (kGroups - 1) + kWindow, kRowElements = kRowColumns * PIXEL_PITCH;
+constexpr int kRowColumns = kGroupStep * (kThreadGroups - 1) + kWindow, kRowElements = kRowColumns * PIXEL_PITCH;
 
 static_assert(SHARED_BYTES ==
                   static_cast<int>(sizeof(ELEMENT)) * (kSlots * kRowElements + CHANNELS * MULTIPLIER * kTaps),
-              "the host and the kernel agree on shared memory");
+              "SHARED_BYTES differs from this layout: the solver computes another");
 
 using Copies = RowCopies<ELEMENT, 1, kRowColumns, kInChannels, PIXEL_PITCH, COPY_VECTOR, kThreads>;
-using Sums = float[kOutRows][kOutColumns][kVector];
+using Accumulators = float[kOutRows][kOutColumns][kVector];
 using Filters = float[kSummed][kFilterY][kFilterX][kVector];
 
-// The output that a tap joins with an input, both counted from the first of a strip or of a thread; negative if none.
+// The output that a tap joins with an input, both counted from the first of a row block or of a thread; negative if
+// none.
 constexpr int output_of(int in, int tap, int stride, int phase, int lead) {
   if (kBackward) return stride * (in + lead) + tap - phase;
   return in < tap || (in - tap) % stride != 0 ? -1 : (in - tap) / stride;
@@ -91,9 +92,9 @@ __device__ __forceinline__ void read_filters(Filters& taps, const ELEMENT* filte
         taps[k][i / kFilterX][i % kFilterX][v] = convert<float>(filters[(k + v * kSummed) * kTaps + i]);
 }
 
-// Adds what input row kRow of a strip contributes.
+// Adds what input row kRow of a row block contributes.
 template <int kRow>
-__device__ __forceinline__ void add_row(Sums& sums, const Filters& taps, const ELEMENT* window) {
+__device__ __forceinline__ void add_row(Accumulators& accumulators, const Filters& taps, const ELEMENT* window) {
 #pragma unroll
   for (int k = 0; k < kSummed; ++k) {
     float values[kWindow][kVector];
@@ -112,7 +113,7 @@ __device__ __forceinline__ void add_row(Sums& sums, const Filters& taps, const E
           const int column = output_of(place, x, STRIDE_W, PHASE_W, kLead);
           if (column < 0 || column >= kOutColumns) continue;
 #pragma unroll
-          for (int v = 0; v < kVector; ++v) sums[out][column][v] += values[place][v] * taps[k][y][x][v];
+          for (int v = 0; v < kVector; ++v) accumulators[out][column][v] += values[place][v] * taps[k][y][x][v];
         }
     }
   }
@@ -123,7 +124,7 @@ constexpr int first_complete(int row) {
   return output_of(row, kBackward ? 0 : kFilterY - 1, STRIDE_H, PHASE_H, kLeadRows);
 }
 
-// The first input row of a strip that output row `out` can meet; one that meets none begins where it is complete.
+// The first input row of a row block that output row `out` can meet; one that meets none begins where it is complete.
 constexpr int first_met(int out) {
   if (!kBackward) return STRIDE_H * out;
   const int met = ceil_div(out + PHASE_H - kFilterY + 1 + STRIDE_H * kFilterY, STRIDE_H) - kFilterY - kLeadRows;
@@ -131,16 +132,16 @@ constexpr int first_met(int out) {
   return maximum(0, met < complete ? met : complete);
 }
 
-// Sets the sums of the output rows that no input row before kRow meets.
+// Sets the accumulators of the output rows that no input row before kRow meets.
 template <int kRow>
-__device__ __forceinline__ void start_rows(Sums& sums, float value) {
+__device__ __forceinline__ void start_rows(Accumulators& accumulators, float value) {
 #pragma unroll
   for (int out = 0; out < kOutRows; ++out)
 #pragma unroll
     for (int i = 0; i < kOutColumns; ++i)
 #pragma unroll
       for (int v = 0; v < kVector; ++v)
-        if (first_met(out) == kRow) sums[out][i][v] = value;
+        if (first_met(out) == kRow) accumulators[out][i][v] = value;
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads)
@@ -149,15 +150,15 @@ extern "C" __global__ void __launch_bounds__(kThreads)
                             int y_width, int stride_h, int stride_w, int pad_h, int pad_w, int dilation_h,
                             int dilation_w, int y_step_h, int y_step_w, int channel_blocks, unsigned channel_multiplier,
                             int channel_shift, int column_tiles, unsigned column_multiplier, int column_shift,
-                            int strips, unsigned strip_multiplier, int strip_shift) {
+                            int row_blocks, unsigned row_block_multiplier, int row_block_shift) {
   extern __shared__ __align__(16) ELEMENT staged[];
   ELEMENT* const filters = staged + kSlots * kRowElements;
   int rest = blockIdx.x / Divisor{channel_blocks, channel_multiplier, channel_shift};
   const int channel_block = blockIdx.x - rest * channel_blocks;
   int next = rest / Divisor{column_tiles, column_multiplier, column_shift};
   const int tile = rest - next * column_tiles;
-  rest = next / Divisor{strips, strip_multiplier, strip_shift};
-  const int strip = next - rest * strips;
+  rest = next / Divisor{row_blocks, row_block_multiplier, row_block_shift};
+  const int row_block = next - rest * row_blocks;
   int residue_h = 0, residue_w = 0;
   if (DILATED) {
     residue_w = rest % y_step_w, rest /= y_step_w;
@@ -176,10 +177,10 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 
   const int origin_h = kBackward ? floor_div(out_rows.low, STRIDE_H) : 0;
   const int origin_w = kBackward ? floor_div(out_columns.low, STRIDE_W) : 0;
-  const int first_row = origin_h + strip * ROWS;
+  const int first_row = origin_h + row_block * ROWS;
   const int first_in_row = first_row * (kBackward ? 1 : STRIDE_H) + kLeadRows;
   const int first_out_row = first_row * (kBackward ? STRIDE_H : 1) + PHASE_H * kBackward;
-  const int first_column = tile * kGroups * kColumns + origin_w;
+  const int first_column = tile * kThreadGroups * kColumns + origin_w;
 
   const Copies copies(in_columns, first_column * (kBackward ? 1 : STRIDE_W) + kLead, in_channels,
                       channel_block * kInChannels);
@@ -196,11 +197,11 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 #pragma unroll
   for (int stage = 0; stage < kStages - 1; ++stage) copy_stage(stage);
 
-  const int group = threadIdx.x / kRuns, channel = threadIdx.x % kRuns * kVector;
+  const int group = threadIdx.x / kSegments, channel = threadIdx.x % kSegments * kVector;
   const int in_channel = kBackward ? channel * MULTIPLIER : channel / MULTIPLIER;
   const int column = first_column * (kBackward ? STRIDE_W : 1) + (kBackward ? PHASE_W : 0) + group * kOutColumns;
   const bool computes =
-      group < kGroups && channel_block * kOutChannels + channel < out_channels && column < out_columns.high;
+      group < kThreadGroups && channel_block * kOutChannels + channel < out_channels && column < out_columns.high;
   const ELEMENT* const window = staged + group * kGroupStep * PIXEL_PITCH + in_channel;
   const int first_stored = DILATED ? out_columns.low - column : 0;
   const int end_stored = WHOLE_GROUPS ? kOutColumns : out_columns.high - column;
@@ -213,7 +214,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   __syncthreads();  // the filters have arrived
   if (computes) read_filters(taps, filters + channel * kSummed * kTaps);
 
-  Sums sums;
+  Accumulators accumulators;
   unrolled<0, kInRows>([&](auto index) __attribute__((always_inline)) {
     constexpr int kRow = decltype(index)::value;
     if constexpr (kRow > 0 && kRow % kStep == 0) {
@@ -223,10 +224,10 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     if constexpr (kRow % kStep == 0) copy_stage(kRow / kStep + kStages - 1);
     if (computes) {
       if (in_rows.holds(first_in_row + kRow)) {
-        start_rows<kRow>(sums, 0.0f);
-        add_row<kRow>(sums, taps, window + kRow % kSlots * kRowElements);
+        start_rows<kRow>(accumulators, 0.0f);
+        add_row<kRow>(accumulators, taps, window + kRow % kSlots * kRowElements);
       } else {
-        start_rows<kRow>(sums, __int_as_float(opaque(0)));  // here, rather than before the branch
+        start_rows<kRow>(accumulators, __int_as_float(opaque(0)));  // here, rather than before the branch
       }
 #pragma unroll
       for (int i = 0; i < kUnitRows; ++i) {
@@ -237,7 +238,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
           for (int j = 0; j < kOutColumns; ++j)
             if ((!DILATED || j >= first_stored) && (WHOLE_GROUPS || j < end_stored))
               *reinterpret_cast<Vector<ELEMENT, kVector>*>(stored + j * COLUMN_STEP) =
-                  rounded<ELEMENT>(sums[kFirst + i][j]);
+                  rounded<ELEMENT>(accumulators[kFirst + i][j]);
         stored += row_step;
       }
     }

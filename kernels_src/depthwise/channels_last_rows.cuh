@@ -52,10 +52,10 @@ __device__ __forceinline__ Axis axis_of(int x_size, int y_size, int stride, int 
 // pixels kPitch elements apart in shared memory, kVector elements at a time. Columns outside an image read as zero.
 template <typename T, int kImages, int kColumns, int kChannels, int kPitch, int kVector, int kThreads>
 struct RowCopies {
-  static constexpr int kRuns = kChannels / kVector, kAll = kImages * kColumns * kRuns;
+  static constexpr int kSegments = kChannels / kVector, kAll = kImages * kColumns * kSegments;
   static constexpr int kCount = ceil_div(kAll, kThreads);
   static constexpr int kBytes = static_cast<int>(sizeof(T)) * kVector;
-  static_assert(kChannels % kVector == 0 && kPitch % kVector == 0, "pixels are whole vectors");
+  static_assert(kChannels % kVector == 0 && kPitch % kVector == 0, "a pixel must have whole vectors");
   int from[kCount], to[kCount];  // elements from the row's first
   bool inside[kCount];
 
@@ -63,11 +63,11 @@ struct RowCopies {
                                        int image_step = 0) {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
-      const int rank = threadIdx.x + i * kThreads, index = first + rank / kRuns % kColumns;
-      const int channel = first_channel + rank % kRuns * kVector;
+      const int rank = threadIdx.x + i * kThreads, index = first + rank / kSegments % kColumns;
+      const int channel = first_channel + rank % kSegments * kVector;
       inside[i] = columns.holds(index) && channel < channels;
-      from[i] = inside[i] ? columns.at(index) * channels + channel + rank / (kRuns * kColumns) * image_step : 0;
-      to[i] = rank / kRuns * kPitch + rank % kRuns * kVector;
+      from[i] = inside[i] ? columns.at(index) * channels + channel + rank / (kSegments * kColumns) * image_step : 0;
+      to[i] = rank / kSegments * kPitch + rank % kSegments * kVector;
     }
   }
 
@@ -76,7 +76,8 @@ struct RowCopies {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
       const int rank = threadIdx.x + i * kThreads;
-      if (((i + 1) * kThreads > kAll && rank >= kAll) || (kImages > 1 && rank / (kRuns * kColumns) >= images)) break;
+      if (((i + 1) * kThreads > kAll && rank >= kAll) || (kImages > 1 && rank / (kSegments * kColumns) >= images))
+        break;
       if constexpr (kBytes >= 4)
         copy_bytes<kBytes>(static_cast<unsigned>(__cvta_generic_to_shared(staged)) + to[i] * sizeof(T), row + from[i],
                            inside[i]);

@@ -1,17 +1,16 @@
-// dw[k,i] = sum_{n,t} dy[n,t,k] * x[n, stride*t - pad + i*dilation, k/M], in both spatial dimensions, all
-// channels-last, in two passes.
+// dw[k,i] = sum_{n,t} dy[n,t,k] * x[n, stride*t - pad + i*dilation, k/M], in both spatial dimensions, NHWC.
 //
-// First pass: an item is COLUMNS columns of a strip of rows of an image's dy. A thread holds the sums of VECTOR filters
-// in registers and takes an item after the other, row by row, from device memory to registers AHEAD rows before they
+// First pass: an item is COLUMNS columns of a row block of an image's dy. A thread holds the accumulators of VECTOR
+// filters in registers and takes item after item, row by row, from device memory to registers, AHEAD rows before they
 // are multiplied; nothing waits for other threads. Neighbouring lanes have neighbouring channels, CHANNELS of x in a
-// block, whose SLOTS groups of lanes have neighbouring items; their sums are added in order at the end, as float32, to
-// partial[part][tap][k] or, of a single part, dw.
-// Second pass (finish): the parts are added in a fixed order, so that results do not vary from run to run.
+// block, whose SLOTS thread groups have neighbouring items; their accumulators are added in order at the end, as
+// float32, to partials[split][tap][k] or, of a single split, dw.
+// Second pass (finish): split-K reduction.
 // Grid: one dimension, blocks of channels innermost; of the second pass filters by taps.
 #include "depthwise/channels_last_rows.cuh"
 #include "common/divisor.cuh"
 #include "common/split_k.cuh"
-#include "depthwise/runs.cuh"
+#include "depthwise/segments.cuh"
 
 #if !defined(ELEMENT) || !defined(TAPS) || !defined(LANES)
 #error "define ELEMENT, TAPS and LANES"
@@ -30,7 +29,7 @@ extern "C" __global__ void __launch_bounds__(32 * LANES)
     sum = sum_splits<8, int64>(partials + static_cast<int64>(tap) * filters, filter, static_cast<int64>(TAPS) * filters,
                                {lane, splits, LANES});
   lane_sums[lane][at] = sum;
-  __syncthreads();  // the sums of every lane are there
+  __syncthreads();  // the accumulators of every lane are there
   if (lane > 0 || filter >= filters) return;
 #pragma unroll
   for (int other = 1; other < LANES; ++other) sum += lane_sums[other][at];
@@ -56,18 +55,20 @@ extern "C" __global__ void __launch_bounds__(32 * LANES)
 constexpr int kVector = VECTOR, kColumns = COLUMNS, kAhead = AHEAD, kSlots = SLOTS, kThreads = THREADS;
 constexpr int kFilterY = FILTER_Y, kFilterX = FILTER_X;
 constexpr int kXChannels = CHANNELS, kYChannels = CHANNELS * MULTIPLIER, kLanes = kYChannels / kVector;
-static_assert(TAPS == kFilterY * kFilterX, "all taps of a filter");
-static_assert(kYChannels % kVector == 0 && (MULTIPLIER == 1 || kVector == 1), "a thread has whole vectors");
-static_assert(kThreads == round_up(kLanes * kSlots, 32) && kThreads <= 1024, "the host and the kernel agree");
+static_assert(TAPS == kFilterY * kFilterX, "TAPS must be FILTER_Y * FILTER_X");
+static_assert(kYChannels % kVector == 0 && (MULTIPLIER == 1 || kVector == 1), "a thread must have whole vectors");
+static_assert(kThreads == round_up(kLanes * kSlots, 32) && kThreads <= 1024,
+              "THREADS differs from this layout: the solver computes another");
 constexpr int kWindow = STRIDE_W * (kColumns - 1) + kFilterX;  // columns of x that an item meets
 static_assert(kAhead >= 1 && kWindow <= 32, "a word tells which columns exist");
 // Rows of dy that one step meets: step t takes row t of dy, and rows STRIDE_H * t + 0, 1 ... of x.
 constexpr int kSpan = ceil_div(kFilterY, STRIDE_H);
-// TOGETHER filter rows of a block's sums are added at once.
+// TOGETHER filter rows of a block's accumulators are added at once.
 constexpr int kStaged = TOGETHER * kFilterX * kYChannels;
-static_assert(SHARED_BYTES == 4 * kSlots * kStaged, "the host and the kernel agree on shared memory");
+static_assert(SHARED_BYTES == 4 * kSlots * kStaged,
+              "SHARED_BYTES differs from this layout: the solver computes another");
 
-using Sums = float[kFilterY][kFilterX][kVector];
+using Accumulators = float[kFilterY][kFilterX][kVector];
 using Gradients = float[kSpan][kColumns][kVector];
 
 // kVector elements as they lie in memory. Nothing is done with what a load gives before it is needed: that would wait.
@@ -144,8 +145,8 @@ __device__ __forceinline__ void load_step(Step& step, const Item& item, int t, i
 // Adds what a row of x contributes that meets filter row kFirst in the row of dy kPlace of the ring, and the filter
 // rows a stride further in the rows before. What does not exist of dy is not multiplied: x may be infinite.
 template <int kFirst, int kPlace>
-__device__ __forceinline__ void add_row(Sums& sums, const Gradients& gradients, const float (&window)[kWindow][kVector],
-                                        const Item& item, int t) {
+__device__ __forceinline__ void add_row(Accumulators& accumulators, const Gradients& gradients,
+                                        const float (&window)[kWindow][kVector], const Item& item, int t) {
   const int columns = opaque(item.columns);
 #pragma unroll
   for (int back = 0; back < kSpan; ++back) {
@@ -158,12 +159,12 @@ __device__ __forceinline__ void add_row(Sums& sums, const Gradients& gradients, 
       for (int x = 0; x < kFilterX; ++x)
 #pragma unroll
         for (int v = 0; v < kVector; ++v)
-          sums[y][x][v] += gradients[place][column][v] * window[STRIDE_W * column + x][v];
+          accumulators[y][x][v] += gradients[place][column][v] * window[STRIDE_W * column + x][v];
     }
   }
 }
 
-__device__ __forceinline__ void add_item(Sums& sums, const Item& item, int x_row_step, int y_row_step) {
+__device__ __forceinline__ void add_item(Accumulators& accumulators, const Item& item, int x_row_step, int y_row_step) {
   Step steps[kAhead];
   Gradients gradients;
 #pragma unroll
@@ -186,19 +187,19 @@ __device__ __forceinline__ void add_item(Sums& sums, const Item& item, int x_row
       unrolled<0, STRIDE_H>([&](auto row) __attribute__((always_inline)) {
         constexpr int kRow = decltype(row)::value;
         if (kRow < kFilterY && item.height.x.holds(t * STRIDE_H + kRow))
-          add_row<kRow, kPlace>(sums, gradients, windows[kRow], item, t);
+          add_row<kRow, kPlace>(accumulators, gradients, windows[kRow], item, t);
       });
     });
   }
 }
 
-// Adds the sums of the block's slots in order, and writes them.
-__device__ __forceinline__ void write_sums(const Sums& sums, float* staged, void* out, int64 part, int first_filter,
-                                           int filters) {
+// Adds the accumulators of the block's slots in order, and writes them.
+__device__ __forceinline__ void write_accumulators(const Accumulators& accumulators, float* staged, void* out,
+                                                   int64 part, int first_filter, int filters) {
   const int slot = threadIdx.x / kLanes, channel = threadIdx.x % kLanes * kVector;
 #pragma unroll
   for (int first = 0; first < kFilterY; first += TOGETHER) {
-    if (first > 0) __syncthreads();  // the sums of the filter rows before have been read
+    if (first > 0) __syncthreads();  // the accumulators of the filter rows before have been read
     if (slot < kSlots)
 #pragma unroll
       for (int y = first; y < first + TOGETHER && y < kFilterY; ++y)
@@ -206,9 +207,9 @@ __device__ __forceinline__ void write_sums(const Sums& sums, float* staged, void
         for (int x = 0; x < kFilterX; ++x) {
           float* const to = staged + slot * kStaged + ((y - first) * kFilterX + x) * kYChannels + channel;
 #pragma unroll
-          for (int v = 0; v < kVector; ++v) to[v] = sums[y][x][v];
+          for (int v = 0; v < kVector; ++v) to[v] = accumulators[y][x][v];
         }
-    __syncthreads();  // the sums of all slots are there
+    __syncthreads();  // the accumulators of all slots are there
     for (int i = threadIdx.x; i < kStaged; i += kThreads) {
       const int tap = first * kFilterX + i / kYChannels, filter = first_filter + i % kYChannels;
       if (tap >= TAPS || filter >= filters) continue;
@@ -227,10 +228,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
     depthwise_channels_last_weights(const ELEMENT* __restrict__ dy, const ELEMENT* __restrict__ x, void* out,
                                     int channels, int x_height, int x_width, int y_height, int y_width, int stride_h,
                                     int stride_w, int pad_h, int pad_w, int dilation_h, int dilation_w, int y_step_h,
-                                    int y_step_w, int items, int turns, int rows, int channel_blocks,
+                                    int y_step_w, int items, int iterations, int rows, int channel_blocks,
                                     unsigned channel_multiplier, int channel_shift, int groups,
-                                    unsigned group_multiplier, int group_shift, int strips, unsigned strip_multiplier,
-                                    int strip_shift) {
+                                    unsigned group_multiplier, int group_shift, int row_blocks,
+                                    unsigned row_block_multiplier, int row_block_shift) {
   extern __shared__ __align__(16) float staged[];
   const int part = blockIdx.x / Divisor{channel_blocks, channel_multiplier, channel_shift};
   const int first_filter = (blockIdx.x - part * channel_blocks) * kYChannels, filters = channels * MULTIPLIER;
@@ -238,14 +239,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
   const int x_row_step = x_width * channels, y_row_step = y_width * filters;
   const bool computes = slot < kSlots && filter < filters;
 
-  Sums sums = {};
+  Accumulators accumulators = {};
 #pragma unroll 1
-  for (int turn = 0; turn < turns; ++turn) {
-    const int rank = (part * turns + turn) * kSlots + slot;
+  for (int iteration = 0; iteration < iterations; ++iteration) {
+    const int rank = (part * iterations + iteration) * kSlots + slot;
     if (!computes || rank >= items) break;
-    const int strip_rank = rank / Divisor{groups, group_multiplier, group_shift}, group = rank - strip_rank * groups;
-    int image = strip_rank / Divisor{strips, strip_multiplier, strip_shift};
-    const int strip = strip_rank - image * strips;
+    const int row_block_rank = rank / Divisor{groups, group_multiplier, group_shift},
+              group = rank - row_block_rank * groups;
+    int image = row_block_rank / Divisor{row_blocks, row_block_multiplier, row_block_shift};
+    const int row_block = row_block_rank - image * row_blocks;
     int residue_h = 0, residue_w = 0;
     if (DILATED) {
       residue_w = image % y_step_w, image /= y_step_w;
@@ -257,16 +259,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
     Item item = {x + (image * x_height * x_row_step + static_cast<int64>(x_column) * channels + filter / MULTIPLIER),
                  dy + (image * y_height * y_row_step + static_cast<int64>(y_column) * filters + filter),
                  axis_of<DILATED>(x_height, y_height, stride_h, pad_h, dilation_h, y_step_h, residue_h),
-                 strip * rows,
+                 row_block * rows,
                  0,
                  width.y.high - column,
                  0};
     item.end = min(item.height.y.high, item.first + rows);
 #pragma unroll
     for (int j = 0; j < kWindow; ++j) item.inside |= width.x.holds(first + j) ? 1u << j : 0u;
-    add_item(sums, item, x_row_step, y_row_step);
+    add_item(accumulators, item, x_row_step, y_row_step);
   }
   griddepcontrol_launch_dependents();
-  write_sums(sums, staged, out, part, first_filter, filters);
+  write_accumulators(accumulators, staged, out, part, first_filter, filters);
 }
 #endif

@@ -4,7 +4,7 @@
 // solvers/depthwise/mma_tiling.py.
 #pragma once
 
-#include "common/grouped.cuh"
+#include "common/shared_pixels.cuh"
 
 // How results of one axis meet pixels: that of unit i and a phase meets pixel i * kStep + offset(phase, tap). Forward a
 // unit is an output; of backward data as many as the stride, each met by taps of its own.
@@ -37,11 +37,11 @@ struct PairedPixels {
   static constexpr int kImages = kImageCount, kRows = kRowCount, kPairs = kPairCount, kChannels = kChannelCount;
   static constexpr int kStep = kColumnStep, kClasses = 2 * kStep, kMatrices = kReach + kStep + 1;
   static constexpr int kColumns = (2 * kPairs - 1) * kStep + kReach + 1;
-  static constexpr int kRun = kPairs + (kMatrices - 1) / kClasses;
-  static constexpr int kPixelBytes = odd_words(2 * kChannels), kRowBytes = kClasses * kRun * kPixelBytes;
+  static constexpr int kSegment = kPairs + (kMatrices - 1) / kClasses;
+  static constexpr int kPixelBytes = odd_words(2 * kChannels), kRowBytes = kClasses * kSegment * kPixelBytes;
   static constexpr int kGap = kImages == 1 ? 0 : ((kPairs * kPixelBytes - kRows * kRowBytes) % 128 + 128) % 128;
   static constexpr int kImageBytes = kRows * kRowBytes + kGap, kBytes = kImages * kImageBytes;
-  static constexpr int slot(int column) { return column % kClasses * kRun + column / kClasses; }
+  static constexpr int slot(int column) { return column % kClasses * kSegment + column / kClasses; }
 };
 
 // Starts to copy a block's pixels: rows that exist, zeros for columns, images and channels that do not, and with

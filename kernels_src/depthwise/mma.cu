@@ -31,8 +31,9 @@ constexpr int kRows = ROWS, kPairs = PAIRS, kImages = IMAGES, kChannels = CHANNE
 constexpr int kLanes = kImages * kPairs;
 constexpr int kWarpChannels = WARP_CHANNELS, kHalves = kWarpChannels / 8;
 constexpr int kWarps = kChannels / kWarpChannels, kThreads = 32 * kWarps;
-static_assert(kWarpChannels == 8 || kWarpChannels == 16, "results of a pair lie in four lanes");
-static_assert(kChannels % 16 == 0 && kAllChannels % 8 == 0, "a warp has whole halves of 16 channels, a copy 8");
+static_assert(kWarpChannels == 8 || kWarpChannels == 16,
+              "WARP_CHANNELS must be 8 or 16: four lanes hold the results of a pair");
+static_assert(kChannels % 16 == 0 && kAllChannels % 8 == 0, "CHANNELS must be a multiple of 16 and ALL_CHANNELS of 8");
 
 // With few taps, neither a barrier before the pixels arrive pays, to build the filters' matrices, nor loading pixels
 // twice to save moves between registers.
@@ -45,7 +46,7 @@ constexpr int kTop = kWalks == 1 ? maximum(0, -AxisH::kFirst) : 0;
 constexpr int kBottom = kWalks == 1 ? -maximum(-kWalked, AxisH::kFirst - IN_H) : kWalked;
 using Patch = PairedPixels<kImages, maximum(1, kBottom - kTop), kPairs, AxisW::kStep, AxisW::kReach, kChannels>;
 static_assert(SHARED_BYTES == Patch::kBytes + 2 * kChannels * kTaps,
-              "solvers/depthwise/mma_tiling.py counts otherwise");
+              "SHARED_BYTES differs from this layout: solvers/depthwise/mma_tiling.py computes another");
 
 constexpr bool is_inside(int walk, int row) {
   const int at = walk * kWalkStep + AxisH::kFirst + row;
@@ -190,7 +191,7 @@ struct Taps : Order<kPhase> {
   }
 };
 
-using Sums = float[kRows][AxisH::kPhases][kHalves][4];
+using Accumulators = float[kRows][AxisH::kPhases][kHalves][4];
 
 // The fragments of a row, of 8 channels each.
 template <int kPhase>
@@ -216,7 +217,8 @@ __device__ __forceinline__ void load_row(Row<kPhase>& row, const Taps<kPhase>& t
 
 // Adds what a walk's row contributes.
 template <int kPhase>
-__device__ __forceinline__ void add_row(Sums& sums, const Taps<kPhase>& taps, const Row<kPhase>& fragments, int row) {
+__device__ __forceinline__ void add_row(Accumulators& accumulators, const Taps<kPhase>& taps,
+                                        const Row<kPhase>& fragments, int row) {
 #pragma unroll
   for (int fragment = 0; fragment < Taps<kPhase>::kFragments; ++fragment)
 #pragma unroll
@@ -229,22 +231,23 @@ __device__ __forceinline__ void add_row(Sums& sums, const Taps<kPhase>& taps, co
           const int unit = unit_of(row, phase, y), k = 2 * fragment;
           if (unit < 0) continue;
           if (Taps<kPhase>::matrices(fragment) == 4)
-            multiply_add<ELEMENT>(sums[unit][phase][half], pixels, taps.at[half][y][k], taps.at[half][y][k + 1]);
+            multiply_add<ELEMENT>(accumulators[unit][phase][half], pixels, taps.at[half][y][k],
+                                  taps.at[half][y][k + 1]);
           else
-            multiply_add_half<ELEMENT>(sums[unit][phase][half], pixels[0], pixels[1], taps.at[half][y][k]);
+            multiply_add_half<ELEMENT>(accumulators[unit][phase][half], pixels[0], pixels[1], taps.at[half][y][k]);
         }
     }
 }
 
 // Words 0 and 1 of each of two neighbouring lanes: lane i gets their words i.
-__device__ __forceinline__ void turn_words(unsigned (&words)[2]) {
+__device__ __forceinline__ void transpose_words(unsigned (&words)[2]) {
   const bool odd = threadIdx.x & 1;
   const unsigned other = __shfl_xor_sync(0xffffffffu, odd ? words[0] : words[1], 1);
   words[0] = odd ? other : words[0], words[1] = odd ? words[1] : other;
 }
 
 // Words 0 ... 3 of each of four neighbouring lanes: lane i gets their words i.
-__device__ __forceinline__ void turn_words(unsigned (&words)[4]) {
+__device__ __forceinline__ void transpose_words(unsigned (&words)[4]) {
   const bool odd = threadIdx.x & 1, high = threadIdx.x & 2;
   const unsigned a = __shfl_xor_sync(0xffffffffu, odd ? words[0] : words[1], 1);
   const unsigned b = __shfl_xor_sync(0xffffffffu, odd ? words[2] : words[3], 1);
@@ -257,15 +260,15 @@ __device__ __forceinline__ void turn_words(unsigned (&words)[4]) {
 }
 
 // Stores 8 pairs of pixels, of a lane a pixel's kWarpChannels / 2 channels: those that lie in it and its neighbours.
-__device__ __forceinline__ void store_pairs(ELEMENT* to, const float (&sums)[kHalves][4], bool stores) {
+__device__ __forceinline__ void store_pairs(ELEMENT* to, const float (&accumulators)[kHalves][4], bool stores) {
   unsigned words[2 * kHalves];
 #pragma unroll
   for (int i = 0; i < 2 * kHalves; ++i) {
-    const float* const sum = sums[i % kHalves] + i / kHalves * 2;
+    const float* const sum = accumulators[i % kHalves] + i / kHalves * 2;
     const Vector<ELEMENT, 2> rounded = {convert<ELEMENT>(sum[0]), convert<ELEMENT>(sum[1])};
     words[i] = *reinterpret_cast<const unsigned*>(&rounded);
   }
-  turn_words(words);
+  transpose_words(words);
   if (!stores) return;
   *reinterpret_cast<Vector<unsigned, 2 * kHalves>*>(to) = reinterpret_cast<Vector<unsigned, 2 * kHalves>&>(words);
 }
@@ -282,7 +285,7 @@ struct Walk {
 
 template <int kPhase>
 __device__ __forceinline__ void walk_down(const Taps<kPhase>& taps, const Walk& walk) {
-  Sums sums = {};
+  Accumulators accumulators = {};
   Row<kPhase> rows[kWalked];
 #pragma unroll
   for (int row = 0; row < kWalked; ++row) {
@@ -292,7 +295,7 @@ __device__ __forceinline__ void walk_down(const Taps<kPhase>& taps, const Walk& 
         load_row<kPhase>(rows[loaded], taps, walk.pixels + loaded * Patch::kRowBytes);
     const bool always = is_inside(0, row) && is_inside(kWalks - 1, row);
     if (kAhead.met[row] && (always || static_cast<unsigned>(walk.first_row + row) < static_cast<unsigned>(IN_H)))
-      add_row<kPhase>(sums, taps, rows[row], row);
+      add_row<kPhase>(accumulators, taps, rows[row], row);
     __syncwarp();  // keeps the compiler from loading many rows ahead, for which there are no registers
 #pragma unroll
     for (int unit = 0; unit < kRows; ++unit)
@@ -301,7 +304,7 @@ __device__ __forceinline__ void walk_down(const Taps<kPhase>& taps, const Walk& 
         if (last_met(unit, phase) != row) continue;
         const int result = unit * AxisH::kPhases + phase;
         if (kWalks * kRows * AxisH::kPhases == OUT_H || result < walk.rows)
-          store_pairs(walk.results + result * OUT_W * kAllChannels, sums[unit][phase], walk.stores);
+          store_pairs(walk.results + result * OUT_W * kAllChannels, accumulators[unit][phase], walk.stores);
       }
   }
 }
@@ -324,7 +327,7 @@ __device__ __forceinline__ void compute(unsigned patch, const unsigned short* fi
     __syncthreads();  // the pixels have arrived
   }
   int from = 0;
-  asm volatile("" : "+r"(from));  // a loop even of one turn: filters are built before it, not between its products
+  asm volatile("" : "+r"(from));  // a loop even of one iteration: filters are built before it, not between its products
 #pragma unroll 1
   for (; from < kLanes; from += 8) {
     const int read = min(from + lane % 8, kLanes - 1), written = from + lane / 4;

@@ -1,10 +1,11 @@
 // Backward weights of depthwise convolution, channels last, on tensor cores:
 //   dw[c,i,j] = sum_{n,oh,ow} dy[n,oh,ow,c] * x[n, oh*stride - pad + i*dilation, ow*stride - pad + j*dilation, c].
 // Products whose depth is 8 pairs of neighbouring pixels of a row: 8 channels of x at two taps of the filter, times 8
-// channels of dy; of their 16 x 8 sums the two diagonals count. A block adds up CHANNELS channels over tiles of
+// channels of dy; of their 16 x 8 accumulators the two diagonals count. A block adds up CHANNELS channels over tiles of
 // IMAGES x ROWS x (2 * PAIRS) outputs, every gridDim.y-th, which cp.async stages STAGES deep. A warp has 8 channels and
 // the pairs of one in WARPS warps; a row of x serves all taps, one of dy stays in registers until all rows of x have
-// met it. Warps' sums are added in shared memory, blocks' in a cluster of CLUSTER or by `.._finish`, in a fixed order.
+// met it. Warps' accumulators are added in shared memory, blocks' in a cluster of CLUSTER or by `.._finish`, in a fixed
+// order.
 //
 // Defines: as checked below; ALL_CHANNELS, IN_H and IN_W of x, OUT_H and OUT_W of dy.
 #include "common/split_k.cuh"
@@ -35,10 +36,11 @@ using AxisH = UnitAxis<false, STRIDE_H, DILATION_H, PAD_H, kFilterY>;
 using AxisW = UnitAxis<false, STRIDE_W, DILATION_W, PAD_W, kFilterX>;
 
 constexpr int kRows = ROWS, kPairs = PAIRS, kImages = IMAGES, kChannels = CHANNELS, kAllChannels = ALL_CHANNELS;
-constexpr int kLanes = kImages * kPairs, kTurns = ceil_div(kLanes, 8), kStages = STAGES;
-constexpr int kGroups = kChannels / 8, kThreads = 32 * kGroups * WARPS;
-static_assert(kChannels % 8 == 0 && kAllChannels % 8 == 0, "a warp has 8 channels, as a copy does");
-static_assert(kThreads <= 1024 && WARPS <= kTurns, "every warp of a block of up to 1024 threads has work");
+constexpr int kLanes = kImages * kPairs, kIterations = ceil_div(kLanes, 8), kStages = STAGES;
+constexpr int kChannelGroups = kChannels / 8, kThreads = 32 * kChannelGroups * WARPS;
+static_assert(kChannels % 8 == 0 && kAllChannels % 8 == 0,
+              "CHANNELS must be a multiple of 8: a warp has 8, and so has a copy");
+static_assert(kThreads <= 1024 && WARPS <= kIterations, "a block must have up to 1024 threads, and every warp work");
 
 // Rows of x that a tile meets; of those that a sole tile of rows exist, others are not staged.
 constexpr int kMet = (kRows - 1) * AxisH::kStep + AxisH::kReach + 1, kTileStep = kRows * AxisH::kStep;
@@ -48,7 +50,7 @@ using XPixels = PairedPixels<kImages, maximum(1, kBottom - kTop), kPairs, AxisW:
 using YPixels = PairedPixels<kImages, kRows, kPairs, 1, 0, kChannels>;
 constexpr int kStageBytes = XPixels::kBytes + YPixels::kBytes;
 static_assert(SHARED_BYTES == maximum(kStages * kStageBytes, 4 * WARPS * kChannels * kTaps),
-              "solvers/depthwise/mma_tiling.py counts otherwise");
+              "SHARED_BYTES differs from this layout: solvers/depthwise/mma_tiling.py computes another");
 
 constexpr bool is_inside(int tile, int row) {
   const int at = tile * kTileStep + AxisH::kFirst + row;
@@ -116,10 +118,10 @@ __device__ __forceinline__ void stage_tile(unsigned to, const ELEMENT* x, const 
       to + XPixels::kBytes, dy, {n, kAllChannels, OUT_H, OUT_W, place.image, channel, place.row, place.column});
 }
 
-// Taps are taken by two, of a row, or the last ones of an odd filter's rows of two rows: sums [0] and [1] of a fragment
-// are of the first tap, [2] and [3] of the second.
+// Taps are taken by two, of a row, or the last ones of an odd filter's rows of two rows: accumulators [0] and [1] of a
+// fragment are of the first tap, [2] and [3] of the second.
 constexpr bool kOdd = kFilterX % 2 == 1;
-struct Sums {
+struct Accumulators {
   float pairs[kFilterY][maximum(1, kFilterX / 2)][4], lasts[ceil_div(kFilterY, 2)][4];
 };
 
@@ -185,8 +187,8 @@ __device__ __forceinline__ void load_row(Row& row, const Offsets& offsets, unsig
 
 // Adds what 8 pairs of a tile contribute; `first_row` is the number in the tensor of the first row of x. `exists` is 1
 // bits where a lane's pixels of dy are: what is beside them is another pair, met already.
-__device__ __forceinline__ void add_pairs(Sums& sums, const Offsets& offsets, unsigned x, unsigned dy, int first_row,
-                                          unsigned exists) {
+__device__ __forceinline__ void add_pairs(Accumulators& accumulators, const Offsets& offsets, unsigned x, unsigned dy,
+                                          int first_row, unsigned exists) {
   unsigned gradients[kRows][2], lasts[kMet][2];
   Row rows[kMet];
 #pragma unroll
@@ -210,7 +212,7 @@ __device__ __forceinline__ void add_pairs(Sums& sums, const Offsets& offsets, un
         for (int y = 0; y < kFilterY; ++y) {
           const int met = row_of_dy(row, y);
           if (met >= 0)
-            multiply_add<ELEMENT>(sums.pairs[y][k], rows[row].pairs[k], gradients[met][0], gradients[met][1]);
+            multiply_add<ELEMENT>(accumulators.pairs[y][k], rows[row].pairs[k], gradients[met][0], gradients[met][1]);
         }
       }
     }
@@ -221,46 +223,48 @@ __device__ __forceinline__ void add_pairs(Sums& sums, const Offsets& offsets, un
       const int met = row_of_dy(row, y), other = y % 2 == 1 ? row - DILATION_H : row;
       if (met < 0 || (y % 2 == 0 && y + 1 < kFilterY) || (!is_met(row) && !is_met(other))) continue;
       const unsigned fragment[4] = {lasts[other][0], lasts[row][0], lasts[other][1], lasts[row][1]};
-      multiply_add<ELEMENT>(sums.lasts[y / 2], fragment, gradients[met][0], gradients[met][1]);
+      multiply_add<ELEMENT>(accumulators.lasts[y / 2], fragment, gradients[met][0], gradients[met][1]);
     }
     __syncwarp();  // keeps the compiler from loading many rows ahead, for which there are no registers
   }
 }
 
-__device__ __forceinline__ void add_tile(Sums& sums, unsigned stage, int tile, int group, int warp) {
+__device__ __forceinline__ void add_tile(Accumulators& accumulators, unsigned stage, int tile, int group, int warp) {
   const int lane = threadIdx.x % 32, first_row = place_of(tile).row * AxisH::kStep + AxisH::kFirst;
   const Offsets offsets = lane_offsets();
 #pragma unroll 1
-  for (int turn = warp; turn < kTurns; turn += WARPS) {
-    const int at = min(8 * turn + lane % 8, kLanes - 1), image = at / kPairs, pair = at % kPairs;
-    const int left = kLanes - 8 * turn - lane % 4 * 2;  // pairs from the first of the two of a lane's fragment of dy on
+  for (int iteration = warp; iteration < kIterations; iteration += WARPS) {
+    const int at = min(8 * iteration + lane % 8, kLanes - 1), image = at / kPairs, pair = at % kPairs;
+    const int left =
+        kLanes - 8 * iteration - lane % 4 * 2;  // pairs from the first of the two of a lane's fragment of dy on
     const unsigned exists = left <= 0 ? 0u : left == 1 ? 0xffffu : 0xffffffffu;
     const unsigned x =
         stage + image * XPixels::kImageBytes + pair * XPixels::kPixelBytes + 16 * group - kTop * XPixels::kRowBytes;
     const unsigned dy = stage + XPixels::kBytes + image * YPixels::kImageBytes + pair * YPixels::kPixelBytes +
                         16 * group + lane / 8 % 2 * YPixels::slot(1) * YPixels::kPixelBytes;
-    add_pairs(sums, offsets, x, dy, first_row, exists);
+    add_pairs(accumulators, offsets, x, dy, first_row, exists);
   }
 }
 
-// Lays a warp's sums out as [warp][channel][tap]. Lanes g / 2 == t hold the diagonals.
-__device__ __forceinline__ void stage_sums(float* staged, const Sums& sums, int group, int warp) {
+// Lays a warp's accumulators out as [warp][channel][tap]. Lanes g / 2 == t hold the diagonals.
+__device__ __forceinline__ void stage_accumulators(float* staged, const Accumulators& accumulators, int group,
+                                                   int warp) {
   const int lane = threadIdx.x % 32, g = lane / 4;
   if (g / 2 != lane % 4) return;
-  float* const to = staged + ((warp * kGroups + group) * 8 + g) * kTaps;
+  float* const to = staged + ((warp * kChannelGroups + group) * 8 + g) * kTaps;
 #pragma unroll
   for (int y = 0; y < kFilterY; ++y)
 #pragma unroll
     for (int x = 0; x < kFilterX; ++x) {
       const float* const sum =
-          kOdd && x == kFilterX - 1 ? sums.lasts[y / 2] + y % 2 * 2 : sums.pairs[y][x / 2] + x % 2 * 2;
+          kOdd && x == kFilterX - 1 ? accumulators.lasts[y / 2] + y % 2 * 2 : accumulators.pairs[y][x / 2] + x % 2 * 2;
       to[y * kFilterX + x] = g % 2 == 0 ? sum[0] : sum[1];
     }
 }
 
-// Adds the warps' sums and stores them: elements if there is one block for them, else floats.
+// Adds the warps' accumulators and stores them: elements if there is one block for them, else floats.
 template <typename T>
-__device__ __forceinline__ void store_sums(T* out, const float* staged) {
+__device__ __forceinline__ void store_accumulators(T* out, const float* staged) {
   const int first = blockIdx.x * kChannels * kTaps, count = min(kChannels * kTaps, kAllChannels * kTaps - first);
 #pragma unroll 2
   for (int i = 4 * threadIdx.x; i < count; i += 4 * kThreads) {
@@ -279,80 +283,82 @@ __device__ __forceinline__ void store_sums(T* out, const float* staged) {
 }
 
 #if CLUSTER > 1
-// Adds the sums of all warps of all blocks of a cluster, in order, and stores them. The blocks share the sums out.
+// Adds the accumulators of all warps of all blocks of a cluster, in order, and stores them. The blocks share the
+// accumulators out.
 __device__ __forceinline__ void add_cluster(ELEMENT* out, const float* staged) {
   cluster_arrive<true>();
-  cluster_wait();  // the sums of every block are staged
+  cluster_wait();  // the accumulators of every block are staged
   const int first = blockIdx.x * kChannels * kTaps, count = min(kChannels * kTaps, kAllChannels * kTaps - first);
 #pragma unroll 1
   for (int i = 4 * (cluster_rank() * kThreads + threadIdx.x); i < count; i += 4 * CLUSTER * kThreads) {
-    float sums[4] = {};
+    float accumulators[4] = {};
 #pragma unroll
     for (int part = 0; part < CLUSTER * WARPS; ++part) {
       const unsigned at = shared_address(staged + part % WARPS * kChannels * kTaps + i);
       const Vector<float, 4> more = load_cluster_floats(map_shared_rank(at, part / WARPS));
 #pragma unroll
-      for (int e = 0; e < 4; ++e) sums[e] += more.at[e];
+      for (int e = 0; e < 4; ++e) accumulators[e] += more.at[e];
     }
     Vector<ELEMENT, 4> rounded;
 #pragma unroll
-    for (int e = 0; e < 4; ++e) rounded.at[e] = convert<ELEMENT>(sums[e]);
+    for (int e = 0; e < 4; ++e) rounded.at[e] = convert<ELEMENT>(accumulators[e]);
     *reinterpret_cast<Vector<ELEMENT, 4>*>(out + first + i) = rounded;
   }
   cluster_arrive<false>();
-  cluster_wait();  // others read this block's sums until here
+  cluster_wait();  // others read this block's accumulators until here
 }
 #endif
 
 extern "C" __global__ void IN_CLUSTER __launch_bounds__(kThreads, MIN_BLOCKS)
     depthwise_mma_weights(const ELEMENT* __restrict__ dy, const ELEMENT* __restrict__ x, ELEMENT* __restrict__ dw,
-                          float* parts, int n, int tiles) {
+                          float* partials, int n, int tiles) {
   extern __shared__ __align__(16) unsigned char staged[];
   const unsigned base = static_cast<unsigned>(__cvta_generic_to_shared(staged));
-  const int number = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), group = number % kGroups, warp = number / kGroups;
+  const int number = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), group = number % kChannelGroups,
+            warp = number / kChannelGroups;
   const int step = gridDim.y;
 
   constexpr int kAhead = kStages - 1;  // tiles under way while one is added
-  Sums sums = {};
+  Accumulators accumulators = {};
   int at = 0, to = 0;
 #pragma unroll 1
-  for (int turn = -kAhead, tile = blockIdx.y - kAhead * step; tile < tiles; ++turn, tile += step) {
-    if (turn >= 0) {
+  for (int iteration = -kAhead, tile = blockIdx.y - kAhead * step; tile < tiles; ++iteration, tile += step) {
+    if (iteration >= 0) {
       wait_for_copies<maximum(0, kAhead - 1)>();
       __syncthreads();  // the tile has arrived, and every warp has read the one that is overwritten next
     }
     if (tile + kAhead * step < tiles) stage_tile(base + to * kStageBytes, x, dy, n, tile + kAhead * step);
     commit_copies();
     to = to + 1 == kStages ? 0 : to + 1;
-    if (turn < 0) continue;
+    if (iteration < 0) continue;
     if constexpr (kAhead == 0) {
       wait_for_copies<0>();
       __syncthreads();  // the tile has arrived
     }
-    add_tile(sums, base + at * kStageBytes, tile, group, warp);
+    add_tile(accumulators, base + at * kStageBytes, tile, group, warp);
     at = at + 1 == kStages ? 0 : at + 1;
   }
   wait_for_copies<0>();
   __syncthreads();  // every warp has read the last tile, which the sums overwrite
-  float* const warps_sums = reinterpret_cast<float*>(staged);
+  float* const warp_accumulators = reinterpret_cast<float*>(staged);
 #if CLUSTER > 1
-  stage_sums(warps_sums, sums, group, warp);
-  add_cluster(dw, warps_sums);
+  stage_accumulators(warp_accumulators, accumulators, group, warp);
+  add_cluster(dw, warp_accumulators);
 #else
   griddepcontrol_launch_dependents();
-  stage_sums(warps_sums, sums, group, warp);
-  __syncthreads();  // the sums of every warp are staged
+  stage_accumulators(warp_accumulators, accumulators, group, warp);
+  __syncthreads();  // the accumulators of every warp are staged
   if (gridDim.y == 1)
-    store_sums(dw, warps_sums);
+    store_accumulators(dw, warp_accumulators);
   else
-    store_sums(parts + static_cast<int64>(blockIdx.y) * kAllChannels * kTaps, warps_sums);
+    store_accumulators(partials + static_cast<int64>(blockIdx.y) * kAllChannels * kTaps, warp_accumulators);
 #endif
 }
 
 constexpr int kFinishThreads = 256;
 
-// Adds the blocks' sums.
+// Adds the blocks' accumulators.
 extern "C" __global__ void __launch_bounds__(kFinishThreads)
-    depthwise_mma_weights_finish(const float* parts, ELEMENT* dw, int splits) {
-  reduce_split_k<kFinishThreads, LANES>(dw, parts, kAllChannels * kTaps, splits);
+    depthwise_mma_weights_finish(const float* partials, ELEMENT* dw, int splits) {
+  reduce_split_k<kFinishThreads, LANES>(dw, partials, kAllChannels * kTaps, splits);
 }

@@ -4,7 +4,7 @@
 // launch for each residue of a strided convolution, which writes every stride-th row and column).
 // A block computes TILE_K output channels of each of GROUPS groups, at TILE_H x TILE_W pixels of one image; it stages
 // CHANNELS input channels and STAGE_ROWS filter rows at a time. A thread holds THREAD_K channels x THREAD_W pixels of a
-// row and slides over CHUNK filter columns in registers. Sums are float32.
+// row and slides over CHUNK filter columns in registers. Accumulators are float32.
 // Grid: one dimension, output-channel blocks innermost, then tiles of an image, then images.
 // Sizes, padding and strides are arguments; the other constants below are defines, checked here and in its solver.
 #include "common/tile.cuh"
@@ -34,11 +34,11 @@ constexpr int kOutVector = OUT_VECTOR;
 constexpr int kStripsW = kTileW / kThreadW;
 constexpr int kStrips = kTileH * kStripsW;
 constexpr int kThreads = kStrips * (kTileK / kThreadK);
-static_assert(kTileW % kThreadW == 0 && kGroupK % kThreadK == 0, "threads tile the block");
+static_assert(kTileW % kThreadW == 0 && kGroupK % kThreadK == 0, "threads must tile the block without rest");
 static_assert(kThreads <= 1024, "a block has at most 1024 threads");
-static_assert(kStageRows == 1 || kStageRows == kFilterY, "a stage holds one filter row or all");
-static_assert(kThreadK == 1 || kThreadK == 2 || kThreadK % 4 == 0, "filter values are read as words of 4, 8, 16 bytes");
-static_assert((kChannelsLast ? kThreadK : kThreadW) % kOutVector == 0, "a thread stores whole vectors");
+static_assert(kStageRows == 1 || kStageRows == kFilterY, "STAGE_ROWS must be 1 or FILTER_Y");
+static_assert(kThreadK == 1 || kThreadK == 2 || kThreadK % 4 == 0, "filter values must make loads of 4, 8 or 16 bytes");
+static_assert((kChannelsLast ? kThreadK : kThreadW) % kOutVector == 0, "a thread must store whole vectors");
 
 // With one filter row (column) a stage needs only the input rows (columns) that outputs start from.
 constexpr int kRowStep = kStageRows == 1 ? STRIDE_H : 1, kColumnStep = kFilterX == 1 ? STRIDE_W : 1;
@@ -60,7 +60,8 @@ constexpr int kStageTaps = kStageRows * kFilterX;
 constexpr int kFilterPitch = plane_pitch(kTileK);
 constexpr int kFilterFloats = kChannels * kStageTaps * kFilterPitch;
 constexpr int kStageFloats = Patch::kFloats + kFilterFloats;
-static_assert(SHARED_BYTES == 4 * kStages * kStageFloats, "the host and the kernel agree on shared memory");
+static_assert(SHARED_BYTES == 4 * kStages * kStageFloats,
+              "SHARED_BYTES differs from this layout: the solver computes another");
 
 struct Correlation {
   int in_channels, out_channels, groups;  // channels of a group
@@ -146,7 +147,8 @@ __device__ __forceinline__ void load_stage(float* stage, const ELEMENT* in, cons
 }
 
 // Adds what one filter row of one channel contributes to a thread's strip. `row` points to the strip's first input.
-__device__ __forceinline__ void add_row(float (&sums)[kThreadK][kThreadW], const float* row, const float* taps) {
+__device__ __forceinline__ void add_row(float (&accumulators)[kThreadK][kThreadW], const float* row,
+                                        const float* taps) {
 #pragma unroll(kChunks <= 2 ? kChunks : 1)
   for (int first = 0; first < kFilterX; first += kChunk) {
     float window[round_up(kWindow, 4)];
@@ -159,12 +161,12 @@ __device__ __forceinline__ void add_row(float (&sums)[kThreadK][kThreadW], const
 #pragma unroll
       for (int k = 0; k < kThreadK; ++k)
 #pragma unroll
-        for (int p = 0; p < kThreadW; ++p) sums[k][p] += values[k] * window[p * kStripColumn + j * DILATION_W];
+        for (int p = 0; p < kThreadW; ++p) accumulators[k][p] += values[k] * window[p * kStripColumn + j * DILATION_W];
     }
   }
 }
 
-__device__ __forceinline__ void add_stage(float (&sums)[kThreadK][kThreadW], const float* stage) {
+__device__ __forceinline__ void add_stage(float (&accumulators)[kThreadK][kThreadW], const float* stage) {
   const int strip = threadIdx.x % kStrips, k = threadIdx.x / kStrips * kThreadK;
   const float* patch = stage + k / kGroupK * kChannels * Patch::kPlane + strip / kStripsW * kStripRow * Patch::kPitch +
                        strip % kStripsW * kThreadW * kStripColumn;
@@ -173,13 +175,13 @@ __device__ __forceinline__ void add_stage(float (&sums)[kThreadK][kThreadW], con
   for (int c = 0; c < kChannels; ++c) {
 #pragma unroll(kStageTaps <= 25 ? kStageRows : 1)
     for (int y = 0; y < kStageRows; ++y)
-      add_row(sums, patch + c * Patch::kPlane + y * DILATION_H * Patch::kPitch,
+      add_row(accumulators, patch + c * Patch::kPlane + y * DILATION_H * Patch::kPitch,
               taps + (c * kStageTaps + y * kFilterX) * kFilterPitch);
   }
 }
 
-__device__ __forceinline__ void store(const float (&sums)[kThreadK][kThreadW], ELEMENT* out, const Correlation& conv,
-                                      const Place& place) {
+__device__ __forceinline__ void store(const float (&accumulators)[kThreadK][kThreadW], ELEMENT* out,
+                                      const Correlation& conv, const Place& place) {
   const int strip = threadIdx.x % kStrips, first_k = threadIdx.x / kStrips * kThreadK;
   const int row = place.row + strip / kStripsW, first_column = place.column + strip % kStripsW * kThreadW;
   const int group = place.group + first_k / kGroupK, first = place.k + first_k % kGroupK;
@@ -196,7 +198,8 @@ __device__ __forceinline__ void store(const float (&sums)[kThreadK][kThreadW], E
       Vector<ELEMENT, kOutVector> values;
 #pragma unroll
       for (int i = 0; i < kOutVector; ++i)
-        values.at[i] = convert<ELEMENT>(kChannelsLast ? sums[k + i % kStepK][p] : sums[k][p + i % kStepW]);
+        values.at[i] =
+            convert<ELEMENT>(kChannelsLast ? accumulators[k + i % kStepK][p] : accumulators[k][p + i % kStepW]);
       if (p < columns_left) *reinterpret_cast<Vector<ELEMENT, kOutVector>*>(to + p * conv.out_w) = values;
     }
     to += kStepK * conv.out_c;
@@ -221,7 +224,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
     load_stage(shared + step % kStages * kStageFloats, in, filter, conv, place, step / kSteps * kChannels,
                step % kSteps * kStageRows);
   };
-  float sums[kThreadK][kThreadW] = {};
+  float accumulators[kThreadK][kThreadW] = {};
   if (kStages == 2 && steps > 0) load(0);
   for (int step = 0; step < steps; ++step) {
     if (kStages == 1) load(step);
@@ -232,8 +235,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
       wait_for_copies<0>();
     }
     __syncthreads();  // every thread's part of the stage has arrived
-    add_stage(sums, shared + step % kStages * kStageFloats);
+    add_stage(accumulators, shared + step % kStages * kStageFloats);
     __syncthreads();  // every thread has read the stage before it is overwritten
   }
-  store(sums, out, conv, place);
+  store(accumulators, out, conv, place);
 }

@@ -2,9 +2,9 @@
 // passes.
 //
 // First pass: a block computes TILE_K x TILE_C filters of each of GROUPS groups, STAGE_ROWS rows of them, over every
-// splits-th tile of TILE_H x TILE_W outputs of all images, and writes float32 sums to partial[split][k][c][y][x].
-// A thread holds THREAD_K x THREAD_C filters x CHUNK columns of one row and slides over strips of kStrip outputs.
-// Second pass (finish): one thread an element adds the splits in order, so that results do not vary from run to run.
+// splits-th tile of TILE_H x TILE_W outputs of all images, and writes float32 partials[split][k][c][y][x]. A thread
+// holds THREAD_K x THREAD_C filters x CHUNK columns of one row and slides over kStrip neighbouring outputs at a time.
+// Second pass (finish): split-K reduction, one thread an element.
 // Grid: one dimension; k blocks innermost, then c blocks, groups, filter rows, splits.
 // Sizes, padding and strides are arguments; the other constants are defines, checked here and in the solver.
 #include "common/split_k.cuh"
@@ -34,9 +34,10 @@ constexpr bool kChannelsLast = CHANNELS_LAST;
 constexpr int kThreadsC = kTileC / kThreadC, kThreadsK = kTileK / kThreadK;
 constexpr int kChunks = ceil_div(kFilterX, kChunk);
 constexpr int kThreads = kThreadsC * kThreadsK * kGroups * kStageRows * kChunks;
-static_assert(kTileC % kThreadC == 0 && kTileK % kThreadK == 0 && kTileW % kStrip == 0, "threads tile the block");
+static_assert(kTileC % kThreadC == 0 && kTileK % kThreadK == 0 && kTileW % kStrip == 0,
+              "threads must tile the block without rest");
 static_assert(kThreads <= 1024, "a block has at most 1024 threads");
-static_assert(kStageRows == 1 || kStageRows == kFilterY, "a block holds one filter row or all");
+static_assert(kStageRows == 1 || kStageRows == kFilterY, "STAGE_ROWS must be 1 or FILTER_Y");
 
 // With one filter row (column) a block needs only the input rows (columns) that outputs start from.
 constexpr int kRowStep = kStageRows == 1 ? STRIDE_H : 1, kColumnStep = kFilterX == 1 ? STRIDE_W : 1;
@@ -50,7 +51,8 @@ constexpr int kReach = (kTileW - kStrip) * kStripColumn + (kChunks - 1) * kChunk
 using XTile = Tile<kGroups * kTileC, kPatchRows, kPatchColumns, round_up(maximum(kPatchColumns, kReach), 4), kRowStep,
                    kColumnStep, X_VECTOR, kChannelsLast>;
 using YTile = Tile<kGroups * kTileK, kTileH, kTileW, kTileW, 1, 1, Y_VECTOR, kChannelsLast>;
-static_assert(SHARED_BYTES == 4 * (XTile::kFloats + YTile::kFloats), "the host and the kernel agree on shared memory");
+static_assert(SHARED_BYTES == 4 * (XTile::kFloats + YTile::kFloats),
+              "SHARED_BYTES differs from this layout: the solver computes another");
 
 // Splits `rest` into its remainder by `size`, which is returned, and its quotient, which is left.
 __device__ __forceinline__ int take(int& rest, int size) {
@@ -75,7 +77,7 @@ __device__ __forceinline__ Share share_of(int thread) {
   return share;
 }
 
-__device__ __forceinline__ void add_tile(float (&sums)[kThreadK][kThreadC][kChunk], const float* x_tile,
+__device__ __forceinline__ void add_tile(float (&accumulators)[kThreadK][kThreadC][kChunk], const float* x_tile,
                                          const float* y_tile, const Share& share) {
   const float* x_row = x_tile + (share.group * kTileC + share.c) * XTile::kPlane +
                        share.y * DILATION_H * XTile::kPitch + share.x * DILATION_W;
@@ -98,13 +100,14 @@ __device__ __forceinline__ void add_tile(float (&sums)[kThreadK][kThreadC][kChun
 #pragma unroll
           for (int k = 0; k < kThreadK; ++k)
 #pragma unroll
-            for (int j = 0; j < kChunk; ++j) sums[k][c][j] += dy[k][p] * window[p * kStripColumn + j * DILATION_W];
+            for (int j = 0; j < kChunk; ++j)
+              accumulators[k][c][j] += dy[k][p] * window[p * kStripColumn + j * DILATION_W];
       }
     }
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
-    direct_tiled_weights(const ELEMENT* __restrict__ dy, const ELEMENT* __restrict__ x, float* __restrict__ partial,
+    direct_tiled_weights(const ELEMENT* __restrict__ dy, const ELEMENT* __restrict__ x, float* __restrict__ partials,
                          int n, int c, int k, int groups, int splits, int in_height, int in_width, int in_n, int in_c,
                          int in_h, int in_w, int rows, int columns, int y_n, int y_k, int y_h, int y_w, int pad_h,
                          int pad_w) {
@@ -131,7 +134,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
 
   const Share share = share_of(threadIdx.x);
   const int tiles_w = ceil_div(columns, kTileW), tiles_h = ceil_div(rows, kTileH), tiles = n * tiles_h * tiles_w;
-  float sums[kThreadK][kThreadC][kChunk] = {};
+  float accumulators[kThreadK][kThreadC][kChunk] = {};
   for (int tile = split; tile < tiles; tile += splits) {
     int place = tile;
     const int column = take(place, tiles_w) * kTileW, row = take(place, tiles_h) * kTileH;
@@ -141,11 +144,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
     commit_copies();
     wait_for_copies<0>();
     __syncthreads();  // every thread's part of the tiles has arrived
-    add_tile(sums, x_tile, y_tile, share);
+    add_tile(accumulators, x_tile, y_tile, share);
     __syncthreads();  // every thread has read the tiles before they are overwritten
   }
 
-  float* const mine = partial + static_cast<int64>(split) * k * group_c * kFilterY * kFilterX;
+  float* const mine = partials + static_cast<int64>(split) * k * group_c * kFilterY * kFilterX;
   const int group = first_group + share.group;
   if (group >= groups) return;
 #pragma unroll
@@ -158,16 +161,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
           mine + (((group * group_k + out_k) * group_c + out_c) * kFilterY + first_y + share.y) * kFilterX;
 #pragma unroll
       for (int t = 0; t < kChunk; ++t)
-        if (share.x + t < kFilterX) to[share.x + t] = sums[i][j][t];
+        if (share.x + t < kFilterX) to[share.x + t] = accumulators[i][j][t];
     }
 }
 
 extern "C" __global__ void __launch_bounds__(256)
-    direct_tiled_weights_finish(const float* __restrict__ partial, ELEMENT* __restrict__ dw, int size, int splits,
+    direct_tiled_weights_finish(const float* __restrict__ partials, ELEMENT* __restrict__ dw, int size, int splits,
                                 int group_c, int w_k, int w_c, int w_y, int w_x) {
   const int element = blockIdx.x * 256 + threadIdx.x;
   if (element >= size) return;
-  const float sum = sum_splits<0, int64>(partial, element, size, {0, splits, 1});
+  const float sum = sum_splits<0, int64>(partials, element, size, {0, splits, 1});
   int rest = element;
   const int x = take(rest, kFilterX), y = take(rest, kFilterY), c = take(rest, group_c);
   dw[rest * w_k + c * w_c + y * w_y + x * w_x] = convert<ELEMENT>(sum);

@@ -18,7 +18,7 @@
 constexpr int kPoints = LENGTH, kLines = LINES, kThreads = THREADS;
 constexpr int kFirstApart = kPoints / radix_at(kPoints);
 static_assert((kPoints & (kPoints - 1)) == 0 && kPoints >= 256, "two passes or more");
-static_assert(kThreads % 32 == 0 && kThreads <= 1024, "whole warps");
+static_assert(kThreads % 32 == 0 && kThreads <= 1024, "a block must have whole warps");
 
 constexpr int last_radix(int size) {
   return size == radix_at(size) ? size : last_radix(size / radix_at(size));

@@ -15,7 +15,7 @@
 constexpr int kLength = LENGTH, kLines = LINES, kThreads = THREADS;
 constexpr int kPoints = kLength / 2, kFrequencies = kPoints + 1, kFirstApart = kPoints / radix_at(kPoints);
 static_assert((kLength & (kLength - 1)) == 0 && kPoints >= 128, "two passes or more");
-static_assert(kThreads % 32 == 0 && kThreads <= 1024, "whole warps");
+static_assert(kThreads % 32 == 0 && kThreads <= 1024, "a block must have whole warps");
 
 constexpr int kPitch = line_pitch(kPoints);
 
@@ -64,7 +64,7 @@ __device__ __forceinline__ void find_rows(Rows& found, int planes, const Divisor
 }
 
 // cos and sin of half a turn times frequency / kPoints.
-__device__ __forceinline__ float2 half_turn(int place) {
+__device__ __forceinline__ float2 half_twiddle(int place) {
   float2 found;
   sincospif(static_cast<float>(frequency_at<kPoints>(place)) / kPoints, &found.y, &found.x);
   return found;
@@ -107,10 +107,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       to[pair.mirror] = make_float2(b.x, -b.y);
     } else {
       const float2 even = make_float2(0.5f * (a.x + b.x), 0.5f * (a.y - b.y));
-      const float2 odd = make_float2(0.5f * (a.y + b.y), 0.5f * (b.x - a.x)), turn = half_turn(pair.place);
-      const float2 turned = make_float2(odd.x * turn.x + odd.y * turn.y, odd.y * turn.x - odd.x * turn.y);
-      to[pair.place] = plus(even, turned);
-      to[pair.mirror] = make_float2(even.x - turned.x, turned.y - even.y);
+      const float2 odd = make_float2(0.5f * (a.y + b.y), 0.5f * (b.x - a.x)), twiddle = half_twiddle(pair.place);
+      const float2 rotated = make_float2(odd.x * twiddle.x + odd.y * twiddle.y, odd.y * twiddle.x - odd.x * twiddle.y);
+      to[pair.place] = plus(even, rotated);
+      to[pair.mirror] = make_float2(even.x - rotated.x, rotated.y - even.y);
     }
   }
 }
@@ -136,8 +136,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       points[slot_of(pair.mirror)] = make_float2(2.0f * b.x, -2.0f * b.y);
     } else {
       const float2 even = make_float2(a.x + b.x, a.y - b.y), apart = make_float2(a.x - b.x, a.y + b.y);
-      const float2 turn = half_turn(pair.place);
-      const float2 odd = make_float2(apart.x * turn.x - apart.y * turn.y, apart.y * turn.x + apart.x * turn.y);
+      const float2 twiddle = half_twiddle(pair.place);
+      const float2 odd =
+          make_float2(apart.x * twiddle.x - apart.y * twiddle.y, apart.y * twiddle.x + apart.x * twiddle.y);
       points[slot_of(pair.place)] = make_float2(even.x - odd.y, even.y + odd.x);
       points[slot_of(pair.mirror)] = make_float2(even.x + odd.y, odd.x - even.y);
     }

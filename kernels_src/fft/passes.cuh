@@ -60,7 +60,7 @@ __device__ __forceinline__ Butterfly butterfly_of(int i) {
 template <int kSize, int kPoints, int kLines, int kThreads, bool kBack, bool kLinesFirst, class Load, class Store>
 __device__ __forceinline__ void pass(const Load& load, const Store& store) {
   constexpr int kRadix = radix_at(kSize), kApart = kSize / kRadix;
-  static_assert(kRadix * kApart == kSize, "whole passes");
+  static_assert(kRadix * kApart == kSize, "the length must be made of whole passes");
   for (int i = threadIdx.x; i < kLines * (kPoints / kRadix); i += kThreads) {
     const Butterfly butterfly = butterfly_of<kSize, kPoints, kLines, kLinesFirst>(i);
     float2 values[kRadix];

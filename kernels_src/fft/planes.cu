@@ -50,7 +50,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   const TileGrid grid = GRID;
   const Divisor of_row = DIVISOR(row_pairs);
 #if CHANNELS_LAST
-  __shared__ float turned[kLanes][2 * kLanes + 1];
+  __shared__ float transposed[kLanes][2 * kLanes + 1];
   const int lane = threadIdx.x % kLanes, slot = threadIdx.x / kLanes;
   const int first_pair = blockIdx.y * kLanes, first_channel = blockIdx.z * kLanes;
   const TilePlace place = grid.place(blockIdx.x);
@@ -63,8 +63,8 @@ extern "C" __global__ void __launch_bounds__(kThreads)
       if (pair >= plane_pairs) break;
       const int r = pair / of_row;
       const Pair values = pair_of(from, rows, columns, place, r, pair - r * row_pairs);
-      turned[lane][2 * i] = values.at[0];
-      turned[lane][2 * i + 1] = values.at[1];
+      transposed[lane][2 * i] = values.at[0];
+      transposed[lane][2 * i + 1] = values.at[1];
     }
   }
   __syncthreads();  // the block's pairs are there
@@ -72,7 +72,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   if (pair >= plane_pairs) return;
   for (int i = slot; i < kLanes && first_channel + i < channels; i += kRows) {
     const long long plane = static_cast<long long>(blockIdx.x) * channels + first_channel + i;
-    planes[plane * plane_pairs + pair] = make_float2(turned[i][2 * lane], turned[i][2 * lane + 1]);
+    planes[plane * plane_pairs + pair] = make_float2(transposed[i][2 * lane], transposed[i][2 * lane + 1]);
   }
 #else
   const int item = blockIdx.x * kThreads + threadIdx.x;
@@ -111,7 +111,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   const Divisor of_row = DIVISOR(kept_row);
   const int pitch = 2 * row_pairs;
 #if CHANNELS_LAST
-  __shared__ float turned[kLanes][kLanes + 1];
+  __shared__ float transposed[kLanes][kLanes + 1];
   const int lane = threadIdx.x % kLanes, slot = threadIdx.x / kLanes;
   const int first_kept = blockIdx.y * kLanes, first_channel = blockIdx.z * kLanes;
   const TilePlace place = grid.place(blockIdx.x);
@@ -121,7 +121,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     const long long plane = static_cast<long long>(blockIdx.x) * channels + first_channel;
     const float* from = planes + plane * (2 * plane_pairs) + at.in_plane;
     for (int i = slot; i < kLanes && first_channel + i < channels && at.in_tensor >= 0; i += kRows)
-      turned[lane][i] = from[static_cast<long long>(i) * (2 * plane_pairs)];
+      transposed[lane][i] = from[static_cast<long long>(i) * (2 * plane_pairs)];
   }
   __syncthreads();  // the block's elements are there
   if (first_channel + lane >= channels) return;
@@ -129,7 +129,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   for (int i = slot; i < kLanes && first_kept + i < kept_plane; i += kRows) {
     const int down = (first_kept + i) / of_row;
     const Kept at = kept(rows, columns, place, down, first_kept + i - down * kept_row, pitch);
-    if (at.in_tensor >= 0) to[at.in_tensor] = convert<ELEMENT>(scale * turned[i][lane]);
+    if (at.in_tensor >= 0) to[at.in_tensor] = convert<ELEMENT>(scale * transposed[i][lane]);
   }
 #else
   const int item = blockIdx.x * kThreads + threadIdx.x;

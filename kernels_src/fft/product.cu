@@ -19,7 +19,7 @@ constexpr int kBins = BINS, kDepth = DEPTH;
 constexpr int kThreads = kBins * kBlocksM * kBlocksN;
 constexpr int kRowsM = kTileM * kBlocksM, kRowsN = kTileN * kBlocksN;
 
-static_assert(kThreads % 32 == 0 && kThreads <= 1024, "blocks are whole warps");
+static_assert(kThreads % 32 == 0 && kThreads <= 1024, "a block must have whole warps");
 
 // A matrix of each frequency: strides in planes.
 struct Matrix {
@@ -125,7 +125,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) fft_product_d
 }
 #else
 constexpr int kStages = STAGES, kRows = kRowsM + kRowsN;
-static_assert(kTileM % kBlocksN == 0 && kTileN % kBlocksM == 0, "threads copy whole rows each");
+static_assert(kTileM % kBlocksN == 0 && kTileN % kBlocksM == 0, "each thread must copy whole rows");
 constexpr int kSlots = kBlocksM * kBlocksN;
 constexpr int kCopiesM = kRowsM / kSlots, kCopiesN = kRowsN / kSlots;
 

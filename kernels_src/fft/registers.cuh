@@ -40,7 +40,7 @@ struct Roots {
 
 // value * exp(-2 pi i k / n), or its conjugate for the way back.
 template <int kCount, bool kBack>
-__device__ __forceinline__ float2 turned(float2 value, int k) {
+__device__ __forceinline__ float2 rotated(float2 value, int k) {
   constexpr Roots<kCount> roots;
   const float c = roots.cosine[k % kCount], s = kBack ? -roots.sine[k % kCount] : roots.sine[k % kCount];
   return make_float2(value.x * c + value.y * s, value.y * c - value.x * s);
@@ -119,7 +119,7 @@ __device__ __forceinline__ void transform(float2 (&v)[kLength]) {
       float2 across[kRadix];
 #pragma unroll
       for (int r = 0; r < kRadix; ++r)
-        across[r] = r * i == 0 ? parts[r][i] : turned<kLength, kBack>(parts[r][i], r * i);
+        across[r] = r * i == 0 ? parts[r][i] : rotated<kLength, kBack>(parts[r][i], r * i);
       transform<kRadix, kBack>(across);
 #pragma unroll
       for (int r = 0; r < kRadix; ++r) v[r * kParts + i] = across[r];
@@ -135,7 +135,7 @@ __device__ __forceinline__ void split_real(const float2 (&v)[kHalf], float2 (&ou
     const float2 a = v[k % kHalf], b = v[(kHalf - k) % kHalf];
     const float2 even = make_float2(0.5f * (a.x + b.x), 0.5f * (a.y - b.y));
     const float2 odd = make_float2(0.5f * (a.y + b.y), 0.5f * (b.x - a.x));
-    out[k] = plus(even, turned<2 * kHalf, false>(odd, k));
+    out[k] = plus(even, rotated<2 * kHalf, false>(odd, k));
   }
 }
 
@@ -146,7 +146,7 @@ __device__ __forceinline__ void merge_real(const float2 (&in)[kHalf + 1], float2
   for (int k = 0; k < kHalf; ++k) {
     const float2 a = in[k], b = in[kHalf - k];
     const float2 even = make_float2(a.x + b.x, a.y - b.y);
-    const float2 odd = turned<2 * kHalf, true>(make_float2(a.x - b.x, a.y + b.y), k);
+    const float2 odd = rotated<2 * kHalf, true>(make_float2(a.x - b.x, a.y + b.y), k);
     v[k] = make_float2(even.x - odd.y, even.y + odd.x);
   }
 }

@@ -22,9 +22,9 @@ constexpr int kBatch = LENGTH_H < 8 ? LENGTH_H : 8;  // loads of a thread under 
 // 4 floats modulo 32, so that four columns of eight neighbouring planes lie in different banks.
 constexpr int kPlanePitch = (kFrequencies + 13) / 16 * 16 + 2;
 
-static_assert(kWidth % 4 == 0, "rows of an odd number of slots");
-static_assert(kPlanePitch >= kFrequencies, "planes do not overlap");
-static_assert(kThreads % 32 == 0 && kThreads <= 1024, "whole warps");
+static_assert(kWidth % 4 == 0, "a row must have an odd number of slots, or its columns share banks");
+static_assert(kPlanePitch >= kFrequencies, "planes must not overlap in shared memory");
+static_assert(kThreads % 32 == 0 && kThreads <= 1024, "a block must have whole warps");
 
 // Where a block's planes are in the tensor: offsets down and across add up.
 struct Planes {

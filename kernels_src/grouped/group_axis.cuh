@@ -1,4 +1,4 @@
-// How outputs of one axis meet inputs, forward and backward data. The same arithmetic: solvers/common/group_packs.py.
+// How outputs of one axis meet inputs, forward and backward data. The same arithmetic: solvers/common/packed_groups.py.
 #pragma once
 
 // Output kPhases * i + phase meets input i * kStep + offset(phase, tap). Forward there is one phase; backward data

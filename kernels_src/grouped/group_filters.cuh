@@ -3,17 +3,17 @@
 #pragma once
 
 #include "common/copy_bytes.cuh"
-#include "common/groups.cuh"
+#include "common/packed_groups.cuh"
 #include "common/types.cuh"
 
 // kFilterCount filters, a multiple of 8, of kTapCount taps; in memory [tap][channel] if kChannelsLast, else the other
 // way round.
 template <int kGroupC, int kGroupK, int kTapCount, int kFilterCount, bool kChannelsLast>
 struct FilterRows {
-  using Group = Groups<kGroupC, kGroupK>;
+  using Group = PackedGroups<kGroupC, kGroupK>;
   static constexpr int kC = kGroupC, kK = kGroupK, kTaps = kTapCount, kFilters = kFilterCount;
   static constexpr bool kLast = kChannelsLast;
-  static constexpr int kTapBytes = 2 * Group::kPackC, kRowBytes = odd_words(kTaps * kTapBytes);
+  static constexpr int kTapBytes = 2 * Group::kPackedC, kRowBytes = odd_words(kTaps * kTapBytes);
   static constexpr int kBytes = kFilters * kRowBytes, kRawBytes = 2 * kFilters * kTaps * kC;
   static_assert(kFilters % 8 == 0, "filters in memory are whole 16-byte words");
 };
@@ -65,7 +65,7 @@ struct Bits<16> {
 // filter tap by tap, which takes few instructions.
 template <typename Shape, int kThreads, typename T>
 __device__ __forceinline__ void arrange_filters(unsigned char* staged, const T* filter, int filters) {
-  constexpr int kC = Shape::kC, kTaps = Shape::kTaps, kWords = Shape::Group::kPackC / 8;
+  constexpr int kC = Shape::kC, kTaps = Shape::kTaps, kWords = Shape::Group::kPackedC / 8;
   constexpr int kPart = Shape::kLast ? greatest_divisor(8, kC) : 1;
   constexpr int kChannelStep = Shape::kLast ? 1 : kTaps, kTapStep = Shape::kLast ? kC : 1;
   using Part = typename Bits<2 * kPart>::Type;
@@ -74,7 +74,8 @@ __device__ __forceinline__ void arrange_filters(unsigned char* staged, const T* 
   };
 #pragma unroll 1
   for (int i = threadIdx.x; i < Shape::kFilters * kWords; i += kThreads) {
-    const int word = i % kWords, row = i / kWords, first = 8 * word - row / Shape::kK % Shape::Group::kPack * kC;
+    const int word = i % kWords, row = i / kWords,
+              first = 8 * word - row / Shape::kK % Shape::Group::kPackedGroups * kC;
     const T* const from = filter + row * kTaps * kC;
     unsigned char* const to = staged + row * Shape::kRowBytes + 16 * word;
 #pragma unroll(kTaps <= 12 ? kTaps : 4)

@@ -4,7 +4,7 @@
 // winograd_results products to tiles of y, winograd_weights to filters. A thread has a whole tile in registers, with
 // tiles along the lanes where channels come first, else of some channels. Of a place of tiles, operands hold [group]
 // [slice][channel][tile] or, channels last, [group][slice][tile][channel], with zeros beyond the last; filters
-// [group][slice][k][c]. Offsets fit 30 bits. Sums are float32.
+// [group][slice][k][c]. Offsets fit 30 bits. Accumulators are float32.
 // Defines: ELEMENT, OPERAND, WEIGHTS, MIN_BLOCKS on an SM, INPUT_LEAD, PLACES_WITHIN; TILE_ (the next tile), TAPS_,
 // PRODUCTS_ and the matrices B: INPUT_, G: OTHER_, A: OUTPUT_, each _H and _W; of each tensor _LAST, _LANES, _VECTOR.
 // Source: Lavin and Gray, Fast Algorithms for Convolutional Neural Networks, CVPR 2016, section 4.
@@ -198,7 +198,7 @@ __device__ __forceinline__ bool is_within(int at, int size) {
 template <class Down, class Across, bool kLast, int kLanes, int kVector, int kLead>
 __device__ __forceinline__ void transform_tile(const ELEMENT* __restrict__ tensor, OPERAND* __restrict__ transformed,
                                                const Operand& operand, const Tiles& tiles, int rank) {
-  static_assert(kLast || kLanes == 1, "lanes are channels");
+  static_assert(kLast || kLanes == 1, "a warp's lanes must be channels: whole warps of them");
   const Item item = item_of<kLast, kLanes>(operand, rank);
   if (kLast ? item.tile >= tiles.slices * tiles.per_slice.by : item.channel >= operand.channels) return;
   const Corner corner = corner_of(operand, tiles, item.tile);
@@ -281,7 +281,7 @@ __device__ __forceinline__ void transform_filters(const ELEMENT* __restrict__ w,
 template <bool kLast, int kLanes, int kVector>
 __device__ __forceinline__ void transform_back(const float* __restrict__ products, ELEMENT* __restrict__ tensor,
                                                const Operand& result, const Tiles& tiles, int rank) {
-  static_assert(kLast || kLanes == 1, "lanes are channels");
+  static_assert(kLast || kLanes == 1, "a warp's lanes must be channels: whole warps of them");
   const Item item = item_of<kLast, kLanes>(result, rank);
   if (item.tile >= tiles.count || item.channel >= result.channels) return;
   const Corner corner = corner_of(result, tiles, item.tile);
@@ -346,13 +346,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   if (pair < pairs) {
     const Divisor of_group = DIVISOR(group_pairs);  // slices of a group's products lie one after another
     const float* from = products + pair + pair / of_group * (slices - 1) * group_pairs;
-    Row<kProductsW, 1> sums[kProductsH] = {};
+    Row<kProductsW, 1> accumulators[kProductsH] = {};
     for (int slice = 0; slice < slices; ++slice, from += group_pairs) {
 #pragma unroll
       for (int place = 0; place < kProductsH * kProductsW; ++place)
-        sums[place / kProductsW].at[place % kProductsW] += from[place * slices * pairs];
+        accumulators[place / kProductsW].at[place % kProductsW] += from[place * slices * pairs];
     }
-    transform<OutputH, OutputW, 1>([&](int r) { return sums[r]; },
+    transform<OutputH, OutputW, 1>([&](int r) { return accumulators[r]; },
                                    [&](int i, const Row<OutputW::kRows, 1>& row) {
 #pragma unroll
                                      for (int j = 0; j < TAPS_W; ++j) {

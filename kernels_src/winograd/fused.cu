@@ -3,12 +3,12 @@
 // Filters come transformed, as kernels_src/winograd/fused_filters.cu lays them out. A block computes IMAGES x TILE_ROWS
 // x TILE_COLS tiles of 8 * NT * WARPS_K filters of a group. Patches of images, and filters, arrive 8 * WARPS_C channels
 // at a time in STAGES buffers. A warp multiplies one row of places for 16 * MT tiles and 8 * NT filters of every
-// WARPS_C-th 8 channels; it transforms the patches on the way from shared memory. Sums are float32, in registers, of
-// places; float32 factors are cut to tf32 if PRODUCTS is 1, else split in two, of which three products are added.
-// Warps' shares are added in one order. Offsets fit 30 bits. Grid: filters, groups and tiles, in this order, in one
-// dimension. Defines: those above, WARPS_T and WARPS_K (of tiles, of filters), CHANNELS_LAST, VECTOR (channels copied
-// at once, or 1), OUT_VECTOR (neighbouring elements stored at once), MIN_BLOCKS, SHARED_BYTES. Source: Lavin and Gray,
-// Fast Algorithms for Convolutional Neural Networks, CVPR 2016, section 4.
+// WARPS_C-th 8 channels; it transforms the patches on the way from shared memory. Accumulators are float32, in
+// registers, of places; float32 factors are cut to tf32 if PRODUCTS is 1, else split in two, of which three products
+// are added. Warps' shares are added in one order. Offsets fit 30 bits. Grid: filters, groups and tiles, in this order,
+// in one dimension. Defines: those above, WARPS_T and WARPS_K (of tiles, of filters), CHANNELS_LAST, VECTOR (channels
+// copied at once, or 1), OUT_VECTOR (neighbouring elements stored at once), MIN_BLOCKS, SHARED_BYTES. Source: Lavin and
+// Gray, Fast Algorithms for Convolutional Neural Networks, CVPR 2016, section 4.
 #include "common/copy_bytes.cuh"
 #include "common/divisor.cuh"
 #include "common/pdl.cuh"
@@ -52,7 +52,7 @@ constexpr int kTableBytes = round_up(4 * kPixels, 16);
 static_assert(SHARED_BYTES == kTableBytes + 4 * maximum(kStages * kStageFloats, 8 * kWarpsC * kPlane),
               "host and kernel agree on shared memory");
 
-using Sums = float[4][MT][NT][4];  // of a row of places
+using Accumulators = float[4][MT][NT][4];  // of a row of places
 
 // Sizes and element strides of what filters slide over, and of the results.
 struct Images {
@@ -181,16 +181,16 @@ __device__ __forceinline__ void split(float value, unsigned& whole, unsigned& re
     whole = __float_as_uint(value);
 }
 
-__device__ __forceinline__ void multiply_all(float (&sums)[MT][NT][4], const unsigned (&a)[MT][4],
+__device__ __forceinline__ void multiply_all(float (&accumulators)[MT][NT][4], const unsigned (&a)[MT][4],
                                              const unsigned (&b)[NT][2]) {
 #pragma unroll
   for (int n = 0; n < NT; ++n)
 #pragma unroll
-    for (int m = 0; m < MT; ++m) multiply_add<float32>(sums[m][n], a[m], b[n][0], b[n][1]);
+    for (int m = 0; m < MT; ++m) multiply_add<float32>(accumulators[m][n], a[m], b[n][0], b[n][1]);
 }
 
 // Adds the products of one place.
-__device__ __forceinline__ void multiply_place(float (&sums)[MT][NT][4], const float (&a)[MT][4],
+__device__ __forceinline__ void multiply_place(float (&accumulators)[MT][NT][4], const float (&a)[MT][4],
                                                const float (&b)[NT][2]) {
   unsigned a_whole[MT][4], b_whole[NT][2], a_rest[MT][4], b_rest[NT][2];
 #pragma unroll
@@ -202,14 +202,14 @@ __device__ __forceinline__ void multiply_place(float (&sums)[MT][NT][4], const f
 #pragma unroll
     for (int i = 0; i < 2; ++i) split(b[n][i], b_whole[n][i], b_rest[n][i]);
   if constexpr (kProducts == 3) {
-    multiply_all(sums, a_rest, b_whole);
-    multiply_all(sums, a_whole, b_rest);
+    multiply_all(accumulators, a_rest, b_whole);
+    multiply_all(accumulators, a_whole, b_rest);
   }
-  multiply_all(sums, a_whole, b_whole);
+  multiply_all(accumulators, a_whole, b_whole);
 }
 
 // Adds 8 channels: `tiles` are the floats from a patch's first to the lane's tiles, two for each of MT.
-__device__ __forceinline__ void add_step(Sums& sums, const float* patches, const float* filters,
+__device__ __forceinline__ void add_step(Accumulators& accumulators, const float* patches, const float* filters,
                                          const int (&tiles)[MT][2], const Lane& lane) {
   float places[4][MT][4];
 #pragma unroll
@@ -226,12 +226,14 @@ __device__ __forceinline__ void add_step(Sums& sums, const float* patches, const
       for (int i = 0; i < 4; ++i) b[i / 2][n][i % 2] = both.at[i];
     }
 #pragma unroll
-    for (int place = 0; place < 2; ++place) multiply_place(sums[2 * pair + place], places[2 * pair + place], b[place]);
+    for (int place = 0; place < 2; ++place)
+      multiply_place(accumulators[2 * pair + place], places[2 * pair + place], b[place]);
   }
 }
 
 // Transforms a row of places to two columns of outputs, for the warps of the other rows to read.
-__device__ __forceinline__ void exchange(float* shared, const Sums& sums, int first_tile, int first_filter) {
+__device__ __forceinline__ void exchange(float* shared, const Accumulators& accumulators, int first_tile,
+                                         int first_filter) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int m = 0; m < MT; ++m)
@@ -244,9 +246,9 @@ __device__ __forceinline__ void exchange(float* shared, const Sums& sums, int fi
         Pair left, right;
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
-          const float a = sums[1][m][n][i + j], b = sums[2][m][n][i + j];
-          left.at[j] = sums[0][m][n][i + j] + a + b;
-          right.at[j] = a - b - sums[3][m][n][i + j];
+          const float a = accumulators[1][m][n][i + j], b = accumulators[2][m][n][i + j];
+          left.at[j] = accumulators[0][m][n][i + j] + a + b;
+          right.at[j] = a - b - accumulators[3][m][n][i + j];
         }
         if constexpr (kLast) {
           *reinterpret_cast<Pair*>(to) = left;
@@ -337,18 +339,18 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
   const int line = tile / by_across, image = line / by_down;
   const Part part = {image * kImages, (line - image * down) * kRows, (tile - line * across) * kCols,
                      (static_cast<int>(blockIdx.x) - number * blocks) * kFilters, number - tile * groups};
-  const int units = ceil_div(y_channels, 8), steps = ceil_div(x_channels, 8), turns = ceil_div(steps, kWarpsC);
+  const int units = ceil_div(y_channels, 8), steps = ceil_div(x_channels, 8), iterations = ceil_div(steps, kWarpsC);
   const float* const source = x + part.group * x_channels * x_channel;
 
   make_table(table, from, part, before_h, before_w);
   __syncthreads();  // the table is there
 #pragma unroll 1
-  for (int stage = 0; stage < kStages - 1 && stage < turns; ++stage)
+  for (int stage = 0; stage < kStages - 1 && stage < iterations; ++stage)
     copy_patches(stages + stage * kStageFloats, source, table, stage * kChannels, x_channels, x_channel);
   griddepcontrol_wait();
 #pragma unroll 1
   for (int stage = 0; stage < kStages - 1; ++stage) {
-    if (stage < turns) copy_filters(stages + stage * kStageFloats, filters, part, stage * kWarpsC, steps, units);
+    if (stage < iterations) copy_filters(stages + stage * kStageFloats, filters, part, stage * kWarpsC, steps, units);
     commit_copies();
   }
 
@@ -370,27 +372,27 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
     }
   const int own_filters = kPatchFloats + (share * (kFilters / 8) + warp_k * NT) * kUnit + row * 256 + lane * 4;
 
-  Sums sums = {};
+  Accumulators accumulators = {};
   int read_at = 0, write_at = kStages - 1;
 #pragma unroll 1
-  for (int turn = 0; turn < turns; ++turn) {
+  for (int iteration = 0; iteration < iterations; ++iteration) {
     wait_for_copies<kStages - 2>();
     __syncthreads();  // the stage has arrived, and every warp has read the one that is overwritten next
-    if (turn + kStages - 1 < turns) {
+    if (iteration + kStages - 1 < iterations) {
       float* const next = stages + write_at * kStageFloats;
-      copy_patches(next, source, table, (turn + kStages - 1) * kChannels, x_channels, x_channel);
-      copy_filters(next, filters, part, (turn + kStages - 1) * kWarpsC, steps, units);
+      copy_patches(next, source, table, (iteration + kStages - 1) * kChannels, x_channels, x_channel);
+      copy_filters(next, filters, part, (iteration + kStages - 1) * kWarpsC, steps, units);
     }
     commit_copies();
     const float* const stage = stages + read_at * kStageFloats;
-    add_step(sums, stage, stage + own_filters, tiles, rows);
+    add_step(accumulators, stage, stage + own_filters, tiles, rows);
     read_at = read_at + 1 == kStages ? 0 : read_at + 1;
     write_at = write_at + 1 == kStages ? 0 : write_at + 1;
   }
 
   wait_for_copies<0>();
   __syncthreads();  // every warp has read the last stage, which the results overwrite
-  exchange(stages + (share * 4 + row) * 2 * kPlane, sums, warp_t * MT * 16, warp_k * NT * 8);
+  exchange(stages + (share * 4 + row) * 2 * kPlane, accumulators, warp_t * MT * 16, warp_k * NT * 8);
   __syncthreads();  // all rows of places are there
   store_results(y, stages, to, part, y_channels);
 }

@@ -15,19 +15,19 @@ from miofind.solver.occupancy import SmLimits, resident_blocks
 from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
 from miofind.solver.steps import Config, ConfigValue, ConvSolution, KernelStep, Pointer, int32s
 from miofind.solvers.common.correlation import ceil_div, round_up
-from miofind.solvers.depthwise.strips import (
+from miofind.solvers.depthwise.register_tile import (
     MAX_DEFAULTS,
     MAX_WINDOW,
     WIDE_BYTES,
-    StripAxis,
-    StripTiling,
-    bands_of,
+    RegisterTileAxis,
+    RegisterTiling,
+    padded_size,
     refuse_strips,
-    room,
+    row_blocks_of,
     tap_pitch,
     vector,
 )
-from miofind.solvers.depthwise.strips_cost import Load, estimate_ms, row_reads
+from miofind.solvers.depthwise.register_tile_cost import Load, estimate_ms, row_reads
 
 _SOURCE = "depthwise/channels_first.cu"
 _SHARED_BYTES = 48 << 10
@@ -38,7 +38,7 @@ _ROWS, _COLUMNS = (1, 2, 4, 7), (4, 7, 8, 14, 28)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Tiling(StripTiling):
+class _Tiling(RegisterTiling):
     """A configuration applied to a problem: what the kernel's constants come to.
 
     kernels_src/depthwise/channels_first.cu computes the same from the defines and refuses to compile where it differs.
@@ -52,13 +52,13 @@ class _Tiling(StripTiling):
     @staticmethod
     def of(problem: ProblemDescription, config: Config) -> _Tiling:
         planar, transposed = problem.lifted(2), problem.direction is Direction.BACKWARD_DATA
-        down = StripAxis.of(planar, 0, config["rows"], transposed=transposed)
+        down = RegisterTileAxis.of(planar, 0, config["rows"], transposed=transposed)
         return _Tiling(
             problem=planar,
             down=down,
-            across=StripAxis.of(planar, 1, config["columns"], transposed=transposed),
+            across=RegisterTileAxis.of(planar, 1, config["columns"], transposed=transposed),
             planes=config["planes"],
-            bands=bands_of(down, config["band"]),
+            bands=row_blocks_of(down, config["band"]),
             rolled=config["rolled"],
         )
 
@@ -80,7 +80,7 @@ class _Tiling(StripTiling):
     @property
     def items(self) -> int:
         """Strips of a block."""
-        return self.planes * self.band_strips * self.across.count
+        return self.planes * self.row_block_tiles * self.across.count
 
     @property
     def threads(self) -> int:
@@ -94,10 +94,10 @@ class _Tiling(StripTiling):
     @property
     def shared_bytes(self) -> int:
         if self.bands == 1:
-            read = room(self.itemsize, self.sources * self.source_plane)
+            read = padded_size(self.itemsize, self.sources * self.source_plane)
         else:
-            read = self.sources * room(self.itemsize, self.source_plane)
-        written = room(self.itemsize, self.planes * self.plane) if self.staged else 0
+            read = self.sources * padded_size(self.itemsize, self.source_plane)
+        written = padded_size(self.itemsize, self.planes * self.plane) if self.staged else 0
         return 4 * self.planes * self.terms * tap_pitch(self.taps) + self.itemsize * (self.zeros + read + written)
 
     @property
@@ -230,7 +230,7 @@ class ConvDepthwiseChannelsFirst(Solver):
             return False
         if tiling.rolled and tiling.transposed and tiling.down.stride > 1:
             return False
-        if tiling.bands > 1 and (tiling.bands - 1) * tiling.band_strips >= tiling.down.count:
+        if tiling.bands > 1 and (tiling.bands - 1) * tiling.row_block_tiles >= tiling.down.count:
             return False
         if max(tiling.down.window, tiling.across.window) > MAX_WINDOW:
             return False

@@ -17,17 +17,17 @@ from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, KernelKe
 from miofind.solver.steps import Config, ConfigValue, ConvSolution, KernelStep, Pointer, int32s
 from miofind.solvers.common.correlation import ceil_div, round_up
 from miofind.solvers.common.split_k import SplitK
-from miofind.solvers.depthwise.strips import (
+from miofind.solvers.depthwise.register_tile import (
     MAX_DEFAULTS,
     MAX_WINDOW,
     WIDE_BYTES,
-    StripAxis,
-    StripTiling,
-    bands_of,
+    RegisterTileAxis,
+    RegisterTiling,
+    padded_size,
     refuse_strips,
-    room,
+    row_blocks_of,
 )
-from miofind.solvers.depthwise.strips_cost import Load, estimate_ms, row_reads
+from miofind.solvers.depthwise.register_tile_cost import Load, estimate_ms, row_reads
 
 _SOURCE = "depthwise/channels_first_weights.cu"
 _SHARED_BYTES = 48 << 10
@@ -41,7 +41,7 @@ _MAX_CLUSTER = 8  # blocks of a cluster that every device has
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Tiling(StripTiling):
+class _Tiling(RegisterTiling):
     """A configuration applied to a problem: what the kernel's constants come to.
 
     kernels_src/depthwise/channels_first_weights.cu computes the same from the defines and refuses to compile where it
@@ -59,19 +59,19 @@ class _Tiling(StripTiling):
     @staticmethod
     def of(problem: ProblemDescription, config: Config) -> _Tiling:
         planar = problem.lifted(2)
-        down = StripAxis.of(planar, 0, config["rows"], transposed=False)
+        down = RegisterTileAxis.of(planar, 0, config["rows"], transposed=False)
         return _Tiling(
             problem=planar,
             down=down,
-            across=StripAxis.of(planar, 1, config["columns"], transposed=False),
-            bands=bands_of(down, config["band"]),
+            across=RegisterTileAxis.of(planar, 1, config["columns"], transposed=False),
+            bands=row_blocks_of(down, config["band"]),
             **{name: config[name] for name in ("planes", "units", "buffers", "splits", "clustered")},
         )
 
     @property
     def items(self) -> int:
         """Strips of a stage of a block."""
-        return self.planes * self.units * self.band_strips * self.across.count
+        return self.planes * self.units * self.row_block_tiles * self.across.count
 
     @property
     def threads(self) -> int:
@@ -96,7 +96,7 @@ class _Tiling(StripTiling):
     def stage_elements(self) -> int:
         """Elements of shared memory for a stage."""
         x, dy = self.sources * self.source_plane, self.planes * self.plane
-        return self.units * (_odd_room(self.itemsize, x) + _odd_room(self.itemsize, dy))
+        return self.units * (_odd_padded_size(self.itemsize, x) + _odd_padded_size(self.itemsize, dy))
 
     @property
     def shared_bytes(self) -> int:
@@ -114,10 +114,10 @@ class _Tiling(StripTiling):
         return max(1, resident_blocks(self.registers, self.threads, self.shared_bytes, SmLimits.of(device)))
 
 
-def _odd_room(itemsize: int, count: int) -> int:
+def _odd_padded_size(itemsize: int, count: int) -> int:
     """Elements of a run's place: an odd number of 16-byte words, so that units' places begin in different banks."""
     wide = WIDE_BYTES // itemsize
-    return (room(itemsize, count) // wide | 1) * wide
+    return (padded_size(itemsize, count) // wide | 1) * wide
 
 
 def _solution(problem: ProblemDescription, config: Config, device: Device) -> ConvSolution:
@@ -251,7 +251,7 @@ class ConvDepthwiseChannelsFirstWeights(Solver):
             return False
         if tiling.clustered and (device.sm < _MIN_CLUSTER_SM or not 1 < tiling.splits <= _MAX_CLUSTER):
             return False
-        if tiling.bands > 1 and (tiling.bands - 1) * tiling.band_strips >= tiling.down.count:
+        if tiling.bands > 1 and (tiling.bands - 1) * tiling.row_block_tiles >= tiling.down.count:
             return False
         if max(tiling.down.window, tiling.across.window) > MAX_WINDOW:
             return False

@@ -16,7 +16,7 @@ from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, KernelKe
 from miofind.solver.steps import Config, ConfigValue, ConvSolution, KernelStep, Pointer, int32s
 from miofind.solvers.common.axis_defines import axis_defines
 from miofind.solvers.common.correlation import ceil_div
-from miofind.solvers.common.group_packs import SOURCE, is_ample
+from miofind.solvers.common.packed_groups import SOURCE, is_ample
 from miofind.solvers.depthwise.mma_tiling import DepthwiseTiling, refuse_mma, unbalance, unit_axes
 
 _DEFAULTS = 8

@@ -13,8 +13,8 @@ from miofind.core.problem import Direction, ProblemDescription
 from miofind.solver.solver import APPLICABLE, Applicability
 from miofind.solver.steps import Config
 from miofind.solvers.common.correlation import ceil_div, round_up
-from miofind.solvers.common.group_packs import GroupedAxis, odd_words
 from miofind.solvers.common.limits import refuse_tensors
+from miofind.solvers.common.packed_groups import GroupedAxis, odd_words
 
 _MOST_TAPS = 64
 _MOST_REACH = 16

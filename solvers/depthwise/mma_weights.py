@@ -24,7 +24,7 @@ from miofind.solver.steps import (
 )
 from miofind.solvers.common.axis_defines import axis_defines
 from miofind.solvers.common.correlation import ceil_div
-from miofind.solvers.common.group_packs import is_ample
+from miofind.solvers.common.packed_groups import is_ample
 from miofind.solvers.common.split_k import SplitK
 from miofind.solvers.depthwise.mma_tiling import DepthwiseWeightsTiling, refuse_mma, unbalance, unit_axes
 

@@ -15,7 +15,7 @@ from miofind.device.device import Device
 from miofind.solver.steps import Config, ConfigValue, ConvSolution, KernelStep, Pointer, int32s
 from miofind.solvers.common.correlation import ceil_div
 from miofind.solvers.common.divisor import divisors
-from miofind.solvers.common.group_packs import is_ample
+from miofind.solvers.common.packed_groups import is_ample
 from miofind.solvers.common.product_tiles import products_of_tf32
 from miofind.solvers.few_channels.gradient_rows_tf32 import MAX_REGISTERS, GradientRowsTf32
 from miofind.solvers.few_channels.shared import FewChannelsSolver, gradient_defines

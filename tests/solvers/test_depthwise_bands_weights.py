@@ -14,7 +14,7 @@ from miofind.core.problem import ProblemDescription
 from miofind.device.device import Device
 from miofind.solver.registry import Registry
 from miofind.solver.steps import Config, KernelStep
-from miofind.solvers.depthwise.bands_tiling import BandAxis, band_pitch
+from miofind.solvers.depthwise.toeplitz_tiling import ToeplitzAxis, toeplitz_pitch
 
 H200 = Device.virtual("90a")
 SOLVER = Registry.default()["ConvDepthwiseBandsWeights"]
@@ -35,7 +35,7 @@ def defines_of(problem: ProblemDescription, config: Config) -> dict[str, int]:
 def test_words_of_a_block_hold_what_it_meets(size: int, taps: int, pad: int, after: int) -> None:
     outputs = size + pad + after - taps + 1
     assume(outputs > 0)
-    axis = BandAxis.of(size, outputs, taps, pad)
+    axis = ToeplitzAxis.of(size, outputs, taps, pad)
     assume(axis.is_served)
     late = (0, 1) if axis.is_odd else (0,)
     for output, tap, begins_in, begins_out in itertools.product(range(outputs), range(taps), late, late):
@@ -51,7 +51,7 @@ def test_words_of_a_block_hold_what_it_meets(size: int, taps: int, pad: int, aft
 
 @given(count=st.integers(1, 5000))
 def test_eight_images_rows_meet_every_bank(count: int) -> None:
-    words = band_pitch(count) // 8
+    words = toeplitz_pitch(count) // 8
     assert words % 2 == 1
     assert 8 * words >= count + 7
     assert len({(words * image * 4 + lane) % 32 for image in range(8) for lane in range(4)}) == 32

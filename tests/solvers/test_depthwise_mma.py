@@ -15,7 +15,7 @@ from miofind.core.problem import Direction, ProblemDescription
 from miofind.device.device import Device
 from miofind.solver.registry import Registry
 from miofind.solver.solver import Solver
-from miofind.solvers.common.group_packs import GroupedAxis, odd_words
+from miofind.solvers.common.packed_groups import GroupedAxis, odd_words
 from miofind.solvers.depthwise.mma_tiling import (
     DepthwiseTiling,
     DepthwiseWeightsTiling,

@@ -13,8 +13,15 @@ from hypothesis import strategies as st
 from miofind.core.problem import Direction, Layout, ProblemDescription
 from miofind.device.device import Device
 from miofind.solver.registry import Registry
-from miofind.solvers.common.group_packs import GroupedAxis, GroupedTiling, Packs, odd_words, unit_channels, units_of
-from miofind.solvers.grouped.pixels_weights_tiling import GroupedWeightsTiling
+from miofind.solvers.common.packed_groups import (
+    GroupedAxis,
+    GroupedTiling,
+    PackedGroups,
+    odd_words,
+    unit_channels,
+    units_of,
+)
+from miofind.solvers.grouped.nhwc_weights_tiling import GroupedWeightsTiling
 
 H200 = replace(Device.virtual("90a"), clock_hz=1.98e9, bandwidth_bytes_per_s=4.8e12)
 FORWARD, WEIGHTS = Registry.default()["ConvGrouped"], Registry.default()["ConvGroupedWeights"]
@@ -68,7 +75,7 @@ def test_every_product_is_met_once_backwards(size: int, taps: int, stride: int, 
 @pytest.mark.parametrize("k", [2, 4, 5, 8, 16, 24])
 def test_packs_and_units_are_whole_blocks(c: int, k: int) -> None:
     problem = grouped(16, c, k)
-    packs = Packs.of(problem)
+    packs = PackedGroups.of(problem)
     assert packs.c % 8 == packs.k % 8 == 0
     assert packs.groups == 1 or (packs.groups // 2 * c) % 8 or (packs.groups // 2 * k) % 8
     for direction in (Direction.FORWARD, Direction.BACKWARD_DATA):

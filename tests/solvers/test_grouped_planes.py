@@ -12,7 +12,7 @@ from miofind.core.problem import Direction, Layout, ProblemDescription
 from miofind.device.device import Device
 from miofind.solver.registry import Registry
 from miofind.solver.solver import Solver
-from miofind.solvers.grouped.planes_tiling import PlaneRows, PlanesTiling, PlanesWeightsTiling, planes_unit, quiet_pitch
+from miofind.solvers.grouped.nchw_tiling import PlaneRows, PlanesTiling, PlanesWeightsTiling, planes_unit, quiet_pitch
 
 H200 = replace(Device.virtual("90a"), clock_hz=1.98e9, bandwidth_bytes_per_s=4.8e12)
 PLANES, WEIGHTS = Registry.default()["ConvGroupedPlanes"], Registry.default()["ConvGroupedPlanesWeights"]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from miofind.core.problem import DataType, Layout, TensorDescriptor
 from miofind.solvers.common.correlation import Axis
-from miofind.solvers.depthwise.large_planes import PlaneVector, StagedColumns, gap_slots
+from miofind.solvers.depthwise.staged_images import StagedColumns, StagedVector, gap_slots
 
 
 @given(
@@ -39,7 +39,7 @@ def test_staged_columns_hold_every_input_that_a_tile_meets(
 @pytest.mark.parametrize("channels", [1, 4, 8])
 def test_vectors_lie_within_a_run_of_the_tensor(layout: Layout, shape: tuple[int, ...], channels: int) -> None:
     tensor = TensorDescriptor(shape=shape, dtype=DataType.FLOAT16, layout=layout)
-    vector = PlaneVector.of(tensor, channels, whole=True)
+    vector = StagedVector.of(tensor, channels, whole=True)
     run = channels if layout.channels_last else math.prod(shape[2:]) * channels if vector.flat else shape[3]
     assert 16 % (2 * vector.length) == 0
     assert run % vector.length == 0

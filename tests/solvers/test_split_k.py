@@ -8,7 +8,7 @@ from miofind.solver.steps import KernelStep, Pointer, Region, int32s
 from miofind.solvers.common.split_k import SplitK
 
 FIRST = KernelStep(
-    source="grouped/pixels_weights.cu",
+    source="grouped/nhwc_weights.cu",
     entry="grouped_weights",
     grid=(7, 5, 1),
     block=(96, 1, 1),

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
-from miofind.solvers.depthwise.strips import StripAxis, refuse_strips, room, tap_pitch, vector
+from miofind.solvers.depthwise.register_tile import RegisterTileAxis, padded_size, refuse_strips, tap_pitch, vector
 
 
 def axis_problem(size: int, taps: int, pad: int, stride: int, dilation: int) -> ProblemDescription:
@@ -33,7 +33,7 @@ def test_strips_meet_the_sources_that_the_convolution_pairs(
     if size + 2 * pad < (taps - 1) * dilation + 1:
         return
     problem = axis_problem(size, taps, pad, stride, dilation)
-    axis = StripAxis.of(problem, 0, length, transposed=transposed)
+    axis = RegisterTileAxis.of(problem, 0, length, transposed=transposed)
     outputs = problem.out_spatial[0]
     assert (axis.size, axis.outputs) == ((outputs, size) if transposed else (size, outputs))
     assert (axis.count - 1) * axis.length < axis.outputs <= axis.count * axis.length
@@ -54,30 +54,30 @@ def test_strips_meet_the_sources_that_the_convolution_pairs(
 
 @given(size=st.integers(1, 40), taps=st.integers(1, 7), length=st.sampled_from([1, 4, 7, 8]), transposed=st.booleans())
 def test_strips_leave_the_axis_where_it_is_padded(size: int, taps: int, length: int, transposed: bool) -> None:
-    axis = StripAxis.of(axis_problem(size, taps, taps - 1, 1, 1), 0, length, transposed=transposed)
+    axis = RegisterTileAxis.of(axis_problem(size, taps, taps - 1, 1, 1), 0, length, transposed=transposed)
     starts = [strip * axis.step for strip in range(axis.count)]
     leaves = [start + axis.first < 0 or start + axis.last >= axis.size for start in starts]
     assert axis.leaves == (axis.count > 1 and any(leaves))
 
 
 def test_products_leave_out_what_is_known_to_be_padding() -> None:
-    whole = StripAxis.of(axis_problem(7, 7, 3, 1, 1), 0, 7, transposed=False)
+    whole = RegisterTileAxis.of(axis_problem(7, 7, 3, 1, 1), 0, 7, transposed=False)
     assert whole.products == 4 + 5 + 6 + 7 + 6 + 5 + 4
-    assert StripAxis.of(axis_problem(14, 7, 3, 1, 1), 0, 7, transposed=False).products == 49
+    assert RegisterTileAxis.of(axis_problem(14, 7, 3, 1, 1), 0, 7, transposed=False).products == 49
 
 
 def test_transposed_strips_of_stride_2_share_the_taps_out() -> None:
     """Of three taps, even and odd inputs meet one and two; together each tap serves every second input."""
-    axis = StripAxis.of(axis_problem(16, 3, 1, 2, 1), 0, 4, transposed=True)
+    axis = RegisterTileAxis.of(axis_problem(16, 3, 1, 2, 1), 0, 4, transposed=True)
     assert (axis.length, axis.step, axis.products) == (4, 2, 6)
-    assert StripAxis.of(axis_problem(15, 3, 1, 2, 1), 0, 7, transposed=True).length == 8
+    assert RegisterTileAxis.of(axis_problem(15, 3, 1, 2, 1), 0, 7, transposed=True).length == 8
 
 
 @pytest.mark.parametrize("itemsize", [2, 4])
 @pytest.mark.parametrize("count", [1, 7, 49, 64, 65])
 def test_a_run_fits_its_room_wherever_it_begins(itemsize: int, count: int) -> None:
     wide = 16 // itemsize
-    held = room(itemsize, count)
+    held = padded_size(itemsize, count)
     assert held % wide == 0
     assert all(start + count <= held for start in range(wide))
     assert held < count + 2 * wide
@@ -116,5 +116,5 @@ def test_short_rows_are_lifted_without_padding(direction: Direction) -> None:
     problem = ProblemDescription.convolution(
         x=(2, 3, 30), w=(3, 1, 5), padding=2, groups=3, dtype=DataType.FLOAT16, layout=Layout.NCW, direction=direction
     )
-    axis = StripAxis.of(problem.lifted(2), 0, 4, transposed=direction is Direction.BACKWARD_DATA)
+    axis = RegisterTileAxis.of(problem.lifted(2), 0, 4, transposed=direction is Direction.BACKWARD_DATA)
     assert (axis.length, axis.count, axis.first, axis.last) == (1, 1, 0, 0)

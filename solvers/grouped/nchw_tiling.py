@@ -1,6 +1,6 @@
 """How grouped convolutions of channels-first images are cut into whole rows of planes in shared memory.
 
-The same arithmetic as kernels_src/grouped/plane_rows.cuh, kernels_src/grouped/planes.cu and grouped/planes_weights.cu.
+The same arithmetic as kernels_src/grouped/nchw_rows.cuh, kernels_src/grouped/nchw.cu and grouped/nchw_weights.cu.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from miofind.core.problem import Direction, ProblemDescription
 from miofind.solver.steps import Config
 from miofind.solvers.common.correlation import ceil_div, round_up
-from miofind.solvers.common.group_packs import SOURCE, GroupedAxis, Packs, odd_words
+from miofind.solvers.common.packed_groups import SOURCE, GroupedAxis, PackedGroups, odd_words
 
 _WORD = 16  # bytes that shared memory moves at once
 _LINE = 128  # bytes of all of its banks
@@ -140,7 +140,7 @@ class PlanesWeightsTiling:
     def of(problem: ProblemDescription, config: Config) -> PlanesWeightsTiling:
         planar = problem.lifted(2)
         (filter_y, filter_x), (out_h, out_w), conv = planar.filter, planar.out_spatial, planar.conv
-        packs, units, images, rows = Packs.of(problem), config["units"], config["images"], config["rows"]
+        packs, units, images, rows = PackedGroups.of(problem), config["units"], config["images"], config["rows"]
         stride_h, stride_w = conv.stride
         share_c, tile_rows = packs.c // config["shares"], rows * config["row_groups"]
         channels, filters = units * share_c, units * packs.k
@@ -266,7 +266,7 @@ class PlanesTiling:
         height, width = axes = (GroupedAxis.of(planar, 0), GroupedAxis.of(planar, 1))
         unit_in, unit_out = planes_unit(problem)
         unit_k = unit_in if problem.direction is Direction.BACKWARD_DATA else unit_out
-        packs, units, images, rows = Packs.of(problem), config["units"], config["images"], config["rows"]
+        packs, units, images, rows = PackedGroups.of(problem), config["units"], config["images"], config["rows"]
         tile_rows = rows * config["row_groups"]
         read, (out_h, out_w) = planar.tensor(SOURCE[problem.direction]), planar.output.shape[2:]
         patch_rows = (tile_rows - 1) * height.stride + height.reach + 1
@@ -304,17 +304,17 @@ class PlanesTiling:
 
 
 def _unit_packs(problem: ProblemDescription) -> int:
-    packs = Packs.of(problem)
+    packs = PackedGroups.of(problem)
     return 2 if packs.c % 16 or packs.k % 16 else 1
 
 
 def planes_unit(problem: ProblemDescription) -> tuple[int, int]:
     """Channels of a unit that are summed and that result: packs that have multiples of 16 of both."""
-    packs, count = Packs.of(problem), _unit_packs(problem)
+    packs, count = PackedGroups.of(problem), _unit_packs(problem)
     c, k = count * packs.c, count * packs.k
     return (k, c) if problem.direction is Direction.BACKWARD_DATA else (c, k)
 
 
 def planes_units(problem: ProblemDescription) -> int:
     """Units that a problem's groups make, the last perhaps not full."""
-    return ceil_div(problem.groups, Packs.of(problem).groups * _unit_packs(problem))
+    return ceil_div(problem.groups, PackedGroups.of(problem).groups * _unit_packs(problem))

@@ -1,7 +1,7 @@
 """How grouped convolutions with few channels a group are cut for tensor cores, and which of them the kernels serve.
 
 Groups are taken together until their channels make whole 8 x 8 blocks. The same arithmetic as
-kernels_src/grouped/pixels.cu and common/grouped.cuh.
+kernels_src/grouped/nhwc.cu and common/shared_pixels.cuh.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def refuse_groups(problem: ProblemDescription) -> Applicability:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Packs:
+class PackedGroups:
     """How groups fill matrices.
 
     Attributes:
@@ -61,10 +61,10 @@ class Packs:
 
     @staticmethod
     @functools.lru_cache(maxsize=256)  # asked for each configuration of a problem
-    def of(problem: ProblemDescription) -> Packs:
+    def of(problem: ProblemDescription) -> PackedGroups:
         c, k = problem.c // problem.groups, problem.k // problem.groups
         groups = _BLOCK // math.gcd(_BLOCK, c, k)
-        return Packs(groups=groups, c=groups * c, k=groups * k)
+        return PackedGroups(groups=groups, c=groups * c, k=groups * k)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,7 +177,7 @@ class GroupedTiling:
     def of(problem: ProblemDescription, config: Config) -> GroupedTiling:
         planar = problem.lifted(2)
         height, width = axes = (GroupedAxis.of(planar, 0), GroupedAxis.of(planar, 1))
-        packs, units, images = Packs.of(problem), config["units"], config["images"]
+        packs, units, images = PackedGroups.of(problem), config["units"], config["images"]
         unit_in, unit_out = unit_channels(problem)
         columns = min(config["columns"], round_up(width.outputs, 8))
         span, tile_h = min(columns, width.outputs), config["rows"] * config["row_groups"]
@@ -203,7 +203,7 @@ class GroupedTiling:
             axes=axes,
             in_blocks=unit_in // 8,
             out_blocks=unit_out // 8,
-            is_dense=packs.groups == 1 and packs_of_unit(problem) == 1,
+            is_dense=packs.groups == 1 and packed_groups_of_unit(problem) == 1,
             rows=config["rows"],
             row_groups=config["row_groups"],
             images=images,
@@ -227,22 +227,22 @@ class GroupedTiling:
         )
 
 
-def packs_of_unit(problem: ProblemDescription) -> int:
-    """Packs that are taken together so that their summed channels are a multiple of 16."""
-    packs = Packs.of(problem)
+def packed_groups_of_unit(problem: ProblemDescription) -> int:
+    """PackedGroups that are taken together so that their summed channels are a multiple of 16."""
+    packs = PackedGroups.of(problem)
     return 2 if (packs.k if problem.direction is Direction.BACKWARD_DATA else packs.c) % 16 else 1
 
 
 def unit_channels(problem: ProblemDescription) -> tuple[int, int]:
     """Channels of a unit that are summed and that result."""
-    packs, count = Packs.of(problem), packs_of_unit(problem)
+    packs, count = PackedGroups.of(problem), packed_groups_of_unit(problem)
     c, k = count * packs.c, count * packs.k
     return (k, c) if problem.direction is Direction.BACKWARD_DATA else (c, k)
 
 
 def units_of(problem: ProblemDescription) -> int:
     """Units that a problem's groups make, the last perhaps not full."""
-    return ceil_div(problem.groups, Packs.of(problem).groups * packs_of_unit(problem))
+    return ceil_div(problem.groups, PackedGroups.of(problem).groups * packed_groups_of_unit(problem))
 
 
 def raw_bytes(tensor: TensorDescriptor, patch: tuple[int, int], first_column: int, *, whole: bool) -> int:

@@ -1,18 +1,16 @@
-// dw[c,y,x] = sum_{n,i,j} x[n, c, i - PAD_H + y, j - PAD_W + x] * dy[n,c,i,j], stride 1, channels first, on tensor
-// cores.
+// dw[c,y,x] = sum_{n,i,j} x[n, c, i - PAD_H + y, j - PAD_W + x] * dy[n,c,i,j], stride 1, NCHW, on tensor cores.
 //
-// For one filter row that is a product summed over images and rows: columns of dy times columns of x. 16 columns of dy
-// meet 24 of x at most; of their products, 16 x 24, taps are the sums along diagonals, the same for all blocks of 16
-// columns and for all rows, so that a warp adds up all that it computes in the same registers. It transposes words of
-// two columns of an image, as they lie, into words of two images of a column: a product's depth is eight images.
-// Where rows are of odd length, words begin at an odd column in every other row, and diagonals are shifted by one: sums
-// of rows of dy of even and of odd number are kept apart where they differ.
+// For one filter row a product summed over images and rows: columns of dy times columns of x. 16 columns of dy meet at
+// most 24 of x; taps are the sums along diagonals of their 16 x 24 products, the same for all blocks of 16 columns and
+// all rows: a warp adds all that it computes to the same registers. It transposes words of two columns of an image into
+// words of two images of a column: the K of a product is eight images. Where rows are of odd length, diagonals of every
+// other row are shifted by one: even and odd rows of dy have accumulators of their own where they differ.
 // A block has BAND_ROWS rows of dy, and what they meet of x, of CHANNELS channels of IMAGES images; WARPS warps share a
-// channel's images. Its float32 sums are parts[part][c][y][x] or, of a single part, dw; the second kernel adds parts.
-// Grid: one dimension, channels innermost, then bands of rows, then images.
-#include "depthwise/bands.cuh"
+// channel's images. It writes float32 partials[split][c][y][x] or, of a single split, dw; the second kernel adds them.
+// Grid: one dimension, channels innermost, then row blocks, then images.
+#include "depthwise/toeplitz.cuh"
 #include "common/split_k.cuh"
-#include "depthwise/even_runs.cuh"
+#include "depthwise/even_segments.cuh"
 #include "common/small_matrices.cuh"
 #include "depthwise/transposed_matrix.cuh"
 
@@ -29,45 +27,46 @@
 #error "define WARPS, ALIKE, MIN_BLOCKS and SHARED_BYTES"
 #endif
 
-constexpr int kChannels = CHANNELS, kImages = IMAGES, kBands = BANDS, kWarps = WARPS;
+constexpr int kChannels = CHANNELS, kImages = IMAGES, kRowBlocks = BANDS, kWarps = WARPS;
 constexpr int kThreads = 32 * kChannels * kWarps;
 constexpr int kFilterY = FILTER_Y, kFilterX = FILTER_X, kTaps = kFilterY * kFilterX;
-static_assert(kImages % 8 == 0 && kThreads <= 1024, "a product has eight images");
-static_assert(kImages / 8 >= kWarps && 8 % kWarps == 0, "a warp has images");
-static_assert(BAND_ROWS * (kBands - 1) < OUT_H && BAND_ROWS * kBands >= OUT_H,
-              "bands cover the rows, and none is empty");
+static_assert(kImages % 8 == 0 && kThreads <= 1024, "the K of a product is eight images: IMAGES must be a multiple");
+static_assert(kImages / 8 >= kWarps && 8 % kWarps == 0, "every warp must have images");
+static_assert(BAND_ROWS * (kRowBlocks - 1) < OUT_H && BAND_ROWS * kRowBlocks >= OUT_H,
+              "BANDS row blocks of BAND_ROWS must cover the rows, and none may be empty");
 
 using Row = Bands<W, OUT_W, FILTER_X, PAD_W, SHIFT>;
 using Begin = Parity<H, W, OUT_H, OUT_W>;
 constexpr bool kIsOdd = Row::kIsOdd;
 constexpr int kOdd = Row::kOdd, kBlocks = Row::kBlocks, kWords = Row::kWords, kOutWords = 2 * kBlocks;
-static_assert(!kIsOdd || BAND_ROWS % 2 == 0 || kBands == 1, "bands begin at even rows");
+static_assert(!kIsOdd || BAND_ROWS % 2 == 0 || kRowBlocks == 1, "a row block must begin at an even row");
 
 // Rows of x are in a ring of registers, in which the next one arrives while a row of dy is multiplied; or there are
 // registers for all, and the compiler knows every row.
 constexpr int kRing = RING;
-constexpr bool kIsWhole = kBands == 1 && kRing >= OUT_H + kFilterY - 1;
+constexpr bool kIsWhole = kRowBlocks == 1 && kRing >= OUT_H + kFilterY - 1;
 static_assert(kIsWhole || (kRing >= kFilterY + 1 && kRing % 2 == 0), "a row's words and the next one's fit");
-constexpr int kTurns = kIsWhole ? OUT_H : kRing;  // rows of dy that are unrolled
+constexpr int kIterations = kIsWhole ? OUT_H : kRing;  // rows of dy that are unrolled
 
-// What a band meets of a plane of x and of dy are runs, a plane each. An odd number of 16-byte words lies between them,
-// so that eight images' rows of four words meet every bank once.
-constexpr int kRun = (kBands == 1 || BAND_ROWS + kFilterY - 1 > H ? H : BAND_ROWS + kFilterY - 1) * W;
-constexpr int kOutRun = (kBands == 1 ? OUT_H : BAND_ROWS) * OUT_W;
-constexpr int odd_room(int count) {
-  return (room<ELEMENT>(count) / kWide<ELEMENT> | 1) * kWide<ELEMENT>;
+// What a row block meets of a plane of x and of dy are segments, a plane each. An odd number of 16-byte words lies
+// between them, so that eight images' rows of four words meet every bank once.
+constexpr int kSegment = (kRowBlocks == 1 || BAND_ROWS + kFilterY - 1 > H ? H : BAND_ROWS + kFilterY - 1) * W;
+constexpr int kOutSegment = (kRowBlocks == 1 ? OUT_H : BAND_ROWS) * OUT_W;
+constexpr int odd_padded_size(int count) {
+  return (padded_size<ELEMENT>(count) / kWide<ELEMENT> | 1) * kWide<ELEMENT>;
 }
-constexpr int kPitch = odd_room(kRun), kOutPitch = odd_room(kOutRun), kSlots = kChannels * kImages;
+constexpr int kPitch = odd_padded_size(kSegment), kOutPitch = odd_padded_size(kOutSegment),
+              kSlots = kChannels * kImages;
 constexpr int kTogether = 8 * kWarps, kStages = kImages / kTogether;  // images that warps need at once
-static_assert(kImages % kTogether == 0, "stages are whole");
+static_assert(kImages % kTogether == 0, "a warp must have whole groups of images");
 
-// Sums: of diagonals of 8 x 8 columns, from FIRST_WORD on, for each filter row; twice where parities differ.
+// Accumulators: of diagonals of 8 x 8 columns, from FIRST_WORD on, for each filter row; twice where parities differ.
 constexpr bool is_alike(int y) {
   return Begin::is_alike(y + PAD_H);
 }
 constexpr int kMet = Row::kIsNarrow ? 2 : 3;  // words of x that a block meets
 constexpr int kHalves = OUT_W + kOdd <= 8 ? 1 : 2;
-using Sums = float[kFilterY][2][kMet][4];
+using Accumulators = float[kFilterY][2][kMet][4];
 
 // Products of a filter row, staged: [column of dy][column of x], odd pitch; as many filter rows at once as fit.
 constexpr int kColumns = 8 * kMet + 1, kMatrix = 8 * kHalves * kColumns;
@@ -76,9 +75,9 @@ constexpr int kVariants = kIsOdd ? 2 : 1;
 constexpr int kStagedRows =
     kWarpFloats / (kVariants * kMatrix) < kFilterY ? maximum(1, kWarpFloats / (kVariants * kMatrix)) : kFilterY;
 constexpr int kOwnFloats = maximum(kStagedRows * kVariants * kMatrix, kWarpFloats);
-constexpr int kTotals = kWarps > 1 ? kChannels * kWarps * kTaps : 0;  // sums of the warps that share a channel
+constexpr int kTotals = kWarps > 1 ? kChannels * kWarps * kTaps : 0;  // accumulators of the warps that share a channel
 static_assert(SHARED_BYTES == 4 * (kChannels * kWarps * kOwnFloats + kTotals),
-              "the host and the kernel agree on shared memory");
+              "SHARED_BYTES differs from this layout: the solver computes another");
 
 using Words = unsigned[kWords];
 using OutWords = unsigned[kOutWords];
@@ -117,16 +116,17 @@ __device__ __forceinline__ void transpose(unsigned (&words)[kCount]) {
 }
 
 // Adds the products of a row of dy and a row of x.
-__device__ __forceinline__ void add_row(float (&sums)[kMet][4], const OutWords& dy, const Words& x) {
+__device__ __forceinline__ void add_row(float (&accumulators)[kMet][4], const OutWords& dy, const Words& x) {
 #pragma unroll
   for (int j = 0; j < kBlocks; ++j)
 #pragma unroll
     for (int d = 0; d < kMet; ++d)
       if (Row::is_met(j, 2 * j + d))
-        multiply_add_half<ELEMENT>(sums[d], dy[2 * j], kHalves == 1 ? 0u : dy[2 * j + 1], x[2 * j + d]);
+        multiply_add_half<ELEMENT>(accumulators[d], dy[2 * j], kHalves == 1 ? 0u : dy[2 * j + 1], x[2 * j + d]);
 }
 
-__device__ __forceinline__ void add_rows(Sums& sums, const Share& share, const Masks& masks, const Begin& begin) {
+__device__ __forceinline__ void add_rows(Accumulators& accumulators, const Share& share, const Masks& masks,
+                                         const Begin& begin) {
   // Row m of the ring is row first_row - PAD_H + m of x, which row first_row of dy meets by filter row m.
   Words ring[kRing] = {};
   OutWords dy[2];
@@ -142,21 +142,22 @@ __device__ __forceinline__ void add_rows(Sums& sums, const Share& share, const M
 #pragma unroll 1
   for (int first = start; first < share.end_row; first += kRing) {
 #pragma unroll
-    for (int turn = 0; turn < kTurns; ++turn) {
-      const int row = (kIsWhole ? 0 : first) + turn;
+    for (int iteration = 0; iteration < kIterations; ++iteration) {
+      const int row = (kIsWhole ? 0 : first) + iteration;
       if (!kIsWhole && row >= share.end_row) break;
-      OutWords& now = dy[turn % 2];
+      OutWords& now = dy[iteration % 2];
       transpose(now);
-      if (!kIsWhole || turn + 1 < OUT_H) read_out_row(dy[(turn + 1) % 2], share, masks, begin, row + 1, (turn + 1) & 1);
+      if (!kIsWhole || iteration + 1 < OUT_H)
+        read_out_row(dy[(iteration + 1) % 2], share, masks, begin, row + 1, (iteration + 1) & 1);
       if constexpr (!kIsWhole)
-        read_row(ring[(turn + kFilterY) % kRing], share, masks, begin, row + kFilterY - PAD_H,
-                 (turn + kFilterY + PAD_H) & 1);
+        read_row(ring[(iteration + kFilterY) % kRing], share, masks, begin, row + kFilterY - PAD_H,
+                 (iteration + kFilterY + PAD_H) & 1);
 #pragma unroll
       for (int y = 0; y < kFilterY; ++y) {
-        if (kIsWhole && (turn + y < PAD_H || turn + y - PAD_H >= H)) continue;
-        add_row(sums[y][is_alike(y) ? 0 : turn & 1], now, ring[(turn + y) % kRing]);
+        if (kIsWhole && (iteration + y < PAD_H || iteration + y - PAD_H >= H)) continue;
+        add_row(accumulators[y][is_alike(y) ? 0 : iteration & 1], now, ring[(iteration + y) % kRing]);
       }
-      if constexpr (!kIsWhole) transpose(ring[(turn + kFilterY) % kRing]);
+      if constexpr (!kIsWhole) transpose(ring[(iteration + kFilterY) % kRing]);
     }
     if (kIsWhole) break;
   }
@@ -164,7 +165,7 @@ __device__ __forceinline__ void add_rows(Sums& sums, const Share& share, const M
 
 // Adds a warp's sums along diagonals, and writes them to `to`.
 template <typename T>
-__device__ __forceinline__ void write_taps(T* to, float* staged, const Sums& sums, const Begin& begin) {
+__device__ __forceinline__ void write_taps(T* to, float* staged, const Accumulators& accumulators, const Begin& begin) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int first = 0; first < kFilterY; first += kStagedRows) {
@@ -178,7 +179,8 @@ __device__ __forceinline__ void write_taps(T* to, float* staged, const Sums& sum
 #pragma unroll
         for (int d = 0; d < kMet; ++d)
 #pragma unroll
-          for (int i = 0; i < 2 * kHalves; ++i) matrix[i / 2 * 8 * kColumns + 8 * d + i % 2] = sums[y][odd][d][i];
+          for (int i = 0; i < 2 * kHalves; ++i)
+            matrix[i / 2 * 8 * kColumns + 8 * d + i % 2] = accumulators[y][odd][d][i];
       }
     __syncwarp();  // all products are staged
     const int rows = first + kStagedRows < kFilterY ? kStagedRows : kFilterY - first;
@@ -209,24 +211,24 @@ __device__ __forceinline__ void wait_for_all_but(int stages) {
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
-    depthwise_bands_weights(const ELEMENT* __restrict__ dy, const ELEMENT* __restrict__ x, ELEMENT* dw, float* parts,
+    depthwise_bands_weights(const ELEMENT* __restrict__ dy, const ELEMENT* __restrict__ x, ELEMENT* dw, float* partials,
                             int images, int channels) {
   extern __shared__ __align__(16) ELEMENT staged[];
   const int channel_tiles = (channels + kChannels - 1) / kChannels;
   const int part = blockIdx.x / channel_tiles, channel = blockIdx.x % channel_tiles * kChannels;
-  const int image = part / kBands * kImages, first_row = part % kBands * BAND_ROWS;
+  const int image = part / kRowBlocks * kImages, first_row = part % kRowBlocks * BAND_ROWS;
   const int here = min(kChannels, channels - channel), end_row = min(OUT_H, first_row + BAND_ROWS);
-  const int first_in = kBands == 1 ? 0 : max(0, first_row - PAD_H);
-  const int end_in = kBands == 1 ? H : max(0, min(H, end_row - PAD_H + kFilterY - 1));
+  const int first_in = kRowBlocks == 1 ? 0 : max(0, first_row - PAD_H);
+  const int end_in = kRowBlocks == 1 ? H : max(0, min(H, end_row - PAD_H + kFilterY - 1));
 
   ELEMENT* const staged_dy = staged + kSlots * kPitch;
-  // Slots are channel by channel: a channel's images are runs of the rows [first, end) of planes of `plane` elements.
-  // They are copied in the order in which warps need them, a group of eight images for each warp at a time.
-  const auto runs_of = [&](int own, int first_image, unsigned plane, int first, int end, unsigned width) {
+  // Slots are channel by channel: a channel's images are segments of the rows [first, end) of planes of `plane`
+  // elements. They are copied in the order in which warps need them, a group of eight images for each warp at a time.
+  const auto segments_of = [&](int own, int first_image, unsigned plane, int first, int end, unsigned width) {
     const unsigned first_plane = (image + first_image) * channels + channel + own;
-    return EvenRuns{first_plane * plane + first * width, channels * plane,
-                    static_cast<unsigned>(own < here ? max(0, images - image - first_image) : 0),
-                    max(0, end - first) * width};
+    return EvenSegments{first_plane * plane + first * width, channels * plane,
+                        static_cast<unsigned>(own < here ? max(0, images - image - first_image) : 0),
+                        max(0, end - first) * width};
   };
 #pragma unroll 1
   for (int stage = 0; stage < kStages; ++stage) {
@@ -234,11 +236,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
 #pragma unroll
     for (int own = 0; own < kChannels; ++own) {
       const int slot = own * kImages + first;
-      load_even_runs<kThreads, kTogether, kRun, kPitch, ALIKE>(staged + slot * kPitch, x, images * channels * (H * W),
-                                                               runs_of(own, first, H * W, first_in, end_in, W));
-      load_even_runs<kThreads, kTogether, kOutRun, kOutPitch, ALIKE>(
+      load_even_segments<kThreads, kTogether, kSegment, kPitch, ALIKE>(
+          staged + slot * kPitch, x, images * channels * (H * W), segments_of(own, first, H * W, first_in, end_in, W));
+      load_even_segments<kThreads, kTogether, kOutSegment, kOutPitch, ALIKE>(
           staged_dy + slot * kOutPitch, dy, images * channels * (OUT_H * OUT_W),
-          runs_of(own, first, OUT_H * OUT_W, first_row, end_row, OUT_W));
+          segments_of(own, first, OUT_H * OUT_W, first_row, end_row, OUT_W));
     }
     commit_copies();
   }
@@ -256,7 +258,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
 #pragma unroll
     for (int i = 0; i < kOutWords; ++i) masks.dy[odd][i] = existing<OUT_W>(8 * i + column - begin.of_out(odd));
   }
-  Sums sums = {};
+  Accumulators accumulators = {};
 #pragma unroll 1
   for (int stage = 0; stage < kStages && image + stage * kTogether < images; ++stage) {
     wait_for_all_but<kStages - 1>(kStages - 1 - stage);
@@ -273,7 +275,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
       share.end_row = end_row;
       share.end_in = end_in;
       share.exists = of_image < images;
-      add_rows(sums, share, masks, begin);
+      add_rows(accumulators, share, masks, begin);
     }
   }
   __syncthreads();  // every warp has read the planes before sums overwrite them
@@ -281,8 +283,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
   float* const matrices = shared + warp * kOwnFloats;
   if constexpr (kWarps > 1) {
     float* const totals = shared + kChannels * kWarps * kOwnFloats;
-    if (computes) write_taps(totals + warp * kTaps, matrices, sums, begin);
-    __syncthreads();  // the sums of all warps are there
+    if (computes) write_taps(totals + warp * kTaps, matrices, accumulators, begin);
+    __syncthreads();  // the accumulators of all warps are there
     for (int i = threadIdx.x; i < here * kTaps; i += kThreads) {
       const float* const from = totals + i / kTaps * (kWarps * kTaps) + i % kTaps;
       float sum = 0;
@@ -291,13 +293,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
       if constexpr (PARTS == 1)
         dw[channel * kTaps + i] = convert<ELEMENT>(sum);
       else
-        parts[(part * channels + channel) * kTaps + i] = sum;
+        partials[(part * channels + channel) * kTaps + i] = sum;
     }
   } else if (computes) {
     if constexpr (PARTS == 1)
-      write_taps(dw + plane * kTaps, matrices, sums, begin);
+      write_taps(dw + plane * kTaps, matrices, accumulators, begin);
     else
-      write_taps(parts + (part * channels + plane) * kTaps, matrices, sums, begin);
+      write_taps(partials + (part * channels + plane) * kTaps, matrices, accumulators, begin);
   }
 }
 

@@ -1,6 +1,6 @@
 """ConvDepthwiseLarge: depthwise convolution with large filters on tensor cores, forward and backward data.
 
-Kernel: kernels_src/depthwise/large.cu. Backward weights have a kernel of their own: ConvDepthwiseLargeWeights.
+Kernel: kernels_src/depthwise/toeplitz_large.cu. Backward weights have a kernel of their own: ConvDepthwiseLargeWeights.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, KernelKe
 from miofind.solver.steps import Config, ConfigValue, ConvSolution, KernelStep, Pointer, int32s
 from miofind.solvers.common.correlation import Axis, Correlation, ceil_div, correlations, round_up
 from miofind.solvers.common.limits import MAX_ELEMENTS
-from miofind.solvers.depthwise.large_planes import (
-    PlaneVector,
+from miofind.solvers.depthwise.staged_images import (
     StagedColumns,
+    StagedVector,
     gap_slots,
     min_blocks,
     refuse_large,
@@ -33,7 +33,7 @@ _SHARED_BYTES = 48 << 10
 class _Tiling:
     """A configuration applied to one correlation: what the kernel's constants come to.
 
-    kernels_src/depthwise/large.cu computes the same from the defines and refuses to compile where it differs.
+    kernels_src/depthwise/toeplitz_large.cu computes the same from the defines and refuses to compile where it differs.
 
     Attributes:
         tile_h, tile_w: outputs of a block, no more than there are; columns in whole blocks of 8.
@@ -58,8 +58,8 @@ class _Tiling:
     first_column: int
     left: int
     out_columns: int
-    in_vector: PlaneVector
-    out_vector: PlaneVector
+    in_vector: StagedVector
+    out_vector: StagedVector
     slot_blocks: int
     warp_blocks: int
     depth_blocks: int
@@ -83,7 +83,7 @@ class _Tiling:
         source, target = (conv.problem.tensor(name) for name in _operands(conv))
         tile_is_all = tile_h == height.outputs and tile_w >= width.outputs
         all_staged = in_rows == height.size and height.pad >= 0 and columns.first == 0 and columns.count == width.size
-        in_vector = PlaneVector.of(source, channels, whole=tile_is_all and all_staged)
+        in_vector = StagedVector.of(source, channels, whole=tile_is_all and all_staged)
         slot_blocks = ceil_div(tile_h * images, 16)
         in_pitch, out_pitch = 16 * depth_blocks + 8, 8 * (column_blocks // 2 * 2 + 1)
         gap = gap_slots(images)
@@ -99,7 +99,7 @@ class _Tiling:
             left=columns.left,
             out_columns=min(tile_w, width.outputs),
             in_vector=in_vector,
-            out_vector=PlaneVector.of(target, channels, whole=tile_is_all),
+            out_vector=StagedVector.of(target, channels, whole=tile_is_all),
             slot_blocks=slot_blocks,
             warp_blocks=ceil_div(slot_blocks, config["warps"]),
             depth_blocks=depth_blocks,
@@ -154,7 +154,7 @@ def _launch(conv: Correlation, config: Config) -> KernelStep:
         *(height.pad, tiling.first_column),
     )
     return KernelStep(
-        source="depthwise/large.cu",
+        source="depthwise/toeplitz_large.cu",
         entry="depthwise_large",
         grid=(tiling.blocks, 1, 1),
         block=(tiling.threads, 1, 1),
@@ -272,7 +272,7 @@ class ConvDepthwiseLarge(Solver):
         "channels": (1, 2, 4, 8, 16),
         "warps": (1, 2, 4, 8),
     }
-    sources = ("depthwise/large.cu",)
+    sources = ("depthwise/toeplitz_large.cu",)
 
     def examples(self) -> tuple[ProblemDescription, ...]:
         def depthwise(c: int, **fields: object) -> ProblemDescription:

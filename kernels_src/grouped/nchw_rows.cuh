@@ -4,14 +4,14 @@
 #pragma once
 
 #include "common/copy_bytes.cuh"
-#include "common/groups.cuh"
+#include "common/packed_groups.cuh"
 #include "common/tile.cuh"
 
 // kPitch elements lie between rows, kChannelBytes between channels, and 16 bytes of zeros before the first and after
 // the last.
 template <int kChannelCount, int kImageCount, int kRowCount, int kTensorHeight, int kTensorWidth, int kRowPitch,
           int kChannelPitchBytes>
-struct PlaneRows {
+struct NchwRows {
   static constexpr int kChannels = kChannelCount, kImages = kImageCount, kRows = kRowCount;
   static constexpr int kHeight = kTensorHeight, kWidth = kTensorWidth, kPitch = kRowPitch;
   static constexpr int kRowBytes = 2 * kPitch, kImageBytes = kRows * kRowBytes, kChannelBytes = kChannelPitchBytes;
@@ -21,7 +21,8 @@ struct PlaneRows {
   static constexpr int kPlane = kHeight * kWidth, kImageElements = kChannels * kPlane;
   static constexpr int kArrivingBytes = kFlat ? 2 * kImages * kImageElements + 16 : kBytes;
   static_assert(kChannels % 8 == 0, "channels of an image are whole 16-byte words");
-  static_assert(kPitch % 8 == 0 && kPitch > kWidth - 8 && kChannelBytes % 16 == 0, "rows are whole 16-byte words");
+  static_assert(kPitch % 8 == 0 && kPitch > kWidth - 8 && kChannelBytes % 16 == 0,
+                "kPitch must be a multiple of 16 bytes and hold a row");
   static_assert(kChannelBytes >= kImages * kImageBytes, "channels do not overlap");
 };
 
@@ -86,7 +87,7 @@ __device__ __forceinline__ void stage_rows(unsigned to, const T* tensor, const P
     constexpr int kVector = Shape::kVector, kAcross = Shape::kWidth / kVector;
     constexpr int kVectors = Shape::kImages * Shape::kRows * kAcross;
     constexpr int kShares = shares_of_channels(kVectors, Shape::kChannels, kThreads);
-    constexpr int kTurns = Shape::kChannels / kShares;
+    constexpr int kIterations = Shape::kChannels / kShares;
 #pragma unroll 1
     for (int i = threadIdx.x; i < kVectors * kShares; i += kThreads) {
       const int at = i % kAcross * kVector, row = i / kAcross % Shape::kRows;
@@ -100,10 +101,10 @@ __device__ __forceinline__ void stage_rows(unsigned to, const T* tensor, const P
       const T* const from =
           tensor + static_cast<unsigned>((n * place.channels + place.first_channel + share) * Shape::kPlane + at) +
           static_cast<int64>(h) * Shape::kWidth;
-#pragma unroll(kTurns <= 32 ? kTurns : 8)
-      for (int turn = 0; turn < kTurns; ++turn)
-        copy_bytes<2 * kVector>(row_at + turn * kShares * Shape::kChannelBytes, from + turn * kShares * Shape::kPlane,
-                                inside && turn * kShares < left);
+#pragma unroll(kIterations <= 32 ? kIterations : 8)
+      for (int iteration = 0; iteration < kIterations; ++iteration)
+        copy_bytes<2 * kVector>(row_at + iteration * kShares * Shape::kChannelBytes,
+                                from + iteration * kShares * Shape::kPlane, inside && iteration * kShares < left);
     }
   }
 }

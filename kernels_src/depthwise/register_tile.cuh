@@ -1,10 +1,10 @@
-// Strips of neighbouring outputs that one thread computes along an axis, and the window of sources that they meet.
+// Register tiles: neighbouring outputs of one thread along an axis, and the window of sources that they meet.
 //
-// Sources are counted from where a strip's origin lies among them; all that depends on an output's place within its
-// strip is known to the compiler.
+// Sources are counted from where a tile's origin lies among them; all that depends on an output's place within its
+// tile is known to the compiler.
 #pragma once
 
-#include "depthwise/runs.cuh"
+#include "depthwise/segments.cuh"
 
 constexpr int kNever = 1 << 30;
 
@@ -20,14 +20,15 @@ constexpr int common_vector(int a, int b) {
 }
 
 // An axis of kSize sources. Output o and tap t meet source o * kStride - kPad + t * kDilation; in a transposed
-// convolution source s and tap t meet output s * kStride - kPad + t * kDilation instead, and strips are as long as a
-// multiple of the stride. There are kStrips strips of kOutputs.
-template <int kSourceCount, int kTapCount, int kStride, int kDilation, int kPad, int kOutputCount, int kStripCount,
+// convolution source s and tap t meet output s * kStride - kPad + t * kDilation instead, and tiles are as long as a
+// multiple of the stride. There are kTiles tiles of kOutputs.
+template <int kSourceCount, int kTapCount, int kStride, int kDilation, int kPad, int kOutputCount, int kTileCount,
           bool kTransposed>
 struct Axis {
-  static constexpr int kSize = kSourceCount, kTaps = kTapCount, kOutputs = kOutputCount, kStrips = kStripCount;
+  static constexpr int kSize = kSourceCount, kTaps = kTapCount, kOutputs = kOutputCount, kTiles = kTileCount;
   static constexpr int kStep = kTransposed ? kOutputs / kStride : kOutputs * kStride;  // from origin to origin
-  static_assert(!kTransposed || kOutputs % kStride == 0, "strips begin where a source does");
+  static_assert(!kTransposed || kOutputs % kStride == 0,
+                "a register tile must begin on a source: kOutputs must be a multiple of the stride");
 
   // The source that an output and a tap meet in, or kNever.
   static __device__ __forceinline__ constexpr int at(int output, int tap) {
@@ -35,13 +36,13 @@ struct Axis {
     const int ahead = output + kPad - tap * kDilation;
     return ahead % kStride ? kNever : ahead / kStride;
   }
-  // Whether a source is surely outside: there is one strip.
+  // Whether a source is surely outside: there is one tile.
   static __device__ __forceinline__ constexpr bool is_outside(int source) {
-    return kStrips == 1 && (source < 0 || source >= kSize);
+    return kTiles == 1 && (source < 0 || source >= kSize);
   }
-  // Whether it lies outside for some strips.
+  // Whether it lies outside for some tiles.
   static constexpr bool may_be_outside(int source) {
-    return kStrips > 1 && (source < 0 || source + (kStrips - 1) * kStep >= kSize);
+    return kTiles > 1 && (source < 0 || source + (kTiles - 1) * kStep >= kSize);
   }
   static constexpr bool is_met(int source) {
     if (is_outside(source)) return false;
@@ -50,9 +51,9 @@ struct Axis {
         if (at(output, tap) == source) return true;
     return false;
   }
-  // Whether there is one strip, which meets several neighbouring sources and no others.
+  // Whether there is one tile, which meets several neighbouring sources and no others.
   static constexpr bool is_a_run() {
-    if (kStrips > 1) return false;
+    if (kTiles > 1) return false;
     const int from = maximum(kFirst, 0), end = least(kLast + 1, kSize);
     for (int source = from; source < end; ++source)
       if (!is_met(source)) return false;
@@ -78,7 +79,7 @@ constexpr int floor_to(int a, int b) {
   return a >= 0 ? a / b * b : -round_up(-a, b);
 }
 
-// Reads what a strip meets of one row into window[source - kFirst], in vectors of at most kVector elements, to which
+// Reads what a tile meets of one row into window[source - kFirst], in vectors of at most kVector elements, to which
 // `row` and origins are aligned. What lies outside reads as zero; what is not met is not read.
 template <typename Columns, int kVector, int kGroup = floor_to(Columns::kFirst, kVector), typename T>
 __device__ __forceinline__ void read_window(float (&window)[Columns::kWindow], const T* row, int origin) {

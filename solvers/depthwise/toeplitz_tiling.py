@@ -1,4 +1,4 @@
-"""Rows of depthwise convolutions by blocks of 16 outputs: the arithmetic of kernels_src/depthwise/bands.cuh.
+"""Rows of depthwise convolutions by blocks of 16 outputs: the arithmetic of kernels_src/depthwise/toeplitz.cuh.
 
 Pure arithmetic on shapes.
 """
@@ -12,7 +12,7 @@ from miofind.core.problem import ProblemDescription
 from miofind.solver.solver import Applicability
 from miofind.solvers.common.correlation import ceil_div
 from miofind.solvers.common.limits import refuse_tensors
-from miofind.solvers.depthwise.strips import room
+from miofind.solvers.depthwise.register_tile import padded_size
 
 _OUTPUTS, _DEPTH = 16, 24  # columns of a block of outputs, and of inputs that it meets at most
 _WORD = 8
@@ -22,7 +22,7 @@ _LEAST_FILTER = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BandAxis:
+class ToeplitzAxis:
     """Columns of inputs and of outputs of a correlation of stride 1.
 
     Attributes:
@@ -42,13 +42,13 @@ class BandAxis:
     words: int
 
     @staticmethod
-    def of(size: int, outputs: int, taps: int, pad: int) -> BandAxis:
+    def of(size: int, outputs: int, taps: int, pad: int) -> ToeplitzAxis:
         """That of outputs o that meet inputs o - pad + tap; `pad` may be negative."""
         is_odd = size % 2 != 0 or outputs % 2 != 0
         is_narrow = max(size, outputs) + is_odd <= _OUTPUTS
         shift = 0 if is_narrow else 2 * ceil_div(pad + is_odd, 2)
         blocks = ceil_div(outputs + is_odd, _OUTPUTS)
-        return BandAxis(
+        return ToeplitzAxis(
             is_odd=is_odd,
             is_narrow=is_narrow,
             is_served=is_narrow or taps + _OUTPUTS - 1 + shift - pad + is_odd <= _DEPTH,
@@ -58,9 +58,9 @@ class BandAxis:
         )
 
 
-def band_pitch(count: int) -> int:
+def toeplitz_pitch(count: int) -> int:
     """Elements from one staged run of `count` to the next: an odd number of 16-byte words."""
-    return (room(_ITEMSIZE, count) // _WORD | 1) * _WORD
+    return (padded_size(_ITEMSIZE, count) // _WORD | 1) * _WORD
 
 
 def images_begin_alike(problem: ProblemDescription) -> bool:
@@ -68,7 +68,7 @@ def images_begin_alike(problem: ProblemDescription) -> bool:
     return all(math.prod(tensor.shape[1:]) % _WORD == 0 for tensor in (problem.x, problem.y))
 
 
-def refuse_bands(problem: ProblemDescription) -> Applicability:
+def refuse_toeplitz(problem: ProblemDescription) -> Applicability:
     """Why no configuration can compute a problem, whatever its direction; APPLICABLE if one might."""
     if not problem.groups == problem.c == problem.k:
         return Applicability(f"needs one filter a channel: groups={problem.groups} c={problem.c} k={problem.k}")

@@ -1,4 +1,4 @@
-"""Planes of images in shared memory: the arithmetic of kernels_src/depthwise/planes.cuh, and what its solvers share.
+"""Images in shared memory as kernels_src/depthwise/staged_images.cuh has them, and what its solvers share.
 
 Pure arithmetic on shapes.
 """
@@ -43,7 +43,7 @@ class StagedColumns:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlaneVector:
+class StagedVector:
     """How the elements of a tensor of 16-bit images move.
 
     Attributes:
@@ -60,16 +60,16 @@ class PlaneVector:
         return 1 if self.flat else self.length
 
     @staticmethod
-    def of(tensor: TensorDescriptor, channels: int, *, whole: bool) -> PlaneVector:
+    def of(tensor: TensorDescriptor, channels: int, *, whole: bool) -> StagedVector:
         """Those of blocks of `channels` channels; `whole` where a block holds whole planes of the tensor.
 
         Running on takes more arithmetic an element than moving rows: it pays where rows are of odd length.
         """
         if tensor.layout.channels_last:
-            return PlaneVector(length=math.gcd(_MOST, channels, tensor.shape[1]))
+            return StagedVector(length=math.gcd(_MOST, channels, tensor.shape[1]))
         row, plane = math.gcd(_MOST, tensor.shape[-1]), math.prod(tensor.shape[2:])
         run = math.gcd(_MOST, channels * plane, tensor.shape[1] * plane)
-        return PlaneVector(length=run, flat=True) if whole and row == 1 and run >= 4 else PlaneVector(length=row)
+        return StagedVector(length=run, flat=True) if whole and row == 1 and run >= 4 else StagedVector(length=row)
 
 
 def gap_slots(images: int) -> int:

@@ -2,15 +2,15 @@
 //
 // For one filter row y that is a product, input columns x slots times slots x output columns, where slots are (output
 // row, image) and inputs are shifted by y - pad_h rows. Its element (k, j) belongs to tap k - j + LEFT, so that blocks
-// on one diagonal share their sums; the diagonals of a block are added at the end.
+// on one diagonal share their accumulators; the diagonals of a block are added at the end.
 // A block goes through its share of the tiles (IMAGES images, TILE_H x TILE_W outputs) for CHANNELS channels and
 // WARPS x WARP_ROWS filter rows, WARP_ROWS a warp; or, where its share is one tile, PASSES times for as many rows each.
 // depthwise_large_weights_finish adds the shares where there are more than one, in a fixed order; with FINAL there is
-// one, which rounds its own. Sums are float32.
+// one, which rounds its own. Accumulators are float32.
 // Grid: one dimension, channels innermost, then filter rows, shares.
 #include "common/mma.cuh"
 #include "common/split_k.cuh"
-#include "depthwise/planes.cuh"
+#include "depthwise/staged_images.cuh"
 
 #if !defined(ELEMENT) || !defined(TILE_H) || !defined(TILE_W) || !defined(IMAGES) || !defined(CHANNELS)
 #error "define ELEMENT, TILE_H, TILE_W, IMAGES and CHANNELS"
@@ -32,7 +32,7 @@
 constexpr int kImages = IMAGES, kChannels = CHANNELS, kWarps = WARPS, kThreads = 32 * kChannels * kWarps;
 constexpr int kFilterY = FILTER_Y, kFilterX = FILTER_X, kTileH = TILE_H, kTileW = TILE_W;
 constexpr int kWarpRows = WARP_ROWS, kPassRows = kWarps * kWarpRows, kPasses = PASSES;
-static_assert(kTileW % 8 == 0, "the tensor cores compute 8 columns at once");
+static_assert(kTileW % 8 == 0, "TILE_W must be a multiple of 8, the columns of a product");
 static_assert(kThreads <= 1024, "a block has at most 1024 threads");
 // Loads of a thread under way at once: as many as its registers allow.
 constexpr int kInFlight = MIN_BLOCKS * kThreads <= 512 ? 8 : 4;
@@ -45,8 +45,8 @@ constexpr int kSlotBlocks = ceil_div(kTileH * kImages, 16);
 constexpr int kInPitch = 16 * kInBlocks + 8, kOutPitch = round_up(kTileW, 16) + 8;
 // Around the staged slots lie as many zeros as a block of 16 can reach beyond them.
 constexpr int kGap = 16 - largest_power_dividing(kImages);
-using In = Planes<kChannels, kImages, IN_ROWS, IN_COLUMNS, kInPitch, kGap, IN_VECTOR, CHANNELS_LAST, IN_FLAT>;
-using Out = Planes<kChannels, kImages, kTileH, OUT_COLUMNS, kOutPitch, kGap, OUT_VECTOR, CHANNELS_LAST, OUT_FLAT>;
+using In = StagedImages<kChannels, kImages, IN_ROWS, IN_COLUMNS, kInPitch, kGap, IN_VECTOR, CHANNELS_LAST, IN_FLAT>;
+using Out = StagedImages<kChannels, kImages, kTileH, OUT_COLUMNS, kOutPitch, kGap, OUT_VECTOR, CHANNELS_LAST, OUT_FLAT>;
 
 // Diagonal d: input columns 8 * d from output columns on. A block of 16 x 8 on it holds taps 8 * d + LEFT - 7 ... + 15.
 constexpr int floor_div(int a, int b) {
@@ -55,14 +55,15 @@ constexpr int floor_div(int a, int b) {
 constexpr int kFirstDiagonal = maximum(1 - kColumnBlocks, -floor_div(LEFT + 15, 8));
 constexpr int kLastDiagonal = -maximum(2 - 2 * kInBlocks, -floor_div(kFilterX + 6 - LEFT, 8));
 constexpr int kDiagonals = kLastDiagonal - kFirstDiagonal + 1;
-static_assert(kDiagonals > 0, "some output meets some input");
+static_assert(kDiagonals > 0, "no output meets an input: the solver refuses such problems");
 
-// A warp's blocks of sums of one filter row, in shared memory at the end, over planes that no pass needs any more:
-// neighbours on a diagonal in different banks.
-constexpr int kSumPitch = 9, kSumBlock = 16 * kSumPitch, kSumFloats = kDiagonals * kSumBlock;
-constexpr int kStagedBytes = 2 * (In::kElements + Out::kElements), kSumsAt = kPasses > 1 ? kStagedBytes : 0;
-static_assert(SHARED_BYTES == maximum(kStagedBytes, kSumsAt + 4 * kChannels * kWarps * kSumFloats),
-              "the host and the kernel agree on shared memory");
+// A warp's blocks of accumulators of one filter row, in shared memory at the end, over planes that no pass needs any
+// more: neighbours on a diagonal in different banks.
+constexpr int kAccumulatorPitch = 9, kAccumulatorBlock = 16 * kAccumulatorPitch,
+              kAccumulatorFloats = kDiagonals * kAccumulatorBlock;
+constexpr int kStagedBytes = 2 * (In::kElements + Out::kElements), kAccumulatorsAt = kPasses > 1 ? kStagedBytes : 0;
+static_assert(SHARED_BYTES == maximum(kStagedBytes, kAccumulatorsAt + 4 * kChannels * kWarps * kAccumulatorFloats),
+              "SHARED_BYTES differs from this layout: the solver computes another");
 
 #if FINAL
 using Result = ELEMENT;
@@ -72,8 +73,8 @@ using Result = float;
 
 // Adds a tile. Output slot s meets staged input slot s + shift + r * kWarps * kImages in the warp's filter row r.
 // in_slots and out_slots are addresses of the channel's first slots for the lane.
-__device__ __forceinline__ void add_tile(float (&sums)[kWarpRows][kDiagonals][4], unsigned in_slots, unsigned out_slots,
-                                         int shift) {
+__device__ __forceinline__ void add_tile(float (&accumulators)[kWarpRows][kDiagonals][4], unsigned in_slots,
+                                         unsigned out_slots, int shift) {
 #pragma unroll 1
   for (int s = 0; s < kSlotBlocks; ++s) {
     unsigned outputs[(kColumnBlocks + 1) / 2][4];
@@ -92,7 +93,7 @@ __device__ __forceinline__ void add_tile(float (&sums)[kWarpRows][kDiagonals][4]
         for (int j = 0; j < kColumnBlocks; ++j) {
           const int d = 2 * k - j;
           if (d < kFirstDiagonal || d > kLastDiagonal) continue;
-          multiply_add<ELEMENT>(sums[r][d - kFirstDiagonal], inputs, outputs[j / 2][j % 2 * 2],
+          multiply_add<ELEMENT>(accumulators[r][d - kFirstDiagonal], inputs, outputs[j / 2][j % 2 * 2],
                                 outputs[j / 2][j % 2 * 2 + 1]);
         }
       }
@@ -101,14 +102,15 @@ __device__ __forceinline__ void add_tile(float (&sums)[kWarpRows][kDiagonals][4]
 }
 
 // Adds along the diagonals of one filter row's blocks and writes its taps; `mine` is the warp's part of shared memory.
-__device__ __forceinline__ void store_row(Result* to, float* mine, const float (&sums)[kDiagonals][4]) {
+__device__ __forceinline__ void store_row(Result* to, float* mine, const float (&accumulators)[kDiagonals][4]) {
   const int lane = threadIdx.x % 32;
   __syncwarp();  // the row before has been read
 #pragma unroll
   for (int d = 0; d < kDiagonals; ++d)
 #pragma unroll
     for (int i = 0; i < 4; ++i)
-      mine[d * kSumBlock + (lane / 4 + i / 2 * 8) * kSumPitch + lane % 4 * 2 + i % 2] = sums[d][i];
+      mine[d * kAccumulatorBlock + (lane / 4 + i / 2 * 8) * kAccumulatorPitch + lane % 4 * 2 + i % 2] =
+          accumulators[d][i];
   __syncwarp();  // the row is complete
   for (int tap = lane; tap < kFilterX; tap += 32) {
     float sum = 0;
@@ -118,7 +120,7 @@ __device__ __forceinline__ void store_row(Result* to, float* mine, const float (
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
         const int i = j + offset;
-        if (i >= 0 && i < 16) sum += mine[d * kSumBlock + i * kSumPitch + j];
+        if (i >= 0 && i < 16) sum += mine[d * kAccumulatorBlock + i * kAccumulatorPitch + j];
       }
     }
     to[tap] = convert<Result>(sum);
@@ -145,39 +147,39 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
   const unsigned out_slots =
       base + 2 * (In::kElements + Out::kFirst + channel * Out::kPlane + out_slot * kOutPitch + lane / 16 * 8);
 
-  float* const mine = reinterpret_cast<float*>(staged) + kSumsAt / 4 + warp * kSumFloats;
+  float* const mine = reinterpret_cast<float*>(staged) + kAccumulatorsAt / 4 + warp * kAccumulatorFloats;
   const int filter = split * channels + first_channel + channel;
 #pragma unroll 1
   for (int pass = 0; pass < kPasses; ++pass) {
     const int first_y = block_y + pass * kPassRows;
-    float sums[kWarpRows][kDiagonals][4] = {};
+    float accumulators[kWarpRows][kDiagonals][4] = {};
 #pragma unroll 1
     for (int tile = split; tile < tiles; tile += splits) {
       const int column = tile % column_tiles * kTileW, row = tile / column_tiles % row_tiles * kTileH;
       const int image = tile / column_tiles / row_tiles * kImages, in_row = max(0, row - pad_h);
       if (pass == 0) {
-        load_planes<In, kThreads, 16 * kInBlocks, kInFlight>(
+        load_images<In, kThreads, 16 * kInBlocks, kInFlight>(
             staged, in, {n, channels, in_height, in_width, image, first_channel, in_row, column + first_column});
-        load_planes<Out, kThreads, kTileW, kInFlight>(
+        load_images<Out, kThreads, kTileW, kInFlight>(
             staged + In::kElements, dy, {n, channels, out_height, out_width, image, first_channel, row, column});
         wait_for_copies<0>();
         __syncthreads();  // the planes have arrived
       }
-      add_tile(sums, in_slots, out_slots, (row - pad_h + first_y - in_row) * kImages);
+      add_tile(accumulators, in_slots, out_slots, (row - pad_h + first_y - in_row) * kImages);
       if (kPasses == 1) __syncthreads();  // every warp has read the planes before others overwrite them
     }
 #pragma unroll
     for (int r = 0; r < kWarpRows; ++r) {
       const int y = first_y + r * kWarps;
       if (y < kFilterY && first_channel + channel < channels)
-        store_row(out + (filter * kFilterY + y) * kFilterX, mine, sums[r]);
+        store_row(out + (filter * kFilterY + y) * kFilterX, mine, accumulators[r]);
     }
   }
 }
 
 extern "C" __global__ void __launch_bounds__(256)
-    depthwise_large_weights_finish(const float* __restrict__ partial, ELEMENT* __restrict__ dw, int size, int splits) {
+    depthwise_large_weights_finish(const float* __restrict__ partials, ELEMENT* __restrict__ dw, int size, int splits) {
   const int tap = blockIdx.x * 256 + threadIdx.x;
   if (tap >= size) return;
-  dw[tap] = convert<ELEMENT>(sum_splits<4, int64>(partial, tap, size, {0, splits, 1}));
+  dw[tap] = convert<ELEMENT>(sum_splits<4, int64>(partials, tap, size, {0, splits, 1}));
 }

@@ -1,17 +1,16 @@
-// out[n,c,i,j] = sum_{y,x} in[n, c, i - PAD_H + y, j - PAD_W + x] * filter[c,y,x], stride 1, channels first, on tensor
-// cores. Backward data: in is dy, and the filter is read backwards (FLIPPED). Sums are float32.
+// out[n,c,i,j] = sum_{y,x} in[n, c, i - PAD_H + y, j - PAD_W + x] * filter[c,y,x], stride 1, NCHW, on tensor cores.
+// Backward data: in is dy, and the filter is read backwards (FLIPPED). Accumulators are float32.
 //
-// For one filter row that is a product with a band matrix of its taps: 16 neighbouring outputs of a row meet 24 inputs
-// at most, whatever the width, so that all blocks of 16 columns have the same matrix, 16 x 24, whose fragments a warp
-// keeps in registers. Columns of the product are a row of 8 images. A row of inputs is read from shared memory once, as
-// fragments, and meets all filter rows.
-// Where rows are of odd length, words of two elements begin at an odd column in every other row: windows of inputs and
-// blocks of outputs are then shifted by one, and matrices with them.
-// A block has whole planes of CHANNELS channels of IMAGES images, copied as they lie; a warp has one channel, or one of
-// BANDS bands of its rows. TARGET says where outputs go: 0 over the inputs, 1 beside them, 2 to device memory at once.
+// A filter row times a banded Toeplitz matrix of its taps: 16 neighbouring outputs of a row meet at most 24 inputs, so
+// that all blocks of 16 columns share one matrix, 16 x 24, whose fragments a warp keeps in registers. Columns of the
+// product are a row of 8 images. A row of inputs is read from shared memory once, as fragments, and meets all filter
+// rows. Where rows are of odd length, words of two elements begin at an odd column in every other row: input windows,
+// output blocks and matrices are then shifted by one.
+// A block has whole planes of CHANNELS channels of IMAGES images; a warp has a channel, or one of its BANDS row blocks.
+// TARGET says where outputs go: 0 over the inputs, 1 beside them, 2 to device memory at once.
 // Grid: one dimension, channels innermost, then images.
-#include "depthwise/bands.cuh"
-#include "depthwise/even_runs.cuh"
+#include "depthwise/toeplitz.cuh"
+#include "depthwise/even_segments.cuh"
 #include "common/mma.cuh"
 #include "common/small_matrices.cuh"
 #include "depthwise/transposed_matrix.cuh"
@@ -29,42 +28,44 @@
 #error "define RING, ALIKE, PARTIAL, MIN_BLOCKS and SHARED_BYTES"
 #endif
 
-constexpr int kChannels = CHANNELS, kImages = IMAGES, kBands = BANDS, kThreads = 32 * kChannels * kBands;
+constexpr int kChannels = CHANNELS, kImages = IMAGES, kRowBlocks = BANDS, kThreads = 32 * kChannels * kRowBlocks;
 constexpr int kFilterY = FILTER_Y, kFilterX = FILTER_X, kPlane = H * W, kOutPlane = OUT_H * OUT_W;
-static_assert(kImages % 8 == 0 && kThreads <= 1024, "a product has eight images");
+static_assert(kImages % 8 == 0 && kThreads <= 1024, "the K of a product is eight images: IMAGES must be a multiple");
 
 using Row = Bands<W, OUT_W, FILTER_X, PAD_W, SHIFT>;
 using Begin = Parity<H, W, OUT_H, OUT_W>;
 constexpr bool kIsOdd = Row::kIsOdd;
 constexpr int kOdd = Row::kOdd, kBlocks = Row::kBlocks, kWords = Row::kWords, kFirstTap = Row::kFirstTap;
 
-// ROWS rows of outputs are computed at a time. Rows of inputs are in a ring of registers, in which the next turn's
-// arrive while a turn computes; or there are registers for all of them, and the compiler knows every row.
+// ROWS rows of outputs are computed at a time. Rows of inputs are in a ring of registers, in which the next iteration's
+// arrive while an iteration computes; or there are registers for all of them, and the compiler knows every row.
 constexpr int kRows = ROWS, kRing = RING;
-static_assert((!kIsOdd || kRows % 2 == 0) && kRing % kRows == 0, "turns begin at even rows, the ring has whole turns");
-constexpr bool kIsWhole = kBands == 1 && kRing >= OUT_H + kFilterY - 1;
-static_assert(kIsWhole || kRing >= 2 * kRows + kFilterY - 1, "a turn's rows and the next turn's new ones fit");
-constexpr int kTurns = kIsWhole ? ceil_div(OUT_H, kRows) : kRing / kRows;  // that are unrolled
-constexpr int kBandRows = round_up(ceil_div(OUT_H, kBands), kRows);
+static_assert((!kIsOdd || kRows % 2 == 0) && kRing % kRows == 0,
+              "an iteration must begin at an even row, and the ring must hold whole iterations");
+constexpr bool kIsWhole = kRowBlocks == 1 && kRing >= OUT_H + kFilterY - 1;
+static_assert(kIsWhole || kRing >= 2 * kRows + kFilterY - 1,
+              "the ring must hold an iteration's rows and the next one's new rows");
+constexpr int kIterations = kIsWhole ? ceil_div(OUT_H, kRows) : kRing / kRows;  // that are unrolled
+constexpr int kRowBlockRows = round_up(ceil_div(OUT_H, kRowBlocks), kRows);
 
-// Runs of a block's channels, an image each. An odd number of 16-byte words lies between them, so that eight images'
-// rows of four words meet every bank once.
-constexpr int odd_room(int count) {
-  return (room<ELEMENT>(count) / kWide<ELEMENT> | 1) * kWide<ELEMENT>;
+// Segments of a block's channels, an image each. An odd number of 16-byte words lies between them, so that eight
+// images' rows of four words meet every bank once.
+constexpr int odd_padded_size(int count) {
+  return (padded_size<ELEMENT>(count) / kWide<ELEMENT> | 1) * kWide<ELEMENT>;
 }
-constexpr int kPitch = odd_room(kChannels * kPlane), kOutPitch = odd_room(kChannels * kOutPlane);
+constexpr int kPitch = odd_padded_size(kChannels * kPlane), kOutPitch = odd_padded_size(kChannels * kOutPlane);
 constexpr bool kDirect = TARGET == 2;
-static_assert(TARGET != 0 ||
-                  (H == OUT_H && W == OUT_W && kBands == 1 && kFilterY > PAD_H && (kChannels == 1 || kPlane % 2 == 0)),
+static_assert(TARGET != 0 || (H == OUT_H && W == OUT_W && kRowBlocks == 1 && kFilterY > PAD_H &&
+                              (kChannels == 1 || kPlane % 2 == 0)),
               "a warp's outputs replace inputs that it has read, in words that no other warp reads");
-static_assert(!kDirect || !kIsOdd, "words are written whole");
+static_assert(!kDirect || !kIsOdd, "outputs must be written in whole words");
 constexpr int kOutAt = TARGET == 1 ? kImages * kPitch : 0;
 static_assert(SHARED_BYTES == 2 * (kImages * kPitch + (TARGET == 1 ? kImages * kOutPitch : 0)),
-              "the host and the kernel agree on shared memory");
+              "SHARED_BYTES differs from this layout: the solver computes another");
 
-// Fragments of a band matrix, 8 x 8 each, by diagonals: word - half block of outputs = -1, 0, 1 and 2. Or, where rows
-// are of whole quads of outputs, the matrix has its rows in such an order that a lane's outputs of both halves are a
-// quad: row g of half h is output g / 2 * 4 + g % 2 + 2 * h, and fragments are by half and word.
+// Fragments of a banded Toeplitz matrix, 8 x 8 each, by diagonals: word - half block of outputs = -1, 0, 1 and 2. Or,
+// where rows are of whole quads of outputs, the matrix has its rows in such an order that a lane's outputs of both
+// halves are a quad: row g of half h is output g / 2 * 4 + g % 2 + 2 * h, and fragments are by half and word.
 constexpr bool kHasQuads = !kIsOdd && OUT_W % 4 == 0;
 using Matrix = unsigned[kHasQuads ? 6 : 4];
 using Words = unsigned[kWords];
@@ -131,30 +132,30 @@ __device__ __forceinline__ void read_matrices(Matrix (&matrices)[2][kFilterY], c
 }
 
 // Adds what a row of inputs contributes to a row of outputs.
-__device__ __forceinline__ void add_row(float (&sums)[kBlocks][4], const Matrix& matrix, const Words& row) {
+__device__ __forceinline__ void add_row(float (&accumulators)[kBlocks][4], const Matrix& matrix, const Words& row) {
 #pragma unroll
   for (int j = 0; j < kBlocks; ++j) {
     if constexpr (kHasQuads) {
       if (Row::is_met(j, 2 * j) && Row::is_met(j, 2 * j + 1)) {
         const unsigned rows[4] = {matrix[0], matrix[1], matrix[2], matrix[3]};
-        multiply_add<ELEMENT>(sums[j], rows, row[2 * j], row[2 * j + 1]);
+        multiply_add<ELEMENT>(accumulators[j], rows, row[2 * j], row[2 * j + 1]);
       } else if (Row::is_met(j, 2 * j)) {
-        multiply_add_half<ELEMENT>(sums[j], matrix[0], matrix[1], row[2 * j]);
+        multiply_add_half<ELEMENT>(accumulators[j], matrix[0], matrix[1], row[2 * j]);
       } else if (Row::is_met(j, 2 * j + 1)) {
-        multiply_add_half<ELEMENT>(sums[j], matrix[2], matrix[3], row[2 * j + 1]);
+        multiply_add_half<ELEMENT>(accumulators[j], matrix[2], matrix[3], row[2 * j + 1]);
       }
-      if (Row::is_met(j, 2 * j + 2)) multiply_add_half<ELEMENT>(sums[j], matrix[4], matrix[5], row[2 * j + 2]);
+      if (Row::is_met(j, 2 * j + 2)) multiply_add_half<ELEMENT>(accumulators[j], matrix[4], matrix[5], row[2 * j + 2]);
       continue;
     }
     if (Row::is_met(j, 2 * j) && Row::is_met(j, 2 * j + 1)) {
       const unsigned rows[4] = {matrix[1], matrix[0], matrix[2], matrix[1]};
-      multiply_add<ELEMENT>(sums[j], rows, row[2 * j], row[2 * j + 1]);
+      multiply_add<ELEMENT>(accumulators[j], rows, row[2 * j], row[2 * j + 1]);
     } else if (Row::is_met(j, 2 * j)) {
-      multiply_add_half<ELEMENT>(sums[j], matrix[1], matrix[0], row[2 * j]);
+      multiply_add_half<ELEMENT>(accumulators[j], matrix[1], matrix[0], row[2 * j]);
     } else if (Row::is_met(j, 2 * j + 1)) {
-      multiply_add_half<ELEMENT>(sums[j], matrix[2], matrix[1], row[2 * j + 1]);
+      multiply_add_half<ELEMENT>(accumulators[j], matrix[2], matrix[1], row[2 * j + 1]);
     }
-    if (Row::is_met(j, 2 * j + 2)) multiply_add_half<ELEMENT>(sums[j], matrix[3], matrix[2], row[2 * j + 2]);
+    if (Row::is_met(j, 2 * j + 2)) multiply_add_half<ELEMENT>(accumulators[j], matrix[3], matrix[2], row[2 * j + 2]);
   }
 }
 
@@ -168,13 +169,14 @@ __device__ __forceinline__ void read_row(Words& words, const ELEMENT* lane_plane
                                    static_cast<unsigned>(row) < H, Row::is_edge);
 }
 
-// Writes the sums of a row to `to`, where the lane's image has the row's column 0; the row begins `odd` elements late.
-__device__ __forceinline__ void write_row(ELEMENT* to, const float (&sums)[kBlocks][4], int odd, bool writes) {
+// Writes the accumulators of a row to `to`, where the lane's image has the row's column 0; the row begins `odd`
+// elements late.
+__device__ __forceinline__ void write_row(ELEMENT* to, const float (&accumulators)[kBlocks][4], int odd, bool writes) {
   if constexpr (kHasQuads) {
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block) {
-      const unsigned low = transposed_matrix(pack(ELEMENT{}, sums[block][0], sums[block][1]));
-      const unsigned high = transposed_matrix(pack(ELEMENT{}, sums[block][2], sums[block][3]));
+      const unsigned low = transposed_matrix(pack(ELEMENT{}, accumulators[block][0], accumulators[block][1]));
+      const unsigned high = transposed_matrix(pack(ELEMENT{}, accumulators[block][2], accumulators[block][3]));
       const int column = 16 * block + threadIdx.x % 4 * 4;
       if (writes && (16 * block + 16 <= OUT_W || column < OUT_W))
         *reinterpret_cast<uint2*>(to + column) = make_uint2(low, high);
@@ -185,7 +187,7 @@ __device__ __forceinline__ void write_row(ELEMENT* to, const float (&sums)[kBloc
 #pragma unroll
   for (int block = 0; block < 2 * kBlocks; ++block) {
     if (8 * block - kOdd >= OUT_W) continue;
-    const float* const pair = sums[block / 2] + block % 2 * 2;  // of a column, of two images
+    const float* const pair = accumulators[block / 2] + block % 2 * 2;  // of a column, of two images
     const unsigned word = transposed_matrix(pack(ELEMENT{}, pair[0], pair[1]));
     const int column = first + 8 * block;
     const bool low = (block > 0 || !kIsOdd) && 8 * block + 6 < OUT_W ? true : static_cast<unsigned>(column) < OUT_W;
@@ -218,31 +220,32 @@ __device__ __forceinline__ void compute(const Share& share, const Matrix (&matri
 #pragma unroll 1
   for (int first = share.first_row; first < share.end_row; first += kRing) {
 #pragma unroll
-    for (int turn = 0; turn < kTurns; ++turn) {
-      const int row = (kIsWhole ? 0 : first) + turn * kRows;
+    for (int iteration = 0; iteration < kIterations; ++iteration) {
+      const int row = (kIsWhole ? 0 : first) + iteration * kRows;
       if (!kIsWhole && row >= share.end_row) break;
       if constexpr (!kIsWhole) {
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
           const int m = kRing - kRows + i;
-          read_row(ring[(turn * kRows + m) % kRing], share.lane_plane, masks, begin, row + m - PAD_H,
-                   (turn * kRows + m + PAD_H) & 1);
+          read_row(ring[(iteration * kRows + m) % kRing], share.lane_plane, masks, begin, row + m - PAD_H,
+                   (iteration * kRows + m + PAD_H) & 1);
         }
       }
-      float sums[kRows][kBlocks][4] = {};
+      float accumulators[kRows][kBlocks][4] = {};
 #pragma unroll
       for (int y = 0; y < kFilterY; ++y)
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
-          const int at = turn * kRows + i, in_row = at + y - PAD_H;
+          const int at = iteration * kRows + i, in_row = at + y - PAD_H;
           if (kIsWhole && (in_row < 0 || in_row >= H || at >= OUT_H)) continue;
-          add_row(sums[i], matrices[is_alike(y) ? 0 : at & 1][y], ring[(at + y) % kRing]);
+          add_row(accumulators[i], matrices[is_alike(y) ? 0 : at & 1][y], ring[(at + y) % kRing]);
         }
       if (TARGET == 0) __syncwarp();  // other lanes have read what a lane's outputs replace
 #pragma unroll
       for (int i = 0; i < kRows; ++i)
         if (row + i < (kIsWhole ? OUT_H : share.end_row))
-          write_row(share.out + (row + i) * OUT_W, sums[i], begin.of_out((turn * kRows + i) & 1), share.writes);
+          write_row(share.out + (row + i) * OUT_W, accumulators[i], begin.of_out((iteration * kRows + i) & 1),
+                    share.writes);
     }
     if (kIsWhole) break;
   }
@@ -255,17 +258,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
   const int channel_tiles = (channels + kChannels - 1) / kChannels;
   const int image = blockIdx.x / channel_tiles * kImages, channel = blockIdx.x % channel_tiles * kChannels;
   const int here = min(kChannels, channels - channel);
-  // Runs of planes of `plane` elements: of the block's channels, an image each.
-  const auto runs_of = [&](unsigned plane) {
+  // Segments of planes of `plane` elements: of the block's channels, an image each.
+  const auto segments_of = [&](unsigned plane) {
     const unsigned first = image * channels + channel;
-    return EvenRuns{first * plane, channels * plane, static_cast<unsigned>(images - image), here * plane};
+    return EvenSegments{first * plane, channels * plane, static_cast<unsigned>(images - image), here * plane};
   };
-  load_even_runs<kThreads, kImages, kChannels * kPlane, kPitch, ALIKE>(staged, in, images * channels * kPlane,
-                                                                       runs_of(kPlane));
+  load_even_segments<kThreads, kImages, kChannels * kPlane, kPitch, ALIKE>(staged, in, images * channels * kPlane,
+                                                                           segments_of(kPlane));
   commit_copies();
 
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
-  const int own = warp / kBands, band = warp % kBands, plane = channel + own;
+  const int own = warp / kRowBlocks, row_block = warp % kRowBlocks, plane = channel + own;
   const bool computes = own < here;
   const Begin begin = Begin::of(plane);
   Matrix matrices[2][kFilterY];
@@ -286,8 +289,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
       share.lane_plane = staged + slot * kPitch + first * kPlane % kWide<ELEMENT> + own * kPlane + lane % 4 * 2 - SHIFT;
       share.out = kDirect ? out + (first + own) * kOutPlane
                           : staged + kOutAt + slot * kOutPitch + first * kOutPlane % kWide<ELEMENT> + own * kOutPlane;
-      share.first_row = band * kBandRows;
-      share.end_row = min(OUT_H, share.first_row + kBandRows);
+      share.first_row = row_block * kRowBlockRows;
+      share.end_row = min(OUT_H, share.first_row + kRowBlockRows);
       share.writes = image + slot < images;
       compute(share, matrices, masks, begin);
     }
@@ -295,6 +298,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
   if constexpr (!kDirect) {
     __syncthreads();  // the outputs of every warp are staged
     store_even_runs<kThreads, kImages, kChannels * kOutPlane, kOutPitch, ALIKE, PARTIAL>(out, staged + kOutAt,
-                                                                                         runs_of(kOutPlane));
+                                                                                         segments_of(kOutPlane));
   }
 }

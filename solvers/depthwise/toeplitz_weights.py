@@ -1,6 +1,6 @@
 """ConvDepthwiseBandsWeights: backward weights of depthwise convolution with filters of up to 8 columns, channels first.
 
-On tensor cores. Kernels: kernels_src/depthwise/bands_weights.cu.
+On tensor cores. Kernels: kernels_src/depthwise/toeplitz_weights.cu.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from miofind.solver.steps import (
 from miofind.solvers.common.correlation import ceil_div, round_up
 from miofind.solvers.common.limits import MAX_ELEMENTS
 from miofind.solvers.common.split_k import SplitK
-from miofind.solvers.depthwise.bands_tiling import BandAxis, band_pitch, images_begin_alike, refuse_bands
+from miofind.solvers.depthwise.toeplitz_tiling import ToeplitzAxis, images_begin_alike, refuse_toeplitz, toeplitz_pitch
 
-_SOURCE = "depthwise/bands_weights.cu"
+_SOURCE = "depthwise/toeplitz_weights.cu"
 _SHARED_BYTES = 48 << 10
 _ITEMSIZE = 2
 _REDUCTION_THREADS = 128
@@ -43,7 +43,7 @@ _DIVISION = ("images", "warps", "bands")
 class _Tiling:
     """A configuration applied to a problem: what the kernel's constants come to.
 
-    kernels_src/depthwise/bands_weights.cu computes the same from the defines and refuses to compile where it differs.
+    kernels_src/depthwise/toeplitz_weights.cu computes the same from the defines, and does not compile where it differs.
 
     Attributes:
         across: columns of x and of dy.
@@ -57,7 +57,7 @@ class _Tiling:
         products: of unrolled code, of depth 8.
     """
 
-    across: BandAxis
+    across: ToeplitzAxis
     band_rows: int
     bands: int
     pad: int
@@ -81,7 +81,7 @@ class _Tiling:
         planar = problem.lifted(2)
         (height, width), (out_height, out_width) = planar.spatial, planar.out_spatial
         filter_h, filter_w = planar.filter
-        across = BandAxis.of(width, out_width, filter_w, planar.conv.pad_before[1])
+        across = ToeplitzAxis.of(width, out_width, filter_w, planar.conv.pad_before[1])
         channels, images, warps = config["channels"], config["images"], config["warps"]
         band_rows = out_height if config["bands"] == 1 else round_up(ceil_div(out_height, config["bands"]), 2)
         bands = ceil_div(out_height, band_rows)
@@ -89,7 +89,7 @@ class _Tiling:
         is_whole = bands == 1 and height * across.words <= _MAX_WHOLE and out_height <= _MAX_WHOLE
         ring = met_rows if is_whole else round_up(filter_h + 1, 2)
         rows = height if bands == 1 else min(height, band_rows + filter_h - 1)
-        pitches = band_pitch(rows * width) + band_pitch(band_rows * out_width)
+        pitches = toeplitz_pitch(rows * width) + toeplitz_pitch(band_rows * out_width)
         met, halves = 2 if across.is_narrow else 3, 1 if out_width + across.is_odd <= 8 else 2
         variants = 2 if across.is_odd else 1
         matrix = 8 * halves * (8 * met + 1)
@@ -268,7 +268,7 @@ class ConvDepthwiseBandsWeights(Solver):
     def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
         if problem.direction is not Direction.BACKWARD_WEIGHTS:
             return Applicability("serves backward weights: ConvDepthwiseBands serves the other directions")
-        if (answer := refuse_bands(problem)).refused:
+        if (answer := refuse_toeplitz(problem)).refused:
             return answer
         if not any(self.is_valid_config(problem, device, config) for config in _FALLBACKS):
             return Applicability(

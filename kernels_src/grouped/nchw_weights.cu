@@ -2,17 +2,16 @@
 //   dw[k,c,i,j] = sum_{n,oh,ow} dy[n,k,oh,ow] * x[n, c, oh*stride - pad + i*dilation, ow*stride - pad + j*dilation].
 // Products whose depth is pixels, which lie in rows as they do in memory: a block adds up UNITS packs of groups over
 // tiles of IMAGES x ROW_GROUPS x ROWS rows of outputs, every gridDim.y-th, which cp.async stages STAGES deep. Lane 4g +
-// t of a warp reads 8 neighbouring pixels of channel g or filter g at once, in one of four streams t: a run of 8
+// t of a warp reads 8 neighbouring pixels of channel g or filter g at once, in one of four streams t: a segment of 8
 // columns down ROWS rows; which pixels make the depth is free, as long as x and dy agree. Columns of taps are shifts by
 // single pixels within registers. A warp computes an item, 8 or 16 channels x 8 * ITEM_BLOCKS filters, from one in
-// WARPS sets of four streams; of SHARES blocks each has some of a pack's channels. Sums are added in shared memory,
-// those of blocks by `grouped_planes_weights_finish`, in a fixed order.
-// Defines: ELEMENT, GROUP_C, GROUP_K, FILTER_*,
-// STRIDE_*, DILATION_*, PAD_*, IN_*, OUT_*, UNITS, SHARES, ITEM_BLOCKS, IMAGES, ROW_GROUPS, ROWS, ROW_TILES, WARPS,
-// STAGES, X_PITCH, DY_PITCH, X_CHANNEL, DY_CHANNEL, LANES, MIN_BLOCKS, SHARED_BYTES.
+// WARPS sets of four streams; of SHARES blocks each has some of a pack's channels. Accumulators are added in shared
+// memory, those of blocks by `grouped_planes_weights_finish`, in a fixed order. Defines: ELEMENT, GROUP_C, GROUP_K,
+// FILTER_*, STRIDE_*, DILATION_*, PAD_*, IN_*, OUT_*, UNITS, SHARES, ITEM_BLOCKS, IMAGES, ROW_GROUPS, ROWS, ROW_TILES,
+// WARPS, STAGES, X_PITCH, DY_PITCH, X_CHANNEL, DY_CHANNEL, LANES, MIN_BLOCKS, SHARED_BYTES.
 #include "common/split_k.cuh"
 #include "common/mma.cuh"
-#include "grouped/plane_rows.cuh"
+#include "grouped/nchw_rows.cuh"
 
 #if !defined(ELEMENT) || !defined(GROUP_C) || !defined(GROUP_K) || !defined(FILTER_Y) || !defined(FILTER_X) ||     \
     !defined(STRIDE_H) || !defined(STRIDE_W) || !defined(DILATION_H) || !defined(DILATION_W) || !defined(PAD_H) || \
@@ -26,36 +25,38 @@
 #error "define the tiling: UNITS, SHARES, ITEM_BLOCKS, IMAGES, ROW*, WARPS, STAGES, *_PITCH, *_CHANNEL, LANES, ..."
 #endif
 
-using Group = Groups<GROUP_C, GROUP_K>;
+using Group = PackedGroups<GROUP_C, GROUP_K>;
 constexpr int kFilterY = FILTER_Y, kFilterX = FILTER_X, kTaps = kFilterY * kFilterX;
-constexpr int kUnits = UNITS, kPackK = Group::kPackK, kShareC = Group::kPackC / SHARES;
-constexpr int kC = kUnits * kShareC, kK = kUnits * kPackK;
-static_assert(SHARES == 1 || (UNITS == 1 && Group::kPack == 1 && kShareC % 8 == 0), "blocks share channels of a group");
+constexpr int kUnits = UNITS, kPackedK = Group::kPackedK, kShareC = Group::kPackedC / SHARES;
+constexpr int kC = kUnits * kShareC, kK = kUnits * kPackedK;
+static_assert(SHARES == 1 || (UNITS == 1 && Group::kPackedGroups == 1 && kShareC % 8 == 0),
+              "blocks share channels of a group");
 
 // Items: 8 or 16 channels and kBlocks times 8 filters.
 constexpr int kChannelBlocks = kShareC % 16 ? 1 : 2, kItemsC = kShareC / 8 / kChannelBlocks;
-constexpr int kBlocks = ITEM_BLOCKS, kItemsK = kPackK / 8 / kBlocks;
-static_assert(kPackK / 8 % kBlocks == 0, "items share the filters evenly");
+constexpr int kBlocks = ITEM_BLOCKS, kItemsK = kPackedK / 8 / kBlocks;
+static_assert(kPackedK / 8 % kBlocks == 0, "items share the filters evenly");
 constexpr int kWarps = WARPS, kThreads = 32 * kUnits * kItemsC * kItemsK * kWarps;
 
 // A tile's rows of outputs, and the inputs that they meet.
 constexpr int kRows = ROWS, kImages = IMAGES, kStages = STAGES, kTileRows = kRows * ROW_GROUPS;
 constexpr int kPatchRows = (kTileRows - 1) * STRIDE_H + (kFilterY - 1) * DILATION_H + 1;
-constexpr int kRuns = ceil_div(OUT_W, 8), kStreams = kRuns * ROW_GROUPS * kImages, kSets = ceil_div(kStreams, 4);
-using Inputs = PlaneRows<kC, kImages, kPatchRows, IN_H, IN_W, X_PITCH, X_CHANNEL>;
-using Gradients = PlaneRows<kK, kImages, kTileRows, OUT_H, OUT_W, DY_PITCH, DY_CHANNEL>;
-static_assert(Gradients::kPitch >= 8 * kRuns, "a row of dy holds its runs");
+constexpr int kSegments = ceil_div(OUT_W, 8), kStreams = kSegments * ROW_GROUPS * kImages,
+              kSets = ceil_div(kStreams, 4);
+using Inputs = NchwRows<kC, kImages, kPatchRows, IN_H, IN_W, X_PITCH, X_CHANNEL>;
+using Gradients = NchwRows<kK, kImages, kTileRows, OUT_H, OUT_W, DY_PITCH, DY_CHANNEL>;
+static_assert(Gradients::kPitch >= 8 * kSegments, "a row of dy holds its runs");
 static_assert(ROW_TILES == 1 || !(Inputs::kFlat || Gradients::kFlat), "planes of odd width are staged whole");
 
-// Columns of taps are shifts; a lane has the pairs of pixels around its run that they reach.
+// Columns of taps are shifts; a lane has the pairs of pixels around its segment that they reach.
 constexpr int floor_half(int a) {
   return a >= 0 ? a / 2 : -((1 - a) / 2);
 }
 constexpr int kLeast = -PAD_W, kMost = (kFilterX - 1) * DILATION_W - PAD_W;
-constexpr int kPairs = 4 * STRIDE_W;  // of a run, in x
+constexpr int kPairs = 4 * STRIDE_W;  // of a segment, in x
 static_assert(STRIDE_W <= 2 && kLeast >= -2 && kMost <= (STRIDE_W == 1 ? 2 : 3), "shifts reach a pair either side");
 static_assert(Inputs::kPitch >= IN_W - kLeast && Inputs::kPitch > (OUT_W - 1) * STRIDE_W + kMost &&
-                  Inputs::kPitch >= 8 * kRuns * STRIDE_W,
+                  Inputs::kPitch >= 8 * kSegments * STRIDE_W,
               "rows end in the padding of both sides");
 
 // Where things are in shared memory: rows of odd width laid out, then the stages.
@@ -65,12 +66,12 @@ constexpr int kStageBytes = Inputs::kArrivingBytes + Gradients::kArrivingBytes;
 constexpr int kZerosAt = kLaid + kStages * kStageBytes;  // rows of dy of streams that are not there
 constexpr int kZeroBytes = kStreams % 4 ? (kRows - 1) * Gradients::kRowBytes + 16 : 0;
 
-// The warps' sums, a row a filter of a block.
+// The warps' accumulators, a row a filter of a block.
 constexpr int kRowFloats = (SHARES == 1 ? GROUP_C : kShareC) * kTaps;
-constexpr int kSumPitch = round_up(kRowFloats, 4) + ((8 - round_up(kRowFloats, 4)) % 16 + 16) % 16;
-constexpr int kSumBytes = 4 * kWarps * kK * kSumPitch;
-static_assert(SHARED_BYTES == maximum(kZerosAt + kZeroBytes, kSumBytes),
-              "solvers/grouped/planes_tiling.py counts otherwise");
+constexpr int kAccumulatorPitch = round_up(kRowFloats, 4) + ((8 - round_up(kRowFloats, 4)) % 16 + 16) % 16;
+constexpr int kAccumulatorBytes = 4 * kWarps * kK * kAccumulatorPitch;
+static_assert(SHARED_BYTES == maximum(kZerosAt + kZeroBytes, kAccumulatorBytes),
+              "solvers/grouped/nchw_tiling.py counts otherwise");
 
 // What a warp computes of each tile.
 struct Part {
@@ -97,7 +98,7 @@ constexpr bool is_met(int row) {
   return false;
 }
 
-using Sums = float[kPairsOfHalves][kFilterY][kBlocks][4];
+using Accumulators = float[kPairsOfHalves][kFilterY][kBlocks][4];
 
 __device__ __forceinline__ void load_four(unsigned* to, const unsigned char* from) {
   const uint4 words = *reinterpret_cast<const uint4*>(from);
@@ -110,7 +111,7 @@ struct Hidden {
   unsigned zero[4];
 };
 
-// A pair of pixels, number `pair` of four STRIDE_W apart, `shift` from a run whose pairs are in[1] on.
+// A pair of pixels, number `pair` of four STRIDE_W apart, `shift` from a segment whose pairs are in[1] on.
 __device__ __forceinline__ unsigned shifted(const unsigned (&in)[kPairs + 2], int shift, int pair, unsigned zero) {
   const int low = 1 + floor_half(shift) + pair * STRIDE_W;
   const bool is_odd = shift % 2 != 0;
@@ -118,28 +119,28 @@ __device__ __forceinline__ unsigned shifted(const unsigned (&in)[kPairs + 2], in
   return __byte_perm(in[low], in[low <= kPairs ? low + 1 : low], selector + zero);
 }
 
-// Adds the pairs before and after a run, number `column` of its row: other lanes have them where four streams are whole
-// rows.
-__device__ __forceinline__ void add_neighbours(unsigned (&in)[kPairs + 2], const unsigned char* run, int column) {
-  constexpr bool kWholeRows = 4 % kRuns == 0 && IN_W <= 8 * kRuns * STRIDE_W;
+// Adds the pairs before and after a segment, number `column` of its row: other lanes have them where four streams are
+// whole rows.
+__device__ __forceinline__ void add_neighbours(unsigned (&in)[kPairs + 2], const unsigned char* segment, int column) {
+  constexpr bool kWholeRows = 4 % kSegments == 0 && IN_W <= 8 * kSegments * STRIDE_W;
   if constexpr (!kWholeRows) {
-    if (kLeast < 0) in[0] = *reinterpret_cast<const unsigned*>(run - 4);
-    if (kMost >= STRIDE_W) in[kPairs + 1] = *reinterpret_cast<const unsigned*>(run + 4 * kPairs);
-  } else if constexpr (kRuns > 1) {
+    if (kLeast < 0) in[0] = *reinterpret_cast<const unsigned*>(segment - 4);
+    if (kMost >= STRIDE_W) in[kPairs + 1] = *reinterpret_cast<const unsigned*>(segment + 4 * kPairs);
+  } else if constexpr (kSegments > 1) {
     if (kLeast < 0) {
       const unsigned before = __shfl_up_sync(0xffffffffu, in[kPairs], 1);
       in[0] = column > 0 ? before : 0u;
     }
     if (kMost >= STRIDE_W) {
       const unsigned after = __shfl_down_sync(0xffffffffu, in[1], 1);
-      in[kPairs + 1] = column < kRuns - 1 ? after : 0u;
+      in[kPairs + 1] = column < kSegments - 1 ? after : 0u;
     }
   }
 }
 
-// Adds what a set of four streams contributes, in this lane run `column` of its rows; blocks of 8 filters are
+// Adds what a set of four streams contributes, in this lane segment `column` of its rows; blocks of 8 filters are
 // dy_block_bytes apart.
-__device__ __forceinline__ void add_streams(Sums& sums, const unsigned char* x, const unsigned char* dy,
+__device__ __forceinline__ void add_streams(Accumulators& accumulators, const unsigned char* x, const unsigned char* dy,
                                             int dy_block_bytes, int column, const Hidden& hidden) {
   unsigned gradients[kRows][kBlocks][4];
 #pragma unroll
@@ -153,10 +154,10 @@ __device__ __forceinline__ void add_streams(Sums& sums, const unsigned char* x, 
     unsigned in[kChannelBlocks][kPairs + 2] = {};
 #pragma unroll
     for (int block = 0; block < kChannelBlocks; ++block) {
-      const unsigned char* const run = x + row * Inputs::kRowBytes + block * 8 * Inputs::kChannelBytes;
+      const unsigned char* const segment = x + row * Inputs::kRowBytes + block * 8 * Inputs::kChannelBytes;
 #pragma unroll
-      for (int e = 0; e < kPairs; e += 4) load_four(in[block] + 1 + e, run + 4 * e);
-      add_neighbours(in[block], run, column);
+      for (int e = 0; e < kPairs; e += 4) load_four(in[block] + 1 + e, segment + 4 * e);
+      add_neighbours(in[block], segment, column);
     }
 #pragma unroll
     for (int pair = 0; pair < kPairsOfHalves; ++pair)
@@ -177,13 +178,14 @@ __device__ __forceinline__ void add_streams(Sums& sums, const unsigned char* x, 
           if (to < 0) continue;
 #pragma unroll
           for (int block = 0; block < kBlocks; ++block)
-            multiply_add<ELEMENT>(sums[pair][tap][block], pixels, gradients[to][block][e], gradients[to][block][e + 1]);
+            multiply_add<ELEMENT>(accumulators[pair][tap][block], pixels, gradients[to][block][e],
+                                  gradients[to][block][e + 1]);
         }
       }
   }
 }
 
-__device__ __forceinline__ void add_tile(Sums& sums, const unsigned char* x, const unsigned char* dy,
+__device__ __forceinline__ void add_tile(Accumulators& accumulators, const unsigned char* x, const unsigned char* dy,
                                          const unsigned char* zeros, const Part& part, const Hidden& hidden) {
   const int lane = threadIdx.x % 32, g = lane / 4;
 #pragma unroll 1
@@ -191,14 +193,16 @@ __device__ __forceinline__ void add_tile(Sums& sums, const unsigned char* x, con
     int stream = 4 * set + lane % 4;
     const bool there = kStreams % 4 == 0 || stream < kStreams;
     if (!there) stream = 0;
-    const int run = stream % kRuns, group = stream / kRuns % ROW_GROUPS, image = stream / (kRuns * ROW_GROUPS);
+    const int segment = stream % kSegments, group = stream / kSegments % ROW_GROUPS,
+              image = stream / (kSegments * ROW_GROUPS);
     const unsigned char* const inputs = x + 16 + (part.unit * kShareC + part.channel + g) * Inputs::kChannelBytes +
                                         image * Inputs::kImageBytes + group * kRows * STRIDE_H * Inputs::kRowBytes +
-                                        16 * STRIDE_W * run;
-    const unsigned char* const gradients = dy + 16 + (part.unit * kPackK + part.filter + g) * Gradients::kChannelBytes +
-                                           image * Gradients::kImageBytes + group * kRows * Gradients::kRowBytes +
-                                           16 * run;
-    add_streams(sums, inputs, there ? gradients : zeros, there ? 8 * Gradients::kChannelBytes : 0, run, hidden);
+                                        16 * STRIDE_W * segment;
+    const unsigned char* const gradients =
+        dy + 16 + (part.unit * kPackedK + part.filter + g) * Gradients::kChannelBytes + image * Gradients::kImageBytes +
+        group * kRows * Gradients::kRowBytes + 16 * segment;
+    add_streams(accumulators, inputs, there ? gradients : zeros, there ? 8 * Gradients::kChannelBytes : 0, segment,
+                hidden);
   }
 }
 
@@ -212,9 +216,9 @@ struct Places {
 
 __device__ __forceinline__ Places places_of(const Sizes& sizes, int tile) {
   const int row = tile % ROW_TILES * kTileRows, image = tile / ROW_TILES * kImages, unit = blockIdx.x * kUnits;
-  const int channel = unit * Group::kPackC + blockIdx.z * kShareC;
+  const int channel = unit * Group::kPackedC + blockIdx.z * kShareC;
   return {{sizes.n, sizes.channels, image, channel, row * STRIDE_H - PAD_H},
-          {sizes.n, sizes.filters, image, unit * kPackK, row}};
+          {sizes.n, sizes.filters, image, unit * kPackedK, row}};
 }
 
 __device__ __forceinline__ void stage_tile(unsigned to, const ELEMENT* x, const ELEMENT* dy, const Sizes& sizes,
@@ -224,10 +228,10 @@ __device__ __forceinline__ void stage_tile(unsigned to, const ELEMENT* x, const 
   stage_rows<Gradients, kThreads>(to + Inputs::kArrivingBytes, dy, places.dy);
 }
 
-// Writes a warp's sums: rows of filters, [channel][tap].
-__device__ __forceinline__ void stage_sums(float* staged, const Sums& sums, const Part& part) {
+// Writes a warp's accumulators: rows of filters, [channel][tap].
+__device__ __forceinline__ void stage_accumulators(float* staged, const Accumulators& accumulators, const Part& part) {
   const int lane = threadIdx.x % 32;
-  float* const to = staged + part.set * kK * kSumPitch;
+  float* const to = staged + part.set * kK * kAccumulatorPitch;
 #pragma unroll
   for (int block = 0; block < kBlocks; ++block)
 #pragma unroll
@@ -237,16 +241,17 @@ __device__ __forceinline__ void stage_sums(float* staged, const Sums& sums, cons
       for (int half = 0; half < kHalves; ++half) {
         const int channel = part.channel + half / kFilterX * 8 + lane / 4 - (SHARES == 1 ? k / GROUP_K * GROUP_C : 0);
         if (channel < 0 || channel >= GROUP_C) continue;
-        float* const row = to + (part.unit * kPackK + k) * kSumPitch + channel * kTaps + half % kFilterX;
+        float* const row = to + (part.unit * kPackedK + k) * kAccumulatorPitch + channel * kTaps + half % kFilterX;
 #pragma unroll
-        for (int tap = 0; tap < kFilterY; ++tap) row[tap * kFilterX] = sums[half / 2][tap][block][half % 2 * 2 + e];
+        for (int tap = 0; tap < kFilterY; ++tap)
+          row[tap * kFilterX] = accumulators[half / 2][tap][block][half % 2 * 2 + e];
       }
     }
 }
 
-// Adds the warps' sums and stores them: elements if there is one block for them, else floats.
+// Adds the warps' accumulators and stores them: elements if there is one block for them, else floats.
 template <typename T>
-__device__ __forceinline__ void store_sums(T* out, const float* staged, int filters) {
+__device__ __forceinline__ void store_accumulators(T* out, const float* staged, int filters) {
   constexpr int kVector = greatest_divisor(4, kRowFloats), kVectors = kRowFloats / kVector;
   const int first = blockIdx.x * kK;
 #pragma unroll 2
@@ -256,7 +261,8 @@ __device__ __forceinline__ void store_sums(T* out, const float* staged, int filt
     Vector<float, kVector> sum = {};
 #pragma unroll
     for (int warp = 0; warp < kWarps; ++warp) {
-      const auto more = *reinterpret_cast<const Vector<float, kVector>*>(staged + (warp * kK + k) * kSumPitch + at);
+      const auto more =
+          *reinterpret_cast<const Vector<float, kVector>*>(staged + (warp * kK + k) * kAccumulatorPitch + at);
 #pragma unroll
       for (int e = 0; e < kVector; ++e) sum.at[e] += more.at[e];
     }
@@ -270,7 +276,7 @@ __device__ __forceinline__ void store_sums(T* out, const float* staged, int filt
 
 extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
     grouped_planes_weights(const ELEMENT* __restrict__ dy, const ELEMENT* __restrict__ x, ELEMENT* __restrict__ dw,
-                           float* __restrict__ parts, int n, int channels, int filters, int tiles) {
+                           float* __restrict__ partials, int n, int channels, int filters, int tiles) {
   extern __shared__ __align__(16) unsigned char staged[];
   const unsigned stages = static_cast<unsigned>(__cvta_generic_to_shared(staged)) + kLaid;
   const Sizes sizes = {n, channels, filters};
@@ -299,7 +305,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
     if (tile < tiles) stage_tile(stages + stage * kStageBytes, x, dy, sizes, tile);
     commit_copies();
   }
-  Sums sums = {};
+  Accumulators accumulators = {};
   int at = 0;
 #pragma unroll 1
   for (int tile = blockIdx.y; tile < tiles; tile += step) {
@@ -322,7 +328,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
     if constexpr (Gradients::kFlat)
       lay_out_rows<Gradients, kThreads>(staged + kLaidInputs, arrived + Inputs::kArrivingBytes, places.dy.first_row);
     if constexpr (kLaid > 0) __syncthreads();  // rows of odd width are laid out; the barrier above frees them
-    add_tile(sums, Inputs::kFlat ? staged : arrived,
+    add_tile(accumulators, Inputs::kFlat ? staged : arrived,
              Gradients::kFlat ? staged + kLaidInputs : arrived + Inputs::kArrivingBytes, staged + kZerosAt, part,
              hidden);
     at = at + 1 == kStages ? 0 : at + 1;
@@ -330,18 +336,19 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
   wait_for_copies<0>();
   __syncthreads();  // every warp has read the last tile, which the sums overwrite
   griddepcontrol_launch_dependents();
-  float* const warps_sums = reinterpret_cast<float*>(staged);
-  stage_sums(warps_sums, sums, part);
-  __syncthreads();  // the sums of every warp are staged
+  float* const warp_accumulators = reinterpret_cast<float*>(staged);
+  stage_accumulators(warp_accumulators, accumulators, part);
+  __syncthreads();  // the accumulators of every warp are staged
   if (gridDim.y == 1)
-    store_sums(dw, warps_sums, filters);
+    store_accumulators(dw, warp_accumulators, filters);
   else
-    store_sums(parts + static_cast<int64>(blockIdx.y) * filters * GROUP_C * kTaps, warps_sums, filters);
+    store_accumulators(partials + static_cast<int64>(blockIdx.y) * filters * GROUP_C * kTaps, warp_accumulators,
+                       filters);
 }
 
 constexpr int kFinishThreads = 256;
 
 extern "C" __global__ void __launch_bounds__(kFinishThreads)
-    grouped_planes_weights_finish(const float* parts, ELEMENT* dw, int size, int splits) {
-  reduce_split_k<kFinishThreads, LANES>(dw, parts, size, splits);
+    grouped_planes_weights_finish(const float* partials, ELEMENT* dw, int size, int splits) {
+  reduce_split_k<kFinishThreads, LANES>(dw, partials, size, splits);
 }

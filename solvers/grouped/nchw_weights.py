@@ -1,7 +1,7 @@
 """ConvGroupedPlanesWeights: backward weights of grouped convolutions of channels-first images on tensor cores.
 
 Rows of planes are multiplied as they lie in memory, with pixels as the depth of the products. A second kernel adds the
-blocks' float32 sums in a fixed order. Kernels: kernels_src/grouped/planes_weights.cu.
+blocks' float32 sums in a fixed order. Kernels: kernels_src/grouped/nchw_weights.cu.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, KernelKe
 from miofind.solver.steps import Config, ConfigValue, ConvSolution, KernelStep, Pointer, int32s
 from miofind.solvers.common.axis_defines import axis_defines
 from miofind.solvers.common.correlation import ceil_div
-from miofind.solvers.common.group_packs import Packs, is_ample, refuse_groups
+from miofind.solvers.common.packed_groups import PackedGroups, is_ample, refuse_groups
 from miofind.solvers.common.split_k import SplitK
-from miofind.solvers.grouped.planes_tiling import PlanesWeightsTiling, shifts
+from miofind.solvers.grouped.nchw_tiling import PlanesWeightsTiling, shifts
 
 _DEFAULTS, _MOST_ALIKE = 8, 2
 _MOST_BLOCKS = 4  # of a multiprocessor, so that parts are few
@@ -78,7 +78,7 @@ def _defines(
 def _sum_step(problem: ProblemDescription, config: Config, device: Device) -> KernelStep:
     tiling = PlanesWeightsTiling.of(problem, config)
     return KernelStep(
-        source="grouped/planes_weights.cu",
+        source="grouped/nchw_weights.cu",
         entry="grouped_planes_weights",
         grid=(tiling.channel_tiles // config["shares"], config["splits"], config["shares"]),
         block=(tiling.threads, 1, 1),
@@ -171,7 +171,7 @@ def _of_tiles(tiles: tuple[tuple[int, int, int], ...], units: int, shares: int, 
 
 def _likely(problem: ProblemDescription, device: Device) -> Iterator[Config]:
     """What default_configs ranks by estimate: as many blocks as there are multiprocessors, to four times as many."""
-    packs, out_h = ceil_div(problem.groups, Packs.of(problem).groups), problem.lifted(2).out_spatial[0]
+    packs, out_h = ceil_div(problem.groups, PackedGroups.of(problem).groups), problem.lifted(2).out_spatial[0]
     tiles = tuple(
         (rows, row_groups, images)
         for rows, row_groups, images in itertools.product((4, 7, 14), (1, 2, 4), (1, 4, 8))
@@ -229,7 +229,7 @@ class ConvGroupedPlanesWeights(Solver):
         "stages": (1, 2, 3),
         "splits": _SPLITS,
     }
-    sources = ("grouped/planes_weights.cu",)
+    sources = ("grouped/nchw_weights.cu",)
 
     def examples(self) -> tuple[ProblemDescription, ...]:
         def grouped(groups: int, c: int, k: int, **fields: object) -> ProblemDescription:
@@ -270,7 +270,7 @@ class ConvGroupedPlanesWeights(Solver):
         return APPLICABLE
 
     def is_valid_config(self, problem: ProblemDescription, device: Device, config: Config) -> bool:
-        packs, out_h = Packs.of(problem), problem.lifted(2).out_spatial[0]
+        packs, out_h = PackedGroups.of(problem), problem.lifted(2).out_spatial[0]
         shares, units = config["shares"], config["units"]
         if shares > 1 and (units > 1 or packs.groups > 1 or packs.c // 8 % shares):
             return False

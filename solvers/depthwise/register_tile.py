@@ -1,4 +1,4 @@
-"""Strips of outputs that threads of the depthwise kernels compute: the arithmetic of kernels_src/depthwise/strips.cuh.
+"""Register tiles of depthwise kernels: a thread's outputs, and what they meet. Kernels: depthwise/register_tile.cuh.
 
 Pure arithmetic on shapes.
 """
@@ -32,7 +32,7 @@ _MAX_STRIDE = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StripAxis:
+class RegisterTileAxis:
     """One axis of a plane cut into strips of outputs.
 
     Output o and tap t meet source o * stride - pad + t * dilation; in a transposed convolution source s and tap t meet
@@ -58,7 +58,7 @@ class StripAxis:
     met: int
 
     @staticmethod
-    def of(problem: ProblemDescription, dim: int, length: int, *, transposed: bool) -> StripAxis:
+    def of(problem: ProblemDescription, dim: int, length: int, *, transposed: bool) -> RegisterTileAxis:
         """That of a 2-D problem, with strips of `length` outputs or, of a shorter axis, of all.
 
         Args:
@@ -77,7 +77,7 @@ class StripAxis:
             length = round_up(length, stride)
         taps, dilation, pad = problem.filter[dim], conv.dilation[dim], conv.pad_before[dim]
         first, last, met = _met(length, taps, stride, dilation, pad, transposed)
-        return StripAxis(
+        return RegisterTileAxis(
             size=size,
             outputs=outputs,
             taps=taps,
@@ -140,7 +140,7 @@ def vector(itemsize: int, *counts: int) -> int:
     return math.gcd(WIDE_BYTES // itemsize, *counts)
 
 
-def room(itemsize: int, count: int) -> int:
+def padded_size(itemsize: int, count: int) -> int:
     """Elements of shared memory that hold a run of `count`, wherever it begins."""
     wide = WIDE_BYTES // itemsize
     return round_up(count + wide - 1, wide)
@@ -152,7 +152,7 @@ def tap_pitch(taps: int) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StripTiling:
+class RegisterTiling:
     """What the depthwise kernels have in common of a configuration applied to a problem.
 
     Attributes:
@@ -163,8 +163,8 @@ class StripTiling:
     """
 
     problem: ProblemDescription
-    down: StripAxis
-    across: StripAxis
+    down: RegisterTileAxis
+    across: RegisterTileAxis
     planes: int
     bands: int
 
@@ -193,7 +193,7 @@ class StripTiling:
         return self.down.products * self.across.products
 
     @property
-    def band_strips(self) -> int:
+    def row_block_tiles(self) -> int:
         """Strips down a band."""
         return ceil_div(self.down.count, self.bands)
 
@@ -209,13 +209,13 @@ class StripTiling:
     @property
     def source_plane(self) -> int:
         """Elements of a source's plane that a band meets at most."""
-        down, reach = self.down, (self.band_strips - 1) * self.down.step + self.down.window
+        down, reach = self.down, (self.row_block_tiles - 1) * self.down.step + self.down.window
         return (down.size if self.bands == 1 else min(down.size, reach)) * self.across.size
 
     @property
     def plane(self) -> int:
         """Elements of a plane that a band has at most."""
-        return min(self.down.outputs, self.band_strips * self.down.length) * self.across.outputs
+        return min(self.down.outputs, self.row_block_tiles * self.down.length) * self.across.outputs
 
     @property
     def zeros(self) -> int:
@@ -264,7 +264,7 @@ class StripTiling:
         return self.products > _MAX_PRODUCTS or down.length * across.length > _MAX_STRIP
 
 
-def bands_of(down: StripAxis, rows: int) -> int:
+def row_blocks_of(down: RegisterTileAxis, rows: int) -> int:
     """Bands of about so many rows that a plane is cut into; one where rows is 0."""
     return ceil_div(down.count, max(1, rows // down.length)) if rows else 1
 

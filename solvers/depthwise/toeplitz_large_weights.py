@@ -1,7 +1,7 @@
 """ConvDepthwiseLargeWeights: backward weights of depthwise convolutions with large filters on tensor cores.
 
 Tiles of outputs are dealt to blocks; a second kernel adds the blocks' float32 sums in a fixed order. Kernels:
-kernels_src/depthwise/large_weights.cu.
+kernels_src/depthwise/toeplitz_large_weights.cu.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from miofind.solver.steps import (
 from miofind.solvers.common.correlation import Axis, ceil_div, forward_axes, round_up
 from miofind.solvers.common.limits import MAX_ELEMENTS
 from miofind.solvers.common.split_k import SplitK
-from miofind.solvers.depthwise.large_planes import (
-    PlaneVector,
+from miofind.solvers.depthwise.staged_images import (
     StagedColumns,
+    StagedVector,
     gap_slots,
     min_blocks,
     refuse_large,
@@ -44,7 +44,8 @@ _SHARED_BYTES = 48 << 10
 class _Tiling:
     """A configuration applied to a problem: what the kernel's constants come to.
 
-    kernels_src/depthwise/large_weights.cu computes the same from the defines and refuses to compile where it differs.
+    kernels_src/depthwise/toeplitz_large_weights.cu computes the same from the defines, and does not compile where it
+    differs.
 
     Attributes:
         axes: the correlation of x and w, rows and columns.
@@ -69,8 +70,8 @@ class _Tiling:
     columns: StagedColumns
     in_columns: int
     out_columns: int
-    in_vector: PlaneVector
-    out_vector: PlaneVector
+    in_vector: StagedVector
+    out_vector: StagedVector
     row_groups: int
     warp_rows: int
     slot_blocks: int
@@ -94,7 +95,7 @@ class _Tiling:
         diagonals = last_diagonal - first_diagonal + 1
         tile_is_all = tile_h == height.outputs and tile_w >= width.outputs
         all_staged = in_rows == height.size and columns.first == 0 and columns.count == width.size
-        in_vector = PlaneVector.of(problem.x, channels, whole=tile_is_all and all_staged)
+        in_vector = StagedVector.of(problem.x, channels, whole=tile_is_all and all_staged)
         row_groups = ceil_div(height.taps, warps * config["warp_rows"])
         gap = gap_slots(images)
         staged = (gap + channels * (in_rows * images + gap)) * (16 * in_blocks + 8)
@@ -110,7 +111,7 @@ class _Tiling:
             in_columns=columns.count if problem.x.layout.channels_last else round_up(columns.count, in_vector.columns),
             out_columns=min(tile_w, width.outputs),
             in_vector=in_vector,
-            out_vector=PlaneVector.of(problem.y, channels, whole=tile_is_all),
+            out_vector=StagedVector.of(problem.y, channels, whole=tile_is_all),
             row_groups=row_groups,
             warp_rows=ceil_div(height.taps, warps * row_groups),
             slot_blocks=ceil_div(tile_h * images, 16),
@@ -177,7 +178,7 @@ def _sum_step(problem: ProblemDescription, config: Config, tiling: _Tiling) -> K
     height, width = tiling.axes
     result = _split_k(problem, config).target
     return KernelStep(
-        source="depthwise/large_weights.cu",
+        source="depthwise/toeplitz_large_weights.cu",
         entry="depthwise_large_weights",
         grid=(tiling.blocks, 1, 1),
         block=(tiling.threads, 1, 1),
@@ -295,7 +296,7 @@ class ConvDepthwiseLargeWeights(Solver):
         "whole_filter": (False, True),
         "splits": (1, 2, 4, 8),
     }
-    sources = ("depthwise/large_weights.cu",)
+    sources = ("depthwise/toeplitz_large_weights.cu",)
 
     def examples(self) -> tuple[ProblemDescription, ...]:
         def depthwise(c: int, **fields: object) -> ProblemDescription:

@@ -3,8 +3,8 @@
 //   dx[n,c,h,w] = sum_{k,i,j} dy[n, k, (h + pad - i*dilation) / stride, likewise] * w[k,c,i,j], where whole.
 // Implicit GEMM on tensor cores, filters as block-diagonal matrices. A block stages a patch of IMAGES images and UNITS
 // units of groups, channels last, and their filters; of several STAGES, every gridDim.y-th patch, ahead of the warps. A
-// warp computes ROWS rows of 16 pixels (two runs of 8 columns) for one of SHARES shares of a unit's results. A fragment
-// of pixels serves all taps and rows of its column that meet it. Backward data has stride_h * stride_w phases,
+// warp computes ROWS rows of 16 pixels (two segments of 8 columns) for one of SHARES shares of a unit's results. A
+// fragment of pixels serves all taps and rows of its column that meet it. Backward data has stride_h * stride_w phases,
 // coordinates modulo the stride, each met by taps of its own.
 //
 // Defines: ELEMENT, GROUPS, GROUP_C, GROUP_K, FLIPPED (backward data), FILTER_*, STRIDE_*, DILATION_*, PAD_*, UNITS,
@@ -12,7 +12,7 @@
 // OUT_*, WHOLE_PLANES, CHANNELS_LAST, MIN_BLOCKS, SHARED_BYTES.
 #include "grouped/group_axis.cuh"
 #include "grouped/group_filters.cuh"
-#include "common/grouped.cuh"
+#include "common/shared_pixels.cuh"
 
 #if !defined(ELEMENT) || !defined(GROUPS) || !defined(GROUP_C) || !defined(GROUP_K) || !defined(FLIPPED) ||         \
     !defined(FILTER_Y) || !defined(FILTER_X) || !defined(STRIDE_H) || !defined(STRIDE_W) || !defined(DILATION_H) || \
@@ -26,13 +26,13 @@
 #error "define PAD_*, IN_*, OUT_* and the tiling: UNITS, SHARES, ROW*, COLUMN*, SPAN, IMAGES, WHOLE_PLANES, ..."
 #endif
 
-using Group = Groups<GROUP_C, GROUP_K>;
+using Group = PackedGroups<GROUP_C, GROUP_K>;
 constexpr bool kFlipped = FLIPPED;
 constexpr int kFilterY = FILTER_Y, kFilterX = FILTER_X, kTaps = kFilterY * kFilterX;
 
 // A unit: packs of groups whose summed channels are a multiple of 16.
-constexpr int kUnitPacks = (kFlipped ? Group::kPackK : Group::kPackC) % 16 ? 2 : 1;
-constexpr int kUnitC = kUnitPacks * Group::kPackC, kUnitK = kUnitPacks * Group::kPackK;
+constexpr int kUnitPackedGroups = (kFlipped ? Group::kPackedK : Group::kPackedC) % 16 ? 2 : 1;
+constexpr int kUnitC = kUnitPackedGroups * Group::kPackedC, kUnitK = kUnitPackedGroups * Group::kPackedK;
 constexpr int kUnitIn = kFlipped ? kUnitK : kUnitC, kUnitOut = kFlipped ? kUnitC : kUnitK;
 constexpr int kUnits = UNITS, kIn = kUnits * kUnitIn, kOut = kUnits * kUnitOut;
 constexpr int kDepth = kUnitIn / 16, kShares = SHARES, kBlocksN = kUnitOut / 8 / kShares;
@@ -46,8 +46,8 @@ using AxisW = GroupAxis<kFlipped, STRIDE_W, DILATION_W, PAD_W, kFilterX>;
 
 constexpr int kRows = ROWS, kTileH = ROWS * ROW_GROUPS, kColumns = COLUMNS, kSpan = SPAN, kImages = IMAGES,
               kStages = STAGES;
-constexpr int kRuns = kColumns / 8 * ROW_GROUPS * kImages;  // of 8 pixels in ROWS rows
-constexpr int kFragments = ceil_div(kRuns, 2);
+constexpr int kSegments = kColumns / 8 * ROW_GROUPS * kImages;  // of 8 pixels in ROWS rows
+constexpr int kFragments = ceil_div(kSegments, 2);
 constexpr int kThreads = 32 * kFragments * kShares * kUnits;
 static_assert(kColumns % 8 == 0 && kSpan <= kColumns && kSpan > kColumns - 8, "runs of 8 columns, the last one cut");
 
@@ -72,29 +72,29 @@ constexpr int kResultsBytes = kImages * (kLast ? kTileRows * kSpan * kResultByte
 // Channels first, what arrives as it is in memory: whole planes if a block has all of them.
 constexpr bool kWhole = WHOLE_PLANES;
 constexpr int kShift = (AxisW::kFirst % 8 + 8) % 8;
-using Raw = Planes<Patch, IN_H, IN_W, kShift, kWhole>;
+using Raw = StagedNchw<Patch, IN_H, IN_W, kShift, kWhole>;
 constexpr int kRawAt = kFiltersAt + Filters::kBytes, kRawFiltersAt = kRawAt + Raw::kBytes;
 constexpr int kStagedBytes = kLast ? kRawAt : kRawFiltersAt + Filters::kRawBytes;
 constexpr int kResultsAt = kOverlaid ? 0 : kStagedBytes;
 static_assert(SHARED_BYTES == (kOverlaid ? maximum(kStagedBytes, kResultsBytes) : kStagedBytes + kResultsBytes),
-              "solvers/common/group_packs.py counts otherwise");
+              "solvers/common/packed_groups.py counts otherwise");
 
-// A run of 8 pixels in ROWS rows.
-struct Run {
+// A segment of 8 pixels in ROWS rows.
+struct Segment {
   int image, row, column;
 };
 
-__device__ __forceinline__ Run run_at(int number) {
+__device__ __forceinline__ Segment segment_at(int number) {
   constexpr int kAcross = kColumns / 8;
   return {number / (kAcross * ROW_GROUPS), number / kAcross % ROW_GROUPS * kRows, number % kAcross * 8};
 }
 
-// What a warp computes: a unit, the first of its blocks of 8 results, and two runs.
+// What a warp computes: a unit, the first of its blocks of 8 results, and two segments.
 struct Part {
-  int unit, block, first_run;
+  int unit, block, first_segment;
 };
 
-using Sums = float[AxisH::kPhases][kRows][kBlocksN][4];
+using Accumulators = float[AxisH::kPhases][kRows][kBlocksN][4];
 using Filter = unsigned[kBlocksN][2];
 
 constexpr bool meet(int in_block, int out_block) {
@@ -102,7 +102,7 @@ constexpr bool meet(int in_block, int out_block) {
 }
 
 // Whether every block of a unit's matrix holds filters: all parts of the depth are then alike.
-constexpr bool kDense = kUnitPacks == 1 && Group::kPack == 1;
+constexpr bool kDense = kUnitPackedGroups == 1 && Group::kPackedGroups == 1;
 
 // The matrix of one tap: 16 summed channels, SHARES * 8 results. A warp's share of results is known only at run time
 // where the matrix is dense, else it has all of them.
@@ -116,7 +116,7 @@ __device__ __forceinline__ void load_filter(Filter& to, unsigned filters, int ta
     const int in = 2 * depth + !low, out = first_block + j;
     const int row = kFlipped ? 8 * in : 8 * out, channel = kFlipped ? 8 * out : 8 * in;
     const unsigned from = filters + row * Filters::kRowBytes + tap * Filters::kTapBytes +
-                          2 * (kDense ? channel : channel % Group::kPackC);
+                          2 * (kDense ? channel : channel % Group::kPackedC);
     if (low && high)
       load_matrix_pair<kFlipped>(to[j], from);
     else
@@ -124,23 +124,23 @@ __device__ __forceinline__ void load_filter(Filter& to, unsigned filters, int ta
   }
 }
 
-__device__ __forceinline__ void add_products(float (&sums)[kBlocksN][4], const unsigned (&pixels)[4],
+__device__ __forceinline__ void add_products(float (&accumulators)[kBlocksN][4], const unsigned (&pixels)[4],
                                              const Filter& filter, int depth) {
 #pragma unroll
   for (int j = 0; j < kBlocksN; ++j) {
     const bool low = kDense || meet(2 * depth, j), high = kDense || meet(2 * depth + 1, j);
     if (low && high)
-      multiply_add<ELEMENT>(sums[j], pixels, filter[j][0], filter[j][1]);
+      multiply_add<ELEMENT>(accumulators[j], pixels, filter[j][0], filter[j][1]);
     else if (low)
-      multiply_add_half<ELEMENT>(sums[j], pixels[0], pixels[1], filter[j][0]);
+      multiply_add_half<ELEMENT>(accumulators[j], pixels[0], pixels[1], filter[j][0]);
     else if (high)
-      multiply_add_half<ELEMENT>(sums[j], pixels[2], pixels[3], filter[j][1]);
+      multiply_add_half<ELEMENT>(accumulators[j], pixels[2], pixels[3], filter[j][1]);
   }
 }
 
 // Adds what one column of taps and 16 channels contribute.
-__device__ __forceinline__ void add_column(Sums& sums, unsigned pixels, unsigned filters, int column, int depth,
-                                           int first_block) {
+__device__ __forceinline__ void add_column(Accumulators& accumulators, unsigned pixels, unsigned filters, int column,
+                                           int depth, int first_block) {
   Filter filter[kFilterY];
 #pragma unroll
   for (int tap = 0; tap < kFilterY; ++tap)
@@ -155,33 +155,33 @@ __device__ __forceinline__ void add_column(Sums& sums, unsigned pixels, unsigned
 #pragma unroll
       for (int tap = 0; tap < kFilterY; ++tap) {
         const int to = AxisH::output<kRows>(row, phase, tap);
-        if (to >= 0) add_products(sums[phase][to], fragment, filter[tap], depth);
+        if (to >= 0) add_products(accumulators[phase][to], fragment, filter[tap], depth);
       }
   }
 }
 
-// Address of a lane's pixel and word for load_matrices: run (lane / 8) % 2, pixel lane % 8, words lane / 16.
+// Address of a lane's pixel and word for load_matrices: segment (lane / 8) % 2, pixel lane % 8, words lane / 16.
 __device__ __forceinline__ unsigned pixels_of(unsigned patch, const Part& part) {
   const int lane = threadIdx.x % 32;
-  const Run run = run_at(min(part.first_run + lane / 8 % 2, kRuns - 1));
-  const int column = min(run.column + lane % 8, kSpan - 1);
-  return patch + run.image * Patch::kImageBytes + run.row * AxisH::kStep * Patch::kRowBytes +
+  const Segment segment = segment_at(min(part.first_segment + lane / 8 % 2, kSegments - 1));
+  const int column = min(segment.column + lane % 8, kSpan - 1);
+  return patch + segment.image * Patch::kImageBytes + segment.row * AxisH::kStep * Patch::kRowBytes +
          column * Patch::kPixelBytes + 2 * part.unit * kUnitIn + lane / 16 * 16;
 }
 
-// Rounds sums into the staged results.
-__device__ __forceinline__ void stage_sums(unsigned char* results, const Sums& sums, const Part& part,
-                                           int columns_phase) {
+// Rounds accumulators into the staged results.
+__device__ __forceinline__ void stage_accumulators(unsigned char* results, const Accumulators& accumulators,
+                                                   const Part& part, int columns_phase) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const Run run = run_at(part.first_run + half);
-    const int column = run.column + lane / 4;
-    if (part.first_run + half >= kRuns || column >= kSpan) continue;
+    const Segment segment = segment_at(part.first_segment + half);
+    const int column = segment.column + lane / 4;
+    if (part.first_segment + half >= kSegments || column >= kSpan) continue;
     if constexpr (!kLast) {
       const int channel = part.unit * kUnitOut + 8 * part.block + lane % 4 * 2;
-      ELEMENT* const to = reinterpret_cast<ELEMENT*>(results) + (run.image * kOut + channel) * kPlane +
-                          run.row * AxisH::kPhases * kTileColumns + column * AxisW::kPhases + columns_phase;
+      ELEMENT* const to = reinterpret_cast<ELEMENT*>(results) + (segment.image * kOut + channel) * kPlane +
+                          segment.row * AxisH::kPhases * kTileColumns + column * AxisW::kPhases + columns_phase;
 #pragma unroll
       for (int row = 0; row < kRows; ++row)
 #pragma unroll
@@ -191,10 +191,10 @@ __device__ __forceinline__ void stage_sums(unsigned char* results, const Sums& s
 #pragma unroll
             for (int e = 0; e < 2; ++e)
               to[(8 * j + e) * kPlane + (row * AxisH::kPhases + phase) * kTileColumns] =
-                  convert<ELEMENT>(sums[phase][row][j][2 * half + e]);
+                  convert<ELEMENT>(accumulators[phase][row][j][2 * half + e]);
       continue;
     }
-    const int first = (run.image * kTileH + run.row) * AxisH::kPhases * kSpan + column;
+    const int first = (segment.image * kTileH + segment.row) * AxisH::kPhases * kSpan + column;
     unsigned char* const to =
         results + first * kResultBytes + 2 * part.unit * kUnitOut + 16 * part.block + lane % 4 * 4;
 #pragma unroll
@@ -203,7 +203,7 @@ __device__ __forceinline__ void stage_sums(unsigned char* results, const Sums& s
       for (int phase = 0; phase < AxisH::kPhases; ++phase)
 #pragma unroll
         for (int j = 0; j < kBlocksN; ++j) {
-          const float* sum = sums[phase][row][j] + 2 * half;
+          const float* sum = accumulators[phase][row][j] + 2 * half;
           *reinterpret_cast<Vector<ELEMENT, 2>*>(to + (row * AxisH::kPhases + phase) * kSpan * kResultBytes +
                                                  16 * j) = {convert<ELEMENT>(sum[0]), convert<ELEMENT>(sum[1])};
         }
@@ -233,12 +233,12 @@ __device__ __forceinline__ void store_results(ELEMENT* out, const unsigned char*
   }
 }
 
-// Stores staged planes of all phases: row by row, or, of whole planes without gaps, in one run of all channels.
+// Stores staged planes of all phases: row by row, or, of whole planes without gaps, in one segment of all channels.
 __device__ __forceinline__ void store_planes(ELEMENT* out, const unsigned char* results, const Images& images) {
-  constexpr bool kOneRun = kWhole && kTileColumns == OUT_W;
+  constexpr bool kOneSegment = kWhole && kTileColumns == OUT_W;
   constexpr int kArea = OUT_H * OUT_W;
   const ELEMENT* const from = reinterpret_cast<const ELEMENT*>(results);
-  if constexpr (kOneRun) {
+  if constexpr (kOneSegment) {
     constexpr int kVector = greatest_divisor(8, kArea) >= 4 ? greatest_divisor(8, kArea) : 8;
     constexpr int kVectors = kOut * kArea / kVector;
 #pragma unroll 2
@@ -286,18 +286,18 @@ __device__ __forceinline__ void compute_tile(ELEMENT* out, unsigned char* result
                                              const Part& part, const Images& target) {
 #pragma unroll 1
   for (int phase = 0; phase < AxisW::kPhases; ++phase) {
-    Sums sums = {};
+    Accumulators accumulators = {};
 #pragma unroll(kDense ? 1 : kDepth)
     for (int depth = 0; depth < kDepth; ++depth)
 #pragma unroll(kFilterX <= 3 ? kFilterX : 1)
       for (int tap = 0; tap < kFilterX; ++tap) {
         if (!AxisW::meets(phase, tap)) continue;
         const int shift = Patch::slot(AxisW::offset(phase, tap) - AxisW::kFirst);
-        add_column(sums, pixels + shift * Patch::kPixelBytes + 32 * depth, matrices, tap, depth, part.block);
+        add_column(accumulators, pixels + shift * Patch::kPixelBytes + 32 * depth, matrices, tap, depth, part.block);
       }
     if (kOverlaid || (kLast && phase > 0))
       __syncthreads();  // every warp has read the patch, or stored the phase before
-    stage_sums(results, sums, part, phase);
+    stage_accumulators(results, accumulators, part, phase);
     if (!kLast && phase < AxisW::kPhases - 1) continue;
     __syncthreads();  // the results of every warp are staged
     if constexpr (kLast)
@@ -348,7 +348,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
   const Images source = source_of(sizes, first);
   if constexpr (kLast) {
     stage_pixels<Patch, kInRow, kThreads>(base, in, source);
-    if constexpr (Group::kPack == 1) stage_filters<Filters, kThreads>(base + kFiltersAt, filter, first_filter, filters);
+    if constexpr (Group::kPackedGroups == 1)
+      stage_filters<Filters, kThreads>(base + kFiltersAt, filter, first_filter, filters);
     commit_copies();
 #pragma unroll
     for (int stage = 1; stage < kStages - 1; ++stage) {
@@ -357,17 +358,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
         stage_pixels<Patch, kInRow, kThreads>(base + stage * Patch::kBytes, in, source_of(sizes, tile_at(tile)));
       commit_copies();
     }
-    if constexpr (Group::kPack != 1)
+    if constexpr (Group::kPackedGroups != 1)
       arrange_filters<Filters, kThreads>(staged + kFiltersAt, filter + first_filter * kTaps * GROUP_C,
                                          filters - first_filter);
   } else {
-    stage_planes<Patch, IN_H, IN_W, kShift, kWhole, kThreads>(staged + kRawAt, in, source);
+    stage_nchw<Patch, IN_H, IN_W, kShift, kWhole, kThreads>(staged + kRawAt, in, source);
     stage_raw_filters<Filters, kThreads>(base + kRawFiltersAt, filter, first_filter, filters);
     commit_copies();
     wait_for_copies<0>();
     __syncthreads();  // the planes and the filters have arrived
-    turn_planes<Patch, IN_H, IN_W, kShift, kWhole, kThreads>(staged, reinterpret_cast<const ELEMENT*>(staged + kRawAt),
-                                                             source);
+    transpose_nchw<Patch, IN_H, IN_W, kShift, kWhole, kThreads>(
+        staged, reinterpret_cast<const ELEMENT*>(staged + kRawAt), source);
     arrange_filters<Filters, kThreads>(staged + kFiltersAt, reinterpret_cast<const ELEMENT*>(staged + kRawFiltersAt),
                                        Filters::kFilters);
   }

@@ -16,8 +16,9 @@ struct Bands {
   static constexpr int kBlocks = ceil_div(kOutputs + kOdd, 16), kWords = 2 * kBlocks + 1;
   static constexpr bool kIsNarrow = kBlocks == 1 && kShift == 0 && kWidth + kOdd <= 16;
   static constexpr int kFirstTap = kPad - kShift;  // joins the first input and the first output of a block
-  static_assert(kShift % 2 == 0 && (kIsNarrow || kFirstTap + kOdd <= 0), "words begin before the first column met");
-  static_assert(kIsNarrow || kTaps + 15 - kFirstTap + kOdd <= 24, "and end after the last");
+  static_assert(kShift % 2 == 0 && (kIsNarrow || kFirstTap + kOdd <= 0),
+                "words must begin no later than the first column met");
+  static_assert(kIsNarrow || kTaps + 15 - kFirstTap + kOdd <= 24, "words must end no earlier than the last column met");
 
   // Whether a word has columns that exist, and whether a block meets them.
   static constexpr bool is_live(int word) { return 8 * word - kShift - kOdd < kWidth && 8 * word + 7 - kShift >= 0; }

@@ -1,7 +1,7 @@
-// Runs of neighbouring elements of a tensor, copied to and from shared memory as they lie, 16 bytes at a time.
+// Segments of neighbouring elements of a tensor, copied to and from shared memory as they lie, 16 bytes at a time.
 //
 // Element `first` of the tensor lies at first % kWide of its place in shared memory, so that words of both are aligned
-// alike, wherever a run begins. Beside a run lie elements of the tensor that share its first and last word.
+// alike, wherever a segment begins. Beside a segment lie elements of the tensor that share its first and last word.
 #pragma once
 
 #include "common/copy_bytes.cuh"
@@ -10,24 +10,24 @@
 template <typename T>
 constexpr int kWide = 16 / sizeof(T);
 
-// Elements of shared memory that hold a run of `count`, wherever it begins.
+// Elements of shared memory that hold a segment of `count`, wherever it begins.
 template <typename T>
-constexpr int room(int count) {
+constexpr int padded_size(int count) {
   return round_up(count + kWide<T> - 1, kWide<T>);
 }
 
-struct Run {
+struct Segment {
   int first, count;
 };
 
-// Turns that kThreads threads take for `count` things, and how many of them are unrolled.
+// Iterations that kThreads threads take for `count` things, and how many of them are unrolled.
 template <int kThreads>
-constexpr int turns(int count) {
+constexpr int iterations(int count) {
   return ceil_div(count, kThreads);
 }
 template <int kThreads>
 constexpr int unrolled(int count) {
-  return turns<kThreads>(count) <= 6 ? turns<kThreads>(count) : 4;
+  return iterations<kThreads>(count) <= 6 ? iterations<kThreads>(count) : 4;
 }
 
 __device__ __forceinline__ void unpack(float16, unsigned pair, float& low, float& high) {
@@ -131,18 +131,19 @@ __device__ __forceinline__ void write_anywhere(T* to, const float* from) {
       static_cast<unsigned short>(is_odd ? first : pair);
 }
 
-// Starts to copy kSlots runs of at most kMost elements of a tensor of `size`; run_of(slot) tells which. Slots are
-// kPitch elements apart. All kThreads threads take part; complete after wait_for_copies<0>() and a barrier.
+// Starts to copy kSlots segments of at most kMost elements of a tensor of `size`; segment_of(slot) tells which. Slots
+// are kPitch elements apart. All kThreads threads take part; complete after wait_for_copies<0>() and a barrier.
 template <int kThreads, int kSlots, int kMost, int kPitch, typename T, typename RunOf>
-__device__ __forceinline__ void load_runs(T* to, const T* tensor, int size, RunOf run_of) {
-  constexpr int kWords = room<T>(kMost) / kWide<T>;
-  static_assert(kPitch % kWide<T> == 0 && (kSlots == 1 || kPitch >= room<T>(kMost)), "slots hold whole words");
+__device__ __forceinline__ void load_segments(T* to, const T* tensor, int size, RunOf segment_of) {
+  constexpr int kWords = padded_size<T>(kMost) / kWide<T>;
+  static_assert(kPitch % kWide<T> == 0 && (kSlots == 1 || kPitch >= padded_size<T>(kMost)),
+                "kPitch must be a multiple of 16 bytes");
 #pragma unroll(unrolled<kThreads>(kSlots * kWords))
-  for (int turn = 0; turn < turns<kThreads>(kSlots * kWords); ++turn) {
-    const int i = turn * kThreads + threadIdx.x, slot = i / kWords, at = i % kWords * kWide<T>;
-    const Run run = run_of(slot);
-    const int skipped = run.first % kWide<T>, from = run.first - skipped + at;
-    if (slot >= kSlots || at >= skipped + run.count || from + kWide<T> > size) continue;
+  for (int iteration = 0; iteration < iterations<kThreads>(kSlots * kWords); ++iteration) {
+    const int i = iteration * kThreads + threadIdx.x, slot = i / kWords, at = i % kWords * kWide<T>;
+    const Segment segment = segment_of(slot);
+    const int skipped = segment.first % kWide<T>, from = segment.first - skipped + at;
+    if (slot >= kSlots || at >= skipped + segment.count || from + kWide<T> > size) continue;
     copy_bytes<16>(static_cast<unsigned>(__cvta_generic_to_shared(to + slot * kPitch + at)), tensor + from, true);
   }
   if (size % kWide<T> == 0) return;
@@ -150,23 +151,23 @@ __device__ __forceinline__ void load_runs(T* to, const T* tensor, int size, RunO
 #pragma unroll 1
   for (int i = threadIdx.x; i < kSlots * kWide<T>; i += kThreads) {
     const int slot = i / kWide<T>, element = size - size % kWide<T> + i % kWide<T>;
-    const Run run = run_of(slot);
-    const int at = element - (run.first - run.first % kWide<T>);
-    if (element < size && element >= run.first && element < run.first + run.count)
+    const Segment segment = segment_of(slot);
+    const int at = element - (segment.first - segment.first % kWide<T>);
+    if (element < size && element >= segment.first && element < segment.first + segment.count)
       to[slot * kPitch + at] = tensor[element];
   }
 }
 
-// Writes a run of at most kMost elements; all kThreads threads take part.
+// Writes a segment of at most kMost elements; all kThreads threads take part.
 template <int kThreads, int kMost, typename T>
-__device__ __forceinline__ void store_run(T* tensor, const T* from, const Run& run) {
-  const int skipped = run.first % kWide<T>, end = skipped + run.count;
-  T* const to = tensor + (run.first - skipped);
+__device__ __forceinline__ void store_run(T* tensor, const T* from, const Segment& segment) {
+  const int skipped = segment.first % kWide<T>, end = skipped + segment.count;
+  T* const to = tensor + (segment.first - skipped);
   const int first_word = ceil_div(skipped, kWide<T>), words = end / kWide<T>;
-  constexpr int kWords = room<T>(kMost) / kWide<T>;
+  constexpr int kWords = padded_size<T>(kMost) / kWide<T>;
 #pragma unroll(unrolled<kThreads>(kWords))
-  for (int turn = 0; turn < turns<kThreads>(kWords); ++turn) {
-    const int i = turn * kThreads + threadIdx.x;
+  for (int iteration = 0; iteration < iterations<kThreads>(kWords); ++iteration) {
+    const int i = iteration * kThreads + threadIdx.x;
     if (i >= first_word && i < words) reinterpret_cast<uint4*>(to)[i] = reinterpret_cast<const uint4*>(from)[i];
   }
   if (skipped == 0 && end % kWide<T> == 0) return;

@@ -1,7 +1,7 @@
 """ConvGroupedWeights: backward weights of grouped convolutions with few channels a group on tensor cores.
 
 Tiles of outputs are dealt to blocks; a second kernel adds the blocks' float32 sums in a fixed order. Kernels:
-kernels_src/grouped/pixels_weights.cu.
+kernels_src/grouped/nhwc_weights.cu.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from miofind.solver.steps import (
 )
 from miofind.solvers.common.axis_defines import axis_defines
 from miofind.solvers.common.correlation import ceil_div
-from miofind.solvers.common.group_packs import is_ample, refuse_groups
+from miofind.solvers.common.packed_groups import is_ample, refuse_groups
 from miofind.solvers.common.split_k import SplitK
-from miofind.solvers.grouped.pixels_weights_tiling import SHARES, GroupedWeightsTiling, may_share, units_in_all
+from miofind.solvers.grouped.nhwc_weights_tiling import SHARES, GroupedWeightsTiling, may_share, units_in_all
 
 _DEFAULTS = 8
 _MOST_BLOCKS = 3  # of a multiprocessor, so that parts are few
@@ -85,7 +85,7 @@ def _defines(
 def _sum_step(problem: ProblemDescription, config: Config, device: Device) -> KernelStep:
     tiling, planar = GroupedWeightsTiling.of(problem, config), problem.lifted(2)
     return KernelStep(
-        source="grouped/pixels_weights.cu",
+        source="grouped/nhwc_weights.cu",
         entry="grouped_weights",
         grid=(tiling.channel_tiles // config["shares"], config["splits"], tiling.tap_blocks * config["shares"]),
         block=(tiling.threads, 1, 1),
@@ -208,7 +208,7 @@ class ConvGroupedWeights(Solver):
         "splits": _SPLITS,
         "shares": tuple(SHARES),
     }
-    sources = ("grouped/pixels_weights.cu",)
+    sources = ("grouped/nhwc_weights.cu",)
 
     def examples(self) -> tuple[ProblemDescription, ...]:
         def grouped(groups: int, c: int, k: int, **fields: object) -> ProblemDescription:

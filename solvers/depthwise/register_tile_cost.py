@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from miofind.device.device import Device
 from miofind.solvers.common.correlation import ceil_div
-from miofind.solvers.depthwise.strips import StripAxis, vector
+from miofind.solvers.depthwise.register_tile import RegisterTileAxis, vector
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +58,7 @@ def estimate_ms(load: Load, device: Device) -> float:
     return _LAUNCH_MS + max(computing, moving) + apart * min(computing, moving)
 
 
-def row_reads(itemsize: int, axis: StripAxis) -> float:
+def row_reads(itemsize: int, axis: RegisterTileAxis) -> float:
     """Reads of shared memory for a row of a strip's window, about."""
     width = vector(itemsize, axis.size, axis.step)
     return axis.met / width + (0 if width == 1 else 1.5)

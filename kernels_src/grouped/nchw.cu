@@ -13,7 +13,7 @@
 #include "grouped/group_axis.cuh"
 #include "grouped/group_filters.cuh"
 #include "common/mma.cuh"
-#include "grouped/plane_rows.cuh"
+#include "grouped/nchw_rows.cuh"
 
 #if !defined(ELEMENT) || !defined(GROUP_C) || !defined(GROUP_K) || !defined(FLIPPED) || !defined(FILTER_Y) || \
     !defined(FILTER_X) || !defined(STRIDE_H) || !defined(STRIDE_W) || !defined(DILATION_H) || !defined(DILATION_W)
@@ -25,15 +25,15 @@
 #error "define PAD_*, IN_*, OUT_* and the tiling: UNITS, IMAGES, ROW*, STAGES, PITCH, MIN_BLOCKS, SHARED_BYTES"
 #endif
 
-using Group = Groups<GROUP_C, GROUP_K>;
+using Group = PackedGroups<GROUP_C, GROUP_K>;
 using AxisH = GroupAxis<FLIPPED, STRIDE_H, DILATION_H, PAD_H, FILTER_Y>;
 using AxisW = GroupAxis<FLIPPED, STRIDE_W, DILATION_W, PAD_W, FILTER_X>;
 constexpr bool kFlipped = FLIPPED;
 constexpr int kFilterY = FILTER_Y, kFilterX = FILTER_X, kTaps = kFilterY * kFilterX;
 
 // A unit: packs of groups whose channels and filters are multiples of 16.
-constexpr int kUnitPacks = Group::kPackC % 16 || Group::kPackK % 16 ? 2 : 1;
-constexpr int kUnitC = kUnitPacks * Group::kPackC, kUnitK = kUnitPacks * Group::kPackK;
+constexpr int kUnitPackedGroups = Group::kPackedC % 16 || Group::kPackedK % 16 ? 2 : 1;
+constexpr int kUnitC = kUnitPackedGroups * Group::kPackedC, kUnitK = kUnitPackedGroups * Group::kPackedK;
 constexpr int kUnitIn = kFlipped ? kUnitK : kUnitC, kUnitOut = kFlipped ? kUnitC : kUnitK;
 constexpr int kUnits = UNITS, kIn = kUnits * kUnitIn, kOut = kUnits * kUnitOut;
 constexpr int kDepth = kUnitIn / 16, kShares = kUnitOut / 16;
@@ -52,7 +52,7 @@ static_assert(AxisW::kStep == 1 ? AxisW::kFirst >= -7 && AxisW::kLast <= 7 : Axi
 
 constexpr int kPatchRows = (kTileRows - 1) * AxisH::kStep + AxisH::kReach + 1;
 constexpr int kChannelBytes = odd_words(2 * kImages * kPatchRows * PITCH);
-using Inputs = PlaneRows<kIn, kImages, kPatchRows, IN_H, IN_W, PITCH, kChannelBytes>;
+using Inputs = NchwRows<kIn, kImages, kPatchRows, IN_H, IN_W, PITCH, kChannelBytes>;
 static_assert(PITCH >= 8 * kInTiles, "a row holds the tiles that are read");
 static_assert(ROW_TILES == 1 || !Inputs::kFlat, "planes of odd width are staged whole");
 
@@ -65,13 +65,13 @@ constexpr int kResultBytes = 2 * kImages * kOut * kPlane;
 // Shared memory: rows laid out, the stages, then the results, where the filters are before. Filters of 8 channels and
 // more are read from rows as they lie in memory, others are arranged.
 using Filters = FilterRows<GROUP_C, GROUP_K, kTaps, kUnits * kUnitK, false>;
-constexpr bool kArranged = Group::kPack > 1;
+constexpr bool kArranged = Group::kPackedGroups > 1;
 constexpr int kLaid = Inputs::kFlat ? Inputs::kBytes : 0, kStageBytes = Inputs::kArrivingBytes;
 constexpr int kResultsAt = kLaid + kStages * kStageBytes;
 constexpr int kZerosAt = kResultsAt + Filters::kBytes, kRawFiltersAt = kZerosAt + 16;
 constexpr int kFilterBytes = Filters::kBytes + (kArranged ? 16 + Filters::kRawBytes : 0);
 static_assert(SHARED_BYTES == kResultsAt + maximum(kResultBytes, kFilterBytes),
-              "solvers/grouped/planes_tiling.py counts otherwise");
+              "solvers/grouped/nchw_tiling.py counts otherwise");
 
 // What a warp computes of each tile.
 struct Part {
@@ -92,8 +92,9 @@ __device__ __forceinline__ void load_filters(Matrices& to, unsigned filters, uns
   for (int depth = 0; depth < kDepth; ++depth) {
     const int result = 2 * part.share + lane / 8 % 2, summed = 2 * depth + lane / 16;
     const int k = 8 * (kFlipped ? summed : result), c = 8 * (kFlipped ? result : summed);
-    const bool is_there = k / Group::kPackK == c / Group::kPackC;
-    const unsigned from = filters + (part.unit * kUnitK + k + lane % 8) * Filters::kRowBytes + 2 * (c % Group::kPackC);
+    const bool is_there = k / Group::kPackedK == c / Group::kPackedC;
+    const unsigned from =
+        filters + (part.unit * kUnitK + k + lane % 8) * Filters::kRowBytes + 2 * (c % Group::kPackedC);
 #pragma unroll
     for (int tap = 0; tap < kTaps; ++tap) {
       const unsigned address = is_there ? from + tap * Filters::kTapBytes : zeros;
@@ -115,9 +116,9 @@ __device__ __forceinline__ void load_raw_filters(Matrices& to, const unsigned ch
       const int result = 8 * (2 * part.share + e % 2), summed = 8 * (2 * depth + e / 2);
       const int k = kFlipped ? summed : result, c = kFlipped ? result : summed;
       unsigned pairs[kTaps] = {};
-      if (k / Group::kPackK == c / Group::kPackC)
+      if (k / Group::kPackedK == c / Group::kPackedC)
         load_pairs<Filters, kFlipped>(pairs, filters, part.unit * kUnitK + k + (kFlipped ? t : g),
-                                      c % Group::kPackC + (kFlipped ? g : t));
+                                      c % Group::kPackedC + (kFlipped ? g : t));
 #pragma unroll
       for (int tap = 0; tap < kTaps; ++tap) to[tap][depth][e] = pairs[tap];
     }
@@ -146,14 +147,14 @@ __device__ __forceinline__ unsigned shifted_parted(unsigned before, unsigned her
 // Fragments of one row of pixels: 16 channels x 8 columns a tile; parted, tiles of even and of odd columns.
 using Row = unsigned[AxisW::kStep][kInTiles][2];
 
-// Sums of ROWS rows of outputs.
-using Sums = float[AxisH::kPhases][AxisW::kPhases][kRows][kTiles][4];
+// Accumulators of ROWS rows of outputs.
+using Accumulators = float[AxisH::kPhases][AxisW::kPhases][kRows][kTiles][4];
 
 template <typename To>
 __device__ __forceinline__ void load_row(To& to, unsigned pixels) {
-  constexpr int kInTurn = kDepth == 1 ? 2 : 1;
+  constexpr int kInOrder = kDepth == 1 ? 2 : 1;
 #pragma unroll
-  for (int tile = 0; tile < kInTiles; tile += kInTurn) {
+  for (int tile = 0; tile < kInTiles; tile += kInOrder) {
     unsigned both[4];
     load_transposed(both, pixels + 16 * tile);
 #pragma unroll
@@ -201,7 +202,8 @@ __device__ __forceinline__ void select(unsigned (&to)[2], const Row& row, int ti
 
 // Adds what one row of pixels contributes by the taps of a column, and by those of the columns after it.
 template <int kPhase, int kTap>
-__device__ __forceinline__ void add_taps(Sums& sums, const Row& pixels, const Matrices& filters, int row, int depth) {
+__device__ __forceinline__ void add_taps(Accumulators& accumulators, const Row& pixels, const Matrices& filters,
+                                         int row, int depth) {
   if constexpr (AxisW::meets(kPhase, kTap)) {
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
@@ -213,15 +215,15 @@ __device__ __forceinline__ void add_taps(Sums& sums, const Row& pixels, const Ma
         for (int tap = 0; tap < kFilterY; ++tap) {
           const int to = AxisH::output<kRows>(row, phase, tap);
           if (to >= 0)
-            multiply_add<ELEMENT>(sums[phase][kPhase][to][tile], filters[tap * kFilterX + kTap][depth], selected[0],
-                                  selected[1]);
+            multiply_add<ELEMENT>(accumulators[phase][kPhase][to][tile], filters[tap * kFilterX + kTap][depth],
+                                  selected[0], selected[1]);
         }
     }
   }
   if constexpr (kTap + 1 < kFilterX)
-    add_taps<kPhase, kTap + 1>(sums, pixels, filters, row, depth);
+    add_taps<kPhase, kTap + 1>(accumulators, pixels, filters, row, depth);
   else if constexpr (kPhase + 1 < AxisW::kPhases)
-    add_taps<kPhase + 1, 0>(sums, pixels, filters, row, depth);
+    add_taps<kPhase + 1, 0>(accumulators, pixels, filters, row, depth);
 }
 
 // The first row of a warp's patch, from `row` on, that contributes to any output, or their count.
@@ -231,26 +233,27 @@ constexpr int used_from(int row) {
   return row;
 }
 
-__device__ __forceinline__ void add_rows(Sums& sums, unsigned pixels, const Matrices& filters) {
+__device__ __forceinline__ void add_rows(Accumulators& accumulators, unsigned pixels, const Matrices& filters) {
   Row fragments[2][kDepth];
   load_row(fragments[0], pixels + used_from(0) * Inputs::kRowBytes);
 #pragma unroll
-  for (int row = 0, turn = 0; row < kRowsIn; ++row) {
+  for (int row = 0, iteration = 0; row < kRowsIn; ++row) {
     if (!AxisH::is_used<kRows>(row)) continue;
     const int next = used_from(row + 1);
-    if (next < kRowsIn) load_row(fragments[(turn + 1) % 2], pixels + next * Inputs::kRowBytes);
+    if (next < kRowsIn) load_row(fragments[(iteration + 1) % 2], pixels + next * Inputs::kRowBytes);
     __syncwarp();  // no order of memory is needed: it keeps the compiler from loading more rows than the next one
 #pragma unroll
     for (int depth = 0; depth < kDepth; ++depth) {
-      if constexpr (AxisW::kStep == 2) part_columns(fragments[turn % 2][depth]);
-      add_taps<0, 0>(sums, fragments[turn % 2][depth], filters, row, depth);
+      if constexpr (AxisW::kStep == 2) part_columns(fragments[iteration % 2][depth]);
+      add_taps<0, 0>(accumulators, fragments[iteration % 2][depth], filters, row, depth);
     }
-    ++turn;
+    ++iteration;
   }
 }
 
-// Rounds sums into the staged results: a lane has two columns of each phase, neighbours in a row unless parted.
-__device__ __forceinline__ void stage_sums(ELEMENT* results, const Sums& sums, const Part& part) {
+// Rounds accumulators into the staged results: a lane has two columns of each phase, neighbours in a row unless parted.
+__device__ __forceinline__ void stage_accumulators(ELEMENT* results, const Accumulators& accumulators,
+                                                   const Part& part) {
   constexpr int kPhasesW = AxisW::kPhases, kCount = 2 * kPhasesW;
   constexpr int kVector = AxisW::kStep == 1 ? greatest_divisor(kCount, OUT_W) : 1;
   const int lane = threadIdx.x % 32, t = lane % 4;
@@ -273,15 +276,15 @@ __device__ __forceinline__ void stage_sums(ELEMENT* results, const Sums& sums, c
             Vector<ELEMENT, kVector> values;
 #pragma unroll
             for (int e = 0; e < kVector; ++e)
-              values.at[e] =
-                  convert<ELEMENT>(sums[phase][(first + e) % kPhasesW][row][tile][2 * half + (first + e) / kPhasesW]);
+              values.at[e] = convert<ELEMENT>(
+                  accumulators[phase][(first + e) % kPhasesW][row][tile][2 * half + (first + e) / kPhasesW]);
             *reinterpret_cast<Vector<ELEMENT, kVector>*>(to + at * OUT_W + column) = values;
           }
       }
   }
 }
 
-// Stores the staged results: whole planes in one run of all channels, else runs of rows.
+// Stores the staged results: whole planes in one segment of all channels, else segments of rows.
 __device__ __forceinline__ void store_results(ELEMENT* out, const ELEMENT* results, const PlanesAt& place) {
   if constexpr (kWhole) {
     using Eight = Vector<ELEMENT, 8>;  // channels are multiples of 8
@@ -297,8 +300,8 @@ __device__ __forceinline__ void store_results(ELEMENT* out, const ELEMENT* resul
     static_assert(kWhole || kImages == 1, "tiles of several images have whole planes");
     constexpr int kVector = greatest_divisor(8, greatest_divisor(kOutRows * OUT_W, kArea));
     constexpr int kVectors = kOutRows * OUT_W / kVector;
-    constexpr int kTurns = kThreads < 2 * kVectors ? kOut : maximum(1, ceil_div(kOut, kThreads / kVectors));
-    constexpr int kStep = ceil_div(kOut, kTurns);  // channels that threads store at once
+    constexpr int kIterations = kThreads < 2 * kVectors ? kOut : maximum(1, ceil_div(kOut, kThreads / kVectors));
+    constexpr int kStep = ceil_div(kOut, kIterations);  // channels that threads store at once
     const int vectors = min(kVectors, (OUT_H - place.first_row) * OUT_W / kVector);
 #pragma unroll 1
     for (int i = threadIdx.x; i < kVectors * kStep; i += kThreads) {
@@ -308,11 +311,11 @@ __device__ __forceinline__ void store_results(ELEMENT* out, const ELEMENT* resul
       const ELEMENT* const from = results + first * kPlane + at * kVector;
       ELEMENT* const to = out + static_cast<unsigned>((place.first_n * place.channels + channel) * kArea +
                                                       place.first_row * OUT_W + at * kVector);
-#pragma unroll(kTurns <= 16 ? kTurns : 8)
-      for (int turn = 0; turn < kTurns; ++turn) {
-        if (turn * kStep >= left) continue;
-        *reinterpret_cast<Vector<ELEMENT, kVector>*>(to + turn * kStep * kArea) =
-            *reinterpret_cast<const Vector<ELEMENT, kVector>*>(from + turn * kStep * kPlane);
+#pragma unroll(kIterations <= 16 ? kIterations : 8)
+      for (int iteration = 0; iteration < kIterations; ++iteration) {
+        if (iteration * kStep >= left) continue;
+        *reinterpret_cast<Vector<ELEMENT, kVector>*>(to + iteration * kStep * kArea) =
+            *reinterpret_cast<const Vector<ELEMENT, kVector>*>(from + iteration * kStep * kPlane);
       }
     }
   }
@@ -389,9 +392,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
       lay_out_rows<Inputs, kThreads>(staged, staged + kLaid + at * kStageBytes, source_of(tile).first_row);
       __syncthreads();  // rows of odd width are laid out; the barrier below frees them
     }
-    Sums sums = {};
-    add_rows(sums, pixels + (Inputs::kFlat ? 0 : at * kStageBytes), matrices);
-    stage_sums(results, sums, part);
+    Accumulators accumulators = {};
+    add_rows(accumulators, pixels + (Inputs::kFlat ? 0 : at * kStageBytes), matrices);
+    stage_accumulators(results, accumulators, part);
     __syncthreads();  // the results are staged, and every warp has read the tile, which may be overwritten
     store_results(out, results,
                   {n, out_channels, tile / ROW_TILES * kImages, unit * kUnitOut, tile % ROW_TILES * kOutRows});

@@ -1,6 +1,6 @@
 """ConvGroupedPlanes: grouped convolution of channels-first images on tensor cores, forward and backward data.
 
-Rows of planes are multiplied as they lie in memory. Kernel: kernels_src/grouped/planes.cu. Backward weights have a
+Rows of planes are multiplied as they lie in memory. Kernel: kernels_src/grouped/nchw.cu. Backward weights have a
 kernel of their own: ConvGroupedPlanesWeights.
 """
 
@@ -18,8 +18,8 @@ from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, KernelKe
 from miofind.solver.steps import Config, ConfigValue, ConvSolution, KernelStep, Pointer, int32s
 from miofind.solvers.common.axis_defines import axis_defines
 from miofind.solvers.common.correlation import ceil_div
-from miofind.solvers.common.group_packs import SOURCE, GroupedAxis, Packs, is_ample, refuse_groups
-from miofind.solvers.grouped.planes_tiling import PlanesTiling, planes_unit, planes_units
+from miofind.solvers.common.packed_groups import SOURCE, GroupedAxis, PackedGroups, is_ample, refuse_groups
+from miofind.solvers.grouped.nchw_tiling import PlanesTiling, planes_unit, planes_units
 
 _DEFAULTS, _MOST_ALIKE = 8, 2
 _ROWS = (1, 2, 3, 4, 7)  # 3 serves odd planes that nothing else does
@@ -103,7 +103,7 @@ def _busy_cycles(tiling: PlanesTiling) -> float:
 
 def _filter_cycles(problem: ProblemDescription, tiling: PlanesTiling) -> float:
     """Cycles of a multiprocessor's shared memory that a block takes to have its filters in registers."""
-    if Packs.of(problem).groups == 1:
+    if PackedGroups.of(problem).groups == 1:
         return _LOADED * tiling.threads / 32 * _matrices(problem)
     return _ARRANGED * math.prod(problem.w.shape) / tiling.channel_tiles
 
@@ -189,7 +189,7 @@ class ConvGroupedPlanes(Solver):
         "stages": (1, 2, 3),
         "turns": _TURNS,
     }
-    sources = ("grouped/planes.cu",)
+    sources = ("grouped/nchw.cu",)
 
     def examples(self) -> tuple[ProblemDescription, ...]:
         def grouped(groups: int, c: int, k: int, **fields: object) -> ProblemDescription:
@@ -286,7 +286,7 @@ class ConvGroupedPlanes(Solver):
         tiling = PlanesTiling.of(problem, config)
         source, target = SOURCE[problem.direction], problem.direction.output
         step = KernelStep(
-            source="grouped/planes.cu",
+            source="grouped/nchw.cu",
             entry="grouped_planes",
             grid=(tiling.channel_tiles, _splits(problem, tiling, device, config["turns"]), 1),
             block=(tiling.threads, 1, 1),

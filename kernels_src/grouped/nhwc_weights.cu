@@ -2,15 +2,15 @@
 //   dw[k,c,i,j] = sum_{n,oh,ow} dy[n,k,oh,ow] * x[n, c, oh*stride - pad + i*dilation, ow*stride - pad + j*dilation].
 // A block adds up UNITS units of groups over tiles of IMAGES x ROWS x COLUMNS outputs, every gridDim.y-th, which
 // cp.async stages STAGES deep. A warp computes one item, 16 filters x 16 channels, for WARP_TAPS rows of the filter,
-// from one in WARPS strips of 16 columns (two runs of 8): products whose depth is pixels. A fragment of x serves the
-// taps of its column, one of dy those of its row. Warps' sums are added in shared memory, blocks' by
+// from one in WARPS strips of 16 columns (two segments of 8): products whose depth is pixels. A fragment of x serves
+// the taps of its column, one of dy those of its row. Warps' accumulators are added in shared memory, blocks' by
 // `grouped_weights_finish`, in a fixed order.
 //
 // Defines: ELEMENT, GROUPS, GROUP_C, GROUP_K, FILTER_*, STRIDE_*, DILATION_*, PAD_*, UNITS, SHARES_C, SHARES_K (of a
 // unit), ROWS, COLUMNS, SPAN (of COLUMNS that exist), IMAGES, WARP_TAPS, TAP_BLOCKS, WARPS, STAGES, ROW_TILES,
 // COLUMN_TILES, IN_*, OUT_*, CHANNELS_LAST, LANES, MIN_BLOCKS, SHARED_BYTES.
 #include "common/split_k.cuh"
-#include "common/grouped.cuh"
+#include "common/shared_pixels.cuh"
 
 #if !defined(ELEMENT) || !defined(GROUPS) || !defined(GROUP_C) || !defined(GROUP_K) || !defined(FILTER_Y) ||          \
     !defined(FILTER_X) || !defined(STRIDE_H) || !defined(STRIDE_W) || !defined(DILATION_H) || !defined(DILATION_W) || \
@@ -24,15 +24,15 @@
 #error "define the tiling: UNITS, ROW*, COLUMN*, SPAN, IMAGES, WARP_TAPS, TAP_BLOCKS, WARPS, STAGES, LANES, ..."
 #endif
 
-using Group = Groups<GROUP_C, GROUP_K>;
+using Group = PackedGroups<GROUP_C, GROUP_K>;
 constexpr int kFilterY = FILTER_Y, kFilterX = FILTER_X, kTaps = kFilterY * kFilterX;
-constexpr int kUnitPacks = Group::kPackC % 16 || Group::kPackK % 16 ? 2 : 1;
-constexpr int kUnitC = kUnitPacks * Group::kPackC, kUnitK = kUnitPacks * Group::kPackK;
+constexpr int kUnitPackedGroups = Group::kPackedC % 16 || Group::kPackedK % 16 ? 2 : 1;
+constexpr int kUnitC = kUnitPackedGroups * Group::kPackedC, kUnitK = kUnitPackedGroups * Group::kPackedK;
 constexpr int kUnits = UNITS, kShareC = kUnitC / SHARES_C, kShareK = kUnitK / SHARES_K;
 constexpr int kC = kUnits * kShareC, kK = kUnits * kShareK, kRowC = SHARES_C == 1 ? GROUP_C : kShareC;
 constexpr bool kShared = SHARES_C * SHARES_K > 1;
-static_assert(!kShared || (UNITS == 1 && Group::kPack == 1 && kUnitPacks == 1 && TAP_BLOCKS == 1 && kShareC % 16 == 0 &&
-                           kShareK % 16 == 0),
+static_assert(!kShared || (UNITS == 1 && Group::kPackedGroups == 1 && kUnitPackedGroups == 1 && TAP_BLOCKS == 1 &&
+                           kShareC % 16 == 0 && kShareK % 16 == 0),
               "blocks share items of one group");
 constexpr int kRows = ROWS, kColumns = COLUMNS, kSpan = SPAN, kImages = IMAGES, kStages = STAGES;
 
@@ -57,25 +57,25 @@ constexpr int kPatchH = (kRows - 1) * STRIDE_H + (kFilterY - 1) * DILATION_H + 1
 constexpr int kPatchW = (kSpan - 1) * STRIDE_W + (kFilterX - 1) * DILATION_W + 1;
 using Patch = Pixels<kImages, kPatchH, kPatchW, STRIDE_W, kC>;
 using Gradients = Pixels<kImages, kRows, kColumns, 1, kK>;
-constexpr int kRuns = kColumns / 8 * kImages, kStrips = kRuns / 2;
-static_assert(kColumns % 8 == 0 && kRuns % 2 == 0, "strips are pairs of runs of 8 columns");
+constexpr int kSegments = kColumns / 8 * kImages, kRowSteps = kSegments / 2;
+static_assert(kColumns % 8 == 0 && kSegments % 2 == 0, "strips are pairs of runs of 8 columns");
 constexpr int kTileBytes = Patch::kBytes + Gradients::kBytes;
 
 // Channels first, what arrives as it is in memory: whole planes if a tile has all of them.
 constexpr bool kLast = CHANNELS_LAST, kWhole = ROW_TILES == 1 && COLUMN_TILES == 1;
 constexpr int kShift = (8 - PAD_W % 8) % 8;
-using RawPatch = Planes<Patch, IN_H, IN_W, kShift, kWhole>;
-using RawGradients = Planes<Gradients, OUT_H, OUT_W, 0, kWhole>;
+using RawPatch = StagedNchw<Patch, IN_H, IN_W, kShift, kWhole>;
+using RawGradients = StagedNchw<Gradients, OUT_H, OUT_W, 0, kWhole>;
 constexpr int kStageBytes = kLast ? kTileBytes : RawPatch::kBytes + RawGradients::kBytes;
 constexpr int kStagesAt = kLast ? 0 : kTileBytes;
 
-// The warps' sums, one set of a block's filters each, in the order of w; rows of neighbouring filters are 8 or 24 banks
-// apart.
+// The warps' accumulators, one set of a block's filters each, in the order of w; rows of neighbouring filters are 8 or
+// 24 banks apart.
 constexpr int kFilterFloats = kTaps * kRowC;
-constexpr int kSumPitch = round_up(kFilterFloats, 4) + ((8 - round_up(kFilterFloats, 4)) % 16 + 16) % 16;
-constexpr int kSumBytes = 4 * kWarps * kK * kSumPitch;
-static_assert(SHARED_BYTES == maximum(kStagesAt + kStages * kStageBytes, kSumBytes),
-              "solvers/common/group_packs.py counts otherwise");
+constexpr int kAccumulatorPitch = round_up(kFilterFloats, 4) + ((8 - round_up(kFilterFloats, 4)) % 16 + 16) % 16;
+constexpr int kAccumulatorBytes = 4 * kWarps * kK * kAccumulatorPitch;
+static_assert(SHARED_BYTES == maximum(kStagesAt + kStages * kStageBytes, kAccumulatorBytes),
+              "solvers/common/packed_groups.py counts otherwise");
 
 // What a warp computes of each tile: rows of taps from first_tap on, of which those from own_tap on are its own.
 struct Part {
@@ -134,34 +134,34 @@ __device__ __forceinline__ void stage_tile(unsigned char* to, const ELEMENT* x, 
     stage_pixels<Patch, IN_W * GROUPS * GROUP_C, kThreads>(address, x, place.x);
     stage_pixels<Gradients, OUT_W * GROUPS * GROUP_K, kThreads>(address + Patch::kBytes, dy, place.dy);
   } else {
-    stage_planes<Patch, IN_H, IN_W, kShift, kWhole, kThreads>(to, x, place.x);
-    stage_planes<Gradients, OUT_H, OUT_W, 0, kWhole, kThreads>(to + RawPatch::kBytes, dy, place.dy);
+    stage_nchw<Patch, IN_H, IN_W, kShift, kWhole, kThreads>(to, x, place.x);
+    stage_nchw<Gradients, OUT_H, OUT_W, 0, kWhole, kThreads>(to + RawPatch::kBytes, dy, place.dy);
   }
 }
 
 // Lays a tile that has arrived channels first out as pixels.
 __device__ __forceinline__ void turn_tile(unsigned char* to, const unsigned char* from, const Sizes& sizes, int tile) {
   const Place place = place_of(sizes, tile);
-  turn_planes<Patch, IN_H, IN_W, kShift, kWhole, kThreads>(to, reinterpret_cast<const ELEMENT*>(from), place.x);
-  turn_planes<Gradients, OUT_H, OUT_W, 0, kWhole, kThreads>(
+  transpose_nchw<Patch, IN_H, IN_W, kShift, kWhole, kThreads>(to, reinterpret_cast<const ELEMENT*>(from), place.x);
+  transpose_nchw<Gradients, OUT_H, OUT_W, 0, kWhole, kThreads>(
       to + Patch::kBytes, reinterpret_cast<const ELEMENT*>(from + RawPatch::kBytes), place.dy);
 }
 
-// Number of a strip's run and column for a lane.
-struct Run {
+// Number of a strip's segment and column for a lane.
+struct Segment {
   int image, column;
 };
 
-__device__ __forceinline__ Run run_at(int run) {
-  return {run / (kColumns / 8), run % (kColumns / 8) * 8};
+__device__ __forceinline__ Segment segment_at(int segment) {
+  return {segment / (kColumns / 8), segment % (kColumns / 8) * 8};
 }
 
-using Sums = float[kWarpTaps][kFilterX][2][4];
+using Accumulators = float[kWarpTaps][kFilterX][2][4];
 
 // Adds what the rows of one strip contribute. Addresses: of x for fragments of pixels x channels, which lanes give as
 // (pixels 0-7, 8 channels), (pixels 8-15, same), (0-7, next 8), (8-15, next 8); of dy with filters for channels as
 // (0-7, 8 filters), (0-7, next 8), (8-15, 8), (8-15, next 8).
-__device__ __forceinline__ void add_strip(Sums& sums, unsigned x, unsigned dy) {
+__device__ __forceinline__ void add_strip(Accumulators& accumulators, unsigned x, unsigned dy) {
   unsigned gradients[kRows][4];
 #pragma unroll
   for (int row = 0; row < (kRows - 1) * STRIDE_H + (kWarpTaps - 1) * DILATION_H + 1; ++row) {
@@ -182,25 +182,25 @@ __device__ __forceinline__ void add_strip(Sums& sums, unsigned x, unsigned dy) {
       for (int i = 0; i < kWarpTaps; ++i) {
         const int from = row - i * DILATION_H;
         if (from < 0 || from % STRIDE_H != 0 || from / STRIDE_H >= kRows) continue;
-        multiply_add<ELEMENT>(sums[i][j][0], gradients[from / STRIDE_H], pixels[0], pixels[1]);
-        multiply_add<ELEMENT>(sums[i][j][1], gradients[from / STRIDE_H], pixels[2], pixels[3]);
+        multiply_add<ELEMENT>(accumulators[i][j][0], gradients[from / STRIDE_H], pixels[0], pixels[1]);
+        multiply_add<ELEMENT>(accumulators[i][j][1], gradients[from / STRIDE_H], pixels[2], pixels[3]);
       }
     }
   }
 }
 
-__device__ __forceinline__ void add_tile(Sums& sums, unsigned stage, const Part& part) {
+__device__ __forceinline__ void add_tile(Accumulators& accumulators, unsigned stage, const Part& part) {
   const int lane = threadIdx.x % 32;
 #pragma unroll 1
-  for (int strip = part.strip; strip < kStrips; strip += kWarps) {
-    const Run in = run_at(2 * strip + lane / 8 % 2), out = run_at(2 * strip + lane / 16);
+  for (int strip = part.strip; strip < kRowSteps; strip += kWarps) {
+    const Segment in = segment_at(2 * strip + lane / 8 % 2), out = segment_at(2 * strip + lane / 16);
     const int column = min(in.column + lane % 8, kSpan - 1);  // past the last one, dy is zero
     const unsigned x = stage + in.image * Patch::kImageBytes + part.first_tap * DILATION_H * Patch::kRowBytes +
                        column * Patch::kPixelBytes + 2 * (part.unit * kShareC + 16 * part.c) + lane / 16 * 16;
     const unsigned dy = stage + Patch::kBytes + out.image * Gradients::kImageBytes +
                         (out.column + lane % 8) * Gradients::kPixelBytes + 2 * (part.unit * kShareK + 16 * part.k) +
                         lane / 8 % 2 * 16;
-    add_strip(sums, x, dy);
+    add_strip(accumulators, x, dy);
   }
 }
 
@@ -209,9 +209,9 @@ __device__ __forceinline__ int place_in_filter(int tap, int channel) {
   return CHANNELS_LAST ? tap * kRowC + channel : channel * kTaps + tap;
 }
 
-__device__ __forceinline__ void stage_sums(float* staged, const Sums& sums, const Part& part) {
+__device__ __forceinline__ void stage_accumulators(float* staged, const Accumulators& accumulators, const Part& part) {
   const int lane = threadIdx.x % 32;
-  float* const to = staged + part.strip * kK * kSumPitch;
+  float* const to = staged + part.strip * kK * kAccumulatorPitch;
 #pragma unroll
   for (int e = 0; e < 2; ++e)
 #pragma unroll
@@ -226,8 +226,8 @@ __device__ __forceinline__ void stage_sums(float* staged, const Sums& sums, cons
           if (kFilterY % kWarpTaps != 0 && part.first_tap + y < part.own_tap) continue;
 #pragma unroll
           for (int x = 0; x < kFilterX; ++x)
-            to[(part.unit * kShareK + k) * kSumPitch + place_in_filter((part.first_tap + y) * kFilterX + x, channel)] =
-                sums[y][x][j][2 * half + e];
+            to[(part.unit * kShareK + k) * kAccumulatorPitch +
+               place_in_filter((part.first_tap + y) * kFilterX + x, channel)] = accumulators[y][x][j][2 * half + e];
         }
       }
     }
@@ -239,9 +239,9 @@ __device__ __forceinline__ bool is_summed(int place, int own_tap) {
   return TAP_BLOCKS == 1 || (tap >= own_tap && tap < own_tap + kWarpTaps);
 }
 
-// Adds the warps' sums and stores them: elements if there is one block for them, else floats.
+// Adds the warps' accumulators and stores them: elements if there is one block for them, else floats.
 template <typename T>
-__device__ __forceinline__ void store_sums(T* out, const float* staged, int filters, int own_tap) {
+__device__ __forceinline__ void store_accumulators(T* out, const float* staged, int filters, int own_tap) {
   constexpr int kVector = TAP_BLOCKS > 1 ? 1 : greatest_divisor(4, SHARES_C == 1 ? kFilterFloats : kRowC),
                 kVectors = kFilterFloats / kVector;
   const int first = blockIdx.x * kUnits * kUnitK + share_of_filters() * kShareK;
@@ -252,7 +252,8 @@ __device__ __forceinline__ void store_sums(T* out, const float* staged, int filt
     Vector<float, kVector> sum = {};
 #pragma unroll
     for (int warp = 0; warp < kWarps; ++warp) {
-      const auto more = *reinterpret_cast<const Vector<float, kVector>*>(staged + (warp * kK + k) * kSumPitch + at);
+      const auto more =
+          *reinterpret_cast<const Vector<float, kVector>*>(staged + (warp * kK + k) * kAccumulatorPitch + at);
 #pragma unroll
       for (int e = 0; e < kVector; ++e) sum.at[e] += more.at[e];
     }
@@ -268,8 +269,8 @@ __device__ __forceinline__ void store_sums(T* out, const float* staged, int filt
 
 extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
     grouped_weights(const ELEMENT* __restrict__ dy, const ELEMENT* __restrict__ x, ELEMENT* __restrict__ dw,
-                    float* __restrict__ parts, int n, int channels, int filters, int height, int width, int out_height,
-                    int out_width, int tiles) {
+                    float* __restrict__ partials, int n, int channels, int filters, int height, int width,
+                    int out_height, int out_width, int tiles) {
   extern __shared__ __align__(16) unsigned char staged[];
   const unsigned base = static_cast<unsigned>(__cvta_generic_to_shared(staged));
   const Sizes sizes = {n, channels, filters, height, width, out_height, out_width};
@@ -282,7 +283,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
     if (tile < tiles) stage_tile(staged + kStagesAt + stage * kStageBytes, x, dy, sizes, tile);
     commit_copies();
   }
-  Sums sums = {};
+  Accumulators accumulators = {};
   int at = 0;
 #pragma unroll 1
   for (int tile = blockIdx.y; tile < tiles; tile += step) {
@@ -303,24 +304,25 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
       turn_tile(staged, staged + kStagesAt + at * kStageBytes, sizes, tile);
       __syncthreads();  // the tile is laid out
     }
-    add_tile(sums, base + (kLast ? at * kStageBytes : 0), part);
+    add_tile(accumulators, base + (kLast ? at * kStageBytes : 0), part);
     at = at + 1 == kStages ? 0 : at + 1;
   }
   wait_for_copies<0>();
   __syncthreads();  // every warp has read the last tile, which the sums overwrite
   griddepcontrol_launch_dependents();
-  float* const warps_sums = reinterpret_cast<float*>(staged);
-  stage_sums(warps_sums, sums, part);
-  __syncthreads();  // the sums of every warp are staged
+  float* const warp_accumulators = reinterpret_cast<float*>(staged);
+  stage_accumulators(warp_accumulators, accumulators, part);
+  __syncthreads();  // the accumulators of every warp are staged
   if (gridDim.y == 1)
-    store_sums(dw, warps_sums, filters, part.own_tap);
+    store_accumulators(dw, warp_accumulators, filters, part.own_tap);
   else
-    store_sums(parts + static_cast<int64>(blockIdx.y) * filters * kTaps * GROUP_C, warps_sums, filters, part.own_tap);
+    store_accumulators(partials + static_cast<int64>(blockIdx.y) * filters * kTaps * GROUP_C, warp_accumulators,
+                       filters, part.own_tap);
 }
 
 constexpr int kFinishThreads = 256;
 
 extern "C" __global__ void __launch_bounds__(kFinishThreads)
-    grouped_weights_finish(const float* parts, ELEMENT* dw, int size, int splits) {
-  reduce_split_k<kFinishThreads, LANES>(dw, parts, size, splits);
+    grouped_weights_finish(const float* partials, ELEMENT* dw, int size, int splits) {
+  reduce_split_k<kFinishThreads, LANES>(dw, partials, size, splits);
 }

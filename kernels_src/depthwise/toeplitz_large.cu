@@ -5,10 +5,10 @@
 // A block holds CHANNELS channels of IMAGES images: the input rows that TILE_H x TILE_W outputs meet and the filter,
 // whose rows are kept twice, one element apart, so that pairs of taps are aligned. WARPS warps share a channel's slots.
 // Toeplitz fragments depend on k - j alone; those that are zero all over are skipped, as are rows of padding.
-// Backward data: in is dy, and the filter is read backwards (FLIPPED). Sums are float32.
+// Backward data: in is dy, and the filter is read backwards (FLIPPED). Accumulators are float32.
 // Grid: one dimension, channels innermost, then column tiles, row tiles, images.
 #include "common/mma.cuh"
-#include "depthwise/planes.cuh"
+#include "depthwise/staged_images.cuh"
 
 #if !defined(ELEMENT) || !defined(TILE_H) || !defined(TILE_W) || !defined(IMAGES) || !defined(CHANNELS)
 #error "define ELEMENT, TILE_H, TILE_W, IMAGES and CHANNELS"
@@ -25,7 +25,7 @@
 
 constexpr int kImages = IMAGES, kChannels = CHANNELS, kWarps = WARPS, kThreads = 32 * kChannels * kWarps;
 constexpr int kFilterY = FILTER_Y, kFilterX = FILTER_X, kTileH = TILE_H, kTileW = TILE_W;
-static_assert(kTileW % 8 == 0, "the tensor cores compute 8 columns at once");
+static_assert(kTileW % 8 == 0, "TILE_W must be a multiple of 8, the columns of a product");
 static_assert(kThreads <= 1024, "a block has at most 1024 threads");
 // Loads of a thread under way at once: as many as its registers allow.
 constexpr int kInFlight = MIN_BLOCKS * kThreads <= 512 ? 8 : 4;
@@ -40,8 +40,8 @@ constexpr int kInPitch = 16 * kDepthBlocks + 8;
 constexpr int kOutPitch = 8 * (kColumnBlocks / 2 * 2 + 1);
 // Around the staged slots lie as many zeros as a block of 16 can reach beyond them.
 constexpr int kGap = 16 - largest_power_dividing(kImages);
-using In = Planes<kChannels, kImages, IN_ROWS, IN_COLUMNS, kInPitch, kGap, IN_VECTOR, CHANNELS_LAST, IN_FLAT>;
-using Out = Planes<kChannels, kImages, kTileH, OUT_COLUMNS, kOutPitch, 0, OUT_VECTOR, CHANNELS_LAST, OUT_FLAT>;
+using In = StagedImages<kChannels, kImages, IN_ROWS, IN_COLUMNS, kInPitch, kGap, IN_VECTOR, CHANNELS_LAST, IN_FLAT>;
+using Out = StagedImages<kChannels, kImages, kTileH, OUT_COLUMNS, kOutPitch, 0, OUT_VECTOR, CHANNELS_LAST, OUT_FLAT>;
 
 // Diagonal d of 8 x 8 Toeplitz blocks: input block - output block = d. It holds taps 8 * d + LEFT - 7 ... + 7.
 constexpr int floor_div(int a, int b) {
@@ -50,7 +50,7 @@ constexpr int floor_div(int a, int b) {
 constexpr int kFirstDiagonal = maximum(1 - kColumnBlocks, -floor_div(LEFT + 7, 8));
 constexpr int kLastDiagonal = -maximum(1 - kHalfBlocks, -floor_div(kFilterX + 6 - LEFT, 8));
 constexpr int kDiagonals = kLastDiagonal - kFirstDiagonal + 1;
-static_assert(kDiagonals > 0, "some output meets some input");
+static_assert(kDiagonals > 0, "no output meets an input: the solver refuses such problems");
 
 // A filter row in shared memory: taps from kFirstTap on, twice. The words of the copies fall into different banks.
 constexpr int kFirstTap = 8 * kFirstDiagonal + LEFT - 7;
@@ -67,7 +67,7 @@ constexpr int kFilterElements = kChannels * kFilterY * 2 * kRowWords;
 constexpr int kTaps = kFilterY * kFilterX, kRawElements = round_up(kChannels * kTaps + 7, 8);
 constexpr int kFilterAt = In::kElements, kRawAt = kFilterAt + kFilterElements;
 static_assert(SHARED_BYTES == 2 * maximum(kRawAt + kRawElements, Out::kElements),
-              "the host and the kernel agree on shared memory");
+              "SHARED_BYTES differs from this layout: the solver computes another");
 
 // Starts to copy the filters from element `first` on.
 __device__ __forceinline__ void load_filter(ELEMENT* raw, const ELEMENT* filter, int first, int channels) {
@@ -126,7 +126,7 @@ constexpr bool is_zero(int diagonal) {
 }
 
 // Adds what one filter row contributes. Slot m of the outputs meets staged slot m + shift.
-__device__ __forceinline__ void add_row(float (&sums)[kWarpBlocks][kColumnBlocks][4],
+__device__ __forceinline__ void add_row(float (&accumulators)[kWarpBlocks][kColumnBlocks][4],
                                         const unsigned (&taps)[kDiagonals], const Share& share, int shift) {
   const unsigned slots = share.slots + 2 * shift * kInPitch;
   bool meets[kWarpBlocks];
@@ -146,16 +146,17 @@ __device__ __forceinline__ void add_row(float (&sums)[kWarpBlocks][kColumnBlocks
       for (int j = 0; j < kColumnBlocks; ++j) {
         const int low = 2 * k - j, high = low + 1;
         if (is_zero(low) && (is_zero(high) || 2 * k + 1 >= kHalfBlocks)) continue;
-        multiply_add<ELEMENT>(sums[m][j], rows[m], is_zero(low) ? 0u : taps[low - kFirstDiagonal],
+        multiply_add<ELEMENT>(accumulators[m][j], rows[m], is_zero(low) ? 0u : taps[low - kFirstDiagonal],
                               is_zero(high) ? 0u : taps[high - kFirstDiagonal]);
       }
     }
   }
 }
 
-// Rounds a warp's sums into the planes of outputs.
-__device__ __forceinline__ void stage_sums(ELEMENT* staged, const float (&sums)[kWarpBlocks][kColumnBlocks][4],
-                                           const Share& share) {
+// Rounds a warp's accumulators into the planes of outputs.
+__device__ __forceinline__ void stage_accumulators(ELEMENT* staged,
+                                                   const float (&accumulators)[kWarpBlocks][kColumnBlocks][4],
+                                                   const Share& share) {
   const int lane = threadIdx.x % 32, channel = threadIdx.x / 32 / kWarps;
 #pragma unroll
   for (int m = 0; m < kWarpBlocks; ++m)
@@ -166,7 +167,7 @@ __device__ __forceinline__ void stage_sums(ELEMENT* staged, const float (&sums)[
       ELEMENT* const to = staged + channel * Out::kPlane + slot * kOutPitch + 2 * (lane % 4);
 #pragma unroll
       for (int j = 0; j < kColumnBlocks; ++j) {
-        const float* sum = sums[m][j] + 2 * half;
+        const float* sum = accumulators[m][j] + 2 * half;
         *reinterpret_cast<Vector<ELEMENT, 2>*>(to + 8 * j) = {convert<ELEMENT>(sum[0]), convert<ELEMENT>(sum[1])};
       }
     }
@@ -188,7 +189,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
   const int in_row = max(0, row - pad_h);
 
   load_filter(staged + kRawAt, filter, channel * kTaps, min(kChannels, channels - channel));
-  load_planes<In, kThreads, 16 * kDepthBlocks, kInFlight>(
+  load_images<In, kThreads, 16 * kDepthBlocks, kInFlight>(
       staged, in, {n, channels, in_height, in_width, image, channel, in_row, column + first_column});
   wait_for_copies<0>();
   __syncthreads();  // the planes and the filters have arrived
@@ -197,18 +198,18 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
 
   const Share share = share_of(staged);
   const int first_y = max(0, pad_h - row - (kTileH - 1)), end_y = min(kFilterY, in_height + pad_h - row);
-  float sums[kWarpBlocks][kColumnBlocks][4] = {};
+  float accumulators[kWarpBlocks][kColumnBlocks][4] = {};
   unsigned taps[kDiagonals], next[kDiagonals];
   read_taps(taps, share, min(first_y, kFilterY - 1));
 #pragma unroll 2
   for (int y = first_y; y < end_y; ++y) {
     read_taps(next, share, min(y + 1, kFilterY - 1));
-    add_row(sums, taps, share, (row - pad_h + y - in_row) * kImages);
+    add_row(accumulators, taps, share, (row - pad_h + y - in_row) * kImages);
 #pragma unroll
     for (int d = 0; d < kDiagonals; ++d) taps[d] = next[d];
   }
   __syncthreads();  // every warp has read the planes before outputs overwrite them
-  stage_sums(staged, sums, share);
+  stage_accumulators(staged, accumulators, share);
   __syncthreads();  // the outputs of every warp are staged
-  store_planes<Out, kThreads>(out, staged, {n, channels, out_height, out_width, image, channel, row, column});
+  store_images<Out, kThreads>(out, staged, {n, channels, out_height, out_width, image, channel, row, column});
 }

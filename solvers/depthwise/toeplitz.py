@@ -1,6 +1,6 @@
 """ConvDepthwiseBands: depthwise convolution with filters of up to 8 columns on tensor cores, channels first.
 
-Forward and backward data. Kernel: kernels_src/depthwise/bands.cu.
+Forward and backward data. Kernel: kernels_src/depthwise/toeplitz.cu.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from miofind.solver.occupancy import SmLimits, resident_blocks
 from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
 from miofind.solver.steps import Config, ConfigValue, ConvSolution, KernelStep, Pointer, int32s
 from miofind.solvers.common.correlation import Correlation, ceil_div, correlations, round_up
-from miofind.solvers.depthwise.bands_tiling import BandAxis, band_pitch, images_begin_alike, refuse_bands
+from miofind.solvers.depthwise.toeplitz_tiling import ToeplitzAxis, images_begin_alike, refuse_toeplitz, toeplitz_pitch
 
 _SHARED_BYTES = 48 << 10
 _ITEMSIZE = 2
@@ -31,7 +31,7 @@ _LEAST_DIRECT = 1536  # elements of a plane
 class _Tiling:
     """A configuration applied to one correlation: what the kernel's constants come to.
 
-    kernels_src/depthwise/bands.cu computes the same from the defines and refuses to compile where it differs.
+    kernels_src/depthwise/toeplitz.cu computes the same from the defines and refuses to compile where it differs.
 
     Attributes:
         across: columns of inputs and outputs.
@@ -43,7 +43,7 @@ class _Tiling:
         products: of unrolled code.
     """
 
-    across: BandAxis
+    across: ToeplitzAxis
     ring: int
     is_whole: bool
     target: int
@@ -57,7 +57,7 @@ class _Tiling:
     def of(conv: Correlation, config: Config) -> _Tiling:
         height, width = conv.axes
         channels, images, bands, rows = (config[name] for name in ("channels", "images", "bands", "rows"))
-        across = BandAxis.of(width.size, width.outputs, width.taps, width.pad)
+        across = ToeplitzAxis.of(width.size, width.outputs, width.taps, width.pad)
         blocks, words = across.blocks, across.words
         met = height.outputs + height.taps - 1
         is_whole = bands == 1 and height.size * words <= _MAX_WHOLE
@@ -66,7 +66,9 @@ class _Tiling:
         # Where planes are of odd size, a word is of two channels, which two warps would read and write.
         apart = channels == 1 or height.size * width.size % 2 == 0
         target = 2 if config["direct"] else 0 if same and bands == 1 and apart else 1
-        pitches = [band_pitch(channels * plane) for plane in (height.size * width.size, height.outputs * width.outputs)]
+        pitches = [
+            toeplitz_pitch(channels * plane) for plane in (height.size * width.size, height.outputs * width.outputs)
+        ]
         has_quads = not across.is_odd and width.outputs % 4 == 0
         matrices = (1.5 if across.is_odd else 1) * (6 if has_quads else min(6, 2 * words)) * height.taps
         turns = ceil_div(height.outputs, rows) if is_whole else ring // rows
@@ -91,7 +93,7 @@ def _launch(conv: Correlation, config: Config, device: Device) -> KernelStep:
     tiling = _Tiling.of(conv, config)
     source, target = ("y", "x") if conv.flipped else ("x", "y")
     return KernelStep(
-        source="depthwise/bands.cu",
+        source="depthwise/toeplitz.cu",
         entry="depthwise_bands",
         grid=(tiling.blocks, 1, 1),
         block=(tiling.threads, 1, 1),
@@ -221,7 +223,7 @@ class ConvDepthwiseBands(Solver):
         "rows": (1, 2, 4),
         "direct": (False, True),
     }
-    sources = ("depthwise/bands.cu",)
+    sources = ("depthwise/toeplitz.cu",)
 
     def examples(self) -> tuple[ProblemDescription, ...]:
         def depthwise(c: int, **fields: object) -> ProblemDescription:
@@ -242,7 +244,7 @@ class ConvDepthwiseBands(Solver):
     def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:
         if problem.direction is Direction.BACKWARD_WEIGHTS:
             return Applicability("serves forward and backward data")
-        if (answer := refuse_bands(problem)).refused:
+        if (answer := refuse_toeplitz(problem)).refused:
             return answer
         if not any(self.is_valid_config(problem, device, config) for config in _FALLBACKS):
             return Applicability(

@@ -1,9 +1,9 @@
 // Pixels of grouped convolutions in shared memory, channels last whatever the tensor's layout. The same arithmetic:
-// solvers/common/group_packs.py.
+// solvers/common/packed_groups.py.
 #pragma once
 
 #include "common/copy_bytes.cuh"
-#include "common/groups.cuh"
+#include "common/packed_groups.cuh"
 #include "common/mma.cuh"
 #include "common/small_matrices.cuh"
 #include "common/tile.cuh"
@@ -12,17 +12,17 @@
 template <int kImageCount, int kRowCount, int kColumnCount, int kColumnStep, int kChannelCount>
 struct Pixels {
   static constexpr int kImages = kImageCount, kRows = kRowCount, kColumns = kColumnCount, kChannels = kChannelCount;
-  static constexpr int kStep = kColumnStep, kRun = ceil_div(kColumns, kStep), kSlots = kRun * kStep;
+  static constexpr int kStep = kColumnStep, kSegment = ceil_div(kColumns, kStep), kSlots = kSegment * kStep;
   static constexpr int kPixelBytes = odd_words(2 * kChannels), kRowBytes = kSlots * kPixelBytes;
   static constexpr int kImageBytes = kRows * kRowBytes, kBytes = kImages * kImageBytes;
-  static constexpr int slot(int column) { return column % kStep * kRun + column / kStep; }
+  static constexpr int slot(int column) { return column % kStep * kSegment + column / kStep; }
 };
 
 // Channels-first pixels on their way to `Shape`: [image][channel][row][column] as in the tensor, of height kHeight and
 // width kWidth: whole planes without gaps if kWhole, else the shape's rows from kShift columns before its first column
 // on, which is then a multiple of 8, and an odd number of 16-byte words a channel, so that 8 channels meet all banks.
 template <typename Shape, int kHeight, int kWidth, int kShift, bool kWhole>
-struct Planes {
+struct StagedNchw {
   static constexpr int kVector = kWhole ? 8 : greatest_divisor(8, kWidth);
   static constexpr int kRow = kWhole ? kWidth : round_up(kShift + Shape::kColumns, 8);
   static constexpr int kChannel = kWhole ? kHeight * kWidth : odd_words(2 * Shape::kRows * kRow) / 2;
@@ -35,7 +35,7 @@ struct Images {
   int first_n, first_channel, first_row, first_column;
 };
 
-// Turns of a loop over `count` rows that are unrolled.
+// Iterations of a loop over `count` rows that are unrolled.
 constexpr int rows_at_once(int count) {
   return count <= 16 ? count : 6;
 }
@@ -73,8 +73,8 @@ __device__ __forceinline__ void stage_vector(unsigned char* to, const T* from, b
 
 // Starts to copy planes; complete after wait_for_copies and a barrier.
 template <typename Shape, int kHeight, int kWidth, int kShift, bool kWhole, int kThreads, typename T>
-__device__ __forceinline__ void stage_planes(unsigned char* to, const T* tensor, const Images& images) {
-  using Raw = Planes<Shape, kHeight, kWidth, kShift, kWhole>;
+__device__ __forceinline__ void stage_nchw(unsigned char* to, const T* tensor, const Images& images) {
+  using Raw = StagedNchw<Shape, kHeight, kWidth, kShift, kWhole>;
   constexpr int kVector = Raw::kVector, kVectors = (kWhole ? Raw::kImage : Raw::kRow) / kVector;
   if constexpr (kWhole) {
     constexpr int kPlane = kHeight * kWidth;
@@ -107,8 +107,8 @@ __device__ __forceinline__ void stage_planes(unsigned char* to, const T* tensor,
 // Lays planes that have arrived out as pixels: whole planes element by element, others by transposing matrices of 8
 // channels x 8 columns, four at a time.
 template <typename Shape, int kHeight, int kWidth, int kShift, bool kWhole, int kThreads, typename T>
-__device__ __forceinline__ void turn_planes(unsigned char* to, const T* planes, const Images& images) {
-  using Raw = Planes<Shape, kHeight, kWidth, kShift, kWhole>;
+__device__ __forceinline__ void transpose_nchw(unsigned char* to, const T* planes, const Images& images) {
+  using Raw = StagedNchw<Shape, kHeight, kWidth, kShift, kWhole>;
   constexpr int kWords = Shape::kChannels / 8;
   if constexpr (kWhole) {
 #pragma unroll 1
@@ -129,14 +129,14 @@ __device__ __forceinline__ void turn_planes(unsigned char* to, const T* planes, 
       }
     }
   } else {
-    constexpr int kGroups = Raw::kRow / 8, kPairs = kWords / 2, kTurns = Shape::kImages * Shape::kRows * kGroups;
-    static_assert(kWords % 2 == 0, "channels are multiples of 16");
+    constexpr int kGroups = Raw::kRow / 8, kPairs = kWords / 2, kIterations = Shape::kImages * Shape::kRows * kGroups;
+    static_assert(kWords % 2 == 0, "kChannels must be a multiple of 16");
     const int lane = threadIdx.x % 32;
-    // Of four matrices two are blocks of channels, and two turns.
+    // Of four matrices two are blocks of channels, and two iterations.
 #pragma unroll 2
-    for (int i = threadIdx.x / 32; i < ceil_div(kTurns, 2) * kPairs; i += kThreads / 32) {
+    for (int i = threadIdx.x / 32; i < ceil_div(kIterations, 2) * kPairs; i += kThreads / 32) {
       const int pair = i % kPairs, first = i / kPairs * 2;
-      const int source = min(first + lane / 16, kTurns - 1);
+      const int source = min(first + lane / 16, kIterations - 1);
       const unsigned from =
           static_cast<unsigned>(__cvta_generic_to_shared(planes)) +
           2 * (source / (kGroups * Shape::kRows) * Raw::kImage + (16 * pair + lane % 16) * Raw::kChannel +
@@ -145,11 +145,11 @@ __device__ __forceinline__ void turn_planes(unsigned char* to, const T* planes, 
       load_transposed(matrices, from);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int turn = first + half, column = turn % kGroups * 8 + lane / 4 - kShift;
-        if (turn >= kTurns || column < 0 || column >= Shape::kColumns) continue;
+        const int iteration = first + half, column = iteration % kGroups * 8 + lane / 4 - kShift;
+        if (iteration >= kIterations || column < 0 || column >= Shape::kColumns) continue;
         unsigned* const at =
-            reinterpret_cast<unsigned*>(to + turn / (kGroups * Shape::kRows) * Shape::kImageBytes +
-                                        turn / kGroups % Shape::kRows * Shape::kRowBytes +
+            reinterpret_cast<unsigned*>(to + iteration / (kGroups * Shape::kRows) * Shape::kImageBytes +
+                                        iteration / kGroups % Shape::kRows * Shape::kRowBytes +
                                         Shape::slot(column) * Shape::kPixelBytes + 32 * pair + 4 * (lane % 4));
         at[0] = matrices[2 * half];
         at[4] = matrices[2 * half + 1];

@@ -1,5 +1,5 @@
-// Planes of images in shared memory, in their own 16-bit type: [channel][row][image][column], whatever the tensor's
-// layout, so that the same row of a block's images is one run of slots that matrix instructions read as rows.
+// Images in shared memory, in their own 16-bit type: [channel][row][image][column], whatever the tensor's layout. The
+// same row of all images is one contiguous segment of slots, which matrix instructions read as rows.
 //
 // A slot is one row of one image; channels can have slots of zeros between them, before the first and after the last.
 // Channels-last tensors are transposed on the way, 16 bytes of channels at a time.
@@ -13,16 +13,16 @@
 // around each channel's.
 template <int kChannelCount, int kImageCount, int kRowCount, int kColumnCount, int kSlotPitch, int kGapSlots,
           int kVectorLength, bool kChannelsAreLast, bool kIsFlat>
-struct Planes {
+struct StagedImages {
   static constexpr int kChannels = kChannelCount, kImages = kImageCount, kRows = kRowCount, kColumns = kColumnCount;
   static constexpr int kPitch = kSlotPitch, kGap = kGapSlots, kVector = kVectorLength;
   static constexpr bool kChannelsLast = kChannelsAreLast, kFlat = kIsFlat;
-  static constexpr int kRun = kChannelsLast ? kChannels : kFlat ? kChannels * kRows * kColumns : kColumns;
+  static constexpr int kSegment = kChannelsLast ? kChannels : kFlat ? kChannels * kRows * kColumns : kColumns;
   static constexpr int kSlots = kRows * kImages, kPlane = (kSlots + kGap) * kPitch, kFirst = kGap * kPitch;
   static constexpr int kElements = kFirst + kChannels * kPlane;
   static constexpr int kVectors = kChannels * kSlots * kColumns / kVector;
-  static_assert(kPitch % 8 == 0 && kPitch >= kColumns, "slots are whole 16-byte words");
-  static_assert(kRun % kVector == 0 && !(kChannelsLast && kFlat), "a vector lies within one run");
+  static_assert(kPitch % 8 == 0 && kPitch >= kColumns, "kPitch must be a multiple of 8 elements and hold a row");
+  static_assert(kSegment % kVector == 0 && !(kChannelsLast && kFlat), "a contiguous segment must have whole vectors");
 };
 
 // A tensor of images, contiguous in its layout, and the element of it that a block's planes start from. The first row
@@ -42,18 +42,18 @@ template <typename Shape>
 __device__ __forceinline__ VectorPlace vector_place(const Images& images, int rank) {
   int channel = 0, column = 0, row = 0, image = 0;
   if constexpr (Shape::kFlat) {
-    const int at = rank % (Shape::kRun / Shape::kVector) * Shape::kVector;
-    image = rank / (Shape::kRun / Shape::kVector);
+    const int at = rank % (Shape::kSegment / Shape::kVector) * Shape::kVector;
+    image = rank / (Shape::kSegment / Shape::kVector);
     column = at % Shape::kColumns;
     row = at / Shape::kColumns % Shape::kRows;
     channel = at / (Shape::kColumns * Shape::kRows);
   } else {
-    constexpr int kChannelRuns = Shape::kChannelsLast ? Shape::kChannels / Shape::kVector : 1;
-    constexpr int kColumnRuns = Shape::kChannelsLast ? Shape::kColumns : Shape::kColumns / Shape::kVector;
-    channel = rank % kChannelRuns * Shape::kVector;
-    rank /= kChannelRuns;
-    column = rank % kColumnRuns * (Shape::kChannelsLast ? 1 : Shape::kVector);
-    rank /= kColumnRuns;
+    constexpr int kChannelSegments = Shape::kChannelsLast ? Shape::kChannels / Shape::kVector : 1;
+    constexpr int kColumnSegments = Shape::kChannelsLast ? Shape::kColumns : Shape::kColumns / Shape::kVector;
+    channel = rank % kChannelSegments * Shape::kVector;
+    rank /= kChannelSegments;
+    column = rank % kColumnSegments * (Shape::kChannelsLast ? 1 : Shape::kVector);
+    rank /= kColumnSegments;
     row = rank % Shape::kRows;
     rank /= Shape::kRows;
     image = rank % Shape::kImages;
@@ -89,18 +89,20 @@ constexpr int largest_power_dividing(int columns) {
 
 // Zeroes the gaps between channels, and columns from kColumns to kWidth of all slots.
 template <typename Shape, int kThreads, int kWidth, typename T>
-__device__ __forceinline__ void clear_margins(T* planes) {
-  constexpr int kGapRuns = Shape::kFirst / 8;
-  for (int i = threadIdx.x; i < (Shape::kChannels + 1) * kGapRuns; i += kThreads) {
-    const int at = kGapRuns == 0 ? 0 : i / maximum(1, kGapRuns) * Shape::kPlane + i % maximum(1, kGapRuns) * 8;
-    *reinterpret_cast<Vector<T, 8>*>(planes + at) = {};
+__device__ __forceinline__ void clear_margins(T* staged) {
+  constexpr int kGapSegments = Shape::kFirst / 8;
+  for (int i = threadIdx.x; i < (Shape::kChannels + 1) * kGapSegments; i += kThreads) {
+    const int at =
+        kGapSegments == 0 ? 0 : i / maximum(1, kGapSegments) * Shape::kPlane + i % maximum(1, kGapSegments) * 8;
+    *reinterpret_cast<Vector<T, 8>*>(staged + at) = {};
   }
-  constexpr int kVector = largest_power_dividing(Shape::kColumns), kRuns = (kWidth - Shape::kColumns) / kVector;
-  static_assert(kWidth % 8 == 0 && kWidth <= Shape::kPitch, "whole 16-byte words are cleared");
-  for (int i = threadIdx.x; i < Shape::kChannels * Shape::kSlots * kRuns; i += kThreads) {
-    const int slot = i / maximum(1, kRuns), channel = slot / Shape::kSlots;
+  constexpr int kVector = largest_power_dividing(Shape::kColumns), kSegments = (kWidth - Shape::kColumns) / kVector;
+  static_assert(kWidth % 8 == 0 && kWidth <= Shape::kPitch,
+                "kWidth must be a multiple of 8 within kPitch: margins are cleared by 16-byte words");
+  for (int i = threadIdx.x; i < Shape::kChannels * Shape::kSlots * kSegments; i += kThreads) {
+    const int slot = i / maximum(1, kSegments), channel = slot / Shape::kSlots;
     const int at = Shape::kFirst + (slot + channel * Shape::kGap) * Shape::kPitch + Shape::kColumns;
-    *reinterpret_cast<Vector<T, kVector>*>(planes + at + i % maximum(1, kRuns) * kVector) = {};
+    *reinterpret_cast<Vector<T, kVector>*>(staged + at + i % maximum(1, kSegments) * kVector) = {};
   }
 }
 
@@ -108,20 +110,20 @@ __device__ __forceinline__ void clear_margins(T* planes) {
 // kInFlight vectors of each under way where they pass through registers.
 // Complete after wait_for_copies<0>() and a barrier.
 template <typename Shape, int kThreads, int kWidth, int kInFlight, typename T>
-__device__ __forceinline__ void load_planes(T* planes, const T* tensor, const Images& images) {
+__device__ __forceinline__ void load_images(T* staged, const T* tensor, const Images& images) {
   constexpr int kVector = Shape::kVector;
   if constexpr (!Shape::kChannelsLast && !Shape::kFlat && kVector > 1) {
 #pragma unroll 2
     for (int rank = threadIdx.x; rank < Shape::kVectors; rank += kThreads) {
       const VectorPlace place = vector_place<Shape>(images, rank);
-      copy_async<kVector / 2>(reinterpret_cast<float*>(planes + place.staged),
+      copy_async<kVector / 2>(reinterpret_cast<float*>(staged + place.staged),
                               reinterpret_cast<const float*>(tensor + max(place.offset, 0)), place.offset >= 0);
     }
     commit_copies();
-    clear_margins<Shape, kThreads, kWidth>(planes);
+    clear_margins<Shape, kThreads, kWidth>(staged);
     return;
   }
-  clear_margins<Shape, kThreads, kWidth>(planes);
+  clear_margins<Shape, kThreads, kWidth>(staged);
   for (int first = threadIdx.x; first < Shape::kVectors; first += kInFlight * kThreads) {
     // Loads know no condition, so that all are under way before the first is waited for.
     Vector<T, kVector> values[kInFlight];
@@ -136,14 +138,14 @@ __device__ __forceinline__ void load_planes(T* planes, const T* tensor, const Im
       if (first + i * kThreads >= Shape::kVectors) break;
 #pragma unroll
       for (int k = 0; k < kVector; ++k, advance<Shape>(places[i]))
-        planes[places[i].staged] = places[i].offset >= 0 ? values[i].at[k] : convert<T>(0.0f);
+        staged[places[i].staged] = places[i].offset >= 0 ? values[i].at[k] : convert<T>(0.0f);
     }
   }
 }
 
 // Writes planes to the tensor; all kThreads threads take part.
 template <typename Shape, int kThreads, typename T>
-__device__ __forceinline__ void store_planes(T* tensor, const T* planes, const Images& images) {
+__device__ __forceinline__ void store_images(T* tensor, const T* staged, const Images& images) {
   constexpr int kVector = Shape::kVector;
 #pragma unroll 2
   for (int rank = threadIdx.x; rank < Shape::kVectors; rank += kThreads) {
@@ -151,7 +153,7 @@ __device__ __forceinline__ void store_planes(T* tensor, const T* planes, const I
     if (place.offset < 0) continue;
     Vector<T, kVector> values;
 #pragma unroll
-    for (int k = 0; k < kVector; ++k, advance<Shape>(place)) values.at[k] = planes[place.staged];
+    for (int k = 0; k < kVector; ++k, advance<Shape>(place)) values.at[k] = staged[place.staged];
     *reinterpret_cast<Vector<T, kVector>*>(tensor + place.offset) = values;
   }
 }

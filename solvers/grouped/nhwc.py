@@ -1,6 +1,7 @@
 """ConvGrouped: grouped convolution with few channels a group on tensor cores, forward and backward data.
 
-Kernel: kernels_src/grouped/pixels.cu. Backward weights have a kernel of their own: ConvGroupedWeights.
+Kernel: kernels_src/grouped/nhwc.cu; pixels are NHWC in shared memory, whatever the tensors' layout. Backward weights
+have a kernel of their own: ConvGroupedWeights.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, KernelKe
 from miofind.solver.steps import Config, ConfigValue, ConvSolution, KernelStep, Pointer, int32s
 from miofind.solvers.common.axis_defines import axis_defines
 from miofind.solvers.common.correlation import ceil_div
-from miofind.solvers.common.group_packs import SOURCE, GroupedTiling, is_ample, refuse_groups, units_of
+from miofind.solvers.common.packed_groups import SOURCE, GroupedTiling, is_ample, refuse_groups, units_of
 
 _DEFAULTS, _FIRST, _MOST_ALIKE = 8, 4, 3
 _ROWS, _COLUMNS = (1, 2, 4, 7, 8), (8, 16, 32)
@@ -55,7 +56,7 @@ def _launch(problem: ProblemDescription, config: Config, device: Device) -> Kern
     read, written = planar.tensor(source).shape, planar.tensor(target).shape
     sizes = (problem.n, read[1], written[1], *read[2:], *written[2:])
     return KernelStep(
-        source="grouped/pixels.cu",
+        source="grouped/nhwc.cu",
         entry="grouped",
         grid=(channel_tiles, *across),
         block=(tiling.threads, 1, 1),
@@ -214,7 +215,7 @@ class ConvGrouped(Solver):
         "shares": (1, 2, 4),
         "stages": (1, 2, 3),
     }
-    sources = ("grouped/pixels.cu",)
+    sources = ("grouped/nhwc.cu",)
 
     def examples(self) -> tuple[ProblemDescription, ...]:
         def grouped(groups: int, c: int, k: int, **fields: object) -> ProblemDescription:
