@@ -59,7 +59,7 @@ constexpr int kFilterBytes = 4 * kFilters * kTapPitch;
 constexpr int kInAt = kZeroElements, kOutAt = kInAt + kSlots * kSlotPitch;
 constexpr int kElements = kOutAt + (STAGED ? padded_size<ELEMENT>(kOutSegment) : 0);
 static_assert(SHARED_BYTES == kFilterBytes + kElements * sizeof(ELEMENT),
-              "THREADS differs from this layout: the solver computes another");
+              "SHARED_BYTES differs from this layout: the solver computes another");
 
 constexpr int kVector = common_vector<ELEMENT>(W, Columns::kStep);
 constexpr int kOutVector = common_vector<ELEMENT>(OUT_W, COLUMNS);

@@ -64,7 +64,7 @@ constexpr int kTaps = FILTER_H * FILTER_W;
 constexpr int kTotals = CLUSTERED ? round_up(kPlanes * kTaps, 4) : 0;  // of a block, which its cluster reads
 static_assert(SHARED_BYTES == maximum((kZeroElements + BUFFERS * kBuffer) * static_cast<int>(sizeof(ELEMENT)),
                                       4 * (kTaps * kThreads + kTotals)),
-              "THREADS differs from this layout: the solver computes another");
+              "SHARED_BYTES differs from this layout: the solver computes another");
 
 constexpr int kVector = common_vector<ELEMENT>(W, Columns::kStep);
 constexpr int kOutVector = common_vector<ELEMENT>(OUT_W, COLUMNS);

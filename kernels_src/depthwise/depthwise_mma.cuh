@@ -44,6 +44,24 @@ struct PairedPixels {
   static constexpr int slot(int column) { return column % kClasses * kSegment + column / kClasses; }
 };
 
+// Of each of a warp's rows the last one that is loaded before its products, and whether it is met. A table, since loops
+// whose bounds the compiler computes are not unrolled, and their rows would lie in local memory.
+template <int kRowCount>
+struct Lookahead {
+  int last[kRowCount];
+  bool met[kRowCount];
+
+  static constexpr Lookahead of(int (*next)(int), bool (*is_met)(int)) {
+    Lookahead rows = {};
+    for (int row = 0; row < kRowCount; ++row) rows.last[row] = next(row), rows.met[row] = is_met(row);
+    return rows;
+  }
+  // Whether row `other` is loaded just before the products of `row`.
+  constexpr bool is_loaded_before(int other, int row) const {
+    return other <= last[row] && (row == 0 || other > last[row == 0 ? 0 : row - 1]);
+  }
+};
+
 // Starts to copy a block's pixels: rows that exist, zeros for columns, images and channels that do not, and with
 // kZeroRows for rows. Rows kFrom ... kEnd - 1 are known to exist. Complete after wait_for_copies and a barrier.
 template <typename Shape, int kThreads, int kTotalChannels, bool kZeroRows, int kFrom, int kEnd, typename T>

@@ -76,22 +76,7 @@ constexpr int next_met(int row) {
   return next < kWalked ? next : row;
 }
 
-// Of each row the last one loaded before its products, and whether it is met: a table, since loops whose bounds the
-// compiler computes are not unrolled, and their rows would lie in local memory.
-struct Ahead {
-  int last[kWalked];
-  bool met[kWalked];
-};
-constexpr Ahead ahead() {
-  Ahead rows = {};
-  for (int row = 0; row < kWalked; ++row) rows.last[row] = next_met(row), rows.met[row] = is_met(row);
-  return rows;
-}
-constexpr Ahead kAhead = ahead();
-// Whether row `other` is loaded just before the products of `row`.
-constexpr bool is_loaded_before(int other, int row) {
-  return other <= kAhead.last[row] && (row == 0 || other > kAhead.last[row == 0 ? 0 : row - 1]);
-}
+constexpr Lookahead<kWalked> kAhead = Lookahead<kWalked>::of(next_met, is_met);
 
 // The last row of a walk that a unit meets in a phase; its own if it meets none.
 constexpr int last_met(int unit, int phase) {
@@ -291,7 +276,7 @@ __device__ __forceinline__ void walk_down(const Taps<kPhase>& taps, const Walk& 
   for (int row = 0; row < kWalked; ++row) {
 #pragma unroll
     for (int loaded = 0; loaded < kWalked; ++loaded)
-      if (is_loaded_before(loaded, row) && kAhead.met[loaded])
+      if (kAhead.is_loaded_before(loaded, row) && kAhead.met[loaded])
         load_row<kPhase>(rows[loaded], taps, walk.pixels + loaded * Patch::kRowBytes);
     const bool always = is_inside(0, row) && is_inside(kWalks - 1, row);
     if (kAhead.met[row] && (always || static_cast<unsigned>(walk.first_row + row) < static_cast<unsigned>(IN_H)))

@@ -78,22 +78,7 @@ constexpr int next_met(int row) {
   return next < kMet ? next : row;
 }
 
-// Of each row the last one loaded before its products, and whether it is met: a table, since loops whose bounds the
-// compiler computes are not unrolled, and their rows would lie in local memory.
-struct Ahead {
-  int last[kMet];
-  bool met[kMet];
-};
-constexpr Ahead ahead() {
-  Ahead rows = {};
-  for (int row = 0; row < kMet; ++row) rows.last[row] = next_met(row), rows.met[row] = is_met(row);
-  return rows;
-}
-constexpr Ahead kAhead = ahead();
-// Whether row `other` is loaded just before the products of `row`.
-constexpr bool is_loaded_before(int other, int row) {
-  return other <= kAhead.last[row] && (row == 0 || other > kAhead.last[row == 0 ? 0 : row - 1]);
-}
+constexpr Lookahead<kMet> kAhead = Lookahead<kMet>::of(next_met, is_met);
 
 // A tile's first image, row and column of dy.
 struct Place {
@@ -195,7 +180,7 @@ __device__ __forceinline__ void add_pairs(Accumulators& accumulators, const Offs
   for (int row = 0; row < kMet; ++row) {
 #pragma unroll
     for (int loaded = 0; loaded < kMet; ++loaded) {
-      if (!is_loaded_before(loaded, row)) continue;
+      if (!kAhead.is_loaded_before(loaded, row)) continue;
       if (kAhead.met[loaded]) load_row(rows[loaded], offsets, x + loaded * XPixels::kRowBytes);
       if (loaded % AxisH::kStep != 0 || loaded / AxisH::kStep >= kRows) continue;
       unsigned (&gradient)[2] = gradients[loaded / AxisH::kStep];

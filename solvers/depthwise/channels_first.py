@@ -15,6 +15,7 @@ from miofind.solver.occupancy import SmLimits, resident_blocks
 from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
 from miofind.solver.steps import Config, ConfigValue, ConvSolution, KernelStep, Pointer, int32s
 from miofind.solvers.common.correlation import ceil_div, round_up
+from miofind.solvers.common.examples import depthwise_example
 from miofind.solvers.depthwise.register_tile import (
     MAX_DEFAULTS,
     MAX_WINDOW,
@@ -195,19 +196,18 @@ class ConvDepthwiseChannelsFirst(Solver):
     sources = (_SOURCE,)
 
     def examples(self) -> tuple[ProblemDescription, ...]:
-        def depthwise(c: int, taps: tuple[int, ...], m: int = 1, **fields: object) -> ProblemDescription:
-            return ProblemDescription.convolution(w=(m * c, 1, *taps), groups=c, **fields)  # type: ignore[arg-type]
-
         half, brain = DataType.FLOAT16, DataType.BFLOAT16
         back = Direction.BACKWARD_DATA
         return (
-            depthwise(40, (3, 3), x=(4, 40, 7, 7), padding=1, dtype=half),
-            depthwise(24, (5, 5), x=(3, 24, 14, 14), padding=2, dtype=brain, direction=back),
-            depthwise(8, (7, 7), x=(2, 8, 28, 28), padding=3, dtype=half),
-            depthwise(16, (3, 3), x=(2, 16, 28, 28), padding=1, stride=2, direction=back, dtype=half),
-            depthwise(4, (3, 5), m=3, x=(2, 4, 33, 45), padding=((2, 4), (9, 0)), dilation=(2, 1)),
-            depthwise(5, (2, 3), m=2, x=(1, 5, 19, 17), stride=(3, 2), padding=1, direction=back, dtype=brain),
-            depthwise(3, (15,), x=(2, 3, 300), padding=((20, 1),), dtype=half),
+            depthwise_example(40, w=(3, 3), x=(4, 40, 7, 7), padding=1, dtype=half),
+            depthwise_example(24, w=(5, 5), x=(3, 24, 14, 14), padding=2, dtype=brain, direction=back),
+            depthwise_example(8, w=(7, 7), x=(2, 8, 28, 28), padding=3, dtype=half),
+            depthwise_example(16, w=(3, 3), x=(2, 16, 28, 28), padding=1, stride=2, direction=back, dtype=half),
+            depthwise_example(4, w=(3, 5), k=12, x=(2, 4, 33, 45), padding=((2, 4), (9, 0)), dilation=(2, 1)),
+            depthwise_example(
+                5, w=(2, 3), k=10, x=(1, 5, 19, 17), stride=(3, 2), padding=1, direction=back, dtype=brain
+            ),
+            depthwise_example(3, w=(15,), x=(2, 3, 300), padding=((20, 1),), dtype=half),
         )
 
     def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:

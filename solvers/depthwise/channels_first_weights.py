@@ -6,6 +6,7 @@ kernels_src/depthwise/channels_first_weights.cu.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -16,6 +17,7 @@ from miofind.solver.occupancy import SmLimits, resident_blocks
 from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
 from miofind.solver.steps import Config, ConfigValue, ConvSolution, KernelStep, Pointer, int32s
 from miofind.solvers.common.correlation import ceil_div, round_up
+from miofind.solvers.common.examples import depthwise_example
 from miofind.solvers.common.split_k import SplitK
 from miofind.solvers.depthwise.register_tile import (
     MAX_DEFAULTS,
@@ -216,23 +218,16 @@ class ConvDepthwiseChannelsFirstWeights(Solver):
     sources = (_SOURCE,)
 
     def examples(self) -> tuple[ProblemDescription, ...]:
-        def depthwise(c: int, taps: tuple[int, ...], m: int = 1, **fields: object) -> ProblemDescription:
-            return ProblemDescription.convolution(
-                w=(m * c, 1, *taps),
-                groups=c,
-                direction=Direction.BACKWARD_WEIGHTS,
-                **fields,  # type: ignore[arg-type]
-            )
-
+        depthwise = functools.partial(depthwise_example, direction=Direction.BACKWARD_WEIGHTS)
         half, brain = DataType.FLOAT16, DataType.BFLOAT16
         return (
-            depthwise(40, (3, 3), x=(4, 40, 7, 7), padding=1, dtype=half),
-            depthwise(24, (5, 5), x=(3, 24, 14, 14), padding=2, dtype=brain),
-            depthwise(8, (7, 7), x=(2, 8, 28, 28), padding=3, dtype=half),
-            depthwise(16, (3, 3), x=(2, 16, 28, 28), padding=1, stride=2, dtype=half),
-            depthwise(4, (3, 5), m=3, x=(2, 4, 33, 45), padding=((2, 4), (9, 0)), dilation=(2, 1)),
-            depthwise(5, (2, 3), m=2, x=(1, 5, 19, 17), stride=(3, 2), padding=1, dtype=brain),
-            depthwise(3, (15,), x=(2, 3, 300), padding=((20, 1),), dtype=half),
+            depthwise(40, w=(3, 3), x=(4, 40, 7, 7), padding=1, dtype=half),
+            depthwise(24, w=(5, 5), x=(3, 24, 14, 14), padding=2, dtype=brain),
+            depthwise(8, w=(7, 7), x=(2, 8, 28, 28), padding=3, dtype=half),
+            depthwise(16, w=(3, 3), x=(2, 16, 28, 28), padding=1, stride=2, dtype=half),
+            depthwise(4, w=(3, 5), k=12, x=(2, 4, 33, 45), padding=((2, 4), (9, 0)), dilation=(2, 1)),
+            depthwise(5, w=(2, 3), k=10, x=(1, 5, 19, 17), stride=(3, 2), padding=1, dtype=brain),
+            depthwise(3, w=(15,), x=(2, 3, 300), padding=((20, 1),), dtype=half),
         )
 
     def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:

@@ -5,6 +5,7 @@ Kernel: kernels_src/depthwise/channels_last.cu.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -14,6 +15,7 @@ from miofind.device.device import Device, Library, Place
 from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
 from miofind.solver.steps import Config, ConfigValue, ConvSolution, KernelStep, Pointer, int32s
 from miofind.solvers.common.correlation import ceil_div, round_up
+from miofind.solvers.common.examples import depthwise_example
 from miofind.solvers.common.limits import MAX_ELEMENTS
 from miofind.solvers.depthwise.channels_last_rows import (
     RowRates,
@@ -247,11 +249,7 @@ class ConvDepthwiseChannelsLast(Solver):
     sources = ("depthwise/channels_last.cu",)
 
     def examples(self) -> tuple[ProblemDescription, ...]:
-        def depthwise(c: int, **fields: object) -> ProblemDescription:
-            shape, k = fields.pop("w"), fields.pop("k", c)
-            fields.setdefault("layout", Layout.NHWC)
-            return ProblemDescription.convolution(w=(k, 1, *shape), groups=c, **fields)  # type: ignore[misc, arg-type]
-
+        depthwise = functools.partial(depthwise_example, layout=Layout.NHWC)
         half, brain = DataType.FLOAT16, DataType.BFLOAT16
         back = Direction.BACKWARD_DATA
         return (

@@ -5,6 +5,7 @@ Kernel: kernels_src/depthwise/channels_last_weights.cu.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from miofind.solver.steps import (
 )
 from miofind.solvers.common.correlation import ceil_div, round_up
 from miofind.solvers.common.divisor import divisors
+from miofind.solvers.common.examples import depthwise_example
 from miofind.solvers.common.limits import MAX_ELEMENTS
 from miofind.solvers.common.split_k import SplitK
 from miofind.solvers.depthwise.channels_last_rows import (
@@ -300,16 +302,7 @@ class ConvDepthwiseChannelsLastWeights(Solver):
     sources = (_SOURCE,)
 
     def examples(self) -> tuple[ProblemDescription, ...]:
-        def depthwise(c: int, **fields: object) -> ProblemDescription:
-            shape, k = fields.pop("w"), fields.pop("k", c)
-            fields.setdefault("layout", Layout.NHWC)
-            return ProblemDescription.convolution(
-                w=(k, 1, *shape),  # type: ignore[misc, arg-type]
-                groups=c,
-                direction=Direction.BACKWARD_WEIGHTS,
-                **fields,  # type: ignore[arg-type]
-            )
-
+        depthwise = functools.partial(depthwise_example, layout=Layout.NHWC, direction=Direction.BACKWARD_WEIGHTS)
         half, brain = DataType.FLOAT16, DataType.BFLOAT16
         return (
             depthwise(64, x=(4, 64, 14, 14), w=(3, 3), padding=1, dtype=half),

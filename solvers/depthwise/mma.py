@@ -5,6 +5,7 @@ Kernel: kernels_src/depthwise/mma.cu. Backward weights have a kernel of their ow
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
@@ -16,6 +17,7 @@ from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, KernelKe
 from miofind.solver.steps import Config, ConfigValue, ConvSolution, KernelStep, Pointer, int32s
 from miofind.solvers.common.axis_defines import axis_defines
 from miofind.solvers.common.correlation import ceil_div
+from miofind.solvers.common.examples import depthwise_example
 from miofind.solvers.common.packed_groups import SOURCE, is_ample
 from miofind.solvers.depthwise.mma_tiling import DepthwiseTiling, refuse_mma, unbalance, unit_axes
 
@@ -160,11 +162,7 @@ class ConvDepthwiseMma(Solver):
     sources = ("depthwise/mma.cu",)
 
     def examples(self) -> tuple[ProblemDescription, ...]:
-        def depthwise(c: int, **fields: object) -> ProblemDescription:
-            taps = fields.pop("w")
-            given = {"dtype": DataType.FLOAT16, "layout": Layout.NHWC} | fields
-            return ProblemDescription.convolution(w=(c, 1, *taps), groups=c, **given)  # type: ignore[misc, arg-type]
-
+        depthwise = functools.partial(depthwise_example, dtype=DataType.FLOAT16, layout=Layout.NHWC)
         brain, data = DataType.BFLOAT16, Direction.BACKWARD_DATA
         return (
             depthwise(64, x=(2, 64, 14, 14), w=(3, 3), padding=1),

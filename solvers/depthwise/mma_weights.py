@@ -6,6 +6,7 @@ kernels_src/depthwise/mma_weights.cu.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
@@ -24,6 +25,7 @@ from miofind.solver.steps import (
 )
 from miofind.solvers.common.axis_defines import axis_defines
 from miofind.solvers.common.correlation import ceil_div
+from miofind.solvers.common.examples import depthwise_example
 from miofind.solvers.common.packed_groups import is_ample
 from miofind.solvers.common.split_k import SplitK
 from miofind.solvers.depthwise.mma_tiling import DepthwiseWeightsTiling, refuse_mma, unbalance, unit_axes
@@ -224,11 +226,9 @@ class ConvDepthwiseMmaWeights(Solver):
     sources = ("depthwise/mma_weights.cu",)
 
     def examples(self) -> tuple[ProblemDescription, ...]:
-        def depthwise(c: int, **fields: object) -> ProblemDescription:
-            taps = fields.pop("w")
-            given = {"dtype": DataType.FLOAT16, "layout": Layout.NHWC, "direction": Direction.BACKWARD_WEIGHTS} | fields
-            return ProblemDescription.convolution(w=(c, 1, *taps), groups=c, **given)  # type: ignore[misc, arg-type]
-
+        depthwise = functools.partial(
+            depthwise_example, dtype=DataType.FLOAT16, layout=Layout.NHWC, direction=Direction.BACKWARD_WEIGHTS
+        )
         brain = DataType.BFLOAT16
         return (
             depthwise(64, x=(2, 64, 14, 14), w=(3, 3), padding=1),

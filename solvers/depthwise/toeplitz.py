@@ -16,6 +16,7 @@ from miofind.solver.occupancy import SmLimits, resident_blocks
 from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
 from miofind.solver.steps import Config, ConfigValue, ConvSolution, KernelStep, Pointer, int32s
 from miofind.solvers.common.correlation import Correlation, ceil_div, correlations, round_up
+from miofind.solvers.common.examples import depthwise_example
 from miofind.solvers.depthwise.toeplitz_tiling import ToeplitzAxis, images_begin_alike, refuse_toeplitz, toeplitz_pitch
 
 _SHARED_BYTES = 48 << 10
@@ -226,19 +227,15 @@ class ConvDepthwiseBands(Solver):
     sources = ("depthwise/toeplitz.cu",)
 
     def examples(self) -> tuple[ProblemDescription, ...]:
-        def depthwise(c: int, **fields: object) -> ProblemDescription:
-            shape = fields.pop("w")
-            return ProblemDescription.convolution(w=(c, 1, *shape), groups=c, **fields)  # type: ignore[misc, arg-type]
-
         half, brain = DataType.FLOAT16, DataType.BFLOAT16
         back = Direction.BACKWARD_DATA
         return (
-            depthwise(32, x=(16, 32, 14, 14), w=(7, 7), padding=3, dtype=half),
-            depthwise(40, x=(9, 40, 7, 7), w=(5, 5), padding=2, dtype=brain, direction=back),
-            depthwise(12, x=(8, 12, 56, 56), w=(7, 7), padding=3, dtype=half),
-            depthwise(6, x=(3, 6, 28, 30), w=(5, 3), padding=((4, 0), (1, 6)), dtype=brain),
-            depthwise(4, x=(2, 4, 15, 17), w=(4, 6), padding=(1, 2), dtype=half, direction=back),
-            depthwise(8, x=(5, 8, 100), w=(7,), padding=((6, 0),), dtype=half),
+            depthwise_example(32, x=(16, 32, 14, 14), w=(7, 7), padding=3, dtype=half),
+            depthwise_example(40, x=(9, 40, 7, 7), w=(5, 5), padding=2, dtype=brain, direction=back),
+            depthwise_example(12, x=(8, 12, 56, 56), w=(7, 7), padding=3, dtype=half),
+            depthwise_example(6, x=(3, 6, 28, 30), w=(5, 3), padding=((4, 0), (1, 6)), dtype=brain),
+            depthwise_example(4, x=(2, 4, 15, 17), w=(4, 6), padding=(1, 2), dtype=half, direction=back),
+            depthwise_example(8, x=(5, 8, 100), w=(7,), padding=((6, 0),), dtype=half),
         )
 
     def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:

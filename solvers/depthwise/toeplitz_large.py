@@ -15,6 +15,7 @@ from miofind.device.device import Device, Library, Place
 from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
 from miofind.solver.steps import Config, ConfigValue, ConvSolution, KernelStep, Pointer, int32s
 from miofind.solvers.common.correlation import Axis, Correlation, ceil_div, correlations, round_up
+from miofind.solvers.common.examples import depthwise_example
 from miofind.solvers.common.limits import MAX_ELEMENTS
 from miofind.solvers.depthwise.staged_images import (
     StagedColumns,
@@ -275,19 +276,17 @@ class ConvDepthwiseLarge(Solver):
     sources = ("depthwise/toeplitz_large.cu",)
 
     def examples(self) -> tuple[ProblemDescription, ...]:
-        def depthwise(c: int, **fields: object) -> ProblemDescription:
-            shape = fields.pop("w")
-            return ProblemDescription.convolution(w=(c, 1, *shape), groups=c, **fields)  # type: ignore[misc, arg-type]
-
         half, brain = DataType.FLOAT16, DataType.BFLOAT16
         back = Direction.BACKWARD_DATA
         return (
-            depthwise(32, x=(8, 32, 14, 14), w=(27, 27), padding=13, dtype=half),
-            depthwise(32, x=(3, 32, 14, 14), w=(27, 27), padding=13, dtype=half, layout=Layout.NHWC),
-            depthwise(16, x=(9, 16, 7, 7), w=(13, 13), padding=6, dtype=brain, direction=back),
-            depthwise(12, x=(2, 12, 33, 45), w=(9, 11), padding=((2, 4), (9, 0)), dtype=brain, layout=Layout.NHWC),
-            depthwise(4, x=(2, 4, 40, 75), w=(21, 31), padding=(3, 15), dtype=half, direction=back),
-            depthwise(3, x=(2, 3, 300), w=(15,), padding=((20, 1),), dtype=half),
+            depthwise_example(32, x=(8, 32, 14, 14), w=(27, 27), padding=13, dtype=half),
+            depthwise_example(32, x=(3, 32, 14, 14), w=(27, 27), padding=13, dtype=half, layout=Layout.NHWC),
+            depthwise_example(16, x=(9, 16, 7, 7), w=(13, 13), padding=6, dtype=brain, direction=back),
+            depthwise_example(
+                12, x=(2, 12, 33, 45), w=(9, 11), padding=((2, 4), (9, 0)), dtype=brain, layout=Layout.NHWC
+            ),
+            depthwise_example(4, x=(2, 4, 40, 75), w=(21, 31), padding=(3, 15), dtype=half, direction=back),
+            depthwise_example(3, x=(2, 3, 300), w=(15,), padding=((20, 1),), dtype=half),
         )
 
     def is_applicable(self, problem: ProblemDescription, device: Device) -> Applicability:

@@ -6,6 +6,7 @@ kernels_src/depthwise/toeplitz_large_weights.cu.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from miofind.solver.steps import (
     int32s,
 )
 from miofind.solvers.common.correlation import Axis, ceil_div, forward_axes, round_up
+from miofind.solvers.common.examples import depthwise_example
 from miofind.solvers.common.limits import MAX_ELEMENTS
 from miofind.solvers.common.split_k import SplitK
 from miofind.solvers.depthwise.staged_images import (
@@ -299,15 +301,7 @@ class ConvDepthwiseLargeWeights(Solver):
     sources = ("depthwise/toeplitz_large_weights.cu",)
 
     def examples(self) -> tuple[ProblemDescription, ...]:
-        def depthwise(c: int, **fields: object) -> ProblemDescription:
-            shape = fields.pop("w")
-            return ProblemDescription.convolution(
-                w=(c, 1, *shape),  # type: ignore[misc]
-                groups=c,
-                direction=Direction.BACKWARD_WEIGHTS,
-                **fields,  # type: ignore[arg-type]
-            )
-
+        depthwise = functools.partial(depthwise_example, direction=Direction.BACKWARD_WEIGHTS)
         half, brain = DataType.FLOAT16, DataType.BFLOAT16
         return (
             depthwise(32, x=(8, 32, 14, 14), w=(27, 27), padding=13, dtype=half),

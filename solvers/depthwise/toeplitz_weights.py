@@ -5,6 +5,7 @@ On tensor cores. Kernels: kernels_src/depthwise/toeplitz_weights.cu.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from miofind.solver.steps import (
     int32s,
 )
 from miofind.solvers.common.correlation import ceil_div, round_up
+from miofind.solvers.common.examples import depthwise_example
 from miofind.solvers.common.limits import MAX_ELEMENTS
 from miofind.solvers.common.split_k import SplitK
 from miofind.solvers.depthwise.toeplitz_tiling import ToeplitzAxis, images_begin_alike, refuse_toeplitz, toeplitz_pitch
@@ -247,14 +249,7 @@ class ConvDepthwiseBandsWeights(Solver):
     sources = (_SOURCE,)
 
     def examples(self) -> tuple[ProblemDescription, ...]:
-        def depthwise(c: int, **fields: object) -> ProblemDescription:
-            return ProblemDescription.convolution(
-                w=(c, 1, *fields.pop("w")),  # type: ignore[misc]
-                groups=c,
-                direction=Direction.BACKWARD_WEIGHTS,
-                **fields,  # type: ignore[arg-type]
-            )
-
+        depthwise = functools.partial(depthwise_example, direction=Direction.BACKWARD_WEIGHTS)
         half, brain = DataType.FLOAT16, DataType.BFLOAT16
         return (
             depthwise(32, x=(16, 32, 14, 14), w=(7, 7), padding=3, dtype=half),

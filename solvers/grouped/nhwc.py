@@ -6,6 +6,7 @@ have a kernel of their own: ConvGroupedWeights.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -18,6 +19,7 @@ from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, KernelKe
 from miofind.solver.steps import Config, ConfigValue, ConvSolution, KernelStep, Pointer, int32s
 from miofind.solvers.common.axis_defines import axis_defines
 from miofind.solvers.common.correlation import ceil_div
+from miofind.solvers.common.examples import grouped_example
 from miofind.solvers.common.packed_groups import SOURCE, GroupedTiling, is_ample, refuse_groups, units_of
 
 _DEFAULTS, _FIRST, _MOST_ALIKE = 8, 4, 3
@@ -218,16 +220,7 @@ class ConvGrouped(Solver):
     sources = ("grouped/nhwc.cu",)
 
     def examples(self) -> tuple[ProblemDescription, ...]:
-        def grouped(groups: int, c: int, k: int, **fields: object) -> ProblemDescription:
-            shape, taps = fields.pop("x"), fields.pop("w")
-            given = {"dtype": DataType.FLOAT16, "layout": Layout.NHWC, "padding": 1} | fields
-            return ProblemDescription.convolution(
-                x=(shape[0], groups * c, *shape[1:]),  # type: ignore[index]
-                w=(groups * k, c, *taps),  # type: ignore[misc]
-                groups=groups,
-                **given,  # type: ignore[arg-type]
-            )
-
+        grouped = functools.partial(grouped_example, dtype=DataType.FLOAT16, layout=Layout.NHWC, padding=1)
         brain, data = DataType.BFLOAT16, Direction.BACKWARD_DATA
         return (
             grouped(8, 4, 4, x=(2, 30, 29), w=(3, 3)),

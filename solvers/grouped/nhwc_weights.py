@@ -6,6 +6,7 @@ kernels_src/grouped/nhwc_weights.cu.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import ClassVar
@@ -24,6 +25,7 @@ from miofind.solver.steps import (
 )
 from miofind.solvers.common.axis_defines import axis_defines
 from miofind.solvers.common.correlation import ceil_div
+from miofind.solvers.common.examples import grouped_example
 from miofind.solvers.common.packed_groups import is_ample, refuse_groups
 from miofind.solvers.common.split_k import SplitK
 from miofind.solvers.grouped.nhwc_weights_tiling import SHARES, GroupedWeightsTiling, may_share, units_in_all
@@ -211,17 +213,9 @@ class ConvGroupedWeights(Solver):
     sources = ("grouped/nhwc_weights.cu",)
 
     def examples(self) -> tuple[ProblemDescription, ...]:
-        def grouped(groups: int, c: int, k: int, **fields: object) -> ProblemDescription:
-            shape, taps = fields.pop("x"), fields.pop("w")
-            given = {"dtype": DataType.FLOAT16, "layout": Layout.NHWC, "padding": 1} | fields
-            return ProblemDescription.convolution(
-                x=(shape[0], groups * c, *shape[1:]),  # type: ignore[index]
-                w=(groups * k, c, *taps),  # type: ignore[misc]
-                groups=groups,
-                direction=Direction.BACKWARD_WEIGHTS,
-                **given,  # type: ignore[arg-type]
-            )
-
+        grouped = functools.partial(
+            grouped_example, dtype=DataType.FLOAT16, layout=Layout.NHWC, padding=1, direction=Direction.BACKWARD_WEIGHTS
+        )
         brain = DataType.BFLOAT16
         return (
             grouped(8, 4, 4, x=(2, 30, 29), w=(3, 3)),
