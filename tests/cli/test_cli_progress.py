@@ -48,14 +48,20 @@ def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "1/3" in terminal.file.getvalue()
 
 
-@pytest.mark.parametrize("command", [("db", "null-test", "--pairs", "2"), ("compile", "--arch", "80", "--only", "fft")])
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("db", "null-test", "--pairs", "2", "--device", "cpu", "conv2d-forward-n1-c4-i6x6-k4-f1x1-float32-NCHW"),
+        ("compile", "--arch", "80", "--only", "fft", "conv2d-forward-n1-c4-i30x30-k4-f11x11-float32-NCHW"),
+    ],
+    ids=["null-test", "compile"],
+)
 def test_long_commands_tell_it(
     command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     pytest.importorskip("cuda.bindings.nvrtc")
     use_own_folders(tmp_path_factory.mktemp("own"), monkeypatch)
     monkeypatch.setattr(progress, "_EVERY_S", 0.0)
-    device = ("--device", "cpu") if command[0] == "db" else ()
-    told = run(*command, *device, "conv2d-forward-n1-c4-i30x30-k4-f11x11-float32-NCHW", code=None).stderr
+    told = run(*command, code=None).stderr
     assert "/" in told.splitlines()[0]
     assert " left" in told.splitlines()[0]

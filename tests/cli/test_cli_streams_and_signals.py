@@ -266,8 +266,26 @@ def test_names_that_stdout_cannot_say_are_escaped(
     monkeypatch.setenv("PYTHONIOENCODING", encoding)
     database = os.fsdecode(os.fsencode(tmp_path) + b"/b\xffd\xc3\xa9.db")
     assert r"b\udcffd" in shell('"$@"', "tune", *FORWARD, "--in-process", "--db", database).stdout
-    for command in ("stats", "show", "check", "path", "upgrade"):
-        done = shell('"$@"', "db", command, "--db", database)
-        assert (done.returncode, done.stderr) == (0, "")
-        assert r"b\udcffd" in done.stdout
-    assert shell('"$@"', "db", "release", database, f"{database}2").returncode == 0
+    commands = [["db", name, "--db", database] for name in ("stats", "show", "check", "path", "upgrade")]
+    done = one_by_one(*commands, ["db", "release", database, f"{database}2"])
+    assert (done.returncode, done.stderr) == (0, "")
+    *told, _ = done.stdout.split("\f\n")[:-1]
+    assert [r"b\udcffd" in each for each in told] == [True] * len(commands)
+
+
+def one_by_one(*commands: list[str]) -> subprocess.CompletedProcess[str]:
+    """Commands in one process, which must all end well, each with a form feed after what it prints."""
+    script = (
+        "import json, sys; from miofind.cli import main\n"
+        "for words in json.loads(sys.argv[1]):\n"
+        "    code = main(words, standalone_mode=False)\n"
+        "    assert not code, words\n"
+        "    print('\\f')\n"
+    )
+    return subprocess.run(
+        [sys.executable, "-c", script, json.dumps(commands)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=LIMIT_S,
+    )

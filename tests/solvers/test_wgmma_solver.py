@@ -823,9 +823,9 @@ def test_groups_do_not_meet(problem: ProblemDescription) -> None:
         inputs[name][tuple(slice(size) for size in kept.shape)] = kept
     is_last = problem.output.layout.channels_last
     shape = np.moveaxis(expected, 1, -1).shape if is_last else expected.shape
-    for held in WGMMA_TILINGS.values():
-        for config in drawn(SOLVER, problem, DEVICE, 1, held):
-            result = computed(problem, config, inputs).reshape(shape)
-            result = np.moveaxis(result, -1, 1) if is_last else result
-            found, wanted = first_group(result, output), first_group(expected, output)
-            np.testing.assert_array_equal(found, wanted, err_msg=config.json)
+    every = [config for held in WGMMA_TILINGS.values() for config in drawn(SOLVER, problem, DEVICE, 1, held)]
+    for config in dict.fromkeys([every[0], every[-1]]):
+        result = computed(problem, config, inputs).reshape(shape)
+        result = np.moveaxis(result, -1, 1) if is_last else result
+        found, wanted = first_group(result, output), first_group(expected, output)
+        np.testing.assert_array_equal(found, wanted, err_msg=config.json)

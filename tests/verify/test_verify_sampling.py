@@ -81,15 +81,14 @@ def test_no_image_channel_row_or_column_is_left_out_on_a_gpu(name: str, directio
 @pytest.mark.parametrize("name", [*RESNET, *DEEP])
 def test_no_image_channel_row_or_column_is_left_out_on_the_cpu_place(name: str, direction: Direction) -> None:
     problem = turned((RESNET | DEEP)[name], direction)
-    for seed in range(2):
-        strips = sample_strips(problem, np.random.default_rng(seed))
-        chosen = strip_indices(problem, strips)
-        assert np.unique(chosen).size == chosen.size
-        axis = Matrix.of(problem).axis
-        for i, (size, seen) in enumerate(zip(problem.output.shape, coordinates(problem, chosen), strict=True)):
-            assert i != axis or seen == set(range(size))
-            if name != "long":
-                assert seen == set(range(size)), f"axis {i}"
+    strips = sample_strips(problem, np.random.default_rng(len(name)))
+    chosen = strip_indices(problem, strips)
+    assert np.unique(chosen).size == chosen.size
+    axis = Matrix.of(problem).axis
+    for i, (size, seen) in enumerate(zip(problem.output.shape, coordinates(problem, chosen), strict=True)):
+        assert i != axis or seen == set(range(size))
+        if name != "long":
+            assert seen == set(range(size)), f"axis {i}"
 
 
 @pytest.mark.parametrize("name", [*RESNET, *DEEP])
