@@ -1,6 +1,7 @@
 """kernels_src/winograd/fused.cu and winograd/fused_filters.cu in NumPy, block by block.
 
-Knows a launch by its defines and scalars alone, and how the kernels count with them.
+Knows a launch by its defines and scalars alone, and how the kernels count with them; within the 1024 elements of eight
+filters' eight channels, places are in any order that both kernels know.
 """
 
 from __future__ import annotations
@@ -36,15 +37,13 @@ def _filters(w: Array, to: Array, scalars: list[int], *, flipped: bool) -> None:
     for number in range(total):
         line, unit = divmod(number, units)
         group, step = divmod(line, steps)
-        for lane, half in itertools.product(range(32), range(2)):
-            output, channel = 8 * unit + lane // 4, 8 * step + lane % 4 * 2 + half
+        part = to[1024 * number : 1024 * (number + 1)].reshape(8, 8, 4, 4)
+        for output, channel in itertools.product(range(8 * unit, 8 * unit + 8), range(8 * step, 8 * step + 8)):
             taps = np.zeros((3, 3))
             if output < outputs and channel < channels:
                 at = group * of_group + output * of_output + channel * of_channel
                 taps = w[at + of_tap * np.arange(9)].reshape(3, 3)
-            places = _G @ (taps[::-1, ::-1] if flipped else taps) @ _G.T
-            fragments = to[1024 * number : 1024 * (number + 1)].reshape(4, 2, 32, 2, 2)
-            fragments[:, :, lane, :, half] = places.reshape(4, 2, 2)
+            part[output % 8, channel % 8] = _G @ (taps[::-1, ::-1] if flipped else taps) @ _G.T
 
 
 def _block(block: int, flat: list[Array], scalars: list[int], defines: Mapping[str, int]) -> None:
@@ -84,7 +83,6 @@ def _unpacked(filters: Array, group: int, channels: int, results: int) -> Array:
     """A group's transformed filters, (4, 4, channels, results)."""
     steps, units = -(-channels // 8), -(-results // 8)
     size = steps * units * 1024
-    parts = filters[group * size : (group + 1) * size].reshape(steps, units, 4, 2, 8, 4, 2, 2)
-    # step, unit, row, pair, filter, channel // 2, place of the pair, channel % 2
-    places = parts.transpose(2, 3, 6, 0, 5, 7, 1, 4).reshape(4, 4, 8 * steps, 8 * units)
+    parts = filters[group * size : (group + 1) * size].reshape(steps, units, 8, 8, 4, 4)
+    places = parts.transpose(4, 5, 0, 3, 1, 2).reshape(4, 4, 8 * steps, 8 * units)
     return places[:, :, :channels, :results]

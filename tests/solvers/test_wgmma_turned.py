@@ -1,4 +1,4 @@
-"""ConvImplicitGemmWgmmaTurned without a GPU: its maps of shared memory, its launches in NumPy, what it refuses."""
+"""ConvImplicitGemmWgmmaTurned without a GPU: its launches in NumPy, what it needs, what it refuses."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from wgmma_turned_in_numpy import Launch, multiplied, swizzled, terms_of_rows, turned
+from wgmma_turned_in_numpy import Launch
 
 from miofind.core.problem import ProblemDescription
 from miofind.device.device import Device
@@ -61,40 +61,6 @@ def drawn(problem: ProblemDescription, device: Device, count: int) -> list[Confi
     every = list(SOLVER.configs(problem, device))
     chosen = random.Random(problem.network_config).sample(every, min(count, len(every)))
     return list(dict.fromkeys([*SOLVER.default_configs(problem, device)[:2], *chosen]))
-
-
-@pytest.mark.parametrize("rows", [1, 2])
-def test_turned_blocks_and_fragments_meet_pixel_by_pixel(rows: int) -> None:
-    generator = np.random.default_rng(rows)
-    x, dy = (generator.integers(-4, 5, (32, 32)).astype(np.float64) for _ in range(2))
-    np.testing.assert_array_equal(multiplied(x, dy, rows), x.T @ dy)
-
-
-def test_a_block_is_turned_in_its_place() -> None:
-    words = turned(swizzled(np.arange(1024.0).reshape(32, 32)))
-    np.testing.assert_array_equal(np.sort(words), np.arange(1024.0))
-
-
-@pytest.mark.parametrize("rows", [1, 2])
-def test_lanes_that_load_at_once_meet_all_banks(rows: int) -> None:
-    """Loads of 8 or 16 bytes are served by 16 or 8 lanes at once: each bank once."""
-    at_once = 32 // (2 * rows)
-    for half in range(3 - rows):
-        for lanes in np.arange(32).reshape(-1, at_once):
-            banks = []
-            for lane in lanes:
-                g, t = divmod(int(lane), 4)
-                channel = 4 * g if rows == 2 else 16 * half + 2 * g
-                low = 2 * t * 128 + 16 * (channel // 4 ^ 2 * t) + 4 * (channel % 4)
-                assert (low + 128) ^ 16 == (2 * t + 1) * 128 + 16 * (channel // 4 ^ (2 * t + 1)) + 4 * (channel % 4)
-                banks += [low // 4 % 32 + i for i in range(2 * rows)]
-            assert sorted(banks) == list(range(32))
-
-
-def test_fragments_have_all_channels_of_a_block_once() -> None:
-    block = swizzled(np.zeros((32, 32)))
-    of_two = [*terms_of_rows(block, 0, 1, 0)[1], *terms_of_rows(block, 0, 1, 1)[1]]
-    assert sorted(of_two) == sorted(terms_of_rows(block, 0, 2, 0)[1]) == list(range(32))
 
 
 def computed(problem: ProblemDescription, config: Config, device: Device, inputs: dict[str, Any]) -> Any:
