@@ -22,7 +22,7 @@ from miofind.find.row_check import device_of
 from miofind.finddb import History, ProblemKey, Row, Store, without_solvers
 from miofind.solver.registry import Registry
 from miofind.solver.solver import Solver
-from miofind.solver.steps import Argument, Config, ConvSolution, KernelStep
+from miofind.solver.steps import Argument, Config, ConvSolution, CudnnStep, HostStep, KernelStep
 from miofind.solver.structs import Struct
 
 _BATCH = 256
@@ -134,16 +134,19 @@ def _codes(batch: list[_Asked], compiler: Compiler) -> Iterator[Code]:
 
 
 def _content(part: ConvSolution, arch: str, kernels: Mapping[tuple[str, object, str], str]) -> list[object]:
-    """All that a solution launches, without names."""
+    """All that a solution launches, without names: a region of the workspace goes by its position."""
+    regions = {region.name: f"region {number}" for number, region in enumerate(part.workspace.regions)}
     steps: list[object] = []
     for step in part.steps:
         if isinstance(step, KernelStep):
             code = kernels[arch, identity(step), step.entry]
-            arguments = [list(told) for argument in step.args for told in _told(argument)]
+            arguments = [list(told) for argument in step.on_buffers(regions).args for told in _told(argument)]
             steps.append([code, step.grid, step.block, step.shared_bytes, step.waits_itself, arguments])
         else:
-            steps.append([type(step).__name__, *astuple(step)])
-    return [steps, [astuple(region) for region in part.workspace.regions], part.deterministic]
+            placed = step if isinstance(step, CudnnStep | HostStep) else step.on_buffers(regions)
+            values = [regions.get(value, value) if isinstance(value, str) else value for value in astuple(placed)]
+            steps.append([type(step).__name__, *values])
+    return [steps, [region.bytes for region in part.workspace.regions], part.deterministic]
 
 
 def _told(argument: Argument) -> Iterator[Sequence[object]]:

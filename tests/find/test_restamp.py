@@ -12,14 +12,16 @@ from cli_runner import run
 from cuda_package import CudaPackage, make_package
 from finddb_entries import at, row, scope
 
-from miofind.compiler import BinaryCache, Compiler, kernel_hash, machine_code
+from miofind.compiler import BinaryCache, Compiler, identity, kernel_hash, machine_code
 from miofind.core.problem import ProblemDescription
 from miofind.device.device import Device
 from miofind.errors import InvalidOptionError
+from miofind.find import restamp
 from miofind.find.lookup.validity import solver_hash
 from miofind.find.restamp import Code, Restamped, codes, read_codes, restamped, write_codes
 from miofind.finddb import MEMORY, History, Row, Store
 from miofind.solver.registry import Registry
+from miofind.solver.steps import ConvSolution, FftStep, KernelStep, Pointer, Region, WorkspacePlan
 
 pytest.importorskip("cuda.bindings.nvrtc")
 
@@ -149,3 +151,16 @@ def test_the_commands_carry_a_row_over(tmp_path: Path, monkeypatch: pytest.Monke
         (found,) = [row for _, row in store.rows()]
     assert found.source_hash == solver_hash(SOLVER)
     assert "is there already" in run("db", "restamp", str(before), str(after), "--code", str(written), code=2).stderr
+
+
+def test_a_regions_name_is_no_code() -> None:
+    def content(*names: str, offset_bytes: int = 0) -> list[object]:
+        partials, scratch = (Pointer(buffer=name, offset_bytes=offset_bytes) for name in names)
+        kernel = KernelStep(source="a.cu", entry="a", grid=(1, 1, 1), block=(1, 1, 1), args=(partials, scratch))
+        transform = FftStep(lengths=(4,), batch=1, inverse=False, data=scratch, workspace=names[0])
+        workspace = WorkspacePlan(tuple(Region(name=name, bytes=256) for name in names))
+        solution = ConvSolution(steps=(kernel, transform), workspace=workspace)
+        return restamp._content(solution, "90a", {("90a", identity(kernel), "a"): "code"})
+
+    assert content("partials", "scratch") == content("parts", "words")
+    assert content("partials", "scratch") != content("partials", "scratch", offset_bytes=16)
