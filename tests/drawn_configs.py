@@ -10,7 +10,7 @@ from miofind.core.problem import Direction, MathMode, ProblemDescription
 from miofind.device.device import Device
 from miofind.solver.solver import Solver
 from miofind.solver.steps import Config, ConfigValue
-from miofind.solvers.common.wgmma_product import Planes, WgmmaProduct
+from miofind.solvers.common.wgmma_product import NchwTensors, WgmmaProduct
 
 WGMMA_TILINGS: dict[str, dict[str, ConfigValue]] = {
     "alone": {"splits": 1, "cluster": "1x1x1", "swapped": 0},
@@ -30,7 +30,7 @@ def lacking_tilings(problem: ProblemDescription) -> set[str]:
     is_weights = problem.direction is Direction.BACKWARD_WEIGHTS
     is_strided = problem.direction is Direction.BACKWARD_DATA and max(problem.conv.stride) > 1
     lacking = {"swapped"} if is_weights or problem.math is MathMode.TF32 else set()
-    if is_strided or WgmmaProduct.of(problem).planes is not Planes.NOWHERE:
+    if is_strided or WgmmaProduct.of(problem).nchw is not NchwTensors.NONE:
         lacking |= {name for name in WGMMA_TILINGS if name == "swapped" or name.endswith(("2x1x1", "1x2x1"))}
     if is_weights and problem.groups > 1 and problem.k // problem.groups % 64:
         lacking |= {"alone", "cluster 2x1x1", "cluster 1x2x1"}  # boxes would be stored into the next group

@@ -106,7 +106,7 @@ class Item:
     phase: int
 
 
-class Residue:
+class PhaseAxis:
     """What pixels of one axis of a phase meet, from what the kernel takes of it."""
 
     def __init__(self, packed: int) -> None:
@@ -115,8 +115,8 @@ class Residue:
 
 
 class Phase(NamedTuple):
-    h: Residue
-    w: Residue
+    h: PhaseAxis
+    w: PhaseAxis
 
 
 class Launch:
@@ -145,7 +145,8 @@ class Launch:
         which = [named["phases"] >> 2 * phase & 3 for phase in range(named["phases"] >> 19)]
         self.phases = [
             Phase(
-                Residue(named["other_h" if of & 2 else "first_h"]), Residue(named["other_w" if of & 1 else "first_w"])
+                PhaseAxis(named["other_h" if of & 2 else "first_h"]),
+                PhaseAxis(named["other_w" if of & 1 else "first_w"]),
             )
             for of in which
         ]

@@ -10,7 +10,6 @@
 // CLUSTER_M x CLUSTER_N blocks of a cluster have neighbouring tiles and multicast what they share; or CLUSTER_K blocks
 // split K of a tile and add their partials in order. Design after the public description of CUTLASS's GEMMs for sm_90.
 #include "common/opaque.cuh"
-#include "common/split_k.cuh"
 #include "implicit_gemm/wgmma_epilogue.cuh"
 
 __device__ __forceinline__ void consume(const Shape& shape, const TensorMap* target, float* parts, int consumer,
@@ -133,12 +132,22 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(kThreads, BLOCKS)
   if constexpr (kCluster > 1) cluster_sync<(CLUSTER_M * CLUSTER_N > 1)>();
 }
 
-// out[i] = sum of partials[split][i] over the splits.
+// out[i] = sum of partials[split][i] over the splits, in order. Not by common/split_k.cuh, which compiles to other code
+// for float32 than rows were measured with.
 extern "C" __global__ void __launch_bounds__(256)
     add_parts(const float* partials, ELEMENT* out, int64 count, int splits) {
   const int64 at = 4 * (blockIdx.x * 256ll + threadIdx.x);
   griddepcontrol_launch_dependents();
   griddepcontrol_wait();
   if (at >= count) return;
-  store_rounded(out + at, sum_from_first_split<4, 0>(partials, at, count, {0, splits, 1}));
+  Vector<float, 4> acc = *reinterpret_cast<const Vector<float, 4>*>(partials + at);
+  for (int split = 1; split < splits; split++) {
+    const Vector<float, 4> partial = *reinterpret_cast<const Vector<float, 4>*>(partials + split * count + at);
+#pragma unroll
+    for (int i = 0; i < 4; i++) acc.at[i] += partial.at[i];
+  }
+  Vector<ELEMENT, 4> rounded;
+#pragma unroll
+  for (int i = 0; i < 4; i++) rounded.at[i] = convert<ELEMENT>(acc.at[i]);
+  *reinterpret_cast<Vector<ELEMENT, 4>*>(out + at) = rounded;
 }

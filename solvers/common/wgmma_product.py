@@ -15,41 +15,43 @@ from miofind.core.problem import Direction, ProblemDescription
 from miofind.solvers.common.correlation import ceil_div
 
 
-class Planes(Enum):
-    """Which tensors of pixels have their channels first, so that the pixels of one channel lie side by side.
+class NchwTensors(Enum):
+    """Which tensors of pixels are NCHW: none, the output, A alone (y of backward weights), or all.
 
-    Rows are y for backward weights.
+    The values are those that the kernel's define PLANES takes.
     """
 
-    NOWHERE = "NOWHERE"
-    IN_RESULT = "IN_RESULT"
-    IN_ROWS = "IN_ROWS"
-    EVERYWHERE = "EVERYWHERE"
+    NONE = "NOWHERE"
+    OUTPUT = "IN_RESULT"
+    A = "IN_ROWS"
+    ALL = "EVERYWHERE"
 
     @staticmethod
-    def of(problem: ProblemDescription) -> Planes | None:
+    def of(problem: ProblemDescription) -> NchwTensors | None:
         """Those of a problem's layouts; None for other mixtures, which are not served."""
         if not problem.w.layout.channels_last and math.prod(problem.filter) > 1:
             return None
         pixels, other = ("y", "x") if problem.direction is Direction.BACKWARD_DATA else ("x", "y")
         last = {name: problem.tensor(name).layout.channels_last for name in (pixels, other)}
         if last[pixels] == last[other]:
-            return Planes.NOWHERE if last[pixels] else Planes.EVERYWHERE
+            return NchwTensors.NONE if last[pixels] else NchwTensors.ALL
         if last[other]:
             return None
-        return Planes.IN_ROWS if problem.direction is Direction.BACKWARD_WEIGHTS else Planes.IN_RESULT
+        return NchwTensors.A if problem.direction is Direction.BACKWARD_WEIGHTS else NchwTensors.OUTPUT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Residue:
-    """What pixels of one axis of dx meet whose places are equal modulo the stride; of other products, all pixels.
+class PhaseAxis:
+    """The sub-filter of one residue class along one axis: pixels of dx that are equal modulo the stride meet it.
+
+    Directions other than strided backward data have one class with the whole filter.
 
     Attributes:
-        at: of the first of these pixels.
-        first: the first tap of the filter that they meet; `WgmmaProduct.tap_steps` lie between two.
-        taps: how many they meet.
-        offset: pixels of dy, or x, from the first that copies walk to where the first tap meets it. Further taps meet
-            pixels `WgmmaProduct.dilation` further, for backward data back.
+        at: the residue: the first pixel of the class.
+        first: first tap of the sub-filter. Its taps are `WgmmaProduct.tap_steps` apart in the filter.
+        taps: number of its taps.
+        offset: from the first pixel of dy, or x, that the walk visits to the one that the first tap meets. Each further
+            tap meets a pixel `WgmmaProduct.dilation` further on; for backward data, further back.
     """
 
     at: int
@@ -60,11 +62,11 @@ class Residue:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Phase:
-    """Pixels of dx that meet the same taps; of other products, all that is computed.
+    """A residue class along both axes: pixels of dx that meet the same sub-filter. Other products have one phase.
 
     Attributes:
-        row, column: of `WgmmaProduct.residues`, by number.
-        taps: how many a tile's depth has: 1 for backward weights.
+        row, column: indices into `WgmmaProduct.phase_axes`.
+        taps: taps of the sub-filter, along K; 1 for backward weights.
     """
 
     row: int
@@ -78,31 +80,31 @@ class WgmmaProduct:
 
     Attributes:
         problem: lifted to two spatial dimensions.
-        rows, columns: of the result of one group; for backward weights the columns are of one tap, for strided backward
-            data the rows are of one phase: all phases walk as many pixels, some beyond the tensor.
-        depth: channels or filters that each tap sums over, or output pixels.
+        size_m, size_n: M and N of one group. For backward weights N is of one tap. For strided backward data M is of
+            one phase: all phases walk as many pixels, some beyond the tensor.
+        size_k: K: channels or filters of one tap, or output pixels.
         taps: of the filter.
-        pixels: name of the tensor that is met pixel by pixel.
-        walked: rows and columns of the pixels that copies walk, in one image.
-        low, high: their corners, rows first.
-        planes: which tensors have their channels first; if any but for backward weights, pixels are the columns.
-        residues: of both axes.
-        phases: one for each pair of residues, those that meet most taps first.
-        tap_steps: between the taps of a residue.
-        dilation: between pixels that neighbouring taps of a residue meet.
+        pixels: name of the tensor that TMA loads pixel by pixel (im2col).
+        walked: height and width of the pixels that the walk visits in one image.
+        low, high: their corners, height first.
+        nchw: which tensors are NCHW; if any is, pixels are N, but for backward weights.
+        phase_axes: the sub-filters along both axes.
+        phases: one for each pair of them, most taps first.
+        tap_steps: between the taps of a sub-filter.
+        dilation: between the pixels that neighbouring taps of a sub-filter meet.
     """
 
     problem: ProblemDescription
-    rows: int
-    columns: int
-    depth: int
+    size_m: int
+    size_n: int
+    size_k: int
     taps: tuple[int, int]
     pixels: str
     walked: tuple[int, int]
     low: tuple[int, int]
     high: tuple[int, int]
-    planes: Planes
-    residues: tuple[tuple[Residue, ...], tuple[Residue, ...]]
+    nchw: NchwTensors
+    phase_axes: tuple[tuple[PhaseAxis, ...], tuple[PhaseAxis, ...]]
     phases: tuple[Phase, ...]
     tap_steps: tuple[int, int]
     dilation: tuple[int, int]
@@ -114,18 +116,18 @@ class WgmmaProduct:
 
     @property
     def is_weights(self) -> bool:
-        """Whether filters are computed."""
+        """Whether the problem is backward weights."""
         return self.problem.direction is Direction.BACKWARD_WEIGHTS
 
     @property
     def is_pointwise(self) -> bool:
-        """Whether outputs meet one pixel each, in order."""
+        """Whether each output meets one pixel, in order: one tap, stride 1, no padding."""
         conv = self.problem.conv
         return math.prod(self.taps) == max(conv.stride) == 1 and not any((*conv.pad_before, *conv.pad_after))
 
     @property
     def is_strided(self) -> bool:
-        """Whether pixels of the result differ in the taps that they meet."""
+        """Whether it is strided backward data, cut into phases."""
         return len(self.phases) > 1
 
     @property
@@ -135,24 +137,23 @@ class WgmmaProduct:
 
     @property
     def keeps_to_groups(self) -> bool:
-        """Whether copies of a depth that a group has no more of meet nothing of the next group, but zeros.
+        """Whether loads beyond the end of a group's K give zeros instead of the next group's elements.
 
-        Boxes end with the group, where they run along the depth; pixels in im2col mode go on into the next, and so do
-        planes.
+        Boxes along K end with the group. Pixels in im2col mode, and NCHW tensors, run on into the next group.
         """
         if self.problem.groups == 1:
             return True
-        return self.is_pointwise and self.has_deep_filters and self.planes is not Planes.EVERYWHERE
+        return self.is_pointwise and self.has_k_major_filters and self.nchw is not NchwTensors.ALL
 
     @property
-    def has_planes_of_pixels(self) -> bool:
-        """Whether columns are pixels that lie side by side in planes."""
-        return self.planes is Planes.EVERYWHERE and not self.is_weights
+    def has_nchw_n(self) -> bool:
+        """Whether N is pixels of an NCHW tensor."""
+        return self.nchw is NchwTensors.ALL and not self.is_weights
 
     @property
-    def has_planes_of_depth(self) -> bool:
-        """Whether the depth is of pixels that lie side by side in planes."""
-        return self.planes is Planes.EVERYWHERE and self.is_weights
+    def has_nchw_k(self) -> bool:
+        """Whether K is pixels of NCHW tensors."""
+        return self.nchw is NchwTensors.ALL and self.is_weights
 
     @property
     def image(self) -> int:
@@ -168,17 +169,17 @@ class WgmmaProduct:
 
     @property
     def transposes_filters(self) -> bool:
-        """Whether the filter is laid out anew: TF32 products take operands with their depth side by side alone."""
+        """Whether the filter is transposed first: wgmma takes TF32 operands K-major only."""
         return self.problem.direction is Direction.BACKWARD_DATA and self.element_bytes == 4
 
     @property
-    def has_deep_filters(self) -> bool:
-        """Whether the depth lies side by side in the filter as the kernel takes it."""
+    def has_k_major_filters(self) -> bool:
+        """Whether the filter is K-major as the kernel takes it."""
         return self.problem.direction is Direction.FORWARD or self.transposes_filters
 
     @property
     def channels(self) -> int:
-        """Channels, or for backward data filters, of one group: what a tap sums over without backward weights."""
+        """K of one tap, but for backward weights: channels of one group, for backward data filters."""
         of = self.problem.k if self.problem.direction is Direction.BACKWARD_DATA else self.problem.c
         return of // self.problem.groups
 
@@ -191,46 +192,48 @@ def _product(problem: ProblemDescription) -> WgmmaProduct:
     taps = (planar.filter[0], planar.filter[1])
     reach = [(taps[i] - 1) * conv.dilation[i] for i in range(2)]
     outputs = math.prod(planar.out_spatial) * planar.n
-    planes = Planes.of(planar) or Planes.NOWHERE
+    nchw = NchwTensors.of(planar) or NchwTensors.NONE
     tap_steps, dilation = [1, 1], list(conv.dilation)
-    residues = [[Residue(at=0, first=0, taps=count, offset=0)] for count in taps]
+    phase_axes = [[PhaseAxis(at=0, first=0, taps=count, offset=0)] for count in taps]
     if planar.direction is Direction.BACKWARD_DATA:
         steps = [math.gcd(conv.stride[i], conv.dilation[i]) for i in range(2)]
         tap_steps = [conv.stride[i] // steps[i] for i in range(2)]
         dilation = [conv.dilation[i] // steps[i] for i in range(2)]
-        found = [_residues(planar, axis) for axis in range(2)]
+        found = [_phase_axes(planar, axis) for axis in range(2)]
         low = [min(one.offset - (one.taps - 1) * dilation[i] for one in found[i] if one.taps) for i in range(2)]
-        residues = [[replace(one, offset=one.offset - low[i] if one.taps else 0) for one in found[i]] for i in range(2)]
+        phase_axes = [
+            [replace(one, offset=one.offset - low[i] if one.taps else 0) for one in found[i]] for i in range(2)
+        ]
         walked = tuple(ceil_div(planar.spatial[i], conv.stride[i]) for i in range(2))
         high = [low[i] + walked[i] - planar.out_spatial[i] for i in range(2)]
-        rows, columns, depth, pixels = math.prod(walked) * planar.n, c, k, "y"
+        size_m, size_n, size_k, pixels = math.prod(walked) * planar.n, c, k, "y"
     else:
         low = [-conv.pad_before[i] for i in range(2)]
         high = [conv.pad_after[i] - reach[i] for i in range(2)]
         pixels, walked = "x", planar.out_spatial
         forward = planar.direction is Direction.FORWARD
-        rows, columns, depth = (outputs, k, c) if forward else (k, c, outputs)
-    if planes is not Planes.NOWHERE and planar.direction is not Direction.BACKWARD_WEIGHTS:
-        rows, columns = columns, rows
+        size_m, size_n, size_k = (outputs, k, c) if forward else (k, c, outputs)
+    if nchw is not NchwTensors.NONE and planar.direction is not Direction.BACKWARD_WEIGHTS:
+        size_m, size_n = size_n, size_m
     return WgmmaProduct(
         problem=planar,
-        rows=rows,
-        columns=columns,
-        depth=depth,
+        size_m=size_m,
+        size_n=size_n,
+        size_k=size_k,
         taps=taps,
         pixels=pixels,
         walked=(walked[0], walked[1]),
         low=(low[0], low[1]),
         high=(high[0], high[1]),
-        planes=planes,
-        residues=(tuple(residues[0]), tuple(residues[1])),
-        phases=_phases(planar, residues),
+        nchw=nchw,
+        phase_axes=(tuple(phase_axes[0]), tuple(phase_axes[1])),
+        phases=_phases(planar, phase_axes),
         tap_steps=(tap_steps[0], tap_steps[1]),
         dilation=(dilation[0], dilation[1]),
     )
 
 
-def _residues(problem: ProblemDescription, axis: int) -> list[Residue]:
+def _phase_axes(problem: ProblemDescription, axis: int) -> list[PhaseAxis]:
     """Of backward data, with offsets from dy's first pixel.
 
     A pixel i of dx meets tap r where i + pad - r * dilation is a multiple of the stride, and there that pixel of dy.
@@ -243,16 +246,16 @@ def _residues(problem: ProblemDescription, axis: int) -> list[Residue]:
         first = next((tap for tap in range(period) if (at + pad - tap * dilation) % stride == 0), count)
         taps = len(range(first, count, period))
         offset = (at + pad - first * dilation) // stride if taps else 0
-        found.append(Residue(at=at, first=first if taps else 0, taps=taps, offset=offset))
+        found.append(PhaseAxis(at=at, first=first if taps else 0, taps=taps, offset=offset))
     return found
 
 
-def _phases(problem: ProblemDescription, residues: Sequence[Sequence[Residue]]) -> tuple[Phase, ...]:
+def _phases(problem: ProblemDescription, phase_axes: Sequence[Sequence[PhaseAxis]]) -> tuple[Phase, ...]:
     if problem.direction is Direction.BACKWARD_WEIGHTS:
         return (Phase(row=0, column=0, taps=1),)
     found = [
         Phase(row=i, column=j, taps=row.taps * column.taps)
-        for i, row in enumerate(residues[0])
-        for j, column in enumerate(residues[1])
+        for i, row in enumerate(phase_axes[0])
+        for j, column in enumerate(phase_axes[1])
     ]
     return tuple(sorted(found, key=lambda phase: -phase.taps))

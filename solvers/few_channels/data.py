@@ -1,7 +1,7 @@
 """ConvFirstLayerData: backward data of convolutions of few channels on tensor cores, complete in registers.
 
-The input is divided into cells that all meet outputs in the same way. Kernel: kernels_src/few_channels/data.cu. Cells
-and strips: solvers/few_channels/cell_rows.py.
+dx is cut into space-to-depth (s2d) blocks, which all meet outputs alike. Kernel: kernels_src/few_channels/data.cu. Its
+blocks and strips: data_tiling.py.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from miofind.solver.solver import Applicability
 from miofind.solver.steps import Config, ConfigValue, ConvSolution, KernelStep, Pointer, int32s
 from miofind.solvers.common.correlation import ceil_div
 from miofind.solvers.common.divisor import divisors
-from miofind.solvers.few_channels.cell_rows import CellRows
-from miofind.solvers.few_channels.cells import Cells
+from miofind.solvers.few_channels.data_tiling import DataTiling
+from miofind.solvers.few_channels.s2d_blocks import S2dBlocks
 from miofind.solvers.few_channels.shared import FewChannelsSolver, gradient_defines
-from miofind.solvers.few_channels.windows import refuse_windows
+from miofind.solvers.few_channels.window_rows import refuse_windows
 
 _MAX_HELD = 184
 _MAX_REGISTERS = 240
 _SHARED_BYTES = 48 << 10
 
 
-def _defines(problem: ProblemDescription, config: Config, tiling: CellRows) -> tuple[tuple[str, str | int], ...]:
+def _defines(problem: ProblemDescription, config: Config, tiling: DataTiling) -> tuple[tuple[str, str | int], ...]:
     return (
         *gradient_defines(problem),
         ("TAPS_X", tiling.width.taps),
         ("LAST_TAP", tiling.width.last_tap),
-        ("CELLS", tiling.cells),
+        ("CELLS", tiling.s2d_blocks),
         *((name.upper(), config[name]) for name in ("blocks", "warps", "stages")),
         ("CHANNELS_LAST", int(problem.x.layout.channels_last)),
         ("IN_VECTOR", tiling.in_vector),
@@ -40,17 +40,17 @@ def _defines(problem: ProblemDescription, config: Config, tiling: CellRows) -> t
     )
 
 
-def _has_pairs(problem: ProblemDescription, tiling: CellRows) -> bool:
-    """Whether two neighbouring elements of a cell are an aligned word of dx."""
+def _has_pairs(problem: ProblemDescription, tiling: DataTiling) -> bool:
+    """Whether two neighbouring elements of a s2d block are an aligned word of dx."""
     width, columns = tiling.width, problem.spatial[1]
     per_column = problem.c if problem.x.layout.channels_last else 1
     return all(size * per_column % 2 == 0 for size in (width.size, width.origin, columns))
 
 
 def _is_served(problem: ProblemDescription) -> bool:
-    """Whether cells have several pixels, and matrices of dy begin where they can be read."""
+    """Whether s2d blocks have several pixels, and matrices of dy begin where they can be read."""
     stride = problem.conv.stride[1]
-    width = Cells.of(problem, 1, stride)
+    width = S2dBlocks.of(problem, 1, stride)
     return stride > 1 and (problem.x.layout.channels_last or (width.taps == 1 and width.first == 0))
 
 
@@ -90,7 +90,7 @@ class ConvFirstLayerData(FewChannelsSolver):
     are float32; equal inputs give equal bits.
 
     Configuration: a block of `warps` warps has rows of dy in `stages` buffers; a warp multiplies `blocks` blocks of 16
-    cells of a stride's pixels; there are as many strips as fill multiprocessors with `resident` blocks.
+    s2d blocks of a stride's pixels; there are as many strips as fill multiprocessors with `resident` blocks.
     """
 
     id = "ConvFirstLayerData"
@@ -108,8 +108,8 @@ class ConvFirstLayerData(FewChannelsSolver):
     def is_valid_config(self, problem: ProblemDescription, device: Device, config: Config) -> bool:
         if not _is_served(problem):
             return False
-        tiling = CellRows.of(problem, config, device)
-        if config["blocks"] != ceil_div(tiling.cells // 16, config["warps"]):
+        tiling = DataTiling.of(problem, config, device)
+        if config["blocks"] != ceil_div(tiling.s2d_blocks // 16, config["warps"]):
             return False
         if tiling.kept > _MAX_HELD or tiling.registers > _MAX_REGISTERS:
             return False
@@ -145,10 +145,10 @@ class ConvFirstLayerData(FewChannelsSolver):
         return True
 
     def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
-        tiling = CellRows.of(problem, config, device)
+        tiling = DataTiling.of(problem, config, device)
         warps, turn = config["warps"], config["blocks"] * tiling.fragments
         staged = tiling.columns * problem.k / tiling.in_vector
-        shared = _READ * (tiling.cells // 16) * tiling.width.taps * tiling.steps
+        shared = _READ * (tiling.s2d_blocks // 16) * tiling.width.taps * tiling.steps
         issued = _ROW_ISSUED + _STAGED_ISSUED * ceil_div(int(staged), 32 * warps) + _PRODUCT_ISSUED * turn
         together = min(tiling.resident, ceil_div(tiling.blocks, device.sm_count))
         busy = max(together * shared, ceil_div(together * warps, 4) * issued)
@@ -161,7 +161,7 @@ class ConvFirstLayerData(FewChannelsSolver):
         return float(_LAUNCH_MS + max(moved_ms, busy_ms) + _EXPOSED * min(moved_ms, busy_ms))
 
     def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
-        tiling = CellRows.of(problem, config, device)
+        tiling = DataTiling.of(problem, config, device)
         step = KernelStep(
             source="few_channels/data.cu",
             entry="first_layer_data",
@@ -173,7 +173,7 @@ class ConvFirstLayerData(FewChannelsSolver):
                 *(Pointer(buffer=name) for name in ("y", "w", "x")),
                 *int32s(*problem.spatial, *problem.out_spatial, problem.conv.pad_before[0], tiling.width.origin),
                 *int32s(tiling.height.first, tiling.height.end, tiling.width.first, tiling.rows),
-                *divisors(tiling.strips * tiling.cell_tiles, tiling.cell_tiles),
+                *divisors(tiling.strips * tiling.s2d_tiles, tiling.s2d_tiles),
             ),
         )
         return ConvSolution(steps=(step,))

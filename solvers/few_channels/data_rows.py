@@ -1,6 +1,6 @@
 """ConvFirstLayerDataRows: backward data of convolutions of few channels on tensor cores, from rows streamed once.
 
-Kernel: kernels_src/few_channels/data_rows.cu. Strips and tiles: solvers/few_channels/gradient_rows.py.
+Kernel: kernels_src/few_channels/data_rows.cu. Strips and tiles: solvers/few_channels/row_streaming.py.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from miofind.device.device import Device
 from miofind.solver.steps import Config, ConfigValue, ConvSolution, KernelStep, Pointer, int32s
 from miofind.solvers.common.correlation import ceil_div
 from miofind.solvers.common.divisor import divisors
-from miofind.solvers.few_channels.gradient_rows import GradientRows
+from miofind.solvers.few_channels.row_streaming import RowStreaming
 from miofind.solvers.few_channels.shared import FewChannelsSolver, gradient_defines
 
 _MAX_HELD = 184
@@ -22,7 +22,7 @@ _MAX_REGISTERS = 240
 _SHARED_BYTES = 48 << 10
 
 
-def _defines(problem: ProblemDescription, config: Config, tiling: GradientRows) -> tuple[tuple[str, str | int], ...]:
+def _defines(problem: ProblemDescription, config: Config, tiling: RowStreaming) -> tuple[tuple[str, str | int], ...]:
     return (
         *gradient_defines(problem),
         ("COLUMNS", tiling.columns),
@@ -94,7 +94,7 @@ class ConvFirstLayerDataRows(FewChannelsSolver):
     def is_valid_config(self, problem: ProblemDescription, device: Device, config: Config) -> bool:
         if not 4 <= config["warps_m"] * config["warps_n"] * config["warps_k"] <= _MAX_WARPS:
             return False
-        tiling = GradientRows.of(problem, config, device)
+        tiling = RowStreaming.of(problem, config, device)
         if tiling.tap_blocks % config["warps_n"] or tiling.steps < config["warps_k"]:
             return False
         if config["blocks"] != ceil_div(tiling.columns // 16, config["warps_m"]):
@@ -108,7 +108,7 @@ class ConvFirstLayerDataRows(FewChannelsSolver):
         return _SHORT_LIST
 
     def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
-        tiling = GradientRows.of(problem, config, device)
+        tiling = RowStreaming.of(problem, config, device)
         warps = config["warps_m"] * config["warps_n"] * config["warps_k"]
         blocks = tiling.columns // 16
         turn = config["blocks"] * problem.filter[0] * tiling.tap_blocks // config["warps_n"]
@@ -130,7 +130,7 @@ class ConvFirstLayerDataRows(FewChannelsSolver):
         return float(_LAUNCH_MS + max(moved_ms, busy_ms) + _EXPOSED * min(moved_ms, busy_ms))
 
     def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
-        tiling = GradientRows.of(problem, config, device)
+        tiling = RowStreaming.of(problem, config, device)
         step = KernelStep(
             source="few_channels/data_rows.cu",
             entry="first_layer_data_rows",

@@ -1,6 +1,6 @@
 """ConvFirstLayerDataRowsTf32: backward data of float32 convolutions of few channels on tensor cores.
 
-Kernel: kernels_src/few_channels/data_rows_tf32.cu. Strips and tiles: solvers/few_channels/gradient_rows_tf32.py.
+Kernel: kernels_src/few_channels/data_rows_tf32.cu. Strips and tiles: solvers/few_channels/row_streaming_tf32.py.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from miofind.solvers.common.correlation import ceil_div
 from miofind.solvers.common.divisor import divisors
 from miofind.solvers.common.packed_groups import is_ample
 from miofind.solvers.common.product_tiles import products_of_tf32
-from miofind.solvers.few_channels.gradient_rows_tf32 import MAX_REGISTERS, GradientRowsTf32
+from miofind.solvers.few_channels.row_streaming_tf32 import MAX_REGISTERS, RowStreamingTf32
 from miofind.solvers.few_channels.shared import FewChannelsSolver, gradient_defines
 
 _LEAST_WARPS, _MAX_WARPS = 4, 12
@@ -26,7 +26,7 @@ _SHARED_BYTES = 48 << 10
 
 
 def _defines(
-    problem: ProblemDescription, config: Config, tiling: GradientRowsTf32
+    problem: ProblemDescription, config: Config, tiling: RowStreamingTf32
 ) -> tuple[tuple[str, str | int], ...]:
     return (
         *gradient_defines(problem),
@@ -136,7 +136,7 @@ class ConvFirstLayerDataRowsTf32(FewChannelsSolver):
             return False
         if config["warps_k"] > ceil_div(problem.k, 8):
             return False
-        tiling = GradientRowsTf32.of(problem, config, device)
+        tiling = RowStreamingTf32.of(problem, config, device)
         if tiling.taps.count % config["warps_n"]:
             return False
         columns = tiling.tiles.columns // 16
@@ -161,7 +161,7 @@ class ConvFirstLayerDataRowsTf32(FewChannelsSolver):
         return products_of_tf32(problem) == 3
 
     def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
-        tiling = GradientRowsTf32.of(problem, config, device)
+        tiling = RowStreamingTf32.of(problem, config, device)
         warps = config["warps_m"] * config["warps_n"] * config["warps_k"]
         warp_steps = tiling.steps // config["warps_k"]
         turn = config["blocks"] * tiling.warp_blocks * warp_steps * tiling.products
@@ -182,7 +182,7 @@ class ConvFirstLayerDataRowsTf32(FewChannelsSolver):
         return float(_LAUNCH_MS + max(moved_ms, busy_ms) + _EXPOSED * min(moved_ms, busy_ms))
 
     @staticmethod
-    def _shared_cycles(problem: ProblemDescription, config: Config, tiling: GradientRowsTf32) -> float:
+    def _shared_cycles(problem: ProblemDescription, config: Config, tiling: RowStreamingTf32) -> float:
         """Of a multiprocessor, for a row of dy."""
         steps, columns = tiling.steps, tiling.tiles.columns
         reads = columns // 16 * steps * config["warps_n"]
@@ -196,7 +196,7 @@ class ConvFirstLayerDataRowsTf32(FewChannelsSolver):
         return float(cycles + (_READ_FILTERS * laid if config["filters"] == "shared" else 0.0))
 
     @staticmethod
-    def _issued_cycles(config: Config, tiling: GradientRowsTf32) -> float:
+    def _issued_cycles(config: Config, tiling: RowStreamingTf32) -> float:
         """Of a scheduler, for what a warp does with a row of dy besides the products."""
         if tiling.products == 1:
             return 0.0
@@ -206,7 +206,7 @@ class ConvFirstLayerDataRowsTf32(FewChannelsSolver):
         return float(_SPLIT * (4 * config["blocks"] * warp_steps + filters) + _ADDED * added)
 
     def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
-        tiling = GradientRowsTf32.of(problem, config, device)
+        tiling = RowStreamingTf32.of(problem, config, device)
         step = KernelStep(
             source="few_channels/data_rows_tf32.cu",
             entry="first_layer_data_rows_tf32",

@@ -1,6 +1,6 @@
 """ConvFirstLayerDataWgmma: backward data of convolutions of few channels by Hopper's warpgroup products.
 
-Kernel: kernels_src/few_channels/data_wgmma.cu. Cells, slots and strips: solvers/few_channels/gradient_slots.py.
+Kernel: kernels_src/few_channels/data_wgmma.cu. Its tiling: data_wgmma_tiling.py.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from miofind.solver.steps import Box, Config, ConfigValue, ConvSolution, KernelS
 from miofind.solvers.common.copies import packed_map
 from miofind.solvers.common.correlation import ceil_div
 from miofind.solvers.common.divisor import divisors
-from miofind.solvers.few_channels.gradient_slots import GradientSlots
+from miofind.solvers.few_channels.data_wgmma_tiling import DataWgmmaTiling
 from miofind.solvers.few_channels.shared import HOPPER_KEYS, FewChannelsSolver, gradient_defines
 
 _MAX_THREADS = 512
@@ -29,7 +29,7 @@ _SHARED_BYTES = 227 << 10
 _TILES_W = (16, 32, 64, 128, 256)
 
 
-def _defines(problem: ProblemDescription, config: Config, tiling: GradientSlots) -> tuple[tuple[str, str | int], ...]:
+def _defines(problem: ProblemDescription, config: Config, tiling: DataWgmmaTiling) -> tuple[tuple[str, str | int], ...]:
     return (
         *gradient_defines(problem),
         ("WIDEN", config["widen"]),
@@ -45,12 +45,12 @@ def _defines(problem: ProblemDescription, config: Config, tiling: GradientSlots)
     )
 
 
-def _staging(tiling: GradientSlots) -> tuple[tuple[str, int], ...]:
+def _staging(tiling: DataWgmmaTiling) -> tuple[tuple[str, int], ...]:
     boxes = tiling.boxes
     return (("TOGETHER", boxes.together), ("LEAD", boxes.lead)) if boxes else (("IN_VECTOR", tiling.in_vector),)
 
 
-def _gradients(problem: ProblemDescription, tiling: GradientSlots) -> Pointer | TensorMap:
+def _gradients(problem: ProblemDescription, tiling: DataWgmmaTiling) -> Pointer | TensorMap:
     """dy as the kernel takes it: in boxes rows of all images are one dimension."""
     if not (boxes := tiling.boxes):
         return Pointer(buffer="y")
@@ -59,14 +59,14 @@ def _gradients(problem: ProblemDescription, tiling: GradientSlots) -> Pointer | 
     return packed_map(problem, "y", (boxes.together * problem.k, width // boxes.together, problem.n * height), box)
 
 
-def _spills(tiling: GradientSlots) -> bool:
+def _spills(tiling: DataWgmmaTiling) -> bool:
     """Whether a thread lacks registers beside as many blocks as the kernel is told to leave room for.
 
     Fitted to 1,500 kernels for sm_90a, most of them tight. Elements that are written one by one take addresses and
-    bounds of their own, and rows of a single cell leave where filters are in registers, for each product.
+    bounds of their own, and rows of a single s2d block leave where filters are in registers, for each product.
     """
     needed = tiling.columns // 2 + 56
-    if not tiling.paired and (tiling.columns >= 64 or tiling.slot >= 36):
+    if not tiling.paired and (tiling.columns >= 64 or tiling.entry_rows >= 36):
         needed += tiling.columns // 3
     elif tiling.columns >= 200:
         needed += 16
@@ -90,8 +90,8 @@ _DEFAULTS = 8
 # Fitted to 1,200 configurations of 33 problems on an H200, the fastest of which it misses by 13 %. Cycles of a
 # multiprocessor: of its tensor cores for a product of 16 filters by a column, of shared memory for 128 bytes, and to
 # write an element, or two side by side, of 32 lanes. Cycles that a team alone takes for a row (barriers, and copies
-# that are begun), for a product's latency, and to complete 8 cells; cycles of a block before its first row, and of a
-# scheduler for a word of filters that is laid out, of which one warp alone reaches but a share. Bytes that a
+# that are begun), for a product's latency, and to complete 8 s2d blocks; cycles of a block before its first row, and
+# of a scheduler for a word of filters that is laid out, of which one warp alone reaches but a share. Bytes that a
 # multiprocessor needs under way to move as many as it may. Share of the bandwidth that is reached, and of the time to
 # move all tensors, or to compute if that is shorter, that the other does not hide. What the copy engine takes for boxes
 # is hidden.
@@ -111,15 +111,16 @@ _EXPOSED = 0.5
 
 
 class ConvFirstLayerDataWgmma(FewChannelsSolver):
-    """Backward data for up to four channels: warpgroup products of filters by rows of dy, whose columns shift in place.
+    """Backward data for up to four channels: wgmma of filters by rows of dy, whose columns shift in place.
 
-    Pixels are completed in registers, cells of a stride's rows and columns at a time. dy is read once but for the ends
-    of strips and tiles. Zeros around filters and rows of dy are multiplied: an infinity or NaN of dy spreads to pixels
-    of the cells that it meets, and one of the filter to pixels at the border. Sums are float32; equal inputs give equal
-    bits.
+    dx is completed in registers, in space-to-depth (s2d) blocks of a stride's rows and columns. dy is read once but for
+    the ends of strips and tiles. Zeros around filters and rows of dy are multiplied: an infinity or NaN of dy spreads
+    to pixels of the s2d blocks that it meets, and one of the filter to pixels at the border. Accumulators are float32;
+    equal inputs give equal bits.
 
-    Configuration: each of the `teams` of a block goes down a strip of up to `tile_w` cells, each of `widen` strides;
-    its rows of dy are in `stages` buffers. There are as many strips as fill multiprocessors with `resident` blocks.
+    Configuration: each of the `teams` of a thread block goes down a strip of up to `tile_w` s2d blocks, each `widen`
+    strides wide; its rows of dy are in `stages` buffers. There are as many strips as fill multiprocessors with
+    `resident` thread blocks.
     """
 
     id = "ConvFirstLayerDataWgmma"
@@ -136,11 +137,11 @@ class ConvFirstLayerDataWgmma(FewChannelsSolver):
     sources = ("few_channels/data_wgmma.cu",)
 
     def is_valid_config(self, problem: ProblemDescription, device: Device, config: Config) -> bool:
-        tiling = GradientSlots.of(problem, config, device)
+        tiling = DataWgmmaTiling.of(problem, config, device)
         if tiling.groups > _MAX_GROUPS or tiling.threads > _MAX_THREADS or tiling.products > _MAX_PRODUCTS:
             return False
         narrower = max((width for width in _TILES_W if width < config["tile_w"]), default=0)
-        if narrower and ceil_div(tiling.cells, narrower) == tiling.tiles:
+        if narrower and ceil_div(tiling.s2d_blocks, narrower) == tiling.tiles:
             return False  # the same tiles
         if config["teams"] > tiling.strips or config["stages"] > max(2, tiling.strip_steps + 1):
             return False  # teams without a strip, stages without a row
@@ -164,7 +165,7 @@ class ConvFirstLayerDataWgmma(FewChannelsSolver):
         return _SHORT_LIST
 
     def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
-        """The least estimates that differ in more than stages, two for cells of a width in tiles of a width."""
+        """The least estimates that differ in more than stages, two for s2d blocks of a width in tiles of a width."""
         chosen: dict[tuple[ConfigValue, ...], Config] = {}
         alike: Counter[tuple[ConfigValue, ...]] = Counter()
         for config in self.ranked(problem, device, _SHORT_LIST):
@@ -184,18 +185,18 @@ class ConvFirstLayerDataWgmma(FewChannelsSolver):
         A row's products take the tensor cores, or shared memory that holds their operands and that the row is staged
         in; a team alone waits for each and then writes pixels, which other teams of the multiprocessor can fill.
         """
-        tiling = GradientSlots.of(problem, config, device)
+        tiling = DataWgmmaTiling.of(problem, config, device)
         columns, teams = tiling.columns, tiling.resident * config["teams"]
         together = min(teams, ceil_div(tiling.blocks, device.sm_count) * config["teams"])
-        halves = 1 + tiling.slot / 8  # of 8 rows of the product, that a slot meets
+        halves = 1 + tiling.entry_rows / 8  # of 8 rows of the product, that a entry_rows meets
         written = halves * columns / 8 * _WRITTEN * (1 if tiling.paired else 2)
         row_products = tiling.groups * tiling.products
         tensor = _PRODUCT * row_products * columns
-        operands = row_products * (16 + columns / 4) + (tiling.stage_bytes + 2 * tiling.turned_bytes) / 128
+        operands = row_products * (16 + columns / 4) + (tiling.stage_bytes + 2 * tiling.transposed_bytes) / 128
         busy = together * max(tensor, _SHARED * operands + written)
         alone = _ROW + tiling.products * max(_LATENCY, _PRODUCT * columns) + _COMPLETED * min(2, halves) * columns / 8
         turns = ceil_div(tiling.strips, device.sm_count * teams)
-        words = 2 * tiling.products * tiling.height.met * tiling.slot * tiling.resident
+        words = 2 * tiling.products * tiling.height.met * tiling.entry_rows * tiling.resident
         laid = _LAID * words / min(1.0, _ALONE * tiling.resident * tiling.threads / 128)
         cycles = turns * (_BEGIN + laid + tiling.strip_steps * max(busy, alone))
         busy_ms = 1e3 * cycles / device.clock_hz
@@ -205,7 +206,7 @@ class ConvFirstLayerDataWgmma(FewChannelsSolver):
         return float(_LAUNCH_MS + max(moved_ms, busy_ms) + _EXPOSED * min(moved_ms, busy_ms))
 
     def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
-        tiling = GradientSlots.of(problem, config, device)
+        tiling = DataWgmmaTiling.of(problem, config, device)
         step = KernelStep(
             source="few_channels/data_wgmma.cu",
             entry="first_layer_data_wgmma",
@@ -218,7 +219,7 @@ class ConvFirstLayerDataWgmma(FewChannelsSolver):
                 *(Pointer(buffer=name) for name in ("w", "x")),
                 *int32s(*problem.spatial, *problem.out_spatial),
                 *int32s(problem.conv.pad_before[0], tiling.left, tiling.ahead),
-                *int32s(tiling.height.first, tiling.height.end, tiling.first_cell),
+                *int32s(tiling.height.first, tiling.height.end, tiling.first_s2d),
                 *int32s(tiling.rows, tiling.strip_steps, tiling.strips),
                 *divisors(tiling.row_strips * tiling.tiles, tiling.tiles),
             ),

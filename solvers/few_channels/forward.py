@@ -1,6 +1,6 @@
 """ConvFirstLayer: forward convolution of few channels on tensor cores, from patches of pixels of four channels.
 
-Kernel: kernels_src/few_channels/forward.cu. Windows and tiles: solvers/few_channels/windows.py.
+Kernel: kernels_src/few_channels/forward.cu. Windows and tiles: solvers/few_channels/window_rows.py.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from miofind.solver.steps import Config, ConfigValue, ConvSolution, KernelStep, 
 from miofind.solvers.common.correlation import ceil_div, round_up
 from miofind.solvers.common.divisor import divisors
 from miofind.solvers.few_channels.shared import FewChannelsSolver
-from miofind.solvers.few_channels.windows import WindowTile, is_same_load
+from miofind.solvers.few_channels.window_rows import WindowTile, is_same_load
 
 _MAX_SUMS = 128
 _MAX_REGISTERS = 216

@@ -21,7 +21,7 @@ from miofind.solvers.common.correlation import ceil_div, round_up
 from miofind.solvers.common.divisor import divisors
 from miofind.solvers.common.limits import refuse_tensors
 from miofind.solvers.few_channels.shared import HOPPER_KEYS, FewChannelsSolver
-from miofind.solvers.few_channels.windows import MAX_CHANNELS, is_same_load
+from miofind.solvers.few_channels.window_rows import MAX_CHANNELS, is_same_load
 
 _ROWS = 64  # of a product
 _MAX_STEPS = 64  # of 16 elements, that a window takes

@@ -15,7 +15,7 @@ from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.device.device import Device, Library, Place
 from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
 from miofind.solver.steps import Config, ConfigValue
-from miofind.solvers.few_channels.windows import refuse_windows
+from miofind.solvers.few_channels.window_rows import refuse_windows
 
 _DEFAULTS = 8
 _KEY = KernelKey(

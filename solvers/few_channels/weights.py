@@ -1,7 +1,7 @@
 """ConvFirstLayerWeights: backward weights of convolutions of few channels on tensor cores.
 
 Tiles of outputs are dealt to blocks; a second kernel adds the blocks' float32 sums in a fixed order. Kernels:
-kernels_src/few_channels/weights.cu. Windows and tiles: solvers/few_channels/windows.py.
+kernels_src/few_channels/weights.cu. Windows and tiles: solvers/few_channels/window_rows.py.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from miofind.solvers.common.correlation import ceil_div, round_up
 from miofind.solvers.common.divisor import divisors
 from miofind.solvers.common.split_k import SplitK
 from miofind.solvers.few_channels.shared import FewChannelsSolver
-from miofind.solvers.few_channels.windows import WindowTile, is_same_load
+from miofind.solvers.few_channels.window_rows import WindowTile, is_same_load
 
 _MAX_SUMS = 128
 _MAX_WARPS = 14

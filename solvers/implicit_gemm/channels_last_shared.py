@@ -1,4 +1,4 @@
-"""What solvers share that turn channels-first tensors to channels last for another solver's kernels.
+"""What solvers share that transpose channels-first tensors to channels last for another solver's kernels.
 
 Kernel: kernels_src/implicit_gemm/transpose.cu, and those of the other solver. Operands are laid out anew in the
 workspace by one launch, and the result is laid back if it must. Knows the other solvers by their ids alone.
@@ -16,7 +16,7 @@ from miofind.errors import InvalidConfigError
 from miofind.solver.delegating import DelegatingSolver, kernels_on
 from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, Solver
 from miofind.solver.steps import Config, ConvSolution, KernelStep, Region, WorkspacePlan
-from miofind.solvers.implicit_gemm.transpose import BANDWIDTH_SHARE, Turn, turning
+from miofind.solvers.implicit_gemm.transpose import BANDWIDTH_SHARE, Transposition, transpose_step
 
 _DEFAULTS = 4
 _STEP_MS = 1.5e-3
@@ -35,29 +35,35 @@ def _with_last(problem: ProblemDescription, names: tuple[str, ...]) -> ProblemDe
 
 
 def _forms(problem: ProblemDescription) -> tuple[ProblemDescription, ...]:
-    """What another solver may be asked instead: with one tensor less to turn if there is one, then with all turned."""
+    """NHWC forms of a problem for the other solver: with one tensor less to transpose, if it may be, then with all."""
     kept, last = "x" if problem.direction is Direction.BACKWARD_DATA else "y", _with_last(problem, _TENSORS)
-    if not Turn.to_channels_last(problem, kept).is_needed:
+    if not Transposition.to_channels_last(problem, kept).is_needed:
         return (last,)
     return _with_last(problem, tuple(name for name in _TENSORS if name != kept)), last
 
 
-def _turns(problem: ProblemDescription, form: ProblemDescription) -> dict[str, Turn]:
+def _transpositions(problem: ProblemDescription, form: ProblemDescription) -> dict[str, Transposition]:
     """The tensors whose elements lie otherwise in the other form, by name: from channels first."""
     names = [name for name in _TENSORS if problem.tensor(name).layout is not form.tensor(name).layout]
-    turns = {name: Turn.to_channels_last(problem, name) for name in names}
-    return {name: turn for name, turn in turns.items() if turn.is_needed}
+    transpositions = {name: Transposition.to_channels_last(problem, name) for name in names}
+    return {name: transposition for name, transposition in transpositions.items() if transposition.is_needed}
 
 
-def _before(problem: ProblemDescription, turns: dict[str, Turn]) -> list[KernelStep]:
-    """The launch that turns the operands, if any are turned."""
-    operands = tuple(turn for name, turn in turns.items() if name != problem.direction.output)
-    return [turning(operands)] if operands else []
+def _before(problem: ProblemDescription, transpositions: dict[str, Transposition]) -> list[KernelStep]:
+    """The launch that transposes the operands, if any are transposed."""
+    operands = tuple(
+        transposition for name, transposition in transpositions.items() if name != problem.direction.output
+    )
+    return [transpose_step(operands)] if operands else []
 
 
-def _after(problem: ProblemDescription, turns: dict[str, Turn]) -> list[KernelStep]:
-    """The launch that turns the result back, if it is turned."""
-    return [turning((turn.back,)) for name, turn in turns.items() if name == problem.direction.output]
+def _after(problem: ProblemDescription, transpositions: dict[str, Transposition]) -> list[KernelStep]:
+    """The launch that transposes the result back, if it is transposed."""
+    return [
+        transpose_step((transposition.back,))
+        for name, transposition in transpositions.items()
+        if name == problem.direction.output
+    ]
 
 
 @functools.lru_cache(maxsize=64)  # every configuration's estimate and solution asks
@@ -81,8 +87,8 @@ class ChannelsLastSolver(DelegatingSolver):
         form = _form(self.inner_solver, problem, device)
         if form is None:
             return Applicability(self._refusal(problem, device))
-        turns = _turns(problem, form)
-        steps = [*_before(problem, turns), *_after(problem, turns)]
+        transpositions = _transpositions(problem, form)
+        steps = [*_before(problem, transpositions), *_after(problem, transpositions)]
         if not steps:
             return Applicability("the order of elements is the same with channels last")
         if max(step.grid[0] for step in steps) > _MAX_BLOCKS:
@@ -125,20 +131,24 @@ class ChannelsLastSolver(DelegatingSolver):
 
     def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
         form = self.form(problem, device)
-        turns = _turns(problem, form)
-        moved_bytes = sum(2 * turn.bytes for turn in turns.values())
+        transpositions = _transpositions(problem, form)
+        moved_bytes = sum(2 * transposition.bytes for transposition in transpositions.values())
         moved_ms = 1e3 * moved_bytes / (BANDWIDTH_SHARE * device.bandwidth_bytes_per_s)
         inner_ms = self.inner_solver.estimate_ms(form, device, self.inner_config(config))
-        return len([*_before(problem, turns), *_after(problem, turns)]) * _STEP_MS + moved_ms + inner_ms
+        return (
+            len([*_before(problem, transpositions), *_after(problem, transpositions)]) * _STEP_MS + moved_ms + inner_ms
+        )
 
     def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
         form = self.form(problem, device)
         inner = self.inner_solver.solution(form, device, self.inner_config(config))
-        turns = _turns(problem, form)
-        names = {name: turn.target for name, turn in turns.items()}
-        regions = [Region(name=turn.target, bytes=turn.bytes) for turn in turns.values()]
+        transpositions = _transpositions(problem, form)
+        names = {name: transposition.target for name, transposition in transpositions.items()}
+        regions = [
+            Region(name=transposition.target, bytes=transposition.bytes) for transposition in transpositions.values()
+        ]
         return ConvSolution(
-            steps=(*_before(problem, turns), *kernels_on(inner, names), *_after(problem, turns)),
+            steps=(*_before(problem, transpositions), *kernels_on(inner, names), *_after(problem, transpositions)),
             workspace=WorkspacePlan((*regions, *inner.workspace.regions)),
             deterministic=inner.deterministic,
         )

@@ -1,4 +1,4 @@
-"""How tensors are turned between channels first and channels last: tiles and launches of transpose.cu.
+"""Transposition of tensors between NCHW and NHWC: tiles and launches of kernels_src/implicit_gemm/transpose.cu.
 
 Pure arithmetic on shapes.
 """
@@ -16,7 +16,7 @@ from miofind.solvers.common.divisor import divisors
 SOURCE = "implicit_gemm/transpose.cu"
 
 BANDWIDTH_SHARE = 0.73
-"""Of the device's nominal bandwidth, which turning reaches on an H200 where tensors are large."""
+"""Of the device's nominal bandwidth, which transpose_step reaches on an H200 where tensors are large."""
 
 _THREADS = 256
 _LENGTH = 64  # elements of a line that a tile takes where it takes no whole lines
@@ -25,8 +25,8 @@ _TILE_BYTES = 8 << 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Turn:
-    """How one tensor's elements change their order: rows x columns, for each of a batch, to columns x rows.
+class Transposition:
+    """One tensor's transposition: rows x columns, for each matrix of a batch, to columns x rows.
 
     Attributes:
         source, target: buffers.
@@ -40,11 +40,11 @@ class Turn:
     columns: int
 
     @staticmethod
-    def to_channels_last(problem: ProblemDescription, name: str) -> Turn:
+    def to_channels_last(problem: ProblemDescription, name: str) -> Transposition:
         """From a tensor (n, c, ...) of the problem with its channels first to a buffer named `<name>_last`."""
         tensor = problem.tensor(name)
         batch, channels, *spatial = tensor.shape
-        return Turn(
+        return Transposition(
             source=name,
             target=f"{name}_last",
             dtype=tensor.dtype,
@@ -64,8 +64,8 @@ class Turn:
         return self.batch * self.rows * self.columns * self.dtype.itemsize
 
     @property
-    def back(self) -> Turn:
-        """The way back."""
+    def back(self) -> Transposition:
+        """The inverse transposition."""
         return replace(self, source=self.target, target=self.source, rows=self.columns, columns=self.rows)
 
     @property
@@ -125,7 +125,7 @@ class Tile:
     """Elements of a matrix that a block moves.
 
     Attributes:
-        rows, columns: of the matrix, before it is turned.
+        rows, columns: of the matrix, before it is transposed.
         loaded, stored: elements that a thread loads and stores at once.
         scatters: its lines in shared memory are columns, which vectors are scattered to, not rows.
         is_whole: its lines are as long as the matrix's, so that neighbouring ones are one run of memory.
@@ -145,24 +145,24 @@ class Tile:
         return ",".join(map(str, values))
 
 
-def turning(turns: tuple[Turn, ...]) -> KernelStep:
-    """The launch that turns one tensor, or two of one type.
+def transpose_step(transpositions: tuple[Transposition, ...]) -> KernelStep:
+    """The launch that transposes one tensor, or two of one type.
 
     Args:
-        turns: one or two.
+        transpositions: one or two.
     """
-    blocks = [turn.blocks for turn in turns]
+    blocks = [each.blocks for each in transpositions]
     return KernelStep(
         source=SOURCE,
-        entry="transpose" if len(turns) == 1 else "transpose_two",
+        entry="transpose" if len(transpositions) == 1 else "transpose_two",
         grid=(sum(blocks), 1, 1),
         block=(_THREADS, 1, 1),
         defines=(
-            ("ELEMENT", turns[0].dtype.value),
-            *zip(("FIRST", "SECOND"), (turn.tile.define for turn in turns), strict=False),
+            ("ELEMENT", transpositions[0].dtype.value),
+            *zip(("FIRST", "SECOND"), (each.tile.define for each in transpositions), strict=False),
         ),
         args=(
-            *(arg for turn in turns for arg in turn.args),
+            *(arg for each in transpositions for arg in each.args),
             *int32s(*blocks[:-1]),
         ),
         waits_itself=True,

@@ -1,7 +1,7 @@
 """ConvImplicitGemmWgmma: convolution as a matrix product on Hopper's tensor cores, in all directions.
 
-Kernel: kernels_src/implicit_gemm/wgmma.cu. Pixels come by the copy engine, channels last in its im2col mode, so that
-they are not laid out in memory.
+Kernel: kernels_src/implicit_gemm/wgmma.cu. TMA loads NHWC pixels in im2col mode, so that no
+columns are laid out in memory.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from miofind.solvers.common.copies import packed_map, refuse_copies
 from miofind.solvers.common.correlation import ceil_div
 from miofind.solvers.common.divisor import divisors
 from miofind.solvers.common.split_k import SplitK
-from miofind.solvers.common.wgmma_product import Planes, WgmmaProduct
-from miofind.solvers.implicit_gemm.transpose import SOURCE as _TURNING
-from miofind.solvers.implicit_gemm.transpose import Turn, turning
+from miofind.solvers.common.wgmma_product import NchwTensors, WgmmaProduct
+from miofind.solvers.implicit_gemm.transpose import SOURCE as _TRANSPOSE
+from miofind.solvers.implicit_gemm.transpose import Transposition, transpose_step
 from miofind.solvers.implicit_gemm.wgmma_cost import estimate_ms
-from miofind.solvers.implicit_gemm.wgmma_likely import SHARES, SPLITS, STAGES, WIDTHS, likely_tilings, varied
+from miofind.solvers.implicit_gemm.wgmma_shortlist import SHARES, SPLITS, STAGES, WIDTHS, shortlisted_tilings, varied
 from miofind.solvers.implicit_gemm.wgmma_tiling import ROW_BLOCK, SPANS_BYTES, WgmmaTiling
 
 _SOURCE = "implicit_gemm/wgmma.cu"
@@ -54,17 +54,17 @@ def _map(
 
 
 def _pixels(tiling: WgmmaTiling) -> TensorMap:
-    """Map of the tensor that is met pixel by pixel."""
+    """Tensor map of the operand of pixels."""
     product, (along_m, along_n, _) = tiling.product, tiling.cluster
     problem = product.problem
-    if product.has_planes_of_pixels:
-        return _planes(product, product.pixels, tiling.width, tiling.tile_k)
-    if product.has_planes_of_depth:
+    if product.has_nchw_n:
+        return _planes(product, product.pixels, tiling.block_n, tiling.tile_k)
+    if product.has_nchw_k:
         return _planes(product, product.pixels, tiling.tile_k, tiling.tile_n)
     if product.is_weights:
-        wide, count = tiling.width, tiling.tile_k // along_m
+        wide, count = tiling.block_n, tiling.tile_k // along_m
     else:
-        wide, count = tiling.tile_k, (tiling.tile_n if tiling.has_pixel_columns else tiling.tile_m // along_n)
+        wide, count = tiling.tile_k, (tiling.tile_n if tiling.has_pixels_as_n else tiling.tile_m // along_n)
     _, channels, height, width = problem.tensor(product.pixels).shape
     if product.is_pointwise:
         sizes = (channels // problem.groups, problem.groups, height * width * problem.n)
@@ -80,7 +80,7 @@ def _pixels(tiling: WgmmaTiling) -> TensorMap:
 
 
 def _planes(product: WgmmaProduct, buffer: str, pixels: int, channels: int, *, loads: bool = True) -> TensorMap:
-    """Map of a tensor whose channels come first, by boxes of pixels of one image and channels."""
+    """Tensor map of an NCHW tensor, in boxes of pixels of one image by channels."""
     tensor = product.problem.tensor(buffer)
     sizes = (math.prod(tensor.shape[2:]), tensor.shape[1], tensor.shape[0])
     return _map(product, buffer, sizes, Box(sizes=(pixels, channels, 1)), loads=loads)
@@ -92,31 +92,31 @@ def _strides(product: WgmmaProduct) -> tuple[int, int]:
 
 
 def _maps(tiling: WgmmaTiling) -> tuple[TensorMap, TensorMap, TensorMap]:
-    """Maps of the rows' and the columns' operand and of the result."""
+    """Tensor maps of A, B and the output."""
     product, (along_m, along_n, _) = tiling.product, tiling.cluster
     problem, groups, taps = product.problem, product.problem.groups, math.prod(product.taps)
     c, k = problem.c // groups, problem.k // groups
     in_images = product.image * problem.n
-    pixels, across = _pixels(tiling), tiling.has_pixel_columns
-    out = Box(sizes=(ROW_BLOCK if tiling.swapped else tiling.width, 1, ROW_BLOCK))
+    pixels, across = _pixels(tiling), tiling.has_pixels_as_n
+    out = Box(sizes=(ROW_BLOCK if tiling.swapped else tiling.block_n, 1, ROW_BLOCK))
     if product.is_weights:
-        if product.planes is Planes.NOWHERE:
+        if product.nchw is NchwTensors.NONE:
             rows = _map(product, "y", (k, groups, in_images), Box(sizes=(ROW_BLOCK, 1, tiling.tile_k // along_n)))
         else:
             rows = _planes(product, "y", tiling.tile_k, tiling.tile_m)
         return rows, pixels, _map(product, "w", (c, taps, problem.k), out, loads=False)
-    if product.has_deep_filters:
+    if product.has_k_major_filters:
         box = Box(sizes=(tiling.tile_k, 1, tiling.tile_m if across else tiling.tile_n // along_m))
     else:
-        box = Box(sizes=(ROW_BLOCK if across else tiling.width, 1, tiling.tile_k // along_m))
+        box = Box(sizes=(ROW_BLOCK if across else tiling.block_n, 1, tiling.tile_k // along_m))
     if product.transposes_filters:
         deep, _, wide = box.sizes
         filters = _map(product, _FILTERS, (k, c, groups * taps), Box(sizes=(deep, wide, 1)))
     else:
         filters = _map(product, "w", (c, taps, problem.k), box)
-    if product.has_planes_of_pixels:
-        target = _planes(product, problem.direction.output, tiling.width, ROW_BLOCK, loads=False)
-    elif product.planes is Planes.IN_RESULT:
+    if product.has_nchw_n:
+        target = _planes(product, problem.direction.output, tiling.block_n, ROW_BLOCK, loads=False)
+    elif product.nchw is NchwTensors.OUTPUT:
         target = filters  # threads store, not copies
     else:
         results = k if problem.direction is Direction.FORWARD else c
@@ -124,40 +124,41 @@ def _maps(tiling: WgmmaTiling) -> tuple[TensorMap, TensorMap, TensorMap]:
     return (filters, pixels, target) if across else (pixels, filters, target)
 
 
-def _packed_residues(product: WgmmaProduct) -> list[int]:
+def _packed_phase_axes(product: WgmmaProduct) -> list[int]:
     """Two of each axis, as `PhaseAxis` of kernels_src/implicit_gemm/wgmma_tiling.cuh takes them."""
     return [
         one.at | one.first << 1 | one.taps << 2 | one.offset << 11
-        for of_axis in product.residues
+        for of_axis in product.phase_axes
         for one in (of_axis[0], of_axis[-1])
     ]
 
 
 def _packed_phases(tiling: WgmmaTiling) -> int:
-    """Which of both axes' residues each phase has, the shares of its tiles, and how many phases there are."""
+    """Bits of `Shape::phases` in wgmma_tiling.cuh: sub-filters and cluster split-K of each phase, and counts."""
     phases, packed = tiling.product.phases, 0
     for number, phase in enumerate(phases):
         packed |= (phase.row << 1 | phase.column) << 2 * number
-    for number, shares in enumerate(tiling.phase_shares):
+    for number, shares in enumerate(tiling.phase_cluster_k):
         packed |= (shares.bit_length() - 1) << (8 + 2 * number)
-    return packed | len(tiling.phase_shares) << 16 | len(phases) << 19
+    return packed | len(tiling.phase_cluster_k) << 16 | len(phases) << 19
 
 
 def _multiply(tiling: WgmmaTiling, device: Device) -> KernelStep:
     product, problem = tiling.product, tiling.product.problem
     tiles_m, tiles_n = tiling.tiles
     values = (
-        *(tiling.rows, tiling.columns, problem.groups, product.channels, product.taps[0]),
+        *(tiling.size_m, tiling.size_n, problem.groups, product.channels, product.taps[0]),
         *(*_strides(product), *product.low, *product.dilation),
         *(product.image, problem.output.size, *problem.spatial, *product.tap_steps),
-        *(*_packed_residues(product), _packed_phases(tiling)),
-        *(tiling.steps, tiling.items),
+        *(*_packed_phase_axes(product), _packed_phases(tiling)),
+        *(tiling.k_tiles, tiling.work_tiles),
     )
     shares = tiling.cluster[2]
-    numbers = (product.taps[1], tiling.chunks, *tiling.walked, tiles_m, tiles_n, tiling.splits * shares)
+    numbers = (product.taps[1], tiling.tap_blocks, *tiling.walked, tiles_m, tiles_n, tiling.splits * shares)
     blocks = math.prod(tiling.cluster)
-    # Blocks that add what they have computed take one item each.
-    clusters = tiling.items if shares > 1 else min(tiling.items, max(1, device.sm_count * tiling.blocks // blocks))
+    clusters = tiling.work_tiles  # cluster split-K takes one work tile a cluster
+    if shares == 1:
+        clusters = min(clusters, max(1, device.sm_count * tiling.blocks // blocks))
     return KernelStep(
         source=_SOURCE,
         entry="implicit_gemm_wgmma",
@@ -195,11 +196,11 @@ def _add(tiling: WgmmaTiling) -> KernelStep:
     )
 
 
-def _turn(tiling: WgmmaTiling) -> Turn:
-    """From the filter to one with its depth side by side: for each group (k, taps c) to (taps c, k)."""
+def _transposition(tiling: WgmmaTiling) -> Transposition:
+    """The filter made K-major: for each group (k, taps c) to (taps c, k)."""
     product = tiling.product
     problem, channels = product.problem, product.problem.c // product.problem.groups
-    return Turn(
+    return Transposition(
         source="w",
         target=_FILTERS,
         dtype=problem.w.dtype,
@@ -215,7 +216,7 @@ def _defines(tiling: WgmmaTiling) -> tuple[tuple[str, str | int], ...]:
         ("KIND", _KINDS[tiling.product.problem.direction]),
         ("TILE_N", tiling.tile_n),
         ("TILE_K", tiling.tile_k),
-        ("WIDE", tiling.width),
+        ("WIDE", tiling.block_n),
         ("STAGES", tiling.stages),
         ("CONSUMERS", tiling.consumers),
         ("ROWS", tiling.row_blocks),
@@ -223,8 +224,8 @@ def _defines(tiling: WgmmaTiling) -> tuple[tuple[str, str | int], ...]:
         *zip(("CLUSTER_M", "CLUSTER_N", "CLUSTER_K"), tiling.cluster, strict=True),
         ("SWAPPED", int(tiling.swapped)),
         ("POINTWISE", int(tiling.product.is_pointwise)),
-        ("PLANES", tiling.product.planes.value),
-        ("RUN", tiling.run),
+        ("PLANES", tiling.product.nchw.value),
+        ("RUN", tiling.segment),
         ("STRIDED", int(tiling.product.is_strided)),
     )
 
@@ -236,16 +237,16 @@ def _shared_bytes(device: Device) -> int:
 
 def _refuse_layouts(problem: ProblemDescription) -> Applicability:
     """Why tensors' layouts are not served, None if they are."""
-    planes = Planes.of(problem)
+    planes = NchwTensors.of(problem)
     if planes is None:
         return Applicability("takes channels-last operands, or channels-first ones for a filter of one tap")
-    if planes is Planes.NOWHERE:
+    if planes is NchwTensors.NONE:
         return APPLICABLE
-    if planes is Planes.IN_RESULT:
+    if planes is NchwTensors.OUTPUT:
         is_strided = problem.direction is Direction.BACKWARD_DATA and max(problem.conv.stride) > 1
         return Applicability("writes channels-first results of backward data with stride 1" if is_strided else "")
     product, itemsize = WgmmaProduct.of(problem), problem.x.dtype.itemsize
-    if planes is Planes.IN_ROWS:
+    if planes is NchwTensors.A:
         depth, image = SPANS_BYTES[0] // itemsize, product.image
         return Applicability(
             f"takes y alone channels first in multiples of {depth} pixels, not {image}" if image % depth else ""
@@ -260,7 +261,8 @@ def _refuse_layouts(problem: ProblemDescription) -> Applicability:
 
 
 class ConvImplicitGemmWgmma(Solver):
-    """Convolution as a matrix product on wgmma and TMA: NHWC, or NCHW where a filter has one tap; sums in float32.
+    """Convolution as a matrix product on wgmma and TMA: NHWC, or NCHW where a filter has one tap; float32
+    accumulators.
 
     Serves float16 and bfloat16, and float32 as TF32 but for backward weights. Channels and filters of a group take
     multiples of 16 bytes, and in several groups mostly of a step's depth; backward data has stride 1 or 2. NCHW is
@@ -286,7 +288,7 @@ class ConvImplicitGemmWgmma(Solver):
     )
     alignment_bytes = 16
     is_dynamic = True
-    sources = (_SOURCE, _TURNING)
+    sources = (_SOURCE, _TRANSPOSE)
     parameters: ClassVar[Mapping[str, Sequence[ConfigValue]]] = {
         "consumers": (1, 2, 3),
         "rows": (1, 2),
@@ -326,7 +328,7 @@ class ConvImplicitGemmWgmma(Solver):
         if problem.x.dtype is DataType.FLOAT32:
             if problem.math is not MathMode.TF32:
                 return Applicability("multiplies float32 as TF32, which math='tf32' allows")
-            if problem.direction is Direction.BACKWARD_WEIGHTS and Planes.of(problem) is not Planes.EVERYWHERE:
+            if problem.direction is Direction.BACKWARD_WEIGHTS and NchwTensors.of(problem) is not NchwTensors.ALL:
                 return Applicability("serves backward weights in 16 bits: TF32 products take no transposed operands")
         c, k = problem.c // problem.groups, problem.k // problem.groups
         unit = 16 // problem.x.dtype.itemsize
@@ -344,7 +346,7 @@ class ConvImplicitGemmWgmma(Solver):
         product = WgmmaProduct.of(problem)
         if (answer := refuse_copies(product)).refused:
             return answer
-        if next(likely_tilings(product, device, _shared_bytes(device)), None) is None:
+        if next(shortlisted_tilings(product, device, _shared_bytes(device)), None) is None:
             return Applicability("has groups whose channels or filters fit no tile")
         return APPLICABLE
 
@@ -352,7 +354,7 @@ class ConvImplicitGemmWgmma(Solver):
         return WgmmaTiling.of(WgmmaProduct.of(problem), config).is_valid(_shared_bytes(device))
 
     def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
-        likely = likely_tilings(WgmmaProduct.of(problem), device, _shared_bytes(device))
+        likely = shortlisted_tilings(WgmmaProduct.of(problem), device, _shared_bytes(device))
         ranked = sorted(likely, key=lambda tiling: estimate_ms(tiling, device))
         return tuple(tiling.config for tiling in varied(ranked, _DEFAULTS))
 
@@ -363,7 +365,7 @@ class ConvImplicitGemmWgmma(Solver):
         tiling = WgmmaTiling.of(WgmmaProduct.of(problem), config)
         steps, regions = [_multiply(tiling, device)], []
         if tiling.product.transposes_filters:
-            steps.insert(0, turning((_turn(tiling),)))
+            steps.insert(0, transpose_step((_transposition(tiling),)))
             regions.append(Region(name=_FILTERS, bytes=problem.w.bytes))
         if tiling.splits > 1:
             steps.append(_add(tiling))

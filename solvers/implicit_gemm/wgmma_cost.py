@@ -1,4 +1,4 @@
-"""How long kernels_src/implicit_gemm/wgmma.cu takes for a tiling: a model, fitted to measurements of an H200."""
+"""Cost model of kernels_src/implicit_gemm/wgmma.cu: milliseconds of a tiling, fitted to measurements of an H200."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from collections.abc import Sequence
 
 from miofind.device.device import Device
 from miofind.solvers.common.correlation import ceil_div
-from miofind.solvers.common.wgmma_product import Planes
+from miofind.solvers.common.wgmma_product import NchwTensors
 from miofind.solvers.implicit_gemm.transpose import BANDWIDTH_SHARE
 from miofind.solvers.implicit_gemm.wgmma_tiling import ROW_BLOCK, WgmmaTiling
 
 # Of an H200, fitted to 293 problems with float16 and 8 likely configurations each, then to 38 problems with 20 each:
 # root mean square of the error 11 % over the latter, 13 % over 135 other problems before.
-# Bytes that a multiprocessor's memory moves a cycle, bytes of parts that it writes in one, of a cluster's that it adds,
-# and of zeros that it writes; rows times columns times bytes of depth that it multiplies in one.
+# Of a multiprocessor, a cycle: bytes of shared memory moved, bytes of split-K partials written, bytes of a cluster's
+# partials added, bytes of zeros written, and M times N times bytes of K multiplied.
 _CLOCK_HZ = 1.98e9
 _SHARED_MEMORY_BYTES = 128
 _PARTS_BYTES = 217
 _SHARES_BYTES = 17
 _ZEROS_BYTES = 48
 _OPERATIONS = 4096
-# Cycles: of a row of a copy, of issuing a copy, until a copy has come, of a step at least, of sharing columns in a
-# cluster for a step; of a tile besides its steps, alone and where other blocks hide most of it; and in addition, in a
-# cluster, and where threads store lines of strided backward data.
+# Cycles of: a row of a TMA box; issuing a TMA load; its latency; a k-tile at least; multicast of B, a k-tile; the
+# prologue and epilogue of a work tile, alone and where other blocks hide most of them. In addition, of a work tile in a
+# cluster, and where threads store rows of strided backward data.
 _COPY_ROW_CYCLES = 1.55
 _COPY_CYCLES = 120
 _LATENCY_CYCLES = 1350
@@ -34,10 +34,10 @@ _TILE_CYCLES = 1200
 _SHARED_TILE_CYCLES = 340
 _CLUSTER_TILE_CYCLES = 440
 _SCATTERED_TILE_CYCLES = 200
-# Share of the multiprocessors where clusters of four and more find a place: of 4, 30 run at once, and of 8, 15.
+# Share of the multiprocessors that clusters of four and more occupy: 30 clusters of 4 run at once, 15 of 8.
 _CLUSTERED = 0.91
-# Of a launch with all that precedes the first product, of a second one, of adding one part of an element; the share of
-# the time to move all tensors that products hide not.
+# Milliseconds of: the first launch up to the first wgmma; a further launch; adding one split-K partial of an element.
+# Share of the time to move all tensors that computation does not hide.
 _FIRST_MS = 0.00257
 _LAUNCH_MS = 0.00022
 _PART_MS = 9.4e-05
@@ -45,30 +45,30 @@ _EXPOSED = 0.59
 
 
 def _copied(tiling: WgmmaTiling) -> tuple[float, int]:
-    """Rows of copies that a block begins a step, each of one span, and copies of its busier warp."""
+    """Rows of swizzle width that a block loads a k-tile, and TMA loads of the busier producer warp."""
     product, tile_m, tile_n, tile_k = tiling.product, tiling.tile_m, tiling.tile_n, tiling.tile_k
     along_m, along_n, _ = tiling.cluster
-    row_blocks, column_blocks = tile_m // ROW_BLOCK, tile_n // tiling.width
-    if product.has_planes_of_depth:
+    row_blocks, column_blocks = tile_m // ROW_BLOCK, tile_n // tiling.block_n
+    if product.has_nchw_k:
         return tile_m + tile_n, 1
     if product.is_weights:
-        rows = tile_m if product.planes is Planes.IN_ROWS else tile_k * row_blocks / along_n
+        rows = tile_m if product.nchw is NchwTensors.A else tile_k * row_blocks / along_n
         return rows + tile_k * column_blocks / along_m, max(row_blocks, column_blocks)
-    across = tiling.has_pixel_columns
-    if product.has_planes_of_pixels:
+    across = tiling.has_pixels_as_n
+    if product.has_nchw_n:
         pixels, copies = float(tile_k * column_blocks), column_blocks
     else:
         pixels, copies = tile_n if across else tile_m / along_n, 1
-    if product.has_deep_filters:
+    if product.has_k_major_filters:
         return pixels + (tile_m if across else tile_n / along_m), copies
     blocks = row_blocks if across else column_blocks
     return pixels + tile_k * blocks / along_m, max(copies, blocks)
 
 
 def _busy_ms(tiling: WgmmaTiling, device: Device) -> float:
-    """Time of the multiprocessor with most tiles: of its blocks one by one, or of what they share."""
+    """Time of the busiest multiprocessor: bound by each of its blocks alone, or by what its blocks share."""
     product, (along_m, _, shares), blocks = tiling.product, tiling.cluster, math.prod(tiling.cluster)
-    tile_m, tile_n, splits, items = tiling.tile_m, tiling.tile_n, tiling.splits, tiling.items
+    tile_m, tile_n, splits, items = tiling.tile_m, tiling.tile_n, tiling.splits, tiling.work_tiles
     depth_bytes = product.element_bytes * tiling.tile_k
     processors = max(1, device.sm_count)
     placed = int(_CLUSTERED * processors) if shares > 2 else processors
@@ -86,7 +86,7 @@ def _busy_ms(tiling: WgmmaTiling, device: Device) -> float:
     end += _SCATTERED_TILE_CYCLES if product.is_strided else 0
     if shares > 1:
         end += 4 * tile_m * tile_n / _SHARES_BYTES
-    steps = [count / (splits * each) for count, each in zip(tiling.phase_steps, tiling.phase_shares, strict=True)]
+    steps = [count / (splits * each) for count, each in zip(tiling.phase_k_tiles, tiling.phase_cluster_k, strict=True)]
     alone = [
         max(count * max(copy, copies * _COPY_CYCLES, arrive), count * max(multiply, wait) + end) for count in steps
     ]
@@ -94,15 +94,21 @@ def _busy_ms(tiling: WgmmaTiling, device: Device) -> float:
     zeros = (len(product.phases) - len(steps)) * product.element_bytes * tile_m * tile_n / _ZEROS_BYTES
     alone[-1] += zeros
     shared[-1] += zeros
-    together = [count * blocks for count in tiling.phase_items]
-    return 1e3 * max(_most(tiling.phase_items, alone, at_once), _most(together, shared, processors)) / _CLOCK_HZ
+    together = [count * blocks for count in tiling.phase_work_tiles]
+    return (
+        1e3
+        * max(_makespan(tiling.phase_work_tiles, alone, at_once), _makespan(together, shared, processors))
+        / _CLOCK_HZ
+    )
 
 
-def _most(items: Sequence[int], cycles: Sequence[float], takers: int) -> float:
-    """Cycles of who has most of those who take items by turns: in a first round forwards, in all others backwards.
+def _makespan(items: Sequence[int], cycles: Sequence[float], takers: int) -> float:
+    """Makespan in cycles: work tiles are dealt to takers in rounds, the first forwards and all others backwards.
 
     Args:
-        items, cycles: how many items of each phase there are, one phase after another, and how long one takes.
+        items: work tiles of each phase, one phase after another.
+        cycles: of one work tile of each phase.
+        takers: multiprocessors, or clusters that run at once.
     """
     if len(items) == 1:
         return ceil_div(items[0], takers) * cycles[0]
@@ -116,7 +122,7 @@ def _most(items: Sequence[int], cycles: Sequence[float], takers: int) -> float:
 
 
 def estimate_ms(tiling: WgmmaTiling, device: Device) -> float:
-    """Milliseconds that a product takes on a device as its launches do, with a cold L2 cache."""
+    """Milliseconds of all launches of a tiling on a device, with a cold L2 cache."""
     problem, byte_ms = tiling.product.problem, 1e3 / device.bandwidth_bytes_per_s
     ms = _FIRST_MS + _busy_ms(tiling, device) + _EXPOSED * problem.bytes * byte_ms
     if tiling.product.transposes_filters:

@@ -1,4 +1,4 @@
-"""How kernels_src/implicit_gemm/wgmma.cu cuts a convolution's matrix product into tiles, and which it can."""
+"""Tilings of kernels_src/implicit_gemm/wgmma.cu: how they cut the matrix product, and which are valid."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from dataclasses import dataclass
 
 from miofind.solver.steps import Config
 from miofind.solvers.common.correlation import ceil_div
-from miofind.solvers.common.wgmma_product import Planes, WgmmaProduct
+from miofind.solvers.common.wgmma_product import NchwTensors, WgmmaProduct
 
 SPANS_BYTES = (128, 64, 32)
-"""What swizzles cover."""
+"""Widths of swizzles."""
 
 ROW_BLOCK = 64
-"""Rows of one product of a warpgroup."""
+"""M of one wgmma instruction."""
 
 _REGISTERS = 512  # that 128 threads could have each, if they were all of a multiprocessor
-_OTHER_REGISTERS = 40  # of a thread, besides its sums
+_OTHER_REGISTERS = 40  # of a thread, besides its accumulators
 _ALIGNMENT_BYTES = 1024  # of operands in shared memory; a block besides costs as much of it
 _STATIC_BYTES = 256  # at most, of the barriers
 _MAX_INT = 2**31 - 1
@@ -32,12 +32,12 @@ class WgmmaTiling:
         product: what is cut.
         consumers: warpgroups that multiply.
         row_blocks: blocks of 64 rows of each.
-        tile_m, tile_n, tile_k: rows, columns and depth of a step of a block's tile.
-        stages: steps that are copied ahead.
-        splits: parts of the depth that a second pass adds.
+        tile_m, tile_n, tile_k: M and N of a block's tile, and K of a k-tile.
+        stages: of the pipeline.
+        splits: split-K parts, which a second pass adds.
         blocks: of a multiprocessor.
-        cluster: blocks of a cluster along rows, columns and depth.
-        swapped: rows are filters or channels and columns pixels, not the other way round.
+        cluster: blocks of a cluster along M, N (multicast) and K (cluster split-K).
+        swapped: A and B are swapped: M is filters or channels, N is pixels.
     """
 
     product: WgmmaProduct
@@ -89,78 +89,78 @@ class WgmmaTiling:
         )
 
     @property
-    def rows(self) -> int:
-        """Rows of one group."""
-        return self.product.columns if self.swapped else self.product.rows
+    def size_m(self) -> int:
+        """M of one group."""
+        return self.product.size_n if self.swapped else self.product.size_m
 
     @property
-    def columns(self) -> int:
-        """Columns of one group; for backward weights of one tap. Blocks of them meet one image each in planes."""
-        if self.product.has_planes_of_pixels:
-            return self.product.problem.n * self.walked[1] * self.width
-        return self.product.rows if self.swapped else self.product.columns
+    def size_n(self) -> int:
+        """N of one group; for backward weights of one tap. In NCHW tensors whole blocks of one image each."""
+        if self.product.has_nchw_n:
+            return self.product.problem.n * self.walked[1] * self.block_n
+        return self.product.size_m if self.swapped else self.product.size_n
 
     @property
-    def width(self) -> int:
-        """Columns of a block, which are swizzled together where they lie side by side; for weights of one tap."""
+    def block_n(self) -> int:
+        """Columns of an N block: of one swizzle width where N is contiguous, and for backward weights of one tap."""
         spans = [span // self.product.element_bytes for span in SPANS_BYTES]
         wide = [span for span in spans if self.tile_n % span == 0]
-        fitting = [span for span in wide if span >= self.product.columns] if self.product.is_weights else []
+        fitting = [span for span in wide if span >= self.product.size_n] if self.product.is_weights else []
         return min(fitting, default=max(wide))
 
     @property
-    def has_pixel_columns(self) -> bool:
-        """Whether the columns are pixels."""
-        return not self.product.is_weights and (self.swapped or self.product.planes is not Planes.NOWHERE)
+    def has_pixels_as_n(self) -> bool:
+        """Whether N is pixels."""
+        return not self.product.is_weights and (self.swapped or self.product.nchw is not NchwTensors.NONE)
 
     @property
     def walked(self) -> tuple[int, int]:
-        """Rows and columns of what copies walk in one image: its pixels, or in planes its blocks or steps of them."""
+        """Height and width of the walk over one image: of pixels, or of N blocks or k-tiles of NCHW tensors."""
         product = self.product
-        if product.has_planes_of_pixels:
-            return 1, ceil_div(product.image, self.width)
-        return (1, ceil_div(product.image, self.tile_k)) if product.has_planes_of_depth else product.walked
+        if product.has_nchw_n:
+            return 1, ceil_div(product.image, self.block_n)
+        return (1, ceil_div(product.image, self.tile_k)) if product.has_nchw_k else product.walked
 
     @property
-    def run(self) -> int:
-        """Pixels of a plane of the result that are stored at once: 16 bytes, or a part of that."""
+    def segment(self) -> int:
+        """Neighbouring pixels of an NCHW output that are stored at once: 16 bytes, or a part of that."""
         widest = 16 // self.product.element_bytes
-        return widest if self.product.planes is not Planes.IN_RESULT else math.gcd(widest, self.product.image)
+        return widest if self.product.nchw is not NchwTensors.OUTPUT else math.gcd(widest, self.product.image)
 
     @property
-    def all_columns(self) -> int:
-        """Columns of one group in whole blocks, all taps together."""
-        width = self.width
-        return ceil_div(self.columns, width) * width * (math.prod(self.product.taps) if self.product.is_weights else 1)
+    def padded_n(self) -> int:
+        """N of one group in whole blocks, all taps together."""
+        width = self.block_n
+        return ceil_div(self.size_n, width) * width * (math.prod(self.product.taps) if self.product.is_weights else 1)
 
     @property
-    def chunks(self) -> int:
-        """Steps of a tap; for backward weights its blocks of columns."""
+    def tap_blocks(self) -> int:
+        """k-tiles of a tap; for backward weights its N blocks."""
         if self.product.is_weights:
-            return ceil_div(self.columns, self.width)
+            return ceil_div(self.size_n, self.block_n)
         return ceil_div(self.product.channels, self.tile_k)
 
     @property
-    def steps(self) -> int:
-        """Steps of a tile's depth, of the phase that has most."""
-        return max(self.phase_steps)
+    def k_tiles(self) -> int:
+        """k-tiles of a tile, of the phase that has most."""
+        return max(self.phase_k_tiles)
 
     @property
-    def phase_steps(self) -> tuple[int, ...]:
-        """Steps of a tile's depth of each phase, in the order in which their tiles are computed."""
-        if self.product.has_planes_of_depth:
+    def phase_k_tiles(self) -> tuple[int, ...]:
+        """k-tiles of a tile of each phase, in the order in which their tiles are computed."""
+        if self.product.has_nchw_k:
             return (self.product.problem.n * self.walked[1],)
-        return tuple(ceil_div(self.product.depth, self.tile_k) * taps for taps in self.product.phase_taps)
+        return tuple(ceil_div(self.product.size_k, self.tile_k) * taps for taps in self.product.phase_taps)
 
     @property
     def tiles(self) -> tuple[int, int]:
-        """Tiles of one group along rows and columns, those of a cluster counted as one."""
+        """Tiles of one group along M and N, those of a cluster counted as one."""
         along_m, along_n, _ = self.cluster
-        return ceil_div(self.rows, self.tile_m * along_m), ceil_div(self.all_columns, self.tile_n * along_n)
+        return ceil_div(self.size_m, self.tile_m * along_m), ceil_div(self.padded_n, self.tile_n * along_n)
 
     @property
-    def phase_shares(self) -> tuple[int, ...]:
-        """Blocks that share a tile of each phase: a power of 2, so that none has more steps than of the first phase.
+    def phase_cluster_k(self) -> tuple[int, ...]:
+        """Blocks that split K of a tile of each phase: a power of 2, so that none has more k-tiles than in the first.
 
         A cluster takes so many tiles that its blocks all have one.
         """
@@ -168,33 +168,33 @@ class WgmmaTiling:
         return tuple(1 << (ceil_div(self.cluster[2] * count, most) - 1).bit_length() for count in taps)
 
     @property
-    def phase_items(self) -> tuple[int, ...]:
-        """Parts of tiles of each phase that clusters compute, one after another."""
+    def phase_work_tiles(self) -> tuple[int, ...]:
+        """Work tiles of each phase, which clusters compute one after another."""
         tiles = math.prod(self.tiles) * self.product.problem.groups * self.splits
-        return tuple(ceil_div(tiles, self.cluster[2] // shares) for shares in self.phase_shares)
+        return tuple(ceil_div(tiles, self.cluster[2] // shares) for shares in self.phase_cluster_k)
 
     @property
-    def items(self) -> int:
-        """Parts of tiles that clusters compute."""
-        return sum(self.phase_items)
+    def work_tiles(self) -> int:
+        """Work tiles of all phases."""
+        return sum(self.phase_work_tiles)
 
     @property
     def threads(self) -> int:
-        """Of a block: those that multiply, and two warps that copy."""
+        """Of a block: consumers, and two producer warps."""
         return 128 * self.consumers + 64
 
     @property
     def stage_bytes(self) -> int:
-        """Of both operands of a step."""
+        """Of a k-tile of A and B."""
         return self.product.element_bytes * (self.tile_m + self.tile_n) * self.tile_k
 
     @property
     def shared_bytes(self) -> int:
-        """Dynamic shared memory: the ring of stages, and two blocks of each consumer on their way out."""
+        """Dynamic shared memory: the pipeline, and two output buffers of each consumer."""
         ring = self.stages * self.stage_bytes
-        if self.cluster[2] > 1:  # sums take the place of the ring
+        if self.cluster[2] > 1:  # partials take the place of the pipeline
             return _ALIGNMENT_BYTES + max(ring, 4 * self.tile_m * (self.tile_n + 8))
-        columns = ROW_BLOCK if self.swapped else self.width
+        columns = ROW_BLOCK if self.swapped else self.block_n
         return _ALIGNMENT_BYTES + ring + 2 * self.consumers * self.product.element_bytes * ROW_BLOCK * columns
 
     def is_valid(self, shared_bytes: int) -> bool:
@@ -205,89 +205,89 @@ class WgmmaTiling:
             and self._has_cluster()
             and self._is_divisible()
             and self.blocks * (self.shared_bytes + _ALIGNMENT_BYTES + _STATIC_BYTES) <= shared_bytes + _ALIGNMENT_BYTES
-            and max(self.items * math.prod(self.cluster), self.steps * self.splits * self.cluster[2]) <= _MAX_INT
+            and max(self.work_tiles * math.prod(self.cluster), self.k_tiles * self.splits * self.cluster[2]) <= _MAX_INT
             and self.tiles[1] * self.tile_n * self.cluster[1] <= _MAX_INT + 1  # the columns beyond the last, too
         )
 
     @property
     def may_be_valid(self) -> bool:
-        """Whether its tile is, however many stages and parts it has."""
+        """Whether the tile is valid, whatever stages and splits it has."""
         return (
             self._has_sums() and self._has_width() and self._has_depth() and self._is_swappable() and self._is_filled()
         )
 
     def _has_sums(self) -> bool:
-        """Whether registers hold the sums, and boxes a tile's rows."""
+        """Whether registers hold the accumulators, and a box a tile's rows."""
         if self.row_blocks > self.consumers or self.tile_m > _MAX_BOX:
             return False
         registers = min(255, _REGISTERS // ceil_div(self.threads * self.blocks, 128) // 8 * 8)
         return self.row_blocks * self.tile_n // 2 <= min(128, registers - _OTHER_REGISTERS)
 
     def _spills(self) -> bool:
-        """Whether a thread with 128 sums lacks registers for where its results go: as compilers have shown."""
+        """Whether a thread with 128 accumulators spills, as compilers have shown: its epilogue needs more registers."""
         product = self.product
         if self.row_blocks * self.tile_n < 2 * 128 or math.prod(self.cluster) > 1:
             return False
         if product.is_weights:
             return self.row_blocks > 1
-        return product.planes is Planes.IN_RESULT and (product.element_bytes > 2 or self.run < 4)
+        return product.nchw is NchwTensors.OUTPUT and (product.element_bytes > 2 or self.segment < 4)
 
     def _has_width(self) -> bool:
-        """Whether columns come in wide blocks, or lie apart in both operands, and swizzles begin where they must."""
+        """Whether tile_n is whole N blocks, or B is K-major, and operands begin where swizzles repeat."""
         product = self.product
         if self.tile_n * product.element_bytes * self.tile_k % _ALIGNMENT_BYTES:
             return False
-        is_deep = product.has_deep_filters and product.planes is Planes.NOWHERE and not self.swapped
+        is_deep = product.has_k_major_filters and product.nchw is NchwTensors.NONE and not self.swapped
         return is_deep or self.tile_n % (ROW_BLOCK // 2) == 0
 
     def _has_depth(self) -> bool:
-        """Whether a step's depth is one that swizzles cover, and mostly within a group."""
+        """Whether tile_k is a swizzle width, and mostly within a group."""
         product = self.product
         depth_bytes = product.element_bytes * self.tile_k
         if product.is_weights:
             return depth_bytes == max(SPANS_BYTES)
-        if depth_bytes > min(SPANS_BYTES) and self.tile_k >= 2 * product.depth:
+        if depth_bytes > min(SPANS_BYTES) and self.tile_k >= 2 * product.size_k:
             return False
-        return product.keeps_to_groups or product.depth % self.tile_k == 0
+        return product.keeps_to_groups or product.size_k % self.tile_k == 0
 
     def _is_swappable(self) -> bool:
-        """Whether rows and columns are as the problem has them, or may be exchanged."""
+        """Whether A and B are not swapped, or may be."""
         if not self.swapped:
             return True
         alone = self.row_blocks == self.splits == math.prod(self.cluster) == 1
-        if self.product.planes is not Planes.NOWHERE or self.product.is_strided:
+        if self.product.nchw is not NchwTensors.NONE or self.product.is_strided:
             return False
         return alone and not self.product.is_weights and self.product.element_bytes == 2 and self.tile_n % 64 == 0
 
     def _has_cluster(self) -> bool:
-        """Whether blocks can share what a cluster has in common, in whole repetitions of a swizzle."""
+        """Whether a cluster can multicast, in whole repetitions of a swizzle, or split K."""
         along_m, along_n, shares = self.cluster
         if math.prod(self.cluster) == 1:
             return True
         if shares > 1:
-            return self.splits == 1 and self.steps >= 2 * shares
-        if self.product.planes is not Planes.NOWHERE or self.product.is_strided:
+            return self.splits == 1 and self.k_tiles >= 2 * shares
+        if self.product.nchw is not NchwTensors.NONE or self.product.is_strided:
             return False
-        if along_m > 1 and self.rows <= self.tile_m * (along_m - 1):
+        if along_m > 1 and self.size_m <= self.tile_m * (along_m - 1):
             return False
-        if along_n > 1 and self.all_columns <= self.tile_n * (along_n - 1):
+        if along_n > 1 and self.padded_n <= self.tile_n * (along_n - 1):
             return False
-        length = (self.tile_n if self.product.has_deep_filters else self.tile_k) // along_m
+        length = (self.tile_n if self.product.has_k_major_filters else self.tile_k) // along_m
         return length % 8 == 0 and (not self.product.is_weights or self.tile_k // along_n % 8 == 0)
 
     def _is_divisible(self) -> bool:
-        """Whether the depth has that many parts, and each can be kept."""
+        """Whether K has that many splits, and the workspace holds their partials."""
         problem = self.product.problem
         if self.splits == 1:
             # Stores are cut off at the tensor's end, not at a group's.
-            has_rows_of_groups = self.product.is_weights or self.product.has_planes_of_pixels
-            across = problem.groups > 1 and has_rows_of_groups and self.rows % ROW_BLOCK
+            has_rows_of_groups = self.product.is_weights or self.product.has_nchw_n
+            across = problem.groups > 1 and has_rows_of_groups and self.size_m % ROW_BLOCK
             return not across or self.cluster[2] > 1
         size = problem.output.size
-        if min(self.phase_steps) < self.splits:
+        if min(self.phase_k_tiles) < self.splits:
             return False
-        return self.steps >= 2 * self.splits and 4 * self.splits * size <= _MAX_PARTS_BYTES and size % 4 == 0
+        return self.k_tiles >= 2 * self.splits and 4 * self.splits * size <= _MAX_PARTS_BYTES and size % 4 == 0
 
     def _is_filled(self) -> bool:
         """Whether a tile is not mostly empty."""
-        return self.tile_n < 2 * max(32, self.all_columns) and self.tile_m < 2 * max(ROW_BLOCK, self.rows)
+        return self.tile_n < 2 * max(32, self.padded_n) and self.tile_m < 2 * max(ROW_BLOCK, self.size_m)

@@ -31,7 +31,7 @@ from miofind.solver.steps import (
     Step,
     WorkspacePlan,
 )
-from miofind.solvers.implicit_gemm.transpose import Turn, turning
+from miofind.solvers.implicit_gemm.transpose import Transposition, transpose_step
 
 driver = pytest.importorskip("cuda.bindings.driver")
 
@@ -192,7 +192,7 @@ def test_a_refused_launch_names_the_solution(make: Make, cuda: Driver) -> None:
 
 @pytest.mark.parametrize("solver", Registry.default().values(), ids=lambda solver: solver.id)
 def test_kernels_that_say_that_they_wait_do(solver: Solver) -> None:
-    """Somewhere in their sources; `tests/gpu/test_turn_gpu.py` shows that it is early enough."""
+    """Somewhere in their sources; `tests/gpu/test_transpose_gpu.py` shows that it is early enough."""
     for problem in solver.examples():
         for config in solver.default_configs(problem, HOPPER) if solver.applicability(problem, HOPPER) else ():
             for step in solver.solution(problem, HOPPER, config).kernels:
@@ -203,8 +203,8 @@ def test_kernels_that_say_that_they_wait_do(solver: Solver) -> None:
 
 def test_how_a_kernel_is_launched_leaves_rows_and_saved_files_valid() -> None:
     """Sources say whether a kernel waits, and they are hashed."""
-    turn = Turn(source="x", target="y", dtype=DataType.FLOAT16, batch=2, rows=8, columns=9)
-    step = turning((turn,))
+    turn = Transposition(source="x", target="y", dtype=DataType.FLOAT16, batch=2, rows=8, columns=9)
+    step = transpose_step((turn,))
     assert step.waits_itself
     assert kernel_hash(ConvSolution(steps=(step,))) == kernel_hash(
         ConvSolution(steps=(replace(step, waits_itself=False),))

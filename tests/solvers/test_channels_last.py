@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from drawn_configs import drawn_wgmma
 from numpy.typing import NDArray
-from turn_in_numpy import ENTRIES, carry_out, tensors
+from transpose_in_numpy import ENTRIES, carry_out, tensors
 
 from miofind.core.problem import Layout, ProblemDescription
 from miofind.device.device import Device

@@ -1,4 +1,4 @@
-"""The arithmetic of windows and cells of few channels, and what their solvers refuse and estimate."""
+"""The arithmetic of windows and s2d blocks of few channels, and what their solvers refuse and estimate."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.device.device import Device
 from miofind.solver.registry import Registry
-from miofind.solvers.few_channels.cells import Cells
-from miofind.solvers.few_channels.windows import WindowTile, refuse_windows
+from miofind.solvers.few_channels.s2d_blocks import S2dBlocks
+from miofind.solvers.few_channels.window_rows import WindowTile, refuse_windows
 
 SOLVERS = {
     "ConvFirstLayer": Direction.FORWARD,
@@ -110,18 +110,18 @@ def test_vectors_of_planes_are_aligned_neighbours(problem: ProblemDescription, t
 
 
 @given(problem=layers(Direction.BACKWARD_DATA), steps=st.integers(1, 3))
-def test_cells_meet_every_output_of_their_pixels_once(problem: ProblemDescription, steps: int) -> None:
+def test_blocks_meet_every_output_of_their_pixels_once(problem: ProblemDescription, steps: int) -> None:
     for axis in range(2):
         stride, pad, taps = problem.conv.stride[axis], problem.conv.pad_before[axis], problem.filter[axis]
-        cells = Cells.of(problem, axis, steps * stride)
-        assert 0 <= cells.origin < cells.size
-        assert cells.count * cells.size >= problem.spatial[axis] + cells.origin
+        s2d_blocks = S2dBlocks.of(problem, axis, steps * stride)
+        assert 0 <= s2d_blocks.origin < s2d_blocks.size
+        assert s2d_blocks.count * s2d_blocks.size >= problem.spatial[axis] + s2d_blocks.origin
         for pixel in range(problem.spatial[axis]):
-            cell, within = divmod(pixel + cells.origin, cells.size)
+            block, within = divmod(pixel + s2d_blocks.origin, s2d_blocks.size)
             met = {
-                (cell * steps + cells.first + i, tap)
-                for i in range(cells.taps)
-                if 0 <= (tap := cells.last_tap + within - i * stride) < taps
+                (block * steps + s2d_blocks.first + i, tap)
+                for i in range(s2d_blocks.taps)
+                if 0 <= (tap := s2d_blocks.last_tap + within - i * stride) < taps
             }
             assert met == {(i, r) for i in range(-20, 80) for r in range(taps) if i * stride - pad + r == pixel}
 

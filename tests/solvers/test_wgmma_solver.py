@@ -24,7 +24,7 @@ from miofind.errors import InvalidConfigError
 from miofind.reference import reference_on_host
 from miofind.solver.registry import Registry
 from miofind.solver.steps import Box, Config, ConfigValue, ConvSolution, Im2col, KernelStep, Pointer, Scalar, TensorMap
-from miofind.solvers.common.wgmma_product import Planes, WgmmaProduct
+from miofind.solvers.common.wgmma_product import NchwTensors, WgmmaProduct
 from miofind.solvers.implicit_gemm.wgmma_tiling import WgmmaTiling
 
 Array = NDArray[np.float64]
@@ -313,8 +313,8 @@ def test_kernels_are_told_how_the_copies_walk(problem: ProblemDescription) -> No
         tiles = named["tiles_m"] * named["tiles_n"] * named["groups"] * config["splits"]
         assert named["work_tiles"] == sum(-(-tiles * shared // shares(config)) for _, shared in phases_of(step))
         assert named["out_size"] == problem.output.size
-        planes = WgmmaProduct.of(problem).planes
-        is_second = problem.direction is WEIGHTS or config["swapped"] == 1 or planes is not Planes.NOWHERE
+        planes = WgmmaProduct.of(problem).nchw
+        is_second = problem.direction is WEIGHTS or config["swapped"] == 1 or planes is not NchwTensors.NONE
         walk = maps[1 if is_second else 0]
         assert walk.pointer.buffer == pixels
         assert dict(step.defines)["POINTWISE"] == int(isinstance(walk.copy, Box)) == int(is_pointwise(problem))
@@ -324,7 +324,7 @@ def test_kernels_are_told_how_the_copies_walk(problem: ProblemDescription) -> No
             assert named[f"dilation_{name}"] * common == dilation
             assert named[taps] == planar.filter[1 - axis]
             count = named["width" if name == "w" else "height"]
-            if planes is Planes.EVERYWHERE:
+            if planes is NchwTensors.ALL:
                 length = walk.copy.sizes[0] if name == "w" else walk.sizes[0]
                 assert count == math.ceil(walk.sizes[0] / length)
             elif not isinstance(walk.copy, Im2col):
@@ -347,7 +347,7 @@ def test_boxes_of_pixels_end_with_the_group(problem: ProblemDescription) -> None
         maps = maps_of(product_of(SOLVER.solution(problem, DEVICE, config)))
         [boxes] = [tensor_map for tensor_map in maps[:2] if tensor_map.pointer.buffer == pixels]
         sizes = (channels // problem.groups, problem.groups, problem.tensor(pixels).size // channels)
-        if WgmmaProduct.of(problem).planes is Planes.EVERYWHERE:
+        if WgmmaProduct.of(problem).nchw is NchwTensors.ALL:
             sizes = (math.prod(problem.spatial), channels, problem.n)
             assert problem.direction is WEIGHTS or problem.groups == 1 or sizes[1] // problem.groups % 64 == 0
         assert boxes.sizes == sizes
@@ -372,8 +372,8 @@ def test_grids_are_whole_clusters(problem: ProblemDescription) -> None:
         assert step.grid[0] <= DEVICE.sm_count * config["blocks"]
         assert cluster * items <= step.grid[0] or DEVICE.sm_count * config["blocks"] - step.grid[0] < cluster
     product = WgmmaProduct.of(problem)
-    lacking = {"2x1x1"} if product.rows <= 64 else set()
-    if product.planes is not Planes.NOWHERE:
+    lacking = {"2x1x1"} if product.size_m <= 64 else set()
+    if product.nchw is not NchwTensors.NONE:
         lacking = {"2x1x1", "1x2x1"}
     lacking |= {"2x1x1", "1x2x1"} if is_strided(problem) else set()
     assert seen == set(SOLVER.parameters["cluster"]) - lacking
@@ -704,7 +704,7 @@ def computed(problem: ProblemDescription, config: Config, inputs: dict[str, Arra
     if written == "parts":
         [region] = [region for region in solution.workspace.regions if region.name == "parts"]
         assert region.bytes == 4 * parts.size
-    if WgmmaProduct.of(problem).planes is not Planes.IN_RESULT:
+    if WgmmaProduct.of(problem).nchw is not NchwTensors.OUTPUT:
         viewed(maps_of(step)[2], parts[: problem.output.size])  # covers the result
     return parts.reshape(-1, problem.output.size).sum(axis=0)
 

@@ -1,4 +1,4 @@
-"""Cells of dx in slots of warpgroup products: what kernels_src/few_channels/data_wgmma.cu computes.
+"""How kernels_src/few_channels/data_wgmma.cu cuts dx into space-to-depth (s2d) blocks, tiles and strips.
 
 Pure arithmetic on shapes.
 """
@@ -13,7 +13,7 @@ from miofind.device.device import Device
 from miofind.solver.occupancy import SmLimits, resident_blocks
 from miofind.solver.steps import Config
 from miofind.solvers.common.correlation import ceil_div, round_up
-from miofind.solvers.few_channels.gradient_rows import StrideCells, strip_rows
+from miofind.solvers.few_channels.row_streaming import S2dRows, strip_rows
 
 _ROWS = 64  # of a product
 _OTHERS = 56  # registers for addresses and counters
@@ -25,7 +25,7 @@ class RowBoxes:
     """Boxes in which the copy engine takes a row of dy with channels last, as products read it.
 
     Attributes:
-        together: columns whose filters are side by side in a row of a box: those of a cell, or one.
+        together: columns whose filters are side by side in a row of a box: those of a s2d block, or one.
         apart: columns of dy from one row of a box to the next, in units of `together`.
         lead: columns that are staged before the first that is met.
         span: bytes of a row of a box.
@@ -44,7 +44,7 @@ class RowBoxes:
 
     @staticmethod
     def of(problem: ProblemDescription, columns: int, shifts: int, widen: int, before: int) -> RowBoxes:
-        """Boxes of `columns` cells of `widen` columns of dy, the first of which meets `before` columns before it."""
+        """Boxes of `columns` s2d blocks, `widen` columns of dy each; the first meets `before` columns before it."""
         divides = problem.k % 16 == problem.out_spatial[1] % widen == 0
         together = widen if divides else 1
         lead, apart, filters = -before % together, widen // together, together * problem.k
@@ -65,55 +65,55 @@ class RowBoxes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GradientSlots:
+class DataWgmmaTiling:
     """A configuration applied to a problem: what the kernel's constants come to.
 
     kernels_src/few_channels/data_wgmma.cu computes the same from the defines and refuses to compile where it differs.
 
     Attributes:
-        height: cells of stride rows.
-        left: columns before dx where cells begin: the padding, or one more, so that two elements side by side are
+        height: s2d blocks of stride rows.
+        left: columns before dx where s2d blocks begin: the padding, or one more, so that two elements side by side are
             aligned.
         phase, ahead: how far that is from where taps begin: columns of dx less than a stride, and columns of dy.
-        paired: two elements of a cell side by side lie at a multiple of their size.
-        first_cell, cells: along a row, of `widen` strides; cell I has pixels from I * widen * stride - left on.
-        shifts: columns of dy that a cell meets.
-        columns, tiles: cells of a tile, a multiple of 8; how many tiles a row has.
+        paired: two elements of a s2d block side by side lie at a multiple of their size.
+        first_s2d, s2d_blocks: along a row, of `widen` strides; block I has pixels from I * widen * stride - left on.
+        shifts: columns of dy that a s2d block meets.
+        columns, tiles: s2d blocks of a tile, a multiple of 8; how many tiles a row has.
         in_vector: elements of a plane of dy that are loaded at once.
-        slot, groups: rows of the product of a row of cells; warpgroups of a team, of 64 rows of the product each.
+        entry_rows, groups: rows of the product of a row of s2d blocks; warpgroups of a team, 64 of these rows each.
         products: of 16 filters, that a row of dy takes.
         staged: columns of dy of a tile, of planes with some more.
         boxes: with channels last, how a team's row is copied.
-        filter_bytes, stage_bytes, turned_bytes: of a block's filters, and of a team's row, as it comes and, for planes
-            alone, as words.
+        filter_bytes, stage_bytes, transposed_bytes: of a thread block's filters; of a team's row of dy, as it comes
+            and, for NCHW, transposed.
         threads: of a block.
         registers: of a thread that spills nothing.
         shared_bytes: of a block.
         resident: blocks of a multiprocessor.
-        rows, row_strips: of cells of a strip; how many strips an image's rows make.
+        rows, row_strips: of s2d blocks of a strip; how many strips an image's rows make.
         strip_steps: rows of dy that a strip meets.
         strips, blocks: of all images and tiles; of the grid.
     """
 
-    height: StrideCells
+    height: S2dRows
     left: int
     phase: int
     ahead: int
     paired: bool
-    first_cell: int
-    cells: int
+    first_s2d: int
+    s2d_blocks: int
     shifts: int
     columns: int
     tiles: int
     in_vector: int
-    slot: int
+    entry_rows: int
     groups: int
     products: int
     staged: int
     boxes: RowBoxes | None
     filter_bytes: int
     stage_bytes: int
-    turned_bytes: int
+    transposed_bytes: int
     threads: int
     registers: int
     shared_bytes: int
@@ -125,30 +125,30 @@ class GradientSlots:
     blocks: int
 
     @staticmethod
-    def of(problem: ProblemDescription, config: Config, device: Device) -> GradientSlots:
-        """Tiles of as equal as may be of up to `tile_w` cells, and strips that fill the device."""
+    def of(problem: ProblemDescription, config: Config, device: Device) -> DataWgmmaTiling:
+        """Tiles of as equal as may be of up to `tile_w` s2d blocks, and strips that fill the device."""
         last, (stride_y, stride_x) = problem.y.layout.channels_last, problem.conv.stride
-        height, widen, teams = StrideCells.of(problem, 0), config["widen"], config["teams"]
+        height, widen, teams = S2dRows.of(problem, 0), config["widen"], config["teams"]
         pad, wide = problem.conv.pad_before[1], widen * stride_x
         pixel = problem.c if last else 1  # elements side by side
         even = wide * pixel % 2 == problem.spatial[1] * pixel % 2 == 0
         left = pad + 1 if even and pad * pixel % 2 and _fits_a_column_more(problem) else pad
         ahead, phase = divmod(left - pad, stride_x)
-        first_cell = left // wide
-        cells = (problem.spatial[1] - 1 + left) // wide + 1 - first_cell
-        columns = round_up(ceil_div(cells, ceil_div(cells, config["tile_w"])), 8)
-        tiles = ceil_div(cells, columns)
+        first_s2d = left // wide
+        s2d_blocks = (problem.spatial[1] - 1 + left) // wide + 1 - first_s2d
+        columns = round_up(ceil_div(s2d_blocks, ceil_div(s2d_blocks, config["tile_w"])), 8)
+        tiles = ceil_div(s2d_blocks, columns)
         shifts = ceil_div(problem.filter[1] + phase, stride_x) + widen - 1
 
-        slot, steps = stride_y * wide * problem.c, ceil_div(problem.k, 16)
-        groups, products = ceil_div(height.met * slot, _ROWS), shifts * steps
+        entry_rows, steps = stride_y * wide * problem.c, ceil_div(problem.k, 16)
+        groups, products = ceil_div(height.met * entry_rows, _ROWS), shifts * steps
         staged = (columns - 1) * widen + shifts
         if not last:
             staged = round_up(7 + staged, 8)
-        spare_rows = _ROWS * groups - height.met * slot
-        filter_bytes = 16 * (2 * products * (2 * height.met - 1) * slot + spare_rows)
+        spare_rows = _ROWS * groups - height.met * entry_rows
+        filter_bytes = 16 * (2 * products * (2 * height.met - 1) * entry_rows + spare_rows)
         raw_bytes = round_up(2 * problem.w.size, 16)
-        boxes, turned_bytes = None, 0
+        boxes, transposed_bytes = None, 0
         if last:
             boxes = RowBoxes.of(problem, columns, shifts, widen, ahead + shifts - widen)
             stage_bytes = boxes.bytes
@@ -157,35 +157,35 @@ class GradientSlots:
             shared_bytes = before + max(teams * stage_bytes, raw_bytes) + barrier_bytes
         else:
             stage_bytes = 256 * steps * (staged // 8 | 1)
-            turned_bytes = 32 * steps * (widen * ceil_div(staged, widen) | 1)
+            transposed_bytes = 32 * steps * (widen * ceil_div(staged, widen) | 1)
             before = filter_bytes + config["stages"] * teams * stage_bytes
-            shared_bytes = before + max(2 * teams * turned_bytes, raw_bytes)
+            shared_bytes = before + max(2 * teams * transposed_bytes, raw_bytes)
 
         threads, registers = 128 * groups * teams, round_up(columns // 2 + _OTHERS, 8)
         resident = min(config["resident"], resident_blocks(registers, threads, shared_bytes, SmLimits.of(device)))
         rows = strip_rows(height, problem.n * tiles, device.sm_count * teams * max(1, resident))
         row_strips = ceil_div(height.end - height.first, rows)
         strips = problem.n * tiles * row_strips
-        return GradientSlots(
+        return DataWgmmaTiling(
             height=height,
             left=left,
             phase=phase,
             ahead=ahead,
             paired=even and left * pixel % 2 == 0,
-            first_cell=first_cell,
-            cells=cells,
+            first_s2d=first_s2d,
+            s2d_blocks=s2d_blocks,
             shifts=shifts,
             columns=columns,
             tiles=tiles,
             in_vector=math.gcd(8, problem.out_spatial[1]),
-            slot=slot,
+            entry_rows=entry_rows,
             groups=groups,
             products=products,
             staged=staged,
             boxes=boxes,
             filter_bytes=filter_bytes,
             stage_bytes=stage_bytes,
-            turned_bytes=turned_bytes,
+            transposed_bytes=transposed_bytes,
             threads=threads,
             registers=registers,
             shared_bytes=shared_bytes,
@@ -199,6 +199,6 @@ class GradientSlots:
 
 
 def _fits_a_column_more(problem: ProblemDescription) -> bool:
-    """Whether cells that begin a column earlier meet no more columns of dy."""
+    """Whether s2d blocks that begin a column earlier meet no more columns of dy."""
     taps, stride = problem.filter[1], problem.conv.stride[1]
     return stride == 1 or ceil_div(taps + 1, stride) == ceil_div(taps, stride)

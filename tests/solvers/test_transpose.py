@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from turn_in_numpy import carry_out, tensors
+from transpose_in_numpy import carry_out, tensors
 
 from miofind.core.problem import DataType, ProblemDescription
-from miofind.solvers.implicit_gemm.transpose import Turn, turning
+from miofind.solvers.implicit_gemm.transpose import Transposition, transpose_step
 
 LENGTHS = (1, 3, 7, 8, 9, 25, 49, 64, 65, 196, 257, 784)
 DTYPES = (DataType.FLOAT16, DataType.FLOAT32)
 BATCH = 2
 
 
-def turn(rows: int, columns: int, dtype: DataType = DataType.FLOAT16, name: str = "x", batch: int = BATCH) -> Turn:
-    return Turn(source=name, target=f"{name}_last", dtype=dtype, batch=batch, rows=rows, columns=columns)
+def transposition(
+    rows: int, columns: int, dtype: DataType = DataType.FLOAT16, name: str = "x", batch: int = BATCH
+) -> Transposition:
+    return Transposition(source=name, target=f"{name}_last", dtype=dtype, batch=batch, rows=rows, columns=columns)
 
 
-def memory(*turns: Turn) -> dict[str, np.ndarray]:
+def memory(*turns: Transposition) -> dict[str, np.ndarray]:
     return {one.source: np.arange(one.batch * one.rows * one.columns) + 1000 * i for i, one in enumerate(turns)}
 
 
@@ -26,16 +28,16 @@ def memory(*turns: Turn) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize("rows", LENGTHS, ids="{} rows".format)
 def test_each_element_moves_once_by_whole_vectors(rows: int, dtype: DataType) -> None:
     for columns in LENGTHS:
-        one = turn(rows, columns, dtype)
+        one = transposition(rows, columns, dtype)
         buffers = memory(one)
-        carry_out(turning((one,)), buffers)
+        carry_out(transpose_step((one,)), buffers)
         expected = buffers["x"].reshape(BATCH, rows, columns).transpose(0, 2, 1).ravel()
         np.testing.assert_array_equal(buffers["x_last"], expected)
 
 
 def test_two_tensors_share_a_launch() -> None:
-    both = turn(24, 49), turn(40, 9, name="w", batch=5)
-    step = turning(both)
+    both = transposition(24, 49), transposition(40, 9, name="w", batch=5)
+    step = transpose_step(both)
     assert [(one.source, one.target) for one in tensors(step)] == [("x", "x_last"), ("w", "w_last")]
     buffers = memory(*both)
     carry_out(step, buffers)
@@ -50,7 +52,7 @@ def test_vectors_are_wide_both_ways_whatever_the_image(pixels: int, dtype: DataT
     """Of 16 bytes where channels are multiples of them, but of 8 along wide images that are multiples of 8 alone."""
     least = 8 if pixels > 64 and pixels * dtype.itemsize % 16 == 8 else 16
     for channels in (8, 24, 64, 200, 512):
-        for one in (turn(channels, pixels, dtype), turn(channels, pixels, dtype).back):
+        for one in (transposition(channels, pixels, dtype), transposition(channels, pixels, dtype).back):
             widths = sorted((one.tile.loaded * dtype.itemsize, one.tile.stored * dtype.itemsize))
             assert widths == [least, 16], one
 
@@ -58,21 +60,21 @@ def test_vectors_are_wide_both_ways_whatever_the_image(pixels: int, dtype: DataT
 @pytest.mark.parametrize("shape", [(512, 9), (2560, 9), (1280, 25), (9, 512), (64, 49)], ids="{0[0]}x{0[1]}".format)
 def test_tiles_of_few_columns_are_full(shape: tuple[int, int]) -> None:
     """3x3 filters: at least two thirds of the elements of all tiles are the matrix's."""
-    one = turn(*shape)
+    one = transposition(*shape)
     down, across = one.tiles
     assert 3 * one.rows * one.columns >= 2 * down * across * one.tile.rows * one.tile.columns
 
 
 def test_the_way_back_leads_back() -> None:
     problem = ProblemDescription.convolution(x=(2, 24, 7, 7), w=(16, 24, 3, 3), dtype="float16")
-    there = Turn.to_channels_last(problem, "x")
+    there = Transposition.to_channels_last(problem, "x")
     assert (there.batch, there.rows, there.columns, there.bytes) == (2, 24, 49, 2 * 24 * 49 * 2)
     buffers = memory(there)
     given = buffers["x"].copy()
     for one in (there, there.back):
-        carry_out(turning((one,)), buffers)
+        carry_out(transpose_step((one,)), buffers)
     np.testing.assert_array_equal(buffers["x"], given)
 
 
 def test_nothing_is_needed_for_single_lines() -> None:
-    assert [turn(*shape).is_needed for shape in ((1, 5), (5, 1), (2, 2))] == [False, False, True]
+    assert [transposition(*shape).is_needed for shape in ((1, 5), (5, 1), (2, 2))] == [False, False, True]

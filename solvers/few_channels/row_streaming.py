@@ -18,14 +18,14 @@ _BEGIN_ROWS = 3  # what a block's beginning costs, in rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StrideCells:
-    """Runs of `stride` pixels along an axis of dx: pixel p of cell I is I * stride + p - pad.
+class S2dRows:
+    """Runs of `stride` pixels along an axis of dx: pixel p of s2d block I is I * stride + p - pad.
 
     It meets outputs I, I - 1, ... through taps p, p + stride, ...
 
     Attributes:
-        first, end: of the cells that have pixels.
-        met: outputs that a cell meets at most.
+        first, end: of the s2d blocks that have pixels.
+        met: outputs that an s2d block meets at most.
     """
 
     first: int
@@ -33,10 +33,10 @@ class StrideCells:
     met: int
 
     @staticmethod
-    def of(problem: ProblemDescription, axis: int) -> StrideCells:
+    def of(problem: ProblemDescription, axis: int) -> S2dRows:
         """Those along `axis` of a problem of two dimensions."""
         stride, pad = problem.conv.stride[axis], problem.conv.pad_before[axis]
-        return StrideCells(
+        return S2dRows(
             first=pad // stride,
             end=(problem.spatial[axis] - 1 + pad) // stride + 1,
             met=ceil_div(problem.filter[axis], stride),
@@ -45,7 +45,7 @@ class StrideCells:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ColumnTiles:
-    """Tiles of columns of dy that complete every cell of a row once.
+    """Tiles of columns of dy that complete every s2d block of a row once.
 
     Attributes:
         base: of dy, from which the first begins.
@@ -60,7 +60,7 @@ class ColumnTiles:
     count: int
 
     @staticmethod
-    def of(problem: ProblemDescription, width: StrideCells, most: int, aligned: int) -> ColumnTiles:
+    def of(problem: ProblemDescription, width: S2dRows, most: int, aligned: int) -> ColumnTiles:
         """Those of up to `most` columns that begin at multiples of `aligned`."""
         base = max(0, width.first - width.met + 1) // aligned * aligned
         met = max(1, min(width.end, problem.out_spatial[1]) - base)
@@ -73,13 +73,13 @@ class ColumnTiles:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GradientRows:
+class RowStreaming:
     """A configuration applied to a problem: what the kernel's constants come to.
 
     kernels_src/few_channels/data_rows.cu computes the same from the defines and refuses to compile where it differs.
 
     Attributes:
-        height, width: cells.
+        height, width: s2d blocks.
         base, columns, column_step, column_tiles: of dy, from which tiles begin; of a tile, a multiple of 16; from one
             tile to the next, 0 if there is but one; how many tiles.
         in_vector: elements of dy that are loaded at once.
@@ -89,13 +89,13 @@ class GradientRows:
         products: floats of the rows that a row of dy completes.
         shared_bytes: of a block.
         resident: blocks of a multiprocessor.
-        rows, strips: of cells of a strip; how many strips.
+        rows, strips: of s2d blocks of a strip; how many strips.
         strip_steps: rows of dy that a strip meets.
         blocks: of the grid.
     """
 
-    height: StrideCells
-    width: StrideCells
+    height: S2dRows
+    width: S2dRows
     base: int
     columns: int
     column_step: int
@@ -114,9 +114,9 @@ class GradientRows:
     blocks: int
 
     @staticmethod
-    def of(problem: ProblemDescription, config: Config, device: Device) -> GradientRows:
+    def of(problem: ProblemDescription, config: Config, device: Device) -> RowStreaming:
         """Tiles of as many columns as the warps take, and strips that fill the device."""
-        height, width, last = StrideCells.of(problem, 0), StrideCells.of(problem, 1), problem.y.layout.channels_last
+        height, width, last = S2dRows.of(problem, 0), S2dRows.of(problem, 1), problem.y.layout.channels_last
         blocks, warps_m, warps_n, warps_k = (config[name] for name in ("blocks", "warps_m", "warps_n", "warps_k"))
         in_vector = math.gcd(8, problem.k if last else problem.out_spatial[1])
         tiles = ColumnTiles.of(problem, width, 16 * blocks * warps_m, 1 if last else in_vector)
@@ -133,7 +133,7 @@ class GradientRows:
         resident = min(config["resident"], resident_blocks(registers, threads, shared_bytes, SmLimits.of(device)))
         rows = strip_rows(height, problem.n * tiles.count, device.sm_count * max(1, resident))
         strips = ceil_div(height.end - height.first, rows)
-        return GradientRows(
+        return RowStreaming(
             height=height,
             width=width,
             base=tiles.base,
@@ -155,7 +155,7 @@ class GradientRows:
         )
 
 
-def strip_rows(height: StrideCells, units: int, slots: int) -> int:
+def strip_rows(height: S2dRows, units: int, slots: int) -> int:
     """Rows of a strip that let `slots` blocks at a time finish soonest, of images and columns in `units`."""
     count = height.end - height.first
 

@@ -14,7 +14,7 @@ from miofind.solver.occupancy import SmLimits, resident_blocks
 from miofind.solver.steps import Config
 from miofind.solvers.common.correlation import ceil_div, round_up
 from miofind.solvers.common.product_tiles import products_of_tf32
-from miofind.solvers.few_channels.gradient_rows import ColumnTiles, StrideCells, strip_rows
+from miofind.solvers.few_channels.row_streaming import ColumnTiles, S2dRows, strip_rows
 
 _BASE_REGISTERS = 46
 MAX_REGISTERS = 248
@@ -47,14 +47,14 @@ class TapBlocks:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GradientRowsTf32:
+class RowStreamingTf32:
     """A configuration applied to a problem: what the kernel's constants come to.
 
     kernels_src/few_channels/data_rows_tf32.cu computes the same from the defines and refuses to compile where it
     differs.
 
     Attributes:
-        height, width: cells.
+        height, width: s2d blocks.
         tiles: of columns.
         in_vector: elements of dy that are loaded at once.
         products: of tf32 for one of float32.
@@ -66,13 +66,13 @@ class GradientRowsTf32:
         product_floats: of the rows that a row of dy completes.
         shared_bytes: of a block.
         resident: blocks of a multiprocessor.
-        rows, strips: of cells of a strip; how many strips.
+        rows, strips: of s2d blocks of a strip; how many strips.
         strip_steps: rows of dy that a strip meets.
         blocks: of the grid.
     """
 
-    height: StrideCells
-    width: StrideCells
+    height: S2dRows
+    width: S2dRows
     tiles: ColumnTiles
     in_vector: int
     products: int
@@ -90,9 +90,9 @@ class GradientRowsTf32:
     blocks: int
 
     @staticmethod
-    def of(problem: ProblemDescription, config: Config, device: Device) -> GradientRowsTf32:
+    def of(problem: ProblemDescription, config: Config, device: Device) -> RowStreamingTf32:
         """Tiles of as many columns as the warps take, and strips that fill the device."""
-        height, width, last = StrideCells.of(problem, 0), StrideCells.of(problem, 1), problem.y.layout.channels_last
+        height, width, last = S2dRows.of(problem, 0), S2dRows.of(problem, 1), problem.y.layout.channels_last
         blocks, warps_m, warps_n, warps_k = (config[name] for name in ("blocks", "warps_m", "warps_n", "warps_k"))
         in_vector = math.gcd(4, problem.k if last else problem.out_spatial[1])
         tiles = ColumnTiles.of(problem, width, 16 * blocks * warps_m, 1 if last else in_vector)
@@ -113,7 +113,7 @@ class GradientRowsTf32:
                 break
         rows = strip_rows(height, problem.n * tiles.count, device.sm_count * max(1, resident))
         strips = ceil_div(height.end - height.first, rows)
-        return GradientRowsTf32(
+        return RowStreamingTf32(
             height=height,
             width=width,
             tiles=tiles,

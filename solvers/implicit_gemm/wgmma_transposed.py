@@ -31,15 +31,15 @@ from miofind.solvers.common.divisor import divisors
 from miofind.solvers.common.limits import refuse_mixed, refuse_oversized
 from miofind.solvers.common.split_k import SplitK
 from miofind.solvers.common.wgmma_product import WgmmaProduct
-from miofind.solvers.implicit_gemm.wgmma_turned_tiling import (
+from miofind.solvers.implicit_gemm.wgmma_transposed_tiling import (
     SHARES,
     SPLITS,
     TILE_K,
     WIDE,
     WIDTHS,
-    TurnedTiling,
+    TransposedTiling,
     estimate_ms,
-    likely_tilings,
+    shortlisted_tilings,
 )
 
 _SOURCE = "implicit_gemm/wgmma_transposed.cu"
@@ -73,7 +73,7 @@ def _filters(product: WgmmaProduct) -> TensorMap:
     return packed_map(problem, "y", sizes, Box(sizes=(WIDE, 1, TILE_K)))
 
 
-def _defines(tiling: TurnedTiling, stages: int) -> tuple[tuple[str, int], ...]:
+def _defines(tiling: TransposedTiling, stages: int) -> tuple[tuple[str, int], ...]:
     return (
         ("TILE_N", tiling.tile_n),
         ("STAGES", stages),
@@ -86,19 +86,19 @@ def _defines(tiling: TurnedTiling, stages: int) -> tuple[tuple[str, int], ...]:
     )
 
 
-def _multiply(tiling: TurnedTiling, device: Device) -> KernelStep:
+def _multiply(tiling: TransposedTiling, device: Device) -> KernelStep:
     product, problem = tiling.product, tiling.product.problem
     tiles_m, tiles_n = tiling.tiles
     stages = tiling.stages(_shared_bytes(device))
     # Blocks that add what they have take one item each.
-    persistent = min(tiling.items, max(1, device.sm_count) * tiling.blocks)
-    blocks = tiling.items * tiling.shares if tiling.shares > 1 else persistent
+    persistent = min(tiling.work_tiles, max(1, device.sm_count) * tiling.blocks)
+    blocks = tiling.work_tiles * tiling.shares if tiling.shares > 1 else persistent
     values = (
-        *(tiling.filters, product.columns, problem.groups, math.prod(product.taps)),
+        *(tiling.filters, product.size_n, problem.groups, math.prod(product.taps)),
         *(*problem.conv.stride, *product.low, *product.dilation),
-        *(tiling.steps, tiling.items, problem.output.size),
+        *(tiling.k_tiles, tiling.work_tiles, problem.output.size),
     )
-    by = (product.taps[1], tiling.chunks, *product.walked, tiles_m, tiles_n, tiling.splits)
+    by = (product.taps[1], tiling.tap_blocks, *product.walked, tiles_m, tiles_n, tiling.splits)
     return KernelStep(
         source=_SOURCE,
         entry="implicit_gemm_wgmma_turned",
@@ -117,11 +117,11 @@ def _multiply(tiling: TurnedTiling, device: Device) -> KernelStep:
     )
 
 
-def _split_k(tiling: TurnedTiling) -> SplitK:
+def _split_k(tiling: TransposedTiling) -> SplitK:
     return SplitK(results=tiling.product.problem.output.size, splits=tiling.splits)
 
 
-def _add(tiling: TurnedTiling, device: Device) -> KernelStep:
+def _add(tiling: TransposedTiling, device: Device) -> KernelStep:
     size, adders = tiling.product.problem.output.size, tiling.adders(device)
     return KernelStep(
         source=_SOURCE,
@@ -206,16 +206,16 @@ class ConvImplicitGemmWgmmaTurned(Solver):
         product = WgmmaProduct.of(problem)
         if (answer := refuse_copies(product)).refused:
             return answer
-        if next(likely_tilings(product, device, _shared_bytes(device)), None) is None:
+        if next(shortlisted_tilings(product, device, _shared_bytes(device)), None) is None:
             return Applicability("has more tiles or pixels than are counted in 32 bits")
         return APPLICABLE
 
     def is_valid_config(self, problem: ProblemDescription, device: Device, config: Config) -> bool:
-        return TurnedTiling.of(WgmmaProduct.of(problem), config).is_valid(_shared_bytes(device))
+        return TransposedTiling.of(WgmmaProduct.of(problem), config).is_valid(_shared_bytes(device))
 
     def default_configs(self, problem: ProblemDescription, device: Device) -> tuple[Config, ...]:
         shared_bytes = _shared_bytes(device)
-        likely = likely_tilings(WgmmaProduct.of(problem), device, shared_bytes)
+        likely = shortlisted_tilings(WgmmaProduct.of(problem), device, shared_bytes)
         ranked = sorted(likely, key=lambda tiling: estimate_ms(tiling, device, shared_bytes))
         seen: dict[tuple[int, int], int] = {}
         chosen = []
@@ -227,10 +227,10 @@ class ConvImplicitGemmWgmmaTurned(Solver):
         return tuple(chosen[:_DEFAULTS])
 
     def estimate_ms(self, problem: ProblemDescription, device: Device, config: Config) -> float:
-        return estimate_ms(TurnedTiling.of(WgmmaProduct.of(problem), config), device, _shared_bytes(device))
+        return estimate_ms(TransposedTiling.of(WgmmaProduct.of(problem), config), device, _shared_bytes(device))
 
     def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
-        tiling = TurnedTiling.of(WgmmaProduct.of(problem), config)
+        tiling = TransposedTiling.of(WgmmaProduct.of(problem), config)
         step = _multiply(tiling, device)
         if tiling.splits == 1:
             return ConvSolution(steps=(step,))

@@ -1,4 +1,4 @@
-"""Cells of dx in slots of warpgroup products: each tap of a pixel is multiplied once, and each pixel written once."""
+"""Space-to-depth blocks of dx by wgmma: each tap of a pixel is multiplied once, and each pixel written once."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from miofind.core.problem import Direction, Layout, ProblemDescription
 from miofind.device.device import Device
 from miofind.solver.registry import Registry
 from miofind.solver.steps import Box, Config, TensorMap
-from miofind.solvers.few_channels.gradient_slots import GradientSlots
+from miofind.solvers.few_channels.data_wgmma_tiling import DataWgmmaTiling
 
 DEVICE = Device.virtual("90a")
 SOLVER = Registry.default()["ConvFirstLayerDataWgmma"]
@@ -42,13 +42,17 @@ def drawn_config(seed: int) -> Config:
 
 
 @given(problem=layers(), seed=st.integers(0, 10**6))
-def test_cells_meet_every_output_of_their_pixels_once(problem: ProblemDescription, seed: int) -> None:
+def test_blocks_meet_every_output_of_their_pixels_once(problem: ProblemDescription, seed: int) -> None:
     config = drawn_config(seed)
-    tiling, stride, pad = GradientSlots.of(problem, config, DEVICE), problem.conv.stride[1], problem.conv.pad_before[1]
+    tiling, stride, pad = (
+        DataWgmmaTiling.of(problem, config, DEVICE),
+        problem.conv.stride[1],
+        problem.conv.pad_before[1],
+    )
     wide, met = config["widen"] * stride, tiling.shifts - config["widen"] + 1
     for pixel in range(problem.spatial[1]):
-        cell, within = divmod(pixel + tiling.left, wide)
-        first = cell * config["widen"] - tiling.ahead - (met - 1)  # the column of dy of shift 0
+        block, within = divmod(pixel + tiling.left, wide)
+        first = block * config["widen"] - tiling.ahead - (met - 1)  # the column of dy of shift 0
         taps = {first + shift: within - tiling.phase + (met - 1 - shift) * stride for shift in range(tiling.shifts)}
         multiplied = {(column, tap) for column, tap in taps.items() if 0 <= tap < problem.filter[1]}
         assert multiplied == {
@@ -62,22 +66,22 @@ def test_cells_meet_every_output_of_their_pixels_once(problem: ProblemDescriptio
 @given(problem=layers(), seed=st.integers(0, 10**6))
 def test_tiles_and_strips_cover_every_pixel_once(problem: ProblemDescription, seed: int) -> None:
     config = drawn_config(seed)
-    tiling = GradientSlots.of(problem, config, DEVICE)
+    tiling = DataWgmmaTiling.of(problem, config, DEVICE)
     wide = config["widen"] * problem.conv.stride[1]
     assert tiling.columns % 8 == 0
-    assert tiling.columns * (tiling.tiles - 1) < tiling.cells <= tiling.columns * tiling.tiles
-    assert tiling.first_cell * wide <= tiling.left
-    assert (tiling.first_cell + tiling.cells) * wide >= tiling.left + problem.spatial[1]
+    assert tiling.columns * (tiling.tiles - 1) < tiling.s2d_blocks <= tiling.columns * tiling.tiles
+    assert tiling.first_s2d * wide <= tiling.left
+    assert (tiling.first_s2d + tiling.s2d_blocks) * wide >= tiling.left + problem.spatial[1]
     count = tiling.height.end - tiling.height.first
     assert tiling.rows * (tiling.row_strips - 1) < count <= tiling.rows * tiling.row_strips
     assert tiling.strips == problem.n * tiling.tiles * tiling.row_strips
     assert config["teams"] * (tiling.blocks - 1) < tiling.strips <= config["teams"] * tiling.blocks
 
 
-def met_columns(tiling: GradientSlots, widen: int) -> list[range]:
+def met_columns(tiling: DataWgmmaTiling, widen: int) -> list[range]:
     """Columns of dy that each tile of a row meets."""
-    cells = [tiling.first_cell + tile * tiling.columns for tile in range(tiling.tiles)]
-    firsts = [cell * widen - tiling.ahead - (tiling.shifts - widen) for cell in cells]
+    s2d_blocks = [tiling.first_s2d + tile * tiling.columns for tile in range(tiling.tiles)]
+    firsts = [block * widen - tiling.ahead - (tiling.shifts - widen) for block in s2d_blocks]
     return [range(first, first + (tiling.columns - 1) * widen + tiling.shifts) for first in firsts]
 
 
@@ -86,7 +90,7 @@ def test_what_tiles_meet_is_staged_of_planes(problem: ProblemDescription, seed: 
     """From a multiple of 8 columns on, so that vectors of a row are aligned and lie within."""
     assume(not problem.y.layout.channels_last)
     config = drawn_config(seed)
-    tiling = GradientSlots.of(problem, config, DEVICE)
+    tiling = DataWgmmaTiling.of(problem, config, DEVICE)
     assert tiling.boxes is None
     for met in met_columns(tiling, config["widen"]):
         assert met[-1] < met[0] - met[0] % 8 + tiling.staged
@@ -98,7 +102,7 @@ def test_what_tiles_meet_is_in_boxes(problem: ProblemDescription, seed: int) -> 
     """Boxes begin with whole groups of columns; every 16 filters of a column lie within a row of a box."""
     assume(problem.y.layout.channels_last and problem.k % 8 == 0)
     config = drawn_config(seed)
-    tiling, widen = GradientSlots.of(problem, config, DEVICE), config["widen"]
+    tiling, widen = DataWgmmaTiling.of(problem, config, DEVICE), config["widen"]
     boxes = tiling.boxes
     assert boxes is not None
     assert boxes.together * boxes.apart == widen
@@ -121,7 +125,7 @@ def test_products_read_what_boxes_bring(problem: ProblemDescription, seed: int) 
     assume(problem.y.layout.channels_last and problem.k % 8 == 0)
     config, draw = drawn_config(seed), random.Random(seed)
     tiling, widen, k, width = (
-        GradientSlots.of(problem, config, DEVICE),
+        DataWgmmaTiling.of(problem, config, DEVICE),
         config["widen"],
         problem.k,
         problem.out_spatial[1],
@@ -134,18 +138,18 @@ def test_products_read_what_boxes_bring(problem: ProblemDescription, seed: int) 
         first, rest = divmod(columns[0] - boxes.lead, boxes.together)
         assert rest == 0
         for _ in range(20):
-            shift, cell, term = draw.randrange(tiling.shifts), draw.randrange(tiling.columns), draw.randrange(k)
+            shift, block, term = draw.randrange(tiling.shifts), draw.randrange(tiling.columns), draw.randrange(k)
             staged, (step, within) = boxes.lead + shift, divmod(term, 16)
             part, in_row = divmod(staged % boxes.together * 2 * k + 32 * step, boxes.span)
             at = part * part_bytes + staged % widen // boxes.together * plane_bytes
-            at += (staged // widen + cell) * boxes.span + in_row + 2 * within
+            at += (staged // widen + block) * boxes.span + in_row + 2 * within
             part, rest = divmod(at, part_bytes)
             plane, rest = divmod(rest, plane_bytes)
             row, byte = divmod(rest, boxes.span)
             element = part * boxes.span // 2 + byte // 2  # of the columns that are side by side
             group = first + plane + row * boxes.apart
             assert element < boxes.together * k
-            column = columns[0] + shift + cell * widen
+            column = columns[0] + shift + block * widen
             assert group * boxes.together * k + element == column * k + term
             assert (0 <= group < width // boxes.together) == (0 <= column < width)
 
@@ -153,13 +157,13 @@ def test_products_read_what_boxes_bring(problem: ProblemDescription, seed: int) 
 @given(problem=layers(), seed=st.integers(0, 10**6))
 def test_pairs_of_elements_are_aligned_and_of_pixels_that_there_are(problem: ProblemDescription, seed: int) -> None:
     config = drawn_config(seed)
-    tiling = GradientSlots.of(problem, config, DEVICE)
+    tiling = DataWgmmaTiling.of(problem, config, DEVICE)
     wide, width = config["widen"] * problem.conv.stride[1], problem.spatial[1]
     channels = problem.c if problem.x.layout.channels_last else 1
     if not tiling.paired:
         return
-    for cell in range(tiling.first_cell, tiling.first_cell + tiling.cells):
-        first = (cell * wide - tiling.left) * channels  # of the cell's elements in a row
+    for block in range(tiling.first_s2d, tiling.first_s2d + tiling.s2d_blocks):
+        first = (block * wide - tiling.left) * channels  # of the s2d block's elements in a row
         for element in range(first, first + wide * channels, 2):
             assert element % 2 == width * channels % 2 == 0
             inside = [0 <= at // channels < width for at in (element, element + 1)]
@@ -169,7 +173,7 @@ def test_pairs_of_elements_are_aligned_and_of_pixels_that_there_are(problem: Pro
 @pytest.mark.parametrize(
     ("taps", "stride", "padding", "left"), [(7, 2, 3, 4), (3, 2, 1, 2), (3, 1, 1, 2), (4, 4, 0, 0), (4, 2, 1, 1)]
 )
-def test_cells_begin_at_even_columns_where_that_costs_no_product(
+def test_blocks_begin_at_even_columns_where_that_costs_no_product(
     taps: int, stride: int, padding: int, left: int
 ) -> None:
     problem = ProblemDescription.convolution(
@@ -181,7 +185,7 @@ def test_cells_begin_at_even_columns_where_that_costs_no_product(
         direction="backward_data",
     )
     config = Config.of(tile_w=64, widen=2, teams=1, stages=2, resident=1)
-    tiling = GradientSlots.of(problem, config, DEVICE)
+    tiling = DataWgmmaTiling.of(problem, config, DEVICE)
     assert (tiling.left, tiling.paired) == (left, left % 2 == 0)
     assert tiling.shifts == -(-taps // stride) + 1
 
@@ -190,7 +194,7 @@ def test_cells_begin_at_even_columns_where_that_costs_no_product(
     ("k", "width", "widen", "together", "span", "count"),
     [
         (64, 112, 1, 1, 128, 1),
-        (64, 224, 2, 2, 128, 2),  # columns of a cell are neighbours in a row of two parts
+        (64, 224, 2, 2, 128, 2),  # columns of a s2d block are neighbours in a row of two parts
         (64, 109, 2, 1, 128, 2),  # they would not divide a row of dy: planes of every second
         (32, 112, 2, 2, 128, 1),
         (32, 112, 1, 1, 64, 1),
@@ -210,7 +214,7 @@ def test_rows_come_in_few_boxes(k: int, width: int, widen: int, together: int, s
         direction="backward_data",
     )
     config = Config.of(tile_w=256, widen=widen, teams=1, stages=2, resident=1)
-    boxes = GradientSlots.of(problem, config, DEVICE).boxes
+    boxes = DataWgmmaTiling.of(problem, config, DEVICE).boxes
     assert boxes is not None
     assert (boxes.together, boxes.span, boxes.count) == (together, span, count)
     step = SOLVER.solution(problem, DEVICE, config).kernels[0]

@@ -1,6 +1,6 @@
-"""How kernels_src/implicit_gemm/wgmma_transposed.cu cuts backward weights into tiles, and how long that takes.
+"""Tilings of kernels_src/implicit_gemm/wgmma_transposed.cu for backward weights, their shortlist and cost model.
 
-Rows are channels of a tap, columns filters, and the depth is of pixels.
+M is channels of a tap, N is filters, K is pixels.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ WIDE = 32
 """Channels, filters or pixels of a block that is copied at once."""
 
 TILE_K = 32
-"""Pixels of a step."""
+"""Pixels of a k-tile."""
 
 WIDTHS = (32, 64, 96, 128, 160, 192)
 SHARES = (1, 2, 4, 8)
@@ -30,8 +30,8 @@ _WARPGROUPS = ((2, 2), (3, 1), (2, 1), (1, 2), (1, 1))
 
 _STAGES = range(3, 9)
 _REGISTERS = 1 << 16
-_COPYING_REGISTERS = 64  # of a thread that copies or turns
-_OTHER_REGISTERS = (24, 40)  # of one that multiplies, besides its sums and two times what products at once load
+_COPYING_REGISTERS = 64  # of a thread that loads or transposes
+_OTHER_REGISTERS = (24, 40)  # of one that multiplies, besides its accumulators and two times the fragments of a batch
 _ALIGNMENT_BYTES = 1024  # of stages in shared memory; a block besides costs as much of it
 _STATIC_BYTES = 256  # at most, of the barriers
 _MAX_INT = 2**31 - 1
@@ -40,20 +40,20 @@ _MAX_ADDERS, _PARTS_AT_ONCE, _ADDERS_AT_ONCE = 32, 4, 1024
 _FULL_DEVICES = 4
 
 # Of an H200, fitted to 126 problems with 6 configurations each, whose parts one thread an element added: root mean
-# square of the error 7 %. Cycles: of a step's bytes in shared memory (at more than the 128 a cycle that it moves, so
-# they are counted high), of a round of two blocks that are turned, until a copy has come, of a tile besides its steps,
-# and where other blocks hide most of it.
+# square of the error 7 %. Cycles: of a k-tile's bytes in shared memory (at more than the 128 a cycle that it moves, so
+# they are counted high), of a round of two blocks that are transposed, of a TMA load's latency, of the prologue and
+# epilogue of a work tile, alone and where other blocks hide most of them.
 _CLOCK_HZ = 1.755e9
 _SHARED_MEMORY_BYTES = 160
 _ROUND_CYCLES = 150
 _LATENCY_CYCLES = 1530
 _TILE_CYCLES = 3450
 _SHARED_TILE_CYCLES = 1080
-# Bytes a cycle of sums that a multiprocessor writes, and that it adds of a cluster's.
+# Bytes a cycle of results that a multiprocessor writes, and of a cluster's partials that it adds.
 _WRITTEN_BYTES = 60
 _SHARES_BYTES = 17.6
-# Of a launch with all that precedes the first product, of a cluster, of one of more than four blocks, of a second
-# launch, of adding one part after another; the share of the latter that several threads for an element spare (by
+# Milliseconds of: the first launch up to the first wgmma, a cluster, one of more than four blocks, a second launch,
+# adding one split-K partial after another; the share of the latter that several threads for an element spare (by
 # comparison with another kernel, not measured alone); times that parts' bytes are moved; share of the shorter of moving
 # all tensors and multiplying that the longer does not hide.
 _FIRST_MS = 0.0017
@@ -68,7 +68,7 @@ _CLUSTERED = 0.91  # share of the multiprocessors where clusters of four and mor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TurnedTiling:
+class TransposedTiling:
     """A product cut into tiles as a configuration says.
 
     Attributes:
@@ -90,9 +90,9 @@ class TurnedTiling:
     blocks: int
 
     @staticmethod
-    def of(product: WgmmaProduct, config: Config) -> TurnedTiling:
+    def of(product: WgmmaProduct, config: Config) -> TransposedTiling:
         """The tiling of a configuration of ConvImplicitGemmWgmmaTurned, valid or not."""
-        return TurnedTiling(
+        return TransposedTiling(
             product=product,
             consumers=int(config["consumers"]),
             row_blocks=int(config["rows"]),
@@ -122,30 +122,30 @@ class TurnedTiling:
     @property
     def filters(self) -> int:
         """Columns of one group."""
-        return self.product.rows
+        return self.product.size_m
 
     @property
-    def chunks(self) -> int:
+    def tap_blocks(self) -> int:
         """Blocks of rows of a tap."""
-        return ceil_div(self.product.columns, WIDE)
+        return ceil_div(self.product.size_n, WIDE)
 
     @property
-    def all_rows(self) -> int:
+    def padded_m(self) -> int:
         """Rows of one group in whole blocks, all taps together."""
-        return WIDE * self.chunks * math.prod(self.product.taps)
+        return WIDE * self.tap_blocks * math.prod(self.product.taps)
 
     @property
     def tiles(self) -> tuple[int, int]:
         """Tiles of one group along rows and columns."""
-        return ceil_div(self.all_rows, self.tile_m), ceil_div(self.filters, self.tile_n)
+        return ceil_div(self.padded_m, self.tile_m), ceil_div(self.filters, self.tile_n)
 
     @property
-    def steps(self) -> int:
+    def k_tiles(self) -> int:
         """Steps of all pixels."""
-        return ceil_div(self.product.depth, TILE_K)
+        return ceil_div(self.product.size_k, TILE_K)
 
     @property
-    def items(self) -> int:
+    def work_tiles(self) -> int:
         """Parts of tiles that blocks, or clusters, compute."""
         return math.prod(self.tiles) * self.product.problem.groups * self.splits
 
@@ -185,14 +185,14 @@ class TurnedTiling:
             and self.stages(shared_bytes) > 0
             and self._is_divisible()
             and self._has_cluster(shared_bytes)
-            and max(self.items, self.steps * self.splits) * self.shares <= _MAX_INT
+            and max(self.work_tiles, self.k_tiles * self.splits) * self.shares <= _MAX_INT
             and self.tiles[0] * self.tile_m <= _MAX_INT
         )
 
     @property
     def is_filled(self) -> bool:
         """Whether a tile is not mostly empty."""
-        return self.tile_n < 2 * max(WIDE, self.filters) and self.tile_m < 2 * max(ROW_BLOCK, self.all_rows)
+        return self.tile_n < 2 * max(WIDE, self.filters) and self.tile_m < 2 * max(ROW_BLOCK, self.padded_m)
 
     @property
     def together(self) -> int:
@@ -222,13 +222,13 @@ class TurnedTiling:
         """Whether the depth has that many parts, and each can be kept."""
         if self.splits * self.shares == 1:
             return True
-        if self.steps < 2 * self.splits * self.shares:
+        if self.k_tiles < 2 * self.splits * self.shares:
             return False
         return 4 * self.splits * self.product.problem.output.size <= _MAX_PARTS_BYTES
 
 
-def _step_cycles(tiling: TurnedTiling) -> float:
-    """Cycles of a step where copies are ahead: of moving both operands in shared memory, and of turning one."""
+def _step_cycles(tiling: TransposedTiling) -> float:
+    """Cycles of a step where copies are ahead: of moving both operands in shared memory, and of transpose_step one."""
     tile_m, tile_n = tiling.tile_m, tiling.tile_n
     # Products read columns once for each block of rows; both operands come, rows are read, columns read and written.
     moved = tile_m // ROW_BLOCK * tile_n * 128 + 256 * tile_m + 384 * tile_n
@@ -244,14 +244,14 @@ def _moved_ms(product: WgmmaProduct, byte_ms: float) -> float:
     return (problem.bytes - (1 - met) * problem.x.bytes) * byte_ms
 
 
-def estimate_ms(tiling: TurnedTiling, device: Device, shared_bytes: int) -> float:
-    """Milliseconds that a product takes on a device with that much shared memory, with a cold L2 cache."""
+def estimate_ms(tiling: TransposedTiling, device: Device, shared_bytes: int) -> float:
+    """Milliseconds of all launches of a tiling on a device with that much shared memory, with a cold L2 cache."""
     problem, byte_ms = tiling.product.problem, 1e3 / device.bandwidth_bytes_per_s
-    items, splits, shares = tiling.items * tiling.shares, tiling.splits, tiling.shares
+    items, splits, shares = tiling.work_tiles * tiling.shares, tiling.splits, tiling.shares
     processors = max(1, int((_CLUSTERED if shares > 2 else 1) * device.sm_count))
     step = _step_cycles(tiling)
     alone = max(step, (_LATENCY_CYCLES + step) / max(1, tiling.stages(shared_bytes)))
-    steps, tile_bytes = ceil_div(tiling.steps, splits * shares), 4 * tiling.tile_m * tiling.tile_n
+    steps, tile_bytes = ceil_div(tiling.k_tiles, splits * shares), 4 * tiling.tile_m * tiling.tile_n
     turns = ceil_div(items, processors)
     one = ceil_div(items, processors * tiling.blocks) * (steps * alone + _TILE_CYCLES)
     busy = max(one, turns * (steps * step + _SHARED_TILE_CYCLES)) + turns * tile_bytes / shares / _WRITTEN_BYTES
@@ -267,12 +267,12 @@ def estimate_ms(tiling: TurnedTiling, device: Device, shared_bytes: int) -> floa
     return ms
 
 
-def likely_tilings(product: WgmmaProduct, device: Device, shared_bytes: int) -> Iterator[TurnedTiling]:
+def shortlisted_tilings(product: WgmmaProduct, device: Device, shared_bytes: int) -> Iterator[TransposedTiling]:
     """Valid tilings that are good for some problem: all pixels at once, and in parts that fill the device in turns."""
     for consumers, row_blocks in _WARPGROUPS:
         for tile_n in WIDTHS:
             for blocks in (1, 2) if consumers == 1 else (1,):
-                tile = TurnedTiling(
+                tile = TransposedTiling(
                     product=product,
                     consumers=consumers,
                     row_blocks=row_blocks,
@@ -285,15 +285,15 @@ def likely_tilings(product: WgmmaProduct, device: Device, shared_bytes: int) -> 
                     yield from _parts(tile, device, shared_bytes)
 
 
-def _parts(tile: TurnedTiling, device: Device, shared_bytes: int) -> Iterator[TurnedTiling]:
+def _parts(tile: TransposedTiling, device: Device, shared_bytes: int) -> Iterator[TransposedTiling]:
     """All pixels at once, and in parts that fill the device in turns."""
     at_once = max(1, device.sm_count) * tile.blocks
     for shares in SHARES:
         found = {1}
         for turns in range(1, (_FULL_DEVICES if shares == 1 else 1) + 1):
-            most = min(turns * at_once // (tile.items * shares), tile.steps // (2 * shares))
+            most = min(turns * at_once // (tile.work_tiles * shares), tile.k_tiles // (2 * shares))
             found.add(max((count for count in SPLITS if count <= most), default=1))
         for splits in sorted(found):
             tiling = replace(tile, splits=splits, shares=shares)
-            if (shares == 1 or tiling.items * shares <= at_once) and tiling.is_valid(shared_bytes):
+            if (shares == 1 or tiling.work_tiles * shares <= at_once) and tiling.is_valid(shared_bytes):
                 yield tiling

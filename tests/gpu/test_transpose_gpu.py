@@ -17,7 +17,7 @@ from miofind.launch.early_launch import launches_early, may_begin_early
 from miofind.launch.invoker import Invoker, make_invoker
 from miofind.solver.registry import Registry
 from miofind.solver.steps import ConvSolution, Region, WorkspacePlan
-from miofind.solvers.implicit_gemm.transpose import Turn, turning
+from miofind.solvers.implicit_gemm.transpose import Transposition, transpose_step
 
 cupy = pytest.importorskip("cupy")
 pytestmark = pytest.mark.gpu
@@ -37,11 +37,11 @@ def device() -> Device:
     return found
 
 
-def turn(name: str, rows: int, columns: int, dtype: DataType, batch: int = 3) -> Turn:
-    return Turn(source=name, target=f"{name}_last", dtype=dtype, batch=batch, rows=rows, columns=columns)
+def turn(name: str, rows: int, columns: int, dtype: DataType, batch: int = 3) -> Transposition:
+    return Transposition(source=name, target=f"{name}_last", dtype=dtype, batch=batch, rows=rows, columns=columns)
 
 
-def check(turns: tuple[Turn, ...], device: Device, compiler: Compiler) -> None:
+def check(turns: tuple[Transposition, ...], device: Device, compiler: Compiler) -> None:
     """One launch turns them, every bit, and writes nothing else."""
     generator, buffers, expected = np.random.default_rng(4), {}, {}
     for one in turns:
@@ -51,7 +51,7 @@ def check(turns: tuple[Turn, ...], device: Device, compiler: Compiler) -> None:
         buffers[one.source], buffers[one.target] = Buffer(one.bytes), Buffer(one.bytes)
         buffers[one.source].write(values)
         expected[one.target] = values.transpose(0, 2, 1).ravel()
-    step = turning(turns)
+    step = transpose_step(turns)
     launch = make_step_launcher(step, compiler.load(step, device))
     launch({name: buffer.address for name, buffer in buffers.items()}, cupy.cuda.get_current_stream().ptr)
     for one in turns:
@@ -74,12 +74,12 @@ def test_two_tensors_are_turned_at_once(dtype: DataType, device: Device, compile
 @pytest.fixture
 def chain(device: Device, compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> Invoker:
     """x to y by way of two buffers, each written twice: all launches but the first begin early."""
-    there = Turn.to_channels_last(COPIES, "x")
+    there = Transposition.to_channels_last(COPIES, "x")
 
     def step(source: str, target: str, *, is_back: bool = False) -> Any:
         args = {"source": source, "target": target, "dtype": there.dtype, "batch": there.batch}
         rows, columns = (there.columns, there.rows) if is_back else (there.rows, there.columns)
-        return turning((Turn(**args, rows=rows, columns=columns),))
+        return transpose_step((Transposition(**args, rows=rows, columns=columns),))
 
     steps = (
         step("x", "a"),

@@ -13,9 +13,9 @@ from miofind.device.device import Device
 from miofind.solver.registry import Registry
 from miofind.solver.solver import Solver
 from miofind.solver.steps import Config
-from miofind.solvers.few_channels.cell_rows import CellRows
-from miofind.solvers.few_channels.gradient_rows import ColumnTiles, GradientRows, StrideCells
-from miofind.solvers.few_channels.gradient_rows_tf32 import GradientRowsTf32, TapBlocks
+from miofind.solvers.few_channels.data_tiling import DataTiling
+from miofind.solvers.few_channels.row_streaming import ColumnTiles, RowStreaming, S2dRows
+from miofind.solvers.few_channels.row_streaming_tf32 import RowStreamingTf32, TapBlocks
 
 DEVICE = Device.virtual("90a")
 SOLVER = Registry.default()["ConvFirstLayerDataRows"]
@@ -46,20 +46,20 @@ def drawn_config(seed: int, solver: Solver = SOLVER) -> Config:
 
 
 @given(problem=layers())
-def test_cells_meet_every_output_of_their_pixels_once(problem: ProblemDescription) -> None:
+def test_blocks_meet_every_output_of_their_pixels_once(problem: ProblemDescription) -> None:
     for axis in range(2):
         stride, pad, taps = problem.conv.stride[axis], problem.conv.pad_before[axis], problem.filter[axis]
-        cells = StrideCells.of(problem, axis)
+        s2d_blocks = S2dRows.of(problem, axis)
         for pixel in range(problem.spatial[axis]):
-            cell, within = divmod(pixel + pad, stride)
-            assert cells.first <= cell < cells.end
-            met = {(cell - i, tap) for i in range(cells.met) if (tap := within + i * stride) < taps}
+            block, within = divmod(pixel + pad, stride)
+            assert s2d_blocks.first <= block < s2d_blocks.end
+            met = {(block - i, tap) for i in range(s2d_blocks.met) if (tap := within + i * stride) < taps}
             assert met == {(i, r) for i in range(-20, 250) for r in range(taps) if i * stride - pad + r == pixel}
 
 
 @given(problem=layers(), most=st.integers(1, 20), vector=st.sampled_from([1, 2, 4, 8]))
-def test_column_tiles_complete_every_cell_once(problem: ProblemDescription, most: int, vector: int) -> None:
-    width, columns = StrideCells.of(problem, 1), problem.out_spatial[1]
+def test_column_tiles_complete_every_block_once(problem: ProblemDescription, most: int, vector: int) -> None:
+    width, columns = S2dRows.of(problem, 1), problem.out_spatial[1]
     tiles = ColumnTiles.of(problem, width, 16 * most, vector)
     assert tiles.base % vector == tiles.step % vector == 0
     assert tiles.columns % 16 == 0
@@ -70,16 +70,16 @@ def test_column_tiles_complete_every_cell_once(problem: ProblemDescription, most
         assert tile == 0 or begin < columns
         first = width.first if tile == 0 else begin + width.met - 1
         end = width.end if tile + 1 == tiles.count else begin + tiles.step + width.met - 1
-        for cell in range(first, end):
-            completed.append(cell)
-            met = [column for column in range(cell - width.met + 1, cell + 1) if 0 <= column < columns]
+        for block in range(first, end):
+            completed.append(block)
+            met = [column for column in range(block - width.met + 1, block + 1) if 0 <= column < columns]
             assert all(begin <= column < begin + tiles.columns for column in met)
     assert completed == list(range(width.first, width.end))
 
 
 @given(problem=layers(), seed=st.integers(0, 10**6))
 def test_strips_cover_the_rows_and_none_is_empty(problem: ProblemDescription, seed: int) -> None:
-    tiling = GradientRows.of(problem, drawn_config(seed), DEVICE)
+    tiling = RowStreaming.of(problem, drawn_config(seed), DEVICE)
     count = tiling.height.end - tiling.height.first
     assert tiling.rows * (tiling.strips - 1) < count <= tiling.rows * tiling.strips
     assert tiling.blocks == problem.n * tiling.column_tiles * tiling.strips
@@ -88,7 +88,7 @@ def test_strips_cover_the_rows_and_none_is_empty(problem: ProblemDescription, se
 @given(problem=layers(DataType.FLOAT32), seed=st.integers(0, 10**6))
 def test_float32_is_cut_into_whole_shares(problem: ProblemDescription, seed: int) -> None:
     config = drawn_config(seed, SPLIT_SOLVER)
-    tiling = GradientRowsTf32.of(problem, config, DEVICE)
+    tiling = RowStreamingTf32.of(problem, config, DEVICE)
     count = tiling.height.end - tiling.height.first
     assert tiling.rows * (tiling.strips - 1) < count <= tiling.rows * tiling.strips
     assert tiling.blocks == problem.n * tiling.tiles.count * tiling.strips
@@ -123,21 +123,21 @@ def test_small_filters_share_blocks(channels: int, taps: int, blocks: int) -> No
 
 
 @given(problem=layers(), seed=st.integers(0, 10**6))
-def test_tiles_of_cells_cover_a_row_and_stage_what_they_meet(problem: ProblemDescription, seed: int) -> None:
+def test_tiles_of_blocks_cover_a_row_and_stage_what_they_meet(problem: ProblemDescription, seed: int) -> None:
     config = drawn_config(seed, CELL_SOLVER)
-    tiling = CellRows.of(problem, config, DEVICE)
+    tiling = DataTiling.of(problem, config, DEVICE)
     width, stride = tiling.width, problem.conv.stride[1]
-    assert tiling.cells % 16 == 0
-    assert tiling.cells <= 16 * config["blocks"] * config["warps"]
-    assert tiling.cells * (tiling.cell_tiles - 1) < width.count <= tiling.cells * tiling.cell_tiles
+    assert tiling.s2d_blocks % 16 == 0
+    assert tiling.s2d_blocks <= 16 * config["blocks"] * config["warps"]
+    assert tiling.s2d_blocks * (tiling.s2d_tiles - 1) < width.count <= tiling.s2d_blocks * tiling.s2d_tiles
     for pixel in range(problem.spatial[1]):
-        cell, within = divmod(pixel + width.origin, width.size)
-        staged = cell // tiling.cells * tiling.cells + width.first  # the first column of the tile
+        block, within = divmod(pixel + width.origin, width.size)
+        staged = block // tiling.s2d_blocks * tiling.s2d_blocks + width.first  # the first column of the tile
         for column in range(problem.out_spatial[1]):
             tap = pixel + problem.conv.pad_before[1] - column * stride
             if not 0 <= tap < problem.filter[1]:
                 continue
-            depth = column - cell - width.first  # of the cell's product
+            depth = column - block - width.first  # of the s2d block's product
             assert 0 <= depth < width.taps
             assert tap == width.last_tap + within - depth * stride
             assert staged <= column < staged + tiling.columns
@@ -149,5 +149,5 @@ def test_strips_of_large_batches_fill_the_device_evenly() -> None:
         x=(16, 3, 224, 224), w=(64, 3, 3, 3), padding=1, dtype="float16", layout="NHWC", direction="backward_data"
     )
     config = Config.of(blocks=2, warps_m=7, warps_n=1, warps_k=1, stages=4, resident=1)
-    tiling = GradientRows.of(problem, config, DEVICE)
+    tiling = RowStreaming.of(problem, config, DEVICE)
     assert (tiling.column_tiles, tiling.columns, tiling.rows, tiling.blocks) == (1, 224, 28, 128)

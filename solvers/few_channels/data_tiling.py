@@ -1,4 +1,4 @@
-"""Rows of dy streamed past cells of dx, for few channels: what kernels_src/few_channels/data.cu computes.
+"""How kernels_src/few_channels/data.cu streams rows of dy past space-to-depth (s2d) blocks of dx.
 
 Pure arithmetic on shapes.
 """
@@ -13,19 +13,19 @@ from miofind.device.device import Device
 from miofind.solver.occupancy import SmLimits, resident_blocks
 from miofind.solver.steps import Config
 from miofind.solvers.common.correlation import ceil_div, round_up
-from miofind.solvers.few_channels.cells import Cells
-from miofind.solvers.few_channels.gradient_rows import StrideCells, strip_rows
+from miofind.solvers.few_channels.row_streaming import S2dRows, strip_rows
+from miofind.solvers.few_channels.s2d_blocks import S2dBlocks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CellRows:
+class DataTiling:
     """A configuration applied to a problem: what the kernel's constants come to.
 
     kernels_src/few_channels/data.cu computes the same from the defines and refuses to compile where it differs.
 
     Attributes:
-        height, width: cells; along rows, groups of a stride's rows.
-        cells, cell_tiles: of a tile, a multiple of 16; tiles of a row.
+        height, width: s2d blocks; along rows, groups of a stride's rows.
+        s2d_blocks, s2d_tiles: of a tile, a multiple of 16; tiles of a row.
         columns: of dy that are staged.
         in_vector: elements of dy that are loaded at once.
         steps: of 16 filters.
@@ -39,10 +39,10 @@ class CellRows:
         blocks: of the grid.
     """
 
-    height: StrideCells
-    width: Cells
-    cells: int
-    cell_tiles: int
+    height: S2dRows
+    width: S2dBlocks
+    s2d_blocks: int
+    s2d_tiles: int
     columns: int
     in_vector: int
     steps: int
@@ -57,15 +57,15 @@ class CellRows:
     blocks: int
 
     @staticmethod
-    def of(problem: ProblemDescription, config: Config, device: Device) -> CellRows:
-        """Tiles of as many cells as the warps take, and strips that fill the device."""
+    def of(problem: ProblemDescription, config: Config, device: Device) -> DataTiling:
+        """Tiles of as many s2d blocks as the warps take, and strips that fill the device."""
         blocks, warps, stages = (config[name] for name in ("blocks", "warps", "stages"))
-        height, width = StrideCells.of(problem, 0), Cells.of(problem, 1, problem.conv.stride[1])
+        height, width = S2dRows.of(problem, 0), S2dBlocks.of(problem, 1, problem.conv.stride[1])
         last, (taps_y, _) = problem.y.layout.channels_last, problem.filter
-        cell_tiles = ceil_div(width.count, 16 * blocks * warps)
-        cells = round_up(ceil_div(width.count, cell_tiles), 16)
-        cell_tiles = ceil_div(width.count, cells)
-        columns = cells + width.taps - 1
+        s2d_tiles = ceil_div(width.count, 16 * blocks * warps)
+        s2d_blocks = round_up(ceil_div(width.count, s2d_tiles), 16)
+        s2d_tiles = ceil_div(width.count, s2d_blocks)
+        columns = s2d_blocks + width.taps - 1
         steps, element_blocks = ceil_div(problem.k, 16), ceil_div(width.size * problem.c, 8)
         fragments = steps * width.taps * taps_y * element_blocks
         row_bytes = (32 * steps + 16) * columns if last else (2 * columns + 16) * 16 * steps
@@ -74,13 +74,13 @@ class CellRows:
         kept = 4 * blocks * taps_y * element_blocks + 2 * fragments
         registers = round_up(kept + 4 * blocks + 44, 8)
         resident = min(config["resident"], resident_blocks(registers, 32 * warps, shared_bytes, SmLimits.of(device)))
-        rows = strip_rows(height, problem.n * cell_tiles, device.sm_count * max(1, resident))
+        rows = strip_rows(height, problem.n * s2d_tiles, device.sm_count * max(1, resident))
         strips = ceil_div(height.end - height.first, rows)
-        return CellRows(
+        return DataTiling(
             height=height,
             width=width,
-            cells=cells,
-            cell_tiles=cell_tiles,
+            s2d_blocks=s2d_blocks,
+            s2d_tiles=s2d_tiles,
             columns=columns,
             in_vector=math.gcd(8, problem.k if last else problem.out_spatial[1]),
             steps=steps,
@@ -92,5 +92,5 @@ class CellRows:
             rows=rows,
             strips=strips,
             strip_steps=rows + height.met - 1,
-            blocks=problem.n * cell_tiles * strips,
+            blocks=problem.n * s2d_tiles * strips,
         )

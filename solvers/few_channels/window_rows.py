@@ -1,7 +1,7 @@
-"""Windows of few channels: what few_channels/input_tile.cuh and the kernels of first layers compute from constants.
+"""Implicit im2col for few channels: what kernels_src/few_channels/input_tile.cuh and window_rows.cuh compute.
 
-A window is what one output, or two neighbours where the stride is odd, meets of an image whose pixels hold four
-channels: of each row a run of pixels. Pure arithmetic on shapes.
+A window is the receptive field of one output, or of two neighbours where the stride is odd, in an image whose pixels
+hold four channels: of each row a run of pixels. Pure arithmetic on shapes.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _MAX_STRIDE = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PatchLoad:
-    """How a thread moves its share of a patch.
+class InputTileLoad:
+    """How a thread moves its part of an input tile.
 
     Attributes:
         registers: for what it loads at once, and where.
@@ -38,7 +38,7 @@ class PatchLoad:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WindowTile:
-    """A tile of outputs of one image, and the patch of the image that it meets.
+    """A tile of outputs of one image, and the input tile with its halo.
 
     Attributes:
         tile_h, tile_w: outputs, no more than there are; fewer columns than all in whole vectors of 8.
@@ -48,8 +48,8 @@ class WindowTile:
         row_steps: steps of 16 elements along a filter row, zeros around the taps included.
         offset: columns staged before those that the first output meets.
         vector: columns that are loaded at once.
-        in_rows, in_columns: of the patch.
-        row_words: 16-byte words from one row of the patch to the next.
+        in_rows, in_columns: of the input tile.
+        row_words: 16-byte words from one row of the input tile to the next.
         flat: whether the outputs of a tile are neighbours in a plane.
     """
 
@@ -111,7 +111,7 @@ class WindowTile:
         """Shared memory of a patch."""
         return 16 * self.in_rows * self.row_words
 
-    def patch_load(self, channels: int, threads: int) -> PatchLoad:
+    def patch_load(self, channels: int, threads: int) -> InputTileLoad:
         """How each of `threads` threads moves a patch: PatchLoader of few_channels/input_tile.cuh, with its limits."""
         loads = ceil_div(self.in_rows * self.in_columns, self.vector * threads)
         words = channels * max(1, self.vector // 2)
@@ -120,7 +120,7 @@ class WindowTile:
         addresses = (8 + at_once) * self.outputs if self.outputs > 1 or channels == MAX_CHANNELS else at_once
         if self.vector == _MOST:
             addresses = 0  # few loads, whose addresses are not kept
-        return PatchLoad(registers=at_once * words + addresses, is_whole=loads <= most)
+        return InputTileLoad(registers=at_once * words + addresses, is_whole=loads <= most)
 
     def plane_vector(self, problem: ProblemDescription) -> int:
         """Elements of a plane of y that move at once and lie within a row of a tile, or within its rows."""

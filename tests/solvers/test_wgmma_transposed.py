@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from wgmma_turned_in_numpy import Launch
+from wgmma_transposed_in_numpy import Launch
 
 from miofind.core.problem import ProblemDescription
 from miofind.device.device import Device
@@ -18,7 +18,7 @@ from miofind.reference import reference_on_host
 from miofind.solver.registry import Registry
 from miofind.solver.steps import Config, KernelStep, Scalar, TensorMap
 from miofind.solvers.common.wgmma_product import WgmmaProduct
-from miofind.solvers.implicit_gemm.wgmma_turned_tiling import TurnedTiling
+from miofind.solvers.implicit_gemm.wgmma_transposed_tiling import TransposedTiling
 
 H200 = replace(Device.virtual("90a"), clock_hz=1.98e9, bandwidth_bytes_per_s=4.8e12)
 SMALL = replace(H200, sm_count=3)
@@ -143,10 +143,10 @@ def test_default_configurations_fill_the_device() -> None:
     problem = weights(x=(16, 512, 28, 28), w=(512, 512, 3, 3), padding=1)
     product = WgmmaProduct.of(problem)
     for config in SOLVER.default_configs(problem, H200)[:3]:
-        tiling = TurnedTiling.of(product, config)
+        tiling = TransposedTiling.of(product, config)
         assert tiling.config == config
         assert tiling.tile_m * tiling.tile_n >= 128 * 128
-        assert tiling.items / (132 * -(-tiling.items // 132)) > 0.8
+        assert tiling.work_tiles / (132 * -(-tiling.work_tiles // 132)) > 0.8
 
 
 def test_parts_are_kept_within_the_workspace() -> None:
@@ -159,7 +159,7 @@ def test_parts_are_kept_within_the_workspace() -> None:
         parts = splits * config["shares"]
         assert 2 * parts <= named["k_tiles"] or parts == 1
         if splits > 1:
-            adders = TurnedTiling.of(WgmmaProduct.of(problem), config).adders(H200)
+            adders = TransposedTiling.of(WgmmaProduct.of(problem), config).adders(H200)
             assert named_args(solution.kernels[1]) == {"count": problem.w.size, "splits": splits, "adders": adders}
 
 
@@ -170,6 +170,6 @@ def test_few_elements_are_added_by_several_threads(filters: int, splits: int, ad
     """256 threads a block, of whom as many as `adders` add parts of the same four elements; none is left out."""
     problem = weights(x=(32, 512, 28, 28), w=(filters, 512, 1, 1))
     config = Config.of(consumers=1, rows=1, tile_n=32, splits=splits, shares=1, blocks=1)
-    assert TurnedTiling.of(WgmmaProduct.of(problem), config).adders(H200) == adders
+    assert TransposedTiling.of(WgmmaProduct.of(problem), config).adders(H200) == adders
     add = SOLVER.solution(problem, H200, config).kernels[1]
     assert add.grid[0] * (256 // adders) >= problem.w.size / 4 > (add.grid[0] - 1) * (256 // adders)

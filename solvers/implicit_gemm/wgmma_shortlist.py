@@ -1,4 +1,4 @@
-"""Which tilings of implicit_gemm/wgmma.cu are worth a question: few of a large space, whatever the problem."""
+"""Shortlist of tilings of kernels_src/implicit_gemm/wgmma.cu for the cost model: few of a large space."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SHARES = (2, 4, 8)
 
 _FULL_DEVICES = 4
 _EMPTY_DEVICE = 0.25
-"""Tiles a processor, parts counted: splits give no more and no fewer."""
+"""Work tiles a multiprocessor: split-K makes no more and no fewer."""
 
 _FEW_STEPS = 4
 _SMALL_TILE = ROW_BLOCK * 96
@@ -33,30 +33,30 @@ _SAME_TILES = 2
 
 
 def _depths(product: WgmmaProduct) -> list[int]:
-    """The widest steps' depth, and narrower ones that leave less of a last step empty."""
+    """Values of tile_k: the widest, and narrower ones that leave less of the last k-tile empty."""
     if product.is_weights:
         return [SPANS_BYTES[0] // product.element_bytes]
     depths: list[int] = []
     least = math.inf
     for span in SPANS_BYTES:
         depth = span // product.element_bytes
-        summed = ceil_div(product.depth, depth) * depth
-        if summed < least and (product.keeps_to_groups or summed == product.depth):
+        summed = ceil_div(product.size_k, depth) * depth
+        if summed < least and (product.keeps_to_groups or summed == product.size_k):
             depths.append(depth)
             least = summed
     return depths
 
 
 def _parts(tile: WgmmaTiling, device: Device) -> Iterator[WgmmaTiling]:
-    """The whole depth at once, and in as many parts as fill the device where tiles do not."""
+    """Without split-K, and with as many splits as fill the device where tiles do not."""
     yield tile
     if tile.swapped:
         return
-    items, most = tile.items, tile.steps // 2
+    items, most = tile.work_tiles, tile.k_tiles // 2
     processors = max(1, device.sm_count)
     for shares in SHARES:
         shared = replace(tile, cluster=(1, 1, shares))
-        if shares <= most and shared.items * shares <= processors:
+        if shares <= most and shared.work_tiles * shares <= processors:
             yield shared
     fitting = [count for count in SPLITS if count <= min(most, _FULL_DEVICES * processors // items)]
     for splits in [count for count in fitting if items * count >= _EMPTY_DEVICE * processors] or fitting[-1:]:
@@ -64,16 +64,16 @@ def _parts(tile: WgmmaTiling, device: Device) -> Iterator[WgmmaTiling]:
 
 
 def _filled(tile: WgmmaTiling, device: Device, shared_bytes: int) -> Iterator[WgmmaTiling]:
-    """One and two blocks a processor, with as many stages as fit, but few for few steps.
+    """One and two blocks a multiprocessor, with as many stages as fit, but few for few k-tiles.
 
-    Copies of tiles far ahead delay those of the next.
+    Loads far ahead delay those of the next work tile.
     """
-    steps = ceil_div(tile.steps, tile.splits * tile.cluster[2])
+    steps = ceil_div(tile.k_tiles, tile.splits * tile.cluster[2])
     enough = min((count for count in STAGES if count >= steps + 2), default=STAGES[-1])
     is_whole = tile.splits == math.prod(tile.cluster) == 1
     is_small = tile.tile_m == ROW_BLOCK and tile.tile_m * tile.tile_n <= _SMALL_TILE
     gains = is_whole and not tile.product.is_weights and (is_small or (steps <= _FEW_STEPS and tile.row_blocks == 2))
-    for blocks in (1, 2) if tile.items * math.prod(tile.cluster) > device.sm_count else (1,):
+    for blocks in (1, 2) if tile.work_tiles * math.prod(tile.cluster) > device.sm_count else (1,):
         for stages in reversed(STAGES):
             filled = replace(tile, blocks=blocks, stages=stages)
             if stages <= enough and filled.is_valid(shared_bytes):
@@ -83,10 +83,10 @@ def _filled(tile: WgmmaTiling, device: Device, shared_bytes: int) -> Iterator[Wg
                 break
 
 
-def likely_tilings(product: WgmmaProduct, device: Device, shared_bytes: int) -> Iterator[WgmmaTiling]:
+def shortlisted_tilings(product: WgmmaProduct, device: Device, shared_bytes: int) -> Iterator[WgmmaTiling]:
     """Valid tilings that are good for some problem, on a multiprocessor with that much shared memory for a block."""
     for depth, (consumers, row_blocks), tile_n in itertools.product(_depths(product), _WARPGROUPS, WIDTHS):
-        for swapped in (False, True) if product.columns <= ROW_BLOCK and consumers == 1 else (False,):
+        for swapped in (False, True) if product.size_n <= ROW_BLOCK and consumers == 1 else (False,):
             tile = WgmmaTiling(
                 product=product,
                 consumers=consumers,
