@@ -16,11 +16,11 @@ from miofind.errors import LaunchError, NoPlaceError, NoSolutionError
 from miofind.evaluate.evaluate import Job
 from miofind.find.lookup import failures, records
 from miofind.find.lookup.known import candidate_of, incumbent, known_times
-from miofind.find.neighbours import shared_neighbours
 from miofind.find.plan import Plan, make_plan
 from miofind.find.recording import Recording, row_of, storable
 from miofind.find.rounds import Measuring, Request, searched
 from miofind.find.search import Search
+from miofind.find.warm_start import shared_warm_start
 from miofind.measure.effort import Effort
 from miofind.options import FindEnforce, FindMode, FindOptions, OnMiss, Order, member
 from miofind.runtime.handle import Handle
@@ -111,8 +111,8 @@ def measure(
     _refuse_capture(handle)
     logger.info("find: %s", driver_line(problem))
     handle.executor(isolate=options.isolate).prepare()
-    near = shared_neighbours(handle.database, handle.device.identity) if options.searches else None
-    winners = near.winners(problem, handle.database) if near else {}
+    start = shared_warm_start(handle.database, handle.device.identity) if options.searches else None
+    winners = start.winners(problem, handle.database) if start else {}
     left_out = _left_out(problem, options, handle)
     plan = make_plan(problem, options, handle, dynamic_only=dynamic_only, winners=winners).without(left_out)
     plan.log()
@@ -134,8 +134,8 @@ def measure(
         if not any(outcome.status.usable for outcome in outcomes):
             effort = Effort.TUNE if options.searches else Effort.FIND
             outcomes += measuring.run((p.candidate for p in plan.last_resort), effort)
-    if near:
-        near.add(problem.network_config)
+    if start:
+        start.add(problem.network_config)
     handle.forget_answers(problem.network_config)
     measured = {outcome.candidate.id for outcome in outcomes if outcome.status.usable}
     answer = None

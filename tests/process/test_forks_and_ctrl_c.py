@@ -26,7 +26,7 @@ from miofind.compiler.nvrtc import Compiled
 from miofind.core.problem import DataType
 from miofind.errors import ForkedProcessError
 from miofind.evaluate.executors import Isolated
-from miofind.find import neighbours
+from miofind.find import warm_start
 from miofind.reference import reference_on_host, round_once
 from miofind.solver.candidate import Status
 from miofind.solver.steps import KernelStep
@@ -203,7 +203,7 @@ def test_a_forked_child_waits_for_no_lock_of_its_parents_threads(tmp_path: Path)
             handle.compiler.cache._lock,
             handle.invokers._lock,
             handle.database._lock,
-            neighbours._sharing,
+            warm_start._sharing,
             pool._changed,
         ):
             held.enter_context(lock)

@@ -1,4 +1,4 @@
-"""What won at the problems nearest to another, as far as the FindDB knows: where a search begins.
+"""The warm start of a search: what won at the tuned problems nearest to this one, as far as the FindDB knows.
 
 Reads texts and answers of the FindDB.
 """
@@ -85,7 +85,7 @@ def distance(first: str, second: str) -> Distance:
     return _Features.of(parse_network_config(first)).distance(_Features.of(parse_network_config(second)))
 
 
-class Neighbours:
+class WarmStart:
     """The problems that the FindDB knows on one kind of device; listed once, on first use. Threads may share it.
 
     Args:
@@ -131,7 +131,7 @@ class Neighbours:
             try:
                 keys = store.problems(self._device)
             except DatabaseError as error:  # a search begins without it; who needs the database says what is wrong
-                logger.debug("no near problems from %s: %s", store.where, error)
+                logger.debug("no nearest problems from %s: %s", store.where, error)
                 continue
             for key in itertools.islice(keys, MAX_PROBLEMS):
                 try:
@@ -155,16 +155,16 @@ class Neighbours:
 _sharing = threading.Lock()
 
 
-def shared_neighbours(database: Layered, device: str) -> Neighbours:
+def shared_warm_start(database: Layered, device: str) -> WarmStart:
     """Those of a kind of device that all in this process share who have the same FindDBs open."""
     with _sharing:
         return _made(tuple(store.path or store for store in database.layers), device)
 
 
 @functools.lru_cache(maxsize=64)
-def _made(stores: tuple[Path | Store, ...], device: str) -> Neighbours:
-    """The neighbours of FindDBs, by file; one in memory is its own."""
-    return Neighbours(device)
+def _made(stores: tuple[Path | Store, ...], device: str) -> WarmStart:
+    """That of FindDBs, by file; one in memory has its own."""
+    return WarmStart(device)
 
 
 def _leave_parent() -> None:

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from miofind.core.problem import ProblemDescription
-from miofind.find import neighbours
-from miofind.find.neighbours import Neighbours, distance, shared_neighbours
+from miofind.find import warm_start
+from miofind.find.warm_start import WarmStart, distance, shared_warm_start
 from miofind.finddb import Layered, Row, Store
 from miofind.solver.steps import Config
 
@@ -25,7 +25,7 @@ def problem(**changes: Any) -> ProblemDescription:
     return ProblemDescription.convolution(**{**BASE, **changes})
 
 
-def apart(**changes: Any) -> neighbours.Distance:
+def apart(**changes: Any) -> warm_start.Distance:
     return distance(problem().network_config, problem(**changes).network_config)
 
 
@@ -51,8 +51,8 @@ def record(database: Layered, which: ProblemDescription, times_ms: dict[str, flo
 
 
 def test_sizes_count_by_their_ratio_whichever_is_larger() -> None:
-    assert apart() == neighbours.Distance(0, 0.0)
-    assert apart(x=(64, 64, 56, 56)) == apart(x=(16, 64, 56, 56)) == neighbours.Distance(0, 1.0)
+    assert apart() == warm_start.Distance(0, 0.0)
+    assert apart(x=(64, 64, 56, 56)) == apart(x=(16, 64, 56, 56)) == warm_start.Distance(0, 1.0)
     assert apart(x=(64, 64, 28, 56)).octaves == pytest.approx(2.0)
 
 
@@ -79,7 +79,7 @@ def test_winners_are_those_of_the_nearest_problems_nearest_first(database: Layer
     record(database, problem(x=(16, 64, 56, 56)), {"A=16": 1.0})
     record(database, problem(direction="backward_data"), {"A=99": 1.0})
     record(database, problem(), {"A=7": 1.0}, device="another GPU")
-    winners = Neighbours(DEVICE).winners(problem(), database)
+    winners = WarmStart(DEVICE).winners(problem(), database)
     assert winners == {
         "A": (Config.of(tile=16), Config.of(tile=8), Config.of(tile=99)),
         "B": (Config.of(tile=1),),
@@ -89,7 +89,7 @@ def test_winners_are_those_of_the_nearest_problems_nearest_first(database: Layer
 def test_the_problem_itself_is_the_nearest(database: Layered) -> None:
     record(database, problem(), {"A=5": 1.0})
     record(database, problem(x=(16, 64, 56, 56)), {"A=16": 1.0})
-    assert Neighbours(DEVICE).winners(problem(), database)["A"][0] == Config.of(tile=5)
+    assert WarmStart(DEVICE).winners(problem(), database)["A"][0] == Config.of(tile=5)
 
 
 def test_few_answers_are_read_and_the_problems_listed_once(database: Layered, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,9 +100,9 @@ def test_few_answers_are_read_and_the_problems_listed_once(database: Layered, mo
     answer, problems = Store.answer, Store.problems
     monkeypatch.setattr(Store, "answer", lambda self, *key: read.append(key[1]) or answer(self, *key))
     monkeypatch.setattr(Store, "problems", lambda self, device: listed.append(device) or problems(self, device))
-    near = Neighbours(DEVICE)
-    assert near.winners(problem(), database)["A"] == tuple(Config.of(tile=n) for n in (32, 33, 31, 34))
-    near.winners(problem(x=(4, 64, 56, 56)), database)
+    start = WarmStart(DEVICE)
+    assert start.winners(problem(), database)["A"] == tuple(Config.of(tile=n) for n in (32, 33, 31, 34))
+    start.winners(problem(x=(4, 64, 56, 56)), database)
     assert len(read) == 16
     assert listed == [DEVICE]
 
@@ -110,30 +110,30 @@ def test_few_answers_are_read_and_the_problems_listed_once(database: Layered, mo
 def test_a_bounded_number_of_problems_is_compared(database: Layered, monkeypatch: pytest.MonkeyPatch) -> None:
     for batch in range(1, 10):
         record(database, problem(x=(batch, 64, 56, 56)), {"A=1": 1.0})
-    monkeypatch.setattr(neighbours, "MAX_PROBLEMS", 5)
-    near = Neighbours(DEVICE)
-    near.winners(problem(), database)
-    assert near._known is not None
-    assert len(near._known) == 5
+    monkeypatch.setattr(warm_start, "MAX_PROBLEMS", 5)
+    start = WarmStart(DEVICE)
+    start.winners(problem(), database)
+    assert start._known is not None
+    assert len(start._known) == 5
 
 
 def test_a_problem_measured_since_is_a_neighbour(database: Layered) -> None:
-    near = Neighbours(DEVICE)
-    assert near.winners(problem(), database) == {}
+    start = WarmStart(DEVICE)
+    assert start.winners(problem(), database) == {}
     other = problem(x=(16, 64, 56, 56))
     record(database, other, {"A=3": 1.0})
-    near.add(other.network_config)
-    assert near.winners(problem(), database) == {"A": (Config.of(tile=3),)}
+    start.add(other.network_config)
+    assert start.winners(problem(), database) == {"A": (Config.of(tile=3),)}
 
 
 def test_problems_of_another_rank_and_unreadable_ones_are_none(database: Layered) -> None:
     record(database, ProblemDescription.convolution(x=(1, 4, 9), w=(4, 4, 3)), {"A=1": 1.0})
     row = Row(solver_id="A", solver_version=1, config='{"tile":1}', status="ok", time_ms=1.0)
     database.record(DEVICE, "conv9d-of-a-later-release", [row])
-    assert Neighbours(DEVICE).winners(problem(), database) == {}
+    assert WarmStart(DEVICE).winners(problem(), database) == {}
 
 
-def test_handles_of_one_finddb_share_their_neighbours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_handles_of_one_finddb_share_their_warm_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each handle had its own and listed once, so that a device never learned what the others had found."""
     listed: list[str] = []
     problems = Store.problems
@@ -141,27 +141,27 @@ def test_handles_of_one_finddb_share_their_neighbours(tmp_path: Path, monkeypatc
     other = problem(x=(16, 64, 56, 56))
     with ExitStack() as stack:
         opened = [stack.enter_context(Layered(Store(tmp_path / "user.db"), strict=True)) for _ in range(12)]
-        every = [shared_neighbours(database, DEVICE) for database in opened]
-        assert all(near.winners(problem(), database) == {} for near, database in zip(every, opened, strict=True))
+        every = [shared_warm_start(database, DEVICE) for database in opened]
+        assert all(start.winners(problem(), database) == {} for start, database in zip(every, opened, strict=True))
         record(opened[0], other, {"A=3": 1.0})
         every[0].add(other.network_config)
         opened[0].close()
-        again = [shared_neighbours(database, DEVICE).winners(problem(), database) for database in opened[1:]]
+        again = [shared_warm_start(database, DEVICE).winners(problem(), database) for database in opened[1:]]
         assert again == [{"A": (Config.of(tile=3),)}] * 11
         assert listed == [DEVICE]
-        assert shared_neighbours(opened[1], "another GPU") is not every[0]
+        assert shared_warm_start(opened[1], "another GPU") is not every[0]
 
 
 def test_finddbs_in_memory_share_nothing() -> None:
     with Layered(Store(":memory:")) as first, Layered(Store(":memory:")) as second:
-        assert shared_neighbours(first, DEVICE) is shared_neighbours(first, DEVICE)
-        assert shared_neighbours(first, DEVICE) is not shared_neighbours(second, DEVICE)
+        assert shared_warm_start(first, DEVICE) is shared_warm_start(first, DEVICE)
+        assert shared_warm_start(first, DEVICE) is not shared_warm_start(second, DEVICE)
 
 
-def test_threads_that_share_neighbours_list_once_and_add_meanwhile(
+def test_threads_that_share_a_warm_start_list_once_and_add_meanwhile(
     database: Layered, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    near = Neighbours(DEVICE)
+    start = WarmStart(DEVICE)
     listed: list[str] = []
     problems = Store.problems
 
@@ -174,11 +174,11 @@ def test_threads_that_share_neighbours_list_once_and_add_meanwhile(
 
     def work(number: int) -> None:
         for batch in range(1, 50):
-            near.winners(problem(x=(batch, 64, 56, 56)), database)
-            near.add(problem(x=(batch, 64, 56 + number, 56)).network_config)
+            start.winners(problem(x=(batch, 64, 56, 56)), database)
+            start.add(problem(x=(batch, 64, 56 + number, 56)).network_config)
 
     with ThreadPoolExecutor(8) as threads:
         list(threads.map(work, range(8)))
     assert listed == [DEVICE]
-    assert near._known is not None
-    assert len(near._known) == 8 * 49
+    assert start._known is not None
+    assert len(start._known) == 8 * 49
