@@ -15,8 +15,8 @@ struct Splits {
 
 // Sum over splits of result `at`, 0 if not `inside`. Splits are `size` results apart; Offset counts those of all
 // splits. With kUnroll 0 the compiler chooses.
-template <int kUnroll, typename Offset, typename Size>
-__device__ __forceinline__ float sum_splits(const float* partials, int at, Size size, const Splits& splits,
+template <int kUnroll, typename Offset, typename At, typename Size>
+__device__ __forceinline__ float sum_splits(const float* partials, At at, Size size, const Splits& splits,
                                             bool inside = true) {
   float sum = 0;
   if constexpr (kUnroll == 0) {

@@ -9,6 +9,7 @@
 // and W, BOUNDED (whether a tap can fall outside x), VECTOR (elements written at once: of depth, channels or pixels),
 // READ (elements of x that nhwc's unfold reads at once; divides VECTOR and group_channels).
 // Blocks of at most 256: x counts vectors (nhwc) or pixels (nchw), y counts pixels (nhwc) or channels (nchw).
+#include "common/split_k.cuh"
 #include "common/types.cuh"
 
 #if !defined(ELEMENT) || !defined(COLUMN) || !defined(BOUNDED) || !defined(VECTOR) || !defined(READ)
@@ -261,8 +262,6 @@ extern "C" __global__ void im2col_sum(const float* __restrict__ partials, ELEMEN
     const int64 row = i / depth;
     const int at = static_cast<int>(i - row * depth);
     if (at >= width) continue;
-    float sum = 0.0f;
-    for (int s = 0; s < count; ++s) sum += partials[s * size + i];
-    filters[row * width + at] = convert<ELEMENT>(sum);
+    filters[row * width + at] = convert<ELEMENT>(sum_splits<0, int64>(partials, i, size, {0, count, 1}));
   }
 }

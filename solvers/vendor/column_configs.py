@@ -75,7 +75,7 @@ def refuse_plan(plan: ColumnPlan) -> Applicability:
         )
     if plan.slots > (plan.images if plan.needs_slots else 1):
         return Applicability(f"{plan.slots} partial sums are more than the products that can be kept apart")
-    if plan.slots > 1 and 4 * plan.slots * plan.products.filter_size > MAX_PARTIAL_BYTES:
+    if plan.slots > 1 and plan.split_k.bytes > MAX_PARTIAL_BYTES:
         return Applicability(f"{plan.slots} partial sums take more than {MAX_PARTIAL_BYTES} bytes")
     return plan.refuse_sizes()
 

@@ -15,6 +15,7 @@ from miofind.device.device import Device
 from miofind.libraries.gemm import MAX_BATCH, STEP_MS, ColumnProducts, ImageRange, Product, product_ms
 from miofind.solver.solver import APPLICABLE, Applicability
 from miofind.solver.steps import KernelStep, Pointer, Region, Scalar, Step, int32s
+from miofind.solvers.common.split_k import SplitK
 
 SOURCE = "vendor/im2col.cu"
 COLUMNS = "columns"
@@ -115,6 +116,11 @@ class ColumnPlan:
         return self.problem.direction is Direction.BACKWARD_WEIGHTS and not self.products.merges_images
 
     @property
+    def split_k(self) -> SplitK:
+        """The partial sums of backward weights, in float32, a slot each."""
+        return SplitK(results=self.products.filter_size, splits=self.slots, region=PARTIALS)
+
+    @property
     def writes_partials(self) -> bool:
         """Whether backward weights goes to a float32 region before w."""
         if self.problem.direction is not Direction.BACKWARD_WEIGHTS:
@@ -147,7 +153,7 @@ class ColumnPlan:
         if self._pads_filters:
             regions.append(Region(name=FILTERS, bytes=self.products.filter_size * self.problem.w.dtype.itemsize))
         if self.writes_partials:
-            regions.append(Region(name=PARTIALS, bytes=4 * self.slots * self.products.filter_size))
+            regions.append(self.split_k.partials)
         return tuple(regions)
 
     def steps(self) -> Iterator[Step]:
@@ -180,7 +186,7 @@ class ColumnPlan:
         if self._pads_filters:
             total += STEP_MS
         if self.writes_partials:
-            moved += 4.0 * self.slots * self.products.filter_size
+            moved += float(self.split_k.bytes)
             total += STEP_MS
         return total + 1e3 * moved / (0.7 * device.bandwidth_bytes_per_s)
 
