@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -62,15 +61,6 @@ def then(first: Run, second: Run) -> Run:
     def run(tensors: dict[str, Any], workspace: Any) -> None:
         first(tensors, workspace)
         second(tensors, workspace)
-
-    return run
-
-
-def sleeping(seconds: float) -> Run:
-    """Takes a known time."""
-
-    def run(tensors: dict[str, Any], workspace: Any) -> None:
-        time.sleep(seconds)
 
     return run
 

@@ -6,7 +6,6 @@ import io
 import json
 import random
 import sqlite3
-import time
 import zlib
 from collections.abc import Callable
 from contextlib import closing
@@ -197,9 +196,7 @@ def test_a_damaged_packed_answer_is_refused(packed, change):
     with closing(sqlite3.connect(packed)) as connection:
         (payload,) = connection.execute("SELECT payload FROM answer").fetchone()
     spoil(packed, "UPDATE answer SET payload = ?", change(payload))
-    start = time.monotonic()
     said = use_all(packed)
-    assert time.monotonic() - start < 10
     assert len(said) >= 7
     assert all("check the database" in line or "cannot be read" in line for line in said)
     with Store(packed, read_only=True) as store, pytest.raises(DatabaseError, match="holds an entry that cannot be"):
@@ -531,13 +528,11 @@ def test_a_file_with_code_in_it_is_not_used(path, statement):
         except sqlite3.OperationalError as error:
             pytest.skip(str(error))
     before = path.read_bytes()
-    start = time.monotonic()
     for read_only in (True, False):
         with Store(path, read_only=read_only) as store, pytest.raises(DatabaseError, match="do not trust it"):
             store.answer(DEVICE, PROBLEM)
     with pytest.raises(DatabaseError, match="do not trust it"):
         upgrade(path)
-    assert time.monotonic() - start < 10
     assert path.read_bytes() == before
 
 

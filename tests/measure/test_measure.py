@@ -9,12 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_invokers import FakeInvoker, right, sleeping
+from fake_invokers import FakeInvoker, Run, right
 
 from miofind.bench.ceilings import Ceilings, arithmetic_of
 from miofind.core.problem import ProblemDescription
 from miofind.device.device import Device
 from miofind.errors import LaunchError, MeasurementError
+from miofind.measure import backend_host
 from miofind.measure.backend import TimedCandidate
 from miofind.measure.effort import Effort
 from miofind.measure.gpu_monitor import Reading
@@ -398,15 +399,37 @@ def test_an_empty_race_has_no_results() -> None:
     assert Race(ScriptedTimer({}), Effort.FIND).finish() == {}
 
 
-def test_host_times_are_those_of_the_clock() -> None:
+class Clock:
+    """A clock that goes on where a run says how long it lasts."""
+
+    def __init__(self) -> None:
+        self._now_ns = 0
+
+    def perf_counter_ns(self) -> int:
+        return self._now_ns
+
+    def lasting(self, milliseconds: float) -> Run:
+        def run(tensors: dict[str, Any], workspace: Any) -> None:
+            self._now_ns += round(1e6 * milliseconds)
+
+        return run
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(backend_host, "time", clock)
+    return clock
+
+
+def test_host_times_are_those_of_the_clock(clock: Clock) -> None:
     with cpu_timer() as timer:
-        invoker = FakeInvoker(SMALL, sleeping(0.003))
+        invoker = FakeInvoker(SMALL, clock.lasting(3.0))
         timed = timer.prepare(invoker)
         assert invoker.runs == 2
         timing = timer.timing(timer.samples(timed, invoker, 5))
-    assert 2.9 < timed.rough_ms < 60
-    assert 2.9 < timing.min_ms <= timing.p20_ms <= timing.time_ms <= timing.p80_ms
-    assert timing.time_ms < 60
+    assert timed.rough_ms == pytest.approx(3.0)
+    assert [timing.min_ms, timing.p20_ms, timing.time_ms, timing.p80_ms] == pytest.approx([3.0] * 4)
     assert timing.samples == 5
     assert timing.protocol == "cpu-1"
 
@@ -458,11 +481,11 @@ def test_times_that_are_not_positive_are_refused() -> None:
         timer.samples(Stopped(), FakeInvoker(SMALL, right(SMALL)), 2)
 
 
-def test_race_on_the_cpu_place_finds_the_faster() -> None:
+def test_race_on_the_cpu_place_finds_the_faster(clock: Clock) -> None:
     with cpu_timer() as timer:
         race = Race(timer, Effort.FIND)
-        for name, seconds in (("slow", 0.004), ("fast", 0.001), ("slowest", 0.05)):
-            invoker = FakeInvoker(SMALL, sleeping(seconds))
+        for name, milliseconds in (("slow", 1.2), ("fast", 1.0), ("slowest", 50.0)):
+            invoker = FakeInvoker(SMALL, clock.lasting(milliseconds))
             race.enter(Entrant(key=name, invoker=invoker))
         results = race.finish()
     assert list(results) == ["fast", "slow", "slowest"]
