@@ -98,6 +98,15 @@ def _dtype(value: object, name: str) -> DataType:
     return _BY_NAME[text]
 
 
+def _strides(array: Any, name: str) -> tuple[int, ...]:
+    """Elements between neighbours; those along dimensions of size 1 mean nothing."""
+    steps, size = array.strides, array.itemsize
+    if any(step % size and length > 1 for step, length in zip(steps, array.shape, strict=True)):
+        told = f"{name} has strides {tuple(steps)} (bytes), no multiples of its elements' {size}"
+        raise InvalidArrayError(f"{told}, as a field of a structured array has: pass a contiguous copy")
+    return tuple(step // size for step in steps)
+
+
 def _view_numpy(array: Any, name: str, framework: Framework) -> ArrayView:
     if isinstance(array, np.ma.MaskedArray):
         raise InvalidArrayError(f"{name} is a masked array, whose mask would be ignored: pass {name}.filled(0)")
@@ -105,8 +114,8 @@ def _view_numpy(array: Any, name: str, framework: Framework) -> ArrayView:
         framework=framework,
         device_index=-1,
         shape=array.shape,
-        strides=tuple(step // array.itemsize for step in array.strides),
         dtype=_dtype(array.dtype, name),
+        strides=_strides(array, name),
         address=array.ctypes.data,
         nbytes=array.nbytes,
         host=array,
@@ -118,8 +127,8 @@ def _view_cupy(array: Any, name: str, framework: Framework) -> ArrayView:
         framework=framework,
         device_index=int(array.device.id),
         shape=tuple(array.shape),
-        strides=tuple(step // array.itemsize for step in array.strides),
         dtype=_dtype(array.dtype, name),
+        strides=_strides(array, name),
         address=int(array.data.ptr),
         nbytes=int(array.nbytes),
     )

@@ -176,9 +176,9 @@ def read_codes(lines: Iterable[str], name: str) -> dict[tuple[str, str, str, str
         try:
             written = json.loads(line)
             of_line = [Code(**each) for each in (written if isinstance(written, list) else [written])]
+            found |= {code.name: code for code in of_line}
         except (ValueError, TypeError, RecursionError) as error:
             raise InvalidOptionError(f"{name}, line {number} is none of `miofind db code`: {error}") from error
-        found |= {code.name: code for code in of_line}
     return found
 
 

@@ -19,7 +19,7 @@ from miofind.device.device import Device
 from miofind.launch import tensor_maps
 from miofind.launch.early_launch import early_launcher
 from miofind.solver.steps import CudnnStep, FftStep, KernelStep, MatmulStep, Pointer, Scalar, TensorMap, WorkspacePlan
-from miofind.solver.structs import NUMBERS, Struct
+from miofind.solver.structs import Struct, number_in_memory
 
 if TYPE_CHECKING:
     from miofind.compiler import Kernel
@@ -85,7 +85,7 @@ class BoundKernel:
         self._maps: list[_BoundMap] = []
         for i, arg in enumerate(step.args):
             if isinstance(arg, Scalar):
-                numbers.append(NUMBERS[arg.ctype][1](arg.value))
+                numbers.append(number_in_memory(arg.ctype, arg.value))
                 parameters[i] = ctypes.addressof(numbers[-1])
             elif isinstance(arg, Struct):
                 numbers.append(arg.in_memory())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,9 @@ from miofind.solver.registry import Registry
 from miofind.solver.steps import Config, config_text
 
 MAX_BYTES = 256 << 20
+
+_LEAST, _MOST = 1e-30, 1e30
+"""Bounds of a figure, wide of all that is measured, so that no quotient of two overflows."""
 
 
 def read_json(path: Path, name: str) -> SourceContent:
@@ -66,12 +68,13 @@ class _Fields:
         return value or ""
 
     def number(self, name: str) -> float | None:
-        """A positive number, None where there is none."""
+        """A positive number within bounds, None where there is none."""
         value = self.values.get(name)
         if value is None:
             return None
-        if type(value) not in (int, float) or not 0 < value < math.inf:
-            raise _refused(self.where, f"{name}={str(value)[:60]!r} is no positive number")
+        if type(value) not in (int, float) or not _LEAST <= value <= _MOST:
+            told = f"no positive number from {_LEAST:g} to {_MOST:g}"
+            raise _refused(self.where, f"{name}={str(value)[:60]!r} is {told}")
         return float(value)
 
     def part(self, name: str) -> _Fields | None:

@@ -51,8 +51,9 @@ class ProblemResult:
 
     @property
     def tflops(self) -> float | None:
-        """10^12 operations of direct arithmetic a second."""
-        return None if self.time_ms is None else self.problem.flops / self.time_ms / 1e9
+        """10^12 operations of direct arithmetic a second; None where nothing was timed, or no float is as large."""
+        rate = math.inf if self.time_ms is None else self.problem.flops / self.time_ms / 1e9
+        return rate if rate < math.inf else None
 
     def floor_fraction(self, ceilings: Ceilings | None) -> float | None:
         """Floor over time: 1 is as fast as direct arithmetic can be; of a source without floors by the ceilings."""

@@ -14,8 +14,11 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
+
+from miofind.errors import LaunchError
 
 NUMBERS: dict[str, tuple[str, Any]] = {
     "int32": ("int", ctypes.c_int32),
@@ -26,6 +29,21 @@ NUMBERS: dict[str, tuple[str, Any]] = {
     "float64": ("double", ctypes.c_double),
 }
 """C++ type and ctypes' type of each number that a kernel may be given."""
+
+
+def number_in_memory(kind: str, value: int | float) -> Any:
+    """A number as a launch reads it; `kind` is a key of `NUMBERS`.
+
+    Raises:
+        LaunchError: the type cannot hold it: ctypes cuts an integer to its last bits without a word.
+    """
+    try:
+        number = NUMBERS[kind][1](value)
+    except (TypeError, OverflowError) as error:
+        raise LaunchError(f"{value!r:.80} is no {kind}, which the kernel takes") from error
+    if number.value != value and (not isinstance(number.value, float) or math.isinf(number.value)):
+        raise LaunchError(f"{value!r:.80} does not fit into {kind}, which the kernel takes")
+    return number
 
 
 class StructType:
@@ -126,7 +144,13 @@ class Struct:
                     yield kind, element
 
     def in_memory(self) -> ctypes.Structure:
-        """The structure as a launch reads it."""
+        """The structure as a launch reads it.
+
+        Raises:
+            LaunchError: a field's type cannot hold its number.
+        """
+        for kind, value in self.numbers:
+            number_in_memory(kind, value)
         found: ctypes.Structure = _ctypes_type(self.type)(*map(_in_memory, self.values))
         return found
 

@@ -88,6 +88,15 @@ def test_check_accepts_any_stride_of_a_size_one_dimension() -> None:
     assert operands.strict_check("x", tensor, -1, 2)(odd) is odd
 
 
+def test_check_refuses_strides_of_no_whole_elements() -> None:
+    tensor = TensorDescriptor(shape=(1, 1, 1, 3), dtype=DataType.FLOAT32)
+    field = np.zeros((1, 1, 1, 3), [("a", "f4"), ("b", "u1")])["a"]
+    with pytest.raises(InvalidArrayError, match=r"x has strides .*5\) \(bytes\), no multiples of its elements' 4"):
+        operands.strict_check("x", tensor, -1, 2)(field)
+    with pytest.raises(InvalidArrayError, match="dtype"):
+        operands.strict_check("x", tensor, -1, 2)(np.zeros((1, 1, 1, 3), "V0"))
+
+
 @pytest.mark.parametrize(
     ("array", "message"),
     [

@@ -133,7 +133,8 @@ def test_a_solver_of_which_a_row_stays_behind_is_asked_anew(compiler: Compiler) 
 
 
 def test_lines_of_something_else_are_refused() -> None:
-    for line in ("[1]", "{", '{"device": "a"}', "1" * 5000):
+    unhashable = json.dumps({name: [] for name in Code.__dataclass_fields__})
+    for line in ("[1]", "{", '{"device": "a"}', "1" * 5000, unhashable):
         with pytest.raises(InvalidOptionError, match=r"before\.jsonl, line 1 is none of"):
             read_codes([line], "before.jsonl")
 

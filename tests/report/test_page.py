@@ -37,6 +37,12 @@ def test_every_result_is_in_the_page() -> None:
     assert made.column("intensity")[0] == pytest.approx(POINTWISE.flops / POINTWISE.bytes, rel=1e-4)
 
 
+def test_a_rate_beyond_all_floats_is_none() -> None:
+    made = Page(page([content(result(time_ms=5e-324))], "a"))
+    assert made.column("tflops") == [None]
+    assert "<svg" in picture([content(result(time_ms=5e-324))])
+
+
 def test_the_whole_network_config_can_be_put_together() -> None:
     """The page holds it in parts, most of which are those of many problems."""
     mixed = ProblemDescription.convolution(

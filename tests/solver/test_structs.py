@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import pickle
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from miofind.compiler import BinaryCache, Compiler
-from miofind.errors import CompileError
+from miofind.errors import CompileError, LaunchError
 from miofind.solver.steps import KernelStep, Pointer, Scalar
-from miofind.solver.structs import Struct, StructType
+from miofind.solver.structs import Struct, StructType, number_in_memory
 
 INNER = StructType("Inner", by="int32", multiplier="uint32", shift="int64")
 OUTER = StructType("Outer", n="int32", scale="float64", pad=("int32", 3), inner=INNER, pairs=(INNER, 2), last="uint64")
@@ -108,3 +110,27 @@ def test_a_field_of_no_type_is_refused() -> None:
         StructType("Shape", height="int32", width="int")
     with pytest.raises(ValueError, match="it has no fields"):
         StructType("Shape")
+
+
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [
+        *(("int32", value) for value in (2**31, -(2**31) - 1, 1.5, None)),
+        *(("uint32", value) for value in (2**32, -1)),
+        *(("int64", 2**63), ("uint64", -1), ("float32", 1e39), ("float64", 10**400), ("float32", None)),
+    ],
+)
+def test_a_number_that_does_not_fit_is_refused(kind: str, value: Any) -> None:
+    with pytest.raises(LaunchError, match=f"{kind}, which the kernel takes"):
+        number_in_memory(kind, value)
+    with pytest.raises(LaunchError, match=f"{kind}, which the kernel takes"):
+        StructType("One", size=kind)(size=value).in_memory()
+
+
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [("int32", -(2**31)), ("uint32", 2**32 - 1), ("uint64", 2**64 - 1), ("float32", 0.1), ("float32", math.inf)],
+)
+def test_a_number_that_fits_is_kept(kind: str, value: float) -> None:
+    assert number_in_memory(kind, value).value == pytest.approx(value)
+    assert StructType("One", size=kind)(size=value).in_memory().size == pytest.approx(value)
