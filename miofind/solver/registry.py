@@ -13,7 +13,7 @@ import pickle
 import pkgutil
 import types
 from collections.abc import Iterable, Iterator, Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from miofind.device.device import Library
 from miofind.errors import InvalidOptionError, UnknownSolverError, described, raise_if_interrupted, suggestion
@@ -39,7 +39,8 @@ class Registry(Mapping[str, Solver]):
             SOLVERS.
 
     Raises:
-        InvalidOptionError: something is no solver, or two have one id.
+        InvalidOptionError: something is no solver, or none that a find can name and keep results of, or two have one
+            id.
     """
 
     _default: ClassVar[Registry | None] = None
@@ -49,6 +50,8 @@ class Registry(Mapping[str, Solver]):
         for solver in itertools.chain.from_iterable(map(_given, solvers)):
             if not isinstance(solver, Solver):
                 raise InvalidOptionError(f"{solver!r:.100} is no solver of a registry, wanted is {_WANTED}")
+            if (answer := _refuse_unfit(solver)).refused:
+                raise InvalidOptionError(f"{type(solver).__name__} cannot be in a registry: {answer.reason}")
             if solver.id in self._solvers:
                 raise InvalidOptionError(f"a registry holds one solver of an id: {solver.id!r} is given twice")
             self._solvers[solver.id] = solver
@@ -180,7 +183,7 @@ def _from_entry_points() -> Iterator[Solver]:
         if not given:
             logger.warning("solver entry point %s is left out: it gives no solver, wanted is %s", entry.name, _WANTED)
         for solver in given:
-            if (answer := _refuse_unfit(solver)).refused:
+            if (answer := _refuse_unfit(solver) and _refuse_plain_id(solver)).refused:
                 logger.warning("solver entry point %s is left out: %s", entry.name, answer.reason)
             elif isinstance(solver, Solver):
                 yield solver
@@ -198,7 +201,7 @@ def _given(what: object) -> Iterator[object]:
 
 
 def _refuse_unfit(solver: object) -> Applicability:
-    """Refuse what another package registers and is no solver that a find can name and keep results of."""
+    """Refuse what is no solver that a find can name and keep results of."""
     if not isinstance(solver, Solver):
         what = f"the class {solver.__name__}" if isinstance(solver, type) else f"of type {type(solver).__name__}"
         return Applicability(f"it is {what}, wanted is {_WANTED}")
@@ -209,10 +212,15 @@ def _refuse_unfit(solver: object) -> Applicability:
         return Applicability(f"its class attributes cannot be read: {described(error)}")
 
 
+def _refuse_plain_id(solver: Any) -> Applicability:
+    """Refuse a solver of another package whose id might become one of miofind's own."""
+    return APPLICABLE if "/" in solver.id else Applicability("its id must be a text like 'vendor/Name'")
+
+
 def _refuse_fields(solver: Solver) -> Applicability:
     fields: tuple[object, ...] = (solver.id, solver.version, solver.algorithm)
     name, version, algorithm = fields
-    if not isinstance(name, str) or "/" not in name:
+    if not isinstance(name, str) or not name:
         return Applicability("its id must be a text like 'vendor/Name'")
     if not name.isprintable() or ":" in name or len(name) > MAX_ID_CHARS:
         return Applicability(
@@ -220,6 +228,7 @@ def _refuse_fields(solver: Solver) -> Applicability:
         )
     if type(version) is not int or not 0 <= version < 2**31:
         return Applicability(f"the version of {name} must be an int from 0 to 2**31 - 1")
+    hash(solver)  # finds keep what they ask of a solver by it
     if not isinstance(algorithm, Algorithm):
         return Applicability(f"the algorithm of {name} must be one of {', '.join(Algorithm)}")
     if not solver.keys or not all(isinstance(key, KernelKey) for key in solver.keys):

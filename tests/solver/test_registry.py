@@ -37,6 +37,11 @@ class Others(ConvCpuDirect):
     id = "vendor/Others"
 
 
+def changed(**attributes: object) -> type:
+    """The sound solver's class with some attributes in place of its own."""
+    return type("Changed", (Theirs,), attributes)
+
+
 def module_of(*solvers: object) -> types.ModuleType:
     made = types.ModuleType("vendor_solvers")
     made.SOLVERS = solvers  # type: ignore[attr-defined]
@@ -136,6 +141,12 @@ def test_more_solvers_come_behind_and_replace_those_of_their_id() -> None:
         ([Theirs, (Theirs(),)], "'vendor/Theirs' is given twice"),
         ([dict], "is no solver of a registry, wanted is a Solver, its class"),
         (["ConvCpuDirect"], "'ConvCpuDirect' is no solver of a registry"),
+        ([changed(id=5)], "Changed cannot be in a registry: its id must be a text"),
+        ([changed(id="vendor/a:b")], "its id 'vendor/a:b' must be of at most 120 printable characters"),
+        ([changed(keys=())], "the keys of vendor/Theirs must be KernelKeys"),
+        ([changed(version=2**31)], "the version of vendor/Theirs must be an int"),
+        ([changed(__hash__=None)], "unhashable"),
+        ([changed(id=property(lambda self: 1 // 0))], "its class attributes cannot be read: ZeroDivisionError"),
     ],
 )
 def test_what_is_no_set_of_solvers_is_refused(solvers: Any, told: str) -> None:
