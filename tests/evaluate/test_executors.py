@@ -454,7 +454,7 @@ def test_a_device_lost_in_the_race_condemns_nobody_else(monkeypatch: pytest.Monk
             monkeypatch.setattr("miofind.evaluate.evaluate.context_error", lambda device: "illegal address")
             raise LaunchError("the context is gone")
 
-        race._stage.batch = fail  # type: ignore[method-assign, assignment]
+        race._timer.batch = fail  # type: ignore[method-assign, assignment]
         return finish(race, **options)
 
     monkeypatch.setattr(Race, "finish", broken)
