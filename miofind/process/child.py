@@ -163,7 +163,7 @@ class Child:
     def kill(self) -> None:
         """End the process and its group; a kernel that never ends dies with it, which may take seconds."""
         self.connection.close()
-        if self.is_alive:
+        if self._process.returncode is None:  # until its end was asked for, the number is its group's, dead or alive
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
         try:

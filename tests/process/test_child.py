@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -41,6 +43,27 @@ def test_ctrl_c_while_a_process_is_begun_leaves_none_behind(monkeypatch: pytest.
         signal.signal(signal.SIGINT, before)
     assert begun[0].is_whole
     assert begun[0].returncode == -signal.SIGKILL
+
+
+FORKS = (
+    "import os, sys, time; from multiprocessing.connection import Connection; pid = os.fork() or time.sleep(3600); "
+    "Connection(int(sys.argv[1])).send(pid); os._exit(1)"
+)
+
+
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="Linux alone")
+def test_what_a_child_forked_ends_with_it_although_it_ended_first() -> None:
+    child = Child(FORKS, "", [])
+    forked = child.connection.recv()
+    ends = os.pidfd_open(forked)
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    child.kill()
+    try:
+        assert select.select([ends], [], [], LIMIT_S)[0]
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(ends, signal.SIGKILL)
+        os.close(ends)
 
 
 PACKAGE = Path(miofind.__file__).parent
