@@ -17,7 +17,14 @@ from miofind.cli.session import verbose_option
 from miofind.compiler import BinaryCache, Compiler, KernelResources, toolchain
 from miofind.core.problem import ProblemDescription
 from miofind.device.device import Device, Place
-from miofind.errors import CompileError, InvalidOptionError, MiofindError, NoSolutionError
+from miofind.errors import (
+    CompileError,
+    InvalidOptionError,
+    MiofindError,
+    NoSolutionError,
+    described,
+    raise_if_interrupted,
+)
 from miofind.find.plan import search_space
 from miofind.options import FindOptions
 from miofind.solver.registry import Registry
@@ -135,8 +142,10 @@ def _steps(
                 try:
                     for step in _steps_of(solver, problem, device, options.searches):
                         wanted.setdefault(step, solver.id)
-                except MiofindError as error:
-                    report.refused[f"{solver.id}: {problem}"] = str(error)
+                except BaseException as error:  # a solver's own code may raise anything
+                    raise_if_interrupted(error)
+                    told = described(error, str if isinstance(error, MiofindError) else repr)
+                    report.refused[f"{solver.id}: {problem}"] = told
             advance()
     return _one_a_binary(wanted)
 

@@ -22,7 +22,7 @@ from miofind.cli.session import verbose_option
 from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.device.device import Device
 from miofind.driver.line import driver_line
-from miofind.errors import MiofindError
+from miofind.errors import described, raise_if_interrupted
 from miofind.options import FindOptions
 from miofind.solver.registry import Registry
 from miofind.solver.solver import Solver
@@ -91,8 +91,9 @@ def _service(solver: Solver, problem: ProblemDescription, device: Device) -> _Se
             return _Service(solver=solver, reason=applicability.reason)
         defaults = solver.default_configs(problem, device)
         configs = sum(1 for _ in itertools.islice(solver.configs(problem, device), _MOST_COUNTED))
-    except MiofindError as error:
-        return _Service(solver=solver, reason=f"{type(error).__name__}: {error}")
+    except BaseException as error:  # a solver's own code may raise anything
+        raise_if_interrupted(error)
+        return _Service(solver=solver, reason=f"{type(error).__name__}: {described(error, str)}")
     return _Service(solver=solver, configs=max(configs, len(defaults)), defaults=defaults)
 
 
