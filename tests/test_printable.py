@@ -108,7 +108,7 @@ def test_the_longest_problems_are_printed_whole(capsys: pytest.CaptureFixture[st
         dtype="bfloat16",
     )
     long_path = "/" + "/".join(["folder" * 40] * 16)
-    sheet = Sheet("", ("problem", "name"), long=("problem",))
+    sheet = Sheet("", ("problem", "name"), fold=("problem",))
     sheet.add(problem.network_config, "n")
     sheet.print()
     print_text(driver_line(problem), f"error: {problem.network_config}")

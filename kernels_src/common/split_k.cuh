@@ -14,7 +14,7 @@ struct Splits {
 };
 
 // Sum over splits of result `at`, 0 if not `inside`. Splits are `size` results apart; Offset counts those of all
-// splits. With kUnroll 0 the compiler chooses.
+// splits. With kUnroll 0 the compiler chooses, and every `at` must be inside.
 template <int kUnroll, typename Offset, typename At, typename Size>
 __device__ __forceinline__ float sum_splits(const float* partials, At at, Size size, const Splits& splits,
                                             bool inside = true) {

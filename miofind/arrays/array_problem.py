@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from miofind.arrays import arrays
 from miofind.arrays.arrays import ArrayView
 from miofind.core.problem import ProblemDescription
 from miofind.core.tensor import DataType, Direction, one_size, sizes
-from miofind.errors import InvalidArrayError, InvalidProblemError, brief
+from miofind.errors import InvalidArrayError, InvalidProblemError, brief, suggestion
 
 _ARRAYS = frozenset({"x", "w", "dy", "out", "x_shape", "w_shape"})
 _ARGUMENTS = frozenset({"padding", "stride", "dilation", "groups", "math"})
@@ -52,9 +51,8 @@ def problem_from_views(
     unknown = set(arguments) - _ARGUMENTS
     if unknown:
         known = sorted(_ARGUMENTS | others)
-        near = difflib.get_close_matches(min(unknown), known, n=1)
-        meant = f"did you mean {near[0]!r}? Known" if near else "known"
-        raise InvalidProblemError(f"unknown arguments {sorted(unknown)}: {meant} are {known}")
+        near = suggestion(min(unknown), known) or "."
+        raise InvalidProblemError(f"unknown arguments {sorted(unknown)}{near} Known are {', '.join(known)}")
     facts = tuple(_Facts(name, v.shape, v.strides, v.dtype) for name, v in views.items())
     output = direction.output
     if missing_shape is None and output not in views and direction is not Direction.FORWARD:

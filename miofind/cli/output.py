@@ -160,7 +160,6 @@ class Sheet:
         fold: those that go to a line of their own where needed, in that order: above the row where they stand first
             in it, else below with their name.
         spare: those that may be given up, in that order.
-        long: those whose cells are long where all is well, as those of `fold` are; others have names and numbers.
     """
 
     def __init__(
@@ -171,14 +170,13 @@ class Sheet:
         right: Sequence[str] = (),
         fold: Sequence[str] = (),
         spare: Sequence[str] = (),
-        long: Sequence[str] = (),
     ) -> None:
         self._title = title
         self._columns = columns
         self._right = right
         self._fold = fold
         self._spare = spare
-        self._limits = [LINE_CHARS if name in (*fold, *long) else NAME_CHARS for name in columns]
+        self._limits = [LINE_CHARS if name in fold else NAME_CHARS for name in columns]
         self._rows: list[tuple[tuple[str, ...], str]] = []
 
     def __len__(self) -> int:

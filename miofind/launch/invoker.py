@@ -48,9 +48,9 @@ Bases = tuple[Any, ...]
 """What a run is given: the problem's operands in order, then the workspace."""
 
 
-def bases_of(problem: ProblemDescription, operands: Mapping[str, Any], workspace: Any, missing: Any = 0) -> Bases:
-    """The bases of a run that has these operands by name, and `missing` in place of all others."""
-    return (*(operands.get(operand.name, missing) for operand in problem.operands), workspace)
+def bases_of(problem: ProblemDescription, operands: Mapping[str, Any], workspace: Any) -> Bases:
+    """The bases of a run that has these operands by name, and 0 in place of all others."""
+    return (*(operands.get(operand.name, 0) for operand in problem.operands), workspace)
 
 
 class Invoker(ABC):
@@ -243,7 +243,8 @@ def stay(invoker: Invoker) -> Invoker:
 
     Whoever runs it may capture that in a CUDA graph, which holds addresses of code on the device and no reference to
     it: replayed after a library has unloaded its kernels with its plan, it ends the process or writes anywhere (cuDNN
-    9.19, on an H200). Candidates under measurement are captured by the stage alone and do not stay.
+    9.19, on an H200). Candidates under measurement are captured by the timing backend alone and do not
+    stay.
     """
     if invoker.device.place is Place.CUDA:
         _staying.append(invoker)

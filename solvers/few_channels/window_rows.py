@@ -17,7 +17,6 @@ from miofind.solvers.common.limits import refuse_tensors
 MAX_CHANNELS = 4
 """Channels of a pixel."""
 
-_PIXEL_BYTES = 8
 _MOST = 8  # elements of 16 bytes
 _HELD_WORDS, _HELD_LOADS = 32, 8  # that a thread has on their way at most
 _MAX_STRIDE = 64

@@ -332,12 +332,12 @@ def test_an_unknown_keyword_is_told_all_known_ones(call: Any) -> None:
     with pytest.raises(InvalidProblemError) as caught:
         call()
     told = str(caught.value)
-    assert told.startswith("unknown arguments ['pading']: did you mean 'padding'? Known are ")
-    assert all(f"'{name}'" in told for name in KEYWORDS)
+    assert told.startswith("unknown arguments ['pading']. Did you mean padding? Known are ")
+    assert set(KEYWORDS) <= set(told.partition("Known are ")[2].split(", "))
 
 
 def test_an_unknown_keyword_of_from_arrays_is_told_the_arrays() -> None:
-    with pytest.raises(InvalidProblemError, match=r"'dy'.*'out'.*'w_shape'.*'x_shape'"):
+    with pytest.raises(InvalidProblemError, match=r"Known are .* dy, .* out, .* w_shape, x, x_shape$"):
         miofind.ProblemDescription.from_arrays(x=X, w=W, frobnicate=1)
 
 

@@ -82,7 +82,7 @@ def test_a_problem_counts_all_its_operands() -> None:
 
 def test_bases_follow_the_order_of_the_operands() -> None:
     assert bases_of(FORWARD, {"shift": 4, "y": 3, "w": 2, "x": 1}, 5) == (1, 2, 3, 4, 5)
-    assert bases_of(FORWARD, {"w": 2}, None, None) == (None, 2, None, None, None)
+    assert bases_of(FORWARD, {"w": 2}, None) == (0, 2, 0, 0, None)
 
 
 def test_a_host_step_finds_its_operand_by_name() -> None:
