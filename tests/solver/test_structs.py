@@ -110,6 +110,8 @@ def test_a_field_of_no_type_is_refused() -> None:
         StructType("Shape", height="int32", width="int")
     with pytest.raises(ValueError, match="it has no fields"):
         StructType("Shape")
+    with pytest.raises(ValueError, match="pad has no elements"):
+        StructType("Shape", pad=("int32", 0))
 
 
 @pytest.mark.parametrize(
