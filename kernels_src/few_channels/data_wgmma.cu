@@ -125,10 +125,10 @@ __device__ __forceinline__ void finish(Accumulators& acc, const Target& to, cons
 #define DIVISOR_PARAMETERS(d) int d, unsigned d##_multiplier, int d##_shift
 #define DIVISOR(d) {d, d##_multiplier, d##_shift}
 
-// S2d blocks begin `top` rows and `left` columns before dx, and the last column of dy that an s2d block I meets is
-// WIDEN * (I + 1)
-// - 1 - ahead. The pixels are in rows of s2d blocks from `first_row` to before `end_row`, in columns from `first_s2d`
-// on; a strip has `rows` rows of them, which meet `steps` rows of dy, and there are `strips` strips of all images.
+// S2d blocks begin `top` rows and `left` columns before dx, and the last column of dy that an s2d block I meets is (I +
+// 1) * WIDEN - 1 - ahead. The pixels are in rows of s2d blocks from `first_row` to before `end_row`, in columns from
+// `first_s2d` on; a strip has `rows` rows of them, which meet `steps` rows of dy, and there are `strips` strips of all
+// images.
 extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
     first_layer_data_wgmma(DY, const ELEMENT* __restrict__ w, ELEMENT* __restrict__ dx, int height, int width,
                            int out_height, int out_width, int top, int left, int ahead, int first_row, int end_row,

@@ -118,7 +118,7 @@ struct Copier {
   const T* tensor;
   const Steps& steps;
   const Window& window;
-  const Radix& acc;
+  const Radix& radix_k;
   int row, column, outer, outer_count, sum;
   Number<Shape::kKDigits> number, advance;
   unsigned offsets[kKept];
@@ -128,16 +128,16 @@ struct Copier {
 
   // From the tile whose first element is (outer_first, sum_first); `first` is what the tensor's offsets start from.
   __device__ __forceinline__ Copier(const T* source, unsigned first, const Steps& of, const Window& within,
-                                    const Radix& outers, const Radix& summed, int outer_first, int sum_first)
-      : tensor(source), steps(of), window(within), acc(summed), outer_count(outers.count) {
+                                    const Radix& radix_outer, const Radix& of_k, int outer_first, int sum_first)
+      : tensor(source), steps(of), window(within), radix_k(of_k), outer_count(radix_outer.count) {
     row = threadIdx.x / Shape::kRowVectors;
     column = threadIdx.x % Shape::kRowVectors * Shape::kVector;
     outer = outer_first + (Shape::kKMajor ? row : column);
     sum = sum_first + (Shape::kKMajor ? column : row);
-    number = number_of<Shape::kKDigits>(sum, acc);
-    advance = number_of<Shape::kKDigits>(Shape::kKStep, acc);
-    Number<kDigits> digits = number_of<kDigits>(outer, outers);
-    const Number<kDigits> next_row = number_of<kDigits>(Shape::kRowStep, outers);
+    number = number_of<Shape::kKDigits>(sum, radix_k);
+    advance = number_of<Shape::kKDigits>(Shape::kKStep, radix_k);
+    Number<kDigits> digits = number_of<kDigits>(outer, radix_outer);
+    const Number<kDigits> next_row = number_of<kDigits>(Shape::kRowStep, radix_outer);
 #pragma unroll
     for (int i = 0; i < kKept; ++i) {
       offsets[i] = first + offset_of<kDigits>(digits, steps.outer);
@@ -147,7 +147,7 @@ struct Copier {
         // So far out that no tap reaches the image.
         at[i][axis] = outer + i * Shape::kRowStep < outer_count ? coordinate : -(1 << 30);
       }
-      add<kDigits>(digits, next_row, outers);
+      add<kDigits>(digits, next_row, radix_outer);
     }
   }
 
@@ -159,7 +159,7 @@ struct Copier {
       const int kept = kKept > 1 ? i : 0, position = sum + (Shape::kKMajor ? 0 : i * Shape::kKStep);
       unsigned offset = offsets[kept] + offset_of<Shape::kKDigits>(number, steps.sum);
       if (Shape::kKMajor && kKept == 1) offset += static_cast<unsigned>(i * Shape::kRowStep) * steps.outer[0];
-      bool inside = position < acc.count;
+      bool inside = position < radix_k.count;
       if (kAxes == 0) inside &= outer + (Shape::kKMajor ? i * Shape::kRowStep : 0) < outer_count;
       int coordinate = 0;
 #pragma unroll
@@ -183,9 +183,9 @@ struct Copier {
           held[i].at[j] = takes ? tensor[offset + static_cast<unsigned>(j) * step] : convert<T>(0.0f);
         }
       }
-      if (!Shape::kKMajor) add<Shape::kKDigits>(number, advance, acc);
+      if (!Shape::kKMajor) add<Shape::kKDigits>(number, advance, radix_k);
     }
-    if (Shape::kKMajor) add<Shape::kKDigits>(number, advance, acc);
+    if (Shape::kKMajor) add<Shape::kKDigits>(number, advance, radix_k);
     sum += Shape::kSum;
   }
 

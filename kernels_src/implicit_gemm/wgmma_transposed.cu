@@ -6,7 +6,7 @@
 // multiply ROWS blocks of 64 rows each, TOGETHER instructions along K at once. Persistent blocks take work tiles:
 // tiles, or split-K parts of them, whose partials `add_parts` adds in order; or the SHARES blocks of a cluster split K
 // of a part, and add their partials in order. POINTWISE: one tap, stride 1, no padding: x comes in boxes. Pixel 8 j + 2
-// t is term t of instruction j of a k-tile, the next one term t + 4: lanes of a fragment cluster_sync all banks. Design
+// t is term t of instruction j of a k-tile, the next one term t + 4: lanes of a fragment read every bank once. Design
 // after the public description of CUTLASS's GEMMs for sm_90.
 #include "common/opaque.cuh"
 #include "common/split_k.cuh"
