@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import click
 
 from miofind.cli.options import FindDBFile, InputFile, OutputFile, db_option, example, json_option, one_of
-from miofind.cli.output import print_json, print_text
+from miofind.cli.output import print_json, print_note, print_text
 from miofind.cli.session import verbose_option
 from miofind.compiler import BinaryCache, Compiler
 from miofind.errors import DatabaseError, InvalidOptionError
@@ -30,11 +31,16 @@ def code(source: str | None, database: str | None, as_json: bool) -> None:
     The kernels of all rows are compiled, without a GPU: some thousand take minutes. Rows of the CPU place and failures
     are left out. With --json the lines are one array.
     """
-    with Store(one_of(source, database) or user_path(), read_only=True) as store:
+    where = one_of(source, database) or user_path()
+    with Store(where, read_only=True) as store:
+        found = codes(store, Compiler(BinaryCache()))
+        first = list(itertools.islice(found, 1))
+        if not first:
+            print_note(f"no kernels: {where} has no usable rows of a GPU")
         if as_json:
-            print_json([asdict(each) for each in codes(store, Compiler(BinaryCache()))])
+            print_json([asdict(each) for each in (*first, *found)])
             return
-        for line in write_codes(codes(store, Compiler(BinaryCache()))):
+        for line in write_codes(itertools.chain(first, found)):
             sys.stdout.write(line + "\n")
 
 

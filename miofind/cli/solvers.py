@@ -20,7 +20,7 @@ from miofind.cli.output import Sheet, print_json, print_text
 from miofind.cli.problems import SHORT_DIRECTIONS, optional_problem_argument, problem_json, problems_of
 from miofind.cli.session import verbose_option
 from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
-from miofind.device.device import Device
+from miofind.device.device import Device, Place
 from miofind.driver.line import driver_line
 from miofind.errors import described, raise_if_interrupted
 from miofind.options import FindOptions
@@ -178,23 +178,35 @@ def _solver_json(solver: Solver) -> dict[str, object]:
 
 
 def _show(device: Device, problem: ProblemDescription, services: list[_Service]) -> None:
-    made = Sheet(
-        f"\n{driver_line(problem)}  on {device.name}",
-        ("solver", "library", "configs", "defaults or refusal"),
-        fold=("defaults or refusal",),
-    )
-    for service in sorted(services, key=lambda s: bool(s.reason)):
-        solver = service.solver
-        count = f"{service.configs}{'+' if service.configs >= _MOST_COUNTED else ''}"
+    serving = [service for service in services if not service.reason]
+    elsewhere = [service for service in services if all(key.place is not device.place for key in service.solver.keys)]
+    refusing = [service for service in services if service.reason and service not in elsewhere]
+    title = f"\n{driver_line(problem)}  on {device.name}"
+    made = Sheet(title, ("solver", "library", "configs", "defaults"), fold=("defaults",))
+    for service in serving:
         made.add(
-            solver.id,
-            solver.library.value,
-            "-" if service.reason else count,
-            service.reason or [config_text(config) or "(no parameters)" for config in service.defaults],
-            style="dim" if service.reason else "",
+            service.solver.id,
+            service.solver.library.value,
+            f"{service.configs}{'+' if service.configs >= _MOST_COUNTED else ''}",
+            [config_text(config) or "(no parameters)" for config in service.defaults],
         )
     made.print()
-    print_text(f"{sum(not s.reason for s in services)} of {len(services)} solvers serve it")
+    if refusing:
+        refusals = Sheet("", ("solver", "library", "no"), fold=("no",))
+        for service in refusing:
+            refusals.add(service.solver.id, service.solver.library.value, service.reason, style="dim")
+        print_text("")
+        refusals.print()
+    if elsewhere:
+        print_text(f"{len(elsewhere)} more {_needs_of_others(device)}")
+    print_text(f"{len(serving)} of {len(services)} solvers serve it")
+
+
+def _needs_of_others(device: Device) -> str:
+    """What solvers that run on none of this kind of device need, and which flag asks for it."""
+    if device.place is Place.CPU:
+        return "need a GPU: --arch 90a asks for one"
+    return "need the CPU place: --device cpu asks for it"
 
 
 def _json(device: Device, problem: ProblemDescription, services: list[_Service]) -> dict[str, object]:

@@ -29,7 +29,8 @@ def _library(name: str) -> Any:
         return importlib.import_module(name)
     except ImportError as error:
         raise MissingLibraryError(
-            f"{name} is not installed, and `miofind report` draws with it: pip install 'miofind[report]'"
+            f"{name} is not installed, and `miofind report` draws with it: install miofind's extra report: "
+            "`pip install -e '.[report]'` in its clone, `pip install 'FILE.whl[report]'` for its wheel"
         ) from error
 
 

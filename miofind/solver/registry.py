@@ -169,7 +169,20 @@ def _own() -> Iterator[Solver]:
     """The solvers of all families: modules name theirs in SOLVERS."""
     package = importlib.import_module("miofind.solvers")
     for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
-        yield from getattr(importlib.import_module(found.name), "SOLVERS", ())
+        module = importlib.import_module(found.name)
+        _warn_of_unnamed(module)
+        yield from getattr(module, "SOLVERS", ())
+
+
+def _warn_of_unnamed(module: types.ModuleType) -> None:
+    """Tell of classes with an id that a module defines, and that its SOLVERS does not name."""
+    named = {type(solver) for solver in getattr(module, "SOLVERS", ())}
+    for name, value in vars(module).items():
+        is_own = isinstance(value, type) and issubclass(value, Solver) and value.__module__ == module.__name__
+        if is_own and "id" in vars(value) and value not in named:
+            path = f"{module.__name__.removeprefix('miofind.').replace('.', '/')}.py"
+            missing = "its SOLVERS does not name it" if named else "no SOLVERS"
+            logger.warning("%s defines the solver %s but %s: add SOLVERS = (%s(),)", path, name, missing, name)
 
 
 def _from_entry_points() -> Iterator[Solver]:

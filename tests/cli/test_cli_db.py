@@ -221,6 +221,15 @@ def test_a_torn_page_is_found(filled: Path) -> None:
     assert result.exit_code in (1, 4)
 
 
+def test_code_of_rows_without_kernels_says_so(filled: Path) -> None:
+    result = run("db", "code", str(filled))
+    assert result.stdout == ""
+    assert result.stderr == f"no kernels: {filled} has no usable rows of a GPU\n"
+    result = run("db", "code", str(filled), "--json")
+    assert json.loads(result.stdout) == []
+    assert result.stderr.startswith("no kernels: ")
+
+
 def test_prune(filled: Path) -> None:
     run("find", *FORWARD, "--device", "cpu", "--enforce", "db_update")
     before = run_json("db", "stats")["rows"]

@@ -364,7 +364,29 @@ def test_solvers_say_why_not() -> None:
     reasons = {solver["id"]: solver["reason"] for solver in printed[0]["solvers"]}
     assert reasons["ConvCpuDirect"] == ""
     assert reasons["ConvDirectNaive"] == "runs on cuda, not on cpu"
-    assert "runs on cuda, not on cpu" in run("solvers", *FORWARD, "--device", "cpu").stdout
+    assert "serves unpadded filters of one tap" in run("solvers", *FORWARD, "--device", "cpu").stdout
+
+
+@pytest.mark.parametrize(
+    ("where", "kind", "told"),
+    [
+        (("--device", "cpu"), "cuda", "need a GPU: --arch 90a asks for one"),
+        (("--arch", "90a"), "cpu", "need the CPU place: --device cpu asks for it"),
+    ],
+)
+def test_solvers_of_the_other_place_are_one_line(where: tuple[str, ...], kind: str, told: str) -> None:
+    others = [solver["id"] for solver in run_json("solvers")["solvers"] if solver["places"] == [kind]]
+    lines = run("solvers", *FORWARD, *where).stdout.splitlines()
+    assert others
+    assert f"{len(others)} more {told}" in lines
+    assert {line.partition(" ")[0] for line in lines}.isdisjoint(others)
+
+
+def test_a_narrow_terminal_tells_defaults_from_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    text = run("solvers", *FORWARD, "--device", "cpu").stdout
+    assert re.search(r"\nConvCpuDirect .*\n +defaults: \(no parameters\)\n", text)
+    assert re.search(r"\nConvCpuGemm1x1 .*\n +no: serves unpadded filters of one tap", text)
 
 
 def test_solvers_of_an_architecture_that_is_not_here() -> None:

@@ -15,8 +15,8 @@ from miofind import ProblemDescription
 from miofind.bench.ceilings import Ceilings, known_ceilings
 from miofind.report.results import AGAINST_TORCH, SearchCurve
 
-pytest.importorskip("altair", reason="pip install 'miofind[report]'")
-pytest.importorskip("vl_convert", reason="pip install 'miofind[report]'")
+pytest.importorskip("altair", reason="pip install -e '.[report]'")
+pytest.importorskip("vl_convert", reason="pip install -e '.[report]'")
 
 from miofind.report.page import in_script, page, picture
 

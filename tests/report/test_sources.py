@@ -233,4 +233,6 @@ def test_a_missing_extra_is_one_line_with_the_command(tmp_path: Path, monkeypatc
     monkeypatch.setitem(__import__("sys").modules, "altair", None)
     source = bench_file(tmp_path / "a.json")
     told = run("report", source, "--output", str(tmp_path / "a.html"), code=3).stderr
-    assert told == "error: altair is not installed, and `miofind report` draws with it: pip install 'miofind[report]'\n"
+    assert told.startswith("error: altair is not installed, and `miofind report` draws with it: ")
+    assert "`pip install -e '.[report]'` in its clone, `pip install 'FILE.whl[report]'` for its wheel" in told
+    assert told.count("\n") == 1

@@ -109,6 +109,36 @@ def test_what_an_entry_point_gives_beside_others_costs_these_nothing(
     assert "of type int" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("named", "told"),
+    [
+        ((), ["Mine but no SOLVERS: add SOLVERS = (Mine(),)"]),
+        (("Other",), ["Mine but its SOLVERS does not name it: add SOLVERS = (Mine(),)"]),
+        (("Mine", "Other"), []),
+    ],
+)
+def test_a_solver_that_its_module_does_not_name_is_told_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: Any, named: tuple[str, ...], told: list[str]
+) -> None:
+    name = "miofind.solvers.cpu.mine"
+    own = {each: type(each, (ConvCpuDirect,), {"id": f"Conv{each}", "__module__": name}) for each in ("Mine", "Other")}
+    module = types.ModuleType(name)
+    vars(module).update(own if named else {"Mine": own["Mine"]}, Base=ConvCpuDirect)
+    if named:
+        vars(module)["SOLVERS"] = tuple(own[each]() for each in named)
+    monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(registry_module.pkgutil, "walk_packages", lambda *_: [types.SimpleNamespace(name=name)])
+    assert [type(solver).__name__ for solver in registry_module._own()] == list(named)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"solvers/cpu/mine.py defines the solver {each}" for each in told
+    ]
+
+
+def test_every_module_names_its_solvers(caplog: Any) -> None:
+    assert list(registry_module._own())
+    assert caplog.records == []
+
+
 def test_the_default_registry_is_one() -> None:
     assert Registry.default() is Registry.default()
     assert Registry.default()["ConvCpuDirect"].id == "ConvCpuDirect"
