@@ -63,7 +63,6 @@ __device__ __forceinline__ Vector<float, kCount> sum_splits_one_by_one(const flo
 }
 
 // The same for offsets of 64 bits, where the sum begins with the first of the splits, of which there is at least one.
-// With kUnroll 0 the compiler chooses.
 template <int kCount, int kUnroll>
 __device__ __forceinline__ Vector<float, kCount> sum_from_first_split(const float* partials, int64 at, int64 size,
                                                                       const Splits& splits, bool inside = true) {
@@ -76,12 +75,8 @@ __device__ __forceinline__ Vector<float, kCount> sum_from_first_split(const floa
 #pragma unroll
     for (int i = 0; i < kCount; ++i) accumulators.at[i] += more.at[i];
   };
-  if constexpr (kUnroll == 0) {
-    for (int split = splits.first + 1; split < splits.end; split += splits.step) add(split);
-  } else {
 #pragma unroll kUnroll
-    for (int split = splits.first + 1; split < splits.end; split += splits.step) add(split);
-  }
+  for (int split = splits.first + 1; split < splits.end; split += splits.step) add(split);
   return accumulators;
 }
 
@@ -92,14 +87,6 @@ __device__ __forceinline__ void add_lanes(Vector<float, kCount>& accumulators, c
   for (int lane = 1; lane < lanes; ++lane)
 #pragma unroll
     for (int i = 0; i < kCount; ++i) accumulators.at[i] += lane_sums[threadIdx.x + lane * apart].at[i];
-}
-
-template <typename T, int kCount>
-__device__ __forceinline__ void store_rounded(T* to, Vector<float, kCount> accumulators) {
-  Vector<T, kCount> rounded;
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) rounded.at[i] = convert<T>(accumulators.at[i]);
-  *reinterpret_cast<Vector<T, kCount>*>(to) = rounded;
 }
 
 // The reduction of a block of kThreads threads under programmatic dependent launch. `size` results are a multiple of 4.
