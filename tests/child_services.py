@@ -16,6 +16,13 @@ from miofind.process.parent import Parent
 logger = logging.getLogger("miofind.child_services")
 
 
+class TwoPartsError(DatabaseError):
+    """An error of another package, which is not made of its message."""
+
+    def __init__(self, what: str, why: str) -> None:
+        super().__init__(f"{what} {why}")
+
+
 def echo(parent: Parent, setup: Any) -> None:
     """Send back what the parent sends, `setup` first."""
     parent.ready()
@@ -33,6 +40,8 @@ def raise_error(parent: Parent, kind: str) -> None:
     if kind == "own":
         raise DatabaseError("the disk is full")
     parent.ready()
+    if kind == "not made of its message":
+        raise TwoPartsError("the disk", "is full")
     raise ZeroDivisionError("by zero")
 
 

@@ -139,9 +139,19 @@ def _served(parent: Parent, start: Start) -> Finished | Failed:
         logger.debug("a child process fails", exc_info=True)
         told = described(error, str)
         if isinstance(error, MiofindError):
-            return Failed(told, error)
+            return Failed(told, error if _travels(error) else None)
         return Failed(f"{type(error).__name__}: {told}")
     return Finished()
+
+
+def _travels(error: MiofindError) -> bool:
+    """Whether the parent can read an error: a class of another package may not be made of what pickle gives it."""
+    try:
+        ForkingPickler.loads(ForkingPickler.dumps(error))
+    except Exception as refused:  # whatever such a class raises
+        logger.debug("the parent is told what %s says alone: %r", type(error).__name__, refused)
+        return False
+    return True
 
 
 def _import(modules: tuple[str, ...]) -> None:

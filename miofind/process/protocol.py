@@ -54,7 +54,7 @@ class Failed:
 
     Attributes:
         message: why.
-        error: what it raised, where that is one of miofind's: any other child may meet the same.
+        error: what it raised, where that is one of miofind's and can be sent: any other child may meet the same.
     """
 
     message: str

@@ -71,6 +71,9 @@ def test_what_a_service_raises_is_told(start: Start) -> None:
     service = start(child_services.raise_error, "foreign")
     assert service.await_ready() is None
     assert service.receive() == Failed("ZeroDivisionError: by zero")
+    service = start(child_services.raise_error, "not made of its message")
+    assert service.await_ready() is None
+    assert service.receive() == Failed("the disk is full")
 
 
 def test_a_module_that_cannot_be_imported_is_named(start: Start) -> None:
