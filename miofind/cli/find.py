@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import shlex
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -33,7 +34,7 @@ from miofind.find.plan import wider_bounds
 from miofind.finddb import user_path
 from miofind.options import FindOptions, Order
 from miofind.runtime.handle import Handle
-from miofind.runtime.solution import Solution
+from miofind.runtime.solution import Gaps, Solution
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,7 +133,7 @@ def find(
         else:
             print_text(f"{device.name}, {device.place.value}")
             for each in found:
-                _show(each, top, in_order_of_workspace=options.order is Order.WORKSPACE)
+                _show(each, top, options)
     if unsolved:
         is_elsewhere = all(isinstance(error, NoPlaceError) for error in unsolved)
         raise (NoPlaceError if is_elsewhere else NoSolutionError)("\n".join(map(str, unsolved)))
@@ -154,7 +155,22 @@ def _find(problem: ProblemDescription, options: FindOptions, handle: Handle) -> 
     return found
 
 
-def _show(found: _Found, top: int | None, *, in_order_of_workspace: bool) -> None:
+def _gaps_text(gaps: Gaps, budget_s: float) -> list[str]:
+    """A line on each gap of an answer, with what closes it."""
+    again = f"--find-mode normal --time-budget {max(60, math.ceil(6 * budget_s)):g}" if budget_s < math.inf else ""
+    lines = []
+    if gaps.unmeasured:
+        left = f"{gaps.unmeasured} of {gaps.candidates} candidates not measured"
+        lines.append(f"stopped after {budget_s:g} s: {left}; give {again}")
+    if gaps.ended_early:
+        lines.append(f"a budget ended an earlier find: {again or '--find-mode normal'} measures the rest")
+    if gaps.solvers:
+        them = "it" if len(gaps.solvers) == 1 else "them"
+        lines.append(f"not measured yet: {', '.join(gaps.solvers)}; --find-mode normal measures {them}")
+    return lines
+
+
+def _show(found: _Found, top: int | None, options: FindOptions) -> None:
     problem, solutions = found.problem, found.solutions
     work = f"{problem.flops / 1e9:.3g} GFLOP, {bytes_text(problem.bytes)}"
     title = f"\n{problem.direction.value}  {driver_line(problem)}  ({work})"
@@ -166,8 +182,9 @@ def _show(found: _Found, top: int | None, *, in_order_of_workspace: bool) -> Non
         print_text(f"{len(solutions) - top} more: leave --top out to see them")
     print_text(*explained_notes(solutions[:top]))
     untied = [solution.time_ms for solution in solutions[:top] if "tie" not in notes_of(solution)]
-    if not in_order_of_workspace and untied != sorted(untied):
+    if options.order is not Order.WORKSPACE and untied != sorted(untied):
         print_text("a slower one above a faster one is its tie: of ties the smaller workspace, then error, comes first")
+    print_text(*_gaps_text(solutions[0].found.gaps, options.budget_s))
     if found.wider_bounds:
         left_out = ", ".join(f"{count} of {name}" for name, count in found.wider_bounds.items())
         print_text(f"configurations left out for wider error bounds, unless --max-error lets them in: {left_out}")
@@ -181,7 +198,12 @@ def _show(found: _Found, top: int | None, *, in_order_of_workspace: bool) -> Non
 
 def _json(found: _Found, top: int | None) -> dict[str, object]:
     shown = [solution_json(each) | {"notes": list(notes_of(each))} for each in found.solutions[:top]]
+    gaps = found.solutions[0].found.gaps if found.solutions else Gaps()
     return problem_json(found.problem) | {
+        "candidates": gaps.candidates,
+        "unmeasured_candidates": gaps.unmeasured,
+        "unmeasured_solvers": list(gaps.solvers),
+        "earlier_find_ended_early": gaps.ended_early,
         "measured": found.measured,
         "wider_bounds": found.wider_bounds,
         "solutions": shown,

@@ -203,7 +203,8 @@ time_budget_option = click.option(
     "time_budget_s",
     type=Number(min=0),
     metavar="S",
-    help="Seconds of measuring a problem, after which the best so far is taken.",
+    help="Seconds of measuring a problem, after which the best so far is taken: 10 for a find of default "
+    "configurations, no limit for a search and `miofind tune`, unless given.",
 )
 
 

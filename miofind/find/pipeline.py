@@ -24,7 +24,7 @@ from miofind.find.warm_start import shared_warm_start
 from miofind.measure.effort import Effort
 from miofind.options import FindEnforce, FindMode, FindOptions, OnMiss, Order, member
 from miofind.runtime.handle import Handle
-from miofind.runtime.solution import Found, Solution, Source, reordered
+from miofind.runtime.solution import Found, Gaps, Solution, Source, reordered
 from miofind.solver.candidate import Candidate, Outcome, Status
 
 logger = logging.getLogger(__name__)
@@ -117,6 +117,7 @@ def measure(
     plan = make_plan(problem, options, handle, dynamic_only=dynamic_only, winners=winners).without(left_out)
     plan.log()
     besides = [candidate for candidate in map(_candidate, also) if candidate.id not in left_out]
+    gaps = Gaps()
     with handle.measuring, Recording(problem, options, handle, plan) as recording:
         request = Request(
             problem=problem, options=options, handle=handle, incumbent=incumbent(problem, handle), ahead=ahead
@@ -130,7 +131,10 @@ def measure(
             outcomes = searched(search, measuring, besides)
             recording.search_ended = search.is_complete
         else:
+            listed = {*(p.candidate for p in plan.candidates), *besides}
             outcomes = measuring.run([*(p.candidate for p in plan.candidates), *besides], Effort.FIND)
+            left = listed - {outcome.candidate for outcome in outcomes}
+            gaps = Gaps(candidates=len(listed), unmeasured=len(left))
         if not any(outcome.status.usable for outcome in outcomes):
             effort = Effort.TUNE if options.searches else Effort.FIND
             outcomes += measuring.run((p.candidate for p in plan.last_resort), effort)
@@ -143,6 +147,7 @@ def measure(
         answer = records.look_up(problem, options, handle, measured=measured, dynamic_only=dynamic_only)
     if not answer:
         raise _nothing_found(problem, plan, outcomes)
+    answer[0].found.gaps = gaps
     return answer
 
 
@@ -250,7 +255,10 @@ def estimates(
 def _ordered(solutions: list[Solution], options: FindOptions) -> list[Solution]:
     if options.order is Order.TIME:
         return solutions
-    return reordered(sorted(solutions, key=lambda s: (s.workspace_bytes, s.time_ms)), solutions[0].found.handle)
+    found = solutions[0].found
+    made = reordered(sorted(solutions, key=lambda s: (s.workspace_bytes, s.time_ms)), found.handle)
+    made[0].found.gaps = found.gaps
+    return made
 
 
 def _refuse_capture(handle: Handle) -> None:

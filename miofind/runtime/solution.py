@@ -147,6 +147,23 @@ class Solution:
         return load_solution(Path(path), handle)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gaps:
+    """What an answer was not measured with.
+
+    Attributes:
+        candidates: how many the find that measured it had; 0 for a search, and where a FindDB answered.
+        unmeasured: those of the candidates that the time budget left out.
+        ended_early: whether a budget ended all finds of the FindDB that the answer comes from.
+        solvers: ids of those that may serve, and that came or changed since the FindDB's answer was measured.
+    """
+
+    candidates: int = 0
+    unmeasured: int = 0
+    ended_early: bool = False
+    solvers: tuple[str, ...] = ()
+
+
 class Found:
     """The solutions of one find in order; each falls back to the ones behind it.
 
@@ -156,15 +173,17 @@ class Found:
     Attributes:
         solutions: in the order asked for.
         runners: by position, those made so far.
+        gaps: what they were not measured with; nothing is known of it where they were pickled.
     """
 
-    __slots__ = ("_handle", "_ties", "runners", "solutions")
+    __slots__ = ("_handle", "_ties", "gaps", "runners", "solutions")
 
     def __init__(self, handle: Handle) -> None:
         self._handle: Handle | None = handle
         self._ties: frozenset[str] | None = None
         self.solutions: list[Solution] = []
         self.runners: dict[int, Runner] = {}
+        self.gaps = Gaps()
 
     def __copy__(self) -> Found:
         return self
@@ -177,6 +196,7 @@ class Found:
 
     def __setstate__(self, solutions: list[Solution]) -> None:
         self._handle, self._ties, self.solutions, self.runners = None, None, solutions, {}
+        self.gaps = Gaps()
 
     @property
     def handle(self) -> Handle:

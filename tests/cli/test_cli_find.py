@@ -15,6 +15,7 @@ import miofind
 from miofind.driver.line import parse_driver_line
 from miofind.finddb import Store
 from miofind.runtime.solution import Found, Source
+from miofind.solver.registry import Registry
 from miofind.verify.verifier import Verdict, Verifier
 
 LONG_FLAGS = "conv --in_channels=4 --in_h=6 --in_w 5 -n 1 -k 2 -y 3 -x 3 --pad_h 1 --pad_w 1 -F 1"
@@ -177,6 +178,42 @@ def test_predictions_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rows
     assert all(" predicted " in row for row in rows)
     assert "\npredicted: estimated by the solver, not measured\n" in text
+
+
+def test_a_find_that_runs_out_of_time_says_so_and_its_answer_too() -> None:
+    printed = cpu("find", *FORWARD, "--time-budget", "0")["problems"][0]
+    assert printed["unmeasured_candidates"] == printed["candidates"] - len(printed["solutions"]) > 0
+    later = cpu("find", *FORWARD)["problems"][0]
+    assert (later["earlier_find_ended_early"], later["unmeasured_candidates"]) == (True, 0)
+    told = "a budget ended an earlier find: --find-mode normal --time-budget 60 "
+    for order in ("time", "workspace"):
+        assert told in run("find", *FORWARD, "--device", "cpu", "--order", order).stdout
+    text = run("find", *FORWARD, "--device", "cpu", "--time-budget", "0", "--find-mode", "normal").stdout
+    told = r"\nstopped after 0 s: \d+ of \d+ candidates not measured; give --find-mode normal --time-budget 60\n"
+    assert re.search(told, text)
+
+
+def test_a_find_with_time_enough_closes_the_gap() -> None:
+    cpu("find", *FORWARD, "--time-budget", "0")
+    text = run("find", *FORWARD, "--device", "cpu", "--find-mode", "normal", "--time-budget", "600").stdout
+    text += run("find", *FORWARD, "--device", "cpu").stdout
+    assert "budget" not in text
+    assert "stopped after" not in text
+    printed = cpu("find", *FORWARD)["problems"][0]
+    assert not printed["earlier_find_ended_early"]
+
+
+def test_a_later_solver_that_an_answer_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "not measured yet" not in run("find", *FORWARD, "--device", "cpu").stdout
+    default = Registry.default()
+    later = type("Later", (type(default["ConvCpuDirect"]),), {"id": "vendor/Later"})
+    monkeypatch.setattr(Registry, "_default", default.with_solvers(later))
+    told = "\nnot measured yet: vendor/Later; --find-mode normal measures it\n"
+    assert told in run("find", *FORWARD, "--device", "cpu").stdout
+    assert cpu("find", *FORWARD)["problems"][0]["unmeasured_solvers"] == ["vendor/Later"]
+    run("find", *FORWARD, "--device", "cpu", "--find-mode", "normal")
+    assert told not in run("find", *FORWARD, "--device", "cpu").stdout
+    assert cpu("find", *FORWARD)["problems"][0]["unmeasured_solvers"] == []
 
 
 @pytest.mark.parametrize(("times", "is_told"), [((1.02, 1.0, 3.0), True), ((1.0, 1.02, 3.0), False)])

@@ -19,7 +19,7 @@ from miofind.find.lookup.validity import is_valid
 from miofind.finddb import Answer, Scope
 from miofind.options import FindOptions
 from miofind.runtime.handle import Handle
-from miofind.runtime.solution import Solution
+from miofind.runtime.solution import Gaps, Solution
 
 
 class _Held(NamedTuple):
@@ -28,11 +28,13 @@ class _Held(NamedTuple):
     Attributes:
         late: solvers that might serve, and that came or changed since it was measured.
         is_stale: whether other versions of libraries or driver measured some of it.
+        ended_early: whether the request asks for the defaults and a budget ended all finds that answer it.
     """
 
     solutions: list[Solution]
     late: tuple[str, ...]
     is_stale: bool
+    ended_early: bool
 
 
 def look_up(
@@ -72,6 +74,7 @@ def look_up(
             handle.database.queue_recheck(device, problem.network_config, f"not measured yet: {', '.join(found.late)}")
         elif found.is_stale:
             handle.database.queue_recheck(device, problem.network_config, "measured with other versions")
+    found.solutions[0].found.gaps = Gaps(solvers=found.late, ended_early=found.ended_early)
     return found.solutions
 
 
@@ -120,7 +123,14 @@ class _Asked(NamedTuple):
             found = self.of_all_histories()
         if hidden and not self.fresh and (void := self._lacking(hidden, found)):
             late = tuple(sorted({*late, *(void - self._settled() - self._failing(void))}))
-        return _Held(found.solutions, late, found.is_stale) if found.solutions else None
+        if not found.solutions:
+            return None
+        ended_early = is_covered and not self.fresh and self._ended_early(answer)
+        return _Held(found.solutions, late, found.is_stale, ended_early)
+
+    def _ended_early(self, answer: Answer) -> bool:
+        """Whether the request asks for the defaults and a budget ended all finds that an answer covers it by."""
+        return not self.options.searches and not answer.covers(replace(self.request, complete=True))
 
     def holds_any(self, answer: Answer) -> bool:
         """Whether an answer has anything for the request."""
