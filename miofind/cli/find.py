@@ -157,7 +157,7 @@ def _find(problem: ProblemDescription, options: FindOptions, handle: Handle) -> 
 
 def _gaps_text(gaps: Gaps, budget_s: float) -> list[str]:
     """A line on each gap of an answer, with what closes it."""
-    again = f"--find-mode normal --time-budget {max(60, math.ceil(6 * budget_s)):g}" if budget_s < math.inf else ""
+    again = f"--find-mode normal --time-budget {max(60, math.ceil(6 * budget_s))}" if budget_s < math.inf else ""
     lines = []
     if gaps.unmeasured:
         left = f"{gaps.unmeasured} of {gaps.candidates} candidates not measured"

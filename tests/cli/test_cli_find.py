@@ -187,7 +187,7 @@ def test_a_find_that_runs_out_of_time_says_so_and_its_answer_too() -> None:
     assert (later["earlier_find_ended_early"], later["unmeasured_candidates"]) == (True, 0)
     told = "a budget ended an earlier find: --find-mode normal --time-budget 60 "
     for order in ("time", "workspace"):
-        assert told in run("find", *FORWARD, "--device", "cpu", "--order", order).stdout
+        assert told in run("find", *FORWARD, "--device", "cpu", "--time-budget", "10", "--order", order).stdout
     text = run("find", *FORWARD, "--device", "cpu", "--time-budget", "0", "--find-mode", "normal").stdout
     told = r"\nstopped after 0 s: \d+ of \d+ candidates not measured; give --find-mode normal --time-budget 60\n"
     assert re.search(told, text)
