@@ -386,7 +386,9 @@ class HostStep:
     """One call of a Python function on the CPU place.
 
     The function lives in the solver's own module and is called as `function(problem, config, buffers)`, with
-    `buffers` a mapping from buffer names to NumPy arrays (regions of the workspace as uint8).
+    `buffers` a mapping from buffer names to NumPy arrays (regions of the workspace as uint8). x, w and y have their
+    logical shapes, x (n, c, *spatial) and w (k, c/groups, *filter), whatever their memory order; the function writes
+    the output in place.
     """
 
     module: str
