@@ -212,7 +212,7 @@ def test_a_find_of_a_problem_with_vast_padding_takes_no_more_than_its_tensors(
     """Every candidate failed: the reference laid the input out among 4e12 zeros."""
     problem = miofind.ProblemDescription.convolution(x=(16, 16, 6, 5), w=(16, 16, 3, 3), direction=direction, **fields)
     solutions = miofind.find_solutions(problem, options=miofind.FindOptions(max_error=1.0), handle=handle)
-    assert {s.solver_id for s in solutions} == {"ConvCpuDirect", "ConvCpuIm2colGemm"}
+    assert {s.solver_id for s in solutions} >= {"ConvCpuDirect", "ConvCpuIm2colGemm"}
     given = {name: operands(problem)[name] for name in problem.direction.inputs}
     named = {("dy" if name == "y" else name): array for name, array in given.items()}
     wanted = reference_on_host(problem, **given)

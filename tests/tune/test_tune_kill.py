@@ -18,8 +18,7 @@ def test_a_killed_tuning_resumes_to_the_same_rows(where: tuple[str, ...], tmp_pa
     rows = [f"1,{c},14,14,{c},3,3,1,1,2" for c in (32, 48, 64, 80)]
     table, figures = tmp_path / "mine.csv", tmp_path / "figures.json"
     table.write_text("\n".join(["n,c,h,w,k,fy,fx,pad_h,pad_w,count", *rows]) + "\n", encoding="utf-8")
-    solvers = "ConvCpuDirect,ConvCpuFft,ConvCpuWinograd"
-    asked = ["--csv", str(table), "--direction", "all", "--device", "cpu", "--exclude", solvers, *where]
+    asked = ["--csv", str(table), "--direction", "all", "--device", "cpu", "--only", "ConvCpuIm2colGemm", *where]
     command = [sys.executable, str(SCRIPT), "--kills", "3", "--json", str(figures), "--", *asked]
     environment = os.environ | {"PYTHONPATH": str(SCRIPT.parents[1])}
     run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
