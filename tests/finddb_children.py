@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import traceback
 from collections.abc import Callable
@@ -42,7 +43,36 @@ def crowd(path: str, first: str, count: str, records: str) -> None:
             print("a process failed")
 
 
-def _fork(job: Callable[[str, str, str], None], *arguments: str) -> int:
+def nursery(orders_fd: str) -> None:
+    """Fork a process that obeys for each FindDB asked for over a socket; this one alone pays for what they import.
+
+    "start PATH" comes with the two pipes that become stdin and stdout; the answer is the process's id. "wait ID" is
+    answered with its exit status, once it has ended.
+    """
+    orders = socket.socket(fileno=int(orders_fd))
+    while True:
+        message, pipes, *_ = socket.recv_fds(orders, 4096, 2)
+        if not message:
+            return
+        order, _, argument = message.decode().partition(" ")
+        if order == "start":
+            answer = _fork(_obey_pipes, argument, *pipes)
+            for pipe in pipes:
+                os.close(pipe)
+        else:
+            answer = os.waitstatus_to_exitcode(os.waitpid(int(argument), 0)[1])
+        orders.sendall(f"{answer}".encode())
+
+
+def _obey_pipes(path: str, stdin: int, stdout: int) -> None:
+    os.dup2(stdin, 0)
+    os.dup2(stdout, 1)
+    os.close(stdin)
+    os.close(stdout)
+    obey(path)
+
+
+def _fork(job: Callable[..., None], *arguments: object) -> int:
     child = os.fork()
     if child == 0:
         status = 1
@@ -98,4 +128,4 @@ if __name__ == "__main__":
     job, *arguments = sys.argv[1:]
     print("ready", flush=True)
     sys.stdin.readline()
-    {"crowd": crowd, "write_forever": write_forever, "obey": obey}[job](*arguments)
+    {"crowd": crowd, "write_forever": write_forever, "nursery": nursery}[job](*arguments)

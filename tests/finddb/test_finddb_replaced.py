@@ -5,10 +5,12 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import signal
+import socket
 import sqlite3
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 
@@ -56,52 +58,83 @@ def record(store: Store, name: str, number: int = 0) -> None:
     assert {found.solver_id for found in answer.rows} == {name}
 
 
+class Nursery:
+    """The process that forks the children of this module."""
+
+    def __init__(self) -> None:
+        self._orders, theirs = socket.socketpair()
+        self._orders.settimeout(LIMIT_S)
+        command = [sys.executable, str(Path(finddb_children.__file__)), "nursery", str(theirs.fileno())]
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+        null = subprocess.DEVNULL
+        self._process = subprocess.Popen(
+            command, stdin=null, stdout=null, stderr=null, env=environment, pass_fds=[theirs.fileno()]
+        )
+        theirs.close()
+
+    def ask(self, order: str, pipes: Sequence[int] = ()) -> int:
+        socket.send_fds(self._orders, [order.encode()], pipes)
+        return int(self._orders.recv(100))
+
+    def end(self) -> None:
+        self._orders.close()
+        assert self._process.wait(LIMIT_S) == 0
+
+
+@pytest.fixture(scope="module")
+def nursery() -> Iterator[Nursery]:
+    started = Nursery()
+    yield started
+    started.end()
+
+
 class Child:
     """A process of its own that has a FindDB open and does what it is told, one thing after the other."""
 
-    def __init__(self, path: Path) -> None:
-        command = [sys.executable, str(Path(finddb_children.__file__)), "obey", str(path)]
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-        pipe = subprocess.PIPE
-        self._process = subprocess.Popen(
-            command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True, env=environment
-        )
-        assert self._process.stdout is not None
-        assert self._process.stdout.readline() == "ready\n"
-        self.ask("begin")
+    def __init__(self, nursery: Nursery, path: Path) -> None:
+        stdin, orders = os.pipe()
+        answers, stdout = os.pipe()
+        self._nursery = nursery
+        self._pid = nursery.ask(f"start {path}", [stdin, stdout])
+        self._status: int | None = None
+        os.close(stdin)
+        os.close(stdout)
+        self._orders, self._answers = os.fdopen(orders, "w"), os.fdopen(answers)
+        assert self._answers.readline() == "begun\n"
 
     def ask(self, *words: object) -> str:
         """What it says when it has done that."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(" ".join(map(str, words)) + "\n")
-        self._process.stdin.flush()
-        return self._process.stdout.readline().rstrip("\n")
+        self._orders.write(" ".join(map(str, words)) + "\n")
+        self._orders.flush()
+        return self._answers.readline().rstrip("\n")
 
     def kill(self) -> None:
-        self._process.kill()
-        self._process.wait()
+        if self._status is None:
+            os.kill(self._pid, signal.SIGKILL)
+            self._wait()
+
+    def _wait(self) -> int:
+        self._status = self._nursery.ask(f"wait {self._pid}")
+        return self._status
 
     def end(self) -> None:
         """Have it close the FindDB and exit."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        assert self._process.wait(LIMIT_S) == 0
+        self._orders.close()
+        assert self._wait() == 0
 
     def __enter__(self) -> Child:
         return self
 
     def __exit__(self, *exception: object) -> None:
         self.kill()
-        for stream in (self._process.stdin, self._process.stdout):
-            assert stream is not None
-            stream.close()
+        self._orders.close()
+        self._answers.close()
 
 
 @pytest.fixture
-def child(path: Path) -> Iterator[Child]:
+def child(nursery: Nursery, path: Path) -> Iterator[Child]:
     """One that has recorded problems, which are in the log."""
-    with Child(path) as started:
+    with Child(nursery, path) as started:
         assert started.ask("record", OLD, MANY) == str(MANY)
         assert path.with_name("finddb.db-wal").stat().st_size > 0
         yield started
@@ -255,9 +288,9 @@ def test_a_deleted_file_is_made_anew_beside_one_who_still_has_it_open(path, chil
         assert names(store) == {"mine", "theirs"}
 
 
-def test_many_processes_find_the_new_file_alike(path, tmp_path):
+def test_many_processes_find_the_new_file_alike(path, tmp_path, nursery):
     """Each takes the old log out of the way; none may take the new one."""
-    children = [Child(path) for _ in range(3)]
+    children = [Child(nursery, path) for _ in range(3)]
     try:
         for number, each in enumerate(children):
             assert each.ask("record", f"{OLD}{number}", 5) == "5"
