@@ -7,6 +7,7 @@ units of 256, from the quarter of them that the warp's scheduler has.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from miofind.device.device import Device
@@ -69,3 +70,15 @@ def register_limit(blocks: int, threads: int) -> int:
     scheduler_warps = -(-blocks * -(-threads // _WARP) // _SCHEDULERS)
     registers = _REGISTERS // _SCHEDULERS // (_WARP * scheduler_warps)
     return min(_MAX_REGISTERS, registers // _REGISTER_UNIT * _REGISTER_UNIT)
+
+
+def cycles_of_waves(blocks: int, resident: int, device: Device, cycles_of: Callable[[int], float]) -> float:
+    """Cycles of the multiprocessor that is busy longest: waves of as many blocks as it holds, then what is left.
+
+    Args:
+        blocks: of the grid.
+        resident: blocks that a multiprocessor holds at once.
+        cycles_of: what a multiprocessor takes for so many blocks at once.
+    """
+    full, rest = divmod(blocks, device.sm_count * resident)
+    return full * cycles_of(resident) + (cycles_of(-(-rest // device.sm_count)) if rest else 0.0)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from miofind.core.problem import Direction, ProblemDescription
 from miofind.device.device import Device
-from miofind.solver.occupancy import SmLimits, resident_blocks
+from miofind.solver.occupancy import SmLimits, cycles_of_waves, resident_blocks
 from miofind.solver.solver import APPLICABLE, Applicability
 from miofind.solver.steps import Config, Scalar, int32s
 from miofind.solvers.common.correlation import ceil_div, round_up
@@ -295,11 +295,10 @@ class RowWork:
         """Milliseconds, launches and all."""
         registers = round_up(self.registers, 8)
         resident = max(1, resident_blocks(registers, tiling.threads, self.shared_bytes, SmLimits.of(device)))
-        full, rest = divmod(tiling.blocks, device.sm_count * resident)
-        waves = full * self._wave(resident * tiling.threads, rates)
-        if rest:
-            waves += self._wave(ceil_div(rest, device.sm_count) * tiling.threads, rates)
-        busy_ms = 1e3 * waves * self.instructions / device.clock_hz
+        cycles = cycles_of_waves(
+            tiling.blocks, resident, device, lambda blocks: self._wave(blocks * tiling.threads, rates)
+        )
+        busy_ms = 1e3 * cycles * self.instructions / device.clock_hz
         moved_ms = 1e3 * self.moved_bytes / (_BANDWIDTH_SHARE * device.bandwidth_bytes_per_s)
         return rates.launch_ms + max(busy_ms, moved_ms) + rates.serial * min(busy_ms, moved_ms)
 

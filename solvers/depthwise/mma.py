@@ -6,13 +6,12 @@ Kernel: kernels_src/depthwise/mma.cu. Backward weights have a kernel of their ow
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.device.device import Device, Library, Place
-from miofind.solver.occupancy import SmLimits, resident_blocks
+from miofind.solver.occupancy import SmLimits, cycles_of_waves, resident_blocks
 from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
 from miofind.solver.steps import Config, ConfigValue, ConvSolution, KernelStep, Pointer, int32s
 from miofind.solvers.common.axis_defines import axis_defines
@@ -100,11 +99,9 @@ def _work_ms(problem: ProblemDescription, device: Device, tiling: DepthwiseTilin
     busy = max(slots / _SLOTS, shared, walks * products * _PRODUCT)
     alone = _BLOCK_LATENCY + taps * _TAP + 32 * copies * _COPY / tiling.threads
     alone += tiling.turns * (products * _PRODUCT_LATENCY + walked * _ROW_LATENCY * width.phases)
-    full, rest = divmod(tiling.blocks, device.sm_count * resident)
-    cycles = full * max(resident * busy * unbalance(resident * warps), alone)
-    if rest:
-        last = math.ceil(rest / device.sm_count)
-        cycles += max(last * busy * unbalance(last * warps), alone)
+    cycles = cycles_of_waves(
+        tiling.blocks, resident, device, lambda blocks: max(blocks * busy * unbalance(blocks * warps), alone)
+    )
     processing = 1e3 * cycles / device.clock_hz
     again = max(0.0, 512 * copies * tiling.blocks - problem.bytes / 2)
     through = problem.bytes * (1 + 4 / tiling.channels) + _AGAIN * again

@@ -7,13 +7,12 @@ kernels_src/depthwise/mma_weights.cu.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.device.device import Device, Library, Place
-from miofind.solver.occupancy import SmLimits, resident_blocks
+from miofind.solver.occupancy import SmLimits, cycles_of_waves, resident_blocks
 from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
 from miofind.solver.steps import (
     Config,
@@ -146,12 +145,13 @@ def _work_ms(problem: ProblemDescription, device: Device, tiling: DepthwiseWeigh
     splits = _splits(problem, device, config)
     turns, taps = ceil_div(tiling.tile_count, splits), problem.w.size // problem.c
     blocks = tiling.channel_tiles * splits
-    full, rest = divmod(blocks, device.sm_count * resident)
     first = _BLOCK_LATENCY + _TAP_LATENCY * taps + warps * taps / 4
-    cycles = full * (first + turns * max(resident * busy * unbalance(resident * warps), alone))
-    if rest:
-        last = math.ceil(rest / device.sm_count)
-        cycles += first + turns * max(last * busy * unbalance(last * warps), alone)
+
+    def wave_cycles(held: int) -> float:
+        """Cycles of as many blocks on one multiprocessor."""
+        return first + turns * max(held * busy * unbalance(held * warps), alone)
+
+    cycles = cycles_of_waves(blocks, resident, device, wave_cycles)
     processing = 1e3 * cycles / device.clock_hz
     split_k = _split_k(problem, device, config)
     parts = 2 * split_k.bytes if split_k.splits > 1 else 0

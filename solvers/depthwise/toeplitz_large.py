@@ -5,13 +5,13 @@ Kernel: kernels_src/depthwise/toeplitz_large.cu. Backward weights have a kernel 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.device.device import Device, Library, Place
+from miofind.solver.occupancy import cycles_of_waves
 from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
 from miofind.solver.steps import Config, ConfigValue, ConvSolution, KernelStep, Pointer, int32s
 from miofind.solvers.common.correlation import Axis, Correlation, ceil_div, correlations, round_up
@@ -225,10 +225,7 @@ def _busy_ms(conv: Correlation, config: Config, device: Device) -> float:
     row_latency = _ROW_LATENCY + tiling.warp_blocks * share * tiling.products * _PRODUCT_LATENCY
     alone = _BLOCK_LATENCY + taps * row_latency + config["channels"] * moved
     resident = min_blocks(_registers(tiling), tiling.threads, tiling.shared_bytes)
-    full, rest = divmod(tiling.blocks, device.sm_count * resident)
-    cycles = full * max(resident * busy, alone)
-    if rest:
-        cycles += max(math.ceil(rest / device.sm_count) * busy, alone)
+    cycles = cycles_of_waves(tiling.blocks, resident, device, lambda blocks: max(blocks * busy, alone))
     return float(1e3 * cycles / device.clock_hz)
 
 

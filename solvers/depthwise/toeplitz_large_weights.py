@@ -7,14 +7,13 @@ kernels_src/depthwise/toeplitz_large_weights.cu.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.device.device import Device, Library, Place
-from miofind.solver.occupancy import register_limit
+from miofind.solver.occupancy import cycles_of_waves, register_limit
 from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
 from miofind.solver.steps import (
     Config,
@@ -236,10 +235,7 @@ def _busy_ms(problem: ProblemDescription, config: Config, device: Device) -> flo
     alone = _TILE_LATENCY + moved + passes * tiling.slot_blocks * waits
     turns = ceil_div(tiling.tiles, config["splits"])
     resident = min_blocks(_registers(tiling), tiling.threads, tiling.shared_bytes)
-    full, rest = divmod(tiling.blocks, device.sm_count * resident)
-    cycles = full * max(resident * busy, alone)
-    if rest:
-        cycles += max(math.ceil(rest / device.sm_count) * busy, alone)
+    cycles = cycles_of_waves(tiling.blocks, resident, device, lambda blocks: max(blocks * busy, alone))
     return float(1e3 * turns * cycles / device.clock_hz)
 
 

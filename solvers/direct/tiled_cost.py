@@ -6,11 +6,10 @@ latency until its issue slots or its shared memory are busy all the time; a last
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from miofind.device.device import Device
-from miofind.solver.occupancy import SmLimits
+from miofind.solver.occupancy import SmLimits, cycles_of_waves
 from miofind.solvers.common.correlation import round_up
 
 LIMITS = SmLimits(threads=1024, blocks=8, shared_bytes=96 << 10, schedulers=1)
@@ -96,8 +95,6 @@ def tile_ms(work: TileWork, rates: TileRates, device: Device) -> float:
 
     def wave_cycles(blocks: int) -> float:
         """Cycles of as many blocks on one multiprocessor."""
-        return work.steps * max(blocks * busy, alone) + rates.block if blocks else 0.0
+        return work.steps * max(blocks * busy, alone) + rates.block
 
-    full, rest = divmod(work.blocks, device.sm_count * work.resident)
-    cycles = full * wave_cycles(work.resident) + wave_cycles(math.ceil(rest / device.sm_count))
-    return 1e3 * cycles / device.clock_hz
+    return 1e3 * cycles_of_waves(work.blocks, work.resident, device, wave_cycles) / device.clock_hz

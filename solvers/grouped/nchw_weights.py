@@ -14,7 +14,7 @@ from typing import ClassVar
 
 from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.device.device import Device, Library, Place
-from miofind.solver.occupancy import SmLimits, resident_blocks
+from miofind.solver.occupancy import SmLimits, cycles_of_waves, resident_blocks
 from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
 from miofind.solver.steps import Config, ConfigValue, ConvSolution, KernelStep, Pointer, int32s
 from miofind.solvers.common.axis_defines import axis_defines
@@ -129,10 +129,10 @@ def _work_ms(problem: ProblemDescription, device: Device, tiling: PlanesWeightsT
     resident, turns = _resident(problem, tiling, device), ceil_div(tiling.tile_count, config["splits"])
     busy = _busy_cycles(problem, tiling)
     alone = _TILE_LATENCY * (2 if config["stages"] == 1 else 1) + 128 * busy / tiling.threads
-    full, rest = divmod(tiling.channel_tiles * config["splits"], device.sm_count * resident)
-    cycles = full * (_BLOCK_LATENCY + turns * max(resident * busy, alone))
-    if rest:
-        cycles += _BLOCK_LATENCY + turns * max(ceil_div(rest, device.sm_count) * busy, alone)
+    blocks = tiling.channel_tiles * config["splits"]
+    cycles = cycles_of_waves(
+        blocks, resident, device, lambda together: _BLOCK_LATENCY + turns * max(together * busy, alone)
+    )
     processing = 1e3 * cycles / device.clock_hz
     parts = 8 * problem.w.size * config["splits"] if config["splits"] > 1 else 0
     halo = 0.1 * (tiling.x.rows - tiling.rows * problem.lifted(2).conv.stride[0]) / tiling.x.rows

@@ -14,7 +14,7 @@ from typing import ClassVar
 
 from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.device.device import Device, Library, Place
-from miofind.solver.occupancy import SmLimits, resident_blocks
+from miofind.solver.occupancy import SmLimits, cycles_of_waves, resident_blocks
 from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
 from miofind.solver.steps import Config, ConfigValue, ConvSolution, KernelStep, Pointer, int32s
 from miofind.solvers.common.axis_defines import axis_defines
@@ -138,10 +138,9 @@ def _work_ms(problem: ProblemDescription, device: Device, tiling: GroupedTiling,
         together = min(resident, ceil_div(tiling.tiles[0] * ceil_div(tiling.spatial_tiles, turns), device.sm_count))
         cycles = turns * max(together * busy, alone)
     else:
-        full, rest = divmod(tiling.blocks, device.sm_count * resident)
-        cycles = full * (_WAVE_LATENCY + max(resident * busy, alone))
-        if rest:
-            cycles += _WAVE_LATENCY + max(math.ceil(rest / device.sm_count) * busy, alone)
+        cycles = cycles_of_waves(
+            tiling.blocks, resident, device, lambda blocks: _WAVE_LATENCY + max(blocks * busy, alone)
+        )
     processing = 1e3 * cycles / device.clock_hz
     run_bytes = 2 * tiling.span
     if problem.x.layout.channels_last:

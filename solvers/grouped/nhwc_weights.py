@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.device.device import Device, Library, Place
-from miofind.solver.occupancy import SmLimits, resident_blocks
+from miofind.solver.occupancy import SmLimits, cycles_of_waves, resident_blocks
 from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
 from miofind.solver.steps import (
     Config,
@@ -132,10 +132,9 @@ def _work_ms(problem: ProblemDescription, device: Device, tiling: GroupedWeights
     resident = _resident(tiling, device)
     turns = ceil_div(tiling.tile_count, config["splits"])
     blocks = tiling.channel_tiles * config["splits"] * tiling.tap_blocks
-    full, rest = divmod(blocks, device.sm_count * resident)
-    cycles = full * (_BLOCK_LATENCY + turns * max(resident * busy, alone))
-    if rest:
-        cycles += _BLOCK_LATENCY + turns * max(math.ceil(rest / device.sm_count) * busy, alone)
+    cycles = cycles_of_waves(
+        blocks, resident, device, lambda together: _BLOCK_LATENCY + turns * max(together * busy, alone)
+    )
     processing = 1e3 * cycles / device.clock_hz
     parts = 8 * problem.w.size * config["splits"] if config["splits"] > 1 else 0
     run_bytes = 2 * tiling.span

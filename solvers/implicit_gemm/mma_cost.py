@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import functools
-import math
 from dataclasses import dataclass
 
 from miofind.core.problem import DataType, MathMode, ProblemDescription
 from miofind.device.device import Device
-from miofind.solver.occupancy import SmLimits, resident_blocks
+from miofind.solver.occupancy import SmLimits, cycles_of_waves, resident_blocks
 from miofind.solver.steps import Config
 from miofind.solvers.common.correlation import ceil_div
 from miofind.solvers.common.product import Product, products
@@ -57,10 +56,8 @@ class _Launch:
         steps = ceil_div(self.steps, splits)
         busy = steps * self.step_cycles + 600
         alone = steps * (max(busy / max(1, steps), self.copy_cycles) + _STEP_CYCLES) + _START_CYCLES
-        full, rest = divmod(self.tiles * splits, device.sm_count * self.resident)
-        cycles = full * max(self.resident * busy, alone)
-        if rest:
-            cycles += max(math.ceil(rest / device.sm_count) * busy, alone)
+        blocks = self.tiles * splits
+        cycles = cycles_of_waves(blocks, self.resident, device, lambda together: max(together * busy, alone))
         return float(1e3 * cycles / device.clock_hz)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from miofind.core.problem import Direction, MathMode, ProblemDescription, TensorDescriptor
 from miofind.device.device import Device
-from miofind.solver.occupancy import SmLimits, resident_blocks
+from miofind.solver.occupancy import SmLimits, cycles_of_waves, resident_blocks
 from miofind.solvers.common.correlation import ceil_div, round_up
 
 ROWS, COLS = (1, 2, 4, 8), (4, 8)
@@ -206,10 +206,7 @@ class FusedTiling:
 
     def _cycles(self, device: Device) -> float:
         """Of the multiprocessor that is busy longest: as many blocks at once as it holds, then what is left."""
-        resident = max(1, self.resident(device))
-        full, rest = divmod(self.blocks, device.sm_count * resident)
-        cycles = full * self._cycles_of(resident)
-        return cycles + (self._cycles_of(ceil_div(rest, device.sm_count)) if rest else 0.0)
+        return cycles_of_waves(self.blocks, max(1, self.resident(device)), device, self._cycles_of)
 
     def _cycles_of(self, blocks: int) -> float:
         """Of a multiprocessor for so many blocks at once."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from miofind.device.device import Device
-from miofind.solver.occupancy import SmLimits, register_limit, resident_blocks
+from miofind.solver.occupancy import SmLimits, cycles_of_waves, register_limit, resident_blocks
 
 H200 = SmLimits.of(Device.virtual("90a"))
 
@@ -58,3 +58,10 @@ def test_limits_may_be_less_than_the_devices() -> None:
     assert resident_blocks(32, 32, 0, few) == 8
     assert resident_blocks(32, 256, 0, few) == 4
     assert resident_blocks(96, 224, 0, few) == 3
+
+
+@pytest.mark.parametrize(("blocks", "cycles"), [(0, 0), (1, 10), (132, 10), (133, 20), (264, 20), (265, 30), (660, 50)])
+def test_waves_hold_what_is_resident_and_the_last_what_is_left(blocks: int, cycles: int) -> None:
+    device = Device.virtual("90a")
+    assert device.sm_count == 132
+    assert cycles_of_waves(blocks, 2, device, lambda held: 10.0 * held) == cycles
