@@ -2,7 +2,7 @@
 // Source: Granlund and Montgomery, Division by Invariant Integers using Multiplication, PLDI 1994, figure 4.1.
 #pragma once
 
-// n / by for 0 <= n < 2^31; `multiplier` and `shift` as miofind.solvers.common.divisor gives them.
+// n / by for 0 <= n < 2^31; fields as DIVISOR of miofind/solvers/common/divisor.py declares them.
 struct Divisor {
   int by;
   unsigned multiplier;

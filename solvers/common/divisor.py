@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 from miofind.solver.steps import Scalar
+from miofind.solver.structs import Struct, StructType
+
+DIVISOR = StructType("Divisor", by="int32", multiplier="uint32", shift="int32")
+"""The structure of kernels_src/common/divisor.cuh, as a field of a kernel's structure."""
 
 
-def divisor(by: int) -> tuple[Scalar, Scalar, Scalar]:
-    """What a kernel's three arguments `by`, `multiplier` and `shift` are, for numbers from 0 to 2^31 - 1.
+def divide_by(number: int) -> Struct:
+    """The value of a field that is a `DIVISOR`: it divides numbers from 0 to 2^31 - 1.
 
     Args:
-        by: the divisor, from 1 to 2^31 - 1.
+        number: the divisor, from 1 to 2^31 - 1.
 
     Source: Granlund and Montgomery, Division by Invariant Integers using Multiplication, PLDI 1994, figure 4.1.
     """
-    shift = (by - 1).bit_length()
-    multiplier = ((1 << 32) * ((1 << shift) - by)) // by + 1
-    return (
-        Scalar(ctype="int32", value=by),
-        Scalar(ctype="uint32", value=multiplier),
-        Scalar(ctype="int32", value=shift),
-    )
+    shift = (number - 1).bit_length()
+    multiplier = ((1 << 32) * ((1 << shift) - number)) // number + 1
+    return DIVISOR(by=number, multiplier=multiplier, shift=shift)
+
+
+def divisor(by: int) -> tuple[Scalar, Scalar, Scalar]:
+    """The same number as three arguments: `by`, `multiplier` and `shift`."""
+    kept, multiplier, shift = (Scalar(ctype=kind, value=value) for kind, value in divide_by(by).numbers)
+    return kept, multiplier, shift
 
 
 def divisors(*numbers: int) -> tuple[Scalar, ...]:

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from miofind.solvers.common.divisor import divisor
+from miofind.compiler.sources import read_source
+from miofind.solvers.common.divisor import DIVISOR, divisor
 
 MOST = 2**31 - 1
 
@@ -36,3 +37,8 @@ def test_around_multiples(by: int) -> None:
 def test_quotients_are_exact(number: int, by: int) -> None:
     assert divided(number, by) == number // by
     assert divided(number // by * by, by) == number // by
+
+
+def test_the_kernels_structure_has_the_same_fields() -> None:
+    fields = " ".join(read_source("common/divisor.cuh").text.split())
+    assert f"struct Divisor {{ {DIVISOR.define[1]} }};" in fields
