@@ -3,7 +3,7 @@
 #pragma once
 
 // Waits until the kernel before has ended and all that it wrote is visible; returns at once in a launch without PDL. A
-// kernel whose KernelStep says `waits_itself` does so before it touches memory that earlier steps read or write.
+// kernel whose KernelStep says `pdl` calls it before it touches memory that earlier steps read or write.
 __device__ __forceinline__ void griddepcontrol_wait() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");

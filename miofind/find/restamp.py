@@ -141,7 +141,7 @@ def _content(part: ConvSolution, arch: str, kernels: Mapping[tuple[str, object, 
         if isinstance(step, KernelStep):
             code = kernels[arch, identity(step), step.entry]
             arguments = [list(told) for argument in step.on_buffers(regions).args for told in _told(argument)]
-            steps.append([code, step.grid, step.block, step.shared_bytes, step.waits_itself, arguments])
+            steps.append([code, step.grid, step.block, step.shared_bytes, step.pdl, arguments])
         else:
             placed = step if isinstance(step, CudnnStep | HostStep) else step.on_buffers(regions)
             values = [regions.get(value, value) if isinstance(value, str) else value for value in astuple(placed)]

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from miofind.core.problem import ProblemDescription
 from miofind.device.device import Device
 from miofind.launch import tensor_maps
-from miofind.launch.early_launch import early_launcher
+from miofind.launch.pdl import pdl_launcher
 from miofind.solver.steps import CudnnStep, FftStep, KernelStep, MatmulStep, Pointer, Scalar, TensorMap, WorkspacePlan
 from miofind.solver.structs import Struct, number_in_memory
 
@@ -76,7 +76,7 @@ class BoundKernel:
     __slots__ = ("_addresses", "_keep", "_launch", "_maps", "_offsets", "_pack", "_pick")
 
     def __init__(
-        self, step: KernelStep, kernel: Kernel, place: Callable[[Pointer], BasedAddress], *, early: bool = False
+        self, step: KernelStep, kernel: Kernel, place: Callable[[Pointer], BasedAddress], *, pdl: bool = False
     ) -> None:
         pointers = [arg for arg in step.args if isinstance(arg, Pointer)]
         self._addresses = (ctypes.c_uint64 * max(2, len(pointers)))()
@@ -102,7 +102,7 @@ class BoundKernel:
         self._offsets = offsets if any(offsets) else None
         self._pick = operator.itemgetter(*(where.base for where in places))
         self._pack = struct.Struct(f"={len(places)}Q").pack_into
-        self._launch = early_launcher(step, kernel) if early else _plain_launcher(step, kernel)
+        self._launch = pdl_launcher(step, kernel) if pdl else _plain_launcher(step, kernel)
         self._keep = (kernel, numbers, parameters, ctypes.addressof(parameters))
 
     def __call__(self, bases: Sequence[int], stream: int) -> None:

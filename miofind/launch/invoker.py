@@ -27,7 +27,7 @@ from miofind.launch.bound_steps import (
     BoundStep,
     library_plan,
 )
-from miofind.launch.early_launch import launches_early, may_begin_early
+from miofind.launch.pdl import dependent_launches, supports_pdl
 from miofind.solver.solver import Solver
 from miofind.solver.steps import (
     Config,
@@ -106,7 +106,7 @@ class _CudaInvoker(Invoker):
         self._plans: dict[Step, Any] = {}
         self._local = threading.local()
         self._guards_device = cuda_device_count() > 1
-        self._launches_early = launches_early(self.device)
+        self._supports_pdl = supports_pdl(self.device)
         self._bind()
 
     def _bind(self) -> tuple[BoundStep, ...]:
@@ -116,11 +116,11 @@ class _CudaInvoker(Invoker):
         steps = self.solution.steps
         with cupy.cuda.Device(self.device.index):
             cupy.cuda.runtime.setDevice(self.device.index)  # binds the context, and may be called in a capture
-            bound = tuple(self._bound(step, early) for step, early in zip(steps, may_begin_early(steps), strict=True))
+            bound = tuple(self._bound(step, pdl) for step, pdl in zip(steps, dependent_launches(steps), strict=True))
         self._local.steps = bound
         return bound
 
-    def _bound(self, step: Step, early: bool) -> BoundStep:
+    def _bound(self, step: Step, pdl: bool) -> BoundStep:
         plan = self.solution.workspace
         places = {operand.name: BasedAddress(i, 0) for i, operand in enumerate(self.problem.operands)}
         workspace = len(places)
@@ -132,7 +132,7 @@ class _CudaInvoker(Invoker):
             return BasedAddress(buffer.base, buffer.offset + pointer.offset_bytes)
 
         if isinstance(step, KernelStep):
-            return BoundKernel(step, self._kernels[step], place, early=early and self._launches_early)
+            return BoundKernel(step, self._kernels[step], place, pdl=pdl and self._supports_pdl)
         if isinstance(step, MatmulStep):
             return BoundMatmul(step, self._plan_of(step), place)
         if isinstance(step, FftStep):

@@ -245,11 +245,12 @@ class KernelStep:
         shared_bytes: dynamic shared memory.
         args: arguments in the kernel's order.
         package: package that holds the source; another package's solver names its own.
-        waits_itself: the kernel calls griddepcontrol_wait() of common/pdl.cuh before it touches memory that
-            earlier steps read or write. Right after another kernel step of its solution it may then begin before that
-            one has ended; it waits for that one alone, and so for all before it, since each of these has waited itself
-            or was launched plainly, after the end of all before. A kernel that does not wait leaves this False. Whoever
-            else launches early into the same stream, between these steps, must wait, too.
+        pdl: the kernel may be launched with programmatic dependent launch (PDL), because it calls
+            griddepcontrol_wait() of common/pdl.cuh before it touches memory that earlier steps read or write. Right
+            after another kernel step of its solution it then begins before that one has ended. It waits for that one
+            alone, which is enough: each kernel before it has waited likewise, or was launched without PDL, after the
+            end of all before. Foreign kernels that are launched with PDL into the same stream, between these steps,
+            must wait, too.
     """
 
     source: str
@@ -261,7 +262,7 @@ class KernelStep:
     options: tuple[str, ...] = ()
     shared_bytes: int = 0
     package: str = "miofind.kernels_src"
-    waits_itself: bool = False
+    pdl: bool = False
 
     def on_buffers(self, names: Mapping[str, str]) -> KernelStep:
         """The step with buffers of some names under others."""

@@ -57,7 +57,7 @@ class SplitK:
         return (Pointer(buffer=self.region), Pointer(buffer=self.output), *scalars)
 
     def reduction(
-        self, first: KernelStep, *scalars: Scalar, blocks: int, threads: int, waits_itself: bool = True
+        self, first: KernelStep, *scalars: Scalar, blocks: int, threads: int, pdl: bool = True
     ) -> KernelStep:
         """The step that adds the partials: a kernel of the same source and defines, named as the first and `_finish`.
 
@@ -65,7 +65,7 @@ class SplitK:
             first: the step that leaves the partials.
             scalars: the numbers that the kernel takes after partials and output.
             blocks, threads: of the grid, and of a block.
-            waits_itself: whether the kernel begins while the first one ends (programmatic dependent launch).
+            pdl: whether it is launched with PDL: it begins while the first kernel still runs, and waits itself.
         """
         return KernelStep(
             source=first.source,
@@ -74,7 +74,7 @@ class SplitK:
             block=(threads, 1, 1),
             defines=first.defines,
             args=self.arguments(*scalars),
-            waits_itself=waits_itself,
+            pdl=pdl,
         )
 
     def vector_reduction(self, first: KernelStep, *scalars: Scalar) -> KernelStep:

@@ -167,7 +167,7 @@ def _reduction(problem: ProblemDescription, tiling: _Tiling) -> KernelStep:
         block=(32 * tiling.reduction_lanes, 1, 1),
         defines=(("ELEMENT", problem.x.dtype.value), ("TAPS", taps), ("LANES", tiling.reduction_lanes)),
         args=tiling.split_k(problem).arguments(*int32s(problem.k, tiling.splits)),
-        waits_itself=True,
+        pdl=True,
     )
 
 

@@ -203,7 +203,7 @@ def _reduction(split_k: SplitK, first: KernelStep) -> KernelStep:
         *int32s(split_k.results, split_k.splits),
         blocks=ceil_div(split_k.results, _REDUCTION_THREADS),
         threads=_REDUCTION_THREADS,
-        waits_itself=False,
+        pdl=False,
     )
 
 

@@ -192,7 +192,7 @@ def _reduction(problem: ProblemDescription, config: Config, first: KernelStep) -
         *int32s(w.size, split_k.splits, w.shape[1], *w.strides),
         blocks=ceil_div(w.size, _REDUCTION_THREADS),
         threads=_REDUCTION_THREADS,
-        waits_itself=False,
+        pdl=False,
     )
 
 

@@ -165,7 +165,7 @@ def transpose_step(transpositions: tuple[Transposition, ...]) -> KernelStep:
             *(arg for each in transpositions for arg in each.args),
             *int32s(*blocks[:-1]),
         ),
-        waits_itself=True,
+        pdl=True,
     )
 
 

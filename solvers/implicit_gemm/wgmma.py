@@ -172,7 +172,7 @@ def _multiply(tiling: WgmmaTiling, device: Device) -> KernelStep:
             *int32s(*values),
             *divisors(*numbers),
         ),
-        waits_itself=True,
+        pdl=True,
     )
 
 
@@ -192,7 +192,7 @@ def _add(tiling: WgmmaTiling) -> KernelStep:
         args=_split_k(tiling).arguments(
             Scalar(ctype="int64", value=problem.output.size), Scalar(ctype="int32", value=tiling.splits)
         ),
-        waits_itself=True,
+        pdl=True,
     )
 
 

@@ -113,7 +113,7 @@ def _multiply(tiling: TransposedTiling, device: Device) -> KernelStep:
             *int32s(*values),
             *divisors(*by),
         ),
-        waits_itself=True,
+        pdl=True,
     )
 
 
@@ -130,7 +130,7 @@ def _add(tiling: TransposedTiling, device: Device) -> KernelStep:
         block=(_ADDING_THREADS, 1, 1),
         defines=_defines(tiling, tiling.stages(_shared_bytes(device))),
         args=_split_k(tiling).arguments(Scalar(ctype="int64", value=size), *int32s(tiling.splits, adders)),
-        waits_itself=True,
+        pdl=True,
     )
 
 

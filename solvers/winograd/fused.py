@@ -174,7 +174,7 @@ class ConvWinogradFused(Solver):
         pack, run = _filters_step(tiling), _step(tiling, device)
         return Packing(
             pack=ConvSolution(steps=(pack.on_buffers({_FILTERS: "y"}),)),
-            run=ConvSolution(steps=(replace(run, waits_itself=False).on_buffers({_FILTERS: "w"}),)),
+            run=ConvSolution(steps=(replace(run, pdl=False).on_buffers({_FILTERS: "w"}),)),
             bytes=tiling.filter_bytes,
         )
 
@@ -255,7 +255,7 @@ def _step(tiling: FusedTiling, device: Device) -> KernelStep:
             *int32s(*tiling.before),
             *divisors(tiling.filter_blocks, p.groups, across, down),
         ),
-        waits_itself=True,
+        pdl=True,
     )
 
 

@@ -1,4 +1,4 @@
-"""Tensors turned on a GPU, bit by bit, and chains of kernels that begin early: plainly, captured, over old results."""
+"""Tensors turned on a GPU, bit by bit, and chains of kernels with PDL: plainly, captured, over old results."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from miofind.compiler import Compiler
 from miofind.core.problem import DataType, ProblemDescription
 from miofind.device.device import Device
 from miofind.launch.bound_steps import make_step_launcher
-from miofind.launch.early_launch import launches_early, may_begin_early
 from miofind.launch.invoker import Invoker, make_invoker
+from miofind.launch.pdl import dependent_launches, supports_pdl
 from miofind.solver.registry import Registry
 from miofind.solver.steps import ConvSolution, Region, WorkspacePlan
 from miofind.solvers.implicit_gemm.transpose import Transposition, transpose_step
@@ -73,7 +73,7 @@ def test_two_tensors_are_turned_at_once(dtype: DataType, device: Device, compile
 
 @pytest.fixture
 def chain(device: Device, compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> Invoker:
-    """x to y by way of two buffers, each written twice: all launches but the first begin early."""
+    """x to y by way of two buffers, each written twice: all launches but the first use PDL."""
     there = Transposition.to_channels_last(COPIES, "x")
 
     def step(source: str, target: str, *, is_back: bool = False) -> Any:
@@ -89,8 +89,8 @@ def chain(device: Device, compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -
         step("b", "a"),
         step("a", "y", is_back=True),
     )
-    assert may_begin_early(steps) == (False, *[True] * 5)
-    assert launches_early(device)
+    assert dependent_launches(steps) == (False, *[True] * 5)
+    assert supports_pdl(device)
     plan = WorkspacePlan(tuple(Region(name=name, bytes=there.bytes) for name in "ab"))
     config = CHANNELS_LAST.default_configs(COPIES, device)[0]
     monkeypatch.setattr(type(CHANNELS_LAST), "solution", lambda *_: ConvSolution(steps=steps, workspace=plan))

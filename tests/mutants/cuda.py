@@ -151,7 +151,7 @@ class CudaMutantSolver(MutantSolver):
             ),
             options=self._kernel.options,
             args=args,
-            waits_itself=self._kernel.copies_late and entry == "mutant",
+            pdl=self._kernel.copies_late and entry == "mutant",
         )
 
 

@@ -109,7 +109,7 @@ def test_sums_of_several_blocks_meet_in_a_cluster_or_a_second_kernel() -> None:
         assert parts == (4 * config["splits"] * problem.w.size if has_parts else 0)
         assert launches[0].grid[0] % (config["splits"] if config["clustered"] else 1) == 0
         if has_parts:
-            assert launches[1].waits_itself
+            assert launches[1].pdl
     older = dataclasses.replace(Device.virtual("80"), clock_hz=1.4e9, bandwidth_bytes_per_s=2e12)
     assert not any(config["clustered"] for config in WEIGHTS.configs(problem, older))
 

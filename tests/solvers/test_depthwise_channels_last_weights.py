@@ -88,7 +88,7 @@ def test_parts_are_in_the_workspace(problem: ProblemDescription) -> None:
         if parts > 1:
             finish = solution.steps[1]
             assert isinstance(finish, KernelStep)
-            assert finish.waits_itself
+            assert finish.pdl
             assert finish.grid[0] * 32 >= problem.k
             assert finish.grid[1] == math.prod(problem.filter)
 

@@ -162,7 +162,7 @@ def test_parts_are_planned() -> None:
         expected = 4 * config["splits"] * problem.w.size if config["splits"] > 1 else 0
         assert solution.workspace.bytes == expected
         assert len(solution.steps) == (2 if expected else 1)
-        assert all(step.waits_itself for step in solution.kernels[1:])
+        assert all(step.pdl for step in solution.kernels[1:])
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,6 @@ def test_solution_reads_in_its_second_step_what_the_first_leaves() -> None:
     first, second = solution.kernels
     assert first is FIRST
     assert (second.source, second.entry, second.defines) == (FIRST.source, "grouped_weights_finish", FIRST.defines)
-    assert (second.grid, second.block, second.waits_itself) == ((2, 1, 1), (32, 1, 1), True)
+    assert (second.grid, second.block, second.pdl) == ((2, 1, 1), (32, 1, 1), True)
     assert second.args == (Pointer(buffer=split_k.target), Pointer(buffer="w"), *int32s(64))
     assert solution.workspace.regions == (split_k.partials,)

@@ -1,6 +1,6 @@
-"""Launches that begin while the kernel before them in the stream still runs: programmatic dependent launch.
+"""Programmatic dependent launch (PDL): a kernel begins while the kernel before it in the stream still runs.
 
-CuPy has no such launch, so the driver is called through cuda-bindings. The kernel waits for itself where it must.
+CuPy has no such launch: cuda-bindings calls the driver. The kernel itself waits (griddepcontrol.wait) where it must.
 
 Source: CUDA programming guide, Programmatic Dependent Launch; driver API, cuLaunchKernelEx.
 """
@@ -17,19 +17,19 @@ if TYPE_CHECKING:
     from miofind.compiler import Kernel
 
 _MIN_SM = 90
-_MIN_DRIVER = 12030  # the first whose graphs keep such launches when they are captured
+_MIN_DRIVER = 12030  # the first whose captured graphs keep dependent launches
 
 
-def may_begin_early(steps: Sequence[Step]) -> tuple[bool, ...]:
-    """Whether each step may begin before the one before it has ended: kernels that wait themselves, after a kernel."""
+def dependent_launches(steps: Sequence[Step]) -> tuple[bool, ...]:
+    """Whether each step is launched with PDL: a kernel step that allows it, right after another kernel step."""
     return tuple(
-        isinstance(step, KernelStep) and step.waits_itself and isinstance(last, KernelStep)
+        isinstance(step, KernelStep) and step.pdl and isinstance(last, KernelStep)
         for step, last in zip(steps, (None, *steps), strict=False)
     )
 
 
-def launches_early(device: Device) -> bool:
-    """Whether the device, its driver and the installed packages have such launches."""
+def supports_pdl(device: Device) -> bool:
+    """Whether the device, its driver and the installed packages have PDL."""
     if device.sm < _MIN_SM:
         return False
     try:
@@ -40,10 +40,10 @@ def launches_early(device: Device) -> bool:
     return hasattr(driver, "cuLaunchKernelEx") and cupy.cuda.runtime.driverGetVersion() >= _MIN_DRIVER
 
 
-def early_launcher(step: KernelStep, kernel: Kernel) -> Callable[[int, int, int], None]:
-    """A launch of a step's kernel that may begin early, called like CuPy's with a stream, parameters' address and 0.
+def pdl_launcher(step: KernelStep, kernel: Kernel) -> Callable[[int, int, int], None]:
+    """The launch of a step's kernel with PDL, called like CuPy's launch: stream, address of the parameters, 0.
 
-    Keeps the launch's description, and writes the stream into it: not to be shared between threads.
+    It writes the stream into one launch configuration: do not share it between threads.
     """
     import cupy
     from cuda.bindings import driver

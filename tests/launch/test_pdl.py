@@ -1,4 +1,4 @@
-"""Kernels that begin early: which steps do, on which devices, and what the driver is told. No GPU, no CuPy."""
+"""Programmatic dependent launch: of which steps, on which devices, and what the driver is told. No GPU, no CuPy."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from miofind.compiler.sources import read_source
 from miofind.core.problem import DataType, ProblemDescription
 from miofind.device.device import Device
 from miofind.errors import LaunchError
-from miofind.launch import early_launch, invoker
+from miofind.launch import invoker, pdl
 from miofind.solver.registry import Registry
 from miofind.solver.solver import Solver
 from miofind.solver.steps import (
@@ -39,7 +39,7 @@ SOLVER = Registry.default()["ConvChannelsLast"]
 PROBLEM = ProblemDescription.convolution(x=(2, 16, 9, 6), w=(24, 16, 3, 3), dtype="float16")
 HOPPER = replace(Device.virtual("90a"), index=0)
 PLAIN = KernelStep(source="a.cu", entry="plain", grid=(1, 2, 3), block=(4, 5, 6), shared_bytes=16, args=())
-WAITING = replace(PLAIN, entry="waiting", waits_itself=True)
+WAITING = replace(PLAIN, entry="waiting", pdl=True)
 AT = Pointer(buffer="x")
 PRODUCT = MatmulStep(
     m=1, n=1, k=1, transpose_a=False, transpose_b=False, lda=1, ldb=1, ldc=1, a=AT, b=AT, c=AT,
@@ -66,7 +66,7 @@ class Compiler:
 
 
 class Driver:
-    """Notes launches of both kinds; `status` is what early ones answer, `version` the driver's."""
+    """Notes launches of both kinds; `status` is what dependent ones answer, `version` the driver's."""
 
     def __init__(self) -> None:
         self.launched: list[Launch] = []
@@ -77,8 +77,8 @@ class Driver:
     def plainly(self, function: int, *rest: int) -> None:
         self.launched.append(("plain", function, rest[7]))
 
-    def early(self, config: Any, function: Any, parameters: int, extra: int) -> tuple[int]:
-        self.launched.append(("early", int(function), int(config.hStream)))
+    def dependent(self, config: Any, function: Any, parameters: int, extra: int) -> tuple[int]:
+        self.launched.append(("dependent", int(function), int(config.hStream)))
         [attribute] = config.attrs
         pointers = (ctypes.c_void_p * 2).from_address(parameters)
         self.seen.append(
@@ -107,7 +107,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Driver:
     vars(cupy).update(cuda=below)
     for module in (cupy, below):
         monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr(driver, "cuLaunchKernelEx", made.early)
+    monkeypatch.setattr(driver, "cuLaunchKernelEx", made.dependent)
     monkeypatch.setattr(invoker, "cuda_device_count", lambda: 1)
     return made
 
@@ -129,7 +129,7 @@ def make(cuda: Driver, monkeypatch: pytest.MonkeyPatch) -> Make:
 
 
 @pytest.mark.parametrize(
-    ("steps", "early"),
+    ("steps", "flags"),
     [
         ((), ()),
         ((WAITING,), (False,)),
@@ -138,19 +138,19 @@ def make(cuda: Driver, monkeypatch: pytest.MonkeyPatch) -> Make:
     ],
     ids=["none", "the first", "after kernels", "after products"],
 )
-def test_kernels_that_wait_begin_early_after_kernels(steps: tuple[Step, ...], early: tuple[bool, ...]) -> None:
-    assert early_launch.may_begin_early(steps) == early
+def test_kernels_that_wait_use_pdl_after_kernels(steps: tuple[Step, ...], flags: tuple[bool, ...]) -> None:
+    assert pdl.dependent_launches(steps) == flags
 
 
-def test_devices_and_drivers_that_launch_early(cuda: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    served = {arch: early_launch.launches_early(Device.virtual(arch)) for arch in ("80", "89", "90a", "100a", "120a")}
+def test_devices_and_drivers_with_pdl(cuda: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    served = {arch: pdl.supports_pdl(Device.virtual(arch)) for arch in ("80", "89", "90a", "100a", "120a")}
     assert served == {"80": False, "89": False, "90a": True, "100a": True, "120a": True}
     cuda.version = 12020
-    assert not early_launch.launches_early(HOPPER)
+    assert not pdl.supports_pdl(HOPPER)
     cuda.version = 13000
-    assert early_launch.launches_early(HOPPER)
+    assert pdl.supports_pdl(HOPPER)
     monkeypatch.setitem(sys.modules, "cuda.bindings", None)
-    assert not early_launch.launches_early(HOPPER)
+    assert not pdl.supports_pdl(HOPPER)
 
 
 def test_the_driver_is_told_all_of_a_step(make: Make, cuda: Driver) -> None:
@@ -158,7 +158,7 @@ def test_the_driver_is_told_all_of_a_step(make: Make, cuda: Driver) -> None:
     bound = make(HOPPER, PLAIN, replace(WAITING, args=args))
     for stream in (7, 9):
         bound.run((1, 2, 3, 4000), stream)
-    assert cuda.launched == [("plain", 100, 7), ("early", 101, 7), ("plain", 100, 9), ("early", 101, 9)]
+    assert cuda.launched == [("plain", 100, 7), ("dependent", 101, 7), ("plain", 100, 9), ("dependent", 101, 9)]
     told = {
         "grid": (1, 2, 3),
         "block": (4, 5, 6),
@@ -173,7 +173,7 @@ def test_the_driver_is_told_all_of_a_step(make: Make, cuda: Driver) -> None:
 
 
 @pytest.mark.parametrize("why", ["device", "driver"])
-def test_launched_plainly_where_early_ones_are_missing(why: str, make: Make, cuda: Driver) -> None:
+def test_launched_plainly_without_pdl(why: str, make: Make, cuda: Driver) -> None:
     """All steps run in order, in the stream that they were given."""
     cuda.version = 12080 if why == "device" else 12020
     bound = make(HOPPER if why == "driver" else replace(HOPPER, sm=89), PLAIN, WAITING, WAITING)
@@ -198,14 +198,14 @@ def test_kernels_that_say_that_they_wait_do(solver: Solver) -> None:
             for step in solver.solution(problem, HOPPER, config).kernels:
                 source = read_source(step.source, step.package)
                 waits = any("griddepcontrol_wait();" in text for text in (source.text, *source.headers.values()))
-                assert waits or not step.waits_itself, step.entry
+                assert waits or not step.pdl, step.entry
 
 
 def test_how_a_kernel_is_launched_leaves_rows_and_saved_files_valid() -> None:
     """Sources say whether a kernel waits, and they are hashed."""
     turn = Transposition(source="x", target="y", dtype=DataType.FLOAT16, batch=2, rows=8, columns=9)
     step = transpose_step((turn,))
-    assert step.waits_itself
+    assert step.pdl
     assert kernel_hash(ConvSolution(steps=(step,))) == kernel_hash(
-        ConvSolution(steps=(replace(step, waits_itself=False),))
+        ConvSolution(steps=(replace(step, pdl=False),))
     )
