@@ -13,6 +13,7 @@ from numbers import Real
 from miofind.core.problem import ProblemDescription
 from miofind.device.device import Device
 from miofind.errors import InvalidConfigError, MiofindError, described, raise_if_interrupted
+from miofind.find.lookup.known import earlier_configs
 from miofind.find.search import EXHAUSTIVE, Space
 from miofind.finddb import MAX_INT, MAX_JSON_CHARS
 from miofind.options import FindOptions
@@ -104,28 +105,37 @@ def make_plan(
         dynamic_only: leave out solvers that compile for each shape.
         winners: by solver, configurations that won at near problems: a search begins with those that are valid here.
 
+    Configurations that the FindDB's answer has of a solver's earlier code are candidates beside its defaults.
+
     Raises:
         UnknownSolverError: the options name a solver that the handle's registry has not.
     """
     options.check_names(handle.registry)
     device = handle.device
     draft = _Draft()
+    earlier = earlier_configs(problem, handle)
     for solver in handle.registry.values():
         if not options.allows(solver) or (dynamic_only and not solver.is_dynamic):
             draft.left_out.append(solver.id)
         else:
-            draft.ask(_Request(problem, device, solver, options), (winners or {}).get(solver.id, ()))
+            request = _Request(problem, device, solver, options, earlier.get(solver.id, ()))
+            draft.ask(request, (winners or {}).get(solver.id, ()))
     return draft.plan(is_filtered=dynamic_only)
 
 
 @dataclass(frozen=True, slots=True)
 class _Request:
-    """One solver and what is asked of it."""
+    """One solver and what is asked of it.
+
+    Attributes:
+        earlier: configurations that were measured with its earlier code, fastest first.
+    """
 
     problem: ProblemDescription
     device: Device
     solver: Solver
     options: FindOptions
+    earlier: tuple[Config, ...] = ()
 
     @property
     def is_possible_here(self) -> bool:
@@ -134,8 +144,9 @@ class _Request:
         return any(key.place is here.place and here.library_version(key.library) is not None for key in keys)
 
     def defaults(self) -> tuple[Config, ...]:
-        """The solver's default configurations."""
-        return self.solver.default_configs(self.problem, self.device)
+        """The solver's default configurations, then those of its earlier code that it still takes."""
+        defaults = self.solver.default_configs(self.problem, self.device)
+        return (*defaults, *(config for config in self.earlier if config not in defaults and self.admits(config)))
 
     def planned(self, config: Config) -> Planned:
         """A configuration with what decides about it."""

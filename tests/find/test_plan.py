@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import ClassVar
 
 import pytest
@@ -11,8 +12,10 @@ import pytest
 from miofind.core.problem import ProblemDescription
 from miofind.device.device import Device
 from miofind.find import plan as plan_module
+from miofind.find.lookup.validity import solver_hash
 from miofind.find.plan import SEARCH_LIMIT, estimated_configs, make_plan
 from miofind.find.search import EXHAUSTIVE, Space
+from miofind.finddb import Row
 from miofind.options import FindOptions
 from miofind.runtime.handle import Handle
 from miofind.solver.registry import Registry
@@ -78,6 +81,36 @@ def test_winners_elsewhere_are_seeds_where_they_are_valid_here() -> None:
     unknown = Config.of(no_such_parameter=1)
     space = space_of(TILED, winners={"ConvDirectTiled": (unknown, valid, for_float32), "Other": (unknown,)})
     assert space.seeds == (*solver.default_configs(PROBLEM, DEVICE), valid)
+
+
+@pytest.mark.parametrize("tuning", [False, True])
+def test_configurations_of_earlier_code_are_measured_with_the_defaults(tmp_path: Path, tuning: bool) -> None:
+    """What a search had found was forgotten as soon as a kernel's text changed."""
+    solver = Registry.default()["ConvDirectTiled"]
+    options = FindOptions(only=("ConvDirectTiled",), tuning=tuning)
+    valid, present, failed = list(solver.configs(PROBLEM, DEVICE))[123:126]
+    gone = Config.of(no_such_parameter=1)
+
+    def row(config: Config, sources: str = "ab", status: str = "ok") -> Row:
+        return Row(
+            solver_id=solver.id,
+            solver_version=solver.version,
+            source_hash=sources,
+            config=config.json,
+            status=status,
+            time_ms=1.0 if status == "ok" else None,
+        )
+
+    with Handle(DEVICE, database=tmp_path / "finddb.db", strict=True) as handle:
+        without = [p.candidate.config for p in make_plan(PROBLEM, options, handle).candidates]
+        rows = [row(valid), row(gone), row(failed, status="wrong_result")]
+        handle.database.record(DEVICE.identity, PROBLEM.network_config, rows)
+        planned = make_plan(PROBLEM, options, handle)
+        assert planned.refusals == {}
+        assert {p.candidate.config for p in planned.candidates} - {*without} == {valid}
+        handle.database.record(DEVICE.identity, PROBLEM.network_config, [row(present, solver_hash(solver))])
+        afterwards = make_plan(PROBLEM, options, handle)
+        assert [p.candidate.config for p in afterwards.candidates] == without, "the answer has newer measurements"
 
 
 def test_candidates_are_what_a_search_is_likely_to_begin_with() -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+
 from miofind.core.problem import ProblemDescription
 from miofind.device.environment import versions
+from miofind.errors import InvalidConfigError
 from miofind.find.lookup import validity
 from miofind.find.lookup.stored import answers_no_more
-from miofind.finddb import environment_id, usable_rows
+from miofind.finddb import Row, environment_id, usable_rows
 from miofind.runtime.handle import Handle
 from miofind.solver.candidate import Candidate
 from miofind.solver.steps import Config
@@ -36,6 +39,27 @@ def incumbent(problem: ProblemDescription, handle: Handle) -> str:
     answer = handle.database.answer(handle.device.identity, problem.network_config)
     first = next(iter(answer.rows), None) if answer else None
     return first.candidate if first else ""
+
+
+def earlier_configs(problem: ProblemDescription, handle: Handle) -> dict[str, tuple[Config, ...]]:
+    """By solver, the configurations that answers hold and no longer count: the solver's code has changed since.
+
+    The fastest ones come first. They are worth a measurement with the code of today: a search may have found them.
+    """
+    found: dict[str, dict[Config, None]] = {}
+    for answer in handle.database.answers(handle.device.identity, problem.network_config):
+        for row in answer.rows:
+            if _is_of_other_code(row, problem, handle):
+                with contextlib.suppress(InvalidConfigError):
+                    found.setdefault(row.solver_id, {})[Config.from_json(row.config)] = None
+    return {solver_id: tuple(configs) for solver_id, configs in found.items()}
+
+
+def _is_of_other_code(row: Row, problem: ProblemDescription, handle: Handle) -> bool:
+    """Whether a row is usable, and its solver is here but not as it measured it."""
+    if not row.usable or row.solver_id not in handle.registry:
+        return False
+    return not validity.is_valid(row, handle) or answers_no_more(row, problem, handle)
 
 
 def candidate_of(name: str, problem: ProblemDescription) -> Candidate:
