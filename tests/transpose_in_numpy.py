@@ -8,14 +8,16 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from struct_fields import fields_of
 
 from miofind.solver.steps import KernelStep, Pointer, Scalar
-from miofind.solvers.common.divisor import divisor
+from miofind.solver.structs import Struct
+from miofind.solvers.implicit_gemm.transpose import MATRICES
 
 ENTRIES = {"transpose": 1, "transpose_two": 2}
 ITEMSIZES = {"float16": 2, "bfloat16": 2, "float32": 4}
-ARGS = 10
-"""A tensor's: two pointers, rows, columns and two divisors."""
+ARGS = 3
+"""A tensor's: two pointers and its `MATRICES`."""
 
 Array = NDArray[Any]
 
@@ -47,19 +49,20 @@ class Tensor:
 def tensors(step: KernelStep) -> list[Tensor]:
     """What a step turns, from its arguments and defines alone."""
     defines, count = dict(step.defines), ENTRIES[step.entry]
-    assert list(defines) == ["ELEMENT", "FIRST", "SECOND"][: 1 + count]
+    assert list(defines) == [*["ELEMENT", "FIRST", "SECOND"][: 1 + count], MATRICES.define[0]]
     assert len(step.args) == (ARGS if count == 1 else 2 * ARGS + 1)
     found = []
     for i, name in enumerate(("FIRST", "SECOND")[:count]):
-        source, target, *scalars = step.args[ARGS * i : ARGS * (i + 1)]
+        source, target, matrices = step.args[ARGS * i : ARGS * (i + 1)]
         assert isinstance(source, Pointer)
         assert isinstance(target, Pointer)
-        values = [int(arg.value) for arg in scalars if isinstance(arg, Scalar)]
-        rows, columns, down, across = *values[:2], values[2], values[5]
-        assert values[2:] == [scalar.value for by in (down, across) for scalar in divisor(by)]
+        assert isinstance(matrices, Struct)
+        assert matrices.type == MATRICES
+        fields = fields_of(matrices)
         *sizes, scatters, is_whole = (int(value) for value in str(defines[name]).split(","))
         tile = Tile(*sizes, bool(scatters), bool(is_whole))
-        found.append(Tensor(source.buffer, target.buffer, rows, columns, (down, across), tile))
+        tiles = fields["tiles_down"], fields["tiles_across"]
+        found.append(Tensor(source.buffer, target.buffer, fields["rows"], fields["columns"], tiles, tile))
     return found
 
 

@@ -7,12 +7,12 @@
 // of columns innermost, then of rows, then the batch; the second tensor's blocks come last.
 //
 // Defines: ELEMENT; FIRST and, for two tensors, SECOND: a tile's rows and columns, elements that are loaded and that
-// are stored at once, whether it scatters, whether lines are whole, as a list.
+// are stored at once, whether it scatters, whether lines are whole, as a list; MATRICES_FIELDS.
 #include "common/divisor.cuh"
 #include "common/hopper.cuh"
 
-#if !defined(ELEMENT) || !defined(FIRST)
-#error "define ELEMENT and FIRST"
+#if !defined(ELEMENT) || !defined(FIRST) || !defined(MATRICES_FIELDS)
+#error "define ELEMENT, FIRST and MATRICES_FIELDS"
 #endif
 
 // What a vector is stored as: its members would be stored one by one.
@@ -129,16 +129,17 @@ __device__ __forceinline__ void store(const ELEMENT* tile, ELEMENT* to, int stri
   }
 }
 
+// A tensor: the size of each of its matrices, and how many tiles of FIRST or SECOND a matrix has, each way.
 struct Matrices {
-  int rows, columns;
-  Divisor down, across;  // tiles
+  MATRICES_FIELDS
 };
 
 template <class T>
 __device__ __forceinline__ void transpose_tile(ELEMENT* tile, const ELEMENT* from, ELEMENT* to, const Matrices& all,
                                                int number) {
-  const int line = number / all.across, batch = line / all.down;
-  const int first_i = (line - batch * all.down.by) * T::kRows, first_j = (number - line * all.across.by) * T::kColumns;
+  const int line = number / all.tiles_across, batch = line / all.tiles_down;
+  const int first_i = (line - batch * all.tiles_down.by) * T::kRows,
+            first_j = (number - line * all.tiles_across.by) * T::kColumns;
   const int64 matrix = static_cast<int64>(batch) * all.rows * all.columns;
   const int rows_left = all.rows - first_i, columns_left = all.columns - first_j;
   const int lines_left = T::kScatters ? columns_left : rows_left, length_left = T::kScatters ? rows_left : columns_left;
@@ -153,39 +154,28 @@ using First = Tile<FIRST>;
 
 #ifndef SECOND
 extern "C" __global__ void __launch_bounds__(kThreads)
-    transpose(const ELEMENT* from, ELEMENT* to, int rows, int columns, int tiles_i, unsigned tiles_i_multiplier,
-              int tiles_i_shift, int tiles_j, unsigned tiles_j_multiplier, int tiles_j_shift) {
+    transpose(const ELEMENT* from, ELEMENT* to, const __grid_constant__ Matrices matrices) {
   __shared__ alignas(16) ELEMENT tile[First::kElements];
   griddepcontrol_launch_dependents();
   griddepcontrol_wait();
-  const Matrices all{
-      rows, columns, {tiles_i, tiles_i_multiplier, tiles_i_shift}, {tiles_j, tiles_j_multiplier, tiles_j_shift}};
-  transpose_tile<First>(tile, from, to, all, blockIdx.x);
+  transpose_tile<First>(tile, from, to, matrices, blockIdx.x);
 }
 #else
 using Second = Tile<SECOND>;
 constexpr unsigned kMost = First::kElements > Second::kElements ? First::kElements : Second::kElements;
 
 extern "C" __global__ void __launch_bounds__(kThreads)
-    transpose_two(const ELEMENT* from, ELEMENT* to, int rows, int columns, int tiles_i, unsigned tiles_i_multiplier,
-                  int tiles_i_shift, int tiles_j, unsigned tiles_j_multiplier, int tiles_j_shift,
-                  const ELEMENT* other_from, ELEMENT* other_to, int other_rows, int other_columns, int other_tiles_i,
-                  unsigned other_tiles_i_multiplier, int other_tiles_i_shift, int other_tiles_j,
-                  unsigned other_tiles_j_multiplier, int other_tiles_j_shift, int blocks) {
+    transpose_two(const ELEMENT* from, ELEMENT* to, const __grid_constant__ Matrices matrices,
+                  const ELEMENT* other_from, ELEMENT* other_to, const __grid_constant__ Matrices other_matrices,
+                  int blocks) {
   __shared__ alignas(16) ELEMENT tile[kMost];
   griddepcontrol_launch_dependents();
   griddepcontrol_wait();
   const int number = blockIdx.x;
   if (number < blocks) {
-    const Matrices all{
-        rows, columns, {tiles_i, tiles_i_multiplier, tiles_i_shift}, {tiles_j, tiles_j_multiplier, tiles_j_shift}};
-    transpose_tile<First>(tile, from, to, all, number);
+    transpose_tile<First>(tile, from, to, matrices, number);
   } else {
-    const Matrices all{other_rows,
-                       other_columns,
-                       {other_tiles_i, other_tiles_i_multiplier, other_tiles_i_shift},
-                       {other_tiles_j, other_tiles_j_multiplier, other_tiles_j_shift}};
-    transpose_tile<Second>(tile, other_from, other_to, all, number - blocks);
+    transpose_tile<Second>(tile, other_from, other_to, other_matrices, number - blocks);
   }
 }
 #endif

@@ -9,11 +9,15 @@ import math
 from dataclasses import dataclass, replace
 
 from miofind.core.problem import DataType, ProblemDescription
-from miofind.solver.steps import KernelStep, Pointer, Scalar, int32s
+from miofind.solver.steps import Argument, KernelStep, Pointer, int32s
+from miofind.solver.structs import StructType
 from miofind.solvers.common.correlation import ceil_div
-from miofind.solvers.common.divisor import divisors
+from miofind.solvers.common.divisor import DIVISOR, divide_by
 
 SOURCE = "implicit_gemm/transpose.cu"
+
+MATRICES = StructType("Matrices", rows="int32", columns="int32", tiles_down=DIVISOR, tiles_across=DIVISOR)
+"""What the kernel takes of a tensor: the size of its matrices, and how many tiles each has down and across."""
 
 BANDWIDTH_SHARE = 0.73
 """Of the device's nominal bandwidth, which transpose_step reaches on an H200 where tensors are large."""
@@ -110,13 +114,13 @@ class Transposition:
         return self.batch * math.prod(self.tiles)
 
     @property
-    def args(self) -> tuple[Pointer | Scalar, ...]:
+    def args(self) -> tuple[Argument, ...]:
         """What the kernel is told of it."""
+        down, across = map(divide_by, self.tiles)
         return (
             Pointer(buffer=self.source),
             Pointer(buffer=self.target),
-            *int32s(self.rows, self.columns),
-            *divisors(*self.tiles),
+            MATRICES(rows=self.rows, columns=self.columns, tiles_down=down, tiles_across=across),
         )
 
 
@@ -160,6 +164,7 @@ def transpose_step(transpositions: tuple[Transposition, ...]) -> KernelStep:
         defines=(
             ("ELEMENT", transpositions[0].dtype.value),
             *zip(("FIRST", "SECOND"), (each.tile.define for each in transpositions), strict=False),
+            MATRICES.define,
         ),
         args=(
             *(arg for each in transpositions for arg in each.args),
