@@ -6,7 +6,8 @@
 // CHANNELS input channels and STAGE_ROWS filter rows at a time. A thread holds THREAD_K channels x THREAD_W pixels of a
 // row and slides over CHUNK filter columns in registers. Accumulators are float32.
 // Grid: one dimension, output-channel blocks innermost, then tiles of an image, then images.
-// Sizes, padding and strides are arguments; the other constants below are defines, checked here and in its solver.
+// Shape: sizes, padding (may be negative) and element strides; channels are those of a group, height and width of `out`
+// those that this launch computes. The other constants below are defines, checked here and in the solver.
 #include "common/tile.cuh"
 
 #if !defined(ELEMENT) || !defined(TILE_H) || !defined(TILE_W) || !defined(TILE_K) || !defined(GROUPS)
@@ -23,6 +24,9 @@
 #endif
 #if !defined(CHANNELS_LAST) || !defined(VECTOR) || !defined(OUT_VECTOR) || !defined(SHARED_BYTES)
 #error "define CHANNELS_LAST, VECTOR, OUT_VECTOR and SHARED_BYTES"
+#endif
+#if !defined(SHAPE_FIELDS)
+#error "define SHAPE_FIELDS"
 #endif
 
 constexpr int kTileH = TILE_H, kTileW = TILE_W, kGroupK = TILE_K, kGroups = GROUPS, kTileK = kGroups * kGroupK;
@@ -63,34 +67,28 @@ constexpr int kStageFloats = Patch::kFloats + kFilterFloats;
 static_assert(SHARED_BYTES == 4 * kStages * kStageFloats,
               "SHARED_BYTES differs from this layout: the solver computes another");
 
-struct Correlation {
-  int in_channels, out_channels, groups;  // channels of a group
-  Plane in;
-  int in_n, in_c;
-  int rows, columns;  // outputs
-  int pad_h, pad_w;   // may be negative
-  int filter_group, filter_out, filter_in, filter_y, filter_x;
-  int out_n, out_c, out_h, out_w;
+struct Shape {
+  SHAPE_FIELDS
 };
 
-// Where a block works.
-struct Place {
+// First output, group and output channel of a block.
+struct BlockOrigin {
   int n, row, column, group, k;
 };
 
-__device__ __forceinline__ Place place_of(const Correlation& conv, unsigned block) {
-  const unsigned k_blocks = ceil_div(conv.out_channels, kGroupK), group_blocks = ceil_div(conv.groups, kGroups);
-  const unsigned tiles_w = ceil_div(conv.columns, kTileW), tiles_h = ceil_div(conv.rows, kTileH);
-  Place place;
-  place.k = block % k_blocks * kGroupK;
+__device__ __forceinline__ BlockOrigin block_origin(const Shape& shape, unsigned block) {
+  const unsigned k_blocks = ceil_div(shape.out_channels, kGroupK), group_blocks = ceil_div(shape.groups, kGroups);
+  const unsigned tiles_w = ceil_div(shape.out_width, kTileW), tiles_h = ceil_div(shape.out_height, kTileH);
+  BlockOrigin origin;
+  origin.k = block % k_blocks * kGroupK;
   block /= k_blocks;
-  place.group = block % group_blocks * kGroups;
+  origin.group = block % group_blocks * kGroups;
   block /= group_blocks;
-  place.column = block % tiles_w * kTileW;
+  origin.column = block % tiles_w * kTileW;
   block /= tiles_w;
-  place.row = block % tiles_h * kTileH;
-  place.n = block / tiles_h;
-  return place;
+  origin.row = block % tiles_h * kTileH;
+  origin.n = block / tiles_h;
+  return origin;
 }
 
 // Splits `rest` into its remainder by kSize, which is returned, and its quotient, which is left.
@@ -102,8 +100,8 @@ __device__ __forceinline__ int take(int& rest) {
 }
 
 // Stages filter rows [y, y + kStageRows) of input channels [c, c + kChannels); threads walk along memory.
-__device__ __forceinline__ void load_filter(float* staged, const ELEMENT* filter, const Correlation& conv,
-                                            const Place& place, int c, int y) {
+__device__ __forceinline__ void load_filter(float* staged, const ELEMENT* filter, const Shape& shape,
+                                            const BlockOrigin& origin, int c, int y) {
 #pragma unroll(kCopiesInFlight<ELEMENT>)
   for (int i = threadIdx.x; i < kChannels * kStageTaps * kTileK; i += kThreads) {
     int rest = i, tap, in, out;
@@ -125,24 +123,27 @@ __device__ __forceinline__ void load_filter(float* staged, const ELEMENT* filter
       tap = take<kStageTaps>(rest);
       in = rest;
     }
-    const int group = place.group + out / kGroupK, k = place.k + out % kGroupK;
-    const bool inside = c + in < conv.in_channels && k < conv.out_channels && group < conv.groups;
-    const int offset = group * conv.filter_group + k * conv.filter_out + (c + in) * conv.filter_in +
-                       (y + tap / kFilterX) * conv.filter_y + tap % kFilterX * conv.filter_x;
+    const int group = origin.group + out / kGroupK, k = origin.k + out % kGroupK;
+    const bool inside = c + in < shape.in_channels && k < shape.out_channels && group < shape.groups;
+    const int offset = group * shape.filter_group_stride + k * shape.filter_out_channel_stride +
+                       (c + in) * shape.filter_in_channel_stride + (y + tap / kFilterX) * shape.filter_row_stride +
+                       tap % kFilterX * shape.filter_column_stride;
     copy_element(staged + (in * kStageTaps + tap) * kFilterPitch + out, inside ? filter + offset : filter, inside);
   }
 }
 
-__device__ __forceinline__ void load_stage(float* stage, const ELEMENT* in, const ELEMENT* filter,
-                                           const Correlation& conv, const Place& place, int c, int y) {
+__device__ __forceinline__ void load_stage(float* stage, const ELEMENT* in, const ELEMENT* filter, const Shape& shape,
+                                           const BlockOrigin& origin, int c, int y) {
   const auto channel_offset = [&](int slot) {
-    const int group = place.group + slot / kChannels, channel = c + slot % kChannels;
-    const bool inside = group < conv.groups && channel < conv.in_channels;
-    return inside ? (group * conv.in_channels + channel) * conv.in_c : -1;
+    const int group = origin.group + slot / kChannels, channel = c + slot % kChannels;
+    const bool inside = group < shape.groups && channel < shape.in_channels;
+    return inside ? (group * shape.in_channels + channel) * shape.in_channel_stride : -1;
   };
-  const int top = place.row * STRIDE_H - conv.pad_h + y * DILATION_H, left = place.column * STRIDE_W - conv.pad_w;
-  load_tile<Patch, kThreads>(stage, in + place.n * conv.in_n, conv.in, top, left, channel_offset);
-  load_filter(stage + Patch::kFloats, filter, conv, place, c, y);
+  const int top = origin.row * STRIDE_H - shape.pad_top + y * DILATION_H,
+            left = origin.column * STRIDE_W - shape.pad_left;
+  const Plane in_plane = {shape.in_height, shape.in_width, shape.in_row_stride, shape.in_column_stride};
+  load_tile<Patch, kThreads>(stage, in + origin.n * shape.in_batch_stride, in_plane, top, left, channel_offset);
+  load_filter(stage + Patch::kFloats, filter, shape, origin, c, y);
   commit_copies();
 }
 
@@ -180,15 +181,16 @@ __device__ __forceinline__ void add_stage(float (&accumulators)[kThreadK][kThrea
   }
 }
 
-__device__ __forceinline__ void store(const float (&accumulators)[kThreadK][kThreadW], ELEMENT* out,
-                                      const Correlation& conv, const Place& place) {
+__device__ __forceinline__ void store(const float (&accumulators)[kThreadK][kThreadW], ELEMENT* out, const Shape& shape,
+                                      const BlockOrigin& origin) {
   const int strip = threadIdx.x % kStrips, first_k = threadIdx.x / kStrips * kThreadK;
-  const int row = place.row + strip / kStripsW, first_column = place.column + strip % kStripsW * kThreadW;
-  const int group = place.group + first_k / kGroupK, first = place.k + first_k % kGroupK;
-  if (row >= conv.rows || group >= conv.groups) return;
-  const int columns_left = conv.columns - first_column, channels_left = conv.out_channels - first;
-  ELEMENT* to = out + place.n * conv.out_n + (group * conv.out_channels + first) * conv.out_c + row * conv.out_h +
-                first_column * conv.out_w;
+  const int row = origin.row + strip / kStripsW, first_column = origin.column + strip % kStripsW * kThreadW;
+  const int group = origin.group + first_k / kGroupK, first = origin.k + first_k % kGroupK;
+  if (row >= shape.out_height || group >= shape.groups) return;
+  const int columns_left = shape.out_width - first_column, channels_left = shape.out_channels - first;
+  ELEMENT* to = out + origin.n * shape.out_batch_stride +
+                (group * shape.out_channels + first) * shape.out_channel_stride + row * shape.out_row_stride +
+                first_column * shape.out_column_stride;
   constexpr int kStepK = kChannelsLast ? kOutVector : 1, kStepW = kChannelsLast ? 1 : kOutVector;
 #pragma unroll
   for (int k = 0; k < kThreadK; k += kStepK) {
@@ -200,28 +202,21 @@ __device__ __forceinline__ void store(const float (&accumulators)[kThreadK][kThr
       for (int i = 0; i < kOutVector; ++i)
         values.at[i] =
             convert<ELEMENT>(kChannelsLast ? accumulators[k + i % kStepK][p] : accumulators[k][p + i % kStepW]);
-      if (p < columns_left) *reinterpret_cast<Vector<ELEMENT, kOutVector>*>(to + p * conv.out_w) = values;
+      if (p < columns_left) *reinterpret_cast<Vector<ELEMENT, kOutVector>*>(to + p * shape.out_column_stride) = values;
     }
-    to += kStepK * conv.out_c;
+    to += kStepK * shape.out_channel_stride;
   }
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
     direct_tiled(const ELEMENT* __restrict__ in, const ELEMENT* __restrict__ filter, ELEMENT* __restrict__ out,
-                 int in_channels, int out_channels, int groups, int in_height, int in_width, int in_n, int in_c,
-                 int in_h, int in_w, int rows, int columns, int pad_h, int pad_w, int filter_group, int filter_out,
-                 int filter_in, int filter_y, int filter_x, int out_n, int out_c, int out_h, int out_w) {
+                 const __grid_constant__ Shape shape) {
   extern __shared__ __align__(16) float shared[];
-  const Correlation conv = {in_channels, out_channels, groups,       {in_height, in_width, in_h, in_w},
-                            in_n,        in_c,         rows,         columns,
-                            pad_h,       pad_w,        filter_group, filter_out,
-                            filter_in,   filter_y,     filter_x,     out_n,
-                            out_c,       out_h,        out_w};
-  const Place place = place_of(conv, blockIdx.x);
+  const BlockOrigin origin = block_origin(shape, blockIdx.x);
   constexpr int kSteps = kFilterY / kStageRows;
-  const int steps = ceil_div(in_channels, kChannels) * kSteps;
+  const int steps = ceil_div(shape.in_channels, kChannels) * kSteps;
   const auto load = [&](int step) {
-    load_stage(shared + step % kStages * kStageFloats, in, filter, conv, place, step / kSteps * kChannels,
+    load_stage(shared + step % kStages * kStageFloats, in, filter, shape, origin, step / kSteps * kChannels,
                step % kSteps * kStageRows);
   };
   float accumulators[kThreadK][kThreadW] = {};
@@ -238,5 +233,5 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
     add_stage(accumulators, shared + step % kStages * kStageFloats);
     __syncthreads();  // every thread has read the stage before it is overwritten
   }
-  store(accumulators, out, conv, place);
+  store(accumulators, out, shape, origin);
 }

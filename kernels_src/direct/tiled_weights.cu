@@ -6,7 +6,8 @@
 // holds THREAD_K x THREAD_C filters x CHUNK columns of one row and slides over kStrip neighbouring outputs at a time.
 // Second pass (finish): split-K reduction, one thread an element.
 // Grid: one dimension; k blocks innermost, then c blocks, groups, filter rows, splits.
-// Sizes, padding and strides are arguments; the other constants are defines, checked here and in the solver.
+// Shape: sizes, padding and element strides; channels and out_channels are those of a group. The other constants are
+// defines, checked here and in the solver.
 #include "common/split_k.cuh"
 #include "common/tile.cuh"
 
@@ -24,6 +25,9 @@
 #endif
 #if !defined(CHANNELS_LAST) || !defined(X_VECTOR) || !defined(Y_VECTOR)
 #error "define CHANNELS_LAST, X_VECTOR and Y_VECTOR"
+#endif
+#if !defined(SHAPE_FIELDS)
+#error "define SHAPE_FIELDS"
 #endif
 
 constexpr int kTileH = TILE_H, kTileW = TILE_W, kTileK = TILE_K, kTileC = TILE_C, kGroups = GROUPS;
@@ -54,6 +58,10 @@ using YTile = Tile<kGroups * kTileK, kTileH, kTileW, kTileW, 1, 1, Y_VECTOR, kCh
 static_assert(SHARED_BYTES == 4 * (XTile::kFloats + YTile::kFloats),
               "SHARED_BYTES differs from this layout: the solver computes another");
 
+struct Shape {
+  SHAPE_FIELDS
+};
+
 // Splits `rest` into its remainder by `size`, which is returned, and its quotient, which is left.
 __device__ __forceinline__ int take(int& rest, int size) {
   const int remainder = rest % size;
@@ -61,27 +69,27 @@ __device__ __forceinline__ int take(int& rest, int size) {
   return remainder;
 }
 
-// The part of the filters that a thread holds: channels k + i * kThreadsK and c + i * kThreadsC of its group, row y,
+// The filters that a thread holds: channels k + i * kThreadsK and c + i * kThreadsC of its group, row y,
 // columns from x on. Interleaved channels keep neighbouring lanes on neighbouring planes.
-struct Share {
+struct ThreadFilters {
   int c, k, group, y, x;
 };
 
-__device__ __forceinline__ Share share_of(int thread) {
-  Share share;
-  share.c = take(thread, kThreadsC);
-  share.k = take(thread, kThreadsK);
-  share.group = take(thread, kGroups);
-  share.y = take(thread, kStageRows);
-  share.x = thread * kChunk;
-  return share;
+__device__ __forceinline__ ThreadFilters thread_filters(int thread) {
+  ThreadFilters filters;
+  filters.c = take(thread, kThreadsC);
+  filters.k = take(thread, kThreadsK);
+  filters.group = take(thread, kGroups);
+  filters.y = take(thread, kStageRows);
+  filters.x = thread * kChunk;
+  return filters;
 }
 
 __device__ __forceinline__ void add_tile(float (&accumulators)[kThreadK][kThreadC][kChunk], const float* x_tile,
-                                         const float* y_tile, const Share& share) {
-  const float* x_row = x_tile + (share.group * kTileC + share.c) * XTile::kPlane +
-                       share.y * DILATION_H * XTile::kPitch + share.x * DILATION_W;
-  const float* y_row = y_tile + (share.group * kTileK + share.k) * YTile::kPlane;
+                                         const float* y_tile, const ThreadFilters& filters) {
+  const float* x_row = x_tile + (filters.group * kTileC + filters.c) * XTile::kPlane +
+                       filters.y * DILATION_H * XTile::kPitch + filters.x * DILATION_W;
+  const float* y_row = y_tile + (filters.group * kTileK + filters.k) * YTile::kPlane;
 #pragma unroll 1
   for (int h = 0; h < kTileH; ++h)
 #pragma unroll 1
@@ -108,70 +116,77 @@ __device__ __forceinline__ void add_tile(float (&accumulators)[kThreadK][kThread
 
 extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
     direct_tiled_weights(const ELEMENT* __restrict__ dy, const ELEMENT* __restrict__ x, float* __restrict__ partials,
-                         int n, int c, int k, int groups, int splits, int in_height, int in_width, int in_n, int in_c,
-                         int in_h, int in_w, int rows, int columns, int y_n, int y_k, int y_h, int y_w, int pad_h,
-                         int pad_w) {
+                         const __grid_constant__ Shape shape) {
   extern __shared__ __align__(16) float shared[];
   float* const x_tile = shared;
   float* const y_tile = shared + XTile::kFloats;
-  const int group_c = c / groups, group_k = k / groups;
   int rest = blockIdx.x;
-  const int first_k = take(rest, ceil_div(group_k, kTileK)) * kTileK;
-  const int first_c = take(rest, ceil_div(group_c, kTileC)) * kTileC;
-  const int first_group = take(rest, ceil_div(groups, kGroups)) * kGroups;
+  const int first_k = take(rest, ceil_div(shape.out_channels, kTileK)) * kTileK;
+  const int first_c = take(rest, ceil_div(shape.channels, kTileC)) * kTileC;
+  const int first_group = take(rest, ceil_div(shape.groups, kGroups)) * kGroups;
   const int first_y = take(rest, kFilterY / kStageRows) * kStageRows;
   const int split = rest;
 
-  const Plane x_plane = {in_height, in_width, in_h, in_w}, y_plane = {rows, columns, y_h, y_w};
+  const Plane x_plane = {shape.height, shape.width, shape.x_row_stride, shape.x_column_stride};
+  const Plane y_plane = {shape.out_height, shape.out_width, shape.y_row_stride, shape.y_column_stride};
   const auto x_channel = [&](int slot) {
     const int group = first_group + slot / kTileC, channel = first_c + slot % kTileC;
-    return group < groups && channel < group_c ? (group * group_c + channel) * in_c : -1;
+    return group < shape.groups && channel < shape.channels
+               ? (group * shape.channels + channel) * shape.x_channel_stride
+               : -1;
   };
   const auto y_channel = [&](int slot) {
     const int group = first_group + slot / kTileK, channel = first_k + slot % kTileK;
-    return group < groups && channel < group_k ? (group * group_k + channel) * y_k : -1;
+    return group < shape.groups && channel < shape.out_channels
+               ? (group * shape.out_channels + channel) * shape.y_channel_stride
+               : -1;
   };
 
-  const Share share = share_of(threadIdx.x);
-  const int tiles_w = ceil_div(columns, kTileW), tiles_h = ceil_div(rows, kTileH), tiles = n * tiles_h * tiles_w;
+  const ThreadFilters filters = thread_filters(threadIdx.x);
+  const int tiles_w = ceil_div(shape.out_width, kTileW), tiles_h = ceil_div(shape.out_height, kTileH),
+            tiles = shape.batch * tiles_h * tiles_w;
   float accumulators[kThreadK][kThreadC][kChunk] = {};
-  for (int tile = split; tile < tiles; tile += splits) {
-    int place = tile;
-    const int column = take(place, tiles_w) * kTileW, row = take(place, tiles_h) * kTileH;
-    const int top = row * STRIDE_H - pad_h + first_y * DILATION_H, left = column * STRIDE_W - pad_w;
-    load_tile<XTile, kThreads>(x_tile, x + place * in_n, x_plane, top, left, x_channel);
-    load_tile<YTile, kThreads>(y_tile, dy + place * y_n, y_plane, row, column, y_channel);
+  for (int tile = split; tile < tiles; tile += shape.splits) {
+    int image = tile;
+    const int column = take(image, tiles_w) * kTileW, row = take(image, tiles_h) * kTileH;
+    const int top = row * STRIDE_H - shape.pad_top + first_y * DILATION_H, left = column * STRIDE_W - shape.pad_left;
+    load_tile<XTile, kThreads>(x_tile, x + image * shape.x_batch_stride, x_plane, top, left, x_channel);
+    load_tile<YTile, kThreads>(y_tile, dy + image * shape.y_batch_stride, y_plane, row, column, y_channel);
     commit_copies();
     wait_for_copies<0>();
     __syncthreads();  // every thread's part of the tiles has arrived
-    add_tile(accumulators, x_tile, y_tile, share);
+    add_tile(accumulators, x_tile, y_tile, filters);
     __syncthreads();  // every thread has read the tiles before they are overwritten
   }
 
-  float* const mine = partials + static_cast<int64>(split) * k * group_c * kFilterY * kFilterX;
-  const int group = first_group + share.group;
-  if (group >= groups) return;
+  float* const mine =
+      partials + static_cast<int64>(split) * shape.groups * shape.out_channels * shape.channels * kFilterY * kFilterX;
+  const int group = first_group + filters.group;
+  if (group >= shape.groups) return;
 #pragma unroll
   for (int i = 0; i < kThreadK; ++i)
 #pragma unroll
     for (int j = 0; j < kThreadC; ++j) {
-      const int out_k = first_k + share.k + i * kThreadsK, out_c = first_c + share.c + j * kThreadsC;
-      if (out_k >= group_k || out_c >= group_c) continue;
+      const int out_k = first_k + filters.k + i * kThreadsK, out_c = first_c + filters.c + j * kThreadsC;
+      if (out_k >= shape.out_channels || out_c >= shape.channels) continue;
       float* const to =
-          mine + (((group * group_k + out_k) * group_c + out_c) * kFilterY + first_y + share.y) * kFilterX;
+          mine +
+          (((group * shape.out_channels + out_k) * shape.channels + out_c) * kFilterY + first_y + filters.y) * kFilterX;
 #pragma unroll
       for (int t = 0; t < kChunk; ++t)
-        if (share.x + t < kFilterX) to[share.x + t] = accumulators[i][j][t];
+        if (filters.x + t < kFilterX) to[filters.x + t] = accumulators[i][j][t];
     }
 }
 
 extern "C" __global__ void __launch_bounds__(256)
-    direct_tiled_weights_finish(const float* __restrict__ partials, ELEMENT* __restrict__ dw, int size, int splits,
-                                int group_c, int w_k, int w_c, int w_y, int w_x) {
+    direct_tiled_weights_finish(const float* __restrict__ partials, ELEMENT* __restrict__ dw,
+                                const __grid_constant__ Shape shape) {
   const int element = blockIdx.x * 256 + threadIdx.x;
+  const int size = shape.groups * shape.out_channels * shape.channels * kFilterY * kFilterX;
   if (element >= size) return;
-  const float sum = sum_splits<0, int64>(partials, element, size, {0, splits, 1});
+  const float sum = sum_splits<0, int64>(partials, element, size, {0, shape.splits, 1});
   int rest = element;
-  const int x = take(rest, kFilterX), y = take(rest, kFilterY), c = take(rest, group_c);
-  dw[rest * w_k + c * w_c + y * w_y + x * w_x] = convert<ELEMENT>(sum);
+  const int x = take(rest, kFilterX), y = take(rest, kFilterY), c = take(rest, shape.channels);
+  dw[rest * shape.w_out_channel_stride + c * shape.w_channel_stride + y * shape.w_row_stride +
+     x * shape.w_column_stride] = convert<ELEMENT>(sum);
 }

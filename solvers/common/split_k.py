@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from miofind.solver.steps import ConvSolution, KernelStep, Pointer, Region, Scalar, WorkspacePlan
+from miofind.solver.structs import Struct
 from miofind.solvers.common.correlation import ceil_div
 
 _MAX_LANES = 32
@@ -52,18 +53,18 @@ class SplitK:
         """Threads of `reduce_split_k` that share a result: a power of two, with up to 4 splits each."""
         return min(_MAX_LANES, 1 << max(0, ceil_div(self.splits, _SPLITS_OF_LANE) - 1).bit_length())
 
-    def arguments(self, *scalars: Scalar) -> tuple[Pointer | Scalar, ...]:
+    def arguments(self, *numbers: Scalar | Struct) -> tuple[Pointer | Scalar | Struct, ...]:
         """What a reduction kernel takes: partials, output, then numbers."""
-        return (Pointer(buffer=self.region), Pointer(buffer=self.output), *scalars)
+        return (Pointer(buffer=self.region), Pointer(buffer=self.output), *numbers)
 
     def reduction(
-        self, first: KernelStep, *scalars: Scalar, blocks: int, threads: int, pdl: bool = True
+        self, first: KernelStep, *numbers: Scalar | Struct, blocks: int, threads: int, pdl: bool = True
     ) -> KernelStep:
         """The step that adds the partials: a kernel of the same source and defines, named as the first and `_finish`.
 
         Args:
             first: the step that leaves the partials.
-            scalars: the numbers that the kernel takes after partials and output.
+            numbers: what the kernel takes after partials and output.
             blocks, threads: of the grid, and of a block.
             pdl: whether it is launched with PDL: it begins while the first kernel still runs, and waits itself.
         """
@@ -73,14 +74,14 @@ class SplitK:
             grid=(blocks, 1, 1),
             block=(threads, 1, 1),
             defines=first.defines,
-            args=self.arguments(*scalars),
+            args=self.arguments(*numbers),
             pdl=pdl,
         )
 
-    def vector_reduction(self, first: KernelStep, *scalars: Scalar) -> KernelStep:
+    def vector_reduction(self, first: KernelStep, *numbers: Scalar | Struct) -> KernelStep:
         """The same by a kernel that calls `reduce_split_k` with `lanes` and 256 threads."""
         blocks = ceil_div(self.results, _VECTOR * _THREADS // self.lanes)
-        return self.reduction(first, *scalars, blocks=blocks, threads=_THREADS)
+        return self.reduction(first, *numbers, blocks=blocks, threads=_THREADS)
 
     def solution(self, first: KernelStep, reduction: KernelStep) -> ConvSolution:
         """Both steps, with the partials between them in the workspace."""

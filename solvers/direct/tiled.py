@@ -14,7 +14,8 @@ from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.device.device import Device, Library, Place
 from miofind.solver.occupancy import resident_blocks
 from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
-from miofind.solver.steps import Config, ConfigValue, ConvSolution, KernelStep, Pointer, int32s
+from miofind.solver.steps import Config, ConfigValue, ConvSolution, KernelStep, Pointer
+from miofind.solver.structs import Struct, StructType
 from miofind.solvers.common.correlation import Correlation, ceil_div, correlations, round_up
 from miofind.solvers.common.limits import refuse_tensors
 from miofind.solvers.direct.tiled_cost import LIMITS, TileRates, TileWork, plane_pitch, tile_ms
@@ -24,6 +25,15 @@ _MAX_LAUNCHES = 16
 _MAX_WINDOW = 24
 _SHARED_BYTES = 48 << 10
 _LAUNCH_MS = 0.006
+_SHAPE = StructType(
+    "Shape",
+    **dict.fromkeys(("in_channels", "out_channels", "groups", "in_height", "in_width"), "int32"),
+    **dict.fromkeys(("in_batch_stride", "in_channel_stride", "in_row_stride", "in_column_stride"), "int32"),
+    **dict.fromkeys(("out_height", "out_width", "pad_top", "pad_left"), "int32"),
+    **dict.fromkeys(("filter_group_stride", "filter_out_channel_stride", "filter_in_channel_stride"), "int32"),
+    **dict.fromkeys(("filter_row_stride", "filter_column_stride"), "int32"),
+    **dict.fromkeys(("out_batch_stride", "out_channel_stride", "out_row_stride", "out_column_stride"), "int32"),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,20 +146,10 @@ def _launch(conv: Correlation, config: Config) -> KernelStep:
     tiling = _Tiling.of(conv, config)
     height, width = conv.axes
     w, strides = conv.problem.w, conv.problem.w.strides
-    source, target = ("y", "x") if conv.flipped else ("x", "y")
+    source, target = _source_and_target(conv)
     out_strides = conv.problem.tensor(target).strides
     filter_first = 0 if conv.is_empty else height.first_tap * strides[2] + width.first_tap * strides[3]
     out_first = height.first_output * out_strides[2] + width.first_output * out_strides[3]
-    in_strides = conv.problem.tensor(source).strides
-    values = (
-        *(0 if conv.is_empty else conv.in_channels, conv.out_channels, conv.problem.groups),
-        *(height.size, width.size, *in_strides),
-        *(height.outputs, width.outputs, height.pad, width.pad),
-        w.shape[0] // conv.problem.groups * strides[0],
-        *((strides[1], strides[0]) if conv.flipped else (strides[0], strides[1])),
-        *(height.tap_step * strides[2], width.tap_step * strides[3]),
-        *(out_strides[0], out_strides[1], height.output_step * out_strides[2], width.output_step * out_strides[3]),
-    )
     itemsize = w.dtype.itemsize
     return KernelStep(
         source="direct/tiled.cu",
@@ -162,8 +162,43 @@ def _launch(conv: Correlation, config: Config) -> KernelStep:
             Pointer(buffer=source),
             Pointer(buffer="w", offset_bytes=filter_first * itemsize),
             Pointer(buffer=target, offset_bytes=out_first * itemsize),
-            *int32s(*values),
+            _shape(conv),
         ),
+    )
+
+
+def _source_and_target(conv: Correlation) -> tuple[str, str]:
+    return ("y", "x") if conv.flipped else ("x", "y")
+
+
+def _shape(conv: Correlation) -> Struct:
+    height, width = conv.axes
+    source, target = (conv.problem.tensor(name).strides for name in _source_and_target(conv))
+    w, filter_strides = conv.problem.w, conv.problem.w.strides
+    out_channel, in_channel = (filter_strides[1], filter_strides[0]) if conv.flipped else filter_strides[:2]
+    return _SHAPE(
+        in_channels=0 if conv.is_empty else conv.in_channels,
+        out_channels=conv.out_channels,
+        groups=conv.problem.groups,
+        in_height=height.size,
+        in_width=width.size,
+        in_batch_stride=source[0],
+        in_channel_stride=source[1],
+        in_row_stride=source[2],
+        in_column_stride=source[3],
+        out_height=height.outputs,
+        out_width=width.outputs,
+        pad_top=height.pad,
+        pad_left=width.pad,
+        filter_group_stride=w.shape[0] // conv.problem.groups * filter_strides[0],
+        filter_out_channel_stride=out_channel,
+        filter_in_channel_stride=in_channel,
+        filter_row_stride=height.tap_step * filter_strides[2],
+        filter_column_stride=width.tap_step * filter_strides[3],
+        out_batch_stride=target[0],
+        out_channel_stride=target[1],
+        out_row_stride=height.output_step * target[2],
+        out_column_stride=width.output_step * target[3],
     )
 
 
@@ -187,6 +222,7 @@ def _defines(conv: Correlation, config: Config, tiling: _Tiling) -> tuple[tuple[
         ("VECTOR", tiling.vector),
         ("OUT_VECTOR", tiling.out_vector),
         ("SHARED_BYTES", tiling.shared_bytes),
+        _SHAPE.define,
     )
 
 

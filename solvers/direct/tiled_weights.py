@@ -15,14 +15,8 @@ from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.device.device import Device, Library, Place
 from miofind.solver.occupancy import resident_blocks
 from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
-from miofind.solver.steps import (
-    Config,
-    ConfigValue,
-    ConvSolution,
-    KernelStep,
-    Pointer,
-    int32s,
-)
+from miofind.solver.steps import Config, ConfigValue, ConvSolution, KernelStep, Pointer
+from miofind.solver.structs import Struct, StructType
 from miofind.solvers.common.correlation import Axis, ceil_div, forward_axes, round_up
 from miofind.solvers.common.limits import refuse_tensors
 from miofind.solvers.common.split_k import SplitK
@@ -35,6 +29,15 @@ _STRIP = 4
 _REDUCTION_THREADS = 256
 _SHARED_BYTES = 48 << 10
 _LAUNCH_MS = 0.011
+_SHAPE = StructType(
+    "Shape",
+    **dict.fromkeys(("batch", "channels", "out_channels", "groups", "splits", "height", "width"), "int32"),
+    **dict.fromkeys(("x_batch_stride", "x_channel_stride", "x_row_stride", "x_column_stride"), "int32"),
+    **dict.fromkeys(("out_height", "out_width"), "int32"),
+    **dict.fromkeys(("y_batch_stride", "y_channel_stride", "y_row_stride", "y_column_stride"), "int32"),
+    **dict.fromkeys(("pad_top", "pad_left"), "int32"),
+    **dict.fromkeys(("w_out_channel_stride", "w_channel_stride", "w_row_stride", "w_column_stride"), "int32"),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,12 +160,11 @@ def _defines(problem: ProblemDescription, config: Config, tiling: _Tiling) -> tu
         ("X_VECTOR", tiling.x_vector),
         ("Y_VECTOR", tiling.y_vector),
         ("SHARED_BYTES", tiling.shared_bytes),
+        _SHAPE.define,
     )
 
 
 def _sum_step(problem: ProblemDescription, config: Config, tiling: _Tiling) -> KernelStep:
-    planar = problem.lifted(2)
-    height, width = tiling.axes
     return KernelStep(
         source="direct/tiled_weights.cu",
         entry="direct_tiled_weights",
@@ -174,10 +176,39 @@ def _sum_step(problem: ProblemDescription, config: Config, tiling: _Tiling) -> K
             Pointer(buffer="y"),
             Pointer(buffer="x"),
             Pointer(buffer="partial"),
-            *int32s(problem.n, problem.c, problem.k, problem.groups, config["splits"]),
-            *int32s(height.size, width.size, *planar.x.strides, height.outputs, width.outputs, *planar.y.strides),
-            *int32s(height.pad, width.pad),
+            _shape(problem, config, tiling),
         ),
+    )
+
+
+def _shape(problem: ProblemDescription, config: Config, tiling: _Tiling) -> Struct:
+    planar = problem.lifted(2)
+    height, width = tiling.axes
+    x, w, y = planar.x.strides, planar.w.strides, planar.y.strides
+    return _SHAPE(
+        batch=problem.n,
+        channels=problem.c // problem.groups,
+        out_channels=problem.k // problem.groups,
+        groups=problem.groups,
+        splits=config["splits"],
+        height=height.size,
+        width=width.size,
+        x_batch_stride=x[0],
+        x_channel_stride=x[1],
+        x_row_stride=x[2],
+        x_column_stride=x[3],
+        out_height=height.outputs,
+        out_width=width.outputs,
+        y_batch_stride=y[0],
+        y_channel_stride=y[1],
+        y_row_stride=y[2],
+        y_column_stride=y[3],
+        pad_top=height.pad,
+        pad_left=width.pad,
+        w_out_channel_stride=w[0],
+        w_channel_stride=w[1],
+        w_row_stride=w[2],
+        w_column_stride=w[3],
     )
 
 
@@ -186,11 +217,10 @@ def _split_k(problem: ProblemDescription, config: Config) -> SplitK:
 
 
 def _reduction(problem: ProblemDescription, config: Config, first: KernelStep) -> KernelStep:
-    w, split_k = problem.lifted(2).w, _split_k(problem, config)
-    return split_k.reduction(
+    return _split_k(problem, config).reduction(
         first,
-        *int32s(w.size, split_k.splits, w.shape[1], *w.strides),
-        blocks=ceil_div(w.size, _REDUCTION_THREADS),
+        _shape(problem, config, _Tiling.of(problem, config)),
+        blocks=ceil_div(problem.w.size, _REDUCTION_THREADS),
         threads=_REDUCTION_THREADS,
         pdl=False,
     )
