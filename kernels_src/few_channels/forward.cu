@@ -9,9 +9,8 @@
 // round, and both are ordered so that a thread's results are 8 neighbours in memory. WARPS warps take BLOCKS * 16
 // windows at a time. Grid: persistent; a block keeps its filters and goes through tiles of images.
 #include "common/copy_bytes.cuh"
-#include "common/divisor.cuh"
 #include "common/mma.cuh"
-#include "few_channels/input_tile.cuh"
+#include "few_channels/output_tiles.cuh"
 
 #if !defined(ELEMENT) || !defined(CHANNELS) || !defined(FILTER_Y) || !defined(FILTER_X)
 #error "define ELEMENT, CHANNELS, FILTER_Y and FILTER_X"
@@ -152,65 +151,61 @@ __device__ __forceinline__ void multiply(Accumulators& acc, unsigned filters, un
     }
 }
 
-// Where a tile's results go.
-struct Target {
-  ELEMENT* y;
-  int k, height, width;
-  int image, first_k, row, column;
-};
-
 // Writes 8 neighbours along k of one output, OUT_VECTOR at a time.
-__device__ __forceinline__ void store_channels(const Target& to, const Accumulators& acc, int first) {
+__device__ __forceinline__ void store_channels_last(ELEMENT* y, const Shape& shape, const OutputTile& tile,
+                                                    const Accumulators& acc, int first) {
   using Few = Vector<ELEMENT, OUT_VECTOR>;
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int b = 0; b < kBlocks; ++b)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int window = first + 16 * b + 8 * half + lane / 4, row = to.row + window / kRowWindows;
-      if (window >= kWindows || row >= to.height) continue;
+      const int window = first + 16 * b + 8 * half + lane / 4, row = tile.row + window / kRowWindows;
+      if (window >= kWindows || row >= shape.out_height) continue;
 #pragma unroll
       for (int p = 0; p < kOutputs; ++p) {
-        const int column = to.column + window % kRowWindows * kOutputs + p;
-        if (column >= to.width) continue;
-        ELEMENT* const y = to.y + ((to.image * to.height + row) * to.width + column) * to.k;
+        const int column = tile.column + window % kRowWindows * kOutputs + p;
+        if (column >= shape.out_width) continue;
+        ELEMENT* const to = y + ((tile.image * shape.out_height + row) * shape.out_width + column) * shape.out_channels;
 #pragma unroll
         for (int group = 0; group < kTileK / 32; ++group) {
-          const int k = to.first_k + 32 * group + lane % 4 * 8;
+          const int k = tile.first_k + 32 * group + lane % 4 * 8;
           Vector<ELEMENT, 8> values;
 #pragma unroll
           for (int i = 0; i < 8; ++i)
             values.at[i] = convert<ELEMENT>(acc[b][p * kTileK / 16 + 2 * group + i / 4][i / 2 % 2][2 * half + i % 2]);
 #pragma unroll
           for (int i = 0; i < 8; i += OUT_VECTOR)
-            if (k + i < to.k) *reinterpret_cast<Few*>(y + k + i) = *reinterpret_cast<const Few*>(values.at + i);
+            if (k + i < shape.out_channels)
+              *reinterpret_cast<Few*>(to + k + i) = *reinterpret_cast<const Few*>(values.at + i);
         }
       }
     }
 }
 
 // Writes 8 neighbours along a row, or along the rows of a tile of whole rows, of one filter, OUT_VECTOR at a time.
-__device__ __forceinline__ void store_planes(const Target& to, const Accumulators& acc, int first) {
+__device__ __forceinline__ void store_channels_first(ELEMENT* y, const Shape& shape, const OutputTile& tile,
+                                                     const Accumulators& acc, int first) {
   using Few = Vector<ELEMENT, OUT_VECTOR>;
-  const int lane = threadIdx.x % 32, plane = to.height * to.width;
+  const int lane = threadIdx.x % 32, channel_stride = shape.out_height * shape.out_width;
 #pragma unroll
   for (int b = 0; b < kBlocks; b += kGroupBlocks) {
     int offsets[8 / OUT_VECTOR];
 #pragma unroll
     for (int i = 0; i < 8; i += OUT_VECTOR) {
       const int window = first + 16 * b + lane % 4 * (8 / kOutputs) + i / kOutputs;
-      const int row = to.row + window / kRowWindows;
-      const int column = to.column + window % kRowWindows * kOutputs + i % kOutputs;
-      const bool inside = window < kWindows && row < to.height && column < to.width;
-      offsets[i / OUT_VECTOR] = inside ? row * to.width + column : -1;
+      const int row = tile.row + window / kRowWindows;
+      const int column = tile.column + window % kRowWindows * kOutputs + i % kOutputs;
+      const bool inside = window < kWindows && row < shape.out_height && column < shape.out_width;
+      offsets[i / OUT_VECTOR] = inside ? row * shape.out_width + column : -1;
     }
 #pragma unroll
     for (int f = 0; f < kTileK / 16; ++f)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int k = to.first_k + 16 * f + 8 * half + lane / 4;
-        if (k >= to.k) continue;
-        ELEMENT* const y = to.y + (to.image * to.k + k) * plane;
+        const int k = tile.first_k + 16 * f + 8 * half + lane / 4;
+        if (k >= shape.out_channels) continue;
+        ELEMENT* const to = y + (tile.image * shape.out_channels + k) * channel_stride;
         Vector<ELEMENT, 8> values;
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
@@ -221,41 +216,26 @@ __device__ __forceinline__ void store_planes(const Target& to, const Accumulator
 #pragma unroll
         for (int i = 0; i < 8; i += OUT_VECTOR)
           if (offsets[i / OUT_VECTOR] >= 0)
-            *reinterpret_cast<Few*>(y + offsets[i / OUT_VECTOR]) = *reinterpret_cast<const Few*>(values.at + i);
+            *reinterpret_cast<Few*>(to + offsets[i / OUT_VECTOR]) = *reinterpret_cast<const Few*>(values.at + i);
       }
   }
 }
 
-#define DIVISOR_PARAMETERS(d) int d, unsigned d##_multiplier, int d##_shift
-#define DIVISOR(d) {d, d##_multiplier, d##_shift}
-
 extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
-    first_layer(const ELEMENT* __restrict__ x, const ELEMENT* __restrict__ w, ELEMENT* __restrict__ y, int k,
-                int height, int width, int out_height, int out_width, int pad_y, int pad_x, int tiles,
-                DIVISOR_PARAMETERS(filter_tiles), DIVISOR_PARAMETERS(image_tiles), DIVISOR_PARAMETERS(row_tiles)) {
+    few_channels_forward(const ELEMENT* __restrict__ x, const ELEMENT* __restrict__ w, ELEMENT* __restrict__ y,
+                         const __grid_constant__ Shape shape) {
   extern __shared__ __align__(16) unsigned char shared[];
-  const Divisor by_filters = DIVISOR(filter_tiles), by_image = DIVISOR(image_tiles), by_row = DIVISOR(row_tiles);
-  const int first_tile = static_cast<int>(blockIdx.x) / by_filters;
-  const int first_k = (blockIdx.x - first_tile * filter_tiles) * kTileK, count = min(kTileK, k - first_k);
+  const int first_tile = static_cast<int>(blockIdx.x) / shape.filter_tiles;
+  const int first_k = (blockIdx.x - first_tile * shape.filter_tiles.by) * kTileK;
+  const int count = min(kTileK, shape.out_channels - first_k);
   unsigned char* const input_tile = shared + kFilterBytes;
   const unsigned base = static_cast<unsigned>(__cvta_generic_to_shared(shared));
 
-  Target to = {y, k, out_height, out_width, 0, first_k, 0, 0};
-  const auto go_to = [&](int tile) {
-    to.image = tile / by_image;
-    tile -= to.image * image_tiles;
-    const int row = tile / by_row;
-    to.row = row * kTileH;
-    to.column = (tile - row * row_tiles) * kTileW;
-  };
-  const auto place = [&]() {
-    return InputTileOrigin{height, width, to.image, to.row * STRIDE_Y - pad_y, to.column * STRIDE_X - pad_x - OFFSET};
-  };
-
+  OutputTile tile = {0, first_k, 0, 0};
   Loader loader;
   load_filters(base + kFilterBytes, w + first_k * kTaps, count * kTaps);
-  go_to(first_tile);
-  if (Loader::kIsWhole) loader.take(x, place());
+  go_to(tile, shape, first_tile);
+  if (Loader::kIsWhole) loader.take(x, input_tile_of(tile, shape));
   wait_for_copies<0>();
   __syncthreads();  // the filters have arrived
   stage_filters(shared, reinterpret_cast<const ELEMENT*>(input_tile), count);
@@ -265,28 +245,27 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
   const int slot = CHANNELS_LAST ? lane / 16 * 8 + lane % 8 : lane % 16;
   const int filter_half = CHANNELS_LAST ? lane / 8 % 2 : lane / 16;
   const unsigned filters = base + 2 * slot * kFilterPitch + 16 * filter_half;
-  const int step = gridDim.x / by_filters;
 #pragma unroll 1
-  for (int tile = first_tile; tile < tiles; tile += step) {
-    go_to(tile);
+  for (int number = first_tile; number < shape.tiles; number += shape.tile_step) {
+    go_to(tile, shape, number);
     if (Loader::kIsWhole)
       loader.put(input_tile);
     else
-      loader.move(input_tile, x, place());
+      loader.move(input_tile, x, input_tile_of(tile, shape));
     __syncthreads();  // the input tile is in place
-    const Target target = to;
-    if (Loader::kIsWhole && tile + step < tiles) {
-      go_to(tile + step);
-      loader.take(x, place());
+    const OutputTile stored = tile;
+    if (Loader::kIsWhole && number + shape.tile_step < shape.tiles) {
+      go_to(tile, shape, number + shape.tile_step);
+      loader.take(x, input_tile_of(tile, shape));
     }
 #pragma unroll 1
     for (int block = warp * kBlocks; block < kWindowBlocks; block += WARPS * kBlocks) {
       Accumulators acc = {};
       multiply(acc, filters, base + kFilterBytes, 16 * block);
       if (CHANNELS_LAST)
-        store_channels(target, acc, 16 * block);
+        store_channels_last(y, shape, stored, acc, 16 * block);
       else
-        store_planes(target, acc, 16 * block);
+        store_channels_first(y, shape, stored, acc, 16 * block);
     }
     __syncthreads();  // every warp has read the input tile before the next overwrites it
   }

@@ -7,7 +7,9 @@
 // arrive in chunks, as many as a step moves on, through registers into a ring: those of the step after next are loaded,
 // and those of the next one written, while wgmma is under way. Results go through shared memory to words of 16 bytes in
 // the tensor's order, and on at once, or, if LATE, while the next wgmma is under way. Grid: persistent; a block keeps
-// its filters and goes through strips of `strip` rows, the first `longer` of an image of one more, and COLUMNS windows.
+// its filters and goes through strips of `strip_rows` rows, the first `longer_strips` of an image of one more, and
+// COLUMNS windows, every `tile_step`-th. An image has `image_tiles` of these strips, of which `strip_tiles` are of the
+// same rows.
 #include "common/copy_bytes.cuh"
 #include "common/divisor.cuh"
 #include "few_channels/window_rows.cuh"
@@ -24,9 +26,16 @@
 #if !defined(LATE) || !defined(OUT_VECTOR) || !defined(MIN_BLOCKS) || !defined(SHARED_BYTES)
 #error "define LATE, OUT_VECTOR, MIN_BLOCKS and SHARED_BYTES"
 #endif
+#ifndef SHAPE_FIELDS
+#error "define SHAPE_FIELDS, as STRIPS_SHAPE of solvers/few_channels/shapes.py declares them"
+#endif
 #define WGMMA_N COLUMNS
 #include "common/hopper.cuh"
 #include "common/wgmma.cuh"
+
+struct Shape {
+  SHAPE_FIELDS
+};
 
 using Row = Windows<FILTER_X, STRIDE_X>;
 constexpr int kColumns = COLUMNS, kOutputs = Row::kOutputs, kTileW = kColumns * kOutputs;
@@ -210,22 +219,23 @@ __device__ __forceinline__ void stage_results(unsigned char* results, const Accu
 }
 
 // Where results of a warpgroup go: a row of y from a column on, and the first filter.
-struct Target {
-  ELEMENT* y;
-  int k, height, width;
+struct OutputRow {
   int image, row, column, first_k;
 };
 
 // Writes what has been laid out, in the tensor's order.
-__device__ __forceinline__ void store(const Target& to, const unsigned char* results) {
+__device__ __forceinline__ void store(ELEMENT* __restrict__ y, const Shape& shape, const OutputRow& to,
+                                      const unsigned char* results) {
   const int first = threadIdx.x % 128 / kSlots, element = threadIdx.x % kSlots * OUT_VECTOR;
-  const int plane = to.height * to.width, line_step = CHANNELS_LAST ? to.k : plane;
-  const int columns = to.width - to.column, filters = to.k - to.first_k;
+  const int channels = shape.out_channels, channel_stride = shape.out_height * shape.out_width;
+  const int line_step = CHANNELS_LAST ? channels : channel_stride;
+  const int columns = shape.out_width - to.column, filters = channels - to.first_k;
   const int lines = min(kLines, CHANNELS_LAST ? columns : filters);
   const int elements = min(kLineUnits * OUT_VECTOR, CHANNELS_LAST ? filters : columns);
-  ELEMENT* y = to.y + element + first * line_step +
-               (CHANNELS_LAST ? ((to.image * to.height + to.row) * to.width + to.column) * to.k + to.first_k
-                              : (to.image * to.k + to.first_k) * plane + to.row * to.width + to.column);
+  const int pixel = to.row * shape.out_width + to.column;
+  y += element + first * line_step +
+       (CHANNELS_LAST ? (to.image * channel_stride + pixel) * channels + to.first_k
+                      : (to.image * channels + to.first_k) * channel_stride + pixel);
 #pragma unroll(kRounds* kLineParts <= 8 ? kRounds : 4)
   for (int round = 0; round < kRounds; ++round, y += kRoundLines * line_step) {
     const int line = kRoundLines * round + first;
@@ -242,54 +252,48 @@ __device__ __forceinline__ void store(const Target& to, const unsigned char* res
   }
 }
 
-#define DIVISOR_PARAMETERS(d) int d, unsigned d##_multiplier, int d##_shift
-#define DIVISOR(d) {d, d##_multiplier, d##_shift}
-
 extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
-    first_layer_wgmma(const ELEMENT* __restrict__ x, const ELEMENT* __restrict__ w, ELEMENT* __restrict__ y, int k,
-                      int height, int width, int out_height, int out_width, int pad_y, int pad_x, int strip, int longer,
-                      int tiles, DIVISOR_PARAMETERS(filter_tiles), DIVISOR_PARAMETERS(image_tiles),
-                      DIVISOR_PARAMETERS(strip_tiles)) {
+    few_channels_forward_wgmma(const ELEMENT* __restrict__ x, const ELEMENT* __restrict__ w, ELEMENT* __restrict__ y,
+                               const __grid_constant__ Shape shape) {
   extern __shared__ __align__(128) unsigned char shared[];
-  const Divisor by_filters = DIVISOR(filter_tiles), by_image = DIVISOR(image_tiles), by_strip = DIVISOR(strip_tiles);
-  const int first_tile = static_cast<int>(blockIdx.x) / by_filters,
-            tile_step = static_cast<int>(gridDim.x) / by_filters;
-  const int first_k = (blockIdx.x - first_tile * filter_tiles) * kTileK, count = min(kTileK, k - first_k);
+  const int first_tile = static_cast<int>(blockIdx.x) / shape.filter_tiles;
+  const int first_k = (blockIdx.x - first_tile * shape.filter_tiles.by) * kTileK;
+  const int count = min(kTileK, shape.out_channels - first_k);
   const int group = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0), row_of_step = group / FILTER_BLOCKS;
   unsigned char* const raw = shared + kResultsAt;
   unsigned char* const results = raw + group * kResultBytes;
   unsigned char* const block = shared + group % FILTER_BLOCKS * kBlockBytes;
   const unsigned ring = shared_address(shared) + kFilterBytes;
 
-  Target to = {y, k, out_height, out_width, 0, 0, 0, first_k + group % FILTER_BLOCKS * kBlockFilters};
-  InputTileOrigin place = {height, width, 0, 0, 0};
+  OutputRow to = {0, 0, 0, first_k + group % FILTER_BLOCKS * kBlockFilters};
+  InputTileOrigin origin = {shape.height, shape.width, 0, 0, 0};
   int first, last;  // row of y that begins the strip, and the one that ends it
   const auto load = [&](Loader& loader) {
-    loader.take(x, place);
-    place.row += kChunkRows;
+    loader.take(x, origin);
+    origin.row += kChunkRows;
   };
   const auto write = [&](const Loader& loader, int chunk) {
     loader.put(shared + kFilterBytes + chunk * Chunk::kBytes);
   };
   // Stores what this warpgroup has laid out, of the step that began with a row.
   const auto store_step = [&](int row) {
-    Target target = to;
-    target.row = row + row_of_step;
-    store(target, results);
+    OutputRow stored = to;
+    stored.row = row + row_of_step;
+    store(y, shape, stored, results);
   };
   // Goes to a tile: loads what its first step meets, and begins to load what the next one adds.
   Loader loader;
   const auto begin = [&](int tile) {
-    to.image = tile / by_image;
-    tile -= to.image * image_tiles;
-    const int strip_number = tile / by_strip;
-    to.row = strip_number * strip + min(strip_number, longer);
-    to.column = (tile - strip_number * strip_tiles) * kTileW;
+    to.image = tile / shape.image_tiles;
+    tile -= to.image * shape.image_tiles.by;
+    const int strip = tile / shape.strip_tiles;
+    to.row = strip * shape.strip_rows + min(strip, shape.longer_strips);
+    to.column = (tile - strip * shape.strip_tiles.by) * kTileW;
     first = to.row;
-    last = first + strip + (strip_number < longer);
-    place.image = to.image;
-    place.row = to.row * STRIDE_Y - pad_y - kBefore;
-    place.column = to.column * STRIDE_X - pad_x - OFFSET;
+    last = first + shape.strip_rows + (strip < shape.longer_strips);
+    origin.image = to.image;
+    origin.row = to.row * STRIDE_Y - shape.pad_top - kBefore;
+    origin.column = to.column * STRIDE_X - shape.pad_left - OFFSET;
 #pragma unroll 1
     for (int chunk = 0; chunk <= kEarlier; chunk += kAtOnce) {
       Loader some[kAtOnce];
@@ -315,7 +319,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
   if constexpr (HELD) load_fragments(fragments, block);
 
 #pragma unroll 1
-  for (int tile = first_tile; tile < tiles;) {
+  for (int tile = first_tile; tile < shape.tiles;) {
     int chunk = 0;  // the earliest that the step meets
 #pragma unroll 1
     for (; to.row < last; to.row += ROWS) {
@@ -339,11 +343,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
       }
       chunk = chunk + 1 < kChunks ? chunk + 1 : 0;
     }
-    tile += tile_step;
-    if (!LATE && tile >= tiles) break;
+    tile += shape.tile_step;
+    if (!LATE && tile >= shape.tiles) break;
     __syncthreads();  // all products have read the ring; if LATE, results of the last step are laid out
     if (LATE && to.row - ROWS + row_of_step < last) store_step(to.row - ROWS);
-    if (LATE && tile >= tiles) break;
+    if (LATE && tile >= shape.tiles) break;
     begin(tile);
   }
 }

@@ -6,13 +6,12 @@
 // STRIDE_X is odd, meets of the input tile: of each row a run of pixels that starts with an even one (implicit im2col).
 // M is filters, for each output of a window, N the elements of a window, K is windows; ldmatrix reads both as they lie.
 // WARPS_Y warps share the filter's rows, WARPS_K its filters and WARPS_P the windows. The accumulators of a window's
-// outputs are added at the end. Grid: blocks of filters, times `splits` blocks that tiles are dealt to (split-K). Each
-// writes float32 partials, which first_layer_weights_finish adds in a fixed order.
+// outputs are added at the end. Grid: blocks of filters, times `tile_step` blocks that tiles are dealt to (split-K).
+// Each writes float32 partials, which few_channels_weights_finish adds in a fixed order.
 #include "common/copy_bytes.cuh"
-#include "common/divisor.cuh"
 #include "common/split_k.cuh"
 #include "common/mma.cuh"
-#include "few_channels/input_tile.cuh"
+#include "few_channels/output_tiles.cuh"
 
 #if !defined(ELEMENT) || !defined(CHANNELS) || !defined(FILTER_Y) || !defined(FILTER_X)
 #error "define ELEMENT, CHANNELS, FILTER_Y and FILTER_X"
@@ -56,12 +55,6 @@ constexpr int kTaps = CHANNELS * FILTER_Y * FILTER_X, kAccumulatorPitch = FILTER
 static_assert(SHARED_BYTES == maximum(kInputTileAt + 2 * Pixels::kBytes, 4 * kOutputs * kTileK * kAccumulatorPitch),
               "SHARED_BYTES is what the tiling computed: host and kernel must agree");
 
-// Where a tile's outputs are.
-struct Outputs {
-  int k, height, width;
-  int image, first_k, row, column;
-};
-
 // OUT_VECTOR elements to shared memory, asynchronously where they can be; zeros, and nothing is read, if not `inside`.
 __device__ __forceinline__ void copy_outputs(unsigned char* to, const ELEMENT* from, bool inside) {
   if constexpr (OUT_VECTOR > 1)
@@ -72,37 +65,39 @@ __device__ __forceinline__ void copy_outputs(unsigned char* to, const ELEMENT* f
 
 // Starts to stage a tile's outputs as one group, zeros where there are none. A thread copies the same place of every
 // row, or of every few filters, so that places are reckoned once.
-__device__ __forceinline__ void load_outputs(unsigned char* to, const ELEMENT* __restrict__ dy, const Outputs& from) {
+__device__ __forceinline__ void load_outputs(unsigned char* to, const ELEMENT* __restrict__ dy, const Shape& shape,
+                                             const OutputTile& tile) {
   if constexpr (CHANNELS_LAST) {
     constexpr unsigned kRuns = kTileK / OUT_VECTOR;
-    const int row_elements = from.width * from.k, rows = from.height - from.row;
+    const int channels = shape.out_channels, row_stride = shape.out_width * channels;
+    const int rows = shape.out_height - tile.row, columns = shape.out_width - tile.column;
     const ELEMENT* const first =
-        dy + ((from.image * from.height + from.row) * from.width + from.column) * from.k + from.first_k;
+        dy + ((tile.image * shape.out_height + tile.row) * shape.out_width + tile.column) * channels + tile.first_k;
 #pragma unroll 1
     for (unsigned i = threadIdx.x; i < kRowOutputs * kRuns; i += kThreads) {
       const int k = i % kRuns * OUT_VECTOR, column = i / kRuns;
-      const bool inside = column < from.width - from.column && k < from.k - from.first_k;
-      const ELEMENT* const source = first + column * from.k + k;
+      const bool inside = column < columns && k < channels - tile.first_k;
+      const ELEMENT* const source = first + column * channels + k;
       unsigned char* const at = to + (column % kOutputs * kSlots + column / kOutputs) * kOutPitch + 2 * k;
 #pragma unroll
       for (int row = 0; row < kTileH; ++row)
-        copy_outputs(at + row * kRowWindows * kOutPitch, source + row * row_elements, inside && row < rows);
+        copy_outputs(at + row * kRowWindows * kOutPitch, source + row * row_stride, inside && row < rows);
     }
   } else {
     constexpr int kRuns = ceil_div(kTileH * kRowOutputs, OUT_VECTOR), kLanes = kRuns < kThreads ? kRuns : kThreads;
     constexpr int kGroups = kThreads / kLanes;
-    const int plane = from.height * from.width, filters = from.k - from.first_k;
-    const ELEMENT* const first = dy + (from.image * from.k + from.first_k) * plane;
+    const int channel_stride = shape.out_height * shape.out_width, filters = shape.out_channels - tile.first_k;
+    const ELEMENT* const first = dy + (tile.image * shape.out_channels + tile.first_k) * channel_stride;
     const int lane = threadIdx.x % kLanes, group = threadIdx.x / kLanes;
 #pragma unroll 1
     for (int run = lane; run < kRuns && group < kGroups; run += kLanes) {
-      const int pixel = run * OUT_VECTOR, row = from.row + pixel / kRowOutputs;
-      const int column = from.column + pixel % kRowOutputs;
-      const bool inside = row < from.height && column < from.width;
-      const ELEMENT* const source = first + row * from.width + column;
+      const int pixel = run * OUT_VECTOR, row = tile.row + pixel / kRowOutputs;
+      const int column = tile.column + pixel % kRowOutputs;
+      const bool inside = row < shape.out_height && column < shape.out_width;
+      const ELEMENT* const source = first + row * shape.out_width + column;
 #pragma unroll 8
       for (int k = group; k < kTileK; k += kGroups)
-        copy_outputs(to + k * kOutPitch + 2 * pixel, source + k * plane, inside && k < filters);
+        copy_outputs(to + k * kOutPitch + 2 * pixel, source + k * channel_stride, inside && k < filters);
     }
   }
   commit_copies();
@@ -232,7 +227,7 @@ __device__ __forceinline__ void reduce_warps(float* joined, const Accumulators& 
 }
 
 // Writes `count` filters in the order of dw.
-__device__ __forceinline__ void store_part(float* __restrict__ part, const float* joined, int count) {
+__device__ __forceinline__ void store_partials(float* __restrict__ partials, const float* joined, int count) {
   for (int i = threadIdx.x; i < count * kTaps; i += kThreads) {
     const int k = i / kTaps, tap = i % kTaps;
     const int c = CHANNELS_LAST ? tap % CHANNELS : tap / (FILTER_Y * FILTER_X);
@@ -242,37 +237,20 @@ __device__ __forceinline__ void store_part(float* __restrict__ part, const float
 #pragma unroll
     for (int p = 0; p < kOutputs; ++p)
       sum += joined[(p * kTileK + k) * kAccumulatorPitch + r * kRowWords * 8 + 4 * (s + p * STRIDE_X) + c];
-    part[i] = sum;
+    partials[i] = sum;
   }
 }
 
-#define DIVISOR_PARAMETERS(d) int d, unsigned d##_multiplier, int d##_shift
-#define DIVISOR(d) {d, d##_multiplier, d##_shift}
-
 extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
-    first_layer_weights(const ELEMENT* __restrict__ x, const ELEMENT* __restrict__ dy, float* __restrict__ parts, int k,
-                        int height, int width, int out_height, int out_width, int pad_y, int pad_x, int tiles,
-                        int splits, DIVISOR_PARAMETERS(filter_tiles), DIVISOR_PARAMETERS(image_tiles),
-                        DIVISOR_PARAMETERS(row_tiles)) {
+    few_channels_weights(const ELEMENT* __restrict__ x, const ELEMENT* __restrict__ dy, float* __restrict__ partials,
+                         const __grid_constant__ Shape shape) {
   extern __shared__ __align__(16) unsigned char shared[];
-  const Divisor by_filters = DIVISOR(filter_tiles), by_image = DIVISOR(image_tiles), by_row = DIVISOR(row_tiles);
-  const int split = static_cast<int>(blockIdx.x) / by_filters;
-  const int first_k = (blockIdx.x - split * filter_tiles) * kTileK;
+  const int split = static_cast<int>(blockIdx.x) / shape.filter_tiles;
+  const int first_k = (blockIdx.x - split * shape.filter_tiles.by) * kTileK;
   const unsigned base = static_cast<unsigned>(__cvta_generic_to_shared(shared));
   griddepcontrol_launch_dependents();
 
-  Outputs from = {k, out_height, out_width, 0, first_k, 0, 0};
-  const auto go_to = [&](int tile) {
-    from.image = tile / by_image;
-    tile -= from.image * image_tiles;
-    const int row = tile / by_row;
-    from.row = row * kTileH;
-    from.column = (tile - row * row_tiles) * kTileW;
-  };
-  const auto place = [&]() {
-    return InputTileOrigin{height, width, from.image, from.row * STRIDE_Y - pad_y,
-                           from.column * STRIDE_X - pad_x - OFFSET};
-  };
+  OutputTile tile = {0, first_k, 0, 0};
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
   const int first_y = warp % WARPS_Y * kWarpRows, first_filter = warp / WARPS_Y % WARPS_K * kWarpFilters * 16;
   const int share = warp / (WARPS_Y * WARPS_K);
@@ -280,60 +258,61 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
   Loader loader;
 #pragma unroll 1
   for (int ahead = 0; ahead < STAGES - 1; ++ahead) {
-    const int tile = split + ahead * splits;
-    if (tile >= tiles) break;
-    go_to(tile);
-    load_outputs(shared + ahead * kOutBytes, dy, from);
+    const int number = split + ahead * shape.tile_step;
+    if (number >= shape.tiles) break;
+    go_to(tile, shape, number);
+    load_outputs(shared + ahead * kOutBytes, dy, shape, tile);
   }
   clear_rest(shared);
-  go_to(split);
-  loader.move(shared + kInputTileAt, x, place());
-  if (split + splits < tiles) {
-    go_to(split + splits);
-    if (Loader::kIsWhole) loader.take(x, place());
+  go_to(tile, shape, split);
+  loader.move(shared + kInputTileAt, x, input_tile_of(tile, shape));
+  if (split + shape.tile_step < shape.tiles) {
+    go_to(tile, shape, split + shape.tile_step);
+    if (Loader::kIsWhole) loader.take(x, input_tile_of(tile, shape));
   }
   Accumulators acc = {};
   int stage = 0, half = 0;
 #pragma unroll 1
-  for (int tile = split; tile < tiles; tile += splits) {
+  for (int number = split; number < shape.tiles; number += shape.tile_step) {
     // Groups of tiles that are not there were not committed: the last tiles wait for all.
-    if (tile + (STAGES - 2) * splits < tiles)
+    if (number + (STAGES - 2) * shape.tile_step < shape.tiles)
       wait_for_copies<STAGES - 2>();
     else
       wait_for_copies<0>();
     __syncthreads();  // the tile has arrived, and every warp has read those that are overwritten next
-    const int ahead = tile + (STAGES - 1) * splits;
-    if (ahead < tiles) {
-      go_to(ahead);
-      load_outputs(shared + (stage == 0 ? STAGES - 1 : stage - 1) * kOutBytes, dy, from);
+    const int ahead = number + (STAGES - 1) * shape.tile_step;
+    if (ahead < shape.tiles) {
+      go_to(tile, shape, ahead);
+      load_outputs(shared + (stage == 0 ? STAGES - 1 : stage - 1) * kOutBytes, dy, shape, tile);
     }
     // The next input tile was taken a round before, and now the one after it is.
     unsigned char* const input_tile = shared + kInputTileAt + (half ^ 1) * Pixels::kBytes;
-    if (Loader::kIsWhole && tile + splits < tiles) {
+    if (Loader::kIsWhole && number + shape.tile_step < shape.tiles) {
       loader.put(input_tile);
-      go_to(tile + 2 * splits);
-      if (tile + 2 * splits < tiles) loader.take(x, place());
+      go_to(tile, shape, number + 2 * shape.tile_step);
+      if (number + 2 * shape.tile_step < shape.tiles) loader.take(x, input_tile_of(tile, shape));
     }
     const unsigned now = base + stage * kOutBytes;
     if (first_y < FILTER_Y)
       add_tile(acc, now, base + kInputTileAt + half * Pixels::kBytes, first_y, first_filter, share);
-    if (!Loader::kIsWhole && tile + splits < tiles) {
-      go_to(tile + splits);
-      loader.move(input_tile, x, place());
+    if (!Loader::kIsWhole && number + shape.tile_step < shape.tiles) {
+      go_to(tile, shape, number + shape.tile_step);
+      loader.move(input_tile, x, input_tile_of(tile, shape));
     }
     stage = stage + 1 == STAGES ? 0 : stage + 1;
     half ^= 1;
   }
   float* const joined = reinterpret_cast<float*>(shared);
   reduce_warps(joined, acc, first_y, first_filter, share);
-  store_part(parts + (static_cast<int64>(split) * k + first_k) * kTaps, joined, min(kTileK, k - first_k));
+  store_partials(partials + (static_cast<int64>(split) * shape.out_channels + first_k) * kTaps, joined,
+                 min(kTileK, shape.out_channels - first_k));
 }
 
 // dw[i] = sum of partials[split][i] over the splits. A block has 32 elements; each of its warps sums every 32nd split.
 constexpr int kShares = 32;
 
 extern "C" __global__ void __launch_bounds__(32 * kShares)
-    first_layer_weights_finish(const float* partials, ELEMENT* dw, int size, int splits) {
+    few_channels_weights_finish(const float* partials, ELEMENT* dw, int size, int splits) {
   __shared__ float acc[kShares][33];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, at = blockIdx.x * 32 + lane;
   griddepcontrol_wait();

@@ -7,8 +7,8 @@
 // lies. M is 64 filters, N a pair of taps of all (or of up to eight) rows of the filter, K 16 outputs. GROUPS_K
 // warpgroups share the filters and GROUPS_S the pairs of taps. LOADERS more are producers, a tile each by turns,
 // through registers: what is on its way is in registers, and a tile is in shared memory when it is complete. Grid:
-// blocks of filters, times `splits` blocks that tiles are dealt to (split-K). Each writes float32 partials, which
-// first_layer_wgmma_weights_finish adds in a fixed order.
+// blocks of filters, times `tile_step` blocks that tiles are dealt to (split-K). Each writes float32 partials, which
+// few_channels_weights_wgmma_finish adds in a fixed order.
 #if !defined(ELEMENT) || !defined(CHANNELS) || !defined(FILTER_Y) || !defined(FILTER_X)
 #error "define ELEMENT, CHANNELS, FILTER_Y and FILTER_X"
 #endif
@@ -22,10 +22,9 @@
 #error "define LOADERS, IN_VECTOR, OUT_VECTOR, MIN_BLOCKS and SHARED_BYTES"
 #endif
 
-#include "common/divisor.cuh"
 #include "common/split_k.cuh"
 #include "common/hopper.cuh"
-#include "few_channels/input_tile.cuh"
+#include "few_channels/output_tiles.cuh"
 
 // The width of a product, by its blocks of 8 columns.
 #if COLUMN_BLOCKS < 1 || COLUMN_BLOCKS > 8
@@ -124,12 +123,6 @@ constexpr int kFragments = 128 * GROUPS_K * kTapPairs * FILTER_Y;
 using TileAccumulators = float[kGroupTapPairs][kParts][4 * COLUMN_BLOCKS];
 using Four = Vector<float, 4>;
 
-// Where a tile's outputs are.
-struct Outputs {
-  int k, height, width;
-  int image, first_k, row, column;
-};
-
 // Moves a tile's outputs through registers, zeros where there are none. A thread moves the same places of every row.
 struct OutLoader {
   static constexpr int kRuns = (CHANNELS_LAST ? kTileK : kTileW) / OUT_VECTOR;
@@ -148,25 +141,27 @@ struct OutLoader {
   }
 
   // Starts to load.
-  __device__ __forceinline__ void take(const ELEMENT* __restrict__ dy, const Outputs& from, int thread) {
-    const int rows = from.height - from.row, columns = from.width - from.column, filters = from.k - from.first_k;
-    const int pixel = from.row * from.width + from.column, plane = from.height * from.width;
-    const ELEMENT* const first = dy + (CHANNELS_LAST ? (from.image * plane + pixel) * from.k + from.first_k
-                                                     : (from.image * from.k + from.first_k) * plane + pixel);
-    const int row_elements = CHANNELS_LAST ? from.width * from.k : from.width;
+  __device__ __forceinline__ void take(const ELEMENT* __restrict__ dy, const Shape& shape, const OutputTile& tile,
+                                       int thread) {
+    const int rows = shape.out_height - tile.row, columns = shape.out_width - tile.column;
+    const int channels = shape.out_channels, filters = channels - tile.first_k;
+    const int pixel = tile.row * shape.out_width + tile.column, channel_stride = shape.out_height * shape.out_width;
+    const ELEMENT* const first = dy + (CHANNELS_LAST ? (tile.image * channel_stride + pixel) * channels + tile.first_k
+                                                     : (tile.image * channels + tile.first_k) * channel_stride + pixel);
+    const int row_stride = CHANNELS_LAST ? shape.out_width * channels : shape.out_width;
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
       const int place = thread + i * kLoaders, k = filter_of(place), column = column_of(place);
       const bool inside = place < kPlaces && column < columns && k < filters;
-      const ELEMENT* const source = first + (CHANNELS_LAST ? column * from.k + k : k * plane + column);
+      const ELEMENT* const source = first + (CHANNELS_LAST ? column * channels + k : k * channel_stride + column);
 #pragma unroll
       for (int row = 0; row < kTileH; ++row) {
         Few loaded = {};
         if (inside && row < rows) {
           if constexpr (OUT_VECTOR == 1)
-            loaded.at[0] = *reinterpret_cast<const unsigned short*>(source + row * row_elements);
+            loaded.at[0] = *reinterpret_cast<const unsigned short*>(source + row * row_stride);
           else
-            loaded = *reinterpret_cast<const Few*>(source + row * row_elements);
+            loaded = *reinterpret_cast<const Few*>(source + row * row_stride);
         }
         values[i][row] = loaded;
       }
@@ -249,8 +244,8 @@ struct Fragment {
 
 // Writes the accumulators of a thread, whose first pair of taps, counted through its blocks of 64 filters, is number
 // `first`.
-__device__ __forceinline__ void store_sums(Four* __restrict__ part, const TileAccumulators& acc, int first,
-                                           int filters) {
+__device__ __forceinline__ void store_partials(Four* __restrict__ partials, const TileAccumulators& acc, int first,
+                                               int filters) {
 #pragma unroll
   for (int c = 0; c < kGroupTapPairs; ++c)
 #pragma unroll
@@ -258,12 +253,9 @@ __device__ __forceinline__ void store_sums(Four* __restrict__ part, const TileAc
       const int number = ((first + c) * FILTER_Y + r) * 128 + threadIdx.x % 128;
       if (!Fragment(number).any(filters)) continue;
       const float* const four = acc[c][r / COLUMN_BLOCKS] + r % COLUMN_BLOCKS * 4;
-      part[number] = {four[0], four[1], four[2], four[3]};
+      partials[number] = {four[0], four[1], four[2], four[3]};
     }
 }
-
-#define DIVISOR_PARAMETERS(d) int d, unsigned d##_multiplier, int d##_shift
-#define DIVISOR(d) {d, d##_multiplier, d##_shift}
 
 template <bool kValue>
 struct Flag {
@@ -271,42 +263,30 @@ struct Flag {
 };
 
 extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
-    first_layer_wgmma_weights(const ELEMENT* __restrict__ x, const ELEMENT* __restrict__ dy, float* __restrict__ parts,
-                              int k, int height, int width, int out_height, int out_width, int pad_y, int pad_x,
-                              int tiles, int splits, DIVISOR_PARAMETERS(filter_tiles), DIVISOR_PARAMETERS(image_tiles),
-                              DIVISOR_PARAMETERS(row_tiles)) {
+    few_channels_weights_wgmma(const ELEMENT* __restrict__ x, const ELEMENT* __restrict__ dy,
+                               float* __restrict__ partials, const __grid_constant__ Shape shape) {
   extern __shared__ __align__(16) unsigned char shared[];
-  const Divisor by_filters = DIVISOR(filter_tiles), by_image = DIVISOR(image_tiles), by_row = DIVISOR(row_tiles);
-  const int split = static_cast<int>(blockIdx.x) / by_filters, first_k = (blockIdx.x - split * filter_tiles) * kTileK;
+  const int split = static_cast<int>(blockIdx.x) / shape.filter_tiles;
+  const int first_k = (blockIdx.x - split * shape.filter_tiles.by) * kTileK;
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0), worker = warpgroup - kTeams;
   const int first_tap_pair = worker % GROUPS_S * kGroupTapPairs, group_k = worker / GROUPS_S;
   griddepcontrol_launch_dependents();
 
   const auto work = [&](auto loads) {
     constexpr bool kLoads = decltype(loads)::value;
-    Outputs from = {k, out_height, out_width, 0, first_k, 0, 0};
-    const auto go_to = [&](int tile) {
-      from.image = tile / by_image;
-      tile -= from.image * image_tiles;
-      const int row = tile / by_row;
-      from.row = row * kTileH;
-      from.column = (tile - row * row_tiles) * kTileW;
-    };
+    OutputTile tile = {0, first_k, 0, 0};
     Loader pixels;
     OutLoader outputs;
     // Of a team that loads: starts to load a tile, and puts it in place.
     const int team = warpgroup, thread = threadIdx.x - kLoaders * team;
-    const auto load = [&](int tile) {
-      if (tile >= tiles) return;
-      go_to(tile);
-      pixels.take(x,
-                  InputTileOrigin{height, width, from.image, from.row * STRIDE_Y - pad_y,
-                                  from.column * STRIDE_X - pad_x - OFFSET},
-                  -kLoaders * team);
-      outputs.take(dy, from, thread);
+    const auto load = [&](int number) {
+      if (number >= shape.tiles) return;
+      go_to(tile, shape, number);
+      pixels.take(x, input_tile_of(tile, shape), -kLoaders * team);
+      outputs.take(dy, shape, tile, thread);
     };
-    const auto put = [&](int tile, int stage) {
-      if (tile >= tiles) return;
+    const auto put = [&](int number, int stage) {
+      if (number >= shape.tiles) return;
       pixels.put_words(shared + kInputTileAt + stage * Pixels::kBytes, -kLoaders * team);
       outputs.put(shared + stage * kOutBytes, thread);
       fence_proxy_async();  // waits for loads, too: none of this thread may be on its way for a later tile
@@ -314,14 +294,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
     if constexpr (kLoads) {
       clear_rest(shared);
       fence_proxy_async();
-      load(split + team * splits);
+      load(split + team * shape.tile_step);
       if (team == 0) put(split, 0);
-      if (kTeams == 1) load(split + splits);
+      if (kTeams == 1) load(split + shape.tile_step);
     }
     TileAccumulators acc = {};
     int stage = 0, round = 0;  // of the tile: its number modulo kStages and kTeams
 #pragma unroll 1
-    for (int tile = split; tile < tiles; tile += splits) {
+    for (int number = split; number < shape.tiles; number += shape.tile_step) {
       // The tile is in place, and products have read the one that is overwritten next: all but the last.
       block_sync();
       if constexpr (!kLoads)
@@ -331,16 +311,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
       if constexpr (kLoads) {
         // The team that put this tile in place goes on to load, and another puts the next in place.
         const int next = round + 1 == kTeams ? 0 : round + 1;
-        if (team == next) put(tile + splits, stage);
-        if (team == round) load(tile + maximum(2, kTeams) * splits);
+        if (team == next) put(number + shape.tile_step, stage);
+        if (team == round) load(number + maximum(2, kTeams) * shape.tile_step);
         round = next;
       }
       if constexpr (!kLoads) wgmma_wait_group<1>();
     }
     if constexpr (!kLoads) {
       wgmma_wait_group<0>();
-      store_sums(reinterpret_cast<Four*>(parts) + static_cast<int64>(blockIdx.x) * kFragments, acc,
-                 group_k * kTapPairs + first_tap_pair, min(kTileK, k - first_k));
+      store_partials(reinterpret_cast<Four*>(partials) + static_cast<int64>(blockIdx.x) * kFragments, acc,
+                     group_k * kTapPairs + first_tap_pair, min(kTileK, shape.out_channels - first_k));
     }
   };
   if (warpgroup < kTeams)
@@ -353,12 +333,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
 constexpr int kShares = 32;
 
 extern "C" __global__ void __launch_bounds__(32 * kShares)
-    first_layer_wgmma_weights_finish(const float* partials, ELEMENT* dw, int k, int filter_tiles, int splits) {
+    few_channels_weights_wgmma_finish(const float* partials, ELEMENT* dw, int out_channels, int filter_tiles,
+                                      int splits) {
   __shared__ Four acc[kShares][32];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, all = filter_tiles * kFragments;
   const int at = blockIdx.x * 32 + lane, filter_tile = at / kFragments;
   const Fragment fragment(at % kFragments);
-  const int filters = min(kTileK, k - filter_tile * kTileK);
+  const int filters = min(kTileK, out_channels - filter_tile * kTileK);
   griddepcontrol_wait();
   acc[warp][lane] = sum_splits<4, 8, int64>(reinterpret_cast<const Four*>(partials), at, all, {warp, splits, kShares},
                                             fragment.any(filters));

@@ -13,9 +13,10 @@ from typing import ClassVar
 from miofind.core.problem import Direction, ProblemDescription
 from miofind.device.device import Device
 from miofind.solver.occupancy import SmLimits, register_limit, resident_blocks
-from miofind.solver.steps import Config, ConfigValue, ConvSolution, KernelStep, Pointer, int32s
+from miofind.solver.steps import Config, ConfigValue, ConvSolution, KernelStep, Pointer
 from miofind.solvers.common.correlation import ceil_div, round_up
-from miofind.solvers.common.divisor import divisors
+from miofind.solvers.common.divisor import divide_by
+from miofind.solvers.few_channels.shapes import TILED_SHAPE, outputs
 from miofind.solvers.few_channels.shared import FewChannelsSolver
 from miofind.solvers.few_channels.window_rows import WindowTile, is_same_load
 
@@ -78,10 +79,13 @@ class _Tiling:
             tiles=tile.image_tiles * problem.n,
         )
 
+    def tile_step(self, device: Device) -> int:
+        """Blocks that share the tiles of a block of filters."""
+        return min(self.tiles, max(1, device.sm_count * self.resident // self.filter_tiles))
+
     def blocks(self, device: Device) -> int:
         """Blocks of the grid: as many for each block of filters."""
-        most = max(1, device.sm_count * self.resident // self.filter_tiles)
-        return self.filter_tiles * min(self.tiles, most)
+        return self.filter_tiles * self.tile_step(device)
 
 
 def _registers(problem: ProblemDescription, config: Config, tile: WindowTile, offsets: int) -> int:
@@ -131,6 +135,7 @@ def _defines(problem: ProblemDescription, config: Config, tiling: _Tiling) -> tu
         ("OUT_VECTOR", tiling.out_vector),
         ("MIN_BLOCKS", tiling.resident),
         ("SHARED_BYTES", tiling.shared_bytes),
+        TILED_SHAPE.define,
     )
 
 
@@ -242,15 +247,21 @@ class ConvFirstLayer(FewChannelsSolver):
         tile = tiling.tile
         step = KernelStep(
             source="few_channels/forward.cu",
-            entry="first_layer",
+            entry="few_channels_forward",
             grid=(tiling.blocks(device), 1, 1),
             block=(tiling.threads, 1, 1),
             shared_bytes=tiling.shared_bytes,
             defines=_defines(problem, config, tiling),
             args=(
                 *(Pointer(buffer=name) for name in ("x", "w", "y")),
-                *int32s(problem.k, *problem.spatial, *problem.out_spatial, *problem.conv.pad_before, tiling.tiles),
-                *divisors(tiling.filter_tiles, tile.image_tiles, tile.column_tiles),
+                TILED_SHAPE(
+                    **outputs(problem),
+                    tiles=tiling.tiles,
+                    tile_step=tiling.tile_step(device),
+                    filter_tiles=divide_by(tiling.filter_tiles),
+                    image_tiles=divide_by(tile.image_tiles),
+                    row_tiles=divide_by(tile.column_tiles),
+                ),
             ),
         )
         return ConvSolution(steps=(step,))

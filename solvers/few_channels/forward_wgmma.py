@@ -16,10 +16,11 @@ from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.device.device import Device
 from miofind.solver.occupancy import SmLimits, resident_blocks
 from miofind.solver.solver import Applicability
-from miofind.solver.steps import Config, ConfigValue, ConvSolution, KernelStep, Pointer, int32s
+from miofind.solver.steps import Config, ConfigValue, ConvSolution, KernelStep, Pointer
 from miofind.solvers.common.correlation import ceil_div, round_up
-from miofind.solvers.common.divisor import divisors
+from miofind.solvers.common.divisor import divide_by
 from miofind.solvers.common.limits import refuse_tensors
+from miofind.solvers.few_channels.shapes import STRIPS_SHAPE, outputs
 from miofind.solvers.few_channels.shared import HOPPER_KEYS, FewChannelsSolver
 from miofind.solvers.few_channels.window_rows import MAX_CHANNELS, is_same_load
 
@@ -140,10 +141,13 @@ class _Tiling:
             tiles=image_tiles * problem.n,
         )
 
+    def tile_step(self, device: Device) -> int:
+        """Blocks that share the tiles of a block of filters."""
+        return min(self.tiles, max(1, device.sm_count * self.resident // self.filter_tiles))
+
     def blocks(self, device: Device) -> int:
         """Blocks of the grid: as many for each block of filters."""
-        most = max(1, device.sm_count * self.resident // self.filter_tiles)
-        return self.filter_tiles * min(self.tiles, most)
+        return self.filter_tiles * self.tile_step(device)
 
 
 def _result_bytes(columns: int, outputs: int, last: bool) -> int:
@@ -176,6 +180,7 @@ def _defines(problem: ProblemDescription, config: Config, tiling: _Tiling) -> tu
         ("OUT_VECTOR", tiling.out_vector),
         ("MIN_BLOCKS", tiling.resident),
         ("SHARED_BYTES", tiling.shared_bytes),
+        STRIPS_SHAPE.define,
     )
 
 
@@ -342,18 +347,26 @@ class ConvFirstLayerWgmma(FewChannelsSolver):
 
     def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
         tiling = _Tiling.of(problem, config, device)
+        strip_rows, longer_strips = divmod(problem.out_spatial[0], tiling.strips)
         step = KernelStep(
             source="few_channels/forward_wgmma.cu",
-            entry="first_layer_wgmma",
+            entry="few_channels_forward_wgmma",
             grid=(tiling.blocks(device), 1, 1),
             block=(tiling.threads, 1, 1),
             shared_bytes=tiling.shared_bytes,
             defines=_defines(problem, config, tiling),
             args=(
                 *(Pointer(buffer=name) for name in ("x", "w", "y")),
-                *int32s(problem.k, *problem.spatial, *problem.out_spatial, *problem.conv.pad_before),
-                *int32s(*divmod(problem.out_spatial[0], tiling.strips), tiling.tiles),
-                *divisors(tiling.filter_tiles, tiling.image_tiles, tiling.strip_tiles),
+                STRIPS_SHAPE(
+                    **outputs(problem),
+                    strip_rows=strip_rows,
+                    longer_strips=longer_strips,
+                    tiles=tiling.tiles,
+                    tile_step=tiling.tile_step(device),
+                    filter_tiles=divide_by(tiling.filter_tiles),
+                    image_tiles=divide_by(tiling.image_tiles),
+                    strip_tiles=divide_by(tiling.strip_tiles),
+                ),
             ),
         )
         return ConvSolution(steps=(step,))

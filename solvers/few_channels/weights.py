@@ -23,8 +23,9 @@ from miofind.solver.steps import (
     int32s,
 )
 from miofind.solvers.common.correlation import ceil_div, round_up
-from miofind.solvers.common.divisor import divisors
+from miofind.solvers.common.divisor import divide_by
 from miofind.solvers.common.split_k import SplitK
+from miofind.solvers.few_channels.shapes import TILED_SHAPE, outputs
 from miofind.solvers.few_channels.shared import FewChannelsSolver
 from miofind.solvers.few_channels.window_rows import WindowTile, is_same_load
 
@@ -122,6 +123,7 @@ def _defines(problem: ProblemDescription, config: Config, tiling: _Tiling) -> tu
         ("STAGES", config["stages"]),
         ("MIN_BLOCKS", tiling.resident),
         ("SHARED_BYTES", tiling.shared_bytes),
+        TILED_SHAPE.define,
     )
 
 
@@ -129,15 +131,21 @@ def _sum_step(problem: ProblemDescription, device: Device, config: Config, tilin
     tile, splits = tiling.tile, tiling.splits(device)
     return KernelStep(
         source="few_channels/weights.cu",
-        entry="first_layer_weights",
+        entry="few_channels_weights",
         grid=(tiling.filter_tiles * splits, 1, 1),
         block=(tiling.threads, 1, 1),
         shared_bytes=tiling.shared_bytes,
         defines=_defines(problem, config, tiling),
         args=(
             *(Pointer(buffer=name) for name in ("x", "y", _split_k(problem, device, tiling).region)),
-            *int32s(problem.k, *problem.spatial, *problem.out_spatial, *problem.conv.pad_before, tiling.tiles, splits),
-            *divisors(tiling.filter_tiles, tile.image_tiles, tile.column_tiles),
+            TILED_SHAPE(
+                **outputs(problem),
+                tiles=tiling.tiles,
+                tile_step=splits,
+                filter_tiles=divide_by(tiling.filter_tiles),
+                image_tiles=divide_by(tile.image_tiles),
+                row_tiles=divide_by(tile.column_tiles),
+            ),
         ),
     )
 

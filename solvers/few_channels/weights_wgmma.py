@@ -23,8 +23,9 @@ from miofind.solver.steps import (
     int32s,
 )
 from miofind.solvers.common.correlation import ceil_div, round_up
-from miofind.solvers.common.divisor import divisors
+from miofind.solvers.common.divisor import divide_by
 from miofind.solvers.common.split_k import SplitK
+from miofind.solvers.few_channels.shapes import TILED_SHAPE, outputs
 from miofind.solvers.few_channels.shared import HOPPER_KEYS, FewChannelsSolver
 
 _MAX_SUMS = 128
@@ -190,23 +191,29 @@ def _defines(problem: ProblemDescription, config: Config, tiling: _Tiling) -> tu
         ("OUT_VECTOR", tiling.out_vector),
         ("MIN_BLOCKS", tiling.resident),
         ("SHARED_BYTES", tiling.shared_bytes),
+        TILED_SHAPE.define,
     )
 
 
 def _sum_step(problem: ProblemDescription, config: Config, tiling: _Tiling) -> KernelStep:
     filter_tiles, splits = tiling.filter_tiles(problem), tiling.splits
-    image = (*problem.spatial, *problem.out_spatial, *problem.conv.pad_before)
     return KernelStep(
         source="few_channels/weights_wgmma.cu",
-        entry="first_layer_wgmma_weights",
+        entry="few_channels_weights_wgmma",
         grid=(filter_tiles * splits, 1, 1),
         block=(tiling.threads, 1, 1),
         shared_bytes=tiling.shared_bytes,
         defines=_defines(problem, config, tiling),
         args=(
             *(Pointer(buffer=name) for name in ("x", "y", tiling.split_k(problem).region)),
-            *int32s(problem.k, *image, tiling.tiles, splits),
-            *divisors(filter_tiles, tiling.row_tiles * tiling.column_tiles, tiling.column_tiles),
+            TILED_SHAPE(
+                **outputs(problem),
+                tiles=tiling.tiles,
+                tile_step=splits,
+                filter_tiles=divide_by(filter_tiles),
+                image_tiles=divide_by(tiling.row_tiles * tiling.column_tiles),
+                row_tiles=divide_by(tiling.column_tiles),
+            ),
         ),
     )
 

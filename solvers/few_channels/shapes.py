@@ -1,0 +1,43 @@
+"""The numbers that the family's kernels take: one structure each, `Shape` in the sources."""
+
+from __future__ import annotations
+
+from miofind.core.problem import ProblemDescription
+from miofind.solver.structs import StructType
+from miofind.solvers.common.divisor import DIVISOR
+
+_IMAGES = dict.fromkeys(("height", "width", "out_height", "out_width"), "int32")
+_OUTPUTS = {"out_channels": "int32", **_IMAGES, "pad_top": "int32", "pad_left": "int32"}
+
+
+def images(problem: ProblemDescription) -> dict[str, int]:
+    """Sizes of the images of x and y, by field."""
+    (height, width), (out_height, out_width) = problem.spatial, problem.out_spatial
+    return {"height": height, "width": width, "out_height": out_height, "out_width": out_width}
+
+
+def outputs(problem: ProblemDescription) -> dict[str, int]:
+    """The same, and where filters begin, of kernels that go through outputs."""
+    pad_top, pad_left = problem.conv.pad_before
+    return {"out_channels": problem.k, **images(problem), "pad_top": pad_top, "pad_left": pad_left}
+
+
+TILED_SHAPE = StructType(
+    "Shape", **_OUTPUTS, tiles="int32", tile_step="int32", filter_tiles=DIVISOR, image_tiles=DIVISOR, row_tiles=DIVISOR
+)
+"""Of kernels that go through tiles of outputs (few_channels/output_tiles.cuh): how many tiles there are of all images,
+from one tile of a thread block to its next, blocks of filters, and tiles of an image and of a row of tiles."""
+
+STRIPS_SHAPE = StructType(
+    "Shape",
+    **_OUTPUTS,
+    strip_rows="int32",
+    longer_strips="int32",
+    tiles="int32",
+    tile_step="int32",
+    filter_tiles=DIVISOR,
+    image_tiles=DIVISOR,
+    strip_tiles=DIVISOR,
+)
+"""Of few_channels/forward_wgmma.cu, whose tiles are columns of strips: also rows of a strip, and how many of an image's
+strips have one more."""
