@@ -14,7 +14,8 @@ from miofind.core.problem import DataType, Direction, ProblemDescription
 from miofind.device.device import Device
 from miofind.libraries.gemm import MAX_BATCH, STEP_MS, ColumnProducts, ImageRange, Product, product_ms
 from miofind.solver.solver import APPLICABLE, Applicability
-from miofind.solver.steps import KernelStep, Pointer, Region, Scalar, Step, int32s
+from miofind.solver.steps import KernelStep, Pointer, Region, Scalar, Step
+from miofind.solver.structs import Struct, StructType
 from miofind.solvers.common.split_k import SplitK
 
 SOURCE = "vendor/im2col.cu"
@@ -28,6 +29,11 @@ _THREADS = 256
 _CHANNELS_A_THREAD = 4
 # Padding of the depth pays up to this growth of the columns; products of unaligned rows run at a tenth of the speed.
 _MOST_PADDING = 1.25
+_SHAPE = StructType(
+    "Shape",
+    **dict.fromkeys(("channels", "group_channels", "padded_elements", "depth", "height", "width"), "int32"),
+    **dict.fromkeys(("out_depth", "out_height", "out_width", "pad_front", "pad_top", "pad_left"), "int32"),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -247,6 +253,7 @@ class ColumnPlan:
             ("VECTOR", self.vector),
             ("READ", self.read),
             *((f"{name}_{axis}", size) for name, sizes in named for axis, size in zip("DHW", sizes, strict=True)),
+            _SHAPE.define,
         )
 
     @property
@@ -259,7 +266,6 @@ class ColumnPlan:
         x = Pointer(buffer="x", offset_bytes=first * p.x.bytes // p.n)
         columns = Pointer(buffer=COLUMNS)
         layout = "nhwc" if p.x.layout.channels_last else "nchw"
-        sizes = (p.c, p.w.shape[1], self.depth, *p.spatial, *p.out_spatial, *p.conv.pad_before)
         name = "fold" if self._folds else "unfold"
         grid, block = self._launch(count)
         return KernelStep(
@@ -268,10 +274,28 @@ class ColumnPlan:
             defines=self._defines,
             grid=(grid, 1, 1),
             block=(*block, 1),
-            args=(
-                *((columns, x) if self._folds else (x, columns)),
-                *int32s(*sizes),
-            ),
+            args=(*((columns, x) if self._folds else (x, columns)), self._shape),
+        )
+
+    @property
+    def _shape(self) -> Struct:
+        p = self.problem
+        depth, height, width = p.spatial
+        out_depth, out_height, out_width = p.out_spatial
+        pad_front, pad_top, pad_left = p.conv.pad_before
+        return _SHAPE(
+            channels=p.c,
+            group_channels=p.w.shape[1],
+            padded_elements=self.depth,
+            depth=depth,
+            height=height,
+            width=width,
+            out_depth=out_depth,
+            out_height=out_height,
+            out_width=out_width,
+            pad_front=pad_front,
+            pad_top=pad_top,
+            pad_left=pad_left,
         )
 
     def _launch(self, count: int) -> tuple[int, tuple[int, int]]:

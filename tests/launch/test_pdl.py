@@ -206,6 +206,4 @@ def test_how_a_kernel_is_launched_leaves_rows_and_saved_files_valid() -> None:
     turn = Transposition(source="x", target="y", dtype=DataType.FLOAT16, batch=2, rows=8, columns=9)
     step = transpose_step((turn,))
     assert step.pdl
-    assert kernel_hash(ConvSolution(steps=(step,))) == kernel_hash(
-        ConvSolution(steps=(replace(step, pdl=False),))
-    )
+    assert kernel_hash(ConvSolution(steps=(step,))) == kernel_hash(ConvSolution(steps=(replace(step, pdl=False),)))

@@ -10,6 +10,7 @@ from importlib import resources
 
 import numpy as np
 import pytest
+from struct_fields import fields_of
 
 from miofind.core.problem import DataType, Direction, ProblemDescription
 from miofind.device.device import Device
@@ -17,7 +18,8 @@ from miofind.errors import InvalidConfigError
 from miofind.libraries.gemm import MAX_BATCH, Operand, Product
 from miofind.libraries.matmul_choice import ALGORITHM_ATTRIBUTES, TENSOR_ALIGNMENT, MatmulShape
 from miofind.solver.solver import Solver
-from miofind.solver.steps import Config, ConvSolution, KernelStep, MatmulStep, Pointer, Scalar
+from miofind.solver.steps import Argument, Config, ConvSolution, KernelStep, MatmulStep, Pointer, Scalar
+from miofind.solver.structs import Struct
 from miofind.solvers.vendor.column_configs import MAX_STEPS
 from miofind.solvers.vendor.gemm1x1 import ConvGemm1x1
 from miofind.solvers.vendor.im2col_gemm import ConvIm2colGemm
@@ -62,11 +64,13 @@ def run_matmul(step: MatmulStep, memory: Memory) -> None:
     out[...] = product + (step.beta * out if step.beta else 0)
 
 
+SIZES = ("depth", "height", "width")
+OUT_SIZES = ("out_depth", "out_height", "out_width")
+PADS = ("pad_front", "pad_top", "pad_left")
+
+
 def kernel_sizes(step: KernelStep) -> tuple[dict[str, int], dict[str, object]]:
-    axes = [f"{kind}_{axis}" for kind in ("in", "out", "pad") for axis in "dhw"]
-    names = ["channels", "group_channels", "depth", *axes]
-    values = [arg.value for arg in step.args if isinstance(arg, Scalar)]
-    return dict(zip(names, map(int, values), strict=True)), dict(step.defines)
+    return fields_of(step.args[2]), dict(step.defines)
 
 
 def taps_of(sizes: dict[str, int], defines: dict[str, object]):
@@ -74,11 +78,11 @@ def taps_of(sizes: dict[str, int], defines: dict[str, object]):
     filters = [int(defines[f"FILTER_{axis}"]) for axis in "DHW"]
     for index, taps in enumerate(itertools.product(*map(range, filters))):
         pairs = []
-        for axis, tap in zip("dhw", taps, strict=True):
-            stride, dilation = int(defines[f"STRIDE_{axis.upper()}"]), int(defines[f"DILATION_{axis.upper()}"])
-            out = np.arange(sizes[f"out_{axis}"])
-            position = out * stride - sizes[f"pad_{axis}"] + tap * dilation
-            kept = (position >= 0) & (position < sizes[f"in_{axis}"])
+        for axis, size, out_size, pad, tap in zip("DHW", SIZES, OUT_SIZES, PADS, taps, strict=True):
+            stride, dilation = int(defines[f"STRIDE_{axis}"]), int(defines[f"DILATION_{axis}"])
+            out = np.arange(sizes[out_size])
+            position = out * stride - sizes[pad] + tap * dilation
+            kept = (position >= 0) & (position < sizes[size])
             assert kept.all() or defines["BOUNDED"] == 1
             pairs.append((out[kept], position[kept]))
         yield index, pairs
@@ -96,9 +100,9 @@ def run_columns(step: KernelStep, memory: Memory, images: int) -> None:
     folds, last = "_fold_" in step.entry, step.entry.endswith("nhwc")
     columns_at, x_at = step.args[:2] if folds else step.args[1::-1]
     c, cg, taps = sizes["channels"], sizes["group_channels"], math.prod(int(defines[f"FILTER_{a}"]) for a in "DHW")
-    ins, outs = (tuple(sizes[f"{kind}_{axis}"] for axis in "dhw") for kind in ("in", "out"))
+    ins, outs = (tuple(sizes[name] for name in names) for names in (SIZES, OUT_SIZES))
     x = memory.view(x_at, element)[: images * c * math.prod(ins)]
-    groups, depth = c // cg, sizes["depth"]
+    groups, depth = c // cg, sizes["padded_elements"]
     flat = memory.view(columns_at, column)[: images * groups * depth * math.prod(outs)]
     if last:
         x = x.reshape(images, *ins, c).transpose(0, 4, 1, 2, 3)
@@ -133,14 +137,13 @@ def covered_images(step: KernelStep) -> int:
     (x, y, _), blocks = step.block, step.grid[0]
     assert 1 <= x * y <= 256
     folds, c = "_fold_" in step.entry, sizes["channels"]
-    side = "in" if folds else "out"
-    line = [sizes[f"{side}_{axis}"] for axis in "dhw"]
+    line = [sizes[name] for name in (SIZES if folds else OUT_SIZES)]
     if step.entry.endswith("nchw"):
         assert not folds or vector == 1
-        assert folds or sizes["out_w"] % vector == 0
+        assert folds or sizes["out_width"] % vector == 0
         an_image = -(-math.prod(line) // vector // x) * -(-c // (4 * y if folds else y))
     else:
-        read, cg, depth = int(defines["READ"]), sizes["group_channels"], sizes["depth"]
+        read, cg, depth = int(defines["READ"]), sizes["group_channels"], sizes["padded_elements"]
         assert cg % (vector if folds else read) == 0
         assert (taps * cg if folds else depth) % vector == 0
         assert vector % read == 0
@@ -502,14 +505,19 @@ def test_kernel_signatures_match_the_arguments():
     text = resources.files("miofind.kernels_src").joinpath("vendor/im2col.cu").read_text()
     entries = {}
     for name, arguments in re.findall(r"__global__ void (\w+)\(([^)]*)\)", text):
-        entries[name] = ["*" if "*" in a else a.split()[0] for a in arguments.split(",")]
+        entries[name] = ["*" if "*" in a else a.split()[-2] for a in arguments.split(",")]
     kinds = {"int32": "int", "int64": "int64"}
+
+    def kind_of(arg: Argument) -> str:
+        if isinstance(arg, Struct):
+            return arg.type.name
+        return kinds[arg.ctype] if isinstance(arg, Scalar) else "*"
+
     seen = set()
     for direction, last in itertools.product(DIRECTIONS, (False, True)):
         problem = problem_of(SHAPES["first_layer"], direction, "float16", last)
         config = Config.of(images=2, slots=1, algorithm={}, workspace_bytes=0)
         for step in ConvIm2colGemm().solution(problem, DEVICE, config).kernels:
-            given = [kinds[arg.ctype] if isinstance(arg, Scalar) else "*" for arg in step.args]
-            assert given == entries[step.entry]
+            assert [kind_of(arg) for arg in step.args] == entries[step.entry]
             seen.add(step.entry)
     assert seen == set(entries)
