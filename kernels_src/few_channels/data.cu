@@ -25,6 +25,17 @@
 #if !defined(CELLS) || !defined(IN_VECTOR) || !defined(PAIRS) || !defined(MIN_BLOCKS) || !defined(SHARED_BYTES)
 #error "define CELLS, IN_VECTOR, PAIRS, MIN_BLOCKS and SHARED_BYTES"
 #endif
+#ifndef SHAPE_FIELDS
+#error "define SHAPE_FIELDS, as DATA_SHAPE of solvers/few_channels/shapes.py declares them"
+#endif
+
+// Rows of dx are taken in groups of STRIDE_Y, the first of which that has any is `first_row` and begins pad_top rows
+// later; those before `end_row` have all. A strip has `strip_rows` of them. S2d blocks begin `s2d_left` columns before
+// dx, and s2d block 0 meets columns from `first_out_column` on. An image has `image_strips` strips, a row of s2d blocks
+// `s2d_tiles` tiles.
+struct Shape {
+  SHAPE_FIELDS
+};
 
 constexpr int kThreads = 32 * WARPS, kTaps = CHANNELS * FILTER_Y * FILTER_X;
 static_assert(STAGES >= 2, "STAGES is at least 2: a row is loaded while another is read");
@@ -80,21 +91,20 @@ __device__ __forceinline__ void stage_filters(unsigned char* to, const ELEMENT* 
 // What of dy a block reads: the image's rows, from the column on that would be staged first; of those staged, columns
 // `first` to before `end` are there.
 struct Source {
+  const Shape& shape;
   const ELEMENT* dy;
-  int height, width;
   int first, end;
 };
 
 // Starts to copy a row of dy, as one group, and nothing if there is none.
 __device__ __forceinline__ void load_row(unsigned char* to, const Source& from, int row, bool wanted) {
-  if (wanted && row >= 0 && row < from.height) {
-    if constexpr (CHANNELS_LAST) {
-      copy_columns<kThreads, kColumns, FILTERS, IN_VECTOR, kPitch>(to, from.dy + row * from.width * FILTERS, from.first,
+  const int height = from.shape.out_height, width = from.shape.out_width;
+  if (wanted && row >= 0 && row < height) {
+    if constexpr (CHANNELS_LAST)
+      copy_columns<kThreads, kColumns, FILTERS, IN_VECTOR, kPitch>(to, from.dy + row * width * FILTERS, from.first,
                                                                    from.end);
-    } else {
-      copy_planes<kThreads, kColumns, FILTERS, IN_VECTOR, kPitch>(to, from.dy + row * from.width,
-                                                                  from.height * from.width, from.end);
-    }
+    else
+      copy_planes<kThreads, kColumns, FILTERS, IN_VECTOR, kPitch>(to, from.dy + row * width, height * width, from.end);
   }
   commit_copies();
 }
@@ -169,8 +179,8 @@ __device__ __forceinline__ void multiply(Accumulators& acc, const Filters& filte
 // Where a thread's results go, in elements of a row if CHANNELS_LAST, else in columns: that of its first s2d block, and
 // how many there are of all; the image, and its rows.
 struct Target {
+  const Shape& shape;
   ELEMENT* dx;
-  int height, width;
   int first, size;
 };
 
@@ -192,7 +202,8 @@ __device__ __forceinline__ void store_row(const Target& to, const float (&acc)[k
         const int c = (element + e) / STRIDE_X, within = CHANNELS_LAST ? element + e : (element + e) % STRIDE_X;
         const int at = to.first + cells * (CHANNELS_LAST ? kElements : STRIDE_X) + within;
         if (static_cast<unsigned>(at) >= static_cast<unsigned>(to.size) || element + e >= kElements) continue;
-        ELEMENT* const dx = to.dx + (CHANNELS_LAST ? h * to.width * CHANNELS : (c * to.height + h) * to.width) + at;
+        const int row = CHANNELS_LAST ? h * CHANNELS : c * to.shape.height + h;
+        ELEMENT* const dx = to.dx + row * to.shape.width + at;
         if constexpr (PAIRS)
           *reinterpret_cast<Vector<ELEMENT, 2>*>(dx) = pair;
         else
@@ -206,7 +217,7 @@ __device__ __forceinline__ void store_row(const Target& to, const float (&acc)[k
 __device__ __forceinline__ void store_rows(const Target& to, const Accumulators& acc, int first_h, int warp) {
 #pragma unroll
   for (int e = 0; e < STRIDE_Y; ++e) {
-    if (static_cast<unsigned>(first_h + e) >= static_cast<unsigned>(to.height)) continue;
+    if (static_cast<unsigned>(first_h + e) >= static_cast<unsigned>(to.shape.height)) continue;
 #pragma unroll
     for (int b = 0; b < BLOCKS; ++b) {
       if (!has_block(b, warp)) break;
@@ -227,26 +238,19 @@ __device__ __forceinline__ void shift_accumulators(Accumulators& acc) {
         for (int i = 0; i < 4; ++i) acc[b][r][t][i] = r + STRIDE_Y < FILTER_Y ? acc[b][r + STRIDE_Y][t][i] : 0.0f;
 }
 
-#define DIVISOR_PARAMETERS(d) int d, unsigned d##_multiplier, int d##_shift
-#define DIVISOR(d) {d, d##_multiplier, d##_shift}
-
-// Rows of dx are taken in groups of STRIDE_Y, the first of which that has any is `first_row` and begins pad_y rows
-// later; those before `end_row` have all. A strip has `rows` of them. S2d blocks begin `origin` columns before dx, and
-// s2d block 0 meets columns from `first_column` on.
 extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
-    first_layer_data(const ELEMENT* __restrict__ dy, const ELEMENT* __restrict__ w, ELEMENT* __restrict__ dx,
-                     int height, int width, int out_height, int out_width, int pad_y, int origin, int first_row,
-                     int end_row, int first_column, int rows, DIVISOR_PARAMETERS(image_strips),
-                     DIVISOR_PARAMETERS(s2d_tiles)) {
+    few_channels_data(const ELEMENT* __restrict__ dy, const ELEMENT* __restrict__ w, ELEMENT* __restrict__ dx,
+                      const __grid_constant__ Shape shape) {
   extern __shared__ __align__(16) unsigned char shared[];
-  const Divisor by_image = DIVISOR(image_strips), by_tile = DIVISOR(s2d_tiles);
-  const int image = static_cast<int>(blockIdx.x) / by_image, rank = blockIdx.x - image * image_strips;
-  const int strip = rank / by_tile, s2d = (rank - strip * s2d_tiles) * CELLS;
-  const int begin = first_row + strip * rows, end = min(begin + rows, end_row);
-  const int column = s2d + first_column, first_there = min(max(-column, 0), kColumns);
-  const int end_there = max(min(kColumns, out_width - column), first_there);
-  const Source source = {dy + image * FILTERS * out_height * out_width + column * (CHANNELS_LAST ? FILTERS : 1),
-                         out_height, out_width, first_there, end_there};
+  const int image = static_cast<int>(blockIdx.x) / shape.image_strips;
+  const int in_image = blockIdx.x - image * shape.image_strips.by;
+  const int strip = in_image / shape.s2d_tiles, s2d = (in_image - strip * shape.s2d_tiles.by) * CELLS;
+  const int begin = shape.first_row + strip * shape.strip_rows, end = min(begin + shape.strip_rows, shape.end_row);
+  const int column = s2d + shape.first_out_column, first_there = min(max(-column, 0), kColumns);
+  const int end_there = max(min(kColumns, shape.out_width - column), first_there);
+  const Source source = {
+      shape, dy + image * FILTERS * shape.out_height * shape.out_width + column * (CHANNELS_LAST ? FILTERS : 1),
+      first_there, end_there};
   unsigned char *const raw = shared + kRawAt, *const fragments = shared + kFragmentsAt;
 
   load_filters(static_cast<unsigned>(__cvta_generic_to_shared(raw)), w);
@@ -266,8 +270,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
   clear_rest(shared, source);
 
   const int lane = threadIdx.x % 32, warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
-  const int first = (s2d + 16 * warp + lane / 4) * STRIDE_X - origin, per_column = CHANNELS_LAST ? CHANNELS : 1;
-  const Target target = {dx + image * CHANNELS * height * width, height, width, first * per_column, width * per_column};
+  const int first = (s2d + 16 * warp + lane / 4) * STRIDE_X - shape.s2d_left, per_column = CHANNELS_LAST ? CHANNELS : 1;
+  const Target target = {shape, dx + image * CHANNELS * shape.height * shape.width, first * per_column,
+                         shape.width * per_column};
   Accumulators acc = {};
   const unsigned base = static_cast<unsigned>(__cvta_generic_to_shared(shared));
   int stage = 0;
@@ -277,8 +282,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
     __syncthreads();  // the row has arrived, and every warp has read the one that is overwritten next
     const int next = row + STAGES - 1;
     load_row(shared + (stage == 0 ? STAGES - 1 : stage - 1) * kRowBytes, source, next, next < end);
-    if (row >= 0 && row < out_height) multiply(acc, filters, base + stage * kRowBytes, warp);
-    if (row >= begin) store_rows(target, acc, row * STRIDE_Y - pad_y, warp);
+    if (row >= 0 && row < shape.out_height) multiply(acc, filters, base + stage * kRowBytes, warp);
+    if (row >= begin) store_rows(target, acc, row * STRIDE_Y - shape.pad_top, warp);
     shift_accumulators(acc);
     stage = stage + 1 == STAGES ? 0 : stage + 1;
   }

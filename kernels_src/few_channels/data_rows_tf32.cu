@@ -227,29 +227,17 @@ __device__ __forceinline__ void move_packed_up(Accumulators& acc) {
     }
 }
 
-// The pixels are in s2d blocks of rows from `first_row` to before `end_row`, and columns likewise; a strip has `rows`
-// rows of them. The first tile of columns of dy begins at `base`.
 extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
-    first_layer_data_rows_tf32(const float* __restrict__ dy, const float* __restrict__ w, float* __restrict__ dx,
-                               int height, int width, int out_height, int out_width, int pad_y, int pad_x,
-                               int first_row, int end_row, int first_column, int end_column, int base, int rows,
-                               DIVISOR_PARAMETERS(image_strips), DIVISOR_PARAMETERS(column_tiles)) {
+    few_channels_data_rows_tf32(const float* __restrict__ dy, const float* __restrict__ w, float* __restrict__ dx,
+                                const __grid_constant__ Shape shape) {
   extern __shared__ __align__(16) unsigned char shared[];
-  const Divisor by_image = DIVISOR(image_strips), by_column = DIVISOR(column_tiles);
-  const int image = static_cast<int>(blockIdx.x) / by_image, rank = blockIdx.x - image * image_strips;
-  const int strip_rank = rank / by_column, tile = rank - strip_rank * column_tiles;
-  const int column = base + tile * COLUMN_STEP, end_s2d = column + COLUMN_STEP + kS2dX - 1;
-  const Strip strip = {image, column, tile == 0 ? first_column : column + kS2dX - 1,
-                       tile + 1 == column_tiles ? end_column : end_s2d};
-  const int begin = first_row + strip_rank * rows, end = min(begin + rows, end_row);
-  const Size out_size = {out_height, out_width};
-  const Target target = {dx, {height, width}, pad_y, pad_x, out_width};
+  const Strip strip = strip_of(shape);
 
   // Rows above the first of dy meet nothing.
-  int row = max(begin - kS2dY + 1, 0);
+  int row = max(strip.begin - kS2dY + 1, 0);
 #pragma unroll 1
   for (int stage = 0; stage < STAGES - 1; ++stage)
-    load_row<kPitch>(shared + stage * kRowBytes, dy, out_size, strip, row + stage, row + stage < end);
+    load_row<kPitch>(shared + stage * kRowBytes, dy, shape, strip, row + stage, row + stage < strip.end);
   clear_rest<8 * kKSteps, kPitch, kRowBytes>(shared);
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
   const Part part = {warp % WARPS_M, warp / WARPS_M % WARPS_N, warp / (WARPS_M * WARPS_N)};
@@ -264,24 +252,27 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
   Accumulators acc = {};
   int stage = 0, half = 0;
 #pragma unroll 1
-  for (; row < end; ++row) {
+  for (; row < strip.end; ++row) {
     wait_for_copies<STAGES - 2>();
     // The row has arrived, and the filters; every warp has read the row, or the products, that are overwritten next,
     // and has written those of the row before.
     __syncthreads();
     const int next = row + STAGES - 1;
-    load_row<kPitch>(shared + (stage == 0 ? STAGES - 1 : stage - 1) * kRowBytes, dy, out_size, strip, next, next < end);
-    if (row >= 0 && row < out_height) multiply(acc, filters, laid, shared + stage * kRowBytes, part);
-    if (row >= begin) stage_products(products + half * kProductFloats, acc, part);
+    load_row<kPitch>(shared + (stage == 0 ? STAGES - 1 : stage - 1) * kRowBytes, dy, shape, strip, next,
+                     next < strip.end);
+    if (row >= 0 && row < shape.out_height) multiply(acc, filters, laid, shared + stage * kRowBytes, part);
+    if (row >= strip.begin) stage_products(products + half * kProductFloats, acc, part);
     if constexpr (PACKED && STRIDE_Y < FILTER_Y)
       move_packed_up(acc);
     else
       shift_accumulators(acc);
-    if (row > begin)
-      col2im<kProductPitch, kProductTaps, kShareTaps>(target, products + (half ^ 1) * kProductFloats, strip, row - 1);
+    if (row > strip.begin)
+      col2im<kProductPitch, kProductTaps, kShareTaps>(dx, shape, products + (half ^ 1) * kProductFloats, strip,
+                                                      row - 1);
     half ^= 1;
     stage = stage + 1 == STAGES ? 0 : stage + 1;
   }
   __syncthreads();  // the last row's products are complete
-  col2im<kProductPitch, kProductTaps, kShareTaps>(target, products + (half ^ 1) * kProductFloats, strip, end - 1);
+  col2im<kProductPitch, kProductTaps, kShareTaps>(dx, shape, products + (half ^ 1) * kProductFloats, strip,
+                                                  strip.end - 1);
 }

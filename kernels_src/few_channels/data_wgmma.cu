@@ -8,7 +8,6 @@
 // filters rotate instead: they are laid out once for every entry that may come first. A team, a warpgroup for each 64
 // rows of M, goes down a strip of blocks, whose rows of dy stream through STAGES buffers. A thread block's TEAMS share
 // the filters. Grid: strips, times tiles of COLUMNS s2d blocks, times images, dealt to teams.
-#include "common/divisor.cuh"
 #if CHANNELS_LAST
 #include "few_channels/data_wgmma_nhwc.cuh"
 #else
@@ -71,18 +70,11 @@ __device__ __forceinline__ void issue_wgmma(Accumulators& acc, unsigned filters,
   wgmma_commit_group();
 }
 
-// Where a strip's results go; `left` is as many columns to the left of dx as s2d blocks begin.
-struct Target {
-  ELEMENT* dx;
-  Size size;
-  int top, left;
-};
-
 // Writes the accumulators of the entry that is complete, if `wanted`, of a row of s2d blocks, and clears them. Which
 // rows of the product a warp has in it is the same for its lanes. If PAIRED two lanes exchange what each has of two s2d
 // blocks, so that both write two elements side by side.
-__device__ __forceinline__ void finish(Accumulators& acc, const Target& to, const Strip& strip, int row, int entry,
-                                       bool wanted) {
+__device__ __forceinline__ void finish(Accumulators& acc, ELEMENT* __restrict__ dx, const Shape& shape,
+                                       const Strip& strip, int row, int entry, bool wanted) {
   constexpr int kColumn = CHANNELS_LAST ? CHANNELS : 1;
   const int lane = threadIdx.x % 32, odd = PAIRED ? lane / 4 % 2 : 0;
 #pragma unroll
@@ -92,13 +84,13 @@ __device__ __forceinline__ void finish(Accumulators& acc, const Target& to, cons
     if (warp_row <= -8 || warp_row >= kEntryRows) continue;
     const bool mine = in_entry >= 0 && in_entry < kEntryRows;
     const Pixel pixel(mine ? in_entry - odd : 0);
-    const int h = row * STRIDE_Y + pixel.y - to.top;
-    const int v = (strip.s2d + lane % 4 * 2 + odd) * kS2dColumns + pixel.x - to.left;
-    const bool inside = mine && wanted && static_cast<unsigned>(h) < static_cast<unsigned>(to.size.height);
-    const unsigned width = inside ? to.size.width : 0;
-    ELEMENT* const dx =
-        to.dx + (CHANNELS_LAST ? ((strip.image * to.size.height + h) * to.size.width + v) * CHANNELS + pixel.c
-                               : ((strip.image * CHANNELS + pixel.c) * to.size.height + h) * to.size.width + v);
+    const int h = row * STRIDE_Y + pixel.y - shape.s2d_top;
+    const int v = (strip.s2d + lane % 4 * 2 + odd) * kS2dColumns + pixel.x - shape.s2d_left;
+    const bool inside = mine && wanted && static_cast<unsigned>(h) < static_cast<unsigned>(shape.height);
+    const unsigned width = inside ? shape.width : 0;
+    ELEMENT* const to =
+        dx + (CHANNELS_LAST ? ((strip.image * shape.height + h) * shape.width + v) * CHANNELS + pixel.c
+                            : ((strip.image * CHANNELS + pixel.c) * shape.height + h) * shape.width + v);
 #pragma unroll
     for (int j = 0; j < COLUMNS / 8; ++j) {
       float& first = acc[4 * j + 2 * half];
@@ -110,11 +102,11 @@ __device__ __forceinline__ void finish(Accumulators& acc, const Target& to, cons
         pair.at[0] = convert<ELEMENT>(odd ? other : first);
         pair.at[1] = convert<ELEMENT>(odd ? second : other);
         if (static_cast<unsigned>(v + right) < width)
-          *reinterpret_cast<Vector<ELEMENT, 2>*>(dx + right * kColumn) = pair;
+          *reinterpret_cast<Vector<ELEMENT, 2>*>(to + right * kColumn) = pair;
       } else {
-        if (static_cast<unsigned>(v + right) < width) dx[right * kColumn] = convert<ELEMENT>(first);
+        if (static_cast<unsigned>(v + right) < width) to[right * kColumn] = convert<ELEMENT>(first);
         if (static_cast<unsigned>(v + right + kS2dColumns) < width)
-          dx[(right + kS2dColumns) * kColumn] = convert<ELEMENT>(second);
+          to[(right + kS2dColumns) * kColumn] = convert<ELEMENT>(second);
       }
       first = mine ? 0.0f : first;
       second = mine ? 0.0f : second;
@@ -122,31 +114,21 @@ __device__ __forceinline__ void finish(Accumulators& acc, const Target& to, cons
   }
 }
 
-#define DIVISOR_PARAMETERS(d) int d, unsigned d##_multiplier, int d##_shift
-#define DIVISOR(d) {d, d##_multiplier, d##_shift}
-
-// S2d blocks begin `top` rows and `left` columns before dx, and the last column of dy that an s2d block I meets is (I +
-// 1) * WIDEN - 1 - ahead. The pixels are in rows of s2d blocks from `first_row` to before `end_row`, in columns from
-// `first_s2d` on; a strip has `rows` rows of them, which meet `steps` rows of dy, and there are `strips` strips of all
-// images.
 extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
-    first_layer_data_wgmma(DY, const ELEMENT* __restrict__ w, ELEMENT* __restrict__ dx, int height, int width,
-                           int out_height, int out_width, int top, int left, int ahead, int first_row, int end_row,
-                           int first_s2d, int rows, int steps, int strips, DIVISOR_PARAMETERS(image_strips),
-                           DIVISOR_PARAMETERS(tiles)) {
+    few_channels_data_wgmma(DY, const ELEMENT* __restrict__ w, ELEMENT* __restrict__ dx,
+                            const __grid_constant__ Shape shape) {
   extern __shared__ __align__(1024) unsigned char shared[];
-  const Divisor by_image = DIVISOR(image_strips), by_tile = DIVISOR(tiles);
   const int team = TEAMS == 1 ? 0 : __shfl_sync(0xffffffffu, threadIdx.x / kTeamThreads, 0);
-  const int number = static_cast<int>(blockIdx.x) * TEAMS + team, image = number / by_image;
-  const int rank = number - image * image_strips, strip_rank = rank / by_tile, tile = rank - strip_rank * tiles;
-  const Strip strip = {image, first_s2d + tile * COLUMNS};
-  const int begin = first_row + strip_rank * rows, end = number < strips ? min(begin + rows, end_row) : 0;
-  const Target target = {dx, {height, width}, top, left};
+  const int number = static_cast<int>(blockIdx.x) * TEAMS + team, image = number / shape.image_strips;
+  const int in_image = number - image * shape.image_strips.by, row_of_strips = in_image / shape.s2d_tiles;
+  const int tile = in_image - row_of_strips * shape.s2d_tiles.by;
+  const Strip strip = {image, shape.first_s2d + tile * COLUMNS};
+  const int begin = shape.first_row + row_of_strips * shape.strip_rows;
+  const int end = number < shape.strips ? min(begin + shape.strip_rows, shape.end_row) : 0;
 
   load_filters(shared_address(shared + kLastAt), w);
   int row = begin - kS2dY + 1;
-  Rows staged(dy, shared, team, {out_height, out_width}, image, strip.s2d * WIDEN - ahead - (kS2dX - 1), row, end,
-              steps);
+  Rows staged(dy, shape, shared, team, image, strip.s2d * WIDEN - shape.columns_ahead - (kS2dX - 1), row, end);
   staged.begin();
   wait_for_copies<Rows::kBegun>();
   __syncthreads();  // the filters have arrived
@@ -159,12 +141,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
   Accumulators acc = {};
   int entry = 0;
 #pragma unroll 1
-  for (int step = 0; step < steps; ++step, ++row) {
+  for (int step = 0; step < shape.strip_steps; ++step, ++row) {
     const unsigned columns = staged.arrived();
     issue_wgmma(acc, filters + (entry == 0 ? 0 : kS2dY - entry) * kEntryRows * 16, columns, staged.lead);
     staged.next();
     wgmma_wait_group<0>();
-    finish(acc, target, strip, row, entry, row >= begin && row < end);
+    finish(acc, dx, shape, strip, row, entry, row >= begin && row < end);
     entry = entry + 1 == kS2dY ? 0 : entry + 1;
   }
 }

@@ -39,17 +39,17 @@ __device__ __forceinline__ void clear_stage(unsigned char* stage) {
 
 // Starts to copy the columns of a row of dy that there are, of those staged, which begin at `first`. The others stay as
 // they are.
-__device__ __forceinline__ void load_row(unsigned char* to, const ELEMENT* __restrict__ dy, const Size& size, int image,
-                                         int row, int first) {
-  const int thread = threadIdx.x % kTeamThreads, begin = max(0, -first), end = min(kStaged, size.width - first);
+__device__ __forceinline__ void load_row(unsigned char* to, const ELEMENT* __restrict__ dy, const Shape& shape,
+                                         int image, int row, int first) {
+  const int thread = threadIdx.x % kTeamThreads, begin = max(0, -first), end = min(kStaged, shape.out_width - first);
   constexpr int kRuns = kStaged / IN_VECTOR;
-  const int plane = size.height * size.width;
-  const ELEMENT* const from = dy + image * FILTERS * plane + row * size.width + first;
+  const int channel_stride = shape.out_height * shape.out_width;
+  const ELEMENT* const from = dy + image * FILTERS * channel_stride + row * shape.out_width + first;
 #pragma unroll 4
   for (int i = thread; i < FILTERS * kRuns; i += kTeamThreads) {
     const int k = i / kRuns, column = i % kRuns * IN_VECTOR;
     if (column >= begin && column < end)
-      copy_vector<IN_VECTOR>(to + k * kRawPitch + 2 * column, from + k * plane + column);
+      copy_vector<IN_VECTOR>(to + k * kRawPitch + 2 * column, from + k * channel_stride + column);
   }
 }
 
@@ -73,18 +73,18 @@ struct Rows {
   static constexpr int kBegun = STAGES - 1;
 
   const ELEMENT* dy;
+  const Shape& shape;
   unsigned char *stages, *transposed;
-  Size size;
   int image, first, lead, row, end, barrier;
   int stage = 0, half = 0;
 
   // Those from `row` on, which are met up to before `end`, of columns from `column` on; zeros for what dy lacks.
-  __device__ __forceinline__ Rows(const ELEMENT* dy, unsigned char* shared, int team, const Size& size, int image,
-                                  int column, int row, int end, int)
+  __device__ __forceinline__ Rows(const ELEMENT* dy, const Shape& shape, unsigned char* shared, int team, int image,
+                                  int column, int row, int end)
       : dy(dy),
+        shape(shape),
         stages(shared + kStagesAt + team * kStageBytes),
         transposed(shared + kLastAt + team * 2 * kTransposedBytes),
-        size(size),
         image(image),
         first(column - (column & 7)),
         lead(column & 7),
@@ -94,8 +94,8 @@ struct Rows {
 
   __device__ __forceinline__ void load(int number, int at) const {
     unsigned char* const to = stages + number * kTeamsStage;
-    if (at >= 0 && at < min(end, size.height))
-      load_row(to, dy, size, image, at, first);
+    if (at >= 0 && at < min(end, shape.out_height))
+      load_row(to, dy, shape, image, at, first);
     else if (at < end)
       clear_stage(to);
     commit_copies();

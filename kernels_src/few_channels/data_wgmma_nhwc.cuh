@@ -50,27 +50,29 @@ struct Rows {
   static constexpr int lead = 0;
 
   const TensorMap& dy;
+  const Shape& shape;
   unsigned stages, barriers;
-  int height, image, first, row, left, team;
+  int image, first, row, left, team;
   int stage = 0, parity = 0;
 
-  // `steps` of them from `row` on, of columns from `column` on; zeros for what dy lacks.
-  __device__ __forceinline__ Rows(const TensorMap& dy, unsigned char* shared, int team, const Size& size, int image,
-                                  int column, int row, int, int steps)
+  // `strip_steps` of them from `row` on, of columns from `column` on; zeros for what dy lacks.
+  __device__ __forceinline__ Rows(const TensorMap& dy, const Shape& shape, unsigned char* shared, int team, int image,
+                                  int column, int row, int)
       : dy(dy),
+        shape(shape),
         stages(shared_address(shared) + kStagesAt + team * kStageBytes),
         barriers(shared_address(shared) + kBarriersAt + team * 8 * STAGES),
-        height(size.height),
         image(image),
         first((column - LEAD) / TOGETHER),
         row(row),
-        left(steps),
+        left(shape.strip_steps),
         team(team) {}
 
   // Rows of all images are one dimension; what lies before it is zeros, too.
   __device__ __forceinline__ void load(int number, int at) const {
     const unsigned to = stages + number * kTeamsStage, barrier = barriers + 8 * number;
-    const int rank = static_cast<unsigned>(at) < static_cast<unsigned>(height) ? image * height + at : -1;
+    const int rank =
+        static_cast<unsigned>(at) < static_cast<unsigned>(shape.out_height) ? image * shape.out_height + at : -1;
     mbarrier_arrive_expect_tx(barrier, kCopiedBytes);
 #pragma unroll
     for (int i = 0; i < kParts * kPlanes * kBoxes; ++i) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "common/copy_bytes.cuh"
+#include "common/divisor.cuh"
 #include "common/tile.cuh"
 
 #if !defined(ELEMENT) || !defined(CHANNELS) || !defined(FILTERS) || !defined(FILTER_Y) || !defined(FILTER_X)
@@ -13,8 +14,8 @@
 #if !defined(STAGES) || !defined(CHANNELS_LAST) || !defined(MIN_BLOCKS) || !defined(SHARED_BYTES)
 #error "define STAGES, CHANNELS_LAST, MIN_BLOCKS and SHARED_BYTES"
 #endif
-#if !defined(PHASE) || !defined(PAIRED)
-#error "define PHASE and PAIRED"
+#if !defined(PHASE) || !defined(PAIRED) || !defined(SHAPE_FIELDS)
+#error "define PHASE, PAIRED and SHAPE_FIELDS (DATA_WGMMA_SHAPE of solvers/few_channels/shapes.py)"
 #endif
 #define WGMMA_N COLUMNS
 #include "common/hopper.cuh"
@@ -53,6 +54,11 @@ struct Pixel {
 struct Strip {
   int image, s2d;
 };
-struct Size {
-  int height, width;
+
+// S2d blocks begin `s2d_top` rows and `s2d_left` columns before dx, and the last column of dy that an s2d block I meets
+// is (I + 1) * WIDEN - 1 - columns_ahead. The pixels are in rows of s2d blocks from `first_row` to before `end_row`, in
+// columns from `first_s2d` on. A strip has `strip_rows` rows of them, which meet `strip_steps` rows of dy; there are
+// `strips` strips of all images, `image_strips` of one, and `s2d_tiles` tiles of a row.
+struct Shape {
+  SHAPE_FIELDS
 };

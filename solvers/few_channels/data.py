@@ -12,11 +12,12 @@ from typing import ClassVar
 from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.device.device import Device
 from miofind.solver.solver import Applicability
-from miofind.solver.steps import Config, ConfigValue, ConvSolution, KernelStep, Pointer, int32s
+from miofind.solver.steps import Config, ConfigValue, ConvSolution, KernelStep, Pointer
 from miofind.solvers.common.correlation import ceil_div
-from miofind.solvers.common.divisor import divisors
+from miofind.solvers.common.divisor import divide_by
 from miofind.solvers.few_channels.data_tiling import DataTiling
 from miofind.solvers.few_channels.s2d_blocks import S2dBlocks
+from miofind.solvers.few_channels.shapes import DATA_SHAPE, images
 from miofind.solvers.few_channels.shared import FewChannelsSolver, gradient_defines
 from miofind.solvers.few_channels.window_rows import refuse_windows
 
@@ -37,6 +38,7 @@ def _defines(problem: ProblemDescription, config: Config, tiling: DataTiling) ->
         ("PAIRS", int(_has_pairs(problem, tiling))),
         ("MIN_BLOCKS", tiling.resident),
         ("SHARED_BYTES", tiling.shared_bytes),
+        DATA_SHAPE.define,
     )
 
 
@@ -164,16 +166,24 @@ class ConvFirstLayerData(FewChannelsSolver):
         tiling = DataTiling.of(problem, config, device)
         step = KernelStep(
             source="few_channels/data.cu",
-            entry="first_layer_data",
+            entry="few_channels_data",
             grid=(tiling.blocks, 1, 1),
             block=(32 * config["warps"], 1, 1),
             shared_bytes=tiling.shared_bytes,
             defines=_defines(problem, config, tiling),
             args=(
                 *(Pointer(buffer=name) for name in ("y", "w", "x")),
-                *int32s(*problem.spatial, *problem.out_spatial, problem.conv.pad_before[0], tiling.width.origin),
-                *int32s(tiling.height.first, tiling.height.end, tiling.width.first, tiling.rows),
-                *divisors(tiling.strips * tiling.s2d_tiles, tiling.s2d_tiles),
+                DATA_SHAPE(
+                    **images(problem),
+                    pad_top=problem.conv.pad_before[0],
+                    s2d_left=tiling.width.origin,
+                    first_row=tiling.height.first,
+                    end_row=tiling.height.end,
+                    first_out_column=tiling.width.first,
+                    strip_rows=tiling.rows,
+                    image_strips=divide_by(tiling.strips * tiling.s2d_tiles),
+                    s2d_tiles=divide_by(tiling.s2d_tiles),
+                ),
             ),
         )
         return ConvSolution(steps=(step,))

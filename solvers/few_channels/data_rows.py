@@ -10,10 +10,11 @@ from typing import ClassVar
 
 from miofind.core.problem import Direction, ProblemDescription
 from miofind.device.device import Device
-from miofind.solver.steps import Config, ConfigValue, ConvSolution, KernelStep, Pointer, int32s
+from miofind.solver.steps import Config, ConfigValue, ConvSolution, KernelStep, Pointer
 from miofind.solvers.common.correlation import ceil_div
-from miofind.solvers.common.divisor import divisors
+from miofind.solvers.common.divisor import divide_by
 from miofind.solvers.few_channels.row_streaming import RowStreaming
+from miofind.solvers.few_channels.shapes import ROWS_SHAPE, images
 from miofind.solvers.few_channels.shared import FewChannelsSolver, gradient_defines
 
 _MAX_HELD = 184
@@ -32,6 +33,7 @@ def _defines(problem: ProblemDescription, config: Config, tiling: RowStreaming) 
         ("IN_VECTOR", tiling.in_vector),
         ("MIN_BLOCKS", tiling.resident),
         ("SHARED_BYTES", tiling.shared_bytes),
+        ROWS_SHAPE.define,
     )
 
 
@@ -133,17 +135,26 @@ class ConvFirstLayerDataRows(FewChannelsSolver):
         tiling = RowStreaming.of(problem, config, device)
         step = KernelStep(
             source="few_channels/data_rows.cu",
-            entry="first_layer_data_rows",
+            entry="few_channels_data_rows",
             grid=(tiling.blocks, 1, 1),
             block=(32 * config["warps_m"] * config["warps_n"] * config["warps_k"], 1, 1),
             shared_bytes=tiling.shared_bytes,
             defines=_defines(problem, config, tiling),
             args=(
                 *(Pointer(buffer=name) for name in ("y", "w", "x")),
-                *int32s(*problem.spatial, *problem.out_spatial, *problem.conv.pad_before),
-                *int32s(tiling.height.first, tiling.height.end, tiling.width.first, tiling.width.end),
-                *int32s(tiling.base, tiling.rows),
-                *divisors(tiling.strips * tiling.column_tiles, tiling.column_tiles),
+                ROWS_SHAPE(
+                    **images(problem),
+                    pad_top=problem.conv.pad_before[0],
+                    pad_left=problem.conv.pad_before[1],
+                    first_row=tiling.height.first,
+                    end_row=tiling.height.end,
+                    first_column=tiling.width.first,
+                    end_column=tiling.width.end,
+                    first_out_column=tiling.base,
+                    strip_rows=tiling.rows,
+                    image_strips=divide_by(tiling.strips * tiling.column_tiles),
+                    column_tiles=divide_by(tiling.column_tiles),
+                ),
             ),
         )
         return ConvSolution(steps=(step,))

@@ -12,12 +12,13 @@ from typing import ClassVar
 
 from miofind.core.problem import DataType, Direction, Layout, MathMode, ProblemDescription
 from miofind.device.device import Device
-from miofind.solver.steps import Config, ConfigValue, ConvSolution, KernelStep, Pointer, int32s
+from miofind.solver.steps import Config, ConfigValue, ConvSolution, KernelStep, Pointer
 from miofind.solvers.common.correlation import ceil_div
-from miofind.solvers.common.divisor import divisors
+from miofind.solvers.common.divisor import divide_by
 from miofind.solvers.common.packed_groups import is_ample
 from miofind.solvers.common.product_tiles import products_of_tf32
 from miofind.solvers.few_channels.row_streaming_tf32 import MAX_REGISTERS, RowStreamingTf32
+from miofind.solvers.few_channels.shapes import ROWS_SHAPE, images
 from miofind.solvers.few_channels.shared import FewChannelsSolver, gradient_defines
 
 _LEAST_WARPS, _MAX_WARPS = 4, 12
@@ -41,6 +42,7 @@ def _defines(
         ("SHARED_FILTERS", int(config["filters"] == "shared")),
         ("MIN_BLOCKS", tiling.resident),
         ("SHARED_BYTES", tiling.shared_bytes),
+        ROWS_SHAPE.define,
     )
 
 
@@ -209,17 +211,26 @@ class ConvFirstLayerDataRowsTf32(FewChannelsSolver):
         tiling = RowStreamingTf32.of(problem, config, device)
         step = KernelStep(
             source="few_channels/data_rows_tf32.cu",
-            entry="first_layer_data_rows_tf32",
+            entry="few_channels_data_rows_tf32",
             grid=(tiling.blocks, 1, 1),
             block=(32 * config["warps_m"] * config["warps_n"] * config["warps_k"], 1, 1),
             shared_bytes=tiling.shared_bytes,
             defines=_defines(problem, config, tiling),
             args=(
                 *(Pointer(buffer=name) for name in ("y", "w", "x")),
-                *int32s(*problem.spatial, *problem.out_spatial, *problem.conv.pad_before),
-                *int32s(tiling.height.first, tiling.height.end, tiling.width.first, tiling.width.end),
-                *int32s(tiling.tiles.base, tiling.rows),
-                *divisors(tiling.strips * tiling.tiles.count, tiling.tiles.count),
+                ROWS_SHAPE(
+                    **images(problem),
+                    pad_top=problem.conv.pad_before[0],
+                    pad_left=problem.conv.pad_before[1],
+                    first_row=tiling.height.first,
+                    end_row=tiling.height.end,
+                    first_column=tiling.width.first,
+                    end_column=tiling.width.end,
+                    first_out_column=tiling.tiles.base,
+                    strip_rows=tiling.rows,
+                    image_strips=divide_by(tiling.strips * tiling.tiles.count),
+                    column_tiles=divide_by(tiling.tiles.count),
+                ),
             ),
         )
         return ConvSolution(steps=(step,))

@@ -14,11 +14,12 @@ from miofind.core.problem import Direction, ProblemDescription
 from miofind.device.device import Device
 from miofind.solver.occupancy import register_limit
 from miofind.solver.solver import APPLICABLE, Applicability
-from miofind.solver.steps import Box, Config, ConfigValue, ConvSolution, KernelStep, Pointer, TensorMap, int32s
+from miofind.solver.steps import Box, Config, ConfigValue, ConvSolution, KernelStep, Pointer, TensorMap
 from miofind.solvers.common.copies import packed_map
 from miofind.solvers.common.correlation import ceil_div
-from miofind.solvers.common.divisor import divisors
+from miofind.solvers.common.divisor import divide_by
 from miofind.solvers.few_channels.data_wgmma_tiling import DataWgmmaTiling
+from miofind.solvers.few_channels.shapes import DATA_WGMMA_SHAPE, images
 from miofind.solvers.few_channels.shared import HOPPER_KEYS, FewChannelsSolver, gradient_defines
 
 _MAX_THREADS = 512
@@ -42,6 +43,7 @@ def _defines(problem: ProblemDescription, config: Config, tiling: DataWgmmaTilin
         *_staging(tiling),
         ("MIN_BLOCKS", tiling.resident),
         ("SHARED_BYTES", tiling.shared_bytes),
+        DATA_WGMMA_SHAPE.define,
     )
 
 
@@ -209,7 +211,7 @@ class ConvFirstLayerDataWgmma(FewChannelsSolver):
         tiling = DataWgmmaTiling.of(problem, config, device)
         step = KernelStep(
             source="few_channels/data_wgmma.cu",
-            entry="first_layer_data_wgmma",
+            entry="few_channels_data_wgmma",
             grid=(tiling.blocks, 1, 1),
             block=(tiling.threads, 1, 1),
             shared_bytes=tiling.shared_bytes,
@@ -217,11 +219,20 @@ class ConvFirstLayerDataWgmma(FewChannelsSolver):
             args=(
                 _gradients(problem, tiling),
                 *(Pointer(buffer=name) for name in ("w", "x")),
-                *int32s(*problem.spatial, *problem.out_spatial),
-                *int32s(problem.conv.pad_before[0], tiling.left, tiling.ahead),
-                *int32s(tiling.height.first, tiling.height.end, tiling.first_s2d),
-                *int32s(tiling.rows, tiling.strip_steps, tiling.strips),
-                *divisors(tiling.row_strips * tiling.tiles, tiling.tiles),
+                DATA_WGMMA_SHAPE(
+                    **images(problem),
+                    s2d_top=problem.conv.pad_before[0],
+                    s2d_left=tiling.left,
+                    columns_ahead=tiling.ahead,
+                    first_row=tiling.height.first,
+                    end_row=tiling.height.end,
+                    first_s2d=tiling.first_s2d,
+                    strip_steps=tiling.strip_steps,
+                    strips=tiling.strips,
+                    strip_rows=tiling.rows,
+                    image_strips=divide_by(tiling.row_strips * tiling.tiles),
+                    s2d_tiles=divide_by(tiling.tiles),
+                ),
             ),
         )
         return ConvSolution(steps=(step,))

@@ -41,3 +41,42 @@ STRIPS_SHAPE = StructType(
 )
 """Of few_channels/forward_wgmma.cu, whose tiles are columns of strips: also rows of a strip, and how many of an image's
 strips have one more."""
+
+_ROWS = dict.fromkeys(("first_row", "end_row"), "int32")
+
+DATA_SHAPE = StructType(
+    "Shape",
+    **_IMAGES,
+    pad_top="int32",
+    s2d_left="int32",
+    **_ROWS,
+    first_out_column="int32",
+    strip_rows="int32",
+    image_strips=DIVISOR,
+    s2d_tiles=DIVISOR,
+)
+"""Of few_channels/data.cu: strips of groups of rows of s2d blocks, from `first_row` to before `end_row`."""
+
+ROWS_SHAPE = StructType(
+    "Shape",
+    **_IMAGES,
+    **dict.fromkeys(("pad_top", "pad_left"), "int32"),
+    **_ROWS,
+    **dict.fromkeys(("first_column", "end_column", "first_out_column"), "int32"),
+    strip_rows="int32",
+    image_strips=DIVISOR,
+    column_tiles=DIVISOR,
+)
+"""Of few_channels/data_rows.cu and data_rows_tf32.cu (row_streaming.cuh): also columns of s2d blocks."""
+
+DATA_WGMMA_SHAPE = StructType(
+    "Shape",
+    **_IMAGES,
+    **dict.fromkeys(("s2d_top", "s2d_left", "columns_ahead"), "int32"),
+    **_ROWS,
+    **dict.fromkeys(("first_s2d", "strip_steps", "strips"), "int32"),
+    strip_rows="int32",
+    image_strips=DIVISOR,
+    s2d_tiles=DIVISOR,
+)
+"""Of few_channels/data_wgmma.cu: where s2d blocks begin, and how many rows of dy a strip meets."""
