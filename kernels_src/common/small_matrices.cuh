@@ -30,22 +30,23 @@ __device__ __forceinline__ void load_matrix_pair(unsigned (&to)[2], unsigned add
                  : "memory");
 }
 
-// sums (16 x 8) += a (16 x 8: rows g, then rows g + 8) * b (8 x 8).
+// accumulators (16 x 8) += a (16 x 8: rows g, then rows g + 8) * b (8 x 8).
 template <typename T>
-__device__ __forceinline__ void multiply_add_half(float (&sums)[4], unsigned a_low, unsigned a_high, unsigned b);
+__device__ __forceinline__ void multiply_add_half(float (&accumulators)[4], unsigned a_low, unsigned a_high,
+                                                  unsigned b);
 
 template <>
-__device__ __forceinline__ void multiply_add_half<float16>(float (&sums)[4], unsigned a_low, unsigned a_high,
+__device__ __forceinline__ void multiply_add_half<float16>(float (&accumulators)[4], unsigned a_low, unsigned a_high,
                                                            unsigned b) {
   asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
-               : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+               : "+f"(accumulators[0]), "+f"(accumulators[1]), "+f"(accumulators[2]), "+f"(accumulators[3])
                : "r"(a_low), "r"(a_high), "r"(b));
 }
 
 template <>
-__device__ __forceinline__ void multiply_add_half<bfloat16>(float (&sums)[4], unsigned a_low, unsigned a_high,
+__device__ __forceinline__ void multiply_add_half<bfloat16>(float (&accumulators)[4], unsigned a_low, unsigned a_high,
                                                             unsigned b) {
   asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
-               : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+               : "+f"(accumulators[0]), "+f"(accumulators[1]), "+f"(accumulators[2]), "+f"(accumulators[3])
                : "r"(a_low), "r"(a_high), "r"(b));
 }

@@ -1,7 +1,7 @@
 // out[m, n] = sum_k a[m, k] * b[k, n] on tensor cores (mma.sync), both operands gathered: a convolution in any
 // direction and layout as implicit GEMM, with float32 accumulators.
 //
-// The host says by radices and steps what m, n and k stand for (solvers/implicit_gemm/mma.py). A block computes a tile
+// Radices and strides say what m, n and k stand for (solvers/implicit_gemm/mma.py). A block computes a tile
 // of TILE_M x TILE_N elements of one group, TILE_K at a time in STAGES buffers, with WARPS_M x WARPS_N warps. With
 // FINAL it rounds the accumulators; else (split-K) it writes its split's float32 partial to the workspace, laid out
 // like the output, and implicit_gemm_mma_finish adds the partials in a fixed order. float32 elements are cut to tf32 if
@@ -17,11 +17,11 @@
 #if !defined(WARPS_M) || !defined(WARPS_N) || !defined(STAGES) || !defined(FINAL) || !defined(SHARED_BYTES)
 #error "define WARPS_M, WARPS_N, STAGES, FINAL and SHARED_BYTES"
 #endif
-#if !defined(A_SUM_MAJOR) || !defined(B_SUM_MAJOR) || !defined(A_VECTOR) || !defined(B_VECTOR) || !defined(OUT_VECTOR)
-#error "define A_SUM_MAJOR, B_SUM_MAJOR, A_VECTOR, B_VECTOR and OUT_VECTOR"
+#if !defined(A_K_MAJOR) || !defined(B_K_MAJOR) || !defined(A_VECTOR) || !defined(B_VECTOR) || !defined(OUT_VECTOR)
+#error "define A_K_MAJOR, B_K_MAJOR, A_VECTOR, B_VECTOR and OUT_VECTOR"
 #endif
-#if !defined(A_AT_ONCE) || !defined(B_AT_ONCE) || !defined(PRODUCTS) || !defined(FINISH_VECTOR)
-#error "define A_AT_ONCE, B_AT_ONCE, PRODUCTS and FINISH_VECTOR"
+#if !defined(A_AT_ONCE) || !defined(B_AT_ONCE) || !defined(PRODUCTS) || !defined(REDUCTION_VECTOR)
+#error "define A_AT_ONCE, B_AT_ONCE, PRODUCTS and REDUCTION_VECTOR"
 #endif
 // Digits of an index where it serves a tensor; 1 if it is linear there.
 #if !defined(A_M_DIGITS) || !defined(A_K_DIGITS) || !defined(B_N_DIGITS) || !defined(B_K_DIGITS) || \
@@ -29,8 +29,8 @@
 #error "define A_M_DIGITS, A_K_DIGITS, B_N_DIGITS, B_K_DIGITS, OUT_M_DIGITS and OUT_N_DIGITS"
 #endif
 // Image coordinates checked for a and for b, and the first digits that hold them.
-#if !defined(A_AXES) || !defined(B_AXES) || !defined(OUTER_AXIS) || !defined(SUM_AXIS)
-#error "define A_AXES, B_AXES, OUTER_AXIS and SUM_AXIS"
+#if !defined(A_AXES) || !defined(B_AXES) || !defined(MN_AXIS) || !defined(K_AXIS)
+#error "define A_AXES, B_AXES, MN_AXIS and K_AXIS"
 #endif
 
 constexpr int kTileM = TILE_M, kTileN = TILE_N, kTileK = TILE_K, kStages = STAGES, kBand = BAND;
@@ -42,10 +42,10 @@ constexpr int kProducts = PRODUCTS;
 static_assert(kProducts == 1 || (kProducts == 3 && sizeof(ELEMENT) == 4),
               "PRODUCTS is 1, or 3 for float32 split in two tf32");
 
-using A = Operand<ELEMENT, kThreads, A_SUM_MAJOR, kTileM, kTileK, A_VECTOR, A_AT_ONCE, A_M_DIGITS, A_K_DIGITS, A_AXES,
-                  OUTER_AXIS, SUM_AXIS>;
-using B = Operand<ELEMENT, kThreads, B_SUM_MAJOR, kTileN, kTileK, B_VECTOR, B_AT_ONCE, B_N_DIGITS, B_K_DIGITS, B_AXES,
-                  OUTER_AXIS, SUM_AXIS>;
+using A = Operand<ELEMENT, kThreads, A_K_MAJOR, kTileM, kTileK, A_VECTOR, A_AT_ONCE, A_M_DIGITS, A_K_DIGITS, A_AXES,
+                  MN_AXIS, K_AXIS>;
+using B = Operand<ELEMENT, kThreads, B_K_MAJOR, kTileN, kTileK, B_VECTOR, B_AT_ONCE, B_N_DIGITS, B_K_DIGITS, B_AXES,
+                  MN_AXIS, K_AXIS>;
 constexpr int kStageBytes = A::kBytes + B::kBytes;
 
 #if FINAL
@@ -61,22 +61,17 @@ static_assert(SHARED_BYTES == maximum(kStages * kStageBytes, kOutBytes),
 
 using Accumulators = float[kWarpM / 16][kWarpN / 8][4];
 
-// What the block computes: the first rows and columns, the group and the share of the sum.
-struct Part {
+// What the block computes: from row m and column n on, of a group, and of which split of the sum.
+struct WorkTile {
   int m, n, group, split;
 };
 
-// The last band may have fewer rows of tiles: `last_band` divides by them.
-struct Grid {
-  Divisor groups, tiles, band, last_band;
-};
-
-__device__ __forceinline__ Part part_of(int rank, const Grid& grid, int count_m) {
-  const int number = rank / grid.groups, split = number / grid.tiles, tile = number - split * grid.tiles.by;
-  const int band = tile / grid.band, rest = tile - band * grid.band.by;
+__device__ __forceinline__ WorkTile work_tile_of(int rank, const TileOrder& order, int count_m) {
+  const int number = rank / order.groups, split = number / order.tiles, tile = number - split * order.tiles.by;
+  const int band = tile / order.band, rest = tile - band * order.band.by;
   const bool whole = (band + 1) * kBand * kTileM < count_m + kTileM;
-  const int rows = whole ? kBand : grid.last_band.by, column = whole ? rest / kBand : rest / grid.last_band;
-  return {(band * kBand + rest - column * rows) * kTileM, column * kTileN, rank - number * grid.groups.by, split};
+  const int rows = whole ? kBand : order.last_band.by, column = whole ? rest / kBand : rest / order.last_band;
+  return {(band * kBand + rest - column * rows) * kTileM, column * kTileN, rank - number * order.groups.by, split};
 }
 
 // Splits float32 elements into the nearest tf32 and what that leaves, which is left in `rest`.
@@ -136,23 +131,24 @@ __device__ __forceinline__ void add_k_tile(Accumulators& acc, const unsigned cha
       for (int part = 0; part < 4; ++part) acc[i][j][part] += tile[i][j][part];
 }
 
-// Where results go: offsets are linear in the digits of m and of n.
+// Where results go: `first` is the offset of the group's first.
 struct Target {
   Result* out;
   unsigned first;
-  Radix m, n;
-  int m_steps[kMostDigits], n_steps[kMostDigits];
+  const Radix &m, &n;
+  const OutputLayout& layout;
 };
 
 // Writes from registers, two columns at once where they are neighbours in memory.
-__device__ __forceinline__ void store_sums(const Target& to, const Accumulators& acc, int first_m, int first_n) {
+__device__ __forceinline__ void store_accumulators(const Target& to, const Accumulators& acc, int first_m,
+                                                   int first_n) {
   const int lane = threadIdx.x % 32, lane_m = first_m + lane / 4, lane_n = first_n + lane % 4 * 2;
   unsigned rows[kWarpM / 8];
   Number<OUT_M_DIGITS> m = number_of<OUT_M_DIGITS>(lane_m, to.m);
   const Number<OUT_M_DIGITS> next_m = number_of<OUT_M_DIGITS>(8, to.m);
 #pragma unroll
   for (int i = 0; i < kWarpM / 8; ++i) {
-    rows[i] = to.first + offset_of<OUT_M_DIGITS>(m, to.m_steps);
+    rows[i] = to.first + offset_of<OUT_M_DIGITS>(m, to.layout.m_strides);
     add<OUT_M_DIGITS>(m, next_m, to.m);
   }
   Number<OUT_N_DIGITS> n = number_of<OUT_N_DIGITS>(lane_n, to.n);
@@ -160,9 +156,9 @@ __device__ __forceinline__ void store_sums(const Target& to, const Accumulators&
 #pragma unroll
   for (int j = 0; j < kWarpN / 8; ++j) {
     if (lane_n + 8 * j >= to.n.count) break;
-    const unsigned column = offset_of<OUT_N_DIGITS>(n, to.n_steps);
+    const unsigned column = offset_of<OUT_N_DIGITS>(n, to.layout.n_strides);
     add<OUT_N_DIGITS>(n, one, to.n);
-    const unsigned beside = offset_of<OUT_N_DIGITS>(n, to.n_steps);
+    const unsigned beside = offset_of<OUT_N_DIGITS>(n, to.layout.n_strides);
     add<OUT_N_DIGITS>(n, next_n, to.n);
 #pragma unroll
     for (int i = 0; i < kWarpM / 8; ++i) {
@@ -179,9 +175,9 @@ __device__ __forceinline__ void store_sums(const Target& to, const Accumulators&
   }
 }
 
-// Rounds into shared memory and writes from there, OUT_VECTOR columns at once; `part` is the block's.
+// Rounds into shared memory and writes from there, OUT_VECTOR columns at once.
 __device__ __forceinline__ void store_through_shared(const Target& to, const Accumulators& acc, Result* shared,
-                                                     const Part& part, int warp_m, int warp_n) {
+                                                     const WorkTile& work, int warp_m, int warp_n) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int i = 0; i < kWarpM / 8; ++i)
@@ -194,56 +190,31 @@ __device__ __forceinline__ void store_through_shared(const Target& to, const Acc
   __syncthreads();  // the whole tile is in shared memory
   constexpr int kRowVectors = kTileN / OUT_VECTOR, kRowStep = maximum(1, kThreads / kRowVectors);
   static_assert(!kStoresThroughShared || kThreads % kRowVectors == 0, "a thread stays in its column");
-  const int column = threadIdx.x % kRowVectors * OUT_VECTOR, n = part.n + column;
+  const int column = threadIdx.x % kRowVectors * OUT_VECTOR, n = work.n + column;
   if (n >= to.n.count) return;
-  const unsigned column_at = offset_of<OUT_N_DIGITS>(number_of<OUT_N_DIGITS>(n, to.n), to.n_steps);
+  const unsigned column_at = offset_of<OUT_N_DIGITS>(number_of<OUT_N_DIGITS>(n, to.n), to.layout.n_strides);
   const int first_row = threadIdx.x / kRowVectors;
-  Number<OUT_M_DIGITS> m = number_of<OUT_M_DIGITS>(part.m + first_row, to.m);
+  Number<OUT_M_DIGITS> m = number_of<OUT_M_DIGITS>(work.m + first_row, to.m);
   const Number<OUT_M_DIGITS> next_m = number_of<OUT_M_DIGITS>(kRowStep, to.m);
 #pragma unroll 4
-  for (int row = first_row; row < kTileM && part.m + row < to.m.count; row += kRowStep) {
+  for (int row = first_row; row < kTileM && work.m + row < to.m.count; row += kRowStep) {
     using Few = Vector<Result, OUT_VECTOR>;
-    const unsigned at = to.first + offset_of<OUT_M_DIGITS>(m, to.m_steps) + column_at;
+    const unsigned at = to.first + offset_of<OUT_M_DIGITS>(m, to.layout.m_strides) + column_at;
     *reinterpret_cast<Few*>(to.out + at) = *reinterpret_cast<const Few*>(shared + row * kOutPitch + column);
     add<OUT_M_DIGITS>(m, next_m, to.m);
   }
 }
 
-#define DIVISOR_PARAMETERS(d) int d, unsigned d##_multiplier, int d##_shift
-#define RADIX_PARAMETERS(i) \
-  int i##_count, DIVISOR_PARAMETERS(i##_size0), DIVISOR_PARAMETERS(i##_size1), DIVISOR_PARAMETERS(i##_size2)
-#define STEP_PARAMETERS(s) int s##0, int s##1, int s##2, int s##3
-#define AXIS_PARAMETERS(s) int s##_x, int s##_y, int s##_z
-#define DIVISOR(d) {d, d##_multiplier, d##_shift}
-#define RADIX(i)                                                 \
-  {                                                              \
-    i##_count, {                                                 \
-      DIVISOR(i##_size0), DIVISOR(i##_size1), DIVISOR(i##_size2) \
-    }                                                            \
-  }
-#define STEPS(s) {s##0, s##1, s##2, s##3}
-#define AXES(s) {s##_x, s##_y, s##_z}
-
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     implicit_gemm_mma(const ELEMENT* __restrict__ a, const ELEMENT* __restrict__ b, Result* __restrict__ out,
-                      RADIX_PARAMETERS(m), RADIX_PARAMETERS(n), RADIX_PARAMETERS(k), STEP_PARAMETERS(a_m),
-                      STEP_PARAMETERS(a_k), STEP_PARAMETERS(b_n), STEP_PARAMETERS(b_k), STEP_PARAMETERS(out_m),
-                      STEP_PARAMETERS(out_n), AXIS_PARAMETERS(first), AXIS_PARAMETERS(extent), AXIS_PARAMETERS(outer),
-                      AXIS_PARAMETERS(sum), int a_first, int b_first, int out_first, int a_group, int b_group,
-                      int out_group, DIVISOR_PARAMETERS(groups), DIVISOR_PARAMETERS(tiles), DIVISOR_PARAMETERS(band),
-                      DIVISOR_PARAMETERS(last_band), int share, int out_size) {
+                      const __grid_constant__ Product product) {
   extern __shared__ __align__(128) unsigned char shared[];
-  const Radix radix_m = RADIX(m), radix_n = RADIX(n), radix_k = RADIX(k);
-  const Steps a_steps = {STEPS(a_m), STEPS(a_k)}, b_steps = {STEPS(b_n), STEPS(b_k)};
-  const Window window = {AXES(first), AXES(extent), AXES(outer), AXES(sum)};
-  const Part part = part_of(blockIdx.x, {DIVISOR(groups), DIVISOR(tiles), DIVISOR(band), DIVISOR(last_band)}, m_count);
-  const int first_k = part.split * share, end_k = min(k_count, first_k + share);
-  const int steps = end_k > first_k ? ceil_div(end_k - first_k, kTileK) : 0;
+  const WorkTile work = work_tile_of(blockIdx.x, product.order, product.m.count);
+  const int first_k = work.split * product.k_of_split, end_k = min(product.k.count, first_k + product.k_of_split);
+  const int k_tiles = end_k > first_k ? ceil_div(end_k - first_k, kTileK) : 0;
 
-  Copier<A> copy_a(a, static_cast<unsigned>(a_first) + static_cast<unsigned>(part.group) * a_group, a_steps, window,
-                   radix_m, radix_k, part.m, first_k);
-  Copier<B> copy_b(b, static_cast<unsigned>(b_first) + static_cast<unsigned>(part.group) * b_group, b_steps, window,
-                   radix_n, radix_k, part.n, first_k);
+  Copier<A> copy_a(a, product.a, product.m, product, {work.group, work.m, first_k});
+  Copier<B> copy_b(b, product.b, product.n, product, {work.group, work.n, first_k});
   const unsigned base = static_cast<unsigned>(__cvta_generic_to_shared(shared));
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
   const int warp_m = warp % kWarpsM * kWarpM, warp_n = warp / kWarpsM * kWarpN;
@@ -252,7 +223,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 
 #pragma unroll 1
   for (int stage = 0; stage < kStages - 1; ++stage) {
-    if (stage < steps) {
+    if (stage < k_tiles) {
       copy_a.take(base + stage * kStageBytes);
       copy_b.take(base + stage * kStageBytes + A::kBytes);
       copy_a.put(shared + stage * kStageBytes);
@@ -263,10 +234,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   Accumulators acc = {};
   int read_at = 0, write_at = kStages - 1;
 #pragma unroll 1
-  for (int step = 0; step < steps; ++step) {
+  for (int tile = 0; tile < k_tiles; ++tile) {
     wait_for_copies<kStages - 2>();
     __syncthreads();  // the tile has arrived, and every warp has read the one that is overwritten next
-    const bool more = step + kStages - 1 < steps;
+    const bool more = tile + kStages - 1 < k_tiles;
     unsigned char* const next = shared + write_at * kStageBytes;
     if (more) {
       copy_a.take(base + write_at * kStageBytes);
@@ -282,44 +253,43 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     write_at = write_at + 1 == kStages ? 0 : write_at + 1;
   }
 
-  const Target target = {out + static_cast<int64>(part.split) * out_size,
-                         static_cast<unsigned>(out_first) + static_cast<unsigned>(part.group) * out_group,
-                         radix_m,
-                         radix_n,
-                         STEPS(out_m),
-                         STEPS(out_n)};
+  const OutputLayout& layout = product.out;
+  const Target target = {out + static_cast<int64>(work.split) * layout.size,
+                         layout.offset + static_cast<unsigned>(work.group) * layout.group_stride, product.m, product.n,
+                         layout};
   if constexpr (kStoresThroughShared) {
     wait_for_copies<0>();
     __syncthreads();  // every warp has read the last tiles, which the results overwrite
-    store_through_shared(target, acc, reinterpret_cast<Result*>(shared), part, warp_m, warp_n);
+    store_through_shared(target, acc, reinterpret_cast<Result*>(shared), work, warp_m, warp_n);
   } else {
-    store_sums(target, acc, part.m + warp_m, part.n + warp_n);
+    store_accumulators(target, acc, work.m + warp_m, work.n + warp_n);
   }
 }
 
-// Split-K reduction. `lanes` warps (a power of two up to 8) share 32 vectors of FINISH_VECTOR results: each
-// sums every lanes-th split.
-constexpr int kFinishWarps = 8;
-using FinishSums = Vector<float, FINISH_VECTOR>;
+// Split-K reduction. `lanes` warps (a power of two up to 8) share 32 vectors of REDUCTION_VECTOR results: each
+// adds every lanes-th split.
+constexpr int kReductionWarps = 8;
+using ReductionVector = Vector<float, REDUCTION_VECTOR>;
 
-__device__ __forceinline__ void add(FinishSums& acc, const FinishSums& more) {
+__device__ __forceinline__ void add(ReductionVector& acc, const ReductionVector& more) {
 #pragma unroll
-  for (int i = 0; i < FINISH_VECTOR; ++i) acc.at[i] += more.at[i];
+  for (int i = 0; i < REDUCTION_VECTOR; ++i) acc.at[i] += more.at[i];
 }
 
-extern "C" __global__ void __launch_bounds__(32 * kFinishWarps)
-    implicit_gemm_mma_finish(const float* __restrict__ partial, ELEMENT* __restrict__ out, int size, int splits,
+extern "C" __global__ void __launch_bounds__(32 * kReductionWarps)
+    implicit_gemm_mma_finish(const float* __restrict__ partials, ELEMENT* __restrict__ out, int size, int splits,
                              int lanes) {
-  __shared__ FinishSums parts[kFinishWarps][32];
+  __shared__ ReductionVector lane_sums[kReductionWarps][32];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, first = warp % lanes;
-  const int at = ((blockIdx.x * kFinishWarps + warp) / lanes * 32 + lane) * FINISH_VECTOR;
-  FinishSums acc = sum_splits_one_by_one<FINISH_VECTOR, 4, int64>(partial, at, size, {first, splits, lanes}, at < size);
-  parts[warp][lane] = acc;
-  __syncthreads();  // every warp's part is there
+  const int at = ((blockIdx.x * kReductionWarps + warp) / lanes * 32 + lane) * REDUCTION_VECTOR;
+  ReductionVector acc =
+      sum_splits_one_by_one<REDUCTION_VECTOR, 4, int64>(partials, at, size, {first, splits, lanes}, at < size);
+  lane_sums[warp][lane] = acc;
+  __syncthreads();  // every warp's sums are there
   if (first > 0 || at >= size) return;
-  for (int i = 1; i < lanes; ++i) add(acc, parts[warp + i][lane]);
-  Vector<ELEMENT, FINISH_VECTOR> rounded;
+  for (int i = 1; i < lanes; ++i) add(acc, lane_sums[warp + i][lane]);
+  Vector<ELEMENT, REDUCTION_VECTOR> rounded;
 #pragma unroll
-  for (int i = 0; i < FINISH_VECTOR; ++i) rounded.at[i] = convert<ELEMENT>(acc.at[i]);
-  *reinterpret_cast<Vector<ELEMENT, FINISH_VECTOR>*>(out + at) = rounded;
+  for (int i = 0; i < REDUCTION_VECTOR; ++i) rounded.at[i] = convert<ELEMENT>(acc.at[i]);
+  *reinterpret_cast<Vector<ELEMENT, REDUCTION_VECTOR>*>(out + at) = rounded;
 }

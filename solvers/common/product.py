@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from miofind.core.problem import Direction, ProblemDescription
 from miofind.solvers.common.correlation import Axis, backward_axes, forward_axis
 
-Steps = tuple[int, ...]
+Strides = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,20 +36,31 @@ class Index:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operand:
-    """How a tensor is reached from two indices: an offset is `first` + group * `group` + both indices' digits * steps.
+    """Where a or b lies: at `offset` + group * `group_stride` + the digits of both indices * their strides.
 
     Attributes:
         buffer: "x", "w" or "y".
-        outer: elements between neighbours along the index that is m or n.
-        sum: the same along k; for the output, along n.
-        first, group: in elements.
+        mn_strides: elements between neighbours along each digit of m (for a) or n (for b).
+        k_strides: the same of k.
+        offset, group_stride: in elements.
     """
 
     buffer: str
-    outer: Steps
-    sum: Steps
-    first: int
-    group: int
+    mn_strides: Strides
+    k_strides: Strides
+    offset: int
+    group_stride: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Output:
+    """Where the output lies, as an `Operand`, by the digits of m and n."""
+
+    buffer: str
+    m_strides: Strides
+    n_strides: Strides
+    offset: int
+    group_stride: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,17 +70,17 @@ class Window:
     Attributes:
         of_a: whether a is the image, else b.
         first, extent: coordinate of digits 0, and the image's size.
-        outer, sum: steps along the digits of the outer index and of k.
-        outer_axis, sum_axis: the digits that hold them, from there on.
+        mn_strides, k_strides: how far coordinates advance along digits of m (n if b is the image) and of k.
+        mn_axis, k_axis: the digits that hold coordinates, from there on.
     """
 
     of_a: bool
-    first: Steps
-    extent: Steps
-    outer: Steps
-    sum: Steps
-    outer_axis: int
-    sum_axis: int
+    first: tuple[int, ...]
+    extent: tuple[int, ...]
+    mn_strides: Strides
+    k_strides: Strides
+    mn_axis: int
+    k_axis: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,8 +89,8 @@ class Product:
 
     Attributes:
         m, n, k: the indices.
-        a, b, out: the tensors; out's `outer` goes along m and its `sum` along n.
-        a_sum_major, b_sum_major: whether tiles have rows along k, else along m or n: along memory where that is one.
+        a, b, out: the tensors.
+        a_k_major, b_k_major: whether tiles have rows along k, else along m or n: along memory where that is one.
         window: None where no element lies outside the image.
     """
 
@@ -88,9 +99,9 @@ class Product:
     k: Index
     a: Operand
     b: Operand
-    out: Operand
-    a_sum_major: bool
-    b_sum_major: bool
+    out: Output
+    a_k_major: bool
+    b_k_major: bool
     window: Window | None
 
 
@@ -127,12 +138,12 @@ def products(problem: ProblemDescription) -> tuple[Product, ...]:
     return tuple(_simplified(_correlation(problem, axes[::-1])) for axes in combinations)
 
 
-def _spatial(strides: Steps) -> Steps:
+def _spatial(strides: Strides) -> Strides:
     """Strides along the spatial dimensions, the innermost first."""
     return strides[:1:-1]
 
 
-def _scaled(strides: Steps, factors: Iterable[int]) -> Steps:
+def _scaled(strides: Strides, factors: Iterable[int]) -> Strides:
     return tuple(stride * factor for stride, factor in zip(_spatial(strides), factors, strict=True))
 
 
@@ -153,35 +164,35 @@ def _correlation(problem: ProblemDescription, axes: tuple[Axis, ...]) -> Product
     channels = Index(sizes=(outputs,))
     image = Operand(
         buffer=source,
-        outer=(*_scaled(read, (axis.stride for axis in axes)), read[0]),
-        sum=_tap_order(_scaled(read, (axis.dilation for axis in axes)), read[1], last),
-        first=sum(_scaled(read, (-axis.pad for axis in axes))),
-        group=inputs * read[1],
+        mn_strides=(*_scaled(read, (axis.stride for axis in axes)), read[0]),
+        k_strides=_tap_order(_scaled(read, (axis.dilation for axis in axes)), read[1], last),
+        offset=sum(_scaled(read, (-axis.pad for axis in axes))),
+        group_stride=inputs * read[1],
     )
     filters = Operand(
         buffer="w",
-        outer=(w_out,),
-        sum=_tap_order(_scaled(w, (axis.tap_step for axis in axes)), w_in, last),
-        first=sum(_scaled(w, (axis.first_tap for axis in axes))) if all(taps) else 0,
-        group=k * w[0],
+        mn_strides=(w_out,),
+        k_strides=_tap_order(_scaled(w, (axis.tap_step for axis in axes)), w_in, last),
+        offset=sum(_scaled(w, (axis.first_tap for axis in axes))) if all(taps) else 0,
+        group_stride=k * w[0],
     )
-    pixel_steps = (*_scaled(write, (axis.output_step for axis in axes)), write[0])
+    pixel_strides = (*_scaled(write, (axis.output_step for axis in axes)), write[0])
     return Product(
         m=pixels if last else channels,
         n=channels if last else pixels,
         k=Index(sizes=_tap_order(taps, inputs, last)),
         a=image if last else filters,
         b=filters if last else image,
-        out=Operand(
+        out=Output(
             buffer=target,
-            outer=pixel_steps if last else (write[1],),
-            sum=(write[1],) if last else pixel_steps,
-            first=sum(_scaled(write, (axis.first_output for axis in axes))),
-            group=outputs * write[1],
+            m_strides=pixel_strides if last else (write[1],),
+            n_strides=(write[1],) if last else pixel_strides,
+            offset=sum(_scaled(write, (axis.first_output for axis in axes))),
+            group_stride=outputs * write[1],
         ),
-        a_sum_major=last or not flipped,
-        b_sum_major=last and not flipped,
-        window=_window(axes, of_a=last, outer_is_pixel=True, channels_last=last),
+        a_k_major=last or not flipped,
+        b_k_major=last and not flipped,
+        window=_window(axes, of_a=last, mn_is_pixel=True, channels_last=last),
     )
 
 
@@ -193,27 +204,33 @@ def _weights(problem: ProblemDescription, axes: tuple[Axis, ...]) -> Product:
         m=Index(sizes=(k,)),
         n=Index(sizes=_tap_order(tuple(axis.taps for axis in axes), c, last)),
         k=Index(sizes=(*(axis.outputs for axis in axes), problem.n)),
-        a=Operand(buffer="y", outer=(y[1],), sum=(*_spatial(y), y[0]), first=0, group=k * y[1]),
+        a=Operand(buffer="y", mn_strides=(y[1],), k_strides=(*_spatial(y), y[0]), offset=0, group_stride=k * y[1]),
         b=Operand(
             buffer="x",
-            outer=_tap_order(_scaled(x, (axis.dilation for axis in axes)), x[1], last),
-            sum=(*_scaled(x, (axis.stride for axis in axes)), x[0]),
-            first=sum(_scaled(x, (-axis.pad for axis in axes))),
-            group=c * x[1],
+            mn_strides=_tap_order(_scaled(x, (axis.dilation for axis in axes)), x[1], last),
+            k_strides=(*_scaled(x, (axis.stride for axis in axes)), x[0]),
+            offset=sum(_scaled(x, (-axis.pad for axis in axes))),
+            group_stride=c * x[1],
         ),
-        out=Operand(buffer="w", outer=(w[0],), sum=_tap_order(_spatial(w), w[1], last), first=0, group=k * w[0]),
-        a_sum_major=not last,
-        b_sum_major=not last,
-        window=_window(axes, of_a=False, outer_is_pixel=False, channels_last=last),
+        out=Output(
+            buffer="w",
+            m_strides=(w[0],),
+            n_strides=_tap_order(_spatial(w), w[1], last),
+            offset=0,
+            group_stride=k * w[0],
+        ),
+        a_k_major=not last,
+        b_k_major=not last,
+        window=_window(axes, of_a=False, mn_is_pixel=False, channels_last=last),
     )
 
 
-def _tap_order(taps: Steps, channel: int, channels_last: bool) -> Steps:
+def _tap_order(taps: tuple[int, ...], channel: int, channels_last: bool) -> tuple[int, ...]:
     """Digits of a tap, the least first, in the order of memory."""
     return (channel, *taps) if channels_last else (*taps, channel)
 
 
-def _window(axes: tuple[Axis, ...], *, of_a: bool, outer_is_pixel: bool, channels_last: bool) -> Window | None:
+def _window(axes: tuple[Axis, ...], *, of_a: bool, mn_is_pixel: bool, channels_last: bool) -> Window | None:
     """The window of axes, the innermost first, if anything can lie outside."""
     if all(_is_inside(axis) for axis in axes):
         return None
@@ -223,10 +240,10 @@ def _window(axes: tuple[Axis, ...], *, of_a: bool, outer_is_pixel: bool, channel
         of_a=of_a,
         first=tuple(-axis.pad for axis in axes),
         extent=tuple(axis.size for axis in axes),
-        outer=strides if outer_is_pixel else dilations,
-        sum=dilations if outer_is_pixel else strides,
-        outer_axis=0 if outer_is_pixel else tap_axis,
-        sum_axis=tap_axis if outer_is_pixel else 0,
+        mn_strides=strides if mn_is_pixel else dilations,
+        k_strides=dilations if mn_is_pixel else strides,
+        mn_axis=0 if mn_is_pixel else tap_axis,
+        k_axis=tap_axis if mn_is_pixel else 0,
     )
 
 
@@ -240,66 +257,66 @@ def _simplified(product: Product) -> Product:
     a, b, out, window = product.a, product.b, product.out, product.window
     m, n, k = product.m, product.n, product.k
     if window is None or not window.of_a:
-        m, (a_m, out_m) = _merged(m, (a.outer, out.outer))
-        a, out = replace(a, outer=a_m), replace(out, outer=out_m)
+        m, (a_m, out_m) = _merged(m, (a.mn_strides, out.m_strides))
+        a, out = replace(a, mn_strides=a_m), replace(out, m_strides=out_m)
     if window is None or window.of_a:
-        n, (b_n, out_n) = _merged(n, (b.outer, out.sum))
-        b, out = replace(b, outer=b_n), replace(out, sum=out_n)
+        n, (b_n, out_n) = _merged(n, (b.mn_strides, out.n_strides))
+        b, out = replace(b, mn_strides=b_n), replace(out, n_strides=out_n)
     if window is None:
-        k, (a_k, b_k) = _merged(k, (a.sum, b.sum))
-        a, b = replace(a, sum=a_k), replace(b, sum=b_k)
+        k, (a_k, b_k) = _merged(k, (a.k_strides, b.k_strides))
+        a, b = replace(a, k_strides=a_k), replace(b, k_strides=b_k)
     return replace(product, m=m, n=n, k=k, a=a, b=b, out=out)
 
 
-def _merged(index: Index, uses: tuple[Steps, ...]) -> tuple[Index, tuple[Steps, ...]]:
-    """An index without digits of size 1, and with neighbours as one where every use's steps run on from one to the
+def _merged(index: Index, uses: tuple[Strides, ...]) -> tuple[Index, tuple[Strides, ...]]:
+    """An index without digits of size 1, and with neighbours as one where every use's strides run on from one to the
     next."""
     sizes: list[int] = []
-    steps: list[list[int]] = []
+    strides: list[list[int]] = []
     for size, *at in zip(index.sizes, *uses, strict=True):
         if size == 1:
             continue
-        if sizes and all(here == before * sizes[-1] for here, before in zip(at, steps[-1], strict=True)):
+        if sizes and all(here == before * sizes[-1] for here, before in zip(at, strides[-1], strict=True)):
             sizes[-1] *= size
             continue
         sizes.append(size)
-        steps.append(at)
+        strides.append(at)
     if not sizes:
         return Index(sizes=(1,)), tuple((1,) for _ in uses)
-    return Index(sizes=tuple(sizes)), tuple(zip(*steps, strict=True))
+    return Index(sizes=tuple(sizes)), tuple(zip(*strides, strict=True))
 
 
-def linear_step(index: Index, steps: Steps) -> int | None:
+def linear_stride(index: Index, strides: Strides) -> int | None:
     """Elements between neighbours along an index; None where they are not equally far apart."""
-    digits = [(size, step) for size, step in zip(index.sizes, steps, strict=True) if size != 1]
+    digits = [(size, stride) for size, stride in zip(index.sizes, strides, strict=True) if size != 1]
     if not digits:
         return 1
-    if any(after[1] != size * step for (size, step), after in itertools.pairwise(digits)):
+    if any(after[1] != size * stride for (size, stride), after in itertools.pairwise(digits)):
         return None
     return digits[0][1]
 
 
-def vector_length(most: int, along: Index, steps: Steps, others: Iterable[int]) -> int:
+def vector_length(most: int, along: Index, strides: Strides, others: Iterable[int]) -> int:
     """The largest power of two up to `most` of neighbours along an index that lie side by side at a multiple of it.
 
     Args:
         most: a power of two.
-        steps: of the tensor along the index.
-        others: what else an offset is made of: steps of the other index, first element, step of a group.
+        strides: of the tensor along the index.
+        others: what else an offset is made of: strides of the other index, first element, stride of a group.
     """
-    step = linear_step(along, steps)
-    if (steps[0] if step is None else step) != 1:
+    stride = linear_stride(along, strides)
+    if (strides[0] if stride is None else stride) != 1:
         return 1
-    if step is not None:
+    if stride is not None:
         return math.gcd(most, along.count, *others)
-    return math.gcd(most, along.sizes[0], *steps[1:], *others)
+    return math.gcd(most, along.sizes[0], *strides[1:], *others)
 
 
-def run_length(most: int, along: Index, steps: Steps) -> int:
+def run_length(most: int, along: Index, strides: Strides) -> int:
     """The largest power of two up to `most` into whose multiples equally far neighbours along an index divide."""
-    return math.gcd(most, along.count if linear_step(along, steps) is not None else along.sizes[0])
+    return math.gcd(most, along.count if linear_stride(along, strides) is not None else along.sizes[0])
 
 
-def used_steps(index: Index, steps: Steps) -> tuple[int, ...]:
-    """Steps along digits that ever differ from 0."""
-    return tuple(step for size, step in zip(index.sizes, steps, strict=True) if size != 1)
+def used_strides(index: Index, strides: Strides) -> tuple[int, ...]:
+    """Strides along digits that ever differ from 0."""
+    return tuple(stride for size, stride in zip(index.sizes, strides, strict=True) if size != 1)

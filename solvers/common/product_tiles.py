@@ -15,10 +15,10 @@ from miofind.solvers.common.correlation import ceil_div, round_up
 from miofind.solvers.common.product import (
     Operand,
     Product,
-    linear_step,
+    linear_stride,
     products,
     run_length,
-    used_steps,
+    used_strides,
     vector_length,
 )
 
@@ -46,9 +46,9 @@ class Copies:
 
 def _copies(product: Product, operand: Operand, config: Config, itemsize: int) -> Copies:
     is_a = operand is product.a
-    outer, sum_major = (product.m, product.a_sum_major) if is_a else (product.n, product.b_sum_major)
-    outer_tile, sum_tile = config["tile_m"] if is_a else config["tile_n"], config["tile_k"]
-    rows, columns = (outer_tile, sum_tile) if sum_major else (sum_tile, outer_tile)
+    mn, k_major = (product.m, product.a_k_major) if is_a else (product.n, product.b_k_major)
+    mn_tile, k_tile = config["tile_m"] if is_a else config["tile_n"], config["tile_k"]
+    rows, columns = (mn_tile, k_tile) if k_major else (k_tile, mn_tile)
     vector = _vector(product, operand, itemsize)
     at_once = vector * itemsize >= 4
     if not at_once:
@@ -56,11 +56,11 @@ def _copies(product: Product, operand: Operand, config: Config, itemsize: int) -
     row_vectors = columns // vector
     loads = ceil_div(rows * row_vectors, threads_of(config))
     axes = len(product.window.first) if product.window and product.window.of_a == is_a else 0
-    kept = loads if sum_major and (axes or linear_step(outer, operand.outer) is None) else 1
+    kept = loads if k_major and (axes or linear_stride(mn, operand.mn_strides) is None) else 1
     held = 0 if at_once else loads * vector * 5 // 4  # and addresses of those under way
     # Where no instruction transposes, a fragment's every 8 columns have an address of their own.
     warps = config["warps_m"] if is_a else config["warps_n"]
-    addresses = 0 if sum_major or itemsize == 2 else outer_tile // warps // 8
+    addresses = 0 if k_major or itemsize == 2 else mn_tile // warps // 8
     return Copies(
         vector=vector,
         at_once=at_once,
@@ -74,31 +74,31 @@ def _copies(product: Product, operand: Operand, config: Config, itemsize: int) -
 def _vector(product: Product, operand: Operand, itemsize: int) -> int:
     """Elements that lie side by side, inside or outside the image together."""
     is_a = operand is product.a
-    outer, sum_major = (product.m, product.a_sum_major) if is_a else (product.n, product.b_sum_major)
+    mn, k_major = (product.m, product.a_k_major) if is_a else (product.n, product.b_k_major)
     window = product.window if product.window and product.window.of_a == is_a else None
-    if window and (window.sum_axis if sum_major else window.outer_axis) == 0:
+    if window and (window.k_axis if k_major else window.mn_axis) == 0:
         return 1
-    others = (operand.first, operand.group)
-    if sum_major:
-        return vector_length(16 // itemsize, product.k, operand.sum, (*used_steps(outer, operand.outer), *others))
-    return vector_length(16 // itemsize, outer, operand.outer, (*used_steps(product.k, operand.sum), *others))
+    along_mn, along_k = (mn, operand.mn_strides), (product.k, operand.k_strides)
+    (along, strides), across = (along_k, along_mn) if k_major else (along_mn, along_k)
+    others = (*used_strides(*across), operand.offset, operand.group_stride)
+    return vector_length(16 // itemsize, along, strides, others)
 
 
 def _run(product: Product, operand: Operand, itemsize: int) -> int:
     """Elements of a row that lie equally far apart, and meet the image's border at most along it."""
     is_a = operand is product.a
-    outer, sum_major = (product.m, product.a_sum_major) if is_a else (product.n, product.b_sum_major)
+    mn, k_major = (product.m, product.a_k_major) if is_a else (product.n, product.b_k_major)
     window = product.window if product.window and product.window.of_a == is_a else None
-    along, steps = (product.k, operand.sum) if sum_major else (outer, operand.outer)
+    along, strides = (product.k, operand.k_strides) if k_major else (mn, operand.mn_strides)
     if window:  # coordinates are digits, of which the first runs
         return math.gcd(16 // itemsize, along.sizes[0])
-    return run_length(16 // itemsize, along, steps)
+    return run_length(16 // itemsize, along, strides)
 
 
 def _out_vector(product: Product, itemsize: int, size: int) -> int:
     out = product.out
-    others = (*used_steps(product.m, out.outer), out.first, out.group, size)
-    return vector_length(16 // itemsize, product.n, out.sum, others)
+    others = (*used_strides(product.m, out.m_strides), out.offset, out.group_stride, size)
+    return vector_length(16 // itemsize, product.n, out.n_strides, others)
 
 
 def products_of_tf32(problem: ProblemDescription) -> int:
@@ -121,7 +121,7 @@ class ProductTiling:
         registers: of a thread that spills nothing.
         shared_bytes: of a block.
         tiles: of the output, all groups together.
-        steps: of the whole sum.
+        k_tiles: of the whole sum.
     """
 
     a: Copies
@@ -131,7 +131,7 @@ class ProductTiling:
     registers: int
     shared_bytes: int
     tiles: int
-    steps: int
+    k_tiles: int
 
     @staticmethod
     def of(problem: ProblemDescription, product: Product, config: Config) -> ProductTiling:
@@ -140,25 +140,25 @@ class ProductTiling:
         gathers = itemsize == 2 and config["splits"] == 1
         warp_m, warp_n = config["tile_m"] // config["warps_m"], config["tile_n"] // config["warps_n"]
         gathered_bytes = 2 * config["tile_m"] * (config["tile_n"] + 8) if gathers else 0
-        sums, fragments = warp_m * warp_n // 32, (warp_m + warp_n) // 4
+        accumulators, fragments = warp_m * warp_n // 32, (warp_m + warp_n) // 4
         if products_of_tf32(problem) > 1:
-            sums, fragments = 2 * sums, 2 * fragments
+            accumulators, fragments = 2 * accumulators, 2 * fragments
         return ProductTiling(
             a=a,
             b=b,
             out_vector=_out_vector(product, itemsize if gathers else 4, problem.output.size),
             gathers=gathers,
-            registers=round_up(sums + fragments + a.registers + b.registers + 40, 8),
+            registers=round_up(accumulators + fragments + a.registers + b.registers + 40, 8),
             shared_bytes=max(config["stages"] * (a.bytes + b.bytes), gathered_bytes),
             tiles=ceil_div(product.m.count, config["tile_m"])
             * ceil_div(product.n.count, config["tile_n"])
             * problem.groups,
-            steps=ceil_div(product.k.count, config["tile_k"]),
+            k_tiles=ceil_div(product.k.count, config["tile_k"]),
         )
 
 
 def alike(problem: ProblemDescription, config: Config) -> Config:
-    """One configuration for all that are tiled alike: they differ in the parts of a sum, of several or of any number.
+    """One configuration for all that are tiled alike: they differ in the number of splits, or only in that of several.
 
     A ranking asks for each of hundreds of configurations: what is known of this one is worth keeping.
     """

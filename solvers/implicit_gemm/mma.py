@@ -14,11 +14,12 @@ from typing import ClassVar
 from miofind.core.problem import DataType, Direction, Layout, MathMode, ProblemDescription
 from miofind.device.device import Device, Library, Place
 from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
-from miofind.solver.steps import Config, ConfigValue, ConvSolution, KernelStep, Pointer, Scalar, WorkspacePlan
+from miofind.solver.steps import Config, ConfigValue, ConvSolution, KernelStep, Pointer, WorkspacePlan, int32s
+from miofind.solver.structs import Struct, StructType
 from miofind.solvers.common.correlation import ceil_div
-from miofind.solvers.common.divisor import divisor
+from miofind.solvers.common.divisor import DIVISOR, divide_by
 from miofind.solvers.common.limits import MAX_ELEMENTS, MAX_PADDING, refuse_tensors
-from miofind.solvers.common.product import Index, Product, Steps, largest, linear_step, products
+from miofind.solvers.common.product import Index, Operand, Product, Strides, Window, largest, linear_stride, products
 from miofind.solvers.common.product_tiles import ProductTiling, alike, products_of_tf32, threads_of, tilings
 from miofind.solvers.common.split_k import SplitK
 from miofind.solvers.implicit_gemm.mma_cost import estimate_ms
@@ -29,9 +30,55 @@ _MAX_WORKSPACE_BYTES = 1 << 30
 _MAX_REGISTERS = 255
 _MAX_LOADS = 16  # of a thread, in vectors
 _SHARED_BYTES = 99 << 10
-_SUM_BYTES = (64, 128)  # of a row along the sum
-_DIGITS, _AXES = 4, 3  # of the kernel's arguments
-_FINISH_WARPS = 8  # of a block
+_K_BYTES = (64, 128)  # of a tile's row along k
+_DIGITS, _AXES = 4, 3  # at most, of an index and of an image
+_REDUCTION_WARPS = 8  # of a block
+
+RADIX = StructType("Radix", count="int32", size=(DIVISOR, _DIGITS - 1))
+"""An index: how many values, and the sizes of its digits but the last, the least first."""
+
+OPERAND_LAYOUT = StructType(
+    "OperandLayout",
+    mn_strides=("uint32", _DIGITS),
+    k_strides=("uint32", _DIGITS),
+    offset="uint32",
+    group_stride="uint32",
+)
+"""An `Operand`, offsets modulo 2**32."""
+
+OUTPUT_LAYOUT = StructType(
+    "OutputLayout",
+    m_strides=("uint32", _DIGITS),
+    n_strides=("uint32", _DIGITS),
+    offset="uint32",
+    group_stride="uint32",
+    size="int32",
+)
+"""An `Output`, offsets modulo 2**32; `size` elements lie between the partials of neighbouring splits."""
+
+WINDOW = StructType(
+    "Window",
+    first=("int32", _AXES),
+    extent=("int32", _AXES),
+    mn_strides=("int32", _AXES),
+    k_strides=("int32", _AXES),
+)
+TILE_ORDER = StructType("TileOrder", groups=DIVISOR, tiles=DIVISOR, band=DIVISOR, last_band=DIVISOR)
+PRODUCT = StructType(
+    "Product",
+    m=RADIX,
+    n=RADIX,
+    k=RADIX,
+    a=OPERAND_LAYOUT,
+    b=OPERAND_LAYOUT,
+    out=OUTPUT_LAYOUT,
+    window=WINDOW,
+    order=TILE_ORDER,
+    k_of_split="int32",
+)
+"""All numbers of a launch; `k_of_split` values of k are summed by a split."""
+
+_STRUCTS = (RADIX, OPERAND_LAYOUT, OUTPUT_LAYOUT, WINDOW, TILE_ORDER, PRODUCT)
 
 
 def _defines(
@@ -39,114 +86,142 @@ def _defines(
 ) -> tuple[tuple[str, str | int], ...]:
     window = product.window
     axes = len(window.first) if window else 0
-    uses = (
-        ("A_M", product.m, product.a.outer),
-        ("A_K", product.k, product.a.sum),
-        ("B_N", product.n, product.b.outer),
-        ("B_K", product.k, product.b.sum),
-        ("OUT_M", product.m, product.out.outer),
-        ("OUT_N", product.n, product.out.sum),
-    )
-    digits = {name: _digits(index, steps) for name, index, steps in uses}
-    if window:  # coordinates are digits
-        outer = "A_M" if window.of_a else "B_N"
-        digits[outer] = len((product.m if window.of_a else product.n).sizes)
-        digits["A_K" if window.of_a else "B_K"] = len(product.k.sizes)
     names = ("tile_m", "tile_n", "tile_k", "warps_m", "warps_n", "stages", "band")
     return (
         ("ELEMENT", problem.x.dtype.value),
         *((name.upper(), config[name]) for name in names),
-        ("A_SUM_MAJOR", int(product.a_sum_major)),
-        ("B_SUM_MAJOR", int(product.b_sum_major)),
+        ("A_K_MAJOR", int(product.a_k_major)),
+        ("B_K_MAJOR", int(product.b_k_major)),
         ("A_VECTOR", tiling.a.vector),
         ("B_VECTOR", tiling.b.vector),
         ("A_AT_ONCE", int(tiling.a.at_once)),
         ("B_AT_ONCE", int(tiling.b.at_once)),
         ("OUT_VECTOR", tiling.out_vector),
-        *((f"{name}_DIGITS", count) for name, count in digits.items()),
+        *((f"{name}_DIGITS", count) for name, count in _digits_of(product).items()),
         ("A_AXES", axes if window and window.of_a else 0),
         ("B_AXES", axes if window and not window.of_a else 0),
-        ("OUTER_AXIS", window.outer_axis if window else 0),
-        ("SUM_AXIS", window.sum_axis if window else 0),
+        ("MN_AXIS", window.mn_axis if window else 0),
+        ("K_AXIS", window.k_axis if window else 0),
         ("PRODUCTS", products_of_tf32(problem)),
         ("FINAL", int(config["splits"] == 1)),
         ("SHARED_BYTES", tiling.shared_bytes),
-        ("FINISH_VECTOR", _finish_vector(problem)),
+        ("REDUCTION_VECTOR", _reduction_vector(problem)),
+        *(struct.define for struct in _STRUCTS),
     )
 
 
-def _digits(index: Index, steps: Steps) -> int:
+def _digits_of(product: Product) -> dict[str, int]:
+    """Digits of an index where it serves a tensor, by both names."""
+    uses = (
+        ("A_M", product.m, product.a.mn_strides),
+        ("A_K", product.k, product.a.k_strides),
+        ("B_N", product.n, product.b.mn_strides),
+        ("B_K", product.k, product.b.k_strides),
+        ("OUT_M", product.m, product.out.m_strides),
+        ("OUT_N", product.n, product.out.n_strides),
+    )
+    digits = {name: _digits(index, strides) for name, index, strides in uses}
+    if window := product.window:  # coordinates are digits
+        mn = "A_M" if window.of_a else "B_N"
+        digits[mn] = len((product.m if window.of_a else product.n).sizes)
+        digits["A_K" if window.of_a else "B_K"] = len(product.k.sizes)
+    return digits
+
+
+def _digits(index: Index, strides: Strides) -> int:
     """Digits that a use needs: one where it is linear."""
-    return len(index.sizes) if linear_step(index, steps) is None else 1
+    return len(index.sizes) if linear_stride(index, strides) is None else 1
 
 
-def _int32(value: int) -> Scalar:
-    """An int32 that equals `value` modulo 2**32: offsets wrap around."""
-    return Scalar(ctype="int32", value=(value + 2**31) % 2**32 - 2**31)
+def _radix(index: Index) -> Struct:
+    sizes = (max(1, size) for size in _padded(index.sizes, 1, _DIGITS)[:-1])
+    return RADIX(count=index.count, size=tuple(map(divide_by, sizes)))
 
 
-def _radix(index: Index) -> tuple[int, ...]:
-    return (index.count, *_divisors(*(max(1, size) for size in _padded(index.sizes, 1, _DIGITS)[:-1])))
-
-
-def _divisors(*sizes: int) -> tuple[int, ...]:
-    return tuple(int(scalar.value) for size in sizes for scalar in divisor(size))
-
-
-def _grid(product: Product, config: Config, groups: int) -> tuple[int, ...]:
+def _tile_order(product: Product, config: Config, groups: int) -> Struct:
     """How the kernel counts its blocks: by group, tile, band of tiles and rows of tiles in the last band."""
     rows, columns = ceil_div(product.m.count, config["tile_m"]), ceil_div(product.n.count, config["tile_n"])
     band = int(config["band"])
-    return _divisors(groups, rows * columns, band * columns, rows % band or band)
+    return TILE_ORDER(
+        groups=divide_by(groups),
+        tiles=divide_by(rows * columns),
+        band=divide_by(band * columns),
+        last_band=divide_by(rows % band or band),
+    )
 
 
 def _padded(values: Sequence[int], filler: int, length: int) -> tuple[int, ...]:
     return (*values, *(filler for _ in range(length - len(values))))
 
 
-def _steps_of(index: Index, steps: Steps, digits: int | str) -> tuple[int, ...]:
-    """A use's steps; where it counts as linear, the one between neighbours."""
-    linear = linear_step(index, steps)
-    return _padded(steps if digits != 1 or linear is None else (linear,), 0, _DIGITS)
+def _modulo(offset: int) -> int:
+    """An offset as the kernel adds it: modulo 2**32."""
+    return offset % (1 << 32)
+
+
+def _strides_of(index: Index, strides: Strides, digits: int | str) -> tuple[int, ...]:
+    """A use's strides; where it counts as linear, the one between neighbours."""
+    linear = linear_stride(index, strides)
+    used = strides if digits != 1 or linear is None else (linear,)
+    return _padded(tuple(map(_modulo, used)), 0, _DIGITS)
+
+
+def _operand(operand: Operand, mn_strides: tuple[int, ...], k_strides: tuple[int, ...]) -> Struct:
+    return OPERAND_LAYOUT(
+        mn_strides=mn_strides,
+        k_strides=k_strides,
+        offset=_modulo(operand.offset),
+        group_stride=_modulo(operand.group_stride),
+    )
+
+
+def _window(window: Window | None) -> Struct:
+    """A window's coordinates; zeros, which no kernel reads, where there is none."""
+    names = ("first", "extent", "mn_strides", "k_strides")
+    return WINDOW(**{name: _padded(getattr(window, name) if window else (), 0, _AXES) for name in names})
+
+
+def _product(problem: ProblemDescription, product: Product, config: Config, tiling: ProductTiling) -> Struct:
+    digits = _digits_of(product)
+    m, n, k, a, b, out = product.m, product.n, product.k, product.a, product.b, product.out
+    return PRODUCT(
+        m=_radix(m),
+        n=_radix(n),
+        k=_radix(k),
+        a=_operand(a, _strides_of(m, a.mn_strides, digits["A_M"]), _strides_of(k, a.k_strides, digits["A_K"])),
+        b=_operand(b, _strides_of(n, b.mn_strides, digits["B_N"]), _strides_of(k, b.k_strides, digits["B_K"])),
+        out=OUTPUT_LAYOUT(
+            m_strides=_strides_of(m, out.m_strides, digits["OUT_M"]),
+            n_strides=_strides_of(n, out.n_strides, digits["OUT_N"]),
+            offset=_modulo(out.offset),
+            group_stride=_modulo(out.group_stride),
+            size=problem.output.size,
+        ),
+        window=_window(product.window),
+        order=_tile_order(product, config, problem.groups),
+        k_of_split=ceil_div(tiling.k_tiles, config["splits"]) * config["tile_k"],
+    )
 
 
 def _launch(problem: ProblemDescription, product: Product, config: Config) -> KernelStep:
     tiling = ProductTiling.of(problem, product, config)
-    defines = _defines(problem, product, config, tiling)
-    digits, window = dict(defines), product.window
-    m, n, k, a, b, out = product.m, product.n, product.k, product.a, product.b, product.out
-    axes = (window.first, window.extent, window.outer, window.sum) if window else ((), (), (), ())
-    values = (
-        *(value for index in (m, n, k) for value in _radix(index)),
-        *_steps_of(m, a.outer, digits["A_M_DIGITS"]),
-        *_steps_of(k, a.sum, digits["A_K_DIGITS"]),
-        *_steps_of(n, b.outer, digits["B_N_DIGITS"]),
-        *_steps_of(k, b.sum, digits["B_K_DIGITS"]),
-        *_steps_of(m, out.outer, digits["OUT_M_DIGITS"]),
-        *_steps_of(n, out.sum, digits["OUT_N_DIGITS"]),
-        *(value for steps in axes for value in _padded(steps, 0, _AXES)),
-        *(a.first, b.first, out.first, a.group, b.group, out.group),
-        *_grid(product, config, problem.groups),
-        ceil_div(tiling.steps, config["splits"]) * config["tile_k"],
-        problem.output.size,
-    )
     return KernelStep(
         source="implicit_gemm/mma.cu",
         entry="implicit_gemm_mma",
         grid=(tiling.tiles * config["splits"], 1, 1),
         block=(threads_of(config), 1, 1),
         shared_bytes=tiling.shared_bytes,
-        defines=defines,
+        defines=_defines(problem, product, config, tiling),
         args=(
-            Pointer(buffer=a.buffer),
-            Pointer(buffer=b.buffer),
+            Pointer(buffer=product.a.buffer),
+            Pointer(buffer=product.b.buffer),
             Pointer(buffer=_split_k(problem, config).target),
-            *map(_int32, values),
+            _product(problem, product, config, tiling),
         ),
     )
 
 
-def _finish_vector(problem: ProblemDescription) -> int:
+def _reduction_vector(problem: ProblemDescription) -> int:
     return math.gcd(4, problem.output.size)
 
 
@@ -156,14 +231,14 @@ def _split_k(problem: ProblemDescription, config: Config) -> SplitK:
 
 
 def _finish(problem: ProblemDescription, config: Config, defines: tuple[tuple[str, str | int], ...]) -> KernelStep:
-    size, lanes = problem.output.size, min(_FINISH_WARPS, config["splits"])
+    size, lanes = problem.output.size, min(_REDUCTION_WARPS, config["splits"])
     return KernelStep(
         source="implicit_gemm/mma.cu",
         entry="implicit_gemm_mma_finish",
-        grid=(ceil_div(size * lanes, 32 * _FINISH_WARPS * _finish_vector(problem)), 1, 1),
-        block=(32 * _FINISH_WARPS, 1, 1),
+        grid=(ceil_div(size * lanes, 32 * _REDUCTION_WARPS * _reduction_vector(problem)), 1, 1),
+        block=(32 * _REDUCTION_WARPS, 1, 1),
         defines=defines,
-        args=_split_k(problem, config).arguments(*map(_int32, (size, config["splits"], lanes))),
+        args=_split_k(problem, config).arguments(*int32s(size, config["splits"], lanes)),
     )
 
 
@@ -208,18 +283,18 @@ _LAST_RESORTS = tuple(
 @functools.cache
 def _short_list(itemsize: int) -> tuple[Config, ...]:
     """Those that tile sums of such elements."""
-    return tuple(config for config in _SHORT_LIST if config["tile_k"] * itemsize in _SUM_BYTES)
+    return tuple(config for config in _SHORT_LIST if config["tile_k"] * itemsize in _K_BYTES)
 
 
 class ConvImplicitGemmMma(Solver):
-    """Implicit GEMM by mma.sync, cp.async and ldmatrix with float32 sums; split sums are added in a second pass.
+    """Implicit GEMM by mma.sync, cp.async and ldmatrix with float32 accumulators, and split-K with a reduction.
 
     float32 is split into two tf32, of which three products are added (3xTF32); where tf32 is allowed, it is cut to it.
     Padding is multiplied as zeros: an infinity or NaN of the filter spreads to outputs at the border. In 3xTF32 an
     infinity becomes NaN, as do values within 2**-11 of the largest float32.
 
     Configuration: a block of `warps_m` x `warps_n` warps computes `tile_m` x `tile_n` elements, from `tile_k` products
-    of each at a time, with `stages` buffers; the sum is dealt to `splits` blocks; blocks go through tiles in bands of
+    of each at a time, with `stages` buffers; k is split among `splits` blocks; blocks go through tiles in bands of
     `band` tiles along m. How many elements are copied at once follows from the channels.
     """
 
@@ -332,12 +407,12 @@ def _varied(ranked: Sequence[Config]) -> list[Config]:
 
 @functools.lru_cache(maxsize=1 << 12)  # a ranking asks for each of hundreds of configurations
 def _most_blocks(problem: ProblemDescription, device: Device, config: Config) -> int | None:
-    """Blocks of the largest launch, for a sum in one part; None where blocks cannot run, or smaller ones would do.
+    """Blocks of the largest launch, for one split; None where blocks cannot run, or smaller ones would do.
 
     Args:
         config: that `alike` gave.
     """
-    if config["tile_k"] * problem.x.dtype.itemsize not in _SUM_BYTES:
+    if config["tile_k"] * problem.x.dtype.itemsize not in _K_BYTES:
         return None
     warp_m, warp_n = config["tile_m"] // config["warps_m"], config["tile_n"] // config["warps_n"]
     if warp_m < 16 or warp_n < 16 or warp_m * warp_n > 64 * 64:

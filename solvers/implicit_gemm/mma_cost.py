@@ -24,36 +24,34 @@ _ELEMENT_CYCLES = 4  # each element of one that passes through registers, beside
 
 
 def _issued(problem: ProblemDescription, product: Product, config: Config) -> float:
-    """Instructions of a warp for 32 bytes of the sum."""
+    """Instructions of a warp for 32 bytes of K."""
     blocks_m, blocks_n = (int(config[f"tile_{i}"] // config[f"warps_{i}"]) // 16 for i in "mn")
     by_element = problem.x.dtype.itemsize == 4  # no instruction transposes these
-    a_reads, b_reads = (
-        4 if by_element and not sum_major else 1 for sum_major in (product.a_sum_major, product.b_sum_major)
-    )
+    a_reads, b_reads = (4 if by_element and not k_major else 1 for k_major in (product.a_k_major, product.b_k_major))
     splits = _SPLIT_CYCLES * (blocks_m + blocks_n) if products_of_tf32(problem) > 1 else 0
     return blocks_m * a_reads + blocks_n * b_reads + splits + 2 * blocks_m * blocks_n * products_of_tf32(problem)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Launch:
-    """What a launch's time is made of, however many parts of sums there are, if there are several.
+    """What a launch's time is made of, however many splits there are, if there are several.
 
     Attributes:
-        tiles, steps: of the product.
+        tiles, k_tiles: of the product.
         resident: blocks that a multiprocessor holds at once.
         step_cycles: that a multiprocessor is busy with a step of a block.
         copy_cycles: that a block takes at least for the copies of a step.
     """
 
     tiles: int
-    steps: int
+    k_tiles: int
     resident: int
     step_cycles: float
     copy_cycles: float
 
     def ms(self, splits: int, device: Device) -> float:
         """Milliseconds: arithmetic, copies and latency in waves of blocks."""
-        steps = ceil_div(self.steps, splits)
+        steps = ceil_div(self.k_tiles, splits)
         busy = steps * self.step_cycles + 600
         alone = steps * (max(busy / max(1, steps), self.copy_cycles) + _STEP_CYCLES) + _START_CYCLES
         blocks = self.tiles * splits
@@ -84,7 +82,7 @@ def _launch(
     problem: ProblemDescription, device: Device, config: Config, product: Product, tiling: ProductTiling
 ) -> _Launch:
     threads = threads_of(config)
-    sum_bytes = config["tile_k"] * problem.x.dtype.itemsize
+    k_tile_bytes = config["tile_k"] * problem.x.dtype.itemsize
     math_mode = MathMode.TF32 if problem.x.dtype is DataType.FLOAT32 else problem.math
     peak = (
         device.peak_flops_per_s(problem.x.dtype, math_mode, tensor_cores=True) * _MMA_SHARE / products_of_tf32(problem)
@@ -92,15 +90,15 @@ def _launch(
     flops_a_cycle = peak / device.sm_count / device.clock_hz
     step_flops = 2 * config["tile_m"] * config["tile_n"] * config["tile_k"]
     warps = threads // 32
-    read_bytes = warps * (config["tile_m"] // config["warps_m"] + config["tile_n"] // config["warps_n"]) * sum_bytes
+    read_bytes = warps * (config["tile_m"] // config["warps_m"] + config["tile_n"] // config["warps_n"]) * k_tile_bytes
     copies = sum(
         warps * side.loads * (_COPY_CYCLES + (0 if side.at_once else _ELEMENT_CYCLES * side.vector)) / 4
         for side in (tiling.a, tiling.b)
     )
-    issued = copies + warps / 4 * (8 + sum_bytes / 32 * _issued(problem, product, config))
+    issued = copies + warps / 4 * (8 + k_tile_bytes / 32 * _issued(problem, product, config))
     return _Launch(
         tiles=tiling.tiles,
-        steps=tiling.steps,
+        k_tiles=tiling.k_tiles,
         resident=max(1, resident_blocks(tiling.registers, threads, tiling.shared_bytes, SmLimits.of(device))),
         step_cycles=max(step_flops / flops_a_cycle, read_bytes / 128, issued),
         copy_cycles=copies * 4 / warps,
@@ -111,7 +109,7 @@ def estimate_ms(problem: ProblemDescription, device: Device, config: Config) -> 
     """Milliseconds that all launches of a configuration take, with a cold L2 cache."""
     work, splits = _work(problem, device, alike(problem, config)), config["splits"]
     busy_ms = sum(launch.ms(splits, device) for launch in work.launches)
-    moved = work.problem_bytes + (2 * splits * work.output_bytes if splits > 1 else 0)  # parts are written and read
+    moved = work.problem_bytes + (2 * splits * work.output_bytes if splits > 1 else 0)  # partials are written and read
     moved_ms = 1e3 * moved / device.bandwidth_bytes_per_s
     count = len(work.launches) + int(splits > 1)
     return float(_LAUNCH_MS * count + max(busy_ms, moved_ms) + 0.3 * min(busy_ms, moved_ms))

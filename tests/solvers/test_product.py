@@ -15,7 +15,16 @@ from miofind.core.problem import Direction, Layout, ProblemDescription
 from miofind.device.device import Device
 from miofind.reference import reference_on_host
 from miofind.solver.registry import Registry
-from miofind.solvers.common.product import Index, Operand, Product, Steps, linear_step, products, vector_length
+from miofind.solvers.common.product import (
+    Index,
+    Operand,
+    Output,
+    Product,
+    Strides,
+    linear_stride,
+    products,
+    vector_length,
+)
 
 IntArray = NDArray[np.int64]
 
@@ -49,21 +58,23 @@ def digits(index: Index) -> IntArray:
     return np.array(every, np.int64).reshape(len(every), len(index.sizes))[:, ::-1]
 
 
-def offsets(outer: Index, inner: Index, operand: Operand, group: int) -> IntArray:
-    along = digits(outer) @ np.array(operand.outer)
-    across = digits(inner) @ np.array(operand.sum)
-    return operand.first + group * operand.group + along[:, None] + across[None, :]
+def offsets(outer: Index, inner: Index, tensor: Operand | Output, group: int) -> IntArray:
+    by_outer, by_inner = (
+        (tensor.mn_strides, tensor.k_strides) if isinstance(tensor, Operand) else (tensor.m_strides, tensor.n_strides)
+    )
+    along, across = digits(outer) @ np.array(by_outer), digits(inner) @ np.array(by_inner)
+    return tensor.offset + group * tensor.group_stride + along[:, None] + across[None, :]
 
 
 def inside(product: Product) -> NDArray[np.bool_]:
-    """Whether elements of the image lie within it, (outer, k)."""
+    """Whether elements of the image lie within it, (m or n, k)."""
     window = product.window
     assert window is not None
-    outer, sums = digits(product.m if window.of_a else product.n), digits(product.k)
-    result = np.ones((len(outer), len(sums)), bool)
+    mn, ks = digits(product.m if window.of_a else product.n), digits(product.k)
+    result = np.ones((len(mn), len(ks)), bool)
     for axis, (first, extent) in enumerate(zip(window.first, window.extent, strict=True)):
-        along = outer[:, window.outer_axis + axis] * window.outer[axis]
-        across = sums[:, window.sum_axis + axis] * window.sum[axis]
+        along = mn[:, window.mn_axis + axis] * window.mn_strides[axis]
+        across = ks[:, window.k_axis + axis] * window.k_strides[axis]
         at = first + along[:, None] + across[None, :]
         result &= (at >= 0) & (at < extent)
     return result
@@ -109,22 +120,22 @@ def test_products_are_the_convolution(problem: ProblemDescription, seed: int) ->
 @given(problem=problems())
 def test_indices_are_as_linear_as_they_can_be(problem: ProblemDescription) -> None:
     for product in products(problem):
-        uses: list[tuple[Index, Steps]] = [
-            (product.m, product.a.outer),
-            (product.k, product.a.sum),
-            (product.n, product.b.outer),
-            (product.k, product.b.sum),
-            (product.m, product.out.outer),
-            (product.n, product.out.sum),
+        uses: list[tuple[Index, Strides]] = [
+            (product.m, product.a.mn_strides),
+            (product.k, product.a.k_strides),
+            (product.n, product.b.mn_strides),
+            (product.k, product.b.k_strides),
+            (product.m, product.out.m_strides),
+            (product.n, product.out.n_strides),
         ]
-        for index, steps in uses:
-            step = linear_step(index, steps)
-            if step is not None and index.count:
-                np.testing.assert_array_equal(digits(index) @ np.array(steps), step * np.arange(index.count))
+        for index, strides in uses:
+            stride = linear_stride(index, strides)
+            if stride is not None and index.count:
+                np.testing.assert_array_equal(digits(index) @ np.array(strides), stride * np.arange(index.count))
 
 
 @pytest.mark.parametrize(
-    ("sizes", "steps", "others", "length"),
+    ("sizes", "strides", "others", "length"),
     [
         ((64,), (1,), (64, 128), 8),
         ((64,), (2,), (64,), 1),
@@ -136,8 +147,10 @@ def test_indices_are_as_linear_as_they_can_be(problem: ProblemDescription) -> No
         ((1,), (1,), (8,), 1),
     ],
 )
-def test_vectors_start_at_multiples_of_their_length(sizes: Steps, steps: Steps, others: Steps, length: int) -> None:
-    assert vector_length(8, Index(sizes=sizes), steps, others) == length
+def test_vectors_start_at_multiples_of_their_length(
+    sizes: tuple[int, ...], strides: Strides, others: Strides, length: int
+) -> None:
+    assert vector_length(8, Index(sizes=sizes), strides, others) == length
 
 
 @pytest.mark.parametrize("arch", ["80", "90a"])
@@ -152,7 +165,9 @@ def test_vectors_start_at_multiples_of_their_length(sizes: Steps, steps: Steps, 
     ],
 )
 @pytest.mark.parametrize("direction", list(Direction))
-def test_defaults_occupy_the_device(x: Steps, w: Steps, padding: int, direction: Direction, arch: str) -> None:
+def test_defaults_occupy_the_device(
+    x: tuple[int, ...], w: tuple[int, ...], padding: int, direction: Direction, arch: str
+) -> None:
     """Few tiles are split, many are not, and no default takes longer by estimate than another default eightfold."""
     device, solver = Device.virtual(arch), Registry.default()["ConvImplicitGemmMma"]
     problem = ProblemDescription.convolution(
