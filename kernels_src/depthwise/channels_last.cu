@@ -7,8 +7,8 @@
 // an input row is read once and added to all output rows that it meets. Accumulators are float32.
 // Grid: one dimension; blocks of channels innermost, then tiles of columns, row blocks, residue classes, images.
 // Defines: as checked below. MULTIPLIER is M; PHASE_H and PHASE_W are x's first row and column modulo the stride.
-#include "depthwise/channels_last_rows.cuh"
 #include "common/divisor.cuh"
+#include "depthwise/channels_last_rows.cuh"
 
 #if !defined(ELEMENT) || !defined(BACKWARD) || !defined(FILTER_Y) || !defined(FILTER_X) || !defined(MULTIPLIER)
 #error "define ELEMENT, BACKWARD, FILTER_Y, FILTER_X and MULTIPLIER"
@@ -27,6 +27,13 @@
 #if !defined(THREADS) || !defined(SHARED_BYTES)
 #error "define THREADS and SHARED_BYTES"
 #endif
+#if !defined(SHAPE_FIELDS)
+#error "define SHAPE_FIELDS"
+#endif
+
+struct Shape {
+  SHAPE_FIELDS
+};
 
 constexpr bool kBackward = BACKWARD;
 constexpr int kVector = VECTOR, kColumns = COLUMNS, kThreadGroups = GROUPS;
@@ -146,34 +153,31 @@ __device__ __forceinline__ void start_rows(Accumulators& accumulators, float val
 
 extern "C" __global__ void __launch_bounds__(kThreads)
     depthwise_channels_last(const ELEMENT* __restrict__ in, const ELEMENT* __restrict__ filter,
-                            ELEMENT* __restrict__ out, int n, int channels, int x_height, int x_width, int y_height,
-                            int y_width, int stride_h, int stride_w, int pad_h, int pad_w, int dilation_h,
-                            int dilation_w, int y_step_h, int y_step_w, int channel_blocks, unsigned channel_multiplier,
-                            int channel_shift, int column_tiles, unsigned column_multiplier, int column_shift,
-                            int row_blocks, unsigned row_block_multiplier, int row_block_shift) {
+                            ELEMENT* __restrict__ out, const __grid_constant__ Shape shape) {
   extern __shared__ __align__(16) ELEMENT staged[];
   ELEMENT* const filters = staged + kSlots * kRowElements;
-  int rest = blockIdx.x / Divisor{channel_blocks, channel_multiplier, channel_shift};
-  const int channel_block = blockIdx.x - rest * channel_blocks;
-  int next = rest / Divisor{column_tiles, column_multiplier, column_shift};
-  const int tile = rest - next * column_tiles;
-  rest = next / Divisor{row_blocks, row_block_multiplier, row_block_shift};
-  const int row_block = next - rest * row_blocks;
+  const int channels = shape.channels;
+  int rest = blockIdx.x / shape.channel_blocks;
+  const int channel_block = blockIdx.x - rest * shape.channel_blocks.by;
+  int next = rest / shape.column_tiles;
+  const int tile = rest - next * shape.column_tiles.by;
+  rest = next / shape.row_blocks;
+  const int row_block = next - rest * shape.row_blocks.by;
   int residue_h = 0, residue_w = 0;
   if (DILATED) {
-    residue_w = rest % y_step_w, rest /= y_step_w;
-    residue_h = rest % y_step_h, rest /= y_step_h;
+    residue_w = rest % shape.width.y_step, rest /= shape.width.y_step;
+    residue_h = rest % shape.height.y_step, rest /= shape.height.y_step;
   }
-  const Axis height = axis_of<DILATED>(x_height, y_height, stride_h, pad_h, dilation_h, y_step_h, residue_h);
-  const Axis width = axis_of<DILATED>(x_width, y_width, stride_w, pad_w, dilation_w, y_step_w, residue_w);
+  const Axis height = axis_of<DILATED>(shape.height, residue_h), width = axis_of<DILATED>(shape.width, residue_w);
   const Line in_rows = kBackward ? height.y : height.x, out_rows = kBackward ? height.x : height.y;
   const Line in_columns = kBackward ? width.y : width.x, out_columns = kBackward ? width.x : width.y;
-  const int in_pixels = kBackward ? y_width : x_width, out_pixels = kBackward ? x_width : y_width;
+  const int in_pixels = kBackward ? shape.width.y_size : shape.width.x_size;
+  const int out_pixels = kBackward ? shape.width.x_size : shape.width.y_size;
   const int in_channels = kBackward ? channels * MULTIPLIER : channels;
   const int out_channels = kBackward ? channels : channels * MULTIPLIER;
   const int in_row_step = in_pixels * in_channels, out_row_step = out_pixels * out_channels;
-  const int in_image_step = (kBackward ? y_height : x_height) * in_row_step;
-  const int out_image_step = (kBackward ? x_height : y_height) * out_row_step;
+  const int in_image_step = (kBackward ? shape.height.y_size : shape.height.x_size) * in_row_step;
+  const int out_image_step = (kBackward ? shape.height.x_size : shape.height.y_size) * out_row_step;
 
   const int origin_h = kBackward ? floor_div(out_rows.low, STRIDE_H) : 0;
   const int origin_w = kBackward ? floor_div(out_columns.low, STRIDE_W) : 0;

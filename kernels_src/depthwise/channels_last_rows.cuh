@@ -8,6 +8,10 @@
 #include "common/copy_bytes.cuh"
 #include "common/tile.cuh"
 
+#if !defined(DIMENSION_FIELDS)
+#error "define DIMENSION_FIELDS"
+#endif
+
 constexpr int floor_div(int a, int b) {
   return a >= 0 ? a / b : -((b - 1 - a) / b);
 }
@@ -34,18 +38,23 @@ struct Line {
   __device__ __forceinline__ int at(int index) const { return first + step * index; }
 };
 
-// One residue class of an axis. y_step output coordinates lie between neighbours of it, and dilation input coordinates.
+// An axis of the problem. y_step is the distance of a residue class's neighbours in y, and the number of classes.
+struct Dimension {
+  DIMENSION_FIELDS
+};
+
+// One residue class of an axis.
 struct Axis {
   Line x, y;
 };
 
 template <bool kDilated>
-__device__ __forceinline__ Axis axis_of(int x_size, int y_size, int stride, int pad, int dilation, int y_step,
-                                        int residue) {
-  if (!kDilated) return {{-pad, 1, pad, x_size + pad}, {0, 1, 0, y_size}};
-  const int first = residue * stride - pad;
-  const int low = -floor_div(first, dilation), high = -floor_div(first - x_size, dilation);
-  return {{first, dilation, low, high}, {residue, y_step, 0, max(0, (y_size - residue + y_step - 1) / y_step)}};
+__device__ __forceinline__ Axis axis_of(const Dimension& axis, int residue) {
+  if (!kDilated) return {{-axis.pad, 1, axis.pad, axis.x_size + axis.pad}, {0, 1, 0, axis.y_size}};
+  const int first = residue * axis.stride - axis.pad;
+  const int low = -floor_div(first, axis.dilation), high = -floor_div(first - axis.x_size, axis.dilation);
+  return {{first, axis.dilation, low, high},
+          {residue, axis.y_step, 0, max(0, (axis.y_size - residue + axis.y_step - 1) / axis.y_step)}};
 }
 
 // How all kThreads threads of a block copy kColumns pixels of a row of each of kImages images, kChannels of each, to

@@ -7,10 +7,7 @@
 // float32, to partials[split][tap][k] or, of a single split, dw.
 // Second pass (finish): split-K reduction.
 // Grid: one dimension, blocks of channels innermost; of the second pass filters by taps.
-#include "depthwise/channels_last_rows.cuh"
-#include "common/divisor.cuh"
 #include "common/split_k.cuh"
-#include "depthwise/segments.cuh"
 
 #if !defined(ELEMENT) || !defined(TAPS) || !defined(LANES)
 #error "define ELEMENT, TAPS and LANES"
@@ -37,6 +34,9 @@ extern "C" __global__ void __launch_bounds__(32 * LANES)
 }
 
 #else
+#include "common/divisor.cuh"
+#include "depthwise/channels_last_rows.cuh"
+#include "depthwise/segments.cuh"
 
 #if !defined(FILTER_Y) || !defined(FILTER_X) || !defined(MULTIPLIER) || !defined(STRIDE_H) || !defined(STRIDE_W)
 #error "define FILTER_Y, FILTER_X, MULTIPLIER, STRIDE_H and STRIDE_W"
@@ -51,6 +51,14 @@ extern "C" __global__ void __launch_bounds__(32 * LANES)
 #if !defined(X_STEP) || !defined(Y_STEP) || !defined(THREADS) || !defined(MIN_BLOCKS) || !defined(SHARED_BYTES)
 #error "define X_STEP, Y_STEP, THREADS, MIN_BLOCKS and SHARED_BYTES"
 #endif
+#if !defined(SHAPE_FIELDS)
+#error "define SHAPE_FIELDS"
+#endif
+
+// Work of a block: `iterations` items a thread, of `items` in all, `rows` rows of dy each.
+struct Shape {
+  SHAPE_FIELDS
+};
 
 constexpr int kVector = VECTOR, kColumns = COLUMNS, kAhead = AHEAD, kSlots = SLOTS, kThreads = THREADS;
 constexpr int kFilterY = FILTER_Y, kFilterX = FILTER_X;
@@ -195,7 +203,7 @@ __device__ __forceinline__ void add_item(Accumulators& accumulators, const Item&
 
 // Adds the accumulators of the block's slots in order, and writes them.
 __device__ __forceinline__ void write_accumulators(const Accumulators& accumulators, float* staged, void* out,
-                                                   int64 part, int first_filter, int filters) {
+                                                   int64 split, int first_filter, int filters) {
   const int slot = threadIdx.x / kLanes, channel = threadIdx.x % kLanes * kVector;
 #pragma unroll
   for (int first = 0; first < kFilterY; first += TOGETHER) {
@@ -219,56 +227,51 @@ __device__ __forceinline__ void write_accumulators(const Accumulators& accumulat
       if constexpr (WHOLE)
         static_cast<ELEMENT*>(out)[filter * TAPS + tap] = convert<ELEMENT>(sum);
       else
-        static_cast<float*>(out)[(part * TAPS + tap) * filters + filter] = sum;
+        static_cast<float*>(out)[(split * TAPS + tap) * filters + filter] = sum;
     }
   }
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
     depthwise_channels_last_weights(const ELEMENT* __restrict__ dy, const ELEMENT* __restrict__ x, void* out,
-                                    int channels, int x_height, int x_width, int y_height, int y_width, int stride_h,
-                                    int stride_w, int pad_h, int pad_w, int dilation_h, int dilation_w, int y_step_h,
-                                    int y_step_w, int items, int iterations, int rows, int channel_blocks,
-                                    unsigned channel_multiplier, int channel_shift, int groups,
-                                    unsigned group_multiplier, int group_shift, int row_blocks,
-                                    unsigned row_block_multiplier, int row_block_shift) {
+                                    const __grid_constant__ Shape shape) {
   extern __shared__ __align__(16) float staged[];
-  const int part = blockIdx.x / Divisor{channel_blocks, channel_multiplier, channel_shift};
-  const int first_filter = (blockIdx.x - part * channel_blocks) * kYChannels, filters = channels * MULTIPLIER;
+  const int channels = shape.channels, split = blockIdx.x / shape.channel_blocks;
+  const int first_filter = (blockIdx.x - split * shape.channel_blocks.by) * kYChannels, filters = channels * MULTIPLIER;
   const int filter = first_filter + threadIdx.x % kLanes * kVector, slot = threadIdx.x / kLanes;
-  const int x_row_step = x_width * channels, y_row_step = y_width * filters;
+  const int x_row_step = shape.width.x_size * channels, y_row_step = shape.width.y_size * filters;
   const bool computes = slot < kSlots && filter < filters;
 
   Accumulators accumulators = {};
 #pragma unroll 1
-  for (int iteration = 0; iteration < iterations; ++iteration) {
-    const int rank = (part * iterations + iteration) * kSlots + slot;
-    if (!computes || rank >= items) break;
-    const int row_block_rank = rank / Divisor{groups, group_multiplier, group_shift},
-              group = rank - row_block_rank * groups;
-    int image = row_block_rank / Divisor{row_blocks, row_block_multiplier, row_block_shift};
-    const int row_block = row_block_rank - image * row_blocks;
+  for (int iteration = 0; iteration < shape.iterations; ++iteration) {
+    const int rank = (split * shape.iterations + iteration) * kSlots + slot;
+    if (!computes || rank >= shape.items) break;
+    const int row_block_rank = rank / shape.column_groups, group = rank - row_block_rank * shape.column_groups.by;
+    int image = row_block_rank / shape.row_blocks;
+    const int row_block = row_block_rank - image * shape.row_blocks.by;
     int residue_h = 0, residue_w = 0;
     if (DILATED) {
-      residue_w = image % y_step_w, image /= y_step_w;
-      residue_h = image % y_step_h, image /= y_step_h;
+      residue_w = image % shape.width.y_step, image /= shape.width.y_step;
+      residue_h = image % shape.height.y_step, image /= shape.height.y_step;
     }
-    const Axis width = axis_of<DILATED>(x_width, y_width, stride_w, pad_w, dilation_w, y_step_w, residue_w);
+    const Axis width = axis_of<DILATED>(shape.width, residue_w);
     const int column = group * kColumns, first = column * STRIDE_W;
     const int x_column = width.x.at(first), y_column = width.y.at(column);
-    Item item = {x + (image * x_height * x_row_step + static_cast<int64>(x_column) * channels + filter / MULTIPLIER),
-                 dy + (image * y_height * y_row_step + static_cast<int64>(y_column) * filters + filter),
-                 axis_of<DILATED>(x_height, y_height, stride_h, pad_h, dilation_h, y_step_h, residue_h),
-                 row_block * rows,
-                 0,
-                 width.y.high - column,
-                 0};
-    item.end = min(item.height.y.high, item.first + rows);
+    Item item = {
+        x + (image * shape.height.x_size * x_row_step + static_cast<int64>(x_column) * channels + filter / MULTIPLIER),
+        dy + (image * shape.height.y_size * y_row_step + static_cast<int64>(y_column) * filters + filter),
+        axis_of<DILATED>(shape.height, residue_h),
+        row_block * shape.rows,
+        0,
+        width.y.high - column,
+        0};
+    item.end = min(item.height.y.high, item.first + shape.rows);
 #pragma unroll
     for (int j = 0; j < kWindow; ++j) item.inside |= width.x.holds(first + j) ? 1u << j : 0u;
     add_item(accumulators, item, x_row_step, y_row_step);
   }
   griddepcontrol_launch_dependents();
-  write_accumulators(accumulators, staged, out, part, first_filter, filters);
+  write_accumulators(accumulators, staged, out, split, first_filter, filters);
 }
 #endif

@@ -13,16 +13,19 @@ from typing import ClassVar
 from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.device.device import Device, Library, Place
 from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
-from miofind.solver.steps import Config, ConfigValue, ConvSolution, KernelStep, Pointer, int32s
+from miofind.solver.steps import Config, ConfigValue, ConvSolution, KernelStep, Pointer
+from miofind.solver.structs import StructType
 from miofind.solvers.common.correlation import ceil_div, round_up
+from miofind.solvers.common.divisor import DIVISOR
 from miofind.solvers.common.examples import depthwise_example
 from miofind.solvers.common.limits import MAX_ELEMENTS
 from miofind.solvers.depthwise.channels_last_rows import (
+    DIMENSION,
     RowRates,
     RowTiling,
     RowWork,
-    axis_scalars,
     copy_vector,
+    dimensions,
     is_dilated,
     is_whole,
     phases,
@@ -34,6 +37,16 @@ from miofind.solvers.depthwise.channels_last_rows import (
 _SHARED_BYTES = 48 << 10
 _MAX_REGISTERS = 232
 _MAX_PRODUCTS = 3200
+
+SHAPE = StructType(
+    "Shape",
+    channels="int32",
+    height=DIMENSION,
+    width=DIMENSION,
+    channel_blocks=DIVISOR,
+    column_tiles=DIVISOR,
+    row_blocks=DIVISOR,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,9 +135,7 @@ def _launch(problem: ProblemDescription, config: Config) -> KernelStep:
         defines=_defines(problem, config, tiling),
         args=(
             *(Pointer(buffer=name) for name in (source, "w", target)),
-            *int32s(problem.n, problem.c),
-            *axis_scalars(problem),
-            *tiling.blocks.divisors,
+            SHAPE(channels=problem.c, **dimensions(problem), **tiling.blocks.divisors),
         ),
     )
 
@@ -157,6 +168,8 @@ def _defines(problem: ProblemDescription, config: Config, tiling: _Tiling) -> tu
         ("WHOLE_GROUPS", int(tiling.whole_groups)),
         ("THREADS", tiling.blocks.threads),
         ("SHARED_BYTES", tiling.shared_bytes),
+        DIMENSION.define,
+        SHAPE.define,
     )
 
 

@@ -13,14 +13,20 @@ from miofind.core.problem import Direction, ProblemDescription
 from miofind.device.device import Device
 from miofind.solver.occupancy import SmLimits, cycles_of_waves, resident_blocks
 from miofind.solver.solver import APPLICABLE, Applicability
-from miofind.solver.steps import Config, Scalar, int32s
+from miofind.solver.steps import Config
+from miofind.solver.structs import Struct, StructType
 from miofind.solvers.common.correlation import ceil_div, round_up
-from miofind.solvers.common.divisor import divisors
+from miofind.solvers.common.divisor import divide_by
 from miofind.solvers.common.limits import MAX_ELEMENTS, refuse_tensors
 
 _COPY_BYTES = 16
 _BANK_BYTES = 128
 _MAX_STEP = 2**15
+
+DIMENSION = StructType(
+    "Dimension", **dict.fromkeys(("x_size", "y_size", "stride", "pad", "dilation", "y_step"), "int32")
+)
+"""An axis of the problem, as the kernels take it: see `RowAxis`, whose x_stride is `stride` here."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +64,17 @@ class RowAxis:
             dilation=dilation,
             stride=conv.stride[dim] // common,
             y_step=dilation // common,
+        )
+
+    @property
+    def dimension(self) -> Struct:
+        return DIMENSION(
+            x_size=self.x_size,
+            y_size=self.y_size,
+            stride=self.x_stride,
+            pad=self.pad,
+            dilation=self.dilation,
+            y_step=self.y_step,
         )
 
     @property
@@ -180,18 +197,9 @@ def _reach(problem: ProblemDescription) -> int:
     return sum(step * problem.c * math.prod(problem.spatial[dim + 1 :]) for dim, step in enumerate(steps))
 
 
-def axis_scalars(problem: ProblemDescription) -> tuple[Scalar, ...]:
-    """Sizes, strides, padding, dilation and y_step, rows before columns each, as the kernels take them."""
-    height, width = row_axes(problem)
-    pairs = (
-        (height.x_size, width.x_size),
-        (height.y_size, width.y_size),
-        (height.x_stride, width.x_stride),
-        (height.pad, width.pad),
-        (height.dilation, width.dilation),
-        (height.y_step, width.y_step),
-    )
-    return int32s(*(value for pair in pairs for value in pair))
+def dimensions(problem: ProblemDescription) -> dict[str, Struct]:
+    """Height and width, the fields of a kernel's structure that are a `DIMENSION`."""
+    return {name: axis.dimension for name, axis in zip(("height", "width"), row_axes(problem), strict=True)}
 
 
 def channel_share(problem: ProblemDescription, config: Config) -> int:
@@ -254,8 +262,13 @@ class RowTiling:
         return self.channel_blocks * self.column_tiles * self.strips * self.classes * self.images
 
     @property
-    def divisors(self) -> tuple[Scalar, ...]:
-        return divisors(self.channel_blocks, self.column_tiles, self.strips)
+    def divisors(self) -> dict[str, Struct]:
+        """What divides a block's number, the fields of the kernel's structure that are a `DIVISOR`."""
+        return {
+            "channel_blocks": divide_by(self.channel_blocks),
+            "column_tiles": divide_by(self.column_tiles),
+            "row_blocks": divide_by(self.strips),
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

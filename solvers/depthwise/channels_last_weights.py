@@ -23,14 +23,16 @@ from miofind.solver.steps import (
     Pointer,
     int32s,
 )
+from miofind.solver.structs import StructType
 from miofind.solvers.common.correlation import ceil_div, round_up
-from miofind.solvers.common.divisor import divisors
+from miofind.solvers.common.divisor import DIVISOR, divide_by
 from miofind.solvers.common.examples import depthwise_example
 from miofind.solvers.common.limits import MAX_ELEMENTS
 from miofind.solvers.common.split_k import SplitK
 from miofind.solvers.depthwise.channels_last_rows import (
-    axis_scalars,
+    DIMENSION,
     channel_share,
+    dimensions,
     is_dilated,
     is_whole,
     refuse_rows,
@@ -45,6 +47,19 @@ _MAX_WINDOW = 32
 _MAX_LANES = 16
 _FEW_THREADS = 128
 _MAX_WORKSPACE_BYTES = 64 << 20
+
+SHAPE = StructType(
+    "Shape",
+    channels="int32",
+    height=DIMENSION,
+    width=DIMENSION,
+    items="int32",
+    iterations="int32",
+    rows="int32",
+    channel_blocks=DIVISOR,
+    column_groups=DIVISOR,
+    row_blocks=DIVISOR,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,10 +165,16 @@ def _sum_step(problem: ProblemDescription, config: Config, device: Device) -> Ke
         defines=_defines(problem, config, device),
         args=(
             *(Pointer(buffer=name) for name in ("y", "x", tiling.split_k(problem).target)),
-            *int32s(problem.c),
-            *axis_scalars(problem),
-            *int32s(tiling.items, tiling.turns, config["rows"]),
-            *divisors(tiling.channel_blocks, tiling.groups, tiling.strips),
+            SHAPE(
+                channels=problem.c,
+                **dimensions(problem),
+                items=tiling.items,
+                iterations=tiling.turns,
+                rows=config["rows"],
+                channel_blocks=divide_by(tiling.channel_blocks),
+                column_groups=divide_by(tiling.groups),
+                row_blocks=divide_by(tiling.strips),
+            ),
         ),
     )
 
@@ -201,6 +222,8 @@ def _defines(problem: ProblemDescription, config: Config, device: Device) -> tup
         ("THREADS", tiling.threads),
         ("MIN_BLOCKS", tiling.resident(device)),
         ("SHARED_BYTES", tiling.shared_bytes),
+        DIMENSION.define,
+        SHAPE.define,
     )
 
 

@@ -14,6 +14,7 @@ from miofind.core.problem import Direction, ProblemDescription
 from miofind.device.device import Device
 from miofind.solver.registry import Registry
 from miofind.solver.steps import Config
+from miofind.solver.structs import Struct
 from miofind.solvers.depthwise.channels_last_rows import (
     RowAxis,
     RowTiling,
@@ -146,6 +147,11 @@ def test_tiles_cover_the_output(direction: Direction, stride: int, size: int) ->
         assert tiling.channel_blocks * tiling.channels >= problem.c > (tiling.channel_blocks - 1) * tiling.channels
         blocks = tiling.channel_blocks * tiling.column_tiles * tiling.strips * problem.n
         assert tiling.blocks == blocks * height.y_step * width.y_step
+        (step,) = SOLVER.solution(problem, H200, config).kernels
+        (shape,) = (argument for argument in step.args if isinstance(argument, Struct))
+        fields = {name: value for (name, _, _), value in zip(shape.type.fields, shape.values, strict=True)}
+        divisors = [fields[name].values[0] for name in ("channel_blocks", "column_tiles", "row_blocks")]
+        assert (fields["channels"], math.prod(divisors) * problem.n) == (48, blocks)
 
 
 def test_whole_parts_leave_nothing_over() -> None:

@@ -10,7 +10,8 @@ import pytest
 from miofind.core.problem import ProblemDescription
 from miofind.device.device import Device
 from miofind.solver.registry import Registry
-from miofind.solver.steps import KernelStep, Scalar
+from miofind.solver.steps import KernelStep
+from miofind.solver.structs import Struct
 from miofind.solvers.common.correlation import ceil_div
 from miofind.solvers.depthwise.channels_last_rows import row_axes
 
@@ -36,6 +37,11 @@ def defines_of(step: KernelStep) -> dict[str, str | int]:
     return dict(step.defines)
 
 
+def fields_of(struct: Any) -> dict[str, Any]:
+    assert isinstance(struct, Struct)
+    return {name: value for (name, _, _), value in zip(struct.type.fields, struct.values, strict=True)}
+
+
 def first_step(problem: ProblemDescription, config: Any) -> KernelStep:
     step = SOLVER.solution(problem, H200, config).steps[0]
     assert isinstance(step, KernelStep)
@@ -47,15 +53,18 @@ def test_items_cover_every_gradient_once(problem: ProblemDescription) -> None:
     height, width = row_axes(problem)
     for config in list(SOLVER.configs(problem, H200))[::13]:
         step = first_step(problem, config)
-        numbers = [int(argument.value) for argument in step.args if isinstance(argument, Scalar)]
-        items, turns, rows, channel_blocks, groups, strips = *numbers[13:17], numbers[19], numbers[22]
+        shape = fields_of(step.args[-1])
+        items, iterations, rows = (shape[name] for name in ("items", "iterations", "rows"))
+        channel_blocks, groups, row_blocks = (
+            fields_of(shape[name])["by"] for name in ("channel_blocks", "column_groups", "row_blocks")
+        )
         assert rows == config["rows"]
         assert (groups - 1) * config["columns"] < width.units(backward=False) <= groups * config["columns"]
-        assert (strips - 1) * rows < height.units(backward=False) <= strips * rows
-        assert items == groups * strips * height.y_step * width.y_step * problem.n
+        assert (row_blocks - 1) * rows < height.units(backward=False) <= row_blocks * rows
+        assert items == groups * row_blocks * height.y_step * width.y_step * problem.n
         slots = int(defines_of(step)["SLOTS"])
-        parts = step.grid[0] // channel_blocks
-        assert (parts - 1) * slots * turns < items <= parts * slots * turns
+        splits = step.grid[0] // channel_blocks
+        assert (splits - 1) * slots * iterations < items <= splits * slots * iterations
 
 
 @pytest.mark.parametrize("problem", ODD, ids=str)
@@ -77,15 +86,15 @@ def test_most_columns_of_a_window_need_no_test() -> None:
 
 
 @pytest.mark.parametrize("problem", [*ODD, depthwise()], ids=str)
-def test_parts_are_in_the_workspace(problem: ProblemDescription) -> None:
+def test_split_k_partials_are_in_the_workspace(problem: ProblemDescription) -> None:
     for config in list(SOLVER.configs(problem, H200))[::17]:
         solution = SOLVER.solution(problem, H200, config)
         first = first_step(problem, config)
         channel_blocks = ceil_div(problem.c, int(defines_of(first)["CHANNELS"]))
-        parts = first.grid[0] // channel_blocks
-        assert len(solution.steps) == (2 if parts > 1 else 1)
-        assert solution.workspace.bytes >= (4 * parts * problem.w.size if parts > 1 else 0)
-        if parts > 1:
+        splits = first.grid[0] // channel_blocks
+        assert len(solution.steps) == (2 if splits > 1 else 1)
+        assert solution.workspace.bytes >= (4 * splits * problem.w.size if splits > 1 else 0)
+        if splits > 1:
             finish = solution.steps[1]
             assert isinstance(finish, KernelStep)
             assert finish.pdl
