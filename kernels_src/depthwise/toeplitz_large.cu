@@ -8,7 +8,7 @@
 // Backward data: in is dy, and the filter is read backwards (FLIPPED). Accumulators are float32.
 // Grid: one dimension, channels innermost, then column tiles, row tiles, images.
 #include "common/mma.cuh"
-#include "depthwise/staged_images.cuh"
+#include "depthwise/toeplitz_large.cuh"
 
 #if !defined(ELEMENT) || !defined(TILE_H) || !defined(TILE_W) || !defined(IMAGES) || !defined(CHANNELS)
 #error "define ELEMENT, TILE_H, TILE_W, IMAGES and CHANNELS"
@@ -174,42 +174,42 @@ __device__ __forceinline__ void stage_accumulators(ELEMENT* staged,
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
-    depthwise_large(const ELEMENT* __restrict__ in, const ELEMENT* __restrict__ filter, ELEMENT* __restrict__ out,
-                    int n, int channels, int in_height, int in_width, int out_height, int out_width, int pad_h,
-                    int first_column) {
+    depthwise_toeplitz_large(const ELEMENT* __restrict__ in, const ELEMENT* __restrict__ filter,
+                             ELEMENT* __restrict__ out, const __grid_constant__ Shape shape) {
   extern __shared__ __align__(16) ELEMENT staged[];
-  const int channel_tiles = ceil_div(channels, kChannels), column_tiles = ceil_div(out_width, kTileW);
-  const int row_tiles = ceil_div(out_height, kTileH);
+  const int channel_tiles = ceil_div(shape.channels, kChannels), column_tiles = ceil_div(shape.out_width, kTileW);
+  const int row_tiles = ceil_div(shape.out_height, kTileH);
   int rest = blockIdx.x;
   const int channel = rest % channel_tiles * kChannels;
   rest /= channel_tiles;
   const int column = rest % column_tiles * kTileW;
   rest /= column_tiles;
   const int row = rest % row_tiles * kTileH, image = rest / row_tiles * kImages;
-  const int in_row = max(0, row - pad_h);
+  const int in_row = max(0, row - shape.pad_top);
 
-  load_filter(staged + kRawAt, filter, channel * kTaps, min(kChannels, channels - channel));
-  load_images<In, kThreads, 16 * kDepthBlocks, kInFlight>(
-      staged, in, {n, channels, in_height, in_width, image, channel, in_row, column + first_column});
+  load_filter(staged + kRawAt, filter, channel * kTaps, min(kChannels, shape.channels - channel));
+  load_images<In, kThreads, 16 * kDepthBlocks, kInFlight>(staged, in,
+                                                          input_images(shape, image, channel, in_row, column));
   wait_for_copies<0>();
   __syncthreads();  // the planes and the filters have arrived
   spread_filter(staged + kFilterAt, staged + kRawAt + channel * kTaps % 8);
   __syncthreads();  // every row of the filters is in place
 
   const Share share = share_of(staged);
-  const int first_y = max(0, pad_h - row - (kTileH - 1)), end_y = min(kFilterY, in_height + pad_h - row);
+  const int first_y = max(0, shape.pad_top - row - (kTileH - 1)),
+            end_y = min(kFilterY, shape.in_height + shape.pad_top - row);
   float accumulators[kWarpBlocks][kColumnBlocks][4] = {};
   unsigned taps[kDiagonals], next[kDiagonals];
   read_taps(taps, share, min(first_y, kFilterY - 1));
 #pragma unroll 2
   for (int y = first_y; y < end_y; ++y) {
     read_taps(next, share, min(y + 1, kFilterY - 1));
-    add_row(accumulators, taps, share, (row - pad_h + y - in_row) * kImages);
+    add_row(accumulators, taps, share, (row - shape.pad_top + y - in_row) * kImages);
 #pragma unroll
     for (int d = 0; d < kDiagonals; ++d) taps[d] = next[d];
   }
   __syncthreads();  // every warp has read the planes before outputs overwrite them
   stage_accumulators(staged, accumulators, share);
   __syncthreads();  // the outputs of every warp are staged
-  store_images<Out, kThreads>(out, staged, {n, channels, out_height, out_width, image, channel, row, column});
+  store_images<Out, kThreads>(out, staged, output_images(shape, image, channel, row, column));
 }

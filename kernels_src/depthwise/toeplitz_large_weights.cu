@@ -5,12 +5,12 @@
 // on one diagonal share their accumulators; the diagonals of a block are added at the end.
 // A block goes through its share of the tiles (IMAGES images, TILE_H x TILE_W outputs) for CHANNELS channels and
 // WARPS x WARP_ROWS filter rows, WARP_ROWS a warp; or, where its share is one tile, PASSES times for as many rows each.
-// depthwise_large_weights_finish adds the shares where there are more than one, in a fixed order; with FINAL there is
+// A second kernel adds the shares where there are more than one, in a fixed order; with FINAL there is
 // one, which rounds its own. Accumulators are float32.
 // Grid: one dimension, channels innermost, then filter rows, shares.
 #include "common/mma.cuh"
 #include "common/split_k.cuh"
-#include "depthwise/staged_images.cuh"
+#include "depthwise/toeplitz_large.cuh"
 
 #if !defined(ELEMENT) || !defined(TILE_H) || !defined(TILE_W) || !defined(IMAGES) || !defined(CHANNELS)
 #error "define ELEMENT, TILE_H, TILE_W, IMAGES and CHANNELS"
@@ -128,15 +128,14 @@ __device__ __forceinline__ void store_row(Result* to, float* mine, const float (
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
-    depthwise_large_weights(const ELEMENT* __restrict__ dy, const ELEMENT* __restrict__ in, Result* __restrict__ out,
-                            int n, int channels, int in_height, int in_width, int out_height, int out_width, int pad_h,
-                            int first_column, int splits) {
+    depthwise_toeplitz_large_weights(const ELEMENT* __restrict__ dy, const ELEMENT* __restrict__ in,
+                                     Result* __restrict__ out, const __grid_constant__ Shape shape, int splits) {
   extern __shared__ __align__(16) ELEMENT staged[];
-  const int channel_tiles = ceil_div(channels, kChannels), row_blocks = ceil_div(kFilterY, kPassRows * kPasses);
+  const int channel_tiles = ceil_div(shape.channels, kChannels), row_blocks = ceil_div(kFilterY, kPassRows * kPasses);
   const int first_channel = blockIdx.x % channel_tiles * kChannels, rest = blockIdx.x / channel_tiles;
   const int split = rest / row_blocks;
-  const int column_tiles = ceil_div(out_width, kTileW), row_tiles = ceil_div(out_height, kTileH);
-  const int tiles = column_tiles * row_tiles * ceil_div(n, kImages);
+  const int column_tiles = ceil_div(shape.out_width, kTileW), row_tiles = ceil_div(shape.out_height, kTileH);
+  const int tiles = column_tiles * row_tiles * ceil_div(shape.batch, kImages);
 
   // A warp's filter rows are kWarps apart, so that all warps meet as much padding.
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32, channel = warp / kWarps;
@@ -148,7 +147,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
       base + 2 * (In::kElements + Out::kFirst + channel * Out::kPlane + out_slot * kOutPitch + lane / 16 * 8);
 
   float* const mine = reinterpret_cast<float*>(staged) + kAccumulatorsAt / 4 + warp * kAccumulatorFloats;
-  const int filter = split * channels + first_channel + channel;
+  const int filter = split * shape.channels + first_channel + channel;
 #pragma unroll 1
   for (int pass = 0; pass < kPasses; ++pass) {
     const int first_y = block_y + pass * kPassRows;
@@ -156,29 +155,30 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
 #pragma unroll 1
     for (int tile = split; tile < tiles; tile += splits) {
       const int column = tile % column_tiles * kTileW, row = tile / column_tiles % row_tiles * kTileH;
-      const int image = tile / column_tiles / row_tiles * kImages, in_row = max(0, row - pad_h);
+      const int image = tile / column_tiles / row_tiles * kImages, in_row = max(0, row - shape.pad_top);
       if (pass == 0) {
-        load_images<In, kThreads, 16 * kInBlocks, kInFlight>(
-            staged, in, {n, channels, in_height, in_width, image, first_channel, in_row, column + first_column});
-        load_images<Out, kThreads, kTileW, kInFlight>(
-            staged + In::kElements, dy, {n, channels, out_height, out_width, image, first_channel, row, column});
+        load_images<In, kThreads, 16 * kInBlocks, kInFlight>(staged, in,
+                                                             input_images(shape, image, first_channel, in_row, column));
+        load_images<Out, kThreads, kTileW, kInFlight>(staged + In::kElements, dy,
+                                                      output_images(shape, image, first_channel, row, column));
         wait_for_copies<0>();
         __syncthreads();  // the planes have arrived
       }
-      add_tile(accumulators, in_slots, out_slots, (row - pad_h + first_y - in_row) * kImages);
+      add_tile(accumulators, in_slots, out_slots, (row - shape.pad_top + first_y - in_row) * kImages);
       if (kPasses == 1) __syncthreads();  // every warp has read the planes before others overwrite them
     }
 #pragma unroll
     for (int r = 0; r < kWarpRows; ++r) {
       const int y = first_y + r * kWarps;
-      if (y < kFilterY && first_channel + channel < channels)
+      if (y < kFilterY && first_channel + channel < shape.channels)
         store_row(out + (filter * kFilterY + y) * kFilterX, mine, accumulators[r]);
     }
   }
 }
 
 extern "C" __global__ void __launch_bounds__(256)
-    depthwise_large_weights_finish(const float* __restrict__ partials, ELEMENT* __restrict__ dw, int size, int splits) {
+    depthwise_toeplitz_large_weights_finish(const float* __restrict__ partials, ELEMENT* __restrict__ dw, int size,
+                                            int splits) {
   const int tap = blockIdx.x * 256 + threadIdx.x;
   if (tap >= size) return;
   dw[tap] = convert<ELEMENT>(sum_splits<4, int64>(partials, tap, size, {0, splits, 1}));

@@ -11,12 +11,36 @@ from dataclasses import dataclass
 from miofind.core.problem import ProblemDescription, TensorDescriptor
 from miofind.solver.occupancy import SmLimits, resident_blocks
 from miofind.solver.solver import Applicability
+from miofind.solver.structs import Struct, StructType
 from miofind.solvers.common.correlation import Axis
 from miofind.solvers.common.limits import refuse_tensors
 
 _MOST = 8  # elements of 16 bytes
 _LEAST_FILTER = 5
 _LIMITS = SmLimits(threads=1024, blocks=16, shared_bytes=160 << 10)  # what the kernels are compiled for
+
+SHAPE = StructType(
+    "Shape",
+    **dict.fromkeys(
+        ("batch", "channels", "in_height", "in_width", "out_height", "out_width", "pad_top", "first_column"), "int32"
+    ),
+)
+"""What the kernels of depthwise/toeplitz_large.cuh take by value."""
+
+
+def shape_of(problem: ProblemDescription, axes: tuple[Axis, Axis], first_column: int) -> Struct:
+    """The sizes of a correlation with these axes; `first_column` is `StagedColumns.first`."""
+    height, width = axes
+    return SHAPE(
+        batch=problem.n,
+        channels=problem.c,
+        in_height=height.size,
+        in_width=width.size,
+        out_height=height.outputs,
+        out_width=width.outputs,
+        pad_top=height.pad,
+        first_column=first_column,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,16 +13,18 @@ from miofind.core.problem import DataType, Direction, Layout, ProblemDescription
 from miofind.device.device import Device, Library, Place
 from miofind.solver.occupancy import cycles_of_waves
 from miofind.solver.solver import APPLICABLE, Algorithm, Applicability, KernelKey, Solver
-from miofind.solver.steps import Config, ConfigValue, ConvSolution, KernelStep, Pointer, int32s
+from miofind.solver.steps import Config, ConfigValue, ConvSolution, KernelStep, Pointer
 from miofind.solvers.common.correlation import Axis, Correlation, ceil_div, correlations, round_up
 from miofind.solvers.common.examples import depthwise_example
 from miofind.solvers.common.limits import MAX_ELEMENTS
 from miofind.solvers.depthwise.staged_images import (
+    SHAPE,
     StagedColumns,
     StagedVector,
     gap_slots,
     min_blocks,
     refuse_large,
+    shape_of,
 )
 
 _MAX_DIAGONALS = 16
@@ -148,22 +150,17 @@ def _registers(tiling: _Tiling) -> int:
 
 def _launch(conv: Correlation, config: Config) -> KernelStep:
     tiling = _Tiling.of(conv, config)
-    height, width = conv.axes
     source, target = _operands(conv)
-    values = (
-        *(conv.problem.n, conv.problem.c, height.size, width.size, height.outputs, width.outputs),
-        *(height.pad, tiling.first_column),
-    )
     return KernelStep(
         source="depthwise/toeplitz_large.cu",
-        entry="depthwise_large",
+        entry="depthwise_toeplitz_large",
         grid=(tiling.blocks, 1, 1),
         block=(tiling.threads, 1, 1),
         shared_bytes=tiling.shared_bytes,
         defines=_defines(conv, config, tiling),
         args=(
             *(Pointer(buffer=name) for name in (source, "w", target)),
-            *int32s(*values),
+            shape_of(conv.problem, conv.axes, tiling.first_column),
         ),
     )
 
@@ -189,6 +186,7 @@ def _defines(conv: Correlation, config: Config, tiling: _Tiling) -> tuple[tuple[
         ("OUT_FLAT", int(tiling.out_vector.flat)),
         ("MIN_BLOCKS", min_blocks(_registers(tiling), tiling.threads, tiling.shared_bytes)),
         ("SHARED_BYTES", tiling.shared_bytes),
+        SHAPE.define,
     )
 
 

@@ -28,11 +28,13 @@ from miofind.solvers.common.examples import depthwise_example
 from miofind.solvers.common.limits import MAX_ELEMENTS
 from miofind.solvers.common.split_k import SplitK
 from miofind.solvers.depthwise.staged_images import (
+    SHAPE,
     StagedColumns,
     StagedVector,
     gap_slots,
     min_blocks,
     refuse_large,
+    shape_of,
 )
 
 _MAX_SUMS = 128
@@ -172,23 +174,23 @@ def _defines(problem: ProblemDescription, config: Config, tiling: _Tiling) -> tu
         ("MIN_BLOCKS", min_blocks(_registers(tiling), tiling.threads, tiling.shared_bytes)),
         ("SHARED_BYTES", tiling.shared_bytes),
         ("FINAL", int(config["splits"] == 1)),
+        SHAPE.define,
     )
 
 
 def _sum_step(problem: ProblemDescription, config: Config, tiling: _Tiling) -> KernelStep:
-    height, width = tiling.axes
     result = _split_k(problem, config).target
     return KernelStep(
         source="depthwise/toeplitz_large_weights.cu",
-        entry="depthwise_large_weights",
+        entry="depthwise_toeplitz_large_weights",
         grid=(tiling.blocks, 1, 1),
         block=(tiling.threads, 1, 1),
         shared_bytes=tiling.shared_bytes,
         defines=_defines(problem, config, tiling),
         args=(
             *(Pointer(buffer=name) for name in ("y", "x", result)),
-            *int32s(problem.n, problem.c, height.size, width.size, height.outputs, width.outputs),
-            *int32s(height.pad, tiling.columns.first, config["splits"]),
+            shape_of(problem, tiling.axes, tiling.columns.first),
+            *int32s(config["splits"]),
         ),
     )
 
