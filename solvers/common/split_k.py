@@ -84,5 +84,7 @@ class SplitK:
         return self.reduction(first, *numbers, blocks=blocks, threads=_THREADS)
 
     def solution(self, first: KernelStep, reduction: KernelStep) -> ConvSolution:
-        """Both steps, with the partials between them in the workspace."""
+        """Both steps, with the partials between them in the workspace; `first` alone where it writes the output."""
+        if Pointer(buffer=self.region) not in first.args:
+            return ConvSolution(steps=(first,))
         return ConvSolution(steps=(first, reduction), workspace=WorkspacePlan((self.partials,)))

@@ -136,8 +136,6 @@ def _solution(problem: ProblemDescription, config: Config, device: Device) -> Co
         defines=defines,
         args=(*(Pointer(buffer=name) for name in ("y", "x", "w", split_k.target)), *int32s(problem.n)),
     )
-    if split_k.splits == 1:
-        return ConvSolution(steps=(first,))
     blocks = ceil_div(split_k.results, _REDUCTION_THREADS)
     return split_k.solution(first, split_k.reduction(first, blocks=blocks, threads=_REDUCTION_THREADS))
 

@@ -385,8 +385,6 @@ class ConvDepthwiseChannelsLastWeights(Solver):
     def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
         tiling = _Tiling.of(problem, config)
         first = _sum_step(problem, config, device)
-        if tiling.splits == 1:
-            return ConvSolution(steps=(first,))
         return tiling.split_k(problem).solution(first, _reduction(problem, tiling))
 
 

@@ -280,8 +280,6 @@ class ConvDepthwiseMmaWeights(Solver):
 
     def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
         step, split_k = _sum_step(problem, device, config), _split_k(problem, device, config)
-        if split_k.splits == 1:
-            return ConvSolution(steps=(step,))
         return split_k.solution(step, split_k.vector_reduction(step, *int32s(split_k.splits)))
 
 

@@ -354,8 +354,6 @@ class ConvDepthwiseLargeWeights(Solver):
         tiling = _Tiling.of(problem, config)
         first = _sum_step(problem, config, tiling)
         split_k = _split_k(problem, config)
-        if split_k.splits == 1:
-            return ConvSolution(steps=(first,))
         return split_k.solution(first, _reduction(split_k, first))
 
 

@@ -140,8 +140,6 @@ def _solution(problem: ProblemDescription, config: Config, device: Device) -> Co
         defines=defines,
         args=(*(Pointer(buffer=name) for name in ("y", "x", "w", split_k.target)), *int32s(problem.n, problem.c)),
     )
-    if split_k.splits == 1:
-        return ConvSolution(steps=(first,))
     reduction = split_k.reduction(
         first,
         *int32s(split_k.results),

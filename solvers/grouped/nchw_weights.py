@@ -305,8 +305,6 @@ class ConvGroupedPlanesWeights(Solver):
 
     def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
         step, split_k = _sum_step(problem, config, device), _split_k(problem, config)
-        if split_k.splits == 1:
-            return ConvSolution(steps=(step,))
         return split_k.solution(step, split_k.vector_reduction(step, *int32s(split_k.results, split_k.splits)))
 
 

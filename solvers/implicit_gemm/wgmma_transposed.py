@@ -232,8 +232,6 @@ class ConvImplicitGemmWgmmaTurned(Solver):
     def solution(self, problem: ProblemDescription, device: Device, config: Config) -> ConvSolution:
         tiling = TransposedTiling.of(WgmmaProduct.of(problem), config)
         step = _multiply(tiling, device)
-        if tiling.splits == 1:
-            return ConvSolution(steps=(step,))
         return _split_k(tiling).solution(step, _add(tiling, device))
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from miofind.solver.steps import KernelStep, Pointer, Region, int32s
@@ -45,10 +47,20 @@ def test_vector_reduction_covers_every_result(results: int, splits: int) -> None
 
 def test_solution_reads_in_its_second_step_what_the_first_leaves() -> None:
     split_k = SplitK(results=64, splits=3)
-    solution = split_k.solution(FIRST, split_k.reduction(FIRST, *int32s(64), blocks=2, threads=32))
+    writer = replace(FIRST, args=(*FIRST.args, Pointer(buffer=split_k.target)))
+    solution = split_k.solution(writer, split_k.reduction(FIRST, *int32s(64), blocks=2, threads=32))
     first, second = solution.kernels
-    assert first is FIRST
+    assert first is writer
     assert (second.source, second.entry, second.defines) == (FIRST.source, "grouped_weights_finish", FIRST.defines)
     assert (second.grid, second.block, second.pdl) == ((2, 1, 1), (32, 1, 1), True)
     assert second.args == (Pointer(buffer=split_k.target), Pointer(buffer="w"), *int32s(64))
     assert solution.workspace.regions == (split_k.partials,)
+
+
+@pytest.mark.parametrize(("splits", "region", "kernels"), [(1, False, 1), (1, True, 2), (2, True, 2)])
+def test_solution_reduces_unless_the_first_step_writes_the_output(splits: int, region: bool, kernels: int) -> None:
+    split_k = SplitK(results=64, splits=splits)
+    writer = replace(FIRST, args=(*FIRST.args, Pointer(buffer=split_k.region if region else split_k.target)))
+    solution = split_k.solution(writer, split_k.reduction(writer, blocks=1, threads=32))
+    assert len(solution.kernels) == kernels
+    assert (solution.workspace.regions == ()) is (kernels == 1)
